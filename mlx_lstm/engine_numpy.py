@@ -16,50 +16,54 @@ from .problem import Problem
 
 Arrays = dict[str, mx.array]
 Views = dict[str, np.ndarray]
+Saved = dict[str, "mx.array | np.ndarray"]
 
-CHUNK_ROWS = 2048  # rows (time steps x batch) that one product of the backward pass takes: bounds the memory of dz
+CHUNK_ROWS = 1024  # rows (time steps x batch) that one product of the backward pass takes: bounds the memory of dz
 WIDE_BATCH = 16  # from here on a step's [4H, B] block is wide enough for BLAS and for contiguous rows
 
 
-def forward(problem: Problem, arrays: Arrays) -> tuple[mx.array, ...]:
-    """(h [T, B, P], c [T, B, H], gates [T, B, 4H], hT [B, P], cT [B, H])."""
+def forward(problem: Problem, arrays: Arrays) -> Saved:
+    """h [T, B, P], c [T, B, H], gates [T, B, 4H], hT [B, P], cT [B, H]; gates as a NumPy array unless they are wanted."""
     v = views(arrays)
     dtype, (T, B, H, P) = v["Wh"].dtype, problem[:4]
-    h_out, h = empty_like_memory((T, B, P), v["x"])
-    c_out, c = empty((T, H, B), dtype)
-    gates_out, gates = empty((T, 4 * H, B), dtype)
-    hT_out, hT = empty((B, P), dtype)
-    cT_out, cT = empty((B, H), dtype)
+    shapes = {"h": memory_shape((T, B, P), v["x"]), "c": (T, H, B), "hT": (B, P), "cT": (B, H)}
+    if problem.return_gates:
+        shapes["gates"] = (T, 4 * H, B)
+    outputs, memory = empty(dtype, shapes)
+    h, c = memory["h"], memory["c"]
+    if h.shape != (T, B, P):
+        outputs["h"], h = mx.swapaxes(outputs["h"], 0, 1), h.transpose(1, 0, 2)
+    # NumPy's own memory where MLX need not see it: MLX would write it once before we do.
+    gates = memory.get("gates", np.empty((T, 4 * H, B), dtype) if "gates" not in memory else None)
 
-    project(v, gates)
-    step = LSTMStep(problem.cell, v, H, B)
-    carry = Carry(problem, v)
-    z = np.empty((4 * H, B), dtype)
-    m = np.empty((H, B), dtype) if "Wp" in v else None
+    product = (OneProduct if one_product(problem, v) else TwoProducts)(problem, v)
+    step, carry = LSTMStep(problem.cell, v, H, B), Carry(problem, v)
+    m = np.empty((H, B), dtype)
     for t in problem.steps():
         live = carry.live(t)
         if live is not None and not live.any():
             h[t], c[t], gates[t] = 0, 0, 0
             continue
-        np.matmul(v["Wh"], carry.recurrent_input(t).T, out=z)
-        if m is None:
-            step(gates[t], z, carry.c, c[t], h[t].T)
-        else:
-            step(gates[t], z, carry.c, c[t], m)
+        product.into(gates[t], t, carry.h)
+        step(gates[t], carry.c, c[t], m)
+        if "Wp" in v:
             np.matmul(m.T, v["Wp"].T, out=h[t])
+        else:
+            np.copyto(h[t], m.T)
         carry.advance(live, h[t], c[t], gates[t])
-    hT[...], cT[...] = carry.h, carry.c.T
-    return h_out, mx.swapaxes(c_out, 1, 2), mx.swapaxes(gates_out, 1, 2), hT_out, cT_out
+    memory["hT"][...], memory["cT"][...] = carry.h, carry.c.T
+    outputs["c"] = mx.swapaxes(outputs["c"], 1, 2)
+    gates_out = mx.swapaxes(outputs["gates"], 1, 2) if problem.return_gates else gates.transpose(0, 2, 1)
+    return outputs | {"gates": gates_out}
 
 
-def backward(problem: Problem, arrays: Arrays, outputs: tuple[mx.array, ...], cotangents: Arrays) -> Arrays:
+def backward(problem: Problem, arrays: Arrays, saved: Saved, cotangents: Arrays) -> Arrays:
     """The gradient of every array, from those of the outputs that have one (keys h, c, gates, hT, cT)."""
     v, given = views(arrays), views(cotangents)
-    h, c, gates = (view(output) for output in outputs[:3])
-    saved = {"h": h, "c": c.transpose(0, 2, 1), "gates": gates.transpose(0, 2, 1)}
-    sweep = BackwardSweep(problem, v, saved, given)
+    h, c, gates = (view(saved[name]) for name in ("h", "c", "gates"))
+    sweep = BackwardSweep(problem, v, h, c.transpose(0, 2, 1), gates.transpose(0, 2, 1), given)
     products = WeightGradients(problem, v, h)
-    chunk = max(1, CHUNK_ROWS // problem.B)
+    chunk = chunk_steps(problem)
     bounds = [(start, min(start + chunk, problem.T)) for start in range(0, problem.T, chunk)]
     for start, stop in bounds if problem.reverse else reversed(bounds):
         rows = sweep.run(start, stop)
@@ -70,8 +74,8 @@ def backward(problem: Problem, arrays: Arrays, outputs: tuple[mx.array, ...], co
 # --- Memory shared with MLX ------------------------------------------------------------------------------------------
 
 
-def view(array: mx.array) -> np.ndarray:
-    """An evaluated MLX array's memory, without a copy."""
+def view(array: mx.array | np.ndarray) -> np.ndarray:
+    """An evaluated array's memory, without a copy."""
     return np.array(array, copy=False)
 
 
@@ -81,20 +85,17 @@ def views(arrays: Arrays) -> Views:
     return {name: view(array) for name, array in arrays.items()}
 
 
-def empty(shape: tuple[int, ...], dtype: np.dtype) -> tuple[mx.array, np.ndarray]:
-    """A new MLX array, not yet written, and NumPy's view of it."""
-    array = mx.empty(shape, mx.float64 if dtype == np.float64 else mx.float32)
-    mx.eval(array)
-    return array, view(array)
+def empty(dtype: np.dtype, shapes: dict[str, tuple[int, ...]]) -> tuple[Arrays, Views]:
+    """New MLX arrays, not yet written, and NumPy's views of them."""
+    kind = mx.float64 if dtype == np.float64 else mx.float32
+    arrays = {name: mx.empty(shape, kind) for name, shape in shapes.items()}
+    return arrays, views(arrays)
 
 
-def empty_like_memory(shape: tuple[int, int, int], like: np.ndarray) -> tuple[mx.array, np.ndarray]:
-    """`empty` of a time-major shape, in memory batch-major if `like` is: a batch-major caller then gets no strided h."""
+def memory_shape(shape: tuple[int, int, int], like: np.ndarray) -> tuple[int, int, int]:
+    """The shape [T, B, .] in memory, [B, T, .] if `like` lies so: a batch-major caller then gets no strided result."""
     T, B, width = shape
-    if B > 1 and T > 1 and like.strides[0] < like.strides[1]:
-        array, memory = empty((B, T, width), like.dtype)
-        return mx.swapaxes(array, 0, 1), memory.transpose(1, 0, 2)
-    return empty(shape, like.dtype)
+    return (B, T, width) if B > 1 and T > 1 and like.strides[0] < like.strides[1] else shape
 
 
 def matrix(a: np.ndarray) -> np.ndarray:
@@ -105,23 +106,101 @@ def matrix(a: np.ndarray) -> np.ndarray:
     return a if fits else np.ascontiguousarray(a)
 
 
-def project(v: Views, gates: np.ndarray) -> None:
-    """The input's part of the preactivations into gates [T, 4H, B], for all steps at once."""
-    x, Wx = v["x"], v.get("Wx")
-    T, rows, B = gates.shape
-    if Wx is None:
-        np.copyto(gates, x.transpose(0, 2, 1))
-    elif B >= WIDE_BATCH:
-        np.matmul(matrix(Wx), matrix(x).transpose(0, 2, 1), out=gates)
-    else:
-        # One product over all rows, in pieces of CHUNK_ROWS: [4H, B] blocks this narrow would starve BLAS.
-        chunk = max(1, CHUNK_ROWS // B)
-        z = np.empty((min(T, chunk) * B, rows), gates.dtype)
-        for start in range(0, T, chunk):
-            part = x[start : start + chunk]
-            out = z[: part.shape[0] * B]
-            np.matmul(matrix(part.reshape(-1, part.shape[-1])), matrix(Wx).T, out=out)
-            np.copyto(gates[start : start + chunk], out.reshape(-1, B, rows).transpose(0, 2, 1))
+def chunk_steps(problem: Problem) -> int:
+    """How many steps the products over time and batch take at once."""
+    return min(problem.T, max(1, CHUNK_ROWS // problem.B))
+
+
+def columns_buffer(rows: int, columns: int, B: int, dtype: np.dtype) -> np.ndarray:
+    """Scratch [rows, columns] used B columns at a time: feature-major where such a block is wide, else transposed."""
+    if B >= WIDE_BATCH:
+        # Sixteen columns more than needed keep the rows from falling on the same cache sets.
+        return np.empty((rows, columns + 16), dtype)[:, :columns]
+    return np.empty((columns, rows), dtype).T
+
+
+# --- The preactivations ----------------------------------------------------------------------------------------------
+# Bias and forget bias included, peepholes not. Sigmoid gates get half of theirs, see `Gates.activate`.
+
+
+def one_product(problem: Problem, v: Views) -> bool:
+    """Whether [x_t, h] in one product per step beats the input's product ahead of the steps.
+
+    It saves a pass over the preactivations but copies the weights and cannot use more than B columns.
+    """
+    T, B, H, _ = problem[:4]
+    return "Wx" in v and B >= WIDE_BATCH and T * B >= 512 and v["Wx"].shape[1] <= 2 * H
+
+
+def bias_column(cell: LSTMCell, v: Views, H: int) -> np.ndarray:
+    """[4H]: the bias, the forget bias added."""
+    bias = np.array(v["b"]) if "b" in v else np.zeros(4 * H, v["Wh"].dtype)
+    bias[cell.block("f", H)] += cell.forget_bias
+    return bias
+
+
+class OneProduct:
+    """[Wh | b | Wx] @ [h; 1; x_t], the weights joined and halved in one copy."""
+
+    def __init__(self, problem: Problem, v: Views):
+        dtype, (_, B, H, P) = v["Wh"].dtype, problem[:4]
+        I = v["Wx"].shape[1]
+        self.x, self.mask = v["x"], step_mask(v, problem)
+        self.W = np.empty((4 * H, P + 1 + I), dtype)
+        self.W[:, :P], self.W[:, P], self.W[:, P + 1 :] = v["Wh"], bias_column(problem.cell, v, H), v["Wx"]
+        for rows in Gates(problem.cell, H, "ifgo").sigmoid:
+            self.W[rows] *= 0.5
+        operand = np.ones((B, P + 1 + I), dtype)
+        self.h_part, self.x_part, self.operand = operand[:, :P], operand[:, P + 1 :], operand.T
+
+    def into(self, out: np.ndarray, t: int, h: np.ndarray) -> None:
+        """Step t's preactivations into out [4H, B], from h [B, P] before it."""
+        np.copyto(self.x_part, self.x[t])
+        if self.mask is None:
+            np.copyto(self.h_part, h)
+        else:
+            np.multiply(h, self.mask[t], out=self.h_part)
+        np.matmul(self.W, self.operand, out=out)
+
+
+class TwoProducts:
+    """Wx @ x for a whole chunk of steps ahead, then Wh @ h step by step; no copy of weights."""
+
+    def __init__(self, problem: Problem, v: Views):
+        dtype, (_, B, H, P) = v["Wh"].dtype, problem[:4]
+        self.x, self.mask, self.B, self.chunk = v["x"], step_mask(v, problem), B, chunk_steps(problem)
+        self.Wh, self.Wx = matrix(v["Wh"]), matrix(v["Wx"]) if "Wx" in v else None
+        if self.Wx is not None:
+            self.ahead = columns_buffer(4 * H, self.chunk * B, B, dtype)
+        self.start = None
+        self.recurrent = np.empty((4 * H, B), dtype)
+        self.masked = np.empty((B, P), dtype) if self.mask is not None else None
+        bias = bias_column(problem.cell, v, H)
+        self.bias = np.repeat(bias[:, None], B, axis=1) if bias.any() else None
+        self.halved = Gates(problem.cell, H, "ifgo").sigmoid
+
+    def into(self, out: np.ndarray, t: int, h: np.ndarray) -> None:
+        """Step t's preactivations into out [4H, B], from h [B, P] before it."""
+        if self.mask is not None:
+            h = np.multiply(h, self.mask[t], out=self.masked)
+        np.matmul(self.Wh, h.T, out=self.recurrent)
+        np.add(self.recurrent, self.of_input(t), out=out)
+        if self.bias is not None:
+            out += self.bias
+        for rows in self.halved:
+            out[rows] *= 0.5
+
+    def of_input(self, t: int) -> np.ndarray:
+        """[4H, B]: the input's part at step t."""
+        if self.Wx is None:
+            return self.x[t].T
+        start = t - t % self.chunk
+        if start != self.start:
+            rows = self.x[start : start + self.chunk]
+            rows = matrix(rows.reshape(-1, rows.shape[-1]))
+            np.matmul(self.Wx, rows.T, out=self.ahead[:, : rows.shape[0]])
+            self.start = start
+        return self.ahead[:, (t - start) * self.B : (t - start + 1) * self.B]
 
 
 # --- The state between steps -----------------------------------------------------------------------------------------
@@ -131,10 +210,8 @@ class Carry:
     """The state a step starts from: h [B, P] and c [H, B]. Items that have ended keep theirs."""
 
     def __init__(self, problem: Problem, v: Views):
-        dtype, (T, B, H, P) = v["Wh"].dtype, problem[:4]
+        dtype, (_, B, H, P) = v["Wh"].dtype, problem[:4]
         self.lengths = None if problem.lengths is None else np.array(problem.lengths)
-        self.mask = step_mask(v, T, B, P)
-        self.masked = None if self.mask is None else np.empty((B, P), dtype)
         self.h = matrix(v["h0"]) if "h0" in v else np.zeros((B, P), dtype)
         self.c = np.ascontiguousarray(v["c0"].T) if "c0" in v else np.zeros((H, B), dtype)
         self.spare = None
@@ -147,12 +224,6 @@ class Carry:
             return None
         live = self.lengths > t
         return None if live.all() else live
-
-    def recurrent_input(self, t: int) -> np.ndarray:
-        """h as it enters step t's product: times the mask, where there is one."""
-        if self.mask is None:
-            return self.h
-        return np.multiply(self.h, self.mask[t], out=self.masked)
 
     def advance(self, live: np.ndarray | None, h: np.ndarray, c: np.ndarray, gates: np.ndarray) -> None:
         """Take over step t's h and c where items live; where they have ended, zero its outputs."""
@@ -171,9 +242,9 @@ class Carry:
         gates[:, ~live] = 0
 
 
-def step_mask(v: Views, T: int, B: int, P: int) -> np.ndarray | None:
+def step_mask(v: Views, problem: Problem) -> np.ndarray | None:
     """The mask on h[t-1] as [T, B, P], a broadcast view."""
-    return np.broadcast_to(v["mask"], (T, B, P)) if "mask" in v else None
+    return np.broadcast_to(v["mask"], (problem.T, problem.B, problem.P)) if "mask" in v else None
 
 
 def previous(problem: Problem, t: int) -> int | None:
@@ -205,9 +276,7 @@ class Gates:
         self.other = [(name, run) for name, run in self.runs if name in ("relu", "hard_sigmoid")]
 
     def activate(self, z: np.ndarray) -> None:
-        """In place. sigmoid(x) = 0.5 + 0.5 tanh(0.5 x), so one tanh serves sigmoid and tanh gates together."""
-        for run in self.sigmoid:
-            z[run] *= 0.5
+        """In place. sigmoid(x) = 0.5 + 0.5 tanh(x / 2): with sigmoid gates halved on entry one tanh serves all gates."""
         for run in self.smooth:
             np.tanh(z[run], out=z[run])
         for run in self.sigmoid:
@@ -269,36 +338,31 @@ class LSTMStep:
     """`engine_ops.lstm_step` in place: one step forward with all its scratch memory."""
 
     def __init__(self, cell: LSTMCell, v: Views, H: int, B: int):
-        dtype = v["Wh"].dtype
-        self.cell = cell
         self.block = {gate: cell.block(gate, H) for gate in "ifgo"}
         self.peephole = peephole_columns(cell, v, H, B)
+        for gate, columns in self.peephole.items():
+            columns *= 0.5 if cell.activation(gate) == "sigmoid" else 1  # as the preactivations
         late = "o" if self.peephole and cell.output_peephole == "current" else ""
         self.early = Gates(cell, H, "ifgo".replace(late, "") if late else "ifgo")
         self.late = Gates(cell, H, late)
-        bias = v["b"].astype(dtype) if "b" in v else np.zeros(4 * H, dtype)
-        bias[self.block["f"]] += cell.forget_bias
-        self.bias = np.repeat(bias[:, None], B, axis=1) if bias.any() else None
-        self.scratch = np.empty((H, B), dtype)
+        self.clip, self.output = cell.cell_clip, cell.activation("output")
+        self.scratch = np.empty((H, B), v["Wh"].dtype)
 
-    def __call__(self, gates: np.ndarray, z: np.ndarray, c_prev: np.ndarray, c: np.ndarray, m: np.ndarray) -> None:
-        """gates [4H, B] holds the input's part of the preactivations and receives the gates; z the recurrent part."""
-        cell, block, peephole, scratch = self.cell, self.block, self.peephole, self.scratch
-        gates += z
-        if self.bias is not None:
-            gates += self.bias
+    def __call__(self, gates: np.ndarray, c_prev: np.ndarray, c: np.ndarray, m: np.ndarray) -> None:
+        """Turns gates [4H, B], on entry the preactivations, into the gates; writes c and m [H, B]."""
+        block, peephole, scratch = self.block, self.peephole, self.scratch
         if peephole:
             for gate in "ifg" if self.late.runs else "ifgo":
                 gates[block[gate]] += np.multiply(peephole[gate], c_prev, out=scratch)
         self.early.activate(gates)
         np.multiply(gates[block["f"]], c_prev, out=c)
         c += np.multiply(gates[block["i"]], gates[block["g"]], out=scratch)
-        if cell.cell_clip is not None:
-            np.clip(c, -cell.cell_clip, cell.cell_clip, out=c)
+        if self.clip is not None:
+            np.clip(c, -self.clip, self.clip, out=c)
         if self.late.runs:
             gates[block["o"]] += np.multiply(peephole["o"], c, out=scratch)
             self.late.activate(gates)
-        activate(cell.activation("output"), c, scratch)
+        activate(self.output, c, scratch)
         np.multiply(scratch, gates[block["o"]], out=m)
 
 
@@ -364,9 +428,13 @@ class LSTMStepBackward:
 class BackwardSweep:
     """The steps in reverse, a chunk of time at a call. Carries dh [P, B] and dc [H, B] from chunk to chunk."""
 
-    def __init__(self, problem: Problem, v: Views, saved: Views, given: Views):
-        dtype, (T, B, H, P) = v["Wh"].dtype, problem[:4]
-        self.problem, self.v, self.saved, self.given = problem, v, saved, given
+    def __init__(
+        self, problem: Problem, v: Views, h: np.ndarray, c: np.ndarray, gates: np.ndarray, given: Views
+    ):
+        """h [T, B, P], c [T, H, B], gates [T, 4H, B]; given: the cotangents of the outputs."""
+        dtype, (_, B, H, P) = v["Wh"].dtype, problem[:4]
+        self.problem, self.given = problem, given
+        self.h, self.c, self.gates = h, c, gates
         self.lengths = None if problem.lengths is None else np.array(problem.lengths)
         self.step = LSTMStepBackward(problem.cell, v, H, B)
         self.dh = np.array(given["hT"].T, order="C") if "hT" in given else np.zeros((P, B), dtype)
@@ -375,10 +443,10 @@ class BackwardSweep:
         self.c0 = np.ascontiguousarray(v["c0"].T) if "c0" in v else np.zeros((H, B), dtype)
         self.Wh_T = matrix(v["Wh"]).T
         self.Wp_T = matrix(v["Wp"]).T if "Wp" in v else None
-        self.mask = step_mask(v, T, B, P)
+        self.mask = step_mask(v, problem)
         self.dmask = np.zeros(v["mask"].shape, dtype) if "mask" in v else None
         self.dm = np.empty((H, B), dtype) if "Wp" in v else None
-        columns = min(T, max(1, CHUNK_ROWS // B)) * B
+        columns = chunk_steps(problem) * B
         self.dz = columns_buffer(4 * H, columns, B, dtype)
         self.dh_kept, self.m = (columns_buffer(rows, columns, B, dtype) if "Wp" in v else None for rows in (P, H))
 
@@ -402,7 +470,7 @@ class BackwardSweep:
 
     def back(self, t: int, columns: slice, dh: np.ndarray, dc: np.ndarray, live: np.ndarray | None = None) -> None:
         """Step t back: dh and dc become the gradients of the state before it."""
-        given, saved, dz = self.given, self.saved, self.dz[:, columns]
+        given, gates, dz = self.given, self.gates[t], self.dz[:, columns]
         if "h" in given:
             dh += given["h"][t].T
         if "c" in given:
@@ -414,10 +482,10 @@ class BackwardSweep:
         if dgates is not None and live is not None:
             dgates = dgates * live
         c_prev, h_prev = self.states_before(t)
-        self.step(saved["gates"][t], c_prev, saved["c"][t], dm, dc, dgates, dz)
+        self.step(gates, c_prev, self.c[t], dm, dc, dgates, dz)
         if self.Wp_T is not None:
             self.dh_kept[:, columns] = dh
-            np.multiply(self.step.s, saved["gates"][t][self.step.block["o"]], out=self.m[:, columns])
+            np.multiply(self.step.s, gates[self.step.block["o"]], out=self.m[:, columns])
         np.matmul(self.Wh_T, dz, out=dh)
         if self.mask is not None:
             term = self.dmask if self.dmask.ndim < 3 or self.dmask.shape[0] == 1 else self.dmask[t]
@@ -434,8 +502,8 @@ class BackwardSweep:
     def states_before(self, t: int) -> tuple[np.ndarray, np.ndarray | None]:
         """(c [H, B], h [B, P]) that step t started from. h only where a mask needs it."""
         last = previous(self.problem, t)
-        c = self.c0 if last is None else self.saved["c"][last]
-        h = None if self.mask is None else self.h0 if last is None else self.saved["h"][last]
+        c = self.c0 if last is None else self.c[last]
+        h = None if self.mask is None else self.h0 if last is None else self.h[last]
         if last is not None and self.problem.reverse and self.lengths is not None:
             starts = self.lengths == t + 1
             c = np.where(starts, self.c0, c)
@@ -449,7 +517,10 @@ class BackwardSweep:
             found["peephole"] = self.step.dpeephole.sum(axis=1)
         if self.dmask is not None:
             found["mask"] = self.dmask
-        return {name: to_mlx(gradient) for name, gradient in found.items()}
+        arrays, memory = empty(self.dh.dtype, {name: gradient.shape for name, gradient in found.items()})
+        for name, gradient in found.items():
+            memory[name][...] = gradient
+        return arrays
 
 
 class WeightGradients:
@@ -457,15 +528,14 @@ class WeightGradients:
 
     def __init__(self, problem: Problem, v: Views, h: np.ndarray):
         self.problem, self.v, self.h = problem, v, h
-        dtype = v["Wh"].dtype
-        self.outputs: Arrays = {}
-        self.outputs["x"], self.dx = empty_like_memory(v["x"].shape, v["x"])
-        self.sums: dict[str, np.ndarray] = {}
-        for name in ("Wx", "Wh", "b", "Wp"):
-            if name in v:
-                self.outputs[name], self.sums[name] = empty(v[name].shape, dtype)
+        shapes = {name: v[name].shape for name in ("Wx", "Wh", "b", "Wp") if name in v}
+        shapes["x"] = memory_shape(v["x"].shape, v["x"])
+        self.outputs, self.sums = empty(v["Wh"].dtype, shapes)
+        self.dx = self.sums.pop("x")
+        if self.dx.shape != v["x"].shape:
+            self.outputs["x"], self.dx = mx.swapaxes(self.outputs["x"], 0, 1), self.dx.transpose(1, 0, 2)
         self.first = True
-        self.mask = step_mask(v, problem.T, problem.B, problem.P)
+        self.mask = step_mask(v, problem)
 
     def add(self, start: int, stop: int, dz: np.ndarray, dh: np.ndarray | None, m: np.ndarray | None) -> None:
         """One chunk: dz [4H, n], and with a projection dh [P, n] and m [H, n]."""
@@ -514,24 +584,9 @@ class WeightGradients:
         return rows.reshape(-1, P)
 
 
-def columns_buffer(rows: int, columns: int, B: int, dtype: np.dtype) -> np.ndarray:
-    """Scratch [rows, columns] written B columns at a time: feature-major where such a block is wide, else transposed."""
-    if B >= WIDE_BATCH:
-        # Sixteen columns more than needed keep the rows from falling on the same cache sets.
-        return np.empty((rows, columns + 16), dtype)[:, :columns]
-    return np.empty((columns, rows), dtype).T
-
-
 def add_unbroadcast(term: np.ndarray, total: np.ndarray) -> None:
     """Add term [B, P] to total, summed down to total's shape, which broadcasts to term's."""
     lead = total.ndim - 2
     shape = total.shape[lead:] if lead > 0 else (1,) * -lead + total.shape
     axes = tuple(axis for axis, size in enumerate(shape) if size == 1)
     total += term.sum(axis=axes, keepdims=True).reshape(total.shape)
-
-
-def to_mlx(a: np.ndarray) -> mx.array:
-    """A small NumPy array as a new MLX array of the same dtype."""
-    array, memory = empty(a.shape, a.dtype)
-    memory[...] = a
-    return array

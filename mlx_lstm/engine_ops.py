@@ -114,8 +114,8 @@ def lstm_step_backward(
 # --- The recurrence --------------------------------------------------------------------------------------------------
 
 
-def forward(problem: Problem, arrays: Arrays) -> tuple[mx.array, ...]:
-    """(h [T, B, P], c [T, B, H], gates [T, B, 4H], hT [B, P], cT [B, H])."""
+def forward(problem: Problem, arrays: Arrays) -> Arrays:
+    """h [T, B, P], c [T, B, H], gates [T, B, 4H], hT [B, P], cT [B, H]."""
     z = project(arrays)
     h, c = initial_states(problem, arrays)
     Wh, Wp, peephole = arrays["Wh"].T, arrays.get("Wp"), arrays.get("peephole")
@@ -130,12 +130,13 @@ def forward(problem: Problem, arrays: Arrays) -> tuple[mx.array, ...]:
         else:
             rows[t] = tuple(mx.where(live, value, 0) for value in (h_new, c_new, gates))
             h, c = mx.where(live, h_new, h), mx.where(live, c_new, c)
-    return *(mx.stack(column) for column in zip(*rows, strict=True)), h, c
+    sequences = zip(("h", "c", "gates"), zip(*rows, strict=True), strict=True)
+    return {name: mx.stack(steps) for name, steps in sequences} | {"hT": h, "cT": c}
 
 
-def backward(problem: Problem, arrays: Arrays, outputs: tuple[mx.array, ...], cotangents: Arrays) -> Arrays:
+def backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays) -> Arrays:
     """The gradient of every array, from those of the outputs that have one (keys h, c, gates, hT, cT)."""
-    h, c, gates = outputs[:3]
+    h, c, gates = saved["h"], saved["c"], saved["gates"]
     h0, c0 = initial_states(problem, arrays)
     h_prev, c_prev = before_each_step(problem, h, h0), before_each_step(problem, c, c0)
     sweep = sweep_backward(problem, arrays, gates, c, c_prev, h_prev, cotangents)

@@ -10,7 +10,8 @@ from .cells import LSTMCell
 
 
 class Problem(NamedTuple):
-    """Sizes T, B, H, P (the width of h: H, or the projection's), the cell, the direction, and lengths [B] int32 or None."""
+    """Sizes T, B, H, P (the width of h: H, or the projection's), the cell, the direction, lengths [B] int32 or None, and
+    whether the caller wants the gates, which an engine otherwise keeps to itself for its backward pass."""
 
     T: int
     B: int
@@ -19,6 +20,7 @@ class Problem(NamedTuple):
     cell: LSTMCell
     reverse: bool = False
     lengths: mx.array | None = None
+    return_gates: bool = False
 
     def steps(self) -> range:
         """The time indices in the order they are processed."""

@@ -23,7 +23,7 @@ class LSTMOutput(NamedTuple):
 
     h: mx.array
     c: mx.array
-    gates: mx.array
+    gates: mx.array | None
     hT: mx.array
     cT: mx.array
 
@@ -46,6 +46,7 @@ def lstm(
     reverse: bool = False,
     lengths: mx.array | Sequence[int] | None = None,
     Wp: mx.array | None = None,
+    return_gates: bool = False,
     engine: str | None = None,
     stream: mx.Stream | mx.Device | None = None,
 ) -> LSTMOutput:
@@ -83,12 +84,13 @@ def lstm(
         lengths (integer array or list, optional): [B], each in 0..T. Past its end an item's outputs are 0 and its state
             is carried unchanged; with `reverse` the item starts at its end. Under `mx.compile` the range goes unchecked.
         Wp (array, optional): projection of h, [P, H].
+        return_gates (bool): whether `gates` is returned, else it is `None`. Default: `False`.
         engine (str, optional): `"numpy"` or `"ops"` to force an engine. Default: the best for the stream's device.
         stream (Stream or Device, optional): where to run, as for any MLX op.
 
     Returns:
-        LSTMOutput: h [T, B, P], c [T, B, H] (clipped), gates [T, B, 4H] (after activation, in `gate_order`), hT [B, P]
-        and cT [B, H] (the state after the last step processed), in the dtype of x. float16 and bfloat16 are computed in
+        LSTMOutput: h [T, B, P], c [T, B, H] (clipped), gates [T, B, 4H] (after activation, in `gate_order`; None unless
+        `return_gates`), hT [B, P] and cT [B, H] (the state after the last step processed), in the dtype of x. float16 and bfloat16 are computed in
         float32 and rounded once, at the outputs.
 
     Raises:
@@ -112,13 +114,14 @@ def lstm(
     T, B, H, P = check_arrays(arrays)
     cell = check_cell(gate_order, activations, output_peephole, cell_clip, forget_bias)
     check_flag("lstm", "reverse", reverse)
+    check_flag("lstm", "return_gates", return_gates)
     with mx.stream(stream) if stream is not None else nullcontext():
         traced = is_traced(list(arrays.values()) + ([lengths] if isinstance(lengths, mx.array) else []))
         if lengths is not None:
             lengths = check_lengths("lstm", lengths, B, T, traced=traced)
         device = "cpu" if mx.default_device() == mx.cpu else "gpu"
         word = choose(device=device, traced=traced, requested=engine).engine
-        return run(Problem(T, B, H, P, cell, reverse, lengths), arrays, word)
+        return run(Problem(T, B, H, P, cell, reverse, lengths, return_gates), arrays, word)
 
 
 def run(problem: Problem, arrays: dict[str, mx.array], engine: str) -> LSTMOutput:
@@ -127,26 +130,36 @@ def run(problem: Problem, arrays: dict[str, mx.array], engine: str) -> LSTMOutpu
     if dtype in (mx.float16, mx.bfloat16):
         arrays = {name: array.astype(mx.float32) for name, array in arrays.items()}
     outputs = differentiable(problem, arrays, engine)
-    return LSTMOutput(*(output.astype(dtype) for output in outputs))
+    if not problem.return_gates:
+        outputs["gates"] = None
+    return LSTMOutput(**{name: output if output is None else output.astype(dtype) for name, output in outputs.items()})
 
 
-def differentiable(problem: Problem, arrays: dict[str, mx.array], engine: str) -> list[mx.array]:
+def differentiable(problem: Problem, arrays: dict[str, mx.array], engine: str) -> dict[str, mx.array]:
     """The engine's outputs, with its backward pass as their gradient."""
     module, names = ENGINE_MODULES[engine], tuple(arrays)
+    # MLX differentiates the ops engine's backward pass again, so all it reads must be outputs. The numpy engine keeps
+    # what the caller does not want where MLX never sees it.
+    hidden = {"gates"} if module is engine_numpy and not problem.return_gates else set()
+    shown = [name for name in LSTMOutput._fields if name not in hidden]
+    kept = {}
     used: set[str] | None = set()
 
     @mx.custom_function
     def forward(*values: mx.array) -> tuple[mx.array, ...]:
-        return module.forward(problem, dict(zip(names, values, strict=True)))
+        outputs = module.forward(problem, dict(zip(names, values, strict=True)))
+        kept.update((name, outputs[name]) for name in hidden)
+        return tuple(outputs[name] for name in shown)
 
     @forward.vjp
     def backward(primals, cotangents, outputs):
         # MLX hands zeros for outputs the loss does not use; they are neither computed nor added. In a second
         # derivative gradients also arrive past the taps, through what this function itself read: then all count.
         nonlocal used
-        present = {n: d for n, d in zip(LSTMOutput._fields, cotangents, strict=True) if used is None or n in used}
+        present = {name: d for name, d in zip(shown, cotangents, strict=True) if used is None or name in used}
         used = None
-        gradients = first_order(module, problem, names, outputs)(primals, present)
+        saved = dict(zip(shown, outputs, strict=True)) | kept
+        gradients = first_order(module, problem, names, saved)(primals, present)
         return tuple(gradients[name] for name in names)
 
     if module is engine_numpy:
@@ -155,7 +168,8 @@ def differentiable(problem: Problem, arrays: dict[str, mx.array], engine: str) -
         def jvp(primals, tangents):
             raise RuntimeError("[lstm] engine='numpy' has no forward-mode derivative: use engine='ops'.")
 
-    return [tap(value, used, name) for name, value in zip(LSTMOutput._fields, forward(*arrays.values()), strict=True)]
+    outputs = zip(shown, forward(*arrays.values()), strict=True)
+    return {name: tap(value, used, name) for name, value in outputs}
 
 
 def tap(value: mx.array, used: set[str], name: str) -> mx.array:
@@ -173,16 +187,15 @@ def tap(value: mx.array, used: set[str], name: str) -> mx.array:
     return identity(value)
 
 
-def first_order(module, problem: Problem, names: tuple[str, ...], outputs: tuple[mx.array, ...]):
+def first_order(module, problem: Problem, names: tuple[str, ...], saved: dict):
     """The engine's backward pass; for the numpy engine, whose results MLX cannot differentiate, one that says so."""
-    if module is not engine_numpy:
-        return lambda primals, cotangents: module.backward(
-            problem, dict(zip(names, primals, strict=True)), outputs, cotangents
-        )
 
-    @mx.custom_function
     def backward(primals, cotangents):
-        return module.backward(problem, dict(zip(names, primals, strict=True)), outputs, cotangents)
+        return module.backward(problem, dict(zip(names, primals, strict=True)), saved, cotangents)
+
+    if module is not engine_numpy:
+        return backward
+    backward = mx.custom_function(backward)
 
     @backward.vjp
     def second_order(primals, cotangents, outputs):
