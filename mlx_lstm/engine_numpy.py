@@ -428,9 +428,7 @@ class LSTMStepBackward:
 class BackwardSweep:
     """The steps in reverse, a chunk of time at a call. Carries dh [P, B] and dc [H, B] from chunk to chunk."""
 
-    def __init__(
-        self, problem: Problem, v: Views, h: np.ndarray, c: np.ndarray, gates: np.ndarray, given: Views
-    ):
+    def __init__(self, problem: Problem, v: Views, h: np.ndarray, c: np.ndarray, gates: np.ndarray, given: Views):
         """h [T, B, P], c [T, H, B], gates [T, 4H, B]; given: the cotangents of the outputs."""
         dtype, (_, B, H, P) = v["Wh"].dtype, problem[:4]
         self.problem, self.given = problem, given
@@ -480,7 +478,7 @@ class BackwardSweep:
         dm = dh if self.Wp_T is None else np.matmul(self.Wp_T, dh, out=self.dm)
         dgates = given["gates"][t].T if "gates" in given else None
         if dgates is not None and live is not None:
-            dgates = dgates * live
+            dgates = np.where(live, dgates, 0)
         c_prev, h_prev = self.states_before(t)
         self.step(gates, c_prev, self.c[t], dm, dc, dgates, dz)
         if self.Wp_T is not None:
@@ -489,7 +487,8 @@ class BackwardSweep:
         np.matmul(self.Wh_T, dz, out=dh)
         if self.mask is not None:
             term = self.dmask if self.dmask.ndim < 3 or self.dmask.shape[0] == 1 else self.dmask[t]
-            add_unbroadcast(dh.T * h_prev, term)
+            terms = dh.T * h_prev
+            add_unbroadcast(terms if live is None else np.where(live[:, None], terms, 0), term)
             dh *= self.mask[t].T
 
     def back_where(self, live: np.ndarray, t: int, columns: slice) -> None:
@@ -541,7 +540,7 @@ class WeightGradients:
         """One chunk: dz [4H, n], and with a projection dh [P, n] and m [H, n]."""
         v, dx = self.v, self.dx[start:stop]
         if "Wx" in v:
-            x = matrix(v["x"][start:stop].reshape(dz.shape[1], -1))
+            x = matrix(self.without_padding(v["x"], start, stop).reshape(dz.shape[1], -1))
             if dx.flags.c_contiguous:
                 np.matmul(dz.T, matrix(v["Wx"]), out=dx.reshape(dz.shape[1], -1))
             else:
@@ -580,8 +579,16 @@ class WeightGradients:
             rows[: inner - start] = h0
             rows[inner - start :] = self.h[inner - 1 : stop - 1]
         if self.mask is not None:
-            rows *= self.mask[start:stop]
+            rows *= self.without_padding(self.mask, start, stop)
         return rows.reshape(-1, P)
+
+    def without_padding(self, sequence: np.ndarray, start: int, stop: int) -> np.ndarray:
+        """Steps start..stop of a sequence [T, B, .], 0 where an item has ended: 0 * NaN would spoil a sum."""
+        part, lengths = sequence[start:stop], self.problem.lengths
+        if lengths is None:
+            return part
+        live = np.arange(start, stop)[:, None] < np.array(lengths)
+        return part if live.all() else np.where(live[..., None], part, 0)
 
 
 def add_unbroadcast(term: np.ndarray, total: np.ndarray) -> None:

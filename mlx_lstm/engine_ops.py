@@ -178,7 +178,8 @@ def sweep_backward(
         dh_new = dz @ Wh
         kept["dz"][t], kept["dh"][t] = dz, dh_t
         if mask is not None:
-            kept["dmask"][t] = dh_new * h_prev[t]
+            term = dh_new * h_prev[t]
+            kept["dmask"][t] = term if live is None else mx.where(live, term, 0)
             dh_new = dh_new * at_step(mask, t)
         dh, dc = (dh_new, dc_new) if live is None else (mx.where(live, dh_new, dh), mx.where(live, dc_new, dc))
     stacked = {name: mx.stack(rows) for name, rows in kept.items() if rows[0] is not None}
@@ -197,7 +198,12 @@ def project(arrays: Arrays) -> mx.array:
 def weight_gradients(problem: Problem, arrays: Arrays, h_prev: mx.array, dz: mx.array) -> Arrays:
     """The gradients of x, Wx, Wh, b from dz [T, B, 4H]: one matrix product each over all T * B rows."""
     x, Wx, mask = arrays["x"], arrays.get("Wx"), arrays.get("mask")
-    gradients = {"Wh": flat(dz).T @ flat(h_prev if mask is None else h_prev * mask), "x": dz}
+    h_in = h_prev if mask is None else h_prev * mask
+    if problem.lengths is not None:
+        # What lies in the padding must not reach a sum: 0 * NaN would spoil it.
+        running = (mx.arange(problem.T)[:, None] < problem.lengths)[..., None]
+        x, h_in = mx.where(running, x, 0), mx.where(running, h_in, 0)
+    gradients = {"Wh": flat(dz).T @ flat(h_in), "x": dz}
     if Wx is not None:
         gradients |= {"x": (flat(dz) @ Wx).reshape(x.shape), "Wx": flat(dz).T @ flat(x)}
     if "b" in arrays:

@@ -225,7 +225,7 @@ def check_arrays(arrays: dict[str, mx.array], op: str = "lstm") -> tuple[int, in
     check_array(op, "Wh", Wh, ["4H", "P" if "Wp" in arrays else "H"], x.dtype)
     for name in ("x", "Wh"):
         check_sizes(op, name, arrays[name])
-    T, B, I = x.shape  # noqa: E741
+    T, B, I = x.shape
     rows, P = Wh.shape
     H = rows // 4
     if rows % 4 or ("Wp" not in arrays and P != H):

@@ -1,0 +1,144 @@
+"""The command line of the benchmark: `python -m mlx_lstm.bench --help`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import shlex
+import sys
+
+from ..engines import ENGINES, choose
+from .contenders import (
+    CONTENDERS,
+    DTYPES,
+    MEMORY_SIZE,
+    PASSES,
+    SIZES,
+    Size,
+    Task,
+    draw,
+    find_contender,
+    is_installed,
+    parse_size,
+)
+from .judge import appoint
+from .report import LEGEND, card_text, default_device, group_text, machine_card, plot, write_csv
+from .rounds import Row, measure
+from .worker import serve, task_from_json
+
+QUICK = {"sizes": [SIZES[0], SIZES[2]], "seconds": 1.0, "rounds": 3}
+FULL = {"sizes": list(SIZES), "seconds": 10.0, "rounds": 5}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command. The exit code is 0, 1 if a contender failed or was refused, 2 for a wrong option."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    parser = make_parser()
+    options = parser.parse_args(arguments)
+    if options.worker is not None:
+        serve(task_from_json(options.worker))
+        return 0
+    try:
+        complete(options)
+    except (ValueError, ImportError, AttributeError) as error:
+        parser.error(str(error))
+    card = machine_card(shlex.join(["python", "-m", "mlx_lstm.bench", *arguments]), options.device)
+    print(card_text(card), flush=True)
+    groups = run(options)
+    print(f"\n{LEGEND}")
+    if options.csv:
+        write_csv(options.csv, groups, card)
+    if options.plot:
+        plot(options.plot, groups, card)
+    failures = [row for rows in groups for row in rows if row.failed]
+    for row in failures:
+        label = find_contender(row.task.contender).label
+        print(f"{label} ({row.task.engine}) at {row.task.size} {row.task.which}: {row.status}", file=sys.stderr)
+    return 1 if failures else 0
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The options."""
+    parser = argparse.ArgumentParser(
+        "python -m mlx_lstm.bench",
+        description="Time this package's LSTM against mlx.nn.LSTM and torch.nn.LSTM: the same numbers, results checked "
+        "first, every contender alone in its process, in turns. What disagrees is not timed, and the exit code is 1.",
+    )
+    add = parser.add_argument
+    add("--sizes", nargs="+", type=size_option, metavar="T,B,I,H", help=f"default: {' '.join(map(str, SIZES))}")
+    add("--passes", nargs="+", choices=PASSES, help="default: both; backward includes its forward pass")
+    names = ", ".join(CONTENDERS)
+    add("--contenders", nargs="+", help=f"of {names}, or module:attribute of a Contender; default: those installed")
+    add("--engine", nargs="+", choices=ENGINES, help="engines of ours; default: what lstm chooses on the device")
+    add("--device", choices=("cpu", "gpu"), help="of the MLX contenders; default: MLX's default")
+    add("--dtype", choices=DTYPES, default="float32")
+    add("--rounds", type=int, help=f"turns of each contender; default: {FULL['rounds']}")
+    add("--seconds", type=float, help=f"for each contender, size and pass, in all rounds; default: {FULL['seconds']:g}")
+    add(
+        "--patience",
+        type=float,
+        default=2.0,
+        help="seconds to wait before a turn for other processes to pause; default: 2",
+    )
+    add("--quick", action="store_true", help="two sizes, three rounds, one second, unless given")
+    add("--memory", action="store_true", help=f"no times: peak memory of a backward pass at {MEMORY_SIZE}")
+    add("--csv", metavar="FILE", help="write the figures and the machine to FILE")
+    add("--plot", metavar="FILE", help="draw the ratios into FILE (needs matplotlib)")
+    add("--worker", metavar="TASK", help=argparse.SUPPRESS)
+    return parser
+
+
+def size_option(text: str) -> Size:
+    """A size; argparse shows the text of this error only."""
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def complete(options: argparse.Namespace) -> None:
+    """Fill in what was not given, and check what was. ValueError says what is wrong."""
+    defaults = QUICK if options.quick else FULL
+    if options.memory:
+        defaults = defaults | {"sizes": [MEMORY_SIZE]}
+    for name, value in defaults.items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
+    if options.rounds < 1 or not options.seconds > 0:
+        raise ValueError("--rounds must be at least 1 and --seconds greater than 0")
+    if options.memory and options.plot:
+        raise ValueError("--plot draws times and --memory takes none")
+    options.passes = options.passes or (["backward"] if options.memory else list(PASSES))
+    options.device = options.device or default_device()
+    if options.engine is None:
+        options.engine = [choose(device=options.device, traced=False).engine]
+    for engine in options.engine:
+        choose(device=options.device, traced=False, requested=engine)
+    if options.contenders is None:
+        options.contenders = [name for name, contender in CONTENDERS.items() if is_installed(contender)]
+    for name in options.contenders:
+        if not is_installed(find_contender(name)):
+            raise ValueError(f"{name} needs {find_contender(name).needs}, which is not installed")
+    if options.plot and importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("--plot needs matplotlib: pip install 'mlx-lstm[examples]'")
+
+
+def run(options: argparse.Namespace) -> list[list[Row]]:
+    """Measure every size and pass, printing each when it is done."""
+    groups = []
+    for size in options.sizes:
+        judge = appoint(draw(size, options.dtype), options.dtype, backward="backward" in options.passes)
+        for which in options.passes:
+            tasks = [
+                Task(contender, engine, size, which, options.dtype, options.device)
+                for contender in dict.fromkeys(options.contenders)
+                for engine in (dict.fromkeys(options.engine) if contender == "ours" else ["-"])
+            ]
+            rounds = 0 if options.memory else options.rounds
+            groups.append(measure(tasks, judge, seconds=options.seconds, rounds=rounds, patience=options.patience))
+            print(f"\n{group_text(groups[-1])}", flush=True)
+    return groups
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,202 @@
+"""What is measured: the sizes, the numbers every contender is fed, and the table of contenders."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+PASSES = {"forward": ("h",), "backward": ("h", "dx", "dWx", "dWh", "db")}
+"""What each pass computes. `backward` includes the forward pass it needs."""
+
+DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
+
+
+class Size(NamedTuple("Size", [(letter, int) for letter in "TBIH"])):
+    """Time steps T, batch B, input width I, hidden width H."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return ",".join(map(str, self))
+
+
+def parse_size(text: str) -> Size:
+    """A size from "T,B,I,H"."""
+    try:
+        size = Size(*(int(number) for number in text.split(",")))
+    except (TypeError, ValueError):
+        raise ValueError(f"a size is four numbers T,B,I,H but got {text!r}") from None
+    if min(size) < 1:
+        raise ValueError(f"the numbers of a size must be at least 1 but got {text!r}")
+    return size
+
+
+SIZES = (Size(64, 32, 128, 128), Size(128, 32, 256, 256), Size(100, 1, 512, 512), Size(64, 64, 512, 512))
+MEMORY_SIZE = Size(1024, 32, 128, 128)
+
+
+class Task(NamedTuple):
+    """One thing to run: a contender's name, its engine's word ("-" if it has none), the size, the pass, the dtype."""
+
+    contender: str
+    engine: str
+    size: Size
+    which: str  # one of PASSES
+    dtype: str = "float32"
+    device: str = "cpu"  # of the MLX contenders
+
+
+class Work(NamedTuple):
+    """A task made ready in a process.
+
+    `run` does it once and returns when every result is computed; `tensors` turns what it returned into float32 NumPy
+    arrays h [T, B, H], dx [T, B, I], dWx [4H, I], dWh [4H, H], db [4H]; `threads` is what the framework says it uses.
+    """
+
+    run: Callable[[], Any]
+    tensors: Callable[[Any], dict[str, np.ndarray]]
+    threads: int | None = None
+
+
+class Contender(NamedTuple):
+    """A row of the table: what it is called in print, the module it needs, and how a task is made ready."""
+
+    label: str
+    needs: str
+    prepare: Callable[[dict[str, np.ndarray], Task], Work]
+
+
+def draw(size: Size, dtype: str, seed: int = 0) -> dict[str, np.ndarray]:
+    """x, Wx, Wh, b, time-major and in gate order ifgo, and the gradient dh of h: float32 that `dtype` represents."""
+    rng = np.random.default_rng(seed)
+    T, B, width, H = size
+
+    def weights(*shape: int) -> np.ndarray:
+        return ((2 * rng.random(shape, np.float32) - 1) / np.sqrt(H)).astype(np.float32)
+
+    numbers = {
+        "x": rng.standard_normal((T, B, width), np.float32),
+        "Wx": weights(4 * H, width),
+        "Wh": weights(4 * H, H),
+        "b": weights(4 * H),
+        "dh": rng.standard_normal((T, B, H), np.float32),
+    }
+    if dtype == "float32":
+        return numbers
+    return {name: np.array(mx.array(a).astype(DTYPES[dtype]).astype(mx.float32)) for name, a in numbers.items()}
+
+
+# --- The contenders --------------------------------------------------------------------------------------------------
+
+
+def prepare_ours(numbers: dict[str, np.ndarray], task: Task) -> Work:
+    """This package's `lstm`, time-major, on the task's engine."""
+    from mlx_lstm import lstm
+
+    def forward(x, Wx, Wh, b):
+        return lstm(x, Wx, Wh, b, engine=task.engine).h
+
+    return mlx_work(forward, numbers, task, batch_major=False)
+
+
+def prepare_mlx(numbers: dict[str, np.ndarray], task: Task) -> Work:
+    """`mlx.nn.LSTM`, which is batch-major: x and dh are laid out [B, T, .] for it beforehand."""
+    import mlx.nn as nn
+
+    layer = nn.LSTM(task.size.I, task.size.H)
+
+    def forward(x, Wx, Wh, b):
+        layer.Wx, layer.Wh, layer.bias = Wx, Wh, b
+        return layer(x)[0]
+
+    return mlx_work(forward, numbers, task, batch_major=True)
+
+
+def mlx_work(
+    forward: Callable[..., mx.array], numbers: dict[str, np.ndarray], task: Task, *, batch_major: bool
+) -> Work:
+    """A function (x, Wx, Wh, b) -> h in MLX. Its gradients are taken by `mx.vjp`: no loss to compute besides."""
+    arrays = {name: numbers[name] for name in ("x", "Wx", "Wh", "b", "dh")}
+    if batch_major:
+        arrays |= {name: np.ascontiguousarray(arrays[name].swapaxes(0, 1)) for name in ("x", "dh")}
+    arrays = {name: mx.array(array).astype(DTYPES[task.dtype]) for name, array in arrays.items()}
+    mx.eval(arrays)
+    dh = arrays.pop("dh")
+    primals = list(arrays.values())
+
+    def run() -> list[mx.array]:
+        if task.which == "forward":
+            results = [forward(*primals)]
+        else:
+            outputs, gradients = mx.vjp(forward, primals, [dh])
+            results = [*outputs, *gradients]
+        mx.eval(results)
+        return results
+
+    def tensors(results: list[mx.array]) -> dict[str, np.ndarray]:
+        named = dict(zip(PASSES[task.which], results, strict=True))
+        return {
+            name: np.array((a.swapaxes(0, 1) if batch_major and name in ("h", "dx") else a).astype(mx.float32))
+            for name, a in named.items()
+        }
+
+    return Work(run, tensors)
+
+
+def prepare_torch(numbers: dict[str, np.ndarray], task: Task) -> Work:
+    """`torch.nn.LSTM` on the CPU, time-major. bias_ih = b; bias_hh = 0 and needs no gradient.
+
+    Forward runs under `no_grad`; gradients come from `torch.autograd.grad`, which adds them to no `.grad` first.
+    """
+    import torch
+
+    dtype = getattr(torch, task.dtype)
+    layer = torch.nn.LSTM(task.size.I, task.size.H).to(dtype)
+    x, Wx, Wh, b, dh = (torch.from_numpy(numbers[name]).to(dtype) for name in ("x", "Wx", "Wh", "b", "dh"))
+    with torch.no_grad():
+        for name, value in {"weight_ih": Wx, "weight_hh": Wh, "bias_ih": b, "bias_hh": torch.zeros_like(b)}.items():
+            getattr(layer, f"{name}_l0").copy_(value)
+    layer.bias_hh_l0.requires_grad_(False)
+    x.requires_grad_(True)
+
+    def run() -> list[Any]:
+        if task.which == "forward":
+            with torch.no_grad():
+                return [layer(x)[0]]
+        h = layer(x)[0]
+        return [h, *torch.autograd.grad(h, [x, layer.weight_ih_l0, layer.weight_hh_l0, layer.bias_ih_l0], dh)]
+
+    def tensors(results: list[Any]) -> dict[str, np.ndarray]:
+        named = zip(PASSES[task.which], results, strict=True)
+        return {name: a.detach().float().numpy() for name, a in named}
+
+    return Work(run, tensors, torch.get_num_threads())
+
+
+CONTENDERS = {
+    "ours": Contender("mlx_lstm.lstm", "mlx", prepare_ours),
+    "mlx": Contender("mlx.nn.LSTM", "mlx", prepare_mlx),
+    "torch": Contender("torch.nn.LSTM", "torch", prepare_torch),
+}
+REFERENCES = ("torch", "mlx")
+"""The contenders whose time every other time is divided by."""
+
+
+def find_contender(name: str) -> Contender:
+    """A contender by its name in the table, or one of yours by "module:attribute"."""
+    if name in CONTENDERS:
+        return CONTENDERS[name]
+    module, colon, attribute = name.partition(":")
+    if not colon:
+        raise ValueError(f"a contender is one of {', '.join(CONTENDERS)} or module:attribute but got {name!r}")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def is_installed(contender: Contender) -> bool:
+    """Whether the module it needs is there. Does not import it."""
+    return importlib.util.find_spec(contender.needs) is not None

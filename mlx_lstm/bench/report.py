@@ -1,0 +1,244 @@
+"""The machine and the figures: as text, as CSV, as a plot. No figure goes without its machine."""
+
+from __future__ import annotations
+
+import csv
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+
+import mlx.core as mx
+import numpy as np
+
+from .contenders import REFERENCES, find_contender
+from .rounds import Ratio, Row, peak_ratio, ratio
+
+MIB = 2**20
+THREAD_SETTINGS = (
+    "OMP_NUM_THREADS",
+    "OMP_WAIT_POLICY",
+    "OPENBLAS_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "VECLIB_MAXIMUM_THREADS",
+    "LD_PRELOAD",
+)
+IDLE_LIMIT = 0.05  # part of a core that a waiting process may use before the report says so
+
+
+# --- The machine -----------------------------------------------------------------------------------------------------
+
+
+def machine_card(command: str, device: str) -> dict[str, str]:
+    """What a figure depends on besides the code: chip, cores, system, versions, threads, load, command."""
+    blas = np.show_config(mode="dicts")["Build Dependencies"]["blas"]
+    set_here = [f"{name}={os.environ[name]}" for name in THREAD_SETTINGS if name in os.environ]
+    return {
+        "chip": chip(),
+        "cores": str(os.cpu_count()),
+        "system": system(),
+        "python": platform.python_version(),
+        "mlx_lstm": installed_version("mlx-lstm"),
+        "mlx": installed_version("mlx"),
+        "device": device,
+        "numpy": np.__version__,
+        "blas": f"{blas['name']} {blas['version']}",
+        "torch": installed_version("torch"),
+        "threads": ", ".join(set_here) or "defaults",
+        "load": " ".join(f"{load:.2f}" for load in os.getloadavg()),
+        "command": command,
+    }
+
+
+def chip() -> str:
+    """The processor's name."""
+    if sys.platform == "darwin":
+        found = subprocess.run(["sysctl", "-n", "machdep.cpu.brand_string"], capture_output=True, text=True)
+        return found.stdout.strip() or platform.processor()
+    try:
+        with open("/proc/cpuinfo") as file:
+            lines = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
+    except OSError:
+        lines = []
+    return f"{lines[0] if lines else platform.processor()} ({platform.machine()})"
+
+
+def system() -> str:
+    """The operating system and its version."""
+    return f"macOS {platform.mac_ver()[0]}" if sys.platform == "darwin" else f"{platform.system()} {platform.release()}"
+
+
+def installed_version(package: str) -> str:
+    """A package's version, without importing it."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def default_device() -> str:
+    """The word for the device MLX uses unless told otherwise."""
+    return "cpu" if mx.default_device() == mx.cpu else "gpu"
+
+
+def card_text(card: dict[str, str]) -> str:
+    """The card, a line an entry."""
+    return "\n".join(f"{name:10}{value}" for name, value in card.items())
+
+
+# --- Text ------------------------------------------------------------------------------------------------------------
+
+
+def references(rows: Iterable[Row]) -> dict[str, Row]:
+    """The timed rows that others are compared with, by contender."""
+    timed = {row.task.contender: row for row in rows if row.samples}
+    return {name: timed[name] for name in REFERENCES if name in timed}
+
+
+def group_text(rows: Sequence[Row]) -> str:
+    """The table of one size and pass, with a line above it and notes below."""
+    task, compared = rows[0].task, references(rows)
+    times = any(row.samples for row in rows)
+    header = ["contender", "engine"]
+    if times:
+        header += ["median ms", "min", "p20", "p80", "runs"] + [f"x {find_contender(name).label}" for name in compared]
+    header += ["peak MiB", "x kept", "mlx MiB", "error/bound", "threads"]
+    lines = [header]
+    for row in rows:
+        cells = [find_contender(row.task.contender).label, row.task.engine]
+        if times:
+            cells += [*time_cells(row), *(ratio_cell(ratio(row, reference)) for reference in compared.values())]
+        lines.append(cells + check_cells(row))
+    title = f"T,B,I,H = {task.size}   {task.which}   {task.dtype}"
+    return "\n".join([title, table(lines), *notes(rows)])
+
+
+def time_cells(row: Row) -> list[str]:
+    """Milliseconds: median, least, 20th and 80th percentile; how many runs."""
+    if not row.samples:
+        return ["-"] * 5
+    return [*(milliseconds(seconds) for seconds in spread(row).values()), str(len(row.samples))]
+
+
+def milliseconds(seconds: float) -> str:
+    """Four digits, never as a power of ten."""
+    return f"{1e3 * seconds:.4g}" if seconds < 10 else f"{1e3 * seconds:.0f}"
+
+
+def spread(row: Row) -> dict[str, float]:
+    """Of the seconds of all runs: median, min, p20, p80."""
+    p20, median, p80 = np.percentile(row.samples, [20, 50, 80])
+    return {"median": float(median), "min": min(row.samples), "p20": float(p20), "p80": float(p80)}
+
+
+def ratio_cell(found: Ratio | None) -> str:
+    """ "1.23 (1.20-1.31)": the ratio and its range over the rounds."""
+    return "-" if found is None else f"{found.value:.3g} ({found.low:.3g}-{found.high:.3g})"
+
+
+def check_cells(row: Row) -> list[str]:
+    """Memory, the largest error in parts of its bound, threads."""
+    peak, kept, verdict = row.peak, peak_ratio(row), row.verdict
+    return [
+        "-" if peak is None else f"{peak / MIB:.4g}",
+        "-" if kept is None else f"{kept:.2f}",
+        f"{row.mlx_peak / MIB:.4g}" if row.mlx_peak else "-",
+        "-" if verdict is None else f"{verdict.error / verdict.bound:.2g}",
+        str(row.threads or "-"),
+    ]
+
+
+def notes(rows: Iterable[Row]) -> list[str]:
+    """A line for everything that is not as it should be."""
+    lines = []
+    for row in rows:
+        name = f"{find_contender(row.task.contender).label} ({row.task.engine})"
+        if row.failed:
+            lines.append(f"{name} not timed: {row.status}")
+        if row.idle_cpu > IDLE_LIMIT:
+            lines.append(f"{name} used {row.idle_cpu:.0%} of a core while others were timed")
+        if row.disturbed:
+            lines.append(f"{name} was disturbed by other processes in {row.disturbed} of {len(row.rounds)} rounds")
+    return lines
+
+
+def table(lines: list[list[str]]) -> str:
+    """Cells as aligned columns: the first two to the left, figures to the right."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(c.ljust(w) if n < 2 else c.rjust(w) for n, (c, w) in enumerate(zip(cells, widths, strict=True)))
+        for cells in lines
+    )
+
+
+LEGEND = """\
+backward includes its forward pass. x NAME: times NAME's time, the median over rounds (lowest-highest round).
+peak: memory of the first run above its inputs; mlx: MLX's own count of it, with what is allocated and not yet used.
+x kept: peak and x, over x, gates, h, c and, backward, dx, dWx, dWh, db.
+error/bound: the largest error against float64, in parts of what rounding explains."""
+
+
+# --- Files -----------------------------------------------------------------------------------------------------------
+
+
+def write_csv(file: str, groups: Iterable[Sequence[Row]], card: dict[str, str]) -> None:
+    """One line a row; the machine on every line."""
+    records = [csv_record(row, references(rows)) | card for rows in groups for row in rows]
+    with open(file, "w", newline="") as out:
+        writer = csv.DictWriter(out, list(records[0]))
+        writer.writeheader()
+        writer.writerows(records)
+
+
+def csv_record(row: Row, compared: dict[str, Row]) -> dict[str, object]:
+    """A row's figures: seconds, ratios, bytes."""
+    task, verdict = row.task, row.verdict
+    record: dict[str, object] = task.size._asdict() | {"dtype": task.dtype, "pass": task.which}
+    record |= {"contender": find_contender(task.contender).label, "engine": task.engine, "status": row.status}
+    seconds = spread(row) if row.samples else dict.fromkeys(("median", "min", "p20", "p80"))
+    record |= {f"{name}_s": value for name, value in seconds.items()}
+    record |= {"runs": len(row.samples), "rounds": len(row.rounds)}
+    for name in REFERENCES:
+        found = ratio(row, compared[name]) if name in compared else None
+        value, low, high = found or (None,) * 3
+        record |= {f"ratio_{name}": value, f"ratio_{name}_low": low, f"ratio_{name}_high": high}
+    record |= {"peak_bytes": row.peak, "ratio_kept": peak_ratio(row), "mlx_peak_bytes": row.mlx_peak}
+    record |= {"tensor": verdict and verdict.tensor, "error": verdict and verdict.error}
+    record |= {"bound": verdict and verdict.bound, "worker_threads": row.threads}
+    return record | {"idle_cpu": row.idle_cpu, "disturbed_rounds": row.disturbed}
+
+
+def plot(file: str, groups: Sequence[Sequence[Row]], card: dict[str, str]) -> None:
+    """Bars: each contender's time over the first reference's, one panel a pass, logarithmic."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    passes = list(dict.fromkeys(rows[0].task.which for rows in groups))
+    figure, axes = plt.subplots(1, len(passes), figsize=(6 * len(passes), 4.5), squeeze=False, sharey=True)
+    for axis, which in zip(axes[0], passes, strict=True):
+        shown = [rows for rows in groups if rows[0].task.which == which and references(rows)]
+        names = list(dict.fromkeys((row.task.contender, row.task.engine) for rows in shown for row in rows))
+        for n, (contender, engine) in enumerate(names):
+            label = find_contender(contender).label + ("" if engine == "-" else f" {engine}")
+            points = [
+                (place + 0.8 * n / len(names), ratio(row, next(iter(references(rows).values()))))
+                for place, rows in enumerate(shown)
+                for row in rows
+                if (row.task.contender, row.task.engine) == (contender, engine) and row.samples
+            ]
+            errors = [[r.value - r.low for _, r in points], [r.high - r.value for _, r in points]]
+            axis.bar([p for p, _ in points], [r.value for _, r in points], 0.8 / len(names), yerr=errors, label=label)
+        axis.axhline(1, color="black", linewidth=0.8)
+        axis.set(title=which, yscale="log")
+        axis.set_xticks([place + 0.3 for place in range(len(shown))], [str(rows[0].task.size) for rows in shown])
+    compared = dict.fromkeys(next(iter(references(rows)), None) for rows in groups)
+    labels = [find_contender(name).label for name in compared if name]
+    axes[0][0].set_ylabel(f"time / time of {' or '.join(labels)}")
+    axes[0][-1].legend()
+    figure.suptitle(f"{card['chip']}, {card['system']}, mlx {card['mlx']}, torch {card['torch']}", fontsize=9)
+    figure.tight_layout()
+    figure.savefig(file)

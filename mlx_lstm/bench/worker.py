@@ -1,0 +1,151 @@
+"""One contender alone in a process: reads requests from stdin, one JSON object a line, and answers on stdout.
+
+    {"do": "check", "file": F}                   run once, save the results to F (.npz); how long it took, peak memory
+    {"do": "time", "seconds": S, "warmups": N}   run N times untimed, then timed until S seconds have passed: each
+                                                 run's seconds, and the CPU time of the whole turn
+
+Between requests it waits in a blocking read. It answers only once its threads have stopped spinning (SETTLE), and says
+with every answer how much CPU time it used while it was to be idle.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import os
+import resource
+import sys
+import time
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from .contenders import Size, Task, Work, draw, find_contender
+
+SETTLE = 0.25  # seconds; the threads of NumPy's OpenBLAS spin for 0.1 s after their last work, those of torch for less
+SHORT = 1.0  # seconds; a first run below this is mostly set-up, so a second one tells how long a run takes
+
+
+def serve(task: Task) -> None:
+    """Answer requests until stdin ends. What libraries print goes to stderr."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    try:
+        worker = Worker(task)
+        for line in sys.stdin:
+            request = json.loads(line)
+            answer = {"check": worker.check, "time": worker.time}[request.pop("do")](**request)
+            print(json.dumps(answer), file=answers, flush=True)
+    except Exception as error:
+        print(json.dumps({"error": f"{type(error).__name__}: {error}"}), file=answers, flush=True)
+
+
+class Worker:
+    """A task made ready, with its libraries loaded and its threads started by a run of two steps."""
+
+    def __init__(self, task: Task):
+        mx.set_default_device(mx.cpu if task.device == "cpu" else mx.gpu)
+        contender = find_contender(task.contender)
+        start = task._replace(size=task.size._replace(T=2))
+        contender.prepare(draw(start.size, task.dtype), start).run()
+        self.work: Work = contender.prepare(draw(task.size, task.dtype), task)
+        self.idle_since = time.perf_counter(), time.process_time()
+        self.idle_wall = self.idle_cpu = 0.0
+
+    def check(self, file: str) -> dict[str, Any]:
+        """Run once and save the results. The memory is that of this first run, in bytes, above what the inputs take."""
+        release_memory()
+        memory = PeakMemory()
+        once, results = self.run()
+        peak, mlx_peak = memory.above_start()
+        np.savez(file, **self.work.tensors(results))
+        del results
+        if once < SHORT:
+            once, _ = self.run()
+        answer = {"once": once, "peak": peak, "mlx_peak": mlx_peak, "threads": self.work.threads}
+        self.pause()
+        return answer
+
+    def time(self, seconds: float, warmups: int) -> dict[str, Any]:
+        """Seconds of each timed run; at least one."""
+        self.resume()
+        start = time.process_time()
+        for _ in range(warmups):
+            self.run()
+        samples: list[float] = []
+        while sum(samples) < seconds or not samples:
+            samples.append(self.run()[0])
+        self.pause()
+        idle_cpu = self.idle_cpu / self.idle_wall
+        return {"samples": samples, "cpu": time.process_time() - start, "idle_cpu": idle_cpu}
+
+    def run(self) -> tuple[float, Any]:
+        """One run: (seconds, results)."""
+        start = time.perf_counter()
+        results = self.work.run()
+        return time.perf_counter() - start, results
+
+    def pause(self) -> None:
+        """Let the threads fall asleep and note when."""
+        time.sleep(SETTLE)
+        self.idle_since = time.perf_counter(), time.process_time()
+
+    def resume(self) -> None:
+        """Add up how long it was to be idle, and the CPU time it used nevertheless."""
+        wall, cpu = self.idle_since
+        self.idle_wall += time.perf_counter() - wall
+        self.idle_cpu += time.process_time() - cpu
+
+
+def release_memory() -> None:
+    """Give back what is free but resident: reused, it would hide what a run needs. For malloc this is glibc only."""
+    gc.collect()
+    mx.clear_cache()
+    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if malloc_trim is not None:
+        malloc_trim(0)
+
+
+class PeakMemory:
+    """The peak of the process's resident memory, and of MLX's own count, from here on.
+
+    On Linux the kernel's mark is reset first, and the peak is above what is resident now. Elsewhere the mark cannot be
+    reset: the peak is above the mark so far, so too small by what building the inputs took for a moment.
+    """
+
+    def __init__(self) -> None:
+        mx.reset_peak_memory()
+        self.mlx_start = mx.get_active_memory()
+        try:
+            with open("/proc/self/clear_refs", "w") as file:
+                file.write("5")
+            self.start = linux_memory("VmRSS")
+        except OSError:
+            self.start = highest_resident()
+
+    def above_start(self) -> tuple[int, int]:
+        """(resident, MLX's count), in bytes."""
+        return max(highest_resident() - self.start, 0), mx.get_peak_memory() - self.mlx_start
+
+
+def highest_resident() -> int:
+    """The high-water mark of resident memory in bytes. On Linux `ru_maxrss` starts from that of the parent process."""
+    try:
+        return linux_memory("VmHWM")
+    except OSError:
+        unit = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def linux_memory(field: str) -> int:
+    """A figure of /proc/self/status, in bytes."""
+    with open("/proc/self/status") as file:
+        return next(1024 * int(line.split()[1]) for line in file if line.startswith(f"{field}:"))
+
+
+def task_from_json(text: str) -> Task:
+    """What `json.dumps(task)` gave."""
+    contender, engine, size, *rest = json.loads(text)
+    return Task(contender, engine, Size(*size), *rest)

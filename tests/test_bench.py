@@ -1,0 +1,270 @@
+"""The benchmark command: what it may time, what it computes from times, and what it prints and writes."""
+
+import csv
+import importlib.util
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mlx_lstm.bench import rounds
+from mlx_lstm.bench.__main__ import main
+from mlx_lstm.bench.contenders import CONTENDERS, PASSES, Size, Task, draw, find_contender, is_installed, parse_size
+from mlx_lstm.bench.judge import Rounding, appoint, evaluate
+from mlx_lstm.bench.report import group_text, machine_card, plot
+from mlx_lstm.bench.rounds import Plan, Row, kept_bytes, peak_ratio, plan, ratio, take_turn
+from mlx_lstm.bench.worker import PeakMemory
+
+TINY = Size(5, 3, 4, 8)
+FEW = ["--seconds", "0.02", "--rounds", "2", "--patience", "0", "--device", "cpu"]
+
+PLANTED = """
+import os
+from mlx_lstm.bench.contenders import Contender, Work, prepare_ours
+
+def off_by(factor):
+    def prepare(numbers, task):
+        right = prepare_ours(numbers, task._replace(engine="ops"))
+
+        def tensors(results):
+            named = right.tensors(results)
+            return named | {"dWh": factor * named["dWh"]}
+
+        return Work(right.run, tensors)
+
+    return prepare
+
+def broken(numbers, task):
+    raise NotImplementedError("no such dtype")
+
+WRONG = Contender("wrong", "mlx", off_by(1.001))
+BROKEN = Contender("broken", "mlx", broken)
+ENDS = Contender("ends", "mlx", lambda numbers, task: os._exit(3))
+"""
+
+
+@pytest.fixture
+def planted(tmp_path, monkeypatch):
+    """The module `planted`, importable here and in worker processes."""
+    Path(tmp_path, "planted.py").write_text(PLANTED)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+def task(contender="ours", engine="ops", size=TINY, which="backward"):
+    return Task(contender, engine, size, which)
+
+
+def timed(contender, *rounds, **found):
+    return Row(task(contender, "ops" if contender == "ours" else "-"), "timed", rounds=rounds, **found)
+
+
+# --- What may be timed -----------------------------------------------------------------------------------------------
+
+
+def test_judge_evaluates_an_lstm_and_its_gradient():
+    """Differences of sum(h dh) in a random direction of every array: the judge's gradient is that of its forward."""
+    rng = np.random.default_rng(1)
+    numbers = {name: array.astype(np.float64) for name, array in draw(TINY, "float32").items()}
+    exact = evaluate(numbers, Rounding(), backward=True)
+    for name in ("x", "Wx", "Wh", "b"):
+        direction = rng.standard_normal(numbers[name].shape)
+        ends = [
+            (evaluate(numbers | {name: numbers[name] + step * direction}, Rounding(), backward=False)["h"]).ravel()
+            @ numbers["dh"].ravel()
+            for step in (1e-5, -1e-5)
+        ]
+        # The difference quotient's own error: step^2 = 1e-10 times a third derivative, and 1e-16 / step.
+        assert (ends[0] - ends[1]) / 2e-5 == pytest.approx((exact[f"d{name}"] * direction).sum(), rel=1e-7, abs=1e-8)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_every_contender_agrees_and_the_bound_is_tight(dtype):
+    numbers = draw(TINY, dtype)
+    judge = appoint(numbers, dtype, backward=True)
+    for name in filter(lambda name: is_installed(CONTENDERS[name]), CONTENDERS):
+        work = find_contender(name).prepare(numbers, task(name)._replace(dtype=dtype))
+        verdict = judge.judge(work.tensors(work.run()), PASSES["backward"])
+        assert not verdict.refusal, f"{name}: {verdict}"
+    unit = {"float32": 2**-24, "float16": 2**-11, "bfloat16": 2**-8}[dtype]
+    assert all(judge.bounds[name] < 500 * unit * np.abs(judge.exact[name]).max() for name in judge.exact)
+
+
+def test_judge_refuses():
+    judge = appoint(draw(TINY, "float32"), "float32", backward=True)
+    right = judge.exact
+    swapped = np.roll(right["dWh"], TINY.H, axis=0)
+    for name, wrong, said in [
+        ("dWh", right["dWh"] * (1 + 1e-4), "dWh: error"),
+        ("dWh", swapped, "dWh: error"),
+        ("h", np.where(right["h"] == right["h"].max(), np.nan, right["h"]), "h: error inf > bound"),
+        ("db", right["db"][:-1], "db: shape [31], expected [32]"),
+        ("dx", None, "dx: shape None"),
+    ]:
+        verdict = judge.judge(right | {name: wrong}, PASSES["backward"])
+        assert verdict.tensor == name and said in verdict.refusal
+    assert "accept zeros" in judge._replace(bounds=judge.bounds | {"h": 1.0}).judge(right, ["h"]).refusal
+
+
+def test_a_disagreement_is_not_timed(planted, capsys, tmp_path):
+    """One wrong by a thousandth in one tensor, one that raises, one whose process ends; the right one is timed."""
+    file = tmp_path / "figures.csv"
+    others = [f"planted:{name}" for name in ("WRONG", "BROKEN", "ENDS")]
+    arguments = ["--sizes", str(TINY), "--passes", "backward", "--engine", "ops", "--csv", str(file), *FEW]
+    assert main([*arguments, "--contenders", "ours", *others]) == 1
+    said = capsys.readouterr().err
+    assert "wrong (-) at 5,3,4,8 backward: refused: dWh: error " in said and " > bound " in said
+    assert "broken (-) at 5,3,4,8 backward: failed: NotImplementedError: no such dtype" in said
+    assert "ends (-) at 5,3,4,8 backward: failed: the worker ended with exit code 3" in said
+    rows = {row["contender"]: row for row in csv.DictReader(file.open())}
+    assert rows["wrong"]["runs"] == "0" and rows["wrong"]["median_s"] == ""
+    assert float(rows["wrong"]["error"]) > float(rows["wrong"]["bound"])
+    assert rows["mlx_lstm.lstm"]["status"] == "timed"
+
+
+# --- What is computed from times and sizes ---------------------------------------------------------------------------
+
+
+def test_ratio():
+    """Medians 2, 6, 5 over 1, 2, 5: a machine that slows down changes no ratio. The fourth round has no pair."""
+    row, reference = timed("ours", (2.0, 1.0, 9.0), (6.0,), (5.0,)), timed("torch", (1.0,), (2.0,), (5.0,), (2.0,))
+    assert ratio(row, reference) == (2.0, 1.0, 3.0)
+    assert ratio(row, timed("torch")) is None
+
+
+def test_plan_keeps_to_the_budget():
+    assert plan(10, 5, once=0.01) == Plan(5, 1, 2.0)
+    assert plan(10, 5, once=2.5) == Plan(4, 0, 0.0)
+    assert plan(10, 5, once=17) == Plan(2, 0, 0.0)
+    assert plan(1, 1, once=17) == Plan(1, 0, 0.0)
+
+
+def test_kept_bytes():
+    """x 60, gates 480, h 120, c 120 numbers; dx 60, dWx 128, dWh 256, db 32."""
+    assert kept_bytes(TINY, "forward", "float32") == 4 * 780
+    assert kept_bytes(TINY, "backward", "float16") == 2 * (780 + 476)
+    assert peak_ratio(timed("ours", peak=3 * 4 * 1256 - 240)) == pytest.approx(3)
+
+
+@pytest.mark.parametrize(("others", "disturbed"), [(0.0, 0), (100.0, 1)])
+def test_a_turn_notes_what_other_processes_used(others, disturbed, monkeypatch):
+    class Answer:
+        def ask(self, do, **request):
+            return {"samples": [0.1], "cpu": 5.0, "idle_cpu": 0.0}
+
+    readings = iter([10.0, 15.0 + others])  # before the turn, after it
+    monkeypatch.setattr(rounds, "busy_seconds", lambda: next(readings))
+    row = take_turn(timed("ours"), Answer(), Plan(1, 0, 0.0), patience=0)
+    assert (row.rounds, row.disturbed) == (((0.1,),), disturbed)
+
+
+@pytest.mark.parametrize(("used", "waits"), [(0.0, False), (0.1, True)])
+def test_a_turn_waits_for_other_processes(used, waits, monkeypatch):
+    readings = iter(np.arange(100) * used)
+    monkeypatch.setattr(rounds, "busy_seconds", lambda: next(readings))
+    start = time.perf_counter()
+    rounds.wait_until_quiet(0.3)
+    assert (time.perf_counter() - start >= 0.3) == waits
+
+
+def test_peak_memory_sees_what_is_freed_again():
+    memory = PeakMemory()
+    size = 64 * 2**20
+    np.ones(size, np.uint8)
+    assert 0.9 * size < memory.above_start()[0] < 1.5 * size
+
+
+@pytest.mark.parametrize("text", ["1,2,3", "1,2,3,4,5", "1,2,3,x", "1,0,3,4", ""])
+def test_parse_size_refuses(text):
+    with pytest.raises(ValueError, match="size"):
+        parse_size(text)
+
+
+# --- What is printed and written -------------------------------------------------------------------------------------
+
+
+def test_machine_card():
+    card = machine_card("python -m mlx_lstm.bench", "cpu")
+    assert {"chip", "cores", "system", "python", "mlx", "numpy", "blas", "torch", "threads"} <= card.keys()
+    assert all(card.values()) and card["numpy"] == np.__version__
+
+
+def test_group_text():
+    """Figures, their ratios to both references, engines by their word, and why a row has no figures."""
+    rows = [
+        timed("ours", (0.002,), (0.004,), peak=2**20, idle_cpu=0.5),
+        timed("mlx", (0.01,), (0.03,)),
+        timed("torch", (0.001,), (0.001,), disturbed=1),
+        Row(task("ours", "numpy"), "refused: db: error 1 > bound 0.1"),
+    ]
+    lines = group_text(rows).splitlines()
+    assert lines[0].split() == ["T,B,I,H", "=", "5,3,4,8", "backward", "float32"]
+    assert "x torch.nn.LSTM" in lines[1] and "x mlx.nn.LSTM" in lines[1]
+    assert lines[2].split()[:10] == ["mlx_lstm.lstm", "ops", "3", "2", "2.4", "3.6", "2", "3", "(2-4)", "0.167"]
+    assert "mlx_lstm.lstm (ops) used 50% of a core while others were timed" in lines
+    assert "torch.nn.LSTM (-) was disturbed by other processes in 1 of 2 rounds" in lines
+    assert lines[-1] == "mlx_lstm.lstm (numpy) not timed: refused: db: error 1 > bound 0.1"
+
+
+def test_plot(tmp_path):
+    pytest.importorskip("matplotlib")
+    file = tmp_path / "ratios.png"
+    rows = [timed("ours", (0.002,)), timed("torch", (0.001,)), Row(task("mlx", "-"), "failed: x")]
+    plot(str(file), [rows], machine_card("python -m mlx_lstm.bench", "cpu"))
+    assert file.stat().st_size > 1000
+
+
+def test_command(tmp_path, capsys):
+    """All installed contenders at a tiny size: the card, the table, a CSV line a contender with the machine on it."""
+    file = tmp_path / "figures.csv"
+    assert main(["--sizes", str(TINY), "--passes", "backward", "--engine", "numpy", "--csv", str(file), *FEW]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("chip") and "T,B,I,H = 5,3,4,8" in printed
+    rows = {row["contender"]: row for row in csv.DictReader(file.open())}
+    assert rows.keys() == {contender.label for contender in CONTENDERS.values() if is_installed(contender)}
+    ours, mlx = rows["mlx_lstm.lstm"], rows["mlx.nn.LSTM"]
+    assert (ours["engine"], mlx["engine"], ours["rounds"], ours["chip"]) == ("numpy", "-", "2", mlx["chip"])
+    assert mlx["ratio_mlx"] == "1.0" and float(ours["ratio_mlx"]) > 0
+    assert 0 < float(ours["min_s"]) <= float(ours["p20_s"]) <= float(ours["median_s"]) <= float(ours["p80_s"])
+    assert int(mlx["mlx_peak_bytes"]) > 0 and float(ours["error"]) <= float(ours["bound"])
+
+
+def test_memory_command(capsys):
+    arguments = ["--memory", "--sizes", str(TINY), "--contenders", "ours", "--engine", "ops", "--device", "cpu"]
+    assert main(arguments) == 0
+    printed = capsys.readouterr().out
+    assert "x kept" in printed and "median ms" not in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--sizes", "1,2,3"], "a size is four numbers"),
+        (["--contenders", "tensorflow"], "a contender is one of ours, mlx, torch"),
+        (["--contenders", "nowhere:X"], "No module named 'nowhere'"),
+        (["--engine", "fastest"], "invalid choice: 'fastest'"),
+        (["--device", "gpu", "--engine", "numpy"], "engine='numpy' cannot run"),
+        (["--rounds", "0"], "--rounds must be at least 1"),
+        (["--memory", "--plot", "a.png"], "--plot draws times"),
+    ],
+)
+def test_wrong_options(arguments, said, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    assert end.value.code == 2 and said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("missing", "arguments", "said"),
+    [
+        ("torch", ["--contenders", "torch"], "torch needs torch"),
+        ("matplotlib", ["--plot", "a.png"], "needs matplotlib"),
+    ],
+)
+def test_what_is_not_installed(missing, arguments, said, capsys, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == missing else find(name))
+    with pytest.raises(SystemExit):
+        main(arguments)
+    assert said in capsys.readouterr().err

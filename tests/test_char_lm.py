@@ -1,0 +1,314 @@
+"""The character language model of examples/: exact resume, whole checkpoints, Ctrl-C, its baseline, its command."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+
+pytest.importorskip("rich")
+pytest.importorskip("matplotlib")
+
+ROOT = Path(__file__).parents[1]
+SCRIPT = ROOT / "examples" / "char_lm.py"
+TEXT = "".join(f"{n} times {n + 1} is {n * (n + 1)}; the quick brown fox jumps over it.\n" for n in range(80))
+OPTIONS = {"batch": 4, "window": 8, "embedding": 8, "hidden": 16, "learning_rate": 0.02, "evaluations": 2, "seed": 3}
+
+
+def load_example():
+    spec = importlib.util.spec_from_file_location("char_lm", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["char_lm"] = module
+    environment = dict(os.environ)
+    spec.loader.exec_module(module)
+    os.environ.clear()  # the example limits NumPy's threads, which is no business of other tests
+    os.environ.update(environment)
+    return module
+
+
+char_lm = load_example()
+
+
+@pytest.fixture(autouse=True)
+def on_cpu():
+    before = mx.default_device()
+    mx.set_default_device(mx.cpu)
+    yield
+    mx.set_default_device(before)
+
+
+@pytest.fixture
+def corpus():
+    return char_lm.Corpus.of(TEXT)
+
+
+def new_run(corpus, **options):
+    return char_lm.Run(char_lm.Settings(**OPTIONS | {"steps": 20} | options), corpus)
+
+
+def everything(run) -> dict[str, bytes]:
+    """All arrays the next step depends on, as bytes."""
+    trees = {"model": run.model.parameters(), "optimizer": run.optimizer.state, "state": run.state, "key": run.key}
+    return {name: np.array(array).tobytes() for name, array in tree_flatten(trees)}
+
+
+def quiet():
+    return char_lm.Console(file=io.StringIO())
+
+
+# --- Resume ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("window", [8, 200], ids=["within an epoch", "across epochs"])
+def test_resume_is_bit_exact(corpus, tmp_path, window):
+    straight, first = new_run(corpus, window=window), new_run(corpus, window=window)
+    for _ in range(20):
+        straight.train_step()
+    for _ in range(10):
+        first.train_step()
+    first.save(tmp_path / "c.safetensors")
+    mx.random.seed(999)  # the global generator plays no part
+    second = char_lm.Run.load(tmp_path / "c.safetensors", corpus)
+    assert second.settings == straight.settings
+    for _ in range(10):
+        second.train_step()
+    assert everything(second) == everything(straight)
+    assert (second.step, second.position, second.losses) == (20, straight.position, straight.losses)
+
+
+def test_dropout_follows_the_key(corpus):
+    """Were the key not part of the run, the test above would prove nothing about it."""
+    one, other = new_run(corpus, dropout=0.5), new_run(corpus, dropout=0.5)
+    other.key = mx.random.key(12345)
+    one.train_step(), other.train_step()
+    assert everything(one) != everything(other)
+
+
+def test_another_text_is_refused(corpus, tmp_path):
+    new_run(corpus).save(tmp_path / "c.safetensors")
+    with pytest.raises(SystemExit, match="another text"):
+        char_lm.Run.load(tmp_path / "c.safetensors", char_lm.Corpus.of(TEXT.replace("fox", "cat")))
+
+
+def test_the_state_is_carried_and_reset_with_the_epoch(corpus):
+    run = new_run(corpus, window=200)
+    columns = run.inputs.shape[1]
+    run.train_step()
+    assert run.position == 200 and mx.abs(run.state[0]).max().item() > 0
+    while run.position + 200 <= columns:
+        run.train_step()
+    seen = []
+    gradient = run.gradient
+    run.gradient = lambda *inputs: seen.append(inputs[3]) or gradient(*inputs)
+    run.train_step()
+    assert run.position == 200 and not any(array.any().item() for array in seen[0])
+
+
+# --- Checkpoints and Ctrl-C ------------------------------------------------------------------------------------------
+
+
+def test_a_failed_write_leaves_the_old_checkpoint(corpus, tmp_path, monkeypatch):
+    path, run = tmp_path / "c.safetensors", new_run(corpus)
+    run.save(path)
+    whole = path.read_bytes()
+
+    def fail_halfway(file, arrays, metadata):
+        Path(file).write_bytes(whole[:100])
+        raise OSError("no space left on device")
+
+    run.train_step()
+    monkeypatch.setattr(mx, "save_safetensors", fail_halfway)
+    with pytest.raises(OSError, match="no space"):
+        run.save(path)
+    assert path.read_bytes() == whole
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
+
+
+def test_ctrl_c_finishes_the_step_and_saves(corpus, tmp_path):
+    run, path = new_run(corpus, steps=1000), tmp_path / "c.safetensors"
+    step, handler = run.train_step, signal.getsignal(signal.SIGINT)
+
+    def interrupted_step():
+        if run.step == 4:
+            signal.raise_signal(signal.SIGINT)
+        return step()
+
+    run.train_step = interrupted_step
+    assert char_lm.train(run, path, quiet()) is False
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert run.step == 5 and char_lm.Run.load(path, corpus).step == 5
+    assert everything(char_lm.Run.load(path, corpus)) == everything(run)
+
+
+def test_a_second_ctrl_c_interrupts_at_once():
+    with pytest.raises(KeyboardInterrupt), char_lm.ctrl_c() as pressed:
+        signal.raise_signal(signal.SIGINT)
+        assert pressed.is_set()
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_seconds_stops_early(corpus, tmp_path):
+    run = new_run(corpus, steps=1000)
+    assert char_lm.train(run, tmp_path / "c.safetensors", quiet(), seconds=0) is True
+    assert run.step == 1 and (tmp_path / "c.safetensors").exists()
+
+
+# --- The model and its baseline --------------------------------------------------------------------------------------
+
+
+def test_the_loss_falls(corpus, tmp_path):
+    run = new_run(corpus, steps=40)
+    before = run.evaluate()
+    assert char_lm.train(run, tmp_path / "c.safetensors", quiet()) is True
+    assert np.mean(run.losses[-5:]) < np.mean(run.losses[:5]) - 0.5
+    assert run.validation[-1][0] == 40 and run.validation[-1][1] < before - 0.5
+
+
+def test_validation_scores_every_character(corpus):
+    run = new_run(corpus, dropout=0.0)
+    zeros = [(name, mx.zeros_like(array)) for name, array in tree_flatten(run.model.parameters())]
+    run.model.load_weights(zeros)
+    length = len(corpus.codes) - corpus.split
+    assert length % char_lm.VALIDATION_ROWS == 0 and 0 <= len(TEXT) // 10 - length < char_lm.VALIDATION_ROWS
+    for window in (7, 256):
+        bits = char_lm.validation_bits(run.model, corpus, window)
+        assert bits == pytest.approx(np.log2(len(corpus.alphabet)), abs=1e-5)
+
+
+def test_the_vocabulary_layer_and_its_gradient():
+    x, weight, scale = mx.random.normal((6, 5)), mx.random.normal((5, 4)), mx.random.normal((6, 4))
+
+    def gradients(multiply):
+        return mx.grad(lambda *both: (multiply(*both) * scale).sum(), argnums=(0, 1))(x, weight)
+
+    assert mx.allclose(char_lm.product(x, weight), x @ weight, atol=1e-5)
+    for ours, theirs in zip(gradients(char_lm.product), gradients(mx.matmul), strict=True):
+        assert mx.allclose(ours, theirs, atol=1e-5)
+
+
+def test_sampling(corpus):
+    model = new_run(corpus).model
+    greedy, other_seed = (char_lm.sample(model, corpus, "1 times", 20, 0, seed) for seed in (1, 2))
+    assert greedy == other_seed and greedy.startswith("1 times") and len(greedy) == 27
+    drawn = [char_lm.sample(model, corpus, "1 times", 40, 1.5, seed) for seed in (1, 1, 2)]
+    assert drawn[0] == drawn[1] != drawn[2]
+    with pytest.raises(SystemExit, match="€"):
+        char_lm.sample(model, corpus, "€", 1, 1.0, 0)
+
+
+def test_trigram_probabilities(corpus):
+    size = len(corpus.alphabet)
+    probability = char_lm.trigram(corpus.codes, size)
+    assert probability.shape == (size, size, size)
+    assert probability.min() > 0 and np.allclose(probability.sum(-1), 1)
+    q, u = corpus.encode("qu")
+    i = corpus.encode("i")[0]
+    assert probability[q, u, i] > 0.95  # "qui" in every line, no other character after "qu"
+    assert np.log2(size) > char_lm.trigram_bits(corpus) > 0.2
+
+
+def test_trigram_of_unseen_contexts_and_of_noise():
+    noise = np.random.default_rng(0).integers(0, 4, 20000)
+    corpus = char_lm.Corpus("abcd", noise, 16000)
+    assert char_lm.trigram_bits(corpus) == pytest.approx(2, abs=0.01)
+    probability = char_lm.trigram(np.array([0, 0, 1, 0, 0, 1, 0]), 3)
+    assert np.allclose(probability.sum(-1), 1) and probability.min() > 0
+
+
+# --- The command -----------------------------------------------------------------------------------------------------
+
+
+TINY = ["--batch=8", "--window=16", "--hidden=8", "--embedding=4", "--length=20"]
+
+
+def start(*options: str, out: Path) -> subprocess.Popen:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUTF8": "1", "PYTHONUNBUFFERED": "1"}
+    line = [sys.executable, str(SCRIPT), *options, "--out", str(out)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(line, **pipes, text=True, encoding="utf-8", env=environment)
+
+
+def finish(process: subprocess.Popen, code: int) -> str:
+    said, complaint = process.communicate(timeout=60)
+    assert process.returncode == code, complaint
+    return said
+
+
+def contents(out: Path) -> tuple[dict[str, bytes], dict[str, str]]:
+    """A checkpoint's arrays as bytes and its metadata (their order in the file is MLX's own)."""
+    arrays, about = mx.load(str(out / "checkpoint.safetensors"), return_metadata=True)
+    return {name: np.array(array).tobytes() for name, array in arrays.items()}, about
+
+
+def test_the_command(tmp_path):
+    out = tmp_path / "run"
+    said = finish(start(*TINY, "--steps=6", "--evaluations=2", out=out), 0)
+    for part in ("trigram baseline 2.", "step     3", "step     6", "validation: LSTM", "validation: trigram 2."):
+        assert part in said
+    assert sorted(file.name for file in out.iterdir()) == ["checkpoint.safetensors", "loss.png", "sample.txt"]
+    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert (out / "sample.txt").read_text(encoding="utf-8").startswith("The ")
+    _, about = mx.load(str(out / "checkpoint.safetensors"), return_metadata=True)
+    assert json.loads(about["settings"])["hidden"] == 8 and json.loads(about["run"])["step"] == 6
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no SIGINT to another process")
+def test_the_command_after_ctrl_c_and_resume_leaves_what_it_would_have_left(tmp_path):
+    options = [*TINY, "--steps=300", "--evaluations=10"]
+    with start(*options, out=tmp_path / "stopped") as process:
+        while "step " not in process.stdout.readline():
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        said = finish(process, 130)
+    assert "stopped at step" in said and "--resume" in said
+    assert (tmp_path / "stopped" / "loss.png").exists()
+    finish(start("--resume", out=tmp_path / "stopped"), 0)
+    finish(start(*options, out=tmp_path / "straight"), 0)
+    assert contents(tmp_path / "stopped") == contents(tmp_path / "straight")
+
+
+def test_ctrl_c_at_the_command_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(char_lm, "documentation", lambda: TEXT)
+    out = tmp_path / "run"
+    sizes = [f"--{name.replace('_', '-')}={value}" for name, value in OPTIONS.items()]
+    step = char_lm.Run.train_step
+
+    def interrupted_step(run):
+        if run.step == 7:
+            signal.raise_signal(signal.SIGINT)
+        return step(run)
+
+    monkeypatch.setattr(char_lm.Run, "train_step", interrupted_step)
+    assert char_lm.main([*sizes, "--steps=20", f"--out={out}", "--prompt=1"]) == 130
+    assert "step 8" in (said := capsys.readouterr().out) and "--resume" in said
+    monkeypatch.setattr(char_lm.Run, "train_step", step)
+    assert char_lm.main(["--resume", f"--out={out}", "--prompt=1", "--length=5"]) == 0
+    resumed = char_lm.Run.load(out / "checkpoint.safetensors", corpus := char_lm.Corpus.of(TEXT))
+    straight = new_run(corpus)
+    char_lm.train(straight, tmp_path / "c.safetensors", quiet())
+    assert everything(resumed) == everything(straight)
+    assert resumed.validation == straight.validation
+
+
+def test_options_that_cannot_work_are_refused(capsys):
+    for option, part in (("--steps=0", "steps must be at least 1"), ("--prompt=", "--prompt must have")):
+        with pytest.raises(SystemExit) as stopped:
+            char_lm.arguments([option])
+        assert stopped.value.code == 2 and part in capsys.readouterr().err
+
+
+def test_resume_refuses_settings_and_wants_a_checkpoint(tmp_path, capsys):
+    for options, part in ((["--hidden=9"], "takes hidden from the checkpoint"), ([], "found no")):
+        with pytest.raises(SystemExit) as stopped:
+            char_lm.arguments(["--resume", f"--out={tmp_path}", *options])
+        assert stopped.value.code == 2 and part in capsys.readouterr().err
