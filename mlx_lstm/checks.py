@@ -58,7 +58,7 @@ def check_number(op: str, name: str, value: object, *, positive: bool = False) -
 
 
 def check_lengths(op: str, lengths: object, batch: int, longest: int, *, traced: bool) -> mx.array:
-    """`lengths` as int32 [batch], each in 0..longest; of a traced array the range cannot be known and is not checked."""
+    """`lengths` as int32 [batch], each in 0..longest; a traced array's range cannot be known and goes unchecked."""
     if isinstance(lengths, (list, tuple)):
         if not all(isinstance(n, (int, np.integer)) and not isinstance(n, bool) for n in lengths):
             fail(op, "lengths must be integers", lengths)

@@ -23,7 +23,7 @@ WIDE_BATCH = 16  # from here on a step's [4H, B] block is wide enough for BLAS a
 
 
 def forward(problem: Problem, arrays: Arrays) -> Saved:
-    """h [T, B, P], c [T, B, H], gates [T, B, 4H], hT [B, P], cT [B, H]; gates as a NumPy array unless they are wanted."""
+    """h [T, B, P], c [T, B, H], gates [T, B, 4H], hT [B, P], cT [B, H]; gates in NumPy's memory unless wanted."""
     v = views(arrays)
     dtype, (T, B, H, P) = v["Wh"].dtype, problem[:4]
     shapes = {"h": memory_shape((T, B, P), v["x"]), "c": (T, H, B), "hT": (B, P), "cT": (B, H)}
@@ -276,7 +276,7 @@ class Gates:
         self.other = [(name, run) for name, run in self.runs if name in ("relu", "hard_sigmoid")]
 
     def activate(self, z: np.ndarray) -> None:
-        """In place. sigmoid(x) = 0.5 + 0.5 tanh(x / 2): with sigmoid gates halved on entry one tanh serves all gates."""
+        """In place. sigmoid(x) = 0.5 + 0.5 tanh(x / 2): with sigmoid gates halved on entry one tanh serves all."""
         for run in self.smooth:
             np.tanh(z[run], out=z[run])
         for run in self.sigmoid:

@@ -18,7 +18,7 @@ Arrays = dict[str, mx.array]
 
 
 def activate(name: str, x: mx.array) -> mx.array:
-    """One of `cells.ACTIVATIONS`. The sigmoid goes through tanh, which MLX computes in true float64 (exp it does not)."""
+    """One of `cells.ACTIVATIONS`. The sigmoid goes through tanh: that MLX computes in true float64, exp it does not."""
     if name == "tanh":
         return mx.tanh(x)
     if name == "sigmoid":
@@ -161,7 +161,7 @@ def sweep_backward(
     h_prev: mx.array,
     cotangents: Arrays,
 ) -> Arrays:
-    """The steps in reverse: dz [T, B, 4H], dh0, dc0; with a projection the whole dh, with a mask its gradient's terms."""
+    """The steps in reverse: dz [T, B, 4H], dh [T, B, P], dh0, dc0; with a mask the terms of its gradient, dmask."""
     Wh, Wp, peephole, mask = (arrays.get(name) for name in ("Wh", "Wp", "peephole", "mask"))
     dh = cotangents.get("hT", mx.zeros(h_prev.shape[1:], h_prev.dtype))
     dc = cotangents.get("cT", mx.zeros(c_prev.shape[1:], c_prev.dtype))

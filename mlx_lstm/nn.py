@@ -14,8 +14,8 @@ from .recurrence import lstm
 class LSTM(nn.Module):
     r"""An LSTM layer: `mlx.nn.LSTM` with one fused, differentiable recurrence in place of a graph per step.
 
-    Equals `mlx.nn.LSTM` in constructor, parameters, initialisation, shapes and returns; weight files of either load into
-    the other. The input has shape NLD or LD: optional batch axes (any number), sequence length, features.
+    Equals `mlx.nn.LSTM` in constructor, parameters, initialisation, shapes and returns; weight files of either load
+    into the other. The input has shape NLD or LD: optional batch axes (any number), sequence length, features.
 
     .. math::
 
@@ -24,6 +24,8 @@ class LSTM(nn.Module):
         c_t &= f_t \odot c_{t-1} + i_t \odot g_t \qquad\qquad\; h_t = o_t \odot \tanh(c_t)
 
     Parameters: `Wx` [4H, D], `Wh` [4H, H], `bias` [4H]; gate order i, f, g, o; all drawn from U(-1/sqrt(H), 1/sqrt(H)).
+
+    In evaluation mode (`layer.eval()`) a traced graph holds plain MLX ops, which `mx.export_function` can write.
 
     Args:
         input_size (int): size of the features, D.
@@ -84,7 +86,7 @@ class LSTM(nn.Module):
         dtype = mx.result_type(*arrays.values())
         arrays = {name: array.astype(dtype) for name, array in arrays.items()}
         arrays["x"] = mx.swapaxes(arrays["x"].reshape(-1, L, D), 0, 1)
-        out = lstm(**{"b": None, "h0": None, "c0": None} | arrays, engine=self.engine)
+        out = lstm(**{"b": None, "h0": None, "c0": None} | arrays, training=self.training, engine=self.engine)
         return tuple(mx.swapaxes(states, 0, 1).reshape(*batch, L, H) for states in (out.h, out.c))
 
 
@@ -93,6 +95,8 @@ def state(array: mx.array | None, name: str, batch: tuple[int, ...], hidden_size
     if array is None:
         return None
     try:
+        if not isinstance(array, mx.array):
+            raise TypeError
         return mx.broadcast_to(array, (*batch, hidden_size)).reshape(-1, hidden_size)
     except (ValueError, TypeError):
         shape = list(array.shape) if isinstance(array, mx.array) else type(array).__name__

@@ -10,7 +10,7 @@ from .cells import LSTMCell
 
 
 class Problem(NamedTuple):
-    """Sizes T, B, H, P (the width of h: H, or the projection's), the cell, the direction, lengths [B] int32 or None, and
+    """Sizes T, B, H, P (the width of h: H, or the projection's), cell, direction, lengths ([B] int32 or None), and
     whether the caller wants the gates, which an engine otherwise keeps to itself for its backward pass."""
 
     T: int

@@ -47,6 +47,7 @@ def lstm(
     lengths: mx.array | Sequence[int] | None = None,
     Wp: mx.array | None = None,
     return_gates: bool = False,
+    training: bool = True,
     engine: str | None = None,
     stream: mx.Stream | mx.Device | None = None,
 ) -> LSTMOutput:
@@ -81,17 +82,20 @@ def lstm(
             TensorFlow's block ops.
         forget_bias (float): added to the forget gate's preactivation. Default: 0.
         reverse (bool): process t = T-1 ... 0; outputs stay aligned with the input. Default: `False`.
-        lengths (integer array or list, optional): [B], each in 0..T. Past its end an item's outputs are 0 and its state
-            is carried unchanged; with `reverse` the item starts at its end. Under `mx.compile` the range goes unchecked.
+        lengths (integer array or list, optional): [B], each in 0..T. Past its end an item's outputs are 0, its state is
+            carried unchanged and its input never read; with `reverse` the item starts at its end. The range goes
+            unchecked under `mx.compile`.
         Wp (array, optional): projection of h, [P, H].
         return_gates (bool): whether `gates` is returned, else it is `None`. Default: `False`.
+        training (bool): `False` leaves our gradient out of a graph that MLX traces, since `mx.export_function` cannot
+            write one; MLX then derives its own. Default: `True`.
         engine (str, optional): `"numpy"` or `"ops"` to force an engine. Default: the best for the stream's device.
         stream (Stream or Device, optional): where to run, as for any MLX op.
 
     Returns:
-        LSTMOutput: h [T, B, P], c [T, B, H] (clipped), gates [T, B, 4H] (after activation, in `gate_order`; None unless
-        `return_gates`), hT [B, P] and cT [B, H] (the state after the last step processed), in the dtype of x. float16 and bfloat16 are computed in
-        float32 and rounded once, at the outputs.
+        LSTMOutput: h [T, B, P], c [T, B, H] (clipped), gates [T, B, 4H] (after activation, in `gate_order`; `None`
+        unless `return_gates`), hT [B, P] and cT [B, H] (the state after the last step processed), in the dtype of x. float16
+        and bfloat16 are computed in float32 and rounded once, at the outputs.
 
     Raises:
         ValueError: a rule on an argument is broken, or a forced engine cannot run. Nothing has been computed then.
@@ -115,21 +119,23 @@ def lstm(
     cell = check_cell(gate_order, activations, output_peephole, cell_clip, forget_bias)
     check_flag("lstm", "reverse", reverse)
     check_flag("lstm", "return_gates", return_gates)
+    check_flag("lstm", "training", training)
     with mx.stream(stream) if stream is not None else nullcontext():
         traced = is_traced(list(arrays.values()) + ([lengths] if isinstance(lengths, mx.array) else []))
         if lengths is not None:
             lengths = check_lengths("lstm", lengths, B, T, traced=traced)
         device = "cpu" if mx.default_device() == mx.cpu else "gpu"
         word = choose(device=device, traced=traced, requested=engine).engine
-        return run(Problem(T, B, H, P, cell, reverse, lengths, return_gates), arrays, word)
+        problem = Problem(T, B, H, P, cell, reverse, lengths, return_gates)
+        return run(problem, arrays, word, plain=traced and not training)
 
 
-def run(problem: Problem, arrays: dict[str, mx.array], engine: str) -> LSTMOutput:
-    """Run a checked problem on an engine, in float32 at least, with the gradient attached."""
+def run(problem: Problem, arrays: dict[str, mx.array], engine: str, plain: bool) -> LSTMOutput:
+    """Run a checked problem on an engine, in float32 at least, with our gradient unless the graph shall stay plain."""
     dtype = arrays["x"].dtype
     if dtype in (mx.float16, mx.bfloat16):
         arrays = {name: array.astype(mx.float32) for name, array in arrays.items()}
-    outputs = differentiable(problem, arrays, engine)
+    outputs = ENGINE_MODULES[engine].forward(problem, arrays) if plain else differentiable(problem, arrays, engine)
     if not problem.return_gates:
         outputs["gates"] = None
     return LSTMOutput(**{name: output if output is None else output.astype(dtype) for name, output in outputs.items()})

@@ -1,0 +1,35 @@
+# What the README names. Everything is installed into .venv, so a clone needs only Python >= 3.10, git and make.
+PYTHON ?= python3
+BIN = .venv/bin
+
+.PHONY: train test test-all bench lint wheel clean
+
+train: .venv/examples  ## train a character LSTM on Python's documentation
+	$(BIN)/python examples/char_lm.py
+
+test: .venv/test lint  ## the tests; a skipped one fails the run
+	$(BIN)/python -m pytest --no-skips -q
+
+test-all: .venv/test lint  ## the tests and the heavier sweeps
+	$(BIN)/python -m pytest --no-skips -q -m ""
+
+bench: .venv/test  ## ours against mlx.nn.LSTM and torch
+	$(BIN)/python -m mlx_lstm.bench
+
+lint: .venv/test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+wheel: .venv/test
+	$(BIN)/python -m pip wheel --no-deps --wheel-dir dist .
+
+clean:
+	rm -rf .venv build dist
+
+# One marker per extra: installed again when pyproject.toml changes. Off Linux the extra `cpu` installs nothing.
+.venv/%: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+		{ echo "mlx-lstm needs Python 3.10 or newer; name one: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[cpu,$*]'
+	touch $@

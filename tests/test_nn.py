@@ -1,0 +1,169 @@
+"""`mlx_lstm.nn.LSTM` is `mlx.nn.LSTM`: parameters, shapes, values, gradients, files."""
+
+import itertools
+
+import mlx.core as mx
+import mlx.nn as reference
+import mlx.optimizers
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+
+import mlx_lstm.nn as nn
+
+D, H = 3, 4
+SHAPES = [(2, 5, D), (5, D), (1, 5, D), (2, 1, D), (1, 1, D), (1, D), (2, 3, 4, D), (20, 30, D)]
+STATES = [(), ("hidden",), ("cell",), ("hidden", "cell")]
+
+
+def pair(bias=True, **options):
+    """Our layer and MLX's with the same parameters."""
+    ours, theirs = nn.LSTM(D, H, bias, **options), reference.LSTM(D, H, bias)
+    theirs.update(ours.parameters())
+    return ours, theirs
+
+
+def loss_and_gradients(layer, x, states, cotangents):
+    """The loss, and the gradients of all parameters, x and the states, with both outputs used."""
+
+    def loss(parameters, x, states):
+        layer.update(parameters)
+        return sum((out * weight).sum() for out, weight in zip(layer(x, **states), cotangents, strict=True))
+
+    value, gradients = mx.value_and_grad(loss, argnums=(0, 1, 2))(layer.parameters(), x, states)
+    return dict(tree_flatten([value, gradients]))
+
+
+@pytest.mark.parametrize("engine", ["numpy", "ops"])
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize("given", STATES, ids=["no state", "hidden", "cell", "both"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_values_and_gradients(shape, given, bias, engine):
+    mx.random.seed(0)
+    ours, theirs = pair(bias, engine=engine)
+    x, states = mx.random.normal(shape), {name: mx.random.normal((*shape[:-2], H)) for name in given}
+    cotangents = [mx.random.normal((*shape[:-1], H)) for _ in range(2)]
+    for left, right in zip(ours(x, **states), theirs(x, **states), strict=True):
+        assert left.shape == right.shape and left.dtype == right.dtype
+        np.testing.assert_allclose(np.array(left), np.array(right), rtol=0, atol=4e-6)
+    got, expected = (loss_and_gradients(layer, x, states, cotangents) for layer in (ours, theirs))
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+        # Sums over steps and batch in another order: some units of rounding of the largest term's size.
+        scale = max(1.0, np.abs(np.array(value)).max()) * np.sqrt(x.size)
+        np.testing.assert_allclose(np.array(got[name]), np.array(value), rtol=0, atol=16 * 1.2e-7 * scale, err_msg=name)
+
+
+def test_constructor_parameters_and_repr():
+    for bias in (True, False):
+        mx.random.seed(7)
+        ours = nn.LSTM(D, H, bias)
+        mx.random.seed(7)
+        theirs = reference.LSTM(D, H, bias)
+        assert repr(ours) == repr(theirs)
+        got, expected = dict(tree_flatten(ours.parameters())), dict(tree_flatten(theirs.parameters()))
+        assert got.keys() == expected.keys()
+        for name in expected:
+            np.testing.assert_array_equal(np.array(got[name]), np.array(expected[name]))
+    assert nn.LSTM(input_size=D, hidden_size=H, bias=False).bias is None
+
+
+@pytest.mark.parametrize("suffix", ["npz", "safetensors"])
+def test_weight_files_load_both_ways(tmp_path, suffix):
+    ours, theirs = nn.LSTM(D, H), reference.LSTM(D, H)
+    for source, target in itertools.permutations([ours, theirs]):
+        path = str(tmp_path / f"weights.{suffix}")
+        source.save_weights(path)
+        target.load_weights(path)
+        np.testing.assert_array_equal(np.array(source.Wx), np.array(target.Wx))
+
+
+@pytest.mark.parametrize("x", [mx.float32, mx.float16, mx.bfloat16], ids=str)
+@pytest.mark.parametrize("parameters", [mx.float32, mx.float16, mx.bfloat16], ids=str)
+def test_dtypes_promote_as_in_mlx(parameters, x):
+    ours, theirs = pair()
+    ours.set_dtype(parameters)
+    theirs.set_dtype(parameters)
+    sequence, state = mx.random.normal((2, 3, D)).astype(x), mx.zeros((2, H), x)
+    for states in ({}, {"hidden": state, "cell": state}):
+        dtypes = [[out.dtype for out in layer(sequence, **states)] for layer in (ours, theirs)]
+        assert dtypes[0] == dtypes[1]
+
+
+def test_a_state_broadcasts_over_the_batch():
+    ours, theirs = pair()
+    x, state = mx.random.normal((3, 5, D)), mx.random.normal((H,))
+    rows = mx.broadcast_to(state, (3, H))
+    for left, right in zip(ours(x, state, state), theirs(x, rows, rows), strict=True):
+        np.testing.assert_allclose(np.array(left), np.array(right), atol=1e-6)
+
+
+def test_batch_equals_item_by_item_and_sequence_equals_step_by_step():
+    layer = nn.LSTM(D, H)
+    x = mx.random.normal((3, 6, D))
+    hidden, cell = layer(x)
+    for n in range(3):
+        np.testing.assert_allclose(np.array(layer(x[n])[0]), np.array(hidden[n]), atol=1e-6)
+    h = c = None
+    for t in range(6):
+        all_h, all_c = layer(x[:, t : t + 1], h, c)
+        h, c = all_h[:, -1], all_c[:, -1]
+        np.testing.assert_allclose(np.array(h), np.array(hidden[:, t]), atol=1e-6)
+    np.testing.assert_allclose(np.array(c), np.array(cell[:, -1]), atol=1e-6)
+
+
+def test_inside_a_model_in_training_compiled_and_exported(tmp_path):
+    class Model(reference.Module):
+        def __init__(self, layer):
+            super().__init__()
+            self.lstm, self.head = layer, reference.Linear(H, 1)
+
+        def __call__(self, x):
+            return self.head(self.lstm(x)[0][:, -1])
+
+    mx.random.seed(1)
+    ours, theirs = (Model(layer) for layer in pair())
+    theirs.update(ours.parameters())
+    x, y = mx.random.normal((8, 5, D)), mx.random.normal((8, 1))
+    curves = []
+    for model in (ours, theirs):
+        optimizer = mlx.optimizers.Adam(1e-2)
+        step = reference.value_and_grad(model, lambda x, y, model=model: ((model(x) - y) ** 2).mean())
+        losses = []
+        for _ in range(10):
+            loss, gradients = step(x, y)
+            optimizer.update(model, gradients)
+            losses.append(loss.item())
+        curves.append(losses)
+    np.testing.assert_allclose(*curves, rtol=1e-4)
+    assert curves[0][-1] < curves[0][0]
+    mx.eval(ours.parameters())  # what a compiled function captures must have its value
+    np.testing.assert_allclose(np.array(mx.compile(ours)(x)), np.array(ours(x)), atol=1e-6)
+    ours.eval()
+    path = str(tmp_path / "model.mlxfn")
+    mx.export_function(path, ours, x)
+    np.testing.assert_allclose(np.array(mx.import_function(path)(x)[0]), np.array(ours(x)), atol=1e-6)
+
+
+BAD = {
+    "x rank": (lambda layer: layer(mx.zeros((D,))), r"\[nn.LSTM\] x must have shape \[..., L, D = 3\]"),
+    "x features": (lambda layer: layer(mx.zeros((2, 5, D + 1))), r"got shape \[2, 5, 4\]"),
+    "no steps": (lambda layer: layer(mx.zeros((2, 0, D))), r"without an empty axis"),
+    "x is a list": (lambda layer: layer([[1.0] * D]), r"got shape list"),
+    "hidden width": (
+        lambda layer: layer(mx.zeros((2, 5, D)), mx.zeros((2, H + 1))),
+        r"hidden must have shape \[2, 4\]",
+    ),
+    "cell batch": (lambda layer: layer(mx.zeros((2, 5, D)), cell=mx.zeros((3, H))), r"cell must have shape \[2, 4\]"),
+    "hidden is a number": (lambda layer: layer(mx.zeros((2, 5, D)), 1.0), r"hidden must have shape"),
+    "sizes": (lambda layer: nn.LSTM(0, H), r"input_size must be an integer greater than 0 but got 0"),
+    "size is a float": (lambda layer: nn.LSTM(D, 2.0), r"hidden_size must be an integer"),
+    "engine": (lambda layer: nn.LSTM(D, H, engine="gpu")(mx.zeros((2, 5, D))), r"engine must be one of"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_arguments(case):
+    call, message = BAD[case]
+    with pytest.raises(ValueError, match=message):
+        call(nn.LSTM(D, H))

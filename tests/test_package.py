@@ -1,0 +1,47 @@
+"""What is shipped: the wheel's contents, the metadata, and what importing the package pulls in."""
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import mlx_lstm
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    from hatchling.builders.wheel import WheelBuilder
+
+    return zipfile.ZipFile(next(WheelBuilder(str(ROOT)).build(directory=str(tmp_path_factory.mktemp("wheel")))))
+
+
+def test_wheel_holds_modules_types_and_shaders(wheel):
+    names = set(wheel.namelist())
+    assert "mlx_lstm/py.typed" in names and "mlx_lstm/recurrence.py" in names
+    shaders = {
+        f"mlx_lstm/metal/{path.relative_to(ROOT / 'metal')}" for path in (ROOT / "metal").rglob("*") if path.is_file()
+    }
+    assert shaders and shaders <= names
+    assert not any(name.startswith(("tests/", "examples/")) for name in names)
+
+
+def test_metadata(wheel):
+    text = wheel.read(next(name for name in wheel.namelist() if name.endswith("METADATA"))).decode()
+    assert f"Name: mlx-lstm\nVersion: {mlx_lstm.__version__}\n" in text
+    for requirement in ("mlx>=0.32; sys_platform == 'darwin'", "numpy", "mlx[cpu]>=0.32; extra == 'cpu'"):
+        assert f"Requires-Dist: {requirement}" in text
+
+
+def test_import_needs_only_mlx_and_numpy():
+    heavy = "torch tensorflow jax keras matplotlib rich hypothesis"
+    code = f"import sys, mlx_lstm; print([name for name in {heavy.split()!r} if name in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT).stdout == "[]\n"
+
+
+def test_sources_are_ascii_where_metal_needs_it():
+    for path in (ROOT / "metal").rglob("*"):
+        assert not path.is_file() or path.read_bytes().isascii(), path
