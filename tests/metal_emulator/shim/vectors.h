@@ -1,0 +1,43 @@
+// vec<T, N> and the construction of vectors from scalars and shorter vectors.
+#pragma once
+namespace metal {
+template <typename T, int N> using vec = T __attribute__((ext_vector_type(N)));
+
+template <typename V>
+struct emu_shape {
+  static constexpr constant int size = 1;
+  typedef V scalar;
+};
+template <typename T, int N>
+struct emu_shape<T __attribute__((ext_vector_type(N)))> {
+  static constexpr constant int size = N;
+  typedef T scalar;
+};
+template <typename V> using emu_scalar = typename emu_shape<V>::scalar;
+template <typename V> constexpr constant bool emu_is_vector = (emu_shape<V>::size > 1);
+template <typename T> constexpr constant uint emu_granule = sizeof(emu_scalar<T>) > 4 ? 4u : (uint)sizeof(emu_scalar<T>);
+
+// float4(1.0f), float4(half4_value), float4(a, b, float2_value), ...
+template <typename V, typename... A>
+EMU_INLINE constexpr V emu_construct(A... a) {
+  typedef emu_scalar<V> S;
+  constexpr int wanted = emu_shape<V>::size, given = (0 + ... + emu_shape<A>::size);
+  if constexpr (sizeof...(A) == 1 && given == 1) {
+    S value[1] = {(S)a...};
+    return (V)(value[0]);
+  } else {
+    static_assert(given == wanted, "vector constructor: wrong number of components");
+    V result;
+    int k = 0;
+    auto append = [&](auto x) __attribute__((nodebug, always_inline)) {
+      if constexpr (emu_is_vector<decltype(x)>) {
+        for (int i = 0; i < emu_shape<decltype(x)>::size; i++) result[k++] = (S)x[i];
+      } else {
+        result[k++] = (S)x;
+      }
+    };
+    (append(a), ...);
+    return result;
+  }
+}
+}
