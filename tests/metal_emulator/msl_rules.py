@@ -20,7 +20,7 @@ _FATAL_WARNING = re.compile(
 )
 _DIAGNOSTIC = re.compile(r"^([^\s:]+):(\d+):\d+: (warning|error|fatal error): (.*)$", re.M)
 _DECLARATION = re.compile(r"(?:ParmVar|Var|Field|Typedef|TypeAlias)Decl 0x\S+ .*?(\w+) '([^']*__generic[^']*)'")
-_FUNCTION = re.compile(r"(?:Function|CXXMethod)Decl (0x\w+)(?: (?:parent|prev) 0x\w+)*(?: prev (0x\w+))?")
+_FUNCTION = re.compile(r"(?:Function|CXXMethod)Decl (0x\w+)(?: parent 0x\w+)?(?: prev (0x\w+))?")
 _CALL = re.compile(r"(?:Function|CXXMethod) (0x\w+) '([^']*)'")
 
 

@@ -171,3 +171,13 @@ static inline void check_access(u64 address, u32 size, bool write, u64 pc) {
   if (LIKELY(!current || address - current->stack_low < kStackBytes)) return;  // the thread's own variables
   shared_access(address, size, write, false, pc);
 }
+
+// For accesses the compiler takes to be aligned. A misaligned vector would be a trap on this machine: stop before it.
+static inline void check_aligned_access(u64 address, u32 size, bool write, u64 pc) {
+  check_access(address, size, write, pc);
+  if (LIKELY(!(address & (size - 1))) || !current) return;
+  Finding* finding = add_finding(kMisaligned, pc, 0, "%s of %u bytes at an address that is no multiple of it", write ? "write" : "read", size);
+  u32 owner = address - arena < kArenaBytes ? page_owner[(address - arena) / kPage] : 0;
+  if (owner) place(finding, regions[owner - 1].name, (int64_t)(address - regions[owner - 1].base));
+  abort_dispatch();
+}

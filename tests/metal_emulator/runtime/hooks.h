@@ -4,14 +4,17 @@
 #pragma once
 #include "checks.h"
 
-#define MEMORY_HOOKS(PREFIX, SIZE)                                                                                     \
-  EXPORT void __tsan_##PREFIX##read##SIZE(void* p) { check_access((u64)p, SIZE, false, CALLER_PC); }                   \
-  EXPORT void __tsan_##PREFIX##write##SIZE(void* p) { check_access((u64)p, SIZE, true, CALLER_PC); }                   \
-  EXPORT void __tsan_##PREFIX##read_write##SIZE(void* p) {                                                             \
-    check_access((u64)p, SIZE, false, CALLER_PC);                                                                      \
-    check_access((u64)p, SIZE, true, CALLER_PC);                                                                       \
+#define MEMORY_HOOKS(PREFIX, SIZE, CHECK)                                                                      \
+  EXPORT void __tsan_##PREFIX##read##SIZE(void* p) { CHECK((u64)p, SIZE, false, CALLER_PC); }                  \
+  EXPORT void __tsan_##PREFIX##write##SIZE(void* p) { CHECK((u64)p, SIZE, true, CALLER_PC); }                  \
+  EXPORT void __tsan_##PREFIX##read_write##SIZE(void* p) {                                                     \
+    CHECK((u64)p, SIZE, false, CALLER_PC);                                                                     \
+    CHECK((u64)p, SIZE, true, CALLER_PC);                                                                      \
   }
-#define MEMORY_HOOKS_OF_SIZE(SIZE) MEMORY_HOOKS(, SIZE) MEMORY_HOOKS(unaligned_, SIZE) MEMORY_HOOKS(volatile_, SIZE)
+#define MEMORY_HOOKS_OF_SIZE(SIZE)             \
+  MEMORY_HOOKS(, SIZE, check_aligned_access)   \
+  MEMORY_HOOKS(unaligned_, SIZE, check_access) \
+  MEMORY_HOOKS(volatile_, SIZE, check_access)
 MEMORY_HOOKS_OF_SIZE(1) MEMORY_HOOKS_OF_SIZE(2) MEMORY_HOOKS_OF_SIZE(4) MEMORY_HOOKS_OF_SIZE(8) MEMORY_HOOKS_OF_SIZE(16)
 
 EXPORT void __tsan_init() {}

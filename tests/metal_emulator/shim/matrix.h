@@ -10,7 +10,7 @@ struct simdgroup_matrix {
   static_assert(Cols == 8 && Rows == 8, "simdgroup_matrix: only 8x8 exists");
   static_assert(is_floating_point_v<T>, "simdgroup_matrix: floating point elements only");
   vec<T, 2> elements;
-  EMU_INLINE thread vec<T, 2> &thread_elements() { return elements; }
+  EMU_INLINE thread vec<T, 2> &thread_elements() { return *(thread vec<T, 2> *)&elements; }
   EMU_INLINE simdgroup_matrix() { elements = emu_nan_pattern<vec<T, 2>>(); }
   EMU_INLINE explicit simdgroup_matrix(T diagonal) {
     uint row = matrix_row(), column = matrix_column();
