@@ -20,7 +20,7 @@ from .toolchain import cache_folder, digest, front_end, precompiled_shim, publis
 
 @dataclass
 class CompiledKernel:
-    """A kernel ready to run. buffers: names in binding order; functions: for line coverage."""
+    """A kernel ready to run. buffers: names in binding order."""
 
     source: str
     path: Path
@@ -65,13 +65,20 @@ def _shim(metal_version: int, fast_math: bool) -> Path:
     return precompiled_shim(lower_library(preamble_text()), _options(metal_version, fast_math))
 
 
+@cache
+def _rules_text() -> str:
+    """What a cached result depends on besides the text, the shim and the options."""
+    here = Path(__file__).parent
+    return (here / "lowering.py").read_text() + (here / "msl_rules.py").read_text()
+
+
 _loaded: dict[str, CompiledKernel] = {}
 
 
 def compile_kernel(name: str, source: str, metal_version: int = 310, fast_math: bool = False) -> CompiledKernel:
     """Compiles the text MLX would hand to Apple's compiler; raises KernelError if it is not valid MSL."""
     shim = _shim(metal_version, fast_math)
-    key = digest(source, shim.name, (Path(__file__).parent / "lowering.py").read_text())
+    key = digest(source, shim.name, _rules_text())
     if key in _loaded:
         return _loaded[key]
     path = cache_folder() / f"{key}.so"
