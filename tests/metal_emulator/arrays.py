@@ -17,9 +17,11 @@ def numpy_dtype(dtype: mx.Dtype) -> np.dtype:
 def to_numpy(array: mx.array) -> np.ndarray:
     """Returns the values; a view with MLX's own strides where possible."""
     if array.dtype == mx.bfloat16:
-        return np.array(array.view(mx.uint16), copy=False).view(_BFLOAT16) if array.ndim else np.array(
-            array.astype(mx.float32)
-        ).astype(_BFLOAT16)
+        return (
+            np.array(array.view(mx.uint16), copy=False).view(_BFLOAT16)
+            if array.ndim
+            else np.array(array.astype(mx.float32)).astype(_BFLOAT16)
+        )
     return np.array(array, copy=False)
 
 

@@ -115,9 +115,8 @@ def _kernel_bodies(code: str) -> list[range]:
 
 def _variable_text(kind: str, declarator: str, number: int, line: int) -> str:
     name, dimensions = re.match(r"\s*(\w+)\s*(.*?)\s*$", declarator, re.S).groups()
-    storage = (
-        f'emu_threadgroup_variable({number}, sizeof({kind}{dimensions}), alignof({kind}), metal::emu_granule<{kind}>, "{name}", {line})'
-    )
+    sizes = f"sizeof({kind}{dimensions}), alignof({kind}), metal::emu_granule<{kind}>"
+    storage = f'emu_threadgroup_variable({number}, {sizes}, "{name}", {line})'
     return f"threadgroup {kind} (&{name}){dimensions} = *(threadgroup {kind} (*){dimensions}){storage};"
 
 

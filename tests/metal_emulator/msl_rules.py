@@ -1,4 +1,4 @@
-"""Restrictions of MSL that clang's OpenCL mode does not enforce by itself, found in the text, the warnings or the AST."""
+"""Restrictions of MSL that clang's OpenCL mode does not enforce: found in the text, the warnings or the AST."""
 
 import re
 
@@ -15,8 +15,8 @@ _FORBIDDEN = (
 )
 # Warnings about the kernel that are errors in MSL or certain bugs.
 _FATAL_WARNING = re.compile(
-    r"to '(?:metal::)?bfloat|to 'double'|\[-W(?:uninitialized|sometimes-uninitialized|conditional-uninitialized|return-type"
-    r"|vla|null-dereference|array-bounds|shift-count-overflow|frame-larger-than|logical-op-parentheses)\b"
+    r"to '(?:metal::)?bfloat|to 'double'"
+    r"|\[-W(?:uninitialized|sometimes-uninitialized|conditional-uninitialized|return-type|vla|null-dereference|array-bounds|frame-larger-than|logical-op-parentheses)\b"
 )
 _DIAGNOSTIC = re.compile(r"^([^\s:]+):(\d+):\d+: (warning|error|fatal error): (.*)$", re.M)
 _DECLARATION = re.compile(r"(?:ParmVar|Var|Field|Typedef|TypeAlias)Decl 0x\S+ .*?(\w+) '([^']*__generic[^']*)'")

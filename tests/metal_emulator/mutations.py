@@ -10,7 +10,10 @@ _BARRIER = re.compile(r"\b(threadgroup_barrier|simdgroup_barrier)\s*\(([^;]*)\)\
 _CONDITION = re.compile(r"\b(?:for|while|if)\s*(?:constexpr\s*)?\(")
 _COMPARISON = re.compile(r"(?<=\s)(<=|>=|<|>)(?=\s)")
 _OFFSET = re.compile(r"\s[+-]\s1u?\b(?!\s*[*/.])")
-_DECLARED = re.compile(r"(?:^|[;{}])\s*(?:const\s+|threadgroup\s+|thread\s+|constant\s+|constexpr\s+)*(?!return\b)[A-Za-z_][\w:]*(?:<[^;]*>)?\s+[^;=]*$")
+_DECLARED = re.compile(
+    r"(?:^|[;{}])\s*(?:const\s+|threadgroup\s+|thread\s+|constant\s+|constexpr\s+)*"
+    r"(?!return\b)[A-Za-z_][\w:]*(?:<[^;]*>)?\s+[^;=]*$"
+)
 _SWAPPED = {"<": "<=", "<=": "<", ">": ">=", ">=": ">"}
 
 
@@ -44,7 +47,10 @@ def _barriers(code: str) -> Iterator[Edit]:
         if len(flags) == 1:
             weaker = {"mem_none": "mem_flags::mem_none"}
         else:
-            weaker = {" | ".join(flags[:i] + flags[i + 1 :]): " | ".join(flags[:i] + flags[i + 1 :]) for i in range(len(flags))}
+            weaker = {
+                " | ".join(flags[:i] + flags[i + 1 :]): " | ".join(flags[:i] + flags[i + 1 :])
+                for i in range(len(flags))
+            }
         for label, new in weaker.items():
             yield m.start(2), m.end(2), new, f"{name} weakened to {label}"
 

@@ -131,7 +131,9 @@ dc_out[n * H + j] = static_cast<T>(dc * a.f);
 
 def pointwise_forward(N: int = 3, H: int = 40, dtype: mx.Dtype = mx.float32) -> Sample:
     """Grid (H, N): one thread per unit and row."""
-    sample = Sample(POINTWISE_FORWARD, [random(N, 4 * H), random(N, H, seed=1)], [(N, H), (N, H)], (64, N, 1), (32, 1, 1))
+    sample = Sample(
+        POINTWISE_FORWARD, [random(N, 4 * H), random(N, H, seed=1)], [(N, H), (N, H)], (64, N, 1), (32, 1, 1)
+    )
     sample.header, sample.dtype = LSTM_MATH, dtype
     sample.input_names, sample.output_names = ["z", "c"], ["h_out", "c_out"]
     return sample

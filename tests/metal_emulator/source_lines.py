@@ -3,19 +3,22 @@
 import re
 from collections import defaultdict
 
-from .lowering import blank_comments, line_of
+from .lowering import blank_comments, line_of, matching
 
 _LINE_DIRECTIVE = re.compile(r'^\s*#\s*line\s+(\d+)(?:\s+"([^"]+)")?')
 _PREPROCESSOR = re.compile(r"^[ \t]*#(?:[^\n\\]|\\.|\\\n)*", re.M)
 _SCOPE = re.compile(r"^(?:template\s*<[^{}]*>\s*)?(?:inline\s+)?(?:namespace|struct|class|union|enum)\b")
 _CONTROL = re.compile(r"^(?:for|if|while|switch|do|return|else)\b")
 _ASSIGNMENT = re.compile(r"^[\w\s.:<>*&\[\]+\-()]+[^=!<>]=[^=]")
+_HEADER = re.compile(r"\s*(?:(?:else|do)\b|(?:if|for|while|switch)\s*(?:constexpr\s*)?\()")
 _GLOBAL = re.compile(r"^(?:template|inline|constant|constexpr|using|typedef|static|METAL_FUNC)\b")
 _NO_CODE = re.compile(
     r"^(?:using|typedef|static_assert|template|struct|class|enum|union|namespace|constexpr|constant|case|default|else"
     r"|break|continue|do|if\s+constexpr|else\s+if\s+constexpr)\b|^\w+\s*:$"
 )
-_DECLARATION = re.compile(r"^(?:const\s+|threadgroup\s+|thread\s+)*[A-Za-z_][\w:]*(?:\s*<[^;=]*>)?[\s*&]+[^=(){}]*$")
+_DECLARATION = re.compile(
+    r"^(?:const\s+|threadgroup\s+|thread\s+)*(?!return\b)[A-Za-z_][\w:]*(?:\s*<[^;=]*>)?[\s*&]+[^=(){}]*$"
+)
 
 
 def code_lines(text: str) -> dict[int, str]:
@@ -84,7 +87,9 @@ def statements(text: str) -> list[tuple[int, int]]:
     """
     code = _PREPROCESSOR.sub(lambda m: re.sub(r"[^\n]", " ", m.group()), blank_comments(text))
     chunks = _chunks(code)
-    is_body = any(depth == 0 and not _GLOBAL.match(c) and (_CONTROL.match(c) or _ASSIGNMENT.match(c)) for _, _, c, depth in chunks)
+    is_body = any(
+        depth == 0 and not _GLOBAL.match(c) and (_CONTROL.match(c) or _ASSIGNMENT.match(c)) for _, _, c, depth in chunks
+    )
     found = []
     for start, end, chunk, depth in chunks:
         if (depth > 0 or is_body) and not _NO_CODE.match(chunk) and not _DECLARATION.match(chunk):
@@ -97,10 +102,8 @@ def _chunks(code: str) -> list[tuple[int, int, str, int]]:
     chunks, blocks, start, parentheses, i = [], [], 0, 0, 0
 
     def finish(end: int) -> None:
-        text = code[start:end].strip()
-        if text:
-            first = start + len(code[start:end]) - len(code[start:end].lstrip())
-            chunks.append((first, first + len(text) - 1, " ".join(text.split()), sum(blocks)))
+        for first, last in _without_control(code, start, end):
+            chunks.append((first, last - 1, " ".join(code[first:last].split()), sum(blocks)))
 
     while i < len(code):
         char = code[i]
@@ -128,6 +131,18 @@ def _chunks(code: str) -> list[tuple[int, int, str, int]]:
         i += 1
     finish(len(code))
     return chunks
+
+
+def _without_control(code: str, start: int, end: int) -> list[tuple[int, int]]:
+    """Separates the headers of control statements from the statement behind them."""
+    parts = []
+    while m := _HEADER.match(code, start, end):
+        header = matching(code, m.end(), "(", ")") if code[m.end() - 1] == "(" else m.end()
+        parts.append((start, header))
+        start = header
+    parts.append((start, end))
+    stripped = [(b - len(code[a:b].lstrip()), a + len(code[a:b].rstrip())) for a, b in parts if code[a:b].strip()]
+    return stripped
 
 
 def _behind_list(code: str, opening: int) -> int:

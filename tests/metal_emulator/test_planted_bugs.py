@@ -2,10 +2,13 @@
 
 import pytest
 
-from metal_emulator import KernelError, emulated_metal
-from metal_emulator.planted_bugs import BUGS
+from metal_emulator import KernelError, emulated_metal, planted_language_bugs, planted_run_bugs
+from metal_emulator.bug_table import BUGS
 
 WITH_A_LINE = ("race", "out-of-bounds", "uninitialised", "divergence", "simdgroup", "arithmetic", "misaligned")
+if not BUGS:
+    planted_run_bugs.add_bugs()
+    planted_language_bugs.add_bugs()
 MISSED = [bug for bug in BUGS if bug.kind is None]
 
 

@@ -16,7 +16,7 @@ _EXTENSIONS = "-all,+cl_khr_fp16,+__opencl_c_generic_address_space"
 _WARNINGS = (
     "-Wall -Wextra -Wno-unknown-attributes -Wno-unused -Wno-sign-compare -Wno-missing-braces -Wno-unused-parameter "
     "-Wno-gnu -Wno-missing-field-initializers -Wno-user-defined-literals -Wimplicit-float-conversion -Wuninitialized "
-    "-Wconditional-uninitialized -Wreturn-type -Wvla -Wdouble-promotion -Wshift-count-overflow -Wframe-larger-than=65536"
+    "-Wconditional-uninitialized -Wreturn-type -Wvla -Wdouble-promotion -Wframe-larger-than=65536"
 ).split()
 # Loads and stores call the runtime (hooks.h), undefined behaviour calls it too, counters record the executed lines.
 _CHECKS = (
@@ -95,7 +95,9 @@ def runtime_library() -> Path:
             built = Path(folder) / "runtime.so"
             flags = "-O2 -fno-exceptions -fno-rtti -fno-sanitize=all -fvisibility=hidden -fPIC -shared -mf16c -mfma"
             source = str(HERE / "runtime" / "runtime.cpp")
-            run_tool([zig(), "cc", "-x", "c++", *flags.split(), "-o", str(built), source, "-lm"], "building the runtime")
+            run_tool(
+                [zig(), "cc", "-x", "c++", *flags.split(), "-o", str(built), source, "-lm"], "building the runtime"
+            )
             publish(built, final)
     return final
 

@@ -9,10 +9,6 @@ struct atomic {
                 "atomic<T>: T must be int, uint, bool, float or ulong");
   T value;
 };
-typedef atomic<int> atomic_int;
-typedef atomic<uint> atomic_uint;
-typedef atomic<bool> atomic_bool;
-typedef atomic<float> atomic_float;
 template <typename T> EMU_UNCHECKED T emu_plain_load(ulong p) { return *(device T *)p; }
 template <typename T> EMU_UNCHECKED void emu_plain_store(ulong p, T v) { *(device T *)p = v; }
 template <typename T> struct emu_same { typedef T type; };
@@ -52,3 +48,8 @@ template <typename T> using emu_not_deduced = typename emu_same<T>::type;
   EMU_FETCH(SPACE, fetch_and, old & v) EMU_FETCH(SPACE, fetch_or, old | v) EMU_FETCH(SPACE, fetch_xor, old ^ v)
 EMU_ATOMICS(device) EMU_ATOMICS(threadgroup)
 }
+// Macros, because OpenCL has types of its own by some of these names.
+#define atomic_int metal::atomic<int>
+#define atomic_uint metal::atomic<uint>
+#define atomic_bool metal::atomic<bool>
+#define atomic_float metal::atomic<float>

@@ -17,9 +17,18 @@ template <typename V> using emu_scalar = typename emu_shape<V>::scalar;
 template <typename V> constexpr constant bool emu_is_vector = (emu_shape<V>::size > 1);
 template <typename T> constexpr constant uint emu_granule = sizeof(emu_scalar<T>) > 4 ? 4u : (uint)sizeof(emu_scalar<T>);
 
+template <typename S, typename V, typename X>
+EMU_INLINE void emu_append(thread V &vector, thread int &position, X x) {
+  if constexpr (emu_is_vector<X>) {
+    for (int i = 0; i < emu_shape<X>::size; i++) vector[position++] = (S)x[i];
+  } else {
+    vector[position++] = (S)x;
+  }
+}
+
 // float4(1.0f), float4(half4_value), float4(a, b, float2_value), ...
 template <typename V, typename... A>
-EMU_INLINE constexpr V emu_construct(A... a) {
+EMU_INLINE V emu_construct(A... a) {
   typedef emu_scalar<V> S;
   constexpr int wanted = emu_shape<V>::size, given = (0 + ... + emu_shape<A>::size);
   if constexpr (sizeof...(A) == 1 && given == 1) {
@@ -28,15 +37,8 @@ EMU_INLINE constexpr V emu_construct(A... a) {
   } else {
     static_assert(given == wanted, "vector constructor: wrong number of components");
     V result;
-    int k = 0;
-    auto append = [&](auto x) __attribute__((nodebug, always_inline)) {
-      if constexpr (emu_is_vector<decltype(x)>) {
-        for (int i = 0; i < emu_shape<decltype(x)>::size; i++) result[k++] = (S)x[i];
-      } else {
-        result[k++] = (S)x;
-      }
-    };
-    (append(a), ...);
+    int position = 0;
+    (emu_append<S>(result, position, a), ...);
     return result;
   }
 }
