@@ -15,7 +15,6 @@ from .findings import Finding, KernelError
 from .launch import Buffer, Options, Result, Traffic, launch
 
 _mlx_metal_kernel = mx.fast.metal_kernel
-_mlx_is_available = mx.metal.is_available
 
 
 @dataclass(frozen=True)
@@ -195,7 +194,7 @@ def emulated_metal(
         raise ValueError(f"[emulated_metal] order must be forward, reverse or random but got {order!r}")
     options = Options(order, seed, noise, skew, strict_exit, require_all_written)
     session = Session(options, metal_version, raise_on_findings, [])
-    before = mx.fast.metal_kernel
+    before, available = mx.fast.metal_kernel, mx.metal.is_available
     mx.fast.metal_kernel = metal_kernel
     if pretend_available:
         mx.metal.is_available = lambda: True
@@ -207,6 +206,6 @@ def emulated_metal(
     finally:
         _active.pop()
         mx.fast.metal_kernel = before
-        mx.metal.is_available = _mlx_is_available if not _active else mx.metal.is_available
+        mx.metal.is_available = available
         for hook in on_enter:
             hook()

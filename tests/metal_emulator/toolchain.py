@@ -111,7 +111,18 @@ def precompiled_shim(text: str, options: list[str]) -> Path:
             draft = Path(folder) / "shim.clcpp"
             draft.write_text('#include "metal_stdlib.h"\n' + text)
             publish(draft, source)
-            emit = ["-fsyntax-only", "-Xclang", "-emit-pch", "-Xclang", "-o", "-Xclang", str(built)]
+            # Without timestamps another process may replace the (identical) source while this one uses the result.
+            emit = [
+                "-fsyntax-only",
+                "-Xclang",
+                "-fno-pch-timestamp",
+                "-Xclang",
+                "-emit-pch",
+                "-Xclang",
+                "-o",
+                "-Xclang",
+                str(built),
+            ]
             run_tool([*options, *emit, str(source)], "precompiling the shim")
             publish(built, final)
     return final

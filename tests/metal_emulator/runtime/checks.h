@@ -9,7 +9,8 @@
 #include "memory.h"
 
 static void report_race(const char* what, bool other_group, u64 pc, u64 other_pc, u32 other, const char* name, u64 offset) {
-  Finding* finding = add_finding(kRace, pc, other_pc, "%s%s", what, other_group ? " by another threadgroup" : " without a barrier in between");
+  const char* between = other_group ? " by another threadgroup" : " without a barrier in between";
+  Finding* finding = add_finding(kRace, pc, other_pc, "%s%s", what, between);
   place(finding, name, (int64_t)offset);
   if (finding) finding->other_thread = other;
 }
@@ -176,7 +177,8 @@ static inline void check_access(u64 address, u32 size, bool write, u64 pc) {
 static inline void check_aligned_access(u64 address, u32 size, bool write, u64 pc) {
   check_access(address, size, write, pc);
   if (LIKELY(!(address & (size - 1))) || !current) return;
-  Finding* finding = add_finding(kMisaligned, pc, 0, "%s of %u bytes at an address that is no multiple of it", write ? "write" : "read", size);
+  Finding* finding = add_finding(kMisaligned, pc, 0, "%s of %u bytes at an address that is no multiple of it",
+                                 write ? "write" : "read", size);
   u32 owner = address - arena < kArenaBytes ? page_owner[(address - arena) / kPage] : 0;
   if (owner) place(finding, regions[owner - 1].name, (int64_t)(address - regions[owner - 1].base));
   abort_dispatch();

@@ -39,6 +39,7 @@ EXPORT u32 emu_attribute(u32 which, u32 axis) {
 static const int kSignals[] = {SIGSEGV, SIGBUS, SIGILL, SIGFPE};
 static struct sigaction previous_action[4];
 static u8 signal_stack[65536];
+static stack_t previous_stack;
 static void on_signal(int number, siginfo_t* info, void*) {
   if (!current) {
     signal(number, SIG_DFL);
@@ -46,15 +47,17 @@ static void on_signal(int number, siginfo_t* info, void*) {
     return;
   }
   u64 address = (u64)info->si_addr;
-  if (address - current->stack_low < kStackGuard) add_finding(kStack, 0, 0, "the thread's variables need more than %llu KB", (unsigned long long)kStackBytes >> 10);
-  else add_finding(kWildPointer, (u64)number, 0, "signal %d at address %llx", number, (unsigned long long)address);
+  if (address - current->stack_low < kStackGuard)
+    add_finding(kStack, 0, 0, "the thread's variables need more than %llu KB", (unsigned long long)kStackBytes >> 10);
+  else
+    add_finding(kWildPointer, (u64)number, 0, "signal %d at address %llx", number, (unsigned long long)address);
   abort_dispatch();
 }
 static void catch_signals() {
   stack_t stack = {};
   stack.ss_sp = signal_stack;
   stack.ss_size = sizeof signal_stack;
-  sigaltstack(&stack, nullptr);
+  sigaltstack(&stack, &previous_stack);
   for (int i = 0; i < 4; i++) {
     struct sigaction action = {};
     action.sa_sigaction = on_signal;
@@ -64,9 +67,7 @@ static void catch_signals() {
 }
 static void release_signals() {
   for (int i = 0; i < 4; i++) sigaction(kSignals[i], &previous_action[i], nullptr);
-  stack_t stack = {};
-  stack.ss_flags = SS_DISABLE;
-  sigaltstack(&stack, nullptr);
+  sigaltstack(&previous_stack, nullptr);
 }
 
 // ---- called from Python, in this order: reset, options, add_buffer..., run, then the queries

@@ -73,5 +73,6 @@ static void complete_operation(const Fiber* fiber, u32 mask) {
   if (mask != ~0u) return matrix_finding(fiber, "simdgroup_matrix operation with fewer than 32 lanes", 1);
   if (fiber->operation == kMatrixMultiply) return multiply_matrices(slot);
   for (u32 lane = 1; lane < kLanes; lane++)
-    if (memcmp(slot[0], slot[lane], 32)) return matrix_finding(fiber, "simdgroup_load/store with arguments that differ between lanes", 2);
+    if (memcmp(slot[0], slot[lane], 32))
+      return matrix_finding(fiber, "simdgroup_load/store with arguments that differ between lanes", 2);
 }
