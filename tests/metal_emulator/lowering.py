@@ -1,11 +1,12 @@
 """Metal text -> text clang's C++ for OpenCL mode accepts. Every line keeps its number.
 
-Only five rewrites; the rest is the shim's work:
+Only six rewrites; the rest is the shim's work:
   1. the `thread` behind a method's parameter list is dropped,
   2. `threadgroup T x[n];` becomes a reference to storage of the runtime,
   3. unsuffixed float literals get an `f` (MSL has no double),
   4. `vec<T, n>(...)` becomes a call of the shim's constructor,
-  5. `#include <metal_*>`, `#line` and MLX's instantiation lines are blanked; the latter become entry points.
+  5. an index of an array of simdgroup matrices is checked (clang lets such objects be one past the end),
+  6. `#include <metal_*>`, `#line` and MLX's instantiation lines are blanked; the latter become entry points.
 """
 
 import re
@@ -21,6 +22,8 @@ _INITIALISED = re.compile(rf"threadgroup\s+{_TYPE}\s+{_DECLARATORS}[={{]")
 _FLOAT = re.compile(r"(?<![\w.])(?:(?:\d+\.\d*|\.\d+)(?:[eE][+-]?\d+)?|\d+[eE][+-]?\d+)(?![\w.])")
 _METHOD_SPACE = re.compile(r"(?<=\))(\s*(?:const\s+)?)thread\b(?=\s*[{:;])")
 _VECTOR_CALL = re.compile(r"(?<!operator )\b(?:metal::)?vec<([^<>;]*)>\s*(?=\()")
+_MATRIX = r"simdgroup_(?:matrix\s*<[^;{}()]*?>|\w+8x8)"
+_MATRIX_ARRAY = re.compile(rf"{_MATRIX}\s*(?:\(\s*&\s*(\w+)\s*\)\s*\[[^;{{}}()]*\]|([^;{{}}()]*\[[^;{{}}]*?))(?=[;,)])")
 _DROPPED_LINE = re.compile(r"^[ \t]*#[ \t]*(?:include[ \t]*<metal_\w+>|line\b).*$", re.M)
 _INSTANTIATION = re.compile(
     r'template\s*\[\[\s*host_name\("([^"]+)"\)\s*\]\]\s*\[\[\s*kernel\s*\]\]\s*decltype\((.*?)\)\s+\2\s*;', re.S
@@ -151,6 +154,24 @@ def _text_edits(code: str) -> list[tuple[int, int, str]]:
     return edits
 
 
+def _matrix_index_edits(code: str) -> list[tuple[int, int, str]]:
+    declarations = list(_MATRIX_ARRAY.finditer(code))
+    names = {m.group(1) for m in declarations} - {None}
+    for m in declarations:
+        names |= set(re.findall(r"(\w+)\s*\[", m.group(2) or ""))
+    edits = []
+    for m in re.finditer(rf"\b({'|'.join(names)})\s*(?=\[)", code) if names else ():
+        if any(d.start() <= m.start() < d.end() for d in declarations):
+            continue
+        array, position = m.group(1), m.end()
+        while code[position : position + 1] == "[":
+            end = matching(code, position + 1, "[", "]")
+            check = f'metal::emu_index<EMU_EXTENT({array})>("{m.group(1)}", {line_of(code, position)}, '
+            edits += [(position + 1, position + 1, check), (end - 1, end - 1, ")")]
+            array, position = f"{array}[0]", end
+    return edits
+
+
 def _apply(text: str, edits: list[tuple[int, int, str]]) -> str:
     parts, position = [], 0
     for start, end, replacement in sorted(edits):
@@ -219,7 +240,7 @@ def lower_kernel(text: str) -> Lowered:
         raise KernelError("text", [Finding("compile", "no kernel function found")])
     callee = instantiation.group(2) if instantiation else signature.group(1) or signature.group(2)
     parameters = _parameters(code, signature)
-    edits = _threadgroup_edits(code) + _text_edits(code)
+    edits = _threadgroup_edits(code) + _text_edits(code) + _matrix_index_edits(code)
     if instantiation:
         edits.append((instantiation.start(), instantiation.end(), "\n" * instantiation.group().count("\n")))
     entry = _entry_point(callee, code, signature, parameters)

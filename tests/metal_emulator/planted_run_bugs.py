@@ -129,6 +129,10 @@ def _bounds() -> None:
 
 def _pointers() -> None:
     kind = "bounds"
+    changed("one matrix too many", kind, "out-of-bounds", samples.persistent, "q < 4; ++q) acc", "q <= 4; ++q) acc")
+    changed(
+        "one matrix too many is stored", kind, "out-of-bounds", samples.persistent, "store(acc[q]", "store(acc[q + 1]"
+    )
     pointer = "float v[4] = {1, 2, 3, 4};\nthread float* p = v;\no0[i] = p[(i & 7u) + uint(a0[0]) - 1u];"
     written("private array through a pointer", kind, "out-of-bounds", pointer)
     written(

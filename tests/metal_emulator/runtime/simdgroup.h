@@ -28,6 +28,13 @@ EXPORT void emu_bad_lane(u32 lane, u32 line) {
   if (finding) finding->line = line;
 }
 
+EXPORT void emu_bad_index(const char* name, u64 index, u64 extent, u32 line) {
+  Finding* finding = add_finding(kOutOfBounds, (u64)line << 32, 0, "index %lld of an array of %llu matrices",
+                                 (long long)index, (unsigned long long)extent);
+  if (finding) finding->line = line;
+  place(finding, name, 0);
+}
+
 // Apple's layout of an 8x8 matrix: two neighbouring columns per lane (MLX's own GEMM relies on the same formula).
 static inline u32 matrix_row(u32 lane) { return (lane >> 2 & 4) + (lane >> 1 & 3); }
 static inline u32 matrix_column(u32 lane) { return (lane >> 2 & 2) * 2 + (lane & 1) * 2; }

@@ -35,6 +35,15 @@ EMU_INLINE void emu_same_in_all_lanes(uint operation, ulong pointer, ulong strid
   struct Arguments { ulong v[4]; } a = {{pointer, stride, origin.x << 32 | origin.y, transpose}};
   emu_publish(operation, a, line);
 }
+// Index of an array of matrices; ../lowering.py puts it around every such index.
+#define EMU_EXTENT(a) (__is_array(__remove_reference_t(decltype(a))) ? sizeof(a) / sizeof(a[0]) : ~0ul)
+template <ulong EXTENT>
+EMU_INLINE ulong emu_index(const constant char *name, uint line, ulong index) {
+  if (index < EXTENT) return index;
+  emu_bad_index(name, index, EXTENT, line);
+  return 0;
+}
+
 #define EMU_MATRIX_MEMORY(SPACE)                                                                                      \
   template <typename T, int C, int R>                                                                                 \
   EMU_INLINE void simdgroup_load(thread simdgroup_matrix<T, C, R> &m, const SPACE T *p, ulong stride = C,             \

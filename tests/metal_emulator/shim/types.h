@@ -51,6 +51,7 @@ void emu_barrier(uint threadgroup_wide, uint flags, uint line);
 ulong emu_threadgroup_variable(uint id, uint size, uint alignment, uint granule, const constant char *name, uint line);
 thread void *emu_exchange(uint operation, const thread void *data, uint size, uint line, thread uint *active);
 void emu_bad_lane(uint lane, uint line);
+void emu_bad_index(const constant char *name, ulong index, ulong extent, uint line);
 void emu_atomic_access(ulong address, uint size, uint read, uint write);
 }
 
