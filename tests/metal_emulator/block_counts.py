@@ -1,0 +1,101 @@
+"""Which lines of a kernel ran: clang's --coverage notes (which lines each basic block has) and its edge counters.
+
+Counters sit on the edges outside a spanning tree; the rest follows because as much flows into a block as out of it.
+The counters are placed before any optimisation, so two branches that the compiler merges are still told apart.
+"""
+
+import struct
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+
+_FUNCTION, _BLOCKS, _ARCS, _LINES = 0x01000000, 0x01410000, 0x01430000, 0x01450000
+_ON_TREE = 1
+
+
+@dataclass
+class FunctionBlocks:
+    """Flow graph of one compiled function. arcs: (from, to, on the spanning tree); lines: block -> lines."""
+
+    identity: int
+    blocks: int = 0
+    arcs: list[tuple[int, int, bool]] = field(default_factory=list)
+    lines: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
+
+    def executable(self) -> set[int]:
+        """Returns all lines of the function."""
+        return set().union(*self.lines.values())
+
+    def executed(self, counters: list[int]) -> set[int]:
+        """Returns the lines of the blocks that ran, given the counters of the arcs outside the tree."""
+        values = iter(counters)
+        known = {i: next(values) for i, arc in enumerate(self.arcs) if not arc[2]}
+        self._solve_tree(known)
+        ran: set[int] = set()
+        for i, (start, end, _) in enumerate(self.arcs):
+            if known.get(i):
+                ran |= self.lines.get(start, set()) | self.lines.get(end, set())
+        return ran
+
+    def _solve_tree(self, known: dict[int, int]) -> None:
+        """A tree has leaves: some block always has exactly one unknown arc, whose count balances the block."""
+        at: dict[int, list[int]] = defaultdict(list)
+        for i, (start, end, _) in enumerate(self.arcs):
+            at[start].append(i)
+            at[end].append(i)
+        balance = dict.fromkeys(range(self.blocks), 0)
+        unknown = {b: {i for i in at[b] if i not in known} for b in balance}
+        for i, count in known.items():
+            balance[self.arcs[i][0]] -= count
+            balance[self.arcs[i][1]] += count
+        # Block 0 is the entry and block 1 the exit: only their sum is balanced.
+        todo = [b for b in balance if b > 1 and len(unknown[b]) == 1]
+        while todo:
+            block = todo.pop()
+            if len(unknown[block]) != 1:
+                continue
+            i = unknown[block].pop()
+            start, end, _ = self.arcs[i]
+            known[i] = balance[block] if start == block else -balance[block]
+            balance[start] -= known[i]
+            balance[end] += known[i]
+            other = end if start == block else start
+            unknown[other].discard(i)
+            if other > 1 and len(unknown[other]) == 1:
+                todo.append(other)
+
+
+def read_notes(path: Path, source: str = "kernel.metal") -> list[FunctionBlocks]:
+    """Reads a .gcno file, keeping the lines of `source`."""
+    data = path.read_bytes()
+    words = struct.unpack(f"<{len(data) // 4}I", data[: len(data) // 4 * 4])
+    functions: list[FunctionBlocks] = []
+    position = 5 + words[3]  # magic, version, stamp, folder, flag
+    while position + 1 < len(words) and words[position]:
+        tag, length = words[position], words[position + 1]
+        body = words[position + 2 : position + 2 + length]
+        if tag == _FUNCTION:
+            functions.append(FunctionBlocks(body[0]))
+        elif tag == _BLOCKS:
+            functions[-1].blocks = body[0]
+        elif tag == _ARCS:
+            pairs = zip(body[1::2], body[2::2], strict=True)
+            functions[-1].arcs += [(body[0], end, bool(flags & _ON_TREE)) for end, flags in pairs]
+        elif tag == _LINES:
+            functions[-1].lines[body[0]] |= _block_lines(body, source)
+        position += 2 + length
+    return functions
+
+
+def _block_lines(body: tuple[int, ...], source: str) -> set[int]:
+    lines, wanted, i = set(), False, 1
+    while i < len(body):
+        if body[i]:
+            lines |= {body[i]} if wanted else set()
+            i += 1
+            continue
+        size = body[i + 1]
+        name = struct.pack(f"<{size}I", *body[i + 2 : i + 2 + size]).rstrip(b"\0").decode()
+        wanted = name.endswith(source)
+        i += 2 + size
+    return lines

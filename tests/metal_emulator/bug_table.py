@@ -1,0 +1,55 @@
+"""The form of a planted bug: a kernel with exactly one bug, and the kind of finding that must catch it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from .sample_kernels import Sample
+
+X = np.arange(1, 65, dtype=np.float32)
+NO_FLAGS = "threadgroup_barrier(mem_flags::mem_none);"
+DEVICE_ONLY = "threadgroup_barrier(mem_flags::mem_device);"
+
+
+@dataclass(frozen=True)
+class Bug:
+    """category: what sort of mistake; kind: of the finding expected."""
+
+    name: str
+    category: str
+    kind: str | None
+    build: Callable[[], Sample]
+    skew: int = 0
+
+
+BUGS: list[Bug] = []
+
+
+def replace_nth(text: str, old: str, new: str, nth: int = 0) -> str:
+    """Replaces one occurrence."""
+    parts = text.split(old)
+    if len(parts) < nth + 2:
+        raise ValueError(f"occurrence {nth} of {old!r} is not in the text")
+    return old.join(parts[: nth + 1]) + new + old.join(parts[nth + 1 :])
+
+
+def changed(name, category, kind, make, old, new, nth=0, where="source", **sizes) -> None:
+    """Adds a bug made by replacing text of a sample kernel."""
+
+    def build() -> Sample:
+        sample = make(**sizes)
+        setattr(sample, where, replace_nth(getattr(sample, where), old, new, nth))
+        return sample
+
+    BUGS.append(Bug(name, category, kind, build))
+
+
+def written(name, category, kind, source, shapes=((64,),), threads=64, group=32, arrays=(X,), skew=0, **more) -> None:
+    """Adds a bug as a small kernel of its own. `i`: position in the grid; `l`: lane."""
+    start = "const uint i = thread_position_in_grid.x, l = thread_index_in_simdgroup;\n"
+
+    def build() -> Sample:
+        return Sample(start + source, list(arrays), [tuple(s) for s in shapes], (threads, 1, 1), (group, 1, 1), **more)
+
+    BUGS.append(Bug(name, category, kind, build, skew))

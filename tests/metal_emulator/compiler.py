@@ -1,0 +1,126 @@
+"""Kernel text -> loaded, checked machine code. Results are kept on disk under the hash of everything they depend on."""
+
+import ctypes
+import json
+import subprocess
+import tempfile
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from pathlib import Path
+
+from . import runtime
+from .block_counts import FunctionBlocks, read_notes
+from .findings import KernelError, compile_error
+from .line_table import LineTable, read_line_table
+from .lowering import lower_kernel, lower_library
+from .msl_rules import ast_rules, diagnostics, forbidden_text
+from .preamble import preamble_text
+from .toolchain import cache_folder, digest, front_end, precompiled_shim, publish, run_tool, zig
+
+
+@dataclass
+class CompiledKernel:
+    """A kernel ready to run. buffers: names in binding order."""
+
+    source: str
+    path: Path
+    buffers: tuple[str, ...]
+    executed_lines: set[int] = field(default_factory=set)
+
+    @cached_property
+    def image(self) -> runtime.Image:
+        """The kernel in memory."""
+        return runtime.Image(self.path)
+
+    @cached_property
+    def lines(self) -> LineTable:
+        """Addresses to lines of the kernel text."""
+        return read_line_table(self.path)
+
+    @cached_property
+    def functions(self) -> dict[int, FunctionBlocks]:
+        """Flow graphs by clang's function number."""
+        return {f.identity: f for f in read_notes(self.path.with_suffix(".gcno"))}
+
+    def executable_lines(self) -> set[int]:
+        """Returns the lines of the kernel text that this instantiation has code for."""
+        return set().union(*(f.executable() for f in self.functions.values()))
+
+    def collect_coverage(self, keep: bool) -> None:
+        """Reads and clears the counters after a launch; `keep` is false if it was stopped half way."""
+        for identity, values in self.image.counter_arrays():
+            counts = list(values)
+            if keep and any(counts) and identity in self.functions:
+                self.executed_lines |= self.functions[identity].executed(counts)
+            ctypes.memset(values, 0, ctypes.sizeof(values))
+
+
+@cache
+def _options(metal_version: int, fast_math: bool) -> list[str]:
+    return front_end(metal_version, fast_math)
+
+
+@cache
+def _shim(metal_version: int, fast_math: bool) -> Path:
+    return precompiled_shim(lower_library(preamble_text()), _options(metal_version, fast_math))
+
+
+@cache
+def _rules_text() -> str:
+    """What a cached result depends on besides the text, the shim and the options."""
+    here = Path(__file__).parent
+    return (here / "lowering.py").read_text() + (here / "msl_rules.py").read_text()
+
+
+_loaded: dict[str, CompiledKernel] = {}
+
+
+def compile_kernel(name: str, source: str, metal_version: int = 310, fast_math: bool = False) -> CompiledKernel:
+    """Compiles the text MLX would hand to Apple's compiler; raises KernelError if it is not valid MSL."""
+    shim = _shim(metal_version, fast_math)
+    key = digest(source, shim.name, _rules_text())
+    if key in _loaded:
+        return _loaded[key]
+    path = cache_folder() / f"{key}.so"
+    described = path.with_suffix(".json")
+    if path.exists() and described.exists():
+        buffers = tuple(json.loads(described.read_text()))
+    else:
+        try:
+            buffers = _build(source, path, shim, _options(metal_version, fast_math))
+        except KernelError as error:
+            raise KernelError(name, error.findings) from None
+    return _loaded.setdefault(key, CompiledKernel(source, path, buffers))
+
+
+def compiled_kernels() -> list[CompiledKernel]:
+    """Returns every kernel used by this process."""
+    return list(_loaded.values())
+
+
+def _build(source: str, path: Path, shim: Path, options: list[str]) -> tuple[str, ...]:
+    if found := forbidden_text(source):
+        raise KernelError("", found)
+    lowered = lower_kernel(source)
+    with tempfile.TemporaryDirectory(dir=cache_folder()) as name:
+        folder = Path(name)
+        text, object_file, image = folder / "kernel.clcpp", folder / "kernel.o", folder / "kernel.so"
+        text.write_text(lowered.text)
+        command = [*options, "-Xclang", "-include-pch", "-Xclang", str(shim), str(text)]
+        dump_command = [*command, "-w", "-fsyntax-only", "-fno-color-diagnostics", "-Xclang", "-ast-dump"]
+        dump = subprocess.Popen(dump_command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        compile_command = [*command, "--coverage", "-c", "-o", str(object_file)]
+        compiled = subprocess.run(compile_command, capture_output=True, text=True, cwd=folder)
+        tree = dump.communicate()[0]
+        found = diagnostics(compiled.stderr)
+        if compiled.returncode or found:
+            raise KernelError("", found or [compile_error(compiled.stderr.strip())])
+        if found := ast_rules(tree):
+            raise KernelError("", found)
+        run_tool([zig(), "ld.lld", "-shared", "--build-id=none", "-o", str(image), str(object_file)], "linking")
+        notes, described = folder / "kernel.gcno", folder / "kernel.json"
+        described.write_text(json.dumps(lowered.buffers))
+        publish(notes, path.with_suffix(".gcno"))
+        publish(described, path.with_suffix(".json"))
+        publish(image, path)
+    return lowered.buffers

@@ -1,0 +1,76 @@
+"""Restrictions of MSL that clang's OpenCL mode does not enforce: found in the text, the warnings or the AST."""
+
+import re
+
+from .findings import Finding, compile_error
+from .lowering import blank_comments, line_of
+
+_FORBIDDEN = (
+    (r"\bgoto\b", "MSL has no goto"),
+    (r"\bdynamic_cast\b|\btypeid\b", "MSL has no run-time type information"),
+    (r"\bthread_local\b|\bregister\b", "this storage class is not in MSL"),
+    (r"#[ \t]*include\b(?![ \t]*<metal_\w+>).*", "only the metal_* headers exist"),
+    (r"\basm\b", "MSL has no inline assembly"),
+    (r"\b__builtin_\w+|\b(?:metal::)?emu_\w+|\bEMU_\w+", "compiler or emulator internals used in a kernel"),
+)
+# Warnings about the kernel that are errors in MSL or certain bugs.
+_FATAL_WARNING = re.compile(
+    r"to '(?:metal::)?bfloat|to 'double'"
+    r"|\[-W(?:uninitialized|sometimes-uninitialized|conditional-uninitialized|return-type|vla|null-dereference|array-bounds|frame-larger-than|logical-op-parentheses)\b"
+)
+_DIAGNOSTIC = re.compile(r"^([^\s:]+):(\d+):\d+: (warning|error|fatal error): (.*)$", re.M)
+_DECLARATION = re.compile(r"(?:ParmVar|Var|Field|Typedef|TypeAlias)Decl 0x\S+ .*?(\w+) '([^']*__generic[^']*)'")
+_FUNCTION = re.compile(r"(?:Function|CXXMethod)Decl (0x\w+)(?: parent 0x\w+)?(?: prev (0x\w+))?")
+_CALL = re.compile(r"(?:Function|CXXMethod) (0x\w+) '([^']*)'")
+
+
+def forbidden_text(source: str) -> list[Finding]:
+    """Returns uses of what MSL does not have."""
+    code = blank_comments(source)
+    found = []
+    for pattern, why in _FORBIDDEN:
+        for m in re.finditer(pattern, code):
+            found.append(compile_error(f"{why}: {m.group()!r}", line_of(code, m.start())))
+    return found
+
+
+def diagnostics(stderr: str) -> list[Finding]:
+    """Returns clang's errors and the warnings that count as errors."""
+    found = []
+    for file, line, severity, text in _DIAGNOSTIC.findall(stderr):
+        if "error" in severity or (file.endswith("kernel.metal") and _FATAL_WARNING.search(text)):
+            found.append(compile_error(text, int(line) if file.endswith("kernel.metal") else 0))
+    return found
+
+
+def ast_rules(dump: str) -> list[Finding]:
+    """Returns pointers without an address space and recursive functions, from clang's AST dump of the kernel."""
+    found, calls, names, alias, function = [], {}, {}, {}, None
+    for text in dump.splitlines():
+        if "__generic" in text and (m := _DECLARATION.search(text)):
+            if " implicit " not in text and "__range" not in m.group(1):
+                found.append(compile_error(f"{m.group(1)!r} has no address space ({m.group(2)})"))
+        if "Decl 0x" in text and (m := _FUNCTION.search(text)):
+            function = m.group(1)
+            if m.group(2):
+                alias[function] = alias.get(m.group(2), m.group(2))
+            function = alias.get(function, function)
+        elif function and "DeclRefExpr" in text and (m := _CALL.search(text)):
+            calls.setdefault(function, set()).add(alias.get(m.group(1), m.group(1)))
+            names[m.group(1)] = m.group(2)
+    return found + [compile_error(f"MSL has no recursion: {name!r}") for name in _recursive(calls, names)]
+
+
+def _recursive(calls: dict[str, set[str]], names: dict[str, str]) -> list[str]:
+    """Returns the functions from which a chain of calls leads back to them."""
+    found = []
+    for start in calls:
+        reached, todo = set(), list(calls[start])
+        while todo:
+            callee = todo.pop()
+            if callee not in reached:
+                reached.add(callee)
+                todo += calls.get(callee, ())
+        if start in reached:
+            found.append(names.get(start, "?"))
+    return found

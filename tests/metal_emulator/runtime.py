@@ -1,0 +1,141 @@
+"""The runtime library as Python sees it: structures, images, and one launch at a time."""
+
+import ctypes
+from ctypes import POINTER, c_char, c_char_p, c_int64, c_uint32, c_uint64, c_void_p
+from functools import cache
+from pathlib import Path
+
+from .toolchain import runtime_library
+
+# Numbers of `Kind` in runtime/findings.h.
+KINDS = dict(
+    enumerate(
+        (
+            "out-of-bounds",
+            "uninitialised",
+            "race",
+            "wild-pointer",
+            "divergence",
+            "threadgroup-memory",
+            "arithmetic",
+            "read-only",
+            "simdgroup",
+            "stack",
+            "misaligned",
+        ),
+        start=1,
+    )
+)
+ORDERS = {"forward": 0, "reverse": 1, "random": 2}
+
+
+class CFinding(ctypes.Structure):
+    """`Finding` in runtime/findings.h."""
+
+    _fields_ = [(n, c_uint32) for n in ("kind", "thread", "other_thread", "group", "line", "column")] + [
+        ("pc", c_uint64),
+        ("other_pc", c_uint64),
+        ("offset", c_int64),
+        ("name", c_char * 64),
+        ("text", c_char * 176),
+    ]
+
+
+class Counters(ctypes.Structure):
+    """`Counters` in runtime/base.h, summed over all threadgroups of a launch.
+
+    Barriers, simdgroup and matrix operations count once per group or simdgroup that executes them, not per thread.
+    """
+
+    _fields_ = [
+        (n, c_uint64)
+        for n in (
+            "accesses",
+            "switches",
+            "threadgroups",
+            "threads",
+            "threadgroup_barriers",
+            "simdgroup_barriers",
+            "simd_operations",
+            "matrix_operations",
+            "threadgroup_bytes",
+            "threadgroup_bytes_read",
+            "threadgroup_bytes_written",
+        )
+    ]
+
+
+class CTraffic(ctypes.Structure):
+    """`Traffic` in runtime/host.h."""
+
+    _fields_ = [
+        (n, c_uint64)
+        for n in ("bytes_read", "bytes_written", "distinct_read", "distinct_written", "unwritten", "first_unwritten")
+    ]
+
+
+class CCoverage(ctypes.Structure):
+    """`CoverageCounters` in runtime/hooks.h."""
+
+    _fields_ = [("values", POINTER(c_uint64)), ("count", c_uint32), ("function", c_uint32)]
+
+
+@cache
+def library() -> ctypes.CDLL:
+    """Returns the runtime; its symbols are visible to the kernels loaded later."""
+    lib = ctypes.CDLL(str(runtime_library()), mode=ctypes.RTLD_GLOBAL)
+    lib.emu_reset.argtypes = [c_uint64] * 4
+    lib.emu_options.argtypes = [c_uint32] * 5
+    lib.emu_add_buffer.argtypes = [c_uint32, c_char_p, c_uint64] + [c_uint32] * 4
+    lib.emu_add_buffer.restype = c_uint64
+    lib.emu_run.argtypes = [c_void_p, c_uint64, c_uint32 * 3, c_uint32 * 3]
+    lib.emu_finding.restype = POINTER(CFinding)
+    lib.emu_counters.restype = POINTER(Counters)
+    lib.emu_traffic.argtypes = [c_uint32, POINTER(CTraffic)]
+    lib.emu_last_writer.argtypes = [c_uint32, c_uint64, POINTER(c_uint32)]
+    lib.emu_last_writer.restype = c_uint64
+    lib.emu_coverage_arrays.argtypes = [POINTER(POINTER(CCoverage))]
+    return lib
+
+
+def _mapped_range(path: Path) -> tuple[int, int]:
+    low, high = 0, 0
+    for entry in Path("/proc/self/maps").read_text().splitlines():
+        if entry.endswith(str(path)):
+            start, end = (int(x, 16) for x in entry.split()[0].split("-"))
+            low, high = low or start, end
+    return low, high
+
+
+@cache
+def _own_range() -> tuple[int, int]:
+    library()
+    return _mapped_range(runtime_library())
+
+
+class Image:
+    """A compiled kernel in memory."""
+
+    def __init__(self, path: Path):
+        lib = library()
+        self._dll = ctypes.CDLL(str(path))
+        self.low, self.high = _mapped_range(path)
+        self.entry = ctypes.cast(self._dll.emu_entry, c_void_p).value
+        arrays = POINTER(CCoverage)()
+        count = lib.emu_coverage_arrays(ctypes.byref(arrays))
+        self._counters = []
+        for i in range(count):
+            address = ctypes.addressof(arrays[i].values.contents)
+            values = (c_uint64 * arrays[i].count).from_address(address)
+            self._counters.append((arrays[i].function, values))
+            # Zero-initialised data lies behind the part of the image that is mapped from the file.
+            self.high = max(self.high, address + ctypes.sizeof(values))
+
+    def counter_arrays(self) -> list[tuple[int, ctypes.Array]]:
+        """Returns (function number, live counters) of every function."""
+        return self._counters
+
+    def reset_runtime(self) -> None:
+        """Makes the runtime forget the last launch and accept this image's constant data."""
+        if library().emu_reset(self.low, self.high, *_own_range()):
+            raise MemoryError("metal_emulator: cannot reserve address space")

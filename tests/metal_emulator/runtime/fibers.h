@@ -1,0 +1,93 @@
+// Every Metal thread is a fiber: a stack of its own and a hand-written switch. A lane that has to wait hands over
+// directly to the next lane of its simdgroup; the scheduler is only entered when no lane can go on.
+#pragma once
+#include <sys/mman.h>
+
+#include "base.h"
+
+enum State { kReady, kAtSimdOperation, kAtSimdgroupBarrier, kAtThreadgroupBarrier, kFinished };
+
+struct Fiber {
+  void* stack_pointer;
+  u64 stack_low;             // lowest usable address of the stack
+  u32 thread, simdgroup, lane;
+  u32 position[3];           // thread_position_in_threadgroup
+  State state;
+  u32 operation, line, flags;  // what the fiber waits for
+  u32 exchanges;             // simdgroup operations so far; the parity selects the slot buffer
+};
+
+static const u64 kStackBytes = 256 << 10;
+static const u64 kStackGuard = 4096;
+static Fiber fibers[kMaxThreads];
+static Fiber* current;
+static void* scheduler_stack;
+static u64 stacks;
+
+// The lanes of the running simdgroup in the order in which this pass resumes them.
+struct Pass {
+  u8 lane[kLanes];
+  u32 first, count, next;
+};
+static Pass pass;
+
+EXPORT void emu_switch(void** save, void* to);
+#if defined(__x86_64__)
+asm(".text\n.globl emu_switch\n.type emu_switch,@function\n"
+    "emu_switch:\n"
+    "  pushq %rbp\n  pushq %rbx\n  pushq %r12\n  pushq %r13\n  pushq %r14\n  pushq %r15\n"
+    "  movq %rsp,(%rdi)\n  movq %rsi,%rsp\n"
+    "  popq %r15\n  popq %r14\n  popq %r13\n  popq %r12\n  popq %rbx\n  popq %rbp\n  ret\n");
+#else
+#error "metal_emulator: fibers are written for x86-64 only"
+#endif
+
+static Fiber* next_ready() {
+  if (dispatch.aborted) return nullptr;
+  while (pass.next < pass.count) {
+    Fiber* fiber = &fibers[pass.first + pass.lane[pass.next++]];
+    if (fiber->state == kReady) return fiber;
+  }
+  return nullptr;
+}
+
+// Leaves the running fiber in `state`; returns when the scheduler has made it ready and its turn has come.
+static void leave(State state) {
+  Fiber* fiber = current;
+  fiber->state = state;
+  counters.switches++;
+  current = next_ready();
+  emu_switch(&fiber->stack_pointer, current ? current->stack_pointer : scheduler_stack);
+}
+
+static void fiber_main() {
+  dispatch.entry();
+  leave(kFinished);
+  __builtin_trap();
+}
+
+static void allocate_stacks() {
+  stacks = (u64)mmap(0, kMaxThreads * kStackBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  for (u32 i = 0; i < kMaxThreads; i++) mprotect((void*)(stacks + i * kStackBytes), kStackGuard, PROT_NONE);
+}
+
+static void start_fiber(u32 thread) {
+  Fiber* fiber = &fibers[thread];
+  const u32* size = dispatch.edge_group;
+  fiber->stack_low = stacks + thread * kStackBytes;
+  fiber->thread = thread;
+  fiber->simdgroup = thread / kLanes;
+  fiber->lane = thread % kLanes;
+  fiber->position[0] = thread % size[0];
+  fiber->position[1] = thread / size[0] % size[1];
+  fiber->position[2] = thread / (size[0] * size[1]);
+  fiber->state = kReady;
+  fiber->exchanges = 0;
+  // Stagger the stacks so that the same variable of all threads does not fall into one cache set.
+  u64 top = (fiber->stack_low + kStackBytes - 256 - (thread % 61) * 192) & ~63ull;
+  u64* frame = (u64*)top;
+  *--frame = 0;                  // fiber_main starts with the stack as a call leaves it: 16 n + 8
+  *--frame = (u64)fiber_main;
+  for (int i = 0; i < 6; i++) *--frame = 0;
+  fiber->stack_pointer = frame;
+}

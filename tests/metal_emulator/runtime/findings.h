@@ -1,0 +1,60 @@
+// The list of findings of a dispatch. One entry per (kind, place, other place): the first occurrence is kept.
+#pragma once
+#include <stdarg.h>
+#include <stdio.h>
+#include <string.h>
+
+#include "fibers.h"
+
+// Must match `KINDS` in ../runtime.py.
+enum Kind {
+  kOutOfBounds = 1, kUninitialised, kRace, kWildPointer, kDivergence, kTooMuchMemory, kArithmetic, kReadOnly,
+  kSimdgroup, kStack, kMisaligned
+};
+
+// Must match `CFinding` in ../runtime.py.
+struct Finding {
+  u32 kind, thread, other_thread, group, line, column;
+  u64 pc, other_pc;
+  int64_t offset;
+  char name[64];
+  char text[176];
+};
+
+static const u32 kMaxFindings = 128;
+static Finding findings[kMaxFindings];
+static u32 finding_count;
+static const u32 kNobody = ~0u;
+
+// Returns the new finding for the caller to complete, or null when the same one is already listed.
+__attribute__((format(printf, 4, 5)))
+static Finding* add_finding(Kind kind, u64 pc, u64 other_pc, const char* format, ...) {
+  for (u32 i = 0; i < finding_count; i++)
+    if (findings[i].kind == kind && findings[i].pc == pc && findings[i].other_pc == other_pc) return nullptr;
+  if (finding_count == kMaxFindings) return nullptr;
+  Finding* finding = &findings[finding_count++];
+  memset(finding, 0, sizeof *finding);
+  finding->kind = kind;
+  finding->pc = pc;
+  finding->other_pc = other_pc;
+  finding->thread = current ? current->thread : kNobody;
+  finding->other_thread = kNobody;
+  finding->group = dispatch.group_index;
+  va_list arguments;
+  va_start(arguments, format);
+  vsnprintf(finding->text, sizeof finding->text, format, arguments);
+  va_end(arguments);
+  return finding;
+}
+
+static void place(Finding* finding, const char* name, int64_t offset) {
+  if (!finding) return;
+  snprintf(finding->name, sizeof finding->name, "%s", name);
+  finding->offset = offset;
+}
+
+// Ends the dispatch: the running fiber never comes back.
+static void abort_dispatch() {
+  dispatch.aborted = 1;
+  if (current) leave(kFinished);
+}

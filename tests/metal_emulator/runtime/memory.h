@@ -1,0 +1,169 @@
+// Where kernels may read and write: device buffers (regions of one arena), threadgroup variables, constant data of the
+// kernel image. Every granule of 1, 2 or 4 bytes of writable memory has a shadow cell (checks.h).
+#pragma once
+#include "findings.h"
+
+// Who touched a granule last. Times are barrier epochs, so two accesses can be compared without a happens-before graph.
+struct Cell {
+  u32 write_epoch, write_simd_epoch, write_pc;
+  u32 read_epoch, read_simd_epoch, read_pc;
+  u16 writer, reader;
+  u8 flags;
+};
+enum CellFlag {
+  kInitialised = 1,      // holds a value
+  kWritten = 2,          // by this dispatch
+  kRead = 4,             // by this dispatch
+  kAtomicWrite = 8,      // the last write was atomic
+  kAtomicRead = 16,      // all reads of this epoch were atomic
+  kManyReaders = 32,     // several threads read in this epoch
+  kManySimdgroups = 64,  // ... of several simdgroups
+  kOtherGroupRead = 128  // another threadgroup read it earlier
+};
+
+struct Region {
+  u64 base, size;
+  Cell* cells;   // writable regions
+  u8* touched;   // read-only regions: one byte per granule, set when read
+  u32 shift;     // log2 of the granule
+  u64 bytes_read, bytes_written;
+  char name[64];
+};
+
+static const u64 kPage = 65536;           // regions start on a page and are followed by at least one empty page
+static const u64 kArenaBytes = 1ull << 36;
+static const u64 kShadowBytes = 1ull << 38;
+static const u32 kMaxRegions = 256, kMaxBuffers = 128;
+static u64 arena, arena_used, arena_open;  // open = made accessible so far
+static u64 shadow, shadow_used, shadow_open;
+static u16* page_owner;                    // page -> region index + 1
+static Region regions[kMaxRegions];
+static u32 region_count;
+static u64 image_low[2], image_high[2];    // kernel image and this library: constant data
+
+// Threadgroup variables keep their place for the whole dispatch; a new group only poisons them again.
+struct Variable {
+  u32 offset, size, shift, group_serial;
+  char name[64];
+};
+static const u32 kThreadgroupArena = 1 << 20, kRedZone = 2048, kMaxVariables = 128;
+static u64 threadgroup_arena;
+static Cell* threadgroup_cells;            // one per byte of the arena, used at granule distance
+static u8* variable_owner;                 // byte -> variable index + 1
+static Variable variables[kMaxVariables];
+static u32 variable_id[kMaxVariables];
+static u32 variable_count, variable_top, group_serial, group_bytes;
+
+static u64 reserve(u64 bytes, int protection) {
+  void* p = mmap(0, bytes, protection, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  return p == MAP_FAILED ? 0 : (u64)p;
+}
+
+static u32 shift_of(u32 granule) { return granule == 1 ? 0 : granule == 2 ? 1 : 2; }
+
+// Reserves address space once; memory is committed as buffers need it and reused by the next dispatch.
+static bool reserve_memory() {
+  if (arena) return true;
+  const int usable = PROT_READ | PROT_WRITE;
+  allocate_stacks();
+  shadow = reserve(kShadowBytes, PROT_NONE);
+  page_owner = (u16*)reserve(kArenaBytes / kPage * sizeof(u16), usable);
+  threadgroup_arena = reserve(kThreadgroupArena + kPage, usable);
+  threadgroup_cells = (Cell*)reserve((u64)(kThreadgroupArena + 64) * sizeof(Cell), usable);
+  variable_owner = (u8*)reserve(kThreadgroupArena + 64, usable);
+  arena = reserve(kArenaBytes, PROT_NONE);
+  return arena && shadow && page_owner && threadgroup_arena && threadgroup_cells && variable_owner;
+}
+
+static void open_up_to(u64 base, u64* open, u64 used) {
+  if (used <= *open) return;
+  u64 target = (used + (1 << 22)) & ~((u64)(1 << 22) - 1);
+  mprotect((void*)(base + *open), target - *open, PROT_READ | PROT_WRITE);
+  *open = target;
+}
+
+static void* take_shadow(u64 bytes) {
+  void* p = (void*)(shadow + shadow_used);
+  shadow_used += (bytes + 63) & ~63ull;
+  open_up_to(shadow, &shadow_open, shadow_used);
+  return memset(p, 0, bytes);
+}
+
+static void clear_memory() {
+  memset(page_owner, 0, (arena_used / kPage + 2) * sizeof(u16));
+  for (u32 i = 0; i < variable_count; i++) memset(variable_owner + variables[i].offset, 0, variables[i].size);
+  const u64 keep = 256 << 20;
+  if (arena_used > keep) madvise((void*)arena, arena_open, MADV_DONTNEED);
+  if (shadow_used > keep) madvise((void*)shadow, shadow_open, MADV_DONTNEED);
+  region_count = variable_count = variable_top = 0;
+  arena_used = shadow_used = 0;
+}
+
+static void copy_name(char* to, const char* from) { snprintf(to, 64, "%s", from); }
+
+// `skew` displaces the start, as for an MLX view that is aligned to its element only.
+static Region* add_region(const char* name, u64 size, u32 granule, bool read_only, bool initialised, u32 skew) {
+  u64 pages = (size + skew + kPage - 1) / kPage + 1;
+  u64 start = arena_used + kPage;
+  if (region_count == kMaxRegions || start + pages * kPage > kArenaBytes) return nullptr;
+  arena_used = start + pages * kPage;
+  open_up_to(arena, &arena_open, arena_used + kPage);
+  Region* region = &regions[region_count++];
+  memset(region, 0, sizeof *region);
+  region->base = arena + start + skew;
+  region->size = size;
+  region->shift = shift_of(granule);
+  copy_name(region->name, name);
+  u64 cells = (size >> region->shift) + 2;
+  if (read_only) region->touched = (u8*)take_shadow(cells);
+  else region->cells = (Cell*)take_shadow(cells * sizeof(Cell));
+  if (!read_only && initialised) for (u64 i = 0; i < cells; i++) region->cells[i].flags = kInitialised;
+  for (u64 page = start / kPage - 1; page < arena_used / kPage; page++) page_owner[page] = (u16)region_count;
+  memset((void*)(region->base - 4096), 0xFF, 4096);  // what an access just outside the buffer reads: NaN
+  memset((void*)region->base, 0xFF, size + 4096);
+  return region;
+}
+
+static Variable* variable_of(u32 id) {
+  for (u32 i = 0; i < variable_count; i++) if (variable_id[i] == id) return &variables[i];
+  return nullptr;
+}
+
+static Variable* add_variable(u32 id, u32 size, u32 alignment, u32 granule, const char* name) {
+  u32 offset = (variable_top + kRedZone + alignment - 1) & ~(alignment - 1);
+  if (variable_count == kMaxVariables || (u64)offset + size + kRedZone > kThreadgroupArena) return nullptr;
+  variable_id[variable_count] = id;
+  Variable* variable = &variables[variable_count++];
+  variable->offset = offset;
+  variable->size = size;
+  variable->shift = shift_of(granule);
+  variable->group_serial = 0;
+  copy_name(variable->name, name);
+  variable_top = offset + size;
+  memset(variable_owner + offset, variable_count, size);
+  return variable;
+}
+
+// The kernel asks for a threadgroup variable by its id: same address for all threads of the group, poisoned by the first.
+EXPORT u64 emu_threadgroup_variable(u32 id, u32 size, u32 alignment, u32 granule, const char* name, u32 line) {
+  Variable* variable = variable_of(id);
+  if (!variable) variable = add_variable(id, size, alignment < 16 ? 16 : alignment, granule, name);
+  if (!variable) {
+    add_finding(kTooMuchMemory, line, 0, "more threadgroup memory than the emulator has room for");
+    abort_dispatch();
+  }
+  if (variable->group_serial != group_serial) {
+    variable->group_serial = group_serial;
+    memset((void*)(threadgroup_arena + variable->offset), 0xFF, variable->size);
+    memset(threadgroup_cells + variable->offset, 0, ((variable->size >> variable->shift) + 1) * sizeof(Cell));
+    group_bytes += (variable->size + 15) & ~15u;
+    if (group_bytes > counters.threadgroup_bytes) counters.threadgroup_bytes = group_bytes;
+    if (group_bytes > dispatch.threadgroup_limit) {
+      Finding* finding = add_finding(kTooMuchMemory, 0, 0, "%u bytes of threadgroup memory exceed the limit of %u",
+                                     group_bytes, dispatch.threadgroup_limit);
+      if (finding) finding->line = line;
+      place(finding, name, 0);
+    }
+  }
+  return threadgroup_arena + variable->offset;
+}

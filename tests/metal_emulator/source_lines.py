@@ -1,0 +1,154 @@
+"""Statements of a shader file, and where its lines occur in the text MLX hands to the compiler."""
+
+import re
+from collections import defaultdict
+
+from .lowering import blank_comments, line_of, matching
+
+_LINE_DIRECTIVE = re.compile(r'^\s*#\s*line\s+(\d+)(?:\s+"([^"]+)")?')
+_PREPROCESSOR = re.compile(r"^[ \t]*#(?:[^\n\\]|\\.|\\\n)*", re.M)
+_SCOPE = re.compile(r"^(?:template\s*<[^{}]*>\s*)?(?:inline\s+)?(?:namespace|struct|class|union|enum)\b")
+_CONTROL = re.compile(r"^(?:for|if|while|switch|do|return|else)\b")
+_ASSIGNMENT = re.compile(r"^[\w\s.:<>*&\[\]+\-()]+[^=!<>]=[^=]")
+_HEADER = re.compile(r"\s*(?:(?:else|do)\b|(?:if|for|while|switch)\s*(?:constexpr\s*)?\()")
+_GLOBAL = re.compile(r"^(?:template|inline|constant|constexpr|using|typedef|static|METAL_FUNC)\b")
+_NO_CODE = re.compile(
+    r"^(?:using|typedef|static_assert|template|struct|class|enum|union|namespace|constexpr|constant|case|default|else"
+    r"|break|continue|do|if\s+constexpr|else\s+if\s+constexpr)\b|^\w+\s*:$"
+)
+_DECLARATION = re.compile(
+    r"^(?:const\s+|threadgroup\s+|thread\s+)*(?!return\b)[A-Za-z_][\w:]*(?:\s*<[^;=]*>)?[\s*&]+[^=(){}]*$"
+)
+
+
+def code_lines(text: str) -> dict[int, str]:
+    """Returns line number -> code without comments, for the lines that have any."""
+    raw, blanked = text.split("\n"), blank_comments(text).split("\n")
+    lines = {}
+    for number, (line, code) in enumerate(zip(raw, blanked, strict=True), start=1):
+        if _LINE_DIRECTIVE.match(line):
+            lines[number] = line.strip()
+        elif code.strip():
+            lines[number] = " ".join(code.split())
+    return lines
+
+
+def map_lines(kernel_text: str, files: dict[str, str]) -> dict[int, tuple[str, int]]:
+    """Returns kernel line -> (file, line) for every kernel line that comes from one of the files.
+
+    Finds the longest runs of lines that a file and the kernel share, ignoring comments, indentation and blank lines;
+    runs of brackets alone do not count. `#line N "file"` directives, where present, decide instead.
+    """
+    kernel = list(code_lines(kernel_text).items())
+    sources = {name: list(code_lines(text).items()) for name, text in files.items()}
+    places = defaultdict(list)
+    for name, lines in sources.items():
+        for i, (_, code) in enumerate(lines):
+            places[code].append((name, i))
+    mapped: dict[int, tuple[str, int]] = {}
+    position = 0
+    while position < len(kernel):
+        best, length = None, 0
+        for name, i in places.get(kernel[position][1], ()):
+            run = _common_run(kernel, position, sources[name], i)
+            if run > length and any(re.search(r"\w", kernel[position + k][1]) for k in range(run)):
+                best, length = (name, i), run
+        for k in range(length):
+            mapped[kernel[position + k][0]] = (best[0], sources[best[0]][best[1] + k][0])
+        position += max(length, 1)
+    return {**mapped, **_directed_lines(kernel_text, files)}
+
+
+def _common_run(kernel: list, start: int, source: list, i: int) -> int:
+    run = 0
+    while start + run < len(kernel) and i + run < len(source) and kernel[start + run][1] == source[i + run][1]:
+        run += 1
+    return run
+
+
+def _directed_lines(kernel_text: str, files: dict[str, str]) -> dict[int, tuple[str, int]]:
+    mapped, file, line = {}, None, 0
+    counts = {name: text.count("\n") + 1 for name, text in files.items()}
+    for number, text in enumerate(kernel_text.split("\n"), start=1):
+        if m := _LINE_DIRECTIVE.match(text):
+            file, line = m.group(2) or file, int(m.group(1))
+            continue
+        if file in counts and line <= counts[file]:
+            mapped[number] = (file, line)
+        line += 1
+    return mapped
+
+
+def statements(text: str) -> list[tuple[int, int]]:
+    """Returns (first, last) line of every statement that must produce code when its function is compiled.
+
+    Not counted: what lies outside functions, declarations without a value, constexpr, using, static_assert, labels,
+    break, continue, else, `if constexpr` itself, brackets, preprocessor lines and what macros expand to.
+    """
+    code = _PREPROCESSOR.sub(lambda m: re.sub(r"[^\n]", " ", m.group()), blank_comments(text))
+    chunks = _chunks(code)
+    is_body = any(
+        depth == 0 and not _GLOBAL.match(c) and (_CONTROL.match(c) or _ASSIGNMENT.match(c)) for _, _, c, depth in chunks
+    )
+    found = []
+    for start, end, chunk, depth in chunks:
+        if (depth > 0 or is_body) and not _NO_CODE.match(chunk) and not _DECLARATION.match(chunk):
+            found.append((line_of(code, start), line_of(code, end)))
+    return found
+
+
+def _chunks(code: str) -> list[tuple[int, int, str, int]]:
+    """Splits at `;` and block brackets; gives (start, end, text, number of enclosing function or control blocks)."""
+    chunks, blocks, start, parentheses, i = [], [], 0, 0, 0
+
+    def finish(end: int) -> None:
+        for first, last in _without_control(code, start, end):
+            chunks.append((first, last - 1, " ".join(code[first:last].split()), sum(blocks)))
+
+    while i < len(code):
+        char = code[i]
+        parentheses += (char in "([") - (char in ")]")
+        if char == ";" and parentheses == 0:
+            finish(i)
+            start = i + 1
+        elif char == "{":
+            header = " ".join(code[start:i].split())
+            is_block = not header or header.endswith((")", "else", "do")) or header.endswith(") const")
+            if _SCOPE.match(header) or (is_block and parentheses == 0):
+                is_function = sum(blocks) == 0 and header.endswith((")", "const")) and not _CONTROL.match(header)
+                if not is_function:
+                    finish(i)
+                blocks.append(not _SCOPE.match(header))
+                start = i + 1
+            else:  # a braced list inside an expression
+                i = _behind_list(code, i)
+                continue
+        elif char == "}" and parentheses == 0:
+            finish(i)
+            if blocks:
+                blocks.pop()
+            start = i + 1
+        i += 1
+    finish(len(code))
+    return chunks
+
+
+def _without_control(code: str, start: int, end: int) -> list[tuple[int, int]]:
+    """Separates the headers of control statements from the statement behind them."""
+    parts = []
+    while m := _HEADER.match(code, start, end):
+        header = matching(code, m.end(), "(", ")") if code[m.end() - 1] == "(" else m.end()
+        parts.append((start, header))
+        start = header
+    parts.append((start, end))
+    stripped = [(b - len(code[a:b].lstrip()), a + len(code[a:b].rstrip())) for a, b in parts if code[a:b].strip()]
+    return stripped
+
+
+def _behind_list(code: str, opening: int) -> int:
+    depth = 0
+    for i in range(opening, len(code)):
+        depth += (code[i] == "{") - (code[i] == "}")
+        if depth == 0:
+            return i + 1
+    return len(code)

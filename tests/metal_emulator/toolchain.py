@@ -1,0 +1,128 @@
+"""Clang, the linker and the cache. Both tools are the ones embedded in zig (`pip install ziglang==0.17.0`)."""
+
+import hashlib
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import ziglang
+
+HERE = Path(__file__).parent
+_EXTENSIONS = "-all,+cl_khr_fp16,+__opencl_c_generic_address_space"
+_WARNINGS = (
+    "-Wall -Wextra -Wno-unknown-attributes -Wno-unused -Wno-sign-compare -Wno-missing-braces -Wno-unused-parameter "
+    "-Wno-gnu -Wno-missing-field-initializers -Wno-user-defined-literals -Wimplicit-float-conversion -Wuninitialized "
+    "-Wconditional-uninitialized -Wreturn-type -Wvla -Wdouble-promotion -Wframe-larger-than=65536"
+).split()
+# Loads and stores call the runtime (hooks.h), undefined behaviour calls it too, counters record the executed lines.
+_CHECKS = (
+    "-O1 -fno-vectorize -fno-slp-vectorize -mllvm -tsan-instrument-read-before-write=1 "
+    "-mllvm -tsan-instrument-func-entry-exit=0 "
+    "-fsanitize=thread,bounds,integer-divide-by-zero,signed-integer-overflow,float-cast-overflow,alignment,return "
+    "-fno-sanitize-trap=local-bounds -fsanitize-recover=local-bounds "
+    "-ftrivial-auto-var-init=pattern -gline-tables-only -gdwarf-4"
+).split()
+
+
+def require_supported_host() -> None:
+    """Raises on hosts the runtime is not written for."""
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        raise RuntimeError(f"metal_emulator needs Linux on x86-64 but runs on {sys.platform} {platform.machine()}")
+
+
+def cache_folder() -> Path:
+    """Returns the folder for compiled kernels; several processes may use it at once."""
+    base = os.environ.get("XDG_CACHE_HOME") or (Path.home() / ".cache")
+    try:
+        folder = Path(base) / "metal_emulator"
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        folder = Path(tempfile.gettempdir()) / f"metal_emulator-{os.getuid()}"
+        folder.mkdir(exist_ok=True)
+    return folder
+
+
+def digest(*parts: str) -> str:
+    """Returns a name for content."""
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+
+
+def sources_text(folder: str) -> str:
+    """Returns all files of runtime/ or shim/, for cache keys."""
+    return "\0".join(f.read_text() for f in sorted((HERE / folder).glob("*")))
+
+
+@cache
+def zig() -> str:
+    """Returns the path of the zig executable."""
+    return str(Path(ziglang.__file__).parent / "zig")
+
+
+def front_end(metal_version: int, fast_math: bool) -> list[str]:
+    """Returns clang's options for reading MSL as C++ for OpenCL and generating checked code."""
+    math = ["-DEMU_FAST_MATH"] if fast_math else []
+    language = ["-x", "clcpp", "-cl-std=clc++2021", "-cl-no-stdinc", "-Xclang", f"-cl-ext={_EXTENSIONS}"]
+    defines = ["-D__METAL__=1", f"-D__METAL_VERSION__={metal_version}", "-D__METAL_MACOS__=1", *math]
+    target = ["-mf16c", "-mfma", "-fPIC", "-ffp-contract=off", "-cl-single-precision-constant", "-ferror-limit=20"]
+    return [zig(), "clang", *language, *defines, *target, *_WARNINGS, *_CHECKS, "-I", str(HERE / "shim")]
+
+
+def run_tool(command: list[str], what: str) -> str:
+    """Runs a command that must succeed; returns its standard output."""
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{what} failed:\n{done.stderr}")
+    return done.stdout
+
+
+def publish(temporary: Path, final: Path) -> Path:
+    """Moves a finished file to its place in one step, so that other processes never see half of it."""
+    os.replace(temporary, final)
+    return final
+
+
+@cache
+def runtime_library() -> Path:
+    """Returns the compiled runtime."""
+    require_supported_host()
+    final = cache_folder() / f"runtime-{digest(sources_text('runtime'), zig())}.so"
+    if not final.exists():
+        with tempfile.TemporaryDirectory(dir=cache_folder()) as folder:
+            built = Path(folder) / "runtime.so"
+            flags = "-O2 -fno-exceptions -fno-rtti -fno-sanitize=all -fvisibility=hidden -fPIC -shared -mf16c -mfma"
+            source = str(HERE / "runtime" / "runtime.cpp")
+            run_tool(
+                [zig(), "cc", "-x", "c++", *flags.split(), "-o", str(built), source, "-lm"], "building the runtime"
+            )
+            publish(built, final)
+    return final
+
+
+def precompiled_shim(text: str, options: list[str]) -> Path:
+    """Returns the precompiled form of the shim plus `text`, MLX's lowered preamble."""
+    final = cache_folder() / f"shim-{digest(text, sources_text('shim'), *options)}.pch"
+    if not final.exists():
+        with tempfile.TemporaryDirectory(dir=cache_folder()) as folder:
+            source, built = final.with_suffix(".clcpp"), Path(folder) / "shim.pch"
+            draft = Path(folder) / "shim.clcpp"
+            draft.write_text('#include "metal_stdlib.h"\n' + text)
+            publish(draft, source)
+            # Without timestamps another process may replace the (identical) source while this one uses the result.
+            emit = [
+                "-fsyntax-only",
+                "-Xclang",
+                "-fno-pch-timestamp",
+                "-Xclang",
+                "-emit-pch",
+                "-Xclang",
+                "-o",
+                "-Xclang",
+                str(built),
+            ]
+            run_tool([*options, *emit, str(source)], "precompiling the shim")
+            publish(built, final)
+    return final
