@@ -94,8 +94,8 @@ def lstm(
 
     Returns:
         LSTMOutput: h [T, B, P], c [T, B, H] (clipped), gates [T, B, 4H] (after activation, in `gate_order`; `None`
-        unless `return_gates`), hT [B, P] and cT [B, H] (the state after the last step processed), in the dtype of x. float16
-        and bfloat16 are computed in float32 and rounded once, at the outputs.
+        unless `return_gates`), hT [B, P] and cT [B, H] (the state after the last step processed), in the dtype of x.
+        float16 and bfloat16 are computed in float32 and rounded once, at the outputs.
 
     Raises:
         ValueError: a rule on an argument is broken, or a forced engine cannot run. Nothing has been computed then.

@@ -154,6 +154,7 @@ def measure(tasks: list[Task], judge: Judge, *, seconds: float, rounds: int, pat
         for task in tasks:
             processes[task] = Process(task)
             stack.callback(processes[task].close)
+            wait_until_quiet(patience)  # the check tells how long a run takes, so how many turns there are
             rows[task], once = check(task, processes[task], judge, str(Path(folder, "results.npz")))
             if not rows[task].failed and rounds:
                 plans[task] = plan(seconds, rounds, once)

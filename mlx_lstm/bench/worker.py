@@ -25,7 +25,7 @@ import numpy as np
 from .contenders import Size, Task, Work, draw, find_contender
 
 SETTLE = 0.25  # seconds; the threads of NumPy's OpenBLAS spin for 0.1 s after their last work, those of torch for less
-SHORT = 1.0  # seconds; a first run below this is mostly set-up, so a second one tells how long a run takes
+SHORT = 3.0  # seconds; a first run below this is mostly set-up, so a second one tells how long a run takes
 
 
 def serve(task: Task) -> None:

@@ -47,9 +47,9 @@ def ast_rules(dump: str) -> list[Finding]:
     """Returns pointers without an address space and recursive functions, from clang's AST dump of the kernel."""
     found, calls, names, alias, function = [], {}, {}, {}, None
     for text in dump.splitlines():
-        if "__generic" in text and (m := _DECLARATION.search(text)):
-            if " implicit " not in text and "__range" not in m.group(1):
-                found.append(compile_error(f"{m.group(1)!r} has no address space ({m.group(2)})"))
+        m = _DECLARATION.search(text) if "__generic" in text and " implicit " not in text else None
+        if m and "__range" not in m.group(1):
+            found.append(compile_error(f"{m.group(1)!r} has no address space ({m.group(2)})"))
         if "Decl 0x" in text and (m := _FUNCTION.search(text)):
             function = m.group(1)
             if m.group(2):

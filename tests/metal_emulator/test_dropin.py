@@ -55,7 +55,7 @@ def test_simd_operations_count_per_simdgroup():
 
 def test_findings_are_raised_or_logged():
     bad = Sample("o0[thread_position_in_grid.x + 1] = a0[0];", [np.zeros(8, np.float32)], [(8,)], (8, 1, 1), (8, 1, 1))
-    with emulated_metal() as log, pytest.raises(KernelError, match="out-of-bounds.*o0 at byte 32.*thread 7"):
+    with emulated_metal() as log, pytest.raises(KernelError, match=r"out-of-bounds.*o0 at byte 32.*thread 7"):
         bad.run()
     with emulated_metal(raise_on_findings=False) as log:
         bad.run()

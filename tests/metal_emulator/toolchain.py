@@ -13,19 +13,41 @@ import ziglang
 
 HERE = Path(__file__).parent
 _EXTENSIONS = "-all,+cl_khr_fp16,+__opencl_c_generic_address_space"
-_WARNINGS = (
-    "-Wall -Wextra -Wno-unknown-attributes -Wno-unused -Wno-sign-compare -Wno-missing-braces -Wno-unused-parameter "
-    "-Wno-gnu -Wno-missing-field-initializers -Wno-user-defined-literals -Wimplicit-float-conversion -Wuninitialized "
-    "-Wconditional-uninitialized -Wreturn-type -Wvla -Wdouble-promotion -Wframe-larger-than=65536"
-).split()
+_WARNINGS = [
+    "-Wall",
+    "-Wextra",
+    "-Wno-unknown-attributes",
+    "-Wno-unused",
+    "-Wno-sign-compare",
+    "-Wno-missing-braces",
+    "-Wno-unused-parameter",
+    "-Wno-gnu",
+    "-Wno-missing-field-initializers",
+    "-Wno-user-defined-literals",
+    "-Wimplicit-float-conversion",
+    "-Wuninitialized",
+    "-Wconditional-uninitialized",
+    "-Wreturn-type",
+    "-Wvla",
+    "-Wdouble-promotion",
+    "-Wframe-larger-than=65536",
+]
 # Loads and stores call the runtime (hooks.h), undefined behaviour calls it too, counters record the executed lines.
-_CHECKS = (
-    "-O1 -fno-vectorize -fno-slp-vectorize -mllvm -tsan-instrument-read-before-write=1 "
-    "-mllvm -tsan-instrument-func-entry-exit=0 "
-    "-fsanitize=thread,bounds,integer-divide-by-zero,signed-integer-overflow,float-cast-overflow,alignment,return "
-    "-fno-sanitize-trap=local-bounds -fsanitize-recover=local-bounds "
-    "-ftrivial-auto-var-init=pattern -gline-tables-only -gdwarf-4"
-).split()
+_CHECKS = [
+    "-O1",
+    "-fno-vectorize",
+    "-fno-slp-vectorize",
+    "-mllvm",
+    "-tsan-instrument-read-before-write=1",
+    "-mllvm",
+    "-tsan-instrument-func-entry-exit=0",
+    "-fsanitize=thread,bounds,integer-divide-by-zero,signed-integer-overflow,float-cast-overflow,alignment,return",
+    "-fno-sanitize-trap=local-bounds",
+    "-fsanitize-recover=local-bounds",
+    "-ftrivial-auto-var-init=pattern",
+    "-gline-tables-only",
+    "-gdwarf-4",
+]
 
 
 def require_supported_host() -> None:
