@@ -22,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import ARRAYS, backward, forward
 
-from mlx_lstm import engine_numpy, lstm
+from mlx_lstm import engine_numpy_products, lstm
 
 ENGINES = ("numpy", "ops")
 HALVES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
@@ -107,7 +107,7 @@ def test_half_precision_is_no_worse_than_twice_its_formula(option, engine, word)
 @pytest.mark.parametrize("B", [3, 20])
 def test_numpy_engine_in_chunks_of_time(monkeypatch, B, reverse, lengths):
     """Products over several chunks, the last one shorter, for narrow and wide batches; the mask enters the sums."""
-    monkeypatch.setattr(engine_numpy, "CHUNK_ROWS", 3 * B)
+    monkeypatch.setattr(engine_numpy_products, "CHUNK_ROWS", 3 * B)
     sizes = (7, B, 2, 3, 2)
     lengths = None if lengths is None else np.arange(B) % 8
     options = {"sizes": sizes, "reverse": reverse, "lengths": lengths, "projection": True, "mask": (7, B, "P")}
