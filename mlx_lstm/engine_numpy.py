@@ -14,8 +14,7 @@ import numpy as np
 from .engine_numpy_cell import LSTMStep, LSTMStepBackward
 from .engine_numpy_products import (
     Arrays,
-    OneProduct,
-    TwoProducts,
+    Preactivations,
     Views,
     WeightGradients,
     chunk_steps,
@@ -23,7 +22,6 @@ from .engine_numpy_products import (
     empty,
     matrix,
     memory_shape,
-    one_product,
     step_mask,
     view,
     views,
@@ -47,21 +45,19 @@ def forward(problem: Problem, arrays: Arrays) -> Saved:
     # NumPy's own memory where MLX need not see it: MLX would write it once before we do.
     gates = memory.get("gates", np.empty((T, 4 * H, B), dtype) if "gates" not in memory else None)
 
-    product = (OneProduct if one_product(problem, v) else TwoProducts)(problem, v)
-    step, carry = LSTMStep(problem.cell, v, H, B), Carry(problem, v)
+    preactivations, step, carry = Preactivations(problem, v), LSTMStep(problem.cell, v, H, B), Carry(problem, v)
     m = np.empty((H, B), dtype)
     for t in problem.steps():
-        live = carry.live(t)
+        h_t, c_t, gates_t, live = h[t], c[t], gates[t], carry.live(t)
         if live is not None and not live.any():
-            h[t], c[t], gates[t] = 0, 0, 0
+            h_t[...], c_t[...], gates_t[...] = 0, 0, 0
             continue
-        product.into(gates[t], t, carry.h)
-        step(gates[t], carry.c, c[t], m)
+        step(preactivations.at(t, carry.h), carry.c, gates_t, c_t, m)
         if "Wp" in v:
-            np.matmul(m.T, v["Wp"].T, out=h[t])
+            np.matmul(m.T, v["Wp"].T, out=h_t)
         else:
-            np.copyto(h[t], m.T)
-        carry.advance(live, h[t], c[t], gates[t])
+            np.copyto(h_t, m.T)
+        carry.advance(live, h_t, c_t, gates_t)
     memory["hT"][...], memory["cT"][...] = carry.h, carry.c.T
     outputs["c"] = mx.swapaxes(outputs["c"], 1, 2)
     gates_out = mx.swapaxes(outputs["gates"], 1, 2) if problem.return_gates else gates.transpose(0, 2, 1)

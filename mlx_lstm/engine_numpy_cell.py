@@ -6,6 +6,8 @@ The equations are those of `engine_ops.lstm_step` and `lstm_step_backward`. Ever
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 
 from .cells import LSTMCell
@@ -13,8 +15,9 @@ from .cells import LSTMCell
 Views = dict[str, np.ndarray]
 
 
+@cache
 class Gates:
-    """Where each gate's rows lie on a 4H axis, and which neighbouring rows share an activation."""
+    """Where each gate's rows lie on a 4H axis, and which neighbouring rows share an activation. Built once each."""
 
     def __init__(self, cell: LSTMCell, H: int, names: str):
         self.runs: list[tuple[str, slice]] = []
@@ -30,18 +33,18 @@ class Gates:
                 run = slice(self.smooth.pop().start, run.stop)
             self.smooth.append(run)
         self.sigmoid = [run for name, run in self.runs if name == "sigmoid"]
-        self.other = [(name, run) for name, run in self.runs if name in ("relu", "hard_sigmoid")]
+        self.other = [(name, run) for name, run in self.runs if name in ("relu", "hard_sigmoid", "identity")]
 
-    def activate(self, z: np.ndarray) -> None:
-        """In place. sigmoid(x) = 0.5 + 0.5 tanh(x / 2): with sigmoid gates halved on entry one tanh serves all."""
+    def activate(self, z: np.ndarray, out: np.ndarray) -> None:
+        """sigmoid(x) = 0.5 + 0.5 tanh(x / 2): with sigmoid gates halved on entry one tanh serves all."""
         for run in self.smooth:
-            np.tanh(z[run], out=z[run])
+            np.tanh(z[run], out=out[run])
         for run in self.sigmoid:
-            y = z[run]
+            y = out[run]
             y *= 0.5
             y += 0.5
         for name, run in self.other:
-            activate(name, z[run], z[run])
+            activate(name, z[run], out[run])
 
     def slopes(self, y: np.ndarray, out: np.ndarray) -> None:
         """The activations' derivatives, from their outputs y."""
@@ -105,20 +108,20 @@ class LSTMStep:
         self.clip, self.output = cell.cell_clip, cell.activation("output")
         self.scratch = np.empty((H, B), v["Wh"].dtype)
 
-    def __call__(self, gates: np.ndarray, c_prev: np.ndarray, c: np.ndarray, m: np.ndarray) -> None:
-        """Turns gates [4H, B], on entry the preactivations, into the gates; writes c and m [H, B]."""
+    def __call__(self, z: np.ndarray, c_prev: np.ndarray, gates: np.ndarray, c: np.ndarray, m: np.ndarray) -> None:
+        """From the preactivations z [4H, B], which are spoiled, and c_prev: gates [4H, B], c and m [H, B]."""
         block, peephole, scratch = self.block, self.peephole, self.scratch
         if peephole:
             for gate in "ifg" if self.late.runs else "ifgo":
-                gates[block[gate]] += np.multiply(peephole[gate], c_prev, out=scratch)
-        self.early.activate(gates)
+                z[block[gate]] += np.multiply(peephole[gate], c_prev, out=scratch)
+        self.early.activate(z, gates)
         np.multiply(gates[block["f"]], c_prev, out=c)
         c += np.multiply(gates[block["i"]], gates[block["g"]], out=scratch)
         if self.clip is not None:
             np.clip(c, -self.clip, self.clip, out=c)
         if self.late.runs:
-            gates[block["o"]] += np.multiply(peephole["o"], c, out=scratch)
-            self.late.activate(gates)
+            z[block["o"]] += np.multiply(peephole["o"], c, out=scratch)
+            self.late.activate(z, gates)
         activate(self.output, c, scratch)
         np.multiply(scratch, gates[block["o"]], out=m)
 

@@ -1,6 +1,6 @@
 """The memory and the matrix products of engine `numpy`: MLX's arrays as NumPy sees them, and BLAS over many rows.
 
-A step's preactivations come from `OneProduct` or `TwoProducts`, the gradients of the weights from `WeightGradients`.
+A step's preactivations come from `Preactivations`, the gradients of the weights from `WeightGradients`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ Arrays = dict[str, mx.array]
 Views = dict[str, np.ndarray]
 
 CHUNK_ROWS = 1024  # rows (time steps x batch) that one product takes: bounds the memory of dz
+AHEAD_ROWS = 256  # rows of the input's product over a wide batch: still in the cache when their steps come
 WIDE_BATCH = 16  # from here on a step's [4H, B] block is wide enough for BLAS and for contiguous rows
 
 
@@ -76,72 +77,45 @@ def step_mask(v: Views, problem: Problem) -> np.ndarray | None:
 # Bias and forget bias included, peepholes not. Sigmoid gates get half of theirs, see `Gates.activate`.
 
 
-def one_product(problem: Problem, v: Views) -> bool:
-    """Whether [x_t, h] in one product per step beats the input's product ahead of the steps.
+class Preactivations:
+    """Wx @ x for a chunk of steps ahead, one product; then, step by step, Wh @ h added to it.
 
-    It saves a pass over the preactivations but copies the weights and cannot use more than B columns.
+    Over wide batches the weights are copied once, sigmoid rows halved and the bias as one more column of Wx, which
+    saves two passes per step. Narrow ones read the weights as they are: copying them would cost more.
     """
-    T, B, H, _ = problem[:4]
-    return "Wx" in v and B >= WIDE_BATCH and T * B >= 512 and v["Wx"].shape[1] <= 2 * H
-
-
-def bias_column(cell: LSTMCell, v: Views, H: int) -> np.ndarray:
-    """[4H]: the bias, the forget bias added."""
-    bias = np.array(v["b"]) if "b" in v else np.zeros(4 * H, v["Wh"].dtype)
-    bias[cell.block("f", H)] += cell.forget_bias
-    return bias
-
-
-class OneProduct:
-    """[Wh | b | Wx] @ [h; 1; x_t], the weights joined and halved in one copy."""
 
     def __init__(self, problem: Problem, v: Views):
-        dtype, (_, B, H, P) = v["Wh"].dtype, problem[:4]
-        I = v["Wx"].shape[1]
-        self.x, self.mask = v["x"], step_mask(v, problem)
-        self.W = np.empty((4 * H, P + 1 + I), dtype)
-        self.W[:, :P], self.W[:, P], self.W[:, P + 1 :] = v["Wh"], bias_column(problem.cell, v, H), v["Wx"]
-        for rows in Gates(problem.cell, H, "ifgo").sigmoid:
-            self.W[rows] *= 0.5
-        operand = np.ones((B, P + 1 + I), dtype)
-        self.h_part, self.x_part, self.operand = operand[:, :P], operand[:, P + 1 :], operand.T
-
-    def into(self, out: np.ndarray, t: int, h: np.ndarray) -> None:
-        """Step t's preactivations into out [4H, B], from h [B, P] before it."""
-        np.copyto(self.x_part, self.x[t])
-        if self.mask is None:
-            np.copyto(self.h_part, h)
-        else:
-            np.multiply(h, self.mask[t], out=self.h_part)
-        np.matmul(self.W, self.operand, out=out)
-
-
-class TwoProducts:
-    """Wx @ x for a whole chunk of steps ahead, then Wh @ h step by step; no copy of weights."""
-
-    def __init__(self, problem: Problem, v: Views):
-        dtype, (_, B, H, P) = v["Wh"].dtype, problem[:4]
-        self.x, self.mask, self.B, self.chunk = v["x"], step_mask(v, problem), B, chunk_steps(problem)
+        dtype, (T, B, H, P) = v["Wh"].dtype, problem[:4]
+        self.x, self.mask, self.B = v["x"], step_mask(v, problem), B
         self.Wh, self.Wx = matrix(v["Wh"]), matrix(v["Wx"]) if "Wx" in v else None
+        self.halved, bias = Gates(problem.cell, H, "ifgo").sigmoid, bias_column(problem.cell, v, H)
+        self.chunk = min(T, max(1, AHEAD_ROWS // B)) if B >= WIDE_BATCH else chunk_steps(problem)
+        self.padded = self.bias = self.start = None
+        if "Wx" in v and B >= WIDE_BATCH and T * B >= 2 * AHEAD_ROWS:
+            self.Wx, self.Wh = np.concatenate([self.Wx, bias[:, None]], axis=1), self.Wh.copy()
+            for rows in self.halved:
+                self.Wx[rows] *= 0.5
+                self.Wh[rows] *= 0.5
+            self.halved = []
+            self.padded = np.ones((self.chunk, B, self.Wx.shape[1]), dtype)
+        elif bias.any():
+            self.bias = np.repeat(bias[:, None], B, axis=1)
         if self.Wx is not None:
             self.ahead = columns_buffer(4 * H, self.chunk * B, B, dtype)
-        self.start = None
-        self.recurrent = np.empty((4 * H, B), dtype)
-        self.masked = np.empty((B, P), dtype) if self.mask is not None else None
-        bias = bias_column(problem.cell, v, H)
-        self.bias = np.repeat(bias[:, None], B, axis=1) if bias.any() else None
-        self.halved = Gates(problem.cell, H, "ifgo").sigmoid
+        self.z = np.empty((4 * H, B), dtype)
+        self.masked = None if self.mask is None else np.empty((B, P), dtype)
 
-    def into(self, out: np.ndarray, t: int, h: np.ndarray) -> None:
-        """Step t's preactivations into out [4H, B], from h [B, P] before it."""
+    def at(self, t: int, h: np.ndarray) -> np.ndarray:
+        """[4H, B]: step t's preactivations, from h [B, P] before it. The next call overwrites them."""
         if self.mask is not None:
             h = np.multiply(h, self.mask[t], out=self.masked)
-        np.matmul(self.Wh, h.T, out=self.recurrent)
-        np.add(self.recurrent, self.of_input(t), out=out)
+        z = np.matmul(self.Wh, h.T, out=self.z)
+        z += self.of_input(t)
         if self.bias is not None:
-            out += self.bias
+            z += self.bias
         for rows in self.halved:
-            out[rows] *= 0.5
+            z[rows] *= 0.5
+        return z
 
     def of_input(self, t: int) -> np.ndarray:
         """[4H, B]: the input's part at step t."""
@@ -150,10 +124,20 @@ class TwoProducts:
         start = t - t % self.chunk
         if start != self.start:
             rows = self.x[start : start + self.chunk]
+            if self.padded is not None:
+                self.padded[: len(rows), :, :-1] = rows
+                rows = self.padded[: len(rows)]
             rows = matrix(rows.reshape(-1, rows.shape[-1]))
-            np.matmul(self.Wx, rows.T, out=self.ahead[:, : rows.shape[0]])
+            np.matmul(self.Wx, rows.T, out=self.ahead[:, : len(rows)])
             self.start = start
         return self.ahead[:, (t - start) * self.B : (t - start + 1) * self.B]
+
+
+def bias_column(cell: LSTMCell, v: Views, H: int) -> np.ndarray:
+    """[4H]: the bias, the forget bias added."""
+    bias = np.array(v["b"]) if "b" in v else np.zeros(4 * H, v["Wh"].dtype)
+    bias[cell.block("f", H)] += cell.forget_bias
+    return bias
 
 
 # --- The gradients of the weights ------------------------------------------------------------------------------------

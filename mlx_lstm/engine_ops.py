@@ -26,7 +26,7 @@ def activate(name: str, x: mx.array) -> mx.array:
     if name == "sigmoid":
         return 0.5 + 0.5 * mx.tanh(0.5 * x)
     if name == "hard_sigmoid":
-        return mx.clip(0.2 * x + 0.5, 0, 1)
+        return mx.clip(constant(0.2, x) * x + 0.5, 0, 1)
     return mx.maximum(x, 0) if name == "relu" else x
 
 
@@ -37,13 +37,19 @@ def slope(name: str, y: mx.array) -> mx.array:
     if name == "sigmoid":
         return y * (1 - y)
     if name == "hard_sigmoid":
-        return 0.2 * ((y > 0) & (y < 1)).astype(y.dtype)
+        return constant(0.2, y) * ((y > 0) & (y < 1)).astype(y.dtype)
     return (y > 0).astype(y.dtype) if name == "relu" else mx.ones_like(y)
+
+
+def constant(value: float, like: mx.array) -> mx.array:
+    """A scalar in the dtype of `like`: beside a float64 array MLX 0.32.0 rounds a Python float to float32."""
+    return mx.array(value, like.dtype)
 
 
 def clip_straight_through(c: mx.array, limit: float) -> mx.array:
     """clip(c, -limit, limit) whose gradient is that of c, as TensorFlow's block ops have it."""
-    return mx.stop_gradient(mx.clip(c, -limit, limit)) + (c - mx.stop_gradient(c))
+    bound = constant(limit, c)
+    return mx.stop_gradient(mx.clip(c, -bound, bound)) + (c - mx.stop_gradient(c))
 
 
 def lstm_step(
@@ -58,7 +64,7 @@ def lstm_step(
     a = dict(zip(cell.gate_order, mx.split(a, 4, axis=-1), strict=True))
     p = {} if peephole is None else dict(zip(cell.gate_order, mx.split(peephole, 4), strict=True))
     if cell.forget_bias:
-        a["f"] = a["f"] + cell.forget_bias
+        a["f"] = a["f"] + constant(cell.forget_bias, a["f"])
     current = "o" if cell.output_peephole == "current" else ""
     y = {}
     for gate in "ifgo":
