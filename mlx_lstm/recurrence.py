@@ -9,14 +9,18 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from . import engine_numpy, engine_ops, engine_stepwise
+from . import engine_fused, engine_numpy, engine_ops, engine_stepwise
 from .cells import ACTIVATIONS, LSTMCell
 from .checks import check_array, check_flag, check_lengths, check_number, check_option, check_sizes, fail
 from .engines import METAL_ENGINES, choose
 from .problem import Problem
 
-ENGINE_MODULES = {"stepwise": engine_stepwise, "numpy": engine_numpy, "ops": engine_ops}
-
+ENGINE_MODULES = {
+    "fused": engine_fused,
+    "stepwise": engine_stepwise,
+    "numpy": engine_numpy,
+    "ops": engine_ops,
+}
 
 
 class LSTMOutput(NamedTuple):
