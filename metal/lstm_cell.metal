@@ -10,8 +10,8 @@ enum Peephole { NO_PEEPHOLE, O_SEES_CURRENT, O_SEES_PREVIOUS };
 
 constexpr int place_of(int cell, int gate) { return (cell >> (2 * gate)) & 3; }
 constexpr int activation_of(int cell, int gate) { return (cell >> (8 + 3 * gate)) & 7; }
-constexpr int peephole_of(int cell) { return (cell >> 23) & 3; }
-constexpr bool clips(int cell) { return (cell >> 25) & 1; }
+template <int CELL> constant constexpr int PEEPHOLE = (CELL >> 23) & 3;
+template <int CELL> constant constexpr bool CLIPS = (CELL >> 25) & 1;
 
 // What stands for an array the caller does not have.
 enum Absent { absent };

@@ -9,14 +9,14 @@
 template <int CELL>
 float lstm_gate(int gate, float a, float p, float state, float forget_bias) {
   a += gate == GATE_F ? forget_bias : 0.0f;
-  a += peephole_of(CELL) == NO_PEEPHOLE ? 0.0f : p * state;
+  a += PEEPHOLE<CELL> == NO_PEEPHOLE ? 0.0f : p * state;
   return activate(activation_of(CELL, gate), a);
 }
 
 template <int CELL>
 float lstm_state(float i, float f, float g, float c_prev, float limit) {
   const float c = f * c_prev + i * g;
-  return clips(CELL) ? clamp(c, -limit, limit) : c;
+  return CLIPS<CELL> ? clamp(c, -limit, limit) : c;
 }
 
 // y: in the preactivations of i, f, g, o, out the gates. c: in c_prev, out c. Returns m.
@@ -25,7 +25,7 @@ float lstm_cell(thread float* y, thread const float* p, thread float& c, float f
   const float c_prev = c;
   for (int gate = GATE_I; gate < GATE_O; ++gate) y[gate] = lstm_gate<CELL>(gate, y[gate], p[gate], c_prev, forget_bias);
   c = lstm_state<CELL>(y[GATE_I], y[GATE_F], y[GATE_G], c_prev, limit);
-  const float seen = peephole_of(CELL) == O_SEES_CURRENT ? c : c_prev;
+  const float seen = PEEPHOLE<CELL> == O_SEES_CURRENT ? c : c_prev;
   y[GATE_O] = lstm_gate<CELL>(GATE_O, y[GATE_O], p[GATE_O], seen, forget_bias);
   return y[GATE_O] * activate(activation_of(CELL, OUTPUT), c);
 }

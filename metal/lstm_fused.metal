@@ -11,7 +11,8 @@
 // of weights their group needs into runs of 4: lane s has runs s, s + GROUP, ... A step sums a row's parts over the
 // group. Units and runs past the end are padding: their weights are 0 and nothing of them is stored.
 
-constexpr int runs_of(int length, int units) { return (length + 16 * units - 1) / (16 * units); }
+template <int LENGTH, int UNITS>
+constant constexpr int RUNS_OF = (LENGTH + 16 * UNITS - 1) / (16 * UNITS);
 
 inline bool is_present(Absent) { return false; }
 template <class A>
@@ -60,7 +61,7 @@ float product_of_group(
   float parts[VALUES];
   for (int v = 0; v < VALUES; ++v) parts[v] = 0.0f;
 #pragma clang loop unroll(full)
-  for (int run = 0; run < runs_of(LENGTH, UNITS); ++run) {
+  for (int run = 0; run < RUNS_OF<LENGTH, UNITS>; ++run) {
     const int k = s + 4 * UNITS * run;
     const float4 operand = x[k];
 #pragma clang loop unroll(full)

@@ -11,8 +11,8 @@ void lstm_fused_backward(
     G gates, C c, C0 c0, W Wh_T, P peephole, M mask, L lengths, D dh, DC dc, DG dgates, DT dhT, DCT dcT,
     const constant int* sizes, device S* dz, device float* dh0, device float* dc0, threadgroup float4* state, uint group,
     uint index, uint threads, uint lane) {
-  constexpr int GROUP = 4 * UNITS, RUNS = GROUP * runs_of(4 * H, UNITS);
-  const int start = sizes[0], stop = sizes[1], T = sizes[2], B = sizes[3];
+  constexpr int GROUP = 4 * UNITS, RUNS = GROUP * RUNS_OF<4 * H, UNITS>;
+  const int start = sizes[0], stop = sizes[1], T = sizes[2], B = sizes[3], mask_step = sizes[4];
   const int s = int(index) % GROUP, gate = s % 4, first_unit = int(index) / GROUP * UNITS, unit = first_unit + s / 4;
   const int place = place_of(CELL, gate) * H + unit, b0 = int(group) * ROWS;
   int rows_at[UNITS], length[ROWS];
@@ -49,7 +49,7 @@ void lstm_fused_backward(
       }
       if (real && gate == 1) read = value_at(dh, at, 0.0f);
       if (real && gate == 2) read = value_at(dc, at, 0.0f);
-      if (real && gate == 3) read = value_at(mask, long(t) * sizes[4] + item, 1.0f);
+      if (real && gate == 3) read = value_at(mask, long(t) * mask_step + item, 1.0f);
       share_in_quad(read, int(lane), outside);
       share_in_quad(real ? float(gates[sequence_at]) : 0.0f, int(lane), q);
       if (is_present(dgates)) share_in_quad(real ? value_at(dgates, sequence_at, 0.0f) : 0.0f, int(lane), dy);

@@ -10,8 +10,9 @@ void lstm_fused_forward(
     Z z, H0 h0, C0 c0, W Wh, P peephole, M mask, L lengths, const constant int* sizes, const constant float* numbers,
     device S* h, device float* c, device S* gates, device S* hT, device float* cT, threadgroup float4* state,
     uint group, uint index, uint threads, uint lane) {
-  constexpr int GROUP = 4 * UNITS, RUNS = GROUP * runs_of(H, UNITS);
-  const int start = sizes[0], stop = sizes[1], T = sizes[2], B = sizes[3];
+  constexpr int GROUP = 4 * UNITS, RUNS = GROUP * RUNS_OF<H, UNITS>;
+  const int start = sizes[0], stop = sizes[1], T = sizes[2], B = sizes[3], mask_step = sizes[4];
+  const float forget_bias = numbers[0], limit = numbers[1];
   const int s = int(index) % GROUP, gate = s % 4, first_unit = int(index) / GROUP * UNITS, unit = first_unit + s / 4;
   const int place = place_of(CELL, gate) * H + unit, b0 = int(group) * ROWS;
   int rows_at[GROUP], length[ROWS];
@@ -35,7 +36,7 @@ void lstm_fused_forward(
     if (real && gate == 0) {
       const long step = REVERSE ? T - 1 - start : start;
       ((threadgroup float*)state)[((start & 1) * ROWS + r) * 4 * RUNS + unit] =
-          h_now[r] * value_at(mask, step * sizes[4] + at, 1.0f);
+          h_now[r] * value_at(mask, step * mask_step + at, 1.0f);
     }
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -49,11 +50,11 @@ void lstm_fused_forward(
       const long gate_at = 4 * long(b0 + r) * H + place;
       float a = real ? float(z[4 * long(t) * B * H + gate_at]) : 0.0f, q[4];
       a += product_of_group<UNITS, GROUP, RESIDENT, H, S>(kept, Wh, rows_at, 4 * H, before + r * RUNS, s);
-      float y = lstm_gate<CELL>(gate, a, p, c_now[r], numbers[0]);
+      float y = lstm_gate<CELL>(gate, a, p, c_now[r], forget_bias);
       share_in_quad(y, int(lane), q);
-      const float state_now = lstm_state<CELL>(q[GATE_I], q[GATE_F], q[GATE_G], c_now[r], numbers[1]);
-      if (peephole_of(CELL) == O_SEES_CURRENT) {
-        if (gate == GATE_O) y = lstm_gate<CELL>(GATE_O, a, p, state_now, numbers[0]);
+      const float state_now = lstm_state<CELL>(q[GATE_I], q[GATE_F], q[GATE_G], c_now[r], limit);
+      if constexpr (PEEPHOLE<CELL> == O_SEES_CURRENT) {
+        if (gate == GATE_O) y = lstm_gate<CELL>(GATE_O, a, p, state_now, forget_bias);
         share_in_quad(y, int(lane), q);
       }
       const bool live = t < length[r];
@@ -66,7 +67,7 @@ void lstm_fused_forward(
       if (gate != 0) continue;
       h[at] = live ? m : S(0.0f);
       if (n + 1 < stop) {
-        const long next = (REVERSE ? t - 1 : t + 1) * long(sizes[4]) + item;
+        const long next = (REVERSE ? t - 1 : t + 1) * long(mask_step) + item;
         after[r * 4 * RUNS + unit] = h_now[r] * value_at(mask, next, 1.0f);
       }
     }

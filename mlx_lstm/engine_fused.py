@@ -23,8 +23,8 @@ def forward(problem: Problem, arrays: Arrays) -> Arrays:
     """h [T, B, H], c [T, B, H] float32, gates [T, B, 4H], hT [B, H], cT [B, H] float32."""
     cell = problem.cell
     fixed = options(problem, arrays) | {
-        "z": mx.contiguous(project(arrays)),
-        "Wh": mx.contiguous(arrays["Wh"]),
+        "z": contiguous(project(arrays)),
+        "Wh": contiguous(arrays["Wh"]),
         "numbers": mx.array([cell.forget_bias, cell.cell_clip or 0.0], mx.float32),
     }
     h, c, pieces = contiguous(arrays.get("h0")), contiguous(arrays.get("c0")), []
@@ -39,12 +39,12 @@ def forward(problem: Problem, arrays: Arrays) -> Arrays:
 
 def backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays) -> Arrays:
     """The gradient of every array, from those of the outputs that have one (keys h, c, gates, hT, cT)."""
-    d = {name: mx.contiguous(cotangent) for name, cotangent in cotangents.items()}
+    d = {name: contiguous(cotangent) for name, cotangent in cotangents.items()}
     fixed = options(problem, arrays) | {
-        "gates": mx.contiguous(saved["gates"]),
-        "c": mx.contiguous(saved["c"]),
+        "gates": contiguous(saved["gates"]),
+        "c": contiguous(saved["c"]),
         "c0": contiguous(arrays.get("c0")),
-        "Wh_T": mx.contiguous(arrays["Wh"].T),
+        "Wh_T": contiguous(arrays["Wh"].T),
         "dh": d.get("h"),
         "dc": d.get("c"),
         "dgates": d.get("gates"),

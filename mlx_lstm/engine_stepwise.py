@@ -17,13 +17,13 @@ from .problem import Problem
 
 def forward(problem: Problem, arrays: Arrays) -> Arrays:
     """h [T, B, P], c [T, B, H] float32, gates [T, B, 4H], hT [B, P], cT [B, H] float32."""
-    z, Wp = mx.contiguous(project(arrays)), arrays.get("Wp")
+    z, Wp = contiguous(project(arrays)), arrays.get("Wp")
     mask = whole_mask(problem, arrays.get("mask"))
-    h, c = (mx.contiguous(state) for state in initial_states(problem, arrays))
+    h, c = (contiguous(state) for state in initial_states(problem, arrays))
     c = c.astype(mx.float32)
     resumes = problem.reverse and problem.lengths is not None
     fixed = {
-        "Wh": mx.contiguous(arrays["Wh"]),
+        "Wh": contiguous(arrays["Wh"]),
         "h0": h if resumes else None,
         "c0": c if resumes else None,
         "peephole": contiguous(arrays.get("peephole")),
@@ -66,12 +66,12 @@ def backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays
 
 def sweep_backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays) -> Arrays:
     """The steps in reverse: dz [T, B, 4H], dh0 [B, P], dc0 [B, H]; with a projection dh [T, B, P]."""
-    gates, c = (mx.contiguous(saved[name]) for name in ("gates", "c"))
-    d = {name: mx.contiguous(cotangent) for name, cotangent in cotangents.items()}
-    c0 = mx.contiguous(initial_states(problem, arrays)[1]).astype(mx.float32)
+    gates, c = (contiguous(saved[name]) for name in ("gates", "c"))
+    d = {name: contiguous(cotangent) for name, cotangent in cotangents.items()}
+    c0 = contiguous(initial_states(problem, arrays)[1]).astype(mx.float32)
     peephole, mask = contiguous(arrays.get("peephole")), whole_mask(problem, arrays.get("mask"))
     launch = launch_backward_projected if "Wp" in arrays else launch_backward
-    weights = {name: mx.contiguous(arrays[name].T) for name in ("Wh", "Wp") if name in arrays}
+    weights = {name: contiguous(arrays[name].T) for name in ("Wh", "Wp") if name in arrays}
     T, B, H, _ = problem[:4]
     order, rows = list(problem.steps()), {"dz": [None] * T, "dh": [None] * T}
     dz, dc = mx.zeros((B, 4 * H), gates.dtype), d.get("cT", mx.zeros((B, H), mx.float32))
@@ -112,7 +112,9 @@ def launch_backward_projected(
     """(dz, dc_prev, dh) of one step, in two launches: dh [B, P], then the rest with dm = dh Wp as the product."""
     T, B, H, P = problem[:4]
     sizes = [mx.array([T, B, *pair], mx.int32) for pair in ((P, 4 * H), (H, P))]
-    dh = kernels.lstm_stepwise_dh(problem, {"step": step, "a": dz, "weights": weights["Wh"], **outside, "sizes": sizes[0]})
+    dh = kernels.lstm_stepwise_dh(
+        problem, {"step": step, "a": dz, "weights": weights["Wh"], **outside, "sizes": sizes[0]}
+    )
     nothing = dict.fromkeys(("mask", "dh", "dhT"))
     inputs = {"step": step, "a": dh, "weights": weights["Wp"], **cell, **outside, **nothing, "sizes": sizes[1]}
     return *kernels.lstm_stepwise_backward(problem, inputs, projected=True), dh

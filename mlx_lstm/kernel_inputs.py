@@ -8,8 +8,8 @@ from .problem import Problem
 
 
 def contiguous(array: mx.array | None) -> mx.array | None:
-    """The array in row order: a launch would otherwise copy it each time."""
-    return None if array is None else mx.contiguous(array)
+    """The array in row order, copied once where every launch would copy it; `mx.contiguous` cannot be exported."""
+    return None if array is None else array.reshape(-1).reshape(array.shape)
 
 
 def whole_mask(problem: Problem, mask: mx.array | None) -> mx.array | None:
@@ -17,7 +17,7 @@ def whole_mask(problem: Problem, mask: mx.array | None) -> mx.array | None:
     if mask is None:
         return None
     steps = mask.shape[0] if mask.ndim == 3 else 1
-    return mx.contiguous(mx.broadcast_to(mask, (steps, problem.B, problem.P)))
+    return contiguous(mx.broadcast_to(mask, (steps, problem.B, problem.P)))
 
 
 def step_of(array: mx.array | None, t: int) -> mx.array | None:

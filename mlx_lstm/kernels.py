@@ -28,11 +28,16 @@ LANE = "simdgroup_index_in_threadgroup, thread_index_in_simdgroup"
 
 
 @cache
-def shader_text(names: tuple[str, ...]) -> str:
-    """These files of metal/, one after the other, without comments, blank lines and indentation."""
+def shader_file(name: str) -> str:
+    """A file of metal/, which lies in the package of a wheel and beside that of a checkout."""
     packaged = files("mlx_lstm") / "metal"
     folder = packaged if packaged.is_dir() else Path(__file__).parents[1] / "metal"
-    text = "\n".join((folder / f"{name}.metal").read_text(encoding="ascii") for name in names)
+    return (folder / f"{name}.metal").read_text(encoding="ascii")
+
+
+def header(names: tuple[str, ...]) -> str:
+    """These files, one after the other, without comments, blank lines and indentation."""
+    text = "\n".join(shader_file(name) for name in names)
     lines = (line.strip() for line in re.sub(r"//.*", "", text).splitlines())
     return "\n".join(line for line in lines if line) + "\n"
 
@@ -40,9 +45,8 @@ def shader_text(names: tuple[str, ...]) -> str:
 @cache
 def build(name: str, inputs: tuple[str, ...], outputs: tuple[str, ...], source: str, shaders: tuple[str, ...]):
     """The kernel of this text; the name tells apart all texts of one shader, as MLX caches compiled code by it."""
-    header = shader_text(shaders)
     return mx.fast.metal_kernel(
-        name=name, input_names=list(inputs), output_names=list(outputs), source=source, header=header
+        name=name, input_names=list(inputs), output_names=list(outputs), source=source, header=header(shaders)
     )
 
 
