@@ -78,7 +78,7 @@ def choose(
     if "fused" in hindrances:
         return Choice("stepwise", hindrances["fused"])
     largest = LARGEST_FUSED[dtype]
-    if H > largest:
+    if largest < H:
         return Choice("stepwise", f"H = {H} > {largest} in {name}")
     return Choice("fused", f"H = {H} <= {largest} in {name}")
 

@@ -9,7 +9,7 @@ from closeness import assert_within, bounds
 from metal_emulator import mutations
 from metal_emulator.findings import KernelError
 from on_metal import on_metal
-from oracle import ARRAYS, backward, forward
+from oracle import backward, forward
 
 from mlx_lstm import engine_fused, kernels
 

@@ -243,7 +243,7 @@ def launches_of(sizes, engine, **options):
 
 
 def graph_of(engine, T, projection=False, dtype=mx.float32):
-    """Launches of a forward and a backward sweep by MLX's primitive, views left out; a join copies its inputs one by one."""
+    """Launches of both sweeps by MLX primitive, views left out; a join copies its inputs one by one."""
     B, I, H, P = 2, 3, 8, 4
     width = P if projection else H
     shapes = {"x": (T, B, I), "Wx": (4 * H, I), "Wh": (4 * H, width), "b": (4 * H,), "h0": (B, width), "c0": (B, H)}
