@@ -84,10 +84,9 @@ def test_options_in_many_random_combinations(engine, seed, sizes, shown):
 
 @pytest.mark.parametrize("word", HALVES)
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize(
-    "option", ["plain", "peephole_current", "mask_0", "cell_clip", "lengths_reverse", "projection"]
-)
+@pytest.mark.parametrize("option", [name for name in OPTIONS if not name.startswith(("relu", "hard_sigmoid"))])
 def test_half_precision_is_no_worse_than_twice_its_formula(option, engine, word):
+    """Activations with kinks are left out: rounding to half moves arguments across them, in the formula as in ours."""
     dtype = HALVES[word]
     rng = np.random.default_rng(5)
     case = draw(rng, dtype=dtype, **OPTIONS[option])
