@@ -223,6 +223,18 @@ def test_export_and_import(tmp_path):
     assert_trees_close(mx.import_function(path)(*arrays), [lstm(*arrays).h])
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("option", ["plain", "lengths_reverse", "projection"])
+def test_inference_gives_the_same_and_its_gradient_too(option, engine):
+    case, cotangents = draw_away_from_kinks(3, **OPTIONS[option])
+    for shown in (OUTPUTS, ("h", "cT")):
+        given = {name: cotangents[name] for name in shown}
+        trained, inferred = (run(case | {"training": flag}, engine, np.float64, given) for flag in (True, False))
+        for before, after in zip(trained, inferred, strict=True):
+            for name in before:
+                np.testing.assert_array_equal(before[name], after[name], err_msg=name)
+
+
 def test_second_derivative_is_right_or_refused():
     arrays, loss = small()
 
