@@ -6,6 +6,8 @@ width of h (H, or the projection's). Every function here takes and returns MLX a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import mlx.core as mx
 
 from .cells import LSTMCell
@@ -142,20 +144,28 @@ def forward(problem: Problem, arrays: Arrays) -> Arrays:
 
 def backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays) -> Arrays:
     """The gradient of every array, from those of the outputs that have one (keys h, c, gates, hT, cT)."""
+    c_prev = before_each_step(problem, saved["c"], initial_states(problem, arrays)[1])
+    sweep = sweep_backward(problem, arrays, saved["gates"], saved["c"], c_prev, cotangents)
+    return gradients_after_sweep(problem, arrays, saved, sweep)
+
+
+def gradients_after_sweep(problem: Problem, arrays: Arrays, saved: Arrays, sweep: Arrays) -> Arrays:
+    """The gradient of every array, from dz [T, B, 4H], dh0, dc0 and, for a projection, dh [T, B, P] of the sweep."""
     h, c, gates = saved["h"], saved["c"], saved["gates"]
     h0, c0 = initial_states(problem, arrays)
-    h_prev, c_prev = before_each_step(problem, h, h0), before_each_step(problem, c, c0)
-    sweep = sweep_backward(problem, arrays, gates, c, c_prev, h_prev, cotangents)
-    gradients = weight_gradients(problem, arrays, h_prev, sweep["dz"])
+    h_prev, dz = before_each_step(problem, h, h0), sweep["dz"]
+    gradients = weight_gradients(problem, arrays, h_prev, dz)
     if "peephole" in arrays:
-        gradients["peephole"] = peephole_gradient(problem.cell, sweep["dz"], c_prev, c)
+        gradients["peephole"] = peephole_gradient(problem.cell, dz, before_each_step(problem, c, c0), c)
     if "mask" in arrays:
-        gradients["mask"] = sum_to_shape(sweep["dmask"], arrays["mask"].shape)
+        terms = (flat(dz) @ arrays["Wh"]).reshape(h_prev.shape) * h_prev
+        gradients["mask"] = sum_to_shape(terms, arrays["mask"].shape)
     if "Wp" in arrays:
         output = activate(problem.cell.activation("output"), c)
-        m = gates[..., problem.cell.block("o", problem.H)] * output
+        m = (gates[..., problem.cell.block("o", problem.H)] * output).astype(h.dtype)
         gradients["Wp"] = flat(sweep["dh"]).T @ flat(m)
-    return gradients | {"h0": sweep["dh0"], "c0": sweep["dc0"]}
+    gradients |= {"h0": sweep["dh0"], "c0": sweep["dc0"]}
+    return {name: gradient.astype(arrays[name].dtype) for name, gradient in gradients.items() if name in arrays}
 
 
 def sweep_backward(
@@ -164,14 +174,13 @@ def sweep_backward(
     gates: mx.array,
     c: mx.array,
     c_prev: mx.array,
-    h_prev: mx.array,
     cotangents: Arrays,
 ) -> Arrays:
-    """The steps in reverse: dz [T, B, 4H], dh [T, B, P], dh0, dc0; with a mask the terms of its gradient, dmask."""
+    """The steps in reverse: dz [T, B, 4H], dh [T, B, P], dh0 [B, P], dc0 [B, H]."""
     Wh, Wp, peephole, mask = (arrays.get(name) for name in ("Wh", "Wp", "peephole", "mask"))
-    dh = cotangents.get("hT", mx.zeros(h_prev.shape[1:], h_prev.dtype))
-    dc = cotangents.get("cT", mx.zeros(c_prev.shape[1:], c_prev.dtype))
-    kept = {"dz": [None] * problem.T, "dh": [None] * problem.T, "dmask": [None] * problem.T}
+    dh = cotangents.get("hT", mx.zeros((problem.B, problem.P), c.dtype))
+    dc = cotangents.get("cT", mx.zeros((problem.B, problem.H), c.dtype))
+    kept = {"dz": [None] * problem.T, "dh": [None] * problem.T}
     for t in reversed(problem.steps()):
         dh_t = dh + cotangents["h"][t] if "h" in cotangents else dh
         dc_t = dc + cotangents["c"][t] if "c" in cotangents else dc
@@ -184,12 +193,9 @@ def sweep_backward(
         dh_new = dz @ Wh
         kept["dz"][t], kept["dh"][t] = dz, dh_t
         if mask is not None:
-            term = dh_new * h_prev[t]
-            kept["dmask"][t] = term if live is None else mx.where(live, term, 0)
             dh_new = dh_new * at_step(mask, t)
         dh, dc = (dh_new, dc_new) if live is None else (mx.where(live, dh_new, dh), mx.where(live, dc_new, dc))
-    stacked = {name: mx.stack(rows) for name, rows in kept.items() if rows[0] is not None}
-    return stacked | {"dh0": dh, "dc0": dc}
+    return {name: mx.stack(rows) for name, rows in kept.items()} | {"dh0": dh, "dc0": dc}
 
 
 def project(arrays: Arrays) -> mx.array:
@@ -213,7 +219,7 @@ def weight_gradients(problem: Problem, arrays: Arrays, h_prev: mx.array, dz: mx.
     if Wx is not None:
         gradients |= {"x": (flat(dz) @ Wx).reshape(x.shape), "Wx": flat(dz).T @ flat(x)}
     if "b" in arrays:
-        gradients["b"] = flat(dz).sum(axis=0)
+        gradients["b"] = total(flat(dz), axis=0)
     return gradients
 
 
@@ -221,7 +227,7 @@ def peephole_gradient(cell: LSTMCell, dz: mx.array, c_prev: mx.array, c: mx.arra
     """[4H], in gate order: the sum over steps and batch of dz times the cell state each gate peeped at."""
     blocks = zip(cell.gate_order, mx.split(dz, 4, axis=-1), strict=True)
     seen = {gate: c if gate == "o" and cell.output_peephole == "current" else c_prev for gate in "ifgo"}
-    return mx.concatenate([(block * seen[gate]).sum(axis=(0, 1)) for gate, block in blocks])
+    return mx.concatenate([total(block * seen[gate], axis=(0, 1)) for gate, block in blocks])
 
 
 def initial_states(problem: Problem, arrays: Arrays) -> tuple[mx.array, mx.array]:
@@ -258,9 +264,14 @@ def at_step(mask: mx.array, t: int) -> mx.array:
 
 def sum_to_shape(x: mx.array, shape: tuple[int, ...]) -> mx.array:
     """The adjoint of broadcasting: x summed down to `shape`."""
-    x = x.sum(axis=tuple(range(x.ndim - len(shape)))) if x.ndim > len(shape) else x
-    axes = tuple(axis for axis, size in enumerate(shape) if size == 1 and x.shape[axis] > 1)
-    return x.sum(axis=axes, keepdims=True) if axes else x
+    added = x.ndim - len(shape)
+    axes = [added + axis for axis, size in enumerate(shape) if size == 1 and x.shape[added + axis] > 1]
+    return total(x, axis=[*range(added), *axes]).reshape(shape) if added or axes else x
+
+
+def total(x: mx.array, axis: int | Sequence[int]) -> mx.array:
+    """The sum over axes, of 16-bit numbers in float32."""
+    return (x.astype(mx.float32) if x.dtype in (mx.float16, mx.bfloat16) else x).sum(axis=axis)
 
 
 def flat(x: mx.array) -> mx.array:

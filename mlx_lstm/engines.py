@@ -4,8 +4,20 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-ENGINES = ("numpy", "ops")
-"""`numpy`: the CPU engine, in place on MLX's own memory. `ops`: a plain MLX graph, any device, and the definition."""
+import mlx.core as mx
+
+ENGINES = ("fused", "stepwise", "numpy", "ops")
+"""`fused`: our Metal shaders, the sequence in one launch. `stepwise`: our Metal shaders, a launch per time step.
+`numpy`: the CPU engine, in place on MLX's own memory. `ops`: a plain MLX graph, any device, and the definition."""
+
+METAL_ENGINES = ("fused", "stepwise")
+
+LARGEST_FUSED = {mx.float32: 128, mx.float16: 192, mx.bfloat16: 192}
+"""The largest H for which `fused` is the default: beyond it one GPU core streams the recurrent weights more slowly than
+all cores do in a launch per step. From a model of the hardware, not measured."""
+
+FUSED_LIMIT = 256
+"""The largest H `fused` can run: its threadgroups have 4H threads, and 1024 is Metal's limit."""
 
 
 class Choice(NamedTuple):
@@ -15,34 +27,73 @@ class Choice(NamedTuple):
     reason: str
 
 
-def choose(*, device: str, traced: bool, requested: str | None = None, op: str = "lstm") -> Choice:
+def choose(
+    *,
+    sizes: tuple[int, int, int, int],
+    dtype: mx.Dtype,
+    device: str,
+    metal: bool,
+    traced: bool,
+    projection: bool = False,
+    requested: str | None = None,
+    op: str = "lstm",
+) -> Choice:
     """How to run a recurrence, and why.
 
     Args:
+        sizes (tuple of int): (T, B, I, H).
+        dtype (Dtype): that of the arrays.
         device (str): `"cpu"` or `"gpu"`, the device of the stream the op was called on.
+        metal (bool): whether MLX has its Metal back end, `mx.metal.is_available()`.
         traced (bool): whether an input is a placeholder of `mx.compile`, `mx.vmap` or an export, without a value yet.
+        projection (bool): whether h is projected. Default: `False`.
         requested (str): an engine's word to force it. Default: `None`, the best that runs.
 
     Raises:
-        ValueError: `requested` is no engine, or cannot run here; the text gives the reason.
+        ValueError: `requested` is no engine, or cannot run here, or nothing can; the text gives the reason.
 
     Example:
+        >>> import mlx.core as mx
         >>> from mlx_lstm.engines import choose
-        >>> choose(device="cpu", traced=False).engine
+        >>> here = {"sizes": (64, 32, 128, 128), "dtype": mx.float32}
+        >>> choose(**here, device="gpu", metal=True, traced=False)
+        Choice(engine='fused', reason='H = 128 <= 128 in float32')
+        >>> choose(**here, device="cpu", metal=True, traced=False).engine
         'numpy'
-        >>> choose(device="cpu", traced=True)
-        Choice(engine='ops', reason='inside mx.compile, mx.vmap or an export the arrays have no values yet')
     """
     if requested is not None and requested not in ENGINES:
         raise ValueError(f"[{op}] engine must be one of {', '.join(ENGINES)} but got {requested!r}.")
-    if requested == "ops":
-        return Choice("ops", "asked for")
+    H, name = sizes[3], str(dtype).removeprefix("mlx.core.")
+    if device != "cpu" and dtype == mx.float64:
+        raise ValueError(f"[{op}] float64 needs the CPU, stream=mx.cpu, but the stream's device is {device}.")
+    hindrances = obstacles(H, device, metal, traced, projection)
+    if requested is not None:
+        if requested in hindrances:
+            raise ValueError(f"[{op}] engine={requested!r} cannot run: {hindrances[requested]}.")
+        return Choice(requested, "asked for")
+    if "numpy" not in hindrances:
+        return Choice("numpy", "the stream's device is the CPU")
+    if "stepwise" in hindrances:
+        return Choice("ops", hindrances["numpy" if device == "cpu" else "stepwise"])
+    if "fused" in hindrances:
+        return Choice("stepwise", hindrances["fused"])
+    fits = H <= LARGEST_FUSED[dtype]
+    return Choice("fused" if fits else "stepwise", f"H = {H} {'<=' if fits else '>'} {LARGEST_FUSED[dtype]} in {name}")
+
+
+def obstacles(H: int, device: str, metal: bool, traced: bool, projection: bool) -> dict[str, str]:
+    """Of each engine that cannot run: why."""
+    found = {}
     if traced:
-        obstacle = "inside mx.compile, mx.vmap or an export the arrays have no values yet"
+        found["numpy"] = "inside mx.compile, mx.vmap or an export the arrays have no values yet"
     elif device != "cpu":
-        obstacle = f"the numpy engine runs on the CPU and the stream's device is {device}"
-    else:
-        return Choice("numpy", "asked for" if requested else "the stream's device is the CPU")
-    if requested:
-        raise ValueError(f"[{op}] engine={requested!r} cannot run: {obstacle}.")
-    return Choice("ops", obstacle)
+        found["numpy"] = f"the numpy engine runs on the CPU and the stream's device is {device}"
+    if device == "cpu":
+        found["fused"] = found["stepwise"] = "Metal shaders run on the GPU and the stream's device is cpu"
+    elif not metal:
+        found["fused"] = found["stepwise"] = "MLX has no Metal back end on this machine"
+    elif projection:
+        found["fused"] = "a projection of h is a product between two steps"
+    elif H > FUSED_LIMIT:
+        found["fused"] = f"H = {H} > {FUSED_LIMIT}, and a threadgroup has at most 1024 threads, 4 per unit"
+    return found

@@ -9,13 +9,18 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from . import engine_numpy, engine_ops
+from . import engine_fused, engine_numpy, engine_ops, engine_stepwise
 from .cells import ACTIVATIONS, LSTMCell
 from .checks import check_array, check_flag, check_lengths, check_number, check_option, check_sizes, fail
-from .engines import choose
+from .engines import METAL_ENGINES, choose
 from .problem import Problem
 
-ENGINE_MODULES = {"numpy": engine_numpy, "ops": engine_ops}
+ENGINE_MODULES = {
+    "fused": engine_fused,
+    "stepwise": engine_stepwise,
+    "numpy": engine_numpy,
+    "ops": engine_ops,
+}
 
 
 class LSTMOutput(NamedTuple):
@@ -90,17 +95,19 @@ def lstm(
         training (bool): `False` for inference. The numpy engine then keeps nothing for a gradient; should one be
             asked for, it runs forward again. A graph that MLX traces stays free of our gradient, which
             `mx.export_function` could not write; MLX then derives its own. Default: `True`.
-        engine (str, optional): `"numpy"` or `"ops"` to force an engine. Default: the best for the stream's device.
+        engine (str, optional): `"fused"`, `"stepwise"` (Metal), `"numpy"` or `"ops"` to force an engine. Default: the
+            best for the stream's device and the sizes, see `mlx_lstm.engines.choose`.
         stream (Stream or Device, optional): where to run, as for any MLX op.
 
     Returns:
         LSTMOutput: h [T, B, P], c [T, B, H] (clipped), gates [T, B, 4H] (after activation, in `gate_order`; `None`
         unless `return_gates`), hT [B, P] and cT [B, H] (the state after the last step processed), in the dtype of x.
-        float16 and bfloat16 are computed in float32 and rounded once, at the outputs.
+        float16 and bfloat16 are computed in float32. Engines on the CPU round once, at the outputs; the Metal engines
+        keep the projected input, h and the gates in 16 bits, c in float32.
 
     Raises:
         ValueError: a rule on an argument is broken, or a forced engine cannot run. Nothing has been computed then.
-        RuntimeError: a second or a forward-mode derivative was asked of the numpy engine (`engine="ops"` has them).
+        RuntimeError: a second or a forward-mode derivative was asked of an engine other than `"ops"`.
 
     Example:
         >>> import mlx.core as mx
@@ -125,16 +132,26 @@ def lstm(
         traced = is_traced(list(arrays.values()) + ([lengths] if isinstance(lengths, mx.array) else []))
         if lengths is not None:
             lengths = check_lengths("lstm", lengths, B, T, traced=traced)
-        device = "cpu" if mx.default_device() == mx.cpu else "gpu"
-        word = choose(device=device, traced=traced, requested=engine).engine
+        word = choose(
+            sizes=(T, B, x.shape[-1], H),
+            dtype=x.dtype,
+            projection=Wp is not None,
+            device=current_device(),
+            metal=mx.metal.is_available(),
+            traced=traced,
+            requested=engine,
+        ).engine
         problem = Problem(T, B, H, P, cell, reverse, lengths, return_gates, training)
         return run(problem, arrays, word, plain=traced and not training)
 
 
 def run(problem: Problem, arrays: dict[str, mx.array], engine: str, plain: bool) -> LSTMOutput:
-    """Run a checked problem on an engine, in float32 at least, with our gradient unless the graph shall stay plain."""
+    """Run a checked problem on an engine, with our gradient unless the graph shall stay plain.
+
+    16-bit arrays reach the Metal engines as they are, for the shaders compute in float32 themselves.
+    """
     dtype = arrays["x"].dtype
-    if dtype in (mx.float16, mx.bfloat16):
+    if dtype in (mx.float16, mx.bfloat16) and engine not in METAL_ENGINES:
         arrays = {name: array.astype(mx.float32) for name, array in arrays.items()}
     outputs = ENGINE_MODULES[engine].forward(problem, arrays) if plain else differentiable(problem, arrays, engine)
     if not problem.return_gates:
@@ -166,14 +183,14 @@ def differentiable(problem: Problem, arrays: dict[str, mx.array], engine: str) -
         present = {name: d for name, d in zip(shown, cotangents, strict=True) if used is None or name in used}
         used = None
         saved = dict(zip(shown, outputs, strict=True)) | kept
-        gradients = first_order(module, problem, names, saved)(primals, present)
+        gradients = first_order(engine, problem, names, saved)(primals, present)
         return tuple(gradients[name] for name in names)
 
-    if module is engine_numpy:
+    if module is not engine_ops:
 
         @forward.jvp
         def jvp(primals, tangents):
-            raise RuntimeError("[lstm] engine='numpy' has no forward-mode derivative: use engine='ops'.")
+            raise RuntimeError(f"[lstm] engine={engine!r} has no forward-mode derivative: use engine='ops'.")
 
     outputs = zip(shown, forward(*arrays.values()), strict=True)
     return {name: tap(value, used, name) for name, value in outputs}
@@ -194,21 +211,27 @@ def tap(value: mx.array, used: set[str], name: str) -> mx.array:
     return identity(value)
 
 
-def first_order(module, problem: Problem, names: tuple[str, ...], saved: dict):
-    """The engine's backward pass; for the numpy engine, whose results MLX cannot differentiate, one that says so."""
+def first_order(engine: str, problem: Problem, names: tuple[str, ...], saved: dict):
+    """The engine's backward pass; for an engine whose results MLX cannot differentiate, one that says so."""
+    module = ENGINE_MODULES[engine]
 
     def backward(primals, cotangents):
         return module.backward(problem, dict(zip(names, primals, strict=True)), saved, cotangents)
 
-    if module is not engine_numpy:
+    if module is engine_ops:
         return backward
     backward = mx.custom_function(backward)
 
     @backward.vjp
     def second_order(primals, cotangents, outputs):
-        raise RuntimeError("[lstm] engine='numpy' has no second derivative: use engine='ops'.")
+        raise RuntimeError(f"[lstm] engine={engine!r} has no second derivative: use engine='ops'.")
 
     return backward
+
+
+def current_device() -> str:
+    """`"cpu"` or `"gpu"`: where the stream in effect runs."""
+    return "cpu" if mx.default_device() == mx.cpu else "gpu"
 
 
 def is_traced(arrays: list[mx.array]) -> bool:

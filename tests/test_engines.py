@@ -6,30 +6,63 @@ import pytest
 from mlx_lstm import lstm
 from mlx_lstm.engines import ENGINES, choose
 
+MAC = {"device": "gpu", "metal": True}
+MAC_CPU = {"device": "cpu", "metal": True}
+LINUX = {"device": "cpu", "metal": False}
+CUDA = {"device": "gpu", "metal": False}
+TRACED = "inside mx.compile, mx.vmap or an export"
+HALF, BRAIN, DOUBLE = {"dtype": mx.float16}, {"dtype": mx.bfloat16}, {"dtype": mx.float64}
+
 TABLE = [
-    # device, traced, requested, engine or the reason of the refusal
-    ("cpu", False, None, "numpy"),
-    ("cpu", False, "numpy", "numpy"),
-    ("cpu", False, "ops", "ops"),
-    ("cpu", True, None, "ops"),
-    ("cpu", True, "ops", "ops"),
-    ("cpu", True, "numpy", "cannot run: inside mx.compile, mx.vmap or an export"),
-    ("gpu", False, None, "ops"),
-    ("gpu", True, None, "ops"),
-    ("gpu", False, "ops", "ops"),
-    ("gpu", False, "numpy", "cannot run: the numpy engine runs on the CPU and the stream's device is gpu"),
-    ("cpu", False, "metal", "engine must be one of numpy, ops but got 'metal'"),
+    # machine, other arguments, H, engine asked for, engine or the reason of the refusal
+    (LINUX, {}, 128, None, "numpy"),
+    (LINUX, {}, 128, "numpy", "numpy"),
+    (LINUX, {}, 128, "ops", "ops"),
+    (LINUX, {"traced": True}, 128, None, "ops"),
+    (LINUX, {"traced": True}, 128, "ops", "ops"),
+    (LINUX, {"traced": True}, 128, "numpy", f"engine='numpy' cannot run: {TRACED}"),
+    (LINUX, {}, 128, "stepwise", "engine='stepwise' cannot run: Metal shaders run on the GPU"),
+    (LINUX, {}, 128, "fused", "engine='fused' cannot run: Metal shaders run on the GPU"),
+    (LINUX, {}, 128, "metal", "engine must be one of fused, stepwise, numpy, ops but got 'metal'"),
+    (LINUX, DOUBLE, 128, None, "numpy"),
+    (MAC_CPU, {}, 128, None, "numpy"),
+    (MAC_CPU, DOUBLE, 128, None, "numpy"),
+    (MAC_CPU, {"traced": True}, 128, None, "ops"),
+    (MAC_CPU, {}, 128, "fused", "cannot run: Metal shaders run on the GPU and the stream's device is cpu"),
+    (CUDA, {}, 128, None, "ops"),
+    (CUDA, {"traced": True}, 128, None, "ops"),
+    (CUDA, {}, 128, "stepwise", "cannot run: MLX has no Metal back end"),
+    (MAC, {}, 1, None, "fused"),
+    (MAC, {}, 128, None, "fused"),
+    (MAC, {}, 129, None, "stepwise"),
+    (MAC, {}, 1024, None, "stepwise"),
+    (MAC, HALF, 192, None, "fused"),
+    (MAC, HALF, 193, None, "stepwise"),
+    (MAC, BRAIN, 192, None, "fused"),
+    (MAC, BRAIN, 193, None, "stepwise"),
+    (MAC, {"traced": True}, 128, None, "fused"),
+    (MAC, {"traced": True}, 512, None, "stepwise"),
+    (MAC, {"projection": True}, 16, None, "stepwise"),
+    (MAC, {"projection": True}, 16, "fused", "cannot run: a projection of h is a product between two steps"),
+    (MAC, {}, 256, "fused", "fused"),
+    (MAC, {}, 257, "fused", "cannot run: H = 257 > 256"),
+    (MAC, {}, 16, "stepwise", "stepwise"),
+    (MAC, {}, 16, "ops", "ops"),
+    (MAC, {}, 16, "numpy", "cannot run: the numpy engine runs on the CPU and the stream's device is gpu"),
+    (MAC, DOUBLE, 16, None, "float64 needs the CPU, stream=mx.cpu"),
+    (MAC, DOUBLE, 16, "stepwise", "float64 needs the CPU"),
 ]
 
 
-@pytest.mark.parametrize("device, traced, requested, expected", TABLE)
-def test_choice(device, traced, requested, expected):
+@pytest.mark.parametrize("machine, arguments, H, requested, expected", TABLE)
+def test_choice(machine, arguments, H, requested, expected):
+    arguments = {"sizes": (8, 2, 3, H), "dtype": mx.float32, "traced": False, **machine, **arguments}
     if expected in ENGINES:
-        choice = choose(device=device, traced=traced, requested=requested)
+        choice = choose(**arguments, requested=requested)
         assert choice.engine == expected and choice.reason
     else:
         with pytest.raises(ValueError, match=expected):
-            choose(device=device, traced=traced, requested=requested)
+            choose(**arguments, requested=requested)
 
 
 def test_a_stream_argument_is_where_it_runs():

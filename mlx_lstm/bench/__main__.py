@@ -7,6 +7,8 @@ import importlib.util
 import shlex
 import sys
 
+import mlx.core as mx
+
 from ..engines import ENGINES, choose
 from .contenders import (
     CONTENDERS,
@@ -110,10 +112,8 @@ def complete(options: argparse.Namespace) -> None:
         raise ValueError("--plot draws times and --memory takes none")
     options.passes = options.passes or (["backward"] if options.memory else list(PASSES))
     options.device = options.device or default_device()
-    if options.engine is None:
-        options.engine = [choose(device=options.device, traced=False).engine]
-    for engine in options.engine:
-        choose(device=options.device, traced=False, requested=engine)
+    for size in options.sizes:
+        engines_for(size, options)
     if options.contenders is None:
         options.contenders = [name for name, contender in CONTENDERS.items() if is_installed(contender)]
     for name in options.contenders:
@@ -121,6 +121,13 @@ def complete(options: argparse.Namespace) -> None:
             raise ValueError(f"{name} needs {find_contender(name).needs}, which is not installed")
     if options.plot and importlib.util.find_spec("matplotlib") is None:
         raise ValueError("--plot needs matplotlib: pip install 'mlx-lstm[examples]'")
+
+
+def engines_for(size: Size, options: argparse.Namespace) -> list[str]:
+    """The engines to run at a size: those asked for, else the one the library would choose. ValueError if one cannot."""
+    where = {"device": options.device, "metal": mx.metal.is_available(), "traced": False}
+    words = dict.fromkeys(options.engine or [None])
+    return [choose(sizes=size, dtype=DTYPES[options.dtype], requested=word, **where).engine for word in words]
 
 
 def run(options: argparse.Namespace) -> list[list[Row]]:
@@ -132,7 +139,7 @@ def run(options: argparse.Namespace) -> list[list[Row]]:
             tasks = [
                 Task(contender, engine, size, which, options.dtype, options.device)
                 for contender in dict.fromkeys(options.contenders)
-                for engine in (dict.fromkeys(options.engine) if contender == "ours" else ["-"])
+                for engine in (engines_for(size, options) if contender == "ours" else ["-"])
             ]
             rounds = 0 if options.memory else options.rounds
             groups.append(measure(tasks, judge, seconds=options.seconds, rounds=rounds, patience=options.patience))

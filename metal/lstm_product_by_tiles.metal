@@ -1,0 +1,40 @@
+// The recurrent product of a step for many batch rows: the equation of lstm_product_by_lanes.metal in 8 x 8 matrices.
+//
+// The threads copy 32 columns of K at a time, as float and padded with zeros, into `tiles`: ROWS rows of the operand,
+// then COLUMNS = 32 rows of weights. Simdgroup s of the four computes columns 8 s ... 8 s + 7 for all rows.
+
+constant constexpr int THREADS = 128;
+constant constexpr int PITCH = 36;
+
+template <int ROWS, int COLUMNS, int UNITS, class X, class W>
+void lstm_product(
+    thread const X& x, W weights, int B, int H, int K, int b0, int j0, threadgroup float* sums,
+    threadgroup float* tiles, int simdgroup, int lane) {
+  simdgroup_float8x8 total[ROWS / 8], left, right;
+  for (int r = 0; r < ROWS / 8; ++r) total[r] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+  threadgroup float* weight_tile = tiles + ROWS * PITCH;
+  for (int start = 0; start < K; start += 32) {
+    const int k = start + lane;
+    for (int r = simdgroup; r < ROWS; r += 4) {
+      const int b = b0 + r;
+      tiles[r * PITCH + lane] = b < B && k < K ? operand(x, b, K, k) : 0.0f;
+    }
+    for (int n = simdgroup; n < COLUMNS; n += 4) {
+      const int unit = j0 + n % UNITS;
+      weight_tile[n * PITCH + lane] =
+          unit < H && k < K ? float(weights[(long(n / UNITS) * H + unit) * K + k]) : 0.0f;
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    for (int part = 0; part < 32; part += 8) {
+      simdgroup_load(right, weight_tile + 8 * simdgroup * PITCH + part, PITCH, ulong2(0), true);
+      for (int r = 0; r < ROWS / 8; ++r) {
+        simdgroup_load(left, tiles + 8 * r * PITCH + part, PITCH);
+        simdgroup_multiply_accumulate(total[r], left, right, total[r]);
+      }
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+  }
+  for (int r = 0; r < ROWS / 8; ++r)
+    simdgroup_store(total[r], sums + 8 * r * COLUMNS + 8 * simdgroup, COLUMNS);
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+}
