@@ -4,7 +4,8 @@
 // dz: in the gradients the gates have from outside, out those of the preactivations.
 template <int CELL>
 void lstm_cell_backward(
-    thread const float* y, thread const float* p, float c_prev, float c, float dm, thread float& dc, thread float* dz) {
+    thread const float (&y)[4], thread const float (&p)[4], float c_prev, float c, float dm, thread float& dc,
+    thread float (&dz)[4]) {
   const float s = activate(activation_of(CELL, OUTPUT), c);
   dz[GATE_O] = (dz[GATE_O] + dm * s) * slope(activation_of(CELL, GATE_O), y[GATE_O]);
   dc += dm * y[GATE_O] * slope(activation_of(CELL, OUTPUT), s);

@@ -21,7 +21,7 @@ float lstm_state(float i, float f, float g, float c_prev, float limit) {
 
 // y: in the preactivations of i, f, g, o, out the gates. c: in c_prev, out c. Returns m.
 template <int CELL>
-float lstm_cell(thread float* y, thread const float* p, thread float& c, float forget_bias, float limit) {
+float lstm_cell(thread float (&y)[4], thread const float (&p)[4], thread float& c, float forget_bias, float limit) {
   const float c_prev = c;
   for (int gate = GATE_I; gate < GATE_O; ++gate) y[gate] = lstm_gate<CELL>(gate, y[gate], p[gate], c_prev, forget_bias);
   c = lstm_state<CELL>(y[GATE_I], y[GATE_F], y[GATE_G], c_prev, limit);

@@ -28,13 +28,13 @@ vec<S, 4> weight_run(W weights, int row, int rows, int k, int length) {
 }
 
 // What the four lanes of a quad hold, in the order of the lanes.
-inline void share_in_quad(float mine, int lane, thread float* values) {
+inline void share_in_quad(float mine, int lane, thread float (&values)[4]) {
   for (int n = 0; n < 4; ++n) values[n] = simd_shuffle(mine, ushort((lane & ~3) + n));
 }
 
 // The sums over the lanes of a group of their VALUES numbers: lane s gets that of number s VALUES / (4 UNITS).
 template <int UNITS, int VALUES>
-float sum_over_group(thread float* values, int s) {
+float sum_over_group(thread float (&values)[VALUES], int s) {
   int distance = 2 * UNITS;
 #pragma clang loop unroll(full)
   for (int kept = VALUES / 2; kept >= 1; kept /= 2) {

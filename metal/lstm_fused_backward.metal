@@ -9,7 +9,7 @@ template <int CELL, int H, int UNITS, int ROWS, int RESIDENT, bool REVERSE, clas
     class P, class M, class L, class D, class DC, class DG, class DT, class DCT>
 void lstm_fused_backward(
     G gates, C c, C0 c0, W Wh_T, P peephole, M mask, L lengths, D dh, DC dc, DG dgates, DT dhT, DCT dcT,
-    const constant int* sizes, device S* dz, device float* dh0, device float* dc0, threadgroup float4* state, uint group,
+    const constant int* sizes, device S* dz, device S* dh0, device float* dc0, threadgroup float4* state, uint group,
     uint index, uint threads, uint lane) {
   constexpr int GROUP = 4 * UNITS, RUNS = GROUP * RUNS_OF<4 * H, UNITS>;
   const int start = sizes[0], stop = sizes[1], T = sizes[2], B = sizes[3], mask_step = sizes[4];
@@ -72,7 +72,7 @@ void lstm_fused_backward(
   }
   for (int r = 0; r < ROWS; ++r) {
     if (b0 + r >= B || unit >= H) continue;
-    if (gate == 0) dh0[long(b0 + r) * H + unit] = dh_now[r];
+    if (gate == 0) dh0[long(b0 + r) * H + unit] = S(dh_now[r]);
     if (gate == 1) dc0[long(b0 + r) * H + unit] = dc_now[r];
   }
 }

@@ -33,7 +33,7 @@ def forward(problem: Problem, arrays: Arrays) -> Arrays:
     }
     rows = [None] * problem.T
     for t in problem.steps():
-        step = {"step": mx.array(t, mx.int32), "z": z[t], "h_prev": h, "c_prev": c, "mask": step_of(mask, t)}
+        step = {"step": mx.array(t, mx.int32), "z": step_of(z, t), "h_prev": h, "c_prev": c, "mask": step_of(mask, t)}
         m, c, gates = kernels.lstm_stepwise_forward(problem, step | fixed)
         h = m if Wp is None else m @ Wp.T
         rows[t] = h, c, gates
@@ -55,7 +55,7 @@ def last_states(problem: Problem, arrays: Arrays, outputs: Arrays, h: mx.array, 
 
 def at_last_step(sequence: mx.array, lengths: mx.array) -> mx.array:
     """[B, .]: row lengths[b] - 1 of each item, out of [T, B, .]."""
-    return mx.take_along_axis(sequence, mx.maximum(lengths - 1, 0)[None, :, None], axis=0)[0]
+    return mx.take_along_axis(sequence, mx.maximum(lengths - 1, 0)[None, :, None], axis=0).reshape(sequence.shape[1:])
 
 
 def backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays) -> Arrays:
@@ -74,7 +74,8 @@ def sweep_backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: 
     weights = {name: contiguous(arrays[name].T) for name in ("Wh", "Wp") if name in arrays}
     T, B, H, _ = problem[:4]
     order, rows = list(problem.steps()), {"dz": [None] * T, "dh": [None] * T}
-    dz, dc = mx.zeros((B, 4 * H), gates.dtype), d.get("cT", mx.zeros((B, H), mx.float32))
+    zeros = mx.zeros((4, B, H), mx.float32)
+    dz, dc = zeros.reshape(B, 4 * H).astype(gates.dtype), d.get("cT", step_of(zeros, 0))
     for n in reversed(range(T)):
         t, following = order[n], order[min(n + 1, T - 1)]
         outside = {
@@ -84,9 +85,9 @@ def sweep_backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: 
             "dhT": d.get("hT"),
         }
         cell = {
-            "gates": gates[t],
-            "c": c[t],
-            "c_prev": c[order[n - 1]] if n else c0,
+            "gates": step_of(gates, t),
+            "c": step_of(c, t),
+            "c_prev": step_of(c, order[n - 1]) if n else c0,
             "c0": c0 if problem.reverse and problem.lengths is not None else None,
             "peephole": peephole,
             "dc": step_of(d.get("c"), t),
@@ -128,7 +129,7 @@ def first_dh(problem: Problem, arrays: Arrays, dz: mx.array, dhT: mx.array | Non
         dz = at_last_step(dz, lengths)
         mask = mask if mask is None or mask.shape[0] == 1 else at_last_step(mask, lengths)[None]
     else:
-        dz = dz[first]
+        dz = step_of(dz, first)
         mask = None if mask is None else step_of(mask, first)
     dh = dz @ arrays["Wh"]
     if mask is not None:

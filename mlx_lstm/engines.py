@@ -77,8 +77,10 @@ def choose(
         return Choice("ops", hindrances["numpy" if device == "cpu" else "stepwise"])
     if "fused" in hindrances:
         return Choice("stepwise", hindrances["fused"])
-    fits = H <= LARGEST_FUSED[dtype]
-    return Choice("fused" if fits else "stepwise", f"H = {H} {'<=' if fits else '>'} {LARGEST_FUSED[dtype]} in {name}")
+    largest = LARGEST_FUSED[dtype]
+    if H > largest:
+        return Choice("stepwise", f"H = {H} > {largest} in {name}")
+    return Choice("fused", f"H = {H} <= {largest} in {name}")
 
 
 def obstacles(H: int, device: str, metal: bool, traced: bool, projection: bool) -> dict[str, str]:

@@ -21,9 +21,11 @@ def whole_mask(problem: Problem, mask: mx.array | None) -> mx.array | None:
 
 
 def step_of(array: mx.array | None, t: int) -> mx.array | None:
-    """Step t of a sequence, without a copy; an array of one step serves all."""
+    """Step t of a sequence; an array of one step serves all."""
     if array is None:
         return None
-    row = array[t if array.shape[0] > 1 else 0]
+    t = t if array.shape[0] > 1 else 0
+    # A slice is a view; array[t] would be a launch.
+    row = array[t : t + 1].reshape(array.shape[1:])
     # Fewer than 8 elements go to Metal's constant memory, where an offset has to be a multiple of 4 bytes.
     return row if row.nbytes % 4 == 0 else row + 0

@@ -81,6 +81,11 @@ def launch(
     )
 
 
+def select(given: Inputs, names: str) -> Inputs:
+    """The inputs of a shader, in the order of its parameters."""
+    return {name: given[name] for name in names.split()}
+
+
 def cell_number(cell: LSTMCell, peephole: bool) -> int:
     """The options of a cell as the template number CELL; metal/lstm_cell.metal has its bits."""
     number = sum(cell.gate_order.index(gate) << 2 * k for k, gate in enumerate("ifgo"))
@@ -107,7 +112,7 @@ def launch_step(
     columns: int,
     groups: tuple[int, int],
 ) -> list[mx.array]:
-    """Launch a shader that begins with lstm_product; `columns` are those of its product, `before` the files it needs."""
+    """Launch a shader that begins with lstm_product; `columns` are its product's, `before` names the files it needs."""
     lanes = rows < 8
     shaders = ("lstm_cell", *before, "lstm_product_by_lanes" if lanes else "lstm_product_by_tiles", shader)
     tiles = 1 if lanes else 36 * (rows + columns)
@@ -118,8 +123,7 @@ def launch_step(
 
 def lstm_stepwise_forward(problem: Problem, given: Inputs) -> list[mx.array]:
     """(m [B, H], c [B, H] float32, gates [B, 4H]) of one step; metal/lstm_stepwise_forward.metal has the inputs."""
-    names = "step z h_prev c_prev Wh h0 c0 peephole mask lengths sizes numbers"
-    inputs = {name: given[name] for name in names.split()}
+    inputs = select(given, "step z h_prev c_prev Wh h0 c0 peephole mask lengths sizes numbers")
     _, B, H, _ = problem[:4]
     rows, dtype = stepwise_rows(B), inputs["z"].dtype
     template = {
@@ -136,7 +140,7 @@ def lstm_stepwise_forward(problem: Problem, given: Inputs) -> list[mx.array]:
 def lstm_stepwise_backward(problem: Problem, given: Inputs, *, projected: bool) -> list[mx.array]:
     """(dz [B, 4H], dc_prev [B, H] float32) of one step; metal/lstm_stepwise_backward.metal has the inputs."""
     names = "step a weights gates c c_prev c0 peephole mask lengths dh dc dgates dhT dc_next sizes"
-    inputs = {name: given[name] for name in names.split()}
+    inputs = select(given, names)
     _, B, H, _ = problem[:4]
     rows, dtype = stepwise_rows(B), inputs["gates"].dtype
     units = 8 if rows < 8 else 32
@@ -156,7 +160,7 @@ def lstm_stepwise_backward(problem: Problem, given: Inputs, *, projected: bool) 
 
 def lstm_stepwise_dh(problem: Problem, given: Inputs) -> mx.array:
     """dh_t [B, P] of one step under a projection; metal/lstm_stepwise_backward.metal has the inputs."""
-    inputs = {name: given[name] for name in "step a weights mask lengths dh dhT sizes".split()}
+    inputs = select(given, "step a weights mask lengths dh dhT sizes")
     _, B, _, P = problem[:4]
     rows, dtype = stepwise_rows(B), inputs["a"].dtype
     units = 8 if rows < 8 else 32
@@ -195,8 +199,8 @@ def fused_tiling(B: int, H: int, itemsize: int, *, backward: bool) -> FusedTilin
 
 
 def lstm_fused_forward(problem: Problem, given: Inputs, steps: int) -> list[mx.array]:
-    """(h, c float32, gates, hT, cT float32) of the `steps` steps that `sizes` names; metal/lstm_fused.metal has them."""
-    inputs = {name: given[name] for name in "z h0 c0 Wh peephole mask lengths sizes numbers".split()}
+    """(h, c float32, gates, hT, cT float32) of the `steps` steps that `sizes` names; see metal/lstm_fused.metal."""
+    inputs = select(given, "z h0 c0 Wh peephole mask lengths sizes numbers")
     _, B, H, _ = problem[:4]
     dtype = inputs["z"].dtype
     outputs = {
@@ -210,12 +214,11 @@ def lstm_fused_forward(problem: Problem, given: Inputs, steps: int) -> list[mx.a
 
 
 def lstm_fused_backward(problem: Problem, given: Inputs, steps: int) -> list[mx.array]:
-    """(dz, dh0 float32, dc0 float32) of the `steps` steps that `sizes` names; metal/lstm_fused_backward.metal."""
-    names = "gates c c0 Wh_T peephole mask lengths dh dc dgates dhT dcT sizes"
-    inputs = {name: given[name] for name in names.split()}
+    """(dz, dh0, dc0 float32) of the `steps` steps that `sizes` names; see metal/lstm_fused_backward.metal."""
+    inputs = select(given, "gates c c0 Wh_T peephole mask lengths dh dc dgates dhT dcT sizes")
     _, B, H, _ = problem[:4]
     dtype = inputs["gates"].dtype
-    outputs = {"dz": ((steps, B, 4 * H), dtype), "dh0": ((B, H), mx.float32), "dc0": ((B, H), mx.float32)}
+    outputs = {"dz": ((steps, B, 4 * H), dtype), "dh0": ((B, H), dtype), "dc0": ((B, H), mx.float32)}
     return launch_fused("lstm_fused_backward", "lstm_cell_backward", problem, inputs, outputs, dtype)
 
 

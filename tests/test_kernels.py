@@ -1,6 +1,7 @@
 """The Metal engines, their shaders executed by the emulator, against the float64 oracle. Every output starts as NaN."""
 
 import re
+from collections import Counter
 from pathlib import Path
 from unittest.mock import patch
 
@@ -27,7 +28,9 @@ from on_metal import WEIGHTS, on_metal
 from oracle import ARRAYS, backward, forward
 
 from mlx_lstm import engine_fused, kernels, lstm, recurrence
+from mlx_lstm.cells import LSTMCell
 from mlx_lstm.engines import FUSED_LIMIT
+from mlx_lstm.problem import Problem
 
 ENGINES = ("fused", "stepwise")
 HALVES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
@@ -184,7 +187,8 @@ def test_fused_in_several_launches(monkeypatch, reverse, lengths):
 @pytest.mark.parametrize("reverse", [False, True])
 def test_what_lies_in_the_padding_is_never_used(engine, reverse):
     rng = np.random.default_rng(0)
-    case = draw(rng, mask=(4, 2, "P"), lengths=[3, 0], reverse=reverse, dtype=np.float32)
+    projection = engine == "stepwise"
+    case = draw(rng, mask=(4, 2, "P"), lengths=[3, 0], reverse=reverse, projection=projection, dtype=np.float32)
     cotangents = draw_cotangents(rng, forward(**case), np.float32)
     with on_metal():
         clean = run(case, engine, np.float32, cotangents)
@@ -236,6 +240,46 @@ def launches_of(sizes, engine, **options):
     with on_metal() as log:
         run(case, engine, np.float32, {name: cotangents[name] for name in ("h", "hT", "cT")})
     return log
+
+
+def graph_of(engine, T, projection=False, dtype=mx.float32):
+    """Launches of a forward and a backward sweep by MLX's primitive, views left out; a join copies its inputs one by one."""
+    B, I, H, P = 2, 3, 8, 4
+    width = P if projection else H
+    shapes = {"x": (T, B, I), "Wx": (4 * H, I), "Wh": (4 * H, width), "b": (4 * H,), "h0": (B, width), "c0": (B, H)}
+    arrays = {
+        name: mx.zeros(shape, dtype) for name, shape in shapes.items() | ({"Wp": (P, H)} if projection else {}).items()
+    }
+    problem, module = Problem(T, B, H, width, LSTMCell()), recurrence.ENGINE_MODULES[engine]
+
+    def sweeps(*values):
+        given = dict(zip(arrays, values, strict=True))
+        saved = module.forward(problem, given)
+        gradients = module.backward(problem, given, saved, {"h": saved["h"]})
+        return [*saved.values(), *gradients.values()]
+
+    nodes = []
+    kernels.build.cache_clear()
+    mx.export_function(nodes.append, sweeps, *arrays.values())
+    views = ("Reshape", "Transpose", "Slice", "Squeeze", "ExpandDims", "Broadcast")
+    count = Counter()
+    for node in nodes:
+        if node.get("type") == "primitive" and node["name"] not in views:
+            count[node["name"]] += len(node["inputs"]) if node["name"] == "Concatenate" else 1
+    return count
+
+
+def test_launches_of_mlx_and_ours():
+    """`fused`: at most 12, whatever T is. `stepwise`: at most 2T + 12, a projection one more per step and sweep, and
+    what stacks the steps' outputs into sequences: copies, off the chain of steps that wait for each other."""
+    for dtype in (mx.float32, mx.float16):
+        assert graph_of("fused", 3, dtype=dtype) == graph_of("fused", 9, dtype=dtype)
+        assert graph_of("fused", 9, dtype=dtype).total() <= 12
+    for T in (3, 9):
+        for projection in (False, True):
+            count = graph_of("stepwise", T, projection)
+            stacking = (5 if projection else 4) * T
+            assert count.total() - stacking <= (4 if projection else 2) * T + 12, count
 
 
 def test_launches():
@@ -306,16 +350,19 @@ def exported_kernels(engine, arrays, path):
     return [node["arguments"][0] for node in nodes if node.get("name") == "CustomKernel"]
 
 
-def test_second_and_forward_mode_derivatives_are_refused():
+@pytest.mark.parametrize("engine", ENGINES)
+def test_second_and_forward_mode_derivatives_are_refused(engine):
     case = draw(np.random.default_rng(0), dtype=np.float32)
     x, Wx, Wh = (to_mlx(case[name], np.float32) for name in ("x", "Wx", "Wh"))
-    for engine in ENGINES:
-        with on_metal(), mx.stream(mx.cpu):
-            of_Wh = lambda Wh: lstm(x, Wx, Wh, engine=engine).h.sum()  # noqa: B023, E731
-            with pytest.raises(RuntimeError, match=f"engine='{engine}' has no second derivative"):
-                mx.eval(mx.grad(lambda Wh: (mx.grad(of_Wh)(Wh) ** 2).sum())(Wh))
-            with pytest.raises(RuntimeError, match=f"engine='{engine}' has no forward-mode derivative"):
-                mx.eval(mx.jvp(of_Wh, [Wh], [Wh]))
+
+    def of_Wh(Wh):
+        return lstm(x, Wx, Wh, engine=engine).h.sum()
+
+    with on_metal(), mx.stream(mx.cpu):
+        with pytest.raises(RuntimeError, match=f"engine='{engine}' has no second derivative"):
+            mx.eval(mx.grad(lambda Wh: (mx.grad(of_Wh)(Wh) ** 2).sum())(Wh))
+        with pytest.raises(RuntimeError, match=f"engine='{engine}' has no forward-mode derivative"):
+            mx.eval(mx.jvp(of_Wh, [Wh], [Wh]))
 
 
 def test_metal_kernel_is_called_in_one_place():

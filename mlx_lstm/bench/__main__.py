@@ -124,7 +124,7 @@ def complete(options: argparse.Namespace) -> None:
 
 
 def engines_for(size: Size, options: argparse.Namespace) -> list[str]:
-    """The engines to run at a size: those asked for, else the one the library would choose. ValueError if one cannot."""
+    """The engines to run at a size: those asked for, else the library's choice. ValueError if one cannot."""
     where = {"device": options.device, "metal": mx.metal.is_available(), "traced": False}
     words = dict.fromkeys(options.engine or [None])
     return [choose(sizes=size, dtype=DTYPES[options.dtype], requested=word, **where).engine for word in words]

@@ -1,0 +1,107 @@
+"""Damage to our shaders, one place at a time: what the tests of the kernels check must notice every one."""
+
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+from cases import draw, draw_cotangents, run
+from closeness import assert_within, bounds
+from metal_emulator import mutations
+from metal_emulator.findings import KernelError
+from on_metal import on_metal
+from oracle import ARRAYS, backward, forward
+
+from mlx_lstm import engine_fused, kernels
+
+USERS = {  # shader file: engines that use it, batch sizes at which they do
+    "lstm_product_by_lanes": (["stepwise"], (3, 4)),
+    "lstm_product_by_tiles": (["stepwise"], (9, 33)),
+    "lstm_stepwise_sum": (["stepwise"], (3, 9)),
+    "lstm_stepwise_forward": (["stepwise"], (4, 9)),
+    "lstm_stepwise_backward": (["stepwise"], (4, 9)),
+    "lstm_stepwise_dh": (["stepwise"], (4, 9)),
+    "lstm_fused": (["fused"], (3, 19)),
+    "lstm_fused_forward": (["fused"], (3, 19)),
+    "lstm_fused_backward": (["fused"], (3, 19)),
+    "lstm_cell": (["stepwise"], (3,)),
+    "lstm_cell_forward": (["stepwise", "fused"], (3,)),
+    "lstm_cell_backward": (["stepwise", "fused"], (3,)),
+}
+
+HARMLESS = {  # damages that change nothing, and why
+    "for (int start = 0; start < K; start += 32) {  < becomes <=",  # one more tile, all of it padding
+    "for (int r = simdgroup; r < ROWS; r += 4) {  < becomes <=",  # a row more, which its writer then overwrites
+    "for (int part = 0; part < 32; part += 8) {  the bound of < is one less",  # 24 is the last part either way
+    "if (run < RESIDENT)  the bound of < is one less",  # one run is read again instead of kept
+}
+
+
+def damages(file, kind):
+    """The mutations of a shader file that touch its barriers, or those that move a bound by one."""
+    for mutation in mutations.mutations(kernels.shader_file(file)):
+        if ("barrier" in mutation.description) == (kind == "barriers") and "index" not in mutation.description:
+            yield mutation
+
+
+def trials(file):
+    """(engine, case, cotangents, reference, bounds): small, and with every option that adds a bound."""
+    engines, batches = USERS[file]
+    for engine in engines:
+        for B in batches:
+            for reverse in (False, True):
+                options = {"peephole": True, "mask": (4, B, "P"), "lengths": np.arange(B) % 5, "reverse": reverse}
+                yield trial(engine, (4, B, 2, 10, 33), projection=engine == "stepwise", cell_clip=0.5, **options)
+        yield trial(engine, (2, batches[-1], 2, 33, 33))
+    if file == "lstm_cell":
+        kinks = ("hard_sigmoid", "relu", "tanh", "hard_sigmoid", "relu")
+        yield trial("stepwise", (3, 3, 2, 20, 20), activations=kinks, forget_bias=1.5)
+
+
+def trial(engine, sizes, **options):
+    rng = np.random.default_rng(1)
+    case = draw(rng, sizes=sizes, dtype=np.float32, **options)
+    cotangents = draw_cotangents(rng, forward(**case), np.float32)
+    ref, limit = forward(**case) | backward(case, cotangents), bounds(case, np.float32, cotangents)
+    if "lengths" in options:
+        for array in (case["x"], case["mask"], *(cotangents[name] for name in ("h", "c", "gates"))):
+            array[np.arange(sizes[0])[:, None] >= options["lengths"]] = np.nan
+    return engine, case, cotangents, ref, limit
+
+
+def notice(engine, case, cotangents, ref, limit):
+    """Raises if the emulator finds something, or a result is wrong, or what lies in the padding reaches one."""
+    with (
+        on_metal(),
+        patch.object(engine_fused, "LAUNCH_STEPS", 3),
+        patch.object(kernels, "RESIDENT_BYTES", 2000),
+    ):
+        outputs, gradients = run(case, engine, np.float32, cotangents)
+        for name, value in (outputs | gradients).items():
+            assert_within(name, value, ref[name], limit[name])
+
+
+def unnoticed(file, kind):
+    prepared, missed = list(trials(file)), []
+    original = kernels.shader_file
+    for mutation in damages(file, kind):
+        damaged = lambda name, mutation=mutation: mutation.text if name == file else original(name)  # noqa: E731
+        with patch.object(kernels, "shader_file", damaged):
+            try:
+                for arguments in prepared:
+                    notice(*arguments)
+            except (KernelError, AssertionError):
+                continue
+        line = original(file).splitlines()[mutation.line - 1].strip()
+        missed.append(f"{line}  {mutation.description.partition(': ')[2]}")
+    return set(missed) - HARMLESS
+
+
+@pytest.mark.parametrize("file", USERS)
+def test_every_barrier_is_needed(file):
+    assert unnoticed(file, "barriers") == set()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", USERS)
+def test_every_bound_is_exact(file):
+    assert unnoticed(file, "bounds") == set()
