@@ -28,11 +28,14 @@ from .engine_numpy_products import (
 )
 from .problem import Problem
 
-Saved = dict[str, "mx.array | np.ndarray"]
+Saved = dict[str, "mx.array | np.ndarray | None"]
 
 
 def forward(problem: Problem, arrays: Arrays) -> Saved:
-    """h [T, B, P], c [T, B, H], gates [T, B, 4H], hT [B, P], cT [B, H]; gates in NumPy's memory unless wanted."""
+    """h [T, B, P], c [T, B, H], gates [T, B, 4H], hT [B, P], cT [B, H].
+
+    Gates that the caller does not want stay in NumPy's memory, or are None if there is no training.
+    """
     v = views(arrays)
     dtype, (T, B, H, P) = v["Wh"].dtype, problem[:4]
     shapes = {"h": memory_shape((T, B, P), v["x"]), "c": (T, H, B), "hT": (B, P), "cT": (B, H)}
@@ -42,13 +45,14 @@ def forward(problem: Problem, arrays: Arrays) -> Saved:
     h, c = memory["h"], memory["c"]
     if h.shape != (T, B, P):
         outputs["h"], h = mx.swapaxes(outputs["h"], 0, 1), h.transpose(1, 0, 2)
+    keep = problem.training or problem.return_gates
     # NumPy's own memory where MLX need not see it: MLX would write it once before we do.
-    gates = memory.get("gates", np.empty((T, 4 * H, B), dtype) if "gates" not in memory else None)
+    gates = memory["gates"] if problem.return_gates else np.empty((T if keep else 1, 4 * H, B), dtype)
 
     preactivations, step, carry = Preactivations(problem, v), LSTMStep(problem.cell, v, H, B), Carry(problem, v)
     m = np.empty((H, B), dtype)
     for t in problem.steps():
-        h_t, c_t, gates_t, live = h[t], c[t], gates[t], carry.live(t)
+        h_t, c_t, gates_t, live = h[t], c[t], gates[t if keep else 0], carry.live(t)
         if live is not None and not live.any():
             h_t[...], c_t[...], gates_t[...] = 0, 0, 0
             continue
@@ -60,12 +64,15 @@ def forward(problem: Problem, arrays: Arrays) -> Saved:
         carry.advance(live, h_t, c_t, gates_t)
     memory["hT"][...], memory["cT"][...] = carry.h, carry.c.T
     outputs["c"] = mx.swapaxes(outputs["c"], 1, 2)
-    gates_out = mx.swapaxes(outputs["gates"], 1, 2) if problem.return_gates else gates.transpose(0, 2, 1)
-    return outputs | {"gates": gates_out}
+    if problem.return_gates:
+        return outputs | {"gates": mx.swapaxes(outputs["gates"], 1, 2)}
+    return outputs | {"gates": gates.transpose(0, 2, 1) if keep else None}
 
 
 def backward(problem: Problem, arrays: Arrays, saved: Saved, cotangents: Arrays) -> Arrays:
     """The gradient of every array, from those of the outputs that have one (keys h, c, gates, hT, cT)."""
+    if saved["gates"] is None:
+        saved = forward(problem._replace(training=True), arrays)
     v, given = views(arrays), views(cotangents)
     h, c, gates = (view(saved[name]) for name in ("h", "c", "gates"))
     sweep = BackwardSweep(problem, v, h, c.transpose(0, 2, 1), gates.transpose(0, 2, 1), given)

@@ -131,12 +131,13 @@ class LSTMStepBackward:
 
     def __init__(self, cell: LSTMCell, v: Views, H: int, B: int):
         dtype = v["Wh"].dtype
-        self.cell = cell
+        self.output, self.o_sees_current = cell.activation("output"), cell.output_peephole == "current"
         self.block = {gate: cell.block(gate, H) for gate in "ifgo"}
         self.gates = Gates(cell, H, "ifgo")
         self.peephole = peephole_columns(cell, v, H, B)
         self.dpeephole = np.zeros((4 * H, B), dtype) if self.peephole else None
         self.slopes, self.dy = np.empty((4 * H, B), dtype), np.empty((4 * H, B), dtype)
+        self.dy_i, self.dy_f, self.dy_g, self.dy_o = (self.dy[self.block[gate]] for gate in "ifgo")
         self.s, self.scratch = np.empty((H, B), dtype), np.empty((H, B), dtype)
 
     def __call__(
@@ -150,25 +151,24 @@ class LSTMStepBackward:
         dz: np.ndarray,
     ) -> None:
         """Writes dz [4H, B]; turns dc, the gradient of c, into that of c_prev. Leaves s_output(c) in self.s."""
-        block, dy, scratch = self.block, self.dy, self.scratch
-        i, f, g, o = (gates[block[gate]] for gate in "ifgo")
-        output = self.cell.activation("output")
+        block, scratch, output = self.block, self.scratch, self.output
+        i, f, g, o = gates[block["i"]], gates[block["f"]], gates[block["g"]], gates[block["o"]]
         activate(output, c, self.s)
         self.gates.slopes(gates, self.slopes)
-        np.multiply(dm, self.s, out=dy[block["o"]])
+        np.multiply(dm, self.s, out=self.dy_o)
         np.multiply(self.s, self.s, out=scratch)
         slope_from_square(output, self.s, scratch)
         scratch *= o
         dc += np.multiply(scratch, dm, out=scratch)
-        if self.peephole and self.cell.output_peephole == "current":
-            dz_o = dy[block["o"]] if dgates is None else dy[block["o"]] + dgates[block["o"]]
+        if self.peephole and self.o_sees_current:
+            dz_o = self.dy_o if dgates is None else self.dy_o + dgates[block["o"]]
             dc += dz_o * self.slopes[block["o"]] * self.peephole["o"]
-        np.multiply(dc, g, out=dy[block["i"]])
-        np.multiply(dc, c_prev, out=dy[block["f"]])
-        np.multiply(dc, i, out=dy[block["g"]])
+        np.multiply(dc, g, out=self.dy_i)
+        np.multiply(dc, c_prev, out=self.dy_f)
+        np.multiply(dc, i, out=self.dy_g)
         if dgates is not None:
-            dy += dgates
-        np.multiply(dy, self.slopes, out=dz)
+            self.dy += dgates
+        np.multiply(self.dy, self.slopes, out=dz)
         dc *= f
         if self.peephole:
             self.through_peepholes(dz, c_prev, c, dc)
@@ -176,7 +176,7 @@ class LSTMStepBackward:
     def through_peepholes(self, dz: np.ndarray, c_prev: np.ndarray, c: np.ndarray, dc: np.ndarray) -> None:
         """What the gates that peeped at c_prev send back to it, and every gate's term of the peephole gradient."""
         for gate, rows in self.block.items():
-            current = gate == "o" and self.cell.output_peephole == "current"
+            current = gate == "o" and self.o_sees_current
             self.dpeephole[rows] += np.multiply(dz[rows], c if current else c_prev, out=self.scratch)
             if not current:
                 dc += np.multiply(dz[rows], self.peephole[gate], out=self.scratch)

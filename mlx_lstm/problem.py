@@ -10,8 +10,8 @@ from .cells import LSTMCell
 
 
 class Problem(NamedTuple):
-    """Sizes T, B, H, P (the width of h: H, or the projection's), cell, direction, lengths ([B] int32 or None), and
-    whether the caller wants the gates, which an engine otherwise keeps to itself for its backward pass."""
+    """Sizes T, B, H, P (the width of h: H, or the projection's), cell, direction, lengths ([B] int32 or None);
+    whether the caller wants the gates, which an engine else keeps to itself; whether to keep them for a gradient."""
 
     T: int
     B: int
@@ -21,6 +21,7 @@ class Problem(NamedTuple):
     reverse: bool = False
     lengths: mx.array | None = None
     return_gates: bool = False
+    training: bool = True
 
     def steps(self) -> range:
         """The time indices in the order they are processed."""

@@ -92,8 +92,9 @@ def lstm(
             unchecked under `mx.compile`.
         Wp (array, optional): projection of h, [P, H].
         return_gates (bool): whether `gates` is returned, else it is `None`. Default: `False`.
-        training (bool): `False` leaves our gradient out of a graph that MLX traces, since `mx.export_function` cannot
-            write one; MLX then derives its own. Default: `True`.
+        training (bool): `False` for inference. The numpy engine then keeps nothing for a gradient; should one be
+            asked for, it runs forward again. A graph that MLX traces stays free of our gradient, which
+            `mx.export_function` could not write; MLX then derives its own. Default: `True`.
         engine (str, optional): `"fused"`, `"stepwise"` (Metal), `"numpy"` or `"ops"` to force an engine. Default: the
             best for the stream's device and the sizes, see `mlx_lstm.engines.choose`.
         stream (Stream or Device, optional): where to run, as for any MLX op.
@@ -140,7 +141,7 @@ def lstm(
             traced=traced,
             requested=engine,
         ).engine
-        problem = Problem(T, B, H, P, cell, reverse, lengths, return_gates)
+        problem = Problem(T, B, H, P, cell, reverse, lengths, return_gates, training)
         return run(problem, arrays, word, plain=traced and not training)
 
 
