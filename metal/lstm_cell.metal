@@ -1,8 +1,8 @@
 // What the LSTM cell's forward and backward share: its options, its activations, and arrays that may be absent.
 //
 // CELL packs the options of a cell into one template number; `mlx_lstm.kernels.cell_number` writes it:
-//   bits 0-7 the place of i, f, g, o among the four H-blocks of a 4H axis, 8-22 the activations of i, f, g, o and of the
-//   output, 23-24 the peephole, 25 whether c is clipped.
+//   bits 0-7 the place of i, f, g, o among the four H-blocks of a 4H axis, 8-22 the activations of i, f, g, o and of
+//   the output, 23-24 the peephole, 25 whether c is clipped.
 
 enum Gate { GATE_I, GATE_F, GATE_G, GATE_O, OUTPUT };
 enum Activation { IDENTITY, RELU, TANH, SIGMOID, HARD_SIGMOID };

@@ -1,4 +1,4 @@
-// The LSTM cell backward on scalars; lstm_cell_forward.metal has the equations. The clip passes gradients straight through.
+// The LSTM cell backward on scalars; lstm_cell_forward.metal has the equations. The clip passes gradients through.
 //
 // y: the gates i, f, g, o. dm: the gradient of m. dc: in the gradient of c, out that of c_prev.
 // dz: in the gradients the gates have from outside, out those of the preactivations.

@@ -1,5 +1,5 @@
-// The LSTM over a whole sequence in one launch. A threadgroup owns ROWS batch items, which no other one needs, and walks
-// all their steps; the recurrent weights stay in registers as far as they fit. One barrier per step.
+// The LSTM over a whole sequence in one launch. A threadgroup owns ROWS batch items, which no other one needs, and
+// walks all their steps; the recurrent weights stay in registers as far as they fit. One barrier per step.
 //
 //   z, gates, dz  [T, B, 4H]   blocks in the cell's gate order     peephole  [4H]     lengths  [B]
 //   h             [T, B, H]    c  [T, B, H] float                  h0, hT  [B, H]     c0, cT  [B, H]
@@ -7,8 +7,8 @@
 //   sizes         start, stop: the steps of this launch, counted in the order of processing; T, B, mask_step
 // The outputs with a time axis hold the launch's own steps only.
 //
-// GROUP = 4 UNITS adjacent lanes share UNITS hidden units; lane s is gate s % 4 of unit s / 4. The lanes split every row
-// of weights their group needs into runs of 4: lane s has runs s, s + GROUP, ... A step sums a row's parts over the
+// GROUP = 4 UNITS adjacent lanes share UNITS hidden units; lane s is gate s % 4 of unit s / 4. The lanes split every
+// row of weights their group needs into runs of 4: lane s has runs s, s + GROUP, ... A step sums a row's parts over the
 // group. Units and runs past the end are padding: their weights are 0 and nothing of them is stored.
 
 template <int LENGTH, int UNITS>

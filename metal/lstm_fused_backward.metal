@@ -5,8 +5,8 @@
 //
 // dz of a step stands in `state`, [2][ROWS][padded 4H], the two halves by turns. All four lanes of a unit keep its dh,
 // dc and c; each of them reads one of c_prev, dh, dc, mask and its own gate.
-template <int CELL, int H, int UNITS, int ROWS, int RESIDENT, bool REVERSE, class S, class G, class C, class C0, class W,
-    class P, class M, class L, class D, class DC, class DG, class DT, class DCT>
+template <int CELL, int H, int UNITS, int ROWS, int RESIDENT, bool REVERSE, class S, class G, class C, class C0,
+    class W, class P, class M, class L, class D, class DC, class DG, class DT, class DCT>
 void lstm_fused_backward(
     G gates, C c, C0 c0, W Wh_T, P peephole, M mask, L lengths, D dh, DC dc, DG dgates, DT dhT, DCT dcT,
     const constant int* sizes, device S* dz, device S* dh0, device float* dc0, threadgroup float4* state, uint group,

@@ -4,8 +4,8 @@
 //
 // Lane s of a group computes gate s % 4 of its unit. The masked h of the step before stands in `state`,
 // [2][ROWS][padded H], the two halves by turns. Wh [4H, H].
-template <int CELL, int H, int UNITS, int ROWS, int RESIDENT, bool REVERSE, class S, class Z, class H0, class C0, class W,
-    class P, class M, class L>
+template <int CELL, int H, int UNITS, int ROWS, int RESIDENT, bool REVERSE, class S, class Z, class H0, class C0,
+    class W, class P, class M, class L>
 void lstm_fused_forward(
     Z z, H0 h0, C0 c0, W Wh, P peephole, M mask, L lengths, const constant int* sizes, const constant float* numbers,
     device S* h, device float* c, device S* gates, device S* hT, device float* cT, threadgroup float4* state,

@@ -20,9 +20,9 @@ template <int CELL, int ROWS, int UNITS, bool REVERSE, bool PROJECTED, class S, 
     class C, class C0, class P, class M, class L, class D, class DC, class DG, class DT,
     class DN>
 void lstm_stepwise_backward(
-    int t, A a, W weights, G gates, C c, C c_prev, C0 c0, P peephole, M mask, L lengths, D dh, DC dc, DG dgates, DT dhT, DN dc_next,
-    const constant int* sizes, device S* dz, device float* dc_prev, threadgroup float* sums, threadgroup float* tiles,
-    uint2 group, int simdgroup, int lane) {
+    int t, A a, W weights, G gates, C c, C c_prev, C0 c0, P peephole, M mask, L lengths, D dh, DC dc, DG dgates,
+    DT dhT, DN dc_next, const constant int* sizes, device S* dz, device float* dc_prev, threadgroup float* sums,
+    threadgroup float* tiles, uint2 group, int simdgroup, int lane) {
   const int T = sizes[0], B = sizes[1], H = sizes[2];
   const int b0 = int(group.y) * ROWS, j0 = int(group.x) * UNITS;
   lstm_product<ROWS, UNITS, UNITS>(a, weights, B, H, sizes[3], b0, j0, sums, tiles, simdgroup, lane);

@@ -10,6 +10,7 @@ import mlx.core as mx
 import numpy as np
 
 from . import engine_fused, engine_numpy, engine_ops, engine_stepwise
+from .batching import vmap_one_by_one
 from .cells import ACTIVATIONS, LSTMCell
 from .checks import check_array, check_flag, check_lengths, check_number, check_option, check_sizes, fail
 from .engines import METAL_ENGINES, choose
@@ -182,8 +183,8 @@ def differentiable(problem: Problem, arrays: dict[str, mx.array], engine: str) -
         nonlocal used
         present = {name: d for name, d in zip(shown, cotangents, strict=True) if used is None or name in used}
         used = None
-        saved = dict(zip(shown, outputs, strict=True)) | kept
-        gradients = first_order(engine, problem, names, saved)(primals, present)
+        saved = dict(zip(shown, outputs, strict=True))
+        gradients = first_order(engine, problem, names, kept)(primals, present, saved)
         return tuple(gradients[name] for name in names)
 
     if module is not engine_ops:
@@ -192,6 +193,12 @@ def differentiable(problem: Problem, arrays: dict[str, mx.array], engine: str) -
         def jvp(primals, tangents):
             raise RuntimeError(f"[lstm] engine={engine!r} has no forward-mode derivative: use engine='ops'.")
 
+    def count_all() -> None:  # under mx.vmap the taps are lost
+        nonlocal used
+        used = None
+
+    if engine in METAL_ENGINES:
+        vmap_one_by_one(forward, count_all)
     outputs = zip(shown, forward(*arrays.values()), strict=True)
     return {name: tap(value, used, name) for name, value in outputs}
 
@@ -211,16 +218,18 @@ def tap(value: mx.array, used: set[str], name: str) -> mx.array:
     return identity(value)
 
 
-def first_order(engine: str, problem: Problem, names: tuple[str, ...], saved: dict):
+def first_order(engine: str, problem: Problem, names: tuple[str, ...], kept: dict):
     """The engine's backward pass; for an engine whose results MLX cannot differentiate, one that says so."""
     module = ENGINE_MODULES[engine]
 
-    def backward(primals, cotangents):
-        return module.backward(problem, dict(zip(names, primals, strict=True)), saved, cotangents)
+    def backward(primals, cotangents, saved):
+        return module.backward(problem, dict(zip(names, primals, strict=True)), saved | kept, cotangents)
 
     if module is engine_ops:
         return backward
     backward = mx.custom_function(backward)
+    if engine in METAL_ENGINES:
+        vmap_one_by_one(backward)
 
     @backward.vjp
     def second_order(primals, cotangents, outputs):
