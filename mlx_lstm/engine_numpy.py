@@ -166,7 +166,7 @@ class BackwardSweep:
             if live is None or live.all():
                 self.back(t, columns, self.dh, self.dc)
             elif not live.any():
-                for kept in (self.dz, self.dh_kept):
+                for kept in (self.dz, self.dh_kept, self.m):
                     if kept is not None:
                         kept[:, columns] = 0
             else:

@@ -22,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import ARRAYS, backward, forward
 
-from mlx_lstm import engine_numpy_products, lstm
+from mlx_lstm import engine_numpy, engine_numpy_products, lstm
 
 ENGINES = ("numpy", "ops")
 HALVES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
@@ -164,6 +164,21 @@ def test_strided_arguments(engine):
         limit = bounds(case, np.float64, cotangents)
         for name, value in got.items():
             assert_within(name, np.array(value), ref[name], limit[name])
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_scratch_of_the_numpy_engine_is_written_before_it_is_read(monkeypatch, reverse):
+    """Steps that every item has left behind included: scratch starts as NaN here."""
+    original = engine_numpy.columns_buffer
+
+    def poisoned(*arguments):
+        buffer = original(*arguments)
+        buffer.fill(np.nan)
+        return buffer
+
+    monkeypatch.setattr(engine_numpy, "columns_buffer", poisoned)
+    options = {"projection": True, "lengths": [2, 0], "mask": ("P",), "reverse": reverse}
+    check(*with_engine(draw_away_from_kinks(3, **options)))
 
 
 @pytest.mark.parametrize("engine", ENGINES)
