@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from . import kernels
+from . import kernels_fused
 from .engine_ops import Arrays, gradients_after_sweep, project
 from .kernel_inputs import contiguous, whole_mask
 from .problem import Problem
@@ -30,7 +30,7 @@ def forward(problem: Problem, arrays: Arrays) -> Arrays:
     h, c, pieces = contiguous(arrays.get("h0")), contiguous(arrays.get("c0")), []
     for start, stop in launches(problem):
         inputs = fixed | {"h0": h, "c0": c, "sizes": sizes(problem, fixed["mask"], start, stop)}
-        *sequences, h, c = kernels.lstm_fused_forward(problem, inputs, stop - start)
+        *sequences, h, c = kernels_fused.lstm_fused_forward(problem, inputs, stop - start)
         pieces.append(sequences)
     in_time = reversed(pieces) if problem.reverse else pieces
     sequences = zip(("h", "c", "gates"), zip(*in_time, strict=True), strict=True)
@@ -52,7 +52,7 @@ def backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays
     dh, dc, pieces = d.get("hT"), d.get("cT"), []
     for start, stop in reversed(launches(problem)):
         inputs = fixed | {"dhT": dh, "dcT": dc, "sizes": sizes(problem, fixed["mask"], start, stop)}
-        dz, dh, dc = kernels.lstm_fused_backward(problem, inputs, stop - start)
+        dz, dh, dc = kernels_fused.lstm_fused_backward(problem, inputs, stop - start)
         pieces.append(dz)
     dz = join(pieces if problem.reverse else pieces[::-1])
     return gradients_after_sweep(problem, arrays, saved, {"dz": dz, "dh0": dh, "dc0": dc})

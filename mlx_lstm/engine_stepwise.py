@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from . import kernels
+from . import kernels_stepwise
 from .engine_ops import Arrays, gradients_after_sweep, initial_states, project
 from .kernel_inputs import contiguous, step_of, whole_mask
 from .problem import Problem
@@ -34,7 +34,7 @@ def forward(problem: Problem, arrays: Arrays) -> Arrays:
     rows = [None] * problem.T
     for t in problem.steps():
         step = {"step": mx.array(t, mx.int32), "z": step_of(z, t), "h_prev": h, "c_prev": c, "mask": step_of(mask, t)}
-        m, c, gates = kernels.lstm_stepwise_forward(problem, step | fixed)
+        m, c, gates = kernels_stepwise.lstm_stepwise_forward(problem, step | fixed)
         h = m if Wp is None else m @ Wp.T
         rows[t] = h, c, gates
     sequences = zip(("h", "c", "gates"), zip(*rows, strict=True), strict=True)
@@ -104,7 +104,7 @@ def launch_backward(problem: Problem, step: mx.array, dz: mx.array, weights: Arr
     """(dz, dc_prev, None) of one step, in one launch."""
     sizes = mx.array([problem.T, problem.B, problem.H, 4 * problem.H], mx.int32)
     inputs = {"step": step, "a": dz, "weights": weights["Wh"], **cell, **outside, "sizes": sizes}
-    return *kernels.lstm_stepwise_backward(problem, inputs, projected=False), None
+    return *kernels_stepwise.lstm_stepwise_backward(problem, inputs, projected=False), None
 
 
 def launch_backward_projected(
@@ -113,12 +113,12 @@ def launch_backward_projected(
     """(dz, dc_prev, dh) of one step, in two launches: dh [B, P], then the rest with dm = dh Wp as the product."""
     T, B, H, P = problem[:4]
     sizes = [mx.array([T, B, *pair], mx.int32) for pair in ((P, 4 * H), (H, P))]
-    dh = kernels.lstm_stepwise_dh(
+    dh = kernels_stepwise.lstm_stepwise_dh(
         problem, {"step": step, "a": dz, "weights": weights["Wh"], **outside, "sizes": sizes[0]}
     )
     nothing = dict.fromkeys(("mask", "dh", "dhT"))
     inputs = {"step": step, "a": dh, "weights": weights["Wp"], **cell, **outside, **nothing, "sizes": sizes[1]}
-    return *kernels.lstm_stepwise_backward(problem, inputs, projected=True), dh
+    return *kernels_stepwise.lstm_stepwise_backward(problem, inputs, projected=True), dh
 
 
 def first_dh(problem: Problem, arrays: Arrays, dz: mx.array, dhT: mx.array | None) -> mx.array:

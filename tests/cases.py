@@ -3,9 +3,9 @@
 import ml_dtypes
 import mlx.core as mx
 import numpy as np
-from oracle import ARRAYS, Arithmetic, complete, forward, unroll
 
 from mlx_lstm import lstm
+from mlx_lstm.oracle import ARRAYS, Arithmetic, complete, forward, unroll
 
 SIZES = T, B, I, H, P = 4, 2, 3, 2, 3
 MASKS = [(T, B, "P"), (B, "P"), (1, "P"), ("P",), (T, 1, 1), (1,), ()]

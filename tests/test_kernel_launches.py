@@ -22,15 +22,15 @@ from cases import (
     run,
     to_mlx,
 )
-from closeness import assert_close
 from metal_emulator import coverage
 from mlx.utils import tree_flatten
 from on_metal import BATCHES, ENGINES, WEIGHTS, on_metal, options_at, pairs
-from oracle import forward
 
-from mlx_lstm import engine_ops, kernels, lstm, recurrence
+from mlx_lstm import engine_ops, kernels, kernels_fused, lstm, recurrence
 from mlx_lstm.cells import LSTMCell
+from mlx_lstm.closeness import assert_close
 from mlx_lstm.engines import FUSED_LIMIT
+from mlx_lstm.oracle import forward
 from mlx_lstm.problem import Problem
 
 SHADERS = {path.name: path.read_text() for path in (Path(__file__).parents[1] / "metal").glob("*.metal")}
@@ -60,7 +60,7 @@ def test_fused_stays_within_the_limits_of_metal(itemsize):
     for H in range(1, FUSED_LIMIT + 1):
         for B in (1, 17, 65, 1000):
             for sweep in (False, True):
-                tiling = kernels.fused_tiling(B, H, itemsize, backward=sweep)
+                tiling = kernels_fused.fused_tiling(B, H, itemsize, backward=sweep)
                 assert tiling.threads <= 1024 and 16 * tiling.state <= 32768
                 assert tiling.threads * tiling.rows >= 4 * H
 

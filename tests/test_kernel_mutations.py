@@ -5,13 +5,13 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 from cases import draw, draw_cotangents, run
-from closeness import assert_within, bounds
 from metal_emulator import mutations
 from metal_emulator.findings import KernelError
 from on_metal import on_metal
-from oracle import backward, forward
 
 from mlx_lstm import engine_fused, kernels
+from mlx_lstm.closeness import assert_within, bounds
+from mlx_lstm.oracle import backward, forward
 
 USERS = {  # shader file: engines that use it, batch sizes at which they do
     "lstm_product_by_lanes": (["stepwise"], (3, 4)),

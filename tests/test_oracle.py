@@ -4,8 +4,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 from cases import OPTIONS, OUTPUTS, SIZES, combination, draw, draw_away_from_kinks, draw_cotangents
-from closeness import assert_close, assert_within, bounds
-from oracle import ARRAYS, backward, clip_shift, forward
+
+from mlx_lstm.closeness import assert_close, assert_within, bounds
+from mlx_lstm.oracle import ARRAYS, backward, clip_shift, forward
 
 T, B, I, H, _ = SIZES
 STEP = 1e-5

@@ -5,9 +5,9 @@ import os
 import mlx.core as mx
 import numpy as np
 import pytest
-from closeness import assert_within, bounds
 
 from mlx_lstm import lstm
+from mlx_lstm.closeness import assert_within, bounds
 
 T, B, I, H = 7, 3, 5, 4
 ENGINES = ("numpy", "ops")

@@ -17,12 +17,12 @@ from cases import (
     run,
     to_mlx,
 )
-from closeness import assert_close, assert_within, bounds
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import ARRAYS, backward, forward
 
 from mlx_lstm import engine_numpy, engine_numpy_products, lstm
+from mlx_lstm.closeness import assert_close, assert_within, bounds
+from mlx_lstm.oracle import ARRAYS, backward, forward
 
 ENGINES = ("numpy", "ops")
 HALVES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}

@@ -6,7 +6,8 @@ alone, which `assert_within` enforces. No number here is fitted to a result: if 
 
 import ml_dtypes
 import numpy as np
-from oracle import Arithmetic, evaluate
+
+from .oracle import Arithmetic, evaluate
 
 TRIALS = 8
 SAFETY = 4
