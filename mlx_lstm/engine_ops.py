@@ -1,7 +1,8 @@
 """Engine `ops`: the recurrence in plain MLX, forward and backward written out. The readable definition.
 
 Runs on any device and inside `mx.compile`, `mx.vmap` and exports. Sizes: T time, B batch, I input, H hidden, P the
-width of h (H, or the projection's). Every function here takes and returns MLX arrays; nothing is evaluated.
+width of h (H, or the projection's), G gates of the cell. Two directions run one after the other, each on its part of
+the arrays. Every function here takes and returns MLX arrays; nothing is evaluated.
 """
 
 from __future__ import annotations
@@ -10,217 +11,219 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from .cells import LSTMCell
+from .cells import GRUCell, LSTMCell
+from .directions import half, join_gradients, join_outputs, one_direction, part
+from .engine_ops_cell import (
+    StepGradients,
+    activate,
+    gru_candidate,
+    gru_step,
+    gru_step_backward,
+    lstm_step,
+    lstm_step_backward,
+    rnn_step,
+    rnn_step_backward,
+)
 from .problem import Problem
 
 Arrays = dict[str, mx.array]
 
 
-# --- The cell: the one place where its equations stand in Python -----------------------------------------------------
-
-
-def activate(name: str, x: mx.array) -> mx.array:
-    """One of `cells.ACTIVATIONS`. The sigmoid goes through tanh: that MLX computes in true float64, exp it does not."""
-    if name == "tanh":
-        return mx.tanh(x)
-    if name == "sigmoid":
-        return 0.5 + 0.5 * mx.tanh(0.5 * x)
-    if name == "hard_sigmoid":
-        return mx.clip(constant(0.2, x) * x + 0.5, 0, 1)
-    return mx.maximum(x, 0) if name == "relu" else x
-
-
-def slope(name: str, y: mx.array) -> mx.array:
-    """An activation's derivative, written in its output y."""
-    if name == "tanh":
-        return 1 - y * y
-    if name == "sigmoid":
-        return y * (1 - y)
-    if name == "hard_sigmoid":
-        return constant(0.2, y) * ((y > 0) & (y < 1)).astype(y.dtype)
-    return (y > 0).astype(y.dtype) if name == "relu" else mx.ones_like(y)
-
-
-def constant(value: float, like: mx.array) -> mx.array:
-    """A scalar in the dtype of `like`: beside a float64 array MLX 0.32.0 rounds a Python float to float32."""
-    return mx.array(value, like.dtype)
-
-
-def clip_straight_through(c: mx.array, limit: float) -> mx.array:
-    """clip(c, -limit, limit) whose gradient is that of c, as TensorFlow's block ops have it."""
-    bound = constant(limit, c)
-    return mx.stop_gradient(mx.clip(c, -bound, bound)) + (c - mx.stop_gradient(c))
-
-
-def lstm_step(
-    cell: LSTMCell, a: mx.array, c_prev: mx.array, peephole: mx.array | None
-) -> tuple[mx.array, mx.array, mx.array]:
-    """One step: preactivations a [B, 4H] and c_prev [B, H] to (gates [B, 4H], c [B, H], m [B, H]).
-
-    i = s_i(a_i + p_i c_prev)   f = s_f(a_f + forget_bias + p_f c_prev)   g = s_g(a_g + p_g c_prev)
-    c = f c_prev + i g, clipped                  o = s_o(a_o + p_o c)  or  s_o(a_o + p_o c_prev)
-    m = o s_output(c)
-    """
-    a = dict(zip(cell.gate_order, mx.split(a, 4, axis=-1), strict=True))
-    p = {} if peephole is None else dict(zip(cell.gate_order, mx.split(peephole, 4), strict=True))
-    if cell.forget_bias:
-        a["f"] = a["f"] + constant(cell.forget_bias, a["f"])
-    current = "o" if cell.output_peephole == "current" else ""
-    y = {}
-    for gate in "ifgo":
-        if p and gate != current:
-            a[gate] = a[gate] + p[gate] * c_prev
-    for gate in "ifg":
-        y[gate] = activate(cell.activation(gate), a[gate])
-    c = y["f"] * c_prev + y["i"] * y["g"]
-    if cell.cell_clip is not None:
-        c = clip_straight_through(c, cell.cell_clip)
-    if p and current:
-        a["o"] = a["o"] + p["o"] * c
-    y["o"] = activate(cell.activation("o"), a["o"])
-    m = y["o"] * activate(cell.activation("output"), c)
-    return mx.concatenate([y[gate] for gate in cell.gate_order], axis=-1), c, m
-
-
-def lstm_step_backward(
-    cell: LSTMCell,
-    gates: mx.array,
-    c_prev: mx.array,
-    c: mx.array,
-    peephole: mx.array | None,
-    dm: mx.array,
-    dc: mx.array,
-    dgates: mx.array | None,
-) -> tuple[mx.array, mx.array]:
-    """One step back: the gradients of m, c and (where given) the gates to (dz [B, 4H], dc_prev [B, H]).
-
-    dz is the gradient of the preactivations. The clip passes gradients straight through.
-    """
-    order = cell.gate_order
-    y = dict(zip(order, mx.split(gates, 4, axis=-1), strict=True))
-    p = {} if peephole is None else dict(zip(order, mx.split(peephole, 4), strict=True))
-    dy = {} if dgates is None else dict(zip(order, mx.split(dgates, 4, axis=-1), strict=True))
-
-    def through(gate: str, gradient: mx.array) -> mx.array:
-        return (gradient + dy[gate] if dy else gradient) * slope(cell.activation(gate), y[gate])
-
-    output = cell.activation("output")
-    s = activate(output, c)
-    dz = {"o": through("o", dm * s)}
-    dc = dc + dm * y["o"] * slope(output, s)
-    if p and cell.output_peephole == "current":
-        dc = dc + dz["o"] * p["o"]
-    dz["i"] = through("i", dc * y["g"])
-    dz["f"] = through("f", dc * c_prev)
-    dz["g"] = through("g", dc * y["i"])
-    dc = dc * y["f"]
-    for gate in "ifgo" if p and cell.output_peephole == "previous" else "ifg" if p else "":
-        dc = dc + dz[gate] * p[gate]
-    return mx.concatenate([dz[gate] for gate in order], axis=-1), dc
-
-
-# --- The recurrence --------------------------------------------------------------------------------------------------
-
-
 def forward(problem: Problem, arrays: Arrays) -> Arrays:
-    """h [T, B, P], c [T, B, H], gates [T, B, 4H], hT [B, P], cT [B, H]."""
+    """The cell's outputs: h [T, B, D P], gates [T, B, D G H], hT [B, D P]; of an LSTM c [T, B, D H], cT [B, D H]."""
     z = project(arrays)
+    if not problem.bidirectional:
+        return sweep_forward(problem, arrays, z)
+    sweeps = (sweep_forward(one_direction(problem, d), part(arrays, d), half(z, d)) for d in range(2))
+    return join_outputs(list(sweeps))
+
+
+def sweep_forward(problem: Problem, arrays: Arrays, z: mx.array) -> Arrays:
+    """The steps of one direction."""
     h, c = initial_states(problem, arrays)
-    Wh, Wp, peephole = arrays["Wh"].T, arrays.get("Wp"), arrays.get("peephole")
     rows = [None] * problem.T
     for t in problem.steps():
-        a = mx.addmm(z[t], recurrent_input(arrays, h, t), Wh)
-        gates, c_new, m = lstm_step(problem.cell, a, c, peephole)
-        h_new = m if Wp is None else m @ Wp.T
+        gates, c_new, h_new = step(problem, arrays, z[t], recurrent_input(arrays, h, t), h, c)
         live = problem.live(t)
         if live is None:
             rows[t] = h, c, _ = h_new, c_new, gates
         else:
             rows[t] = tuple(mx.where(live, value, 0) for value in (h_new, c_new, gates))
             h, c = mx.where(live, h_new, h), mx.where(live, c_new, c)
-    sequences = zip(("h", "c", "gates"), zip(*rows, strict=True), strict=True)
-    return {name: mx.stack(steps) for name, steps in sequences} | {"hT": h, "cT": c}
+    names = ("h", "c", "gates") if "c" in problem.cell.outputs else ("h", None, "gates")
+    sequences = {name: mx.stack(steps) for name, steps in zip(names, zip(*rows, strict=True), strict=True) if name}
+    return {name: {**sequences, "hT": h, "cT": c}[name] for name in problem.cell.outputs}
+
+
+def step(
+    problem: Problem, arrays: Arrays, z: mx.array, h_in: mx.array, h: mx.array, c: mx.array
+) -> tuple[mx.array, mx.array, mx.array]:
+    """(gates, c, h) of a step of whichever cell, from z, the masked h_in, h and c. A cell without c passes it on."""
+    cell, Wh, Wp = problem.cell, arrays["Wh"], arrays.get("Wp")
+    if isinstance(cell, LSTMCell):
+        gates, c, m = lstm_step(cell, mx.addmm(z, h_in, Wh.T), c, arrays.get("peephole"))
+        return gates, c, m if Wp is None else m @ Wp.T
+    if isinstance(cell, GRUCell):
+        gates, h = gru_step(cell, z, h_in, h, Wh, arrays.get("bhn"))
+        return gates, c, h
+    gates, h = rnn_step(cell, z, h_in, Wh)
+    return gates, c, h
 
 
 def backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays) -> Arrays:
-    """The gradient of every array, from those of the outputs that have one (keys h, c, gates, hT, cT)."""
-    c_prev = before_each_step(problem, saved["c"], initial_states(problem, arrays)[1])
-    sweep = sweep_backward(problem, arrays, saved["gates"], saved["c"], c_prev, cotangents)
+    """The gradient of every array, from those of the outputs that have one (keys as the outputs')."""
+    if problem.bidirectional:
+        given = ([part(values, d) for values in (arrays, saved, cotangents)] for d in range(2))
+        sweeps = (sweep_backward(one_direction(problem, d), *values) for d, values in enumerate(given))
+        sweep = join_outputs(list(sweeps))
+    else:
+        sweep = sweep_backward(problem, arrays, saved, cotangents)
     return gradients_after_sweep(problem, arrays, saved, sweep)
 
 
-def gradients_after_sweep(problem: Problem, arrays: Arrays, saved: Arrays, sweep: Arrays) -> Arrays:
-    """The gradient of every array, from dz [T, B, 4H], dh0, dc0 and, for a projection, dh [T, B, P] of the sweep."""
-    h, c, gates = saved["h"], saved["c"], saved["gates"]
+def sweep_backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays) -> Arrays:
+    """One direction's steps in reverse: dz [T, B, G H], dh0 [B, P]; of an LSTM dh [T, B, P] and dc0 [B, H]."""
     h0, c0 = initial_states(problem, arrays)
-    h_prev, dz = before_each_step(problem, h, h0), sweep["dz"]
-    gradients = weight_gradients(problem, arrays, h_prev, dz)
-    if "peephole" in arrays:
-        gradients["peephole"] = peephole_gradient(problem.cell, dz, before_each_step(problem, c, c0), c)
-    if "mask" in arrays:
-        terms = (flat(dz) @ arrays["Wh"]).reshape(h_prev.shape) * h_prev
-        gradients["mask"] = sum_to_shape(terms, arrays["mask"].shape)
-    if "Wp" in arrays:
-        output = activate(problem.cell.activation("output"), c)
-        m = (gates[..., problem.cell.block("o", problem.H)] * output).astype(h.dtype)
-        gradients["Wp"] = flat(sweep["dh"]).T @ flat(m)
-    gradients |= {"h0": sweep["dh0"], "c0": sweep["dc0"]}
-    return {name: gradient.astype(arrays[name].dtype) for name, gradient in gradients.items() if name in arrays}
-
-
-def sweep_backward(
-    problem: Problem,
-    arrays: Arrays,
-    gates: mx.array,
-    c: mx.array,
-    c_prev: mx.array,
-    cotangents: Arrays,
-) -> Arrays:
-    """The steps in reverse: dz [T, B, 4H], dh [T, B, P], dh0 [B, P], dc0 [B, H]."""
-    Wh, Wp, peephole, mask = (arrays.get(name) for name in ("Wh", "Wp", "peephole", "mask"))
-    dh = cotangents.get("hT", mx.zeros((problem.B, problem.P), c.dtype))
-    dc = cotangents.get("cT", mx.zeros((problem.B, problem.H), c.dtype))
+    h_prev, mask = before_each_step(problem, saved["h"], h0), arrays.get("mask")
+    c_prev = before_each_step(problem, saved["c"], c0) if "c" in saved else None
+    q = gru_candidates(problem, arrays, h_prev)
+    dh, dc = cotangents.get("hT", mx.zeros_like(h0)), cotangents.get("cT", mx.zeros_like(c0))
     kept = {"dz": [None] * problem.T, "dh": [None] * problem.T}
     for t in reversed(problem.steps()):
         dh_t = dh + cotangents["h"][t] if "h" in cotangents else dh
         dc_t = dc + cotangents["c"][t] if "c" in cotangents else dc
         dgates = cotangents["gates"][t] if "gates" in cotangents else None
-        dm = dh_t if Wp is None else dh_t @ Wp
-        dz, dc_new = lstm_step_backward(problem.cell, gates[t], c_prev[t], c[t], peephole, dm, dc_t, dgates)
-        live = problem.live(t)
+        before = {"h": h_prev[t], "c": None if c_prev is None else c_prev[t], "q": None if q is None else q[t]}
+        after = {name: saved[name][t] for name in ("h", "c", "gates") if name in saved}
+        back = step_backward(problem, arrays, t, before, after, dh_t, dc_t, dgates)
+        live, dz, dh_in = problem.live(t), back.dz, back.dh
         if live is not None:
             dz, dh_t = mx.where(live, dz, 0), mx.where(live, dh_t, 0)
-        dh_new = dz @ Wh
         kept["dz"][t], kept["dh"][t] = dz, dh_t
-        if mask is not None:
-            dh_new = dh_new * at_step(mask, t)
+        dh_new = dh_in if mask is None else dh_in * at_step(mask, t)
+        dh_new = dh_new if back.direct is None else dh_new + back.direct
+        dc_new = dc if back.dc is None else back.dc
         dh, dc = (dh_new, dc_new) if live is None else (mx.where(live, dh_new, dh), mx.where(live, dc_new, dc))
-    return {name: mx.stack(rows) for name, rows in kept.items()} | {"dh0": dh, "dc0": dc}
+    found = {name: mx.stack(rows) for name, rows in kept.items()} | {"dh0": dh, "dc0": dc}
+    return found if isinstance(problem.cell, LSTMCell) else {name: found[name] for name in ("dz", "dh0")}
+
+
+def step_backward(
+    problem: Problem,
+    arrays: Arrays,
+    t: int,
+    before: dict[str, mx.array | None],
+    after: Arrays,
+    dh: mx.array,
+    dc: mx.array,
+    dgates: mx.array | None,
+) -> StepGradients:
+    """One step of whichever cell back; `before` and `after` are its state then, and its gates."""
+    cell, Wh, Wp = problem.cell, arrays["Wh"], arrays.get("Wp")
+    if isinstance(cell, LSTMCell):
+        dm = dh if Wp is None else dh @ Wp
+        peephole = arrays.get("peephole")
+        dz, dc = lstm_step_backward(cell, after["gates"], before["c"], after["c"], peephole, dm, dc, dgates)
+        return StepGradients(dz, dz @ Wh, dc)
+    if isinstance(cell, GRUCell):
+        h_in = recurrent_input(arrays, before["h"], t)
+        return gru_step_backward(cell, after["gates"], h_in, before["h"], Wh, before["q"], dh, dgates)
+    return rnn_step_backward(cell, after["h"], Wh, dh, dgates)
+
+
+# --- After the sweep: products and sums over all steps and directions ------------------------------------------------
+
+
+def gradients_after_sweep(problem: Problem, arrays: Arrays, saved: Arrays, sweep: Arrays) -> Arrays:
+    """The gradient of every array, from dz [T, B, D G H], dh0, dc0 and, for a projection, dh [T, B, D P]."""
+    gradients = input_gradients(problem, arrays, sweep["dz"])
+    if problem.bidirectional:
+        given = ([part(values, d) for values in (arrays, saved, sweep)] for d in range(2))
+        parts = [recurrent_gradients(one_direction(problem, d), *values) for d, values in enumerate(given)]
+        gradients |= join_gradients(parts, arrays)
+    else:
+        gradients |= recurrent_gradients(problem, arrays, saved, sweep)
+    gradients |= {name: sweep[f"d{name}"] for name in ("h0", "c0") if name in arrays}
+    return {name: gradient.astype(arrays[name].dtype) for name, gradient in gradients.items() if name in arrays}
+
+
+def input_gradients(problem: Problem, arrays: Arrays, dz: mx.array) -> Arrays:
+    """The gradients of x, Wx, b from dz [T, B, D G H]: one matrix product each over all T * B rows."""
+    x, Wx = arrays["x"], arrays.get("Wx")
+    gradients = {"x": dz}
+    if Wx is not None:
+        rows = without_padding(problem, x)
+        gradients = {"x": (flat(dz) @ Wx).reshape(x.shape), "Wx": flat(dz).T @ flat(rows)}
+    if "b" in arrays:
+        gradients["b"] = total(flat(dz), axis=0)
+    return gradients
+
+
+def recurrent_gradients(problem: Problem, arrays: Arrays, saved: Arrays, sweep: Arrays) -> Arrays:
+    """One direction's gradients of Wh, bhn, peephole, mask and Wp: a product over all T * B rows or a sum each."""
+    cell, mask, h, dz = problem.cell, arrays.get("mask"), saved["h"], sweep["dz"]
+    h0, c0 = initial_states(problem, arrays)
+    h_prev = before_each_step(problem, h, h0)
+    h_in = without_padding(problem, h_prev if mask is None else h_prev * mask)
+    found = {}
+    if isinstance(cell, GRUCell):
+        found |= gru_recurrent_gradients(problem, arrays, saved["gates"], h_in, dz)
+    else:
+        found["Wh"] = flat(dz).T @ flat(h_in)
+    if "peephole" in arrays:
+        found["peephole"] = peephole_gradient(cell, dz, before_each_step(problem, saved["c"], c0), saved["c"])
+    if mask is not None:
+        dh_in = found.pop("h_in") if "h_in" in found else (flat(dz) @ arrays["Wh"]).reshape(h_prev.shape)
+        found["mask"] = sum_to_shape(dh_in * h_prev, mask.shape)
+    if "Wp" in arrays:
+        output = activate(cell.activation("output"), saved["c"])
+        m = (saved["gates"][..., cell.block("o", problem.H)] * output).astype(h.dtype)
+        found["Wp"] = flat(sweep["dh"]).T @ flat(m)
+    return found
+
+
+def gru_recurrent_gradients(problem: Problem, arrays: Arrays, gates: mx.array, h_in: mx.array, dz: mx.array) -> Arrays:
+    """Of a GRU: the gradients of Wh, bhn and, where there is a mask, of h_in [T, B, H]."""
+    cell, H = problem.cell, problem.H
+    d = {gate: dz[..., cell.block(gate, H)] for gate in cell.gate_order}
+    W = {gate: arrays["Wh"][cell.block(gate, H)] for gate in cell.gate_order}
+    r = gates[..., cell.block("r", H)]
+    seen = dict.fromkeys("rz", h_in) | {"n": h_in if cell.reset == "after" else r * h_in}
+    if cell.reset == "after":
+        d["n"] = d["n"] * r
+    found = {"Wh": mx.concatenate([flat(d[gate]).T @ flat(seen[gate]) for gate in cell.gate_order])}
+    if "bhn" in arrays:
+        found["bhn"] = total(flat(d["n"]), axis=0)
+    if "mask" in arrays:
+        terms = {gate: (flat(d[gate]) @ W[gate]).reshape(h_in.shape) for gate in cell.gate_order}
+        found["h_in"] = terms["r"] + terms["z"] + (terms["n"] if cell.reset == "after" else r * terms["n"])
+    return found
+
+
+def gru_candidates(problem: Problem, arrays: Arrays, h_prev: mx.array) -> mx.array | None:
+    """[T, B, H]: of a GRU that resets after the product, that product at every step; one over all T * B rows."""
+    cell = problem.cell
+    if not isinstance(cell, GRUCell) or cell.reset != "after":
+        return None
+    h_in = h_prev * arrays["mask"] if "mask" in arrays else h_prev
+    Wh_n = arrays["Wh"][cell.block("n", problem.H)]
+    return gru_candidate(flat(h_in), Wh_n, arrays.get("bhn")).reshape(h_prev.shape)
+
+
+def without_padding(problem: Problem, sequence: mx.array) -> mx.array:
+    """A sequence, 0 where an item has ended: what lies there must not reach a sum, 0 * NaN would spoil it."""
+    if problem.lengths is None:
+        return sequence
+    return mx.where((mx.arange(problem.T)[:, None] < problem.lengths)[..., None], sequence, 0)
 
 
 def project(arrays: Arrays) -> mx.array:
-    """The input's part of the preactivations, [T, B, 4H]: one matrix product over all T * B rows."""
+    """The input's part of the preactivations, [T, B, D G H]: one matrix product over all T * B rows."""
     x, Wx, b = arrays["x"], arrays.get("Wx"), arrays.get("b")
     if Wx is None:
         return x if b is None else x + b
     z = flat(x) @ Wx.T if b is None else mx.addmm(b, flat(x), Wx.T)
     return z.reshape(*x.shape[:2], -1)
-
-
-def weight_gradients(problem: Problem, arrays: Arrays, h_prev: mx.array, dz: mx.array) -> Arrays:
-    """The gradients of x, Wx, Wh, b from dz [T, B, 4H]: one matrix product each over all T * B rows."""
-    x, Wx, mask = arrays["x"], arrays.get("Wx"), arrays.get("mask")
-    h_in = h_prev if mask is None else h_prev * mask
-    if problem.lengths is not None:
-        # What lies in the padding must not reach a sum: 0 * NaN would spoil it.
-        running = (mx.arange(problem.T)[:, None] < problem.lengths)[..., None]
-        x, h_in = mx.where(running, x, 0), mx.where(running, h_in, 0)
-    gradients = {"Wh": flat(dz).T @ flat(h_in), "x": dz}
-    if Wx is not None:
-        gradients |= {"x": (flat(dz) @ Wx).reshape(x.shape), "Wx": flat(dz).T @ flat(x)}
-    if "b" in arrays:
-        gradients["b"] = total(flat(dz), axis=0)
-    return gradients
 
 
 def peephole_gradient(cell: LSTMCell, dz: mx.array, c_prev: mx.array, c: mx.array) -> mx.array:

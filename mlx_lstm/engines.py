@@ -6,11 +6,15 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
+from .cells import Cell, LSTMCell
+
 ENGINES = ("fused", "stepwise", "numpy", "ops")
 """`fused`: our Metal shaders, the sequence in one launch. `stepwise`: our Metal shaders, a launch per time step.
 `numpy`: the CPU engine, in place on MLX's own memory. `ops`: a plain MLX graph, any device, and the definition."""
 
 METAL_ENGINES = ("fused", "stepwise")
+
+LSTM = LSTMCell()
 
 LARGEST_FUSED = {mx.float32: 128, mx.float16: 192, mx.bfloat16: 192}
 """The largest H for which `fused` is the default: beyond it one GPU core streams the recurrent weights more slowly than
@@ -34,6 +38,8 @@ def choose(
     device: str,
     metal: bool,
     traced: bool,
+    cell: Cell = LSTM,
+    bidirectional: bool = False,
     projection: bool = False,
     requested: str | None = None,
     op: str = "lstm",
@@ -46,6 +52,8 @@ def choose(
         device (str): `"cpu"` or `"gpu"`, the device of the stream the op was called on.
         metal (bool): whether MLX has its Metal back end, `mx.metal.is_available()`.
         traced (bool): whether an input is a placeholder of `mx.compile`, `mx.vmap` or an export, without a value yet.
+        cell (Cell): the cell. Default: an LSTM's.
+        bidirectional (bool): whether both directions run. Default: `False`.
         projection (bool): whether h is projected. Default: `False`.
         requested (str): an engine's word to force it. Default: `None`, the best that runs.
 
@@ -67,6 +75,8 @@ def choose(
     if device != "cpu" and dtype == mx.float64:
         raise ValueError(f"[{op}] float64 needs the CPU, stream=mx.cpu, but the stream's device is {device}.")
     hindrances = obstacles(H, device, metal, traced, projection)
+    if cell.op != "lstm" or bidirectional:
+        hindrances |= dict.fromkeys(("fused", "stepwise", "numpy"), "only an LSTM of one direction so far")
     if requested is not None:
         if requested in hindrances:
             raise ValueError(f"[{op}] engine={requested!r} cannot run: {hindrances[requested]}.")

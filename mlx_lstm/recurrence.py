@@ -1,4 +1,8 @@
-"""THE recurrence: one LSTM layer over a sequence, with its own gradient. Every dialect of the package comes here."""
+"""THE recurrence: an LSTM, GRU or plain RNN layer over a sequence, with its own gradient. All dialects come here.
+
+The functions `lstm`, `gru` and `rnn` run forward and carry their gradient; `lstm_gradients`, `gru_gradients` and
+`rnn_gradients` are that gradient by itself, for callers that kept the outputs.
+"""
 
 from __future__ import annotations
 
@@ -7,31 +11,49 @@ from contextlib import nullcontext
 from typing import NamedTuple
 
 import mlx.core as mx
-import numpy as np
 
-from . import engine_fused, engine_numpy, engine_ops, engine_stepwise
-from .batching import vmap_one_by_one
-from .cells import ACTIVATIONS, LSTMCell
-from .checks import check_array, check_flag, check_lengths, check_number, check_option, check_sizes, fail
-from .engines import METAL_ENGINES, choose
+from .arguments import check_arrays, check_gru, check_lstm, check_rnn, check_sequences, is_traced
+from .autodiff import run, run_backward
+from .cells import Cell
+from .checks import check_flag, check_lengths
+from .engine_ops_cell import activate
+from .engines import choose
 from .problem import Problem
 
-ENGINE_MODULES = {
-    "fused": engine_fused,
-    "stepwise": engine_stepwise,
-    "numpy": engine_numpy,
-    "ops": engine_ops,
-}
+Arrays = dict[str, mx.array]
+Lengths = mx.array | Sequence[int] | None
+Stream = mx.Stream | mx.Device | None
 
 
 class LSTMOutput(NamedTuple):
-    """What `lstm` returns: sequences h [T, B, P], c [T, B, H], gates [T, B, 4H]; last states hT [B, P], cT [B, H]."""
+    """What `lstm` returns: sequences h [T, B, P], c [T, B, H], gates [T, B, 4H]; last states hT [B, P], cT [B, H].
+
+    Where both directions run, each last axis is twice as wide, the forward direction first.
+    """
 
     h: mx.array
     c: mx.array
     gates: mx.array | None
     hT: mx.array
     cT: mx.array
+
+
+class GRUOutput(NamedTuple):
+    """What `gru` returns: sequences h [T, B, H], gates [T, B, 3H]; the last state hT [B, H]; twice as wide for both
+    directions."""
+
+    h: mx.array
+    gates: mx.array | None
+    hT: mx.array
+
+
+class RNNOutput(NamedTuple):
+    """What `rnn` returns: sequences h and gates, the preactivations, [T, B, H]; the last state hT [B, H]; twice as wide
+    for both directions."""
+
+    h: mx.array
+    gates: mx.array | None
+    hT: mx.array
 
 
 def lstm(
@@ -50,12 +72,13 @@ def lstm(
     cell_clip: float | None = None,
     forget_bias: float = 0.0,
     reverse: bool = False,
-    lengths: mx.array | Sequence[int] | None = None,
+    bidirectional: bool = False,
+    lengths: Lengths = None,
     Wp: mx.array | None = None,
     return_gates: bool = False,
     training: bool = True,
     engine: str | None = None,
-    stream: mx.Stream | mx.Device | None = None,
+    stream: Stream = None,
 ) -> LSTMOutput:
     r"""A long short-term memory layer over a time-major sequence.
 
@@ -88,6 +111,9 @@ def lstm(
             TensorFlow's block ops.
         forget_bias (float): added to the forget gate's preactivation. Default: 0.
         reverse (bool): process t = T-1 ... 0; outputs stay aligned with the input. Default: `False`.
+        bidirectional (bool): run both directions. Then, the forward direction first, Wx is [8H, I], b [8H], Wh
+            [2, 4H, P], Wp [2, P, H], peephole [2, 4H], h0 [B, 2P], c0 [B, 2H], a mask that is not shared [.., 2P], a
+            projected x [T, B, 8H], and all outputs are twice as wide. Default: `False`.
         lengths (integer array or list, optional): [B], each in 0..T. Past its end an item's outputs are 0, its state is
             carried unchanged and its input never read; with `reverse` the item starts at its end. The range goes
             unchecked under `mx.compile`.
@@ -121,194 +147,374 @@ def lstm(
         >>> mx.grad(lambda Wh: lstm(x, Wx, Wh, b).hT.sum())(Wh).shape
         (16, 4)
     """
-    optional = {"b": b, "h0": h0, "c0": c0, "peephole": peephole, "mask": mask, "Wp": Wp}
-    arrays = {"x": x, "Wx": Wx, "Wh": Wh} | optional
-    arrays = {name: array for name, array in arrays.items() if array is not None or name in ("x", "Wh")}
-    T, B, H, P = check_arrays(arrays)
-    cell = check_cell(gate_order, activations, output_peephole, cell_clip, forget_bias)
-    check_flag("lstm", "reverse", reverse)
-    check_flag("lstm", "return_gates", return_gates)
-    check_flag("lstm", "training", training)
-    with mx.stream(stream) if stream is not None else nullcontext():
-        traced = is_traced(list(arrays.values()) + ([lengths] if isinstance(lengths, mx.array) else []))
-        if lengths is not None:
-            lengths = check_lengths("lstm", lengths, B, T, traced=traced)
+    arrays = given(x=x, Wx=Wx, Wh=Wh, b=b, h0=h0, c0=c0, peephole=peephole, mask=mask, Wp=Wp)
+    cell = check_lstm(gate_order, activations, output_peephole, cell_clip, forget_bias)
+    plan = Plan(cell, reverse, bidirectional, lengths, return_gates, training, engine, stream)
+    return LSTMOutput(**plan.forward(arrays))
+
+
+def lstm_gradients(
+    x: mx.array,
+    Wx: mx.array | None,
+    Wh: mx.array,
+    b: mx.array | None = None,
+    h0: mx.array | None = None,
+    c0: mx.array | None = None,
+    *,
+    gates: mx.array,
+    c: mx.array,
+    h: mx.array | None = None,
+    dh: mx.array | None = None,
+    dc: mx.array | None = None,
+    dgates: mx.array | None = None,
+    dhT: mx.array | None = None,
+    dcT: mx.array | None = None,
+    gate_order: str = "ifgo",
+    activations: Sequence[str] = ("sigmoid", "sigmoid", "tanh", "sigmoid", "tanh"),
+    peephole: mx.array | None = None,
+    output_peephole: str = "current",
+    mask: mx.array | None = None,
+    reverse: bool = False,
+    bidirectional: bool = False,
+    lengths: Lengths = None,
+    Wp: mx.array | None = None,
+    engine: str | None = None,
+    stream: Stream = None,
+) -> Arrays:
+    """The gradient of `lstm`, from what a forward pass returned.
+
+    Equals what `mx.vjp` gives for the same arguments. No gate is computed again.
+
+    Args:
+        x, Wx, Wh, b, h0, c0 and all options: as `lstm` had them. A clip and a forget bias leave no trace in the
+            formulas. With `Wx=None` only the shape of x counts.
+        gates (array): [T, B, 4H], as `lstm` returned them.
+        c (array): [T, B, H], likewise.
+        h (array, optional): [T, B, P], likewise. Default: made of gates and c, which a projection does not allow.
+        dh, dc, dgates, dhT, dcT (array, optional): the gradients of the outputs, in their shapes. Default: zeros.
+
+    Returns:
+        dict: the gradient of each array given, by its name here, in its shape: `"x"`, `"Wx"`, `"Wh"`, `"b"`, `"h0"`,
+        `"c0"`, `"peephole"`, `"mask"`, `"Wp"`.
+
+    Raises:
+        ValueError: as `lstm`.
+
+    Example:
+        >>> import mlx.core as mx
+        >>> from mlx_lstm.recurrence import lstm, lstm_gradients
+        >>> x, Wx, Wh = mx.ones((10, 2, 3)), mx.ones((16, 3)), mx.ones((16, 4))
+        >>> out = lstm(x, Wx, Wh, return_gates=True)
+        >>> lstm_gradients(x, Wx, Wh, gates=out.gates, c=out.c, h=out.h, dh=mx.ones((10, 2, 4)))["Wh"].shape
+        (16, 4)
+    """
+    arrays = given(x=x, Wx=Wx, Wh=Wh, b=b, h0=h0, c0=c0, peephole=peephole, mask=mask, Wp=Wp)
+    cell = check_lstm(gate_order, activations, output_peephole, None, 0.0, op="lstm_gradients")
+    plan = Plan(cell, reverse, bidirectional, lengths, False, True, engine, stream)
+    return plan.backward(arrays, given(h=h, c=c, gates=gates), given(h=dh, c=dc, gates=dgates, hT=dhT, cT=dcT))
+
+
+def gru(
+    x: mx.array,
+    Wx: mx.array | None,
+    Wh: mx.array,
+    b: mx.array | None = None,
+    h0: mx.array | None = None,
+    *,
+    bhn: mx.array | None = None,
+    gate_order: str = "rzn",
+    activations: Sequence[str] = ("sigmoid", "sigmoid", "tanh"),
+    reset: str = "after",
+    flip_z: bool = False,
+    mask: mx.array | None = None,
+    reverse: bool = False,
+    bidirectional: bool = False,
+    lengths: Lengths = None,
+    return_gates: bool = False,
+    training: bool = True,
+    engine: str | None = None,
+    stream: Stream = None,
+) -> GRUOutput:
+    r"""A gated recurrent unit layer over a time-major sequence.
+
+    .. math::
+
+        r, z &= s_k(x_t W_{x,k}^T + (m_t \odot h_{t-1}) W_{h,k}^T + b_k), \quad k \in \{r, z\} \\
+        n &= s_n(x_t W_{x,n}^T + b_n + r \odot ((m_t \odot h_{t-1}) W_{h,n}^T + b_{hn})) \\
+        h_t &= z \odot h_{t-1} + (1 - z) \odot n
+
+    Without options it equals `torch.nn.GRU` of one layer (b = b_ih + b_hh for r and z, b_in for n; bhn = b_hn) and
+    `mlx.nn.GRU`. With `reset="before"` the candidate is :math:`n = s_n(x_t W_{x,n}^T + b_n + (r \odot m_t \odot
+    h_{t-1}) W_{h,n}^T)`, as in the first version of the paper, in Keras with `reset_after=False` and in TensorFlow's
+    GRUBlockCell. The gradient is exact for every array and flows from all outputs; it keeps the gates.
+
+    Args:
+        x (array): input, [T, B, I]; or, with `Wx=None`, the already projected input, [T, B, 3H].
+        Wx (array, optional): input weights, [3H, I].
+        Wh (array): recurrent weights, [3H, H].
+        b (array, optional): bias, [3H].
+        h0 (array, optional): first h, [B, H]. Default: zeros.
+        bhn (array, optional): bias of the candidate's recurrent product, [H]; needs `reset="after"`.
+        gate_order (str): order of the three H-blocks on every 3H axis, a permutation of reset, update and candidate
+            gate. Default: `"rzn"`.
+        activations (sequence of str): those of r, z, n, in this order, each as in `lstm`.
+        reset (str): whether r multiplies the recurrent product, `"after"`, or what goes into it, `"before"`.
+            Default: `"after"`.
+        flip_z (bool): let z be the weight of n, so that h = (1 - z) h + z n. Default: `False`.
+        mask (array, optional): factor on h[t-1] as it enters the recurrent products (not the sum with z);
+            broadcastable to [B, H] or, one per step, to [T, B, H].
+        reverse, bidirectional, lengths, return_gates, training, engine, stream: as in `lstm`. For both directions Wx is
+            [6H, I], b [6H], Wh [2, 3H, H], bhn [2H], h0 [B, 2H], a projected x [T, B, 6H].
+
+    Returns:
+        GRUOutput: h [T, B, H], gates [T, B, 3H] (after activation, in `gate_order`; `None` unless `return_gates`) and
+        hT [B, H], in the dtype of x.
+
+    Raises:
+        ValueError, RuntimeError: as `lstm`.
+
+    Example:
+        >>> import mlx.core as mx
+        >>> from mlx_lstm import gru
+        >>> x = mx.random.normal((10, 2, 3))  # T, B, I
+        >>> out = gru(x, mx.zeros((12, 3)), mx.zeros((12, 4)), mx.ones((12,)))
+        >>> out.h.shape, out.hT.shape
+        ((10, 2, 4), (2, 4))
+    """
+    arrays = given(x=x, Wx=Wx, Wh=Wh, b=b, h0=h0, bhn=bhn, mask=mask)
+    cell = check_gru(gate_order, activations, reset, flip_z, bhn)
+    plan = Plan(cell, reverse, bidirectional, lengths, return_gates, training, engine, stream)
+    return GRUOutput(**plan.forward(arrays))
+
+
+def gru_gradients(
+    x: mx.array,
+    Wx: mx.array | None,
+    Wh: mx.array,
+    b: mx.array | None = None,
+    h0: mx.array | None = None,
+    *,
+    gates: mx.array,
+    h: mx.array,
+    dh: mx.array | None = None,
+    dgates: mx.array | None = None,
+    dhT: mx.array | None = None,
+    bhn: mx.array | None = None,
+    gate_order: str = "rzn",
+    activations: Sequence[str] = ("sigmoid", "sigmoid", "tanh"),
+    reset: str = "after",
+    flip_z: bool = False,
+    mask: mx.array | None = None,
+    reverse: bool = False,
+    bidirectional: bool = False,
+    lengths: Lengths = None,
+    engine: str | None = None,
+    stream: Stream = None,
+) -> Arrays:
+    """The gradient of `gru`, from what a forward pass returned; equals what `mx.vjp` gives for the same arguments.
+
+    Args:
+        x, Wx, Wh, b, h0 and all options: as `gru` had them.
+        gates (array): [T, B, 3H], as `gru` returned them.
+        h (array): [T, B, H], likewise.
+        dh, dgates, dhT (array, optional): the gradients of the outputs, in their shapes. Default: zeros.
+
+    Returns:
+        dict: the gradient of each array given, by its name here, in its shape.
+
+    Raises:
+        ValueError: as `gru`.
+
+    Example:
+        >>> import mlx.core as mx
+        >>> from mlx_lstm.recurrence import gru, gru_gradients
+        >>> x, Wx, Wh = mx.ones((10, 2, 3)), mx.ones((12, 3)), mx.ones((12, 4))
+        >>> out = gru(x, Wx, Wh, return_gates=True)
+        >>> gru_gradients(x, Wx, Wh, gates=out.gates, h=out.h, dh=mx.ones((10, 2, 4)))["x"].shape
+        (10, 2, 3)
+    """
+    arrays = given(x=x, Wx=Wx, Wh=Wh, b=b, h0=h0, bhn=bhn, mask=mask)
+    cell = check_gru(gate_order, activations, reset, flip_z, bhn, op="gru_gradients")
+    plan = Plan(cell, reverse, bidirectional, lengths, False, True, engine, stream)
+    return plan.backward(arrays, given(h=h, gates=gates), given(h=dh, gates=dgates, hT=dhT))
+
+
+def rnn(
+    x: mx.array,
+    Wx: mx.array | None,
+    Wh: mx.array,
+    b: mx.array | None = None,
+    h0: mx.array | None = None,
+    *,
+    activation: str = "tanh",
+    mask: mx.array | None = None,
+    reverse: bool = False,
+    bidirectional: bool = False,
+    lengths: Lengths = None,
+    return_gates: bool = False,
+    training: bool = True,
+    engine: str | None = None,
+    stream: Stream = None,
+) -> RNNOutput:
+    r"""A plain recurrent layer over a time-major sequence, as `torch.nn.RNN` of one layer and `mlx.nn.RNN` have it.
+
+    .. math:: h_t = s(x_t W_x^T + (m_t \odot h_{t-1}) W_h^T + b)
+
+    Args:
+        x (array): input, [T, B, I]; or, with `Wx=None`, the already projected input, [T, B, H].
+        Wx (array, optional): input weights, [H, I].
+        Wh (array): recurrent weights, [H, H].
+        b (array, optional): bias, [H].
+        h0 (array, optional): first h, [B, H]. Default: zeros.
+        activation (str): that of h, one of those of `lstm`. Default: `"tanh"`.
+        mask, reverse, bidirectional, lengths, training, engine, stream: as in `lstm`. For both directions Wx is
+            [2H, I], b [2H], Wh [2, H, H], h0 [B, 2H], a projected x [T, B, 2H].
+        return_gates (bool): whether `gates`, here the argument of the activation, is returned. Default: `False`.
+
+    Returns:
+        RNNOutput: h [T, B, H], gates [T, B, H] (before activation; `None` unless `return_gates`) and hT [B, H], in the
+        dtype of x.
+
+    Raises:
+        ValueError, RuntimeError: as `lstm`.
+
+    Example:
+        >>> import mlx.core as mx
+        >>> from mlx_lstm import rnn
+        >>> rnn(mx.ones((10, 2, 3)), mx.zeros((4, 3)), mx.zeros((4, 4)), activation="relu").h.shape
+        (10, 2, 4)
+    """
+    arrays = given(x=x, Wx=Wx, Wh=Wh, b=b, h0=h0, mask=mask)
+    cell = check_rnn(activation)
+    plan = Plan(cell, reverse, bidirectional, lengths, return_gates, training, engine, stream)
+    return RNNOutput(**plan.forward(arrays))
+
+
+def rnn_gradients(
+    x: mx.array,
+    Wx: mx.array | None,
+    Wh: mx.array,
+    b: mx.array | None = None,
+    h0: mx.array | None = None,
+    *,
+    h: mx.array,
+    dh: mx.array | None = None,
+    dgates: mx.array | None = None,
+    dhT: mx.array | None = None,
+    activation: str = "tanh",
+    mask: mx.array | None = None,
+    reverse: bool = False,
+    bidirectional: bool = False,
+    lengths: Lengths = None,
+    engine: str | None = None,
+    stream: Stream = None,
+) -> Arrays:
+    """The gradient of `rnn`, from what a forward pass returned; equals what `mx.vjp` gives for the same arguments.
+
+    Args:
+        x, Wx, Wh, b, h0 and all options: as `rnn` had them.
+        h (array): [T, B, H], as `rnn` returned it.
+        dh, dgates, dhT (array, optional): the gradients of the outputs, in their shapes. Default: zeros.
+
+    Returns:
+        dict: the gradient of each array given, by its name here, in its shape.
+
+    Raises:
+        ValueError: as `rnn`.
+
+    Example:
+        >>> import mlx.core as mx
+        >>> from mlx_lstm.recurrence import rnn, rnn_gradients
+        >>> x, Wx, Wh = mx.ones((10, 2, 3)), mx.ones((4, 3)), mx.ones((4, 4))
+        >>> rnn_gradients(x, Wx, Wh, h=rnn(x, Wx, Wh).h, dh=mx.ones((10, 2, 4)))["Wh"].shape
+        (4, 4)
+    """
+    arrays = given(x=x, Wx=Wx, Wh=Wh, b=b, h0=h0, mask=mask)
+    cell = check_rnn(activation, op="rnn_gradients")
+    plan = Plan(cell, reverse, bidirectional, lengths, False, True, engine, stream)
+    return plan.backward(arrays, given(h=h), given(h=dh, gates=dgates, hT=dhT))
+
+
+# --- From a call to an engine ----------------------------------------------------------------------------------------
+
+
+class Plan(NamedTuple):
+    """A call's cell and options, as the caller gave them: checks them with the arrays, chooses an engine and runs."""
+
+    cell: Cell
+    reverse: bool
+    bidirectional: bool
+    lengths: Lengths
+    return_gates: bool
+    training: bool
+    engine: str | None
+    stream: Stream
+
+    def forward(self, arrays: Arrays) -> dict[str, mx.array | None]:
+        """The outputs, with their gradient."""
+        problem = self.check(arrays, self.cell.op)
+        with on(self.stream):
+            problem, engine, traced = self.choose(problem, arrays, [])
+            return run(problem, arrays, engine, plain=traced and not self.training)
+
+    def backward(self, arrays: Arrays, saved: Arrays, cotangents: Arrays) -> Arrays:
+        """The gradients of the arrays."""
+        op = f"{self.cell.op}_gradients"
+        problem = self.check(arrays, op)
+        check_sequences(problem, arrays["x"].dtype, saved, cotangents, op)
+        with on(self.stream):
+            problem, engine, _ = self.choose(problem, arrays, [*saved.values(), *cotangents.values()])
+            if "c" in saved and "h" not in saved:
+                saved = saved | {"h": h_of(problem, saved["gates"], saved["c"])}
+            return run_backward(problem, arrays, saved, cotangents, engine)
+
+    def check(self, arrays: Arrays, op: str) -> Problem:
+        """The problem, but for its lengths, once arrays and flags are found right."""
+        for name in ("reverse", "bidirectional", "return_gates", "training"):
+            check_flag(op, name, getattr(self, name))
+        sizes = check_arrays(arrays, self.cell, self.bidirectional, op)
+        options = self.return_gates, self.training, self.bidirectional
+        return Problem(*sizes, self.cell, self.reverse and not self.bidirectional, None, *options)
+
+    def choose(self, problem: Problem, arrays: Arrays, others: list[mx.array]) -> tuple[Problem, str, bool]:
+        """The problem with its lengths, the engine's word, whether some array has no value yet."""
+        T, B, H, _ = problem[:4]
+        lengths = [self.lengths] if isinstance(self.lengths, mx.array) else []
+        traced = is_traced([*arrays.values(), *others, *lengths])
+        if self.lengths is not None:
+            problem = problem._replace(lengths=check_lengths(self.cell.op, self.lengths, B, T, traced=traced))
         word = choose(
-            sizes=(T, B, x.shape[-1], H),
-            dtype=x.dtype,
-            projection=Wp is not None,
+            sizes=(T, B, arrays["x"].shape[-1], H),
+            dtype=arrays["x"].dtype,
+            cell=self.cell,
+            bidirectional=self.bidirectional,
+            projection="Wp" in arrays,
             device=current_device(),
             metal=mx.metal.is_available(),
             traced=traced,
-            requested=engine,
+            requested=self.engine,
+            op=self.cell.op,
         ).engine
-        problem = Problem(T, B, H, P, cell, reverse, lengths, return_gates, training)
-        return run(problem, arrays, word, plain=traced and not training)
+        return problem, word, traced
 
 
-def run(problem: Problem, arrays: dict[str, mx.array], engine: str, plain: bool) -> LSTMOutput:
-    """Run a checked problem on an engine, with our gradient unless the graph shall stay plain.
-
-    16-bit arrays reach the Metal engines as they are, for the shaders compute in float32 themselves.
-    """
-    dtype = arrays["x"].dtype
-    if dtype in (mx.float16, mx.bfloat16) and engine not in METAL_ENGINES:
-        arrays = {name: array.astype(mx.float32) for name, array in arrays.items()}
-    outputs = ENGINE_MODULES[engine].forward(problem, arrays) if plain else differentiable(problem, arrays, engine)
-    if not problem.return_gates:
-        outputs["gates"] = None
-    return LSTMOutput(**{name: output if output is None else output.astype(dtype) for name, output in outputs.items()})
+def given(**arrays: mx.array | None) -> Arrays:
+    """The arrays that are not None; x and Wh have to be there, which is checked later."""
+    return {name: array for name, array in arrays.items() if array is not None or name in ("x", "Wh")}
 
 
-def differentiable(problem: Problem, arrays: dict[str, mx.array], engine: str) -> dict[str, mx.array]:
-    """The engine's outputs, with its backward pass as their gradient."""
-    module, names = ENGINE_MODULES[engine], tuple(arrays)
-    # MLX differentiates the ops engine's backward pass again, so all it reads must be outputs. The numpy engine keeps
-    # what the caller does not want where MLX never sees it.
-    hidden = {"gates"} if module is engine_numpy and not problem.return_gates else set()
-    shown = [name for name in LSTMOutput._fields if name not in hidden]
-    kept = {}
-    used: set[str] | None = set()
-
-    @mx.custom_function
-    def forward(*values: mx.array) -> tuple[mx.array, ...]:
-        outputs = module.forward(problem, dict(zip(names, values, strict=True)))
-        kept.update((name, outputs[name]) for name in hidden)
-        return tuple(outputs[name] for name in shown)
-
-    @forward.vjp
-    def backward(primals, cotangents, outputs):
-        # MLX hands zeros for outputs the loss does not use; they are neither computed nor added. In a second
-        # derivative gradients also arrive past the taps, through what this function itself read: then all count.
-        nonlocal used
-        present = {name: d for name, d in zip(shown, cotangents, strict=True) if used is None or name in used}
-        used = None
-        saved = dict(zip(shown, outputs, strict=True))
-        gradients = first_order(engine, problem, names, kept)(primals, present, saved)
-        return tuple(gradients[name] for name in names)
-
-    if module is not engine_ops:
-
-        @forward.jvp
-        def jvp(primals, tangents):
-            raise RuntimeError(f"[lstm] engine={engine!r} has no forward-mode derivative: use engine='ops'.")
-
-    def count_all() -> None:  # under mx.vmap the taps are lost
-        nonlocal used
-        used = None
-
-    if engine in METAL_ENGINES:
-        vmap_one_by_one(forward, count_all)
-    outputs = zip(shown, forward(*arrays.values()), strict=True)
-    return {name: tap(value, used, name) for name, value in outputs}
+def on(stream: Stream):
+    """The context of a stream, or none."""
+    return mx.stream(stream) if stream is not None else nullcontext()
 
 
-def tap(value: mx.array, used: set[str], name: str) -> mx.array:
-    """`value`, noting in `used` when a gradient comes back through it."""
-
-    @mx.custom_function
-    def identity(value: mx.array) -> mx.array:
-        return value
-
-    @identity.vjp
-    def note(primal, cotangent, output):
-        used.add(name)
-        return cotangent
-
-    return identity(value)
-
-
-def first_order(engine: str, problem: Problem, names: tuple[str, ...], kept: dict):
-    """The engine's backward pass; for an engine whose results MLX cannot differentiate, one that says so."""
-    module = ENGINE_MODULES[engine]
-
-    def backward(primals, cotangents, saved):
-        return module.backward(problem, dict(zip(names, primals, strict=True)), saved | kept, cotangents)
-
-    if module is engine_ops:
-        return backward
-    backward = mx.custom_function(backward)
-    if engine in METAL_ENGINES:
-        vmap_one_by_one(backward)
-
-    @backward.vjp
-    def second_order(primals, cotangents, outputs):
-        raise RuntimeError(f"[lstm] engine={engine!r} has no second derivative: use engine='ops'.")
-
-    return backward
+def h_of(problem: Problem, gates: mx.array, c: mx.array) -> mx.array:
+    """[T, B, D H]: an LSTM's h out of what it keeps, where nothing is projected."""
+    cell, D, H = problem.cell, problem.directions, problem.H
+    blocks = gates.reshape(*gates.shape[:2], D, 4 * H)[..., cell.block("o", H)]
+    return (blocks.reshape(c.shape) * activate(cell.activation("output"), c)).astype(gates.dtype)
 
 
 def current_device() -> str:
     """`"cpu"` or `"gpu"`: where the stream in effect runs."""
     return "cpu" if mx.default_device() == mx.cpu else "gpu"
-
-
-def is_traced(arrays: list[mx.array]) -> bool:
-    """Whether any of these arrays is a placeholder without a value. Evaluates the others."""
-    try:
-        mx.eval(arrays)
-    except ValueError as error:
-        if "during function transformations" in str(error):
-            return True
-        raise
-    return False
-
-
-# --- Arguments -------------------------------------------------------------------------------------------------------
-
-
-def check_arrays(arrays: dict[str, mx.array], op: str = "lstm") -> tuple[int, int, int, int]:
-    """Rank, size and dtype of every array; returns (T, B, H, P)."""
-    x, Wh = arrays["x"], arrays["Wh"]
-    check_array(op, "x", x, ["T", "B", "I" if "Wx" in arrays else "4H"])
-    check_array(op, "Wh", Wh, ["4H", "P" if "Wp" in arrays else "H"], x.dtype)
-    for name in ("x", "Wh"):
-        check_sizes(op, name, arrays[name])
-    T, B, I = x.shape
-    rows, P = Wh.shape
-    H = rows // 4
-    if rows % 4 or ("Wp" not in arrays and P != H):
-        fail(op, "Wh must have shape [4H, P] with Wp, else [4H, H]", f"shape {list(Wh.shape)}")
-    if "Wx" not in arrays and I != 4 * H:
-        fail(op, f"x must have shape [T, B, 4H = {4 * H}] when Wx is None", f"shape {list(x.shape)}")
-    shapes = {"Wx": [4 * H, I], "b": [4 * H], "h0": [B, P], "c0": [B, H], "peephole": [4 * H], "Wp": [P, H]}
-    for name in shapes.keys() & arrays.keys():
-        check_array(op, name, arrays[name], shapes[name], x.dtype)
-    if "mask" in arrays:
-        check_mask(op, arrays["mask"], (T, B, P), x.dtype)
-    return T, B, H, P
-
-
-def check_mask(op: str, mask: mx.array, shape: tuple[int, int, int], dtype: mx.Dtype) -> None:
-    """The mask broadcasts to [T, B, P] without enlarging it."""
-    check_array(op, "mask", mask, list(getattr(mask, "shape", ())), dtype)
-    try:
-        fits = np.broadcast_shapes(mask.shape, shape) == shape
-    except ValueError:
-        fits = False
-    if not fits:
-        T, B, P = shape
-        rule = f"mask must broadcast to [B, P] = [{B}, {P}] or [T, B, P] = [{T}, {B}, {P}]"
-        fail(op, rule, f"shape {list(mask.shape)}")
-
-
-def check_cell(
-    gate_order: str,
-    activations: Sequence[str],
-    output_peephole: str,
-    cell_clip: float | None,
-    forget_bias: float,
-    op: str = "lstm",
-) -> LSTMCell:
-    """The cell these options describe."""
-    if not isinstance(gate_order, str) or sorted(gate_order) != sorted("ifgo"):
-        fail(op, "gate_order must be a permutation of 'ifgo'", repr(gate_order))
-    if isinstance(activations, str) or not isinstance(activations, Sequence) or len(activations) != 5:
-        fail(op, "activations must be five names: those of i, f, g, o and of the output", repr(activations))
-    for name in activations:
-        check_option(op, "activations: each", name, ACTIVATIONS)
-    check_option(op, "output_peephole", output_peephole, ("current", "previous"))
-    if cell_clip is not None:
-        check_number(op, "cell_clip", cell_clip, positive=True)
-    check_number(op, "forget_bias", forget_bias)
-    return LSTMCell(gate_order, tuple(activations), output_peephole, cell_clip, float(forget_bias))

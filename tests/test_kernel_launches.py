@@ -26,7 +26,7 @@ from metal_emulator import coverage
 from mlx.utils import tree_flatten
 from on_metal import BATCHES, ENGINES, WEIGHTS, on_metal, options_at, pairs
 
-from mlx_lstm import engine_ops, kernels, kernels_fused, lstm, recurrence
+from mlx_lstm import autodiff, engine_ops, kernels, kernels_fused, lstm, recurrence
 from mlx_lstm.cells import LSTMCell
 from mlx_lstm.closeness import assert_close
 from mlx_lstm.engines import FUSED_LIMIT
@@ -85,7 +85,7 @@ def graph_of(engine, T, projection=False, dtype=mx.float32):
     arrays = {
         name: mx.zeros(shape, dtype) for name, shape in shapes.items() | ({"Wp": (P, H)} if projection else {}).items()
     }
-    problem, module = Problem(T, B, H, width, LSTMCell()), recurrence.ENGINE_MODULES[engine]
+    problem, module = Problem(T, B, H, width, LSTMCell()), autodiff.ENGINE_MODULES[engine]
 
     def sweeps(*values):
         given = dict(zip(arrays, values, strict=True))
@@ -248,7 +248,7 @@ def test_vmap_runs_the_kernels_one_by_one():
         mx.stream(mx.cpu),
         patch.object(recurrence, "current_device", lambda: "gpu"),
         patch.object(mx.metal, "is_available", lambda: True),
-        patch.dict(recurrence.ENGINE_MODULES, stepwise=stand_in),
+        patch.dict(autodiff.ENGINE_MODULES, stepwise=stand_in),
     ):
         expected = each(mx.grad(lambda *arrays: loss(*arrays, engine="ops"), every))
         of_each = mx.vmap(mx.grad(loss, every))(*arrays)

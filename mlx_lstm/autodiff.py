@@ -1,0 +1,145 @@
+"""A recurrence on an engine as MLX sees it: with the engine's backward pass as its gradient."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from . import engine_fused, engine_numpy, engine_ops, engine_stepwise
+from .batching import vmap_one_by_one
+from .engines import METAL_ENGINES
+from .problem import Problem
+
+ENGINE_MODULES = {
+    "fused": engine_fused,
+    "stepwise": engine_stepwise,
+    "numpy": engine_numpy,
+    "ops": engine_ops,
+}
+
+
+def run(problem: Problem, arrays: dict[str, mx.array], engine: str, plain: bool) -> dict[str, mx.array | None]:
+    """The cell's outputs by name, with our gradient unless the graph shall stay plain; gates None if not wanted."""
+    dtype = arrays["x"].dtype
+    arrays = for_engine(engine, arrays)
+    outputs = ENGINE_MODULES[engine].forward(problem, arrays) if plain else differentiable(problem, arrays, engine)
+    if not problem.return_gates:
+        outputs["gates"] = None
+    return {name: output if output is None else output.astype(dtype) for name, output in outputs.items()}
+
+
+def run_backward(
+    problem: Problem,
+    arrays: dict[str, mx.array],
+    saved: dict[str, mx.array],
+    cotangents: dict[str, mx.array],
+    engine: str,
+) -> dict[str, mx.array]:
+    """The gradient of every array, from the outputs a forward pass gave and the cotangents of some of them."""
+    dtype = arrays["x"].dtype
+    given = (for_engine(engine, values) for values in (arrays, saved, cotangents))
+    gradients = ENGINE_MODULES[engine].backward(problem, *given)
+    return {name: gradient.astype(dtype) for name, gradient in gradients.items() if name in arrays}
+
+
+def for_engine(engine: str, arrays: dict[str, mx.array]) -> dict[str, mx.array]:
+    """The arrays in the dtype an engine computes in: 16 bits reach the Metal shaders, which widen them themselves."""
+    if engine in METAL_ENGINES:
+        return arrays
+    wide = {mx.float16: mx.float32, mx.bfloat16: mx.float32}
+    return {name: array.astype(wide.get(array.dtype, array.dtype)) for name, array in arrays.items()}
+
+
+def differentiable(problem: Problem, arrays: dict[str, mx.array], engine: str) -> dict[str, mx.array]:
+    """The engine's outputs, with its backward pass as their gradient."""
+    module, names = ENGINE_MODULES[engine], tuple(arrays)
+    # MLX differentiates the ops engine's backward pass again, so all it reads must be outputs. The numpy engine keeps
+    # what the caller does not want where MLX never sees it.
+    hidden = {"gates"} if module is engine_numpy and not problem.return_gates else set()
+    shown = [name for name in problem.cell.outputs if name not in hidden]
+    kept = {}
+    used: set[str] | None = set()
+
+    @mx.custom_function
+    def forward(*values: mx.array) -> tuple[mx.array, ...]:
+        outputs = module.forward(problem, dict(zip(names, values, strict=True)))
+        kept.update((name, outputs[name]) for name in hidden)
+        return tuple(outputs[name] for name in shown)
+
+    @forward.vjp
+    def backward(primals, cotangents, outputs):
+        # MLX hands zeros for outputs the loss does not use; they are neither computed nor added. In a second
+        # derivative gradients also arrive past the taps, through what this function itself read: then all count.
+        nonlocal used
+        present = {name: d for name, d in zip(shown, cotangents, strict=True) if used is None or name in used}
+        used = None
+        saved = dict(zip(shown, outputs, strict=True))
+        gradients = first_order(engine, problem, names, kept)(primals, present, saved)
+        return tuple(gradients[name] for name in names)
+
+    if module is not engine_ops:
+
+        @forward.jvp
+        def jvp(primals, tangents):
+            raise RuntimeError(
+                f"[{problem.cell.op}] engine={engine!r} has no forward-mode derivative: use engine='ops'."
+            )
+
+    def count_all() -> None:  # under mx.vmap the taps are lost
+        nonlocal used
+        used = None
+
+    if engine in METAL_ENGINES:
+        vmap_one_by_one(forward, count_all)
+    outputs = zip(shown, forward(*arrays.values()), strict=True)
+    return {name: tap(value, used, name) for name, value in outputs}
+
+
+def tap(value: mx.array, used: set[str], name: str) -> mx.array:
+    """`value`, noting in `used` when a gradient comes back through it."""
+
+    @mx.custom_function
+    def identity(value: mx.array) -> mx.array:
+        return value
+
+    @identity.vjp
+    def note(primal, cotangent, output):
+        used.add(name)
+        return cotangent
+
+    return identity(value)
+
+
+def first_order(engine: str, problem: Problem, names: tuple[str, ...], kept: dict):
+    """The engine's backward pass; for an engine whose results MLX cannot differentiate, one that says so."""
+    module = ENGINE_MODULES[engine]
+
+    def backward(primals, cotangents, saved):
+        return module.backward(problem, dict(zip(names, primals, strict=True)), saved | kept, cotangents)
+
+    if module is engine_ops:
+        return backward
+    backward = mx.custom_function(backward)
+    if engine in METAL_ENGINES:
+        vmap_one_by_one(backward)
+
+    @backward.vjp
+    def second_order(primals, cotangents, outputs):
+        raise RuntimeError(f"[{problem.cell.op}] engine={engine!r} has no second derivative: use engine='ops'.")
+
+    return backward
+
+
+def current_device() -> str:
+    """`"cpu"` or `"gpu"`: where the stream in effect runs."""
+    return "cpu" if mx.default_device() == mx.cpu else "gpu"
+
+
+def is_traced(arrays: list[mx.array]) -> bool:
+    """Whether any of these arrays is a placeholder without a value. Evaluates the others."""
+    try:
+        mx.eval(arrays)
+    except ValueError as error:
+        if "during function transformations" in str(error):
+            return True
+        raise
+    return False
