@@ -10,11 +10,15 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import mlx.core as mx
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
+from on_metal import ENGINES, on_metal
+
+from mlx_lstm.closeness import largest
 
 pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
@@ -312,3 +316,82 @@ def test_resume_refuses_settings_and_wants_a_checkpoint(tmp_path, capsys):
         with pytest.raises(SystemExit) as stopped:
             char_lm.arguments(["--resume", f"--out={tmp_path}", *options])
         assert stopped.value.code == 2 and part in capsys.readouterr().err
+
+
+# --- Through the Metal shaders ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_training_step_on_metal_equals_that_on_the_cpu(engine, corpus):
+    """Loss, state and every parameter after dropout, cross entropy, clipping and AdamW.
+
+    A gradient may be off by twice the CPU engine's error plus a rounding; AdamW's update rises with the gradient, so
+    the updates at both ends of that interval enclose the parameter.
+    """
+    options = {"batch": 3, "window": 6, "embedding": 5, "hidden": 9, "dropout": 0.3, "weight_decay": 0.1}
+    run, cpu, exact = (new_run(corpus, engine=word, **options) for word in (engine, "numpy", "numpy"))
+    start = {name: np.array(array, np.float64) for name, array in tree_flatten(run.model.parameters())}
+    loss, state, gradients = exact_gradients(exact)
+    same = gradients_of(cpu)
+    with on_metal() as log:
+        got_loss = run.train_step()
+    assert log and all(launch.name.startswith(f"lstm_{engine}") for launch in log)
+    cpu_loss = cpu.train_step()
+
+    eps = np.finfo(np.float32).eps
+    assert abs(got_loss - loss) <= 2 * abs(cpu_loss - loss) + 4 * eps * loss
+    for got, of_cpu, ref in zip(run.state, cpu.state, state, strict=True):
+        bound = 2 * largest(np.array(of_cpu) - ref) + 4 * eps * largest(ref)
+        assert largest(np.array(got) - ref) <= bound
+    rate, decay = float(run.optimizer.learning_rate), options["weight_decay"]
+    for name, array in tree_flatten(run.model.parameters()):
+        error = 2 * largest(same[name] - gradients[name]) + 4 * eps * largest(gradients[name])
+        low, high = (
+            start[name] * (1 - rate * decay) - rate * g / (np.abs(g) + 1e-8)
+            for g in (gradients[name] + error, gradients[name] - error)
+        )
+        # Its corrections 1 - 0.9 and 1 / sqrt(1 - 0.999) are differences of numbers rounded at 1.
+        correction = eps / 2 * (1 / 0.1 + 0.5 / 0.001)
+        floor = 8 * eps * (np.abs(start[name]) + rate) + correction * rate
+        got = np.array(array)
+        assert (low - floor <= got).all() and (got <= high + floor).all(), name
+
+
+def exact_gradients(run):
+    """(loss in bits, state, clipped gradients by name) of a run's next step in float64, cross entropy by hand."""
+    settings, model = run.settings, run.model
+    codes, targets = run.inputs[:, : settings.window], np.array(run.targets[:, : settings.window]).reshape(-1)
+    model.set_dtype(mx.float64)
+    dropped = dropout_of(run).astype(mx.float64)
+    state = tuple(array.astype(mx.float64) for array in run.state)
+    with patch.object(char_lm, "product", mx.matmul):  # its own, through NumPy, would give float32
+        logits, last = model(codes, state, dropped)
+        logits = np.array(logits)
+        shifted = np.exp(logits - logits.max(1, keepdims=True))
+        share = shifted / shifted.sum(1, keepdims=True)
+        rows = np.arange(len(targets))
+        loss = -np.log(share[rows, targets]).mean()
+        share[rows, targets] -= 1
+        d = mx.array(share / len(targets), mx.float64)
+        gradients = char_lm.nn.value_and_grad(model, lambda m: (m(codes, state, dropped)[0] * d).sum())(model)[1]
+    return loss / np.log(2), [np.array(array) for array in last], clipped(gradients, settings.clip)
+
+
+def gradients_of(run):
+    """The clipped gradients by name of a run's next step, which is not taken."""
+    window = slice(0, run.settings.window)
+    inputs = run.inputs[:, window], run.targets[:, window]
+    return clipped(run.gradient(run.model, *inputs, run.state, dropout_of(run))[1], run.settings.clip)
+
+
+def dropout_of(run):
+    """The dropout factors of a run's next step."""
+    keep, (_, draw) = 1 - run.settings.dropout, mx.random.split(run.key)
+    return mx.random.bernoulli(keep, (run.settings.batch, 1, run.settings.hidden), draw) / keep
+
+
+def clipped(gradients, limit):
+    """Gradients by name in float64, scaled down to this norm."""
+    named = {name: np.array(array).astype(np.float64) for name, array in tree_flatten(gradients)}
+    norm = np.sqrt(sum((array**2).sum() for array in named.values()))
+    return {name: array * min(1.0, limit / norm) for name, array in named.items()}

@@ -1,15 +1,12 @@
 """The launches of the Metal engines: threads, launch counts, text, bytes, lines run; and what surrounds them."""
 
 import re
-import sys
 from collections import Counter
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
 import mlx.core as mx
-import mlx.nn
 import numpy as np
 import pytest
 from cases import (
@@ -23,12 +20,10 @@ from cases import (
     to_mlx,
 )
 from metal_emulator import coverage
-from mlx.utils import tree_flatten
 from on_metal import BATCHES, ENGINES, WEIGHTS, on_metal, options_at, pairs
 
 from mlx_lstm import autodiff, engine_ops, kernels, kernels_fused, lstm, recurrence
 from mlx_lstm.cells import LSTMCell
-from mlx_lstm.closeness import assert_close
 from mlx_lstm.engines import FUSED_LIMIT
 from mlx_lstm.oracle import forward
 from mlx_lstm.problem import Problem
@@ -198,36 +193,6 @@ def test_second_and_forward_mode_derivatives_are_refused(engine):
             mx.eval(mx.grad(lambda Wh: (mx.grad(of_Wh)(Wh) ** 2).sum())(Wh))
         with pytest.raises(RuntimeError, match=f"engine='{engine}' has no forward-mode derivative"):
             mx.eval(mx.jvp(of_Wh, [Wh], [Wh]))
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_gradients_of_a_model_are_those_of_the_cpu_engine(engine):
-    """The character model of examples/: its logits and every parameter's gradient, judged by the model in float64."""
-    pytest.importorskip("rich")
-    spec = spec_from_file_location("char_lm", Path(__file__).parents[1] / "examples" / "char_lm.py")
-    char_lm = module_from_spec(spec)
-    sys.modules["char_lm"] = char_lm  # where its NamedTuples look up their annotations
-    spec.loader.exec_module(char_lm)
-    char_lm.product = mx.matmul  # its own, through NumPy, would hand float64 back as float32
-    rng = np.random.default_rng(0)
-    codes, d = mx.array(rng.integers(0, 11, (3, 6))), rng.normal(size=(18, 11))
-
-    def pass_through(word, dtype):
-        mx.random.seed(0)
-        model = char_lm.CharLM(11, char_lm.Settings(embedding=5, hidden=9, engine=word))
-        model.set_dtype(dtype)
-        state = tuple(array.astype(dtype) for array in model.zero_state(3))
-        gradient = mlx.nn.value_and_grad(model, lambda model: (model(codes, state)[0] * mx.array(d, dtype)).sum())
-        value, tree = gradient(model)
-        return {"loss": np.array(value)} | {name: np.array(array) for name, array in tree_flatten(tree)}
-
-    with mx.stream(mx.cpu):
-        ref, same = pass_through("numpy", mx.float64), pass_through("numpy", mx.float32)
-        with on_metal():
-            got = pass_through(engine, mx.float32)
-    assert len(got) == 7
-    for name, value in got.items():
-        assert_close(name, value, same[name], ref[name])
 
 
 def test_vmap_runs_the_kernels_one_by_one():
