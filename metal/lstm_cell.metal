@@ -5,7 +5,7 @@
 //   the output, 23-24 the peephole, 25 whether c is clipped.
 
 enum Gate { GATE_I, GATE_F, GATE_G, GATE_O, OUTPUT };
-enum Activation { IDENTITY, RELU, TANH, SIGMOID, HARD_SIGMOID };
+enum Activation { IDENTITY, RELU, TANH, SIGMOID, HARD_SIGMOID, HARD_SIGMOID_SIXTH };
 enum Peephole { NO_PEEPHOLE, O_SEES_CURRENT, O_SEES_PREVIOUS };
 
 constexpr int place_of(int cell, int gate) { return (cell >> (2 * gate)) & 3; }
@@ -26,6 +26,7 @@ inline float activate(int name, float x) {
     case TANH: return precise::tanh(x);
     case SIGMOID: return 1.0f / (1.0f + exp(-x));
     case HARD_SIGMOID: return clamp(0.2f * x + 0.5f, 0.0f, 1.0f);
+    case HARD_SIGMOID_SIXTH: return clamp(1.0f / 6.0f * x + 0.5f, 0.0f, 1.0f);
     default: return x;
   }
 }
@@ -37,6 +38,7 @@ inline float slope(int name, float y) {
     case TANH: return 1.0f - y * y;
     case SIGMOID: return y * (1.0f - y);
     case HARD_SIGMOID: return y > 0.0f && y < 1.0f ? 0.2f : 0.0f;
+    case HARD_SIGMOID_SIXTH: return y > 0.0f && y < 1.0f ? 1.0f / 6.0f : 0.0f;
     default: return 1.0f;
   }
 }

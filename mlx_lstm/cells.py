@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-ACTIVATIONS = ("identity", "relu", "tanh", "sigmoid", "hard_sigmoid")
-"""Names an activation may have. `hard_sigmoid(x) = clip(0.2 x + 0.5, 0, 1)`; the slope of relu at 0 is 0."""
+ACTIVATIONS = ("identity", "relu", "tanh", "sigmoid", "hard_sigmoid", "hard_sigmoid_sixth")
+"""Names an activation may have. `hard_sigmoid(x) = clip(0.2 x + 0.5, 0, 1)`; `hard_sigmoid_sixth(x) =
+clip(x / 6 + 0.5, 0, 1)`, that of torch and Keras 3. The slope of relu at 0 is 0."""
+
+HARD_SIGMOIDS = {"hard_sigmoid": 0.2, "hard_sigmoid_sixth": 1 / 6}
+"""The slopes of the two."""
 
 
 class LSTMCell(NamedTuple):

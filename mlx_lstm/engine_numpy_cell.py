@@ -10,7 +10,7 @@ from functools import cache
 
 import numpy as np
 
-from .cells import LSTMCell
+from .cells import HARD_SIGMOIDS, LSTMCell
 
 Views = dict[str, np.ndarray]
 
@@ -33,7 +33,7 @@ class Gates:
                 run = slice(self.smooth.pop().start, run.stop)
             self.smooth.append(run)
         self.sigmoid = [run for name, run in self.runs if name == "sigmoid"]
-        self.other = [(name, run) for name, run in self.runs if name in ("relu", "hard_sigmoid", "identity")]
+        self.other = [(name, run) for name, run in self.runs if name not in ("tanh", "sigmoid")]
 
     def activate(self, z: np.ndarray, out: np.ndarray) -> None:
         """sigmoid(x) = 0.5 + 0.5 tanh(x / 2): with sigmoid gates halved on entry one tanh serves all."""
@@ -62,8 +62,8 @@ def activate(name: str, x: np.ndarray, out: np.ndarray) -> None:
         np.tanh(out, out=out)
         out *= 0.5
         out += 0.5
-    elif name == "hard_sigmoid":
-        np.multiply(x, 0.2, out=out)
+    elif name in HARD_SIGMOIDS:
+        np.multiply(x, HARD_SIGMOIDS[name], out=out)
         out += 0.5
         np.clip(out, 0, 1, out=out)
     elif name == "relu":
@@ -78,9 +78,9 @@ def slope_from_square(name: str, y: np.ndarray, out: np.ndarray) -> None:
         np.subtract(1, out, out=out)
     elif name == "sigmoid":
         np.subtract(y, out, out=out)
-    elif name == "hard_sigmoid":
+    elif name in HARD_SIGMOIDS:
         np.copyto(out, (y > 0) & (y < 1))
-        out *= 0.2
+        out *= HARD_SIGMOIDS[name]
     elif name == "relu":
         np.copyto(out, y > 0)
     else:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from .cells import GRUCell, LSTMCell, RNNCell
+from .cells import HARD_SIGMOIDS, GRUCell, LSTMCell, RNNCell
 
 Arrays = dict[str, mx.array]
 
@@ -30,8 +30,8 @@ def activate(name: str, x: mx.array) -> mx.array:
         return mx.tanh(x)
     if name == "sigmoid":
         return 0.5 + 0.5 * mx.tanh(0.5 * x)
-    if name == "hard_sigmoid":
-        return mx.clip(constant(0.2, x) * x + 0.5, 0, 1)
+    if name in HARD_SIGMOIDS:
+        return mx.clip(constant(HARD_SIGMOIDS[name], x) * x + 0.5, 0, 1)
     return mx.maximum(x, 0) if name == "relu" else x
 
 
@@ -41,8 +41,8 @@ def slope(name: str, y: mx.array) -> mx.array:
         return 1 - y * y
     if name == "sigmoid":
         return y * (1 - y)
-    if name == "hard_sigmoid":
-        return constant(0.2, y) * ((y > 0) & (y < 1)).astype(y.dtype)
+    if name in HARD_SIGMOIDS:
+        return constant(HARD_SIGMOIDS[name], y) * ((y > 0) & (y < 1)).astype(y.dtype)
     return (y > 0).astype(y.dtype) if name == "relu" else mx.ones_like(y)
 
 

@@ -106,6 +106,10 @@ def hard_sigmoid(x, fl):
     return np.clip(fl(fl(fl(0.2) * x) + 0.5), 0.0, 1.0)
 
 
+def hard_sigmoid_sixth(x, fl):
+    return np.clip(fl(fl(fl(1 / 6) * x) + 0.5), 0.0, 1.0)
+
+
 def relu(x, fl):
     return np.maximum(x, 0.0)
 
@@ -114,13 +118,14 @@ def identity(x, fl):
     return x
 
 
-ACTIVATIONS = {f.__name__: f for f in (identity, relu, tanh, sigmoid, hard_sigmoid)}
+ACTIVATIONS = {f.__name__: f for f in (identity, relu, tanh, sigmoid, hard_sigmoid, hard_sigmoid_sixth)}
 SLOPES = {  # derivative of each activation, from its output y
     "identity": lambda y, fl: np.ones_like(y),
     "relu": lambda y, fl: np.where(y > 0, 1.0, 0.0),
     "tanh": lambda y, fl: fl(1.0 - fl(y * y)),
     "sigmoid": lambda y, fl: fl(y * fl(1.0 - y)),
     "hard_sigmoid": lambda y, fl: np.where((y > 0) & (y < 1), fl(0.2), 0.0),
+    "hard_sigmoid_sixth": lambda y, fl: np.where((y > 0) & (y < 1), fl(1 / 6), 0.0),
 }
 
 

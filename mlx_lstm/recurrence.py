@@ -102,7 +102,8 @@ def lstm(
         gate_order (str): order of the four H-blocks on every 4H axis (weights, bias, peephole, gates), a permutation of
             input, forget, candidate and output gate. Default: `"ifgo"`.
         activations (sequence of str): those of i, f, g, o (in this order, whatever `gate_order` is) and of the output,
-            each one of `"identity"`, `"relu"`, `"tanh"`, `"sigmoid"`, `"hard_sigmoid"` (clip(0.2 x + 0.5, 0, 1)).
+            each one of `"identity"`, `"relu"`, `"tanh"`, `"sigmoid"`, `"hard_sigmoid"` (clip(0.2 x + 0.5, 0, 1)),
+            `"hard_sigmoid_sixth"` (clip(x / 6 + 0.5, 0, 1)).
         peephole (array, optional): peephole weights, [4H]; zeros for a gate that shall not peep.
         output_peephole (str): whether o peeps at c[t], `"current"`, or at c[t-1], `"previous"`. Default: `"current"`.
         mask (array, optional): factor on h[t-1] as it enters the recurrent product; broadcastable to [B, P] or, one per

@@ -9,7 +9,7 @@ from mlx_lstm.oracle import ARRAYS, Arithmetic, complete, forward, unroll
 
 SIZES = T, B, I, H, P = 4, 2, 3, 2, 3
 MASKS = [(T, B, "P"), (B, "P"), (1, "P"), ("P",), (T, 1, 1), (1,), ()]
-ACTIVATIONS = ("identity", "relu", "tanh", "sigmoid", "hard_sigmoid")
+ACTIVATIONS = ("identity", "relu", "tanh", "sigmoid", "hard_sigmoid", "hard_sigmoid_sixth")
 KINK_MARGIN = 1e-2  # how far preactivations stay from a kink: a thousand steps of a finite difference
 ROUNDING_MARGIN = 1e-4  # how far they stay from it where only float32 rounding must not cross it
 
@@ -79,7 +79,7 @@ def kink_distance(case, exact_zero=True):
     seen = [(p.act["output"], s.c) for s in unroll(p, fl)[1].values()]
     seen += [(p.act[k], s.a[k]) for s in unroll(p, fl)[1].values() for k in "ifgo"]
     seen = [(name, a if exact_zero else a[a != 0]) for name, a in seen]
-    kinks = {"relu": [0.0], "hard_sigmoid": [-2.5, 2.5]}
+    kinks = {"relu": [0.0], "hard_sigmoid": [-2.5, 2.5], "hard_sigmoid_sixth": [-3.0, 3.0]}
     distances = (np.abs(a - kink).min(initial=np.inf) for name, a in seen for kink in kinks.get(name, []))
     return min(distances, default=np.inf)
 
