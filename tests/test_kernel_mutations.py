@@ -5,11 +5,11 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 from cases import draw, draw_cotangents, run
-from metal_emulator import mutations
+from metal_emulator import coverage, mutations
 from metal_emulator.findings import KernelError
 from on_metal import on_metal
 
-from mlx_lstm import engine_fused, kernels
+from mlx_lstm import engine_fused, kernels, kernels_fused
 from mlx_lstm.closeness import assert_within, bounds
 from mlx_lstm.oracle import backward, forward
 
@@ -73,7 +73,7 @@ def notice(engine, case, cotangents, ref, limit):
     with (
         on_metal(),
         patch.object(engine_fused, "LAUNCH_STEPS", 3),
-        patch.object(kernels, "RESIDENT_BYTES", 2000),
+        patch.object(kernels_fused, "RESIDENT_BYTES", 2000),
     ):
         outputs, gradients = run(case, engine, np.float32, cotangents)
         for name, value in (outputs | gradients).items():
@@ -85,7 +85,7 @@ def unnoticed(file, kind):
     original = kernels.shader_file
     for mutation in damages(file, kind):
         damaged = lambda name, mutation=mutation: mutation.text if name == file else original(name)  # noqa: E731
-        with patch.object(kernels, "shader_file", damaged):
+        with patch.object(kernels, "shader_file", damaged), coverage.set_aside():
             try:
                 for arguments in prepared:
                     notice(*arguments)

@@ -98,6 +98,12 @@ def compiled_kernels() -> list[CompiledKernel]:
     return list(_loaded.values())
 
 
+def forget(kernel: CompiledKernel) -> None:
+    """Drops a kernel from those used by this process; compiled again, it counts as new."""
+    for key in [key for key, loaded in _loaded.items() if loaded is kernel]:
+        del _loaded[key]
+
+
 def _build(source: str, path: Path, shim: Path, options: list[str]) -> tuple[str, ...]:
     if found := forbidden_text(source):
         raise KernelError("", found)
