@@ -5,6 +5,8 @@
 //   o = s_o(a_o + p_o c)  or  s_o(a_o + p_o c_prev)
 //   m = o s_output(c)
 
+template <int CELL> constant constexpr bool CLIPS = (CELL >> 25) & 1;
+
 // One gate. a: its preactivation, p: its peephole weight, state: the cell state it peeps at.
 template <int CELL>
 float lstm_gate(int gate, float a, float p, float state, float forget_bias) {

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from .cells import ACTIVATIONS, LSTMCell
+from .cells import ACTIVATIONS, Cell, GRUCell, LSTMCell
 
 Inputs = dict[str, "mx.array | None"]
 Outputs = dict[str, tuple[tuple[int, ...], mx.Dtype]]
@@ -78,9 +78,17 @@ def select(given: Inputs, names: str) -> Inputs:
     return {name: given[name] for name in names.split()}
 
 
-def cell_number(cell: LSTMCell, peephole: bool) -> int:
-    """The options of a cell as the template number CELL; metal/lstm_cell.metal has its bits."""
-    number = sum(cell.gate_order.index(gate) << 2 * k for k, gate in enumerate("ifgo"))
-    number += sum(ACTIVATIONS.index(name) << 8 + 3 * k for k, name in enumerate(cell.activations))
-    number += ((1 if cell.output_peephole == "current" else 2) if peephole else 0) << 23
-    return number + ((cell.cell_clip is not None) << 25)
+def cell_number(cell: Cell, peephole: bool = False) -> int:
+    """The options of a cell as the template number CELL; metal/cell.metal has its bits."""
+    if isinstance(cell, LSTMCell):
+        order, gates, activations = cell.gate_order, "ifgo", cell.activations
+        sees = (1 if cell.output_peephole == "current" else 2) if peephole else 0
+        own = sees + ((cell.cell_clip is not None) << 2)
+    elif isinstance(cell, GRUCell):
+        order, gates, activations = cell.gate_order, "rzn", cell.activations
+        own = (cell.reset == "before") + (cell.flip_z << 1)
+    else:
+        order, gates, activations, own = "h", "h", (cell.act,), 0
+    number = sum(order.index(gate) << 2 * k for k, gate in enumerate(gates))
+    number += sum(ACTIVATIONS.index(name) << 8 + 3 * k for k, name in enumerate(activations))
+    return number + (own << 23)

@@ -75,6 +75,6 @@ def launch_fused(
     thread = "threadgroup_position_in_grid.x, thread_position_in_threadgroup.x, threads_per_threadgroup.x"
     body = f"""threadgroup vec<float, 4> state[{tiling.state}];
 {shader}<{", ".join(template)}>({{arrays}}, state, {thread}, thread_index_in_simdgroup);"""
-    shaders = ("lstm_cell", cell, "lstm_fused", shader)
+    shaders = ("cell", "lstm_cell", cell, "lstm_fused", shader)
     groups = (-(-problem.B // tiling.rows), 1)
     return launch(shader, shaders, inputs, outputs, template, body, groups, tiling.threads)

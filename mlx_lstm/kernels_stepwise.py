@@ -28,7 +28,7 @@ def launch_step(
 ) -> list[mx.array]:
     """Launch a shader that begins with lstm_product; `columns` are its product's, `before` names the files it needs."""
     lanes = rows < 8
-    shaders = ("lstm_cell", *before, "lstm_product_by_lanes" if lanes else "lstm_product_by_tiles", shader)
+    shaders = ("cell", "lstm_cell", *before, "lstm_product_by_lanes" if lanes else "lstm_product_by_tiles", shader)
     tiles = 1 if lanes else 36 * (rows + columns)
     body = f"""threadgroup float sums[{rows * columns}], tiles[{tiles}];
 {shader}<{", ".join(template)}>({{arrays}}, sums, tiles, {GROUP}, {LANE});"""

@@ -23,7 +23,7 @@ USERS = {  # shader file: engines that use it, batch sizes at which they do
     "lstm_fused": (["fused"], (3, 19)),
     "lstm_fused_forward": (["fused"], (3, 19)),
     "lstm_fused_backward": (["fused"], (3, 19)),
-    "lstm_cell": (["stepwise"], (3,)),
+    "cell": (["stepwise"], (3,)),
     "lstm_cell_forward": (["stepwise", "fused"], (3,)),
     "lstm_cell_backward": (["stepwise", "fused"], (3,)),
 }
@@ -52,7 +52,7 @@ def trials(file):
                 options = {"peephole": True, "mask": (4, B, "P"), "lengths": np.arange(B) % 5, "reverse": reverse}
                 yield trial(engine, (4, B, 2, 10, 33), projection=engine == "stepwise", cell_clip=0.5, **options)
         yield trial(engine, (2, batches[-1], 2, 33, 33))
-    if file == "lstm_cell":
+    if file == "cell":
         kinks = ("hard_sigmoid", "relu", "tanh", "hard_sigmoid", "relu")
         yield trial("stepwise", (3, 3, 2, 20, 20), activations=kinks, forget_bias=1.5)
 
