@@ -4,13 +4,36 @@
 alone, which `assert_within` enforces. No number here is fitted to a result: if a check fails, look for the error.
 """
 
-import ml_dtypes
+from typing import NamedTuple
+
 import numpy as np
 
-from .oracle import Arithmetic, evaluate
+from .oracle import evaluate
+from .oracle_cells import Arithmetic
 
 TRIALS = 8
 SAFETY = 4
+
+
+class Float(NamedTuple):
+    """What rounding in a dtype is made of: the gap above 1, the smallest normal and the smallest subnormal number."""
+
+    eps: float
+    tiny: float
+    smallest: float
+
+
+FLOATS = {
+    "float64": Float(2.0**-52, 2.0**-1022, 2.0**-1074),
+    "float32": Float(2.0**-23, 2.0**-126, 2.0**-149),
+    "float16": Float(2.0**-10, 2.0**-14, 2.0**-24),
+    "bfloat16": Float(2.0**-7, 2.0**-126, 2.0**-133),
+}
+
+
+def float_of(dtype):
+    """The `Float` of a dtype or its name; NumPy itself knows no bfloat16."""
+    return FLOATS[dtype if isinstance(dtype, str) else np.dtype(dtype).name]
 
 
 def assert_close(name, got, same_dtype, ref64, *, factor=2.0):
@@ -21,8 +44,7 @@ def assert_close(name, got, same_dtype, ref64, *, factor=2.0):
     same_dtype = np.asarray(same_dtype)
     if np.asarray(got).dtype != same_dtype.dtype:
         raise AssertionError(f"{name}: dtype {np.asarray(got).dtype}, expected {same_dtype.dtype}")
-    eps = float(ml_dtypes.finfo(same_dtype.dtype).eps)
-    floor = 4 * eps * largest(ref64)
+    floor = 4 * float_of(same_dtype.dtype).eps * largest(ref64)
     assert_within(name, got, ref64, factor * largest(same_dtype.astype(np.float64) - ref64) + floor)
 
 
@@ -55,6 +77,8 @@ def bounds(case, dtype, cotangents=None):
         activation              4 ulp = 8 v |result|, then stored
         dot, sum of K terms     v sqrt(K) sum|terms|, in any order, then stored (Higham and Mary, SIAM J. Sci. Comput.,
                                 2019: roundings are not all of one sign, so the K of the worst case becomes sqrt(K))
+        z a + (1 - z) b         u (|z a| + 2 |(1 - z) b| + |result|), or as b + z (a - b): u (2 |z (a - b)| + |result|);
+                                either is right, so the larger
         underflow               the smallest subnormal of `dtype`, or the smallest normal of the accumulator if larger
 
     The sensitivities must be those of the true Jacobian, which cancels: a bound from absolute values grows
@@ -70,7 +94,7 @@ def bounds(case, dtype, cotangents=None):
         noise = Noise(dtype, seed=trial, systematic=trial % 2 == 1)
         for name, value in _values(case, cotangents, noise).items():
             moved[name] = max(moved[name], largest(value - exact[name]) / noise.gain)
-    eps = float(ml_dtypes.finfo(dtype).eps)
+    eps = float_of(dtype).eps
     return {name: SAFETY * moved[name] + eps * largest(exact[name]) + noise.underflow for name in exact}
 
 
@@ -91,13 +115,14 @@ class Noise(Arithmetic):
     """
 
     def __init__(self, dtype, seed, systematic):
-        super().__init__(dtype)
-        stored, accumulated = ml_dtypes.finfo(dtype), ml_dtypes.finfo(self.accumulator)
-        unit = float(stored.eps) / 2
+        super().__init__(np.float64)
+        stored = float_of(dtype)
+        accumulated = stored if stored is FLOATS["float64"] else FLOATS["float32"]
+        unit = stored.eps / 2
         self.gain = max(1.0, 2.0**-26 / unit)
         self.unit = self.gain * unit
-        self.accumulator_unit = self.gain * float(accumulated.eps) / 2
-        self.underflow = max(float(stored.smallest_subnormal), float(accumulated.tiny))
+        self.accumulator_unit = self.gain * accumulated.eps / 2
+        self.underflow = max(stored.smallest, accumulated.tiny)
         self.seed, self.systematic = seed, systematic
         self.rng = np.random.default_rng(seed)
 
@@ -125,3 +150,7 @@ class Noise(Arithmetic):
         K = np.prod([terms.shape[n] for n in axis])
         spread = np.abs(terms).sum(axis=axis, keepdims=True)
         return self(terms.sum(axis=axis, keepdims=True) + self.move(self.accumulator_unit * np.sqrt(K) * spread))
+
+    def blend(self, z, a, b):
+        products = np.abs(z * a) + 2 * np.abs((1.0 - z) * b)
+        return self(z * a + (1.0 - z) * b + self.move(self.unit * np.maximum(products, 2 * np.abs(z * (a - b)))))

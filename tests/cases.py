@@ -1,11 +1,12 @@
-"""Random cases of the op `lstm`: the table of options, arrays to go with them, and how an engine runs a case."""
+"""Random cases of the ops `lstm`, `gru`, `rnn`: tables of options, arrays for them, how an engine runs a case."""
 
 import ml_dtypes
 import mlx.core as mx
 import numpy as np
 
-from mlx_lstm import lstm
-from mlx_lstm.oracle import ARRAYS, Arithmetic, complete, forward, unroll
+from mlx_lstm import recurrence
+from mlx_lstm.oracle import ARRAYS, activation_arguments, forward
+from mlx_lstm.oracle import OUTPUTS as OUTPUTS_OF
 
 SIZES = T, B, I, H, P = 4, 2, 3, 2, 3
 MASKS = [(T, B, "P"), (B, "P"), (1, "P"), ("P",), (T, 1, 1), (1,), ()]
@@ -34,27 +35,87 @@ OPTIONS = {
     **{f"{name}_output": {"activations": ("sigmoid", "sigmoid", "tanh", "sigmoid", name)} for name in ACTIVATIONS},
 }
 
+COMMON = {name: OPTIONS[name] for name in ("plain", "projected_x", "no_bias", "no_h0", "reverse")}
+COMMON |= {name: OPTIONS[name] for name in OPTIONS if name.startswith(("mask", "lengths"))}
 
-OUTPUTS = ("h", "c", "gates", "hT", "cT")
+GRU = {
+    **COMMON,
+    "no_bhn": {"bhn": None},
+    "before": {"reset": "before"},
+    "before_mask": {"reset": "before", "mask": (T, B, "P")},
+    "before_lengths_reverse": {"reset": "before", "lengths": [2, 4], "reverse": True},
+    "flip_z": {"flip_z": True},
+    "before_flip_z": {"reset": "before", "flip_z": True},
+    "zrn": {"gate_order": "zrn"},
+    "before_nrz": {"reset": "before", "gate_order": "nrz"},
+    **{f"{name}_gates": {"activations": (name, name, "tanh")} for name in ACTIVATIONS},
+    **{f"{name}_candidate": {"activations": ("sigmoid", "sigmoid", name)} for name in ACTIVATIONS},
+    "before_hard": {"reset": "before", "activations": ("hard_sigmoid", "hard_sigmoid", "relu")},
+}
+RNN = {**COMMON, **{name: {"activation": name} for name in ACTIVATIONS}}
+
+both = {"bidirectional": True}
+SIDE_BY_SIDE = {name: option | both for name, option in COMMON.items() if "reverse" not in name}
+BIDIRECTIONAL = {
+    "lstm": {
+        **SIDE_BY_SIDE,
+        **{name: OPTIONS[name] | both for name in ("no_c0", "peephole_current", "peephole_previous", "gate_order")},
+        **{name: OPTIONS[name] | both for name in ("cell_clip_peephole", "forget_bias", "projection")},
+        "projection_lengths": {"projection": True, "lengths": [3, 1], "mask": (T, 1, "P"), **both},
+        "relu_output": OPTIONS["relu_output"] | both,
+    },
+    "gru": {**SIDE_BY_SIDE, **{name: GRU[name] | both for name in ("no_bhn", "before_mask", "before_flip_z", "zrn")}},
+    "rnn": {**SIDE_BY_SIDE, "relu": RNN["relu"] | both},
+}
+
+CELLS = {f"gru_{name}": {"op": "gru", **option} for name, option in GRU.items()}
+CELLS |= {f"rnn_{name}": {"op": "rnn", **option} for name, option in RNN.items()}
+"""Options as those of OPTIONS, of the other two cells."""
+BOTH = {
+    f"{op}_both_{name}": {"op": op, **option} for op, table in BIDIRECTIONAL.items() for name, option in table.items()
+}
+"""And of the three cells, with both directions."""
+
+OUTPUTS = OUTPUTS_OF["lstm"]
+GATES = {"lstm": "ifgo", "gru": "rzn", "rnn": "h"}
 
 
 def draw(
-    rng, *, sizes=SIZES, projection=False, projected_x=False, peephole=False, mask=None, dtype=np.float64, **options
+    rng,
+    *,
+    op="lstm",
+    sizes=SIZES,
+    projection=False,
+    projected_x=False,
+    peephole=False,
+    mask=None,
+    bidirectional=False,
+    dtype=np.float64,
+    **options,
 ):
-    """A case of random arrays; `mask` is the mask's shape, "P" in it the width of h."""
+    """A case of random arrays; `mask` is the mask's shape, "P" in it the width of h (of both, if both directions)."""
     T, B, I, H, P = sizes
+    D, G, own = (2, len(GATES[op]), (2,)) if bidirectional else (1, len(GATES[op]), ())
     width = P if projection else H
-    shapes = {"x": (T, B, 4 * H if projected_x else I), "Wh": (4 * H, width), "b": (4 * H,)}
-    shapes |= {"h0": (B, width), "c0": (B, H)}
+    shapes = {"x": (T, B, D * G * H if projected_x else I), "Wh": (*own, G * H, width), "b": (D * G * H,)}
+    shapes |= {"h0": (B, D * width)}
+    if op == "lstm":
+        shapes["c0"] = (B, D * H)
+    if op == "gru" and options.get("reset") != "before":
+        shapes["bhn"] = (D * H,)
     if not projected_x:
-        shapes["Wx"] = (4 * H, I)
+        shapes["Wx"] = (D * G * H, I)
     if projection:
-        shapes["Wp"] = (P, H)
+        shapes["Wp"] = (*own, P, H)
     if peephole:
-        shapes["peephole"] = (4 * H,)
+        shapes["peephole"] = (*own, 4 * H)
     if mask is not None:
-        shapes["mask"] = tuple(width if size == "P" else size for size in mask)
-    return {name: rng.normal(0, 0.7, shape).astype(dtype) for name, shape in shapes.items()} | options
+        shapes["mask"] = tuple(D * width if size == "P" else size for size in mask)
+    arrays = {name: rng.normal(0, 0.7, shape).astype(dtype) for name, shape in shapes.items()}
+    arrays |= options
+    return arrays | {
+        name: value for name, value in (("op", op), ("bidirectional", bidirectional)) if value not in ("lstm", False)
+    }
 
 
 def draw_cotangents(rng, outputs, dtype=np.float64):
@@ -74,34 +135,57 @@ def draw_away_from_kinks(seed, margin=KINK_MARGIN, **options):
 
 def kink_distance(case, exact_zero=True):
     """How near an argument of relu or hard_sigmoid comes to a kink. A 0 that any rounding leaves 0 need not count."""
-    fl = Arithmetic(np.float64)
-    p = complete(case, fl)
-    seen = [(p.act["output"], s.c) for s in unroll(p, fl)[1].values()]
-    seen += [(p.act[k], s.a[k]) for s in unroll(p, fl)[1].values() for k in "ifgo"]
+    seen = activation_arguments(**case)
     seen = [(name, a if exact_zero else a[a != 0]) for name, a in seen]
     kinks = {"relu": [0.0], "hard_sigmoid": [-2.5, 2.5], "hard_sigmoid_sixth": [-3.0, 3.0]}
     distances = (np.abs(a - kink).min(initial=np.inf) for name, a in seen for kink in kinks.get(name, []))
     return min(distances, default=np.inf)
 
 
-def combination(rng, sizes=SIZES):
-    """A random choice of every option at once."""
+def combination(rng, sizes=SIZES, op="lstm", bidirectional=False):
+    """A random choice of every option of an op at once."""
     T, B = sizes[:2]
     pick = lambda *values: values[rng.integers(len(values))]  # noqa: E731
+    states = ("b", "h0", "c0") if op == "lstm" else ("b", "h0")
+    return {
+        **({"op": op} if op != "lstm" else {}),
+        **({"bidirectional": True} if bidirectional else {}),
+        **CHOICES[op](rng, pick),
+        "projected_x": pick(False, True),
+        "mask": pick(None, (T, B, "P"), (B, "P"), (T, 1, "P"), (B, 1)),
+        "reverse": not bidirectional and pick(False, True),
+        "lengths": pick(None, rng.integers(0, T + 1, B)),
+        **{name: None for name in states if rng.random() < 0.2},
+    }
+
+
+def lstm_choice(rng, pick):
     return {
         "projection": pick(False, True),
-        "projected_x": pick(False, True),
         "peephole": pick(False, True),
         "output_peephole": pick("current", "previous"),
-        "mask": pick(None, (T, B, "P"), (B, "P"), (T, 1, "P"), (B, 1)),
         "cell_clip": pick(None, 0.3, 1.0),
         "forget_bias": pick(0.0, 1.0, -0.5),
-        "reverse": pick(False, True),
-        "lengths": pick(None, rng.integers(0, T + 1, B)),
         "gate_order": "".join(rng.permutation(list("ifgo"))),
         "activations": tuple(rng.choice(ACTIVATIONS, 5)),
-        **{name: None for name in ("b", "h0", "c0") if rng.random() < 0.2},
     }
+
+
+def gru_choice(rng, pick):
+    return {
+        "reset": pick("after", "before"),
+        "flip_z": pick(False, True),
+        "gate_order": "".join(rng.permutation(list("rzn"))),
+        "activations": tuple(rng.choice(ACTIVATIONS, 3)),
+        **({"bhn": None} if rng.random() < 0.2 else {}),
+    }
+
+
+def rnn_choice(rng, pick):
+    return {"activation": pick(*ACTIVATIONS)}
+
+
+CHOICES = {"lstm": lstm_choice, "gru": gru_choice, "rnn": rnn_choice}
 
 
 # --- Running a case on an engine -------------------------------------------------------------------------------------
@@ -122,16 +206,22 @@ def to_numpy(array):
     return np.array(array)
 
 
-def run(case, engine, dtype, cotangents=None):
-    """(outputs, gradients) of `mlx_lstm.lstm` by name, as NumPy arrays; only outputs with a cotangent are used."""
-    options = {name: value for name, value in case.items() if name not in ARRAYS}
+def split(case):
+    """(op, arrays, options) of a case: its name, the arrays it has, the rest."""
     arrays = {name: case[name] for name in ARRAYS if case.get(name) is not None}
+    options = {name: value for name, value in case.items() if name not in ARRAYS and name != "op"}
+    return case.get("op", "lstm"), arrays, options
+
+
+def run(case, engine, dtype, cotangents=None):
+    """(outputs, gradients) of the case's op by name, as NumPy arrays; only outputs with a cotangent are used."""
+    op, arrays, options = split(case)
     names = list(arrays)
-    shown = OUTPUTS if cotangents is None else [name for name in OUTPUTS if name in cotangents]
+    shown = OUTPUTS_OF[op] if cotangents is None else [name for name in OUTPUTS_OF[op] if name in cotangents]
 
     def outputs_of(*values):
         given = {"Wx": None} | dict(zip(names, values, strict=True)) | options
-        out = lstm(**given, engine=engine, return_gates="gates" in shown)
+        out = getattr(recurrence, op)(**given, engine=engine, return_gates="gates" in shown)
         return [getattr(out, name) for name in shown]
 
     with mx.stream(mx.cpu):
@@ -142,3 +232,17 @@ def run(case, engine, dtype, cotangents=None):
         outputs, gradients = mx.vjp(outputs_of, values, given)
         named = zip(shown, map(to_numpy, outputs), strict=True), zip(names, map(to_numpy, gradients), strict=True)
         return tuple(map(dict, named))
+
+
+def run_gradients(case, engine, dtype, cotangents):
+    """The gradients of the op `lstm_gradients`, `gru_gradients` or `rnn_gradients` by name, after a forward pass."""
+    op, arrays, options = split(case)
+    saved = {"lstm": ("gates", "c", "h"), "gru": ("gates", "h"), "rnn": ("h",)}[op]
+    with mx.stream(mx.cpu):
+        given = {"Wx": None} | {name: to_mlx(array, dtype) for name, array in arrays.items()}
+        out = getattr(recurrence, op)(**given, **options, engine=engine, return_gates=True)
+        given |= {name: value for name, value in options.items() if name not in ("cell_clip", "forget_bias")}
+        given |= {name: getattr(out, name) for name in saved}
+        given |= {f"d{name}": to_mlx(array, dtype) for name, array in cotangents.items()}
+        gradients = getattr(recurrence, f"{op}_gradients")(**given, engine=engine)
+        return {name: to_numpy(gradient) for name, gradient in gradients.items()}

@@ -152,7 +152,7 @@ def test_strided_arguments(engine):
         return to_mlx(wide, np.float64)[tuple(slice(None, None, 2) for _ in array.shape)]
 
     with mx.stream(mx.cpu):
-        arrays = {name: cut(case[name]) for name in ARRAYS}
+        arrays = {name: cut(case[name]) for name in ARRAYS if name in case}
         names = list(arrays)
         outputs, gradients = mx.vjp(
             lambda *values: list(lstm(**dict(zip(names, values, strict=True)), engine=engine, return_gates=True)),

@@ -1,0 +1,255 @@
+"""The judge's arithmetic and its three cells, a step forward and a step back each. `oracle` runs them over time.
+
+The formulas are written over an `Arithmetic` called `fl`: `fl(...)` marks one rounded operation. In float64 it does
+nothing; in another dtype it rounds: "the same formula in that dtype". `closeness.py` perturbs it to derive tolerances.
+
+B batch, I input, H hidden, P width of h (H without projection), G gates: i f g o of an LSTM, r z n of a GRU, the one of
+a plain RNN is called h. GH axes are in `gate_order`. `p` is the completed case, see `oracle.complete`.
+"""
+
+from types import SimpleNamespace
+
+import numpy as np
+
+ACTIVATION_UNITS = 8  # an activation may be wrong by 4 ulp, which is 8 unit roundoffs, before it is stored
+
+
+class Arithmetic:
+    """Arithmetic of one dtype. Values travel as float64 arrays, and each operation's result is rounded to `dtype`.
+
+    This equals computing in `dtype`, as float64 has more than twice the digits of the narrower ones.
+    A dot product or a sum is one operation: accumulated in float32 (float64 in float64), then rounded once.
+    """
+
+    def __init__(self, dtype):
+        self.dtype = np.dtype(dtype)
+        self.accumulator = np.float64 if self.dtype == np.float64 else np.float32
+
+    def __call__(self, value, units=0):
+        """Round one operation's result, which was itself `units` accumulator roundoffs wrong (only `Noise` asks)."""
+        if self.dtype == np.float64:
+            return np.asarray(value, np.float64)
+        with np.errstate(over="ignore"):
+            return np.asarray(value).astype(self.dtype).astype(np.float64)
+
+    def load(self, value):
+        """An argument as the op receives it."""
+        return self(value)
+
+    def store(self, named):
+        """A dict of results, in the working dtype."""
+        return {name: value.astype(self.dtype) for name, value in named.items()}
+
+    def dot(self, a, b):
+        """a [M,K] @ b [K,N]."""
+        return self(a.astype(self.accumulator) @ b.astype(self.accumulator))
+
+    def total(self, terms, axis):
+        """Sum over `axis`, which is kept with size 1."""
+        return self(terms.sum(axis=axis, keepdims=True, dtype=self.accumulator))
+
+    def blend(self, z, a, b):
+        """z a + (1 - z) b."""
+        return self(self(z * a) + self(self(1.0 - z) * b))
+
+    def start_step(self):
+        """Called before each time step."""
+
+
+# --- Activations -----------------------------------------------------------------------------------------------------
+
+
+def sigmoid(x, fl):
+    e = fl(np.exp(-np.abs(x)))  # at most 1: never overflows
+    return fl(np.where(x >= 0, 1.0, e) / fl(1.0 + e), ACTIVATION_UNITS)
+
+
+def tanh(x, fl):
+    return fl(np.tanh(x), ACTIVATION_UNITS)
+
+
+def hard_sigmoid(x, fl):
+    return np.clip(fl(fl(fl(0.2) * x) + 0.5), 0.0, 1.0)
+
+
+def hard_sigmoid_sixth(x, fl):
+    return np.clip(fl(fl(fl(1 / 6) * x) + 0.5), 0.0, 1.0)
+
+
+def relu(x, fl):
+    return np.maximum(x, 0.0)
+
+
+def identity(x, fl):
+    return x
+
+
+ACTIVATIONS = {f.__name__: f for f in (identity, relu, tanh, sigmoid, hard_sigmoid, hard_sigmoid_sixth)}
+SLOPES = {  # derivative of each activation, from its output y
+    "identity": lambda y, fl: np.ones_like(y),
+    "relu": lambda y, fl: np.where(y > 0, 1.0, 0.0),
+    "tanh": lambda y, fl: fl(1.0 - fl(y * y)),
+    "sigmoid": lambda y, fl: fl(y * fl(1.0 - y)),
+    "hard_sigmoid": lambda y, fl: np.where((y > 0) & (y < 1), fl(0.2), 0.0),
+    "hard_sigmoid_sixth": lambda y, fl: np.where((y > 0) & (y < 1), fl(1 / 6), 0.0),
+}
+
+
+# --- What the cells share --------------------------------------------------------------------------------------------
+
+
+def block(p, array, gate):
+    """The [..., H] block of `gate` in a [..., GH] array."""
+    start = p.H * p.gate_order.index(gate)
+    return array[..., start : start + p.H]
+
+
+def blocks(p, array):
+    """A [..., GH] array as a dict of [..., H] by gate."""
+    return {k: block(p, array, k) for k in p.gate_order}
+
+
+def rows(p, gate):
+    """The [H,P] rows of `gate` in Wh [GH,P]."""
+    return block(p, p.Wh.T, gate).T
+
+
+def join(p, named):
+    """[..., GH] in gate_order from a dict of [..., H] by gate."""
+    return np.concatenate([named[k] for k in p.gate_order], axis=-1)
+
+
+def input_part(p, x, fl):
+    """x Wx^T + b, [B,GH]: the input's part of the preactivations; x itself where it is projected already."""
+    a = x if p.Wx is None else fl.dot(x, p.Wx.T)
+    return a if p.b is None else fl(a + p.b)
+
+
+def through(p, gate, y, gradient, dgates, fl):
+    """A gate's gradient to its preactivation's: dgates [B,GH] arrives at the gates themselves."""
+    return fl(fl(gradient + block(p, dgates, gate)) * SLOPES[p.act[gate]](y, fl))
+
+
+# --- LSTM ------------------------------------------------------------------------------------------------------------
+
+
+def lstm_step(p, x, h_in, h_prev, c_prev, fl, frozen_shift=None):
+    """One step from x [B,I] (or [B,4H] if projected already), masked h_in [B,P] and c_prev [B,H]."""
+    a = lstm_preactivations(p, x, h_in, c_prev, fl)
+    gates = {k: ACTIVATIONS[p.act[k]](a[k], fl) for k in "ifg"}
+    c_raw = fl(fl(gates["f"] * c_prev) + fl(gates["i"] * gates["g"]))
+    if frozen_shift is None:
+        c = fl(np.clip(c_raw, -p.cell_clip, p.cell_clip)) if p.cell_clip else c_raw
+    else:
+        c = c_raw + frozen_shift
+    if p.peephole is not None and p.output_peephole == "current":
+        a["o"] = fl(a["o"] + fl(block(p, p.peephole, "o") * c))
+    gates["o"] = ACTIVATIONS[p.act["o"]](a["o"], fl)
+    squashed = ACTIVATIONS[p.act["output"]](c, fl)
+    m = fl(gates["o"] * squashed)
+    h = m if p.Wp is None else fl.dot(m, p.Wp.T)
+    made = dict(h=h, c=c, gates=join(p, gates), clip_shift=c - c_raw, squashed=squashed, m=m)
+    return SimpleNamespace(a=a | {"output": c}, **made)
+
+
+def lstm_preactivations(p, x, h_in, c_prev, fl):
+    """a [B,H] by gate, all but the output gate's peep at the current c."""
+    a = blocks(p, fl(input_part(p, x, fl) + fl.dot(h_in, p.Wh.T)))
+    a["f"] = fl(a["f"] + fl(p.forget_bias))
+    for k in peeping_back(p):
+        a[k] = fl(a[k] + fl(block(p, p.peephole, k) * c_prev))
+    return a
+
+
+def peeping_back(p):
+    """The gates that see c_prev through a peephole."""
+    return "" if p.peephole is None else "ifgo" if p.output_peephole == "previous" else "ifg"
+
+
+def lstm_step_back(p, s, dh, dc, dgates, fl):
+    """Gradients of one step from the total dh [B,P], dc [B,H] arriving at its h and c, and dgates [B,4H] at its gates.
+
+    h = m Wp^T      m = o act_out(c)      o = act(a_o + p_o c)      c = f c_prev + i g      (clip: straight through)
+    """
+    y = blocks(p, s.gates)
+    da = lambda k, gradient: through(p, k, y[k], gradient, dgates, fl)  # noqa: E731
+    dm = dh if p.Wp is None else fl.dot(dh, p.Wp)
+    d = {"o": da("o", fl(dm * s.squashed))}
+    dc = fl(dc + fl(fl(dm * y["o"]) * SLOPES[p.act["output"]](s.squashed, fl)))
+    if p.peephole is not None and p.output_peephole == "current":
+        dc = fl(dc + fl(block(p, p.peephole, "o") * d["o"]))
+    d["i"] = da("i", fl(dc * y["g"]))
+    d["f"] = da("f", fl(dc * s.c_prev))
+    d["g"] = da("g", fl(dc * y["i"]))
+    dc_prev = fl(dc * y["f"])
+    for k in peeping_back(p):
+        dc_prev = fl(dc_prev + fl(block(p, p.peephole, k) * d[k]))
+    seen = join(p, {k: s.c if k == "o" and p.output_peephole == "current" else s.c_prev for k in "ifgo"})
+    d = join(p, d)
+    to_sum = dict(da=d, drecurrent=d, dpeephole=fl(d * seen), dh=dh, m=s.m)
+    return SimpleNamespace(dh_in=fl.dot(d, p.Wh), dh_direct=None, dc_prev=dc_prev, to_sum=to_sum)
+
+
+# --- GRU -------------------------------------------------------------------------------------------------------------
+
+
+def gru_step(p, x, h_in, h_prev, c_prev, fl, frozen_shift=None):
+    """One step from x [B,I] (or [B,3H] if projected already), masked h_in and unmasked h_prev [B,H].
+
+    r, z = act(a + h_in Wh^T)
+    n = act(a_n + r (h_in Wh_n^T + bhn)),  or with reset "before"  act(a_n + (r h_in) Wh_n^T)
+    h = z h_prev + (1 - z) n,  or with flip_z  (1 - z) h_prev + z n
+    """
+    a, y = blocks(p, input_part(p, x, fl)), {}
+    for k in "rz":
+        a[k] = fl(a[k] + fl.dot(h_in, rows(p, k).T))
+        y[k] = ACTIVATIONS[p.act[k]](a[k], fl)
+    entered = h_in if p.reset == "after" else fl(y["r"] * h_in)  # what the candidate's product sees
+    q = fl.dot(entered, rows(p, "n").T)
+    q = q if p.bhn is None else fl(q + p.bhn)
+    a["n"] = fl(a["n"] + (fl(y["r"] * q) if p.reset == "after" else q))
+    y["n"] = ACTIVATIONS[p.act["n"]](a["n"], fl)
+    h = fl.blend(y["z"], y["n"], h_prev) if p.flip_z else fl.blend(y["z"], h_prev, y["n"])
+    return SimpleNamespace(h=h, c=c_prev, gates=join(p, y), a=a, entered=entered, q=q)
+
+
+def gru_step_back(p, s, dh, dc, dgates, fl):
+    """Gradients of one step from the total dh [B,H] arriving at its h, and dgates [B,3H] at its gates."""
+    y = blocks(p, s.gates)
+    da = lambda k, gradient: through(p, k, y[k], gradient, dgates, fl)  # noqa: E731
+    of_z, of_rest = fl(dh * y["z"]), fl(dh * fl(1.0 - y["z"]))
+    to_n, to_h = (of_z, of_rest) if p.flip_z else (of_rest, of_z)
+    difference = fl(y["n"] - s.h_prev) if p.flip_z else fl(s.h_prev - y["n"])
+    d = {"z": da("z", fl(dh * difference)), "n": da("n", to_n)}
+    if p.reset == "after":
+        d["r"] = da("r", fl(d["n"] * s.q))
+        drecurrent_n = fl(d["n"] * y["r"])
+        dh_in = fl.dot(drecurrent_n, rows(p, "n"))
+    else:
+        dentered = fl.dot(d["n"], rows(p, "n"))
+        d["r"] = da("r", fl(dentered * s.h_in))
+        drecurrent_n = d["n"]
+        dh_in = fl(dentered * y["r"])
+    for k in "rz":
+        dh_in = fl(dh_in + fl.dot(d[k], rows(p, k)))
+    drecurrent = join(p, d | {"n": drecurrent_n})  # gradients of the recurrent products; `da`, of the input's part
+    to_sum = dict(da=join(p, d), drecurrent=drecurrent, entered=s.entered, dbhn=drecurrent_n)
+    return SimpleNamespace(dh_in=dh_in, dh_direct=to_h, dc_prev=dc, to_sum=to_sum)
+
+
+# --- RNN -------------------------------------------------------------------------------------------------------------
+
+
+def rnn_step(p, x, h_in, h_prev, c_prev, fl, frozen_shift=None):
+    """One step from x [B,I] (or [B,H] if projected already) and masked h_in [B,H]; the "gate" is the preactivation."""
+    a = fl(input_part(p, x, fl) + fl.dot(h_in, p.Wh.T))
+    return SimpleNamespace(h=ACTIVATIONS[p.activation](a, fl), c=c_prev, gates=a, a={"h": a})
+
+
+def rnn_step_back(p, s, dh, dc, dgates, fl):
+    """Gradients of one step from the total dh [B,H] arriving at its h, and dgates [B,H] at its preactivation."""
+    d = fl(fl(dh * SLOPES[p.activation](s.h, fl)) + dgates)
+    return SimpleNamespace(dh_in=fl.dot(d, p.Wh), dh_direct=None, dc_prev=dc, to_sum=dict(da=d, drecurrent=d))
+
+
+STEPS = {"lstm": (lstm_step, lstm_step_back), "gru": (gru_step, gru_step_back), "rnn": (rnn_step, rnn_step_back)}
