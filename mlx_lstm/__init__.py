@@ -1,6 +1,8 @@
 """LSTM layers for Apple Silicon on MLX: one recurrence with its own gradient, and the layers and dialects on it."""
 
+from . import keras as keras
 from . import nn as nn
+from . import tf as tf
 from .recurrence import GRUOutput as GRUOutput
 from .recurrence import LSTMOutput as LSTMOutput
 from .recurrence import RNNOutput as RNNOutput

@@ -1,0 +1,162 @@
+"""Weights of Keras' LSTM and GRU layers as ours, and back: nothing but transposes and reordered gates."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from .checks import check_flag, fail
+
+Arrays = dict[str, mx.array]
+
+
+def lstm_from_keras(kernel: Any, recurrent_kernel: Any, bias: Any = None) -> Arrays:
+    """The weights of a `keras.layers.LSTM` as arguments of `mlx_lstm.lstm` and `mlx_lstm.nn.LSTM`.
+
+    Keras' order i, f, c, o is the default `gate_order` here; its kernels are transposed; `unit_forget_bias` is in the
+    bias. For `block_lstm_v2` nothing changes: w = [kernel; recurrent_kernel], b = bias.
+
+    Args:
+        kernel, recurrent_kernel, bias (array): `layer.get_weights()`: [I, 4H], [H, 4H], [4H] or absent.
+
+    Returns:
+        dict: `Wx` [4H, I], `Wh` [4H, H] and, if there is a bias, `b` [4H].
+
+    Raises:
+        ValueError: the shapes do not fit.
+
+    Example:
+        >>> import numpy as np
+        >>> from mlx_lstm import keras, nn
+        >>> weights = np.ones((3, 16)), np.ones((4, 16)), np.ones(16)  # keras_layer.get_weights()
+        >>> Wx, Wh, b = keras.lstm_from_keras(*weights).values()
+        >>> layer = nn.LSTM(3, 4).update({"Wx": Wx, "Wh": Wh, "bias": b})
+    """
+    check_keras("lstm_from_keras", 4, kernel, recurrent_kernel, bias, [4])
+    return from_keras(4, "ifgo", "ifgo", kernel, recurrent_kernel) | ({} if bias is None else {"b": to_mlx(bias)})
+
+
+def lstm_to_keras(Wx: mx.array, Wh: mx.array, b: mx.array | None = None) -> list[np.ndarray]:
+    """The way back from `lstm_from_keras`: what `keras_layer.set_weights` takes, in float32.
+
+    Args:
+        Wx, Wh, b (array): [4H, I], [4H, H], [4H], gate order i, f, g, o; `None` for a layer with `use_bias=False`.
+
+    Returns:
+        list: kernel [I, 4H], recurrent_kernel [H, 4H] and, if given, bias [4H].
+    """
+    return [to_numpy(Wx).T, to_numpy(Wh).T] + ([] if b is None else [to_numpy(b)])
+
+
+def gru_from_keras(kernel: Any, recurrent_kernel: Any, bias: Any = None) -> Arrays:
+    """The weights of a `keras.layers.GRU` as arguments of `mlx_lstm.gru`, and of `mlx.nn.GRU`.
+
+    For a layer with `reset_after=True`, Keras' default, call `gru` as it is; for one with `reset_after=False` call it
+    with `reset="before"`. Keras' order z, r, h becomes r, z, n. With `reset_after=True` the two biases of z and r,
+    which only their sum counts of, become one.
+
+    Args:
+        kernel, recurrent_kernel, bias (array): `layer.get_weights()`: [I, 3H], [H, 3H]; [2, 3H], with
+            `reset_after=False` [3H], or absent.
+
+    Returns:
+        dict: `Wx` [3H, I], `Wh` [3H, H]; if there is a bias, `b` [3H], and with `reset_after=True` `bhn` [H].
+
+    Raises:
+        ValueError: the shapes do not fit.
+
+    Example:
+        >>> import mlx.core as mx, numpy as np
+        >>> from mlx_lstm import gru, keras
+        >>> weights = np.ones((3, 12)), np.ones((4, 12)), np.ones((2, 12))  # keras_layer.get_weights()
+        >>> gru(mx.ones((10, 2, 3)), **keras.gru_from_keras(*weights)).h.shape
+        (10, 2, 4)
+    """
+    check_keras("gru_from_keras", 3, kernel, recurrent_kernel, bias, [3], [2, 3])
+    found = from_keras(3, "zrn", "rzn", kernel, recurrent_kernel)
+    if bias is None:
+        return found
+    bias = reorder(to_mlx(bias), "zrn", "rzn")
+    if bias.ndim == 1:
+        return found | {"b": bias}
+    H = bias.shape[1] // 3
+    recurrent = mx.concatenate([bias[1, : 2 * H], mx.zeros((H,), bias.dtype)])
+    return found | {"b": bias[0] + recurrent, "bhn": bias[1, 2 * H :]}
+
+
+def gru_to_keras(
+    Wx: mx.array,
+    Wh: mx.array,
+    b: mx.array | None = None,
+    bhn: mx.array | None = None,
+    *,
+    reset_after: bool = True,
+) -> list[np.ndarray]:
+    """The way back from `gru_from_keras`: what `keras_layer.set_weights` takes, in float32.
+
+    With `reset_after=True` the bias of z and r goes into Keras' first bias, the second is 0 there; so a bias that came
+    from Keras may return otherwise divided, with the same outputs.
+
+    Args:
+        Wx, Wh, b, bhn (array): [3H, I], [3H, H], [3H], [H], gate order r, z, n; both biases `None` for a layer with
+            `use_bias=False`.
+        reset_after (bool): that of the layer. Default: `True`.
+
+    Returns:
+        list: kernel [I, 3H], recurrent_kernel [H, 3H] and, if a bias is given, bias [2, 3H] or [3H].
+
+    Raises:
+        ValueError: bhn is given with `reset_after=False`.
+    """
+    check_flag("gru_to_keras", "reset_after", reset_after)
+    if bhn is not None and not reset_after:
+        fail("gru_to_keras", "bhn must be None with reset_after=False", "an array")
+    kernels = [to_numpy(reorder(W.T, "rzn", "zrn")) for W in (Wx, Wh)]
+    if b is None and bhn is None:
+        return kernels
+    bias = np.zeros((2, Wh.shape[0]), np.float32)
+    if b is not None:
+        bias[0] = to_numpy(reorder(b, "rzn", "zrn"))
+    if bhn is not None:
+        bias[1, -bhn.size :] = to_numpy(bhn)
+    return [*kernels, bias if reset_after else bias[0]]
+
+
+# --- Shapes and orders ----------------------------------------------------------------------------------------------
+
+
+def check_keras(op: str, G: int, kernel: Any, recurrent_kernel: Any, bias: Any, *biases: list[int]) -> None:
+    """kernel [I, GH], recurrent_kernel [H, GH]; the bias in one of the shapes, whose last number counts H."""
+    shapes = [np.shape(array) for array in (kernel, recurrent_kernel, bias)]
+    H = shapes[1][0] if len(shapes[1]) == 2 else 0
+    if len(shapes[0]) != 2 or shapes[0][1] != G * H or shapes[1] != (H, G * H):
+        rule = f"kernel and recurrent_kernel must have shapes [I, {G}H] and [H, {G}H]"
+        fail(op, rule, f"shapes {list(shapes[0])} and {list(shapes[1])}")
+    if bias is not None and shapes[2] not in [(*shape[:-1], shape[-1] * H) for shape in biases]:
+        rule = " or ".join("[" + ", ".join(map(str, shape)) + "H]" for shape in biases)
+        fail(op, f"bias must have shape {rule}", f"shape {list(shapes[2])}")
+
+
+def from_keras(G: int, theirs: str, ours: str, kernel: Any, recurrent_kernel: Any) -> Arrays:
+    """Wx [GH, I] and Wh [GH, H] in our gate order."""
+    return {name: reorder(to_mlx(W), theirs, ours).T for name, W in (("Wx", kernel), ("Wh", recurrent_kernel))}
+
+
+def reorder(array: mx.array, before: str, after: str) -> mx.array:
+    """The gates' blocks on the last axis in another order."""
+    if before == after:
+        return array
+    blocks = dict(zip(before, mx.split(array, len(before), axis=-1), strict=True))
+    return mx.concatenate([blocks[gate] for gate in after], axis=-1)
+
+
+def to_mlx(array: Any) -> mx.array:
+    """An array of Keras or NumPy, or an MLX array as it is."""
+    return array if isinstance(array, mx.array) else mx.array(np.asarray(array))
+
+
+def to_numpy(array: mx.array) -> np.ndarray:
+    """As NumPy float32."""
+    return np.array(array.astype(mx.float32))
