@@ -76,7 +76,9 @@ def choose(
         raise ValueError(f"[{op}] float64 needs the CPU, stream=mx.cpu, but the stream's device is {device}.")
     hindrances = obstacles(H, device, metal, traced, projection)
     if cell.op != "lstm" or bidirectional:
-        hindrances |= dict.fromkeys(("fused", "stepwise", "numpy"), "only an LSTM of one direction so far")
+        hindrances |= dict.fromkeys(("fused", "stepwise"), "only an LSTM of one direction so far")
+    if cell.op != "lstm":
+        hindrances["numpy"] = "only an LSTM so far"
     if requested is not None:
         if requested in hindrances:
             raise ValueError(f"[{op}] engine={requested!r} cannot run: {hindrances[requested]}.")
