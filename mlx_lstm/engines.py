@@ -72,8 +72,7 @@ def choose(
     if requested is not None and requested not in ENGINES:
         raise ValueError(f"[{op}] engine must be one of {', '.join(ENGINES)} but got {requested!r}.")
     H, name = sizes[3], str(dtype).removeprefix("mlx.core.")
-    if device != "cpu" and dtype == mx.float64:
-        raise ValueError(f"[{op}] float64 needs the CPU, stream=mx.cpu, but the stream's device is {device}.")
+    check_device(op, dtype, device)
     hindrances = obstacles(H, device, metal, traced, projection)
     if cell.op != "lstm" or bidirectional:
         hindrances |= dict.fromkeys(("fused", "stepwise"), "only an LSTM of one direction so far")
@@ -93,6 +92,12 @@ def choose(
     if largest < H:
         return Choice("stepwise", f"H = {H} > {largest} in {name}")
     return Choice("fused", f"H = {H} <= {largest} in {name}")
+
+
+def check_device(op: str, dtype: mx.Dtype, device: str) -> None:
+    """The stream's device computes in this dtype."""
+    if device != "cpu" and dtype == mx.float64:
+        raise ValueError(f"[{op}] float64 needs the CPU, stream=mx.cpu, but the stream's device is {device}.")
 
 
 def obstacles(H: int, device: str, metal: bool, traced: bool, projection: bool) -> dict[str, str]:
