@@ -1,6 +1,5 @@
 """LSTM layers for Apple Silicon on MLX: one recurrence with its own gradient, and the layers and dialects on it."""
 
-from . import cudnn as cudnn
 from . import keras as keras
 from . import nn as nn
 from . import tf as tf

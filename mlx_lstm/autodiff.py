@@ -53,8 +53,9 @@ def differentiable(problem: Problem, arrays: dict[str, mx.array], engine: str) -
     """The engine's outputs, with its backward pass as their gradient."""
     module, names = ENGINE_MODULES[engine], tuple(arrays)
     # MLX differentiates the ops engine's backward pass again, so all it reads must be outputs. The numpy engine keeps
-    # what the caller does not want where MLX never sees it.
-    hidden = {"gates"} if module is engine_numpy and not problem.return_gates else set()
+    # what the caller does not want where MLX never sees it; without training the shaders do not write it.
+    hides = engine == "numpy" or (engine == "fused" and not problem.training)
+    hidden = {"gates"} if hides and not problem.return_gates else set()
     shown = [name for name in problem.cell.outputs if name not in hidden]
     kept = {}
     used: set[str] | None = set()
@@ -62,7 +63,7 @@ def differentiable(problem: Problem, arrays: dict[str, mx.array], engine: str) -
     @mx.custom_function
     def forward(*values: mx.array) -> tuple[mx.array, ...]:
         outputs = module.forward(problem, dict(zip(names, values, strict=True)))
-        kept.update((name, outputs[name]) for name in hidden)
+        kept.update((name, outputs.get(name)) for name in hidden)
         return tuple(outputs[name] for name in shown)
 
     @forward.vjp

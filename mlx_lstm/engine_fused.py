@@ -1,17 +1,19 @@
 """Engine `fused`: the recurrence on the GPU, the whole sequence in one launch of a Metal shader per sweep.
 
-A threadgroup owns a few batch items and walks their steps with the recurrent weights in its registers. The products
-over all T * B rows stay MLX's own. h and gates are stored in the dtype of the arrays, c in float32; arithmetic is
-float32. All results are lazy, so the engine also runs inside `mx.compile` and exports. There is no projection here.
+A threadgroup owns a few batch items of one direction and walks their steps with the recurrent weights in its registers.
+The products over all T * B rows stay MLX's own. h and gates are stored in the dtype of the arrays, c in float32;
+arithmetic is float32. All results are lazy, so the engine also runs inside `mx.compile` and exports. There is no
+projection here.
 """
 
 from __future__ import annotations
 
 import mlx.core as mx
 
-from . import kernels_fused
+from .directions import half
 from .engine_ops import Arrays, gradients_after_sweep, project
 from .kernel_inputs import contiguous, whole_mask
+from .kernels_fused import fused_backward, fused_forward
 from .problem import Problem
 
 LAUNCH_STEPS = 4096
@@ -20,50 +22,53 @@ microseconds a step is predicted to take this is 4 to 40 ms; not measured."""
 
 
 def forward(problem: Problem, arrays: Arrays) -> Arrays:
-    """h [T, B, H], c [T, B, H] float32, gates [T, B, 4H], hT [B, H], cT [B, H] float32."""
+    """h [T, B, D H], c [T, B, D H] float32, gates [T, B, D 4H], hT [B, D H], cT [B, D H] float32; gates only if the
+    problem keeps them."""
     cell = problem.cell
     fixed = options(problem, arrays) | {
         "z": contiguous(project(arrays)),
         "Wh": contiguous(arrays["Wh"]),
         "numbers": mx.array([cell.forget_bias, cell.cell_clip or 0.0], mx.float32),
     }
-    h, c, pieces = contiguous(arrays.get("h0")), contiguous(arrays.get("c0")), []
+    last, pieces = {"hT": contiguous(arrays.get("h0")), "cT": contiguous(arrays.get("c0"))}, []
     for start, stop in launches(problem):
-        inputs = fixed | {"h0": h, "c0": c, "sizes": sizes(problem, fixed["mask"], start, stop)}
-        *sequences, h, c = kernels_fused.lstm_fused_forward(problem, inputs, stop - start)
-        pieces.append(sequences)
-    in_time = reversed(pieces) if problem.reverse else pieces
-    sequences = zip(("h", "c", "gates"), zip(*in_time, strict=True), strict=True)
-    return {name: join(parts) for name, parts in sequences} | {"hT": h, "cT": c}
+        inputs = fixed | {"h0": last["hT"], "c0": last["cT"], "sizes": sizes(problem, fixed["mask"], start, stop)}
+        piece = fused_forward(problem, inputs, stop - start)
+        last = {name: piece.pop(name) for name in ("hT", "cT")}
+        pieces.append(piece)
+    return {name: join(problem, [piece[name] for piece in pieces]) for name in pieces[0]} | last
 
 
 def backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays) -> Arrays:
-    """The gradient of every array, from those of the outputs that have one (keys h, c, gates, hT, cT)."""
+    """The gradient of every array, from those of the outputs that have one (keys h, c, gates, hT, cT).
+
+    Gates that nobody kept are computed again.
+    """
+    if saved.get("gates") is None:
+        saved = forward(problem._replace(training=True), arrays)
     d = {name: contiguous(cotangent) for name, cotangent in cotangents.items()}
     fixed = options(problem, arrays) | {
         "gates": contiguous(saved["gates"]),
-        "c": contiguous(saved["c"]),
-        "c0": contiguous(arrays.get("c0")),
-        "Wh_T": contiguous(arrays["Wh"].T),
+        "states": contiguous(saved["c"]),
+        "first": contiguous(arrays.get("c0")),
+        "Wh_T": contiguous(mx.swapaxes(arrays["Wh"], -1, -2)),
         "dh": d.get("h"),
-        "dc": d.get("c"),
+        "beside": d.get("c"),
         "dgates": d.get("gates"),
     }
-    dh, dc, pieces = d.get("hT"), d.get("cT"), []
+    last, pieces = {"dh0": d.get("hT"), "dc0": d.get("cT")}, []
     for start, stop in reversed(launches(problem)):
-        inputs = fixed | {"dhT": dh, "dcT": dc, "sizes": sizes(problem, fixed["mask"], start, stop)}
-        dz, dh, dc = kernels_fused.lstm_fused_backward(problem, inputs, stop - start)
-        pieces.append(dz)
-    dz = join(pieces if problem.reverse else pieces[::-1])
-    return gradients_after_sweep(problem, arrays, saved, {"dz": dz, "dh0": dh, "dc0": dc})
+        inputs = fixed | {"dhT": last["dh0"], "dcT": last["dc0"], "sizes": sizes(problem, fixed["mask"], start, stop)}
+        last = fused_backward(problem, inputs, stop - start)
+        pieces.append(last.pop("dz"))
+    return gradients_after_sweep(problem, arrays, saved, {"dz": join(problem, pieces[::-1])} | last)
 
 
 def options(problem: Problem, arrays: Arrays) -> dict[str, mx.array | None]:
     """What both sweeps read of the options."""
-    peephole, mask = arrays.get("peephole"), arrays.get("mask")
     return {
-        "peephole": contiguous(peephole),
-        "mask": whole_mask(problem, mask),
+        "extra": contiguous(arrays.get("peephole")),
+        "mask": whole_mask(problem, arrays.get("mask")),
         "lengths": problem.lengths,
     }
 
@@ -74,11 +79,16 @@ def launches(problem: Problem) -> list[tuple[int, int]]:
 
 
 def sizes(problem: Problem, mask: mx.array | None, start: int, stop: int) -> mx.array:
-    """What a launch is told of sizes: start, stop, T, B, mask_step."""
-    mask_step = problem.B * problem.H if mask is not None and mask.shape[0] > 1 else 0
-    return mx.array([start, stop, problem.T, problem.B, mask_step], mx.int32)
+    """What a launch is told of sizes; metal/fused.metal lists them. Fewer than 8, for Metal's constant memory."""
+    T, B, D = problem.T, problem.B, problem.directions
+    return mx.array([start, stop, T, B, D, problem.reverse, mask is not None and mask.shape[0] > 1], mx.int32)
 
 
-def join(pieces: list[mx.array]) -> mx.array:
-    """The launches' parts of a sequence as one."""
-    return pieces[0] if len(pieces) == 1 else mx.concatenate(list(pieces))
+def join(problem: Problem, pieces: list[mx.array]) -> mx.array:
+    """A sequence out of the launches' parts of it, these in the order of processing."""
+    if len(pieces) == 1:
+        return pieces[0]
+    if problem.bidirectional:
+        forward, reverse = ([half(piece, d) for piece in pieces] for d in range(2))
+        return mx.concatenate([mx.concatenate(forward), mx.concatenate(reverse[::-1])], axis=-1)
+    return mx.concatenate(pieces[::-1] if problem.reverse else pieces)

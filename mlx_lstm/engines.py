@@ -72,32 +72,24 @@ def choose(
     if requested is not None and requested not in ENGINES:
         raise ValueError(f"[{op}] engine must be one of {', '.join(ENGINES)} but got {requested!r}.")
     H, name = sizes[3], str(dtype).removeprefix("mlx.core.")
-    check_device(op, dtype, device)
+    if device != "cpu" and dtype == mx.float64:
+        raise ValueError(f"[{op}] float64 needs the CPU, stream=mx.cpu, but the stream's device is {device}.")
     hindrances = obstacles(H, device, metal, traced, projection)
     if cell.op != "lstm" or bidirectional:
-        hindrances |= dict.fromkeys(("fused", "stepwise"), "only an LSTM of one direction so far")
-    if cell.op != "lstm":
-        hindrances["numpy"] = "only an LSTM so far"
+        engines = ("stepwise", "numpy") if cell.op == "lstm" else ("fused", "stepwise", "numpy")
+        hindrances |= dict.fromkeys(engines, "only an LSTM of one direction so far")
     if requested is not None:
         if requested in hindrances:
             raise ValueError(f"[{op}] engine={requested!r} cannot run: {hindrances[requested]}.")
         return Choice(requested, "asked for")
     if "numpy" not in hindrances:
         return Choice("numpy", "the stream's device is the CPU")
+    largest = LARGEST_FUSED.get(dtype, 0)
+    if "fused" not in hindrances and largest >= H:
+        return Choice("fused", f"H = {H} <= {largest} in {name}")
     if "stepwise" in hindrances:
         return Choice("ops", hindrances["numpy" if device == "cpu" else "stepwise"])
-    if "fused" in hindrances:
-        return Choice("stepwise", hindrances["fused"])
-    largest = LARGEST_FUSED[dtype]
-    if largest < H:
-        return Choice("stepwise", f"H = {H} > {largest} in {name}")
-    return Choice("fused", f"H = {H} <= {largest} in {name}")
-
-
-def check_device(op: str, dtype: mx.Dtype, device: str) -> None:
-    """The stream's device computes in this dtype."""
-    if device != "cpu" and dtype == mx.float64:
-        raise ValueError(f"[{op}] float64 needs the CPU, stream=mx.cpu, but the stream's device is {device}.")
+    return Choice("stepwise", hindrances.get("fused", f"H = {H} > {largest} in {name}"))
 
 
 def obstacles(H: int, device: str, metal: bool, traced: bool, projection: bool) -> dict[str, str]:

@@ -13,11 +13,11 @@ def contiguous(array: mx.array | None) -> mx.array | None:
 
 
 def whole_mask(problem: Problem, mask: mx.array | None) -> mx.array | None:
-    """The mask as [T, B, P], or as [1, B, P] where all steps share it."""
+    """The mask as [T, B, D P], or as [1, B, D P] where all steps share it."""
     if mask is None:
         return None
     steps = mask.shape[0] if mask.ndim == 3 else 1
-    return contiguous(mx.broadcast_to(mask, (steps, problem.B, problem.P)))
+    return contiguous(mx.broadcast_to(mask, (steps, problem.B, problem.directions * problem.P)))
 
 
 def step_of(array: mx.array | None, t: int) -> mx.array | None:

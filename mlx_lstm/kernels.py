@@ -16,7 +16,7 @@ import mlx.core as mx
 from .cells import ACTIVATIONS, Cell, GRUCell, LSTMCell
 
 Inputs = dict[str, "mx.array | None"]
-Outputs = dict[str, tuple[tuple[int, ...], mx.Dtype]]
+Outputs = dict[str, "tuple[tuple[int, ...], mx.Dtype] | None"]
 
 
 @cache
@@ -54,22 +54,23 @@ def launch(
 ) -> list[mx.array]:
     """Launch a shader on groups x threads threads.
 
-    `body` is its call, with {arrays} for the inputs in their order and then the outputs; `absent` stands for an input
-    that is `None`.
+    `body` is its call, with {arrays} for the inputs in their order and then the outputs; `absent` stands for one that
+    is `None`.
     """
-    present = {name: array for name, array in inputs.items() if array is not None}
-    missing = [name for name in inputs if name not in present]
-    arguments = [name if name in present else "absent" for name in inputs]
-    source = body.format(arrays=", ".join([*arguments, *outputs]))
+    given = {name: array for name, array in inputs.items() if array is not None}
+    wanted = {name: output for name, output in outputs.items() if output is not None}
+    missing = [name for name in (*inputs, *outputs) if name not in given and name not in wanted]
+    arguments = ["absent" if name in missing else name for name in (*inputs, *outputs)]
+    source = body.format(arrays=", ".join(arguments))
     name = "_".join([shader, "without", *missing]) if missing else shader
-    kernel = build(name, tuple(present), tuple(outputs), source, shaders)
+    kernel = build(name, tuple(given), tuple(wanted), source, shaders)
     return kernel(
-        inputs=list(present.values()),
+        inputs=list(given.values()),
         template=list(template.items()),
         grid=(groups[0] * threads, groups[1], 1),
         threadgroup=(threads, 1, 1),
-        output_shapes=[shape for shape, _ in outputs.values()],
-        output_dtypes=[dtype for _, dtype in outputs.values()],
+        output_shapes=[shape for shape, _ in wanted.values()],
+        output_dtypes=[dtype for _, dtype in wanted.values()],
     )
 
 

@@ -3,13 +3,16 @@
 from contextlib import contextmanager
 from unittest.mock import patch
 
-from cases import OPTIONS
+import mlx.core as mx
+from cases import BOTH, CELLS, OPTIONS
 from metal_emulator import emulated_metal
 
 from mlx_lstm import kernels, recurrence
+from mlx_lstm.cells import GRUCell, LSTMCell, RNNCell
 from mlx_lstm.engines import METAL_ENGINES as ENGINES
+from mlx_lstm.engines import choose
 
-WEIGHTS = ("Wh", "Wh_T", "weights", "peephole")
+WEIGHTS = ("Wh", "Wh_T", "weights", "peephole", "extra")
 
 
 @contextmanager
@@ -29,9 +32,12 @@ def on_metal(**options):
 BATCHES = (1, 2, 9)
 
 
+EVERY_OPTION = OPTIONS | CELLS | BOTH
+
+
 def options_at(option, B):
-    """An entry of OPTIONS, written for a batch of 2, for a batch of B."""
-    options = dict(OPTIONS[option])
+    """An entry of EVERY_OPTION, written for a batch of 2, for a batch of B."""
+    options = dict(EVERY_OPTION[option])
     if "lengths" in options:
         options["lengths"] = (options["lengths"] * B)[:B]
     if "mask" in options:
@@ -40,9 +46,16 @@ def options_at(option, B):
 
 
 def can_run(engine, options):
-    return engine == "stepwise" or not options.get("projection")
+    """Whether the choice of engines lets this engine run these options on a Mac."""
+    cell = {"lstm": LSTMCell(), "gru": GRUCell(reset=options.get("reset", "after")), "rnn": RNNCell()}
+    given = {"bidirectional": options.get("bidirectional", False), "projection": options.get("projection", False)}
+    given |= {"cell": cell[options.get("op", "lstm")], "device": "gpu", "metal": True, "traced": False}
+    try:
+        return bool(choose(sizes=(4, 2, 3, 2), dtype=mx.float32, requested=engine, **given))
+    except ValueError:
+        return False
 
 
-def pairs():
-    """(engine, option) for every entry of OPTIONS that the engine runs."""
-    return [(engine, option) for engine in ENGINES for option in OPTIONS if can_run(engine, OPTIONS[option])]
+def pairs(table=EVERY_OPTION):
+    """(engine, option) for every entry of a table of options that the engine runs."""
+    return [(engine, option) for engine in ENGINES for option in table if can_run(engine, table[option])]

@@ -42,6 +42,7 @@ TABLE = [
     (MAC, BRAIN, 193, None, "stepwise"),
     (MAC, {"traced": True}, 128, None, "fused"),
     (MAC, {"traced": True}, 512, None, "stepwise"),
+    (MAC, {"bidirectional": True}, 128, None, "fused"),
     (MAC, {"projection": True}, 16, None, "stepwise"),
     (MAC, {"projection": True}, 16, "fused", "cannot run: a projection of h is a product between two steps"),
     (MAC, {}, 256, "fused", "fused"),

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from on_metal import BATCHES, on_metal, options_at, pairs
 
 from mlx_lstm import engine_fused, kernels_fused
+from mlx_lstm.cells import LSTMCell
 from mlx_lstm.closeness import assert_close, assert_within, bounds
 from mlx_lstm.engines import METAL_ENGINES
 from mlx_lstm.oracle import ARRAYS, backward, forward
@@ -106,7 +107,7 @@ def test_odd_shapes(engine, sizes):
 
 @pytest.mark.parametrize("H, dtype", [(128, np.float32), (200, np.float16)])
 def test_fused_with_weights_that_do_not_fit_in_registers(H, dtype):
-    tiling = kernels_fused.fused_tiling(2, H, np.dtype(dtype).itemsize, backward=False)
+    tiling = kernels_fused.fused_tiling(LSTMCell(), 2, H, np.dtype(dtype).itemsize, backward=False)
     assert tiling.resident < -(-H // (16 * tiling.units))
     rng = np.random.default_rng(0)
     case = draw(rng, sizes=(2, 2, 2, H, H), dtype=dtype)
