@@ -1,6 +1,7 @@
 """LSTM layers for Apple Silicon on MLX: one recurrence with its own gradient, and the layers and dialects on it."""
 
 from . import keras as keras
+from . import mpsgraph as mpsgraph
 from . import nn as nn
 from . import tf as tf
 from .recurrence import GRUOutput as GRUOutput

@@ -66,6 +66,8 @@ def check_sequences(problem: Problem, dtype: mx.Dtype, saved: Arrays, cotangents
         check_array(op, name, array, shapes[name], dtype)
     for name, array in cotangents.items():
         check_array(op, f"d{name}", array, shapes[name], dtype)
+    if problem.cell.op == "rnn" and not saved:
+        fail(op, "h or gates must be given", "None")
     if problem.P != problem.H and "h" not in saved:
         fail(op, "h must be given where there is a projection Wp", "None")
 

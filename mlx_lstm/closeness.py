@@ -88,11 +88,16 @@ def bounds(case, dtype, cotangents=None):
     squares of the terms; SAFETY times it covers 36 equal terms all against us. Another eps max|result| is added for
     when all moves cancel.
     """
-    exact = _values(case, cotangents, Arithmetic(np.float64))
+    return bounds_of(lambda fl: _values(case, cotangents, fl), dtype)
+
+
+def bounds_of(values, dtype):
+    """`bounds` of whatever `values`, a function of an `Arithmetic`, returns by name."""
+    exact = values(Arithmetic(np.float64))
     moved = dict.fromkeys(exact, 0.0)
     for trial in range(TRIALS):
         noise = Noise(dtype, seed=trial, systematic=trial % 2 == 1)
-        for name, value in _values(case, cotangents, noise).items():
+        for name, value in values(noise).items():
             moved[name] = max(moved[name], largest(value - exact[name]) / noise.gain)
     eps = float_of(dtype).eps
     return {name: SAFETY * moved[name] + eps * largest(exact[name]) + noise.underflow for name in exact}

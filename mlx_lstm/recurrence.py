@@ -14,7 +14,7 @@ import mlx.core as mx
 
 from .arguments import check_arrays, check_gru, check_lstm, check_rnn, check_sequences, is_traced
 from .autodiff import run, run_backward
-from .cells import Cell
+from .cells import Cell, RNNCell
 from .checks import check_flag, check_lengths
 from .engine_ops_cell import activate
 from .engines import choose
@@ -398,7 +398,8 @@ def rnn_gradients(
     b: mx.array | None = None,
     h0: mx.array | None = None,
     *,
-    h: mx.array,
+    h: mx.array | None = None,
+    gates: mx.array | None = None,
     dh: mx.array | None = None,
     dgates: mx.array | None = None,
     dhT: mx.array | None = None,
@@ -414,7 +415,7 @@ def rnn_gradients(
 
     Args:
         x, Wx, Wh, b, h0 and all options: as `rnn` had them.
-        h (array): [T, B, H], as `rnn` returned it.
+        h, gates (array): [T, B, H], as `rnn` returned them; one of the two, or both.
         dh, dgates, dhT (array, optional): the gradients of the outputs, in their shapes. Default: zeros.
 
     Returns:
@@ -433,7 +434,7 @@ def rnn_gradients(
     arrays = given(x=x, Wx=Wx, Wh=Wh, b=b, h0=h0, mask=mask)
     cell = check_rnn(activation, op="rnn_gradients")
     plan = Plan(cell, reverse, bidirectional, lengths, False, True, engine, stream)
-    return plan.backward(arrays, given(h=h), given(h=dh, gates=dgates, hT=dhT))
+    return plan.backward(arrays, given(h=h, gates=gates), given(h=dh, gates=dgates, hT=dhT))
 
 
 # --- From a call to an engine ----------------------------------------------------------------------------------------
@@ -465,8 +466,8 @@ class Plan(NamedTuple):
         check_sequences(problem, arrays["x"].dtype, saved, cotangents, op)
         with on(self.stream):
             problem, engine, _ = self.choose(problem, arrays, [*saved.values(), *cotangents.values()])
-            if "c" in saved and "h" not in saved:
-                saved = saved | {"h": h_of(problem, saved["gates"], saved["c"])}
+            if "h" not in saved:
+                saved = saved | {"h": h_of(problem, saved)}
             return run_backward(problem, arrays, saved, cotangents, engine)
 
     def check(self, arrays: Arrays, op: str) -> Problem:
@@ -509,9 +510,12 @@ def on(stream: Stream):
     return mx.stream(stream) if stream is not None else nullcontext()
 
 
-def h_of(problem: Problem, gates: mx.array, c: mx.array) -> mx.array:
-    """[T, B, D H]: an LSTM's h out of what it keeps, where nothing is projected."""
-    cell, D, H = problem.cell, problem.directions, problem.H
+def h_of(problem: Problem, saved: Arrays) -> mx.array:
+    """[T, B, D H]: h out of an LSTM's gates and c, where nothing is projected, or of a plain cell's preactivations."""
+    cell, D, H, gates = problem.cell, problem.directions, problem.H, saved["gates"]
+    if isinstance(cell, RNNCell):
+        return activate(cell.act, gates)
+    c = saved["c"]
     blocks = gates.reshape(*gates.shape[:2], D, 4 * H)[..., cell.block("o", H)]
     return (blocks.reshape(c.shape) * activate(cell.activation("output"), c)).astype(gates.dtype)
 

@@ -1,0 +1,1 @@
+"""The comparison of the MPSGraph dialect with Apple's MPSGraph and others: `python -m mlx_lstm.compare`."""

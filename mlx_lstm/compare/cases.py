@@ -1,0 +1,130 @@
+"""What is compared: calls of MPSGraph's ops with random arrays, each forward with all results and back.
+
+Names are those of the dialect: arguments in Python's spelling, a result's gradient "d" + the argument's name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..mpsgraph_checks import ACTIVATIONS, layouts, size_of
+
+Arrays = dict[str, np.ndarray]
+
+GATES = {"lstm": 4, "gru": 3, "single_gate_rnn": 1}
+"""The ops, and how many gates each has."""
+
+RESULTS = {"lstm": ("h", "c", "z_state"), "gru": ("h", "z_state"), "single_gate_rnn": ("h", "z_state")}
+"""What a forward op returns for training (and produce_cell), in its order."""
+
+_WEIGHTS = ("source", "recurrent_weight", "input_weight", "bias")
+GRADIENTS = {
+    "lstm": (*_WEIGHTS, "peephole", "init_state", "init_cell"),
+    "gru": (*_WEIGHTS, "init_state", "secondary_bias"),
+    "single_gate_rnn": (*_WEIGHTS, "init_state"),
+}
+"""The arguments with a gradient, in the order of Apple's lists."""
+
+COTANGENTS = {
+    "lstm": ("source_gradient", "state_gradient", "cell_gradient"),
+    "gru": ("source_gradient", "state_gradient"),
+    "single_gate_rnn": ("source_gradient", "state_gradient"),
+}
+OPTIONAL = ("input_weight", "bias", "peephole", "init_state", "init_cell", "secondary_bias", "mask")
+OPTIONAL += ("state_gradient", "cell_gradient")
+
+ACTIVATION_PROPERTIES = {
+    "lstm": (
+        "input_gate_activation",
+        "forget_gate_activation",
+        "cell_gate_activation",
+        "output_gate_activation",
+        "activation",
+    ),
+    "gru": ("update_gate_activation", "reset_gate_activation", "output_gate_activation"),
+    "single_gate_rnn": ("activation",),
+}
+FLAGS = {"lstm": ("forget_gate_last",), "gru": ("reset_gate_first", "reset_after", "flip_z"), "single_gate_rnn": ()}
+"""The flags of each op besides the directions, produce_cell and training."""
+
+
+class Case(NamedTuple):
+    """A call: its name in reports, the op, the descriptor's properties that differ from Apple's defaults (training and
+    produce_cell are always set), and the arrays by argument; an absent one is missing."""
+
+    name: str
+    op: str
+    descriptor: dict[str, Any]
+    arrays: Arrays
+
+    @property
+    def bidirectional(self) -> bool:
+        """Whether both directions run."""
+        return self.descriptor.get("bidirectional", False)
+
+    @property
+    def directions(self) -> int:
+        """1 or 2."""
+        return 2 if self.bidirectional else 1
+
+    @property
+    def hidden(self) -> int:
+        """H."""
+        return self.arrays["recurrent_weight"].shape[-1]
+
+    @property
+    def gradients(self) -> list[str]:
+        """The arguments given that have a gradient, in Apple's order."""
+        return [name for name in GRADIENTS[self.op] if name in self.arrays]
+
+    @property
+    def results(self) -> list[str]:
+        """The names of all results, forward and back."""
+        return [*RESULTS[self.op], *(f"d{name}" for name in self.gradients)]
+
+
+def draw(
+    rng: np.random.Generator,
+    op: str,
+    sizes: tuple[int, int, int, int] = (3, 2, 3, 2),
+    *,
+    name: str = "",
+    absent: Iterable[str] = ("peephole", "mask"),
+    mask_shape: tuple[int | str, ...] = ("N", "DH"),
+    dtype: type = np.float32,
+    **descriptor: Any,
+) -> Case:
+    """A case of sizes (T, N, I, H) with random arrays, but those in `absent`; in `mask_shape` letters are sizes."""
+    bidirectional = descriptor.get("bidirectional", False)
+    lengths = dict(zip("TNIH", sizes, strict=True))
+    absent = set(absent) | ({"secondary_bias"} if not descriptor.get("reset_after") else set())
+    shapes = layouts(GATES[op], bidirectional, "input_weight" not in absent)
+    arrays = {}
+    for argument in (*GRADIENTS[op], *COTANGENTS[op]):
+        if argument not in absent:
+            shape = [size_of(axis, lengths) for axis in shapes[argument]]
+            arrays[argument] = rng.normal(0, 0.7, shape).astype(dtype)
+    if "mask" not in absent:
+        letters = lengths | {"DH": lengths["H"] * (2 if bidirectional else 1)}
+        shape = [letters.get(axis, axis) for axis in mask_shape]
+        arrays["mask"] = (rng.random(shape) * 1.5).astype(dtype)
+    return Case(name, op, descriptor, arrays)
+
+
+def combination(rng: np.random.Generator, op: str) -> dict[str, Any]:
+    """A random choice of everything `draw` takes: direction, flags, activations, absent arguments, mask."""
+
+    def pick(*values):
+        return values[rng.integers(len(values))]
+
+    descriptor = pick({}, {"reverse": True}, {"bidirectional": True}, {"bidirectional": True, "reverse": True})
+    chosen: dict[str, Any] = dict(descriptor) | {flag: True for flag in FLAGS[op] if rng.random() < 0.5}
+    if rng.random() < 0.6:
+        chosen |= {name: str(pick(*ACTIVATIONS)) for name in ACTIVATION_PROPERTIES[op]}
+    chosen["absent"] = [name for name in OPTIONAL if rng.random() < 0.4]
+    chosen["mask_shape"] = pick(("N", "DH"), ("DH",), (1, "DH"), (1, "N", "DH"), ("N", 1))
+    chosen["sizes"] = (pick(1, 2, 3), pick(1, 2, 3), pick(1, 3), pick(1, 2, 3))
+    return chosen

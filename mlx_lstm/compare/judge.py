@@ -1,0 +1,84 @@
+"""What a case should give: the float64 oracle, and how far rounding may lead from it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..closeness import bounds_of
+from ..oracle import activation_arguments, evaluate
+from ..oracle_cells import Arithmetic
+from .cases import Arrays, Case
+
+WORDS = {"source": "x", "recurrent_weight": "Wh", "input_weight": "Wx", "bias": "b", "init_state": "h0"}
+WORDS |= {"init_cell": "c0", "peephole": "peephole", "mask": "mask", "secondary_bias": "bhn"}
+"""The arguments of MPSGraph in the words of the oracle, whose layout of two directions is the same."""
+
+OUTPUTS = {"h": "h", "c": "c", "z_state": "gates"}
+COTANGENTS = {"source_gradient": "h", "state_gradient": "hT", "cell_gradient": "cT"}
+HARD_SIGMOIDS = {"x/5": "hard_sigmoid", "x/6": "hard_sigmoid_sixth"}
+KINKS = {"relu": [0.0], "hard_sigmoid": [-2.5, 2.5], "hard_sigmoid_sixth": [-3.0, 3.0]}
+
+
+def expected(case: Case, **readings: str) -> Arrays:
+    """All results in float64, by name, in the layouts of MPSGraph. `readings`: see `options`."""
+    return evaluated(case, Arithmetic(np.float64), **readings)
+
+
+def limits(case: Case, dtype: type = np.float32, **readings: str) -> dict[str, float]:
+    """How far rounding in `dtype` may move each result."""
+    return bounds_of(lambda fl: evaluated(case, fl, **readings), dtype)
+
+
+def evaluated(case: Case, fl: Arithmetic, **readings: str) -> Arrays:
+    """All results in this arithmetic."""
+    cotangents = {COTANGENTS[name]: array for name, array in case.arrays.items() if name in COTANGENTS}
+    outputs, gradients = evaluate(call_of(case, **readings), cotangents, fl)
+    found = {name: outputs[word] for name, word in OUTPUTS.items() if word in outputs}
+    return found | {f"d{name}": gradients[WORDS[name]] for name in case.gradients}
+
+
+def kink_distance(case: Case) -> float:
+    """How near an argument of relu or hard_sigmoid comes to a kink, where a gradient jumps under any rounding.
+
+    A 0 that any rounding leaves 0 does not count.
+    """
+    distances = (
+        np.abs(argument[argument != 0] - kink).min(initial=np.inf)
+        for name, argument in activation_arguments(**call_of(case))
+        for kink in KINKS.get(name, [])
+    )
+    return float(min(distances, default=np.inf))
+
+
+def call_of(case: Case, **readings: str) -> dict[str, Any]:
+    """The case as the oracle takes it."""
+    arrays = {WORDS[name]: array for name, array in case.arrays.items() if name in WORDS}
+    bidirectional, reverse = case.bidirectional, case.descriptor.get("reverse", False)
+    directions = {"bidirectional": bidirectional, "reverse": reverse and not bidirectional}
+    return arrays | directions | options(case, **readings)
+
+
+def options(case: Case, *, output_peephole: str = "previous", hard_sigmoid: str = "x/5") -> dict[str, Any]:
+    """The descriptor in the words of the oracle; the readings are keywords of `mpsgraph.lstm`."""
+    d, words = case.descriptor, {"none": "identity", "hard_sigmoid": HARD_SIGMOIDS[hard_sigmoid]}
+
+    def activations(**properties: str) -> tuple[str, ...]:
+        names = (d.get(f"{gate}activation", default) for gate, default in properties.items())
+        return tuple(words.get(name, name) for name in names)
+
+    if case.op == "lstm":
+        gates = {"input_gate_": "sigmoid", "forget_gate_": "sigmoid", "cell_gate_": "tanh", "output_gate_": "sigmoid"}
+        order = "igfo" if d.get("forget_gate_last") else "ifgo"
+        chosen = {"gate_order": order, "activations": activations(**gates, **{"": "tanh"})}
+        return chosen | {"op": "lstm", "output_peephole": output_peephole}
+    if case.op == "gru":
+        gates = {"reset_gate_": "sigmoid", "update_gate_": "sigmoid", "output_gate_": "tanh"}
+        chosen = {"gate_order": "rzn" if d.get("reset_gate_first") else "zrn", "activations": activations(**gates)}
+        return chosen | {
+            "op": "gru",
+            "reset": "after" if d.get("reset_after") else "before",
+            "flip_z": d.get("flip_z", False),
+        }
+    return {"op": "rnn", "activation": activations(**{"": "relu"})[0]}

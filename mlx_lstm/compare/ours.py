@@ -1,0 +1,43 @@
+"""A case through the dialect: forward with all results, then the gradient op on what forward returned."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from .. import mpsgraph
+from .cases import COTANGENTS, RESULTS, Arrays, Case
+
+DESCRIPTORS = {
+    "lstm": mpsgraph.LSTMDescriptor,
+    "gru": mpsgraph.GRUDescriptor,
+    "single_gate_rnn": mpsgraph.SingleGateRNNDescriptor,
+}
+SAVED = {
+    "lstm": {"z_state": "z_state", "cell_output_fwd": "c"},
+    "gru": {"z_state": "z_state", "output_fwd": "h"},
+    "single_gate_rnn": {"z_state": "z_state"},
+}
+"""What the gradient ops take of the results of the forward ops, by their argument."""
+
+
+def run(case: Case, engine: str | None = None, **options: Any) -> Arrays:
+    """All results by name, on the engine, or the one the library chooses. `options` are keywords of the dialect."""
+    arrays = {name: mx.array(array) for name, array in case.arrays.items()}
+    descriptor = make_descriptor(case)
+    given = {name: array for name, array in arrays.items() if name not in COTANGENTS[case.op]}
+    forward = {name: value for name, value in options.items() if name != "leading_ones"}
+    results = getattr(mpsgraph, case.op)(**given, **forward, descriptor=descriptor, engine=engine)
+    results = dict(zip(RESULTS[case.op], results, strict=True))
+    saved = {argument: results[name] for argument, name in SAVED[case.op].items()}
+    gradient_op = getattr(mpsgraph, f"{case.op}_gradients")
+    gradients = gradient_op(**arrays, **saved, **options, descriptor=descriptor, engine=engine)
+    results |= dict(zip((f"d{name}" for name in case.gradients), gradients, strict=True))
+    return {name: np.array(array) for name, array in results.items()}
+
+
+def make_descriptor(case: Case) -> object:
+    """The case's descriptor, with training (and produce_cell)."""
+    return DESCRIPTORS[case.op](training=True, **case.descriptor)
