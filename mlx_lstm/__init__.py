@@ -1,5 +1,6 @@
 """LSTM layers for Apple Silicon on MLX: one recurrence with its own gradient, and the layers and dialects on it."""
 
+from . import cudnn as cudnn
 from . import keras as keras
 from . import mpsgraph as mpsgraph
 from . import nn as nn

@@ -57,22 +57,24 @@ def check_number(op: str, name: str, value: object, *, positive: bool = False) -
         fail(op, f"{name} must be a finite number{' greater than 0' if positive else ''}", repr(value))
 
 
-def check_lengths(op: str, lengths: object, batch: int, longest: int, *, traced: bool) -> mx.array:
-    """`lengths` as int32 [batch], each in 0..longest; a traced array's range cannot be known and goes unchecked."""
+def check_lengths(
+    op: str, lengths: object, batch: int, longest: int, *, traced: bool, name: str = "lengths", shortest: int = 0
+) -> mx.array:
+    """`lengths` as int32 [batch], each in shortest..longest; a traced array's range is unknown and goes unchecked."""
     if isinstance(lengths, (list, tuple)):
         if not all(isinstance(n, (int, np.integer)) and not isinstance(n, bool) for n in lengths):
-            fail(op, "lengths must be integers", lengths)
+            fail(op, f"{name} must be integers", lengths)
         lengths = mx.array([int(n) for n in lengths], mx.int64)
     elif isinstance(lengths, np.ndarray) and np.issubdtype(lengths.dtype, np.integer):
         lengths = mx.array(lengths)
     if not isinstance(lengths, mx.array) or not mx.issubdtype(lengths.dtype, mx.integer):
-        fail(op, "lengths must be integers (a list, or an array)", getattr(lengths, "dtype", type(lengths).__name__))
+        fail(op, f"{name} must be integers (a list, or an array)", getattr(lengths, "dtype", type(lengths).__name__))
     if lengths.shape != (batch,):
-        fail(op, f"lengths must have shape [{batch}], one per batch item,", f"shape {list(lengths.shape)}")
+        fail(op, f"{name} must have shape [{batch}], one per batch item,", f"shape {list(lengths.shape)}")
     if not traced:
         values = np.array(lengths)
-        outside = (values < 0) | (values > longest)
+        outside = (values < shortest) | (values > longest)
         if outside.any():
             item = int(outside.argmax())
-            fail(op, f"lengths must lie in 0..{longest}", f"lengths[{item}] = {values[item]}")
+            fail(op, f"{name} must lie in {shortest}..{longest}", f"{name}[{item}] = {values[item]}")
     return lengths.astype(mx.int32)

@@ -1,90 +1,18 @@
-"""The cell of engine `numpy`: one step forward and back, in place, with all its scratch memory.
+"""The LSTM cell of engine `numpy`: one step forward and back, in place, with all its scratch memory.
 
-The equations are those of `engine_ops.lstm_step` and `lstm_step_backward`. Every array of a step is feature-major,
+The equations are those of `engine_ops_cell.lstm_step` and `lstm_step_backward`. Every array of a step is feature-major,
 [4H, B] and [H, B], so that each gate is one contiguous block.
 """
 
 from __future__ import annotations
 
-from functools import cache
-
 import numpy as np
 
-from .cells import HARD_SIGMOIDS, LSTMCell
-
-Views = dict[str, np.ndarray]
-
-
-@cache
-class Gates:
-    """Where each gate's rows lie on a 4H axis, and which neighbouring rows share an activation. Built once each."""
-
-    def __init__(self, cell: LSTMCell, H: int, names: str):
-        self.runs: list[tuple[str, slice]] = []
-        for gate in (gate for gate in cell.gate_order if gate in names):
-            name, block = cell.activation(gate), cell.block(gate, H)
-            if self.runs and self.runs[-1][0] == name and self.runs[-1][1].stop == block.start:
-                self.runs[-1] = name, slice(self.runs[-1][1].start, block.stop)
-            else:
-                self.runs.append((name, block))
-        self.smooth: list[slice] = []
-        for run in (run for name, run in self.runs if name in ("tanh", "sigmoid")):
-            if self.smooth and self.smooth[-1].stop == run.start:
-                run = slice(self.smooth.pop().start, run.stop)
-            self.smooth.append(run)
-        self.sigmoid = [run for name, run in self.runs if name == "sigmoid"]
-        self.other = [(name, run) for name, run in self.runs if name not in ("tanh", "sigmoid")]
-
-    def activate(self, z: np.ndarray, out: np.ndarray) -> None:
-        """sigmoid(x) = 0.5 + 0.5 tanh(x / 2): with sigmoid gates halved on entry one tanh serves all."""
-        for run in self.smooth:
-            np.tanh(z[run], out=out[run])
-        for run in self.sigmoid:
-            y = out[run]
-            y *= 0.5
-            y += 0.5
-        for name, run in self.other:
-            activate(name, z[run], out[run])
-
-    def slopes(self, y: np.ndarray, out: np.ndarray) -> None:
-        """The activations' derivatives, from their outputs y."""
-        np.multiply(y, y, out=out)
-        for name, run in self.runs:
-            slope_from_square(name, y[run], out[run])
-
-
-def activate(name: str, x: np.ndarray, out: np.ndarray) -> None:
-    """One activation of `cells.ACTIVATIONS` into out."""
-    if name == "tanh":
-        np.tanh(x, out=out)
-    elif name == "sigmoid":
-        np.multiply(x, 0.5, out=out)
-        np.tanh(out, out=out)
-        out *= 0.5
-        out += 0.5
-    elif name in HARD_SIGMOIDS:
-        np.multiply(x, HARD_SIGMOIDS[name], out=out)
-        out += 0.5
-        np.clip(out, 0, 1, out=out)
-    elif name == "relu":
-        np.maximum(x, 0, out=out)
-    else:
-        np.copyto(out, x)
-
-
-def slope_from_square(name: str, y: np.ndarray, out: np.ndarray) -> None:
-    """The derivative of an activation written in its output y; on entry out holds y * y."""
-    if name == "tanh":
-        np.subtract(1, out, out=out)
-    elif name == "sigmoid":
-        np.subtract(y, out, out=out)
-    elif name in HARD_SIGMOIDS:
-        np.copyto(out, (y > 0) & (y < 1))
-        out *= HARD_SIGMOIDS[name]
-    elif name == "relu":
-        np.copyto(out, y > 0)
-    else:
-        out.fill(1)
+from .cells import LSTMCell
+from .engine_numpy_gates import Gates, activate, slope_from_square
+from .engine_numpy_memory import Ends, Steps, Views, chunk_steps, columns_buffer, first_state, matrix
+from .engine_numpy_products import Preactivations, WeightGradients
+from .problem import Problem
 
 
 def peephole_columns(cell: LSTMCell, v: Views, H: int, B: int) -> dict[str, np.ndarray]:
@@ -95,9 +23,11 @@ def peephole_columns(cell: LSTMCell, v: Views, H: int, B: int) -> dict[str, np.n
 
 
 class LSTMStep:
-    """`engine_ops.lstm_step` in place: one step forward with all its scratch memory."""
+    """`engine_ops_cell.lstm_step` in place: one step forward with all its scratch memory."""
 
-    def __init__(self, cell: LSTMCell, v: Views, H: int, B: int):
+    def __init__(self, problem: Problem, v: Views, preactivations: Preactivations):
+        cell, (_, B, H, _), dtype = problem.cell, problem[:4], v["Wh"].dtype
+        self.preactivations, self.Wp = preactivations, matrix(v["Wp"]) if "Wp" in v else None
         self.block = {gate: cell.block(gate, H) for gate in "ifgo"}
         self.peephole = peephole_columns(cell, v, H, B)
         for gate, columns in self.peephole.items():
@@ -106,11 +36,14 @@ class LSTMStep:
         self.early = Gates(cell, H, "ifgo".replace(late, "") if late else "ifgo")
         self.late = Gates(cell, H, late)
         self.clip, self.output = cell.cell_clip, cell.activation("output")
-        self.scratch = np.empty((H, B), v["Wh"].dtype)
+        self.scratch = np.empty((H, B), dtype)
+        self.m = None if self.Wp is None else np.empty((H, B), dtype)
 
-    def __call__(self, z: np.ndarray, c_prev: np.ndarray, gates: np.ndarray, c: np.ndarray, m: np.ndarray) -> None:
-        """From the preactivations z [4H, B], which are spoiled, and c_prev: gates [4H, B], c and m [H, B]."""
-        block, peephole, scratch = self.block, self.peephole, self.scratch
+    def __call__(
+        self, t: int, h_prev: np.ndarray, c_prev: np.ndarray, gates: np.ndarray, c: np.ndarray, h: np.ndarray
+    ) -> None:
+        """From h_prev [P, B] and c_prev [H, B]: gates [4H, B], c [H, B] and h [P, B]."""
+        block, peephole, scratch, z = self.block, self.peephole, self.scratch, self.preactivations.at(t, h_prev)
         if peephole:
             for gate in "ifg" if self.late.runs else "ifgo":
                 z[block[gate]] += np.multiply(peephole[gate], c_prev, out=scratch)
@@ -123,14 +56,23 @@ class LSTMStep:
             z[block["o"]] += np.multiply(peephole["o"], c, out=scratch)
             self.late.activate(z, gates)
         activate(self.output, c, scratch)
-        np.multiply(scratch, gates[block["o"]], out=m)
+        m = np.multiply(scratch, gates[block["o"]], out=h if self.m is None else self.m)
+        if self.m is not None:
+            np.matmul(self.Wp, m, out=h)
 
 
 class LSTMStepBackward:
-    """`engine_ops.lstm_step_backward` in place: one step back, and the sums of the peephole gradient."""
+    """`engine_ops_cell.lstm_step_backward` in place: one step back, and what the weights' gradients need of it."""
 
-    def __init__(self, cell: LSTMCell, v: Views, H: int, B: int):
-        dtype = v["Wh"].dtype
+    direct = None  # h reaches the next step through the recurrent product only
+
+    def __init__(self, problem: Problem, v: Views, saved: Views):
+        """saved: c [T, B, H], gates [T, B, 4H]."""
+        cell, (_, B, H, P), dtype = problem.cell, problem[:4], v["Wh"].dtype
+        self.problem, self.ends = problem, Ends(problem)
+        self.c, self.gates_at = Steps(saved["c"]), Steps(saved["gates"])
+        self.c0 = first_state(v, "c0", (H, B), dtype)
+        self.Wh_T, self.Wp_T = matrix(v["Wh"]).T, matrix(v["Wp"]).T if "Wp" in v else None
         self.output, self.o_sees_current = cell.activation("output"), cell.output_peephole == "current"
         self.block = {gate: cell.block(gate, H) for gate in "ifgo"}
         self.gates = Gates(cell, H, "ifgo")
@@ -139,8 +81,49 @@ class LSTMStepBackward:
         self.slopes, self.dy = np.empty((4 * H, B), dtype), np.empty((4 * H, B), dtype)
         self.dy_i, self.dy_f, self.dy_g, self.dy_o = (self.dy[self.block[gate]] for gate in "ifgo")
         self.s, self.scratch = np.empty((H, B), dtype), np.empty((H, B), dtype)
+        columns = chunk_steps(problem) * B
+        self.dz = columns_buffer(4 * H, columns, B, dtype)
+        if self.Wp_T is not None:
+            self.dm, self.dh_kept = np.empty((H, B), dtype), columns_buffer(P, columns, B, dtype)
+            self.m = columns_buffer(H, columns, B, dtype)
 
-    def __call__(
+    def start(self, start: int, stop: int, before: np.ndarray, h_in: np.ndarray) -> None:
+        """Before the steps of a chunk: nothing."""
+
+    def __call__(self, t: int, columns: slice, dh: np.ndarray, dc: np.ndarray, dgates: np.ndarray | None) -> None:
+        """Writes dz [4H, B]; turns dh, the gradient of h, into that of the h that entered the product, dc, that of c,
+        into that of c_prev."""
+        gates, dz, c, c_prev = self.gates_at.at(t), self.dz[:, columns], self.c.at(t), self.c_before(t)
+        dm = dh if self.Wp_T is None else np.matmul(self.Wp_T, dh, out=self.dm)
+        self.cell_back(gates, c_prev, c, dm, dc, dgates, dz)
+        if self.Wp_T is not None:
+            self.dh_kept[:, columns] = dh
+            np.multiply(self.s, gates[self.block["o"]], out=self.m[:, columns])
+        np.matmul(self.Wh_T, dz, out=dh)
+
+    def pass_by(self, columns: slice) -> None:
+        """A step that no item lives in."""
+        for kept in (self.dz,) if self.Wp_T is None else (self.dz, self.dh_kept, self.m):
+            kept[:, columns] = 0
+
+    def finish(self, products: WeightGradients, h_in: np.ndarray) -> None:
+        """After the steps of a chunk: the products of the recurrent weights and the projection. h_in [n, P]."""
+        n = len(h_in)
+        products.accumulate("Wh", self.dz[:, :n], matrix(h_in))
+        if self.Wp_T is not None:
+            products.accumulate("Wp", self.dh_kept[:, :n], self.m[:, :n].T)
+
+    def c_before(self, t: int) -> np.ndarray:
+        """The c [H, B] that step t started from."""
+        problem, last = self.problem, t + 1 if self.problem.reverse else t - 1
+        if not 0 <= last < problem.T:
+            return self.c0
+        c = self.c.at(last)
+        if problem.reverse and last >= self.ends.shortest:
+            c = np.where(self.ends.lengths == last, self.c0, c)
+        return c
+
+    def cell_back(
         self,
         gates: np.ndarray,
         c_prev: np.ndarray,
@@ -150,7 +133,7 @@ class LSTMStepBackward:
         dgates: np.ndarray | None,
         dz: np.ndarray,
     ) -> None:
-        """Writes dz [4H, B]; turns dc, the gradient of c, into that of c_prev. Leaves s_output(c) in self.s."""
+        """From the gradients of m, c and the gates: dz [4H, B]; dc becomes that of c_prev. self.s is s_output(c)."""
         block, scratch, output = self.block, self.scratch, self.output
         i, f, g, o = gates[block["i"]], gates[block["f"]], gates[block["g"]], gates[block["o"]]
         activate(output, c, self.s)

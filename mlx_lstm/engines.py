@@ -72,12 +72,12 @@ def choose(
     if requested is not None and requested not in ENGINES:
         raise ValueError(f"[{op}] engine must be one of {', '.join(ENGINES)} but got {requested!r}.")
     H, name = sizes[3], str(dtype).removeprefix("mlx.core.")
-    if device != "cpu" and dtype == mx.float64:
-        raise ValueError(f"[{op}] float64 needs the CPU, stream=mx.cpu, but the stream's device is {device}.")
+    check_device(op, dtype, device)
     hindrances = obstacles(H, device, metal, traced, projection)
     if cell.op != "lstm" or bidirectional:
-        engines = ("stepwise", "numpy") if cell.op == "lstm" else ("fused", "stepwise", "numpy")
-        hindrances |= dict.fromkeys(engines, "only an LSTM of one direction so far")
+        hindrances["stepwise"] = "only an LSTM of one direction so far"
+    if cell.op != "lstm":
+        hindrances |= dict.fromkeys(("fused", "numpy"), "only an LSTM so far")
     if requested is not None:
         if requested in hindrances:
             raise ValueError(f"[{op}] engine={requested!r} cannot run: {hindrances[requested]}.")
@@ -90,6 +90,12 @@ def choose(
     if "stepwise" in hindrances:
         return Choice("ops", hindrances["numpy" if device == "cpu" else "stepwise"])
     return Choice("stepwise", hindrances.get("fused", f"H = {H} > {largest} in {name}"))
+
+
+def check_device(op: str, dtype: mx.Dtype, device: str) -> None:
+    """The stream's device computes in this dtype."""
+    if device != "cpu" and dtype == mx.float64:
+        raise ValueError(f"[{op}] float64 needs the CPU, stream=mx.cpu, but the stream's device is {device}.")
 
 
 def obstacles(H: int, device: str, metal: bool, traced: bool, projection: bool) -> dict[str, str]:

@@ -20,7 +20,7 @@ from cases import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_lstm import engine_numpy, engine_numpy_products, lstm
+from mlx_lstm import engine_numpy_cell, engine_numpy_memory, lstm
 from mlx_lstm.closeness import assert_close, assert_within, bounds
 from mlx_lstm.oracle import ARRAYS, backward, forward
 
@@ -106,7 +106,7 @@ def test_half_precision_is_no_worse_than_twice_its_formula(option, engine, word)
 @pytest.mark.parametrize("B", [3, 20])
 def test_numpy_engine_in_chunks_of_time(monkeypatch, B, reverse, lengths):
     """Products over several chunks, the last one shorter, for narrow and wide batches; the mask enters the sums."""
-    monkeypatch.setattr(engine_numpy_products, "CHUNK_ROWS", 3 * B)
+    monkeypatch.setattr(engine_numpy_memory, "CHUNK_ROWS", 3 * B)
     sizes = (7, B, 2, 3, 2)
     lengths = None if lengths is None else np.arange(B) % 8
     options = {"sizes": sizes, "reverse": reverse, "lengths": lengths, "projection": True, "mask": (7, B, "P")}
@@ -169,14 +169,14 @@ def test_strided_arguments(engine):
 @pytest.mark.parametrize("reverse", [False, True])
 def test_scratch_of_the_numpy_engine_is_written_before_it_is_read(monkeypatch, reverse):
     """Steps that every item has left behind included: scratch starts as NaN here."""
-    original = engine_numpy.columns_buffer
+    original = engine_numpy_cell.columns_buffer
 
     def poisoned(*arguments):
         buffer = original(*arguments)
         buffer.fill(np.nan)
         return buffer
 
-    monkeypatch.setattr(engine_numpy, "columns_buffer", poisoned)
+    monkeypatch.setattr(engine_numpy_cell, "columns_buffer", poisoned)
     options = {"projection": True, "lengths": [2, 0], "mask": ("P",), "reverse": reverse}
     check(*with_engine(draw_away_from_kinks(3, **options)))
 

@@ -1,0 +1,449 @@
+"""`mlx_lstm.cudnn` against torch and jax, values and gradients; its buffer, dropout, layouts and errors."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from cases import to_mlx, to_numpy
+from cudnn_cases import INPUTS, MODES, OUTPUTS, by_torch, draw, lengths_of, ours, torch_arrays
+from on_metal import on_metal
+
+from mlx_lstm import cudnn, rnn
+from mlx_lstm.cudnn_params import GATES
+
+
+def assert_double(got, expected):
+    """Every array is float64 and equals to 1e-12 of its largest element, or of 1."""
+    for name, value in expected.items():
+        assert got[name].dtype == np.float64 and got[name].shape == value.shape, name
+        limit = 1e-12 * max(1.0, np.abs(value).max())
+        np.testing.assert_allclose(got[name], value, rtol=0, atol=limit, err_msg=name)
+
+
+@pytest.mark.parametrize("engine", [None, "ops"], ids=["default", "ops"])
+@pytest.mark.parametrize("seeds", [range(k, k + 32) for k in range(0, 320, 32)], ids=lambda seeds: str(seeds[0]))
+def test_float64_equals_torch(seeds, engine):
+    """Any mode, 1-4 layers, both directions, projection, ragged lengths: every output, every gradient."""
+    for seed in seeds:
+        case = draw(seed)
+        for got, expected in zip(ours(case, np.float64, engine), by_torch(case), strict=True):
+            assert_double(got, expected)
+
+
+@pytest.mark.parametrize(("L", "D", "lengths"), [(1, 1, None), (2, 2, [5, 2, 3])], ids=["one", "two, ragged"])
+def test_jax_reads_the_same_buffer(L, D, lengths):
+    """jax unpacks our params as they are; its plain reference of cuDNN's LSTM agrees, values and gradients."""
+    jax = pytest.importorskip("jax")
+    rnn = pytest.importorskip("jax.experimental.rnn")
+    case = draw(L, mode="lstm", L=L, D=D, T=5, N=3, I=4, H=3, P=0, lengths=lengths and np.array(lengths))
+    sizes = case.I, case.H, L, D == 2
+    assert rnn.get_num_params_in_lstm(*sizes) == case.inputs["params"].size
+
+    def theirs(x, h, c, params):
+        lengths = np.full(3, 5) if case.lengths is None else case.lengths
+        weights = rnn.unpack_lstm_weights(params, *sizes)
+        x, lengths = x.swapaxes(0, 1), lengths.astype(np.int32)
+        y, h, c = rnn.lstm_ref(x, h, c, *weights, lengths, case.I, case.H, L, 0.0, D == 2)
+        return y.swapaxes(0, 1), h, c
+
+    with jax.enable_x64(True):
+        outputs, pull = jax.vjp(theirs, *(case.inputs[name] for name in INPUTS))
+        gradients = pull(tuple(map(jax.numpy.asarray, case.cotangents.values())))
+    for got, names, found in zip(ours(case, np.float64), (OUTPUTS, INPUTS), (outputs, gradients), strict=True):
+        assert_double(got, dict(zip(names, map(np.asarray, found), strict=True)))
+
+
+# --- The gradient ----------------------------------------------------------------------------------------------------
+
+
+ATTRIBUTES = {"plain": {}, "dropout": {"dropout": 0.3, "seed": 5, "seed2": 7}, "skip_input": {}}
+
+
+def arrays_of(case, dtype=np.float64):
+    return {name: to_mlx(array, dtype) for name, array in case.inputs.items()}
+
+
+def by_grad(case, dtype, **options):
+    """The gradients of the inputs by mx.vjp, by name."""
+
+    def outputs_of(*inputs):
+        out = cudnn.cudnn_rnn_v3(*inputs, lengths_of(case), **case.attributes, **options)
+        return [getattr(out, name) for name in case.outputs]
+
+    cotangents = [to_mlx(case.cotangents[name], dtype) for name in case.outputs]
+    _, gradients = mx.vjp(outputs_of, list(arrays_of(case, dtype).values()), cotangents)
+    return dict(zip(INPUTS, map(to_numpy, gradients), strict=True))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64], ids=["float32", "float64"])
+@pytest.mark.parametrize("attributes", ATTRIBUTES)
+@pytest.mark.parametrize("D", [1, 2])
+@pytest.mark.parametrize("mode", MODES)
+def test_grad_equals_backprop(mode, D, attributes, dtype):
+    """To the bit: they are the same computation on the same numbers."""
+    for seed, lengths in enumerate((None, np.array([1, 4, 3]))):
+        input_mode = "skip_input" if attributes == "skip_input" else "linear_input"
+        case = draw(seed, mode=mode, L=3, D=D, T=4, N=3, I=3, H=3, input_mode=input_mode, lengths=lengths)
+        _, expected = ours(case, dtype, **ATTRIBUTES[attributes])
+        for name, value in by_grad(case, dtype, **ATTRIBUTES[attributes]).items():
+            np.testing.assert_array_equal(value, expected[name], err_msg=name)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_backprop_is_pure(mode):
+    """Two calls give the same bits, and the reserve space is as it was."""
+    case = draw(3, mode=mode, L=2, D=2, T=3, N=2)
+    inputs, cotangents = arrays_of(case), [to_mlx(case.cotangents[name], np.float64) for name in OUTPUTS]
+    options = case.attributes | {"dropout": 0.5, "seed2": 1}
+    *outputs, reserve, host = cudnn.cudnn_rnn_v3(**inputs, sequence_lengths=lengths_of(case), **options)
+    before = np.array(reserve)
+    given = *inputs.values(), lengths_of(case), *outputs, *cotangents, reserve, host
+    first, second = (cudnn.cudnn_rnn_backprop_v3(*given, **options) for _ in range(2))
+    for name, one, two in zip(first._fields, first, second, strict=True):
+        np.testing.assert_array_equal(np.array(one), np.array(two), err_msg=name)
+    np.testing.assert_array_equal(np.array(reserve), before)
+
+
+@pytest.mark.parametrize("version", ["", "_v2", "_v3"])
+def test_without_training(version):
+    """Nothing is dropped, nothing kept; a gradient is refused in TensorFlow's words."""
+    case = draw(4, mode="lstm", L=2, D=1, T=3, N=2, P=0, lengths=None)
+    inputs = arrays_of(case)
+    given = [*inputs.values()] + ([lengths_of(case)] if version == "_v3" else [])
+    forward, backward = (getattr(cudnn, f"cudnn_rnn{name}{version}") for name in ("", "_backprop"))
+    out, plain = forward(*given, dropout=0.9, is_training=False), forward(*given)
+    for name in OUTPUTS:
+        np.testing.assert_array_equal(np.array(getattr(out, name)), np.array(getattr(plain, name)))
+    assert out.reserve_space.shape == ()
+    message = f"^To use CudnnRNN{version.upper().strip('_')} in gradients, is_training must be set to True.$"
+    with pytest.raises(ValueError, match=message):
+        mx.grad(lambda x: forward(x, *given[1:], is_training=False).output.sum())(given[0])
+    cotangents = [to_mlx(case.cotangents[name], np.float64) for name in OUTPUTS]
+    with pytest.raises(ValueError, match=message):
+        backward(*given, *out[:3], *cotangents, *out[3:])
+
+
+def test_versions_agree():
+    case = draw(5, mode="lstm", L=2, D=2, T=3, N=2, P=0, lengths=None)
+    inputs = arrays_of(case)
+    one, two = (f(**inputs, direction="bidirectional") for f in (cudnn.cudnn_rnn, cudnn.cudnn_rnn_v2))
+    three = cudnn.cudnn_rnn_v3(**inputs, sequence_lengths=[3, 3], direction="bidirectional")
+    for name in one._fields:
+        for other in (two, three):
+            np.testing.assert_array_equal(np.array(getattr(one, name)), np.array(getattr(other, name)))
+    assert (two.host_reserved.shape, three.host_reserved.shape) == ((2,), ())
+    cotangents = [to_mlx(value, np.float64) for value in case.cotangents.values()]
+    given = *one[:3], *cotangents
+    back = cudnn.cudnn_rnn_backprop(*inputs.values(), *given, one.reserve_space, direction="bidirectional")
+    for other in (
+        cudnn.cudnn_rnn_backprop_v2(*inputs.values(), *given, *two[3:], direction="bidirectional"),
+        cudnn.cudnn_rnn_backprop_v3(*inputs.values(), [3, 3], *given, *three[3:], direction="bidirectional"),
+    ):
+        for name, value in back._asdict().items():
+            np.testing.assert_array_equal(np.array(value), np.array(getattr(other, name)), err_msg=name)
+
+
+# --- Input modes -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("D", [1, 2])
+@pytest.mark.parametrize("mode", MODES)
+def test_skip_input_equals_identity_matrices(mode, D):
+    case = draw(6, mode=mode, L=2, D=D, T=3, N=2, I=3, H=3, P=0)
+    attributes = {"rnn_mode": mode, "direction": case.attributes["direction"]}
+    weights, biases = canonical((2, 3, 3), case.inputs["params"], attributes)
+    G = GATES[mode]
+    identity = [np.eye(3) if n < D * 2 * G and n % (2 * G) < G else array for n, array in enumerate(weights)]
+    none = [array[:, :0] if n < D * 2 * G and n % (2 * G) < G else array for n, array in enumerate(weights)]
+    skipping = case._replace(inputs=case.inputs | {"params": packed(none, biases)})
+    linear = case._replace(inputs=case.inputs | {"params": packed(identity, biases)})
+    for input_mode in ("skip_input", "auto_select"):
+        outputs, gradients = ours(skipping, np.float64, input_mode=input_mode)
+        expected, expected_gradients = ours(linear, np.float64)
+        matrices = [array.size for array in identity]
+        kept = np.concatenate([np.full(size, n >= D * 2 * G or n % (2 * G) >= G) for n, size in enumerate(matrices)])
+        kept = np.concatenate([kept, np.full(sum(array.size for array in biases), True)])
+        expected_gradients["params"] = expected_gradients["params"][kept]
+        assert_double(outputs, expected)
+        assert_double(gradients, expected_gradients)
+
+
+def canonical(sizes, params, attributes):
+    """A float64 buffer's matrices and biases."""
+    G, D = GATES[attributes["rnn_mode"]], 1 + (attributes["direction"] == "bidirectional")
+    found = cudnn.cudnn_rnn_params_to_canonical(*sizes, to_mlx(params, np.float64), 2 * G * D * sizes[0], **attributes)
+    return [[np.array(array) for array in arrays] for arrays in found]
+
+
+def packed(weights, biases):
+    return np.concatenate([array.reshape(-1) for array in weights + biases])
+
+
+def test_skip_input_as_published_for_a_gpu():
+    """tensorflow#8311: a GRU with skip_input, parameters and state of zero and x = 1 gives 0.20482421 on a GPU."""
+    params = mx.zeros((cudnn.cudnn_rnn_params_size(1, 2, 2, rnn_mode="gru", input_mode="skip_input").item(),))
+    out = cudnn.cudnn_rnn(
+        mx.ones((1, 1, 2)), mx.zeros((1, 1, 2)), mx.zeros(()), params, rnn_mode="gru", input_mode="skip_input"
+    )
+    np.testing.assert_allclose(np.array(out.output), 0.20482421, rtol=0, atol=0.5e-8 + 2.0**-26)
+
+
+def test_auto_select_is_linear_where_the_sizes_differ():
+    case = draw(7, mode="gru", L=1, D=1, I=4, H=3)
+    for name, value in ours(case, np.float64)[0].items():
+        np.testing.assert_array_equal(ours(case, np.float64, input_mode="auto_select")[0][name], value)
+
+
+# --- Batch-major -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("states", ["transpose", "reinterpret"])
+@pytest.mark.parametrize("mode", ["lstm", "gru"])
+def test_batch_major(mode, states):
+    """The same numbers in the other layout: of the states transposed, or as TensorFlow has them, of the same memory."""
+    case = draw(8, mode=mode, L=2, D=2, T=3, N=3, lengths=np.array([3, 1, 2]))
+    names = {"input", "output"}
+
+    def moved(named):
+        swapped = {name: value.swapaxes(0, 1) for name, value in named.items() if value.ndim == 3}
+        if states == "reinterpret":
+            LD, N = case.L * case.D, case.N
+            swapped |= {n: v.reshape(N, LD, -1) for n, v in named.items() if v.ndim == 3 and n not in names}
+        return named | swapped
+
+    other = case._replace(inputs=moved(case.inputs), cotangents=moved(case.cotangents))
+    found = ours(other, np.float64, time_major=False, batch_major_states=states)
+    for got, expected in zip(found, ours(case, np.float64), strict=True):
+        for name, value in moved(expected).items():
+            if mode == "lstm" or not name.endswith("_c"):
+                np.testing.assert_array_equal(got[name], value, err_msg=name)
+
+
+# --- Dropout ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("p", [0, 0.3, 0.9])
+@pytest.mark.parametrize("mode", ["lstm", "gru", "rnn_tanh"])
+def test_dropout_has_the_gradient_of_its_mask(mode, p):
+    """Central differences of the loss in random directions, the seeds and so the mask being the same."""
+    case = draw(9, mode=mode, L=3, D=2, T=4, N=3, H=3)
+    attributes = {"dropout": p, "seed": 3, "seed2": 4}
+    rng, step = np.random.default_rng(0), 1e-5
+
+    def loss(direction, size):
+        moved = {name: value + size * direction[name] for name, value in case.inputs.items()}
+        outputs, _ = ours(case._replace(inputs=moved), np.float64, **attributes)
+        return sum((outputs[name] * case.cotangents[name]).sum() for name in case.outputs)
+
+    _, gradients = ours(case, np.float64, **attributes)
+    for only in INPUTS[: 2 if mode != "lstm" else 3] + INPUTS[3:]:
+        direction = {name: rng.normal(size=v.shape) * (name == only) for name, v in case.inputs.items()}
+        slope = (loss(direction, step) - loss(direction, -step)) / (2 * step)
+        expected = (gradients[only] * direction[only]).sum()
+        # The third derivative, of order 1 per unit of the direction, times step squared; and rounding over step.
+        np.testing.assert_allclose(slope, expected, rtol=1e-6, atol=1e-6, err_msg=only)
+
+
+def test_dropout_between_layers_only():
+    """Equals one layer after the other with the same factors between; their mean, and their independence."""
+    p, L, D, T, N, H = 0.3, 4, 2, 20, 30, 8
+    case = draw(10, mode="rnn_tanh", L=L, D=D, T=T, N=N, I=3, H=H, lengths=None)
+    inputs = arrays_of(case)
+    given = dict(rnn_mode="rnn_tanh", direction="bidirectional", dropout=p, seed=1, seed2=2)
+    out = cudnn.cudnn_rnn(**inputs, **given)
+    # Of a plain layer the reserve space has h and, after it, the factors.
+    reserve = np.array(out.reserve_space).reshape(L - 1, 2, T, N, D * H)
+    states, factors = reserve[:, 0], reserve[:, 1]
+    x, first = (
+        inputs["input"],
+        cudnn.layer_arrays(cudnn.layout("", L, H, 3, "rnn_tanh", "linear_input", "bidirectional", 0), inputs["params"]),
+    )
+    for layer, arrays in enumerate(first):
+        h0 = mx.concatenate(list(inputs["input_h"][2 * layer : 2 * layer + 2]), axis=-1)
+        b = (arrays["bW"] + arrays["bR"]).reshape(-1)
+        x = rnn(x, arrays["Wx"], arrays["Wh"], b, h0, bidirectional=True).h
+        if layer < L - 1:
+            np.testing.assert_allclose(np.array(x), states[layer], rtol=0, atol=1e-13)
+            x = x * mx.array(factors[layer], mx.float64)
+    np.testing.assert_allclose(np.array(x), np.array(out.output), rtol=0, atol=1e-13)
+
+    values = np.unique(factors)
+    np.testing.assert_allclose(values, [0, 1 / (1 - p)], rtol=1e-15)
+    kept = (factors > 0).reshape(L - 1, T, -1) - (1 - p)
+    deviation = np.sqrt(p * (1 - p))
+    # Five standard deviations of a mean of independent draws.
+    assert abs(kept.mean()) < 5 * deviation / np.sqrt(kept.size)
+    for one, two in [
+        (kept[0], kept[1]),
+        (kept[1], kept[2]),
+        (kept[:, 1:], kept[:, :-1]),
+        (kept[..., 1:], kept[..., :-1]),
+    ]:
+        assert abs((one * two).mean()) < 5 * deviation**2 / np.sqrt(one.size)
+    again, other = (cudnn.cudnn_rnn(**inputs, **(given | seeds)).output for seeds in ({}, {"seed2": 3}))
+    assert mx.array_equal(out.output, again) and not mx.array_equal(out.output, other)
+    assert not mx.array_equal(other, cudnn.cudnn_rnn(**inputs, **(given | {"seed": 2})).output)
+
+
+# --- The buffer ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_canonical_arrays_and_back(mode):
+    """The arrays are torch's, gate by gate, in cuDNN's order; packed again they are the buffer."""
+    torch = pytest.importorskip("torch")
+    for L, D, P in [(1, 1, 0), (2, 2, 0)] + [(2, 2, 2)] * (mode == "lstm"):
+        I, H, G = 4, 5, GATES[mode]
+        kind = {"lstm": torch.nn.LSTM, "gru": torch.nn.GRU}.get(mode, torch.nn.RNN)
+        layers = kind(I, H, L, bidirectional=D == 2, **({"proj_size": P} if P else {}))
+        arrays = [array.detach().numpy() for array in torch_arrays(layers)]
+        params = mx.array(packed(arrays, []))
+        attributes = {"rnn_mode": mode, "direction": "bidirectional" if D == 2 else "unidirectional", "num_proj": P}
+        assert cudnn.cudnn_rnn_params_size(L, H, I, **attributes).item() == params.size
+        per_layer = 2 * G + (P > 0)
+        weights, biases = cudnn.cudnn_rnn_params_to_canonical_v2(
+            L, H, I, params, per_layer * L * D, 2 * G * L * D, **attributes
+        )
+        matrices = [np.split(array, G) if len(array) == G * H else [array] for array in arrays]
+        expected = [part for parts in matrices for part in parts]
+        for got, value in zip(weights + biases, expected, strict=True):
+            np.testing.assert_array_equal(np.array(got), value)
+        again = cudnn.cudnn_rnn_canonical_to_params_v2(L, H, I, weights, biases, **attributes)
+        assert mx.array_equal(again, params)
+        if not P:
+            attributes.pop("num_proj")
+            found = cudnn.cudnn_rnn_params_to_canonical(L, H, I, params, per_layer * L * D, **attributes)
+            again = cudnn.cudnn_rnn_canonical_to_params(L, H, I, *found, **attributes)
+            assert mx.array_equal(again, params)
+
+
+def test_params_size():
+    assert cudnn.cudnn_rnn_params_size(mx.array(1), 5, 4, S=mx.int64).dtype == mx.int64
+    sizes = [cudnn.cudnn_rnn_params_size(2, 4, 4, input_mode=mode).item() for mode in ("linear_input", "skip_input")]
+    assert sizes == [320, 256] and cudnn.cudnn_rnn_params_size(1, 5, 4, input_mode="auto_select").item() == 220
+
+
+# --- Inside MLX's transformations ------------------------------------------------------------------------------------
+
+
+def test_padding_is_never_read():
+    case = draw(11, mode="lstm", L=2, D=2, T=4, N=3, lengths=np.array([1, 4, 2]))
+    spoilt = case.inputs["input"].copy(), case.cotangents["output"].copy()
+    for array in spoilt:
+        array[np.arange(4)[:, None] >= case.lengths] = np.nan
+    other = case._replace(inputs=case.inputs | {"input": spoilt[0]}, cotangents=case.cotangents | {"output": spoilt[1]})
+    for got, expected in zip(ours(other, np.float64), ours(case, np.float64), strict=True):
+        for name, value in expected.items():
+            np.testing.assert_array_equal(got[name], value, err_msg=name)
+        assert not got.get("input", np.zeros((4, 3)))[2:, 0].any()
+
+
+def test_compiled_exported_and_second_order(tmp_path):
+    case = draw(12, mode="gru", L=2, D=2, T=3, N=2, lengths=None)
+    x, h, c, params = arrays_of(case, np.float32).values()
+    options = {"rnn_mode": "gru", "direction": "bidirectional"}
+
+    def run(x, h, params, **more):
+        return cudnn.cudnn_rnn(x, h, c, params, **options, **more).output
+
+    expected = np.array(run(x, h, params))
+    np.testing.assert_allclose(np.array(mx.compile(run)(x, h, params)), expected, atol=1e-6)
+    path = str(tmp_path / "stack.mlxfn")
+    mx.export_function(path, lambda x, h, params: run(x, h, params, is_training=False), x, h, params)
+    np.testing.assert_allclose(np.array(mx.import_function(path)(x, h, params)[0]), expected, atol=1e-6)
+    many = mx.vmap(run, in_axes=(0, 0, None))(mx.stack([x, 2 * x]), mx.stack([h, h]), params)
+    np.testing.assert_allclose(np.array(many[0]), expected, atol=1e-6)
+    slope = mx.grad(lambda x: run(x, h, params, engine="ops").sum())
+    again = mx.grad(lambda x: (slope(x) ** 2).sum())(x)
+    ahead = mx.grad(lambda x: run(x, h, params, engine="ops").sum())(x + 1e-3 * mx.sign(again))
+    assert (ahead**2).sum() > (slope(x) ** 2).sum()
+
+
+# --- Errors ----------------------------------------------------------------------------------------------------------
+
+SMALL = {"input": (5, 3, 4), "input_h": (4, 3, 2), "input_c": (4, 3, 2)}
+BAD = {
+    "params": ({"params": (10,)}, {}, r"\[cudnn_rnn_v3\] params must have 256 elements for 2 layers .* but got 10\."),
+    "params rank": ({"params": (256, 1)}, {}, r"params must have shape \[params_size\] but got shape \[256, 1\]"),
+    "input rank": ({"input": (5, 4)}, {}, r"input must have shape \[T, N, I\] but got shape \[5, 4\]"),
+    "no steps": ({"input": (0, 3, 4)}, {}, r"input must have no empty axis"),
+    "input_h": ({"input_h": (4, 3, 3)}, {}, r"input_h must have shape \[4, 3, 2\] but got shape \[4, 3, 3\]"),
+    "input_h rows": ({"input_h": (2, 3, 2)}, {}, r"input_h must have shape \[4, 3, 2\] but got shape \[2, 3, 2\]"),
+    "input_c batch": (
+        {"input_c": (4, 2, 2)},
+        {},
+        r"input_c must have shape \[L \* D, 3, H\] but got shape \[4, 2, 2\]",
+    ),
+    "input_c rows": ({"input_c": (3, 3, 2)}, {}, r"input_c must have two rows per layer .* but got shape \[3, 3, 2\]"),
+    "batch-major": ({}, {"time_major": False}, r"input_c must have shape \[5, L \* D, H\] but got shape \[4, 3, 2\]"),
+    "mode": ({}, {"rnn_mode": "foo"}, r"rnn_mode must be one of 'lstm', 'gru', 'rnn_relu', 'rnn_tanh' but got 'foo'"),
+    "input_mode": ({}, {"input_mode": "skip"}, r"input_mode must be one of .* but got 'skip'"),
+    "skip": (
+        {},
+        {"input_mode": "skip_input"},
+        r"input_size must be num_units = 2 with input_mode='skip_input' but got 4",
+    ),
+    "direction": ({}, {"direction": "both"}, r"direction must be one of .* but got 'both'"),
+    "dropout 1": ({}, {"dropout": 1.0}, r"dropout must lie in \[0, 1\) but got 1.0"),
+    "dropout -": ({}, {"dropout": -0.1}, r"dropout must lie in \[0, 1\) but got -0.1"),
+    "dropout nan": ({}, {"dropout": float("nan")}, r"dropout must be a finite number but got nan"),
+    "seed": ({}, {"seed": 1.5}, r"seed must be an integer but got 1.5"),
+    "num_proj": ({}, {"num_proj": 3}, r"num_proj must be at most num_units = 2 but got 3"),
+    "num_proj gru": ({}, {"num_proj": 1, "rnn_mode": "gru"}, r"num_proj must be 0 with rnn_mode='gru' but got 1"),
+    "proj state": ({}, {"num_proj": 1}, r"input_h must have shape \[4, 3, 1\] but got shape \[4, 3, 2\]"),
+    "length 0": ({}, {"sequence_lengths": [5, 0, 3]}, r"must lie in 1..5 but got sequence_lengths\[1\] = 0"),
+    "length 6": ({}, {"sequence_lengths": [5, 1, 6]}, r"must lie in 1..5 but got sequence_lengths\[2\] = 6"),
+    "lengths": ({}, {"sequence_lengths": [5, 1]}, r"sequence_lengths must have shape \[3\]"),
+    "states": (
+        {},
+        {"batch_major_states": "x"},
+        r"batch_major_states must be one of 'transpose', 'reinterpret' but got",
+    ),
+    "training": ({}, {"is_training": 1}, r"is_training must be True or False but got 1"),
+    "engine": ({}, {"engine": "gpu"}, r"engine must be one of"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_arguments(case):
+    shapes, options, message = BAD[case]
+    arrays = {name: mx.zeros(shape) for name, shape in (SMALL | {"params": (256,)} | shapes).items()}
+    given = {"direction": "bidirectional", "sequence_lengths": [5, 5, 5]} | options
+    with pytest.raises(ValueError, match=message):
+        cudnn.cudnn_rnn_v3(**arrays, **given)
+
+
+def test_bad_arguments_of_the_other_ops():
+    state, params = mx.zeros((1, 3, 5)), mx.zeros((220,))
+    inputs = mx.zeros((10, 3, 4)), state, state, params
+    out = cudnn.cudnn_rnn(*inputs)
+    gradients = out[:3]
+    bad = {
+        r"\[cudnn_rnn_backprop\] output_backprop must have shape \[10, 3, 5\]": (
+            *out[:3],
+            state,
+            *gradients[1:],
+            out[3],
+        ),
+        r"output_c must have shape \[1, 3, 5\]": (*out[:2], params, *gradients, out[3]),
+        r"reserve_space must have shape \[750\] but got shape \[749\]": (*out[:3], *gradients, out[3][1:]),
+    }
+    for message, given in bad.items():
+        with pytest.raises(ValueError, match=message):
+            cudnn.cudnn_rnn_backprop(*inputs, *given)
+    with pytest.raises(ValueError, match="input_h must have the dtype of the other arrays"):
+        cudnn.cudnn_rnn(inputs[0], state.astype(mx.float16), *inputs[2:])
+    with pytest.raises(ValueError, match="num_params must be 8 for these layers but got 9"):
+        cudnn.cudnn_rnn_params_to_canonical(1, 5, 4, params, 9)
+    with pytest.raises(ValueError, match="num_units must be an integer of at least 1 but got 0"):
+        cudnn.cudnn_rnn_params_size(1, 0, 4)
+    weights, biases = cudnn.cudnn_rnn_params_to_canonical(1, 5, 4, params, 8)
+    with pytest.raises(ValueError, match=r"weights\[0\] must have 20 elements, \[5, 4\], but got shape \[5, 5\]"):
+        cudnn.cudnn_rnn_canonical_to_params(1, 5, 4, weights[::-1], biases)
+    with pytest.raises(ValueError, match="biases must be 8 arrays for these layers but got 7"):
+        cudnn.cudnn_rnn_canonical_to_params(1, 5, 4, weights, biases[1:])
+
+
+def test_float64_needs_the_cpu():
+    case = draw(13, mode="gru", L=1, D=1)
+    with on_metal(), pytest.raises(ValueError, match=r"\[cudnn_rnn_v3\] float64 needs the CPU, stream=mx.cpu, but"):
+        cudnn.cudnn_rnn_v3(**arrays_of(case), sequence_lengths=lengths_of(case), **case.attributes)

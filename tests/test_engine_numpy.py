@@ -1,0 +1,126 @@
+"""What is particular to engine `numpy`: it agrees with engine `ops` to float64 rounding, in any strides and chunks."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_lstm import engine_numpy_memory, gru, lstm, rnn
+from mlx_lstm.cells import ACTIVATIONS
+from mlx_lstm.recurrence import gru_gradients, lstm_gradients, rnn_gradients
+
+OPS = {
+    "lstm": (lstm, lstm_gradients, 4, 5, "ifgo"),
+    "gru": (gru, gru_gradients, 3, 3, "rzn"),
+    "rnn": (rnn, rnn_gradients, 1, 1, ""),
+}
+GIVEN = {"lstm": ("gates", "c", "h"), "gru": ("gates", "h"), "rnn": ("h",)}
+
+
+def draw(rng, word, T, B, I, H, D=1, *, drop=(), mask=None, P=None, bhn=False, peephole=False, projected=False):
+    """Random arrays of a call, as NumPy float64."""
+    G, width = OPS[word][2], P or H
+    own = [2] if D == 2 else []
+    shapes = {"x": [T, B, D * G * H if projected else I], "Wx": [D * G * H, I], "Wh": [*own, G * H, width]}
+    shapes |= {"b": [D * G * H], "h0": [B, D * width], "c0": [B, D * H], "bhn": [D * H]}
+    shapes |= {"Wp": [*own, width, H], "peephole": [*own, 4 * H]}
+    if mask is not None:
+        shapes["mask"] = [D * width if size == "P" else size for size in mask]
+    absent = set(drop) | ({"Wx"} if projected else set()) | (set() if P else {"Wp"})
+    absent |= (
+        (set() if word == "lstm" else {"c0"}) | (set() if bhn else {"bhn"}) | (set() if peephole else {"peephole"})
+    )
+    return {name: rng.normal(0, 0.7, shape) for name, shape in shapes.items() if name not in absent}
+
+
+def cut(array):
+    """An MLX float64 array cut out of a larger one, so that no stride is trivial."""
+    wide = np.full([2 * n for n in array.shape], np.nan)
+    wide[tuple(slice(None, None, 2) for _ in array.shape)] = array
+    return mx.array(wide, mx.float64)[tuple(slice(None, None, 2) for _ in array.shape)]
+
+
+def whole(array):
+    return mx.array(array, mx.float64)
+
+
+def spoil_padding(sequence, lengths):
+    """NaN where an item of a sequence [T, B, .] has ended: nothing may read it."""
+    if lengths is not None:
+        sequence[np.arange(len(sequence))[:, None] >= np.array(lengths)] = np.nan
+
+
+def assert_agrees(got, expected):
+    assert got.keys() == expected.keys()
+    for name in got:
+        left, right = np.array(got[name]), np.array(expected[name])
+        assert left.shape == right.shape, name
+        bound = 1e-12 * max(1, np.abs(right).max(initial=0))
+        np.testing.assert_allclose(left, right, rtol=0, atol=bound, err_msg=name)
+
+
+def check(word, arrays, options, shown=None, lay=whole, seed=0):
+    """Outputs, gradients through `mx.vjp` and `*_gradients` of engine numpy against those of engine ops."""
+    op, gradients_of = OPS[word][:2]
+    with mx.stream(mx.cpu):
+        names, values = list(arrays), [lay(array) for array in arrays.values()]
+        found = {}
+        for engine in ("ops", "numpy"):
+            rng = np.random.default_rng(seed)
+
+            def call(*values, engine=engine):
+                given = {"Wx": None} | dict(zip(names, values, strict=True))
+                out = op(**given, **options, engine=engine, return_gates=shown is None or "gates" in shown)._asdict()
+                return out if shown is None else {name: out[name] for name in shown}
+
+            outputs = call(*values)
+            cotangents = {name: rng.normal(size=out.shape) for name, out in outputs.items()}
+            for name in cotangents.keys() & {"h", "c", "gates"}:
+                spoil_padding(cotangents[name], options.get("lengths"))
+            cotangents = {name: lay(array) for name, array in cotangents.items()}
+            _, gradients = mx.vjp(lambda *values: list(call(*values).values()), values, list(cotangents.values()))
+            found[engine] = outputs | {f"d{name}": g for name, g in zip(names, gradients, strict=True)}
+            if shown is None:
+                saved = {name: lay(np.array(outputs[name])) for name in GIVEN[word]}
+                plain = {k: v for k, v in options.items() if k not in ("cell_clip", "forget_bias")}
+                given = {"Wx": None} | dict(zip(names, values, strict=True)) | saved | plain
+                given |= {f"d{name}": cotangent for name, cotangent in cotangents.items()}
+                again = gradients_of(**given, engine=engine)
+                found[engine] |= {f"again {name}": gradient for name, gradient in again.items()}
+        assert_agrees(found["numpy"], found["ops"])
+
+
+def combination(rng, word, T, B):
+    """Arguments of `draw` and options of the op, every one at random."""
+    pick = lambda *values: values[rng.integers(len(values))]  # noqa: E731
+    activations = tuple(rng.choice([a for a in ACTIVATIONS if a != "relu"], OPS[word][3]))
+    arrays = {
+        "D": pick(1, 2),
+        "drop": [name for name in ("b", "h0", "c0") if rng.random() < 0.2],
+        "mask": pick(None, None, (T, B, "P"), (B, "P"), (T, 1, 1), ()),
+        "projected": pick(False, False, True),
+    }
+    options = {"reverse": pick(False, True), "bidirectional": arrays["D"] == 2}
+    options["lengths"] = pick(None, rng.integers(0, T + 1, B).tolist(), [T] * B, [0] * B)
+    if word == "rnn":
+        return arrays, options | {"activation": activations[0]}
+    options |= {"gate_order": "".join(rng.permutation(list(OPS[word][4]))), "activations": activations}
+    if word == "lstm":
+        arrays |= {"P": pick(None, 3), "peephole": pick(False, True)}
+        options |= {"cell_clip": pick(None, 0.7), "forget_bias": pick(0.0, 1.0)}
+        return arrays, options | {"output_peephole": pick("current", "previous")}
+    options |= {"reset": pick("after", "before"), "flip_z": pick(False, True)}
+    return arrays | {"bhn": options["reset"] == "after" and pick(False, True)}, options
+
+
+@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("word", ["lstm"])
+def test_agrees_with_ops(monkeypatch, word, seed):
+    """Every option at random, narrow and wide batches, several chunks of time, any strides."""
+    rng = np.random.default_rng(seed)
+    T, B, I, H = (int(rng.choice(sizes)) for sizes in ([1, 2, 7, 33], [1, 2, 5, 16, 17], [1, 3], [1, 2, 5]))
+    monkeypatch.setattr(engine_numpy_memory, "CHUNK_ROWS", int(rng.choice([3 * B, 1024])))
+    arguments, options = combination(rng, word, T, B)
+    arrays = draw(rng, word, T, B, I, H, **arguments)
+    spoil_padding(arrays["x"], options["lengths"])
+    shown = None if rng.random() < 0.6 else ["h"]
+    check(word, arrays, options, shown, cut if rng.random() < 0.5 else whole, seed)
