@@ -128,15 +128,17 @@ def draw_away_from_kinks(seed, margin=KINK_MARGIN, **options):
     dtype = options.get("dtype", np.float64)
     for _ in range(200):
         case = draw(rng, **options)
-        if kink_distance(case, exact_zero=margin == KINK_MARGIN) > margin:
+        if kink_distance(case) > margin:
             return case, draw_cotangents(rng, forward(**case), dtype)
     raise RuntimeError(f"no case of {options} keeps off its kinks")
 
 
-def kink_distance(case, exact_zero=True):
-    """How near an argument of relu or hard_sigmoid comes to a kink. A 0 that any rounding leaves 0 need not count."""
-    seen = activation_arguments(**case)
-    seen = [(name, a if exact_zero else a[a != 0]) for name, a in seen]
+def kink_distance(case):
+    """How near an argument of relu or hard_sigmoid comes to a kink.
+
+    An exact 0 does not count: it comes of a relu or hard sigmoid that is flat there, and no small change moves it.
+    """
+    seen = [(name, a[a != 0]) for name, a in activation_arguments(**case)]
     kinks = {"relu": [0.0], "hard_sigmoid": [-2.5, 2.5], "hard_sigmoid_sixth": [-3.0, 3.0]}
     distances = (np.abs(a - kink).min(initial=np.inf) for name, a in seen for kink in kinks.get(name, []))
     return min(distances, default=np.inf)

@@ -1,0 +1,73 @@
+"""One torch layer (LSTM, GRU, RNN; one direction or both) as a case of ours: its arrays, outputs and all gradients."""
+
+import numpy as np
+import torch
+
+LAYERS = {  # name: torch's class, its options, ours
+    "lstm": (torch.nn.LSTM, {}, {}),
+    "lstm_projection": (torch.nn.LSTM, {"proj_size": 4}, {}),
+    "gru": (torch.nn.GRU, {}, {"op": "gru"}),
+    "rnn_tanh": (torch.nn.RNN, {}, {"op": "rnn"}),
+    "rnn_relu": (torch.nn.RNN, {"nonlinearity": "relu"}, {"op": "rnn", "activation": "relu"}),
+}
+
+
+def torch_layer(name, sizes, *, bidirectional, lengths, dtype):
+    """(case, cotangents, expected): expected has h, hT, cT and the gradient of each array, as torch finds them."""
+    T, B, I, H = sizes
+    kind, their_options, options = LAYERS[name]
+    rng = np.random.default_rng(7)
+    torch.manual_seed(0)
+    layer = kind(I, H, bidirectional=bidirectional, dtype=dtype, **their_options)
+    D, lstm = 2 if bidirectional else 1, kind is torch.nn.LSTM
+    leaf = lambda *shape: torch.tensor(rng.normal(size=shape), dtype=dtype, requires_grad=True)  # noqa: E731
+    x, states = leaf(T, B, I), {"h0": leaf(D, B, their_options.get("proj_size", H))}
+    states |= {"c0": leaf(D, B, H)} if lstm else {}
+    given = x if lengths is None else torch.nn.utils.rnn.pack_padded_sequence(x, lengths, enforce_sorted=False)
+    h, last = layer(given, tuple(states.values()) if lstm else states["h0"])
+    h = h if lengths is None else torch.nn.utils.rnn.pad_packed_sequence(h, total_length=T)[0]
+    outputs = {"h": h, "hT": last[0], "cT": last[1]} if lstm else {"h": h, "hT": last}
+    cotangents = {name: leaf(*value.shape).detach() for name, value in outputs.items()}
+    torch.autograd.backward(list(outputs.values()), list(cotangents.values()))
+
+    case = weights_of(layer, lambda parameter: parameter.detach().numpy())
+    b_hh = case.pop("b_hh")
+    case |= options | {"b": case["b"] + b_hh, "x": x.detach().numpy(), "bidirectional": bidirectional}
+    case |= {} if lengths is None else {"lengths": lengths}
+    expected = weights_of(layer, lambda parameter: parameter.grad.numpy()) | {"x": x.grad.numpy()}
+    del expected["b_hh"]  # the two biases have the same gradient
+    for name, state in states.items():
+        case[name], expected[name] = side_by_side(name, state), side_by_side(name, state.grad)
+    expected |= {name: side_by_side(name, value) for name, value in outputs.items()}
+    return case, {name: side_by_side(name, value) for name, value in cotangents.items()}, expected
+
+
+def weights_of(layer, of):
+    """{name: array} of `of` the layer's parameters in our layout; b is b_ih, and of b_hh what a GRU has as bhn is 0."""
+    suffixes = ("", "_reverse") if layer.bidirectional else ("",)
+    parts = {name: [of(p) for suffix in suffixes for p in parameters(layer, name, suffix)] for name in THEIRS}
+    own_axis = np.stack if layer.bidirectional else lambda arrays: arrays[0]
+    found = {name: np.concatenate(parts[name]) for name in ("Wx", "b")} | {"Wh": own_axis(parts["Wh"])}
+    if parts["Wp"]:
+        found["Wp"] = own_axis(parts["Wp"])
+    b_hh = np.stack(parts["b_hh"])
+    if isinstance(layer, torch.nn.GRU):
+        candidate = np.arange(b_hh.shape[1]) >= 2 * layer.hidden_size
+        found["bhn"] = b_hh[:, candidate].flatten()
+        b_hh = np.where(candidate, 0, b_hh)
+    return found | {"b_hh": b_hh.flatten()}
+
+
+THEIRS = {"Wx": "weight_ih", "Wh": "weight_hh", "b": "bias_ih", "b_hh": "bias_hh", "Wp": "weight_hr"}
+
+
+def parameters(layer, name, suffix):
+    """The layer's parameter of this name of ours and this direction, in a list; an empty one if there is none."""
+    found = getattr(layer, f"{THEIRS[name]}_l0{suffix}", None)
+    return [] if found is None else [found]
+
+
+def side_by_side(name, tensor):
+    """A sequence as it is; states [D, B, .] as [B, D .]."""
+    array = tensor.detach().numpy()
+    return array if name == "h" else np.concatenate(list(array), axis=-1)
