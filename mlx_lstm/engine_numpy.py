@@ -14,9 +14,10 @@ from collections.abc import Callable
 import mlx.core as mx
 import numpy as np
 
-from .cells import LSTMCell, RNNCell
+from .cells import GRUCell, LSTMCell, RNNCell
 from .directions import one_direction, part
 from .engine_numpy_cell import LSTMStep, LSTMStepBackward
+from .engine_numpy_gru import GRUStep, GRUStepBackward, RNNStep, RNNStepBackward
 from .engine_numpy_memory import (
     Arrays,
     Ends,
@@ -245,5 +246,7 @@ def add_unbroadcast(term: np.ndarray, total: np.ndarray) -> None:
 
 STEPS = {
     LSTMCell: (LSTMStep, LSTMStepBackward),
+    GRUCell: (GRUStep, GRUStepBackward),
+    RNNCell: (RNNStep, RNNStepBackward),
 }
 """Of each cell: its step forward and its step back."""

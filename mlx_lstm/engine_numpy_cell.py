@@ -31,7 +31,8 @@ class LSTMStep:
         self.block = {gate: cell.block(gate, H) for gate in "ifgo"}
         self.peephole = peephole_columns(cell, v, H, B)
         for gate, columns in self.peephole.items():
-            columns *= 0.5 if cell.activation(gate) == "sigmoid" else 1  # as the preactivations
+            if preactivations.halved and cell.activation(gate) == "sigmoid":
+                columns *= 0.5
         late = "o" if self.peephole and cell.output_peephole == "current" else ""
         self.early = Gates(cell, H, "ifgo".replace(late, "") if late else "ifgo")
         self.late = Gates(cell, H, late)
@@ -43,18 +44,19 @@ class LSTMStep:
         self, t: int, h_prev: np.ndarray, c_prev: np.ndarray, gates: np.ndarray, c: np.ndarray, h: np.ndarray
     ) -> None:
         """From h_prev [P, B] and c_prev [H, B]: gates [4H, B], c [H, B] and h [P, B]."""
-        block, peephole, scratch, z = self.block, self.peephole, self.scratch, self.preactivations.at(t, h_prev)
+        block, peephole, scratch = self.block, self.peephole, self.scratch
+        z, halved = self.preactivations.at(t, h_prev), self.preactivations.halved
         if peephole:
             for gate in "ifg" if self.late.runs else "ifgo":
                 z[block[gate]] += np.multiply(peephole[gate], c_prev, out=scratch)
-        self.early.activate(z, gates)
+        self.early.activate(z, gates, halved)
         np.multiply(gates[block["f"]], c_prev, out=c)
         c += np.multiply(gates[block["i"]], gates[block["g"]], out=scratch)
         if self.clip is not None:
             np.clip(c, -self.clip, self.clip, out=c)
         if self.late.runs:
             z[block["o"]] += np.multiply(peephole["o"], c, out=scratch)
-            self.late.activate(z, gates)
+            self.late.activate(z, gates, halved)
         activate(self.output, c, scratch)
         m = np.multiply(scratch, gates[block["o"]], out=h if self.m is None else self.m)
         if self.m is not None:

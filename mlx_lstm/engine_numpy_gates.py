@@ -29,8 +29,11 @@ class Gates:
         self.sigmoid = [run for name, run in self.runs if name == "sigmoid"]
         self.other = [(name, run) for name, run in self.runs if name not in ("tanh", "sigmoid")]
 
-    def activate(self, z: np.ndarray, out: np.ndarray) -> None:
-        """sigmoid(x) = 0.5 + 0.5 tanh(x / 2): with sigmoid gates halved on entry one tanh serves all."""
+    def activate(self, z: np.ndarray, out: np.ndarray, halved: bool) -> None:
+        """sigmoid(x) = 0.5 + 0.5 tanh(x / 2): with sigmoid gates' rows of z halved one tanh serves all."""
+        if not halved:
+            for run in self.sigmoid:
+                z[run] *= 0.5
         for run in self.smooth:
             np.tanh(z[run], out=out[run])
         for run in self.sigmoid:

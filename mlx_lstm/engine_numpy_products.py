@@ -16,7 +16,7 @@ AHEAD_ROWS = 256  # rows of the input's product over a wide batch: still in the 
 
 
 # --- The preactivations ----------------------------------------------------------------------------------------------
-# Bias and forget bias included, peepholes not. Sigmoid gates get half of theirs, see `Gates.activate`.
+# Bias and forget bias included, peepholes not. Where `halved`, sigmoid gates get half of theirs: see `Gates.activate`.
 
 
 class Preactivations:
@@ -32,7 +32,7 @@ class Preactivations:
         self.x, self.mask, self.B = v["x"], step_mask(v, problem), B
         self.Wh, self.Wx = matrix(v["Wh"]), matrix(v["Wx"]) if "Wx" in v else None
         # Of a plain cell the preactivation itself is an output.
-        self.sigmoid = [] if isinstance(cell, RNNCell) else Gates(cell, H, cell.gate_order).sigmoid
+        sigmoid = [] if isinstance(cell, RNNCell) else Gates(cell, H, cell.gate_order).sigmoid
         self.bias = bias_column(cell, v, H, rows)
         self.chunk = min(T, max(1, AHEAD_ROWS // B)) if B >= WIDE_BATCH else chunk_steps(problem)
         self.padded = self.start = None
@@ -42,9 +42,9 @@ class Preactivations:
             self.Wx = np.concatenate([self.Wx, bias[:, None]], axis=1)
             self.padded = np.ones((self.chunk, B, self.Wx.shape[1]), dtype)
             self.bias = None
-            if self.sigmoid:
+            if sigmoid:
                 self.Wh, self.halved = self.Wh.copy(), True
-                for run in self.sigmoid:
+                for run in sigmoid:
                     self.Wx[run] *= 0.5
                     self.Wh[run] *= 0.5
         if self.Wx is not None:
@@ -58,14 +58,7 @@ class Preactivations:
         """[GH, B]: step t's preactivations, from h [P, B] before it. The next call overwrites them."""
         z = np.matmul(self.Wh, self.entering(t, h), out=self.z)
         z += self.of_input(t)
-        self.halve(z)
         return z
-
-    def halve(self, z: np.ndarray) -> None:
-        """Half of the sigmoid gates' rows, where the weights are not."""
-        if not self.halved:
-            for run in self.sigmoid:
-                z[run] *= 0.5
 
     def entering(self, t: int, h: np.ndarray) -> np.ndarray:
         """h [P, B] as it enters step t's product: times the mask."""

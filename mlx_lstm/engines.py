@@ -77,7 +77,7 @@ def choose(
     if cell.op != "lstm" or bidirectional:
         hindrances["stepwise"] = "only an LSTM of one direction so far"
     if cell.op != "lstm":
-        hindrances |= dict.fromkeys(("fused", "numpy"), "only an LSTM so far")
+        hindrances["fused"] = "only an LSTM so far"
     if requested is not None:
         if requested in hindrances:
             raise ValueError(f"[{op}] engine={requested!r} cannot run: {hindrances[requested]}.")
