@@ -36,8 +36,9 @@ def run_backward(
 ) -> dict[str, mx.array]:
     """The gradient of every array, from the outputs a forward pass gave and the cotangents of some of them."""
     dtype = arrays["x"].dtype
-    given = (for_engine(engine, values) for values in (arrays, saved, cotangents))
-    gradients = ENGINE_MODULES[engine].backward(problem, *given)
+    arrays, saved, cotangents = (for_engine(engine, values) for values in (arrays, saved, cotangents))
+    backward = first_order(engine, problem, tuple(arrays), {})
+    gradients = backward(tuple(arrays.values()), cotangents, saved)
     return {name: gradient.astype(dtype) for name, gradient in gradients.items() if name in arrays}
 
 

@@ -294,7 +294,8 @@ def block_lstm_grad(
     Nothing at t >= seq_len_max is read, and x_grad is 0 there; with seq_len_max = 0 all gradients are 0, those of the
     states too. The clip passes gradients straight through, so neither it nor forget_bias is asked for.
 
-    Differs from TensorFlow: co is computed again from cs, and w's gradient is one product over all steps.
+    Differs from TensorFlow: co is computed again from cs; w's gradient is one product over all steps, and 0 with N = 0,
+    where TensorFlow leaves it unwritten.
 
     Args:
         seq_len_max, x, cs_prev, h_prev, w, wci, wcf, wco, b: as `block_lstm` had them. Of b only the shape counts.
@@ -458,6 +459,7 @@ def gru_block_cell_grad(
 
     Of the weights the op gives none: in TensorFlow 1 they were d_w_ru = [x, h_prev]^T d_r_bar_u_bar, d_w_c =
     [x, r h_prev]^T d_c_bar, and the sums over N of d_r_bar_u_bar and d_c_bar; `mx.grad` of `gru_block_cell` has them.
+    With H = 0 d_x is 0; TensorFlow leaves it unwritten.
 
     Args:
         x, h_prev, w_ru, w_c, b_ru, b_c: as `gru_block_cell` had them. Of x, b_ru, b_c only the shapes count.

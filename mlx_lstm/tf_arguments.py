@@ -35,11 +35,14 @@ def check_lstm_block_cell(op: str, arrays: Arrays, use_peephole: bool) -> None:
     check_weights(op, arrays, I, H)
     if 0 in (N, H):
         reject(op, f"cs_prev_tensor is empty, has shape: ({N},{H}).")
-    for name in (*KEPT, "cs_grad", "h_grad"):
+    for name in KEPT:
         if name in arrays:
-            word = "dims" if name.endswith("grad") else "dim_size"
-            check_size(op, f"{name}.{word}(0) != batch_size", arrays[name].shape[0], N)
-            check_size(op, f"{name}.{word}(1) != cell_size", arrays[name].shape[1], H)
+            check_size(op, f"{name}.dim_size(0) != batch_size", arrays[name].shape[0], N)
+            check_size(op, f"{name}.dim_size(1) != cell_size", arrays[name].shape[1], H)
+    for name in ("cs_grad", "h_grad"):
+        if name in arrays:
+            check_size(op, f"{name}_tensor.dims(0) != batch_size", arrays[name].shape[0], N)
+            check_size(op, f"{name}_tensor.dims(1) != cell_size", arrays[name].shape[1], H)
     if use_peephole:
         check_peepholes(op, arrays, H)
 

@@ -20,7 +20,7 @@ from cases import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_lstm import engine_numpy_cell, engine_numpy_memory, lstm
+from mlx_lstm import engine_numpy_cell, engine_numpy_memory, lstm, recurrence
 from mlx_lstm.closeness import assert_close, assert_within, bounds
 from mlx_lstm.oracle import ARRAYS, backward, forward
 
@@ -262,6 +262,23 @@ def test_second_derivative_is_right_or_refused():
     assert (second * np.array(direction)).sum() == pytest.approx((ahead - back) / (2 * step), rel=1e-2)
     with pytest.raises(RuntimeError, match="second derivative"):
         mx.eval(mx.grad(lambda Wh: slope(Wh, "numpy"))(arrays[2]))
+
+
+def test_gradient_of_the_gradient_op_is_right_or_refused():
+    """Of `lstm_gradients`, which is linear in dh."""
+    (x, Wx, Wh, _), _ = small()
+    with mx.stream(mx.cpu):
+        out = lstm(x, Wx, Wh, return_gates=True)
+
+        def dx(dh, engine):
+            saved = {"gates": out.gates, "c": out.c, "h": out.h}
+            return recurrence.lstm_gradients(x, Wx, Wh, **saved, dh=dh, engine=engine)["x"].sum()
+
+        dh = mx.ones((3, 2, 2))
+        along = (mx.grad(lambda dh: dx(dh, "ops"))(dh) * dh).sum()
+        assert_trees_close([along], [dx(dh, "ops")])
+        with pytest.raises(RuntimeError, match="second derivative"):
+            mx.eval(mx.grad(lambda dh: dx(dh, "numpy"))(dh))
 
 
 def test_forward_mode_is_right_or_refused():

@@ -1,4 +1,4 @@
-"""Random cases of TensorFlow's block ops: arguments by the raw op's names, what TensorFlow makes of them, and what we do.
+"""Random cases of TensorFlow's block ops: arguments by the raw op's names, TensorFlow's results and ours.
 
 A case is a dict of NumPy arrays and attributes. What lies at t >= seq_len_max in x, in what the forward op kept and in
 the gradients given is NaN: nothing there may be read.
@@ -11,6 +11,9 @@ import numpy as np
 from cases import to_mlx, to_numpy
 
 from mlx_lstm import tf
+from mlx_lstm.cells import GRUCell, LSTMCell
+from mlx_lstm.engines import METAL_ENGINES, choose
+from mlx_lstm.recurrence import on
 
 SEQUENCE_OPS = ("block_lstm", "block_lstm_v2")
 LSTM_OPS = ("lstm_block_cell", *SEQUENCE_OPS)
@@ -99,13 +102,16 @@ def theirs(op, case):
 
 def ours(op, case, engine, stream=mx.cpu):
     """Our outputs by name, NumPy arrays."""
-    with mx.stream(stream or mx.default_device()):
+    with on(stream):
         arrays = {name: as_mlx(name, value) for name, value in case.items()}
         return {name: to_numpy(value) for name, value in getattr(tf, op)(**arrays, engine=engine)._asdict().items()}
 
 
 def as_mlx(name, value):
-    return value if name in ATTRIBUTES else to_mlx(value, value.dtype.type)
+    """An attribute, or what is no NumPy array of floats, as it is."""
+    if name in ATTRIBUTES or not isinstance(value, np.ndarray) or value.dtype.kind != "f":
+        return value
+    return to_mlx(value, value.dtype.type)
 
 
 def ours_by_autodiff(op, case, given, engine):
@@ -121,3 +127,72 @@ def ours_by_autodiff(op, case, given, engine):
         cotangents = [as_mlx(name, value) for name, value in given.items()]
         _, gradients = mx.vjp(outputs_of, list(arrays.values()), cotangents)
         return dict(zip(arrays, map(to_numpy, gradients), strict=True))
+
+
+def engines_that_run(op, engines):
+    """Those of the engines that have the op's cell; a Metal engine as on a Mac."""
+    cell = GRUCell(reset="before") if op == "gru_block_cell" else LSTMCell()
+    found = []
+    for engine in engines:
+        device = "gpu" if engine in METAL_ENGINES else "cpu"
+        here = {"device": device, "metal": True, "traced": False, "cell": cell, "requested": engine}
+        try:
+            found.append(choose(sizes=(1, 1, 1, 1), dtype=mx.float32, **here).engine)
+        except ValueError:
+            continue
+    return found
+
+
+# --- A case as the oracle's, and back --------------------------------------------------------------------------------
+
+
+def oracle_case(op, case):
+    """The case of `mlx_lstm.oracle` that says the same."""
+    x, I = case["x"], case["x"].shape[-1]
+    if op == "gru_block_cell":
+        w, b = np.concatenate([case["w_ru"], case["w_c"]], axis=1), np.concatenate([case["b_ru"], case["b_c"]])
+        parts = {"x": x[None], "Wx": w[:I].T, "Wh": w[I:].T, "b": b, "h0": case["h_prev"]}
+        return parts | {"op": "gru", "reset": "before"}
+    w, order = case["w"], order_of(op)
+    found = {"Wx": w[:I].T, "Wh": w[I:].T, "b": case["b"], "h0": case["h_prev"], "c0": case["cs_prev"]}
+    found |= {"x": x if x.ndim == 3 else x[None], "gate_order": order, "forget_bias": case.get("forget_bias", 0.0)}
+    if case["cell_clip"] > 0:
+        found["cell_clip"] = case["cell_clip"]
+    if op in SEQUENCE_OPS:
+        found["lengths"] = [case["seq_len_max"]] * x.shape[1]
+    if case["use_peephole"]:
+        peepholes = {"i": case["wci"], "f": case["wcf"], "o": case["wco"], "g": np.zeros_like(case["wci"])}
+        found["peephole"] = np.concatenate([peepholes[gate] for gate in order])
+    return found
+
+
+def order_of(op):
+    return "ifgo" if op == "block_lstm_v2" else "igfo"
+
+
+def cotangents_for_oracle(op, outputs, given):
+    """The gradients given of the op's outputs as those of the oracle's; `outputs` are the oracle's."""
+    given = {name: np.asarray(value, np.float64) for name, value in given.items()}
+    if op == "gru_block_cell":
+        gates = np.concatenate([given.get(name, 0 * given["h"]) for name in "ruc"], axis=-1)
+        return {"h": given["h"][None], "gates": gates[None]}
+    rows = {name: value if op in SEQUENCE_OPS else value[None] for name, value in given.items()}
+    nothing = np.zeros_like(outputs["c"])
+    blocks = {gate: rows.get({"g": "ci"}.get(gate, gate), nothing) for gate in order_of(op)}
+    dc = rows.get("cs", nothing) + rows.get("co", nothing) * (1 - np.tanh(outputs["c"]) ** 2)
+    return {"h": rows.get("h", nothing), "c": dc, "gates": np.concatenate(list(blocks.values()), axis=-1)}
+
+
+def gradients_from_oracle(op, gradients):
+    """The oracle's gradients as those of the op's arrays; a peephole's only where there was one."""
+    w = np.concatenate([gradients["Wx"], gradients["Wh"]], axis=1).T
+    found = {"x": gradients["x"] if op in SEQUENCE_OPS else gradients["x"][0], "h_prev": gradients["h0"]}
+    if op == "gru_block_cell":
+        H = gradients["h0"].shape[1]
+        b = gradients["b"]
+        return found | {"w_ru": w[:, : 2 * H], "w_c": w[:, 2 * H :], "b_ru": b[: 2 * H], "b_c": b[2 * H :]}
+    found |= {"cs_prev": gradients["c0"], "w": w, "b": gradients["b"]}
+    if "peephole" in gradients:
+        blocks = dict(zip(order_of(op), np.split(gradients["peephole"], 4), strict=True))
+        found |= {f"wc{gate}": blocks[gate] for gate in "ifo"}
+    return found

@@ -1,0 +1,526 @@
+"""`mlx_lstm.tf` against TensorFlow itself, rules on arguments included; gradients of all outputs against the oracle."""
+
+from functools import cache
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from on_metal import on_metal
+from tf_cases import (
+    ATTRIBUTES,
+    GRADIENT,
+    LSTM_OPS,
+    OPS,
+    RAW,
+    SEQUENCE_OPS,
+    cotangents_for_oracle,
+    draw,
+    draw_gradients,
+    engines_that_run,
+    gradient_case,
+    gradients_from_oracle,
+    oracle_case,
+    ours,
+    ours_by_autodiff,
+    theirs,
+)
+
+from mlx_lstm import tf
+from mlx_lstm.closeness import assert_within, bounds, largest
+from mlx_lstm.engines import METAL_ENGINES
+from mlx_lstm.oracle import backward, forward
+
+CPU_ENGINES = ("numpy", "ops")
+ON_CPU = [(op, engine) for op in OPS for engine in engines_that_run(op, CPU_ENGINES)]
+ON_METAL = [(op, engine) for op in OPS for engine in engines_that_run(op, METAL_ENGINES)]
+SEEDS = {"gru_block_cell": 60}  # of each other op
+ALL_OUTPUTS = {op: ("i", "cs", "f", "o", "ci", "co", "h") for op in LSTM_OPS} | {"gru_block_cell": ("r", "u", "c", "h")}
+SMALL = (3, 2, 3, 4)  # T, N, I, H
+
+
+def assert_near(name, got, expected, atol=2e-6, rtol=1e-5):
+    assert got.shape == expected.shape and got.dtype == expected.dtype, f"{name}: {got.shape} {got.dtype}"
+    np.testing.assert_allclose(got, expected, rtol, atol, err_msg=name, equal_nan=False)
+
+
+@cache
+def recorded(op, seed, dtype=np.float32, sizes=None):
+    """(case, TensorFlow's outputs, case of the gradient op, TensorFlow's gradients)."""
+    case = draw(op, seed, dtype, sizes)
+    outputs = theirs(op, case)
+    given = gradient_case(op, case, outputs, draw_gradients(op, case, seed))
+    return case, outputs, given, theirs(GRADIENT[op], given)
+
+
+def check(op, engine, seed, near=assert_near, **of_case):
+    """Both ops of the case within tolerance of TensorFlow's; past seq_len_max zeros, where TensorFlow has anything."""
+    case, outputs, given, gradients = recorded(op, seed, **of_case)
+    for name, value in ours(op, case, engine).items():
+        steps = case.get("seq_len_max")
+        assert steps is None or not value[steps:].any(), name
+        near(f"{op} seed {seed}: {name}", value[:steps], outputs[name][:steps])
+    for name, value in ours(GRADIENT[op], given, engine).items():
+        near(f"{op} seed {seed}: {name}", value, gradients[name])
+
+
+# --- Values ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op, engine", ON_CPU)
+def test_equals_tensorflow(op, engine):
+    """Over peephole, clip, forget bias, seq_len_max 0..T and sizes from 1 on: 330 cases of LSTMs, 60 of GRUs."""
+    for seed in range(SEEDS.get(op, 110)):
+        check(op, engine, seed)
+
+
+@pytest.mark.parametrize("op, engine", ON_METAL)
+def test_equals_tensorflow_on_metal(op, engine):
+    """The shaders under the emulator, ten cases each."""
+    sizes = ((4, 1, 3, 5), (3, 2, 1, 4), (2, 9, 3, 2), (1, 1, 1, 1))
+    with on_metal() as log:
+        for seed in range(10):
+            check(op, engine, seed, sizes=sizes[seed % 4])
+    assert log
+
+
+@pytest.mark.parametrize("op, engine", ON_CPU)
+def test_half_equals_tensorflow(op, engine):
+    """TensorFlow rounds every operation to half and sums in half; ours is the more exact one.
+
+    Outputs: 2e-3 of the largest, for I + H up to 64. Gradients over a sequence: each may be as wrong as the case's
+    bound allows.
+    """
+
+    def near(name, got, expected):
+        assert_near(name, got, expected, atol=2e-3 * max(1.0, largest(expected)), rtol=0)
+
+    if op == "gru_block_cell":
+        return check_half_of_gru(engine, near)
+    for seed in range(20):
+        of_case = {"dtype": np.float16, "sizes": (5, 2, 4, 8)}
+        check(op, engine, seed, near_by(limits_of_half(op, seed, of_case), near), **of_case)
+
+
+def limits_of_half(op, seed, of_case):
+    """How far from each other two right results may be, by the gradient's name."""
+    if op not in SEQUENCE_OPS:
+        return {}
+    case, _, given, _ = recorded(op, seed, **of_case)
+    said = oracle_case(op, case)
+    cotangents = {"cs": given["cs_grad"], "h": given["h_grad"]}
+    limit = bounds(said, np.float16, cotangents_for_oracle(op, forward(**said), cotangents))
+    found = {"x_grad": limit["x"], "h_prev_grad": limit["h0"], "cs_prev_grad": limit["c0"], "b_grad": limit["b"]}
+    found |= dict.fromkeys(("wci_grad", "wcf_grad", "wco_grad"), limit.get("peephole", 0.0))
+    return {name: 2 * value for name, value in found.items()} | {"w_grad": 2 * max(limit["Wx"], limit["Wh"])}
+
+
+def near_by(limits, near):
+    """`near`, where there is no limit by name."""
+
+    def compare(name, got, expected):
+        limit = limits.get(name.split(": ")[1])
+        return near(name, got, expected) if limit is None else assert_near(name, got, expected, limit, 0)
+
+    return compare
+
+
+def check_half_of_gru(engine, near):
+    """TensorFlow has no such op in half: ours against its float32 one, of the same numbers."""
+    for seed in range(20):
+        half = draw("gru_block_cell", seed, np.float16, (1, 2, 4, 8))
+        full = {name: array.astype(np.float32) for name, array in half.items()}
+        for name, value in ours("gru_block_cell", half, engine).items():
+            near(name, value.astype(np.float32), theirs("gru_block_cell", full)[name])
+
+
+@pytest.mark.parametrize("engine", CPU_ENGINES)
+def test_gradient_of_the_preactivations_equals_to_rounding(engine):
+    """dicfo and cs_prev_grad are sums of products: at most 16 roundings in each term, those of tanh included."""
+    for seed in range(40):
+        _, _, given, gradients = recorded("lstm_block_cell", seed)
+        got, sizes = ours("lstm_block_cell_grad", given, engine), sizes_of_terms(given)
+        for name, size in sizes.items():
+            error = np.abs(got[name].astype(np.float64) - gradients[name])
+            assert (error <= 2 * 16 * 2.0**-24 * size).all(), (seed, name)
+
+
+def sizes_of_terms(given):
+    """The formulas of dicfo and cs_prev_grad with every term taken positive."""
+    v = {name: np.abs(np.asarray(value, np.float64)) for name, value in given.items()}
+    i, f, o, ci, co = (v[name] for name in ("i", "f", "o", "ci", "co"))
+    wci, wcf, wco = (v[name] * v["use_peephole"] for name in ("wci", "wcf", "wco"))
+    do = o * (1 + o) * v["h_grad"] * co
+    dcs = (1 + co * co) * v["h_grad"] * o + v["cs_grad"] + do * wco
+    di, df, dci = i * (1 + i) * dcs * ci, f * (1 + f) * dcs * v["cs_prev"], (1 + ci * ci) * dcs * i
+    return {"dicfo": np.concatenate([di, dci, df, do], axis=1), "cs_prev_grad": dcs * f + di * wci + df * wcf}
+
+
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float64])
+def test_dtypes_that_tensorflow_has_not(dtype):
+    """bfloat16 within two of its roundings per number; float64 is checked closely below."""
+    for op in OPS:
+        case, outputs, _, _ = recorded(op, 3)
+        with mx.stream(mx.cpu):
+            arrays = {name: mx.array(value) if name not in ATTRIBUTES else value for name, value in case.items()}
+            arrays = {name: value.astype(dtype) if name not in ATTRIBUTES else value for name, value in arrays.items()}
+            got = getattr(tf, op)(**arrays)
+            assert {array.dtype for array in got} == {dtype}
+            for name, array in got._asdict().items():
+                rows = slice(case.get("seq_len_max"))
+                np.testing.assert_allclose(np.array(array.astype(mx.float32))[rows], outputs[name][rows], atol=0.05)
+
+
+# --- Gradients by MLX ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shown", ["each", "all"])
+@pytest.mark.parametrize("op, engine", ON_CPU)
+def test_gradient_of_every_output(op, engine, shown):
+    """mx.vjp in float64 from each output alone, and from all, within the bounds of the oracle's case."""
+    for seed in range(3):
+        fixed = {"cell_clip": 0.4, "use_peephole": True} if op in LSTM_OPS else {}
+        fixed |= {"seq_len_max": 3 - seed} if op in SEQUENCE_OPS else {}
+        case = draw(op, seed, np.float64, SMALL, **fixed)
+        said = oracle_case(op, case)
+        outputs = forward(**said)
+        for names in [[name] for name in ALL_OUTPUTS[op]] if shown == "each" else [ALL_OUTPUTS[op]]:
+            given = draw_gradients(op, case, seed, names)
+            if op in SEQUENCE_OPS:  # ours are outputs of the whole array, zeros past the end: their gradients count not
+                given = {name: np.nan_to_num(value) for name, value in given.items()}
+            if op == "gru_block_cell":
+                given = {"h": np.zeros_like(case["h_prev"])} | given
+            cotangents = cotangents_for_oracle(op, outputs, given)
+            expected = gradients_from_oracle(op, backward(said, cotangents))
+            limit = bounds(said, np.float64, cotangents)
+            limits = {"h_prev": "h0", "cs_prev": "c0", "x": "x", "b": "b", "b_ru": "b", "b_c": "b"}
+            limits |= dict.fromkeys(("wci", "wcf", "wco"), "peephole")
+            got = ours_by_autodiff(op, case, given, engine)
+            assert set(got) == set(expected)
+            for name, value in got.items():
+                bound = limit[limits[name]] if name in limits else max(limit["Wx"], limit["Wh"])
+                assert_within(f"{op} {names} {name}", value, expected[name], bound)
+
+
+@pytest.mark.parametrize("op, engine", ON_CPU)
+def test_gradient_of_every_output_by_finite_differences(op, engine):
+    """The same without the oracle, along a random direction; without clip, which the gradient passes by."""
+    fixed = {"cell_clip": -1.0, "use_peephole": True} if op in LSTM_OPS else {}
+    case = draw(op, 5, np.float64, SMALL, **fixed, **({"seq_len_max": 3} if op in SEQUENCE_OPS else {}))
+    arrays = [name for name in case if name not in ATTRIBUTES]
+    rng = np.random.default_rng(0)
+    along = {name: rng.normal(size=case[name].shape) for name in arrays}
+    for output in ALL_OUTPUTS[op]:
+        given = draw_gradients(op, case, 7, [output])
+        step = 1e-5
+        ahead, back = (
+            (
+                ours(op, case | {n: case[n] + side * step * along[n] for n in arrays}, engine)[output] * given[output]
+            ).sum()
+            for side in (1, -1)
+        )
+        gradients = ours_by_autodiff(op, case, given, engine)
+        slope = sum((gradients[name] * along[name]).sum() for name in arrays)
+        assert slope == pytest.approx((ahead - back) / (2 * step), rel=1e-7, abs=1e-8), output
+
+
+@pytest.mark.parametrize("op, engine", ON_CPU)
+def test_gradient_by_mlx_equals_the_gradient_op(op, engine):
+    """From cs and h alone; of a cell the op is TensorFlow's sequence op of one step, or TensorFlow 1's formulas."""
+    for seed in range(10):
+        case, outputs, given, gradients = recorded(op, seed)
+        named = {{"d_h": "h"}.get(name, name.removesuffix("_grad")): given[name] for name in GRADIENTS_OF[op]}
+        got = ours_by_autodiff(op, case, {name: np.nan_to_num(value) for name, value in named.items()}, engine)
+        if op == "lstm_block_cell":
+            sequence = {
+                name: value[None] if value.ndim == 2 and name not in STATES else value
+                for name, value in given.items()
+                if isinstance(value, np.ndarray)
+            }
+            sequence |= {"h": outputs["h"][None], "seq_len_max": 1, "use_peephole": given["use_peephole"]}
+            gradients = theirs("block_lstm_grad", sequence)
+            gradients["x_grad"] = gradients["x_grad"][0]
+        if op == "gru_block_cell":
+            gradients = gru_gradients_of_tensorflow_1(given, gradients)
+        for name, value in got.items():
+            assert_near(f"{op} seed {seed}: {name}", value, gradients[f"{name}_grad"])
+
+
+GRADIENTS_OF = dict.fromkeys(LSTM_OPS, ("cs_grad", "h_grad")) | {"gru_block_cell": ("d_h",)}
+STATES = ("cs_prev", "h_prev", "w")
+
+
+def gru_gradients_of_tensorflow_1(given, d):
+    """The gradients of all arguments of GRUBlockCell from the outputs of its gradient op."""
+    x, h, d_ru, d_c = given["x"], given["h_prev"], d["d_r_bar_u_bar"], d["d_c_bar"]
+    found = {"x": d["d_x"], "h_prev": d["d_h_prev"], "b_ru": d_ru.sum(axis=0), "b_c": d_c.sum(axis=0)}
+    found["w_ru"] = np.concatenate([x, h], axis=1).T @ d_ru
+    found["w_c"] = np.concatenate([x, given["r"] * h], axis=1).T @ d_c
+    return {f"{name}_grad": value for name, value in found.items()}
+
+
+def test_what_tensorflow_makes_of_its_own_gradients():
+    """What the docstrings say of TensorFlow's tape: gates dropped, V2 with the formula of V1, none for cells."""
+    tensorflow = pytest.importorskip("tensorflow")
+
+    def tape(op, shown):
+        case = draw(op, 1, sizes=SMALL, seq_len_max=3, cell_clip=-1.0, use_peephole=True)
+        w = tensorflow.Variable(case["w"])
+        with tensorflow.GradientTape() as recording:
+            outputs = getattr(tensorflow.raw_ops, RAW[op])(**case | {"w": w})._asdict()
+            loss = tensorflow.reduce_sum(outputs[shown])
+        given = {name: np.full((3, 2, 4), float(name.startswith(shown)), np.float32) for name in ("h_grad", "cs_grad")}
+        gradient_of = gradient_case(op, case, {name: value.numpy() for name, value in outputs.items()}, given)
+        return recording.gradient(loss, w).numpy(), gradient_of
+
+    assert not tape("block_lstm", "i")[0].any()
+    by_tape, case = tape("block_lstm_v2", "h")
+    assert_near("w", by_tape, theirs("block_lstm_grad", case)["w_grad"])
+    assert largest(by_tape - theirs("block_lstm_grad_v2", case)["w_grad"]) > 0.1
+    for op in ("lstm_block_cell", "gru_block_cell"):
+        case = draw(op, 1, sizes=SMALL)
+        x = tensorflow.Variable(case["x"])
+        with tensorflow.GradientTape() as recording:
+            h = getattr(tensorflow.raw_ops, RAW[op])(**case | {"x": x}).h
+        with pytest.raises(LookupError):
+            recording.gradient(h, x)
+
+
+@pytest.mark.parametrize("op", ["block_lstm"])
+def test_under_mlx_compile(op):
+    case, given = recorded(op, 3)[::2]
+    for name, arguments in ((op, case), (GRADIENT[op], given)):
+        arrays = {n: mx.array(np.nan_to_num(value)) for n, value in arguments.items() if n not in ATTRIBUTES}
+        options = {n: value for n, value in arguments.items() if n in ATTRIBUTES}
+        plain = getattr(tf, name)(**arrays, **options, stream=mx.cpu)
+        function = mx.compile(lambda arrays, name=name, options=options: list(getattr(tf, name)(**arrays, **options)))
+        with mx.stream(mx.cpu):
+            for left, right in zip(function(arrays), plain, strict=True):
+                np.testing.assert_allclose(np.array(left), np.array(right), rtol=1e-5, atol=1e-6)
+
+
+# --- Edges -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "op, sizes", [(op, sizes) for op in OPS for sizes in ("T", "N", "H", "I") if sizes != "T" or op in SEQUENCE_OPS]
+)
+def test_empty_axes(op, sizes):
+    """What TensorFlow accepts: T, N, I or H of 0, but N or H in a cell of an LSTM, and H in BlockLSTMGrad."""
+    empty = tuple(0 if name == sizes else size for name, size in zip("TNIH", SMALL, strict=True))
+    case = draw(op, 0, sizes=empty, **({"seq_len_max": min(2, empty[0])} if op in SEQUENCE_OPS else {}))
+    if op == "lstm_block_cell" and sizes in "NH":
+        with pytest.raises(ValueError, match="cs_prev_tensor is empty, has shape: "):
+            ours(op, case, None)
+        return
+    outputs, got = theirs(op, case), ours(op, case, None)
+    for name, value in got.items():
+        assert_near(name, value[:2] if op in SEQUENCE_OPS else value, outputs[name][:2])
+    given = gradient_case(op, case, outputs, draw_gradients(op, case, 0))
+    if op in SEQUENCE_OPS and sizes == "H":
+        with pytest.raises(ValueError, match="w matrix columns must be a positive multiple of 4, but got 0"):
+            ours(GRADIENT[op], given, None)
+    else:
+        got = ours(GRADIENT[op], given, None)
+        for name, value in theirs(GRADIENT[op], given).items():
+            unwritten = (name, sizes) in (("w_grad", "N"), ("d_x", "H"))  # by TensorFlow, whose product has no terms
+            assert_near(name, got[name], 0 * got[name] if unwritten else value)
+    gradients = ours_by_autodiff(op, case, draw_gradients(op, case, 0, ["h"]), None)
+    assert {name: value.shape for name, value in gradients.items()} == {n: case[n].shape for n in gradients}
+
+
+@pytest.mark.parametrize("op", SEQUENCE_OPS)
+def test_seq_len_max_of_every_kind(op):
+    case = draw(op, 0, sizes=(4, 2, 3, 4), seq_len_max=2)
+    expected = ours(op, case, None)
+    kinds = (np.int32(2), np.int64(2), np.array(2), mx.array(2), mx.array(2, mx.int64), mx.array(2, mx.uint8))
+    for kind in kinds:
+        for name, value in ours(op, case | {"seq_len_max": kind}, None).items():
+            np.testing.assert_array_equal(value, expected[name])
+    for wrong in (2.0, True, None, mx.array(2.0), np.array(2.5)):
+        with pytest.raises(ValueError, match=rf"\[{op}\] seq_len_max must be an integer but got"):
+            ours(op, case | {"seq_len_max": wrong}, None)
+    with pytest.raises(ValueError, match="seq_len_max must have a value but got a placeholder"):
+        arrays = {name: value for name, value in case.items() if name not in ATTRIBUTES}
+        arrays = {name: mx.array(value) for name, value in arrays.items()}
+        mx.compile(lambda steps: getattr(tf, op)(steps, **arrays).h)(mx.array(2))
+
+
+@pytest.mark.parametrize("clip", [0, -1, float("nan"), float("inf"), np.float32(0.0)])
+def test_clips_that_are_none(clip):
+    case = draw("block_lstm", 0, sizes=SMALL, seq_len_max=3, cell_clip=-1.0)
+    expected = ours("block_lstm", case, None)
+    for name, value in ours("block_lstm", case | {"cell_clip": clip}, None).items():
+        np.testing.assert_array_equal(value, expected[name])
+
+
+def test_defaults_names_and_order_are_the_raw_ops():
+    """Positional arguments in the op's order, its defaults, its outputs' names."""
+    tensorflow = pytest.importorskip("tensorflow")
+    from inspect import Parameter, signature
+
+    for op, raw in RAW.items():
+        here = [p for p in signature(getattr(tf, op)).parameters.values() if p.kind is not Parameter.KEYWORD_ONLY]
+        there = [p for p in signature(getattr(tensorflow.raw_ops, raw)).parameters.values() if p.name != "name"]
+        assert [(p.name, p.default) for p in here] == [(p.name, p.default) for p in there], op
+        case = recorded(op, 0)[0] if op in OPS else recorded({v: k for k, v in GRADIENT.items()}[op], 0)[2]
+        assert list(ours(op, case, None)) == list(theirs(op, case)), op
+
+
+# --- What is refused -------------------------------------------------------------------------------------------------
+
+
+def a_case(op):
+    """A right case of any of the eight ops, with peepholes."""
+    of = {gradient: name for name, gradient in GRADIENT.items()}.get(op, op)
+    fixed = {"use_peephole": True} if of in LSTM_OPS else {}
+    fixed |= {"seq_len_max": 3} if of in SEQUENCE_OPS else {}
+    case = draw(of, 0, sizes=SMALL, **fixed)
+    return case if op == of else gradient_case(of, case, ours(of, case, None), draw_gradients(of, case, 0))
+
+
+CHANGES = [  # op, argument, its new shape: what TensorFlow 2.21 refuses without ending the process
+    *[("lstm_block_cell", *change) for change in (("cs_prev", (3, 4)), ("h_prev", (3, 4)), ("h_prev", (2, 5)))],
+    *[("lstm_block_cell", *change) for change in (("w", (6, 16)), ("w", (7, 15)), ("b", (15,)), ("x", (2, 3, 1)))],
+    *[("lstm_block_cell", *change) for change in (("wci", (4, 1)), ("wcf", ()), ("wco", (1, 4)), ("b", (16, 1)))],
+    *[("lstm_block_cell_grad", *change) for change in (("cs_prev", (3, 4)), ("h_prev", (2, 5)), ("w", (7, 15)))],
+    *[("lstm_block_cell_grad", name, (3, 4)) for name in ("i", "cs", "f", "o", "ci", "co", "cs_grad", "h_grad")],
+    *[("lstm_block_cell_grad", name, (2, 5)) for name in ("i", "cs", "o", "ci", "co", "cs_grad", "h_grad")],
+    *[(op, name, shape) for op in SEQUENCE_OPS for name, shape in (
+        ("x", (3, 2)), ("cs_prev", (4,)), ("cs_prev", (3, 4)), ("h_prev", (4,)), ("h_prev", (3, 4)), ("h_prev", (2, 5)),
+        ("w", (7,)), ("w", (6, 16)), ("w", (7, 15)), ("wci", (4, 1)), ("wcf", ()), ("wco", (5,)), ("b", (16, 1)),
+        ("b", (15,)),
+    )],
+    *[(GRADIENT[op], name, shape) for op in SEQUENCE_OPS for name, shape in (
+        ("x", (3, 2)), ("cs_prev", (4,)), ("h_prev", (4,)), ("w", (7,)), ("w", (6, 16)), ("wci", (4, 1)), ("wcf", ()),
+        ("wco", (4, 1)), ("b", (16, 1)), ("b", (12,)), ("i", (2, 4)), ("cs", (2, 4)), ("f", (4,)), ("o", (2, 4)),
+        ("ci", (2, 4)), ("co", (2, 4)), ("h", (2, 4)),
+    )],
+    *[(op, name, shape) for op in ("gru_block_cell", "gru_block_cell_grad") for name, shape in (
+        ("x", (2,)), ("h_prev", (4,)), ("h_prev", (3, 4)), ("w_ru", (8,)), ("w_ru", (6, 8)), ("w_ru", (7, 9)),
+        ("w_c", (4,)), ("w_c", (6, 4)), ("w_c", (7, 5)), ("b_ru", (8, 1)), ("b_ru", (7,)), ("b_c", ()), ("b_c", (5,)),
+    )],
+    *[("gru_block_cell_grad", name, shape) for name in ("r", "u", "d_h") for shape in ((4,), (3, 4), (2, 5))],
+    *[("gru_block_cell_grad", "c", shape) for shape in ((3, 4), (2, 5))],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("op, name, shape", CHANGES, ids=str)
+def test_texts_are_tensorflows(op, name, shape):
+    """TensorFlow says the same, but for its slip `w_ru_`."""
+    tensorflow = pytest.importorskip("tensorflow")
+    case = a_case(op) | {name: np.ones(shape, np.float32)}
+    with pytest.raises(tensorflow.errors.InvalidArgumentError) as there:
+        theirs(op, case)
+    with pytest.raises(ValueError) as here:
+        ours(op, case, None)
+    text = str(here.value)
+    assert text.startswith(f"[{op}] ")
+    assert text.removeprefix(f"[{op}] ") + " [" in there.value.message.replace("w_ru_ ", "w_ru ") + " ["
+
+
+STRICTER = [  # what TensorFlow 2.21 ends the process for, reads past, or computes garbage from; its newer texts
+    *[(op, {"seq_len_max": steps}, f"seq_len_max must be between 0 and 3 but is {steps}") for op in
+      ("block_lstm", "block_lstm_v2", "block_lstm_grad", "block_lstm_grad_v2") for steps in (-1, 4)],
+    ("block_lstm", {"seq_len_max": mx.array([3])}, "`seq_len_max_tensor` must be rank 0 but is rank 1"),
+    ("block_lstm_grad", {"seq_len_max": np.array([[3]])}, "`seq_len_max_tensor` must be rank 0 but is rank 2"),
+    ("lstm_block_cell", {"x": (2,)}, "x_tensor must be rank 2 but is rank 1."),
+    ("lstm_block_cell", {"cs_prev": (4,)}, "cs_prev_tensor must be rank 2 but is rank 1."),
+    ("lstm_block_cell", {"h_prev": (4,)}, "h_prev_tensor must be rank 2 but is rank 1."),
+    ("lstm_block_cell", {"w": (7,)}, "w_tensor must be rank 2 but is rank 1."),
+    ("lstm_block_cell", {"wci": (3,)}, "wci.dim_size(0) != cell_size: 3 vs. 4"),
+    ("lstm_block_cell_grad", {"wco": (0,)}, "wco.dim_size(0) != cell_size: 0 vs. 4"),
+    ("lstm_block_cell_grad", {"f": (2, 5)}, "f.dim_size(1) != cell_size: 5 vs. 4"),
+    ("lstm_block_cell_grad", {"i": (4,)}, "i_tensor must be rank 2 but is rank 1."),
+    ("block_lstm_grad", {"wcf": (5,)}, "wcf.dim_size(0) != cell_size: 5 vs. 4"),
+    ("block_lstm_grad", {"w": (7, 17)}, "w matrix columns must be a positive multiple of 4, but got 17"),
+    ("block_lstm_grad", {"b": (17,)}, "w and b cell_size don't match: 4 vs. 17"),
+    ("block_lstm_grad", {"cs_prev": (3, 4)}, "cs_prev must have shape [2, 4] but got shape [3, 4]."),
+    ("block_lstm_grad_v2", {"f": (2, 2, 4)}, "f must have shape [3, 2, 4] but got shape [2, 2, 4]."),
+    ("block_lstm_grad_v2", {"h_grad": (3, 4)}, "h_grad must be rank 3. Received: 2"),
+    ("gru_block_cell_grad", {"c": (4,)}, "Rank of c must be 2, got 1"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("op, changes, text", STRICTER, ids=str)
+def test_more_is_refused_than_by_tensorflow(op, changes, text):
+    changes = {name: np.ones(to, np.float32) if isinstance(to, tuple) else to for name, to in changes.items()}
+    with pytest.raises(ValueError) as error:
+        ours(op, a_case(op) | changes, None)
+    assert str(error.value) == f"[{op}] {text}"
+
+
+@pytest.mark.parametrize("op", RAW)
+def test_every_wrong_shape_kind_and_dtype_is_refused(op):
+    """Each array with an axis more or less, and each axis one longer; then other dtypes and no array at all."""
+    case = a_case(op)
+    for name, array in case.items():
+        if name in ATTRIBUTES:
+            continue
+        shapes = [array.shape[1:], (*array.shape, 1)]
+        free = 1 if name == "x" and op in SEQUENCE_OPS else 0  # of axes: x may have more steps than seq_len_max
+        shapes += [tuple(n + (k == axis) for k, n in enumerate(array.shape)) for axis in range(free, array.ndim)]
+        for shape in shapes:
+            with pytest.raises(ValueError, match=rf"^\[{op}\] "):
+                ours(op, case | {name: np.ones(shape, np.float32)}, None)
+        for dtype in (mx.float16, mx.int32):
+            with pytest.raises(ValueError, match=rf"^\[{op}\] "):
+                ours(op, case | {name: mx.zeros(array.shape, dtype)}, None)
+        with pytest.raises(ValueError, match=rf"^\[{op}\] {name} must be an mlx.core.array but got list"):
+            ours(op, case | {name: [0.0]}, None)
+
+
+def test_wrong_attributes():
+    for op, attribute, wrong in (
+        ("block_lstm", "use_peephole", 1),
+        ("block_lstm_grad", "use_peephole", None),
+        ("lstm_block_cell_grad", "use_peephole", "yes"),
+        ("block_lstm_v2", "cell_clip", None),
+        ("block_lstm", "forget_bias", "1"),
+        ("lstm_block_cell", "cell_clip", True),
+    ):
+        with pytest.raises(ValueError, match=rf"^\[{op}\] {attribute} must be "):
+            ours(op, a_case(op) | {attribute: wrong}, None)
+    with pytest.raises(TypeError, match="use_peephole"):
+        tf.block_lstm_grad(**{name: None for name in a_case("block_lstm_grad") if name != "use_peephole"})
+    with pytest.raises(ValueError, match="engine='stepwise' cannot run: Metal shaders run on the GPU"):
+        ours("block_lstm", a_case("block_lstm"), "stepwise")
+
+
+def test_peepholes_of_any_length_where_they_are_unused():
+    case = draw("lstm_block_cell", 0, sizes=SMALL, use_peephole=False)
+    short = case | {name: np.ones(2, np.float32) for name in ("wci", "wcf", "wco")}
+    for name, value in ours("lstm_block_cell", short, None).items():
+        assert_near(name, value, theirs("lstm_block_cell", case)[name])
+    outputs = theirs("lstm_block_cell", case)
+    given = gradient_case("lstm_block_cell", short, outputs, draw_gradients("lstm_block_cell", case, 0))
+    got = ours("lstm_block_cell_grad", given, None)
+    assert all(got[f"{name}_grad"].shape == (2,) and not got[f"{name}_grad"].any() for name in ("wci", "wcf", "wco"))
+
+
+# --- Without TensorFlow ----------------------------------------------------------------------------------------------
+
+GOLDENS = Path(__file__).parent / "goldens"
+
+
+@pytest.mark.parametrize("engine", [None, "ops", "numpy"])
+@pytest.mark.parametrize("op", RAW)
+def test_goldens(op, engine):
+    """What TensorFlow once returned, as `goldens/make_tf.py` recorded it; engine None on this machine's best device."""
+    of = {gradient: name for name, gradient in GRADIENT.items()}.get(op, op)
+    if engine and not engines_that_run(of, [engine]):
+        return
+    with np.load(GOLDENS / f"tf_{op}.npz") as file:
+        recorded = {name: file[name] for name in file.files}
+    for n in range(int(recorded["cases"])):
+        case, expected = (
+            {name.split("/")[2]: value for name, value in recorded.items() if name.startswith(f"{n}/{part}/")}
+            for part in ("in", "out")
+        )
+        case = {name: value.item() if name in ATTRIBUTES else value for name, value in case.items()}
+        half = case["x"].dtype == np.float16
+        got = ours(op, case, engine, None if engine is None else mx.cpu)
+        assert list(got) == list(expected)
+        for name, value in got.items():
+            atol = 2e-3 * max(1.0, largest(expected[name])) if half else 2e-6
+            assert_near(f"{n} {name}", value, expected[name], atol, 0 if half else 1e-5)
