@@ -7,6 +7,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from .cells import Cell, LSTMCell
+from .tuning import PREDICTED, Table
 
 ENGINES = ("fused", "stepwise", "numpy", "ops")
 """`fused`: our Metal shaders, the sequence in one launch. `stepwise`: our Metal shaders, a launch per time step.
@@ -15,10 +16,6 @@ ENGINES = ("fused", "stepwise", "numpy", "ops")
 METAL_ENGINES = ("fused", "stepwise")
 
 LSTM = LSTMCell()
-
-LARGEST_FUSED = {mx.float32: 128, mx.float16: 192, mx.bfloat16: 192}
-"""The largest H for which `fused` is the default: beyond it one GPU core streams the recurrent weights more slowly than
-all cores do in a launch per step. From a model of the hardware, not measured."""
 
 FUSED_LIMIT = 256
 """The largest H `fused` can run: its threadgroups have 4H threads, and 1024 is Metal's limit."""
@@ -42,6 +39,7 @@ def choose(
     bidirectional: bool = False,
     projection: bool = False,
     requested: str | None = None,
+    table: Table = PREDICTED,
     op: str = "lstm",
 ) -> Choice:
     """How to run a recurrence, and why.
@@ -56,6 +54,7 @@ def choose(
         bidirectional (bool): whether both directions run. Default: `False`.
         projection (bool): whether h is projected. Default: `False`.
         requested (str): an engine's word to force it. Default: `None`, the best that runs.
+        table (Table): which Metal engine is faster where. Default: the predicted one.
 
     Raises:
         ValueError: `requested` is no engine, or cannot run here, or nothing can; the text gives the reason.
@@ -65,13 +64,13 @@ def choose(
         >>> from mlx_lstm.engines import choose
         >>> here = {"sizes": (64, 32, 128, 128), "dtype": mx.float32}
         >>> choose(**here, device="gpu", metal=True, traced=False)
-        Choice(engine='fused', reason='H = 128 <= 128 in float32')
+        Choice(engine='fused', reason='H = 128 <= 128 in float32 at B = 32, predicted')
         >>> choose(**here, device="cpu", metal=True, traced=False).engine
         'numpy'
     """
     if requested is not None and requested not in ENGINES:
         raise ValueError(f"[{op}] engine must be one of {', '.join(ENGINES)} but got {requested!r}.")
-    H, name = sizes[3], str(dtype).removeprefix("mlx.core.")
+    _, B, _, H = sizes
     check_device(op, dtype, device)
     hindrances = obstacles(H, device, metal, traced, projection)
     if cell.op != "lstm" or bidirectional:
@@ -84,12 +83,12 @@ def choose(
         return Choice(requested, "asked for")
     if "numpy" not in hindrances:
         return Choice("numpy", "the stream's device is the CPU")
-    largest = LARGEST_FUSED.get(dtype, 0)
-    if "fused" not in hindrances and largest >= H:
-        return Choice("fused", f"H = {H} <= {largest} in {name}")
+    word, reason = table.preferred(dtype, B, H)
+    if word not in hindrances:
+        return Choice(word, reason)
     if "stepwise" in hindrances:
         return Choice("ops", hindrances["numpy" if device == "cpu" else "stepwise"])
-    return Choice("stepwise", hindrances.get("fused", f"H = {H} > {largest} in {name}"))
+    return Choice("stepwise", hindrances[word])
 
 
 def check_device(op: str, dtype: mx.Dtype, device: str) -> None:

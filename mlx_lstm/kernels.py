@@ -19,12 +19,16 @@ Inputs = dict[str, "mx.array | None"]
 Outputs = dict[str, "tuple[tuple[int, ...], mx.Dtype] | None"]
 
 
+def shader_folder():
+    """metal/, which lies in the package of a wheel and beside that of a checkout."""
+    packaged = files("mlx_lstm") / "metal"
+    return packaged if packaged.is_dir() else Path(__file__).parents[1] / "metal"
+
+
 @cache
 def shader_file(name: str) -> str:
-    """A file of metal/, which lies in the package of a wheel and beside that of a checkout."""
-    packaged = files("mlx_lstm") / "metal"
-    folder = packaged if packaged.is_dir() else Path(__file__).parents[1] / "metal"
-    return (folder / f"{name}.metal").read_text(encoding="ascii")
+    """The text of a file of metal/."""
+    return (shader_folder() / f"{name}.metal").read_text(encoding="ascii")
 
 
 def header(names: tuple[str, ...]) -> str:

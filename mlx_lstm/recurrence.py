@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
+from . import tuning
 from .arguments import check_arrays, check_gru, check_lstm, check_rnn, check_sequences, is_traced
 from .autodiff import run, run_backward
 from .cells import Cell, RNNCell
@@ -485,6 +486,7 @@ class Plan(NamedTuple):
         traced = is_traced([*arrays.values(), *others, *lengths])
         if self.lengths is not None:
             problem = problem._replace(lengths=check_lengths(self.cell.op, self.lengths, B, T, traced=traced))
+        metal = mx.metal.is_available()
         word = choose(
             sizes=(T, B, arrays["x"].shape[-1], H),
             dtype=arrays["x"].dtype,
@@ -492,9 +494,10 @@ class Plan(NamedTuple):
             bidirectional=self.bidirectional,
             projection="Wp" in arrays,
             device=current_device(),
-            metal=mx.metal.is_available(),
+            metal=metal,
             traced=traced,
             requested=self.engine,
+            table=tuning.current() if metal else tuning.PREDICTED,
             op=self.cell.op,
         ).engine
         return problem, word, traced

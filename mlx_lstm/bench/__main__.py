@@ -24,8 +24,12 @@ from .contenders import (
     parse_size,
 )
 from .judge import appoint
-from .report import LEGEND, card_text, default_device, group_text, machine_card, plot, write_csv
+from .predict import LEGEND as MODEL_LEGEND
+from .predict import csv_records, engines_at, predict
+from .predict import group_text as model_text
+from .report import LEGEND, card_text, default_device, group_text, machine_card, plot, write_csv, write_records
 from .rounds import Row, measure
+from .tune import tune
 from .worker import serve, task_from_json
 
 QUICK = {"sizes": [SIZES[0], SIZES[2]], "seconds": 1.0, "rounds": 3}
@@ -44,6 +48,10 @@ def main(arguments: list[str] | None = None) -> int:
         complete(options)
     except (ValueError, ImportError, AttributeError) as error:
         parser.error(str(error))
+    if options.tune:
+        return tune(options.tune_file)
+    if options.model:
+        return show_model(options)
     card = machine_card(shlex.join(["python", "-m", "mlx_lstm.bench", *arguments]), options.device)
     print(card_text(card), flush=True)
     groups = run(options)
@@ -86,6 +94,9 @@ def make_parser() -> argparse.ArgumentParser:
     add("--memory", action="store_true", help=f"no times: peak memory of a backward pass at {MEMORY_SIZE}")
     add("--csv", metavar="FILE", help="write the figures and the machine to FILE")
     add("--plot", metavar="FILE", help="draw the ratios into FILE (needs matplotlib)")
+    add("--model", action="store_true", help="no times: launches, bytes, and the times predicted for three Apple chips")
+    add("--tune", action="store_true", help="on a Mac: measure where which Metal engine is the faster, for later runs")
+    add("--tune-file", metavar="FILE", help="where --tune writes; default: in your cache directory, where it counts")
     add("--worker", metavar="TASK", help=argparse.SUPPRESS)
     return parser
 
@@ -112,6 +123,8 @@ def complete(options: argparse.Namespace) -> None:
         raise ValueError("--plot draws times and --memory takes none")
     options.passes = options.passes or (["backward"] if options.memory else list(PASSES))
     options.device = options.device or default_device()
+    if options.model or options.tune:
+        return
     for size in options.sizes:
         engines_for(size, options)
     if options.contenders is None:
@@ -121,6 +134,20 @@ def complete(options: argparse.Namespace) -> None:
             raise ValueError(f"{name} needs {find_contender(name).needs}, which is not installed")
     if options.plot and importlib.util.find_spec("matplotlib") is None:
         raise ValueError("--plot needs matplotlib: pip install 'mlx-lstm[examples]'")
+
+
+def show_model(options: argparse.Namespace) -> int:
+    """Print what is predicted for every size and pass."""
+    records = []
+    for size in options.sizes:
+        for which in options.passes:
+            lines = predict(size, options.dtype, which, engines_at(size, options.engine))
+            print(f"{model_text(size, options.dtype, which, lines)}\n", flush=True)
+            records += csv_records(size, options.dtype, which, lines)
+    print(MODEL_LEGEND)
+    if options.csv:
+        write_records(options.csv, records)
+    return 0
 
 
 def engines_for(size: Size, options: argparse.Namespace) -> list[str]:

@@ -185,7 +185,11 @@ error/bound: the largest error against float64, in parts of what rounding explai
 
 def write_csv(file: str, groups: Iterable[Sequence[Row]], card: dict[str, str]) -> None:
     """One line a row; the machine on every line."""
-    records = [csv_record(row, references(rows)) | card for rows in groups for row in rows]
+    write_records(file, [csv_record(row, references(rows)) | card for rows in groups for row in rows])
+
+
+def write_records(file: str, records: Sequence[dict[str, object]]) -> None:
+    """A line a record, under the names of the first."""
     with open(file, "w", newline="") as out:
         writer = csv.DictWriter(out, list(records[0]))
         writer.writeheader()

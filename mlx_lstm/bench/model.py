@@ -1,0 +1,245 @@
+"""Predictions: bytes a launch moves, and how long it takes on a chip. Nobody measured any of this on a Mac.
+
+A roofline with latencies. A function takes what its launches take one after the other, each the longest of its
+arithmetic, its memory traffic and its loads through the caches, and besides, for every launch that waits for another
+one `DEPENDENT`, for every other one `INDEPENDENT`, for every node of the graph `NODE` on the host, and `ROUND_TRIP`
+once. The same rule serves `mlx.nn.LSTM`. Recurrences without options only.
+"""
+
+from __future__ import annotations
+
+from math import ceil, prod
+from typing import NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ..autodiff import ENGINE_MODULES
+from ..cells import LSTMCell
+from ..kernels_fused import LANES as LANES_OF_UNIT
+from ..kernels_fused import RESIDENT_BYTES, fused_tiling
+from ..kernels_stepwise import stepwise_rows
+from ..problem import Problem
+from .contenders import Size
+from .launches import Buffer, Graph, Launch, trace
+
+
+class Chip(NamedTuple):
+    """GPU cores, clock in Hz; DRAM and system level cache: bytes per second, and bytes of the cache."""
+
+    name: str
+    cores: int
+    clock: float
+    dram: float
+    cache: float
+    cache_bytes: float
+
+    @property
+    def peak(self) -> float:
+        """float32 operations per second: 128 multiply-adds per core and cycle."""
+        return 256 * self.cores * self.clock
+
+
+CHIPS = (
+    # Cores, clocks, caches: metal-benchmarks (P. Turner); the M4 Max's clock follows from its published 18.4 TFLOP/s.
+    # DRAM: Apple. Cache bandwidth of M1: Chips and Cheese; of the others twice that of DRAM, an estimate.
+    Chip("M1", 8, 1.278e9, 68e9, 134e9, 8e6),
+    Chip("M2 Max", 38, 1.398e9, 400e9, 800e9, 48e6),
+    Chip("M4 Max", 40, 1.80e9, 546e9, 1.09e12, 48e6),
+)
+
+DEPENDENT = 2.7e-6
+"""Seconds from one tiny launch to the next that waits for it: 2.4 to 2.75 us published for MLX on an M3 Ultra
+(ml-explore/mlx#4521); other reports say 1.2 to 5.2."""
+
+INDEPENDENT = 0.5e-6
+"""The same for a launch that waits for none of those before it; published for one Mac's concurrent encoder."""
+
+NODE = 1e-6
+"""Seconds of the host per node of the graph: 0.75 to 1.5 us on an AMD EPYC (Zen 4) with mlx 0.32.4."""
+
+TEXT = 0.55e-9
+"""Seconds of the host per byte of a kernel's text, which MLX builds again at every launch, and `CALL` for the rest:
+2.3 us at 54 bytes, 6.1 us at 10 KB on the same machine; half of it counts, as MLX hashes once more for the GPU."""
+
+CALL = 2.3e-6
+ROUND_TRIP = 0.15e-3
+"""Seconds to hand over work and to wait for its end. Assumed."""
+
+STEP_LATENCY = 0.6e-6
+"""Seconds of a step of `fused` besides its product: a barrier, the activations one after the other. Assumed."""
+
+PRODUCT_LATENCY = 1.2e-6
+"""Seconds of the smallest matrix product beyond those of an empty launch. Assumed."""
+
+LANES, TILES = 0.6, 0.5
+"""Parts of a core's peak: products by lanes; by simdgroup matrices, staged through threadgroup memory. Assumed."""
+
+DRAM, CACHE = 0.8, 0.65
+"""Parts of the published bandwidths that a launch gets. Assumed."""
+
+FROM_L2, FROM_L1 = 32, 64
+"""Bytes per core and cycle: metal-benchmarks."""
+
+WEIGHTS = {"Wh", "Wh_T", "weights"}
+OPERANDS = {"h_prev", "a"}
+"""Names of a kernel's buffers: its recurrent weights; what a step multiplies with them."""
+
+
+class Cost(NamedTuple):
+    """What a launch moves: bytes through its loads and stores; the floor, every array once; seconds on each chip."""
+
+    moved: float
+    floor: int
+    seconds: tuple[float, ...]
+
+
+# --- Bytes -----------------------------------------------------------------------------------------------------------
+
+
+def floor_bytes(launch: Launch) -> int:
+    """Each input read once, each output written once."""
+    return sum(buffer.bytes for buffer in (*launch.reads, *launch.writes) if not buffer.constant)
+
+
+def moved_bytes(launch: Launch, problem: Problem) -> float:
+    """The bytes of all loads from device memory and of all stores, whatever cache serves them."""
+    reads = sum(b.bytes * times_read(b, launch, problem) for b in launch.reads if not b.constant)
+    return reads + sum(buffer.bytes for buffer in launch.writes)
+
+
+def times_read(buffer: Buffer, launch: Launch, problem: Problem) -> float:
+    """How often a kernel of ours reads each element of a buffer, on average. MLX's kernels count as reading once."""
+    if not launch.ours:
+        return 1.0
+    B, H = problem.B, problem.H
+    across, down = launch.groups
+    if "fused" in launch.name:
+        steps = launch.writes[0].shape[0]
+        if buffer.name in WEIGHTS:
+            rows, kept = fused_residency(launch, problem, itemsize(launch))
+            return ceil(B / rows) * (kept + (1 - kept) * rows * steps)
+        # Backward all lanes of a unit begin with the state of the last step.
+        return 1 + (LANES_OF_UNIT[problem.cell.op] - 1) / steps if buffer.name == "states" else 1.0
+    by_lanes = stepwise_rows(B) < 8
+    if buffer.name in WEIGHTS:
+        return down * (8 * across / H if by_lanes else 1.0)
+    if buffer.name in OPERANDS:
+        return 8 * across * down * stepwise_rows(B) / B if by_lanes else float(across)
+    return 1.0
+
+
+def itemsize(launch: Launch) -> int:
+    """That of the dtype of the arrays, which is also that of a kernel's first buffer beyond its sizes."""
+    first = next(buffer for buffer in launch.reads if not buffer.constant)
+    return first.bytes // prod(first.shape)
+
+
+def fused_residency(launch: Launch, problem: Problem, size: int) -> tuple[int, float]:
+    """Batch rows of a threadgroup, and the part of the recurrent weights it keeps in registers."""
+    cell, backward = problem.cell, "backward" in launch.name
+    tiling = fused_tiling(cell, problem.B, problem.H, size, backward=backward)
+    length = cell.gates * problem.H if backward else problem.H
+    return tiling.rows, min(1.0, tiling.resident * 4 * LANES_OF_UNIT[cell.op] * tiling.units / length)
+
+
+# --- Seconds ---------------------------------------------------------------------------------------------------------
+
+
+def seconds_of(launch: Launch, problem: Problem, chip: Chip) -> float:
+    """Seconds of a launch by itself."""
+    if launch.ours and "fused" in launch.name:
+        return fused_seconds(launch, problem, chip)
+    if launch.ours:
+        return stepwise_seconds(launch, problem, chip)
+    seconds = memory_seconds(floor_bytes(launch), chip)
+    if launch.name in ("Matmul", "AddMM"):
+        rows, K = launch.reads[0].shape[-2:]
+        part = 0.75 if rows >= 512 else 0.6 if rows >= 64 else 0.4  # of the peak; reported for fp32 GEMMs: 0.73 to 0.75
+        return max(seconds, 2 * prod(launch.writes[0].shape) * K / (part * chip.peak), PRODUCT_LATENCY)
+    return seconds
+
+
+def memory_seconds(count: float, chip: Chip) -> float:
+    """To move bytes from or to memory; what takes less than half of the system level cache stays in it."""
+    return count / (CACHE * chip.cache if count < chip.cache_bytes / 2 else DRAM * chip.dram)
+
+
+def fused_seconds(launch: Launch, problem: Problem, chip: Chip) -> float:
+    """Threadgroups share a core as long as its registers hold their weights; more of them run in turns."""
+    steps = launch.writes[0].shape[0]
+    rows, kept = fused_residency(launch, problem, itemsize(launch))
+    weights = sum(buffer.bytes for buffer in launch.reads if buffer.name in WEIGHTS) / problem.directions
+    per_core = ceil(prod(launch.groups) / chip.cores)
+    together = min(per_core, max(1, int(RESIDENT_BYTES / (kept * weights))))
+    arithmetic = together * rows * weights / itemsize(launch) / (128 * LANES * chip.clock)
+    stream = together * rows * (1 - kept) * weights / (FROM_L2 * chip.clock)
+    first = per_core * kept * weights / (FROM_L2 * chip.clock)
+    sweep = first + steps * ceil(per_core / together) * (max(arithmetic, stream) + STEP_LATENCY)
+    return max(sweep, memory_seconds(floor_bytes(launch), chip))
+
+
+def stepwise_seconds(launch: Launch, problem: Problem, chip: Chip) -> float:
+    """The slowest of: arithmetic of the busiest core, loads, the stream of weights, the other arrays."""
+    groups = prod(launch.groups)
+    weights = sum(buffer.bytes for buffer in launch.reads if buffer.name in WEIGHTS)
+    by_lanes = stepwise_rows(problem.B) < 8
+    padded = launch.groups[1] * stepwise_rows(problem.B) / problem.directions
+    products = padded * weights / itemsize(launch) / groups  # multiply-adds of a threadgroup
+    rate = 128 * (LANES if by_lanes else TILES) * chip.clock
+    return max(
+        ceil(groups / chip.cores) * products / rate,
+        moved_bytes(launch, problem) / (min(groups, chip.cores) * FROM_L1 * chip.clock),
+        memory_seconds(weights, chip),
+        memory_seconds(floor_bytes(launch) - weights, chip),
+        PRODUCT_LATENCY,
+    )
+
+
+def total_seconds(graph: Graph, problem: Problem, chip: Chip, *, host: bool = True) -> float:
+    """Seconds of a function from its call to its end; without `host` those of the GPU alone."""
+    gpu = sum(seconds_of(launch, problem, chip) for launch in graph.launches)
+    gpu += DEPENDENT * graph.depth + INDEPENDENT * (len(graph.launches) - graph.depth)
+    if not host:
+        return gpu
+    text = sum(CALL + TEXT * launch.text_bytes for launch in graph.launches if launch.ours)
+    return gpu + NODE * graph.nodes + text + ROUND_TRIP
+
+
+# --- What is predicted -----------------------------------------------------------------------------------------------
+
+
+def ours(size: Size, dtype: mx.Dtype, engine: str, which: str) -> tuple[Problem, Graph]:
+    """The problem and the launches of a layer on an engine; `which` pass, "backward" with the forward pass it needs."""
+    T, B, width, H = size
+    shapes = {"x": (T, B, width), "Wx": (4 * H, width), "Wh": (4 * H, H), "b": (4 * H,)}
+    problem, module = Problem(T, B, H, H, LSTMCell(), training=which == "backward"), ENGINE_MODULES[engine]
+
+    # MLX cannot write down a function with our gradient in it, so the sweeps are called one by one.
+    def sweeps(dh: mx.array, *values: mx.array) -> list[mx.array]:
+        arrays = dict(zip(shapes, values, strict=True))
+        saved = module.forward(problem, arrays)
+        if which == "forward":
+            return [saved["h"]]
+        return [saved["h"], *module.backward(problem, arrays, saved, {"h": dh}).values()]
+
+    return problem, trace(sweeps, [mx.zeros(shape, dtype) for shape in ((T, B, H), *shapes.values())])
+
+
+def of_mlx(size: Size, dtype: mx.Dtype, which: str) -> tuple[Problem, Graph]:
+    """The same of `mlx.nn.LSTM`."""
+    T, B, width, H = size
+    layer = nn.LSTM(1, 1)
+
+    def forward(x: mx.array, Wx: mx.array, Wh: mx.array, b: mx.array) -> mx.array:
+        layer.Wx, layer.Wh, layer.bias = Wx, Wh, b
+        return layer(x)[0]
+
+    def both(dh: mx.array, *values: mx.array) -> list[mx.array]:
+        if which == "forward":
+            return [forward(*values)]
+        outputs, gradients = mx.vjp(forward, list(values), [dh])
+        return [*outputs, *gradients]
+
+    shapes = (B, T, H), (B, T, width), (4 * H, width), (4 * H, H), (4 * H,)
+    return Problem(T, B, H, H, LSTMCell()), trace(both, [mx.zeros(shape, dtype) for shape in shapes])

@@ -1,0 +1,140 @@
+"""`--tune`: time the two Metal engines against each other on this Mac, and write the table the library then goes by."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+
+from .. import tuning
+from ..engines import FUSED_LIMIT, METAL_ENGINES
+from .contenders import PASSES, Size, Task, Work, draw, prepare_ours
+from .judge import appoint
+
+
+class Grid(NamedTuple):
+    """What is measured: the largest H of `fused` and some below, batch sizes from which on a row of the table holds,
+    dtypes; time steps of a timed run and of the check before; turns of each engine and their seconds."""
+
+    units: tuple[int, ...] = tuple(range(32, FUSED_LIMIT + 1, 32))
+    batches: tuple[int, ...] = (1, 8, 32, 128)
+    dtypes: tuple[str, ...] = ("float32", "float16", "bfloat16")
+    steps: int = 32
+    checked: int = 4
+    turns: int = 5
+    seconds: float = 0.01
+
+
+def tune(file: str | None, grid: Grid = Grid()) -> int:  # noqa: B008 (a tuple)
+    """Measure, print, write. The exit code: 0, or 1 if this is no Mac or the file cannot be written."""
+    if not mx.metal.is_available():
+        print(
+            "nothing to tune: MLX has no Metal back end on this machine, and only Metal has two engines to choose of",
+            file=sys.stderr,
+        )
+        return 1
+    path = Path(file) if file else tuning.cache_file()
+    print("\n".join(f"{name:13}{value}" for name, value in tuning.machine().items()), flush=True)
+    engines: dict[str, dict[int, tuning.Row]] = {}
+    measured: list[dict[str, object]] = []
+    for dtype in grid.dtypes:
+        engines[dtype] = {}
+        for B in grid.batches:
+            found = measure_row(dtype, B, grid)
+            engines[dtype][B] = row_of(found)
+            measured += found
+    try:
+        tuning.write(path, engines, measured)
+    except OSError as error:
+        print(f"cannot write {path}: {error}; --tune-file names another place", file=sys.stderr)
+        return 1
+    tuning.current.cache_clear()
+    print(f"\nwritten to {path}: it counts on this machine, with these versions and kernels only")
+    if file:
+        print(f"for a program to go by it: mlx_lstm.tuning.use({file!r})")
+    return 0
+
+
+def measure_row(dtype: str, B: int, grid: Grid) -> list[dict[str, object]]:
+    """Each H of one dtype and batch size, ascending, until `fused` has lost twice in a row."""
+    found: list[dict[str, object]] = []
+    for H in grid.units:
+        found.append(measure_point(Size(grid.steps, B, H, H), dtype, grid))
+        print(point_text(found[-1]), flush=True)
+        if [point["engine"] for point in found[-2:]] == ["stepwise"] * 2:
+            break
+    return found
+
+
+def measure_point(size: Size, dtype: str, grid: Grid) -> dict[str, object]:
+    """Milliseconds of each engine for forward and backward, or why it does not count; the faster one's word."""
+    point: dict[str, object] = {"dtype": dtype, "B": size.B, "H": size.H}
+    ready: dict[str, Work] = {}
+    for engine in METAL_ENGINES:
+        try:
+            refusal = refusal_of(engine, size._replace(T=grid.checked), dtype)
+            if not refusal:
+                ready[engine] = prepare(engine, size, dtype)
+                ready[engine].run()
+        # Whatever a compiler or a driver raises, the engine is not for this machine at this size.
+        except Exception as error:
+            refusal = f"{type(error).__name__}: {error}".splitlines()[0]
+        if refusal:
+            ready.pop(engine, None)
+            point[engine] = f"discarded: {refusal}"
+    turns: dict[str, list[float]] = {engine: [] for engine in ready}
+    for _ in range(grid.turns):
+        for engine, work in ready.items():
+            turns[engine].append(seconds_per_run(work.run, grid.seconds))
+    times = {engine: statistics.median(each) for engine, each in turns.items()}
+    point |= {engine: round(1e3 * seconds, 4) for engine, seconds in times.items()}
+    return point | {"engine": min(times, key=times.__getitem__, default="ops")}
+
+
+def refusal_of(engine: str, size: Size, dtype: str) -> str:
+    """What is wrong with an engine's results: each within its bound of float64, and within both bounds of `ops`."""
+    numbers = draw(size, dtype)
+    judge = appoint(numbers, dtype, backward=True)
+    names = PASSES["backward"]
+    results, others = (of.tensors(of.run()) for of in (prepare(word, size, dtype) for word in (engine, "ops")))
+    verdict = judge.judge(results, names)
+    if verdict.refusal:
+        return verdict.refusal
+    against_ops = judge._replace(exact=others, bounds={name: 2 * bound for name, bound in judge.bounds.items()})
+    refusal = against_ops.judge(results, names).refusal
+    return f"against ops: {refusal}" if refusal else ""
+
+
+def prepare(engine: str, size: Size, dtype: str) -> Work:
+    """A layer's forward and backward pass on an engine."""
+    return prepare_ours(draw(size, dtype), Task("ours", engine, size, "backward", dtype, "gpu"))
+
+
+def seconds_per_run(run: Callable[[], Any], seconds: float) -> float:
+    """The mean over as many runs as `seconds` have room for, one at least."""
+    start, runs = time.perf_counter(), 0
+    while not runs or time.perf_counter() - start < seconds:
+        run()
+        runs += 1
+    return (time.perf_counter() - start) / runs
+
+
+def row_of(found: list[dict[str, object]]) -> tuning.Row:
+    """The row of a table: of neighbours with the same engine the largest H."""
+    points = [(point["H"], point["engine"]) for point in found]
+    following = [engine for _, engine in points[1:]] + [""]
+    return tuple((H, engine) for (H, engine), after in zip(points, following, strict=True) if engine != after)
+
+
+def point_text(point: dict[str, object]) -> str:
+    """A line of what was measured."""
+    each = "  ".join(
+        f"{engine} {point[engine] if isinstance(point[engine], str) else f'{point[engine]:.3f} ms'}"
+        for engine in METAL_ENGINES
+    )
+    return f"{point['dtype']} B = {point['B']} H = {point['H']}:  {each}  ->  {point['engine']}"

@@ -1,0 +1,265 @@
+"""The measured table of Metal engines: how it is made, when it counts, and what becomes of it when it does not."""
+
+import json
+import warnings
+
+import mlx.core as mx
+import pytest
+from on_metal import on_metal
+
+from mlx_lstm import lstm, recurrence, tuning
+from mlx_lstm.autodiff import ENGINE_MODULES
+from mlx_lstm.bench import tune as tune_module
+from mlx_lstm.bench.__main__ import main
+from mlx_lstm.bench.contenders import Size
+from mlx_lstm.bench.tune import Grid, measure_point, measure_row, row_of, tune
+from mlx_lstm.engines import choose
+from mlx_lstm.tuning import PREDICTED, Table
+
+TINY = Grid(units=(3,), batches=(1, 9), dtypes=("float32", "float16"), steps=2, checked=2, turns=1, seconds=0.0)
+ENGINES = {"float32": {1: ((4, "stepwise"), (8, "fused")), 16: ((8, "ops"),)}}
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    """The user's cache directory is a temporary one."""
+    file = tmp_path / "cache" / "engines.json"
+    monkeypatch.setattr(tuning, "cache_file", lambda: file)
+    tuning.current.cache_clear()
+    yield file
+    tuning._chosen.clear()
+    tuning.current.cache_clear()
+
+
+def written(file, engines=ENGINES, **other):
+    """A table's file, of a machine that differs from this one in `other`."""
+    tuning.write(file, engines, [])
+    content = json.loads(file.read_text())
+    content["machine"] |= other
+    file.write_text(json.dumps(content))
+    return file
+
+
+# --- The table -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("dtype", "B", "H", "engine"),
+    [
+        (mx.float32, 1, 4, "stepwise"),
+        (mx.float32, 15, 5, "fused"),
+        (mx.float32, 15, 9, "stepwise"),  # beyond what the row says
+        (mx.float32, 16, 8, "ops"),
+        (mx.float32, 1000, 9, "stepwise"),
+        (mx.float16, 1, 4, "stepwise"),  # not in the table
+    ],
+)
+def test_a_table_decides(dtype, B, H, engine):
+    where = {"sizes": (3, B, 2, H), "dtype": dtype, "device": "gpu", "metal": True, "traced": False}
+    choice = choose(**where, table=Table("measured here", ENGINES))
+    assert choice.engine == engine and "measured here" in choice.reason and f"H = {H} " in choice.reason
+
+
+def test_below_the_first_row_the_first_row_counts():
+    assert Table("", {"float32": {8: ((4, "fused"),)}}).preferred(mx.float32, 1, 4)[0] == "fused"
+
+
+def test_a_table_cannot_make_an_engine_run():
+    """Neither beyond its limits nor where there is no Metal; and an engine asked for is an engine asked for."""
+    table = Table("measured here", {"float32": {1: ((1000, "fused"),)}})
+    where = {"sizes": (3, 1, 2, 8), "dtype": mx.float32, "traced": False, "table": table}
+    on_gpu = where | {"device": "gpu", "metal": True}
+    assert choose(**on_gpu | {"sizes": (3, 1, 2, 300)}).engine == "stepwise"
+    assert choose(**on_gpu, projection=True).engine == "stepwise"
+    assert choose(**on_gpu, requested="stepwise").engine == "stepwise"
+    assert choose(**where, device="cpu", metal=True).engine == "numpy"
+    assert choose(**where, device="gpu", metal=False).engine == "ops"
+
+
+# --- Its file --------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_of_this_machine_counts(own_cache):
+    assert tuning.load(own_cache) is PREDICTED  # not there
+    written(own_cache)
+    assert tuning.load(own_cache) == Table(f"measured here, {own_cache}", ENGINES)
+
+
+@pytest.mark.parametrize("entry", ["chip", "architecture", "system", "mlx", "mlx_lstm", "kernels"])
+def test_a_file_of_another_machine_does_not(own_cache, entry):
+    """Nor one that leaves the entry out. The reason says what differs; nobody is warned."""
+    written(own_cache, **{entry: "another"})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        table = tuning.load(own_cache)
+    assert table.engines == PREDICTED.engines
+    assert table.preferred(mx.float32, 1, 4)[1].endswith(f"{own_cache} was measured with another {entry}")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        "null",
+        "{}",
+        '{"machine": {}}',
+        '{"machine": [], "engines": {}}',
+        '{"machine": {}, "engines": {"float32": 1}}',
+        '{"machine": {}, "engines": {"float32": {"x": []}}}',
+        '{"machine": {}, "engines": {"float32": {"1": [[4, "metal"]]}}}',
+        '{"machine": {}, "engines": {"float32": {"1": [["4", "fused"]]}}}',
+        '{"machine": {}, "engines": {"float32": {"1": [[8, "fused"], [4, "stepwise"]]}}}',
+        '{"machine": {}, "engines": {"float32": {"1": [4]}}}',
+        b"\xff\xfe",
+    ],
+)
+def test_a_broken_file_is_named_in_a_warning(own_cache, text):
+    own_cache.parent.mkdir()
+    own_cache.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.warns(UserWarning, match="engines.json is not a table of engines and is ignored"):
+        table = tuning.load(own_cache)
+    assert table.engines == PREDICTED.engines and f"{own_cache} is broken" in table.source
+
+
+def test_a_file_that_cannot_be_read_is_named_in_a_warning(tmp_path):
+    with pytest.warns(UserWarning, match="is not a table"):
+        assert tuning.load(tmp_path).engines == PREDICTED.engines  # a folder
+
+
+def test_the_kernels_hash_sees_the_shaders(tmp_path, monkeypatch):
+    before = tuning.kernels_hash()
+    assert before == tuning.kernels_hash()
+    for file in tuning.shader_folder().iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    monkeypatch.setattr(tuning, "shader_folder", lambda: tmp_path)
+    assert tuning.kernels_hash() == before
+    with (tmp_path / "cell.metal").open("a") as file:
+        file.write("// a word more\n")
+    assert tuning.kernels_hash() != before
+
+
+# --- The library goes by it ------------------------------------------------------------------------------------------
+
+
+def engines_that_run(monkeypatch):
+    """The engines' words, as calls choose them."""
+    words = []
+
+    def noted(**arguments):
+        words.append(choose(**arguments))
+        return words[-1]
+
+    monkeypatch.setattr(recurrence, "choose", noted)
+    return words
+
+
+def test_the_library_reads_it_once_when_a_metal_engine_may_run(own_cache, monkeypatch):
+    written(own_cache, {"float32": {1: ((8, "stepwise"),)}})
+    words, read = engines_that_run(monkeypatch), []
+    load = tuning.load
+    monkeypatch.setattr(tuning, "load", lambda file: (read.append(file), load(file))[1])
+    arrays = [mx.zeros(shape) for shape in ((2, 1, 1), (4, 1), (4, 1))]
+    lstm(*arrays)
+    assert not read
+    with on_metal():
+        lstm(*arrays)
+        lstm(*arrays)
+    assert read == [own_cache]
+    assert [choice.engine for choice in words] == ["numpy", "stepwise", "stepwise"]
+    assert words[-1].reason == f"H = 1 <= 8 in float32 at B = 1, measured here, {own_cache}"
+
+
+def test_a_program_may_name_another_file(tmp_path):
+    file = written(tmp_path / "mine.json")
+    assert tuning.use(file).source == tuning.current().source == f"measured here, {file}"
+    assert tuning.use(None) is PREDICTED
+
+
+# --- Measuring -------------------------------------------------------------------------------------------------------
+
+
+def test_tune_measures_writes_and_counts(own_cache, capsys, monkeypatch):
+    """The whole way, with the emulator in place of a Mac; its times mean nothing."""
+    with on_metal():
+        assert tune(None, TINY) == 0
+    printed = capsys.readouterr().out
+    assert f"written to {own_cache}: it counts on this machine" in printed and "float16 B = 9 H = 3:" in printed
+    content = json.loads(own_cache.read_text())
+    assert content["machine"] == tuning.machine() and len(content["measured"]) == 2 * 2
+    for point in content["measured"]:
+        assert point["fused"] > 0 and point["stepwise"] > 0 and point["engine"] in ("fused", "stepwise")
+    table = tuning.current()
+    assert table.source == f"measured here, {own_cache}"
+    for point in content["measured"]:
+        assert table.preferred(getattr(mx, point["dtype"]), point["B"], point["H"])[0] == point["engine"]
+    words = engines_that_run(monkeypatch)
+    with on_metal():
+        lstm(*(mx.zeros(shape) for shape in ((2, 1, 1), (8, 1), (8, 2))))
+    assert words[0].engine == content["measured"][0]["engine"] and "measured here" in words[0].reason
+
+
+def test_tune_writes_where_it_is_told_to(tmp_path, own_cache, capsys):
+    file = tmp_path / "elsewhere" / "mine.json"
+    with on_metal():
+        assert tune(str(file), TINY._replace(batches=(1,), dtypes=("float32",))) == 0
+    assert file.exists() and not own_cache.exists()
+    assert f"mlx_lstm.tuning.use('{file}')" in capsys.readouterr().out
+    assert tuning.current() is PREDICTED
+
+
+@pytest.mark.parametrize("engine", ["fused", "stepwise"])
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda outputs: outputs | {"h": outputs["h"] * 1.001}, "discarded: h: error"),
+        (lambda outputs: outputs["nothing"], "discarded: KeyError: 'nothing'"),
+    ],
+)
+def test_what_is_wrong_or_fails_is_discarded(monkeypatch, engine, damage, said):
+    module = ENGINE_MODULES[engine]
+    forward = module.forward
+    monkeypatch.setattr(module, "forward", lambda *arguments: damage(forward(*arguments)))
+    with on_metal():
+        point = measure_point(Size(2, 2, 3, 3), "float32", TINY)
+    other = {"fused": "stepwise", "stepwise": "fused"}[engine]
+    assert point[engine].startswith(said) and point[other] > 0 and point["engine"] == other
+
+
+def test_where_no_engine_is_right_ops_is():
+    def broken(*arguments):
+        raise RuntimeError("no pipeline\nand more")
+
+    with pytest.MonkeyPatch.context() as patch, on_metal():
+        for engine in ("fused", "stepwise"):
+            patch.setattr(ENGINE_MODULES[engine], "forward", broken)
+        point = measure_point(Size(2, 1, 2, 2), "float32", TINY)
+    assert point["engine"] == "ops" and point["fused"] == "discarded: RuntimeError: no pipeline"
+
+
+def test_a_row_ends_when_fused_has_lost_twice(monkeypatch, capsys):
+    winners = iter(["fused", "stepwise", "fused", "stepwise", "stepwise", "fused"])
+    monkeypatch.setattr(
+        tune_module,
+        "measure_point",
+        lambda size, dtype, grid: (
+            {"dtype": dtype, "B": size.B, "H": size.H, "fused": 1.0, "stepwise": 2.0} | {"engine": next(winners)}
+        ),
+    )
+    found = measure_row("float32", 4, TINY._replace(units=(1, 2, 3, 4, 5, 6)))
+    assert row_of(found) == ((1, "fused"), (2, "stepwise"), (3, "fused"), (5, "stepwise"))
+
+
+def test_no_metal_no_tuning(capsys, own_cache):
+    assert main(["--tune"]) == 1
+    assert "no Metal back end on this machine" in capsys.readouterr().err
+    assert not own_cache.exists()
+
+
+def test_a_folder_that_cannot_be_written(capsys):
+    with on_metal():
+        assert tune("/proc/mlx-lstm/engines.json", TINY._replace(batches=(1,), dtypes=("float32",))) == 1
+    said = capsys.readouterr()
+    assert "cannot write /proc/mlx-lstm/engines.json" in said.err and "--tune-file names another place" in said.err
+    assert "float32 B = 1 H = 3:" in said.out
