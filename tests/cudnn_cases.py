@@ -1,13 +1,15 @@
-"""Random stacks of layers for the cuDNN ops: arrays, how ours runs them, and what torch makes of them in float64."""
+"""Random stacks of layers for the cuDNN ops: arrays, how ours runs them, what torch and the oracle make of them."""
 
 from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
-from cases import to_mlx, to_numpy
+from cases import ROUNDING_MARGIN, to_mlx, to_numpy
 
 from mlx_lstm import cudnn
 from mlx_lstm.cudnn_params import GATES
+from mlx_lstm.oracle import activation_arguments, evaluate
+from mlx_lstm.oracle_cells import Arithmetic
 
 MODES = tuple(GATES)
 INPUTS = ("input", "input_h", "input_c", "params")
@@ -127,3 +129,109 @@ def torch_arrays(layers):
         f"{kind}_{suffix}" for kinds in (matrices, ("bias_ih", "bias_hh")) for suffix in suffixes for kind in kinds
     ]
     return [getattr(layers, name) for name in names]
+
+
+# --- The oracle, layer by layer --------------------------------------------------------------------------------------
+
+
+def by_oracle(case, fl=None):
+    """Outputs and gradients by the ops' names, in the arithmetic `fl`, float64 by default."""
+    fl = fl or Arithmetic(np.float64)
+    layers, x = [], case.inputs["input"]
+    for layer in range(case.L):
+        layers.append(layer_case(case, layer, x, fl))
+        x = evaluate(layers[-1], None, fl)[0]["h"]
+    outputs, dh, found = [], case.cotangents["output"], []
+    for layer in reversed(range(case.L)):
+        last = {"hT": "output_h", "cT": "output_c"} if case.mode == "lstm" else {"hT": "output_h"}
+        cotangents = {short: side_by_side(case, case.cotangents[name], layer) for short, name in last.items()}
+        out, gradients = evaluate(layers[layer], cotangents | {"h": dh}, fl)
+        outputs.insert(0, out)
+        found.insert(0, gradients)
+        dh = gradients["x"]
+    named = {"output": x, "output_h": stacked(case, outputs, "hT"), "input": dh, "input_h": stacked(case, found, "h0")}
+    if case.mode == "lstm":
+        named |= {"output_c": stacked(case, outputs, "cT"), "input_c": stacked(case, found, "c0")}
+    return named | {"params": buffer_of(case, found)}
+
+
+def layer_case(case, layer, x, fl):
+    """One layer as the oracle takes it."""
+    D, H, GH = case.D, case.H, GATES[case.mode] * case.H
+    matrices, biases = arrays_in(case, case.inputs["params"])
+    W, R, *Pr = ([matrices[layer * D + d][n] for d in range(D)] for n in range(2 + (case.P > 0)))
+    bW, bR = (np.concatenate([biases[layer * D + d][n] for d in range(D)]) for n in range(2))
+    op = case.mode[:3] if case.mode.startswith("rnn") else case.mode
+    found = {"op": op, "bidirectional": D == 2, "lengths": case.lengths, "x": x, "Wx": np.concatenate(W)}
+    found |= {"Wh": np.stack(R) if D == 2 else R[0], "h0": side_by_side(case, case.inputs["input_h"], layer)}
+    if op == "rnn":
+        found["activation"] = case.mode[4:]
+    if op == "lstm":
+        found["c0"] = side_by_side(case, case.inputs["input_c"], layer)
+    if Pr:
+        found["Wp"] = np.stack(Pr[0]) if D == 2 else Pr[0][0]
+    b = bW + bR
+    if op == "gru":
+        candidate = np.tile(np.arange(GH) >= 2 * H, D)
+        b, found["bhn"] = np.where(candidate, bW, b), bR[candidate]
+    return found | {"b": fl(b)}
+
+
+def arrays_in(case, params):
+    """A buffer's matrices [W, R, Pr] and biases [bW, bR] of every layer and direction."""
+    GH, start, matrices, biases = GATES[case.mode] * case.H, 0, [], []
+    shapes = [
+        [(GH, case.I if n < case.D else case.D * case.S), (GH, case.S)] + [(case.P, case.H)] * (case.P > 0)
+        for n in range(case.L * case.D)
+    ]
+    for found, shapes_of in ((matrices, shapes), (biases, [[(GH,), (GH,)]] * (case.L * case.D))):
+        for row in shapes_of:
+            found.append([])
+            for shape in row:
+                found[-1].append(params[start : start + np.prod(shape)].reshape(shape))
+                start += np.prod(shape)
+    return matrices, biases
+
+
+def buffer_of(case, gradients):
+    """The gradient of the buffer, out of the oracle's."""
+    matrices, biases, D = [], [], case.D
+    for layer in gradients:
+        for d in range(D):
+            own = [layer[name] if D == 1 else layer[name][d] for name in ("Wh", "Wp") if name in layer]
+            matrices += [np.split(layer["Wx"], D)[d], *own]
+            db = np.split(layer["b"], D)[d]
+            other = np.concatenate([db[: 2 * case.H], np.split(layer["bhn"], D)[d]]) if "bhn" in layer else db
+            biases += [db, other]
+    return np.concatenate([array.reshape(-1) for array in matrices + biases])
+
+
+def side_by_side(case, states, layer):
+    """A layer's states [B, D S] out of [L D, B, S]."""
+    return np.concatenate(list(states[layer * case.D : (layer + 1) * case.D]), axis=-1)
+
+
+def stacked(case, layers, name):
+    """[L D, B, S] out of each layer's [B, D S]."""
+    return np.concatenate([np.split(layer[name], case.D, axis=-1) for layer in layers])
+
+
+def draw_for(seed, dtype, **fixed):
+    """A random case whose arrays are representable in `dtype`, no relu within rounding of its kink."""
+    for attempt in range(100):
+        case = draw(seed + 10**6 * attempt, **fixed)
+        rounded = [{n: v.astype(dtype).astype(np.float64) for n, v in named.items()} for named in case[-2:]]
+        case = case._replace(inputs=rounded[0], cotangents=rounded[1])
+        if case.mode != "rnn_relu" or kink_distance(case) > ROUNDING_MARGIN:
+            return case
+    raise RuntimeError("no case keeps off the kinks of relu")
+
+
+def kink_distance(case):
+    """How near an argument of relu comes to 0."""
+    fl, x, nearest = Arithmetic(np.float64), case.inputs["input"], np.inf
+    for layer in range(case.L):
+        here = layer_case(case, layer, x, fl)
+        nearest = min([nearest, *(np.abs(a).min(initial=np.inf) for _, a in activation_arguments(**here))])
+        x = evaluate(here, None, fl)[0]["h"]
+    return nearest
