@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from cases import to_mlx, to_numpy
 from cudnn_cases import INPUTS, MODES, OUTPUTS, by_oracle, by_torch, draw, draw_for, lengths_of, ours, torch_arrays
-from on_metal import on_metal
+from on_metal import ENGINES as METAL_ENGINES
+from on_metal import can_run, on_metal
 
 from mlx_lstm import cudnn, rnn
 from mlx_lstm.closeness import assert_within, bounds_of
@@ -72,6 +73,23 @@ def test_16_bits_within_bounds(mode, dtype):
     """Without relu, whose kinks are too near."""
     for seed in range(4):
         check(seed, dtype, None, mode=mode)
+
+
+ON_METAL = {
+    f"{mode}-{D}{'-projection' * (P > 0)}-{engine}": (engine, {"mode": mode, "D": D, "P": P})
+    for engine in METAL_ENGINES
+    for mode, P in [("lstm", 0), ("lstm", 2), ("gru", 0), ("rnn_relu", 0), ("rnn_tanh", 0)]
+    for D in (1, 2)
+    if can_run(engine, {"op": "lstm" if mode == "lstm" else mode[:3], "bidirectional": D == 2, "projection": P > 0})
+}
+
+
+@pytest.mark.parametrize("case", ON_METAL)
+def test_metal_within_bounds(case):
+    """Two layers of unequal lengths, on the emulator; whatever the choice of engines lets a Mac run."""
+    engine, fixed = ON_METAL[case]
+    with on_metal():
+        check(20, np.float32, engine, L=2, T=3, N=3, I=4, H=3, lengths=np.array([2, 3, 1]), **fixed)
 
 
 @pytest.mark.parametrize(("L", "D", "lengths"), [(1, 1, None), (2, 2, [5, 2, 3])], ids=["one", "two, ragged"])
