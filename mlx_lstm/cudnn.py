@@ -97,7 +97,8 @@ def cudnn_rnn(
                             n = \tanh(W_n x_t + b_{W,n} + r \odot (R_n h_{t-1} + b_{R,n})) \\
                           & h_t = u \odot h_{t-1} + (1 - u) \odot n
 
-    `mx.grad` gives what `cudnn_rnn_backprop` computes from the outputs.
+    `mx.grad` gives what `cudnn_rnn_backprop` makes of the outputs: the same bits in float32 and float64; in 16 bits
+    the latter reads gates that the reserve space has rounded.
 
     Dropout acts on what goes from one layer into the next, both directions of it: an element is dropped with
     probability `dropout`, the kept ones are divided by 1 - dropout. The choice comes from `mlx.core.random` with a key
