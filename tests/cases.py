@@ -76,6 +76,13 @@ BOTH = {
 }
 """And of the three cells, with both directions."""
 
+KINDS = {op: {"op": op} for op in ("lstm", "gru", "rnn")}
+KINDS |= {f"{op}_both": {"op": op, **both} for op in ("lstm", "gru", "rnn")}
+"""Cells, of one direction and of both."""
+EVERY_ARRAY = {kind: {"mask": (T, B, "P"), **options} for kind, options in KINDS.items()}
+for kind in ("lstm", "lstm_both"):
+    EVERY_ARRAY[kind] |= {"projection": True, "peephole": True}
+
 OUTPUTS = OUTPUTS_OF["lstm"]
 GATES = {"lstm": "ifgo", "gru": "rzn", "rnn": "h"}
 

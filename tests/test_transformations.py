@@ -1,0 +1,187 @@
+"""The recurrence under MLX's transformations: grad of grad, jvp, compile, vmap, checkpoint, export."""
+
+import mlx.core as mx
+import mlx.nn
+import numpy as np
+import pytest
+from cases import EVERY_ARRAY, KINDS, OPTIONS, OUTPUTS_OF, draw_away_from_kinks, run, split, to_mlx
+
+from mlx_lstm import lstm, recurrence
+
+ALL_KINDS = pytest.mark.parametrize("kind", KINDS)
+
+
+def small(kind, dtype=np.float32):
+    """(arrays, call, loss): all a kind of cell can have; the op on them by position; a number made of its outputs."""
+    case, cotangents = draw_away_from_kinks(9, sizes=(2, 2, 2, 2, 3), **EVERY_ARRAY[kind] | {"mask": ("P",)})
+    op, arrays, options = split(case)
+    weights = {name: to_mlx(array, dtype) for name, array in cotangents.items()}
+
+    def call(*values, **more):
+        return getattr(recurrence, op)(**dict(zip(arrays, values, strict=True)), **options, **more)
+
+    def loss(*values, **more):
+        out = call(*values, return_gates=True, **more)
+        outputs = {name: getattr(out, name) for name in OUTPUTS_OF[op]}
+        return sum((output * weights[name]).sum() for name, output in outputs.items()) + (out.hT * out.hT).sum()
+
+    return [to_mlx(array, dtype) for array in arrays.values()], call, loss
+
+
+def gradient(loss, count):
+    return mx.grad(loss, argnums=tuple(range(count)))
+
+
+def assert_trees_close(got, expected):
+    for left, right in zip(got, expected, strict=True):
+        np.testing.assert_allclose(np.array(left), np.array(right), rtol=2e-5, atol=2e-6)
+
+
+@ALL_KINDS
+def test_gradient_under_mlx_transformations(kind):
+    """grad, value_and_grad, checkpoint, vmap of grad and grad of vmap agree."""
+    arrays, _, loss = small(kind)
+    n = len(arrays)
+    plain = gradient(loss, n)(*arrays)
+    assert_trees_close(mx.value_and_grad(loss, argnums=tuple(range(n)))(*arrays)[1], plain)
+    assert_trees_close(gradient(mx.checkpoint(loss), n)(*arrays), plain)
+    stack = [mx.stack([array, array]) for array in arrays]
+    assert_trees_close([g[1] for g in mx.vmap(gradient(loss, n))(*stack)], plain)
+    both = gradient(lambda *stack: mx.vmap(loss)(*stack).sum(), n)(*stack)
+    assert_trees_close([g[0] for g in both], plain)
+
+
+@ALL_KINDS
+def test_compiled_with_lengths_as_an_argument(kind):
+    """Their values are not known then, so that the range goes unchecked, and they may change from call to call."""
+    arrays, _, loss = small(kind)
+    count = len(arrays)
+    compiled = mx.compile(lambda n, *arrays: gradient(lambda *a: loss(*a, lengths=n), count)(*arrays))
+    for lengths in ([2, 1], [0, 2]):
+        expected = gradient(lambda *a, n=lengths: loss(*a, lengths=n), count)(*arrays)
+        assert_trees_close(compiled(mx.array(lengths), *arrays), expected)
+
+
+def test_compiled_gradient_without_training():
+    """Then the graph is free of our gradient, and MLX derives its own."""
+    arrays, call, _ = small("rnn")
+    untrained = gradient(lambda *arrays: call(*arrays, training=False).h.sum(), len(arrays))
+    assert_trees_close(mx.compile(untrained)(*arrays), untrained(*arrays))
+
+
+@ALL_KINDS
+def test_export_and_import(tmp_path, kind):
+    arrays, call, _ = small(kind)
+    path = str(tmp_path / "loss.mlxfn")
+    mx.export_function(path, lambda *arrays: call(*arrays, training=False).h, *arrays)
+    assert_trees_close(mx.import_function(path)(*arrays), [call(*arrays).h])
+
+
+@pytest.mark.parametrize("engine", ["numpy", "ops"])
+@pytest.mark.parametrize("option", ["plain", "lengths_reverse", "projection", "gru", "rnn", "lstm_both"])
+def test_inference_gives_the_same_and_its_gradient_too(option, engine):
+    case, cotangents = draw_away_from_kinks(3, **(OPTIONS | KINDS)[option])
+    for shown in (cotangents, ("h", "hT")):
+        given = {name: cotangents[name] for name in shown}
+        trained, inferred = (run(case | {"training": flag}, engine, np.float64, given) for flag in (True, False))
+        for before, after in zip(trained, inferred, strict=True):
+            for name in before:
+                np.testing.assert_array_equal(before[name], after[name], err_msg=name)
+
+
+@ALL_KINDS
+def test_second_derivative_is_right_or_refused(kind):
+    """Of the squared gradient of every array, in float64, along a random direction of all arrays at once."""
+    rng = np.random.default_rng(1)
+    with mx.stream(mx.cpu):
+        arrays, _, loss = small(kind, np.float64)
+
+        def steepness(*arrays, engine):
+            gradients = gradient(lambda *arrays: loss(*arrays, engine=engine), len(arrays))(*arrays)
+            return sum((g * g).sum() for g in gradients)
+
+        direction = [to_mlx(rng.normal(size=array.shape), np.float64) for array in arrays]
+        second = gradient(lambda *arrays: steepness(*arrays, engine="ops"), len(arrays))(*arrays)
+        along = sum((g * d).sum().item() for g, d in zip(second, direction, strict=True))
+        far_below, below, above, far_above = (
+            steepness(*(a + k * 1e-4 * d for a, d in zip(arrays, direction, strict=True)), engine="ops").item()
+            for k in (-2, -1, 1, 2)
+        )
+        assert along == pytest.approx((8 * (above - below) - (far_above - far_below)) / 12e-4, rel=1e-8)
+        with pytest.raises(RuntimeError, match="second derivative"):
+            mx.eval(gradient(lambda *arrays: steepness(*arrays, engine="numpy"), len(arrays))(*arrays))
+
+
+@ALL_KINDS
+def test_gradient_of_the_gradient_op_is_right_or_refused(kind):
+    """Of `lstm_gradients` and its like, which are linear in dh."""
+    case, _ = draw_away_from_kinks(9, **EVERY_ARRAY[kind])
+    op, arrays, options = split(case)
+    with mx.stream(mx.cpu):
+        given = {name: to_mlx(array, np.float64) for name, array in arrays.items()} | options
+        out = getattr(recurrence, op)(**given, return_gates=True)
+        saved = {name: getattr(out, name) for name in ("h", "c", "gates") if hasattr(out, name)}
+        dh, seen = (to_mlx(np.random.default_rng(n).normal(size=out.h.shape), np.float64) for n in range(2))
+
+        def number(dh, engine):
+            gradients = getattr(recurrence, f"{op}_gradients")(**given, **saved, dh=dh, engine=engine)
+            return sum((gradient * gradient).sum() for gradient in gradients.values())
+
+        along = (mx.grad(lambda dh: number(dh, "ops"))(dh) * seen).sum().item()
+        step = lambda k: number(dh + k * seen, "ops").item()  # noqa: E731
+        assert along == pytest.approx((step(1) - step(-1)) / 2, rel=1e-9)  # exact, of a square
+        with pytest.raises(RuntimeError, match="second derivative"):
+            mx.eval(mx.grad(lambda dh: number(dh, "numpy"))(dh))
+
+
+@ALL_KINDS
+def test_forward_mode_is_right_or_refused(kind):
+    rng = np.random.default_rng(2)
+    with mx.stream(mx.cpu):
+        arrays, _, loss = small(kind, np.float64)
+        tangents = [to_mlx(rng.normal(size=array.shape), np.float64) for array in arrays]
+        _, (along,) = mx.jvp(lambda *arrays: loss(*arrays, engine="ops"), arrays, tangents)
+        gradients = gradient(loss, len(arrays))(*arrays)
+        expected = sum((g * t).sum().item() for g, t in zip(gradients, tangents, strict=True))
+        assert along.item() == pytest.approx(expected, rel=1e-12)
+        with pytest.raises(RuntimeError, match="forward-mode"):
+            mx.eval(mx.jvp(lambda *arrays: loss(*arrays, engine="numpy"), arrays, tangents))
+
+
+@ALL_KINDS
+def test_two_gradients_of_one_forward(kind):
+    """A vjp called twice on one call's outputs, each time with other outputs used."""
+    arrays, call, _ = small(kind)
+
+    def both(x):
+        out = call(x, *arrays[1:])
+        return out.h.sum(), (out.hT * out.hT).sum()
+
+    first, second = (mx.grad(lambda x, n=n: both(x)[n])(arrays[0]) for n in (0, 1))
+    _, (total,) = mx.vjp(lambda x: list(both(x)), [arrays[0]], [mx.array(1.0), mx.array(1.0)])
+    assert_trees_close([total], [first + second])
+
+
+@ALL_KINDS
+def test_bits_are_reproducible(kind):
+    arrays, _, loss = small(kind)
+    runs = [gradient(loss, len(arrays))(*arrays) for _ in range(2)]
+    for left, right in zip(*runs, strict=True):
+        np.testing.assert_array_equal(np.array(left), np.array(right))
+
+
+def test_works_under_nn_value_and_grad():
+    x, *weights = (mx.array(np.random.default_rng(9).normal(size=s), mx.float32) for s in ((3, 2, 2), (8, 2), (8, 2)))
+
+    class Model(mlx.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.Wx, self.Wh = weights
+
+        def __call__(self, x):
+            return lstm(x, self.Wx, self.Wh).h
+
+    model = Model()
+    _, gradients = mlx.nn.value_and_grad(model, lambda x: model(x).sum())(x)
+    expected = mx.grad(lambda Wh: lstm(x, weights[0], Wh).h.sum())(weights[1])
+    assert_trees_close([gradients["Wh"]], [expected])
