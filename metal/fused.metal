@@ -16,17 +16,12 @@
 template <int LENGTH, int GROUP>
 constant constexpr int RUNS_OF = (LENGTH + 4 * GROUP - 1) / (4 * GROUP);
 
-// A launch's way through a sequence, in one direction.
+// A launch's way through a sequence, in one direction; `sizes`, and the direction.
 struct Sweep {
   int start, stop, T, B, D, direction;
   bool reverse;
-  int mask_step;
+  long mask_step;
 };
-
-inline Sweep sweep_of(const constant int* sizes, uint direction, int H) {
-  const int D = sizes[4], mask_step = sizes[6] ? sizes[3] * D * H : 0;
-  return {sizes[0], sizes[1], sizes[2], sizes[3], D, int(direction), direction == 1 || sizes[5] != 0, mask_step};
-}
 
 // The time index of step n, and that of the launch's first time index.
 inline int time_of(thread const Sweep& sweep, int n) { return sweep.reverse ? sweep.T - 1 - n : n; }
@@ -53,6 +48,25 @@ vec<S, 4> weight_run(W weights, int row, int rows, int k, int length) {
   for (int n = 0; n < 4; ++n)
     if (row < rows && k + n < length) run[n] = S(weights[long(row) * length + k + n]);
   return run;
+}
+
+// A GRU's, in gru_cell_*.metal; no other cell calls them.
+template <int CELL> float gru_reset(float a);
+template <int CELL> float gru_reset_backward(float r, float dr);
+
+// What a lane reads of step n, the others 0: number k of the state before it, dh, beside, the mask is lane k's. A lane
+// that is the only one of its unit reads all.
+template <int N, class Way, class X, class X0, class D, class Q, class M>
+void read_step(
+    thread const Way& sweep, int n, int lane, long step, long item, int length, X states, X0 first, D dh, Q beside,
+    M mask, thread float (&read)[4]) {
+  const int t = time_of(sweep, n);
+  const bool starts = sweep.reverse ? t + 1 == length : t == 0;
+  const long at = t * step + item, before = time_of(sweep, n - 1) * step + item;
+  if (N == 1 || lane == 0) read[0] = starts ? value_at(first, item, 0.0f) : n > 0 ? float(states[before]) : 0.0f;
+  if (N == 1 || lane == 1) read[1] = value_at(dh, at, 0.0f);
+  if (N == 1 || lane == 2) read[2] = value_at(beside, at, 0.0f);
+  if (N == 1 || lane == 3) read[3] = value_at(mask, t * sweep.mask_step + item, 1.0f);
 }
 
 // What the lanes of a unit hold: values[n] is `mine` of its lane n.

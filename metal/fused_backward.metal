@@ -6,7 +6,7 @@
 //   Wh_T           [D, H, G H]: Wh transposed       beside  [T, B, D H]: an LSTM's dc, a GRU's q
 //   states, first  [T, B, D H] and [B, D H]: what the cell keeps after each step and before the first, c or h
 // d is dz but for a GRU's candidate, whose product gets dz_n r. It stands in `vectors`, [2][ROWS][padded G H], the two
-// halves by turns. Every lane of a unit keeps its dh, dc and state; each of four reads one number of state before, dh,
+// halves by turns; of a cell with two products dz_n in the first, for r's gradient, and dz_r, dz_z in the second. Every lane of a unit keeps its dh, dc and state; each of four reads one number of state before, dh,
 // beside, mask, and its own gate.
 template <int CELL, int H, int UNITS, int ROWS, int RESIDENT, class S, class G, class X, class X0, class W, class E,
     class M, class L, class D, class Q, class DG, class DT, class DCT, class DC0>
@@ -15,7 +15,9 @@ void fused_backward(
     const constant int* sizes, device S* dz, device S* dh0, DC0 dc0, threadgroup float4* vectors, uint2 group,
     uint index, uint threads, uint lane) {
   constexpr int GROUP = LANES * UNITS, K = GATES * H, RUNS = GROUP * RUNS_OF<K, GROUP>, HALF = ROWS * RUNS;
-  const Sweep sweep = sweep_of(sizes, group.y, H);
+  const Sweep sweep = {
+      sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], int(group.y), group.y == 1 || sizes[5] != 0,
+      sizes[6] ? long(sizes[3]) * sizes[4] * H : 0};
   const int s = int(index) % GROUP, gate = s % LANES, first_unit = int(index) / GROUP * UNITS;
   const int unit = first_unit + s / LANES, b0 = int(group.x) * ROWS, block = gate_block(CELL, gate);
   const long step = time_step(sweep, 1, H), gate_step = GATES * step;
@@ -29,6 +31,7 @@ void fused_backward(
   }
   for (int n = int(index); n < 2 * HALF; n += int(threads)) vectors[n] = float4(0.0f);
   float p[LANES], dh_now[ROWS], dc_now[ROWS], now[ROWS], mask_now[ROWS], direct[ROWS];
+  float own[ROWS], reset[ROWS], h_in[ROWS];
   share(unit < H ? lane_constant<CELL>(extra, sweep.direction, gate, H, unit) : 0.0f, int(lane), p);
   for (int r = 0; r < ROWS; ++r) {
     const long at = place_in(sweep, b0 + r, 1, 0, H, unit);
@@ -41,20 +44,13 @@ void fused_backward(
   threadgroup_barrier(mem_flags::mem_threadgroup);
   for (int n = sweep.stop - 1; n >= sweep.start; --n) {
     const int t = time_of(sweep, n), local = t - first_time(sweep);
-    threadgroup float4* current = vectors + (n & 1) * HALF;
+    threadgroup float4* current = vectors + (TWO_PRODUCTS<CELL> ? 0 : n & 1) * HALF;
     for (int r = 0; r < ROWS; ++r) {
       const bool real = b0 + r < sweep.B && unit < H, live = t < length[r];
-      const long item = place_in(sweep, b0 + r, 1, 0, H, unit), at = t * step + item;
+      const long item = place_in(sweep, b0 + r, 1, 0, H, unit);
       const long gate_at = block < 0 ? 0 : place_in(sweep, b0 + r, GATES, block, H, unit);
-      float mine[4] = {0.0f, 0.0f, 0.0f, 0.0f}, seen[4], y[LANES], d[LANES] = {};
-      if (real && (LANES == 1 || gate == 0)) {
-        const bool starts = sweep.reverse ? t + 1 == length[r] : t == 0;
-        const long before = time_of(sweep, n - 1) * step + item;
-        mine[0] = starts ? value_at(first, item, 0.0f) : n > 0 ? float(states[before]) : 0.0f;
-      }
-      if (real && (LANES == 1 || gate == 1)) mine[1] = value_at(dh, at, 0.0f);
-      if (real && (LANES == 1 || gate == 2)) mine[2] = value_at(beside, at, 0.0f);
-      if (real && (LANES == 1 || gate == 3)) mine[3] = value_at(mask, long(t) * sweep.mask_step + item, 1.0f);
+      float mine[4] = {}, seen[4], y[LANES], d[LANES] = {};
+      if (real) read_step<LANES>(sweep, n, gate, step, item, length[r], states, first, dh, beside, mask, mine);
       share_each<LANES>(mine, int(lane), seen);
       const bool has_gate = real && block >= 0;
       share(has_gate ? value_at(gates, t * gate_step + gate_at, 0.0f) : 0.0f, int(lane), y);
@@ -62,15 +58,33 @@ void fused_backward(
       float dc = dc_now[r];
       direct[r] = dh_now[r] + seen[1];
       step_back_of_lanes<CELL>(y, p, seen, now[r], direct[r], dc, d);
-      const S result = S(live ? pick(d, gate) : 0.0f);
+      own[r] = pick(d, gate);
+      reset[r] = y[0];
+      h_in[r] = seen[0] * seen[3];
+      const S result = S(live ? own[r] : 0.0f);
       dc_now[r] = live ? dc : dc_now[r];
       now[r] = seen[0];
       mask_now[r] = seen[3];
-      if (has_gate) dz[local * gate_step + gate_at] = result;
-      if (real && weight_block(CELL, gate) >= 0)
+      if (has_gate && (!TWO_PRODUCTS<CELL> || gate > 0)) dz[local * gate_step + gate_at] = result;
+      if (real && (TWO_PRODUCTS<CELL> ? gate == LANES - 1 : weight_block(CELL, gate) >= 0))
         ((threadgroup float*)current)[4 * r * RUNS + weight_block(CELL, gate) * H + unit] = float(result);
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
+    if constexpr (TWO_PRODUCTS<CELL>) {
+      for (int r = 0; r < ROWS; ++r) {
+        const float dr =
+            product_of_group<GROUP, LANES, UNITS, -1, RESIDENT, K, S>(kept, weights, rows_at, H, current + r * RUNS, s);
+        const bool real = b0 + r < sweep.B && unit < H, live = t < length[r];
+        if (gate == 0) own[r] = gru_reset_backward<CELL>(reset[r], own[r] + dr * h_in[r]);
+        direct[r] += dr * reset[r] * mask_now[r];
+        if (!real || gate > 1) continue;
+        const S result = S(live ? own[r] : 0.0f);
+        if (gate == 0) dz[local * gate_step + place_in(sweep, b0 + r, GATES, block, H, unit)] = result;
+        ((threadgroup float*)current)[4 * (HALF + r * RUNS) + block * H + unit] = float(result);
+      }
+      current += HALF;
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+    }
     for (int r = 0; r < ROWS; ++r) {
       const float sum =
           product_of_group<GROUP, LANES, UNITS, -1, RESIDENT, K, S>(kept, weights, rows_at, H, current + r * RUNS, s);

@@ -10,7 +10,9 @@ void fused_forward(
     Z z, H0 h0, C0 c0, W Wh, E extra, M mask, L lengths, const constant int* sizes, N numbers, device S* h, C c,
     G gates, device S* hT, CT cT, threadgroup float4* vectors, uint2 group, uint index, uint threads, uint lane) {
   constexpr int GROUP = LANES * UNITS, RUNS = GROUP * RUNS_OF<H, GROUP>, HALF = ROWS * RUNS;
-  const Sweep sweep = sweep_of(sizes, group.y, H);
+  const Sweep sweep = {
+      sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], int(group.y), group.y == 1 || sizes[5] != 0,
+      sizes[6] ? long(sizes[3]) * sizes[4] * H : 0};
   const float forget_bias = value_at(numbers, 0, 0.0f), limit = value_at(numbers, 1, 0.0f);
   const int s = int(index) % GROUP, gate = s % LANES, first_unit = int(index) / GROUP * UNITS;
   const int unit = first_unit + s / LANES, b0 = int(group.x) * ROWS, block = gate_block(CELL, gate);
@@ -36,7 +38,7 @@ void fused_forward(
     c_now[r] = real ? value_at(c0, at, 0.0f) : 0.0f;
     if (real && gate == LANES - 1)
       ((threadgroup float*)vectors)[4 * ((TWO_PRODUCTS<CELL> ? 0 : sweep.start & 1) * HALF + r * RUNS) + unit] =
-          h_now[r] * value_at(mask, long(time_of(sweep, sweep.start)) * sweep.mask_step + at, 1.0f);
+          h_now[r] * value_at(mask, time_of(sweep, sweep.start) * sweep.mask_step + at, 1.0f);
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
   for (int n = sweep.start; n < sweep.stop; ++n) {
@@ -48,6 +50,20 @@ void fused_forward(
       a[r] = has_z ? float(z[t * gate_step + place_in(sweep, b0 + r, GATES, block, H, unit)]) : 0.0f;
       a[r] += product_of_group<GROUP, LANES, GROUP, FIRST_PRODUCT<CELL>, RESIDENT, H, S>(
           kept, weights, rows_at, GATES * H, before + r * RUNS, s);
+    }
+    if constexpr (TWO_PRODUCTS<CELL>) {
+      threadgroup float4* operand = vectors + HALF;
+      for (int r = 0; r < ROWS; ++r) {
+        float reset[LANES];
+        share(gru_reset<CELL>(a[r]), int(lane), reset);
+        const int at = 4 * r * RUNS + unit;
+        if (unit < H && gate == LANES - 1)
+          ((threadgroup float*)operand)[at] = reset[0] * ((threadgroup const float*)before)[at];
+      }
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+      for (int r = 0; r < ROWS; ++r)
+        a[r] += product_of_group<GROUP, LANES, GROUP, 1 << (LANES - 1), RESIDENT, H, S>(
+            kept, weights, rows_at, GATES * H, operand + r * RUNS, s);
     }
     for (int r = 0; r < ROWS; ++r) {
       const bool real = b0 + r < sweep.B && unit < H, live = t < length[r];
@@ -63,7 +79,7 @@ void fused_forward(
       h[at] = live ? m : S(0.0f);
       if (n + 1 < sweep.stop)
         ((threadgroup float*)after)[4 * r * RUNS + unit] =
-            h_now[r] * value_at(mask, long(time_of(sweep, n + 1)) * sweep.mask_step + item, 1.0f);
+            h_now[r] * value_at(mask, time_of(sweep, n + 1) * sweep.mask_step + item, 1.0f);
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
   }

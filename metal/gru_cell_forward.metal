@@ -6,6 +6,11 @@
 //   h = z h + (1 - z) n,  or with flip_z  (1 - z) h + z n
 
 template <int CELL>
+float gru_reset(float a) {
+  return activate(activation_of(CELL, GATE_R), a);
+}
+
+template <int CELL>
 float gru_candidate(float a, float r, float q) {
   return activate(activation_of(CELL, GATE_N), a + (RESETS_BEFORE<CELL> ? q : r * q));
 }

@@ -10,8 +10,16 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from .directions import half
-from .engine_ops import Arrays, gradients_after_sweep, project
+from .cells import Cell, GRUCell, LSTMCell, RNNCell
+from .directions import half, one_direction, part
+from .engine_ops import (
+    Arrays,
+    before_each_step,
+    gradients_after_sweep,
+    gru_candidates,
+    initial_states,
+    project,
+)
 from .kernel_inputs import contiguous, whole_mask
 from .kernels_fused import fused_backward, fused_forward
 from .problem import Problem
@@ -22,19 +30,18 @@ microseconds a step is predicted to take this is 4 to 40 ms; not measured."""
 
 
 def forward(problem: Problem, arrays: Arrays) -> Arrays:
-    """h [T, B, D H], c [T, B, D H] float32, gates [T, B, D 4H], hT [B, D H], cT [B, D H] float32; gates only if the
-    problem keeps them."""
-    cell = problem.cell
+    """h [T, B, D H], gates [T, B, D G H], hT [B, D H], of an LSTM c [T, B, D H] and cT [B, D H] in float32; gates only
+    if the problem keeps them."""
     fixed = options(problem, arrays) | {
         "z": contiguous(project(arrays)),
         "Wh": contiguous(arrays["Wh"]),
-        "numbers": mx.array([cell.forget_bias, cell.cell_clip or 0.0], mx.float32),
+        "numbers": numbers(problem.cell),
     }
     last, pieces = {"hT": contiguous(arrays.get("h0")), "cT": contiguous(arrays.get("c0"))}, []
     for start, stop in launches(problem):
-        inputs = fixed | {"h0": last["hT"], "c0": last["cT"], "sizes": sizes(problem, fixed["mask"], start, stop)}
+        inputs = fixed | {"h0": last["hT"], "c0": last.get("cT"), "sizes": sizes(problem, fixed["mask"], start, stop)}
         piece = fused_forward(problem, inputs, stop - start)
-        last = {name: piece.pop(name) for name in ("hT", "cT")}
+        last = {name: piece.pop(name) for name in ("hT", "cT") if name in piece}
         pieces.append(piece)
     return {name: join(problem, [piece[name] for piece in pieces]) for name in pieces[0]} | last
 
@@ -44,21 +51,24 @@ def backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays
 
     Gates that nobody kept are computed again.
     """
-    if saved.get("gates") is None:
+    cell = problem.cell
+    if saved.get("gates") is None and not isinstance(cell, RNNCell):
         saved = forward(problem._replace(training=True), arrays)
     d = {name: contiguous(cotangent) for name, cotangent in cotangents.items()}
+    keeps, first = ("c", "c0") if isinstance(cell, LSTMCell) else ("h", "h0")
     fixed = options(problem, arrays) | {
-        "gates": contiguous(saved["gates"]),
-        "states": contiguous(saved["c"]),
-        "first": contiguous(arrays.get("c0")),
+        "gates": None if isinstance(cell, RNNCell) else contiguous(saved["gates"]),
+        "states": contiguous(saved[keeps]),
+        "first": contiguous(arrays.get(first)),
         "Wh_T": contiguous(mx.swapaxes(arrays["Wh"], -1, -2)),
         "dh": d.get("h"),
-        "beside": d.get("c"),
+        "beside": contiguous(candidates(problem, arrays, saved["h"])) if isinstance(cell, GRUCell) else d.get("c"),
         "dgates": d.get("gates"),
     }
     last, pieces = {"dh0": d.get("hT"), "dc0": d.get("cT")}, []
     for start, stop in reversed(launches(problem)):
-        inputs = fixed | {"dhT": last["dh0"], "dcT": last["dc0"], "sizes": sizes(problem, fixed["mask"], start, stop)}
+        after = {"dhT": last["dh0"], "dcT": last.get("dc0")}
+        inputs = fixed | after | {"sizes": sizes(problem, fixed["mask"], start, stop)}
         last = fused_backward(problem, inputs, stop - start)
         pieces.append(last.pop("dz"))
     return gradients_after_sweep(problem, arrays, saved, {"dz": join(problem, pieces[::-1])} | last)
@@ -67,10 +77,25 @@ def backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays
 def options(problem: Problem, arrays: Arrays) -> dict[str, mx.array | None]:
     """What both sweeps read of the options."""
     return {
-        "extra": contiguous(arrays.get("peephole")),
+        "extra": contiguous(arrays.get("peephole", arrays.get("bhn"))),
         "mask": whole_mask(problem, arrays.get("mask")),
         "lengths": problem.lengths,
     }
+
+
+def numbers(cell: Cell) -> mx.array | None:
+    """An LSTM's forget bias and limit."""
+    return mx.array([cell.forget_bias, cell.cell_clip or 0.0], mx.float32) if isinstance(cell, LSTMCell) else None
+
+
+def candidates(problem: Problem, arrays: Arrays, h: mx.array) -> mx.array | None:
+    """[T, B, D H]: what r multiplies in a GRU, of every step; None where r comes before the product."""
+    if problem.cell.reset == "before":
+        return None
+    if not problem.bidirectional:
+        return gru_candidates(problem, arrays, before_each_step(problem, h, initial_states(problem, arrays)[0]))
+    halves = ((one_direction(problem, d), part(arrays, d), half(h, d)) for d in range(2))
+    return mx.concatenate([candidates(*values) for values in halves], axis=-1)
 
 
 def launches(problem: Problem) -> list[tuple[int, int]]:

@@ -17,8 +17,8 @@ METAL_ENGINES = ("fused", "stepwise")
 
 LSTM = LSTMCell()
 
-FUSED_LIMIT = 256
-"""The largest H `fused` can run: its threadgroups have 4H threads, and 1024 is Metal's limit."""
+FUSED_LIMIT = {"lstm": 256, "gru": 256, "rnn": 1024}
+"""The largest H `fused` can run: its threadgroups have 4 threads per unit, of a plain cell 1; Metal's limit is 1024."""
 
 
 class Choice(NamedTuple):
@@ -72,11 +72,9 @@ def choose(
         raise ValueError(f"[{op}] engine must be one of {', '.join(ENGINES)} but got {requested!r}.")
     _, B, _, H = sizes
     check_device(op, dtype, device)
-    hindrances = obstacles(H, device, metal, traced, projection)
+    hindrances = obstacles(cell, H, device, metal, traced, projection)
     if cell.op != "lstm" or bidirectional:
         hindrances["stepwise"] = "only an LSTM of one direction so far"
-    if cell.op != "lstm":
-        hindrances["fused"] = "only an LSTM so far"
     if requested is not None:
         if requested in hindrances:
             raise ValueError(f"[{op}] engine={requested!r} cannot run: {hindrances[requested]}.")
@@ -97,7 +95,7 @@ def check_device(op: str, dtype: mx.Dtype, device: str) -> None:
         raise ValueError(f"[{op}] float64 needs the CPU, stream=mx.cpu, but the stream's device is {device}.")
 
 
-def obstacles(H: int, device: str, metal: bool, traced: bool, projection: bool) -> dict[str, str]:
+def obstacles(cell: Cell, H: int, device: str, metal: bool, traced: bool, projection: bool) -> dict[str, str]:
     """Of each engine that cannot run: why."""
     found = {}
     if traced:
@@ -110,6 +108,6 @@ def obstacles(H: int, device: str, metal: bool, traced: bool, projection: bool) 
         found["fused"] = found["stepwise"] = "MLX has no Metal back end on this machine"
     elif projection:
         found["fused"] = "a projection of h is a product between two steps"
-    elif H > FUSED_LIMIT:
-        found["fused"] = f"H = {H} > {FUSED_LIMIT}, and a threadgroup has at most 1024 threads, 4 per unit"
+    elif (limit := FUSED_LIMIT[cell.op]) < H:
+        found["fused"] = f"H = {H} > {limit}, and a threadgroup has at most 1024 threads, {1024 // limit} per unit"
     return found

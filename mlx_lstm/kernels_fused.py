@@ -12,8 +12,14 @@ from .problem import Problem
 
 Arrays = dict[str, mx.array]
 
+SWEEPS = ("forward", "backward")
+
 LANES = {"lstm": 4, "gru": 4, "rnn": 1}
 """Lanes of a simdgroup that share a hidden unit; metal/*_fused_cell.metal say what each does."""
+
+ARITHMETIC = {(op, sweep): (f"{op}_cell", f"{op}_cell_{sweep}") for op in ("lstm", "gru") for sweep in SWEEPS}
+ARITHMETIC |= {("rnn", sweep): ("rnn_cell",) for sweep in SWEEPS}
+"""The files of a cell's arithmetic."""
 
 RESIDENT_BYTES = 150_000
 """Recurrent weights a GPU core is taken to hold in registers beside the rest; from published register files."""
@@ -57,7 +63,7 @@ def fused_forward(problem: Problem, given: Inputs, steps: int) -> Arrays:
         "hT": ((B, D * H), dtype),
         "cT": ((B, D * H), mx.float32) if has_c else None,
     }
-    return launch_fused("forward", f"{cell.op}_cell_forward", problem, inputs, outputs, dtype)
+    return launch_fused("forward", problem, inputs, outputs, dtype)
 
 
 def fused_backward(problem: Problem, given: Inputs, steps: int) -> Arrays:
@@ -70,12 +76,10 @@ def fused_backward(problem: Problem, given: Inputs, steps: int) -> Arrays:
         "dh0": ((B, D * H), dtype),
         "dc0": ((B, D * H), mx.float32) if "c" in cell.outputs else None,
     }
-    return launch_fused("backward", f"{cell.op}_cell_backward", problem, inputs, outputs, dtype)
+    return launch_fused("backward", problem, inputs, outputs, dtype)
 
 
-def launch_fused(
-    sweep: str, arithmetic: str, problem: Problem, inputs: Inputs, outputs: Outputs, dtype: mx.Dtype
-) -> Arrays:
+def launch_fused(sweep: str, problem: Problem, inputs: Inputs, outputs: Outputs, dtype: mx.Dtype) -> Arrays:
     """Launch fused_forward or fused_backward over the steps that `sizes` names."""
     op, back = problem.cell.op, sweep == "backward"
     tiling = fused_tiling(problem.cell, problem.B, problem.H, dtype.size, backward=back)
@@ -90,8 +94,8 @@ def launch_fused(
     threads = "thread_position_in_threadgroup.x, threads_per_threadgroup.x, thread_index_in_simdgroup"
     body = f"""threadgroup vec<float, 4> vectors[{tiling.vectors}];
 fused_{sweep}<{", ".join(template)}>({{arrays}}, vectors, threadgroup_position_in_grid.xy, {threads});"""
-    own = [f"{op}_fused_cell", *([f"{op}_fused_cell_backward"] if back else [])]
-    shaders = ("cell", f"{op}_cell", arithmetic, "fused", *own, f"fused_{sweep}")
+    own = (f"{op}_fused_cell", f"{op}_fused_cell_backward") if back else (f"{op}_fused_cell",)
+    shaders = ("cell", *ARITHMETIC[op, sweep], "fused", *own, f"fused_{sweep}")
     groups = (-(-problem.B // tiling.rows), problem.directions)
     names = [name for name, output in outputs.items() if output is not None]
     results = launch(f"{op}_fused_{sweep}", shaders, inputs, outputs, template, body, groups, tiling.threads)

@@ -56,6 +56,6 @@ def can_run(engine, options):
         return False
 
 
-def pairs(table=EVERY_OPTION):
+def pairs(table):
     """(engine, option) for every entry of a table of options that the engine runs."""
     return [(engine, option) for engine in ENGINES for option in table if can_run(engine, table[option])]

@@ -10,7 +10,6 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from cases import (
-    OPTIONS,
     draw,
     draw_cotangents,
     run,
@@ -19,7 +18,7 @@ from cases import (
 from on_metal import BATCHES, ENGINES, WEIGHTS, on_metal
 
 from mlx_lstm import autodiff, engine_ops, kernels, kernels_fused, lstm, recurrence
-from mlx_lstm.cells import LSTMCell
+from mlx_lstm.cells import GRUCell, LSTMCell, RNNCell
 from mlx_lstm.engines import FUSED_LIMIT
 from mlx_lstm.oracle import forward
 from mlx_lstm.problem import Problem
@@ -27,31 +26,41 @@ from mlx_lstm.problem import Problem
 # --- Threads ---------------------------------------------------------------------------------------------------------
 
 
+LAYERS = {
+    "fused": {"op": "lstm", "peephole": True, "bidirectional": True},
+    "fused_gru": {"op": "gru"},
+    "fused_gru_before": {"op": "gru", "reset": "before"},
+    "fused_rnn": {"op": "rnn"},
+    "stepwise": {"op": "lstm", "peephole": True, "projection": True},
+}
+
+
 @pytest.mark.parametrize("B", (3, 18, 40))
-@pytest.mark.parametrize("engine", ENGINES)
-def test_the_order_of_threads_does_not_change_a_bit(engine, B):
+@pytest.mark.parametrize("layer", LAYERS)
+def test_the_order_of_threads_does_not_change_a_bit(layer, B):
     rng = np.random.default_rng(7)
-    options = {"peephole": True, "mask": ("P",), "lengths": rng.integers(0, 4, B), "projection": engine == "stepwise"}
+    options = {"mask": ("P",), "lengths": rng.integers(0, 4, B), **LAYERS[layer]}
     case = draw(rng, sizes=(3, B, 2, 10, 4), dtype=np.float32, **options)
     cotangents = draw_cotangents(rng, forward(**case), np.float32)
     seen = []
     for order in ("forward", "reverse", "random", "random"):
         with on_metal(order=order, seed=len(seen)):
-            seen.append(run(case, engine, np.float32, cotangents))
+            seen.append(run(case, layer.partition("_")[0], np.float32, cotangents))
     for outputs, gradients in seen[1:]:
         for name, value in (outputs | gradients).items():
             np.testing.assert_array_equal(value, (seen[0][0] | seen[0][1])[name], err_msg=name)
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])
-def test_fused_stays_within_the_limits_of_metal(itemsize):
+@pytest.mark.parametrize("cell", [LSTMCell(), GRUCell(), RNNCell()], ids=lambda cell: cell.op)
+def test_fused_stays_within_the_limits_of_metal(cell, itemsize):
     """1024 threads and 32 KB of threadgroup memory, for all that the choice of engine lets through."""
-    for H in range(1, FUSED_LIMIT + 1):
+    for H in range(1, FUSED_LIMIT[cell.op] + 1):
         for B in (1, 17, 65, 1000):
             for sweep in (False, True):
-                tiling = kernels_fused.fused_tiling(LSTMCell(), B, H, itemsize, backward=sweep)
+                tiling = kernels_fused.fused_tiling(cell, B, H, itemsize, backward=sweep)
                 assert tiling.threads <= 1024 and 16 * tiling.vectors <= 32768
-                assert tiling.threads * tiling.rows >= 4 * H
+                assert tiling.threads >= kernels_fused.LANES[cell.op] * H
 
 
 # --- What a launch costs ---------------------------------------------------------------------------------------------
@@ -62,7 +71,7 @@ def launches_of(sizes, engine, **options):
     case = draw(rng, sizes=sizes, dtype=np.float32, **options)
     cotangents = draw_cotangents(rng, forward(**case), np.float32)
     with on_metal() as log:
-        run(case, engine, np.float32, {name: cotangents[name] for name in ("h", "hT", "cT")})
+        run(case, engine, np.float32, {name: cotangents[name] for name in ("h", "hT", "cT") if name in cotangents})
     return log
 
 
@@ -122,10 +131,20 @@ def test_text_of_a_step_is_short(B):
         assert max(launch.text_bytes for launch in log) <= 6 * 1024
 
 
-@pytest.mark.parametrize("option", ["plain", "mask_0", "peephole_current"])
-def test_fused_moves_hardly_more_than_every_array_once(option):
-    log = launches_of((64, 2, 3, 32, 3), "fused", **({"mask": (64, 2, "P")} if option == "mask_0" else OPTIONS[option]))
-    for launch in log:
+COUNTED = {
+    "plain": {},
+    "mask": {"mask": (64, 2, "P")},
+    "peephole": {"peephole": True},
+    "both": {"bidirectional": True},
+    "gru": {"op": "gru"},
+    "gru_before_both": {"op": "gru", "reset": "before", "bidirectional": True, "mask": (64, 2, "P")},
+    "rnn": {"op": "rnn"},
+}
+
+
+@pytest.mark.parametrize("options", COUNTED.values(), ids=COUNTED)
+def test_fused_moves_hardly_more_than_every_array_once(options):
+    for launch in launches_of((64, 2, 3, 32, 3), "fused", **options):
         moved = launch.device_bytes(leave_out=WEIGHTS)
         floor = sum(buffer.size for name, buffer in launch.traffic.items() if name not in WEIGHTS)
         assert moved["bytes_read"] + moved["bytes_written"] <= 1.15 * floor, (launch.name, moved, floor)

@@ -66,7 +66,7 @@ def sums(layer: str, graph: Graph, problem: Problem) -> tuple[Prediction, Predic
 
 def engines_at(size: Size, asked: list[str] | None) -> list[str]:
     """The Metal engines that can run a size, of those asked for."""
-    able = METAL_ENGINES if size.H <= FUSED_LIMIT else METAL_ENGINES[1:]
+    able = METAL_ENGINES if FUSED_LIMIT["lstm"] >= size.H else METAL_ENGINES[1:]
     return [engine for engine in able if not asked or engine in asked]
 
 

@@ -21,7 +21,7 @@ class Grid(NamedTuple):
     """What is measured: the largest H of `fused` and some below, batch sizes from which on a row of the table holds,
     dtypes; time steps of a timed run and of the check before; turns of each engine and their seconds."""
 
-    units: tuple[int, ...] = tuple(range(32, FUSED_LIMIT + 1, 32))
+    units: tuple[int, ...] = tuple(range(32, FUSED_LIMIT["lstm"] + 1, 32))
     batches: tuple[int, ...] = (1, 8, 32, 128)
     dtypes: tuple[str, ...] = ("float32", "float16", "bfloat16")
     steps: int = 32
