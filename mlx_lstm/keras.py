@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from .checks import check_flag, fail
+from .checks import check_array, check_flag, fail
 
 Arrays = dict[str, mx.array]
 
@@ -46,7 +46,11 @@ def lstm_to_keras(Wx: mx.array, Wh: mx.array, b: mx.array | None = None) -> list
 
     Returns:
         list: kernel [I, 4H], recurrent_kernel [H, 4H] and, if given, bias [4H].
+
+    Raises:
+        ValueError: the shapes do not fit.
     """
+    check_ours("lstm_to_keras", 4, Wx, Wh, {"b": b})
     return [to_numpy(Wx).T, to_numpy(Wh).T] + ([] if b is None else [to_numpy(b)])
 
 
@@ -108,8 +112,9 @@ def gru_to_keras(
         list: kernel [I, 3H], recurrent_kernel [H, 3H] and, if a bias is given, bias [2, 3H] or [3H].
 
     Raises:
-        ValueError: bhn is given with `reset_after=False`.
+        ValueError: the shapes do not fit, or bhn is given with `reset_after=False`.
     """
+    check_ours("gru_to_keras", 3, Wx, Wh, {"b": b, "bhn": bhn})
     check_flag("gru_to_keras", "reset_after", reset_after)
     if bhn is not None and not reset_after:
         fail("gru_to_keras", "bhn must be None with reset_after=False", "an array")
@@ -137,6 +142,16 @@ def check_keras(op: str, G: int, kernel: Any, recurrent_kernel: Any, bias: Any, 
     if bias is not None and shapes[2] not in [(*shape[:-1], shape[-1] * H) for shape in biases]:
         rule = " or ".join("[" + ", ".join(map(str, shape)) + "H]" for shape in biases)
         fail(op, f"bias must have shape {rule}", f"shape {list(shapes[2])}")
+
+
+def check_ours(op: str, G: int, Wx: mx.array, Wh: mx.array, biases: dict[str, mx.array | None]) -> None:
+    """Wx [GH, I], Wh [GH, H]; of the biases that are there b [GH], bhn [H]."""
+    check_array(op, "Wx", Wx, [f"{G}H", "I"])
+    H = Wx.shape[0] // G
+    check_array(op, "Wh", Wh, [G * H, H])
+    for name, bias in biases.items():
+        if bias is not None:
+            check_array(op, name, bias, [H if name == "bhn" else G * H])
 
 
 def from_keras(G: int, theirs: str, ours: str, kernel: Any, recurrent_kernel: Any) -> Arrays:

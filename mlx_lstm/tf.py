@@ -23,7 +23,7 @@ import mlx.core as mx
 import numpy as np
 
 from .recurrence import Stream, gru, gru_gradients, lstm, lstm_gradients, on
-from .tf_arguments import (
+from .tf_checks import (
     PEEPHOLES,
     check_attributes,
     check_block_lstm,

@@ -1,0 +1,95 @@
+"""`mlx_lstm.keras`: layers of Keras and ours with the same weights give the same outputs, in both directions."""
+
+import os
+
+import mlx.core as mx
+import mlx.nn
+import numpy as np
+import pytest
+
+from mlx_lstm import gru, keras, lstm, nn
+from mlx_lstm.closeness import assert_within, bounds
+
+T, B, I, H = 7, 3, 5, 4
+X = np.random.default_rng(5).normal(size=(T, B, I)).astype(np.float32)
+
+
+def layer_of(name, **options):
+    """A built layer of Keras, its weights drawn anew: Keras starts biases at 0."""
+    os.environ.setdefault("KERAS_BACKEND", "jax")
+    theirs = pytest.importorskip("keras")
+    layer = getattr(theirs.layers, name)(H, return_sequences=True, **options)
+    layer.build((B, T, I))
+    rng = np.random.default_rng(3)
+    layer.set_weights([rng.normal(0, 0.5, array.shape).astype(np.float32) for array in layer.get_weights()])
+    return layer
+
+
+def output_of(layer):
+    """[T, B, H]."""
+    return np.asarray(layer(X.swapaxes(0, 1))).swapaxes(0, 1).astype(np.float64)
+
+
+def within(got, expected, case):
+    """Each of two float32 results may be as far from the truth as the bound says."""
+    case = {name: np.array(value) if isinstance(value, mx.array) else value for name, value in case.items()} | {"x": X}
+    assert_within("h", np.array(got), expected, 2 * bounds(case, np.float32)["h"])
+
+
+@pytest.mark.parametrize("use_bias", [True, False])
+def test_lstm_from_keras_and_back(use_bias):
+    layer = layer_of("LSTM", use_bias=use_bias)
+    weights = keras.lstm_from_keras(*layer.get_weights())
+    assert list(weights) == ["Wx", "Wh", "b"][: 2 + use_bias]
+    with mx.stream(mx.cpu):
+        within(lstm(mx.array(X), **weights).h, output_of(layer), weights)
+        ours = nn.LSTM(I, H, bias=use_bias)
+        ours.update({{"b": "bias"}.get(name, name): array for name, array in weights.items()})
+        within(mx.swapaxes(ours(mx.array(X.swapaxes(0, 1)))[0], 0, 1), output_of(layer), weights)
+        drawn = nn.LSTM(I, H, bias=use_bias)
+        layer.set_weights(keras.lstm_to_keras(drawn.Wx, drawn.Wh, drawn.bias))
+        weights = {"Wx": drawn.Wx, "Wh": drawn.Wh} | ({"b": drawn.bias} if use_bias else {})
+        within(lstm(mx.array(X), **weights).h, output_of(layer), weights)
+    for there, here in zip(layer.get_weights(), keras.lstm_to_keras(**weights), strict=True):
+        np.testing.assert_array_equal(there, here)
+
+
+@pytest.mark.parametrize("use_bias", [True, False])
+@pytest.mark.parametrize("reset_after", [True, False])
+def test_gru_from_keras_and_back(reset_after, use_bias):
+    layer = layer_of("GRU", use_bias=use_bias, reset_after=reset_after)
+    reset = {"reset": "after" if reset_after else "before"}
+    weights = keras.gru_from_keras(*layer.get_weights())
+    assert ("bhn" in weights) == (use_bias and reset_after)
+    with mx.stream(mx.cpu):
+        x, case = mx.array(X), {"op": "gru", **reset}
+        within(gru(x, **weights, **reset).h, output_of(layer), weights | case)
+        rng = np.random.default_rng(8)
+        drawn = {name: mx.array(rng.normal(0, 0.5, array.shape).astype(np.float32)) for name, array in weights.items()}
+        layer.set_weights(keras.gru_to_keras(**drawn, reset_after=reset_after))
+        within(gru(x, **drawn, **reset).h, output_of(layer), drawn | case)
+        if reset_after and use_bias:
+            theirs = mlx.nn.GRU(I, H)
+            theirs.update(drawn)
+            within(mx.swapaxes(theirs(mx.swapaxes(x, 0, 1)), 0, 1), output_of(layer), drawn | case)
+    for name, array in keras.gru_from_keras(*layer.get_weights()).items():
+        np.testing.assert_array_equal(np.array(array), np.array(drawn[name]), err_msg=name)
+
+
+def test_wrong_shapes_are_refused():
+    kernel, recurrent, bias = np.ones((I, 4 * H)), np.ones((H, 4 * H)), np.ones(4 * H)
+    for wrong in ((kernel.T, recurrent), (kernel, recurrent[1:]), (kernel[0], recurrent), (kernel, recurrent[0])):
+        with pytest.raises(
+            ValueError, match=r"\[lstm_from_keras\] kernel and recurrent_kernel must have shapes \[I, 4H"
+        ):
+            keras.lstm_from_keras(*wrong)
+    with pytest.raises(ValueError, match=r"bias must have shape \[4H\] but got shape \[15\]"):
+        keras.lstm_from_keras(kernel, recurrent, bias[1:])
+    kernel, recurrent = np.ones((I, 3 * H)), np.ones((H, 3 * H))
+    with pytest.raises(ValueError, match=r"bias must have shape \[3H\] or \[2, 3H\] but got shape \[3, 12\]"):
+        keras.gru_from_keras(kernel, recurrent, np.ones((3, 3 * H)))
+    weights = keras.gru_from_keras(kernel, recurrent, np.ones((2, 3 * H)))
+    with pytest.raises(ValueError, match="bhn must be None with reset_after=False"):
+        keras.gru_to_keras(**weights, reset_after=False)
+    with pytest.raises(ValueError, match=r"Wh must have shape \[12, 4\]"):
+        keras.gru_to_keras(weights["Wx"], weights["Wx"])
