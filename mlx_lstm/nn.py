@@ -1,14 +1,18 @@
-"""Layers that drop into any MLX model."""
+"""Layers that drop into any MLX model, in the place of those of `mlx.nn`."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from .checks import fail
-from .recurrence import lstm
+from .recurrence import gru, lstm, rnn
+
+NONLINEARITIES = {nn.tanh: "tanh", mx.tanh: "tanh", nn.relu: "relu", nn.sigmoid: "sigmoid", mx.sigmoid: "sigmoid"}
+"""The functions that `RNN` can run, and their names in `mlx_lstm.rnn`."""
 
 
 class LSTM(nn.Module):
@@ -48,9 +52,7 @@ class LSTM(nn.Module):
 
     def __init__(self, input_size: int, hidden_size: int, bias: bool = True, *, engine: str | None = None):
         super().__init__()
-        for name, size in (("input_size", input_size), ("hidden_size", hidden_size)):
-            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                fail("nn.LSTM", f"{name} must be an integer greater than 0", repr(size))
+        check_sizes("nn.LSTM", input_size, hidden_size)
         self.hidden_size = hidden_size
         self.engine = engine
         scale = 1.0 / math.sqrt(hidden_size)
@@ -75,23 +77,180 @@ class LSTM(nn.Module):
             tuple: all hidden states and all cell states, each [..., L, H], in the dtype that x and the parameters
             promote to.
         """
-        features, H = self.Wx.shape[1], self.hidden_size
-        if not isinstance(x, mx.array) or x.ndim < 2 or x.shape[-1] != features or 0 in x.shape:
-            shape = list(x.shape) if isinstance(x, mx.array) else type(x).__name__
-            fail("nn.LSTM", f"x must have shape [..., L, D = {features}] without an empty axis", f"shape {shape}")
-        batch, (L, D) = x.shape[:-2], x.shape[-2:]
-
-        arrays = {"x": x, "Wx": self.Wx, "Wh": self.Wh, "b": self.bias}
-        arrays |= {"h0": state(hidden, "hidden", batch, H), "c0": state(cell, "cell", batch, H)}
-        arrays = {name: array for name, array in arrays.items() if array is not None}
-        dtype = mx.result_type(*arrays.values())
-        arrays = {name: array.astype(dtype) for name, array in arrays.items()}
-        arrays["x"] = mx.swapaxes(arrays["x"].reshape(-1, L, D), 0, 1)
-        out = lstm(**{"b": None, "h0": None, "c0": None} | arrays, training=self.training, engine=self.engine)
-        return tuple(mx.swapaxes(states, 0, 1).reshape(*batch, L, H) for states in (out.h, out.c))
+        given = {"Wx": self.Wx, "Wh": self.Wh, "b": self.bias}
+        batch, arrays = time_major("nn.LSTM", x, given, {"hidden": hidden, "cell": cell})
+        out = lstm(**arrays, training=self.training, engine=self.engine)
+        return tuple(batch_major(states, batch) for states in (out.h, out.c))
 
 
-def state(array: mx.array | None, name: str, batch: tuple[int, ...], hidden_size: int) -> mx.array | None:
+class GRU(nn.Module):
+    r"""A GRU layer: `mlx.nn.GRU` with one fused, differentiable recurrence in place of a graph per step.
+
+    Equals `mlx.nn.GRU` in constructor, parameters, initialisation, shapes and returns; weight files of either load into
+    the other. The input has shape NLD or LD: optional batch axes (any number), sequence length, features.
+
+    .. math::
+
+        r_t &= \sigma(W_{xr} x_t + W_{hr} h_{t-1} + b_r) \qquad z_t = \sigma(W_{xz} x_t + W_{hz} h_{t-1} + b_z) \\
+        n_t &= \tanh(W_{xn} x_t + b_n + r_t \odot (W_{hn} h_{t-1} + b_{hn})) \\
+        h_t &= (1 - z_t) \odot n_t + z_t \odot h_{t-1}
+
+    Parameters: `Wx` [3H, D], `Wh` [3H, H], `b` [3H], `bhn` [H]; gate order r, z, n; all drawn from U(-1/sqrt(H),
+    1/sqrt(H)). Evaluation mode is as in `LSTM`.
+
+    Args:
+        input_size (int): size of the features, D.
+        hidden_size (int): size of the hidden state, H.
+        bias (bool): whether there are biases. Default: `True`.
+        engine (str, optional): force an engine, as in `mlx_lstm.gru`. Default: the best for the stream's device.
+
+    Example:
+        >>> import mlx.core as mx
+        >>> from mlx_lstm.nn import GRU
+        >>> layer = GRU(3, 4)
+        >>> layer
+        GRU(input_dims=3, hidden_size=4, bias=True)
+        >>> hidden = layer(mx.ones((2, 10, 3)))
+        >>> hidden = layer(mx.ones((2, 10, 3)), hidden[:, -1])  # go on from the last state
+        >>> hidden.shape
+        (2, 10, 4)
+    """
+
+    def __init__(self, input_size: int, hidden_size: int, bias: bool = True, *, engine: str | None = None):
+        super().__init__()
+        check_sizes("nn.GRU", input_size, hidden_size)
+        self.hidden_size = hidden_size
+        self.engine = engine
+        scale = 1.0 / math.sqrt(hidden_size)
+        self.Wx = mx.random.uniform(-scale, scale, (3 * hidden_size, input_size))
+        self.Wh = mx.random.uniform(-scale, scale, (3 * hidden_size, hidden_size))
+        self.b = mx.random.uniform(-scale, scale, (3 * hidden_size,)) if bias else None
+        self.bhn = mx.random.uniform(-scale, scale, (hidden_size,)) if bias else None
+
+    def _extra_repr(self) -> str:
+        return f"input_dims={self.Wx.shape[1]}, hidden_size={self.hidden_size}, bias={self.b is not None}"
+
+    def __call__(self, x: mx.array, hidden: mx.array | None = None) -> mx.array:
+        """The hidden state at every step.
+
+        Args:
+            x (array): [..., L, D]; any number of batch axes, none included.
+            hidden (array, optional): the hidden state to start from, [..., H]. Default: zeros.
+
+        Returns:
+            array: all hidden states, [..., L, H], in the dtype that x and the parameters promote to.
+        """
+        given = {"Wx": self.Wx, "Wh": self.Wh, "b": self.b, "bhn": self.bhn}
+        batch, arrays = time_major("nn.GRU", x, given, {"hidden": hidden})
+        return batch_major(gru(**arrays, training=self.training, engine=self.engine).h, batch)
+
+
+class RNN(nn.Module):
+    r"""A plain recurrent layer: `mlx.nn.RNN` with one fused, differentiable recurrence in place of a graph per step.
+
+    Equals `mlx.nn.RNN` in constructor, parameters, initialisation, shapes and returns; weight files of either load into
+    the other. The input has shape NLD or LD: optional batch axes (any number), sequence length, features.
+
+    .. math:: h_t = s(W_{xh} x_t + W_{hh} h_{t-1} + b)
+
+    Parameters: `Wxh` [H, D], `Whh` [H, H], `bias` [H]; all drawn from U(-1/sqrt(H), 1/sqrt(H)). Evaluation mode is as
+    in `LSTM`.
+
+    Args:
+        input_size (int): size of the features, D.
+        hidden_size (int): size of the hidden state, H.
+        bias (bool): whether there is a bias. Default: `True`.
+        nonlinearity (callable, optional): s, one of `NONLINEARITIES`: MLX's tanh, relu or sigmoid. Other functions,
+            which the original takes, are an error. Default: tanh.
+        engine (str, optional): force an engine, as in `mlx_lstm.rnn`. Default: the best for the stream's device.
+
+    Example:
+        >>> import mlx.core as mx
+        >>> from mlx_lstm.nn import RNN
+        >>> layer = RNN(3, 4, nonlinearity=mx.tanh)
+        >>> hidden = layer(mx.ones((2, 10, 3)))
+        >>> hidden = layer(mx.ones((2, 10, 3)), hidden[:, -1])  # go on from the last state
+        >>> hidden.shape
+        (2, 10, 4)
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        bias: bool = True,
+        nonlinearity: Callable[[mx.array], mx.array] | None = None,
+        *,
+        engine: str | None = None,
+    ):
+        super().__init__()
+        check_sizes("nn.RNN", input_size, hidden_size)
+        # A module, such as nn.Tanh(), cannot be looked up in a dict.
+        if nonlinearity is not None and not any(nonlinearity is function for function in NONLINEARITIES):
+            fail("nn.RNN", "nonlinearity must be MLX's tanh, relu or sigmoid, as a function,", repr(nonlinearity))
+        self.nonlinearity = nonlinearity or nn.tanh
+        self.hidden_size = hidden_size
+        self.engine = engine
+        scale = 1.0 / math.sqrt(hidden_size)
+        self.Wxh = mx.random.uniform(-scale, scale, (hidden_size, input_size))
+        self.Whh = mx.random.uniform(-scale, scale, (hidden_size, hidden_size))
+        self.bias = mx.random.uniform(-scale, scale, (hidden_size,)) if bias else None
+
+    def _extra_repr(self) -> str:
+        return (
+            f"input_dims={self.Wxh.shape[1]}, hidden_size={self.hidden_size}, "
+            f"nonlinearity={self.nonlinearity}, bias={self.bias is not None}"
+        )
+
+    def __call__(self, x: mx.array, hidden: mx.array | None = None) -> mx.array:
+        """The hidden state at every step.
+
+        Args:
+            x (array): [..., L, D]; any number of batch axes, none included.
+            hidden (array, optional): the hidden state to start from, [..., H]. Default: zeros.
+
+        Returns:
+            array: all hidden states, [..., L, H], in the dtype that x and the parameters promote to.
+        """
+        given = {"Wx": self.Wxh, "Wh": self.Whh, "b": self.bias}
+        batch, arrays = time_major("nn.RNN", x, given, {"hidden": hidden})
+        activation = NONLINEARITIES[self.nonlinearity]
+        out = rnn(**arrays, activation=activation, training=self.training, engine=self.engine)
+        return batch_major(out.h, batch)
+
+
+def check_sizes(op: str, input_size: object, hidden_size: object) -> None:
+    """Both are sizes."""
+    for name, size in (("input_size", input_size), ("hidden_size", hidden_size)):
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            fail(op, f"{name} must be an integer greater than 0", repr(size))
+
+
+def time_major(
+    op: str, x: object, parameters: dict[str, mx.array | None], states: dict[str, mx.array | None]
+) -> tuple[tuple[int, ...], dict[str, mx.array]]:
+    """The batch axes of x, and the arrays given, by the recurrence's names: x as [L, B, D], states as [B, H], all in
+    the dtype they promote to. `states` are the first h and c, by the caller's names."""
+    features, H = parameters["Wx"].shape[1], parameters["Wh"].shape[1]
+    if not isinstance(x, mx.array) or x.ndim < 2 or x.shape[-1] != features or 0 in x.shape:
+        shape = list(x.shape) if isinstance(x, mx.array) else type(x).__name__
+        fail(op, f"x must have shape [..., L, D = {features}] without an empty axis", f"shape {shape}")
+    batch, (L, D) = x.shape[:-2], x.shape[-2:]
+    first = zip(("h0", "c0"), states.items(), strict=False)
+    arrays = {"x": x} | parameters | {name: state(op, value, word, batch, H) for name, (word, value) in first}
+    arrays = {name: array for name, array in arrays.items() if array is not None}
+    dtype = mx.result_type(*arrays.values())
+    arrays = {name: array.astype(dtype) for name, array in arrays.items()}
+    return batch, arrays | {"x": mx.swapaxes(arrays["x"].reshape(-1, L, D), 0, 1)}
+
+
+def batch_major(states: mx.array, batch: tuple[int, ...]) -> mx.array:
+    """[L, B, H] as [..., L, H]."""
+    L, _, H = states.shape
+    return mx.swapaxes(states, 0, 1).reshape(*batch, L, H)
+
+
+def state(op: str, array: mx.array | None, name: str, batch: tuple[int, ...], hidden_size: int) -> mx.array | None:
     """A first state, broadcast over the batch axes and flattened to [B, H]."""
     if array is None:
         return None
@@ -101,4 +260,4 @@ def state(array: mx.array | None, name: str, batch: tuple[int, ...], hidden_size
         return mx.broadcast_to(array, (*batch, hidden_size)).reshape(-1, hidden_size)
     except (ValueError, TypeError):
         shape = list(array.shape) if isinstance(array, mx.array) else type(array).__name__
-        fail("nn.LSTM", f"{name} must have shape {[*batch, hidden_size]}", f"shape {shape}")
+        fail(op, f"{name} must have shape {[*batch, hidden_size]}", f"shape {shape}")

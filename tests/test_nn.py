@@ -1,4 +1,4 @@
-"""`mlx_lstm.nn.LSTM` is `mlx.nn.LSTM`: parameters, shapes, values, gradients, files."""
+"""`mlx_lstm.nn.LSTM` is `mlx.nn.LSTM`: parameters, shapes, values, gradients, files. So are GRU and RNN."""
 
 import itertools
 
@@ -167,3 +167,88 @@ def test_bad_arguments(case):
     call, message = BAD[case]
     with pytest.raises(ValueError, match=message):
         call(nn.LSTM(D, H))
+
+
+# --- GRU and RNN -----------------------------------------------------------------------------------------------------
+
+LAYERS = {"GRU": {}, "RNN": {}, "RNN relu": {"nonlinearity": reference.relu}, "RNN tanh": {"nonlinearity": mx.tanh}}
+
+
+def pair_of(layer, bias=True, **options):
+    """Our layer and MLX's with the same parameters."""
+    ours, theirs = (getattr(package, layer.split()[0])(D, H, bias, **LAYERS[layer]) for package in (nn, reference))
+    ours.engine = options.get("engine")
+    theirs.update(ours.parameters())
+    return ours, theirs
+
+
+@pytest.mark.parametrize("engine", ["numpy", "ops"])
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize("given", [(), ("hidden",)], ids=["no state", "hidden"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("layer", LAYERS)
+def test_gru_and_rnn_values_and_gradients(layer, shape, given, bias, engine):
+    mx.random.seed(0)
+    ours, theirs = pair_of(layer, bias, engine=engine)
+    x, states = mx.random.normal(shape), {name: mx.random.normal((*shape[:-2], H)) for name in given}
+    weight = mx.random.normal((*shape[:-1], H))
+    left, right = ours(x, **states), theirs(x, **states)
+    assert left.shape == right.shape and left.dtype == right.dtype
+    np.testing.assert_allclose(np.array(left), np.array(right), rtol=0, atol=4e-6)
+    found = []
+    for module in (ours, theirs):
+
+        def loss(parameters, x, states, module=module):
+            module.update(parameters)
+            return (module(x, **states) * weight).sum()
+
+        found.append(dict(tree_flatten(mx.grad(loss, argnums=(0, 1, 2))(module.parameters(), x, states))))
+    got, expected = found
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+        scale = max(1.0, np.abs(np.array(value)).max()) * np.sqrt(x.size)
+        np.testing.assert_allclose(np.array(got[name]), np.array(value), rtol=0, atol=16 * 1.2e-7 * scale, err_msg=name)
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_gru_and_rnn_parameters_files_dtypes_and_export(layer, tmp_path):
+    for bias in (True, False):
+        modules = []
+        for package in (nn, reference):
+            mx.random.seed(7)
+            modules.append(getattr(package, layer.split()[0])(D, H, bias, **LAYERS[layer]))
+        assert repr(modules[0]) == repr(modules[1])
+        got, expected = (dict(tree_flatten(module.parameters())) for module in modules)
+        assert got.keys() == expected.keys()
+        for name in expected:
+            np.testing.assert_array_equal(np.array(got[name]), np.array(expected[name]))
+    ours, theirs = pair_of(layer)
+    x = mx.random.normal((2, 5, D))
+    for source, target in itertools.permutations([ours, theirs]):
+        source.save_weights(str(tmp_path / "weights.safetensors"))
+        target.load_weights(str(tmp_path / "weights.safetensors"))
+    ours.set_dtype(mx.float16)
+    theirs.set_dtype(mx.float16)
+    assert ours(x.astype(mx.float16)).dtype == theirs(x.astype(mx.float16)).dtype == mx.float16
+    assert ours(x).dtype == theirs(x).dtype == mx.float32
+    ours.set_dtype(mx.float32)
+    mx.eval(ours.parameters())
+    np.testing.assert_allclose(np.array(mx.compile(ours)(x)), np.array(ours(x)), atol=1e-6)
+    ours.eval()
+    mx.export_function(str(tmp_path / "layer.mlxfn"), ours, x)
+    (imported,) = mx.import_function(str(tmp_path / "layer.mlxfn"))(x)
+    np.testing.assert_allclose(np.array(imported), np.array(ours(x)), atol=1e-6)
+
+
+def test_gru_and_rnn_bad_arguments():
+    for layer in (nn.GRU(D, H), nn.RNN(D, H)):
+        word = type(layer).__name__
+        with pytest.raises(ValueError, match=rf"\[nn.{word}\] x must have shape \[..., L, D = 3\]"):
+            layer(mx.zeros((D,)))
+        with pytest.raises(ValueError, match=rf"\[nn.{word}\] hidden must have shape \[2, 4\]"):
+            layer(mx.zeros((2, 5, D)), mx.zeros((2, H + 1)))
+        with pytest.raises(ValueError, match=rf"\[nn.{word}\] hidden_size must be an integer"):
+            type(layer)(D, 0)
+    for nonlinearity in (mx.exp, reference.Tanh(), "tanh"):
+        with pytest.raises(ValueError, match=r"\[nn.RNN\] nonlinearity must be MLX's tanh, relu or sigmoid"):
+            nn.RNN(D, H, nonlinearity=nonlinearity)
