@@ -1,0 +1,188 @@
+"""The command line of the comparison: `python -m mlx_lstm.compare --help`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+from collections.abc import Iterable
+
+import numpy as np
+
+from . import judge
+from .cases import Case, grid
+from .contenders import HOW_TO_GET, Contender, Outcome, all_contenders, serve
+from .files import Golden, load_golden, save_golden
+from .measure import Row, rows_of
+from .settle import experiments, settle
+
+KINK_MARGIN = 1e-3  # how far arguments of relu and hard_sigmoid stay from their kinks
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command. The exit code is 0, 1 if something differs or failed, 2 if it could not do what was asked."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments[:1] == ["--worker"]:
+        serve(*arguments[1:])
+        return 0
+    parser = make_parser()
+    options = parser.parse_args(arguments)
+    for package in ("rich", *(["matplotlib"] if options.plot else [])):
+        if importlib.util.find_spec(package) is None:
+            parser.error(f"this needs {package}: pip install 'mlx-lstm[compare]'")
+    try:
+        contenders = present(options.contenders)
+        golden = load_golden(options.golden) if options.golden else None
+    except ValueError as error:
+        parser.error(str(error))
+    if options.settle:
+        return run_settle(contenders, options)
+    return run_compare(contenders, golden, options)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The options."""
+    parser = argparse.ArgumentParser(
+        "python -m mlx_lstm.compare",
+        description="Compare this package's MPSGraph ops with Apple's MPSGraph, torch and a float64 oracle: every "
+        "result and gradient, within bounds derived from the case. Exit code 1 if something differs.",
+    )
+    add = parser.add_argument
+    names = ", ".join(all_contenders())
+    add("--contenders", nargs="+", metavar="NAME", help=f"of {names}; default: those that run here")
+    add("--cases", nargs="+", metavar="TEXT", help="only cases with one of these texts in their name")
+    add("--all", action="store_true", help="print every row, not only the worst of each tensor")
+    add("--json", metavar="FILE", help="write the report as JSON; - is stdout")
+    add("--plot", metavar="FILE", help="draw the errors over time into FILE")
+    add("--settle", action="store_true", help="decide the points that Apple's texts leave open; needs MPSGraph")
+    add("--record", metavar="FILE", help="write cases and results (MPSGraph's, else the oracle's) to a golden, .npz")
+    add("--golden", metavar="FILE", help="compare with the results in a golden, on any machine")
+    return parser
+
+
+def present(names: list[str] | None) -> dict[str, Contender]:
+    """The contenders to run. ValueError if one that was asked for cannot."""
+    everyone = all_contenders()
+    if names is None:
+        return {name: one for name, one in everyone.items() if one.missing() is None}
+    for name in names:
+        if name not in everyone:
+            raise ValueError(f"no contender {name!r}: there are {', '.join(everyone)}")
+        missing = everyone[name].missing()
+        if missing:
+            raise ValueError(f"{name} cannot run here: {missing}. It needs {HOW_TO_GET.get(name, 'another machine')}")
+    return {name: everyone[name] for name in dict.fromkeys(names)}
+
+
+def absent() -> dict[str, str]:
+    """What does not run here, why, and how to get it."""
+    missing = {name: one.missing() for name, one in all_contenders().items()}
+    return {name: f"{why}; it needs {HOW_TO_GET.get(name, '-')}" for name, why in missing.items() if why}
+
+
+# --- Comparison ------------------------------------------------------------------------------------------------------
+
+
+def run_compare(contenders: dict[str, Contender], golden: Golden | None, options: argparse.Namespace) -> int:
+    """Run every case on every contender and report."""
+    from .report import card_table, console, failure_table, machine_card, plot, rows_table, summary_table, write_json
+
+    screen, card = console(), machine_card()
+    screen.print(card_table(card))
+    if golden:
+        screen.print(card_table(golden.card, f"the golden's machine; computed by {golden.contender}"))
+    cases = chosen(golden.cases if golden else grid(lambda case: judge.kink_distance(case) > KINK_MARGIN), options)
+    if not cases:
+        screen.print(f"no case has {' or '.join(options.cases)} in its name")
+        return 2
+    rows, outcomes = run_cases(cases, contenders, golden)
+    screen.print(rows_table(rows, "every comparison") if options.all else summary_table(rows))
+    failures = [row for row in rows if row.failed]
+    if failures:
+        screen.print(failure_table(rows))
+    screen.print(f"{len(cases)} cases, {len(rows)} comparisons, {len(failures)} differ or failed")
+    for name, why in absent().items():
+        screen.print(f"not here: {name}: {why}")
+    if options.plot:
+        plot(options.plot, rows, card)
+    if options.record:
+        record(options.record, card, cases, outcomes)
+    if options.json:
+        report = {"card": card, "golden": golden.card if golden else None, "absent": absent()}
+        write_json(options.json, report | {"rows": [row._asdict() for row in rows], "failed": bool(failures)})
+    return 1 if failures else 0
+
+
+def chosen(cases: Iterable[Case], options: argparse.Namespace) -> list[Case]:
+    """The cases asked for."""
+    return [case for case in cases if not options.cases or any(text in case.name for text in options.cases)]
+
+
+def run_cases(
+    cases: list[Case], contenders: dict[str, Contender], golden: Golden | None
+) -> tuple[list[Row], dict[str, dict[str, Outcome]]]:
+    """All rows, and by case the outcomes by contender."""
+    from rich.progress import track
+
+    rows, outcomes = [], {}
+    for case in track(cases, "cases", transient=True):
+        found = {name: attempt(one, case) for name, one in contenders.items() if one.hindrance(case) is None}
+        outcomes[case.name] = found
+        recorded = {"golden": Outcome(golden.results[case.name])} if golden else {}
+        rows += rows_of(case, found | recorded)
+    return rows, outcomes
+
+
+def attempt(contender: Contender, case: Case) -> Outcome:
+    """A contender's outcome; an error is one too."""
+    try:
+        return contender.run(case)
+    except Exception as error:
+        return Outcome({}, f"{type(error).__name__}: {error}")
+
+
+def record(file: str, card: dict[str, str], cases: list[Case], outcomes: dict[str, dict[str, Outcome]]) -> None:
+    """Write a golden: MPSGraph's results where it ran, else the oracle's, rounded to the dtype of the case."""
+    theirs = any("mpsgraph" in found for found in outcomes.values())
+    results = {}
+    for case in cases:
+        if theirs:
+            results[case.name] = outcomes[case.name]["mpsgraph"].results
+        else:
+            dtype = case.arrays["source"].dtype
+            results[case.name] = {name: value.astype(dtype) for name, value in judge.expected(case).items()}
+    kept = [case for case in cases if results[case.name]]
+    save_golden(file, Golden(card, "mpsgraph" if theirs else "oracle", kept, results))
+
+
+# --- Open points -----------------------------------------------------------------------------------------------------
+
+
+def run_settle(contenders: dict[str, Contender], options: argparse.Namespace) -> int:
+    """Decide every open point by MPSGraph; without it, list them."""
+    from rich.progress import track
+
+    from .report import card_table, console, machine_card, settle_table, write_json
+
+    screen, card, here = console(), machine_card(), "mpsgraph" in contenders
+    screen.print(card_table(card))
+    nobody = Outcome({}, "not measured")
+    findings, outcomes = [], {}
+    for experiment in track(list(experiments()), "experiments", transient=True):
+        case = experiment.case
+        if case.name not in outcomes:
+            outcomes[case.name] = attempt(contenders["mpsgraph"], case) if here else nobody
+        finding = settle(experiment, outcomes[case.name])
+        findings.append(finding if here else finding._replace(verdict="not measured", confirmed=False))
+    screen.print(settle_table(findings))
+    if options.json:
+        write_json(options.json, {"card": card, "findings": [finding._asdict() for finding in findings]})
+    if not here:
+        screen.print(f"Only a Mac can tell: {absent().get('mpsgraph', 'mpsgraph was not among the contenders')}")
+        return 2
+    return 0 if all(finding.confirmed for finding in findings) else 1
+
+
+if __name__ == "__main__":
+    np.seterr(over="ignore")
+    sys.exit(main())

@@ -1,0 +1,112 @@
+"""A case through Apple's MPSGraph, by PyObjC. Runs on a Mac with the extra `compare`, in a process of its own: a shape
+that MPSGraph rejects ends the process."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+
+from .cases import Case
+
+FORWARD = {
+    "lstm": "LSTMWithSourceTensor:recurrentWeight:inputWeight:bias:initState:initCell:mask:peephole:descriptor:name:",
+    "gru": "GRUWithSourceTensor:recurrentWeight:inputWeight:bias:initState:mask:secondaryBias:descriptor:name:",
+    "single_gate_rnn": "singleGateRNNWithSourceTensor:recurrentWeight:inputWeight:bias:initState:mask:descriptor:name:",
+}
+BACKWARD = {
+    "lstm": "LSTMGradientsWithSourceTensor:recurrentWeight:sourceGradient:zState:cellOutputFwd:stateGradient:"
+    "cellGradient:inputWeight:bias:initState:initCell:mask:peephole:descriptor:name:",
+    "gru": "GRUGradientsWithSourceTensor:recurrentWeight:sourceGradient:zState:outputFwd:stateGradient:inputWeight:"
+    "bias:initState:mask:secondaryBias:descriptor:name:",
+    "single_gate_rnn": "singleGateRNNGradientsWithSourceTensor:recurrentWeight:sourceGradient:zState:stateGradient:"
+    "inputWeight:bias:initState:mask:descriptor:name:",
+}
+"""The selectors with every argument."""
+
+DESCRIPTORS = {
+    "lstm": "MPSGraphLSTMDescriptor",
+    "gru": "MPSGraphGRUDescriptor",
+    "single_gate_rnn": "MPSGraphSingleGateRNNDescriptor",
+}
+SAVED = {"z_state": -1, "cell_output_fwd": 1, "output_fwd": 0}
+"""Where among the forward results a gradient op's argument is."""
+
+DTYPES = {"float32": "MPSDataTypeFloat32", "float16": "MPSDataTypeFloat16"}
+
+
+def arguments(selector: str) -> list[str]:
+    """A selector's tensor arguments in the dialect's spelling."""
+    words = ["source", *selector.split(":")[1:-3]]
+    return [re.sub("([A-Z])", lambda letter: f"_{letter[1].lower()}", word) for word in words]
+
+
+def run(case: Case) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """The lists that MPSGraph returns: of the forward op and, if it gave what that needs, of the gradient op."""
+    import Metal
+    import MetalPerformanceShadersGraph as G
+    import objc
+
+    with objc.autorelease_pool():
+        device = Metal.MTLCreateSystemDefaultDevice()
+        graph, descriptor = G.MPSGraph.alloc().init(), make_descriptor(G, case)
+        dtype = getattr(G, DTYPES[case.arrays["source"].dtype.name])
+        tensors, feeds = {}, {}
+        for name, array in case.arrays.items():
+            tensors[name] = graph.placeholderWithShape_dataType_name_(list(array.shape), dtype, name)
+            buffer = shared_buffer(Metal, device, array)
+            feeds[tensors[name]] = tensor_data(G, buffer, array.shape, dtype)
+        forward = call(graph, FORWARD[case.op], tensors, descriptor)
+        backward = []
+        if "source_gradient" in tensors:
+            saved = {name: forward[place] for name, place in SAVED.items() if abs(place) < len(forward)}
+            backward = call(graph, BACKWARD[case.op], tensors | saved, descriptor)
+        found, results = [], {}
+        for tensor in [*forward, *backward]:
+            shape = [int(size) for size in tensor.shape()]
+            space = np.zeros(shape, case.arrays["source"].dtype)
+            found.append((shared_buffer(Metal, device, space), space))
+            results[tensor] = tensor_data(G, found[-1][0], shape, dtype)
+        queue = device.newCommandQueue()
+        graph.runWithMTLCommandQueue_feeds_targetOperations_resultsDictionary_(queue, feeds, None, results)
+        arrays = [read(buffer, space) for buffer, space in found]
+    return arrays[: len(forward)], arrays[len(forward) :]
+
+
+def make_descriptor(G: Any, case: Case) -> Any:
+    """Apple's descriptor, with training and produce_cell unless the case says otherwise."""
+    descriptor = getattr(G, DESCRIPTORS[case.op]).descriptor()
+    flags = {"training": True} | ({"produce_cell": True} if case.op == "lstm" else {})
+    for name, value in (flags | case.descriptor).items():
+        if isinstance(value, str):
+            value = getattr(G, f"MPSGraphRNNActivation{camel(value)}")
+        getattr(descriptor, f"set{camel(name)}_")(value)
+    return descriptor
+
+
+def camel(name: str) -> str:
+    """hard_sigmoid as HardSigmoid."""
+    return "".join(word.capitalize() for word in name.split("_"))
+
+
+def call(graph: Any, selector: str, tensors: dict[str, Any], descriptor: Any) -> list[Any]:
+    """The op's list of result tensors; what the case has not is nil."""
+    method = getattr(graph, selector.replace(":", "_"))
+    return list(method(*(tensors.get(name) for name in arguments(selector)), descriptor, None))
+
+
+def shared_buffer(Metal: Any, device: Any, array: np.ndarray) -> Any:
+    """A buffer that CPU and GPU share, holding the array."""
+    options = Metal.MTLResourceStorageModeShared
+    return device.newBufferWithBytes_length_options_(array.tobytes(), array.nbytes, options)
+
+
+def tensor_data(G: Any, buffer: Any, shape: Any, dtype: int) -> Any:
+    """A buffer as MPSGraph takes it."""
+    return G.MPSGraphTensorData.alloc().initWithMTLBuffer_shape_dataType_(buffer, list(shape), dtype)
+
+
+def read(buffer: Any, like: np.ndarray) -> np.ndarray:
+    """What a buffer holds, copied."""
+    return np.frombuffer(bytes(buffer.contents().as_buffer(like.nbytes)), like.dtype).reshape(like.shape)

@@ -1,0 +1,287 @@
+"""The experiments that decide what Apple's texts leave open: a case each, and what every reading of them predicts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..closeness import bounds_of, largest
+from ..oracle import evaluate
+from ..oracle_cells import Arithmetic
+from .cases import Case, draw
+from .contenders import Outcome
+from .judge import call_of, evaluated
+from .measure import without_leading_ones
+
+Distance = Callable[[Outcome], float]
+"""How far an outcome is from a reading, in parts of what rounding explains: the reading fits up to 1."""
+
+SIZES = (3, 2, 3, 4)  # T, N, I, H
+
+
+class Experiment(NamedTuple):
+    """What is asked, the case that answers it, the readings, and the one that the dialect has by default."""
+
+    name: str
+    question: str
+    case: Case
+    default: str
+    readings: dict[str, Distance]
+
+
+class Finding(NamedTuple):
+    """An experiment's answer: the reading that fits, or why there is none; whether it is the dialect's default; how far
+    each reading is off."""
+
+    name: str
+    question: str
+    default: str
+    verdict: str
+    confirmed: bool
+    distances: dict[str, float]
+
+
+def settle(experiment: Experiment, outcome: Outcome) -> Finding:
+    """Which of the readings fits."""
+    distances = {reading: distance(outcome) for reading, distance in experiment.readings.items()}
+    fits = [reading for reading, distance in distances.items() if distance <= 1]
+    if len(fits) == 1:
+        verdict = fits[0]
+    elif fits:
+        verdict = f"undecided: {' or '.join(fits)}"
+    else:
+        verdict = f"no answer: {outcome.problem}" if outcome.problem else "none of the readings"
+    known = experiment.name, experiment.question, experiment.default
+    return Finding(*known, verdict, verdict == experiment.default, distances)
+
+
+def experiments() -> Iterator[Experiment]:
+    """All of them; the names are those in the dialect's docstrings."""
+    rng = np.random.default_rng(5)
+    for group in (of_saved_state, of_gradients, of_formula, of_masks, of_directions, of_single_gate, of_gru):
+        yield from group(rng)
+
+
+# --- Distances -------------------------------------------------------------------------------------------------------
+
+
+def value(case: Case, tensor: str, reading: Callable[[Arithmetic], np.ndarray]) -> Distance:
+    """A result is what the reading gives; its bound is derived for the reading itself."""
+
+    def distance(outcome: Outcome) -> float:
+        if tensor not in outcome.results:
+            return np.inf
+        exact = reading(Arithmetic(np.float64))
+        bound = bounds_of(lambda fl: {"": reading(fl)}, case.arrays["source"].dtype)[""]
+        found, _ = without_leading_ones(outcome.results[tensor], exact.shape)
+        error = largest(found.astype(np.float64) - exact) if found.shape == exact.shape else np.inf
+        return error / bound if np.isfinite(error) else np.inf
+
+    return distance
+
+
+def result(case: Case, tensor: str, **readings: str) -> Distance:
+    """A result is the oracle's, with these readings of the formula."""
+    return value(case, tensor, lambda fl: evaluated(case, fl, **readings)[tensor])
+
+
+def shape(tensor: str, leading: int, case: Case) -> Distance:
+    """A gradient has its argument's shape, with so many axes of 1 ahead of it."""
+    wanted = (1,) * leading + case.arrays[tensor.removeprefix("d")].shape
+    return lambda outcome: 0.0 if tensor in outcome.results and outcome.results[tensor].shape == wanted else np.inf
+
+
+def count(results: int) -> Distance:
+    """The forward op returned so many."""
+    return lambda outcome: 0.0 if len(outcome.lists[0]) == results else np.inf
+
+
+# --- Groups ----------------------------------------------------------------------------------------------------------
+
+
+def of_saved_state(rng: np.random.Generator) -> Iterator[Experiment]:
+    """E:zstate_and_cell, E:output_count."""
+    case = draw(rng, "lstm", SIZES, name="settle: saved state")
+    readings = {
+        "after the activations": result(case, "z_state"),
+        "before the activations": value(case, "z_state", lambda fl: preactivations(case, fl)),
+    }
+    yield Experiment("zstate_and_cell", "zState holds the gates", case, "after the activations", readings)
+    readings = {
+        "c": result(case, "c"),
+        "g(c)": value(case, "c", lambda fl: fl(np.tanh(evaluated(case, fl)["c"]))),
+    }
+    yield Experiment("zstate_and_cell", "the second result is", case, "c", readings)
+    absent = ("peephole", "mask", "source_gradient", "state_gradient", "cell_gradient")
+    case = draw(rng, "lstm", SIZES, name="settle: output count", absent=absent, produce_cell=False)
+    readings = {"h, c, zState": count(3), "h, zState": count(2)}
+    yield Experiment("output_count", "training without produceCell gives", case, "h, c, zState", readings)
+
+
+def preactivations(case: Case, fl: Arithmetic) -> np.ndarray:
+    """[T, N, 4H]: what an LSTM without mask and peephole activates."""
+    arrays, h = {name: fl.load(array) for name, array in case.arrays.items()}, evaluated(case, fl)["h"]
+    before = np.concatenate([arrays["init_state"][None], h[:-1]])
+    rows = [
+        x @ arrays["input_weight"].T + h @ arrays["recurrent_weight"].T
+        for x, h in zip(arrays["source"], before, strict=True)
+    ]
+    return fl(np.stack(rows) + arrays["bias"])
+
+
+def of_gradients(rng: np.random.Generator) -> Iterator[Experiment]:
+    """E:grads: shapes; where the gradients of the last states enter."""
+    for word, flags in {"one direction": {}, "both directions": {"bidirectional": True}}.items():
+        case = draw(rng, "lstm", SIZES, name=f"settle: gradients, {word}", absent=("mask",), **flags)
+        for tensor, name in {"dbias": "grads", "dpeephole": "peephole"}.items():
+            readings = {"its argument's": shape(tensor, 0, case), "two axes of 1 more": shape(tensor, 2, case)}
+            readings["one axis of 1 more"] = shape(tensor, 1, case)
+            yield Experiment(name, f"shape of {tensor}, {word}", case, "its argument's", readings)
+    absent = ("peephole", "mask", "cell_gradient")
+    case = draw(rng, "lstm", SIZES, name="settle: gradients, reverse", reverse=True, absent=absent)
+    moved = {name: array for name, array in case.arrays.items() if name != "state_gradient"}
+    moved["source_gradient"] = case.arrays["source_gradient"].copy()
+    moved["source_gradient"][-1] += case.arrays["state_gradient"]
+    readings = {
+        "the last step processed, time 0": result(case, "dsource"),
+        "time T-1": result(case._replace(arrays=moved), "dsource"),
+    }
+    default = "the last step processed, time 0"
+    yield Experiment("grads", "with reverse, stateGradient enters at", case, default, readings)
+
+
+def of_formula(rng: np.random.Generator) -> Iterator[Experiment]:
+    """E:peephole, E:hard_sigmoid, E:forget_gate_last."""
+    case = draw(rng, "lstm", SIZES, name="settle: peephole", absent=("mask",))
+    for tensor in ("h", "dsource", "dpeephole"):
+        readings = {"c[t-1]": result(case, tensor), "c[t]": result(case, tensor, output_peephole="current")}
+        yield Experiment("peephole", f"the output gate peeps at, by {tensor}", case, "c[t-1]", readings)
+    gates = {f"{gate}_activation": "hard_sigmoid" for gate in ("input_gate", "forget_gate", "output_gate")}
+    case = draw(rng, "lstm", SIZES, name="settle: hard sigmoid", **gates)
+    for tensor in ("h", "dsource"):
+        readings = {"1/5": result(case, tensor), "1/6": result(case, tensor, hard_sigmoid="x/6")}
+        yield Experiment("hard_sigmoid", f"slope of hardSigmoid, by {tensor}", case, "1/5", readings)
+    case = draw(rng, "lstm", SIZES, name="settle: forget gate last", forget_gate_last=True)
+    for tensor, axis in {"z_state": -1, "drecurrent_weight": 0, "dbias": 0}.items():
+        readings = {
+            "i, z, f, o": result(case, tensor),
+            "i, f, z, o": value(case, tensor, lambda fl, t=tensor, a=axis: swapped(evaluated(case, fl)[t], a)),
+            "i, z, o, f": value(case, tensor, lambda fl, t=tensor: in_order(case, fl, "igof", t)),
+        }
+        yield Experiment("forget_gate_last", f"order of the blocks of {tensor}", case, "i, z, f, o", readings)
+
+
+def swapped(array: np.ndarray, axis: int) -> np.ndarray:
+    """The second and the third of four blocks exchanged."""
+    one, two, three, four = np.split(array, 4, axis=axis)
+    return np.concatenate([one, three, two, four], axis=axis)
+
+
+def in_order(case: Case, fl: Arithmetic, gate_order: str, tensor: str) -> np.ndarray:
+    """A result of the oracle with another order of the gates everywhere."""
+    return oracle_result(case, fl, tensor, gate_order=gate_order)
+
+
+def oracle_result(case: Case, fl: Arithmetic, tensor: str, **options: Any) -> np.ndarray:
+    """A result of the oracle with some of its own options changed."""
+    cotangents = {"h": case.arrays["source_gradient"]}
+    cotangents |= {"hT": case.arrays["state_gradient"], "cT": case.arrays["cell_gradient"]}
+    outputs, gradients = evaluate(call_of(case) | options, cotangents, fl)
+    words = {"z_state": "gates", "drecurrent_weight": "Wh", "dbias": "b"}
+    return (outputs | gradients)[words[tensor]]
+
+
+def of_masks(rng: np.random.Generator) -> Iterator[Experiment]:
+    """E:mask: a case for each layout. The dialect's default takes those that broadcast to [N, H] or [N, 2H]."""
+    shapes: dict[tuple[int | str, ...], bool] = {("N", "DH"): True, ("DH",): True, (1, "DH"): True}
+    shapes |= {(1, "N", "DH"): True, ("T", "N", "DH"): False}
+    for word, flags in {"[N, H]": {}, "[N, 2H]": {"bidirectional": True}}.items():
+        for letters, taken in shapes.items():
+            layout = f"[{', '.join(str(axis) for axis in letters)}]".replace("DH", word[4:-1])
+            yield mask_experiment(rng, layout, letters, taken, flags)
+    yield mask_experiment(rng, "[2, N, H] of both directions", (2, "N", "H"), False, {"bidirectional": True})
+
+
+def mask_experiment(
+    rng: np.random.Generator, layout: str, letters: tuple[int | str, ...], taken: bool, flags: dict[str, bool]
+) -> Experiment:
+    """Whether MPSGraph takes a mask of this layout, and multiplies h[t-1] by it."""
+    case = draw(rng, "lstm", SIZES, name=f"settle: mask {layout}", absent=("peephole",), mask_shape=letters, **flags)
+    read = case
+    if letters == (2, "N", "H"):
+        mask = np.concatenate(list(case.arrays["mask"]), axis=-1)
+        read = case._replace(arrays=case.arrays | {"mask": mask})
+    as_factor = result(read, "h")
+    readings = {
+        "a factor on h[t-1]": as_factor,
+        "something else": lambda outcome: 0.0 if outcome.results and as_factor(outcome) > 1 else np.inf,
+        "rejected": lambda outcome: 0.0 if outcome.problem else np.inf,
+    }
+    default = "a factor on h[t-1]" if taken else "rejected"
+    return Experiment("mask", f"a mask {layout} is", case, default, readings)
+
+
+def of_directions(rng: np.random.Generator) -> Iterator[Experiment]:
+    """E:reverse."""
+    case = draw(rng, "lstm", SIZES, name="settle: reverse", reverse=True)
+    for tensor in ("h", "c", "z_state"):
+        readings = {
+            "the source": result(case, tensor),
+            "the steps": value(case, tensor, lambda fl, t=tensor: evaluated(case, fl)[t][::-1]),
+        }
+        yield Experiment("reverse", f"with reverse, {tensor} is aligned with", case, "the source", readings)
+
+
+def of_single_gate(rng: np.random.Generator) -> Iterator[Experiment]:
+    """E:single_gate, E:relu_at_zero."""
+    case = draw(rng, "single_gate_rnn", SIZES, name="settle: single gate", activation="tanh")
+    readings = {"before the activation": result(case, "z_state"), "after the activation": value_of_h(case)}
+    yield Experiment("single_gate", "zState of the single gate is", case, "before the activation", readings)
+    readings = {"its argument's": shape("dbias", 0, case), "two axes of 1 more": shape("dbias", 2, case)}
+    yield Experiment("single_gate", "shape of dbias", case, "its argument's", readings)
+    absent = ("input_weight", "bias", "init_state", "state_gradient", "mask")
+    case = draw(rng, "single_gate_rnn", (1, 2, 3, 4), name="settle: relu at 0", absent=absent)
+    case.arrays["source"][:] = 0
+    gradient = case.arrays["source_gradient"]
+    readings = {
+        f"{slope:g}": value(case, "dsource", lambda fl, s=slope: s * fl.load(gradient)) for slope in (0.0, 0.5, 1.0)
+    }
+    yield Experiment("relu_at_zero", "the slope of relu at 0 is", case, "0", readings)
+
+
+def value_of_h(case: Case) -> Distance:
+    """zState is h."""
+    return value(case, "z_state", lambda fl: evaluated(case, fl)["h"])
+
+
+def of_gru(rng: np.random.Generator) -> Iterator[Experiment]:
+    """E:gru_flavours: all eight, what zState holds, the shapes of the bias gradients."""
+    for number in range(8):
+        flags = {name: bool(number >> n & 1) for n, name in enumerate(("reset_gate_first", "reset_after", "flip_z"))}
+        word = ", ".join(name for name, flag in flags.items() if flag) or "no flag"
+        case = draw(rng, "gru", SIZES, name=f"settle: gru, {word}", **flags)
+        other = case._replace(descriptor=case.descriptor | {"flip_z": not flags["flip_z"]})
+        for tensor in ("h", "dsource"):
+            readings = {"that on the op": result(case, tensor), "that on the property": result(other, tensor)}
+            question = f"flipZ is as in the text, by {tensor} with {word}"
+            yield Experiment("gru_flavours", question, case, "that on the op", readings)
+    case = draw(rng, "gru", SIZES, name="settle: gru, saved state", reset_after=True)
+    readings = {
+        "z, r, o": result(case, "z_state"),
+        "z, r and what r multiplies": value(case, "z_state", lambda fl: with_product(case, fl)),
+    }
+    yield Experiment("gru_flavours", "zState of the GRU holds", case, "z, r, o", readings)
+    for tensor in ("dbias", "dsecondary_bias"):
+        readings = {"its argument's": shape(tensor, 0, case), "two axes of 1 more": shape(tensor, 2, case)}
+        yield Experiment("gru_flavours", f"shape of {tensor}", case, "its argument's", readings)
+
+
+def with_product(case: Case, fl: Arithmetic) -> np.ndarray:
+    """[T, N, 3H]: z, r and the candidate's recurrent product, of a GRU without mask that resets after it."""
+    found, H = evaluated(case, fl), case.hidden
+    arrays = {name: fl.load(array) for name, array in case.arrays.items()}
+    before = np.concatenate([arrays["init_state"][None], found["h"][:-1]])
+    product = fl(before @ arrays["recurrent_weight"][2 * H :].T + arrays["secondary_bias"])
+    return np.concatenate([found["z_state"][..., : 2 * H], product], axis=-1)

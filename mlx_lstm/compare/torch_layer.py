@@ -1,0 +1,113 @@
+"""A case through torch's layers, on the CPU or on "mps", where torch itself calls MPSGraph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from .cases import GATES, Arrays, Case
+
+
+def hindrance(case: Case) -> str | None:
+    """Why torch's layer cannot run a case; None if it can."""
+    changed = {name for name, value in case.descriptor.items() if value is not False} - {"bidirectional"}
+    if "reverse" in changed:
+        return "no reverse alone"
+    if case.arrays["source"].dtype != np.float32:
+        return "float32 only"
+    if "mask" in case.arrays or "peephole" in case.arrays:
+        return "no mask, no peephole"
+    if "input_weight" not in case.arrays:
+        return "no projected source"
+    if case.op == "gru":
+        return None if changed == {"reset_gate_first", "reset_after"} else "another kind of GRU"
+    if case.op == "single_gate_rnn":
+        return None if case.descriptor.get("activation", "relu") in ("relu", "tanh") else "relu and tanh only"
+    return "no other activations or gate orders" if changed else None
+
+
+def run(case: Case, device: str) -> Arrays:
+    """The results torch shows: h and the gradients."""
+    import torch
+
+    layer = make_layer(case).to(device)
+    source = torch.tensor(case.arrays["source"], device=device, requires_grad=True)
+    states = {name: state(case, name, device) for name in ("init_state", "init_cell")}
+    shown = [value for name, value in states.items() if case.op == "lstm" or name == "init_state"]
+    h, last = layer(source, tuple(shown) if case.op == "lstm" else shown[0])
+    ends = list(last) if case.op == "lstm" else [last]
+    outputs, cotangents = [h], [torch.tensor(case.arrays["source_gradient"], device=device)]
+    for name, end in zip(("state_gradient", "cell_gradient"), ends, strict=False):
+        if name in case.arrays:
+            outputs.append(end)
+            cotangents.append(state(case, name, device).detach())
+    torch.autograd.backward(outputs, cotangents)
+    found = {"h": h, "dsource": source.grad} | gradients_of_layer(case, layer)
+    found |= {f"d{name}": side_by_side(value.grad) for name, value in states.items() if value.grad is not None}
+    names = [name for name in case.results if name in found]
+    return {name: as_numpy(found[name]) for name in names}
+
+
+def make_layer(case: Case) -> Any:
+    """torch's layer with the case's weights: b_ih is the bias, b_hh zeros but for the GRU's secondary bias."""
+    import torch
+
+    arrays, H, dtype = case.arrays, case.hidden, getattr(torch, case.arrays["source"].dtype.name)
+    options = {"bidirectional": case.bidirectional, "bias": "bias" in arrays or "secondary_bias" in arrays}
+    if case.op == "single_gate_rnn":
+        options["nonlinearity"] = case.descriptor.get("activation", "relu")
+    kind = {"lstm": torch.nn.LSTM, "gru": torch.nn.GRU, "single_gate_rnn": torch.nn.RNN}[case.op]
+    layer = kind(arrays["source"].shape[-1], H, **options, dtype=dtype)
+    rows = GATES[case.op] * H
+    zeros = np.zeros(rows * case.directions, arrays["source"].dtype)
+    secondary = zeros.copy().reshape(case.directions, rows)
+    if "secondary_bias" in arrays:
+        secondary[:, 2 * H :] = arrays["secondary_bias"].reshape(case.directions, H)
+    values = {"weight_ih": arrays["input_weight"], "weight_hh": arrays["recurrent_weight"].reshape(-1, H)}
+    values |= {"bias_ih": arrays.get("bias", zeros), "bias_hh": secondary.reshape(-1)}
+    with torch.no_grad():
+        for d, suffix in enumerate(("", "_reverse")[: case.directions]):
+            for name, value in values.items():
+                if hasattr(layer, f"{name}_l0{suffix}"):
+                    getattr(layer, f"{name}_l0{suffix}").copy_(torch.tensor(value[d * rows : (d + 1) * rows]))
+    return layer
+
+
+def gradients_of_layer(case: Case, layer: Any) -> dict[str, Any]:
+    """The weights' gradients in the layouts of MPSGraph."""
+    import torch
+
+    def parameters(name: str) -> list[Any]:
+        return [getattr(layer, f"{name}_l0{suffix}").grad for suffix in ("", "_reverse")[: case.directions]]
+
+    R = parameters("weight_hh")
+    found = {"drecurrent_weight": torch.stack(R) if case.bidirectional else R[0]}
+    found["dinput_weight"] = torch.cat(parameters("weight_ih"))
+    if "bias" in case.arrays:
+        found["dbias"] = torch.cat(parameters("bias_ih"))
+    if "secondary_bias" in case.arrays:
+        found["dsecondary_bias"] = torch.cat([value[2 * case.hidden :] for value in parameters("bias_hh")])
+    return found
+
+
+def state(case: Case, name: str, device: str) -> Any:
+    """[D, N, H] of torch from [N, D H], zeros where absent; only what the case has gets a gradient."""
+    import torch
+
+    N, width = case.arrays["source"].shape[1], case.directions * case.hidden
+    array = case.arrays.get(name, np.zeros((N, width), case.arrays["source"].dtype))
+    stacked = np.stack(np.split(array, case.directions, axis=-1))
+    return torch.tensor(stacked, device=device, requires_grad=name in case.arrays)
+
+
+def side_by_side(value: Any) -> Any:
+    """[N, D H] from [D, N, H]."""
+    import torch
+
+    return torch.cat(list(value), dim=-1)
+
+
+def as_numpy(value: Any) -> np.ndarray:
+    """A tensor of any device."""
+    return value.detach().cpu().numpy()

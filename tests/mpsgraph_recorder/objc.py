@@ -1,0 +1,8 @@
+"""Stands in for PyObjC's `objc` on Linux."""
+
+from contextlib import contextmanager
+
+
+@contextmanager
+def autorelease_pool():
+    yield

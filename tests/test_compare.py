@@ -1,0 +1,325 @@
+"""`python -m mlx_lstm.compare`, with a recorder in MPSGraph's place that the oracle feeds."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from on_metal import on_metal
+
+from mlx_lstm.compare import __main__ as command
+from mlx_lstm.compare import apple, contenders, judge, torch_layer
+from mlx_lstm.compare.cases import GATES, draw, grid
+from mlx_lstm.compare.files import load_golden, save_golden
+from mlx_lstm.compare.measure import compare
+from mlx_lstm.compare.settle import experiments
+
+RECORDER = Path(__file__).parent / "mpsgraph_recorder"
+MODULES = ("Metal", "MetalPerformanceShadersGraph", "objc")
+
+
+@pytest.fixture
+def on_path(monkeypatch):
+    """The recorder where PyObjC would be, here and in processes that start."""
+    monkeypatch.syspath_prepend(str(RECORDER))
+    paths = [str(RECORDER), str(RECORDER.parents[1])]
+    monkeypatch.setenv("PYTHONPATH", ":".join(paths))
+    for name in MODULES:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    yield
+    for name in MODULES:
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def recorder(on_path, monkeypatch):
+    """The recorder in this process; where MPSGraph would end it, an error is raised."""
+
+    def end_process():
+        raise RuntimeError("MPSGraph would end the process")
+
+    import MetalPerformanceShadersGraph as G
+
+    monkeypatch.setattr(G, "end_process", end_process)
+    monkeypatch.setattr(contenders, "in_a_process", lambda name, case: contenders.name_lists(case, *apple.run(case)))
+    monkeypatch.setattr(G, "FAULTS", {})
+    return G
+
+
+def run(tmp_path, *arguments):
+    """(exit code, the JSON report)."""
+    file = tmp_path / "report.json"
+    code = command.main([*arguments, "--json", str(file)])
+    return code, json.loads(file.read_text())
+
+
+# --- The calls -------------------------------------------------------------------------------------------------------
+
+
+def test_selectors_are_those_of_the_header(recorder):
+    for selector in [*apple.FORWARD.values(), *apple.BACKWARD.values()]:
+        assert selector in recorder.SELECTORS
+    assert apple.arguments(apple.FORWARD["gru"]) == (
+        ["source", "recurrent_weight", "input_weight", "bias", "init_state", "mask", "secondary_bias"]
+    )
+
+
+@pytest.mark.parametrize("direction", [{}, {"reverse": True}, {"bidirectional": True}], ids=["uni", "reverse", "bi"])
+@pytest.mark.parametrize("absent", [(), ("mask", "bias", "input_weight", "init_state", "state_gradient")])
+@pytest.mark.parametrize("op", GATES)
+def test_mpsgraph_is_called_with_what_the_case_has(recorder, op, absent, direction):
+    flags = {"lstm": {"forget_gate_last": True, "cell_gate_activation": "hard_sigmoid"}, "gru": {"reset_after": True}}
+    case = draw(np.random.default_rng(0), op, (3, 2, 3, 4), absent=absent, **direction, **flags.get(op, {}))
+    forward, backward = apple.run(case)
+    outcome = contenders.name_lists(case, forward, backward)
+    assert not outcome.problem
+    for name, value in judge.expected(case).items():
+        np.testing.assert_array_equal(outcome.results[name], value.astype(np.float32))
+    for selector, given, descriptor in recorder.CALLS[-2:]:
+        present = {name for name, tensor in given.items() if tensor is not None}
+        made = {"z_state", "cell_output_fwd", "output_fwd"}
+        cotangents = {"source_gradient", "state_gradient", "cell_gradient"}
+        expected = set(case.arrays) - (set() if "Gradients" in selector else cotangents)
+        assert present - made == expected
+        values = {"training": True} | ({"produce_cell": True} if op == "lstm" else {}) | case.descriptor
+        assert descriptor.values == values
+
+
+def test_float16_reaches_mpsgraph_as_such(recorder):
+    case = draw(np.random.default_rng(0), "lstm", dtype=np.float16)
+    forward, backward = apple.run(case)
+    assert {array.dtype for array in [*forward, *backward]} == {np.dtype(np.float16)}
+
+
+# --- The command -----------------------------------------------------------------------------------------------------
+
+
+def test_everything_agrees_in_processes_of_their_own(tmp_path, on_path):
+    """Without a patch: the command starts processes, which call the recorder."""
+    names = ["lstm: uni, mask", "gru: bi, no bias", "single_gate_rnn: one of"]
+    code, report = run(tmp_path, "--contenders", "mpsgraph", "ops", "--all", "--cases", *names)
+    rows = report["rows"]
+    assert code == 0 and not report["failed"]
+    assert {row["pair"] for row in rows} == {"mpsgraph - oracle", "ops - oracle", "ops - mpsgraph"}
+    assert {row["case"] for row in rows} >= {"lstm: uni, mask", "gru: bi, no bias"}
+    assert {"chip", "system", "macOS build", "mlx", "torch", "pyobjc-core"} <= set(report["card"])
+
+
+def test_a_crash_is_reported_and_the_others_go_on(tmp_path, on_path, monkeypatch, capsys):
+    monkeypatch.setenv("RECORDER", json.dumps({"crash": "gru"}))
+    names = ["gru: one of everything", "single_gate_rnn: one of everything"]
+    code, report = run(tmp_path, "--contenders", "mpsgraph", "ops", "--cases", *names)
+    failed = [row for row in report["rows"] if row["verdict"] != "ok"]
+    assert code == 1 and len(failed) == 1
+    assert failed[0]["pair"] == "mpsgraph" and "exit code" in failed[0]["verdict"]
+    assert any(row["pair"] == "mpsgraph - oracle" and "single" in row["case"] for row in report["rows"])
+    assert "exit code" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("result, index, step", [("h", [3, 1, 2], 3), ("dsource", [2, 0, 1], 2), ("dbias", [5], None)])
+def test_a_planted_mismatch_is_found_and_located(tmp_path, recorder, monkeypatch, capsys, result, index, step):
+    monkeypatch.setattr(recorder, "FAULTS", {"plant": {"op": "lstm", "result": result, "index": index, "by": 0.01}})
+    code, report = run(tmp_path, "--contenders", "mpsgraph", "ops", "--cases", "lstm: uni, no states")
+    failed = [row for row in report["rows"] if row["verdict"] != "ok"]
+    assert code == 1 and {row["pair"] for row in failed} == {"mpsgraph - oracle", "ops - mpsgraph"}
+    for row in failed:
+        assert (row["tensor"], row["first"], row["step"]) == (result, index, step)
+        assert row["max_abs"] == pytest.approx(0.01, rel=0.01) and row["ulp"] > 100
+    assert str(index) in capsys.readouterr().out
+
+
+def test_leading_axes_of_1_are_noted_and_the_values_compared(tmp_path, recorder, monkeypatch):
+    monkeypatch.setattr(recorder, "FAULTS", {"leading_ones": ["dbias"]})
+    code, report = run(tmp_path, "--contenders", "mpsgraph", "--cases", "lstm: bi, no states")
+    row = next(row for row in report["rows"] if row["tensor"] == "dbias")
+    assert code == 0 and row["note"] == "2 leading axes of 1" and row["shape"] == [1, 1, 48]
+
+
+def test_lists_of_another_length_are_reported(tmp_path, recorder, monkeypatch):
+    monkeypatch.setattr(apple, "run", lambda case, run=apple.run: (run(case)[0][:2], run(case)[1]))
+    code, report = run(tmp_path, "--contenders", "mpsgraph", "--cases", "lstm: uni, no states")
+    assert code == 1 and report["rows"][0]["verdict"].startswith("returned lists of 2 and 4, not [h, c, z_state] and")
+
+
+def test_every_case_on_linux(tmp_path, capsys):
+    """The whole grid: engines and torch on the CPU; what a Mac would add is said."""
+    code, report = run(tmp_path, "--plot", str(tmp_path / "errors.png"))
+    pairs = {row["pair"] for row in report["rows"]}
+    assert code == 0 and {"numpy - oracle", "ops - oracle"} <= pairs
+    assert ("torch - oracle" in pairs) == (importlib.util.find_spec("torch") is not None)
+    text = capsys.readouterr().out
+    assert "not here: mpsgraph" in text and "pip install 'mlx-lstm[compare]'" in text
+    assert (tmp_path / "errors.png").stat().st_size > 10_000
+    assert max(len(row["by_time"]) for row in report["rows"]) == 64
+
+
+def test_metal_engines(tmp_path):
+    with on_metal():
+        code, report = run(tmp_path, "--contenders", "fused", "stepwise", "--cases", "lstm: one of everything")
+    assert code == 0 and {row["pair"] for row in report["rows"]} == {"fused - oracle", "stepwise - oracle"}
+
+
+def test_no_case_of_a_name(capsys):
+    assert command.main(["--contenders", "ops", "--cases", "nothing"]) == 2
+    assert "no case" in capsys.readouterr().out
+
+
+# --- What is missing -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "absent, arguments, words",
+    [
+        (
+            "MetalPerformanceShadersGraph",
+            ["--contenders", "mpsgraph"],
+            "no MetalPerformanceShadersGraph. It needs a Mac",
+        ),
+        ("torch", ["--contenders", "torch"], "torch cannot run here: no torch"),
+        ("torch", ["--contenders", "torch-mps"], "torch-mps cannot run here: no torch"),
+        ("rich", [], "needs rich: pip install 'mlx-lstm[compare]'"),
+        ("matplotlib", ["--plot", "x.png"], "needs matplotlib: pip install"),
+    ],
+)
+def test_a_missing_package_is_named(on_path, monkeypatch, capsys, absent, arguments, words):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == absent else find_spec(name))
+    with pytest.raises(SystemExit) as info:
+        command.main(arguments)
+    assert info.value.code == 2 and words in capsys.readouterr().err
+
+
+def test_an_unknown_contender(capsys):
+    with pytest.raises(SystemExit):
+        command.main(["--contenders", "cudnn"])
+    assert "no contender 'cudnn': there are mpsgraph, torch-mps" in capsys.readouterr().err
+
+
+# --- Goldens ---------------------------------------------------------------------------------------------------------
+
+
+def test_golden_of_the_oracle(tmp_path, capsys):
+    file = str(tmp_path / "golden.npz")
+    some = ["--contenders", "ops", "--cases", "gru: one of", "float16"]
+    assert command.main([*some, "--record", file]) == 0
+    code, report = run(tmp_path, "--contenders", "ops", "--golden", file)
+    assert code == 0 and report["golden"]["chip"]
+    assert {row["pair"] for row in report["rows"]} == {"ops - oracle", "golden - oracle", "ops - golden"}
+    assert "computed by oracle" in capsys.readouterr().out
+
+
+def test_golden_of_mpsgraph_with_a_mismatch(tmp_path, recorder):
+    file = str(tmp_path / "golden.npz")
+    assert command.main(["--contenders", "mpsgraph", "--cases", "lstm: uni, peephole", "--record", file]) == 0
+    golden = load_golden(file)
+    assert golden.contender == "mpsgraph" and [case.name for case in golden.cases] == ["lstm: uni, peephole"]
+    golden.results["lstm: uni, peephole"]["c"][2, 1, 0] += 1
+    save_golden(file, golden)
+    code, report = run(tmp_path, "--contenders", "ops", "--golden", file)
+    failed = [row for row in report["rows"] if row["verdict"] != "ok"]
+    assert code == 1 and {(row["tensor"], tuple(row["first"]), row["step"]) for row in failed} == {("c", (2, 1, 0), 2)}
+
+
+def test_a_golden_that_was_changed_is_refused(tmp_path, capsys):
+    file = str(tmp_path / "golden.npz")
+    command.main(["--contenders", "ops", "--cases", "gru: one of", "--record", file])
+    with np.load(file) as data:
+        arrays = dict(data)
+    arrays["0/results/h"] = arrays["0/results/h"] + 1
+    np.savez(file, **arrays)
+    (tmp_path / "text.npz").write_text("no golden")
+    for name, words in {file: "was changed since it was recorded", str(tmp_path / "text.npz"): "is no golden"}.items():
+        with pytest.raises(SystemExit) as info:
+            command.main(["--golden", name])
+        assert info.value.code == 2 and words in capsys.readouterr().err
+
+
+# --- Open points -----------------------------------------------------------------------------------------------------
+
+
+def test_settle_confirms_the_defaults(tmp_path, recorder, capsys):
+    code, report = run(tmp_path, "--settle")
+    assert [finding for finding in report["findings"] if not finding["confirmed"]] == []
+    assert code == 0 and "the same" in capsys.readouterr().out
+    from mlx_lstm import mpsgraph
+
+    names = {finding["name"] for finding in report["findings"]}
+    assert names == {line.split()[0][2:] for line in mpsgraph.__doc__.splitlines() if line.startswith("    E:")}
+
+
+@pytest.mark.parametrize(
+    "faults, name, verdict",
+    [
+        ({"readings": {"output_peephole": "current"}}, "peephole", "c[t]"),
+        ({"readings": {"hard_sigmoid": "x/6"}}, "hard_sigmoid", "1/6"),
+        ({"leading_ones": ["dbias"]}, "grads", "two axes of 1 more"),
+        ({"results": 2}, "output_count", "h, zState"),
+    ],
+)
+def test_settle_finds_the_other_reading(tmp_path, recorder, monkeypatch, faults, name, verdict):
+    monkeypatch.setattr(recorder, "FAULTS", faults)
+    wanted = [one for one in experiments() if one.name in (name, "reverse")]
+    monkeypatch.setattr(command, "experiments", lambda: wanted)
+    code, report = run(tmp_path, "--settle")
+    others = {finding["verdict"] for finding in report["findings"] if not finding["confirmed"]}
+    assert code == 1 and others == {verdict}
+
+
+def test_settle_after_a_crash(tmp_path, recorder, monkeypatch):
+    monkeypatch.setattr(recorder, "FAULTS", {"crash": "gru"})
+    wanted = [one for one in experiments() if one.name == "gru_flavours"][:1]
+    monkeypatch.setattr(command, "experiments", lambda: wanted)
+    code, report = run(tmp_path, "--settle")
+    assert code == 1 and report["findings"][0]["verdict"].startswith("no answer: RuntimeError")
+
+
+def test_settle_without_a_mac(tmp_path, capsys):
+    code, report = run(tmp_path, "--settle")
+    assert code == 2 and {finding["verdict"] for finding in report["findings"]} == {"not measured"}
+    assert "Only a Mac can tell" in capsys.readouterr().out
+
+
+# --- One result against another --------------------------------------------------------------------------------------
+
+
+def test_names_of_cases_are_unique():
+    names = [case.name for case in grid(lambda case: True)]
+    assert len(names) == len(set(names))
+    cases = {id(one.case): one.case.name for one in experiments()}
+    assert len(cases) == len(set(cases.values()))
+
+
+def test_what_makes_a_row_fail():
+    case = draw(np.random.default_rng(0), "lstm", (3, 2, 3, 4))
+    exact = judge.expected(case)["h"]
+    near = exact.astype(np.float32)
+
+    def row(value, bound=1e-6):
+        return compare(case, "h", "x - oracle", value, exact, bound, np.dtype(np.float32))
+
+    assert row(near).verdict == "ok" and row(near[None]).note == "1 leading axes of 1"
+    assert row(near[:2]).verdict == "shape, expected [3, 2, 4]"
+    assert row(near.astype(np.float16)).verdict == "dtype, expected float32"
+    broken = near.copy()
+    broken[1, 0, 3] = np.nan
+    assert (row(broken).verdict, row(broken).first, row(broken).step) == ("differs", (1, 0, 3), 1)
+    late = near.copy()
+    late[2] += 1
+    assert row(late).first == (2, 0, 0) and row(late).by_time[0] < 1e-6 < 0.9 < row(late).by_time[2]
+
+
+def test_what_torch_cannot_run():
+    rng = np.random.default_rng(0)
+    reasons = {
+        "no reverse alone": draw(rng, "lstm", reverse=True),
+        "no mask, no peephole": draw(rng, "lstm", absent=()),
+        "no projected source": draw(rng, "lstm", absent=("input_weight", "mask", "peephole")),
+        "another kind of GRU": draw(rng, "gru", flip_z=True),
+        "relu and tanh only": draw(rng, "single_gate_rnn", activation="sigmoid"),
+        "no other activations or gate orders": draw(rng, "lstm", forget_gate_last=True),
+        "float32 only": draw(rng, "lstm", dtype=np.float16),
+    }
+    assert {torch_layer.hindrance(case) for case in reasons.values()} == set(reasons)
+    assert torch_layer.hindrance(draw(rng, "lstm", bidirectional=True)) is None
