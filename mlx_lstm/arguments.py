@@ -37,7 +37,7 @@ def check_arrays(
         fail(op, f"x must have shape [T, B, {DGH} = {D * G * H}] when Wx is None", f"shape {list(x.shape)}")
     shapes = {"Wx": [D * G * H, I], "b": [D * G * H], "h0": [B, D * P], "c0": [B, D * H], "bhn": [D * H]}
     shapes |= {"peephole": [*own, 4 * H], "Wp": [*own, P, H]}
-    for name in shapes.keys() & arrays.keys():
+    for name in (name for name in shapes if name in arrays):
         check_array(op, name, arrays[name], shapes[name], x.dtype)
     if "mask" in arrays:
         check_mask(op, arrays["mask"], (T, B, D * P), x.dtype, many)
@@ -57,18 +57,20 @@ def check_mask(op: str, mask: mx.array, shape: tuple[int, int, int], dtype: mx.D
         fail(op, rule, f"shape {list(mask.shape)}")
 
 
-def check_sequences(problem: Problem, dtype: mx.Dtype, saved: Arrays, cotangents: Arrays, op: str) -> None:
-    """What a forward pass saved, and the gradients of its outputs, have the shapes of the outputs."""
+def check_sequences(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays, op: str) -> None:
+    """What a forward pass saved is there; it and the gradients of its outputs have the shapes of the outputs."""
     T, B, H, P = problem[:4]
-    D, G = problem.directions, problem.cell.gates
+    D, G, dtype = problem.directions, problem.cell.gates, arrays["x"].dtype
     shapes = {"h": [T, B, D * P], "c": [T, B, D * H], "gates": [T, B, D * G * H], "hT": [B, D * P], "cT": [B, D * H]}
+    for name in {"lstm": ("gates", "c"), "gru": ("gates", "h"), "rnn": ()}[problem.cell.op]:
+        check_array(op, name, saved.get(name), shapes[name], dtype)
     for name, array in saved.items():
         check_array(op, name, array, shapes[name], dtype)
     for name, array in cotangents.items():
         check_array(op, f"d{name}", array, shapes[name], dtype)
     if problem.cell.op == "rnn" and not saved:
         fail(op, "h or gates must be given", "None")
-    if problem.P != problem.H and "h" not in saved:
+    if "Wp" in arrays and "h" not in saved:
         fail(op, "h must be given where there is a projection Wp", "None")
 
 

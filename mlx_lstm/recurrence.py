@@ -457,16 +457,16 @@ class Plan(NamedTuple):
         """The outputs, with their gradient."""
         problem = self.check(arrays, self.cell.op)
         with on(self.stream):
-            problem, engine, traced = self.choose(problem, arrays, [])
+            problem, engine, traced = self.choose(problem, arrays, [], self.cell.op)
             return run(problem, arrays, engine, plain=traced and not self.training)
 
     def backward(self, arrays: Arrays, saved: Arrays, cotangents: Arrays) -> Arrays:
         """The gradients of the arrays."""
         op = f"{self.cell.op}_gradients"
         problem = self.check(arrays, op)
-        check_sequences(problem, arrays["x"].dtype, saved, cotangents, op)
+        check_sequences(problem, arrays, saved, cotangents, op)
         with on(self.stream):
-            problem, engine, _ = self.choose(problem, arrays, [*saved.values(), *cotangents.values()])
+            problem, engine, _ = self.choose(problem, arrays, [*saved.values(), *cotangents.values()], op)
             if "h" not in saved:
                 saved = saved | {"h": h_of(problem, saved)}
             return run_backward(problem, arrays, saved, cotangents, engine)
@@ -479,13 +479,13 @@ class Plan(NamedTuple):
         options = self.return_gates, self.training, self.bidirectional
         return Problem(*sizes, self.cell, self.reverse and not self.bidirectional, None, *options)
 
-    def choose(self, problem: Problem, arrays: Arrays, others: list[mx.array]) -> tuple[Problem, str, bool]:
+    def choose(self, problem: Problem, arrays: Arrays, others: list[mx.array], op: str) -> tuple[Problem, str, bool]:
         """The problem with its lengths, the engine's word, whether some array has no value yet."""
         T, B, H, _ = problem[:4]
         lengths = [self.lengths] if isinstance(self.lengths, mx.array) else []
         traced = is_traced([*arrays.values(), *others, *lengths])
         if self.lengths is not None:
-            problem = problem._replace(lengths=check_lengths(self.cell.op, self.lengths, B, T, traced=traced))
+            problem = problem._replace(lengths=check_lengths(op, self.lengths, B, T, traced=traced))
         metal = mx.metal.is_available()
         word = choose(
             sizes=(T, B, arrays["x"].shape[-1], H),
@@ -498,7 +498,7 @@ class Plan(NamedTuple):
             traced=traced,
             requested=self.engine,
             table=tuning.current() if metal else tuning.PREDICTED,
-            op=self.cell.op,
+            op=op,
         ).engine
         return problem, word, traced
 

@@ -1,55 +1,149 @@
-"""Every argument of `lstm` given wrongly: a ValueError that names op, argument, rule and value, before any work."""
+"""Every argument of every op given wrongly: a ValueError that names op, argument, rule and value, before any work."""
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_lstm import engine_numpy, engine_ops, lstm
+from mlx_lstm import engine_numpy, engine_ops, recurrence
 
 T, B, I, H, P = 3, 2, 4, 5, 6
-RIGHT = {
-    "x": (T, B, I),
-    "Wx": (4 * H, I),
-    "Wh": (4 * H, P),
-    "b": (4 * H,),
-    "h0": (B, P),
-    "c0": (B, H),
-    "peephole": (4 * H,),
-    "mask": (B, P),
-    "Wp": (P, H),
-}
+GATES = {"lstm": 4, "gru": 3, "rnn": 1}
+SAVED = {"lstm": ("gates", "c", "h"), "gru": ("gates", "h"), "rnn": ("h", "gates")}
+OUTPUTS = {"lstm": ("h", "c", "gates", "hT", "cT"), "gru": ("h", "gates", "hT"), "rnn": ("h", "gates", "hT")}
+OPS = [*GATES, *(f"{op}_gradients" for op in GATES)]
+KINDS = [(op, both) for op in OPS for both in (False, True)]
 
-WRONG_SHAPES = {
-    "x": [(T, B), (T, B, I + 1), (0, B, I), (T, 0, I), (T, B, 0), (T, B, I, 1)],
-    "Wx": [(4 * H,), (4 * H, I + 1), (4 * H + 4, I), (I, 4 * H)],
-    "Wh": [(4 * H,), (4 * H + 1, P), (4 * H, P + 1), (0, P), (4 * H, 0)],
-    "b": [(4 * H, 1), (4 * H - 1,), (H,)],
-    "h0": [(B,), (B + 1, P), (B, H), (1, B, P)],
-    "c0": [(H,), (B, P), (B, H + 1)],
-    "peephole": [(4, H), (3 * H,)],
-    "mask": [(B + 1, P), (T + 1, B, P), (B, H), (1, T, B, P), (T, B)],
-    "Wp": [(P,), (H, P), (P + 1, H)],
-}
-BAD_VALUES = [
-    ("gate_order", "ifog2", "permutation"),
-    ("gate_order", "iifg", "permutation"),
-    ("gate_order", "IFGO", "permutation"),
-    ("gate_order", None, "permutation"),
-    ("activations", "tanh", "five names"),
-    ("activations", ("tanh",) * 4, "five names"),
-    ("activations", ("tanh",) * 4 + ("softsign",), "softsign"),
-    ("activations", ("tanh",) * 4 + (None,), "None"),
-    ("output_peephole", "next", "'current', 'previous'"),
-    ("cell_clip", -1.0, "greater than 0"),
-    ("cell_clip", 0, "greater than 0"),
-    ("cell_clip", float("nan"), "finite"),
-    ("cell_clip", "3", "finite number"),
-    ("forget_bias", float("inf"), "finite"),
-    ("forget_bias", None, "finite number"),
-    ("forget_bias", True, "finite number"),
+
+def right(word, both=False):
+    """{name: shape} of every array an op takes."""
+    op = word.removesuffix("_gradients")
+    G, D, own, width = GATES[op], 2 if both else 1, (2,) if both else (), P if op == "lstm" else H
+    shapes = {"x": (T, B, I), "Wx": (D * G * H, I), "Wh": (*own, G * H, width), "b": (D * G * H,)}
+    shapes |= {"h0": (B, D * width), "mask": (B, D * width)}
+    if op == "lstm":
+        shapes |= {"c0": (B, D * H), "peephole": (*own, 4 * H), "Wp": (*own, P, H)}
+    if op == "gru":
+        shapes["bhn"] = (D * H,)
+    if word != op:
+        kept = {"h": (T, B, D * width), "c": (T, B, D * H), "gates": (T, B, D * G * H)}
+        kept |= {"hT": (B, D * width), "cT": (B, D * H)}
+        shapes |= {name: kept[name] for name in SAVED[op]} | {f"d{name}": kept[name] for name in OUTPUTS[op]}
+    return shapes
+
+
+def arguments(word, both=False, **changed):
+    return {name: mx.zeros(shape) for name, shape in right(word, both).items()} | {"bidirectional": both} | changed
+
+
+def call(word, both=False, **changed):
+    return getattr(recurrence, word)(**arguments(word, both, **changed))
+
+
+def refused(word, both=False, **changed):
+    with pytest.raises(ValueError, match=rf"^\[{word}\] .* but got .*\.$") as error:
+        call(word, both, **changed)
+    return str(error.value)
+
+
+def wrong_shapes(word, both):
+    """(name, shape): an axis less, an axis more, every axis one longer, empty, in the layout of one direction."""
+    other = right(word, not both)
+    for name, shape in right(word, both).items():
+        shapes = [shape[1:], (1, *shape), other[name]]
+        shapes += [(*shape[:n], size + 1, *shape[n + 1 :]) for n, size in enumerate(shape)]
+        shapes += [(*shape[:n], 0, *shape[n + 1 :]) for n in range(len(shape))]
+        if name == "mask":  # which may be broadcast, and have an axis of time
+            shapes = [
+                (B + 1, shape[1]),
+                (B, shape[1] + 1),
+                (B, 0),
+                (T + 1, *shape),
+                (1, T, *shape),
+                (T, B),
+                other[name],
+            ]
+        free = {(T + 1, B, I)} if name == "x" and word in GATES else set()
+        for wrong in dict.fromkeys(shapes):
+            if wrong != shape and wrong not in free:
+                yield name, wrong
+
+
+@pytest.fixture
+def no_work(monkeypatch):
+    """An engine that runs at all fails the test."""
+
+    def refuse(*_):
+        raise AssertionError("work was done before the arguments were checked")
+
+    for engine in (engine_numpy, engine_ops):
+        for name in ("forward", "backward"):
+            monkeypatch.setattr(engine, name, refuse)
+
+
+@pytest.mark.parametrize("word, both", KINDS)
+def test_right_arguments_are_taken(word, both):
+    found = call(word, both)
+    if word in GATES:
+        assert found.h.shape == (T, B, right(word, both)["h0"][1])
+    else:
+        arrays = set(right(word.removesuffix("_gradients")))
+        assert {name: gradient.shape for name, gradient in found.items()} == {n: right(word, both)[n] for n in arrays}
+
+
+@pytest.mark.parametrize("word, both", KINDS)
+def test_wrong_shape(no_work, word, both):
+    """Sizes are read off x and Wh, so that another array's name may come up for these two."""
+    for name, shape in wrong_shapes(word, both):
+        message = refused(word, both, **{name: mx.zeros(shape)})
+        assert "shape" in message, (name, shape)
+        if name not in ("x", "Wh"):
+            assert f"] {name} must" in message and str(list(shape)) in message, (name, shape, message)
+            assert name == "mask" or str(list(right(word, both)[name])) in message
+
+
+@pytest.mark.parametrize("word, name", [(word, name) for word in OPS for name in right(word)])
+def test_wrong_dtype(no_work, word, name):
+    for dtype in (mx.int32, mx.bool_, mx.float16, mx.complex64):
+        with mx.stream(mx.cpu):
+            message = refused(word, **{name: mx.zeros(right(word)[name], dtype)})
+        assert "dtype" in message or "must be float32" in message
+        assert str(dtype).split(".")[-1] in message or name == "x"
+
+
+@pytest.mark.parametrize("word, name", [(word, name) for word in OPS for name in right(word)])
+def test_not_an_mlx_array(no_work, word, name):
+    for value in (np.zeros(3), 1.0, [0.0], "none"):
+        message = refused(word, **{name: value})
+        assert f"] {name} must be an mlx.core.array but got {type(value).__name__}." in message
+
+
+MUST_BE_GIVEN = [(word, name) for word in OPS for name in ("x", "Wh")]
+MUST_BE_GIVEN += [
+    ("lstm_gradients", "gates"),
+    ("lstm_gradients", "c"),
+    ("gru_gradients", "gates"),
+    ("gru_gradients", "h"),
+]
+
+
+@pytest.mark.parametrize("word, name", MUST_BE_GIVEN)
+def test_what_may_not_be_absent(no_work, word, name):
+    assert f"] {name} must be an mlx.core.array but got NoneType." in refused(word, **{name: None})
+
+
+def test_h_may_be_absent_where_it_can_be_made_of_the_rest(no_work):
+    assert "] h or gates must be given but got None." in refused("rnn_gradients", h=None, gates=None)
+    assert "] h must be given where there is a projection" in refused("lstm_gradients", h=None)
+    square = {"Wh": mx.zeros((4 * H, H)), "Wp": mx.zeros((H, H))}
+    square |= {name: mx.zeros((B, H)) for name in ("h0", "mask", "dhT")} | {"dh": mx.zeros((T, B, H)), "h": None}
+    assert "] h must be given where there is a projection" in refused("lstm_gradients", **square)
+
+
+# --- Options ---------------------------------------------------------------------------------------------------------
+
+EVERY_OP = [
     ("reverse", 1, "True or False"),
-    ("return_gates", "yes", "True or False"),
-    ("training", None, "True or False"),
+    ("bidirectional", "both", "True or False"),
     ("lengths", [1], "shape"),
     ("lengths", [[1, 2]], "integers"),
     ("lengths", [T + 1, 1], r"lengths\[0\] = 4"),
@@ -64,82 +158,89 @@ BAD_VALUES = [
     ("engine", "", "one of"),
     ("engine", 1, "one of"),
 ]
+FORWARD = [("return_gates", "yes", "True or False"), ("training", None, "True or False")]
+BAD_VALUES = {
+    "lstm": [
+        ("gate_order", "ifog2", "permutation"),
+        ("gate_order", "iifg", "permutation"),
+        ("gate_order", "IFGO", "permutation"),
+        ("gate_order", None, "permutation"),
+        ("activations", "tanh", "five names"),
+        ("activations", ("tanh",) * 4, "five names"),
+        ("activations", ("tanh",) * 4 + ("softsign",), "softsign"),
+        ("activations", ("tanh",) * 4 + (None,), "None"),
+        ("output_peephole", "next", "'current', 'previous'"),
+    ],
+    "gru": [
+        ("gate_order", "ifgo", "permutation of 'rzn'"),
+        ("gate_order", "rz", "permutation of 'rzn'"),
+        ("gate_order", ("r", "z", "n"), "permutation of 'rzn'"),
+        ("activations", ("tanh",) * 5, "three names"),
+        ("activations", "sigmoid", "three names"),
+        ("activations", ("tanh", "tanh", "gelu"), "gelu"),
+        ("reset", True, "'after', 'before'"),
+        ("reset", "before", "bhn must be None with reset='before'"),
+        ("flip_z", 0, "True or False"),
+    ],
+    "rnn": [
+        ("activation", "softplus", "softplus"),
+        ("activation", ("tanh",), "one of 'identity'"),
+        ("activation", None, "None"),
+    ],
+}
+OF_LSTM_ALONE = [
+    ("cell_clip", -1.0, "greater than 0"),
+    ("cell_clip", 0, "greater than 0"),
+    ("cell_clip", float("nan"), "finite"),
+    ("cell_clip", "3", "finite number"),
+    ("forget_bias", float("inf"), "finite"),
+    ("forget_bias", None, "finite number"),
+    ("forget_bias", True, "finite number"),
+]
+CASES = [(word, *row) for word in OPS for row in EVERY_OP + BAD_VALUES[word.removesuffix("_gradients")]]
+CASES += [(word, *row) for word in GATES for row in FORWARD] + [("lstm", *row) for row in OF_LSTM_ALONE]
 
 
-@pytest.fixture
-def no_work(monkeypatch):
-    """An engine that runs at all fails the test."""
-
-    def refuse(*_):
-        raise AssertionError("work was done before the arguments were checked")
-
-    for engine in (engine_numpy, engine_ops):
-        monkeypatch.setattr(engine, "forward", refuse)
-
-
-def arguments(**changed):
-    return {name: mx.zeros(shape) for name, shape in RIGHT.items()} | changed
-
-
-def refused(**changed):
-    with pytest.raises(ValueError, match=r"^\[lstm\] .* but got .*\.$") as error:
-        lstm(**arguments(**changed))
-    return str(error.value)
-
-
-def test_right_arguments_are_taken():
-    assert lstm(**arguments()).h.shape == (T, B, P)
-
-
-@pytest.mark.parametrize("name, shape", [(name, shape) for name, shapes in WRONG_SHAPES.items() for shape in shapes])
-def test_wrong_shape(no_work, name, shape):
-    message = refused(**{name: mx.zeros(shape)})
-    assert str(list(shape)) in message or "shape" in message
-    # Sizes are read off x and Wh, so that another array's name may come up for these two.
-    assert name in ("x", "Wh") or f"] {name} must" in message
-
-
-@pytest.mark.parametrize("name", RIGHT)
-@pytest.mark.parametrize("dtype", [mx.int32, mx.bool_, mx.float16, mx.complex64], ids=str)
-def test_wrong_dtype(no_work, name, dtype):
-    with mx.stream(mx.cpu):
-        message = refused(**{name: mx.zeros(RIGHT[name], dtype)})
-    assert "dtype" in message or "must be float32" in message
-    assert str(dtype).split(".")[-1] in message or name == "x"
-
-
-@pytest.mark.parametrize("name", [name for name in RIGHT if name not in ("x", "Wh")])
-@pytest.mark.parametrize("value", [np.zeros(3), 1.0, [0.0], "none"], ids=lambda value: type(value).__name__)
-def test_not_an_mlx_array(no_work, name, value):
-    message = refused(**{name: value})
-    assert f"] {name} must be an mlx.core.array but got {type(value).__name__}." in message
-
-
-@pytest.mark.parametrize("name", ["x", "Wh"])
-def test_what_may_not_be_absent(no_work, name):
-    assert f"] {name} must be an mlx.core.array but got NoneType." in refused(**{name: None})
-
-
-@pytest.mark.parametrize("name, value, rule", BAD_VALUES, ids=lambda value: str(value)[:24])
-def test_bad_value(no_work, name, value, rule):
+@pytest.mark.parametrize("word, name, value, rule", CASES, ids=lambda value: str(value)[:24])
+def test_bad_value(no_work, word, name, value, rule):
     with pytest.raises(ValueError, match=rule) as error:
-        lstm(**arguments(**{name: value}))
-    assert str(error.value).startswith(f"[lstm] {name}") and " but got " in str(error.value)
+        call(word, **{name: value})
+    assert str(error.value).startswith((f"[{word}] {name}", f"[{word}] bhn")) and " but got " in str(error.value)
 
 
-def test_projected_input_must_be_4H_wide(no_work):
-    assert "[T, B, 4H = 20]" in refused(Wx=None, x=mx.zeros((T, B, 4 * H + 4)))
+# --- Rules on several arguments --------------------------------------------------------------------------------------
+
+
+WIDTHS = [("lstm", False, "4H"), ("lstm", True, "8H"), ("gru", False, "3H"), ("gru", True, "6H")]
+WIDTHS += [("rnn", False, "H"), ("rnn", True, "2H")]
+
+
+@pytest.mark.parametrize("word, both, width", WIDTHS)
+def test_projected_input_is_as_wide_as_the_gates(no_work, word, both, width):
+    size = GATES[word] * H * (1 + both)
+    assert f"[T, B, {width} = {size}]" in refused(word, both, Wx=None, x=mx.zeros((T, B, size + 1)))
+    assert f"[T, B, {width} = {size}]" in refused(word, both, Wx=None, x=mx.zeros((T, B, size // 2)))
 
 
 def test_without_a_projection_Wh_is_square(no_work):
-    assert "[4H, H]" in refused(Wp=None)
+    assert "[4H, H]" in refused("lstm", Wp=None)
+    assert "[2, 4H, H]" in refused("lstm", True, Wp=None)
+    assert "[3H, H]" in refused("gru", Wh=mx.zeros((3 * H, P)))
+    assert "[2, H, H]" in refused("rnn", True, Wh=mx.zeros((2, P, H)))
 
 
-def test_a_mask_must_not_enlarge_the_batch(no_work):
-    assert "mask must broadcast" in refused(x=mx.zeros((T, 1, I)), h0=None, c0=None, mask=mx.zeros((B, P)))
+@pytest.mark.parametrize("word, both", KINDS)
+def test_a_mask_must_not_enlarge_the_batch(no_work, word, both):
+    sequences = [name for name, shape in right(word, both).items() if shape[:2] == (T, B)]
+    one = {name: mx.zeros((T, 1, right(word, both)[name][2])) for name in sequences}
+    states = dict.fromkeys(name for name in ("h0", "c0", "dhT", "dcT") if name in right(word, both))
+    message = refused(word, both, **one, **states)
+    assert "mask must broadcast to [B, " in message and f"[{T}, 1, " in message
 
 
-def test_a_forced_engine_that_cannot_run():
-    rest = {name: value for name, value in arguments(Wp=None, mask=None).items() if name not in ("Wh", "h0")}
-    with pytest.raises(ValueError, match="engine='numpy' cannot run: inside mx"):
-        mx.compile(lambda Wh: lstm(Wh=Wh, **rest, engine="numpy").h)(mx.zeros((4 * H, H)))
+@pytest.mark.parametrize("word", GATES)
+def test_a_forced_engine_that_cannot_run(word):
+    rest = {name: value for name, value in arguments(word).items() if name not in ("Wh", "h0", "Wp", "mask")}
+    op = getattr(recurrence, word)
+    with pytest.raises(ValueError, match=rf"\[{word}\] engine='numpy' cannot run: inside mx"):
+        mx.compile(lambda Wh: op(Wh=Wh, **rest, engine="numpy").h)(mx.zeros((GATES[word] * H, H)))
