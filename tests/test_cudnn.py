@@ -207,6 +207,16 @@ def test_versions_agree():
             np.testing.assert_array_equal(np.array(value), np.array(getattr(other, name)), err_msg=name)
 
 
+@pytest.mark.parametrize("c", [0, None, mx.zeros((0,)), mx.ones((2, 2))], ids=["0", "None", "empty", "ones"])
+def test_without_a_cell_state_input_c_may_be_anything(c):
+    state, options = mx.zeros((1, 3, 5)), {"rnn_mode": "gru"}
+    inputs = mx.ones((4, 3, 4)), state, c, mx.ones((cudnn.cudnn_rnn_params_size(1, 5, 4, **options).item(),))
+    *outputs, reserve = cudnn.cudnn_rnn(*inputs, **options)
+    back = cudnn.cudnn_rnn_backprop(*inputs, *outputs, *outputs, reserve, **options)
+    assert outputs[2].shape == () and back.input_c_backprop.shape == getattr(c, "shape", ())
+    assert not np.array(back.input_c_backprop).any()
+
+
 # --- Input modes -----------------------------------------------------------------------------------------------------
 
 
@@ -347,6 +357,9 @@ def test_dropout_between_layers_only():
     again, other = (cudnn.cudnn_rnn(**inputs, **(given | seeds)).output for seeds in ({}, {"seed2": 3}))
     assert mx.array_equal(out.output, again) and not mx.array_equal(out.output, other)
     assert not mx.array_equal(other, cudnn.cudnn_rnn(**inputs, **(given | {"seed": 2})).output)
+    # Any integer is a seed: its low 64 bits count.
+    negative, same = (cudnn.cudnn_rnn(**inputs, **(given | {"seed2": n})).output for n in (-1, 2**64 - 1))
+    assert mx.array_equal(negative, same)
 
 
 # --- The buffer ------------------------------------------------------------------------------------------------------
