@@ -4,6 +4,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_lstm import lstm
+from mlx_lstm.cells import GRUCell, LSTMCell, RNNCell
 from mlx_lstm.engines import ENGINES, choose
 
 MAC = {"device": "gpu", "metal": True}
@@ -12,6 +13,8 @@ LINUX = {"device": "cpu", "metal": False}
 CUDA = {"device": "gpu", "metal": False}
 TRACED = "inside mx.compile, mx.vmap or an export"
 HALF, BRAIN, DOUBLE = {"dtype": mx.float16}, {"dtype": mx.bfloat16}, {"dtype": mx.float64}
+CELLS = (LSTMCell(), GRUCell(), GRUCell(reset="before"), RNNCell())
+KINDS = [{"cell": cell, "bidirectional": both} for cell in CELLS for both in (False, True)]
 
 TABLE = [
     # machine, other arguments, H, engine asked for, engine or the reason of the refusal
@@ -25,6 +28,12 @@ TABLE = [
     (LINUX, {}, 128, "fused", "engine='fused' cannot run: Metal shaders run on the GPU"),
     (LINUX, {}, 128, "metal", "engine must be one of fused, stepwise, numpy, ops but got 'metal'"),
     (LINUX, DOUBLE, 128, None, "numpy"),
+    *((LINUX, options, 16, None, "numpy") for options in KINDS),
+    *((LINUX, options, 16, "ops", "ops") for options in KINDS),
+    *((LINUX, {"traced": True, **options}, 16, None, "ops") for options in KINDS),
+    *((LINUX, options, 16, "fused", "cannot run: Metal shaders run on the GPU") for options in KINDS),
+    *((CUDA, options, 16, None, "ops") for options in KINDS),
+    *((MAC, DOUBLE | options, 16, None, "float64 needs the CPU, stream=mx.cpu") for options in KINDS),
     (MAC_CPU, {}, 128, None, "numpy"),
     (MAC_CPU, DOUBLE, 128, None, "numpy"),
     (MAC_CPU, {"traced": True}, 128, None, "ops"),
@@ -64,6 +73,12 @@ def test_choice(machine, arguments, H, requested, expected):
     else:
         with pytest.raises(ValueError, match=expected):
             choose(**arguments, requested=requested)
+
+
+def test_refusals_name_the_op():
+    for op in ("gru", "rnn_gradients"):
+        with pytest.raises(ValueError, match=rf"^\[{op}\] engine='fused' cannot run"):
+            choose(sizes=(8, 2, 3, 4), dtype=mx.float32, traced=False, **LINUX, requested="fused", op=op)
 
 
 def test_a_stream_argument_is_where_it_runs():

@@ -1,103 +1,128 @@
-"""`mlx_lstm.lstm` against the LSTMs people come from: torch, keras and jax, values and gradients, on the CPU."""
+"""The recurrence against the layers people come from: torch, keras and jax, values and gradients, on the CPU."""
 
 import os
 
-import mlx.core as mx
 import numpy as np
 import pytest
+from cases import draw, run
 
-from mlx_lstm import lstm
 from mlx_lstm.closeness import assert_within, bounds
 
-T, B, I, H = 7, 3, 5, 4
+SIZES = T, B, I, H = 7, 3, 5, 4
 ENGINES = ("numpy", "ops")
+DIRECTIONS = pytest.mark.parametrize("bidirectional", [False, True], ids=["one", "both"])
 
 
-def draw():
+def drawn(**options):
+    """A case in float32, and a gradient for h alone."""
     rng = np.random.default_rng(12)
-    shapes = {"x": (T, B, I), "Wx": (4 * H, I), "Wh": (4 * H, H), "b": (4 * H,), "h0": (B, H), "c0": (B, H)}
-    case = {name: rng.normal(0, 0.5, shape).astype(np.float32) for name, shape in shapes.items()}
-    return case, rng.normal(size=(T, B, H)).astype(np.float32)
+    case = draw(rng, sizes=(*SIZES, H), dtype=np.float32, **options)
+    width = case["h0"].shape[-1]
+    return case, {"h": rng.normal(size=(T, B, width)).astype(np.float32)}
 
 
-def ours(case, dh, engine, **options):
-    """h and the gradient of every array, by name."""
-    names = list(case)
-    (h,), gradients = mx.vjp(
-        lambda *arrays: [lstm(**dict(zip(names, arrays, strict=True)), **options, engine=engine).h],
-        [mx.array(array) for array in case.values()],
-        [mx.array(dh)],
-    )
-    return {"h": np.array(h)} | {name: np.array(gradient) for name, gradient in zip(names, gradients, strict=True)}
-
-
-def assert_equal(got, expected, case, dh, **options):
+def assert_equal(engine, case, cotangents, expected):
     """Each of two float32 results may be as far from the truth as the bound says."""
-    options = {name: value for name, value in options.items() if value is not None}
-    limit = bounds(case | options, np.float32, {"h": dh})
+    limit = bounds(case, np.float32, cotangents)
+    outputs, gradients = run(case, engine, np.float32, cotangents)
     for name, value in expected.items():
-        assert_within(name, got[name], np.asarray(value).astype(np.float64), 2 * limit[name])
+        assert_within(name, (outputs | gradients)[name], np.asarray(value).astype(np.float64), 2 * limit[name])
 
 
+@DIRECTIONS
+@pytest.mark.parametrize("lengths", [None, [7, 2, 4]], ids=["full", "packed"])
+@pytest.mark.parametrize("name", ["lstm", "lstm_projection", "gru", "rnn_tanh", "rnn_relu"])
 @pytest.mark.parametrize("engine", ENGINES)
-def test_torch(engine):
+def test_torch(engine, name, lengths, bidirectional):
+    """All of torch.nn's recurrent layers: outputs, last states, every gradient."""
     torch = pytest.importorskip("torch")
-    case, dh = draw()
-    layer = torch.nn.LSTM(I, H)
-    names = {"Wx": "weight_ih_l0", "Wh": "weight_hh_l0", "b": "bias_ih_l0"}
-    with torch.no_grad():
-        for name, theirs in names.items():
-            getattr(layer, theirs).copy_(torch.from_numpy(case[name]))
-        layer.bias_hh_l0.zero_()
-    x, h0, c0 = (torch.tensor(case[name], requires_grad=True) for name in ("x", "h0", "c0"))
-    h, _ = layer(x, (h0[None], c0[None]))
-    h.backward(torch.from_numpy(dh))
-    expected = {"h": h.detach(), "x": x.grad, "h0": h0.grad, "c0": c0.grad}
-    expected |= {name: getattr(layer, theirs).grad for name, theirs in names.items()}
-    assert_equal(ours(case, dh, engine), {name: value.numpy() for name, value in expected.items()}, case, dh)
+    torch_layer = pytest.importorskip("torch_layers").torch_layer
+    sizes = (T, B, I, 5) if "projection" in name else SIZES
+    options = {"bidirectional": bidirectional, "lengths": lengths, "dtype": torch.float32}
+    case, cotangents, expected = torch_layer(name, sizes, **options)
+    assert set(expected) == {name for name in case if isinstance(case[name], np.ndarray)} | set(cotangents)
+    assert_equal(engine, case, cotangents, expected)
 
 
-@pytest.mark.parametrize("backwards", [False, True], ids=["forwards", "backwards"])
+def keras_weights(case, d):
+    """Direction d's weights as keras has them: kernels transposed; of a GRU that resets after, two rows of biases."""
+    both = case.get("bidirectional", False)
+    Wh = case["Wh"][d] if both else case["Wh"]
+    Wx, b = (np.split(case[name], 1 + both)[d] for name in ("Wx", "b"))
+    if "bhn" in case:
+        b = np.stack([b, np.concatenate([np.zeros(2 * H), np.split(case["bhn"], 1 + both)[d]])])
+    return [Wx.T, Wh.T, b]
+
+
+HARD = ("hard_sigmoid_sixth", "hard_sigmoid_sixth", "tanh", "hard_sigmoid_sixth", "tanh")
+LAYERS = {  # keras' layer, its options, ours
+    "LSTM": ({}, {}),
+    "GRU": ({}, {"op": "gru", "gate_order": "zrn"}),
+    "GRU reset before": ({"reset_after": False}, {"op": "gru", "gate_order": "zrn", "reset": "before"}),
+    "SimpleRNN": ({}, {"op": "rnn"}),
+    "LSTM hard": ({"recurrent_activation": "hard_sigmoid"}, {"activations": HARD}),
+}
+
+
+@pytest.mark.parametrize("direction", [{}, {"reverse": True}, {"bidirectional": True}], ids=str)
+@pytest.mark.parametrize("word", LAYERS)
 @pytest.mark.parametrize("engine", ENGINES)
-def test_keras(engine, backwards):
-    """Keras' gate order i, f, c, o is ifgo here; its kernels are transposed; going backwards it does not realign."""
+def test_keras(engine, word, direction):
+    """Keras' gate orders i, f, c, o and z, r, h are ifgo and zrn here; going backwards it does not realign."""
     os.environ.setdefault("KERAS_BACKEND", "jax")
     keras = pytest.importorskip("keras")
-    case, dh = draw()
-    layer = keras.layers.LSTM(H, return_sequences=True, go_backwards=backwards)
+    theirs, options = LAYERS[word]
+    case, cotangents = drawn(**options, **direction)
+    backwards, both = direction.get("reverse", False), direction.get("bidirectional", False)
+    layer = getattr(keras.layers, word.split()[0])(H, return_sequences=True, go_backwards=backwards, **theirs)
+    layer = keras.layers.Bidirectional(layer) if both else layer
     layer.build((B, T, I))
-    layer.set_weights([case["Wx"].T, case["Wh"].T, case["b"]])
-    h = np.asarray(layer(case["x"].swapaxes(0, 1), initial_state=[case["h0"], case["c0"]])).swapaxes(0, 1)
-    got = ours(case, dh, engine, reverse=backwards)
-    assert_equal(got, {"h": h[::-1] if backwards else h}, case, dh, reverse=backwards)
+    layer.set_weights([array for d in range(1 + both) for array in keras_weights(case, d)])
+    states = [
+        np.split(case[name], 2, axis=-1)[d] if both else case[name]
+        for d in range(1 + both)
+        for name in ("h0", "c0")
+        if name in case
+    ]
+    h = np.asarray(layer(case["x"].swapaxes(0, 1), initial_state=states)).swapaxes(0, 1)
+    assert_equal(engine, case, cotangents, {"h": h[::-1] if backwards else h})
 
 
+@DIRECTIONS
 @pytest.mark.parametrize("lengths", [None, [7, 2, 4]], ids=["full", "ragged"])
 @pytest.mark.parametrize("engine", ENGINES)
-def test_jax(engine, lengths):
+def test_jax(engine, lengths, bidirectional):
     """jax's plain reference of cuDNN's LSTM, with its flat weights; its padding is zero too."""
     jax = pytest.importorskip("jax")
     rnn = pytest.importorskip("jax.experimental.rnn")
-    case, dh = draw()
+    case, cotangents = drawn(bidirectional=bidirectional)
+    case |= {} if lengths is None else {"lengths": lengths}
+    D = 1 + bidirectional
+
+    def parts(array, axis=0):
+        return dict(enumerate(jax.numpy.split(array, D, axis=axis)))
 
     def theirs(x, Wx, Wh, b, h0, c0):
-        weights = ({0: Wx}, {0: Wh}, {0: b}, {0: 0 * b})
+        Wh = dict(enumerate(Wh.reshape(D, 4 * H, H)))
+        states = (jax.numpy.stack(list(parts(state, axis=-1).values())) for state in (h0, c0))
         y, _, _ = rnn.lstm_ref(
             x.swapaxes(0, 1),
-            h0[None],
-            c0[None],
-            *weights,
+            *states,
+            parts(Wx),
+            Wh,
+            parts(b),
+            parts(0 * b),
             seq_lengths=np.asarray(lengths or [T] * B, np.int32),
             input_size=I,
             hidden_size=H,
             num_layers=1,
             dropout=0.0,
-            bidirectional=False,
+            bidirectional=bidirectional,
         )
         return y.swapaxes(0, 1)
 
     names = ("x", "Wx", "Wh", "b", "h0", "c0")
     with jax.default_matmul_precision("highest"):
         h, pull = jax.vjp(theirs, *(case[name] for name in names))
-        expected = {"h": h} | dict(zip(names, pull(dh), strict=True))
-    assert_equal(ours(case, dh, engine, lengths=lengths), expected, case, dh, lengths=lengths)
+        expected = {"h": h} | dict(zip(names, pull(cotangents["h"]), strict=True))
+    assert_equal(engine, case, cotangents, expected)
