@@ -12,7 +12,6 @@ import platform
 import sys
 import warnings
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
 
@@ -71,23 +70,17 @@ def cache_file() -> Path:
 @cache
 def machine() -> dict[str, str]:
     """What a table depends on: the chip, the system, the versions, the kernels."""
+    from . import __version__  # which is not there yet when this file is read
+
     chip = mx.device_info(mx.gpu if mx.is_available(mx.gpu) else mx.cpu)
     return {
         "chip": str(chip.get("device_name", "unknown")),
         "architecture": str(chip.get("architecture", "unknown")),
         "system": f"macOS {platform.mac_ver()[0]}" if sys.platform == "darwin" else platform.system(),
-        "mlx": installed("mlx"),
-        "mlx_lstm": installed("mlx-lstm"),
+        "mlx": mx.__version__,
+        "mlx_lstm": __version__,
         "kernels": kernels_hash(),
     }
-
-
-def installed(package: str) -> str:
-    """A package's version."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
 
 
 def kernels_hash() -> str:

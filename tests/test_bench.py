@@ -8,9 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mlx_lstm.bench import rounds
+from mlx_lstm.bench import judge_stack, rounds
 from mlx_lstm.bench.__main__ import main
-from mlx_lstm.bench.contenders import CONTENDERS, PASSES, Size, Task, draw, find_contender, is_installed, parse_size
+from mlx_lstm.bench.case_stack import packed, unpacked
+from mlx_lstm.bench.cases import CASES, find_contender, is_installed
+from mlx_lstm.bench.contenders import CONTENDERS, PASSES, Size, Task, draw, parse_size
 from mlx_lstm.bench.judge import Rounding, appoint, evaluate
 from mlx_lstm.bench.report import group_text, machine_card, plot
 from mlx_lstm.bench.rounds import Plan, Row, kept_bytes, peak_ratio, plan, ratio, take_turn
@@ -89,6 +91,48 @@ def test_every_contender_agrees_and_the_bound_is_tight(dtype):
         assert not verdict.refusal, f"{name}: {verdict}"
     unit = {"float32": 2**-24, "float16": 2**-11, "bfloat16": 2**-8}[dtype]
     assert all(judge.bounds[name] < 500 * unit * np.abs(judge.exact[name]).max() for name in judge.exact)
+
+
+@pytest.mark.parametrize("cell", ["lstm", "gru"])
+def test_judge_of_a_stack_evaluates_it_and_its_gradient(cell):
+    """As above, for every array of two bidirectional layers."""
+    rng = np.random.default_rng(1)
+    numbers = CASES[f"cudnn_{cell}"].draw(Size(3, 2, 3, 2), "float32")
+    numbers = {name: array.astype(np.float64) for name, array in numbers.items()}
+    exact = judge_stack.evaluate(cell, numbers, Rounding(), backward=True)
+    for name in set(numbers) - {"dh"}:
+        direction = rng.standard_normal(numbers[name].shape)
+        ends = [
+            (judge_stack.evaluate(cell, numbers | {name: array}, Rounding(), backward=False)["h"] * numbers["dh"]).sum()
+            for array in (numbers[name] + 1e-5 * direction, numbers[name] - 1e-5 * direction)
+        ]
+        assert (ends[0] - ends[1]) / 2e-5 == pytest.approx((exact[f"d{name}"] * direction).sum(), rel=1e-7, abs=1e-8)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_case_agrees_is_judged_tightly_and_uses_every_tensor(case):
+    """Each contender, the same numbers; a result off by a thousandth is refused, whichever it is."""
+    size, passes = TINY, CASES[case].passes
+    numbers = CASES[case].draw(size, "float32")
+    judge = CASES[case].appoint(numbers, "float32", backward=True)
+    for name, contender in CASES[case].contenders.items():
+        for which in PASSES:
+            given = Task(name, "numpy" if name == "ours" else "-", size, which, case=case)
+            work = contender.prepare(numbers, given)
+            results = work.tensors(work.run())
+            assert results.keys() == set(passes[which])
+            assert not judge.judge(results, passes[which]).refusal, name
+    for name in passes["backward"]:
+        wrong = results | {name: np.asarray(results[name]) * np.float32(1.001)}
+        assert judge.judge(wrong, passes["backward"]).tensor == name
+
+
+def test_parameter_buffer_is_packed_and_unpacked():
+    numbers = CASES["cudnn_gru"].draw(TINY, "float32")
+    buffer = packed(numbers)
+    for name, array in unpacked(buffer, numbers).items():
+        np.testing.assert_array_equal(array, numbers[name], err_msg=name)
+    assert buffer.size == sum(array.size for name, array in numbers.items() if name not in ("x", "dh"))
 
 
 def test_judge_refuses():
@@ -199,7 +243,7 @@ def test_group_text():
         Row(task("ours", "numpy"), "refused: db: error 1 > bound 0.1"),
     ]
     lines = group_text(rows).splitlines()
-    assert lines[0].split() == ["T,B,I,H", "=", "5,3,4,8", "backward", "float32"]
+    assert lines[0].split() == ["lstm", "T,B,I,H", "=", "5,3,4,8", "backward", "float32"]
     assert "x torch.nn.LSTM" in lines[1] and "x mlx.nn.LSTM" in lines[1]
     assert lines[2].split()[:10] == ["mlx_lstm.lstm", "ops", "3", "2", "2.4", "3.6", "2", "3", "(2-4)", "0.167"]
     assert "mlx_lstm.lstm (ops) used 50% of a core while others were timed" in lines
@@ -230,6 +274,15 @@ def test_command(tmp_path, capsys):
     assert int(mlx["mlx_peak_bytes"]) > 0 and float(ours["error"]) <= float(ours["bound"])
 
 
+def test_command_of_another_case(tmp_path, capsys):
+    file = tmp_path / "figures.csv"
+    case = ["--case", "cudnn_gru", "--contenders", "ours", "--engine", "ops", "--csv", str(file)]
+    assert main([*case, "--sizes", str(TINY), *FEW]) == 0
+    assert "cudnn_gru   T,B,I,H = 5,3,4,8   backward" in capsys.readouterr().out
+    (row,) = csv.DictReader(file.open())
+    assert (row["case"], row["contender"], row["status"]) == ("cudnn_gru", "mlx_lstm.cudnn gru", "timed")
+
+
 def test_memory_command(capsys):
     arguments = ["--memory", "--sizes", str(TINY), "--contenders", "ours", "--engine", "ops", "--device", "cpu"]
     assert main(arguments) == 0
@@ -247,6 +300,9 @@ def test_memory_command(capsys):
         (["--device", "gpu", "--engine", "numpy"], "engine='numpy' cannot run"),
         (["--rounds", "0"], "--rounds must be at least 1"),
         (["--memory", "--plot", "a.png"], "--plot draws times"),
+        (["--case", "conv"], "invalid choice: 'conv'"),
+        (["--case", "block_lstm", "--contenders", "torch"], "a contender is one of ours, tensorflow or module"),
+        (["--case", "block_lstm", "--memory"], "--memory, --model and --tune are about the case lstm"),
     ],
 )
 def test_wrong_options(arguments, said, capsys):

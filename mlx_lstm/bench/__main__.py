@@ -10,30 +10,18 @@ import sys
 import mlx.core as mx
 
 from ..engines import ENGINES, choose
-from .contenders import (
-    CONTENDERS,
-    DTYPES,
-    MEMORY_SIZE,
-    PASSES,
-    SIZES,
-    Size,
-    Task,
-    draw,
-    find_contender,
-    is_installed,
-    parse_size,
-)
-from .judge import appoint
+from .cases import CASES, find_contender, is_installed
+from .contenders import DTYPES, MEMORY_SIZE, PASSES, SIZES, Size, Task, parse_size
 from .predict import LEGEND as MODEL_LEGEND
 from .predict import csv_records, engines_at, predict
 from .predict import group_text as model_text
-from .report import LEGEND, card_text, default_device, group_text, machine_card, plot, write_csv, write_records
+from .report import LEGEND, card_text, default_device, group_text, label, machine_card, plot, write_csv, write_records
 from .rounds import Row, measure
 from .tune import tune
 from .worker import serve, task_from_json
 
-QUICK = {"sizes": [SIZES[0], SIZES[2]], "seconds": 1.0, "rounds": 3}
-FULL = {"sizes": list(SIZES), "seconds": 10.0, "rounds": 5}
+QUICK = {"seconds": 1.0, "rounds": 3}
+FULL = {"seconds": 10.0, "rounds": 5}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -62,8 +50,9 @@ def main(arguments: list[str] | None = None) -> int:
         plot(options.plot, groups, card)
     failures = [row for rows in groups for row in rows if row.failed]
     for row in failures:
-        label = find_contender(row.task.contender).label
-        print(f"{label} ({row.task.engine}) at {row.task.size} {row.task.which}: {row.status}", file=sys.stderr)
+        print(
+            f"{label(row.task)} ({row.task.engine}) at {row.task.size} {row.task.which}: {row.status}", file=sys.stderr
+        )
     return 1 if failures else 0
 
 
@@ -71,13 +60,15 @@ def make_parser() -> argparse.ArgumentParser:
     """The options."""
     parser = argparse.ArgumentParser(
         "python -m mlx_lstm.bench",
-        description="Time this package's LSTM against mlx.nn.LSTM and torch.nn.LSTM: the same numbers, results checked "
+        description="Time this package against mlx.nn.LSTM, torch and TensorFlow: the same numbers, results checked "
         "first, every contender alone in its process, in turns. What disagrees is not timed, and the exit code is 1.",
     )
     add = parser.add_argument
-    add("--sizes", nargs="+", type=size_option, metavar="T,B,I,H", help=f"default: {' '.join(map(str, SIZES))}")
-    add("--passes", nargs="+", choices=PASSES, help="default: both; backward includes its forward pass")
-    names = ", ".join(CONTENDERS)
+    add("--case", choices=CASES, default="lstm", help="what is measured; default: lstm, one layer of one direction")
+    sizes = " ".join(map(str, SIZES))
+    add("--sizes", nargs="+", type=size_option, metavar="T,B,I,H", help=f"default: the case's; of lstm {sizes}")
+    add("--passes", nargs="+", choices=PASSES, help="default: the case's; backward includes its forward pass")
+    names = "; ".join(f"{case}: {', '.join(CASES[case].contenders)}" for case in CASES)
     add("--contenders", nargs="+", help=f"of {names}, or module:attribute of a Contender; default: those installed")
     add("--engine", nargs="+", choices=ENGINES, help="engines of ours; default: what lstm chooses on the device")
     add("--device", choices=("cpu", "gpu"), help="of the MLX contenders; default: MLX's default")
@@ -90,7 +81,7 @@ def make_parser() -> argparse.ArgumentParser:
         default=2.0,
         help="seconds to wait before a turn for other processes to pause; default: 2",
     )
-    add("--quick", action="store_true", help="two sizes, three rounds, one second, unless given")
+    add("--quick", action="store_true", help="every other size, three rounds, one second, unless given")
     add("--memory", action="store_true", help=f"no times: peak memory of a backward pass at {MEMORY_SIZE}")
     add("--csv", metavar="FILE", help="write the figures and the machine to FILE")
     add("--plot", metavar="FILE", help="draw the ratios into FILE (needs matplotlib)")
@@ -111,9 +102,9 @@ def size_option(text: str) -> Size:
 
 def complete(options: argparse.Namespace) -> None:
     """Fill in what was not given, and check what was. ValueError says what is wrong."""
-    defaults = QUICK if options.quick else FULL
-    if options.memory:
-        defaults = defaults | {"sizes": [MEMORY_SIZE]}
+    case, lstm = CASES[options.case], options.case == "lstm"
+    sizes = [MEMORY_SIZE] if options.memory else list(case.sizes[::2] if options.quick else case.sizes)
+    defaults = (QUICK if options.quick else FULL) | {"sizes": sizes}
     for name, value in defaults.items():
         if getattr(options, name) is None:
             setattr(options, name, value)
@@ -121,17 +112,20 @@ def complete(options: argparse.Namespace) -> None:
         raise ValueError("--rounds must be at least 1 and --seconds greater than 0")
     if options.memory and options.plot:
         raise ValueError("--plot draws times and --memory takes none")
-    options.passes = options.passes or (["backward"] if options.memory else list(PASSES))
+    if not lstm and (options.memory or options.model or options.tune):
+        raise ValueError(f"--memory, --model and --tune are about the case lstm but got --case {options.case}")
+    options.passes = options.passes or (["backward"] if options.memory else list(case.shown))
     options.device = options.device or default_device()
     if options.model or options.tune:
         return
     for size in options.sizes:
         engines_for(size, options)
     if options.contenders is None:
-        options.contenders = [name for name, contender in CONTENDERS.items() if is_installed(contender)]
+        options.contenders = [name for name, contender in case.contenders.items() if is_installed(contender)]
     for name in options.contenders:
-        if not is_installed(find_contender(name)):
-            raise ValueError(f"{name} needs {find_contender(name).needs}, which is not installed")
+        contender = find_contender(name, options.case)
+        if not is_installed(contender):
+            raise ValueError(f"{name} needs {contender.needs}, which is not installed")
     if options.plot and importlib.util.find_spec("matplotlib") is None:
         raise ValueError("--plot needs matplotlib: pip install 'mlx-lstm[examples]'")
 
@@ -153,18 +147,19 @@ def show_model(options: argparse.Namespace) -> int:
 def engines_for(size: Size, options: argparse.Namespace) -> list[str]:
     """The engines to run at a size: those asked for, else the library's choice. ValueError if one cannot."""
     where = {"device": options.device, "metal": mx.metal.is_available(), "traced": False}
+    where |= {"cell": CASES[options.case].cell, "bidirectional": CASES[options.case].bidirectional}
     words = dict.fromkeys(options.engine or [None])
     return [choose(sizes=size, dtype=DTYPES[options.dtype], requested=word, **where).engine for word in words]
 
 
 def run(options: argparse.Namespace) -> list[list[Row]]:
     """Measure every size and pass, printing each when it is done."""
-    groups = []
+    case, groups = CASES[options.case], []
     for size in options.sizes:
-        judge = appoint(draw(size, options.dtype), options.dtype, backward="backward" in options.passes)
+        judge = case.appoint(case.draw(size, options.dtype), options.dtype, backward="backward" in options.passes)
         for which in options.passes:
             tasks = [
-                Task(contender, engine, size, which, options.dtype, options.device)
+                Task(contender, engine, size, which, options.dtype, options.device, options.case)
                 for contender in dict.fromkeys(options.contenders)
                 for engine in (engines_for(size, options) if contender == "ours" else ["-"])
             ]

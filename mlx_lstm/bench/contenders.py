@@ -1,9 +1,7 @@
-"""What is measured: the sizes, the numbers every contender is fed, and the table of contenders."""
+"""The case `lstm`: sizes, the numbers every contender is fed, the contenders; and what other cases consist of too."""
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -49,13 +47,15 @@ class Task(NamedTuple):
     which: str  # one of PASSES
     dtype: str = "float32"
     device: str = "cpu"  # of the MLX contenders
+    case: str = "lstm"  # one of cases.CASES
 
 
 class Work(NamedTuple):
     """A task made ready in a process.
 
     `run` does it once and returns when every result is computed; `tensors` turns what it returned into float32 NumPy
-    arrays h [T, B, H], dx [T, B, I], dWx [4H, I], dWh [4H, H], db [4H]; `threads` is what the framework says it uses.
+    arrays by the names in the case's `passes`, here h [T, B, H], dx [T, B, I], dWx [4H, I], dWh [4H, H], db [4H];
+    `threads` is what the framework says it uses.
     """
 
     run: Callable[[], Any]
@@ -86,6 +86,11 @@ def draw(size: Size, dtype: str, seed: int = 0) -> dict[str, np.ndarray]:
         "b": weights(4 * H),
         "dh": rng.standard_normal((T, B, H), np.float32),
     }
+    return as_represented(numbers, dtype)
+
+
+def as_represented(numbers: dict[str, np.ndarray], dtype: str) -> dict[str, np.ndarray]:
+    """The numbers rounded to what `dtype` represents, in float32."""
     if dtype == "float32":
         return numbers
     return {name: np.array(mx.array(a).astype(DTYPES[dtype]).astype(mx.float32)) for name, a in numbers.items()}
@@ -183,20 +188,3 @@ CONTENDERS = {
     "mlx": Contender("mlx.nn.LSTM", "mlx", prepare_mlx),
     "torch": Contender("torch.nn.LSTM", "torch", prepare_torch),
 }
-REFERENCES = ("torch", "mlx")
-"""The contenders whose time every other time is divided by."""
-
-
-def find_contender(name: str) -> Contender:
-    """A contender by its name in the table, or one of yours by "module:attribute"."""
-    if name in CONTENDERS:
-        return CONTENDERS[name]
-    module, colon, attribute = name.partition(":")
-    if not colon:
-        raise ValueError(f"a contender is one of {', '.join(CONTENDERS)} or module:attribute but got {name!r}")
-    return getattr(importlib.import_module(module), attribute)
-
-
-def is_installed(contender: Contender) -> bool:
-    """Whether the module it needs is there. Does not import it."""
-    return importlib.util.find_spec(contender.needs) is not None

@@ -9,11 +9,14 @@ import platform
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 
 import mlx.core as mx
 import numpy as np
 
-from .contenders import REFERENCES, find_contender
+from .. import __version__
+from .cases import CASES, find_contender
+from .contenders import Task
 from .rounds import Ratio, Row, peak_ratio, ratio
 
 MIB = 2**20
@@ -40,12 +43,13 @@ def machine_card(command: str, device: str) -> dict[str, str]:
         "cores": str(os.cpu_count()),
         "system": system(),
         "python": platform.python_version(),
-        "mlx_lstm": installed_version("mlx-lstm"),
+        "mlx_lstm": __version__,
         "mlx": installed_version("mlx"),
         "device": device,
         "numpy": np.__version__,
         "blas": f"{blas['name']} {blas['version']}",
         "torch": installed_version("torch"),
+        "tensorflow": installed_version("tensorflow", "tensorflow-cpu"),
         "threads": ", ".join(set_here) or "defaults",
         "load": " ".join(f"{load:.2f}" for load in os.getloadavg()),
         "command": command,
@@ -70,12 +74,12 @@ def system() -> str:
     return f"macOS {platform.mac_ver()[0]}" if sys.platform == "darwin" else f"{platform.system()} {platform.release()}"
 
 
-def installed_version(package: str) -> str:
-    """A package's version, without importing it."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
+def installed_version(*packages: str) -> str:
+    """The version of the first of these packages that is there, without importing it."""
+    for package in packages:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(package)
+    return "not installed"
 
 
 def default_device() -> str:
@@ -85,7 +89,7 @@ def default_device() -> str:
 
 def card_text(card: dict[str, str]) -> str:
     """The card, a line an entry."""
-    return "\n".join(f"{name:10}{value}" for name, value in card.items())
+    return "\n".join(f"{name:12}{value}" for name, value in card.items())
 
 
 # --- Text ------------------------------------------------------------------------------------------------------------
@@ -94,7 +98,13 @@ def card_text(card: dict[str, str]) -> str:
 def references(rows: Iterable[Row]) -> dict[str, Row]:
     """The timed rows that others are compared with, by contender."""
     timed = {row.task.contender: row for row in rows if row.samples}
-    return {name: timed[name] for name in REFERENCES if name in timed}
+    names = dict.fromkeys(name for row in timed.values() for name in CASES[row.task.case].references)
+    return {name: timed[name] for name in names if name in timed}
+
+
+def label(task: Task) -> str:
+    """What a task's contender is called in print."""
+    return find_contender(task.contender, task.case).label
 
 
 def group_text(rows: Sequence[Row]) -> str:
@@ -103,15 +113,15 @@ def group_text(rows: Sequence[Row]) -> str:
     times = any(row.samples for row in rows)
     header = ["contender", "engine"]
     if times:
-        header += ["median ms", "min", "p20", "p80", "runs"] + [f"x {find_contender(name).label}" for name in compared]
+        header += ["median ms", "min", "p20", "p80", "runs"] + [f"x {label(row.task)}" for row in compared.values()]
     header += ["peak MiB", "x kept", "mlx MiB", "error/bound", "threads"]
     lines = [header]
     for row in rows:
-        cells = [find_contender(row.task.contender).label, row.task.engine]
+        cells = [label(row.task), row.task.engine]
         if times:
             cells += [*time_cells(row), *(ratio_cell(ratio(row, reference)) for reference in compared.values())]
         lines.append(cells + check_cells(row))
-    title = f"T,B,I,H = {task.size}   {task.which}   {task.dtype}"
+    title = f"{task.case}   T,B,I,H = {task.size}   {task.which}   {task.dtype}"
     return "\n".join([title, table(lines), *notes(rows)])
 
 
@@ -154,7 +164,7 @@ def notes(rows: Iterable[Row]) -> list[str]:
     """A line for everything that is not as it should be."""
     lines = []
     for row in rows:
-        name = f"{find_contender(row.task.contender).label} ({row.task.engine})"
+        name = f"{label(row.task)} ({row.task.engine})"
         if row.failed:
             lines.append(f"{name} not timed: {row.status}")
         if row.idle_cpu > IDLE_LIMIT:
@@ -199,12 +209,12 @@ def write_records(file: str, records: Sequence[dict[str, object]]) -> None:
 def csv_record(row: Row, compared: dict[str, Row]) -> dict[str, object]:
     """A row's figures: seconds, ratios, bytes."""
     task, verdict = row.task, row.verdict
-    record: dict[str, object] = task.size._asdict() | {"dtype": task.dtype, "pass": task.which}
-    record |= {"contender": find_contender(task.contender).label, "engine": task.engine, "status": row.status}
+    record: dict[str, object] = {"case": task.case} | task.size._asdict() | {"dtype": task.dtype, "pass": task.which}
+    record |= {"contender": label(task), "engine": task.engine, "status": row.status}
     seconds = spread(row) if row.samples else dict.fromkeys(("median", "min", "p20", "p80"))
     record |= {f"{name}_s": value for name, value in seconds.items()}
     record |= {"runs": len(row.samples), "rounds": len(row.rounds)}
-    for name in REFERENCES:
+    for name in CASES[task.case].references:
         found = ratio(row, compared[name]) if name in compared else None
         value, low, high = found or (None,) * 3
         record |= {f"ratio_{name}": value, f"ratio_{name}_low": low, f"ratio_{name}_high": high}
@@ -225,22 +235,23 @@ def plot(file: str, groups: Sequence[Sequence[Row]], card: dict[str, str]) -> No
     figure, axes = plt.subplots(1, len(passes), figsize=(6 * len(passes), 4.5), squeeze=False, sharey=True)
     for axis, which in zip(axes[0], passes, strict=True):
         shown = [rows for rows in groups if rows[0].task.which == which and references(rows)]
-        names = list(dict.fromkeys((row.task.contender, row.task.engine) for rows in shown for row in rows))
-        for n, (contender, engine) in enumerate(names):
-            label = find_contender(contender).label + ("" if engine == "-" else f" {engine}")
+        names = {
+            row.task[:2]: f"{label(row.task)} {row.task.engine}".removesuffix(" -") for rows in shown for row in rows
+        }
+        for n, (who, name) in enumerate(names.items()):
             points = [
                 (place + 0.8 * n / len(names), ratio(row, next(iter(references(rows).values()))))
                 for place, rows in enumerate(shown)
                 for row in rows
-                if (row.task.contender, row.task.engine) == (contender, engine) and row.samples
+                if row.task[:2] == who and row.samples
             ]
             errors = [[r.value - r.low for _, r in points], [r.high - r.value for _, r in points]]
-            axis.bar([p for p, _ in points], [r.value for _, r in points], 0.8 / len(names), yerr=errors, label=label)
+            axis.bar([p for p, _ in points], [r.value for _, r in points], 0.8 / len(names), yerr=errors, label=name)
         axis.axhline(1, color="black", linewidth=0.8)
         axis.set(title=which, yscale="log")
         axis.set_xticks([place + 0.3 for place in range(len(shown))], [str(rows[0].task.size) for rows in shown])
-    compared = dict.fromkeys(next(iter(references(rows)), None) for rows in groups)
-    labels = [find_contender(name).label for name in compared if name]
+    compared = [next(iter(references(rows).values()), None) for rows in groups]
+    labels = dict.fromkeys(label(row.task) for row in compared if row)
     axes[0][0].set_ylabel(f"time / time of {' or '.join(labels)}")
     axes[0][-1].legend()
     figure.suptitle(f"{card['chip']}, {card['system']}, mlx {card['mlx']}, torch {card['torch']}", fontsize=9)

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .contenders import PASSES, Size, Task
+from .cases import CASES
+from .contenders import Size, Task
 from .judge import Judge, Verdict
 
 QUIET = 0.2  # cores that other processes may use in a turn; above, the turn counts as disturbed
@@ -91,11 +92,11 @@ def kept_bytes(size: Size, which: str, dtype: str) -> int:
 
 
 def peak_ratio(row: Row) -> float | None:
-    """The peak of memory over `kept_bytes`. x is in place before a run starts, so it is added to the peak.
+    """The peak of memory over `kept_bytes`, in the case `lstm`. x is in place before a run starts, so it is added.
 
     On the GPU the larger of the two counts: resident memory may leave out the GPU's, MLX's own leaves out NumPy's.
     """
-    if row.peak is None:
+    if row.peak is None or row.task.case != "lstm":
         return None
     size, dtype = row.task.size, row.task.dtype
     x = size.T * size.B * size.I * (4 if dtype == "float32" else 2)
@@ -172,7 +173,7 @@ def check(task: Task, process: Process, judge: Judge, file: str) -> tuple[Row, f
     except RuntimeError as error:
         return Row(task, f"failed: {error}"), 0.0
     with np.load(file) as results:
-        verdict = judge.judge(dict(results), PASSES[task.which])
+        verdict = judge.judge(dict(results), CASES[task.case].passes[task.which])
     status = f"refused: {verdict.refusal}" if verdict.refusal else "memory only"
     memory = {name: answer[name] for name in ("peak", "mlx_peak", "threads")}
     return Row(task, status, verdict, **memory), answer["once"]

@@ -22,7 +22,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from .contenders import Size, Task, Work, draw, find_contender
+from .cases import CASES, find_contender
+from .contenders import Size, Task, Work
 
 SETTLE = 0.25  # seconds; the threads of NumPy's OpenBLAS spin for 0.1 s after their last work, those of torch for less
 SHORT = 3.0  # seconds; a first run below this is mostly set-up, so a second one tells how long a run takes
@@ -47,7 +48,7 @@ class Worker:
 
     def __init__(self, task: Task):
         mx.set_default_device(mx.cpu if task.device == "cpu" else mx.gpu)
-        contender = find_contender(task.contender)
+        contender, draw = find_contender(task.contender, task.case), CASES[task.case].draw
         start = task._replace(size=task.size._replace(T=2))
         contender.prepare(draw(start.size, task.dtype), start).run()
         self.work: Work = contender.prepare(draw(task.size, task.dtype), task)
