@@ -484,7 +484,7 @@ class Stack(NamedTuple):
             where, lengths = self.check(input, input_h, input_c, params, sequence_lengths)
             self.check_outputs(where, input, (output, output_h, output_c), cotangents)
             x, states = self.time_first(input), self.by_layer(where, input_h, input_c)
-            saved = self.unpack(where, reserve_space, *x.shape[:2])
+            saved = self.unpack(where, reserve_space, *x.shape[:2], x.dtype)
             saved[-1]["h"] = self.time_first(output)
             dh, dlast = self.time_first(cotangents[0]), self.by_layer(where, *cotangents[1:])
             weights, found = layer_arrays(where, params), [None] * where.L
@@ -544,13 +544,13 @@ class Stack(NamedTuple):
         layers = [widths | between] * (where.L - 1) + [widths]
         return [{name: (T, N, width) for name, width in layer.items()} for layer in layers]
 
-    def unpack(self, where: Layout, reserve_space: mx.array, T: int, N: int) -> list[Arrays]:
+    def unpack(self, where: Layout, reserve_space: mx.array, T: int, N: int, dtype: mx.Dtype) -> list[Arrays]:
         """Each layer's arrays in the reserve space, as views."""
         if isinstance(reserve_space, mx.array) and reserve_space.ndim == 0:
             raise ValueError(f"To use {self.original} in gradients, is_training must be set to True.")
         shapes = self.reserved(where, T, N)
         sizes = [prod(shape) for layer in shapes for shape in layer.values()]
-        check_array(self.op, "reserve_space", reserve_space, [sum(sizes)])
+        check_array(self.op, "reserve_space", reserve_space, [sum(sizes)], dtype)
         parts = iter(mx.split(reserve_space, list(accumulate(sizes))[:-1]) if sizes else ())
         return [{name: next(parts).reshape(shape) for name, shape in layer.items()} for layer in shapes]
 

@@ -505,6 +505,8 @@ def test_bad_arguments_of_the_other_ops():
         r"output_c must have shape \[1, 3, 5\]": (*out[:2], params, *gradients, out[3]),
         r"reserve_space must have shape \[750\] but got shape \[749\]": (*out[:3], *gradients, out[3][1:]),
     }
+    half = out[3].astype(mx.float16)
+    bad["reserve_space must have the dtype of the other arrays"] = (*out[:3], *gradients, half)
     for message, given in bad.items():
         with pytest.raises(ValueError, match=message):
             cudnn.cudnn_rnn_backprop(*inputs, *given)
