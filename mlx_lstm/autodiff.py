@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import mlx.core as mx
+import numpy as np
 
 from . import engine_fused, engine_numpy, engine_ops, engine_stepwise
 from .batching import vmap_one_by_one
+from .engine_numpy_memory import empty, view
 from .engines import METAL_ENGINES
 from .problem import Problem
 
@@ -109,6 +111,29 @@ def tap(value: mx.array, used: set[str], name: str) -> mx.array:
         return cotangent
 
     return identity(value)
+
+
+@mx.custom_function
+def tanh_by_numpy(x: mx.array) -> mx.array:
+    """tanh of a float32 or float64 array that has a value, in its memory order; with all derivatives."""
+    mx.eval(x)
+    y = view(x)
+    order = sorted(range(y.ndim), key=lambda axis: -y.strides[axis])
+    y = y.transpose(order)
+    arrays, memory = empty(y.dtype, {"y": y.shape})
+    np.tanh(y, out=memory["y"])
+    return mx.transpose(arrays["y"], [order.index(axis) for axis in range(y.ndim)])
+
+
+@tanh_by_numpy.vjp
+def tanh_vjp(x: mx.array, dy: mx.array, y: mx.array) -> mx.array:
+    return dy * (1 - y * y)
+
+
+@tanh_by_numpy.jvp
+def tanh_jvp(x: mx.array, dx: mx.array) -> mx.array:
+    y = mx.tanh(x)
+    return dx * (1 - y * y)
 
 
 def first_order(engine: str, problem: Problem, names: tuple[str, ...], kept: dict):

@@ -14,7 +14,7 @@ import mlx.core as mx
 
 from . import tuning
 from .arguments import check_arrays, check_gru, check_lstm, check_rnn, check_sequences, is_traced
-from .autodiff import run, run_backward
+from .autodiff import run, run_backward, tanh_by_numpy
 from .cells import Cell, RNNCell
 from .checks import check_flag, check_lengths
 from .engine_ops_cell import activate
@@ -521,6 +521,19 @@ def h_of(problem: Problem, saved: Arrays) -> mx.array:
     c = saved["c"]
     blocks = gates.reshape(*gates.shape[:2], D, 4 * H)[..., cell.block("o", H)]
     return (blocks.reshape(c.shape) * activate(cell.activation("output"), c)).astype(gates.dtype)
+
+
+def tanh(c: mx.array) -> mx.array:
+    """tanh of a sequence that an engine returned, for dialects that show it. MLX's own is slow on the CPU."""
+    slow = current_device() == "cpu" and c.dtype in (mx.float32, mx.float64)
+    return tanh_by_numpy(c) if slow and not is_traced([c]) else mx.tanh(c)
+
+
+def joined(blocks: list[mx.array]) -> mx.array:
+    """[T, B, G H]: gates that a dialect has one by one, [T, B, H], in the memory order of this device's engines."""
+    if current_device() != "cpu":
+        return mx.concatenate(blocks, axis=-1)
+    return mx.swapaxes(mx.concatenate([mx.swapaxes(block, 1, 2) for block in blocks], axis=1), 1, 2)
 
 
 def current_device() -> str:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from .recurrence import Stream, gru, gru_gradients, lstm, lstm_gradients, on
+from .recurrence import Stream, gru, gru_gradients, joined, lstm, lstm_gradients, on, tanh
 from .tf_checks import (
     PEEPHOLES,
     check_attributes,
@@ -183,8 +183,8 @@ def lstm_block_cell_grad(
     [x, h_prev]^T dicfo and b_grad = the sum of dicfo over N; `mx.grad` of `lstm_block_cell` gives these at once. The
     clip passes gradients straight through.
 
-    Differs from TensorFlow: co is computed again from cs; peepholes enter once on every device (CUDA adds them
-    twice) and always count (when TensorFlow reuses their memory, it may read zeros).
+    Differs from TensorFlow: co is computed again from cs; peepholes enter once on every device (TensorFlow's
+    CUDA source adds them twice) and always count (when TensorFlow reuses their memory, it reads zeros).
 
     Args:
         x, cs_prev, h_prev, w, wci, wcf, wco, b: as `lstm_block_cell` had them. Of x, h_prev, w, b
@@ -198,12 +198,21 @@ def lstm_block_cell_grad(
 
     Raises:
         ValueError: a rule on an argument is broken.
+
+    Example:
+        >>> import mlx.core as mx
+        >>> from mlx_lstm import tf
+        >>> x, state, peephole = mx.ones((2, 3)), mx.zeros((2, 4)), [mx.zeros((4,))] * 3
+        >>> arrays = x, state, state, mx.ones((7, 16)), *peephole, mx.ones((16,))
+        >>> i, cs, f, o, ci, co, h = tf.lstm_block_cell(*arrays)
+        >>> tf.lstm_block_cell_grad(*arrays, i, cs, f, o, ci, co, cs_grad=cs, h_grad=h, use_peephole=False).dicfo.shape
+        (2, 16)
     """
     op, names = "lstm_block_cell_grad", lstm_names(x, cs_prev, h_prev, w, wci, wcf, wco, b)
     kept = {"i": i, "cs": cs, "f": f, "o": o, "ci": ci, "co": co}
     check_lstm_block_cell(op, names | kept | {"cs_grad": cs_grad, "h_grad": h_grad}, use_peephole)
     with on(stream):
-        gates = join(ICFO, i, f, ci, o)[None]
+        gates = joined([array[None] for array in in_order(ICFO, i, f, ci, o)])
         # Without Wx the gradient of x is that of the preactivations, and of x itself only the shape counts.
         arrays = lstm_arguments(ICFO, names, use_peephole) | {"x": gates, "Wx": None}
         given = {"gates": gates, "c": cs[None], "dh": h_grad[None], "dc": cs_grad[None]}
@@ -309,6 +318,15 @@ def block_lstm_grad(
 
     Raises:
         ValueError: a rule on an argument is broken.
+
+    Example:
+        >>> import mlx.core as mx
+        >>> from mlx_lstm import tf
+        >>> x, state, peephole = mx.ones((5, 2, 3)), mx.zeros((2, 4)), [mx.zeros((4,))] * 3
+        >>> arrays = x, state, state, mx.ones((7, 16)), *peephole, mx.ones((16,))
+        >>> out = tf.block_lstm(5, *arrays)
+        >>> tf.block_lstm_grad(5, *arrays, *out, cs_grad=out.cs, h_grad=out.h, use_peephole=False).w_grad.shape
+        (7, 16)
     """
     op, names = "block_lstm_grad", lstm_names(x, cs_prev, h_prev, w, wci, wcf, wco, b)
     kept = {"i": i, "cs": cs, "f": f, "o": o, "ci": ci, "co": co, "h": h, "cs_grad": cs_grad, "h_grad": h_grad}
@@ -349,6 +367,14 @@ def block_lstm_v2(
 
     Raises:
         ValueError: a rule on an argument is broken.
+
+    Example:
+        >>> import mlx.core as mx
+        >>> from mlx_lstm import tf
+        >>> x, state, peephole = mx.ones((5, 2, 3)), mx.zeros((2, 4)), [mx.zeros((4,))] * 3
+        >>> arrays = x, state, state, mx.ones((7, 16)), *peephole, mx.ones((16,))
+        >>> tf.block_lstm_v2(3, *arrays, use_peephole=True).cs[3:].any().item()  # nothing after three steps
+        False
     """
     op, names = "block_lstm_v2", lstm_names(x, cs_prev, h_prev, w, wci, wcf, wco, b)
     steps = check_block_lstm(op, seq_len_max, names, use_peephole)
@@ -471,6 +497,14 @@ def gru_block_cell_grad(
 
     Raises:
         ValueError: a rule on an argument is broken.
+
+    Example:
+        >>> import mlx.core as mx
+        >>> from mlx_lstm import tf
+        >>> arrays = mx.ones((2, 3)), mx.ones((2, 4)), mx.ones((7, 8)), mx.ones((7, 4)), mx.ones((8,)), mx.zeros((4,))
+        >>> r, u, c, h = tf.gru_block_cell(*arrays)
+        >>> tf.gru_block_cell_grad(*arrays, r, u, c, d_h=h).d_x.shape
+        (2, 3)
     """
     names = {"x": x, "h_prev": h_prev, "w_ru": w_ru, "w_c": w_c, "b_ru": b_ru, "b_c": b_c}
     check_gru_block_cell("gru_block_cell_grad", names | {"r": r, "u": u, "c": c, "d_h": d_h})
@@ -480,7 +514,7 @@ def gru_block_cell_grad(
             d_h_prev = mx.zeros_like(h_prev)
             return GRUBlockCellGradOutput(mx.zeros_like(x), d_h_prev, d_h_prev, mx.concatenate([d_h_prev] * 2, axis=1))
         arrays = gru_arguments(names)
-        Wx, gates = arrays["Wx"], mx.concatenate([r, u, c], axis=-1)[None]
+        Wx, gates = arrays["Wx"], joined([array[None] for array in (r, u, c)])
         # Without Wx the gradient of x is that of the preactivations. Of a single step's x and h only the shapes count.
         arrays |= {"x": gates, "Wx": None}
         d = gru_gradients(**arrays, gates=gates, h=d_h[None], dh=d_h[None], engine=engine)
@@ -505,7 +539,7 @@ def lstm_arguments(order: str, names: Arrays, use_peephole: bool) -> dict[str, A
         found |= {"x": mx.zeros((*x.shape[:-1], w.shape[1]), x.dtype), "Wx": None}
     if use_peephole:
         wci, wcf, wco = (names[name] for name in PEEPHOLES)
-        found["peephole"] = join(order, wci, wcf, mx.zeros_like(wci), wco)
+        found["peephole"] = mx.concatenate(in_order(order, wci, wcf, mx.zeros_like(wci), wco))
     return found | {"gate_order": order}
 
 
@@ -521,7 +555,7 @@ def run_lstm(
     clip = cell_clip if 0 < cell_clip < np.inf else None
     out = lstm(**arrays, cell_clip=clip, forget_bias=forget_bias, return_gates=True, engine=engine)
     y = dict(zip(order, mx.split(out.gates, 4, axis=-1), strict=True))
-    found = y["i"], out.c, y["f"], y["o"], y["g"], mx.tanh(out.c), out.h
+    found = y["i"], out.c, y["f"], y["o"], y["g"], tanh(out.c), out.h
     return BlockLSTMOutput(*(with_padding(array, T) for array in found))
 
 
@@ -534,7 +568,7 @@ def run_lstm_gradients(
         return BlockLSTMGradOutput(*(mx.zeros_like(array) for array in names.values()))
     arrays = lstm_arguments(order, names | {"x": x[:steps]}, use_peephole)
     kept = {name: array[:steps] for name, array in kept.items()}
-    gates = join(order, *(kept[name] for name in ("i", "f", "ci", "o")))
+    gates = joined(in_order(order, *(kept[name] for name in ("i", "f", "ci", "o"))))
     given = {"gates": gates, "c": kept["cs"], "h": kept["h"], "dh": kept["h_grad"], "dc": kept["cs_grad"]}
     d = lstm_gradients(**arrays, **given, engine=engine)
     x_grad = with_padding(d["x"], x.shape[0]) if I else mx.zeros_like(x)
@@ -560,10 +594,9 @@ def gru_arguments(names: Arrays) -> dict[str, Any]:
     return found | {"b": mx.concatenate([names["b_ru"], names["b_c"]]), "gate_order": "rzn", "reset": "before"}
 
 
-def join(order: str, i: mx.array, f: mx.array, g: mx.array, o: mx.array) -> mx.array:
-    """The four gates' blocks on one last axis, in gate order."""
-    blocks = {"i": i, "f": f, "g": g, "o": o}
-    return mx.concatenate([blocks[gate] for gate in order], axis=-1)
+def in_order(order: str, i: mx.array, f: mx.array, g: mx.array, o: mx.array) -> list[mx.array]:
+    """The four gates' arrays in gate order."""
+    return [{"i": i, "f": f, "g": g, "o": o}[gate] for gate in order]
 
 
 def with_padding(sequence: mx.array, T: int) -> mx.array:

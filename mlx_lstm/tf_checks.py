@@ -6,7 +6,6 @@ TensorFlow may name another one of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from numbers import Real
 from typing import NoReturn
 
@@ -177,7 +176,7 @@ def check_range(op: str, steps: int, T: int) -> int:
     return steps
 
 
-def check_attributes(op: str, **numbers: object) -> Iterable[float]:
+def check_attributes(op: str, **numbers: object) -> tuple[float, ...]:
     """forget_bias, cell_clip: real numbers, as floats."""
     for name, value in numbers.items():
         if not isinstance(value, Real) or isinstance(value, bool):

@@ -1,5 +1,6 @@
 """`mlx_lstm.tf` against TensorFlow itself, rules on arguments included; gradients of all outputs against the oracle."""
 
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 
@@ -179,27 +180,37 @@ def test_dtypes_that_tensorflow_has_not(dtype):
 def test_gradient_of_every_output(op, engine, shown):
     """mx.vjp in float64 from each output alone, and from all, within the bounds of the oracle's case."""
     for seed in range(3):
-        fixed = {"cell_clip": 0.4, "use_peephole": True} if op in LSTM_OPS else {}
-        fixed |= {"seq_len_max": 3 - seed} if op in SEQUENCE_OPS else {}
-        case = draw(op, seed, np.float64, SMALL, **fixed)
-        said = oracle_case(op, case)
-        outputs = forward(**said)
         for names in [[name] for name in ALL_OUTPUTS[op]] if shown == "each" else [ALL_OUTPUTS[op]]:
-            given = draw_gradients(op, case, seed, names)
-            if op in SEQUENCE_OPS:  # ours are outputs of the whole array, zeros past the end: their gradients count not
-                given = {name: np.nan_to_num(value) for name, value in given.items()}
-            if op == "gru_block_cell":
-                given = {"h": np.zeros_like(case["h_prev"])} | given
-            cotangents = cotangents_for_oracle(op, outputs, given)
-            expected = gradients_from_oracle(op, backward(said, cotangents))
-            limit = bounds(said, np.float64, cotangents)
-            limits = {"h_prev": "h0", "cs_prev": "c0", "x": "x", "b": "b", "b_ru": "b", "b_c": "b"}
-            limits |= dict.fromkeys(("wci", "wcf", "wco"), "peephole")
-            got = ours_by_autodiff(op, case, given, engine)
-            assert set(got) == set(expected)
-            for name, value in got.items():
-                bound = limit[limits[name]] if name in limits else max(limit["Wx"], limit["Wh"])
-                assert_within(f"{op} {names} {name}", value, expected[name], bound)
+            check_gradients(op, engine, seed, names, np.float64)
+
+
+@pytest.mark.parametrize("op, engine", ON_METAL)
+def test_gradient_of_every_output_on_metal(op, engine):
+    check_gradients(op, engine, 0, ALL_OUTPUTS[op], np.float32)
+
+
+def check_gradients(op, engine, seed, names, dtype):
+    """By mx.vjp from the outputs named, against the oracle; with peepholes, a clip and an end before T."""
+    fixed = {"cell_clip": 0.4, "use_peephole": True} if op in LSTM_OPS else {}
+    fixed |= {"seq_len_max": 3 - seed} if op in SEQUENCE_OPS else {}
+    case = draw(op, seed, dtype, SMALL, **fixed)
+    given = draw_gradients(op, case, seed, names)
+    if op in SEQUENCE_OPS:  # past the end our outputs are constant zeros: what comes from there does not count
+        given = {name: np.nan_to_num(value) for name, value in given.items()}
+    if op == "gru_block_cell":
+        given = {"h": np.zeros_like(case["h_prev"])} | given
+    said = oracle_case(op, case)
+    cotangents = cotangents_for_oracle(op, forward(**said), given)
+    expected = gradients_from_oracle(op, backward(said, cotangents))
+    limit = bounds(said, dtype, cotangents)
+    limits = {"h_prev": "h0", "cs_prev": "c0", "x": "x", "b": "b", "b_ru": "b", "b_c": "b"}
+    limits |= dict.fromkeys(("wci", "wcf", "wco"), "peephole")
+    with on_metal() if engine in METAL_ENGINES else nullcontext():
+        got = ours_by_autodiff(op, case, given, engine)
+    assert set(got) == set(expected)
+    for name, value in got.items():
+        bound = limit[limits[name]] if name in limits else max(limit["Wx"], limit["Wh"])
+        assert_within(f"{op} {names} {name}", value, expected[name], bound)
 
 
 @pytest.mark.parametrize("op, engine", ON_CPU)
@@ -284,6 +295,27 @@ def test_what_tensorflow_makes_of_its_own_gradients():
             h = getattr(tensorflow.raw_ops, RAW[op])(**case | {"x": x}).h
         with pytest.raises(LookupError):
             recording.gradient(h, x)
+
+
+def test_forward_and_second_derivatives_through_co():
+    """co is computed beside the engine; with engine ops all derivatives are there."""
+    case = draw("block_lstm", 4, np.float64, SMALL, seq_len_max=3, cell_clip=-1.0)
+    rng = np.random.default_rng(0)
+    weight, along = (rng.normal(size=shape) for shape in ((3, 2, 4), case["w"].shape))
+    with mx.stream(mx.cpu):
+        weight, along = mx.array(weight, mx.float64), mx.array(along, mx.float64)
+        arrays = {n: value if n in ATTRIBUTES else mx.array(value, mx.float64) for n, value in case.items()}
+
+        def loss(w):
+            return (tf.block_lstm(**arrays | {"w": w}, engine="ops").co * weight).sum()
+
+        def slope(w):
+            return (mx.grad(loss)(w) * along).sum()
+
+        w, step = arrays["w"], 1e-5
+        ahead, back = ((f(w + step * along) - f(w - step * along)).item() / (2 * step) for f in (loss, slope))
+        assert mx.jvp(loss, [w], [along])[1][0].item() == pytest.approx(ahead, rel=1e-7)
+        assert (mx.grad(slope)(w) * along).sum().item() == pytest.approx(back, rel=1e-6)
 
 
 @pytest.mark.parametrize("op", ["block_lstm"])
