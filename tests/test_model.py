@@ -8,22 +8,27 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from cases import draw, draw_cotangents, run
-from on_metal import ENGINES, on_metal
+from on_metal import ENGINES, can_run, on_metal
 
 from mlx_lstm.bench.__main__ import main
 from mlx_lstm.bench.contenders import Size
 from mlx_lstm.bench.launches import trace
 from mlx_lstm.bench.model import CHIPS, floor_bytes, moved_bytes, of_mlx, ours, total_seconds
+from mlx_lstm.cells import GRUCell, LSTMCell, RNNCell
 from mlx_lstm.oracle import forward
 from mlx_lstm.tuning import NARROW, PREDICTED, WIDE
 
 DTYPES = {np.float32: mx.float32, np.float16: mx.float16}
 
 
-def seen_by_the_emulator(size, dtype, engine):
+CELLS = {"lstm": LSTMCell(), "gru": GRUCell(), "rnn": RNNCell()}
+
+
+def seen_by_the_emulator(size, dtype, engine, **layer):
     """The launches of a training step: (name, bytes moved, size of all buffers), without what is constant memory."""
     rng = np.random.default_rng(0)
-    case = draw(rng, sizes=(*size, size.H), dtype=dtype) | {"h0": None, "c0": None}
+    case = draw(rng, sizes=(*size, size.H), dtype=dtype, **layer)
+    case = {name: value for name, value in case.items() if name not in ("h0", "c0", "bhn")}
     cotangents = draw_cotangents(rng, forward(**case), dtype)
     with on_metal() as log:
         run(case, engine, dtype, {"h": cotangents["h"]})
@@ -36,6 +41,21 @@ def seen_by_the_emulator(size, dtype, engine):
     return found
 
 
+def check_against_the_emulator(engine, size, dtype, **layer):
+    cell, both = CELLS[layer.get("op", "lstm")], layer.get("bidirectional", False)
+    problem, graph = ours(size, DTYPES[dtype], engine, "backward", cell, both)
+    predicted = [launch for launch in graph.launches if launch.ours]
+    seen = seen_by_the_emulator(size, dtype, engine, **layer)
+    assert Counter(launch.name for launch in predicted) == Counter(name for name, _, _ in seen)
+    for name in {name for name, _, _ in seen}:
+        moved = sum(bytes_moved for found, bytes_moved, _ in seen if found == name)
+        each_once = sum(size for found, _, size in seen if found == name)
+        of_name = [launch for launch in predicted if launch.name == name]
+        assert sum(floor_bytes(launch) for launch in of_name) == each_once
+        # The runs of 4 weights past the end of a row are padding, which the model takes for weights.
+        assert sum(moved_bytes(launch, problem) for launch in of_name) == pytest.approx(moved, rel=0.02)
+
+
 @pytest.mark.parametrize(
     ("engine", "size", "dtype"),
     [
@@ -45,17 +65,18 @@ def seen_by_the_emulator(size, dtype, engine):
     ],
 )
 def test_launches_and_bytes_are_those_of_the_emulator(engine, size, dtype):
-    problem, graph = ours(size, DTYPES[dtype], engine, "backward")
-    predicted = [launch for launch in graph.launches if launch.ours]
-    seen = seen_by_the_emulator(size, dtype, engine)
-    assert Counter(launch.name for launch in predicted) == Counter(name for name, _, _ in seen)
-    for name in {name for name, _, _ in seen}:
-        moved = sum(bytes_moved for found, bytes_moved, _ in seen if found == name)
-        each_once = sum(size for found, _, size in seen if found == name)
-        of_name = [launch for launch in predicted if launch.name == name]
-        assert sum(floor_bytes(launch) for launch in of_name) == each_once
-        # The runs of 4 weights past the end of a row are padding, which the model takes for weights.
-        assert sum(moved_bytes(launch, problem) for launch in of_name) == pytest.approx(moved, rel=0.02)
+    check_against_the_emulator(engine, size, dtype)
+
+
+LAYERS = [{"op": op, "bidirectional": both} for op in CELLS for both in (False, True)][1:]
+
+
+@pytest.mark.parametrize(
+    ("engine", "layer"), [(engine, layer) for engine in ENGINES for layer in LAYERS if can_run(engine, layer)]
+)
+@pytest.mark.parametrize("B", [2, 9])
+def test_of_other_cells_and_of_both_directions_too(engine, layer, B):
+    check_against_the_emulator(engine, Size(3, B, 5, 24), np.float32, **layer)
 
 
 def test_what_counts_as_a_launch():

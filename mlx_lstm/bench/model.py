@@ -15,13 +15,15 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..autodiff import ENGINE_MODULES
-from ..cells import LSTMCell
+from ..cells import Cell, LSTMCell
 from ..kernels_fused import LANES as LANES_OF_UNIT
 from ..kernels_fused import RESIDENT_BYTES, fused_tiling
 from ..kernels_stepwise import stepwise_rows
 from ..problem import Problem
 from .contenders import Size
 from .launches import Buffer, Graph, Launch, trace
+
+LSTM = LSTMCell()
 
 
 class Chip(NamedTuple):
@@ -58,11 +60,10 @@ INDEPENDENT = 0.5e-6
 NODE = 1e-6
 """Seconds of the host per node of the graph: 0.75 to 1.5 us on an AMD EPYC (Zen 4) with mlx 0.32.4."""
 
-TEXT = 0.55e-9
-"""Seconds of the host per byte of a kernel's text, which MLX builds again at every launch, and `CALL` for the rest:
-2.3 us at 54 bytes, 6.1 us at 10 KB on the same machine; half of it counts, as MLX hashes once more for the GPU."""
+CALL, TEXT = 2.3e-6, 0.4e-9
+"""Seconds of the host per launch of a kernel of ours, and per byte of its text, which MLX builds again every time:
+2.3 us at 54 bytes, 3.2 at 5 KB, 6.1 at 10 KB on the same machine."""
 
-CALL = 2.3e-6
 ROUND_TRIP = 0.15e-3
 """Seconds to hand over work and to wait for its end. Assumed."""
 
@@ -86,26 +87,28 @@ OPERANDS = {"h_prev", "a"}
 """Names of a kernel's buffers: its recurrent weights; what a step multiplies with them."""
 
 
-class Cost(NamedTuple):
-    """What a launch moves: bytes through its loads and stores; the floor, every array once; seconds on each chip."""
-
-    moved: float
-    floor: int
-    seconds: tuple[float, ...]
+LAST_STATE = {"lstm": 4, "gru": 0, "rnn": 1}
+"""How many lanes of a unit begin the backward sweep of `fused` with the state of the last step. A GRU needs none."""
 
 
 # --- Bytes -----------------------------------------------------------------------------------------------------------
 
 
-def floor_bytes(launch: Launch) -> int:
-    """Each input read once, each output written once."""
-    return sum(buffer.bytes for buffer in (*launch.reads, *launch.writes) if not buffer.constant)
+def floor_bytes(launch: Launch, *, weights: bool = True) -> int:
+    """Each input read once, each output written once; without our kernels' recurrent weights if `weights` is false."""
+    return sum(buffer.bytes for buffer in (*counted(launch, weights), *launch.writes))
 
 
-def moved_bytes(launch: Launch, problem: Problem) -> float:
-    """The bytes of all loads from device memory and of all stores, whatever cache serves them."""
-    reads = sum(b.bytes * times_read(b, launch, problem) for b in launch.reads if not b.constant)
+def moved_bytes(launch: Launch, problem: Problem, *, weights: bool = True) -> float:
+    """The bytes of all loads from device memory, whatever cache serves them, and of all stores."""
+    reads = sum(buffer.bytes * times_read(buffer, launch, problem) for buffer in counted(launch, weights))
     return reads + sum(buffer.bytes for buffer in launch.writes)
+
+
+def counted(launch: Launch, weights: bool) -> list[Buffer]:
+    """What a launch reads from device memory."""
+    reads = (buffer for buffer in launch.reads if not buffer.constant)
+    return [buffer for buffer in reads if weights or buffer.name not in WEIGHTS]
 
 
 def times_read(buffer: Buffer, launch: Launch, problem: Problem) -> float:
@@ -119,8 +122,7 @@ def times_read(buffer: Buffer, launch: Launch, problem: Problem) -> float:
         if buffer.name in WEIGHTS:
             rows, kept = fused_residency(launch, problem, itemsize(launch))
             return ceil(B / rows) * (kept + (1 - kept) * rows * steps)
-        # Backward all lanes of a unit begin with the state of the last step.
-        return 1 + (LANES_OF_UNIT[problem.cell.op] - 1) / steps if buffer.name == "states" else 1.0
+        return 1 + (LAST_STATE[problem.cell.op] - 1) / steps if buffer.name == "states" else 1.0
     by_lanes = stepwise_rows(B) < 8
     if buffer.name in WEIGHTS:
         return down * (8 * across / H if by_lanes else 1.0)
@@ -209,11 +211,15 @@ def total_seconds(graph: Graph, problem: Problem, chip: Chip, *, host: bool = Tr
 # --- What is predicted -----------------------------------------------------------------------------------------------
 
 
-def ours(size: Size, dtype: mx.Dtype, engine: str, which: str) -> tuple[Problem, Graph]:
+def ours(
+    size: Size, dtype: mx.Dtype, engine: str, which: str, cell: Cell = LSTM, bidirectional: bool = False
+) -> tuple[Problem, Graph]:
     """The problem and the launches of a layer on an engine; `which` pass, "backward" with the forward pass it needs."""
     T, B, width, H = size
-    shapes = {"x": (T, B, width), "Wx": (4 * H, width), "Wh": (4 * H, H), "b": (4 * H,)}
-    problem, module = Problem(T, B, H, H, LSTMCell(), training=which == "backward"), ENGINE_MODULES[engine]
+    D, own, rows = (2, (2,), 2 * cell.gates * H) if bidirectional else (1, (), cell.gates * H)
+    shapes = {"x": (T, B, width), "Wx": (rows, width), "Wh": (*own, cell.gates * H, H), "b": (rows,)}
+    problem = Problem(T, B, H, H, cell, training=which == "backward", bidirectional=bidirectional)
+    module = ENGINE_MODULES[engine]
 
     # MLX cannot write down a function with our gradient in it, so the sweeps are called one by one.
     def sweeps(dh: mx.array, *values: mx.array) -> list[mx.array]:
@@ -223,7 +229,7 @@ def ours(size: Size, dtype: mx.Dtype, engine: str, which: str) -> tuple[Problem,
             return [saved["h"]]
         return [saved["h"], *module.backward(problem, arrays, saved, {"h": dh}).values()]
 
-    return problem, trace(sweeps, [mx.zeros(shape, dtype) for shape in ((T, B, H), *shapes.values())])
+    return problem, trace(sweeps, [mx.zeros(shape, dtype) for shape in ((T, B, D * H), *shapes.values())])
 
 
 def of_mlx(size: Size, dtype: mx.Dtype, which: str) -> tuple[Problem, Graph]:
@@ -242,4 +248,4 @@ def of_mlx(size: Size, dtype: mx.Dtype, which: str) -> tuple[Problem, Graph]:
         return [*outputs, *gradients]
 
     shapes = (B, T, H), (B, T, width), (4 * H, width), (4 * H, H), (4 * H,)
-    return Problem(T, B, H, H, LSTMCell()), trace(both, [mx.zeros(shape, dtype) for shape in shapes])
+    return Problem(T, B, H, H, LSTM), trace(both, [mx.zeros(shape, dtype) for shape in shapes])

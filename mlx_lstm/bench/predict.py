@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from ..engines import FUSED_LIMIT, METAL_ENGINES, choose
@@ -14,7 +14,8 @@ from .report import table
 
 LEGEND = f"""\
 Every time is predicted, from published figures of the chips: nobody measured any of them. bench/model.py has the rules.
-moved: all loads and stores of device memory; floor: each input read once, each output written once.
+moved: all loads and stores of device memory, whatever cache serves them; floor: each input read once, each output
+written once; apart from weights: moved over floor, of all but our kernels' recurrent weights.
 between launches: what launches wait for one another, and the host's work; the layer in a function of mx.compile saves
 that work. {", ".join(f"{chip.name}: {chip.cores} cores, {chip.dram / 1e9:g} GB/s" for chip in CHIPS)}."""
 
@@ -27,6 +28,7 @@ class Prediction(NamedTuple):
     launches: int
     moved: float
     floor: int
+    apart: float  # bytes moved over their floor, apart from recurrent weights
     seconds: tuple[float, ...]
 
     def over(self, other: Prediction) -> str:
@@ -48,12 +50,14 @@ def predict(size: Size, dtype: str, which: str, engines: Iterable[str]) -> list[
     return [*lines, sums("mlx.nn.LSTM", graph, problem)[1]]
 
 
-def line_of(layer: str, kind: str, launches: Iterable[Launch], problem: Problem) -> Prediction:
+def line_of(layer: str, kind: str, launches: Sequence[Launch], problem: Problem) -> Prediction:
     """The sums over launches."""
     moved = sum(moved_bytes(launch, problem) for launch in launches)
     floor = sum(floor_bytes(launch) for launch in launches)
     seconds = tuple(sum(seconds_of(launch, problem, chip) for launch in launches) for chip in CHIPS)
-    return Prediction(layer, kind, len(list(launches)), moved, floor, seconds)
+    apart = sum(moved_bytes(launch, problem, weights=False) for launch in launches)
+    apart /= sum(floor_bytes(launch, weights=False) for launch in launches)
+    return Prediction(layer, kind, len(launches), moved, floor, apart, seconds)
 
 
 def sums(layer: str, graph: Graph, problem: Problem) -> tuple[Prediction, Prediction]:
@@ -61,7 +65,7 @@ def sums(layer: str, graph: Graph, problem: Problem) -> tuple[Prediction, Predic
     work = line_of(layer, "all", graph.launches, problem)
     total = tuple(total_seconds(graph, problem, chip) for chip in CHIPS)
     between = tuple(whole - part for whole, part in zip(total, work.seconds, strict=True))
-    return Prediction(layer, "between launches", 0, 0, 0, between), work._replace(seconds=total)
+    return Prediction(layer, "between launches", 0, 0, 0, 0, between), work._replace(seconds=total)
 
 
 def engines_at(size: Size, asked: list[str] | None) -> list[str]:
@@ -72,7 +76,7 @@ def engines_at(size: Size, asked: list[str] | None) -> list[str]:
 
 def group_text(size: Size, dtype: str, which: str, lines: list[Prediction]) -> str:
     """The table of one size and pass."""
-    cells = [["layer", "launch", "launches", "moved MB", "floor MB", "moved/floor"]]
+    cells = [["layer", "launch", "launches", "moved MB", "floor MB", "moved/floor", "apart from weights"]]
     cells[0] += [f"{chip.name}, predicted ms" for chip in CHIPS]
     for line in lines:
         cells.append(
@@ -90,12 +94,13 @@ def group_text(size: Size, dtype: str, which: str, lines: list[Prediction]) -> s
 def traffic_cells(line: Prediction) -> list[str]:
     """Launches, megabytes, and how many times the floor they are."""
     if not line.floor:
-        return [""] * 4
+        return [""] * 5
     return [
         str(line.launches),
         f"{line.moved / 1e6:.4g}",
         f"{line.floor / 1e6:.4g}",
         f"{line.moved / line.floor:.2f}",
+        f"{line.apart:.2f}",
     ]
 
 
