@@ -9,7 +9,16 @@ from mlx_lstm import mpsgraph
 from mlx_lstm.cells import GRUCell, LSTMCell, RNNCell
 from mlx_lstm.closeness import assert_within, bounds_of
 from mlx_lstm.compare import judge, ours
-from mlx_lstm.compare.cases import COTANGENTS, GATES, RESULTS, Case, combination, draw
+from mlx_lstm.compare.cases import (
+    ACTIVATION_PROPERTIES,
+    COTANGENTS,
+    GATES,
+    RESULTS,
+    Case,
+    combination,
+    draw,
+    draw_until,
+)
 from mlx_lstm.engines import METAL_ENGINES, choose
 from mlx_lstm.mpsgraph_checks import layouts, title
 
@@ -28,12 +37,23 @@ def random_case(rng, op):
     raise RuntimeError("no case keeps off its kinks")
 
 
-def check(case, results, exact, limit, note=""):
+def check(case, by_engine, **readings):
     """All results are there, of the right shape and dtype, and no further from the oracle than rounding explains."""
-    assert list(results) == case.results
-    for name, value in results.items():
-        assert value.dtype == np.float32, name
-        assert_within(f"{case.descriptor} {note} {name}", value, exact[name], limit[name])
+    for results in by_engine.values():
+        assert list(results) == case.results
+        assert {value.dtype for value in results.values()} == {np.dtype(np.float32)}
+    exact = judge.expected(case, **readings)
+    # The bounds take most of the time. Those of two trials are within those of all, and hold nearly always.
+    try:
+        check_within(case, by_engine, exact, judge.limits(case, trials=2, **readings))
+    except AssertionError:
+        check_within(case, by_engine, exact, judge.limits(case, **readings))
+
+
+def check_within(case, by_engine, exact, limit):
+    for engine, results in by_engine.items():
+        for name, value in results.items():
+            assert_within(f"{case.descriptor} {engine} {name}", value, exact[name], limit[name])
 
 
 def can_run(engine, case, device):
@@ -57,10 +77,8 @@ def test_random_combinations(op, seed):
     rng = np.random.default_rng([seed, len(op)])
     for _ in range(CASES[op]):
         case = random_case(rng, op)
-        exact, limit = judge.expected(case), judge.limits(case)
-        for engine in ("ops", "numpy"):
-            if can_run(engine, case, "cpu"):
-                check(case, ours.run(case, engine), exact, limit, engine)
+        engines = [engine for engine in ("ops", "numpy") if can_run(engine, case, "cpu")]
+        check(case, {engine: ours.run(case, engine) for engine in engines})
 
 
 def check_on_metal(op, count, seed):
@@ -72,7 +90,7 @@ def check_on_metal(op, count, seed):
             engines = [engine for engine in METAL_ENGINES if can_run(engine, case, "gpu")]
             if engines:
                 engine = engines[number % len(engines)]
-                check(case, ours.run(case, engine), judge.expected(case), judge.limits(case), engine)
+                check(case, {engine: ours.run(case, engine)})
                 ran += 1
     return ran
 
@@ -225,25 +243,23 @@ def test_other_readings_of_the_formula(readings):
     descriptor = {f"{name}_activation": "hard_sigmoid" for name in names}
     case = draw(rng, "lstm", absent=(), bidirectional=True, **descriptor)
     for check_case in (case, case._replace(descriptor=case.descriptor | {"forget_gate_last": True})):
-        check(
-            check_case,
-            ours.run(check_case, "ops", **readings),
-            judge.expected(check_case, **readings),
-            judge.limits(check_case, **readings),
-        )
+        check(check_case, {"ops": ours.run(check_case, "ops", **readings)}, **readings)
         default, other = ours.run(check_case, "ops"), ours.run(check_case, "ops", **readings)
         assert all(np.abs(default[name] - other[name]).max() > 1e-3 for name in default)
 
 
 @pytest.mark.parametrize("op", CASES)
 def test_hard_sigmoid_of_slope_a_sixth(op):
-    rng = np.random.default_rng(1)
+    rng, readings = np.random.default_rng(1), {"hard_sigmoid": "x/6"}
+    descriptor = dict.fromkeys(ACTIVATION_PROPERTIES[op], "hard_sigmoid")
     for _ in range(10):
-        case = random_case(rng, op)
-        names = [name for name in ours.DESCRIPTORS[op].__dataclass_fields__ if name.endswith("activation")]
-        case = case._replace(descriptor=case.descriptor | dict.fromkeys(names, "hard_sigmoid"))
-        readings = {"hard_sigmoid": "x/6"}
-        check(case, ours.run(case, "ops", **readings), judge.expected(case, **readings), judge.limits(case, **readings))
+        case = draw_until(
+            lambda case: judge.kink_distance(case, **readings) > ROUNDING_MARGIN,
+            rng,
+            op,
+            **combination(rng, op) | descriptor,
+        )
+        check(case, {"ops": ours.run(case, "ops", **readings)}, **readings)
 
 
 @pytest.mark.parametrize("op", CASES)
@@ -260,7 +276,7 @@ def test_layouts_of_a_mask(op):
             np.testing.assert_allclose(got[name], value, rtol=1e-5, atol=1e-6, err_msg=f"{layout} {name}")
     steps = rng.random((3, 2, 8)).astype(np.float32)
     case = case._replace(arrays=case.arrays | {"mask": steps})
-    check(case, ours.run(case, "ops", mask_layout="steps"), judge.expected(case), judge.limits(case))
+    check(case, {"ops": ours.run(case, "ops", mask_layout="steps")})
 
 
 def test_results_of_training_without_produce_cell():

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ..closeness import bounds_of
+from ..closeness import TRIALS, bounds_of
 from ..oracle import activation_arguments, evaluate
 from ..oracle_cells import Arithmetic
 from .cases import Arrays, Case
@@ -26,9 +26,9 @@ def expected(case: Case, **readings: str) -> Arrays:
     return evaluated(case, Arithmetic(np.float64), **readings)
 
 
-def limits(case: Case, dtype: type = np.float32, **readings: str) -> dict[str, float]:
-    """How far rounding in `dtype` may move each result."""
-    return bounds_of(lambda fl: evaluated(case, fl, **readings), dtype)
+def limits(case: Case, dtype: type = np.float32, trials: int = TRIALS, **readings: str) -> dict[str, float]:
+    """How far rounding in `dtype` may move each result; after fewer trials it may be less."""
+    return bounds_of(lambda fl: evaluated(case, fl, **readings), dtype, trials)
 
 
 def evaluated(case: Case, fl: Arithmetic, **readings: str) -> Arrays:
@@ -39,14 +39,14 @@ def evaluated(case: Case, fl: Arithmetic, **readings: str) -> Arrays:
     return found | {f"d{name}": gradients[WORDS[name]] for name in case.gradients}
 
 
-def kink_distance(case: Case) -> float:
+def kink_distance(case: Case, **readings: str) -> float:
     """How near an argument of relu or hard_sigmoid comes to a kink, where a gradient jumps under any rounding.
 
     A 0 that any rounding leaves 0 does not count.
     """
     distances = (
         np.abs(argument[argument != 0] - kink).min(initial=np.inf)
-        for name, argument in activation_arguments(**call_of(case))
+        for name, argument in activation_arguments(**call_of(case, **readings))
         for kink in KINKS.get(name, [])
     )
     return float(min(distances, default=np.inf))
