@@ -154,19 +154,3 @@ def first_order(engine: str, problem: Problem, names: tuple[str, ...], kept: dic
         raise RuntimeError(f"[{problem.cell.op}] engine={engine!r} has no second derivative: use engine='ops'.")
 
     return backward
-
-
-def current_device() -> str:
-    """`"cpu"` or `"gpu"`: where the stream in effect runs."""
-    return "cpu" if mx.default_device() == mx.cpu else "gpu"
-
-
-def is_traced(arrays: list[mx.array]) -> bool:
-    """Whether any of these arrays is a placeholder without a value. Evaluates the others."""
-    try:
-        mx.eval(arrays)
-    except ValueError as error:
-        if "during function transformations" in str(error):
-            return True
-        raise
-    return False
