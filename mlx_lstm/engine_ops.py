@@ -61,7 +61,8 @@ def step(
     """(gates, c, h) of a step of whichever cell, from z, the masked h_in, h and c. A cell without c passes it on."""
     cell, Wh, Wp = problem.cell, arrays["Wh"], arrays.get("Wp")
     if isinstance(cell, LSTMCell):
-        gates, c, m = lstm_step(cell, mx.addmm(z, h_in, Wh.T), c, arrays.get("peephole"))
+        # Not mx.addmm, here and in the cells: with vmap over x alone MLX 0.32.4 refuses it.
+        gates, c, m = lstm_step(cell, z + h_in @ Wh.T, c, arrays.get("peephole"))
         return gates, c, m if Wp is None else m @ Wp.T
     if isinstance(cell, GRUCell):
         gates, h = gru_step(cell, z, h_in, h, Wh, arrays.get("bhn"))

@@ -143,13 +143,11 @@ def gru_step(
     a = dict(zip(cell.gate_order, mx.split(a, 3, axis=-1), strict=True))
     y = {}
     for gate in "rz":
-        y[gate] = activate(cell.activation(gate), mx.addmm(a[gate], h_in, Wh[cell.block(gate, H)].T))
+        y[gate] = activate(cell.activation(gate), a[gate] + h_in @ Wh[cell.block(gate, H)].T)
     Wh_n = Wh[cell.block("n", H)]
-    if cell.reset == "after":
-        a_n = a["n"] + y["r"] * gru_candidate(h_in, Wh_n, bhn)
-    else:
-        a_n = mx.addmm(a["n"], y["r"] * h_in, Wh_n.T)
-    n = y["n"] = activate(cell.activation("n"), a_n)
+    after = cell.reset == "after"
+    recurrent = y["r"] * gru_candidate(h_in, Wh_n, bhn) if after else (y["r"] * h_in) @ Wh_n.T
+    n = y["n"] = activate(cell.activation("n"), a["n"] + recurrent)
     h_new = h + y["z"] * (n - h) if cell.flip_z else n + y["z"] * (h - n)
     return mx.concatenate([y[gate] for gate in cell.gate_order], axis=-1), h_new
 
@@ -201,7 +199,7 @@ def gru_step_backward(
 
 def rnn_step(cell: RNNCell, a: mx.array, h_in: mx.array, Wh: mx.array) -> tuple[mx.array, mx.array]:
     """One step: the input's part a and the masked h_in, both [B, H], to (preactivation, h): h = s(a + h_in Wh^T)."""
-    a = mx.addmm(a, h_in, Wh.T)
+    a = a + h_in @ Wh.T
     return a, activate(cell.act, a)
 
 

@@ -52,6 +52,19 @@ def test_gradient_under_mlx_transformations(kind):
 
 
 @ALL_KINDS
+def test_vmap_over_one_argument(kind):
+    """The others are shared; but not over a bias alone, which MLX 0.32.4 refuses in mx.addmm."""
+    arrays, call, _ = small(kind)
+    case, _ = draw_away_from_kinks(9, sizes=(2, 2, 2, 2, 3), **EVERY_ARRAY[kind] | {"mask": ("P",)})
+    expected = np.array(call(*arrays).h)
+    for n, name in enumerate(split(case)[1]):
+        if name not in ("b", "bhn"):
+            many = mx.vmap(lambda array, n=n: call(*arrays[:n], array, *arrays[n + 1 :]).h)
+            got = many(mx.stack([2 * arrays[n], arrays[n]]))
+            np.testing.assert_allclose(np.array(got[1]), expected, rtol=0, atol=2e-6, err_msg=name)
+
+
+@ALL_KINDS
 def test_compiled_with_lengths_as_an_argument(kind):
     """Their values are not known then, so that the range goes unchecked, and they may change from call to call."""
     arrays, _, loss = small(kind)
