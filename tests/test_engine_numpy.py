@@ -1,5 +1,7 @@
 """What is particular to engine `numpy`: it agrees with engine `ops` to float64 rounding, in any strides and chunks."""
 
+import tracemalloc
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -127,3 +129,31 @@ def test_agrees_with_ops(monkeypatch, word, seed):
     spoil_padding(arrays["x"], options["lengths"])
     shown = None if rng.random() < 0.6 else ["h"]
     check(word, arrays, options, shown, cut if rng.random() < 0.5 else whole, seed)
+
+
+@pytest.mark.parametrize("batch_major", [False, True])
+@pytest.mark.parametrize("word", OPS)
+def test_no_sequence_is_copied(monkeypatch, word, batch_major):
+    """NumPy's memory stays far below one sequence, in the forward pass and in gradients of saved arrays of any
+    layout; what leaves is MLX's memory."""
+    monkeypatch.setattr(engine_numpy_memory, "CHUNK_ROWS", 32)
+    T, B, I, H = 256, 16, 8, 8
+    op, gradients_of = OPS[word][:2]
+    drawn = draw(np.random.default_rng(0), word, T, B, I, H, 2)
+
+    def lay(array):
+        return mx.swapaxes(mx.contiguous(mx.swapaxes(array, 0, 1)), 0, 1) if batch_major else mx.contiguous(array)
+
+    with mx.stream(mx.cpu):
+        arrays = {name: lay(whole(array)) if name == "x" else whole(array) for name, array in drawn.items()}
+        out = op(**arrays, bidirectional=True, return_gates=True)
+        saved = {name: lay(getattr(out, name)) for name in GIVEN[word]}
+        mx.eval(arrays, saved)
+        tracemalloc.start()
+        try:
+            mx.eval(op(**arrays, bidirectional=True, training=False, engine="numpy").h)
+            mx.eval(gradients_of(**arrays, **saved, dh=saved["h"], bidirectional=True, engine="numpy"))
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+    assert peak < 8 * T * B * H / 2  # half of the h of one direction
