@@ -93,6 +93,11 @@ def bounds(case, dtype, cotangents=None):
 
 def bounds_of(values, dtype, trials=TRIALS):
     """`bounds` of whatever `values`, a function of an `Arithmetic`, returns by name. Fewer trials never widen them."""
+    return exact_and_bounds(values, dtype, trials)[1]
+
+
+def exact_and_bounds(values, dtype, trials=TRIALS):
+    """What `values` returns in float64, and its bounds."""
     exact = values(Arithmetic(np.float64))
     moved = dict.fromkeys(exact, 0.0)
     for trial in range(trials):
@@ -100,7 +105,7 @@ def bounds_of(values, dtype, trials=TRIALS):
         for name, value in values(noise).items():
             moved[name] = max(moved[name], largest(value - exact[name]) / noise.gain)
     eps = float_of(dtype).eps
-    return {name: SAFETY * moved[name] + eps * largest(exact[name]) + noise.underflow for name in exact}
+    return exact, {name: SAFETY * moved[name] + eps * largest(exact[name]) + noise.underflow for name in exact}
 
 
 def largest(array):

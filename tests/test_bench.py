@@ -13,12 +13,14 @@ from mlx_lstm.bench.__main__ import main
 from mlx_lstm.bench.case_stack import packed, unpacked
 from mlx_lstm.bench.cases import CASES, find_contender, is_installed
 from mlx_lstm.bench.contenders import CONTENDERS, PASSES, Size, Task, draw, parse_size
-from mlx_lstm.bench.judge import Rounding, appoint, evaluate
+from mlx_lstm.bench.judge import appoint, evaluate
 from mlx_lstm.bench.report import group_text, machine_card, plot
 from mlx_lstm.bench.rounds import Plan, Row, kept_bytes, peak_ratio, plan, ratio, take_turn
 from mlx_lstm.bench.worker import PeakMemory
+from mlx_lstm.oracle_cells import Arithmetic
 
 TINY = Size(5, 3, 4, 8)
+DOUBLE = Arithmetic(np.float64)
 FEW = ["--seconds", "0.02", "--rounds", "2", "--patience", "0", "--device", "cpu"]
 
 PLANTED = """
@@ -69,11 +71,11 @@ def test_judge_evaluates_an_lstm_and_its_gradient():
     """Differences of sum(h dh) in a random direction of every array: the judge's gradient is that of its forward."""
     rng = np.random.default_rng(1)
     numbers = {name: array.astype(np.float64) for name, array in draw(TINY, "float32").items()}
-    exact = evaluate(numbers, Rounding(), backward=True)
+    exact = evaluate(numbers, DOUBLE, backward=True)
     for name in ("x", "Wx", "Wh", "b"):
         direction = rng.standard_normal(numbers[name].shape)
         ends = [
-            (evaluate(numbers | {name: numbers[name] + step * direction}, Rounding(), backward=False)["h"]).ravel()
+            (evaluate(numbers | {name: numbers[name] + step * direction}, DOUBLE, backward=False)["h"]).ravel()
             @ numbers["dh"].ravel()
             for step in (1e-5, -1e-5)
         ]
@@ -99,11 +101,11 @@ def test_judge_of_a_stack_evaluates_it_and_its_gradient(cell):
     rng = np.random.default_rng(1)
     numbers = CASES[f"cudnn_{cell}"].draw(Size(3, 2, 3, 2), "float32")
     numbers = {name: array.astype(np.float64) for name, array in numbers.items()}
-    exact = judge_stack.evaluate(cell, numbers, Rounding(), backward=True)
+    exact = judge_stack.evaluate(cell, numbers, DOUBLE, backward=True)
     for name in set(numbers) - {"dh"}:
         direction = rng.standard_normal(numbers[name].shape)
         ends = [
-            (judge_stack.evaluate(cell, numbers | {name: array}, Rounding(), backward=False)["h"] * numbers["dh"]).sum()
+            (judge_stack.evaluate(cell, numbers | {name: array}, DOUBLE, backward=False)["h"] * numbers["dh"]).sum()
             for array in (numbers[name] + 1e-5 * direction, numbers[name] - 1e-5 * direction)
         ]
         assert (ends[0] - ends[1]) / 2e-5 == pytest.approx((exact[f"d{name}"] * direction).sum(), rel=1e-7, abs=1e-8)
