@@ -39,6 +39,11 @@ def run_backward(
     """The gradient of every array, from the outputs a forward pass gave and the cotangents of some of them."""
     dtype = arrays["x"].dtype
     arrays, saved, cotangents = (for_engine(engine, values) for values in (arrays, saved, cotangents))
+    if engine in METAL_ENGINES:  # they keep c in float32, and so have its gradient
+        saved, cotangents = (
+            {name: value.astype(mx.float32) if name in ("c", "cT") else value for name, value in values.items()}
+            for values in (saved, cotangents)
+        )
     backward = first_order(engine, problem, tuple(arrays), {})
     gradients = backward(tuple(arrays.values()), cotangents, saved)
     return {name: gradient.astype(dtype) for name, gradient in gradients.items() if name in arrays}

@@ -29,7 +29,7 @@ from tf_cases import (
 
 from mlx_lstm import tf
 from mlx_lstm.closeness import assert_within, bounds, largest
-from mlx_lstm.engines import METAL_ENGINES
+from mlx_lstm.engines import ENGINES, METAL_ENGINES
 from mlx_lstm.oracle import backward, forward
 
 CPU_ENGINES = ("numpy", "ops")
@@ -37,6 +37,7 @@ ON_CPU = [(op, engine) for op in OPS for engine in engines_that_run(op, CPU_ENGI
 ON_METAL = [(op, engine) for op in OPS for engine in engines_that_run(op, METAL_ENGINES)]
 SEEDS = {"gru_block_cell": 60}  # of each other op
 ALL_OUTPUTS = {op: ("i", "cs", "f", "o", "ci", "co", "h") for op in LSTM_OPS} | {"gru_block_cell": ("r", "u", "c", "h")}
+OF = {gradient: op for op, gradient in GRADIENT.items()} | {op: op for op in OPS}
 SMALL = (3, 2, 3, 4)  # T, N, I, H
 
 
@@ -85,7 +86,7 @@ def test_equals_tensorflow_on_metal(op, engine):
     assert log
 
 
-@pytest.mark.parametrize("op, engine", ON_CPU)
+@pytest.mark.parametrize("op, engine", ON_CPU + ON_METAL)
 def test_half_equals_tensorflow(op, engine):
     """TensorFlow rounds every operation to half and sums in half; ours is the more exact one.
 
@@ -96,11 +97,13 @@ def test_half_equals_tensorflow(op, engine):
     def near(name, got, expected):
         assert_near(name, got, expected, atol=2e-3 * max(1.0, largest(expected)), rtol=0)
 
-    if op == "gru_block_cell":
-        return check_half_of_gru(engine, near)
-    for seed in range(20):
-        of_case = {"dtype": np.float16, "sizes": (5, 2, 4, 8)}
-        check(op, engine, seed, near_by(limits_of_half(op, seed, of_case), near), **of_case)
+    with on_metal() if engine in METAL_ENGINES else nullcontext():
+        for seed in range(4 if engine in METAL_ENGINES else 20):
+            if op == "gru_block_cell":
+                check_half_of_gru(engine, seed, near)
+            else:
+                of_case = {"dtype": np.float16, "sizes": (5, 2, 4, 8)}
+                check(op, engine, seed, near_by(limits_of_half(op, seed, of_case), near), **of_case)
 
 
 def limits_of_half(op, seed, of_case):
@@ -126,13 +129,18 @@ def near_by(limits, near):
     return compare
 
 
-def check_half_of_gru(engine, near):
+def check_half_of_gru(engine, seed, near):
     """TensorFlow has no such op in half: ours against its float32 one, of the same numbers."""
-    for seed in range(20):
-        half = draw("gru_block_cell", seed, np.float16, (1, 2, 4, 8))
-        full = {name: array.astype(np.float32) for name, array in half.items()}
-        for name, value in ours("gru_block_cell", half, engine).items():
-            near(name, value.astype(np.float32), theirs("gru_block_cell", full)[name])
+    half = draw("gru_block_cell", seed, np.float16, (1, 2, 4, 8))
+    full = {name: array.astype(np.float32) for name, array in half.items()}
+    expected = theirs("gru_block_cell", full)
+    for name, value in ours("gru_block_cell", half, engine).items():
+        near(name, value.astype(np.float32), expected[name])
+    kept = {name: expected[name].astype(np.float16) for name in "ruc"}
+    given = half | kept | draw_gradients("gru_block_cell", half, seed)
+    expected = theirs("gru_block_cell_grad", {name: array.astype(np.float32) for name, array in given.items()})
+    for name, value in ours("gru_block_cell_grad", given, engine).items():
+        near(name, value.astype(np.float32), expected[name])
 
 
 @pytest.mark.parametrize("engine", CPU_ENGINES)
@@ -395,7 +403,7 @@ def test_defaults_names_and_order_are_the_raw_ops():
         here = [p for p in signature(getattr(tf, op)).parameters.values() if p.kind is not Parameter.KEYWORD_ONLY]
         there = [p for p in signature(getattr(tensorflow.raw_ops, raw)).parameters.values() if p.name != "name"]
         assert [(p.name, p.default) for p in here] == [(p.name, p.default) for p in there], op
-        case = recorded(op, 0)[0] if op in OPS else recorded({v: k for k, v in GRADIENT.items()}[op], 0)[2]
+        case = recorded(op, 0)[0] if op in OPS else recorded(OF[op], 0)[2]
         assert list(ours(op, case, None)) == list(theirs(op, case)), op
 
 
@@ -404,7 +412,7 @@ def test_defaults_names_and_order_are_the_raw_ops():
 
 def a_case(op):
     """A right case of any of the eight ops, with peepholes."""
-    of = {gradient: name for name, gradient in GRADIENT.items()}.get(op, op)
+    of = OF[op]
     fixed = {"use_peephole": True} if of in LSTM_OPS else {}
     fixed |= {"seq_len_max": 3} if of in SEQUENCE_OPS else {}
     case = draw(of, 0, sizes=SMALL, **fixed)
@@ -535,13 +543,12 @@ def test_peepholes_of_any_length_where_they_are_unused():
 GOLDENS = Path(__file__).parent / "goldens"
 
 
-@pytest.mark.parametrize("engine", [None, "ops", "numpy"])
-@pytest.mark.parametrize("op", RAW)
+WITH_GOLDENS = [(op, engine) for op in RAW for engine in (None, *engines_that_run(OF[op], ENGINES))]
+
+
+@pytest.mark.parametrize("op, engine", WITH_GOLDENS)
 def test_goldens(op, engine):
     """What TensorFlow once returned, as `goldens/make_tf.py` recorded it; engine None on this machine's best device."""
-    of = {gradient: name for name, gradient in GRADIENT.items()}.get(op, op)
-    if engine and not engines_that_run(of, [engine]):
-        return
     with np.load(GOLDENS / f"tf_{op}.npz") as file:
         recorded = {name: file[name] for name in file.files}
     for n in range(int(recorded["cases"])):
@@ -551,7 +558,8 @@ def test_goldens(op, engine):
         )
         case = {name: value.item() if name in ATTRIBUTES else value for name, value in case.items()}
         half = case["x"].dtype == np.float16
-        got = ours(op, case, engine, None if engine is None else mx.cpu)
+        with on_metal() if engine in METAL_ENGINES else nullcontext():
+            got = ours(op, case, engine, None if engine is None else mx.cpu)
         assert list(got) == list(expected)
         for name, value in got.items():
             atol = 2e-3 * max(1.0, largest(expected[name])) if half else 2e-6
