@@ -79,10 +79,9 @@ def test_equals_tensorflow(op, engine):
 @pytest.mark.parametrize("op, engine", ON_METAL)
 def test_equals_tensorflow_on_metal(op, engine):
     """The shaders under the emulator, ten cases each."""
-    sizes = ((4, 1, 3, 5), (3, 2, 1, 4), (2, 9, 3, 2), (1, 1, 1, 1))
     with on_metal() as log:
         for seed in range(10):
-            check(op, engine, seed, sizes=sizes[seed % 4])
+            check(op, engine, seed, sizes=((3, 2, 1, 5), (4, 9, 3, 2))[seed % 2])
     assert log
 
 
@@ -98,7 +97,7 @@ def test_half_equals_tensorflow(op, engine):
         assert_near(name, got, expected, atol=2e-3 * max(1.0, largest(expected)), rtol=0)
 
     with on_metal() if engine in METAL_ENGINES else nullcontext():
-        for seed in range(4 if engine in METAL_ENGINES else 20):
+        for seed in range(2 if engine in METAL_ENGINES else 10):
             if op == "gru_block_cell":
                 check_half_of_gru(engine, seed, near)
             else:
@@ -551,7 +550,8 @@ def test_goldens(op, engine):
     """What TensorFlow once returned, as `goldens/make_tf.py` recorded it; engine None on this machine's best device."""
     with np.load(GOLDENS / f"tf_{op}.npz") as file:
         recorded = {name: file[name] for name in file.files}
-    for n in range(int(recorded["cases"])):
+    cases = range(int(recorded["cases"]))
+    for n in cases if engine not in METAL_ENGINES else cases[::5]:  # of each dtype one: to emulate takes its time
         case, expected = (
             {name.split("/")[2]: value for name, value in recorded.items() if name.startswith(f"{n}/{part}/")}
             for part in ("in", "out")
