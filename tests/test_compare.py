@@ -267,6 +267,15 @@ def test_settle_finds_the_other_reading(tmp_path, recorder, monkeypatch, faults,
     assert code == 1 and others == {verdict}
 
 
+def test_settle_when_no_reading_fits(tmp_path, recorder, monkeypatch):
+    monkeypatch.setattr(recorder, "FAULTS", {"plant": {"op": "lstm", "result": "z_state", "index": [0, 0, 0], "by": 1}})
+    wanted = [one for one in experiments() if one.name == "zstate_and_cell"]
+    monkeypatch.setattr(command, "experiments", lambda: wanted)
+    code, report = run(tmp_path, "--settle")
+    verdicts = [finding["verdict"] for finding in report["findings"]]
+    assert code == 1 and verdicts[0].startswith("none of the readings; ") and verdicts[1] == "c"
+
+
 def test_settle_after_a_crash(tmp_path, recorder, monkeypatch):
     monkeypatch.setattr(recorder, "FAULTS", {"crash": "gru"})
     wanted = [one for one in experiments() if one.name == "gru_flavours"][:1]

@@ -7,8 +7,6 @@ import importlib.util
 import sys
 from collections.abc import Iterable
 
-import numpy as np
-
 from . import judge
 from .cases import Case, grid
 from .contenders import HOW_TO_GET, Contender, Outcome, all_contenders, serve
@@ -184,5 +182,4 @@ def run_settle(contenders: dict[str, Contender], options: argparse.Namespace) ->
 
 
 if __name__ == "__main__":
-    np.seterr(over="ignore")
     sys.exit(main())

@@ -50,6 +50,8 @@ def run(case: Case) -> tuple[list[np.ndarray], list[np.ndarray]]:
 
     with objc.autorelease_pool():
         device = Metal.MTLCreateSystemDefaultDevice()
+        if device is None:
+            raise RuntimeError("this machine has no Metal device")
         graph, descriptor = G.MPSGraph.alloc().init(), make_descriptor(G, case)
         dtype = getattr(G, DTYPES[case.arrays["source"].dtype.name])
         tensors, feeds = {}, {}

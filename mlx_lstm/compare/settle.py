@@ -51,8 +51,11 @@ def settle(experiment: Experiment, outcome: Outcome) -> Finding:
         verdict = fits[0]
     elif fits:
         verdict = f"undecided: {' or '.join(fits)}"
+    elif outcome.problem:
+        verdict = f"no answer: {outcome.problem}"
     else:
-        verdict = f"no answer: {outcome.problem}" if outcome.problem else "none of the readings"
+        nearest = min(distances, key=distances.get)
+        verdict = "none of the readings" + (f"; {nearest} is nearest" if distances[nearest] < np.inf else "")
     known = experiment.name, experiment.question, experiment.default
     return Finding(*known, verdict, verdict == experiment.default, distances)
 
