@@ -82,6 +82,14 @@ def test_each_output_alone(engine, kind, output):
     check(case, engine, np.float32, {output: cotangents[output]})
 
 
+@pytest.mark.parametrize("sizes", [(1, 1, 1, 1, 1), (1, 3, 2, 5, 2), (3, 1, 2, 3, 4), (2, 2, 1, 1, 2)], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_smallest_sizes(engine, kind, sizes):
+    mask = (*sizes[:2], "P")
+    check(*with_engine(draw_away_from_kinks(5, sizes=sizes, **EVERY_ARRAY[kind] | {"mask": mask}), engine))
+
+
 sizes = st.tuples(
     *(st.sampled_from(values) for values in ([1, 2, 3, 5], [1, 2, 3, 16, 17], [1, 3, 8], [1, 2, 5], [1, 3]))
 )
@@ -184,9 +192,9 @@ def test_numpy_engine_over_a_wide_batch(T, activations):
     check(*with_engine(drawn))
 
 
-def with_engine(drawn):
+def with_engine(drawn, engine="numpy"):
     case, cotangents = drawn
-    return case, "numpy", np.float64, cotangents
+    return case, engine, np.float64, cotangents
 
 
 def test_batch_major_memory_comes_back_as_it_went_in():
