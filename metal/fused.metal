@@ -1,5 +1,5 @@
 // A recurrence over a whole sequence in one launch. A threadgroup owns ROWS batch items of one direction, which no other
-// one needs, and walks all their steps; the recurrent weights stay in registers as far as they fit. One barrier per step.
+// one needs, and walks all their steps; the recurrent weights stay in registers as far as they fit. One barrier a step.
 //
 // With D directions and G gates, in blocks of the cell's gate order:
 //   z, gates, dz  [T, B, D G H]     h  [T, B, D H]        h0, hT  [B, D H]     Wh  [D, G H, H]     lengths  [B]
@@ -22,6 +22,12 @@ struct Sweep {
   bool reverse;
   long mask_step;
 };
+
+inline void read_sizes(const constant int* sizes, uint direction, int H, thread Sweep& sweep) {
+  sweep.start = sizes[0], sweep.stop = sizes[1], sweep.T = sizes[2], sweep.B = sizes[3], sweep.D = sizes[4];
+  sweep.direction = int(direction), sweep.reverse = direction == 1 || sizes[5] != 0;
+  sweep.mask_step = sizes[6] ? long(sweep.B) * sweep.D * H : 0;
+}
 
 // The time index of step n, and that of the launch's first time index.
 inline int time_of(thread const Sweep& sweep, int n) { return sweep.reverse ? sweep.T - 1 - n : n; }
@@ -69,10 +75,26 @@ void read_step(
   if (N == 1 || lane == 3) read[3] = value_at(mask, t * sweep.mask_step + item, 1.0f);
 }
 
+// The first COUNT runs of ROWS rows of weights that a lane has, [ROWS][COUNT].
+template <int ROWS, int COUNT, int GROUP, class S, class W>
+void keep_runs(W weights, thread const int (&rows_at)[ROWS], int rows, int length, int s, thread vec<S, 4>* kept) {
+  for (int v = 0; v < ROWS; ++v)
+    for (int run = 0; run < COUNT; ++run)
+      kept[v * COUNT + run] = weight_run<S>(weights, rows_at[v], rows, 4 * (s + GROUP * run), length);
+}
+
 // What the lanes of a unit hold: values[n] is `mine` of its lane n.
 template <int N>
 void share(float mine, int lane, thread float (&values)[N]) {
   for (int n = 0; n < N; ++n) values[n] = N > 1 ? simd_shuffle(mine, ushort(lane / N * N + n)) : mine;
+}
+
+// array[index] for all lanes of a unit, read by its lane 0 where `real`, else 0.
+template <int N, class A>
+float read_once(A array, long index, bool real, int lane) {
+  float values[N];
+  share(real && lane % N == 0 ? float(array[index]) : 0.0f, lane, values);
+  return values[0];
 }
 
 // values[n] is mine[n] of a unit's lane n, where a unit has N = 4 lanes; with one lane it is its own.

@@ -5,9 +5,9 @@
 //
 //   Wh_T           [D, H, G H]: Wh transposed       beside  [T, B, D H]: an LSTM's dc, a GRU's q
 //   states, first  [T, B, D H] and [B, D H]: what the cell keeps after each step and before the first, c or h
-// d is dz but for a GRU's candidate, whose product gets dz_n r. It stands in `vectors`, [2][ROWS][padded G H], the two
-// halves by turns; of a cell with two products dz_n in the first, for r's gradient, and dz_r, dz_z in the second. Every lane of a unit keeps its dh, dc and state; each of four reads one number of state before, dh,
-// beside, mask, and its own gate.
+// d is dz, but for a GRU's candidate, whose product gets dz_n r. It stands in `vectors`, [2][ROWS][padded G H], the two
+// halves by turns; of a cell with two products dz_n in the first, for r's gradient, and dz_r, dz_z in the second. Every
+// lane of a unit keeps its dh, dc and state; each of four reads one number of state before, dh, beside, mask, and its gate.
 template <int CELL, int H, int UNITS, int ROWS, int RESIDENT, class S, class G, class X, class X0, class W, class E,
     class M, class L, class D, class Q, class DG, class DT, class DCT, class DC0>
 void fused_backward(
@@ -15,23 +15,18 @@ void fused_backward(
     const constant int* sizes, device S* dz, device S* dh0, DC0 dc0, threadgroup float4* vectors, uint2 group,
     uint index, uint threads, uint lane) {
   constexpr int GROUP = LANES * UNITS, K = GATES * H, RUNS = GROUP * RUNS_OF<K, GROUP>, HALF = ROWS * RUNS;
-  const Sweep sweep = {
-      sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], int(group.y), group.y == 1 || sizes[5] != 0,
-      sizes[6] ? long(sizes[3]) * sizes[4] * H : 0};
+  Sweep sweep = {};
+  read_sizes(sizes, group.y, H, sweep);
   const int s = int(index) % GROUP, gate = s % LANES, first_unit = int(index) / GROUP * UNITS;
   const int unit = first_unit + s / LANES, b0 = int(group.x) * ROWS, block = gate_block(CELL, gate);
   const long step = time_step(sweep, 1, H), gate_step = GATES * step;
   const W weights = Wh_T + long(sweep.direction) * GATES * H * H;
   int rows_at[UNITS], length[ROWS];
   vec<S, 4> kept[UNITS * RESIDENT];
-  for (int v = 0; v < UNITS; ++v) {
-    rows_at[v] = first_unit + v;
-    for (int run = 0; run < RESIDENT; ++run)
-      kept[v * RESIDENT + run] = weight_run<S>(weights, rows_at[v], H, 4 * (s + GROUP * run), K);
-  }
+  for (int v = 0; v < UNITS; ++v) rows_at[v] = first_unit + v;
+  keep_runs<UNITS, RESIDENT, GROUP>(weights, rows_at, H, K, s, kept);
   for (int n = int(index); n < 2 * HALF; n += int(threads)) vectors[n] = float4(0.0f);
-  float p[LANES], dh_now[ROWS], dc_now[ROWS], now[ROWS], mask_now[ROWS], direct[ROWS];
-  float own[ROWS], reset[ROWS], h_in[ROWS];
+  float p[LANES], dh_now[ROWS], dc_now[ROWS], now[ROWS], mask_now[ROWS], direct[ROWS], own[ROWS], reset[ROWS];
   share(unit < H ? lane_constant<CELL>(extra, sweep.direction, gate, H, unit) : 0.0f, int(lane), p);
   for (int r = 0; r < ROWS; ++r) {
     const long at = place_in(sweep, b0 + r, 1, 0, H, unit);
@@ -39,7 +34,7 @@ void fused_backward(
     length[r] = b0 + r < sweep.B ? value_at(lengths, b0 + r, sweep.T) : 0;
     dh_now[r] = real ? value_at(dhT, at, 0.0f) : 0.0f;
     dc_now[r] = real ? value_at(dcT, at, 0.0f) : 0.0f;
-    now[r] = real ? float(states[time_of(sweep, sweep.stop - 1) * step + at]) : 0.0f;
+    now[r] = read_once<LANES>(states, time_of(sweep, sweep.stop - 1) * step + at, real, int(lane));
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
   for (int n = sweep.stop - 1; n >= sweep.start; --n) {
@@ -60,7 +55,6 @@ void fused_backward(
       step_back_of_lanes<CELL>(y, p, seen, now[r], direct[r], dc, d);
       own[r] = pick(d, gate);
       reset[r] = y[0];
-      h_in[r] = seen[0] * seen[3];
       const S result = S(live ? own[r] : 0.0f);
       dc_now[r] = live ? dc : dc_now[r];
       now[r] = seen[0];
@@ -74,11 +68,10 @@ void fused_backward(
       for (int r = 0; r < ROWS; ++r) {
         const float dr =
             product_of_group<GROUP, LANES, UNITS, -1, RESIDENT, K, S>(kept, weights, rows_at, H, current + r * RUNS, s);
-        const bool real = b0 + r < sweep.B && unit < H, live = t < length[r];
-        if (gate == 0) own[r] = gru_reset_backward<CELL>(reset[r], own[r] + dr * h_in[r]);
+        if (gate == 0) own[r] = gru_reset_backward<CELL>(reset[r], own[r] + dr * now[r] * mask_now[r]);
         direct[r] += dr * reset[r] * mask_now[r];
-        if (!real || gate > 1) continue;
-        const S result = S(live ? own[r] : 0.0f);
+        if (b0 + r >= sweep.B || unit >= H || gate > 1) continue;
+        const S result = S(t < length[r] ? own[r] : 0.0f);
         if (gate == 0) dz[local * gate_step + place_in(sweep, b0 + r, GATES, block, H, unit)] = result;
         ((threadgroup float*)current)[4 * (HALF + r * RUNS) + block * H + unit] = float(result);
       }

@@ -10,9 +10,8 @@ void fused_forward(
     Z z, H0 h0, C0 c0, W Wh, E extra, M mask, L lengths, const constant int* sizes, N numbers, device S* h, C c,
     G gates, device S* hT, CT cT, threadgroup float4* vectors, uint2 group, uint index, uint threads, uint lane) {
   constexpr int GROUP = LANES * UNITS, RUNS = GROUP * RUNS_OF<H, GROUP>, HALF = ROWS * RUNS;
-  const Sweep sweep = {
-      sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], int(group.y), group.y == 1 || sizes[5] != 0,
-      sizes[6] ? long(sizes[3]) * sizes[4] * H : 0};
+  Sweep sweep = {};
+  read_sizes(sizes, group.y, H, sweep);
   const float forget_bias = value_at(numbers, 0, 0.0f), limit = value_at(numbers, 1, 0.0f);
   const int s = int(index) % GROUP, gate = s % LANES, first_unit = int(index) / GROUP * UNITS;
   const int unit = first_unit + s / LANES, b0 = int(group.x) * ROWS, block = gate_block(CELL, gate);
@@ -23,9 +22,8 @@ void fused_forward(
   for (int v = 0; v < GROUP; ++v) {
     const int row_block = weight_block(CELL, v % LANES), row_unit = first_unit + v / LANES;
     rows_at[v] = row_block < 0 || row_unit >= H ? GATES * H : row_block * H + row_unit;
-    for (int run = 0; run < RESIDENT; ++run)
-      kept[v * RESIDENT + run] = weight_run<S>(weights, rows_at[v], GATES * H, 4 * (s + GROUP * run), H);
   }
+  keep_runs<GROUP, RESIDENT, GROUP>(weights, rows_at, GATES * H, H, s, kept);
   for (int n = int(index); n < 2 * HALF; n += int(threads)) vectors[n] = float4(0.0f);
   threadgroup_barrier(mem_flags::mem_threadgroup);
   const float p = unit < H ? lane_constant<CELL>(extra, sweep.direction, gate, H, unit) : 0.0f;
@@ -56,9 +54,9 @@ void fused_forward(
       for (int r = 0; r < ROWS; ++r) {
         float reset[LANES];
         share(gru_reset<CELL>(a[r]), int(lane), reset);
+        if (unit >= H || gate < LANES - 1) continue;
         const int at = 4 * r * RUNS + unit;
-        if (unit < H && gate == LANES - 1)
-          ((threadgroup float*)operand)[at] = reset[0] * ((threadgroup const float*)before)[at];
+        ((threadgroup float*)operand)[at] = reset[0] * ((threadgroup const float*)before)[at];
       }
       threadgroup_barrier(mem_flags::mem_threadgroup);
       for (int r = 0; r < ROWS; ++r)

@@ -25,3 +25,14 @@ float step_of_lanes(int gate, int lane, float p, float, float, float h_prev, thr
   y = gate == GATE_R ? q[GATE_R] : gate == GATE_Z ? q[GATE_Z] : n;
   return gru_state<CELL>(q[GATE_Z], n, h_prev);
 }
+
+// A step of a unit in one lane. sums: the products, as the lanes have them; y: in z, out the gates. Returns h.
+template <int CELL>
+float step_of_unit(
+    thread const float (&sums)[4], thread const float (&p)[4], float, float, float h_prev, thread float&,
+    thread float (&y)[4]) {
+  y[GATE_R] = gru_reset<CELL>(y[GATE_R] + sums[GATE_R]);
+  y[GATE_Z] = activate(activation_of(CELL, GATE_Z), y[GATE_Z] + sums[GATE_Z]);
+  y[GATE_N] = gru_candidate<CELL>(y[GATE_N], y[GATE_R], sums[3] + p[3]);
+  return gru_state<CELL>(y[GATE_Z], y[GATE_N], h_prev);
+}

@@ -29,3 +29,12 @@ float step_of_lanes(
   }
   return q[GATE_O] * activate(activation_of(CELL, OUTPUT), c);
 }
+
+// A step of a unit in one lane. sums: the products; y: in z, out the gates; c: in c_prev, out c. Returns h.
+template <int CELL>
+float step_of_unit(
+    thread const float (&sums)[4], thread const float (&p)[4], float forget_bias, float limit, float, thread float& c,
+    thread float (&y)[4]) {
+  for (int gate = 0; gate < 4; ++gate) y[gate] += sums[gate];
+  return lstm_cell<CELL>(y, p, c, forget_bias, limit);
+}

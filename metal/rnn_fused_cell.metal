@@ -12,3 +12,12 @@ float lane_constant(Absent, int, int, int, int) { return 0.0f; }
 // A step. y: the preactivation. Returns h.
 template <int CELL>
 float step_of_lanes(int, int, float, float, float, float, thread float&, thread float& y) { return rnn_cell<CELL>(y); }
+
+// A step of a unit, whose only lane's place in a simdgroup does not matter. y: in z, out the preactivation. Returns h.
+template <int CELL>
+float step_of_unit(
+    thread const float (&sums)[1], thread const float (&)[1], float, float, float, thread float&,
+    thread float (&y)[1]) {
+  y[0] += sums[0];
+  return rnn_cell<CELL>(y[0]);
+}

@@ -21,12 +21,15 @@ from .engine_ops import (
     project,
 )
 from .kernel_inputs import contiguous, whole_mask
-from .kernels_fused import fused_backward, fused_forward
+from .kernels_fused import fused_backward, fused_forward, fused_tiling
 from .problem import Problem
 
 LAUNCH_STEPS = 4096
 """Steps of one launch at most: macOS ends a launch that keeps the GPU from the display for too long. At the 1 to 10
-microseconds a step is predicted to take this is 4 to 40 ms; not measured."""
+microseconds a step is predicted to take up to H = 128 this is 4 to 40 ms; not measured."""
+
+FEWEST_CORES = 8
+"""Of the GPUs. Threadgroups beyond the cores wait for each other, so a launch of many has fewer steps."""
 
 
 def forward(problem: Problem, arrays: Arrays) -> Arrays:
@@ -100,7 +103,10 @@ def candidates(problem: Problem, arrays: Arrays, h: mx.array) -> mx.array | None
 
 def launches(problem: Problem) -> list[tuple[int, int]]:
     """(start, stop) of every launch, counted in the order of processing."""
-    return [(start, min(start + LAUNCH_STEPS, problem.T)) for start in range(0, problem.T, LAUNCH_STEPS)]
+    T, B, H, D = problem.T, problem.B, problem.H, problem.directions
+    groups = D * B // fused_tiling(problem.cell, B, H, 4, backward=False, directions=D).rows
+    steps = max(1, LAUNCH_STEPS // max(1, groups // FEWEST_CORES))
+    return [(start, min(start + steps, T)) for start in range(0, T, steps)]
 
 
 def sizes(problem: Problem, mask: mx.array | None, start: int, stop: int) -> mx.array:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from .cells import Cell
+from .cells import Cell, GRUCell
 from .kernels import Inputs, Outputs, cell_number, launch, select
 from .problem import Problem
 
@@ -25,27 +25,51 @@ RESIDENT_BYTES = 150_000
 """Recurrent weights a GPU core is taken to hold in registers beside the rest; from published register files."""
 
 
-class FusedTiling(NamedTuple):
-    """How `fused` cuts a problem: hidden units that share lanes, batch rows of a threadgroup, threads of it, float4s of
-    threadgroup memory, and of the runs of 4 weights that a lane has in a row how many stay in registers."""
+MATRIX_BATCH = 65
+"""The smallest batch, of both directions together, for the form in 8 x 8 matrices. It needs 8 items per threadgroup, so
+smaller batches would leave GPU cores without work. From a model of the hardware, not measured."""
 
+THREADGROUP_BYTES = 32768
+"""Metal's limit."""
+
+
+class FusedTiling(NamedTuple):
+    """How `fused` cuts a problem: whether it multiplies in 8 x 8 matrices; units that share lanes; batch rows of a
+    threadgroup, and threads of it; how many vectors of its rows it keeps, and their bytes of threadgroup memory; the
+    pieces in which lanes hold a row of weights, how many of them stay in registers, and which part of it these are."""
+
+    matrices: bool
     units: int
     rows: int
     threads: int
     vectors: int
+    bytes: int
     resident: int
+    kept: float
 
 
-def fused_tiling(cell: Cell, B: int, H: int, itemsize: int, *, backward: bool) -> FusedTiling:
+def fused_tiling(cell: Cell, B: int, H: int, itemsize: int, *, backward: bool, directions: int = 1) -> FusedTiling:
     """The tiling of one sweep. More units per group share their loads of h; more rows their launch and weights."""
     lanes, gates = LANES[cell.op], cell.gates
-    units = 8 // lanes * (2 if backward and lanes > 1 else 1)
-    rows = 1 if B <= 16 else 2 if B <= 64 else 4
-    group = lanes * units
-    runs = -(-(gates * H if backward else H) // (4 * group))
-    resident = max(1, min(runs, runs * RESIDENT_BYTES // (gates * H * H * itemsize)))
-    threads = 32 * -(-(-(-H // units) * group) // 32)
-    return FusedTiling(units, rows, threads, 2 * rows * group * runs, resident)
+    matrices, length = in_matrices(cell, directions * B, H), gates * H if backward else H
+    if matrices:
+        units, rows, threads, piece = 8, 8, 32 * -(-H // 8), 8
+    else:
+        units = 8 // lanes * (2 if backward and lanes > 1 else 1)
+        rows = 1 if B <= 16 else 2 if B <= 64 else 4
+        threads, piece = 32 * -(-(-(-H // units) * lanes * units) // 32), 4 * lanes * units
+    pieces = -(-length // piece)
+    one = 4 * rows * piece * pieces
+    vectors = 1 if matrices and backward and 2 * one > THREADGROUP_BYTES else 2
+    resident = max(1, min(pieces, pieces * RESIDENT_BYTES // (gates * H * H * itemsize)))
+    kept = min(1.0, resident * piece / length)
+    return FusedTiling(matrices, units, rows, threads, vectors, vectors * one, resident, kept)
+
+
+def in_matrices(cell: Cell, B: int, H: int) -> bool:
+    """Whether `fused` multiplies in matrices. A threadgroup has at most 32 simdgroups, of 8 units each; a GRU whose
+    reset comes before the candidate's product has two products per step, which only the other form knows."""
+    return B >= MATRIX_BATCH and H <= 256 and not (isinstance(cell, GRUCell) and cell.reset == "before")
 
 
 def fused_forward(problem: Problem, given: Inputs, steps: int) -> Arrays:
@@ -81,22 +105,24 @@ def fused_backward(problem: Problem, given: Inputs, steps: int) -> Arrays:
 
 def launch_fused(sweep: str, problem: Problem, inputs: Inputs, outputs: Outputs, dtype: mx.Dtype) -> Arrays:
     """Launch fused_forward or fused_backward over the steps that `sizes` names."""
-    op, back = problem.cell.op, sweep == "backward"
-    tiling = fused_tiling(problem.cell, problem.B, problem.H, dtype.size, backward=back)
-    template = {
-        "CELL": cell_number(problem.cell, inputs["extra"] is not None),
-        "H": problem.H,
-        "UNITS": tiling.units,
-        "ROWS": tiling.rows,
-        "RESIDENT": tiling.resident,
-        "S": dtype,
-    }
+    op, D, back = problem.cell.op, problem.directions, sweep == "backward"
+    tiling = fused_tiling(problem.cell, problem.B, problem.H, dtype.size, backward=back, directions=D)
+    template = {"CELL": cell_number(problem.cell, inputs["extra"] is not None), "H": problem.H}
+    if tiling.matrices:
+        form, element = "matrix_", "float"
+        template |= {"RESIDENT": tiling.resident} | ({"VECTORS": tiling.vectors} if back else {})
+    else:
+        form, element = "", "vec<float, 4>"
+        template |= {"UNITS": tiling.units, "ROWS": tiling.rows, "RESIDENT": tiling.resident}
+    template |= {"S": dtype}
+    function, size = f"fused_{form}{sweep}", tiling.bytes // (4 if tiling.matrices else 16)
     threads = "thread_position_in_threadgroup.x, threads_per_threadgroup.x, thread_index_in_simdgroup"
-    body = f"""threadgroup vec<float, 4> vectors[{tiling.vectors}];
-fused_{sweep}<{", ".join(template)}>({{arrays}}, vectors, threadgroup_position_in_grid.xy, {threads});"""
+    body = f"""threadgroup {element} vectors[{size}];
+{function}<{", ".join(template)}>({{arrays}}, vectors, threadgroup_position_in_grid.xy, {threads});"""
     own = (f"{op}_fused_cell", f"{op}_fused_cell_backward") if back else (f"{op}_fused_cell",)
-    shaders = ("cell", *ARITHMETIC[op, sweep], "fused", *own, f"fused_{sweep}")
-    groups = (-(-problem.B // tiling.rows), problem.directions)
+    common = ("fused", "fused_matrix") if tiling.matrices else ("fused",)
+    shaders = ("cell", *ARITHMETIC[op, sweep], *common, *own, function)
+    groups = (-(-problem.B // tiling.rows), D)
     names = [name for name, output in outputs.items() if output is not None]
-    results = launch(f"{op}_fused_{sweep}", shaders, inputs, outputs, template, body, groups, tiling.threads)
+    results = launch(f"{op}_{function}", shaders, inputs, outputs, template, body, groups, tiling.threads)
     return dict(zip(names, results, strict=True))

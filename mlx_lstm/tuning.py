@@ -50,12 +50,13 @@ class Table(NamedTuple):
         return "stepwise", f"H = {H} > {row[-1][0]} {where}" if row else f"H = {H} {where}"
 
 
-WIDE = {1: ((128, "fused"),), 128: ((96, "fused"),)}
-NARROW = {1: ((192, "fused"),), 128: ((128, "fused"),)}
+WIDE = {1: ((128, "fused"),), 65: ((192, "fused"),)}
+NARROW = {1: ((192, "fused"),), 65: ((256, "fused"),)}
 PREDICTED = Table("predicted", {"float32": WIDE, "float16": NARROW, "bfloat16": NARROW})
 """The largest multiple of 32 up to which two of the three chips of `bench.model` are predicted to need no more GPU time
 for forward and backward in `fused` than in `stepwise`, at every B of the row. Beyond it one GPU core streams the
-recurrent weights more slowly than all cores do in a launch per step. Not measured."""
+recurrent weights more slowly than all cores do in a launch per step; from B = 65 on `fused` streams them for 8 items at
+once. Not measured."""
 
 
 # --- The file --------------------------------------------------------------------------------------------------------

@@ -59,8 +59,8 @@ def test_fused_stays_within_the_limits_of_metal(cell, itemsize):
         for B in (1, 17, 65, 1000):
             for sweep in (False, True):
                 tiling = kernels_fused.fused_tiling(cell, B, H, itemsize, backward=sweep)
-                assert tiling.threads <= 1024 and 16 * tiling.vectors <= 32768
-                assert tiling.threads >= kernels_fused.LANES[cell.op] * H
+                assert tiling.threads <= 1024 and tiling.bytes <= 32768
+                assert tiling.threads >= (4 if tiling.matrices else kernels_fused.LANES[cell.op]) * H
 
 
 # --- What a launch costs ---------------------------------------------------------------------------------------------

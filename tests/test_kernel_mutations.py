@@ -13,22 +13,35 @@ from mlx_lstm import engine_fused, kernels, kernels_fused
 from mlx_lstm.closeness import assert_within, bounds
 from mlx_lstm.oracle import backward, forward
 
-USERS = {  # shader file: engines that use it, batch sizes at which they do
-    "lstm_product_by_lanes": (["stepwise"], (3, 4)),
-    "lstm_product_by_tiles": (["stepwise"], (9, 33)),
-    "lstm_stepwise_sum": (["stepwise"], (3, 9)),
-    "lstm_stepwise_forward": (["stepwise"], (4, 9)),
-    "lstm_stepwise_backward": (["stepwise"], (4, 9)),
-    "lstm_stepwise_dh": (["stepwise"], (4, 9)),
-    "fused": (["fused"], (3, 19)),
-    "fused_forward": (["fused"], (3, 19)),
-    "fused_backward": (["fused"], (3, 19)),
-    "lstm_fused_cell": (["fused"], (3,)),
-    "lstm_fused_cell_backward": (["fused"], (3,)),
-    "cell": (["stepwise"], (3,)),
-    "lstm_cell_forward": (["stepwise", "fused"], (3,)),
-    "lstm_cell_backward": (["stepwise", "fused"], (3,)),
+LAYERS = {
+    "lstm": {"peephole": True, "cell_clip": 0.5},
+    "gru": {"op": "gru"},
+    "gru_before": {"op": "gru", "reset": "before"},
+    "rnn": {"op": "rnn"},
+    "projection": {"peephole": True, "cell_clip": 0.5, "projection": True},
 }
+
+USERS = {  # shader file: (engine, layers) that use it, batch sizes at which they do
+    "lstm_product_by_lanes": ({"stepwise": ["projection"]}, (3, 4)),
+    "lstm_product_by_tiles": ({"stepwise": ["projection"]}, (9, 33)),
+    "lstm_stepwise_sum": ({"stepwise": ["projection"]}, (3, 9)),
+    "lstm_stepwise_forward": ({"stepwise": ["projection"]}, (4, 9)),
+    "lstm_stepwise_backward": ({"stepwise": ["projection"]}, (4, 9)),
+    "lstm_stepwise_dh": ({"stepwise": ["projection"]}, (4, 9)),
+    "fused": ({"fused": ["lstm", "gru", "rnn"]}, (3, 19)),
+    "fused_forward": ({"fused": ["lstm", "gru_before"]}, (3, 19)),
+    "fused_backward": ({"fused": ["lstm", "gru_before"]}, (3, 19)),
+    "fused_matrix": ({"fused": ["lstm", "gru"]}, (9, 19)),
+    "fused_matrix_forward": ({"fused": ["lstm", "gru"]}, (9, 19)),
+    "fused_matrix_backward": ({"fused": ["lstm", "gru"]}, (9, 19)),
+    "lstm_fused_cell": ({"fused": ["lstm"]}, (3, 19)),
+    "gru_fused_cell": ({"fused": ["gru", "gru_before"]}, (3, 19)),
+    "rnn_fused_cell": ({"fused": ["rnn"]}, (3, 19)),
+    "cell": ({"stepwise": ["projection"]}, (3,)),
+    "lstm_cell_forward": ({"stepwise": ["projection"], "fused": ["lstm"]}, (3,)),
+    "lstm_cell_backward": ({"stepwise": ["projection"], "fused": ["lstm"]}, (3,)),
+}
+BARRIERS = [file for file in USERS if "_barrier(" in kernels.shader_file(file)]
 
 HARMLESS = {  # damages that change nothing, and why
     "for (int start = 0; start < K; start += 32) {  < becomes <=",  # one more tile, all of it padding
@@ -45,15 +58,17 @@ def damages(file, kind):
             yield mutation
 
 
-def trials(file):
+def trials(file, kind):
     """(engine, case, cotangents, reference, bounds): small, and with every option that adds a bound."""
-    engines, batches = USERS[file]
-    for engine in engines:
+    users, batches = USERS[file]
+    batches = batches[:1] if kind == "barriers" else batches
+    for engine, layer in ((word, layer) for word, layers in users.items() for layer in layers):
         for B in batches:
-            for reverse in (False, True):
-                options = {"peephole": True, "mask": (4, B, "P"), "lengths": np.arange(B) % 5, "reverse": reverse}
-                yield trial(engine, (4, B, 2, 10, 33), projection=engine == "stepwise", cell_clip=0.5, **options)
-        yield trial(engine, (2, batches[-1], 2, 33, 33))
+            for way in ({}, {"reverse": True}):
+                options = {"mask": (4, B, "P"), "lengths": np.arange(B) % 5, **LAYERS[layer], **way}
+                yield trial(engine, (4, B, 2, 10, 33), **options)
+        options = {name: value for name, value in LAYERS[layer].items() if name in ("op", "reset")}
+        yield trial(engine, (2, batches[-1], 2, 33, 33), bidirectional=engine == "fused", **options)
     if file == "cell":
         kinks = ("hard_sigmoid", "relu", "tanh", "hard_sigmoid", "relu")
         yield trial("stepwise", (3, 3, 2, 20, 20), activations=kinks, forget_bias=1.5)
@@ -65,17 +80,21 @@ def trial(engine, sizes, **options):
     cotangents = draw_cotangents(rng, forward(**case), np.float32)
     ref, limit = forward(**case) | backward(case, cotangents), bounds(case, np.float32, cotangents)
     if "lengths" in options:
-        for array in (case["x"], case["mask"], *(cotangents[name] for name in ("h", "c", "gates"))):
+        spoilt = (cotangents[name] for name in ("h", "c", "gates") if name in cotangents)
+        for array in (case["x"], case["mask"], *spoilt):
             array[np.arange(sizes[0])[:, None] >= options["lengths"]] = np.nan
     return engine, case, cotangents, ref, limit
 
 
-def notice(engine, case, cotangents, ref, limit):
+def notice(file, engine, case, cotangents, ref, limit):
     """Raises if the emulator finds something, or a result is wrong, or what lies in the padding reaches one."""
     with (
         on_metal(),
         patch.object(engine_fused, "LAUNCH_STEPS", 3),
         patch.object(kernels_fused, "RESIDENT_BYTES", 2000),
+        patch.object(kernels_fused, "MATRIX_BATCH", 1 if "matrix" in file else 100),
+        # Where the backward sweep in matrices has one vector and a barrier more, or two.
+        patch.object(kernels_fused, "THREADGROUP_BYTES", 1 if case.get("reverse") else 32768),
     ):
         outputs, gradients = run(case, engine, np.float32, cotangents)
         for name, value in (outputs | gradients).items():
@@ -83,14 +102,16 @@ def notice(engine, case, cotangents, ref, limit):
 
 
 def unnoticed(file, kind):
-    prepared, missed = list(trials(file)), []
+    prepared, missed = list(trials(file, kind)), []
+    for arguments in prepared:
+        notice(file, *arguments)
     original = kernels.shader_file
     for mutation in damages(file, kind):
         damaged = lambda name, mutation=mutation: mutation.text if name == file else original(name)  # noqa: E731
         with patch.object(kernels, "shader_file", damaged), coverage.set_aside():
             try:
                 for arguments in prepared:
-                    notice(*arguments)
+                    notice(file, *arguments)
             except (KernelError, AssertionError):
                 continue
         line = original(file).splitlines()[mutation.line - 1].strip()
@@ -98,7 +119,7 @@ def unnoticed(file, kind):
     return set(missed) - HARMLESS
 
 
-@pytest.mark.parametrize("file", USERS)
+@pytest.mark.parametrize("file", BARRIERS)
 def test_every_barrier_is_needed(file):
     assert unnoticed(file, "barriers") == set()
 

@@ -61,6 +61,7 @@ def check_against_the_emulator(engine, size, dtype, **layer):
     [
         *((engine, Size(3, B, 5, 40), np.float32) for engine in ENGINES for B in (1, 2, 6, 9, 40)),
         *((engine, Size(2, 2, 3, 24), np.float16) for engine in ENGINES),
+        ("fused", Size(2, 130, 3, 12), np.float32),  # in matrices
         ("fused", Size(2, 17, 3, 112), np.float32),  # more weights than stay in registers, two rows a threadgroup
     ],
 )
@@ -116,7 +117,7 @@ def fused_wins(dtype, B, H):
 @pytest.mark.parametrize(("dtype", "row"), [(mx.float32, WIDE), (mx.float16, NARROW)])
 def test_the_default_thresholds_are_those_of_the_model(dtype, row):
     """The largest multiple of 32 at which `fused` wins on two of three chips, at every B from one row to the next."""
-    for batches in ((1, 8, 32, 64), (128, 256)):
+    for batches in ((1, 8, 32, 64), (65, 128, 256)):
         ((threshold, engine),) = row[batches[0]]
         assert engine == "fused" and threshold % 32 == 0
         assert all(fused_wins(dtype, B, threshold) >= 2 for B in batches)

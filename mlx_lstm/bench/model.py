@@ -16,8 +16,7 @@ import mlx.nn as nn
 
 from ..autodiff import ENGINE_MODULES
 from ..cells import Cell, LSTMCell
-from ..kernels_fused import LANES as LANES_OF_UNIT
-from ..kernels_fused import RESIDENT_BYTES, fused_tiling
+from ..kernels_fused import RESIDENT_BYTES, FusedTiling, fused_tiling
 from ..kernels_stepwise import stepwise_rows
 from ..problem import Problem
 from .contenders import Size
@@ -73,8 +72,9 @@ STEP_LATENCY = 0.6e-6
 PRODUCT_LATENCY = 1.2e-6
 """Seconds of the smallest matrix product beyond those of an empty launch. Assumed."""
 
-LANES, TILES = 0.6, 0.5
-"""Parts of a core's peak: products by lanes; by simdgroup matrices, staged through threadgroup memory. Assumed."""
+LANES, TILES, MATRICES = 0.6, 0.5, 0.8
+"""Parts of a core's peak: products by lanes; by simdgroup matrices, staged through threadgroup memory; by those whose
+weights stay in registers. Assumed."""
 
 DRAM, CACHE = 0.8, 0.65
 """Parts of the published bandwidths that a launch gets. Assumed."""
@@ -85,10 +85,6 @@ FROM_L2, FROM_L1 = 32, 64
 WEIGHTS = {"Wh", "Wh_T", "weights"}
 OPERANDS = {"h_prev", "a"}
 """Names of a kernel's buffers: its recurrent weights; what a step multiplies with them."""
-
-
-LAST_STATE = {"lstm": 4, "gru": 0, "rnn": 1}
-"""How many lanes of a unit begin the backward sweep of `fused` with the state of the last step. A GRU needs none."""
 
 
 # --- Bytes -----------------------------------------------------------------------------------------------------------
@@ -120,9 +116,10 @@ def times_read(buffer: Buffer, launch: Launch, problem: Problem) -> float:
     if "fused" in launch.name:
         steps = launch.writes[0].shape[0]
         if buffer.name in WEIGHTS:
-            rows, kept = fused_residency(launch, problem, itemsize(launch))
-            return ceil(B / rows) * (kept + (1 - kept) * rows * steps)
-        return 1 + (LAST_STATE[problem.cell.op] - 1) / steps if buffer.name == "states" else 1.0
+            tiling = tiling_of(launch, problem, itemsize(launch))
+            streams = 1 if tiling.matrices else tiling.rows
+            return ceil(B / tiling.rows) * (tiling.kept + (1 - tiling.kept) * streams * steps)
+        return 1.0
     by_lanes = stepwise_rows(B) < 8
     if buffer.name in WEIGHTS:
         return down * (8 * across / H if by_lanes else 1.0)
@@ -137,12 +134,10 @@ def itemsize(launch: Launch) -> int:
     return first.bytes // prod(first.shape)
 
 
-def fused_residency(launch: Launch, problem: Problem, size: int) -> tuple[int, float]:
-    """Batch rows of a threadgroup, and the part of the recurrent weights it keeps in registers."""
-    cell, backward = problem.cell, "backward" in launch.name
-    tiling = fused_tiling(cell, problem.B, problem.H, size, backward=backward)
-    length = cell.gates * problem.H if backward else problem.H
-    return tiling.rows, min(1.0, tiling.resident * 4 * LANES_OF_UNIT[cell.op] * tiling.units / length)
+def tiling_of(launch: Launch, problem: Problem, size: int) -> FusedTiling:
+    """Among others the batch rows of a threadgroup, and how much of the recurrent weights it keeps in registers."""
+    backward, D = "backward" in launch.name, problem.directions
+    return fused_tiling(problem.cell, problem.B, problem.H, size, backward=backward, directions=D)
 
 
 # --- Seconds ---------------------------------------------------------------------------------------------------------
@@ -170,12 +165,13 @@ def memory_seconds(count: float, chip: Chip) -> float:
 def fused_seconds(launch: Launch, problem: Problem, chip: Chip) -> float:
     """Threadgroups share a core as long as its registers hold their weights; more of them run in turns."""
     steps = launch.writes[0].shape[0]
-    rows, kept = fused_residency(launch, problem, itemsize(launch))
+    tiling = tiling_of(launch, problem, itemsize(launch))
+    rows, kept, part = tiling.rows, tiling.kept, MATRICES if tiling.matrices else LANES
     weights = sum(buffer.bytes for buffer in launch.reads if buffer.name in WEIGHTS) / problem.directions
     per_core = ceil(prod(launch.groups) / chip.cores)
     together = min(per_core, max(1, int(RESIDENT_BYTES / (kept * weights))))
-    arithmetic = together * rows * weights / itemsize(launch) / (128 * LANES * chip.clock)
-    stream = together * rows * (1 - kept) * weights / (FROM_L2 * chip.clock)
+    arithmetic = together * rows * weights / itemsize(launch) / (128 * part * chip.clock)
+    stream = together * (1 if tiling.matrices else rows) * (1 - kept) * weights / (FROM_L2 * chip.clock)
     first = per_core * kept * weights / (FROM_L2 * chip.clock)
     sweep = first + steps * ceil(per_core / together) * (max(arithmetic, stream) + STEP_LATENCY)
     return max(sweep, memory_seconds(floor_bytes(launch), chip))
