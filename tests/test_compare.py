@@ -161,6 +161,12 @@ def test_metal_engines(tmp_path):
     assert code == 0 and {row["pair"] for row in report["rows"]} == {"fused - oracle", "stepwise - oracle"}
 
 
+def test_json_has_stdout_to_itself(capsys):
+    assert command.main(["--contenders", "ops", "--cases", "gru: one of everything", "--json", "-"]) == 0
+    written = capsys.readouterr()
+    assert not json.loads(written.out)["failed"] and "machine" in written.err
+
+
 def test_no_case_of_a_name(capsys):
     assert command.main(["--contenders", "ops", "--cases", "nothing"]) == 2
     assert "no case" in capsys.readouterr().out

@@ -85,7 +85,7 @@ def run_compare(contenders: dict[str, Contender], golden: Golden | None, options
     """Run every case on every contender and report."""
     from .report import card_table, console, failure_table, machine_card, plot, rows_table, summary_table, write_json
 
-    screen, card = console(), machine_card()
+    screen, card = console(options.json), machine_card()
     screen.print(card_table(card))
     if golden:
         screen.print(card_table(golden.card, f"the golden's machine; computed by {golden.contender}"))
@@ -120,10 +120,10 @@ def run_cases(
     cases: list[Case], contenders: dict[str, Contender], golden: Golden | None
 ) -> tuple[list[Row], dict[str, dict[str, Outcome]]]:
     """All rows, and by case the outcomes by contender."""
-    from rich.progress import track
+    from .report import progress
 
     rows, outcomes = [], {}
-    for case in track(cases, "cases", transient=True):
+    for case in progress(cases, "cases"):
         found = {name: attempt(one, case) for name, one in contenders.items() if one.hindrance(case) is None}
         outcomes[case.name] = found
         recorded = {"golden": Outcome(golden.results[case.name])} if golden else {}
@@ -158,15 +158,13 @@ def record(file: str, card: dict[str, str], cases: list[Case], outcomes: dict[st
 
 def run_settle(contenders: dict[str, Contender], options: argparse.Namespace) -> int:
     """Decide every open point by MPSGraph; without it, list them."""
-    from rich.progress import track
+    from .report import card_table, console, machine_card, progress, settle_table, write_json
 
-    from .report import card_table, console, machine_card, settle_table, write_json
-
-    screen, card, here = console(), machine_card(), "mpsgraph" in contenders
+    screen, card, here = console(options.json), machine_card(), "mpsgraph" in contenders
     screen.print(card_table(card))
     nobody = Outcome({}, "not measured")
     findings, outcomes = [], {}
-    for experiment in track(list(experiments()), "experiments", transient=True):
+    for experiment in progress(list(experiments()), "experiments"):
         case = experiment.case
         if case.name not in outcomes:
             outcomes[case.name] = attempt(contenders["mpsgraph"], case) if here else nobody

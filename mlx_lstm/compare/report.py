@@ -12,6 +12,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 
 from .. import __version__
@@ -37,9 +38,16 @@ def macos_build() -> str:
     return subprocess.run(["sw_vers", "-buildVersion"], capture_output=True, text=True).stdout.strip()
 
 
-def console() -> Console:
-    """Where the report goes: stdout."""
-    return Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else WIDTH)
+def console(json_file: str | None) -> Console:
+    """Where the report for people goes: stdout, or stderr where stdout is for the JSON."""
+    stderr = json_file == "-"
+    terminal = (sys.stderr if stderr else sys.stdout).isatty()
+    return Console(stderr=stderr, markup=False, highlight=False, width=None if terminal else WIDTH)
+
+
+def progress(items: Sequence[Any], title: str) -> Iterable[Any]:
+    """The items one by one, with a bar on stderr."""
+    return track(items, title, transient=True, console=Console(stderr=True))
 
 
 def card_table(card: dict[str, str], title: str = "machine") -> Table:
