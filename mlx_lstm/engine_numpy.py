@@ -94,7 +94,11 @@ def backward(problem: Problem, arrays: Arrays, saved: Saved, cotangents: Arrays)
 
 
 def each_direction(problem: Problem, sweep: Callable[[int | None, Problem], None]) -> None:
-    """Call sweep(d, problem of direction d) for both directions, or once with None."""
+    """Call sweep(d, problem of direction d) for both directions, or once with None.
+
+    One after the other: BLAS has threads of its own. What a thread for each direction would gain: not measured. It
+    would have to take turns where both add to dx and to the gradient of a shared mask.
+    """
     if not problem.bidirectional:
         sweep(None, problem)
         return
@@ -118,6 +122,7 @@ def sweep_forward(problem: Problem, v: Views, out: Views) -> None:
     step, ends = STEPS[type(problem.cell)][0](problem, v, Preactivations(problem, v)), Ends(problem)
     h_prev, h_new = first_state(v, "h0", (P, B), dtype), np.empty((P, B), dtype)
     c_prev = None if c is None else first_state(v, "c0", (H, B), dtype)
+    ragged = None if c is None or ends.lengths is None else np.empty((2, H, B), dtype)  # c where items have ended
     for t in problem.steps():
         gates_t, c_t = gates[t if len(gates) == T else 0], None if c is None else c[t]
         live = ends.live(t)
@@ -127,16 +132,17 @@ def sweep_forward(problem: Problem, v: Views, out: Views) -> None:
                     output[...] = 0
             continue
         step(t, h_prev, c_prev, gates_t, c_t, h_new)
+        np.copyto(h[t], h_new.T)
         if live is None:
-            np.copyto(h[t], h_new.T)
             c_prev = c_t
         else:
             ended = ~live
-            np.copyto(h[t], h_new.T)
             np.copyto(h_new, h_prev, where=ended)
             h[t][ended], gates_t[:, ended] = 0, 0
             if c is not None:
-                c_prev = np.where(live, c_t, c_prev)
+                np.copyto(ragged[t % 2], c_prev)
+                c_prev = ragged[t % 2]
+                np.copyto(c_prev, c_t, where=live)
                 c_t[:, ended] = 0
         h_prev, h_new = h_new, h_prev
     out["hT"][...] = h_prev.T
