@@ -7,8 +7,8 @@ The parameter buffer is described in `cudnn_params`.
 What differs from the original: the length of params is checked; the backward ops are pure; the random numbers of
 dropout are MLX's, see `cudnn_rnn`; time_major=False, see `cudnn_rnn_v3`.
 
-The reserve space is one array of the input's dtype. Layer by layer it holds the gates [T, N, D G H] (not of a plain
-layer), of an lstm c [T, N, D H], and of every layer but the last h [T, N, D S] and, with dropout, the factors [T, N, D
+The reserve space is one array of the input's dtype. Layer by layer it holds the gates [T, D G H, N] (not of a plain
+layer), of an lstm c [T, D H, N], and of every layer but the last h [T, N, D S] and, with dropout, the factors [T, N, D
 S] on it. Only the backward ops need it, and nothing changes it. Without training it is a scalar.
 """
 
@@ -32,6 +32,9 @@ from .cudnn_params import cudnn_rnn_params_to_canonical_v2 as cudnn_rnn_params_t
 from .engines import check_device
 
 Arrays = dict[str, mx.array]
+
+# In the reserve space: as the numpy engine has them in memory, so that packing them is no transposition.
+BATCH_LAST = ("gates", "c")
 
 
 class CudnnRNNOutput(NamedTuple):
@@ -542,7 +545,7 @@ class Stack(NamedTuple):
             widths["c"] = where.D * where.H
         between = {"h": where.D * where.S} | ({"factors": where.D * where.S} if self.dropout else {})
         layers = [widths | between] * (where.L - 1) + [widths]
-        return [{name: (T, N, width) for name, width in layer.items()} for layer in layers]
+        return [{n: (T, w, N) if n in BATCH_LAST else (T, N, w) for n, w in layer.items()} for layer in layers]
 
     def unpack(self, where: Layout, reserve_space: mx.array, T: int, N: int, dtype: mx.Dtype) -> list[Arrays]:
         """Each layer's arrays in the reserve space, as views."""
@@ -552,7 +555,8 @@ class Stack(NamedTuple):
         sizes = [prod(shape) for layer in shapes for shape in layer.values()]
         check_array(self.op, "reserve_space", reserve_space, [sum(sizes)], dtype)
         parts = iter(mx.split(reserve_space, list(accumulate(sizes))[:-1]) if sizes else ())
-        return [{name: next(parts).reshape(shape) for name, shape in layer.items()} for layer in shapes]
+        arrays = [{name: next(parts).reshape(shape) for name, shape in layer.items()} for layer in shapes]
+        return [{n: mx.swapaxes(a, 1, 2) if n in BATCH_LAST else a for n, a in layer.items()} for layer in arrays]
 
     def options(self, where: Layout, lengths: mx.array | None) -> dict[str, object]:
         """What every layer is run with."""
@@ -629,7 +633,8 @@ class Stack(NamedTuple):
 
 def pack(shapes: list[dict], kept: list[dict], dtype: mx.Dtype) -> mx.array:
     """The reserve space, out of each layer's arrays by name."""
-    parts = [arrays[name].reshape(-1) for layer, arrays in zip(shapes, kept, strict=True) for name in layer]
+    named = [(name, arrays[name]) for layer, arrays in zip(shapes, kept, strict=True) for name in layer]
+    parts = [(mx.swapaxes(array, 1, 2) if name in BATCH_LAST else array).reshape(-1) for name, array in named]
     return mx.concatenate(parts) if parts else mx.zeros((0,), dtype)
 
 
