@@ -61,17 +61,19 @@ template <int CELL> float gru_reset(float a);
 template <int CELL> float gru_reset_backward(float r, float dr);
 
 // What a lane reads of step n, the others 0: number k of the state before it, dh, beside, the mask is lane k's. A lane
-// that is the only one of its unit reads all.
-template <int N, class Way, class X, class X0, class D, class Q, class M>
+// that is the only one of its unit reads all. beside is [T, B, D H], or [D, T, B, H] where the directions lie APART.
+template <int N, bool APART, class Way, class X, class X0, class D, class Q, class M>
 void read_step(
-    thread const Way& sweep, int n, int lane, long step, long item, int length, X states, X0 first, D dh, Q beside,
+    thread const Way& sweep, int n, int lane, int b, int H, int unit, int length, X states, X0 first, D dh, Q beside,
     M mask, thread float (&read)[4]) {
   const int t = time_of(sweep, n);
   const bool starts = sweep.reverse ? t + 1 == length : t == 0;
-  const long at = t * step + item, before = time_of(sweep, n - 1) * step + item;
+  const long step = time_step(sweep, 1, H), item = place_in(sweep, b, 1, 0, H, unit), at = t * step + item;
+  const long before = time_of(sweep, n - 1) * step + item;
+  const long apart = ((long(sweep.direction) * sweep.T + t) * sweep.B + b) * H + unit;
   if (N == 1 || lane == 0) read[0] = starts ? value_at(first, item, 0.0f) : n > 0 ? float(states[before]) : 0.0f;
   if (N == 1 || lane == 1) read[1] = value_at(dh, at, 0.0f);
-  if (N == 1 || lane == 2) read[2] = value_at(beside, at, 0.0f);
+  if (N == 1 || lane == 2) read[2] = value_at(beside, APART ? apart : at, 0.0f);
   if (N == 1 || lane == 3) read[3] = value_at(mask, t * sweep.mask_step + item, 1.0f);
 }
 

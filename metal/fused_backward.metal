@@ -3,16 +3,19 @@
 //
 //   dh_t = mask_next * (d_next Wh) + what reaches h_t past the product + dh[t];   d_t, ... = cell_backward(dh_t, ...)
 //
-//   Wh_T           [D, H, G H]: Wh transposed       beside  [T, B, D H]: an LSTM's dc, a GRU's q
+//   Wh_T           [D, H, G H]: Wh transposed
+//   beside         an LSTM's dc [T, B, D H], or a GRU's q [D, T, B, H]
+//   d_out          [T, B, D G H] or absent: d
 //   states, first  [T, B, D H] and [B, D H]: what the cell keeps after each step and before the first, c or h
 // d is dz, but for a GRU's candidate, whose product gets dz_n r. It stands in `vectors`, [2][ROWS][padded G H], the two
 // halves by turns; of a cell with two products dz_n in the first, for r's gradient, and dz_r, dz_z in the second. Every
-// lane of a unit keeps its dh, dc and state; each of four reads one number of state before, dh, beside, mask, and its gate.
+// lane of a unit keeps its dh, dc and state; each of four reads one number of state before, dh, beside, mask, and of the
+// gates its own.
 template <int CELL, int H, int UNITS, int ROWS, int RESIDENT, class S, class G, class X, class X0, class W, class E,
-    class M, class L, class D, class Q, class DG, class DT, class DCT, class DC0>
+    class M, class L, class D, class Q, class DG, class DT, class DCT, class DO, class DC0>
 void fused_backward(
     G gates, X states, X0 first, W Wh_T, E extra, M mask, L lengths, D dh, Q beside, DG dgates, DT dhT, DCT dcT,
-    const constant int* sizes, device S* dz, device S* dh0, DC0 dc0, threadgroup float4* vectors, uint2 group,
+    const constant int* sizes, device S* dz, DO d_out, device S* dh0, DC0 dc0, threadgroup float4* vectors, uint2 group,
     uint index, uint threads, uint lane) {
   constexpr int GROUP = LANES * UNITS, K = GATES * H, RUNS = GROUP * RUNS_OF<K, GROUP>, HALF = ROWS * RUNS;
   Sweep sweep = {};
@@ -42,10 +45,10 @@ void fused_backward(
     threadgroup float4* current = vectors + (TWO_PRODUCTS<CELL> ? 0 : n & 1) * HALF;
     for (int r = 0; r < ROWS; ++r) {
       const bool real = b0 + r < sweep.B && unit < H, live = t < length[r];
-      const long item = place_in(sweep, b0 + r, 1, 0, H, unit);
       const long gate_at = block < 0 ? 0 : place_in(sweep, b0 + r, GATES, block, H, unit);
       float mine[4] = {}, seen[4], y[LANES], d[LANES] = {};
-      if (real) read_step<LANES>(sweep, n, gate, step, item, length[r], states, first, dh, beside, mask, mine);
+      const int b = b0 + r;
+      if (real) read_step<LANES, APART>(sweep, n, gate, b, H, unit, length[r], states, first, dh, beside, mask, mine);
       share_each<LANES>(mine, int(lane), seen);
       const bool has_gate = real && block >= 0;
       share(has_gate ? value_at(gates, t * gate_step + gate_at, 0.0f) : 0.0f, int(lane), y);
@@ -60,8 +63,10 @@ void fused_backward(
       now[r] = seen[0];
       mask_now[r] = seen[3];
       if (has_gate && (!TWO_PRODUCTS<CELL> || gate > 0)) dz[local * gate_step + gate_at] = result;
-      if (real && (TWO_PRODUCTS<CELL> ? gate == LANES - 1 : weight_block(CELL, gate) >= 0))
-        ((threadgroup float*)current)[4 * r * RUNS + weight_block(CELL, gate) * H + unit] = float(result);
+      if (!real || (TWO_PRODUCTS<CELL> ? gate < LANES - 1 : weight_block(CELL, gate) < 0)) continue;
+      const int row = weight_block(CELL, gate);
+      store(d_out, local * gate_step + place_in(sweep, b0 + r, GATES, row, H, unit), float(result));
+      ((threadgroup float*)current)[4 * r * RUNS + row * H + unit] = float(result);
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
     if constexpr (TWO_PRODUCTS<CELL>) {

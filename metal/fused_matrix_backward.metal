@@ -1,12 +1,12 @@
 // The steps of fused_matrix_forward.metal in reverse: arrays and equation are those of fused_backward.metal.
 //
-// d stands in `vectors`, [VECTORS][padded G H][8 items]: two by turns, or one where two do not fit, which costs a second
-// barrier per step. The product's parts are summed in 4 chains, as none waits for another.
+// d stands in `vectors`, [VECTORS][padded G H][8 items]: two by turns, or one where two do not fit, which costs a
+// second barrier per step. The product's parts are summed in 4 chains, as none waits for another.
 template <int CELL, int H, int RESIDENT, int VECTORS, class S, class G, class X, class X0, class W, class E, class M,
-    class L, class D, class Q, class DG, class DT, class DCT, class DC0>
+    class L, class D, class Q, class DG, class DT, class DCT, class DO, class DC0>
 void fused_matrix_backward(
     G gates, X states, X0 first, W Wh_T, E extra, M mask, L lengths, D dh, Q beside, DG dgates, DT dhT, DCT dcT,
-    const constant int* sizes, device S* dz, device S* dh0, DC0 dc0, threadgroup float* vectors, uint2 group,
+    const constant int* sizes, device S* dz, DO d_out, device S* dh0, DC0 dc0, threadgroup float* vectors, uint2 group,
     uint index, uint threads, uint lane) {
   constexpr int K = GATES * H, HALF = 64 * PARTS_OF<K>;
   Sweep sweep = {};
@@ -36,9 +36,8 @@ void fused_matrix_backward(
     for (int e = 0; e < 2; ++e) {
       if (b0 + e >= sweep.B || unit >= H) continue;
       const bool live = t < length[e];
-      const long item = place_in(sweep, b0 + e, 1, 0, H, unit);
       float seen[4], y[LANES], d[LANES], dc = dc_now[e];
-      read_step<1>(sweep, n, 0, step, item, length[e], states, first, dh, beside, mask, seen);
+      read_step<1, APART>(sweep, n, 0, b0 + e, H, unit, length[e], states, first, dh, beside, mask, seen);
       for (int m = 0; m < LANES; ++m) {
         const int block = gate_block(CELL, m);
         const long at = t * gate_step + place_in(sweep, b0 + e, GATES, block, H, unit);
@@ -54,7 +53,9 @@ void fused_matrix_backward(
         const S result = S(live ? d[m] : 0.0f);
         const int block = gate_block(CELL, m), row = weight_block(CELL, m);
         if (block >= 0) dz[local * gate_step + place_in(sweep, b0 + e, GATES, block, H, unit)] = result;
-        if (row >= 0) current[8 * (row * H + unit) + column + e] = float(result);
+        if (row < 0) continue;
+        store(d_out, local * gate_step + place_in(sweep, b0 + e, GATES, row, H, unit), float(result));
+        current[8 * (row * H + unit) + column + e] = float(result);
       }
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);

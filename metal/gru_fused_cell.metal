@@ -1,6 +1,7 @@
 // The GRU in the fused kernels: four lanes to a unit, for r, z, the input's part of n, and n's recurrent product q.
 
 constant constexpr int GATES = 3, LANES = 4;
+constant constexpr bool APART = true;
 template <int CELL> constant constexpr bool TWO_PRODUCTS = RESETS_BEFORE<CELL>;
 template <int CELL> constant constexpr int FIRST_PRODUCT = RESETS_BEFORE<CELL> ? 3 : 11;
 

@@ -1,6 +1,7 @@
 // The LSTM in the fused kernels: four lanes to a unit, of which lane n computes gate n.
 
 constant constexpr int GATES = 4, LANES = 4;
+constant constexpr bool APART = false;
 template <int CELL> constant constexpr bool TWO_PRODUCTS = false;
 template <int CELL> constant constexpr int FIRST_PRODUCT = 15;
 

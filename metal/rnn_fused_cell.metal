@@ -1,6 +1,7 @@
 // The plain cell in the fused kernels: one lane to a unit.
 
 constant constexpr int GATES = 1, LANES = 1;
+constant constexpr bool APART = false;
 template <int CELL> constant constexpr bool TWO_PRODUCTS = false;
 template <int CELL> constant constexpr int FIRST_PRODUCT = 1;
 constexpr int gate_block(int, int) { return 0; }

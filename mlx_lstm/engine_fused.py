@@ -10,16 +10,10 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from .cells import Cell, GRUCell, LSTMCell, RNNCell
-from .directions import half, one_direction, part
-from .engine_ops import (
-    Arrays,
-    before_each_step,
-    gradients_after_sweep,
-    gru_candidates,
-    initial_states,
-    project,
-)
+from .cells import Cell, LSTMCell, RNNCell
+from .directions import half
+from .engine_ops import Arrays, gradients_after_sweep, project
+from .kernel_gradients import candidates, gradients_in_few_launches, is_plain, recurrent_input, takes_product
 from .kernel_inputs import contiguous, whole_mask
 from .kernels_fused import fused_backward, fused_forward, fused_tiling
 from .problem import Problem
@@ -59,22 +53,29 @@ def backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays
         saved = forward(problem._replace(training=True), arrays)
     d = {name: contiguous(cotangent) for name, cotangent in cotangents.items()}
     keeps, first = ("c", "c0") if isinstance(cell, LSTMCell) else ("h", "h0")
+    few = is_plain(problem, arrays)
+    h_in = recurrent_input(problem, arrays, saved["h"]) if few or takes_product(cell) else None
     fixed = options(problem, arrays) | {
         "gates": None if isinstance(cell, RNNCell) else contiguous(saved["gates"]),
         "states": contiguous(saved[keeps]),
         "first": contiguous(arrays.get(first)),
         "Wh_T": contiguous(mx.swapaxes(arrays["Wh"], -1, -2)),
         "dh": d.get("h"),
-        "beside": contiguous(candidates(problem, arrays, saved["h"])) if isinstance(cell, GRUCell) else d.get("c"),
+        "beside": candidates(problem, arrays, h_in) if takes_product(cell) else d.get("c"),
         "dgates": d.get("gates"),
     }
     last, pieces = {"dh0": d.get("hT"), "dc0": d.get("cT")}, []
     for start, stop in reversed(launches(problem)):
         after = {"dhT": last["dh0"], "dcT": last.get("dc0")}
         inputs = fixed | after | {"sizes": sizes(problem, fixed["mask"], start, stop)}
-        last = fused_backward(problem, inputs, stop - start)
-        pieces.append(last.pop("dz"))
-    return gradients_after_sweep(problem, arrays, saved, {"dz": join(problem, pieces[::-1])} | last)
+        last = fused_backward(problem, inputs, stop - start, keeps_d=few and takes_product(cell))
+        pieces.append({name: last.pop(name) for name in ("dz", "d_out") if name in last})
+    sweep = {name: join(problem, [piece[name] for piece in pieces[::-1]]) for name in pieces[0]} | last
+    return (
+        gradients_in_few_launches(problem, arrays, sweep, h_in)
+        if few
+        else gradients_after_sweep(problem, arrays, saved, sweep)
+    )
 
 
 def options(problem: Problem, arrays: Arrays) -> dict[str, mx.array | None]:
@@ -89,16 +90,6 @@ def options(problem: Problem, arrays: Arrays) -> dict[str, mx.array | None]:
 def numbers(cell: Cell) -> mx.array | None:
     """An LSTM's forget bias and limit."""
     return mx.array([cell.forget_bias, cell.cell_clip or 0.0], mx.float32) if isinstance(cell, LSTMCell) else None
-
-
-def candidates(problem: Problem, arrays: Arrays, h: mx.array) -> mx.array | None:
-    """[T, B, D H]: what r multiplies in a GRU, of every step; None where r comes before the product."""
-    if problem.cell.reset == "before":
-        return None
-    if not problem.bidirectional:
-        return gru_candidates(problem, arrays, before_each_step(problem, h, initial_states(problem, arrays)[0]))
-    halves = ((one_direction(problem, d), part(arrays, d), half(h, d)) for d in range(2))
-    return mx.concatenate([candidates(*values) for values in halves], axis=-1)
 
 
 def launches(problem: Problem) -> list[tuple[int, int]]:

@@ -90,13 +90,17 @@ def fused_forward(problem: Problem, given: Inputs, steps: int) -> Arrays:
     return launch_fused("forward", problem, inputs, outputs, dtype)
 
 
-def fused_backward(problem: Problem, given: Inputs, steps: int) -> Arrays:
-    """dz, dh0 and, of an LSTM, dc0, float32, of the `steps` steps that `sizes` names; metal/fused_backward.metal."""
+def fused_backward(problem: Problem, given: Inputs, steps: int, *, keeps_d: bool) -> Arrays:
+    """dz, dh0 and, of an LSTM, dc0, float32, of the `steps` steps that `sizes` names; metal/fused_backward.metal.
+
+    If wanted also d_out [steps, B, D G H]: dz as the recurrent product had it.
+    """
     inputs = select(given, "gates states first Wh_T extra mask lengths dh beside dgates dhT dcT sizes")
     (_, B, H, _), D, cell = problem[:4], problem.directions, problem.cell
     dtype = inputs["Wh_T"].dtype
     outputs = {
         "dz": ((steps, B, D * cell.gates * H), dtype),
+        "d_out": ((steps, B, D * cell.gates * H), dtype) if keeps_d else None,
         "dh0": ((B, D * H), dtype),
         "dc0": ((B, D * H), mx.float32) if "c" in cell.outputs else None,
     }

@@ -37,6 +37,7 @@ USERS = {  # shader file: (engine, layers) that use it, batch sizes at which the
     "lstm_fused_cell": ({"fused": ["lstm"]}, (3, 19)),
     "gru_fused_cell": ({"fused": ["gru", "gru_before"]}, (3, 19)),
     "rnn_fused_cell": ({"fused": ["rnn"]}, (3, 19)),
+    "recurrent_input": ({"fused": ["gru"]}, (3,)),
     "cell": ({"stepwise": ["projection"]}, (3,)),
     "lstm_cell_forward": ({"stepwise": ["projection"], "fused": ["lstm"]}, (3,)),
     "lstm_cell_backward": ({"stepwise": ["projection"], "fused": ["lstm"]}, (3,)),

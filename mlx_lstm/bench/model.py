@@ -111,6 +111,8 @@ def times_read(buffer: Buffer, launch: Launch, problem: Problem) -> float:
     """How often a kernel of ours reads each element of a buffer, on average. MLX's kernels count as reading once."""
     if not launch.ours:
         return 1.0
+    if launch.name == "recurrent_input":  # not the last h
+        return 1 - 1 / problem.T if buffer.name == "h" else 1.0
     B, H = problem.B, problem.H
     across, down = launch.groups
     if "fused" in launch.name:
@@ -147,7 +149,7 @@ def seconds_of(launch: Launch, problem: Problem, chip: Chip) -> float:
     """Seconds of a launch by itself."""
     if launch.ours and "fused" in launch.name:
         return fused_seconds(launch, problem, chip)
-    if launch.ours:
+    if launch.ours and "stepwise" in launch.name:
         return stepwise_seconds(launch, problem, chip)
     seconds = memory_seconds(floor_bytes(launch), chip)
     if launch.name in ("Matmul", "AddMM"):
