@@ -69,6 +69,14 @@ def check(op, engine, seed, near=assert_near, **of_case):
 # --- Values ----------------------------------------------------------------------------------------------------------
 
 
+def test_no_engine_is_left_out():
+    """The lists above follow `engines.choose`: what runs today must not leave them unnoticed."""
+    assert ON_CPU == [(op, engine) for op in OPS for engine in CPU_ENGINES]
+    assert {(op, engine) for op in LSTM_OPS for engine in METAL_ENGINES} | {("gru_block_cell", "fused")} <= set(
+        ON_METAL
+    )
+
+
 @pytest.mark.parametrize("op, engine", ON_CPU)
 def test_equals_tensorflow(op, engine):
     """Over peephole, clip, forget bias, seq_len_max 0..T and sizes from 1 on: 330 cases of LSTMs, 60 of GRUs."""
