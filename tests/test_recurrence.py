@@ -23,7 +23,7 @@ from cases import (
     run_gradients,
     to_mlx,
 )
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from mlx_lstm import engine_numpy_cell, engine_numpy_memory, lstm
@@ -100,7 +100,10 @@ def check_combination(kind, engine, dtype, seed, sizes, shown):
     options = combination(np.random.default_rng(seed), sizes, **KINDS[kind])
     case, cotangents = draw_away_from_kinks(seed, ROUNDING_MARGIN, sizes=sizes, **options)
     given = {name: value for n, (name, value) in enumerate(cotangents.items()) if shown >> n & 1}
-    check(case, engine, dtype, given or cotangents)
+    judgement = judged(case, given or cotangents, dtype)
+    # A GRU whose gates have no bound can leave the range of float32, or of its squares, within five steps.
+    assume(all(np.abs(value).max(initial=0) < 1e18 for value in judgement[2].values()))
+    check_judged(judgement, engine, dtype)
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
