@@ -53,23 +53,26 @@ def unpacked(buffer: np.ndarray, like: dict[str, np.ndarray]) -> dict[str, np.nd
 
 
 def prepare_ours(cell: str, numbers: dict[str, np.ndarray], task: Task) -> Work:
-    """`mlx_lstm.cudnn.cudnn_rnn` and `cudnn_rnn_backprop`."""
-    from mlx_lstm.cudnn import cudnn_rnn, cudnn_rnn_backprop
+    """`mlx_lstm.cudnn.cudnn_rnn` under `mx.vjp`, as torch's layer is under its autograd."""
+    from mlx_lstm.cudnn import cudnn_rnn
 
     state = np.zeros((4, task.size.B, task.size.H), np.float32)
     arrays = {"x": numbers["x"], "state": state, "params": packed(numbers), "dh": numbers["dh"]}
     arrays = {name: mx.array(array).astype(DTYPES[task.dtype]) for name, array in arrays.items()}
     mx.eval(arrays)
-    inputs = arrays["x"], arrays["state"], arrays["state"], arrays["params"]
-    options = {"rnn_mode": cell, "direction": "bidirectional", "engine": task.engine}
+    training = task.which == "backward"
+    options = {"rnn_mode": cell, "direction": "bidirectional", "engine": task.engine, "is_training": training}
+
+    def output(x: mx.array, params: mx.array) -> list[mx.array]:
+        return [cudnn_rnn(x, arrays["state"], arrays["state"], params, **options).output]
 
     def run() -> list[mx.array]:
-        *outputs, kept = cudnn_rnn(*inputs, **options, is_training=task.which == "backward")
-        results = [outputs[0]]
-        if task.which == "backward":
-            cotangents = arrays["dh"], arrays["state"], arrays["state"]
-            gradients = cudnn_rnn_backprop(*inputs, *outputs, *cotangents, kept, **options)
-            results += [gradients.input_backprop, gradients.params_backprop]
+        inputs = [arrays["x"], arrays["params"]]
+        if training:
+            outputs, gradients = mx.vjp(output, inputs, [arrays["dh"]])
+            results = [*outputs, *gradients]
+        else:
+            results = output(*inputs)
         mx.eval(results)
         return results
 
