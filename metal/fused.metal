@@ -78,8 +78,9 @@ void read_step(
 }
 
 // The first COUNT runs of ROWS rows of weights that a lane has, [ROWS][COUNT].
-template <int ROWS, int COUNT, int GROUP, class S, class W>
-void keep_runs(W weights, thread const int (&rows_at)[ROWS], int rows, int length, int s, thread vec<S, 4>* kept) {
+template <int ROWS, int COUNT, int GROUP, class S, class W, class V>
+void keep_runs(
+    W weights, thread const int (&rows_at)[ROWS], int rows, int length, int s, thread V (&kept)[ROWS * COUNT]) {
   for (int v = 0; v < ROWS; ++v)
     for (int run = 0; run < COUNT; ++run)
       kept[v * COUNT + run] = weight_run<S>(weights, rows_at[v], rows, 4 * (s + GROUP * run), length);

@@ -27,7 +27,7 @@ void fused_backward(
   int rows_at[UNITS], length[ROWS];
   vec<S, 4> kept[UNITS * RESIDENT];
   for (int v = 0; v < UNITS; ++v) rows_at[v] = first_unit + v;
-  keep_runs<UNITS, RESIDENT, GROUP>(weights, rows_at, H, K, s, kept);
+  keep_runs<UNITS, RESIDENT, GROUP, S>(weights, rows_at, H, K, s, kept);
   for (int n = int(index); n < 2 * HALF; n += int(threads)) vectors[n] = float4(0.0f);
   float p[LANES], dh_now[ROWS], dc_now[ROWS], now[ROWS], mask_now[ROWS], direct[ROWS], own[ROWS], reset[ROWS];
   share(unit < H ? lane_constant<CELL>(extra, sweep.direction, gate, H, unit) : 0.0f, int(lane), p);
@@ -45,7 +45,7 @@ void fused_backward(
     threadgroup float4* current = vectors + (TWO_PRODUCTS<CELL> ? 0 : n & 1) * HALF;
     for (int r = 0; r < ROWS; ++r) {
       const bool real = b0 + r < sweep.B && unit < H, live = t < length[r];
-      const long gate_at = block < 0 ? 0 : place_in(sweep, b0 + r, GATES, block, H, unit);
+      const long gate_at = place_in(sweep, b0 + r, GATES, block, H, unit);
       float mine[4] = {}, seen[4], y[LANES], d[LANES] = {};
       const int b = b0 + r;
       if (real) read_step<LANES, APART>(sweep, n, gate, b, H, unit, length[r], states, first, dh, beside, mask, mine);

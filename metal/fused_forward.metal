@@ -23,7 +23,7 @@ void fused_forward(
     const int row_block = weight_block(CELL, v % LANES), row_unit = first_unit + v / LANES;
     rows_at[v] = row_block < 0 || row_unit >= H ? GATES * H : row_block * H + row_unit;
   }
-  keep_runs<GROUP, RESIDENT, GROUP>(weights, rows_at, GATES * H, H, s, kept);
+  keep_runs<GROUP, RESIDENT, GROUP, S>(weights, rows_at, GATES * H, H, s, kept);
   for (int n = int(index); n < 2 * HALF; n += int(threads)) vectors[n] = float4(0.0f);
   threadgroup_barrier(mem_flags::mem_threadgroup);
   const float p = unit < H ? lane_constant<CELL>(extra, sweep.direction, gate, H, unit) : 0.0f;
@@ -54,7 +54,7 @@ void fused_forward(
       for (int r = 0; r < ROWS; ++r) {
         float reset[LANES];
         share(gru_reset<CELL>(a[r]), int(lane), reset);
-        if (unit >= H || gate < LANES - 1) continue;
+        if (gate < LANES - 1) continue;
         const int at = 4 * r * RUNS + unit;
         ((threadgroup float*)operand)[at] = reset[0] * ((threadgroup const float*)before)[at];
       }

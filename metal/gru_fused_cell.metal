@@ -8,7 +8,7 @@ template <int CELL> constant constexpr int FIRST_PRODUCT = RESETS_BEFORE<CELL> ?
 // The H-block of z, gates, dz that a lane has, and that of the rows of Wh whose product it sums; -1: none.
 constexpr int gate_block(int cell, int gate) { return gate <= GATE_N ? place_of(cell, gate) : -1; }
 constexpr int weight_block(int cell, int gate) {
-  return gate == GATE_N ? -1 : place_of(cell, gate < GATE_N ? gate : GATE_N);
+  return gate == GATE_N ? -1 : place_of(cell, gate == 3 ? int(GATE_N) : gate);
 }
 
 // A lane's own number: the last one's out of bhn [D H].

@@ -30,7 +30,7 @@ USERS = {  # shader file: (engine, layers) that use it, batch sizes at which the
     "lstm_stepwise_dh": ({"stepwise": ["projection"]}, (4, 9)),
     "fused": ({"fused": ["lstm", "gru", "rnn"]}, (3, 19)),
     "fused_forward": ({"fused": ["lstm", "gru_before"]}, (3, 19)),
-    "fused_backward": ({"fused": ["lstm", "gru_before"]}, (3, 19)),
+    "fused_backward": ({"fused": ["lstm", "gru", "gru_before"]}, (3, 19)),
     "fused_matrix": ({"fused": ["lstm", "gru"]}, (9, 19)),
     "fused_matrix_forward": ({"fused": ["lstm", "gru"]}, (9, 19)),
     "fused_matrix_backward": ({"fused": ["lstm", "gru"]}, (9, 19)),
@@ -49,6 +49,17 @@ HARMLESS = {  # damages that change nothing, and why
     "for (int r = simdgroup; r < ROWS; r += 4) {  < becomes <=",  # a row more, which its writer then overwrites
     "for (int part = 0; part < 32; part += 8) {  the bound of < is one less",  # 24 is the last part either way
     "if (run < RESIDENT)  the bound of < is one less",  # one run is read again instead of kept
+    "if (part < RESIDENT)  the bound of < is one less",  # likewise
+    "for (int m = 0; m < TILES; ++m) {  < becomes <=",  # WANTED has no bit for one more
+    "for (int k = 1; k < N; ++k) picked = n == k ? values[k] : picked;  < becomes <=",  # n is never N
+    # A lane then asks itself.
+    "for (int n = 0; n < N; ++n) values[n] = N > 1 ? simd_shuffle(mine, ushort(lane / N * N + n)) : mine;"
+    "  > becomes >=",
+    "for (int n = 0; n < 4; ++n) values[n] = N > 1 ? simd_shuffle(mine[n], ushort(lane / N * N + n)) : mine[n];"
+    "  > becomes >=",
+    # r's lane then writes twice.
+    "if (has_gate && (!TWO_PRODUCTS<CELL> || gate > 0)) dz[local * gate_step + gate_at] = result;  > becomes >=",
+    "if (t < length) {  < becomes <=",  # the last h, which meets a gradient of 0
 }
 
 
@@ -93,7 +104,8 @@ def notice(file, engine, case, cotangents, ref, limit):
         on_metal(),
         patch.object(engine_fused, "LAUNCH_STEPS", 3),
         patch.object(kernels_fused, "RESIDENT_BYTES", 2000),
-        patch.object(kernels_fused, "MATRIX_BATCH", 1 if "matrix" in file else 100),
+        # What the lanes of a unit do serves both forms.
+        patch.object(kernels_fused, "MATRIX_BATCH", 1 if "matrix" in file else 10 if "fused_cell" in file else 100),
         # Where the backward sweep in matrices has one vector and a barrier more, or two.
         patch.object(kernels_fused, "THREADGROUP_BYTES", 1 if case.get("reverse") else 32768),
     ):
