@@ -52,13 +52,13 @@ def test_the_order_of_threads_does_not_change_a_bit(layer, B):
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])
-@pytest.mark.parametrize("cell", [LSTMCell(), GRUCell(), RNNCell()], ids=lambda cell: cell.op)
+@pytest.mark.parametrize("cell", [LSTMCell(), GRUCell(), GRUCell(reset="before"), RNNCell()], ids=str)
 def test_fused_stays_within_the_limits_of_metal(cell, itemsize):
     """1024 threads and 32 KB of threadgroup memory, for all that the choice of engine lets through."""
     for H in range(1, FUSED_LIMIT[cell.op] + 1):
-        for B in (1, 17, 65, 1000):
+        for B, D in ((1, 1), (17, 1), (64, 1), (65, 1), (1000, 1), (33, 2)):
             for sweep in (False, True):
-                tiling = kernels_fused.fused_tiling(cell, B, H, itemsize, backward=sweep)
+                tiling = kernels_fused.fused_tiling(cell, B, H, itemsize, backward=sweep, directions=D)
                 assert tiling.threads <= 1024 and tiling.bytes <= 32768
                 assert tiling.threads >= (4 if tiling.matrices else kernels_fused.LANES[cell.op]) * H
 
