@@ -8,10 +8,10 @@ train: .venv/examples  ## train a character LSTM on Python's documentation
 	$(BIN)/python examples/char_lm.py
 
 test: .venv/test lint  ## the tests; a skipped one fails the run, and a line of metal/ that did not run
-	$(BIN)/python -m pytest --no-skips --shader-coverage -q
+	$(BIN)/python -m pytest -n auto --dist worksteal --no-skips --shader-coverage -q
 
 test-all: .venv/test lint  ## the tests and the heavier sweeps
-	$(BIN)/python -m pytest --no-skips --shader-coverage -q -m ""
+	$(BIN)/python -m pytest -n auto --dist worksteal --no-skips --shader-coverage -q -m ""
 
 bench: .venv/test  ## ours against mlx.nn.LSTM and torch
 	$(BIN)/python -m mlx_lstm.bench

@@ -1,9 +1,15 @@
-"""Options of the whole test run."""
+"""Options of the whole test run, also of one in several processes (`-n 2`)."""
 
+import json
+import tempfile
 from pathlib import Path
 
+import pytest
+
 SHADERS = Path(__file__).parents[1] / "metal"
-NOTHING_RUNS = ("lstm_cell.metal", "gru_cell.metal")  # options only
+
+FROM_WORKERS = []
+"""What the emulator ran of metal/ in the processes of a run with -n: a file each."""
 
 
 def pytest_addoption(parser):
@@ -14,22 +20,45 @@ def pytest_addoption(parser):
 
 
 def pytest_sessionfinish(session):
-    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    config = session.config
+    if hasattr(config, "workeroutput"):
+        if config.getoption("--shader-coverage"):
+            config.workeroutput["shader_coverage"] = dump_coverage()
+        return
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
     skipped = reporter.stats.get("skipped", []) if reporter else []
-    if session.config.getoption("--no-skips") and skipped and session.exitstatus == 0:
+    if config.getoption("--no-skips") and skipped and session.exitstatus == 0:
         session.exitstatus = 1
         for report in skipped:
             reporter.write_line(f"skipped, which --no-skips forbids: {report.nodeid}", red=True)
-    if session.config.getoption("--shader-coverage") and session.exitstatus == 0:
+    if config.getoption("--shader-coverage") and session.exitstatus == 0:
         text, missed = shader_coverage()
         reporter.write_line(f"\n{text}", red=missed)
         session.exitstatus = 1 if missed else 0
 
 
-def shader_coverage():
-    """What the emulator ran of metal/ in this process: (a line per file, whether a line is missing)."""
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node, error):
+    """Called where a worker of a run with -n has ended."""
+    if path := getattr(node, "workeroutput", {}).get("shader_coverage"):
+        FROM_WORKERS.append(Path(path))
+
+
+def dump_coverage():
+    """A new file with what the emulator ran in this process: its path."""
     from metal_emulator import coverage
 
-    found = coverage.report({path.name: path.read_text() for path in sorted(SHADERS.glob("*.metal"))})
-    used = {name: file for name, file in found.items() if name not in NOTHING_RUNS}
-    return coverage.format_report(found), any(file.missed or not file.executed for file in used.values())
+    with tempfile.NamedTemporaryFile("w", suffix=".json", delete=False) as file:
+        json.dump(coverage.collected(), file)
+    return file.name
+
+
+def shader_coverage():
+    """What the emulator ran of metal/: (a line per file, whether a line is missing)."""
+    from metal_emulator import coverage
+
+    files = {path.name: path.read_text() for path in sorted(SHADERS.glob("*.metal"))}
+    found = coverage.report(files, coverage.merge(FROM_WORKERS) if FROM_WORKERS else None)
+    for path in FROM_WORKERS:
+        path.unlink()
+    return coverage.format_report(found), any(file.missed for file in found.values())
