@@ -62,7 +62,7 @@ def differentiable(problem: Problem, arrays: dict[str, mx.array], engine: str) -
     module, names = ENGINE_MODULES[engine], tuple(arrays)
     # MLX differentiates the ops engine's backward pass again, so all it reads must be outputs. The numpy engine keeps
     # what the caller does not want where MLX never sees it; without training the shaders do not write it.
-    hides = engine == "numpy" or (engine == "fused" and not problem.training)
+    hides = engine == "numpy" or (engine in METAL_ENGINES and not problem.training)
     hidden = {"gates"} if hides and not problem.return_gates else set()
     shown = [name for name in problem.cell.outputs if name not in hidden]
     kept = {}

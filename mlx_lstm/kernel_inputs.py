@@ -1,4 +1,4 @@
-"""A problem's arrays as the Metal kernels read them: row-contiguous, masks at full width, one step's slice."""
+"""A problem's arrays as the Metal kernels read them: row-contiguous, masks at full width."""
 
 from __future__ import annotations
 
@@ -18,14 +18,3 @@ def whole_mask(problem: Problem, mask: mx.array | None) -> mx.array | None:
         return None
     steps = mask.shape[0] if mask.ndim == 3 else 1
     return contiguous(mx.broadcast_to(mask, (steps, problem.B, problem.directions * problem.P)))
-
-
-def step_of(array: mx.array | None, t: int) -> mx.array | None:
-    """Step t of a sequence; an array of one step serves all."""
-    if array is None:
-        return None
-    t = t if array.shape[0] > 1 else 0
-    # A slice is a view; array[t] would be a launch.
-    row = array[t : t + 1].reshape(array.shape[1:])
-    # Fewer than 8 elements go to Metal's constant memory, where an offset has to be a multiple of 4 bytes.
-    return row if row.nbytes % 4 == 0 else row + 0

@@ -1,41 +1,31 @@
 """How a Metal shader is built and launched. The only place that calls `metal_kernel`.
 
-A kernel's text is the shader files it needs, without comments, and a body of one call. It is built at its first launch
+A kernel's text is the shader files it needs, made short, and a body of one call. It is built at its first launch
 and kept: MLX rebuilds and hashes the text on every call, so that of a launch per time step has to be short.
 """
 
 from __future__ import annotations
 
-import re
 from functools import cache
-from importlib.resources import files
-from pathlib import Path
 
 import mlx.core as mx
 
 from .cells import ACTIVATIONS, Cell, GRUCell, LSTMCell
+from .kernel_text import BLANKS, macros, shader_folder, shorten
 
 Inputs = dict[str, "mx.array | None"]
 Outputs = dict[str, "tuple[tuple[int, ...], mx.Dtype] | None"]
 
 
-def shader_folder():
-    """metal/, which lies in the package of a wheel and beside that of a checkout."""
-    packaged = files("mlx_lstm") / "metal"
-    return packaged if packaged.is_dir() else Path(__file__).parents[1] / "metal"
-
-
 @cache
 def shader_file(name: str) -> str:
-    """The text of a file of metal/."""
+    """A file of metal/."""
     return (shader_folder() / f"{name}.metal").read_text(encoding="ascii")
 
 
 def header(names: tuple[str, ...]) -> str:
-    """These files, one after the other, without comments, blank lines and indentation."""
-    text = "\n".join(shader_file(name) for name in names)
-    lines = (line.strip() for line in re.sub(r"//.*", "", text).splitlines())
-    return "\n".join(line for line in lines if line) + "\n"
+    """These files, one after the other, made short."""
+    return macros() + "".join(shorten(shader_file(name)) for name in names)
 
 
 @cache
@@ -53,25 +43,27 @@ def launch(
     outputs: Outputs,
     template: dict[str, int | bool | mx.Dtype],
     body: str,
-    groups: tuple[int, int],
+    groups: tuple[int, ...],
     threads: int,
+    more_inputs: Inputs | None = None,
+    more_outputs: Outputs | None = None,
 ) -> list[mx.array]:
     """Launch a shader on groups x threads threads.
 
     `body` is its call, with {arrays} for the inputs in their order and then the outputs; `absent` stands for one that
-    is `None`.
+    is `None`. What `body` itself names is among `more_inputs` and `more_outputs`.
     """
-    given = {name: array for name, array in inputs.items() if array is not None}
-    wanted = {name: output for name, output in outputs.items() if output is not None}
+    given = {name: array for name, array in inputs.items() if array is not None} | (more_inputs or {})
+    wanted = {name: output for name, output in outputs.items() if output is not None} | (more_outputs or {})
     missing = [name for name in (*inputs, *outputs) if name not in given and name not in wanted]
     arguments = ["absent" if name in missing else name for name in (*inputs, *outputs)]
-    source = body.format(arrays=", ".join(arguments))
+    source = BLANKS.sub("", body.format(arrays=", ".join(arguments)))
     name = "_".join([shader, "without", *missing]) if missing else shader
     kernel = build(name, tuple(given), tuple(wanted), source, shaders)
     return kernel(
         inputs=list(given.values()),
         template=list(template.items()),
-        grid=(groups[0] * threads, groups[1], 1),
+        grid=(groups[0] * threads, *groups[1:], 1)[:3],
         threadgroup=(threads, 1, 1),
         output_shapes=[shape for shape, _ in wanted.values()],
         output_dtypes=[dtype for _, dtype in wanted.values()],

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import mlx.core as mx
 
+from .kernel_rows import JOINED, LEFT, Rows, starts_of
 from .kernels import Inputs, Outputs, cell_number, launch, select
 from .problem import Problem
 
-GROUP = "threadgroup_position_in_grid.xy"
+Arrays = dict[str, mx.array]
+
 LANE = "simdgroup_index_in_threadgroup, thread_index_in_simdgroup"
+
+UNITS = {"lstm": 8, "gru": 8, "rnn": 32}
+"""Hidden units of a threadgroup, forward; as metal/*_stepwise_cell.metal have them."""
 
 
 def stepwise_rows(B: int) -> int:
@@ -16,70 +21,224 @@ def stepwise_rows(B: int) -> int:
     return 1 if B == 1 else 4 if B < 8 else 8 if B < 32 else 32
 
 
+def row_type(dtype: mx.Dtype) -> mx.Dtype:
+    """What the numbers of a row are that holds floats and arrays of this dtype."""
+    return mx.float32 if dtype == mx.float32 else mx.uint16
+
+
+def row_length(problem: Problem, width: int, arrays: int, carries: bool, dtype: mx.Dtype) -> int:
+    """Numbers of a row: `arrays` arrays [B, D width], and one of floats if it carries something. 8 at least, as Metal
+    binds fewer in another address space."""
+    words = 4 // dtype.size if carries else 0
+    return max(8, problem.B * problem.directions * width * (arrays + words))
+
+
+# --- A launch per step -----------------------------------------------------------------------------------------------
+
+
 def launch_step(
+    name: str,
+    shaders: tuple[str, ...],
+    problem: Problem,
+    inputs: Inputs,
+    output: tuple[int, mx.Dtype],
+    template: dict[str, int | bool | mx.Dtype],
+    units: tuple[int, int, int],
+    pieces: Rows | None = None,
+) -> mx.array:
+    """Launch a shader around a product, the last of `shaders`; it writes an array of `output` numbers.
+
+    Its threadgroups have units[1] of the units[0] units, and units[2] columns of the product. The array becomes a row
+    of `pieces`, some of which threadgroups of their own join if that is due.
+    """
+    shader, rows = shaders[-1], stepwise_rows(problem.B)
+    lanes = rows < 8
+    threads = 256 if lanes else 4 * units[2]
+    tiles = 1 if lanes else 36 * (rows + units[2])
+    groups = -(-units[0] // units[1]), -(-problem.B // rows), problem.directions
+    numbers = ", ".join(name for name in template if name != "X")
+    call = f"{shader}<{numbers}>({{arrays}}, sums, tiles, group, {LANE});"
+    product = f"stepwise_product_by_{'lanes' if lanes else 'tiles'}"
+    shaders = ("cell", *shaders[:-1], product, shader)
+    outputs: Outputs = {"after": ((output[0],), output[1])}
+    due = pieces.pieces[pieces.due()] if pieces else []
+    beside, joined, body = {}, {}, call
+    if due:
+        beside, joined, body, more = join_beside(due, output, call, groups, threads)
+        groups, shaders = (groups[0] + more, *groups[1:]), (*shaders, "stepwise_join")
+    body = f"""threadgroup float sums[{rows * units[2]}], tiles[{tiles}];
+uint3 group = threadgroup_position_in_grid;
+{body}"""
+    name = f"{name}_joining" if due else name
+    results = launch(name, shaders, inputs, outputs, template, body, groups, threads, beside, joined)
+    if pieces:
+        pieces.add(*results)
+    return results[0]
+
+
+def join_beside(
+    due: list, output: tuple[int, mx.Dtype], call: str, groups: tuple[int, int, int], threads: int
+) -> tuple[Inputs, Outputs, str, int]:
+    """Inputs, outputs and body of a launch that joins pieces beside its call, and the groups that takes along x."""
+    length, steps = output[0], sum(piece.steps for piece in due)
+    more = max(1, min(64, length * steps // (8 * threads)))
+    arrays = [piece.array for piece in due] + [due[-1].array] * (JOINED - len(due))
+    inputs = {f"p{n}": array for n, array in enumerate(arrays)}
+    names = ", ".join(inputs)
+    starts = [length * start for start in starts_of(due, JOINED)]
+    first = [groups[0], threads, more * threads]
+    inputs |= {"starts": mx.array(starts, mx.int64), "first": mx.array(first, mx.uint32)}
+    body = f"""if (group.x < first[0]) {call}
+else {{{{
+const Pieces<X> pieces = {{{{{{{{{names}}}}}}}}};
+stepwise_join(pieces, starts, first, joined, group, thread_index_in_threadgroup);
+}}}}"""
+    return inputs, {"joined": ((steps * length,), output[1])}, body, more
+
+
+def stepwise_forward(problem: Problem, given: Inputs, pieces: Rows) -> mx.array:
+    """The row of one step; metal/stepwise_forward.metal has the inputs and what is in it."""
+    inputs = select(given, "step z before h_before Wh h0 c0 extra mask lengths sizes numbers")
+    cell, op, dtype = problem.cell, problem.cell.op, inputs["z"].dtype
+    keeps, carries = problem.training or problem.return_gates, "c" in problem.cell.outputs
+    template = {
+        "CELL": cell_number(cell, inputs["extra"] is not None),
+        "ROWS": stepwise_rows(problem.B),
+        "KEEPS": keeps,
+        "S": dtype,
+        "X": row_type(dtype),
+    }
+    length = row_length(problem, problem.H, 1 + cell.gates if keeps else 1, carries, dtype)
+    files = (*cell_files(op, "forward"), "stepwise", f"{op}_stepwise_cell", "stepwise_forward")
+    units = problem.H, UNITS[op], UNITS[op] * cell.gates
+    return launch_step(
+        f"{op}_stepwise_forward", files, problem, inputs, (length, row_type(dtype)), template, units, pieces
+    )
+
+
+def stepwise_project(problem: Problem, given: Inputs, pieces: Rows) -> mx.array:
+    """h [B, D P] of one step, flat; metal/stepwise_project.metal has the inputs."""
+    inputs = select(given, "step before Wp sizes")
+    dtype = inputs["Wp"].dtype
+    columns = columns_of(problem.B)
+    template = {"ROWS": stepwise_rows(problem.B), "COLUMNS": columns, "S": dtype, "X": dtype}
+    output = row_length(problem, problem.P, 1, False, dtype), dtype
+    files = ("stepwise", "stepwise_project")
+    units = problem.P, columns, columns
+    return launch_step("lstm_stepwise_project", files, problem, inputs, output, template, units, pieces)
+
+
+def stepwise_backward(problem: Problem, given: Inputs, pieces: Rows) -> mx.array:
+    """The row of one step back; metal/stepwise_backward.metal has the inputs and what is in it."""
+    names = "step before dh_now weights gates states states0 q extra mask lengths dh dc dgates dhT dcT sizes"
+    inputs = select(given, names)
+    cell, op, dtype = problem.cell, problem.cell.op, inputs["weights"].dtype
+    columns = columns_of(problem.B)
+    template = backward_template(problem, inputs["extra"] is not None, dtype) | {"X": row_type(dtype)}
+    output = row_length(problem, problem.H, cell.gates, op != "rnn", dtype), row_type(dtype)
+    units = problem.H, columns, columns
+    files = (*backward_files(op), "stepwise_backward")
+    return launch_step(f"{op}_stepwise_backward", files, problem, inputs, output, template, units, pieces)
+
+
+def stepwise_dh(problem: Problem, given: Inputs, pieces: Rows | None = None) -> mx.array:
+    """dh_t [B, D P] of one step, flat; metal/stepwise_dh.metal has the inputs."""
+    inputs = select(given, "step before weights gates mask lengths dh dhT sizes")
+    op, dtype = problem.cell.op, inputs["weights"].dtype
+    columns = columns_of(problem.B)
+    template = backward_template(problem, False, dtype) | {"X": dtype}
+    output = row_length(problem, problem.P, 1, False, dtype), dtype
+    units = problem.P, columns, columns
+    return launch_step(
+        f"{op}_stepwise_dh", (*backward_files(op), "stepwise_dh"), problem, inputs, output, template, units, pieces
+    )
+
+
+def columns_of(B: int) -> int:
+    """Columns of a threadgroup's product where the cells need one each."""
+    return 8 if stepwise_rows(B) < 8 else 32
+
+
+def backward_template(problem: Problem, peephole: bool, dtype: mx.Dtype) -> dict[str, int | bool | mx.Dtype]:
+    """Template numbers of the steps back."""
+    columns = columns_of(problem.B)
+    return {
+        "CELL": cell_number(problem.cell, peephole),
+        "ROWS": stepwise_rows(problem.B),
+        "COLUMNS": columns,
+        "S": dtype,
+    }
+
+
+def cell_files(op: str, sweep: str) -> tuple[str, ...]:
+    """The files of a cell's arithmetic."""
+    return ("rnn_cell",) if op == "rnn" else (f"{op}_cell", f"{op}_cell_{sweep}")
+
+
+def backward_files(op: str) -> tuple[str, ...]:
+    """The files of a step back, before the shader."""
+    return *cell_files(op, "backward"), "stepwise", "stepwise_following", f"{op}_stepwise_cell_backward"
+
+
+# --- A launch per sweep ----------------------------------------------------------------------------------------------
+
+
+def launch_sequences(
+    name: str,
     shader: str,
-    before: tuple[str, ...],
+    problem: Problem,
+    pieces: Rows,
     inputs: Inputs,
     outputs: Outputs,
     template: dict[str, int | bool | mx.Dtype],
-    rows: int,
-    columns: int,
-    groups: tuple[int, int],
-) -> list[mx.array]:
-    """Launch a shader that begins with lstm_product; `columns` are its product's, `before` names the files it needs."""
-    lanes = rows < 8
-    shaders = ("cell", "lstm_cell", *before, "lstm_product_by_lanes" if lanes else "lstm_product_by_tiles", shader)
-    tiles = 1 if lanes else 36 * (rows + columns)
-    body = f"""threadgroup float sums[{rows * columns}], tiles[{tiles}];
-{shader}<{", ".join(template)}>({{arrays}}, sums, tiles, {GROUP}, {LANE});"""
-    return launch(shader, shaders, inputs, outputs, template, body, groups, 256 if lanes else 128)
+    units: int,
+) -> Arrays:
+    """Launch a shader over all rows that are left, with a thread per item, unit, step and direction."""
+    left = [piece.array for piece in pieces.pieces]
+    arrays = {f"piece{n}": array for n, array in enumerate(left + left[-1:] * (LEFT - len(left)))}
+    length = left[-1].size
+    rows = {"starts": mx.array(starts_of(pieces.pieces, LEFT), mx.int32), "row": mx.array(length, mx.int32)}
+    body = f"""const Rows<X> rows = {{{{{{{{{", ".join(arrays)}}}}}}}}};
+{shader}<{", ".join(template)}>(rows, starts, {{arrays}}, row, thread_position_in_grid);"""
+    template = template | {"X": left[-1].dtype}
+    groups = -(-problem.B * units // 256), problem.T, problem.directions
+    shaders = ("cell", "stepwise", "stepwise_sequences", shader)
+    found = launch(name, shaders, inputs, outputs, template, body, groups, 256, arrays | rows, {})
+    return dict(zip((name for name, output in outputs.items() if output), found, strict=True))
 
 
-def lstm_stepwise_forward(problem: Problem, given: Inputs) -> list[mx.array]:
-    """(m [B, H], c [B, H] float32, gates [B, 4H]) of one step; metal/lstm_stepwise_forward.metal has the inputs."""
-    inputs = select(given, "step z h_prev c_prev Wh h0 c0 peephole mask lengths sizes numbers")
-    _, B, H, _ = problem[:4]
-    rows, dtype = stepwise_rows(B), inputs["z"].dtype
-    template = {
-        "CELL": cell_number(problem.cell, inputs["peephole"] is not None),
-        "ROWS": rows,
-        "REVERSE": problem.reverse,
-        "S": dtype,
+def stepwise_outputs(problem: Problem, given: Inputs, pieces: Rows, *, names: set[str], width: int) -> Arrays:
+    """Those of h, c, gates, hT, cT in `names`, out of the rows of a sweep; `width` is that of h in them."""
+    inputs = select(given, "h0 c0 lengths sizes")
+    (T, B, H, P), D, gates = problem[:4], problem.directions, problem.cell.gates
+    dtype = given["Wh"].dtype
+    shapes = {
+        "c": ((T, B, D * H), mx.float32),
+        "cT": ((B, D * H), mx.float32),
+        "h": ((T, B, D * P), dtype),
+        "hT": ((B, D * P), dtype),
+        "gates": ((T, B, D * gates * H), dtype),
     }
-    outputs = {"m": ((B, H), dtype), "c": ((B, H), mx.float32), "gates": ((B, 4 * H), dtype)}
-    groups = (-(-H // 8), -(-B // rows))
-    return launch_step("lstm_stepwise_forward", ("lstm_cell_forward",), inputs, outputs, template, rows, 32, groups)
+    outputs = {name: shape if name in names else None for name, shape in shapes.items()}
+    template = {"GATES": gates if "gates" in names else 0, "CARRIES": "c" in names, "S": dtype}
+    name = f"{problem.cell.op}_stepwise_outputs"
+    return launch_sequences(name, "stepwise_outputs", problem, pieces, inputs, outputs, template, width)
 
 
-def lstm_stepwise_backward(problem: Problem, given: Inputs, *, projected: bool) -> list[mx.array]:
-    """(dz [B, 4H], dc_prev [B, H] float32) of one step; metal/lstm_stepwise_backward.metal has the inputs."""
-    names = "step a weights gates c c_prev c0 peephole mask lengths dh dc dgates dhT dc_next sizes"
-    inputs = select(given, names)
-    _, B, H, _ = problem[:4]
-    rows, dtype = stepwise_rows(B), inputs["gates"].dtype
-    units = 8 if rows < 8 else 32
-    template = {
-        "CELL": cell_number(problem.cell, inputs["peephole"] is not None),
-        "ROWS": rows,
-        "UNITS": units,
-        "REVERSE": problem.reverse,
-        "PROJECTED": projected,
-        "S": dtype,
+def stepwise_gradients(problem: Problem, given: Inputs, pieces: Rows, *, names: set[str], width: int) -> Arrays:
+    """Those of dz, carry0, d_out in `names`, out of the rows of a sweep back; `width` is that of a gate."""
+    inputs = select(given, "gates lengths sizes")
+    T, B, D, cell = *problem[:2], problem.directions, problem.cell
+    whole = "carry0" in names or cell.op == "rnn"
+    dtype, gates = given["Wh"].dtype, cell.gates if whole else 1
+    shapes = {
+        "dz": ((T, B, D * gates * width), dtype),
+        "carry0": ((B, D * width), mx.float32),
+        "d_out": ((T, B, D * gates * width), dtype),
     }
-    outputs = {"dz": ((B, 4 * H), dtype), "dc_prev": ((B, H), mx.float32)}
-    files = ("lstm_cell_backward", "lstm_stepwise_sum")
-    groups = (-(-H // units), -(-B // rows))
-    return launch_step("lstm_stepwise_backward", files, inputs, outputs, template, rows, units, groups)
-
-
-def lstm_stepwise_dh(problem: Problem, given: Inputs) -> mx.array:
-    """dh_t [B, P] of one step under a projection; metal/lstm_stepwise_backward.metal has the inputs."""
-    inputs = select(given, "step a weights mask lengths dh dhT sizes")
-    _, B, _, P = problem[:4]
-    rows, dtype = stepwise_rows(B), inputs["a"].dtype
-    units = 8 if rows < 8 else 32
-    template = {"ROWS": rows, "UNITS": units, "REVERSE": problem.reverse, "S": dtype}
-    files = ("lstm_stepwise_sum",)
-    groups = (-(-P // units), -(-B // rows))
-    outputs = {"dh_t": ((B, P), dtype)}
-    return launch_step("lstm_stepwise_dh", files, inputs, outputs, template, rows, units, groups)[0]
+    outputs = {name: shape if name in names else None for name, shape in shapes.items()}
+    inputs["gates"] = inputs["gates"] if "d_out" in names else None
+    candidate, reset = (cell.gate_order.index(gate) for gate in "nr") if "d_out" in names else (0, 0)
+    template = {"GATES": gates, "CANDIDATE": candidate, "RESET": reset, "CARRIES": "carry0" in names, "S": dtype}
+    name = f"{cell.op}_stepwise_gradients"
+    return launch_sequences(name, "stepwise_gradients", problem, pieces, inputs, outputs, template, width)

@@ -51,7 +51,7 @@ class Table(NamedTuple):
 
 
 WIDE = {1: ((128, "fused"),), 65: ((192, "fused"),)}
-NARROW = {1: ((192, "fused"),), 65: ((256, "fused"),)}
+NARROW = {1: ((192, "fused"),), 65: ((224, "fused"),)}
 PREDICTED = Table("predicted", {"float32": WIDE, "float16": NARROW, "bfloat16": NARROW})
 """The largest multiple of 32 up to which two of the three chips of `bench.model` are predicted to need no more GPU time
 for forward and backward in `fused` than in `stepwise`, at every B of the row. Beyond it one GPU core streams the

@@ -22,12 +22,19 @@ LAYERS = {
 }
 
 USERS = {  # shader file: (engine, layers) that use it, batch sizes at which they do
-    "lstm_product_by_lanes": ({"stepwise": ["projection"]}, (3, 4)),
-    "lstm_product_by_tiles": ({"stepwise": ["projection"]}, (9, 33)),
-    "lstm_stepwise_sum": ({"stepwise": ["projection"]}, (3, 9)),
-    "lstm_stepwise_forward": ({"stepwise": ["projection"]}, (4, 9)),
-    "lstm_stepwise_backward": ({"stepwise": ["projection"]}, (4, 9)),
-    "lstm_stepwise_dh": ({"stepwise": ["projection"]}, (4, 9)),
+    "stepwise": ({"stepwise": ["projection"]}, (4, 9)),
+    "stepwise_product_by_lanes": ({"stepwise": ["projection"]}, (3, 4)),
+    "stepwise_product_by_tiles": ({"stepwise": ["projection"]}, (9, 33)),
+    "stepwise_forward": ({"stepwise": ["projection", "gru"]}, (4, 9)),
+    "stepwise_project": ({"stepwise": ["projection"]}, (4, 9)),
+    "stepwise_following": ({"stepwise": ["projection"]}, (3, 9)),
+    "stepwise_backward": ({"stepwise": ["projection", "gru"]}, (4, 9)),
+    "stepwise_dh": ({"stepwise": ["projection", "gru"]}, (4, 9)),
+    "stepwise_join": ({"stepwise": ["rnn"]}, (3, 9)),
+    "stepwise_sequences": ({"stepwise": ["rnn"]}, (3,)),
+    "stepwise_outputs": ({"stepwise": ["projection"]}, (3, 9)),
+    "stepwise_gradients": ({"stepwise": ["lstm", "gru"]}, (3, 9)),
+    "gru_stepwise_cell_backward": ({"stepwise": ["gru"]}, (3, 9)),
     "fused": ({"fused": ["lstm", "gru", "rnn"]}, (3, 19)),
     "fused_forward": ({"fused": ["lstm", "gru_before"]}, (3, 19)),
     "fused_backward": ({"fused": ["lstm", "gru", "gru_before"]}, (3, 19)),
@@ -46,7 +53,8 @@ BARRIERS = [file for file in USERS if "_barrier(" in kernels.shader_file(file)]
 
 HARMLESS = {  # damages that change nothing, and why
     "for (int start = 0; start < K; start += 32) {  < becomes <=",  # one more tile, all of it padding
-    "for (int r = simdgroup; r < ROWS; r += 4) {  < becomes <=",  # a row more, which its writer then overwrites
+    # A row more, which its writer then overwrites.
+    "for (int r = simdgroup; r < ROWS; r += COLUMNS / 8)  < becomes <=",
     "for (int part = 0; part < 32; part += 8) {  the bound of < is one less",  # 24 is the last part either way
     "if (run < RESIDENT)  the bound of < is one less",  # one run is read again instead of kept
     "if (part < RESIDENT)  the bound of < is one less",  # likewise

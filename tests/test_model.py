@@ -35,7 +35,8 @@ def seen_by_the_emulator(size, dtype, engine, **layer):
     found = []
     for dispatch in log:
         constants = re.findall(r"constant [\w ]+[*&] (\w+) \[\[buffer", dispatch.source)
-        buffers = [traffic for name, traffic in dispatch.traffic.items() if name not in constants]
+        left_out = (*constants, "starts")
+        buffers = [traffic for name, traffic in dispatch.traffic.items() if name not in left_out]
         moved = sum(traffic.bytes_read + traffic.bytes_written for traffic in buffers)
         found.append((dispatch.name.partition("_without")[0], moved, sum(traffic.size for traffic in buffers)))
     return found
@@ -51,7 +52,8 @@ def check_against_the_emulator(engine, size, dtype, **layer):
         moved = sum(bytes_moved for found, bytes_moved, _ in seen if found == name)
         each_once = sum(size for found, _, size in seen if found == name)
         of_name = [launch for launch in predicted if launch.name == name]
-        assert sum(floor_bytes(launch) for launch in of_name) == each_once
+        if "stepwise" not in name:  # whose launches need a part of some arrays
+            assert sum(floor_bytes(launch) for launch in of_name) == each_once
         # The runs of 4 weights past the end of a row are padding, which the model takes for weights.
         assert sum(moved_bytes(launch, problem) for launch in of_name) == pytest.approx(moved, rel=0.02)
 

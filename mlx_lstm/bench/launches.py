@@ -94,7 +94,7 @@ def launches_of(node: dict[str, Any], level: int, name: str, repeated: dict[str,
 
 def launch_of_ours(node: dict[str, Any], level: int) -> Launch:
     """The launch of a kernel. The names of its buffers stand in the text, as Apple's compiler gets it."""
-    full, source, grid_x, grid_y, _, threads = node["arguments"][:6]
+    full, source, grid_x, grid_y, grid_z, threads = node["arguments"][:6]
     name = re.sub(r"^custom_kernel_|_without_.*|__.*", "", full)
     declared = re.findall(r"(constant|device) [\w<>, ]+[*&] (\w+) \[\[buffer\(\d+\)\]\]", source)
     arrays = [*node["inputs"], *node["outputs"]]
@@ -102,7 +102,7 @@ def launch_of_ours(node: dict[str, Any], level: int) -> Launch:
         Buffer(name, shape, prod(shape) * dtype.size, space == "constant")
         for (space, name), (_, shape, dtype) in zip(declared, arrays, strict=True)
     ]
-    count, groups = len(node["inputs"]), (grid_x // threads, grid_y)
+    count, groups = len(node["inputs"]), (grid_x // threads, grid_y * grid_z)
     return Launch(name, tuple(buffers[:count]), tuple(buffers[count:]), level, groups, True, len(source))
 
 

@@ -17,7 +17,7 @@ import mlx.nn as nn
 from ..autodiff import ENGINE_MODULES
 from ..cells import Cell, LSTMCell
 from ..kernels_fused import RESIDENT_BYTES, FusedTiling, fused_tiling
-from ..kernels_stepwise import stepwise_rows
+from ..kernels_stepwise import UNITS, columns_of, stepwise_rows
 from ..problem import Problem
 from .contenders import Size
 from .launches import Buffer, Graph, Launch, trace
@@ -83,16 +83,23 @@ FROM_L2, FROM_L1 = 32, 64
 """Bytes per core and cycle: metal-benchmarks."""
 
 WEIGHTS = {"Wh", "Wh_T", "weights"}
-OPERANDS = {"h_prev", "a"}
-"""Names of a kernel's buffers: its recurrent weights; what a step multiplies with them."""
+SEQUENCES = {"z", "dh", "dc", "dgates", "q"}
+"""Names of a kernel's buffers: its recurrent weights; sequences of which a step reads one step."""
 
 
 # --- Bytes -----------------------------------------------------------------------------------------------------------
 
 
-def floor_bytes(launch: Launch, *, weights: bool = True) -> int:
-    """Each input read once, each output written once; without our kernels' recurrent weights if `weights` is false."""
-    return sum(buffer.bytes for buffer in (*counted(launch, weights), *launch.writes))
+def floor_bytes(launch: Launch, problem: Problem | None = None, *, weights: bool = True) -> float:
+    """Each input read once, each output written once; without our kernels' recurrent weights if `weights` is false.
+
+    Of an array of which a step of `stepwise` needs a part, that part: for it the problem has to be given.
+    """
+    written = sum(buffer.bytes for buffer in launch.writes)
+    if "stepwise" not in launch.name or problem is None:
+        return written + sum(buffer.bytes for buffer in counted(launch, weights))
+    once = (buffer.bytes * min(1.0, times_read(buffer, launch, problem)) for buffer in counted(launch, weights))
+    return written + sum(once)
 
 
 def moved_bytes(launch: Launch, problem: Problem, *, weights: bool = True) -> float:
@@ -103,7 +110,7 @@ def moved_bytes(launch: Launch, problem: Problem, *, weights: bool = True) -> fl
 
 def counted(launch: Launch, weights: bool) -> list[Buffer]:
     """What a launch reads from device memory."""
-    reads = (buffer for buffer in launch.reads if not buffer.constant)
+    reads = (buffer for buffer in launch.reads if not buffer.constant and buffer.name != "starts")
     return [buffer for buffer in reads if weights or buffer.name not in WEIGHTS]
 
 
@@ -113,8 +120,7 @@ def times_read(buffer: Buffer, launch: Launch, problem: Problem) -> float:
         return 1.0
     if launch.name == "recurrent_input":  # not the last h
         return 1 - 1 / problem.T if buffer.name == "h" else 1.0
-    B, H = problem.B, problem.H
-    across, down = launch.groups
+    B = problem.B
     if "fused" in launch.name:
         steps = launch.writes[0].shape[0]
         if buffer.name in WEIGHTS:
@@ -122,12 +128,53 @@ def times_read(buffer: Buffer, launch: Launch, problem: Problem) -> float:
             streams = 1 if tiling.matrices else tiling.rows
             return ceil(B / tiling.rows) * (tiling.kept + (1 - tiling.kept) * streams * steps)
         return 1.0
-    by_lanes = stepwise_rows(B) < 8
+    return times_read_by_step(buffer, launch, problem)
+
+
+def times_read_by_step(buffer: Buffer, launch: Launch, problem: Problem) -> float:
+    """The same for a launch of `stepwise`; metal/stepwise*.metal say what it reads of a row, and of a sequence."""
+    (T, B, H, _), D, op, G = problem[:4], problem.directions, problem.cell.op, problem.cell.gates
+    if launch.name.endswith(("outputs", "gradients")):
+        return times_read_at_end(buffer, launch, problem)
+    across, down = -(-H // units_of(launch, problem)), launch.groups[1] / D
+    by_lanes, units, size = stepwise_rows(B) < 8, B * D * H, itemsize(launch)
+    operand = 8 * across * down * stepwise_rows(B) / B if by_lanes else float(across)
+    begins = any(given.name == "before" and given.shape == (8,) for given in launch.reads)
+    if buffer.name in WEIGHTS and begins and "forward" not in launch.name:
+        return 0.0
     if buffer.name in WEIGHTS:
-        return down * (8 * across / H if by_lanes else 1.0)
-    if buffer.name in OPERANDS:
-        return 8 * across * down * stepwise_rows(B) / B if by_lanes else float(across)
-    return 1.0
+        return down * (units_of(launch, problem) * across / H if by_lanes else 1.0)
+    if buffer.name == "before":
+        back = "forward" not in launch.name
+        carry = 4 * units if op == "lstm" or (op == "gru" and back) else 0
+        again = op == "gru" and not back
+        read = carry + size * units * (G if back else 1) * operand + size * units * again
+        return 0.0 if begins else read / buffer.bytes
+    if buffer.name == "states":
+        return {"lstm": 2 * T - 1, "gru": T - 1, "rnn": T}[op] / T**2
+    if buffer.name == "gates":
+        return 1 / T + (op == "gru") * (T - 1) / T**2 * operand / 3
+    return 1 / T if buffer.name in SEQUENCES else 1.0
+
+
+def times_read_at_end(buffer: Buffer, launch: Launch, problem: Problem) -> float:
+    """The same for the launch after a sweep of `stepwise`, which reads every row; arrays beyond the T rows are bound to
+    fill up."""
+    pieces = [given for given in launch.reads if given.name.startswith("piece")]
+    if buffer not in pieces:
+        return 1 / 3 if buffer.name == "gates" else 1.0
+    row = pieces[-1].bytes
+    before = sum(piece.bytes for piece in pieces[: pieces.index(buffer)]) // row
+    if before >= problem.T:
+        return 0.0
+    back, units = launch.name.endswith("gradients"), problem.B * problem.directions * problem.H
+    carry = 4 * units if back and problem.cell.op != "rnn" else 0
+    return 1 - carry / row * (1 - 1 / problem.T)
+
+
+def units_of(launch: Launch, problem: Problem) -> int:
+    """Hidden units of a threadgroup of `stepwise`."""
+    return UNITS[problem.cell.op] if "forward" in launch.name else columns_of(problem.B)
 
 
 def itemsize(launch: Launch) -> int:
@@ -149,9 +196,9 @@ def seconds_of(launch: Launch, problem: Problem, chip: Chip) -> float:
     """Seconds of a launch by itself."""
     if launch.ours and "fused" in launch.name:
         return fused_seconds(launch, problem, chip)
-    if launch.ours and "stepwise" in launch.name:
+    if launch.ours and "stepwise" in launch.name and not launch.name.endswith(("outputs", "gradients")):
         return stepwise_seconds(launch, problem, chip)
-    seconds = memory_seconds(floor_bytes(launch), chip)
+    seconds = memory_seconds(floor_bytes(launch, problem), chip)
     if launch.name in ("Matmul", "AddMM"):
         rows, K = launch.reads[0].shape[-2:]
         part = 0.75 if rows >= 512 else 0.6 if rows >= 64 else 0.4  # of the peak; reported for fp32 GEMMs: 0.73 to 0.75
@@ -191,7 +238,7 @@ def stepwise_seconds(launch: Launch, problem: Problem, chip: Chip) -> float:
         ceil(groups / chip.cores) * products / rate,
         moved_bytes(launch, problem) / (min(groups, chip.cores) * FROM_L1 * chip.clock),
         memory_seconds(weights, chip),
-        memory_seconds(floor_bytes(launch) - weights, chip),
+        memory_seconds(floor_bytes(launch, problem) - weights, chip),
         PRODUCT_LATENCY,
     )
 

@@ -45,9 +45,11 @@ def diagnostics(stderr: str) -> list[Finding]:
 
 def ast_rules(dump: str) -> list[Finding]:
     """Returns pointers without an address space and recursive functions, from clang's AST dump of the kernel."""
-    found, calls, names, alias, function = [], {}, {}, {}, None
+    found, calls, names, alias, function, implicit = [], {}, {}, {}, None, False
     for text in dump.splitlines():
-        m = _DECLARATION.search(text) if "__generic" in text and " implicit " not in text else None
+        if "ParmVarDecl" not in text and "Decl 0x" in text:
+            implicit = "ConstructorDecl" in text and " implicit " in text  # and so are its parameters
+        m = _DECLARATION.search(text) if "__generic" in text and " implicit " not in text and not implicit else None
         if m and "__range" not in m.group(1):
             found.append(compile_error(f"{m.group(1)!r} has no address space ({m.group(2)})"))
         if "Decl 0x" in text and (m := _FUNCTION.search(text)):

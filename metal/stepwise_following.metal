@@ -1,0 +1,37 @@
+// What the stepwise kernels backward share: the step processed after a step, its dz, and dh_t out of a product.
+
+// Its operand(x, b, k) is in *_stepwise_cell_backward.metal. dz: that of the row before, or dh_t of an LSTM with a
+// projection; H: hidden units.
+template <int CELL, class S, class G, class L>
+struct Following {
+  const device S* dz;
+  G gates;
+  L lengths;
+  thread const Step* s;
+  int H;
+};
+
+template <class S>
+const device S* either(Absent, const device S* otherwise) { return otherwise; }
+template <class S>
+const device S* either(const device S* array, const device S*) { return array; }
+
+inline bool is_present(Absent) { return false; }
+template <class A>
+bool is_present(A) { return true; }
+
+// The time index of an item's step processed after s; -1 where there is none.
+inline int next_step(thread const Step& s, int length) {
+  const int t = s.reverse ? min(s.t, length) - 1 : s.t + 1;
+  return t < length ? t : -1;
+}
+
+// The gradient of h_t[b, j], of `width`: what the next step sends back, and what comes from outside.
+template <class M, class D, class DT>
+float dh_sum(
+    thread const Step& s, threadgroup const float* sum, int length, int b, int j, int width, M mask, D dh, DT dhT) {
+  const float outside = value_at(dh, place(s, s.t, b, width) + j, 0.0f);
+  const int next = next_step(s, length);
+  if (next < 0) return outside + value_at(dhT, place(s, 0, b, width) + j, 0.0f);
+  return outside + *sum * mask_at(s, mask, next, b, j, width);
+}
