@@ -35,7 +35,7 @@ class Launch(NamedTuple):
     reads: tuple[Buffer, ...]
     writes: tuple[Buffer, ...]
     level: int
-    groups: tuple[int, int] = (1, 1)  # threadgroups of a kernel of ours
+    groups: tuple[int, int, int] = (1, 1, 1)  # threadgroups of a kernel of ours
     ours: bool = False
     text_bytes: int = 0  # of a kernel of ours
 
@@ -93,16 +93,18 @@ def launches_of(node: dict[str, Any], level: int, name: str, repeated: dict[str,
 
 
 def launch_of_ours(node: dict[str, Any], level: int) -> Launch:
-    """The launch of a kernel. The names of its buffers stand in the text, as Apple's compiler gets it."""
+    """The launch of a kernel. The names of its buffers stand in the text, as Apple's compiler gets it. An array that is
+    bound more than once under numbered names counts once."""
     full, source, grid_x, grid_y, grid_z, threads = node["arguments"][:6]
     name = re.sub(r"^custom_kernel_|_without_.*|__.*", "", full)
     declared = re.findall(r"(constant|device) [\w<>, ]+[*&] (\w+) \[\[buffer\(\d+\)\]\]", source)
     arrays = [*node["inputs"], *node["outputs"]]
+    bound = [(re.sub(r"\d+$", "", name), array) for (_, name), (array, *_) in zip(declared, arrays, strict=True)]
     buffers = [
-        Buffer(name, shape, prod(shape) * dtype.size, space == "constant")
-        for (space, name), (_, shape, dtype) in zip(declared, arrays, strict=True)
+        Buffer(name, shape, prod(shape) * dtype.size * (bound[n] not in bound[:n]), space == "constant")
+        for n, ((space, name), (_, shape, dtype)) in enumerate(zip(declared, arrays, strict=True))
     ]
-    count, groups = len(node["inputs"]), (grid_x // threads, grid_y * grid_z)
+    count, groups = len(node["inputs"]), (grid_x // threads, grid_y, grid_z)
     return Launch(name, tuple(buffers[:count]), tuple(buffers[count:]), level, groups, True, len(source))
 
 

@@ -17,8 +17,9 @@ import mlx.nn as nn
 from ..autodiff import ENGINE_MODULES
 from ..cells import Cell, LSTMCell
 from ..kernels_fused import RESIDENT_BYTES, FusedTiling, fused_tiling
-from ..kernels_stepwise import UNITS, columns_of, stepwise_rows
+from ..kernels_stepwise import stepwise_rows
 from ..problem import Problem
+from . import traffic_stepwise
 from .contenders import Size
 from .launches import Buffer, Graph, Launch, trace
 
@@ -83,98 +84,46 @@ FROM_L2, FROM_L1 = 32, 64
 """Bytes per core and cycle: metal-benchmarks."""
 
 WEIGHTS = {"Wh", "Wh_T", "weights"}
-SEQUENCES = {"z", "dh", "dc", "dgates", "q"}
-"""Names of a kernel's buffers: its recurrent weights; sequences of which a step reads one step."""
-
+"""Names of a kernel's buffers: its recurrent weights."""
 
 # --- Bytes -----------------------------------------------------------------------------------------------------------
 
 
-def floor_bytes(launch: Launch, problem: Problem | None = None, *, weights: bool = True) -> float:
-    """Each input read once, each output written once; without our kernels' recurrent weights if `weights` is false.
-
-    Of an array of which a step of `stepwise` needs a part, that part: for it the problem has to be given.
-    """
-    written = sum(buffer.bytes for buffer in launch.writes)
-    if "stepwise" not in launch.name or problem is None:
-        return written + sum(buffer.bytes for buffer in counted(launch, weights))
-    once = (buffer.bytes * min(1.0, times_read(buffer, launch, problem)) for buffer in counted(launch, weights))
-    return written + sum(once)
+def floor_bytes(launch: Launch, problem: Problem, *, weights: bool = True) -> float:
+    """What is needed of each input read once, each output written once; without our kernels' recurrent weights if
+    `weights` is false."""
+    reads = sum(reads_of(buffer, launch, problem)[0] for buffer in counted(launch, weights))
+    return reads + sum(buffer.bytes for buffer in launch.writes)
 
 
 def moved_bytes(launch: Launch, problem: Problem, *, weights: bool = True) -> float:
     """The bytes of all loads from device memory, whatever cache serves them, and of all stores."""
-    reads = sum(buffer.bytes * times_read(buffer, launch, problem) for buffer in counted(launch, weights))
+    reads = sum(reads_of(buffer, launch, problem)[1] for buffer in counted(launch, weights))
     return reads + sum(buffer.bytes for buffer in launch.writes)
 
 
 def counted(launch: Launch, weights: bool) -> list[Buffer]:
     """What a launch reads from device memory."""
-    reads = (buffer for buffer in launch.reads if not buffer.constant and buffer.name != "starts")
+    reads = (buffer for buffer in launch.reads if not buffer.constant)
     return [buffer for buffer in reads if weights or buffer.name not in WEIGHTS]
 
 
-def times_read(buffer: Buffer, launch: Launch, problem: Problem) -> float:
-    """How often a kernel of ours reads each element of a buffer, on average. MLX's kernels count as reading once."""
-    if not launch.ours:
-        return 1.0
-    if launch.name == "recurrent_input":  # not the last h
-        return 1 - 1 / problem.T if buffer.name == "h" else 1.0
-    B = problem.B
-    if "fused" in launch.name:
-        steps = launch.writes[0].shape[0]
-        if buffer.name in WEIGHTS:
-            tiling = tiling_of(launch, problem, itemsize(launch))
-            streams = 1 if tiling.matrices else tiling.rows
-            return ceil(B / tiling.rows) * (tiling.kept + (1 - tiling.kept) * streams * steps)
-        return 1.0
-    return times_read_by_step(buffer, launch, problem)
+def reads_of(buffer: Buffer, launch: Launch, problem: Problem) -> tuple[float, float]:
+    """(bytes needed, bytes of all loads). MLX's kernels count as reading once."""
+    if launch.ours and "stepwise" in launch.name:
+        return traffic_stepwise.reads(buffer, launch, problem)
+    if launch.ours and "fused" in launch.name and buffer.name in WEIGHTS:
+        return buffer.bytes, buffer.bytes * times_read(launch, problem)
+    if launch.name == "recurrent_input" and buffer.name == "h":  # not the last h
+        return (buffer.bytes * (1 - 1 / problem.T),) * 2
+    return buffer.bytes, buffer.bytes
 
 
-def times_read_by_step(buffer: Buffer, launch: Launch, problem: Problem) -> float:
-    """The same for a launch of `stepwise`; metal/stepwise*.metal say what it reads of a row, and of a sequence."""
-    (T, B, H, _), D, op, G = problem[:4], problem.directions, problem.cell.op, problem.cell.gates
-    if launch.name.endswith(("outputs", "gradients")):
-        return times_read_at_end(buffer, launch, problem)
-    across, down = -(-H // units_of(launch, problem)), launch.groups[1] / D
-    by_lanes, units, size = stepwise_rows(B) < 8, B * D * H, itemsize(launch)
-    operand = 8 * across * down * stepwise_rows(B) / B if by_lanes else float(across)
-    begins = any(given.name == "before" and given.shape == (8,) for given in launch.reads)
-    if buffer.name in WEIGHTS and begins and "forward" not in launch.name:
-        return 0.0
-    if buffer.name in WEIGHTS:
-        return down * (units_of(launch, problem) * across / H if by_lanes else 1.0)
-    if buffer.name == "before":
-        back = "forward" not in launch.name
-        carry = 4 * units if op == "lstm" or (op == "gru" and back) else 0
-        again = op == "gru" and not back
-        read = carry + size * units * (G if back else 1) * operand + size * units * again
-        return 0.0 if begins else read / buffer.bytes
-    if buffer.name == "states":
-        return {"lstm": 2 * T - 1, "gru": T - 1, "rnn": T}[op] / T**2
-    if buffer.name == "gates":
-        return 1 / T + (op == "gru") * (T - 1) / T**2 * operand / 3
-    return 1 / T if buffer.name in SEQUENCES else 1.0
-
-
-def times_read_at_end(buffer: Buffer, launch: Launch, problem: Problem) -> float:
-    """The same for the launch after a sweep of `stepwise`, which reads every row; arrays beyond the T rows are bound to
-    fill up."""
-    pieces = [given for given in launch.reads if given.name.startswith("piece")]
-    if buffer not in pieces:
-        return 1 / 3 if buffer.name == "gates" else 1.0
-    row = pieces[-1].bytes
-    before = sum(piece.bytes for piece in pieces[: pieces.index(buffer)]) // row
-    if before >= problem.T:
-        return 0.0
-    back, units = launch.name.endswith("gradients"), problem.B * problem.directions * problem.H
-    carry = 4 * units if back and problem.cell.op != "rnn" else 0
-    return 1 - carry / row * (1 - 1 / problem.T)
-
-
-def units_of(launch: Launch, problem: Problem) -> int:
-    """Hidden units of a threadgroup of `stepwise`."""
-    return UNITS[problem.cell.op] if "forward" in launch.name else columns_of(problem.B)
+def times_read(launch: Launch, problem: Problem) -> float:
+    """How often a kernel of `fused` reads each of its weights, on average."""
+    steps, tiling = launch.writes[0].shape[0], tiling_of(launch, problem, itemsize(launch))
+    streams = 1 if tiling.matrices else tiling.rows
+    return ceil(problem.B / tiling.rows) * (tiling.kept + (1 - tiling.kept) * streams * steps)
 
 
 def itemsize(launch: Launch) -> int:
@@ -196,7 +145,7 @@ def seconds_of(launch: Launch, problem: Problem, chip: Chip) -> float:
     """Seconds of a launch by itself."""
     if launch.ours and "fused" in launch.name:
         return fused_seconds(launch, problem, chip)
-    if launch.ours and "stepwise" in launch.name and not launch.name.endswith(("outputs", "gradients")):
+    if launch.ours and "stepwise" in launch.name:
         return stepwise_seconds(launch, problem, chip)
     seconds = memory_seconds(floor_bytes(launch, problem), chip)
     if launch.name in ("Matmul", "AddMM"):
@@ -223,23 +172,22 @@ def fused_seconds(launch: Launch, problem: Problem, chip: Chip) -> float:
     stream = together * (1 if tiling.matrices else rows) * (1 - kept) * weights / (FROM_L2 * chip.clock)
     first = per_core * kept * weights / (FROM_L2 * chip.clock)
     sweep = first + steps * ceil(per_core / together) * (max(arithmetic, stream) + STEP_LATENCY)
-    return max(sweep, memory_seconds(floor_bytes(launch), chip))
+    return max(sweep, memory_seconds(floor_bytes(launch, problem), chip))
 
 
 def stepwise_seconds(launch: Launch, problem: Problem, chip: Chip) -> float:
     """The slowest of: arithmetic of the busiest core, loads, the stream of weights, the other arrays."""
-    groups = prod(launch.groups)
+    groups, size = prod(launch.groups), traffic_stepwise.itemsize(launch)
     weights = sum(buffer.bytes for buffer in launch.reads if buffer.name in WEIGHTS)
-    by_lanes = stepwise_rows(problem.B) < 8
-    padded = launch.groups[1] * stepwise_rows(problem.B) / problem.directions
-    products = padded * weights / itemsize(launch) / groups  # multiply-adds of a threadgroup
-    rate = 128 * (LANES if by_lanes else TILES) * chip.clock
+    rows = stepwise_rows(problem.B)
+    products = rows * ceil(problem.B / rows) * weights / size / problem.directions / groups  # of a threadgroup
+    rate = 128 * (LANES if rows < 8 else TILES) * chip.clock
     return max(
         ceil(groups / chip.cores) * products / rate,
         moved_bytes(launch, problem) / (min(groups, chip.cores) * FROM_L1 * chip.clock),
         memory_seconds(weights, chip),
-        memory_seconds(floor_bytes(launch, problem) - weights, chip),
-        PRODUCT_LATENCY,
+        memory_seconds(floor_bytes(launch, problem, weights=False), chip),
+        PRODUCT_LATENCY if weights else 0,
     )
 
 

@@ -27,7 +27,7 @@ class Prediction(NamedTuple):
     launch: str
     launches: int
     moved: float
-    floor: int
+    floor: float
     apart: float  # bytes moved over their floor, apart from recurrent weights
     seconds: tuple[float, ...]
 
@@ -53,10 +53,10 @@ def predict(size: Size, dtype: str, which: str, engines: Iterable[str]) -> list[
 def line_of(layer: str, kind: str, launches: Sequence[Launch], problem: Problem) -> Prediction:
     """The sums over launches."""
     moved = sum(moved_bytes(launch, problem) for launch in launches)
-    floor = sum(floor_bytes(launch) for launch in launches)
+    floor = sum(floor_bytes(launch, problem) for launch in launches)
     seconds = tuple(sum(seconds_of(launch, problem, chip) for launch in launches) for chip in CHIPS)
     apart = sum(moved_bytes(launch, problem, weights=False) for launch in launches)
-    apart /= sum(floor_bytes(launch, weights=False) for launch in launches)
+    apart /= sum(floor_bytes(launch, problem, weights=False) for launch in launches)
     return Prediction(layer, kind, len(launches), moved, floor, apart, seconds)
 
 
