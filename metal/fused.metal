@@ -1,5 +1,5 @@
-// A recurrence over a whole sequence in one launch. A threadgroup owns ROWS batch items of one direction, which no other
-// one needs, and walks all their steps; the recurrent weights stay in registers as far as they fit. One barrier a step.
+// A recurrence over a whole sequence in one launch. A threadgroup owns ROWS batch items of one direction, which no
+// other one needs, and walks all their steps; the recurrent weights stay in registers as far as they fit.
 //
 // With D directions and G gates, in blocks of the cell's gate order:
 //   z, gates, dz  [T, B, D G H]     h  [T, B, D H]        h0, hT  [B, D H]     Wh  [D, G H, H]     lengths  [B]
@@ -46,6 +46,11 @@ bool is_present(A) { return true; }
 // array[index] = value, where there is an array.
 template <class V> void store(Absent, long, V) {}
 template <class A, class V> void store(device A* array, long index, V value) { array[index] = A(value); }
+
+// The row of [blocks H, .] that is `unit` of H-block `block`; past the end for padding, or where there is no block.
+inline int weight_row(int block, int unit, int blocks, int H) {
+  return block < 0 || unit >= H ? blocks * H : block * H + unit;
+}
 
 // Four weights from row `row` of [rows, length], 0 where there are none.
 template <class S, class W>

@@ -9,8 +9,8 @@
 //   states, first  [T, B, D H] and [B, D H]: what the cell keeps after each step and before the first, c or h
 // d is dz, but for a GRU's candidate, whose product gets dz_n r. It stands in `vectors`, [2][ROWS][padded G H], the two
 // halves by turns; of a cell with two products dz_n in the first, for r's gradient, and dz_r, dz_z in the second. Every
-// lane of a unit keeps its dh, dc and state; each of four reads one number of state before, dh, beside, mask, and of the
-// gates its own.
+// lane of a unit keeps its dh, dc and state; each of four reads one number of state before, dh, beside, mask, and of
+// the gates its own.
 template <int CELL, int H, int UNITS, int ROWS, int RESIDENT, class S, class G, class X, class X0, class W, class E,
     class M, class L, class D, class Q, class DG, class DT, class DCT, class DO, class DC0>
 void fused_backward(
@@ -44,16 +44,14 @@ void fused_backward(
     const int t = time_of(sweep, n), local = t - first_time(sweep);
     threadgroup float4* current = vectors + (TWO_PRODUCTS<CELL> ? 0 : n & 1) * HALF;
     for (int r = 0; r < ROWS; ++r) {
-      const bool real = b0 + r < sweep.B && unit < H, live = t < length[r];
-      const long gate_at = place_in(sweep, b0 + r, GATES, block, H, unit);
-      float mine[4] = {}, seen[4], y[LANES], d[LANES] = {};
-      const int b = b0 + r;
+      const int b = b0 + r, row = weight_block(CELL, gate);
+      const bool real = b < sweep.B && unit < H, live = t < length[r], has_gate = real && block >= 0;
+      const long gate_at = place_in(sweep, b, GATES, block, H, unit);
+      float mine[4] = {}, seen[4], y[LANES], d[LANES] = {}, dc = dc_now[r];
       if (real) read_step<LANES, APART>(sweep, n, gate, b, H, unit, length[r], states, first, dh, beside, mask, mine);
       share_each<LANES>(mine, int(lane), seen);
-      const bool has_gate = real && block >= 0;
       share(has_gate ? value_at(gates, t * gate_step + gate_at, 0.0f) : 0.0f, int(lane), y);
       if (is_present(dgates)) share(has_gate ? value_at(dgates, t * gate_step + gate_at, 0.0f) : 0.0f, int(lane), d);
-      float dc = dc_now[r];
       direct[r] = dh_now[r] + seen[1];
       step_back_of_lanes<CELL>(y, p, seen, now[r], direct[r], dc, d);
       own[r] = pick(d, gate);
@@ -63,9 +61,8 @@ void fused_backward(
       now[r] = seen[0];
       mask_now[r] = seen[3];
       if (has_gate && (!TWO_PRODUCTS<CELL> || gate > 0)) dz[local * gate_step + gate_at] = result;
-      if (!real || (TWO_PRODUCTS<CELL> ? gate < LANES - 1 : weight_block(CELL, gate) < 0)) continue;
-      const int row = weight_block(CELL, gate);
-      store(d_out, local * gate_step + place_in(sweep, b0 + r, GATES, row, H, unit), float(result));
+      if (!real || (TWO_PRODUCTS<CELL> ? gate < LANES - 1 : row < 0)) continue;
+      store(d_out, local * gate_step + place_in(sweep, b, GATES, row, H, unit), float(result));
       ((threadgroup float*)current)[4 * r * RUNS + row * H + unit] = float(result);
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);

@@ -19,10 +19,8 @@ void fused_forward(
   const W weights = Wh + long(sweep.direction) * GATES * H * H;
   int rows_at[GROUP], length[ROWS];
   vec<S, 4> kept[GROUP * RESIDENT];
-  for (int v = 0; v < GROUP; ++v) {
-    const int row_block = weight_block(CELL, v % LANES), row_unit = first_unit + v / LANES;
-    rows_at[v] = row_block < 0 || row_unit >= H ? GATES * H : row_block * H + row_unit;
-  }
+  for (int v = 0; v < GROUP; ++v)
+    rows_at[v] = weight_row(weight_block(CELL, v % LANES), first_unit + v / LANES, GATES, H);
   keep_runs<GROUP, RESIDENT, GROUP, S>(weights, rows_at, GATES * H, H, s, kept);
   for (int n = int(index); n < 2 * HALF; n += int(threads)) vectors[n] = float4(0.0f);
   threadgroup_barrier(mem_flags::mem_threadgroup);

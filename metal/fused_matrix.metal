@@ -1,9 +1,9 @@
-// The fused kernels for wide batches, in 8 x 8 matrices; fused.metal has the arrays. A threadgroup owns 8 batch items of
-// one direction, each of its simdgroups 8 hidden units, whose rows of weights stay in registers as far as they fit.
+// The fused kernels for wide batches, in 8 x 8 matrices; fused.metal has the arrays. A threadgroup owns 8 batch items
+// of one direction, each of its simdgroups 8 hidden units, whose rows of weights stay in registers as far as they fit.
 //
-// The product is weights times vectors: the left matrix holds 8 rows of weights, one per unit, the right one 8 numbers of
-// each item, and the sum has a unit per row and an item per column. `vectors` is [length, padded to 8][8 items]. A lane
-// has one row of a matrix and two neighbouring columns: so one unit of two items, whose cells it computes by itself.
+// The product is weights times vectors: the left matrix holds 8 rows of weights, one per unit, the right one 8 numbers
+// of each item, and the sum has a unit per row and an item per column. `vectors` is [length, padded to 8][8 items]. A
+// lane has one row of a matrix and two neighbouring columns: so one unit of two items, whose cells it computes alone.
 // Units and numbers past the end are padding: their weights are 0 and nothing of them is stored.
 
 template <int LENGTH>
@@ -22,8 +22,8 @@ vec<S, 2> weight_pair(W weights, int row, int rows, int k, int length) {
   return pair;
 }
 
-// Adds to total[m CHAINS] ... total[m CHAINS + CHAINS - 1] parts of the product of rows of weights, of which the lane's is
-// rows_at[m], with the vectors, for every m whose bit in WANTED is set. The first RESIDENT parts of each row are in
+// Adds to total[m CHAINS] ... total[m CHAINS + CHAINS - 1] parts of the product of rows of weights, of which the lane's
+// is rows_at[m], with the vectors, for every m whose bit in WANTED is set. The first RESIDENT parts of each row are in
 // `kept`, the others are read again.
 template <int TILES, int CHAINS, int WANTED, int RESIDENT, int LENGTH, class S, class W>
 void product_of_matrices(

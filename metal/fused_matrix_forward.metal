@@ -18,8 +18,7 @@ void fused_matrix_forward(
   float p[LANES], h_now[2], c_now[2];
   vec<S, 2> kept[LANES * RESIDENT];
   for (int m = 0; m < LANES; ++m) {
-    const int block = weight_block(CELL, m);
-    rows_at[m] = block < 0 || unit >= H ? GATES * H : block * H + unit;
+    rows_at[m] = weight_row(weight_block(CELL, m), unit, GATES, H);
     p[m] = unit < H ? lane_constant<CELL>(extra, sweep.direction, m, H, unit) : 0.0f;
     for (int part = 0; part < RESIDENT; ++part)
       kept[m * RESIDENT + part] = weight_pair<S>(weights, rows_at[m], GATES * H, 8 * part + column, H);

@@ -1,4 +1,5 @@
-// The GRU cell's options. In CELL: bit 23 whether the reset comes before the candidate's product, 24 whether z weighs n.
+// The GRU cell's options. In CELL: bit 23 whether the reset comes before the candidate's product, 24 whether z is the
+// weight of n.
 
 enum Gate { GATE_R, GATE_Z, GATE_N };
 

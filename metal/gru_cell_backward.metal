@@ -1,7 +1,8 @@
 // The GRU cell backward on scalars; gru_cell_forward.metal has the equations.
 //
-// y: the gates r, z, n (N: 3 or more). h: the state before the step. dh: in the gradient of the new h, out what of it reaches h past
-// the products. dz: in the gradients the gates have from outside, of z and n out those of their preactivations.
+// y: the gates r, z, n (N: 3 or more). h: the state before the step. dh: in the gradient of the new h, out what of it
+// reaches h past the products. dz: in the gradients the gates have from outside, of z and n out those of their
+// preactivations.
 template <int CELL, int N>
 void gru_cell_backward(thread const float (&y)[N], float h, thread float& dh, thread float (&dz)[N]) {
   const float of_n = FLIPS_Z<CELL> ? y[GATE_Z] : 1.0f - y[GATE_Z];

@@ -1,5 +1,5 @@
-// A step of the GRU back, in every lane of a unit. y: the gates; seen: h_prev, then q. dh: in the gradient of h, out what
-// of it reaches h_prev past the products. d: in the gradients the gates have from outside, out by lane that of the
+// A step of the GRU back, in every lane of a unit. y: the gates; seen: h_prev, then q. dh: in the gradient of h, out
+// what of it reaches h_prev past the products. d: in the gradients the gates have from outside, out by lane that of the
 // preactivation and, in the last, what goes into the candidate's product; r's waits for that product where the reset
 // comes before it.
 template <int CELL>

@@ -1,5 +1,6 @@
 // A step of the LSTM back, in every lane of a unit. y: the gates; seen: c_prev, then dc from outside; c: of this step.
-// dh: in the gradient of h, out what of it reaches h_prev past the product; dc: in the gradient of c, out that of c_prev.
+// dh: in the gradient of h, out what of it reaches h_prev past the product; dc: in the gradient of c, out that of
+// c_prev.
 // d: in the gradients the gates have from outside, out by lane that of the preactivation.
 template <int CELL>
 void step_back_of_lanes(

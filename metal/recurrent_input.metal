@@ -1,4 +1,5 @@
-// What went into the recurrent product of every step: mask * h_prev, 0 past an item's end. A thread computes one number.
+// What went into the recurrent product of every step: mask * h_prev, 0 past an item's end. A thread computes one
+// number.
 //
 //   h     [T, B, D H]         h0  [B, D H]     lengths  [B]
 //   mask  [T or 1, B, D H]    h_in  [D, T, B, H], out

@@ -1,4 +1,5 @@
-// A step of the plain cell back. h: of this step. dh: in its gradient, out what of it reaches h_prev past the product: 0.
+// A step of the plain cell back. h: of this step. dh: in its gradient, out what of it reaches h_prev past the product:
+// nothing.
 // d: in the gradient the preactivation has from outside, out the whole one.
 template <int CELL>
 void step_back_of_lanes(

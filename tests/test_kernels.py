@@ -47,6 +47,8 @@ def check(case, engine, cotangents, **emulator):
 
 
 NEW_CELLS = pairs(CELLS | BOTH)
+# With more items relu in every gate leaves the range of float16.
+WIDE = [pair for pair in pairs(OPTIONS) + NEW_CELLS if pair[0] == "fused" and not pair[1].endswith("relu_gates")]
 
 
 @pytest.mark.parametrize(
@@ -74,7 +76,7 @@ TILED = ("plain", "mask_0", "peephole_current", "lengths_reverse", "projection")
     [(*pair, 2, word) for pair in pairs(OPTIONS) for word in HALVES]
     + [("stepwise", option, 9, word) for option in TILED for word in HALVES]
     + [(*pair, 2, list(HALVES)[n % 2]) for n, pair in enumerate(NEW_CELLS)]
-    + [(*pair, 9, list(HALVES)[n % 2]) for n, pair in enumerate(pairs(OPTIONS) + NEW_CELLS) if pair[0] == "fused"],
+    + [(*pair, 9, list(HALVES)[n % 2]) for n, pair in enumerate(WIDE)],
 )
 def test_half_precision(engine, option, B, word):
     dtype, options = HALVES[word], options_at(option, B)
