@@ -39,7 +39,11 @@ def forward(problem: Problem, arrays: Arrays) -> Arrays:
     of_projection = fixed | {"sizes": sizes(problem, mask, P, H)}
     for n in range(T):
         step = {"step": mx.array(n, mx.int32)}
-        fixed["before"] = kernels.stepwise_forward(problem, fixed | step, rows)
+        if kernels.resets_before(problem):
+            step["reset_row"] = kernels.gru_stepwise_reset(problem, fixed | step)
+            fixed["before"] = kernels.gru_stepwise_candidate(problem, fixed | step, rows)
+        else:
+            fixed["before"] = kernels.stepwise_forward(problem, fixed | step, rows)
         if Wp is not None:
             given = of_projection | step | {"before": fixed["before"]}
             fixed["h_before"] = kernels.stepwise_project(problem, given, projected)
@@ -91,8 +95,14 @@ def sweep_backward(
         "weights": transposed(arrays["Wh"]),
         "sizes": sizes(problem, mask, H, cell.gates * H),
     }
+    before = kernels.resets_before(problem)
+    if before:
+        gates = {gate: arrays["Wh"][..., cell.block(gate, H), :] for gate in "rzn"}
+        fixed |= {"weights": transposed(mx.concatenate([gates["r"], gates["z"]], axis=-2))}
+        fixed |= {"sizes": sizes(problem, mask, H, 2 * H)}
+        of_reset = fixed | {"weights": transposed(gates["n"]), "sizes": sizes(problem, mask, H, H)}
     fixed["states0"] = fixed[f"{state}0"]
-    of_dh = fixed | {"sizes": sizes(problem, mask, P, cell.gates * H)}
+    of_dh = fixed | {"sizes": sizes(problem, mask, P, (2 if before else cell.gates) * H)}
     if "Wp" in arrays:
         fixed |= {"weights": transposed(arrays["Wp"]), "sizes": sizes(problem, mask, H, P)}
         fixed |= dict.fromkeys(("mask", "dh", "dhT"))
@@ -101,7 +111,11 @@ def sweep_backward(
         step = {"step": mx.array(n, mx.int32)}
         if "Wp" in arrays:
             fixed["dh_now"] = kernels.stepwise_dh(problem, of_dh | step, dh_rows)
-        of_dh["before"] = fixed["before"] = kernels.stepwise_backward(problem, fixed | step, rows)
+        row = kernels.stepwise_backward(problem, fixed | step, None if before else rows)
+        if before:
+            given = of_reset | step | {"now_row": row, "states0": fixed["states0"]}
+            row = kernels.gru_stepwise_reset_backward(problem, given, rows)
+        of_dh["before"] = fixed["before"] = row
     names = {"dz"} | ({"carry0"} if cell.op != "rnn" else set()) | ({"d_out"} if takes_product(cell) else set())
     found = kernels.stepwise_gradients(problem, fixed, rows, names=names, width=H)
     if "Wp" in arrays:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from .cells import Cell, GRUCell, LSTMCell
+from .cells import Cell, LSTMCell
 from .tuning import PREDICTED, Table
 
 ENGINES = ("fused", "stepwise", "numpy", "ops")
@@ -73,8 +73,6 @@ def choose(
     _, B, _, H = sizes
     check_device(op, dtype, device)
     hindrances = obstacles(cell, H, device, metal, traced, projection)
-    if isinstance(cell, GRUCell) and cell.reset == "before":
-        hindrances["stepwise"] = "a GRU's reset comes after its product so far"
     if requested is not None:
         if requested in hindrances:
             raise ValueError(f"[{op}] engine={requested!r} cannot run: {hindrances[requested]}.")

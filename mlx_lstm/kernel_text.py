@@ -28,7 +28,7 @@ unsigned ushort ushort2 using vec void while
 LANGUAGE = frozenset(WORDS_OF_METAL.split())
 """Words of Metal in the shaders; a word that is missing here makes a kernel that does not compile."""
 
-FROM_OUTSIDE = re.compile(r"absent|Pieces|Rows|recurrent_input|(stepwise|fused)_\w+")
+FROM_OUTSIDE = re.compile(r"absent|Pieces|Rows|recurrent_input|(gru_)?(stepwise|fused)_\w+")
 """Names of ours that a launch's body has."""
 
 MACROS = ("const", "float", "return", "template", "class", "device", "thread", "int", "long", "threadgroup")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
+from .cells import GRUCell
 from .kernel_rows import JOINED, LEFT, Rows, starts_of
 from .kernels import Inputs, Outputs, cell_number, launch, select
 from .problem import Problem
@@ -109,11 +110,43 @@ def stepwise_forward(problem: Problem, given: Inputs, pieces: Rows) -> mx.array:
         "X": row_type(dtype),
     }
     length = row_length(problem, problem.H, 1 + cell.gates if keeps else 1, carries, dtype)
-    files = (*cell_files(op, "forward"), "stepwise", f"{op}_stepwise_cell", "stepwise_forward")
+    files = (*cell_files(op, "forward"), "stepwise", "stepwise_previous", f"{op}_stepwise_cell", "stepwise_forward")
     units = problem.H, UNITS[op], UNITS[op] * cell.gates
     return launch_step(
         f"{op}_stepwise_forward", files, problem, inputs, (length, row_type(dtype)), template, units, pieces
     )
+
+
+def gru_stepwise_reset(problem: Problem, given: Inputs) -> mx.array:
+    """r * mask * h_before, r, z [3, B, D H] of one step, flat; metal/gru_stepwise_reset.metal has the inputs."""
+    inputs = select(given, "step z before Wh h0 mask lengths sizes")
+    dtype = inputs["z"].dtype
+    template = {"CELL": cell_number(problem.cell), "ROWS": stepwise_rows(problem.B), "S": dtype}
+    output = row_length(problem, problem.H, 3, False, dtype), dtype
+    files = (*cell_files("gru", "forward"), "stepwise", "stepwise_previous", "gru_stepwise_reset")
+    return launch_step("gru_stepwise_reset", files, problem, inputs, output, template, (problem.H, 16, 32))
+
+
+def gru_stepwise_candidate(problem: Problem, given: Inputs, pieces: Rows) -> mx.array:
+    """The row of one step; metal/gru_stepwise_candidate.metal has the inputs and what is in it."""
+    inputs = select(given, "step z before reset_row Wh h0 lengths sizes")
+    dtype, keeps = inputs["z"].dtype, problem.training or problem.return_gates
+    template = {"CELL": cell_number(problem.cell), "ROWS": stepwise_rows(problem.B), "KEEPS": keeps, "S": dtype}
+    output = row_length(problem, problem.H, 4 if keeps else 1, False, dtype), row_type(dtype)
+    files = (*cell_files("gru", "forward"), "stepwise", "gru_stepwise_candidate")
+    template |= {"X": row_type(dtype)}
+    return launch_step("gru_stepwise_candidate", files, problem, inputs, output, template, (problem.H, 32, 32), pieces)
+
+
+def gru_stepwise_reset_backward(problem: Problem, given: Inputs, pieces: Rows) -> mx.array:
+    """The row of one step back; metal/gru_stepwise_reset_backward.metal has the inputs."""
+    inputs = select(given, "step now_row weights gates states states0 mask lengths sizes")
+    dtype, columns = inputs["weights"].dtype, columns_of(problem.B)
+    template = backward_template(problem, False, dtype) | {"X": row_type(dtype)}
+    output = row_length(problem, problem.H, 3, True, dtype), row_type(dtype)
+    files = (*cell_files("gru", "backward"), "stepwise", "gru_stepwise_reset_backward")
+    units = problem.H, columns, columns
+    return launch_step("gru_stepwise_reset_backward", files, problem, inputs, output, template, units, pieces)
 
 
 def stepwise_project(problem: Problem, given: Inputs, pieces: Rows) -> mx.array:
@@ -128,7 +161,7 @@ def stepwise_project(problem: Problem, given: Inputs, pieces: Rows) -> mx.array:
     return launch_step("lstm_stepwise_project", files, problem, inputs, output, template, units, pieces)
 
 
-def stepwise_backward(problem: Problem, given: Inputs, pieces: Rows) -> mx.array:
+def stepwise_backward(problem: Problem, given: Inputs, pieces: Rows | None) -> mx.array:
     """The row of one step back; metal/stepwise_backward.metal has the inputs and what is in it."""
     names = "step before dh_now weights gates states states0 q extra mask lengths dh dc dgates dhT dcT sizes"
     inputs = select(given, names)
@@ -137,7 +170,7 @@ def stepwise_backward(problem: Problem, given: Inputs, pieces: Rows) -> mx.array
     template = backward_template(problem, inputs["extra"] is not None, dtype) | {"X": row_type(dtype)}
     output = row_length(problem, problem.H, cell.gates, op != "rnn", dtype), row_type(dtype)
     units = problem.H, columns, columns
-    files = (*backward_files(op), "stepwise_backward")
+    files = (*backward_files(problem), "stepwise_backward")
     return launch_step(f"{op}_stepwise_backward", files, problem, inputs, output, template, units, pieces)
 
 
@@ -150,7 +183,7 @@ def stepwise_dh(problem: Problem, given: Inputs, pieces: Rows | None = None) -> 
     output = row_length(problem, problem.P, 1, False, dtype), dtype
     units = problem.P, columns, columns
     return launch_step(
-        f"{op}_stepwise_dh", (*backward_files(op), "stepwise_dh"), problem, inputs, output, template, units, pieces
+        f"{op}_stepwise_dh", (*backward_files(problem), "stepwise_dh"), problem, inputs, output, template, units, pieces
     )
 
 
@@ -175,9 +208,16 @@ def cell_files(op: str, sweep: str) -> tuple[str, ...]:
     return ("rnn_cell",) if op == "rnn" else (f"{op}_cell", f"{op}_cell_{sweep}")
 
 
-def backward_files(op: str) -> tuple[str, ...]:
+def backward_files(problem: Problem) -> tuple[str, ...]:
     """The files of a step back, before the shader."""
-    return *cell_files(op, "backward"), "stepwise", "stepwise_following", f"{op}_stepwise_cell_backward"
+    op = problem.cell.op
+    own = "gru_before" if resets_before(problem) else op
+    return *cell_files(op, "backward"), "stepwise", "stepwise_following", f"{own}_stepwise_cell_backward"
+
+
+def resets_before(problem: Problem) -> bool:
+    """Whether a step is two launches for its cell's sake: a GRU whose reset comes before the candidate's product."""
+    return isinstance(problem.cell, GRUCell) and problem.cell.reset == "before"
 
 
 # --- A launch per sweep ----------------------------------------------------------------------------------------------

@@ -34,6 +34,7 @@ LAYERS = {
     "fused_rnn": {"op": "rnn"},
     "stepwise": {"op": "lstm", "peephole": True, "projection": True},
     "stepwise_gru_both": {"op": "gru", "bidirectional": True},
+    "stepwise_gru_before": {"op": "gru", "reset": "before"},
 }
 
 
@@ -191,6 +192,7 @@ LIMITED = {
     "lstm": {"peephole": True},
     "projection": {"peephole": True, "projection": True},
     "gru": {"op": "gru"},
+    "gru_before": {"op": "gru", "reset": "before"},
     "rnn": {"op": "rnn"},
 }
 

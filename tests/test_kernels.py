@@ -212,7 +212,7 @@ def test_fused_in_several_launches(monkeypatch, layer, way, lengths, matrices):
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
-@pytest.mark.parametrize("engine, layer", [("stepwise", "projection"), *(("fused", layer) for layer in LAYERS)])
+@pytest.mark.parametrize("engine, layer", [("stepwise", "projection"), *pairs(LAYERS)])
 def test_what_lies_in_the_padding_is_never_used(engine, layer, way):
     options = {"lengths": [3, 0], **LAYERS.get(layer, {"projection": True}), **way}
     if not can_run(engine, options):
