@@ -54,7 +54,8 @@ WIDE = [pair for pair in pairs(OPTIONS) + NEW_CELLS if pair[0] == "fused" and no
 @pytest.mark.parametrize(
     "engine, option, B",
     [(*pair, B) for pair in pairs(OPTIONS) for B in BATCHES]
-    + [(*pair, B) for n, pair in enumerate(NEW_CELLS) for B in (2, 1 + 8 * (n % 2))],
+    + [(*pair, 2) for pair in NEW_CELLS]
+    + [(*pair, 1 + 8 * (n % 2)) for n, pair in enumerate(pairs(CELLS))],
 )
 def test_each_option_alone(engine, option, B):
     """`fused` with a batch of 9 in matrices."""
@@ -157,22 +158,35 @@ def test_fused_with_weights_that_do_not_fit_in_registers(H, dtype):
 sizes = st.tuples(*(st.sampled_from(v) for v in ([1, 2, 3, 5], [1, 2, 3, 8, 17], [1, 3], [1, 2, 5], [1, 3])))
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
-@given(seed=st.integers(0, 2**32 - 1), sizes=sizes, shown=st.sets(st.sampled_from(OUTPUTS), min_size=1))
+drawn = {
+    "seed": st.integers(0, 2**32 - 1),
+    "sizes": sizes,
+    "op": st.sampled_from(["lstm", "gru", "rnn"]),
+    "both": st.booleans(),
+    "shown": st.sets(st.sampled_from(OUTPUTS), min_size=1),
+}
+
+
+@settings(max_examples=16, deadline=None, derandomize=True)
+@given(**drawn)
 @pytest.mark.parametrize("engine", ENGINES)
-def test_options_in_random_combination(engine, seed, sizes, shown):
-    options = combination(np.random.default_rng(seed), sizes)
-    options["projection"] &= engine == "stepwise"
+def test_options_in_random_combination(engine, seed, sizes, op, both, shown):
+    """`fused` with a batch of 8 or more in matrices."""
+    options = combination(np.random.default_rng(seed), sizes, op, both)
+    if op == "lstm":
+        options["projection"] &= engine == "stepwise"
     case, cotangents = draw_away_from_kinks(seed, ROUNDING_MARGIN, sizes=sizes, **options)
-    check(case, engine, {name: cotangents[name] for name in shown})
+    shown = (shown & cotangents.keys()) or {"h"}
+    with patch.object(kernels_fused, "MATRIX_BATCH", 8):
+        check(case, engine, {name: cotangents[name] for name in shown})
 
 
 @pytest.mark.slow
 @settings(max_examples=500, deadline=None)
-@given(seed=st.integers(0, 2**32 - 1), sizes=sizes, shown=st.sets(st.sampled_from(OUTPUTS), min_size=1))
+@given(**drawn)
 @pytest.mark.parametrize("engine", ENGINES)
-def test_options_in_many_random_combinations(engine, seed, sizes, shown):
-    test_options_in_random_combination.hypothesis.inner_test(engine, seed, sizes, shown)
+def test_options_in_many_random_combinations(engine, seed, sizes, op, both, shown):
+    test_options_in_random_combination.hypothesis.inner_test(engine, seed, sizes, op, both, shown)
 
 
 @pytest.mark.parametrize("directions", [1, 2])
