@@ -44,7 +44,7 @@ void stepwise_forward(
       y[gate] = float(z[place(s, s.t, b, GATES * H) + place_of(CELL, gate) * H + j]);
       q[gate] = sums[r * COLUMNS + gate * UNITS + cell % UNITS];
     }
-    if (CARRIES)
+    if constexpr (CARRIES)
       state = starts ? value_at(c0, at, 0.0f) : carry_at(before, at);
     else
       state = starts ? value_at(h0, at, 0.0f) : float(x.h[at]);

@@ -1,6 +1,7 @@
 """Options of the whole test run, also of one in several processes (`-n 2`)."""
 
 import json
+import re
 import tempfile
 from pathlib import Path
 
@@ -59,8 +60,12 @@ def shader_coverage():
 
     from mlx_lstm.kernel_text import short_lines
 
-    files = {path.name: "\n".join(short_lines(path.read_text())) for path in sorted(SHADERS.glob("*.metal"))}
+    texts = {path.name: path.read_text() for path in sorted(SHADERS.glob("*.metal"))}
+    files = {name: "\n".join(short_lines(text)) for name, text in texts.items()}
     found = coverage.report(files, coverage.merge(FROM_WORKERS) if FROM_WORKERS else None)
+    for name, file in found.items():  # what is constexpr or enum runs nowhere; the short form of a word hides it
+        lines = texts[name].splitlines()
+        file.missed = {n for n in file.missed if not re.search(r"\bconstexpr\b|^enum\b", lines[n - 1])}
     for path in FROM_WORKERS:
         path.unlink()
     return coverage.format_report(found), any(file.missed for file in found.values())

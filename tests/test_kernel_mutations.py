@@ -60,6 +60,9 @@ HARMLESS = {  # damages that change nothing, and why
     # A row more, which its writer then overwrites.
     "for (int r = simdgroup; r < ROWS; r += COLUMNS / 8)  < becomes <=",
     "for (int part = 0; part < 32; part += 8) {  the bound of < is one less",  # 24 is the last part either way
+    # A row that begins the next piece, which then is taken; and no row at all.
+    "if (starts[n] <= m && m < starts[n + 1]) row = rows.pieces[n] + (m - starts[n]) * length;  < becomes <=",
+    "for (int n = 0; n < 20; ++n)  < becomes <=",
     "if (run < RESIDENT)  the bound of < is one less",  # one run is read again instead of kept
     "if (part < RESIDENT)  the bound of < is one less",  # likewise
     "for (int m = 0; m < TILES; ++m) {  < becomes <=",  # WANTED has no bit for one more
@@ -93,6 +96,9 @@ def trials(file, kind):
                 yield trial(engine, (4, B, 2, 10, 33), **options)
         options = {name: value for name, value in LAYERS[layer].items() if name in ("op", "reset")}
         yield trial(engine, (2, batches[-1], 2, 33, 33), bidirectional=engine == "fused", **options)
+    if file in ("stepwise_join", "stepwise_sequences"):
+        for T in (20, 21):  # as many rows as are laid out without a join, and one more
+            yield trial("stepwise", (T, 3, 2, 5, 5), op="rnn")
     if file == "cell":
         kinks = ("hard_sigmoid", "relu", "tanh", "hard_sigmoid", "relu")
         yield trial("stepwise", (3, 3, 2, 20, 20), activations=kinks, forget_bias=1.5)
