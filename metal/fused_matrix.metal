@@ -6,8 +6,7 @@
 // lane has one row of a matrix and two neighbouring columns: so one unit of two items, whose cells it computes alone.
 // Units and numbers past the end are padding: their weights are 0 and nothing of them is stored.
 
-template <int LENGTH>
-constant constexpr int PARTS_OF = (LENGTH + 7) / 8;
+template <int LENGTH> constant constexpr int PARTS_OF = (LENGTH + 7) / 8;
 
 // Where a lane's two numbers stand in a matrix: its row and the first of its columns.
 inline int row_of(int lane) { return (lane >> 2 & 4) + (lane >> 1 & 3); }
