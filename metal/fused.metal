@@ -43,10 +43,6 @@ inline bool is_present(Absent) { return false; }
 template <class A>
 bool is_present(A) { return true; }
 
-// array[index] = value, where there is an array.
-template <class V> void store(Absent, long, V) {}
-template <class A, class V> void store(device A* array, long index, V value) { array[index] = A(value); }
-
 // The row of [blocks H, .] that is `unit` of H-block `block`; past the end for padding, or where there is no block.
 inline int weight_row(int block, int unit, int blocks, int H) {
   return block < 0 || unit >= H ? blocks * H : block * H + unit;

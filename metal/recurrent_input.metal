@@ -1,11 +1,11 @@
 // What went into the recurrent product of every step: mask * h_prev, 0 past an item's end. A thread computes one
-// number.
+// number. And a 1 per row, where sums over all rows will be products.
 //
 //   h     [T, B, D H]         h0  [B, D H]     lengths  [B]
-//   mask  [T or 1, B, D H]    h_in  [D, T, B, H], out
+//   mask  [T or 1, B, D H]    h_in  [D, T, B, H], out    ones  [T, B], out, may be absent
 //   sizes  T, B, D, H, whether the only direction is the reverse one, whether every step has a mask of its own
-template <class S, class A, class H0, class M, class L>
-void recurrent_input(A h, H0 h0, M mask, L lengths, const constant int* sizes, device S* h_in, long index) {
+template <class S, class A, class H0, class M, class L, class O>
+void recurrent_input(A h, H0 h0, M mask, L lengths, const constant int* sizes, device S* h_in, O ones, long index) {
   const int T = sizes[0], B = sizes[1], D = sizes[2], H = sizes[3];
   const long row = index / H;
   const int b = int(row % B), t = int(row / B % T), direction = int(row / B / T);
@@ -20,4 +20,5 @@ void recurrent_input(A h, H0 h0, M mask, L lengths, const constant int* sizes, d
     seen *= value_at(mask, (sizes[5] ? t * step : 0) + item, 1.0f);
   }
   h_in[index] = S(seen);
+  if (index < long(T) * B) store(ones, index, 1.0f);
 }

@@ -7,7 +7,7 @@
 //
 //   before    the row of the step processed after; `after`, this step's, is written: carry (the gradient of c[t-1], or
 //             of h[t-1] past the products) and dz [B, D G H]. Past an item's end both are passed on
-//   dh_now    [B, D P]      dh_t, with a projection only
+//   dh_now    [B, D P]      a row with dh_t, with a projection only
 //   weights   [D, H, K]     the transposed Wh, K = G H, or the transposed Wp, K = P
 //   gates     [T, B, D G H]     states  [T, B, D H]  c, or h where there is none     states0  [B, D H]  what starts it
 //   q         [D, T, B, H]  the candidate's recurrent products of a GRU        extra  peephole [D, 4H]

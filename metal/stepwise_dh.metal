@@ -1,9 +1,11 @@
 // dh_t [B, D P], the gradient of h_t, out of dz of the row before; stepwise_backward.metal has the arrays. With a
-// projection it is a launch of every step, 0 past an item's end. At n = -1 it is dh0, of any cell.
-template <int CELL, int ROWS, int COLUMNS, class S, class X, class W, class G, class M, class L, class D, class DT>
+// projection it is a launch of every step, which writes it as a row of S, 0 past an item's end. At n = -1 it is dh0, of
+// any cell, an array of S.
+template <int CELL, int ROWS, int COLUMNS, class S, class X, class W, class G, class M, class L, class D, class DT,
+    class R>
 void stepwise_dh(
     int n, const device X* before, W weights, G gates, M mask, L lengths, D dh, DT dhT, const constant int* sizes,
-    device S* dh_t, threadgroup float* sums, threadgroup float* tiles, uint3 group, int simdgroup, int lane) {
+    device R* row, threadgroup float* sums, threadgroup float* tiles, uint3 group, int simdgroup, int lane) {
   const Step s = step_of(n, sizes, group.z);
   const int P = s.H, H = s.K / PRODUCT_GATES, b0 = int(group.y) * ROWS, j0 = int(group.x) * COLUMNS;
   const long start = carried<S, CARRIES>(long(s.B) * s.D * H);
@@ -20,7 +22,7 @@ void stepwise_dh(
     if (n < 0 || s.t < length) sum = dh_sum(s, sums + cell, length, b, j, P, mask, dh, dhT);
     if constexpr (CARRIES_DH)
       if (n < 0) sum += carry_at(before, at);
-    dh_t[at] = S(sum);
+    ((device S*)row)[at] = S(sum);
   }
-  pad_row(dh_t, long(s.B) * s.D * P, group, 32 * simdgroup + lane);
+  pad_row(row, long(s.B) * s.D * P, group, 32 * simdgroup + lane);
 }

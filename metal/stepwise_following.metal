@@ -13,8 +13,8 @@ struct Following {
 
 template <class S>
 const device S* either(Absent, const device S* otherwise) { return otherwise; }
-template <class S>
-const device S* either(const device S* array, const device S*) { return array; }
+template <class S, class X>
+const device S* either(const device X* row, const device S*) { return (const device S*)row; }
 
 inline bool is_present(Absent) { return false; }
 template <class A>

@@ -5,7 +5,7 @@
 //   z         [T, B, D G H]  input's part of the preactivations, blocks in the cell's gate order
 //   before    the row of the step processed before; `after`, this step's, is written: c (where there is one), m [B, D H]
 //             (h, where nothing is projected) and, where KEEPS, the gates [B, D G H]; 0 past an item's end
-//   h_before  [B, D K]       h of the step before, where it is projected and so in no row
+//   h_before  [B, D K]       a row with h of the step before, where it is projected and so in no row
 //   Wh        [D, G H, K]    extra  peephole [D, 4H] or bhn [D H]
 //   h0, c0    [B, D K], [B, D H]: what an item starts from, at t = 0 or, reversed, at its end
 //   mask      [T or 1, B, D K]     lengths  [B]      numbers  forget_bias, limit
@@ -17,7 +17,7 @@ const device S* h_of(thread const Step& s, const device X* row, Absent) {
   return (const device S*)row + carried<S, CARRIES>(long(s.B) * s.D * s.H);
 }
 template <class S, class X>
-const device S* h_of(thread const Step&, const device X*, const device S* h) { return h; }
+const device S* h_of(thread const Step&, const device X*, const device X* h) { return (const device S*)h; }
 
 template <int CELL, int ROWS, bool KEEPS, class S, class X, class Z, class A, class W, class H0, class C0, class E,
     class M, class L, class N>

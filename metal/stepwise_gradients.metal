@@ -1,19 +1,20 @@
-// What a sweep backward found, out of its rows: dz [T, B, D G width], 0 past an item's end, and carry0 [B, D width], what
-// is left after an item's first step. d_out is dz as a GRU's recurrent products have it: that of the candidate, the
-// gate at CANDIDATE, times r, the one at RESET. carry0 and d_out may be absent. Threads as in stepwise_outputs.metal.
+// What a sweep backward found, out of its rows: dz [T, B, D G width], 0 past an item's end, and dc0 [B, D width], what
+// an LSTM carries past an item's first step. d_out is dz as a GRU's recurrent products have it: that of the candidate, the
+// gate at CANDIDATE, times r, the one at RESET. dc0 and d_out may be absent. dh of a projection is in rows of their
+// own, as dz of a single gate. Threads as in stepwise_outputs.metal.
 template <int GATES, int CANDIDATE, int RESET, bool CARRIES, class S, class X, class A, class L, class C, class O>
 void stepwise_gradients(
-    thread const Rows<X>& rows, const device int* starts, A gates, L lengths, const constant int* sizes, device S* dz,
-    C carry0, O d_out, long length, uint3 thread_index) {
+    thread const Rows<X>& rows, const device int* starts, const constant int* kind, A gates, L lengths,
+    const constant int* sizes, device S* dz, C dc0, O d_out, uint3 thread_index) {
   const Step s = step_of(int(thread_index.y), sizes, thread_index.z);
-  const int width = s.H, b = int(thread_index.x) / width, j = int(thread_index.x) % width;
+  const int width = kind[1], b = int(thread_index.x) / width, j = int(thread_index.x) % width;
   if (b >= s.B) return;
   const long units = long(s.B) * s.D * width, at = place(s, 0, b, width) + j;
-  const device X* row = row_of(rows, starts, s.T - 1 - s.n, length);
+  const device X* row = row_of(rows, starts, kind, s.T - 1 - s.n);
   const device S* arrays = (const device S*)row + carried<S, CARRIES>(units);
   const bool live = s.t < value_at(lengths, b, s.T);
   if constexpr (CARRIES)
-    if (s.n == 0) store(carry0, at, carry_at(row, at));
+    if (s.n == 0) store(dc0, at, carry_at(row, at));
   for (int gate = 0; gate < GATES; ++gate) {
     const long block = gate * width + j, now = place(s, s.t, b, GATES * width);
     const S found = live ? arrays[place(s, 0, b, GATES * width) + block] : S(0.0f);

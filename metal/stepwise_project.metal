@@ -1,4 +1,4 @@
-// A step's h = m Wp^T, with m in the row of its launch before. Wp [D, P, H], h [B, D P].
+// A step's h = m Wp^T, with m in the row of its launch before. Wp [D, P, H], h [B, D P], a row of S.
 template <class S>
 struct Output {
   const device S* m;
@@ -10,7 +10,7 @@ float operand(thread const Output<S>& x, int b, int k) { return float(x.m[place(
 
 template <int ROWS, int COLUMNS, class S, class X, class W>
 void stepwise_project(
-    int n, const device X* row, W Wp, const constant int* sizes, device S* h, threadgroup float* sums,
+    int n, const device X* row, W Wp, const constant int* sizes, device X* h, threadgroup float* sums,
     threadgroup float* tiles, uint3 group, int simdgroup, int lane) {
   const Step s = step_of(n, sizes, group.z);
   const int P = s.H, b0 = int(group.y) * ROWS, j0 = int(group.x) * COLUMNS;
@@ -19,7 +19,7 @@ void stepwise_project(
       x, Wp + long(s.d) * P * s.K, s.B, P, s.K, b0, j0, sums, tiles, simdgroup, lane);
   for (int cell = 32 * simdgroup + lane; cell < ROWS * COLUMNS; cell += THREADS<COLUMNS>) {
     const int b = b0 + cell / COLUMNS, j = j0 + cell % COLUMNS;
-    if (b < s.B && j < P) h[place(s, 0, b, P) + j] = S(sums[cell]);
+    if (b < s.B && j < P) ((device S*)h)[place(s, 0, b, P) + j] = S(sums[cell]);
   }
   pad_row(h, long(s.B) * s.D * P, group, 32 * simdgroup + lane);
 }

@@ -54,14 +54,14 @@ def backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays
     d = {name: contiguous(cotangent) for name, cotangent in cotangents.items()}
     keeps, first = ("c", "c0") if isinstance(cell, LSTMCell) else ("h", "h0")
     few = is_plain(problem, arrays)
-    h_in = recurrent_input(problem, arrays, saved["h"]) if few or takes_product(cell) else None
+    taken = recurrent_input(problem, arrays, saved["h"]) if few or takes_product(cell) else {}
     fixed = options(problem, arrays) | {
         "gates": None if isinstance(cell, RNNCell) else contiguous(saved["gates"]),
         "states": contiguous(saved[keeps]),
         "first": contiguous(arrays.get(first)),
         "Wh_T": contiguous(mx.swapaxes(arrays["Wh"], -1, -2)),
         "dh": d.get("h"),
-        "beside": candidates(problem, arrays, h_in) if takes_product(cell) else d.get("c"),
+        "beside": candidates(problem, arrays, taken["h_in"]) if takes_product(cell) else d.get("c"),
         "dgates": d.get("gates"),
     }
     last, pieces = {"dh0": d.get("hT"), "dc0": d.get("cT")}, []
@@ -72,7 +72,7 @@ def backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays
         pieces.append({name: last.pop(name) for name in ("dz", "d_out") if name in last})
     sweep = {name: join(problem, [piece[name] for piece in pieces[::-1]]) for name in pieces[0]} | last
     return (
-        gradients_in_few_launches(problem, arrays, sweep, h_in)
+        gradients_in_few_launches(problem, arrays, sweep | taken)
         if few
         else gradients_after_sweep(problem, arrays, saved, sweep)
     )

@@ -14,7 +14,7 @@ from . import kernels_stepwise as kernels
 from .engine_ops import Arrays, gradients_after_sweep, project
 from .kernel_gradients import candidates, gradients_in_few_launches, is_plain, recurrent_input, takes_product
 from .kernel_inputs import contiguous, whole_mask
-from .kernel_rows import Rows
+from .kernel_rows import LEFT, Rows
 from .problem import Problem
 
 
@@ -23,7 +23,7 @@ def forward(problem: Problem, arrays: Arrays) -> Arrays:
     the problem keeps them."""
     T, _, H, P = problem[:4]
     cell, Wp = problem.cell, contiguous(arrays.get("Wp"))
-    rows, projected = Rows(T), Rows(T)
+    rows, projected = rows_of(problem, Wp)
     mask = whole_mask(problem, arrays.get("mask"))
     z = contiguous(project(arrays))
     fixed = options(problem, arrays) | {
@@ -33,7 +33,7 @@ def forward(problem: Problem, arrays: Arrays) -> Arrays:
         "numbers": mx.array([cell.forget_bias, cell.cell_clip or 0.0], mx.float32) if cell.op == "lstm" else None,
         "sizes": sizes(problem, mask, H, P),
         "Wp": Wp,
-        "h_before": None if Wp is None else nothing(z.dtype),
+        "h_before": None if Wp is None else nothing(kernels.row_type(z.dtype)),
         "before": nothing(kernels.row_type(z.dtype)),
     }
     of_projection = fixed | {"sizes": sizes(problem, mask, P, H)}
@@ -50,10 +50,8 @@ def forward(problem: Problem, arrays: Arrays) -> Arrays:
     names = {"h", "c", "hT", "cT", "gates"} & set(cell.outputs)
     if not (problem.training or problem.return_gates):
         names -= {"gates"}
-    if Wp is None:
-        return kernels.stepwise_outputs(problem, fixed, rows, names=names, width=H)
-    h = kernels.stepwise_outputs(problem, of_projection, projected, names={"h", "hT"}, width=P)
-    return h | kernels.stepwise_outputs(problem, fixed, rows, names=names - {"h", "hT"}, width=H)
+    kinds = [(rows, H)] if Wp is None else [(rows, H), (projected, P)]
+    return kernels.stepwise_outputs(problem, fixed, kinds, names=names)
 
 
 def backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays) -> Arrays:
@@ -64,18 +62,20 @@ def backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays
     if saved.get("gates") is None and problem.cell.op != "rnn":
         saved = forward(problem._replace(training=True), arrays)
     few = is_plain(problem, arrays)
-    h_in = recurrent_input(problem, arrays, saved["h"]) if few or takes_product(problem.cell) else None
-    sweep = sweep_backward(problem, arrays, saved, cotangents, h_in)
+    taken = recurrent_input(problem, arrays, saved["h"]) if few or takes_product(problem.cell) else {}
+    q = candidates(problem, arrays, taken["h_in"]) if takes_product(problem.cell) else None
+    sweep = sweep_backward(problem, arrays, saved, cotangents, q, wants_m=few and "Wp" in arrays)
     if few:
-        return gradients_in_few_launches(problem, arrays, sweep, h_in)
+        return gradients_in_few_launches(problem, arrays, sweep | taken)
     return gradients_after_sweep(problem, arrays, saved, sweep)
 
 
 def sweep_backward(
-    problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays, h_in: mx.array | None
+    problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays, q: mx.array | None, *, wants_m: bool
 ) -> Arrays:
-    """The steps in reverse: dz [T, B, D G H]; dh0 [B, D P] if there is an h0; of an LSTM dc0 [B, D H]; with a
-    projection dh [T, B, D P]; of a GRU that resets after its product d_out [T, B, D 3H], dz as that product had it."""
+    """The steps in reverse: dz [T, B, D G H]; dh0 [B, D P] and dc0 [B, D H] if there is an h0, a c0; with a projection
+    dh [T, B, D P] and, if wanted, m [D, T, B, H], what it multiplied; of a GRU that resets after its product d_out
+    [T, B, D 3H], dz as that product had it."""
     (T, B, H, P), D, cell = problem[:4], problem.directions, problem.cell
     mask, d = whole_mask(problem, arrays.get("mask")), {name: contiguous(given) for name, given in cotangents.items()}
     state = "c" if cell.op == "lstm" else "h"
@@ -83,7 +83,7 @@ def sweep_backward(
         "mask": mask,
         "gates": contiguous(saved["gates"]) if cell.op != "rnn" else None,
         "states": contiguous(saved[state]),
-        "q": candidates(problem, arrays, h_in) if takes_product(cell) else None,
+        "q": q,
         "extra": contiguous(arrays.get("peephole")),
         "dc": d.get("c"),
         "dgates": d.get("gates"),
@@ -106,7 +106,7 @@ def sweep_backward(
     if "Wp" in arrays:
         fixed |= {"weights": transposed(arrays["Wp"]), "sizes": sizes(problem, mask, H, P)}
         fixed |= dict.fromkeys(("mask", "dh", "dhT"))
-    rows, dh_rows = Rows(T), Rows(T)
+    rows, dh_rows = rows_of(problem, arrays.get("Wp"))
     for n in reversed(range(T)):
         step = {"step": mx.array(n, mx.int32)}
         if "Wp" in arrays:
@@ -116,14 +116,19 @@ def sweep_backward(
             given = of_reset | step | {"now_row": row, "states0": fixed["states0"]}
             row = kernels.gru_stepwise_reset_backward(problem, given, rows)
         of_dh["before"] = fixed["before"] = row
-    names = {"dz"} | ({"carry0"} if cell.op != "rnn" else set()) | ({"d_out"} if takes_product(cell) else set())
-    found = kernels.stepwise_gradients(problem, fixed, rows, names=names, width=H)
-    if "Wp" in arrays:
-        found["dh"] = kernels.stepwise_gradients(problem, of_dh, dh_rows, names={"dz"}, width=P)["dz"]
+    wanted = {"dc0": "c0" in arrays, "d_out": takes_product(cell), "m": wants_m}
+    kinds = [(rows, H), (dh_rows, P)] if "Wp" in arrays else [(rows, H)]
+    found = kernels.stepwise_gradients(problem, fixed, kinds, names={name for name in wanted if wanted[name]})
     if "h0" in arrays:
         last = of_dh | {"step": mx.array(-1, mx.int32), "dh": None}
         found["dh0"] = kernels.stepwise_dh(problem, last)[: B * D * P].reshape(B, D * P)
-    return {"dc0" if name == "carry0" else name: array for name, array in found.items()}
+    return found
+
+
+def rows_of(problem: Problem, Wp: mx.array | None) -> tuple[Rows, Rows]:
+    """Where the rows of a sweep's cells go, and those of what a projection makes or gets."""
+    left = LEFT if Wp is None else LEFT // 2
+    return Rows(problem.T, left), Rows(problem.T, left)
 
 
 def options(problem: Problem, arrays: Arrays) -> dict[str, mx.array | None]:

@@ -1,8 +1,9 @@
 """The rows that the launches of a sweep write, and how they become few arrays without a launch of their own.
 
 Each launch of a sweep writes one row, an array of its own: MLX has no output that several launches write. At the end
-one launch lays all rows out in time, but it can read only some 20 arrays. So launches in later steps copy 8 arrays into
-one, beside their own work, as often as it takes. Every row is copied once per level of this, log8(T / 20) times.
+one launch lays all rows out in time, but it can read only some 20 arrays, 10 of each kind where a projection makes
+rows of another kind. So launches in later steps copy 8 arrays into one, beside their own work, as often as it takes.
+Every row is copied about once per level of this, log8(T / 20) times.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ JOINED = 8
 """Arrays a launch joins."""
 
 LEFT = 20
-"""Arrays that may be left at the end. Metal binds up to 31 to a launch."""
+"""Arrays that may be left at the end, of all kinds of rows. Metal binds up to 31 to a launch."""
 
 
 class Piece(NamedTuple):
@@ -27,13 +28,14 @@ class Piece(NamedTuple):
 
 
 class Rows:
-    """The rows of a sweep of T launches, in the order of the launches."""
+    """The rows of one kind that T launches of a sweep write, in the order of the launches; `left`: how many arrays they
+    may be at the end."""
 
-    def __init__(self, T: int):
+    def __init__(self, T: int, left: int = LEFT):
         self.pieces: list[Piece] = []
-        self.to_come = T
+        self.to_come, self.left = T, left
         self.levels = 0
-        while LEFT * JOINED**self.levels < T:
+        while left * JOINED**self.levels < T:
             self.levels += 1
 
     def due(self) -> slice:
@@ -45,7 +47,7 @@ class Rows:
             levels = {piece.level for piece in self.pieces[window]}
             if count >= JOINED and len(levels) == 1 and max(levels) < self.levels:
                 return window
-        if count + self.to_come <= LEFT or self.to_come > self.levels + 1:
+        if count + self.to_come <= self.left or self.to_come > self.levels + 1:
             return slice(0, 0)
         return min(windows, key=lambda window: sum(piece.steps for piece in self.pieces[window]))
 

@@ -50,14 +50,14 @@ def launch(
 ) -> list[mx.array]:
     """Launch a shader on groups x threads threads.
 
-    `body` is its call, with {arrays} for the inputs in their order and then the outputs; `absent` stands for one that
-    is `None`. What `body` itself names is among `more_inputs` and `more_outputs`.
+    `body` is its call, with {arrays} for the inputs in their order and then the outputs, or each by its name in braces;
+    `absent` stands for one that is `None`. What `body` itself names is among `more_inputs` and `more_outputs`.
     """
     given = {name: array for name, array in inputs.items() if array is not None} | (more_inputs or {})
     wanted = {name: output for name, output in outputs.items() if output is not None} | (more_outputs or {})
     missing = [name for name in (*inputs, *outputs) if name not in given and name not in wanted]
-    arguments = ["absent" if name in missing else name for name in (*inputs, *outputs)]
-    source = BLANKS.sub("", body.format(arrays=", ".join(arguments)))
+    arguments = {name: "absent" if name in missing else name for name in (*inputs, *outputs)}
+    source = BLANKS.sub("", body.format(arrays=", ".join(arguments.values()), **arguments))
     name = "_".join([shader, "without", *missing]) if missing else shader
     kernel = build(name, tuple(given), tuple(wanted), source, shaders)
     return kernel(

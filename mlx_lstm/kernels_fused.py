@@ -125,7 +125,7 @@ def launch_fused(sweep: str, problem: Problem, inputs: Inputs, outputs: Outputs,
 {function}<{", ".join(template)}>({{arrays}}, vectors, threadgroup_position_in_grid.xy, {threads});"""
     own = (f"{op}_fused_cell", f"{op}_fused_cell_backward") if back else (f"{op}_fused_cell",)
     common = ("fused", "fused_matrix") if tiling.matrices else ("fused",)
-    shaders = ("cell", *ARITHMETIC[op, sweep], *common, *own, function)
+    shaders = ("cell", "store", *ARITHMETIC[op, sweep], *common, *own, function)
     groups = (-(-problem.B // tiling.rows), D)
     names = [name for name, output in outputs.items() if output is not None]
     results = launch(f"{op}_{function}", shaders, inputs, outputs, template, body, groups, tiling.threads)

@@ -10,6 +10,8 @@ from .kernels import Inputs, Outputs, cell_number, launch, select
 from .problem import Problem
 
 Arrays = dict[str, mx.array]
+Kind = tuple[Rows, int]
+"""Rows that hold the same, and the width of the units in them."""
 
 LANE = "simdgroup_index_in_threadgroup, thread_index_in_simdgroup"
 
@@ -150,12 +152,12 @@ def gru_stepwise_reset_backward(problem: Problem, given: Inputs, pieces: Rows) -
 
 
 def stepwise_project(problem: Problem, given: Inputs, pieces: Rows) -> mx.array:
-    """h [B, D P] of one step, flat; metal/stepwise_project.metal has the inputs."""
+    """A row with h [B, D P] of one step; metal/stepwise_project.metal has the inputs."""
     inputs = select(given, "step before Wp sizes")
     dtype = inputs["Wp"].dtype
     columns = columns_of(problem.B)
-    template = {"ROWS": stepwise_rows(problem.B), "COLUMNS": columns, "S": dtype, "X": dtype}
-    output = row_length(problem, problem.P, 1, False, dtype), dtype
+    template = {"ROWS": stepwise_rows(problem.B), "COLUMNS": columns, "S": dtype, "X": row_type(dtype)}
+    output = row_length(problem, problem.P, 1, False, dtype), row_type(dtype)
     files = ("stepwise", "stepwise_project")
     units = problem.P, columns, columns
     return launch_step("lstm_stepwise_project", files, problem, inputs, output, template, units, pieces)
@@ -175,12 +177,12 @@ def stepwise_backward(problem: Problem, given: Inputs, pieces: Rows | None) -> m
 
 
 def stepwise_dh(problem: Problem, given: Inputs, pieces: Rows | None = None) -> mx.array:
-    """dh_t [B, D P] of one step, flat; metal/stepwise_dh.metal has the inputs."""
+    """A row with dh_t [B, D P] of one step or, without pieces, dh0, flat; metal/stepwise_dh.metal has the inputs."""
     inputs = select(given, "step before weights gates mask lengths dh dhT sizes")
     op, dtype = problem.cell.op, inputs["weights"].dtype
     columns = columns_of(problem.B)
-    template = backward_template(problem, False, dtype) | {"X": dtype}
-    output = row_length(problem, problem.P, 1, False, dtype), dtype
+    template = backward_template(problem, False, dtype) | {"X": row_type(dtype)}
+    output = row_length(problem, problem.P, 1, False, dtype), row_type(dtype) if pieces else dtype
     units = problem.P, columns, columns
     return launch_step(
         f"{op}_stepwise_dh", (*backward_files(problem), "stepwise_dh"), problem, inputs, output, template, units, pieces
@@ -225,30 +227,30 @@ def resets_before(problem: Problem) -> bool:
 
 def launch_sequences(
     name: str,
-    shader: str,
+    shaders: tuple[str, ...],
     problem: Problem,
-    pieces: Rows,
+    kinds: list[Kind],
     inputs: Inputs,
     outputs: Outputs,
     template: dict[str, int | bool | mx.Dtype],
-    units: int,
+    calls: list[str],
 ) -> Arrays:
-    """Launch a shader over all rows that are left, with a thread per item, unit, step and direction."""
-    left = [piece.array for piece in pieces.pieces]
+    """Launch shaders over the rows that are left of all kinds, with a thread per item, unit, step and direction."""
+    pieces = [piece for rows, *_ in kinds for piece in rows.pieces]
+    left = [piece.array for piece in pieces]
     arrays = {f"piece{n}": array for n, array in enumerate(left + left[-1:] * (LEFT - len(left)))}
-    length = left[-1].size
-    rows = {"starts": mx.array(starts_of(pieces.pieces, LEFT), mx.int32), "row": mx.array(length, mx.int32)}
-    body = f"""const Rows<X> rows = {{{{{{{{{", ".join(arrays)}}}}}}}}};
-{shader}<{", ".join(template)}>(rows, starts, {{arrays}}, row, thread_position_in_grid);"""
+    numbers = [(rows.pieces[-1].array.size, width, n * problem.T) for n, (rows, width) in enumerate(kinds)]
+    more = {"starts": mx.array(starts_of(pieces, LEFT), mx.int32), "kinds": mx.array(sum(numbers, ()), mx.int32)}
+    body = f"const Rows<X> rows = {{{{{{{{{', '.join(arrays)}}}}}}}}};\n" + "\n".join(calls)
     template = template | {"X": left[-1].dtype}
-    groups = -(-problem.B * units // 256), problem.T, problem.directions
-    shaders = ("cell", "stepwise", "stepwise_sequences", shader)
-    found = launch(name, shaders, inputs, outputs, template, body, groups, 256, arrays | rows, {})
+    groups = -(-problem.B * max(width for _, width in kinds) // 256), problem.T, problem.directions
+    shaders = ("cell", "store", "stepwise", "stepwise_sequences", *shaders)
+    found = launch(name, shaders, inputs, outputs, template, body, groups, 256, arrays | more)
     return dict(zip((name for name, output in outputs.items() if output), found, strict=True))
 
 
-def stepwise_outputs(problem: Problem, given: Inputs, pieces: Rows, *, names: set[str], width: int) -> Arrays:
-    """Those of h, c, gates, hT, cT in `names`, out of the rows of a sweep; `width` is that of h in them."""
+def stepwise_outputs(problem: Problem, given: Inputs, kinds: list[Kind], *, names: set[str]) -> Arrays:
+    """Those of h, c, gates, hT, cT in `names`, out of the rows of a sweep: the cells' and, if it projects, h's."""
     inputs = select(given, "h0 c0 lengths sizes")
     (T, B, H, P), D, gates = problem[:4], problem.directions, problem.cell.gates
     dtype = given["Wh"].dtype
@@ -261,24 +263,48 @@ def stepwise_outputs(problem: Problem, given: Inputs, pieces: Rows, *, names: se
     }
     outputs = {name: shape if name in names else None for name, shape in shapes.items()}
     template = {"GATES": gates if "gates" in names else 0, "CARRIES": "c" in names, "S": dtype}
+    start, end = "stepwise_outputs<{}>(rows, starts, kinds", "thread_position_in_grid);"
+    if len(kinds) == 1:
+        calls = [f"{start.format('GATES, CARRIES, S')}, {{arrays}}, {end}"]
+    else:
+        of_cells = "absent, {c0}, {lengths}, sizes, {c}, {cT}, absent, absent, {gates}"
+        of_h = "{h0}, absent, {lengths}, sizes, absent, absent, {h}, {hT}, absent"
+        calls = [
+            f"{start.format('GATES, CARRIES, S')}, {of_cells}, {end}",
+            f"{start.format('0, false, S')} + 3, {of_h}, {end}",
+        ]
     name = f"{problem.cell.op}_stepwise_outputs"
-    return launch_sequences(name, "stepwise_outputs", problem, pieces, inputs, outputs, template, width)
+    return launch_sequences(name, ("stepwise_outputs",), problem, kinds, inputs, outputs, template, calls)
 
 
-def stepwise_gradients(problem: Problem, given: Inputs, pieces: Rows, *, names: set[str], width: int) -> Arrays:
-    """Those of dz, carry0, d_out in `names`, out of the rows of a sweep back; `width` is that of a gate."""
-    inputs = select(given, "gates lengths sizes")
-    T, B, D, cell = *problem[:2], problem.directions, problem.cell
-    whole = "carry0" in names or cell.op == "rnn"
-    dtype, gates = given["Wh"].dtype, cell.gates if whole else 1
+def stepwise_gradients(problem: Problem, given: Inputs, kinds: list[Kind], *, names: set[str]) -> Arrays:
+    """dz and those of dc0, d_out in `names`, out of the rows of a sweep back. If it projects also dh, out of rows of
+    its own, and, if that is in `names`, m: what the projection multiplied."""
+    inputs = select(given, "gates states lengths sizes")
+    (T, B, H, P), D, cell = problem[:4], problem.directions, problem.cell
+    dtype, projects = given["Wh"].dtype, len(kinds) > 1
     shapes = {
-        "dz": ((T, B, D * gates * width), dtype),
-        "carry0": ((B, D * width), mx.float32),
-        "d_out": ((T, B, D * gates * width), dtype),
+        "dz": ((T, B, D * cell.gates * H), dtype),
+        "dc0": ((B, D * H), dtype),
+        "d_out": ((T, B, D * cell.gates * H), dtype),
+        "dh": ((T, B, D * P), dtype),
+        "m": ((D, T, B, H), dtype),
     }
+    names = names | {"dz"} | ({"dh"} if projects else set())
     outputs = {name: shape if name in names else None for name, shape in shapes.items()}
-    inputs["gates"] = inputs["gates"] if "d_out" in names else None
+    inputs |= {} if names & {"d_out", "m"} else {"gates": None}
+    inputs |= {} if "m" in names else {"states": None}
     candidate, reset = (cell.gate_order.index(gate) for gate in "nr") if "d_out" in names else (0, 0)
-    template = {"GATES": gates, "CANDIDATE": candidate, "RESET": reset, "CARRIES": "carry0" in names, "S": dtype}
+    template = {"GATES": cell.gates, "CANDIDATE": candidate, "RESET": reset, "CARRIES": cell.op != "rnn", "S": dtype}
+    start, end = "stepwise_gradients<{}>(rows, starts, kinds", "thread_position_in_grid);"
+    numbers = "GATES, CANDIDATE, RESET, CARRIES, S"
+    calls = [f"{start.format(numbers)}, {{gates}}, {{lengths}}, sizes, dz, {{dc0}}, {{d_out}}, {end}"]
+    shaders = ("stepwise_gradients",)
+    if projects:
+        calls += [f"{start.format('1, 0, 0, false, S')} + 3, absent, {{lengths}}, sizes, dh, absent, absent, {end}"]
+    if "m" in names:
+        template |= {"CELL": cell_number(cell)}
+        calls += [f"stepwise_projected<CELL, S>(gates, states, {{lengths}}, sizes, m, {end}"]
+        shaders = (f"{cell.op}_cell", *shaders, "stepwise_projected")
     name = f"{cell.op}_stepwise_gradients"
-    return launch_sequences(name, "stepwise_gradients", problem, pieces, inputs, outputs, template, width)
+    return launch_sequences(name, shaders, problem, kinds, inputs, outputs, template, calls)

@@ -45,7 +45,7 @@ def is_piece(buffer: Buffer) -> bool:
 def reads(buffer: Buffer, launch: Launch, problem: Problem) -> tuple[float, float]:
     """(bytes needed, bytes of all loads)."""
     kind = kind_of(launch)
-    if buffer.name in ("starts", "row"):  # a few sizes
+    if buffer.name in ("starts", "kinds"):  # a few sizes
         return 0, 0
     if kind in ("outputs", "gradients"):
         return of_sequences(buffer, launch, kind, problem)
