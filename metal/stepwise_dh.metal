@@ -20,8 +20,7 @@ void stepwise_dh(
     const long at = place(s, 0, b, P) + j;
     float sum = 0.0f;
     if (n < 0 || s.t < length) sum = dh_sum(s, sums + cell, length, b, j, P, mask, dh, dhT);
-    if constexpr (CARRIES_DH)
-      if (n < 0) sum += carry_at(before, at);
+    if constexpr (CARRIES_DH) sum += carry_at(before, at);
     ((device S*)row)[at] = S(sum);
   }
   pad_row(row, long(s.B) * s.D * P, group, 32 * simdgroup + lane);
