@@ -49,6 +49,7 @@ def _address_spaces() -> None:
 
 def _language() -> None:
     kind, one = "language", {"threads": 1, "group": 1, "shapes": ((1,),)}
+    written("32 buffers", kind, "compile", "o0[i] = a30[i];", arrays=(X,) * 31)
     half = {"arrays": (X,), "dtype": mx.float16}
     written(
         "float matrix from half memory",
