@@ -5,6 +5,7 @@ from . import keras as keras
 from . import mpsgraph as mpsgraph
 from . import nn as nn
 from . import tf as tf
+from . import torch as torch
 from .recurrence import GRUOutput as GRUOutput
 from .recurrence import LSTMOutput as LSTMOutput
 from .recurrence import RNNOutput as RNNOutput

@@ -1,0 +1,383 @@
+"""torch.nn's LSTM, GRU and RNN as MLX layers: any number of layers, one direction or both, torch's own parameter names.
+
+Constructors, parameters, initialisation, shapes and returns are those of `torch.nn`; what it packs (`PackedSequence`)
+is `lengths` here. Sizes: L time, N batch, D directions, K layers, H hidden, S the width of h (H, or `proj_size`).
+
+A `state_dict` loads as it is. From a file, `layer.load_weights("torch_layer.safetensors")`; from a layer in the same
+process, and back:
+
+    layer.load_weights([(name, mx.array(value.numpy())) for name, value in torch_layer.state_dict().items()])
+    torch_layer.load_state_dict({name: torch.from_numpy(np.array(value)) for name, value in layer.parameters().items()})
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from . import recurrence
+from .checks import check_array, check_flag, check_option, check_sizes, fail
+
+Arrays = dict[str, mx.array]
+
+
+class Layers(nn.Module):
+    """What the three share: parameters, the walk through the layers, the checks of both."""
+
+    op: str
+    """In errors."""
+
+    gates: int
+    """H-blocks of a weight."""
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int,
+        bias: bool,
+        batch_first: bool,
+        dropout: float,
+        bidirectional: bool,
+        proj_size: int,
+        engine: str | None,
+    ):
+        super().__init__()
+        sizes = {"input_size": input_size, "hidden_size": hidden_size, "num_layers": num_layers}
+        for name, size in sizes.items():
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                fail(self.op, f"{name} must be an integer greater than 0", repr(size))
+        for name, flag in {"bias": bias, "batch_first": batch_first, "bidirectional": bidirectional}.items():
+            check_flag(self.op, name, flag)
+        if isinstance(dropout, bool) or not isinstance(dropout, (int, float)) or not 0 <= dropout < 1:
+            fail(self.op, "dropout must be a number in [0, 1)", repr(dropout))
+        if not isinstance(proj_size, int) or isinstance(proj_size, bool) or not 0 <= proj_size < hidden_size:
+            fail(self.op, f"proj_size must be an integer in 0..{hidden_size - 1}, less than hidden_size,", proj_size)
+        self.input_size, self.hidden_size, self.num_layers = input_size, hidden_size, num_layers
+        self.bias, self.batch_first, self.dropout = bias, batch_first, float(dropout)
+        self.bidirectional, self.proj_size, self.engine = bidirectional, proj_size, engine
+        scale = 1 / math.sqrt(hidden_size)
+        for layer in range(num_layers):
+            for way in self.ways:
+                for name, shape in self.shapes(layer).items():
+                    self[f"{name}_l{layer}{way}"] = mx.random.uniform(-scale, scale, shape)
+
+    @property
+    def ways(self) -> tuple[str, ...]:
+        """The ends of the parameters' names, one per direction."""
+        return ("", "_reverse") if self.bidirectional else ("",)
+
+    @property
+    def width(self) -> int:
+        """Of h, in one direction."""
+        return self.proj_size or self.hidden_size
+
+    def shapes(self, layer: int) -> dict[str, tuple[int, ...]]:
+        """Those of one direction's parameters in a layer, in torch's order."""
+        rows = self.gates * self.hidden_size
+        columns = len(self.ways) * self.width if layer else self.input_size
+        shapes = {"weight_ih": (rows, columns), "weight_hh": (rows, self.width)}
+        shapes |= {"bias_ih": (rows,), "bias_hh": (rows,)} if self.bias else {}
+        return shapes | ({"weight_hr": (self.proj_size, self.hidden_size)} if self.proj_size else {})
+
+    def _extra_repr(self) -> str:
+        sizes = [str(self.input_size), str(self.hidden_size)]
+        sizes += [f"proj_size={self.proj_size}"] * bool(self.proj_size)
+        sizes += [f"num_layers={self.num_layers}"] * (self.num_layers != 1) + ["bias=False"] * (not self.bias)
+        sizes += ["batch_first=True"] * self.batch_first + [f"dropout={self.dropout}"] * bool(self.dropout)
+        return ", ".join(sizes + ["bidirectional=True"] * self.bidirectional)
+
+    def run(self, input: mx.array, states: dict[str, Any], lengths: recurrence.Lengths) -> tuple[mx.array, Arrays]:
+        """The output, and the last states [K D, N, .] by the names of `states`, the first ones, which may be `None`."""
+        check_array(self.op, "input", input, self.input_shape(input))
+        check_sizes(self.op, "input", input)
+        batched, time_first = input.ndim == 3, input.ndim == 2 or not self.batch_first
+        N = 1 if not batched else input.shape[1 if time_first else 0]
+        widths = {"h": self.width, "c": self.hidden_size}
+        for name, state in states.items():
+            rows = self.num_layers * len(self.ways)
+            shape = [rows, N, widths[name]] if batched else [rows, widths[name]]
+            if state is not None:
+                check_array(self.op, f"{name}_0", state, shape)
+        given = {name: self.by_layer(state, N) for name, state in states.items() if state is not None}
+        parameters = self.parameters()
+        dtype = mx.result_type(input, *given.values(), *parameters.values())
+        x = (input if time_first else mx.swapaxes(input, 0, 1)).reshape(-1, N, self.input_size).astype(dtype)
+        last = []
+        for layer in range(self.num_layers):
+            if layer and self.dropout and self.training:
+                kept = mx.random.bernoulli(1 - self.dropout, x.shape)
+                x = mx.where(kept, x * mx.array(1 / (1 - self.dropout), dtype), 0)
+            arrays = self.arrays(parameters, layer) | {f"{name}0": rows[layer] for name, rows in given.items()}
+            arrays = {name: array.astype(dtype) for name, array in arrays.items()}
+            options = {"bidirectional": self.bidirectional, "lengths": lengths, "training": self.training}
+            out = self.layer(x, arrays, options | {"engine": self.engine})
+            last.append(out)
+            x = out.h
+        finals = {name: self.of_layers([getattr(out, f"{name}T") for out in last], batched) for name in states}
+        if not batched:
+            return x[:, 0], finals
+        return x if time_first else mx.swapaxes(x, 0, 1), finals
+
+    def layer(self, x: mx.array, arrays: Arrays, options: dict[str, Any]) -> Any:
+        """One layer's outputs."""
+        raise NotImplementedError
+
+    def input_shape(self, input: Any) -> list[int | str]:
+        """What it must be."""
+        if isinstance(input, mx.array) and input.ndim == 2:
+            return ["L", self.input_size]
+        return ["N", "L", self.input_size] if self.batch_first else ["L", "N", self.input_size]
+
+    def arrays(self, parameters: Arrays, layer: int) -> Arrays:
+        """A layer's parameters as the recurrence has them: one bias, both directions in one array."""
+        each = [{name: parameters[f"{name}_l{layer}{way}"] for name in self.shapes(layer)} for way in self.ways]
+        found = {"Wx": join([one["weight_ih"] for one in each]), "Wh": pair([one["weight_hh"] for one in each])}
+        if self.proj_size:
+            found["Wp"] = pair([one["weight_hr"] for one in each])
+        return found | (self.biases(each) if self.bias else {})
+
+    def biases(self, each: list[Arrays]) -> Arrays:
+        """The recurrence's, out of both of each direction."""
+        return {"b": join([one["bias_ih"] + one["bias_hh"] for one in each])}
+
+    def by_layer(self, state: mx.array, N: int) -> mx.array:
+        """[K, N, D .] out of [K D, N, .] or, of an input without a batch, [K D, .]."""
+        state = state.reshape(self.num_layers, len(self.ways), N, -1)
+        return mx.swapaxes(state, 1, 2).reshape(self.num_layers, N, -1)
+
+    def of_layers(self, states: list[mx.array], batched: bool) -> mx.array:
+        """The way back from `by_layer`, from each layer's."""
+        N, D = states[0].shape[0], len(self.ways)
+        state = mx.stack(states).reshape(self.num_layers, N, D, -1)
+        state = mx.swapaxes(state, 1, 2).reshape(self.num_layers * D, N, -1)
+        return state if batched else state[:, 0]
+
+
+def join(arrays: list[mx.array]) -> mx.array:
+    """One array of both directions' rows; that of a single direction as it is."""
+    return arrays[0] if len(arrays) == 1 else mx.concatenate(arrays)
+
+
+def pair(arrays: list[mx.array]) -> mx.array:
+    """Both directions on an axis of their own; the array of a single direction as it is."""
+    return arrays[0] if len(arrays) == 1 else mx.stack(arrays)
+
+
+class LSTM(Layers):
+    r"""`torch.nn.LSTM` as an MLX layer.
+
+    .. math::
+
+        i, f, o &= \sigma(W_{ih} x_t + b_{ih} + W_{hh} h_{t-1} + b_{hh}) \qquad
+        g = \tanh(W_{ih} x_t + b_{ih} + W_{hh} h_{t-1} + b_{hh}) \\
+        c_t &= f \odot c_{t-1} + i \odot g \qquad h_t = o \odot \tanh(c_t), \text{ or } W_{hr} (o \odot \tanh(c_t))
+
+    Parameters of layer k, and once more with the ending `_reverse` for the other direction: `weight_ih_lk` [4H, I], and
+    [4H, D S] from layer 1 on; `weight_hh_lk` [4H, S]; `bias_ih_lk`, `bias_hh_lk` [4H]; with a projection `weight_hr_lk`
+    [S, H]; gate order i, f, g, o; all drawn from U(-1/sqrt(H), 1/sqrt(H)).
+
+    `layer.eval()` turns dropout off, keeps less in memory, and lets `mx.export_function` write the graph.
+
+    Args:
+        input_size (int): size of the features, I.
+        hidden_size (int): size of the cell state, H.
+        num_layers (int): K; a layer's input is the output of the one below. Default: 1.
+        bias (bool): whether there are biases. Default: `True`.
+        batch_first (bool): input and output are [N, L, .], not [L, N, .]; states are not affected. Default: `False`.
+        dropout (float): in training, the probability of an element to be dropped between layers, in [0, 1); drawn from
+            `mx.random`. Of a single layer without effect. Default: 0.
+        bidirectional (bool): whether a second direction runs from the end to the start. Default: `False`.
+        proj_size (int): width of a projected h, less than `hidden_size`; 0 for none. Default: 0.
+        engine (str, optional): force an engine, as in `mlx_lstm.lstm`. Default: the best for the stream's device.
+
+    Raises:
+        ValueError: an argument breaks a rule.
+
+    Example:
+        >>> import mlx.core as mx
+        >>> from mlx_lstm.torch import LSTM
+        >>> layer = LSTM(3, 4, num_layers=2, batch_first=True, bidirectional=True)
+        >>> layer
+        LSTM(3, 4, num_layers=2, batch_first=True, bidirectional=True)
+        >>> output, (h_n, c_n) = layer(mx.ones((5, 10, 3)), lengths=[10, 2, 7, 1, 10])
+        >>> output.shape, h_n.shape
+        ((5, 10, 8), (4, 5, 4))
+        >>> output, (h_n, c_n) = layer(mx.ones((5, 1, 3)), (h_n, c_n))  # go on from the last state
+    """
+
+    op, gates = "torch.LSTM", 4
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        bias: bool = True,
+        batch_first: bool = False,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+        proj_size: int = 0,
+        *,
+        engine: str | None = None,
+    ):
+        super().__init__(
+            input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, proj_size, engine
+        )
+
+    def __call__(
+        self,
+        input: mx.array,
+        hx: tuple[mx.array, mx.array] | None = None,
+        *,
+        lengths: recurrence.Lengths = None,
+    ) -> tuple[mx.array, tuple[mx.array, mx.array]]:
+        """The last layer's h at every step, and the last states of all layers.
+
+        Args:
+            input (array): [L, N, I]; [N, L, I] with `batch_first`; or [L, I].
+            hx (tuple, optional): (h_0 [K D, N, S], c_0 [K D, N, H]), without N for an input without it; layer by layer,
+                in a layer the forward direction first. Default: zeros.
+            lengths (integer array or list, optional): [N], each in 0..L: what torch packs. Past its end an item's
+                output is 0, its last state is that of its end, where the second direction starts, and its input is
+                never read.
+
+        Returns:
+            tuple: output [L, N, D S] (or [N, L, D S], or [L, D S]) and (h_n, c_n), shaped as `hx`; in the dtype that
+            input, states and parameters promote to.
+        """
+        if hx is not None and not (isinstance(hx, (tuple, list)) and len(hx) == 2):
+            fail(self.op, "hx must be a tuple (h_0, c_0)", type(hx).__name__)
+        h, c = hx or (None, None)
+        output, last = self.run(input, {"h": h, "c": c}, lengths)
+        return output, (last["h"], last["c"])
+
+    def layer(self, x: mx.array, arrays: Arrays, options: dict[str, Any]) -> recurrence.LSTMOutput:
+        return recurrence.lstm(x, **arrays, **options)
+
+
+class GRU(Layers):
+    r"""`torch.nn.GRU` as an MLX layer.
+
+    .. math::
+
+        r, z &= \sigma(W_{ih} x_t + b_{ih} + W_{hh} h_{t-1} + b_{hh}) \\
+        n &= \tanh(W_{ih} x_t + b_{ih} + r \odot (W_{hh} h_{t-1} + b_{hh})) \qquad
+        h_t = (1 - z) \odot n + z \odot h_{t-1}
+
+    Parameters as `LSTM` names them, with three blocks of H rows: gate order r, z, n. Everything else is as there, but
+    for the projection, which a GRU does not have.
+
+    Args:
+        input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, engine: as in `LSTM`.
+
+    Raises:
+        ValueError: an argument breaks a rule.
+
+    Example:
+        >>> import mlx.core as mx
+        >>> from mlx_lstm.torch import GRU
+        >>> output, h_n = GRU(3, 4, num_layers=2)(mx.ones((10, 5, 3)))
+        >>> output.shape, h_n.shape
+        ((10, 5, 4), (2, 5, 4))
+    """
+
+    op, gates = "torch.GRU", 3
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        bias: bool = True,
+        batch_first: bool = False,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+        *,
+        engine: str | None = None,
+    ):
+        super().__init__(input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, 0, engine)
+
+    def __call__(
+        self, input: mx.array, hx: mx.array | None = None, *, lengths: recurrence.Lengths = None
+    ) -> tuple[mx.array, mx.array]:
+        """The last layer's h at every step, and the last h of all layers.
+
+        Args:
+            input (array): [L, N, I]; [N, L, I] with `batch_first`; or [L, I].
+            hx (array, optional): h_0 [K D, N, H], without N for an input without it. Default: zeros.
+            lengths (integer array or list, optional): [N], as in `LSTM`.
+
+        Returns:
+            tuple: output [L, N, D H] (or [N, L, D H], or [L, D H]) and h_n, shaped as `hx`.
+        """
+        output, last = self.run(input, {"h": hx}, lengths)
+        return output, last["h"]
+
+    def layer(self, x: mx.array, arrays: Arrays, options: dict[str, Any]) -> recurrence.GRUOutput:
+        return recurrence.gru(x, **arrays, **options)
+
+    def biases(self, each: list[Arrays]) -> Arrays:
+        """That of the candidate's recurrent product stays apart: the reset gate multiplies it."""
+        start = 2 * self.hidden_size
+        parts = [(one["bias_ih"][:start] + one["bias_hh"][:start], one["bias_ih"][start:]) for one in each]
+        return {
+            "b": mx.concatenate([part for both in parts for part in both]),
+            "bhn": join([one["bias_hh"][start:] for one in each]),
+        }
+
+
+class RNN(Layers):
+    r"""`torch.nn.RNN` as an MLX layer.
+
+    .. math:: h_t = s(W_{ih} x_t + b_{ih} + W_{hh} h_{t-1} + b_{hh})
+
+    Parameters as `LSTM` names them, with one block of H rows. Everything else is as there, but for the projection,
+    which a plain RNN does not have.
+
+    Args:
+        input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, engine: as in `LSTM`.
+        nonlinearity (str): s, `"tanh"` or `"relu"`. Default: `"tanh"`.
+
+    Raises:
+        ValueError: an argument breaks a rule.
+
+    Example:
+        >>> import mlx.core as mx
+        >>> from mlx_lstm.torch import RNN
+        >>> output, h_n = RNN(3, 4, num_layers=2, nonlinearity="relu")(mx.ones((10, 5, 3)))
+        >>> output.shape, h_n.shape
+        ((10, 5, 4), (2, 5, 4))
+    """
+
+    op, gates = "torch.RNN", 1
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        nonlinearity: str = "tanh",
+        bias: bool = True,
+        batch_first: bool = False,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+        *,
+        engine: str | None = None,
+    ):
+        check_option(self.op, "nonlinearity", nonlinearity, ("tanh", "relu"))
+        super().__init__(input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, 0, engine)
+        self.nonlinearity = nonlinearity
+
+    def __call__(
+        self, input: mx.array, hx: mx.array | None = None, *, lengths: recurrence.Lengths = None
+    ) -> tuple[mx.array, mx.array]:
+        """As `GRU`."""
+        output, last = self.run(input, {"h": hx}, lengths)
+        return output, last["h"]
+
+    def layer(self, x: mx.array, arrays: Arrays, options: dict[str, Any]) -> recurrence.RNNOutput:
+        return recurrence.rnn(x, **arrays, activation=self.nonlinearity, **options)

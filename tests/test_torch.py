@@ -1,0 +1,284 @@
+"""`mlx_lstm.torch` is `torch.nn`'s LSTM, GRU and RNN: parameters, values, every gradient, states, files."""
+
+import itertools
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+from on_metal import on_metal
+
+import mlx_lstm.torch as ours
+from mlx_lstm import lstm
+from mlx_lstm.closeness import assert_close
+
+torch = pytest.importorskip("torch")
+
+I, H = 3, 5
+KINDS = {"LSTM": {}, "LSTM_projection": {"proj_size": 2}, "GRU": {}, "RNN": {}, "RNN_relu": {"nonlinearity": "relu"}}
+STACKS = [dict(zip(("num_layers", "bidirectional"), pair, strict=True)) for pair in ((1, False), (2, True), (3, False))]
+
+
+def layers(kind, dtype=torch.float32, **options):
+    """torch's layer, and ours with its parameters."""
+    word, options = kind.partition("_")[0], KINDS[kind] | options
+    torch.manual_seed(0)
+    theirs = getattr(torch.nn, word)(I, H, **options, dtype=dtype)
+    layer = getattr(ours, word)(I, H, **options)
+    ours_dtype = mx.float64 if dtype == torch.float64 else mx.float32
+    layer.load_weights([(name, mx.array(value.numpy(), ours_dtype)) for name, value in theirs.state_dict().items()])
+    return theirs, layer
+
+
+def inputs(theirs, shape, given, rng):
+    """An input and, if they are given, first states."""
+    rows = theirs.num_layers * (1 + theirs.bidirectional)
+    batch = () if len(shape) == 2 else (shape[0 if theirs.batch_first else 1],)
+    widths = [theirs.proj_size or H] + [H] * isinstance(theirs, torch.nn.LSTM)
+    return rng.normal(size=shape), [rng.normal(size=(rows, *batch, width)) for width in widths] if given else []
+
+
+def run_torch(layer, x, states, cotangents, lengths=None):
+    """Outputs, and the gradients of input, states and parameters; cotangents of the outputs' shapes are drawn."""
+    dtype = next(layer.parameters()).dtype
+    x, *states = (torch.tensor(array, dtype=dtype, requires_grad=True) for array in (x, *states))
+    packed = x
+    if lengths is not None:
+        axis = {"batch_first": layer.batch_first, "enforce_sorted": False}
+        packed = torch.nn.utils.rnn.pack_padded_sequence(x, lengths, **axis)
+    hx = (tuple(states) if len(states) == 2 else states[0]) if states else None
+    output, last = layer(packed, hx)
+    if lengths is not None:
+        padded = {"batch_first": layer.batch_first, "total_length": x.shape[1 if layer.batch_first else 0]}
+        output = torch.nn.utils.rnn.pad_packed_sequence(output, **padded)[0]
+    outputs = [output, *(last if isinstance(last, tuple) else [last])]
+    drawn = [torch.tensor(cotangents(value.shape), dtype=dtype) for value in outputs]
+    layer.zero_grad()
+    torch.autograd.backward(outputs, drawn)
+    named = {"x": x} | {f"{name}_0": state for name, state in zip("hc", states, strict=False)}
+    gradients = {f"d{name}": array.grad for name, array in (named | dict(layer.named_parameters())).items()}
+    found = dict(zip(("output", "h_n", "c_n"), outputs, strict=False)) | gradients
+    return {name: value.detach().numpy() for name, value in found.items()}
+
+
+def run_ours(layer, x, states, cotangents, lengths=None, dtype=mx.float32):
+    """The same from ours."""
+    names = ["x", *(f"{name}_0" for name, _ in zip("hc", states, strict=False))]
+    arrays = dict(zip(names, (mx.array(array, dtype) for array in (x, *states)), strict=True)) | layer.parameters()
+    words = list(arrays)
+
+    def outputs(*values):
+        given = dict(zip(words, values, strict=True))
+        layer.update({name: given.pop(name) for name in layer.parameters()})
+        x, *states = given.values()
+        hx = (tuple(states) if len(states) == 2 else states[0]) if states else None
+        output, last = layer(x, hx, lengths=lengths)
+        return [output, *(last if isinstance(last, tuple) else [last])]
+
+    shapes = [value.shape for value in outputs(*arrays.values())]
+    drawn = [mx.array(cotangents(shape), dtype) for shape in shapes]
+    values, gradients = mx.vjp(outputs, list(arrays.values()), drawn)
+    found = dict(zip(("output", "h_n", "c_n"), values, strict=False))
+    found |= {f"d{word}": gradient for word, gradient in zip(words, gradients, strict=True)}
+    return {name: np.array(value) for name, value in found.items()}
+
+
+def drawing(seed):
+    """Cotangents: the same numbers for every run with this seed, in the order of the outputs."""
+    rng = np.random.default_rng(seed)
+    return lambda shape: rng.normal(size=tuple(shape))
+
+
+FORMS = {
+    "plain": ((7, 2, I), {}, True, None),
+    "no states": ((7, 2, I), {}, False, None),
+    "batch first": ((2, 7, I), {"batch_first": True}, True, None),
+    "no bias": ((4, 3, I), {"bias": False}, True, None),
+    "no batch": ((6, I), {}, True, None),
+    "no batch, batch first, no states": ((6, I), {"batch_first": True}, False, None),
+    "one step": ((1, 1, I), {}, True, None),
+    "lengths": ((7, 4, I), {}, True, [3, 7, 1, 5]),
+    "lengths, batch first": ((3, 6, I), {"batch_first": True}, False, [1, 6, 2]),
+}
+
+
+@pytest.mark.parametrize(
+    ("form", "engine"), [*((form, "numpy") for form in FORMS), ("plain", "ops"), ("lengths", "ops")]
+)
+@pytest.mark.parametrize("stack", STACKS, ids=lambda stack: "-".join(map(str, stack.values())))
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_and_gradients_in_double_precision(kind, stack, form, engine):
+    """MLX's own float64 functions, which `ops` uses, are only as exact as float32."""
+    shape, options, given, lengths = FORMS[form]
+    theirs, layer = layers(kind, torch.float64, **stack, **options)
+    layer.engine = engine
+    x, states = inputs(theirs, shape, given, np.random.default_rng(1))
+    expected = run_torch(theirs, x, states, drawing(2), lengths)
+    with mx.stream(mx.cpu):
+        got = run_ours(layer, x, states, drawing(2), lengths, mx.float64)
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+        scale = max(1.0, np.abs(value).max())
+        limit = 1e-12 if engine == "numpy" else 64 * np.finfo(np.float32).eps * np.sqrt(x.size)
+        assert got[name].shape == value.shape, name
+        np.testing.assert_allclose(got[name], value, rtol=0, atol=limit * scale, err_msg=name)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_float32(kind):
+    """As near to torch's result in float64 as torch's own float32 is, within a factor."""
+    theirs, layer = layers(kind, num_layers=2, bidirectional=True)
+    x, states = inputs(theirs, (9, 4, I), True, np.random.default_rng(3))
+    rounded = run_torch(theirs, x, states, drawing(4))
+    exact = run_torch(theirs.double(), x, states, drawing(4))
+    for name, value in run_ours(layer, x, states, drawing(4)).items():
+        assert value.dtype == np.float32
+        assert_close(name, value, rounded[name], exact[name])
+
+
+@pytest.mark.parametrize("kind", ["LSTM_projection", "GRU"])
+def test_on_the_metal_kernels(kind):
+    theirs, layer = layers(kind, num_layers=2, bidirectional=True)
+    x, states = inputs(theirs, (4, 3, I), True, np.random.default_rng(5))
+    rounded = run_torch(theirs, x, states, drawing(6), [4, 1, 2])
+    exact = run_torch(theirs.double(), x, states, drawing(6), [4, 1, 2])
+    with on_metal() as log:
+        got = run_ours(layer, x, states, drawing(6), [4, 1, 2])
+    assert log
+    for name, value in got.items():
+        assert_close(name, value, rounded[name], exact[name])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_names_shapes_initialisation_and_repr(kind):
+    options = {"num_layers": 2, "bidirectional": True, "dropout": 0.25, "batch_first": True}
+    theirs, layer = layers(kind, **options)
+    word = kind.partition("_")[0]
+    for bias in (True, False):
+        fresh = getattr(ours, word)(I, H, bias=bias, **options, **KINDS[kind])
+        again = getattr(torch.nn, word)(I, H, bias=bias, **options, **KINDS[kind])
+        got = {name: tuple(value.shape) for name, value in tree_flatten(fresh.parameters())}
+        assert got == {name: tuple(value.shape) for name, value in again.state_dict().items()}
+    values = np.concatenate([np.array(value).flatten() for value in fresh.parameters().values()])
+    assert 0.9 / np.sqrt(H) < np.abs(values).max() <= 1 / np.sqrt(H) and abs(values.mean()) < 0.1
+    if kind != "RNN_relu":  # torch's repr does not name the nonlinearity
+        assert repr(layer) == repr(theirs)
+    layer = layers(kind)[1]
+    assert repr(layer) == repr(layers(kind)[0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_go_back_bit_for_bit_and_through_files(kind, tmp_path):
+    theirs, layer = layers(kind, num_layers=2, bidirectional=True)
+    again = layers(kind, num_layers=2, bidirectional=True)[0]
+    with torch.no_grad():
+        for parameter in again.parameters():
+            parameter.zero_()
+    again.load_state_dict({name: torch.from_numpy(np.array(value)) for name, value in layer.parameters().items()})
+    assert all(torch.equal(one, two) for one, two in zip(theirs.parameters(), again.parameters(), strict=True))
+    path = str(tmp_path / "layer.safetensors")
+    layer.save_weights(path)
+    layer.update({name: value * 0 for name, value in layer.parameters().items()})
+    layer.load_weights(path)
+    for name, value in theirs.state_dict().items():
+        np.testing.assert_array_equal(np.array(layer[name]), value.numpy())
+
+
+def test_dropout_acts_between_layers_in_training_only():
+    layer = ours.LSTM(I, H, num_layers=2, dropout=0.5)
+    x = mx.random.normal((6, 4, I))
+
+    def by_hand(factors):
+        h = x
+        for n in range(2):
+            Wx, Wh, *biases = (layer[f"{name}_l{n}"] for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh"))
+            h = lstm(h * factors if n else h, Wx, Wh, sum(biases)).h
+        return h
+
+    mx.random.seed(3)
+    got = layer(x)[0]
+    mx.random.seed(3)
+    kept = mx.random.bernoulli(0.5, (6, 4, H))
+    assert 0 < kept.sum().item() < kept.size
+    np.testing.assert_allclose(np.array(got), np.array(by_hand(2 * kept)), rtol=0, atol=1e-6)
+    mx.random.seed(3)
+    assert mx.array_equal(layer(x)[0], got)  # the seed decides
+    assert not mx.array_equal(layer(x)[0], got)
+    layer.eval()
+    np.testing.assert_allclose(np.array(layer(x)[0]), np.array(by_hand(1)), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_one_by_one_and_items_one_by_one(kind):
+    """A state carried from call to call gives the whole sequence's result; so does every item alone."""
+    layer = layers(kind, num_layers=2)[1]
+    x, last, outputs = mx.random.normal((5, 3, I)), None, []
+    whole, end = layer(x)
+    for t in range(5):
+        output, last = layer(x[t : t + 1], last)
+        outputs.append(output)
+    pairs = [(mx.concatenate(outputs), whole)]
+    pairs += list(zip(last, end, strict=True)) if isinstance(end, tuple) else [(last, end)]
+    pairs += [(layer(x[:, b])[0], whole[:, b]) for b in range(3)]
+    for got, expected in pairs:
+        np.testing.assert_allclose(np.array(got), np.array(expected), rtol=0, atol=2e-6)
+
+
+def test_compile_and_export(tmp_path):
+    layer = ours.LSTM(I, H, num_layers=2, bidirectional=True)
+    x = mx.random.normal((4, 2, I))
+    compiled = mx.compile(lambda x: layer(x)[0])(x)
+    np.testing.assert_allclose(np.array(compiled), np.array(layer(x)[0]), rtol=0, atol=1e-6)
+    layer.eval()
+    path = str(tmp_path / "layer.mlxfn")
+    mx.export_function(path, lambda x: layer(x)[0], x)
+    np.testing.assert_allclose(np.array(mx.import_function(path)(x)[0]), np.array(layer(x)[0]), rtol=0, atol=1e-6)
+
+
+def test_dtypes():
+    layer = ours.GRU(I, H)
+    assert layer(mx.zeros((2, 2, I), mx.bfloat16))[0].dtype == mx.float32
+    layer.set_dtype(mx.bfloat16)
+    output, h_n = layer(mx.zeros((2, 2, I), mx.bfloat16))
+    assert output.dtype == h_n.dtype == mx.bfloat16
+
+
+BAD = {
+    "input_size must be an integer greater than 0": lambda: ours.LSTM(0, H),
+    "hidden_size must be an integer greater than 0": lambda: ours.GRU(I, 2.0),
+    "num_layers must be an integer greater than 0": lambda: ours.RNN(I, H, True),
+    "bias must be True or False": lambda: ours.LSTM(I, H, bias=1),
+    "batch_first must be True or False": lambda: ours.LSTM(I, H, batch_first=None),
+    "bidirectional must be True or False": lambda: ours.LSTM(I, H, bidirectional="yes"),
+    r"dropout must be a number in \[0, 1\)": lambda: ours.LSTM(I, H, dropout=1.0),
+    "proj_size must be an integer in 0..4": lambda: ours.LSTM(I, H, proj_size=5),
+    "nonlinearity must be one of 'tanh', 'relu'": lambda: ours.RNN(I, H, nonlinearity="sigmoid"),
+    r"input must have shape \[L, N, 3\] but got shape \[2, 2, 4\]": lambda: ours.LSTM(I, H)(mx.zeros((2, 2, 4))),
+    r"input must have shape \[N, L, 3\]": lambda: ours.GRU(I, H, batch_first=True)(mx.zeros((1, 2, 2, 3))),
+    r"input must have shape \[L, 3\] but got": lambda: ours.GRU(I, H)(mx.zeros((2, 4))),
+    "input must be an mlx.core.array": lambda: ours.RNN(I, H)(np.zeros((2, 2, 3))),
+    "input must have no empty axis": lambda: ours.RNN(I, H)(mx.zeros((0, 2, 3))),
+    "input must be float32": lambda: ours.RNN(I, H)(mx.zeros((2, 2, 3), mx.int32)),
+    r"hx must be a tuple \(h_0, c_0\)": lambda: ours.LSTM(I, H)(mx.zeros((2, 2, 3)), mx.zeros((1, 2, 5))),
+    r"h_0 must have shape \[2, 2, 5\]": lambda: ours.GRU(I, H, 2)(mx.zeros((4, 2, 3)), mx.zeros((1, 2, 5))),
+    r"c_0 must have shape \[1, 5\]": lambda: ours.LSTM(I, H)(mx.zeros((2, 3)), (mx.zeros((1, 5)), mx.zeros((1, 1, 5)))),
+    "lengths must lie in 0..4": lambda: ours.LSTM(I, H)(mx.zeros((4, 2, 3)), lengths=[5, 1]),
+}
+
+
+@pytest.mark.parametrize("rule", BAD)
+def test_bad_arguments(rule):
+    with pytest.raises(ValueError, match=rf"^\[(torch\.(LSTM|GRU|RNN)|lstm)\] {rule}"):
+        BAD[rule]()
+
+
+def test_the_dialect_is_torch_s_own_signature():
+    """Names and order of the arguments, but for device and dtype, which MLX has elsewhere."""
+    import inspect
+
+    base = [name for name in inspect.signature(torch.nn.modules.rnn.RNNBase.__init__).parameters if name != "mode"]
+    expected = [name for name in base if name not in ("device", "dtype")]
+    for layer, without in ((ours.LSTM, ()), (ours.GRU, ("proj_size",))):
+        names = [name for name in inspect.signature(layer.__init__).parameters if name != "engine"]
+        assert names == [name for name in expected if name not in without]
+    assert list(itertools.islice(inspect.signature(ours.RNN.__init__).parameters, 4, 6)) == ["nonlinearity", "bias"]
