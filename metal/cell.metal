@@ -20,13 +20,16 @@ template <class A, class V> V value_at(A array, long index, V) { return V(array[
 // The slope of a hard sigmoid.
 inline float rise(int name) { return name == HARD_SIGMOID ? 0.2f : 1.0f / 6.0f; }
 
+// x between two bounds. Metal's own clamp and max drop NaN.
+inline float within(float least, float x, float most) { return x < least ? least : x > most ? most : x; }
+
 inline float activate(int name, float x) {
   switch (name) {
     case IDENTITY: return x;
-    case RELU: return max(x, 0.0f);
+    case RELU: return x < 0.0f ? 0.0f : x;
     case TANH: return precise::tanh(x);
     case SIGMOID: return 1.0f / (1.0f + exp(-x));
-    default: return clamp(rise(name) * x + 0.5f, 0.0f, 1.0f);
+    default: return within(0.0f, rise(name) * x + 0.5f, 1.0f);
   }
 }
 

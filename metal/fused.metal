@@ -52,6 +52,7 @@ inline int weight_row(int block, int unit, int blocks, int H) {
 template <class S, class W>
 vec<S, 4> weight_run(W weights, int row, int rows, int k, int length) {
   vec<S, 4> run = vec<S, 4>(S(0.0f));
+#pragma clang loop unroll(full)
   for (int n = 0; n < 4; ++n)
     if (row < rows && k + n < length) run[n] = S(weights[long(row) * length + k + n]);
   return run;
@@ -82,7 +83,9 @@ void read_step(
 template <int ROWS, int COUNT, int GROUP, class S, class W, class V>
 void keep_runs(
     W weights, thread const int (&rows_at)[ROWS], int rows, int length, int s, thread V (&kept)[ROWS * COUNT]) {
+#pragma clang loop unroll(full)
   for (int v = 0; v < ROWS; ++v)
+#pragma clang loop unroll(full)
     for (int run = 0; run < COUNT; ++run)
       kept[v * COUNT + run] = weight_run<S>(weights, rows_at[v], rows, 4 * (s + GROUP * run), length);
 }

@@ -16,6 +16,7 @@ inline int column_of(int lane) { return (lane >> 2 & 2) * 2 + (lane & 1) * 2; }
 template <class S, class W>
 vec<S, 2> weight_pair(W weights, int row, int rows, int k, int length) {
   vec<S, 2> pair = vec<S, 2>(S(0.0f));
+#pragma clang loop unroll(full)
   for (int n = 0; n < 2; ++n)
     if (row < rows && k + n < length) pair[n] = S(weights[long(row) * length + k + n]);
   return pair;

@@ -16,6 +16,7 @@ void fused_matrix_backward(
   const long step = time_step(sweep, 1, H), gate_step = GATES * step;
   const W weights = Wh_T + long(sweep.direction) * GATES * H * H;
   vec<S, 2> kept[RESIDENT];
+#pragma clang loop unroll(full)
   for (int part = 0; part < RESIDENT; ++part) kept[part] = weight_pair<S>(weights, unit, H, 8 * part + column, K);
   for (int n = int(index); n < VECTORS * HALF; n += int(threads)) vectors[n] = 0.0f;
   int length[2];
@@ -33,6 +34,7 @@ void fused_matrix_backward(
   for (int n = sweep.stop - 1; n >= sweep.start; --n) {
     const int t = time_of(sweep, n), local = t - first_time(sweep);
     threadgroup float* current = vectors + (VECTORS > 1 ? n & 1 : 0) * HALF;
+#pragma clang loop unroll(full)
     for (int e = 0; e < 2; ++e) {
       if (b0 + e >= sweep.B || unit >= H) continue;
       const bool live = t < length[e];
@@ -60,10 +62,13 @@ void fused_matrix_backward(
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
     simdgroup_float8x8 total[4];
+#pragma clang loop unroll(full)
     for (int m = 0; m < 4; ++m) total[m] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
     product_of_matrices<1, 4, 1, RESIDENT, K, S>(total, kept, weights, rows_at, H, current, int(lane));
+#pragma clang loop unroll(full)
     for (int e = 0; e < 2; ++e) {
       float sum = 0.0f;
+#pragma clang loop unroll(full)
       for (int m = 0; m < 4; ++m) sum += total[m].thread_elements()[e];
       const bool live = b0 + e < sweep.B && unit < H && t < length[e];
       if (live) dh_now[e] = sum * mask_now[e] + direct[e];

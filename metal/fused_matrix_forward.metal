@@ -17,9 +17,11 @@ void fused_matrix_forward(
   int rows_at[LANES], length[2];
   float p[LANES], h_now[2], c_now[2];
   vec<S, 2> kept[LANES * RESIDENT];
+#pragma clang loop unroll(full)
   for (int m = 0; m < LANES; ++m) {
     rows_at[m] = weight_row(weight_block(CELL, m), unit, GATES, H);
     p[m] = unit < H ? lane_constant<CELL>(extra, sweep.direction, m, H, unit) : 0.0f;
+#pragma clang loop unroll(full)
     for (int part = 0; part < RESIDENT; ++part)
       kept[m * RESIDENT + part] = weight_pair<S>(weights, rows_at[m], GATES * H, 8 * part + column, H);
   }
@@ -39,14 +41,17 @@ void fused_matrix_forward(
   for (int n = sweep.start; n < sweep.stop; ++n) {
     const int t = time_of(sweep, n), local = t - first_time(sweep);
     simdgroup_float8x8 total[LANES];
+#pragma clang loop unroll(full)
     for (int m = 0; m < LANES; ++m) total[m] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
     product_of_matrices<LANES, 1, FIRST_PRODUCT<CELL>, RESIDENT, H, S>(
         total, kept, weights, rows_at, GATES * H, vectors + (n & 1) * HALF, int(lane));
+#pragma clang loop unroll(full)
     for (int e = 0; e < 2; ++e) {
       if (b0 + e >= sweep.B || unit >= H) continue;
       const bool live = t < length[e];
       const long item = place_in(sweep, b0 + e, 1, 0, H, unit), at = local * step + item;
       float y[LANES], sums[LANES], state = c_now[e];
+#pragma clang loop unroll(full)
       for (int m = 0; m < LANES; ++m) {
         const int block = gate_block(CELL, m);
         y[m] = block < 0 ? 0.0f : float(z[t * gate_step + place_in(sweep, b0 + e, GATES, block, H, unit)]);

@@ -18,7 +18,7 @@ float lstm_gate(int gate, float a, float p, float state, float forget_bias) {
 template <int CELL>
 float lstm_state(float i, float f, float g, float c_prev, float limit) {
   const float c = f * c_prev + i * g;
-  return CLIPS<CELL> ? clamp(c, -limit, limit) : c;
+  return CLIPS<CELL> ? within(-limit, c, limit) : c;
 }
 
 // y: in the preactivations of i, f, g, o, out the gates. c: in c_prev, out c. Returns m.

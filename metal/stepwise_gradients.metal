@@ -1,3 +1,8 @@
+// array[index] = what a row carries there, where there is an array.
+template <class X> void store_carry(Absent, long, const device X*) {}
+template <class A, class X>
+void store_carry(device A* array, long index, const device X* row) { array[index] = A(carry_at(row, index)); }
+
 // What a sweep backward found, out of its rows: dz [T, B, D G width], 0 past an item's end, and dc0 [B, D width], what
 // an LSTM carries past an item's first step. d_out is dz as a GRU's recurrent products have it: that of the candidate, the
 // gate at CANDIDATE, times r, the one at RESET. dc0 and d_out may be absent. dh of a projection is in rows of their
@@ -14,7 +19,7 @@ void stepwise_gradients(
   const device S* arrays = (const device S*)row + carried<S, CARRIES>(units);
   const bool live = s.t < value_at(lengths, b, s.T);
   if constexpr (CARRIES)
-    if (s.n == 0) store(dc0, at, carry_at(row, at));
+    if (s.n == 0) store_carry(dc0, at, row);
   for (int gate = 0; gate < GATES; ++gate) {
     const long block = gate * width + j, now = place(s, s.t, b, GATES * width);
     const S found = live ? arrays[place(s, 0, b, GATES * width) + block] : S(0.0f);

@@ -12,6 +12,7 @@ void product(
     thread const X& x, W weights, int B, int H, int K, int b0, int j0, threadgroup float* sums,
     threadgroup float* tiles, int simdgroup, int lane) {
   simdgroup_float8x8 total[ROWS / 8], left, right;
+#pragma clang loop unroll(full)
   for (int r = 0; r < ROWS / 8; ++r) total[r] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
   threadgroup float* weight_tile = tiles + ROWS * PITCH;
   for (int start = 0; start < K; start += 32) {
@@ -26,6 +27,7 @@ void product(
     threadgroup_barrier(mem_flags::mem_threadgroup);
     for (int part = 0; part < 32; part += 8) {
       simdgroup_load(right, weight_tile + 8 * simdgroup * PITCH + part, PITCH, ulong2(0), true);
+#pragma clang loop unroll(full)
       for (int r = 0; r < ROWS / 8; ++r) {
         simdgroup_load(left, tiles + 8 * r * PITCH + part, PITCH);
         simdgroup_multiply_accumulate(total[r], left, right, total[r]);
@@ -33,6 +35,7 @@ void product(
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
   }
+#pragma clang loop unroll(full)
   for (int r = 0; r < ROWS / 8; ++r)
     simdgroup_store(total[r], sums + 8 * r * COLUMNS + 8 * simdgroup, COLUMNS);
   threadgroup_barrier(mem_flags::mem_threadgroup);

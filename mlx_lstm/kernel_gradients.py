@@ -43,8 +43,8 @@ def recurrent_input(problem: Problem, arrays: Arrays, h: mx.array) -> Arrays:
     }
     ones = ((1, T * B), h.dtype) if h.dtype != mx.float32 and {"b", "bhn"} & arrays.keys() else None
     outputs = {"h_in": ((D, T, B, P), h.dtype), "ones": ones}
-    body = "recurrent_input<S>({arrays}, thread_position_in_grid.x);"
-    groups = (-(-D * T * B * P // THREADS), 1)
+    body = "recurrent_input<S>({arrays}, thread_position_in_grid);"
+    groups = (-(-B * P // THREADS), T, D)
     shaders = ("cell", "store", "recurrent_input")
     found = launch("recurrent_input", shaders, inputs, outputs, {"S": h.dtype}, body, groups, THREADS)
     return dict(zip((name for name, output in outputs.items() if output), found, strict=True))

@@ -1,8 +1,8 @@
 """The text of the shaders made short, as MLX builds and hashes it again for every launch: a third of what is in metal/.
 
 Comments, indentation and needless blanks go, names of our own become two characters, and frequent words of the language
-macros. Every line stays a line, and every name has one short form everywhere, so that a line of a kernel can be traced
-back to its file.
+macros; 0.0f is 0.f. Every line stays a line, and every name has one short form everywhere, so that a line of a kernel
+can be traced back to its file.
 """
 
 from __future__ import annotations
@@ -34,6 +34,12 @@ FROM_OUTSIDE = re.compile(r"absent|Pieces|Rows|recurrent_input|(gru_)?(stepwise|
 MACROS = ("const", "float", "return", "template", "class", "device", "thread", "int", "long", "threadgroup")
 MACROS += ("constant", "constexpr")
 
+PHRASES = {
+    "#pragma clang loop unroll(full)": '_Pragma("clang loop unroll(full)")',
+    "threadgroup_barrier(mem_flags::mem_threadgroup)": "threadgroup_barrier(mem_flags::mem_threadgroup)",
+}
+"""What becomes a macro too, and what that stands for."""
+
 WORD = re.compile(r"\b[A-Za-z_]\w*")
 
 BLANKS = re.compile(r"(?<=[^\w\s>])\s+(?=[\w;,(){}[\]])|(?<=[\w;,(){}[\]])\s+(?=[^\w\s])")
@@ -54,19 +60,22 @@ def short_names() -> dict[str, str]:
     used = {*count, *LANGUAGE}
     free = (a + b for a, b in product(ascii_letters, ascii_letters + digits) if a + b not in used)
     ours = sorted(word for word in {*count} - LANGUAGE if len(word) > 2 and not FROM_OUTSIDE.fullmatch(word))
-    return dict(zip((*MACROS, *ours), free, strict=False))
+    return dict(zip((*PHRASES, *MACROS, *ours), free, strict=False))
 
 
 def macros() -> str:
     """The head of a kernel's text: the words that are macros in it."""
-    return "".join(f"#define {short_names()[word]} {word}\n" for word in MACROS)
+    meanings = PHRASES | {word: word for word in MACROS}
+    return "".join(f"#define {short_names()[word]} {meaning}\n" for word, meaning in meanings.items())
 
 
 def short_lines(text: str) -> list[str]:
     """A shader's text, line by line, made short."""
     names, lines = short_names(), []
     for line in without_comments(text).splitlines():
-        line = re.sub(r"\binline\b", "", line)
+        line = re.sub(r"(\d\.)0f\b", r"\1f", re.sub(r"\binline\b", "", line))
+        for phrase in PHRASES:
+            line = line.replace(phrase, names[phrase])
         if not line.lstrip().startswith("#"):
             line = BLANKS.sub("", WORD.sub(lambda word: names.get(word.group(), word.group()), line))
         lines.append(line.strip())

@@ -28,11 +28,29 @@ def header(names: tuple[str, ...]) -> str:
     return macros() + "".join(shorten(shader_file(name)) for name in names)
 
 
+NEVER_REFUSED = 384
+"""Threads of a threadgroup that no kernel is too large for: the published register files of Apple's GPUs hold that
+many threads with the most registers a thread can have."""
+
+
+def limited(header: str, source: str, threads: int) -> tuple[str, str]:
+    """Header and source of a kernel that is compiled for so many threads in a threadgroup. Otherwise the compiler may
+    give a thread more registers than that leaves, and MLX refuses the launch. MLX writes the attribute `kernel` itself,
+    between the two."""
+    if threads <= NEVER_REFUSED:
+        return header, source
+    limit = f"#define kernel kernel,max_total_threads_per_threadgroup({threads})\n"
+    return header + limit, f"{source}\n#undef kernel"
+
+
 @cache
-def build(name: str, inputs: tuple[str, ...], outputs: tuple[str, ...], source: str, shaders: tuple[str, ...]):
+def build(
+    name: str, inputs: tuple[str, ...], outputs: tuple[str, ...], source: str, shaders: tuple[str, ...], threads: int
+):
     """The kernel of this text; the name tells apart all texts of one shader, as MLX caches compiled code by it."""
+    head, source = limited(header(shaders), source, threads)
     return mx.fast.metal_kernel(
-        name=name, input_names=list(inputs), output_names=list(outputs), source=source, header=header(shaders)
+        name=name, input_names=list(inputs), output_names=list(outputs), source=source, header=head
     )
 
 
@@ -59,7 +77,7 @@ def launch(
     arguments = {name: "absent" if name in missing else name for name in (*inputs, *outputs)}
     source = BLANKS.sub("", body.format(arrays=", ".join(arguments.values()), **arguments))
     name = "_".join([shader, "without", *missing]) if missing else shader
-    kernel = build(name, tuple(given), tuple(wanted), source, shaders)
+    kernel = build(name, tuple(given), tuple(wanted), source, shaders, threads)
     return kernel(
         inputs=list(given.values()),
         template=list(template.items()),

@@ -21,9 +21,11 @@ ARITHMETIC = {(op, sweep): (f"{op}_cell", f"{op}_cell_{sweep}") for op in ("lstm
 ARITHMETIC |= {("rnn", sweep): ("rnn_cell",) for sweep in SWEEPS}
 """The files of a cell's arithmetic."""
 
-RESIDENT_BYTES = 150_000
-"""Recurrent weights a GPU core is taken to hold in registers beside the rest; from published register files."""
+REGISTERS = {384: 128, 448: 116, 512: 104, 576: 92, 640: 80, 704: 72, 768: 68, 832: 60, 896: 56, 1024: 52}
+"""Registers of 32 bits that a thread can have, by the most threads of its threadgroup: published for the M1."""
 
+WORKING_REGISTERS = 40
+"""What a thread is taken to need beside its weights: sums, operands, states, indices. Not measured."""
 
 MATRIX_BATCH = 65
 """The smallest batch, of both directions together, for the form in 8 x 8 matrices. It needs 8 items per threadgroup, so
@@ -61,9 +63,17 @@ def fused_tiling(cell: Cell, B: int, H: int, itemsize: int, *, backward: bool, d
     pieces = -(-length // piece)
     one = 4 * rows * piece * pieces
     vectors = 1 if matrices and backward and 2 * one > THREADGROUP_BYTES else 2
-    resident = max(1, min(pieces, pieces * RESIDENT_BYTES // (gates * H * H * itemsize)))
+    # Weights that a lane has of a piece: 2 or 4 neighbours in each row of its unit, or of all units it shares.
+    rows_of_lane = (1 if backward else lanes) * (1 if matrices else units)
+    registers = rows_of_lane * (2 if matrices else 4) * itemsize // 4
+    resident = max(1, min(pieces, (registers_of(threads) - WORKING_REGISTERS) // registers))
     kept = min(1.0, resident * piece / length)
     return FusedTiling(matrices, units, rows, threads, vectors, vectors * one, resident, kept)
+
+
+def registers_of(threads: int) -> int:
+    """What a thread can have in a threadgroup of so many."""
+    return REGISTERS[min(most for most in REGISTERS if most >= threads)]
 
 
 def in_matrices(cell: Cell, B: int, H: int) -> bool:

@@ -273,7 +273,7 @@ def stepwise_outputs(problem: Problem, given: Inputs, kinds: list[Kind], *, name
             f"{start.format('GATES, CARRIES, S')}, {of_cells}, {end}",
             f"{start.format('0, false, S')} + 3, {of_h}, {end}",
         ]
-    name = f"{problem.cell.op}_stepwise_outputs"
+    name = f"{problem.cell.op}_stepwise_outputs" + "_projected" * (len(kinds) > 1)
     return launch_sequences(name, ("stepwise_outputs",), problem, kinds, inputs, outputs, template, calls)
 
 

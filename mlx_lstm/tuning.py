@@ -50,8 +50,8 @@ class Table(NamedTuple):
         return "stepwise", f"H = {H} > {row[-1][0]} {where}" if row else f"H = {H} {where}"
 
 
-WIDE = {1: ((128, "fused"),), 65: ((192, "fused"),)}
-NARROW = {1: ((192, "fused"),), 65: ((224, "fused"),)}
+WIDE = {1: ((128, "fused"),), 65: ((160, "fused"),)}
+NARROW = {1: ((160, "fused"),), 65: ((224, "fused"),)}
 PREDICTED = Table("predicted", {"float32": WIDE, "float16": NARROW, "bfloat16": NARROW})
 """The largest multiple of 32 up to which two of the three chips of `bench.model` are predicted to need no more GPU time
 for forward and backward in `fused` than in `stepwise`, at every B of the row. Beyond it one GPU core streams the

@@ -66,6 +66,24 @@ def test_fused_stays_within_the_limits_of_metal(cell, itemsize):
                 assert tiling.threads >= (4 if tiling.matrices else kernels_fused.LANES[cell.op]) * H
 
 
+def test_a_kernel_is_compiled_for_its_threads():
+    """Else the compiler may give a thread more registers than so many threads leave, and MLX refuses the launch."""
+    for H, op, threads in ((20, "lstm", 0), (100, "lstm", 416), (100, "gru", 416), (400, "rnn", 416)):
+        for launch in launches_of((1, 1, 2, H, 2), "fused", op=op):
+            found = re.findall(r"#define kernel kernel,max_total_threads_per_threadgroup\((\d+)\)", launch.source)
+            assert found == ([str(threads)] if threads and "fused" in launch.name else [])
+
+
+def test_a_name_has_one_text():
+    """MLX keeps compiled code by name, and compiles again where the text of a name changes."""
+    texts = {}
+    for layer, options in LIMITED.items():
+        options = {name: value for name, value in options.items() if name != "peephole"}
+        for launch in launches_of((2, 4, 2, 5, 3), "stepwise", **options):
+            name = re.search(r"void (custom_kernel_\w+)", launch.source).group(1)
+            assert texts.setdefault(name, launch.source) == launch.source, (layer, name)
+
+
 # --- What a launch costs ---------------------------------------------------------------------------------------------
 
 

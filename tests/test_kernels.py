@@ -28,6 +28,7 @@ from mlx_lstm.engines import METAL_ENGINES
 from mlx_lstm.oracle import ARRAYS, backward, forward
 
 ENGINES = METAL_ENGINES
+WAYS = [{"reverse": False}, {"reverse": True}, {"bidirectional": True}]
 HALVES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 
 
@@ -147,6 +148,33 @@ def test_odd_shapes_of_both_directions(engine, layer, sizes):
     check(*with_engine(engine, draw_away_from_kinks(3, ROUNDING_MARGIN, sizes=sizes, **options)))
 
 
+@pytest.mark.parametrize("sizes", [(1, 1, 1, 1, 1), (1, 1, 2, 2, 1), (2, 1, 1, 3, 2)], ids=str)
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_a_projection_of_few_numbers(sizes, way):
+    """Fewer than 8 in every array, which MLX binds as constant; without options, whose gradients take another way."""
+    check(*with_engine("stepwise", draw_away_from_kinks(3, sizes=sizes, projection=True, **way)))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"activations": ("hard_sigmoid",) * 5},
+        {"activations": ("relu",) * 5},
+        {"cell_clip": 0.5},
+        {"op": "rnn", "activation": "relu"},
+    ],
+    ids=str,
+)
+def test_nan_stays_nan(engine, options):
+    """Metal's own max and clamp would make a number of it."""
+    case = draw(np.random.default_rng(0), sizes=(3, 2, 2, 3, 3), dtype=np.float32, **options)
+    case["x"][1, 0] = np.nan
+    with on_metal():
+        h = run(case, engine, np.float32)[0]["h"]
+    assert np.isnan(h[1:, 0]).all() and np.isfinite(h[0]).all() and np.isfinite(h[:, 1]).all()
+
+
 @pytest.mark.parametrize("H, dtype", [(128, np.float32), (200, np.float16)])
 def test_fused_with_weights_that_do_not_fit_in_registers(H, dtype):
     tiling = kernels_fused.fused_tiling(LSTMCell(), 2, H, np.dtype(dtype).itemsize, backward=False)
@@ -215,9 +243,6 @@ def test_wide_batches_run_in_matrices():
         options = {"sizes": sizes, "bidirectional": directions == 2}
         _, log = check(*with_engine("fused", draw_away_from_kinks(3, ROUNDING_MARGIN, **options)))
         assert ["matrix" in launch.name for launch in log] == [True, False, True]
-
-
-WAYS = [{"reverse": False}, {"reverse": True}, {"bidirectional": True}]
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)

@@ -16,7 +16,7 @@ import mlx.nn as nn
 
 from ..autodiff import ENGINE_MODULES
 from ..cells import Cell, LSTMCell
-from ..kernels_fused import RESIDENT_BYTES, FusedTiling, fused_tiling
+from ..kernels_fused import WORKING_REGISTERS, FusedTiling, fused_tiling
 from ..kernels_stepwise import stepwise_rows
 from ..problem import Problem
 from . import traffic_stepwise
@@ -66,6 +66,9 @@ CALL, TEXT = 2.3e-6, 0.4e-9
 
 ROUND_TRIP = 0.15e-3
 """Seconds to hand over work and to wait for its end. Assumed."""
+
+REGISTER_FILE = 208 * 1024
+"""Bytes of registers of a GPU core, published."""
 
 STEP_LATENCY = 0.6e-6
 """Seconds of a step of `fused` besides its product: a barrier, the activations one after the other. Assumed."""
@@ -161,13 +164,14 @@ def memory_seconds(count: float, chip: Chip) -> float:
 
 
 def fused_seconds(launch: Launch, problem: Problem, chip: Chip) -> float:
-    """Threadgroups share a core as long as its registers hold their weights; more of them run in turns."""
+    """Threadgroups share a core as long as its registers hold what each needs; more of them run in turns."""
     steps = launch.writes[0].shape[0]
     tiling = tiling_of(launch, problem, itemsize(launch))
     rows, kept, part = tiling.rows, tiling.kept, MATRICES if tiling.matrices else LANES
     weights = sum(buffer.bytes for buffer in launch.reads if buffer.name in WEIGHTS) / problem.directions
     per_core = ceil(prod(launch.groups) / chip.cores)
-    together = min(per_core, max(1, int(RESIDENT_BYTES / (kept * weights))))
+    needed = kept * weights + 4 * WORKING_REGISTERS * tiling.threads
+    together = min(per_core, max(1, int(REGISTER_FILE / needed)))
     arithmetic = together * rows * weights / itemsize(launch) / (128 * part * chip.clock)
     stream = together * (1 if tiling.matrices else rows) * (1 - kept) * weights / (FROM_L2 * chip.clock)
     first = per_core * kept * weights / (FROM_L2 * chip.clock)

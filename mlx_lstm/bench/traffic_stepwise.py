@@ -24,7 +24,7 @@ WEIGHTS = ("Wh", "weights")
 
 def kind_of(launch: Launch) -> str:
     """The shader: "forward", "outputs", "backward", "dh" or "gradients"."""
-    return re.sub(r".*_stepwise_|_joining", "", launch.name)
+    return re.sub(r".*_stepwise_|_joining|_projected", "", launch.name)
 
 
 def itemsize(launch: Launch) -> int:
@@ -106,7 +106,7 @@ def step_of(buffer: Buffer, kind: str, problem: Problem) -> tuple[float, float]:
 
 
 def of_sequences(buffer: Buffer, launch: Launch, kind: str, problem: Problem) -> tuple[float, float]:
-    """What lays the rows out in time reads everything once; of the steps back what is carried at the last one only."""
+    """What lays the rows out in time reads everything once; not what the steps back carry, without an initial state."""
     T, op = problem.T, problem.cell.op
     if kind == "outputs":
         return buffer.bytes, buffer.bytes
@@ -115,4 +115,4 @@ def of_sequences(buffer: Buffer, launch: Launch, kind: str, problem: Problem) ->
     if buffer.name == "gates":  # r of a GRU
         return (buffer.bytes / 3,) * 2
     kept, carried = problem.cell.gates * itemsize(launch), CARRIES[op]
-    return (buffer.bytes * (kept + carried / T) / (kept + carried),) * 2
+    return (buffer.bytes * kept / (kept + carried),) * 2

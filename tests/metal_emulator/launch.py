@@ -1,6 +1,7 @@
 """One launch: buffers in, threads run, findings and counters out."""
 
 import ctypes
+import re
 import time
 from dataclasses import dataclass, field
 
@@ -137,8 +138,10 @@ def launch(
 ) -> Result:
     """Runs a kernel over a grid of threads."""
     group = [min(g, t) for g, t in zip(grid, threadgroup, strict=True)]
-    if np.prod(group) > 1024 or min(group) < 1:
-        finding = Finding("thread-limit", f"threadgroup {tuple(group)}: 1 to 1024 threads are allowed")
+    limits = re.findall(r"\bmax_total_threads_per_threadgroup\((\d+)\)", kernel.source)
+    most = min([1024, *map(int, limits)])
+    if np.prod(group) > most or min(group) < 1:
+        finding = Finding("thread-limit", f"threadgroup {tuple(group)}: 1 to {most} threads are allowed")
         return Result([], [finding], {}, {}, 0.0, aborted=True)
     lib = runtime.library()
     kernel.image.reset_runtime()

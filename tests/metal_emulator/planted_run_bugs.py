@@ -252,6 +252,9 @@ def _limits() -> None:
         "scratch[SG * 4 * 64 + 8192]",
     )
     written("1056 threads per threadgroup", kind, "thread-limit", "o0[i % 64] = 1;", threads=1056, group=1056)
+    limited = "#define kernel kernel,max_total_threads_per_threadgroup(32)\n"
+    body = "o0[i] = a0[i];\n#undef kernel"
+    written("more threads than the kernel is built for", kind, "thread-limit", body, group=64, header=limited)
     written(
         "private array of 512 KB",
         kind,
