@@ -125,12 +125,14 @@ def check_activations(op: str, activations: object, rule: str, count: int) -> No
         check_option(op, "activations: each", name, ACTIVATIONS)
 
 
-def is_traced(arrays: list[mx.array]) -> bool:
-    """Whether any of these arrays is a placeholder without a value. Evaluates the others."""
-    try:
-        mx.eval(arrays)
-    except ValueError as error:
-        if "during function transformations" in str(error):
-            return True
-        raise
-    return False
+def is_traced(arrays: list[mx.array], *, wait: bool) -> bool:
+    """Whether any of these arrays is a placeholder without a value. Evaluates the others; without `wait` it only sets
+    that going, where MLX can."""
+    for evaluate in (mx.eval,) if wait else (mx.async_eval, mx.eval):
+        try:
+            evaluate(arrays)
+            return False
+        except ValueError as error:  # of async_eval inside mx.grad too, where arrays have values
+            if not any(text in str(error) for text in ("during function transformations", "a graph transformation")):
+                raise
+    return True

@@ -6,6 +6,7 @@ import mlx.core as mx
 import numpy as np
 
 from . import engine_fused, engine_numpy, engine_ops, engine_stepwise
+from .arguments import is_traced
 from .batching import vmap_one_by_one
 from .engine_numpy_memory import empty, view
 from .engines import METAL_ENGINES
@@ -65,12 +66,18 @@ def differentiable(problem: Problem, arrays: dict[str, mx.array], engine: str) -
     hides = engine == "numpy" or (engine in METAL_ENGINES and not problem.training)
     hidden = {"gates"} if hides and not problem.return_gates else set()
     shown = [name for name in problem.cell.outputs if name not in hidden]
+    # A custom function has to get every array that mx.vmap may map.
+    lengths = () if problem.lengths is None else (problem.lengths,)
     kept = {}
     used: set[str] | None = set()
 
+    def parts(values: tuple[mx.array, ...]) -> tuple[Problem, tuple[mx.array, ...]]:
+        return (problem._replace(lengths=values[-1]), values[:-1]) if lengths else (problem, values)
+
     @mx.custom_function
     def forward(*values: mx.array) -> tuple[mx.array, ...]:
-        outputs = module.forward(problem, dict(zip(names, values, strict=True)))
+        its_problem, values = parts(values)
+        outputs = module.forward(its_problem, dict(zip(names, values, strict=True)))
         kept.update((name, outputs.get(name)) for name in hidden)
         return tuple(outputs[name] for name in shown)
 
@@ -82,8 +89,9 @@ def differentiable(problem: Problem, arrays: dict[str, mx.array], engine: str) -
         present = {name: d for name, d in zip(shown, cotangents, strict=True) if used is None or name in used}
         used = None
         saved = dict(zip(shown, outputs, strict=True))
-        gradients = first_order(engine, problem, names, kept)(primals, present, saved)
-        return tuple(gradients[name] for name in names)
+        its_problem, values = parts(primals)
+        gradients = first_order(engine, its_problem, names, kept)(values, present, saved)
+        return *(gradients[name] for name in names), *map(mx.zeros_like, lengths)
 
     if module is not engine_ops:
 
@@ -99,7 +107,7 @@ def differentiable(problem: Problem, arrays: dict[str, mx.array], engine: str) -
 
     if engine in METAL_ENGINES:
         vmap_one_by_one(forward, count_all)
-    outputs = zip(shown, forward(*arrays.values()), strict=True)
+    outputs = zip(shown, forward(*arrays.values(), *lengths), strict=True)
     return {name: tap(value, used, name) for name, value in outputs}
 
 
@@ -141,12 +149,22 @@ def tanh_jvp(x: mx.array, dx: mx.array) -> mx.array:
     return dx * (1 - y * y)
 
 
+def in_mlx(problem: Problem, arrays: dict[str, mx.array], saved: dict) -> dict[str, mx.array]:
+    """What the numpy engine saved, as the ops engine reads it."""
+    if "gates" in problem.cell.outputs and saved.get("gates") is None:
+        return engine_ops.forward(problem, arrays)
+    return {name: array if isinstance(array, mx.array) else mx.array(array) for name, array in saved.items()}
+
+
 def first_order(engine: str, problem: Problem, names: tuple[str, ...], kept: dict):
     """The engine's backward pass; for an engine whose results MLX cannot differentiate, one that says so."""
     module = ENGINE_MODULES[engine]
 
     def backward(primals, cotangents, saved):
-        return module.backward(problem, dict(zip(names, primals, strict=True)), saved | kept, cotangents)
+        arrays, saved = dict(zip(names, primals, strict=True)), saved | kept
+        if engine == "numpy" and is_traced([*primals, *cotangents.values()], wait=True):
+            return engine_ops.backward(problem, arrays, in_mlx(problem, arrays, saved), cotangents)
+        return module.backward(problem, arrays, saved, cotangents)
 
     if module is engine_ops:
         return backward

@@ -465,7 +465,7 @@ class Stack(NamedTuple):
             if is_training:
                 return output, output_h, output_c, pack(self.reserved(where, *x.shape[:2]), kept, input.dtype)
             # A plain graph can be exported.
-            if not recurrence.is_traced([input, input_h, params]):
+            if not recurrence.is_traced([input, input_h, params], wait=False):
                 output, output_h, output_c = without_gradient(self.original, output, output_h, output_c)
             return output, output_h, output_c, mx.zeros((), input.dtype)
 
@@ -602,7 +602,7 @@ class Stack(NamedTuple):
         check_params(op, where, params, input.dtype)
         if self.original != "CudnnRNNV3":
             return where, None
-        traced = isinstance(sequence_lengths, mx.array) and recurrence.is_traced([sequence_lengths])
+        traced = isinstance(sequence_lengths, mx.array) and recurrence.is_traced([sequence_lengths], wait=True)
         lengths = check_lengths(op, sequence_lengths, N, T, traced=traced, name="sequence_lengths", shortest=1)
         return where, lengths if traced or (lengths < T).any().item() else None
 

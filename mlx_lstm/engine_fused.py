@@ -12,9 +12,9 @@ import mlx.core as mx
 
 from .cells import Cell, LSTMCell, RNNCell
 from .directions import half
-from .engine_ops import Arrays, gradients_after_sweep, project
+from .engine_ops import Arrays, gradients_after_sweep
 from .kernel_gradients import candidates, gradients_in_few_launches, is_plain, recurrent_input, takes_product
-from .kernel_inputs import contiguous, whole_mask
+from .kernel_inputs import contiguous, project, whole_mask
 from .kernels_fused import fused_backward, fused_forward, fused_tiling
 from .problem import Problem
 
@@ -30,7 +30,7 @@ def forward(problem: Problem, arrays: Arrays) -> Arrays:
     """h [T, B, D H], gates [T, B, D G H], hT [B, D H], of an LSTM c [T, B, D H] and cT [B, D H] in float32; gates only
     if the problem keeps them."""
     fixed = options(problem, arrays) | {
-        "z": contiguous(project(arrays)),
+        "z": project(arrays),
         "Wh": contiguous(arrays["Wh"]),
         "numbers": numbers(problem.cell),
     }

@@ -41,7 +41,8 @@ def forward(problem: Problem, arrays: Arrays) -> Arrays:
 def sweep_forward(problem: Problem, arrays: Arrays, z: mx.array) -> Arrays:
     """The steps of one direction."""
     h, c = initial_states(problem, arrays)
-    rows = [None] * problem.T
+    # Not z[t], of which mx.compile(shapeless=True) would keep the first call's shape without a word.
+    rows, z = [None] * problem.T, [row.squeeze(0) for row in mx.split(z, problem.T)]
     for t in problem.steps():
         gates, c_new, h_new = step(problem, arrays, z[t], recurrent_input(arrays, h, t), h, c)
         live = problem.live(t)
@@ -223,8 +224,8 @@ def project(arrays: Arrays) -> mx.array:
     x, Wx, b = arrays["x"], arrays.get("Wx"), arrays.get("b")
     if Wx is None:
         return x if b is None else x + b
-    z = flat(x) @ Wx.T if b is None else mx.addmm(b, flat(x), Wx.T)
-    return z.reshape(*x.shape[:2], -1)
+    z = flat(x) @ Wx.T  # not mx.addmm: with mx.vmap over b alone MLX 0.32.4 refuses it
+    return (z if b is None else z + b).reshape(*x.shape[:2], -1)
 
 
 def peephole_gradient(cell: LSTMCell, dz: mx.array, c_prev: mx.array, c: mx.array) -> mx.array:

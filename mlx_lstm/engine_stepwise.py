@@ -11,9 +11,9 @@ from __future__ import annotations
 import mlx.core as mx
 
 from . import kernels_stepwise as kernels
-from .engine_ops import Arrays, gradients_after_sweep, project
+from .engine_ops import Arrays, gradients_after_sweep
 from .kernel_gradients import candidates, gradients_in_few_launches, is_plain, recurrent_input, takes_product
-from .kernel_inputs import contiguous, whole_mask
+from .kernel_inputs import contiguous, project, whole_mask
 from .kernel_rows import LEFT, Rows
 from .problem import Problem
 
@@ -25,7 +25,7 @@ def forward(problem: Problem, arrays: Arrays) -> Arrays:
     cell, Wp = problem.cell, contiguous(arrays.get("Wp"))
     rows, projected = rows_of(problem, Wp)
     mask = whole_mask(problem, arrays.get("mask"))
-    z = contiguous(project(arrays))
+    z = project(arrays)
     fixed = options(problem, arrays) | {
         "z": z,
         "mask": mask,

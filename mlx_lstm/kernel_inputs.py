@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import mlx.core as mx
 
+from . import engine_ops
 from .problem import Problem
 
 
 def contiguous(array: mx.array | None) -> mx.array | None:
     """The array in row order, copied once where every launch would copy it; `mx.contiguous` cannot be exported."""
     return None if array is None else array.reshape(-1).reshape(array.shape)
+
+
+def project(arrays: dict[str, mx.array]) -> mx.array:
+    """`engine_ops.project`, in one launch and in row order."""
+    x, Wx, b = (arrays.get(name) for name in ("x", "Wx", "b"))
+    if Wx is None or b is None:
+        return contiguous(engine_ops.project(arrays))
+    return mx.addmm(b, engine_ops.flat(x), Wx.T).reshape(*x.shape[:2], -1)
 
 
 def whole_mask(problem: Problem, mask: mx.array | None) -> mx.array | None:

@@ -480,20 +480,23 @@ class Plan(NamedTuple):
         return Problem(*sizes, self.cell, self.reverse and not self.bidirectional, None, *options)
 
     def choose(self, problem: Problem, arrays: Arrays, others: list[mx.array], op: str) -> tuple[Problem, str, bool]:
-        """The problem with its lengths, the engine's word, whether some array has no value yet."""
+        """The problem with its lengths, the engine's word, whether some array has no value yet, where that counts:
+        nothing is evaluated for an engine that does without."""
         T, B, H, _ = problem[:4]
-        lengths = [self.lengths] if isinstance(self.lengths, mx.array) else []
-        traced = is_traced([*arrays.values(), *others, *lengths])
         if self.lengths is not None:
+            traced = isinstance(self.lengths, mx.array) and is_traced([self.lengths], wait=True)
             problem = problem._replace(lengths=check_lengths(op, self.lengths, B, T, traced=traced))
-        metal = mx.metal.is_available()
+            others = [*others, problem.lengths]
+        metal, on_cpu = mx.metal.is_available(), current_device() == "cpu"
+        numpy = on_cpu and self.engine in (None, "numpy")
+        traced = (numpy or not self.training) and is_traced([*arrays.values(), *others], wait=numpy)
         word = choose(
             sizes=(T, B, arrays["x"].shape[-1], H),
             dtype=arrays["x"].dtype,
             cell=self.cell,
             bidirectional=self.bidirectional,
             projection="Wp" in arrays,
-            device=current_device(),
+            device="cpu" if on_cpu else "gpu",
             metal=metal,
             traced=traced,
             requested=self.engine,
@@ -526,7 +529,7 @@ def h_of(problem: Problem, saved: Arrays) -> mx.array:
 def tanh(c: mx.array) -> mx.array:
     """tanh of a sequence that an engine returned, for dialects that show it. MLX's own is slow on the CPU."""
     slow = current_device() == "cpu" and c.dtype in (mx.float32, mx.float64)
-    return tanh_by_numpy(c) if slow and not is_traced([c]) else mx.tanh(c)
+    return tanh_by_numpy(c) if slow and not is_traced([c], wait=True) else mx.tanh(c)
 
 
 def joined(blocks: list[mx.array]) -> mx.array:

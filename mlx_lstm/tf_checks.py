@@ -161,7 +161,7 @@ def check_steps(op: str, seq_len_max: object) -> int:
     if isinstance(seq_len_max, (mx.array, np.ndarray)):
         if seq_len_max.ndim:
             reject(op, f"`seq_len_max_tensor` must be rank 0 but is rank {seq_len_max.ndim}")
-        if isinstance(seq_len_max, mx.array) and is_traced([seq_len_max]):
+        if isinstance(seq_len_max, mx.array) and is_traced([seq_len_max], wait=True):
             fail(op, "seq_len_max must have a value", "a placeholder of mx.compile or mx.vmap")
         seq_len_max = seq_len_max.item()
     if not isinstance(seq_len_max, (int, np.integer)) or isinstance(seq_len_max, bool):

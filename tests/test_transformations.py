@@ -53,15 +53,81 @@ def test_gradient_under_mlx_transformations(kind):
 
 @ALL_KINDS
 def test_vmap_over_one_argument(kind):
-    """The others are shared; but not over a bias alone, which MLX 0.32.4 refuses in mx.addmm."""
+    """The others are shared."""
     arrays, call, _ = small(kind)
     case, _ = draw_away_from_kinks(9, sizes=(2, 2, 2, 2, 3), **EVERY_ARRAY[kind] | {"mask": ("P",)})
     expected = np.array(call(*arrays).h)
     for n, name in enumerate(split(case)[1]):
-        if name not in ("b", "bhn"):
+        if name != "bhn":
             many = mx.vmap(lambda array, n=n: call(*arrays[:n], array, *arrays[n + 1 :]).h)
             got = many(mx.stack([2 * arrays[n], arrays[n]]))
             np.testing.assert_allclose(np.array(got[1]), expected, rtol=0, atol=2e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("engine", [None, "ops"])
+@pytest.mark.parametrize("training", [True, False])
+@ALL_KINDS
+def test_vmap_over_lengths(kind, training, engine):
+    """Alone, and with another argument; with gradients on either side of it."""
+    arrays, call, _ = small(kind)
+    lengths = mx.array([[2, 1], [0, 2], [1, 1]])
+
+    def outputs(x, lengths):
+        return call(x, *arrays[1:], lengths=lengths, training=training, engine=engine).h
+
+    def loss(x, lengths):
+        return (outputs(x, lengths) ** 2).sum()
+
+    x, many = arrays[0], mx.stack([arrays[0], 2 * arrays[0], arrays[0] - 1])
+    each = [(many[n], lengths[n]) for n in range(3)]
+    assert_trees_close(mx.vmap(outputs, (None, 0))(x, lengths), [outputs(x, row) for row in lengths])
+    assert_trees_close(mx.vmap(outputs)(many, lengths), [outputs(*row) for row in each])
+    expected = [mx.grad(loss)(*row) for row in each]
+    assert_trees_close(mx.vmap(mx.grad(loss))(many, lengths), expected)
+    assert_trees_close(mx.grad(lambda many: mx.vmap(loss)(many, lengths).sum())(many), expected)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@ALL_KINDS
+def test_a_backward_pass_of_which_only_the_gradient_is_traced(kind, training):
+    """The forward pass has run, on the CPU's own engine: a Jacobian row by row, a compiled gradient."""
+    arrays, call, _ = small(kind)
+
+    def pull(cotangent):
+        return mx.vjp(lambda *values: call(*values, training=training).hT, arrays, [cotangent])[1]
+
+    cotangents = mx.random.normal((3, *call(*arrays).hT.shape))
+    expected = [pull(row) for row in cotangents]
+    for array, rows in zip(mx.vmap(pull)(cotangents), zip(*expected, strict=True), strict=True):
+        assert_trees_close(array, rows)
+    assert_trees_close(mx.compile(pull)(cotangents[1]), expected[1])
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_what_is_evaluated(monkeypatch, training):
+    """Nothing, while training, but for the numpy engine. In inference only whether arrays have values is asked for."""
+    asked = []
+    for name in ("eval", "async_eval"):
+        monkeypatch.setattr(mx, name, lambda *arrays, name=name: asked.append(name))
+    out = lstm(mx.ones((3, 2, 4)), mx.ones((8, 4)), mx.ones((8, 2)), engine="ops", training=training)
+    mx.grad(lambda h0: lstm(out.h, mx.ones((8, 2)), mx.ones((8, 2)), h0=h0, engine="ops").h.sum())(out.hT)
+    assert asked == ([] if training else ["async_eval"])
+
+
+@ALL_KINDS
+def test_compiled_for_any_shape_is_refused(kind):
+    """By MLX, which cannot tell the shapes of a loop over time; never a result of the wrong shape."""
+    arrays, call, _ = small(kind)
+    compiled = mx.compile(lambda x: call(x, *arrays[1:], training=False).h, shapeless=True)
+    with pytest.raises(ValueError, match="cannot infer output shapes"):
+        mx.eval(compiled(arrays[0]), compiled(mx.concatenate([arrays[0], arrays[0]])))
+
+
+def test_vmap_over_the_bias_of_a_plain_layer_alone():
+    x, Wx, Wh = mx.random.normal((3, 2, 4)), mx.random.normal((8, 4)), mx.random.normal((8, 2))
+    biases = mx.random.normal((3, 8))
+    got = mx.vmap(lambda b: lstm(x, Wx, Wh, b).h)(biases)
+    assert_trees_close(got, [lstm(x, Wx, Wh, b).h for b in biases])
 
 
 @ALL_KINDS
