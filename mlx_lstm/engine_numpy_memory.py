@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import prod
+
 import mlx.core as mx
 import numpy as np
 
@@ -11,6 +13,7 @@ Arrays = dict[str, mx.array]
 Views = dict[str, np.ndarray]
 
 CHUNK_ROWS = 1024  # rows (time steps x batch) that one product takes: bounds the memory of dz
+COPIED = 2**13  # numbers of a new array from which on MLX makes it
 WIDE_BATCH = 16  # from here on a step's [4H, B] block is wide enough for BLAS and for contiguous rows
 
 
@@ -26,10 +29,16 @@ def views(arrays: Arrays) -> Views:
 
 
 def empty(dtype: np.dtype, shapes: dict[str, tuple[int, ...]]) -> tuple[Arrays, Views]:
-    """New MLX arrays, not yet written, and NumPy's views of them."""
+    """New MLX arrays, their contents arbitrary, and NumPy's views of them."""
     kind = mx.float64 if dtype == np.float64 else mx.float32
-    arrays = {name: mx.empty(shape, kind) for name, shape in shapes.items()}
+    arrays = {name: new_array(shape, dtype, kind) for name, shape in shapes.items()}
     return arrays, views(arrays)
+
+
+def new_array(shape: tuple[int, ...], dtype: np.dtype, kind: mx.Dtype) -> mx.array:
+    """A small one as a copy of NumPy's, which has a value at once: to wait for MLX takes 20 to 40 us, a step of a
+    small layer as long."""
+    return mx.array(np.empty(shape, dtype), kind) if prod(shape) < COPIED else mx.empty(shape, kind)
 
 
 def memory_shape(shape: tuple[int, int, int], like: np.ndarray) -> tuple[int, int, int]:
