@@ -86,10 +86,9 @@ def check_lstm(
     check_gate_order(op, gate_order, "ifgo")
     check_activations(op, activations, "five names: those of i, f, g, o and of the output", 5)
     check_option(op, "output_peephole", output_peephole, ("current", "previous"))
-    if cell_clip is not None:
-        check_number(op, "cell_clip", cell_clip, positive=True)
-    check_number(op, "forget_bias", forget_bias)
-    return LSTMCell(gate_order, tuple(activations), output_peephole, cell_clip, float(forget_bias))
+    clip = None if cell_clip is None else check_number(op, "cell_clip", cell_clip, positive=True)
+    bias = check_number(op, "forget_bias", forget_bias)
+    return LSTMCell(gate_order, tuple(activations), output_peephole, clip, bias)
 
 
 def check_gru(

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from numbers import Integral, Real
 from typing import NoReturn
 
 import mlx.core as mx
 import numpy as np
 
 FLOATS = (mx.float32, mx.float16, mx.bfloat16, mx.float64)
+ARRAYS = ((np.ndarray, np), (mx.array, mx))
 
 
 def fail(op: str, rule: str, value: object) -> NoReturn:
@@ -50,11 +53,29 @@ def check_flag(op: str, name: str, value: object) -> None:
         fail(op, f"{name} must be True or False", repr(value))
 
 
-def check_number(op: str, name: str, value: object, *, positive: bool = False) -> None:
-    """`value` is a finite number, and greater than 0 if `positive`."""
-    number = isinstance(value, (int, float)) and not isinstance(value, bool) and np.isfinite(value)
-    if not number or (positive and value <= 0):
+def check_integer(op: str, name: str, value: object, *, least: int | None = None) -> int:
+    """`value`, an integer of any type, and not below `least`, as Python's."""
+    if not isinstance(value, Integral) or isinstance(value, bool) or (least is not None and value < least):
+        fail(op, f"{name} must be an integer{'' if least is None else f' of at least {least}'}", repr(value))
+    return int(value)
+
+
+def check_number(op: str, name: str, value: object, *, positive: bool = False) -> float:
+    """`value`, a finite number of any type, and greater than 0 if `positive`, as Python's float."""
+    number = as_float(value)
+    if number is None or not math.isfinite(number) or (positive and number <= 0):
         fail(op, f"{name} must be a finite number{' greater than 0' if positive else ''}", repr(value))
+    return number
+
+
+def as_float(value: object) -> float | None:
+    """A number of any type as Python's float, infinite if it is too large for one; None if it is no number."""
+    if not isinstance(value, Real) or isinstance(value, bool):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
 
 
 def check_lengths(
@@ -62,19 +83,19 @@ def check_lengths(
 ) -> mx.array:
     """`lengths` as int32 [batch], each in shortest..longest; a traced array's range is unknown and goes unchecked."""
     if isinstance(lengths, (list, tuple)):
-        if not all(isinstance(n, (int, np.integer)) and not isinstance(n, bool) for n in lengths):
+        if not all(isinstance(n, Integral) and not isinstance(n, bool) for n in lengths):
             fail(op, f"{name} must be integers", lengths)
-        lengths = mx.array([int(n) for n in lengths], mx.int64)
-    elif isinstance(lengths, np.ndarray) and np.issubdtype(lengths.dtype, np.integer):
-        lengths = mx.array(lengths)
-    if not isinstance(lengths, mx.array) or not mx.issubdtype(lengths.dtype, mx.integer):
+        # As objects, of which none is too large to be compared.
+        lengths = np.array([int(n) for n in lengths], object)
+    elif not any(isinstance(lengths, kind) and of.issubdtype(lengths.dtype, of.integer) for kind, of in ARRAYS):
         fail(op, f"{name} must be integers (a list, or an array)", getattr(lengths, "dtype", type(lengths).__name__))
     if lengths.shape != (batch,):
         fail(op, f"{name} must have shape [{batch}], one per batch item,", f"shape {list(lengths.shape)}")
-    if not traced:
-        values = np.array(lengths)
-        outside = (values < shortest) | (values > longest)
-        if outside.any():
-            item = int(outside.argmax())
-            fail(op, f"{name} must lie in {shortest}..{longest}", f"{name}[{item}] = {values[item]}")
-    return lengths.astype(mx.int32)
+    if isinstance(lengths, mx.array) and traced:
+        return lengths.astype(mx.int32)
+    values = np.array(lengths)
+    outside = (values < shortest) | (values > longest)
+    if outside.any():
+        item = int(outside.argmax())
+        fail(op, f"{name} must lie in {shortest}..{longest}", f"{name}[{item}] = {values[item]}")
+    return mx.array(values.astype(np.int32))

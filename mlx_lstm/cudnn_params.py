@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from .checks import FLOATS, check_array, check_number, check_option, fail
+from .checks import FLOATS, check_array, check_integer, check_number, check_option, fail
 
 GATES = {"lstm": 4, "gru": 3, "rnn_relu": 1, "rnn_tanh": 1}
 INPUT_MODES = ("linear_input", "skip_input", "auto_select")
@@ -391,12 +391,10 @@ def check_attributes(
     check_option(op, "rnn_mode", rnn_mode, tuple(GATES))
     check_option(op, "input_mode", input_mode, INPUT_MODES)
     check_option(op, "direction", direction, DIRECTIONS)
-    check_number(op, "dropout", dropout)
-    if not 0 <= dropout < 1:
+    if not 0 <= check_number(op, "dropout", dropout) < 1:
         fail(op, "dropout must lie in [0, 1)", dropout)
-    for name, value in (("seed", seed), ("seed2", seed2)):
-        if not isinstance(value, int) or isinstance(value, bool):
-            fail(op, f"{name} must be an integer", repr(value))
+    check_integer(op, "seed", seed)
+    check_integer(op, "seed2", seed2)
 
 
 def check_params(op: str, where: Layout, params: object, dtype: mx.Dtype | None = None) -> None:
@@ -413,6 +411,4 @@ def count(op: str, name: str, value: object, *, least: int) -> int:
     """An integer, given as such or as a scalar array."""
     if isinstance(value, mx.array) and value.size == 1 and mx.issubdtype(value.dtype, mx.integer):
         value = value.item()
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        fail(op, f"{name} must be an integer of at least {least}", repr(value))
-    return value
+    return check_integer(op, name, value, least=least)

@@ -6,14 +6,13 @@ TensorFlow may name another one of them.
 
 from __future__ import annotations
 
-from numbers import Real
 from typing import NoReturn
 
 import mlx.core as mx
 import numpy as np
 
 from .arguments import is_traced
-from .checks import check_array, check_flag, fail
+from .checks import as_float, check_array, check_flag, check_integer, fail
 
 Arrays = dict[str, mx.array]
 
@@ -164,9 +163,7 @@ def check_steps(op: str, seq_len_max: object) -> int:
         if isinstance(seq_len_max, mx.array) and is_traced([seq_len_max], wait=True):
             fail(op, "seq_len_max must have a value", "a placeholder of mx.compile or mx.vmap")
         seq_len_max = seq_len_max.item()
-    if not isinstance(seq_len_max, (int, np.integer)) or isinstance(seq_len_max, bool):
-        fail(op, "seq_len_max must be an integer", repr(seq_len_max))
-    return int(seq_len_max)
+    return check_integer(op, "seq_len_max", seq_len_max)
 
 
 def check_range(op: str, steps: int, T: int) -> int:
@@ -178,7 +175,8 @@ def check_range(op: str, steps: int, T: int) -> int:
 
 def check_attributes(op: str, **numbers: object) -> tuple[float, ...]:
     """forget_bias, cell_clip: real numbers, as floats."""
-    for name, value in numbers.items():
-        if not isinstance(value, Real) or isinstance(value, bool):
-            fail(op, f"{name} must be a number", repr(value))
-    return tuple(float(value) for value in numbers.values())
+    found = {name: as_float(value) for name, value in numbers.items()}
+    for name, value in found.items():
+        if value is None:
+            fail(op, f"{name} must be a number", repr(numbers[name]))
+    return tuple(found.values())

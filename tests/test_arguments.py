@@ -1,5 +1,7 @@
 """Every argument of every op given wrongly: a ValueError that names op, argument, rule and value, before any work."""
 
+from fractions import Fraction
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -148,6 +150,9 @@ EVERY_OP = [
     ("lengths", [[1, 2]], "integers"),
     ("lengths", [T + 1, 1], r"lengths\[0\] = 4"),
     ("lengths", [1, -1], r"lengths\[1\] = -1"),
+    ("lengths", [2**70, 1], r"lengths\[0\] = 1180591620717411303424"),
+    ("lengths", [1, -(2**70)], r"lengths\[1\] = -1180591620717411303424"),
+    ("lengths", np.array([1, 2**63], np.uint64), r"lengths\[1\] = 9223372036854775808"),
     ("lengths", [1.0, 2.0], "integers"),
     ("lengths", [True, False], "integers"),
     ("lengths", mx.array([1.0, 2.0]), "integers"),
@@ -192,7 +197,10 @@ OF_LSTM_ALONE = [
     ("cell_clip", -1.0, "greater than 0"),
     ("cell_clip", 0, "greater than 0"),
     ("cell_clip", float("nan"), "finite"),
+    ("cell_clip", 10**400, "finite"),
     ("cell_clip", "3", "finite number"),
+    ("cell_clip", np.bool_(True), "finite number"),
+    ("forget_bias", -(10**400), "finite"),
     ("forget_bias", float("inf"), "finite"),
     ("forget_bias", None, "finite number"),
     ("forget_bias", True, "finite number"),
@@ -206,6 +214,20 @@ def test_bad_value(no_work, word, name, value, rule):
     with pytest.raises(ValueError, match=rule) as error:
         call(word, **{name: value})
     assert str(error.value).startswith((f"[{word}] {name}", f"[{word}] bhn")) and " but got " in str(error.value)
+
+
+def test_numbers_of_any_type():
+    one = np.float32(1), np.float64(1), np.float16(1), np.int64(1), Fraction(1)
+    expected = call("lstm", cell_clip=1.0, forget_bias=1.0)
+    for number in one:
+        got = call("lstm", cell_clip=number, forget_bias=number)
+        assert mx.array_equal(got.h, expected.h) and mx.array_equal(got.c, expected.c)
+
+
+def test_a_list_s_range_is_checked_inside_a_transformation():
+    op = mx.compile(lambda x: call("lstm", x=x, lengths=[2**70, 1]).h)
+    with pytest.raises(ValueError, match=r"\[lstm\] lengths must lie in 0..3 but got lengths\[0\]"):
+        op(mx.zeros((T, B, I)))
 
 
 # --- Rules on several arguments --------------------------------------------------------------------------------------

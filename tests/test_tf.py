@@ -524,6 +524,7 @@ def test_wrong_attributes():
         ("block_lstm_v2", "cell_clip", None),
         ("block_lstm", "forget_bias", "1"),
         ("lstm_block_cell", "cell_clip", True),
+        ("block_lstm", "forget_bias", np.bool_(True)),
     ):
         with pytest.raises(ValueError, match=rf"^\[{op}\] {attribute} must be "):
             ours(op, a_case(op) | {attribute: wrong}, None)
