@@ -118,7 +118,7 @@ def cudnn_rnn(
             I = H; `"auto_select"`, which is skip_input where I = H and else linear_input. Default: `"linear_input"`.
         direction (str): `"unidirectional"` or `"bidirectional"`. Default: `"unidirectional"`.
         dropout (float): the probability to drop, in [0, 1). Default: 0.
-        seed, seed2 (int): the high and the low 32 bits of dropout's seed. Default: 0.
+        seed, seed2 (int): their low 32 bits are the high and the low half of dropout's seed. Default: 0.
         is_training (bool): `False` drops nothing, keeps no reserve space and has no gradient (but MLX's own where
             `mx.compile`, `mx.vmap` or an export traces the graph). Default: `True`.
         engine (str, optional): as in `mlx_lstm.lstm`. Default: the best for the stream's device and the sizes.
@@ -217,7 +217,8 @@ def cudnn_rnn_v3(
     if it were [L D, N, S]: with more than one layer or direction and more than one item, items and layers mix.
 
     Args:
-        sequence_lengths (int32 array or list): [N], each in 1..T. The range goes unchecked under `mx.compile`.
+        sequence_lengths (int32 array or list): [N], each in 1..T. The range of an array of MLX goes unchecked under
+            `mx.compile`.
         num_proj (int): the width of a projected h, at most H; 0 for none; lstm only. Default: 0.
         time_major (bool): whether time comes before the batch. Default: `True`.
         batch_major_states (str): ours; the states with time_major=False are those of item n at [n], as documented,
@@ -567,10 +568,11 @@ class Stack(NamedTuple):
         """By layer, all but the last: what its h [T, N, D S] is multiplied with on the way up, 0 or 1 / (1 - p)."""
         if not self.dropout or where.L == 1:
             return {}
-        seed = (self.seed << 32 | self.seed2) % 2**64
-        shape, scale = (*x.shape[:2], where.D * where.S), mx.array(1 / (1 - self.dropout), x.dtype)
-        keys = mx.random.split(mx.random.key(seed), where.L - 1)
-        kept = [mx.random.bernoulli(1 - self.dropout, shape, key) for key in keys]
+        high, low = (int(seed) % 2**32 for seed in (self.seed, self.seed2))
+        keep = 1 - float(self.dropout)
+        shape, scale = (*x.shape[:2], where.D * where.S), mx.array(1 / keep, x.dtype)
+        keys = mx.random.split(mx.random.key(high << 32 | low), where.L - 1)
+        kept = [mx.random.bernoulli(keep, shape, key) for key in keys]
         return {layer: mask.astype(x.dtype) * scale for layer, mask in enumerate(kept)}
 
     # Checks

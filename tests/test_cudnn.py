@@ -357,9 +357,28 @@ def test_dropout_between_layers_only():
     again, other = (cudnn.cudnn_rnn(**inputs, **(given | seeds)).output for seeds in ({}, {"seed2": 3}))
     assert mx.array_equal(out.output, again) and not mx.array_equal(out.output, other)
     assert not mx.array_equal(other, cudnn.cudnn_rnn(**inputs, **(given | {"seed": 2})).output)
-    # Any integer is a seed: its low 64 bits count.
-    negative, same = (cudnn.cudnn_rnn(**inputs, **(given | {"seed2": n})).output for n in (-1, 2**64 - 1))
-    assert mx.array_equal(negative, same)
+
+
+def test_seeds():
+    """Any integers: of each the low 32 bits count, and make the key."""
+    shape, rows = (4, 3, 5), {"input_h": mx.zeros((2, 3, 5)), "input_c": mx.zeros((2, 3, 5))}
+    size = cudnn.cudnn_rnn_params_size(2, 5, 5).item()
+    inputs = {"input": mx.zeros(shape), **rows, "params": mx.random.normal((size,), key=mx.random.key(0))}
+
+    def output(seed, seed2):
+        return np.array(cudnn.cudnn_rnn(**inputs, dropout=0.5, seed=seed, seed2=seed2).output).tobytes()
+
+    def kept(key):
+        factors = cudnn.Stack("", "", "", "", "", 0.5, *key).dropout_factors(where, mx.zeros(shape))
+        return np.array(factors[0])
+
+    where = cudnn.layout("", 2, 5, 5, "lstm", "linear_input", "unidirectional", 0)
+    for seed, seed2 in ((0, 0), (3, 7), (2**32 - 1, 2**32 - 1), (0, 2**31)):
+        key = mx.random.split(mx.random.key(seed * 2**32 + seed2), 1)[0]
+        np.testing.assert_array_equal(kept((seed, seed2)), 2 * np.array(mx.random.bernoulli(0.5, shape, key)))
+    assert output(1, -1) == output(1, 2**64 - 1) == output(1, 2**32 - 1) == output(1 - 2**32, -1)
+    assert len({output(seed, seed2) for seed in (-1, 1, 2) for seed2 in (-1, 0, 2**32 + 5)}) == 9
+    assert output(np.int64(2), np.int64(-7)) == output(np.uint8(2), np.int8(-7)) == output(2, -7)
 
 
 # --- The buffer ------------------------------------------------------------------------------------------------------
@@ -397,6 +416,8 @@ def test_canonical_arrays_and_back(mode):
 def test_params_size():
     assert cudnn.cudnn_rnn_params_size(mx.array(1), 5, 4, S=mx.int64).dtype == mx.int64
     sizes = [cudnn.cudnn_rnn_params_size(2, 4, 4, input_mode=mode).item() for mode in ("linear_input", "skip_input")]
+    assert cudnn.cudnn_rnn_params_size(np.int64(1), np.int8(100), np.uint8(100)).item() == 80800
+    assert cudnn.cudnn_rnn_params_size(1, 5, 4, dropout=np.float32(0.5), num_proj=np.int64(2)).item() == 170
     assert sizes == [320, 256] and cudnn.cudnn_rnn_params_size(1, 5, 4, input_mode="auto_select").item() == 220
 
 
@@ -464,7 +485,9 @@ BAD = {
     "dropout 1": ({}, {"dropout": 1.0}, r"dropout must lie in \[0, 1\) but got 1.0"),
     "dropout -": ({}, {"dropout": -0.1}, r"dropout must lie in \[0, 1\) but got -0.1"),
     "dropout nan": ({}, {"dropout": float("nan")}, r"dropout must be a finite number but got nan"),
+    "dropout huge": ({}, {"dropout": 10**400}, r"dropout must be a finite number but got 1000"),
     "seed": ({}, {"seed": 1.5}, r"seed must be an integer but got 1.5"),
+    "seed2": ({}, {"seed2": np.bool_(True)}, r"seed2 must be an integer but got"),
     "num_proj": ({}, {"num_proj": 3}, r"num_proj must be at most num_units = 2 but got 3"),
     "num_proj gru": ({}, {"num_proj": 1, "rnn_mode": "gru"}, r"num_proj must be 0 with rnn_mode='gru' but got 1"),
     "proj state": ({}, {"num_proj": 1}, r"input_h must have shape \[4, 3, 1\] but got shape \[4, 3, 2\]"),
