@@ -8,8 +8,8 @@ from collections.abc import Callable
 import mlx.core as mx
 import mlx.nn as nn
 
-from .checks import fail
-from .recurrence import gru, lstm, rnn
+from .checks import check_integer, fail
+from .recurrence import GRUOutput, LSTMOutput, RNNOutput, gru, lstm, rnn
 
 NONLINEARITIES = {nn.tanh: "tanh", mx.tanh: "tanh", nn.relu: "relu", nn.sigmoid: "sigmoid", mx.sigmoid: "sigmoid"}
 """The functions that `RNN` can run, and their names in `mlx_lstm.rnn`."""
@@ -52,7 +52,8 @@ class LSTM(nn.Module):
 
     def __init__(self, input_size: int, hidden_size: int, bias: bool = True, *, engine: str | None = None):
         super().__init__()
-        check_sizes("nn.LSTM", input_size, hidden_size)
+        input_size = check_integer("nn.LSTM", "input_size", input_size, least=1)
+        hidden_size = check_integer("nn.LSTM", "hidden_size", hidden_size, least=1)
         self.hidden_size = hidden_size
         self.engine = engine
         scale = 1.0 / math.sqrt(hidden_size)
@@ -78,9 +79,8 @@ class LSTM(nn.Module):
             promote to.
         """
         given = {"Wx": self.Wx, "Wh": self.Wh, "b": self.bias}
-        batch, arrays = time_major("nn.LSTM", x, given, {"hidden": hidden, "cell": cell})
-        out = lstm(**arrays, training=self.training, engine=self.engine)
-        return tuple(batch_major(states, batch) for states in (out.h, out.c))
+        states = {"hidden": hidden, "cell": cell}
+        return run("nn.LSTM", lstm, x, given, states, training=self.training, engine=self.engine)
 
 
 class GRU(nn.Module):
@@ -118,7 +118,8 @@ class GRU(nn.Module):
 
     def __init__(self, input_size: int, hidden_size: int, bias: bool = True, *, engine: str | None = None):
         super().__init__()
-        check_sizes("nn.GRU", input_size, hidden_size)
+        input_size = check_integer("nn.GRU", "input_size", input_size, least=1)
+        hidden_size = check_integer("nn.GRU", "hidden_size", hidden_size, least=1)
         self.hidden_size = hidden_size
         self.engine = engine
         scale = 1.0 / math.sqrt(hidden_size)
@@ -141,8 +142,7 @@ class GRU(nn.Module):
             array: all hidden states, [..., L, H], in the dtype that x and the parameters promote to.
         """
         given = {"Wx": self.Wx, "Wh": self.Wh, "b": self.b, "bhn": self.bhn}
-        batch, arrays = time_major("nn.GRU", x, given, {"hidden": hidden})
-        return batch_major(gru(**arrays, training=self.training, engine=self.engine).h, batch)
+        return run("nn.GRU", gru, x, given, {"hidden": hidden}, training=self.training, engine=self.engine)[0]
 
 
 class RNN(nn.Module):
@@ -184,11 +184,10 @@ class RNN(nn.Module):
         engine: str | None = None,
     ):
         super().__init__()
-        check_sizes("nn.RNN", input_size, hidden_size)
-        # A module, such as nn.Tanh(), cannot be looked up in a dict.
-        if nonlinearity is not None and not any(nonlinearity is function for function in NONLINEARITIES):
-            fail("nn.RNN", "nonlinearity must be MLX's tanh, relu or sigmoid, as a function,", repr(nonlinearity))
-        self.nonlinearity = nonlinearity or nn.tanh
+        input_size = check_integer("nn.RNN", "input_size", input_size, least=1)
+        hidden_size = check_integer("nn.RNN", "hidden_size", hidden_size, least=1)
+        self.nonlinearity = nn.tanh if nonlinearity is None else nonlinearity
+        activation_of(self.nonlinearity)
         self.hidden_size = hidden_size
         self.engine = engine
         scale = 1.0 / math.sqrt(hidden_size)
@@ -213,51 +212,55 @@ class RNN(nn.Module):
             array: all hidden states, [..., L, H], in the dtype that x and the parameters promote to.
         """
         given = {"Wx": self.Wxh, "Wh": self.Whh, "b": self.bias}
-        batch, arrays = time_major("nn.RNN", x, given, {"hidden": hidden})
-        activation = NONLINEARITIES[self.nonlinearity]
-        out = rnn(**arrays, activation=activation, training=self.training, engine=self.engine)
-        return batch_major(out.h, batch)
+        options = {"activation": activation_of(self.nonlinearity), "training": self.training, "engine": self.engine}
+        return run("nn.RNN", rnn, x, given, {"hidden": hidden}, **options)[0]
 
 
-def check_sizes(op: str, input_size: object, hidden_size: object) -> None:
-    """Both are sizes."""
-    for name, size in (("input_size", input_size), ("hidden_size", hidden_size)):
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            fail(op, f"{name} must be an integer greater than 0", repr(size))
+def activation_of(nonlinearity: object) -> str:
+    """Its name in `mlx_lstm.rnn`."""
+    # A module, such as nn.Tanh(), cannot be looked up in a dict.
+    for function, name in NONLINEARITIES.items():
+        if nonlinearity is function:
+            return name
+    fail("nn.RNN", "nonlinearity must be MLX's tanh, relu or sigmoid, as a function,", repr(nonlinearity))
 
 
-def time_major(
-    op: str, x: object, parameters: dict[str, mx.array | None], states: dict[str, mx.array | None]
-) -> tuple[tuple[int, ...], dict[str, mx.array]]:
-    """The batch axes of x, and the arrays given, by the recurrence's names: x as [L, B, D], states as [B, H], all in
-    the dtype they promote to. `states` are the first h and c, by the caller's names."""
+def run(
+    op: str,
+    recurrence: Callable[..., LSTMOutput | GRUOutput | RNNOutput],
+    x: object,
+    parameters: dict[str, mx.array | None],
+    states: dict[str, mx.array | None],
+    **options: object,
+) -> tuple[mx.array, ...]:
+    """The states at every step, [..., L, H], as many as there are in `states`: the first h and c, by the caller's
+    names. All is computed in the dtype that the arrays given promote to."""
     features, H = parameters["Wx"].shape[1], parameters["Wh"].shape[1]
-    if not isinstance(x, mx.array) or x.ndim < 2 or x.shape[-1] != features or 0 in x.shape:
+    if not isinstance(x, mx.array) or x.ndim < 2 or x.shape[-1] != features or 0 in x.shape[-2:]:
         shape = list(x.shape) if isinstance(x, mx.array) else type(x).__name__
-        fail(op, f"x must have shape [..., L, D = {features}] without an empty axis", f"shape {shape}")
+        fail(op, f"x must have shape [..., L, D = {features}] with at least one step", f"shape {shape}")
     batch, (L, D) = x.shape[:-2], x.shape[-2:]
     first = zip(("h0", "c0"), states.items(), strict=False)
     arrays = {"x": x} | parameters | {name: state(op, value, word, batch, H) for name, (word, value) in first}
     arrays = {name: array for name, array in arrays.items() if array is not None}
     dtype = mx.result_type(*arrays.values())
-    arrays = {name: array.astype(dtype) for name, array in arrays.items()}
-    return batch, arrays | {"x": mx.swapaxes(arrays["x"].reshape(-1, L, D), 0, 1)}
-
-
-def batch_major(states: mx.array, batch: tuple[int, ...]) -> mx.array:
-    """[L, B, H] as [..., L, H]."""
-    L, _, H = states.shape
-    return mx.swapaxes(states, 0, 1).reshape(*batch, L, H)
+    if 0 in batch:
+        return tuple(mx.zeros((*batch, L, H), dtype) for _ in states)
+    shapes = {"x": (-1, L, D), "h0": (-1, H), "c0": (-1, H)}
+    arrays = {name: array.astype(dtype).reshape(shapes.get(name, array.shape)) for name, array in arrays.items()}
+    out = recurrence(**arrays | {"x": mx.swapaxes(arrays["x"], 0, 1)}, **options)
+    found = [getattr(out, name) for name, _ in zip("hc", states, strict=False)]
+    return tuple(mx.swapaxes(sequence, 0, 1).reshape(*batch, L, H) for sequence in found)
 
 
 def state(op: str, array: mx.array | None, name: str, batch: tuple[int, ...], hidden_size: int) -> mx.array | None:
-    """A first state, broadcast over the batch axes and flattened to [B, H]."""
+    """A first state, broadcast over the batch axes."""
     if array is None:
         return None
     try:
         if not isinstance(array, mx.array):
             raise TypeError
-        return mx.broadcast_to(array, (*batch, hidden_size)).reshape(-1, hidden_size)
+        return mx.broadcast_to(array, (*batch, hidden_size))
     except (ValueError, TypeError):
         shape = list(array.shape) if isinstance(array, mx.array) else type(array).__name__
         fail(op, f"{name} must have shape {[*batch, hidden_size]}", f"shape {shape}")

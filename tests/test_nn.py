@@ -145,10 +145,48 @@ def test_inside_a_model_in_training_compiled_and_exported(tmp_path):
     np.testing.assert_allclose(np.array(mx.import_function(path)(x)[0]), np.array(ours(x)), atol=1e-6)
 
 
+@pytest.mark.parametrize("layer", ["LSTM", "GRU", "RNN"])
+def test_an_empty_batch(layer):
+    """Empty states and, of every parameter, a gradient of zeros, as in MLX."""
+    ours = getattr(nn, layer)(D, H)
+    for batch in ((0,), (2, 0)):
+        expected = getattr(reference, layer)(D, H)(mx.zeros((*batch, 5, D)))  # it fails where a state is given
+        for states in ((), (mx.zeros((*batch, H)),), (mx.zeros((H,)),)):
+            found = ours(mx.zeros((*batch, 5, D)), *states)
+            for one, other in zip(*([o] if isinstance(o, mx.array) else o for o in (found, expected)), strict=True):
+                assert one.shape == other.shape == (*batch, 5, H) and one.dtype == mx.float32
+
+    def loss(x):
+        out = ours(x)
+        return out.sum() if isinstance(out, mx.array) else out[0].sum() + out[1].sum()
+
+    gradients = reference.value_and_grad(ours, loss)(mx.zeros((0, 5, D)))[1]
+    assert gradients.keys() == ours.parameters().keys()
+    for name, value in gradients.items():
+        assert value.shape == ours[name].shape and not value.any(), name
+    ours.set_dtype(mx.bfloat16)
+    out = ours(mx.zeros((0, 5, D), mx.bfloat16))
+    assert (out if isinstance(out, mx.array) else out[1]).dtype == mx.bfloat16
+    with pytest.raises(ValueError, match=r"hidden must have shape \[0, 4\] but got shape \[3, 4\]"):
+        ours(mx.zeros((0, 5, D)), mx.zeros((3, H)))
+    for shape in ((0, 0, D), (0, 5, 0)):
+        with pytest.raises(ValueError, match=rf"\[nn.{layer}\] x must have shape"):
+            ours(mx.zeros(shape))
+
+
+@pytest.mark.parametrize("layer", ["LSTM", "GRU", "RNN"])
+def test_numpy_s_integers_are_sizes(layer):
+    ours = getattr(nn, layer)(np.int64(D), np.int8(100))
+    assert type(ours.hidden_size) is int
+    assert repr(ours) == repr(getattr(reference, layer)(D, 100))
+    with pytest.raises(ValueError, match="input_size must be an integer of at least 1"):
+        getattr(nn, layer)(np.bool_(True), H)
+
+
 BAD = {
     "x rank": (lambda layer: layer(mx.zeros((D,))), r"\[nn.LSTM\] x must have shape \[..., L, D = 3\]"),
     "x features": (lambda layer: layer(mx.zeros((2, 5, D + 1))), r"got shape \[2, 5, 4\]"),
-    "no steps": (lambda layer: layer(mx.zeros((2, 0, D))), r"without an empty axis"),
+    "no steps": (lambda layer: layer(mx.zeros((2, 0, D))), r"with at least one step"),
     "x is a list": (lambda layer: layer([[1.0] * D]), r"got shape list"),
     "hidden width": (
         lambda layer: layer(mx.zeros((2, 5, D)), mx.zeros((2, H + 1))),
@@ -156,7 +194,7 @@ BAD = {
     ),
     "cell batch": (lambda layer: layer(mx.zeros((2, 5, D)), cell=mx.zeros((3, H))), r"cell must have shape \[2, 4\]"),
     "hidden is a number": (lambda layer: layer(mx.zeros((2, 5, D)), 1.0), r"hidden must have shape"),
-    "sizes": (lambda layer: nn.LSTM(0, H), r"input_size must be an integer greater than 0 but got 0"),
+    "sizes": (lambda layer: nn.LSTM(0, H), r"input_size must be an integer of at least 1 but got 0"),
     "size is a float": (lambda layer: nn.LSTM(D, 2.0), r"hidden_size must be an integer"),
     "engine": (lambda layer: nn.LSTM(D, H, engine="gpu")(mx.zeros((2, 5, D))), r"engine must be one of"),
 }
@@ -252,3 +290,7 @@ def test_gru_and_rnn_bad_arguments():
     for nonlinearity in (mx.exp, reference.Tanh(), "tanh"):
         with pytest.raises(ValueError, match=r"\[nn.RNN\] nonlinearity must be MLX's tanh, relu or sigmoid"):
             nn.RNN(D, H, nonlinearity=nonlinearity)
+        layer = nn.RNN(D, H)
+        layer.nonlinearity = nonlinearity
+        with pytest.raises(ValueError, match=r"\[nn.RNN\] nonlinearity must be MLX's tanh, relu or sigmoid"):
+            layer(mx.zeros((2, 5, D)))
