@@ -19,7 +19,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from . import recurrence
-from .checks import check_array, check_flag, check_option, check_sizes, fail
+from .checks import check_array, check_flag, check_integer, check_lengths, check_number, check_option, fail
 
 Arrays = dict[str, mx.array]
 
@@ -47,20 +47,19 @@ class Layers(nn.Module):
     ):
         super().__init__()
         sizes = {"input_size": input_size, "hidden_size": hidden_size, "num_layers": num_layers}
-        for name, size in sizes.items():
-            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                fail(self.op, f"{name} must be an integer greater than 0", repr(size))
+        sizes = [check_integer(self.op, name, size, least=1) for name, size in sizes.items()]
+        self.input_size, self.hidden_size, self.num_layers = sizes
         for name, flag in {"bias": bias, "batch_first": batch_first, "bidirectional": bidirectional}.items():
             check_flag(self.op, name, flag)
-        if isinstance(dropout, bool) or not isinstance(dropout, (int, float)) or not 0 <= dropout < 1:
-            fail(self.op, "dropout must be a number in [0, 1)", repr(dropout))
-        if not isinstance(proj_size, int) or isinstance(proj_size, bool) or not 0 <= proj_size < hidden_size:
-            fail(self.op, f"proj_size must be an integer in 0..{hidden_size - 1}, less than hidden_size,", proj_size)
-        self.input_size, self.hidden_size, self.num_layers = input_size, hidden_size, num_layers
-        self.bias, self.batch_first, self.dropout = bias, batch_first, float(dropout)
-        self.bidirectional, self.proj_size, self.engine = bidirectional, proj_size, engine
-        scale = 1 / math.sqrt(hidden_size)
-        for layer in range(num_layers):
+        self.dropout = check_number(self.op, "dropout", dropout)
+        if not 0 <= self.dropout <= 1:
+            fail(self.op, "dropout must lie in [0, 1]", dropout)
+        self.proj_size = check_integer(self.op, "proj_size", proj_size, least=0)
+        if self.proj_size >= self.hidden_size:
+            fail(self.op, f"proj_size must be less than hidden_size = {self.hidden_size}", proj_size)
+        self.bias, self.batch_first, self.bidirectional, self.engine = bias, batch_first, bidirectional, engine
+        scale = 1 / math.sqrt(self.hidden_size)
+        for layer in range(self.num_layers):
             for way in self.ways:
                 for name, shape in self.shapes(layer).items():
                     self[f"{name}_l{layer}{way}"] = mx.random.uniform(-scale, scale, shape)
@@ -93,25 +92,31 @@ class Layers(nn.Module):
     def run(self, input: mx.array, states: dict[str, Any], lengths: recurrence.Lengths) -> tuple[mx.array, Arrays]:
         """The output, and the last states [K D, N, .] by the names of `states`, the first ones, which may be `None`."""
         check_array(self.op, "input", input, self.input_shape(input))
-        check_sizes(self.op, "input", input)
         batched, time_first = input.ndim == 3, input.ndim == 2 or not self.batch_first
         N = 1 if not batched else input.shape[1 if time_first else 0]
-        widths = {"h": self.width, "c": self.hidden_size}
-        for name, state in states.items():
-            rows = self.num_layers * len(self.ways)
-            shape = [rows, N, widths[name]] if batched else [rows, widths[name]]
-            if state is not None:
-                check_array(self.op, f"{name}_0", state, shape)
-        given = {name: self.by_layer(state, N) for name, state in states.items() if state is not None}
-        parameters = self.parameters()
-        dtype = mx.result_type(input, *given.values(), *parameters.values())
+        L = input.shape[0 if time_first else 1]
+        if not L:
+            fail(self.op, "input must have at least one step", f"shape {list(input.shape)}")
+        rows, widths = self.num_layers * len(self.ways), {"h": self.width, "c": self.hidden_size}
+        given = {name: state for name, state in states.items() if state is not None}
+        for name, state in given.items():
+            check_array(self.op, f"{name}_0", state, [rows, N, widths[name]] if batched else [rows, widths[name]])
+        layers = [self.arrays(layer) for layer in range(self.num_layers)]
+        dtype = mx.result_type(input, *given.values(), *(array for arrays in layers for array in arrays.values()))
+        if not N:
+            if lengths is not None:
+                check_lengths(self.op, lengths, N, L, traced=True)  # of none the range is unknown
+            output = mx.zeros((*input.shape[:2], len(self.ways) * self.width), dtype)
+            return output, {name: mx.zeros((rows, N, widths[name]), dtype) for name in states}
+        given = {name: self.by_layer(state, N) for name, state in given.items()}
         x = (input if time_first else mx.swapaxes(input, 0, 1)).reshape(-1, N, self.input_size).astype(dtype)
         last = []
-        for layer in range(self.num_layers):
+        for layer, arrays in enumerate(layers):
             if layer and self.dropout and self.training:
-                kept = mx.random.bernoulli(1 - self.dropout, x.shape)
-                x = mx.where(kept, x * mx.array(1 / (1 - self.dropout), dtype), 0)
-            arrays = self.arrays(parameters, layer) | {f"{name}0": rows[layer] for name, rows in given.items()}
+                keep = 1 - self.dropout
+                kept = mx.random.bernoulli(keep, x.shape)
+                x = mx.where(kept, x * mx.array(1 / keep if keep else 0, dtype), 0)
+            arrays = arrays | {f"{name}0": state[layer] for name, state in given.items()}
             arrays = {name: array.astype(dtype) for name, array in arrays.items()}
             options = {"bidirectional": self.bidirectional, "lengths": lengths, "training": self.training}
             out = self.layer(x, arrays, options | {"engine": self.engine})
@@ -132,9 +137,9 @@ class Layers(nn.Module):
             return ["L", self.input_size]
         return ["N", "L", self.input_size] if self.batch_first else ["L", "N", self.input_size]
 
-    def arrays(self, parameters: Arrays, layer: int) -> Arrays:
+    def arrays(self, layer: int) -> Arrays:
         """A layer's parameters as the recurrence has them: one bias, both directions in one array."""
-        each = [{name: parameters[f"{name}_l{layer}{way}"] for name in self.shapes(layer)} for way in self.ways]
+        each = [{name: self[f"{name}_l{layer}{way}"] for name in self.shapes(layer)} for way in self.ways]
         found = {"Wx": join([one["weight_ih"] for one in each]), "Wh": pair([one["weight_hh"] for one in each])}
         if self.proj_size:
             found["Wp"] = pair([one["weight_hr"] for one in each])
@@ -188,7 +193,7 @@ class LSTM(Layers):
         num_layers (int): K; a layer's input is the output of the one below. Default: 1.
         bias (bool): whether there are biases. Default: `True`.
         batch_first (bool): input and output are [N, L, .], not [L, N, .]; states are not affected. Default: `False`.
-        dropout (float): in training, the probability of an element to be dropped between layers, in [0, 1); drawn from
+        dropout (float): in training, the probability of an element to be dropped between layers, in [0, 1]; drawn from
             `mx.random`. Of a single layer without effect. Default: 0.
         bidirectional (bool): whether a second direction runs from the end to the start. Default: `False`.
         proj_size (int): width of a projected h, less than `hidden_size`; 0 for none. Default: 0.

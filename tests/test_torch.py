@@ -3,6 +3,7 @@
 import itertools
 
 import mlx.core as mx
+import mlx.nn
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
@@ -208,6 +209,66 @@ def test_dropout_acts_between_layers_in_training_only():
     np.testing.assert_allclose(np.array(layer(x)[0]), np.array(by_hand(1)), rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("bidirectional", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_dropout_of_everything(kind, bidirectional):
+    """Zeros go up, and nothing comes down: values and gradients are torch's, which are not NaN."""
+    theirs, layer = layers(kind, num_layers=2, dropout=1.0, bidirectional=bidirectional)
+    x, states = inputs(theirs, (5, 3, I), False, np.random.default_rng(7))
+    expected, got = (run(one, x, states, drawing(8)) for run, one in ((run_torch, theirs), (run_ours, layer)))
+    for name, value in expected.items():
+        np.testing.assert_allclose(got[name], value, rtol=0, atol=1e-5, err_msg=name)
+        assert value.any() or name == "dx" or "weight_ih_l1" in name
+
+
+@pytest.mark.parametrize("form", ["time first", "batch first", "lengths"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_empty_batch(kind, form):
+    """Empty outputs and, of every parameter, a gradient of zeros."""
+    options = {"num_layers": 2, "bidirectional": True, "batch_first": form == "batch first"}
+    theirs, layer = layers(kind, **options)
+    shape = (0, 5, I) if options["batch_first"] else (5, 0, I)
+    lengths = [] if form == "lengths" else None
+    for given in (False, True):
+        x, states = inputs(theirs, shape, given, np.random.default_rng(9))
+        expected = run_torch(theirs, x, states, drawing(1))  # which does not pack an empty batch
+        got = run_ours(layer, x, states, drawing(1), lengths)
+        assert got.keys() == expected.keys()
+        for name, value in expected.items():
+            assert got[name].shape == value.shape and got[name].dtype == np.float32 and not got[name].any(), name
+    layer.set_dtype(mx.float16)
+    output, last = layer(mx.zeros(shape, mx.float16))
+    assert output.dtype == mx.float16 == (last[0] if isinstance(last, tuple) else last).dtype
+    assert layer(mx.zeros(shape))[0].dtype == mx.float32
+
+
+def test_a_subclass_with_parameters_of_its_own():
+    class WithHead(ours.LSTM):
+        def __init__(self, *sizes, **options):
+            super().__init__(*sizes, **options)
+            self.head, self.scale = mlx.nn.Linear(H, 1), mx.ones(1, mx.float32)
+
+        def __call__(self, x):
+            return self.head(super().__call__(x)[0]) * self.scale
+
+    layer = WithHead(I, H, 2)
+    assert layer(mx.zeros((4, 2, I))).shape == (4, 2, 1)
+    for name in ours.LSTM(I, H, 2).parameters():
+        layer[name] = layer[name].astype(mx.float16)
+    assert ours.LSTM.__call__(layer, mx.zeros((4, 2, I), mx.float16))[0].dtype == mx.float16
+    gradients = mlx.nn.value_and_grad(layer, lambda x: layer(x).sum())(mx.ones((4, 2, I)))[1]
+    assert gradients["head"]["weight"].any() and gradients["weight_ih_l0"].any()
+
+
+def test_numpy_s_numbers():
+    layer = ours.LSTM(np.int64(I), np.int8(H), np.uint8(2), dropout=np.float32(0.5), proj_size=np.int16(2))
+    assert repr(layer) == repr(ours.LSTM(I, H, 2, dropout=0.5, proj_size=2))
+    assert ours.RNN(I, np.int8(100), bias=False).weight_hh_l0.shape == ours.RNN(I, 100).weight_hh_l0.shape
+    assert layer(mx.ones((2, 2, I)))[0].shape == (2, 2, 2)
+    with pytest.raises(ValueError, match="num_layers must be an integer of at least 1"):
+        ours.LSTM(I, H, np.bool_(True))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_steps_one_by_one_and_items_one_by_one(kind):
     """A state carried from call to call gives the whole sequence's result; so does every item alone."""
@@ -244,20 +305,27 @@ def test_dtypes():
 
 
 BAD = {
-    "input_size must be an integer greater than 0": lambda: ours.LSTM(0, H),
-    "hidden_size must be an integer greater than 0": lambda: ours.GRU(I, 2.0),
-    "num_layers must be an integer greater than 0": lambda: ours.RNN(I, H, True),
+    "input_size must be an integer of at least 1": lambda: ours.LSTM(0, H),
+    "hidden_size must be an integer of at least 1": lambda: ours.GRU(I, 2.0),
+    "num_layers must be an integer of at least 1": lambda: ours.RNN(I, H, True),
     "bias must be True or False": lambda: ours.LSTM(I, H, bias=1),
     "batch_first must be True or False": lambda: ours.LSTM(I, H, batch_first=None),
     "bidirectional must be True or False": lambda: ours.LSTM(I, H, bidirectional="yes"),
-    r"dropout must be a number in \[0, 1\)": lambda: ours.LSTM(I, H, dropout=1.0),
-    "proj_size must be an integer in 0..4": lambda: ours.LSTM(I, H, proj_size=5),
+    r"dropout must lie in \[0, 1\] but got 1.5": lambda: ours.LSTM(I, H, dropout=1.5),
+    "dropout must be a finite number but got True": lambda: ours.LSTM(I, H, dropout=True),
+    "proj_size must be less than hidden_size = 5": lambda: ours.LSTM(I, H, proj_size=5),
+    "proj_size must be an integer of at least 0": lambda: ours.LSTM(I, H, proj_size=-1),
     "nonlinearity must be one of 'tanh', 'relu'": lambda: ours.RNN(I, H, nonlinearity="sigmoid"),
     r"input must have shape \[L, N, 3\] but got shape \[2, 2, 4\]": lambda: ours.LSTM(I, H)(mx.zeros((2, 2, 4))),
     r"input must have shape \[N, L, 3\]": lambda: ours.GRU(I, H, batch_first=True)(mx.zeros((1, 2, 2, 3))),
     r"input must have shape \[L, 3\] but got": lambda: ours.GRU(I, H)(mx.zeros((2, 4))),
     "input must be an mlx.core.array": lambda: ours.RNN(I, H)(np.zeros((2, 2, 3))),
-    "input must have no empty axis": lambda: ours.RNN(I, H)(mx.zeros((0, 2, 3))),
+    "input must have at least one step": lambda: ours.RNN(I, H)(mx.zeros((0, 2, 3))),
+    r"input must have at least one step but got shape \[0, 3\]": lambda: ours.RNN(I, H)(mx.zeros((0, 3))),
+    r"input must have at least one step but got shape \[0, 0, 3\]": lambda: ours.RNN(I, H)(mx.zeros((0, 0, 3))),
+    r"input must have shape \[L, N, 3\] but got shape \[2, 0, 0\]": lambda: ours.RNN(I, H)(mx.zeros((2, 0, 0))),
+    r"h_0 must have shape \[1, 0, 5\]": lambda: ours.RNN(I, H)(mx.zeros((2, 0, 3)), mx.zeros((1, 1, 5))),
+    r"lengths must have shape \[0\]": lambda: ours.RNN(I, H)(mx.zeros((2, 0, 3)), lengths=[1]),
     "input must be float32": lambda: ours.RNN(I, H)(mx.zeros((2, 2, 3), mx.int32)),
     r"hx must be a tuple \(h_0, c_0\)": lambda: ours.LSTM(I, H)(mx.zeros((2, 2, 3)), mx.zeros((1, 2, 5))),
     r"h_0 must have shape \[2, 2, 5\]": lambda: ours.GRU(I, H, 2)(mx.zeros((4, 2, 3)), mx.zeros((1, 2, 5))),
