@@ -22,7 +22,8 @@ def lstm_from_keras(kernel: Any, recurrent_kernel: Any, bias: Any = None) -> Arr
         kernel, recurrent_kernel, bias (array): `layer.get_weights()`: [I, 4H], [H, 4H], [4H] or absent.
 
     Returns:
-        dict: `Wx` [4H, I], `Wh` [4H, H] and, if there is a bias, `b` [4H].
+        dict: `Wx` [4H, I], `Wh` [4H, H] and, if there is a bias, `b` [4H], each in the dtype given: float32, unless the
+        layer has another. With float64 MLX computes on the CPU only.
 
     Raises:
         ValueError: the shapes do not fit.
@@ -30,7 +31,8 @@ def lstm_from_keras(kernel: Any, recurrent_kernel: Any, bias: Any = None) -> Arr
     Example:
         >>> import numpy as np
         >>> from mlx_lstm import keras, nn
-        >>> weights = np.ones((3, 16)), np.ones((4, 16)), np.ones(16)  # keras_layer.get_weights()
+        >>> shapes = (3, 16), (4, 16), (16,)
+        >>> weights = [np.ones(shape, np.float32) for shape in shapes]  # keras_layer.get_weights()
         >>> Wx, Wh, b = keras.lstm_from_keras(*weights).values()
         >>> layer = nn.LSTM(3, 4).update({"Wx": Wx, "Wh": Wh, "bias": b})
     """
@@ -39,7 +41,7 @@ def lstm_from_keras(kernel: Any, recurrent_kernel: Any, bias: Any = None) -> Arr
 
 
 def lstm_to_keras(Wx: mx.array, Wh: mx.array, b: mx.array | None = None) -> list[np.ndarray]:
-    """The way back from `lstm_from_keras`: what `keras_layer.set_weights` takes, in float32.
+    """The way back from `lstm_from_keras`: what `keras_layer.set_weights` takes, in float32; float64 stays.
 
     Args:
         Wx, Wh, b (array): [4H, I], [4H, H], [4H], gate order i, f, g, o; `None` for a layer with `use_bias=False`.
@@ -66,7 +68,8 @@ def gru_from_keras(kernel: Any, recurrent_kernel: Any, bias: Any = None) -> Arra
             `reset_after=False` [3H], or absent.
 
     Returns:
-        dict: `Wx` [3H, I], `Wh` [3H, H]; if there is a bias, `b` [3H], and with `reset_after=True` `bhn` [H].
+        dict: `Wx` [3H, I], `Wh` [3H, H]; if there is a bias, `b` [3H], and with `reset_after=True` `bhn` [H]; in dtypes
+        as `lstm_from_keras` returns them.
 
     Raises:
         ValueError: the shapes do not fit.
@@ -74,7 +77,8 @@ def gru_from_keras(kernel: Any, recurrent_kernel: Any, bias: Any = None) -> Arra
     Example:
         >>> import mlx.core as mx, numpy as np
         >>> from mlx_lstm import gru, keras
-        >>> weights = np.ones((3, 12)), np.ones((4, 12)), np.ones((2, 12))  # keras_layer.get_weights()
+        >>> shapes = (3, 12), (4, 12), (2, 12)
+        >>> weights = [np.ones(shape, np.float32) for shape in shapes]  # keras_layer.get_weights()
         >>> gru(mx.ones((10, 2, 3)), **keras.gru_from_keras(*weights)).h.shape
         (10, 2, 4)
     """
@@ -98,7 +102,7 @@ def gru_to_keras(
     *,
     reset_after: bool = True,
 ) -> list[np.ndarray]:
-    """The way back from `gru_from_keras`: what `keras_layer.set_weights` takes, in float32.
+    """The way back from `gru_from_keras`: what `keras_layer.set_weights` takes, in float32; float64 stays.
 
     With `reset_after=True` the bias of z and r goes into Keras' first bias, the second is 0 there; so a bias that came
     from Keras may return otherwise divided, with the same outputs.
@@ -121,7 +125,7 @@ def gru_to_keras(
     kernels = [to_numpy(reorder(W.T, "rzn", "zrn")) for W in (Wx, Wh)]
     if b is None and bhn is None:
         return kernels
-    bias = np.zeros((2, Wh.shape[0]), np.float32)
+    bias = np.zeros((2, Wh.shape[0]), kernels[0].dtype)
     if b is not None:
         bias[0] = to_numpy(reorder(b, "rzn", "zrn"))
     if bhn is not None:
@@ -168,10 +172,13 @@ def reorder(array: mx.array, before: str, after: str) -> mx.array:
 
 
 def to_mlx(array: Any) -> mx.array:
-    """An array of Keras or NumPy, or an MLX array as it is."""
-    return array if isinstance(array, mx.array) else mx.array(np.asarray(array))
+    """An array of Keras or NumPy in its dtype, or an MLX array as it is."""
+    if isinstance(array, mx.array):
+        return array
+    array = np.asarray(array)
+    return mx.array(array, mx.float64 if array.dtype == np.float64 else None)  # which would be float32 unless told
 
 
 def to_numpy(array: mx.array) -> np.ndarray:
-    """As NumPy float32."""
-    return np.array(array.astype(mx.float32))
+    """As NumPy float32, or float64 if it is that."""
+    return np.array(array if array.dtype == mx.float64 else array.astype(mx.float32))

@@ -76,6 +76,24 @@ def test_gru_from_keras_and_back(reset_after, use_bias):
         np.testing.assert_array_equal(np.array(array), np.array(drawn[name]), err_msg=name)
 
 
+@pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16])
+def test_dtypes_stay(dtype):
+    """To the last bit; the way back widens 16 bits to float32."""
+    rng, back = np.random.default_rng(1), np.promote_types(dtype, np.float32)
+    shapes = {"lstm": [(I, 4 * H), (H, 4 * H), (4 * H,)], "gru": [(I, 3 * H), (H, 3 * H), (3 * H,)]}
+    for word, three in shapes.items():
+        weights = [rng.normal(size=shape).astype(dtype) for shape in three]
+        with mx.stream(mx.cpu):
+            found = getattr(keras, f"{word}_from_keras")(*weights)
+            assert all(np.array(array).dtype == dtype for array in found.values())
+            again = getattr(keras, f"{word}_to_keras")(**found, **({"reset_after": False} if word == "gru" else {}))
+        for one, other in zip(weights, again, strict=True):
+            assert other.dtype == back
+            np.testing.assert_array_equal(one, other)
+    both = keras.gru_from_keras(*weights[:2], np.stack([weights[2], weights[2]]))
+    assert np.array(both["b"]).dtype == np.array(both["bhn"]).dtype == dtype
+
+
 def test_wrong_shapes_are_refused():
     kernel, recurrent, bias = np.ones((I, 4 * H)), np.ones((H, 4 * H)), np.ones(4 * H)
     for wrong in ((kernel.T, recurrent), (kernel, recurrent[1:]), (kernel[0], recurrent), (kernel, recurrent[0])):
