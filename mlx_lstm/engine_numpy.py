@@ -99,11 +99,13 @@ def each_direction(problem: Problem, sweep: Callable[[int | None, Problem], None
     One after the other: BLAS has threads of its own. What a thread for each direction would gain: not measured. It
     would have to take turns where both add to dx and to the gradient of a shared mask.
     """
-    if not problem.bidirectional:
-        sweep(None, problem)
-        return
-    for d in range(2):
-        sweep(d, one_direction(problem, d))
+    # Infinity and NaN, of padding or of a limit beyond the dtype, go through without a warning, as in MLX's own ops.
+    with np.errstate(invalid="ignore", over="ignore"):
+        if not problem.bidirectional:
+            sweep(None, problem)
+            return
+        for d in range(2):
+            sweep(d, one_direction(problem, d))
 
 
 def of_direction(d: int | None, values: Views) -> Views:

@@ -166,3 +166,23 @@ def test_no_sequence_is_copied(monkeypatch, word, batch_major):
         finally:
             tracemalloc.stop()
     assert peak < 8 * T * B * H / 2  # half of the h of one direction
+
+
+LIMITS = [("lstm", {"cell_clip": 1e300}), ("lstm", {"forget_bias": 1e300}), *((word, {}) for word in OPS)]
+
+
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+@pytest.mark.parametrize("padding", [np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize("both", [False, True])
+@pytest.mark.parametrize("word, options", LIMITS, ids=lambda value: str(value))
+def test_infinity_and_nan_raise_no_warning(word, options, both, padding):
+    """In padding, and from limits that float32 does not have."""
+    rng, lengths = np.random.default_rng(4), [2, 5, 0, 4]
+    drawn = draw(rng, word, 5, 4, 3, 6, 2 if both else 1)
+    drawn["x"][np.arange(5)[:, None] >= lengths] = padding
+    options = options | {"lengths": lengths, "bidirectional": both, "engine": "numpy"}
+    with mx.stream(mx.cpu):
+        names, values = list(drawn), [mx.array(array, mx.float32) for array in drawn.values()]
+        outputs = lambda *values: list(OPS[word][0](**dict(zip(names, values, strict=True)), **options)[:1])  # noqa: E731
+        found = mx.vjp(outputs, values, [mx.ones(outputs(*values)[0].shape)])
+        assert all(mx.isfinite(array).all() for arrays in found for array in arrays)
