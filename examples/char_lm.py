@@ -30,6 +30,7 @@ import math
 import os
 import shlex
 import signal
+import sys
 import threading
 import time
 import zlib
@@ -73,7 +74,12 @@ class Settings(NamedTuple):
     engine: str | None = None
 
 
-COUNTS = ("steps", "batch", "window", "embedding", "hidden", "evaluations")
+RANGES = {  # [lowest, limit) of the options that are numbers
+    **dict.fromkeys(("steps", "batch", "window", "embedding", "hidden", "evaluations"), (1, math.inf)),
+    **dict.fromkeys(("learning_rate", "weight_decay", "clip", "seconds", "temperature", "length"), (0, math.inf)),
+    "dropout": (0, 1),
+    "seed": (0, 2**64),
+}
 HELP = Settings(
     steps="training steps, one window of every row each",
     batch="rows the training text is cut into",
@@ -411,8 +417,9 @@ def arguments(argv: list[str] | None) -> tuple[argparse.Namespace, Settings | No
     parser.add_argument("--length", type=int, default=400, help="characters to sample")
     options = parser.parse_args(argv)
     given = {name: value for name, value in vars(options).items() if name in Settings._fields}
-    if wrong := sorted(name for name, value in given.items() if name in COUNTS and value < 1):
-        parser.error(f"{', '.join(wrong)} must be at least 1.")
+    for name, (lowest, limit) in RANGES.items():
+        if (value := getattr(options, name, None)) is not None and not lowest <= value < limit:
+            parser.error(f"--{name.replace('_', '-')} must lie in [{lowest}, {limit}) but is {value}.")
     if not options.prompt:
         parser.error("--prompt must have a character to start from.")
     if not options.resume:
@@ -444,6 +451,11 @@ def main(argv: list[str] | None = None) -> int:
     corpus = Corpus.of(documentation())
     engine = getattr(options, "engine", None)
     run = Run(settings, corpus) if settings else Run.load(checkpoint, corpus, engine)
+    try:
+        run.model(mx.zeros((1, 1), mx.int32), run.model.zero_state(1))
+    except ValueError as error:  # an engine that does not exist, or cannot run here
+        print(f"{Path(__file__).name}: error: {error}", file=sys.stderr)
+        return 2
     corpus.encode(options.prompt)
     baseline = trigram_bits(corpus)
     weights = sum(array.size for _, array in tree_flatten(run.model.parameters()))

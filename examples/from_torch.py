@@ -108,7 +108,8 @@ def run_mlx(stack: Stack, params: mx.array, x: np.ndarray, lengths: np.ndarray) 
 # --- The command -----------------------------------------------------------------------------------------------------
 
 
-def arguments(argv: list[str] | None) -> argparse.Namespace:
+def arguments(argv: list[str] | None) -> tuple[argparse.Namespace, Stack, mx.array | None]:
+    """The options, the stack, and the parameter buffer if one was loaded."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mode", choices=LAYERS, default="lstm")
     parser.add_argument("--input", type=int, default=24, metavar="I", help="size of the input (default: 24)")
@@ -119,20 +120,30 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save", metavar="FILE", help="write the buffer and the sizes, .safetensors")
     parser.add_argument("--load", metavar="FILE", help="start from such a file instead of random weights")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    for name, least in {"input": 1, "hidden": 1, "layers": 1, "seed": 0}.items():
+        if (value := getattr(options, name)) < least:
+            parser.error(f"--{name} must be at least {least} but is {value}.")
+    if options.load:
+        try:
+            arrays, sizes = mx.load(options.load, return_metadata=True)
+            kinds = {name: type(default) for name, default in Stack()._asdict().items()}
+            return options, Stack(*(kind(sizes[name]) for name, kind in kinds.items())), arrays["params"]
+        except (RuntimeError, ValueError, KeyError) as error:
+            parser.error(f"--load must name a file of --save but {options.load} is none: {error}")
+    if options.projection and options.mode != "lstm":
+        parser.error(f"--projection must be 0 with --mode {options.mode} but is {options.projection}.")
+    if not 0 <= options.projection < options.hidden:
+        parser.error(f"--projection must lie in [0, {options.hidden}), below --hidden, but is {options.projection}.")
+    return options, Stack(*(getattr(options, name) for name in Stack._fields)), None
 
 
 def main(argv: list[str] | None = None) -> int:
-    options = arguments(argv)
+    options, stack, loaded = arguments(argv)
     torch.manual_seed(options.seed)
-    stack = Stack(options.mode, options.input, options.hidden, options.layers, options.directions, options.projection)
-    if options.load:
-        arrays, sizes = mx.load(options.load, return_metadata=True)
-        stack = Stack(*(type(default)(sizes[name]) for name, default in Stack()._asdict().items()))
-        layer = stack.in_torch()
-        to_torch(arrays["params"], layer)
-    else:
-        layer = stack.in_torch()
+    layer = stack.in_torch()
+    if loaded is not None:
+        to_torch(loaded, layer)
     params = from_torch(layer)
     size = cudnn_rnn_params_size(stack.layers, stack.hidden, stack.input, **stack.attributes).item()
     print(f"{type(layer).__name__} {tuple(stack)}: a buffer of {params.size:,} numbers, cudnn_rnn_params_size {size:,}")

@@ -305,10 +305,31 @@ def test_ctrl_c_at_the_command_line(tmp_path, monkeypatch, capsys):
 
 
 def test_options_that_cannot_work_are_refused(capsys):
-    for option, part in (("--steps=0", "steps must be at least 1"), ("--prompt=", "--prompt must have")):
+    for option, part in (
+        ("--steps=0", "--steps must lie in [1, inf) but is 0."),
+        ("--dropout=1.0", "--dropout must lie in [0, 1) but is 1.0."),
+        ("--dropout=-0.1", "--dropout must lie in [0, 1)"),
+        ("--temperature=-1", "--temperature must lie in [0, inf) but is -1.0."),
+        ("--temperature=nan", "--temperature must lie in [0, inf)"),
+        ("--learning-rate=-1", "--learning-rate must lie in [0, inf)"),
+        ("--seed=-1", "--seed must lie in [0, 18446744073709551616) but is -1."),
+        ("--prompt=", "--prompt must have"),
+    ):
         with pytest.raises(SystemExit) as stopped:
             char_lm.arguments([option])
         assert stopped.value.code == 2 and part in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("engine, part", [("fused", "engine='fused' cannot run"), ("gpu", "must be one of fused,")])
+def test_an_engine_that_cannot_run_ends_in_a_line(tmp_path, monkeypatch, capsys, engine, part):
+    monkeypatch.setattr(char_lm, "documentation", lambda: TEXT)
+    new = [f"--engine={engine}", "--hidden=8", "--batch=2", "--prompt=1", f"--out={tmp_path / 'run'}"]
+    new_run(char_lm.Corpus.of(TEXT)).save(tmp_path / "kept" / "checkpoint.safetensors")
+    for options in (new, ["--resume", f"--engine={engine}", "--prompt=1", f"--out={tmp_path / 'kept'}"]):
+        assert char_lm.main(options) == 2
+        said = capsys.readouterr()
+        assert said.out == "" and part in said.err and said.err.count("\n") == 1
+    assert not (tmp_path / "run").exists()
 
 
 def test_resume_refuses_settings_and_wants_a_checkpoint(tmp_path, capsys):

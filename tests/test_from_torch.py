@@ -50,3 +50,19 @@ def test_command(example, tmp_path, capsys):
     assert example.main(command) == 0 and example.main(["--load", path]) == 0
     first, second = capsys.readouterr().out.split("LSTM ")[1:]
     assert first == second and "back in torch: the same bits" in first
+
+
+def test_what_cannot_work_ends_in_a_line(example, tmp_path, capsys):
+    other = str(tmp_path / "other.safetensors")
+    mx.save_safetensors(other, {"weight": mx.zeros(3)})
+    for options, part in (
+        (["--mode=gru", "--projection=4"], "--projection must be 0 with --mode gru but is 4."),
+        (["--projection=32"], "--projection must lie in [0, 32)"),
+        (["--hidden=0"], "--hidden must be at least 1 but is 0."),
+        (["--load=nofile"], "--load must name a file of --save but nofile is none"),
+        ([f"--load={tmp_path}/nofile.safetensors"], "nofile.safetensors is none"),
+        ([f"--load={other}"], "other.safetensors is none: 'mode'"),
+    ):
+        with pytest.raises(SystemExit) as stopped:
+            example.main(options)
+        assert stopped.value.code == 2 and part in capsys.readouterr().err.splitlines()[-1]
