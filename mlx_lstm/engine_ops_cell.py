@@ -154,7 +154,7 @@ def gru_step(
 
 def gru_candidate(h_in: mx.array, Wh_n: mx.array, bhn: mx.array | None) -> mx.array:
     """h_in Wh_n^T + bhn: what r multiplies where the reset comes after the product."""
-    return h_in @ Wh_n.T if bhn is None else mx.addmm(bhn, h_in, Wh_n.T)
+    return h_in @ Wh_n.T if bhn is None else h_in @ Wh_n.T + bhn
 
 
 def gru_step_backward(
