@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from .cells import LSTMCell
-from .engine_numpy_gates import Gates, activate, slope_from_square
+from .engine_numpy_gates import activate, gates_of, slope_from_square
 from .engine_numpy_memory import Ends, Steps, Views, chunk_steps, columns_buffer, first_state, matrix
 from .engine_numpy_products import Preactivations, WeightGradients
 from .problem import Problem
@@ -30,12 +30,9 @@ class LSTMStep:
         self.preactivations, self.Wp = preactivations, matrix(v["Wp"]) if "Wp" in v else None
         self.block = {gate: cell.block(gate, H) for gate in "ifgo"}
         self.peephole = peephole_columns(cell, v, H, B)
-        for gate, columns in self.peephole.items():
-            if preactivations.halved and cell.activation(gate) == "sigmoid":
-                columns *= 0.5
         late = "o" if self.peephole and cell.output_peephole == "current" else ""
-        self.early = Gates(cell, H, "ifgo".replace(late, "") if late else "ifgo")
-        self.late = Gates(cell, H, late)
+        self.early = gates_of(cell, H, "ifgo".replace(late, "") if late else "ifgo")
+        self.late = gates_of(cell, H, late)
         self.clip, self.output = cell.cell_clip, cell.activation("output")
         self.scratch = np.empty((H, B), dtype)
         self.m = None if self.Wp is None else np.empty((H, B), dtype)
@@ -45,18 +42,18 @@ class LSTMStep:
     ) -> None:
         """From h_prev [P, B] and c_prev [H, B]: gates [4H, B], c [H, B] and h [P, B]."""
         block, peephole, scratch = self.block, self.peephole, self.scratch
-        z, halved = self.preactivations.at(t, h_prev), self.preactivations.halved
+        z = self.preactivations.at(t, h_prev)
         if peephole:
             for gate in "ifg" if self.late.runs else "ifgo":
                 z[block[gate]] += np.multiply(peephole[gate], c_prev, out=scratch)
-        self.early.activate(z, gates, halved)
+        self.early.activate(z, gates)
         np.multiply(gates[block["f"]], c_prev, out=c)
         c += np.multiply(gates[block["i"]], gates[block["g"]], out=scratch)
         if self.clip is not None:
             np.clip(c, -self.clip, self.clip, out=c)
         if self.late.runs:
             z[block["o"]] += np.multiply(peephole["o"], c, out=scratch)
-            self.late.activate(z, gates, halved)
+            self.late.activate(z, gates)
         activate(self.output, c, scratch)
         m = np.multiply(scratch, gates[block["o"]], out=h if self.m is None else self.m)
         if self.m is not None:
@@ -77,7 +74,7 @@ class LSTMStepBackward:
         self.Wh_T, self.Wp_T = matrix(v["Wh"]).T, matrix(v["Wp"]).T if "Wp" in v else None
         self.output, self.o_sees_current = cell.activation("output"), cell.output_peephole == "current"
         self.block = {gate: cell.block(gate, H) for gate in "ifgo"}
-        self.gates = Gates(cell, H, "ifgo")
+        self.gates = gates_of(cell, H, "ifgo")
         self.peephole = peephole_columns(cell, v, H, B)
         self.dpeephole = np.zeros((4 * H, B), dtype) if self.peephole else None
         self.slopes, self.dy = np.empty((4 * H, B), dtype), np.empty((4 * H, B), dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from itertools import groupby
 
 import numpy as np
 
@@ -11,36 +12,20 @@ from .cells import HARD_SIGMOIDS, GRUCell, LSTMCell
 
 @cache
 class Gates:
-    """Where each gate's rows lie on a GH axis, and which neighbouring rows share an activation. Built once each."""
+    """Which rows of a GH axis share an activation: neighbouring gates of the same one are a run. Built once each."""
 
-    def __init__(self, cell: LSTMCell | GRUCell, H: int, names: str):
+    def __init__(self, activations: tuple[str | None, ...], H: int):
+        """activations: one per gate, in the order of the axis; None leaves a gate alone."""
         self.runs: list[tuple[str, slice]] = []
-        for gate in (gate for gate in cell.gate_order if gate in names):
-            name, block = cell.activation(gate), cell.block(gate, H)
-            if self.runs and self.runs[-1][0] == name and self.runs[-1][1].stop == block.start:
-                self.runs[-1] = name, slice(self.runs[-1][1].start, block.stop)
-            else:
-                self.runs.append((name, block))
-        self.smooth: list[slice] = []
-        for run in (run for name, run in self.runs if name in ("tanh", "sigmoid")):
-            if self.smooth and self.smooth[-1].stop == run.start:
-                run = slice(self.smooth.pop().start, run.stop)
-            self.smooth.append(run)
-        self.sigmoid = [run for name, run in self.runs if name == "sigmoid"]
-        self.other = [(name, run) for name, run in self.runs if name not in ("tanh", "sigmoid")]
+        stop = 0
+        for name, gates in groupby(activations):
+            start, stop = stop, stop + H * len(list(gates))
+            if name is not None:
+                self.runs.append((name, slice(start, stop)))
 
-    def activate(self, z: np.ndarray, out: np.ndarray, halved: bool) -> None:
-        """sigmoid(x) = 0.5 + 0.5 tanh(x / 2): with sigmoid gates' rows of z halved one tanh serves all."""
-        if not halved:
-            for run in self.sigmoid:
-                z[run] *= 0.5
-        for run in self.smooth:
-            np.tanh(z[run], out=out[run])
-        for run in self.sigmoid:
-            y = out[run]
-            y *= 0.5
-            y += 0.5
-        for name, run in self.other:
+    def activate(self, z: np.ndarray, out: np.ndarray) -> None:
+        """The gates' activations of z, into their rows of out."""
+        for name, run in self.runs:
             activate(name, z[run], out[run])
 
     def slopes(self, y: np.ndarray, out: np.ndarray) -> None:
@@ -50,15 +35,21 @@ class Gates:
             slope_from_square(name, y[run], out[run])
 
 
+def gates_of(cell: LSTMCell | GRUCell, H: int, names: str) -> Gates:
+    """Those of a cell's gates that `names` names."""
+    return Gates(tuple(cell.activation(gate) if gate in names else None for gate in cell.gate_order), H)
+
+
 def activate(name: str, x: np.ndarray, out: np.ndarray) -> None:
     """One activation of `cells.ACTIVATIONS` into out."""
     if name == "tanh":
         np.tanh(x, out=out)
     elif name == "sigmoid":
-        np.multiply(x, 0.5, out=out)
-        np.tanh(out, out=out)
-        out *= 0.5
-        out += 0.5
+        # Not through tanh, which leaves of a nearly closed gate no digit. The caller lets exp overflow.
+        np.negative(x, out=out)
+        np.exp(out, out=out)
+        out += 1
+        np.reciprocal(out, out=out)
     elif name in HARD_SIGMOIDS:
         np.multiply(x, HARD_SIGMOIDS[name], out=out)
         out += 0.5

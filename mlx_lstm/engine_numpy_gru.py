@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .engine_numpy_gates import Gates, activate, slope_from_square
+from .engine_numpy_gates import activate, gates_of, slope_from_square
 from .engine_numpy_memory import Steps, Views, chunk_steps, columns_buffer, matrix
 from .engine_numpy_products import Preactivations, WeightGradients
 from .problem import Problem
@@ -28,17 +28,15 @@ class GRUStep:
         self.preactivations, self.after, self.flip = preactivations, cell.reset == "after", cell.flip_z
         self.block = {gate: cell.block(gate, H) for gate in "rzn"}
         self.rz = reset_and_update(self.block)
-        self.early, self.late = Gates(cell, H, "rz"), Gates(cell, H, "n")
+        self.early, self.late = gates_of(cell, H, "rz"), gates_of(cell, H, "n")
         self.Wh_n = preactivations.Wh[self.block["n"]]
         self.bhn = np.repeat(v["bhn"][:, None], B, axis=1) if "bhn" in v else None
-        if self.bhn is not None and preactivations.halved and self.late.sigmoid:
-            self.bhn *= 0.5
         self.scratch = None if self.after else np.empty((H, B), dtype)
 
     def __call__(self, t: int, h_prev: np.ndarray, _c_prev: None, gates: np.ndarray, _c: None, h: np.ndarray) -> None:
         """From h_prev [H, B]: gates [3H, B] and h [H, B]."""
         preactivations = self.preactivations
-        Wh, z, halved = preactivations.Wh, preactivations.z, preactivations.halved
+        Wh, z = preactivations.Wh, preactivations.z
         h_in, a = preactivations.entering(t, h_prev), preactivations.of_input(t)
         r, update, n = gates[self.block["r"]], gates[self.block["z"]], gates[self.block["n"]]
         if self.after:
@@ -47,7 +45,7 @@ class GRUStep:
             if not self.after:
                 np.matmul(Wh[rows], h_in, out=z[rows])
             z[rows] += a[rows]
-        self.early.activate(z, gates, halved)
+        self.early.activate(z, gates)
         z_n = z[self.block["n"]]
         if self.after:
             if self.bhn is not None:
@@ -56,7 +54,7 @@ class GRUStep:
         else:
             np.matmul(self.Wh_n, np.multiply(r, h_in, out=self.scratch), out=z_n)
         z_n += a[self.block["n"]]
-        self.late.activate(z, gates, halved)
+        self.late.activate(z, gates)
         kept, new = (n, h_prev) if self.flip else (h_prev, n)
         np.subtract(kept, new, out=h)
         h *= update
@@ -74,7 +72,7 @@ class GRUStepBackward:
         """saved: gates [T, B, 3H]."""
         cell, (_, B, H, _), dtype = problem.cell, problem[:4], v["Wh"].dtype
         self.after, self.flip = cell.reset == "after", cell.flip_z
-        self.gates_at, self.gates = Steps(saved["gates"]), Gates(cell, H, "rzn")
+        self.gates_at, self.gates = Steps(saved["gates"]), gates_of(cell, H, "rzn")
         self.block = {gate: cell.block(gate, H) for gate in "rzn"}
         self.rz = reset_and_update(self.block)
         Wh = matrix(v["Wh"])

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .cells import Cell, LSTMCell, RNNCell
-from .engine_numpy_gates import Gates
+from .cells import Cell, LSTMCell
 from .engine_numpy_memory import WIDE_BATCH, Ends, Views, chunk_steps, columns_buffer, matrix, step_mask
 from .problem import Problem
 
@@ -16,14 +15,14 @@ AHEAD_ROWS = 256  # rows of the input's product over a wide batch: still in the 
 
 
 # --- The preactivations ----------------------------------------------------------------------------------------------
-# Bias and forget bias included, peepholes not. Where `halved`, sigmoid gates get half of theirs: see `Gates.activate`.
+# Bias and forget bias included, peepholes not.
 
 
 class Preactivations:
     """Wx @ x for a chunk of steps ahead, one product; then, step by step, Wh @ h.
 
-    Over wide batches the weights are copied once, sigmoid rows halved and the bias as one more column of Wx, which
-    saves two passes per step. Narrow ones read the weights as they are: copying them would cost more.
+    Over wide batches Wx is copied once with the bias, where there is one, as one more column, which saves a pass per
+    step. Narrow ones read it as it is: copying it would cost more.
     """
 
     def __init__(self, problem: Problem, v: Views):
@@ -31,22 +30,13 @@ class Preactivations:
         rows = cell.gates * H
         self.x, self.mask, self.B = v["x"], step_mask(v, problem), B
         self.Wh, self.Wx = matrix(v["Wh"]), matrix(v["Wx"]) if "Wx" in v else None
-        # Of a plain cell the preactivation itself is an output.
-        sigmoid = [] if isinstance(cell, RNNCell) else Gates(cell, H, cell.gate_order).sigmoid
         self.bias = bias_column(cell, v, H, rows)
         self.chunk = min(T, max(1, AHEAD_ROWS // B)) if B >= WIDE_BATCH else chunk_steps(problem)
         self.padded = self.start = None
-        self.halved = False
-        if "Wx" in v and B >= WIDE_BATCH and T * B >= 2 * AHEAD_ROWS:
-            bias = np.zeros(rows, dtype) if self.bias is None else self.bias
-            self.Wx = np.concatenate([self.Wx, bias[:, None]], axis=1)
+        if "Wx" in v and self.bias is not None and B >= WIDE_BATCH and T * B >= 2 * AHEAD_ROWS:
+            self.Wx = np.concatenate([self.Wx, self.bias[:, None]], axis=1)
             self.padded = np.ones((self.chunk, B, self.Wx.shape[1]), dtype)
             self.bias = None
-            if sigmoid:
-                self.Wh, self.halved = self.Wh.copy(), True
-                for run in sigmoid:
-                    self.Wx[run] *= 0.5
-                    self.Wh[run] *= 0.5
         if self.Wx is not None:
             self.ahead = columns_buffer(rows, self.chunk * B, B, dtype)
         elif self.bias is not None:

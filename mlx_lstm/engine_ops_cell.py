@@ -25,14 +25,23 @@ class StepGradients(NamedTuple):
 
 
 def activate(name: str, x: mx.array) -> mx.array:
-    """One of `cells.ACTIVATIONS`. The sigmoid goes through tanh: that MLX computes in true float64, exp it does not."""
+    """One of `cells.ACTIVATIONS`."""
     if name == "tanh":
         return mx.tanh(x)
     if name == "sigmoid":
-        return 0.5 + 0.5 * mx.tanh(0.5 * x)
+        return double_sigmoid(x) if x.dtype == mx.float64 else mx.sigmoid(x)
     if name in HARD_SIGMOIDS:
         return mx.clip(constant(HARD_SIGMOIDS[name], x) * x + 0.5, 0, 1)
     return mx.maximum(x, 0) if name == "relu" else x
+
+
+def double_sigmoid(x: mx.array) -> mx.array:
+    """The sigmoid of a float64 array. MLX 0.32.4 computes it, and exp, to float32's digits, but not cosh and sinh."""
+    negative = x < 0
+    # Not mx.abs, whose derivative at 0 is 0. Beyond 709 cosh overflows and exp(-x) leaves the normal numbers.
+    size = mx.minimum(mx.where(negative, -x, x), 709)
+    small = mx.where(size >= 709, 0, 1 / (1 + mx.cosh(size) + mx.sinh(size)))  # NaN stays
+    return mx.where(negative, small, 1 - small)
 
 
 def slope(name: str, y: mx.array) -> mx.array:

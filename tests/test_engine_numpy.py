@@ -6,7 +6,16 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_lstm import engine_numpy_cell, engine_numpy_gru, engine_numpy_memory, engine_numpy_products, gru, lstm, rnn
+from mlx_lstm import (
+    engine_numpy_cell,
+    engine_numpy_gates,
+    engine_numpy_gru,
+    engine_numpy_memory,
+    engine_numpy_products,
+    gru,
+    lstm,
+    rnn,
+)
 from mlx_lstm.cells import ACTIVATIONS, HARD_SIGMOIDS
 from mlx_lstm.recurrence import gru_gradients, lstm_gradients, rnn_gradients
 
@@ -138,6 +147,17 @@ def test_agrees_with_ops(monkeypatch, word, seed):
     spoil_padding(arrays["x"], options["lengths"])
     shown = None if rng.random() < 0.6 else ["h"]
     check(word, arrays, options, shown, cut if rng.random() < 0.5 else whole, seed)
+
+
+def test_a_limit_that_changes_from_call_to_call_leaves_nothing_behind():
+    """What is kept for later calls depends on the gates' order and activations only."""
+    arrays = {name: whole(array) for name, array in draw(np.random.default_rng(0), "lstm", 2, 1, 2, 2).items()}
+    sizes = set()
+    for n in range(4):
+        with mx.stream(mx.cpu):
+            mx.eval(lstm(**arrays, cell_clip=1.0 + n, forget_bias=0.5 * n, engine="numpy").h)
+        sizes.add(engine_numpy_gates.Gates.cache_info().currsize)
+    assert len(sizes) == 1
 
 
 @pytest.mark.parametrize("batch_major", [False, True])

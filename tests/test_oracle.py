@@ -1,5 +1,7 @@
 """The judge judged: finite differences, PyTorch in float64, TensorFlow's block ops, and properties stated in words."""
 
+from decimal import Decimal
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -7,6 +9,7 @@ from cases import BOTH, CELLS, OPTIONS, SIZES, combination, draw, draw_away_from
 
 from mlx_lstm.closeness import FLOATS, Noise, assert_close, assert_within, bounds
 from mlx_lstm.oracle import ARRAYS, OUTPUTS, backward, clip_shift, forward
+from mlx_lstm.oracle_cells import ACTIVATIONS, SLOPES, Arithmetic
 
 T, B, I, H, _ = SIZES
 STEP = 1e-5
@@ -162,6 +165,17 @@ def test_equals_tensorflow_gru_block_cell():
     assert set(got) == set(expected)
     for name, value in got.items():
         assert_within(name, np.asarray(value), expected[name], limit[name])
+
+
+def test_sigmoid_has_all_its_digits():
+    """To four roundings of exp, 1 + e and the quotient, against decimal arithmetic; the derivative follows."""
+    x = np.linspace(-700, 40, 1481)
+    exact = np.array([float(1 / (1 + (-Decimal(value)).exp())) for value in x.tolist()])
+    s = ACTIVATIONS["sigmoid"](x, Arithmetic(np.float64))
+    assert_within("sigmoid", s / exact, np.ones_like(x), 4 * 2.0**-53)
+    s, exact = s[x < 0], exact[x < 0]  # 1 - s of an open gate cancels
+    slope = SLOPES["sigmoid"](s, Arithmetic(np.float64))
+    assert_within("slope", slope / (exact * (1 - exact)), np.ones_like(s), 16 * 2.0**-53)
 
 
 @pytest.mark.parametrize("reset", ["after", "before"])

@@ -1,6 +1,7 @@
 """The recurrence on every CPU engine against the float64 oracle: all options, all outputs, all gradients."""
 
-from functools import cache
+import warnings
+from functools import cache, partial
 
 import ml_dtypes
 import mlx.core as mx
@@ -27,7 +28,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from mlx_lstm import engine_numpy_cell, engine_numpy_memory, lstm
-from mlx_lstm.closeness import assert_close, assert_within, bounds
+from mlx_lstm.closeness import SAFETY, assert_close, assert_within, bounds, elementwise_bounds, float_of
+from mlx_lstm.engine_ops_cell import activate
 from mlx_lstm.oracle import ARRAYS, backward, forward
 
 ENGINES = ("numpy", "ops")
@@ -187,9 +189,9 @@ def test_numpy_engine_in_chunks_of_time(monkeypatch, B, reverse, lengths):
 
 
 @pytest.mark.parametrize("activations", [None, ("relu", "sigmoid", "tanh", "identity", "hard_sigmoid")])
-@pytest.mark.parametrize("T", [1, 33, 31], ids=["one step", "weights copied", "weights read"])
+@pytest.mark.parametrize("T", [1, 33, 31], ids=["one step", "Wx copied", "Wx read"])
 def test_numpy_engine_over_a_wide_batch(T, activations):
-    """From 512 rows on it joins and halves the weights in a copy."""
+    """From 512 rows on it joins Wx and the bias in a copy."""
     options = {} if activations is None else {"activations": activations}
     drawn = draw_away_from_kinks(4, ROUNDING_MARGIN, sizes=(T, 16, 3, 5, 5), forget_bias=0.5, mask=("P",), **options)
     check(*with_engine(drawn))
@@ -227,6 +229,71 @@ def test_scratch_of_the_numpy_engine_is_written_before_it_is_read(monkeypatch, r
     monkeypatch.setattr(engine_numpy_cell, "columns_buffer", poisoned)
     options = {"projection": True, "lengths": [2, 0], "mask": ("P",), "reverse": reverse}
     check(*with_engine(draw_away_from_kinks(3, **options)))
+
+
+# --- Gates that are nearly closed ------------------------------------------------------------------------------------
+
+
+@cache
+def nearly_closed(op, dtype, sizes):
+    """As `judged`, each element by itself: biases of all sigmoid gates from -8 to -30, over a c0 of 1e4."""
+    rng, gates = np.random.default_rng(7), {"lstm": "ifgo", "gru": "rzn", "rnn": "h"}[op]
+    case = draw(rng, op=op, sizes=sizes, **({"activation": "sigmoid"} if op == "rnn" else {}))
+    closed = np.repeat([gate not in "gn" for gate in gates], sizes[3])
+    case["b"][closed] = rng.permutation(np.linspace(-30, -8, closed.sum()))
+    if op == "lstm":
+        case["c0"] *= 1e4
+    case, cotangents, ref, _ = judged(case, draw_cotangents(rng, forward(**case)), dtype)
+    # What is stored in 16 bits is computed in float32, and rounded where it leaves.
+    half = dtype in HALVES.values()
+    limit = elementwise_bounds(case, np.float32 if half else dtype, cotangents)
+    if half:
+        limit = {name: value + float_of(dtype).eps / 2 * np.abs(ref[name]) for name, value in limit.items()}
+    # These bounds are relative. Each of three additions may be wrong by a rounding of about -30, which is 30 units of
+    # its exponential; beside that the activation's own 12 are few.
+    sigmoids, allowed = (np.abs(values["h" if op == "rnn" else "gates"][..., closed]) for values in (ref, limit))
+    assert (allowed < SAFETY * 3 * 40 * float_of(dtype).eps / 2 * sigmoids).all() and sigmoids.min() < 1e-11
+    return case, cotangents, ref, limit
+
+
+@pytest.mark.parametrize("sizes", [(4, 3, 2, 5, 5), (33, 16, 3, 2, 2)], ids=["narrow", "wide"])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, HALVES["bfloat16"]], ids=["float32", "float64", "bfloat16"])
+@pytest.mark.parametrize("op", ["lstm", "gru", "rnn"])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_what_a_nearly_closed_gate_lets_through_has_all_its_digits(engine, op, dtype, sizes):
+    """Element by element: outputs, and gradients of every array, down to 1e-13 of their neighbours."""
+    case, cotangents, ref, limit = nearly_closed(op, dtype, sizes)
+    outputs, gradients = run(case, engine, dtype, cotangents)
+    for name, value in (outputs | gradients).items():
+        assert_within(name, value, ref[name], limit[name])
+
+
+@SINGLE_AND_DOUBLE
+@pytest.mark.parametrize("engine", ENGINES)
+def test_gates_closed_beyond_the_range_of_exp(engine, dtype):
+    """They are 0, and no warning says that exp overflowed; the backward pass computes a sigmoid of c again."""
+    case, cotangents = draw_away_from_kinks(3, activations=("sigmoid", "sigmoid", "tanh", "sigmoid", "sigmoid"))
+    case |= {"b": np.full_like(case["b"], -1e4), "c0": np.full_like(case["c0"], -1e4)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check(case, engine, dtype, cotangents)
+
+
+def test_sigmoid_of_engine_ops_in_float64():
+    """Its derivatives too, of which MLX takes the forward-mode one and the second through the formula."""
+    x = np.concatenate([np.linspace(-150, 0, 997), np.linspace(0, 40, 101)])
+    e = np.exp(-np.abs(x))
+    s, rest = np.where(x < 0, e, 1) / (1 + e), np.where(x < 0, 1, e) / (1 + e)
+    with mx.stream(mx.cpu):
+        point, sigmoid = mx.array(x, mx.float64), partial(activate, "sigmoid")
+        slope = mx.grad(lambda x: sigmoid(x).sum())
+        along = mx.jvp(sigmoid, [point], [mx.ones_like(point)])[1][0]
+        second = mx.grad(lambda x: slope(x).sum())(point)
+        found = sigmoid(point), along, slope(point), second
+    # At most 16 roundings each; that of 1 - 2 s is one of 1.
+    expected = s, s * rest, s * rest, s * rest * (rest - s)
+    for got, exact, size in zip(found, expected, (s, *[s * rest] * 3), strict=True):
+        assert_within("sigmoid", np.array(got), exact, 16 * 2.0**-53 * size)
 
 
 # --- Memory and padding ----------------------------------------------------------------------------------------------
