@@ -17,7 +17,11 @@ torch = pytest.importorskip("torch")
 
 I, H = 3, 5
 KINDS = {"LSTM": {}, "LSTM_projection": {"proj_size": 2}, "GRU": {}, "RNN": {}, "RNN_relu": {"nonlinearity": "relu"}}
-STACKS = [dict(zip(("num_layers", "bidirectional"), pair, strict=True)) for pair in ((1, False), (2, True), (3, False))]
+STACKS = [
+    {"num_layers": 1, "bidirectional": False},
+    {"num_layers": 2, "bidirectional": True},
+    pytest.param({"num_layers": 3, "bidirectional": False}, marks=pytest.mark.slow),
+]
 
 
 def layers(kind, dtype=torch.float32, **options):
