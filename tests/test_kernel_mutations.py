@@ -167,7 +167,9 @@ def test_every_shader_with_a_bound_or_a_barrier_is_damaged():
     assert {file for file in files if any(damages(file, "bounds")) or any(damages(file, "barriers"))} == set(USERS)
 
 
-@pytest.mark.parametrize("file", BARRIERS)
+@pytest.mark.parametrize(
+    "file", [pytest.param(file, marks=pytest.mark.slow if "stepwise" in file else []) for file in BARRIERS]
+)
 def test_every_barrier_is_needed(file):
     assert unnoticed(file, "barriers") == set()
 
