@@ -29,6 +29,7 @@ from .cudnn_params import cudnn_rnn_canonical_to_params_v2 as cudnn_rnn_canonica
 from .cudnn_params import cudnn_rnn_params_size as cudnn_rnn_params_size
 from .cudnn_params import cudnn_rnn_params_to_canonical as cudnn_rnn_params_to_canonical
 from .cudnn_params import cudnn_rnn_params_to_canonical_v2 as cudnn_rnn_params_to_canonical_v2
+from .directions import by_layer, of_layers
 from .engines import check_device
 
 Arrays = dict[str, mx.array]
@@ -524,20 +525,17 @@ class Stack(NamedTuple):
         for name, state in states.items():
             if not self.time_major and self.batch_major_states == "transpose":
                 state = mx.swapaxes(state, 0, 1)
-            state = state.reshape(where.L, where.D, N, -1)
-            found[name] = mx.swapaxes(state, 1, 2).reshape(where.L, N, -1)
+            found[name] = by_layer(state.reshape(where.L * where.D, N, -1), where.D)
         return found
 
     def in_layout(self, where: Layout, rows: list[mx.array]) -> mx.array:
         """States in the caller's layout, out of each layer's [N, D S]."""
-        N = rows[0].shape[0]
-        state = mx.stack(rows).reshape(where.L, N, where.D, -1)
-        state = mx.swapaxes(state, 1, 2).reshape(where.L * where.D, N, -1)
+        state = of_layers(rows, where.D)
         if self.time_major:
             return state
         if self.batch_major_states == "transpose":
             return mx.swapaxes(state, 0, 1)
-        return state.reshape(N, where.L * where.D, -1)
+        return state.reshape(state.shape[1], where.L * where.D, -1)
 
     def reserved(self, where: Layout, T: int, N: int) -> list[dict[str, tuple[int, int, int]]]:
         """The reserve space's arrays in their order: of each layer, shapes by name."""

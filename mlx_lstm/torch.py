@@ -13,6 +13,7 @@ process, and back:
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -20,6 +21,7 @@ import mlx.nn as nn
 
 from . import recurrence
 from .checks import check_array, check_flag, check_integer, check_lengths, check_number, check_option, fail
+from .directions import by_layer, of_layers
 
 Arrays = dict[str, mx.array]
 
@@ -32,6 +34,9 @@ class Layers(nn.Module):
 
     gates: int
     """H-blocks of a weight."""
+
+    layer: Callable[[mx.array, Arrays, dict[str, Any]], Any]
+    """One layer's outputs, from its input, arrays and options."""
 
     def __init__(
         self,
@@ -108,7 +113,7 @@ class Layers(nn.Module):
                 check_lengths(self.op, lengths, N, L, traced=True)  # of none the range is unknown
             output = mx.zeros((*input.shape[:2], len(self.ways) * self.width), dtype)
             return output, {name: mx.zeros((rows, N, widths[name]), dtype) for name in states}
-        given = {name: self.by_layer(state, N) for name, state in given.items()}
+        given = {name: by_layer(state.reshape(rows, N, -1), len(self.ways)) for name, state in given.items()}
         x = (input if time_first else mx.swapaxes(input, 0, 1)).reshape(-1, N, self.input_size).astype(dtype)
         last = []
         for layer, arrays in enumerate(layers):
@@ -122,14 +127,10 @@ class Layers(nn.Module):
             out = self.layer(x, arrays, options | {"engine": self.engine})
             last.append(out)
             x = out.h
-        finals = {name: self.of_layers([getattr(out, f"{name}T") for out in last], batched) for name in states}
+        finals = {name: of_layers([getattr(out, f"{name}T") for out in last], len(self.ways)) for name in states}
         if not batched:
-            return x[:, 0], finals
+            return x[:, 0], {name: state[:, 0] for name, state in finals.items()}
         return x if time_first else mx.swapaxes(x, 0, 1), finals
-
-    def layer(self, x: mx.array, arrays: Arrays, options: dict[str, Any]) -> Any:
-        """One layer's outputs."""
-        raise NotImplementedError
 
     def input_shape(self, input: Any) -> list[int | str]:
         """What it must be."""
@@ -148,18 +149,6 @@ class Layers(nn.Module):
     def biases(self, each: list[Arrays]) -> Arrays:
         """The recurrence's, out of both of each direction."""
         return {"b": join([one["bias_ih"] + one["bias_hh"] for one in each])}
-
-    def by_layer(self, state: mx.array, N: int) -> mx.array:
-        """[K, N, D .] out of [K D, N, .] or, of an input without a batch, [K D, .]."""
-        state = state.reshape(self.num_layers, len(self.ways), N, -1)
-        return mx.swapaxes(state, 1, 2).reshape(self.num_layers, N, -1)
-
-    def of_layers(self, states: list[mx.array], batched: bool) -> mx.array:
-        """The way back from `by_layer`, from each layer's."""
-        N, D = states[0].shape[0], len(self.ways)
-        state = mx.stack(states).reshape(self.num_layers, N, D, -1)
-        state = mx.swapaxes(state, 1, 2).reshape(self.num_layers * D, N, -1)
-        return state if batched else state[:, 0]
 
 
 def join(arrays: list[mx.array]) -> mx.array:
