@@ -150,8 +150,10 @@ def tanh_jvp(x: mx.array, dx: mx.array) -> mx.array:
 
 
 def in_mlx(problem: Problem, arrays: dict[str, mx.array], saved: dict) -> dict[str, mx.array]:
-    """What the numpy engine saved, as the ops engine reads it."""
-    if "gates" in problem.cell.outputs and saved.get("gates") is None:
+    """What the numpy engine saved, as the ops engine reads it. Gates that nobody kept are computed again; the gradient
+    of a plain cell does without."""
+    saved = {name: array for name, array in saved.items() if array is not None}
+    if "gates" not in saved and problem.cell.op != "rnn":
         return engine_ops.forward(problem, arrays)
     return {name: array if isinstance(array, mx.array) else mx.array(array) for name, array in saved.items()}
 
