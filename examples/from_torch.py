@@ -6,7 +6,7 @@
     python examples/from_torch.py --load lstm.safetensors            # the sizes are in the file
 
 cuDNN's buffer is one flat array: the matrices of all layers and directions, then all biases (see
-`mlx_lstm.cudnn_params`). torch has the same arrays under names, so the way there is a concatenation and the way back a
+`mlx_lstm.cudnn._buffer`). torch has the same arrays under names, so the way there is a concatenation and the way back a
 split. The example makes a torch layer with random weights, moves them, runs both on the same ragged batch, prints how
 far the outputs and the gradients are apart, and moves the weights back. It needs `pip install torch`.
 """

@@ -1,6 +1,6 @@
 // What the cells share: their options as a number, their activations, and arrays that may be absent.
 //
-// CELL packs the options of a cell into one template number; `mlx_lstm.kernels.cell_number` writes it:
+// CELL packs the options of a cell into one template number; `engines.metal.launch.cell_number` writes it:
 //   bits 0-7 the place of each gate among the H-blocks of a gate axis, 8-22 the activations of the gates and then of
 //   the output, from 23 on what the cell's own file says. Gates count as i, f, g, o; or r, z, n; or 0 for the plain
 //   cell.

@@ -58,7 +58,7 @@ vec<S, 4> weight_run(W weights, int row, int rows, int k, int length) {
   return run;
 }
 
-// A GRU's, in gru_cell_*.metal; no other cell calls them.
+// A GRU's, in cell_gru_*.metal; no other cell calls them.
 template <int CELL> float gru_reset(float a);
 template <int CELL> float gru_reset_backward(float r, float dr);
 

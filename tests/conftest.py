@@ -58,7 +58,7 @@ def shader_coverage():
     """What the emulator ran of metal/: (a line per file, whether a line is missing)."""
     from metal_emulator import coverage
 
-    from mlx_lstm.kernel_text import short_lines
+    from mlx_lstm.engines.metal.text import short_lines
 
     texts = {path.name: path.read_text() for path in sorted(SHADERS.glob("*.metal"))}
     files = {name: "\n".join(short_lines(text)) for name, text in texts.items()}

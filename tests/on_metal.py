@@ -7,10 +7,10 @@ import mlx.core as mx
 from cases import BOTH, CELLS, OPTIONS
 from metal_emulator import emulated_metal
 
-from mlx_lstm import kernels, recurrence
-from mlx_lstm.cells import GRUCell, LSTMCell, RNNCell
 from mlx_lstm.engines import METAL_ENGINES as ENGINES
-from mlx_lstm.engines import choose
+from mlx_lstm.engines import choice, choose
+from mlx_lstm.engines.cells import GRUCell, LSTMCell, RNNCell
+from mlx_lstm.engines.metal import launch as kernels
 
 WEIGHTS = ("Wh", "Wh_T", "weights", "peephole", "extra")
 
@@ -20,7 +20,7 @@ def on_metal(**options):
     """Yields the log of launches; a finding of the emulator raises. The stream in effect counts as the GPU's."""
     caches = [kernels.build.cache_clear]
     with (
-        patch.object(recurrence, "current_device", lambda: "gpu"),
+        patch.object(choice, "current_device", lambda: "gpu"),
         emulated_metal(pretend_available=True, on_enter=caches, **options) as log,
     ):
         yield log

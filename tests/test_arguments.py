@@ -6,7 +6,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_lstm import engine_numpy, engine_ops, recurrence
+from mlx_lstm import recurrence
+from mlx_lstm.engines.numpy import sweep as engine_numpy
+from mlx_lstm.engines.ops import sweep as engine_ops
 
 T, B, I, H, P = 3, 2, 4, 5, 6
 GATES = {"lstm": 4, "gru": 3, "rnn": 1}

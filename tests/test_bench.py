@@ -8,16 +8,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mlx_lstm.bench import judge_stack, rounds
+from mlx_lstm.bench import rounds
 from mlx_lstm.bench.__main__ import main
-from mlx_lstm.bench.case_stack import packed, unpacked
 from mlx_lstm.bench.cases import CASES, find_contender, is_installed
-from mlx_lstm.bench.contenders import CONTENDERS, PASSES, Size, Task, draw, parse_size
+from mlx_lstm.bench.cases import stack_judge as judge_stack
+from mlx_lstm.bench.cases.lstm import CONTENDERS, draw
+from mlx_lstm.bench.cases.stack import packed, unpacked
 from mlx_lstm.bench.judge import appoint, evaluate
 from mlx_lstm.bench.report import group_text, machine_card, plot
 from mlx_lstm.bench.rounds import Plan, Row, kept_bytes, peak_ratio, plan, ratio, take_turn
+from mlx_lstm.bench.tasks import PASSES, Size, Task, parse_size
 from mlx_lstm.bench.worker import PeakMemory
-from mlx_lstm.oracle_cells import Arithmetic
+from mlx_lstm.oracle.cells import Arithmetic
 
 TINY = Size(5, 3, 4, 8)
 DOUBLE = Arithmetic(np.float64)
@@ -25,7 +27,8 @@ FEW = ["--seconds", "0.02", "--rounds", "2", "--patience", "0", "--device", "cpu
 
 PLANTED = """
 import os
-from mlx_lstm.bench.contenders import Contender, Work, prepare_ours
+from mlx_lstm.bench.cases.lstm import prepare_ours
+from mlx_lstm.bench.tasks import Contender, Work
 
 def off_by(factor):
     def prepare(numbers, task):

@@ -18,7 +18,7 @@ import pytest
 from mlx.utils import tree_flatten
 from on_metal import ENGINES, on_metal
 
-from mlx_lstm.closeness import largest
+from mlx_lstm.oracle.closeness import largest
 
 pytest.importorskip("rich")
 pytest.importorskip("matplotlib")

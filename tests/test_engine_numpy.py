@@ -6,17 +6,13 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_lstm import (
-    engine_numpy_cell,
-    engine_numpy_gates,
-    engine_numpy_gru,
-    engine_numpy_memory,
-    engine_numpy_products,
-    gru,
-    lstm,
-    rnn,
-)
-from mlx_lstm.cells import ACTIVATIONS, HARD_SIGMOIDS
+from mlx_lstm import gru, lstm, rnn
+from mlx_lstm.engines.cells import ACTIVATIONS, HARD_SIGMOIDS
+from mlx_lstm.engines.numpy import gates as engine_numpy_gates
+from mlx_lstm.engines.numpy import gru as engine_numpy_gru
+from mlx_lstm.engines.numpy import lstm as engine_numpy_cell
+from mlx_lstm.engines.numpy import memory as engine_numpy_memory
+from mlx_lstm.engines.numpy import products as engine_numpy_products
 from mlx_lstm.recurrence import gru_gradients, lstm_gradients, rnn_gradients
 
 OPS = {

@@ -4,8 +4,8 @@ import mlx.core as mx
 import pytest
 
 from mlx_lstm import lstm
-from mlx_lstm.cells import GRUCell, LSTMCell, RNNCell
 from mlx_lstm.engines import ENGINES, choose
+from mlx_lstm.engines.cells import GRUCell, LSTMCell, RNNCell
 
 MAC = {"device": "gpu", "metal": True}
 MAC_CPU = {"device": "cpu", "metal": True}

@@ -7,7 +7,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_lstm.closeness import assert_close
+from mlx_lstm.oracle.closeness import assert_close
 
 torch = pytest.importorskip("torch")
 

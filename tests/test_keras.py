@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mlx_lstm import gru, keras, lstm, nn
-from mlx_lstm.closeness import assert_within, bounds
+from mlx_lstm.oracle.closeness import assert_within, bounds
 
 T, B, I, H = 7, 3, 5, 4
 X = np.random.default_rng(5).normal(size=(T, B, I)).astype(np.float32)

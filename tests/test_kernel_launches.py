@@ -17,12 +17,17 @@ from cases import (
 )
 from on_metal import BATCHES, ENGINES, WEIGHTS, on_metal
 
-from mlx_lstm import autodiff, engine_ops, kernels, kernels_fused, kernels_stepwise, lstm, recurrence
-from mlx_lstm.cells import GRUCell, LSTMCell, RNNCell
-from mlx_lstm.engines import FUSED_LIMIT
-from mlx_lstm.kernel_rows import JOINED, LEFT, Rows
+import mlx_lstm
+from mlx_lstm import lstm
+from mlx_lstm.engines import FUSED_LIMIT, autodiff, choice
+from mlx_lstm.engines.cells import GRUCell, LSTMCell, RNNCell
+from mlx_lstm.engines.metal import fused_launches as kernels_fused
+from mlx_lstm.engines.metal import launch as kernels
+from mlx_lstm.engines.metal import stepwise_launches as kernels_stepwise
+from mlx_lstm.engines.metal.stepwise_rows import JOINED, LEFT, Rows
+from mlx_lstm.engines.ops import sweep as engine_ops
+from mlx_lstm.engines.problem import Problem
 from mlx_lstm.oracle import forward
-from mlx_lstm.problem import Problem
 
 # --- Threads ---------------------------------------------------------------------------------------------------------
 
@@ -293,7 +298,7 @@ def exported_kernels(engine, arrays, path):
 
     nodes = []
     with (
-        patch.object(recurrence, "current_device", lambda: "gpu"),
+        patch.object(choice, "current_device", lambda: "gpu"),
         patch.object(mx.metal, "is_available", lambda: True),
     ):
         kernels.build.cache_clear()
@@ -333,7 +338,7 @@ def test_vmap_runs_the_kernels_one_by_one():
     every = (0, 1, 2, 3)
     with (
         mx.stream(mx.cpu),
-        patch.object(recurrence, "current_device", lambda: "gpu"),
+        patch.object(choice, "current_device", lambda: "gpu"),
         patch.object(mx.metal, "is_available", lambda: True),
         patch.dict(autodiff.ENGINE_MODULES, stepwise=stand_in),
     ):
@@ -346,9 +351,9 @@ def test_vmap_runs_the_kernels_one_by_one():
 
 
 def test_metal_kernel_is_called_in_one_place():
-    package = Path(kernels.__file__).parent
+    package = Path(mlx_lstm.__file__).parent
     calls = [path.name for path in package.rglob("*.py") if re.search(r"metal_kernel\(", path.read_text())]
-    assert calls == ["kernels.py"]
+    assert calls == ["launch.py"]
 
 
 def test_fused_writes_no_gates_in_inference():

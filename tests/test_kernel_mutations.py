@@ -9,10 +9,12 @@ from metal_emulator import coverage, mutations
 from metal_emulator.findings import KernelError
 from on_metal import on_metal
 
-from mlx_lstm import engine_fused, kernels, kernels_fused
-from mlx_lstm.closeness import assert_within, bounds
-from mlx_lstm.kernel_text import shader_folder
+from mlx_lstm.engines.metal import fused as engine_fused
+from mlx_lstm.engines.metal import fused_launches as kernels_fused
+from mlx_lstm.engines.metal import launch as kernels
+from mlx_lstm.engines.metal.text import shader_folder
 from mlx_lstm.oracle import backward, forward
+from mlx_lstm.oracle.closeness import assert_within, bounds
 
 LAYERS = {
     "lstm": {"peephole": True, "cell_clip": 0.5},
@@ -37,23 +39,23 @@ USERS = {  # shader file: (engine, layers) that use it, batch sizes at which the
     "stepwise_outputs": ({"stepwise": ["projection"]}, (3, 9)),
     "stepwise_gradients": ({"stepwise": ["lstm", "gru", "projection"]}, (3, 9)),
     "stepwise_projected": ({"stepwise": ["projection_unmasked"]}, (3,)),
-    "lstm_stepwise_cell": ({"stepwise": ["projection"]}, (3, 9)),
-    "lstm_stepwise_cell_backward": ({"stepwise": ["projection"]}, (3, 9)),
-    "gru_stepwise_cell": ({"stepwise": ["gru"]}, (3, 9)),
-    "gru_stepwise_reset": ({"stepwise": ["gru_before"]}, (3, 9)),
-    "gru_stepwise_candidate": ({"stepwise": ["gru_before"]}, (3, 9)),
-    "gru_stepwise_reset_backward": ({"stepwise": ["gru_before"]}, (3, 9)),
+    "stepwise_cell_lstm": ({"stepwise": ["projection"]}, (3, 9)),
+    "stepwise_cell_lstm_backward": ({"stepwise": ["projection"]}, (3, 9)),
+    "stepwise_cell_gru": ({"stepwise": ["gru"]}, (3, 9)),
+    "stepwise_gru_reset": ({"stepwise": ["gru_before"]}, (3, 9)),
+    "stepwise_gru_candidate": ({"stepwise": ["gru_before"]}, (3, 9)),
+    "stepwise_gru_reset_backward": ({"stepwise": ["gru_before"]}, (3, 9)),
     "fused": ({"fused": ["lstm", "gru", "rnn"]}, (3, 19)),
     "fused_forward": ({"fused": ["lstm", "gru_before"]}, (3, 19)),
     "fused_backward": ({"fused": ["lstm", "gru", "gru_before"]}, (3, 19)),
     "fused_matrix": ({"fused": ["lstm", "gru"]}, (9, 19)),
     "fused_matrix_forward": ({"fused": ["lstm", "gru"]}, (9, 19)),
     "fused_matrix_backward": ({"fused": ["lstm", "gru"]}, (9, 19)),
-    "lstm_fused_cell": ({"fused": ["lstm"]}, (3, 19)),
-    "gru_fused_cell": ({"fused": ["gru", "gru_before"]}, (3, 19)),
+    "fused_cell_lstm": ({"fused": ["lstm"]}, (3, 19)),
+    "fused_cell_gru": ({"fused": ["gru", "gru_before"]}, (3, 19)),
     "recurrent_input": ({"fused": ["gru"]}, (3,)),
     "cell": ({"stepwise": ["projection"]}, (3,)),
-    "lstm_cell_forward": ({"stepwise": ["projection"], "fused": ["lstm"]}, (3,)),
+    "cell_lstm_forward": ({"stepwise": ["projection"], "fused": ["lstm"]}, (3,)),
 }
 BARRIERS = [file for file in USERS if "_barrier(" in kernels.shader_file(file)]
 

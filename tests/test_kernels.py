@@ -21,11 +21,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from on_metal import BATCHES, can_run, on_metal, options_at, pairs
 
-from mlx_lstm import engine_fused, kernels_fused
-from mlx_lstm.cells import LSTMCell
-from mlx_lstm.closeness import assert_close, assert_within, bounds
 from mlx_lstm.engines import METAL_ENGINES
+from mlx_lstm.engines.cells import LSTMCell
+from mlx_lstm.engines.metal import fused as engine_fused
+from mlx_lstm.engines.metal import fused_launches as kernels_fused
 from mlx_lstm.oracle import ARRAYS, backward, forward
+from mlx_lstm.oracle.closeness import assert_close, assert_within, bounds
 
 ENGINES = METAL_ENGINES
 WAYS = [{"reverse": False}, {"reverse": True}, {"bidirectional": True}]

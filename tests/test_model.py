@@ -11,12 +11,12 @@ from cases import draw, draw_cotangents, run
 from on_metal import ENGINES, can_run, on_metal
 
 from mlx_lstm.bench.__main__ import main
-from mlx_lstm.bench.contenders import Size
-from mlx_lstm.bench.launches import trace
-from mlx_lstm.bench.model import CHIPS, floor_bytes, moved_bytes, of_mlx, ours, total_seconds
-from mlx_lstm.cells import GRUCell, LSTMCell, RNNCell
+from mlx_lstm.bench.model.launches import trace
+from mlx_lstm.bench.model.times import CHIPS, floor_bytes, moved_bytes, of_mlx, ours, total_seconds
+from mlx_lstm.bench.tasks import Size
+from mlx_lstm.engines.cells import GRUCell, LSTMCell, RNNCell
+from mlx_lstm.engines.tuning import NARROW, PREDICTED, WIDE
 from mlx_lstm.oracle import forward
-from mlx_lstm.tuning import NARROW, PREDICTED, WIDE
 
 DTYPES = {np.float32: mx.float32, np.float16: mx.float16}
 

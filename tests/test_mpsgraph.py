@@ -6,8 +6,6 @@ import pytest
 from on_metal import on_metal
 
 from mlx_lstm import mpsgraph
-from mlx_lstm.cells import GRUCell, LSTMCell, RNNCell
-from mlx_lstm.closeness import assert_within, bounds_of
 from mlx_lstm.compare import judge, ours
 from mlx_lstm.compare.cases import (
     ACTIVATION_PROPERTIES,
@@ -20,7 +18,9 @@ from mlx_lstm.compare.cases import (
     draw_until,
 )
 from mlx_lstm.engines import METAL_ENGINES, choose
-from mlx_lstm.mpsgraph_checks import layouts, title
+from mlx_lstm.engines.cells import GRUCell, LSTMCell, RNNCell
+from mlx_lstm.mpsgraph.layouts import layouts, title
+from mlx_lstm.oracle.closeness import assert_within, bounds_of
 
 ROUNDING_MARGIN = 1e-4  # how far arguments of relu and hard_sigmoid stay from their kinks
 CELLS = {"lstm": LSTMCell(), "gru": GRUCell(), "single_gate_rnn": RNNCell()}

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from cases import BOTH, CELLS, OPTIONS, SIZES, combination, draw, draw_away_from_kinks, draw_cotangents
 
-from mlx_lstm.closeness import FLOATS, Noise, assert_close, assert_within, bounds
 from mlx_lstm.oracle import ARRAYS, OUTPUTS, backward, clip_shift, forward
-from mlx_lstm.oracle_cells import ACTIVATIONS, SLOPES, Arithmetic
+from mlx_lstm.oracle.cells import ACTIVATIONS, SLOPES, Arithmetic
+from mlx_lstm.oracle.closeness import FLOATS, Noise, assert_close, assert_within, bounds
 
 T, B, I, H, _ = SIZES
 STEP = 1e-5

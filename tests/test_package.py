@@ -21,7 +21,7 @@ def wheel(tmp_path_factory):
 
 def test_wheel_holds_modules_types_and_shaders(wheel):
     names = set(wheel.namelist())
-    assert "mlx_lstm/py.typed" in names and "mlx_lstm/recurrence.py" in names
+    assert "mlx_lstm/py.typed" in names and "mlx_lstm/recurrence/_lstm.py" in names
     shaders = {
         f"mlx_lstm/metal/{path.relative_to(ROOT / 'metal')}" for path in (ROOT / "metal").rglob("*") if path.is_file()
     }

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from cases import draw, run
 
-from mlx_lstm.closeness import assert_within, bounds
+from mlx_lstm.oracle.closeness import assert_within, bounds
 
 SIZES = T, B, I, H = 7, 3, 5, 4
 ENGINES = ("numpy", "ops")

@@ -27,10 +27,12 @@ from cases import (
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from mlx_lstm import engine_numpy_cell, engine_numpy_memory, lstm
-from mlx_lstm.closeness import SAFETY, assert_close, assert_within, bounds, elementwise_bounds, float_of
-from mlx_lstm.engine_ops_cell import activate
+from mlx_lstm import lstm
+from mlx_lstm.engines.numpy import lstm as engine_numpy_cell
+from mlx_lstm.engines.numpy import memory as engine_numpy_memory
+from mlx_lstm.engines.ops.cells import activate
 from mlx_lstm.oracle import ARRAYS, backward, forward
+from mlx_lstm.oracle.closeness import SAFETY, assert_close, assert_within, bounds, elementwise_bounds, float_of
 
 ENGINES = ("numpy", "ops")
 EVERY_OPTION = OPTIONS | CELLS | BOTH

@@ -28,9 +28,9 @@ from tf_cases import (
 )
 
 from mlx_lstm import tf
-from mlx_lstm.closeness import assert_within, bounds, largest
 from mlx_lstm.engines import ENGINES, METAL_ENGINES
 from mlx_lstm.oracle import backward, forward
+from mlx_lstm.oracle.closeness import assert_within, bounds, largest
 
 CPU_ENGINES = ("numpy", "ops")
 ON_CPU = [(op, engine) for op in OPS for engine in engines_that_run(op, CPU_ENGINES)]

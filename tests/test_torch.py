@@ -11,7 +11,7 @@ from on_metal import on_metal
 
 import mlx_lstm.torch as ours
 from mlx_lstm import lstm
-from mlx_lstm.closeness import assert_close
+from mlx_lstm.oracle.closeness import assert_close
 
 torch = pytest.importorskip("torch")
 

@@ -7,14 +7,14 @@ import mlx.core as mx
 import pytest
 from on_metal import on_metal
 
-from mlx_lstm import lstm, recurrence, tuning
-from mlx_lstm.autodiff import ENGINE_MODULES
+from mlx_lstm import lstm
 from mlx_lstm.bench import tune as tune_module
 from mlx_lstm.bench.__main__ import main
-from mlx_lstm.bench.contenders import Size
+from mlx_lstm.bench.tasks import Size
 from mlx_lstm.bench.tune import Grid, measure_point, measure_row, row_of, tune
-from mlx_lstm.engines import choose
-from mlx_lstm.tuning import PREDICTED, Table
+from mlx_lstm.engines import choice, choose, tuning
+from mlx_lstm.engines.autodiff import ENGINE_MODULES
+from mlx_lstm.engines.tuning import PREDICTED, Table
 
 TINY = Grid(units=(3,), batches=(1, 9), dtypes=("float32", "float16"), steps=2, checked=2, turns=1, seconds=0.0)
 ENGINES = {"float32": {1: ((4, "stepwise"), (8, "fused")), 16: ((8, "ops"),)}}
@@ -151,7 +151,7 @@ def engines_that_run(monkeypatch):
         words.append(choose(**arguments))
         return words[-1]
 
-    monkeypatch.setattr(recurrence, "choose", noted)
+    monkeypatch.setattr(choice, "choose", noted)
     return words
 
 
@@ -205,7 +205,7 @@ def test_tune_writes_where_it_is_told_to(tmp_path, own_cache, capsys):
     with on_metal():
         assert tune(str(file), TINY._replace(batches=(1,), dtypes=("float32",))) == 0
     assert file.exists() and not own_cache.exists()
-    assert f"mlx_lstm.tuning.use('{file}')" in capsys.readouterr().out
+    assert f"mlx_lstm.engines.tuning.use('{file}')" in capsys.readouterr().out
     assert tuning.current() is PREDICTED
 
 

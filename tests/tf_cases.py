@@ -11,9 +11,9 @@ import numpy as np
 from cases import to_mlx, to_numpy
 
 from mlx_lstm import tf
-from mlx_lstm.cells import GRUCell, LSTMCell
 from mlx_lstm.engines import METAL_ENGINES, choose
-from mlx_lstm.recurrence import on
+from mlx_lstm.engines.cells import GRUCell, LSTMCell
+from mlx_lstm.engines.choice import on
 
 SEQUENCE_OPS = ("block_lstm", "block_lstm_v2")
 LSTM_OPS = ("lstm_block_cell", *SEQUENCE_OPS)

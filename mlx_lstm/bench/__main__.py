@@ -9,14 +9,14 @@ import sys
 
 import mlx.core as mx
 
-from ..engines import ENGINES, choose
+from ..engines.choice import ENGINES, choose
 from .cases import CASES, find_contender, is_installed
-from .contenders import DTYPES, MEMORY_SIZE, PASSES, SIZES, Size, Task, parse_size
-from .predict import LEGEND as MODEL_LEGEND
-from .predict import csv_records, engines_at, predict
-from .predict import group_text as model_text
+from .model.table import LEGEND as MODEL_LEGEND
+from .model.table import csv_records, engines_at, predict
+from .model.table import group_text as model_text
 from .report import LEGEND, card_text, default_device, group_text, label, machine_card, plot, write_csv, write_records
 from .rounds import Row, measure
+from .tasks import DTYPES, MEMORY_SIZE, PASSES, SIZES, Size, Task, parse_size
 from .tune import tune
 from .worker import serve, task_from_json
 

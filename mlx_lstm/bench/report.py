@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import csv
-import importlib.metadata
 import os
 import platform
-import subprocess
-import sys
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 
 import mlx.core as mx
 import numpy as np
 
 from .. import __version__
+from ..machine import chip, installed_version, system
 from .cases import CASES, find_contender
-from .contenders import Task
 from .rounds import Ratio, Row, peak_ratio, ratio
+from .tasks import Task
 
 MIB = 2**20
 THREAD_SETTINGS = (
@@ -54,32 +51,6 @@ def machine_card(command: str, device: str) -> dict[str, str]:
         "load": " ".join(f"{load:.2f}" for load in os.getloadavg()),
         "command": command,
     }
-
-
-def chip() -> str:
-    """The processor's name."""
-    if sys.platform == "darwin":
-        found = subprocess.run(["sysctl", "-n", "machdep.cpu.brand_string"], capture_output=True, text=True)
-        return found.stdout.strip() or platform.processor()
-    try:
-        with open("/proc/cpuinfo") as file:
-            lines = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
-    except OSError:
-        lines = []
-    return f"{lines[0] if lines else platform.processor()} ({platform.machine()})"
-
-
-def system() -> str:
-    """The operating system and its version."""
-    return f"macOS {platform.mac_ver()[0]}" if sys.platform == "darwin" else f"{platform.system()} {platform.release()}"
-
-
-def installed_version(*packages: str) -> str:
-    """The version of the first of these packages that is there, without importing it."""
-    for package in packages:
-        with suppress(importlib.metadata.PackageNotFoundError):
-            return importlib.metadata.version(package)
-    return "not installed"
 
 
 def default_device() -> str:

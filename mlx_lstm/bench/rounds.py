@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .cases import CASES
-from .contenders import Size, Task
 from .judge import Judge, Verdict
+from .tasks import Size, Task
 
 QUIET = 0.2  # cores that other processes may use in a turn; above, the turn counts as disturbed
 CLOCK_TICK = 1 / os.sysconf("SC_CLK_TCK")

@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from .. import tuning
-from ..engines import FUSED_LIMIT, METAL_ENGINES
-from .contenders import PASSES, Size, Task, Work, draw, prepare_ours
+from ..engines import tuning
+from ..engines.choice import FUSED_LIMIT, METAL_ENGINES
+from .cases.lstm import draw, prepare_ours
 from .judge import appoint
+from .tasks import PASSES, Size, Task, Work
 
 
 class Grid(NamedTuple):
@@ -56,7 +57,7 @@ def tune(file: str | None, grid: Grid = Grid()) -> int:  # noqa: B008 (a tuple)
     tuning.current.cache_clear()
     print(f"\nwritten to {path}: it counts on this machine, with these versions and kernels only")
     if file:
-        print(f"for a program to go by it: mlx_lstm.tuning.use({file!r})")
+        print(f"for a program to go by it: mlx_lstm.engines.tuning.use({file!r})")
     return 0
 
 

@@ -23,7 +23,7 @@ import mlx.core as mx
 import numpy as np
 
 from .cases import CASES, find_contender
-from .contenders import Size, Task, Work
+from .tasks import Size, Task, Work
 
 SETTLE = 0.25  # seconds; the threads of NumPy's OpenBLAS spin for 0.1 s after their last work, those of torch for less
 SHORT = 3.0  # seconds; a first run below this is mostly set-up, so a second one tells how long a run takes

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..mpsgraph_checks import ACTIVATIONS, layouts, size_of
+from ..mpsgraph.layouts import ACTIVATIONS, layouts, size_of
 
 Arrays = dict[str, np.ndarray]
 

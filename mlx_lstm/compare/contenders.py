@@ -13,9 +13,8 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from .. import recurrence
-from ..cells import GRUCell, LSTMCell, RNNCell
-from ..engines import choose
+from ..engines import choice, choose
+from ..engines.cells import GRUCell, LSTMCell, RNNCell
 from . import apple, ours, torch_layer
 from .cases import RESULTS, Arrays, Case
 from .files import load_case, save_case
@@ -97,7 +96,7 @@ def engine(word: str) -> Contender:
 
 def reason(word: str, sizes: tuple[int, int, int, int], dtype: mx.Dtype, cell: object, both: bool) -> str | None:
     """Why an engine cannot run here."""
-    device = "cpu" if word == "numpy" else recurrence.current_device()
+    device = "cpu" if word == "numpy" else choice.current_device()
     options = {"device": device, "metal": mx.metal.is_available(), "traced": False, "requested": word}
     try:
         choose(sizes=sizes, dtype=dtype, cell=cell, bidirectional=both, **options)

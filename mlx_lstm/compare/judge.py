@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from ..closeness import TRIALS, bounds_of
 from ..oracle import activation_arguments, evaluate
-from ..oracle_cells import Arithmetic
+from ..oracle.cells import Arithmetic
+from ..oracle.closeness import TRIALS, bounds_of
 from .cases import Arrays, Case
 
 WORDS = {"source": "x", "recurrent_weight": "Wh", "input_weight": "Wx", "bias": "b", "init_state": "h0"}

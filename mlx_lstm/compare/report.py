@@ -16,7 +16,7 @@ from rich.progress import track
 from rich.table import Table
 
 from .. import __version__
-from ..bench.report import chip, installed_version, system
+from ..machine import chip, installed_version, system
 from .measure import SEQUENCES, Row
 from .settle import Finding
 

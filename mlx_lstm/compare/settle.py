@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..closeness import bounds_of, largest
 from ..oracle import evaluate
-from ..oracle_cells import Arithmetic
+from ..oracle.cells import Arithmetic
+from ..oracle.closeness import bounds_of, largest
 from .cases import Case, draw
 from .contenders import Outcome
 from .judge import call_of, evaluated

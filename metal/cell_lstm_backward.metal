@@ -1,0 +1,19 @@
+// The LSTM cell backward on scalars; cell_lstm_forward.metal has the equations. The clip passes gradients through.
+//
+// y: the gates i, f, g, o. dm: the gradient of m. dc: in the gradient of c, out that of c_prev.
+// dz: in the gradients the gates have from outside, out those of the preactivations.
+template <int CELL>
+void lstm_cell_backward(
+    thread const float (&y)[4], thread const float (&p)[4], float c_prev, float c, float dm, thread float& dc,
+    thread float (&dz)[4]) {
+  const float s = activate(activation_of(CELL, OUTPUT), c);
+  dz[GATE_O] = (dz[GATE_O] + dm * s) * slope(activation_of(CELL, GATE_O), y[GATE_O]);
+  dc += dm * y[GATE_O] * slope(activation_of(CELL, OUTPUT), s);
+  if (PEEPHOLE<CELL> == O_SEES_CURRENT) dc += dz[GATE_O] * p[GATE_O];
+  dz[GATE_I] = (dz[GATE_I] + dc * y[GATE_G]) * slope(activation_of(CELL, GATE_I), y[GATE_I]);
+  dz[GATE_F] = (dz[GATE_F] + dc * c_prev) * slope(activation_of(CELL, GATE_F), y[GATE_F]);
+  dz[GATE_G] = (dz[GATE_G] + dc * y[GATE_I]) * slope(activation_of(CELL, GATE_G), y[GATE_G]);
+  dc *= y[GATE_F];
+  if (PEEPHOLE<CELL> != NO_PEEPHOLE) dc += dz[GATE_I] * p[GATE_I] + dz[GATE_F] * p[GATE_F] + dz[GATE_G] * p[GATE_G];
+  if (PEEPHOLE<CELL> == O_SEES_PREVIOUS) dc += dz[GATE_O] * p[GATE_O];
+}

@@ -1,0 +1,117 @@
+"""The case `block_lstm`: `mlx_lstm.tf` against TensorFlow's raw ops on the CPU, with all outputs of both ops computed.
+
+The LSTM and its numbers are those of the case `lstm`, so its judge serves here. The ops add 1 to the forget gate's
+preactivation; there is no clip and no peephole.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from ..judge import Judge, appoint
+from ..tasks import DTYPES, PASSES, Contender, Size, Task, Work
+
+SIZES = tuple(Size(T, 32, H, H) for T in (64, 256) for H in (128, 256, 512))
+FORGET_BIAS = 1.0
+ICFO = "igfo"  # TensorFlow's gate order in our letters
+
+
+def appoint_judge(numbers: dict[str, np.ndarray], dtype: str, *, backward: bool) -> Judge:
+    """The judge of the ops' results: their forget bias is a part of b."""
+    b = numbers["b"].copy()
+    H = len(b) // 4
+    b[H : 2 * H] += FORGET_BIAS
+    return appoint(numbers | {"b": b}, dtype, backward=backward)
+
+
+def in_order(blocks: np.ndarray, order: str, new_order: str) -> np.ndarray:
+    """The four blocks on axis 0 in another gate order."""
+    parts = dict(zip(order, np.split(blocks, 4), strict=True))
+    return np.concatenate([parts[gate] for gate in new_order])
+
+
+def op_arrays(numbers: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The ops' arguments: x [T, B, I], w [I + H, 4H], b [4H], states and peepholes of zeros, and the gradients."""
+    T, B, H = numbers["dh"].shape
+    weights = np.concatenate([numbers["Wx"], numbers["Wh"]], axis=1)
+    zeros = {name: np.zeros((B, H), np.float32) for name in ("cs_prev", "h_prev")}
+    zeros |= {name: np.zeros(H, np.float32) for name in ("wci", "wcf", "wco")}
+    w = np.ascontiguousarray(in_order(weights, "ifgo", ICFO).T)
+    given = {"x": numbers["x"], "w": w, "b": in_order(numbers["b"], "ifgo", ICFO)}
+    return given | zeros | {"cs_grad": np.zeros((T, B, H), np.float32), "h_grad": numbers["dh"]}
+
+
+def named_results(h: np.ndarray, gradients: dict[str, np.ndarray], width: int) -> dict[str, np.ndarray]:
+    """h, dx, dWx, dWh, db as the case `lstm` has them."""
+    if not gradients:
+        return {"h": h}
+    dw = in_order(gradients["w_grad"].T, ICFO, "ifgo")
+    db = in_order(gradients["b_grad"], ICFO, "ifgo")
+    return {"h": h, "dx": gradients["x_grad"], "dWx": dw[:, :width], "dWh": dw[:, width:], "db": db}
+
+
+NAMES = ("x", "cs_prev", "h_prev", "w", "wci", "wcf", "wco", "b")
+NEEDED = ("x_grad", "w_grad", "b_grad")
+
+
+def prepare_ours(numbers: dict[str, np.ndarray], task: Task) -> Work:
+    """`mlx_lstm.tf.block_lstm` and `block_lstm_grad`."""
+    from mlx_lstm import tf
+
+    arrays = {name: mx.array(array).astype(DTYPES[task.dtype]) for name, array in op_arrays(numbers).items()}
+    mx.eval(arrays)
+    T, *inputs = task.size.T, *(arrays[name] for name in NAMES)
+
+    def run() -> tuple[Any, Any]:
+        out = tf.block_lstm(T, *inputs, FORGET_BIAS, 0.0, False, engine=task.engine)
+        gradients = None
+        if task.which == "backward":
+            cotangents = arrays["cs_grad"], arrays["h_grad"]
+            gradients = tf.block_lstm_grad(T, *inputs, *out, *cotangents, False, engine=task.engine)
+        mx.eval(out, gradients or ())
+        return out, gradients
+
+    def tensors(results: tuple[Any, Any]) -> dict[str, np.ndarray]:
+        out, gradients = results
+        found = {name: getattr(gradients, name) for name in NEEDED if gradients}
+        found = {name: np.array(array.astype(mx.float32)) for name, array in found.items()}
+        return named_results(np.array(out.h.astype(mx.float32)), found, task.size.I)
+
+    return Work(run, tensors)
+
+
+def prepare_tensorflow(numbers: dict[str, np.ndarray], task: Task) -> Work:
+    """`tf.raw_ops.BlockLSTM` and `BlockLSTMGrad` on the CPU, called one after the other."""
+    import tensorflow as tf
+
+    tf.config.set_visible_devices([], "GPU")
+    dtype = getattr(tf, task.dtype)
+    arrays = {name: tf.cast(tf.constant(array), dtype) for name, array in op_arrays(numbers).items()}
+    given = {name: arrays[name] for name in NAMES} | {"use_peephole": False}
+    given["seq_len_max"] = tf.constant(task.size.T, tf.int64)
+
+    def run() -> tuple[Any, Any]:
+        out = tf.raw_ops.BlockLSTM(**given, forget_bias=FORGET_BIAS, cell_clip=0.0)
+        if task.which == "forward":
+            return out, None
+        cotangents = {name: arrays[name] for name in ("cs_grad", "h_grad")}
+        return out, tf.raw_ops.BlockLSTMGrad(**given, **out._asdict(), **cotangents)
+
+    def tensors(results: tuple[Any, Any]) -> dict[str, np.ndarray]:
+        out, gradients = results
+        found = {name: getattr(gradients, name) for name in NEEDED if gradients}
+        found = {name: tf.cast(array, tf.float32).numpy() for name, array in found.items()}
+        return named_results(tf.cast(out.h, tf.float32).numpy(), found, task.size.I)
+
+    return Work(run, tensors, tf.config.threading.get_intra_op_parallelism_threads() or os.cpu_count())
+
+
+RESULTS = PASSES
+CONTENDERS = {
+    "ours": Contender("mlx_lstm.tf.block_lstm", "mlx_lstm.tf", prepare_ours),
+    "tensorflow": Contender("tf.raw_ops.BlockLSTM", "tensorflow", prepare_tensorflow),
+}

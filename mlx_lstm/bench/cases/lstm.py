@@ -1,0 +1,123 @@
+"""The case `lstm`: one layer of ours, of MLX and of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from ..tasks import DTYPES, PASSES, Contender, Size, Task, Work, as_represented
+
+
+def draw(size: Size, dtype: str, seed: int = 0) -> dict[str, np.ndarray]:
+    """x, Wx, Wh, b, time-major and in gate order ifgo, and the gradient dh of h: float32 that `dtype` represents."""
+    rng = np.random.default_rng(seed)
+    T, B, width, H = size
+
+    def weights(*shape: int) -> np.ndarray:
+        return ((2 * rng.random(shape, np.float32) - 1) / np.sqrt(H)).astype(np.float32)
+
+    numbers = {
+        "x": rng.standard_normal((T, B, width), np.float32),
+        "Wx": weights(4 * H, width),
+        "Wh": weights(4 * H, H),
+        "b": weights(4 * H),
+        "dh": rng.standard_normal((T, B, H), np.float32),
+    }
+    return as_represented(numbers, dtype)
+
+
+# --- The contenders --------------------------------------------------------------------------------------------------
+
+
+def prepare_ours(numbers: dict[str, np.ndarray], task: Task) -> Work:
+    """This package's `lstm`, time-major, on the task's engine. A forward pass alone is inference, as for torch."""
+    from mlx_lstm import lstm
+
+    def forward(x, Wx, Wh, b):
+        return lstm(x, Wx, Wh, b, training=task.which == "backward", engine=task.engine).h
+
+    return mlx_work(forward, numbers, task, batch_major=False)
+
+
+def prepare_mlx(numbers: dict[str, np.ndarray], task: Task) -> Work:
+    """`mlx.nn.LSTM`, which is batch-major: x and dh are laid out [B, T, .] for it beforehand."""
+    import mlx.nn as nn
+
+    layer = nn.LSTM(task.size.I, task.size.H)
+
+    def forward(x, Wx, Wh, b):
+        layer.Wx, layer.Wh, layer.bias = Wx, Wh, b
+        return layer(x)[0]
+
+    return mlx_work(forward, numbers, task, batch_major=True)
+
+
+def mlx_work(
+    forward: Callable[..., mx.array], numbers: dict[str, np.ndarray], task: Task, *, batch_major: bool
+) -> Work:
+    """A function (x, Wx, Wh, b) -> h in MLX. Its gradients are taken by `mx.vjp`: no loss to compute besides."""
+    arrays = {name: numbers[name] for name in ("x", "Wx", "Wh", "b", "dh")}
+    if batch_major:
+        arrays |= {name: np.ascontiguousarray(arrays[name].swapaxes(0, 1)) for name in ("x", "dh")}
+    arrays = {name: mx.array(array).astype(DTYPES[task.dtype]) for name, array in arrays.items()}
+    mx.eval(arrays)
+    dh = arrays.pop("dh")
+    primals = list(arrays.values())
+
+    def run() -> list[mx.array]:
+        if task.which == "forward":
+            results = [forward(*primals)]
+        else:
+            outputs, gradients = mx.vjp(forward, primals, [dh])
+            results = [*outputs, *gradients]
+        mx.eval(results)
+        return results
+
+    def tensors(results: list[mx.array]) -> dict[str, np.ndarray]:
+        named = dict(zip(PASSES[task.which], results, strict=True))
+        return {
+            name: np.array((a.swapaxes(0, 1) if batch_major and name in ("h", "dx") else a).astype(mx.float32))
+            for name, a in named.items()
+        }
+
+    return Work(run, tensors)
+
+
+def prepare_torch(numbers: dict[str, np.ndarray], task: Task) -> Work:
+    """`torch.nn.LSTM` on the CPU, time-major. bias_ih = b; bias_hh = 0 and needs no gradient.
+
+    Forward runs under `no_grad`; gradients come from `torch.autograd.grad`, which adds them to no `.grad` first.
+    """
+    import torch
+
+    dtype = getattr(torch, task.dtype)
+    layer = torch.nn.LSTM(task.size.I, task.size.H).to(dtype)
+    x, Wx, Wh, b, dh = (torch.from_numpy(numbers[name]).to(dtype) for name in ("x", "Wx", "Wh", "b", "dh"))
+    with torch.no_grad():
+        for name, value in {"weight_ih": Wx, "weight_hh": Wh, "bias_ih": b, "bias_hh": torch.zeros_like(b)}.items():
+            getattr(layer, f"{name}_l0").copy_(value)
+    layer.bias_hh_l0.requires_grad_(False)
+    x.requires_grad_(True)
+
+    def run() -> list[Any]:
+        if task.which == "forward":
+            with torch.no_grad():
+                return [layer(x)[0]]
+        h = layer(x)[0]
+        return [h, *torch.autograd.grad(h, [x, layer.weight_ih_l0, layer.weight_hh_l0, layer.bias_ih_l0], dh)]
+
+    def tensors(results: list[Any]) -> dict[str, np.ndarray]:
+        named = zip(PASSES[task.which], results, strict=True)
+        return {name: a.detach().float().numpy() for name, a in named}
+
+    return Work(run, tensors, torch.get_num_threads())
+
+
+CONTENDERS = {
+    "ours": Contender("mlx_lstm.lstm", "mlx", prepare_ours),
+    "mlx": Contender("mlx.nn.LSTM", "mlx", prepare_mlx),
+    "torch": Contender("torch.nn.LSTM", "torch", prepare_torch),
+}

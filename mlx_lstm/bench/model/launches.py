@@ -1,0 +1,123 @@
+"""What a function launches on a GPU, read from the graph MLX makes of it: no device is needed, and nothing is computed.
+
+A graph names every primitive with the shapes around it, and every Metal kernel with its grid and its text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from math import prod
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+
+from ...engines.metal import launch as kernels
+
+VIEWS = {"Broadcast", "ExpandDims", "Flatten", "Reshape", "Slice", "Split", "Squeeze", "Transpose", "Unflatten"}
+"""Primitives that launch nothing, but for a Reshape of what does not lie in row order, which is a copy."""
+
+
+class Buffer(NamedTuple):
+    """An array a launch reads or writes; `bytes` is the memory it takes, less than its shape says where it is repeated.
+    `constant`: in Metal's constant memory, where a few sizes go."""
+
+    name: str
+    shape: tuple[int, ...]
+    bytes: int
+    constant: bool = False
+
+
+class Launch(NamedTuple):
+    """One launch. `level` counts the launches on the longest chain of results up to this one, itself included."""
+
+    name: str
+    reads: tuple[Buffer, ...]
+    writes: tuple[Buffer, ...]
+    level: int
+    groups: tuple[int, int, int] = (1, 1, 1)  # threadgroups of a kernel of ours
+    ours: bool = False
+    text_bytes: int = 0  # of a kernel of ours
+
+
+class Graph(NamedTuple):
+    """The launches of a function in the order of the graph, and of how many nodes the host builds it."""
+
+    launches: tuple[Launch, ...]
+    nodes: int
+
+    @property
+    def depth(self) -> int:
+        """The launches that wait for one another."""
+        return max((launch.level for launch in self.launches), default=0)
+
+
+def trace(function: Callable[..., list[mx.array]], arrays: list[mx.array]) -> Graph:
+    """The launches of `function(*arrays)`. Only the shapes and dtypes of the arrays count."""
+    nodes: list[dict[str, Any]] = []
+    kernels.build.cache_clear()  # a kernel that the tests' emulator built would evaluate its inputs
+    mx.export_function(nodes.append, function, *arrays)
+    kernels.build.cache_clear()
+    primitives = [node for node in nodes if node.get("type") == "primitive"]
+    levels: dict[str, int] = {}
+    repeated: dict[str, int] = {}  # elements in memory of an array that a broadcast made larger
+    scattered: set[str] = set()  # arrays that do not lie in row order
+    launches: list[Launch] = []
+    for node in primitives:
+        names = [name for name, *_ in node["inputs"]]
+        level = max((levels.get(name, 0) for name in names), default=0)
+        copies = node["name"] == "Reshape" and names[0] in scattered
+        outputs = [name for name, *_ in node["outputs"]]
+        if is_scattered(node, scattered) and not copies:
+            scattered.update(outputs)
+        if node["name"] == "Broadcast":
+            repeated[outputs[0]] = repeated.get(names[0], prod(node["inputs"][0][1]))
+        if node["name"] not in VIEWS or copies:
+            level += 1
+            launches += launches_of(node, level, "Copy" if copies else node["name"], repeated)
+        levels.update(dict.fromkeys(outputs, level))
+    return Graph(tuple(launches), len(primitives))
+
+
+def launches_of(node: dict[str, Any], level: int, name: str, repeated: dict[str, int]) -> list[Launch]:
+    """The launches of one primitive. A Concatenate copies its inputs one by one."""
+    if name == "CustomKernel":
+        return [launch_of_ours(node, level)]
+    reads, writes = (
+        [Buffer(name, shape, repeated.get(name, prod(shape)) * dtype.size) for name, shape, dtype in node[side]]
+        for side in ("inputs", "outputs")
+    )
+    if name == "Concatenate":
+        return [Launch(name, (read,), (read,), level) for read in reads]
+    return [Launch(name, tuple(reads), tuple(writes), level)]
+
+
+def launch_of_ours(node: dict[str, Any], level: int) -> Launch:
+    """The launch of a kernel. The names of its buffers stand in the text, as Apple's compiler gets it. An array that is
+    bound more than once under numbered names counts once."""
+    full, source, grid_x, grid_y, grid_z, threads = node["arguments"][:6]
+    name = re.sub(r"^custom_kernel_|_without_.*|__.*", "", full)
+    declared = re.findall(r"(constant|device) [\w<>, ]+[*&] (\w+) \[\[buffer\(\d+\)\]\]", source)
+    arrays = [*node["inputs"], *node["outputs"]]
+    bound = [(re.sub(r"\d+$", "", name), array) for (_, name), (array, *_) in zip(declared, arrays, strict=True)]
+    buffers = [
+        Buffer(name, shape, prod(shape) * dtype.size * (bound[n] not in bound[:n]), space == "constant")
+        for n, ((space, name), (_, shape, dtype)) in enumerate(zip(declared, arrays, strict=True))
+    ]
+    count, groups = len(node["inputs"]), (grid_x // threads, grid_y, grid_z)
+    return Launch(name, tuple(buffers[:count]), tuple(buffers[count:]), level, groups, True, len(source))
+
+
+def is_scattered(node: dict[str, Any], scattered: set[str]) -> bool:
+    """Whether a view shows its array in another order than that of rows, or with gaps or repetitions."""
+    (name, before, _), *_ = node["inputs"] or [("", (), None)]
+    after = node["outputs"][0][1]
+    if node["name"] == "Transpose":
+        moved = [axis for axis in node["arguments"][0] if before[axis] > 1]
+        return moved != sorted(moved) or name in scattered
+    if node["name"] == "Broadcast":
+        return prod(after) != prod(before)
+    if node["name"] in ("Slice", "Split"):
+        cut = [axis for axis, (b, a) in enumerate(zip(before, after, strict=True)) if a != b]
+        return name in scattered or (bool(cut) and prod(before[: cut[-1]]) > 1)
+    return node["name"] in VIEWS and name in scattered

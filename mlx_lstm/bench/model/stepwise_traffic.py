@@ -1,0 +1,118 @@
+"""What the kernels of `stepwise` read: of each buffer the bytes that a launch needs, and the bytes of all its loads.
+
+Averages over the launches of a sweep, which differ in the first step only. A launch is given whole sequences and reads
+one step of them; a row, what the step before left, holds more than a step needs. metal/stepwise*.metal have the arrays.
+"""
+
+from __future__ import annotations
+
+import re
+from math import ceil
+
+from ...engines.metal.stepwise_launches import UNITS, columns_of, stepwise_rows
+from ...engines.problem import Problem
+from .launches import Buffer, Launch
+
+STATES = {"lstm": (1, 1), "gru": (0, 1), "rnn": (1, 0)}
+"""Whether a step back of a cell reads its own state, and the state before it."""
+
+CARRIES = {"lstm": 4, "gru": 4, "rnn": 0}
+"""Bytes per unit that a step back passes on beside dz."""
+
+WEIGHTS = ("Wh", "weights")
+
+
+def kind_of(launch: Launch) -> str:
+    """The shader: "forward", "outputs", "backward", "dh" or "gradients"."""
+    return re.sub(r".*_stepwise_|_joining|_projected", "", launch.name)
+
+
+def itemsize(launch: Launch) -> int:
+    """That of the dtype of the arrays."""
+    arrays = {buffer.name: buffer for buffer in (*launch.reads, *launch.writes)}
+    found = next(arrays[name] for name in ("Wh", "weights", "h", "dz") if name in arrays)
+    elements = 1
+    for size in found.shape:
+        elements *= size
+    return found.bytes // elements
+
+
+def is_piece(buffer: Buffer) -> bool:
+    """Whether it is one of the arrays of rows that a launch joins, or lays out in time."""
+    return re.fullmatch(r"p(iece)?\d+", buffer.name) is not None
+
+
+def reads(buffer: Buffer, launch: Launch, problem: Problem) -> tuple[float, float]:
+    """(bytes needed, bytes of all loads)."""
+    kind = kind_of(launch)
+    if buffer.name in ("starts", "kinds"):  # a few sizes
+        return 0, 0
+    if kind in ("outputs", "gradients"):
+        return of_sequences(buffer, launch, kind, problem)
+    if buffer.name in WEIGHTS:
+        return weights(buffer, kind, problem)
+    if buffer.name == "before":
+        return row_before(buffer, kind, problem, itemsize(launch))
+    if is_piece(buffer):
+        return buffer.bytes, buffer.bytes
+    return step_of(buffer, kind, problem)
+
+
+def product(problem: Problem, kind: str) -> tuple[int, int, float, float]:
+    """How a step's product is cut: threadgroups across the units and down the batch; how often each element of the
+    operand is read, and of the weights."""
+    rows = stepwise_rows(problem.B)
+    units = UNITS[problem.cell.op] if kind == "forward" else columns_of(problem.B)
+    across, down = ceil(problem.H / units), ceil(problem.B / rows)
+    if rows < 8:  # by lanes: every simdgroup of eight reads the operand; rows and units past the end are read again
+        return across, down, 8 * across * down * rows / problem.B, down * across * units / problem.H
+    return across, down, across, down
+
+
+def weights(buffer: Buffer, kind: str, problem: Problem) -> tuple[float, float]:
+    """The first step back has no product."""
+    *_, times = product(problem, kind)
+    steps = (problem.T - 1) / problem.T if kind == "backward" else 1
+    return steps * buffer.bytes, steps * times * buffer.bytes
+
+
+def row_before(buffer: Buffer, kind: str, problem: Problem, size: int) -> tuple[float, float]:
+    """Of the row: what the product multiplies, and what is carried from step to step besides."""
+    op, units = problem.cell.op, problem.B * problem.directions * problem.H
+    if buffer.bytes < units * size:  # a step without one before it
+        return 0, 0
+    _, _, times, _ = product(problem, kind)
+    if kind == "forward":
+        carried = {"lstm": 4 * units, "gru": 0, "rnn": 0}[op]
+        again = units * size if op == "gru" else 0
+        return units * size + carried, units * size * times + carried + again
+    operand, carried = problem.cell.gates * units * size, CARRIES[op] * units if kind == "backward" else 0
+    return operand + carried, operand * times + carried
+
+
+def step_of(buffer: Buffer, kind: str, problem: Problem) -> tuple[float, float]:
+    """Of a sequence: this step, and what else a step back needs."""
+    T, op = problem.T, problem.cell.op
+    step, later = buffer.bytes / T, (T - 1) / T
+    if buffer.name == "states":
+        own, before = STATES[op]
+        return ((own + before * later) * step,) * 2
+    if buffer.name == "gates":
+        own = step if kind == "backward" else 0
+        # A GRU's products see dz of the candidate times r.
+        extra = step / 3 * (later if kind == "backward" else 1) if op == "gru" else 0
+        return own + extra, own + extra * product(problem, kind)[2]
+    return step, step
+
+
+def of_sequences(buffer: Buffer, launch: Launch, kind: str, problem: Problem) -> tuple[float, float]:
+    """What lays the rows out in time reads everything once; not what the steps back carry, without an initial state."""
+    T, op = problem.T, problem.cell.op
+    if kind == "outputs":
+        return buffer.bytes, buffer.bytes
+    if buffer.name == "h":
+        return (buffer.bytes * (T - 1) / T,) * 2
+    if buffer.name == "gates":  # r of a GRU
+        return (buffer.bytes / 3,) * 2
+    kept, carried = problem.cell.gates * itemsize(launch), CARRIES[op]
+    return (buffer.bytes * kept / (kept + carried),) * 2

@@ -1,0 +1,114 @@
+"""`--model`: what ours and `mlx.nn.LSTM` launch and move, and how long that is predicted to take on three chips."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from ...engines.choice import FUSED_LIMIT, METAL_ENGINES, choose
+from ...engines.problem import Problem
+from ..report import table
+from ..tasks import DTYPES, Size
+from .launches import Graph, Launch
+from .times import CHIPS, floor_bytes, moved_bytes, of_mlx, ours, seconds_of, total_seconds
+
+LEGEND = f"""\
+Every time is predicted, from published figures of the chips: nobody measured any of them. bench/model has the rules.
+moved: all loads and stores of device memory, whatever cache serves them; floor: each input read once, each output
+written once; apart from weights: moved over floor, of all but our kernels' recurrent weights.
+between launches: what launches wait for one another, and the host's work; the layer in a function of mx.compile saves
+that work. {", ".join(f"{chip.name}: {chip.cores} cores, {chip.dram / 1e9:g} GB/s" for chip in CHIPS)}."""
+
+
+class Prediction(NamedTuple):
+    """A line: the launches of one kind, or of a whole layer; bytes; seconds on each chip."""
+
+    layer: str
+    launch: str
+    launches: int
+    moved: float
+    floor: float
+    apart: float  # bytes moved over their floor, apart from recurrent weights
+    seconds: tuple[float, ...]
+
+    def over(self, other: Prediction) -> str:
+        """ "12.3, 4.5, 6.7": how many times the seconds of another one, chip by chip."""
+        return ", ".join(f"{mine / theirs:.1f}" for mine, theirs in zip(self.seconds, other.seconds, strict=True))
+
+
+def predict(size: Size, dtype: str, which: str, engines: Iterable[str]) -> list[Prediction]:
+    """The lines of one size and pass; a layer's sum last."""
+    lines: list[Prediction] = []
+    for engine in engines:
+        problem, graph = ours(size, DTYPES[dtype], engine, which)
+        kinds = dict.fromkeys(launch.name for launch in graph.launches)
+        for kind in kinds:
+            alike = [launch for launch in graph.launches if launch.name == kind]
+            lines.append(line_of(engine, kind, alike, problem))
+        lines += sums(engine, graph, problem)
+    problem, graph = of_mlx(size, DTYPES[dtype], which)
+    return [*lines, sums("mlx.nn.LSTM", graph, problem)[1]]
+
+
+def line_of(layer: str, kind: str, launches: Sequence[Launch], problem: Problem) -> Prediction:
+    """The sums over launches."""
+    moved = sum(moved_bytes(launch, problem) for launch in launches)
+    floor = sum(floor_bytes(launch, problem) for launch in launches)
+    seconds = tuple(sum(seconds_of(launch, problem, chip) for launch in launches) for chip in CHIPS)
+    apart = sum(moved_bytes(launch, problem, weights=False) for launch in launches)
+    apart /= sum(floor_bytes(launch, problem, weights=False) for launch in launches)
+    return Prediction(layer, kind, len(launches), moved, floor, apart, seconds)
+
+
+def sums(layer: str, graph: Graph, problem: Problem) -> tuple[Prediction, Prediction]:
+    """What passes between the launches of a layer, and all of it."""
+    work = line_of(layer, "all", graph.launches, problem)
+    total = tuple(total_seconds(graph, problem, chip) for chip in CHIPS)
+    between = tuple(whole - part for whole, part in zip(total, work.seconds, strict=True))
+    return Prediction(layer, "between launches", 0, 0, 0, 0, between), work._replace(seconds=total)
+
+
+def engines_at(size: Size, asked: list[str] | None) -> list[str]:
+    """The Metal engines that can run a size, of those asked for."""
+    able = METAL_ENGINES if FUSED_LIMIT["lstm"] >= size.H else METAL_ENGINES[1:]
+    return [engine for engine in able if not asked or engine in asked]
+
+
+def group_text(size: Size, dtype: str, which: str, lines: list[Prediction]) -> str:
+    """The table of one size and pass."""
+    cells = [["layer", "launch", "launches", "moved MB", "floor MB", "moved/floor", "apart from weights"]]
+    cells[0] += [f"{chip.name}, predicted ms" for chip in CHIPS]
+    for line in lines:
+        cells.append(
+            [line.layer, line.launch, *traffic_cells(line), *(f"{1e3 * seconds:.3f}" for seconds in line.seconds)]
+        )
+    arguments = {"sizes": size, "dtype": DTYPES[dtype], "device": "gpu", "metal": True, "traced": False}
+    default = choose(**arguments)
+    theirs = lines[-1]
+    wholes = [line for line in lines[:-1] if line.launch == "all"]
+    notes = [f"{theirs.layer} over {line.layer}, predicted: {theirs.over(line)}" for line in wholes]
+    title = f"T,B,I,H = {size}   {which}   {dtype}   default engine {default.engine}: {default.reason}"
+    return "\n".join([title, table(cells), *notes])
+
+
+def traffic_cells(line: Prediction) -> list[str]:
+    """Launches, megabytes, and how many times the floor they are."""
+    if not line.floor:
+        return [""] * 5
+    return [
+        str(line.launches),
+        f"{line.moved / 1e6:.4g}",
+        f"{line.floor / 1e6:.4g}",
+        f"{line.moved / line.floor:.2f}",
+        f"{line.apart:.2f}",
+    ]
+
+
+def csv_records(size: Size, dtype: str, which: str, lines: Iterable[Prediction]) -> list[dict[str, object]]:
+    """The lines with their size."""
+    records = []
+    for line in lines:
+        record: dict[str, object] = size._asdict() | {"dtype": dtype, "pass": which} | line._asdict()
+        seconds = zip(CHIPS, record.pop("seconds"), strict=True)
+        records.append(record | {f"predicted_s_{chip.name}": value for chip, value in seconds})
+    return records

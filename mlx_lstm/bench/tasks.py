@@ -1,0 +1,78 @@
+"""The case `lstm`: sizes, the numbers every contender is fed, the contenders; and what other cases consist of too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+PASSES = {"forward": ("h",), "backward": ("h", "dx", "dWx", "dWh", "db")}
+"""What each pass computes. `backward` includes the forward pass it needs."""
+
+DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
+
+
+class Size(NamedTuple("Size", [(letter, int) for letter in "TBIH"])):
+    """Time steps T, batch B, input width I, hidden width H."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return ",".join(map(str, self))
+
+
+def parse_size(text: str) -> Size:
+    """A size from "T,B,I,H"."""
+    try:
+        size = Size(*(int(number) for number in text.split(",")))
+    except (TypeError, ValueError):
+        raise ValueError(f"a size is four numbers T,B,I,H but got {text!r}") from None
+    if min(size) < 1:
+        raise ValueError(f"the numbers of a size must be at least 1 but got {text!r}")
+    return size
+
+
+SIZES = (Size(64, 32, 128, 128), Size(128, 32, 256, 256), Size(100, 1, 512, 512), Size(64, 64, 512, 512))
+MEMORY_SIZE = Size(1024, 32, 128, 128)
+
+
+class Task(NamedTuple):
+    """One thing to run: a contender's name, its engine's word ("-" if it has none), the size, the pass, the dtype."""
+
+    contender: str
+    engine: str
+    size: Size
+    which: str  # one of PASSES
+    dtype: str = "float32"
+    device: str = "cpu"  # of the MLX contenders
+    case: str = "lstm"  # one of cases.CASES
+
+
+class Work(NamedTuple):
+    """A task made ready in a process.
+
+    `run` does it once and returns when every result is computed; `tensors` turns what it returned into float32 NumPy
+    arrays by the names in the case's `passes`, here h [T, B, H], dx [T, B, I], dWx [4H, I], dWh [4H, H], db [4H];
+    `threads` is what the framework says it uses.
+    """
+
+    run: Callable[[], Any]
+    tensors: Callable[[Any], dict[str, np.ndarray]]
+    threads: int | None = None
+
+
+class Contender(NamedTuple):
+    """A row of the table: what it is called in print, the module it needs, and how a task is made ready."""
+
+    label: str
+    needs: str
+    prepare: Callable[[dict[str, np.ndarray], Task], Work]
+
+
+def as_represented(numbers: dict[str, np.ndarray], dtype: str) -> dict[str, np.ndarray]:
+    """The numbers rounded to what `dtype` represents, in float32."""
+    if dtype == "float32":
+        return numbers
+    return {name: np.array(mx.array(a).astype(DTYPES[dtype]).astype(mx.float32)) for name, a in numbers.items()}

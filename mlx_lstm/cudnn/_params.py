@@ -1,0 +1,265 @@
+"""The ops on cuDNN's parameter buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from math import prod
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from ..checks import FLOATS, check_array, check_option, fail
+from ._buffer import Layout, check_attributes, check_params, layout
+
+
+class CudnnRNNParamsToCanonicalOutput(NamedTuple):
+    """The arrays of a parameter buffer: matrices, and biases [H], in the buffer's order."""
+
+    weights: list[mx.array]
+    biases: list[mx.array]
+
+
+def cudnn_rnn_params_size(
+    num_layers: int,
+    num_units: int,
+    input_size: int,
+    *,
+    T: mx.Dtype = mx.float32,
+    S: mx.Dtype = mx.int32,
+    rnn_mode: str = "lstm",
+    input_mode: str = "linear_input",
+    direction: str = "unidirectional",
+    dropout: float = 0.0,
+    seed: int = 0,
+    seed2: int = 0,
+    num_proj: int = 0,
+) -> mx.array:
+    """How many elements the parameter buffer has, as TensorFlow's CudnnRNNParamsSize says it.
+
+    Equals the number of parameters of a `torch.nn.LSTM`, `GRU` or `RNN`; skip_input has no input matrices in layer 0.
+
+    Args:
+        num_layers, num_units, input_size (int): L, H, I.
+        T (Dtype): that of the parameters. Default: `mlx.core.float32`.
+        S (Dtype): that of the result, int32 or int64. Default: `mlx.core.int32`.
+        rnn_mode, input_mode, direction, dropout, seed, seed2: as in `cudnn_rnn`. The last three change nothing.
+        num_proj (int): P, of an lstm; 0 for no projection. Default: 0.
+
+    Returns:
+        array: the size, [1].
+
+    Raises:
+        ValueError: a rule on an argument is broken.
+
+    Example:
+        >>> from mlx_lstm.cudnn import cudnn_rnn_params_size
+        >>> cudnn_rnn_params_size(1, 5, 4).item()
+        220
+    """
+    op = "cudnn_rnn_params_size"
+    check_option(op, "T", T, FLOATS)
+    check_option(op, "S", S, (mx.int32, mx.int64))
+    check_attributes(op, rnn_mode, input_mode, direction, dropout, seed, seed2)
+    return mx.array([layout(op, num_layers, num_units, input_size, rnn_mode, input_mode, direction, num_proj).size], S)
+
+
+def cudnn_rnn_params_to_canonical(
+    num_layers: int,
+    num_units: int,
+    input_size: int,
+    params: mx.array,
+    num_params: int,
+    *,
+    rnn_mode: str = "lstm",
+    input_mode: str = "linear_input",
+    direction: str = "unidirectional",
+    dropout: float = 0.0,
+    seed: int = 0,
+    seed2: int = 0,
+) -> CudnnRNNParamsToCanonicalOutput:
+    """The buffer as one array per gate: TensorFlow's CudnnRNNParamsToCanonical.
+
+    The arrays are views of the buffer, and differentiable. `cudnn_rnn_canonical_to_params` is the inverse.
+
+    Args:
+        num_layers, num_units, input_size (int): L, H, I.
+        params (array): the buffer, [params_size].
+        num_params (int): how many weights, and how many biases, there are: per layer and direction 8 each for lstm, 6
+            for gru, 2 for the others.
+        rnn_mode, input_mode, direction, dropout, seed, seed2: as in `cudnn_rnn`. The last three change nothing.
+
+    Returns:
+        CudnnRNNParamsToCanonicalOutput: weights, by layer and direction W_g [H, in] of every gate, then R_g [H, S]; and
+        biases [H] likewise. With skip_input the W_g of layer 0 are there, [H, 0]; the original fails.
+
+    Raises:
+        ValueError: a rule on an argument is broken.
+
+    Example:
+        >>> import mlx.core as mx
+        >>> from mlx_lstm.cudnn import cudnn_rnn_params_to_canonical
+        >>> weights, biases = cudnn_rnn_params_to_canonical(1, 5, 4, mx.zeros((220,)), 8)
+        >>> weights[0].shape, weights[4].shape, biases[7].shape
+        ((5, 4), (5, 5), (5,))
+    """
+    op = "cudnn_rnn_params_to_canonical"
+    check_attributes(op, rnn_mode, input_mode, direction, dropout, seed, seed2)
+    where = layout(op, num_layers, num_units, input_size, rnn_mode, input_mode, direction, 0)
+    return to_canonical(op, where, params, {"num_params": num_params}, {"num_params": num_params})
+
+
+def cudnn_rnn_params_to_canonical_v2(
+    num_layers: int,
+    num_units: int,
+    input_size: int,
+    params: mx.array,
+    num_params_weights: int,
+    num_params_biases: int,
+    *,
+    rnn_mode: str = "lstm",
+    input_mode: str = "linear_input",
+    direction: str = "unidirectional",
+    dropout: float = 0.0,
+    seed: int = 0,
+    seed2: int = 0,
+    num_proj: int = 0,
+) -> CudnnRNNParamsToCanonicalOutput:
+    """`cudnn_rnn_params_to_canonical` with a projection: TensorFlow's CudnnRNNParamsToCanonicalV2.
+
+    Args:
+        num_params_weights (int): how many weights there are; an lstm with projection has 9 per layer and direction.
+        num_params_biases (int): how many biases there are.
+        num_proj (int): P, of an lstm; 0 for no projection, which the original refuses. Default: 0.
+        num_layers, num_units, input_size, params and the other attributes: as in `cudnn_rnn_params_to_canonical`.
+
+    Returns:
+        CudnnRNNParamsToCanonicalOutput: as there; Pr [P, H] follows the R_g of its layer and direction.
+
+    Raises:
+        ValueError: a rule on an argument is broken.
+
+    Example:
+        >>> import mlx.core as mx
+        >>> from mlx_lstm.cudnn import cudnn_rnn_params_size, cudnn_rnn_params_to_canonical_v2
+        >>> params = mx.zeros((cudnn_rnn_params_size(1, 5, 4, num_proj=2).item(),))
+        >>> cudnn_rnn_params_to_canonical_v2(1, 5, 4, params, 9, 8, num_proj=2).weights[-1].shape
+        (2, 5)
+    """
+    op = "cudnn_rnn_params_to_canonical_v2"
+    check_attributes(op, rnn_mode, input_mode, direction, dropout, seed, seed2)
+    where = layout(op, num_layers, num_units, input_size, rnn_mode, input_mode, direction, num_proj)
+    counts = {"num_params_weights": num_params_weights}, {"num_params_biases": num_params_biases}
+    return to_canonical(op, where, params, *counts)
+
+
+def cudnn_rnn_canonical_to_params(
+    num_layers: int,
+    num_units: int,
+    input_size: int,
+    weights: Sequence[mx.array],
+    biases: Sequence[mx.array],
+    *,
+    rnn_mode: str = "lstm",
+    input_mode: str = "linear_input",
+    direction: str = "unidirectional",
+    dropout: float = 0.0,
+    seed: int = 0,
+    seed2: int = 0,
+) -> mx.array:
+    """The buffer out of one array per gate: TensorFlow's CudnnRNNCanonicalToParams.
+
+    Args:
+        num_layers, num_units, input_size (int): L, H, I.
+        weights, biases (sequence of arrays): as `cudnn_rnn_params_to_canonical` returns them. Only the number of
+            elements of each counts, not its shape.
+        rnn_mode, input_mode, direction, dropout, seed, seed2: as in `cudnn_rnn`. The last three change nothing.
+
+    Returns:
+        array: params, [params_size].
+
+    Raises:
+        ValueError: a rule on an argument is broken.
+
+    Example:
+        >>> import mlx.core as mx
+        >>> from mlx_lstm.cudnn import cudnn_rnn_canonical_to_params
+        >>> weights = [mx.zeros((5, 4))] * 4 + [mx.zeros((5, 5))] * 4
+        >>> cudnn_rnn_canonical_to_params(1, 5, 4, weights, [mx.zeros((5,))] * 8).shape
+        (220,)
+    """
+    op = "cudnn_rnn_canonical_to_params"
+    check_attributes(op, rnn_mode, input_mode, direction, dropout, seed, seed2)
+    where = layout(op, num_layers, num_units, input_size, rnn_mode, input_mode, direction, 0)
+    return from_canonical(op, where, weights, biases)
+
+
+def cudnn_rnn_canonical_to_params_v2(
+    num_layers: int,
+    num_units: int,
+    input_size: int,
+    weights: Sequence[mx.array],
+    biases: Sequence[mx.array],
+    *,
+    rnn_mode: str = "lstm",
+    input_mode: str = "linear_input",
+    direction: str = "unidirectional",
+    dropout: float = 0.0,
+    seed: int = 0,
+    seed2: int = 0,
+    num_proj: int = 0,
+) -> mx.array:
+    """`cudnn_rnn_canonical_to_params` with a projection: TensorFlow's CudnnRNNCanonicalToParamsV2.
+
+    Args:
+        num_proj (int): P, of an lstm; 0 for no projection. Default: 0.
+        All others: as in `cudnn_rnn_canonical_to_params`.
+
+    Returns:
+        array: params, [params_size].
+
+    Raises:
+        ValueError: a rule on an argument is broken.
+
+    Example:
+        >>> import mlx.core as mx
+        >>> from mlx_lstm.cudnn import cudnn_rnn_canonical_to_params_v2
+        >>> weights = [mx.zeros((5, 4))] * 4 + [mx.zeros((5, 2))] * 4 + [mx.zeros((2, 5))]
+        >>> cudnn_rnn_canonical_to_params_v2(1, 5, 4, weights, [mx.zeros((5,))] * 8, num_proj=2).shape
+        (170,)
+    """
+    op = "cudnn_rnn_canonical_to_params_v2"
+    check_attributes(op, rnn_mode, input_mode, direction, dropout, seed, seed2)
+    where = layout(op, num_layers, num_units, input_size, rnn_mode, input_mode, direction, num_proj)
+    return from_canonical(op, where, weights, biases)
+
+
+def to_canonical(
+    op: str, where: Layout, params: mx.array, weights: dict[str, int], biases: dict[str, int]
+) -> CudnnRNNParamsToCanonicalOutput:
+    """The buffer's arrays; `weights` and `biases` are the counts the caller expects, by the argument's name."""
+    check_params(op, where, params)
+    shapes = where.canonical()
+    for given, found in zip((weights, biases), shapes, strict=True):
+        ((name, number),) = given.items()
+        if number != len(found):
+            fail(op, f"{name} must be {len(found)} for these layers", repr(number))
+    every = [*shapes[0], *shapes[1]]
+    parts = mx.split(params, list(accumulate(map(prod, every)))[:-1])
+    arrays = [part.reshape(shape) for part, shape in zip(parts, every, strict=True)]
+    return CudnnRNNParamsToCanonicalOutput(arrays[: len(shapes[0])], arrays[len(shapes[0]) :])
+
+
+def from_canonical(op: str, where: Layout, weights: Sequence[mx.array], biases: Sequence[mx.array]) -> mx.array:
+    """The buffer out of its arrays."""
+    for name, arrays, shapes in zip(("weights", "biases"), (weights, biases), where.canonical(), strict=True):
+        if not isinstance(arrays, Sequence) or len(arrays) != len(shapes):
+            number = len(arrays) if isinstance(arrays, Sequence) else type(arrays).__name__
+            fail(op, f"{name} must be {len(shapes)} arrays for these layers", number)
+        for n, (array, shape) in enumerate(zip(arrays, shapes, strict=True)):
+            check_array(
+                op, f"{name}[{n}]", array, list(getattr(array, "shape", ())), getattr(weights[0], "dtype", None)
+            )
+            if array.size != prod(shape):
+                fail(op, f"{name}[{n}] must have {prod(shape)} elements, {list(shape)},", f"shape {list(array.shape)}")
+    return mx.concatenate([array.reshape(-1) for array in (*weights, *biases)])

@@ -1,0 +1,379 @@
+"""The ops that run a stack of layers, forward and backward."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from .. import recurrence
+from ..engines.choice import Stream
+from ._stack import CudnnRNNBackpropOutput, Stack
+
+
+class CudnnRNNOutput(NamedTuple):
+    """What `cudnn_rnn` returns: output [T, N, D S], output_h [L D, N, S], output_c [L D, N, H] (of an lstm, else a
+    scalar 0), reserve_space."""
+
+    output: mx.array
+    output_h: mx.array
+    output_c: mx.array
+    reserve_space: mx.array
+
+
+class CudnnRNNV2Output(NamedTuple):
+    """What `cudnn_rnn_v2` and `cudnn_rnn_v3` return: as `CudnnRNNOutput`, and host_reserved, int8 zeros, which mean
+    nothing here."""
+
+    output: mx.array
+    output_h: mx.array
+    output_c: mx.array
+    reserve_space: mx.array
+    host_reserved: mx.array
+
+
+# --- Forward ---------------------------------------------------------------------------------------------------------
+
+
+def cudnn_rnn(
+    input: mx.array,
+    input_h: mx.array,
+    input_c: mx.array,
+    params: mx.array,
+    *,
+    rnn_mode: str = "lstm",
+    input_mode: str = "linear_input",
+    direction: str = "unidirectional",
+    dropout: float = 0.0,
+    seed: int = 0,
+    seed2: int = 0,
+    is_training: bool = True,
+    engine: str | None = None,
+    stream: Stream = None,
+) -> CudnnRNNOutput:
+    r"""A stack of recurrent layers: TensorFlow's CudnnRNN, which equals `torch.nn.LSTM`, `GRU` or `RNN`.
+
+    With weights W, R and biases bW, bR of a layer and direction, for each gate:
+
+    .. math::
+
+        \text{rnn:}\quad & h_t = s(W x_t + b_W + R h_{t-1} + b_R), \quad s = \text{relu or tanh} \\
+        \text{lstm:}\quad & i, f, o = \sigma(W_k x_t + b_{W,k} + R_k h_{t-1} + b_{R,k}), \quad
+                            c' = \tanh(W_c x_t + b_{W,c} + R_c h_{t-1} + b_{R,c}) \\
+                          & c_t = f \odot c_{t-1} + i \odot c', \quad h_t = o \odot \tanh(c_t) \\
+        \text{gru:}\quad  & r, u = \sigma(W_k x_t + b_{W,k} + R_k h_{t-1} + b_{R,k}), \quad
+                            n = \tanh(W_n x_t + b_{W,n} + r \odot (R_n h_{t-1} + b_{R,n})) \\
+                          & h_t = u \odot h_{t-1} + (1 - u) \odot n
+
+    `mx.grad` gives what `cudnn_rnn_backprop` makes of the outputs: the same bits in float32 and float64; in 16 bits
+    the latter reads gates that the reserve space has rounded.
+
+    Dropout acts on what goes from one layer into the next, both directions of it: an element is dropped with
+    probability `dropout`, the kept ones are divided by 1 - dropout. The choice comes from `mlx.core.random` with a key
+    made of seed and seed2 and a key of it per layer: the same seeds give the same choice in every call. cuDNN's
+    generator, whose numbers are others, goes on from call to call; for that, pass another seed2 every time.
+
+    Args:
+        input (array): [T, N, I]. float32, float16, bfloat16 or float64; the others have its dtype.
+        input_h (array): the first h, [L D, N, S]; layer by layer, in a layer the forward direction first.
+        input_c (array): of an lstm the first c, [L D, N, H]; else ignored, and may be anything.
+        params (array): all weights and biases, [params_size], see `cudnn._buffer`.
+        rnn_mode (str): `"lstm"`, `"gru"`, `"rnn_tanh"` or `"rnn_relu"`. Default: `"lstm"`.
+        input_mode (str): `"linear_input"`; `"skip_input"`, where layer 0 has no W, takes x_t for every W x_t and needs
+            I = H; `"auto_select"`, which is skip_input where I = H and else linear_input. Default: `"linear_input"`.
+        direction (str): `"unidirectional"` or `"bidirectional"`. Default: `"unidirectional"`.
+        dropout (float): the probability to drop, in [0, 1). Default: 0.
+        seed, seed2 (int): their low 32 bits are the high and the low half of dropout's seed. Default: 0.
+        is_training (bool): `False` drops nothing, keeps no reserve space and has no gradient (but MLX's own where
+            `mx.compile`, `mx.vmap` or an export traces the graph). Default: `True`.
+        engine (str, optional): as in `mlx_lstm.lstm`. Default: the best for the stream's device and the sizes.
+        stream (Stream or Device, optional): where to run, as for any MLX op.
+
+    Returns:
+        CudnnRNNOutput: output, both directions side by side at their own time; output_h, output_c, the states after the
+        last step processed; reserve_space. float16 and bfloat16 are computed and kept as in `mlx_lstm.lstm`.
+
+    Raises:
+        ValueError: a rule on an argument is broken, or a forced engine cannot run, or a gradient was asked for with
+            `is_training=False`.
+
+    Example:
+        >>> import mlx.core as mx
+        >>> from mlx_lstm.cudnn import cudnn_rnn, cudnn_rnn_params_size
+        >>> params = mx.zeros((cudnn_rnn_params_size(2, 5, 4).item(),))  # 2 layers, 5 units, input of 4
+        >>> h = c = mx.zeros((2, 3, 5))
+        >>> out = cudnn_rnn(mx.ones((10, 3, 4)), h, c, params)
+        >>> out.output.shape, out.output_h.shape
+        ((10, 3, 5), (2, 3, 5))
+    """
+    attributes = rnn_mode, input_mode, direction, dropout, seed, seed2
+    stack = Stack("cudnn_rnn", "CudnnRNN", *attributes, engine=engine, stream=stream)
+    return CudnnRNNOutput(*stack.forward(input, input_h, input_c, params, None, is_training))
+
+
+def cudnn_rnn_v2(
+    input: mx.array,
+    input_h: mx.array,
+    input_c: mx.array,
+    params: mx.array,
+    *,
+    rnn_mode: str = "lstm",
+    input_mode: str = "linear_input",
+    direction: str = "unidirectional",
+    dropout: float = 0.0,
+    seed: int = 0,
+    seed2: int = 0,
+    is_training: bool = True,
+    engine: str | None = None,
+    stream: Stream = None,
+) -> CudnnRNNV2Output:
+    """`cudnn_rnn` with one more output, host_reserved: TensorFlow's CudnnRNNV2.
+
+    Args:
+        All: as in `cudnn_rnn`.
+
+    Returns:
+        CudnnRNNV2Output: as `cudnn_rnn`; host_reserved is int8, [2] in training and else a scalar.
+
+    Raises:
+        ValueError: as `cudnn_rnn`.
+
+    Example:
+        >>> import mlx.core as mx
+        >>> from mlx_lstm.cudnn import cudnn_rnn_v2
+        >>> state = mx.zeros((1, 3, 5))
+        >>> out = cudnn_rnn_v2(mx.ones((10, 3, 4)), state, state, mx.zeros((220,)))
+        >>> out.output_c.shape, out.host_reserved.dtype
+        ((1, 3, 5), mlx.core.int8)
+    """
+    attributes = rnn_mode, input_mode, direction, dropout, seed, seed2
+    stack = Stack("cudnn_rnn_v2", "CudnnRNNV2", *attributes, engine=engine, stream=stream)
+    outputs = stack.forward(input, input_h, input_c, params, None, is_training)
+    return CudnnRNNV2Output(*outputs, mx.zeros((2,) if is_training else (), mx.int8))
+
+
+def cudnn_rnn_v3(
+    input: mx.array,
+    input_h: mx.array,
+    input_c: mx.array,
+    params: mx.array,
+    sequence_lengths: recurrence.Lengths,
+    *,
+    rnn_mode: str = "lstm",
+    input_mode: str = "linear_input",
+    direction: str = "unidirectional",
+    dropout: float = 0.0,
+    seed: int = 0,
+    seed2: int = 0,
+    num_proj: int = 0,
+    is_training: bool = True,
+    time_major: bool = True,
+    batch_major_states: str = "transpose",
+    engine: str | None = None,
+    stream: Stream = None,
+) -> CudnnRNNV2Output:
+    """`cudnn_rnn` with a length per item, a projection and both layouts: TensorFlow's CudnnRNNV3.
+
+    Past its length an item's output is 0, its input is never read and its gradient is 0; output_h and output_c are
+    those after its own last step, and the backward direction starts there. The lengths need no order.
+
+    With time_major=False input and output are [N, T, I] and [N, T, D S], and input_h, input_c, output_h and output_c
+    are [N, L D, S], [N, L D, H]. The original documents the latter and checks it, but passes their memory to cuDNN as
+    if it were [L D, N, S]: with more than one layer or direction and more than one item, items and layers mix.
+
+    Args:
+        sequence_lengths (int32 array or list): [N], each in 1..T. The range of an array of MLX goes unchecked under
+            `mx.compile`.
+        num_proj (int): the width of a projected h, at most H; 0 for none; lstm only. Default: 0.
+        time_major (bool): whether time comes before the batch. Default: `True`.
+        batch_major_states (str): ours; the states with time_major=False are those of item n at [n], as documented,
+            `"transpose"`, or the memory of [L D, N, S] in another shape, as the original treats them,
+            `"reinterpret"`. Default: `"transpose"`.
+        All others: as in `cudnn_rnn`. The original's auto_select compares I with num_proj where there is one, at odds
+            with its CudnnRNNParamsSize; here it is always H.
+
+    Returns:
+        CudnnRNNV2Output: as `cudnn_rnn_v2`; host_reserved is always a scalar.
+
+    Raises:
+        ValueError: as `cudnn_rnn`.
+
+    Example:
+        >>> import mlx.core as mx
+        >>> from mlx_lstm.cudnn import cudnn_rnn_v3
+        >>> state = mx.zeros((3, 1, 5))
+        >>> out = cudnn_rnn_v3(mx.ones((3, 10, 4)), state, state, mx.ones((220,)), [10, 1, 7], time_major=False)
+        >>> out.output.shape, out.output[1, 1:].sum().item()
+        ((3, 10, 5), 0.0)
+    """
+    attributes = rnn_mode, input_mode, direction, dropout, seed, seed2, num_proj, time_major, batch_major_states
+    stack = Stack("cudnn_rnn_v3", "CudnnRNNV3", *attributes, engine, stream)
+    outputs = stack.forward(input, input_h, input_c, params, sequence_lengths, is_training)
+    return CudnnRNNV2Output(*outputs, mx.zeros((), mx.int8))
+
+
+# --- Backward --------------------------------------------------------------------------------------------------------
+
+
+def cudnn_rnn_backprop(
+    input: mx.array,
+    input_h: mx.array,
+    input_c: mx.array,
+    params: mx.array,
+    output: mx.array,
+    output_h: mx.array,
+    output_c: mx.array,
+    output_backprop: mx.array,
+    output_h_backprop: mx.array,
+    output_c_backprop: mx.array,
+    reserve_space: mx.array,
+    *,
+    rnn_mode: str = "lstm",
+    input_mode: str = "linear_input",
+    direction: str = "unidirectional",
+    dropout: float = 0.0,
+    seed: int = 0,
+    seed2: int = 0,
+    engine: str | None = None,
+    stream: Stream = None,
+) -> CudnnRNNBackpropOutput:
+    """The gradient of `cudnn_rnn` from its outputs: TensorFlow's CudnnRNNBackprop.
+
+    Nothing is computed again, and reserve_space stays as it is: two calls give the same bits. (The original writes into
+    it.) Whether there is dropout decides `dropout`; its factors are in reserve_space.
+
+    Args:
+        input, input_h, input_c, params: as `cudnn_rnn` had them.
+        output, output_h, output_c, reserve_space (array): what it returned, with is_training. output_h and output_c say
+            nothing new and are not read.
+        output_backprop, output_h_backprop, output_c_backprop (array): the gradients of the outputs, in their shapes;
+            the last is ignored where there is no c.
+        The attributes, engine, stream: as `cudnn_rnn` had them.
+
+    Returns:
+        CudnnRNNBackpropOutput: the gradients; that of params packed as params. Without a c, input_c_backprop is zero.
+
+    Raises:
+        ValueError: as `cudnn_rnn`; or reserve_space is that of `is_training=False`.
+
+    Example:
+        >>> import mlx.core as mx
+        >>> from mlx_lstm.cudnn import cudnn_rnn, cudnn_rnn_backprop
+        >>> inputs = mx.ones((10, 3, 4)), mx.zeros((1, 3, 5)), mx.zeros((1, 3, 5)), mx.ones((220,))
+        >>> *outputs, reserve_space = cudnn_rnn(*inputs)
+        >>> gradients = [mx.ones_like(output) for output in outputs]
+        >>> cudnn_rnn_backprop(*inputs, *outputs, *gradients, reserve_space).params_backprop.shape
+        (220,)
+    """
+    attributes = rnn_mode, input_mode, direction, dropout, seed, seed2
+    stack = Stack("cudnn_rnn_backprop", "CudnnRNN", *attributes, engine=engine, stream=stream)
+    cotangents = output_backprop, output_h_backprop, output_c_backprop
+    outputs = output, output_h, output_c
+    return stack.backward(input, input_h, input_c, params, None, *outputs, cotangents, reserve_space)
+
+
+def cudnn_rnn_backprop_v2(
+    input: mx.array,
+    input_h: mx.array,
+    input_c: mx.array,
+    params: mx.array,
+    output: mx.array,
+    output_h: mx.array,
+    output_c: mx.array,
+    output_backprop: mx.array,
+    output_h_backprop: mx.array,
+    output_c_backprop: mx.array,
+    reserve_space: mx.array,
+    host_reserved: mx.array,
+    *,
+    rnn_mode: str = "lstm",
+    input_mode: str = "linear_input",
+    direction: str = "unidirectional",
+    dropout: float = 0.0,
+    seed: int = 0,
+    seed2: int = 0,
+    engine: str | None = None,
+    stream: Stream = None,
+) -> CudnnRNNBackpropOutput:
+    """The gradient of `cudnn_rnn_v2` from its outputs: TensorFlow's CudnnRNNBackpropV2.
+
+    Args:
+        host_reserved (array): what `cudnn_rnn_v2` returned; not read.
+        All others: as in `cudnn_rnn_backprop`.
+
+    Returns:
+        CudnnRNNBackpropOutput: as `cudnn_rnn_backprop`.
+
+    Raises:
+        ValueError: as `cudnn_rnn_backprop`.
+
+    Example:
+        >>> import mlx.core as mx
+        >>> from mlx_lstm.cudnn import cudnn_rnn_backprop_v2, cudnn_rnn_v2
+        >>> inputs = mx.ones((10, 3, 4)), mx.zeros((1, 3, 5)), mx.zeros((1, 3, 5)), mx.ones((220,))
+        >>> *outputs, reserve_space, host_reserved = cudnn_rnn_v2(*inputs)
+        >>> gradients = [mx.ones_like(output) for output in outputs]
+        >>> cudnn_rnn_backprop_v2(*inputs, *outputs, *gradients, reserve_space, host_reserved).input_backprop.shape
+        (10, 3, 4)
+    """
+    attributes = rnn_mode, input_mode, direction, dropout, seed, seed2
+    stack = Stack("cudnn_rnn_backprop_v2", "CudnnRNNV2", *attributes, engine=engine, stream=stream)
+    cotangents = output_backprop, output_h_backprop, output_c_backprop
+    outputs = output, output_h, output_c
+    return stack.backward(input, input_h, input_c, params, None, *outputs, cotangents, reserve_space)
+
+
+def cudnn_rnn_backprop_v3(
+    input: mx.array,
+    input_h: mx.array,
+    input_c: mx.array,
+    params: mx.array,
+    sequence_lengths: recurrence.Lengths,
+    output: mx.array,
+    output_h: mx.array,
+    output_c: mx.array,
+    output_backprop: mx.array,
+    output_h_backprop: mx.array,
+    output_c_backprop: mx.array,
+    reserve_space: mx.array,
+    host_reserved: mx.array,
+    *,
+    rnn_mode: str = "lstm",
+    input_mode: str = "linear_input",
+    direction: str = "unidirectional",
+    dropout: float = 0.0,
+    seed: int = 0,
+    seed2: int = 0,
+    num_proj: int = 0,
+    time_major: bool = True,
+    batch_major_states: str = "transpose",
+    engine: str | None = None,
+    stream: Stream = None,
+) -> CudnnRNNBackpropOutput:
+    """The gradient of `cudnn_rnn_v3` from its outputs: TensorFlow's CudnnRNNBackpropV3.
+
+    Args:
+        host_reserved (array): what `cudnn_rnn_v3` returned; not read.
+        sequence_lengths, num_proj, time_major, batch_major_states: as `cudnn_rnn_v3` had them.
+        All others: as in `cudnn_rnn_backprop`.
+
+    Returns:
+        CudnnRNNBackpropOutput: as `cudnn_rnn_backprop`, each gradient in its array's layout.
+
+    Raises:
+        ValueError: as `cudnn_rnn_backprop`.
+
+    Example:
+        >>> import mlx.core as mx
+        >>> from mlx_lstm.cudnn import cudnn_rnn_backprop_v3, cudnn_rnn_v3
+        >>> inputs = mx.ones((10, 3, 4)), mx.zeros((1, 3, 5)), mx.zeros((1, 3, 5)), mx.ones((220,)), [10, 1, 7]
+        >>> *outputs, reserve_space, host_reserved = cudnn_rnn_v3(*inputs)
+        >>> gradients = [mx.ones_like(output) for output in outputs]
+        >>> cudnn_rnn_backprop_v3(*inputs, *outputs, *gradients, reserve_space, host_reserved).input_h_backprop.shape
+        (1, 3, 5)
+    """
+    attributes = rnn_mode, input_mode, direction, dropout, seed, seed2, num_proj, time_major, batch_major_states
+    stack = Stack("cudnn_rnn_backprop_v3", "CudnnRNNV3", *attributes, engine, stream)
+    cotangents = output_backprop, output_h_backprop, output_c_backprop
+    outputs = output, output_h, output_c
+    return stack.backward(input, input_h, input_c, params, sequence_lengths, *outputs, cotangents, reserve_space)

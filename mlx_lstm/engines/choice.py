@@ -1,0 +1,125 @@
+"""Which engine runs a recurrence, and why: a pure function, so that every machine can test every machine's choice."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from .cells import Cell, LSTMCell
+from .tuning import PREDICTED, Table
+
+ENGINES = ("fused", "stepwise", "numpy", "ops")
+"""`fused`: our Metal shaders, the sequence in one launch. `stepwise`: our Metal shaders, a launch per time step.
+`numpy`: the CPU engine, in place on MLX's own memory. `ops`: a plain MLX graph, any device, and the definition."""
+
+METAL_ENGINES = ("fused", "stepwise")
+
+LSTM = LSTMCell()
+
+FUSED_LIMIT = {"lstm": 256, "gru": 256, "rnn": 1024}
+"""The largest H `fused` can run: its threadgroups have 4 threads per unit, of a plain cell 1; Metal's limit is 1024."""
+
+
+class Choice(NamedTuple):
+    """An engine's word and the reason for it, fit to be printed."""
+
+    engine: str
+    reason: str
+
+
+def choose(
+    *,
+    sizes: tuple[int, int, int, int],
+    dtype: mx.Dtype,
+    device: str,
+    metal: bool,
+    traced: bool,
+    cell: Cell = LSTM,
+    bidirectional: bool = False,
+    projection: bool = False,
+    requested: str | None = None,
+    table: Table = PREDICTED,
+    op: str = "lstm",
+) -> Choice:
+    """How to run a recurrence, and why.
+
+    Args:
+        sizes (tuple of int): (T, B, I, H).
+        dtype (Dtype): that of the arrays.
+        device (str): `"cpu"` or `"gpu"`, the device of the stream the op was called on.
+        metal (bool): whether MLX has its Metal back end, `mx.metal.is_available()`.
+        traced (bool): whether an input is a placeholder of `mx.compile`, `mx.vmap` or an export, without a value yet.
+        cell (Cell): the cell. Default: an LSTM's.
+        bidirectional (bool): whether both directions run. Default: `False`.
+        projection (bool): whether h is projected. Default: `False`.
+        requested (str): an engine's word to force it. Default: `None`, the best that runs.
+        table (Table): which Metal engine is faster where. Default: the predicted one.
+
+    Raises:
+        ValueError: `requested` is no engine, or cannot run here, or nothing can; the text gives the reason.
+
+    Example:
+        >>> import mlx.core as mx
+        >>> from mlx_lstm.engines import choose
+        >>> here = {"sizes": (64, 32, 128, 128), "dtype": mx.float32}
+        >>> choose(**here, device="gpu", metal=True, traced=False)
+        Choice(engine='fused', reason='H = 128 <= 128 in float32 at B = 32, predicted')
+        >>> choose(**here, device="cpu", metal=True, traced=False).engine
+        'numpy'
+    """
+    if requested is not None and requested not in ENGINES:
+        raise ValueError(f"[{op}] engine must be one of {', '.join(ENGINES)} but got {requested!r}.")
+    _, B, _, H = sizes
+    check_device(op, dtype, device)
+    hindrances = obstacles(cell, H, device, metal, traced, projection)
+    if requested is not None:
+        if requested in hindrances:
+            raise ValueError(f"[{op}] engine={requested!r} cannot run: {hindrances[requested]}.")
+        return Choice(requested, "asked for")
+    if "numpy" not in hindrances:
+        return Choice("numpy", "the stream's device is the CPU")
+    word, reason = table.preferred(dtype, B, H)
+    if word not in hindrances:
+        return Choice(word, reason)
+    if "stepwise" in hindrances:
+        return Choice("ops", hindrances["numpy" if device == "cpu" else "stepwise"])
+    return Choice("stepwise", hindrances[word])
+
+
+def check_device(op: str, dtype: mx.Dtype, device: str) -> None:
+    """The stream's device computes in this dtype."""
+    if device != "cpu" and dtype == mx.float64:
+        raise ValueError(f"[{op}] float64 needs the CPU, stream=mx.cpu, but the stream's device is {device}.")
+
+
+def obstacles(cell: Cell, H: int, device: str, metal: bool, traced: bool, projection: bool) -> dict[str, str]:
+    """Of each engine that cannot run: why."""
+    found = {}
+    if traced:
+        found["numpy"] = "inside mx.compile, mx.vmap or an export the arrays have no values yet"
+    elif device != "cpu":
+        found["numpy"] = f"the numpy engine runs on the CPU and the stream's device is {device}"
+    if device == "cpu":
+        found["fused"] = found["stepwise"] = "Metal shaders run on the GPU and the stream's device is cpu"
+    elif not metal:
+        found["fused"] = found["stepwise"] = "MLX has no Metal back end on this machine"
+    elif projection:
+        found["fused"] = "a projection of h is a product between two steps"
+    elif (limit := FUSED_LIMIT[cell.op]) < H:
+        found["fused"] = f"H = {H} > {limit}, and a threadgroup has at most 1024 threads, {1024 // limit} per unit"
+    return found
+
+
+Stream = mx.Stream | mx.Device | None
+
+
+def on(stream: Stream):
+    """The context of a stream, or none."""
+    return mx.stream(stream) if stream is not None else nullcontext()
+
+
+def current_device() -> str:
+    """`"cpu"` or `"gpu"`: where the stream in effect runs."""
+    return "cpu" if mx.default_device() == mx.cpu else "gpu"

@@ -1,0 +1,74 @@
+"""How the two directions of a bidirectional recurrence share arrays, and each direction's part of them.
+
+With D = 2 directions, the forward one first, and G gates:
+
+    side by side on the last axis   h, hT, h0 [.., D P]   c, cT, c0 [.., D H]   gates [.., D G H]   mask [.., D P or 1]
+                                    x [T, B, D G H] where it is projected already
+    one after the other, axis 0     Wx [D G H, I]   b [D G H]   bhn [D H]
+    on an axis of their own         Wh [D, G H, P]   Wp [D, P, H]   peephole [D, 4H]
+
+With one direction D is 1, and that axis of their own is absent. x [T, B, I] belongs to both.
+"""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from .problem import Problem
+
+Arrays = dict[str, mx.array]
+
+ROWS = ("Wx", "b", "bhn")
+OWN_AXIS = ("Wh", "Wp", "peephole")
+
+
+def one_direction(problem: Problem, d: int) -> Problem:
+    """The problem of direction 0, forward, or 1, reverse."""
+    return problem._replace(bidirectional=False, reverse=d == 1)
+
+
+def part(arrays: Arrays, d: int) -> Arrays:
+    """Direction d's part of every array, as views: arguments, outputs or cotangents."""
+    return {name: part_of(name, array, d, "Wx" in arrays) for name, array in arrays.items()}
+
+
+def part_of(name: str, array: mx.array, d: int, projects: bool) -> mx.array:
+    """Direction d's part of one array."""
+    if (name == "x" and projects) or (name == "mask" and is_shared(array)):
+        return array
+    if name in OWN_AXIS:
+        return array[d]
+    if name in ROWS:
+        n = array.shape[0] // 2
+        return array[d * n : (d + 1) * n]
+    return half(array, d)
+
+
+def half(array: mx.array, d: int) -> mx.array:
+    """Direction d's half of the last axis."""
+    n = array.shape[-1] // 2
+    return array[..., d * n : (d + 1) * n]
+
+
+def join_outputs(parts: list[Arrays]) -> Arrays:
+    """The outputs of both directions side by side."""
+    return {name: mx.concatenate([part[name] for part in parts], axis=-1) for name in parts[0]}
+
+
+def join_gradients(parts: list[Arrays], arrays: Arrays) -> Arrays:
+    """The gradients of `arrays` from those of their parts: of what the directions share, the sum."""
+    joined = {}
+    for name in parts[0]:
+        forward, reverse = (part[name] for part in parts)
+        if (name == "x" and "Wx" in arrays) or (name == "mask" and is_shared(arrays["mask"])):
+            joined[name] = forward + reverse
+        elif name in OWN_AXIS:
+            joined[name] = mx.stack([forward, reverse])
+        else:
+            joined[name] = mx.concatenate([forward, reverse], axis=0 if name in ROWS else -1)
+    return joined
+
+
+def is_shared(mask: mx.array) -> bool:
+    """Whether both directions have the same mask, broadcast over the width of h."""
+    return mask.ndim == 0 or mask.shape[-1] == 1

@@ -1,0 +1,1 @@
+"""Engines `fused` and `stepwise`: the recurrence in our Metal shaders."""

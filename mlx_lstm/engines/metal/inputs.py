@@ -1,0 +1,29 @@
+"""A problem's arrays as the Metal kernels read them: row-contiguous, masks at full width."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from ..ops import sweep as ops
+from ..problem import Problem
+
+
+def contiguous(array: mx.array | None) -> mx.array | None:
+    """The array in row order, copied once where every launch would copy it; `mx.contiguous` cannot be exported."""
+    return None if array is None else array.reshape(-1).reshape(array.shape)
+
+
+def project(arrays: dict[str, mx.array]) -> mx.array:
+    """`engines.ops.sweep.project`, in one launch and in row order."""
+    x, Wx, b = (arrays.get(name) for name in ("x", "Wx", "b"))
+    if Wx is None or b is None:
+        return contiguous(ops.project(arrays))
+    return mx.addmm(b, ops.flat(x), Wx.T).reshape(*x.shape[:2], -1)
+
+
+def whole_mask(problem: Problem, mask: mx.array | None) -> mx.array | None:
+    """The mask as [T, B, D P], or as [1, B, D P] where all steps share it."""
+    if mask is None:
+        return None
+    steps = mask.shape[0] if mask.ndim == 3 else 1
+    return contiguous(mx.broadcast_to(mask, (steps, problem.B, problem.directions * problem.P)))

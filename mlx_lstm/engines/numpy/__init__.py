@@ -1,0 +1,1 @@
+"""Engine `numpy`: the recurrence on the CPU, in place."""

@@ -1,0 +1,75 @@
+"""The activations of engine `numpy`, in place. Arrays are feature-major, [GH, B]: a gate is a block of rows."""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import groupby
+
+import numpy as np
+
+from ..cells import HARD_SIGMOIDS, GRUCell, LSTMCell
+
+
+@cache
+class Gates:
+    """Which rows of a GH axis share an activation: neighbouring gates of the same one are a run. Built once each."""
+
+    def __init__(self, activations: tuple[str | None, ...], H: int):
+        """activations: one per gate, in the order of the axis; None leaves a gate alone."""
+        self.runs: list[tuple[str, slice]] = []
+        stop = 0
+        for name, gates in groupby(activations):
+            start, stop = stop, stop + H * len(list(gates))
+            if name is not None:
+                self.runs.append((name, slice(start, stop)))
+
+    def activate(self, z: np.ndarray, out: np.ndarray) -> None:
+        """The gates' activations of z, into their rows of out."""
+        for name, run in self.runs:
+            activate(name, z[run], out[run])
+
+    def slopes(self, y: np.ndarray, out: np.ndarray) -> None:
+        """The activations' derivatives, from their outputs y."""
+        np.multiply(y, y, out=out)
+        for name, run in self.runs:
+            slope_from_square(name, y[run], out[run])
+
+
+def gates_of(cell: LSTMCell | GRUCell, H: int, names: str) -> Gates:
+    """Those of a cell's gates that `names` names."""
+    return Gates(tuple(cell.activation(gate) if gate in names else None for gate in cell.gate_order), H)
+
+
+def activate(name: str, x: np.ndarray, out: np.ndarray) -> None:
+    """One activation of `cells.ACTIVATIONS` into out."""
+    if name == "tanh":
+        np.tanh(x, out=out)
+    elif name == "sigmoid":
+        # Not through tanh, which leaves of a nearly closed gate no digit. The caller lets exp overflow.
+        np.negative(x, out=out)
+        np.exp(out, out=out)
+        out += 1
+        np.reciprocal(out, out=out)
+    elif name in HARD_SIGMOIDS:
+        np.multiply(x, HARD_SIGMOIDS[name], out=out)
+        out += 0.5
+        np.clip(out, 0, 1, out=out)
+    elif name == "relu":
+        np.maximum(x, 0, out=out)
+    else:
+        np.copyto(out, x)
+
+
+def slope_from_square(name: str, y: np.ndarray, out: np.ndarray) -> None:
+    """The derivative of an activation written in its output y; on entry out holds y * y."""
+    if name == "tanh":
+        np.subtract(1, out, out=out)
+    elif name == "sigmoid":
+        np.subtract(y, out, out=out)
+    elif name in HARD_SIGMOIDS:
+        np.copyto(out, (y > 0) & (y < 1))
+        out *= HARD_SIGMOIDS[name]
+    elif name == "relu":
+        np.copyto(out, y > 0)
+    else:
+        out.fill(1)

@@ -1,0 +1,151 @@
+"""The GRU and the plain cell of engine `numpy`: one step forward and back each, in place, with all scratch memory.
+
+The equations are those of `engines.ops.cells.gru_step`, `gru_step_backward` and the plain cell's. Every array of a step
+is feature-major, [3H, B] and [H, B].
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..problem import Problem
+from .gates import gates_of
+from .memory import Steps, Views, chunk_steps, columns_buffer, matrix
+from .products import Preactivations, WeightGradients
+
+
+def reset_and_update(blocks: dict[str, slice]) -> list[slice]:
+    """The rows of r and z: one slice where they are neighbours, else two."""
+    first, second = sorted((blocks["r"], blocks["z"]), key=lambda rows: rows.start)
+    return [slice(first.start, second.stop)] if first.stop == second.start else [first, second]
+
+
+class GRUStep:
+    """`engines.ops.cells.gru_step` in place: one step forward with all its scratch memory."""
+
+    def __init__(self, problem: Problem, v: Views, preactivations: Preactivations):
+        cell, (_, B, H, _), dtype = problem.cell, problem[:4], v["Wh"].dtype
+        self.preactivations, self.after, self.flip = preactivations, cell.reset == "after", cell.flip_z
+        self.block = {gate: cell.block(gate, H) for gate in "rzn"}
+        self.rz = reset_and_update(self.block)
+        self.early, self.late = gates_of(cell, H, "rz"), gates_of(cell, H, "n")
+        self.Wh_n = preactivations.Wh[self.block["n"]]
+        self.bhn = np.repeat(v["bhn"][:, None], B, axis=1) if "bhn" in v else None
+        self.scratch = None if self.after else np.empty((H, B), dtype)
+
+    def __call__(self, t: int, h_prev: np.ndarray, _c_prev: None, gates: np.ndarray, _c: None, h: np.ndarray) -> None:
+        """From h_prev [H, B]: gates [3H, B] and h [H, B]."""
+        preactivations = self.preactivations
+        Wh, z = preactivations.Wh, preactivations.z
+        h_in, a = preactivations.entering(t, h_prev), preactivations.of_input(t)
+        r, update, n = gates[self.block["r"]], gates[self.block["z"]], gates[self.block["n"]]
+        if self.after:
+            np.matmul(Wh, h_in, out=z)
+        for rows in self.rz:
+            if not self.after:
+                np.matmul(Wh[rows], h_in, out=z[rows])
+            z[rows] += a[rows]
+        self.early.activate(z, gates)
+        z_n = z[self.block["n"]]
+        if self.after:
+            if self.bhn is not None:
+                z_n += self.bhn
+            z_n *= r
+        else:
+            np.matmul(self.Wh_n, np.multiply(r, h_in, out=self.scratch), out=z_n)
+        z_n += a[self.block["n"]]
+        self.late.activate(z, gates)
+        kept, new = (n, h_prev) if self.flip else (h_prev, n)
+        np.subtract(kept, new, out=h)
+        h *= update
+        h += new
+
+
+class GRUStepBackward:
+    """`engines.ops.cells.gru_step_backward` in place: one step back, and what the weights' gradients need of it.
+
+    With reset "after" dz holds, during the steps of a chunk, the gradient of the recurrent product: in the rows of n
+    that of q = Wh_n h + bhn, which one product per chunk computes again. `finish` puts dz_n in their place.
+    """
+
+    def __init__(self, problem: Problem, v: Views, saved: Views):
+        """saved: gates [T, B, 3H]."""
+        cell, (_, B, H, _), dtype = problem.cell, problem[:4], v["Wh"].dtype
+        self.after, self.flip = cell.reset == "after", cell.flip_z
+        self.gates_at, self.gates = Steps(saved["gates"]), gates_of(cell, H, "rzn")
+        self.block = {gate: cell.block(gate, H) for gate in "rzn"}
+        self.rz = reset_and_update(self.block)
+        Wh = matrix(v["Wh"])
+        self.Wh_T, self.Wh_n, self.bhn = Wh.T, Wh[self.block["n"]], v.get("bhn")
+        self.slopes, self.dy = np.empty((3 * H, B), dtype), np.empty((3 * H, B), dtype)
+        self.dy_r, self.dy_z, self.dy_n = (self.dy[self.block[gate]] for gate in "rzn")
+        self.slopes_n = self.slopes[self.block["n"]]
+        self.direct, self.scratch = np.empty((H, B), dtype), np.empty((H, B), dtype)
+        columns = chunk_steps(problem) * B
+        self.dz = columns_buffer(3 * H, columns, B, dtype)
+        # With reset "after" dz_n and q, else only r h.
+        self.dz_n = columns_buffer(H, columns, B, dtype) if self.after else self.dz[self.block["n"]]
+        self.inner = columns_buffer(H, columns, B, dtype)
+
+    def start(self, start: int, stop: int, before: np.ndarray, h_in: np.ndarray) -> None:
+        """Before the steps of a chunk: `before` [steps, B, H] is the h they start from, h_in [n, H] the masked one."""
+        self.first, self.before, self.h_in = start, before, h_in
+        if self.after:
+            q = np.matmul(self.Wh_n, matrix(h_in).T, out=self.inner[:, : len(h_in)])
+            if self.bhn is not None:
+                q += self.bhn[:, None]
+
+    def __call__(self, t: int, columns: slice, dh: np.ndarray, _dc: None, dgates: np.ndarray | None) -> None:
+        """Writes dz; turns dh, the gradient of h, into that of the h that entered the product. What reaches h_prev
+        past the product goes to self.direct."""
+        gates, h_prev = self.gates_at.at(t), self.before[t - self.first].T
+        r, z, n = gates[self.block["r"]], gates[self.block["z"]], gates[self.block["n"]]
+        self.gates.slopes(gates, self.slopes)
+        np.subtract(*((n, h_prev) if self.flip else (h_prev, n)), out=self.dy_z)
+        self.dy_z *= dh
+        through_z, past_z = (self.dy_n, self.direct) if self.flip else (self.direct, self.dy_n)
+        np.multiply(dh, z, out=through_z)
+        np.subtract(dh, through_z, out=past_z)
+        if dgates is not None:
+            for gate, dy in (("z", self.dy_z), ("n", self.dy_n)):
+                dy += dgates[self.block[gate]]
+        dz, dz_n, inner = self.dz[:, columns], self.dz_n[:, columns], self.inner[:, columns]
+        np.multiply(self.dy_n, self.slopes_n, out=dz_n)
+        if self.after:
+            np.multiply(dz_n, inner, out=self.dy_r)
+            np.multiply(dz_n, r, out=dz[self.block["n"]])
+        else:
+            h_in = self.h_in[columns].T
+            reset = np.matmul(self.Wh_n.T, dz_n, out=self.scratch)
+            np.multiply(reset, h_in, out=self.dy_r)
+            np.multiply(r, h_in, out=inner)
+            reset *= r
+        if dgates is not None:
+            self.dy_r += dgates[self.block["r"]]
+        for rows in self.rz:
+            np.multiply(self.dy[rows], self.slopes[rows], out=dz[rows])
+        if self.after:
+            np.matmul(self.Wh_T, dz, out=dh)
+        else:
+            dh[...] = self.scratch
+            for rows in self.rz:
+                dh += np.matmul(self.Wh_T[:, rows], dz[rows], out=self.scratch)
+
+    def pass_by(self, columns: slice) -> None:
+        """A step that no item lives in."""
+        for kept in (self.dz, self.dz_n, self.inner):
+            kept[:, columns] = 0
+
+    def finish(self, products: WeightGradients, h_in: np.ndarray) -> None:
+        """After the steps of a chunk: the products of the recurrent weights. h_in [n, H]."""
+        n, rows = len(h_in), self.block["n"]
+        dz, h_in = self.dz[:, :n], matrix(h_in)
+        if self.after:
+            products.accumulate("Wh", dz, h_in)
+            if self.bhn is not None:
+                products.accumulate("bhn", dz[rows], np.ones(n, dz.dtype))
+            dz[rows] = self.dz_n[:, :n]
+            return
+        for early in self.rz:
+            products.accumulate("Wh", dz[early], h_in, early)
+        products.accumulate("Wh", dz[rows], self.inner[:, :n].T, rows)

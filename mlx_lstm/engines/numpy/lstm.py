@@ -1,0 +1,164 @@
+"""The LSTM cell of engine `numpy`: one step forward and back, in place, with all its scratch memory.
+
+The equations are those of `engines.ops.cells.lstm_step` and `lstm_step_backward`. Every array of a step is
+feature-major, [4H, B] and [H, B], so that each gate is one contiguous block.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..cells import LSTMCell
+from ..problem import Problem
+from .gates import activate, gates_of, slope_from_square
+from .memory import Ends, Steps, Views, chunk_steps, columns_buffer, first_state, matrix
+from .products import Preactivations, WeightGradients
+
+
+def peephole_columns(cell: LSTMCell, v: Views, H: int, B: int) -> dict[str, np.ndarray]:
+    """Each gate's peephole weights, repeated over the batch to [H, B]: contiguous operands for every step."""
+    if "peephole" not in v:
+        return {}
+    return {gate: np.repeat(v["peephole"][cell.block(gate, H), None], B, axis=1) for gate in cell.gate_order}
+
+
+class LSTMStep:
+    """`engines.ops.cells.lstm_step` in place: one step forward with all its scratch memory."""
+
+    def __init__(self, problem: Problem, v: Views, preactivations: Preactivations):
+        cell, (_, B, H, _), dtype = problem.cell, problem[:4], v["Wh"].dtype
+        self.preactivations, self.Wp = preactivations, matrix(v["Wp"]) if "Wp" in v else None
+        self.block = {gate: cell.block(gate, H) for gate in "ifgo"}
+        self.peephole = peephole_columns(cell, v, H, B)
+        late = "o" if self.peephole and cell.output_peephole == "current" else ""
+        self.early = gates_of(cell, H, "ifgo".replace(late, "") if late else "ifgo")
+        self.late = gates_of(cell, H, late)
+        self.clip, self.output = cell.cell_clip, cell.activation("output")
+        self.scratch = np.empty((H, B), dtype)
+        self.m = None if self.Wp is None else np.empty((H, B), dtype)
+
+    def __call__(
+        self, t: int, h_prev: np.ndarray, c_prev: np.ndarray, gates: np.ndarray, c: np.ndarray, h: np.ndarray
+    ) -> None:
+        """From h_prev [P, B] and c_prev [H, B]: gates [4H, B], c [H, B] and h [P, B]."""
+        block, peephole, scratch = self.block, self.peephole, self.scratch
+        z = self.preactivations.at(t, h_prev)
+        if peephole:
+            for gate in "ifg" if self.late.runs else "ifgo":
+                z[block[gate]] += np.multiply(peephole[gate], c_prev, out=scratch)
+        self.early.activate(z, gates)
+        np.multiply(gates[block["f"]], c_prev, out=c)
+        c += np.multiply(gates[block["i"]], gates[block["g"]], out=scratch)
+        if self.clip is not None:
+            np.clip(c, -self.clip, self.clip, out=c)
+        if self.late.runs:
+            z[block["o"]] += np.multiply(peephole["o"], c, out=scratch)
+            self.late.activate(z, gates)
+        activate(self.output, c, scratch)
+        m = np.multiply(scratch, gates[block["o"]], out=h if self.m is None else self.m)
+        if self.m is not None:
+            np.matmul(self.Wp, m, out=h)
+
+
+class LSTMStepBackward:
+    """`engines.ops.cells.lstm_step_backward` in place: one step back, and what the weights' gradients need of it."""
+
+    direct = None  # h reaches the next step through the recurrent product only
+
+    def __init__(self, problem: Problem, v: Views, saved: Views):
+        """saved: c [T, B, H], gates [T, B, 4H]."""
+        cell, (_, B, H, P), dtype = problem.cell, problem[:4], v["Wh"].dtype
+        self.problem, self.ends = problem, Ends(problem)
+        self.c, self.gates_at = Steps(saved["c"]), Steps(saved["gates"])
+        self.c0 = first_state(v, "c0", (H, B), dtype)
+        self.Wh_T, self.Wp_T = matrix(v["Wh"]).T, matrix(v["Wp"]).T if "Wp" in v else None
+        self.output, self.o_sees_current = cell.activation("output"), cell.output_peephole == "current"
+        self.block = {gate: cell.block(gate, H) for gate in "ifgo"}
+        self.gates = gates_of(cell, H, "ifgo")
+        self.peephole = peephole_columns(cell, v, H, B)
+        self.dpeephole = np.zeros((4 * H, B), dtype) if self.peephole else None
+        self.slopes, self.dy = np.empty((4 * H, B), dtype), np.empty((4 * H, B), dtype)
+        self.dy_i, self.dy_f, self.dy_g, self.dy_o = (self.dy[self.block[gate]] for gate in "ifgo")
+        self.s, self.scratch = np.empty((H, B), dtype), np.empty((H, B), dtype)
+        columns = chunk_steps(problem) * B
+        self.dz = columns_buffer(4 * H, columns, B, dtype)
+        if self.Wp_T is not None:
+            self.dm, self.dh_kept = np.empty((H, B), dtype), columns_buffer(P, columns, B, dtype)
+            self.m = columns_buffer(H, columns, B, dtype)
+
+    def start(self, start: int, stop: int, before: np.ndarray, h_in: np.ndarray) -> None:
+        """Before the steps of a chunk: nothing."""
+
+    def __call__(self, t: int, columns: slice, dh: np.ndarray, dc: np.ndarray, dgates: np.ndarray | None) -> None:
+        """Writes dz [4H, B]; turns dh, the gradient of h, into that of the h that entered the product, dc, that of c,
+        into that of c_prev."""
+        gates, dz, c, c_prev = self.gates_at.at(t), self.dz[:, columns], self.c.at(t), self.c_before(t)
+        dm = dh if self.Wp_T is None else np.matmul(self.Wp_T, dh, out=self.dm)
+        self.cell_back(gates, c_prev, c, dm, dc, dgates, dz)
+        if self.Wp_T is not None:
+            self.dh_kept[:, columns] = dh
+            np.multiply(self.s, gates[self.block["o"]], out=self.m[:, columns])
+        np.matmul(self.Wh_T, dz, out=dh)
+
+    def pass_by(self, columns: slice) -> None:
+        """A step that no item lives in."""
+        for kept in (self.dz,) if self.Wp_T is None else (self.dz, self.dh_kept, self.m):
+            kept[:, columns] = 0
+
+    def finish(self, products: WeightGradients, h_in: np.ndarray) -> None:
+        """After the steps of a chunk: the products of the recurrent weights and the projection. h_in [n, P]."""
+        n = len(h_in)
+        products.accumulate("Wh", self.dz[:, :n], matrix(h_in))
+        if self.Wp_T is not None:
+            products.accumulate("Wp", self.dh_kept[:, :n], self.m[:, :n].T)
+
+    def c_before(self, t: int) -> np.ndarray:
+        """The c [H, B] that step t started from."""
+        problem, last = self.problem, t + 1 if self.problem.reverse else t - 1
+        if not 0 <= last < problem.T:
+            return self.c0
+        c = self.c.at(last)
+        if problem.reverse and last >= self.ends.shortest:
+            c = np.where(self.ends.lengths == last, self.c0, c)
+        return c
+
+    def cell_back(
+        self,
+        gates: np.ndarray,
+        c_prev: np.ndarray,
+        c: np.ndarray,
+        dm: np.ndarray,
+        dc: np.ndarray,
+        dgates: np.ndarray | None,
+        dz: np.ndarray,
+    ) -> None:
+        """From the gradients of m, c and the gates: dz [4H, B]; dc becomes that of c_prev. self.s is s_output(c)."""
+        block, scratch, output = self.block, self.scratch, self.output
+        i, f, g, o = gates[block["i"]], gates[block["f"]], gates[block["g"]], gates[block["o"]]
+        activate(output, c, self.s)
+        self.gates.slopes(gates, self.slopes)
+        np.multiply(dm, self.s, out=self.dy_o)
+        np.multiply(self.s, self.s, out=scratch)
+        slope_from_square(output, self.s, scratch)
+        scratch *= o
+        dc += np.multiply(scratch, dm, out=scratch)
+        if self.peephole and self.o_sees_current:
+            dz_o = self.dy_o if dgates is None else self.dy_o + dgates[block["o"]]
+            dc += dz_o * self.slopes[block["o"]] * self.peephole["o"]
+        np.multiply(dc, g, out=self.dy_i)
+        np.multiply(dc, c_prev, out=self.dy_f)
+        np.multiply(dc, i, out=self.dy_g)
+        if dgates is not None:
+            self.dy += dgates
+        np.multiply(self.dy, self.slopes, out=dz)
+        dc *= f
+        if self.peephole:
+            self.through_peepholes(dz, c_prev, c, dc)
+
+    def through_peepholes(self, dz: np.ndarray, c_prev: np.ndarray, c: np.ndarray, dc: np.ndarray) -> None:
+        """What the gates that peeped at c_prev send back to it, and every gate's term of the peephole gradient."""
+        for gate, rows in self.block.items():
+            current = gate == "o" and self.o_sees_current
+            self.dpeephole[rows] += np.multiply(dz[rows], c if current else c_prev, out=self.scratch)
+            if not current:
+                dc += np.multiply(dz[rows], self.peephole[gate], out=self.scratch)

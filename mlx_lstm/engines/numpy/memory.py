@@ -1,0 +1,151 @@
+"""The memory of engine `numpy`: MLX's arrays as NumPy sees them, sequences step by step, where items end."""
+
+from __future__ import annotations
+
+from math import prod
+
+import mlx.core as mx
+import numpy as np
+
+from ..problem import Problem
+
+Arrays = dict[str, mx.array]
+Views = dict[str, np.ndarray]
+
+CHUNK_ROWS = 1024  # rows (time steps x batch) that one product takes: bounds the memory of dz
+COPIED = 2**13  # numbers of a new array from which on MLX makes it
+WIDE_BATCH = 16  # from here on a step's [4H, B] block is wide enough for BLAS and for contiguous rows
+
+
+def view(array: mx.array | np.ndarray) -> np.ndarray:
+    """An evaluated array's memory, without a copy."""
+    return np.array(array, copy=False)
+
+
+def views(arrays: Arrays) -> Views:
+    """All arrays evaluated and viewed."""
+    mx.eval(list(arrays.values()))
+    return {name: view(array) for name, array in arrays.items()}
+
+
+def empty(dtype: np.dtype, shapes: dict[str, tuple[int, ...]]) -> tuple[Arrays, Views]:
+    """New MLX arrays, their contents arbitrary, and NumPy's views of them."""
+    kind = mx.float64 if dtype == np.float64 else mx.float32
+    arrays = {name: new_array(shape, dtype, kind) for name, shape in shapes.items()}
+    return arrays, views(arrays)
+
+
+def new_array(shape: tuple[int, ...], dtype: np.dtype, kind: mx.Dtype) -> mx.array:
+    """A small one as a copy of NumPy's, which has a value at once: to wait for MLX takes 20 to 40 us, a step of a
+    small layer as long."""
+    return mx.array(np.empty(shape, dtype), kind) if prod(shape) < COPIED else mx.empty(shape, kind)
+
+
+def memory_shape(shape: tuple[int, int, int], like: np.ndarray) -> tuple[int, int, int]:
+    """The shape [T, B, .] in memory, [B, T, .] if `like` lies so: a batch-major caller then gets no strided result."""
+    T, B, width = shape
+    return (B, T, width) if B > 1 and T > 1 and like.strides[0] < like.strides[1] else shape
+
+
+def time_major(name: str, shape: tuple[int, int, int], arrays: Arrays, memory: Views) -> None:
+    """Turn a sequence that `memory_shape` made batch-major round, in both dictionaries: [T, B, .] again."""
+    if memory[name].shape != shape:
+        arrays[name], memory[name] = mx.swapaxes(arrays[name], 0, 1), memory[name].transpose(1, 0, 2)
+
+
+def feature_major(sequence: np.ndarray) -> np.ndarray:
+    """[T, B, .] as [T, ., B]."""
+    return sequence.transpose(0, 2, 1)
+
+
+class Steps:
+    """A sequence [T, B, .] read step by step as contiguous [., B]: as it lies, or two copied steps at a time."""
+
+    def __init__(self, sequence: np.ndarray):
+        self.sequence = feature_major(sequence)
+        self.copies = self.held = None
+        if not self.sequence[0].flags.c_contiguous:
+            self.copies, self.held = np.empty((2, *self.sequence.shape[1:]), sequence.dtype), [None, None]
+
+    def at(self, t: int) -> np.ndarray:
+        """Step t; a copy holds until step t + 2 or t - 2 is asked for."""
+        if self.copies is None:
+            return self.sequence[t]
+        slot = t % 2
+        if self.held[slot] != t:
+            self.copies[slot], self.held[slot] = self.sequence[t], t
+        return self.copies[slot]
+
+
+def matrix(a: np.ndarray) -> np.ndarray:
+    """`a` as BLAS can take it: one of the last two axes contiguous. A copy only where it is not (NumPy would loop)."""
+    rows, columns = a.strides[-2:]
+    size = a.itemsize
+    fits = (columns == size and rows >= size * a.shape[-1]) or (rows == size and columns >= size * a.shape[-2])
+    return a if fits else np.ascontiguousarray(a)
+
+
+def chunk_steps(problem: Problem) -> int:
+    """How many steps the products over time and batch take at once."""
+    return min(problem.T, max(1, CHUNK_ROWS // problem.B))
+
+
+def columns_buffer(rows: int, columns: int, B: int, dtype: np.dtype) -> np.ndarray:
+    """Scratch [rows, columns] used B columns at a time: feature-major where such a block is wide, else transposed."""
+    if B >= WIDE_BATCH:
+        # Sixteen columns more than needed keep the rows from falling on the same cache sets.
+        return np.empty((rows, columns + 16), dtype)[:, :columns]
+    return np.empty((columns, rows), dtype).T
+
+
+def step_mask(v: Views, problem: Problem) -> np.ndarray | None:
+    """The mask on h[t-1] as [T, B, P], a broadcast view."""
+    return np.broadcast_to(v["mask"], (problem.T, problem.B, problem.P)) if "mask" in v else None
+
+
+class Ends:
+    """Where the items of a batch end."""
+
+    def __init__(self, problem: Problem):
+        self.lengths = None if problem.lengths is None else np.array(problem.lengths)
+        self.shortest = problem.T if self.lengths is None else int(self.lengths.min())
+
+    def live(self, t: int) -> np.ndarray | None:
+        """[B]: which items have not ended at step t; None if all go on."""
+        return None if t < self.shortest else self.lengths > t
+
+    def without_padding(self, sequence: np.ndarray, start: int, stop: int) -> np.ndarray:
+        """Steps start..stop of a sequence [T, B, .], 0 where an item has ended: 0 * NaN would spoil a sum."""
+        part = sequence[start:stop]
+        if stop <= self.shortest:
+            return part
+        live = np.arange(start, stop)[:, None] < self.lengths
+        return np.where(live[..., None], part, 0)
+
+
+def states_before(problem: Problem, states: np.ndarray, first: np.ndarray | int, start: int, stop: int) -> np.ndarray:
+    """[steps, B, .]: the state that each of steps start..stop started from, given that after each step and the first.
+
+    A view where no first state is among them.
+    """
+    if not problem.reverse and start > 0:
+        return states[start - 1 : stop - 1]
+    if problem.reverse and stop < problem.T and problem.lengths is None:
+        return states[start + 1 : stop + 1]
+    rows = np.empty((stop - start, *states.shape[1:]), states.dtype)
+    if not problem.reverse:
+        rows[0] = first
+        rows[1:] = states[: stop - 1]
+        return rows
+    inner = min(stop, problem.T - 1)
+    rows[: inner - start] = states[start + 1 : inner + 1]
+    rows[inner - start :] = first
+    if problem.lengths is not None:
+        starts = np.array(problem.lengths) == np.arange(start + 1, stop + 1)[:, None]
+        np.copyto(rows, first, where=starts[..., None])
+    return rows
+
+
+def first_state(v: Views, name: str, shape: tuple[int, int], dtype: np.dtype) -> np.ndarray:
+    """h0 or c0 as a new array [., B], zeros where absent."""
+    return np.array(v[name].T, order="C") if name in v else np.zeros(shape, dtype)

@@ -1,0 +1,128 @@
+"""The matrix products of engine `numpy` over many rows, of one direction.
+
+A step's preactivations come from `Preactivations`, the gradients of the weights from `WeightGradients`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..cells import Cell, LSTMCell
+from ..problem import Problem
+from .memory import WIDE_BATCH, Ends, Views, chunk_steps, columns_buffer, matrix, step_mask
+
+AHEAD_ROWS = 256  # rows of the input's product over a wide batch: still in the cache when their steps come
+
+
+# --- The preactivations ----------------------------------------------------------------------------------------------
+# Bias and forget bias included, peepholes not.
+
+
+class Preactivations:
+    """Wx @ x for a chunk of steps ahead, one product; then, step by step, Wh @ h.
+
+    Over wide batches Wx is copied once with the bias, where there is one, as one more column, which saves a pass per
+    step. Narrow ones read it as it is: copying it would cost more.
+    """
+
+    def __init__(self, problem: Problem, v: Views):
+        dtype, (T, B, H, P), cell = v["Wh"].dtype, problem[:4], problem.cell
+        rows = cell.gates * H
+        self.x, self.mask, self.B = v["x"], step_mask(v, problem), B
+        self.Wh, self.Wx = matrix(v["Wh"]), matrix(v["Wx"]) if "Wx" in v else None
+        self.bias = bias_column(cell, v, H, rows)
+        self.chunk = min(T, max(1, AHEAD_ROWS // B)) if B >= WIDE_BATCH else chunk_steps(problem)
+        self.padded = self.start = None
+        if "Wx" in v and self.bias is not None and B >= WIDE_BATCH and T * B >= 2 * AHEAD_ROWS:
+            self.Wx = np.concatenate([self.Wx, self.bias[:, None]], axis=1)
+            self.padded = np.ones((self.chunk, B, self.Wx.shape[1]), dtype)
+            self.bias = None
+        if self.Wx is not None:
+            self.ahead = columns_buffer(rows, self.chunk * B, B, dtype)
+        elif self.bias is not None:
+            self.bias, self.ahead = np.repeat(self.bias[:, None], B, axis=1), np.empty((rows, B), dtype)
+        self.z = np.empty((rows, B), dtype)
+        self.masked = None if self.mask is None else np.empty((P, B), dtype)
+
+    def at(self, t: int, h: np.ndarray) -> np.ndarray:
+        """[GH, B]: step t's preactivations, from h [P, B] before it. The next call overwrites them."""
+        z = np.matmul(self.Wh, self.entering(t, h), out=self.z)
+        z += self.of_input(t)
+        return z
+
+    def entering(self, t: int, h: np.ndarray) -> np.ndarray:
+        """h [P, B] as it enters step t's product: times the mask."""
+        return h if self.mask is None else np.multiply(h, self.mask[t].T, out=self.masked)
+
+    def of_input(self, t: int) -> np.ndarray:
+        """[GH, B]: the input's part at step t, the bias included."""
+        if self.Wx is None:
+            x = self.x[t].T
+            return x if self.bias is None else np.add(x, self.bias, out=self.ahead)
+        start = t - t % self.chunk
+        if start != self.start:
+            rows = self.x[start : start + self.chunk]
+            if self.padded is not None:
+                self.padded[: len(rows), :, :-1] = rows
+                rows = self.padded[: len(rows)]
+            rows = matrix(rows.reshape(-1, rows.shape[-1]))
+            ahead = np.matmul(self.Wx, rows.T, out=self.ahead[:, : len(rows)])
+            if self.bias is not None:
+                ahead += self.bias[:, None]
+            self.start = start
+        return self.ahead[:, (t - start) * self.B : (t - start + 1) * self.B]
+
+
+def bias_column(cell: Cell, v: Views, H: int, rows: int) -> np.ndarray | None:
+    """[GH]: the bias, an LSTM's forget bias added; None if there is none."""
+    forget = cell.forget_bias if isinstance(cell, LSTMCell) else 0
+    if not forget:
+        return v.get("b")
+    bias = np.array(v["b"]) if "b" in v else np.zeros(rows, v["Wh"].dtype)
+    bias[cell.block("f", H)] += forget
+    return bias
+
+
+# --- The gradients of the weights ------------------------------------------------------------------------------------
+
+
+class WeightGradients:
+    """The products over time steps x batch of one direction: gradients of x, Wx, b, and through `accumulate` of the
+    others, summed over chunks of rows."""
+
+    def __init__(self, problem: Problem, v: Views, out: Views, written: set[int]):
+        """out: the gradients' memory; written: the first steps of the chunks of dx that the other direction wrote."""
+        self.v, self.out, self.ends = v, out, Ends(problem)
+        self.shared, self.written = "Wx" in v, written
+        self.begun: set[tuple[str, int]] = set()
+
+    def add(self, start: int, stop: int, dz: np.ndarray) -> None:
+        """One chunk: dz [GH, n], n = steps x B, of the input's part of the preactivations."""
+        v, dx, n = self.v, self.out["x"][start:stop], dz.shape[1]
+        if "Wx" not in v:
+            dx[...] = dz.T.reshape(dx.shape)
+        else:
+            self.add_to_input(dx, start, dz, matrix(v["Wx"]))
+            x = matrix(self.ends.without_padding(v["x"], start, stop).reshape(n, -1))
+            self.accumulate("Wx", dz, x)
+        if "b" in v:
+            self.accumulate("b", dz, np.ones(n, dz.dtype))
+
+    def add_to_input(self, dx: np.ndarray, start: int, dz: np.ndarray, Wx: np.ndarray) -> None:
+        """dx [steps, B, I] of the chunk that begins at `start`: written by the first direction, the other adds."""
+        if start in self.written:
+            dx += np.matmul(dz.T, Wx).reshape(dx.shape)
+        elif dx.flags.c_contiguous:
+            np.matmul(dz.T, Wx, out=dx.reshape(dz.shape[1], -1))
+        else:
+            dx[...] = np.matmul(dz.T, Wx).reshape(dx.shape)
+        self.written.add(start)
+
+    def accumulate(self, name: str, left: np.ndarray, right: np.ndarray, rows: slice = slice(None)) -> None:
+        """Add left @ right to rows of a gradient; the first chunk writes them."""
+        into = self.out[name][rows]
+        if (name, rows.start) in self.begun:
+            into += np.matmul(left, right)
+        else:
+            np.matmul(left, right, out=into)
+            self.begun.add((name, rows.start))

@@ -1,0 +1,58 @@
+"""One time step of the plain RNN cell in NumPy, forward and backward, in place."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..problem import Problem
+from .gates import activate, slope_from_square
+from .memory import Steps, Views, chunk_steps, columns_buffer, matrix
+from .products import Preactivations, WeightGradients
+
+
+class RNNStep:
+    """`engines.ops.cells.rnn_step` in place."""
+
+    def __init__(self, problem: Problem, v: Views, preactivations: Preactivations):
+        self.preactivations, self.name, self.keep = preactivations, problem.cell.act, problem.return_gates
+
+    def __call__(self, t: int, h_prev: np.ndarray, _c_prev: None, gates: np.ndarray, _c: None, h: np.ndarray) -> None:
+        """From h_prev [H, B]: h [H, B] and, where the caller wants it, the preactivation."""
+        z = self.preactivations.at(t, h_prev)
+        if self.keep:
+            np.copyto(gates, z)
+        activate(self.name, z, h)
+
+
+class RNNStepBackward:
+    """`engines.ops.cells.rnn_step_backward` in place: one step back, and what the weights' gradients need of it."""
+
+    direct = None  # h reaches the next step through the recurrent product only
+
+    def __init__(self, problem: Problem, v: Views, saved: Views):
+        """saved: h [T, B, H]."""
+        (_, B, H, _), dtype = problem[:4], v["Wh"].dtype
+        self.name, self.h_at, self.Wh_T = problem.cell.act, Steps(saved["h"]), matrix(v["Wh"]).T
+        self.slope = np.empty((H, B), dtype)
+        self.dz = columns_buffer(H, chunk_steps(problem) * B, B, dtype)
+
+    def start(self, start: int, stop: int, before: np.ndarray, h_in: np.ndarray) -> None:
+        """Before the steps of a chunk: nothing."""
+
+    def __call__(self, t: int, columns: slice, dh: np.ndarray, _dc: None, dgates: np.ndarray | None) -> None:
+        """Writes dz; turns dh, the gradient of h, into that of the h that entered the product."""
+        h, dz = self.h_at.at(t), self.dz[:, columns]
+        np.multiply(h, h, out=self.slope)
+        slope_from_square(self.name, h, self.slope)
+        np.multiply(dh, self.slope, out=dz)
+        if dgates is not None:
+            dz += dgates
+        np.matmul(self.Wh_T, dz, out=dh)
+
+    def pass_by(self, columns: slice) -> None:
+        """A step that no item lives in."""
+        self.dz[:, columns] = 0
+
+    def finish(self, products: WeightGradients, h_in: np.ndarray) -> None:
+        """After the steps of a chunk: the product of the recurrent weights. h_in [n, H]."""
+        products.accumulate("Wh", self.dz[:, : len(h_in)], matrix(h_in))

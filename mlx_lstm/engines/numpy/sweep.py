@@ -1,0 +1,262 @@
+"""Engine `numpy`: the recurrence on the CPU, in place on MLX's own memory, with NumPy's BLAS.
+
+The equations are those of `engines.ops.cells`, here written into preallocated buffers. Within a step every array is
+feature-major, [GH, B] and [H, B]: the large matrix then stands first in the recurrent product, which BLAS runs up to
+twice as fast, and every gate is one contiguous block. So gates and c are kept as [T, D G H, B] and [T, D H, B] and
+leave as transposed views; h leaves in the memory order of x. Each direction writes its own rows and columns of the
+arrays that both share. float32 and float64 only: the caller casts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import mlx.core as mx
+import numpy as np
+
+from ..cells import GRUCell, LSTMCell, RNNCell
+from ..directions import one_direction, part
+from ..problem import Problem
+from .gru import GRUStep, GRUStepBackward
+from .lstm import LSTMStep, LSTMStepBackward
+from .memory import (
+    Arrays,
+    Ends,
+    Views,
+    chunk_steps,
+    empty,
+    feature_major,
+    first_state,
+    memory_shape,
+    states_before,
+    step_mask,
+    time_major,
+    view,
+    views,
+)
+from .products import Preactivations, WeightGradients
+from .rnn import RNNStep, RNNStepBackward
+
+Saved = dict[str, "mx.array | np.ndarray | None"]
+
+
+def forward(problem: Problem, arrays: Arrays) -> Saved:
+    """The cell's outputs: h [T, B, D P], gates [T, B, D G H], hT [B, D P]; of an LSTM c [T, B, D H], cT [B, D H].
+
+    Gates that the caller does not want stay in NumPy's memory, or are None if there is no training; a plain cell's
+    gradient does without.
+    """
+    v = views(arrays)
+    dtype, (T, B, H, P), D = v["Wh"].dtype, problem[:4], problem.directions
+    rows = D * problem.cell.gates * H
+    shapes = {"h": memory_shape((T, B, D * P), v["x"]), "hT": (B, D * P)}
+    if isinstance(problem.cell, LSTMCell):
+        shapes |= {"c": (T, D * H, B), "cT": (B, D * H)}
+    if problem.return_gates:
+        shapes["gates"] = (T, rows, B)
+    outputs, memory = empty(dtype, shapes)
+    time_major("h", (T, B, D * P), outputs, memory)
+    keep = problem.return_gates or (problem.training and not isinstance(problem.cell, RNNCell))
+    # NumPy's own memory where MLX need not see it: MLX would write it once before we do.
+    gates = memory["gates"] if problem.return_gates else np.empty((T if keep else 1, rows, B), dtype)
+    memory["gates"] = gates.transpose(0, 2, 1)
+    if "c" in memory:
+        outputs["c"], memory["c"] = mx.swapaxes(outputs["c"], 1, 2), memory["c"].transpose(0, 2, 1)
+    if problem.return_gates:
+        outputs["gates"] = mx.swapaxes(outputs["gates"], 1, 2)
+    else:
+        outputs["gates"] = memory["gates"] if keep else None
+    each_direction(problem, lambda d, problem: sweep_forward(problem, of_direction(d, v), of_direction(d, memory)))
+    return outputs
+
+
+def backward(problem: Problem, arrays: Arrays, saved: Saved, cotangents: Arrays) -> Arrays:
+    """The gradient of every array, from those of the outputs that have one (keys as the outputs')."""
+    if saved.get("gates") is None and not isinstance(problem.cell, RNNCell):
+        saved = forward(problem._replace(training=True), arrays)
+    v, given = views(arrays), views(cotangents)
+    kept = {name: view(saved[name]) for name in ("h", "c", "gates") if saved.get(name) is not None}
+    shapes = {name: array.shape for name, array in v.items()} | {"x": memory_shape(v["x"].shape, v["x"])}
+    outputs, memory = empty(v["Wh"].dtype, shapes)
+    time_major("x", v["x"].shape, outputs, memory)
+    if "mask" in memory:
+        memory["mask"].fill(0)
+    written: set[int] = set()  # the first steps of the chunks of dx to which one direction has come already
+
+    def sweep(d: int | None, problem: Problem) -> None:
+        of_d = [of_direction(d, values) for values in (v, kept, given, memory)]
+        BackwardSweep(problem, *of_d, written).run()
+
+    each_direction(problem, sweep)
+    return outputs
+
+
+# --- Directions ------------------------------------------------------------------------------------------------------
+
+
+def each_direction(problem: Problem, sweep: Callable[[int | None, Problem], None]) -> None:
+    """Call sweep(d, problem of direction d) for both directions, or once with None.
+
+    One after the other: BLAS has threads of its own. What a thread for each direction would gain: not measured. It
+    would have to take turns where both add to dx and to the gradient of a shared mask.
+    """
+    # Infinity and NaN, of padding or of a limit beyond the dtype, go through without a warning, as in MLX's own ops; so
+    # does exp's overflow, in a sigmoid that is 0.
+    with np.errstate(invalid="ignore", over="ignore"):
+        if not problem.bidirectional:
+            sweep(None, problem)
+            return
+        for d in range(2):
+            sweep(d, one_direction(problem, d))
+
+
+def of_direction(d: int | None, values: Views) -> Views:
+    """Direction d's part of all arrays."""
+    return values if d is None else part(values, d)
+
+
+# --- The forward pass of one direction -------------------------------------------------------------------------------
+
+
+def sweep_forward(problem: Problem, v: Views, out: Views) -> None:
+    """Write h [T, B, P], c [T, B, H], gates [T or 1, B, GH], hT [B, P] and cT [B, H] of `out`, those a cell has."""
+    dtype, (T, B, H, P) = v["Wh"].dtype, problem[:4]
+    h, gates = out["h"], feature_major(out["gates"])
+    c = feature_major(out["c"]) if "c" in out else None
+    step, ends = STEPS[type(problem.cell)][0](problem, v, Preactivations(problem, v)), Ends(problem)
+    h_prev, h_new = first_state(v, "h0", (P, B), dtype), np.empty((P, B), dtype)
+    c_prev = None if c is None else first_state(v, "c0", (H, B), dtype)
+    ragged = None if c is None or ends.lengths is None else np.empty((2, H, B), dtype)  # c where items have ended
+    for t in problem.steps():
+        gates_t, c_t = gates[t if len(gates) == T else 0], None if c is None else c[t]
+        live = ends.live(t)
+        if live is not None and not live.any():
+            for output in (h[t], gates_t, c_t):
+                if output is not None:
+                    output[...] = 0
+            continue
+        step(t, h_prev, c_prev, gates_t, c_t, h_new)
+        np.copyto(h[t], h_new.T)
+        if live is None:
+            c_prev = c_t
+        else:
+            ended = ~live
+            np.copyto(h_new, h_prev, where=ended)
+            h[t][ended], gates_t[:, ended] = 0, 0
+            if c is not None:
+                np.copyto(ragged[t % 2], c_prev)
+                c_prev = ragged[t % 2]
+                np.copyto(c_prev, c_t, where=live)
+                c_t[:, ended] = 0
+        h_prev, h_new = h_new, h_prev
+    out["hT"][...] = h_prev.T
+    if c is not None:
+        out["cT"][...] = c_prev.T
+
+
+# --- The backward pass of one direction ------------------------------------------------------------------------------
+
+
+class BackwardSweep:
+    """The steps in reverse, a chunk of time at a time, and after each chunk the products over its rows.
+
+    Carries dh [P, B] and, of an LSTM, dc [H, B] from step to step.
+    """
+
+    def __init__(self, problem: Problem, v: Views, saved: Views, given: Views, out: Views, written: set[int]):
+        """saved: the outputs h, c, gates; given: the cotangents of outputs; out: the gradients' memory."""
+        dtype, (_, B, H, P) = v["Wh"].dtype, problem[:4]
+        self.problem, self.v, self.given, self.out, self.h = problem, v, given, out, saved["h"]
+        self.ends, self.mask, self.dmask = Ends(problem), step_mask(v, problem), out.get("mask")
+        self.step = STEPS[type(problem.cell)][1](problem, v, saved)
+        self.products = WeightGradients(problem, v, out, written)
+        self.dh = first_state(given, "hT", (P, B), dtype)
+        self.dc = first_state(given, "cT", (H, B), dtype) if isinstance(problem.cell, LSTMCell) else None
+
+    def run(self) -> None:
+        """All steps, and then the gradients of the first states and the peepholes."""
+        T, chunk = self.problem.T, chunk_steps(self.problem)
+        bounds = [(start, min(start + chunk, T)) for start in range(0, T, chunk)]
+        for start, stop in bounds if self.problem.reverse else reversed(bounds):
+            self.run_chunk(start, stop)
+        out, ends = self.out, {"h0": self.dh, "c0": self.dc}
+        for name in ends.keys() & out.keys():
+            out[name][...] = ends[name].T
+        if "peephole" in out:
+            np.sum(self.step.dpeephole, axis=1, out=out["peephole"])
+
+    def run_chunk(self, start: int, stop: int) -> None:
+        """Steps start..stop back, then their products."""
+        B, P, step, ends = self.problem.B, self.problem.P, self.step, self.ends
+        before = states_before(self.problem, self.h, self.v.get("h0", 0), start, stop)
+        h_in = before
+        if self.mask is not None:
+            h_in = before * ends.without_padding(self.mask, start, stop)
+        h_in = h_in.reshape(-1, P)
+        step.start(start, stop, before, h_in)
+        times = range(start, stop) if self.problem.reverse else range(stop - 1, start - 1, -1)
+        for t in times:
+            live = ends.live(t)
+            columns = slice((t - start) * B, (t - start + 1) * B)
+            if live is None:
+                self.back(t, columns, before[t - start], self.dh, self.dc)
+            elif not live.any():
+                step.pass_by(columns)
+            else:
+                self.back_where(live, t, columns, before[t - start])
+        step.finish(self.products, h_in)
+        self.products.add(start, stop, step.dz[:, : (stop - start) * B])
+
+    def back(
+        self,
+        t: int,
+        columns: slice,
+        h_prev: np.ndarray,
+        dh: np.ndarray,
+        dc: np.ndarray | None,
+        live: np.ndarray | None = None,
+    ) -> None:
+        """Step t back, from h_prev [B, P]: dh and dc become the gradients of the state before it."""
+        given, step = self.given, self.step
+        if "h" in given:
+            dh += given["h"][t].T
+        if "c" in given:
+            dc += given["c"][t].T
+        dgates = given["gates"][t].T if "gates" in given else None
+        if live is not None:
+            dh[:, ~live] = 0
+            if dc is not None:
+                dc[:, ~live] = 0
+            dgates = None if dgates is None else np.where(live, dgates, 0)
+        step(t, columns, dh, dc, dgates)
+        if self.mask is not None:
+            term = self.dmask if self.dmask.ndim < 3 or self.dmask.shape[0] == 1 else self.dmask[t]
+            terms = dh.T * h_prev
+            add_unbroadcast(terms if live is None else np.where(live[:, None], terms, 0), term)
+            dh *= self.mask[t].T
+        if step.direct is not None:
+            dh += step.direct
+
+    def back_where(self, live: np.ndarray, t: int, columns: slice, h_prev: np.ndarray) -> None:
+        """Step t back for the items that have not ended; the gradients of the others pass it by."""
+        dh, dc = self.dh.copy(), None if self.dc is None else self.dc.copy()
+        self.back(t, columns, h_prev, dh, dc, live)
+        np.copyto(self.dh, dh, where=live)
+        if dc is not None:
+            np.copyto(self.dc, dc, where=live)
+
+
+def add_unbroadcast(term: np.ndarray, total: np.ndarray) -> None:
+    """Add term [B, P] to total, summed down to total's shape, which broadcasts to term's."""
+    lead = total.ndim - 2
+    shape = total.shape[lead:] if lead > 0 else (1,) * -lead + total.shape
+    axes = tuple(axis for axis, size in enumerate(shape) if size == 1)
+    total += term.sum(axis=axes, keepdims=True).reshape(total.shape)
+
+
+STEPS = {
+    LSTMCell: (LSTMStep, LSTMStepBackward),
+    GRUCell: (GRUStep, GRUStepBackward),
+    RNNCell: (RNNStep, RNNStepBackward),
+}
+"""Of each cell: its step forward and its step back."""

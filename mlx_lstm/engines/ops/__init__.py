@@ -1,0 +1,1 @@
+"""Engine `ops`: the recurrence in plain MLX."""

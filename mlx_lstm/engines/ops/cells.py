@@ -1,0 +1,219 @@
+"""The cells in plain MLX, one step forward and one back: the one place where their equations stand in Python."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from ..cells import HARD_SIGMOIDS, GRUCell, LSTMCell, RNNCell
+
+Arrays = dict[str, mx.array]
+
+
+class StepGradients(NamedTuple):
+    """What one step back finds: dz [B, GH], the gradient of the preactivations' input part; dh [B, P] of the h that
+    entered the recurrent product, after the mask; dc [B, H] of c_prev; direct [B, H], what reaches h_prev past it."""
+
+    dz: mx.array
+    dh: mx.array
+    dc: mx.array | None = None
+    direct: mx.array | None = None
+
+
+# --- Activations -----------------------------------------------------------------------------------------------------
+
+
+def activate(name: str, x: mx.array) -> mx.array:
+    """One of `cells.ACTIVATIONS`."""
+    if name == "tanh":
+        return mx.tanh(x)
+    if name == "sigmoid":
+        return double_sigmoid(x) if x.dtype == mx.float64 else mx.sigmoid(x)
+    if name in HARD_SIGMOIDS:
+        return mx.clip(constant(HARD_SIGMOIDS[name], x) * x + 0.5, 0, 1)
+    return mx.maximum(x, 0) if name == "relu" else x
+
+
+def double_sigmoid(x: mx.array) -> mx.array:
+    """The sigmoid of a float64 array. MLX 0.32.4 computes it, and exp, to float32's digits, but not cosh and sinh."""
+    negative = x < 0
+    # Not mx.abs, whose derivative at 0 is 0. Beyond 709 cosh overflows and exp(-x) leaves the normal numbers.
+    size = mx.minimum(mx.where(negative, -x, x), 709)
+    small = mx.where(size >= 709, 0, 1 / (1 + mx.cosh(size) + mx.sinh(size)))  # NaN stays
+    return mx.where(negative, small, 1 - small)
+
+
+def slope(name: str, y: mx.array) -> mx.array:
+    """An activation's derivative, written in its output y."""
+    if name == "tanh":
+        return 1 - y * y
+    if name == "sigmoid":
+        return y * (1 - y)
+    if name in HARD_SIGMOIDS:
+        return constant(HARD_SIGMOIDS[name], y) * ((y > 0) & (y < 1)).astype(y.dtype)
+    return (y > 0).astype(y.dtype) if name == "relu" else mx.ones_like(y)
+
+
+def constant(value: float, like: mx.array) -> mx.array:
+    """A scalar in the dtype of `like`: beside a float64 array MLX 0.32.0 rounds a Python float to float32."""
+    return mx.array(value, like.dtype)
+
+
+def clip_straight_through(c: mx.array, limit: float) -> mx.array:
+    """clip(c, -limit, limit) whose gradient is that of c, as TensorFlow's block ops have it."""
+    bound = constant(limit, c)
+    return mx.stop_gradient(mx.clip(c, -bound, bound)) + (c - mx.stop_gradient(c))
+
+
+# --- LSTM ------------------------------------------------------------------------------------------------------------
+
+
+def lstm_step(
+    cell: LSTMCell, a: mx.array, c_prev: mx.array, peephole: mx.array | None
+) -> tuple[mx.array, mx.array, mx.array]:
+    """One step: preactivations a [B, 4H] and c_prev [B, H] to (gates [B, 4H], c [B, H], m [B, H]).
+
+    i = s_i(a_i + p_i c_prev)   f = s_f(a_f + forget_bias + p_f c_prev)   g = s_g(a_g + p_g c_prev)
+    c = f c_prev + i g, clipped                  o = s_o(a_o + p_o c)  or  s_o(a_o + p_o c_prev)
+    m = o s_output(c)
+    """
+    a = dict(zip(cell.gate_order, mx.split(a, 4, axis=-1), strict=True))
+    p = {} if peephole is None else dict(zip(cell.gate_order, mx.split(peephole, 4), strict=True))
+    if cell.forget_bias:
+        a["f"] = a["f"] + constant(cell.forget_bias, a["f"])
+    current = "o" if cell.output_peephole == "current" else ""
+    y = {}
+    for gate in "ifgo":
+        if p and gate != current:
+            a[gate] = a[gate] + p[gate] * c_prev
+    for gate in "ifg":
+        y[gate] = activate(cell.activation(gate), a[gate])
+    c = y["f"] * c_prev + y["i"] * y["g"]
+    if cell.cell_clip is not None:
+        c = clip_straight_through(c, cell.cell_clip)
+    if p and current:
+        a["o"] = a["o"] + p["o"] * c
+    y["o"] = activate(cell.activation("o"), a["o"])
+    m = y["o"] * activate(cell.activation("output"), c)
+    return mx.concatenate([y[gate] for gate in cell.gate_order], axis=-1), c, m
+
+
+def lstm_step_backward(
+    cell: LSTMCell,
+    gates: mx.array,
+    c_prev: mx.array,
+    c: mx.array,
+    peephole: mx.array | None,
+    dm: mx.array,
+    dc: mx.array,
+    dgates: mx.array | None,
+) -> tuple[mx.array, mx.array]:
+    """One step back: the gradients of m, c and (where given) the gates to (dz [B, 4H], dc_prev [B, H]).
+
+    dz is the gradient of the preactivations. The clip passes gradients straight through.
+    """
+    order = cell.gate_order
+    y = dict(zip(order, mx.split(gates, 4, axis=-1), strict=True))
+    p = {} if peephole is None else dict(zip(order, mx.split(peephole, 4), strict=True))
+    dy = {} if dgates is None else dict(zip(order, mx.split(dgates, 4, axis=-1), strict=True))
+
+    def through(gate: str, gradient: mx.array) -> mx.array:
+        return (gradient + dy[gate] if dy else gradient) * slope(cell.activation(gate), y[gate])
+
+    output = cell.activation("output")
+    s = activate(output, c)
+    dz = {"o": through("o", dm * s)}
+    dc = dc + dm * y["o"] * slope(output, s)
+    if p and cell.output_peephole == "current":
+        dc = dc + dz["o"] * p["o"]
+    dz["i"] = through("i", dc * y["g"])
+    dz["f"] = through("f", dc * c_prev)
+    dz["g"] = through("g", dc * y["i"])
+    dc = dc * y["f"]
+    for gate in "ifgo" if p and cell.output_peephole == "previous" else "ifg" if p else "":
+        dc = dc + dz[gate] * p[gate]
+    return mx.concatenate([dz[gate] for gate in order], axis=-1), dc
+
+
+# --- GRU -------------------------------------------------------------------------------------------------------------
+
+
+def gru_step(
+    cell: GRUCell, a: mx.array, h_in: mx.array, h: mx.array, Wh: mx.array, bhn: mx.array | None
+) -> tuple[mx.array, mx.array]:
+    """One step: the input's part a [B, 3H], the masked h_in and h itself [B, H] to (gates [B, 3H], h [B, H]).
+
+    r = s_r(a_r + h_in Wh_r^T)   z = s_z(a_z + h_in Wh_z^T)
+    n = s_n(a_n + r (h_in Wh_n^T + bhn))  or, with reset "before",  s_n(a_n + (r h_in) Wh_n^T)
+    h = z h + (1 - z) n,  or with flip_z  (1 - z) h + z n
+    """
+    H = h.shape[-1]
+    a = dict(zip(cell.gate_order, mx.split(a, 3, axis=-1), strict=True))
+    y = {}
+    for gate in "rz":
+        y[gate] = activate(cell.activation(gate), a[gate] + h_in @ Wh[cell.block(gate, H)].T)
+    Wh_n = Wh[cell.block("n", H)]
+    after = cell.reset == "after"
+    recurrent = y["r"] * gru_candidate(h_in, Wh_n, bhn) if after else (y["r"] * h_in) @ Wh_n.T
+    n = y["n"] = activate(cell.activation("n"), a["n"] + recurrent)
+    h_new = h + y["z"] * (n - h) if cell.flip_z else n + y["z"] * (h - n)
+    return mx.concatenate([y[gate] for gate in cell.gate_order], axis=-1), h_new
+
+
+def gru_candidate(h_in: mx.array, Wh_n: mx.array, bhn: mx.array | None) -> mx.array:
+    """h_in Wh_n^T + bhn: what r multiplies where the reset comes after the product."""
+    return h_in @ Wh_n.T if bhn is None else h_in @ Wh_n.T + bhn
+
+
+def gru_step_backward(
+    cell: GRUCell,
+    gates: mx.array,
+    h_in: mx.array,
+    h: mx.array,
+    Wh: mx.array,
+    q: mx.array | None,
+    dh: mx.array,
+    dgates: mx.array | None,
+) -> StepGradients:
+    """One step back: the gradients of the new h and (where given) of the gates to those of a step.
+
+    h_in and h are what the step started from; q is `gru_candidate` where the reset comes after the product.
+    """
+    order, H = cell.gate_order, h.shape[-1]
+    y = dict(zip(order, mx.split(gates, 3, axis=-1), strict=True))
+    dy = {} if dgates is None else dict(zip(order, mx.split(dgates, 3, axis=-1), strict=True))
+    W = {gate: Wh[cell.block(gate, H)] for gate in order}
+
+    def through(gate: str, gradient: mx.array) -> mx.array:
+        return (gradient + dy[gate] if dy else gradient) * slope(cell.activation(gate), y[gate])
+
+    z, n, r = y["z"], y["n"], y["r"]
+    dz = {"z": through("z", dh * (n - h) if cell.flip_z else dh * (h - n))}
+    dz["n"] = through("n", dh * z if cell.flip_z else dh * (1 - z))
+    direct = dh * (1 - z) if cell.flip_z else dh * z
+    if cell.reset == "after":
+        dz["r"] = through("r", dz["n"] * q)
+        dh_in = (dz["n"] * r) @ W["n"]
+    else:
+        reset = dz["n"] @ W["n"]
+        dz["r"] = through("r", reset * h_in)
+        dh_in = reset * r
+    dh_in = dh_in + dz["r"] @ W["r"] + dz["z"] @ W["z"]
+    return StepGradients(mx.concatenate([dz[gate] for gate in order], axis=-1), dh_in, direct=direct)
+
+
+# --- RNN -------------------------------------------------------------------------------------------------------------
+
+
+def rnn_step(cell: RNNCell, a: mx.array, h_in: mx.array, Wh: mx.array) -> tuple[mx.array, mx.array]:
+    """One step: the input's part a and the masked h_in, both [B, H], to (preactivation, h): h = s(a + h_in Wh^T)."""
+    a = a + h_in @ Wh.T
+    return a, activate(cell.act, a)
+
+
+def rnn_step_backward(cell: RNNCell, h: mx.array, Wh: mx.array, dh: mx.array, dgates: mx.array | None) -> StepGradients:
+    """One step back: the gradients of the new h and (where given) of the preactivation to those of a step."""
+    dz = dh * slope(cell.act, h)
+    dz = dz if dgates is None else dz + dgates
+    return StepGradients(dz, dz @ Wh)

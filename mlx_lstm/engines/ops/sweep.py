@@ -1,0 +1,284 @@
+"""Engine `ops`: the recurrence in plain MLX, forward and backward written out. The readable definition.
+
+Runs on any device and inside `mx.compile`, `mx.vmap` and exports. Sizes: T time, B batch, I input, H hidden, P the
+width of h (H, or the projection's), G gates of the cell. Two directions run one after the other, each on its part of
+the arrays. Every function here takes and returns MLX arrays; nothing is evaluated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from ..cells import GRUCell, LSTMCell
+from ..directions import half, join_gradients, join_outputs, one_direction, part
+from ..problem import Problem
+from .cells import (
+    StepGradients,
+    activate,
+    gru_candidate,
+    gru_step,
+    gru_step_backward,
+    lstm_step,
+    lstm_step_backward,
+    rnn_step,
+    rnn_step_backward,
+)
+
+Arrays = dict[str, mx.array]
+
+
+def forward(problem: Problem, arrays: Arrays) -> Arrays:
+    """The cell's outputs: h [T, B, D P], gates [T, B, D G H], hT [B, D P]; of an LSTM c [T, B, D H], cT [B, D H]."""
+    z = project(arrays)
+    if not problem.bidirectional:
+        return sweep_forward(problem, arrays, z)
+    sweeps = (sweep_forward(one_direction(problem, d), part(arrays, d), half(z, d)) for d in range(2))
+    return join_outputs(list(sweeps))
+
+
+def sweep_forward(problem: Problem, arrays: Arrays, z: mx.array) -> Arrays:
+    """The steps of one direction."""
+    h, c = initial_states(problem, arrays)
+    # Not z[t], of which mx.compile(shapeless=True) would keep the first call's shape without a word.
+    rows, z = [None] * problem.T, [row.squeeze(0) for row in mx.split(z, problem.T)]
+    for t in problem.steps():
+        gates, c_new, h_new = step(problem, arrays, z[t], recurrent_input(arrays, h, t), h, c)
+        live = problem.live(t)
+        if live is None:
+            rows[t] = h, c, _ = h_new, c_new, gates
+        else:
+            rows[t] = tuple(mx.where(live, value, 0) for value in (h_new, c_new, gates))
+            h, c = mx.where(live, h_new, h), mx.where(live, c_new, c)
+    names = ("h", "c", "gates") if "c" in problem.cell.outputs else ("h", None, "gates")
+    sequences = {name: mx.stack(steps) for name, steps in zip(names, zip(*rows, strict=True), strict=True) if name}
+    return {name: {**sequences, "hT": h, "cT": c}[name] for name in problem.cell.outputs}
+
+
+def step(
+    problem: Problem, arrays: Arrays, z: mx.array, h_in: mx.array, h: mx.array, c: mx.array
+) -> tuple[mx.array, mx.array, mx.array]:
+    """(gates, c, h) of a step of whichever cell, from z, the masked h_in, h and c. A cell without c passes it on."""
+    cell, Wh, Wp = problem.cell, arrays["Wh"], arrays.get("Wp")
+    if isinstance(cell, LSTMCell):
+        # Not mx.addmm, here and in the cells: with vmap over x alone MLX 0.32.4 refuses it.
+        gates, c, m = lstm_step(cell, z + h_in @ Wh.T, c, arrays.get("peephole"))
+        return gates, c, m if Wp is None else m @ Wp.T
+    if isinstance(cell, GRUCell):
+        gates, h = gru_step(cell, z, h_in, h, Wh, arrays.get("bhn"))
+        return gates, c, h
+    gates, h = rnn_step(cell, z, h_in, Wh)
+    return gates, c, h
+
+
+def backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays) -> Arrays:
+    """The gradient of every array, from those of the outputs that have one (keys as the outputs')."""
+    if problem.bidirectional:
+        given = ([part(values, d) for values in (arrays, saved, cotangents)] for d in range(2))
+        sweeps = (sweep_backward(one_direction(problem, d), *values) for d, values in enumerate(given))
+        sweep = join_outputs(list(sweeps))
+    else:
+        sweep = sweep_backward(problem, arrays, saved, cotangents)
+    return gradients_after_sweep(problem, arrays, saved, sweep)
+
+
+def sweep_backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays) -> Arrays:
+    """One direction's steps in reverse: dz [T, B, G H], dh0 [B, P]; of an LSTM dh [T, B, P] and dc0 [B, H]."""
+    h0, c0 = initial_states(problem, arrays)
+    h_prev, mask = before_each_step(problem, saved["h"], h0), arrays.get("mask")
+    c_prev = before_each_step(problem, saved["c"], c0) if "c" in saved else None
+    q = gru_candidates(problem, arrays, h_prev)
+    dh, dc = cotangents.get("hT", mx.zeros_like(h0)), cotangents.get("cT", mx.zeros_like(c0))
+    kept = {"dz": [None] * problem.T, "dh": [None] * problem.T}
+    for t in reversed(problem.steps()):
+        dh_t = dh + cotangents["h"][t] if "h" in cotangents else dh
+        dc_t = dc + cotangents["c"][t] if "c" in cotangents else dc
+        dgates = cotangents["gates"][t] if "gates" in cotangents else None
+        before = {"h": h_prev[t], "c": None if c_prev is None else c_prev[t], "q": None if q is None else q[t]}
+        after = {name: saved[name][t] for name in ("h", "c", "gates") if name in saved}
+        back = step_backward(problem, arrays, t, before, after, dh_t, dc_t, dgates)
+        live, dz, dh_in = problem.live(t), back.dz, back.dh
+        if live is not None:
+            dz, dh_t = mx.where(live, dz, 0), mx.where(live, dh_t, 0)
+        kept["dz"][t], kept["dh"][t] = dz, dh_t
+        dh_new = dh_in if mask is None else dh_in * at_step(mask, t)
+        dh_new = dh_new if back.direct is None else dh_new + back.direct
+        dc_new = dc if back.dc is None else back.dc
+        dh, dc = (dh_new, dc_new) if live is None else (mx.where(live, dh_new, dh), mx.where(live, dc_new, dc))
+    found = {name: mx.stack(rows) for name, rows in kept.items()} | {"dh0": dh, "dc0": dc}
+    return found if isinstance(problem.cell, LSTMCell) else {name: found[name] for name in ("dz", "dh0")}
+
+
+def step_backward(
+    problem: Problem,
+    arrays: Arrays,
+    t: int,
+    before: dict[str, mx.array | None],
+    after: Arrays,
+    dh: mx.array,
+    dc: mx.array,
+    dgates: mx.array | None,
+) -> StepGradients:
+    """One step of whichever cell back; `before` and `after` are its state then, and its gates."""
+    cell, Wh, Wp = problem.cell, arrays["Wh"], arrays.get("Wp")
+    if isinstance(cell, LSTMCell):
+        dm = dh if Wp is None else dh @ Wp
+        peephole = arrays.get("peephole")
+        dz, dc = lstm_step_backward(cell, after["gates"], before["c"], after["c"], peephole, dm, dc, dgates)
+        return StepGradients(dz, dz @ Wh, dc)
+    if isinstance(cell, GRUCell):
+        h_in = recurrent_input(arrays, before["h"], t)
+        return gru_step_backward(cell, after["gates"], h_in, before["h"], Wh, before["q"], dh, dgates)
+    return rnn_step_backward(cell, after["h"], Wh, dh, dgates)
+
+
+# --- After the sweep: products and sums over all steps and directions ------------------------------------------------
+
+
+def gradients_after_sweep(problem: Problem, arrays: Arrays, saved: Arrays, sweep: Arrays) -> Arrays:
+    """The gradient of every array, from dz [T, B, D G H], dh0, dc0 and, for a projection, dh [T, B, D P]."""
+    gradients = input_gradients(problem, arrays, sweep["dz"])
+    if problem.bidirectional:
+        given = ([part(values, d) for values in (arrays, saved, sweep)] for d in range(2))
+        parts = [recurrent_gradients(one_direction(problem, d), *values) for d, values in enumerate(given)]
+        gradients |= join_gradients(parts, arrays)
+    else:
+        gradients |= recurrent_gradients(problem, arrays, saved, sweep)
+    gradients |= {name: sweep[f"d{name}"] for name in ("h0", "c0") if name in arrays}
+    return {name: gradient.astype(arrays[name].dtype) for name, gradient in gradients.items() if name in arrays}
+
+
+def input_gradients(problem: Problem, arrays: Arrays, dz: mx.array) -> Arrays:
+    """The gradients of x, Wx, b from dz [T, B, D G H]: one matrix product each over all T * B rows."""
+    x, Wx = arrays["x"], arrays.get("Wx")
+    gradients = {"x": dz}
+    if Wx is not None:
+        rows = without_padding(problem, x)
+        gradients = {"x": (flat(dz) @ Wx).reshape(x.shape), "Wx": flat(dz).T @ flat(rows)}
+    if "b" in arrays:
+        gradients["b"] = total(flat(dz), axis=0)
+    return gradients
+
+
+def recurrent_gradients(problem: Problem, arrays: Arrays, saved: Arrays, sweep: Arrays) -> Arrays:
+    """One direction's gradients of Wh, bhn, peephole, mask and Wp: a product over all T * B rows or a sum each."""
+    cell, mask, h, dz = problem.cell, arrays.get("mask"), saved["h"], sweep["dz"]
+    h0, c0 = initial_states(problem, arrays)
+    h_prev = before_each_step(problem, h, h0)
+    h_in = without_padding(problem, h_prev if mask is None else h_prev * mask)
+    found = {}
+    if isinstance(cell, GRUCell):
+        found |= gru_recurrent_gradients(problem, arrays, saved["gates"], h_in, dz)
+    else:
+        found["Wh"] = flat(dz).T @ flat(h_in)
+    if "peephole" in arrays:
+        found["peephole"] = peephole_gradient(cell, dz, before_each_step(problem, saved["c"], c0), saved["c"])
+    if mask is not None:
+        dh_in = found.pop("h_in") if "h_in" in found else (flat(dz) @ arrays["Wh"]).reshape(h_prev.shape)
+        found["mask"] = sum_to_shape(dh_in * h_prev, mask.shape)
+    if "Wp" in arrays:
+        output = activate(cell.activation("output"), saved["c"])
+        m = (saved["gates"][..., cell.block("o", problem.H)] * output).astype(h.dtype)
+        found["Wp"] = flat(sweep["dh"]).T @ flat(m)
+    return found
+
+
+def gru_recurrent_gradients(problem: Problem, arrays: Arrays, gates: mx.array, h_in: mx.array, dz: mx.array) -> Arrays:
+    """Of a GRU: the gradients of Wh, bhn and, where there is a mask, of h_in [T, B, H]."""
+    cell, H = problem.cell, problem.H
+    d = {gate: dz[..., cell.block(gate, H)] for gate in cell.gate_order}
+    W = {gate: arrays["Wh"][cell.block(gate, H)] for gate in cell.gate_order}
+    r = gates[..., cell.block("r", H)]
+    seen = dict.fromkeys("rz", h_in) | {"n": h_in if cell.reset == "after" else r * h_in}
+    if cell.reset == "after":
+        d["n"] = d["n"] * r
+    found = {"Wh": mx.concatenate([flat(d[gate]).T @ flat(seen[gate]) for gate in cell.gate_order])}
+    if "bhn" in arrays:
+        found["bhn"] = total(flat(d["n"]), axis=0)
+    if "mask" in arrays:
+        terms = {gate: (flat(d[gate]) @ W[gate]).reshape(h_in.shape) for gate in cell.gate_order}
+        found["h_in"] = terms["r"] + terms["z"] + (terms["n"] if cell.reset == "after" else r * terms["n"])
+    return found
+
+
+def gru_candidates(problem: Problem, arrays: Arrays, h_prev: mx.array) -> mx.array | None:
+    """[T, B, H]: of a GRU that resets after the product, that product at every step; one over all T * B rows."""
+    cell = problem.cell
+    if not isinstance(cell, GRUCell) or cell.reset != "after":
+        return None
+    h_in = h_prev * arrays["mask"] if "mask" in arrays else h_prev
+    Wh_n = arrays["Wh"][cell.block("n", problem.H)]
+    return gru_candidate(flat(h_in), Wh_n, arrays.get("bhn")).reshape(h_prev.shape)
+
+
+def without_padding(problem: Problem, sequence: mx.array) -> mx.array:
+    """A sequence, 0 where an item has ended: what lies there must not reach a sum, 0 * NaN would spoil it."""
+    if problem.lengths is None:
+        return sequence
+    return mx.where((mx.arange(problem.T)[:, None] < problem.lengths)[..., None], sequence, 0)
+
+
+def project(arrays: Arrays) -> mx.array:
+    """The input's part of the preactivations, [T, B, D G H]: one matrix product over all T * B rows."""
+    x, Wx, b = arrays["x"], arrays.get("Wx"), arrays.get("b")
+    if Wx is None:
+        return x if b is None else x + b
+    z = flat(x) @ Wx.T  # not mx.addmm: with mx.vmap over b alone MLX 0.32.4 refuses it
+    return (z if b is None else z + b).reshape(*x.shape[:2], -1)
+
+
+def peephole_gradient(cell: LSTMCell, dz: mx.array, c_prev: mx.array, c: mx.array) -> mx.array:
+    """[4H], in gate order: the sum over steps and batch of dz times the cell state each gate peeped at."""
+    blocks = zip(cell.gate_order, mx.split(dz, 4, axis=-1), strict=True)
+    seen = {gate: c if gate == "o" and cell.output_peephole == "current" else c_prev for gate in "ifgo"}
+    return mx.concatenate([total(block * seen[gate], axis=(0, 1)) for gate, block in blocks])
+
+
+def initial_states(problem: Problem, arrays: Arrays) -> tuple[mx.array, mx.array]:
+    """(h0 [B, P], c0 [B, H]), zeros where absent."""
+    dtype = arrays["Wh"].dtype
+    h0, c0 = arrays.get("h0"), arrays.get("c0")
+    return (
+        mx.zeros((problem.B, problem.P), dtype) if h0 is None else h0,
+        mx.zeros((problem.B, problem.H), dtype) if c0 is None else c0,
+    )
+
+
+def before_each_step(problem: Problem, states: mx.array, first: mx.array) -> mx.array:
+    """[T, B, .]: the state each step started from, given the state after each step and the first one."""
+    first = first[None]
+    if not problem.reverse:
+        return mx.concatenate([first, states[:-1]])
+    shifted = mx.concatenate([states[1:], first])
+    if problem.lengths is None:
+        return shifted
+    starts = mx.arange(problem.T)[:, None, None] == problem.lengths[:, None] - 1
+    return mx.where(starts, first, shifted)
+
+
+def recurrent_input(arrays: Arrays, h: mx.array, t: int) -> mx.array:
+    """h as it enters step t's product: times the mask, where there is one."""
+    return h * at_step(arrays["mask"], t) if "mask" in arrays else h
+
+
+def at_step(mask: mx.array, t: int) -> mx.array:
+    """The mask of step t, out of one for all steps ([B, P] or less) or one per step ([T or 1, B or 1, P or 1])."""
+    return mask if mask.ndim < 3 else mask[t if mask.shape[0] > 1 else 0]
+
+
+def sum_to_shape(x: mx.array, shape: tuple[int, ...]) -> mx.array:
+    """The adjoint of broadcasting: x summed down to `shape`."""
+    added = x.ndim - len(shape)
+    axes = [added + axis for axis, size in enumerate(shape) if size == 1 and x.shape[added + axis] > 1]
+    return total(x, axis=[*range(added), *axes]).reshape(shape) if added or axes else x
+
+
+def total(x: mx.array, axis: int | Sequence[int]) -> mx.array:
+    """The sum over axes, of 16-bit numbers in float32."""
+    return (x.astype(mx.float32) if x.dtype in (mx.float16, mx.bfloat16) else x).sum(axis=axis)
+
+
+def flat(x: mx.array) -> mx.array:
+    """[T, B, .] as rows [T * B, .]."""
+    return x.reshape(-1, x.shape[-1])

@@ -1,0 +1,46 @@
+"""Sequences that dialects show beside h: their tanh, and gates joined, in the memory order of the engines."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+
+from . import choice
+from .numpy.memory import empty, view
+from .tracing import is_traced
+
+
+@mx.custom_function
+def tanh_by_numpy(x: mx.array) -> mx.array:
+    """tanh of a float32 or float64 array that has a value, in its memory order; with all derivatives."""
+    mx.eval(x)
+    y = view(x)
+    order = sorted(range(y.ndim), key=lambda axis: -y.strides[axis])
+    y = y.transpose(order)
+    arrays, memory = empty(y.dtype, {"y": y.shape})
+    np.tanh(y, out=memory["y"])
+    return mx.transpose(arrays["y"], [order.index(axis) for axis in range(y.ndim)])
+
+
+@tanh_by_numpy.vjp
+def tanh_vjp(x: mx.array, dy: mx.array, y: mx.array) -> mx.array:
+    return dy * (1 - y * y)
+
+
+@tanh_by_numpy.jvp
+def tanh_jvp(x: mx.array, dx: mx.array) -> mx.array:
+    y = mx.tanh(x)
+    return dx * (1 - y * y)
+
+
+def tanh(c: mx.array) -> mx.array:
+    """tanh of a sequence that an engine returned, for dialects that show it. MLX's own is slow on the CPU."""
+    slow = choice.current_device() == "cpu" and c.dtype in (mx.float32, mx.float64)
+    return tanh_by_numpy(c) if slow and not is_traced([c], wait=True) else mx.tanh(c)
+
+
+def joined(blocks: list[mx.array]) -> mx.array:
+    """[T, B, G H]: gates that a dialect has one by one, [T, B, H], in the memory order of this device's engines."""
+    if choice.current_device() != "cpu":
+        return mx.concatenate(blocks, axis=-1)
+    return mx.swapaxes(mx.concatenate([mx.swapaxes(block, 1, 2) for block in blocks], axis=1), 1, 2)

@@ -1,0 +1,35 @@
+"""What names this machine: chip, system, versions."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import subprocess
+import sys
+from contextlib import suppress
+
+
+def chip() -> str:
+    """The processor's name."""
+    if sys.platform == "darwin":
+        found = subprocess.run(["sysctl", "-n", "machdep.cpu.brand_string"], capture_output=True, text=True)
+        return found.stdout.strip() or platform.processor()
+    try:
+        with open("/proc/cpuinfo") as file:
+            lines = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
+    except OSError:
+        lines = []
+    return f"{lines[0] if lines else platform.processor()} ({platform.machine()})"
+
+
+def system() -> str:
+    """The operating system and its version."""
+    return f"macOS {platform.mac_ver()[0]}" if sys.platform == "darwin" else f"{platform.system()} {platform.release()}"
+
+
+def installed_version(*packages: str) -> str:
+    """The version of the first of these packages that is there, without importing it."""
+    for package in packages:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(package)
+    return "not installed"

@@ -1,0 +1,199 @@
+"""MPSGraph's GRU and GRUGradients; see `mpsgraph`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from .. import recurrence
+from ..checks import fail
+from .layouts import (
+    activation_names,
+    check_descriptor,
+    check_layouts,
+    check_leading_ones,
+    check_mask,
+    gradient_list,
+    title,
+)
+
+FLAGS = ("reverse", "bidirectional", "training", "reset_gate_first", "reset_after", "flip_z")
+ACTIVATIONS = ("reset_gate_activation", "update_gate_activation", "output_gate_activation")
+GRADIENTS = {"source": "x", "recurrent_weight": "Wh", "input_weight": "Wx", "bias": "b"}
+GRADIENTS |= {"init_state": "h0", "secondary_bias": "bhn"}
+"""The order of Apple's list of gradients, and the recurrence's words."""
+
+WORDS = GRADIENTS | {"mask": "mask", "source_gradient": "dh", "z_state": "gates", "output_fwd": "h"}
+WORDS |= {"state_gradient": "dhT"}
+
+
+@dataclass(kw_only=True)
+class GRUDescriptor:
+    """`MPSGraphGRUDescriptor`: its properties and defaults.
+
+    Args:
+        reverse (bool): go through time from its end; results stay aligned with the source. Ignored with bidirectional.
+        bidirectional (bool): run both directions.
+        training (bool): let `gru` return what `gru_gradients` needs.
+        reset_gate_first (bool): gates in the order r, z, o, not z, r, o, on every axis of three blocks.
+        reset_after (bool): let r multiply the recurrent product of o, not the h that goes into it.
+        flip_z (bool): let z be the weight of o, not of h[t-1]. This is what the text on the op says, and what its users
+            find; the text on the property says the opposite. E:gru_flavours decides.
+        update_gate_activation, reset_gate_activation, output_gate_activation (str): those of z, r, o, as in
+            `LSTMDescriptor`.
+    """
+
+    reverse: bool = False
+    bidirectional: bool = False
+    training: bool = False
+    reset_gate_first: bool = False
+    reset_after: bool = False
+    flip_z: bool = False
+    update_gate_activation: str = "sigmoid"
+    reset_gate_activation: str = "sigmoid"
+    output_gate_activation: str = "tanh"
+
+
+def gru(
+    source: mx.array,
+    recurrent_weight: mx.array,
+    *,
+    input_weight: mx.array | None = None,
+    bias: mx.array | None = None,
+    init_state: mx.array | None = None,
+    mask: mx.array | None = None,
+    secondary_bias: mx.array | None = None,
+    descriptor: GRUDescriptor | None = None,
+    hard_sigmoid: str = "x/5",
+    mask_layout: str = "channels",
+    engine: str | None = None,
+    stream: mx.Stream | mx.Device | None = None,
+) -> list[mx.array]:
+    r"""`GRUWithSourceTensor:recurrentWeight:inputWeight:bias:initState:mask:secondaryBias:descriptor:name:`.
+
+    .. math::
+
+        z, r &= s_k\left((h_{t-1} \odot m) R_k^T + x_t W_k^T + b_k\right) \\
+        o &= s_o\left((h_{t-1} \odot r \odot m) R_o^T + x_t W_o^T + b_o\right) \\
+        h_t &= z \odot h_{t-1} + (1 - z) \odot o
+
+    with reset_after :math:`o = s_o(((h_{t-1} \odot m) R_o^T + b_2) \odot r + x_t W_o^T + b_o)`, and with flip_z
+    :math:`h_t = (1 - z) \odot h_{t-1} + z \odot o`. `torch.nn.GRU` of one layer is reset_gate_first and reset_after
+    with bias [b_ir + b_hr, b_iz + b_hz, b_in] and secondary_bias b_hn.
+
+    Args:
+        source (array): [T, N, I]; without input_weight [T, N, 3H], added to the gates as it is.
+        recurrent_weight (array): R, [3H, H].
+        input_weight (array, optional): W, [3H, I].
+        bias (array, optional): [3H].
+        init_state (array, optional): h before the first step, [N, H] or [1, N, H]. Default: zeros.
+        mask (array, optional): m, broadcastable to [N, H]; multiplies h on its way into the recurrent products only.
+        secondary_bias (array, optional): b2, [H]. Without reset_after, where nothing uses it, it is refused.
+        descriptor (GRUDescriptor, optional): Default: `GRUDescriptor()`. With bidirectional, the forward direction
+            first: source without input_weight [T, N, 6H], recurrent_weight [2, 3H, H], input_weight [6H, I], bias [6H],
+            init_state [N, 2H], mask broadcastable to [N, 2H], secondary_bias [2H].
+        hard_sigmoid, mask_layout: as in `mpsgraph.lstm`.
+        engine, stream: as in `mlx_lstm.gru`.
+
+    Returns:
+        list: h [T, N, H]; with training the gates after their activations, [T, N, 3H] (zState; Apple does not say what
+        its own holds, so it is a secret between these two functions: E:gru_flavours). Twice as wide with bidirectional.
+
+    Raises:
+        ValueError: as `mpsgraph.lstm`.
+
+    Example:
+        >>> import mlx.core as mx
+        >>> from mlx_lstm import mpsgraph
+        >>> source, R, W = mx.ones((5, 2, 3)), mx.ones((12, 4)), mx.ones((12, 3))  # T 5, N 2, I 3, H 4
+        >>> [array.shape for array in mpsgraph.gru(source, R, input_weight=W)]
+        [(5, 2, 4)]
+    """
+    op, descriptor = "mpsgraph.gru", GRUDescriptor() if descriptor is None else descriptor
+    arrays = {"source": source, "recurrent_weight": recurrent_weight, "input_weight": input_weight, "bias": bias}
+    arrays |= {"init_state": init_state, "mask": mask, "secondary_bias": secondary_bias}
+    call = translate(op, arrays, descriptor, hard_sigmoid, mask_layout)
+    training = descriptor.training
+    out = recurrence.gru(**call, return_gates=training, training=training, engine=engine, stream=stream)
+    return [out.h, *([out.gates] if training else [])]
+
+
+def gru_gradients(
+    source: mx.array,
+    recurrent_weight: mx.array,
+    source_gradient: mx.array,
+    z_state: mx.array,
+    output_fwd: mx.array,
+    *,
+    state_gradient: mx.array | None = None,
+    input_weight: mx.array | None = None,
+    bias: mx.array | None = None,
+    init_state: mx.array | None = None,
+    mask: mx.array | None = None,
+    secondary_bias: mx.array | None = None,
+    descriptor: GRUDescriptor | None = None,
+    hard_sigmoid: str = "x/5",
+    mask_layout: str = "channels",
+    leading_ones: Sequence[str] = (),
+    engine: str | None = None,
+    stream: mx.Stream | mx.Device | None = None,
+) -> list[mx.array]:
+    """`GRUGradientsWithSourceTensor:recurrentWeight:sourceGradient:zState:outputFwd:stateGradient:...`
+
+    Args:
+        source, recurrent_weight, input_weight, bias, init_state, mask, secondary_bias, descriptor, hard_sigmoid,
+            mask_layout: as `gru` had them. Without input_weight only the shape of source counts; training does not.
+        source_gradient (array): the gradient of h, [T, N, H]. This and all below twice as wide with bidirectional.
+        z_state (array): the second result of `gru` with training, [T, N, 3H].
+        output_fwd (array): the first result, [T, N, H].
+        state_gradient (array, optional): a gradient more of h at the last step of each direction, [N, H] or [1, N, H].
+        leading_ones (sequence of str): which gradients out of `"bias"`, `"secondary_bias"` come with two leading axes
+            of 1. E:gru_flavours decides. Default: none, every gradient has its argument's shape.
+        engine, stream: as in `mlx_lstm.gru`.
+
+    Returns:
+        list: the gradients of source, recurrent_weight, input_weight, bias, init_state, secondary_bias, in this order,
+        without those of arguments that are None. There is none of mask.
+
+    Raises:
+        ValueError: as `mpsgraph.lstm`.
+
+    Example:
+        >>> import mlx.core as mx
+        >>> from mlx_lstm import mpsgraph
+        >>> source, R, b = mx.ones((5, 2, 12)), mx.ones((12, 4)), mx.ones((12,))  # T 5, N 2, H 4; projected already
+        >>> h, z = mpsgraph.gru(source, R, bias=b, descriptor=mpsgraph.GRUDescriptor(training=True))
+        >>> [array.shape for array in mpsgraph.gru_gradients(source, R, mx.ones(h.shape), z, h, bias=b)]
+        [(5, 2, 12), (12, 4), (12,)]
+    """
+    op, descriptor = "mpsgraph.gru_gradients", GRUDescriptor() if descriptor is None else descriptor
+    arrays = {"source": source, "recurrent_weight": recurrent_weight, "input_weight": input_weight, "bias": bias}
+    arrays |= {"init_state": init_state, "mask": mask, "secondary_bias": secondary_bias}
+    saved = {"source_gradient": source_gradient, "z_state": z_state, "output_fwd": output_fwd}
+    check_leading_ones(op, leading_ones, ("bias", "secondary_bias"))
+    call = translate(op, arrays | saved | {"state_gradient": state_gradient}, descriptor, hard_sigmoid, mask_layout)
+    gradients = recurrence.gru_gradients(**call, engine=engine, stream=stream)
+    return gradient_list(gradients, GRADIENTS, arrays, leading_ones)
+
+
+def translate(
+    op: str, arrays: dict[str, mx.array | None], descriptor: GRUDescriptor, hard_sigmoid: str, mask_layout: str
+) -> dict[str, object]:
+    """The recurrence's arguments, once Apple's are found right."""
+    check_descriptor(op, descriptor, GRUDescriptor, FLAGS, ACTIVATIONS)
+    given = check_layouts(op, arrays, 3, descriptor.bidirectional)
+    if "secondary_bias" in given and not descriptor.reset_after:
+        fail(op, f"{title('secondary_bias')} must be None without descriptor.reset_after", "an array")
+    mask = check_mask(op, given, descriptor.bidirectional, mask_layout)
+    given = given if mask is None else given | {"mask": mask}
+    options = {
+        "gate_order": "rzn" if descriptor.reset_gate_first else "zrn",
+        "activations": activation_names(op, descriptor, ACTIVATIONS, hard_sigmoid),
+        "reset": "after" if descriptor.reset_after else "before",
+        "flip_z": descriptor.flip_z,
+        "reverse": descriptor.reverse and not descriptor.bidirectional,
+        "bidirectional": descriptor.bidirectional,
+    }
+    return {"Wx": None} | {WORDS[name]: array for name, array in given.items()} | options

@@ -1,0 +1,225 @@
+"""MPSGraph's LSTM and LSTMGradients; see `mpsgraph`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from .. import recurrence
+from ..checks import check_flag, check_option
+from .layouts import activation_names, check_descriptor, check_layouts, check_leading_ones, check_mask, gradient_list
+
+FLAGS = ("reverse", "bidirectional", "produce_cell", "training", "forget_gate_last")
+ACTIVATIONS = (
+    "input_gate_activation",
+    "forget_gate_activation",
+    "cell_gate_activation",
+    "output_gate_activation",
+    "activation",
+)
+GRADIENTS = {"source": "x", "recurrent_weight": "Wh", "input_weight": "Wx", "bias": "b"}
+GRADIENTS |= {"peephole": "peephole", "init_state": "h0", "init_cell": "c0"}
+"""The order of Apple's list of gradients, and the recurrence's words."""
+
+
+@dataclass(kw_only=True)
+class LSTMDescriptor:
+    """`MPSGraphLSTMDescriptor`: its ten properties and defaults.
+
+    Args:
+        reverse (bool): go through time from its end; results stay aligned with the source. Ignored with bidirectional.
+        bidirectional (bool): run both directions.
+        produce_cell (bool): let `lstm` return the cell states too.
+        training (bool): let `lstm` return what `lstm_gradients` needs.
+        forget_gate_last (bool): gates in the order i, z, f, o, not i, f, z, o, on every axis of four blocks.
+        input_gate_activation, forget_gate_activation, cell_gate_activation, output_gate_activation, activation (str):
+            those of i, f, z, o and of the cell on its way into the output, each one of `"none"`, `"relu"`, `"tanh"`,
+            `"sigmoid"`, `"hard_sigmoid"`.
+    """
+
+    reverse: bool = False
+    bidirectional: bool = False
+    produce_cell: bool = False
+    training: bool = False
+    forget_gate_last: bool = False
+    input_gate_activation: str = "sigmoid"
+    forget_gate_activation: str = "sigmoid"
+    cell_gate_activation: str = "tanh"
+    output_gate_activation: str = "sigmoid"
+    activation: str = "tanh"
+
+
+def lstm(
+    source: mx.array,
+    recurrent_weight: mx.array,
+    *,
+    input_weight: mx.array | None = None,
+    bias: mx.array | None = None,
+    init_state: mx.array | None = None,
+    init_cell: mx.array | None = None,
+    mask: mx.array | None = None,
+    peephole: mx.array | None = None,
+    descriptor: LSTMDescriptor | None = None,
+    output_peephole: str = "previous",
+    hard_sigmoid: str = "x/5",
+    mask_layout: str = "channels",
+    training_returns_cell: bool = True,
+    engine: str | None = None,
+    stream: mx.Stream | mx.Device | None = None,
+) -> list[mx.array]:
+    r"""`LSTMWithSourceTensor:recurrentWeight:inputWeight:bias:initState:initCell:mask:peephole:descriptor:name:`.
+
+    .. math::
+
+        [i, f, z, o]_t &= s\left((h_{t-1} \odot m) R^T + x_t W^T + b + p \odot c_{t-1}\right) \\
+        c_t &= f_t \odot c_{t-1} + i_t \odot z_t \\
+        h_t &= o_t \odot g(c_t)
+
+    Args:
+        source (array): [T, N, I]; without input_weight [T, N, 4H], added to the gates as it is.
+        recurrent_weight (array): R, [4H, H].
+        input_weight (array, optional): W, [4H, I].
+        bias (array, optional): [4H].
+        init_state (array, optional): h before the first step, [N, H] or [1, N, H]. Default: zeros.
+        init_cell (array, optional): c before the first step, likewise.
+        mask (array, optional): m, broadcastable to [N, H]; multiplies h on its way into the recurrent product only.
+        peephole (array, optional): p, [4H].
+        descriptor (LSTMDescriptor, optional): Default: `LSTMDescriptor()`. With bidirectional, the forward direction
+            first: source without input_weight [T, N, 8H], recurrent_weight [2, 4H, H], input_weight [8H, I], bias [8H],
+            states [N, 2H], mask broadcastable to [N, 2H], peephole [2, 4H].
+        output_peephole (str): whether o peeps at c[t-1], `"previous"`, as Apple's formula has it, or at c[t],
+            `"current"`, as in Apple's older MPSLSTMDescriptor. E:peephole decides.
+        hard_sigmoid (str): whether hard_sigmoid is clip(x/5 + 0.5, 0, 1), `"x/5"`, as elsewhere at Apple, or
+            clip(x/6 + 0.5, 0, 1), `"x/6"`; MPSGraph's texts do not say. E:hard_sigmoid decides.
+        mask_layout (str): Apple gives none. `"channels"`: as above. `"directions"`: with bidirectional [2, N, H] or
+            what broadcasts to it. `"steps"`: broadcastable to [T, N, H] or [T, N, 2H], one per step. E:mask decides.
+        training_returns_cell (bool): whether training returns the cell states even without produce_cell. Apple's texts
+            say both: `True` is what those on the gradient say. E:output_count decides.
+        engine, stream: as in `mlx_lstm.lstm`.
+
+    Returns:
+        list: h [T, N, H]; with produce_cell or training the cell states c [T, N, H], before g; with training the gates
+        after their activations, [T, N, 4H] (zState). All twice as wide with bidirectional, the forward half first.
+
+    Raises:
+        ValueError: a layout, dtype or option is wrong, or a forced engine cannot run. Nothing has been computed then.
+
+    Example:
+        >>> import mlx.core as mx
+        >>> from mlx_lstm import mpsgraph
+        >>> source, R, W = mx.ones((5, 2, 3)), mx.ones((16, 4)), mx.ones((16, 3))  # T 5, N 2, I 3, H 4
+        >>> descriptor = mpsgraph.LSTMDescriptor(training=True)
+        >>> [array.shape for array in mpsgraph.lstm(source, R, input_weight=W, descriptor=descriptor)]
+        [(5, 2, 4), (5, 2, 4), (5, 2, 16)]
+    """
+    op, descriptor = "mpsgraph.lstm", LSTMDescriptor() if descriptor is None else descriptor
+    arrays = {"source": source, "recurrent_weight": recurrent_weight, "input_weight": input_weight, "bias": bias}
+    arrays |= {"init_state": init_state, "init_cell": init_cell, "mask": mask, "peephole": peephole}
+    check_flag(op, "training_returns_cell", training_returns_cell)
+    call = translate(op, arrays, descriptor, output_peephole, hard_sigmoid, mask_layout)
+    training = descriptor.training
+    out = recurrence.lstm(**call, return_gates=training, training=training, engine=engine, stream=stream)
+    cell = descriptor.produce_cell or (training and training_returns_cell)
+    return [out.h, *([out.c] if cell else []), *([out.gates] if training else [])]
+
+
+def lstm_gradients(
+    source: mx.array,
+    recurrent_weight: mx.array,
+    source_gradient: mx.array,
+    z_state: mx.array,
+    cell_output_fwd: mx.array,
+    *,
+    state_gradient: mx.array | None = None,
+    cell_gradient: mx.array | None = None,
+    input_weight: mx.array | None = None,
+    bias: mx.array | None = None,
+    init_state: mx.array | None = None,
+    init_cell: mx.array | None = None,
+    mask: mx.array | None = None,
+    peephole: mx.array | None = None,
+    descriptor: LSTMDescriptor | None = None,
+    output_peephole: str = "previous",
+    hard_sigmoid: str = "x/5",
+    mask_layout: str = "channels",
+    leading_ones: Sequence[str] = (),
+    engine: str | None = None,
+    stream: mx.Stream | mx.Device | None = None,
+) -> list[mx.array]:
+    """`LSTMGradientsWithSourceTensor:recurrentWeight:sourceGradient:zState:cellOutputFwd:stateGradient:cellGradient:...`
+
+    Made of z_state and cell_output_fwd alone: no gate is computed again, and the forward pass's h is not needed.
+
+    Args:
+        source, recurrent_weight, input_weight, bias, init_state, init_cell, mask, peephole, descriptor,
+            output_peephole, hard_sigmoid, mask_layout: as `lstm` had them. Without input_weight only the shape of
+            source counts; produce_cell and training do not count.
+        source_gradient (array): the gradient of h, [T, N, H]. This and all below twice as wide with bidirectional.
+        z_state (array): the third result of `lstm` with training, [T, N, 4H].
+        cell_output_fwd (array): the second result, [T, N, H].
+        state_gradient (array, optional): a gradient more of h at the last step of each direction, [N, H] or [1, N, H]:
+            at the last time step, or the first with reverse and for the second half with bidirectional.
+        cell_gradient (array, optional): likewise of c.
+        leading_ones (sequence of str): which gradients out of `"bias"`, `"peephole"` come with two leading axes of 1.
+            With Apple's op, PyTorch met [1, 1, 8H] for bias with bidirectional; E:grads and E:peephole decide.
+            Default: none, every gradient has its argument's shape.
+        engine, stream: as in `mlx_lstm.lstm`.
+
+    Returns:
+        list: the gradients of source, recurrent_weight, input_weight, bias, peephole, init_state, init_cell, in this
+        order, without those of arguments that are None. There is none of mask.
+
+    Raises:
+        ValueError: as `lstm`.
+
+    Example:
+        >>> import mlx.core as mx
+        >>> from mlx_lstm import mpsgraph
+        >>> source, R, b = mx.ones((5, 2, 16)), mx.ones((16, 4)), mx.ones((16,))  # T 5, N 2, H 4; projected already
+        >>> h, c, z = mpsgraph.lstm(source, R, bias=b, descriptor=mpsgraph.LSTMDescriptor(training=True))
+        >>> [array.shape for array in mpsgraph.lstm_gradients(source, R, mx.ones(h.shape), z, c, bias=b)]
+        [(5, 2, 16), (16, 4), (16,)]
+    """
+    op, descriptor = "mpsgraph.lstm_gradients", LSTMDescriptor() if descriptor is None else descriptor
+    arrays = {"source": source, "recurrent_weight": recurrent_weight, "input_weight": input_weight, "bias": bias}
+    arrays |= {"init_state": init_state, "init_cell": init_cell, "mask": mask, "peephole": peephole}
+    saved = {"source_gradient": source_gradient, "z_state": z_state, "cell_output_fwd": cell_output_fwd}
+    saved |= {"state_gradient": state_gradient, "cell_gradient": cell_gradient}
+    check_leading_ones(op, leading_ones, ("bias", "peephole"))
+    call = translate(op, arrays | saved, descriptor, output_peephole, hard_sigmoid, mask_layout)
+    gradients = recurrence.lstm_gradients(**call, engine=engine, stream=stream)
+    return gradient_list(gradients, GRADIENTS, arrays, leading_ones)
+
+
+WORDS = {name: word for name, word in GRADIENTS.items()} | {"mask": "mask"}
+WORDS |= {"source_gradient": "dh", "z_state": "gates", "cell_output_fwd": "c"}
+WORDS |= {"state_gradient": "dhT", "cell_gradient": "dcT"}
+
+
+def translate(
+    op: str,
+    arrays: dict[str, mx.array | None],
+    descriptor: LSTMDescriptor,
+    output_peephole: str,
+    hard_sigmoid: str,
+    mask_layout: str,
+) -> dict[str, object]:
+    """The recurrence's arguments, once Apple's are found right."""
+    check_descriptor(op, descriptor, LSTMDescriptor, FLAGS, ACTIVATIONS)
+    check_option(op, "output_peephole", output_peephole, ("previous", "current"))
+    given = check_layouts(op, arrays, 4, descriptor.bidirectional)
+    mask = check_mask(op, given, descriptor.bidirectional, mask_layout)
+    given = given if mask is None else given | {"mask": mask}
+    return (
+        {"Wx": None}
+        | {WORDS[name]: array for name, array in given.items()}
+        | {
+            "gate_order": "igfo" if descriptor.forget_gate_last else "ifgo",
+            "activations": activation_names(op, descriptor, ACTIVATIONS, hard_sigmoid),
+            "output_peephole": output_peephole,
+            "reverse": descriptor.reverse and not descriptor.bidirectional,
+            "bidirectional": descriptor.bidirectional,
+        }
+    )

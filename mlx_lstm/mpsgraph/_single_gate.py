@@ -1,0 +1,178 @@
+"""MPSGraph's singleGateRNN and singleGateRNNGradients; see `mpsgraph`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from .. import recurrence
+from ..checks import check_option
+from .layouts import activation_names, check_descriptor, check_layouts, check_leading_ones, check_mask, gradient_list
+
+FLAGS = ("reverse", "bidirectional", "training")
+GRADIENTS = {"source": "x", "recurrent_weight": "Wh", "input_weight": "Wx", "bias": "b", "init_state": "h0"}
+"""The order of Apple's list of gradients, and the recurrence's words."""
+
+WORDS = GRADIENTS | {"mask": "mask", "source_gradient": "dh", "state_gradient": "dhT"}
+Z_STATES = {"preactivations": "gates", "activations": "h"}
+"""What zState may hold, and the recurrence's words."""
+
+
+@dataclass(kw_only=True)
+class SingleGateRNNDescriptor:
+    """`MPSGraphSingleGateRNNDescriptor`: its properties and defaults.
+
+    Args:
+        reverse (bool): go through time from its end; results stay aligned with the source. Ignored with bidirectional.
+        bidirectional (bool): run both directions.
+        training (bool): let `single_gate_rnn` return what `single_gate_rnn_gradients` needs.
+        activation (str): that of h, as in `LSTMDescriptor`. As in Apple's, relu unless said otherwise.
+    """
+
+    reverse: bool = False
+    bidirectional: bool = False
+    training: bool = False
+    activation: str = "relu"
+
+
+def single_gate_rnn(
+    source: mx.array,
+    recurrent_weight: mx.array,
+    *,
+    input_weight: mx.array | None = None,
+    bias: mx.array | None = None,
+    init_state: mx.array | None = None,
+    mask: mx.array | None = None,
+    descriptor: SingleGateRNNDescriptor | None = None,
+    z_state_holds: str = "preactivations",
+    hard_sigmoid: str = "x/5",
+    mask_layout: str = "channels",
+    engine: str | None = None,
+    stream: mx.Stream | mx.Device | None = None,
+) -> list[mx.array]:
+    r"""`singleGateRNNWithSourceTensor:recurrentWeight:inputWeight:bias:initState:mask:descriptor:name:`.
+
+    .. math::
+
+        z_t &= x_t W^T + (h_{t-1} \odot m) R^T + b \\
+        h_t &= s(z_t)
+
+    Args:
+        source (array): [T, N, I]; without input_weight [T, N, H], taken as it is.
+        recurrent_weight (array): R, [H, H].
+        input_weight (array, optional): W, [H, I].
+        bias (array, optional): [H].
+        init_state (array, optional): h before the first step, [N, H] or [1, N, H]. Default: zeros.
+        mask (array, optional): m, broadcastable to [N, H]; multiplies h on its way into the recurrent product only.
+        descriptor (SingleGateRNNDescriptor, optional): Default: `SingleGateRNNDescriptor()`. With bidirectional, the
+            forward direction first: source without input_weight [T, N, 2H], recurrent_weight [2, H, H], input_weight
+            [2H, I], bias [2H], init_state [N, 2H], mask broadcastable to [N, 2H].
+        z_state_holds (str): whether zState is z, `"preactivations"`, as the formula has it, or s(z), `"activations"`,
+            as for the LSTM. E:single_gate decides.
+        hard_sigmoid, mask_layout: as in `mpsgraph.lstm`.
+        engine, stream: as in `mlx_lstm.rnn`.
+
+    Returns:
+        list: h [T, N, H]; with training zState [T, N, H]. Twice as wide with bidirectional.
+
+    Raises:
+        ValueError: as `mpsgraph.lstm`.
+
+    Example:
+        >>> import mlx.core as mx
+        >>> from mlx_lstm import mpsgraph
+        >>> source, R, W = mx.ones((5, 2, 3)), mx.ones((4, 4)), mx.ones((4, 3))  # T 5, N 2, I 3, H 4
+        >>> [array.shape for array in mpsgraph.single_gate_rnn(source, R, input_weight=W)]
+        [(5, 2, 4)]
+    """
+    op, descriptor = "mpsgraph.single_gate_rnn", SingleGateRNNDescriptor() if descriptor is None else descriptor
+    arrays = {"source": source, "recurrent_weight": recurrent_weight, "input_weight": input_weight, "bias": bias}
+    arrays |= {"init_state": init_state, "mask": mask}
+    call = translate(op, arrays, descriptor, z_state_holds, hard_sigmoid, mask_layout)
+    training = descriptor.training
+    out = recurrence.rnn(**call, return_gates=training, training=training, engine=engine, stream=stream)
+    return [out.h, *([getattr(out, Z_STATES[z_state_holds])] if training else [])]
+
+
+def single_gate_rnn_gradients(
+    source: mx.array,
+    recurrent_weight: mx.array,
+    source_gradient: mx.array,
+    z_state: mx.array,
+    *,
+    state_gradient: mx.array | None = None,
+    input_weight: mx.array | None = None,
+    bias: mx.array | None = None,
+    init_state: mx.array | None = None,
+    mask: mx.array | None = None,
+    descriptor: SingleGateRNNDescriptor | None = None,
+    z_state_holds: str = "preactivations",
+    hard_sigmoid: str = "x/5",
+    mask_layout: str = "channels",
+    leading_ones: Sequence[str] = (),
+    engine: str | None = None,
+    stream: mx.Stream | mx.Device | None = None,
+) -> list[mx.array]:
+    """`singleGateRNNGradientsWithSourceTensor:recurrentWeight:sourceGradient:zState:stateGradient:...`
+
+    Args:
+        source, recurrent_weight, input_weight, bias, init_state, mask, descriptor, z_state_holds, hard_sigmoid,
+            mask_layout: as `single_gate_rnn` had them. Without input_weight only the shape of source counts; training
+            does not.
+        source_gradient (array): the gradient of h, [T, N, H]. This and all below twice as wide with bidirectional.
+        z_state (array): the second result of `single_gate_rnn` with training, [T, N, H].
+        state_gradient (array, optional): a gradient more of h at the last step of each direction, [N, H] or [1, N, H].
+        leading_ones (sequence of str): `("bias",)` if that gradient shall come with two leading axes of 1.
+            E:single_gate decides. Default: none, every gradient has its argument's shape.
+        engine, stream: as in `mlx_lstm.rnn`.
+
+    Returns:
+        list: the gradients of source, recurrent_weight, input_weight, bias, init_state, in this order, without those of
+        arguments that are None. There is none of mask.
+
+    Raises:
+        ValueError: as `mpsgraph.lstm`.
+
+    Example:
+        >>> import mlx.core as mx
+        >>> from mlx_lstm import mpsgraph
+        >>> source, R, b = mx.ones((5, 2, 4)), mx.ones((4, 4)), mx.ones((4,))  # T 5, N 2, H 4; projected already
+        >>> descriptor = mpsgraph.SingleGateRNNDescriptor(training=True)
+        >>> h, z = mpsgraph.single_gate_rnn(source, R, bias=b, descriptor=descriptor)
+        >>> [array.shape for array in mpsgraph.single_gate_rnn_gradients(source, R, mx.ones(h.shape), z, bias=b)]
+        [(5, 2, 4), (4, 4), (4,)]
+    """
+    op = "mpsgraph.single_gate_rnn_gradients"
+    descriptor = SingleGateRNNDescriptor() if descriptor is None else descriptor
+    arrays = {"source": source, "recurrent_weight": recurrent_weight, "input_weight": input_weight, "bias": bias}
+    arrays |= {"init_state": init_state, "mask": mask}
+    saved = {"source_gradient": source_gradient, "z_state": z_state, "state_gradient": state_gradient}
+    check_leading_ones(op, leading_ones, ("bias",))
+    call = translate(op, arrays | saved, descriptor, z_state_holds, hard_sigmoid, mask_layout)
+    gradients = recurrence.rnn_gradients(**call, engine=engine, stream=stream)
+    return gradient_list(gradients, GRADIENTS, arrays, leading_ones)
+
+
+def translate(
+    op: str,
+    arrays: dict[str, mx.array | None],
+    descriptor: SingleGateRNNDescriptor,
+    z_state_holds: str,
+    hard_sigmoid: str,
+    mask_layout: str,
+) -> dict[str, object]:
+    """The recurrence's arguments, once Apple's are found right."""
+    check_descriptor(op, descriptor, SingleGateRNNDescriptor, FLAGS, ["activation"])
+    check_option(op, "z_state_holds", z_state_holds, tuple(Z_STATES))
+    given = check_layouts(op, arrays, 1, descriptor.bidirectional)
+    mask = check_mask(op, given, descriptor.bidirectional, mask_layout)
+    given = given if mask is None else given | {"mask": mask}
+    words = WORDS | {"z_state": Z_STATES[z_state_holds]}
+    options = {
+        "activation": activation_names(op, descriptor, ["activation"], hard_sigmoid)[0],
+        "reverse": descriptor.reverse and not descriptor.bidirectional,
+        "bidirectional": descriptor.bidirectional,
+    }
+    return {"Wx": None} | {words[name]: array for name, array in given.items()} | options

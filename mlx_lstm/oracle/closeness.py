@@ -1,0 +1,175 @@
+"""The one tolerance policy: a result may differ from the float64 oracle by what rounding explains, and by no more.
+
+`assert_close` compares with the error of the same formula in the same dtype; `bounds` derives a limit from the case
+alone, which `assert_within` enforces. No number here is fitted to a result: if a check fails, look for the error.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from .cells import Arithmetic
+from .recurrence import evaluate
+
+TRIALS = 8
+SAFETY = 4
+
+
+class Float(NamedTuple):
+    """What rounding in a dtype is made of: the gap above 1, the smallest normal and the smallest subnormal number."""
+
+    eps: float
+    tiny: float
+    smallest: float
+
+
+FLOATS = {
+    "float64": Float(2.0**-52, 2.0**-1022, 2.0**-1074),
+    "float32": Float(2.0**-23, 2.0**-126, 2.0**-149),
+    "float16": Float(2.0**-10, 2.0**-14, 2.0**-24),
+    "bfloat16": Float(2.0**-7, 2.0**-126, 2.0**-133),
+}
+
+
+def float_of(dtype):
+    """The `Float` of a dtype or its name; NumPy itself knows no bfloat16."""
+    return FLOATS[dtype if isinstance(dtype, str) else np.dtype(dtype).name]
+
+
+def assert_close(name, got, same_dtype, ref64, *, factor=2.0):
+    """`got` is at most `factor` times as wrong as the same formula at the same dtype, plus a rounding floor.
+
+    max|got - ref64| <= factor * max|same_dtype - ref64| + 4 eps * max|ref64|. NaN, another shape or dtype fail.
+    """
+    same_dtype = np.asarray(same_dtype)
+    if np.asarray(got).dtype != same_dtype.dtype:
+        raise AssertionError(f"{name}: dtype {np.asarray(got).dtype}, expected {same_dtype.dtype}")
+    floor = 4 * float_of(same_dtype.dtype).eps * largest(ref64)
+    assert_within(name, got, ref64, factor * largest(same_dtype.astype(np.float64) - ref64) + floor)
+
+
+def assert_within(name, got, ref64, bound):
+    """|got - ref64| <= bound, a number or one for each element; a value that is not finite, or another shape, fails."""
+    got, ref64 = np.asarray(got), np.asarray(ref64)
+    if got.shape != ref64.shape:
+        raise AssertionError(f"{name}: shape {got.shape}, expected {ref64.shape}")
+    if ref64.dtype != np.float64 or not np.isfinite(ref64).all() or not np.isfinite(bound).all():
+        raise AssertionError(
+            f"{name}: the reference must be finite float64 and the bound finite, got {ref64.dtype}, {bound}"
+        )
+    error = np.abs(got.astype(np.float64) - ref64)
+    if not (error <= bound).all():  # NaN compares false
+        worst = tuple(int(n) for n in np.unravel_index(np.argmax(error - bound), error.shape))
+        values = f"got {got[worst]!s}, expected {ref64[worst]:.9g}"
+        allowed = np.broadcast_to(bound, error.shape)[worst]
+        raise AssertionError(f"{name}: error {error[worst]:.3g} > bound {allowed:.3g} at {list(worst)}: {values}")
+
+
+def bounds(case, dtype, cotangents=None):
+    """How far a right implementation in `dtype` may be from the oracle: {name: max-norm bound}.
+
+    Of all outputs, and of all gradients if cotangents are given. It depends only on the case, whose arrays must be
+    representable in `dtype` and keep relu and hard_sigmoid off their kinks, where a gradient jumps under any rounding.
+
+    First-order error analysis says  error = sum over operations of (sensitivity to its result) * (error of its result).
+    The errors have known limits, with u the unit roundoff of `dtype` and v that of the accumulator (`Arithmetic`):
+
+        + - * /, storing        u |result|
+        activation              4 ulp = 8 v |result|, then stored
+        dot, sum of K terms     v sqrt(K) sum|terms|, in any order, then stored (Higham and Mary, SIAM J. Sci. Comput.,
+                                2019: roundings are not all of one sign, so the K of the worst case becomes sqrt(K))
+        z a + (1 - z) b         u (|z a| + 2 |(1 - z) b| + |result|), or as b + z (a - b): u (2 |z (a - b)| + |result|);
+                                either is right, so the larger
+        underflow               the smallest subnormal of `dtype`, or the smallest normal of the accumulator if larger
+
+    The sensitivities must be those of the true Jacobian, which cancels: a bound from absolute values grows
+    exponentially in T and allows everything. So the sum is sampled (as CESTAC does): the float64 oracle is evaluated
+    with every result moved up or down by a random half to whole of its limit. Half of the trials repeat the same moves
+    at each time step, as an activation's bias would. The largest move over TRIALS is about twice the root of the sum of
+    squares of the terms; SAFETY times it covers 36 equal terms all against us. Another eps max|result| is added for
+    when all moves cancel.
+    """
+    return bounds_of(lambda fl: _values(case, cotangents, fl), dtype)
+
+
+def elementwise_bounds(case, dtype, cotangents=None):
+    """`bounds` of each element by itself, {name: array}: what is small beside others must have right digits too.
+
+    An element's moves may cancel in one trial, and no larger neighbour stands in for it: hence more trials.
+    """
+    return exact_and_bounds(lambda fl: _values(case, cotangents, fl), dtype, 4 * TRIALS, np.abs)[1]
+
+
+def bounds_of(values, dtype, trials=TRIALS):
+    """`bounds` of whatever `values`, a function of an `Arithmetic`, returns by name. Fewer trials never widen them."""
+    return exact_and_bounds(values, dtype, trials)[1]
+
+
+def largest(array):
+    """Max norm; 0 for an empty array."""
+    return float(np.max(np.abs(array), initial=0.0))
+
+
+def exact_and_bounds(values, dtype, trials=TRIALS, size=largest):
+    """What `values` returns in float64, and its bounds: by the max norm, or by another `size`."""
+    exact = values(Arithmetic(np.float64))
+    moved = dict.fromkeys(exact, 0.0)
+    for trial in range(trials):
+        noise = Noise(dtype, seed=trial, systematic=trial % 2 == 1)
+        for name, value in values(noise).items():
+            moved[name] = np.maximum(moved[name], size(value - exact[name]) / noise.gain)
+    eps = float_of(dtype).eps
+    return exact, {name: SAFETY * moved[name] + eps * size(exact[name]) + noise.underflow for name in exact}
+
+
+def _values(case, cotangents, fl):
+    outputs, gradients = evaluate(case, cotangents, fl)
+    return outputs | gradients
+
+
+class Noise(Arithmetic):
+    """float64 arithmetic whose every result is moved by a random part of the error that `dtype` allows it.
+
+    In float64 the moves are `gain` times larger than the errors, to stand out from the oracle's own rounding.
+    """
+
+    def __init__(self, dtype, seed, systematic):
+        super().__init__(np.float64)
+        stored = float_of(dtype)
+        accumulated = stored if stored is FLOATS["float64"] else FLOATS["float32"]
+        unit = stored.eps / 2
+        self.gain = max(1.0, 2.0**-26 / unit)
+        self.unit = self.gain * unit
+        self.accumulator_unit = self.gain * accumulated.eps / 2
+        self.underflow = max(stored.smallest, accumulated.tiny)
+        self.seed, self.systematic = seed, systematic
+        self.rng = np.random.default_rng(seed)
+
+    def start_step(self):
+        if self.systematic:
+            self.rng = np.random.default_rng(self.seed)
+
+    def load(self, value):
+        return np.asarray(value).astype(np.float64)
+
+    def move(self, limit):
+        """Random values of size limit / 2 to limit, of random sign."""
+        part = self.rng.uniform(-1.0, 1.0, np.shape(limit))
+        return limit * (part + np.copysign(1.0, part)) / 2
+
+    def __call__(self, value, units=0):
+        limit = (self.unit + units * self.accumulator_unit) * np.abs(value) + self.underflow
+        # An exact zero stays zero: moving it would cross the kink of relu.
+        return value + self.move(np.where(value == 0, 0.0, limit))
+
+    def dot(self, a, b):
+        return self(a @ b + self.move(self.accumulator_unit * np.sqrt(a.shape[-1]) * (np.abs(a) @ np.abs(b))))
+
+    def total(self, terms, axis):
+        K = np.prod([terms.shape[n] for n in axis])
+        spread = np.abs(terms).sum(axis=axis, keepdims=True)
+        return self(terms.sum(axis=axis, keepdims=True) + self.move(self.accumulator_unit * np.sqrt(K) * spread))
+
+    def blend(self, z, a, b):
+        products = np.abs(z * a) + 2 * np.abs((1.0 - z) * b)
+        return self(z * a + (1.0 - z) * b + self.move(self.unit * np.maximum(products, 2 * np.abs(z * (a - b)))))

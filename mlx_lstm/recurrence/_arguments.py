@@ -1,0 +1,124 @@
+"""Checks of a recurrence's arguments: shapes, dtypes and options; the cell that options describe."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+import numpy as np
+
+from ..checks import check_array, check_flag, check_number, check_option, check_sizes, fail
+from ..engines.cells import ACTIVATIONS, Cell, GRUCell, LSTMCell, RNNCell
+from ..engines.problem import Problem
+
+Arrays = dict[str, mx.array]
+
+
+def check_arrays(
+    arrays: Arrays, cell: Cell, bidirectional: bool = False, op: str = "lstm"
+) -> tuple[int, int, int, int]:
+    """Rank, size and dtype of every array; returns (T, B, H, P), of one direction."""
+    x, Wh, G = arrays["x"], arrays["Wh"], cell.gates
+    D = 2 if bidirectional else 1
+    GH, DGH = ("H" if n == 1 else f"{n}H" for n in (G, D * G))
+    own, many = ([2] if bidirectional else []), ("2" if bidirectional else "")
+    check_array(op, "x", x, ["T", "B", "I" if "Wx" in arrays else DGH])
+    check_array(op, "Wh", Wh, [*own, GH, "P" if "Wp" in arrays else "H"], x.dtype)
+    for name in ("x", "Wh"):
+        check_sizes(op, name, arrays[name])
+    T, B, I = x.shape
+    rows, P = Wh.shape[-2:]
+    H = rows // G
+    if rows % G or ("Wp" not in arrays and P != H):
+        axis = "2, " if bidirectional else ""
+        rule = f"[{axis}{GH}, P] with Wp, else [{axis}{GH}, H]" if G == 4 else f"[{axis}{GH}, H]"
+        fail(op, f"Wh must have shape {rule}", f"shape {list(Wh.shape)}")
+    if "Wx" not in arrays and I != D * G * H:
+        fail(op, f"x must have shape [T, B, {DGH} = {D * G * H}] when Wx is None", f"shape {list(x.shape)}")
+    shapes = {"Wx": [D * G * H, I], "b": [D * G * H], "h0": [B, D * P], "c0": [B, D * H], "bhn": [D * H]}
+    shapes |= {"peephole": [*own, 4 * H], "Wp": [*own, P, H]}
+    for name in (name for name in shapes if name in arrays):
+        check_array(op, name, arrays[name], shapes[name], x.dtype)
+    if "mask" in arrays:
+        check_mask(op, arrays["mask"], (T, B, D * P), x.dtype, many)
+    return T, B, H, P
+
+
+def check_mask(op: str, mask: mx.array, shape: tuple[int, int, int], dtype: mx.Dtype, many: str = "") -> None:
+    """The mask broadcasts to [T, B, P] without enlarging it."""
+    check_array(op, "mask", mask, list(getattr(mask, "shape", ())), dtype)
+    try:
+        fits = np.broadcast_shapes(mask.shape, shape) == shape
+    except ValueError:
+        fits = False
+    if not fits:
+        T, B, P = shape
+        rule = f"mask must broadcast to [B, {many}P] = [{B}, {P}] or [T, B, {many}P] = [{T}, {B}, {P}]"
+        fail(op, rule, f"shape {list(mask.shape)}")
+
+
+def check_sequences(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays, op: str) -> None:
+    """What a forward pass saved is there; it and the gradients of its outputs have the shapes of the outputs."""
+    T, B, H, P = problem[:4]
+    D, G, dtype = problem.directions, problem.cell.gates, arrays["x"].dtype
+    shapes = {"h": [T, B, D * P], "c": [T, B, D * H], "gates": [T, B, D * G * H], "hT": [B, D * P], "cT": [B, D * H]}
+    for name in {"lstm": ("gates", "c"), "gru": ("gates", "h"), "rnn": ()}[problem.cell.op]:
+        check_array(op, name, saved.get(name), shapes[name], dtype)
+    for name, array in saved.items():
+        check_array(op, name, array, shapes[name], dtype)
+    for name, array in cotangents.items():
+        check_array(op, f"d{name}", array, shapes[name], dtype)
+    if problem.cell.op == "rnn" and not saved:
+        fail(op, "h or gates must be given", "None")
+    if "Wp" in arrays and "h" not in saved:
+        fail(op, "h must be given where there is a projection Wp", "None")
+
+
+def check_lstm(
+    gate_order: str,
+    activations: Sequence[str],
+    output_peephole: str,
+    cell_clip: float | None,
+    forget_bias: float,
+    op: str = "lstm",
+) -> LSTMCell:
+    """The LSTM cell these options describe."""
+    check_gate_order(op, gate_order, "ifgo")
+    check_activations(op, activations, "five names: those of i, f, g, o and of the output", 5)
+    check_option(op, "output_peephole", output_peephole, ("current", "previous"))
+    clip = None if cell_clip is None else check_number(op, "cell_clip", cell_clip, positive=True)
+    bias = check_number(op, "forget_bias", forget_bias)
+    return LSTMCell(gate_order, tuple(activations), output_peephole, clip, bias)
+
+
+def check_gru(
+    gate_order: str, activations: Sequence[str], reset: str, flip_z: bool, bhn: mx.array | None, op: str = "gru"
+) -> GRUCell:
+    """The GRU cell these options describe."""
+    check_gate_order(op, gate_order, "rzn")
+    check_activations(op, activations, "three names: those of r, z, n", 3)
+    check_option(op, "reset", reset, ("after", "before"))
+    check_flag(op, "flip_z", flip_z)
+    if bhn is not None and reset == "before":
+        fail(op, "bhn must be None with reset='before'", "an array")
+    return GRUCell(gate_order, tuple(activations), reset, flip_z)
+
+
+def check_rnn(activation: str, op: str = "rnn") -> RNNCell:
+    """The plain cell this option describes."""
+    check_option(op, "activation", activation, ACTIVATIONS)
+    return RNNCell(activation)
+
+
+def check_gate_order(op: str, gate_order: object, gates: str) -> None:
+    """`gate_order` is a permutation of `gates`."""
+    if not isinstance(gate_order, str) or sorted(gate_order) != sorted(gates):
+        fail(op, f"gate_order must be a permutation of {gates!r}", repr(gate_order))
+
+
+def check_activations(op: str, activations: object, rule: str, count: int) -> None:
+    """`activations` is a sequence of `count` names of `ACTIVATIONS`."""
+    if isinstance(activations, str) or not isinstance(activations, Sequence) or len(activations) != count:
+        fail(op, f"activations must be {rule}", repr(activations))
+    for name in activations:
+        check_option(op, "activations: each", name, ACTIVATIONS)

@@ -1,0 +1,104 @@
+"""From a call of a recurrence to an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from ..checks import check_flag, check_lengths
+from ..engines import choice, tuning
+from ..engines.autodiff import run, run_backward
+from ..engines.cells import Cell, RNNCell
+from ..engines.choice import Stream, on
+from ..engines.ops.cells import activate
+from ..engines.problem import Problem
+from ..engines.tracing import is_traced
+from ._arguments import check_arrays, check_sequences
+
+Arrays = dict[str, mx.array]
+Lengths = mx.array | Sequence[int] | None
+
+
+# --- From a call to an engine ----------------------------------------------------------------------------------------
+
+
+class Plan(NamedTuple):
+    """A call's cell and options, as the caller gave them: checks them with the arrays, chooses an engine and runs."""
+
+    cell: Cell
+    reverse: bool
+    bidirectional: bool
+    lengths: Lengths
+    return_gates: bool
+    training: bool
+    engine: str | None
+    stream: Stream
+
+    def forward(self, arrays: Arrays) -> dict[str, mx.array | None]:
+        """The outputs, with their gradient."""
+        problem = self.check(arrays, self.cell.op)
+        with on(self.stream):
+            problem, engine, traced = self.choose(problem, arrays, [], self.cell.op)
+            return run(problem, arrays, engine, plain=traced and not self.training)
+
+    def backward(self, arrays: Arrays, saved: Arrays, cotangents: Arrays) -> Arrays:
+        """The gradients of the arrays."""
+        op = f"{self.cell.op}_gradients"
+        problem = self.check(arrays, op)
+        check_sequences(problem, arrays, saved, cotangents, op)
+        with on(self.stream):
+            problem, engine, _ = self.choose(problem, arrays, [*saved.values(), *cotangents.values()], op)
+            if "h" not in saved:
+                saved = saved | {"h": h_of(problem, saved)}
+            return run_backward(problem, arrays, saved, cotangents, engine)
+
+    def check(self, arrays: Arrays, op: str) -> Problem:
+        """The problem, but for its lengths, once arrays and flags are found right."""
+        for name in ("reverse", "bidirectional", "return_gates", "training"):
+            check_flag(op, name, getattr(self, name))
+        sizes = check_arrays(arrays, self.cell, self.bidirectional, op)
+        options = self.return_gates, self.training, self.bidirectional
+        return Problem(*sizes, self.cell, self.reverse and not self.bidirectional, None, *options)
+
+    def choose(self, problem: Problem, arrays: Arrays, others: list[mx.array], op: str) -> tuple[Problem, str, bool]:
+        """The problem with its lengths, the engine's word, whether some array has no value yet, where that counts:
+        nothing is evaluated for an engine that does without."""
+        T, B, H, _ = problem[:4]
+        if self.lengths is not None:
+            traced = isinstance(self.lengths, mx.array) and is_traced([self.lengths], wait=True)
+            problem = problem._replace(lengths=check_lengths(op, self.lengths, B, T, traced=traced))
+            others = [*others, problem.lengths]
+        metal, on_cpu = mx.metal.is_available(), choice.current_device() == "cpu"
+        numpy = on_cpu and self.engine in (None, "numpy")
+        traced = (numpy or not self.training) and is_traced([*arrays.values(), *others], wait=numpy)
+        word = choice.choose(
+            sizes=(T, B, arrays["x"].shape[-1], H),
+            dtype=arrays["x"].dtype,
+            cell=self.cell,
+            bidirectional=self.bidirectional,
+            projection="Wp" in arrays,
+            device="cpu" if on_cpu else "gpu",
+            metal=metal,
+            traced=traced,
+            requested=self.engine,
+            table=tuning.current() if metal else tuning.PREDICTED,
+            op=op,
+        ).engine
+        return problem, word, traced
+
+
+def given(**arrays: mx.array | None) -> Arrays:
+    """The arrays that are not None; x and Wh have to be there, which is checked later."""
+    return {name: array for name, array in arrays.items() if array is not None or name in ("x", "Wh")}
+
+
+def h_of(problem: Problem, saved: Arrays) -> mx.array:
+    """[T, B, D H]: h out of an LSTM's gates and c, where nothing is projected, or of a plain cell's preactivations."""
+    cell, D, H, gates = problem.cell, problem.directions, problem.H, saved["gates"]
+    if isinstance(cell, RNNCell):
+        return activate(cell.act, gates)
+    c = saved["c"]
+    blocks = gates.reshape(*gates.shape[:2], D, 4 * H)[..., cell.block("o", H)]
+    return (blocks.reshape(c.shape) * activate(cell.activation("output"), c)).astype(gates.dtype)

@@ -1,0 +1,146 @@
+"""The GRU over a sequence, and its gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from ..engines.choice import Stream
+from ._arguments import check_gru
+from ._call import Arrays, Lengths, Plan, given
+
+
+class GRUOutput(NamedTuple):
+    """What `gru` returns: sequences h [T, B, H], gates [T, B, 3H]; the last state hT [B, H]; twice as wide for both
+    directions."""
+
+    h: mx.array
+    gates: mx.array | None
+    hT: mx.array
+
+
+def gru(
+    x: mx.array,
+    Wx: mx.array | None,
+    Wh: mx.array,
+    b: mx.array | None = None,
+    h0: mx.array | None = None,
+    *,
+    bhn: mx.array | None = None,
+    gate_order: str = "rzn",
+    activations: Sequence[str] = ("sigmoid", "sigmoid", "tanh"),
+    reset: str = "after",
+    flip_z: bool = False,
+    mask: mx.array | None = None,
+    reverse: bool = False,
+    bidirectional: bool = False,
+    lengths: Lengths = None,
+    return_gates: bool = False,
+    training: bool = True,
+    engine: str | None = None,
+    stream: Stream = None,
+) -> GRUOutput:
+    r"""A gated recurrent unit layer over a time-major sequence.
+
+    .. math::
+
+        r, z &= s_k(x_t W_{x,k}^T + (m_t \odot h_{t-1}) W_{h,k}^T + b_k), \quad k \in \{r, z\} \\
+        n &= s_n(x_t W_{x,n}^T + b_n + r \odot ((m_t \odot h_{t-1}) W_{h,n}^T + b_{hn})) \\
+        h_t &= z \odot h_{t-1} + (1 - z) \odot n
+
+    Without options it equals `torch.nn.GRU` of one layer (b = b_ih + b_hh for r and z, b_in for n; bhn = b_hn) and
+    `mlx.nn.GRU`. With `reset="before"` the candidate is :math:`n = s_n(x_t W_{x,n}^T + b_n + (r \odot m_t \odot
+    h_{t-1}) W_{h,n}^T)`, as in the first version of the paper, in Keras with `reset_after=False` and in TensorFlow's
+    GRUBlockCell. The gradient is exact for every array and flows from all outputs; it keeps the gates.
+
+    Args:
+        x (array): input, [T, B, I]; or, with `Wx=None`, the already projected input, [T, B, 3H].
+        Wx (array, optional): input weights, [3H, I].
+        Wh (array): recurrent weights, [3H, H].
+        b (array, optional): bias, [3H].
+        h0 (array, optional): first h, [B, H]. Default: zeros.
+        bhn (array, optional): bias of the candidate's recurrent product, [H]; needs `reset="after"`.
+        gate_order (str): order of the three H-blocks on every 3H axis, a permutation of reset, update and candidate
+            gate. Default: `"rzn"`.
+        activations (sequence of str): those of r, z, n, in this order, each as in `lstm`.
+        reset (str): whether r multiplies the recurrent product, `"after"`, or what goes into it, `"before"`.
+            Default: `"after"`.
+        flip_z (bool): let z be the weight of n, so that h = (1 - z) h + z n. Default: `False`.
+        mask (array, optional): factor on h[t-1] as it enters the recurrent products (not the sum with z);
+            broadcastable to [B, H] or, one per step, to [T, B, H].
+        reverse, bidirectional, lengths, return_gates, training, engine, stream: as in `lstm`. For both directions Wx is
+            [6H, I], b [6H], Wh [2, 3H, H], bhn [2H], h0 [B, 2H], a projected x [T, B, 6H].
+
+    Returns:
+        GRUOutput: h [T, B, H], gates [T, B, 3H] (after activation, in `gate_order`; `None` unless `return_gates`) and
+        hT [B, H], in the dtype of x.
+
+    Raises:
+        ValueError, RuntimeError: as `lstm`.
+
+    Example:
+        >>> import mlx.core as mx
+        >>> from mlx_lstm import gru
+        >>> x = mx.random.normal((10, 2, 3))  # T, B, I
+        >>> out = gru(x, mx.zeros((12, 3)), mx.zeros((12, 4)), mx.ones((12,)))
+        >>> out.h.shape, out.hT.shape
+        ((10, 2, 4), (2, 4))
+    """
+    arrays = given(x=x, Wx=Wx, Wh=Wh, b=b, h0=h0, bhn=bhn, mask=mask)
+    cell = check_gru(gate_order, activations, reset, flip_z, bhn)
+    plan = Plan(cell, reverse, bidirectional, lengths, return_gates, training, engine, stream)
+    return GRUOutput(**plan.forward(arrays))
+
+
+def gru_gradients(
+    x: mx.array,
+    Wx: mx.array | None,
+    Wh: mx.array,
+    b: mx.array | None = None,
+    h0: mx.array | None = None,
+    *,
+    gates: mx.array,
+    h: mx.array,
+    dh: mx.array | None = None,
+    dgates: mx.array | None = None,
+    dhT: mx.array | None = None,
+    bhn: mx.array | None = None,
+    gate_order: str = "rzn",
+    activations: Sequence[str] = ("sigmoid", "sigmoid", "tanh"),
+    reset: str = "after",
+    flip_z: bool = False,
+    mask: mx.array | None = None,
+    reverse: bool = False,
+    bidirectional: bool = False,
+    lengths: Lengths = None,
+    engine: str | None = None,
+    stream: Stream = None,
+) -> Arrays:
+    """The gradient of `gru`, from what a forward pass returned; equals what `mx.vjp` gives for the same arguments.
+
+    Args:
+        x, Wx, Wh, b, h0 and all options: as `gru` had them.
+        gates (array): [T, B, 3H], as `gru` returned them.
+        h (array): [T, B, H], likewise.
+        dh, dgates, dhT (array, optional): the gradients of the outputs, in their shapes. Default: zeros.
+
+    Returns:
+        dict: the gradient of each array given, by its name here, in its shape.
+
+    Raises:
+        ValueError: as `gru`.
+
+    Example:
+        >>> import mlx.core as mx
+        >>> from mlx_lstm.recurrence import gru, gru_gradients
+        >>> x, Wx, Wh = mx.ones((10, 2, 3)), mx.ones((12, 3)), mx.ones((12, 4))
+        >>> out = gru(x, Wx, Wh, return_gates=True)
+        >>> gru_gradients(x, Wx, Wh, gates=out.gates, h=out.h, dh=mx.ones((10, 2, 4)))["x"].shape
+        (10, 2, 3)
+    """
+    arrays = given(x=x, Wx=Wx, Wh=Wh, b=b, h0=h0, bhn=bhn, mask=mask)
+    cell = check_gru(gate_order, activations, reset, flip_z, bhn, op="gru_gradients")
+    plan = Plan(cell, reverse, bidirectional, lengths, False, True, engine, stream)
+    return plan.backward(arrays, given(h=h, gates=gates), given(h=dh, gates=dgates, hT=dhT))

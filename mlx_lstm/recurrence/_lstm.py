@@ -1,0 +1,184 @@
+"""The LSTM over a sequence, and its gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from ..engines.choice import Stream
+from ._arguments import check_lstm
+from ._call import Arrays, Lengths, Plan, given
+
+
+class LSTMOutput(NamedTuple):
+    """What `lstm` returns: sequences h [T, B, P], c [T, B, H], gates [T, B, 4H]; last states hT [B, P], cT [B, H].
+
+    Where both directions run, each last axis is twice as wide, the forward direction first.
+    """
+
+    h: mx.array
+    c: mx.array
+    gates: mx.array | None
+    hT: mx.array
+    cT: mx.array
+
+
+def lstm(
+    x: mx.array,
+    Wx: mx.array | None,
+    Wh: mx.array,
+    b: mx.array | None = None,
+    h0: mx.array | None = None,
+    c0: mx.array | None = None,
+    *,
+    gate_order: str = "ifgo",
+    activations: Sequence[str] = ("sigmoid", "sigmoid", "tanh", "sigmoid", "tanh"),
+    peephole: mx.array | None = None,
+    output_peephole: str = "current",
+    mask: mx.array | None = None,
+    cell_clip: float | None = None,
+    forget_bias: float = 0.0,
+    reverse: bool = False,
+    bidirectional: bool = False,
+    lengths: Lengths = None,
+    Wp: mx.array | None = None,
+    return_gates: bool = False,
+    training: bool = True,
+    engine: str | None = None,
+    stream: Stream = None,
+) -> LSTMOutput:
+    r"""A long short-term memory layer over a time-major sequence.
+
+    .. math::
+
+        a_k &= x_t W_{x,k}^T + (m_t \odot h_{t-1}) W_{h,k}^T + b_k + p_k \odot c_{t-1}, \quad k \in \{i, f, g, o\} \\
+        i, f, g, o &= s_i(a_i),\; s_f(a_f + \text{forget\_bias}),\; s_g(a_g),\; s_o(a_o) \\
+        c_t &= f \odot c_{t-1} + i \odot g, \text{ clipped to } \pm\text{cell\_clip} \\
+        h_t &= \left(o \odot s_{output}(c_t)\right) W_p^T
+
+    Without options it equals `torch.nn.LSTM` of one layer (b = b_ih + b_hh) and `mlx.nn.LSTM` on a transposed batch.
+    The gradient is exact for every array and flows from all five outputs; it keeps the gates and the cell states.
+
+    Args:
+        x (array): input, [T, B, I]; or, with `Wx=None`, the already projected input, [T, B, 4H].
+        Wx (array, optional): input weights, [4H, I].
+        Wh (array): recurrent weights, [4H, P]; P is H, or the projection's width.
+        b (array, optional): bias, [4H].
+        h0 (array, optional): first h, [B, P]. Default: zeros.
+        c0 (array, optional): first c, [B, H]. Default: zeros.
+        gate_order (str): order of the four H-blocks on every 4H axis (weights, bias, peephole, gates), a permutation of
+            input, forget, candidate and output gate. Default: `"ifgo"`.
+        activations (sequence of str): those of i, f, g, o (in this order, whatever `gate_order` is) and of the output,
+            each one of `"identity"`, `"relu"`, `"tanh"`, `"sigmoid"`, `"hard_sigmoid"` (clip(0.2 x + 0.5, 0, 1)),
+            `"hard_sigmoid_sixth"` (clip(x / 6 + 0.5, 0, 1)).
+        peephole (array, optional): peephole weights, [4H]; zeros for a gate that shall not peep.
+        output_peephole (str): whether o peeps at c[t], `"current"`, or at c[t-1], `"previous"`. Default: `"current"`.
+        mask (array, optional): factor on h[t-1] as it enters the recurrent product; broadcastable to [B, P] or, one per
+            step, to [T, B, P].
+        cell_clip (float, optional): bound on |c[t]|, greater than 0. The gradient passes straight through, as in
+            TensorFlow's block ops.
+        forget_bias (float): added to the forget gate's preactivation. Default: 0.
+        reverse (bool): process t = T-1 ... 0; outputs stay aligned with the input. Default: `False`.
+        bidirectional (bool): run both directions. Then, the forward direction first, Wx is [8H, I], b [8H], Wh
+            [2, 4H, P], Wp [2, P, H], peephole [2, 4H], h0 [B, 2P], c0 [B, 2H], a mask that is not shared [.., 2P], a
+            projected x [T, B, 8H], and all outputs are twice as wide. Default: `False`.
+        lengths (integer array or list, optional): [B], each in 0..T. Past its end an item's outputs are 0, its state is
+            carried unchanged and its input never read; with `reverse` the item starts at its end. The range goes
+            unchecked under `mx.compile`.
+        Wp (array, optional): projection of h, [P, H].
+        return_gates (bool): whether `gates` is returned, else it is `None`. Default: `False`.
+        training (bool): `False` for inference. The numpy engine then keeps nothing for a gradient; should one be
+            asked for, it runs forward again. A graph that MLX traces stays free of our gradient, which
+            `mx.export_function` could not write; MLX then derives its own. Default: `True`.
+        engine (str, optional): `"fused"`, `"stepwise"` (Metal), `"numpy"` or `"ops"` to force an engine. Default: the
+            best for the stream's device and the sizes, see `mlx_lstm.engines.choose`.
+        stream (Stream or Device, optional): where to run, as for any MLX op.
+
+    Returns:
+        LSTMOutput: h [T, B, P], c [T, B, H] (clipped), gates [T, B, 4H] (after activation, in `gate_order`; `None`
+        unless `return_gates`), hT [B, P] and cT [B, H] (the state after the last step processed), in the dtype of x.
+        float16 and bfloat16 are computed in float32. Engines on the CPU round once, at the outputs; the Metal engines
+        keep the projected input, h and the gates in 16 bits, c in float32.
+
+    Raises:
+        ValueError: a rule on an argument is broken, or a forced engine cannot run. Nothing has been computed then.
+        RuntimeError: a second or a forward-mode derivative was asked of an engine other than `"ops"`.
+
+    Example:
+        >>> import mlx.core as mx
+        >>> from mlx_lstm import lstm
+        >>> x = mx.random.normal((10, 2, 3))  # T, B, I
+        >>> Wx, Wh, b = mx.zeros((16, 3)), mx.zeros((16, 4)), mx.ones((16,))
+        >>> out = lstm(x, Wx, Wh, b)
+        >>> out.h.shape, out.cT.shape
+        ((10, 2, 4), (2, 4))
+        >>> mx.grad(lambda Wh: lstm(x, Wx, Wh, b).hT.sum())(Wh).shape
+        (16, 4)
+    """
+    arrays = given(x=x, Wx=Wx, Wh=Wh, b=b, h0=h0, c0=c0, peephole=peephole, mask=mask, Wp=Wp)
+    cell = check_lstm(gate_order, activations, output_peephole, cell_clip, forget_bias)
+    plan = Plan(cell, reverse, bidirectional, lengths, return_gates, training, engine, stream)
+    return LSTMOutput(**plan.forward(arrays))
+
+
+def lstm_gradients(
+    x: mx.array,
+    Wx: mx.array | None,
+    Wh: mx.array,
+    b: mx.array | None = None,
+    h0: mx.array | None = None,
+    c0: mx.array | None = None,
+    *,
+    gates: mx.array,
+    c: mx.array,
+    h: mx.array | None = None,
+    dh: mx.array | None = None,
+    dc: mx.array | None = None,
+    dgates: mx.array | None = None,
+    dhT: mx.array | None = None,
+    dcT: mx.array | None = None,
+    gate_order: str = "ifgo",
+    activations: Sequence[str] = ("sigmoid", "sigmoid", "tanh", "sigmoid", "tanh"),
+    peephole: mx.array | None = None,
+    output_peephole: str = "current",
+    mask: mx.array | None = None,
+    reverse: bool = False,
+    bidirectional: bool = False,
+    lengths: Lengths = None,
+    Wp: mx.array | None = None,
+    engine: str | None = None,
+    stream: Stream = None,
+) -> Arrays:
+    """The gradient of `lstm`, from what a forward pass returned.
+
+    Equals what `mx.vjp` gives for the same arguments. No gate is computed again.
+
+    Args:
+        x, Wx, Wh, b, h0, c0 and all options: as `lstm` had them. A clip and a forget bias leave no trace in the
+            formulas. With `Wx=None` only the shape of x counts.
+        gates (array): [T, B, 4H], as `lstm` returned them.
+        c (array): [T, B, H], likewise.
+        h (array, optional): [T, B, P], likewise. Default: made of gates and c, which a projection does not allow.
+        dh, dc, dgates, dhT, dcT (array, optional): the gradients of the outputs, in their shapes. Default: zeros.
+
+    Returns:
+        dict: the gradient of each array given, by its name here, in its shape: `"x"`, `"Wx"`, `"Wh"`, `"b"`, `"h0"`,
+        `"c0"`, `"peephole"`, `"mask"`, `"Wp"`.
+
+    Raises:
+        ValueError: as `lstm`.
+
+    Example:
+        >>> import mlx.core as mx
+        >>> from mlx_lstm.recurrence import lstm, lstm_gradients
+        >>> x, Wx, Wh = mx.ones((10, 2, 3)), mx.ones((16, 3)), mx.ones((16, 4))
+        >>> out = lstm(x, Wx, Wh, return_gates=True)
+        >>> lstm_gradients(x, Wx, Wh, gates=out.gates, c=out.c, h=out.h, dh=mx.ones((10, 2, 4)))["Wh"].shape
+        (16, 4)
+    """
+    arrays = given(x=x, Wx=Wx, Wh=Wh, b=b, h0=h0, c0=c0, peephole=peephole, mask=mask, Wp=Wp)
+    cell = check_lstm(gate_order, activations, output_peephole, None, 0.0, op="lstm_gradients")
+    plan = Plan(cell, reverse, bidirectional, lengths, False, True, engine, stream)
+    return plan.backward(arrays, given(h=h, c=c, gates=gates), given(h=dh, c=dc, gates=dgates, hT=dhT, cT=dcT))

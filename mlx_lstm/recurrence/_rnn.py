@@ -1,0 +1,117 @@
+"""The plain RNN over a sequence, and its gradient."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from ..engines.choice import Stream
+from ._arguments import check_rnn
+from ._call import Arrays, Lengths, Plan, given
+
+
+class RNNOutput(NamedTuple):
+    """What `rnn` returns: sequences h and gates, the preactivations, [T, B, H]; the last state hT [B, H]; twice as wide
+    for both directions."""
+
+    h: mx.array
+    gates: mx.array | None
+    hT: mx.array
+
+
+def rnn(
+    x: mx.array,
+    Wx: mx.array | None,
+    Wh: mx.array,
+    b: mx.array | None = None,
+    h0: mx.array | None = None,
+    *,
+    activation: str = "tanh",
+    mask: mx.array | None = None,
+    reverse: bool = False,
+    bidirectional: bool = False,
+    lengths: Lengths = None,
+    return_gates: bool = False,
+    training: bool = True,
+    engine: str | None = None,
+    stream: Stream = None,
+) -> RNNOutput:
+    r"""A plain recurrent layer over a time-major sequence, as `torch.nn.RNN` of one layer and `mlx.nn.RNN` have it.
+
+    .. math:: h_t = s(x_t W_x^T + (m_t \odot h_{t-1}) W_h^T + b)
+
+    Args:
+        x (array): input, [T, B, I]; or, with `Wx=None`, the already projected input, [T, B, H].
+        Wx (array, optional): input weights, [H, I].
+        Wh (array): recurrent weights, [H, H].
+        b (array, optional): bias, [H].
+        h0 (array, optional): first h, [B, H]. Default: zeros.
+        activation (str): that of h, one of those of `lstm`. Default: `"tanh"`.
+        mask, reverse, bidirectional, lengths, training, engine, stream: as in `lstm`. For both directions Wx is
+            [2H, I], b [2H], Wh [2, H, H], h0 [B, 2H], a projected x [T, B, 2H].
+        return_gates (bool): whether `gates`, here the argument of the activation, is returned. Default: `False`.
+
+    Returns:
+        RNNOutput: h [T, B, H], gates [T, B, H] (before activation; `None` unless `return_gates`) and hT [B, H], in the
+        dtype of x.
+
+    Raises:
+        ValueError, RuntimeError: as `lstm`.
+
+    Example:
+        >>> import mlx.core as mx
+        >>> from mlx_lstm import rnn
+        >>> rnn(mx.ones((10, 2, 3)), mx.zeros((4, 3)), mx.zeros((4, 4)), activation="relu").h.shape
+        (10, 2, 4)
+    """
+    arrays = given(x=x, Wx=Wx, Wh=Wh, b=b, h0=h0, mask=mask)
+    cell = check_rnn(activation)
+    plan = Plan(cell, reverse, bidirectional, lengths, return_gates, training, engine, stream)
+    return RNNOutput(**plan.forward(arrays))
+
+
+def rnn_gradients(
+    x: mx.array,
+    Wx: mx.array | None,
+    Wh: mx.array,
+    b: mx.array | None = None,
+    h0: mx.array | None = None,
+    *,
+    h: mx.array | None = None,
+    gates: mx.array | None = None,
+    dh: mx.array | None = None,
+    dgates: mx.array | None = None,
+    dhT: mx.array | None = None,
+    activation: str = "tanh",
+    mask: mx.array | None = None,
+    reverse: bool = False,
+    bidirectional: bool = False,
+    lengths: Lengths = None,
+    engine: str | None = None,
+    stream: Stream = None,
+) -> Arrays:
+    """The gradient of `rnn`, from what a forward pass returned; equals what `mx.vjp` gives for the same arguments.
+
+    Args:
+        x, Wx, Wh, b, h0 and all options: as `rnn` had them.
+        h, gates (array): [T, B, H], as `rnn` returned them; one of the two, or both.
+        dh, dgates, dhT (array, optional): the gradients of the outputs, in their shapes. Default: zeros.
+
+    Returns:
+        dict: the gradient of each array given, by its name here, in its shape.
+
+    Raises:
+        ValueError: as `rnn`.
+
+    Example:
+        >>> import mlx.core as mx
+        >>> from mlx_lstm.recurrence import rnn, rnn_gradients
+        >>> x, Wx, Wh = mx.ones((10, 2, 3)), mx.ones((4, 3)), mx.ones((4, 4))
+        >>> rnn_gradients(x, Wx, Wh, h=rnn(x, Wx, Wh).h, dh=mx.ones((10, 2, 4)))["Wh"].shape
+        (4, 4)
+    """
+    arrays = given(x=x, Wx=Wx, Wh=Wh, b=b, h0=h0, mask=mask)
+    cell = check_rnn(activation, op="rnn_gradients")
+    plan = Plan(cell, reverse, bidirectional, lengths, False, True, engine, stream)
+    return plan.backward(arrays, given(h=h, gates=gates), given(h=dh, gates=dgates, hT=dhT))

@@ -1,0 +1,30 @@
+"""TensorFlow's block ops on MLX, exact to the quirk and differentiable.
+
+`lstm_block_cell`, `block_lstm`, `block_lstm_v2`, `gru_block_cell` and their `_grad` are `tf.raw_ops.LSTMBlockCell` and
+so on: the same arguments in the same order, also by name, the same defaults, and tuples of the same outputs. They run
+on every engine. Sizes are T time, N batch, I input, H cell. w [I + H, 4H] has the input's rows first; its columns and
+b are in the order i, c, f, o (ICFO), of the V2 ops i, f, c, o (IFCO), where c is the cell input `ci`.
+
+What all ops here have in common, and TensorFlow has not:
+
+- MLX differentiates the four forward ops, from every one of their outputs.
+- Arrays are MLX arrays of one dtype: float32, float16, and as an extension bfloat16 and, on the CPU, float64; those of
+  16 bits are multiplied and summed in float32 (TensorFlow on the CPU sums in float16, and has only float32 for GRUs).
+- Wrong arguments raise a ValueError with TensorFlow's text where it has one. Where TensorFlow ends the process or
+  reads out of bounds (`seq_len_max` out of range, ranks, lengths of peepholes, sizes of activations), too.
+- `engine` and `stream`, by keyword only, are those of `mlx_lstm.lstm`. TensorFlow's `name` is absent.
+"""
+
+from ._gru import GRUBlockCellGradOutput as GRUBlockCellGradOutput
+from ._gru import GRUBlockCellOutput as GRUBlockCellOutput
+from ._gru import gru_block_cell as gru_block_cell
+from ._gru import gru_block_cell_grad as gru_block_cell_grad
+from ._lstm import BlockLSTMGradOutput as BlockLSTMGradOutput
+from ._lstm import BlockLSTMOutput as BlockLSTMOutput
+from ._lstm import LSTMBlockCellGradOutput as LSTMBlockCellGradOutput
+from ._lstm import block_lstm as block_lstm
+from ._lstm import block_lstm_grad as block_lstm_grad
+from ._lstm import block_lstm_grad_v2 as block_lstm_grad_v2
+from ._lstm import block_lstm_v2 as block_lstm_v2
+from ._lstm import lstm_block_cell as lstm_block_cell
+from ._lstm import lstm_block_cell_grad as lstm_block_cell_grad

@@ -1,0 +1,182 @@
+"""Checks of the arguments of `mlx_lstm.tf`: TensorFlow's rules in TensorFlow's words, and those it leaves unchecked.
+
+Ranks are checked before sizes, so that nothing is read that is not there. Where several rules are broken at once,
+TensorFlow may name another one of them.
+"""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import mlx.core as mx
+import numpy as np
+
+from ..checks import as_float, check_array, check_flag, check_integer, fail
+from ..engines.tracing import is_traced
+
+Arrays = dict[str, mx.array]
+
+KEPT = ("i", "cs", "f", "o", "ci", "co")
+PEEPHOLES = ("wci", "wcf", "wco")
+
+
+def check_lstm_block_cell(op: str, arrays: Arrays, use_peephole: bool) -> None:
+    """Of LSTMBlockCell, and of its Grad where the arrays of `KEPT` and the gradients are there."""
+    check_flag(op, "use_peephole", use_peephole)
+    check_kinds(op, arrays)
+    check_ranks(
+        op, arrays, {"b": 1} | dict.fromkeys(PEEPHOLES, 1), 2, "{name}_tensor must be rank {rank} but is rank {got}."
+    )
+    N, I = arrays["x"].shape
+    H = arrays["cs_prev"].shape[1]
+    check_states(op, arrays, N, H)
+    check_weights(op, arrays, I, H)
+    if 0 in (N, H):
+        reject(op, f"cs_prev_tensor is empty, has shape: ({N},{H}).")
+    for name in KEPT:
+        if name in arrays:
+            check_size(op, f"{name}.dim_size(0) != batch_size", arrays[name].shape[0], N)
+            check_size(op, f"{name}.dim_size(1) != cell_size", arrays[name].shape[1], H)
+    for name in ("cs_grad", "h_grad"):
+        if name in arrays:
+            check_size(op, f"{name}_tensor.dims(0) != batch_size", arrays[name].shape[0], N)
+            check_size(op, f"{name}_tensor.dims(1) != cell_size", arrays[name].shape[1], H)
+    if use_peephole:
+        check_peepholes(op, arrays, H)
+
+
+def check_block_lstm(op: str, seq_len_max: object, arrays: Arrays, use_peephole: bool) -> int:
+    """Of BlockLSTM and V2; returns seq_len_max as an int."""
+    check_flag(op, "use_peephole", use_peephole)
+    steps = check_steps(op, seq_len_max)
+    check_kinds(op, arrays)
+    check_ranks(op, arrays, {"x": 3, "b": 1} | dict.fromkeys(PEEPHOLES, 1), 2, "{name} must be {rank}D")
+    T, N, I = arrays["x"].shape
+    H = arrays["cs_prev"].shape[1]
+    check_states(op, arrays, N, H)
+    check_weights(op, arrays, I, H)
+    check_peepholes(op, arrays, H)
+    return check_range(op, steps, T)
+
+
+def check_block_lstm_grad(op: str, seq_len_max: object, arrays: Arrays, use_peephole: bool) -> int:
+    """Of BlockLSTMGrad and V2; returns seq_len_max as an int."""
+    check_flag(op, "use_peephole", use_peephole)
+    steps = check_steps(op, seq_len_max)
+    check_kinds(op, arrays)
+    ranks = {"x": 3, "cs_prev": 2, "h_prev": 2, "w": 2, "b": 1} | dict.fromkeys(PEEPHOLES, 1)
+    check_ranks(op, {name: arrays[name] for name in ranks}, ranks, 3, "{name} must be rank {rank} but is rank {got}")
+    sequences = {name: array for name, array in arrays.items() if name not in ranks}
+    check_ranks(op, sequences, {}, 3, "{name} must be rank {rank}. Received: {got}")
+    T, N, I = arrays["x"].shape
+    rows, columns = arrays["w"].shape
+    H = columns // 4
+    if columns % 4 or not H:
+        reject(op, f"w matrix columns must be a positive multiple of 4, but got {columns}")
+    check_size(op, "w matrix rows don't match", I + H, rows)
+    if arrays["b"].size != 4 * H:
+        reject(op, f"w and b cell_size don't match: {H} vs. {arrays['b'].size}")
+    check_range(op, steps, T)
+    for name in ("cs_prev", "h_prev"):
+        check_array(op, name, arrays[name], [N, H])
+    for name, array in sequences.items():
+        check_array(op, name, array, [T, N, H])
+    if use_peephole:
+        check_peepholes(op, arrays, H)
+    return steps
+
+
+def check_gru_block_cell(op: str, arrays: Arrays) -> None:
+    """Of GRUBlockCell, and of its Grad where r, u, c and d_h are there."""
+    check_kinds(op, arrays)
+    check_ranks(op, arrays, {"b_ru": 1, "b_c": 1}, 2, "Rank of {name} must be {rank}, got {got}")
+    N, I = arrays["x"].shape
+    H = arrays["h_prev"].shape[1]
+    check_size(op, "h_prev.dims(0) != batch_size", arrays["h_prev"].shape[0], N)
+    for name, width, text in (("w_ru", 2 * H, "cell_size * 2"), ("w_c", H, "cell_size")):
+        check_size(op, f"{name}.dim_size(0) != input_size + cell_size", arrays[name].shape[0], I + H)
+        check_size(op, f"{name}.dim_size(1) != {text}", arrays[name].shape[1], width)
+    check_size(op, "b_ru.dim_size(0) != cell_size * 2", arrays["b_ru"].size, 2 * H)
+    check_size(op, "b_c.dim_size(0) != cell_size", arrays["b_c"].size, H)
+    for name in ("r", "u", "c", "d_h"):
+        if name in arrays:
+            check_size(op, f"{name}.dims(0) != batch_size", arrays[name].shape[0], N)
+            check_size(op, f"{name}.dims(1) != cell_size", arrays[name].shape[1], H)
+
+
+# --- Rules that several ops share ------------------------------------------------------------------------------------
+
+
+def reject(op: str, text: str) -> NoReturn:
+    """Raise TensorFlow's text as this package's kind of error."""
+    raise ValueError(f"[{op}] {text}")
+
+
+def check_size(op: str, rule: str, got: int, expected: int) -> None:
+    """TensorFlow's form of a broken size: the rule, what came, what was expected."""
+    if got != expected:
+        reject(op, f"{rule}: {got} vs. {expected}")
+
+
+def check_kinds(op: str, arrays: Arrays) -> None:
+    """All are MLX arrays of one floating dtype."""
+    dtype = None
+    for name, array in arrays.items():
+        check_array(op, name, array, list(getattr(array, "shape", ())), dtype)
+        dtype = array.dtype
+
+
+def check_ranks(op: str, arrays: Arrays, ranks: dict[str, int], otherwise: int, text: str) -> None:
+    """Every array has its rank, by name or `otherwise`."""
+    for name, array in arrays.items():
+        rank = ranks.get(name, otherwise)
+        if array.ndim != rank:
+            reject(op, text.format(name=name, rank=rank, got=array.ndim))
+
+
+def check_states(op: str, arrays: Arrays, N: int, H: int) -> None:
+    """cs_prev and h_prev [N, H], where H is cs_prev's."""
+    check_size(op, "cs_prev.dims(0) != batch_size", arrays["cs_prev"].shape[0], N)
+    check_size(op, "h_prev.dims(0) != batch_size", arrays["h_prev"].shape[0], N)
+    check_size(op, "h_prev.dims(1) != cell_size", arrays["h_prev"].shape[1], H)
+
+
+def check_weights(op: str, arrays: Arrays, I: int, H: int) -> None:
+    """w [I + H, 4H] and b [4H]."""
+    rows, columns = arrays["w"].shape
+    check_size(op, "w.dim_size(0) != input_size + cell_size", rows, I + H)
+    check_size(op, "w.dim_size(1) != cell_size * 4", columns, 4 * H)
+    check_size(op, "b.dim_size(0) != cell_size * 4", arrays["b"].size, 4 * H)
+
+
+def check_peepholes(op: str, arrays: Arrays, H: int) -> None:
+    """wci, wcf, wco [H]; TensorFlow checks that in BlockLSTM only, and elsewhere reads what lies behind the array."""
+    for name in PEEPHOLES:
+        check_size(op, f"{name}.dim_size(0) != cell_size", arrays[name].size, H)
+
+
+def check_steps(op: str, seq_len_max: object) -> int:
+    """seq_len_max, an integer or an array of rank 0 that holds one, as an int."""
+    if isinstance(seq_len_max, (mx.array, np.ndarray)):
+        if seq_len_max.ndim:
+            reject(op, f"`seq_len_max_tensor` must be rank 0 but is rank {seq_len_max.ndim}")
+        if isinstance(seq_len_max, mx.array) and is_traced([seq_len_max], wait=True):
+            fail(op, "seq_len_max must have a value", "a placeholder of mx.compile or mx.vmap")
+        seq_len_max = seq_len_max.item()
+    return check_integer(op, "seq_len_max", seq_len_max)
+
+
+def check_range(op: str, steps: int, T: int) -> int:
+    """0 <= steps <= T; TensorFlow up to 2.21 ends the process here."""
+    if not 0 <= steps <= T:
+        reject(op, f"seq_len_max must be between 0 and {T} but is {steps}")
+    return steps
+
+
+def check_attributes(op: str, **numbers: object) -> tuple[float, ...]:
+    """forget_bias, cell_clip: real numbers, as floats."""
+    found = {name: as_float(value) for name, value in numbers.items()}
+    for name, value in found.items():
+        if value is None:
+            fail(op, f"{name} must be a number", repr(numbers[name]))
+    return tuple(found.values())

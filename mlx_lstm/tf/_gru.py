@@ -1,0 +1,149 @@
+"""TensorFlow's GRU block ops."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+
+from ..engines.choice import Stream, on
+from ..engines.sequences import joined
+from ..recurrence import gru, gru_gradients
+from ._checks import check_gru_block_cell
+from ._lstm import Arrays
+
+
+class GRUBlockCellOutput(NamedTuple):
+    """r, u, c, h: each [N, H]; the gates after activation."""
+
+    r: mx.array
+    u: mx.array
+    c: mx.array
+    h: mx.array
+
+
+class GRUBlockCellGradOutput(NamedTuple):
+    """d_x [N, I], d_h_prev [N, H]; those of the preactivations, d_c_bar [N, H] and d_r_bar_u_bar [N, 2H]."""
+
+    d_x: mx.array
+    d_h_prev: mx.array
+    d_c_bar: mx.array
+    d_r_bar_u_bar: mx.array
+
+
+# --- GRU -------------------------------------------------------------------------------------------------------------
+
+
+def gru_block_cell(
+    x: mx.array,
+    h_prev: mx.array,
+    w_ru: mx.array,
+    w_c: mx.array,
+    b_ru: mx.array,
+    b_c: mx.array,
+    *,
+    engine: str | None = None,
+    stream: Stream = None,
+) -> GRUBlockCellOutput:
+    """One step of a GRU that resets before the product; equals `tf.raw_ops.GRUBlockCell`.
+
+        r, u = sigmoid([x, h_prev] w_ru + b_ru)      c = tanh([x, r h_prev] w_c + b_c)      h = u h_prev + (1 - u) c
+
+    TensorFlow 2 has no gradient for this op. Here it is exact from all four outputs; from h alone it is the one that
+    TensorFlow 1 had registered.
+
+    Args:
+        x (array): [N, I].
+        h_prev (array): [N, H].
+        w_ru (array): [I + H, 2H], the columns of r first.
+        w_c (array): [I + H, H].
+        b_ru (array): [2H].
+        b_c (array): [H].
+
+    Returns:
+        GRUBlockCellOutput: r, u, c, h, each [N, H].
+
+    Raises:
+        ValueError: a rule on an argument is broken.
+
+    Example:
+        >>> import mlx.core as mx
+        >>> from mlx_lstm import tf
+        >>> weights = mx.ones((7, 8)), mx.ones((7, 4)), mx.ones((8,)), mx.zeros((4,))
+        >>> tf.gru_block_cell(mx.ones((2, 3)), mx.zeros((2, 4)), *weights).h.shape
+        (2, 4)
+    """
+    names = {"x": x, "h_prev": h_prev, "w_ru": w_ru, "w_c": w_c, "b_ru": b_ru, "b_c": b_c}
+    check_gru_block_cell("gru_block_cell", names)
+    with on(stream):
+        if h_prev.size == 0:
+            return GRUBlockCellOutput(*[mx.zeros_like(h_prev)] * 4)
+        out = gru(**gru_arguments(names), return_gates=True, engine=engine)
+        return GRUBlockCellOutput(*mx.split(out.gates[0], 3, axis=-1), out.h[0])
+
+
+def gru_block_cell_grad(
+    x: mx.array,
+    h_prev: mx.array,
+    w_ru: mx.array,
+    w_c: mx.array,
+    b_ru: mx.array,
+    b_c: mx.array,
+    r: mx.array,
+    u: mx.array,
+    c: mx.array,
+    d_h: mx.array,
+    *,
+    engine: str | None = None,
+    stream: Stream = None,
+) -> GRUBlockCellGradOutput:
+    """The gradient of `gru_block_cell`; equals `tf.raw_ops.GRUBlockCellGrad`.
+
+    Of the weights the op gives none: in TensorFlow 1 they were d_w_ru = [x, h_prev]^T d_r_bar_u_bar, d_w_c =
+    [x, r h_prev]^T d_c_bar, and the sums over N of d_r_bar_u_bar and d_c_bar; `mx.grad` of `gru_block_cell` has them.
+    With H = 0 d_x is 0; TensorFlow leaves it unwritten.
+
+    Args:
+        x, h_prev, w_ru, w_c, b_ru, b_c: as `gru_block_cell` had them. Of x, b_ru, b_c only the shapes count.
+        r, u, c (array): what it returned, [N, H].
+        d_h (array): the gradient of h, [N, H].
+
+    Returns:
+        GRUBlockCellGradOutput: d_x, d_h_prev, d_c_bar, d_r_bar_u_bar.
+
+    Raises:
+        ValueError: a rule on an argument is broken.
+
+    Example:
+        >>> import mlx.core as mx
+        >>> from mlx_lstm import tf
+        >>> arrays = mx.ones((2, 3)), mx.ones((2, 4)), mx.ones((7, 8)), mx.ones((7, 4)), mx.ones((8,)), mx.zeros((4,))
+        >>> r, u, c, h = tf.gru_block_cell(*arrays)
+        >>> tf.gru_block_cell_grad(*arrays, r, u, c, d_h=h).d_x.shape
+        (2, 3)
+    """
+    names = {"x": x, "h_prev": h_prev, "w_ru": w_ru, "w_c": w_c, "b_ru": b_ru, "b_c": b_c}
+    check_gru_block_cell("gru_block_cell_grad", names | {"r": r, "u": u, "c": c, "d_h": d_h})
+    I, H = x.shape[1], h_prev.shape[1]
+    with on(stream):
+        if h_prev.size == 0:
+            d_h_prev = mx.zeros_like(h_prev)
+            return GRUBlockCellGradOutput(mx.zeros_like(x), d_h_prev, d_h_prev, mx.concatenate([d_h_prev] * 2, axis=1))
+        arrays = gru_arguments(names)
+        Wx, gates = arrays["Wx"], joined([array[None] for array in (r, u, c)])
+        # Without Wx the gradient of x is that of the preactivations. Of a single step's x and h only the shapes count.
+        arrays |= {"x": gates, "Wx": None}
+        d = gru_gradients(**arrays, gates=gates, h=d_h[None], dh=d_h[None], engine=engine)
+        dz = d["x"][0]
+        d_x = dz @ Wx if I else mx.zeros_like(x)
+        return GRUBlockCellGradOutput(d_x, d["h0"], dz[:, 2 * H :], dz[:, : 2 * H])
+
+
+def gru_arguments(names: Arrays) -> dict[str, Any]:
+    """What `gru` takes, out of TensorFlow's arrays, for one step."""
+    x, I = names["x"], names["x"].shape[-1]
+    w = mx.concatenate([names["w_ru"], names["w_c"]], axis=1)
+    found = {"x": x[None], "Wx": w[:I].T, "Wh": w[I:].T, "h0": names["h_prev"]}
+    if I == 0:
+        found |= {"x": mx.zeros((1, x.shape[0], w.shape[1]), x.dtype), "Wx": None}
+    return found | {"b": mx.concatenate([names["b_ru"], names["b_c"]]), "gate_order": "rzn", "reset": "before"}

@@ -1,0 +1,449 @@
+"""TensorFlow's LSTM block ops."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from ..engines.choice import Stream, on
+from ..engines.sequences import joined, tanh
+from ..recurrence import lstm, lstm_gradients
+from ._checks import PEEPHOLES, check_attributes, check_block_lstm, check_block_lstm_grad, check_lstm_block_cell
+
+Arrays = dict[str, mx.array]
+
+ICFO, IFCO = "igfo", "ifgo"
+"""TensorFlow's gate orders as the recurrence spells them: its c is our g."""
+
+
+class BlockLSTMOutput(NamedTuple):
+    """i, cs, f, o, ci, co, h: each [T, N, H], of `lstm_block_cell` [N, H]. All after activation; cs clipped, co =
+    tanh(cs)."""
+
+    i: mx.array
+    cs: mx.array
+    f: mx.array
+    o: mx.array
+    ci: mx.array
+    co: mx.array
+    h: mx.array
+
+
+class LSTMBlockCellGradOutput(NamedTuple):
+    """cs_prev_grad [N, H], dicfo [N, 4H]: that of the preactivations; wci_grad, wcf_grad, wco_grad [H]."""
+
+    cs_prev_grad: mx.array
+    dicfo: mx.array
+    wci_grad: mx.array
+    wcf_grad: mx.array
+    wco_grad: mx.array
+
+
+class BlockLSTMGradOutput(NamedTuple):
+    """x_grad [T, N, I], cs_prev_grad, h_prev_grad [N, H], w_grad [I + H, 4H], wci_grad, wcf_grad, wco_grad [H], b_grad
+    [4H]."""
+
+    x_grad: mx.array
+    cs_prev_grad: mx.array
+    h_prev_grad: mx.array
+    w_grad: mx.array
+    wci_grad: mx.array
+    wcf_grad: mx.array
+    wco_grad: mx.array
+    b_grad: mx.array
+
+
+# --- LSTM ------------------------------------------------------------------------------------------------------------
+
+
+def lstm_block_cell(
+    x: mx.array,
+    cs_prev: mx.array,
+    h_prev: mx.array,
+    w: mx.array,
+    wci: mx.array,
+    wcf: mx.array,
+    wco: mx.array,
+    b: mx.array,
+    forget_bias: float = 1.0,
+    cell_clip: float = 3.0,
+    use_peephole: bool = False,
+    *,
+    engine: str | None = None,
+    stream: Stream = None,
+) -> BlockLSTMOutput:
+    """One step of an LSTM; equals `tf.raw_ops.LSTMBlockCell`. Gate order ICFO.
+
+        [i, ci, f, o] before activation = [x, h_prev] w + b, with peepholes + cs_prev wci on i, + cs_prev wcf on f
+        i = sigmoid(i)   ci = tanh(ci)   f = sigmoid(f + forget_bias)
+        cs = clip(i ci + f cs_prev)      o = sigmoid(o + cs wco)      co = tanh(cs)      h = o co
+
+    TensorFlow 2 has no gradient for this op. Here it is exact from all seven outputs, the clip straight-through; from
+    cs and h alone it is the one that TensorFlow 1 had registered.
+
+    Args:
+        x (array): [N, I].
+        cs_prev, h_prev (array): cell state and h of the step before, [N, H].
+        w (array): [I + H, 4H].
+        wci, wcf, wco (array): peepholes of i, f, o, [H]. Unused without `use_peephole`, and of any length then.
+        b (array): [4H].
+        forget_bias (float): added to f's preactivation. Default: 1.
+        cell_clip (float): bound on |cs|; 0, less or NaN: none. Default: 3, which TensorFlow's layers never use: they
+            pass -1.
+        use_peephole (bool): whether i, f, o peep at the cell state. Default: `False`.
+
+    Returns:
+        BlockLSTMOutput: i, cs, f, o, ci, co, h, each [N, H].
+
+    Raises:
+        ValueError: a rule on an argument is broken. N = 0 and H = 0 are refused, as in TensorFlow.
+
+    Example:
+        >>> import mlx.core as mx
+        >>> from mlx_lstm import tf
+        >>> state, peephole = mx.zeros((2, 4)), mx.zeros((4,))
+        >>> out = tf.lstm_block_cell(mx.ones((2, 3)), state, state, mx.ones((7, 16)), *[peephole] * 3, mx.ones((16,)))
+        >>> out.h.shape
+        (2, 4)
+    """
+    op, names = "lstm_block_cell", lstm_names(x, cs_prev, h_prev, w, wci, wcf, wco, b)
+    check_lstm_block_cell(op, names, use_peephole)
+    forget_bias, cell_clip = check_attributes(op, forget_bias=forget_bias, cell_clip=cell_clip)
+    with on(stream):
+        names["x"] = x[None]
+        out = run_lstm(ICFO, 1, names, use_peephole, forget_bias, cell_clip, engine)
+        return BlockLSTMOutput(*(array[0] for array in out))
+
+
+def lstm_block_cell_grad(
+    x: mx.array,
+    cs_prev: mx.array,
+    h_prev: mx.array,
+    w: mx.array,
+    wci: mx.array,
+    wcf: mx.array,
+    wco: mx.array,
+    b: mx.array,
+    i: mx.array,
+    cs: mx.array,
+    f: mx.array,
+    o: mx.array,
+    ci: mx.array,
+    co: mx.array,
+    cs_grad: mx.array,
+    h_grad: mx.array,
+    use_peephole: bool,
+    *,
+    engine: str | None = None,
+    stream: Stream = None,
+) -> LSTMBlockCellGradOutput:
+    """The gradient of `lstm_block_cell`; equals `tf.raw_ops.LSTMBlockCellGrad`.
+
+    The op stops at the preactivations: what TensorFlow 1 made of them is [x_grad, h_prev_grad] = dicfo w^T, w_grad =
+    [x, h_prev]^T dicfo and b_grad = the sum of dicfo over N; `mx.grad` of `lstm_block_cell` gives these at once. The
+    clip passes gradients straight through.
+
+    Differs from TensorFlow: co is computed again from cs; peepholes enter once on every device (TensorFlow's
+    CUDA source adds them twice) and always count (when TensorFlow reuses their memory, it reads zeros).
+
+    Args:
+        x, cs_prev, h_prev, w, wci, wcf, wco, b: as `lstm_block_cell` had them. Of x, h_prev, w, b
+            only the shapes count.
+        i, cs, f, o, ci, co (array): what it returned, [N, H]. Of co only the shape counts.
+        cs_grad, h_grad (array): the gradients of cs and h, [N, H].
+        use_peephole (bool): whether there were peepholes; if not, their gradients are 0.
+
+    Returns:
+        LSTMBlockCellGradOutput: cs_prev_grad, dicfo, wci_grad, wcf_grad, wco_grad.
+
+    Raises:
+        ValueError: a rule on an argument is broken.
+
+    Example:
+        >>> import mlx.core as mx
+        >>> from mlx_lstm import tf
+        >>> x, state, peephole = mx.ones((2, 3)), mx.zeros((2, 4)), [mx.zeros((4,))] * 3
+        >>> arrays = x, state, state, mx.ones((7, 16)), *peephole, mx.ones((16,))
+        >>> i, cs, f, o, ci, co, h = tf.lstm_block_cell(*arrays)
+        >>> tf.lstm_block_cell_grad(*arrays, i, cs, f, o, ci, co, cs_grad=cs, h_grad=h, use_peephole=False).dicfo.shape
+        (2, 16)
+    """
+    op, names = "lstm_block_cell_grad", lstm_names(x, cs_prev, h_prev, w, wci, wcf, wco, b)
+    kept = {"i": i, "cs": cs, "f": f, "o": o, "ci": ci, "co": co}
+    check_lstm_block_cell(op, names | kept | {"cs_grad": cs_grad, "h_grad": h_grad}, use_peephole)
+    with on(stream):
+        gates = joined([array[None] for array in in_order(ICFO, i, f, ci, o)])
+        # Without Wx the gradient of x is that of the preactivations, and of x itself only the shape counts.
+        arrays = lstm_arguments(ICFO, names, use_peephole) | {"x": gates, "Wx": None}
+        given = {"gates": gates, "c": cs[None], "dh": h_grad[None], "dc": cs_grad[None]}
+        d = lstm_gradients(**arrays, **given, engine=engine)
+        return LSTMBlockCellGradOutput(d["c0"], d["x"][0], *peephole_gradients(ICFO, d, names))
+
+
+def block_lstm(
+    seq_len_max: int | mx.array,
+    x: mx.array,
+    cs_prev: mx.array,
+    h_prev: mx.array,
+    w: mx.array,
+    wci: mx.array,
+    wcf: mx.array,
+    wco: mx.array,
+    b: mx.array,
+    forget_bias: float = 1.0,
+    cell_clip: float = 3.0,
+    use_peephole: bool = False,
+    *,
+    engine: str | None = None,
+    stream: Stream = None,
+) -> BlockLSTMOutput:
+    """An LSTM over a sequence, `lstm_block_cell` at every step; equals `tf.raw_ops.BlockLSTM`. Gate order ICFO.
+
+    Differs from TensorFlow: at steps t >= seq_len_max all seven outputs are 0; there only cs and h are, and the others
+    hold what lay in memory. The gradient is exact from all seven outputs; TensorFlow's has those of i, f, o, ci and co
+    dropped. In both the clip is straight-through.
+
+    Args:
+        seq_len_max (int or integer array of rank 0): how many steps to run, 0..T, for the whole batch. x beyond is
+            never read. The last state is that at seq_len_max - 1. Inside `mx.compile` it has to be an int.
+        x (array): [T, N, I].
+        cs_prev, h_prev (array): the states before the first step, [N, H].
+        w, wci, wcf, wco, b, forget_bias, cell_clip, use_peephole: as in `lstm_block_cell`.
+
+    Returns:
+        BlockLSTMOutput: i, cs, f, o, ci, co, h, each [T, N, H]. T, N, H or I may be 0.
+
+    Raises:
+        ValueError: a rule on an argument is broken.
+
+    Example:
+        >>> import mlx.core as mx
+        >>> from mlx_lstm import tf
+        >>> x, state, peephole = mx.ones((5, 2, 3)), mx.zeros((2, 4)), mx.zeros((4,))
+        >>> w, b = mx.ones((7, 16)), mx.ones((16,))
+        >>> out = tf.block_lstm(5, x, state, state, w, *[peephole] * 3, b, cell_clip=-1)
+        >>> out.h.shape
+        (5, 2, 4)
+        >>> mx.grad(lambda w: tf.block_lstm(5, x, state, state, w, *[peephole] * 3, b).i.sum())(w).shape
+        (7, 16)
+    """
+    op, names = "block_lstm", lstm_names(x, cs_prev, h_prev, w, wci, wcf, wco, b)
+    steps = check_block_lstm(op, seq_len_max, names, use_peephole)
+    forget_bias, cell_clip = check_attributes(op, forget_bias=forget_bias, cell_clip=cell_clip)
+    with on(stream):
+        return run_lstm(ICFO, steps, names, use_peephole, forget_bias, cell_clip, engine)
+
+
+def block_lstm_grad(
+    seq_len_max: int | mx.array,
+    x: mx.array,
+    cs_prev: mx.array,
+    h_prev: mx.array,
+    w: mx.array,
+    wci: mx.array,
+    wcf: mx.array,
+    wco: mx.array,
+    b: mx.array,
+    i: mx.array,
+    cs: mx.array,
+    f: mx.array,
+    o: mx.array,
+    ci: mx.array,
+    co: mx.array,
+    h: mx.array,
+    cs_grad: mx.array,
+    h_grad: mx.array,
+    use_peephole: bool,
+    *,
+    engine: str | None = None,
+    stream: Stream = None,
+) -> BlockLSTMGradOutput:
+    """The gradient of `block_lstm`; equals `tf.raw_ops.BlockLSTMGrad`.
+
+    Nothing at t >= seq_len_max is read, and x_grad is 0 there; with seq_len_max = 0 all gradients are 0, those of the
+    states too. The clip passes gradients straight through, so neither it nor forget_bias is asked for.
+
+    Differs from TensorFlow: co is computed again from cs; w's gradient is one product over all steps, and 0 with N = 0,
+    where TensorFlow leaves it unwritten.
+
+    Args:
+        seq_len_max, x, cs_prev, h_prev, w, wci, wcf, wco, b: as `block_lstm` had them. Of b only the shape counts.
+        i, cs, f, o, ci, co, h (array): what it returned, [T, N, H]. Of co only the shape counts.
+        cs_grad, h_grad (array): the gradients of cs and h at every step, [T, N, H].
+        use_peephole (bool): whether there were peepholes; if not, their gradients are 0.
+
+    Returns:
+        BlockLSTMGradOutput: x_grad, cs_prev_grad, h_prev_grad, w_grad, wci_grad, wcf_grad, wco_grad, b_grad, each in
+        the shape of its argument. T, N or I may be 0.
+
+    Raises:
+        ValueError: a rule on an argument is broken.
+
+    Example:
+        >>> import mlx.core as mx
+        >>> from mlx_lstm import tf
+        >>> x, state, peephole = mx.ones((5, 2, 3)), mx.zeros((2, 4)), [mx.zeros((4,))] * 3
+        >>> arrays = x, state, state, mx.ones((7, 16)), *peephole, mx.ones((16,))
+        >>> out = tf.block_lstm(5, *arrays)
+        >>> tf.block_lstm_grad(5, *arrays, *out, cs_grad=out.cs, h_grad=out.h, use_peephole=False).w_grad.shape
+        (7, 16)
+    """
+    op, names = "block_lstm_grad", lstm_names(x, cs_prev, h_prev, w, wci, wcf, wco, b)
+    kept = {"i": i, "cs": cs, "f": f, "o": o, "ci": ci, "co": co, "h": h, "cs_grad": cs_grad, "h_grad": h_grad}
+    steps = check_block_lstm_grad(op, seq_len_max, names | kept, use_peephole)
+    with on(stream):
+        return run_lstm_gradients(ICFO, steps, names, kept, use_peephole, engine)
+
+
+def block_lstm_v2(
+    seq_len_max: int | mx.array,
+    x: mx.array,
+    cs_prev: mx.array,
+    h_prev: mx.array,
+    w: mx.array,
+    wci: mx.array,
+    wcf: mx.array,
+    wco: mx.array,
+    b: mx.array,
+    cell_clip: float = 0.0,
+    use_peephole: bool = False,
+    *,
+    engine: str | None = None,
+    stream: Stream = None,
+) -> BlockLSTMOutput:
+    """`block_lstm` in gate order IFCO, without forget bias, by default without clip; equals `tf.raw_ops.BlockLSTMV2`.
+
+    Keras' LSTM is this with w = [kernel; recurrent_kernel] and b = bias.
+
+    Differs from TensorFlow: zeros at t >= seq_len_max as in `block_lstm`; the gradient is exact from all outputs.
+    TensorFlow's tape is wrong for this op: it takes the formula of BlockLSTM, whose gate order is another.
+
+    Args:
+        seq_len_max, x, cs_prev, h_prev, w, wci, wcf, wco, b, cell_clip, use_peephole: as in `block_lstm`, but w and b
+            in the order i, f, c, o, and `cell_clip` by default 0.
+
+    Returns:
+        BlockLSTMOutput: i, cs, f, o, ci, co, h, each [T, N, H].
+
+    Raises:
+        ValueError: a rule on an argument is broken.
+
+    Example:
+        >>> import mlx.core as mx
+        >>> from mlx_lstm import tf
+        >>> x, state, peephole = mx.ones((5, 2, 3)), mx.zeros((2, 4)), [mx.zeros((4,))] * 3
+        >>> arrays = x, state, state, mx.ones((7, 16)), *peephole, mx.ones((16,))
+        >>> tf.block_lstm_v2(3, *arrays, use_peephole=True).cs[3:].any().item()  # nothing after three steps
+        False
+    """
+    op, names = "block_lstm_v2", lstm_names(x, cs_prev, h_prev, w, wci, wcf, wco, b)
+    steps = check_block_lstm(op, seq_len_max, names, use_peephole)
+    (cell_clip,) = check_attributes(op, cell_clip=cell_clip)
+    with on(stream):
+        return run_lstm(IFCO, steps, names, use_peephole, 0.0, cell_clip, engine)
+
+
+def block_lstm_grad_v2(
+    seq_len_max: int | mx.array,
+    x: mx.array,
+    cs_prev: mx.array,
+    h_prev: mx.array,
+    w: mx.array,
+    wci: mx.array,
+    wcf: mx.array,
+    wco: mx.array,
+    b: mx.array,
+    i: mx.array,
+    cs: mx.array,
+    f: mx.array,
+    o: mx.array,
+    ci: mx.array,
+    co: mx.array,
+    h: mx.array,
+    cs_grad: mx.array,
+    h_grad: mx.array,
+    use_peephole: bool,
+    *,
+    engine: str | None = None,
+    stream: Stream = None,
+) -> BlockLSTMGradOutput:
+    """The gradient of `block_lstm_v2`: `block_lstm_grad` in gate order IFCO; equals `tf.raw_ops.BlockLSTMGradV2`."""
+    op, names = "block_lstm_grad_v2", lstm_names(x, cs_prev, h_prev, w, wci, wcf, wco, b)
+    kept = {"i": i, "cs": cs, "f": f, "o": o, "ci": ci, "co": co, "h": h, "cs_grad": cs_grad, "h_grad": h_grad}
+    steps = check_block_lstm_grad(op, seq_len_max, names | kept, use_peephole)
+    with on(stream):
+        return run_lstm_gradients(IFCO, steps, names, kept, use_peephole, engine)
+
+
+# --- Translation -----------------------------------------------------------------------------------------------------
+
+
+def lstm_names(*arrays: mx.array) -> Arrays:
+    """The arrays that all LSTM ops begin with, by name."""
+    return dict(zip(("x", "cs_prev", "h_prev", "w", *PEEPHOLES, "b"), arrays, strict=True))
+
+
+def lstm_arguments(order: str, names: Arrays, use_peephole: bool) -> dict[str, Any]:
+    """What `lstm` takes, out of TensorFlow's arrays with x [T, N, I]; the parts of w are views."""
+    x, w, I = names["x"], names["w"], names["x"].shape[-1]
+    found = {"x": x, "Wx": w[:I].T, "Wh": w[I:].T, "b": names["b"], "h0": names["h_prev"], "c0": names["cs_prev"]}
+    if I == 0:
+        found |= {"x": mx.zeros((*x.shape[:-1], w.shape[1]), x.dtype), "Wx": None}
+    if use_peephole:
+        wci, wcf, wco = (names[name] for name in PEEPHOLES)
+        found["peephole"] = mx.concatenate(in_order(order, wci, wcf, mx.zeros_like(wci), wco))
+    return found | {"gate_order": order}
+
+
+def run_lstm(
+    order: str, steps: int, names: Arrays, use_peephole: bool, forget_bias: float, cell_clip: float, engine: str | None
+) -> BlockLSTMOutput:
+    """The outputs over x [T, N, I], of which `steps` steps run."""
+    x, cs_prev = names["x"], names["cs_prev"]
+    T, N, H = x.shape[0], *cs_prev.shape
+    if 0 in (steps, N, H):
+        return BlockLSTMOutput(*[mx.zeros((T, N, H), x.dtype)] * 7)
+    arrays = lstm_arguments(order, names | {"x": x[:steps]}, use_peephole)
+    clip = cell_clip if 0 < cell_clip < np.inf else None
+    out = lstm(**arrays, cell_clip=clip, forget_bias=forget_bias, return_gates=True, engine=engine)
+    y = dict(zip(order, mx.split(out.gates, 4, axis=-1), strict=True))
+    found = y["i"], out.c, y["f"], y["o"], y["g"], tanh(out.c), out.h
+    return BlockLSTMOutput(*(with_padding(array, T) for array in found))
+
+
+def run_lstm_gradients(
+    order: str, steps: int, names: Arrays, kept: Arrays, use_peephole: bool, engine: str | None
+) -> BlockLSTMGradOutput:
+    """The gradients, out of what the forward op kept and the gradients of cs and h."""
+    x, I = names["x"], names["x"].shape[-1]
+    if steps == 0 or x.shape[1] == 0:
+        return BlockLSTMGradOutput(*(mx.zeros_like(array) for array in names.values()))
+    arrays = lstm_arguments(order, names | {"x": x[:steps]}, use_peephole)
+    kept = {name: array[:steps] for name, array in kept.items()}
+    gates = joined(in_order(order, *(kept[name] for name in ("i", "f", "ci", "o"))))
+    given = {"gates": gates, "c": kept["cs"], "h": kept["h"], "dh": kept["h_grad"], "dc": kept["cs_grad"]}
+    d = lstm_gradients(**arrays, **given, engine=engine)
+    x_grad = with_padding(d["x"], x.shape[0]) if I else mx.zeros_like(x)
+    w_grad = mx.concatenate([d["Wx"], d["Wh"]] if I else [d["Wh"]], axis=1).T
+    return BlockLSTMGradOutput(x_grad, d["c0"], d["h0"], w_grad, *peephole_gradients(order, d, names), d["b"])
+
+
+def peephole_gradients(order: str, gradients: Arrays, names: Arrays) -> list[mx.array]:
+    """Those of wci, wcf, wco; zeros in their shapes where there were no peepholes."""
+    if "peephole" not in gradients:
+        return [mx.zeros_like(names[name]) for name in PEEPHOLES]
+    blocks = dict(zip(order, mx.split(gradients["peephole"], 4), strict=True))
+    return [blocks[gate] for gate in "ifo"]
+
+
+def in_order(order: str, i: mx.array, f: mx.array, g: mx.array, o: mx.array) -> list[mx.array]:
+    """The four gates' arrays in gate order."""
+    return [{"i": i, "f": f, "g": g, "o": o}[gate] for gate in order]
+
+
+def with_padding(sequence: mx.array, T: int) -> mx.array:
+    """A sequence of fewer steps, zeros after it up to T."""
+    missing = T - sequence.shape[0]
+    return mx.pad(sequence, [(0, missing), (0, 0), (0, 0)]) if missing else sequence
