@@ -8,6 +8,9 @@ import mlx.core as mx
 
 from .cells import Cell
 
+Arrays = dict[str, mx.array]
+"""Arrays by name: a recurrence's arguments, outputs, gradients."""
+
 
 class Problem(NamedTuple):
     """Sizes T, B, H, P (the width of h: H, or the projection's) of one direction, cell, direction, lengths ([B] int32
