@@ -8,8 +8,7 @@ import mlx.core as mx
 import numpy as np
 
 from .checks import check_array, check_flag, fail
-
-Arrays = dict[str, mx.array]
+from .engines.problem import Arrays
 
 
 def lstm_from_keras(kernel: Any, recurrent_kernel: Any, bias: Any = None) -> Arrays:
@@ -131,9 +130,6 @@ def gru_to_keras(
     if bhn is not None:
         bias[1, -bhn.size :] = to_numpy(bhn)
     return [*kernels, bias if reset_after else bias[0]]
-
-
-# --- Shapes and orders ----------------------------------------------------------------------------------------------
 
 
 def check_keras(op: str, G: int, kernel: Any, recurrent_kernel: Any, bias: Any, *biases: list[int]) -> None:

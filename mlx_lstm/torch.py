@@ -21,9 +21,8 @@ import mlx.nn as nn
 
 from . import recurrence
 from .checks import check_array, check_flag, check_integer, check_lengths, check_number, check_option, fail
+from .engines.problem import Arrays
 from .recurrence import by_layer, of_layers
-
-Arrays = dict[str, mx.array]
 
 
 class Layers(nn.Module):

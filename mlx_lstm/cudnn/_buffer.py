@@ -26,9 +26,6 @@ INPUT_MODES = ("linear_input", "skip_input", "auto_select")
 DIRECTIONS = ("unidirectional", "bidirectional")
 
 
-# --- The layout ------------------------------------------------------------------------------------------------------
-
-
 class Layout(NamedTuple):
     """What a stack of layers is, and so its buffer: rnn_mode, L layers, D directions, sizes I and H, the projection's P
     or 0; skip: layer 0 has no input matrices."""
@@ -126,9 +123,6 @@ def join_layers(where: Layout, layers: list[dict[str, mx.array]]) -> mx.array:
     rows = ([arrays[name].reshape(D, -1) for name in ("Wx", "Wh", "Wp") if name in arrays] for arrays in layers)
     matrices = [part[d] for parts in rows for d in range(D) for part in parts]
     return mx.concatenate(matrices + [mx.stack([a["bW"], a["bR"]], axis=1).reshape(-1) for a in layers])
-
-
-# --- Checks ----------------------------------------------------------------------------------------------------------
 
 
 def check_attributes(

@@ -32,9 +32,6 @@ class CudnnRNNV2Output(NamedTuple):
     host_reserved: mx.array
 
 
-# --- Forward ---------------------------------------------------------------------------------------------------------
-
-
 def cudnn_rnn(
     input: mx.array,
     input_h: mx.array,
@@ -210,9 +207,6 @@ def cudnn_rnn_v3(
     stack = Stack("cudnn_rnn_v3", "CudnnRNNV3", *attributes, engine, stream)
     outputs = stack.forward(input, input_h, input_c, params, sequence_lengths, is_training)
     return CudnnRNNV2Output(*outputs, mx.zeros((), mx.int8))
-
-
-# --- Backward --------------------------------------------------------------------------------------------------------
 
 
 def cudnn_rnn_backprop(

@@ -12,11 +12,10 @@ from .. import recurrence
 from ..checks import check_array, check_flag, check_lengths, check_option, check_sizes, fail
 from ..engines import choice
 from ..engines.choice import Stream, check_device, on
+from ..engines.problem import Arrays
 from ..engines.tracing import is_traced
 from ..recurrence import by_layer, of_layers
 from ._buffer import Layout, check_attributes, check_params, join_layers, layer_arrays, layout
-
-Arrays = dict[str, mx.array]
 
 # In the reserve space: as the numpy engine has them in memory, so that packing them is no transposition.
 BATCH_LAST = ("gates", "c")
@@ -29,9 +28,6 @@ class CudnnRNNBackpropOutput(NamedTuple):
     input_h_backprop: mx.array
     input_c_backprop: mx.array
     params_backprop: mx.array
-
-
-# --- From a call to the recurrence, layer by layer -------------------------------------------------------------------
 
 
 class Stack(NamedTuple):

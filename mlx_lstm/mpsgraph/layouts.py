@@ -13,8 +13,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..checks import check_array, check_flag, check_option, check_sizes, fail
-
-Arrays = dict[str, mx.array]
+from ..engines.problem import Arrays
 
 ACTIVATIONS = {"none": "identity", "relu": "relu", "tanh": "tanh", "sigmoid": "sigmoid", "hard_sigmoid": "hard_sigmoid"}
 """The names of Apple's enum MPSGraphRNNActivation, in its order, and the recurrence's words for them."""

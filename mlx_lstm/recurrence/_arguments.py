@@ -9,9 +9,7 @@ import numpy as np
 
 from ..checks import check_array, check_flag, check_number, check_option, check_sizes, fail
 from ..engines.cells import ACTIVATIONS, Cell, GRUCell, LSTMCell, RNNCell
-from ..engines.problem import Problem
-
-Arrays = dict[str, mx.array]
+from ..engines.problem import Arrays, Problem
 
 
 def check_arrays(

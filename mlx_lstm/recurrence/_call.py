@@ -13,15 +13,11 @@ from ..engines.autodiff import run, run_backward
 from ..engines.cells import Cell, RNNCell
 from ..engines.choice import Stream, on
 from ..engines.ops.cells import activate
-from ..engines.problem import Problem
+from ..engines.problem import Arrays, Problem
 from ..engines.tracing import is_traced
 from ._arguments import check_arrays, check_sequences
 
-Arrays = dict[str, mx.array]
 Lengths = mx.array | Sequence[int] | None
-
-
-# --- From a call to an engine ----------------------------------------------------------------------------------------
 
 
 class Plan(NamedTuple):

@@ -8,8 +8,9 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from ..engines.choice import Stream
+from ..engines.problem import Arrays
 from ._arguments import check_lstm
-from ._call import Arrays, Lengths, Plan, given
+from ._call import Lengths, Plan, given
 
 
 class LSTMOutput(NamedTuple):

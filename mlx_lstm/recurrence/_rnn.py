@@ -7,8 +7,9 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from ..engines.choice import Stream
+from ..engines.problem import Arrays
 from ._arguments import check_rnn
-from ._call import Arrays, Lengths, Plan, given
+from ._call import Lengths, Plan, given
 
 
 class RNNOutput(NamedTuple):

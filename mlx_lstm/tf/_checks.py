@@ -12,9 +12,8 @@ import mlx.core as mx
 import numpy as np
 
 from ..checks import as_float, check_array, check_flag, check_integer, fail
+from ..engines.problem import Arrays
 from ..engines.tracing import is_traced
-
-Arrays = dict[str, mx.array]
 
 KEPT = ("i", "cs", "f", "o", "ci", "co")
 PEEPHOLES = ("wci", "wcf", "wco")
@@ -102,9 +101,6 @@ def check_gru_block_cell(op: str, arrays: Arrays) -> None:
         if name in arrays:
             check_size(op, f"{name}.dims(0) != batch_size", arrays[name].shape[0], N)
             check_size(op, f"{name}.dims(1) != cell_size", arrays[name].shape[1], H)
-
-
-# --- Rules that several ops share ------------------------------------------------------------------------------------
 
 
 def reject(op: str, text: str) -> NoReturn:

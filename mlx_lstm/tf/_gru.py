@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from ..engines.choice import Stream, on
+from ..engines.problem import Arrays
 from ..engines.sequences import joined
 from ..recurrence import gru, gru_gradients
 from ._checks import check_gru_block_cell
-from ._lstm import Arrays
 
 
 class GRUBlockCellOutput(NamedTuple):
@@ -29,9 +29,6 @@ class GRUBlockCellGradOutput(NamedTuple):
     d_h_prev: mx.array
     d_c_bar: mx.array
     d_r_bar_u_bar: mx.array
-
-
-# --- GRU -------------------------------------------------------------------------------------------------------------
 
 
 def gru_block_cell(

@@ -8,11 +8,10 @@ import mlx.core as mx
 import numpy as np
 
 from ..engines.choice import Stream, on
+from ..engines.problem import Arrays
 from ..engines.sequences import joined, tanh
 from ..recurrence import lstm, lstm_gradients
 from ._checks import PEEPHOLES, check_attributes, check_block_lstm, check_block_lstm_grad, check_lstm_block_cell
-
-Arrays = dict[str, mx.array]
 
 ICFO, IFCO = "igfo", "ifgo"
 """TensorFlow's gate orders as the recurrence spells them: its c is our g."""
@@ -53,9 +52,6 @@ class BlockLSTMGradOutput(NamedTuple):
     wcf_grad: mx.array
     wco_grad: mx.array
     b_grad: mx.array
-
-
-# --- LSTM ------------------------------------------------------------------------------------------------------------
 
 
 def lstm_block_cell(
@@ -375,9 +371,6 @@ def block_lstm_grad_v2(
     steps = check_block_lstm_grad(op, seq_len_max, names | kept, use_peephole)
     with on(stream):
         return run_lstm_gradients(IFCO, steps, names, kept, use_peephole, engine)
-
-
-# --- Translation -----------------------------------------------------------------------------------------------------
 
 
 def lstm_names(*arrays: mx.array) -> Arrays:
