@@ -10,8 +10,8 @@ from on_metal import ENGINES as METAL_ENGINES
 from on_metal import can_run, on_metal
 
 from mlx_lstm import cudnn, rnn
-from mlx_lstm.cudnn import _stack
-from mlx_lstm.cudnn._buffer import GATES, layer_arrays, layout
+from mlx_lstm.cudnn._buffer import GATES, Attributes, layer_arrays, layout
+from mlx_lstm.cudnn._stack import dropout_factors
 from mlx_lstm.oracle.closeness import assert_within, bounds_of
 
 
@@ -329,11 +329,9 @@ def test_dropout_between_layers_only():
     # Of a plain layer the reserve space has h and, after it, the factors.
     reserve = np.array(out.reserve_space).reshape(L - 1, 2, T, N, D * H)
     states, factors = reserve[:, 0], reserve[:, 1]
-    x, first = (
-        inputs["input"],
-        layer_arrays(layout("", L, H, 3, "rnn_tanh", "linear_input", "bidirectional", 0), inputs["params"]),
-    )
-    for layer, arrays in enumerate(first):
+    x = inputs["input"]
+    where = layout("", L, H, 3, Attributes("rnn_tanh", "linear_input", "bidirectional", p, 1, 2))
+    for layer, arrays in enumerate(layer_arrays(where, inputs["params"])):
         h0 = mx.concatenate(list(inputs["input_h"][2 * layer : 2 * layer + 2]), axis=-1)
         b = (arrays["bW"] + arrays["bR"]).reshape(-1)
         x = rnn(x, arrays["Wx"], arrays["Wh"], b, h0, bidirectional=True).h
@@ -370,10 +368,10 @@ def test_seeds():
         return np.array(cudnn.cudnn_rnn(**inputs, dropout=0.5, seed=seed, seed2=seed2).output).tobytes()
 
     def kept(key):
-        factors = _stack.Stack("", "", "", "", "", 0.5, *key).dropout_factors(where, mx.zeros(shape))
-        return np.array(factors[0])
+        attributes = Attributes("lstm", "linear_input", "unidirectional", 0.5, *key)
+        where = layout("", 2, 5, 5, attributes)
+        return np.array(dropout_factors(where, mx.zeros(shape), attributes)[0])
 
-    where = layout("", 2, 5, 5, "lstm", "linear_input", "unidirectional", 0)
     for seed, seed2 in ((0, 0), (3, 7), (2**32 - 1, 2**32 - 1), (0, 2**31)):
         key = mx.random.split(mx.random.key(seed * 2**32 + seed2), 1)[0]
         np.testing.assert_array_equal(kept((seed, seed2)), 2 * np.array(mx.random.bernoulli(0.5, shape, key)))

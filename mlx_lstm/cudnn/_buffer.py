@@ -26,6 +26,23 @@ INPUT_MODES = ("linear_input", "skip_input", "auto_select")
 DIRECTIONS = ("unidirectional", "bidirectional")
 
 
+class Attributes(NamedTuple):
+    """The attributes all these ops have, as the caller gave them."""
+
+    rnn_mode: str
+    input_mode: str
+    direction: str
+    dropout: float
+    seed: int
+    seed2: int
+    num_proj: int = 0
+
+    @property
+    def D(self) -> int:
+        """Directions."""
+        return 2 if self.direction == "bidirectional" else 1
+
+
 class Layout(NamedTuple):
     """What a stack of layers is, and so its buffer: rnn_mode, L layers, D directions, sizes I and H, the projection's P
     or 0; skip: layer 0 has no input matrices."""
@@ -73,17 +90,9 @@ class Layout(NamedTuple):
         return sum(map(prod, weights + biases))
 
 
-def layout(
-    op: str,
-    num_layers: int,
-    num_units: int,
-    input_size: int,
-    rnn_mode: str,
-    input_mode: str,
-    direction: str,
-    num_proj: int,
-) -> Layout:
+def layout(op: str, num_layers: int, num_units: int, input_size: int, attributes: Attributes) -> Layout:
     """The layout these arguments describe. `check_attributes` has seen the words."""
+    rnn_mode, input_mode, num_proj = attributes.rnn_mode, attributes.input_mode, attributes.num_proj
     counts = {"num_layers": num_layers, "num_units": num_units, "input_size": input_size}
     L, H, I = (count(op, name, value, least=1) for name, value in counts.items())
     P = count(op, "num_proj", num_proj, least=0)
@@ -94,7 +103,7 @@ def layout(
     if input_mode == "skip_input" and I != H:
         fail(op, f"input_size must be num_units = {H} with input_mode='skip_input'", I)
     skip = input_mode == "skip_input" or (input_mode == "auto_select" and I == H)
-    return Layout(rnn_mode, L, 1 + (direction == "bidirectional"), I, H, P, skip)
+    return Layout(rnn_mode, L, attributes.D, I, H, P, skip)
 
 
 def layer_arrays(where: Layout, params: mx.array) -> list[dict[str, mx.array]]:
@@ -125,20 +134,18 @@ def join_layers(where: Layout, layers: list[dict[str, mx.array]]) -> mx.array:
     return mx.concatenate(matrices + [mx.stack([a["bW"], a["bR"]], axis=1).reshape(-1) for a in layers])
 
 
-def check_attributes(
-    op: str, rnn_mode: object, input_mode: object, direction: object, dropout: object, seed: object, seed2: object
-) -> None:
-    """The attributes all these ops have."""
-    check_option(op, "rnn_mode", rnn_mode, tuple(GATES))
-    check_option(op, "input_mode", input_mode, INPUT_MODES)
-    check_option(op, "direction", direction, DIRECTIONS)
-    if not 0 <= check_number(op, "dropout", dropout) < 1:
-        fail(op, "dropout must lie in [0, 1)", dropout)
-    check_integer(op, "seed", seed)
-    check_integer(op, "seed2", seed2)
+def check_attributes(op: str, attributes: Attributes) -> None:
+    """All but the projection's width, which `layout` checks."""
+    check_option(op, "rnn_mode", attributes.rnn_mode, tuple(GATES))
+    check_option(op, "input_mode", attributes.input_mode, INPUT_MODES)
+    check_option(op, "direction", attributes.direction, DIRECTIONS)
+    if not 0 <= check_number(op, "dropout", attributes.dropout) < 1:
+        fail(op, "dropout must lie in [0, 1)", attributes.dropout)
+    check_integer(op, "seed", attributes.seed)
+    check_integer(op, "seed2", attributes.seed2)
 
 
-def check_params(op: str, where: Layout, params: object, dtype: mx.Dtype | None = None) -> None:
+def check_params(op: str, where: Layout, params: mx.array, dtype: mx.Dtype | None = None) -> None:
     """The buffer has the right size, which the original does not check."""
     check_array(op, "params", params, ["params_size"], dtype)
     if params.shape[0] != where.size:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from ..checks import FLOATS, check_array, check_option, fail
-from ._buffer import Layout, check_attributes, check_params, layout
+from ._buffer import Attributes, Layout, check_attributes, check_params, layout
 
 
 class CudnnRNNParamsToCanonicalOutput(NamedTuple):
@@ -60,8 +60,8 @@ def cudnn_rnn_params_size(
     op = "cudnn_rnn_params_size"
     check_option(op, "T", T, FLOATS)
     check_option(op, "S", S, (mx.int32, mx.int64))
-    check_attributes(op, rnn_mode, input_mode, direction, dropout, seed, seed2)
-    return mx.array([layout(op, num_layers, num_units, input_size, rnn_mode, input_mode, direction, num_proj).size], S)
+    attributes = Attributes(rnn_mode, input_mode, direction, dropout, seed, seed2, num_proj)
+    return mx.array([checked_layout(op, num_layers, num_units, input_size, attributes).size], S)
 
 
 def cudnn_rnn_params_to_canonical(
@@ -104,8 +104,8 @@ def cudnn_rnn_params_to_canonical(
         ((5, 4), (5, 5), (5,))
     """
     op = "cudnn_rnn_params_to_canonical"
-    check_attributes(op, rnn_mode, input_mode, direction, dropout, seed, seed2)
-    where = layout(op, num_layers, num_units, input_size, rnn_mode, input_mode, direction, 0)
+    attributes = Attributes(rnn_mode, input_mode, direction, dropout, seed, seed2)
+    where = checked_layout(op, num_layers, num_units, input_size, attributes)
     return to_canonical(op, where, params, {"num_params": num_params}, {"num_params": num_params})
 
 
@@ -147,8 +147,8 @@ def cudnn_rnn_params_to_canonical_v2(
         (2, 5)
     """
     op = "cudnn_rnn_params_to_canonical_v2"
-    check_attributes(op, rnn_mode, input_mode, direction, dropout, seed, seed2)
-    where = layout(op, num_layers, num_units, input_size, rnn_mode, input_mode, direction, num_proj)
+    attributes = Attributes(rnn_mode, input_mode, direction, dropout, seed, seed2, num_proj)
+    where = checked_layout(op, num_layers, num_units, input_size, attributes)
     counts = {"num_params_weights": num_params_weights}, {"num_params_biases": num_params_biases}
     return to_canonical(op, where, params, *counts)
 
@@ -189,8 +189,8 @@ def cudnn_rnn_canonical_to_params(
         (220,)
     """
     op = "cudnn_rnn_canonical_to_params"
-    check_attributes(op, rnn_mode, input_mode, direction, dropout, seed, seed2)
-    where = layout(op, num_layers, num_units, input_size, rnn_mode, input_mode, direction, 0)
+    attributes = Attributes(rnn_mode, input_mode, direction, dropout, seed, seed2)
+    where = checked_layout(op, num_layers, num_units, input_size, attributes)
     return from_canonical(op, where, weights, biases)
 
 
@@ -229,9 +229,15 @@ def cudnn_rnn_canonical_to_params_v2(
         (170,)
     """
     op = "cudnn_rnn_canonical_to_params_v2"
-    check_attributes(op, rnn_mode, input_mode, direction, dropout, seed, seed2)
-    where = layout(op, num_layers, num_units, input_size, rnn_mode, input_mode, direction, num_proj)
+    attributes = Attributes(rnn_mode, input_mode, direction, dropout, seed, seed2, num_proj)
+    where = checked_layout(op, num_layers, num_units, input_size, attributes)
     return from_canonical(op, where, weights, biases)
+
+
+def checked_layout(op: str, num_layers: int, num_units: int, input_size: int, attributes: Attributes) -> Layout:
+    """The buffer's layout, once the attributes are found right."""
+    check_attributes(op, attributes)
+    return layout(op, num_layers, num_units, input_size, attributes)
 
 
 def to_canonical(

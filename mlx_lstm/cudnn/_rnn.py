@@ -8,6 +8,7 @@ import mlx.core as mx
 
 from .. import recurrence
 from ..engines.choice import Stream
+from ._buffer import Attributes
 from ._stack import CudnnRNNBackpropOutput, Stack
 
 
@@ -103,8 +104,8 @@ def cudnn_rnn(
         >>> out.output.shape, out.output_h.shape
         ((10, 3, 5), (2, 3, 5))
     """
-    attributes = rnn_mode, input_mode, direction, dropout, seed, seed2
-    stack = Stack("cudnn_rnn", "CudnnRNN", *attributes, engine=engine, stream=stream)
+    attributes = Attributes(rnn_mode, input_mode, direction, dropout, seed, seed2)
+    stack = Stack("cudnn_rnn", "CudnnRNN", attributes, engine=engine, stream=stream)
     return CudnnRNNOutput(*stack.forward(input, input_h, input_c, params, None, is_training))
 
 
@@ -143,8 +144,8 @@ def cudnn_rnn_v2(
         >>> out.output_c.shape, out.host_reserved.dtype
         ((1, 3, 5), mlx.core.int8)
     """
-    attributes = rnn_mode, input_mode, direction, dropout, seed, seed2
-    stack = Stack("cudnn_rnn_v2", "CudnnRNNV2", *attributes, engine=engine, stream=stream)
+    attributes = Attributes(rnn_mode, input_mode, direction, dropout, seed, seed2)
+    stack = Stack("cudnn_rnn_v2", "CudnnRNNV2", attributes, engine=engine, stream=stream)
     outputs = stack.forward(input, input_h, input_c, params, None, is_training)
     return CudnnRNNV2Output(*outputs, mx.zeros((2,) if is_training else (), mx.int8))
 
@@ -203,8 +204,8 @@ def cudnn_rnn_v3(
         >>> out.output.shape, out.output[1, 1:].sum().item()
         ((3, 10, 5), 0.0)
     """
-    attributes = rnn_mode, input_mode, direction, dropout, seed, seed2, num_proj, time_major, batch_major_states
-    stack = Stack("cudnn_rnn_v3", "CudnnRNNV3", *attributes, engine, stream)
+    attributes = Attributes(rnn_mode, input_mode, direction, dropout, seed, seed2, num_proj)
+    stack = Stack("cudnn_rnn_v3", "CudnnRNNV3", attributes, time_major, batch_major_states, engine, stream)
     outputs = stack.forward(input, input_h, input_c, params, sequence_lengths, is_training)
     return CudnnRNNV2Output(*outputs, mx.zeros((), mx.int8))
 
@@ -259,8 +260,8 @@ def cudnn_rnn_backprop(
         >>> cudnn_rnn_backprop(*inputs, *outputs, *gradients, reserve_space).params_backprop.shape
         (220,)
     """
-    attributes = rnn_mode, input_mode, direction, dropout, seed, seed2
-    stack = Stack("cudnn_rnn_backprop", "CudnnRNN", *attributes, engine=engine, stream=stream)
+    attributes = Attributes(rnn_mode, input_mode, direction, dropout, seed, seed2)
+    stack = Stack("cudnn_rnn_backprop", "CudnnRNN", attributes, engine=engine, stream=stream)
     cotangents = output_backprop, output_h_backprop, output_c_backprop
     outputs = output, output_h, output_c
     return stack.backward(input, input_h, input_c, params, None, *outputs, cotangents, reserve_space)
@@ -310,8 +311,8 @@ def cudnn_rnn_backprop_v2(
         >>> cudnn_rnn_backprop_v2(*inputs, *outputs, *gradients, reserve_space, host_reserved).input_backprop.shape
         (10, 3, 4)
     """
-    attributes = rnn_mode, input_mode, direction, dropout, seed, seed2
-    stack = Stack("cudnn_rnn_backprop_v2", "CudnnRNNV2", *attributes, engine=engine, stream=stream)
+    attributes = Attributes(rnn_mode, input_mode, direction, dropout, seed, seed2)
+    stack = Stack("cudnn_rnn_backprop_v2", "CudnnRNNV2", attributes, engine=engine, stream=stream)
     cotangents = output_backprop, output_h_backprop, output_c_backprop
     outputs = output, output_h, output_c
     return stack.backward(input, input_h, input_c, params, None, *outputs, cotangents, reserve_space)
@@ -366,8 +367,8 @@ def cudnn_rnn_backprop_v3(
         >>> cudnn_rnn_backprop_v3(*inputs, *outputs, *gradients, reserve_space, host_reserved).input_h_backprop.shape
         (1, 3, 5)
     """
-    attributes = rnn_mode, input_mode, direction, dropout, seed, seed2, num_proj, time_major, batch_major_states
-    stack = Stack("cudnn_rnn_backprop_v3", "CudnnRNNV3", *attributes, engine, stream)
+    attributes = Attributes(rnn_mode, input_mode, direction, dropout, seed, seed2, num_proj)
+    stack = Stack("cudnn_rnn_backprop_v3", "CudnnRNNV3", attributes, time_major, batch_major_states, engine, stream)
     cotangents = output_backprop, output_h_backprop, output_c_backprop
     outputs = output, output_h, output_c
     return stack.backward(input, input_h, input_c, params, sequence_lengths, *outputs, cotangents, reserve_space)

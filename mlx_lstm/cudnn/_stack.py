@@ -14,8 +14,8 @@ from ..engines import choice
 from ..engines.choice import Stream, check_device, on
 from ..engines.problem import Arrays
 from ..engines.tracing import is_traced
-from ..recurrence import by_layer, of_layers
-from ._buffer import Layout, check_attributes, check_params, join_layers, layer_arrays, layout
+from ..recurrence import by_layer, join_biases, of_layers
+from ._buffer import Attributes, Layout, check_attributes, check_params, join_layers, layer_arrays, layout
 
 # In the reserve space: as the numpy engine has them in memory, so that packing them is no transposition.
 BATCH_LAST = ("gates", "c")
@@ -39,13 +39,7 @@ class Stack(NamedTuple):
 
     op: str
     original: str
-    rnn_mode: str
-    input_mode: str
-    direction: str
-    dropout: float
-    seed: int
-    seed2: int
-    num_proj: int = 0
+    attributes: Attributes
     time_major: bool = True
     batch_major_states: str = "transpose"
     engine: str | None = None
@@ -65,14 +59,15 @@ class Stack(NamedTuple):
         with on(self.stream):
             where, lengths = self.check(input, input_h, input_c, params, sequence_lengths)
             x, states = self.time_first(input), self.by_layer(where, input_h, input_c)
-            factors = self.dropout_factors(where, x) if is_training else {}
+            drops = is_training and self.attributes.dropout
+            factors = dropout_factors(where, x, self.attributes) if drops else [None] * where.L
             last, kept = [], []
             for layer, weights in enumerate(layer_arrays(where, params)):
                 arrays = layer_arguments(where, layer, weights, x, states)
                 out = run_layer(where, arrays, self.options(where, lengths), is_training)
                 last.append(out)
-                x = out.h * factors[layer] if layer in factors else out.h
-                kept.append(out._asdict() | {"factors": factors.get(layer)})
+                x = out.h if factors[layer] is None else out.h * factors[layer]
+                kept.append(out._asdict() | {"factors": factors[layer]})
             output, output_h = self.time_first(x), self.in_layout(where, [out.hT for out in last])
             lstm = where.mode == "lstm"
             output_c = self.in_layout(where, [out.cT for out in last]) if lstm else mx.zeros((), input.dtype)
@@ -154,7 +149,7 @@ class Stack(NamedTuple):
         widths = {} if where.mode.startswith("rnn") else {"gates": where.D * where.G * where.H}
         if where.mode == "lstm":
             widths["c"] = where.D * where.H
-        between = {"h": where.D * where.S} | ({"factors": where.D * where.S} if self.dropout else {})
+        between = {"h": where.D * where.S} | ({"factors": where.D * where.S} if self.attributes.dropout else {})
         layers = [widths | between] * (where.L - 1) + [widths]
         return [{n: (T, w, N) if n in BATCH_LAST else (T, N, w) for n, w in layer.items()} for layer in layers]
 
@@ -174,17 +169,6 @@ class Stack(NamedTuple):
         options = {"bidirectional": where.D == 2, "lengths": lengths, "engine": self.engine}
         return options | ({"activation": where.mode.removeprefix("rnn_")} if where.G == 1 else {})
 
-    def dropout_factors(self, where: Layout, x: mx.array) -> Arrays:
-        """By layer, all but the last: what its h [T, N, D S] is multiplied with on the way up, 0 or 1 / (1 - p)."""
-        if not self.dropout or where.L == 1:
-            return {}
-        high, low = (int(seed) % 2**32 for seed in (self.seed, self.seed2))
-        keep = 1 - float(self.dropout)
-        shape, scale = (*x.shape[:2], where.D * where.S), mx.array(1 / keep, x.dtype)
-        keys = mx.random.split(mx.random.key(high << 32 | low), where.L - 1)
-        kept = [mx.random.bernoulli(keep, shape, key) for key in keys]
-        return {layer: mask.astype(x.dtype) * scale for layer, mask in enumerate(kept)}
-
     # Checks
 
     def check(
@@ -192,16 +176,16 @@ class Stack(NamedTuple):
     ) -> tuple[Layout, mx.array | None]:
         """What the arrays are, once they and the attributes are found right; the lengths, None where all are T."""
         op = self.op
-        check_attributes(op, *self[2:8])
+        check_attributes(op, self.attributes)
         check_flag(op, "time_major", self.time_major)
         check_option(op, "batch_major_states", self.batch_major_states, ("transpose", "reinterpret"))
         check_array(op, "input", input, ["T", "N", "I"] if self.time_major else ["N", "T", "I"])
         check_sizes(op, "input", input)
         check_device(op, input.dtype, choice.current_device())
         T, N, I = self.sizes(input)
-        D = 1 + (self.direction == "bidirectional")
-        first = input_c if self.rnn_mode == "lstm" else input_h
-        name = "input_c" if self.rnn_mode == "lstm" else "input_h"
+        D = self.attributes.D
+        first = input_c if self.attributes.rnn_mode == "lstm" else input_h
+        name = "input_c" if self.attributes.rnn_mode == "lstm" else "input_h"
         check_array(op, name, first, ["L * D", N, "H"] if self.time_major else [N, "L * D", "H"], input.dtype)
         check_sizes(op, name, first)
         LD, H = first.shape[0 if self.time_major else 1], first.shape[2]
@@ -209,7 +193,7 @@ class Stack(NamedTuple):
             fail(
                 op, f"{name} must have two rows per layer with direction='bidirectional'", f"shape {list(first.shape)}"
             )
-        where = layout(op, LD // D, H, I, self.rnn_mode, self.input_mode, self.direction, self.num_proj)
+        where = layout(op, LD // D, H, I, self.attributes)
         check_array(op, "input_h", input_h, self.state_shape(where, N, where.S), input.dtype)
         check_params(op, where, params, input.dtype)
         if self.original != "CudnnRNNV3":
@@ -243,6 +227,15 @@ class Stack(NamedTuple):
         return [rows, N, width] if self.time_major else [N, rows, width]
 
 
+def dropout_factors(where: Layout, x: mx.array, attributes: Attributes) -> list[mx.array | None]:
+    """By layer, what its h [T, N, D S] is multiplied with on the way up, 0 or 1 / (1 - p); None of the last."""
+    high, low = (int(seed) % 2**32 for seed in (attributes.seed, attributes.seed2))
+    keep = 1 - float(attributes.dropout)
+    shape, scale = (*x.shape[:2], where.D * where.S), mx.array(1 / keep, x.dtype)
+    keys = mx.random.split(mx.random.key(high << 32 | low), where.L - 1) if where.L > 1 else []
+    return [*(mx.random.bernoulli(keep, shape, key).astype(x.dtype) * scale for key in keys), None]
+
+
 def pack(shapes: list[dict], kept: list[dict], dtype: mx.Dtype) -> mx.array:
     """The reserve space, out of each layer's arrays by name."""
     named = [(name, arrays[name]) for layer, arrays in zip(shapes, kept, strict=True) for name in layer]
@@ -251,14 +244,10 @@ def pack(shapes: list[dict], kept: list[dict], dtype: mx.Dtype) -> mx.array:
 
 
 def layer_arguments(where: Layout, layer: int, weights: Arrays, x: mx.array, states: Arrays) -> dict:
-    """A layer's arrays as the recurrence names them. The recurrence has one bias, but for a GRU's candidate."""
-    bW, bR, H = weights["bW"], weights["bR"], where.H
+    """A layer's arrays as the recurrence names them."""
     arrays = {name: weights[name] for name in ("Wh", "Wp") if name in weights}
-    if where.mode == "gru":
-        arrays["bhn"] = bR[:, 2 * H :].reshape(-1)
-        arrays["b"] = mx.concatenate([bW[:, : 2 * H] + bR[:, : 2 * H], bW[:, 2 * H :]], axis=1).reshape(-1)
-    else:
-        arrays["b"] = (bW + bR).reshape(-1)
+    biases = join_biases(weights["bW"], weights["bR"], gru=where.mode == "gru")
+    arrays |= {name: b.reshape(-1) for name, b in biases.items()}
     skips = where.skip and layer == 0
     arrays |= {"x": mx.tile(x, (1, 1, where.D * where.G)) if skips else x, "Wx": None if skips else weights["Wx"]}
     return arrays | {name: states[last][layer] for name, last in (("h0", "hT"), ("c0", "cT")) if last in states}

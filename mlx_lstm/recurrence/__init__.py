@@ -15,4 +15,5 @@ from ._rnn import RNNOutput as RNNOutput
 from ._rnn import rnn as rnn
 from ._rnn import rnn_gradients as rnn_gradients
 from ._stack import by_layer as by_layer
+from ._stack import join_biases as join_biases
 from ._stack import of_layers as of_layers
