@@ -262,9 +262,9 @@ def cudnn_rnn_backprop(
     """
     attributes = Attributes(rnn_mode, input_mode, direction, dropout, seed, seed2)
     stack = Stack("cudnn_rnn_backprop", "CudnnRNN", attributes, engine=engine, stream=stream)
+    inputs, outputs = (input, input_h, input_c, params), (output, output_h, output_c)
     cotangents = output_backprop, output_h_backprop, output_c_backprop
-    outputs = output, output_h, output_c
-    return stack.backward(input, input_h, input_c, params, None, *outputs, cotangents, reserve_space)
+    return stack.backward(inputs, None, outputs, cotangents, reserve_space)
 
 
 def cudnn_rnn_backprop_v2(
@@ -313,9 +313,9 @@ def cudnn_rnn_backprop_v2(
     """
     attributes = Attributes(rnn_mode, input_mode, direction, dropout, seed, seed2)
     stack = Stack("cudnn_rnn_backprop_v2", "CudnnRNNV2", attributes, engine=engine, stream=stream)
+    inputs, outputs = (input, input_h, input_c, params), (output, output_h, output_c)
     cotangents = output_backprop, output_h_backprop, output_c_backprop
-    outputs = output, output_h, output_c
-    return stack.backward(input, input_h, input_c, params, None, *outputs, cotangents, reserve_space)
+    return stack.backward(inputs, None, outputs, cotangents, reserve_space)
 
 
 def cudnn_rnn_backprop_v3(
@@ -369,6 +369,6 @@ def cudnn_rnn_backprop_v3(
     """
     attributes = Attributes(rnn_mode, input_mode, direction, dropout, seed, seed2, num_proj)
     stack = Stack("cudnn_rnn_backprop_v3", "CudnnRNNV3", attributes, time_major, batch_major_states, engine, stream)
+    inputs, outputs = (input, input_h, input_c, params), (output, output_h, output_c)
     cotangents = output_backprop, output_h_backprop, output_c_backprop
-    outputs = output, output_h, output_c
-    return stack.backward(input, input_h, input_c, params, sequence_lengths, *outputs, cotangents, reserve_space)
+    return stack.backward(inputs, sequence_lengths, outputs, cotangents, reserve_space)
