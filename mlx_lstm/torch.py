@@ -22,7 +22,7 @@ import mlx.nn as nn
 from . import recurrence
 from .checks import check_array, check_flag, check_integer, check_lengths, check_number, check_option, fail
 from .engines.problem import Arrays
-from .recurrence import by_layer, of_layers
+from .recurrence import by_layer, join_biases, of_layers
 
 
 class Layers(nn.Module):
@@ -143,11 +143,10 @@ class Layers(nn.Module):
         found = {"Wx": join([one["weight_ih"] for one in each]), "Wh": pair([one["weight_hh"] for one in each])}
         if self.proj_size:
             found["Wp"] = pair([one["weight_hr"] for one in each])
-        return found | (self.biases(each) if self.bias else {})
-
-    def biases(self, each: list[Arrays]) -> Arrays:
-        """The recurrence's, out of both of each direction."""
-        return {"b": join([one["bias_ih"] + one["bias_hh"] for one in each])}
+        if self.bias:
+            biases = [join_biases(one["bias_ih"], one["bias_hh"], gru=self.gates == 3) for one in each]
+            found |= {name: join([one[name] for one in biases]) for name in biases[0]}
+        return found
 
 
 def join(arrays: list[mx.array]) -> mx.array:
@@ -312,15 +311,6 @@ class GRU(Layers):
 
     def layer(self, x: mx.array, arrays: Arrays, options: dict[str, Any]) -> recurrence.GRUOutput:
         return recurrence.gru(x, **arrays, **options)
-
-    def biases(self, each: list[Arrays]) -> Arrays:
-        """That of the candidate's recurrent product stays apart: the reset gate multiplies it."""
-        start = 2 * self.hidden_size
-        parts = [(one["bias_ih"][:start] + one["bias_hh"][:start], one["bias_ih"][start:]) for one in each]
-        return {
-            "b": mx.concatenate([part for both in parts for part in both]),
-            "bhn": join([one["bias_hh"][start:] for one in each]),
-        }
 
 
 class RNN(Layers):
