@@ -57,8 +57,8 @@ def check_mask(op: str, mask: mx.array, shape: tuple[int, int, int], dtype: mx.D
 
 def check_sequences(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays, op: str) -> None:
     """What a forward pass saved is there; it and the gradients of its outputs have the shapes of the outputs."""
-    T, B, H, P = problem[:4]
-    D, G, dtype = problem.directions, problem.cell.gates, arrays["x"].dtype
+    T, B, D, dtype = problem.T, problem.B, problem.directions, arrays["x"].dtype
+    G, H, P = problem.cell.gates, problem.H, problem.P
     shapes = {"h": [T, B, D * P], "c": [T, B, D * H], "gates": [T, B, D * G * H], "hT": [B, D * P], "cT": [B, D * H]}
     for name in {"lstm": ("gates", "c"), "gru": ("gates", "h"), "rnn": ()}[problem.cell.op]:
         check_array(op, name, saved.get(name), shapes[name], dtype)
@@ -86,7 +86,8 @@ def check_lstm(
     check_option(op, "output_peephole", output_peephole, ("current", "previous"))
     clip = None if cell_clip is None else check_number(op, "cell_clip", cell_clip, positive=True)
     bias = check_number(op, "forget_bias", forget_bias)
-    return LSTMCell(gate_order, tuple(activations), output_peephole, clip, bias)
+    i, f, g, o, output = activations
+    return LSTMCell(gate_order, (i, f, g, o, output), output_peephole, clip, bias)
 
 
 def check_gru(
@@ -99,7 +100,8 @@ def check_gru(
     check_flag(op, "flip_z", flip_z)
     if bhn is not None and reset == "before":
         fail(op, "bhn must be None with reset='before'", "an array")
-    return GRUCell(gate_order, tuple(activations), reset, flip_z)
+    r, z, n = activations
+    return GRUCell(gate_order, (r, z, n), reset, flip_z)
 
 
 def check_rnn(activation: str, op: str = "rnn") -> RNNCell:

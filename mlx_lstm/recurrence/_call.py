@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -20,24 +20,23 @@ from ._arguments import check_arrays, check_sequences
 Lengths = mx.array | Sequence[int] | None
 
 
-class Plan(NamedTuple):
+class Call(NamedTuple):
     """A call's cell and options, as the caller gave them: checks them with the arrays, chooses an engine and runs."""
 
     cell: Cell
-    reverse: bool
-    bidirectional: bool
-    lengths: Lengths
-    return_gates: bool
-    training: bool
-    engine: str | None
-    stream: Stream
+    reverse: bool = False
+    bidirectional: bool = False
+    lengths: Lengths = None
+    engine: str | None = None
+    stream: Stream = None
 
-    def forward(self, arrays: Arrays) -> dict[str, mx.array | None]:
-        """The outputs, with their gradient."""
-        problem = self.check(arrays, self.cell.op)
+    def forward(self, arrays: Arrays, *, return_gates: bool, training: bool) -> dict[str, Any]:
+        """The outputs, with their gradient; gates None unless wanted."""
+        op = self.cell.op
+        problem = self.check(arrays, op, return_gates, training)
         with on(self.stream):
-            problem, engine, traced = self.choose(problem, arrays, [], self.cell.op)
-            return run(problem, arrays, engine, plain=traced and not self.training)
+            problem, engine, traced = self.choose(problem, arrays, [], op)
+            return run(problem, arrays, engine, plain=traced and not training)
 
     def backward(self, arrays: Arrays, saved: Arrays, cotangents: Arrays) -> Arrays:
         """The gradients of the arrays."""
@@ -50,27 +49,32 @@ class Plan(NamedTuple):
                 saved = saved | {"h": h_of(problem, saved)}
             return run_backward(problem, arrays, saved, cotangents, engine)
 
-    def check(self, arrays: Arrays, op: str) -> Problem:
+    def check(self, arrays: Arrays, op: str, return_gates: bool = False, training: bool = True) -> Problem:
         """The problem, but for its lengths, once arrays and flags are found right."""
-        for name in ("reverse", "bidirectional", "return_gates", "training"):
-            check_flag(op, name, getattr(self, name))
-        sizes = check_arrays(arrays, self.cell, self.bidirectional, op)
-        options = self.return_gates, self.training, self.bidirectional
-        return Problem(*sizes, self.cell, self.reverse and not self.bidirectional, None, *options)
+        flags = {"reverse": self.reverse, "bidirectional": self.bidirectional}
+        for name, flag in (flags | {"return_gates": return_gates, "training": training}).items():
+            check_flag(op, name, flag)
+        return Problem(
+            *check_arrays(arrays, self.cell, self.bidirectional, op),
+            cell=self.cell,
+            reverse=self.reverse and not self.bidirectional,
+            return_gates=return_gates,
+            training=training,
+            bidirectional=self.bidirectional,
+        )
 
     def choose(self, problem: Problem, arrays: Arrays, others: list[mx.array], op: str) -> tuple[Problem, str, bool]:
         """The problem with its lengths, the engine's word, whether some array has no value yet, where that counts:
         nothing is evaluated for an engine that does without."""
-        T, B, H, _ = problem[:4]
         if self.lengths is not None:
             traced = isinstance(self.lengths, mx.array) and is_traced([self.lengths], wait=True)
-            problem = problem._replace(lengths=check_lengths(op, self.lengths, B, T, traced=traced))
-            others = [*others, problem.lengths]
+            lengths = check_lengths(op, self.lengths, problem.B, problem.T, traced=traced)
+            problem, others = problem._replace(lengths=lengths), [*others, lengths]
         metal, on_cpu = mx.metal.is_available(), choice.current_device() == "cpu"
         numpy = on_cpu and self.engine in (None, "numpy")
-        traced = (numpy or not self.training) and is_traced([*arrays.values(), *others], wait=numpy)
+        traced = (numpy or not problem.training) and is_traced([*arrays.values(), *others], wait=numpy)
         word = choice.choose(
-            sizes=(T, B, arrays["x"].shape[-1], H),
+            sizes=(problem.T, problem.B, arrays["x"].shape[-1], problem.H),
             dtype=arrays["x"].dtype,
             cell=self.cell,
             bidirectional=self.bidirectional,
@@ -85,9 +89,9 @@ class Plan(NamedTuple):
         return problem, word, traced
 
 
-def given(**arrays: mx.array | None) -> Arrays:
+def given(**arrays: Any) -> Arrays:
     """The arrays that are not None; x and Wh have to be there, which is checked later."""
-    return {name: array for name, array in arrays.items() if array is not None or name in ("x", "Wh")}
+    return {name: array for name, array in arrays.items() if name in ("x", "Wh") or array is not None}
 
 
 def h_of(problem: Problem, saved: Arrays) -> mx.array:

@@ -10,7 +10,7 @@ import mlx.core as mx
 from ..engines.choice import Stream
 from ..engines.problem import Arrays
 from ._arguments import check_gru
-from ._call import Lengths, Plan, given
+from ._call import Call, Lengths, given
 
 
 class GRUOutput(NamedTuple):
@@ -91,8 +91,8 @@ def gru(
     """
     arrays = given(x=x, Wx=Wx, Wh=Wh, b=b, h0=h0, bhn=bhn, mask=mask)
     cell = check_gru(gate_order, activations, reset, flip_z, bhn)
-    plan = Plan(cell, reverse, bidirectional, lengths, return_gates, training, engine, stream)
-    return GRUOutput(**plan.forward(arrays))
+    call = Call(cell, reverse=reverse, bidirectional=bidirectional, lengths=lengths, engine=engine, stream=stream)
+    return GRUOutput(**call.forward(arrays, return_gates=return_gates, training=training))
 
 
 def gru_gradients(
@@ -143,5 +143,5 @@ def gru_gradients(
     """
     arrays = given(x=x, Wx=Wx, Wh=Wh, b=b, h0=h0, bhn=bhn, mask=mask)
     cell = check_gru(gate_order, activations, reset, flip_z, bhn, op="gru_gradients")
-    plan = Plan(cell, reverse, bidirectional, lengths, False, True, engine, stream)
-    return plan.backward(arrays, given(h=h, gates=gates), given(h=dh, gates=dgates, hT=dhT))
+    call = Call(cell, reverse=reverse, bidirectional=bidirectional, lengths=lengths, engine=engine, stream=stream)
+    return call.backward(arrays, given(h=h, gates=gates), given(h=dh, gates=dgates, hT=dhT))

@@ -10,7 +10,7 @@ import mlx.core as mx
 from ..engines.choice import Stream
 from ..engines.problem import Arrays
 from ._arguments import check_lstm
-from ._call import Lengths, Plan, given
+from ._call import Call, Lengths, given
 
 
 class LSTMOutput(NamedTuple):
@@ -120,8 +120,8 @@ def lstm(
     """
     arrays = given(x=x, Wx=Wx, Wh=Wh, b=b, h0=h0, c0=c0, peephole=peephole, mask=mask, Wp=Wp)
     cell = check_lstm(gate_order, activations, output_peephole, cell_clip, forget_bias)
-    plan = Plan(cell, reverse, bidirectional, lengths, return_gates, training, engine, stream)
-    return LSTMOutput(**plan.forward(arrays))
+    call = Call(cell, reverse=reverse, bidirectional=bidirectional, lengths=lengths, engine=engine, stream=stream)
+    return LSTMOutput(**call.forward(arrays, return_gates=return_gates, training=training))
 
 
 def lstm_gradients(
@@ -181,5 +181,5 @@ def lstm_gradients(
     """
     arrays = given(x=x, Wx=Wx, Wh=Wh, b=b, h0=h0, c0=c0, peephole=peephole, mask=mask, Wp=Wp)
     cell = check_lstm(gate_order, activations, output_peephole, None, 0.0, op="lstm_gradients")
-    plan = Plan(cell, reverse, bidirectional, lengths, False, True, engine, stream)
-    return plan.backward(arrays, given(h=h, c=c, gates=gates), given(h=dh, c=dc, gates=dgates, hT=dhT, cT=dcT))
+    call = Call(cell, reverse=reverse, bidirectional=bidirectional, lengths=lengths, engine=engine, stream=stream)
+    return call.backward(arrays, given(h=h, c=c, gates=gates), given(h=dh, c=dc, gates=dgates, hT=dhT, cT=dcT))

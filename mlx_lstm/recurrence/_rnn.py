@@ -9,7 +9,7 @@ import mlx.core as mx
 from ..engines.choice import Stream
 from ..engines.problem import Arrays
 from ._arguments import check_rnn
-from ._call import Lengths, Plan, given
+from ._call import Call, Lengths, given
 
 
 class RNNOutput(NamedTuple):
@@ -68,8 +68,8 @@ def rnn(
     """
     arrays = given(x=x, Wx=Wx, Wh=Wh, b=b, h0=h0, mask=mask)
     cell = check_rnn(activation)
-    plan = Plan(cell, reverse, bidirectional, lengths, return_gates, training, engine, stream)
-    return RNNOutput(**plan.forward(arrays))
+    call = Call(cell, reverse=reverse, bidirectional=bidirectional, lengths=lengths, engine=engine, stream=stream)
+    return RNNOutput(**call.forward(arrays, return_gates=return_gates, training=training))
 
 
 def rnn_gradients(
@@ -114,5 +114,5 @@ def rnn_gradients(
     """
     arrays = given(x=x, Wx=Wx, Wh=Wh, b=b, h0=h0, mask=mask)
     cell = check_rnn(activation, op="rnn_gradients")
-    plan = Plan(cell, reverse, bidirectional, lengths, False, True, engine, stream)
-    return plan.backward(arrays, given(h=h, gates=gates), given(h=dh, gates=dgates, hT=dhT))
+    call = Call(cell, reverse=reverse, bidirectional=bidirectional, lengths=lengths, engine=engine, stream=stream)
+    return call.backward(arrays, given(h=h, gates=gates), given(h=dh, gates=dgates, hT=dhT))
