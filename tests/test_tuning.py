@@ -1,12 +1,16 @@
 """The measured table of Metal engines: how it is made, when it counts, and what becomes of it when it does not."""
 
 import json
+import shutil
 import warnings
+from pathlib import Path
+from unittest.mock import patch
 
 import mlx.core as mx
 import pytest
 from on_metal import on_metal
 
+import mlx_lstm
 from mlx_lstm import lstm
 from mlx_lstm.bench import tune as tune_module
 from mlx_lstm.bench.__main__ import main
@@ -85,6 +89,25 @@ def test_a_file_of_this_machine_counts(own_cache):
     assert tuning.load(own_cache) == Table(f"measured here, {own_cache}", ENGINES)
 
 
+@pytest.mark.parametrize("folder", ["metal", "engines/metal"])
+def test_a_changed_file_changes_the_hash_of_the_kernels(tmp_path, folder):
+    """Of every file of the shaders and of the Metal engines, on a copy of the package."""
+    package, before = tmp_path / "mlx_lstm", tuning.kernels_hash()
+    shutil.copytree(Path(mlx_lstm.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(tuning.shader_folder(), package / "metal", dirs_exist_ok=True)
+    with (
+        patch.object(tuning, "shader_folder", lambda: package / "metal"),
+        patch.object(tuning, "__file__", str(package / "engines" / "tuning.py")),
+    ):
+        found = {tuning.kernels_hash()}
+        assert found == {before}
+        files = [file for file in (package / folder).iterdir() if file.suffix in (".metal", ".py")]
+        for file in files:
+            file.write_text(file.read_text() + "\n")
+            found.add(tuning.kernels_hash())
+    assert len(files) > 5 and len(found) == len(files) + 1
+
+
 @pytest.mark.parametrize("entry", ["chip", "architecture", "system", "mlx", "mlx_lstm", "kernels"])
 def test_a_file_of_another_machine_does_not(own_cache, entry):
     """Nor one that leaves the entry out. The reason says what differs; nobody is warned."""
@@ -126,18 +149,6 @@ def test_a_broken_file_is_named_in_a_warning(own_cache, text):
 def test_a_file_that_cannot_be_read_is_named_in_a_warning(tmp_path):
     with pytest.warns(UserWarning, match="is not a table"):
         assert tuning.load(tmp_path).engines == PREDICTED.engines  # a folder
-
-
-def test_the_kernels_hash_sees_the_shaders(tmp_path, monkeypatch):
-    before = tuning.kernels_hash()
-    assert before == tuning.kernels_hash()
-    for file in tuning.shader_folder().iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    monkeypatch.setattr(tuning, "shader_folder", lambda: tmp_path)
-    assert tuning.kernels_hash() == before
-    with (tmp_path / "cell.metal").open("a") as file:
-        file.write("// a word more\n")
-    assert tuning.kernels_hash() != before
 
 
 # --- The library goes by it ------------------------------------------------------------------------------------------

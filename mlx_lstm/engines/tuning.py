@@ -85,9 +85,8 @@ def machine() -> dict[str, str]:
 
 
 def kernels_hash() -> str:
-    """A short hash of the shaders and of what says how they are launched."""
-    folders = shader_folder().iterdir(), Path(__file__).parent.glob("metal/*launch*.py")
-    files = [file for folder in folders for file in folder if file.name.endswith((".metal", ".py"))]
+    """A short hash of the shaders and of all that launches them."""
+    files = [*shader_folder().glob("*.metal"), *(Path(__file__).parent / "metal").glob("*.py")]
     text = hashlib.sha256()
     for file in sorted(files, key=lambda file: file.name):
         text.update(file.name.encode() + b"\0" + file.read_bytes())
