@@ -5,7 +5,7 @@
 //   the output, from 23 on what the cell's own file says. Gates count as i, f, g, o; or r, z, n; or 0 for the plain
 //   cell.
 
-enum Activation { IDENTITY, RELU, TANH, SIGMOID, HARD_SIGMOID };  // and 5, the hard sigmoid of slope 1/6
+enum Activation { IDENTITY, RELU, TANH, SIGMOID, HARD_SIGMOID, HARD_SIGMOID_SIXTH };
 
 constexpr int place_of(int cell, int gate) { return (cell >> (2 * gate)) & 3; }
 constexpr int activation_of(int cell, int gate) { return (cell >> (8 + 3 * gate)) & 7; }

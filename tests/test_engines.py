@@ -1,11 +1,19 @@
 """The choice of engine, as a table: every machine tests every machine's choice."""
 
+import re
+from contextlib import nullcontext
+
 import mlx.core as mx
 import pytest
+from on_metal import on_metal
 
-from mlx_lstm import lstm
-from mlx_lstm.engines import ENGINES, choose
-from mlx_lstm.engines.cells import GRUCell, LSTMCell, RNNCell
+from mlx_lstm import lstm, recurrence
+from mlx_lstm.engines import ENGINES, METAL_ENGINES, choose
+from mlx_lstm.engines.cells import ACTIVATIONS, GRUCell, LSTMCell, RNNCell
+from mlx_lstm.engines.metal import launch, text
+from mlx_lstm.engines.numpy import gates
+from mlx_lstm.engines.ops import cells as ops
+from mlx_lstm.recurrence import _arguments
 
 MAC = {"device": "gpu", "metal": True}
 MAC_CPU = {"device": "cpu", "metal": True}
@@ -91,3 +99,26 @@ def test_a_stream_argument_is_where_it_runs():
     arrays = [mx.zeros(shape) for shape in ((2, 1, 1), (4, 1), (4, 1))]
     for stream in (None, mx.cpu, mx.new_stream(mx.cpu)):
         assert lstm(*arrays, stream=stream).h.shape == (2, 1, 1)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("op", ["lstm", "gru", "rnn"])
+def test_an_activation_that_an_engine_does_not_know_is_an_error(monkeypatch, engine, op):
+    """One that was added to the names, and nowhere else."""
+    monkeypatch.setattr(_arguments, "ACTIVATIONS", (*ACTIVATIONS, "swish"))
+    named = {
+        "lstm": {"activations": ["swish"] * 5},
+        "gru": {"activations": ["swish"] * 3},
+        "rnn": {"activation": "swish"},
+    }
+    G = {"lstm": 4, "gru": 3, "rnn": 1}[op]
+    arrays = mx.ones((2, 1, 3)), mx.ones((G * 4, 3)), mx.ones((G * 4, 4))
+    with on_metal() if engine in METAL_ENGINES else nullcontext(), pytest.raises(ValueError, match="'swish'"):
+        mx.eval(getattr(recurrence, op)(*arrays, engine=engine, **named[op]).h)
+
+
+def test_every_engine_knows_every_activation():
+    enum = re.search(r"enum Activation \{(.*)\}", (text.shader_folder() / "cell.metal").read_text())
+    assert enum and enum[1].lower().replace(" ", "").split(",") == list(ACTIVATIONS)
+    assert set(ops.ACTIVATIONS) == set(gates.ACTIVATIONS) == set(launch.ACTIVATIONS) == set(ACTIVATIONS)
+    assert list(launch.ACTIVATIONS.values()) == list(range(len(ACTIVATIONS)))

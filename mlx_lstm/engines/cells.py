@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import NamedTuple, TypeVar
+
+Entry = TypeVar("Entry")
 
 ACTIVATIONS = ("identity", "relu", "tanh", "sigmoid", "hard_sigmoid", "hard_sigmoid_sixth")
 """Names an activation may have. `hard_sigmoid(x) = clip(0.2 x + 0.5, 0, 1)`; `hard_sigmoid_sixth(x) =
@@ -10,6 +13,13 @@ clip(x / 6 + 0.5, 0, 1)`, that of torch and Keras 3. The slope of relu at 0 is 0
 
 HARD_SIGMOIDS = {"hard_sigmoid": 0.2, "hard_sigmoid_sixth": 1 / 6}
 """The slopes of the two."""
+
+
+def known(engine: str, table: Mapping[str, Entry], name: str) -> Entry:
+    """What an engine's own table has for an activation; ValueError where it has nothing."""
+    if name not in table:
+        raise ValueError(f"[activation] engine={engine!r} must know the activation but got {name!r}.")
+    return table[name]
 
 
 class LSTMCell(NamedTuple):

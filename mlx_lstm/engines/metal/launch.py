@@ -10,7 +10,7 @@ from functools import cache
 
 import mlx.core as mx
 
-from ..cells import ACTIVATIONS, Cell, GRUCell, LSTMCell
+from ..cells import Cell, GRUCell, LSTMCell, known
 from .text import BLANKS, macros, shader_folder, shorten
 
 Inputs = dict[str, "mx.array | None"]
@@ -93,6 +93,10 @@ def select(given: Inputs, names: str) -> Inputs:
     return {name: given[name] for name in names.split()}
 
 
+ACTIVATIONS = {"identity": 0, "relu": 1, "tanh": 2, "sigmoid": 3, "hard_sigmoid": 4, "hard_sigmoid_sixth": 5}
+"""The numbers of metal/cell.metal."""
+
+
 def cell_number(cell: Cell, peephole: bool = False) -> int:
     """The options of a cell as the template number CELL; metal/cell.metal has its bits."""
     if isinstance(cell, LSTMCell):
@@ -105,5 +109,5 @@ def cell_number(cell: Cell, peephole: bool = False) -> int:
     else:
         order, gates, activations, own = "h", "h", (cell.act,), 0
     number = sum(order.index(gate) << 2 * k for k, gate in enumerate(gates))
-    number += sum(ACTIVATIONS.index(name) << 8 + 3 * k for k, name in enumerate(activations))
+    number += sum(known("metal", ACTIVATIONS, name) << 8 + 3 * k for k, name in enumerate(activations))
     return number + (own << 23)

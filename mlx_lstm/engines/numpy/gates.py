@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from itertools import groupby
 
 import numpy as np
 
-from ..cells import HARD_SIGMOIDS, GRUCell, LSTMCell
+from ..cells import HARD_SIGMOIDS, GRUCell, LSTMCell, known
+
+InPlace = Callable[[np.ndarray, np.ndarray], object]
+"""Reads the first array, writes the second."""
 
 
 @cache
@@ -42,34 +46,41 @@ def gates_of(cell: LSTMCell | GRUCell, H: int, names: str) -> Gates:
 
 def activate(name: str, x: np.ndarray, out: np.ndarray) -> None:
     """One activation of `cells.ACTIVATIONS` into out."""
-    if name == "tanh":
-        np.tanh(x, out=out)
-    elif name == "sigmoid":
-        # Not through tanh, which leaves of a nearly closed gate no digit. The caller lets exp overflow.
-        np.negative(x, out=out)
-        np.exp(out, out=out)
-        out += 1
-        np.reciprocal(out, out=out)
-    elif name in HARD_SIGMOIDS:
-        np.multiply(x, HARD_SIGMOIDS[name], out=out)
-        out += 0.5
-        np.clip(out, 0, 1, out=out)
-    elif name == "relu":
-        np.maximum(x, 0, out=out)
-    else:
-        np.copyto(out, x)
+    known("numpy", ACTIVATIONS, name)[0](x, out)
 
 
 def slope_from_square(name: str, y: np.ndarray, out: np.ndarray) -> None:
     """The derivative of an activation written in its output y; on entry out holds y * y."""
-    if name == "tanh":
-        np.subtract(1, out, out=out)
-    elif name == "sigmoid":
-        np.subtract(y, out, out=out)
-    elif name in HARD_SIGMOIDS:
-        np.copyto(out, (y > 0) & (y < 1))
-        out *= HARD_SIGMOIDS[name]
-    elif name == "relu":
-        np.copyto(out, y > 0)
-    else:
-        out.fill(1)
+    known("numpy", ACTIVATIONS, name)[1](y, out)
+
+
+def sigmoid(x: np.ndarray, out: np.ndarray) -> None:
+    """1 / (1 + exp(-x)). Not through tanh, which leaves of a nearly closed gate no digit. The caller lets exp
+    overflow."""
+    np.negative(x, out=out)
+    np.exp(out, out=out)
+    out += 1
+    np.reciprocal(out, out=out)
+
+
+def hard_sigmoid(rise: float, x: np.ndarray, out: np.ndarray) -> None:
+    """clip(rise x + 0.5, 0, 1)."""
+    np.multiply(x, rise, out=out)
+    out += 0.5
+    np.clip(out, 0, 1, out=out)
+
+
+def hard_sigmoid_slope(rise: float, y: np.ndarray, out: np.ndarray) -> None:
+    """Its derivative from its output."""
+    np.copyto(out, (y > 0) & (y < 1))
+    out *= rise
+
+
+ACTIVATIONS: dict[str, tuple[InPlace, InPlace]] = {
+    "identity": (lambda x, out: np.copyto(out, x), lambda y, out: out.fill(1)),
+    "relu": (lambda x, out: np.maximum(x, 0, out=out), lambda y, out: np.copyto(out, y > 0)),
+    "tanh": (lambda x, out: np.tanh(x, out=out), lambda y, out: np.subtract(1, out, out=out)),
+    "sigmoid": (sigmoid, lambda y, out: np.subtract(y, out, out=out)),
+    **{name: (partial(hard_sigmoid, rise), partial(hard_sigmoid_slope, rise)) for name, rise in HARD_SIGMOIDS.items()},
+}
+"""Of each activation, itself and its derivative, in place."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import mlx.core as mx
 
-from ..cells import HARD_SIGMOIDS, GRUCell, LSTMCell, RNNCell
-
-Arrays = dict[str, mx.array]
+from ..cells import HARD_SIGMOIDS, GRUCell, LSTMCell, RNNCell, known
 
 
 class StepGradients(NamedTuple):
@@ -21,18 +21,19 @@ class StepGradients(NamedTuple):
     direct: mx.array | None = None
 
 
-# --- Activations -----------------------------------------------------------------------------------------------------
-
-
 def activate(name: str, x: mx.array) -> mx.array:
     """One of `cells.ACTIVATIONS`."""
-    if name == "tanh":
-        return mx.tanh(x)
-    if name == "sigmoid":
-        return double_sigmoid(x) if x.dtype == mx.float64 else mx.sigmoid(x)
-    if name in HARD_SIGMOIDS:
-        return mx.clip(constant(HARD_SIGMOIDS[name], x) * x + 0.5, 0, 1)
-    return mx.maximum(x, 0) if name == "relu" else x
+    return known("ops", ACTIVATIONS, name)[0](x)
+
+
+def slope(name: str, y: mx.array) -> mx.array:
+    """An activation's derivative, written in its output y."""
+    return known("ops", ACTIVATIONS, name)[1](y)
+
+
+def sigmoid(x: mx.array) -> mx.array:
+    """1 / (1 + exp(-x)), to the digits of the dtype."""
+    return double_sigmoid(x) if x.dtype == mx.float64 else mx.sigmoid(x)
 
 
 def double_sigmoid(x: mx.array) -> mx.array:
@@ -44,15 +45,24 @@ def double_sigmoid(x: mx.array) -> mx.array:
     return mx.where(negative, small, 1 - small)
 
 
-def slope(name: str, y: mx.array) -> mx.array:
-    """An activation's derivative, written in its output y."""
-    if name == "tanh":
-        return 1 - y * y
-    if name == "sigmoid":
-        return y * (1 - y)
-    if name in HARD_SIGMOIDS:
-        return constant(HARD_SIGMOIDS[name], y) * ((y > 0) & (y < 1)).astype(y.dtype)
-    return (y > 0).astype(y.dtype) if name == "relu" else mx.ones_like(y)
+def hard_sigmoid(rise: float, x: mx.array) -> mx.array:
+    """clip(rise x + 0.5, 0, 1)."""
+    return mx.clip(constant(rise, x) * x + 0.5, 0, 1)
+
+
+def hard_sigmoid_slope(rise: float, y: mx.array) -> mx.array:
+    """Its derivative from its output."""
+    return constant(rise, y) * ((y > 0) & (y < 1)).astype(y.dtype)
+
+
+ACTIVATIONS: dict[str, tuple[Callable[[mx.array], mx.array], Callable[[mx.array], mx.array]]] = {
+    "identity": (lambda x: x, mx.ones_like),
+    "relu": (lambda x: mx.maximum(x, 0), lambda y: (y > 0).astype(y.dtype)),
+    "tanh": (mx.tanh, lambda y: 1 - y * y),
+    "sigmoid": (sigmoid, lambda y: y * (1 - y)),
+    **{name: (partial(hard_sigmoid, rise), partial(hard_sigmoid_slope, rise)) for name, rise in HARD_SIGMOIDS.items()},
+}
+"""Of each activation, itself and its derivative written in its output."""
 
 
 def constant(value: float, like: mx.array) -> mx.array:
@@ -64,9 +74,6 @@ def clip_straight_through(c: mx.array, limit: float) -> mx.array:
     """clip(c, -limit, limit) whose gradient is that of c, as TensorFlow's block ops have it."""
     bound = constant(limit, c)
     return mx.stop_gradient(mx.clip(c, -bound, bound)) + (c - mx.stop_gradient(c))
-
-
-# --- LSTM ------------------------------------------------------------------------------------------------------------
 
 
 def lstm_step(
@@ -136,9 +143,6 @@ def lstm_step_backward(
     return mx.concatenate([dz[gate] for gate in order], axis=-1), dc
 
 
-# --- GRU -------------------------------------------------------------------------------------------------------------
-
-
 def gru_step(
     cell: GRUCell, a: mx.array, h_in: mx.array, h: mx.array, Wh: mx.array, bhn: mx.array | None
 ) -> tuple[mx.array, mx.array]:
@@ -201,9 +205,6 @@ def gru_step_backward(
         dh_in = reset * r
     dh_in = dh_in + dz["r"] @ W["r"] + dz["z"] @ W["z"]
     return StepGradients(mx.concatenate([dz[gate] for gate in order], axis=-1), dh_in, direct=direct)
-
-
-# --- RNN -------------------------------------------------------------------------------------------------------------
 
 
 def rnn_step(cell: RNNCell, a: mx.array, h_in: mx.array, Wh: mx.array) -> tuple[mx.array, mx.array]:
