@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from .problem import Problem
-
-Arrays = dict[str, mx.array]
+from .problem import Arrays, Problem
 
 ROWS = ("Wx", "b", "bhn")
 OWN_AXIS = ("Wh", "Wp", "peephole")

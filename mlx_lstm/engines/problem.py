@@ -1,4 +1,13 @@
-"""One recurrence to run, apart from its arrays: sizes, cell, direction, lengths. What an engine is told."""
+"""What an engine is told: a recurrence's arrays by name, and all about it that is no array.
+
+Of one direction, with T time, B batch, I input, H hidden, P the width of h (H, or the projection's), G gates:
+
+    x [T, B, I], or [T, B, G H] without Wx   Wx [G H, I]   Wh [G H, P]   b [G H]   bhn [H]   peephole [4H]   Wp [P, H]
+    h0 [B, P]   c0 [B, H]   mask, which broadcasts to [T, B, P]
+    results: h [T, B, P]   c [T, B, H]   gates [T, B, G H]   hT [B, P]   cT [B, H]; a gradient has its array's shape
+
+An array that the caller does not have is missing. How two directions share these arrays: `directions`.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +18,7 @@ import mlx.core as mx
 from .cells import Cell
 
 Arrays = dict[str, mx.array]
-"""Arrays by name: a recurrence's arguments, outputs, gradients."""
+"""Arguments, results, cotangents or gradients, by the names above."""
 
 
 class Problem(NamedTuple):
@@ -27,6 +36,11 @@ class Problem(NamedTuple):
     return_gates: bool = False
     training: bool = True
     bidirectional: bool = False
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """(T, B, H, P)."""
+        return self.T, self.B, self.H, self.P
 
     @property
     def directions(self) -> int:

@@ -59,9 +59,6 @@ the recurrent weights more slowly than all cores do in a launch per step; from B
 items at once. Not measured."""
 
 
-# --- The file --------------------------------------------------------------------------------------------------------
-
-
 def cache_file() -> Path:
     """Where a measured table lies unless told otherwise."""
     caches = Path.home() / ("Library/Caches" if sys.platform == "darwin" else ".cache")
@@ -133,8 +130,6 @@ def checked_row(row: list[list[object]]) -> Row:
         raise ValueError(f"a row ascends in H but got {row}")
     return found
 
-
-# --- The table of this process ---------------------------------------------------------------------------------------
 
 _chosen: list[Path] = []
 

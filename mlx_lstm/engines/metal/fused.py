@@ -12,8 +12,8 @@ import mlx.core as mx
 
 from ..cells import Cell, LSTMCell, RNNCell
 from ..directions import half
-from ..ops.sweep import Arrays, gradients_after_sweep
-from ..problem import Problem
+from ..ops.sweep import gradients_after_sweep
+from ..problem import Arrays, Problem
 from .fused_launches import fused_backward, fused_forward, fused_tiling
 from .gradients import candidates, gradients_in_few_launches, is_plain, recurrent_input, takes_product
 from .inputs import contiguous, project, whole_mask

@@ -7,10 +7,8 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from ..cells import Cell, GRUCell
-from ..problem import Problem
+from ..problem import Arrays, Problem
 from .launch import Inputs, Outputs, cell_number, launch, select
-
-Arrays = dict[str, mx.array]
 
 SWEEPS = ("forward", "backward")
 

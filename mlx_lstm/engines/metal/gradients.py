@@ -9,8 +9,8 @@ from __future__ import annotations
 import mlx.core as mx
 
 from ..cells import Cell, GRUCell
-from ..ops.sweep import Arrays, flat, input_gradients
-from ..problem import Problem
+from ..ops.sweep import flat, input_gradients
+from ..problem import Arrays, Problem
 from .inputs import contiguous, whole_mask
 from .launch import launch
 

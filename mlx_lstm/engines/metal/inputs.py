@@ -5,7 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 
 from ..ops import sweep as ops
-from ..problem import Problem
+from ..problem import Arrays, Problem
 
 
 def contiguous(array: mx.array | None) -> mx.array | None:
@@ -13,7 +13,7 @@ def contiguous(array: mx.array | None) -> mx.array | None:
     return None if array is None else array.reshape(-1).reshape(array.shape)
 
 
-def project(arrays: dict[str, mx.array]) -> mx.array:
+def project(arrays: Arrays) -> mx.array:
     """`engines.ops.sweep.project`, in one launch and in row order."""
     x, Wx, b = (arrays.get(name) for name in ("x", "Wx", "b"))
     if Wx is None or b is None:

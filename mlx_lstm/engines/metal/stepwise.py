@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from ..ops.sweep import Arrays, gradients_after_sweep
-from ..problem import Problem
+from ..ops.sweep import gradients_after_sweep
+from ..problem import Arrays, Problem
 from . import stepwise_launches as kernels
 from .gradients import candidates, gradients_in_few_launches, is_plain, recurrent_input, takes_product
 from .inputs import contiguous, project, whole_mask

@@ -5,11 +5,10 @@ from __future__ import annotations
 import mlx.core as mx
 
 from ..cells import GRUCell
-from ..problem import Problem
+from ..problem import Arrays, Problem
 from .launch import Inputs, Outputs, cell_number, launch, select
 from .stepwise_rows import JOINED, LEFT, Rows, starts_of
 
-Arrays = dict[str, mx.array]
 Kind = tuple[Rows, int]
 """Rows that hold the same, and the width of the units in them."""
 

@@ -24,7 +24,7 @@ class GRUStep:
     """`engines.ops.cells.gru_step` in place: one step forward with all its scratch memory."""
 
     def __init__(self, problem: Problem, v: Views, preactivations: Preactivations):
-        cell, (_, B, H, _), dtype = problem.cell, problem[:4], v["Wh"].dtype
+        cell, (_, B, H, _), dtype = problem.cell, problem.sizes, v["Wh"].dtype
         self.preactivations, self.after, self.flip = preactivations, cell.reset == "after", cell.flip_z
         self.block = {gate: cell.block(gate, H) for gate in "rzn"}
         self.rz = reset_and_update(self.block)
@@ -70,7 +70,7 @@ class GRUStepBackward:
 
     def __init__(self, problem: Problem, v: Views, saved: Views):
         """saved: gates [T, B, 3H]."""
-        cell, (_, B, H, _), dtype = problem.cell, problem[:4], v["Wh"].dtype
+        cell, (_, B, H, _), dtype = problem.cell, problem.sizes, v["Wh"].dtype
         self.after, self.flip = cell.reset == "after", cell.flip_z
         self.gates_at, self.gates = Steps(saved["gates"]), gates_of(cell, H, "rzn")
         self.block = {gate: cell.block(gate, H) for gate in "rzn"}

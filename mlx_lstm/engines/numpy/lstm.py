@@ -26,7 +26,7 @@ class LSTMStep:
     """`engines.ops.cells.lstm_step` in place: one step forward with all its scratch memory."""
 
     def __init__(self, problem: Problem, v: Views, preactivations: Preactivations):
-        cell, (_, B, H, _), dtype = problem.cell, problem[:4], v["Wh"].dtype
+        cell, (_, B, H, _), dtype = problem.cell, problem.sizes, v["Wh"].dtype
         self.preactivations, self.Wp = preactivations, matrix(v["Wp"]) if "Wp" in v else None
         self.block = {gate: cell.block(gate, H) for gate in "ifgo"}
         self.peephole = peephole_columns(cell, v, H, B)
@@ -67,7 +67,7 @@ class LSTMStepBackward:
 
     def __init__(self, problem: Problem, v: Views, saved: Views):
         """saved: c [T, B, H], gates [T, B, 4H]."""
-        cell, (_, B, H, P), dtype = problem.cell, problem[:4], v["Wh"].dtype
+        cell, (_, B, H, P), dtype = problem.cell, problem.sizes, v["Wh"].dtype
         self.problem, self.ends = problem, Ends(problem)
         self.c, self.gates_at = Steps(saved["c"]), Steps(saved["gates"])
         self.c0 = first_state(v, "c0", (H, B), dtype)

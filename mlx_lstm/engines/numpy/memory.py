@@ -7,9 +7,8 @@ from math import prod
 import mlx.core as mx
 import numpy as np
 
-from ..problem import Problem
+from ..problem import Arrays, Problem
 
-Arrays = dict[str, mx.array]
 Views = dict[str, np.ndarray]
 
 CHUNK_ROWS = 1024  # rows (time steps x batch) that one product takes: bounds the memory of dz

@@ -14,7 +14,6 @@ from .memory import WIDE_BATCH, Ends, Views, chunk_steps, columns_buffer, matrix
 AHEAD_ROWS = 256  # rows of the input's product over a wide batch: still in the cache when their steps come
 
 
-# --- The preactivations ----------------------------------------------------------------------------------------------
 # Bias and forget bias included, peepholes not.
 
 
@@ -26,7 +25,7 @@ class Preactivations:
     """
 
     def __init__(self, problem: Problem, v: Views):
-        dtype, (T, B, H, P), cell = v["Wh"].dtype, problem[:4], problem.cell
+        dtype, (T, B, H, P), cell = v["Wh"].dtype, problem.sizes, problem.cell
         rows = cell.gates * H
         self.x, self.mask, self.B = v["x"], step_mask(v, problem), B
         self.Wh, self.Wx = matrix(v["Wh"]), matrix(v["Wx"]) if "Wx" in v else None
@@ -81,9 +80,6 @@ def bias_column(cell: Cell, v: Views, H: int, rows: int) -> np.ndarray | None:
     bias = np.array(v["b"]) if "b" in v else np.zeros(rows, v["Wh"].dtype)
     bias[cell.block("f", H)] += forget
     return bias
-
-
-# --- The gradients of the weights ------------------------------------------------------------------------------------
 
 
 class WeightGradients:

@@ -31,7 +31,7 @@ class RNNStepBackward:
 
     def __init__(self, problem: Problem, v: Views, saved: Views):
         """saved: h [T, B, H]."""
-        (_, B, H, _), dtype = problem[:4], v["Wh"].dtype
+        (_, B, H, _), dtype = problem.sizes, v["Wh"].dtype
         self.name, self.h_at, self.Wh_T = problem.cell.act, Steps(saved["h"]), matrix(v["Wh"]).T
         self.slope = np.empty((H, B), dtype)
         self.dz = columns_buffer(H, chunk_steps(problem) * B, B, dtype)

@@ -16,11 +16,10 @@ import numpy as np
 
 from ..cells import GRUCell, LSTMCell, RNNCell
 from ..directions import one_direction, part
-from ..problem import Problem
+from ..problem import Arrays, Problem
 from .gru import GRUStep, GRUStepBackward
 from .lstm import LSTMStep, LSTMStepBackward
 from .memory import (
-    Arrays,
     Ends,
     Views,
     chunk_steps,
@@ -47,7 +46,7 @@ def forward(problem: Problem, arrays: Arrays) -> Saved:
     gradient does without.
     """
     v = views(arrays)
-    dtype, (T, B, H, P), D = v["Wh"].dtype, problem[:4], problem.directions
+    dtype, (T, B, H, P), D = v["Wh"].dtype, problem.sizes, problem.directions
     rows = D * problem.cell.gates * H
     shapes = {"h": memory_shape((T, B, D * P), v["x"]), "hT": (B, D * P)}
     if isinstance(problem.cell, LSTMCell):
@@ -91,9 +90,6 @@ def backward(problem: Problem, arrays: Arrays, saved: Saved, cotangents: Arrays)
     return outputs
 
 
-# --- Directions ------------------------------------------------------------------------------------------------------
-
-
 def each_direction(problem: Problem, sweep: Callable[[int | None, Problem], None]) -> None:
     """Call sweep(d, problem of direction d) for both directions, or once with None.
 
@@ -115,12 +111,9 @@ def of_direction(d: int | None, values: Views) -> Views:
     return values if d is None else part(values, d)
 
 
-# --- The forward pass of one direction -------------------------------------------------------------------------------
-
-
 def sweep_forward(problem: Problem, v: Views, out: Views) -> None:
     """Write h [T, B, P], c [T, B, H], gates [T or 1, B, GH], hT [B, P] and cT [B, H] of `out`, those a cell has."""
-    dtype, (T, B, H, P) = v["Wh"].dtype, problem[:4]
+    dtype, (T, B, H, P) = v["Wh"].dtype, problem.sizes
     h, gates = out["h"], feature_major(out["gates"])
     c = feature_major(out["c"]) if "c" in out else None
     step, ends = STEPS[type(problem.cell)][0](problem, v, Preactivations(problem, v)), Ends(problem)
@@ -154,9 +147,6 @@ def sweep_forward(problem: Problem, v: Views, out: Views) -> None:
         out["cT"][...] = c_prev.T
 
 
-# --- The backward pass of one direction ------------------------------------------------------------------------------
-
-
 class BackwardSweep:
     """The steps in reverse, a chunk of time at a time, and after each chunk the products over its rows.
 
@@ -165,7 +155,7 @@ class BackwardSweep:
 
     def __init__(self, problem: Problem, v: Views, saved: Views, given: Views, out: Views, written: set[int]):
         """saved: the outputs h, c, gates; given: the cotangents of outputs; out: the gradients' memory."""
-        dtype, (_, B, H, P) = v["Wh"].dtype, problem[:4]
+        dtype, (_, B, H, P) = v["Wh"].dtype, problem.sizes
         self.problem, self.v, self.given, self.out, self.h = problem, v, given, out, saved["h"]
         self.ends, self.mask, self.dmask = Ends(problem), step_mask(v, problem), out.get("mask")
         self.step = STEPS[type(problem.cell)][1](problem, v, saved)

@@ -13,7 +13,7 @@ import mlx.core as mx
 
 from ..cells import GRUCell, LSTMCell
 from ..directions import half, join_gradients, join_outputs, one_direction, part
-from ..problem import Problem
+from ..problem import Arrays, Problem
 from .cells import (
     StepGradients,
     activate,
@@ -25,8 +25,6 @@ from .cells import (
     rnn_step,
     rnn_step_backward,
 )
-
-Arrays = dict[str, mx.array]
 
 
 def forward(problem: Problem, arrays: Arrays) -> Arrays:
@@ -131,9 +129,6 @@ def step_backward(
         h_in = recurrent_input(arrays, before["h"], t)
         return gru_step_backward(cell, after["gates"], h_in, before["h"], Wh, before["q"], dh, dgates)
     return rnn_step_backward(cell, after["h"], Wh, dh, dgates)
-
-
-# --- After the sweep: products and sums over all steps and directions ------------------------------------------------
 
 
 def gradients_after_sweep(problem: Problem, arrays: Arrays, saved: Arrays, sweep: Arrays) -> Arrays:
