@@ -240,6 +240,21 @@ def test_two_gradients_of_one_forward(kind):
     assert_trees_close([total], [first + second])
 
 
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_that_have_values_inside_a_gradient_still_get_theirs(kind, training):
+    """Evaluated, used twice and with constants beside them: MLX then no longer tells that they are traced."""
+    arrays, _, loss = small(kind)
+
+    def twice(*values, engine=None):
+        mx.eval(*values)
+        return loss(*values, training=training, engine=engine) + loss(*values, training=training, engine=engine)
+
+    for n in range(len(arrays)):  # the others are constants
+        one = mx.grad(twice, argnums=n)(*arrays)
+        assert_trees_close([one], [mx.grad(lambda *v: twice(*v, engine="ops"), argnums=n)(*arrays)])
+
+
 @ALL_KINDS
 def test_bits_are_reproducible(kind):
     arrays, _, loss = small(kind)

@@ -14,7 +14,7 @@ from ..checks import check_array, check_flag, check_lengths, check_option, check
 from ..engines import choice
 from ..engines.choice import Stream, check_device, on
 from ..engines.problem import Arrays
-from ..engines.tracing import is_traced
+from ..engines.tracing import are_free, have_values
 from ..recurrence import by_layer, join_biases, of_layers
 from ._buffer import Attributes, Layout, check_attributes, check_params, join_layers, layer_arrays, layout
 
@@ -79,8 +79,9 @@ class Stack(NamedTuple):
             output_c = self.of_layers(where, kept, "cT") if where.mode == "lstm" else mx.zeros((), input.dtype)
             if is_training:
                 return output, output_h, output_c, pack(reserved(where, x, dropout), kept, input.dtype)
-            # A plain graph can be exported.
-            if not is_traced([input, input_h, params], wait=False):
+            # Where somebody can ask for a gradient; but a graph without values stays plain, and can be exported.
+            given = [input, input_h, params]
+            if not are_free(given) and have_values(given):
                 output, output_h, output_c = without_gradient(self.original, output, output_h, output_c)
             return output, output_h, output_c, mx.zeros((), input.dtype)
 
@@ -172,7 +173,7 @@ class Stack(NamedTuple):
         check_params(op, where, params, input.dtype)
         if self.original != "CudnnRNNV3":
             return where, None
-        traced = isinstance(sequence_lengths, mx.array) and is_traced([sequence_lengths], wait=True)
+        traced = isinstance(sequence_lengths, mx.array) and not have_values([sequence_lengths])
         lengths = check_lengths(op, sequence_lengths, N, T, traced=traced, name="sequence_lengths", shortest=1)
         return where, lengths if traced or (lengths < T).any().item() else None
 

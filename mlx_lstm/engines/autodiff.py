@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NoReturn
+
 import mlx.core as mx
 
 from .choice import METAL_ENGINES
 from .metal import fused, stepwise
 from .numpy import sweep as numpy
+from .numpy.sweep import Saved
 from .ops import sweep as ops
-from .problem import Problem
-from .tracing import is_traced, vmap_one_by_one
+from .problem import Arrays, Problem
+from .tracing import have_values, vmap_one_by_one
 
-ENGINE_MODULES = {
-    "fused": fused,
-    "stepwise": stepwise,
-    "numpy": numpy,
-    "ops": ops,
-}
+ENGINE_MODULES = {"fused": fused, "stepwise": stepwise, "numpy": numpy, "ops": ops}
 
 
-def run(problem: Problem, arrays: dict[str, mx.array], engine: str, plain: bool) -> dict[str, mx.array | None]:
+def run(problem: Problem, arrays: Arrays, engine: str, plain: bool) -> dict[str, mx.array | None]:
     """The cell's outputs by name, with our gradient unless the graph shall stay plain; gates None if not wanted."""
     dtype = arrays["x"].dtype
     arrays = for_engine(engine, arrays)
@@ -29,13 +28,7 @@ def run(problem: Problem, arrays: dict[str, mx.array], engine: str, plain: bool)
     return {name: output if output is None else output.astype(dtype) for name, output in outputs.items()}
 
 
-def run_backward(
-    problem: Problem,
-    arrays: dict[str, mx.array],
-    saved: dict[str, mx.array],
-    cotangents: dict[str, mx.array],
-    engine: str,
-) -> dict[str, mx.array]:
+def run_backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays, engine: str) -> Arrays:
     """The gradient of every array, from the outputs a forward pass gave and the cotangents of some of them."""
     dtype = arrays["x"].dtype
     arrays, saved, cotangents = (for_engine(engine, values) for values in (arrays, saved, cotangents))
@@ -49,7 +42,7 @@ def run_backward(
     return {name: gradient.astype(dtype) for name, gradient in gradients.items() if name in arrays}
 
 
-def for_engine(engine: str, arrays: dict[str, mx.array]) -> dict[str, mx.array]:
+def for_engine(engine: str, arrays: Arrays) -> Arrays:
     """The arrays in the dtype an engine computes in: 16 bits reach the Metal shaders, which widen them themselves."""
     if engine in METAL_ENGINES:
         return arrays
@@ -57,101 +50,115 @@ def for_engine(engine: str, arrays: dict[str, mx.array]) -> dict[str, mx.array]:
     return {name: array.astype(wide.get(array.dtype, array.dtype)) for name, array in arrays.items()}
 
 
-def differentiable(problem: Problem, arrays: dict[str, mx.array], engine: str) -> dict[str, mx.array]:
+def differentiable(problem: Problem, arrays: Arrays, engine: str) -> dict[str, mx.array]:
     """The engine's outputs, with its backward pass as their gradient."""
-    module, names = ENGINE_MODULES[engine], tuple(arrays)
-    # MLX differentiates the ops engine's backward pass again, so all it reads must be outputs. The numpy engine keeps
-    # what the caller does not want where MLX never sees it; without training the shaders do not write it.
-    hides = engine == "numpy" or (engine in METAL_ENGINES and not problem.training)
-    hidden = {"gates"} if hides and not problem.return_gates else set()
-    shown = [name for name in problem.cell.outputs if name not in hidden]
-    # A custom function has to get every array that mx.vmap may map.
-    lengths = () if problem.lengths is None else (problem.lengths,)
-    kept = {}
-    used: set[str] | None = set()
-
-    def parts(values: tuple[mx.array, ...]) -> tuple[Problem, tuple[mx.array, ...]]:
-        return (problem._replace(lengths=values[-1]), values[:-1]) if lengths else (problem, values)
-
-    @mx.custom_function
-    def forward(*values: mx.array) -> tuple[mx.array, ...]:
-        its_problem, values = parts(values)
-        outputs = module.forward(its_problem, dict(zip(names, values, strict=True)))
-        kept.update((name, outputs.get(name)) for name in hidden)
-        return tuple(outputs[name] for name in shown)
-
-    @forward.vjp
-    def backward(primals, cotangents, outputs):
-        # MLX hands zeros for outputs the loss does not use; they are neither computed nor added. In a second
-        # derivative gradients also arrive past the taps, through what this function itself read: then all count.
-        nonlocal used
-        present = {name: d for name, d in zip(shown, cotangents, strict=True) if used is None or name in used}
-        used = None
-        saved = dict(zip(shown, outputs, strict=True))
-        its_problem, values = parts(primals)
-        gradients = first_order(engine, its_problem, names, kept)(values, present, saved)
-        return *(gradients[name] for name in names), *map(mx.zeros_like, lengths)
-
-    if module is not ops:
-
-        @forward.jvp
-        def jvp(primals, tangents):
-            raise RuntimeError(
-                f"[{problem.cell.op}] engine={engine!r} has no forward-mode derivative: use engine='ops'."
-            )
-
-    def count_all() -> None:  # under mx.vmap the taps are lost
-        nonlocal used
-        used = None
-
+    tape = Tape(problem, tuple(arrays), engine)
+    function = mx.custom_function(tape.forward)
+    function.vjp(tape.backward)
+    if engine != "ops":
+        function.jvp(tape.refuse)
     if engine in METAL_ENGINES:
-        vmap_one_by_one(forward, count_all)
-    outputs = zip(shown, forward(*arrays.values(), *lengths), strict=True)
-    return {name: tap(value, used, name) for name, value in outputs}
+        vmap_one_by_one(function, tape.count_all)  # under mx.vmap the taps are lost
+    # A custom function has to get every array that mx.vmap may map.
+    outputs = function(*arrays.values(), *([] if problem.lengths is None else [problem.lengths]))
+    named = zip(tape.shown, outputs, strict=True)
+    return {name: tape.tap(name, value) for name, value in named} if problem.training else dict(named)
 
 
-def tap(value: mx.array, used: set[str], name: str) -> mx.array:
-    """`value`, noting in `used` when a gradient comes back through it."""
+class Tape:
+    """One run of an engine and its gradient, as `mx.custom_function` wants them: functions of arrays in their order.
 
-    @mx.custom_function
-    def identity(value: mx.array) -> mx.array:
-        return value
+    shown: the outputs MLX sees. kept: those the numpy engine saves where MLX never sees them. used: the outputs that
+    have a gradient, as far as taps can tell; None where all count. MLX hands zeros for the others, which are neither
+    computed nor added.
+    """
 
-    @identity.vjp
-    def note(primal, cotangent, output):
-        used.add(name)
-        return cotangent
+    def __init__(self, problem: Problem, names: tuple[str, ...], engine: str):
+        self.problem, self.names, self.engine = problem, names, engine
+        # MLX differentiates the ops engine's backward pass again, so all it reads must be outputs. The numpy engine
+        # keeps what the caller does not want to itself; without training the shaders do not write it.
+        hides = engine == "numpy" or (engine in METAL_ENGINES and not problem.training)
+        self.hidden = {"gates"} if hides and not problem.return_gates else set[str]()
+        self.shown = [name for name in problem.cell.outputs if name not in self.hidden]
+        self.kept: Saved = {}
+        self.used: set[str] | None = set() if problem.training else None
 
-    return identity(value)
+    def parts(self, values: tuple[mx.array, ...]) -> tuple[Problem, tuple[mx.array, ...]]:
+        """The problem with its lengths, which come last, and the arrays."""
+        ragged = self.problem.lengths is not None
+        return (self.problem._replace(lengths=values[-1]), values[:-1]) if ragged else (self.problem, values)
+
+    def forward(self, *values: mx.array) -> tuple[mx.array, ...]:
+        """The outputs MLX sees."""
+        problem, values = self.parts(values)
+        outputs = ENGINE_MODULES[self.engine].forward(problem, dict(zip(self.names, values, strict=True)))
+        self.kept |= {name: outputs.get(name) for name in self.hidden}
+        return tuple(outputs[name] for name in self.shown)
+
+    def backward(
+        self, primals: tuple[mx.array, ...], cotangents: tuple[mx.array, ...], outputs: tuple[mx.array, ...]
+    ) -> tuple[mx.array, ...]:
+        """The gradients of all arrays; zeros for lengths."""
+        named = zip(self.shown, cotangents, strict=True)
+        present = {name: d for name, d in named if self.used is None or name in self.used}
+        self.count_all()  # in a second derivative gradients arrive past the taps too, through what was read here
+        problem, values = self.parts(primals)
+        saved = dict(zip(self.shown, outputs, strict=True))
+        gradients = first_order(self.engine, problem, self.names, self.kept)(values, present, saved)
+        return *(gradients[name] for name in self.names), *map(mx.zeros_like, primals[len(values) :])
+
+    def refuse(self, primals: object, tangents: object) -> NoReturn:
+        """What forward mode gets."""
+        op, engine = self.problem.cell.op, self.engine
+        raise RuntimeError(f"[{op}] engine={engine!r} has no forward-mode derivative: use engine='ops'.")
+
+    def count_all(self) -> None:
+        """From now on every output counts as used."""
+        self.used = None
+
+    def tap(self, name: str, value: mx.array) -> mx.array:
+        """`value`, noting when a gradient comes back through it."""
+
+        @mx.custom_function
+        def identity(value: mx.array) -> mx.array:
+            return value
+
+        @identity.vjp
+        def note(primal: mx.array, cotangent: mx.array, output: mx.array) -> mx.array:
+            if self.used is not None:
+                self.used.add(name)
+            return cotangent
+
+        return identity(value)
 
 
-def in_mlx(problem: Problem, arrays: dict[str, mx.array], saved: dict) -> dict[str, mx.array]:
+def in_mlx(problem: Problem, arrays: Arrays, saved: Saved) -> Arrays:
     """What the numpy engine saved, as the ops engine reads it. Gates that nobody kept are computed again; the gradient
     of a plain cell does without."""
-    saved = {name: array for name, array in saved.items() if array is not None}
-    if "gates" not in saved and problem.cell.op != "rnn":
+    if saved.get("gates") is None and problem.cell.op != "rnn":
         return ops.forward(problem, arrays)
-    return {name: array if isinstance(array, mx.array) else mx.array(array) for name, array in saved.items()}
+    given = {name: array for name, array in saved.items() if array is not None}
+    return {name: array if isinstance(array, mx.array) else mx.array(array) for name, array in given.items()}
 
 
-def first_order(engine: str, problem: Problem, names: tuple[str, ...], kept: dict):
-    """The engine's backward pass; for an engine whose results MLX cannot differentiate, one that says so."""
-    module = ENGINE_MODULES[engine]
+def first_order(engine: str, problem: Problem, names: tuple[str, ...], kept: Saved) -> Callable[..., Arrays]:
+    """The engine's backward pass, of arrays in their order, cotangents and what was saved besides `kept`; for an engine
+    whose results MLX cannot differentiate, one that says so."""
 
-    def backward(primals, cotangents, saved):
-        arrays, saved = dict(zip(names, primals, strict=True)), saved | kept
-        if engine == "numpy" and is_traced([*primals, *cotangents.values()], wait=True):
+    def backward(primals: tuple[mx.array, ...], cotangents: Arrays, shown: Arrays) -> Arrays:
+        arrays, saved, module = dict(zip(names, primals, strict=True)), shown | kept, ENGINE_MODULES[engine]
+        if engine == "numpy" and not have_values([*primals, *cotangents.values()]):
             return ops.backward(problem, arrays, in_mlx(problem, arrays, saved), cotangents)
         return module.backward(problem, arrays, saved, cotangents)
 
-    if module is ops:
+    if engine == "ops":
         return backward
-    backward = mx.custom_function(backward)
+    function = mx.custom_function(backward)
     if engine in METAL_ENGINES:
-        vmap_one_by_one(backward)
+        vmap_one_by_one(function)
 
-    @backward.vjp
-    def second_order(primals, cotangents, outputs):
+    @function.vjp
+    def second_order(primals: object, cotangents: object, outputs: object) -> NoReturn:
         raise RuntimeError(f"[{problem.cell.op}] engine={engine!r} has no second derivative: use engine='ops'.")
 
-    return backward
+    return function

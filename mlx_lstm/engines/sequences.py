@@ -7,7 +7,7 @@ import numpy as np
 
 from . import choice
 from .numpy.memory import empty, view
-from .tracing import is_traced
+from .tracing import have_values
 
 
 @mx.custom_function
@@ -36,7 +36,7 @@ def tanh_jvp(x: mx.array, dx: mx.array) -> mx.array:
 def tanh(c: mx.array) -> mx.array:
     """tanh of a sequence that an engine returned, for dialects that show it. MLX's own is slow on the CPU."""
     slow = choice.current_device() == "cpu" and c.dtype in (mx.float32, mx.float64)
-    return tanh_by_numpy(c) if slow and not is_traced([c], wait=True) else mx.tanh(c)
+    return tanh_by_numpy(c) if slow and have_values([c]) else mx.tanh(c)
 
 
 def joined(blocks: list[mx.array]) -> mx.array:

@@ -8,16 +8,27 @@ from typing import Any
 import mlx.core as mx
 
 
-def is_traced(arrays: list[mx.array], *, wait: bool) -> bool:
-    """Whether any of these arrays is a placeholder without a value. Evaluates the others; without `wait` it only sets
-    that going, where MLX can."""
-    for evaluate in (mx.eval,) if wait else (mx.async_eval, mx.eval):
-        try:
-            evaluate(arrays)
-            return False
-        except ValueError as error:  # of async_eval inside mx.grad too, where arrays have values
-            if not any(text in str(error) for text in ("during function transformations", "a graph transformation")):
-                raise
+def are_free(arrays: list[mx.array]) -> bool:
+    """Whether no transformation of MLX sees any of these arrays, so that nobody can ask for a gradient through them.
+    Sets their evaluation going."""
+    try:
+        # Of what depends on them, as MLX lets a traced array pass once it has a value.
+        mx.async_eval(mx.depends([mx.array(0.0)], arrays))
+    except ValueError as error:
+        if "inside a graph transformation" not in str(error):
+            raise
+        return False
+    return True
+
+
+def have_values(arrays: list[mx.array]) -> bool:
+    """Evaluates these arrays; whether none is a placeholder of `mx.compile`, `mx.vmap` or an export."""
+    try:
+        mx.eval(arrays)
+    except ValueError as error:
+        if "during function transformations" not in str(error):
+            raise
+        return False
     return True
 
 

@@ -14,7 +14,7 @@ from ..engines.cells import Cell, RNNCell
 from ..engines.choice import Stream, on
 from ..engines.ops.cells import activate
 from ..engines.problem import Arrays, Problem
-from ..engines.tracing import is_traced
+from ..engines.tracing import are_free, have_values
 from ._arguments import check_arrays, check_sequences
 
 Lengths = mx.array | Sequence[int] | None
@@ -35,8 +35,8 @@ class Call(NamedTuple):
         op = self.cell.op
         problem = self.check(arrays, op, return_gates, training)
         with on(self.stream):
-            problem, engine, traced = self.choose(problem, arrays, [], op)
-            return run(problem, arrays, engine, plain=traced and not training)
+            problem, engine, plain = self.choose(problem, arrays, [], op)
+            return run(problem, arrays, engine, plain)
 
     def backward(self, arrays: Arrays, saved: Arrays, cotangents: Arrays) -> Arrays:
         """The gradients of the arrays."""
@@ -64,15 +64,18 @@ class Call(NamedTuple):
         )
 
     def choose(self, problem: Problem, arrays: Arrays, others: list[mx.array], op: str) -> tuple[Problem, str, bool]:
-        """The problem with its lengths, the engine's word, whether some array has no value yet, where that counts:
-        nothing is evaluated for an engine that does without."""
+        """The problem with its lengths, the engine's word, whether the engine can do without a gradient: if nobody can
+        ask for it, or to leave a traced graph in inference plain. Nothing is evaluated for an engine that trains and
+        does without."""
         if self.lengths is not None:
-            traced = isinstance(self.lengths, mx.array) and is_traced([self.lengths], wait=True)
+            traced = isinstance(self.lengths, mx.array) and not have_values([self.lengths])
             lengths = check_lengths(op, self.lengths, problem.B, problem.T, traced=traced)
             problem, others = problem._replace(lengths=lengths), [*others, lengths]
         metal, on_cpu = mx.metal.is_available(), choice.current_device() == "cpu"
         numpy = on_cpu and self.engine in (None, "numpy")
-        traced = (numpy or not problem.training) and is_traced([*arrays.values(), *others], wait=numpy)
+        looks, given = numpy or not problem.training, [*arrays.values(), *others]
+        free = looks and are_free(given)
+        traced = looks and not (free and not numpy) and not have_values(given)
         word = choice.choose(
             sizes=(problem.T, problem.B, arrays["x"].shape[-1], problem.H),
             dtype=arrays["x"].dtype,
@@ -86,7 +89,9 @@ class Call(NamedTuple):
             table=tuning.current() if metal else tuning.PREDICTED,
             op=op,
         ).engine
-        return problem, word, traced
+        if free:
+            return problem._replace(training=False), word, True
+        return problem, word, traced and not problem.training
 
 
 def given(**arrays: Any) -> Arrays:

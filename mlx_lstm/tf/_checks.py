@@ -13,7 +13,7 @@ import numpy as np
 
 from ..checks import as_float, check_array, check_flag, check_integer, fail
 from ..engines.problem import Arrays
-from ..engines.tracing import is_traced
+from ..engines.tracing import have_values
 
 KEPT = ("i", "cs", "f", "o", "ci", "co")
 PEEPHOLES = ("wci", "wcf", "wco")
@@ -156,7 +156,7 @@ def check_steps(op: str, seq_len_max: object) -> int:
     if isinstance(seq_len_max, (mx.array, np.ndarray)):
         if seq_len_max.ndim:
             reject(op, f"`seq_len_max_tensor` must be rank 0 but is rank {seq_len_max.ndim}")
-        if isinstance(seq_len_max, mx.array) and is_traced([seq_len_max], wait=True):
+        if isinstance(seq_len_max, mx.array) and not have_values([seq_len_max]):
             fail(op, "seq_len_max must have a value", "a placeholder of mx.compile or mx.vmap")
         seq_len_max = seq_len_max.item()
     return check_integer(op, "seq_len_max", seq_len_max)
