@@ -45,3 +45,8 @@ def test_import_needs_only_mlx_and_numpy():
 def test_sources_are_ascii_where_metal_needs_it():
     for path in (ROOT / "metal").rglob("*"):
         assert not path.is_file() or path.read_bytes().isascii(), path
+
+
+def test_every_page_has_the_version():
+    assert f"\nversion: {mlx_lstm.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+    assert f"\n## {mlx_lstm.__version__} - " in (ROOT / "CHANGELOG.md").read_text()
