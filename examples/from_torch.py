@@ -1,115 +1,81 @@
-"""A torch LSTM, GRU or RNN of any depth in MLX: its weights through cuDNN's parameter buffer, and back, bit for bit.
+"""A torch LSTM, GRU or RNN of any depth in MLX, and back: a `state_dict` loads as it is.
 
     python examples/from_torch.py                                    # an LSTM of two layers in both directions
     python examples/from_torch.py --mode gru --layers 3
     python examples/from_torch.py --projection 16 --save lstm.safetensors
-    python examples/from_torch.py --load lstm.safetensors            # the sizes are in the file
+    python examples/from_torch.py --projection 16 --load lstm.safetensors      # into a layer of the same sizes
 
-cuDNN's buffer is one flat array: the matrices of all layers and directions, then all biases (see
-`mlx_lstm.cudnn._buffer`). torch has the same arrays under names, so the way there is a concatenation and the way back a
-split. The example makes a torch layer with random weights, moves them, runs both on the same ragged batch, prints how
-far the outputs and the gradients are apart, and moves the weights back. It needs `pip install torch`.
+The example makes a torch layer with random weights and ours with the same ones, runs both on the same ragged batch,
+prints how far outputs and gradients are apart, and moves the weights back. It needs `pip install torch`.
 """
 
 from __future__ import annotations
 
 import argparse
-from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
 import torch
 
-from mlx_lstm.cudnn import cudnn_rnn_params_size, cudnn_rnn_v3
+import mlx_lstm.torch
 
-LAYERS = {"lstm": torch.nn.LSTM, "gru": torch.nn.GRU, "rnn_tanh": torch.nn.RNN, "rnn_relu": torch.nn.RNN}
-
-
-class Stack(NamedTuple):
-    """What the layers are, in the words of the command line."""
-
-    mode: str = "lstm"
-    input: int = 24
-    hidden: int = 32
-    layers: int = 2
-    directions: int = 2
-    projection: int = 0
-
-    def in_torch(self) -> torch.nn.RNNBase:
-        """A torch layer with random weights."""
-        options = {"proj_size": self.projection} if self.projection else {}
-        if self.mode.startswith("rnn"):
-            options["nonlinearity"] = self.mode.removeprefix("rnn_")
-        return LAYERS[self.mode](self.input, self.hidden, self.layers, bidirectional=self.directions == 2, **options)
-
-    @property
-    def attributes(self) -> dict[str, object]:
-        """The same for the cuDNN ops."""
-        direction = "bidirectional" if self.directions == 2 else "unidirectional"
-        return {"rnn_mode": self.mode, "direction": direction, "num_proj": self.projection}
+LAYERS = {"lstm": "LSTM", "gru": "GRU", "rnn_tanh": "RNN", "rnn_relu": "RNN"}
+Layer = mlx_lstm.torch.LSTM | mlx_lstm.torch.GRU | mlx_lstm.torch.RNN
 
 
-# --- The weights -----------------------------------------------------------------------------------------------------
+def from_torch(theirs: torch.nn.Module, ours: Layer) -> None:
+    """torch's weights into our layer of the same sizes."""
+    ours.load_weights([(name, mx.array(value.numpy())) for name, value in theirs.state_dict().items()])
 
 
-def arrays_of(layer: torch.nn.RNNBase) -> list[torch.Tensor]:
-    """A torch layer's parameters in the order of cuDNN's buffer."""
-    ends = [f"l{n}{way}" for n in range(layer.num_layers) for way in ("", "_reverse")[: 1 + layer.bidirectional]]
-    matrices = ["weight_ih", "weight_hh"] + ["weight_hr"] * (layer.proj_size > 0)
-    names = [f"{kind}_{end}" for kinds in (matrices, ["bias_ih", "bias_hh"]) for end in ends for kind in kinds]
-    return [getattr(layer, name) for name in names]
+def to_torch(ours: Layer, theirs: torch.nn.Module) -> None:
+    """Our weights into torch's layer."""
+    theirs.load_state_dict({name: torch.from_numpy(np.array(value)) for name, value in ours.parameters().items()})
 
 
-def from_torch(layer: torch.nn.RNNBase) -> mx.array:
-    """The parameter buffer, [params_size], of a torch layer."""
-    return mx.array(torch.cat([array.detach().reshape(-1) for array in arrays_of(layer)]).numpy())
+def pair(
+    mode: str, input: int, hidden: int, layers: int, directions: int, projection: int
+) -> tuple[torch.nn.RNNBase, Layer]:
+    """A layer in torch and one of the same sizes here: the constructors are the same, too. The weights are random."""
+    options = {"bidirectional": directions == 2} | ({"proj_size": projection} if projection else {})
+    if mode.startswith("rnn"):
+        options["nonlinearity"] = mode.removeprefix("rnn_")
+    ours = getattr(mlx_lstm.torch, LAYERS[mode])(input, hidden, layers, **options)  # first: it checks the sizes
+    return getattr(torch.nn, LAYERS[mode])(input, hidden, layers, **options), ours
 
 
-def to_torch(params: mx.array, layer: torch.nn.RNNBase) -> None:
-    """Writes a parameter buffer into a torch layer of the same sizes."""
-    arrays = arrays_of(layer)
-    parts = torch.from_numpy(np.array(params)).split([array.numel() for array in arrays])
-    with torch.no_grad():
-        for array, part in zip(arrays, parts, strict=True):
-            array.copy_(part.reshape(array.shape))
-
-
-# --- The comparison --------------------------------------------------------------------------------------------------
-
-
-def run_torch(stack: Stack, layer: torch.nn.RNNBase, x: np.ndarray, lengths: np.ndarray) -> dict[str, np.ndarray]:
-    """The output, the last h, and the gradients of both sums' sum for x and the buffer."""
+def run_torch(layer: torch.nn.RNNBase, x: np.ndarray, lengths: np.ndarray) -> dict[str, np.ndarray]:
+    """The output, the last h, and the gradients of both sums' sum for x and the parameters."""
     inputs = torch.tensor(x, requires_grad=True)
     packed = torch.nn.utils.rnn.pack_padded_sequence(inputs, torch.from_numpy(lengths), enforce_sorted=False)
     output, last = layer(packed)
     output, _ = torch.nn.utils.rnn.pad_packed_sequence(output, total_length=len(x))
-    h = last[0] if stack.mode == "lstm" else last
+    h = last[0] if isinstance(last, tuple) else last
     (output.sum() + h.sum()).backward()
-    params = torch.cat([array.grad.reshape(-1) for array in arrays_of(layer)])
-    found = {"output": output, "last h": h, "gradient of x": inputs.grad, "gradient of the weights": params}
+    found = {"output": output, "last h": h, "gradient of x": inputs.grad}
+    found |= {f"gradient of {name}": array.grad for name, array in layer.named_parameters()}
     return {name: value.detach().numpy() for name, value in found.items()}
 
 
-def run_mlx(stack: Stack, params: mx.array, x: np.ndarray, lengths: np.ndarray) -> dict[str, np.ndarray]:
+def run_mlx(layer: Layer, x: np.ndarray, lengths: np.ndarray) -> dict[str, np.ndarray]:
     """The same from MLX."""
-    rows, batch = stack.layers * stack.directions, x.shape[1]
-    h0 = mx.zeros((rows, batch, stack.projection or stack.hidden))
-    c0 = mx.zeros((rows, batch, stack.hidden))
 
-    def sums(x: mx.array, params: mx.array) -> tuple[mx.array, mx.array, mx.array]:
-        out = cudnn_rnn_v3(x, h0, c0, params, mx.array(lengths), **stack.attributes)
-        return out.output.sum() + out.output_h.sum(), out.output, out.output_h
+    def sums(parameters: dict[str, mx.array], x: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+        layer.update(parameters)
+        output, last = layer(x, lengths=mx.array(lengths))
+        h = last[0] if isinstance(last, tuple) else last
+        return output.sum() + h.sum(), output, h
 
-    (_, output, h), gradients = mx.value_and_grad(sums, argnums=(0, 1))(mx.array(x), params)
-    found = {"output": output, "last h": h, "gradient of x": gradients[0], "gradient of the weights": gradients[1]}
+    parameters = layer.parameters()
+    (_, output, h), gradients = mx.value_and_grad(sums, argnums=(0, 1))(parameters, mx.array(x))
+    layer.update(parameters)
+    found = {"output": output, "last h": h, "gradient of x": gradients[1]}
+    found |= {f"gradient of {name}": array for name, array in gradients[0].items()}
     return {name: np.array(value) for name, value in found.items()}
 
 
-# --- The command -----------------------------------------------------------------------------------------------------
-
-
-def arguments(argv: list[str] | None) -> tuple[argparse.Namespace, Stack, mx.array | None]:
-    """The options, the stack, and the parameter buffer if one was loaded."""
+def make_parser() -> argparse.ArgumentParser:
+    """The options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mode", choices=LAYERS, default="lstm")
     parser.add_argument("--input", type=int, default=24, metavar="I", help="size of the input (default: 24)")
@@ -117,49 +83,44 @@ def arguments(argv: list[str] | None) -> tuple[argparse.Namespace, Stack, mx.arr
     parser.add_argument("--layers", type=int, default=2, metavar="L", help="number of layers (default: 2)")
     parser.add_argument("--directions", type=int, choices=(1, 2), default=2, help="default: 2")
     parser.add_argument("--projection", type=int, default=0, metavar="P", help="width of a projected h, LSTM only")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--save", metavar="FILE", help="write the buffer and the sizes, .safetensors")
+    parser.add_argument("--seed", type=int, default=0, help="of the random weights")
+    parser.add_argument("--save", metavar="FILE", help="write the weights under torch's names, .safetensors")
     parser.add_argument("--load", metavar="FILE", help="start from such a file instead of random weights")
-    options = parser.parse_args(argv)
-    for name, least in {"input": 1, "hidden": 1, "layers": 1, "seed": 0}.items():
-        if (value := getattr(options, name)) < least:
-            parser.error(f"--{name} must be at least {least} but is {value}.")
-    if options.load:
-        try:
-            arrays, sizes = mx.load(options.load, return_metadata=True)
-            kinds = {name: type(default) for name, default in Stack()._asdict().items()}
-            return options, Stack(*(kind(sizes[name]) for name, kind in kinds.items())), arrays["params"]
-        except (RuntimeError, ValueError, KeyError) as error:
-            parser.error(f"--load must name a file of --save but {options.load} is none: {error}")
-    if options.projection and options.mode != "lstm":
-        parser.error(f"--projection must be 0 with --mode {options.mode} but is {options.projection}.")
-    if not 0 <= options.projection < options.hidden:
-        parser.error(f"--projection must lie in [0, {options.hidden}), below --hidden, but is {options.projection}.")
-    return options, Stack(*(getattr(options, name) for name in Stack._fields)), None
+    return parser
 
 
 def main(argv: list[str] | None = None) -> int:
-    options, stack, loaded = arguments(argv)
-    torch.manual_seed(options.seed)
-    layer = stack.in_torch()
-    if loaded is not None:
-        to_torch(loaded, layer)
-    params = from_torch(layer)
-    size = cudnn_rnn_params_size(stack.layers, stack.hidden, stack.input, **stack.attributes).item()
-    print(f"{type(layer).__name__} {tuple(stack)}: a buffer of {params.size:,} numbers, cudnn_rnn_params_size {size:,}")
+    parser = make_parser()
+    options = vars(parser.parse_args(argv))
+    seed, save, load = (options.pop(name) for name in ("seed", "save", "load"))
+    if options["projection"] and options["mode"] != "lstm":
+        parser.error(f"--projection must be 0 with --mode {options['mode']} but is {options['projection']}.")
+    torch.manual_seed(seed)
+    try:
+        theirs, ours = pair(**options)
+    except ValueError as error:
+        parser.error(str(error))
+    from_torch(theirs, ours)
+    if load:
+        try:
+            ours.load_weights(load)
+        except (ValueError, RuntimeError) as error:
+            parser.error(f"--load must name a file of these sizes but {load} is none: {' '.join(str(error).split())}")
+        to_torch(ours, theirs)
 
-    rng = np.random.default_rng(options.seed)
-    x, lengths = rng.standard_normal((20, 5, stack.input), np.float32), np.array([20, 3, 11, 1, 20])
-    expected, got = run_torch(stack, layer, x, lengths), run_mlx(stack, params, x, lengths)
+    rng = np.random.default_rng(0)
+    x, lengths = rng.standard_normal((20, 5, options["input"]), np.float32), np.array([20, 3, 11, 1, 20])
+    expected, got = run_torch(theirs, x, lengths), run_mlx(ours, x, lengths)
+    print(ours)
     for name, value in expected.items():
-        print(f"{name:24} {value.shape!s:14} largest difference {np.abs(got[name] - value).max():.1e}")
+        print(f"{name:32} {value.shape!s:14} largest difference {np.abs(got[name] - value).max():.1e}")
 
-    again = stack.in_torch()
-    to_torch(params, again)
-    same = all(torch.equal(one, two) for one, two in zip(arrays_of(layer), arrays_of(again), strict=True))
+    again, _ = pair(**options)
+    to_torch(ours, again)
+    same = all(torch.equal(one, two) for one, two in zip(theirs.parameters(), again.parameters(), strict=True))
     print(f"back in torch: {'the same bits' if same else 'DIFFERENT'}")
-    if options.save:
-        mx.save_safetensors(options.save, {"params": params}, {name: str(n) for name, n in stack._asdict().items()})
+    if save:
+        ours.save_weights(save)
     return 0 if same else 1
 
 
