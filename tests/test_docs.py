@@ -1,0 +1,123 @@
+"""README.md and docs/: each Python block runs by itself and prints what stands behind it; commands and links exist."""
+
+import contextlib
+import importlib
+import io
+import re
+import shlex
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+OTHER_PAGES = [ROOT / name for name in ("CHANGELOG.md", "CONTRIBUTING.md", "metal/README.md")]
+
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+class Block(NamedTuple):
+    """A fenced block; `output`: the text block right behind it, or nothing."""
+
+    page: str
+    line: int
+    language: str
+    text: str
+    output: str | None
+
+
+def blocks_of(path: Path) -> list[Block]:
+    text, found = path.read_text(), []
+    fences = list(FENCE.finditer(text))
+    for n, fence in enumerate(fences, 1):
+        after = fences[n] if n < len(fences) else None
+        behind = after and after[1] == "text" and not text[fence.end() : after.start()].strip()
+        line = text.count("\n", 0, fence.start()) + 1
+        page = str(path.relative_to(ROOT))
+        found.append(Block(page, line, fence[1], fence[2], after[2] if behind else None))
+    return found
+
+
+BLOCKS = [block for path in PAGES for block in blocks_of(path)]
+PYTHON = [block for block in BLOCKS if block.language == "python"]
+
+
+def number(blocks):
+    """Test ids that say how many there are."""
+    return [f"{n}of{len(blocks)}-{block.page}-line{block.line}" for n, block in enumerate(blocks, 1)]
+
+
+@pytest.mark.parametrize("block", PYTHON, ids=number(PYTHON))
+def test_python_block(block, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # some write files
+    if "import keras" in block.text:  # one backend per process, that of the other tests
+        monkeypatch.setenv("KERAS_BACKEND", "jax")
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(block.text, f"{block.page}, line {block.line}", "exec"), {"__name__": "block"})
+    assert printed.getvalue() == (block.output or "")
+
+
+UNCHECKED = ("git", "cd", "apt-get")
+INLINE = re.compile(r"`((?:python -m|make|\S*bin/python) [^`]+)`")
+COMMANDS = [line for block in BLOCKS if block.language == "sh" for line in block.text.splitlines()]
+COMMANDS += [line for page in PAGES + OTHER_PAGES for line in INLINE.findall(page.read_text())]
+
+
+@pytest.mark.parametrize("line", dict.fromkeys(COMMANDS))
+def test_command(line):
+    """Targets, extras, files and options are there; what the command would do is not tried."""
+    for part in line.split("&&"):
+        words = [word for word in shlex.split(part, comments=True) if not re.fullmatch(r"[A-Z_]+=\S+", word)]
+        if words and words[0] not in UNCHECKED:
+            check_command(Path(words[0]).name, *words[1:])
+
+
+def check_command(program, *words):
+    if program == "make":
+        targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        assert set(words) <= set(targets)
+    elif program == "pip":
+        declared = (ROOT / "pyproject.toml").read_text().partition("[project.optional-dependencies]")[2]
+        assert words[0] == "install" and words[1].startswith(".")
+        assert set(re.findall(r"\w+", words[1])) <= set(re.findall(r"^(\w+) = \[", declared, re.MULTILINE))
+    elif words[0] == "-m" and words[1].startswith("mlx_lstm"):
+        importlib.import_module(f"{words[1]}.__main__").make_parser().parse_args(words[2:])
+    else:
+        assert program == "python"
+        file, *options = words[2:] if words[:2] == ("-m", "pytest") else words
+        text = (ROOT / file).read_text()
+        options = [option.removeprefix("--").replace("-", "_") for option in options if option.startswith("--")]
+        assert all(f"{option}: " in text or f'"--{option}"' in text for option in options if option != "help")
+
+
+def test_options_in_prose():
+    """An option in backticks belongs to the benchmark, the comparison or an example."""
+    known = "".join(path.read_text() for path in [*ROOT.glob("mlx_lstm/*/__main__.py"), *ROOT.glob("examples/*.py")])
+    for page in PAGES:
+        for option in re.findall(r"`(--[a-z-]+)", page.read_text()):
+            assert f'"{option}"' in known, f"{page}: {option}"
+
+
+@pytest.mark.parametrize("page", PAGES + OTHER_PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_to_files(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", FENCE.sub("", page.read_text())):
+        if not target.startswith(("https:", "#")):
+            assert (page.parent / target.partition("#")[0]).exists(), f"{page}: {target}"
+
+
+def test_the_readme_stays_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+def test_names_in_prose_exist():
+    """`mlx_lstm.tf.block_lstm` in backticks: the module or the object is there."""
+    for page in PAGES:
+        for name in re.findall(r"`(mlx_lstm(?:\.\w+)+)", page.read_text()):
+            found, *rest = name.split(".")
+            found = importlib.import_module(found)
+            for word in rest:
+                if not hasattr(found, word):
+                    importlib.import_module(f"{found.__name__}.{word}")
+                found = getattr(found, word)
