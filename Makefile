@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN = .venv/bin
 
-.PHONY: train test test-all bench lint wheel clean
+.PHONY: train test test-all bench lint docs wheel clean
 
 train: .venv/examples  ## train a character LSTM on Python's documentation
 	$(BIN)/python examples/char_lm.py
@@ -19,6 +19,9 @@ bench: .venv/test  ## ours against mlx.nn.LSTM and torch
 lint: .venv/test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+docs: .venv/docs  ## the site, into build/docs; a warning fails it
+	$(BIN)/sphinx-build -W --keep-going -q -d build/doctrees docs build/docs
 
 wheel: .venv/test
 	$(BIN)/python -m pip wheel --no-deps --wheel-dir dist .
