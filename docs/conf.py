@@ -19,7 +19,7 @@ html_css_files = ["site.css"]
 html_show_sphinx = False
 html_copy_source = False
 
-# --- Markdown: what GitHub shows, the site shows ---
+# Markdown: what GitHub shows, the site shows
 
 myst_enable_extensions = ["dollarmath"]
 myst_fence_as_directive = ["math"]
@@ -52,7 +52,7 @@ def from_docs(path):
     return path.removeprefix("docs/") if path.startswith("docs/") else f"../{path}"
 
 
-# --- Docstrings ---
+# Docstrings: Google's style, and single backticks for code
 
 default_role = "code"
 highlight_language = "none"
@@ -67,11 +67,10 @@ python_maximum_signature_line_length = 100
 
 
 def as_markup(app, what, name, obj, options, lines):
-    """Our docstrings are plain text: |c[t]| is no substitution, and what a module's indents stands as it is."""
+    """Our docstrings are plain text: |c[t]| is no substitution, what is indented between paragraphs stays as it is."""
     text = re.sub(r"\|(?=\w)", r"\|", "\n".join(lines))
     text = re.sub(r"^( +)(\w+(?:, \w+)*,)\n +([\w, ]+:)", r"\1\2 \3", text, flags=re.MULTILINE)  # names on two lines
-    if what == "module":
-        text = re.sub(r"\n\n(?=    \S)", "\n\n::\n\n", text)
+    text = re.sub(r"^(?!\.\. )(\S.*)\n\n(?=    \S)", r"\1\n\n::\n\n", text, flags=re.MULTILINE)
     lines[:] = text.split("\n")
 
 
@@ -80,7 +79,7 @@ def is_left_out(app, what, name, obj, skip, options):
     return True if what == "class" and name != "__call__" else skip
 
 
-# --- Equations: one file of MathJax beside the pages, which draws them without fonts to fetch ---
+# Equations: one file of MathJax beside the pages, which draws them without fonts to fetch
 
 MATHJAX = Path(importlib.util.find_spec("sphinx-mathjax-offline").origin).parent / "static" / "mathjax"
 html_static_path = [str(MATHJAX / "tex-svg-full.js"), "site.css"]
