@@ -4,22 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 
 from .. import recurrence
 from ..checks import fail
-from .layouts import (
-    activation_names,
-    check_descriptor,
-    check_layouts,
-    check_leading_ones,
-    check_mask,
-    gradient_list,
-    title,
-)
+from .layouts import activation_names, check_descriptor, check_leading_ones, gradient_list, title, translated
 
-FLAGS = ("reverse", "bidirectional", "training", "reset_gate_first", "reset_after", "flip_z")
 ACTIVATIONS = ("reset_gate_activation", "update_gate_activation", "output_gate_activation")
 GRADIENTS = {"source": "x", "recurrent_weight": "Wh", "input_weight": "Wx", "bias": "b"}
 GRADIENTS |= {"init_state": "h0", "secondary_bias": "bhn"}
@@ -117,7 +109,7 @@ def gru(
     call = translate(op, arrays, descriptor, hard_sigmoid, mask_layout)
     training = descriptor.training
     out = recurrence.gru(**call, return_gates=training, training=training, engine=engine, stream=stream)
-    return [out.h, *([out.gates] if training else [])]
+    return [out.h, *([] if out.gates is None else [out.gates])]
 
 
 def gru_gradients(
@@ -180,20 +172,15 @@ def gru_gradients(
 
 def translate(
     op: str, arrays: dict[str, mx.array | None], descriptor: GRUDescriptor, hard_sigmoid: str, mask_layout: str
-) -> dict[str, object]:
+) -> dict[str, Any]:
     """The recurrence's arguments, once Apple's are found right."""
-    check_descriptor(op, descriptor, GRUDescriptor, FLAGS, ACTIVATIONS)
-    given = check_layouts(op, arrays, 3, descriptor.bidirectional)
-    if "secondary_bias" in given and not descriptor.reset_after:
+    check_descriptor(op, descriptor, GRUDescriptor)
+    found = translated(op, arrays, 3, WORDS, descriptor, mask_layout)
+    if "bhn" in found and not descriptor.reset_after:
         fail(op, f"{title('secondary_bias')} must be None without descriptor.reset_after", "an array")
-    mask = check_mask(op, given, descriptor.bidirectional, mask_layout)
-    given = given if mask is None else given | {"mask": mask}
-    options = {
+    return found | {
         "gate_order": "rzn" if descriptor.reset_gate_first else "zrn",
         "activations": activation_names(op, descriptor, ACTIVATIONS, hard_sigmoid),
         "reset": "after" if descriptor.reset_after else "before",
         "flip_z": descriptor.flip_z,
-        "reverse": descriptor.reverse and not descriptor.bidirectional,
-        "bidirectional": descriptor.bidirectional,
     }
-    return {"Wx": None} | {WORDS[name]: array for name, array in given.items()} | options

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 
 from .. import recurrence
 from ..checks import check_flag, check_option
-from .layouts import activation_names, check_descriptor, check_layouts, check_leading_ones, check_mask, gradient_list
+from .layouts import activation_names, check_descriptor, check_leading_ones, gradient_list, translated
 
-FLAGS = ("reverse", "bidirectional", "produce_cell", "training", "forget_gate_last")
 ACTIVATIONS = (
     "input_gate_activation",
     "forget_gate_activation",
@@ -22,6 +22,9 @@ ACTIVATIONS = (
 GRADIENTS = {"source": "x", "recurrent_weight": "Wh", "input_weight": "Wx", "bias": "b"}
 GRADIENTS |= {"peephole": "peephole", "init_state": "h0", "init_cell": "c0"}
 """The order of Apple's list of gradients, and the recurrence's words."""
+
+WORDS = GRADIENTS | {"mask": "mask", "source_gradient": "dh", "z_state": "gates", "cell_output_fwd": "c"}
+WORDS |= {"state_gradient": "dhT", "cell_gradient": "dcT"}
 
 
 @dataclass(kw_only=True)
@@ -122,7 +125,7 @@ def lstm(
     training = descriptor.training
     out = recurrence.lstm(**call, return_gates=training, training=training, engine=engine, stream=stream)
     cell = descriptor.produce_cell or (training and training_returns_cell)
-    return [out.h, *([out.c] if cell else []), *([out.gates] if training else [])]
+    return [out.h, *([out.c] if cell else []), *([] if out.gates is None else [out.gates])]
 
 
 def lstm_gradients(
@@ -193,11 +196,6 @@ def lstm_gradients(
     return gradient_list(gradients, GRADIENTS, arrays, leading_ones)
 
 
-WORDS = {name: word for name, word in GRADIENTS.items()} | {"mask": "mask"}
-WORDS |= {"source_gradient": "dh", "z_state": "gates", "cell_output_fwd": "c"}
-WORDS |= {"state_gradient": "dhT", "cell_gradient": "dcT"}
-
-
 def translate(
     op: str,
     arrays: dict[str, mx.array | None],
@@ -205,21 +203,12 @@ def translate(
     output_peephole: str,
     hard_sigmoid: str,
     mask_layout: str,
-) -> dict[str, object]:
+) -> dict[str, Any]:
     """The recurrence's arguments, once Apple's are found right."""
-    check_descriptor(op, descriptor, LSTMDescriptor, FLAGS, ACTIVATIONS)
+    check_descriptor(op, descriptor, LSTMDescriptor)
     check_option(op, "output_peephole", output_peephole, ("previous", "current"))
-    given = check_layouts(op, arrays, 4, descriptor.bidirectional)
-    mask = check_mask(op, given, descriptor.bidirectional, mask_layout)
-    given = given if mask is None else given | {"mask": mask}
-    return (
-        {"Wx": None}
-        | {WORDS[name]: array for name, array in given.items()}
-        | {
-            "gate_order": "igfo" if descriptor.forget_gate_last else "ifgo",
-            "activations": activation_names(op, descriptor, ACTIVATIONS, hard_sigmoid),
-            "output_peephole": output_peephole,
-            "reverse": descriptor.reverse and not descriptor.bidirectional,
-            "bidirectional": descriptor.bidirectional,
-        }
-    )
+    return translated(op, arrays, 4, WORDS, descriptor, mask_layout) | {
+        "gate_order": "igfo" if descriptor.forget_gate_last else "ifgo",
+        "activations": activation_names(op, descriptor, ACTIVATIONS, hard_sigmoid),
+        "output_peephole": output_peephole,
+    }

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 
 from .. import recurrence
 from ..checks import check_option
-from .layouts import activation_names, check_descriptor, check_layouts, check_leading_ones, check_mask, gradient_list
+from .layouts import activation_names, check_descriptor, check_leading_ones, gradient_list, translated
 
-FLAGS = ("reverse", "bidirectional", "training")
 GRADIENTS = {"source": "x", "recurrent_weight": "Wh", "input_weight": "Wx", "bias": "b", "init_state": "h0"}
 """The order of Apple's list of gradients, and the recurrence's words."""
 
@@ -162,17 +162,10 @@ def translate(
     z_state_holds: str,
     hard_sigmoid: str,
     mask_layout: str,
-) -> dict[str, object]:
+) -> dict[str, Any]:
     """The recurrence's arguments, once Apple's are found right."""
-    check_descriptor(op, descriptor, SingleGateRNNDescriptor, FLAGS, ["activation"])
+    check_descriptor(op, descriptor, SingleGateRNNDescriptor)
     check_option(op, "z_state_holds", z_state_holds, tuple(Z_STATES))
-    given = check_layouts(op, arrays, 1, descriptor.bidirectional)
-    mask = check_mask(op, given, descriptor.bidirectional, mask_layout)
-    given = given if mask is None else given | {"mask": mask}
     words = WORDS | {"z_state": Z_STATES[z_state_holds]}
-    options = {
-        "activation": activation_names(op, descriptor, ["activation"], hard_sigmoid)[0],
-        "reverse": descriptor.reverse and not descriptor.bidirectional,
-        "bidirectional": descriptor.bidirectional,
-    }
-    return {"Wx": None} | {words[name]: array for name, array in given.items()} | options
+    (activation,) = activation_names(op, descriptor, ["activation"], hard_sigmoid)
+    return translated(op, arrays, 1, words, descriptor, mask_layout) | {"activation": activation}

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import NoReturn
+from dataclasses import fields
+from typing import Any, NoReturn
 
 import mlx.core as mx
 import numpy as np
@@ -38,9 +39,22 @@ def layouts(G: int, bidirectional: bool, projects: bool) -> dict[str, list[str]]
     return found | {"z_state": ["T", "N", DGH]}
 
 
-def check_layouts(op: str, arrays: dict[str, mx.array | None], G: int, bidirectional: bool) -> Arrays:
+def translated(
+    op: str, arrays: dict[str, mx.array | None], G: int, words: dict[str, str], descriptor: Any, mask_layout: str
+) -> dict[str, Any]:
+    """The recurrence's arrays and direction, once the arrays' layouts are found right; `words` are its words."""
+    given = check_layouts(op, arrays, G, descriptor.bidirectional)
+    check_option(op, "mask_layout", mask_layout, MASK_LAYOUTS)
+    if "mask" in given:
+        given["mask"] = check_mask(op, given, descriptor.bidirectional, mask_layout)
+    found = {"Wx": None} | {words[name]: array for name, array in given.items()}
+    reverse = descriptor.reverse and not descriptor.bidirectional
+    return found | {"reverse": reverse, "bidirectional": descriptor.bidirectional}
+
+
+def check_layouts(op: str, arrays: dict[str, mx.array | None], G: int, bidirectional: bool) -> dict[str, Any]:
     """The arrays that are given, their layouts found right; states without a leading 1. The mask goes unchecked."""
-    given = {name: array for name, array in arrays.items() if array is not None or name in REQUIRED}
+    given: dict[str, Any] = {name: array for name, array in arrays.items() if array is not None or name in REQUIRED}
     expected = layouts(G, bidirectional, "input_weight" in given)
     for name in given.keys() & set(REQUIRED):
         if given[name] is None:
@@ -55,11 +69,12 @@ def check_layouts(op: str, arrays: dict[str, mx.array | None], G: int, bidirecti
     for name, array in given.items():
         if name == "mask":
             continue
-        check_array(op, title(name), array, list(getattr(array, "shape", ())), source.dtype)
+        shape = list(getattr(array, "shape", ()))
+        check_array(op, title(name), array, shape, source.dtype)
         if name in LEADING_ONE and array.ndim == 3 and array.shape[0] == 1:
             array = given[name] = array[0]
         if list(array.shape) != [size_of(axis, sizes) for axis in expected[name]]:
-            wrong_layout(op, name, expected[name], sizes, f"shape {list(arrays[name].shape)}")
+            wrong_layout(op, name, expected[name], sizes, f"shape {shape}")
     return given
 
 
@@ -82,15 +97,11 @@ def title(name: str) -> str:
     return name if apple == name else f"{name} ({apple})"
 
 
-def check_mask(op: str, arrays: Arrays, bidirectional: bool, mask_layout: str) -> mx.array | None:
+def check_mask(op: str, arrays: Arrays, bidirectional: bool, mask_layout: str) -> mx.array:
     """The mask as the recurrence takes it: broadcastable to [N, D H], or with "steps" to [T, N, D H]."""
-    check_option(op, "mask_layout", mask_layout, MASK_LAYOUTS)
-    mask = arrays.get("mask")
-    if mask is None:
-        return None
-    (T, N, _), H, D = arrays["source"].shape, arrays["recurrent_weight"].shape[-1], 2 if bidirectional else 1
-    check_array(op, "mask", mask, list(getattr(mask, "shape", ())), arrays["source"].dtype)
-    DH = "2H" if bidirectional else "H"
+    mask, source, H = arrays["mask"], arrays["source"], arrays["recurrent_weight"].shape[-1]
+    check_array(op, "mask", mask, list(getattr(mask, "shape", ())), source.dtype)
+    (T, N, _), D, DH = source.shape, 2 if bidirectional else 1, "2H" if bidirectional else "H"
     expected, shape = {
         "channels": (f"broadcast to [N, {DH}]", (1, N, D * H)),
         "steps": (f"broadcast to [T, N, {DH}]", (T, N, D * H)),
@@ -110,17 +121,19 @@ def check_mask(op: str, arrays: Arrays, bidirectional: bool, mask_layout: str) -
     return mask
 
 
-def check_descriptor(op: str, descriptor: object, kind: type, flags: Sequence[str], activations: Sequence[str]) -> None:
+def check_descriptor(op: str, descriptor: Any, kind: type) -> None:
     """The descriptor is of its op's kind, its flags are flags, its activations are among Apple's."""
     if not isinstance(descriptor, kind):
         fail(op, f"descriptor must be a {kind.__name__}", type(descriptor).__name__)
-    for name in flags:
-        check_flag(op, f"descriptor.{title(name)}", getattr(descriptor, name))
-    for name in activations:
-        check_option(op, f"descriptor.{title(name)}", getattr(descriptor, name), tuple(ACTIVATIONS))
+    for field in fields(descriptor):
+        name, value = f"descriptor.{title(field.name)}", getattr(descriptor, field.name)
+        if isinstance(field.default, bool):
+            check_flag(op, name, value)
+        else:
+            check_option(op, name, value, tuple(ACTIVATIONS))
 
 
-def activation_names(op: str, descriptor: object, names: Sequence[str], hard_sigmoid: str) -> tuple[str, ...]:
+def activation_names(op: str, descriptor: Any, names: Sequence[str], hard_sigmoid: str) -> tuple[str, ...]:
     """The recurrence's words for these activations of a descriptor."""
     check_option(op, "hard_sigmoid", hard_sigmoid, tuple(HARD_SIGMOIDS))
     words = ACTIVATIONS | {"hard_sigmoid": HARD_SIGMOIDS[hard_sigmoid]}
@@ -140,8 +153,6 @@ def gradient_list(
 
     A gradient has its argument's shape, or two leading axes of 1 more.
     """
-    found = []
-    for name in (name for name in words if arrays.get(name) is not None):
-        shape = arrays[name].shape
-        found.append(gradients[words[name]].reshape((1, 1, *shape) if name in leading_ones else shape))
-    return found
+    given = {name: array.shape for name in words if (array := arrays.get(name)) is not None}
+    shapes = {name: (1, 1, *shape) if name in leading_ones else shape for name, shape in given.items()}
+    return [gradients[words[name]].reshape(shape) for name, shape in shapes.items()]
