@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -54,12 +55,12 @@ class LSTM(nn.Module):
         super().__init__()
         input_size = check_integer("nn.LSTM", "input_size", input_size, least=1)
         hidden_size = check_integer("nn.LSTM", "hidden_size", hidden_size, least=1)
-        self.hidden_size = hidden_size
-        self.engine = engine
+        self.hidden_size: int = hidden_size
+        self.engine: str | None = engine
         scale = 1.0 / math.sqrt(hidden_size)
-        self.Wx = mx.random.uniform(-scale, scale, (4 * hidden_size, input_size))
-        self.Wh = mx.random.uniform(-scale, scale, (4 * hidden_size, hidden_size))
-        self.bias = mx.random.uniform(-scale, scale, (4 * hidden_size,)) if bias else None
+        self.Wx: mx.array = mx.random.uniform(-scale, scale, (4 * hidden_size, input_size))
+        self.Wh: mx.array = mx.random.uniform(-scale, scale, (4 * hidden_size, hidden_size))
+        self.bias: mx.array | None = mx.random.uniform(-scale, scale, (4 * hidden_size,)) if bias else None
 
     def _extra_repr(self) -> str:
         return f"input_dims={self.Wx.shape[1]}, hidden_size={self.hidden_size}, bias={self.bias is not None}"
@@ -80,7 +81,8 @@ class LSTM(nn.Module):
         """
         given = {"Wx": self.Wx, "Wh": self.Wh, "b": self.bias}
         states = {"hidden": hidden, "cell": cell}
-        return run("nn.LSTM", lstm, x, given, states, training=self.training, engine=self.engine)
+        hidden, cell = run("nn.LSTM", lstm, x, given, states, training=self.training, engine=self.engine)
+        return hidden, cell
 
 
 class GRU(nn.Module):
@@ -120,13 +122,13 @@ class GRU(nn.Module):
         super().__init__()
         input_size = check_integer("nn.GRU", "input_size", input_size, least=1)
         hidden_size = check_integer("nn.GRU", "hidden_size", hidden_size, least=1)
-        self.hidden_size = hidden_size
-        self.engine = engine
+        self.hidden_size: int = hidden_size
+        self.engine: str | None = engine
         scale = 1.0 / math.sqrt(hidden_size)
-        self.Wx = mx.random.uniform(-scale, scale, (3 * hidden_size, input_size))
-        self.Wh = mx.random.uniform(-scale, scale, (3 * hidden_size, hidden_size))
-        self.b = mx.random.uniform(-scale, scale, (3 * hidden_size,)) if bias else None
-        self.bhn = mx.random.uniform(-scale, scale, (hidden_size,)) if bias else None
+        self.Wx: mx.array = mx.random.uniform(-scale, scale, (3 * hidden_size, input_size))
+        self.Wh: mx.array = mx.random.uniform(-scale, scale, (3 * hidden_size, hidden_size))
+        self.b: mx.array | None = mx.random.uniform(-scale, scale, (3 * hidden_size,)) if bias else None
+        self.bhn: mx.array | None = mx.random.uniform(-scale, scale, (hidden_size,)) if bias else None
 
     def _extra_repr(self) -> str:
         return f"input_dims={self.Wx.shape[1]}, hidden_size={self.hidden_size}, bias={self.b is not None}"
@@ -186,14 +188,14 @@ class RNN(nn.Module):
         super().__init__()
         input_size = check_integer("nn.RNN", "input_size", input_size, least=1)
         hidden_size = check_integer("nn.RNN", "hidden_size", hidden_size, least=1)
-        self.nonlinearity = nn.tanh if nonlinearity is None else nonlinearity
+        self.nonlinearity: Callable[[mx.array], mx.array] = nn.tanh if nonlinearity is None else nonlinearity
         activation_of(self.nonlinearity)
-        self.hidden_size = hidden_size
-        self.engine = engine
+        self.hidden_size: int = hidden_size
+        self.engine: str | None = engine
         scale = 1.0 / math.sqrt(hidden_size)
-        self.Wxh = mx.random.uniform(-scale, scale, (hidden_size, input_size))
-        self.Whh = mx.random.uniform(-scale, scale, (hidden_size, hidden_size))
-        self.bias = mx.random.uniform(-scale, scale, (hidden_size,)) if bias else None
+        self.Wxh: mx.array = mx.random.uniform(-scale, scale, (hidden_size, input_size))
+        self.Whh: mx.array = mx.random.uniform(-scale, scale, (hidden_size, hidden_size))
+        self.bias: mx.array | None = mx.random.uniform(-scale, scale, (hidden_size,)) if bias else None
 
     def _extra_repr(self) -> str:
         return (
@@ -229,9 +231,9 @@ def run(
     op: str,
     recurrence: Callable[..., LSTMOutput | GRUOutput | RNNOutput],
     x: object,
-    parameters: dict[str, mx.array | None],
+    parameters: dict[str, Any],
     states: dict[str, mx.array | None],
-    **options: object,
+    **options: Any,
 ) -> tuple[mx.array, ...]:
     """The states at every step, [..., L, H], as many as there are in `states`: the first h and c, by the caller's
     names. All is computed in the dtype that the arrays given promote to."""

@@ -171,8 +171,10 @@ def check_range(op: str, steps: int, T: int) -> int:
 
 def check_attributes(op: str, **numbers: object) -> tuple[float, ...]:
     """forget_bias, cell_clip: real numbers, as floats."""
-    found = {name: as_float(value) for name, value in numbers.items()}
-    for name, value in found.items():
-        if value is None:
-            fail(op, f"{name} must be a number", repr(numbers[name]))
-    return tuple(found.values())
+    found = []
+    for name, value in numbers.items():
+        number = as_float(value)
+        if number is None:
+            fail(op, f"{name} must be a number", repr(value))
+        found.append(number)
+    return tuple(found)

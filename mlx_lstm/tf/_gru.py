@@ -75,8 +75,9 @@ def gru_block_cell(
     with on(stream):
         if h_prev.size == 0:
             return GRUBlockCellOutput(*[mx.zeros_like(h_prev)] * 4)
-        out = gru(**gru_arguments(names), return_gates=True, engine=engine)
-        return GRUBlockCellOutput(*mx.split(out.gates[0], 3, axis=-1), out.h[0])
+        out = gru(**gru_arguments(names), return_gates=True, engine=engine)._asdict()
+        r, u, c = mx.split(out["gates"][0], 3, axis=-1)
+        return GRUBlockCellOutput(r, u, c, out["h"][0])
 
 
 def gru_block_cell_grad(

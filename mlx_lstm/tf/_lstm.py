@@ -173,8 +173,8 @@ def lstm_block_cell_grad(
         gates = joined([array[None] for array in in_order(ICFO, i, f, ci, o)])
         # Without Wx the gradient of x is that of the preactivations, and of x itself only the shape counts.
         arrays = lstm_arguments(ICFO, names, use_peephole) | {"x": gates, "Wx": None}
-        given = {"gates": gates, "c": cs[None], "dh": h_grad[None], "dc": cs_grad[None]}
-        d = lstm_gradients(**arrays, **given, engine=engine)
+        arrays |= {"gates": gates, "c": cs[None], "dh": h_grad[None], "dc": cs_grad[None]}
+        d = lstm_gradients(**arrays, engine=engine)
         return LSTMBlockCellGradOutput(d["c0"], d["x"][0], *peephole_gradients(ICFO, d, names))
 
 
@@ -400,9 +400,9 @@ def run_lstm(
         return BlockLSTMOutput(*[mx.zeros((T, N, H), x.dtype)] * 7)
     arrays = lstm_arguments(order, names | {"x": x[:steps]}, use_peephole)
     clip = cell_clip if 0 < cell_clip < np.inf else None
-    out = lstm(**arrays, cell_clip=clip, forget_bias=forget_bias, return_gates=True, engine=engine)
-    y = dict(zip(order, mx.split(out.gates, 4, axis=-1), strict=True))
-    found = y["i"], out.c, y["f"], y["o"], y["g"], tanh(out.c), out.h
+    out = lstm(**arrays, cell_clip=clip, forget_bias=forget_bias, return_gates=True, engine=engine)._asdict()
+    y = dict(zip(order, mx.split(out["gates"], 4, axis=-1), strict=True))
+    found = y["i"], out["c"], y["f"], y["o"], y["g"], tanh(out["c"]), out["h"]
     return BlockLSTMOutput(*(with_padding(array, T) for array in found))
 
 
@@ -416,11 +416,12 @@ def run_lstm_gradients(
     arrays = lstm_arguments(order, names | {"x": x[:steps]}, use_peephole)
     kept = {name: array[:steps] for name, array in kept.items()}
     gates = joined(in_order(order, *(kept[name] for name in ("i", "f", "ci", "o"))))
-    given = {"gates": gates, "c": kept["cs"], "h": kept["h"], "dh": kept["h_grad"], "dc": kept["cs_grad"]}
-    d = lstm_gradients(**arrays, **given, engine=engine)
+    arrays |= {"gates": gates, "c": kept["cs"], "h": kept["h"], "dh": kept["h_grad"], "dc": kept["cs_grad"]}
+    d = lstm_gradients(**arrays, engine=engine)
     x_grad = with_padding(d["x"], x.shape[0]) if I else mx.zeros_like(x)
     w_grad = mx.concatenate([d["Wx"], d["Wh"]] if I else [d["Wh"]], axis=1).T
-    return BlockLSTMGradOutput(x_grad, d["c0"], d["h0"], w_grad, *peephole_gradients(order, d, names), d["b"])
+    wci, wcf, wco = peephole_gradients(order, d, names)
+    return BlockLSTMGradOutput(x_grad, d["c0"], d["h0"], w_grad, wci, wcf, wco, d["b"])
 
 
 def peephole_gradients(order: str, gradients: Arrays, names: Arrays) -> list[mx.array]:
