@@ -50,18 +50,21 @@ class Layers(nn.Module):
         engine: str | None,
     ):
         super().__init__()
-        sizes = {"input_size": input_size, "hidden_size": hidden_size, "num_layers": num_layers}
-        sizes = [check_integer(self.op, name, size, least=1) for name, size in sizes.items()]
-        self.input_size, self.hidden_size, self.num_layers = sizes
+        self.input_size: int = check_integer(self.op, "input_size", input_size, least=1)
+        self.hidden_size: int = check_integer(self.op, "hidden_size", hidden_size, least=1)
+        self.num_layers: int = check_integer(self.op, "num_layers", num_layers, least=1)
         for name, flag in {"bias": bias, "batch_first": batch_first, "bidirectional": bidirectional}.items():
             check_flag(self.op, name, flag)
-        self.dropout = check_number(self.op, "dropout", dropout)
+        self.dropout: float = check_number(self.op, "dropout", dropout)
         if not 0 <= self.dropout <= 1:
             fail(self.op, "dropout must lie in [0, 1]", dropout)
-        self.proj_size = check_integer(self.op, "proj_size", proj_size, least=0)
+        self.proj_size: int = check_integer(self.op, "proj_size", proj_size, least=0)
         if self.proj_size >= self.hidden_size:
             fail(self.op, f"proj_size must be less than hidden_size = {self.hidden_size}", proj_size)
-        self.bias, self.batch_first, self.bidirectional, self.engine = bias, batch_first, bidirectional, engine
+        self.bias: bool = bias
+        self.batch_first: bool = batch_first
+        self.bidirectional: bool = bidirectional
+        self.engine: str | None = engine
         scale = 1 / math.sqrt(self.hidden_size)
         for layer in range(self.num_layers):
             for way in self.ways:
@@ -201,7 +204,8 @@ class LSTM(Layers):
         >>> output, (h_n, c_n) = layer(mx.ones((5, 1, 3)), (h_n, c_n))  # go on from the last state
     """
 
-    op, gates = "torch.LSTM", 4
+    op: str = "torch.LSTM"
+    gates: int = 4
 
     def __init__(
         self,
@@ -277,7 +281,8 @@ class GRU(Layers):
         ((10, 5, 4), (2, 5, 4))
     """
 
-    op, gates = "torch.GRU", 3
+    op: str = "torch.GRU"
+    gates: int = 3
 
     def __init__(
         self,
@@ -336,7 +341,8 @@ class RNN(Layers):
         ((10, 5, 4), (2, 5, 4))
     """
 
-    op, gates = "torch.RNN", 1
+    op: str = "torch.RNN"
+    gates: int = 1
 
     def __init__(
         self,
@@ -353,7 +359,7 @@ class RNN(Layers):
     ):
         check_option(self.op, "nonlinearity", nonlinearity, ("tanh", "relu"))
         super().__init__(input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, 0, engine)
-        self.nonlinearity = nonlinearity
+        self.nonlinearity: str = nonlinearity
 
     def __call__(
         self, input: mx.array, hx: mx.array | None = None, *, lengths: recurrence.Lengths = None
