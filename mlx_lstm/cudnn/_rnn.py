@@ -106,7 +106,7 @@ def cudnn_rnn(
     """
     attributes = Attributes(rnn_mode, input_mode, direction, dropout, seed, seed2)
     stack = Stack("cudnn_rnn", "CudnnRNN", attributes, engine=engine, stream=stream)
-    return CudnnRNNOutput(*stack.forward(input, input_h, input_c, params, None, is_training))
+    return CudnnRNNOutput(*stack.forward((input, input_h, input_c, params), None, is_training))
 
 
 def cudnn_rnn_v2(
@@ -146,7 +146,7 @@ def cudnn_rnn_v2(
     """
     attributes = Attributes(rnn_mode, input_mode, direction, dropout, seed, seed2)
     stack = Stack("cudnn_rnn_v2", "CudnnRNNV2", attributes, engine=engine, stream=stream)
-    outputs = stack.forward(input, input_h, input_c, params, None, is_training)
+    outputs = stack.forward((input, input_h, input_c, params), None, is_training)
     return CudnnRNNV2Output(*outputs, mx.zeros((2,) if is_training else (), mx.int8))
 
 
@@ -206,7 +206,7 @@ def cudnn_rnn_v3(
     """
     attributes = Attributes(rnn_mode, input_mode, direction, dropout, seed, seed2, num_proj)
     stack = Stack("cudnn_rnn_v3", "CudnnRNNV3", attributes, time_major, batch_major_states, engine, stream)
-    outputs = stack.forward(input, input_h, input_c, params, sequence_lengths, is_training)
+    outputs = stack.forward((input, input_h, input_c, params), sequence_lengths, is_training)
     return CudnnRNNV2Output(*outputs, mx.zeros((), mx.int8))
 
 

@@ -26,6 +26,8 @@ GRADIENTS = {"lstm": recurrence.lstm_gradients, "gru": recurrence.gru_gradients}
 GRADIENTS |= dict.fromkeys(("rnn_relu", "rnn_tanh"), recurrence.rnn_gradients)
 
 Size = TypeVar("Size", int, int | str)
+Inputs = tuple[mx.array, mx.array, mx.array, mx.array]
+Outputs = tuple[mx.array, mx.array, mx.array]
 
 
 class CudnnRNNBackpropOutput(NamedTuple):
@@ -53,29 +55,20 @@ class Stack(NamedTuple):
     stream: Stream = None
 
     def forward(
-        self,
-        input: mx.array,
-        input_h: mx.array,
-        input_c: mx.array,
-        params: mx.array,
-        sequence_lengths: recurrence.Lengths,
-        is_training: bool,
+        self, inputs: Inputs, sequence_lengths: recurrence.Lengths, is_training: bool
     ) -> tuple[mx.array, mx.array, mx.array, mx.array]:
         """(output, output_h, output_c, reserve_space)."""
         check_flag(self.op, "is_training", is_training)
         with on(self.stream):
-            where, lengths = self.check(input, input_h, input_c, params, sequence_lengths)
+            where, lengths = self.check(inputs, sequence_lengths)
+            input, input_h, input_c, params = inputs
             x, first = self.sequence(input), self.by_layer(where, h0=input_h, c0=input_c)
             dropout = self.attributes.dropout if is_training else 0
-            factors = dropout_factors(where, x, self.attributes) if dropout else [None] * where.L
+            none: list[mx.array | None] = [None] * where.L
+            factors = dropout_factors(where, x, self.attributes) if dropout else none
             options = {"lengths": lengths, "engine": self.engine, "training": is_training}
-            kept = []
-            for layer, weights in enumerate(layer_arrays(where, params)):
-                arrays = layer_arguments(where, layer, weights, x, first)
-                out = OPS[where.mode](**arrays, **options, return_gates=is_training and where.G > 1)._asdict()
-                kept.append(out | {"factors": factors[layer]})
-                x = scaled(out["h"], factors[layer])
-            output, output_h = self.sequence(x), self.of_layers(where, kept, "hT")
+            kept = run_layers(where, params, x, first, factors, options)
+            output, output_h = self.sequence(kept[-1]["h"]), self.of_layers(where, kept, "hT")
             output_c = self.of_layers(where, kept, "cT") if where.mode == "lstm" else mx.zeros((), input.dtype)
             if is_training:
                 return output, output_h, output_c, pack(reserved(where, x, dropout), kept, input.dtype)
@@ -87,38 +80,33 @@ class Stack(NamedTuple):
 
     def backward(
         self,
-        inputs: tuple[mx.array, mx.array, mx.array, mx.array],
+        inputs: Inputs,
         sequence_lengths: recurrence.Lengths,
-        outputs: tuple[mx.array, mx.array, mx.array],
-        cotangents: tuple[mx.array, mx.array, mx.array],
+        outputs: Outputs,
+        cotangents: Outputs,
         reserve_space: mx.array,
     ) -> CudnnRNNBackpropOutput:
         """The gradients of the four arrays, from those of output, output_h and output_c."""
-        input, input_h, input_c, params = inputs
         with on(self.stream):
-            where, lengths = self.check(*inputs, sequence_lengths)
+            where, lengths = self.check(inputs, sequence_lengths)
+            input, input_h, input_c, params = inputs
             self.check_outputs(where, input, outputs, cotangents)
             x, first = self.sequence(input), self.by_layer(where, h0=input_h, c0=input_c)
             shapes = reserved(where, x, self.attributes.dropout)
             saved = unpack(self.op, self.original, shapes, reserve_space, x.dtype)
             saved[-1]["h"] = self.sequence(outputs[0])
-            factors = [None, *(layer.pop("factors", None) for layer in saved)]
             dh, last = self.sequence(cotangents[0]), self.by_layer(where, dhT=cotangents[1], dcT=cotangents[2])
-            weights, found = layer_arrays(where, params), []
-            for layer in reversed(range(where.L)):
-                below = scaled(saved[layer - 1]["h"], factors[layer]) if layer else x
-                arrays = layer_arguments(where, layer, weights[layer], below, first)
-                given = {name: states[layer] for name, states in last.items()} | {"dh": dh} | saved[layer]
-                found.insert(0, GRADIENTS[where.mode](**arrays, **given, lengths=lengths, engine=self.engine))
-                dh = scaled(found[0]["x"], factors[layer])
+            options = {"lengths": lengths, "engine": self.engine}
+            found = run_layers_backward(where, params, x, first, saved, dh, last, options)
+            dx = found[0]["x"]
             if where.skip:
-                dh = dh.reshape(*dh.shape[:2], -1, where.H).sum(axis=2)
+                dx = dx.reshape(*x.shape[:2], -1, where.H).sum(axis=2)
             if where.mode == "lstm":
                 dc0 = self.of_layers(where, found, "c0")
             else:
                 dc0 = mx.zeros_like(input_c) if isinstance(input_c, mx.array) else mx.zeros((), input.dtype)
             dparams = join_layers(where, [buffer_gradients(where, gradients) for gradients in found])
-            return CudnnRNNBackpropOutput(self.sequence(dh), self.of_layers(where, found, "h0"), dc0, dparams)
+            return CudnnRNNBackpropOutput(self.sequence(dx), self.of_layers(where, found, "h0"), dc0, dparams)
 
     def turned(self, shape: Sequence[Size]) -> list[Size]:
         """The shape of a sequence [T, N, .] or of states [L D, N, .] in the caller's layout, and back."""
@@ -144,16 +132,9 @@ class Stack(NamedTuple):
         """States in the caller's layout, out of each layer's [N, D S]."""
         return self.states(of_layers([arrays[name] for arrays in layers], where.D))
 
-    def check(
-        self,
-        input: mx.array,
-        input_h: mx.array,
-        input_c: mx.array,
-        params: mx.array,
-        sequence_lengths: recurrence.Lengths,
-    ) -> tuple[Layout, mx.array | None]:
+    def check(self, inputs: Inputs, sequence_lengths: recurrence.Lengths) -> tuple[Layout, mx.array | None]:
         """What the arrays are, once they and the attributes are found right; the lengths, None where all are T."""
-        op, attributes = self.op, self.attributes
+        op, attributes, (input, input_h, input_c, params) = self.op, self.attributes, inputs
         check_attributes(op, attributes)
         check_flag(op, "time_major", self.time_major)
         check_option(op, "batch_major_states", self.batch_major_states, ("transpose", "reinterpret"))
@@ -177,9 +158,7 @@ class Stack(NamedTuple):
         lengths = check_lengths(op, sequence_lengths, N, T, traced=traced, name="sequence_lengths", shortest=1)
         return where, lengths if traced or (lengths < T).any().item() else None
 
-    def check_outputs(
-        self, where: Layout, input: mx.array, outputs: tuple[mx.array, ...], cotangents: tuple[mx.array, ...]
-    ) -> None:
+    def check_outputs(self, where: Layout, input: mx.array, outputs: Outputs, cotangents: Outputs) -> None:
         """A forward pass's outputs and their gradients have the outputs' shapes."""
         T, N, _ = self.turned(input.shape)
         shapes = {"output": [T, N, where.D * where.S], "output_h": [where.L * where.D, N, where.S]}
@@ -197,6 +176,46 @@ def dropout_factors(where: Layout, x: mx.array, attributes: Attributes) -> list[
     shape, scale = (*x.shape[:2], where.D * where.S), mx.array(1 / keep, x.dtype)
     keys = mx.random.split(mx.random.key(high << 32 | low), where.L - 1) if where.L > 1 else []
     return [*(mx.random.bernoulli(keep, shape, key).astype(x.dtype) * scale for key in keys), None]
+
+
+def run_layers(
+    where: Layout,
+    params: mx.array,
+    x: mx.array,
+    first: Arrays,
+    factors: list[mx.array | None],
+    options: dict[str, Any],
+) -> list[dict[str, Any]]:
+    """Each layer's outputs, and the factors on its h."""
+    found, keeps = [], options["training"] and where.G > 1
+    for layer, weights in enumerate(layer_arrays(where, params)):
+        arrays = layer_arguments(where, layer, weights, x, first)
+        out = OPS[where.mode](**arrays, **options, return_gates=keeps)._asdict()
+        found.append(out | {"factors": factors[layer]})
+        x = scaled(out["h"], factors[layer])
+    return found
+
+
+def run_layers_backward(
+    where: Layout,
+    params: mx.array,
+    x: mx.array,
+    first: Arrays,
+    saved: list[Arrays],
+    dh: mx.array,
+    last: Arrays,
+    options: dict[str, Any],
+) -> list[Arrays]:
+    """Each layer's gradients, from what was saved of it; of the last layer dh, of all those in `last` are given."""
+    weights, found = layer_arrays(where, params), []
+    factors = [None, *(layer.pop("factors", None) for layer in saved)]
+    for layer in reversed(range(where.L)):
+        below = scaled(saved[layer - 1]["h"], factors[layer]) if layer else x
+        arrays = layer_arguments(where, layer, weights[layer], below, first)
+        given = {name: states[layer] for name, states in last.items()} | {"dh": dh} | saved[layer]
+        found.insert(0, GRADIENTS[where.mode](**arrays, **given, **options))
+        dh = scaled(found[0]["x"], factors[layer])
+    return found
 
 
 def scaled(h: mx.array, factors: mx.array | None) -> mx.array:
