@@ -10,6 +10,8 @@ import numpy as np
 from .checks import check_array, check_flag, fail
 from .engines.problem import Arrays
 
+__all__ = ["gru_from_keras", "gru_to_keras", "lstm_from_keras", "lstm_to_keras"]
+
 
 def lstm_from_keras(kernel: Any, recurrent_kernel: Any, bias: Any = None) -> Arrays:
     """The weights of a `keras.layers.LSTM` as arguments of `mlx_lstm.lstm` and `mlx_lstm.nn.LSTM`.

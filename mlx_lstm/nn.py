@@ -12,6 +12,8 @@ import mlx.nn as nn
 from .checks import check_integer, fail
 from .recurrence import GRUOutput, LSTMOutput, RNNOutput, gru, lstm, rnn
 
+__all__ = ["GRU", "LSTM", "NONLINEARITIES", "RNN"]
+
 NONLINEARITIES = {nn.tanh: "tanh", mx.tanh: "tanh", nn.relu: "relu", nn.sigmoid: "sigmoid", mx.sigmoid: "sigmoid"}
 """The functions that `RNN` can run, and their names in `mlx_lstm.rnn`."""
 

@@ -24,6 +24,8 @@ from .checks import check_array, check_flag, check_integer, check_lengths, check
 from .engines.problem import Arrays
 from .recurrence import by_layer, join_biases, of_layers
 
+__all__ = ["GRU", "LSTM", "RNN"]
+
 
 class Layers(nn.Module):
     """What the three share: parameters, the walk through the layers, the checks of both."""

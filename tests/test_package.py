@@ -1,5 +1,6 @@
 """What is shipped: the wheel's contents, the metadata, and what importing the package pulls in."""
 
+import importlib
 import subprocess
 import sys
 import zipfile
@@ -40,6 +41,24 @@ def test_import_needs_only_mlx_and_numpy():
     heavy = "torch tensorflow jax keras matplotlib rich hypothesis"
     code = f"import sys, mlx_lstm; print([name for name in {heavy.split()!r} if name in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT).stdout == "[]\n"
+
+
+PUBLIC = ["cudnn", "keras", "mpsgraph", "mpsgraph.layouts", "nn", "recurrence", "tf", "torch"]
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_public_modules_say_what_is_public(name):
+    module = importlib.import_module(f"mlx_lstm.{name}")
+    assert module.__doc__ and len(set(module.__all__)) == len(module.__all__)
+    for public in module.__all__:
+        assert hasattr(module, public) and not public.startswith("_")
+
+
+def test_dir_shows_what_is_public():
+    assert dir(mlx_lstm) == sorted(mlx_lstm.__all__)
+    assert {"lstm", "gru", "rnn", "nn", "torch", "keras", "tf", "cudnn", "mpsgraph"} <= set(dir(mlx_lstm))
+    code = "from mlx_lstm import *; from mlx_lstm import nn as layers; assert layers is nn and lstm and gru and rnn"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
 def test_sources_are_ascii_where_metal_needs_it():

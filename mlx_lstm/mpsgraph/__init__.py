@@ -26,14 +26,5 @@ from ._gru import GRUDescriptor, gru, gru_gradients
 from ._lstm import LSTMDescriptor, lstm, lstm_gradients
 from ._single_gate import SingleGateRNNDescriptor, single_gate_rnn, single_gate_rnn_gradients
 
-__all__ = [
-    "GRUDescriptor",
-    "LSTMDescriptor",
-    "SingleGateRNNDescriptor",
-    "gru",
-    "gru_gradients",
-    "lstm",
-    "lstm_gradients",
-    "single_gate_rnn",
-    "single_gate_rnn_gradients",
-]
+__all__ = ["GRUDescriptor", "LSTMDescriptor", "SingleGateRNNDescriptor", "gru", "gru_gradients", "lstm"]
+__all__ += ["lstm_gradients", "single_gate_rnn", "single_gate_rnn_gradients"]

@@ -16,6 +16,8 @@ import numpy as np
 from ..checks import check_array, check_flag, check_option, check_sizes, fail
 from ..engines.problem import Arrays
 
+__all__ = ["ACTIVATIONS", "layouts", "size_of", "title"]
+
 ACTIVATIONS = {"none": "identity", "relu": "relu", "tanh": "tanh", "sigmoid": "sigmoid", "hard_sigmoid": "hard_sigmoid"}
 """The names of Apple's enum MPSGraphRNNActivation, in its order, and the recurrence's words for them."""
 

@@ -15,16 +15,19 @@ What all ops here have in common, and TensorFlow has not:
 - `engine` and `stream`, by keyword only, are those of `mlx_lstm.lstm`. TensorFlow's `name` is absent.
 """
 
-from ._gru import GRUBlockCellGradOutput as GRUBlockCellGradOutput
-from ._gru import GRUBlockCellOutput as GRUBlockCellOutput
-from ._gru import gru_block_cell as gru_block_cell
-from ._gru import gru_block_cell_grad as gru_block_cell_grad
-from ._lstm import BlockLSTMGradOutput as BlockLSTMGradOutput
-from ._lstm import BlockLSTMOutput as BlockLSTMOutput
-from ._lstm import LSTMBlockCellGradOutput as LSTMBlockCellGradOutput
-from ._lstm import block_lstm as block_lstm
-from ._lstm import block_lstm_grad as block_lstm_grad
-from ._lstm import block_lstm_grad_v2 as block_lstm_grad_v2
-from ._lstm import block_lstm_v2 as block_lstm_v2
-from ._lstm import lstm_block_cell as lstm_block_cell
-from ._lstm import lstm_block_cell_grad as lstm_block_cell_grad
+from ._gru import GRUBlockCellGradOutput, GRUBlockCellOutput, gru_block_cell, gru_block_cell_grad
+from ._lstm import (
+    BlockLSTMGradOutput,
+    BlockLSTMOutput,
+    LSTMBlockCellGradOutput,
+    block_lstm,
+    block_lstm_grad,
+    block_lstm_grad_v2,
+    block_lstm_v2,
+    lstm_block_cell,
+    lstm_block_cell_grad,
+)
+
+__all__ = ["BlockLSTMGradOutput", "BlockLSTMOutput", "GRUBlockCellGradOutput", "GRUBlockCellOutput"]
+__all__ += ["LSTMBlockCellGradOutput", "block_lstm", "block_lstm_grad", "block_lstm_grad_v2", "block_lstm_v2"]
+__all__ += ["gru_block_cell", "gru_block_cell_grad", "lstm_block_cell", "lstm_block_cell_grad"]
