@@ -91,7 +91,8 @@ class Layout(NamedTuple):
 
 
 def layout(op: str, num_layers: int, num_units: int, input_size: int, attributes: Attributes) -> Layout:
-    """The layout these arguments describe. `check_attributes` has seen the words."""
+    """The layout these arguments describe, once they are found right."""
+    check_attributes(op, attributes)
     rnn_mode, input_mode, num_proj = attributes.rnn_mode, attributes.input_mode, attributes.num_proj
     counts = {"num_layers": num_layers, "num_units": num_units, "input_size": input_size}
     L, H, I = (count(op, name, value, least=1) for name, value in counts.items())
@@ -135,7 +136,7 @@ def join_layers(where: Layout, layers: list[dict[str, mx.array]]) -> mx.array:
 
 
 def check_attributes(op: str, attributes: Attributes) -> None:
-    """All but the projection's width, which `layout` checks."""
+    """All but the projection's width, which depends on the sizes."""
     check_option(op, "rnn_mode", attributes.rnn_mode, tuple(GATES))
     check_option(op, "input_mode", attributes.input_mode, INPUT_MODES)
     check_option(op, "direction", attributes.direction, DIRECTIONS)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from ..checks import FLOATS, check_array, check_option, fail
-from ._buffer import Attributes, Layout, check_attributes, check_params, layout
+from ._buffer import Attributes, Layout, check_params, layout
 
 
 class CudnnRNNParamsToCanonicalOutput(NamedTuple):
@@ -61,7 +61,7 @@ def cudnn_rnn_params_size(
     check_option(op, "T", T, FLOATS)
     check_option(op, "S", S, (mx.int32, mx.int64))
     attributes = Attributes(rnn_mode, input_mode, direction, dropout, seed, seed2, num_proj)
-    return mx.array([checked_layout(op, num_layers, num_units, input_size, attributes).size], S)
+    return mx.array([layout(op, num_layers, num_units, input_size, attributes).size], S)
 
 
 def cudnn_rnn_params_to_canonical(
@@ -105,7 +105,7 @@ def cudnn_rnn_params_to_canonical(
     """
     op = "cudnn_rnn_params_to_canonical"
     attributes = Attributes(rnn_mode, input_mode, direction, dropout, seed, seed2)
-    where = checked_layout(op, num_layers, num_units, input_size, attributes)
+    where = layout(op, num_layers, num_units, input_size, attributes)
     return to_canonical(op, where, params, {"num_params": num_params}, {"num_params": num_params})
 
 
@@ -148,7 +148,7 @@ def cudnn_rnn_params_to_canonical_v2(
     """
     op = "cudnn_rnn_params_to_canonical_v2"
     attributes = Attributes(rnn_mode, input_mode, direction, dropout, seed, seed2, num_proj)
-    where = checked_layout(op, num_layers, num_units, input_size, attributes)
+    where = layout(op, num_layers, num_units, input_size, attributes)
     counts = {"num_params_weights": num_params_weights}, {"num_params_biases": num_params_biases}
     return to_canonical(op, where, params, *counts)
 
@@ -190,7 +190,7 @@ def cudnn_rnn_canonical_to_params(
     """
     op = "cudnn_rnn_canonical_to_params"
     attributes = Attributes(rnn_mode, input_mode, direction, dropout, seed, seed2)
-    where = checked_layout(op, num_layers, num_units, input_size, attributes)
+    where = layout(op, num_layers, num_units, input_size, attributes)
     return from_canonical(op, where, weights, biases)
 
 
@@ -230,14 +230,8 @@ def cudnn_rnn_canonical_to_params_v2(
     """
     op = "cudnn_rnn_canonical_to_params_v2"
     attributes = Attributes(rnn_mode, input_mode, direction, dropout, seed, seed2, num_proj)
-    where = checked_layout(op, num_layers, num_units, input_size, attributes)
+    where = layout(op, num_layers, num_units, input_size, attributes)
     return from_canonical(op, where, weights, biases)
-
-
-def checked_layout(op: str, num_layers: int, num_units: int, input_size: int, attributes: Attributes) -> Layout:
-    """The buffer's layout, once the attributes are found right."""
-    check_attributes(op, attributes)
-    return layout(op, num_layers, num_units, input_size, attributes)
 
 
 def to_canonical(

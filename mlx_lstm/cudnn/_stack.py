@@ -16,7 +16,7 @@ from ..engines.choice import Stream, check_device, on
 from ..engines.problem import Arrays
 from ..engines.tracing import are_free, have_values
 from ..recurrence import by_layer, join_biases, of_layers
-from ._buffer import Attributes, Layout, check_attributes, check_params, join_layers, layer_arrays, layout
+from ._buffer import Attributes, Layout, check_params, join_layers, layer_arrays, layout
 
 # In the reserve space: as the numpy engine has them in memory, so that packing them is no transposition.
 BATCH_LAST = ("gates", "c")
@@ -135,7 +135,6 @@ class Stack(NamedTuple):
     def check(self, inputs: Inputs, sequence_lengths: recurrence.Lengths) -> tuple[Layout, mx.array | None]:
         """What the arrays are, once they and the attributes are found right; the lengths, None where all are T."""
         op, attributes, (input, input_h, input_c, params) = self.op, self.attributes, inputs
-        check_attributes(op, attributes)
         check_flag(op, "time_major", self.time_major)
         check_option(op, "batch_major_states", self.batch_major_states, ("transpose", "reinterpret"))
         check_array(op, "input", input, self.turned(["T", "N", "I"]))
@@ -179,12 +178,7 @@ def dropout_factors(where: Layout, x: mx.array, attributes: Attributes) -> list[
 
 
 def run_layers(
-    where: Layout,
-    params: mx.array,
-    x: mx.array,
-    first: Arrays,
-    factors: list[mx.array | None],
-    options: dict[str, Any],
+    where: Layout, params: mx.array, x: mx.array, first: Arrays, factors: list[mx.array | None], options: dict[str, Any]
 ) -> list[dict[str, Any]]:
     """Each layer's outputs, and the factors on its h."""
     found, keeps = [], options["training"] and where.G > 1

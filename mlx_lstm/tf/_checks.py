@@ -32,14 +32,8 @@ def check_lstm_block_cell(op: str, arrays: Arrays, use_peephole: bool) -> None:
     check_weights(op, arrays, I, H)
     if 0 in (N, H):
         reject(op, f"cs_prev_tensor is empty, has shape: ({N},{H}).")
-    for name in KEPT:
-        if name in arrays:
-            check_size(op, f"{name}.dim_size(0) != batch_size", arrays[name].shape[0], N)
-            check_size(op, f"{name}.dim_size(1) != cell_size", arrays[name].shape[1], H)
-    for name in ("cs_grad", "h_grad"):
-        if name in arrays:
-            check_size(op, f"{name}_tensor.dims(0) != batch_size", arrays[name].shape[0], N)
-            check_size(op, f"{name}_tensor.dims(1) != cell_size", arrays[name].shape[1], H)
+    check_matrices(op, arrays, KEPT, ".dim_size", N, H)
+    check_matrices(op, arrays, ("cs_grad", "h_grad"), "_tensor.dims", N, H)
     if use_peephole:
         check_peepholes(op, arrays, H)
 
@@ -97,10 +91,7 @@ def check_gru_block_cell(op: str, arrays: Arrays) -> None:
         check_size(op, f"{name}.dim_size(1) != {text}", arrays[name].shape[1], width)
     check_size(op, "b_ru.dim_size(0) != cell_size * 2", arrays["b_ru"].size, 2 * H)
     check_size(op, "b_c.dim_size(0) != cell_size", arrays["b_c"].size, H)
-    for name in ("r", "u", "c", "d_h"):
-        if name in arrays:
-            check_size(op, f"{name}.dims(0) != batch_size", arrays[name].shape[0], N)
-            check_size(op, f"{name}.dims(1) != cell_size", arrays[name].shape[1], H)
+    check_matrices(op, arrays, ("r", "u", "c", "d_h"), ".dims", N, H)
 
 
 def reject(op: str, text: str) -> NoReturn:
@@ -128,6 +119,13 @@ def check_ranks(op: str, arrays: Arrays, ranks: dict[str, int], otherwise: int, 
         rank = ranks.get(name, otherwise)
         if array.ndim != rank:
             reject(op, text.format(name=name, rank=rank, got=array.ndim))
+
+
+def check_matrices(op: str, arrays: Arrays, names: tuple[str, ...], dims: str, N: int, H: int) -> None:
+    """Those of `names` that are there are [N, H]."""
+    for name in (name for name in names if name in arrays):
+        check_size(op, f"{name}{dims}(0) != batch_size", arrays[name].shape[0], N)
+        check_size(op, f"{name}{dims}(1) != cell_size", arrays[name].shape[1], H)
 
 
 def check_states(op: str, arrays: Arrays, N: int, H: int) -> None:
