@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 
 from . import choice
-from .numpy.memory import empty, view
+from .numpy.memory import New, view
 from .tracing import have_values
 
 
@@ -17,9 +17,9 @@ def tanh_by_numpy(x: mx.array) -> mx.array:
     y = view(x)
     order = sorted(range(y.ndim), key=lambda axis: -y.strides[axis])
     y = y.transpose(order)
-    arrays, memory = empty(y.dtype, {"y": y.shape})
-    np.tanh(y, out=memory["y"])
-    return mx.transpose(arrays["y"], [order.index(axis) for axis in range(y.ndim)])
+    new = New(y.dtype, y.shape)
+    np.tanh(y, out=new.memory)
+    return mx.transpose(new.array(), [order.index(axis) for axis in range(y.ndim)])
 
 
 @tanh_by_numpy.vjp

@@ -39,6 +39,7 @@ class Gates:
             slope_from_square(name, y[run], out[run])
 
 
+@cache
 def gates_of(cell: LSTMCell | GRUCell, H: int, names: str) -> Gates:
     """Those of a cell's gates that `names` names."""
     return Gates(tuple(cell.activation(gate) if gate in names else None for gate in cell.gate_order), H)

@@ -10,8 +10,10 @@ import numpy as np
 from ..problem import Arrays, Problem
 
 Views = dict[str, np.ndarray]
+Order = tuple[int, int, int]
 
 CHUNK_ROWS = 1024  # rows (time steps x batch) that one product takes: bounds the memory of dz
+TIME_MAJOR, BATCH_MAJOR, FEATURE_MAJOR = (0, 1, 2), (1, 0, 2), (0, 2, 1)  # orders of the axes of [T, B, .] in memory
 COPIED = 2**13  # numbers of a new array from which on MLX makes it
 WIDE_BATCH = 16  # from here on a step's [4H, B] block is wide enough for BLAS and for contiguous rows
 
@@ -27,29 +29,47 @@ def views(arrays: Arrays) -> Views:
     return {name: view(array) for name, array in arrays.items()}
 
 
-def empty(dtype: np.dtype, shapes: dict[str, tuple[int, ...]]) -> tuple[Arrays, Views]:
-    """New MLX arrays, their contents arbitrary, and NumPy's views of them."""
-    kind = mx.float64 if dtype == np.float64 else mx.float32
-    arrays = {name: new_array(shape, dtype, kind) for name, shape in shapes.items()}
-    return arrays, views(arrays)
+class New:
+    """A new array, its contents arbitrary: NumPy's memory now, MLX's array once that is written.
+
+    A small one MLX copies then, and has a value at once: to wait for MLX takes 20 to 40 us, a step of a small layer as
+    long.
+    """
+
+    def __init__(self, dtype: np.dtype, shape: tuple[int, ...]):
+        self.kind = mx.float64 if dtype == np.float64 else mx.float32
+        self.held = mx.empty(shape, self.kind) if prod(shape) >= COPIED else None
+        self.memory = np.empty(shape, dtype) if self.held is None else view(self.held)
+
+    def array(self) -> mx.array:
+        """MLX's array."""
+        return mx.array(self.memory, self.kind) if self.held is None else self.held
 
 
-def new_array(shape: tuple[int, ...], dtype: np.dtype, kind: mx.Dtype) -> mx.array:
-    """A small one as a copy of NumPy's, which has a value at once: to wait for MLX takes 20 to 40 us, a step of a
-    small layer as long."""
-    return mx.array(np.empty(shape, dtype), kind) if prod(shape) < COPIED else mx.empty(shape, kind)
+class NewSequence(New):
+    """A new sequence of this shape [T, B, .], as which `memory` has it; `array` also does, or with `batch_first` as
+    [B, T, .]. `order`: its axes as they lie in memory, one of those that are named here."""
+
+    def __init__(self, dtype: np.dtype, shape: tuple[int, int, int], order: Order, batch_first: bool = False):
+        T, B, _ = shape
+        self.wanted = BATCH_MAJOR if batch_first else TIME_MAJOR
+        # Where these sizes are 1 the orders are one in memory.
+        self.order = self.wanted if B == 1 or (T == 1 and order != FEATURE_MAJOR) else order
+        super().__init__(dtype, tuple([shape[axis] for axis in self.order]))
+        self.lies, self.memory = self.memory, self.memory.transpose(self.order)  # each order is its own inverse
+
+    def array(self) -> mx.array:
+        """MLX's array."""
+        array = mx.array(self.lies, self.kind) if self.held is None else self.held
+        if self.order == self.wanted:
+            return array
+        return mx.transpose(array, [self.order.index(axis) for axis in self.wanted])
 
 
-def memory_shape(shape: tuple[int, int, int], like: np.ndarray) -> tuple[int, int, int]:
-    """The shape [T, B, .] in memory, [B, T, .] if `like` lies so: a batch-major caller then gets no strided result."""
-    T, B, width = shape
-    return (B, T, width) if B > 1 and T > 1 and like.strides[0] < like.strides[1] else shape
-
-
-def time_major(name: str, shape: tuple[int, int, int], arrays: Arrays, memory: Views) -> None:
-    """Turn a sequence that `memory_shape` made batch-major round, in both dictionaries: [T, B, .] again."""
-    if memory[name].shape != shape:
-        arrays[name], memory[name] = mx.swapaxes(arrays[name], 0, 1), memory[name].transpose(1, 0, 2)
+def order_of(sequence: np.ndarray) -> Order:
+    """Whether a sequence [T, B, .] lies batch-major, as a batch-major caller hands it over, who then gets no strided
+    result, or time-major."""
+    return BATCH_MAJOR if sequence.strides[0] < sequence.strides[1] else TIME_MAJOR
 
 
 def feature_major(sequence: np.ndarray) -> np.ndarray:

@@ -20,16 +20,18 @@ from ..problem import Arrays, Problem
 from .gru import GRUStep, GRUStepBackward
 from .lstm import LSTMStep, LSTMStepBackward
 from .memory import (
+    BATCH_MAJOR,
+    FEATURE_MAJOR,
     Ends,
+    New,
+    NewSequence,
     Views,
     chunk_steps,
-    empty,
     feature_major,
     first_state,
-    memory_shape,
+    order_of,
     states_before,
     step_mask,
-    time_major,
     view,
     views,
 )
@@ -39,34 +41,32 @@ from .rnn import RNNStep, RNNStepBackward
 Saved = dict[str, "mx.array | np.ndarray | None"]
 
 
-def forward(problem: Problem, arrays: Arrays) -> Saved:
+def forward(problem: Problem, arrays: Arrays, batch_first: bool = False) -> Saved:
     """The cell's outputs: h [T, B, D P], gates [T, B, D G H], hT [B, D P]; of an LSTM c [T, B, D H], cT [B, D H].
 
     Gates that the caller does not want stay in NumPy's memory, or are None if there is no training; a plain cell's
-    gradient does without.
+    gradient does without. With `batch_first` x and h, c, gates have the batch first.
     """
     v = views(arrays)
+    if batch_first:
+        v["x"] = v["x"].transpose(BATCH_MAJOR)
     dtype, (T, B, H, P), D = v["Wh"].dtype, problem.sizes, problem.directions
-    rows = D * problem.cell.gates * H
-    shapes = {"h": memory_shape((T, B, D * P), v["x"]), "hT": (B, D * P)}
+    new = {"h": NewSequence(dtype, (T, B, D * P), order_of(v["x"]), batch_first), "hT": New(dtype, (B, D * P))}
     if isinstance(problem.cell, LSTMCell):
-        shapes |= {"c": (T, D * H, B), "cT": (B, D * H)}
+        new["c"] = NewSequence(dtype, (T, B, D * H), FEATURE_MAJOR, batch_first)
+        new["cT"] = New(dtype, (B, D * H))
+    rows, hidden = D * problem.cell.gates * H, None
     if problem.return_gates:
-        shapes["gates"] = (T, rows, B)
-    outputs, memory = empty(dtype, shapes)
-    time_major("h", (T, B, D * P), outputs, memory)
-    keep = problem.return_gates or (problem.training and not isinstance(problem.cell, RNNCell))
-    # NumPy's own memory where MLX need not see it: MLX would write it once before we do.
-    gates = memory["gates"] if problem.return_gates else np.empty((T if keep else 1, rows, B), dtype)
-    memory["gates"] = gates.transpose(0, 2, 1)
-    if "c" in memory:
-        outputs["c"], memory["c"] = mx.swapaxes(outputs["c"], 1, 2), memory["c"].transpose(0, 2, 1)
-    if problem.return_gates:
-        outputs["gates"] = mx.swapaxes(outputs["gates"], 1, 2)
-    else:
-        outputs["gates"] = memory["gates"] if keep else None
+        new["gates"] = NewSequence(dtype, (T, B, rows), FEATURE_MAJOR, batch_first)
+    elif problem.training and not isinstance(problem.cell, RNNCell):
+        # NumPy's own memory where MLX need not see it: MLX would write it once before we do.
+        hidden = np.empty((T, rows, B), dtype).transpose(FEATURE_MAJOR)
+    memory = {name: room.memory for name, room in new.items()}
+    if "gates" not in memory:
+        memory["gates"] = np.empty((1, B, rows), dtype) if hidden is None else hidden
     each_direction(problem, lambda d, problem: sweep_forward(problem, of_direction(d, v), of_direction(d, memory)))
-    return outputs
+    outputs: Saved = {"gates": hidden}
+    return outputs | {name: room.array() for name, room in new.items()}
 
 
 def backward(problem: Problem, arrays: Arrays, saved: Saved, cotangents: Arrays) -> Arrays:
@@ -74,10 +74,10 @@ def backward(problem: Problem, arrays: Arrays, saved: Saved, cotangents: Arrays)
     if saved.get("gates") is None and not isinstance(problem.cell, RNNCell):
         saved = forward(problem._replace(training=True), arrays)
     v, given = views(arrays), views(cotangents)
-    kept = {name: view(saved[name]) for name in ("h", "c", "gates") if saved.get(name) is not None}
-    shapes = {name: array.shape for name, array in v.items()} | {"x": memory_shape(v["x"].shape, v["x"])}
-    outputs, memory = empty(v["Wh"].dtype, shapes)
-    time_major("x", v["x"].shape, outputs, memory)
+    kept = {name: view(array) for name, array in saved.items() if name in ("h", "c", "gates") and array is not None}
+    new = {name: New(array.dtype, array.shape) for name, array in v.items() if name != "x"}
+    new["x"] = NewSequence(v["x"].dtype, v["x"].shape, order_of(v["x"]))
+    memory = {name: room.memory for name, room in new.items()}
     if "mask" in memory:
         memory["mask"].fill(0)
     written: set[int] = set()  # the first steps of the chunks of dx to which one direction has come already
@@ -87,7 +87,7 @@ def backward(problem: Problem, arrays: Arrays, saved: Saved, cotangents: Arrays)
         BackwardSweep(problem, *of_d, written).run()
 
     each_direction(problem, sweep)
-    return outputs
+    return {name: room.array() for name, room in new.items()}
 
 
 def each_direction(problem: Problem, sweep: Callable[[int | None, Problem], None]) -> None:
