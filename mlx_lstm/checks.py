@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from numbers import Integral, Real
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import mlx.core as mx
 import numpy as np
@@ -14,28 +14,33 @@ FLOATS = (mx.float32, mx.float16, mx.bfloat16, mx.float64)
 ARRAYS = ((np.ndarray, np), (mx.array, mx))
 
 
+class Form(NamedTuple):
+    """What is checked of an array."""
+
+    shape: tuple[int, ...]
+    dtype: mx.Dtype
+
+
 def fail(op: str, rule: str, value: object) -> NoReturn:
     """Raise the one kind of error this package has for a bad argument."""
     raise ValueError(f"[{op}] {rule} but got {value}.")
 
 
 def check_array(op: str, name: str, array: object, shape: Sequence[int | str], dtype: mx.Dtype | None = None) -> None:
-    """`array` is an MLX array of this shape (a letter stands for any size) and dtype (`None`: any float)."""
-    if not isinstance(array, mx.array):
+    """`array` is an MLX array, or a form, of this shape (a letter: any size) and dtype (`None`: any float)."""
+    if not isinstance(array, (mx.array, Form)):
         fail(op, f"{name} must be an mlx.core.array", type(array).__name__)
-    expected = "[" + ", ".join(map(str, shape)) + "]"
-    fits = array.ndim == len(shape) and all(
-        isinstance(want, str) or want == size for want, size in zip(shape, array.shape, strict=True)
-    )
-    if not fits:
-        fail(op, f"{name} must have shape {expected}", f"shape {list(array.shape)}")
+    sizes = array.shape
+    pairs = zip(shape, sizes, strict=False)
+    if len(sizes) != len(shape) or any(want != size and not isinstance(want, str) for want, size in pairs):
+        fail(op, f"{name} must have shape [{', '.join(map(str, shape))}]", f"shape {list(sizes)}")
     if dtype is None and array.dtype not in FLOATS:
         fail(op, f"{name} must be float32, float16, bfloat16 or float64", array.dtype)
     if dtype is not None and array.dtype != dtype:
         fail(op, f"{name} must have the dtype of the other arrays, {dtype},", array.dtype)
 
 
-def check_sizes(op: str, name: str, array: mx.array) -> None:
+def check_sizes(op: str, name: str, array: mx.array | Form) -> None:
     """No axis of `array` is empty."""
     if 0 in array.shape:
         fail(op, f"{name} must have no empty axis", f"shape {list(array.shape)}")

@@ -10,7 +10,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from .checks import check_integer, fail
-from .recurrence import GRUOutput, LSTMOutput, RNNOutput, gru, lstm, rnn
+from .engines.cells import Cell, GRUCell, LSTMCell, RNNCell
+from .recurrence import Call
 
 __all__ = ["GRU", "LSTM", "NONLINEARITIES", "RNN"]
 
@@ -83,7 +84,7 @@ class LSTM(nn.Module):
         """
         given = {"Wx": self.Wx, "Wh": self.Wh, "b": self.bias}
         states = {"hidden": hidden, "cell": cell}
-        hidden, cell = run("nn.LSTM", lstm, x, given, states, training=self.training, engine=self.engine)
+        hidden, cell = run("nn.LSTM", LSTMCell(), x, given, states, training=self.training, engine=self.engine)
         return hidden, cell
 
 
@@ -146,7 +147,7 @@ class GRU(nn.Module):
             array: all hidden states, [..., L, H], in the dtype that x and the parameters promote to.
         """
         given = {"Wx": self.Wx, "Wh": self.Wh, "b": self.b, "bhn": self.bhn}
-        return run("nn.GRU", gru, x, given, {"hidden": hidden}, training=self.training, engine=self.engine)[0]
+        return run("nn.GRU", GRUCell(), x, given, {"hidden": hidden}, training=self.training, engine=self.engine)[0]
 
 
 class RNN(nn.Module):
@@ -216,8 +217,8 @@ class RNN(nn.Module):
             array: all hidden states, [..., L, H], in the dtype that x and the parameters promote to.
         """
         given = {"Wx": self.Wxh, "Wh": self.Whh, "b": self.bias}
-        options = {"activation": activation_of(self.nonlinearity), "training": self.training, "engine": self.engine}
-        return run("nn.RNN", rnn, x, given, {"hidden": hidden}, **options)[0]
+        cell, states = RNNCell(activation_of(self.nonlinearity)), {"hidden": hidden}
+        return run("nn.RNN", cell, x, given, states, training=self.training, engine=self.engine)[0]
 
 
 def activation_of(nonlinearity: object) -> str:
@@ -231,40 +232,44 @@ def activation_of(nonlinearity: object) -> str:
 
 def run(
     op: str,
-    recurrence: Callable[..., LSTMOutput | GRUOutput | RNNOutput],
+    cell: Cell,
     x: object,
     parameters: dict[str, Any],
     states: dict[str, mx.array | None],
-    **options: Any,
+    *,
+    training: bool,
+    engine: str | None,
 ) -> tuple[mx.array, ...]:
     """The states at every step, [..., L, H], as many as there are in `states`: the first h and c, by the caller's
     names. All is computed in the dtype that the arrays given promote to."""
-    features, H = parameters["Wx"].shape[1], parameters["Wh"].shape[1]
+    given = {name: array for name, array in parameters.items() if array is not None}
+    features, H = given["Wx"].shape[1], given["Wh"].shape[1]
     if not isinstance(x, mx.array) or x.ndim < 2 or x.shape[-1] != features or 0 in x.shape[-2:]:
         shape = list(x.shape) if isinstance(x, mx.array) else type(x).__name__
         fail(op, f"x must have shape [..., L, D = {features}] with at least one step", f"shape {shape}")
     batch, (L, D) = x.shape[:-2], x.shape[-2:]
-    first = zip(("h0", "c0"), states.items(), strict=False)
-    arrays = {"x": x} | parameters | {name: state(op, value, word, batch, H) for name, (word, value) in first}
-    arrays = {name: array for name, array in arrays.items() if array is not None}
-    dtype = mx.result_type(*arrays.values())
+    given["x"] = x
+    for name, (word, value) in zip(("h0", "c0"), states.items(), strict=False):
+        if value is not None:
+            given[name] = state(op, value, word, (*batch, H))
+    dtype = mx.result_type(*given.values())
     if 0 in batch:
         return tuple(mx.zeros((*batch, L, H), dtype) for _ in states)
-    shapes = {"x": (-1, L, D), "h0": (-1, H), "c0": (-1, H)}
-    arrays = {name: array.astype(dtype).reshape(shapes.get(name, array.shape)) for name, array in arrays.items()}
-    out = recurrence(**arrays | {"x": mx.swapaxes(arrays["x"], 0, 1)}, **options)
-    found = [getattr(out, name) for name, _ in zip("hc", states, strict=False)]
-    return tuple(mx.swapaxes(sequence, 0, 1).reshape(*batch, L, H) for sequence in found)
+    if len(batch) != 1:
+        shapes = {"x": (-1, L, D), "h0": (-1, H), "c0": (-1, H)}
+        given |= {name: given[name].reshape(shape) for name, shape in shapes.items() if name in given}
+    arrays = {name: array.astype(dtype) for name, array in given.items()}
+    out = Call(cell, engine=engine, batch_first=True).forward(arrays, return_gates=False, training=training)
+    found = [out[name] for name, _ in zip("hc", states, strict=False)]
+    return tuple(found if len(batch) == 1 else (sequence.reshape(*batch, L, H) for sequence in found))
 
 
-def state(op: str, array: mx.array | None, name: str, batch: tuple[int, ...], hidden_size: int) -> mx.array | None:
+def state(op: str, array: object, name: str, shape: tuple[int, ...]) -> mx.array:
     """A first state, broadcast over the batch axes."""
-    if array is None:
-        return None
     try:
         if not isinstance(array, mx.array):
             raise TypeError
-        return mx.broadcast_to(array, (*batch, hidden_size))
+        return array if array.shape == shape else mx.broadcast_to(array, shape)
     except (ValueError, TypeError):
-        shape = list(array.shape) if isinstance(array, mx.array) else type(array).__name__
-        fail(op, f"{name} must have shape {[*batch, hidden_size]}", f"shape {shape}")
+        value = list(array.shape) if isinstance(array, mx.array) else type(array).__name__
+        fail(op, f"{name} must have shape {list(shape)}", f"shape {value}")

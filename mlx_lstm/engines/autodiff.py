@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import mlx.core as mx
 
@@ -18,11 +18,19 @@ from .tracing import have_values, vmap_one_by_one
 ENGINE_MODULES = {"fused": fused, "stepwise": stepwise, "numpy": numpy, "ops": ops}
 
 
-def run(problem: Problem, arrays: Arrays, engine: str, plain: bool) -> dict[str, mx.array | None]:
-    """The cell's outputs by name, with our gradient unless the graph shall stay plain; gates None if not wanted."""
+def run(problem: Problem, arrays: Arrays, engine: str, *, plain: bool, batch_first: bool) -> dict[str, Any]:
+    """The cell's outputs by name, with our gradient unless the graph shall stay plain; gates None if not wanted. With
+    `batch_first` x and all sequences have the batch first."""
     dtype = arrays["x"].dtype
     arrays = for_engine(engine, arrays)
-    outputs = ENGINE_MODULES[engine].forward(problem, arrays) if plain else differentiable(problem, arrays, engine)
+    if plain and engine == "numpy":  # which makes sequences of either order without an operation of MLX
+        outputs = numpy.forward(problem, arrays, batch_first)
+    else:
+        if batch_first:
+            arrays["x"] = mx.swapaxes(arrays["x"], 0, 1)
+        outputs = ENGINE_MODULES[engine].forward(problem, arrays) if plain else differentiable(problem, arrays, engine)
+        if batch_first:
+            outputs |= {name: mx.swapaxes(outputs[name], 0, 1) for name in ("h", "c", "gates") if name in outputs}
     if not problem.return_gates:
         outputs["gates"] = None
     return {name: output if output is None else output.astype(dtype) for name, output in outputs.items()}

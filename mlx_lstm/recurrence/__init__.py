@@ -4,11 +4,11 @@ The functions `lstm`, `gru` and `rnn` run forward and carry their gradient; `lst
 `rnn_gradients` are that gradient by itself, for callers that kept the outputs.
 """
 
-from ._call import Lengths
+from ._call import Call, Lengths
 from ._gru import GRUOutput, gru, gru_gradients
 from ._lstm import LSTMOutput, lstm, lstm_gradients
 from ._rnn import RNNOutput, rnn, rnn_gradients
 from ._stack import by_layer, join_biases, of_layers
 
-__all__ = ["GRUOutput", "LSTMOutput", "Lengths", "RNNOutput", "by_layer", "gru", "gru_gradients", "join_biases", "lstm"]
-__all__ += ["lstm_gradients", "of_layers", "rnn", "rnn_gradients"]
+__all__ = ["Call", "GRUOutput", "LSTMOutput", "Lengths", "RNNOutput", "by_layer", "gru", "gru_gradients"]
+__all__ += ["join_biases", "lstm", "lstm_gradients", "of_layers", "rnn", "rnn_gradients"]

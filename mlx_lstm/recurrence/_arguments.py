@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import mlx.core as mx
 import numpy as np
 
-from ..checks import check_array, check_flag, check_number, check_option, check_sizes, fail
+from ..checks import Form, check_array, check_flag, check_number, check_option, check_sizes, fail
 from ..engines.cells import ACTIVATIONS, Cell, GRUCell, LSTMCell, RNNCell
 from ..engines.problem import Arrays, Problem
 
+Sizes = tuple[int, int, int, int]
+NamedForm = tuple[str, tuple[int, ...], mx.Dtype]
 
-def check_arrays(
-    arrays: Arrays, cell: Cell, bidirectional: bool = False, op: str = "lstm"
-) -> tuple[int, int, int, int]:
-    """Rank, size and dtype of every array; returns (T, B, H, P), of one direction."""
+
+def check_arrays(op: str, arrays: Arrays, cell: Cell, bidirectional: bool, batch_first: bool) -> Sizes:
+    """That the arrays are what the cell has; returns (T, B, H, P), of one direction."""
+    for name, array in arrays.items():
+        if not isinstance(array, mx.array):
+            check_array(op, name, array, ())
+    forms = tuple([(name, array.shape, array.dtype) for name, array in arrays.items()])
+    return check_forms(op, cell, bidirectional, batch_first, forms)
+
+
+@lru_cache(maxsize=1024)
+def check_forms(op: str, cell: Cell, bidirectional: bool, batch_first: bool, forms: tuple[NamedForm, ...]) -> Sizes:
+    """`check_arrays`, from names, shapes and dtypes: what was right once is not looked at again, as that costs as much
+    as a step of a small layer."""
+    arrays = {name: Form(*form) for name, *form in forms}
     x, Wh, G = arrays["x"], arrays["Wh"], cell.gates
     D = 2 if bidirectional else 1
     GH, DGH = ("H" if n == 1 else f"{n}H" for n in (G, D * G))
@@ -25,6 +39,8 @@ def check_arrays(
     for name in ("x", "Wh"):
         check_sizes(op, name, arrays[name])
     T, B, I = x.shape
+    if batch_first:
+        T, B = B, T
     rows, P = Wh.shape[-2:]
     H = rows // G
     if rows % G or ("Wp" not in arrays and P != H):
@@ -42,9 +58,9 @@ def check_arrays(
     return T, B, H, P
 
 
-def check_mask(op: str, mask: mx.array, shape: tuple[int, int, int], dtype: mx.Dtype, many: str = "") -> None:
+def check_mask(op: str, mask: Form, shape: tuple[int, int, int], dtype: mx.Dtype, many: str) -> None:
     """The mask broadcasts to [T, B, P] without enlarging it."""
-    check_array(op, "mask", mask, list(getattr(mask, "shape", ())), dtype)
+    check_array(op, "mask", mask, mask.shape, dtype)
     try:
         fits = np.broadcast_shapes(mask.shape, shape) == shape
     except ValueError:

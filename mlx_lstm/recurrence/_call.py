@@ -15,13 +15,16 @@ from ..engines.choice import Stream, on
 from ..engines.ops.cells import activate
 from ..engines.problem import Arrays, Problem
 from ..engines.tracing import are_free, have_values
-from ._arguments import check_arrays, check_sequences
+from ._arguments import Sizes, check_arrays, check_sequences
 
 Lengths = mx.array | Sequence[int] | None
 
 
 class Call(NamedTuple):
-    """A call's cell and options, as the caller gave them: checks them with the arrays, chooses an engine and runs."""
+    """A call's cell and options, as the caller gave them: checks them with the arrays, chooses an engine and runs.
+
+    With `batch_first`, which only `forward` knows, x and the sequences it returns are [B, T, .].
+    """
 
     cell: Cell
     reverse: bool = False
@@ -29,55 +32,61 @@ class Call(NamedTuple):
     lengths: Lengths = None
     engine: str | None = None
     stream: Stream = None
+    batch_first: bool = False
 
     def forward(self, arrays: Arrays, *, return_gates: bool, training: bool) -> dict[str, Any]:
         """The outputs, with their gradient; gates None unless wanted."""
         op = self.cell.op
-        problem = self.check(arrays, op, return_gates, training)
+        check_flag(op, "return_gates", return_gates)
+        check_flag(op, "training", training)
+        sizes = self.check(arrays, op)
         with on(self.stream):
-            problem, engine, plain = self.choose(problem, arrays, [], op)
-            return run(problem, arrays, engine, plain)
+            lengths, engine, free, traced = self.choose(sizes, arrays, [], op, training)
+            problem = self.problem(sizes, lengths, return_gates, training and not free)
+            plain = free or (traced and not training)  # where nobody can ask for a gradient, or a graph shall be plain
+            return run(problem, arrays, engine, plain=plain, batch_first=self.batch_first)
 
     def backward(self, arrays: Arrays, saved: Arrays, cotangents: Arrays) -> Arrays:
         """The gradients of the arrays."""
         op = f"{self.cell.op}_gradients"
-        problem = self.check(arrays, op)
-        check_sequences(problem, arrays, saved, cotangents, op)
+        sizes = self.check(arrays, op)
+        check_sequences(self.problem(sizes), arrays, saved, cotangents, op)
         with on(self.stream):
-            problem, engine, _ = self.choose(problem, arrays, [*saved.values(), *cotangents.values()], op)
+            lengths, engine, _, _ = self.choose(sizes, arrays, [*saved.values(), *cotangents.values()], op)
+            problem = self.problem(sizes, lengths)
             if "h" not in saved:
                 saved = saved | {"h": h_of(problem, saved)}
             return run_backward(problem, arrays, saved, cotangents, engine)
 
-    def check(self, arrays: Arrays, op: str, return_gates: bool = False, training: bool = True) -> Problem:
-        """The problem, but for its lengths, once arrays and flags are found right."""
-        flags = {"reverse": self.reverse, "bidirectional": self.bidirectional}
-        for name, flag in (flags | {"return_gates": return_gates, "training": training}).items():
-            check_flag(op, name, flag)
-        return Problem(
-            *check_arrays(arrays, self.cell, self.bidirectional, op),
-            cell=self.cell,
-            reverse=self.reverse and not self.bidirectional,
-            return_gates=return_gates,
-            training=training,
-            bidirectional=self.bidirectional,
-        )
+    def check(self, arrays: Arrays, op: str) -> Sizes:
+        """(T, B, H, P), once arrays and flags are found right."""
+        check_flag(op, "reverse", self.reverse)
+        check_flag(op, "bidirectional", self.bidirectional)
+        return check_arrays(op, arrays, self.cell, self.bidirectional, self.batch_first)
 
-    def choose(self, problem: Problem, arrays: Arrays, others: list[mx.array], op: str) -> tuple[Problem, str, bool]:
-        """The problem with its lengths, the engine's word, whether the engine can do without a gradient: if nobody can
-        ask for it, or to leave a traced graph in inference plain. Nothing is evaluated for an engine that trains and
-        does without."""
+    def problem(
+        self, sizes: Sizes, lengths: mx.array | None = None, return_gates: bool = False, training: bool = True
+    ) -> Problem:
+        """What the engine is told."""
+        reverse = self.reverse and not self.bidirectional
+        return Problem(*sizes, self.cell, reverse, lengths, return_gates, training, self.bidirectional)
+
+    def choose(
+        self, sizes: Sizes, arrays: Arrays, others: list[mx.array], op: str, training: bool = True
+    ) -> tuple[mx.array | None, str, bool, bool]:
+        """The lengths; the engine's word; whether nobody can ask for a gradient; whether some array is a placeholder.
+        The latter two where it counts: nothing is evaluated for an engine that trains and does without."""
+        (T, B, H, _), lengths = sizes, None
         if self.lengths is not None:
-            traced = isinstance(self.lengths, mx.array) and not have_values([self.lengths])
-            lengths = check_lengths(op, self.lengths, problem.B, problem.T, traced=traced)
-            problem, others = problem._replace(lengths=lengths), [*others, lengths]
+            placeholder = isinstance(self.lengths, mx.array) and not have_values([self.lengths])
+            lengths = check_lengths(op, self.lengths, B, T, traced=placeholder)
+            others = [*others, lengths]
         metal, on_cpu = mx.metal.is_available(), choice.current_device() == "cpu"
-        numpy = on_cpu and self.engine in (None, "numpy")
-        looks, given = numpy or not problem.training, [*arrays.values(), *others]
-        free = looks and are_free(given)
-        traced = looks and not (free and not numpy) and not have_values(given)
+        looks = not training or (on_cpu and self.engine in (None, "numpy"))
+        free = looks and are_free([*arrays.values(), *others])
+        traced = looks and not free and not have_values([*arrays.values(), *others])
         word = choice.choose(
-            sizes=(problem.T, problem.B, arrays["x"].shape[-1], problem.H),
+            sizes=(T, B, arrays["x"].shape[-1], H),
             dtype=arrays["x"].dtype,
             cell=self.cell,
             bidirectional=self.bidirectional,
@@ -89,9 +98,7 @@ class Call(NamedTuple):
             table=tuning.current() if metal else tuning.PREDICTED,
             op=op,
         ).engine
-        if free:
-            return problem._replace(training=False), word, True
-        return problem, word, traced and not problem.training
+        return lengths, word, free, traced
 
 
 def given(**arrays: Any) -> Arrays:
