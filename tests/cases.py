@@ -5,6 +5,10 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_lstm import recurrence
+from mlx_lstm.engines.numpy import gru as numpy_gru
+from mlx_lstm.engines.numpy import lstm as numpy_lstm
+from mlx_lstm.engines.numpy import memory as numpy_memory
+from mlx_lstm.engines.numpy import products as numpy_products
 from mlx_lstm.oracle import ARRAYS, activation_arguments, forward
 from mlx_lstm.oracle import OUTPUTS as OUTPUTS_OF
 
@@ -255,3 +259,15 @@ def run_gradients(case, engine, dtype, cotangents):
         given |= {f"d{name}": to_mlx(array, dtype) for name, array in cotangents.items()}
         gradients = getattr(recurrence, f"{op}_gradients")(**given, engine=engine)
         return {name: to_numpy(gradient) for name, gradient in gradients.items()}
+
+
+def poison_scratch(monkeypatch):
+    """Scratch of the numpy engine starts as NaN: it has to be written before it is read."""
+
+    def poisoned(*arguments):
+        buffer = numpy_memory.columns_buffer(*arguments)
+        buffer.fill(np.nan)
+        return buffer
+
+    for module in (numpy_lstm, numpy_gru, numpy_products):
+        monkeypatch.setattr(module, "columns_buffer", poisoned)

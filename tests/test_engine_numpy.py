@@ -5,38 +5,17 @@ import tracemalloc
 import mlx.core as mx
 import numpy as np
 import pytest
+from cases import combination, draw, poison_scratch, split
 
 from mlx_lstm import gru, lstm, rnn
-from mlx_lstm.engines.cells import ACTIVATIONS, HARD_SIGMOIDS
+from mlx_lstm.engines.cells import HARD_SIGMOIDS
 from mlx_lstm.engines.numpy import gates as engine_numpy_gates
-from mlx_lstm.engines.numpy import gru as engine_numpy_gru
-from mlx_lstm.engines.numpy import lstm as engine_numpy_cell
 from mlx_lstm.engines.numpy import memory as engine_numpy_memory
 from mlx_lstm.engines.numpy import products as engine_numpy_products
 from mlx_lstm.recurrence import gru_gradients, lstm_gradients, rnn_gradients
 
-OPS = {
-    "lstm": (lstm, lstm_gradients, 4, 5, "ifgo"),
-    "gru": (gru, gru_gradients, 3, 3, "rzn"),
-    "rnn": (rnn, rnn_gradients, 1, 1, ""),
-}
+OPS = {"lstm": (lstm, lstm_gradients), "gru": (gru, gru_gradients), "rnn": (rnn, rnn_gradients)}
 GIVEN = {"lstm": ("gates", "c", "h"), "gru": ("gates", "h"), "rnn": ("h",)}
-
-
-def draw(rng, word, T, B, I, H, D=1, *, drop=(), mask=None, P=None, bhn=False, peephole=False, projected=False):
-    """Random arrays of a call, as NumPy float64."""
-    G, width = OPS[word][2], P or H
-    own = [2] if D == 2 else []
-    shapes = {"x": [T, B, D * G * H if projected else I], "Wx": [D * G * H, I], "Wh": [*own, G * H, width]}
-    shapes |= {"b": [D * G * H], "h0": [B, D * width], "c0": [B, D * H], "bhn": [D * H]}
-    shapes |= {"Wp": [*own, width, H], "peephole": [*own, 4 * H]}
-    if mask is not None:
-        shapes["mask"] = [D * width if size == "P" else size for size in mask]
-    absent = set(drop) | ({"Wx"} if projected else set()) | (set() if P else {"Wp"})
-    absent |= (
-        (set() if word == "lstm" else {"c0"}) | (set() if bhn else {"bhn"}) | (set() if peephole else {"peephole"})
-    )
-    return {name: rng.normal(0, 0.7, shape) for name, shape in shapes.items() if name not in absent}
 
 
 def cut(array):
@@ -67,7 +46,7 @@ def assert_agrees(got, expected):
 
 def check(word, arrays, options, shown=None, lay=whole, seed=0):
     """Outputs, gradients through `mx.vjp` and `*_gradients` of engine numpy against those of engine ops."""
-    op, gradients_of = OPS[word][:2]
+    op, gradients_of = OPS[word]
     with mx.stream(mx.cpu):
         names, values = list(arrays), [lay(array) for array in arrays.values()]
         found = {}
@@ -96,36 +75,16 @@ def check(word, arrays, options, shown=None, lay=whole, seed=0):
         assert_agrees(found["numpy"], found["ops"])
 
 
-def combination(rng, word, T, B):
-    """Arguments of `draw` and options of the op, every one at random."""
-    pick = lambda *values: values[rng.integers(len(values))]  # noqa: E731
-    activations = list(rng.choice(ACTIVATIONS, OPS[word][3]))
+def every_option(rng, word, sizes):
+    """Every option at random; lengths and masks also at their limits."""
+    T, B, *_ = sizes
+    options = combination(rng, sizes, word, bidirectional=bool(rng.integers(2)))
     if word == "gru":  # r and z without a bound make h grow without one
-        activations[:2] = rng.choice(["tanh", "sigmoid", *HARD_SIGMOIDS], 2)
-    arrays = {
-        "D": pick(1, 2),
-        "drop": [name for name in ("b", "h0", "c0") if rng.random() < 0.2],
-        "mask": pick(None, None, (T, B, "P"), (B, "P"), (T, 1, 1), ()),
-        "projected": pick(False, False, True),
-    }
-    options = {"reverse": pick(False, True), "bidirectional": arrays["D"] == 2}
-    options["lengths"] = pick(None, rng.integers(0, T + 1, B).tolist(), [T] * B, [0] * B)
-    if word == "rnn":
-        return arrays, options | {"activation": activations[0]}
-    options |= {"gate_order": "".join(rng.permutation(list(OPS[word][4]))), "activations": activations}
-    if word == "lstm":
-        arrays |= {"P": pick(None, 3), "peephole": pick(False, True)}
-        options |= {"cell_clip": pick(None, 0.7), "forget_bias": pick(0.0, 1.0)}
-        return arrays, options | {"output_peephole": pick("current", "previous")}
-    options |= {"reset": pick("after", "before"), "flip_z": pick(False, True)}
-    return arrays | {"bhn": options["reset"] == "after" and pick(False, True)}, options
-
-
-def poisoned(*arguments):
-    """Scratch that starts as NaN: it has to be written before it is read."""
-    buffer = engine_numpy_memory.columns_buffer(*arguments)
-    buffer.fill(np.nan)
-    return buffer
+        options["activations"] = (*rng.choice(["tanh", "sigmoid", *HARD_SIGMOIDS], 2), options["activations"][2])
+    for name, limits in {"lengths": ([T] * B, [0] * B), "mask": ((T, 1, 1), ())}.items():
+        if rng.random() < 0.4:
+            options[name] = limits[rng.integers(2)]
+    return options
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -136,10 +95,9 @@ def test_agrees_with_ops(monkeypatch, word, seed):
     T, B, I, H = (int(rng.choice(sizes)) for sizes in ([1, 2, 5, 8], [1, 2, 5, 16, 17], [1, 3], [1, 2, 5]))
     monkeypatch.setattr(engine_numpy_memory, "CHUNK_ROWS", int(rng.choice([3 * B, 1024])))
     monkeypatch.setattr(engine_numpy_products, "AHEAD_ROWS", int(rng.choice([2 * B, 256])))  # weights copied or not
-    for module in (engine_numpy_cell, engine_numpy_gru, engine_numpy_products):
-        monkeypatch.setattr(module, "columns_buffer", poisoned)
-    arguments, options = combination(rng, word, T, B)
-    arrays = draw(rng, word, T, B, I, H, **arguments)
+    poison_scratch(monkeypatch)
+    sizes = T, B, I, H, 3
+    _, arrays, options = split(draw(rng, sizes=sizes, **every_option(rng, word, sizes)))
     spoil_padding(arrays["x"], options["lengths"])
     shown = None if rng.random() < 0.6 else ["h"]
     check(word, arrays, options, shown, cut if rng.random() < 0.5 else whole, seed)
@@ -147,7 +105,8 @@ def test_agrees_with_ops(monkeypatch, word, seed):
 
 def test_a_limit_that_changes_from_call_to_call_leaves_nothing_behind():
     """What is kept for later calls depends on the gates' order and activations only."""
-    arrays = {name: whole(array) for name, array in draw(np.random.default_rng(0), "lstm", 2, 1, 2, 2).items()}
+    _, drawn, _ = split(draw(np.random.default_rng(0), sizes=(2, 1, 2, 2, 2)))
+    arrays = {name: whole(array) for name, array in drawn.items()}
     sizes = set()
     for n in range(4):
         with mx.stream(mx.cpu):
@@ -163,21 +122,21 @@ def test_no_sequence_is_copied(monkeypatch, word, batch_major):
     layout; what leaves is MLX's memory."""
     monkeypatch.setattr(engine_numpy_memory, "CHUNK_ROWS", 32)
     T, B, I, H = 256, 16, 8, 8
-    op, gradients_of = OPS[word][:2]
-    drawn = draw(np.random.default_rng(0), word, T, B, I, H, 2)
+    op, gradients_of = OPS[word]
+    _, drawn, options = split(draw(np.random.default_rng(0), op=word, sizes=(T, B, I, H, H), bidirectional=True))
 
     def lay(array):
         return mx.swapaxes(mx.contiguous(mx.swapaxes(array, 0, 1)), 0, 1) if batch_major else mx.contiguous(array)
 
     with mx.stream(mx.cpu):
         arrays = {name: lay(whole(array)) if name == "x" else whole(array) for name, array in drawn.items()}
-        out = op(**arrays, bidirectional=True, return_gates=True)
+        out = op(**arrays, **options, return_gates=True)
         saved = {name: lay(getattr(out, name)) for name in GIVEN[word]}
         mx.eval(arrays, saved)
         tracemalloc.start()
         try:
-            mx.eval(op(**arrays, bidirectional=True, training=False, engine="numpy").h)
-            mx.eval(gradients_of(**arrays, **saved, dh=saved["h"], bidirectional=True, engine="numpy"))
+            mx.eval(op(**arrays, **options, training=False, engine="numpy").h)
+            mx.eval(gradients_of(**arrays, **saved, **options, dh=saved["h"], engine="numpy"))
             peak = tracemalloc.get_traced_memory()[1]
         finally:
             tracemalloc.stop()
@@ -194,9 +153,9 @@ LIMITS = [("lstm", {"cell_clip": 1e300}), ("lstm", {"forget_bias": 1e300}), *((w
 def test_infinity_and_nan_raise_no_warning(word, options, both, padding):
     """In padding, and from limits that float32 does not have."""
     rng, lengths = np.random.default_rng(4), [2, 5, 0, 4]
-    drawn = draw(rng, word, 5, 4, 3, 6, 2 if both else 1)
+    _, drawn, both = split(draw(rng, op=word, sizes=(5, 4, 3, 6, 6), bidirectional=both))
     drawn["x"][np.arange(5)[:, None] >= lengths] = padding
-    options = options | {"lengths": lengths, "bidirectional": both, "engine": "numpy"}
+    options = options | both | {"lengths": lengths, "engine": "numpy"}
     with mx.stream(mx.cpu):
         names, values = list(drawn), [mx.array(array, mx.float32) for array in drawn.values()]
         outputs = lambda *values: list(OPS[word][0](**dict(zip(names, values, strict=True)), **options)[:1])  # noqa: E731

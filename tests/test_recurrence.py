@@ -20,6 +20,7 @@ from cases import (
     draw,
     draw_away_from_kinks,
     draw_cotangents,
+    poison_scratch,
     run,
     run_gradients,
     to_mlx,
@@ -28,7 +29,6 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from mlx_lstm import lstm
-from mlx_lstm.engines.numpy import lstm as engine_numpy_cell
 from mlx_lstm.engines.numpy import memory as engine_numpy_memory
 from mlx_lstm.engines.ops.cells import activate
 from mlx_lstm.oracle import ARRAYS, backward, forward
@@ -221,14 +221,7 @@ def test_batch_major_memory_comes_back_as_it_went_in():
 @pytest.mark.parametrize("reverse", [False, True])
 def test_scratch_of_the_numpy_engine_is_written_before_it_is_read(monkeypatch, reverse):
     """Steps that every item has left behind included: scratch starts as NaN here."""
-    original = engine_numpy_cell.columns_buffer
-
-    def poisoned(*arguments):
-        buffer = original(*arguments)
-        buffer.fill(np.nan)
-        return buffer
-
-    monkeypatch.setattr(engine_numpy_cell, "columns_buffer", poisoned)
+    poison_scratch(monkeypatch)
     options = {"projection": True, "lengths": [2, 0], "mask": ("P",), "reverse": reverse}
     check(*with_engine(draw_away_from_kinks(3, **options)))
 
