@@ -201,8 +201,6 @@ def rnn_choice(rng, pick):
 CHOICES = {"lstm": lstm_choice, "gru": gru_choice, "rnn": rnn_choice}
 
 
-# --- Running a case on an engine -------------------------------------------------------------------------------------
-
 MLX_DTYPE = {np.float32: mx.float32, np.float64: mx.float64, np.float16: mx.float16, ml_dtypes.bfloat16: mx.bfloat16}
 
 

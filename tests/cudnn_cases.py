@@ -131,9 +131,6 @@ def torch_arrays(layers):
     return [getattr(layers, name) for name in names]
 
 
-# --- The oracle, layer by layer --------------------------------------------------------------------------------------
-
-
 def by_oracle(case, fl=None):
     """Outputs and gradients by the ops' names, in the arithmetic `fl`, float64 by default."""
     fl = fl or Arithmetic(np.float64)

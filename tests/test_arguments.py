@@ -143,8 +143,6 @@ def test_h_may_be_absent_where_it_can_be_made_of_the_rest(no_work):
     assert "] h must be given where there is a projection" in refused("lstm_gradients", **square)
 
 
-# --- Options ---------------------------------------------------------------------------------------------------------
-
 EVERY_OP = [
     ("reverse", 1, "True or False"),
     ("bidirectional", "both", "True or False"),
@@ -230,9 +228,6 @@ def test_a_list_s_range_is_checked_inside_a_transformation():
     op = mx.compile(lambda x: call("lstm", x=x, lengths=[2**70, 1]).h)
     with pytest.raises(ValueError, match=r"\[lstm\] lengths must lie in 0..3 but got lengths\[0\]"):
         op(mx.zeros((T, B, I)))
-
-
-# --- Rules on several arguments --------------------------------------------------------------------------------------
 
 
 WIDTHS = [("lstm", False, "4H"), ("lstm", True, "8H"), ("gru", False, "3H"), ("gru", True, "6H")]

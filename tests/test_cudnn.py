@@ -118,9 +118,6 @@ def test_jax_reads_the_same_buffer(L, D, lengths):
         assert_double(got, dict(zip(names, map(np.asarray, found), strict=True)))
 
 
-# --- The gradient ----------------------------------------------------------------------------------------------------
-
-
 ATTRIBUTES = {"plain": {}, "dropout": {"dropout": 0.3, "seed": 5, "seed2": 7}, "skip_input": {}}
 
 
@@ -218,9 +215,6 @@ def test_without_a_cell_state_input_c_may_be_anything(c):
     assert not np.array(back.input_c_backprop).any()
 
 
-# --- Input modes -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("D", [1, 2])
 @pytest.mark.parametrize("mode", MODES)
 def test_skip_input_equals_identity_matrices(mode, D):
@@ -269,9 +263,6 @@ def test_auto_select_is_linear_where_the_sizes_differ():
         np.testing.assert_array_equal(ours(case, np.float64, input_mode="auto_select")[0][name], value)
 
 
-# --- Batch-major -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("states", ["transpose", "reinterpret"])
 @pytest.mark.parametrize("mode", ["lstm", "gru"])
 def test_batch_major(mode, states):
@@ -292,9 +283,6 @@ def test_batch_major(mode, states):
         for name, value in moved(expected).items():
             if mode == "lstm" or not name.endswith("_c"):
                 np.testing.assert_array_equal(got[name], value, err_msg=name)
-
-
-# --- Dropout ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("p", [0, 0.3, 0.9])
@@ -380,9 +368,6 @@ def test_seeds():
     assert output(np.int64(2), np.int64(-7)) == output(np.uint8(2), np.int8(-7)) == output(2, -7)
 
 
-# --- The buffer ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_canonical_arrays_and_back(mode):
     """The arrays are torch's, gate by gate, in cuDNN's order; packed again they are the buffer."""
@@ -420,9 +405,6 @@ def test_params_size():
     assert sizes == [320, 256] and cudnn.cudnn_rnn_params_size(1, 5, 4, input_mode="auto_select").item() == 220
 
 
-# --- Inside MLX's transformations ------------------------------------------------------------------------------------
-
-
 def test_padding_is_never_read():
     case = draw(11, mode="lstm", L=2, D=2, T=4, N=3, lengths=np.array([1, 4, 2]))
     spoilt = case.inputs["input"].copy(), case.cotangents["output"].copy()
@@ -455,8 +437,6 @@ def test_compiled_exported_and_second_order(tmp_path):
     ahead = mx.grad(lambda x: run(x, h, params, engine="ops").sum())(x + 1e-3 * mx.sign(again))
     assert (ahead**2).sum() > (slope(x) ** 2).sum()
 
-
-# --- Errors ----------------------------------------------------------------------------------------------------------
 
 SMALL = {"input": (5, 3, 4), "input_h": (4, 3, 2), "input_c": (4, 3, 2)}
 BAD = {

@@ -68,9 +68,6 @@ def has_metal(engine, case):
     return True
 
 
-# --- Against the oracle ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize("op", CASES)
 def test_random_combinations(op, seed):
@@ -143,9 +140,6 @@ def last(case, states):
         return states[0 if case.descriptor.get("reverse") else -1]
     forward, reverse = mx.split(states, 2, axis=-1)
     return mx.concatenate([forward[-1], reverse[0]], axis=-1)
-
-
-# --- PyTorch's LSTM, as its MPS backend makes it of Apple's ops ------------------------------------------------------
 
 
 @pytest.mark.parametrize("engine", ["ops", "numpy"])
@@ -222,9 +216,6 @@ def side_by_side(states, layers, D):
     """[L D, N, H] of torch as a list of [N, D H]."""
     rows = [states.detach()[n].numpy() for n in range(layers * D)]
     return [np.concatenate(rows[layer * D : layer * D + D], axis=-1) for layer in range(layers)]
-
-
-# --- Keywords for what Apple leaves open -----------------------------------------------------------------------------
 
 
 def call(op, arrays, **options):
@@ -338,9 +329,6 @@ def test_defaults_are_those_of_apple():
     assert len(flags) == 11 and not any(flags)
     assert [v for v in vars(lstm).values() if v not in (False,)] == ["sigmoid", "sigmoid", "tanh", "sigmoid", "tanh"]
     assert [v for v in vars(gru).values() if v not in (False,)] == ["sigmoid", "sigmoid", "tanh"]
-
-
-# --- What is refused -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bidirectional", [False, True], ids=["uni", "bi"])

@@ -207,8 +207,6 @@ def test_bad_arguments(case):
         call(nn.LSTM(D, H))
 
 
-# --- GRU and RNN -----------------------------------------------------------------------------------------------------
-
 LAYERS = {"GRU": {}, "RNN": {}, "RNN relu": {"nonlinearity": reference.relu}, "RNN tanh": {"nonlinearity": mx.tanh}}
 
 

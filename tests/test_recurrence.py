@@ -175,9 +175,6 @@ def test_lengths_of_nothing_and_of_all_steps(engine, kind):
     assert not any(value.any() for value in (outputs | gradients).values())
 
 
-# --- Sizes at which the numpy engine changes its ways ----------------------------------------------------------------
-
-
 @pytest.mark.parametrize("lengths", [None, "some"])
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("B", [3, 20])
@@ -224,9 +221,6 @@ def test_scratch_of_the_numpy_engine_is_written_before_it_is_read(monkeypatch, r
     poison_scratch(monkeypatch)
     options = {"projection": True, "lengths": [2, 0], "mask": ("P",), "reverse": reverse}
     check(*with_engine(draw_away_from_kinks(3, **options)))
-
-
-# --- Gates that are nearly closed ------------------------------------------------------------------------------------
 
 
 @cache
@@ -289,9 +283,6 @@ def test_sigmoid_of_engine_ops_in_float64():
     expected = s, s * rest, s * rest, s * rest * (rest - s)
     for got, exact, size in zip(found, expected, (s, *[s * rest] * 3), strict=True):
         assert_within("sigmoid", np.array(got), exact, 16 * 2.0**-53 * size)
-
-
-# --- Memory and padding ----------------------------------------------------------------------------------------------
 
 
 def cut(array):

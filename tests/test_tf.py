@@ -66,9 +66,6 @@ def check(op, engine, seed, near=assert_near, **of_case):
         near(f"{op} seed {seed}: {name}", value, gradients[name])
 
 
-# --- Values ----------------------------------------------------------------------------------------------------------
-
-
 def test_no_engine_is_left_out():
     """The lists above follow `engines.choose`: what runs today must not leave them unnoticed."""
     assert {(op, engine) for op in OPS for engine in CPU_ENGINES} == set(ON_CPU)
@@ -184,9 +181,6 @@ def test_dtypes_that_tensorflow_has_not(dtype):
             for name, array in got._asdict().items():
                 rows = slice(case.get("seq_len_max"))
                 np.testing.assert_allclose(np.array(array.astype(mx.float32))[rows], outputs[name][rows], atol=0.05)
-
-
-# --- Gradients by MLX ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shown", ["each", "all"])
@@ -345,9 +339,6 @@ def test_under_mlx_compile(op):
                 np.testing.assert_allclose(np.array(left), np.array(right), rtol=1e-5, atol=1e-6)
 
 
-# --- Edges -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "op, sizes", [(op, sizes) for op in OPS for sizes in ("T", "N", "H", "I") if sizes != "T" or op in SEQUENCE_OPS]
 )
@@ -411,9 +402,6 @@ def test_defaults_names_and_order_are_the_raw_ops():
         assert [(p.name, p.default) for p in here] == [(p.name, p.default) for p in there], op
         case = recorded(op, 0)[0] if op in OPS else recorded(OF[op], 0)[2]
         assert list(ours(op, case, None)) == list(theirs(op, case)), op
-
-
-# --- What is refused -------------------------------------------------------------------------------------------------
 
 
 def a_case(op):
@@ -544,8 +532,6 @@ def test_peepholes_of_any_length_where_they_are_unused():
     got = ours("lstm_block_cell_grad", given, None)
     assert all(got[f"{name}_grad"].shape == (2,) and not got[f"{name}_grad"].any() for name in ("wci", "wcf", "wco"))
 
-
-# --- Without TensorFlow ----------------------------------------------------------------------------------------------
 
 GOLDENS = Path(__file__).parent / "goldens"
 

@@ -143,9 +143,6 @@ def engines_that_run(op, engines):
     return found
 
 
-# --- A case as the oracle's, and back --------------------------------------------------------------------------------
-
-
 def oracle_case(op, case):
     """The case of `mlx_lstm.oracle` that says the same."""
     x, I = case["x"], case["x"].shape[-1]
