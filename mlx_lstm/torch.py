@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -35,9 +36,6 @@ class Layers(nn.Module):
 
     gates: int
     """H-blocks of a weight."""
-
-    layer: Callable[[mx.array, Arrays, dict[str, Any]], Any]
-    """One layer's outputs, from its input, arrays and options."""
 
     def __init__(
         self,
@@ -98,8 +96,11 @@ class Layers(nn.Module):
         sizes += ["batch_first=True"] * self.batch_first + [f"dropout={self.dropout}"] * bool(self.dropout)
         return ", ".join(sizes + ["bidirectional=True"] * self.bidirectional)
 
-    def run(self, input: mx.array, states: dict[str, Any], lengths: recurrence.Lengths) -> tuple[mx.array, Arrays]:
-        """The output, and the last states [K D, N, .] by the names of `states`, the first ones, which may be `None`."""
+    def run(
+        self, one_layer: Callable[..., Any], input: mx.array, states: dict[str, Any], lengths: recurrence.Lengths
+    ) -> tuple[mx.array, Arrays]:
+        """The output of all layers, each run by `one_layer`, and the last states [K D, N, .] by the names of `states`,
+        the first ones, which may be `None`."""
         check_array(self.op, "input", input, self.input_shape(input))
         batched, time_first = input.ndim == 3, input.ndim == 2 or not self.batch_first
         N = 1 if not batched else input.shape[1 if time_first else 0]
@@ -119,6 +120,8 @@ class Layers(nn.Module):
             return output, {name: mx.zeros((rows, N, widths[name]), dtype) for name in states}
         given = {name: by_layer(state.reshape(rows, N, -1), len(self.ways)) for name, state in given.items()}
         x = (input if time_first else mx.swapaxes(input, 0, 1)).reshape(-1, N, self.input_size).astype(dtype)
+        options = {"bidirectional": self.bidirectional, "lengths": lengths, "training": self.training}
+        options |= {"engine": self.engine}
         last = []
         for layer, arrays in enumerate(layers):
             if layer and self.dropout and self.training:
@@ -127,8 +130,7 @@ class Layers(nn.Module):
                 x = mx.where(kept, x * mx.array(1 / keep if keep else 0, dtype), 0)
             arrays = arrays | {f"{name}0": state[layer] for name, state in given.items()}
             arrays = {name: array.astype(dtype) for name, array in arrays.items()}
-            options = {"bidirectional": self.bidirectional, "lengths": lengths, "training": self.training}
-            out = self.layer(x, arrays, options | {"engine": self.engine})
+            out = one_layer(x, **arrays, **options)
             last.append(out)
             x = out.h
         finals = {name: of_layers([getattr(out, f"{name}T") for out in last], len(self.ways)) for name in states}
@@ -250,11 +252,8 @@ class LSTM(Layers):
         if hx is not None and not (isinstance(hx, (tuple, list)) and len(hx) == 2):
             fail(self.op, "hx must be a tuple (h_0, c_0)", type(hx).__name__)
         h, c = hx or (None, None)
-        output, last = self.run(input, {"h": h, "c": c}, lengths)
+        output, last = self.run(recurrence.lstm, input, {"h": h, "c": c}, lengths)
         return output, (last["h"], last["c"])
-
-    def layer(self, x: mx.array, arrays: Arrays, options: dict[str, Any]) -> recurrence.LSTMOutput:
-        return recurrence.lstm(x, **arrays, **options)
 
 
 class GRU(Layers):
@@ -313,11 +312,8 @@ class GRU(Layers):
         Returns:
             tuple: output [L, N, D H] (or [N, L, D H], or [L, D H]) and h_n, shaped as `hx`.
         """
-        output, last = self.run(input, {"h": hx}, lengths)
+        output, last = self.run(recurrence.gru, input, {"h": hx}, lengths)
         return output, last["h"]
-
-    def layer(self, x: mx.array, arrays: Arrays, options: dict[str, Any]) -> recurrence.GRUOutput:
-        return recurrence.gru(x, **arrays, **options)
 
 
 class RNN(Layers):
@@ -367,8 +363,6 @@ class RNN(Layers):
         self, input: mx.array, hx: mx.array | None = None, *, lengths: recurrence.Lengths = None
     ) -> tuple[mx.array, mx.array]:
         """As `GRU`."""
-        output, last = self.run(input, {"h": hx}, lengths)
+        one_layer = partial(recurrence.rnn, activation=self.nonlinearity)
+        output, last = self.run(one_layer, input, {"h": hx}, lengths)
         return output, last["h"]
-
-    def layer(self, x: mx.array, arrays: Arrays, options: dict[str, Any]) -> recurrence.RNNOutput:
-        return recurrence.rnn(x, **arrays, activation=self.nonlinearity, **options)

@@ -1,7 +1,8 @@
 """THE recurrence: an LSTM, GRU or plain RNN layer over a sequence, with its own gradient. All dialects come here.
 
 The functions `lstm`, `gru` and `rnn` run forward and carry their gradient; `lstm_gradients`, `gru_gradients` and
-`rnn_gradients` are that gradient by itself, for callers that kept the outputs.
+`rnn_gradients` are that gradient by itself, for callers that kept the outputs. `by_layer`, `of_layers` and
+`join_biases` translate the states and biases that others' stacks of layers have.
 """
 
 from ._call import Call, Lengths
