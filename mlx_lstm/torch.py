@@ -147,18 +147,14 @@ class Layers(nn.Module):
     def arrays(self, layer: int) -> Arrays:
         """A layer's parameters as the recurrence has them: one bias, both directions in one array."""
         each = [{name: self[f"{name}_l{layer}{way}"] for name in self.shapes(layer)} for way in self.ways]
-        found = {"Wx": join([one["weight_ih"] for one in each]), "Wh": pair([one["weight_hh"] for one in each])}
+        found = {"Wx": mx.concatenate([one["weight_ih"] for one in each])}
+        found["Wh"] = pair([one["weight_hh"] for one in each])
         if self.proj_size:
             found["Wp"] = pair([one["weight_hr"] for one in each])
         if self.bias:
             biases = [join_biases(one["bias_ih"], one["bias_hh"], gru=self.gates == 3) for one in each]
-            found |= {name: join([one[name] for one in biases]) for name in biases[0]}
+            found |= {name: mx.concatenate([one[name] for one in biases]) for name in biases[0]}
         return found
-
-
-def join(arrays: list[mx.array]) -> mx.array:
-    """One array of both directions' rows; that of a single direction as it is."""
-    return arrays[0] if len(arrays) == 1 else mx.concatenate(arrays)
 
 
 def pair(arrays: list[mx.array]) -> mx.array:

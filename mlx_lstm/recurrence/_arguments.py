@@ -29,7 +29,7 @@ def check_arrays(op: str, arrays: Arrays, cell: Cell, bidirectional: bool, batch
 def check_forms(op: str, cell: Cell, bidirectional: bool, batch_first: bool, forms: tuple[NamedForm, ...]) -> Sizes:
     """`check_arrays`, from names, shapes and dtypes: what was right once is not looked at again, as that costs as much
     as a step of a small layer."""
-    arrays = {name: Form(*form) for name, *form in forms}
+    arrays = {name: Form(shape, dtype) for name, shape, dtype in forms}
     x, Wh, G = arrays["x"], arrays["Wh"], cell.gates
     D = 2 if bidirectional else 1
     GH, DGH = ("H" if n == 1 else f"{n}H" for n in (G, D * G))
