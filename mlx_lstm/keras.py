@@ -38,7 +38,7 @@ def lstm_from_keras(kernel: Any, recurrent_kernel: Any, bias: Any = None) -> Arr
         >>> layer = nn.LSTM(3, 4).update({"Wx": Wx, "Wh": Wh, "bias": b})
     """
     check_keras("lstm_from_keras", 4, kernel, recurrent_kernel, bias, [4])
-    return from_keras(4, "ifgo", "ifgo", kernel, recurrent_kernel) | ({} if bias is None else {"b": to_mlx(bias)})
+    return from_keras("ifgo", "ifgo", kernel, recurrent_kernel) | ({} if bias is None else {"b": to_mlx(bias)})
 
 
 def lstm_to_keras(Wx: mx.array, Wh: mx.array, b: mx.array | None = None) -> list[np.ndarray]:
@@ -84,7 +84,7 @@ def gru_from_keras(kernel: Any, recurrent_kernel: Any, bias: Any = None) -> Arra
         (10, 2, 4)
     """
     check_keras("gru_from_keras", 3, kernel, recurrent_kernel, bias, [3], [2, 3])
-    found = from_keras(3, "zrn", "rzn", kernel, recurrent_kernel)
+    found = from_keras("zrn", "rzn", kernel, recurrent_kernel)
     if bias is None:
         return found
     bias = reorder(to_mlx(bias), "zrn", "rzn")
@@ -156,8 +156,8 @@ def check_ours(op: str, G: int, Wx: mx.array, Wh: mx.array, biases: dict[str, mx
             check_array(op, name, bias, [H if name == "bhn" else G * H])
 
 
-def from_keras(G: int, theirs: str, ours: str, kernel: Any, recurrent_kernel: Any) -> Arrays:
-    """Wx [GH, I] and Wh [GH, H] in our gate order."""
+def from_keras(theirs: str, ours: str, kernel: Any, recurrent_kernel: Any) -> Arrays:
+    """Wx and Wh in our gate order."""
     return {name: reorder(to_mlx(W), theirs, ours).T for name, W in (("Wx", kernel), ("Wh", recurrent_kernel))}
 
 

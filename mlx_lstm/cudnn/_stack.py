@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 from math import prod
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 
@@ -25,7 +25,6 @@ OPS = {"lstm": recurrence.lstm, "gru": recurrence.gru, "rnn_relu": recurrence.rn
 GRADIENTS = {"lstm": recurrence.lstm_gradients, "gru": recurrence.gru_gradients}
 GRADIENTS |= dict.fromkeys(("rnn_relu", "rnn_tanh"), recurrence.rnn_gradients)
 
-Size = TypeVar("Size", int, int | str)
 Inputs = tuple[mx.array, mx.array, mx.array, mx.array]
 Outputs = tuple[mx.array, mx.array, mx.array]
 
@@ -108,7 +107,7 @@ class Stack(NamedTuple):
             dparams = join_layers(where, [buffer_gradients(where, gradients) for gradients in found])
             return CudnnRNNBackpropOutput(self.sequence(dx), self.of_layers(where, found, "h0"), dc0, dparams)
 
-    def turned(self, shape: Sequence[Size]) -> list[Size]:
+    def turned(self, shape: Sequence[Any]) -> list[Any]:
         """The shape of a sequence [T, N, .] or of states [L D, N, .] in the caller's layout, and back."""
         first, second, *rest = shape
         return [first, second, *rest] if self.time_major else [second, first, *rest]
