@@ -16,9 +16,10 @@ test-all: .venv/test lint  ## the tests and the heavier sweeps
 bench: .venv/test  ## ours against mlx.nn.LSTM and torch
 	$(BIN)/python -m mlx_lstm.bench
 
-lint: .venv/test
+lint: .venv/test  ## style, and the floors of CONTRIBUTING.md
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-cache --no-logo
 
 docs: .venv/docs  ## the site, into build/docs; a warning fails it
 	$(BIN)/sphinx-build -W --keep-going -q -d build/doctrees docs build/docs

@@ -54,7 +54,7 @@ def unpacked(buffer: np.ndarray, like: dict[str, np.ndarray]) -> dict[str, np.nd
 
 def prepare_ours(cell: str, numbers: dict[str, np.ndarray], task: Task) -> Work:
     """`mlx_lstm.cudnn.cudnn_rnn` under `mx.vjp`, as torch's layer is under its autograd."""
-    from mlx_lstm.cudnn._rnn import cudnn_rnn
+    from mlx_lstm.cudnn import cudnn_rnn
 
     state = np.zeros((4, task.size.B, task.size.H), np.float32)
     arrays = {"x": numbers["x"], "state": state, "params": packed(numbers), "dh": numbers["dh"]}
