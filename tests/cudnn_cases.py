@@ -9,7 +9,7 @@ from cases import ROUNDING_MARGIN, to_mlx, to_numpy
 from mlx_lstm import cudnn
 from mlx_lstm.cudnn._buffer import GATES
 from mlx_lstm.oracle import activation_arguments, evaluate
-from mlx_lstm.oracle.cells import Arithmetic
+from mlx_lstm.oracle.arithmetic import Arithmetic
 
 MODES = tuple(GATES)
 INPUTS = ("input", "input_h", "input_c", "params")

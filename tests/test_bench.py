@@ -19,7 +19,7 @@ from mlx_lstm.bench.report import group_text, machine_card, plot
 from mlx_lstm.bench.rounds import Plan, Row, kept_bytes, peak_ratio, plan, ratio, take_turn
 from mlx_lstm.bench.tasks import PASSES, Size, Task, parse_size
 from mlx_lstm.bench.worker import PeakMemory
-from mlx_lstm.oracle.cells import Arithmetic
+from mlx_lstm.oracle.arithmetic import Arithmetic
 
 TINY = Size(5, 3, 4, 8)
 DOUBLE = Arithmetic(np.float64)

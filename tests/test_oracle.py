@@ -8,7 +8,7 @@ import pytest
 from cases import BOTH, CELLS, OPTIONS, SIZES, combination, draw, draw_away_from_kinks, draw_cotangents
 
 from mlx_lstm.oracle import ARRAYS, OUTPUTS, backward, clip_shift, forward
-from mlx_lstm.oracle.cells import ACTIVATIONS, SLOPES, Arithmetic
+from mlx_lstm.oracle.arithmetic import ACTIVATIONS, SLOPES, Arithmetic
 from mlx_lstm.oracle.closeness import FLOATS, Noise, assert_close, assert_within, bounds
 
 T, B, I, H, _ = SIZES

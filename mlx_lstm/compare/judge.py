@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from ..oracle import activation_arguments, evaluate
-from ..oracle.cells import Arithmetic
+from ..oracle.arithmetic import Arithmetic
 from ..oracle.closeness import TRIALS, bounds_of
 from .cases import Arrays, Case
 

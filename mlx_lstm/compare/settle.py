@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..oracle import evaluate
-from ..oracle.cells import Arithmetic
+from ..oracle.arithmetic import Arithmetic
 from ..oracle.closeness import bounds_of, largest
 from .cases import Case, draw
 from .contenders import Outcome

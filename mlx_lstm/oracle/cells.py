@@ -1,7 +1,4 @@
-"""The judge's arithmetic and its three cells, a step forward and a step back each. `oracle` runs them over time.
-
-The formulas are written over an `Arithmetic` called `fl`: `fl(...)` marks one rounded operation. In float64 it does
-nothing; in another dtype it rounds: "the same formula in that dtype". `closeness.py` perturbs it to derive tolerances.
+"""The judge's three cells, a step forward and a step back each. `recurrence` runs them over time.
 
 B batch, I input, H hidden, P width of h (H without projection), G gates: i f g o of an LSTM, r z n of a GRU, the one of
 a plain RNN is called h. GH axes are in `gate_order`. `p` is the completed case, see `oracle.complete`.
@@ -11,91 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-ACTIVATION_UNITS = 8  # an activation may be wrong by 4 ulp, which is 8 unit roundoffs, before it is stored
-
-
-class Arithmetic:
-    """Arithmetic of one dtype. Values travel as float64 arrays, and each operation's result is rounded to `dtype`.
-
-    This equals computing in `dtype`, as float64 has more than twice the digits of the narrower ones.
-    A dot product or a sum is one operation: accumulated in float32 (float64 in float64), then rounded once.
-    """
-
-    def __init__(self, dtype):
-        self.dtype = np.dtype(dtype)
-        self.accumulator = np.float64 if self.dtype == np.float64 else np.float32
-
-    def __call__(self, value, units=0):
-        """Round one operation's result, which was itself `units` accumulator roundoffs wrong (only `Noise` asks)."""
-        if self.dtype == np.float64:
-            return np.asarray(value, np.float64)
-        with np.errstate(over="ignore"):
-            return np.asarray(value).astype(self.dtype).astype(np.float64)
-
-    def load(self, value):
-        """An argument as the op receives it."""
-        return self(value)
-
-    def store(self, named):
-        """A dict of results, in the working dtype."""
-        return {name: value.astype(self.dtype) for name, value in named.items()}
-
-    def dot(self, a, b):
-        """a [M,K] @ b [K,N]."""
-        return self(a.astype(self.accumulator) @ b.astype(self.accumulator))
-
-    def total(self, terms, axis):
-        """Sum over `axis`, which is kept with size 1."""
-        return self(terms.sum(axis=axis, keepdims=True, dtype=self.accumulator))
-
-    def blend(self, z, a, b):
-        """z a + (1 - z) b."""
-        return self(self(z * a) + self(self(1.0 - z) * b))
-
-    def start_step(self):
-        """Called before each time step."""
-
-
-# --- Activations -----------------------------------------------------------------------------------------------------
-
-
-def sigmoid(x, fl):
-    e = fl(np.exp(-np.abs(x)))  # at most 1: never overflows
-    return fl(np.where(x >= 0, 1.0, e) / fl(1.0 + e), ACTIVATION_UNITS)
-
-
-def tanh(x, fl):
-    return fl(np.tanh(x), ACTIVATION_UNITS)
-
-
-def hard_sigmoid(x, fl):
-    return np.clip(fl(fl(fl(0.2) * x) + 0.5), 0.0, 1.0)
-
-
-def hard_sigmoid_sixth(x, fl):
-    return np.clip(fl(fl(fl(1 / 6) * x) + 0.5), 0.0, 1.0)
-
-
-def relu(x, fl):
-    return np.maximum(x, 0.0)
-
-
-def identity(x, fl):
-    return x
-
-
-ACTIVATIONS = {f.__name__: f for f in (identity, relu, tanh, sigmoid, hard_sigmoid, hard_sigmoid_sixth)}
-SLOPES = {  # derivative of each activation, from its output y
-    "identity": lambda y, fl: np.ones_like(y),
-    "relu": lambda y, fl: np.where(y > 0, 1.0, 0.0),
-    "tanh": lambda y, fl: fl(1.0 - fl(y * y)),
-    "sigmoid": lambda y, fl: fl(y * fl(1.0 - y)),
-    "hard_sigmoid": lambda y, fl: np.where((y > 0) & (y < 1), fl(0.2), 0.0),
-    "hard_sigmoid_sixth": lambda y, fl: np.where((y > 0) & (y < 1), fl(1 / 6), 0.0),
-}
-
-
-# --- What the cells share --------------------------------------------------------------------------------------------
+from .arithmetic import ACTIVATIONS, SLOPES
 
 
 def block(p, array, gate):
@@ -128,9 +41,6 @@ def input_part(p, x, fl):
 def through(p, gate, y, gradient, dgates, fl):
     """A gate's gradient to its preactivation's: dgates [B,GH] arrives at the gates themselves."""
     return fl(fl(gradient + block(p, dgates, gate)) * SLOPES[p.act[gate]](y, fl))
-
-
-# --- LSTM ------------------------------------------------------------------------------------------------------------
 
 
 def lstm_step(p, x, h_in, h_prev, c_prev, fl, frozen_shift=None):
@@ -190,9 +100,6 @@ def lstm_step_back(p, s, dh, dc, dgates, fl):
     return SimpleNamespace(dh_in=fl.dot(d, p.Wh), dh_direct=None, dc_prev=dc_prev, to_sum=to_sum)
 
 
-# --- GRU -------------------------------------------------------------------------------------------------------------
-
-
 def gru_step(p, x, h_in, h_prev, c_prev, fl, frozen_shift=None):
     """One step from x [B,I] (or [B,3H] if projected already), masked h_in and unmasked h_prev [B,H].
 
@@ -235,9 +142,6 @@ def gru_step_back(p, s, dh, dc, dgates, fl):
     drecurrent = join(p, d | {"n": drecurrent_n})  # gradients of the recurrent products; `da`, of the input's part
     to_sum = dict(da=join(p, d), drecurrent=drecurrent, entered=s.entered, dbhn=drecurrent_n)
     return SimpleNamespace(dh_in=dh_in, dh_direct=to_h, dc_prev=dc, to_sum=to_sum)
-
-
-# --- RNN -------------------------------------------------------------------------------------------------------------
 
 
 def rnn_step(p, x, h_in, h_prev, c_prev, fl, frozen_shift=None):

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .cells import Arithmetic
+from .arithmetic import Arithmetic
 from .recurrence import evaluate
 
 TRIALS = 8

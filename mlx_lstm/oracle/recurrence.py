@@ -10,7 +10,8 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from .cells import STEPS, Arithmetic, block
+from .arithmetic import Arithmetic
+from .cells import STEPS, block
 
 ARRAYS = ("x", "Wx", "Wh", "b", "h0", "c0", "peephole", "mask", "Wp", "bhn")
 OUTPUTS = {"lstm": ("h", "c", "gates", "hT", "cT"), "gru": ("h", "gates", "hT"), "rnn": ("h", "gates", "hT")}

@@ -9,7 +9,7 @@ from functools import partial
 
 import numpy as np
 
-from ...oracle.cells import Arithmetic
+from ...oracle.arithmetic import Arithmetic
 from ...oracle.recurrence import evaluate as evaluate_case
 from .. import judge
 from ..judge import Judge, Tensors

@@ -1,0 +1,84 @@
+"""The judge's arithmetic: what one operation is in a dtype; the activations, and their slopes.
+
+The formulas are written over an `Arithmetic` called `fl`: `fl(...)` marks one rounded operation. In float64 it does
+nothing; in another dtype it rounds: "the same formula in that dtype". `closeness.py` perturbs it to derive tolerances.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+Array = np.ndarray
+Tensors = dict[str, Array]
+
+ACTIVATION_UNITS = 8  # an activation may be wrong by 4 ulp, which is 8 unit roundoffs, before it is stored
+
+
+class Arithmetic:
+    """Arithmetic of one dtype. Values travel as float64 arrays, and each operation's result is rounded to `dtype`.
+
+    This equals computing in `dtype`, as float64 has more than twice the digits of the narrower ones.
+    A dot product or a sum is one operation: accumulated in float32 (float64 in float64), then rounded once.
+    """
+
+    def __init__(self, dtype: DTypeLike):
+        self.dtype: np.dtype = np.dtype(dtype)
+        self.accumulator: type[np.floating] = np.float64 if self.dtype == np.float64 else np.float32
+
+    def __call__(self, value: Array | float, units: int = 0) -> Array:
+        """Round one operation's result, which was itself `units` accumulator roundoffs wrong (only `Noise` asks)."""
+        if self.dtype == np.float64:
+            return np.asarray(value, np.float64)
+        with np.errstate(over="ignore"):
+            return np.asarray(value).astype(self.dtype).astype(np.float64)
+
+    def load(self, value: Array) -> Array:
+        """An argument as the op receives it."""
+        return self(value)
+
+    def store(self, named: Tensors) -> Tensors:
+        """A dict of results, in the working dtype."""
+        return {name: value.astype(self.dtype) for name, value in named.items()}
+
+    def dot(self, a: Array, b: Array) -> Array:
+        """a [M,K] @ b [K,N]."""
+        return self(a.astype(self.accumulator) @ b.astype(self.accumulator))
+
+    def total(self, terms: Array, axis: tuple[int, ...]) -> Array:
+        """Sum over `axis`, which is kept with size 1."""
+        return self(terms.sum(axis=axis, keepdims=True, dtype=self.accumulator))
+
+    def blend(self, z: Array, a: Array, b: Array) -> Array:
+        """z a + (1 - z) b."""
+        return self(self(z * a) + self(self(1.0 - z) * b))
+
+    def start_step(self) -> None:
+        """Called before each time step."""
+
+
+def sigmoid(x: Array, fl: Arithmetic) -> Array:
+    """1 / (1 + exp(-x)), by an exponential that never overflows."""
+    e = fl(np.exp(-np.abs(x)))
+    return fl(np.where(x >= 0, 1.0, e) / fl(1.0 + e), ACTIVATION_UNITS)
+
+
+Activation = Callable[[Array, Arithmetic], Array]
+ACTIVATIONS: dict[str, Activation] = {
+    "identity": lambda x, fl: x,
+    "relu": lambda x, fl: np.maximum(x, 0.0),
+    "tanh": lambda x, fl: fl(np.tanh(x), ACTIVATION_UNITS),
+    "sigmoid": sigmoid,
+    "hard_sigmoid": lambda x, fl: np.clip(fl(fl(fl(0.2) * x) + 0.5), 0.0, 1.0),
+    "hard_sigmoid_sixth": lambda x, fl: np.clip(fl(fl(fl(1 / 6) * x) + 0.5), 0.0, 1.0),
+}
+SLOPES: dict[str, Activation] = {  # from the activation's output y
+    "identity": lambda y, fl: np.ones_like(y),
+    "relu": lambda y, fl: np.where(y > 0, 1.0, 0.0),
+    "tanh": lambda y, fl: fl(1.0 - fl(y * y)),
+    "sigmoid": lambda y, fl: fl(y * fl(1.0 - y)),
+    "hard_sigmoid": lambda y, fl: np.where((y > 0) & (y < 1), fl(0.2), 0.0),
+    "hard_sigmoid_sixth": lambda y, fl: np.where((y > 0) & (y < 1), fl(1 / 6), 0.0),
+}
