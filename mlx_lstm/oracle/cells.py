@@ -1,7 +1,7 @@
 """The judge's three cells, a step forward and a step back each. `recurrence` runs them over time.
 
 B batch, I input, H hidden, P width of h (H without projection), G gates: i f g o of an LSTM, r z n of a GRU, the one of
-a plain RNN is called h. GH axes are in `gate_order`. `p` is the completed case, see `oracle.complete`.
+a plain RNN is called h. GH axes are in `gate_order`. `p` is the completed case, see `case.complete`.
 """
 
 from types import SimpleNamespace

@@ -1,45 +1,21 @@
 """The judge: the ops of `mlx_lstm.recurrence` in NumPy float64, slow and obvious, with no code of the library.
 
-A *case* is a dict with the argument names of the op and `op`, "lstm" (the default), "gru" or "rnn"; an absent argument
-is a missing key or None. `oracle.cells` has the cells and the arithmetic `fl`.
-
-T time, B batch, I input, H hidden, P width of h (H without projection), G gates, D directions; GH axes in `gate_order`.
+`case` says what is run and has its letters; `cells` has the steps, `arithmetic` what `fl` is.
 """
 
-from types import SimpleNamespace
+from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
+from numpy.typing import DTypeLike
 
-from .arithmetic import Arithmetic
+from .arithmetic import Arithmetic, Array, Tensors
+from .case import OUTPUTS, Case, Cotangents, Side, Step, complete, half, join_sides, sides
 from .cells import STEPS, block
 
-ARRAYS = ("x", "Wx", "Wh", "b", "h0", "c0", "peephole", "mask", "Wp", "bhn")
-OUTPUTS = {"lstm": ("h", "c", "gates", "hT", "cT"), "gru": ("h", "gates", "hT"), "rnn": ("h", "gates", "hT")}
-TAKEN = {  # the arrays each op has
-    "lstm": ("x", "Wx", "Wh", "b", "h0", "c0", "peephole", "mask", "Wp"),
-    "gru": ("x", "Wx", "Wh", "b", "h0", "mask", "bhn"),
-    "rnn": ("x", "Wx", "Wh", "b", "h0", "mask"),
-}
-OPTIONS = {
-    "lstm": {
-        "gate_order": "ifgo",
-        "activations": ("sigmoid", "sigmoid", "tanh", "sigmoid", "tanh"),
-        "output_peephole": "current",
-        "cell_clip": None,
-        "forget_bias": 0.0,
-    },
-    "gru": {
-        "gate_order": "rzn",
-        "activations": ("sigmoid", "sigmoid", "tanh"),
-        "reset": "after",
-        "flip_z": False,
-    },
-    "rnn": {"activation": "tanh"},
-}
-COMMON = {"reverse": False, "bidirectional": False, "lengths": None, "engine": None}  # an engine is ignored
 
-
-def forward(*, dtype=np.float64, frozen_clip=None, **case):
+def forward(*, dtype: DTypeLike = np.float64, frozen_clip: Array | None = None, **case: Any) -> Tensors:
     """Outputs of the op with every operation in `dtype`: h [T,B,DP], gates [T,B,DGH], hT [B,DP]; c, cT of an LSTM.
 
     `frozen_clip` [T,B,DH] replaces clipping by adding this constant: the straight-through gradient is the exact one of
@@ -49,7 +25,7 @@ def forward(*, dtype=np.float64, frozen_clip=None, **case):
     return fl.store(evaluate(case, None, fl, frozen_clip)[0])
 
 
-def backward(case, cotangents, *, dtype=np.float64):
+def backward(case: Case, cotangents: Cotangents, *, dtype: DTypeLike = np.float64) -> Tensors:
     """Gradients for the arrays present in `case`, keyed by argument name, each in its argument's shape.
 
     `cotangents` is keyed by output name, shaped as that output; an absent one is zero.
@@ -58,7 +34,9 @@ def backward(case, cotangents, *, dtype=np.float64):
     return fl.store(evaluate(case, cotangents, fl)[1])
 
 
-def evaluate(case, cotangents, fl, frozen_clip=None):
+def evaluate(
+    case: Case, cotangents: Cotangents | None, fl: Arithmetic, frozen_clip: Array | None = None
+) -> tuple[Tensors, Tensors]:
     """(outputs, gradients) in the arithmetic `fl`, as float64 arrays; no gradients if cotangents is None."""
     found = []
     for d, side in enumerate(sides(case)):
@@ -72,7 +50,7 @@ def evaluate(case, cotangents, fl, frozen_clip=None):
     return found[0] if len(found) == 1 else join_sides(case, found, fl)
 
 
-def clip_shift(**case):
+def clip_shift(**case: Any) -> Array:
     """[T,B,DH]: what clipping added to c at each step (0 where it did not act)."""
     fl, shifts = Arithmetic(np.float64), []
     for p in (complete(side, fl) for side in sides(case)):
@@ -83,7 +61,7 @@ def clip_shift(**case):
     return np.concatenate(shifts, axis=-1)
 
 
-def activation_arguments(**case):
+def activation_arguments(**case: Any) -> list[tuple[str, Array]]:
     """(name of an activation, an array of what it was applied to), over steps and activations; no ended item."""
     fl, seen = Arithmetic(np.float64), []
     for p in (complete(side, fl) for side in sides(case)):
@@ -92,96 +70,8 @@ def activation_arguments(**case):
     return seen
 
 
-# --- Two directions: the forward one first, then the reverse one -----------------------------------------------------
-
-
-def sides(case):
-    """The case of each direction that runs."""
-    if not case.get("bidirectional"):
-        return [case]
-    return [side_of(case, d) for d in range(2)]
-
-
-def side_of(case, d):
-    """Direction d's part of a bidirectional case.
-
-    x is shared, or [T,B,2GH] once projected; Wx [2GH,I], b [2GH], bhn [2H] hold the directions one after the other;
-    Wh [2,GH,P], Wp [2,P,H], peephole [2,4H] on an axis of their own; h0, c0 and a mask that is not shared side by side.
-    """
-    side = case | {"bidirectional": False, "reverse": d == 1}
-    for name in (n for n in ARRAYS if case.get(n) is not None):
-        array = np.asarray(case[name])
-        if name in ("Wh", "Wp", "peephole"):
-            side[name] = array[d]
-        elif name in ("Wx", "b", "bhn"):
-            side[name] = np.split(array, 2)[d]
-        elif not is_shared(case, name):
-            side[name] = np.split(array, 2, axis=-1)[d]
-    return side
-
-
-def is_shared(case, name):
-    """Whether both directions see the whole of an array: x unless projected, a mask of width 1."""
-    if name == "mask":
-        return np.ndim(case["mask"]) == 0 or np.shape(case["mask"])[-1] == 1
-    return name == "x" and case.get("Wx") is not None
-
-
-def half(case, array, d):
-    """Direction d's half of an output or what belongs to one; all of it if there is one direction."""
-    return np.split(np.asarray(array), 2, axis=-1)[d] if case.get("bidirectional") else array
-
-
-def join_sides(case, found, fl):
-    """The outputs side by side, the gradients laid out as the arrays; of a shared array, their sum."""
-    (outputs, gradients), (outputs_reverse, gradients_reverse) = found
-    outputs = {name: np.concatenate([value, outputs_reverse[name]], axis=-1) for name, value in outputs.items()}
-    joined = {}
-    for name, value in gradients.items():
-        pair = [value, gradients_reverse[name]]
-        if is_shared(case, name):
-            joined[name] = fl(pair[0] + pair[1])
-        elif name in ("Wh", "Wp", "peephole"):
-            joined[name] = np.stack(pair)
-        else:
-            joined[name] = np.concatenate(pair, axis=0 if name in ("Wx", "b", "bhn") else -1)
-    return outputs, joined
-
-
-# --- One direction ---------------------------------------------------------------------------------------------------
-
-
-def complete(case, fl):
-    """The case with sizes and defaults filled in: absent states are 0, an absent mask is 1, absent lengths are T."""
-    op = case.get("op", "lstm")
-    options = OPTIONS[op] | COMMON
-    unknown = set(case) - set(TAKEN[op]) - set(options) - {"op"}
-    if unknown:
-        raise TypeError(f"[oracle] unknown arguments {sorted(unknown)} of {op}")
-    p = SimpleNamespace(**dict.fromkeys(ARRAYS), **options, op=op)
-    for name, value in case.items():
-        if value is not None:
-            setattr(p, name, fl.load(value) if name in ARRAYS else value)
-    p.given = [name for name in ARRAYS if case.get(name) is not None]
-    if op == "rnn":
-        p.gate_order, p.act = "h", {"h": p.activation}
-    else:
-        names = (*"ifgo", "output") if op == "lstm" else "rzn"
-        p.act = dict(zip(names, p.activations, strict=True))
-    p.T, p.B = p.x.shape[:2]
-    p.H, p.P = p.Wh.shape[0] // len(p.gate_order), p.Wh.shape[1]
-    p.h0 = np.zeros((p.B, p.P)) if p.h0 is None else p.h0
-    p.c0 = np.zeros((p.B, p.H)) if p.c0 is None else p.c0  # carried along unused where there is no c
-    p.mask_shape = np.shape(p.mask)
-    p.mask = np.broadcast_to(1.0 if p.mask is None else p.mask, (p.T, p.B, p.P))
-    lengths = np.full(p.B, p.T) if p.lengths is None else np.asarray(p.lengths)
-    p.active = [(t < lengths)[:, None] for t in range(p.T)]  # T of [B,1]
-    p.times = list(range(p.T))[:: -1 if p.reverse else 1]
-    return p
-
-
-def unroll(p, fl, frozen_clip=None):
-    """Run the recurrence; returns the outputs and the tape, a dict from t to what the step saw and made there."""
+def unroll(p: Side, fl: Arithmetic, frozen_clip: Array | None = None) -> tuple[Tensors, dict[int, Step]]:
+    """Run the recurrence; returns the outputs and the tape, the step at each t."""
     step = STEPS[p.op][0]
     widths = {"h": p.P, "c": p.H, "gates": len(p.gate_order) * p.H}
     outputs = {name: np.zeros((p.T, p.B, width)) for name, width in widths.items()}
@@ -193,7 +83,7 @@ def unroll(p, fl, frozen_clip=None):
         x, mask = padded(on, p.x[t]), padded(on, p.mask[t])
         h_in = fl(mask * h)
         s = step(p, x, h_in, h, c, fl, None if frozen_clip is None else frozen_clip[t])
-        s = SimpleNamespace(**vars(s), x=x, mask=mask, h_in=h_in, h_prev=h, c_prev=c)
+        s = Step(**vars(s), x=x, mask=mask, h_in=h_in, h_prev=h, c_prev=c)
         for name in outputs:
             outputs[name][t] = padded(on, getattr(s, name))
         h, c = np.where(on, s.h, h), np.where(on, s.c, c)
@@ -202,12 +92,12 @@ def unroll(p, fl, frozen_clip=None):
     return {name: outputs[name] for name in OUTPUTS[p.op]}, tape
 
 
-def padded(on, value):
+def padded(on: Array, value: Array) -> Array:
     """`value` where the item is still running, 0 where it has ended: whatever lies in the padding is never read."""
     return np.where(on, value, 0.0)
 
 
-def unroll_back(p, tape, cotangents, fl):
+def unroll_back(p: Side, tape: dict[int, Step], cotangents: Tensors, fl: Arithmetic) -> Tensors:
     """Backpropagation through time over the tape; returns the gradients of the given arrays."""
     step_back = STEPS[p.op][1]
     cot = {name: fl.load(value) for name, value in cotangents.items()}
@@ -231,19 +121,19 @@ def unroll_back(p, tape, cotangents, fl):
     return {name: value for name, value in collect(p, rows, dh, dc, fl).items() if name in p.given}
 
 
-def collect(p, rows, dh0, dc0, fl):
+def collect(p: Side, rows: list[tuple[int, Tensors]], dh0: Array, dc0: Array, fl: Arithmetic) -> Tensors:
     """Gradients of all arguments from the rows (t, named [B, ...] arrays) of every step."""
 
-    def sequence(name, width):
+    def sequence(name: str, width: int) -> Array:
         out = np.zeros((p.T, p.B, width))
         for t, row in rows:
             out[t] = row[name]
         return out
 
-    def sum_of_outer_products(left, right):  # sum over t and b of left^T right
+    def sum_of_outer_products(left: Array, right: Array) -> Array:  # sum over t and b of left^T right
         return fl.dot(left.reshape(p.T * p.B, left.shape[-1]).T, right.reshape(p.T * p.B, right.shape[-1]))
 
-    def summed(name, width):  # sum over t and b
+    def summed(name: str, width: int) -> Array:  # sum over t and b
         return fl.total(sequence(name, width), (0, 1))[0, 0]
 
     I, GH = p.x.shape[-1], len(p.gate_order) * p.H
@@ -267,7 +157,7 @@ def collect(p, rows, dh0, dc0, fl):
     return found
 
 
-def unbroadcast(gradient, shape, fl):
+def unbroadcast(gradient: Array, shape: tuple[int, ...], fl: Arithmetic) -> Array:
     """Sum a [T,B,P] gradient over the axes along which an array of `shape` was repeated."""
     aligned = (1,) * (3 - len(shape)) + tuple(shape)
     repeated = tuple(axis for axis in range(3) if aligned[axis] != gradient.shape[axis])

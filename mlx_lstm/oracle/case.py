@@ -1,0 +1,120 @@
+"""What a *case* is: a dict with the argument names of the op and `op`, "lstm" (the default), "gru" or "rnn"; an absent
+argument is a missing key or None. One direction of it, completed, is what `recurrence` runs.
+
+T time, B batch, I input, H hidden, P width of h (H without projection), G gates, D directions; GH axes in `gate_order`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from .arithmetic import Arithmetic, Array, Tensors
+
+Case = Mapping[str, Any]
+Cotangents = Mapping[str, Array | None]
+Side = SimpleNamespace  # one direction of a case, completed
+Step = SimpleNamespace  # what one time step saw and made
+
+ARRAYS = ("x", "Wx", "Wh", "b", "h0", "c0", "peephole", "mask", "Wp", "bhn")
+OUTPUTS = {"lstm": ("h", "c", "gates", "hT", "cT"), "gru": ("h", "gates", "hT"), "rnn": ("h", "gates", "hT")}
+TAKEN = {  # the arrays each op has
+    "lstm": ("x", "Wx", "Wh", "b", "h0", "c0", "peephole", "mask", "Wp"),
+    "gru": ("x", "Wx", "Wh", "b", "h0", "mask", "bhn"),
+    "rnn": ("x", "Wx", "Wh", "b", "h0", "mask"),
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "lstm": {
+        "gate_order": "ifgo",
+        "activations": ("sigmoid", "sigmoid", "tanh", "sigmoid", "tanh"),
+        "output_peephole": "current",
+        "cell_clip": None,
+        "forget_bias": 0.0,
+    },
+    "gru": {"gate_order": "rzn", "activations": ("sigmoid", "sigmoid", "tanh"), "reset": "after", "flip_z": False},
+    "rnn": {"activation": "tanh"},
+}
+COMMON = {"reverse": False, "bidirectional": False, "lengths": None, "engine": None}  # an engine is ignored
+
+
+def sides(case: Case) -> list[Case]:
+    """The case of each direction that runs."""
+    return [side_of(case, d) for d in range(2)] if case.get("bidirectional") else [case]
+
+
+def side_of(case: Case, d: int) -> Case:
+    """Direction d's part of a bidirectional case.
+
+    x is shared, or [T,B,2GH] once projected; Wx [2GH,I], b [2GH], bhn [2H] hold the directions one after the other;
+    Wh [2,GH,P], Wp [2,P,H], peephole [2,4H] on an axis of their own; h0, c0 and a mask that is not shared side by side.
+    """
+    side = {**case, "bidirectional": False, "reverse": d == 1}
+    for name in (n for n in ARRAYS if case.get(n) is not None):
+        array = np.asarray(case[name])
+        if name in ("Wh", "Wp", "peephole"):
+            side[name] = array[d]
+        elif name in ("Wx", "b", "bhn"):
+            side[name] = np.split(array, 2)[d]
+        elif not is_shared(case, name):
+            side[name] = np.split(array, 2, axis=-1)[d]
+    return side
+
+
+def is_shared(case: Case, name: str) -> bool:
+    """Whether both directions see the whole of an array: x unless projected, a mask of width 1."""
+    if name == "mask":
+        return np.ndim(case["mask"]) == 0 or np.shape(case["mask"])[-1] == 1
+    return name == "x" and case.get("Wx") is not None
+
+
+def half(case: Case, array: Array, d: int) -> Array:
+    """Direction d's half of an output or what belongs to one; all of it if there is one direction."""
+    return np.split(np.asarray(array), 2, axis=-1)[d] if case.get("bidirectional") else array
+
+
+def join_sides(case: Case, found: list[tuple[Tensors, Tensors]], fl: Arithmetic) -> tuple[Tensors, Tensors]:
+    """The outputs side by side, the gradients laid out as the arrays; of a shared array, their sum."""
+    (outputs, gradients), (outputs_reverse, gradients_reverse) = found
+    outputs = {name: np.concatenate([value, outputs_reverse[name]], axis=-1) for name, value in outputs.items()}
+    joined = {}
+    for name, value in gradients.items():
+        pair = [value, gradients_reverse[name]]
+        if is_shared(case, name):
+            joined[name] = fl(pair[0] + pair[1])
+        elif name in ("Wh", "Wp", "peephole"):
+            joined[name] = np.stack(pair)
+        else:
+            joined[name] = np.concatenate(pair, axis=0 if name in ("Wx", "b", "bhn") else -1)
+    return outputs, joined
+
+
+def complete(case: Case, fl: Arithmetic) -> Side:
+    """The case with sizes and defaults filled in: absent states are 0, an absent mask is 1, absent lengths are T."""
+    op = case.get("op", "lstm")
+    options = OPTIONS[op] | COMMON
+    unknown = set(case) - set(TAKEN[op]) - set(options) - {"op"}
+    if unknown:
+        raise TypeError(f"[oracle] unknown arguments {sorted(unknown)} of {op}")
+    p = Side(**dict.fromkeys(ARRAYS), **options, op=op)
+    for name, value in case.items():
+        if value is not None:
+            setattr(p, name, fl.load(value) if name in ARRAYS else value)
+    p.given = [name for name in ARRAYS if case.get(name) is not None]
+    if op == "rnn":
+        p.gate_order, p.act = "h", {"h": p.activation}
+    else:
+        names = (*"ifgo", "output") if op == "lstm" else "rzn"
+        p.act = dict(zip(names, p.activations, strict=True))
+    p.T, p.B = p.x.shape[:2]
+    p.H, p.P = p.Wh.shape[0] // len(p.gate_order), p.Wh.shape[1]
+    p.h0 = np.zeros((p.B, p.P)) if p.h0 is None else p.h0
+    p.c0 = np.zeros((p.B, p.H)) if p.c0 is None else p.c0  # carried along unused where there is no c
+    p.mask_shape = np.shape(p.mask)
+    p.mask = np.broadcast_to(1.0 if p.mask is None else p.mask, (p.T, p.B, p.P))
+    lengths = np.full(p.B, p.T) if p.lengths is None else np.asarray(p.lengths)
+    p.active = [(t < lengths)[:, None] for t in range(p.T)]  # T of [B,1]
+    p.times = list(range(p.T))[:: -1 if p.reverse else 1]
+    return p
