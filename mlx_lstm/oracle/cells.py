@@ -4,65 +4,66 @@ B batch, I input, H hidden, P width of h (H without projection), G gates: i f g 
 a plain RNN is called h. GH axes are in `gate_order`. `p` is the completed case, see `case.complete`.
 """
 
-from types import SimpleNamespace
+from __future__ import annotations
 
 import numpy as np
 
-from .arithmetic import ACTIVATIONS, SLOPES
+from .arithmetic import ACTIVATIONS, SLOPES, Arithmetic, Array, Tensors
+from .case import Side, Step
 
 
-def block(p, array, gate):
+def block(p: Side, array: Array, gate: str) -> Array:
     """The [..., H] block of `gate` in a [..., GH] array."""
     start = p.H * p.gate_order.index(gate)
     return array[..., start : start + p.H]
 
 
-def blocks(p, array):
+def blocks(p: Side, array: Array) -> Tensors:
     """A [..., GH] array as a dict of [..., H] by gate."""
     return {k: block(p, array, k) for k in p.gate_order}
 
 
-def rows(p, gate):
+def rows(p: Side, gate: str) -> Array:
     """The [H,P] rows of `gate` in Wh [GH,P]."""
     return block(p, p.Wh.T, gate).T
 
 
-def join(p, named):
+def join(p: Side, named: Tensors) -> Array:
     """[..., GH] in gate_order from a dict of [..., H] by gate."""
     return np.concatenate([named[k] for k in p.gate_order], axis=-1)
 
 
-def input_part(p, x, fl):
+def input_part(p: Side, x: Array, fl: Arithmetic) -> Array:
     """x Wx^T + b, [B,GH]: the input's part of the preactivations; x itself where it is projected already."""
     a = x if p.Wx is None else fl.dot(x, p.Wx.T)
     return a if p.b is None else fl(a + p.b)
 
 
-def through(p, gate, y, gradient, dgates, fl):
+def through(p: Side, gate: str, y: Array, gradient: Array, dgates: Array, fl: Arithmetic) -> Array:
     """A gate's gradient to its preactivation's: dgates [B,GH] arrives at the gates themselves."""
     return fl(fl(gradient + block(p, dgates, gate)) * SLOPES[p.act[gate]](y, fl))
 
 
-def lstm_step(p, x, h_in, h_prev, c_prev, fl, frozen_shift=None):
+def lstm_step(
+    p: Side, x: Array, h_in: Array, h_prev: Array, c_prev: Array, fl: Arithmetic, shift: Array | None
+) -> Step:
     """One step from x [B,I] (or [B,4H] if projected already), masked h_in [B,P] and c_prev [B,H]."""
     a = lstm_preactivations(p, x, h_in, c_prev, fl)
     gates = {k: ACTIVATIONS[p.act[k]](a[k], fl) for k in "ifg"}
     c_raw = fl(fl(gates["f"] * c_prev) + fl(gates["i"] * gates["g"]))
-    if frozen_shift is None:
-        c = fl(np.clip(c_raw, -p.cell_clip, p.cell_clip)) if p.cell_clip else c_raw
-    else:
-        c = c_raw + frozen_shift
-    if p.peephole is not None and p.output_peephole == "current":
+    clipped = fl(np.clip(c_raw, -p.cell_clip, p.cell_clip)) if p.cell_clip else c_raw
+    c = clipped if shift is None else c_raw + shift
+    if peeps_ahead(p):
         a["o"] = fl(a["o"] + fl(block(p, p.peephole, "o") * c))
     gates["o"] = ACTIVATIONS[p.act["o"]](a["o"], fl)
     squashed = ACTIVATIONS[p.act["output"]](c, fl)
     m = fl(gates["o"] * squashed)
     h = m if p.Wp is None else fl.dot(m, p.Wp.T)
     made = dict(h=h, c=c, gates=join(p, gates), clip_shift=c - c_raw, squashed=squashed, m=m)
-    return SimpleNamespace(a=a | {"output": c}, **made)
+    return Step(a=a | {"output": c}, **made)
 
 
-def lstm_preactivations(p, x, h_in, c_prev, fl):
+def lstm_preactivations(p: Side, x: Array, h_in: Array, c_prev: Array, fl: Arithmetic) -> Tensors:
     """a [B,H] by gate, all but the output gate's peep at the current c."""
     a = blocks(p, fl(input_part(p, x, fl) + fl.dot(h_in, p.Wh.T)))
     a["f"] = fl(a["f"] + fl(p.forget_bias))
@@ -71,12 +72,17 @@ def lstm_preactivations(p, x, h_in, c_prev, fl):
     return a
 
 
-def peeping_back(p):
+def peeps_ahead(p: Side) -> bool:
+    """Whether the output gate sees the c of its own step through a peephole."""
+    return p.peephole is not None and p.output_peephole == "current"
+
+
+def peeping_back(p: Side) -> str:
     """The gates that see c_prev through a peephole."""
     return "" if p.peephole is None else "ifgo" if p.output_peephole == "previous" else "ifg"
 
 
-def lstm_step_back(p, s, dh, dc, dgates, fl):
+def lstm_step_back(p: Side, s: Step, dh: Array, dc: Array, dgates: Array, fl: Arithmetic) -> Step:
     """Gradients of one step from the total dh [B,P], dc [B,H] arriving at its h and c, and dgates [B,4H] at its gates.
 
     h = m Wp^T      m = o act_out(c)      o = act(a_o + p_o c)      c = f c_prev + i g      (clip: straight through)
@@ -86,7 +92,7 @@ def lstm_step_back(p, s, dh, dc, dgates, fl):
     dm = dh if p.Wp is None else fl.dot(dh, p.Wp)
     d = {"o": da("o", fl(dm * s.squashed))}
     dc = fl(dc + fl(fl(dm * y["o"]) * SLOPES[p.act["output"]](s.squashed, fl)))
-    if p.peephole is not None and p.output_peephole == "current":
+    if peeps_ahead(p):
         dc = fl(dc + fl(block(p, p.peephole, "o") * d["o"]))
     d["i"] = da("i", fl(dc * y["g"]))
     d["f"] = da("f", fl(dc * s.c_prev))
@@ -94,13 +100,13 @@ def lstm_step_back(p, s, dh, dc, dgates, fl):
     dc_prev = fl(dc * y["f"])
     for k in peeping_back(p):
         dc_prev = fl(dc_prev + fl(block(p, p.peephole, k) * d[k]))
-    seen = join(p, {k: s.c if k == "o" and p.output_peephole == "current" else s.c_prev for k in "ifgo"})
+    seen = join(p, {k: s.c if k == "o" and peeps_ahead(p) else s.c_prev for k in "ifgo"})
     d = join(p, d)
     to_sum = dict(da=d, drecurrent=d, dpeephole=fl(d * seen), dh=dh, m=s.m)
-    return SimpleNamespace(dh_in=fl.dot(d, p.Wh), dh_direct=None, dc_prev=dc_prev, to_sum=to_sum)
+    return Step(dh_in=fl.dot(d, p.Wh), dh_direct=None, dc_prev=dc_prev, to_sum=to_sum)
 
 
-def gru_step(p, x, h_in, h_prev, c_prev, fl, frozen_shift=None):
+def gru_step(p: Side, x: Array, h_in: Array, h_prev: Array, c_prev: Array, fl: Arithmetic, shift: Array | None) -> Step:
     """One step from x [B,I] (or [B,3H] if projected already), masked h_in and unmasked h_prev [B,H].
 
     r, z = act(a + h_in Wh^T)
@@ -117,10 +123,10 @@ def gru_step(p, x, h_in, h_prev, c_prev, fl, frozen_shift=None):
     a["n"] = fl(a["n"] + (fl(y["r"] * q) if p.reset == "after" else q))
     y["n"] = ACTIVATIONS[p.act["n"]](a["n"], fl)
     h = fl.blend(y["z"], y["n"], h_prev) if p.flip_z else fl.blend(y["z"], h_prev, y["n"])
-    return SimpleNamespace(h=h, c=c_prev, gates=join(p, y), a=a, entered=entered, q=q)
+    return Step(h=h, c=c_prev, gates=join(p, y), a=a, entered=entered, q=q)
 
 
-def gru_step_back(p, s, dh, dc, dgates, fl):
+def gru_step_back(p: Side, s: Step, dh: Array, dc: Array, dgates: Array, fl: Arithmetic) -> Step:
     """Gradients of one step from the total dh [B,H] arriving at its h, and dgates [B,3H] at its gates."""
     y = blocks(p, s.gates)
     da = lambda k, gradient: through(p, k, y[k], gradient, dgates, fl)  # noqa: E731
@@ -141,19 +147,19 @@ def gru_step_back(p, s, dh, dc, dgates, fl):
         dh_in = fl(dh_in + fl.dot(d[k], rows(p, k)))
     drecurrent = join(p, d | {"n": drecurrent_n})  # gradients of the recurrent products; `da`, of the input's part
     to_sum = dict(da=join(p, d), drecurrent=drecurrent, entered=s.entered, dbhn=drecurrent_n)
-    return SimpleNamespace(dh_in=dh_in, dh_direct=to_h, dc_prev=dc, to_sum=to_sum)
+    return Step(dh_in=dh_in, dh_direct=to_h, dc_prev=dc, to_sum=to_sum)
 
 
-def rnn_step(p, x, h_in, h_prev, c_prev, fl, frozen_shift=None):
+def rnn_step(p: Side, x: Array, h_in: Array, h_prev: Array, c_prev: Array, fl: Arithmetic, shift: Array | None) -> Step:
     """One step from x [B,I] (or [B,H] if projected already) and masked h_in [B,H]; the "gate" is the preactivation."""
     a = fl(input_part(p, x, fl) + fl.dot(h_in, p.Wh.T))
-    return SimpleNamespace(h=ACTIVATIONS[p.activation](a, fl), c=c_prev, gates=a, a={"h": a})
+    return Step(h=ACTIVATIONS[p.activation](a, fl), c=c_prev, gates=a, a={"h": a})
 
 
-def rnn_step_back(p, s, dh, dc, dgates, fl):
+def rnn_step_back(p: Side, s: Step, dh: Array, dc: Array, dgates: Array, fl: Arithmetic) -> Step:
     """Gradients of one step from the total dh [B,H] arriving at its h, and dgates [B,H] at its preactivation."""
     d = fl(fl(dh * SLOPES[p.activation](s.h, fl)) + dgates)
-    return SimpleNamespace(dh_in=fl.dot(d, p.Wh), dh_direct=None, dc_prev=dc, to_sum=dict(da=d, drecurrent=d))
+    return Step(dh_in=fl.dot(d, p.Wh), dh_direct=None, dc_prev=dc, to_sum=dict(da=d, drecurrent=d))
 
 
 STEPS = {"lstm": (lstm_step, lstm_step_back), "gru": (gru_step, gru_step_back), "rnn": (rnn_step, rnn_step_back)}
