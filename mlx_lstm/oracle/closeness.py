@@ -4,12 +4,19 @@
 alone, which `assert_within` enforces. No number here is fitted to a result: if a check fails, look for the error.
 """
 
+from __future__ import annotations
+
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike, DTypeLike
 
-from .arithmetic import Arithmetic
+from .arithmetic import Arithmetic, Array, Tensors
+from .case import Case, Cotangents
 from .recurrence import evaluate
+
+Values = Callable[[Arithmetic], Tensors]
 
 TRIALS = 8
 SAFETY = 4
@@ -31,12 +38,12 @@ FLOATS = {
 }
 
 
-def float_of(dtype):
+def float_of(dtype: DTypeLike) -> Float:
     """The `Float` of a dtype or its name; NumPy itself knows no bfloat16."""
     return FLOATS[dtype if isinstance(dtype, str) else np.dtype(dtype).name]
 
 
-def assert_close(name, got, same_dtype, ref64, *, factor=2.0):
+def assert_close(name: str, got: ArrayLike, same_dtype: ArrayLike, ref64: Array, *, factor: float = 2.0) -> None:
     """`got` is at most `factor` times as wrong as the same formula at the same dtype, plus a rounding floor.
 
     max|got - ref64| <= factor * max|same_dtype - ref64| + 4 eps * max|ref64|. NaN, another shape or dtype fail.
@@ -48,7 +55,7 @@ def assert_close(name, got, same_dtype, ref64, *, factor=2.0):
     assert_within(name, got, ref64, factor * largest(same_dtype.astype(np.float64) - ref64) + floor)
 
 
-def assert_within(name, got, ref64, bound):
+def assert_within(name: str, got: ArrayLike, ref64: ArrayLike, bound: Array | float) -> None:
     """|got - ref64| <= bound, a number or one for each element; a value that is not finite, or another shape, fails."""
     got, ref64 = np.asarray(got), np.asarray(ref64)
     if got.shape != ref64.shape:
@@ -65,7 +72,7 @@ def assert_within(name, got, ref64, bound):
         raise AssertionError(f"{name}: error {error[worst]:.3g} > bound {allowed:.3g} at {list(worst)}: {values}")
 
 
-def bounds(case, dtype, cotangents=None):
+def bounds(case: Case, dtype: DTypeLike, cotangents: Cotangents | None = None) -> dict[str, float]:
     """How far a right implementation in `dtype` may be from the oracle: {name: max-norm bound}.
 
     Of all outputs, and of all gradients if cotangents are given. It depends only on the case, whose arrays must be
@@ -89,42 +96,34 @@ def bounds(case, dtype, cotangents=None):
     squares of the terms; SAFETY times it covers 36 equal terms all against us. Another eps max|result| is added for
     when all moves cancel.
     """
-    return bounds_of(lambda fl: _values(case, cotangents, fl), dtype)
+
+    def values(fl: Arithmetic) -> Tensors:
+        outputs, gradients = evaluate(case, cotangents, fl)
+        return outputs | gradients
+
+    return bounds_of(values, dtype)
 
 
-def elementwise_bounds(case, dtype, cotangents=None):
-    """`bounds` of each element by itself, {name: array}: what is small beside others must have right digits too.
-
-    An element's moves may cancel in one trial, and no larger neighbour stands in for it: hence more trials.
-    """
-    return exact_and_bounds(lambda fl: _values(case, cotangents, fl), dtype, 4 * TRIALS, np.abs)[1]
-
-
-def bounds_of(values, dtype, trials=TRIALS):
+def bounds_of(values: Values, dtype: DTypeLike, trials: int = TRIALS) -> dict[str, float]:
     """`bounds` of whatever `values`, a function of an `Arithmetic`, returns by name. Fewer trials never widen them."""
     return exact_and_bounds(values, dtype, trials)[1]
 
 
-def largest(array):
+def largest(array: ArrayLike) -> float:
     """Max norm; 0 for an empty array."""
     return float(np.max(np.abs(array), initial=0.0))
 
 
-def exact_and_bounds(values, dtype, trials=TRIALS, size=largest):
-    """What `values` returns in float64, and its bounds: by the max norm, or by another `size`."""
+def exact_and_bounds(values: Values, dtype: DTypeLike, trials: int = TRIALS) -> tuple[Tensors, dict[str, float]]:
+    """What `values` returns in float64, and its bounds."""
     exact = values(Arithmetic(np.float64))
     moved = dict.fromkeys(exact, 0.0)
     for trial in range(trials):
         noise = Noise(dtype, seed=trial, systematic=trial % 2 == 1)
         for name, value in values(noise).items():
-            moved[name] = np.maximum(moved[name], size(value - exact[name]) / noise.gain)
+            moved[name] = float(np.maximum(moved[name], largest(value - exact[name]) / noise.gain))  # NaN stays
     eps = float_of(dtype).eps
-    return exact, {name: SAFETY * moved[name] + eps * size(exact[name]) + noise.underflow for name in exact}
-
-
-def _values(case, cotangents, fl):
-    outputs, gradients = evaluate(case, cotangents, fl)
-    return outputs | gradients
+    return exact, {name: SAFETY * moved[name] + eps * largest(exact[name]) + noise.underflow for name in exact}
 
 
 class Noise(Arithmetic):
@@ -133,43 +132,43 @@ class Noise(Arithmetic):
     In float64 the moves are `gain` times larger than the errors, to stand out from the oracle's own rounding.
     """
 
-    def __init__(self, dtype, seed, systematic):
+    def __init__(self, dtype: DTypeLike, seed: int, systematic: bool):
         super().__init__(np.float64)
         stored = float_of(dtype)
         accumulated = stored if stored is FLOATS["float64"] else FLOATS["float32"]
         unit = stored.eps / 2
-        self.gain = max(1.0, 2.0**-26 / unit)
-        self.unit = self.gain * unit
-        self.accumulator_unit = self.gain * accumulated.eps / 2
-        self.underflow = max(stored.smallest, accumulated.tiny)
-        self.seed, self.systematic = seed, systematic
-        self.rng = np.random.default_rng(seed)
+        self.gain: float = max(1.0, 2.0**-26 / unit)
+        self.unit: float = self.gain * unit
+        self.accumulator_unit: float = self.gain * accumulated.eps / 2
+        self.underflow: float = max(stored.smallest, accumulated.tiny)
+        self.seed: int | None = seed if systematic else None  # of every step
+        self.rng: np.random.Generator = np.random.default_rng(seed)
 
-    def start_step(self):
-        if self.systematic:
+    def start_step(self) -> None:
+        if self.seed is not None:
             self.rng = np.random.default_rng(self.seed)
 
-    def load(self, value):
+    def load(self, value: Array) -> Array:
         return np.asarray(value).astype(np.float64)
 
-    def move(self, limit):
+    def move(self, limit: Array) -> Array:
         """Random values of size limit / 2 to limit, of random sign."""
         part = self.rng.uniform(-1.0, 1.0, np.shape(limit))
         return limit * (part + np.copysign(1.0, part)) / 2
 
-    def __call__(self, value, units=0):
+    def __call__(self, value: Array | float, units: int = 0) -> Array:
         limit = (self.unit + units * self.accumulator_unit) * np.abs(value) + self.underflow
         # An exact zero stays zero: moving it would cross the kink of relu.
         return value + self.move(np.where(value == 0, 0.0, limit))
 
-    def dot(self, a, b):
+    def dot(self, a: Array, b: Array) -> Array:
         return self(a @ b + self.move(self.accumulator_unit * np.sqrt(a.shape[-1]) * (np.abs(a) @ np.abs(b))))
 
-    def total(self, terms, axis):
+    def total(self, terms: Array, axis: tuple[int, ...]) -> Array:
         K = np.prod([terms.shape[n] for n in axis])
         spread = np.abs(terms).sum(axis=axis, keepdims=True)
         return self(terms.sum(axis=axis, keepdims=True) + self.move(self.accumulator_unit * np.sqrt(K) * spread))
 
-    def blend(self, z, a, b):
+    def blend(self, z: Array, a: Array, b: Array) -> Array:
         products = np.abs(z * a) + 2 * np.abs((1.0 - z) * b)
         return self(z * a + (1.0 - z) * b + self.move(self.unit * np.maximum(products, 2 * np.abs(z * (a - b)))))
