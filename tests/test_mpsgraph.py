@@ -13,19 +13,39 @@ from mlx_lstm.compare.cases import (
     GATES,
     RESULTS,
     Case,
-    combination,
     draw,
     draw_until,
 )
 from mlx_lstm.engines import METAL_ENGINES, choose
 from mlx_lstm.engines.cells import GRUCell, LSTMCell, RNNCell
-from mlx_lstm.mpsgraph.layouts import layouts, title
+from mlx_lstm.mpsgraph.layouts import ACTIVATIONS, layouts, title
 from mlx_lstm.oracle.closeness import assert_within, bounds_of
 
 ROUNDING_MARGIN = 1e-4  # how far arguments of relu and hard_sigmoid stay from their kinks
 CELLS = {"lstm": LSTMCell(), "gru": GRUCell(), "single_gate_rnn": RNNCell()}
 CASES = {"lstm": 100, "gru": 30, "single_gate_rnn": 30}
 """In each of ten parts."""
+
+OPTIONAL = ("input_weight", "bias", "peephole", "init_state", "init_cell", "secondary_bias", "mask")
+OPTIONAL += ("state_gradient", "cell_gradient")
+FLAGS = {"lstm": ("forget_gate_last",), "gru": ("reset_gate_first", "reset_after", "flip_z"), "single_gate_rnn": ()}
+"""The flags of each op besides the directions, produce_cell and training."""
+
+
+def combination(rng, op):
+    """A random choice of everything `draw` takes: direction, flags, activations, absent arguments, mask."""
+
+    def pick(*values):
+        return values[rng.integers(len(values))]
+
+    descriptor = pick({}, {"reverse": True}, {"bidirectional": True}, {"bidirectional": True, "reverse": True})
+    chosen = dict(descriptor) | {flag: True for flag in FLAGS[op] if rng.random() < 0.5}
+    if rng.random() < 0.6:
+        chosen |= {name: str(pick(*ACTIVATIONS)) for name in ACTIVATION_PROPERTIES[op]}
+    chosen["absent"] = [name for name in OPTIONAL if rng.random() < 0.4]
+    chosen["mask_shape"] = pick(("N", "DH"), ("DH",), (1, "DH"), (1, "N", "DH"), ("N", 1))
+    chosen["sizes"] = (pick(1, 2, 3), pick(1, 2, 3), pick(1, 3), pick(1, 2, 3))
+    return chosen
 
 
 def random_case(rng, op):

@@ -6,3 +6,7 @@
 Nothing is measured by `--model`: in `model`, `launches` finds what a function launches, `times` says what that moves
 and takes, `table` prints it. `tune` measures for the library instead of for people.
 """
+
+from .tasks import Contender, Size, Task, Work
+
+__all__ = ["Contender", "Size", "Task", "Work"]  # what a contender of yours is made of

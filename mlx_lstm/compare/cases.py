@@ -33,8 +33,6 @@ COTANGENTS = {
     "gru": ("source_gradient", "state_gradient"),
     "single_gate_rnn": ("source_gradient", "state_gradient"),
 }
-OPTIONAL = ("input_weight", "bias", "peephole", "init_state", "init_cell", "secondary_bias", "mask")
-OPTIONAL += ("state_gradient", "cell_gradient")
 
 ACTIVATION_PROPERTIES = {
     "lstm": (
@@ -47,8 +45,6 @@ ACTIVATION_PROPERTIES = {
     "gru": ("update_gate_activation", "reset_gate_activation", "output_gate_activation"),
     "single_gate_rnn": ("activation",),
 }
-FLAGS = {"lstm": ("forget_gate_last",), "gru": ("reset_gate_first", "reset_after", "flip_z"), "single_gate_rnn": ()}
-"""The flags of each op besides the directions, produce_cell and training."""
 
 
 class Case(NamedTuple):
@@ -117,22 +113,6 @@ def draw(
         shape = [letters.get(axis, axis) for axis in mask_shape]
         arrays["mask"] = (rng.random(shape) * 1.5).astype(dtype)
     return Case(name, op, descriptor, arrays)
-
-
-def combination(rng: np.random.Generator, op: str) -> dict[str, Any]:
-    """A random choice of everything `draw` takes: direction, flags, activations, absent arguments, mask."""
-
-    def pick(*values):
-        return values[rng.integers(len(values))]
-
-    descriptor = pick({}, {"reverse": True}, {"bidirectional": True}, {"bidirectional": True, "reverse": True})
-    chosen: dict[str, Any] = dict(descriptor) | {flag: True for flag in FLAGS[op] if rng.random() < 0.5}
-    if rng.random() < 0.6:
-        chosen |= {name: str(pick(*ACTIVATIONS)) for name in ACTIVATION_PROPERTIES[op]}
-    chosen["absent"] = [name for name in OPTIONAL if rng.random() < 0.4]
-    chosen["mask_shape"] = pick(("N", "DH"), ("DH",), (1, "DH"), (1, "N", "DH"), ("N", 1))
-    chosen["sizes"] = (pick(1, 2, 3), pick(1, 2, 3), pick(1, 3), pick(1, 2, 3))
-    return chosen
 
 
 # --- The grid --------------------------------------------------------------------------------------------------------

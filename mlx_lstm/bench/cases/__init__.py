@@ -14,7 +14,9 @@ from ...engines.cells import Cell, LSTMCell
 from .. import judge
 from ..judge import Judge
 from ..tasks import PASSES, SIZES, Contender, Size
-from . import block_lstm, lstm, stack
+from . import block_lstm, lstm, stack, stack_judge
+
+__all__ = ["CASES", "Case", "find_contender", "is_installed"]
 
 
 class Case(NamedTuple):
@@ -46,7 +48,7 @@ def two_layers(cell: str) -> Case:
         stack.contenders(cell),
         ("torch",),
         partial(stack.draw, cell),
-        partial(stack.appoint, cell),
+        partial(stack_judge.appoint, cell),
         stack.CELLS[cell],
         bidirectional=True,
     )

@@ -13,7 +13,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..judge import Judge, appoint
-from ..tasks import DTYPES, PASSES, Contender, Size, Task, Work
+from ..tasks import DTYPES, Contender, Size, Task, Work
 
 SIZES = tuple(Size(T, 32, H, H) for T in (64, 256) for H in (128, 256, 512))
 FORGET_BIAS = 1.0
@@ -110,7 +110,6 @@ def prepare_tensorflow(numbers: dict[str, np.ndarray], task: Task) -> Work:
     return Work(run, tensors, tf.config.threading.get_intra_op_parallelism_threads() or os.cpu_count())
 
 
-RESULTS = PASSES
 CONTENDERS = {
     "ours": Contender("mlx_lstm.tf.block_lstm", "mlx_lstm.tf", prepare_ours),
     "tensorflow": Contender("tf.raw_ops.BlockLSTM", "tensorflow", prepare_tensorflow),

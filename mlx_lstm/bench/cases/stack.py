@@ -9,7 +9,7 @@ import numpy as np
 
 from ...engines.cells import Cell, GRUCell, LSTMCell
 from ..tasks import DTYPES, Contender, Size, Task, Work, as_represented
-from .stack_judge import SUFFIXES, appoint
+from .stack_judge import SUFFIXES
 
 SIZES = (Size(128, 32, 128, 128), Size(64, 16, 256, 256))
 CELLS: dict[str, Cell] = {"lstm": LSTMCell(), "gru": GRUCell()}
@@ -130,6 +130,3 @@ def contenders(cell: str) -> dict[str, Contender]:
         "ours": Contender(f"mlx_lstm.cudnn {cell}", "mlx_lstm.cudnn", ours),
         "torch": Contender(f"torch.nn.{cell.upper()}", "torch", torch),
     }
-
-
-__all__ = ["CELLS", "PASSES", "SIZES", "appoint", "contenders", "draw"]
