@@ -14,8 +14,9 @@ from mlx_lstm.bench.cases import CASES, find_contender, is_installed
 from mlx_lstm.bench.cases import stack_judge as judge_stack
 from mlx_lstm.bench.cases.lstm import CONTENDERS, draw
 from mlx_lstm.bench.cases.stack import packed, unpacked
+from mlx_lstm.bench.files import plot
 from mlx_lstm.bench.judge import appoint, evaluate
-from mlx_lstm.bench.report import group_text, machine_card, plot
+from mlx_lstm.bench.report import group_text, machine_card
 from mlx_lstm.bench.rounds import Plan, Row, kept_bytes, peak_ratio, plan, ratio, take_turn
 from mlx_lstm.bench.tasks import PASSES, Size, Task, parse_size
 from mlx_lstm.bench.worker import PeakMemory
@@ -65,9 +66,6 @@ def task(contender="ours", engine="ops", size=TINY, which="backward"):
 
 def timed(contender, *rounds, **found):
     return Row(task(contender, "ops" if contender == "ours" else "-"), "timed", rounds=rounds, **found)
-
-
-# --- What may be timed -----------------------------------------------------------------------------------------------
 
 
 def test_judge_evaluates_an_lstm_and_its_gradient():
@@ -172,9 +170,6 @@ def test_a_disagreement_is_not_timed(planted, capsys, tmp_path):
     assert rows["mlx_lstm.lstm"]["status"] == "timed"
 
 
-# --- What is computed from times and sizes ---------------------------------------------------------------------------
-
-
 def test_ratio():
     """Medians 2, 6, 5 over 1, 2, 5: a machine that slows down changes no ratio. The fourth round has no pair."""
     row, reference = timed("ours", (2.0, 1.0, 9.0), (6.0,), (5.0,)), timed("torch", (1.0,), (2.0,), (5.0,), (2.0,))
@@ -228,9 +223,6 @@ def test_peak_memory_sees_what_is_freed_again():
 def test_parse_size_refuses(text):
     with pytest.raises(ValueError, match="size"):
         parse_size(text)
-
-
-# --- What is printed and written -------------------------------------------------------------------------------------
 
 
 def test_machine_card():

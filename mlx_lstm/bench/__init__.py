@@ -1,7 +1,8 @@
 """The benchmark command, `python -m mlx_lstm.bench`: this package against MLX's own LSTM, torch and TensorFlow.
 
 `cases` says what is measured, a file each, in the words of `tasks`; `judge` whether results may be compared at all,
-`worker` runs one contender alone in a process, `rounds` lets these processes take turns, `report` prints the figures.
+`worker` runs one contender alone in a process, `rounds` lets these processes take turns, `report` prints the figures,
+`files` writes them.
 
 Nothing is measured by `--model`: in `model`, `launches` finds what a function launches, `times` says what that moves
 and takes, `table` prints it. `tune` measures for the library instead of for people.

@@ -11,10 +11,11 @@ import mlx.core as mx
 
 from ..engines.choice import ENGINES, choose
 from .cases import CASES, find_contender, is_installed
+from .files import plot, write_csv, write_records
 from .model.table import LEGEND as MODEL_LEGEND
 from .model.table import csv_records, engines_at, predict
 from .model.table import group_text as model_text
-from .report import LEGEND, card_text, default_device, group_text, label, machine_card, plot, write_csv, write_records
+from .report import LEGEND, card_text, default_device, group_text, label, machine_card
 from .rounds import Row, measure
 from .tasks import DTYPES, MEMORY_SIZE, PASSES, SIZES, Size, Task, parse_size
 from .tune import tune

@@ -29,9 +29,6 @@ def draw(size: Size, dtype: str, seed: int = 0) -> dict[str, np.ndarray]:
     return as_represented(numbers, dtype)
 
 
-# --- The contenders --------------------------------------------------------------------------------------------------
-
-
 def prepare_ours(numbers: dict[str, np.ndarray], task: Task) -> Work:
     """This package's `lstm`, time-major, on the task's engine. A forward pass alone is inference, as for torch."""
     from mlx_lstm import lstm

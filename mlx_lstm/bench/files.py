@@ -1,0 +1,76 @@
+"""The figures as files: CSV, a plot. No figure goes without its machine."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterable, Sequence
+
+from .cases import CASES
+from .report import label, references, spread
+from .rounds import Row, peak_ratio, ratio
+
+
+def write_csv(file: str, groups: Iterable[Sequence[Row]], card: dict[str, str]) -> None:
+    """One line a row; the machine on every line."""
+    write_records(file, [csv_record(row, references(rows)) | card for rows in groups for row in rows])
+
+
+def write_records(file: str, records: Sequence[dict[str, object]]) -> None:
+    """A line a record, under the names of the first."""
+    with open(file, "w", newline="") as out:
+        writer = csv.DictWriter(out, list(records[0]))
+        writer.writeheader()
+        writer.writerows(records)
+
+
+def csv_record(row: Row, compared: dict[str, Row]) -> dict[str, object]:
+    """A row's figures: seconds, ratios, bytes."""
+    task, verdict = row.task, row.verdict
+    record: dict[str, object] = {"case": task.case} | task.size._asdict() | {"dtype": task.dtype, "pass": task.which}
+    record |= {"contender": label(task), "engine": task.engine, "status": row.status}
+    seconds = spread(row) if row.samples else dict.fromkeys(("median", "min", "p20", "p80"))
+    record |= {f"{name}_s": value for name, value in seconds.items()}
+    record |= {"runs": len(row.samples), "rounds": len(row.rounds)}
+    for name in CASES[task.case].references:
+        found = ratio(row, compared[name]) if name in compared else None
+        value, low, high = found or (None,) * 3
+        record |= {f"ratio_{name}": value, f"ratio_{name}_low": low, f"ratio_{name}_high": high}
+    record |= {"peak_bytes": row.peak, "ratio_kept": peak_ratio(row), "mlx_peak_bytes": row.mlx_peak}
+    record |= {"tensor": verdict and verdict.tensor, "error": verdict and verdict.error}
+    record |= {"bound": verdict and verdict.bound, "worker_threads": row.threads}
+    return record | {"idle_cpu": row.idle_cpu, "disturbed_rounds": row.disturbed}
+
+
+def plot(file: str, groups: Sequence[Sequence[Row]], card: dict[str, str]) -> None:
+    """Bars: each contender's time over the first reference's, one panel a pass, logarithmic."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    passes = list(dict.fromkeys(rows[0].task.which for rows in groups))
+    figure, axes = plt.subplots(1, len(passes), figsize=(6 * len(passes), 4.5), squeeze=False, sharey=True)
+    for axis, which in zip(axes[0], passes, strict=True):
+        shown = [rows for rows in groups if rows[0].task.which == which and references(rows)]
+        names = {
+            row.task[:2]: f"{label(row.task)} {row.task.engine}".removesuffix(" -") for rows in shown for row in rows
+        }
+        for n, (who, name) in enumerate(names.items()):
+            points = [
+                (place + 0.8 * n / len(names), ratio(row, next(iter(references(rows).values()))))
+                for place, rows in enumerate(shown)
+                for row in rows
+                if row.task[:2] == who and row.samples
+            ]
+            errors = [[r.value - r.low for _, r in points], [r.high - r.value for _, r in points]]
+            axis.bar([p for p, _ in points], [r.value for _, r in points], 0.8 / len(names), yerr=errors, label=name)
+        axis.axhline(1, color="black", linewidth=0.8)
+        axis.set(title=which, yscale="log")
+        axis.set_xticks([place + 0.3 for place in range(len(shown))], [str(rows[0].task.size) for rows in shown])
+    compared = [next(iter(references(rows).values()), None) for rows in groups]
+    labels = dict.fromkeys(label(row.task) for row in compared if row)
+    axes[0][0].set_ylabel(f"time / time of {' or '.join(labels)}")
+    axes[0][-1].legend()
+    figure.suptitle(f"{card['chip']}, {card['system']}, mlx {card['mlx']}, torch {card['torch']}", fontsize=9)
+    figure.tight_layout()
+    figure.savefig(file)
