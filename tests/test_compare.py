@@ -11,8 +11,9 @@ from on_metal import on_metal
 
 from mlx_lstm.compare import __main__ as command
 from mlx_lstm.compare import apple, contenders, judge, torch_layer
-from mlx_lstm.compare.cases import GATES, draw, grid
+from mlx_lstm.compare.cases import GATES, draw
 from mlx_lstm.compare.files import load_golden, save_golden
+from mlx_lstm.compare.grid import grid
 from mlx_lstm.compare.measure import compare
 from mlx_lstm.compare.settle import experiments
 
@@ -55,9 +56,6 @@ def run(tmp_path, *arguments):
     return code, json.loads(file.read_text())
 
 
-# --- The calls -------------------------------------------------------------------------------------------------------
-
-
 def test_selectors_are_those_of_the_header(recorder):
     for selector in [*apple.FORWARD.values(), *apple.BACKWARD.values()]:
         assert selector in recorder.SELECTORS
@@ -91,9 +89,6 @@ def test_float16_reaches_mpsgraph_as_such(recorder):
     case = draw(np.random.default_rng(0), "lstm", dtype=np.float16)
     forward, backward = apple.run(case)
     assert {array.dtype for array in [*forward, *backward]} == {np.dtype(np.float16)}
-
-
-# --- The command -----------------------------------------------------------------------------------------------------
 
 
 def test_everything_agrees_in_processes_of_their_own(tmp_path, on_path):
@@ -172,9 +167,6 @@ def test_no_case_of_a_name(capsys):
     assert "no case" in capsys.readouterr().out
 
 
-# --- What is missing -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "absent, arguments, words",
     [
@@ -201,9 +193,6 @@ def test_an_unknown_contender(capsys):
     with pytest.raises(SystemExit):
         command.main(["--contenders", "cudnn"])
     assert "no contender 'cudnn': there are mpsgraph, torch-mps" in capsys.readouterr().err
-
-
-# --- Goldens ---------------------------------------------------------------------------------------------------------
 
 
 def test_golden_of_the_oracle(tmp_path, capsys):
@@ -240,9 +229,6 @@ def test_a_golden_that_was_changed_is_refused(tmp_path, capsys):
         with pytest.raises(SystemExit) as info:
             command.main(["--golden", name])
         assert info.value.code == 2 and words in capsys.readouterr().err
-
-
-# --- Open points -----------------------------------------------------------------------------------------------------
 
 
 def test_settle_confirms_the_defaults(tmp_path, recorder, capsys):
@@ -294,9 +280,6 @@ def test_settle_without_a_mac(tmp_path, capsys):
     code, report = run(tmp_path, "--settle")
     assert code == 2 and {finding["verdict"] for finding in report["findings"]} == {"not measured"}
     assert "Only a Mac can tell" in capsys.readouterr().out
-
-
-# --- One result against another --------------------------------------------------------------------------------------
 
 
 def test_names_of_cases_are_unique():

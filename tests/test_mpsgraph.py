@@ -14,8 +14,8 @@ from mlx_lstm.compare.cases import (
     RESULTS,
     Case,
     draw,
-    draw_until,
 )
+from mlx_lstm.compare.grid import draw_until
 from mlx_lstm.engines import METAL_ENGINES, choose
 from mlx_lstm.engines.cells import GRUCell, LSTMCell, RNNCell
 from mlx_lstm.mpsgraph.layouts import ACTIVATIONS, layouts, title

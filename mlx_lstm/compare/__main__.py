@@ -8,9 +8,10 @@ import sys
 from collections.abc import Iterable
 
 from . import judge
-from .cases import Case, grid
+from .cases import Case
 from .contenders import HOW_TO_GET, Contender, Outcome, all_contenders, serve
 from .files import Golden, load_golden, save_golden
+from .grid import grid
 from .measure import Row, rows_of
 from .settle import experiments, settle
 
@@ -76,9 +77,6 @@ def absent() -> dict[str, str]:
     """What does not run here, why, and how to get it."""
     missing = {name: one.missing() for name, one in all_contenders().items()}
     return {name: f"{why}; it needs {HOW_TO_GET.get(name, '-')}" for name, why in missing.items() if why}
-
-
-# --- Comparison ------------------------------------------------------------------------------------------------------
 
 
 def run_compare(contenders: dict[str, Contender], golden: Golden | None, options: argparse.Namespace) -> int:
@@ -151,9 +149,6 @@ def record(file: str, card: dict[str, str], cases: list[Case], outcomes: dict[st
             results[case.name] = {name: value.astype(dtype) for name, value in judge.expected(case).items()}
     kept = [case for case in cases if results[case.name]]
     save_golden(file, Golden(card, "mpsgraph" if theirs else "oracle", kept, results))
-
-
-# --- Open points -----------------------------------------------------------------------------------------------------
 
 
 def run_settle(contenders: dict[str, Contender], options: argparse.Namespace) -> int:

@@ -5,12 +5,12 @@ Names are those of the dialect: arguments in Python's spelling, a result's gradi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..mpsgraph.layouts import ACTIVATIONS, layouts, size_of
+from ..mpsgraph.layouts import layouts, size_of
 
 Arrays = dict[str, np.ndarray]
 
@@ -113,63 +113,3 @@ def draw(
         shape = [letters.get(axis, axis) for axis in mask_shape]
         arrays["mask"] = (rng.random(shape) * 1.5).astype(dtype)
     return Case(name, op, descriptor, arrays)
-
-
-# --- The grid --------------------------------------------------------------------------------------------------------
-
-DIRECTIONS = {"uni": {}, "reverse": {"reverse": True}, "bi": {"bidirectional": True}}
-NO_STATES = ("init_state", "init_cell", "state_gradient", "cell_gradient")
-WITHOUT = {
-    "no input weight": ("input_weight", "peephole", "mask"),
-    "no bias": ("bias", "peephole", "mask"),
-    "no states": (*NO_STATES, "peephole", "mask"),
-    "source and weights only": ("input_weight", "bias", *NO_STATES, "peephole", "mask"),
-    "mask": ("peephole",),
-    "peephole": ("mask",),
-}
-"""What is left out, by the name of the case: without a word on them, mask and peephole are."""
-
-
-def grid(off_kinks: Callable[[Case], bool], seed: int = 0) -> list[Case]:
-    """The cases of the command: each option alone, in every direction where it has another layout there."""
-    rng = np.random.default_rng(seed)
-    return [draw_until(off_kinks, rng, op, name=f"{op}: {name}", **chosen) for op, name, chosen in descriptions()]
-
-
-def draw_until(accept: Callable[[Case], bool], rng: np.random.Generator, op: str, **chosen: Any) -> Case:
-    """A random case that is accepted."""
-    for _ in range(1000):
-        case = draw(rng, op, **chosen)
-        if accept(case):
-            return case
-    raise RuntimeError(f"no accepted case of {op} {chosen}")
-
-
-def descriptions() -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """(op, name, what `draw` takes) of each case of the grid."""
-    sizes = {"sizes": (5, 3, 4, 6)}
-    for op in GATES:
-        for direction, flags in DIRECTIONS.items():
-            yield op, direction, sizes | flags
-            for name, absent in WITHOUT.items():
-                if direction != "reverse" and (op == "lstm" or name != "peephole"):
-                    yield op, f"{direction}, {name}", sizes | flags | {"absent": absent}
-        for name in ACTIVATIONS:
-            # Gates without a bound let the states of five steps grow beyond float32.
-            short = {"sizes": (2, 3, 4, 6)} if name in ("none", "relu") else sizes
-            yield op, f"every activation {name}", short | dict.fromkeys(ACTIVATION_PROPERTIES[op], name)
-        yield op, "one of everything", {"sizes": (1, 1, 1, 1)}
-        # A single gate's relu, Apple's default, lets the state grow without bound; so do recurrent weights with a norm
-        # above 1 the errors, over many steps.
-        smooth = {"activation": "tanh"} if op == "single_gate_rnn" else {}
-        yield op, "64 steps", {"sizes": (64, 2, 8, 16), "weights": 0.15} | smooth
-        yield op, "float16", {"sizes": (5, 3, 4, 6), "dtype": np.float16} | smooth
-    for direction, flags in DIRECTIONS.items():
-        yield "lstm", f"{direction}, forget gate last", sizes | flags | {"forget_gate_last": True, "absent": ("mask",)}
-    for first in (False, True):
-        for after, flip in ((False, True), (True, False), (True, True)):
-            flavour = {"reset_gate_first": first, "reset_after": after, "flip_z": flip}
-            words = ", ".join(name.replace("_", " ") for name, value in flavour.items() if value)
-            yield "gru", words, sizes | flavour
-    torch = {"reset_gate_first": True, "reset_after": True, "bidirectional": True}
-    yield "gru", "bi, as PyTorch", sizes | torch

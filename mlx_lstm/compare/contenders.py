@@ -105,9 +105,6 @@ def reason(word: str, sizes: tuple[int, int, int, int], dtype: mx.Dtype, cell: o
     return None
 
 
-# --- A case in a process of its own ----------------------------------------------------------------------------------
-
-
 def in_a_process(name: str, case: Case) -> Outcome:
     """Run a case where a crash does no harm."""
     with tempfile.TemporaryDirectory() as folder:

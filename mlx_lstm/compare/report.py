@@ -58,9 +58,6 @@ def card_table(card: dict[str, str], title: str = "machine") -> Table:
     return table
 
 
-# --- Comparison ------------------------------------------------------------------------------------------------------
-
-
 def summary_table(rows: Sequence[Row]) -> Table:
     """Of every tensor and pair the row closest to its bound, or furthest beyond."""
     worst: dict[tuple[str, str], Row] = {}
@@ -122,9 +119,6 @@ def settle_table(findings: Sequence[Finding]) -> Table:
         style = None if finding.confirmed else "red"
         table.add_row(finding.name, finding.question, finding.verdict, ours, readings, style=style)
     return table
-
-
-# --- Files -----------------------------------------------------------------------------------------------------------
 
 
 def write_json(file: str, content: dict[str, Any]) -> None:
