@@ -12,10 +12,10 @@ from on_metal import on_metal
 from mlx_lstm.compare import __main__ as command
 from mlx_lstm.compare import apple, contenders, judge, torch_layer
 from mlx_lstm.compare.cases import GATES, draw
+from mlx_lstm.compare.experiments import experiments
 from mlx_lstm.compare.files import load_golden, save_golden
 from mlx_lstm.compare.grid import grid
 from mlx_lstm.compare.measure import compare
-from mlx_lstm.compare.settle import experiments
 
 RECORDER = Path(__file__).parent / "mpsgraph_recorder"
 MODULES = ("Metal", "MetalPerformanceShadersGraph", "objc")
