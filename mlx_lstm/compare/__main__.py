@@ -10,10 +10,11 @@ from collections.abc import Iterable
 from . import judge
 from .cases import Case
 from .contenders import HOW_TO_GET, Contender, Outcome, all_contenders, serve
-from .experiments import experiments, settle
+from .experiments import experiments
 from .files import Golden, load_golden, save_golden
 from .grid import grid
 from .measure import Row, rows_of
+from .settle import settle
 
 KINK_MARGIN = 1e-3  # how far arguments of relu and hard_sigmoid stay from their kinks
 

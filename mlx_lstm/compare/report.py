@@ -17,8 +17,8 @@ from rich.table import Table
 
 from .. import __version__
 from ..machine import chip, installed_version, system
-from .experiments import Finding
 from .measure import SEQUENCES, Row
+from .settle import Finding
 
 WIDTH = 190  # of tables that do not go to a terminal
 
