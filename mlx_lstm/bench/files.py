@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from .cases import CASES
 from .report import label, references, spread
@@ -15,7 +16,7 @@ def write_csv(file: str, groups: Iterable[Sequence[Row]], card: dict[str, str]) 
     write_records(file, [csv_record(row, references(rows)) | card for rows in groups for row in rows])
 
 
-def write_records(file: str, records: Sequence[dict[str, object]]) -> None:
+def write_records(file: str, records: Sequence[Mapping[str, object]]) -> None:
     """A line a record, under the names of the first."""
     with open(file, "w", newline="") as out:
         writer = csv.DictWriter(out, list(records[0]))
@@ -23,10 +24,10 @@ def write_records(file: str, records: Sequence[dict[str, object]]) -> None:
         writer.writerows(records)
 
 
-def csv_record(row: Row, compared: dict[str, Row]) -> dict[str, object]:
+def csv_record(row: Row, compared: dict[str, Row]) -> dict[str, Any]:
     """A row's figures: seconds, ratios, bytes."""
     task, verdict = row.task, row.verdict
-    record: dict[str, object] = {"case": task.case} | task.size._asdict() | {"dtype": task.dtype, "pass": task.which}
+    record: dict[str, Any] = {"case": task.case} | task.size._asdict() | {"dtype": task.dtype, "pass": task.which}
     record |= {"contender": label(task), "engine": task.engine, "status": row.status}
     seconds = spread(row) if row.samples else dict.fromkeys(("median", "min", "p20", "p80"))
     record |= {f"{name}_s": value for name, value in seconds.items()}
@@ -57,10 +58,10 @@ def plot(file: str, groups: Sequence[Sequence[Row]], card: dict[str, str]) -> No
         }
         for n, (who, name) in enumerate(names.items()):
             points = [
-                (place + 0.8 * n / len(names), ratio(row, next(iter(references(rows).values()))))
+                (place + 0.8 * n / len(names), found)
                 for place, rows in enumerate(shown)
                 for row in rows
-                if row.task[:2] == who and row.samples
+                if row.task[:2] == who and (found := ratio(row, next(iter(references(rows).values()))))
             ]
             errors = [[r.value - r.low for _, r in points], [r.high - r.value for _, r in points]]
             axis.bar([p for p, _ in points], [r.value for _, r in points], 0.8 / len(names), yerr=errors, label=name)

@@ -11,7 +11,7 @@ import tempfile
 import time
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 
@@ -100,7 +100,7 @@ def peak_ratio(row: Row) -> float | None:
         return None
     size, dtype = row.task.size, row.task.dtype
     x = size.T * size.B * size.I * (4 if dtype == "float32" else 2)
-    peak = row.peak if row.task.device == "cpu" else max(row.peak, row.mlx_peak)
+    peak = row.peak if row.task.device == "cpu" else max(row.peak, row.mlx_peak or 0)
     return (peak + x) / kept_bytes(size, row.task.which, dtype)
 
 
@@ -111,22 +111,25 @@ class Process:
         # The worker finds this package, and contenders of yours, where this process does.
         package = str(Path(__file__).parents[2])
         paths = [package, os.environ.get("PYTHONPATH", "")]
-        self.process = subprocess.Popen(
+        self.process: subprocess.Popen[str] = subprocess.Popen(
             [sys.executable, "-m", "mlx_lstm.bench", "--worker", json.dumps(task)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
         )
+        assert self.process.stdin and self.process.stdout
+        self.requests: IO[str] = self.process.stdin
+        self.answers: IO[str] = self.process.stdout
 
     def ask(self, do: str, **request: Any) -> dict[str, Any]:
         """Send one request and wait for the answer. RuntimeError if the worker could not do it."""
         try:
-            self.process.stdin.write(json.dumps({"do": do, **request}) + "\n")
-            self.process.stdin.flush()
+            self.requests.write(json.dumps({"do": do, **request}) + "\n")
+            self.requests.flush()
         except BrokenPipeError:
             pass  # what it said before it ended follows
-        line = self.process.stdout.readline()
+        line = self.answers.readline()
         if not line:
             raise RuntimeError(f"the worker ended with exit code {self.process.wait()}")
         answer = json.loads(line)
@@ -136,13 +139,13 @@ class Process:
 
     def close(self) -> None:
         """End the worker; one that is in the middle of something is stopped."""
-        self.process.stdin.close()
+        self.requests.close()
         try:
             self.process.wait(timeout=2)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
-        self.process.stdout.close()
+        self.answers.close()
 
 
 def measure(tasks: list[Task], judge: Judge, *, seconds: float, rounds: int, patience: float) -> list[Row]:

@@ -14,10 +14,13 @@ PASSES = {"forward": ("h",), "backward": ("h", "dx", "dWx", "dWh", "db")}
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 
 
-class Size(NamedTuple("Size", [(letter, int) for letter in "TBIH"])):
+class Size(NamedTuple):
     """Time steps T, batch B, input width I, hidden width H."""
 
-    __slots__ = ()
+    T: int
+    B: int
+    I: int
+    H: int
 
     def __str__(self) -> str:
         return ",".join(map(str, self))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -125,7 +125,7 @@ def seconds_per_run(run: Callable[[], Any], seconds: float) -> float:
     return (time.perf_counter() - start) / runs
 
 
-def row_of(found: list[dict[str, object]]) -> tuning.Row:
+def row_of(found: Sequence[Mapping[str, Any]]) -> tuning.Row:
     """The row of a table: of neighbours with the same engine the largest H."""
     points = [(point["H"], point["engine"]) for point in found]
     following = [engine for _, engine in points[1:]] + [""]

@@ -52,8 +52,9 @@ class Worker:
         start = task._replace(size=task.size._replace(T=2))
         contender.prepare(draw(start.size, task.dtype), start).run()
         self.work: Work = contender.prepare(draw(task.size, task.dtype), task)
-        self.idle_since = time.perf_counter(), time.process_time()
-        self.idle_wall = self.idle_cpu = 0.0
+        self.idle_since: tuple[float, float] = time.perf_counter(), time.process_time()
+        self.idle_wall: float = 0.0
+        self.idle_cpu: float = 0.0
 
     def check(self, file: str) -> dict[str, Any]:
         """Run once and save the results. The memory is that of this first run, in bytes, above what the inputs take."""
@@ -61,7 +62,8 @@ class Worker:
         memory = PeakMemory()
         once, results = self.run()
         peak, mlx_peak = memory.above_start()
-        np.savez(file, **self.work.tensors(results))
+        tensors: dict[str, Any] = {**self.work.tensors(results)}
+        np.savez(file, **tensors)
         del results
         if once < SHORT:
             once, _ = self.run()
@@ -118,11 +120,11 @@ class PeakMemory:
 
     def __init__(self) -> None:
         mx.reset_peak_memory()
-        self.mlx_start = mx.get_active_memory()
+        self.mlx_start: int = mx.get_active_memory()
         try:
             with open("/proc/self/clear_refs", "w") as file:
                 file.write("5")
-            self.start = linux_memory("VmRSS")
+            self.start: int = linux_memory("VmRSS")
         except OSError:
             self.start = highest_resident()
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from ..mpsgraph.layouts import layouts, size_of
 
@@ -91,7 +92,7 @@ def draw(
     absent: Iterable[str] = ("peephole", "mask"),
     mask_shape: tuple[int | str, ...] = ("N", "DH"),
     weights: float = 0.7,
-    dtype: type = np.float32,
+    dtype: DTypeLike = np.float32,
     **descriptor: Any,
 ) -> Case:
     """A case of sizes (T, N, I, H) with random arrays, but those in `absent`.
@@ -110,6 +111,6 @@ def draw(
             arrays[argument] = rng.normal(0, spread, shape).astype(dtype)
     if "mask" not in absent:
         letters = lengths | {"DH": lengths["H"] * (2 if bidirectional else 1)}
-        shape = [letters.get(axis, axis) for axis in mask_shape]
+        shape = [letters[axis] if isinstance(axis, str) else axis for axis in mask_shape]
         arrays["mask"] = (rng.random(shape) * 1.5).astype(dtype)
     return Case(name, op, descriptor, arrays)

@@ -14,10 +14,10 @@ import mlx.core as mx
 import numpy as np
 
 from ..engines import choice, choose
-from ..engines.cells import GRUCell, LSTMCell, RNNCell
+from ..engines.cells import Cell, GRUCell, LSTMCell, RNNCell
 from . import apple, ours, torch_layer
 from .cases import RESULTS, Arrays, Case
-from .files import load_case, save_case
+from .files import load_case, save_arrays, save_case
 
 PYOBJC = ("Metal", "MetalPerformanceShadersGraph", "objc")
 HOW_TO_GET = {
@@ -29,7 +29,7 @@ HOW_TO_GET = {
 }
 TIMEOUT = 300  # seconds; MPSGraph compiles a graph in less than one
 
-CELLS = {"lstm": LSTMCell(), "gru": GRUCell(), "single_gate_rnn": RNNCell()}
+CELLS: dict[str, Cell] = {"lstm": LSTMCell(), "gru": GRUCell(), "single_gate_rnn": RNNCell()}
 
 
 class Outcome(NamedTuple):
@@ -94,7 +94,7 @@ def engine(word: str) -> Contender:
     return Contender(word, lambda: reason(word, (1, 1, 1, 1), mx.float32, LSTMCell(), False), hindrance, run)
 
 
-def reason(word: str, sizes: tuple[int, int, int, int], dtype: mx.Dtype, cell: object, both: bool) -> str | None:
+def reason(word: str, sizes: tuple[int, int, int, int], dtype: mx.Dtype, cell: Cell, both: bool) -> str | None:
     """Why an engine cannot run here."""
     device = "cpu" if word == "numpy" else choice.current_device()
     options = {"device": device, "metal": mx.metal.is_available(), "traced": False, "requested": word}
@@ -146,8 +146,8 @@ def serve(name: str, given: str, found: str) -> None:
     """The process's side: run the case in one file, write the results to the other."""
     case = load_case(given)
     if name == "torch-mps":
-        np.savez(found, **torch_layer.run(case, "mps"))
+        save_arrays(found, torch_layer.run(case, "mps"))
         return
     forward, backward = apple.run(case)
     lists = {"forward": forward, "backward": backward}
-    np.savez(found, **{f"{kind} {n}": array for kind, arrays in lists.items() for n, array in enumerate(arrays)})
+    save_arrays(found, {f"{kind} {n}": array for kind, arrays in lists.items() for n, array in enumerate(arrays)})

@@ -80,7 +80,8 @@ def of_formula(rng: np.random.Generator) -> Iterator[Experiment]:
     for tensor in ("h", "dsource", "dpeephole"):
         readings = {"c[t-1]": result(case, tensor), "c[t]": result(case, tensor, output_peephole="current")}
         yield Experiment("peephole", f"the output gate peeps at, by {tensor}", case, "c[t-1]", readings)
-    gates = {f"{gate}_activation": "hard_sigmoid" for gate in ("input_gate", "forget_gate", "output_gate")}
+    names = ("input_gate_activation", "forget_gate_activation", "output_gate_activation")
+    gates: dict[str, Any] = dict.fromkeys(names, "hard_sigmoid")
     case = draw(rng, "lstm", SIZES, name="settle: hard sigmoid", **gates)
     for tensor in ("h", "dsource"):
         readings = {"1/5": result(case, tensor), "1/6": result(case, tensor, hard_sigmoid="x/6")}
@@ -127,7 +128,7 @@ def of_masks(rng: np.random.Generator) -> Iterator[Experiment]:
 
 
 def mask_experiment(
-    rng: np.random.Generator, layout: str, letters: tuple[int | str, ...], taken: bool, flags: dict[str, bool]
+    rng: np.random.Generator, layout: str, letters: tuple[int | str, ...], taken: bool, flags: dict[str, Any]
 ) -> Experiment:
     """Whether MPSGraph takes a mask of this layout, and multiplies h[t-1] by it."""
     case = draw(rng, "lstm", SIZES, name=f"settle: mask {layout}", absent=("peephole",), mask_shape=letters, **flags)
@@ -181,7 +182,8 @@ def value_of_h(case: Case) -> Distance:
 def of_gru(rng: np.random.Generator) -> Iterator[Experiment]:
     """E:gru_flavours: all eight, what zState holds, the shapes of the bias gradients."""
     for number in range(8):
-        flags = {name: bool(number >> n & 1) for n, name in enumerate(("reset_gate_first", "reset_after", "flip_z"))}
+        names = ("reset_gate_first", "reset_after", "flip_z")
+        flags: dict[str, Any] = {name: bool(number >> n & 1) for n, name in enumerate(names)}
         word = ", ".join(name for name, flag in flags.items() if flag) or "no flag"
         case = draw(rng, "gru", SIZES, name=f"settle: gru, {word}", **flags)
         other = case._replace(descriptor=case.descriptor | {"flip_z": not flags["flip_z"]})

@@ -23,7 +23,13 @@ class Golden(NamedTuple):
 
 def save_case(file: str, case: Case) -> None:
     """One case."""
-    np.savez(file, meta=as_json({"name": case.name, "op": case.op, "descriptor": case.descriptor}), **case.arrays)
+    meta = {"name": case.name, "op": case.op, "descriptor": case.descriptor}
+    save_arrays(file, case.arrays | {"meta": as_json(meta)})
+
+
+def save_arrays(file: str, arrays: dict[str, Any]) -> None:
+    """Arrays by name."""
+    np.savez(file, **arrays)
 
 
 def load_case(file: str) -> Case:
@@ -36,7 +42,8 @@ def load_case(file: str) -> Case:
 
 def save_golden(file: str, golden: Golden) -> None:
     """A golden with its checksum."""
-    arrays, meta = {}, []
+    arrays: dict[str, Any] = {}
+    meta = []
     for n, case in enumerate(golden.cases):
         meta.append({"name": case.name, "op": case.op, "descriptor": case.descriptor})
         arrays |= {f"{n}/arrays/{name}": array for name, array in case.arrays.items()}

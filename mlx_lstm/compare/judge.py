@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from ..oracle import activation_arguments, evaluate
 from ..oracle.arithmetic import Arithmetic
@@ -26,7 +27,7 @@ def expected(case: Case, **readings: str) -> Arrays:
     return evaluated(case, Arithmetic(np.float64), **readings)
 
 
-def limits(case: Case, dtype: type = np.float32, trials: int = TRIALS, **readings: str) -> dict[str, float]:
+def limits(case: Case, dtype: DTypeLike = np.float32, trials: int = TRIALS, **readings: str) -> dict[str, float]:
     """How far rounding in `dtype` may move each result; after fewer trials it may be less."""
     return bounds_of(lambda fl: evaluated(case, fl, **readings), dtype, trials)
 
@@ -65,7 +66,7 @@ def options(case: Case, *, output_peephole: str = "previous", hard_sigmoid: str 
     d, words = case.descriptor, {"none": "identity", "hard_sigmoid": HARD_SIGMOIDS[hard_sigmoid]}
 
     def activations(**properties: str) -> tuple[str, ...]:
-        names = (d.get(f"{gate}activation", default) for gate, default in properties.items())
+        names: list[str] = [d.get(f"{gate}activation", default) for gate, default in properties.items()]
         return tuple(words.get(name, name) for name in names)
 
     if case.op == "lstm":

@@ -51,7 +51,7 @@ def settle(experiment: Experiment, outcome: Outcome) -> Finding:
     elif outcome.problem:
         verdict = f"no answer: {outcome.problem}"
     else:
-        nearest = min(distances, key=distances.get)
+        nearest = min(distances, key=distances.__getitem__)
         verdict = "none of the readings" + (f"; {nearest} is nearest" if distances[nearest] < np.inf else "")
     known = experiment.name, experiment.question, experiment.default
     return Finding(*known, verdict, verdict == experiment.default, distances)

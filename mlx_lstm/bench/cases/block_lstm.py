@@ -64,14 +64,15 @@ def prepare_ours(numbers: dict[str, np.ndarray], task: Task) -> Work:
 
     arrays = {name: mx.array(array).astype(DTYPES[task.dtype]) for name, array in op_arrays(numbers).items()}
     mx.eval(arrays)
-    T, *inputs = task.size.T, *(arrays[name] for name in NAMES)
+    given: dict[str, Any] = {name: arrays[name] for name in NAMES} | {"seq_len_max": task.size.T}
+    given |= {"use_peephole": False, "engine": task.engine}
 
     def run() -> tuple[Any, Any]:
-        out = tf.block_lstm(T, *inputs, FORGET_BIAS, 0.0, False, engine=task.engine)
+        out = tf.block_lstm(**given, forget_bias=FORGET_BIAS, cell_clip=0.0)
         gradients = None
         if task.which == "backward":
-            cotangents = arrays["cs_grad"], arrays["h_grad"]
-            gradients = tf.block_lstm_grad(T, *inputs, *out, *cotangents, False, engine=task.engine)
+            cs_grad, h_grad = arrays["cs_grad"], arrays["h_grad"]
+            gradients = tf.block_lstm_grad(**given, **out._asdict(), cs_grad=cs_grad, h_grad=h_grad)
         mx.eval(out, gradients or ())
         return out, gradients
 

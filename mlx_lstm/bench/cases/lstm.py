@@ -33,7 +33,7 @@ def prepare_ours(numbers: dict[str, np.ndarray], task: Task) -> Work:
     """This package's `lstm`, time-major, on the task's engine. A forward pass alone is inference, as for torch."""
     from mlx_lstm import lstm
 
-    def forward(x, Wx, Wh, b):
+    def forward(x: mx.array, Wx: mx.array, Wh: mx.array, b: mx.array) -> mx.array:
         return lstm(x, Wx, Wh, b, training=task.which == "backward", engine=task.engine).h
 
     return mlx_work(forward, numbers, task, batch_major=False)
@@ -45,7 +45,7 @@ def prepare_mlx(numbers: dict[str, np.ndarray], task: Task) -> Work:
 
     layer = nn.LSTM(task.size.I, task.size.H)
 
-    def forward(x, Wx, Wh, b):
+    def forward(x: mx.array, Wx: mx.array, Wh: mx.array, b: mx.array) -> mx.array:
         layer.Wx, layer.Wh, layer.bias = Wx, Wh, b
         return layer(x)[0]
 
@@ -98,13 +98,14 @@ def prepare_torch(numbers: dict[str, np.ndarray], task: Task) -> Work:
             getattr(layer, f"{name}_l0").copy_(value)
     layer.bias_hh_l0.requires_grad_(False)
     x.requires_grad_(True)
+    inputs: list[Any] = [x, layer.weight_ih_l0, layer.weight_hh_l0, layer.bias_ih_l0]
 
     def run() -> list[Any]:
         if task.which == "forward":
             with torch.no_grad():
                 return [layer(x)[0]]
         h = layer(x)[0]
-        return [h, *torch.autograd.grad(h, [x, layer.weight_ih_l0, layer.weight_hh_l0, layer.bias_ih_l0], dh)]
+        return [h, *torch.autograd.grad(h, inputs, dh)]
 
     def tensors(results: list[Any]) -> dict[str, np.ndarray]:
         named = zip(PASSES[task.which], results, strict=True)
