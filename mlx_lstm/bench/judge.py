@@ -14,13 +14,11 @@ from typing import NamedTuple
 import numpy as np
 
 from ..oracle import evaluate as evaluate_case
-from ..oracle.arithmetic import Arithmetic
+from ..oracle.arithmetic import Arithmetic, Tensors
 from ..oracle.closeness import SAFETY, TRIALS, exact_and_bounds, float_of, largest
 
 SMALL = 100_000  # elements of h: of more than these a maximum is well sampled in FEW trials
 FEW = 2
-
-Tensors = dict[str, np.ndarray]
 
 
 class Verdict(NamedTuple):

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
+from ..oracle.arithmetic import Tensors
+
 PASSES = {"forward": ("h",), "backward": ("h", "dx", "dWx", "dWh", "db")}
 """What each pass computes. `backward` includes the forward pass it needs."""
 
@@ -62,7 +64,7 @@ class Work(NamedTuple):
     """
 
     run: Callable[[], Any]
-    tensors: Callable[[Any], dict[str, np.ndarray]]
+    tensors: Callable[[Any], Tensors]
     threads: int | None = None
 
 
@@ -71,10 +73,10 @@ class Contender(NamedTuple):
 
     label: str
     needs: str
-    prepare: Callable[[dict[str, np.ndarray], Task], Work]
+    prepare: Callable[[Tensors, Task], Work]
 
 
-def as_represented(numbers: dict[str, np.ndarray], dtype: str) -> dict[str, np.ndarray]:
+def as_represented(numbers: Tensors, dtype: str) -> Tensors:
     """The numbers rounded to what `dtype` represents, in float32."""
     if dtype == "float32":
         return numbers

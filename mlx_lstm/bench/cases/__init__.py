@@ -8,9 +8,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
-import numpy as np
-
 from ...engines.cells import Cell, LSTMCell
+from ...oracle.arithmetic import Tensors
 from .. import judge
 from ..judge import Judge
 from ..tasks import PASSES, SIZES, Contender, Size
@@ -33,7 +32,7 @@ class Case(NamedTuple):
     shown: tuple[str, ...]
     contenders: dict[str, Contender]
     references: tuple[str, ...]
-    draw: Callable[..., dict[str, np.ndarray]]
+    draw: Callable[..., Tensors]
     appoint: Callable[..., Judge]
     cell: Cell = LSTMCell()
     bidirectional: bool = False

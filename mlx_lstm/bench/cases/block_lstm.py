@@ -12,6 +12,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from ...oracle.arithmetic import Tensors
 from ..judge import Judge, appoint
 from ..tasks import DTYPES, Contender, Size, Task, Work
 
@@ -20,7 +21,7 @@ FORGET_BIAS = 1.0
 ICFO = "igfo"  # TensorFlow's gate order in our letters
 
 
-def appoint_judge(numbers: dict[str, np.ndarray], dtype: str, *, backward: bool) -> Judge:
+def appoint_judge(numbers: Tensors, dtype: str, *, backward: bool) -> Judge:
     """The judge of the ops' results: their forget bias is a part of b."""
     b = numbers["b"].copy()
     H = len(b) // 4
@@ -34,7 +35,7 @@ def in_order(blocks: np.ndarray, order: str, new_order: str) -> np.ndarray:
     return np.concatenate([parts[gate] for gate in new_order])
 
 
-def op_arrays(numbers: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+def op_arrays(numbers: Tensors) -> Tensors:
     """The ops' arguments: x [T, B, I], w [I + H, 4H], b [4H], states and peepholes of zeros, and the gradients."""
     T, B, H = numbers["dh"].shape
     weights = np.concatenate([numbers["Wx"], numbers["Wh"]], axis=1)
@@ -45,7 +46,7 @@ def op_arrays(numbers: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return given | zeros | {"cs_grad": np.zeros((T, B, H), np.float32), "h_grad": numbers["dh"]}
 
 
-def named_results(h: np.ndarray, gradients: dict[str, np.ndarray], width: int) -> dict[str, np.ndarray]:
+def named_results(h: np.ndarray, gradients: Tensors, width: int) -> Tensors:
     """h, dx, dWx, dWh, db as the case `lstm` has them."""
     if not gradients:
         return {"h": h}
@@ -58,7 +59,7 @@ NAMES = ("x", "cs_prev", "h_prev", "w", "wci", "wcf", "wco", "b")
 NEEDED = ("x_grad", "w_grad", "b_grad")
 
 
-def prepare_ours(numbers: dict[str, np.ndarray], task: Task) -> Work:
+def prepare_ours(numbers: Tensors, task: Task) -> Work:
     """`mlx_lstm.tf.block_lstm` and `block_lstm_grad`."""
     from mlx_lstm import tf
 
@@ -76,7 +77,7 @@ def prepare_ours(numbers: dict[str, np.ndarray], task: Task) -> Work:
         mx.eval(out, gradients or ())
         return out, gradients
 
-    def tensors(results: tuple[Any, Any]) -> dict[str, np.ndarray]:
+    def tensors(results: tuple[Any, Any]) -> Tensors:
         out, gradients = results
         found = {name: getattr(gradients, name) for name in NEEDED if gradients}
         found = {name: np.array(array.astype(mx.float32)) for name, array in found.items()}
@@ -85,7 +86,7 @@ def prepare_ours(numbers: dict[str, np.ndarray], task: Task) -> Work:
     return Work(run, tensors)
 
 
-def prepare_tensorflow(numbers: dict[str, np.ndarray], task: Task) -> Work:
+def prepare_tensorflow(numbers: Tensors, task: Task) -> Work:
     """`tf.raw_ops.BlockLSTM` and `BlockLSTMGrad` on the CPU, called one after the other."""
     import tensorflow as tf
 
@@ -102,7 +103,7 @@ def prepare_tensorflow(numbers: dict[str, np.ndarray], task: Task) -> Work:
         cotangents = {name: arrays[name] for name in ("cs_grad", "h_grad")}
         return out, tf.raw_ops.BlockLSTMGrad(**given, **out._asdict(), **cotangents)
 
-    def tensors(results: tuple[Any, Any]) -> dict[str, np.ndarray]:
+    def tensors(results: tuple[Any, Any]) -> Tensors:
         out, gradients = results
         found = {name: getattr(gradients, name) for name in NEEDED if gradients}
         found = {name: tf.cast(array, tf.float32).numpy() for name, array in found.items()}

@@ -8,10 +8,11 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from ...oracle.arithmetic import Tensors
 from ..tasks import DTYPES, PASSES, Contender, Size, Task, Work, as_represented
 
 
-def draw(size: Size, dtype: str, seed: int = 0) -> dict[str, np.ndarray]:
+def draw(size: Size, dtype: str, seed: int = 0) -> Tensors:
     """x, Wx, Wh, b, time-major and in gate order ifgo, and the gradient dh of h: float32 that `dtype` represents."""
     rng = np.random.default_rng(seed)
     T, B, width, H = size
@@ -29,7 +30,7 @@ def draw(size: Size, dtype: str, seed: int = 0) -> dict[str, np.ndarray]:
     return as_represented(numbers, dtype)
 
 
-def prepare_ours(numbers: dict[str, np.ndarray], task: Task) -> Work:
+def prepare_ours(numbers: Tensors, task: Task) -> Work:
     """This package's `lstm`, time-major, on the task's engine. A forward pass alone is inference, as for torch."""
     from mlx_lstm import lstm
 
@@ -39,7 +40,7 @@ def prepare_ours(numbers: dict[str, np.ndarray], task: Task) -> Work:
     return mlx_work(forward, numbers, task, batch_major=False)
 
 
-def prepare_mlx(numbers: dict[str, np.ndarray], task: Task) -> Work:
+def prepare_mlx(numbers: Tensors, task: Task) -> Work:
     """`mlx.nn.LSTM`, which is batch-major: x and dh are laid out [B, T, .] for it beforehand."""
     import mlx.nn as nn
 
@@ -52,9 +53,7 @@ def prepare_mlx(numbers: dict[str, np.ndarray], task: Task) -> Work:
     return mlx_work(forward, numbers, task, batch_major=True)
 
 
-def mlx_work(
-    forward: Callable[..., mx.array], numbers: dict[str, np.ndarray], task: Task, *, batch_major: bool
-) -> Work:
+def mlx_work(forward: Callable[..., mx.array], numbers: Tensors, task: Task, *, batch_major: bool) -> Work:
     """A function (x, Wx, Wh, b) -> h in MLX. Its gradients are taken by `mx.vjp`: no loss to compute besides."""
     arrays = {name: numbers[name] for name in ("x", "Wx", "Wh", "b", "dh")}
     if batch_major:
@@ -73,7 +72,7 @@ def mlx_work(
         mx.eval(results)
         return results
 
-    def tensors(results: list[mx.array]) -> dict[str, np.ndarray]:
+    def tensors(results: list[mx.array]) -> Tensors:
         named = dict(zip(PASSES[task.which], results, strict=True))
         return {
             name: np.array((a.swapaxes(0, 1) if batch_major and name in ("h", "dx") else a).astype(mx.float32))
@@ -83,7 +82,7 @@ def mlx_work(
     return Work(run, tensors)
 
 
-def prepare_torch(numbers: dict[str, np.ndarray], task: Task) -> Work:
+def prepare_torch(numbers: Tensors, task: Task) -> Work:
     """`torch.nn.LSTM` on the CPU, time-major. bias_ih = b; bias_hh = 0 and needs no gradient.
 
     Forward runs under `no_grad`; gradients come from `torch.autograd.grad`, which adds them to no `.grad` first.
@@ -107,7 +106,7 @@ def prepare_torch(numbers: dict[str, np.ndarray], task: Task) -> Work:
         h = layer(x)[0]
         return [h, *torch.autograd.grad(h, inputs, dh)]
 
-    def tensors(results: list[Any]) -> dict[str, np.ndarray]:
+    def tensors(results: list[Any]) -> Tensors:
         named = zip(PASSES[task.which], results, strict=True)
         return {name: a.detach().float().numpy() for name, a in named}
 

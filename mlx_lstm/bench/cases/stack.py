@@ -8,6 +8,7 @@ import mlx.core as mx
 import numpy as np
 
 from ...engines.cells import Cell, GRUCell, LSTMCell
+from ...oracle.arithmetic import Tensors
 from ..tasks import DTYPES, Contender, Size, Task, Work, as_represented
 from .stack_judge import SUFFIXES
 
@@ -20,7 +21,7 @@ PASSES = {
 }
 
 
-def draw(cell: str, size: Size, dtype: str, seed: int = 0) -> dict[str, np.ndarray]:
+def draw(cell: str, size: Size, dtype: str, seed: int = 0) -> Tensors:
     """x [T, B, I], dh [T, B, 2H], and of every layer and direction Wx, Wh, b, bh in torch's gate order."""
     rng = np.random.default_rng(seed)
     T, B, width, H = size
@@ -35,13 +36,13 @@ def draw(cell: str, size: Size, dtype: str, seed: int = 0) -> dict[str, np.ndarr
     return as_represented(numbers, dtype)
 
 
-def packed(arrays: dict[str, np.ndarray]) -> np.ndarray:
+def packed(arrays: Tensors) -> np.ndarray:
     """cuDNN's parameter buffer: all matrices by layer and direction, then all biases."""
     parts = [(name, suffix) for pair in (("Wx", "Wh"), ("b", "bh")) for suffix in ALL for name in pair]
     return np.concatenate([arrays[name + suffix].ravel() for name, suffix in parts])
 
 
-def unpacked(buffer: np.ndarray, like: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+def unpacked(buffer: np.ndarray, like: Tensors) -> Tensors:
     """The arrays of such a buffer, in the shapes of `like`."""
     found, start = {}, 0
     for pair in (("Wx", "Wh"), ("b", "bh")):
@@ -52,7 +53,7 @@ def unpacked(buffer: np.ndarray, like: dict[str, np.ndarray]) -> dict[str, np.nd
     return found
 
 
-def prepare_ours(cell: str, numbers: dict[str, np.ndarray], task: Task) -> Work:
+def prepare_ours(cell: str, numbers: Tensors, task: Task) -> Work:
     """`mlx_lstm.cudnn.cudnn_rnn` under `mx.vjp`, as torch's layer is under its autograd."""
     from mlx_lstm.cudnn import cudnn_rnn
 
@@ -76,7 +77,7 @@ def prepare_ours(cell: str, numbers: dict[str, np.ndarray], task: Task) -> Work:
         mx.eval(results)
         return results
 
-    def tensors(results: list[mx.array]) -> dict[str, np.ndarray]:
+    def tensors(results: list[mx.array]) -> Tensors:
         h, *gradients = (np.array(array.astype(mx.float32)) for array in results)
         if not gradients:
             return {"h": h}
@@ -88,7 +89,7 @@ def prepare_ours(cell: str, numbers: dict[str, np.ndarray], task: Task) -> Work:
 TORCH_NAMES = {"Wx": "weight_ih", "Wh": "weight_hh", "b": "bias_ih", "bh": "bias_hh"}
 
 
-def prepare_torch(cell: str, numbers: dict[str, np.ndarray], task: Task) -> Work:
+def prepare_torch(cell: str, numbers: Tensors, task: Task) -> Work:
     """`torch.nn.LSTM` or `torch.nn.GRU` on the CPU, time-major."""
     import torch
 
@@ -110,7 +111,7 @@ def prepare_torch(cell: str, numbers: dict[str, np.ndarray], task: Task) -> Work
         h = layer(x)[0]
         return [h, *torch.autograd.grad(h, [x, *weights], dh)]
 
-    def tensors(results: list[Any]) -> dict[str, np.ndarray]:
+    def tensors(results: list[Any]) -> Tensors:
         keys = ("h", "dx", *(f"d{name}" for name in names))
         return {key: array.detach().float().numpy() for key, array in zip(keys, results, strict=False)}
 
@@ -120,10 +121,10 @@ def prepare_torch(cell: str, numbers: dict[str, np.ndarray], task: Task) -> Work
 def contenders(cell: str) -> dict[str, Contender]:
     """Those of one cell."""
 
-    def ours(numbers: dict[str, np.ndarray], task: Task) -> Work:
+    def ours(numbers: Tensors, task: Task) -> Work:
         return prepare_ours(cell, numbers, task)
 
-    def torch(numbers: dict[str, np.ndarray], task: Task) -> Work:
+    def torch(numbers: Tensors, task: Task) -> Work:
         return prepare_torch(cell, numbers, task)
 
     return {

@@ -9,10 +9,10 @@ from functools import partial
 
 import numpy as np
 
-from ...oracle.arithmetic import Arithmetic
+from ...oracle.arithmetic import Arithmetic, Tensors
 from ...oracle.recurrence import evaluate as evaluate_case
 from .. import judge
-from ..judge import Judge, Tensors
+from ..judge import Judge
 
 SUFFIXES = (("_l0", "_l0_reverse"), ("_l1", "_l1_reverse"))
 
