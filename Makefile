@@ -16,10 +16,12 @@ test-all: .venv/test lint  ## the tests and the heavier sweeps
 bench: .venv/test  ## ours against mlx.nn.LSTM and torch
 	$(BIN)/python -m mlx_lstm.bench
 
-lint: .venv/test  ## style, and the floors of CONTRIBUTING.md
+lint: .venv/test  ## style, the floors of CONTRIBUTING.md, types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-cache --no-logo
+	$(BIN)/basedpyright -p . --pythonpath $(BIN)/python
+	$(BIN)/python tests/typed.py
 
 docs: .venv/docs  ## the site, into build/docs; a warning fails it
 	$(BIN)/sphinx-build -W --keep-going -q -d build/doctrees docs build/docs
