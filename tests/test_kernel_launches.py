@@ -15,7 +15,8 @@ from cases import (
     run,
     to_mlx,
 )
-from on_metal import BATCHES, ENGINES, WEIGHTS, on_metal
+from metal_emulator.source_lines import map_lines
+from on_metal import ENGINES, WEIGHTS, on_metal
 
 import mlx_lstm
 from mlx_lstm import lstm
@@ -24,7 +25,8 @@ from mlx_lstm.engines.cells import GRUCell, LSTMCell, RNNCell
 from mlx_lstm.engines.metal import fused_launches as kernels_fused
 from mlx_lstm.engines.metal import launch as kernels
 from mlx_lstm.engines.metal import stepwise_launches as kernels_stepwise
-from mlx_lstm.engines.metal.stepwise_rows import JOINED, LEFT, Rows
+from mlx_lstm.engines.metal.stepwise_rows import JOINED, LEFT, joins
+from mlx_lstm.engines.metal.text import shader_folder
 from mlx_lstm.engines.ops import sweep as engine_ops
 from mlx_lstm.engines.problem import Problem
 from mlx_lstm.oracle import forward
@@ -195,15 +197,12 @@ def test_launches_of_stepwise_with_a_projection(T):
 def test_rows_are_few_at_the_end_of_a_sweep(left, again):
     """Whatever T is, and each is copied about once per level."""
     for T in (*range(1, 700), 1280, 1281, 5000, 10241):
-        rows, copied = Rows(T, left), 0
-        for _ in range(T):
-            due = rows.pieces[rows.due()]
-            assert len(due) <= JOINED
-            copied += sum(piece.steps for piece in due)
-            rows.add(None)
-        assert len(rows.pieces) <= left
-        assert sum(piece.steps for piece in rows.pieces) == T
-        assert copied <= (rows.levels + again) * T
+        found, rows = joins(T, left)
+        copied = [sum(join.steps) for join in found if join]
+        assert len(found) == T and all(len(join.steps) <= JOINED for join in found if join)
+        assert len(rows) <= left and sum(rows) == T
+        levels = next(level for level in range(T) if left * JOINED**level >= T)
+        assert sum(copied) <= (levels + again) * T
 
 
 def test_launches():
@@ -223,12 +222,17 @@ LIMITED = {
 }
 
 
-@pytest.mark.parametrize("B", BATCHES)
-@pytest.mark.parametrize("layer", LIMITED)
-def test_text_of_a_step_is_short(layer, B):
-    """MLX rebuilds and hashes the text at every call. That of launches which also join rows, too."""
-    log = launches_of((21, B, 3, 4, 2), "stepwise", mask=(21, B, "P"), lengths=[2] * B, **LIMITED[layer])
-    assert max(launch.text_bytes for launch in log) <= 6 * 1024
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_line_of_a_kernel_is_that_of_its_file(engine):
+    """What a compiler says of one names the file and the line in it; its code is there, no comment."""
+    files = {path.name: path.read_text() for path in shader_folder().glob("*.metal")}
+    for launch in launches_of((2, 2, 3, 4, 2), engine):
+        text = launch.source.split("\n")
+        places = map_lines(launch.source, files)
+        assert len({file for file, _ in places.values()}) > 2
+        for number, (file, line) in places.items():
+            assert text[number - 1] == files[file].split("\n")[line - 1].partition("//")[0].strip()
+        assert f'#line 1 "{launch.name}"' in text
 
 
 @pytest.mark.parametrize("op", CELLS)
@@ -236,18 +240,16 @@ def test_stepwise_stays_within_the_limits_of_metal(op):
     """1024 threads and 32 KB of threadgroup memory, for every instantiation there is: it depends on the batch only."""
     seen = set()
 
-    def launch(name, shaders, inputs, outputs, template, body, groups, threads, *more):
-        words, tiles = (
-            int(number) for number in re.match(r"threadgroup float sums\[(\d+)\], tiles\[(\d+)\]", body).groups()
-        )
-        seen.add((threads, 4 * (words + tiles)))
-        return [None, None]
+    def prepare(name, shaders, inputs, outputs, template, body, groups, threads):
+        numbers = re.match(r"threadgroup float sums\[(\d+)\], tiles\[(\d+)\]", body).groups()
+        seen.add((threads, 4 * sum(map(int, numbers))))
+        return None, {}
 
-    with patch.object(kernels_stepwise, "launch", launch):
+    with patch.object(kernels_stepwise, "prepare", prepare):
         for B in (*range(1, 70), 1000):
             problem = Problem(1, B, 7, 7, CELLS[op])
             for columns in (kernels_stepwise.UNITS[op] * problem.cell.gates, kernels_stepwise.columns_of(B)):
-                kernels_stepwise.launch_step("", ("",), problem, {}, (8, mx.float32), {}, (7, 7, columns))
+                kernels_stepwise.StepLaunch("", ("",), problem, {}, (8, mx.float32), {}, (7, 7, columns))
     assert all(threads <= 1024 and size <= 32768 for threads, size in seen), seen
     assert len(seen) > 3
 

@@ -1,7 +1,6 @@
 """Statements of a shader file, and where its lines occur in the text MLX hands to the compiler."""
 
 import re
-from collections import defaultdict
 
 from .lowering import blank_comments, line_of, matching
 
@@ -21,52 +20,9 @@ _DECLARATION = re.compile(
 )
 
 
-def code_lines(text: str) -> dict[int, str]:
-    """Returns line number -> code without comments, for the lines that have any."""
-    raw, blanked = text.split("\n"), blank_comments(text).split("\n")
-    lines = {}
-    for number, (line, code) in enumerate(zip(raw, blanked, strict=True), start=1):
-        if _LINE_DIRECTIVE.match(line):
-            lines[number] = line.strip()
-        elif code.strip():
-            lines[number] = " ".join(code.split())
-    return lines
-
-
 def map_lines(kernel_text: str, files: dict[str, str]) -> dict[int, tuple[str, int]]:
-    """Returns kernel line -> (file, line) for every kernel line that comes from one of the files.
-
-    Finds the longest runs of lines that a file and the kernel share, ignoring comments, indentation and blank lines;
-    runs of brackets alone do not count. `#line N "file"` directives, where present, decide instead.
-    """
-    kernel = list(code_lines(kernel_text).items())
-    sources = {name: list(code_lines(text).items()) for name, text in files.items()}
-    places = defaultdict(list)
-    for name, lines in sources.items():
-        for i, (_, code) in enumerate(lines):
-            places[code].append((name, i))
-    mapped: dict[int, tuple[str, int]] = {}
-    position = 0
-    while position < len(kernel):
-        best, length = None, 0
-        for name, i in places.get(kernel[position][1], ()):
-            run = _common_run(kernel, position, sources[name], i)
-            if run > length and any(re.search(r"\w", kernel[position + k][1]) for k in range(run)):
-                best, length = (name, i), run
-        for k in range(length):
-            mapped[kernel[position + k][0]] = (best[0], sources[best[0]][best[1] + k][0])
-        position += max(length, 1)
-    return {**mapped, **_directed_lines(kernel_text, files)}
-
-
-def _common_run(kernel: list, start: int, source: list, i: int) -> int:
-    run = 0
-    while start + run < len(kernel) and i + run < len(source) and kernel[start + run][1] == source[i + run][1]:
-        run += 1
-    return run
-
-
-def _directed_lines(kernel_text: str, files: dict[str, str]) -> dict[int, tuple[str, int]]:
+    """Returns kernel line -> (file, line) for every kernel line that comes from one of the files, by the directives
+    `#line N "file"`."""
     mapped, file, line = {}, None, 0
     counts = {name: text.count("\n") + 1 for name, text in files.items()}
     for number, text in enumerate(kernel_text.split("\n"), start=1):

@@ -40,7 +40,12 @@ def line(text: str, part: str, nth: int = 0) -> int:
     return [n for n, s in enumerate(text.split("\n"), start=1) if part in s][nth]
 
 
-def run(values: np.ndarray, header: str = MATH, body: str = BODY) -> None:
+def named(file: str, text: str) -> str:
+    return f'#line 1 "{file}"\n{text}'
+
+
+def run(values: np.ndarray) -> None:
+    header, body = named("math.metal", MATH), named("body.metal", BODY)
     with emulated_metal():
         Sample(body, [values], [(32,)], (32, 1, 1), (32, 1, 1), header=header).run()
 
@@ -70,20 +75,11 @@ def test_union_over_runs_and_processes(ran, tmp_path):
     assert "body.metal: 8/8 lines (100.0 %), missed: -" in coverage.format_report(merged)
 
 
-def test_comments_stripped_by_the_library_do_not_matter():
-    stripped = "\n".join(s.split("//")[0].strip() for s in BODY.split("\n") if s.split("//")[0].strip())
-    places = map_lines("prefix\n" + MATH + "\n" + stripped + "\n}\n", FILES)
-    first = 3 + MATH.count("\n")
-    assert places[first] == ("body.metal", 2)
-    assert places[first + 3] == ("body.metal", line(BODY, "half_of<true>(v);"))
-    assert 1 not in places
-
-
-def test_line_directives_are_followed():
-    text = 'one\n#line 3 "body.metal"\nchanged text'
-    assert map_lines(text, FILES) == {3: ("body.metal", 3)}
-    run(np.arange(32, dtype=np.float32), body='#line 1 "body.metal"\n' + BODY)
-    assert line(BODY, "o0[i]") in coverage.report(FILES)["body.metal"].executed
+def test_lines_count_from_the_last_directive():
+    text = 'one\n#line 3 "body.metal"\nchanged text\n\n#line 1 "another.metal"\none'
+    assert map_lines(text, FILES) == {3: ("body.metal", 3), 4: ("body.metal", 4)}
+    beyond = '#line 12 "body.metal"\nlast\nwhat MLX writes behind it'
+    assert map_lines(beyond, {"body.metal": "line\n" * 11 + "last"}) == {2: ("body.metal", 12)}
 
 
 def test_what_counts_as_a_statement():

@@ -16,7 +16,7 @@ from ..ops.sweep import gradients_after_sweep
 from ..problem import Arrays, Problem
 from .fused_launches import fused_backward, fused_forward, fused_tiling
 from .gradients import candidates, gradients_in_few_launches, is_plain, recurrent_input, takes_product
-from .inputs import contiguous, project, whole_mask
+from .inputs import constant, contiguous, project, whole_mask
 
 LAUNCH_STEPS = 4096
 """Steps of one launch at most: macOS ends a launch that keeps the GPU from the display for too long. At the 1 to 10
@@ -89,7 +89,7 @@ def options(problem: Problem, arrays: Arrays) -> dict[str, mx.array | None]:
 
 def numbers(cell: Cell) -> mx.array | None:
     """An LSTM's forget bias and limit."""
-    return mx.array([cell.forget_bias, cell.cell_clip or 0.0], mx.float32) if isinstance(cell, LSTMCell) else None
+    return constant((cell.forget_bias, cell.cell_clip or 0.0), mx.float32) if isinstance(cell, LSTMCell) else None
 
 
 def launches(problem: Problem) -> list[tuple[int, int]]:
@@ -103,7 +103,7 @@ def launches(problem: Problem) -> list[tuple[int, int]]:
 def sizes(problem: Problem, mask: mx.array | None, start: int, stop: int) -> mx.array:
     """What a launch is told of sizes; metal/fused.metal lists them. Fewer than 8, for Metal's constant memory."""
     T, B, D = problem.T, problem.B, problem.directions
-    return mx.array([start, stop, T, B, D, problem.reverse, mask is not None and mask.shape[0] > 1], mx.int32)
+    return constant((start, stop, T, B, D, problem.reverse, mask is not None and mask.shape[0] > 1), mx.int32)
 
 
 def join(problem: Problem, pieces: list[mx.array]) -> mx.array:

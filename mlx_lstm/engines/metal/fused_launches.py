@@ -8,7 +8,7 @@ import mlx.core as mx
 
 from ..cells import Cell, GRUCell
 from ..problem import Arrays, Problem
-from .launch import Inputs, Outputs, cell_number, launch, select
+from .launch import Inputs, Outputs, arguments, cell_number, launch, select
 
 SWEEPS = ("forward", "backward")
 
@@ -129,8 +129,9 @@ def launch_fused(sweep: str, problem: Problem, inputs: Inputs, outputs: Outputs,
     template |= {"S": dtype}
     function, size = f"fused_{form}{sweep}", tiling.bytes // (4 if tiling.matrices else 16)
     threads = "thread_position_in_threadgroup.x, threads_per_threadgroup.x, thread_index_in_simdgroup"
+    arrays = arguments(inputs | outputs)
     body = f"""threadgroup {element} vectors[{size}];
-{function}<{", ".join(template)}>({{arrays}}, vectors, threadgroup_position_in_grid.xy, {threads});"""
+{function}<{", ".join(template)}>({arrays}, vectors, threadgroup_position_in_grid.xy, {threads});"""
     own = (f"fused_cell_{op}", f"fused_cell_{op}_backward") if back else (f"fused_cell_{op}",)
     common = ("fused", "fused_matrix") if tiling.matrices else ("fused",)
     shaders = ("cell", "store", *ARITHMETIC[op, sweep], *common, *own, function)

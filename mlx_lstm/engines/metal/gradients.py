@@ -11,8 +11,8 @@ import mlx.core as mx
 from ..cells import Cell, GRUCell
 from ..ops.sweep import flat, input_gradients
 from ..problem import Arrays, Problem
-from .inputs import contiguous, whole_mask
-from .launch import launch
+from .inputs import constant, contiguous, whole_mask
+from .launch import arguments, launch
 
 THREADS = 256
 
@@ -39,11 +39,11 @@ def recurrent_input(problem: Problem, arrays: Arrays, h: mx.array) -> Arrays:
         "h0": contiguous(arrays.get("h0")),
         "mask": mask,
         "lengths": problem.lengths,
-        "sizes": mx.array([T, B, D, P, problem.reverse, each], mx.int32),
+        "sizes": constant((T, B, D, P, problem.reverse, each), mx.int32),
     }
     ones = ((1, T * B), h.dtype) if h.dtype != mx.float32 and {"b", "bhn"} & arrays.keys() else None
     outputs = {"h_in": ((D, T, B, P), h.dtype), "ones": ones}
-    body = "recurrent_input<S>({arrays}, thread_position_in_grid);"
+    body = f"recurrent_input<S>({arguments(inputs | outputs)}, thread_position_in_grid);"
     groups = (-(-B * P // THREADS), T, D)
     shaders = ("cell", "store", "recurrent_input")
     found = launch("recurrent_input", shaders, inputs, outputs, {"S": h.dtype}, body, groups, THREADS)

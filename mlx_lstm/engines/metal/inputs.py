@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import mlx.core as mx
 
 from ..ops import sweep as ops
 from ..problem import Arrays, Problem
+
+
+@lru_cache(1024)
+def constant(numbers: tuple[float, ...], dtype: mx.Dtype) -> mx.array:
+    """An array of a few numbers, made once."""
+    return mx.array(numbers, dtype)
 
 
 def contiguous(array: mx.array | None) -> mx.array | None:

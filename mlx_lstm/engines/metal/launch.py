@@ -1,20 +1,23 @@
 """How a Metal shader is built and launched. The only place that calls `metal_kernel`.
 
-A kernel's text is the shader files it needs, made short, and a body of one call. It is built at its first launch
-and kept: MLX rebuilds and hashes the text on every call, so that of a launch per time step has to be short.
+A kernel's text is the shader files it needs and a body of one call. It is built at its first launch and kept. MLX
+writes and hashes the whole text at every call; that takes 2 to 3 us, hardly more for 20 KB than for 50 B.
 """
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
 
 import mlx.core as mx
 
 from ..cells import Cell, GRUCell, LSTMCell, known
-from .text import BLANKS, macros, shader_folder, shorten
+from .text import shader_folder, with_lines
 
 Inputs = dict[str, "mx.array | None"]
 Outputs = dict[str, "tuple[tuple[int, ...], mx.Dtype] | None"]
+Template = dict[str, "int | bool | mx.Dtype"]
 
 
 @cache
@@ -23,9 +26,9 @@ def shader_file(name: str) -> str:
     return (shader_folder() / f"{name}.metal").read_text(encoding="ascii")
 
 
-def header(names: tuple[str, ...]) -> str:
-    """These files, one after the other, made short."""
-    return macros() + "".join(shorten(shader_file(name)) for name in names)
+def header(shaders: tuple[str, ...]) -> str:
+    """These files, one after the other."""
+    return "".join(with_lines(f"{name}.metal", shader_file(name)) for name in shaders)
 
 
 NEVER_REFUSED = 384
@@ -43,49 +46,71 @@ def limited(header: str, source: str, threads: int) -> tuple[str, str]:
     return header + limit, f"{source}\n#undef kernel"
 
 
+TYPES = {mx.float32: "float", mx.float16: "half", mx.bfloat16: "bfloat16_t", mx.uint16: "ushort"}
+
+
 @cache
 def build(
-    name: str, inputs: tuple[str, ...], outputs: tuple[str, ...], source: str, shaders: tuple[str, ...], threads: int
+    shader: str,
+    names: tuple[str, ...],
+    inputs: tuple[str, ...],
+    outputs: tuple[str, ...],
+    template: tuple[tuple[str, int | bool | mx.Dtype], ...],
+    body: str,
+    shaders: tuple[str, ...],
+    threads: int,
 ):
-    """The kernel of this text; the name tells apart all texts of one shader, as MLX caches compiled code by it."""
-    head, source = limited(header(shaders), source, threads)
+    """The kernel of this text. Its name tells apart all texts of one shader, as MLX caches compiled code by it: by
+    those `names` of arrays that are absent, and by the template.
+
+    The template's numbers are written into the text: as MLX's own arguments they would cost 0.8 us at every call.
+    """
+    missing = [name for name in names if name not in inputs and name not in outputs]
+    words = {key: TYPES.get(value) or str(value).lower() for key, value in template}
+    kinds = {key: "using" if value in TYPES else f"constexpr {type(value).__name__}" for key, value in template}
+    declared = "".join(f"{kinds[key]} {key} = {word};\n" for key, word in words.items())
+    name = "__".join(["_".join([shader, "without", *missing] if missing else [shader]), *words.values()])
+    head, source = limited(f'{header(shaders)}#line 1 "{name}"\n', declared + body, threads)
     return mx.fast.metal_kernel(
         name=name, input_names=list(inputs), output_names=list(outputs), source=source, header=head
     )
 
 
-def launch(
+def arguments(arrays: Inputs | Outputs) -> str:
+    """What a body hands on: each name, or `absent` for one that is `None`."""
+    return ", ".join(["absent" if array is None else name for name, array in arrays.items()])
+
+
+def prepare(
     shader: str,
     shaders: tuple[str, ...],
     inputs: Inputs,
     outputs: Outputs,
-    template: dict[str, int | bool | mx.Dtype],
+    template: Template,
     body: str,
     groups: tuple[int, ...],
     threads: int,
-    more_inputs: Inputs | None = None,
-    more_outputs: Outputs | None = None,
-) -> list[mx.array]:
-    """Launch a shader on groups x threads threads.
-
-    `body` is its call, with {arrays} for the inputs in their order and then the outputs, or each by its name in braces;
-    `absent` stands for one that is `None`. What `body` itself names is among `more_inputs` and `more_outputs`.
-    """
-    given = {name: array for name, array in inputs.items() if array is not None} | (more_inputs or {})
-    wanted = {name: output for name, output in outputs.items() if output is not None} | (more_outputs or {})
-    missing = [name for name in (*inputs, *outputs) if name not in given and name not in wanted]
-    arguments = {name: "absent" if name in missing else name for name in (*inputs, *outputs)}
-    source = BLANKS.sub("", body.format(arrays=", ".join(arguments.values()), **arguments))
-    name = "_".join([shader, "without", *missing]) if missing else shader
-    kernel = build(name, tuple(given), tuple(wanted), source, shaders, threads)
-    return kernel(
-        inputs=list(given.values()),
-        template=list(template.items()),
+) -> tuple[Callable[..., list[mx.array]], Inputs]:
+    """A launch of a shader on groups x threads threads, and its inputs: those that are not `None`. It may be called any
+    number of times with `inputs`, a list of them. `body` calls the shader with the template's and the arrays' names."""
+    given = {name: array for name, array in inputs.items() if array is not None}
+    wanted = {name: output for name, output in outputs.items() if output is not None}
+    names = *inputs, *outputs
+    kernel = build(shader, names, tuple(given), tuple(wanted), tuple(template.items()), body, shaders, threads)
+    call = partial(
+        kernel,
         grid=(groups[0] * threads, *groups[1:], 1)[:3],
         threadgroup=(threads, 1, 1),
         output_shapes=[shape for shape, _ in wanted.values()],
         output_dtypes=[dtype for _, dtype in wanted.values()],
     )
+    return call, given
+
+
+def launch(*launch: Any) -> list[mx.array]:
+    """Launch a shader once; the arguments are those of `prepare`."""
+    call, given = prepare(*launch)
+    return call(inputs=list(given.values()))
 
 
 def select(given: Inputs, names: str) -> Inputs:
@@ -97,6 +122,7 @@ ACTIVATIONS = {"identity": 0, "relu": 1, "tanh": 2, "sigmoid": 3, "hard_sigmoid"
 """The numbers of metal/cell.metal."""
 
 
+@cache
 def cell_number(cell: Cell, peephole: bool = False) -> int:
     """The options of a cell as the template number CELL; metal/cell.metal has its bits."""
     if isinstance(cell, LSTMCell):

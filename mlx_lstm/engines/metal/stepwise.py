@@ -14,7 +14,7 @@ from ..ops.sweep import gradients_after_sweep
 from ..problem import Arrays, Problem
 from . import stepwise_launches as kernels
 from .gradients import candidates, gradients_in_few_launches, is_plain, recurrent_input, takes_product
-from .inputs import contiguous, project, whole_mask
+from .inputs import constant, contiguous, project, whole_mask
 from .stepwise_rows import LEFT, Rows
 
 
@@ -26,27 +26,33 @@ def forward(problem: Problem, arrays: Arrays) -> Arrays:
     rows, projected = rows_of(problem, Wp)
     mask = whole_mask(problem, arrays.get("mask"))
     z = project(arrays)
+    row = nothing(kernels.row_type(z.dtype))
     fixed = options(problem, arrays) | {
         "z": z,
         "mask": mask,
         "extra": contiguous(arrays.get("peephole", arrays.get("bhn"))),
-        "numbers": mx.array([cell.forget_bias, cell.cell_clip or 0.0], mx.float32) if cell.op == "lstm" else None,
+        "numbers": constant((cell.forget_bias, cell.cell_clip or 0.0), mx.float32) if cell.op == "lstm" else None,
         "sizes": sizes(problem, mask, H, P),
         "Wp": Wp,
-        "h_before": None if Wp is None else nothing(kernels.row_type(z.dtype)),
-        "before": nothing(kernels.row_type(z.dtype)),
+        "h_before": None if Wp is None else row,
+        "before": row,
+        "reset_row": row,
     }
-    of_projection = fixed | {"sizes": sizes(problem, mask, P, H)}
-    for n in range(T):
-        step = {"step": mx.array(n, mx.int32)}
-        if kernels.resets_before(problem):
-            step["reset_row"] = kernels.stepwise_gru_reset(problem, fixed | step)
-            fixed["before"] = kernels.stepwise_gru_candidate(problem, fixed | step, rows)
-        else:
-            fixed["before"] = kernels.stepwise_forward(problem, fixed | step, rows)
-        if Wp is not None:
-            given = of_projection | step | {"before": fixed["before"]}
-            fixed["h_before"] = kernels.stepwise_project(problem, given, projected)
+    if kernels.resets_before(problem):
+        reset = kernels.stepwise_gru_reset(problem, fixed)
+        candidate = kernels.stepwise_gru_candidate(problem, fixed, rows)
+        for n in range(T):
+            row = candidate(n, before=row, reset_row=reset(n, before=row))
+    elif Wp is None:
+        step = kernels.stepwise_forward(problem, fixed, rows)
+        for n in range(T):
+            row = step(n, before=row)
+    else:
+        step, h = kernels.stepwise_forward(problem, fixed, rows), row
+        project_row = kernels.stepwise_project(problem, fixed | {"sizes": sizes(problem, mask, P, H)}, projected)
+        for n in range(T):
+            row = step(n, before=row, h_before=h)
+            h = project_row(n, before=row)
     names = {"h", "c", "hT", "cT", "gates"} & set(cell.outputs)
     if not (problem.training or problem.return_gates):
         names -= {"gates"}
@@ -79,6 +85,9 @@ def sweep_backward(
     (T, B, H, P), D, cell = problem[:4], problem.directions, problem.cell
     mask, d = whole_mask(problem, arrays.get("mask")), {name: contiguous(given) for name, given in cotangents.items()}
     state = "c" if cell.op == "lstm" else "h"
+    row = nothing(kernels.row_type(arrays["Wh"].dtype))
+    before, projects = kernels.resets_before(problem), "Wp" in arrays
+    K = (2 if before else cell.gates) * H
     fixed = options(problem, arrays) | {
         "mask": mask,
         "gates": contiguous(saved["gates"]) if cell.op != "rnn" else None,
@@ -90,38 +99,38 @@ def sweep_backward(
         "dcT": d.get("cT"),
         "dh": d.get("h"),
         "dhT": d.get("hT"),
-        "before": nothing(kernels.row_type(arrays["Wh"].dtype)),
+        "before": row,
         "dh_now": None,
         "weights": transposed(arrays["Wh"]),
-        "sizes": sizes(problem, mask, H, cell.gates * H),
+        "sizes": sizes(problem, mask, H, K),
     }
-    before = kernels.resets_before(problem)
+    fixed["states0"] = fixed[f"{state}0"]
+    rows, dh_rows = rows_of(problem, arrays.get("Wp"))
+    of_dh = fixed | {"sizes": sizes(problem, mask, P, K)}
     if before:
         gates = {gate: arrays["Wh"][..., cell.block(gate, H), :] for gate in "rzn"}
-        fixed |= {"weights": transposed(mx.concatenate([gates["r"], gates["z"]], axis=-2))}
-        fixed |= {"sizes": sizes(problem, mask, H, 2 * H)}
-        of_reset = fixed | {"weights": transposed(gates["n"]), "sizes": sizes(problem, mask, H, H)}
-    fixed["states0"] = fixed[f"{state}0"]
-    of_dh = fixed | {"sizes": sizes(problem, mask, P, (2 if before else cell.gates) * H)}
-    if "Wp" in arrays:
-        fixed |= {"weights": transposed(arrays["Wp"]), "sizes": sizes(problem, mask, H, P)}
-        fixed |= dict.fromkeys(("mask", "dh", "dhT"))
-    rows, dh_rows = rows_of(problem, arrays.get("Wp"))
-    for n in reversed(range(T)):
-        step = {"step": mx.array(n, mx.int32)}
-        if "Wp" in arrays:
-            fixed["dh_now"] = kernels.stepwise_dh(problem, of_dh | step, dh_rows)
-        row = kernels.stepwise_backward(problem, fixed | step, None if before else rows)
-        if before:
-            given = of_reset | step | {"now_row": row, "states0": fixed["states0"]}
-            row = kernels.stepwise_gru_reset_backward(problem, given, rows)
-        of_dh["before"] = fixed["before"] = row
+        of_dh["weights"] = transposed(mx.concatenate([gates["r"], gates["z"]], axis=-2))
+        of_reset = fixed | {"weights": transposed(gates["n"]), "sizes": sizes(problem, mask, H, H), "now_row": row}
+        step = kernels.stepwise_backward(problem, fixed | {"weights": of_dh["weights"]}, None)
+        reset = kernels.stepwise_gru_reset_backward(problem, of_reset, rows)
+        for n in reversed(range(T)):
+            row = reset(n, now_row=step(n, before=row))
+    elif projects:
+        of_m = {"weights": transposed(arrays["Wp"]), "sizes": sizes(problem, mask, H, P), "dh_now": row}
+        of_m |= dict.fromkeys(("mask", "dh", "dhT"))
+        dh, step = kernels.stepwise_dh(problem, of_dh, dh_rows), kernels.stepwise_backward(problem, fixed | of_m, rows)
+        for n in reversed(range(T)):
+            row = step(n, before=row, dh_now=dh(n, before=row))
+    else:
+        step = kernels.stepwise_backward(problem, fixed, rows)
+        for n in reversed(range(T)):
+            row = step(n, before=row)
     wanted = {"dc0": "c0" in arrays, "d_out": takes_product(cell), "m": wants_m}
-    kinds = [(rows, H), (dh_rows, P)] if "Wp" in arrays else [(rows, H)]
+    kinds = [(rows, H), (dh_rows, P)] if projects else [(rows, H)]
     found = kernels.stepwise_gradients(problem, fixed, kinds, names={name for name in wanted if wanted[name]})
     if "h0" in arrays:
-        last = of_dh | {"step": mx.array(-1, mx.int32), "dh": None}
-        found["dh0"] = kernels.stepwise_dh(problem, last)[: B * D * P].reshape(B, D * P)
+        last = kernels.stepwise_dh(problem, of_dh | {"dh": None})
+        found["dh0"] = last(-1, before=row)[: B * D * P].reshape(B, D * P)
     return found
 
 
@@ -134,18 +143,19 @@ def rows_of(problem: Problem, Wp: mx.array | None) -> tuple[Rows, Rows]:
 def options(problem: Problem, arrays: Arrays) -> dict[str, mx.array | None]:
     """What both sweeps read."""
     names = ("Wh", "h0", "c0")
-    return {name: contiguous(arrays.get(name)) for name in names} | {"lengths": problem.lengths}
+    given = {name: contiguous(arrays.get(name)) for name in names}
+    return given | {"lengths": problem.lengths, "step": kernels.step_number(0)}
 
 
 def sizes(problem: Problem, mask: mx.array | None, width: int, K: int) -> mx.array:
     """What a launch is told of sizes; metal/stepwise.metal lists them. Fewer than 8, for Metal's constant memory."""
     T, B, D = problem.T, problem.B, problem.directions
-    return mx.array([T, B, width, K, D, problem.reverse, mask is not None and mask.shape[0] > 1], mx.int32)
+    return constant((T, B, width, K, D, problem.reverse, mask is not None and mask.shape[0] > 1), mx.int32)
 
 
 def nothing(dtype: mx.Dtype) -> mx.array:
     """What stands for the row before the first, which is never read; made without a launch."""
-    return mx.array([0] * 8, dtype)
+    return constant((0,) * 8, dtype)
 
 
 def transposed(weights: mx.array) -> mx.array:

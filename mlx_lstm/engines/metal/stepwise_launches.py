@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
+
 import mlx.core as mx
 
 from ..cells import GRUCell
 from ..problem import Arrays, Problem
-from .launch import Inputs, Outputs, cell_number, launch, select
-from .stepwise_rows import JOINED, LEFT, Rows, starts_of
+from .inputs import constant
+from .launch import Inputs, Outputs, Template, arguments, cell_number, launch, prepare, select
+from .stepwise_rows import JOINED, LEFT, Join, Rows, starts_of
 
 Kind = tuple[Rows, int]
 """Rows that hold the same, and the width of the units in them."""
@@ -38,68 +42,89 @@ def row_length(problem: Problem, width: int, arrays: int, carries: bool, dtype: 
 # --- A launch per step -----------------------------------------------------------------------------------------------
 
 
-def launch_step(
-    name: str,
-    shaders: tuple[str, ...],
-    problem: Problem,
-    inputs: Inputs,
-    output: tuple[int, mx.Dtype],
-    template: dict[str, int | bool | mx.Dtype],
-    units: tuple[int, int, int],
-    pieces: Rows | None = None,
-) -> mx.array:
-    """Launch a shader around a product, the last of `shaders`; it writes an array of `output` numbers.
+class StepLaunch:
+    """The launch of a shader around a product, the last of `shaders`, at every step of a sweep: prepared once.
 
-    Its threadgroups have units[1] of the units[0] units, and units[2] columns of the product. The array becomes a row
-    of `pieces`, some of which threadgroups of their own join if that is due.
+    It writes an array of `output` numbers. Its threadgroups have units[1] of the units[0] units, and units[2] columns
+    of the product. The arrays become rows of `rows`, some of which threadgroups of their own join if that is due.
     """
-    shader, rows = shaders[-1], stepwise_rows(problem.B)
-    lanes = rows < 8
-    threads = 256 if lanes else 4 * units[2]
-    tiles = 1 if lanes else 36 * (rows + units[2])
-    groups = -(-units[0] // units[1]), -(-problem.B // rows), problem.directions
-    numbers = ", ".join(name for name in template if name != "X")
-    call = f"{shader}<{numbers}>({{arrays}}, sums, tiles, group, {LANE});"
-    product = f"stepwise_product_by_{'lanes' if lanes else 'tiles'}"
-    shaders = ("cell", *shaders[:-1], product, shader)
-    outputs: Outputs = {"after": ((output[0],), output[1])}
-    due = pieces.pieces[pieces.due()] if pieces else []
-    beside, joined, body = {}, {}, call
-    if due:
-        beside, joined, body, more = join_beside(due, output, call, groups, threads)
-        groups, shaders = (groups[0] + more, *groups[1:]), (*shaders, "stepwise_join")
-    body = f"""threadgroup float sums[{rows * units[2]}], tiles[{tiles}];
-uint3 group = threadgroup_position_in_grid;
-{body}"""
-    name = f"{name}_joining" if due else name
-    results = launch(name, shaders, inputs, outputs, template, body, groups, threads, beside, joined)
-    if pieces:
-        pieces.add(*results)
-    return results[0]
 
+    def __init__(
+        self,
+        name: str,
+        shaders: tuple[str, ...],
+        problem: Problem,
+        inputs: Inputs,
+        output: tuple[int, mx.Dtype],
+        template: Template,
+        units: tuple[int, int, int],
+        rows: Rows | None = None,
+    ):
+        shader, self.rows, self.output = shaders[-1], rows, output
+        lanes, height = stepwise_rows(problem.B) < 8, stepwise_rows(problem.B)
+        self.threads = 256 if lanes else 4 * units[2]
+        self.groups = -(-units[0] // units[1]), -(-problem.B // height), problem.directions
+        product = f"stepwise_product_by_{'lanes' if lanes else 'tiles'}"
+        shaders, outputs = ("cell", *shaders[:-1], product, shader), {"after": ((output[0],), output[1])}
+        numbers = ", ".join(name for name in template if name != "X")
+        shared = f"threadgroup float sums[{height * units[2]}], tiles[{1 if lanes else 36 * (height + units[2])}];\n"
+        self.before = f"{shared}uint3 group = threadgroup_position_in_grid;\n"
+        self.call = f"{shader}<{numbers}>({arguments(inputs | outputs)}, sums, tiles, group, {LANE});\n"
+        self.parts = name, shaders, inputs, outputs, template
+        body = self.before + self.call
+        self.launch, given = prepare(name, shaders, inputs, outputs, template, body, self.groups, self.threads)
+        self.places, self.inputs = {name: n for n, name in enumerate(given)}, list(given.values())
+        self.joining: dict[tuple[int, ...], tuple[Callable[..., list[mx.array]], list[mx.array]]] = {}
 
-def join_beside(
-    due: list, output: tuple[int, mx.Dtype], call: str, groups: tuple[int, int, int], threads: int
-) -> tuple[Inputs, Outputs, str, int]:
-    """Inputs, outputs and body of a launch that joins pieces beside its call, and the groups that takes along x."""
-    length, steps = output[0], sum(piece.steps for piece in due)
-    more = max(1, min(64, length * steps // (8 * threads)))
-    arrays = [piece.array for piece in due] + [due[-1].array] * (JOINED - len(due))
-    inputs = {f"p{n}": array for n, array in enumerate(arrays)}
-    names = ", ".join(inputs)
-    starts = [length * start for start in starts_of(due, JOINED)]
-    first = [groups[0], threads, more * threads]
-    inputs |= {"starts": mx.array(starts, mx.int64), "first": mx.array(first, mx.uint32)}
-    body = f"""if (group.x < first[0]) {call}
-else {{{{
-const Pieces<X> pieces = {{{{{{{{{names}}}}}}}}};
+    def __call__(self, n: int, **changed: mx.array) -> mx.array:
+        """The array of step n, with the inputs that are not those of the step before."""
+        inputs, rows = self.inputs, self.rows
+        inputs[0] = step_number(n)
+        for name, array in changed.items():
+            inputs[self.places[name]] = array
+        join = next(rows.joins) if rows else None
+        row = self.launch(inputs=inputs)[0] if join is None else self.join(rows.pieces, join)
+        if rows:
+            rows.pieces.append(row)
+        return row
+
+    def join(self, pieces: list[mx.array], join: Join) -> mx.array:
+        """The array of the step, whose launch makes one of some pieces."""
+        due = slice(join.first, join.first + len(join.steps))
+        arrays = pieces[due] + pieces[due.stop - 1 : due.stop] * (JOINED - len(join.steps))
+        if join.steps not in self.joining:
+            self.joining[join.steps] = self.prepare_join(arrays, join.steps)
+        launch, sizes = self.joining[join.steps]
+        row, *pieces[due] = launch(inputs=self.inputs + arrays + sizes)
+        return row
+
+    def prepare_join(self, arrays: list[mx.array], steps: tuple[int, ...]):
+        """The launch that joins arrays of so many rows beside its call, and the sizes it is told."""
+        name, shaders, inputs, outputs, template = self.parts
+        length, total = self.output[0], sum(steps)
+        more = max(1, min(64, length * total // (8 * self.threads)))
+        pieces = {f"p{n}": array for n, array in enumerate(arrays)}
+        starts = constant(tuple(length * start for start in starts_of(steps, JOINED)), mx.int64)
+        sizes = {"starts": starts, "first": constant((self.groups[0], self.threads, more * self.threads), mx.uint32)}
+        body = f"""{self.before}if (group.x < first[0]) {self.call}else {{
+const Pieces<X> pieces = {{{{{", ".join(pieces)}}}}};
 stepwise_join(pieces, starts, first, joined, group, thread_index_in_threadgroup);
-}}}}"""
-    return inputs, {"joined": ((steps * length,), output[1])}, body, more
+}}"""
+        shaders, groups = (*shaders, "stepwise_join"), (self.groups[0] + more, *self.groups[1:])
+        outputs = outputs | {"joined": ((total * length,), self.output[1])}
+        inputs = inputs | pieces | sizes
+        launch, _ = prepare(f"{name}_joining", shaders, inputs, outputs, template, body, groups, self.threads)
+        return launch, list(sizes.values())
 
 
-def stepwise_forward(problem: Problem, given: Inputs, pieces: Rows) -> mx.array:
-    """The row of one step; metal/stepwise_forward.metal has the inputs and what is in it."""
+@cache
+def step_number(n: int) -> mx.array:
+    """The number of a step, as its launch gets it."""
+    return mx.array(n, mx.int32)
+
+
+def stepwise_forward(problem: Problem, given: Inputs, rows: Rows) -> StepLaunch:
+    """The row of each step; metal/stepwise_forward.metal has the inputs and what is in it."""
     inputs = select(given, "step z before h_before Wh h0 c0 extra mask lengths sizes numbers")
     cell, op, dtype = problem.cell, problem.cell.op, inputs["z"].dtype
     keeps, carries = problem.training or problem.return_gates, "c" in problem.cell.outputs
@@ -113,45 +138,45 @@ def stepwise_forward(problem: Problem, given: Inputs, pieces: Rows) -> mx.array:
     length = row_length(problem, problem.H, 1 + cell.gates if keeps else 1, carries, dtype)
     files = (*cell_files(op, "forward"), "stepwise", "stepwise_previous", f"stepwise_cell_{op}", "stepwise_forward")
     units = problem.H, UNITS[op], UNITS[op] * cell.gates
-    return launch_step(
-        f"{op}_stepwise_forward", files, problem, inputs, (length, row_type(dtype)), template, units, pieces
+    return StepLaunch(
+        f"{op}_stepwise_forward", files, problem, inputs, (length, row_type(dtype)), template, units, rows
     )
 
 
-def stepwise_gru_reset(problem: Problem, given: Inputs) -> mx.array:
-    """r * mask * h_before, r, z [3, B, D H] of one step, flat; metal/stepwise_gru_reset.metal has the inputs."""
+def stepwise_gru_reset(problem: Problem, given: Inputs) -> StepLaunch:
+    """r * mask * h_before, r, z [3, B, D H] of each step, flat; metal/stepwise_gru_reset.metal has the inputs."""
     inputs = select(given, "step z before Wh h0 mask lengths sizes")
     dtype = inputs["z"].dtype
     template = {"CELL": cell_number(problem.cell), "ROWS": stepwise_rows(problem.B), "S": dtype}
     output = row_length(problem, problem.H, 3, False, dtype), dtype
     files = (*cell_files("gru", "forward"), "stepwise", "stepwise_previous", "stepwise_gru_reset")
-    return launch_step("stepwise_gru_reset", files, problem, inputs, output, template, (problem.H, 16, 32))
+    return StepLaunch("stepwise_gru_reset", files, problem, inputs, output, template, (problem.H, 16, 32))
 
 
-def stepwise_gru_candidate(problem: Problem, given: Inputs, pieces: Rows) -> mx.array:
-    """The row of one step; metal/stepwise_gru_candidate.metal has the inputs and what is in it."""
+def stepwise_gru_candidate(problem: Problem, given: Inputs, rows: Rows) -> StepLaunch:
+    """The row of each step; metal/stepwise_gru_candidate.metal has the inputs and what is in it."""
     inputs = select(given, "step z before reset_row Wh h0 lengths sizes")
     dtype, keeps = inputs["z"].dtype, problem.training or problem.return_gates
     template = {"CELL": cell_number(problem.cell), "ROWS": stepwise_rows(problem.B), "KEEPS": keeps, "S": dtype}
     output = row_length(problem, problem.H, 4 if keeps else 1, False, dtype), row_type(dtype)
     files = (*cell_files("gru", "forward"), "stepwise", "stepwise_gru_candidate")
     template |= {"X": row_type(dtype)}
-    return launch_step("stepwise_gru_candidate", files, problem, inputs, output, template, (problem.H, 32, 32), pieces)
+    return StepLaunch("stepwise_gru_candidate", files, problem, inputs, output, template, (problem.H, 32, 32), rows)
 
 
-def stepwise_gru_reset_backward(problem: Problem, given: Inputs, pieces: Rows) -> mx.array:
-    """The row of one step back; metal/stepwise_gru_reset_backward.metal has the inputs."""
+def stepwise_gru_reset_backward(problem: Problem, given: Inputs, rows: Rows) -> StepLaunch:
+    """The row of each step back; metal/stepwise_gru_reset_backward.metal has the inputs."""
     inputs = select(given, "step now_row weights gates states states0 mask lengths sizes")
     dtype, columns = inputs["weights"].dtype, columns_of(problem.B)
     template = backward_template(problem, False, dtype) | {"X": row_type(dtype)}
     output = row_length(problem, problem.H, 3, True, dtype), row_type(dtype)
     files = (*cell_files("gru", "backward"), "stepwise", "stepwise_gru_reset_backward")
     units = problem.H, columns, columns
-    return launch_step("stepwise_gru_reset_backward", files, problem, inputs, output, template, units, pieces)
+    return StepLaunch("stepwise_gru_reset_backward", files, problem, inputs, output, template, units, rows)
 
 
-def stepwise_project(problem: Problem, given: Inputs, pieces: Rows) -> mx.array:
-    """A row with h [B, D P] of one step; metal/stepwise_project.metal has the inputs."""
+def stepwise_project(problem: Problem, given: Inputs, rows: Rows) -> StepLaunch:
+    """A row with h [B, D P] of each step; metal/stepwise_project.metal has the inputs."""
     inputs = select(given, "step before Wp sizes")
     dtype = inputs["Wp"].dtype
     columns = columns_of(problem.B)
@@ -159,11 +184,11 @@ def stepwise_project(problem: Problem, given: Inputs, pieces: Rows) -> mx.array:
     output = row_length(problem, problem.P, 1, False, dtype), row_type(dtype)
     files = ("stepwise", "stepwise_project")
     units = problem.P, columns, columns
-    return launch_step("lstm_stepwise_project", files, problem, inputs, output, template, units, pieces)
+    return StepLaunch("lstm_stepwise_project", files, problem, inputs, output, template, units, rows)
 
 
-def stepwise_backward(problem: Problem, given: Inputs, pieces: Rows | None) -> mx.array:
-    """The row of one step back; metal/stepwise_backward.metal has the inputs and what is in it."""
+def stepwise_backward(problem: Problem, given: Inputs, rows: Rows | None) -> StepLaunch:
+    """The row of each step back; metal/stepwise_backward.metal has the inputs and what is in it."""
     names = "step before dh_now weights gates states states0 q extra mask lengths dh dc dgates dhT dcT sizes"
     inputs = select(given, names)
     cell, op, dtype = problem.cell, problem.cell.op, inputs["weights"].dtype
@@ -172,19 +197,19 @@ def stepwise_backward(problem: Problem, given: Inputs, pieces: Rows | None) -> m
     output = row_length(problem, problem.H, cell.gates, op != "rnn", dtype), row_type(dtype)
     units = problem.H, columns, columns
     files = (*backward_files(problem), "stepwise_backward")
-    return launch_step(f"{op}_stepwise_backward", files, problem, inputs, output, template, units, pieces)
+    return StepLaunch(f"{op}_stepwise_backward", files, problem, inputs, output, template, units, rows)
 
 
-def stepwise_dh(problem: Problem, given: Inputs, pieces: Rows | None = None) -> mx.array:
-    """A row with dh_t [B, D P] of one step or, without pieces, dh0, flat; metal/stepwise_dh.metal has the inputs."""
+def stepwise_dh(problem: Problem, given: Inputs, rows: Rows | None = None) -> StepLaunch:
+    """A row with dh_t [B, D P] of each step or, without rows, dh0, flat; metal/stepwise_dh.metal has the inputs."""
     inputs = select(given, "step before weights gates mask lengths dh dhT sizes")
     op, dtype = problem.cell.op, inputs["weights"].dtype
     columns = columns_of(problem.B)
     template = backward_template(problem, False, dtype) | {"X": row_type(dtype)}
-    output = row_length(problem, problem.P, 1, False, dtype), row_type(dtype) if pieces else dtype
+    output = row_length(problem, problem.P, 1, False, dtype), row_type(dtype) if rows else dtype
     units = problem.P, columns, columns
-    return launch_step(
-        f"{op}_stepwise_dh", (*backward_files(problem), "stepwise_dh"), problem, inputs, output, template, units, pieces
+    return StepLaunch(
+        f"{op}_stepwise_dh", (*backward_files(problem), "stepwise_dh"), problem, inputs, output, template, units, rows
     )
 
 
@@ -193,7 +218,7 @@ def columns_of(B: int) -> int:
     return 8 if stepwise_rows(B) < 8 else 32
 
 
-def backward_template(problem: Problem, peephole: bool, dtype: mx.Dtype) -> dict[str, int | bool | mx.Dtype]:
+def backward_template(problem: Problem, peephole: bool, dtype: mx.Dtype) -> Template:
     """Template numbers of the steps back."""
     columns = columns_of(problem.B)
     return {
@@ -231,20 +256,20 @@ def launch_sequences(
     kinds: list[Kind],
     inputs: Inputs,
     outputs: Outputs,
-    template: dict[str, int | bool | mx.Dtype],
+    template: Template,
     calls: list[str],
 ) -> Arrays:
     """Launch shaders over the rows that are left of all kinds, with a thread per item, unit, step and direction."""
-    pieces = [piece for rows, *_ in kinds for piece in rows.pieces]
-    left = [piece.array for piece in pieces]
-    arrays = {f"piece{n}": array for n, array in enumerate(left + left[-1:] * (LEFT - len(left)))}
-    numbers = [(rows.pieces[-1].array.size, width, n * problem.T) for n, (rows, width) in enumerate(kinds)]
-    more = {"starts": mx.array(starts_of(pieces, LEFT), mx.int32), "kinds": mx.array(sum(numbers, ()), mx.int32)}
-    body = f"const Rows<X> rows = {{{{{{{{{', '.join(arrays)}}}}}}}}};\n" + "\n".join(calls)
+    left = [array for rows, _ in kinds for array in rows.pieces]
+    steps = sum((rows.steps for rows, _ in kinds), ())
+    pieces = {f"piece{n}": array for n, array in enumerate(left + left[-1:] * (LEFT - len(left)))}
+    numbers = [(rows.pieces[-1].size, width, n * problem.T) for n, (rows, width) in enumerate(kinds)]
+    sizes = {"starts": constant(starts_of(steps, LEFT), mx.int32), "kinds": constant(sum(numbers, ()), mx.int32)}
+    body = f"const Rows<X> rows = {{{{{', '.join(pieces)}}}}};\n" + "\n".join(calls)
     template = template | {"X": left[-1].dtype}
     groups = -(-problem.B * max(width for _, width in kinds) // 256), problem.T, problem.directions
     shaders = ("cell", "store", "stepwise", "stepwise_sequences", *shaders)
-    found = launch(name, shaders, inputs, outputs, template, body, groups, 256, arrays | more)
+    found = launch(name, shaders, inputs | pieces | sizes, outputs, template, body, groups, 256)
     return dict(zip((name for name, output in outputs.items() if output), found, strict=True))
 
 
@@ -264,10 +289,10 @@ def stepwise_outputs(problem: Problem, given: Inputs, kinds: list[Kind], *, name
     template = {"GATES": gates if "gates" in names else 0, "CARRIES": "c" in names, "S": dtype}
     start, end = "stepwise_outputs<{}>(rows, starts, kinds", "thread_position_in_grid);"
     if len(kinds) == 1:
-        calls = [f"{start.format('GATES, CARRIES, S')}, {{arrays}}, {end}"]
+        calls = [f"{start.format('GATES, CARRIES, S')}, {arguments(inputs | outputs)}, {end}"]
     else:
-        of_cells = "absent, {c0}, {lengths}, sizes, {c}, {cT}, absent, absent, {gates}"
-        of_h = "{h0}, absent, {lengths}, sizes, absent, absent, {h}, {hT}, absent"
+        of_cells = arguments(inputs | outputs | dict.fromkeys(("h0", "h", "hT")))
+        of_h = arguments(inputs | outputs | dict.fromkeys(("c0", "c", "cT", "gates")))
         calls = [
             f"{start.format('GATES, CARRIES, S')}, {of_cells}, {end}",
             f"{start.format('0, false, S')} + 3, {of_h}, {end}",
@@ -296,14 +321,15 @@ def stepwise_gradients(problem: Problem, given: Inputs, kinds: list[Kind], *, na
     candidate, reset = (cell.gate_order.index(gate) for gate in "nr") if "d_out" in names else (0, 0)
     template = {"GATES": cell.gates, "CANDIDATE": candidate, "RESET": reset, "CARRIES": cell.op != "rnn", "S": dtype}
     start, end = "stepwise_gradients<{}>(rows, starts, kinds", "thread_position_in_grid);"
-    numbers = "GATES, CANDIDATE, RESET, CARRIES, S"
-    calls = [f"{start.format(numbers)}, {{gates}}, {{lengths}}, sizes, dz, {{dc0}}, {{d_out}}, {end}"]
+    numbers, lengths = "GATES, CANDIDATE, RESET, CARRIES, S", arguments(select(inputs, "lengths"))
+    written = arguments(select(outputs, "dz dc0 d_out"))
+    calls = [f"{start.format(numbers)}, {arguments(select(inputs, 'gates'))}, {lengths}, sizes, {written}, {end}"]
     shaders = ("stepwise_gradients",)
     if projects:
-        calls += [f"{start.format('1, 0, 0, false, S')} + 3, absent, {{lengths}}, sizes, dh, absent, absent, {end}"]
+        calls += [f"{start.format('1, 0, 0, false, S')} + 3, absent, {lengths}, sizes, dh, absent, absent, {end}"]
     if "m" in names:
         template |= {"CELL": cell_number(cell)}
-        calls += [f"stepwise_projected<CELL, S>(gates, states, {{lengths}}, sizes, m, {end}"]
+        calls += [f"stepwise_projected<CELL, S>(gates, states, {lengths}, sizes, m, {end}"]
         shaders = (f"cell_{cell.op}", *shaders, "stepwise_projected")
     name = f"{cell.op}_stepwise_gradients"
     return launch_sequences(name, shaders, problem, kinds, inputs, outputs, template, calls)

@@ -8,6 +8,8 @@ Every row is copied about once per level of this, log8(T / 20) times.
 
 from __future__ import annotations
 
+from functools import lru_cache
+from itertools import accumulate
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -19,12 +21,46 @@ LEFT = 20
 """Arrays that may be left at the end, of all kinds of rows. Metal binds up to 31 to a launch."""
 
 
-class Piece(NamedTuple):
-    """An array of `steps` rows, and how many joins its oldest rows went through."""
+class Join(NamedTuple):
+    """Which neighbours among the arrays there are a launch joins, and how many rows each of them has."""
 
-    array: mx.array | None
-    steps: int
-    level: int
+    first: int
+    steps: tuple[int, ...]
+
+
+@lru_cache(64)
+def joins(T: int, left: int) -> tuple[tuple[Join | None, ...], tuple[int, ...]]:
+    """What each of T launches joins, so that at most `left` arrays remain; and how many rows each of these has.
+
+    A launch joins as many of one level as it can, a level being how many joins an array's oldest rows went through;
+    near the end the shortest ones, if too many would be left.
+    """
+    levels = next(level for level in range(T) if left * JOINED**level >= T)
+    found: list[Join | None] = []
+    pieces: list[tuple[int, int]] = []  # level, rows
+    for to_come in range(T, 0, -1):
+        first = due(pieces, to_come, left, levels)
+        if first is None:
+            found.append(None)
+        else:
+            joined = pieces[first : first + JOINED]
+            found.append(Join(first, tuple(steps for _, steps in joined)))
+            pieces[first : first + JOINED] = [(1 + max(joined)[0], sum(found[-1].steps))]
+        pieces.append((0, 1))
+    return tuple(found), tuple(steps for _, steps in pieces)
+
+
+def due(pieces: list[tuple[int, int]], to_come: int, left: int, levels: int) -> int | None:
+    """Where the arrays begin that the next launch of `to_come` shall join, if any."""
+    count = len(pieces)
+    for first in range(count - JOINED + 1):
+        level = pieces[first][0]
+        if level < levels and all(other == level for other, _ in pieces[first : first + JOINED]):
+            return first
+    if count + to_come <= left or to_come > levels + 1:
+        return None
+    windows = range(max(count - JOINED, 0) + 1)
+    return min(windows, key=lambda first: sum(steps for _, steps in pieces[first : first + JOINED]))
 
 
 class Rows:
@@ -32,38 +68,12 @@ class Rows:
     may be at the end."""
 
     def __init__(self, T: int, left: int = LEFT):
-        self.pieces: list[Piece] = []
-        self.to_come, self.left = T, left
-        self.levels = 0
-        while left * JOINED**self.levels < T:
-            self.levels += 1
-
-    def due(self) -> slice:
-        """Which neighbours the next launch shall join: as many of one level as it can; near the end the shortest ones,
-        if too many would be left; else none."""
-        count = len(self.pieces)
-        windows = [slice(start, start + JOINED) for start in range(max(count - JOINED, 0) + 1)]
-        for window in windows:
-            levels = {piece.level for piece in self.pieces[window]}
-            if count >= JOINED and len(levels) == 1 and max(levels) < self.levels:
-                return window
-        if count + self.to_come <= self.left or self.to_come > self.levels + 1:
-            return slice(0, 0)
-        return min(windows, key=lambda window: sum(piece.steps for piece in self.pieces[window]))
-
-    def add(self, row: mx.array | None, joined: mx.array | None = None) -> None:
-        """The next launch's row and, if something was due, what became of it."""
-        due = self.pieces[self.due()]
-        if due:
-            level = max(piece.level for piece in due) + 1
-            self.pieces[self.due()] = [Piece(joined, sum(piece.steps for piece in due), level)]
-        self.pieces.append(Piece(row, 1, 0))
-        self.to_come -= 1
+        found, self.steps = joins(T, left)
+        self.joins = iter(found)
+        self.pieces: list[mx.array] = []
 
 
-def starts_of(pieces: list[Piece], count: int) -> list[int]:
-    """count + 1 numbers: the row each piece begins at, and where the last one ends; the missing ones are empty."""
-    starts = [0]
-    for piece in pieces:
-        starts.append(starts[-1] + piece.steps)
-    return starts + [starts[-1]] * (count + 1 - len(starts))
+def starts_of(steps: tuple[int, ...], count: int) -> tuple[int, ...]:
+    """count + 1 numbers: the row each array begins at, and where the last one ends; the missing ones are empty."""
+    starts = tuple(accumulate(steps, initial=0))
+    return starts + starts[-1:] * (count + 1 - len(starts))
