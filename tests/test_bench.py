@@ -280,6 +280,17 @@ def test_command_of_another_case(tmp_path, capsys):
     assert (row["case"], row["contender"], row["status"]) == ("cudnn_gru", "mlx_lstm.cudnn gru", "timed")
 
 
+def test_host_command(tmp_path, capsys):
+    """Of every layer that can run a size, both passes; nothing else is promised of times in a test."""
+    path = tmp_path / "host.csv"
+    assert main(["--host", "--sizes", "16,2,8,8", "16,2,8,300", "--csv", str(path)]) == 0
+    text = capsys.readouterr().out
+    assert text.count("stepwise") == 4 and text.count("fused") == 2
+    rows = list(csv.DictReader(path.open()))
+    assert len(rows) == 10 and all(0 < float(row["step"]) < float(row["call"]) < 1 for row in rows)
+    assert {float(row["over"]) for row in rows if row["layer"] == "mlx.nn.LSTM"} == {1.0}
+
+
 def test_memory_command(capsys):
     arguments = ["--memory", "--sizes", str(TINY), "--contenders", "ours", "--engine", "ops", "--device", "cpu"]
     assert main(arguments) == 0
@@ -299,7 +310,7 @@ def test_memory_command(capsys):
         (["--memory", "--plot", "a.png"], "--plot draws times"),
         (["--case", "conv"], "invalid choice: 'conv'"),
         (["--case", "block_lstm", "--contenders", "torch"], "a contender is one of ours, tensorflow or module"),
-        (["--case", "block_lstm", "--memory"], "--memory, --model and --tune are about the case lstm"),
+        (["--case", "block_lstm", "--memory"], "--memory, --model, --host and --tune are about the case lstm"),
     ],
 )
 def test_wrong_options(arguments, said, capsys):

@@ -12,6 +12,8 @@ import mlx.core as mx
 from ..engines.choice import ENGINES, choose
 from .cases import CASES, find_contender, is_installed
 from .files import plot, write_csv, write_records
+from .host import HOST_SIZE, host_text, measure_host
+from .host import LEGEND as HOST_LEGEND
 from .model.table import LEGEND as MODEL_LEGEND
 from .model.table import csv_records, engines_at, predict
 from .model.table import group_text as model_text
@@ -41,6 +43,8 @@ def main(arguments: list[str] | None = None) -> int:
         return tune(options.tune_file)
     if options.model:
         return show_model(options)
+    if options.host:
+        return show_host(options)
     card = machine_card(shlex.join(["python", "-m", "mlx_lstm.bench", *arguments]), options.device)
     print(card_text(card), flush=True)
     groups = run(options)
@@ -87,6 +91,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--csv", metavar="FILE", help="write the figures and the machine to FILE")
     add("--plot", metavar="FILE", help="draw the ratios into FILE (needs matplotlib)")
     add("--model", action="store_true", help="no times: launches, bytes, and the times predicted for three Apple chips")
+    add("--host", action="store_true", help="no runs: what building the graph costs the host, ours and mlx.nn.LSTM")
     add("--tune", action="store_true", help="on a Mac: measure where which Metal engine is the faster, for later runs")
     add("--tune-file", metavar="FILE", help="where --tune writes; default: in your cache directory, where it counts")
     add("--worker", metavar="TASK", help=argparse.SUPPRESS)
@@ -104,7 +109,8 @@ def size_option(text: str) -> Size:
 def complete(options: argparse.Namespace) -> None:
     """Fill in what was not given, and check what was. ValueError says what is wrong."""
     case, lstm = CASES[options.case], options.case == "lstm"
-    sizes = [MEMORY_SIZE] if options.memory else list(case.sizes[::2] if options.quick else case.sizes)
+    one = MEMORY_SIZE if options.memory else HOST_SIZE
+    sizes = [one] if options.memory or options.host else list(case.sizes[::2] if options.quick else case.sizes)
     defaults = (QUICK if options.quick else FULL) | {"sizes": sizes}
     for name, value in defaults.items():
         if getattr(options, name) is None:
@@ -113,11 +119,11 @@ def complete(options: argparse.Namespace) -> None:
         raise ValueError("--rounds must be at least 1 and --seconds greater than 0")
     if options.memory and options.plot:
         raise ValueError("--plot draws times and --memory takes none")
-    if not lstm and (options.memory or options.model or options.tune):
-        raise ValueError(f"--memory, --model and --tune are about the case lstm but got --case {options.case}")
+    if not lstm and (options.memory or options.model or options.host or options.tune):
+        raise ValueError(f"--memory, --model, --host and --tune are about the case lstm but got --case {options.case}")
     options.passes = options.passes or (["backward"] if options.memory else list(case.shown))
     options.device = options.device or default_device()
-    if options.model or options.tune:
+    if options.model or options.host or options.tune:
         return
     for size in options.sizes:
         engines_for(size, options)
@@ -140,6 +146,19 @@ def show_model(options: argparse.Namespace) -> int:
             print(f"{model_text(size, options.dtype, which, lines)}\n", flush=True)
             records += csv_records(size, options.dtype, which, lines)
     print(MODEL_LEGEND)
+    if options.csv:
+        write_records(options.csv, records)
+    return 0
+
+
+def show_host(options: argparse.Namespace) -> int:
+    """Print what building the graph costs at every size."""
+    records = []
+    for size in options.sizes:
+        costs = measure_host(size, options.dtype)
+        print(f"{host_text(size, options.dtype, costs)}\n", flush=True)
+        records += [size._asdict() | {"dtype": options.dtype} | cost._asdict() for cost in costs]
+    print(HOST_LEGEND)
     if options.csv:
         write_records(options.csv, records)
     return 0
