@@ -19,12 +19,73 @@ inline Step step_of(int n, const constant int* sizes, uint direction) {
 }
 
 // Where item b of time index t begins in [T, B, D width].
-inline long place(thread const Step& s, int t, int b, int width) {
-  return ((long(t) * s.B + b) * s.D + s.d) * width;
+inline Index place(thread const Step& s, int t, int b, int width) {
+  return ((Index(t) * s.B + b) * s.D + s.d) * width;
 }
 
 // Whether an item starts from h0 and c0; at n = 0 those that end before T do so too, for want of another state.
 inline bool is_first(thread const Step& s, int length) { return s.n == 0 || (s.reverse && s.t + 1 == length); }
+
+// Four neighbours of S wherever they lie; vectors that are not packed have to be aligned.
+template <class S> struct Packed {};
+template <> struct Packed<float> { using four = packed_float4; };
+template <> struct Packed<half> { using four = packed_half4; };
+#if __METAL_VERSION__ >= 310
+template <> struct Packed<bfloat> { using four = packed_bfloat4; };
+#endif
+
+// N neighbours in an array, or `otherwise` where there is none; the array from an element on.
+template <int N> void take(Absent, int, float otherwise, thread float (&values)[N]) {
+#pragma clang loop unroll(full)
+  for (int e = 0; e < N; ++e) values[e] = otherwise;
+}
+template <int N, class S> void take(const device S* array, int index, float, thread float (&values)[N]) {
+  if constexpr (N == 4) {
+    const typename Packed<S>::four packed = *(const device typename Packed<S>::four*)(array + index);
+#pragma clang loop unroll(full)
+    for (int e = 0; e < 4; ++e) values[e] = float(packed[e]);
+  } else {
+    values[0] = float(array[index]);
+  }
+}
+template <int N, class S> void take(const constant S* array, int index, float, thread float (&values)[N]) {
+#pragma clang loop unroll(full)
+  for (int e = 0; e < N; ++e) values[e] = float(array[index + e]);
+}
+inline Absent from(Absent array, Index) { return array; }
+template <class A> A from(A array, Index index) { return array + index; }
+
+// A row of a product as it lies in an array, from where one is on.
+template <class A>
+struct ItemsRow {
+  A values;
+};
+
+template <int N, class A>
+void operands_at(thread const ItemsRow<A>& row, int k, thread float (&values)[N]) {
+  take<N>(row.values, k, 0.0f, values);
+}
+
+template <class A>
+void move(thread ItemsRow<A>& row, int n) { row.values += n; }
+
+// Batch rows like that: row b at b * pitch.
+template <class S>
+struct Items {
+  using Row = ItemsRow<const device S*>;
+  const device S* first;
+  Index pitch;
+};
+
+template <class S>
+void find_row(thread const Items<S>& x, int b, int, thread ItemsRow<const device S*>& row) {
+  row.values = x.first + b * x.pitch;
+}
+
+template <class S>
+Items<S> items_of(thread const Step& s, const device S* values, int width) {
+  return {values + place(s, 0, 0, width), Index(s.D) * width};
+}
 
 // The factor on h[b, j], of `width`, as it enters the product of the step at t.
 template <class M>
@@ -34,14 +95,14 @@ float mask_at(thread const Step& s, M mask, int t, int b, int j, int width) {
 
 // Numbers of a row that the floats of this many units take up.
 template <class S, bool CARRIES>
-long carried(long units) { return CARRIES ? long(sizeof(float) / sizeof(S)) * units : 0; }
+Index carried(Index units) { return CARRIES ? Index(sizeof(float) / sizeof(S)) * units : 0; }
 
-inline float carry_at(const device float* row, long index) { return row[index]; }
-inline float carry_at(const device ushort* row, long index) {
+inline float carry_at(const device float* row, Index index) { return row[index]; }
+inline float carry_at(const device ushort* row, Index index) {
   return as_type<float>(ushort2(row[2 * index], row[2 * index + 1]));
 }
-inline void set_carry(device float* row, long index, float value) { row[index] = value; }
-inline void set_carry(device ushort* row, long index, float value) {
+inline void set_carry(device float* row, Index index, float value) { row[index] = value; }
+inline void set_carry(device ushort* row, Index index, float value) {
   const ushort2 words = as_type<ushort2>(value);
   row[2 * index] = words.x;
   row[2 * index + 1] = words.y;
@@ -49,7 +110,7 @@ inline void set_carry(device ushort* row, long index, float value) {
 
 // Fills a short row up.
 template <class X>
-void pad_row(device X* row, long used, uint3 group, int thread_index) {
+void pad_row(device X* row, Index used, uint3 group, int thread_index) {
   if (thread_index == 0 && group.x + group.y + group.z == 0)
-    for (long n = used; n < 8; ++n) row[n] = X(0);
+    for (Index n = used; n < 8; ++n) row[n] = X(0);
 }

@@ -23,34 +23,34 @@ void stepwise_backward(
     threadgroup float* tiles, uint3 group, int simdgroup, int lane) {
   const Step s = step_of(n, sizes, group.z);
   const int B = s.B, H = s.H, b0 = int(group.y) * ROWS, j0 = int(group.x) * COLUMNS;
-  const long units = long(B) * s.D * H, start = carried<S, CARRIES>(units);
+  const Index units = Index(B) * s.D * H, start = carried<S, CARRIES>(units);
   const device S* dz_before = (const device S*)before + start;
   const Following<CELL, S, G, L> x = {either(dh_now, dz_before), gates, lengths, &s, H};
   const bool begins = n + 1 == s.T;
   if (!begins || is_present(dh_now))
-    product<0, 0, ROWS, COLUMNS, COLUMNS>(
-        x, weights + long(s.d) * H * s.K, B, H, s.K, b0, j0, sums, tiles, simdgroup, lane);
+    product<0, 0, ROWS, COLUMNS, COLUMNS, SEGMENTS>(
+        x, weights + Index(s.d) * H * s.K, B, H, s.K, b0, j0, sums, tiles, simdgroup, lane);
   for (int cell = 32 * simdgroup + lane; cell < ROWS * COLUMNS; cell += THREADS<COLUMNS>) {
     const int b = b0 + cell / COLUMNS, j = j0 + cell % COLUMNS;
     if (b >= B || j >= H) continue;
     const int length = value_at(lengths, b, s.T);
-    const long at = place(s, 0, b, H) + j, now = place(s, s.t, b, H) + j;
+    const Index at = place(s, 0, b, H) + j, now = place(s, s.t, b, H) + j;
     const bool live = s.t < length;
     float y[GATES], dz[GATES], carry = 0.0f;
     if (CARRIES) carry = begins ? value_at(dcT, at, 0.0f) : carry_at(before, at);
     for (int gate = 0; gate < GATES; ++gate) {
-      const long block = j + place_of(CELL, gate) * H, gate_now = place(s, s.t, b, GATES * H) + block;
+      const Index block = j + place_of(CELL, gate) * H, gate_now = place(s, s.t, b, GATES * H) + block;
       y[gate] = live ? value_at(gates, gate_now, 0.0f) : 0.0f;
       dz[gate] = live ? value_at(dgates, gate_now, 0.0f)
           : begins    ? 0.0f
                       : float(dz_before[place(s, 0, b, GATES * H) + block]);
     }
     if (live) {
-      const long previous = place(s, s.reverse ? s.t + 1 : s.t - 1, b, H) + j;
+      const Index previous = place(s, s.reverse ? s.t + 1 : s.t - 1, b, H) + j;
       const float from = is_first(s, length) ? value_at(states0, at, 0.0f) : float(states[previous]);
       const float dh_t = is_present(dh_now) ? sums[cell] : dh_sum(s, sums + cell, length, b, j, H, mask, dh, dhT);
       carry += value_at(dc, now, 0.0f);
-      cell_backward<CELL>(s, j, extra, y, float(states[now]), from, value_at(q, ((long(s.d) * s.T + s.t) * B + b) * H + j, 0.0f), dh_t, carry, dz);
+      cell_backward<CELL>(s, j, extra, y, float(states[now]), from, value_at(q, ((Index(s.d) * s.T + s.t) * B + b) * H + j, 0.0f), dh_t, carry, dz);
     }
     if (CARRIES) set_carry(after, at, carry);
     for (int gate = 0; gate < GATES; ++gate)

@@ -1,13 +1,15 @@
 // The GRU in stepwise_backward.metal, with the reset before the candidate's product: the gradients of z and n. Those of r
 // and of what goes into that product are left to stepwise_gru_reset_backward.metal, which writes the step's row.
 
-constant constexpr int GATES = 3, PRODUCT_GATES = 2;
+constant constexpr int GATES = 3, PRODUCT_GATES = 2, SEGMENTS = 2;
 constant constexpr bool CARRIES = true, CARRIES_DH = true;
 
 // dz of r, then that of z.
 template <int CELL, class S, class G, class L>
-float operand(thread const Following<CELL, S, G, L>& x, int b, int k) {
-  return float(x.dz[place(*x.s, 0, b, 3 * x.H) + place_of(CELL, k / x.H) * x.H + k % x.H]);
+void find_row(thread const Following<CELL, S, G, L>& x, int b, int segment, thread FollowingRow<S, G>& row) {
+  row.dz = x.dz + place(*x.s, 0, b, 3 * x.H) + place_of(CELL, segment) * x.H;
+  row.r = x.gates;
+  row.candidate = false;
 }
 
 // h: the state before. The gradient of r stays what it is from outside.

@@ -10,7 +10,7 @@ float cell_forward(
     thread float& state) {
   float p[4];
   for (int gate = 0; gate < 4; ++gate) {
-    p[gate] = value_at(extra, (4l * s.d + place_of(CELL, gate)) * s.H + j, 0.0f);
+    p[gate] = value_at(extra, (4 * s.d + place_of(CELL, gate)) * s.H + j, 0.0f);
     y[gate] += q[gate];
   }
   return lstm_cell<CELL>(y, p, state, numbers[0], numbers[1]);

@@ -8,20 +8,20 @@ void stepwise_dh(
     device R* row, threadgroup float* sums, threadgroup float* tiles, uint3 group, int simdgroup, int lane) {
   const Step s = step_of(n, sizes, group.z);
   const int P = s.H, H = s.K / PRODUCT_GATES, b0 = int(group.y) * ROWS, j0 = int(group.x) * COLUMNS;
-  const long start = carried<S, CARRIES>(long(s.B) * s.D * H);
+  const Index start = carried<S, CARRIES>(Index(s.B) * s.D * H);
   const Following<CELL, S, G, L> x = {(const device S*)before + start, gates, lengths, &s, H};
   if (n + 1 < s.T)
-    product<0, 0, ROWS, COLUMNS, COLUMNS>(
-        x, weights + long(s.d) * P * s.K, s.B, P, s.K, b0, j0, sums, tiles, simdgroup, lane);
+    product<0, 0, ROWS, COLUMNS, COLUMNS, SEGMENTS>(
+        x, weights + Index(s.d) * P * s.K, s.B, P, s.K, b0, j0, sums, tiles, simdgroup, lane);
   for (int cell = 32 * simdgroup + lane; cell < ROWS * COLUMNS; cell += THREADS<COLUMNS>) {
     const int b = b0 + cell / COLUMNS, j = j0 + cell % COLUMNS;
     if (b >= s.B || j >= P) continue;
     const int length = value_at(lengths, b, s.T);
-    const long at = place(s, 0, b, P) + j;
+    const Index at = place(s, 0, b, P) + j;
     float sum = 0.0f;
     if (n < 0 || s.t < length) sum = dh_sum(s, sums + cell, length, b, j, P, mask, dh, dhT);
     if constexpr (CARRIES_DH) sum += carry_at(before, at);
     ((device S*)row)[at] = S(sum);
   }
-  pad_row(row, long(s.B) * s.D * P, group, 32 * simdgroup + lane);
+  pad_row(row, Index(s.B) * s.D * P, group, 32 * simdgroup + lane);
 }

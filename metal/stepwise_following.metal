@@ -1,15 +1,39 @@
 // What the stepwise kernels backward share: the step processed after a step, its dz, and dh_t out of a product.
 
-// Its operand(x, b, k) is in *_stepwise_cell_backward.metal. dz: that of the row before, or dh_t of an LSTM with a
-// projection; H: hidden units.
+// Its find_row is in stepwise_cell_*_backward.metal. dz: that of the row before, or dh_t of an LSTM with a projection; H:
+// hidden units. Of a row those of a GRU's candidate are multiplied by r.
+template <class S, class G>
+struct FollowingRow {
+  const device S* dz;
+  G r;
+  bool candidate;
+};
+
 template <int CELL, class S, class G, class L>
 struct Following {
+  using Row = FollowingRow<S, G>;
   const device S* dz;
   G gates;
   L lengths;
   thread const Step* s;
   int H;
 };
+
+template <class S, class G>
+void move(thread FollowingRow<S, G>& row, int n) {
+  row.dz += n;
+  row.r = from(row.r, n);
+}
+
+template <int N, class S, class G>
+void operands_at(thread const FollowingRow<S, G>& row, int k, thread float (&values)[N]) {
+  take<N>(row.dz, k, 0.0f, values);
+  if (!row.candidate) return;
+  float r[N];
+  take<N>(row.r, k, 1.0f, r);
+#pragma clang loop unroll(full)
+  for (int e = 0; e < N; ++e) values[e] *= r[e];
+}
 
 template <class S>
 const device S* either(Absent, const device S* otherwise) { return otherwise; }

@@ -14,7 +14,7 @@
 
 template <class S, class X>
 const device S* h_of(thread const Step& s, const device X* row, Absent) {
-  return (const device S*)row + carried<S, CARRIES>(long(s.B) * s.D * s.H);
+  return (const device S*)row + carried<S, CARRIES>(Index(s.B) * s.D * s.H);
 }
 template <class S, class X>
 const device S* h_of(thread const Step&, const device X*, const device X* h) { return (const device S*)h; }
@@ -28,17 +28,17 @@ void stepwise_forward(
   constexpr int COLUMNS = GATES * UNITS;
   const Step s = step_of(n, sizes, group.z);
   const int B = s.B, H = s.H, b0 = int(group.y) * ROWS, j0 = int(group.x) * UNITS;
-  const long units = long(B) * s.D * H, start = carried<S, CARRIES>(units);
+  const Index units = Index(B) * s.D * H, start = carried<S, CARRIES>(units);
   const Previous<S, H0, M, L> x = {h_of<S>(s, before, h_before), h0, mask, lengths, &s};
-  product<CELL, 0, ROWS, COLUMNS, UNITS>(
-      x, Wh + long(s.d) * GATES * H * s.K, B, H, s.K, b0, j0, sums, tiles, simdgroup, lane);
+  product<CELL, 0, ROWS, COLUMNS, UNITS, 1>(
+      x, Wh + Index(s.d) * GATES * H * s.K, B, H, s.K, b0, j0, sums, tiles, simdgroup, lane);
   device S* arrays = (device S*)after + start;
   for (int cell = 32 * simdgroup + lane; cell < ROWS * UNITS; cell += THREADS<COLUMNS>) {
     const int r = cell / UNITS, b = b0 + r, j = j0 + cell % UNITS;
     if (b >= B || j >= H) continue;
     const int length = value_at(lengths, b, s.T);
     const bool starts = is_first(s, length), live = s.t < length;
-    const long at = place(s, 0, b, H) + j, gates_at = place(s, 0, b, GATES * H) + j;
+    const Index at = place(s, 0, b, H) + j, gates_at = place(s, 0, b, GATES * H) + j;
     float y[GATES], q[GATES], state;
     for (int gate = 0; gate < GATES; ++gate) {
       y[gate] = float(z[place(s, s.t, b, GATES * H) + place_of(CELL, gate) * H + j]);

@@ -1,14 +1,5 @@
 // The second launch of a step of the GRU whose reset comes before the candidate's product: n and h. reset_row is that of
 // stepwise_gru_reset.metal; `after` and the other arrays are those of stepwise_forward.metal.
-template <class S>
-struct Reset {
-  const device S* h;
-  thread const Step* s;
-};
-
-template <class S>
-float operand(thread const Reset<S>& x, int b, int k) { return float(x.h[place(*x.s, 0, b, x.s->H) + k]); }
-
 template <int CELL, int ROWS, bool KEEPS, class S, class X, class Z, class W, class H0, class L>
 void stepwise_gru_candidate(
     int n, Z z, const device X* before, const device S* reset_row, W Wh, H0 h0, L lengths, const constant int* sizes,
@@ -16,17 +7,17 @@ void stepwise_gru_candidate(
   constexpr int COLUMNS = 32;
   const Step s = step_of(n, sizes, group.z);
   const int B = s.B, H = s.H, b0 = int(group.y) * ROWS, j0 = int(group.x) * COLUMNS;
-  const long units = long(B) * s.D * H;
-  const Reset<S> x = {reset_row, &s};
+  const Index units = Index(B) * s.D * H;
+  const Items<S> x = items_of(s, reset_row, H);
   device S* arrays = (device S*)after;
-  product<CELL, GATE_N, ROWS, COLUMNS, COLUMNS>(
-      x, Wh + 3l * s.d * H * H, B, H, H, b0, j0, sums, tiles, simdgroup, lane);
+  product<CELL, GATE_N, ROWS, COLUMNS, COLUMNS, 1>(
+      x, Wh + Index(3) * s.d * H * H, B, H, H, b0, j0, sums, tiles, simdgroup, lane);
   for (int cell = 32 * simdgroup + lane; cell < ROWS * COLUMNS; cell += THREADS<COLUMNS>) {
     const int b = b0 + cell / COLUMNS, j = j0 + cell % COLUMNS;
     if (b >= B || j >= H) continue;
     const int length = value_at(lengths, b, s.T);
     const bool live = s.t < length;
-    const long at = place(s, 0, b, H) + j;
+    const Index at = place(s, 0, b, H) + j;
     const float h = is_first(s, length) ? value_at(h0, at, 0.0f) : float(((const device S*)before)[at]);
     float y[3] = {float(reset_row[units + at]), float(reset_row[2 * units + at]), 0.0f};
     const float a = float(z[place(s, s.t, b, 3 * H) + place_of(CELL, GATE_N) * H + j]);

@@ -8,21 +8,25 @@ void stepwise_gru_reset(
   constexpr int SIZE = 16, COLUMNS = 2 * SIZE;
   const Step s = step_of(n, sizes, group.z);
   const int B = s.B, H = s.H, b0 = int(group.y) * ROWS, j0 = int(group.x) * SIZE;
-  const long units = long(B) * s.D * H;
+  const Index units = Index(B) * s.D * H;
   const Previous<S, H0, M, L> x = {(const device S*)before, h0, mask, lengths, &s};
-  product<CELL, 0, ROWS, COLUMNS, SIZE>(
-      x, Wh + 3l * s.d * H * H, B, H, H, b0, j0, sums, tiles, simdgroup, lane);
+  product<CELL, 0, ROWS, COLUMNS, SIZE, 1>(
+      x, Wh + Index(3) * s.d * H * H, B, H, H, b0, j0, sums, tiles, simdgroup, lane);
   for (int cell = 32 * simdgroup + lane; cell < ROWS * SIZE; cell += THREADS<COLUMNS>) {
     const int r = cell / SIZE, b = b0 + r, j = j0 + cell % SIZE;
     if (b >= B || j >= H) continue;
-    const long at = place(s, 0, b, H) + j;
+    const Index at = place(s, 0, b, H) + j;
     float y[2];
     for (int gate = GATE_R; gate < GATE_N; ++gate) {
       const float of_input = float(z[place(s, s.t, b, 3 * H) + place_of(CELL, gate) * H + j]);
       y[gate] = activate(activation_of(CELL, gate), of_input + sums[r * COLUMNS + gate * SIZE + cell % SIZE]);
       reset_row[(1 + gate) * units + at] = S(y[gate]);
     }
-    reset_row[at] = S(y[GATE_R] * operand(x, b, j));
+    float h[1];
+    PreviousRow<S, H0, M> row;
+    find_row(x, b, 0, row);
+    operands_at<1>(row, j, h);
+    reset_row[at] = S(y[GATE_R] * h[0]);
   }
   pad_row(reset_row, 3 * units, group, 32 * simdgroup + lane);
 }

@@ -9,7 +9,7 @@ void stepwise_outputs(
   const Step s = step_of(int(thread_index.y), sizes, thread_index.z);
   const int width = kind[1], b = int(thread_index.x) / width, j = int(thread_index.x) % width;
   if (b >= s.B) return;
-  const long units = long(s.B) * s.D * width, at = place(s, 0, b, width) + j, now = place(s, s.t, b, width) + j;
+  const Index units = Index(s.B) * s.D * width, at = place(s, 0, b, width) + j, now = place(s, s.t, b, width) + j;
   const int steps = value_at(lengths, b, s.T);
   const bool ends = steps == 0 ? s.n == 0 : s.t == (s.reverse ? 0 : steps - 1);
   const device X* row = row_of(rows, starts, kind, s.n);

@@ -1,36 +1,69 @@
 // The recurrent product of a step for few batch rows: a matrix-vector product per row, bound by the stream of weights.
 //
-//   sums[r, n] = sum over k of operand(x, b0 + r, k) weights[row(n), k]
+//   sums[r, n] = sum over k of operand(b0 + r, k) weights[row(n), k]
 //   row(n) = place_of(CELL, FIRST + n / UNITS) H + j0 + n % UNITS
 //
-//   x        what the step's operand(x, b, k) reads the K numbers of batch row b from
+//   x        what find_row(x, b, segment, row) finds a row of operands in: the numbers of batch row b in one of SEGMENTS
+//            equal parts of K
 //   weights  [., K], H rows per gate
 //   sums     [ROWS, COLUMNS]
-// A simdgroup computes every eighth column for all rows; its lanes split K and are summed at the end.
+// A simdgroup computes every eighth column for all rows; its lanes split K, four numbers at a time, and are summed at the
+// end. Rows and units past the end are those before it again, which nobody reads.
 
 template <int COLUMNS> constant constexpr int THREADS = 256;
 
-template <int CELL, int FIRST, int ROWS, int COLUMNS, int UNITS, class X, class W>
+// N numbers of every row times as many of every column; both move on by `step`.
+template <int N, int ROWS, int OWN, class R, class C>
+void accumulate(thread R (&rows)[ROWS], thread C (&columns)[OWN], int step, thread float (&partial)[OWN][ROWS]) {
+  float operands[ROWS][N], w[OWN][N];
+#pragma clang loop unroll(full)
+  for (int n = 0; n < OWN; ++n) {
+    operands_at<N>(columns[n], 0, w[n]);
+    move(columns[n], step);
+  }
+#pragma clang loop unroll(full)
+  for (int r = 0; r < ROWS; ++r) {
+    operands_at<N>(rows[r], 0, operands[r]);
+    move(rows[r], step);
+  }
+#pragma clang loop unroll(full)
+  for (int part = 0; part < OWN * ROWS * N; ++part) {
+    const int e = part / (OWN * ROWS), n = part / ROWS % OWN, r = part % ROWS;
+    partial[n][r] += operands[r][e] * w[n][e];
+  }
+}
+
+template <int CELL, int FIRST, int ROWS, int COLUMNS, int UNITS, int SEGMENTS, class X, class W>
 void product(
     thread const X& x, W weights, int B, int H, int K, int b0, int j0, threadgroup float* sums,
     threadgroup float*, int simdgroup, int lane) {
-  float partial[COLUMNS / 8][ROWS];
-  for (int n = 0; n < COLUMNS / 8; ++n)
-    for (int r = 0; r < ROWS; ++r) partial[n][r] = 0.0f;
-  for (int k = lane; k < K; k += 32) {
-    float operands[ROWS];
-    for (int r = 0; r < ROWS; ++r) operands[r] = operand(x, min(b0 + r, B - 1), k);
-    for (int n = 0; n < COLUMNS / 8; ++n) {
-      const int column = simdgroup + 8 * n;
-      const int unit = min(j0 + column % UNITS, H - 1);
-      const float w = float(weights[(long(place_of(CELL, FIRST + column / UNITS)) * H + unit) * K + k]);
-      for (int r = 0; r < ROWS; ++r) partial[n][r] += operands[r] * w;
+  constexpr int OWN = COLUMNS / 8;
+  float partial[OWN][ROWS];
+  typename X::Row rows[ROWS];
+  ItemsRow<W> columns[OWN];
+#pragma clang loop unroll(full)
+  for (int part = 0; part < OWN * ROWS; ++part) partial[part / ROWS][part % ROWS] = 0.0f;
+  for (int segment = 0; segment < SEGMENTS; ++segment) {
+    const int length = K / SEGMENTS;
+#pragma clang loop unroll(full)
+    for (int n = 0; n < OWN; ++n) {
+      const int gate = place_of(CELL, FIRST + 8 * n / UNITS), unit = min(j0 + 8 * n % UNITS + simdgroup, H - 1);
+      columns[n].values = weights + (Index(gate) * H + unit) * K + segment * length + 4 * lane;
     }
-  }
-  for (int n = 0; n < COLUMNS / 8; ++n)
+#pragma clang loop unroll(full)
     for (int r = 0; r < ROWS; ++r) {
-      const float sum = simd_sum(partial[n][r]);
-      if (lane == 0) sums[r * COLUMNS + simdgroup + 8 * n] = sum;
+      find_row(x, min(b0 + r, B - 1), segment, rows[r]);
+      move(rows[r], 4 * lane);
     }
+    int k = 4 * lane;
+    for (; k + 3 < length; k += 128) accumulate<4>(rows, columns, 128, partial);
+    for (; k < length; ++k) accumulate<1>(rows, columns, 1, partial);
+  }
+#pragma clang loop unroll(full)
+  for (int part = 0; part < OWN * ROWS; ++part) {
+    const int n = part / ROWS, r = part % ROWS;
+    const float sum = simd_sum(partial[n][r]);
+    if (lane == 0) sums[r * COLUMNS + simdgroup + 8 * n] = sum;
+  }
   threadgroup_barrier(mem_flags::mem_threadgroup);
 }

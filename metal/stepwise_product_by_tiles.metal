@@ -1,42 +1,119 @@
 // The recurrent product of a step for many batch rows: the equation of stepwise_product_by_lanes.metal in 8 x 8
 // matrices.
 //
-// The threads copy 32 columns of K at a time, as float and padded with zeros, into `tiles`: ROWS rows of the operand,
-// then COLUMNS rows of weights. Simdgroup s of COLUMNS / 8 computes columns 8 s ... 8 s + 7 for all rows.
+// The threads copy 32 columns of K at a time, as float, into `tiles`: ROWS rows of operands, then COLUMNS rows of weights,
+// eight threads a row and four numbers a thread. Simdgroup s computes columns 8 s ... 8 s + 7 for all rows; where there
+// are fewer columns than 32, SLICES simdgroups share a block of eight and each has some matrices of every tile.
+// sums [SLICES, ROWS, COLUMNS]: the first slice is the result; where there are more, a thread may read those of the cells
+// thread_index, thread_index + THREADS, ... only. Rows and units past the end are the last ones again, which
+// nobody reads; past the end of K are zeros.
 
-template <int COLUMNS> constant constexpr int THREADS = 4 * COLUMNS;
+template <int COLUMNS> constant constexpr int SLICES = COLUMNS == 8 ? 4 : COLUMNS == 16 ? 2 : 1;
+template <int COLUMNS> constant constexpr int THREADS = 4 * COLUMNS * SLICES<COLUMNS>;
 constant constexpr int PITCH = 36;
 
-template <int CELL, int FIRST, int ROWS, int COLUMNS, int UNITS, class X, class W>
+// Four numbers of a row, of which `left` are there where it is not WHOLE; the others are zeros.
+template <bool WHOLE, class R>
+void part_of(thread const R& row, int left, thread float (&values)[4]) {
+  if constexpr (WHOLE) {
+    operands_at<4>(row, 0, values);
+  } else {
+#pragma clang loop unroll(full)
+    for (int e = 0; e < 4; ++e) {
+      float value[1] = {0.0f};
+      if (e < left) operands_at<1>(row, e, value);
+      values[e] = value[0];
+    }
+  }
+}
+
+// 32 columns of COUNT rows: of every AT_ONCE of them a thread copies four numbers into `own` of the first, and moves on.
+template <bool WHOLE, int COUNT, int AT_ONCE, int OWN, class R>
+void copy_tile(thread R (&rows)[OWN], int left, threadgroup float* own, int first) {
+#pragma clang loop unroll(full)
+  for (int n = 0; n < OWN; ++n) {
+    if (COUNT % AT_ONCE != 0 && first + n * AT_ONCE >= COUNT) continue;
+    float values[4];
+    part_of<WHOLE>(rows[n], left, values);
+    move(rows[n], 32);
+    *(threadgroup float4*)(own + n * AT_ONCE * PITCH) = float4(values[0], values[1], values[2], values[3]);
+  }
+}
+
+// total[r] += rows 8 r ... 8 r + 7 of the operands times the columns of this simdgroup. A lane has two neighbours of a
+// matrix: of one row in the left one, where `operands` begins for it, and of one column in the transposed right one.
+template <int ROWS, int COLUMNS>
+void multiply_tile(
+    threadgroup const float* operands, threadgroup const float* weights, thread simdgroup_float8x8 (&total)[ROWS / 8]) {
+  simdgroup_float8x8 left, right;
+#pragma clang loop unroll(full)
+  for (int part = 0; part < 32; part += 8 * SLICES<COLUMNS>) {
+    right.thread_elements()[0] = weights[part];
+    right.thread_elements()[1] = weights[PITCH + part];
+#pragma clang loop unroll(full)
+    for (int r = 0; r < ROWS / 8; ++r) {
+      const float2 neighbours = *(threadgroup const float2*)(operands + 8 * r * PITCH + part);
+      left.thread_elements()[0] = neighbours.x;
+      left.thread_elements()[1] = neighbours.y;
+      simdgroup_multiply_accumulate(total[r], left, right, total[r]);
+    }
+  }
+}
+
+template <int CELL, int FIRST, int ROWS, int COLUMNS, int UNITS, int SEGMENTS, class X, class W>
 void product(
     thread const X& x, W weights, int B, int H, int K, int b0, int j0, threadgroup float* sums,
     threadgroup float* tiles, int simdgroup, int lane) {
-  simdgroup_float8x8 total[ROWS / 8], left, right;
+  constexpr int AT_ONCE = THREADS<COLUMNS> / 8, OWN = (ROWS + AT_ONCE - 1) / AT_ONCE;
+  constexpr int OWN_COLUMNS = (COLUMNS + AT_ONCE - 1) / AT_ONCE;
+  const int thread_index = 32 * simdgroup + lane, first = thread_index / 8, k0 = 4 * (lane % 8), length = K / SEGMENTS;
+  const int block = simdgroup % (COLUMNS / 8), slice = simdgroup / (COLUMNS / 8);
+  const int row = (lane >> 2 & 4) + (lane >> 1 & 3), pair = (lane >> 2 & 2) * 2 + (lane & 1) * 2;
+  threadgroup float* weight_tile = tiles + ROWS * PITCH;
+  threadgroup const float* own = tiles + row * PITCH + 8 * slice + pair;
+  threadgroup const float* own_weights = weight_tile + (8 * block + pair) * PITCH + 8 * slice + row;
+  threadgroup float* copied = tiles + first * PITCH + k0;
+  threadgroup float* copied_weights = weight_tile + first * PITCH + k0;
+  simdgroup_float8x8 total[ROWS / 8];
 #pragma clang loop unroll(full)
   for (int r = 0; r < ROWS / 8; ++r) total[r] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
-  threadgroup float* weight_tile = tiles + ROWS * PITCH;
-  for (int start = 0; start < K; start += 32) {
-    const int k = start + lane;
-    for (int r = simdgroup; r < ROWS; r += COLUMNS / 8)
-      tiles[r * PITCH + lane] = b0 + r < B && k < K ? operand(x, b0 + r, k) : 0.0f;
-    for (int n = simdgroup; n < COLUMNS; n += COLUMNS / 8) {
-      const int unit = j0 + n % UNITS;
-      const long row = long(place_of(CELL, FIRST + n / UNITS)) * H + unit;
-      weight_tile[n * PITCH + lane] = unit < H && k < K ? float(weights[row * K + k]) : 0.0f;
-    }
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    for (int part = 0; part < 32; part += 8) {
-      simdgroup_load(right, weight_tile + 8 * simdgroup * PITCH + part, PITCH, ulong2(0), true);
+  for (int segment = 0; segment < SEGMENTS; ++segment) {
+    typename X::Row rows[OWN];
+    ItemsRow<W> columns[OWN_COLUMNS];
 #pragma clang loop unroll(full)
-      for (int r = 0; r < ROWS / 8; ++r) {
-        simdgroup_load(left, tiles + 8 * r * PITCH + part, PITCH);
-        simdgroup_multiply_accumulate(total[r], left, right, total[r]);
-      }
+    for (int n = 0; n < OWN; ++n) {
+      find_row(x, min(b0 + first + n * AT_ONCE, B - 1), segment, rows[n]);
+      move(rows[n], k0);
     }
-    threadgroup_barrier(mem_flags::mem_threadgroup);
+#pragma clang loop unroll(full)
+    for (int n = 0; n < OWN_COLUMNS; ++n) {
+      const int column = first + n * AT_ONCE, unit = min(j0 + column % UNITS, H - 1);
+      columns[n].values = weights + (Index(place_of(CELL, FIRST + column / UNITS)) * H + unit) * K + segment * length + k0;
+    }
+    int left = length;
+    for (; left >= 32; left -= 32) {
+      copy_tile<true, ROWS, AT_ONCE>(rows, 4, copied, first);
+      copy_tile<true, COLUMNS, AT_ONCE>(columns, 4, copied_weights, first);
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+      multiply_tile<ROWS, COLUMNS>(own, own_weights, total);
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+    }
+    if (left > 0) {
+      copy_tile<false, ROWS, AT_ONCE>(rows, left - k0, copied, first);
+      copy_tile<false, COLUMNS, AT_ONCE>(columns, left - k0, copied_weights, first);
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+      multiply_tile<ROWS, COLUMNS>(own, own_weights, total);
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+    }
   }
 #pragma clang loop unroll(full)
   for (int r = 0; r < ROWS / 8; ++r)
-    simdgroup_store(total[r], sums + 8 * r * COLUMNS + 8 * simdgroup, COLUMNS);
+    simdgroup_store(total[r], sums + (slice * ROWS + 8 * r) * COLUMNS + 8 * block, COLUMNS);
   threadgroup_barrier(mem_flags::mem_threadgroup);
+  if constexpr (SLICES<COLUMNS> > 1) {  // a thread adds up the sums of the cells it will compute
+    for (int cell = thread_index; cell < ROWS * COLUMNS; cell += THREADS<COLUMNS>) {
+#pragma clang loop unroll(full)
+      for (int n = 1; n < SLICES<COLUMNS>; ++n) sums[cell] += sums[n * ROWS * COLUMNS + cell];
+    }
+  }
 }

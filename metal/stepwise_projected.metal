@@ -7,5 +7,5 @@ void stepwise_projected(G gates, C c, L lengths, const constant int* sizes, devi
   if (b >= s.B) return;
   const float o = float(gates[place(s, s.t, b, 4 * s.H) + place_of(CELL, GATE_O) * s.H + j]);
   const float output = activate(activation_of(CELL, OUTPUT), c[place(s, s.t, b, s.H) + j]);
-  m[((long(s.d) * s.T + s.t) * s.B + b) * s.H + j] = S(s.t < value_at(lengths, b, s.T) ? o * output : 0.0f);
+  m[((Index(s.d) * s.T + s.t) * s.B + b) * s.H + j] = S(s.t < value_at(lengths, b, s.T) ? o * output : 0.0f);
 }

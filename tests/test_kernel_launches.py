@@ -241,15 +241,18 @@ def test_stepwise_stays_within_the_limits_of_metal(op):
     seen = set()
 
     def prepare(name, shaders, inputs, outputs, template, body, groups, threads):
-        numbers = re.match(r"threadgroup float sums\[(\d+)\], tiles\[(\d+)\]", body).groups()
-        seen.add((threads, 4 * sum(map(int, numbers))))
+        sums, vectors = re.findall(r"threadgroup (?:float|vec<float, 4>) \w+\[(\d+)\];", body)
+        seen.add((threads, 4 * int(sums) + 16 * int(vectors)))
         return None, {}
 
     with patch.object(kernels_stepwise, "prepare", prepare):
         for B in (*range(1, 70), 1000):
             problem = Problem(1, B, 7, 7, CELLS[op])
-            for columns in (kernels_stepwise.UNITS[op] * problem.cell.gates, kernels_stepwise.columns_of(B)):
-                kernels_stepwise.StepLaunch("", ("",), problem, {}, (8, mx.float32), {}, (7, 7, columns))
+            rows = kernels_stepwise.stepwise_rows(B)
+            forward = rows, kernels_stepwise.UNITS[op] * problem.cell.gates
+            for high, columns in (forward, *kernels_stepwise.TILES.get(rows, [(rows, 8)])):
+                template = {"ROWS": high}
+                kernels_stepwise.StepLaunch("", ("",), problem, {}, (8, mx.float32), template, (7, 7, columns))
     assert all(threads <= 1024 and size <= 32768 for threads, size in seen), seen
     assert len(seen) > 3
 

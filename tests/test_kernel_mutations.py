@@ -28,10 +28,11 @@ LAYERS = {
 USERS = {  # shader file: (engine, layers) that use it, batch sizes at which they do
     "stepwise": ({"stepwise": ["projection"]}, (4, 9)),
     "stepwise_product_by_lanes": ({"stepwise": ["projection"]}, (3, 4)),
-    "stepwise_product_by_tiles": ({"stepwise": ["projection"]}, (9, 33)),
+    "stepwise_product_by_tiles": ({"stepwise": ["projection", "gru"]}, (9, 33)),
+    "stepwise_previous": ({"stepwise": ["projection"]}, (4, 9)),
     "stepwise_forward": ({"stepwise": ["projection", "gru"]}, (4, 9)),
     "stepwise_project": ({"stepwise": ["projection"]}, (4, 9)),
-    "stepwise_following": ({"stepwise": ["projection"]}, (3, 9)),
+    "stepwise_following": ({"stepwise": ["projection", "gru"]}, (3, 9)),
     "stepwise_backward": ({"stepwise": ["projection", "gru"]}, (4, 9)),
     "stepwise_dh": ({"stepwise": ["projection", "gru"]}, (4, 9)),
     "stepwise_join": ({"stepwise": ["rnn"]}, (3, 9)),
@@ -60,10 +61,16 @@ USERS = {  # shader file: (engine, layers) that use it, batch sizes at which the
 BARRIERS = [file for file in USERS if "_barrier(" in kernels.shader_file(file)]
 
 HARMLESS = {  # damages that change nothing, and why
-    "for (int start = 0; start < K; start += 32) {  < becomes <=",  # one more tile, all of it padding
-    # A row more, which its writer then overwrites.
-    "for (int r = simdgroup; r < ROWS; r += COLUMNS / 8)  < becomes <=",
-    "for (int part = 0; part < 32; part += 8) {  the bound of < is one less",  # 24 is the last part either way
+    # The last numbers then come one by one.
+    "for (; k + 3 < length; k += 128) accumulate<4>(rows, columns, 128, partial);  the bound of < is one less",
+    # The last tile then is copied as one that may end early; and one more, all of it padding.
+    "for (; left >= 32; left -= 32) {  >= becomes >",
+    "for (; left >= 32; left -= 32) {  the bound of >= is one more",
+    "if (left > 0) {  > becomes >=",
+    # 24 is the last part either way.
+    "for (int part = 0; part < 32; part += 8 * SLICES<COLUMNS>) {  the bound of < is one less",
+    # No slice to add.
+    "if constexpr (SLICES<COLUMNS> > 1) {  // a thread adds up the sums of the cells it will compute  > becomes >=",
     # A row that begins the next piece, which then is taken; and no row at all.
     "if (starts[n] <= m && m < starts[n + 1]) row = rows.pieces[n] + (m - starts[n]) * long(kind[0]);  < becomes <=",
     "for (int n = 0; n < 20; ++n)  < becomes <=",

@@ -25,6 +25,7 @@ from mlx_lstm.engines import METAL_ENGINES
 from mlx_lstm.engines.cells import LSTMCell
 from mlx_lstm.engines.metal import fused as engine_fused
 from mlx_lstm.engines.metal import fused_launches as kernels_fused
+from mlx_lstm.engines.metal import stepwise_launches as kernels_stepwise
 from mlx_lstm.oracle import ARRAYS, backward, forward
 from mlx_lstm.oracle.closeness import assert_close, assert_within, bounds
 
@@ -154,6 +155,19 @@ def test_odd_shapes_of_both_directions(engine, layer, sizes):
 def test_a_projection_of_few_numbers(sizes, way):
     """Fewer than 8 in every array, which MLX binds as constant; without options, whose gradients take another way."""
     check(*with_engine("stepwise", draw_away_from_kinks(3, sizes=sizes, projection=True, **way)))
+
+
+@pytest.mark.parametrize("B", [2, 9])
+@pytest.mark.parametrize("layer", ["projection", "gru", "gru_before"])
+def test_arrays_too_large_for_indices_of_32_bits(layer, B):
+    options = {"projection": True, "peephole": True} if layer == "projection" else LAYERS[layer]
+    case, cotangents = draw_away_from_kinks(3, ROUNDING_MARGIN, sizes=(3, B, 2, 5, 3), mask=(3, B, "P"), **options)
+    short = check(case, "stepwise", cotangents)[0]
+    with patch.object(kernels_stepwise, "INDICES", 1):
+        long, log = check(case, "stepwise", cotangents)
+    assert all("__64" in launch.name for launch in log if "stepwise" in launch.name)
+    for name, value in short.items():
+        np.testing.assert_array_equal(value, long[name], err_msg=name)
 
 
 @pytest.mark.parametrize("engine", ENGINES)

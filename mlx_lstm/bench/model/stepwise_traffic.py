@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from math import ceil
 
-from ...engines.metal.stepwise_launches import UNITS, columns_of, stepwise_rows
+from ...engines.metal.stepwise_launches import UNITS, stepwise_rows, tile_of
 from ...engines.problem import Problem
 from .launches import Buffer, Launch
 
@@ -61,12 +61,12 @@ def reads(buffer: Buffer, launch: Launch, problem: Problem) -> tuple[float, floa
 def product(problem: Problem, kind: str) -> tuple[int, int, float, float]:
     """How a step's product is cut: threadgroups across the units and down the batch; how often each element of the
     operand is read, and of the weights."""
-    rows = stepwise_rows(problem.B)
-    units = UNITS[problem.cell.op] if kind == "forward" else columns_of(problem.B)
+    forward = stepwise_rows(problem.B), UNITS[problem.cell.op]
+    rows, units = forward if kind == "forward" else tile_of(problem, problem.H)
     across, down = ceil(problem.H / units), ceil(problem.B / rows)
-    if rows < 8:  # by lanes: every simdgroup of eight reads the operand; rows and units past the end are read again
-        return across, down, 8 * across * down * rows / problem.B, down * across * units / problem.H
-    return across, down, across, down
+    # By lanes every simdgroup of eight reads the operand. Rows and units past the end are the last ones, read again.
+    readers = 8 if rows < 8 else 1
+    return across, down, readers * across * down * rows / problem.B, down * across * units / problem.H
 
 
 def weights(buffer: Buffer, kind: str, problem: Problem) -> tuple[float, float]:

@@ -22,9 +22,35 @@ UNITS = {"lstm": 8, "gru": 8, "rnn": 32}
 """Hidden units of a threadgroup, forward; as metal/stepwise_cell_*.metal have them."""
 
 
+SLICES = {8: 4, 16: 2}
+"""Simdgroups that share eight columns of the product by tiles, by the columns there are; as its file has it."""
+
+TILES = {8: ((8, 32), (8, 16), (8, 8)), 32: ((32, 32), (16, 32), (16, 16))}
+"""Rows and columns of a threadgroup's product by tiles where the cells need one column each, by `stepwise_rows`."""
+
+INDICES = 2**31
+
+FEWEST_GROUPS = 32
+"""Threadgroups that are worth smaller ones: GPUs have 8 to 40 cores, and a product is a chain of loads, so that a core
+without work costs more than operands and weights that are read more often. Not measured."""
+
+
 def stepwise_rows(B: int) -> int:
     """Batch rows per threadgroup. Below 8 the product runs by lanes, else in 8 x 8 matrices."""
     return 1 if B == 1 else 4 if B < 8 else 8 if B < 32 else 32
+
+
+def index_bits(problem: Problem) -> int:
+    """Bits of an index: 64 where an array may have more elements than 32 count. With those a step takes twice the
+    instructions besides its product."""
+    width, gates = max(problem.H, problem.P), problem.cell.gates + 3  # a row of 16-bit numbers has two for a float
+    largest = problem.directions * gates * width * max(problem.T * problem.B, width)
+    return 32 if largest < INDICES else 64
+
+
+def named(name: str, problem: Problem) -> str:
+    """A kernel's name, apart from that of the one with other indices."""
+    return name if index_bits(problem) == 32 else f"{name}__64"
 
 
 def row_type(dtype: mx.Dtype) -> mx.Dtype:
@@ -61,17 +87,21 @@ class StepLaunch:
         rows: Rows | None = None,
     ):
         shader, self.rows, self.output = shaders[-1], rows, output
-        lanes, height = stepwise_rows(problem.B) < 8, stepwise_rows(problem.B)
-        self.threads = 256 if lanes else 4 * units[2]
+        lanes, height = template["ROWS"] < 8, template["ROWS"]
+        slices = 1 if lanes else SLICES.get(units[2], 1)
+        self.threads = 256 if lanes else 4 * units[2] * slices
         self.groups = -(-units[0] // units[1]), -(-problem.B // height), problem.directions
         product = f"stepwise_product_by_{'lanes' if lanes else 'tiles'}"
-        shaders, outputs = ("cell", *shaders[:-1], product, shader), {"after": ((output[0],), output[1])}
+        shaders = ("cell", f"stepwise_index_{index_bits(problem)}", *shaders[:-1], product, shader)
+        outputs: Outputs = {"after": ((output[0],), output[1])}
         numbers = ", ".join(name for name in template if name != "X")
-        shared = f"threadgroup float sums[{height * units[2]}], tiles[{1 if lanes else 36 * (height + units[2])}];\n"
+        shared = f"threadgroup float sums[{slices * height * units[2]}];\n"
+        shared += f"threadgroup vec<float, 4> vectors[{1 if lanes else 9 * (height + units[2])}];\n"
+        shared += "threadgroup float* tiles = (threadgroup float*)vectors;\n"
         self.before = f"{shared}uint3 group = threadgroup_position_in_grid;\n"
         self.call = f"{shader}<{numbers}>({arguments(inputs | outputs)}, sums, tiles, group, {LANE});\n"
-        self.parts = name, shaders, inputs, outputs, template
-        body = self.before + self.call
+        self.parts = problem, name, shaders, inputs, outputs, template
+        body, name = self.before + self.call, named(name, problem)
         self.launch, given = prepare(name, shaders, inputs, outputs, template, body, self.groups, self.threads)
         self.places, self.inputs = {name: n for n, name in enumerate(given)}, list(given.values())
         self.joining: dict[tuple[int, ...], tuple[Callable[..., list[mx.array]], list[mx.array]]] = {}
@@ -100,7 +130,7 @@ class StepLaunch:
 
     def prepare_join(self, arrays: list[mx.array], steps: tuple[int, ...]):
         """The launch that joins arrays of so many rows beside its call, and the sizes it is told."""
-        name, shaders, inputs, outputs, template = self.parts
+        problem, name, shaders, inputs, outputs, template = self.parts
         length, total = self.output[0], sum(steps)
         more = max(1, min(64, length * total // (8 * self.threads)))
         pieces = {f"p{n}": array for n, array in enumerate(arrays)}
@@ -113,7 +143,8 @@ stepwise_join(pieces, starts, first, joined, group, thread_index_in_threadgroup)
         shaders, groups = (*shaders, "stepwise_join"), (self.groups[0] + more, *self.groups[1:])
         outputs = outputs | {"joined": ((total * length,), self.output[1])}
         inputs = inputs | pieces | sizes
-        launch, _ = prepare(f"{name}_joining", shaders, inputs, outputs, template, body, groups, self.threads)
+        name = named(f"{name}_joining", problem)
+        launch, _ = prepare(name, shaders, inputs, outputs, template, body, groups, self.threads)
         return launch, list(sizes.values())
 
 
@@ -167,11 +198,11 @@ def stepwise_gru_candidate(problem: Problem, given: Inputs, rows: Rows) -> StepL
 def stepwise_gru_reset_backward(problem: Problem, given: Inputs, rows: Rows) -> StepLaunch:
     """The row of each step back; metal/stepwise_gru_reset_backward.metal has the inputs."""
     inputs = select(given, "step now_row weights gates states states0 mask lengths sizes")
-    dtype, columns = inputs["weights"].dtype, columns_of(problem.B)
-    template = backward_template(problem, False, dtype) | {"X": row_type(dtype)}
+    dtype, tile = inputs["weights"].dtype, tile_of(problem, problem.H)
+    template = backward_template(problem, False, dtype, tile) | {"X": row_type(dtype)}
     output = row_length(problem, problem.H, 3, True, dtype), row_type(dtype)
     files = (*cell_files("gru", "backward"), "stepwise", "stepwise_gru_reset_backward")
-    units = problem.H, columns, columns
+    units = problem.H, tile[1], tile[1]
     return StepLaunch("stepwise_gru_reset_backward", files, problem, inputs, output, template, units, rows)
 
 
@@ -179,11 +210,11 @@ def stepwise_project(problem: Problem, given: Inputs, rows: Rows) -> StepLaunch:
     """A row with h [B, D P] of each step; metal/stepwise_project.metal has the inputs."""
     inputs = select(given, "step before Wp sizes")
     dtype = inputs["Wp"].dtype
-    columns = columns_of(problem.B)
-    template = {"ROWS": stepwise_rows(problem.B), "COLUMNS": columns, "S": dtype, "X": row_type(dtype)}
+    tile = tile_of(problem, problem.P)
+    template = {"ROWS": tile[0], "COLUMNS": tile[1], "S": dtype, "X": row_type(dtype)}
     output = row_length(problem, problem.P, 1, False, dtype), row_type(dtype)
     files = ("stepwise", "stepwise_project")
-    units = problem.P, columns, columns
+    units = problem.P, tile[1], tile[1]
     return StepLaunch("lstm_stepwise_project", files, problem, inputs, output, template, units, rows)
 
 
@@ -192,10 +223,10 @@ def stepwise_backward(problem: Problem, given: Inputs, rows: Rows | None) -> Ste
     names = "step before dh_now weights gates states states0 q extra mask lengths dh dc dgates dhT dcT sizes"
     inputs = select(given, names)
     cell, op, dtype = problem.cell, problem.cell.op, inputs["weights"].dtype
-    columns = columns_of(problem.B)
-    template = backward_template(problem, inputs["extra"] is not None, dtype) | {"X": row_type(dtype)}
+    tile = tile_of(problem, problem.H)
+    template = backward_template(problem, inputs["extra"] is not None, dtype, tile) | {"X": row_type(dtype)}
     output = row_length(problem, problem.H, cell.gates, op != "rnn", dtype), row_type(dtype)
-    units = problem.H, columns, columns
+    units = problem.H, tile[1], tile[1]
     files = (*backward_files(problem), "stepwise_backward")
     return StepLaunch(f"{op}_stepwise_backward", files, problem, inputs, output, template, units, rows)
 
@@ -204,27 +235,32 @@ def stepwise_dh(problem: Problem, given: Inputs, rows: Rows | None = None) -> St
     """A row with dh_t [B, D P] of each step or, without rows, dh0, flat; metal/stepwise_dh.metal has the inputs."""
     inputs = select(given, "step before weights gates mask lengths dh dhT sizes")
     op, dtype = problem.cell.op, inputs["weights"].dtype
-    columns = columns_of(problem.B)
-    template = backward_template(problem, False, dtype) | {"X": row_type(dtype)}
+    tile = tile_of(problem, problem.P)
+    template = backward_template(problem, False, dtype, tile) | {"X": row_type(dtype)}
     output = row_length(problem, problem.P, 1, False, dtype), row_type(dtype) if rows else dtype
-    units = problem.P, columns, columns
+    units = problem.P, tile[1], tile[1]
     return StepLaunch(
         f"{op}_stepwise_dh", (*backward_files(problem), "stepwise_dh"), problem, inputs, output, template, units, rows
     )
 
 
-def columns_of(B: int) -> int:
-    """Columns of a threadgroup's product where the cells need one each."""
-    return 8 if stepwise_rows(B) < 8 else 32
+def tile_of(problem: Problem, width: int) -> tuple[int, int]:
+    """Rows and columns of a threadgroup's product of `width` columns, where the cells need one each: by lanes 8
+    columns, else the largest tile that makes enough threadgroups."""
+    rows = stepwise_rows(problem.B)
+    if rows < 8:
+        return rows, 8
+    tiles = TILES[rows]
+    groups = [-(-problem.B // high) * -(-width // wide) * problem.directions for high, wide in tiles]
+    return next((tile for tile, count in zip(tiles, groups, strict=True) if count >= FEWEST_GROUPS), tiles[-1])
 
 
-def backward_template(problem: Problem, peephole: bool, dtype: mx.Dtype) -> Template:
+def backward_template(problem: Problem, peephole: bool, dtype: mx.Dtype, tile: tuple[int, int]) -> Template:
     """Template numbers of the steps back."""
-    columns = columns_of(problem.B)
     return {
         "CELL": cell_number(problem.cell, peephole),
-        "ROWS": stepwise_rows(problem.B),
-        "COLUMNS": columns,
+        "ROWS": tile[0],
+        "COLUMNS": tile[1],
         "S": dtype,
     }
 
@@ -268,8 +304,8 @@ def launch_sequences(
     body = f"const Rows<X> rows = {{{{{', '.join(pieces)}}}}};\n" + "\n".join(calls)
     template = template | {"X": left[-1].dtype}
     groups = -(-problem.B * max(width for _, width in kinds) // 256), problem.T, problem.directions
-    shaders = ("cell", "store", "stepwise", "stepwise_sequences", *shaders)
-    found = launch(name, shaders, inputs | pieces | sizes, outputs, template, body, groups, 256)
+    shaders = ("cell", "store", f"stepwise_index_{index_bits(problem)}", "stepwise", "stepwise_sequences", *shaders)
+    found = launch(named(name, problem), shaders, inputs | pieces | sizes, outputs, template, body, groups, 256)
     return dict(zip((name for name, output in outputs.items() if output), found, strict=True))
 
 

@@ -39,9 +39,10 @@ EMU_VECTORS(long) EMU_VECTORS(ulong) EMU_VECTORS(half) EMU_VECTORS(float) EMU_VE
 typedef int2 bool2;
 typedef int3 bool3;
 typedef int4 bool4;
-struct packed_float2 { float x, y; };
-struct packed_float3 { float x, y, z; };
-struct packed_float4 { float x, y, z, w; };
+// Packed vectors may lie wherever an element may.
+typedef float packed_float4 __attribute__((ext_vector_type(4), aligned(4)));
+typedef half packed_half4 __attribute__((ext_vector_type(4), aligned(2)));
+typedef bfloat packed_bfloat4 __attribute__((ext_vector_type(4), aligned(2)));
 
 // ../runtime/host.h, simdgroup.h, scheduler.h, memory.h
 extern "C" {
