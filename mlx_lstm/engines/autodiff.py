@@ -69,8 +69,11 @@ def differentiable(problem: Problem, arrays: Arrays, engine: str) -> dict[str, m
         vmap_one_by_one(function, tape.count_all)  # under mx.vmap the taps are lost
     # A custom function has to get every array that mx.vmap may map.
     outputs = function(*arrays.values(), *([] if problem.lengths is None else [problem.lengths]))
+    tapped = tape.shown if problem.training else []
+    if not problem.return_gates:  # nobody sees them
+        tapped = [name for name in tapped if name != "gates"]
     named = zip(tape.shown, outputs, strict=True)
-    return {name: tape.tap(name, value) for name, value in named} if problem.training else dict(named)
+    return {name: tape.tap(name, value) if name in tapped else value for name, value in named}
 
 
 class Tape:
