@@ -10,9 +10,16 @@ struct Rows {
 // Row m of its kind.
 template <class X>
 const device X* row_of(thread const Rows<X>& rows, const device int* starts, const constant int* kind, int m) {
-  const device X* row = rows.pieces[0];
+  const device X* piece = rows.pieces[0];
+  int first = 0;
   m += kind[2];
-  for (int n = 0; n < 20; ++n)
-    if (starts[n] <= m && m < starts[n + 1]) row = rows.pieces[n] + (m - starts[n]) * long(kind[0]);
-  return row;
+#pragma clang loop unroll(full)
+  for (int n = 1; n < 20; ++n) {
+    const int start = starts[n];
+    if (start <= m) {
+      piece = rows.pieces[n];
+      first = start;
+    }
+  }
+  return piece + (m - first) * Index(kind[0]);
 }

@@ -257,6 +257,16 @@ def test_stepwise_stays_within_the_limits_of_metal(op):
     assert len(seen) > 3
 
 
+@pytest.mark.parametrize("D", [1, 2])
+def test_a_step_back_has_threadgroups_for_many_cores(D):
+    """At B = 32 and H = 256 as many as a step forward; large tiles, which read less, where there is enough to do."""
+    for B, H, groups, tile in ((32, 256, 32, (16, 16)), (8, 256, 32, (8, 8)), (128, 1024, 128, (32, 32))):
+        problem = Problem(1, B, H, H, LSTMCell(), bidirectional=D == 2)
+        rows, columns = kernels_stepwise.tile_of(problem, H)
+        assert (rows, columns) == tile or D == 2
+        assert D * -(-B // rows) * -(-H // columns) >= groups
+
+
 COUNTED = {
     "plain": {},
     "mask": {"mask": (64, 2, "P")},

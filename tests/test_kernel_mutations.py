@@ -71,9 +71,7 @@ HARMLESS = {  # damages that change nothing, and why
     "for (int part = 0; part < 32; part += 8 * SLICES<COLUMNS>) {  the bound of < is one less",
     # No slice to add.
     "if constexpr (SLICES<COLUMNS> > 1) {  // a thread adds up the sums of the cells it will compute  > becomes >=",
-    # A row that begins the next piece, which then is taken; and no row at all.
-    "if (starts[n] <= m && m < starts[n + 1]) row = rows.pieces[n] + (m - starts[n]) * long(kind[0]);  < becomes <=",
-    "for (int n = 0; n < 20; ++n)  < becomes <=",
+    "for (int n = 1; n < 20; ++n) {  < becomes <=",  # no row begins there
     "if (run < RESIDENT)  the bound of < is one less",  # one run is read again instead of kept
     "if (part < RESIDENT)  the bound of < is one less",  # likewise
     "for (int m = 0; m < TILES; ++m) {  < becomes <=",  # WANTED has no bit for one more
