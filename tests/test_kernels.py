@@ -157,6 +157,16 @@ def test_a_projection_of_few_numbers(sizes, way):
     check(*with_engine("stepwise", draw_away_from_kinks(3, sizes=sizes, projection=True, **way)))
 
 
+@pytest.mark.parametrize("layer", ["projection", "rnn"])
+def test_more_steps_than_arrays_that_a_launch_may_read(layer):
+    """Their rows are joined on the way."""
+    options = {"projection": True} if layer == "projection" else LAYERS[layer]
+    _, log = check(
+        *with_engine("stepwise", draw_away_from_kinks(3, ROUNDING_MARGIN, sizes=(30, 2, 2, 3, 3), **options))
+    )
+    assert any("_joining" in launch.name for launch in log)
+
+
 @pytest.mark.parametrize("B", [2, 9])
 @pytest.mark.parametrize("layer", ["projection", "gru", "gru_before"])
 def test_arrays_too_large_for_indices_of_32_bits(layer, B):
