@@ -23,14 +23,41 @@ inline float rise(int name) { return name == HARD_SIGMOID ? 0.2f : 1.0f / 6.0f; 
 // x between two bounds. Metal's own clamp and max drop NaN.
 inline float within(float least, float x, float most) { return x < least ? least : x > most ? most : x; }
 
+// The logistic function of x, or tanh x, so that lanes may differ in it: one exp2 and one reciprocal. Near 0, where
+// 2 y - 1 has lost digits, tanh is a polynomial fitted to it: both are right to about 3 units in the last place.
+inline float squash(bool is_tanh, float x) {
+  const float power = x * (is_tanh ? -2.88539008f : -1.44269504f);
+  // Above 2^126 a reciprocal need not be right. NaN stays NaN.
+  const float y = fast::divide(1.0f, 1.0f + exp2(power > 126.0f ? 126.0f : power));
+  const float z = x * x;
+  const float near = x + x * z * (-0.333329466f + z * (0.13320725f + z * (-0.0526718108f + z * 0.0164375759f)));
+  const float far = is_tanh ? 2.0f * y - 1.0f : y;
+  return is_tanh && z < 0.3f ? near : far;
+}
+
 inline float activate(int name, float x) {
   switch (name) {
     case IDENTITY: return x;
     case RELU: return x < 0.0f ? 0.0f : x;
-    case TANH: return precise::tanh(x);
-    case SIGMOID: return 1.0f / (1.0f + exp(-x));
+    case TANH: return squash(true, x);
+    case SIGMOID: return squash(false, x);
     default: return within(0.0f, rise(name) * x + 0.5f, 1.0f);
   }
+}
+
+// Whether one squash can compute all of the first `gates` gates, each in its own lane.
+constexpr bool squashes(int cell, int gates) {
+  bool all = true;
+  for (int gate = 0; gate < gates; ++gate)
+    all = all && (activation_of(cell, gate) == TANH || activation_of(cell, gate) == SIGMOID);
+  return all;
+}
+
+// The activation of a gate of the first GATES, which is the lane's own.
+template <int CELL, int GATES>
+float activate_own(int gate, float x) {
+  if constexpr (squashes(CELL, GATES)) return squash(activation_of(CELL, gate) == TANH, x);
+  else return activate(activation_of(CELL, gate), x);
 }
 
 // An activation's derivative, written in its output y.
@@ -42,4 +69,11 @@ inline float slope(int name, float y) {
     case SIGMOID: return y * (1.0f - y);
     default: return y > 0.0f && y < 1.0f ? rise(name) : 0.0f;
   }
+}
+
+// That of a gate of the first GATES, which is the lane's own.
+template <int CELL, int GATES>
+float slope_own(int gate, float y) {
+  if constexpr (squashes(CELL, GATES)) return (activation_of(CELL, gate) == TANH ? 1.0f : y) - y * y;
+  else return slope(activation_of(CELL, gate), y);
 }

@@ -7,12 +7,16 @@
 
 template <int CELL> constant constexpr bool CLIPS = (CELL >> 25) & 1;
 
-// One gate. a: its preactivation, p: its peephole weight, state: the cell state it peeps at.
+// What a gate is the activation of. a: the preactivation, p: its peephole weight, state: the cell state it peeps at.
+template <int CELL>
+float lstm_preactivation(int gate, float a, float p, float state, float forget_bias) {
+  a += gate == GATE_F ? forget_bias : 0.0f;
+  return a + (PEEPHOLE<CELL> == NO_PEEPHOLE ? 0.0f : p * state);
+}
+
 template <int CELL>
 float lstm_gate(int gate, float a, float p, float state, float forget_bias) {
-  a += gate == GATE_F ? forget_bias : 0.0f;
-  a += PEEPHOLE<CELL> == NO_PEEPHOLE ? 0.0f : p * state;
-  return activate(activation_of(CELL, gate), a);
+  return activate(activation_of(CELL, gate), lstm_preactivation<CELL>(gate, a, p, state, forget_bias));
 }
 
 template <int CELL>

@@ -3,92 +3,134 @@
 //
 //   dh_t = mask_next * (d_next Wh) + what reaches h_t past the product + dh[t];   d_t, ... = cell_backward(dh_t, ...)
 //
-//   Wh_T           [D, H, G H]: Wh transposed
 //   beside         an LSTM's dc [T, B, D H], or a GRU's q [D, T, B, H]
 //   d_out          [T, B, D G H] or absent: d
 //   states, first  [T, B, D H] and [B, D H]: what the cell keeps after each step and before the first, c or h
 // d is dz, but for a GRU's candidate, whose product gets dz_n r. It stands in `vectors`, [2][ROWS][padded G H], the two
-// halves by turns; of a cell with two products dz_n in the first, for r's gradient, and dz_r, dz_z in the second. Every
-// lane of a unit keeps its dh, dc and state; each of four reads one number of state before, dh, beside, mask, and of
-// the gates its own.
-template <int CELL, int H, int UNITS, int ROWS, int RESIDENT, class S, class G, class X, class X0, class W, class E,
-    class M, class L, class D, class Q, class DG, class DT, class DCT, class DO, class DC0>
+// halves by turns; of a cell with two products dz_n, for r's gradient, in the first [ROWS][padded H] and dz_r, dz_z
+// behind it. Every lane of a unit keeps its dh, dc and state; each of four reads one number of state before, dh, beside,
+// mask, and of the gates its own.
+template <int CELL, int H, int UNITS, int ROWS, int RESIDENT, class Index, class S, class G, class X, class X0, class W,
+    class E, class M, class L, class D, class Q, class DG, class DT, class DCT, class DO, class DC0>
 void fused_backward(
-    G gates, X states, X0 first, W Wh_T, E extra, M mask, L lengths, D dh, Q beside, DG dgates, DT dhT, DCT dcT,
+    G gates, X states, X0 first, W packed, E extra, M mask, L lengths, D dh, Q beside, DG dgates, DT dhT, DCT dcT,
     const constant int* sizes, device S* dz, DO d_out, device S* dh0, DC0 dc0, threadgroup float4* vectors, uint2 group,
-    uint index, uint threads, uint lane) {
-  constexpr int GROUP = LANES * UNITS, K = GATES * H, RUNS = GROUP * RUNS_OF<K, GROUP>, HALF = ROWS * RUNS;
+    uint index, uint threads) {
+  constexpr bool TWO = TWO_PRODUCTS<CELL>;
+  constexpr int GROUP = LANES * UNITS, FIRST = RUNS_OF<H, GROUP>, K = TWO ? (GATES - 1) * H : GATES * H;
+  constexpr int RUNS = RUNS_OF<K, GROUP>, COUNT = UNITS * (RUNS + (TWO ? FIRST : 0)), ROW = GROUP * RUNS;
+  constexpr int HALF = ROWS * (TWO ? GROUP * FIRST : ROW), SIZE = HALF + ROWS * ROW, OWN = LANES > 1 ? 0 : 1;
   Sweep sweep = {};
-  read_sizes(sizes, group.y, H, sweep);
-  const int s = int(index) % GROUP, gate = s % LANES, first_unit = int(index) / GROUP * UNITS;
-  const int unit = first_unit + s / LANES, b0 = int(group.x) * ROWS, block = gate_block(CELL, gate);
-  const long step = time_step(sweep, 1, H), gate_step = GATES * step;
-  const W weights = Wh_T + long(sweep.direction) * GATES * H * H;
-  int rows_at[UNITS], length[ROWS];
-  vec<S, 4> kept[UNITS * RESIDENT];
-  for (int v = 0; v < UNITS; ++v) rows_at[v] = first_unit + v;
-  keep_runs<UNITS, RESIDENT, GROUP, S>(weights, rows_at, H, K, s, kept);
-  for (int n = int(index); n < 2 * HALF; n += int(threads)) vectors[n] = float4(0.0f);
-  float p[LANES], dh_now[ROWS], dc_now[ROWS], now[ROWS], mask_now[ROWS], direct[ROWS], own[ROWS], reset[ROWS];
-  share(unit < H ? lane_constant<CELL>(extra, sweep.direction, gate, H, unit) : 0.0f, int(lane), p);
+  read_sizes(sizes, group.y, sweep);
+  const int s = int(index) % GROUP, gate = s % LANES, unit = int(index) / LANES;
+  const int row = operand_block(CELL, gate), block = gate_block(CELL, gate) < 0 ? row : gate_block(CELL, gate);
+  const bool real = H % (32 / LANES) == 0 || unit < H, has_gate = real && gate_block(CELL, gate) >= 0;
+  const long step = time_step(sweep, 1, H), gate_step = GATES * step, first_at = first_time(sweep);
+  const long last = sweep.reverse ? 0 : sweep.stop - 1 - sweep.start, rows = long(sweep.B) * H;
+  const X states_before = from(states, (first_at + (sweep.reverse ? 1 : -1)) * step);
+  const G gates_now = from(gates, first_at * gate_step);
+  const DG dgates_now = from(dgates, first_at * gate_step);
+  const D dh_outside = from(dh, first_at * step);
+  const Q beside_now = from(beside, APART ? (long(sweep.direction) * sweep.T + first_at) * rows : first_at * step);
+  const M masks = from(mask, sweep.masks_differ ? first_at * step : 0);
+  const device vec<S, 4>* read = vectors_of_lane<COUNT, S>(packed, sweep.direction, index, threads);
+  vec<S, 4> kept[RESIDENT > 0 ? RESIDENT : 1];
+#pragma clang loop unroll(full)
+  for (int n = 0; n < RESIDENT; ++n) kept[n] = read[32 * n];
+  for (int n = int(index); n < SIZE; n += int(threads)) vectors[n] = float4(0.0f);
+  const float p = real ? lane_constant<CELL>(extra, sweep.direction, gate, H, unit) : 0.0f;
+  float dh_now[ROWS], dc_now[ROWS], now[ROWS];
+  int length[ROWS];
+  Index at[ROWS], gate_at[ROWS], beside_at[ROWS], mask_at[ROWS];
+  const Index stride = Index(sweep.reverse ? step : -step), mask_stride = sweep.masks_differ ? stride : 0;
+  const Index beside_stride = APART ? Index(sweep.reverse ? rows : -rows) : stride;
+#pragma clang loop unroll(full)
   for (int r = 0; r < ROWS; ++r) {
-    const long at = place_in(sweep, b0 + r, 1, 0, H, unit);
-    const bool real = b0 + r < sweep.B && unit < H;
-    length[r] = b0 + r < sweep.B ? value_at(lengths, b0 + r, sweep.T) : 0;
-    dh_now[r] = real ? value_at(dhT, at, 0.0f) : 0.0f;
-    dc_now[r] = real ? value_at(dcT, at, 0.0f) : 0.0f;
-    now[r] = read_once<LANES>(states, time_of(sweep, sweep.stop - 1) * step + at, real, int(lane));
+    const int b = min(int(group.x) * ROWS + r, sweep.B - 1);
+    const long item = place_in(sweep, b, 1, 0, H, unit);
+    at[r] = Index(last * step + item);
+    gate_at[r] = Index(last * gate_step + place_in(sweep, b, GATES, block, H, unit));
+    beside_at[r] = APART ? Index(last * rows + long(b) * H + unit) : at[r];
+    mask_at[r] = Index((sweep.masks_differ ? last * step : 0) + item);
+    length[r] = value_at(lengths, b, sweep.T);
+    dh_now[r] = real ? value_at(dhT, item, 0.0f) : 0.0f;
+    dc_now[r] = real ? value_at(dcT, item, 0.0f) : 0.0f;
+    now[r] = of_lane<LANES>(real && gate == 0 ? float(states[time_of(sweep, sweep.stop - 1) * step + item]) : 0.0f, 0);
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
   for (int n = sweep.stop - 1; n >= sweep.start; --n) {
-    const int t = time_of(sweep, n), local = t - first_time(sweep);
-    threadgroup float4* current = vectors + (TWO_PRODUCTS<CELL> ? 0 : n & 1) * HALF;
+    const int t = time_of(sweep, n);
+    threadgroup float* current = (threadgroup float*)(vectors + (TWO ? 0 : n & 1) * HALF);
+    float number[ROWS][3 * OWN + 1], y[ROWS], d[ROWS], direct[ROWS], mask_of[ROWS], sums[ROWS][UNITS];
+#pragma clang loop unroll(full)
     for (int r = 0; r < ROWS; ++r) {
-      const int b = b0 + r, row = weight_block(CELL, gate);
-      const bool real = b < sweep.B && unit < H, live = t < length[r], has_gate = real && block >= 0;
-      const long gate_at = place_in(sweep, b, GATES, block, H, unit);
-      float mine[4] = {}, seen[4], y[LANES], d[LANES] = {}, dc = dc_now[r];
-      if (real) read_step<LANES, APART>(sweep, n, gate, b, H, unit, length[r], states, first, dh, beside, mask, mine);
-      share_each<LANES>(mine, int(lane), seen);
-      share(has_gate ? value_at(gates, t * gate_step + gate_at, 0.0f) : 0.0f, int(lane), y);
-      if (is_present(dgates)) share(has_gate ? value_at(dgates, t * gate_step + gate_at, 0.0f) : 0.0f, int(lane), d);
-      direct[r] = dh_now[r] + seen[1];
-      step_back_of_lanes<CELL>(y, p, seen, now[r], direct[r], dc, d);
-      own[r] = pick(d, gate);
-      reset[r] = y[0];
-      const S result = S(live ? own[r] : 0.0f);
+      const Index item = at[r] - Index(t - first_at) * Index(step);
+      const bool starts = sweep.reverse && is_present(lengths) ? t + 1 == length[r] : n == 0;
+      number[r][0] = 0.0f;
+      if (real && gate == 0) {
+        if (starts) number[r][0] = value_at(first, item, 0.0f);
+        else if (n > 0) number[r][0] = float(states_before[at[r]]);
+      }
+      if (real && (LANES == 1 || gate == 1)) number[r][OWN] = value_at(dh_outside, at[r], 0.0f);
+      if (real && (LANES == 1 || gate == 2)) number[r][2 * OWN] = value_at(beside_now, beside_at[r], 0.0f);
+      if (real && (LANES == 1 || gate == 3)) number[r][3 * OWN] = value_at(masks, mask_at[r], 1.0f);
+      y[r] = has_gate ? value_at(gates_now, gate_at[r], 0.0f) : 0.0f;
+      d[r] = has_gate ? value_at(dgates_now, gate_at[r], 0.0f) : 0.0f;
+    }
+#pragma clang loop unroll(full)
+    for (int r = 0; r < ROWS; ++r) {
+      const bool live = !is_present(lengths) || t < length[r];
+      float seen[4], dc = dc_now[r];
+      for (int k = 0; k < 3; ++k) seen[k] = of_lane<LANES>(number[r][k * OWN], k);
+      mask_of[r] = is_present(mask) ? of_lane<LANES>(number[r][3 * OWN], 3) : 1.0f;
+      direct[r] = dh_now[r] + (is_present(dh) ? seen[1] : 0.0f);
+      if (!is_present(beside)) seen[2] = 0.0f;
+      step_back_of_lanes<CELL>(gate, y[r], p, seen, now[r], direct[r], dc, d[r]);
       dc_now[r] = live ? dc : dc_now[r];
       now[r] = seen[0];
-      mask_now[r] = seen[3];
-      if (has_gate && (!TWO_PRODUCTS<CELL> || gate > 0)) dz[local * gate_step + gate_at] = result;
-      if (!real || (TWO_PRODUCTS<CELL> ? gate < LANES - 1 : row < 0)) continue;
-      store(d_out, local * gate_step + place_in(sweep, b, GATES, row, H, unit), float(result));
-      ((threadgroup float*)current)[4 * r * RUNS + row * H + unit] = float(result);
+      const S result = S(live ? d[r] : 0.0f);
+      if (has_gate && (!TWO || gate > 0)) dz[gate_at[r]] = result;
+      if (real && (TWO ? gate == LANES - 1 : row >= 0)) {
+        store(d_out, gate_at[r], float(result));
+        current[4 * r * (TWO ? GROUP * FIRST : ROW) + (TWO ? 0 : row * H) + unit] = float(result);
+      }
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    if constexpr (TWO_PRODUCTS<CELL>) {
+    if constexpr (TWO) {
+      clear<ROWS, UNITS>(sums);
+      add_product<ROWS, UNITS, FIRST, GROUP, 0, 1, 1, RESIDENT, GROUP * FIRST>(sums, kept, read, vectors + s);
+#pragma clang loop unroll(full)
       for (int r = 0; r < ROWS; ++r) {
-        const float dr =
-            product_of_group<GROUP, LANES, UNITS, -1, RESIDENT, K, S>(kept, weights, rows_at, H, current + r * RUNS, s);
-        if (gate == 0) own[r] = gru_reset_backward<CELL>(reset[r], own[r] + dr * now[r] * mask_now[r]);
-        direct[r] += dr * reset[r] * mask_now[r];
-        if (b0 + r >= sweep.B || unit >= H || gate > 1) continue;
-        const S result = S(t < length[r] ? own[r] : 0.0f);
-        if (gate == 0) dz[local * gate_step + place_in(sweep, b0 + r, GATES, block, H, unit)] = result;
-        ((threadgroup float*)current)[4 * (HALF + r * RUNS) + block * H + unit] = float(result);
+        sum_over_units<UNITS, 1, 1, LANES>(sums[r]);
+        const float reset = of_lane<LANES>(y[r], 0), dr = sum_over_lanes<LANES>(sums[r][0]) * mask_of[r];
+        if (gate == 0) d[r] = gru_reset_backward<CELL>(reset, d[r] + dr * now[r]);
+        direct[r] += dr * reset;
+        const S result = S(!is_present(lengths) || t < length[r] ? d[r] : 0.0f);
+        if (real && gate == 0) dz[gate_at[r]] = result;
+        if (real && gate < 2) ((threadgroup float*)(vectors + HALF))[4 * r * ROW + (row > operand_block(CELL, LANES - 1) ? row - 1 : row) * H + unit] = float(result);
       }
-      current += HALF;
       threadgroup_barrier(mem_flags::mem_threadgroup);
     }
+    clear<ROWS, UNITS>(sums);
+    add_product<ROWS, UNITS, RUNS, GROUP, TWO ? FIRST * UNITS : 0, 1, 1, RESIDENT, ROW>(
+        sums, kept, read, (TWO ? vectors + HALF : (threadgroup float4*)current) + s);
+#pragma clang loop unroll(full)
     for (int r = 0; r < ROWS; ++r) {
-      const float sum =
-          product_of_group<GROUP, LANES, UNITS, -1, RESIDENT, K, S>(kept, weights, rows_at, H, current + r * RUNS, s);
-      dh_now[r] = t < length[r] ? sum * mask_now[r] + direct[r] : dh_now[r];
+      sum_over_units<UNITS, 1, 1, LANES>(sums[r]);
+      const float dh_before = sum_over_lanes<LANES>(sums[r][0]) * mask_of[r] + direct[r];
+      dh_now[r] = !is_present(lengths) || t < length[r] ? dh_before : dh_now[r];
+      at[r] += stride;
+      gate_at[r] += Index(GATES) * stride;
+      beside_at[r] += beside_stride;
+      mask_at[r] += mask_stride;
     }
+    read += unknown_zero(sweep);
   }
+#pragma clang loop unroll(full)
   for (int r = 0; r < ROWS; ++r) {
-    if (b0 + r >= sweep.B || unit >= H) continue;
-    if (gate == 0) dh0[place_in(sweep, b0 + r, 1, 0, H, unit)] = S(dh_now[r]);
-    if (gate == LANES - 1) store(dc0, place_in(sweep, b0 + r, 1, 0, H, unit), dc_now[r]);
+    const long item = place_in(sweep, min(int(group.x) * ROWS + r, sweep.B - 1), 1, 0, H, unit);
+    if (!real) continue;
+    if (gate == 0) dh0[item] = S(dh_now[r]);
+    if (gate == LANES - 1) store(dc0, item, dc_now[r]);
   }
 }

@@ -1,9 +1,27 @@
-// A step of the LSTM back, in every lane of a unit. y: the gates; seen: c_prev, then dc from outside; c: of this step.
-// dh: in the gradient of h, out what of it reaches h_prev past the product; dc: in the gradient of c, out that of
-// c_prev.
-// d: in the gradients the gates have from outside, out by lane that of the preactivation.
+// A step of the LSTM back. c: of this step; dh: in the gradient of h, out what of it reaches h_prev past the product:
+// nothing; dc: in the gradient of c, out that of c_prev; seen: c_prev, then dc from outside.
+
+// By the lanes of a unit, of which each has its own gate y and p. d: in the gradient the gate has from outside, out
+// that of the preactivation.
 template <int CELL>
 void step_back_of_lanes(
+    int gate, float y, float p, thread const float (&seen)[4], float c, thread float& dh, thread float& dc,
+    thread float& d) {
+  const float dy = d, s = activate(activation_of(CELL, OUTPUT), c);
+  dc = lstm_state_backward<CELL>(dc + seen[2], dh, of_lane<LANES>(y, GATE_O), s);
+  if (PEEPHOLE<CELL> == O_SEES_CURRENT)
+    dc += of_lane<LANES>(p * lstm_gate_backward<CELL>(GATE_O, dy, dh, s, 0.0f, 0.0f, y), GATE_O);
+  const float beside = simd_shuffle_xor(y, GATE_I ^ GATE_G);
+  d = lstm_gate_backward<CELL>(gate, dy, dh, s, dc, gate == GATE_F ? seen[0] : beside, y);
+  dc *= of_lane<LANES>(y, GATE_F);
+  if (PEEPHOLE<CELL> != NO_PEEPHOLE)
+    dc += sum_over_lanes<LANES>(PEEPHOLE<CELL> == O_SEES_CURRENT && gate == GATE_O ? 0.0f : d * p);
+  dh = 0.0f;
+}
+
+// In one lane. y, p, d: of all gates.
+template <int CELL>
+void step_back_of_unit(
     thread const float (&y)[4], thread const float (&p)[4], thread const float (&seen)[4], float c, thread float& dh,
     thread float& dc, thread float (&d)[4]) {
   dc += seen[2];

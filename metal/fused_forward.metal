@@ -3,85 +3,105 @@
 //   a_t = z_t + (mask_t * h_prev) Wh^T;   gates, state, h = cell(a_t, h_prev, state)
 //
 // The masked h of the step before stands in `vectors`, [2][ROWS][padded H], the two halves by turns; of a cell with two
-// products in the first, and the second product's operand r * mask * h_prev in the second. gates may be absent.
-template <int CELL, int H, int UNITS, int ROWS, int RESIDENT, class S, class Z, class H0, class C0, class W, class E,
-    class M, class L, class N, class C, class G, class CT>
+// products in the first, and the second product's operand r * mask * h_prev in the second. One lane of a unit, WRITER,
+// has its state. gates may be absent.
+template <int CELL, int H, int UNITS, int ROWS, int RESIDENT, class Index, class S, class Z, class H0, class C0,
+    class W, class E, class M, class L, class N, class C, class G, class CT>
 void fused_forward(
-    Z z, H0 h0, C0 c0, W Wh, E extra, M mask, L lengths, const constant int* sizes, N numbers, device S* h, C c,
-    G gates, device S* hT, CT cT, threadgroup float4* vectors, uint2 group, uint index, uint threads, uint lane) {
-  constexpr int GROUP = LANES * UNITS, RUNS = GROUP * RUNS_OF<H, GROUP>, HALF = ROWS * RUNS;
+    Z z, H0 h0, C0 c0, W packed, E extra, M mask, L lengths, const constant int* sizes, N numbers, device S* h, C c,
+    G gates, device S* hT, CT cT, threadgroup float4* vectors, uint2 group, uint index, uint threads) {
+  constexpr int GROUP = LANES * UNITS, RUNS = RUNS_OF<H, GROUP>, ROW = GROUP * RUNS, HALF = ROWS * ROW;
+  constexpr int SLOTS = UNITS * PRODUCTS, COUNT = RUNS * SLOTS;
+  constexpr bool TWO = TWO_PRODUCTS<CELL>;
   Sweep sweep = {};
-  read_sizes(sizes, group.y, H, sweep);
+  read_sizes(sizes, group.y, sweep);
   const float forget_bias = value_at(numbers, 0, 0.0f), limit = value_at(numbers, 1, 0.0f);
-  const int s = int(index) % GROUP, gate = s % LANES, first_unit = int(index) / GROUP * UNITS;
-  const int unit = first_unit + s / LANES, b0 = int(group.x) * ROWS, block = gate_block(CELL, gate);
+  const int s = int(index) % GROUP, gate = s % LANES, unit = int(index) / LANES, block = gate_block(CELL, gate);
+  const bool real = H % (32 / LANES) == 0 || unit < H, writes = real && gate == WRITER, has_gate = real && block >= 0;
   const long step = time_step(sweep, 1, H), gate_step = GATES * step;
-  const W weights = Wh + long(sweep.direction) * GATES * H * H;
-  int rows_at[GROUP], length[ROWS];
-  vec<S, 4> kept[GROUP * RESIDENT];
-  for (int v = 0; v < GROUP; ++v)
-    rows_at[v] = weight_row(weight_block(CELL, v % LANES), first_unit + v / LANES, GATES, H);
-  keep_runs<GROUP, RESIDENT, GROUP, S>(weights, rows_at, GATES * H, H, s, kept);
+  const long first_row = sweep.reverse ? sweep.stop - 1 - sweep.start : 0, first_at = first_time(sweep);
+  const Z z_now = z + first_at * gate_step;
+  const M mask_now = from(mask, sweep.masks_differ ? first_at * step : 0);
+  const device vec<S, 4>* read = vectors_of_lane<COUNT, S>(packed, sweep.direction, index, threads);
+  vec<S, 4> kept[RESIDENT > 0 ? RESIDENT : 1];
+#pragma clang loop unroll(full)
+  for (int n = 0; n < RESIDENT; ++n) kept[n] = read[32 * n];
   for (int n = int(index); n < 2 * HALF; n += int(threads)) vectors[n] = float4(0.0f);
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  const float p = unit < H ? lane_constant<CELL>(extra, sweep.direction, gate, H, unit) : 0.0f;
-  float h_now[ROWS], c_now[ROWS], a[ROWS];
+  const float p = real ? lane_constant<CELL>(extra, sweep.direction, gate, H, unit) : 0.0f;
+  float h_now[ROWS], c_now[ROWS];
+  int length[ROWS];
+  Index at[ROWS], gate_at[ROWS], mask_at[ROWS];
+  const Index stride = Index(sweep.reverse ? -step : step), mask_stride = sweep.masks_differ ? stride : 0;
+#pragma clang loop unroll(full)
   for (int r = 0; r < ROWS; ++r) {
-    const long at = place_in(sweep, b0 + r, 1, 0, H, unit);
-    const bool real = b0 + r < sweep.B && unit < H;
-    length[r] = b0 + r < sweep.B ? value_at(lengths, b0 + r, sweep.T) : 0;
-    h_now[r] = real ? value_at(h0, at, 0.0f) : 0.0f;
-    c_now[r] = real ? value_at(c0, at, 0.0f) : 0.0f;
-    if (real && gate == LANES - 1)
-      ((threadgroup float*)vectors)[4 * ((TWO_PRODUCTS<CELL> ? 0 : sweep.start & 1) * HALF + r * RUNS) + unit] =
-          h_now[r] * value_at(mask, time_of(sweep, sweep.start) * sweep.mask_step + at, 1.0f);
+    const int b = min(int(group.x) * ROWS + r, sweep.B - 1);
+    const long item = place_in(sweep, b, 1, 0, H, unit);
+    at[r] = Index(first_row * step + item);
+    gate_at[r] = Index(first_row * gate_step + place_in(sweep, b, GATES, block, H, unit));
+    mask_at[r] = Index((sweep.masks_differ ? first_row * step : 0) + item);
+    length[r] = value_at(lengths, b, sweep.T);
+    h_now[r] = writes ? value_at(h0, item, 0.0f) : 0.0f;
+    c_now[r] = writes ? value_at(c0, item, 0.0f) : 0.0f;
+    if (writes)
+      ((threadgroup float*)vectors)[4 * ((TWO ? 0 : sweep.start & 1) * HALF + r * ROW) + unit] =
+          h_now[r] * value_at(mask_now, mask_at[r], 1.0f);
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
   for (int n = sweep.start; n < sweep.stop; ++n) {
-    const int t = time_of(sweep, n), local = t - first_time(sweep);
-    threadgroup float4* before = vectors + (TWO_PRODUCTS<CELL> ? 0 : n & 1) * HALF;
-    threadgroup float4* after = vectors + (TWO_PRODUCTS<CELL> ? 0 : ~n & 1) * HALF;
+    threadgroup float4* before = vectors + (TWO ? 0 : n & 1) * HALF;
+    threadgroup float4* after = vectors + (TWO ? 0 : ~n & 1) * HALF;
+    float y[ROWS], sums[ROWS][SLOTS];
+#pragma clang loop unroll(full)
+    for (int r = 0; r < ROWS; ++r) y[r] = has_gate ? float(z_now[gate_at[r]]) : 0.0f;
+    clear<ROWS, SLOTS>(sums);
+    add_product<ROWS, SLOTS, RUNS, GROUP, 0, PRODUCTS, FIRST_PRODUCT<CELL>, RESIDENT, ROW>(sums, kept, read, before + s);
+#pragma clang loop unroll(full)
     for (int r = 0; r < ROWS; ++r) {
-      const bool has_z = b0 + r < sweep.B && unit < H && block >= 0;
-      a[r] = has_z ? float(z[t * gate_step + place_in(sweep, b0 + r, GATES, block, H, unit)]) : 0.0f;
-      a[r] += product_of_group<GROUP, LANES, GROUP, FIRST_PRODUCT<CELL>, RESIDENT, H, S>(
-          kept, weights, rows_at, GATES * H, before + r * RUNS, s);
+      sum_over_units<UNITS, PRODUCTS, FIRST_PRODUCT<CELL>, LANES>(sums[r]);
+      sum_of_unit<CELL, FIRST_PRODUCT<CELL>>(sums[r], gate);
     }
-    if constexpr (TWO_PRODUCTS<CELL>) {
-      threadgroup float4* operand = vectors + HALF;
+    if constexpr (TWO) {
+#pragma clang loop unroll(full)
       for (int r = 0; r < ROWS; ++r) {
-        float reset[LANES];
-        share(gru_reset<CELL>(a[r]), int(lane), reset);
-        if (gate < LANES - 1) continue;
-        const int at = 4 * r * RUNS + unit;
-        ((threadgroup float*)operand)[at] = reset[0] * ((threadgroup const float*)before)[at];
+        const float reset = simd_shuffle_xor(gru_reset<CELL>(y[r] + sums[r][0]), 2);
+        const int place = 4 * r * ROW + unit;
+        if (writes) ((threadgroup float*)(vectors + HALF))[place] = reset * ((threadgroup const float*)before)[place];
       }
       threadgroup_barrier(mem_flags::mem_threadgroup);
-      for (int r = 0; r < ROWS; ++r)
-        a[r] += product_of_group<GROUP, LANES, GROUP, 1 << (LANES - 1), RESIDENT, H, S>(
-            kept, weights, rows_at, GATES * H, operand + r * RUNS, s);
+      add_product<ROWS, SLOTS, RUNS, GROUP, 0, PRODUCTS, 4, RESIDENT, ROW>(sums, kept, read, vectors + HALF + s);
+#pragma clang loop unroll(full)
+      for (int r = 0; r < ROWS; ++r) {
+        sum_over_units<UNITS, PRODUCTS, 4, LANES>(sums[r]);
+        sum_of_unit<CELL, 4>(sums[r], gate);
+      }
     }
+#pragma clang loop unroll(full)
     for (int r = 0; r < ROWS; ++r) {
-      const bool real = b0 + r < sweep.B && unit < H, live = t < length[r];
-      const long item = place_in(sweep, b0 + r, 1, 0, H, unit), at = local * step + item;
-      float state = c_now[r], y = a[r];
-      const S m = S(step_of_lanes<CELL>(gate, int(lane), p, forget_bias, limit, h_now[r], state, y));
+      const bool live = !is_present(lengths) || time_of(sweep, n) < length[r];
+      float state = c_now[r];
+      const S m = S(step_of_lanes<CELL>(gate, p, forget_bias, limit, h_now[r], sums[r], state, y[r]));
       h_now[r] = live ? float(m) : h_now[r];
       c_now[r] = live ? state : c_now[r];
-      if (real && block >= 0)
-        store(gates, local * gate_step + place_in(sweep, b0 + r, GATES, block, H, unit), live ? y : 0.0f);
-      if (real && gate == 0) store(c, at, live ? state : 0.0f);
-      if (!real || gate < LANES - 1) continue;
-      h[at] = live ? m : S(0.0f);
-      if (n + 1 < sweep.stop)
-        ((threadgroup float*)after)[4 * r * RUNS + unit] =
-            h_now[r] * value_at(mask, time_of(sweep, n + 1) * sweep.mask_step + item, 1.0f);
+      if (has_gate) store(gates, gate_at[r], live ? y[r] : 0.0f);
+      if (writes) {
+        store(c, at[r], live ? state : 0.0f);
+        h[at[r]] = live ? m : S(0.0f);
+        mask_at[r] += mask_stride;
+        if (!is_present(mask) || n + 1 < sweep.stop)
+          ((threadgroup float*)after)[4 * r * ROW + unit] = h_now[r] * value_at(mask_now, mask_at[r], 1.0f);
+      }
+      at[r] += stride;
+      gate_at[r] += Index(GATES) * stride;
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
+    read += unknown_zero(sweep);
   }
+#pragma clang loop unroll(full)
   for (int r = 0; r < ROWS; ++r) {
-    if (b0 + r >= sweep.B || unit >= H) continue;
-    if (gate == LANES - 1) hT[place_in(sweep, b0 + r, 1, 0, H, unit)] = S(h_now[r]);
-    if (gate == 0) store(cT, place_in(sweep, b0 + r, 1, 0, H, unit), c_now[r]);
+    const long item = place_in(sweep, min(int(group.x) * ROWS + r, sweep.B - 1), 1, 0, H, unit);
+    if (!writes) continue;
+    hT[item] = S(h_now[r]);
+    store(cT, item, c_now[r]);
   }
 }

@@ -2,61 +2,83 @@
 //
 // d stands in `vectors`, [VECTORS][padded G H][8 items]: two by turns, or one where two do not fit, which costs a
 // second barrier per step. The product's parts are summed in 4 chains, as none waits for another.
-template <int CELL, int H, int RESIDENT, int VECTORS, class S, class G, class X, class X0, class W, class E, class M,
-    class L, class D, class Q, class DG, class DT, class DCT, class DO, class DC0>
+template <int CELL, int H, int RESIDENT, int VECTORS, class Index, class S, class G, class X, class X0, class W,
+    class E, class M, class L, class D, class Q, class DG, class DT, class DCT, class DO, class DC0>
 void fused_matrix_backward(
-    G gates, X states, X0 first, W Wh_T, E extra, M mask, L lengths, D dh, Q beside, DG dgates, DT dhT, DCT dcT,
+    G gates, X states, X0 first, W packed, E extra, M mask, L lengths, D dh, Q beside, DG dgates, DT dhT, DCT dcT,
     const constant int* sizes, device S* dz, DO d_out, device S* dh0, DC0 dc0, threadgroup float* vectors, uint2 group,
     uint index, uint threads, uint lane) {
-  constexpr int K = GATES * H, HALF = 64 * PARTS_OF<K>;
+  constexpr int K = GATES * H, HALF = 64 * PARTS_OF<K>, COUNT = (PARTS_OF<K> + 1) / 2;
   Sweep sweep = {};
-  read_sizes(sizes, group.y, H, sweep);
+  read_sizes(sizes, group.y, sweep);
   const int unit = int(index) / 32 * 8 + row_of(int(lane)), column = column_of(int(lane));
-  const int b0 = int(group.x) * 8 + column, rows_at[1] = {unit};
-  const long step = time_step(sweep, 1, H), gate_step = GATES * step;
-  const W weights = Wh_T + long(sweep.direction) * GATES * H * H;
-  vec<S, 2> kept[RESIDENT];
+  const int b0 = int(group.x) * 8 + column;
+  const long step = time_step(sweep, 1, H), gate_step = GATES * step, first_at = first_time(sweep);
+  const long last = sweep.reverse ? 0 : sweep.stop - 1 - sweep.start, rows = long(sweep.B) * H;
+  const X states_before = from(states, (first_at + (sweep.reverse ? 1 : -1)) * step);
+  const G gates_now = from(gates, first_at * gate_step);
+  const DG dgates_now = from(dgates, first_at * gate_step);
+  const D dh_outside = from(dh, first_at * step);
+  const Q beside_now = from(beside, APART ? (long(sweep.direction) * sweep.T + first_at) * rows : first_at * step);
+  const M masks = from(mask, sweep.masks_differ ? first_at * step : 0);
+  const device vec<S, 4>* read = vectors_of_lane<COUNT, S>(packed, sweep.direction, index, threads);
+  vec<S, 4> kept[RESIDENT > 0 ? RESIDENT : 1];
 #pragma clang loop unroll(full)
-  for (int part = 0; part < RESIDENT; ++part) kept[part] = weight_pair<S>(weights, unit, H, 8 * part + column, K);
+  for (int n = 0; n < RESIDENT; ++n) kept[n] = read[32 * n];
   for (int n = int(index); n < VECTORS * HALF; n += int(threads)) vectors[n] = 0.0f;
   int length[2];
-  float p[LANES], dh_now[2], dc_now[2], now[2], mask_now[2], direct[2];
+  float p[LANES], dh_now[2], dc_now[2], now[2];
+  bool real[2];
+  Index at[2], gate_at[2], beside_at[2], mask_at[2];
+  const Index stride = Index(sweep.reverse ? step : -step), mask_stride = sweep.masks_differ ? stride : 0;
+  const Index beside_stride = APART ? Index(sweep.reverse ? rows : -rows) : stride;
+#pragma clang loop unroll(full)
   for (int m = 0; m < LANES; ++m) p[m] = unit < H ? lane_constant<CELL>(extra, sweep.direction, m, H, unit) : 0.0f;
+#pragma clang loop unroll(full)
   for (int e = 0; e < 2; ++e) {
-    const long at = place_in(sweep, b0 + e, 1, 0, H, unit);
-    const bool real = b0 + e < sweep.B && unit < H;
+    const long item = place_in(sweep, b0 + e, 1, 0, H, unit);
+    real[e] = b0 + e < sweep.B && unit < H;
+    at[e] = Index(last * step + item);
+    gate_at[e] = Index(last * gate_step + place_in(sweep, b0 + e, GATES, 0, H, unit));
+    beside_at[e] = APART ? Index(last * rows + long(b0 + e) * H + unit) : at[e];
+    mask_at[e] = Index((sweep.masks_differ ? last * step : 0) + item);
     length[e] = b0 + e < sweep.B ? value_at(lengths, b0 + e, sweep.T) : 0;
-    dh_now[e] = real ? value_at(dhT, at, 0.0f) : 0.0f;
-    dc_now[e] = real ? value_at(dcT, at, 0.0f) : 0.0f;
-    now[e] = real ? float(states[time_of(sweep, sweep.stop - 1) * step + at]) : 0.0f;
+    dh_now[e] = real[e] ? value_at(dhT, item, 0.0f) : 0.0f;
+    dc_now[e] = real[e] ? value_at(dcT, item, 0.0f) : 0.0f;
+    now[e] = real[e] ? float(states[time_of(sweep, sweep.stop - 1) * step + item]) : 0.0f;
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
   for (int n = sweep.stop - 1; n >= sweep.start; --n) {
-    const int t = time_of(sweep, n), local = t - first_time(sweep);
+    const int t = time_of(sweep, n);
     threadgroup float* current = vectors + (VECTORS > 1 ? n & 1 : 0) * HALF;
+    float mask_of[2], direct[2];
 #pragma clang loop unroll(full)
     for (int e = 0; e < 2; ++e) {
-      if (b0 + e >= sweep.B || unit >= H) continue;
-      const bool live = t < length[e];
-      float seen[4], y[LANES], d[LANES], dc = dc_now[e];
-      read_step<1, APART>(sweep, n, 0, b0 + e, H, unit, length[e], states, first, dh, beside, mask, seen);
-      for (int m = 0; m < LANES; ++m) {
-        const int block = gate_block(CELL, m);
-        const long at = t * gate_step + place_in(sweep, b0 + e, GATES, block, H, unit);
-        y[m] = block < 0 ? 0.0f : value_at(gates, at, 0.0f);
-        d[m] = block < 0 ? 0.0f : value_at(dgates, at, 0.0f);
+      if (!real[e]) continue;
+      const bool live = !is_present(lengths) || t < length[e];
+      float seen[4] = {}, y[LANES] = {}, d[LANES] = {}, dc = dc_now[e];
+      if (sweep.reverse && is_present(lengths) ? t + 1 == length[e] : n == 0)
+        seen[0] = value_at(first, place_in(sweep, b0 + e, 1, 0, H, unit), 0.0f);
+      else if (n > 0)
+        seen[0] = float(states_before[at[e]]);
+      seen[2] = value_at(beside_now, beside_at[e], 0.0f);
+      mask_of[e] = value_at(masks, mask_at[e], 1.0f);
+      direct[e] = dh_now[e] + value_at(dh_outside, at[e], 0.0f);
+#pragma clang loop unroll(full)
+      for (int m = 0; m < GATES; ++m) {
+        y[m] = value_at(gates_now, gate_at[e] + gate_block(CELL, m) * H, 0.0f);
+        d[m] = value_at(dgates_now, gate_at[e] + gate_block(CELL, m) * H, 0.0f);
       }
-      direct[e] = dh_now[e] + seen[1];
-      step_back_of_lanes<CELL>(y, p, seen, now[e], direct[e], dc, d);
+      step_back_of_unit<CELL>(y, p, seen, now[e], direct[e], dc, d);
       dc_now[e] = live ? dc : dc_now[e];
       now[e] = seen[0];
-      mask_now[e] = seen[3];
+#pragma clang loop unroll(full)
       for (int m = 0; m < LANES; ++m) {
         const S result = S(live ? d[m] : 0.0f);
-        const int block = gate_block(CELL, m), row = weight_block(CELL, m);
-        if (block >= 0) dz[local * gate_step + place_in(sweep, b0 + e, GATES, block, H, unit)] = result;
+        const int block = gate_block(CELL, m), row = operand_block(CELL, m);
+        if (block >= 0) dz[gate_at[e] + block * H] = result;
         if (row < 0) continue;
-        store(d_out, local * gate_step + place_in(sweep, b0 + e, GATES, row, H, unit), float(result));
+        store(d_out, gate_at[e] + row * H, float(result));
         current[8 * (row * H + unit) + column + e] = float(result);
       }
     }
@@ -64,19 +86,23 @@ void fused_matrix_backward(
     simdgroup_float8x8 total[4];
 #pragma clang loop unroll(full)
     for (int m = 0; m < 4; ++m) total[m] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
-    product_of_matrices<1, 4, 1, RESIDENT, K, S>(total, kept, weights, rows_at, H, current, int(lane));
+    product_of_matrices<1, 4, RESIDENT, K>(total, kept, read, current);
 #pragma clang loop unroll(full)
     for (int e = 0; e < 2; ++e) {
       float sum = 0.0f;
 #pragma clang loop unroll(full)
       for (int m = 0; m < 4; ++m) sum += total[m].thread_elements()[e];
-      const bool live = b0 + e < sweep.B && unit < H && t < length[e];
-      if (live) dh_now[e] = sum * mask_now[e] + direct[e];
+      if (real[e] && (!is_present(lengths) || t < length[e])) dh_now[e] = sum * mask_of[e] + direct[e];
+      at[e] += stride;
+      gate_at[e] += Index(GATES) * stride;
+      beside_at[e] += beside_stride;
+      mask_at[e] += mask_stride;
     }
     if (VECTORS == 1) threadgroup_barrier(mem_flags::mem_threadgroup);
+    read += unknown_zero(sweep);
   }
   for (int e = 0; e < 2; ++e) {
-    if (b0 + e >= sweep.B || unit >= H) continue;
+    if (!real[e]) continue;
     dh0[place_in(sweep, b0 + e, 1, 0, H, unit)] = S(dh_now[e]);
     store(dc0, place_in(sweep, b0 + e, 1, 0, H, unit), dc_now[e]);
   }

@@ -14,7 +14,7 @@ from ..cells import Cell, LSTMCell, RNNCell
 from ..directions import half
 from ..ops.sweep import gradients_after_sweep
 from ..problem import Arrays, Problem
-from .fused_launches import fused_backward, fused_forward, fused_tiling
+from .fused_launches import fused_backward, fused_forward, fused_pack, fused_tiling
 from .gradients import candidates, gradients_in_few_launches, is_plain, recurrent_input, takes_product
 from .inputs import constant, contiguous, project, whole_mask
 
@@ -31,7 +31,7 @@ def forward(problem: Problem, arrays: Arrays) -> Arrays:
     if the problem keeps them."""
     fixed = options(problem, arrays) | {
         "z": project(arrays),
-        "Wh": contiguous(arrays["Wh"]),
+        "packed": fused_pack("forward", problem, contiguous(arrays["Wh"])),
         "numbers": numbers(problem.cell),
     }
     last, pieces = {"hT": contiguous(arrays.get("h0")), "cT": contiguous(arrays.get("c0"))}, []
@@ -59,7 +59,7 @@ def backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays
         "gates": None if isinstance(cell, RNNCell) else contiguous(saved["gates"]),
         "states": contiguous(saved[keeps]),
         "first": contiguous(arrays.get(first)),
-        "Wh_T": contiguous(mx.swapaxes(arrays["Wh"], -1, -2)),
+        "packed": fused_pack("backward", problem, contiguous(arrays["Wh"])),
         "dh": d.get("h"),
         "beside": candidates(problem, arrays, taken["h_in"]) if takes_product(cell) else d.get("c"),
         "dgates": d.get("gates"),
