@@ -45,21 +45,6 @@ inline float activate(int name, float x) {
   }
 }
 
-// Whether one squash can compute all of the first `gates` gates, each in its own lane.
-constexpr bool squashes(int cell, int gates) {
-  bool all = true;
-  for (int gate = 0; gate < gates; ++gate)
-    all = all && (activation_of(cell, gate) == TANH || activation_of(cell, gate) == SIGMOID);
-  return all;
-}
-
-// The activation of a gate of the first GATES, which is the lane's own.
-template <int CELL, int GATES>
-float activate_own(int gate, float x) {
-  if constexpr (squashes(CELL, GATES)) return squash(activation_of(CELL, gate) == TANH, x);
-  else return activate(activation_of(CELL, gate), x);
-}
-
 // An activation's derivative, written in its output y.
 inline float slope(int name, float y) {
   switch (name) {
@@ -69,11 +54,4 @@ inline float slope(int name, float y) {
     case SIGMOID: return y * (1.0f - y);
     default: return y > 0.0f && y < 1.0f ? rise(name) : 0.0f;
   }
-}
-
-// That of a gate of the first GATES, which is the lane's own.
-template <int CELL, int GATES>
-float slope_own(int gate, float y) {
-  if constexpr (squashes(CELL, GATES)) return (activation_of(CELL, gate) == TANH ? 1.0f : y) - y * y;
-  else return slope(activation_of(CELL, gate), y);
 }

@@ -45,10 +45,6 @@ inline long place_in(thread const Sweep& sweep, int b, int blocks, int block, in
 }
 inline long time_step(thread const Sweep& sweep, int blocks, int H) { return long(sweep.B) * sweep.D * blocks * H; }
 
-// An array from a time index on, where its time indices are `step` apart.
-inline Absent from(Absent, long) { return absent; }
-template <class A> A from(A array, long elements) { return array + elements; }
-
 inline bool is_present(Absent) { return false; }
 template <class A> bool is_present(A) { return true; }
 
@@ -66,6 +62,36 @@ inline int unknown_zero(thread const Sweep& sweep) { return sweep.B >> 31; }
 // A GRU's, in cell_gru_*.metal; no other cell calls them.
 template <int CELL> float gru_reset(float a);
 template <int CELL> float gru_reset_backward(float r, float dr);
+
+// Whether one squash can compute all of the first `gates` gates, each in its own lane; and which of them is a tanh, in
+// comparisons with numbers, which cost less than looking it up.
+constexpr bool squashes(int cell, int gates) {
+  bool all = true;
+  for (int gate = 0; gate < gates; ++gate)
+    all = all && (activation_of(cell, gate) == TANH || activation_of(cell, gate) == SIGMOID);
+  return all;
+}
+template <int CELL, int GATES>
+bool is_tanh(int gate) {
+  bool found = false;
+#pragma clang loop unroll(full)
+  for (int n = 0; n < GATES; ++n) found = found || (activation_of(CELL, n) == TANH && gate == n);
+  return found;
+}
+
+// The activation of a gate of the first GATES, which is the lane's own.
+template <int CELL, int GATES>
+float activate_own(int gate, float x) {
+  if constexpr (squashes(CELL, GATES)) return squash(is_tanh<CELL, GATES>(gate), x);
+  else return activate(activation_of(CELL, gate), x);
+}
+
+// The slope of a gate of the first GATES, which is the lane's own.
+template <int CELL, int GATES>
+float slope_own(int gate, float y) {
+  if constexpr (squashes(CELL, GATES)) return (1.0f - y) * (y + (is_tanh<CELL, GATES>(gate) ? 1.0f : 0.0f));
+  else return slope(activation_of(CELL, gate), y);
+}
 
 template <int ROWS, int SLOTS>
 void clear(thread float (&sums)[ROWS][SLOTS]) {

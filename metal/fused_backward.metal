@@ -24,15 +24,13 @@ void fused_backward(
   read_sizes(sizes, group.y, sweep);
   const int s = int(index) % GROUP, gate = s % LANES, unit = int(index) / LANES;
   const int row = operand_block(CELL, gate), block = gate_block(CELL, gate) < 0 ? row : gate_block(CELL, gate);
-  const bool real = H % (32 / LANES) == 0 || unit < H, has_gate = real && gate_block(CELL, gate) >= 0;
+  const bool real = H % (32 / LANES) == 0 || unit < H;
+  const bool has_gate = real && (GATES == LANES || gate_block(CELL, gate) >= 0);
   const long step = time_step(sweep, 1, H), gate_step = GATES * step, first_at = first_time(sweep);
   const long last = sweep.reverse ? 0 : sweep.stop - 1 - sweep.start, rows = long(sweep.B) * H;
-  const X states_before = from(states, (first_at + (sweep.reverse ? 1 : -1)) * step);
-  const G gates_now = from(gates, first_at * gate_step);
-  const DG dgates_now = from(dgates, first_at * gate_step);
-  const D dh_outside = from(dh, first_at * step);
-  const Q beside_now = from(beside, APART ? (long(sweep.direction) * sweep.T + first_at) * rows : first_at * step);
-  const M masks = from(mask, sweep.masks_differ ? first_at * step : 0);
+  // What comes before the launch's first time index in the arrays that have all of them; of states the step before it.
+  const Index earlier = Index(first_at * step), earlier_gates = Index(GATES) * earlier;
+  const Index before = earlier + Index(sweep.reverse ? step : -step);
   const device vec<S, 4>* read = vectors_of_lane<COUNT, S>(packed, sweep.direction, index, threads);
   vec<S, 4> kept[RESIDENT > 0 ? RESIDENT : 1];
 #pragma clang loop unroll(full)
@@ -43,15 +41,15 @@ void fused_backward(
   int length[ROWS];
   Index at[ROWS], gate_at[ROWS], beside_at[ROWS], mask_at[ROWS];
   const Index stride = Index(sweep.reverse ? step : -step), mask_stride = sweep.masks_differ ? stride : 0;
-  const Index beside_stride = APART ? Index(sweep.reverse ? rows : -rows) : stride;
+  const Index beside_stride = Index(sweep.reverse ? rows : -rows);
 #pragma clang loop unroll(full)
   for (int r = 0; r < ROWS; ++r) {
     const int b = min(int(group.x) * ROWS + r, sweep.B - 1);
     const long item = place_in(sweep, b, 1, 0, H, unit);
     at[r] = Index(last * step + item);
     gate_at[r] = Index(last * gate_step + place_in(sweep, b, GATES, block, H, unit));
-    beside_at[r] = APART ? Index(last * rows + long(b) * H + unit) : at[r];
-    mask_at[r] = Index((sweep.masks_differ ? last * step : 0) + item);
+    beside_at[r] = Index(((long(sweep.direction) * sweep.T + first_at + last) * sweep.B + b) * H + unit);
+    mask_at[r] = Index((sweep.masks_differ ? (first_at + last) * step : 0) + item);
     length[r] = value_at(lengths, b, sweep.T);
     dh_now[r] = real ? value_at(dhT, item, 0.0f) : 0.0f;
     dc_now[r] = real ? value_at(dcT, item, 0.0f) : 0.0f;
@@ -64,27 +62,38 @@ void fused_backward(
     float number[ROWS][3 * OWN + 1], y[ROWS], d[ROWS], direct[ROWS], mask_of[ROWS], sums[ROWS][UNITS];
 #pragma clang loop unroll(full)
     for (int r = 0; r < ROWS; ++r) {
-      const Index item = at[r] - Index(t - first_at) * Index(step);
-      const bool starts = sweep.reverse && is_present(lengths) ? t + 1 == length[r] : n == 0;
       number[r][0] = 0.0f;
-      if (real && gate == 0) {
-        if (starts) number[r][0] = value_at(first, item, 0.0f);
-        else if (n > 0) number[r][0] = float(states_before[at[r]]);
-      }
-      if (real && (LANES == 1 || gate == 1)) number[r][OWN] = value_at(dh_outside, at[r], 0.0f);
-      if (real && (LANES == 1 || gate == 2)) number[r][2 * OWN] = value_at(beside_now, beside_at[r], 0.0f);
-      if (real && (LANES == 1 || gate == 3)) number[r][3 * OWN] = value_at(masks, mask_at[r], 1.0f);
-      y[r] = has_gate ? value_at(gates_now, gate_at[r], 0.0f) : 0.0f;
-      d[r] = has_gate ? value_at(dgates_now, gate_at[r], 0.0f) : 0.0f;
+      y[r] = has_gate ? value_at(gates, gate_at[r] + earlier_gates, 0.0f) : 0.0f;
+      d[r] = has_gate ? value_at(dgates, gate_at[r] + earlier_gates, 0.0f) : 0.0f;
     }
+    if (real && gate == 0 && n > 0)
+#pragma clang loop unroll(full)
+      for (int r = 0; r < ROWS; ++r) number[r][0] = float(states[at[r] + before]);
+    if (real && gate == 0 && (is_present(lengths) || (is_present(first) && n == 0)))
+#pragma clang loop unroll(full)
+      for (int r = 0; r < ROWS; ++r) {
+        const Index item = at[r] - Index(t - int(first_at)) * Index(step);
+        if (is_present(lengths) && sweep.reverse ? t + 1 == length[r] : n == 0)
+          number[r][0] = value_at(first, item, 0.0f);
+      }
+    if (real && is_present(dh) && (LANES == 1 || gate == 1))
+#pragma clang loop unroll(full)
+      for (int r = 0; r < ROWS; ++r) number[r][OWN] = value_at(dh, at[r] + earlier, 0.0f);
+    if (real && is_present(beside) && (LANES == 1 || gate == 2))
+#pragma clang loop unroll(full)
+      for (int r = 0; r < ROWS; ++r)
+        number[r][2 * OWN] = value_at(beside, APART ? beside_at[r] : at[r] + earlier, 0.0f);
+    if (real && is_present(mask) && (LANES == 1 || gate == 3))
+#pragma clang loop unroll(full)
+      for (int r = 0; r < ROWS; ++r) number[r][3 * OWN] = value_at(mask, mask_at[r], 1.0f);
 #pragma clang loop unroll(full)
     for (int r = 0; r < ROWS; ++r) {
       const bool live = !is_present(lengths) || t < length[r];
-      float seen[4], dc = dc_now[r];
-      for (int k = 0; k < 3; ++k) seen[k] = of_lane<LANES>(number[r][k * OWN], k);
-      mask_of[r] = is_present(mask) ? of_lane<LANES>(number[r][3 * OWN], 3) : 1.0f;
-      direct[r] = dh_now[r] + (is_present(dh) ? seen[1] : 0.0f);
-      if (!is_present(beside)) seen[2] = 0.0f;
+      float seen[4] = {of_lane<LANES>(number[r][0], 0)}, dc = dc_now[r];
+      direct[r] = dh_now[r], mask_of[r] = 1.0f;
+      if (is_present(dh)) direct[r] += of_lane<LANES>(number[r][OWN], 1);
+      if (is_present(beside)) seen[2] = of_lane<LANES>(number[r][2 * OWN], 2);
+      if (is_present(mask)) mask_of[r] = of_lane<LANES>(number[r][3 * OWN], 3);
       step_back_of_lanes<CELL>(gate, y[r], p, seen, now[r], direct[r], dc, d[r]);
       dc_now[r] = live ? dc : dc_now[r];
       now[r] = seen[0];

@@ -17,11 +17,12 @@ void fused_forward(
   read_sizes(sizes, group.y, sweep);
   const float forget_bias = value_at(numbers, 0, 0.0f), limit = value_at(numbers, 1, 0.0f);
   const int s = int(index) % GROUP, gate = s % LANES, unit = int(index) / LANES, block = gate_block(CELL, gate);
-  const bool real = H % (32 / LANES) == 0 || unit < H, writes = real && gate == WRITER, has_gate = real && block >= 0;
+  const bool real = H % (32 / LANES) == 0 || unit < H, writes = real && gate == WRITER;
+  const bool has_gate = real && (GATES == LANES || block >= 0);
   const long step = time_step(sweep, 1, H), gate_step = GATES * step;
   const long first_row = sweep.reverse ? sweep.stop - 1 - sweep.start : 0, first_at = first_time(sweep);
-  const Z z_now = z + first_at * gate_step;
-  const M mask_now = from(mask, sweep.masks_differ ? first_at * step : 0);
+  // What comes before the launch's first time index in the arrays that have all of them.
+  const Index earlier = Index(first_at * step), earlier_gates = Index(GATES) * earlier;
   const device vec<S, 4>* read = vectors_of_lane<COUNT, S>(packed, sweep.direction, index, threads);
   vec<S, 4> kept[RESIDENT > 0 ? RESIDENT : 1];
 #pragma clang loop unroll(full)
@@ -39,13 +40,13 @@ void fused_forward(
     const long item = place_in(sweep, b, 1, 0, H, unit);
     at[r] = Index(first_row * step + item);
     gate_at[r] = Index(first_row * gate_step + place_in(sweep, b, GATES, block, H, unit));
-    mask_at[r] = Index((sweep.masks_differ ? first_row * step : 0) + item);
+    mask_at[r] = Index((sweep.masks_differ ? (first_at + first_row) * step : 0) + item);
     length[r] = value_at(lengths, b, sweep.T);
     h_now[r] = writes ? value_at(h0, item, 0.0f) : 0.0f;
     c_now[r] = writes ? value_at(c0, item, 0.0f) : 0.0f;
     if (writes)
       ((threadgroup float*)vectors)[4 * ((TWO ? 0 : sweep.start & 1) * HALF + r * ROW) + unit] =
-          h_now[r] * value_at(mask_now, mask_at[r], 1.0f);
+          h_now[r] * value_at(mask, mask_at[r], 1.0f);
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
   for (int n = sweep.start; n < sweep.stop; ++n) {
@@ -53,7 +54,7 @@ void fused_forward(
     threadgroup float4* after = vectors + (TWO ? 0 : ~n & 1) * HALF;
     float y[ROWS], sums[ROWS][SLOTS];
 #pragma clang loop unroll(full)
-    for (int r = 0; r < ROWS; ++r) y[r] = has_gate ? float(z_now[gate_at[r]]) : 0.0f;
+    for (int r = 0; r < ROWS; ++r) y[r] = has_gate ? float(z[gate_at[r] + earlier_gates]) : 0.0f;
     clear<ROWS, SLOTS>(sums);
     add_product<ROWS, SLOTS, RUNS, GROUP, 0, PRODUCTS, FIRST_PRODUCT<CELL>, RESIDENT, ROW>(sums, kept, read, before + s);
 #pragma clang loop unroll(full)
@@ -89,7 +90,7 @@ void fused_forward(
         h[at[r]] = live ? m : S(0.0f);
         mask_at[r] += mask_stride;
         if (!is_present(mask) || n + 1 < sweep.stop)
-          ((threadgroup float*)after)[4 * r * ROW + unit] = h_now[r] * value_at(mask_now, mask_at[r], 1.0f);
+          ((threadgroup float*)after)[4 * r * ROW + unit] = h_now[r] * value_at(mask, mask_at[r], 1.0f);
       }
       at[r] += stride;
       gate_at[r] += Index(GATES) * stride;

@@ -19,27 +19,24 @@ void product_of_matrices(
     thread simdgroup_float8x8 (&total)[TILES * CHAINS], thread const V* kept, const device V* read,
     threadgroup const float* vectors) {
   constexpr int PARTS = PARTS_OF<LENGTH>;
-  simdgroup_float8x8 left, right;
+  simdgroup_float8x8 left, right[2];
 #pragma clang loop unroll(full)
   for (int part = 0; part < PARTS; part += 2) {
-    float4 weights[TILES];
+    simdgroup_load(right[0], vectors + 64 * part, 8);
+    if (part + 1 < PARTS) simdgroup_load(right[1], vectors + 64 * (part + 1), 8);
 #pragma clang loop unroll(full)
     for (int m = 0; m < TILES; ++m) {
-      const int n = part / 2 * TILES + m;
-      if (n < RESIDENT) weights[m] = float4(kept[n]);
-      else weights[m] = float4(read[32 * n]);
-    }
-#pragma clang loop unroll(full)
-    for (int next = 0; next < 2; ++next) {
-      if (part + next >= PARTS) continue;
-      simdgroup_load(right, vectors + 64 * (part + next), 8);
-#pragma clang loop unroll(full)
-      for (int m = 0; m < TILES; ++m) {
-        left.thread_elements()[0] = weights[m][2 * next];
-        left.thread_elements()[1] = weights[m][2 * next + 1];
-        const int chain = m * CHAINS + (part + next) % CHAINS;
-        simdgroup_multiply_accumulate(total[chain], left, right, total[chain]);
-      }
+      const int n = part / 2 * TILES + m, first = m * CHAINS + part % CHAINS, second = m * CHAINS + (part + 1) % CHAINS;
+      float4 weights;
+      if (n < RESIDENT) weights = float4(kept[n]);
+      else weights = float4(read[32 * n]);
+      left.thread_elements()[0] = weights[0];
+      left.thread_elements()[1] = weights[1];
+      simdgroup_multiply_accumulate(total[first], left, right[0], total[first]);
+      if (part + 1 >= PARTS) continue;
+      left.thread_elements()[0] = weights[2];
+      left.thread_elements()[1] = weights[3];
+      simdgroup_multiply_accumulate(total[second], left, right[1], total[second]);
     }
   }
 }

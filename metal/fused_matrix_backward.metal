@@ -15,12 +15,8 @@ void fused_matrix_backward(
   const int b0 = int(group.x) * 8 + column;
   const long step = time_step(sweep, 1, H), gate_step = GATES * step, first_at = first_time(sweep);
   const long last = sweep.reverse ? 0 : sweep.stop - 1 - sweep.start, rows = long(sweep.B) * H;
-  const X states_before = from(states, (first_at + (sweep.reverse ? 1 : -1)) * step);
-  const G gates_now = from(gates, first_at * gate_step);
-  const DG dgates_now = from(dgates, first_at * gate_step);
-  const D dh_outside = from(dh, first_at * step);
-  const Q beside_now = from(beside, APART ? (long(sweep.direction) * sweep.T + first_at) * rows : first_at * step);
-  const M masks = from(mask, sweep.masks_differ ? first_at * step : 0);
+  const Index earlier = Index(first_at * step), earlier_gates = Index(GATES) * earlier;
+  const Index before = earlier + Index(sweep.reverse ? step : -step);
   const device vec<S, 4>* read = vectors_of_lane<COUNT, S>(packed, sweep.direction, index, threads);
   vec<S, 4> kept[RESIDENT > 0 ? RESIDENT : 1];
 #pragma clang loop unroll(full)
@@ -31,7 +27,7 @@ void fused_matrix_backward(
   bool real[2];
   Index at[2], gate_at[2], beside_at[2], mask_at[2];
   const Index stride = Index(sweep.reverse ? step : -step), mask_stride = sweep.masks_differ ? stride : 0;
-  const Index beside_stride = APART ? Index(sweep.reverse ? rows : -rows) : stride;
+  const Index beside_stride = Index(sweep.reverse ? rows : -rows);
 #pragma clang loop unroll(full)
   for (int m = 0; m < LANES; ++m) p[m] = unit < H ? lane_constant<CELL>(extra, sweep.direction, m, H, unit) : 0.0f;
 #pragma clang loop unroll(full)
@@ -40,8 +36,8 @@ void fused_matrix_backward(
     real[e] = b0 + e < sweep.B && unit < H;
     at[e] = Index(last * step + item);
     gate_at[e] = Index(last * gate_step + place_in(sweep, b0 + e, GATES, 0, H, unit));
-    beside_at[e] = APART ? Index(last * rows + long(b0 + e) * H + unit) : at[e];
-    mask_at[e] = Index((sweep.masks_differ ? last * step : 0) + item);
+    beside_at[e] = Index(((long(sweep.direction) * sweep.T + first_at + last) * sweep.B + b0 + e) * H + unit);
+    mask_at[e] = Index((sweep.masks_differ ? (first_at + last) * step : 0) + item);
     length[e] = b0 + e < sweep.B ? value_at(lengths, b0 + e, sweep.T) : 0;
     dh_now[e] = real[e] ? value_at(dhT, item, 0.0f) : 0.0f;
     dc_now[e] = real[e] ? value_at(dcT, item, 0.0f) : 0.0f;
@@ -60,14 +56,14 @@ void fused_matrix_backward(
       if (sweep.reverse && is_present(lengths) ? t + 1 == length[e] : n == 0)
         seen[0] = value_at(first, place_in(sweep, b0 + e, 1, 0, H, unit), 0.0f);
       else if (n > 0)
-        seen[0] = float(states_before[at[e]]);
-      seen[2] = value_at(beside_now, beside_at[e], 0.0f);
-      mask_of[e] = value_at(masks, mask_at[e], 1.0f);
-      direct[e] = dh_now[e] + value_at(dh_outside, at[e], 0.0f);
+        seen[0] = float(states[at[e] + before]);
+      seen[2] = value_at(beside, APART ? beside_at[e] : at[e] + earlier, 0.0f);
+      mask_of[e] = value_at(mask, mask_at[e], 1.0f);
+      direct[e] = dh_now[e] + value_at(dh, at[e] + earlier, 0.0f);
 #pragma clang loop unroll(full)
       for (int m = 0; m < GATES; ++m) {
-        y[m] = value_at(gates_now, gate_at[e] + gate_block(CELL, m) * H, 0.0f);
-        d[m] = value_at(dgates_now, gate_at[e] + gate_block(CELL, m) * H, 0.0f);
+        y[m] = value_at(gates, gate_at[e] + earlier_gates + gate_block(CELL, m) * H, 0.0f);
+        d[m] = value_at(dgates, gate_at[e] + earlier_gates + gate_block(CELL, m) * H, 0.0f);
       }
       step_back_of_unit<CELL>(y, p, seen, now[e], direct[e], dc, d);
       dc_now[e] = live ? dc : dc_now[e];

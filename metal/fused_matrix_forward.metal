@@ -14,8 +14,7 @@ void fused_matrix_forward(
   const int b0 = int(group.x) * 8 + column;
   const long step = time_step(sweep, 1, H), gate_step = GATES * step, first_at = first_time(sweep);
   const long first_row = sweep.reverse ? sweep.stop - 1 - sweep.start : 0;
-  const Z z_now = z + first_at * gate_step;
-  const M mask_now = from(mask, sweep.masks_differ ? first_at * step : 0);
+  const Index earlier_gates = Index(first_at * gate_step);
   const device vec<S, 4>* read = vectors_of_lane<COUNT, S>(packed, sweep.direction, index, threads);
   vec<S, 4> kept[RESIDENT > 0 ? RESIDENT : 1];
 #pragma clang loop unroll(full)
@@ -35,12 +34,12 @@ void fused_matrix_forward(
     real[e] = b0 + e < sweep.B && unit < H;
     at[e] = Index(first_row * step + item);
     gate_at[e] = Index(first_row * gate_step + place_in(sweep, b0 + e, GATES, 0, H, unit));
-    mask_at[e] = Index((sweep.masks_differ ? first_row * step : 0) + item);
+    mask_at[e] = Index((sweep.masks_differ ? (first_at + first_row) * step : 0) + item);
     length[e] = b0 + e < sweep.B ? value_at(lengths, b0 + e, sweep.T) : 0;
     h_now[e] = real[e] ? value_at(h0, item, 0.0f) : 0.0f;
     c_now[e] = real[e] ? value_at(c0, item, 0.0f) : 0.0f;
     if (real[e])
-      vectors[(sweep.start & 1) * HALF + 8 * unit + column + e] = h_now[e] * value_at(mask_now, mask_at[e], 1.0f);
+      vectors[(sweep.start & 1) * HALF + 8 * unit + column + e] = h_now[e] * value_at(mask, mask_at[e], 1.0f);
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
   for (int n = sweep.start; n < sweep.stop; ++n) {
@@ -54,7 +53,7 @@ void fused_matrix_forward(
       const bool live = !is_present(lengths) || time_of(sweep, n) < length[e];
       float y[LANES], sums[PRODUCTS], state = c_now[e];
 #pragma clang loop unroll(full)
-      for (int m = 0; m < GATES; ++m) y[m] = float(z_now[gate_at[e] + gate_block(CELL, m) * H]);
+      for (int m = 0; m < GATES; ++m) y[m] = float(z[gate_at[e] + earlier_gates + gate_block(CELL, m) * H]);
 #pragma clang loop unroll(full)
       for (int m = 0; m < PRODUCTS; ++m) sums[m] = total[m].thread_elements()[e];
       const S result = S(step_of_unit<CELL>(sums, p, forget_bias, limit, h_now[e], state, y));
@@ -68,7 +67,7 @@ void fused_matrix_forward(
       gate_at[e] += Index(GATES) * stride;
       mask_at[e] += mask_stride;
       if (!is_present(mask) || n + 1 < sweep.stop)
-        vectors[(~n & 1) * HALF + 8 * unit + column + e] = h_now[e] * value_at(mask_now, mask_at[e], 1.0f);
+        vectors[(~n & 1) * HALF + 8 * unit + column + e] = h_now[e] * value_at(mask, mask_at[e], 1.0f);
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
     read += unknown_zero(sweep);

@@ -12,7 +12,7 @@ from mlx_lstm.engines import choice, choose
 from mlx_lstm.engines.cells import GRUCell, LSTMCell, RNNCell
 from mlx_lstm.engines.metal import launch as kernels
 
-WEIGHTS = ("Wh", "Wh_T", "weights", "peephole", "extra")
+WEIGHTS = ("Wh", "weights", "packed", "peephole", "extra")
 
 
 @contextmanager

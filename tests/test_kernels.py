@@ -1,8 +1,11 @@
 """The Metal engines, their shaders executed by the emulator, against the float64 oracle. Every output starts as NaN."""
 
+import re
+from collections import Counter
 from unittest.mock import patch
 
 import ml_dtypes
+import mlx.core as mx
 import numpy as np
 import pytest
 from cases import (
@@ -22,12 +25,13 @@ from hypothesis import strategies as st
 from on_metal import BATCHES, can_run, on_metal, options_at, pairs
 
 from mlx_lstm.engines import METAL_ENGINES
-from mlx_lstm.engines.cells import LSTMCell
+from mlx_lstm.engines.cells import GRUCell, LSTMCell, RNNCell
 from mlx_lstm.engines.metal import fused as engine_fused
 from mlx_lstm.engines.metal import fused_launches as kernels_fused
 from mlx_lstm.engines.metal import stepwise_launches as kernels_stepwise
+from mlx_lstm.engines.problem import Problem
 from mlx_lstm.oracle import ARRAYS, backward, forward
-from mlx_lstm.oracle.closeness import assert_close, assert_within, bounds
+from mlx_lstm.oracle.closeness import assert_close, assert_within, bounds, elementwise_bounds
 
 ENGINES = METAL_ENGINES
 WAYS = [{"reverse": False}, {"reverse": True}, {"bidirectional": True}]
@@ -216,6 +220,92 @@ def test_fused_with_weights_that_do_not_fit_in_registers(H, dtype):
         assert_close(name, value, same[name], ref[name])
 
 
+# --- Digits of small numbers -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("B", [2, 9])
+@pytest.mark.parametrize("op", ["lstm", "gru", "rnn"])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_small_numbers_have_all_their_digits(engine, op, B):
+    """Element by element, where tanh is its argument: 2 sigmoid(2 x) - 1 alone would have none of them."""
+    case = draw(np.random.default_rng(3), op=op, sizes=(4, B, 3, 10, 10), dtype=np.float32)
+    scale = {"x": 1e-4, "b": 1e-5, "bhn": 1e-5, "h0": 1e-4, "c0": 1e-4}
+    judge_each_element(case | {n: case[n] * np.float32(s) for n, s in scale.items() if n in case}, engine)
+
+
+@pytest.mark.parametrize("B", [2, 9])
+@pytest.mark.parametrize("op", ["lstm", "gru", "rnn"])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_what_a_nearly_closed_gate_lets_through_has_all_its_digits(engine, op, B):
+    """Element by element, with biases of all sigmoid gates from -8 to -30, and 30 among them."""
+    rng, gates = np.random.default_rng(7), {"lstm": "ifgo", "gru": "rzn", "rnn": "h"}[op]
+    options = {"activation": "sigmoid"} if op == "rnn" else {}
+    case = draw(rng, op=op, sizes=(4, B, 3, 10, 10), dtype=np.float32, **options)
+    closed = np.repeat([gate not in "gn" for gate in gates], 10)
+    case["b"][closed] = rng.permutation(np.linspace(-30, -8, closed.sum()))
+    case["b"][np.flatnonzero(closed)[::7]] = 30
+    judge_each_element(case, engine)
+
+
+def judge_each_element(case, engine):
+    """`check` with a bound for every element; a batch of 9 runs in matrices."""
+    cotangents = draw_cotangents(np.random.default_rng(5), forward(**case), np.float32)
+    ref, limit = forward(**case) | backward(case, cotangents), elementwise_bounds(case, np.float32, cotangents)
+    with on_metal(), patch.object(kernels_fused, "MATRIX_BATCH", 9):
+        outputs, gradients = run(case, engine, np.float32, cotangents)
+    for name, value in (outputs | gradients).items():
+        assert_within(name, value, ref[name], limit[name])
+
+
+# --- How the fused kernels read their arrays -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("matrices", [False, True])
+@pytest.mark.parametrize("sweep", kernels_fused.SWEEPS)
+@pytest.mark.parametrize("layer", [*LAYERS, "both"])
+def test_every_weight_is_packed_once(layer, sweep, matrices):
+    """Whatever lies beside it is padding, in either direction."""
+    cell = {"gru": GRUCell(gate_order="znr"), "gru_before": GRUCell("nrz", reset="before"), "rnn": RNNCell()}
+    cell, D = cell.get(layer, LSTMCell("ofgi")), 2 if layer == "both" else 1
+    for H in (1, 5, 8, 33, 40):
+        problem = Problem(2, 3, H, H, cell, bidirectional=D == 2)
+        Wh = 1 + np.arange(D * cell.gates * H * H, dtype=np.float32).reshape(D, -1, H)
+        with on_metal(), mx.stream(mx.cpu), patch.object(kernels_fused, "MATRIX_BATCH", 1 if matrices else 100):
+            packed = np.array(kernels_fused.fused_pack(sweep, problem, mx.array(Wh[0] if D == 1 else Wh)))
+        for of_direction, weights in zip(packed, Wh, strict=True):
+            found = np.sort(of_direction, axis=None)
+            np.testing.assert_array_equal(found[found > 0], weights.reshape(-1))
+            assert (found >= 0).all()
+
+
+@pytest.mark.parametrize("matrices", [False, True])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_wide_indices_change_nothing(layer, matrices):
+    """Those of 64 bits, for arrays of as many elements as no test can have."""
+    options = {"mask": (5, 3, "P"), "lengths": [5, 2, 0], "bidirectional": True, **LAYERS[layer]}
+    case, cotangents = draw_away_from_kinks(4, sizes=(5, 3, 2, 5, 5), dtype=np.float32, **options)
+    found = []
+    for limit, word in ((kernels_fused.INDEX_LIMIT, "uint32_t"), (1, "uint64_t")):
+        with (
+            on_metal() as log,
+            patch.object(kernels_fused, "MATRIX_BATCH", 1 if matrices else 100),
+            patch.object(engine_fused, "LAUNCH_STEPS", 3),
+            patch.object(kernels_fused, "INDEX_LIMIT", limit),
+        ):
+            found.append(run(case, "fused", np.float32, cotangents))
+        sweeps = [launch.source for launch in log if re.search("fused_.*ward", launch.name)]
+        assert len(sweeps) == 4 and all(f", {word}, float>" in source for source in sweeps)
+    for narrow, wide in zip(*found, strict=True):
+        for name in narrow:
+            np.testing.assert_array_equal(narrow[name], wide[name], err_msg=name)
+
+
+def test_indices_are_narrow_as_long_as_they_suffice():
+    for T, dtype in ((2**31 // (4 * 8 * 64) - 1, mx.uint32), (2**31 // (4 * 8 * 64), mx.uint64)):
+        assert kernels_fused.index_of(Problem(T, 8, 64, 64, LSTMCell())) == dtype
+    assert kernels_fused.index_of(Problem(2**19, 8, 64, 64, LSTMCell(), bidirectional=True)) == mx.uint64
+
+
 sizes = st.tuples(*(st.sampled_from(v) for v in ([1, 2, 3, 5], [1, 2, 3, 8, 17], [1, 3], [1, 2, 5], [1, 3])))
 
 
@@ -267,7 +357,7 @@ def test_wide_batches_run_in_matrices():
     for sizes, directions in (((2, 129, 2, 5, 3), 1), ((2, 65, 2, 5, 3), 2)):
         options = {"sizes": sizes, "bidirectional": directions == 2}
         _, log = check(*with_engine("fused", draw_away_from_kinks(3, ROUNDING_MARGIN, **options)))
-        assert ["matrix" in launch.name for launch in log] == [True, False, True]
+        assert ["matrix" in launch.name for launch in log if "pack" not in launch.name] == [True, False, True]
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
@@ -280,7 +370,10 @@ def test_fused_in_several_launches(monkeypatch, layer, way, lengths, matrices):
     options = {"sizes": (7, 3, 2, 5, 5), **LAYERS[layer], **way}
     options |= {"lengths": lengths, "mask": (7, 3, "P")} if lengths else {"peephole": False}
     _, log = check(*with_engine("fused", draw_away_from_kinks(4, **options)))
-    assert len([launch for launch in log if "fused" in launch.name]) == 6
+    sweeps = Counter(
+        re.search("pack|forward|backward", launch.name).group() for launch in log if "fused" in launch.name
+    )
+    assert sweeps == {"pack": 2, "forward": 3, "backward": 3}
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)

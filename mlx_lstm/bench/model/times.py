@@ -16,7 +16,7 @@ import mlx.nn as nn
 
 from ...engines.autodiff import ENGINE_MODULES
 from ...engines.cells import Cell, LSTMCell
-from ...engines.metal.fused_launches import WORKING_REGISTERS, FusedTiling, fused_tiling
+from ...engines.metal.fused_launches import FusedTiling, fused_tiling
 from ...engines.metal.stepwise_launches import stepwise_rows
 from ...engines.problem import Problem
 from ..tasks import Size
@@ -86,7 +86,7 @@ DRAM, CACHE = 0.8, 0.65
 FROM_L2, FROM_L1 = 32, 64
 """Bytes per core and cycle: metal-benchmarks."""
 
-WEIGHTS = {"Wh", "Wh_T", "weights"}
+WEIGHTS = {"Wh", "weights", "packed"}
 """Names of a kernel's buffers: its recurrent weights."""
 
 # --- Bytes -----------------------------------------------------------------------------------------------------------
@@ -115,18 +115,22 @@ def reads_of(buffer: Buffer, launch: Launch, problem: Problem) -> tuple[float, f
     """(bytes needed, bytes of all loads). MLX's kernels count as reading once."""
     if launch.ours and "stepwise" in launch.name:
         return stepwise_traffic.reads(buffer, launch, problem)
-    if launch.ours and "fused" in launch.name and buffer.name in WEIGHTS:
+    if is_fused_sweep(launch) and buffer.name in WEIGHTS:
         return buffer.bytes, buffer.bytes * times_read(launch, problem)
     if launch.name == "recurrent_input" and buffer.name == "h":  # not the last h
         return (buffer.bytes * (1 - 1 / problem.T),) * 2
     return buffer.bytes, buffer.bytes
 
 
+def is_fused_sweep(launch: Launch) -> bool:
+    """Whether a launch walks the steps of a sequence; `fused_pack` before it does not."""
+    return launch.ours and "fused" in launch.name and "pack" not in launch.name
+
+
 def times_read(launch: Launch, problem: Problem) -> float:
     """How often a kernel of `fused` reads each of its weights, on average."""
     steps, tiling = launch.writes[0].shape[0], tiling_of(launch, problem, itemsize(launch))
-    streams = 1 if tiling.matrices else tiling.rows
-    return ceil(problem.B / tiling.rows) * (tiling.kept + (1 - tiling.kept) * streams * steps)
+    return ceil(problem.B / tiling.rows) * (tiling.kept + (1 - tiling.kept) * steps)
 
 
 def itemsize(launch: Launch) -> int:
@@ -146,7 +150,7 @@ def tiling_of(launch: Launch, problem: Problem, size: int) -> FusedTiling:
 
 def seconds_of(launch: Launch, problem: Problem, chip: Chip) -> float:
     """Seconds of a launch by itself."""
-    if launch.ours and "fused" in launch.name:
+    if is_fused_sweep(launch):
         return fused_seconds(launch, problem, chip)
     if launch.ours and "stepwise" in launch.name:
         return stepwise_seconds(launch, problem, chip)
@@ -170,10 +174,10 @@ def fused_seconds(launch: Launch, problem: Problem, chip: Chip) -> float:
     rows, kept, part = tiling.rows, tiling.kept, MATRICES if tiling.matrices else LANES
     weights = sum(buffer.bytes for buffer in launch.reads if buffer.name in WEIGHTS) / problem.directions
     per_core = ceil(prod(launch.groups) / chip.cores)
-    needed = kept * weights + 4 * WORKING_REGISTERS * tiling.threads
+    needed = 4 * tiling.registers * tiling.threads
     together = min(per_core, max(1, int(REGISTER_FILE / needed)))
     arithmetic = together * rows * weights / itemsize(launch) / (128 * part * chip.clock)
-    stream = together * (1 if tiling.matrices else rows) * (1 - kept) * weights / (FROM_L2 * chip.clock)
+    stream = together * (1 - kept) * weights / (FROM_L2 * chip.clock)
     first = per_core * kept * weights / (FROM_L2 * chip.clock)
     sweep = first + steps * ceil(per_core / together) * (max(arithmetic, stream) + STEP_LATENCY)
     return max(sweep, memory_seconds(floor_bytes(launch, problem), chip))

@@ -22,8 +22,20 @@ ARITHMETIC |= {("rnn", sweep): ("cell_rnn",) for sweep in SWEEPS}
 REGISTERS = {384: 128, 448: 116, 512: 104, 576: 92, 640: 80, 704: 72, 768: 68, 832: 60, 896: 56, 1024: 52}
 """Registers of 32 bits that a thread can have, by the most threads of its threadgroup: published for the M1."""
 
-WORKING_REGISTERS = {"forward": {1: 44, 2: 64, 4: 96, 8: 60}, "backward": {1: 44, 2: 64, 4: 96, 8: 60}}
-"""What a thread needs beside its weights."""
+WORKING_REGISTERS = {
+    ("lstm", "forward"): {1: 40, 2: 64, 8: 60},
+    ("lstm", "backward"): {1: 44, 2: 60, 8: 64},
+    ("gru", "forward"): {1: 40, 2: 56, 4: 84, 8: 60},
+    ("gru", "backward"): {1: 52, 2: 72, 4: 108, 8: 64},
+    ("rnn", "forward"): {1: 36, 2: 56, 4: 92, 8: 56},
+    ("rnn", "backward"): {1: 36, 2: 60, 4: 92, 8: 56},
+}
+"""What a thread needs beside its weights, by cell, sweep and batch rows of a threadgroup, 8 in matrices: sums,
+operands, weights on their way, states, indices. From the machine code of Mesa's compiler for the M1: with as many
+weights in registers as it does not spill, this is what remains at H = 96 to 256. Apple's compiler may differ."""
+
+OPTION_REGISTERS = {"mask": 4, "lengths": 8, "extra": 4}
+"""What it needs more for an input that may be absent, likewise."""
 
 MATRIX_BATCH = 65
 """The smallest batch, of both directions together, for the form in 8 x 8 matrices. It needs 8 items per threadgroup, so
@@ -34,7 +46,7 @@ THREADGROUP_BYTES = 32768
 
 
 INDEX_LIMIT = 2**31
-"""Elements of an array of one launch from which on its indices have 64 bits instead of 32."""
+"""Elements of an array from which on its indices have 64 bits instead of 32."""
 
 
 class FusedTiling(NamedTuple):
@@ -55,34 +67,53 @@ class FusedTiling(NamedTuple):
     registers: int
 
 
-def fused_tiling(cell: Cell, B: int, H: int, itemsize: int, *, backward: bool, directions: int = 1) -> FusedTiling:
-    """The tiling of one sweep. More units per group share their loads of h; more rows their launch and weights."""
+def fused_tiling(
+    cell: Cell, B: int, H: int, itemsize: int, *, backward: bool, directions: int = 1, more: int = 0
+) -> FusedTiling:
+    """The tiling of one sweep. `more`: registers that its options need."""
     lanes, gates = LANES[cell.op], cell.gates
-    matrices, before = in_matrices(cell, directions * B, H), two_products(cell)
-    # The length of each product, and how many rows of weights a lane has in it.
-    lengths = [H, 2 * H] if backward and before else [gates * H if backward else H]
+    sweep = "backward" if backward else "forward"
+    matrices = in_matrices(cell, directions * B, H)
+    # The length of each product of a step.
+    lengths = [H, 2 * H] if backward and two_products(cell) else [gates * H if backward else H]
     if matrices:
-        units, rows, threads, piece = 8, 8, 32 * -(-H // 8), 8
-        slots = 1 if backward else gates
+        units, rows, threads, piece, slots = 8, 8, 32 * -(-H // 8), 8, 1 if backward else gates
         weights = -(-lengths[0] // 16) * slots
     else:
         units = 8 // lanes * (2 if backward and lanes > 1 else 1)
-        rows = 1 if B <= 16 else 2 if B <= 64 else 4
         threads, piece = 32 * -(-(-(-H // units) * lanes * units) // 32), 4 * lanes * units
+        rows = rows_of(cell, sweep, B, threads)
         slots = units * (1 if backward else gates)
         weights = slots * sum(-(-length // piece) for length in lengths)
     one = 4 * rows * piece * sum(-(-length // piece) for length in lengths)
-    vectors = 1 if backward and (before or matrices and 2 * one > THREADGROUP_BYTES) else 2
+    vectors = 1 if len(lengths) > 1 or (matrices and backward and 2 * one > THREADGROUP_BYTES) else 2
     # A vector of 4 weights takes as many registers as a weight has bytes.
-    free = registers_of(threads) - WORKING_REGISTERS["backward" if backward else "forward"][rows]
-    resident = max(0, min(weights, free // itemsize))
-    return FusedTiling(matrices, units, rows, threads, vectors, vectors * one, weights, resident, resident / weights, 0)
+    working = working_registers(cell, sweep, rows) + more
+    resident = max(0, min(weights, (registers_of(threads) - working) // itemsize))
+    used = working + resident * itemsize
+    return FusedTiling(
+        matrices, units, rows, threads, vectors, vectors * one, weights, resident, resident / weights, used
+    )
 
 
-def tiling_of(sweep: str, problem: Problem, dtype: mx.Dtype) -> FusedTiling:
-    """The tiling of a sweep of a problem."""
-    sizes = problem.B, problem.H, dtype.size
-    return fused_tiling(problem.cell, *sizes, backward=sweep == "backward", directions=problem.directions)
+def rows_of(cell: Cell, sweep: str, B: int, threads: int) -> int:
+    """Batch rows of a threadgroup that multiplies in lanes: more share a stream of weights, as far as there are items
+    for all cores, and registers."""
+    wanted = 1 if B <= 16 else 2 if B <= 64 else 4
+    possible = (rows for rows in WORKING_REGISTERS[cell.op, sweep] if rows <= wanted)
+    return max(rows for rows in possible if rows == 1 or working_registers(cell, sweep, rows) <= registers_of(threads))
+
+
+def working_registers(cell: Cell, sweep: str, rows: int) -> int:
+    """What a thread needs beside its weights, without options."""
+    return WORKING_REGISTERS[cell.op, sweep][rows]
+
+
+def tiling_of(sweep: str, problem: Problem, dtype: mx.Dtype, inputs: Inputs | None = None) -> FusedTiling:
+    """The tiling of a sweep of a problem; with its inputs that of the very launch, which keeps as many weights."""
+    more = sum(count for name, count in OPTION_REGISTERS.items() if (inputs or {}).get(name) is not None)
+    how = {"backward": sweep == "backward", "directions": problem.directions, "more": more}
+    return fused_tiling(problem.cell, problem.B, problem.H, dtype.size, **how)
 
 
 def two_products(cell: Cell) -> bool:
@@ -136,6 +167,12 @@ def fused_backward(problem: Problem, given: Inputs, steps: int, *, keeps_d: bool
     return launch_fused("backward", problem, inputs, outputs, dtype)
 
 
+def index_of(problem: Problem) -> mx.Dtype:
+    """The integers that count the elements of a launch's arrays, of which those with all gates are the largest."""
+    elements = problem.T * problem.B * problem.directions * problem.cell.gates * problem.H
+    return mx.uint32 if elements < INDEX_LIMIT else mx.uint64
+
+
 def fused_pack(sweep: str, problem: Problem, Wh: mx.array) -> mx.array:
     """Wh as the lanes of a sweep read it, [D, simdgroups, vectors, 32, 4]; metal/fused_pack.metal."""
     op, D, tiling = problem.cell.op, problem.directions, tiling_of(sweep, problem, Wh.dtype)
@@ -151,9 +188,7 @@ def fused_pack(sweep: str, problem: Problem, Wh: mx.array) -> mx.array:
 def launch_fused(sweep: str, problem: Problem, inputs: Inputs, outputs: Outputs, dtype: mx.Dtype) -> Arrays:
     """Launch fused_forward or fused_backward over the steps that `sizes` names."""
     op, D, back = problem.cell.op, problem.directions, sweep == "backward"
-    tiling = tiling_of(sweep, problem, dtype)
-    steps = next(iter(outputs.values()))[0][0]
-    elements = steps * problem.B * D * problem.cell.gates * problem.H
+    tiling = tiling_of(sweep, problem, dtype, inputs)
     template = {"CELL": cell_number(problem.cell, inputs["extra"] is not None), "H": problem.H}
     if tiling.matrices:
         form, element = "matrix_", "float"
@@ -161,7 +196,7 @@ def launch_fused(sweep: str, problem: Problem, inputs: Inputs, outputs: Outputs,
     else:
         form, element = "", "vec<float, 4>"
         template |= {"UNITS": tiling.units, "ROWS": tiling.rows, "RESIDENT": tiling.resident}
-    template |= {"Index": mx.uint32 if elements < INDEX_LIMIT else mx.uint64, "S": dtype}
+    template |= {"Index": index_of(problem), "S": dtype}
     function, size = f"fused_{form}{sweep}", tiling.bytes // (4 if tiling.matrices else 16)
     threads = "thread_position_in_threadgroup.x, threads_per_threadgroup.x"
     threads += ", thread_index_in_simdgroup" if tiling.matrices else ""
