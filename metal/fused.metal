@@ -12,7 +12,7 @@
 // GROUP = LANES UNITS adjacent lanes share UNITS hidden units, LANES lanes each; lane s is lane s % LANES of unit
 // s / LANES. The lanes split every row of weights their group needs into runs of 4: lane s has runs s, s + GROUP, ... A
 // step sums a row's parts over the group. LANES, G (GATES), the PRODUCTS of a unit and what a lane does with a step are
-// in *_fused_cell.metal.
+// in fused_cell_*.metal.
 //
 // A lane's weights are COUNT vectors of 4, in the order in which it needs them. The first RESIDENT stay in registers,
 // the others are read at every step. Units and runs past the end are padding: their weights are 0, nothing of them is

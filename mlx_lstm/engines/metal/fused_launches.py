@@ -180,7 +180,7 @@ def fused_pack(sweep: str, problem: Problem, Wh: mx.array) -> mx.array:
     template = {"CELL": cell_number(problem.cell), "H": problem.H, "UNITS": tiling.units}
     template |= {"COUNT": tiling.weights, "BACK": sweep == "backward", "MATRICES": tiling.matrices, "S": Wh.dtype}
     body = f"fused_pack<{', '.join(template)}>({{arrays}}, thread_position_in_grid.xy, threads_per_threadgroup.x);"
-    shaders = ("cell", *ARITHMETIC[op, "forward"], "fused", "fused_matrix", f"{op}_fused_cell", "fused_pack")
+    shaders = ("cell", *ARITHMETIC[op, "forward"], "fused", "fused_matrix", f"fused_cell_{op}", "fused_pack")
     groups = (tiling.weights, D)
     return launch(f"{op}_fused_pack", shaders, {"Wh": Wh}, outputs, template, body, groups, tiling.threads)[0]
 
