@@ -45,6 +45,37 @@ inline long place_in(thread const Sweep& sweep, int b, int blocks, int block, in
 }
 inline long time_step(thread const Sweep& sweep, int blocks, int H) { return long(sweep.B) * sweep.D * blocks * H; }
 
+// Where the numbers of a unit of a batch item stand at a step, or how far they are from those of the step before: in
+// arrays of the launch's own steps, `state` [., B, D H] and `gate` [., B, D G H]; in `mask`; in `apart` [D, T, B, H].
+template <class Index>
+struct Place {
+  Index state, gate, mask, apart;
+};
+
+// That of the launch's first step, or of its last one BACK.
+template <bool BACK, class Index>
+void first_place(
+    thread const Sweep& sweep, int b, int blocks, int block, int H, int unit, thread Place<Index>& place) {
+  const long row = sweep.reverse != BACK ? sweep.stop - 1 - sweep.start : 0, t = first_time(sweep) + row;
+  const long step = time_step(sweep, 1, H), item = place_in(sweep, b, 1, 0, H, unit);
+  place.state = Index(row * step + item);
+  place.gate = Index(row * blocks * step + place_in(sweep, b, blocks, block, H, unit));
+  place.mask = Index((sweep.masks_differ ? t * step : 0) + item);
+  place.apart = Index(((sweep.direction * sweep.T + t) * sweep.B + b) * H + unit);
+}
+
+template <bool BACK, class Index>
+void between_steps(thread const Sweep& sweep, int blocks, int H, thread Place<Index>& step) {
+  const long sign = sweep.reverse != BACK ? -1 : 1, states = sign * time_step(sweep, 1, H);
+  step.state = Index(states), step.gate = Index(blocks * states);
+  step.mask = Index(sweep.masks_differ ? states : 0), step.apart = Index(sign * sweep.B * H);
+}
+
+template <class Index>
+void advance(thread Place<Index>& place, thread const Place<Index>& step) {
+  place.state += step.state, place.gate += step.gate, place.mask += step.mask, place.apart += step.apart;
+}
+
 inline bool is_present(Absent) { return false; }
 template <class A> bool is_present(A) { return true; }
 
@@ -53,6 +84,18 @@ template <int COUNT, class S, class W>
 const device vec<S, 4>* vectors_of_lane(W packed, int direction, uint index, uint threads) {
   const uint simdgroup = direction * threads / 32 + index / 32;
   return (const device vec<S, 4>*)packed + simdgroup * (32 * COUNT) + index % 32;
+}
+
+// The first of them, which stay in registers.
+template <int RESIDENT, class V>
+void keep(const device V* read, thread V* kept) {
+#pragma clang loop unroll(full)
+  for (int n = 0; n < RESIDENT; ++n) kept[n] = read[32 * n];
+}
+
+template <class V>
+void fill_with_zeros(threadgroup V* vectors, int count, uint index, uint threads) {
+  for (int n = int(index); n < count; n += int(threads)) vectors[n] = V(0.0f);
 }
 
 // 0, but no compiler knows: what is read at an address of which this is a part is read at every step, and not kept for
@@ -91,14 +134,6 @@ template <int CELL, int GATES>
 float slope_own(int gate, float y) {
   if constexpr (squashes(CELL, GATES)) return (1.0f - y) * (y + (is_tanh<CELL, GATES>(gate) ? 1.0f : 0.0f));
   else return slope(activation_of(CELL, gate), y);
-}
-
-template <int ROWS, int SLOTS>
-void clear(thread float (&sums)[ROWS][SLOTS]) {
-#pragma clang loop unroll(full)
-  for (int r = 0; r < ROWS; ++r)
-#pragma clang loop unroll(full)
-    for (int v = 0; v < SLOTS; ++v) sums[r][v] = 0.0f;
 }
 
 // Adds to sums[row][slot] a lane's share of the product of SLOTS rows of weights with vectors in threadgroup memory, in

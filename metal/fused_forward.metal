@@ -5,13 +5,28 @@
 // The masked h of the step before stands in `vectors`, [2][ROWS][padded H], the two halves by turns; of a cell with two
 // products in the first, and the second product's operand r * mask * h_prev in the second. One lane of a unit, WRITER,
 // has its state. gates may be absent.
+
+// Adds a product to the sums of every batch item, over the lanes of the group: fused_cell_*.metal say which lane has
+// which then. WANTED: which of a unit's products, by bits.
+template <int CELL, int UNITS, int ROWS, int RUNS, int WANTED, int RESIDENT, class V>
+void add_products(
+    thread float (&sums)[ROWS][UNITS * PRODUCTS], thread const V* kept, const device V* read,
+    threadgroup const float4* x, int gate) {
+  constexpr int GROUP = LANES * UNITS;
+  add_product<ROWS, UNITS * PRODUCTS, RUNS, GROUP, 0, PRODUCTS, WANTED, RESIDENT, GROUP * RUNS>(sums, kept, read, x);
+#pragma clang loop unroll(full)
+  for (int r = 0; r < ROWS; ++r) {
+    sum_over_units<UNITS, PRODUCTS, WANTED, LANES>(sums[r]);
+    sum_of_unit<CELL, WANTED>(sums[r], gate);
+  }
+}
+
 template <int CELL, int H, int UNITS, int ROWS, int RESIDENT, class Index, class S, class Z, class H0, class C0,
     class W, class E, class M, class L, class N, class C, class G, class CT>
 void fused_forward(
     Z z, H0 h0, C0 c0, W packed, E extra, M mask, L lengths, const constant int* sizes, N numbers, device S* h, C c,
     G gates, device S* hT, CT cT, threadgroup float4* vectors, uint2 group, uint index, uint threads) {
   constexpr int GROUP = LANES * UNITS, RUNS = RUNS_OF<H, GROUP>, ROW = GROUP * RUNS, HALF = ROWS * ROW;
-  constexpr int SLOTS = UNITS * PRODUCTS, COUNT = RUNS * SLOTS;
   constexpr bool TWO = TWO_PRODUCTS<CELL>;
   Sweep sweep = {};
   read_sizes(sizes, group.y, sweep);
@@ -19,49 +34,39 @@ void fused_forward(
   const int s = int(index) % GROUP, gate = s % LANES, unit = int(index) / LANES, block = gate_block(CELL, gate);
   const bool real = H % (32 / LANES) == 0 || unit < H, writes = real && gate == WRITER;
   const bool has_gate = real && (GATES == LANES || block >= 0);
-  const long step = time_step(sweep, 1, H), gate_step = GATES * step;
-  const long first_row = sweep.reverse ? sweep.stop - 1 - sweep.start : 0, first_at = first_time(sweep);
-  // What comes before the launch's first time index in the arrays that have all of them.
-  const Index earlier = Index(first_at * step), earlier_gates = Index(GATES) * earlier;
-  const device vec<S, 4>* read = vectors_of_lane<COUNT, S>(packed, sweep.direction, index, threads);
+  // What comes before the launch's first time index in z, which has all of them.
+  const Index earlier = Index(first_time(sweep) * time_step(sweep, GATES, H));
+  Place<Index> next;
+  between_steps<false>(sweep, GATES, H, next);
+  const device vec<S, 4>* read = vectors_of_lane<RUNS * UNITS * PRODUCTS, S>(packed, sweep.direction, index, threads);
   vec<S, 4> kept[RESIDENT > 0 ? RESIDENT : 1];
-#pragma clang loop unroll(full)
-  for (int n = 0; n < RESIDENT; ++n) kept[n] = read[32 * n];
-  for (int n = int(index); n < 2 * HALF; n += int(threads)) vectors[n] = float4(0.0f);
+  keep<RESIDENT>(read, kept);
+  fill_with_zeros(vectors, 2 * HALF, index, threads);
   threadgroup_barrier(mem_flags::mem_threadgroup);
   const float p = real ? lane_constant<CELL>(extra, sweep.direction, gate, H, unit) : 0.0f;
   float h_now[ROWS], c_now[ROWS];
   int length[ROWS];
-  Index at[ROWS], gate_at[ROWS], mask_at[ROWS];
-  const Index stride = Index(sweep.reverse ? -step : step), mask_stride = sweep.masks_differ ? stride : 0;
+  Place<Index> at[ROWS];
 #pragma clang loop unroll(full)
   for (int r = 0; r < ROWS; ++r) {
     const int b = min(int(group.x) * ROWS + r, sweep.B - 1);
     const long item = place_in(sweep, b, 1, 0, H, unit);
-    at[r] = Index(first_row * step + item);
-    gate_at[r] = Index(first_row * gate_step + place_in(sweep, b, GATES, block, H, unit));
-    mask_at[r] = Index((sweep.masks_differ ? (first_at + first_row) * step : 0) + item);
+    first_place<false>(sweep, b, GATES, block, H, unit, at[r]);
     length[r] = value_at(lengths, b, sweep.T);
     h_now[r] = writes ? value_at(h0, item, 0.0f) : 0.0f;
     c_now[r] = writes ? value_at(c0, item, 0.0f) : 0.0f;
     if (writes)
       ((threadgroup float*)vectors)[4 * ((TWO ? 0 : sweep.start & 1) * HALF + r * ROW) + unit] =
-          h_now[r] * value_at(mask, mask_at[r], 1.0f);
+          h_now[r] * value_at(mask, at[r].mask, 1.0f);
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
   for (int n = sweep.start; n < sweep.stop; ++n) {
     threadgroup float4* before = vectors + (TWO ? 0 : n & 1) * HALF;
-    threadgroup float4* after = vectors + (TWO ? 0 : ~n & 1) * HALF;
-    float y[ROWS], sums[ROWS][SLOTS];
+    threadgroup float* after = (threadgroup float*)(vectors + (TWO ? 0 : ~n & 1) * HALF);
+    float y[ROWS], sums[ROWS][UNITS * PRODUCTS] = {};
 #pragma clang loop unroll(full)
-    for (int r = 0; r < ROWS; ++r) y[r] = has_gate ? float(z[gate_at[r] + earlier_gates]) : 0.0f;
-    clear<ROWS, SLOTS>(sums);
-    add_product<ROWS, SLOTS, RUNS, GROUP, 0, PRODUCTS, FIRST_PRODUCT<CELL>, RESIDENT, ROW>(sums, kept, read, before + s);
-#pragma clang loop unroll(full)
-    for (int r = 0; r < ROWS; ++r) {
-      sum_over_units<UNITS, PRODUCTS, FIRST_PRODUCT<CELL>, LANES>(sums[r]);
-      sum_of_unit<CELL, FIRST_PRODUCT<CELL>>(sums[r], gate);
-    }
+    for (int r = 0; r < ROWS; ++r) y[r] = has_gate ? float(z[at[r].gate + earlier]) : 0.0f;
+    add_products<CELL, UNITS, ROWS, RUNS, FIRST_PRODUCT<CELL>, RESIDENT>(sums, kept, read, before + s, gate);
     if constexpr (TWO) {
 #pragma clang loop unroll(full)
       for (int r = 0; r < ROWS; ++r) {
@@ -70,12 +75,7 @@ void fused_forward(
         if (writes) ((threadgroup float*)(vectors + HALF))[place] = reset * ((threadgroup const float*)before)[place];
       }
       threadgroup_barrier(mem_flags::mem_threadgroup);
-      add_product<ROWS, SLOTS, RUNS, GROUP, 0, PRODUCTS, 4, RESIDENT, ROW>(sums, kept, read, vectors + HALF + s);
-#pragma clang loop unroll(full)
-      for (int r = 0; r < ROWS; ++r) {
-        sum_over_units<UNITS, PRODUCTS, 4, LANES>(sums[r]);
-        sum_of_unit<CELL, 4>(sums[r], gate);
-      }
+      add_products<CELL, UNITS, ROWS, RUNS, 4, RESIDENT>(sums, kept, read, vectors + HALF + s, gate);
     }
 #pragma clang loop unroll(full)
     for (int r = 0; r < ROWS; ++r) {
@@ -84,16 +84,14 @@ void fused_forward(
       const S m = S(step_of_lanes<CELL>(gate, p, forget_bias, limit, h_now[r], sums[r], state, y[r]));
       h_now[r] = live ? float(m) : h_now[r];
       c_now[r] = live ? state : c_now[r];
-      if (has_gate) store(gates, gate_at[r], live ? y[r] : 0.0f);
+      if (has_gate) store(gates, at[r].gate, live ? y[r] : 0.0f);
       if (writes) {
-        store(c, at[r], live ? state : 0.0f);
-        h[at[r]] = live ? m : S(0.0f);
-        mask_at[r] += mask_stride;
+        store(c, at[r].state, live ? state : 0.0f);
+        h[at[r].state] = live ? m : S(0.0f);
         if (!is_present(mask) || n + 1 < sweep.stop)
-          ((threadgroup float*)after)[4 * r * ROW + unit] = h_now[r] * value_at(mask, mask_at[r], 1.0f);
+          after[4 * r * ROW + unit] = h_now[r] * value_at(mask, at[r].mask + next.mask, 1.0f);
       }
-      at[r] += stride;
-      gate_at[r] += Index(GATES) * stride;
+      advance(at[r], next);
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
     read += unknown_zero(sweep);

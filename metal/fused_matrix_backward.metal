@@ -13,35 +13,28 @@ void fused_matrix_backward(
   read_sizes(sizes, group.y, sweep);
   const int unit = int(index) / 32 * 8 + row_of(int(lane)), column = column_of(int(lane));
   const int b0 = int(group.x) * 8 + column;
-  const long step = time_step(sweep, 1, H), gate_step = GATES * step, first_at = first_time(sweep);
-  const long last = sweep.reverse ? 0 : sweep.stop - 1 - sweep.start, rows = long(sweep.B) * H;
-  const Index earlier = Index(first_at * step), earlier_gates = Index(GATES) * earlier;
-  const Index before = earlier + Index(sweep.reverse ? step : -step);
+  const Index step = Index(time_step(sweep, 1, H)), earlier = Index(first_time(sweep)) * step;
+  Place<Index> next;
+  between_steps<true>(sweep, GATES, H, next);
   const device vec<S, 4>* read = vectors_of_lane<COUNT, S>(packed, sweep.direction, index, threads);
   vec<S, 4> kept[RESIDENT > 0 ? RESIDENT : 1];
-#pragma clang loop unroll(full)
-  for (int n = 0; n < RESIDENT; ++n) kept[n] = read[32 * n];
-  for (int n = int(index); n < VECTORS * HALF; n += int(threads)) vectors[n] = 0.0f;
+  keep<RESIDENT>(read, kept);
+  fill_with_zeros(vectors, VECTORS * HALF, index, threads);
   int length[2];
   float p[LANES], dh_now[2], dc_now[2], now[2];
   bool real[2];
-  Index at[2], gate_at[2], beside_at[2], mask_at[2];
-  const Index stride = Index(sweep.reverse ? step : -step), mask_stride = sweep.masks_differ ? stride : 0;
-  const Index beside_stride = Index(sweep.reverse ? rows : -rows);
+  Place<Index> at[2];
 #pragma clang loop unroll(full)
   for (int m = 0; m < LANES; ++m) p[m] = unit < H ? lane_constant<CELL>(extra, sweep.direction, m, H, unit) : 0.0f;
 #pragma clang loop unroll(full)
   for (int e = 0; e < 2; ++e) {
     const long item = place_in(sweep, b0 + e, 1, 0, H, unit);
     real[e] = b0 + e < sweep.B && unit < H;
-    at[e] = Index(last * step + item);
-    gate_at[e] = Index(last * gate_step + place_in(sweep, b0 + e, GATES, 0, H, unit));
-    beside_at[e] = Index(((long(sweep.direction) * sweep.T + first_at + last) * sweep.B + b0 + e) * H + unit);
-    mask_at[e] = Index((sweep.masks_differ ? (first_at + last) * step : 0) + item);
+    first_place<true>(sweep, b0 + e, GATES, 0, H, unit, at[e]);
     length[e] = b0 + e < sweep.B ? value_at(lengths, b0 + e, sweep.T) : 0;
     dh_now[e] = real[e] ? value_at(dhT, item, 0.0f) : 0.0f;
     dc_now[e] = real[e] ? value_at(dcT, item, 0.0f) : 0.0f;
-    now[e] = real[e] ? float(states[time_of(sweep, sweep.stop - 1) * step + item]) : 0.0f;
+    now[e] = real[e] ? float(states[time_of(sweep, sweep.stop - 1) * time_step(sweep, 1, H) + item]) : 0.0f;
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
   for (int n = sweep.stop - 1; n >= sweep.start; --n) {
@@ -52,18 +45,16 @@ void fused_matrix_backward(
     for (int e = 0; e < 2; ++e) {
       if (!real[e]) continue;
       const bool live = !is_present(lengths) || t < length[e];
-      float seen[4] = {}, y[LANES] = {}, d[LANES] = {}, dc = dc_now[e];
-      if (sweep.reverse && is_present(lengths) ? t + 1 == length[e] : n == 0)
-        seen[0] = value_at(first, place_in(sweep, b0 + e, 1, 0, H, unit), 0.0f);
-      else if (n > 0)
-        seen[0] = float(states[at[e] + before]);
-      seen[2] = value_at(beside, APART ? beside_at[e] : at[e] + earlier, 0.0f);
-      mask_of[e] = value_at(mask, mask_at[e], 1.0f);
-      direct[e] = dh_now[e] + value_at(dh, at[e] + earlier, 0.0f);
+      float seen[4], y[LANES] = {}, d[LANES] = {}, dc = dc_now[e];
+      float number[1][4];
+      read_step<1, 1>(
+          sweep, n, 0, at + e, earlier, step, length + e, states, first, lengths, dh, beside, mask, number);
+      share_step<1>(number[0], dh, beside, mask, seen);
+      direct[e] = dh_now[e] + seen[1], mask_of[e] = seen[3];
 #pragma clang loop unroll(full)
       for (int m = 0; m < GATES; ++m) {
-        y[m] = value_at(gates, gate_at[e] + earlier_gates + gate_block(CELL, m) * H, 0.0f);
-        d[m] = value_at(dgates, gate_at[e] + earlier_gates + gate_block(CELL, m) * H, 0.0f);
+        y[m] = value_at(gates, at[e].gate + Index(GATES) * earlier + gate_block(CELL, m) * H, 0.0f);
+        d[m] = value_at(dgates, at[e].gate + Index(GATES) * earlier + gate_block(CELL, m) * H, 0.0f);
       }
       step_back_of_unit<CELL>(y, p, seen, now[e], direct[e], dc, d);
       dc_now[e] = live ? dc : dc_now[e];
@@ -72,9 +63,9 @@ void fused_matrix_backward(
       for (int m = 0; m < LANES; ++m) {
         const S result = S(live ? d[m] : 0.0f);
         const int block = gate_block(CELL, m), row = operand_block(CELL, m);
-        if (block >= 0) dz[gate_at[e] + block * H] = result;
+        if (block >= 0) dz[at[e].gate + block * H] = result;
         if (row < 0) continue;
-        store(d_out, gate_at[e] + row * H, float(result));
+        store(d_out, at[e].gate + row * H, float(result));
         current[8 * (row * H + unit) + column + e] = float(result);
       }
     }
@@ -89,10 +80,7 @@ void fused_matrix_backward(
 #pragma clang loop unroll(full)
       for (int m = 0; m < 4; ++m) sum += total[m].thread_elements()[e];
       if (real[e] && (!is_present(lengths) || t < length[e])) dh_now[e] = sum * mask_of[e] + direct[e];
-      at[e] += stride;
-      gate_at[e] += Index(GATES) * stride;
-      beside_at[e] += beside_stride;
-      mask_at[e] += mask_stride;
+      advance(at[e], next);
     }
     if (VECTORS == 1) threadgroup_barrier(mem_flags::mem_threadgroup);
     read += unknown_zero(sweep);

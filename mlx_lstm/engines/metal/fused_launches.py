@@ -203,7 +203,7 @@ def launch_fused(sweep: str, problem: Problem, inputs: Inputs, outputs: Outputs,
     arrays = arguments(inputs | outputs)
     body = f"""threadgroup {element} vectors[{size}];
 {function}<{", ".join(template)}>({arrays}, vectors, threadgroup_position_in_grid.xy, {threads});"""
-    own = (f"fused_cell_{op}", f"fused_cell_{op}_backward") if back else (f"fused_cell_{op}",)
+    own = (f"fused_cell_{op}", f"fused_cell_{op}_backward", "fused_read_step") if back else (f"fused_cell_{op}",)
     common = ("fused", "fused_matrix") if tiling.matrices else ("fused",)
     shaders = ("cell", "store", *ARITHMETIC[op, sweep], *common, *own, function)
     groups = (-(-problem.B // tiling.rows), D)
