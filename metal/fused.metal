@@ -79,6 +79,9 @@ void advance(thread Place<Index>& place, thread const Place<Index>& step) {
 inline bool is_present(Absent) { return false; }
 template <class A> bool is_present(A) { return true; }
 
+// Whether an item of this length has not ended at time index t.
+template <class L> bool is_live(L lengths, int t, int length) { return !is_present(lengths) || t < length; }
+
 // The vectors of weights of lane `index` of a threadgroup of `threads`.
 template <int COUNT, class S, class W>
 const device vec<S, 4>* vectors_of_lane(W packed, int direction, uint index, uint threads) {
@@ -91,6 +94,11 @@ template <int RESIDENT, class V>
 void keep(const device V* read, thread V* kept) {
 #pragma clang loop unroll(full)
   for (int n = 0; n < RESIDENT; ++n) kept[n] = read[32 * n];
+}
+
+// Number n of a vector in threadgroup memory that begins at `row`.
+inline threadgroup float& number_at(threadgroup float4* vectors, int row, int n) {
+  return ((threadgroup float*)(vectors + row))[n];
 }
 
 template <class V>
@@ -165,9 +173,9 @@ void add_product(
   }
 }
 
-// Adds up a group's numbers for UNITS units of N lanes, PER of each: a lane gets those of its own unit, summed over the lanes that
-// have its place within theirs. Number n of a lane belongs to unit n / PER ^ (the lane's own), so what one lane gives
-// and another takes has the same place in all of them.
+// Adds up a group's numbers for UNITS units of N lanes, PER of each: a lane gets those of its own unit, summed over the
+// lanes that have its place within theirs. Number n of a lane belongs to unit n / PER ^ (the lane's own), so what one
+// lane gives and another takes has the same place in all of them.
 template <int UNITS, int PER, int WANTED, int N>
 void sum_over_units(thread float (&values)[UNITS * PER]) {
 #pragma clang loop unroll(full)

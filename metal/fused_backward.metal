@@ -25,6 +25,24 @@ void products_of_columns(
   }
 }
 
+// Of a cell with two products, between them: from the sum of the first to r's gradient and what the second multiplies,
+// which r and z write to `vectors`, [ROWS][ROW].
+template <int CELL, int H, int ROWS, int ROW, class Index, class S, class L>
+void reset_back(
+    thread Item<Index> (&items)[ROWS], thread const float (&sum)[ROWS], int gate, int unit, bool real, int t, L lengths,
+    device S* dz, threadgroup float4* vectors) {
+  const int row = operand_block(CELL, gate), rank = row > operand_block(CELL, LANES - 1) ? row - 1 : row;
+#pragma clang loop unroll(full)
+  for (int r = 0; r < ROWS; ++r) {
+    const float reset = of_lane<LANES>(items[r].y, 0), dr = sum[r] * items[r].mask;
+    if (gate == 0) items[r].d = gru_reset_backward<CELL>(reset, items[r].d + dr * items[r].now);
+    items[r].past += dr * reset;
+    const S result = S(is_live(lengths, t, items[r].length) ? items[r].d : 0.0f);
+    if (real && gate == 0) dz[items[r].at.gate] = result;
+    if (real && gate < 2) number_at(vectors, r * ROW, rank * H + unit) = float(result);
+  }
+}
+
 template <int CELL, int H, int UNITS, int ROWS, int RESIDENT, class Index, class S, class G, class X, class X0, class W,
     class E, class M, class L, class D, class Q, class DG, class DT, class DCT, class DO, class DC0>
 void fused_backward(
@@ -48,76 +66,60 @@ void fused_backward(
   keep<RESIDENT>(read, kept);
   fill_with_zeros(vectors, SIZE, index, threads);
   const float p = real ? lane_constant<CELL>(extra, sweep.direction, gate, H, unit) : 0.0f;
-  float dh_now[ROWS], dc_now[ROWS], now[ROWS], sum[ROWS];
-  int length[ROWS];
-  Place<Index> at[ROWS];
+  Item<Index> items[ROWS];
 #pragma clang loop unroll(full)
   for (int r = 0; r < ROWS; ++r) {
     const int b = min(int(group.x) * ROWS + r, sweep.B - 1);
-    const long item = place_in(sweep, b, 1, 0, H, unit), last = time_of(sweep, sweep.stop - 1);
-    first_place<true>(sweep, b, GATES, block, H, unit, at[r]);
-    length[r] = value_at(lengths, b, sweep.T);
-    dh_now[r] = real ? value_at(dhT, item, 0.0f) : 0.0f;
-    dc_now[r] = real ? value_at(dcT, item, 0.0f) : 0.0f;
-    now[r] = of_lane<LANES>(real && gate == 0 ? float(states[last * time_step(sweep, 1, H) + item]) : 0.0f, 0);
+    begin_item(sweep, b, GATES, block, H, unit, real, lengths, dhT, dcT, items[r]);
+    items[r].now = of_lane<LANES>(real && gate == 0 ? float(states[items[r].at.state + earlier]) : 0.0f, 0);
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
   for (int n = sweep.stop - 1; n >= sweep.start; --n) {
     const int t = time_of(sweep, n);
     threadgroup float4* current = vectors + (TWO ? 0 : n & 1) * HALF;
-    float number[ROWS][LANES > 1 ? 1 : 4], y[ROWS], d[ROWS], direct[ROWS], mask_of[ROWS];
+    float number[ROWS][LANES > 1 ? 1 : 4], sum[ROWS];
 #pragma clang loop unroll(full)
     for (int r = 0; r < ROWS; ++r) {
-      y[r] = has_gate ? value_at(gates, at[r].gate + Index(GATES) * earlier, 0.0f) : 0.0f;
-      d[r] = has_gate ? value_at(dgates, at[r].gate + Index(GATES) * earlier, 0.0f) : 0.0f;
+      items[r].y = has_gate ? value_at(gates, items[r].at.gate + Index(GATES) * earlier, 0.0f) : 0.0f;
+      items[r].d = has_gate ? value_at(dgates, items[r].at.gate + Index(GATES) * earlier, 0.0f) : 0.0f;
     }
     read_step<LANES, ROWS>(
-        sweep, n, real ? gate : -1, at, earlier, step, length, states, first, lengths, dh, beside, mask, number);
+        sweep, n, real ? gate : -1, items, earlier, step, states, first, lengths, dh, beside, mask, number);
 #pragma clang loop unroll(full)
     for (int r = 0; r < ROWS; ++r) {
-      const bool live = !is_present(lengths) || t < length[r];
-      float seen[4], dc = dc_now[r];
-      share_step<LANES>(number[r], dh, beside, mask, seen);
-      direct[r] = dh_now[r] + seen[1], mask_of[r] = seen[3];
-      step_back_of_lanes<CELL>(gate, y[r], p, seen, now[r], direct[r], dc, d[r]);
-      dc_now[r] = live ? dc : dc_now[r];
-      now[r] = seen[0];
-      const S result = S(live ? d[r] : 0.0f);
-      if (has_gate && (!TWO || gate > 0)) dz[at[r].gate] = result;
+      const bool live = is_live(lengths, t, items[r].length);
+      float seen[4], dc = items[r].dc;
+      share_step<LANES>(number[r], dh, beside, mask, items[r], seen);
+      step_back_of_lanes<CELL>(gate, items[r].y, p, seen, items[r].now, items[r].past, dc, items[r].d);
+      items[r].dc = live ? dc : items[r].dc;
+      items[r].now = seen[0];
+      const S result = S(live ? items[r].d : 0.0f);
+      if (has_gate && (!TWO || gate > 0)) dz[items[r].at.gate] = result;
       if (real && (TWO ? gate == LANES - 1 : row >= 0)) {
-        store(d_out, at[r].gate, float(result));
-        ((threadgroup float*)current)[4 * r * ROW + (TWO ? 0 : row * H) + unit] = float(result);
+        store(d_out, items[r].at.gate, float(result));
+        number_at(current, r * ROW, (TWO ? 0 : row * H) + unit) = float(result);
       }
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
     if constexpr (TWO) {
-      products_of_columns<UNITS, ROWS, FIRST, 0, RESIDENT>(sum, kept, read, vectors + s);
-#pragma clang loop unroll(full)
-      for (int r = 0; r < ROWS; ++r) {
-        const float reset = of_lane<LANES>(y[r], 0), dr = sum[r] * mask_of[r];
-        if (gate == 0) d[r] = gru_reset_backward<CELL>(reset, d[r] + dr * now[r]);
-        direct[r] += dr * reset;
-        const S result = S(!is_present(lengths) || t < length[r] ? d[r] : 0.0f);
-        if (real && gate == 0) dz[at[r].gate] = result;
-        if (real && gate < 2) ((threadgroup float*)(vectors + HALF + r * GROUP * RUNS))[(row > operand_block(CELL, LANES - 1) ? row - 1 : row) * H + unit] = float(result);
-      }
+      products_of_columns<UNITS, ROWS, FIRST, 0, RESIDENT>(sum, kept, read, current + s);
+      reset_back<CELL, H, ROWS, GROUP * RUNS>(items, sum, gate, unit, real, t, lengths, dz, vectors + HALF);
+      current = vectors + HALF;
       threadgroup_barrier(mem_flags::mem_threadgroup);
     }
-    products_of_columns<UNITS, ROWS, RUNS, TWO ? FIRST * UNITS : 0, RESIDENT>(
-        sum, kept, read, (TWO ? vectors + HALF : current) + s);
+    products_of_columns<UNITS, ROWS, RUNS, TWO ? FIRST * UNITS : 0, RESIDENT>(sum, kept, read, current + s);
 #pragma clang loop unroll(full)
     for (int r = 0; r < ROWS; ++r) {
-      const float dh_before = sum[r] * mask_of[r] + direct[r];
-      dh_now[r] = !is_present(lengths) || t < length[r] ? dh_before : dh_now[r];
-      advance(at[r], next);
+      const float before = sum[r] * items[r].mask + items[r].past;
+      items[r].dh = is_live(lengths, t, items[r].length) ? before : items[r].dh;
+      advance(items[r].at, next);
     }
     read += unknown_zero(sweep);
   }
 #pragma clang loop unroll(full)
   for (int r = 0; r < ROWS; ++r) {
     const long item = place_in(sweep, min(int(group.x) * ROWS + r, sweep.B - 1), 1, 0, H, unit);
-    if (!real) continue;
-    if (gate == 0) dh0[item] = S(dh_now[r]);
-    if (gate == LANES - 1) store(dc0, item, dc_now[r]);
+    if (real && gate == 0) dh0[item] = S(items[r].dh);
+    if (real && gate == LANES - 1) store(dc0, item, items[r].dc);
   }
 }

@@ -55,14 +55,13 @@ void fused_forward(
     length[r] = value_at(lengths, b, sweep.T);
     h_now[r] = writes ? value_at(h0, item, 0.0f) : 0.0f;
     c_now[r] = writes ? value_at(c0, item, 0.0f) : 0.0f;
-    if (writes)
-      ((threadgroup float*)vectors)[4 * ((TWO ? 0 : sweep.start & 1) * HALF + r * ROW) + unit] =
-          h_now[r] * value_at(mask, at[r].mask, 1.0f);
+    const int row = (TWO ? 0 : sweep.start & 1) * HALF + r * ROW;
+    if (writes) number_at(vectors, row, unit) = h_now[r] * value_at(mask, at[r].mask, 1.0f);
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
   for (int n = sweep.start; n < sweep.stop; ++n) {
     threadgroup float4* before = vectors + (TWO ? 0 : n & 1) * HALF;
-    threadgroup float* after = (threadgroup float*)(vectors + (TWO ? 0 : ~n & 1) * HALF);
+    threadgroup float4* after = vectors + (TWO ? 0 : ~n & 1) * HALF;
     float y[ROWS], sums[ROWS][UNITS * PRODUCTS] = {};
 #pragma clang loop unroll(full)
     for (int r = 0; r < ROWS; ++r) y[r] = has_gate ? float(z[at[r].gate + earlier]) : 0.0f;
@@ -71,26 +70,23 @@ void fused_forward(
 #pragma clang loop unroll(full)
       for (int r = 0; r < ROWS; ++r) {
         const float reset = simd_shuffle_xor(gru_reset<CELL>(y[r] + sums[r][0]), 2);
-        const int place = 4 * r * ROW + unit;
-        if (writes) ((threadgroup float*)(vectors + HALF))[place] = reset * ((threadgroup const float*)before)[place];
+        if (writes) number_at(vectors + HALF, r * ROW, unit) = reset * number_at(before, r * ROW, unit);
       }
       threadgroup_barrier(mem_flags::mem_threadgroup);
       add_products<CELL, UNITS, ROWS, RUNS, 4, RESIDENT>(sums, kept, read, vectors + HALF + s, gate);
     }
 #pragma clang loop unroll(full)
     for (int r = 0; r < ROWS; ++r) {
-      const bool live = !is_present(lengths) || time_of(sweep, n) < length[r];
+      const bool live = is_live(lengths, time_of(sweep, n), length[r]);
       float state = c_now[r];
       const S m = S(step_of_lanes<CELL>(gate, p, forget_bias, limit, h_now[r], sums[r], state, y[r]));
       h_now[r] = live ? float(m) : h_now[r];
       c_now[r] = live ? state : c_now[r];
       if (has_gate) store(gates, at[r].gate, live ? y[r] : 0.0f);
-      if (writes) {
-        store(c, at[r].state, live ? state : 0.0f);
-        h[at[r].state] = live ? m : S(0.0f);
-        if (!is_present(mask) || n + 1 < sweep.stop)
-          after[4 * r * ROW + unit] = h_now[r] * value_at(mask, at[r].mask + next.mask, 1.0f);
-      }
+      if (writes) store(c, at[r].state, live ? state : 0.0f);
+      if (writes) h[at[r].state] = live ? m : S(0.0f);
+      if (writes && (!is_present(mask) || n + 1 < sweep.stop))
+        number_at(after, r * ROW, unit) = h_now[r] * value_at(mask, at[r].mask + next.mask, 1.0f);
       advance(at[r], next);
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -98,8 +94,8 @@ void fused_forward(
   }
 #pragma clang loop unroll(full)
   for (int r = 0; r < ROWS; ++r) {
-    const long item = place_in(sweep, min(int(group.x) * ROWS + r, sweep.B - 1), 1, 0, H, unit);
     if (!writes) continue;
+    const long item = place_in(sweep, min(int(group.x) * ROWS + r, sweep.B - 1), 1, 0, H, unit);
     hT[item] = S(h_now[r]);
     store(cT, item, c_now[r]);
   }

@@ -2,6 +2,23 @@
 //
 // d stands in `vectors`, [VECTORS][padded G H][8 items]: two by turns, or one where two do not fit, which costs a
 // second barrier per step. The product's parts are summed in 4 chains, as none waits for another.
+
+// Sums of products of the columns of 8 units with the vectors: of a lane's unit and two items.
+template <int RESIDENT, int LENGTH, class V>
+void product_of_columns(
+    thread float (&sum)[2], thread const V* kept, const device V* read, threadgroup const float* vectors) {
+  simdgroup_float8x8 total[4];
+#pragma clang loop unroll(full)
+  for (int m = 0; m < 4; ++m) total[m] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+  product_of_matrices<1, 4, RESIDENT, LENGTH>(total, kept, read, vectors);
+#pragma clang loop unroll(full)
+  for (int e = 0; e < 2; ++e) {
+    sum[e] = 0.0f;
+#pragma clang loop unroll(full)
+    for (int m = 0; m < 4; ++m) sum[e] += total[m].thread_elements()[e];
+  }
+}
+
 template <int CELL, int H, int RESIDENT, int VECTORS, class Index, class S, class G, class X, class X0, class W,
     class E, class M, class L, class D, class Q, class DG, class DT, class DCT, class DO, class DC0>
 void fused_matrix_backward(
@@ -20,74 +37,62 @@ void fused_matrix_backward(
   vec<S, 4> kept[RESIDENT > 0 ? RESIDENT : 1];
   keep<RESIDENT>(read, kept);
   fill_with_zeros(vectors, VECTORS * HALF, index, threads);
-  int length[2];
-  float p[LANES], dh_now[2], dc_now[2], now[2];
+  float p[LANES];
   bool real[2];
-  Place<Index> at[2];
+  Item<Index> items[2];
 #pragma clang loop unroll(full)
   for (int m = 0; m < LANES; ++m) p[m] = unit < H ? lane_constant<CELL>(extra, sweep.direction, m, H, unit) : 0.0f;
 #pragma clang loop unroll(full)
   for (int e = 0; e < 2; ++e) {
-    const long item = place_in(sweep, b0 + e, 1, 0, H, unit);
     real[e] = b0 + e < sweep.B && unit < H;
-    first_place<true>(sweep, b0 + e, GATES, 0, H, unit, at[e]);
-    length[e] = b0 + e < sweep.B ? value_at(lengths, b0 + e, sweep.T) : 0;
-    dh_now[e] = real[e] ? value_at(dhT, item, 0.0f) : 0.0f;
-    dc_now[e] = real[e] ? value_at(dcT, item, 0.0f) : 0.0f;
-    now[e] = real[e] ? float(states[time_of(sweep, sweep.stop - 1) * time_step(sweep, 1, H) + item]) : 0.0f;
+    begin_item(sweep, b0 + e, GATES, 0, H, unit, real[e], lengths, dhT, dcT, items[e]);
+    items[e].now = real[e] ? float(states[items[e].at.state + earlier]) : 0.0f;
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
   for (int n = sweep.stop - 1; n >= sweep.start; --n) {
     const int t = time_of(sweep, n);
     threadgroup float* current = vectors + (VECTORS > 1 ? n & 1 : 0) * HALF;
-    float mask_of[2], direct[2];
 #pragma clang loop unroll(full)
     for (int e = 0; e < 2; ++e) {
       if (!real[e]) continue;
-      const bool live = !is_present(lengths) || t < length[e];
-      float seen[4], y[LANES] = {}, d[LANES] = {}, dc = dc_now[e];
-      float number[1][4];
-      read_step<1, 1>(
-          sweep, n, 0, at + e, earlier, step, length + e, states, first, lengths, dh, beside, mask, number);
-      share_step<1>(number[0], dh, beside, mask, seen);
-      direct[e] = dh_now[e] + seen[1], mask_of[e] = seen[3];
+      const bool live = is_live(lengths, t, items[e].length);
+      const Index at = items[e].at.gate;
+      float seen[4], number[1][4], y[LANES] = {}, d[LANES] = {}, dc = items[e].dc;
+      read_step<1, 1>(sweep, n, 0, items + e, earlier, step, states, first, lengths, dh, beside, mask, number);
+      share_step<1>(number[0], dh, beside, mask, items[e], seen);
 #pragma clang loop unroll(full)
       for (int m = 0; m < GATES; ++m) {
-        y[m] = value_at(gates, at[e].gate + Index(GATES) * earlier + gate_block(CELL, m) * H, 0.0f);
-        d[m] = value_at(dgates, at[e].gate + Index(GATES) * earlier + gate_block(CELL, m) * H, 0.0f);
+        y[m] = value_at(gates, at + Index(GATES) * earlier + gate_block(CELL, m) * H, 0.0f);
+        d[m] = value_at(dgates, at + Index(GATES) * earlier + gate_block(CELL, m) * H, 0.0f);
       }
-      step_back_of_unit<CELL>(y, p, seen, now[e], direct[e], dc, d);
-      dc_now[e] = live ? dc : dc_now[e];
-      now[e] = seen[0];
+      step_back_of_unit<CELL>(y, p, seen, items[e].now, items[e].past, dc, d);
+      items[e].dc = live ? dc : items[e].dc;
+      items[e].now = seen[0];
 #pragma clang loop unroll(full)
       for (int m = 0; m < LANES; ++m) {
         const S result = S(live ? d[m] : 0.0f);
         const int block = gate_block(CELL, m), row = operand_block(CELL, m);
-        if (block >= 0) dz[at[e].gate + block * H] = result;
+        if (block >= 0) dz[at + block * H] = result;
         if (row < 0) continue;
-        store(d_out, at[e].gate + row * H, float(result));
+        store(d_out, at + row * H, float(result));
         current[8 * (row * H + unit) + column + e] = float(result);
       }
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    simdgroup_float8x8 total[4];
-#pragma clang loop unroll(full)
-    for (int m = 0; m < 4; ++m) total[m] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
-    product_of_matrices<1, 4, RESIDENT, K>(total, kept, read, current);
+    float sum[2];
+    product_of_columns<RESIDENT, K>(sum, kept, read, current);
 #pragma clang loop unroll(full)
     for (int e = 0; e < 2; ++e) {
-      float sum = 0.0f;
-#pragma clang loop unroll(full)
-      for (int m = 0; m < 4; ++m) sum += total[m].thread_elements()[e];
-      if (real[e] && (!is_present(lengths) || t < length[e])) dh_now[e] = sum * mask_of[e] + direct[e];
-      advance(at[e], next);
+      if (real[e] && is_live(lengths, t, items[e].length)) items[e].dh = sum[e] * items[e].mask + items[e].past;
+      advance(items[e].at, next);
     }
     if (VECTORS == 1) threadgroup_barrier(mem_flags::mem_threadgroup);
     read += unknown_zero(sweep);
   }
+#pragma clang loop unroll(full)
   for (int e = 0; e < 2; ++e) {
     if (!real[e]) continue;
-    dh0[place_in(sweep, b0 + e, 1, 0, H, unit)] = S(dh_now[e]);
-    store(dc0, place_in(sweep, b0 + e, 1, 0, H, unit), dc_now[e]);
+    dh0[place_in(sweep, b0 + e, 1, 0, H, unit)] = S(items[e].dh);
+    store(dc0, place_in(sweep, b0 + e, 1, 0, H, unit), items[e].dc);
   }
 }

@@ -46,7 +46,7 @@ void fused_matrix_forward(
 #pragma clang loop unroll(full)
     for (int e = 0; e < 2; ++e) {
       if (!real[e]) continue;
-      const bool live = !is_present(lengths) || time_of(sweep, n) < length[e];
+      const bool live = is_live(lengths, time_of(sweep, n), length[e]);
       float y[LANES], sums[PRODUCTS], state = c_now[e];
 #pragma clang loop unroll(full)
       for (int m = 0; m < GATES; ++m) y[m] = float(z[at[e].gate + earlier + gate_block(CELL, m) * H]);

@@ -179,7 +179,7 @@ def fused_pack(sweep: str, problem: Problem, Wh: mx.array) -> mx.array:
     outputs = {"packed": ((D, tiling.threads // 32, tiling.weights, 32, 4), Wh.dtype)}
     template = {"CELL": cell_number(problem.cell), "H": problem.H, "UNITS": tiling.units}
     template |= {"COUNT": tiling.weights, "BACK": sweep == "backward", "MATRICES": tiling.matrices, "S": Wh.dtype}
-    body = f"fused_pack<{', '.join(template)}>({{arrays}}, thread_position_in_grid.xy, threads_per_threadgroup.x);"
+    body = f"fused_pack<{', '.join(template)}>(Wh, packed, thread_position_in_grid.xy, threads_per_threadgroup.x);"
     shaders = ("cell", *ARITHMETIC[op, "forward"], "fused", "fused_matrix", f"fused_cell_{op}", "fused_pack")
     groups = (tiling.weights, D)
     return launch(f"{op}_fused_pack", shaders, {"Wh": Wh}, outputs, template, body, groups, tiling.threads)[0]
@@ -203,7 +203,7 @@ def launch_fused(sweep: str, problem: Problem, inputs: Inputs, outputs: Outputs,
     arrays = arguments(inputs | outputs)
     body = f"""threadgroup {element} vectors[{size}];
 {function}<{", ".join(template)}>({arrays}, vectors, threadgroup_position_in_grid.xy, {threads});"""
-    own = (f"fused_cell_{op}", f"fused_cell_{op}_backward", "fused_read_step") if back else (f"fused_cell_{op}",)
+    own = (f"fused_cell_{op}", f"fused_cell_{op}_backward", "fused_item") if back else (f"fused_cell_{op}",)
     common = ("fused", "fused_matrix") if tiling.matrices else ("fused",)
     shaders = ("cell", "store", *ARITHMETIC[op, sweep], *common, *own, function)
     groups = (-(-problem.B // tiling.rows), D)
