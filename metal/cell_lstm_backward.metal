@@ -6,8 +6,8 @@ float lstm_state_backward(float dc, float dm, float o, float s) {
   return dc + dm * o * slope(activation_of(CELL, OUTPUT), s);
 }
 
-// The gradient of a gate's preactivation. dy: that of the gate from outside; d: that of what the gate is a factor of, of
-// m for o, else of c; other: the other factor; slope: of its activation.
+// The gradient of a gate's preactivation. dy: that of the gate from outside; d: that of what the gate is a factor of,
+// of m for o, else of c; other: the other factor; slope: of its activation.
 inline float lstm_gate_backward(float dy, float d, float other, float slope) { return (dy + d * other) * slope; }
 
 // y: the gates i, f, g, o. dm: the gradient of m. dc: in the gradient of c, out that of c_prev.

@@ -8,10 +8,10 @@
 //   states, first  [T, B, D H] and [B, D H]: what the cell keeps after each step and before the first, c or h
 // d is dz, but for a GRU's candidate, whose product gets dz_n r. It stands in `vectors`, [2][ROWS][padded G H], the two
 // halves by turns; of a cell with two products dz_n, for r's gradient, in the first [ROWS][padded H] and dz_r, dz_z
-// behind it. Every lane of a unit keeps its dh, dc and state; each of four reads one number of state before, dh, beside,
-// mask, and of the gates its own.
+// behind it. Every lane of a unit keeps its dh, dc and state; each of four reads one number of state before, dh,
+// beside, mask, and of the gates its own.
 
-// Sums of products of the columns of a group's units with the vectors, by batch item: of a lane's unit, in all its lanes.
+// Sums of products of the columns of a group's units with the vectors, by batch item: a lane has those of its unit.
 template <int UNITS, int ROWS, int RUNS, int FROM, int RESIDENT, class V>
 void products_of_columns(
     thread float (&sum)[ROWS], thread const V* kept, const device V* read, threadgroup const float4* x) {

@@ -5,8 +5,8 @@ constant constexpr bool APART = false;
 template <int CELL> constant constexpr bool TWO_PRODUCTS = false;
 template <int CELL> constant constexpr int FIRST_PRODUCT = 15;
 
-// The H-block of z, gates, dz that a lane has, and of what its gradient multiplies; that of the rows of Wh in slot n of a
-// lane, or of product n.
+// The H-block of z, gates, dz that a lane has, and of what its gradient multiplies; that of the rows of Wh in slot n of
+// a lane, or of product n.
 constexpr int gate_block(int cell, int gate) { return place_of(cell, gate); }
 constexpr int operand_block(int cell, int gate) { return place_of(cell, gate); }
 constexpr int slot_block(int cell, int n, int gate) { return place_of(cell, n ^ gate); }

@@ -1,8 +1,8 @@
 // A unit of a batch item in the fused kernels backward: what it begins with, and what is read of a step besides gates,
 // four numbers, which are the state before the step, dh, beside and the mask.
 //
-// at: its place; dh, dc: gradients from later steps; now: the state after the step; y, d: a lane's gate and its gradient;
-// past: what of dh reaches h_prev past the product; mask: the product's factor.
+// at: its place; dh, dc: gradients from later steps; now: the state after the step; y, d: a lane's gate and its
+// gradient; past: what of dh reaches h_prev past the product; mask: the product's factor.
 template <class Index>
 struct Item {
   Place<Index> at;
@@ -52,7 +52,7 @@ void read_step(
     for (int r = 0; r < ROWS; ++r) number[r][3 * OWN] = value_at(mask, items[r].at.mask, 1.0f);
 }
 
-// What every lane of a unit then has of an item: state before and beside in `seen`; without an array 0, and 1 of the mask.
+// What every lane of a unit then has of an item: state before and beside in `seen`; without an array 0, of the mask 1.
 template <int N, class Index, class D, class Q, class M>
 void share_step(
     thread const float (&number)[N > 1 ? 1 : 4], D dh, Q beside, M mask, thread Item<Index>& item,

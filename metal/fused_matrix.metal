@@ -12,8 +12,8 @@ template <int LENGTH> constant constexpr int PARTS_OF = (LENGTH + 7) / 8;
 inline int row_of(int lane) { return (lane >> 2 & 4) + (lane >> 1 & 3); }
 inline int column_of(int lane) { return (lane >> 2 & 2) * 2 + (lane & 1) * 2; }
 
-// Adds to total[m CHAINS] ... total[m CHAINS + CHAINS - 1] parts of the product of 8 rows of weights, the m-th of TILES,
-// with the vectors.
+// Adds to total[m CHAINS] ... total[m CHAINS + CHAINS - 1] parts of the product of 8 rows of weights, the m-th of
+// TILES, with the vectors.
 template <int TILES, int CHAINS, int RESIDENT, int LENGTH, class V>
 void product_of_matrices(
     thread simdgroup_float8x8 (&total)[TILES * CHAINS], thread const V* kept, const device V* read,

@@ -1,6 +1,6 @@
 // Wh [D, G H, H] in the order in which the lanes of the fused kernels read it, with zeros as padding: packed
-// [D, simdgroups, COUNT, 32 lanes, 4]. So a lane's vectors lie at fixed distances, those of neighbours side by side, and
-// reading them takes neither guards nor addresses. One thread per vector, in the order of `packed`.
+// [D, simdgroups, COUNT, 32 lanes, 4]. So a lane's vectors lie at fixed distances, those of neighbours side by side,
+// and reading them takes neither guards nor addresses. One thread per vector, in the order of `packed`.
 
 // Weight k of what a unit's product sums: forward of row `unit` of H-block `block` of Wh, backward of column `unit` of
 // the rows that `block` names: an H-block, all rows, or all but the candidate's. 0 for padding.

@@ -49,6 +49,7 @@ USERS = {  # shader file: (engine, layers) that use it, batch sizes at which the
     "fused": ({"fused": ["lstm", "gru", "rnn"]}, (3, 19)),
     "fused_forward": ({"fused": ["lstm", "gru_before"]}, (3, 19)),
     "fused_backward": ({"fused": ["lstm", "gru", "gru_before"]}, (3, 19)),
+    "fused_item": ({"fused": ["lstm", "gru", "rnn"]}, (3, 19)),
     "fused_pack": ({"fused": ["lstm", "gru_before"]}, (3, 19)),
     "fused_matrix": ({"fused": ["lstm", "gru"]}, (9, 19)),
     "fused_matrix_forward": ({"fused": ["lstm", "gru"]}, (9, 19)),
