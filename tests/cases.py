@@ -9,8 +9,10 @@ from mlx_lstm.engines.numpy import gru as numpy_gru
 from mlx_lstm.engines.numpy import lstm as numpy_lstm
 from mlx_lstm.engines.numpy import memory as numpy_memory
 from mlx_lstm.engines.numpy import products as numpy_products
-from mlx_lstm.oracle import ARRAYS, activation_arguments, forward
+from mlx_lstm.oracle import ARRAYS, activation_arguments, evaluate, forward
 from mlx_lstm.oracle import OUTPUTS as OUTPUTS_OF
+from mlx_lstm.oracle.arithmetic import Arithmetic
+from mlx_lstm.oracle.closeness import SAFETY, TRIALS, Noise, float_of
 
 SIZES = T, B, I, H, P = 4, 2, 3, 2, 3
 MASKS = [(T, B, "P"), (B, "P"), (1, "P"), ("P",), (T, 1, 1), (1,), ()]
@@ -269,3 +271,23 @@ def poison_scratch(monkeypatch):
 
     for module in (numpy_lstm, numpy_gru, numpy_products):
         monkeypatch.setattr(module, "columns_buffer", poisoned)
+
+
+def elementwise_bounds(case, dtype, cotangents):
+    """`bounds` of each element by itself: what is small beside others must have right digits too.
+
+    An element's moves may cancel in one trial, and no larger neighbour stands in for it: hence more trials.
+    """
+    exact = joined(evaluate(case, cotangents, Arithmetic(np.float64)))
+    moved = {name: np.zeros_like(value) for name, value in exact.items()}
+    for trial in range(4 * TRIALS):
+        noise = Noise(dtype, seed=trial, systematic=trial % 2 == 1)
+        for name, value in joined(evaluate(case, cotangents, noise)).items():
+            moved[name] = np.maximum(moved[name], np.abs(value - exact[name]) / noise.gain)
+    eps = float_of(dtype).eps
+    return {name: SAFETY * moved[name] + eps * np.abs(exact[name]) + noise.underflow for name in exact}
+
+
+def joined(results):
+    """Outputs and gradients in one dict."""
+    return results[0] | results[1]

@@ -18,6 +18,7 @@ from cases import (
     draw,
     draw_away_from_kinks,
     draw_cotangents,
+    elementwise_bounds,
     run,
 )
 from hypothesis import given, settings
@@ -31,7 +32,7 @@ from mlx_lstm.engines.metal import fused_launches as kernels_fused
 from mlx_lstm.engines.metal import stepwise_launches as kernels_stepwise
 from mlx_lstm.engines.problem import Problem
 from mlx_lstm.oracle import ARRAYS, backward, forward
-from mlx_lstm.oracle.closeness import assert_close, assert_within, bounds, elementwise_bounds
+from mlx_lstm.oracle.closeness import assert_close, assert_within, bounds
 
 ENGINES = METAL_ENGINES
 WAYS = [{"reverse": False}, {"reverse": True}, {"bidirectional": True}]

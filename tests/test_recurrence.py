@@ -20,6 +20,7 @@ from cases import (
     draw,
     draw_away_from_kinks,
     draw_cotangents,
+    elementwise_bounds,
     poison_scratch,
     run,
     run_gradients,
@@ -31,9 +32,8 @@ from hypothesis import strategies as st
 from mlx_lstm import lstm
 from mlx_lstm.engines.numpy import memory as engine_numpy_memory
 from mlx_lstm.engines.ops.cells import activate
-from mlx_lstm.oracle import ARRAYS, backward, evaluate, forward
-from mlx_lstm.oracle.arithmetic import Arithmetic
-from mlx_lstm.oracle.closeness import SAFETY, TRIALS, Noise, assert_close, assert_within, bounds, float_of
+from mlx_lstm.oracle import ARRAYS, backward, forward
+from mlx_lstm.oracle.closeness import SAFETY, assert_close, assert_within, bounds, float_of
 
 ENGINES = ("numpy", "ops")
 EVERY_OPTION = OPTIONS | CELLS | BOTH
@@ -222,26 +222,6 @@ def test_scratch_of_the_numpy_engine_is_written_before_it_is_read(monkeypatch, r
     poison_scratch(monkeypatch)
     options = {"projection": True, "lengths": [2, 0], "mask": ("P",), "reverse": reverse}
     check(*with_engine(draw_away_from_kinks(3, **options)))
-
-
-def elementwise_bounds(case, dtype, cotangents):
-    """`bounds` of each element by itself: what is small beside others must have right digits too.
-
-    An element's moves may cancel in one trial, and no larger neighbour stands in for it: hence more trials.
-    """
-    exact = joined(evaluate(case, cotangents, Arithmetic(np.float64)))
-    moved = {name: np.zeros_like(value) for name, value in exact.items()}
-    for trial in range(4 * TRIALS):
-        noise = Noise(dtype, seed=trial, systematic=trial % 2 == 1)
-        for name, value in joined(evaluate(case, cotangents, noise)).items():
-            moved[name] = np.maximum(moved[name], np.abs(value - exact[name]) / noise.gain)
-    eps = float_of(dtype).eps
-    return {name: SAFETY * moved[name] + eps * np.abs(exact[name]) + noise.underflow for name in exact}
-
-
-def joined(results):
-    """Outputs and gradients in one dict."""
-    return results[0] | results[1]
 
 
 @cache

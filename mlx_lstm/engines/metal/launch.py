@@ -46,7 +46,8 @@ def limited(header: str, source: str, threads: int) -> tuple[str, str]:
     return header + limit, f"{source}\n#undef kernel"
 
 
-TYPES = {mx.float32: "float", mx.float16: "half", mx.bfloat16: "bfloat16_t", mx.uint16: "ushort"}
+TYPES = {mx.float32: "float", mx.float16: "half", mx.bfloat16: "bfloat16_t", mx.uint16: "ushort", mx.uint32: "uint"}
+TYPES |= {mx.uint64: "ulong"}
 
 
 @cache
