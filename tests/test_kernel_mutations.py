@@ -109,6 +109,8 @@ def trials(file, kind):
         yield trial(engine, (2, batches[-1], 2, 33, 33), bidirectional=engine == "fused", **options)
     if file == "stepwise":
         yield trial("stepwise", (21, 1, 2, 2, 2), op="rnn")  # rows of fewer than 8 numbers, joined
+    if file == "stepwise_product_by_lanes":
+        yield trial("stepwise", (2, 3, 2, 7, 7))  # three numbers more than fill vectors
     if file in ("stepwise_join", "stepwise_sequences"):
         for T in (20, 21):  # as many rows as are laid out without a join, and one more
             yield trial("stepwise", (T, 3, 2, 5, 5), op="rnn")
