@@ -90,8 +90,8 @@ const device vec<S, 4>* vectors_of_lane(W packed, int direction, uint index, uin
 }
 
 // The first of them, which stay in registers.
-template <int RESIDENT, class V>
-void keep(const device V* read, thread V* kept) {
+template <int RESIDENT, class V, int SIZE>
+void keep(const device V* read, thread V (&kept)[SIZE]) {
 #pragma clang loop unroll(full)
   for (int n = 0; n < RESIDENT; ++n) kept[n] = read[32 * n];
 }

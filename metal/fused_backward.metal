@@ -55,14 +55,14 @@ void fused_backward(
   Sweep sweep = {};
   read_sizes(sizes, group.y, sweep);
   const int gate = int(index) % LANES, s = int(index) % GROUP, unit = int(index) / LANES;
-  const int row = operand_block(CELL, gate), block = gate_block(CELL, gate) < 0 ? row : gate_block(CELL, gate);
+  const int row = operand_block(CELL, gate), block = gate_block(CELL, gate) == -1 ? row : gate_block(CELL, gate);
   const bool real = H % (32 / LANES) == 0 || unit < H, has_gate = real && (GATES == LANES || gate != LANES - 1);
   const Index step = Index(time_step(sweep, 1, H)), earlier = Index(first_time(sweep)) * step;
   Place<Index> next;
   between_steps<true>(sweep, GATES, H, next);
   const device vec<S, 4>* read =
       vectors_of_lane<UNITS * (RUNS + (TWO ? FIRST : 0)), S>(packed, sweep.direction, index, threads);
-  vec<S, 4> kept[RESIDENT > 0 ? RESIDENT : 1];
+  vec<S, 4> kept[RESIDENT == 0 ? 1 : RESIDENT];
   keep<RESIDENT>(read, kept);
   fill_with_zeros(vectors, SIZE, index, threads);
   const float p = real ? lane_constant<CELL>(extra, sweep.direction, gate, H, unit) : 0.0f;
@@ -77,7 +77,7 @@ void fused_backward(
   for (int n = sweep.stop - 1; n >= sweep.start; --n) {
     const int t = time_of(sweep, n);
     threadgroup float4* current = vectors + (TWO ? 0 : n & 1) * HALF;
-    float number[ROWS][LANES > 1 ? 1 : 4], sum[ROWS];
+    float number[ROWS][LANES == 1 ? 4 : 1], sum[ROWS];
 #pragma clang loop unroll(full)
     for (int r = 0; r < ROWS; ++r) {
       items[r].y = has_gate ? value_at(gates, items[r].at.gate + Index(GATES) * earlier, 0.0f) : 0.0f;
@@ -94,7 +94,7 @@ void fused_backward(
       items[r].dc = live ? dc : items[r].dc;
       items[r].now = seen[0];
       const S result = S(live ? items[r].d : 0.0f);
-      if (has_gate && (!TWO || gate > 0)) dz[items[r].at.gate] = result;
+      if (has_gate && (!TWO || gate != 0)) dz[items[r].at.gate] = result;
       if (real && (TWO ? gate == LANES - 1 : row >= 0)) {
         store(d_out, items[r].at.gate, float(result));
         number_at(current, r * ROW, (TWO ? 0 : row * H) + unit) = float(result);

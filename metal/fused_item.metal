@@ -26,8 +26,8 @@ void begin_item(
 template <int N, int ROWS, class Index, class X, class X0, class L, class D, class Q, class M>
 void read_step(
     thread const Sweep& sweep, int n, int lane, thread const Item<Index>* items, Index earlier, Index step, X states,
-    X0 first, L lengths, D dh, Q beside, M mask, thread float (*number)[N > 1 ? 1 : 4]) {
-  constexpr int OWN = N > 1 ? 0 : 1;
+    X0 first, L lengths, D dh, Q beside, M mask, thread float (*number)[N == 1 ? 4 : 1]) {
+  constexpr int OWN = N == 1 ? 1 : 0;
   const int t = time_of(sweep, n);
   const Index before = earlier + (sweep.reverse ? step : -step);
 #pragma clang loop unroll(full)
@@ -40,14 +40,14 @@ void read_step(
     for (int r = 0; r < ROWS; ++r)
       if (is_present(lengths) && sweep.reverse ? t + 1 == items[r].length : n == 0)
         number[r][0] = value_at(first, items[r].at.state - Index(t - first_time(sweep)) * step, 0.0f);
-  if (is_present(dh) && lane == (N > 1 ? 1 : 0))
+  if (is_present(dh) && lane == (N == 1 ? 0 : 1))
 #pragma clang loop unroll(full)
     for (int r = 0; r < ROWS; ++r) number[r][OWN] = value_at(dh, items[r].at.state + earlier, 0.0f);
-  if (is_present(beside) && lane == (N > 1 ? 2 : 0))
+  if (is_present(beside) && lane == (N == 1 ? 0 : 2))
 #pragma clang loop unroll(full)
     for (int r = 0; r < ROWS; ++r)
       number[r][2 * OWN] = value_at(beside, APART ? items[r].at.apart : items[r].at.state + earlier, 0.0f);
-  if (is_present(mask) && lane == (N > 1 ? 3 : 0))
+  if (is_present(mask) && lane == (N == 1 ? 0 : 3))
 #pragma clang loop unroll(full)
     for (int r = 0; r < ROWS; ++r) number[r][3 * OWN] = value_at(mask, items[r].at.mask, 1.0f);
 }
@@ -55,9 +55,9 @@ void read_step(
 // What every lane of a unit then has of an item: state before and beside in `seen`; without an array 0, of the mask 1.
 template <int N, class Index, class D, class Q, class M>
 void share_step(
-    thread const float (&number)[N > 1 ? 1 : 4], D dh, Q beside, M mask, thread Item<Index>& item,
+    thread const float (&number)[N == 1 ? 4 : 1], D dh, Q beside, M mask, thread Item<Index>& item,
     thread float (&seen)[4]) {
-  constexpr int OWN = N > 1 ? 0 : 1;
+  constexpr int OWN = N == 1 ? 1 : 0;
   seen[0] = of_lane<N>(number[0], 0);
   seen[2] = is_present(beside) ? of_lane<N>(number[2 * OWN], 2) : 0.0f;
   item.past = item.dh + (is_present(dh) ? of_lane<N>(number[OWN], 1) : 0.0f);

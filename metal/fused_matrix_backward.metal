@@ -34,7 +34,7 @@ void fused_matrix_backward(
   Place<Index> next;
   between_steps<true>(sweep, GATES, H, next);
   const device vec<S, 4>* read = vectors_of_lane<COUNT, S>(packed, sweep.direction, index, threads);
-  vec<S, 4> kept[RESIDENT > 0 ? RESIDENT : 1];
+  vec<S, 4> kept[RESIDENT == 0 ? 1 : RESIDENT];
   keep<RESIDENT>(read, kept);
   fill_with_zeros(vectors, VECTORS * HALF, index, threads);
   float p[LANES];

@@ -16,7 +16,7 @@ void fused_matrix_forward(
   Place<Index> next;
   between_steps<false>(sweep, GATES, H, next);
   const device vec<S, 4>* read = vectors_of_lane<COUNT, S>(packed, sweep.direction, index, threads);
-  vec<S, 4> kept[RESIDENT > 0 ? RESIDENT : 1];
+  vec<S, 4> kept[RESIDENT == 0 ? 1 : RESIDENT];
   keep<RESIDENT>(read, kept);
   fill_with_zeros(vectors, 2 * HALF, index, threads);
   threadgroup_barrier(mem_flags::mem_threadgroup);

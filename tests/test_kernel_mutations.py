@@ -60,6 +60,9 @@ USERS = {  # shader file: (engine, layers) that use it, batch sizes at which the
     "cell": ({"stepwise": ["projection"]}, (3,)),
     "cell_lstm_forward": ({"stepwise": ["projection"], "fused": ["lstm"]}, (3,)),
 }
+BOTH_FORMS = ("fused_cell_lstm", "fused_cell_gru", "fused_item", "fused_pack")
+"""What serves the product in lanes and that in matrices."""
+
 BARRIERS = [file for file in USERS if "_barrier(" in kernels.shader_file(file)]
 
 HARMLESS = {  # damages that change nothing, and why
@@ -75,14 +78,17 @@ HARMLESS = {  # damages that change nothing, and why
     "if constexpr (SLICES<COLUMNS> > 1) {  // a thread adds up the sums of the cells it will compute  > becomes >=",
     "for (int n = 1; n < 20; ++n) {  < becomes <=",  # no row begins there
     "if (n < RESIDENT) weights = float4(kept[n]);  the bound of < is one less",  # one is read again instead of kept
+    # The activation of the output is looked at too, and the gates then are computed one by one.
+    "for (int gate = 0; gate < gates; ++gate)  < becomes <=",
+    "for (int n = 0; n < GATES; ++n) found = found || (activation_of(CELL, n) == TANH && gate == n);  < becomes <=",
+    "return is_tanh && z < 0.3f ? near : far;  < becomes <=",  # both are right there
+    "const float y = fast::divide(1.0f, 1.0f + exp2(power > 126.0f ? 126.0f : power));  > becomes >=",
     # At the bound both are the bound.
     "case RELU: return x < 0.0f ? 0.0f : x;  < becomes <=",
     "inline float within(float least, float x, float most) { return x < least ? least : x > most ? most : x; }"
     "  < becomes <=",
     "inline float within(float least, float x, float most) { return x < least ? least : x > most ? most : x; }"
     "  > becomes >=",
-    # r's lane then writes twice.
-    "if (has_gate && (!TWO_PRODUCTS<CELL> || gate > 0)) dz[local * gate_step + gate_at] = result;  > becomes >=",
     "if (t < length) {  < becomes <=",  # the last h, which meets a gradient of 0
     # dh of an item that has no step, which nothing reads.
     "if (n < 0 || s.t < length) sum = dh_sum(s, sums + cell, length, b, j, P, mask, dh, dhT);  < becomes <=",
@@ -114,6 +120,11 @@ def trials(file, kind):
     if file in ("stepwise_join", "stepwise_sequences"):
         for T in (20, 21):  # as many rows as are laid out without a join, and one more
             yield trial("stepwise", (T, 3, 2, 5, 5), op="rnn")
+    if file == "fused":
+        for last in ("relu", "tanh"):  # as the last of the gates that one exp2 and one reciprocal may serve
+            yield trial("fused", (3, 3, 2, 5, 5), activations=("sigmoid", "sigmoid", "tanh", last, "tanh"))
+    if file == "fused_item":
+        yield trial("fused", (4, 3, 2, 10, 10), h0=None, c0=None)
     if file == "cell":
         kinks = ("hard_sigmoid", "relu", "tanh", "hard_sigmoid", "relu")
         yield trial("stepwise", (3, 3, 2, 20, 20), activations=kinks, forget_bias=1.5)
@@ -137,8 +148,7 @@ def notice(file, engine, case, cotangents, ref, limit):
         on_metal(),
         patch.object(engine_fused, "LAUNCH_STEPS", 3),
         patch.object(kernels_fused, "working_registers", lambda *_: 108),  # so that few vectors of weights are kept
-        # What the lanes of a unit do serves both forms.
-        patch.object(kernels_fused, "MATRIX_BATCH", 1 if "matrix" in file else 10 if "fused_cell" in file else 100),
+        patch.object(kernels_fused, "MATRIX_BATCH", 1 if "matrix" in file else 10 if file in BOTH_FORMS else 100),
         # Where the backward sweep in matrices has one vector and a barrier more, or two.
         patch.object(kernels_fused, "THREADGROUP_BYTES", 1 if case.get("reverse") else 32768),
     ):

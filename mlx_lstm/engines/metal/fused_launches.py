@@ -24,11 +24,11 @@ REGISTERS = {384: 128, 448: 116, 512: 104, 576: 92, 640: 80, 704: 72, 768: 68, 8
 
 WORKING_REGISTERS = {
     ("lstm", "forward"): {1: 40, 2: 64, 8: 60},
-    ("lstm", "backward"): {1: 44, 2: 60, 8: 64},
+    ("lstm", "backward"): {1: 44, 2: 64, 8: 64},
     ("gru", "forward"): {1: 40, 2: 56, 4: 84, 8: 60},
     ("gru", "backward"): {1: 52, 2: 72, 4: 108, 8: 64},
     ("rnn", "forward"): {1: 36, 2: 56, 4: 92, 8: 56},
-    ("rnn", "backward"): {1: 36, 2: 60, 4: 92, 8: 56},
+    ("rnn", "backward"): {1: 44, 2: 60, 4: 92, 8: 56},
 }
 """What a thread needs beside its weights, by cell, sweep and batch rows of a threadgroup, 8 in matrices: sums,
 operands, weights on their way, states, indices. From the machine code of Mesa's compiler for the M1: with as many
