@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN = .venv/bin
 
-.PHONY: train test test-all bench lint docs wheel clean
+.PHONY: train test test-all bench machine-code lint docs wheel clean
 
 train: .venv/examples  ## train a character LSTM on Python's documentation
 	$(BIN)/python examples/char_lm.py
@@ -15,6 +15,10 @@ test-all: .venv/test lint  ## the tests and the heavier sweeps
 
 bench: .venv/test  ## ours against mlx.nn.LSTM and torch
 	$(BIN)/python -m mlx_lstm.bench
+
+machine-code: .venv/test  ## the table of our kernels' instructions, by Mesa's compiler for Apple's GPUs (Debian 12)
+	tests/machine_code/build.sh
+	PYTHONPATH=tests $(BIN)/python -m machine_code
 
 lint: .venv/test  ## style, the floors of CONTRIBUTING.md, types
 	$(BIN)/ruff check .

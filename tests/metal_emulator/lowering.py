@@ -25,10 +25,10 @@ _VECTOR_CALL = re.compile(r"(?<!operator )\b(?:metal::)?vec<([^<>;]*)>\s*(?=\()"
 _MATRIX = r"simdgroup_(?:matrix\s*<[^;{}()]*?>|\w+8x8)"
 _MATRIX_ARRAY = re.compile(rf"{_MATRIX}\s*(?:\(\s*&\s*(\w+)\s*\)\s*\[[^;{{}}()]*\]|([^;{{}}()]*\[[^;{{}}]*?))(?=[;,)])")
 _DROPPED_LINE = re.compile(r"^[ \t]*#[ \t]*(?:include[ \t]*<metal_\w+>|line\b).*$", re.M)
-_INSTANTIATION = re.compile(
+INSTANTIATION = re.compile(
     r'template\s*\[\[\s*host_name\("([^"]+)"\)\s*\]\]\s*\[\[\s*kernel\s*\]\]\s*decltype\((.*?)\)\s+\2\s*;', re.S
 )
-_SIGNATURE = re.compile(r"\[\[\s*kernel\b[^;{}]*?\]\]\s*void\s+(\w+)\s*\(|\bkernel\s+void\s+(\w+)\s*\(")
+SIGNATURE = re.compile(r"\[\[\s*kernel\b[^;{}]*?\]\]\s*void\s+(\w+)\s*\(|\bkernel\s+void\s+(\w+)\s*\(")
 _PARAMETER = re.compile(r"\s*(.*?)\s*(\w+)\s*\[\[\s*(\w+)\s*(?:\(\s*(\d+)\s*\))?\s*\]\]\s*$", re.S)
 
 # Numbers of emu_attribute in runtime/host.h.
@@ -110,7 +110,7 @@ def _fail(text: str, offset: int, code: str) -> KernelError:
 
 def _kernel_bodies(code: str) -> list[range]:
     bodies = []
-    for m in _SIGNATURE.finditer(code):
+    for m in SIGNATURE.finditer(code):
         start = code.find("{", m.end())
         bodies.append(range(start, matching(code, start + 1, "{", "}")))
     return bodies
@@ -144,7 +144,7 @@ def _threadgroup_edits(code: str) -> list[tuple[int, int, str]]:
     return edits
 
 
-def _text_edits(code: str) -> list[tuple[int, int, str]]:
+def text_edits(code: str) -> list[tuple[int, int, str]]:
     edits = [(m.start(), m.end(), m.group() + "f") for m in _FLOAT.finditer(code)]
     edits += [(m.start(), m.end(), m.group(1)) for m in _METHOD_SPACE.finditer(code)]
     edits += [
@@ -172,7 +172,7 @@ def _matrix_index_edits(code: str) -> list[tuple[int, int, str]]:
     return edits
 
 
-def _apply(text: str, edits: list[tuple[int, int, str]]) -> str:
+def apply_edits(text: str, edits: list[tuple[int, int, str]]) -> str:
     parts, position = [], 0
     for start, end, replacement in sorted(edits):
         if start < position:
@@ -185,11 +185,11 @@ def _apply(text: str, edits: list[tuple[int, int, str]]) -> str:
 def lower_library(text: str) -> str:
     """Lowers text without kernels (MLX's preamble)."""
     code = blank_comments(text)
-    keep_lines = [m for m in _text_edits(code) if not code[m[0] : m[1]].lstrip().startswith("#line")]
-    return _apply(text, keep_lines)
+    keep_lines = [m for m in text_edits(code) if not code[m[0] : m[1]].lstrip().startswith("#line")]
+    return apply_edits(text, keep_lines)
 
 
-def _parameters(code: str, signature: re.Match) -> list[Parameter]:
+def kernel_parameters(code: str, signature: re.Match) -> list[Parameter]:
     inside = code[signature.end() : matching(code, signature.end(), "(", ")") - 1]
     parameters = []
     for part in split_top_level(inside):
@@ -234,15 +234,15 @@ def _entry_point(callee: str, code: str, signature: re.Match, parameters: list[P
 def lower_kernel(text: str) -> Lowered:
     """Lowers the text MLX generates for one kernel: header, signature, body and instantiation."""
     code = blank_comments(text)
-    instantiation = _INSTANTIATION.search(text)
-    signature = next(_SIGNATURE.finditer(code), None)
+    instantiation = INSTANTIATION.search(text)
+    signature = next(SIGNATURE.finditer(code), None)
     if signature is None:
         raise KernelError("text", [Finding("compile", "no kernel function found")])
     callee = instantiation.group(2) if instantiation else signature.group(1) or signature.group(2)
-    parameters = _parameters(code, signature)
-    edits = _threadgroup_edits(code) + _text_edits(code) + _matrix_index_edits(code)
+    parameters = kernel_parameters(code, signature)
+    edits = _threadgroup_edits(code) + text_edits(code) + _matrix_index_edits(code)
     if instantiation:
         edits.append((instantiation.start(), instantiation.end(), "\n" * instantiation.group().count("\n")))
     entry = _entry_point(callee, code, signature, parameters)
-    lowered = f'#line 1 "kernel.metal"\n{_apply(text, edits)}\n#line 1 "entry"\n{entry}'
+    lowered = f'#line 1 "kernel.metal"\n{apply_edits(text, edits)}\n#line 1 "entry"\n{entry}'
     return Lowered(lowered, tuple(p.name for p in parameters if p.attribute == "buffer"))

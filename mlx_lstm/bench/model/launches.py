@@ -35,9 +35,15 @@ class Launch(NamedTuple):
     reads: tuple[Buffer, ...]
     writes: tuple[Buffer, ...]
     level: int
-    groups: tuple[int, int, int] = (1, 1, 1)  # threadgroups of a kernel of ours
-    ours: bool = False
-    text_bytes: int = 0  # of a kernel of ours
+    # Of a kernel of ours: its threadgroups, the threads of each, and what MLX hands to Apple's compiler.
+    groups: tuple[int, int, int] = (1, 1, 1)
+    threads: int = 0
+    text: str = ""
+
+    @property
+    def ours(self) -> bool:
+        """Whether it is a kernel of ours."""
+        return bool(self.text)
 
 
 class Graph(NamedTuple):
@@ -105,7 +111,7 @@ def launch_of_ours(node: dict[str, Any], level: int) -> Launch:
         for n, ((space, name), (_, shape, dtype)) in enumerate(zip(declared, arrays, strict=True))
     ]
     count, groups = len(node["inputs"]), (grid_x // threads, grid_y, grid_z)
-    return Launch(name, tuple(buffers[:count]), tuple(buffers[count:]), level, groups, True, len(source))
+    return Launch(name, tuple(buffers[:count]), tuple(buffers[count:]), level, groups, threads, source)
 
 
 def is_scattered(node: dict[str, Any], scattered: set[str]) -> bool:

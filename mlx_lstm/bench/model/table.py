@@ -10,14 +10,17 @@ from ...engines.problem import Problem
 from ..report import table
 from ..tasks import DTYPES, Size
 from .launches import Graph, Launch
-from .times import CHIPS, floor_bytes, moved_bytes, of_mlx, ours, seconds_of, total_seconds
+from .machine_code import WEIGHTS, counted
+from .times import CHIPS, floor_bytes, gpu_parts, host_seconds, moved_bytes, of_mlx, ours, parts_of, total_seconds
 
 LEGEND = f"""\
 Every time is predicted, from published figures of the chips: nobody measured any of them. bench/model has the rules.
 moved: all loads and stores of device memory, whatever cache serves them; floor: each input read once, each output
 written once; apart from weights: moved over floor, of all but our kernels' recurrent weights.
-between launches: what launches wait for one another, and the host's work; the layer in a function of mx.compile saves
-that work. {", ".join(f"{chip.name}: {chip.cores} cores, {chip.dram / 1e9:g} GB/s" for chip in CHIPS)}."""
+bound by: the longest of what a launch needs: instructions, counted in the machine code of Mesa's compiler; weights that
+one core streams; other loads and spilled registers through caches; memory. Of a whole layer besides: its launches'
+latencies, and the host, whose work a function of mx.compile saves. between launches: those two, as far as they show.
+{", ".join(f"{chip.name}: {chip.cores} cores, {chip.dram / 1e9:g} GB/s" for chip in CHIPS)}."""
 
 
 class Prediction(NamedTuple):
@@ -30,6 +33,7 @@ class Prediction(NamedTuple):
     floor: float
     apart: float  # bytes moved over their floor, apart from recurrent weights
     seconds: tuple[float, ...]
+    bounds: tuple[str, ...]
 
     def over(self, other: Prediction) -> str:
         """ "12.3, 4.5, 6.7": how many times the seconds of another one, chip by chip."""
@@ -45,27 +49,56 @@ def predict(size: Size, dtype: str, which: str, engines: Iterable[str]) -> list[
         for kind in kinds:
             alike = [launch for launch in graph.launches if launch.name == kind]
             lines.append(line_of(engine, kind, alike, problem))
-        lines += sums(engine, graph, problem)
+        lines += sums(engine, which, graph, problem)
     problem, graph = of_mlx(size, DTYPES[dtype], which)
-    return [*lines, sums("mlx.nn.LSTM", graph, problem)[1]]
+    return [*lines, sums("mlx.nn.LSTM", which, graph, problem)[1]]
+
+
+def estimates(size: Size, dtype: str, which: str, engines: Iterable[str]) -> list[str]:
+    """What is said of the kernels that are not in the table of machine code at this size."""
+    found: dict[str, None] = {}
+    for engine in engines:
+        problem, graph = ours(size, DTYPES[dtype], engine, which)
+        for launch in graph.launches:
+            joins = launch.name.endswith("_joining")
+            if launch.ours and not joins and any(buffer.name in WEIGHTS for buffer in launch.reads):
+                line, own = counted(launch, problem)
+                if not own:
+                    where = f"{line.kernel} in {line.dtype} at B = {line.B}, H = {line.H}"
+                    found[f"instructions of {launch.name}: estimated from those of {where}"] = None
+    return list(found)
 
 
 def line_of(layer: str, kind: str, launches: Sequence[Launch], problem: Problem) -> Prediction:
     """The sums over launches."""
     moved = sum(moved_bytes(launch, problem) for launch in launches)
     floor = sum(floor_bytes(launch, problem) for launch in launches)
-    seconds = tuple(sum(seconds_of(launch, problem, chip) for launch in launches) for chip in CHIPS)
+    parts = [[parts_of(launch, problem, chip) for launch in launches] for chip in CHIPS]
+    seconds = tuple(sum(max(each.values()) for each in of_chip) for of_chip in parts)
+    bounds = tuple(longest(of_chip) for of_chip in parts)
     apart = sum(moved_bytes(launch, problem, weights=False) for launch in launches)
     apart /= sum(floor_bytes(launch, problem, weights=False) for launch in launches)
-    return Prediction(layer, kind, len(launches), moved, floor, apart, seconds)
+    return Prediction(layer, kind, len(launches), moved, floor, apart, seconds, bounds)
 
 
-def sums(layer: str, graph: Graph, problem: Problem) -> tuple[Prediction, Prediction]:
+def longest(parts: Iterable[dict[str, float]]) -> str:
+    """What most of the time goes into."""
+    total: dict[str, float] = {}
+    for each in parts:
+        name = max(each, key=each.__getitem__)
+        total[name] = total.get(name, 0.0) + each[name]
+    return max(total, key=total.__getitem__)
+
+
+def sums(layer: str, which: str, graph: Graph, problem: Problem) -> tuple[Prediction, Prediction]:
     """What passes between the launches of a layer, and all of it."""
-    work = line_of(layer, "all", graph.launches, problem)
-    total = tuple(total_seconds(graph, problem, chip) for chip in CHIPS)
+    work, host = line_of(layer, "all", graph.launches, problem), host_seconds(layer, which, problem.T)
+    total = tuple(total_seconds(graph, problem, chip, host) for chip in CHIPS)
     between = tuple(whole - part for whole, part in zip(total, work.seconds, strict=True))
-    return Prediction(layer, "between launches", 0, 0, 0, 0, between), work._replace(seconds=total)
+    gpu = [gpu_parts(graph, problem, chip) for chip in CHIPS]
+    bounds = tuple("host" if host > sum(parts.values()) else max(parts, key=parts.__getitem__) for parts in gpu)
+    none = ("",) * len(CHIPS)
+    return Prediction(layer, "between launches", 0, 0, 0, 0, between, none), work._replace(seconds=total, bounds=bounds)
 
 
 def engines_at(size: Size, asked: list[str] | None) -> list[str]:
@@ -77,16 +110,17 @@ def engines_at(size: Size, asked: list[str] | None) -> list[str]:
 def group_text(size: Size, dtype: str, which: str, lines: list[Prediction]) -> str:
     """The table of one size and pass."""
     cells = [["layer", "launch", "launches", "moved MB", "floor MB", "moved/floor", "apart from weights"]]
-    cells[0] += [f"{chip.name}, predicted ms" for chip in CHIPS]
+    cells[0] += [*(f"{chip.name}, predicted ms" for chip in CHIPS), "bound by"]
     for line in lines:
-        cells.append(
-            [line.layer, line.launch, *traffic_cells(line), *(f"{1e3 * seconds:.3f}" for seconds in line.seconds)]
-        )
+        times = (f"{1e3 * seconds:.3f}" for seconds in line.seconds)
+        cells.append([line.layer, line.launch, *traffic_cells(line), *times, ", ".join(dict.fromkeys(line.bounds))])
     arguments = {"sizes": size, "dtype": DTYPES[dtype], "device": "gpu", "metal": True, "traced": False}
     default = choose(**arguments)
     theirs = lines[-1]
     wholes = [line for line in lines[:-1] if line.launch == "all"]
-    notes = [f"{theirs.layer} over {line.layer}, predicted: {theirs.over(line)}" for line in wholes]
+    engines = dict.fromkeys(line.layer for line in lines[:-1])
+    notes = estimates(size, dtype, which, engines)
+    notes += [f"{theirs.layer} over {line.layer}, predicted: {theirs.over(line)}" for line in wholes]
     title = f"T,B,I,H = {size}   {which}   {dtype}   default engine {default.engine}: {default.reason}"
     return "\n".join([title, table(cells), *notes])
 
@@ -110,5 +144,7 @@ def csv_records(size: Size, dtype: str, which: str, lines: Iterable[Prediction])
     for line in lines:
         record: dict[str, object] = size._asdict() | {"dtype": dtype, "pass": which} | line._asdict()
         seconds = zip(CHIPS, record.pop("seconds"), strict=True)
-        records.append(record | {f"predicted_s_{chip.name}": value for chip, value in seconds})
+        bounds = zip(CHIPS, record.pop("bounds"), strict=True)
+        record |= {f"predicted_s_{chip.name}": value for chip, value in seconds}
+        records.append(record | {f"bound_{chip.name}": value for chip, value in bounds})
     return records

@@ -1,9 +1,9 @@
 """Predictions: bytes a launch moves, and how long it takes on a chip. Nobody measured any of this on a Mac.
 
-A roofline with latencies. A function takes what its launches take one after the other, each the longest of its
-arithmetic, its memory traffic and its loads through the caches, and besides, for every launch that waits for another
-one `DEPENDENT`, for every other one `INDEPENDENT`, for every node of the graph `NODE` on the host, and `ROUND_TRIP`
-once. The same rule serves `mlx.nn.LSTM`. Recurrences without options only.
+A launch takes the longest of its instructions, its memory traffic and its loads through the caches, and besides, if it
+waits for another one, `DEPENDENT`, else `INDEPENDENT`. A function takes what its launches take one after the other, or
+what the host needs to ask for them if that is longer, and `ROUND_TRIP` once: the host prepares a call while the GPU
+still works on the one before. The same rule serves `mlx.nn.LSTM`. Recurrences without options only.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import mlx.nn as nn
 from ...engines.autodiff import ENGINE_MODULES
 from ...engines.cells import Cell, LSTMCell
 from ...engines.metal.fused_launches import FusedTiling, fused_tiling
-from ...engines.metal.stepwise_launches import stepwise_rows
 from ...engines.problem import Problem
 from ..tasks import Size
 from . import stepwise_traffic
 from .launches import Buffer, Graph, Launch, trace
+from .machine_code import WEIGHTS, cycles_of
 
 LSTM = LSTMCell()
 
@@ -57,12 +57,17 @@ DEPENDENT = 2.7e-6
 INDEPENDENT = 0.5e-6
 """The same for a launch that waits for none of those before it; published for one Mac's concurrent encoder."""
 
-NODE = 1e-6
-"""Seconds of the host per node of the graph: 0.75 to 1.5 us on an AMD EPYC (Zen 4) with mlx 0.32.4."""
-
-CALL, TEXT = 2.3e-6, 0.4e-9
-"""Seconds of the host per launch of a kernel of ours, and per byte of its text, which MLX builds again every time:
-2.3 us at 54 bytes, 3.2 at 5 KB, 6.1 at 10 KB on the same machine."""
+HOST = {
+    ("fused", "forward"): (106e-6, 0.0),
+    ("fused", "backward"): (250e-6, 0.0),
+    ("stepwise", "forward"): (106e-6, 35e-6),
+    ("stepwise", "backward"): (250e-6, 75e-6),
+    ("mlx.nn.LSTM", "forward"): (0.0, 6.5e-6),
+    ("mlx.nn.LSTM", "backward"): (0.0, 21e-6),
+}
+"""Seconds of the host per call and per time step, to build the graph of a pass, "backward" with its forward pass.
+Measured at T, B, H = 64, 32, 256 with `python -m mlx_lstm.bench --host` on two cores of an AMD EPYC (Zen 4), mlx
+0.32.4; inside `mx.compile` a step is a fraction of it. No Mac was measured."""
 
 ROUND_TRIP = 0.15e-3
 """Seconds to hand over work and to wait for its end. Assumed."""
@@ -76,18 +81,17 @@ STEP_LATENCY = 0.6e-6
 PRODUCT_LATENCY = 1.2e-6
 """Seconds of the smallest matrix product beyond those of an empty launch. Assumed."""
 
-LANES, TILES, MATRICES = 0.6, 0.5, 0.8
-"""Parts of a core's peak: products by lanes; by simdgroup matrices, staged through threadgroup memory; by those whose
-weights stay in registers. Assumed."""
-
 DRAM, CACHE = 0.8, 0.65
 """Parts of the published bandwidths that a launch gets. Assumed."""
 
 FROM_L2, FROM_L1 = 32, 64
 """Bytes per core and cycle: metal-benchmarks."""
 
-WEIGHTS = {"Wh", "weights", "packed"}
-"""Names of a kernel's buffers: its recurrent weights."""
+ISSUE = 4
+"""SIMD-groups of which a core executes an instruction per cycle, each in a quarter of its own: metal-benchmarks."""
+
+SPILL = 4 * 32
+"""Bytes that a SIMD-group moves by a load or store of a spilled register."""
 
 # --- Bytes -----------------------------------------------------------------------------------------------------------
 
@@ -148,18 +152,17 @@ def tiling_of(launch: Launch, problem: Problem, size: int) -> FusedTiling:
 # --- Seconds ---------------------------------------------------------------------------------------------------------
 
 
-def seconds_of(launch: Launch, problem: Problem, chip: Chip) -> float:
-    """Seconds of a launch by itself."""
-    if is_fused_sweep(launch):
-        return fused_seconds(launch, problem, chip)
-    if launch.ours and "stepwise" in launch.name:
-        return stepwise_seconds(launch, problem, chip)
-    seconds = memory_seconds(floor_bytes(launch, problem), chip)
+def parts_of(launch: Launch, problem: Problem, chip: Chip) -> dict[str, float]:
+    """Seconds of a launch by itself, if only this bound it; it takes the longest."""
+    if launch.ours and any(buffer.name in WEIGHTS for buffer in launch.reads):
+        return parts_of_product(launch, problem, chip)
+    parts = {"memory": memory_seconds(floor_bytes(launch, problem), chip)}
     if launch.name in ("Matmul", "AddMM"):
         rows, K = launch.reads[0].shape[-2:]
         part = 0.75 if rows >= 512 else 0.6 if rows >= 64 else 0.4  # of the peak; reported for fp32 GEMMs: 0.73 to 0.75
-        return max(seconds, 2 * prod(launch.writes[0].shape) * K / (part * chip.peak), PRODUCT_LATENCY)
-    return seconds
+        parts["instructions"] = 2 * prod(launch.writes[0].shape) * K / (part * chip.peak)
+        parts["latency"] = PRODUCT_LATENCY
+    return parts
 
 
 def memory_seconds(count: float, chip: Chip) -> float:
@@ -167,59 +170,72 @@ def memory_seconds(count: float, chip: Chip) -> float:
     return count / (CACHE * chip.cache if count < chip.cache_bytes / 2 else DRAM * chip.dram)
 
 
-def fused_seconds(launch: Launch, problem: Problem, chip: Chip) -> float:
-    """Threadgroups share a core as long as its registers hold what each needs; more of them run in turns."""
-    steps = launch.writes[0].shape[0]
-    tiling = tiling_of(launch, problem, itemsize(launch))
-    rows, kept, part = tiling.rows, tiling.kept, MATRICES if tiling.matrices else LANES
-    weights = sum(buffer.bytes for buffer in launch.reads if buffer.name in WEIGHTS) / problem.directions
-    per_core = ceil(prod(launch.groups) / chip.cores)
-    needed = 4 * tiling.registers * tiling.threads
-    together = min(per_core, max(1, int(REGISTER_FILE / needed)))
-    arithmetic = together * rows * weights / itemsize(launch) / (128 * part * chip.clock)
-    stream = together * (1 - kept) * weights / (FROM_L2 * chip.clock)
-    first = per_core * kept * weights / (FROM_L2 * chip.clock)
-    sweep = first + steps * ceil(per_core / together) * (max(arithmetic, stream) + STEP_LATENCY)
-    return max(sweep, memory_seconds(floor_bytes(launch, problem), chip))
+def parts_of_product(launch: Launch, problem: Problem, chip: Chip) -> dict[str, float]:
+    """Those of a kernel around a recurrent product. The busiest core decides. Its threadgroups share it as long as its
+    registers hold theirs; more of them run in turns, each with its own latencies."""
+    steps = launch.writes[0].shape[0] if "fused" in launch.name else 1
+    cycles, spills, line, _ = cycles_of(launch, problem, steps)
+    groups = prod(launch.groups)
+    per_core = ceil(groups / chip.cores)
+    together = max(1, int(REGISTER_FILE / (4 * line.registers * launch.threads)))
+    simdgroups = per_core * launch.threads / 32
+    latency = ceil(per_core / together) * (steps * STEP_LATENCY if "fused" in launch.name else PRODUCT_LATENCY)
+    others = moved_bytes(launch, problem, weights=False)
+    weights = (moved_bytes(launch, problem) - others) * per_core / groups  # through one core
+    near = others * per_core / groups + simdgroups * spills * SPILL
+    parts = {"instructions": simdgroups * cycles / ISSUE, "weights": weights / FROM_L2, "caches": near / FROM_L1}
+    return {name: value / chip.clock + latency for name, value in parts.items()} | {
+        "memory": memory_seconds(floor_bytes(launch, problem), chip)
+    }
 
 
-def stepwise_seconds(launch: Launch, problem: Problem, chip: Chip) -> float:
-    """The slowest of: arithmetic of the busiest core, loads, the stream of weights, the other arrays."""
-    groups, size = prod(launch.groups), stepwise_traffic.itemsize(launch)
-    weights = sum(buffer.bytes for buffer in launch.reads if buffer.name in WEIGHTS)
-    rows = stepwise_rows(problem.B)
-    products = rows * ceil(problem.B / rows) * weights / size / problem.directions / groups  # of a threadgroup
-    rate = 128 * (LANES if rows < 8 else TILES) * chip.clock
-    return max(
-        ceil(groups / chip.cores) * products / rate,
-        moved_bytes(launch, problem) / (min(groups, chip.cores) * FROM_L1 * chip.clock),
-        memory_seconds(weights, chip),
-        memory_seconds(floor_bytes(launch, problem, weights=False), chip),
-        PRODUCT_LATENCY if weights else 0,
-    )
+def seconds_of(launch: Launch, problem: Problem, chip: Chip) -> float:
+    """Seconds of a launch by itself."""
+    return max(parts_of(launch, problem, chip).values())
 
 
-def total_seconds(graph: Graph, problem: Problem, chip: Chip, *, host: bool = True) -> float:
-    """Seconds of a function from its call to its end; without `host` those of the GPU alone."""
-    gpu = sum(seconds_of(launch, problem, chip) for launch in graph.launches)
-    gpu += DEPENDENT * graph.depth + INDEPENDENT * (len(graph.launches) - graph.depth)
-    if not host:
-        return gpu
-    text = sum(CALL + TEXT * launch.text_bytes for launch in graph.launches if launch.ours)
-    return gpu + NODE * graph.nodes + text + ROUND_TRIP
+def gpu_parts(graph: Graph, problem: Problem, chip: Chip) -> dict[str, float]:
+    """Seconds of the GPU for a function: of its launches, by what bounds each, and of what lies between them."""
+    gaps = DEPENDENT * graph.depth + INDEPENDENT * (len(graph.launches) - graph.depth)
+    found = {"launches": gaps}
+    for launch in graph.launches:
+        parts = parts_of(launch, problem, chip)
+        longest = max(parts, key=parts.__getitem__)
+        found[longest] = found.get(longest, 0.0) + parts[longest]
+    return found
+
+
+def host_seconds(layer: str, which: str, T: int) -> float:
+    """Seconds of the host for a pass of an engine or of `mlx.nn.LSTM`."""
+    call, step = HOST[layer, which]
+    return call + T * step
+
+
+def total_seconds(graph: Graph, problem: Problem, chip: Chip, host: float) -> float:
+    """Seconds of a function from its call to its end, where the host needs so many."""
+    return max(sum(gpu_parts(graph, problem, chip).values()), host) + ROUND_TRIP
 
 
 # --- What is predicted -----------------------------------------------------------------------------------------------
 
 
 def ours(
-    size: Size, dtype: mx.Dtype, engine: str, which: str, cell: Cell = LSTM, bidirectional: bool = False
+    size: Size,
+    dtype: mx.Dtype,
+    engine: str,
+    which: str,
+    cell: Cell = LSTM,
+    bidirectional: bool = False,
+    projected: int = 0,
 ) -> tuple[Problem, Graph]:
-    """The problem and the launches of a layer on an engine; `which` pass, "backward" with the forward pass it needs."""
+    """The problem and the launches of a layer on an engine; `which` pass, "backward" with the forward pass it needs;
+    `projected` is the width of its h if that is projected."""
     T, B, width, H = size
     D, own, rows = (2, (2,), 2 * cell.gates * H) if bidirectional else (1, (), cell.gates * H)
-    shapes = {"x": (T, B, width), "Wx": (rows, width), "Wh": (*own, cell.gates * H, H), "b": (rows,)}
-    problem = Problem(T, B, H, H, cell, training=which == "backward", bidirectional=bidirectional)
+    P = projected or H
+    shapes = {"x": (T, B, width), "Wx": (rows, width), "Wh": (*own, cell.gates * H, P), "b": (rows,)}
+    shapes |= {"Wp": (*own, P, H)} if projected else {}
+    problem = Problem(T, B, H, P, cell, training=which == "backward", bidirectional=bidirectional)
     module = ENGINE_MODULES[engine]
 
     # MLX cannot write down a function with our gradient in it, so the sweeps are called one by one.
@@ -230,7 +246,7 @@ def ours(
             return [saved["h"]]
         return [saved["h"], *module.backward(problem, arrays, saved, {"h": dh}).values()]
 
-    return problem, trace(sweeps, [mx.zeros(shape, dtype) for shape in ((T, B, D * H), *shapes.values())])
+    return problem, trace(sweeps, [mx.zeros(shape, dtype) for shape in ((T, B, D * P), *shapes.values())])
 
 
 def of_mlx(size: Size, dtype: mx.Dtype, which: str) -> tuple[Problem, Graph]:

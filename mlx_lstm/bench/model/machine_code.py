@@ -1,0 +1,139 @@
+"""The instructions of our kernels on an Apple GPU: a table that tests/machine_code makes, and what it says of a launch.
+
+They are counted in the machine code that Mesa's compiler makes for the M1, not in that of Apple's.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import re
+from functools import cache
+from importlib.resources import files
+from math import log, prod
+from typing import NamedTuple
+
+from ...engines.metal.fused_launches import fused_tiling
+from ...engines.metal.stepwise_launches import stepwise_rows
+from ...engines.problem import Problem
+from .launches import Launch
+
+WEIGHTS = {"Wh", "Wh_T", "weights", "Wp"}
+"""Names of a kernel's buffers: its recurrent weights."""
+
+
+class Counted(NamedTuple):
+    """A line of the table: a kernel, its dtype, the sizes it was made at; what a lane executes per time step of a
+    sweep, or per turn of its product's loop where a launch is a step.
+
+    `rows` are those of a threadgroup; `needed` are the multiply-adds of a lane's share of one recurrent product,
+    `registers` have 32 bits, `scratch` is bytes of memory per thread, `spills` are stores and loads there; `cycles` are
+    those of a quarter of a GPU core for `instructions`, `outside` those once per launch; `unknown` loops turn nobody
+    knows how often, and count as one turn; `text` is a hash of the kernel's text.
+    """
+
+    kernel: str
+    dtype: str
+    B: int
+    H: int
+    per: str
+    rows: int
+    threads: int
+    needed: float
+    registers: float
+    scratch: int
+    instructions: int
+    multiply_adds: int
+    device_loads: int
+    device_stores: int
+    local_loads: int
+    local_stores: int
+    shuffles: int
+    transcendental: int
+    conversions: int
+    integer: int
+    selects: int
+    moves: int
+    spills: int
+    control: int
+    unknown: int
+    cycles: int
+    outside: int
+    text: str
+
+
+class Kernel(NamedTuple):
+    """What names a line of the table, taken from a launch: as in `Counted`."""
+
+    kernel: str
+    dtype: str
+    B: int
+    H: int
+    per: str
+    rows: int
+    threads: int
+    needed: float
+    text: str
+
+
+@cache
+def table() -> tuple[Counted, ...]:
+    """The table."""
+    with (files(__package__) / "machine_code.csv").open(encoding="ascii") as file:
+        lines = csv.DictReader(line for line in file if not line.startswith("#"))
+        types = {"kernel": str, "dtype": str, "per": str, "text": str, "needed": float, "registers": float}
+        return tuple(Counted(**{name: types.get(name, int)(value) for name, value in line.items()}) for line in lines)
+
+
+def kernel_of(launch: Launch, problem: Problem) -> Kernel:
+    """What names the kernel of a launch around a recurrent product: that of a step that joins rows beside is the
+    step's own, a sweep for inference has one that keeps no gates."""
+    name = launch.name.removesuffix("_joining") + "_for_inference" * (not problem.training)
+    weights = next(buffer for buffer in launch.reads if buffer.name in WEIGHTS)
+    elements, (B, H) = prod(weights.shape), problem[1:3]
+    dtype = "float32" if weights.bytes == 4 * elements else "bfloat16" if "bfloat16_t" in launch.text else "float16"
+    if per_step := "fused" in name:
+        sweep = {"backward": "backward" in name, "directions": problem.directions}
+        rows = fused_tiling(problem.cell, B, H, weights.bytes // elements, **sweep).rows
+    else:
+        rows = stepwise_rows(B)
+    # Threadgroups side by side share a product's weights, those down the batch each need all of them.
+    down = launch.groups[not per_step]
+    needed = round(rows * elements * down / prod(launch.groups) / launch.threads, 2)
+    per = "step" if per_step else "turn"
+    return Kernel(name, dtype, B, H, per, rows, launch.threads, needed, text_hash(launch))
+
+
+def text_hash(launch: Launch) -> str:
+    """A short hash of what makes a kernel's machine code: its text without comments, lines' numbers and needless
+    blanks, and its threads."""
+    text = re.sub(r"//.*|^\s*#\s*line\b.*", "", launch.text, flags=re.M)
+    return hashlib.sha256(f"{' '.join(text.split())} {launch.threads}".encode()).hexdigest()[:12]
+
+
+def counted(launch: Launch, problem: Problem) -> tuple[Counted, bool]:
+    """The line of the table for a launch around a recurrent product, and whether it was made from this very text;
+    else it is the nearest, by dtype, rows of a threadgroup, H, of the same kernel or at least of its engine."""
+    kernel = kernel_of(launch, problem)
+    for line in table():
+        if line.text == kernel.text:
+            return line, True
+
+    def distance(line: Counted) -> tuple[bool, bool, float, float]:
+        other = line.kernel.split("_", 1)[1] != kernel.kernel.split("_", 1)[1], line.kernel != kernel.kernel
+        width = (line.dtype == "float32") != (kernel.dtype == "float32"), line.dtype != kernel.dtype
+        return *other, *width, abs(log(line.rows / kernel.rows)), abs(log(line.H / kernel.H))
+
+    return min((line for line in table() if line.per == kernel.per), key=distance), False
+
+
+def cycles_of(launch: Launch, problem: Problem, steps: int) -> tuple[float, float, Counted, bool]:
+    """Of a launch over so many time steps: the cycles that a quarter of a GPU core needs for one of its SIMD-groups,
+    the spills among its instructions, and the line of the table with whether it is this kernel's own.
+
+    What another size's line says is taken in proportion to the multiply-adds that are needed.
+    """
+    line, own = counted(launch, problem)
+    needed = kernel_of(launch, problem).needed
+    turns = needed / line.multiply_adds if line.per == "turn" else steps * (1 if own else needed / line.needed)
+    return line.outside + turns * line.cycles, turns * line.spills, line, own

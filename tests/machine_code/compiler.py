@@ -1,0 +1,109 @@
+"""The text MLX generates for a kernel -> C++ for OpenCL -> LLVM -> SPIR-V -> machine code of the M1's GPU."""
+
+import os
+import re
+import subprocess
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from metal_emulator import lowering
+
+HERE = Path(__file__).resolve().parent
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mlx-lstm/agx"
+MESA = CACHE / "build/src/asahi/clc/asahi_clc"
+LLVM = Path("/usr/lib/llvm-15/bin")
+
+ATTRIBUTES = {
+    "thread_position_in_grid": "get_global_id(%d)",
+    "threads_per_grid": "get_global_size(%d)",
+    "thread_position_in_threadgroup": "get_local_id(%d)",
+    "threadgroup_position_in_grid": "get_group_id(%d)",
+    "threads_per_threadgroup": "get_local_size(%d)",
+    "threadgroups_per_grid": "get_num_groups(%d)",
+    "thread_index_in_threadgroup": "get_local_id(0)",
+    "thread_index_in_simdgroup": "(get_local_id(0) & 31)",
+    "simdgroup_index_in_threadgroup": "(get_local_id(0) >> 5)",
+}
+
+CLANG = (
+    "-x clcpp -cl-std=clc++2021 -cl-no-stdinc -target spir64 -O2 -Xclang -disable-llvm-passes -ffp-contract=fast -w "
+    "-emit-llvm -S"
+)
+
+# Inlining, scalars out of arrays, unrolling: LLVM's. No instcombine, whose odd integer widths SPIR-V does not have.
+PASSES = (
+    "forceattrs,always-inline,function(sroa,early-cse<memssa>,simplifycfg,loop-simplify,lcssa,loop(loop-rotate,indvars),"
+    "loop-unroll<O2;full-unroll-max=64>,sroa,early-cse<memssa>,sccp,simplifycfg,loop-simplify,lcssa,loop(indvars),"
+    "loop-unroll<O2>,sroa,early-cse<memssa>,sccp,gvn,loop-simplify,lcssa,loop-mssa(licm),simplifycfg,adce),globaldce"
+)
+
+
+def machine_code(text: str, threads: int) -> str:
+    """What Mesa prints while it compiles a kernel for so many threads in a threadgroup: statistics and programs."""
+    with TemporaryDirectory() as folder:
+        source, code, spirv = (f"{folder}/kernel{end}" for end in (".clcpp", ".ll", ".spv"))
+        Path(source).write_text(opencl(text, threads))
+        run(LLVM / "clang", *CLANG.split(), source, "-o", code)
+        run(LLVM / "opt", "-S", "-force-attribute=alwaysinline", f"-passes={PASSES}", code, "-o", code)
+        # The way to SPIR-V knows neither.
+        llvm = re.sub(r"= freeze (\S+|<[^>]*>) (\S+)$", r"= bitcast \1 \2 to \1", Path(code).read_text(), flags=re.M)
+        Path(code).write_text(re.sub(r"^.*@llvm\.(?:lifetime|experimental\.noalias).*$\n", "", llvm, flags=re.M))
+        run(LLVM / "opt", "-passes=lowerswitch", code, "-o", code)
+        run("llvm-spirv-15", "--spirv-max-version=1.4", code, "-o", spirv)
+        debug = os.environ | {"AGX_MESA_DEBUG": "shaderdb,shaders,internal"}
+        return run(MESA, spirv, f"{folder}/kernel.h", f"{folder}/kernel.c", env=debug)
+
+
+def run(*command: str | Path, env: dict[str, str] | None = None) -> str:
+    """What a command prints, first on stderr, then on stdout. RuntimeError says how it failed."""
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=env)
+    if done.returncode:
+        raise RuntimeError(f"{Path(command[0]).name}: {done.stderr[:2000]}")
+    return done.stderr + done.stdout
+
+
+def opencl(text: str, threads: int) -> str:
+    """The kernel in C++ for OpenCL."""
+    code = lowering.blank_comments(text)
+    signature = next(lowering.SIGNATURE.finditer(code))
+    start = code.find("{", signature.end())
+    body = text[start + 1 : lowering.matching(code, start + 1, "{", "}") - 1]
+    template = re.search(r"template\s*<([^{};]*)>\s*$", code[: signature.start()])
+    buffers, attributes = [], []
+    for parameter in lowering.kernel_parameters(code, signature):
+        if parameter.attribute == "buffer":
+            kind = parameter.type.replace("const constant", "constant const").replace("const device", "device const")
+            buffers.append(f"{kind} {parameter.name}")
+        else:
+            attributes.append(attribute(parameter))
+    # MLX writes the word `kernel` itself; what the launch makes of it has no meaning here.
+    word = re.compile(r"^\s*#\s*(?:define|undef)\s+kernel\b.*$", re.M)
+    head, body = (word.sub("", part) for part in (text[: (template or signature).start()], body))
+    size = f"__attribute__((reqd_work_group_size({threads}, 1, 1)))"
+    kernel = f"{size} __kernel void k({', '.join(buffers)}) {{\n{' '.join(attributes)}\n{body}\n}}\n"
+    source = f"{head}\n{template_values(text, template)}\n{kernel}"
+    edits = lowering.text_edits(lowering.blank_comments(source))
+    return f'#include "{HERE}/shim.h"\n{lowering.apply_edits(source, edits)}'
+
+
+def attribute(parameter: lowering.Parameter) -> str:
+    """The declaration of what Metal hands to a thread."""
+    scalar, axes = re.match(r"(?:const\s+)?(u?short|u?int)([23])?$", parameter.type).groups()
+    form = ATTRIBUTES[parameter.attribute]
+    each = [f"({scalar}){form % axis if '%' in form else form}" for axis in range(int(axes or 1))]
+    value = each[0] if len(each) == 1 else f"{scalar}{axes}({', '.join(each)})"
+    return f"{parameter.type} {parameter.name} = {value};"
+
+
+def template_values(text: str, template: re.Match | None) -> str:
+    """The values a kernel is instantiated with, as declarations."""
+    if template is None:
+        return ""
+    callee = lowering.INSTANTIATION.search(text).group(2)
+    values = lowering.split_top_level(callee[callee.index("<") + 1 : callee.rindex(">")])
+    lines = []
+    for declared, value in zip(lowering.split_top_level(template.group(1)), values, strict=True):
+        kind, _, name = declared.strip().rpartition(" ")
+        declaration = f"using {name}" if kind == "typename" else f"constant constexpr {kind} {name}"
+        lines.append(f"{declaration} = {value.strip()};")
+    return "\n".join(lines)

@@ -1,0 +1,156 @@
+"""Instructions by kind in what Mesa prints of a kernel: of its first loop with multiply-adds, and of the rest.
+
+That loop is the one over time, or the one that a product is.
+"""
+
+import re
+from collections import Counter
+from math import prod
+from typing import NamedTuple
+
+WORDS = {
+    "multiply_adds": "ffma fmul fadd hfma hmul hadd",
+    "device_loads": "device_load uniform_load",
+    "device_stores": "device_store",
+    "local_loads": "local_load",
+    "local_stores": "local_store",
+    "shuffles": "shuffle shuffle_xor shuffle_up shuffle_down quad_shuffle quad_shuffle_xor quad_shuffle_up "
+    "quad_shuffle_down simd_reduce quad_reduce simd_prefix quad_prefix",
+    "transcendental": "exp2 log2 rcp rsqrt srsqrt sin_pt_1 sin_pt_2",
+    "conversions": "convert floor ceil trunc roundeven",
+    "integer": "iadd imad intl bfi bfeil extr asr bitop and or not andn1 andn2 orn1 orn2 nand nor xnor bitrev popcount "
+    "ffs",
+    "selects": "icmpsel fcmpsel",
+    "moves": "mov mov_imm get_sr swap",
+    "spills": "stack_load stack_store stack_adjust",
+}
+PRODUCT = {(word, "multiply_adds") for word in WORDS["multiply_adds"].split()}
+
+KINDS = {word: kind for kind, words in WORDS.items() for word in words.split()}
+"""The kind of each instruction; what is not here steers: branches, barriers, waits for loads."""
+
+COMPLEX = {"exp2": 4, "log2": 4, "rcp": 6, "rsqrt": 8, "srsqrt": 8, "convert": 4, "imad": 4, "bfi": 4, "bfeil": 4}
+COMPLEX |= {
+    "extr": 4,
+    "asr": 4,
+    "intl": 4,
+    "floor": 4,
+    "trunc": 4,
+    "ceil": 4,
+    "roundeven": 4,
+    "bitrev": 4,
+    "popcount": 4,
+}
+"""Cycles per SIMD-group of what a core's quarter executes beside the rest in a unit of its own: published for the M1
+(philipturner/metal-benchmarks at 936d911)."""
+
+SLOW = {"simd_reduce": 14.5, "quad_reduce": 6, "simd_prefix": 12.6, "quad_prefix": 3.2}
+SLOW |= {word: 2 for word in WORDS["shuffles"].split() if "shuffle" in word}
+"""Cycles of other instructions that take more than one, from the same place."""
+
+
+Block = tuple[int, list[str], list[int]]
+"""A block of the program: its number, instructions, the blocks that may follow."""
+
+Span = tuple[int, int]
+"""A loop: its first and last block."""
+
+
+class Count(NamedTuple):
+    """A kernel: registers of 32 bits, scratch bytes; of the loop that counts the instructions by kind, the loops within
+    it of which nobody knows how often they turn, and the cycles that a quarter of a core needs for a SIMD-group: one
+    per instruction, of some more, or those of COMPLEX if these are the longer ones; the cycles outside of it."""
+
+    registers: float
+    scratch: int
+    kinds: Counter
+    unknown: int
+    cycles: int
+    outside: int
+
+
+def count(printed: str) -> Count:
+    """What a kernel costs, from all that `machine_code` returns."""
+    found = re.search(r"(\d+) inst,.*? (\d+) regs,.*? (\d+) scratch", printed)
+    total, halves, scratch = map(int, found.groups())
+    blocks = program(printed)
+    if sum(len(lines) for _, lines, _ in blocks) != total:
+        raise ValueError(f"the statistics say {total} instructions, the program has another number")
+    spans = loops(blocks)
+    outer = [span for span in spans if not any(within(span, other) for other in spans)]
+    whole = (0, len(blocks))
+    loop = next((span for span in outer if words_of(blocks, span, spans).keys() & PRODUCT), whole)
+    words = words_of(blocks, loop, spans)
+    inner = [span for span in spans if within(span, loop)]
+    kinds = Counter()
+    for (_, kind), number in words.items():
+        kinds[kind] += number
+    outside = cycles(words_of(blocks, whole, spans, loop)) - cycles(words)
+    return Count(halves / 2, scratch, kinds, sum(not turns(blocks, span) for span in inner), cycles(words), outside)
+
+
+def program(printed: str) -> list[Block]:
+    """The final program. It is the third that is printed, after two of what goes into the allocation of registers; what
+    runs once per launch comes later."""
+    starts = [match.start() for match in re.finditer(r"^block0 \{", printed, re.M)]
+    text = printed[starts[2] : starts[3] if len(starts) > 3 else None]
+    found = []
+    for number, lines, after in re.findall(r"^block(\d+) \{\n(.*?)^\}([^\n]*)$", text, re.M | re.S):
+        following = re.findall(r"block(\d+)", after.split("from")[0])
+        instructions = [line.strip() for line in lines.splitlines() if line.strip()]
+        found.append((int(number), instructions, list(map(int, following))))
+    return found
+
+
+def loops(blocks: list[Block]) -> list[Span]:
+    """The loops, in their order."""
+    ends: dict[int, int] = {}  # first block: last one that goes back to it
+    for number, _, following in blocks:
+        ends |= {first: max(number, ends.get(first, 0)) for first in following if first <= number}
+    return sorted(ends.items())
+
+
+def within(span: Span, other: Span) -> bool:
+    """Whether a loop is part of another one."""
+    return span != other and other[0] <= span[0] and span[1] <= other[1]
+
+
+def turns(blocks: list[Block], span: Span) -> int:
+    """How often a loop turns that counts up to a number; 0 if nobody knows. It starts at less than one step."""
+    lines = [line for number, lines, _ in blocks if span[0] <= number <= span[1] for line in lines]
+    end = next(
+        (re.match(r"while_icmp (r\d+)[lh]?, #(\d+)", line) for line in reversed(lines) if "while_" in line), None
+    )
+    step = end and next(
+        filter(None, (re.match(rf"{end[1]} = iadd {end[1]}, #(\d+), #0$", line) for line in lines)), None
+    )
+    return -(-int(end[2]) // int(step[1])) if step else 0
+
+
+def words_of(blocks: list[Block], span: Span, spans: list[Span], once: Span | None = None) -> Counter:
+    """How often a turn of a loop executes each (word, kind) of instructions; of the loop `once` a turn only."""
+    within_it = [(inner, turns(blocks, inner) or 1) for inner in spans if within(inner, span) and inner != once]
+    found = Counter()
+    for number, lines, _ in blocks:
+        if span[0] <= number <= span[1]:
+            times = prod(often for inner, often in within_it if inner[0] <= number <= inner[1])
+            for line in lines:
+                found[kind_of(line)] += times
+    return found
+
+
+def cycles(words: Counter) -> int:
+    """Those of a quarter of a core."""
+    simple = sum(number * SLOW.get(word, 1) for (word, _), number in words.items())
+    return round(max(simple, sum(number * COMPLEX.get(word, 0) for (word, _), number in words.items())))
+
+
+def kind_of(line: str) -> tuple[str, str]:
+    """An instruction's word and its kind. The compiler copies by `bitop a`, and exchanges two registers by three xor
+    of one with the other."""
+    target, word, operands = re.match(r"(?:(.*?) = )?(\w+)\s*(.*)", line).groups()
+    if word == "xor":
+        return word, "moves" if target in operands.split(", ") else "integer"
+    if word == "bitop" and operands.endswith("#a"):
+        return word, "moves"
+    return word, KINDS.get(word, "control")

@@ -1,0 +1,117 @@
+"""The kernels that are counted, and the table of them: mlx_lstm/bench/model/machine_code.csv."""
+
+import csv
+import hashlib
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+from mlx_lstm.bench.model import machine_code as reader
+from mlx_lstm.bench.model.launches import Launch
+from mlx_lstm.bench.model.machine_code import WEIGHTS, Counted, Kernel, kernel_of
+from mlx_lstm.bench.model.times import ours
+from mlx_lstm.bench.tasks import DTYPES, Size
+from mlx_lstm.engines.cells import GRUCell, LSTMCell, RNNCell
+
+from .compiler import HERE, machine_code
+from .count import WORDS, count
+
+FILE = Path(reader.__file__).with_suffix(".csv")
+PROCESSES = 2
+CELLS = {"lstm": LSTMCell(), "gru": GRUCell(), "rnn": RNNCell(), "gru-before": GRUCell(reset="before")}
+
+
+class Case(NamedTuple):
+    """A layer whose kernels are counted, forward and backward or, for inference, forward only; `projected` is the width
+    of its h, 0 without."""
+
+    engine: str
+    cell: str
+    dtype: str
+    B: int
+    H: int
+    projected: int = 0
+    which: str = "backward"
+
+
+def cases() -> Iterator[Case]:
+    """What the default choice gives to each engine and some beyond, so that a model can say where the border is."""
+    wide = [(B, H) for B in (1, 32) for H in (64, 96, 112, 128, 160)] + [(64, 128)]
+    wide += [(128, H) for H in (96, 112, 128, 160, 192)]
+    narrow = [(B, H) for B in (1, 32) for H in (96, 112, 128, 160, 192)]
+    narrow += [(128, H) for H in (96, 112, 128, 160, 224, 256)]
+    few = [(1, 128), (32, 128), (32, 160), (128, 128), (128, 160), (128, 224)]
+    fused = {"float32": wide, "float16": narrow, "bfloat16": few}
+    yield from (Case("fused", "lstm", dtype, B, H) for dtype in fused for B, H in fused[dtype])
+    fewer = {"float32": ((1, 128), (32, 64), (32, 128), (128, 128), (128, 160))}
+    fewer["float16"] = ((1, 128), (32, 128), (32, 160), (128, 224))
+    for cell in ("gru", "rnn"):
+        yield from (Case("fused", cell, dtype, B, H) for dtype in fewer for B, H in fewer[dtype])
+    yield Case("fused", "gru-before", "float32", 32, 128)
+    inference = ((1, 64), (1, 128), (32, 64), (32, 128), (128, 128))
+    yield from (Case("fused", "lstm", "float32", B, H, which="forward") for B, H in inference)
+    for dtype in DTYPES:
+        yield from (Case("stepwise", "lstm", dtype, B, 256) for B in (1, 4, 16, 32))
+    yield from (Case("stepwise", "lstm", "float32", B, 512) for B in (1, 4, 32))
+    yield from (Case("stepwise", "lstm", "float32", B, 256, which="forward") for B in (1, 4, 32))
+    for cell in ("gru", "rnn", "gru-before"):
+        yield from (Case("stepwise", cell, dtype, B, 256) for dtype in ("float32", "float16") for B in (1, 4, 32))
+    yield from (Case("stepwise", "lstm", "float32", B, 256, projected=128) for B in (1, 4, 32))
+
+
+def kernels(chosen: Iterable[Case]) -> dict[Kernel, Launch]:
+    """The kernels around recurrent products of these layers, each with a launch of it."""
+    found = {}
+    for case in chosen:
+        size = Size(3, case.B, 8, case.H)
+        options = {"cell": CELLS[case.cell], "projected": case.projected}
+        problem, graph = ours(size, DTYPES[case.dtype], case.engine, case.which, **options)
+        for launch in graph.launches:
+            joins = launch.name.endswith("_joining")
+            if launch.ours and not joins and any(buffer.name in WEIGHTS for buffer in launch.reads):
+                found.setdefault(kernel_of(launch, problem), launch)
+    return found
+
+
+def make(chosen: Iterable[Case]) -> list[Counted]:
+    """The lines of a table, made by the compiler. A kernel of several sizes is compiled once."""
+    found = kernels(chosen)
+    launches = {kernel.text: launch for kernel, launch in found.items()}
+    with ThreadPoolExecutor(PROCESSES) as pool:
+        texts = pool.map(lambda launch: machine_code(launch.text, launch.threads), launches.values())
+        printed = dict(zip(launches, texts, strict=True))
+    return [line_of(kernel, printed[kernel.text]) for kernel in found]
+
+
+def line_of(kernel: Kernel, printed: str) -> Counted:
+    """A line: the kernel with what its machine code has."""
+    found = count(printed)
+    kinds = {kind: found.kinds[kind] for kind in (*WORDS, "control")}
+    return Counted(
+        **kernel._asdict(),
+        **kinds,
+        registers=found.registers,
+        scratch=found.scratch,
+        instructions=found.kinds.total(),
+        unknown=found.unknown,
+        cycles=found.cycles,
+        outside=found.outside,
+    )
+
+
+def tool_hash() -> str:
+    """A short hash of what counts."""
+    text = b"".join((HERE / name).read_bytes() for name in ("build.sh", "compiler.py", "count.py", "shim.h"))
+    return hashlib.sha256(text).hexdigest()[:12]
+
+
+def write(lines: Iterable[Counted]) -> None:
+    """Write the table."""
+    with FILE.open("w", newline="", encoding="ascii") as file:
+        file.write(
+            f"# made by `make machine-code`, a tool of hash {tool_hash()}; bench/machine_code.py has the columns\n"
+        )
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(Counted._fields)
+        writer.writerows(lines)

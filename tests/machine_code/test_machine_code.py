@@ -1,0 +1,129 @@
+"""The table of machine code is that of the shaders as they are; how it is counted, and found. No compiler runs."""
+
+import mlx.core as mx
+import pytest
+
+from machine_code.compiler import opencl
+from machine_code.count import count
+from machine_code.table import FILE, Case, cases, kernels, tool_hash
+from mlx_lstm.bench.model.launches import Launch
+from mlx_lstm.bench.model.machine_code import Counted, Kernel, counted, cycles_of, table, text_hash
+from mlx_lstm.bench.model.times import ours
+from mlx_lstm.bench.tasks import Size
+
+RENEW = "the table is of other shaders, launches or another tool: `make machine-code` renews it"
+
+
+def test_the_table_is_not_stale():
+    """Every kernel has the text it was made from, and the tool is the one that made it."""
+    named = {Kernel(*(getattr(line, name) for name in Kernel._fields)) for line in table()}
+    assert named == set(kernels(cases())), RENEW
+    assert tool_hash() in FILE.open().readline(), RENEW
+
+
+BEFORE = "block0 {\n   1 = phi 2, 3\n} -> \n\n"
+FINAL = """\
+block0 {
+   r0 = mov_imm #0
+   r1 = fmul r0, r0
+} -> block1  from
+
+block1 {
+   local_store r0, r1, #0, x, #0
+} -> block1 block2  from block0 block1
+
+block2 {
+   r2...r5 = device_load u4:u5, r0, xyzw, #0, slot 0
+   wait #0, slot 0
+   r6 = ffma r2, r3, r6
+   r7 = xor r7, r8
+   r8 = bitop r7, #0, #a
+   r9 = xor r7, r8
+   r1 = exp2 r1
+   r1 = imad r1, r2, r3, #0
+} -> block3 block4  from block1 block4
+
+block3 {
+   stack_store r4, #0, x, #0, slot 0
+   r10 = shuffle_xor r1, r0h
+} -> block4  from block2
+
+block4 {
+   while_icmp r32, u21, #0, n=1
+} -> block2 block5  from block2 block3
+
+block5 {
+   stop
+} ->  from block4
+
+"""
+STATISTICS = "SHADER-DB: k: 15 inst, 9 alu, 9 fscib, 4 ic, 99 bytes, 27 regs, 8 uniforms, 16 scratch, 512 threads\n"
+
+
+def test_counting():
+    """Of the first loop with multiply-adds, in the third program that is printed; the others are not final."""
+    found = count(STATISTICS + BEFORE * 2 + FINAL + BEFORE * 3)
+    assert (found.registers, found.scratch, found.unknown) == (13.5, 16, 0)
+    kinds = {"device_loads": 1, "multiply_adds": 1, "moves": 2, "integer": 2, "transcendental": 1, "spills": 1}
+    assert found.kinds == kinds | {"shuffles": 1, "control": 2}
+    assert found.cycles == 12  # the shuffle takes two; exp2 and imad take 8 beside
+    assert found.outside == 4
+
+
+def test_a_loop_within_turns_as_often_as_it_counts():
+    lines = "   r12 = iadd r12, #4, #0\n   while_icmp r12, #32, #0, n=1\n} -> block3 block4  from block2"
+    nested = FINAL.replace("} -> block4  from block2", lines)
+    counted = count(STATISTICS.replace("15 inst", "17 inst") + BEFORE * 2 + nested)
+    assert counted.unknown == 0 and counted.kinds["spills"] == counted.kinds["shuffles"] == 8
+    counted = count(STATISTICS.replace("15 inst", "17 inst") + BEFORE * 2 + nested.replace("#32", "r4"))
+    assert counted.unknown == 1 and counted.kinds["spills"] == 1
+
+
+def test_a_program_that_was_not_understood_is_refused():
+    with pytest.raises(ValueError, match="15 instructions"):
+        count(STATISTICS + BEFORE * 3)
+
+
+def test_what_the_compiler_is_given():
+    """Template values become declarations, attributes variables; lines' numbers and the word `kernel` go."""
+    (launch,) = kernels([Case("fused", "lstm", "bfloat16", 2, 8, which="forward")]).values()
+    text = opencl(
+        f'#line 1 "fused.metal"\n#define kernel kernel,max_total_threads_per_threadgroup(512)\n{launch.text}', 64
+    )
+    assert "#line" not in text and "max_total" not in text and "[[" not in text
+    assert "reqd_work_group_size(64, 1, 1)" in text and "using S = bfloat16_t;" in text
+    assert "constant constexpr int H = 8;" in text and "get_group_id(0)" in text
+
+
+def test_comments_and_lines_are_not_part_of_a_text():
+    plain = Launch("k", (), (), 1, threads=64, text="float f() {\n  return 1.0f;\n}\n")
+    written = plain._replace(text='#line 7 "a.metal"\nfloat f() {  // one\n return 1.0f; }')
+    assert text_hash(plain) == text_hash(written)
+    assert text_hash(plain) != text_hash(plain._replace(threads=32))
+    assert text_hash(plain) != text_hash(plain._replace(text="float f() { return 2.0f; }"))
+
+
+def line_at(size, engine, dtype=mx.float32):
+    """(problem, launch, line, whether it is its own) of a forward sweep that keeps gates."""
+    problem, graph = ours(size, dtype, engine, "backward")
+    launch = next(launch for launch in graph.launches if "forward" in launch.name)
+    return problem, launch, *counted(launch, problem)
+
+
+def test_a_kernel_finds_its_own_line():
+    problem, launch, line, own = line_at(Size(7, 32, 3, 128), "fused")
+    assert own and (line.B, line.H, line.dtype, line.rows, line.per) == (32, 128, "float32", 2, "step")
+    assert cycles_of(launch, problem, 7)[0] == line.outside + 7 * line.cycles
+    assert line_at(Size(7, 4, 3, 300), "stepwise")[3]  # their text does not know H
+
+
+def test_another_one_the_nearest_in_proportion():
+    problem, launch, line, own = line_at(Size(7, 32, 3, 136), "fused")
+    assert not own and (line.B, line.H) == (32, 128)
+    assert cycles_of(launch, problem, 7)[0] == pytest.approx(line.outside + 7 * line.cycles * 136 / 128, rel=0.01)
+
+
+def test_instructions_of_every_kind_add_up():
+    kinds = Counted._fields[Counted._fields.index("multiply_adds") : Counted._fields.index("unknown")]
+    for line in table():
+        assert sum(getattr(line, kind) for kind in kinds) == line.instructions
