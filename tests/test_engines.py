@@ -13,6 +13,7 @@ from mlx_lstm.engines.cells import ACTIVATIONS, GRUCell, LSTMCell, RNNCell
 from mlx_lstm.engines.metal import launch, text
 from mlx_lstm.engines.numpy import gates
 from mlx_lstm.engines.ops import cells as ops
+from mlx_lstm.engines.tuning import PREDICTED
 from mlx_lstm.recurrence import _arguments
 
 MAC = {"device": "gpu", "metal": True}
@@ -21,6 +22,7 @@ LINUX = {"device": "cpu", "metal": False}
 CUDA = {"device": "gpu", "metal": False}
 TRACED = "inside mx.compile, mx.vmap or an export"
 HALF, BRAIN, DOUBLE = {"dtype": mx.float16}, {"dtype": mx.bfloat16}, {"dtype": mx.float64}
+WIDE, NARROW = (PREDICTED.engines[name][1][-1][0] for name in ("float32", "float16"))  # the largest H of `fused`
 CELLS = (LSTMCell(), GRUCell(), GRUCell(reset="before"), RNNCell())
 KINDS = [{"cell": cell, "bidirectional": both} for cell in CELLS for both in (False, True)]
 
@@ -50,19 +52,19 @@ TABLE = [
     (CUDA, {"traced": True}, 128, None, "ops"),
     (CUDA, {}, 128, "stepwise", "cannot run: MLX has no Metal back end"),
     (MAC, {}, 1, None, "fused"),
-    (MAC, {}, 128, None, "fused"),
-    (MAC, {}, 129, None, "stepwise"),
+    (MAC, {}, WIDE, None, "fused"),
+    (MAC, {}, WIDE + 1, None, "stepwise"),
     (MAC, {}, 1024, None, "stepwise"),
-    (MAC, HALF, 160, None, "fused"),
-    (MAC, HALF, 161, None, "stepwise"),
-    (MAC, BRAIN, 160, None, "fused"),
-    (MAC, BRAIN, 161, None, "stepwise"),
-    (MAC, {"traced": True}, 128, None, "fused"),
+    (MAC, HALF, NARROW, None, "fused"),
+    (MAC, HALF, NARROW + 1, None, "stepwise"),
+    (MAC, BRAIN, NARROW, None, "fused"),
+    (MAC, BRAIN, NARROW + 1, None, "stepwise"),
+    (MAC, {"traced": True}, WIDE, None, "fused"),
     (MAC, {"traced": True}, 512, None, "stepwise"),
-    (MAC, {"bidirectional": True}, 128, None, "fused"),
-    (MAC, {"cell": GRUCell()}, 128, None, "fused"),
+    (MAC, {"bidirectional": True}, WIDE, None, "fused"),
+    (MAC, {"cell": GRUCell()}, WIDE, None, "fused"),
     (MAC, {"cell": GRUCell(reset="before"), "bidirectional": True}, 257, "fused", "cannot run: H = 257 > 256"),
-    (MAC, {"cell": RNNCell()}, 128, None, "fused"),
+    (MAC, {"cell": RNNCell()}, WIDE, None, "fused"),
     (MAC, {"cell": RNNCell()}, 1024, "fused", "fused"),
     (MAC, {"cell": RNNCell()}, 1025, "fused", "cannot run: H = 1025 > 1024, and a threadgroup has at most 1024"),
     (MAC, {"projection": True}, 16, None, "stepwise"),

@@ -12,9 +12,23 @@ from on_metal import ENGINES, can_run, on_metal
 
 from mlx_lstm.bench.__main__ import main
 from mlx_lstm.bench.model.launches import trace
-from mlx_lstm.bench.model.times import CHIPS, floor_bytes, moved_bytes, of_mlx, ours, total_seconds
+from mlx_lstm.bench.model.machine_code import WEIGHTS, counted
+from mlx_lstm.bench.model.times import (
+    CHIPS,
+    ISSUE,
+    floor_bytes,
+    fused_until,
+    fused_wins,
+    host_seconds,
+    moved_bytes,
+    of_mlx,
+    ours,
+    parts_of,
+    total_seconds,
+)
 from mlx_lstm.bench.tasks import Size
 from mlx_lstm.engines.cells import GRUCell, LSTMCell, RNNCell
+from mlx_lstm.engines.choice import FUSED_LIMIT
 from mlx_lstm.engines.tuning import NARROW, PREDICTED, WIDE
 from mlx_lstm.oracle import forward
 
@@ -104,25 +118,21 @@ def test_a_bias_counts_as_it_lies_in_memory():
 # --- Thresholds ------------------------------------------------------------------------------------------------------
 
 
-def fused_wins(dtype, B, H):
-    """On how many of the chips a training step takes no more of the GPU's time in `fused`."""
-    graphs = {engine: ours(Size(32, B, H, H), dtype, engine, "backward") for engine in ENGINES}
-
-    def gpu_seconds(engine, chip):
-        problem, graph = graphs[engine]
-        return total_seconds(graph, problem, chip, host=False)
-
-    return sum(gpu_seconds("fused", chip) <= gpu_seconds("stepwise", chip) for chip in CHIPS)
+BATCHES = {1: (1, 8, 16), 17: (17, 32, 64), 65: (65, 128, 256)}
+"""What is asked for each row."""
 
 
-@pytest.mark.parametrize(("dtype", "row"), [(mx.float32, WIDE), (mx.float16, NARROW)])
-def test_the_default_thresholds_are_those_of_the_model(dtype, row):
+@pytest.mark.parametrize("least", BATCHES)
+@pytest.mark.parametrize(("dtype", "rows"), [(mx.float32, WIDE), (mx.float16, NARROW)])
+def test_the_default_thresholds_are_those_of_the_model(dtype, rows, least):
     """The largest multiple of 32 at which `fused` wins on two of three chips, at every B from one row to the next."""
-    for batches in ((1, 8, 32, 64), (65, 128, 256)):
-        ((threshold, engine),) = row[batches[0]]
-        assert engine == "fused" and threshold % 32 == 0
-        assert all(fused_wins(dtype, B, threshold) >= 2 for B in batches)
-        assert any(fused_wins(dtype, B, threshold + 32) < 2 for B in batches)
+    assert list(rows) == list(BATCHES)
+    ((threshold, engine),) = rows[least]
+    last = threshold == FUSED_LIMIT["lstm"]
+    wins = all(fused_wins(dtype, B, threshold) for B in BATCHES[least])
+    loses = last or not all(fused_wins(dtype, B, threshold + 32) for B in BATCHES[least])
+    assert engine == "fused" and threshold % 32 == 0
+    assert wins and loses, f"the model says {fused_until(dtype, BATCHES[least])}"
 
 
 def test_the_default_table_has_every_dtype_of_the_shaders():
@@ -132,8 +142,32 @@ def test_the_default_table_has_every_dtype_of_the_shaders():
 def test_the_rule_against_what_was_published_of_mlx():
     """34 us a step compiled, 58 not, at N = 1, H = 512, on a Mac not named (ml-explore/mlx#1419); ours are named."""
     problem, graph = of_mlx(Size(300, 1, 512, 512), mx.float32, "forward")
-    steps = [1e6 * total_seconds(graph, problem, chip) / 300 for chip in CHIPS]
+    host = host_seconds("mlx.nn.LSTM", "forward", 300)
+    steps = [1e6 * total_seconds(graph, problem, chip, host) / 300 for chip in CHIPS]
     assert all(34 / 2 < microseconds < 58 * 2 for microseconds in steps), steps
+
+
+# --- Instructions ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("B", [1, 32])
+def test_a_sweep_takes_what_its_instructions_take(B):
+    """On the busiest core, a quarter of it a SIMD-group's instruction per cycle, and something for latencies."""
+    problem, graph = ours(Size(50, B, 64, 64), mx.float32, "fused", "backward")
+    for launch in graph.launches:
+        if any(buffer.name in WEIGHTS for buffer in launch.reads if launch.ours):
+            line, own = counted(launch, problem)
+            assert own
+            for chip in CHIPS:
+                parts = parts_of(launch, problem, chip)
+                simdgroups = -(-launch.groups[0] // chip.cores) * launch.threads / 32
+                assert parts["instructions"] > 50 * line.cycles * simdgroups / ISSUE / chip.clock
+
+
+def test_the_host_is_a_bound():
+    problem, graph = of_mlx(Size(3, 1, 8, 8), mx.float32, "forward")
+    free, busy = (total_seconds(graph, problem, CHIPS[0], host) for host in (0.0, 1.0))
+    assert free < 0.01 and 1.0 < busy < 1.01
 
 
 # --- The command -----------------------------------------------------------------------------------------------------
@@ -147,8 +181,10 @@ def test_model_command(tmp_path, capsys):
     header = next(line for line in printed.splitlines() if line.startswith("layer"))
     assert all(f"{chip.name}, predicted ms" in header for chip in CHIPS)
     assert "mlx.nn.LSTM over fused, predicted: " in printed and "nobody measured any of them" in printed
+    assert "bound by" in header and "instructions of lstm_fused_forward: estimated from those of lstm_fused" in printed
     rows = list(csv.DictReader(file.open()))
     assert {row["layer"] for row in rows} == {"fused", "stepwise", "mlx.nn.LSTM"}
+    assert {row["bound_M1"] for row in rows} >= {"host", "instructions", "memory"}
     for layer in ENGINES:
         *lines, whole = [row for row in rows if row["layer"] == layer]
         for column in ("launches", "moved", "predicted_s_M1", "predicted_s_M4 Max"):

@@ -68,6 +68,16 @@ def test_below_the_first_row_the_first_row_counts():
     assert Table("", {"float32": {8: ((4, "fused"),)}}).preferred(mx.float32, 1, 4)[0] == "fused"
 
 
+def test_an_engine_that_was_discarded_is_never_answered():
+    """Neither beyond a row nor where the row's engine cannot run; other rows keep it, and who asks for it gets it."""
+    table = Table("measured here", {"float32": {1: ((64, "fused"),), 16: ()}}, frozenset({("float32", 1, "stepwise")}))
+    where = {"dtype": mx.float32, "device": "gpu", "metal": True, "traced": False, "table": table}
+    at = {(B, H): choose(sizes=(3, B, 2, H), **where).engine for B in (1, 16) for H in (64, 65, 300)}
+    assert at == {(1, 64): "fused", (1, 65): "ops", (1, 300): "ops"} | {(16, H): "stepwise" for H in (64, 65, 300)}
+    assert choose(sizes=(3, 1, 2, 8), **where, projection=True).engine == "ops"
+    assert choose(sizes=(3, 1, 2, 65), **where, requested="stepwise").engine == "stepwise"
+
+
 def test_a_table_cannot_make_an_engine_run():
     """Neither beyond its limits nor where there is no Metal; and an engine asked for is an engine asked for."""
     table = Table("measured here", {"float32": {1: ((1000, "fused"),)}})
@@ -236,6 +246,13 @@ def test_what_is_wrong_or_fails_is_discarded(monkeypatch, engine, damage, said):
         point = measure_point(Size(2, 2, 3, 3), "float32", TINY)
     other = {"fused": "stepwise", "stepwise": "fused"}[engine]
     assert point[engine].startswith(said) and point[other] > 0 and point["engine"] == other
+
+
+def test_what_was_discarded_is_read_again(own_cache):
+    point = {"dtype": "float32", "B": 1, "H": 4, "fused": 1.5, "stepwise": "discarded: no pipeline", "engine": "fused"}
+    tuning.write(own_cache, {"float32": {1: ((4, "fused"),), 16: ((4, "fused"),)}}, [point])
+    table = tuning.load(own_cache)
+    assert [table.preferred(mx.float32, B, 5)[0] for B in (1, 15, 16)] == ["ops", "ops", "stepwise"]
 
 
 def test_where_no_engine_is_right_ops_is():

@@ -63,9 +63,11 @@ def choose(
     Example:
         >>> import mlx.core as mx
         >>> from mlx_lstm.engines import choose
-        >>> here = {"sizes": (64, 32, 128, 128), "dtype": mx.float32}
-        >>> choose(**here, device="gpu", metal=True, traced=False)
-        Choice(engine='fused', reason='H = 128 <= 128 in float32 at B = 32, predicted')
+        >>> here = {"sizes": (64, 32, 300, 300), "dtype": mx.float32}
+        >>> choose(**here, device="gpu", metal=True, traced=False, requested="stepwise")
+        Choice(engine='stepwise', reason='asked for')
+        >>> choose(**here, device="gpu", metal=True, traced=False).engine
+        'stepwise'
         >>> choose(**here, device="cpu", metal=True, traced=False).engine
         'numpy'
     """
@@ -85,7 +87,7 @@ def choose(
         return Choice(word, reason)
     if "stepwise" in hindrances:
         return Choice("ops", hindrances["numpy" if device == "cpu" else "stepwise"])
-    return Choice("stepwise", hindrances[word])
+    return Choice("stepwise" if table.trusts("stepwise", dtype, B) else "ops", hindrances[word])
 
 
 def check_device(op: str, dtype: mx.Dtype, device: str) -> None:

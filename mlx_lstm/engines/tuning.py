@@ -11,6 +11,7 @@ import json
 import platform
 import sys
 import warnings
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -24,12 +25,14 @@ Row = tuple[tuple[int, str], ...]
 
 class Table(NamedTuple):
     """By dtype and by least batch size: the engine up to each H, ascending, `stepwise` beyond; where that comes from.
+    Of which (dtype, least batch size, engine) a point was wrong or failed when it was measured.
 
     What holds for an LSTM of one direction is taken to hold for all cells, and for both directions.
     """
 
     source: str
     engines: dict[str, dict[int, Row]]
+    discarded: frozenset[tuple[str, int, str]] = frozenset()
 
     def preferred(self, dtype: mx.Dtype, B: int, H: int) -> tuple[str, str]:
         """The engine for a batch of B and H units, and why.
@@ -37,26 +40,37 @@ class Table(NamedTuple):
         Example:
             >>> import mlx.core as mx
             >>> from mlx_lstm.engines.tuning import PREDICTED
-            >>> PREDICTED.preferred(mx.float32, 32, 512)
-            ('stepwise', 'H = 512 > 128 in float32 at B = 32, predicted')
+            >>> engine, reason = PREDICTED.preferred(mx.float32, 32, 512)
+            >>> engine, reason.partition(" in ")[2]
+            ('stepwise', 'float32 at B = 32, predicted')
         """
-        name = str(dtype).removeprefix("mlx.core.")
-        batches = self.engines.get(name) or {1: ()}
-        row = batches[max((least for least in batches if least <= B), default=min(batches))]
+        name, _, row = self.row_at(dtype, B)
         where = f"in {name} at B = {B}, {self.source}"
         for largest, engine in row:
             if largest >= H:
                 return engine, f"H = {H} <= {largest} {where}"
-        return "stepwise", f"H = {H} > {row[-1][0]} {where}" if row else f"H = {H} {where}"
+        beyond = "stepwise" if self.trusts("stepwise", dtype, B) else "ops"
+        return beyond, f"H = {H} > {row[-1][0]} {where}" if row else f"H = {H} {where}"
+
+    def trusts(self, engine: str, dtype: mx.Dtype, B: int) -> bool:
+        """Whether an engine may run at an H of this row that was not measured: not if it failed at one that was."""
+        name, least, _ = self.row_at(dtype, B)
+        return (name, least, engine) not in self.discarded
+
+    def row_at(self, dtype: mx.Dtype, B: int) -> tuple[str, int, Row]:
+        """The row for a batch of B: its dtype's name, its least batch size, and what is in it."""
+        name = str(dtype).removeprefix("mlx.core.")
+        batches = self.engines.get(name) or {1: ()}
+        least = max((least for least in batches if least <= B), default=min(batches))
+        return name, least, batches[least]
 
 
-WIDE = {1: ((128, "fused"),), 65: ((160, "fused"),)}
-NARROW = {1: ((160, "fused"),), 65: ((224, "fused"),)}
+WIDE = {1: ((256, "fused"),), 17: ((160, "fused"),), 65: ((192, "fused"),)}
+NARROW = {1: ((224, "fused"),), 17: ((160, "fused"),), 65: ((160, "fused"),)}
 PREDICTED = Table("predicted", {"float32": WIDE, "float16": NARROW, "bfloat16": NARROW})
-"""The largest multiple of 32 up to which two of the three chips of `bench.model.times` are predicted to need no more
-GPU time for forward and backward in `fused` than in `stepwise`, at every B of the row. Beyond it one GPU core streams
-the recurrent weights more slowly than all cores do in a launch per step; from B = 65 on `fused` streams them for 8
-items at once. Not measured."""
+"""The largest multiple of 32 up to which two of the three chips of `bench.model` are predicted to need no more time for
+forward and backward in `fused` than in `stepwise`, at every B of the row; the rows begin where `fused` takes more items
+to a threadgroup. `bench.model.times.fused_until` finds it. Not measured."""
 
 
 def cache_file() -> Path:
@@ -110,6 +124,7 @@ def load(file: Path) -> Table:
             str(dtype): {int(least): checked_row(row) for least, row in batches.items()}
             for dtype, batches in content["engines"].items()
         }
+        discarded = frozenset(failures(content["measured"]))
         differing = [name for name, value in machine().items() if content["machine"].get(name) != value]
     except FileNotFoundError:
         return PREDICTED
@@ -118,7 +133,14 @@ def load(file: Path) -> Table:
         return PREDICTED._replace(source=f"predicted, as {file} is broken")
     if differing:
         return PREDICTED._replace(source=f"predicted, as {file} was measured with another {', '.join(differing)}")
-    return Table(f"measured here, {file}", engines)
+    return Table(f"measured here, {file}", engines, discarded)
+
+
+def failures(measured: list[dict[str, object]]) -> Iterator[tuple[str, int, str]]:
+    """(dtype, B, engine) of every measured point that was discarded: `--tune` writes why instead of milliseconds."""
+    for point in measured:
+        words = (name for name in ("fused", "stepwise") if isinstance(point[name], str))
+        yield from ((str(point["dtype"]), int(point["B"]), name) for name in words)
 
 
 def checked_row(row: list[list[object]]) -> Row:

@@ -8,6 +8,7 @@ still works on the one before. The same rule serves `mlx.nn.LSTM`. Recurrences w
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from math import ceil, prod
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ import mlx.nn as nn
 
 from ...engines.autodiff import ENGINE_MODULES
 from ...engines.cells import Cell, LSTMCell
+from ...engines.choice import FUSED_LIMIT
 from ...engines.metal.fused_launches import FusedTiling, fused_tiling
 from ...engines.problem import Problem
 from ..tasks import Size
@@ -266,3 +268,24 @@ def of_mlx(size: Size, dtype: mx.Dtype, which: str) -> tuple[Problem, Graph]:
 
     shapes = (B, T, H), (B, T, width), (4 * H, width), (4 * H, H), (4 * H,)
     return Problem(T, B, H, H, LSTM), trace(both, [mx.zeros(shape, dtype) for shape in shapes])
+
+
+def fused_wins(dtype: mx.Dtype, B: int, H: int, T: int = 32) -> bool:
+    """Whether on two of the three chips a training step of an LSTM is predicted to take no longer in `fused`."""
+    wins = 0
+    found = {engine: ours(Size(T, B, H, H), dtype, engine, "backward") for engine in ("fused", "stepwise")}
+    for chip in CHIPS:
+        seconds = [
+            total_seconds(graph, problem, chip, host_seconds(engine, "backward", T))
+            for engine, (problem, graph) in found.items()
+        ]
+        wins += seconds[0] <= seconds[1]
+    return wins >= 2
+
+
+def fused_until(dtype: mx.Dtype, batches: Iterable[int]) -> int:
+    """The largest multiple of 32 up to which `fused` wins at each of these batch sizes."""
+    largest = 0
+    while largest < FUSED_LIMIT["lstm"] and all(fused_wins(dtype, B, largest + 32) for B in batches):
+        largest += 32
+    return largest
