@@ -12,7 +12,7 @@ from on_metal import ENGINES, can_run, on_metal
 
 from mlx_lstm.bench.__main__ import main
 from mlx_lstm.bench.model.launches import trace
-from mlx_lstm.bench.model.machine_code import WEIGHTS, counted
+from mlx_lstm.bench.model.machine_code import counted, has_product
 from mlx_lstm.bench.model.times import (
     CHIPS,
     ISSUE,
@@ -155,7 +155,7 @@ def test_a_sweep_takes_what_its_instructions_take(B):
     """On the busiest core, a quarter of it a SIMD-group's instruction per cycle, and something for latencies."""
     problem, graph = ours(Size(50, B, 64, 64), mx.float32, "fused", "backward")
     for launch in graph.launches:
-        if any(buffer.name in WEIGHTS for buffer in launch.reads if launch.ours):
+        if has_product(launch):
             line, own = counted(launch, problem)
             assert own
             for chip in CHIPS:

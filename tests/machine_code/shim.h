@@ -5,6 +5,11 @@
 #define constant __constant
 #define threadgroup __local
 #define thread __private
+// Words of OpenCL that are none of Metal.
+#define local local_
+#define global global_
+#define private private_
+#define generic generic_
 #define INFINITY (__builtin_inff())
 #define NAN (__builtin_nanf(""))
 #define EMU_INLINE inline __attribute__((always_inline))
@@ -22,6 +27,9 @@ VECTORS(half) VECTORS(float)
 typedef half float16_t;
 // No GPU of this compiler has bfloat: a number of 16 bits whose conversions are an instruction each.
 typedef short bfloat; typedef short bfloat16_t; typedef short2 bfloat2; typedef short4 bfloat4;
+typedef float packed_float4 __attribute__((ext_vector_type(4), aligned(4)));
+typedef half packed_half4 __attribute__((ext_vector_type(4), aligned(2)));
+typedef bfloat packed_bfloat4 __attribute__((ext_vector_type(4), aligned(2)));
 
 size_t get_global_id(uint); size_t get_global_size(uint); size_t get_local_id(uint); size_t get_group_id(uint);
 size_t get_local_size(uint); size_t get_num_groups(uint);
@@ -30,8 +38,7 @@ float native_exp2(float); float native_log2(float); float native_recip(float); f
 #define SHUFFLES(T)                                                                                      \
   CONVERGENT T sub_group_shuffle(T, uint); CONVERGENT T sub_group_shuffle_xor(T, uint);                   \
   CONVERGENT T sub_group_shuffle_down(T, uint); CONVERGENT T sub_group_shuffle_up(T, uint);               \
-  CONVERGENT T sub_group_reduce_add(T); CONVERGENT T sub_group_reduce_max(T); CONVERGENT T sub_group_reduce_min(T); \
-  CONVERGENT T __spirv_GroupNonUniformQuadBroadcast(int, T, uint);
+  CONVERGENT T sub_group_reduce_add(T); CONVERGENT T sub_group_reduce_max(T); CONVERGENT T sub_group_reduce_min(T);
 SHUFFLES(float) SHUFFLES(half) SHUFFLES(int) SHUFFLES(uint)
 
 template <typename T, typename U> EMU_INLINE constexpr T as_type(U x) { return __builtin_bit_cast(T, x); }
@@ -54,7 +61,7 @@ template <typename T> EMU_INLINE T simd_broadcast(T v, ushort lane) { return sub
 template <typename T> EMU_INLINE T simd_sum(T v) { return sub_group_reduce_add(v); }
 template <typename T> EMU_INLINE T simd_max(T v) { return sub_group_reduce_max(v); }
 template <typename T> EMU_INLINE T simd_min(T v) { return sub_group_reduce_min(v); }
-template <typename T> EMU_INLINE T quad_broadcast(T v, ushort lane) { return __spirv_GroupNonUniformQuadBroadcast(3, v, lane); }
+template <typename T> EMU_INLINE T quad_broadcast(T v, ushort lane) { return sub_group_shuffle(v, (get_local_id(0) & 28) + lane); }
 template <typename T> EMU_INLINE T quad_shuffle(T v, ushort lane) { return quad_broadcast(v, lane); }
 template <typename T> EMU_INLINE T quad_shuffle_xor(T v, ushort mask) { return sub_group_shuffle_xor(v, mask); }
 template <typename T> EMU_INLINE T quad_sum(T v) { v += quad_shuffle_xor(v, 1); return v + quad_shuffle_xor(v, 2); }

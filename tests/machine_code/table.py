@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from mlx_lstm.bench.model import machine_code as reader
 from mlx_lstm.bench.model.launches import Launch
-from mlx_lstm.bench.model.machine_code import WEIGHTS, Counted, Kernel, kernel_of
+from mlx_lstm.bench.model.machine_code import Counted, Kernel, has_product, kernel_of
 from mlx_lstm.bench.model.times import ours
 from mlx_lstm.bench.tasks import DTYPES, Size
 from mlx_lstm.engines.cells import GRUCell, LSTMCell, RNNCell
@@ -68,8 +68,7 @@ def kernels(chosen: Iterable[Case]) -> dict[Kernel, Launch]:
         options = {"cell": CELLS[case.cell], "projected": case.projected}
         problem, graph = ours(size, DTYPES[case.dtype], case.engine, case.which, **options)
         for launch in graph.launches:
-            joins = launch.name.endswith("_joining")
-            if launch.ours and not joins and any(buffer.name in WEIGHTS for buffer in launch.reads):
+            if has_product(launch) and not launch.name.endswith("_joining"):
                 found.setdefault(kernel_of(launch, problem), launch)
     return found
 

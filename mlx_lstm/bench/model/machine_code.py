@@ -18,8 +18,14 @@ from ...engines.metal.stepwise_launches import stepwise_rows
 from ...engines.problem import Problem
 from .launches import Launch
 
-WEIGHTS = {"Wh", "Wh_T", "weights", "Wp"}
+WEIGHTS = {"Wh", "Wh_T", "Wp", "packed", "weights"}
 """Names of a kernel's buffers: its recurrent weights."""
+
+
+def has_product(launch: Launch) -> bool:
+    """Whether a launch is of a kernel around a recurrent product; one that packs weights is not."""
+    reads = any(buffer.name in WEIGHTS for buffer in launch.reads)
+    return launch.ours and reads and not launch.name.endswith("_pack")
 
 
 class Counted(NamedTuple):

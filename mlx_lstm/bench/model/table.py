@@ -10,7 +10,7 @@ from ...engines.problem import Problem
 from ..report import table
 from ..tasks import DTYPES, Size
 from .launches import Graph, Launch
-from .machine_code import WEIGHTS, counted
+from .machine_code import counted, has_product
 from .times import CHIPS, floor_bytes, gpu_parts, host_seconds, moved_bytes, of_mlx, ours, parts_of, total_seconds
 
 LEGEND = f"""\
@@ -60,8 +60,7 @@ def estimates(size: Size, dtype: str, which: str, engines: Iterable[str]) -> lis
     for engine in engines:
         problem, graph = ours(size, DTYPES[dtype], engine, which)
         for launch in graph.launches:
-            joins = launch.name.endswith("_joining")
-            if launch.ours and not joins and any(buffer.name in WEIGHTS for buffer in launch.reads):
+            if has_product(launch) and not launch.name.endswith("_joining"):
                 line, own = counted(launch, problem)
                 if not own:
                     where = f"{line.kernel} in {line.dtype} at B = {line.B}, H = {line.H}"

@@ -23,7 +23,7 @@ from ...engines.problem import Problem
 from ..tasks import Size
 from . import stepwise_traffic
 from .launches import Buffer, Graph, Launch, trace
-from .machine_code import WEIGHTS, cycles_of
+from .machine_code import WEIGHTS, cycles_of, has_product
 
 LSTM = LSTMCell()
 
@@ -156,7 +156,7 @@ def tiling_of(launch: Launch, problem: Problem, size: int) -> FusedTiling:
 
 def parts_of(launch: Launch, problem: Problem, chip: Chip) -> dict[str, float]:
     """Seconds of a launch by itself, if only this bound it; it takes the longest."""
-    if launch.ours and any(buffer.name in WEIGHTS for buffer in launch.reads):
+    if has_product(launch):
         return parts_of_product(launch, problem, chip)
     parts = {"memory": memory_seconds(floor_bytes(launch, problem), chip)}
     if launch.name in ("Matmul", "AddMM"):
