@@ -13,6 +13,7 @@ from importlib.resources import files
 from math import log, prod
 from typing import NamedTuple
 
+from ...engines.cells import GRUCell
 from ...engines.metal.fused_launches import fused_tiling
 from ...engines.metal.stepwise_launches import stepwise_rows
 from ...engines.problem import Problem
@@ -93,8 +94,10 @@ def table() -> tuple[Counted, ...]:
 
 def kernel_of(launch: Launch, problem: Problem) -> Kernel:
     """What names the kernel of a launch around a recurrent product: that of a step that joins rows beside is the
-    step's own, a sweep for inference has one that keeps no gates."""
+    step's own; a sweep for inference keeps no gates; some options of a layer have kernels of the same name."""
     name = launch.name.removesuffix("_joining") + "_for_inference" * (not problem.training)
+    name += "_projected" * (problem.P != problem.H)
+    name += "_reset_before" * (isinstance(problem.cell, GRUCell) and problem.cell.reset == "before")
     weights = next(buffer for buffer in launch.reads if buffer.name in WEIGHTS)
     elements, (B, H) = prod(weights.shape), problem[1:3]
     dtype = "float32" if weights.bytes == 4 * elements else "bfloat16" if "bfloat16_t" in launch.text else "float16"
