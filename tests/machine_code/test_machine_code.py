@@ -6,8 +6,9 @@ import pytest
 from machine_code.compiler import opencl
 from machine_code.count import count
 from machine_code.table import FILE, Case, cases, kernels, tool_hash
+from mlx_lstm.bench.model import machine_code
 from mlx_lstm.bench.model.launches import Launch
-from mlx_lstm.bench.model.machine_code import Counted, Kernel, counted, cycles_of, table, text_hash
+from mlx_lstm.bench.model.machine_code import Counted, Kernel, counted, cycles_of, kernel_of, table, text_hash
 from mlx_lstm.bench.model.times import ours
 from mlx_lstm.bench.tasks import Size
 
@@ -103,24 +104,49 @@ def test_comments_and_lines_are_not_part_of_a_text():
     assert text_hash(plain) != text_hash(plain._replace(text="float f() { return 2.0f; }"))
 
 
-def line_at(size, engine, dtype=mx.float32):
-    """(problem, launch, line, whether it is its own) of a forward sweep that keeps gates."""
+def sweep(size, engine="fused", dtype=mx.float32):
+    """(problem, launch) of a forward sweep that keeps gates."""
     problem, graph = ours(size, dtype, engine, "backward")
-    launch = next(launch for launch in graph.launches if "forward" in launch.name)
-    return problem, launch, *counted(launch, problem)
+    return problem, next(launch for launch in graph.launches if "forward" in launch.name)
 
 
-def test_a_kernel_finds_its_own_line():
-    problem, launch, line, own = line_at(Size(7, 32, 3, 128), "fused")
-    assert own and (line.B, line.H, line.dtype, line.rows, line.per) == (32, 128, "float32", 2, "step")
-    assert cycles_of(launch, problem, 7)[0] == line.outside + 7 * line.cycles
-    assert line_at(Size(7, 4, 3, 300), "stepwise")[3]  # their text does not know H
+@pytest.fixture
+def small(monkeypatch):
+    """A table of a few kernels of ours, its figures made up: 100 cycles a step or turn, 10 besides, 8 multiply-adds."""
+    figures = dict.fromkeys(Counted._fields, 0) | {"cycles": 100, "outside": 10, "multiply_adds": 8, "spills": 2}
+    sizes = [(B, 8, "fused", dtype) for B in (1, 32) for dtype in (mx.float32, mx.float16)]
+    sizes += [(32, 40, "fused", mx.float32), (1, 8, "stepwise", mx.float32), (32, 8, "stepwise", mx.float32)]
+    found = [sweep(Size(3, B, 8, H), engine, dtype) for B, H, engine, dtype in sizes]
+    lines = tuple(Counted(**figures | kernel_of(launch, problem)._asdict()) for problem, launch in found)
+    monkeypatch.setattr(machine_code, "table", lambda: lines)
+    return lines
 
 
-def test_another_one_the_nearest_in_proportion():
-    problem, launch, line, own = line_at(Size(7, 32, 3, 136), "fused")
-    assert not own and (line.B, line.H) == (32, 128)
-    assert cycles_of(launch, problem, 7)[0] == pytest.approx(line.outside + 7 * line.cycles * 136 / 128, rel=0.01)
+def test_a_kernel_finds_its_own_line(small):
+    problem, launch = sweep(Size(7, 32, 5, 40))
+    line, own = counted(launch, problem)
+    assert own and (line.B, line.H, line.dtype, line.rows, line.per) == (32, 40, "float32", 2, "step")
+    assert cycles_of(launch, problem, 7) == (10 + 7 * 100, 7 * 2, line, True)
+    problem, launch = sweep(Size(7, 32, 3, 300), "stepwise")
+    line, own = counted(launch, problem)
+    assert own and line.H == 8  # its text does not know H
+    turns = kernel_of(launch, problem).needed / 8
+    assert cycles_of(launch, problem, 1)[:2] == (10 + turns * 100, turns * 2)
+
+
+def test_another_one_the_nearest_in_proportion(small):
+    """The nearest has its engine and form, its width of numbers, its rows of a threadgroup, then its H."""
+    for size, dtype, wanted in [
+        ((32, 48), mx.float32, (32, 40, "float32")),
+        ((32, 12), mx.float32, (32, 8, "float32")),
+        ((1, 40), mx.float32, (1, 8, "float32")),
+        ((32, 40), mx.bfloat16, (32, 8, "float16")),
+    ]:
+        problem, launch = sweep(Size(7, size[0], 3, size[1]), dtype=dtype)
+        line, own = counted(launch, problem)
+        assert not own and (line.B, line.H, line.dtype) == wanted
+        share = kernel_of(launch, problem).needed / line.needed
+        assert cycles_of(launch, problem, 7)[0] == pytest.approx(10 + 7 * 100 * share)
 
 
 def test_instructions_of_every_kind_add_up():

@@ -99,7 +99,7 @@ def kernel_of(launch: Launch, problem: Problem) -> Kernel:
     name += "_projected" * (problem.P != problem.H)
     name += "_reset_before" * (isinstance(problem.cell, GRUCell) and problem.cell.reset == "before")
     weights = next(buffer for buffer in launch.reads if buffer.name in WEIGHTS)
-    elements, (B, H) = prod(weights.shape), problem[1:3]
+    elements, B, H = prod(weights.shape), problem.B, problem.H
     dtype = "float32" if weights.bytes == 4 * elements else "bfloat16" if "bfloat16_t" in launch.text else "float16"
     if per_step := "fused" in name:
         sweep = {"backward": "backward" in name, "directions": problem.directions}

@@ -121,7 +121,7 @@ def reads_of(buffer: Buffer, launch: Launch, problem: Problem) -> tuple[float, f
     """(bytes needed, bytes of all loads). MLX's kernels count as reading once."""
     if launch.ours and "stepwise" in launch.name:
         return stepwise_traffic.reads(buffer, launch, problem)
-    if is_fused_sweep(launch) and buffer.name in WEIGHTS:
+    if has_product(launch) and "fused" in launch.name and buffer.name in WEIGHTS:
         return buffer.bytes, buffer.bytes * times_read(launch, problem)
     if launch.name == "recurrent_input" and buffer.name == "h":  # not the last h
         return (buffer.bytes * (1 - 1 / problem.T),) * 2
