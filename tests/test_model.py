@@ -3,6 +3,7 @@
 import csv
 import re
 from collections import Counter
+from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
@@ -136,7 +137,11 @@ def test_the_default_thresholds_are_those_of_the_model(dtype, rows, least):
 
 
 def test_the_default_table_has_every_dtype_of_the_shaders():
+    """And stands in the page about engines."""
     assert PREDICTED.engines == {"float32": WIDE, "float16": NARROW, "bfloat16": NARROW}
+    page = (Path(__file__).parents[1] / "docs/engines.md").read_text()
+    for names, rows in (("float32", WIDE), ("float16, bfloat16", NARROW)):
+        assert f"| {names} | {' | '.join(str(row[0][0]) for row in rows.values())} |\n" in page
 
 
 def test_the_rule_against_what_was_published_of_mlx():
