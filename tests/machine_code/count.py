@@ -1,10 +1,11 @@
 """Instructions by kind in what Mesa prints of a kernel: of its first loop with multiply-adds, and of the rest.
 
-That loop is the one over time, or the one that a product is.
+That loop is the one over time, or the one that a product is: with a loop in it that turns nobody knows how often, that.
 """
 
 import re
 from collections import Counter
+from itertools import islice
 from math import prod
 from typing import NamedTuple
 
@@ -77,9 +78,8 @@ def count(printed: str) -> Count:
     if sum(len(lines) for _, lines, _ in blocks) != total:
         raise ValueError(f"the statistics say {total} instructions, the program has another number")
     spans = loops(blocks)
-    outer = [span for span in spans if not any(within(span, other) for other in spans)]
     whole = (0, len(blocks))
-    loop = next((span for span in outer if words_of(blocks, span, spans).keys() & PRODUCT), whole)
+    loop = product_loop(blocks, spans) or whole
     words = words_of(blocks, loop, spans)
     inner = [span for span in spans if within(span, loop)]
     kinds = Counter()
@@ -108,6 +108,19 @@ def loops(blocks: list[Block]) -> list[Span]:
     for number, _, following in blocks:
         ends |= {first: max(number, ends.get(first, 0)) for first in following if first <= number}
     return sorted(ends.items())
+
+
+def product_loop(blocks: list[Block], spans: list[Span]) -> Span | None:
+    """The first outermost loop with multiply-adds or, as long as it has loops with some that turn nobody knows how
+    often, the one of them with most."""
+    often = {span: sum(words_of(blocks, span, spans)[word] for word in PRODUCT) for span in spans}
+    products = [span for span in spans if often[span]]
+    outer = (span for span in products if not any(within(span, other) for other in spans))
+    found, inner = None, list(islice(outer, 1))
+    while inner:
+        found = max(inner, key=often.__getitem__)
+        inner = [span for span in products if within(span, found) and not turns(blocks, span)]
+    return found
 
 
 def within(span: Span, other: Span) -> bool:

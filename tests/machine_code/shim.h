@@ -1,6 +1,7 @@
 // Metal's library in C++ for OpenCL, by cost: a kernel that is compiled with it executes what Metal's would, but for the
 // results, as nothing is run. What is made of several instructions in hardware is made of the same ones here.
 #pragma OPENCL EXTENSION cl_khr_fp16 : enable
+#define __METAL_VERSION__ 320
 #define device __global
 #define constant __constant
 #define threadgroup __local

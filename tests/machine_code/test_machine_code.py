@@ -74,10 +74,18 @@ def test_counting():
 def test_a_loop_within_turns_as_often_as_it_counts():
     lines = "   r12 = iadd r12, #4, #0\n   while_icmp r12, #32, #0, n=1\n} -> block3 block4  from block2"
     nested = FINAL.replace("} -> block4  from block2", lines)
-    counted = count(STATISTICS.replace("15 inst", "17 inst") + BEFORE * 2 + nested)
-    assert counted.unknown == 0 and counted.kinds["spills"] == counted.kinds["shuffles"] == 8
-    counted = count(STATISTICS.replace("15 inst", "17 inst") + BEFORE * 2 + nested.replace("#32", "r4"))
-    assert counted.unknown == 1 and counted.kinds["spills"] == 1
+    found = count(STATISTICS.replace("15 inst", "17 inst") + BEFORE * 2 + nested)
+    assert found.unknown == 0 and found.kinds["spills"] == found.kinds["shuffles"] == 8
+    found = count(STATISTICS.replace("15 inst", "17 inst") + BEFORE * 2 + nested.replace("#32", "r4"))
+    assert found.unknown == 1 and found.kinds["spills"] == 1
+
+
+def test_a_product_within_is_the_loop_that_counts():
+    """If nobody knows how often it turns."""
+    lines = "   r1 = ffma r2, r3, r1\n   while_icmp r12, r4, #0, n=1\n} -> block3 block4  from block2"
+    nested = FINAL.replace("} -> block4  from block2", lines)
+    found = count(STATISTICS.replace("15 inst", "17 inst") + BEFORE * 2 + nested)
+    assert found.unknown == 0 and found.kinds.total() == 4 and found.kinds["multiply_adds"] == 1
 
 
 def test_a_program_that_was_not_understood_is_refused():
