@@ -110,14 +110,15 @@ def kernel_of(launch: Launch, problem: Problem) -> Kernel:
     down = launch.groups[not per_step]
     needed = round(rows * elements * down / prod(launch.groups) / launch.threads, 2)
     per = "step" if per_step else "turn"
-    return Kernel(name, dtype, B, H, per, rows, launch.threads, needed, text_hash(launch))
+    return Kernel(name, dtype, B, H, per, rows, launch.threads, needed, text_hash(launch.text, launch.threads))
 
 
-def text_hash(launch: Launch) -> str:
+@cache
+def text_hash(text: str, threads: int) -> str:
     """A short hash of what makes a kernel's machine code: its text without comments, lines' numbers and needless
     blanks, and its threads."""
-    text = re.sub(r"//.*|^\s*#\s*line\b.*", "", launch.text, flags=re.M)
-    return hashlib.sha256(f"{' '.join(text.split())} {launch.threads}".encode()).hexdigest()[:12]
+    bare = " ".join(re.sub(r"//.*|^\s*#\s*line\b.*", "", text, flags=re.M).split())
+    return hashlib.sha256(f"{bare} {threads}".encode()).hexdigest()[:12]
 
 
 def counted(launch: Launch, problem: Problem) -> tuple[Counted, bool]:
