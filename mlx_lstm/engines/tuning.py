@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -136,7 +136,7 @@ def load(file: Path) -> Table:
     return Table(f"measured here, {file}", engines, discarded)
 
 
-def failures(measured: list[dict[str, object]]) -> Iterator[tuple[str, int, str]]:
+def failures(measured: list[dict[str, Any]]) -> Iterator[tuple[str, int, str]]:
     """(dtype, B, engine) of every measured point that was discarded: `--tune` writes why instead of milliseconds."""
     for point in measured:
         words = (name for name in ("fused", "stepwise") if isinstance(point[name], str))

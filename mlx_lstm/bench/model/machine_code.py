@@ -9,8 +9,8 @@ import csv
 import hashlib
 import re
 from functools import cache
-from importlib.resources import files
 from math import log, prod
+from pathlib import Path
 from typing import NamedTuple
 
 from ...engines.cells import GRUCell
@@ -86,7 +86,7 @@ class Kernel(NamedTuple):
 @cache
 def table() -> tuple[Counted, ...]:
     """The table."""
-    with (files(__package__) / "machine_code.csv").open(encoding="ascii") as file:
+    with Path(__file__).with_suffix(".csv").open(encoding="ascii") as file:
         lines = csv.DictReader(line for line in file if not line.startswith("#"))
         types = {"kernel": str, "dtype": str, "per": str, "text": str, "needed": float, "registers": float}
         return tuple(Counted(**{name: types.get(name, int)(value) for name, value in line.items()}) for line in lines)
@@ -129,7 +129,7 @@ def counted(launch: Launch, problem: Problem) -> tuple[Counted, bool]:
         if line.text == kernel.text:
             return line, True
 
-    def distance(line: Counted) -> tuple[bool, bool, float, float]:
+    def distance(line: Counted) -> tuple[float, ...]:
         other = line.kernel.split("_", 1)[1] != kernel.kernel.split("_", 1)[1], line.kernel != kernel.kernel
         width = (line.dtype == "float32") != (kernel.dtype == "float32"), line.dtype != kernel.dtype
         return *other, *width, abs(log(line.rows / kernel.rows)), abs(log(line.H / kernel.H))

@@ -142,8 +142,7 @@ def csv_records(size: Size, dtype: str, which: str, lines: Iterable[Prediction])
     records = []
     for line in lines:
         record: dict[str, object] = size._asdict() | {"dtype": dtype, "pass": which} | line._asdict()
-        seconds = zip(CHIPS, record.pop("seconds"), strict=True)
-        bounds = zip(CHIPS, record.pop("bounds"), strict=True)
-        record |= {f"predicted_s_{chip.name}": value for chip, value in seconds}
-        records.append(record | {f"bound_{chip.name}": value for chip, value in bounds})
+        del record["seconds"], record["bounds"]
+        record |= {f"predicted_s_{chip.name}": value for chip, value in zip(CHIPS, line.seconds, strict=True)}
+        records.append(record | {f"bound_{chip.name}": bound for chip, bound in zip(CHIPS, line.bounds, strict=True)})
     return records
