@@ -128,11 +128,6 @@ def reads_of(buffer: Buffer, launch: Launch, problem: Problem) -> tuple[float, f
     return buffer.bytes, buffer.bytes
 
 
-def is_fused_sweep(launch: Launch) -> bool:
-    """Whether a launch walks the steps of a sequence; `fused_pack` before it does not."""
-    return launch.ours and "fused" in launch.name and "pack" not in launch.name
-
-
 def times_read(launch: Launch, problem: Problem) -> float:
     """How often a kernel of `fused` reads each of its weights, on average."""
     steps, tiling = launch.writes[0].shape[0], tiling_of(launch, problem, itemsize(launch))
