@@ -49,7 +49,7 @@ def seen_by_the_emulator(size, dtype, engine, **layer):
         run(case, engine, dtype, {"h": cotangents["h"]})
     found = Counter(), Counter(), Counter()  # by name: launches, bytes moved, bytes of what was touched
     for dispatch in log:
-        name = re.sub("_joining|_without.*", "", dispatch.name)
+        name = re.sub("_joining|_without.*|__.*", "", dispatch.name)
         sizes = re.findall(r"constant [\w ]+[*&] (\w+) \[\[buffer", dispatch.source)
         arrays = [traffic for name, traffic in dispatch.traffic.items() if name not in (*sizes, "starts", "row")]
         found[0][name] += 1

@@ -93,14 +93,14 @@ def test_a_program_that_was_not_understood_is_refused():
 
 
 def test_what_the_compiler_is_given():
-    """Template values become declarations, attributes variables; lines' numbers and the word `kernel` go."""
+    """Attributes become variables, the head goes; lines' numbers and the word `kernel` go."""
     (launch,) = kernels([Case("fused", "lstm", "bfloat16", 2, 8, which="forward")]).values()
     text = opencl(
         f'#line 1 "fused.metal"\n#define kernel kernel,max_total_threads_per_threadgroup(512)\n{launch.text}', 64
     )
     assert "#line" not in text and "max_total" not in text and "[[" not in text
     assert "reqd_work_group_size(64, 1, 1)" in text and "using S = bfloat16_t;" in text
-    assert "constant constexpr int H = 8;" in text and "get_group_id(0)" in text
+    assert "constexpr int H = 8;" in text and "get_group_id(0)" in text
 
 
 def test_comments_and_lines_are_not_part_of_a_text():
