@@ -22,6 +22,18 @@ def known(engine: str, table: Mapping[str, Entry], name: str) -> Entry:
     return table[name]
 
 
+def gate_block(cell: Cell, gate: str, hidden: int) -> slice:
+    """Where a gate's rows lie on a gate axis."""
+    start = cell.gate_order.index(gate) * hidden
+    return slice(start, start + hidden)
+
+
+@property
+def engine_outputs(cell: Cell) -> tuple[str, ...]:
+    """What an engine returns of a cell."""
+    return ("h", "c", "gates", "hT", "cT") if cell.op == "lstm" else ("h", "gates", "hT")
+
+
 class LSTMCell(NamedTuple):
     """The LSTM cell's options. The equations stand in `engines.ops.cells.lstm_step`.
 
@@ -38,16 +50,12 @@ class LSTMCell(NamedTuple):
     # What every cell says of itself: the op's name, the blocks of a gate axis, the outputs of an engine.
     op = "lstm"
     gates = 4
-    outputs = ("h", "c", "gates", "hT", "cT")
+    outputs = engine_outputs
+    block = gate_block
 
     def activation(self, gate: str) -> str:
         """The activation of gate "i", "f", "g" or "o", or of the "output"."""
         return self.activations[4 if gate == "output" else "ifgo".index(gate)]
-
-    def block(self, gate: str, hidden: int) -> slice:
-        """Where a gate's rows lie on a 4H axis."""
-        start = self.gate_order.index(gate) * hidden
-        return slice(start, start + hidden)
 
 
 class GRUCell(NamedTuple):
@@ -65,16 +73,12 @@ class GRUCell(NamedTuple):
 
     op = "gru"
     gates = 3
-    outputs = ("h", "gates", "hT")
+    outputs = engine_outputs
+    block = gate_block
 
     def activation(self, gate: str) -> str:
         """The activation of gate "r", "z" or "n"."""
         return self.activations["rzn".index(gate)]
-
-    def block(self, gate: str, hidden: int) -> slice:
-        """Where a gate's rows lie on a 3H axis."""
-        start = self.gate_order.index(gate) * hidden
-        return slice(start, start + hidden)
 
 
 class RNNCell(NamedTuple):
@@ -84,7 +88,9 @@ class RNNCell(NamedTuple):
 
     op = "rnn"
     gates = 1
-    outputs = ("h", "gates", "hT")
+    gate_order = "h"
+    outputs = engine_outputs
+    block = gate_block
 
 
 Cell = LSTMCell | GRUCell | RNNCell

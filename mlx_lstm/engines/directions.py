@@ -12,12 +12,16 @@ With one direction D is 1, and that axis of their own is absent. x [T, B, I] bel
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import mlx.core as mx
+import numpy as np
 
 from .problem import Arrays, Problem
 
 ROWS = ("Wx", "b", "bhn")
 OWN_AXIS = ("Wh", "Wp", "peephole")
+Array = TypeVar("Array", mx.array, np.ndarray)
 
 
 def one_direction(problem: Problem, d: int) -> Problem:
@@ -25,24 +29,24 @@ def one_direction(problem: Problem, d: int) -> Problem:
     return problem._replace(bidirectional=False, reverse=d == 1)
 
 
-def part(arrays: Arrays, d: int) -> Arrays:
+def part(arrays: dict[str, Array], d: int) -> dict[str, Array]:
     """Direction d's part of every array, as views: arguments, outputs or cotangents."""
     return {name: part_of(name, array, d, "Wx" in arrays) for name, array in arrays.items()}
 
 
-def part_of(name: str, array: mx.array, d: int, projects: bool) -> mx.array:
+def part_of(name: str, array: Array, d: int, projects: bool) -> Array:
     """Direction d's part of one array."""
     if (name == "x" and projects) or (name == "mask" and is_shared(array)):
         return array
     if name in OWN_AXIS:
-        return array[d]
+        return array[d, ...]
     if name in ROWS:
         n = array.shape[0] // 2
         return array[d * n : (d + 1) * n]
     return half(array, d)
 
 
-def half(array: mx.array, d: int) -> mx.array:
+def half(array: Array, d: int) -> Array:
     """Direction d's half of the last axis."""
     n = array.shape[-1] // 2
     return array[..., d * n : (d + 1) * n]
@@ -67,6 +71,6 @@ def join_gradients(parts: list[Arrays], arrays: Arrays) -> Arrays:
     return joined
 
 
-def is_shared(mask: mx.array) -> bool:
+def is_shared(mask: mx.array | np.ndarray) -> bool:
     """Whether both directions have the same mask, broadcast over the width of h."""
     return mask.ndim == 0 or mask.shape[-1] == 1

@@ -8,17 +8,16 @@ from itertools import groupby
 
 import numpy as np
 
-from ..cells import HARD_SIGMOIDS, GRUCell, LSTMCell, known
+from ..cells import HARD_SIGMOIDS, known
 
 InPlace = Callable[[np.ndarray, np.ndarray], object]
 """Reads the first array, writes the second."""
 
 
-@cache
 class Gates:
-    """Which rows of a GH axis share an activation: neighbouring gates of the same one are a run. Built once each."""
+    """Which rows of a GH axis share an activation: neighbouring gates of the same one are a run."""
 
-    def __init__(self, activations: tuple[str | None, ...], H: int):
+    def __init__(self, activations: list[str | None], H: int):
         """activations: one per gate, in the order of the axis; None leaves a gate alone."""
         self.runs: list[tuple[str, slice]] = []
         stop = 0
@@ -40,9 +39,10 @@ class Gates:
 
 
 @cache
-def gates_of(cell: LSTMCell | GRUCell, H: int, names: str) -> Gates:
-    """Those of a cell's gates that `names` names."""
-    return Gates(tuple(cell.activation(gate) if gate in names else None for gate in cell.gate_order), H)
+def gates_of(order: str, activations: tuple[str, ...], H: int, names: str) -> Gates:
+    """Those gates of a cell, of which order and activations are given, that `names` names. Built once each."""
+    activation = dict(zip("ifgo" if len(order) == 4 else "rzn", activations, strict=False))
+    return Gates([activation[gate] if gate in names else None for gate in order], H)
 
 
 def activate(name: str, x: np.ndarray, out: np.ndarray) -> None:

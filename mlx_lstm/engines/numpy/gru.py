@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from ..cells import GRUCell
 from ..problem import Problem
 from .gates import gates_of
 from .memory import Steps, Views, chunk_steps, columns_buffer, matrix
@@ -23,17 +24,19 @@ def reset_and_update(blocks: dict[str, slice]) -> list[slice]:
 class GRUStep:
     """`engines.ops.cells.gru_step` in place: one step forward with all its scratch memory."""
 
-    def __init__(self, problem: Problem, v: Views, preactivations: Preactivations):
-        cell, (_, B, H, _), dtype = problem.cell, problem.sizes, v["Wh"].dtype
+    def __init__(self, problem: Problem, cell: GRUCell, v: Views, preactivations: Preactivations):
+        (_, B, H, _), dtype, order, activations = problem.sizes, v["Wh"].dtype, cell.gate_order, cell.activations
         self.preactivations, self.after, self.flip = preactivations, cell.reset == "after", cell.flip_z
         self.block = {gate: cell.block(gate, H) for gate in "rzn"}
         self.rz = reset_and_update(self.block)
-        self.early, self.late = gates_of(cell, H, "rz"), gates_of(cell, H, "n")
+        self.early, self.late = gates_of(order, activations, H, "rz"), gates_of(order, activations, H, "n")
         self.Wh_n = preactivations.Wh[self.block["n"]]
         self.bhn = np.repeat(v["bhn"][:, None], B, axis=1) if "bhn" in v else None
         self.scratch = None if self.after else np.empty((H, B), dtype)
 
-    def __call__(self, t: int, h_prev: np.ndarray, _c_prev: None, gates: np.ndarray, _c: None, h: np.ndarray) -> None:
+    def __call__(
+        self, t: int, h_prev: np.ndarray, _c_prev: np.ndarray, gates: np.ndarray, _c: np.ndarray, h: np.ndarray
+    ) -> None:
         """From h_prev [H, B]: gates [3H, B] and h [H, B]."""
         preactivations = self.preactivations
         Wh, z = preactivations.Wh, preactivations.z
@@ -68,11 +71,11 @@ class GRUStepBackward:
     that of q = Wh_n h + bhn, which one product per chunk computes again. `finish` puts dz_n in their place.
     """
 
-    def __init__(self, problem: Problem, v: Views, saved: Views):
+    def __init__(self, problem: Problem, cell: GRUCell, v: Views, saved: Views):
         """saved: gates [T, B, 3H]."""
-        cell, (_, B, H, _), dtype = problem.cell, problem.sizes, v["Wh"].dtype
+        (_, B, H, _), dtype = problem.sizes, v["Wh"].dtype
         self.after, self.flip = cell.reset == "after", cell.flip_z
-        self.gates_at, self.gates = Steps(saved["gates"]), gates_of(cell, H, "rzn")
+        self.gates_at, self.gates = Steps(saved["gates"]), gates_of(cell.gate_order, cell.activations, H, "rzn")
         self.block = {gate: cell.block(gate, H) for gate in "rzn"}
         self.rz = reset_and_update(self.block)
         Wh = matrix(v["Wh"])
@@ -95,7 +98,7 @@ class GRUStepBackward:
             if self.bhn is not None:
                 q += self.bhn[:, None]
 
-    def __call__(self, t: int, columns: slice, dh: np.ndarray, _dc: None, dgates: np.ndarray | None) -> None:
+    def __call__(self, t: int, columns: slice, dh: np.ndarray, _dc: np.ndarray, dgates: np.ndarray | None) -> None:
         """Writes dz; turns dh, the gradient of h, into that of the h that entered the product. What reaches h_prev
         past the product goes to self.direct."""
         gates, h_prev = self.gates_at.at(t), self.before[t - self.first].T

@@ -25,17 +25,18 @@ def peephole_columns(cell: LSTMCell, v: Views, H: int, B: int) -> dict[str, np.n
 class LSTMStep:
     """`engines.ops.cells.lstm_step` in place: one step forward with all its scratch memory."""
 
-    def __init__(self, problem: Problem, v: Views, preactivations: Preactivations):
-        cell, (_, B, H, _), dtype = problem.cell, problem.sizes, v["Wh"].dtype
+    def __init__(self, problem: Problem, cell: LSTMCell, v: Views, preactivations: Preactivations):
+        (_, B, H, _), dtype, order, activations = problem.sizes, v["Wh"].dtype, cell.gate_order, cell.activations
         self.preactivations, self.Wp = preactivations, matrix(v["Wp"]) if "Wp" in v else None
         self.block = {gate: cell.block(gate, H) for gate in "ifgo"}
         self.peephole = peephole_columns(cell, v, H, B)
         late = "o" if self.peephole and cell.output_peephole == "current" else ""
-        self.early = gates_of(cell, H, "ifgo".replace(late, "") if late else "ifgo")
-        self.late = gates_of(cell, H, late)
+        self.early = gates_of(order, activations, H, "ifg" if late else "ifgo")
+        self.late = gates_of(order, activations, H, late)
         self.clip, self.output = cell.cell_clip, cell.activation("output")
         self.scratch = np.empty((H, B), dtype)
-        self.m = None if self.Wp is None else np.empty((H, B), dtype)
+        if self.Wp is not None:
+            self.m = np.empty((H, B), dtype)
 
     def __call__(
         self, t: int, h_prev: np.ndarray, c_prev: np.ndarray, gates: np.ndarray, c: np.ndarray, h: np.ndarray
@@ -55,8 +56,8 @@ class LSTMStep:
             z[block["o"]] += np.multiply(peephole["o"], c, out=scratch)
             self.late.activate(z, gates)
         activate(self.output, c, scratch)
-        m = np.multiply(scratch, gates[block["o"]], out=h if self.m is None else self.m)
-        if self.m is not None:
+        m = np.multiply(scratch, gates[block["o"]], out=h if self.Wp is None else self.m)
+        if self.Wp is not None:
             np.matmul(self.Wp, m, out=h)
 
 
@@ -65,18 +66,19 @@ class LSTMStepBackward:
 
     direct = None  # h reaches the next step through the recurrent product only
 
-    def __init__(self, problem: Problem, v: Views, saved: Views):
+    def __init__(self, problem: Problem, cell: LSTMCell, v: Views, saved: Views):
         """saved: c [T, B, H], gates [T, B, 4H]."""
-        cell, (_, B, H, P), dtype = problem.cell, problem.sizes, v["Wh"].dtype
+        (_, B, H, P), dtype = problem.sizes, v["Wh"].dtype
         self.problem, self.ends = problem, Ends(problem)
         self.c, self.gates_at = Steps(saved["c"]), Steps(saved["gates"])
         self.c0 = first_state(v, "c0", (H, B), dtype)
         self.Wh_T, self.Wp_T = matrix(v["Wh"]).T, matrix(v["Wp"]).T if "Wp" in v else None
         self.output, self.o_sees_current = cell.activation("output"), cell.output_peephole == "current"
         self.block = {gate: cell.block(gate, H) for gate in "ifgo"}
-        self.gates = gates_of(cell, H, "ifgo")
+        self.gates = gates_of(cell.gate_order, cell.activations, H, "ifgo")
         self.peephole = peephole_columns(cell, v, H, B)
-        self.dpeephole = np.zeros((4 * H, B), dtype) if self.peephole else None
+        if self.peephole:
+            self.dpeephole = np.zeros((4 * H, B), dtype)
         self.slopes, self.dy = np.empty((4 * H, B), dtype), np.empty((4 * H, B), dtype)
         self.dy_i, self.dy_f, self.dy_g, self.dy_o = (self.dy[self.block[gate]] for gate in "ifgo")
         self.s, self.scratch = np.empty((H, B), dtype), np.empty((H, B), dtype)

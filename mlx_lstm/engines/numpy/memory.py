@@ -82,9 +82,9 @@ class Steps:
 
     def __init__(self, sequence: np.ndarray):
         self.sequence = feature_major(sequence)
-        self.copies = self.held = None
+        self.copies, self.held = None, [-1, -1]
         if not self.sequence[0].flags.c_contiguous:
-            self.copies, self.held = np.empty((2, *self.sequence.shape[1:]), sequence.dtype), [None, None]
+            self.copies = np.empty((2, *self.sequence.shape[1:]), sequence.dtype)
 
     def at(self, t: int) -> np.ndarray:
         """Step t; a copy holds until step t + 2 or t - 2 is asked for."""
@@ -126,8 +126,10 @@ class Ends:
     """Where the items of a batch end."""
 
     def __init__(self, problem: Problem):
-        self.lengths = None if problem.lengths is None else np.array(problem.lengths)
-        self.shortest = problem.T if self.lengths is None else int(self.lengths.min())
+        self.shortest = problem.T
+        if problem.lengths is not None:
+            self.lengths = np.array(problem.lengths)
+            self.shortest = int(self.lengths.min())
 
     def live(self, t: int) -> np.ndarray | None:
         """[B]: which items have not ended at step t; None if all go on."""

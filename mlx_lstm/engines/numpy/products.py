@@ -14,11 +14,9 @@ from .memory import WIDE_BATCH, Ends, Views, chunk_steps, columns_buffer, matrix
 AHEAD_ROWS = 256  # rows of the input's product over a wide batch: still in the cache when their steps come
 
 
-# Bias and forget bias included, peepholes not.
-
-
 class Preactivations:
-    """Wx @ x for a chunk of steps ahead, one product; then, step by step, Wh @ h.
+    """Wx @ x for a chunk of steps ahead, one product; then, step by step, Wh @ h. Bias and forget bias included,
+    peepholes not.
 
     Over wide batches Wx is copied once with the bias, where there is one, as one more column, which saves a pass per
     step. Narrow ones read it as it is: copying it would cost more.
@@ -28,15 +26,15 @@ class Preactivations:
         dtype, (T, B, H, P), cell = v["Wh"].dtype, problem.sizes, problem.cell
         rows = cell.gates * H
         self.x, self.mask, self.B = v["x"], step_mask(v, problem), B
-        self.Wh, self.Wx = matrix(v["Wh"]), matrix(v["Wx"]) if "Wx" in v else None
+        self.Wh, Wx = matrix(v["Wh"]), matrix(v["Wx"]) if "Wx" in v else None
         self.bias = bias_column(cell, v, H, rows)
         self.chunk = min(T, max(1, AHEAD_ROWS // B)) if B >= WIDE_BATCH else chunk_steps(problem)
-        self.padded = self.start = None
-        if "Wx" in v and self.bias is not None and B >= WIDE_BATCH and T * B >= 2 * AHEAD_ROWS:
-            self.Wx = np.concatenate([self.Wx, self.bias[:, None]], axis=1)
-            self.padded = np.ones((self.chunk, B, self.Wx.shape[1]), dtype)
-            self.bias = None
-        if self.Wx is not None:
+        self.padded, self.start = None, -1
+        if Wx is not None and self.bias is not None and B >= WIDE_BATCH and T * B >= 2 * AHEAD_ROWS:
+            Wx = np.concatenate([Wx, self.bias[:, None]], axis=1)
+            self.padded, self.bias = np.ones((self.chunk, B, Wx.shape[1]), dtype), None
+        self.Wx = Wx
+        if Wx is not None:
             self.ahead = columns_buffer(rows, self.chunk * B, B, dtype)
         elif self.bias is not None:
             self.bias, self.ahead = np.repeat(self.bias[:, None], B, axis=1), np.empty((rows, B), dtype)

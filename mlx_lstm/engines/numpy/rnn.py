@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from ..cells import RNNCell
 from ..problem import Problem
 from .gates import activate, slope_from_square
 from .memory import Steps, Views, chunk_steps, columns_buffer, matrix
@@ -13,10 +14,12 @@ from .products import Preactivations, WeightGradients
 class RNNStep:
     """`engines.ops.cells.rnn_step` in place."""
 
-    def __init__(self, problem: Problem, v: Views, preactivations: Preactivations):
-        self.preactivations, self.name, self.keep = preactivations, problem.cell.act, problem.return_gates
+    def __init__(self, problem: Problem, cell: RNNCell, v: Views, preactivations: Preactivations):
+        self.preactivations, self.name, self.keep = preactivations, cell.act, problem.return_gates
 
-    def __call__(self, t: int, h_prev: np.ndarray, _c_prev: None, gates: np.ndarray, _c: None, h: np.ndarray) -> None:
+    def __call__(
+        self, t: int, h_prev: np.ndarray, _c_prev: np.ndarray, gates: np.ndarray, _c: np.ndarray, h: np.ndarray
+    ) -> None:
         """From h_prev [H, B]: h [H, B] and, where the caller wants it, the preactivation."""
         z = self.preactivations.at(t, h_prev)
         if self.keep:
@@ -29,17 +32,17 @@ class RNNStepBackward:
 
     direct = None  # h reaches the next step through the recurrent product only
 
-    def __init__(self, problem: Problem, v: Views, saved: Views):
+    def __init__(self, problem: Problem, cell: RNNCell, v: Views, saved: Views):
         """saved: h [T, B, H]."""
         (_, B, H, _), dtype = problem.sizes, v["Wh"].dtype
-        self.name, self.h_at, self.Wh_T = problem.cell.act, Steps(saved["h"]), matrix(v["Wh"]).T
+        self.name, self.h_at, self.Wh_T = cell.act, Steps(saved["h"]), matrix(v["Wh"]).T
         self.slope = np.empty((H, B), dtype)
         self.dz = columns_buffer(H, chunk_steps(problem) * B, B, dtype)
 
     def start(self, start: int, stop: int, before: np.ndarray, h_in: np.ndarray) -> None:
         """Before the steps of a chunk: nothing."""
 
-    def __call__(self, t: int, columns: slice, dh: np.ndarray, _dc: None, dgates: np.ndarray | None) -> None:
+    def __call__(self, t: int, columns: slice, dh: np.ndarray, _dc: np.ndarray, dgates: np.ndarray | None) -> None:
         """Writes dz; turns dh, the gradient of h, into that of the h that entered the product."""
         h, dz = self.h_at.at(t), self.dz[:, columns]
         np.multiply(h, h, out=self.slope)

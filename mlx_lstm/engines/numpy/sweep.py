@@ -83,8 +83,7 @@ def backward(problem: Problem, arrays: Arrays, saved: Saved, cotangents: Arrays)
     written: set[int] = set()  # the first steps of the chunks of dx to which one direction has come already
 
     def sweep(d: int | None, problem: Problem) -> None:
-        of_d = [of_direction(d, values) for values in (v, kept, given, memory)]
-        BackwardSweep(problem, *of_d, written).run()
+        BackwardSweep(problem, written, *(of_direction(d, values) for values in (v, kept, given, memory))).run()
 
     each_direction(problem, sweep)
     return {name: room.array() for name, room in new.items()}
@@ -113,20 +112,21 @@ def of_direction(d: int | None, values: Views) -> Views:
 
 def sweep_forward(problem: Problem, v: Views, out: Views) -> None:
     """Write h [T, B, P], c [T, B, H], gates [T or 1, B, GH], hT [B, P] and cT [B, H] of `out`, those a cell has."""
-    dtype, (T, B, H, P) = v["Wh"].dtype, problem.sizes
+    # A cell without c has one of width 0.
+    dtype, (T, B, _, P) = v["Wh"].dtype, problem.sizes
     h, gates = out["h"], feature_major(out["gates"])
-    c = feature_major(out["c"]) if "c" in out else None
-    step, ends = STEPS[type(problem.cell)][0](problem, v, Preactivations(problem, v)), Ends(problem)
+    c = feature_major(out["c"]) if "c" in out else np.empty((T, 0, B), dtype)
+    step = STEPS[type(problem.cell)][0](problem, problem.cell, v, Preactivations(problem, v))
+    ends = Ends(problem)
     h_prev, h_new = first_state(v, "h0", (P, B), dtype), np.empty((P, B), dtype)
-    c_prev = None if c is None else first_state(v, "c0", (H, B), dtype)
-    ragged = None if c is None or ends.lengths is None else np.empty((2, H, B), dtype)  # c where items have ended
+    c_prev = first_state(v, "c0", (c.shape[1], B), dtype)
+    ragged = c if problem.lengths is None else np.empty((2, *c.shape[1:]), dtype)  # c where items have ended
     for t in problem.steps():
-        gates_t, c_t = gates[t if len(gates) == T else 0], None if c is None else c[t]
+        gates_t, c_t = gates[t if len(gates) == T else 0], c[t]
         live = ends.live(t)
         if live is not None and not live.any():
             for output in (h[t], gates_t, c_t):
-                if output is not None:
-                    output[...] = 0
+                output[...] = 0
             continue
         step(t, h_prev, c_prev, gates_t, c_t, h_new)
         np.copyto(h[t], h_new.T)
@@ -136,32 +136,31 @@ def sweep_forward(problem: Problem, v: Views, out: Views) -> None:
             ended = ~live
             np.copyto(h_new, h_prev, where=ended)
             h[t][ended], gates_t[:, ended] = 0, 0
-            if c is not None:
-                np.copyto(ragged[t % 2], c_prev)
-                c_prev = ragged[t % 2]
-                np.copyto(c_prev, c_t, where=live)
-                c_t[:, ended] = 0
+            np.copyto(ragged[t % 2], c_prev)
+            c_prev = ragged[t % 2]
+            np.copyto(c_prev, c_t, where=live)
+            c_t[:, ended] = 0
         h_prev, h_new = h_new, h_prev
     out["hT"][...] = h_prev.T
-    if c is not None:
+    if "cT" in out:
         out["cT"][...] = c_prev.T
 
 
 class BackwardSweep:
     """The steps in reverse, a chunk of time at a time, and after each chunk the products over its rows.
 
-    Carries dh [P, B] and, of an LSTM, dc [H, B] from step to step.
+    Carries dh [P, B] and dc [H, B], or without c [0, B], from step to step.
     """
 
-    def __init__(self, problem: Problem, v: Views, saved: Views, given: Views, out: Views, written: set[int]):
+    def __init__(self, problem: Problem, written: set[int], v: Views, saved: Views, given: Views, out: Views):
         """saved: the outputs h, c, gates; given: the cotangents of outputs; out: the gradients' memory."""
         dtype, (_, B, H, P) = v["Wh"].dtype, problem.sizes
         self.problem, self.v, self.given, self.out, self.h = problem, v, given, out, saved["h"]
-        self.ends, self.mask, self.dmask = Ends(problem), step_mask(v, problem), out.get("mask")
-        self.step = STEPS[type(problem.cell)][1](problem, v, saved)
+        self.ends, self.mask = Ends(problem), step_mask(v, problem)
+        self.step = STEPS[type(problem.cell)][1](problem, problem.cell, v, saved)
         self.products = WeightGradients(problem, v, out, written)
         self.dh = first_state(given, "hT", (P, B), dtype)
-        self.dc = first_state(given, "cT", (H, B), dtype) if isinstance(problem.cell, LSTMCell) else None
+        self.dc = first_state(given, "cT", (H if "c" in saved else 0, B), dtype)
 
     def run(self) -> None:
         """All steps, and then the gradients of the first states and the peepholes."""
@@ -172,7 +171,7 @@ class BackwardSweep:
         out, ends = self.out, {"h0": self.dh, "c0": self.dc}
         for name in ends.keys() & out.keys():
             out[name][...] = ends[name].T
-        if "peephole" in out:
+        if "peephole" in out and isinstance(self.step, LSTMStepBackward):
             np.sum(self.step.dpeephole, axis=1, out=out["peephole"])
 
     def run_chunk(self, start: int, stop: int) -> None:
@@ -203,7 +202,7 @@ class BackwardSweep:
         columns: slice,
         h_prev: np.ndarray,
         dh: np.ndarray,
-        dc: np.ndarray | None,
+        dc: np.ndarray,
         live: np.ndarray | None = None,
     ) -> None:
         """Step t back, from h_prev [B, P]: dh and dc become the gradients of the state before it."""
@@ -214,26 +213,23 @@ class BackwardSweep:
             dc += given["c"][t].T
         dgates = given["gates"][t].T if "gates" in given else None
         if live is not None:
-            dh[:, ~live] = 0
-            if dc is not None:
-                dc[:, ~live] = 0
+            dh[:, ~live] = dc[:, ~live] = 0
             dgates = None if dgates is None else np.where(live, dgates, 0)
         step(t, columns, dh, dc, dgates)
         if self.mask is not None:
-            term = self.dmask if self.dmask.ndim < 3 or self.dmask.shape[0] == 1 else self.dmask[t]
-            terms = dh.T * h_prev
-            add_unbroadcast(terms if live is None else np.where(live[:, None], terms, 0), term)
+            dmask, terms = self.out["mask"], dh.T * h_prev
+            terms = terms if live is None else np.where(live[:, None], terms, 0)
+            add_unbroadcast(terms, dmask if dmask.ndim < 3 or dmask.shape[0] == 1 else dmask[t])
             dh *= self.mask[t].T
         if step.direct is not None:
             dh += step.direct
 
     def back_where(self, live: np.ndarray, t: int, columns: slice, h_prev: np.ndarray) -> None:
         """Step t back for the items that have not ended; the gradients of the others pass it by."""
-        dh, dc = self.dh.copy(), None if self.dc is None else self.dc.copy()
+        dh, dc = self.dh.copy(), self.dc.copy()
         self.back(t, columns, h_prev, dh, dc, live)
         np.copyto(self.dh, dh, where=live)
-        if dc is not None:
-            np.copyto(self.dc, dc, where=live)
+        np.copyto(self.dc, dc, where=live)
 
 
 def add_unbroadcast(term: np.ndarray, total: np.ndarray) -> None:
@@ -244,7 +240,10 @@ def add_unbroadcast(term: np.ndarray, total: np.ndarray) -> None:
     total += term.sum(axis=axes, keepdims=True).reshape(total.shape)
 
 
-STEPS = {
+Step = LSTMStep | GRUStep | RNNStep
+StepBackward = LSTMStepBackward | GRUStepBackward | RNNStepBackward
+
+STEPS: dict[type, tuple[Callable[..., Step], Callable[..., StepBackward]]] = {
     LSTMCell: (LSTMStep, LSTMStepBackward),
     GRUCell: (GRUStep, GRUStepBackward),
     RNNCell: (RNNStep, RNNStepBackward),
