@@ -76,6 +76,11 @@ def clip_straight_through(c: mx.array, limit: float) -> mx.array:
     return mx.stop_gradient(mx.clip(c, -bound, bound)) + (c - mx.stop_gradient(c))
 
 
+def by_gate(cell: LSTMCell | GRUCell, array: mx.array | None) -> dict[str, mx.array]:
+    """The gates' parts of an array that has all of them side by side; nothing where there is none."""
+    return {} if array is None else dict(zip(cell.gate_order, mx.split(array, cell.gates, axis=-1), strict=True))
+
+
 def lstm_step(
     cell: LSTMCell, a: mx.array, c_prev: mx.array, peephole: mx.array | None
 ) -> tuple[mx.array, mx.array, mx.array]:
@@ -85,23 +90,23 @@ def lstm_step(
     c = f c_prev + i g, clipped                  o = s_o(a_o + p_o c)  or  s_o(a_o + p_o c_prev)
     m = o s_output(c)
     """
-    a = dict(zip(cell.gate_order, mx.split(a, 4, axis=-1), strict=True))
-    p = {} if peephole is None else dict(zip(cell.gate_order, mx.split(peephole, 4), strict=True))
+    z = by_gate(cell, a)
+    p = by_gate(cell, peephole)
     if cell.forget_bias:
-        a["f"] = a["f"] + constant(cell.forget_bias, a["f"])
+        z["f"] = z["f"] + constant(cell.forget_bias, z["f"])
     current = "o" if cell.output_peephole == "current" else ""
     y = {}
     for gate in "ifgo":
         if p and gate != current:
-            a[gate] = a[gate] + p[gate] * c_prev
+            z[gate] = z[gate] + p[gate] * c_prev
     for gate in "ifg":
-        y[gate] = activate(cell.activation(gate), a[gate])
+        y[gate] = activate(cell.activation(gate), z[gate])
     c = y["f"] * c_prev + y["i"] * y["g"]
     if cell.cell_clip is not None:
         c = clip_straight_through(c, cell.cell_clip)
     if p and current:
-        a["o"] = a["o"] + p["o"] * c
-    y["o"] = activate(cell.activation("o"), a["o"])
+        z["o"] = z["o"] + p["o"] * c
+    y["o"] = activate(cell.activation("o"), z["o"])
     m = y["o"] * activate(cell.activation("output"), c)
     return mx.concatenate([y[gate] for gate in cell.gate_order], axis=-1), c, m
 
@@ -120,10 +125,7 @@ def lstm_step_backward(
 
     dz is the gradient of the preactivations. The clip passes gradients straight through.
     """
-    order = cell.gate_order
-    y = dict(zip(order, mx.split(gates, 4, axis=-1), strict=True))
-    p = {} if peephole is None else dict(zip(order, mx.split(peephole, 4), strict=True))
-    dy = {} if dgates is None else dict(zip(order, mx.split(dgates, 4, axis=-1), strict=True))
+    y, p, dy = by_gate(cell, gates), by_gate(cell, peephole), by_gate(cell, dgates)
 
     def through(gate: str, gradient: mx.array) -> mx.array:
         return (gradient + dy[gate] if dy else gradient) * slope(cell.activation(gate), y[gate])
@@ -140,7 +142,7 @@ def lstm_step_backward(
     dc = dc * y["f"]
     for gate in "ifgo" if p and cell.output_peephole == "previous" else "ifg" if p else "":
         dc = dc + dz[gate] * p[gate]
-    return mx.concatenate([dz[gate] for gate in order], axis=-1), dc
+    return mx.concatenate([dz[gate] for gate in cell.gate_order], axis=-1), dc
 
 
 def gru_step(
@@ -152,15 +154,13 @@ def gru_step(
     n = s_n(a_n + r (h_in Wh_n^T + bhn))  or, with reset "before",  s_n(a_n + (r h_in) Wh_n^T)
     h = z h + (1 - z) n,  or with flip_z  (1 - z) h + z n
     """
-    H = h.shape[-1]
-    a = dict(zip(cell.gate_order, mx.split(a, 3, axis=-1), strict=True))
-    y = {}
+    z, y, H = by_gate(cell, a), {}, h.shape[-1]
     for gate in "rz":
-        y[gate] = activate(cell.activation(gate), a[gate] + h_in @ Wh[cell.block(gate, H)].T)
+        y[gate] = activate(cell.activation(gate), z[gate] + h_in @ Wh[cell.block(gate, H)].T)
     Wh_n = Wh[cell.block("n", H)]
     after = cell.reset == "after"
     recurrent = y["r"] * gru_candidate(h_in, Wh_n, bhn) if after else (y["r"] * h_in) @ Wh_n.T
-    n = y["n"] = activate(cell.activation("n"), a["n"] + recurrent)
+    n = y["n"] = activate(cell.activation("n"), z["n"] + recurrent)
     h_new = h + y["z"] * (n - h) if cell.flip_z else n + y["z"] * (h - n)
     return mx.concatenate([y[gate] for gate in cell.gate_order], axis=-1), h_new
 
@@ -184,10 +184,8 @@ def gru_step_backward(
 
     h_in and h are what the step started from; q is `gru_candidate` where the reset comes after the product.
     """
-    order, H = cell.gate_order, h.shape[-1]
-    y = dict(zip(order, mx.split(gates, 3, axis=-1), strict=True))
-    dy = {} if dgates is None else dict(zip(order, mx.split(dgates, 3, axis=-1), strict=True))
-    W = {gate: Wh[cell.block(gate, H)] for gate in order}
+    y, dy = by_gate(cell, gates), by_gate(cell, dgates)
+    W = {gate: Wh[cell.block(gate, h.shape[-1])] for gate in "rzn"}
 
     def through(gate: str, gradient: mx.array) -> mx.array:
         return (gradient + dy[gate] if dy else gradient) * slope(cell.activation(gate), y[gate])
@@ -196,7 +194,7 @@ def gru_step_backward(
     dz = {"z": through("z", dh * (n - h) if cell.flip_z else dh * (h - n))}
     dz["n"] = through("n", dh * z if cell.flip_z else dh * (1 - z))
     direct = dh * (1 - z) if cell.flip_z else dh * z
-    if cell.reset == "after":
+    if q is not None:
         dz["r"] = through("r", dz["n"] * q)
         dh_in = (dz["n"] * r) @ W["n"]
     else:
@@ -204,7 +202,7 @@ def gru_step_backward(
         dz["r"] = through("r", reset * h_in)
         dh_in = reset * r
     dh_in = dh_in + dz["r"] @ W["r"] + dz["z"] @ W["z"]
-    return StepGradients(mx.concatenate([dz[gate] for gate in order], axis=-1), dh_in, direct=direct)
+    return StepGradients(mx.concatenate([dz[gate] for gate in cell.gate_order], axis=-1), dh_in, direct=direct)
 
 
 def rnn_step(cell: RNNCell, a: mx.array, h_in: mx.array, Wh: mx.array) -> tuple[mx.array, mx.array]:

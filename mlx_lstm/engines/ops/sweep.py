@@ -17,6 +17,7 @@ from ..problem import Arrays, Problem
 from .cells import (
     StepGradients,
     activate,
+    by_gate,
     gru_candidate,
     gru_step,
     gru_step_backward,
@@ -40,18 +41,21 @@ def sweep_forward(problem: Problem, arrays: Arrays, z: mx.array) -> Arrays:
     """The steps of one direction."""
     h, c = initial_states(problem, arrays)
     # Not z[t], of which mx.compile(shapeless=True) would keep the first call's shape without a word.
-    rows, z = [None] * problem.T, [row.squeeze(0) for row in mx.split(z, problem.T)]
+    z_at = [row.squeeze(0) for row in mx.split(z, problem.T)]
+    kept: dict[str, dict[int, mx.array]] = {"h": {}, "c": {}, "gates": {}}
     for t in problem.steps():
-        gates, c_new, h_new = step(problem, arrays, z[t], recurrent_input(arrays, h, t), h, c)
+        gates, c_new, h_new = step(problem, arrays, z_at[t], recurrent_input(arrays, h, t), h, c)
         live = problem.live(t)
-        if live is None:
-            rows[t] = h, c, _ = h_new, c_new, gates
-        else:
-            rows[t] = tuple(mx.where(live, value, 0) for value in (h_new, c_new, gates))
-            h, c = mx.where(live, h_new, h), mx.where(live, c_new, c)
-    names = ("h", "c", "gates") if "c" in problem.cell.outputs else ("h", None, "gates")
-    sequences = {name: mx.stack(steps) for name, steps in zip(names, zip(*rows, strict=True), strict=True) if name}
-    return {name: {**sequences, "hT": h, "cT": c}[name] for name in problem.cell.outputs}
+        for name, value in (("h", h_new), ("c", c_new), ("gates", gates)):
+            kept[name][t] = value if live is None else mx.where(live, value, 0)
+        h, c = (h_new, c_new) if live is None else (mx.where(live, h_new, h), mx.where(live, c_new, c))
+    last = {"hT": h, "cT": c}
+    return {name: last[name] if name in last else stacked(kept[name]) for name in problem.cell.outputs}
+
+
+def stacked(steps: dict[int, mx.array]) -> mx.array:
+    """[T, B, .]: what each step left, in the order of time."""
+    return mx.stack([steps[t] for t in range(len(steps))])
 
 
 def step(
@@ -84,27 +88,28 @@ def backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays
 def sweep_backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays) -> Arrays:
     """One direction's steps in reverse: dz [T, B, G H], dh0 [B, P]; of an LSTM dh [T, B, P] and dc0 [B, H]."""
     h0, c0 = initial_states(problem, arrays)
-    h_prev, mask = before_each_step(problem, saved["h"], h0), arrays.get("mask")
-    c_prev = before_each_step(problem, saved["c"], c0) if "c" in saved else None
-    q = gru_candidates(problem, arrays, h_prev)
+    starts = {"h": before_each_step(problem, saved["h"], h0)}
+    if "c" in saved:
+        starts["c"] = before_each_step(problem, saved["c"], c0)
+    starts |= gru_candidates(problem, arrays, starts["h"])
     dh, dc = cotangents.get("hT", mx.zeros_like(h0)), cotangents.get("cT", mx.zeros_like(c0))
-    kept = {"dz": [None] * problem.T, "dh": [None] * problem.T}
+    kept: dict[str, dict[int, mx.array]] = {"dz": {}, "dh": {}}
     for t in reversed(problem.steps()):
         dh_t = dh + cotangents["h"][t] if "h" in cotangents else dh
         dc_t = dc + cotangents["c"][t] if "c" in cotangents else dc
         dgates = cotangents["gates"][t] if "gates" in cotangents else None
-        before = {"h": h_prev[t], "c": None if c_prev is None else c_prev[t], "q": None if q is None else q[t]}
+        before = {name: states[t] for name, states in starts.items()}
         after = {name: saved[name][t] for name in ("h", "c", "gates") if name in saved}
         back = step_backward(problem, arrays, t, before, after, dh_t, dc_t, dgates)
-        live, dz, dh_in = problem.live(t), back.dz, back.dh
+        live, dz = problem.live(t), back.dz
         if live is not None:
             dz, dh_t = mx.where(live, dz, 0), mx.where(live, dh_t, 0)
         kept["dz"][t], kept["dh"][t] = dz, dh_t
-        dh_new = dh_in if mask is None else dh_in * at_step(mask, t)
+        dh_new = recurrent_input(arrays, back.dh, t)
         dh_new = dh_new if back.direct is None else dh_new + back.direct
         dc_new = dc if back.dc is None else back.dc
         dh, dc = (dh_new, dc_new) if live is None else (mx.where(live, dh_new, dh), mx.where(live, dc_new, dc))
-    found = {name: mx.stack(rows) for name, rows in kept.items()} | {"dh0": dh, "dc0": dc}
+    found = {name: stacked(steps) for name, steps in kept.items()} | {"dh0": dh, "dc0": dc}
     return found if isinstance(problem.cell, LSTMCell) else {name: found[name] for name in ("dz", "dh0")}
 
 
@@ -112,13 +117,13 @@ def step_backward(
     problem: Problem,
     arrays: Arrays,
     t: int,
-    before: dict[str, mx.array | None],
+    before: Arrays,
     after: Arrays,
     dh: mx.array,
     dc: mx.array,
     dgates: mx.array | None,
 ) -> StepGradients:
-    """One step of whichever cell back; `before` and `after` are its state then, and its gates."""
+    """One step of whichever cell back; `before` and `after` are its state then, and `gru_candidates`; its gates."""
     cell, Wh, Wp = problem.cell, arrays["Wh"], arrays.get("Wp")
     if isinstance(cell, LSTMCell):
         dm = dh if Wp is None else dh @ Wp
@@ -127,7 +132,7 @@ def step_backward(
         return StepGradients(dz, dz @ Wh, dc)
     if isinstance(cell, GRUCell):
         h_in = recurrent_input(arrays, before["h"], t)
-        return gru_step_backward(cell, after["gates"], h_in, before["h"], Wh, before["q"], dh, dgates)
+        return gru_step_backward(cell, after["gates"], h_in, before["h"], Wh, before.get("q"), dh, dgates)
     return rnn_step_backward(cell, after["h"], Wh, dh, dgates)
 
 
@@ -162,29 +167,25 @@ def recurrent_gradients(problem: Problem, arrays: Arrays, saved: Arrays, sweep: 
     h0, c0 = initial_states(problem, arrays)
     h_prev = before_each_step(problem, h, h0)
     h_in = without_padding(problem, h_prev if mask is None else h_prev * mask)
-    found = {}
     if isinstance(cell, GRUCell):
-        found |= gru_recurrent_gradients(problem, arrays, saved["gates"], h_in, dz)
+        found = gru_recurrent_gradients(cell, arrays, saved["gates"], h_in, dz)
     else:
-        found["Wh"] = flat(dz).T @ flat(h_in)
-    if "peephole" in arrays:
+        found = {"Wh": flat(dz).T @ flat(h_in)}
+    if isinstance(cell, LSTMCell) and "peephole" in arrays:
         found["peephole"] = peephole_gradient(cell, dz, before_each_step(problem, saved["c"], c0), saved["c"])
     if mask is not None:
         dh_in = found.pop("h_in") if "h_in" in found else (flat(dz) @ arrays["Wh"]).reshape(h_prev.shape)
         found["mask"] = sum_to_shape(dh_in * h_prev, mask.shape)
-    if "Wp" in arrays:
+    if isinstance(cell, LSTMCell) and "Wp" in arrays:
         output = activate(cell.activation("output"), saved["c"])
         m = (saved["gates"][..., cell.block("o", problem.H)] * output).astype(h.dtype)
         found["Wp"] = flat(sweep["dh"]).T @ flat(m)
     return found
 
 
-def gru_recurrent_gradients(problem: Problem, arrays: Arrays, gates: mx.array, h_in: mx.array, dz: mx.array) -> Arrays:
+def gru_recurrent_gradients(cell: GRUCell, arrays: Arrays, gates: mx.array, h_in: mx.array, dz: mx.array) -> Arrays:
     """Of a GRU: the gradients of Wh, bhn and, where there is a mask, of h_in [T, B, H]."""
-    cell, H = problem.cell, problem.H
-    d = {gate: dz[..., cell.block(gate, H)] for gate in cell.gate_order}
-    W = {gate: arrays["Wh"][cell.block(gate, H)] for gate in cell.gate_order}
-    r = gates[..., cell.block("r", H)]
+    d, r = by_gate(cell, dz), by_gate(cell, gates)["r"]
     seen = dict.fromkeys("rz", h_in) | {"n": h_in if cell.reset == "after" else r * h_in}
     if cell.reset == "after":
         d["n"] = d["n"] * r
@@ -192,19 +193,20 @@ def gru_recurrent_gradients(problem: Problem, arrays: Arrays, gates: mx.array, h
     if "bhn" in arrays:
         found["bhn"] = total(flat(d["n"]), axis=0)
     if "mask" in arrays:
-        terms = {gate: (flat(d[gate]) @ W[gate]).reshape(h_in.shape) for gate in cell.gate_order}
+        Wh = {gate: arrays["Wh"][cell.block(gate, h_in.shape[-1])] for gate in "rzn"}
+        terms = {gate: (flat(d[gate]) @ Wh[gate]).reshape(h_in.shape) for gate in "rzn"}
         found["h_in"] = terms["r"] + terms["z"] + (terms["n"] if cell.reset == "after" else r * terms["n"])
     return found
 
 
-def gru_candidates(problem: Problem, arrays: Arrays, h_prev: mx.array) -> mx.array | None:
-    """[T, B, H]: of a GRU that resets after the product, that product at every step; one over all T * B rows."""
+def gru_candidates(problem: Problem, arrays: Arrays, h_prev: mx.array) -> Arrays:
+    """Of a GRU that resets after the product q [T, B, H], that product at every step; one over all T * B rows."""
     cell = problem.cell
     if not isinstance(cell, GRUCell) or cell.reset != "after":
-        return None
+        return {}
     h_in = h_prev * arrays["mask"] if "mask" in arrays else h_prev
     Wh_n = arrays["Wh"][cell.block("n", problem.H)]
-    return gru_candidate(flat(h_in), Wh_n, arrays.get("bhn")).reshape(h_prev.shape)
+    return {"q": gru_candidate(flat(h_in), Wh_n, arrays.get("bhn")).reshape(h_prev.shape)}
 
 
 def without_padding(problem: Problem, sequence: mx.array) -> mx.array:
@@ -225,9 +227,8 @@ def project(arrays: Arrays) -> mx.array:
 
 def peephole_gradient(cell: LSTMCell, dz: mx.array, c_prev: mx.array, c: mx.array) -> mx.array:
     """[4H], in gate order: the sum over steps and batch of dz times the cell state each gate peeped at."""
-    blocks = zip(cell.gate_order, mx.split(dz, 4, axis=-1), strict=True)
     seen = {gate: c if gate == "o" and cell.output_peephole == "current" else c_prev for gate in "ifgo"}
-    return mx.concatenate([total(block * seen[gate], axis=(0, 1)) for gate, block in blocks])
+    return mx.concatenate([total(block * seen[gate], axis=(0, 1)) for gate, block in by_gate(cell, dz).items()])
 
 
 def initial_states(problem: Problem, arrays: Arrays) -> tuple[mx.array, mx.array]:
@@ -253,7 +254,7 @@ def before_each_step(problem: Problem, states: mx.array, first: mx.array) -> mx.
 
 
 def recurrent_input(arrays: Arrays, h: mx.array, t: int) -> mx.array:
-    """h as it enters step t's product: times the mask, where there is one."""
+    """h as it enters step t's product, times the mask, where there is one; so does the gradient leave it."""
     return h * at_step(arrays["mask"], t) if "mask" in arrays else h
 
 
