@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from numbers import Integral, Real
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import mlx.core as mx
 import numpy as np
@@ -80,11 +80,11 @@ def as_float(value: object) -> float | None:
     try:
         return float(value)
     except OverflowError:
-        return math.inf if value > 0 else -math.inf
+        return -math.inf if value < 0 else math.inf
 
 
 def check_lengths(
-    op: str, lengths: object, batch: int, longest: int, *, traced: bool, name: str = "lengths", shortest: int = 0
+    op: str, lengths: Any, batch: int, longest: int, *, traced: bool, name: str = "lengths", shortest: int = 0
 ) -> mx.array:
     """`lengths` as int32 [batch], each in shortest..longest; a traced array's range is unknown and goes unchecked."""
     if isinstance(lengths, (list, tuple)):

@@ -13,7 +13,7 @@ from .numpy import sweep as numpy
 from .numpy.sweep import Saved
 from .ops import sweep as ops
 from .problem import Arrays, Problem
-from .tracing import have_values, vmap_one_by_one
+from .tracing import custom_function, have_values, vmap_one_by_one
 
 ENGINE_MODULES = {"fused": fused, "stepwise": stepwise, "numpy": numpy, "ops": ops}
 
@@ -23,6 +23,7 @@ def run(problem: Problem, arrays: Arrays, engine: str, *, plain: bool, batch_fir
     `batch_first` x and all sequences have the batch first."""
     dtype = arrays["x"].dtype
     arrays = for_engine(engine, arrays)
+    outputs: dict[str, Any]
     if plain and engine == "numpy":  # which makes sequences of either order without an operation of MLX
         outputs = numpy.forward(problem, arrays, batch_first)
     else:
@@ -61,7 +62,7 @@ def for_engine(engine: str, arrays: Arrays) -> Arrays:
 def differentiable(problem: Problem, arrays: Arrays, engine: str) -> dict[str, mx.array]:
     """The engine's outputs, with its backward pass as their gradient."""
     tape = Tape(problem, tuple(arrays), engine)
-    function = mx.custom_function(tape.forward)
+    function = custom_function(tape.forward)
     function.vjp(tape.backward)
     if engine != "ops":
         function.jvp(tape.refuse)
@@ -130,7 +131,7 @@ class Tape:
     def tap(self, name: str, value: mx.array) -> mx.array:
         """`value`, noting when a gradient comes back through it."""
 
-        @mx.custom_function
+        @custom_function
         def identity(value: mx.array) -> mx.array:
             return value
 
@@ -164,7 +165,7 @@ def first_order(engine: str, problem: Problem, names: tuple[str, ...], kept: Sav
 
     if engine == "ops":
         return backward
-    function = mx.custom_function(backward)
+    function = custom_function(backward)
     if engine in METAL_ENGINES:
         vmap_one_by_one(function)
 

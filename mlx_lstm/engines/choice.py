@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -117,7 +117,7 @@ def obstacles(cell: Cell, H: int, device: str, metal: bool, traced: bool, projec
 Stream = mx.Stream | mx.Device | None
 
 
-def on(stream: Stream):
+def on(stream: Stream) -> AbstractContextManager[object]:
     """The context of a stream, or none."""
     return mx.stream(stream) if stream is not None else nullcontext()
 

@@ -7,10 +7,10 @@ import numpy as np
 
 from . import choice
 from .numpy.memory import New, view
-from .tracing import have_values
+from .tracing import custom_function, have_values
 
 
-@mx.custom_function
+@custom_function
 def tanh_by_numpy(x: mx.array) -> mx.array:
     """tanh of a float32 or float64 array that has a value, in its memory order; with all derivatives."""
     mx.eval(x)

@@ -6,6 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
+from mlx.utils import tree_map, tree_reduce
+
+custom_function: Callable[[Callable[..., Any]], Any] = mx.custom_function
+"""`mx.custom_function`, of which MLX's types do not say that what it makes returns what the function returns."""
 
 
 def are_free(arrays: list[mx.array]) -> bool:
@@ -32,7 +36,7 @@ def have_values(arrays: list[mx.array]) -> bool:
     return True
 
 
-def vmap_one_by_one(function: mx.custom_function, first: Callable[[], None] = lambda: None) -> None:
+def vmap_one_by_one(function: Any, first: Callable[[], None] = lambda: None) -> None:
     """Gives a custom function of arrays, in tuples and dicts, the rule: run for each element, stack the results.
 
     `first` is called when the rule is put to use.
@@ -41,33 +45,11 @@ def vmap_one_by_one(function: mx.custom_function, first: Callable[[], None] = la
     @function.vmap
     def rule(inputs: Any, axes: Any) -> tuple[Any, Any]:
         first()
-        results = [function(*element(inputs, axes, n)) for n in range(length(inputs, axes))]
-        return stacked(results)
+        lengths = tree_map(lambda array, axis: 0 if axis is None else array.shape[axis], inputs, axes)
+        results = [function(*element(inputs, axes, n)) for n in range(tree_reduce(max, lengths))]
+        return tree_map(lambda *rows: mx.stack(list(rows)), *results), tree_map(lambda _: 0, results[0])
 
 
 def element(tree: Any, axes: Any, n: int) -> Any:
     """Number n of every array that has a mapped axis."""
-    if isinstance(tree, dict):
-        return {name: element(value, axes[name], n) for name, value in tree.items()}
-    if isinstance(tree, (tuple, list)):
-        return tuple(element(value, axis, n) for value, axis in zip(tree, axes, strict=True))
-    return tree if axes is None else mx.take(tree, n, axis=axes)
-
-
-def length(tree: Any, axes: Any) -> int | None:
-    """The length of the mapped axes."""
-    if isinstance(tree, (dict, tuple, list)):
-        parts = tree.items() if isinstance(tree, dict) else enumerate(tree)
-        return next((n for key, value in parts if (n := length(value, axes[key])) is not None), None)
-    return None if axes is None else tree.shape[axes]
-
-
-def stacked(results: list[Any]) -> tuple[Any, Any]:
-    """The results as one tree whose arrays have a first axis more, and the tree of those axes: 0."""
-    if isinstance(results[0], dict):
-        pairs = {name: stacked([result[name] for result in results]) for name in results[0]}
-        return {name: pair[0] for name, pair in pairs.items()}, {name: pair[1] for name, pair in pairs.items()}
-    if isinstance(results[0], (tuple, list)):
-        pairs = [stacked(list(parts)) for parts in zip(*results, strict=True)]
-        return tuple(pair[0] for pair in pairs), tuple(pair[1] for pair in pairs)
-    return mx.stack(results), 0
+    return tree_map(lambda array, axis: array if axis is None else mx.take(array, n, axis=axis), tree, axes)

@@ -13,6 +13,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -89,7 +90,7 @@ def machine() -> dict[str, str]:
         "chip": str(chip.get("device_name", "unknown")),
         "architecture": str(chip.get("architecture", "unknown")),
         "system": f"macOS {platform.mac_ver()[0]}" if sys.platform == "darwin" else platform.system(),
-        "mlx": mx.__version__,
+        "mlx": version("mlx"),
         "mlx_lstm": __version__,
         "kernels": kernels_hash(),
     }
@@ -143,9 +144,9 @@ def failures(measured: list[dict[str, Any]]) -> Iterator[tuple[str, int, str]]:
         yield from ((str(point["dtype"]), int(point["B"]), name) for name in words)
 
 
-def checked_row(row: list[list[object]]) -> Row:
+def checked_row(row: Any) -> Row:
     """A row as it should be, or ValueError."""
-    found = tuple((H, engine) for H, engine in row)
+    found = tuple([(H, engine) for H, engine in row])
     if not all(type(H) is int and engine in ("fused", "stepwise", "ops") for H, engine in found):
         raise ValueError(f"a row is pairs of H and engine but got {row}")
     if list(found) != sorted(found, key=lambda pair: pair[0]):
