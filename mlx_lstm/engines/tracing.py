@@ -46,7 +46,8 @@ def vmap_one_by_one(function: Any, first: Callable[[], None] = lambda: None) -> 
     def rule(inputs: Any, axes: Any) -> tuple[Any, Any]:
         first()
         lengths = tree_map(lambda array, axis: 0 if axis is None else array.shape[axis], inputs, axes)
-        results = [function(*element(inputs, axes, n)) for n in range(tree_reduce(max, lengths))]
+        length: Any = tree_reduce(max, lengths)
+        results = [function(*element(inputs, axes, n)) for n in range(length)]
         return tree_map(lambda *rows: mx.stack(list(rows)), *results), tree_map(lambda _: 0, results[0])
 
 

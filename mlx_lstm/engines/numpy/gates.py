@@ -45,6 +45,12 @@ def gates_of(order: str, activations: tuple[str, ...], H: int, names: str) -> Ga
     return Gates([activation[gate] if gate in names else None for gate in order], H)
 
 
+@cache
+def gate_blocks(order: str, H: int) -> dict[str, slice]:
+    """Each gate's rows of a GH axis. Built once each."""
+    return {gate: slice(n * H, (n + 1) * H) for n, gate in enumerate(order)}
+
+
 def activate(name: str, x: np.ndarray, out: np.ndarray) -> None:
     """One activation of `cells.ACTIVATIONS` into out."""
     known("numpy", ACTIVATIONS, name)[0](x, out)

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..cells import GRUCell
 from ..problem import Problem
-from .gates import gates_of
+from .gates import gate_blocks, gates_of
 from .memory import Steps, Views, chunk_steps, columns_buffer, matrix
 from .products import Preactivations, WeightGradients
 
@@ -27,7 +27,7 @@ class GRUStep:
     def __init__(self, problem: Problem, cell: GRUCell, v: Views, preactivations: Preactivations):
         (_, B, H, _), dtype, order, activations = problem.sizes, v["Wh"].dtype, cell.gate_order, cell.activations
         self.preactivations, self.after, self.flip = preactivations, cell.reset == "after", cell.flip_z
-        self.block = {gate: cell.block(gate, H) for gate in "rzn"}
+        self.block = gate_blocks(order, H)
         self.rz = reset_and_update(self.block)
         self.early, self.late = gates_of(order, activations, H, "rz"), gates_of(order, activations, H, "n")
         self.Wh_n = preactivations.Wh[self.block["n"]]
@@ -76,7 +76,7 @@ class GRUStepBackward:
         (_, B, H, _), dtype = problem.sizes, v["Wh"].dtype
         self.after, self.flip = cell.reset == "after", cell.flip_z
         self.gates_at, self.gates = Steps(saved["gates"]), gates_of(cell.gate_order, cell.activations, H, "rzn")
-        self.block = {gate: cell.block(gate, H) for gate in "rzn"}
+        self.block = gate_blocks(cell.gate_order, H)
         self.rz = reset_and_update(self.block)
         Wh = matrix(v["Wh"])
         self.Wh_T, self.Wh_n, self.bhn = Wh.T, Wh[self.block["n"]], v.get("bhn")

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..cells import LSTMCell
 from ..problem import Problem
-from .gates import activate, gates_of, slope_from_square
+from .gates import activate, gate_blocks, gates_of, slope_from_square
 from .memory import Ends, Steps, Views, chunk_steps, columns_buffer, first_state, matrix
 from .products import Preactivations, WeightGradients
 
@@ -28,7 +28,7 @@ class LSTMStep:
     def __init__(self, problem: Problem, cell: LSTMCell, v: Views, preactivations: Preactivations):
         (_, B, H, _), dtype, order, activations = problem.sizes, v["Wh"].dtype, cell.gate_order, cell.activations
         self.preactivations, self.Wp = preactivations, matrix(v["Wp"]) if "Wp" in v else None
-        self.block = {gate: cell.block(gate, H) for gate in "ifgo"}
+        self.block = gate_blocks(order, H)
         self.peephole = peephole_columns(cell, v, H, B)
         late = "o" if self.peephole and cell.output_peephole == "current" else ""
         self.early = gates_of(order, activations, H, "ifg" if late else "ifgo")
@@ -74,7 +74,7 @@ class LSTMStepBackward:
         self.c0 = first_state(v, "c0", (H, B), dtype)
         self.Wh_T, self.Wp_T = matrix(v["Wh"]).T, matrix(v["Wp"]).T if "Wp" in v else None
         self.output, self.o_sees_current = cell.activation("output"), cell.output_peephole == "current"
-        self.block = {gate: cell.block(gate, H) for gate in "ifgo"}
+        self.block = gate_blocks(cell.gate_order, H)
         self.gates = gates_of(cell.gate_order, cell.activations, H, "ifgo")
         self.peephole = peephole_columns(cell, v, H, B)
         if self.peephole:

@@ -37,9 +37,9 @@ class New:
     """
 
     def __init__(self, dtype: np.dtype, shape: tuple[int, ...]):
-        self.kind = mx.float64 if dtype == np.float64 else mx.float32
-        self.held = mx.empty(shape, self.kind) if prod(shape) >= COPIED else None
-        self.memory = np.empty(shape, dtype) if self.held is None else view(self.held)
+        self.kind: mx.Dtype = mx.float64 if dtype == np.float64 else mx.float32
+        self.held: mx.array | None = mx.empty(shape, self.kind) if prod(shape) >= COPIED else None
+        self.memory: np.ndarray = np.empty(shape, dtype) if self.held is None else view(self.held)
 
     def array(self) -> mx.array:
         """MLX's array."""
@@ -126,9 +126,9 @@ class Ends:
     """Where the items of a batch end."""
 
     def __init__(self, problem: Problem):
-        self.shortest = problem.T
+        self.shortest: int = problem.T
         if problem.lengths is not None:
-            self.lengths = np.array(problem.lengths)
+            self.lengths: np.ndarray = np.array(problem.lengths)
             self.shortest = int(self.lengths.min())
 
     def live(self, t: int) -> np.ndarray | None:

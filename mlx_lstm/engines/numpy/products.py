@@ -25,21 +25,25 @@ class Preactivations:
     def __init__(self, problem: Problem, v: Views):
         dtype, (T, B, H, P), cell = v["Wh"].dtype, problem.sizes, problem.cell
         rows = cell.gates * H
-        self.x, self.mask, self.B = v["x"], step_mask(v, problem), B
-        self.Wh, Wx = matrix(v["Wh"]), matrix(v["Wx"]) if "Wx" in v else None
+        self.x: np.ndarray = v["x"]
+        self.B = B
+        self.start: int = -1
+        self.mask: np.ndarray | None = step_mask(v, problem)
+        self.Wh: np.ndarray = matrix(v["Wh"])
+        Wx = matrix(v["Wx"]) if "Wx" in v else None
         self.bias = bias_column(cell, v, H, rows)
-        self.chunk = min(T, max(1, AHEAD_ROWS // B)) if B >= WIDE_BATCH else chunk_steps(problem)
-        self.padded, self.start = None, -1
+        self.chunk: int = min(T, max(1, AHEAD_ROWS // B)) if B >= WIDE_BATCH else chunk_steps(problem)
+        self.padded: np.ndarray | None = None
         if Wx is not None and self.bias is not None and B >= WIDE_BATCH and T * B >= 2 * AHEAD_ROWS:
             Wx = np.concatenate([Wx, self.bias[:, None]], axis=1)
             self.padded, self.bias = np.ones((self.chunk, B, Wx.shape[1]), dtype), None
         self.Wx = Wx
         if Wx is not None:
-            self.ahead = columns_buffer(rows, self.chunk * B, B, dtype)
+            self.ahead: np.ndarray = columns_buffer(rows, self.chunk * B, B, dtype)
         elif self.bias is not None:
             self.bias, self.ahead = np.repeat(self.bias[:, None], B, axis=1), np.empty((rows, B), dtype)
-        self.z = np.empty((rows, B), dtype)
-        self.masked = None if self.mask is None else np.empty((P, B), dtype)
+        self.z: np.ndarray = np.empty((rows, B), dtype)
+        self.masked: np.ndarray | None = None if self.mask is None else np.empty((P, B), dtype)
 
     def at(self, t: int, h: np.ndarray) -> np.ndarray:
         """[GH, B]: step t's preactivations, from h [P, B] before it. The next call overwrites them."""
@@ -86,8 +90,10 @@ class WeightGradients:
 
     def __init__(self, problem: Problem, v: Views, out: Views, written: set[int]):
         """out: the gradients' memory; written: the first steps of the chunks of dx that the other direction wrote."""
-        self.v, self.out, self.ends = v, out, Ends(problem)
-        self.shared, self.written = "Wx" in v, written
+        self.v: Views = v
+        self.out: Views = out
+        self.ends: Ends = Ends(problem)
+        self.written: set[int] = written
         self.begun: set[tuple[str, int]] = set()
 
     def add(self, start: int, stop: int, dz: np.ndarray) -> None:

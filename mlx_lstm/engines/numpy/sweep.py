@@ -112,14 +112,15 @@ def of_direction(d: int | None, values: Views) -> Views:
 
 def sweep_forward(problem: Problem, v: Views, out: Views) -> None:
     """Write h [T, B, P], c [T, B, H], gates [T or 1, B, GH], hT [B, P] and cT [B, H] of `out`, those a cell has."""
-    # A cell without c has one of width 0.
-    dtype, (T, B, _, P) = v["Wh"].dtype, problem.sizes
+    dtype, (T, B, H, P) = v["Wh"].dtype, problem.sizes
     h, gates = out["h"], feature_major(out["gates"])
-    c = feature_major(out["c"]) if "c" in out else np.empty((T, 0, B), dtype)
     step = STEPS[type(problem.cell)][0](problem, problem.cell, v, Preactivations(problem, v))
     ends = Ends(problem)
     h_prev, h_new = first_state(v, "h0", (P, B), dtype), np.empty((P, B), dtype)
-    c_prev = first_state(v, "c0", (c.shape[1], B), dtype)
+    if "c" in out:
+        c, c_prev = feature_major(out["c"]), first_state(v, "c0", (H, B), dtype)
+    else:  # one of width 0
+        c, c_prev = np.empty((T, 0, B)), np.empty((0, B))
     ragged = c if problem.lengths is None else np.empty((2, *c.shape[1:]), dtype)  # c where items have ended
     for t in problem.steps():
         gates_t, c_t = gates[t if len(gates) == T else 0], c[t]
