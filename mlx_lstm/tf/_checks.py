@@ -26,10 +26,7 @@ def check_lstm_block_cell(op: str, arrays: Arrays, use_peephole: bool) -> None:
     check_ranks(
         op, arrays, {"b": 1} | dict.fromkeys(PEEPHOLES, 1), 2, "{name}_tensor must be rank {rank} but is rank {got}."
     )
-    N, I = arrays["x"].shape
-    H = arrays["cs_prev"].shape[1]
-    check_states(op, arrays, N, H)
-    check_weights(op, arrays, I, H)
+    N, H = check_cell(op, arrays)
     if 0 in (N, H):
         reject(op, f"cs_prev_tensor is empty, has shape: ({N},{H}).")
     check_matrices(op, arrays, KEPT, ".dim_size", N, H)
@@ -44,12 +41,9 @@ def check_block_lstm(op: str, seq_len_max: object, arrays: Arrays, use_peephole:
     steps = check_steps(op, seq_len_max)
     check_kinds(op, arrays)
     check_ranks(op, arrays, {"x": 3, "b": 1} | dict.fromkeys(PEEPHOLES, 1), 2, "{name} must be {rank}D")
-    T, N, I = arrays["x"].shape
-    H = arrays["cs_prev"].shape[1]
-    check_states(op, arrays, N, H)
-    check_weights(op, arrays, I, H)
+    _, H = check_cell(op, arrays)
     check_peepholes(op, arrays, H)
-    return check_range(op, steps, T)
+    return check_range(op, steps, arrays["x"].shape[0])
 
 
 def check_block_lstm_grad(op: str, seq_len_max: object, arrays: Arrays, use_peephole: bool) -> int:
@@ -128,19 +122,17 @@ def check_matrices(op: str, arrays: Arrays, names: tuple[str, ...], dims: str, N
         check_size(op, f"{name}{dims}(1) != cell_size", arrays[name].shape[1], H)
 
 
-def check_states(op: str, arrays: Arrays, N: int, H: int) -> None:
-    """cs_prev and h_prev [N, H], where H is cs_prev's."""
+def check_cell(op: str, arrays: Arrays) -> tuple[int, int]:
+    """cs_prev and h_prev [N, H], where H is cs_prev's; w [I + H, 4H] and b [4H]. Returns N and H."""
+    (N, I), H = arrays["x"].shape[-2:], arrays["cs_prev"].shape[1]
     check_size(op, "cs_prev.dims(0) != batch_size", arrays["cs_prev"].shape[0], N)
     check_size(op, "h_prev.dims(0) != batch_size", arrays["h_prev"].shape[0], N)
     check_size(op, "h_prev.dims(1) != cell_size", arrays["h_prev"].shape[1], H)
-
-
-def check_weights(op: str, arrays: Arrays, I: int, H: int) -> None:
-    """w [I + H, 4H] and b [4H]."""
     rows, columns = arrays["w"].shape
     check_size(op, "w.dim_size(0) != input_size + cell_size", rows, I + H)
     check_size(op, "w.dim_size(1) != cell_size * 4", columns, 4 * H)
     check_size(op, "b.dim_size(0) != cell_size * 4", arrays["b"].size, 4 * H)
+    return N, H
 
 
 def check_peepholes(op: str, arrays: Arrays, H: int) -> None:

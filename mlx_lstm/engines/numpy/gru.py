@@ -90,7 +90,7 @@ class GRUStepBackward:
         self.dz_n = columns_buffer(H, columns, B, dtype) if self.after else self.dz[self.block["n"]]
         self.inner = columns_buffer(H, columns, B, dtype)
 
-    def start(self, start: int, stop: int, before: np.ndarray, h_in: np.ndarray) -> None:
+    def start(self, start: int, before: np.ndarray, h_in: np.ndarray) -> None:
         """Before the steps of a chunk: `before` [steps, B, H] is the h they start from, h_in [n, H] the masked one."""
         self.first, self.before, self.h_in = start, before, h_in
         if self.after:

@@ -88,18 +88,36 @@ class LSTMStepBackward:
             self.dm, self.dh_kept = np.empty((H, B), dtype), columns_buffer(P, columns, B, dtype)
             self.m = columns_buffer(H, columns, B, dtype)
 
-    def start(self, start: int, stop: int, before: np.ndarray, h_in: np.ndarray) -> None:
-        """Before the steps of a chunk: nothing."""
-
     def __call__(self, t: int, columns: slice, dh: np.ndarray, dc: np.ndarray, dgates: np.ndarray | None) -> None:
         """Writes dz [4H, B]; turns dh, the gradient of h, into that of the h that entered the product, dc, that of c,
         into that of c_prev."""
         gates, dz, c, c_prev = self.gates_at.at(t), self.dz[:, columns], self.c.at(t), self.c_before(t)
-        dm = dh if self.Wp_T is None else np.matmul(self.Wp_T, dh, out=self.dm)
-        self.cell_back(gates, c_prev, c, dm, dc, dgates, dz)
+        block, s, scratch, output = self.block, self.s, self.scratch, self.output
+        i, f, g, o = gates[block["i"]], gates[block["f"]], gates[block["g"]], gates[block["o"]]
+        activate(output, c, s)
+        dm = dh
         if self.Wp_T is not None:
+            dm = np.matmul(self.Wp_T, dh, out=self.dm)
             self.dh_kept[:, columns] = dh
-            np.multiply(self.s, gates[self.block["o"]], out=self.m[:, columns])
+            np.multiply(s, o, out=self.m[:, columns])
+        self.gates.slopes(gates, self.slopes)
+        np.multiply(dm, s, out=self.dy_o)
+        np.multiply(s, s, out=scratch)
+        slope_from_square(output, s, scratch)
+        scratch *= o
+        dc += np.multiply(scratch, dm, out=scratch)
+        if self.peephole and self.o_sees_current:
+            dz_o = self.dy_o if dgates is None else self.dy_o + dgates[block["o"]]
+            dc += dz_o * self.slopes[block["o"]] * self.peephole["o"]
+        np.multiply(dc, g, out=self.dy_i)
+        np.multiply(dc, c_prev, out=self.dy_f)
+        np.multiply(dc, i, out=self.dy_g)
+        if dgates is not None:
+            self.dy += dgates
+        np.multiply(self.dy, self.slopes, out=dz)
+        dc *= f
+        if self.peephole:
+            self.through_peepholes(dz, c_prev, c, dc)
         np.matmul(self.Wh_T, dz, out=dh)
 
     def pass_by(self, columns: slice) -> None:
@@ -123,39 +141,6 @@ class LSTMStepBackward:
         if problem.reverse and last >= self.ends.shortest:
             c = np.where(self.ends.lengths == last, self.c0, c)
         return c
-
-    def cell_back(
-        self,
-        gates: np.ndarray,
-        c_prev: np.ndarray,
-        c: np.ndarray,
-        dm: np.ndarray,
-        dc: np.ndarray,
-        dgates: np.ndarray | None,
-        dz: np.ndarray,
-    ) -> None:
-        """From the gradients of m, c and the gates: dz [4H, B]; dc becomes that of c_prev. self.s is s_output(c)."""
-        block, scratch, output = self.block, self.scratch, self.output
-        i, f, g, o = gates[block["i"]], gates[block["f"]], gates[block["g"]], gates[block["o"]]
-        activate(output, c, self.s)
-        self.gates.slopes(gates, self.slopes)
-        np.multiply(dm, self.s, out=self.dy_o)
-        np.multiply(self.s, self.s, out=scratch)
-        slope_from_square(output, self.s, scratch)
-        scratch *= o
-        dc += np.multiply(scratch, dm, out=scratch)
-        if self.peephole and self.o_sees_current:
-            dz_o = self.dy_o if dgates is None else self.dy_o + dgates[block["o"]]
-            dc += dz_o * self.slopes[block["o"]] * self.peephole["o"]
-        np.multiply(dc, g, out=self.dy_i)
-        np.multiply(dc, c_prev, out=self.dy_f)
-        np.multiply(dc, i, out=self.dy_g)
-        if dgates is not None:
-            self.dy += dgates
-        np.multiply(self.dy, self.slopes, out=dz)
-        dc *= f
-        if self.peephole:
-            self.through_peepholes(dz, c_prev, c, dc)
 
     def through_peepholes(self, dz: np.ndarray, c_prev: np.ndarray, c: np.ndarray, dc: np.ndarray) -> None:
         """What the gates that peeped at c_prev send back to it, and every gate's term of the peephole gradient."""

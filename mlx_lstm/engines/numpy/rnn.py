@@ -39,9 +39,6 @@ class RNNStepBackward:
         self.slope = np.empty((H, B), dtype)
         self.dz = columns_buffer(H, chunk_steps(problem) * B, B, dtype)
 
-    def start(self, start: int, stop: int, before: np.ndarray, h_in: np.ndarray) -> None:
-        """Before the steps of a chunk: nothing."""
-
     def __call__(self, t: int, columns: slice, dh: np.ndarray, _dc: np.ndarray, dgates: np.ndarray | None) -> None:
         """Writes dz; turns dh, the gradient of h, into that of the h that entered the product."""
         h, dz = self.h_at.at(t), self.dz[:, columns]

@@ -183,7 +183,8 @@ class BackwardSweep:
         if self.mask is not None:
             h_in = before * ends.without_padding(self.mask, start, stop)
         h_in = h_in.reshape(-1, P)
-        step.start(start, stop, before, h_in)
+        if isinstance(step, GRUStepBackward):
+            step.start(start, before, h_in)
         times = range(start, stop) if self.problem.reverse else range(stop - 1, start - 1, -1)
         for t in times:
             live = ends.live(t)
@@ -198,13 +199,7 @@ class BackwardSweep:
         self.products.add(start, stop, step.dz[:, : (stop - start) * B])
 
     def back(
-        self,
-        t: int,
-        columns: slice,
-        h_prev: np.ndarray,
-        dh: np.ndarray,
-        dc: np.ndarray,
-        live: np.ndarray | None = None,
+        self, t: int, columns: slice, h_prev: np.ndarray, dh: np.ndarray, dc: np.ndarray, live: np.ndarray | None = None
     ) -> None:
         """Step t back, from h_prev [B, P]: dh and dc become the gradients of the state before it."""
         given, step = self.given, self.step

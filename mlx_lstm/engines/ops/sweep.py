@@ -233,12 +233,9 @@ def peephole_gradient(cell: LSTMCell, dz: mx.array, c_prev: mx.array, c: mx.arra
 
 def initial_states(problem: Problem, arrays: Arrays) -> tuple[mx.array, mx.array]:
     """(h0 [B, P], c0 [B, H]), zeros where absent."""
-    dtype = arrays["Wh"].dtype
-    h0, c0 = arrays.get("h0"), arrays.get("c0")
-    return (
-        mx.zeros((problem.B, problem.P), dtype) if h0 is None else h0,
-        mx.zeros((problem.B, problem.H), dtype) if c0 is None else c0,
-    )
+    B, dtype, widths = problem.B, arrays["Wh"].dtype, {"h0": problem.P, "c0": problem.H}
+    h0, c0 = (arrays[name] if name in arrays else mx.zeros((B, width), dtype) for name, width in widths.items())
+    return h0, c0
 
 
 def before_each_step(problem: Problem, states: mx.array, first: mx.array) -> mx.array:
