@@ -1,4 +1,7 @@
-"""Weights of Keras' LSTM and GRU layers as ours, and back: nothing but transposes and reordered gates."""
+"""Weights of Keras' LSTM and GRU layers as ours, and back: nothing but transposes and reordered gates.
+
+Arrays whose shapes do not fit raise a ValueError.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +29,6 @@ def lstm_from_keras(kernel: Any, recurrent_kernel: Any, bias: Any = None) -> Arr
         dict: `Wx` [4H, I], `Wh` [4H, H] and, if there is a bias, `b` [4H], each in the dtype given: float32, unless the
         layer has another. With float64 MLX computes on the CPU only.
 
-    Raises:
-        ValueError: the shapes do not fit.
-
     Example:
         >>> import numpy as np
         >>> from mlx_lstm import keras, nn
@@ -49,9 +49,6 @@ def lstm_to_keras(Wx: mx.array, Wh: mx.array, b: mx.array | None = None) -> list
 
     Returns:
         list: kernel [I, 4H], recurrent_kernel [H, 4H] and, if given, bias [4H].
-
-    Raises:
-        ValueError: the shapes do not fit.
     """
     check_ours("lstm_to_keras", 4, Wx, Wh, {"b": b})
     return [to_numpy(Wx).T, to_numpy(Wh).T] + ([] if b is None else [to_numpy(b)])
@@ -71,9 +68,6 @@ def gru_from_keras(kernel: Any, recurrent_kernel: Any, bias: Any = None) -> Arra
     Returns:
         dict: `Wx` [3H, I], `Wh` [3H, H]; if there is a bias, `b` [3H], and with `reset_after=True` `bhn` [H]; in dtypes
         as `lstm_from_keras` returns them.
-
-    Raises:
-        ValueError: the shapes do not fit.
 
     Example:
         >>> import mlx.core as mx, numpy as np
@@ -96,12 +90,7 @@ def gru_from_keras(kernel: Any, recurrent_kernel: Any, bias: Any = None) -> Arra
 
 
 def gru_to_keras(
-    Wx: mx.array,
-    Wh: mx.array,
-    b: mx.array | None = None,
-    bhn: mx.array | None = None,
-    *,
-    reset_after: bool = True,
+    Wx: mx.array, Wh: mx.array, b: mx.array | None = None, bhn: mx.array | None = None, *, reset_after: bool = True
 ) -> list[np.ndarray]:
     """The way back from `gru_from_keras`: what `keras_layer.set_weights` takes, in float32; float64 stays.
 

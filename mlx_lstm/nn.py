@@ -91,8 +91,7 @@ class LSTM(nn.Module):
 class GRU(nn.Module):
     r"""A GRU layer: `mlx.nn.GRU` with one fused, differentiable recurrence in place of a graph per step.
 
-    Equals `mlx.nn.GRU` in constructor, parameters, initialisation, shapes and returns; weight files of either load into
-    the other. The input has shape NLD or LD: optional batch axes (any number), sequence length, features.
+    Equals `mlx.nn.GRU` as `LSTM` equals the original; shapes of the input and evaluation mode are as there.
 
     .. math::
 
@@ -101,13 +100,10 @@ class GRU(nn.Module):
         h_t &= (1 - z_t) \odot n_t + z_t \odot h_{t-1}
 
     Parameters: `Wx` [3H, D], `Wh` [3H, H], `b` [3H], `bhn` [H]; gate order r, z, n; all drawn from U(-1/sqrt(H),
-    1/sqrt(H)). Evaluation mode is as in `LSTM`.
+    1/sqrt(H)).
 
     Args:
-        input_size (int): size of the features, D.
-        hidden_size (int): size of the hidden state, H.
-        bias (bool): whether there are biases. Default: `True`.
-        engine (str, optional): force an engine, as in `mlx_lstm.gru`. Default: the best for the stream's device.
+        input_size, hidden_size, bias, engine: as in `LSTM`.
 
     Example:
         >>> import mlx.core as mx
@@ -153,21 +149,16 @@ class GRU(nn.Module):
 class RNN(nn.Module):
     r"""A plain recurrent layer: `mlx.nn.RNN` with one fused, differentiable recurrence in place of a graph per step.
 
-    Equals `mlx.nn.RNN` in constructor, parameters, initialisation, shapes and returns; weight files of either load into
-    the other. The input has shape NLD or LD: optional batch axes (any number), sequence length, features.
+    Equals `mlx.nn.RNN` as `LSTM` equals the original; shapes of the input and evaluation mode are as there.
 
     .. math:: h_t = s(W_{xh} x_t + W_{hh} h_{t-1} + b)
 
-    Parameters: `Wxh` [H, D], `Whh` [H, H], `bias` [H]; all drawn from U(-1/sqrt(H), 1/sqrt(H)). Evaluation mode is as
-    in `LSTM`.
+    Parameters: `Wxh` [H, D], `Whh` [H, H], `bias` [H]; all drawn from U(-1/sqrt(H), 1/sqrt(H)).
 
     Args:
-        input_size (int): size of the features, D.
-        hidden_size (int): size of the hidden state, H.
-        bias (bool): whether there is a bias. Default: `True`.
+        input_size, hidden_size, bias, engine: as in `LSTM`.
         nonlinearity (callable, optional): s, one of `NONLINEARITIES`: MLX's tanh, relu or sigmoid. Other functions,
             which the original takes, are an error. Default: tanh.
-        engine (str, optional): force an engine, as in `mlx_lstm.rnn`. Default: the best for the stream's device.
 
     Example:
         >>> import mlx.core as mx
@@ -207,15 +198,7 @@ class RNN(nn.Module):
         )
 
     def __call__(self, x: mx.array, hidden: mx.array | None = None) -> mx.array:
-        """The hidden state at every step.
-
-        Args:
-            x (array): [..., L, D]; any number of batch axes, none included.
-            hidden (array, optional): the hidden state to start from, [..., H]. Default: zeros.
-
-        Returns:
-            array: all hidden states, [..., L, H], in the dtype that x and the parameters promote to.
-        """
+        """As `GRU`."""
         given = {"Wx": self.Wxh, "Wh": self.Whh, "b": self.bias}
         cell, states = RNNCell(activation_of(self.nonlinearity)), {"hidden": hidden}
         return run("nn.RNN", cell, x, given, states, training=self.training, engine=self.engine)[0]

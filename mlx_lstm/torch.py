@@ -225,11 +225,7 @@ class LSTM(Layers):
         )
 
     def __call__(
-        self,
-        input: mx.array,
-        hx: tuple[mx.array, mx.array] | None = None,
-        *,
-        lengths: recurrence.Lengths = None,
+        self, input: mx.array, hx: tuple[mx.array, mx.array] | None = None, *, lengths: recurrence.Lengths = None
     ) -> tuple[mx.array, tuple[mx.array, mx.array]]:
         """The last layer's h at every step, and the last states of all layers.
 
@@ -266,9 +262,6 @@ class GRU(Layers):
 
     Args:
         input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, engine: as in `LSTM`.
-
-    Raises:
-        ValueError: an argument breaks a rule.
 
     Example:
         >>> import mlx.core as mx
@@ -323,9 +316,6 @@ class RNN(Layers):
     Args:
         input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, engine: as in `LSTM`.
         nonlinearity (str): s, `"tanh"` or `"relu"`. Default: `"tanh"`.
-
-    Raises:
-        ValueError: an argument breaks a rule.
 
     Example:
         >>> import mlx.core as mx

@@ -4,8 +4,8 @@ Names, argument order, shapes and outputs are those of the raw ops; attributes a
 ours. Sizes: T time, N batch, I input, H num_units, S the width of h (H, or num_proj), L layers, D directions, G gates.
 The parameter buffer is described in `cudnn._buffer`.
 
-What differs from the original: the length of params is checked; the backward ops are pure; the random numbers of
-dropout are MLX's, see `cudnn_rnn`; time_major=False, see `cudnn_rnn_v3`.
+Wrong arguments raise a ValueError. What differs from the original: the length of params is checked; the backward ops
+are pure; the random numbers of dropout are MLX's, see `cudnn_rnn`; time_major=False, see `cudnn_rnn_v3`.
 
 The reserve space is one array of the input's dtype. Layer by layer it holds the gates [T, D G H, N] (not of a plain
 layer), of an lstm c [T, D H, N], and of every layer but the last h [T, N, D S] and, with dropout, the factors [T, N, D

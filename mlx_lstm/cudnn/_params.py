@@ -49,9 +49,6 @@ def cudnn_rnn_params_size(
     Returns:
         array: the size, [1].
 
-    Raises:
-        ValueError: a rule on an argument is broken.
-
     Example:
         >>> from mlx_lstm.cudnn import cudnn_rnn_params_size
         >>> cudnn_rnn_params_size(1, 5, 4).item()
@@ -93,9 +90,6 @@ def cudnn_rnn_params_to_canonical(
         CudnnRNNParamsToCanonicalOutput: weights, by layer and direction W_g [H, in] of every gate, then R_g [H, S]; and
         biases [H] likewise. With skip_input the W_g of layer 0 are there, [H, 0]; the original fails.
 
-    Raises:
-        ValueError: a rule on an argument is broken.
-
     Example:
         >>> import mlx.core as mx
         >>> from mlx_lstm.cudnn import cudnn_rnn_params_to_canonical
@@ -136,9 +130,6 @@ def cudnn_rnn_params_to_canonical_v2(
     Returns:
         CudnnRNNParamsToCanonicalOutput: as there; Pr [P, H] follows the R_g of its layer and direction.
 
-    Raises:
-        ValueError: a rule on an argument is broken.
-
     Example:
         >>> import mlx.core as mx
         >>> from mlx_lstm.cudnn import cudnn_rnn_params_size, cudnn_rnn_params_to_canonical_v2
@@ -178,9 +169,6 @@ def cudnn_rnn_canonical_to_params(
     Returns:
         array: params, [params_size].
 
-    Raises:
-        ValueError: a rule on an argument is broken.
-
     Example:
         >>> import mlx.core as mx
         >>> from mlx_lstm.cudnn import cudnn_rnn_canonical_to_params
@@ -213,13 +201,7 @@ def cudnn_rnn_canonical_to_params_v2(
 
     Args:
         num_proj (int): P, of an lstm; 0 for no projection. Default: 0.
-        All others: as in `cudnn_rnn_canonical_to_params`.
-
-    Returns:
-        array: params, [params_size].
-
-    Raises:
-        ValueError: a rule on an argument is broken.
+        All others, and what is returned: as in `cudnn_rnn_canonical_to_params`.
 
     Example:
         >>> import mlx.core as mx

@@ -125,16 +125,10 @@ def cudnn_rnn_v2(
     engine: str | None = None,
     stream: Stream = None,
 ) -> CudnnRNNV2Output:
-    """`cudnn_rnn` with one more output, host_reserved: TensorFlow's CudnnRNNV2.
-
-    Args:
-        All: as in `cudnn_rnn`.
+    """`cudnn_rnn`, of the same arguments, with one more output, host_reserved: TensorFlow's CudnnRNNV2.
 
     Returns:
         CudnnRNNV2Output: as `cudnn_rnn`; host_reserved is int8, [2] in training and else a scalar.
-
-    Raises:
-        ValueError: as `cudnn_rnn`.
 
     Example:
         >>> import mlx.core as mx
@@ -192,9 +186,6 @@ def cudnn_rnn_v3(
 
     Returns:
         CudnnRNNV2Output: as `cudnn_rnn_v2`; host_reserved is always a scalar.
-
-    Raises:
-        ValueError: as `cudnn_rnn`.
 
     Example:
         >>> import mlx.core as mx
@@ -294,13 +285,7 @@ def cudnn_rnn_backprop_v2(
 
     Args:
         host_reserved (array): what `cudnn_rnn_v2` returned; not read.
-        All others: as in `cudnn_rnn_backprop`.
-
-    Returns:
-        CudnnRNNBackpropOutput: as `cudnn_rnn_backprop`.
-
-    Raises:
-        ValueError: as `cudnn_rnn_backprop`.
+        All others, and what is returned: as in `cudnn_rnn_backprop`.
 
     Example:
         >>> import mlx.core as mx
@@ -354,9 +339,6 @@ def cudnn_rnn_backprop_v3(
 
     Returns:
         CudnnRNNBackpropOutput: as `cudnn_rnn_backprop`, each gradient in its array's layout.
-
-    Raises:
-        ValueError: as `cudnn_rnn_backprop`.
 
     Example:
         >>> import mlx.core as mx

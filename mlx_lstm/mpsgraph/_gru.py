@@ -26,8 +26,7 @@ class GRUDescriptor:
     """`MPSGraphGRUDescriptor`: its properties and defaults.
 
     Args:
-        reverse (bool): go through time from its end; results stay aligned with the source. Ignored with bidirectional.
-        bidirectional (bool): run both directions.
+        reverse, bidirectional (bool): as in `LSTMDescriptor`.
         training (bool): let `gru` return what `gru_gradients` needs.
         reset_gate_first (bool): gates in the order r, z, o, not z, r, o, on every axis of three blocks.
         reset_after (bool): let r multiply the recurrent product of o, not the h that goes into it.
@@ -76,25 +75,17 @@ def gru(
     with bias [b_ir + b_hr, b_iz + b_hz, b_in] and secondary_bias b_hn.
 
     Args:
-        source (array): [T, N, I]; without input_weight [T, N, 3H], added to the gates as it is.
-        recurrent_weight (array): R, [3H, H].
-        input_weight (array, optional): W, [3H, I].
-        bias (array, optional): [3H].
-        init_state (array, optional): h before the first step, [N, H] or [1, N, H]. Default: zeros.
-        mask (array, optional): m, broadcastable to [N, H]; multiplies h on its way into the recurrent products only.
-        secondary_bias (array, optional): b2, [H]. Without reset_after, where nothing uses it, it is refused.
-        descriptor (GRUDescriptor, optional): Default: `GRUDescriptor()`. With bidirectional, the forward direction
-            first: source without input_weight [T, N, 6H], recurrent_weight [2, 3H, H], input_weight [6H, I], bias [6H],
-            init_state [N, 2H], mask broadcastable to [N, 2H], secondary_bias [2H].
+        source, recurrent_weight, input_weight, bias, init_state, mask: as in `mpsgraph.lstm`, with 3H for every 4H and
+            6H for every 8H.
+        secondary_bias (array, optional): b2, [H], with bidirectional [2H]. Without reset_after, where nothing uses it,
+            it is refused.
+        descriptor (GRUDescriptor, optional): Default: `GRUDescriptor()`.
         hard_sigmoid, mask_layout: as in `mpsgraph.lstm`.
         engine, stream: as in `mlx_lstm.gru`.
 
     Returns:
         list: h [T, N, H]; with training the gates after their activations, [T, N, 3H] (zState; Apple does not say what
         its own holds, so it is a secret between these two functions: E:gru_flavours). Twice as wide with bidirectional.
-
-    Raises:
-        ValueError: as `mpsgraph.lstm`.
 
     Example:
         >>> import mlx.core as mx
@@ -148,9 +139,6 @@ def gru_gradients(
     Returns:
         list: the gradients of source, recurrent_weight, input_weight, bias, init_state, secondary_bias, in this order,
         without those of arguments that are None. There is none of mask.
-
-    Raises:
-        ValueError: as `mpsgraph.lstm`.
 
     Example:
         >>> import mlx.core as mx

@@ -174,9 +174,6 @@ def lstm_gradients(
         list: the gradients of source, recurrent_weight, input_weight, bias, peephole, init_state, init_cell, in this
         order, without those of arguments that are None. There is none of mask.
 
-    Raises:
-        ValueError: as `lstm`.
-
     Example:
         >>> import mlx.core as mx
         >>> from mlx_lstm import mpsgraph

@@ -25,8 +25,7 @@ class SingleGateRNNDescriptor:
     """`MPSGraphSingleGateRNNDescriptor`: its properties and defaults.
 
     Args:
-        reverse (bool): go through time from its end; results stay aligned with the source. Ignored with bidirectional.
-        bidirectional (bool): run both directions.
+        reverse, bidirectional (bool): as in `LSTMDescriptor`.
         training (bool): let `single_gate_rnn` return what `single_gate_rnn_gradients` needs.
         activation (str): that of h, as in `LSTMDescriptor`. As in Apple's, relu unless said otherwise.
     """
@@ -60,15 +59,9 @@ def single_gate_rnn(
         h_t &= s(z_t)
 
     Args:
-        source (array): [T, N, I]; without input_weight [T, N, H], taken as it is.
-        recurrent_weight (array): R, [H, H].
-        input_weight (array, optional): W, [H, I].
-        bias (array, optional): [H].
-        init_state (array, optional): h before the first step, [N, H] or [1, N, H]. Default: zeros.
-        mask (array, optional): m, broadcastable to [N, H]; multiplies h on its way into the recurrent product only.
-        descriptor (SingleGateRNNDescriptor, optional): Default: `SingleGateRNNDescriptor()`. With bidirectional, the
-            forward direction first: source without input_weight [T, N, 2H], recurrent_weight [2, H, H], input_weight
-            [2H, I], bias [2H], init_state [N, 2H], mask broadcastable to [N, 2H].
+        source, recurrent_weight, input_weight, bias, init_state, mask: as in `mpsgraph.lstm`, with H for every 4H and
+            2H for every 8H.
+        descriptor (SingleGateRNNDescriptor, optional): Default: `SingleGateRNNDescriptor()`.
         z_state_holds (str): whether zState is z, `"preactivations"`, as the formula has it, or s(z), `"activations"`,
             as for the LSTM. E:single_gate decides.
         hard_sigmoid, mask_layout: as in `mpsgraph.lstm`.
@@ -76,9 +69,6 @@ def single_gate_rnn(
 
     Returns:
         list: h [T, N, H]; with training zState [T, N, H]. Twice as wide with bidirectional.
-
-    Raises:
-        ValueError: as `mpsgraph.lstm`.
 
     Example:
         >>> import mlx.core as mx
@@ -131,9 +121,6 @@ def single_gate_rnn_gradients(
     Returns:
         list: the gradients of source, recurrent_weight, input_weight, bias, init_state, in this order, without those of
         arguments that are None. There is none of mask.
-
-    Raises:
-        ValueError: as `mpsgraph.lstm`.
 
     Example:
         >>> import mlx.core as mx

@@ -71,15 +71,12 @@ def gru(
         flip_z (bool): let z be the weight of n, so that h = (1 - z) h + z n. Default: `False`.
         mask (array, optional): factor on h[t-1] as it enters the recurrent products (not the sum with z);
             broadcastable to [B, H] or, one per step, to [T, B, H].
-        reverse, bidirectional, lengths, return_gates, training, engine, stream: as in `lstm`. For both directions Wx is
-            [6H, I], b [6H], Wh [2, 3H, H], bhn [2H], h0 [B, 2H], a projected x [T, B, 6H].
+        reverse, bidirectional, lengths, return_gates, training, engine, stream: as in `lstm`; so are errors. For both
+            directions Wx is [6H, I], b [6H], Wh [2, 3H, H], bhn [2H], h0 [B, 2H], a projected x [T, B, 6H].
 
     Returns:
         GRUOutput: h [T, B, H], gates [T, B, 3H] (after activation, in `gate_order`; `None` unless `return_gates`) and
         hT [B, H], in the dtype of x.
-
-    Raises:
-        ValueError, RuntimeError: as `lstm`.
 
     Example:
         >>> import mlx.core as mx
@@ -120,6 +117,7 @@ def gru_gradients(
     stream: Stream = None,
 ) -> Arrays:
     """The gradient of `gru`, from what a forward pass returned; equals what `mx.vjp` gives for the same arguments.
+    Errors as there.
 
     Args:
         x, Wx, Wh, b, h0 and all options: as `gru` had them.
@@ -129,9 +127,6 @@ def gru_gradients(
 
     Returns:
         dict: the gradient of each array given, by its name here, in its shape.
-
-    Raises:
-        ValueError: as `gru`.
 
     Example:
         >>> import mlx.core as mx

@@ -154,7 +154,7 @@ def lstm_gradients(
 ) -> Arrays:
     """The gradient of `lstm`, from what a forward pass returned.
 
-    Equals what `mx.vjp` gives for the same arguments. No gate is computed again.
+    Equals what `mx.vjp` gives for the same arguments. No gate is computed again. Errors as there.
 
     Args:
         x, Wx, Wh, b, h0, c0 and all options: as `lstm` had them. A clip and a forget bias leave no trace in the
@@ -167,9 +167,6 @@ def lstm_gradients(
     Returns:
         dict: the gradient of each array given, by its name here, in its shape: `"x"`, `"Wx"`, `"Wh"`, `"b"`, `"h0"`,
         `"c0"`, `"peephole"`, `"mask"`, `"Wp"`.
-
-    Raises:
-        ValueError: as `lstm`.
 
     Example:
         >>> import mlx.core as mx

@@ -49,16 +49,13 @@ def rnn(
         b (array, optional): bias, [H].
         h0 (array, optional): first h, [B, H]. Default: zeros.
         activation (str): that of h, one of those of `lstm`. Default: `"tanh"`.
-        mask, reverse, bidirectional, lengths, training, engine, stream: as in `lstm`. For both directions Wx is
-            [2H, I], b [2H], Wh [2, H, H], h0 [B, 2H], a projected x [T, B, 2H].
+        mask, reverse, bidirectional, lengths, training, engine, stream: as in `lstm`; so are errors. For both
+            directions Wx is [2H, I], b [2H], Wh [2, H, H], h0 [B, 2H], a projected x [T, B, 2H].
         return_gates (bool): whether `gates`, here the argument of the activation, is returned. Default: `False`.
 
     Returns:
         RNNOutput: h [T, B, H], gates [T, B, H] (before activation; `None` unless `return_gates`) and hT [B, H], in the
         dtype of x.
-
-    Raises:
-        ValueError, RuntimeError: as `lstm`.
 
     Example:
         >>> import mlx.core as mx
@@ -93,6 +90,7 @@ def rnn_gradients(
     stream: Stream = None,
 ) -> Arrays:
     """The gradient of `rnn`, from what a forward pass returned; equals what `mx.vjp` gives for the same arguments.
+    Errors as there.
 
     Args:
         x, Wx, Wh, b, h0 and all options: as `rnn` had them.
@@ -101,9 +99,6 @@ def rnn_gradients(
 
     Returns:
         dict: the gradient of each array given, by its name here, in its shape.
-
-    Raises:
-        ValueError: as `rnn`.
 
     Example:
         >>> import mlx.core as mx

@@ -60,9 +60,6 @@ def gru_block_cell(
     Returns:
         GRUBlockCellOutput: r, u, c, h, each [N, H].
 
-    Raises:
-        ValueError: a rule on an argument is broken.
-
     Example:
         >>> import mlx.core as mx
         >>> from mlx_lstm import tf
@@ -108,9 +105,6 @@ def gru_block_cell_grad(
 
     Returns:
         GRUBlockCellGradOutput: d_x, d_h_prev, d_c_bar, d_r_bar_u_bar.
-
-    Raises:
-        ValueError: a rule on an argument is broken.
 
     Example:
         >>> import mlx.core as mx

@@ -154,9 +154,6 @@ def lstm_block_cell_grad(
     Returns:
         LSTMBlockCellGradOutput: cs_prev_grad, dicfo, wci_grad, wcf_grad, wco_grad.
 
-    Raises:
-        ValueError: a rule on an argument is broken.
-
     Example:
         >>> import mlx.core as mx
         >>> from mlx_lstm import tf
@@ -210,9 +207,6 @@ def block_lstm(
 
     Returns:
         BlockLSTMOutput: i, cs, f, o, ci, co, h, each [T, N, H]. T, N, H or I may be 0.
-
-    Raises:
-        ValueError: a rule on an argument is broken.
 
     Example:
         >>> import mlx.core as mx
@@ -274,9 +268,6 @@ def block_lstm_grad(
         BlockLSTMGradOutput: x_grad, cs_prev_grad, h_prev_grad, w_grad, wci_grad, wcf_grad, wco_grad, b_grad, each in
         the shape of its argument. T, N or I may be 0.
 
-    Raises:
-        ValueError: a rule on an argument is broken.
-
     Example:
         >>> import mlx.core as mx
         >>> from mlx_lstm import tf
@@ -286,11 +277,10 @@ def block_lstm_grad(
         >>> tf.block_lstm_grad(5, *arrays, *out, cs_grad=out.cs, h_grad=out.h, use_peephole=False).w_grad.shape
         (7, 16)
     """
-    op, names = "block_lstm_grad", lstm_names(x, cs_prev, h_prev, w, wci, wcf, wco, b)
+    names = lstm_names(x, cs_prev, h_prev, w, wci, wcf, wco, b)
     kept = {"i": i, "cs": cs, "f": f, "o": o, "ci": ci, "co": co, "h": h, "cs_grad": cs_grad, "h_grad": h_grad}
-    steps = check_block_lstm_grad(op, seq_len_max, names | kept, use_peephole)
     with on(stream):
-        return run_lstm_gradients(ICFO, steps, names, kept, use_peephole, engine)
+        return run_lstm_gradients("block_lstm_grad", ICFO, seq_len_max, names, kept, use_peephole, engine)
 
 
 def block_lstm_v2(
@@ -322,9 +312,6 @@ def block_lstm_v2(
 
     Returns:
         BlockLSTMOutput: i, cs, f, o, ci, co, h, each [T, N, H].
-
-    Raises:
-        ValueError: a rule on an argument is broken.
 
     Example:
         >>> import mlx.core as mx
@@ -366,11 +353,10 @@ def block_lstm_grad_v2(
     stream: Stream = None,
 ) -> BlockLSTMGradOutput:
     """The gradient of `block_lstm_v2`: `block_lstm_grad` in gate order IFCO; equals `tf.raw_ops.BlockLSTMGradV2`."""
-    op, names = "block_lstm_grad_v2", lstm_names(x, cs_prev, h_prev, w, wci, wcf, wco, b)
+    names = lstm_names(x, cs_prev, h_prev, w, wci, wcf, wco, b)
     kept = {"i": i, "cs": cs, "f": f, "o": o, "ci": ci, "co": co, "h": h, "cs_grad": cs_grad, "h_grad": h_grad}
-    steps = check_block_lstm_grad(op, seq_len_max, names | kept, use_peephole)
     with on(stream):
-        return run_lstm_gradients(IFCO, steps, names, kept, use_peephole, engine)
+        return run_lstm_gradients("block_lstm_grad_v2", IFCO, seq_len_max, names, kept, use_peephole, engine)
 
 
 def lstm_names(*arrays: mx.array) -> Arrays:
@@ -407,9 +393,10 @@ def run_lstm(
 
 
 def run_lstm_gradients(
-    order: str, steps: int, names: Arrays, kept: Arrays, use_peephole: bool, engine: str | None
+    op: str, order: str, limit: object, names: Arrays, kept: Arrays, use_peephole: bool, engine: str | None
 ) -> BlockLSTMGradOutput:
-    """The gradients, out of what the forward op kept and the gradients of cs and h."""
+    """The gradients, out of what the forward op kept and the gradients of cs and h; limit: seq_len_max."""
+    steps = check_block_lstm_grad(op, limit, names | kept, use_peephole)
     x, I = names["x"], names["x"].shape[-1]
     if steps == 0 or x.shape[1] == 0:
         return BlockLSTMGradOutput(*(mx.zeros_like(array) for array in names.values()))
