@@ -13,12 +13,12 @@ import sys
 import warnings
 from collections.abc import Iterator
 from functools import cache
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from ..machine import installed_version
 from .metal.launch import shader_folder
 
 Row = tuple[tuple[int, str], ...]
@@ -90,7 +90,7 @@ def machine() -> dict[str, str]:
         "chip": str(chip.get("device_name", "unknown")),
         "architecture": str(chip.get("architecture", "unknown")),
         "system": f"macOS {platform.mac_ver()[0]}" if sys.platform == "darwin" else platform.system(),
-        "mlx": version("mlx"),
+        "mlx": installed_version("mlx"),
         "mlx_lstm": __version__,
         "kernels": kernels_hash(),
     }

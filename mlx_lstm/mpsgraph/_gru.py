@@ -80,8 +80,7 @@ def gru(
         secondary_bias (array, optional): b2, [H], with bidirectional [2H]. Without reset_after, where nothing uses it,
             it is refused.
         descriptor (GRUDescriptor, optional): Default: `GRUDescriptor()`.
-        hard_sigmoid, mask_layout: as in `mpsgraph.lstm`.
-        engine, stream: as in `mlx_lstm.gru`.
+        hard_sigmoid, mask_layout, engine, stream: as in `mpsgraph.lstm`.
 
     Returns:
         list: h [T, N, H]; with training the gates after their activations, [T, N, 3H] (zState; Apple does not say what
@@ -127,14 +126,13 @@ def gru_gradients(
 
     Args:
         source, recurrent_weight, input_weight, bias, init_state, mask, secondary_bias, descriptor, hard_sigmoid,
-            mask_layout: as `gru` had them. Without input_weight only the shape of source counts; training does not.
-        source_gradient (array): the gradient of h, [T, N, H]. This and all below twice as wide with bidirectional.
-        z_state (array): the second result of `gru` with training, [T, N, 3H].
-        output_fwd (array): the first result, [T, N, H].
-        state_gradient (array, optional): a gradient more of h at the last step of each direction, [N, H] or [1, N, H].
+            mask_layout, engine, stream: as `gru` had them. Without input_weight only the shape of source counts;
+            training does not.
+        source_gradient, state_gradient: as in `mpsgraph.lstm_gradients`.
+        z_state (array): the second result of `gru` with training, [T, N, 3H]; twice as wide with bidirectional.
+        output_fwd (array): the first result, [T, N, H], likewise.
         leading_ones (sequence of str): which gradients out of `"bias"`, `"secondary_bias"` come with two leading axes
             of 1. E:gru_flavours decides. Default: none, every gradient has its argument's shape.
-        engine, stream: as in `mlx_lstm.gru`.
 
     Returns:
         list: the gradients of source, recurrent_weight, input_weight, bias, init_state, secondary_bias, in this order,

@@ -157,8 +157,8 @@ def lstm_gradients(
 
     Args:
         source, recurrent_weight, input_weight, bias, init_state, init_cell, mask, peephole, descriptor,
-            output_peephole, hard_sigmoid, mask_layout: as `lstm` had them. Without input_weight only the shape of
-            source counts; produce_cell and training do not count.
+            output_peephole, hard_sigmoid, mask_layout, engine, stream: as `lstm` had them. Without input_weight only
+            the shape of source counts; produce_cell and training do not count.
         source_gradient (array): the gradient of h, [T, N, H]. This and all below twice as wide with bidirectional.
         z_state (array): the third result of `lstm` with training, [T, N, 4H].
         cell_output_fwd (array): the second result, [T, N, H].
@@ -168,7 +168,6 @@ def lstm_gradients(
         leading_ones (sequence of str): which gradients out of `"bias"`, `"peephole"` come with two leading axes of 1.
             With Apple's op, PyTorch met [1, 1, 8H] for bias with bidirectional; E:grads and E:peephole decide.
             Default: none, every gradient has its argument's shape.
-        engine, stream: as in `mlx_lstm.lstm`.
 
     Returns:
         list: the gradients of source, recurrent_weight, input_weight, bias, peephole, init_state, init_cell, in this

@@ -64,8 +64,7 @@ def single_gate_rnn(
         descriptor (SingleGateRNNDescriptor, optional): Default: `SingleGateRNNDescriptor()`.
         z_state_holds (str): whether zState is z, `"preactivations"`, as the formula has it, or s(z), `"activations"`,
             as for the LSTM. E:single_gate decides.
-        hard_sigmoid, mask_layout: as in `mpsgraph.lstm`.
-        engine, stream: as in `mlx_lstm.rnn`.
+        hard_sigmoid, mask_layout, engine, stream: as in `mpsgraph.lstm`.
 
     Returns:
         list: h [T, N, H]; with training zState [T, N, H]. Twice as wide with bidirectional.
@@ -109,14 +108,12 @@ def single_gate_rnn_gradients(
 
     Args:
         source, recurrent_weight, input_weight, bias, init_state, mask, descriptor, z_state_holds, hard_sigmoid,
-            mask_layout: as `single_gate_rnn` had them. Without input_weight only the shape of source counts; training
-            does not.
-        source_gradient (array): the gradient of h, [T, N, H]. This and all below twice as wide with bidirectional.
-        z_state (array): the second result of `single_gate_rnn` with training, [T, N, H].
-        state_gradient (array, optional): a gradient more of h at the last step of each direction, [N, H] or [1, N, H].
+            mask_layout, engine, stream: as `single_gate_rnn` had them. Without input_weight only the shape of source
+            counts; training does not.
+        source_gradient, state_gradient: as in `mpsgraph.lstm_gradients`.
+        z_state (array): the second result with training, [T, N, H]; twice as wide with bidirectional.
         leading_ones (sequence of str): `("bias",)` if that gradient shall come with two leading axes of 1.
             E:single_gate decides. Default: none, every gradient has its argument's shape.
-        engine, stream: as in `mlx_lstm.rnn`.
 
     Returns:
         list: the gradients of source, recurrent_weight, input_weight, bias, init_state, in this order, without those of

@@ -116,17 +116,13 @@ def gru_gradients(
     engine: str | None = None,
     stream: Stream = None,
 ) -> Arrays:
-    """The gradient of `gru`, from what a forward pass returned; equals what `mx.vjp` gives for the same arguments.
-    Errors as there.
+    """The gradient of `gru`, from what a forward pass returned, as `lstm_gradients` has that of `lstm`.
 
     Args:
         x, Wx, Wh, b, h0 and all options: as `gru` had them.
         gates (array): [T, B, 3H], as `gru` returned them.
         h (array): [T, B, H], likewise.
         dh, dgates, dhT (array, optional): the gradients of the outputs, in their shapes. Default: zeros.
-
-    Returns:
-        dict: the gradient of each array given, by its name here, in its shape.
 
     Example:
         >>> import mlx.core as mx

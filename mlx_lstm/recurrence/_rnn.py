@@ -89,16 +89,12 @@ def rnn_gradients(
     engine: str | None = None,
     stream: Stream = None,
 ) -> Arrays:
-    """The gradient of `rnn`, from what a forward pass returned; equals what `mx.vjp` gives for the same arguments.
-    Errors as there.
+    """The gradient of `rnn`, from what a forward pass returned, as `lstm_gradients` has that of `lstm`.
 
     Args:
         x, Wx, Wh, b, h0 and all options: as `rnn` had them.
         h, gates (array): [T, B, H], as `rnn` returned them; one of the two, or both.
         dh, dgates, dhT (array, optional): the gradients of the outputs, in their shapes. Default: zeros.
-
-    Returns:
-        dict: the gradient of each array given, by its name here, in its shape.
 
     Example:
         >>> import mlx.core as mx

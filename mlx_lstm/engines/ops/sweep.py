@@ -14,18 +14,7 @@ import mlx.core as mx
 from ..cells import GRUCell, LSTMCell
 from ..directions import half, join_gradients, join_outputs, one_direction, part
 from ..problem import Arrays, Problem
-from .cells import (
-    StepGradients,
-    activate,
-    by_gate,
-    gru_candidate,
-    gru_step,
-    gru_step_backward,
-    lstm_step,
-    lstm_step_backward,
-    rnn_step,
-    rnn_step_backward,
-)
+from . import cells
 
 
 def forward(problem: Problem, arrays: Arrays) -> Arrays:
@@ -65,12 +54,12 @@ def step(
     cell, Wh, Wp = problem.cell, arrays["Wh"], arrays.get("Wp")
     if isinstance(cell, LSTMCell):
         # Not mx.addmm, here and in the cells: with vmap over x alone MLX 0.32.4 refuses it.
-        gates, c, m = lstm_step(cell, z + h_in @ Wh.T, c, arrays.get("peephole"))
+        gates, c, m = cells.lstm_step(cell, z + h_in @ Wh.T, c, arrays.get("peephole"))
         return gates, c, m if Wp is None else m @ Wp.T
     if isinstance(cell, GRUCell):
-        gates, h = gru_step(cell, z, h_in, h, Wh, arrays.get("bhn"))
+        gates, h = cells.gru_step(cell, z, h_in, h, Wh, arrays.get("bhn"))
         return gates, c, h
-    gates, h = rnn_step(cell, z, h_in, Wh)
+    gates, h = cells.rnn_step(cell, z, h_in, Wh)
     return gates, c, h
 
 
@@ -122,18 +111,18 @@ def step_backward(
     dh: mx.array,
     dc: mx.array,
     dgates: mx.array | None,
-) -> StepGradients:
+) -> cells.StepGradients:
     """One step of whichever cell back; `before` and `after` are its state then, and `gru_candidates`; its gates."""
     cell, Wh, Wp = problem.cell, arrays["Wh"], arrays.get("Wp")
     if isinstance(cell, LSTMCell):
         dm = dh if Wp is None else dh @ Wp
         peephole = arrays.get("peephole")
-        dz, dc = lstm_step_backward(cell, after["gates"], before["c"], after["c"], peephole, dm, dc, dgates)
-        return StepGradients(dz, dz @ Wh, dc)
+        dz, dc = cells.lstm_step_backward(cell, after["gates"], before["c"], after["c"], peephole, dm, dc, dgates)
+        return cells.StepGradients(dz, dz @ Wh, dc)
     if isinstance(cell, GRUCell):
         h_in = recurrent_input(arrays, before["h"], t)
-        return gru_step_backward(cell, after["gates"], h_in, before["h"], Wh, before.get("q"), dh, dgates)
-    return rnn_step_backward(cell, after["h"], Wh, dh, dgates)
+        return cells.gru_step_backward(cell, after["gates"], h_in, before["h"], Wh, before.get("q"), dh, dgates)
+    return cells.rnn_step_backward(cell, after["h"], Wh, dh, dgates)
 
 
 def gradients_after_sweep(problem: Problem, arrays: Arrays, saved: Arrays, sweep: Arrays) -> Arrays:
@@ -177,7 +166,7 @@ def recurrent_gradients(problem: Problem, arrays: Arrays, saved: Arrays, sweep: 
         dh_in = found.pop("h_in") if "h_in" in found else (flat(dz) @ arrays["Wh"]).reshape(h_prev.shape)
         found["mask"] = sum_to_shape(dh_in * h_prev, mask.shape)
     if isinstance(cell, LSTMCell) and "Wp" in arrays:
-        output = activate(cell.activation("output"), saved["c"])
+        output = cells.activate(cell.activation("output"), saved["c"])
         m = (saved["gates"][..., cell.block("o", problem.H)] * output).astype(h.dtype)
         found["Wp"] = flat(sweep["dh"]).T @ flat(m)
     return found
@@ -185,7 +174,7 @@ def recurrent_gradients(problem: Problem, arrays: Arrays, saved: Arrays, sweep: 
 
 def gru_recurrent_gradients(cell: GRUCell, arrays: Arrays, gates: mx.array, h_in: mx.array, dz: mx.array) -> Arrays:
     """Of a GRU: the gradients of Wh, bhn and, where there is a mask, of h_in [T, B, H]."""
-    d, r = by_gate(cell, dz), by_gate(cell, gates)["r"]
+    d, r = cells.by_gate(cell, dz), cells.by_gate(cell, gates)["r"]
     seen = dict.fromkeys("rz", h_in) | {"n": h_in if cell.reset == "after" else r * h_in}
     if cell.reset == "after":
         d["n"] = d["n"] * r
@@ -206,7 +195,7 @@ def gru_candidates(problem: Problem, arrays: Arrays, h_prev: mx.array) -> Arrays
         return {}
     h_in = h_prev * arrays["mask"] if "mask" in arrays else h_prev
     Wh_n = arrays["Wh"][cell.block("n", problem.H)]
-    return {"q": gru_candidate(flat(h_in), Wh_n, arrays.get("bhn")).reshape(h_prev.shape)}
+    return {"q": cells.gru_candidate(flat(h_in), Wh_n, arrays.get("bhn")).reshape(h_prev.shape)}
 
 
 def without_padding(problem: Problem, sequence: mx.array) -> mx.array:
@@ -228,7 +217,7 @@ def project(arrays: Arrays) -> mx.array:
 def peephole_gradient(cell: LSTMCell, dz: mx.array, c_prev: mx.array, c: mx.array) -> mx.array:
     """[4H], in gate order: the sum over steps and batch of dz times the cell state each gate peeped at."""
     seen = {gate: c if gate == "o" and cell.output_peephole == "current" else c_prev for gate in "ifgo"}
-    return mx.concatenate([total(block * seen[gate], axis=(0, 1)) for gate, block in by_gate(cell, dz).items()])
+    return mx.concatenate([total(block * seen[gate], axis=(0, 1)) for gate, block in cells.by_gate(cell, dz).items()])
 
 
 def initial_states(problem: Problem, arrays: Arrays) -> tuple[mx.array, mx.array]:
