@@ -161,10 +161,9 @@ def cudnn_rnn_canonical_to_params(
     """The buffer out of one array per gate: TensorFlow's CudnnRNNCanonicalToParams.
 
     Args:
-        num_layers, num_units, input_size (int): L, H, I.
-        weights, biases (sequence of arrays): as `cudnn_rnn_params_to_canonical` returns them. Only the number of
-            elements of each counts, not its shape.
-        rnn_mode, input_mode, direction, dropout, seed, seed2: as in `cudnn_rnn`. The last three change nothing.
+        num_layers, num_units, input_size and the attributes: as in `cudnn_rnn_params_to_canonical`.
+        weights, biases (sequence of arrays): as that returns them. Only the number of elements of each counts, not its
+            shape.
 
     Returns:
         array: params, [params_size].

@@ -57,9 +57,6 @@ def gru_block_cell(
         b_ru (array): [2H].
         b_c (array): [H].
 
-    Returns:
-        GRUBlockCellOutput: r, u, c, h, each [N, H].
-
     Example:
         >>> import mlx.core as mx
         >>> from mlx_lstm import tf
@@ -102,9 +99,6 @@ def gru_block_cell_grad(
         x, h_prev, w_ru, w_c, b_ru, b_c: as `gru_block_cell` had them. Of x, b_ru, b_c only the shapes count.
         r, u, c (array): what it returned, [N, H].
         d_h (array): the gradient of h, [N, H].
-
-    Returns:
-        GRUBlockCellGradOutput: d_x, d_h_prev, d_c_bar, d_r_bar_u_bar.
 
     Example:
         >>> import mlx.core as mx

@@ -151,9 +151,6 @@ def lstm_block_cell_grad(
         cs_grad, h_grad (array): the gradients of cs and h, [N, H].
         use_peephole (bool): whether there were peepholes; if not, their gradients are 0.
 
-    Returns:
-        LSTMBlockCellGradOutput: cs_prev_grad, dicfo, wci_grad, wcf_grad, wco_grad.
-
     Example:
         >>> import mlx.core as mx
         >>> from mlx_lstm import tf
@@ -308,10 +305,7 @@ def block_lstm_v2(
 
     Args:
         seq_len_max, x, cs_prev, h_prev, w, wci, wcf, wco, b, cell_clip, use_peephole: as in `block_lstm`, but w and b
-            in the order i, f, c, o, and `cell_clip` by default 0.
-
-    Returns:
-        BlockLSTMOutput: i, cs, f, o, ci, co, h, each [T, N, H].
+            in the order i, f, c, o, and `cell_clip` by default 0. So is what is returned.
 
     Example:
         >>> import mlx.core as mx
