@@ -116,7 +116,8 @@ def launch_of_ours(node: dict[str, Any], level: int) -> Launch:
 
 def is_scattered(node: dict[str, Any], scattered: set[str]) -> bool:
     """Whether a view shows its array in another order than that of rows, or with gaps or repetitions."""
-    (name, before, _), *_ = node["inputs"] or [("", (), None)]
+    inputs: list[tuple[str, tuple[int, ...], mx.Dtype | None]] = node["inputs"] or [("", (), None)]
+    name, before, _ = inputs[0]
     after = node["outputs"][0][1]
     if node["name"] == "Transpose":
         moved = [axis for axis in node["arguments"][0] if before[axis] > 1]

@@ -96,7 +96,7 @@ def step_of(buffer: Buffer, kind: str, problem: Problem) -> tuple[float, float]:
     step, later = buffer.bytes / T, (T - 1) / T
     if buffer.name == "states":
         own, before = STATES[op]
-        return ((own + before * later) * step,) * 2
+        return twice((own + before * later) * step)
     if buffer.name == "gates":
         own = step if kind == "backward" else 0
         # A GRU's products see dz of the candidate times r.
@@ -111,8 +111,13 @@ def of_sequences(buffer: Buffer, launch: Launch, kind: str, problem: Problem) ->
     if kind == "outputs":
         return buffer.bytes, buffer.bytes
     if buffer.name == "h":
-        return (buffer.bytes * (T - 1) / T,) * 2
+        return twice(buffer.bytes * (T - 1) / T)
     if buffer.name == "gates":  # r of a GRU
-        return (buffer.bytes / 3,) * 2
+        return twice(buffer.bytes / 3)
     kept, carried = problem.cell.gates * itemsize(launch), CARRIES[op]
-    return (buffer.bytes * kept / (kept + carried),) * 2
+    return twice(buffer.bytes * kept / (kept + carried))
+
+
+def twice(count: float) -> tuple[float, float]:
+    """Of what is read once."""
+    return count, count

@@ -124,7 +124,7 @@ def reads_of(buffer: Buffer, launch: Launch, problem: Problem) -> tuple[float, f
     if has_product(launch) and "fused" in launch.name and buffer.name in WEIGHTS:
         return buffer.bytes, buffer.bytes * times_read(launch, problem)
     if launch.name == "recurrent_input" and buffer.name == "h":  # not the last h
-        return (buffer.bytes * (1 - 1 / problem.T),) * 2
+        return stepwise_traffic.twice(buffer.bytes * (1 - 1 / problem.T))
     return buffer.bytes, buffer.bytes
 
 
