@@ -18,7 +18,7 @@ WEIGHTS = ("Wh", "weights", "packed", "peephole", "extra")
 @contextmanager
 def on_metal(**options):
     """Yields the log of launches; a finding of the emulator raises. The stream in effect counts as the GPU's."""
-    caches = [kernels.build.cache_clear]
+    caches = [kernels.forget]
     with (
         patch.object(choice, "current_device", lambda: "gpu"),
         emulated_metal(pretend_available=True, on_enter=caches, **options) as log,

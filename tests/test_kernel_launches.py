@@ -123,7 +123,7 @@ def graph_of(engine, T, projection=False, dtype=mx.float32, op="lstm", D=1):
         return [*saved.values(), *gradients.values()]
 
     nodes, count, memory = [], Counter(), {}
-    kernels.build.cache_clear()
+    kernels.forget()
     mx.export_function(nodes.append, sweeps, *arrays.values())
     for node in nodes:
         if node.get("type") == "primitive":
@@ -316,7 +316,7 @@ def exported_kernels(engine, arrays, path):
         patch.object(choice, "current_device", lambda: "gpu"),
         patch.object(mx.metal, "is_available", lambda: True),
     ):
-        kernels.build.cache_clear()
+        kernels.forget()
         mx.export_function(str(path), op, *arrays)
         mx.export_function(nodes.append, op, *arrays)
     return [node["arguments"][0] for node in nodes if node.get("name") == "CustomKernel"]

@@ -61,9 +61,9 @@ class Graph(NamedTuple):
 def trace(function: Callable[..., list[mx.array]], arrays: list[mx.array]) -> Graph:
     """The launches of `function(*arrays)`. Only the shapes and dtypes of the arrays count."""
     nodes: list[dict[str, Any]] = []
-    kernels.build.cache_clear()  # a kernel that the tests' emulator built would evaluate its inputs
+    kernels.forget()  # a kernel that the tests' emulator built would evaluate its inputs
     mx.export_function(nodes.append, function, *arrays)
-    kernels.build.cache_clear()
+    kernels.forget()
     primitives = [node for node in nodes if node.get("type") == "primitive"]
     levels: dict[str, int] = {}
     repeated: dict[str, int] = {}  # elements in memory of an array that a broadcast made larger

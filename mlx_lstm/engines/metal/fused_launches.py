@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import NamedTuple
 
 import mlx.core as mx
 
 from ..cells import Cell, GRUCell
 from ..problem import Arrays, Problem
-from .launch import Inputs, Outputs, arguments, cell_number, launch, select
+from .launch import Inputs, Launch, Output, Outputs, Template, arguments, cell_number, kept, prepare, select
 
 SWEEPS = ("forward", "backward")
 
@@ -109,9 +110,9 @@ def working_registers(cell: Cell, sweep: str, rows: int) -> int:
     return WORKING_REGISTERS[cell.op, sweep][rows]
 
 
-def tiling_of(sweep: str, problem: Problem, dtype: mx.Dtype, inputs: Inputs | None = None) -> FusedTiling:
-    """The tiling of a sweep of a problem; with its inputs that of the very launch, which keeps as many weights."""
-    more = sum(count for name, count in OPTION_REGISTERS.items() if (inputs or {}).get(name) is not None)
+def tiling_of(sweep: str, problem: Problem, dtype: mx.Dtype, given: Collection[str] = ()) -> FusedTiling:
+    """The tiling of a sweep of a problem; with its inputs' names that of the very launch, as they need registers."""
+    more = sum(count for name, count in OPTION_REGISTERS.items() if name in given)
     how = {"backward": sweep == "backward", "directions": problem.directions, "more": more}
     return fused_tiling(problem.cell, problem.B, problem.H, dtype.size, **how)
 
@@ -175,21 +176,45 @@ def index_of(problem: Problem) -> mx.Dtype:
 
 def fused_pack(sweep: str, problem: Problem, Wh: mx.array) -> mx.array:
     """Wh as the lanes of a sweep read it, [D, simdgroups, vectors, 32, 4]; metal/fused_pack.metal."""
-    op, D, tiling = problem.cell.op, problem.directions, tiling_of(sweep, problem, Wh.dtype)
-    outputs = {"packed": ((D, tiling.threads // 32, tiling.weights, 32, 4), Wh.dtype)}
+    return prepared_pack(sweep, problem._replace(lengths=None), Wh.dtype)(inputs=[Wh])[0]
+
+
+@kept
+def prepared_pack(sweep: str, problem: Problem, dtype: mx.Dtype) -> Launch:
+    """The launch that packs a sweep's weights."""
+    op, D, tiling = problem.cell.op, problem.directions, tiling_of(sweep, problem, dtype)
+    outputs: Outputs = {"packed": ((D, tiling.threads // 32, tiling.weights, 32, 4), dtype)}
     template = {"CELL": cell_number(problem.cell), "H": problem.H, "UNITS": tiling.units}
-    template |= {"COUNT": tiling.weights, "BACK": sweep == "backward", "MATRICES": tiling.matrices, "S": Wh.dtype}
+    template |= {"COUNT": tiling.weights, "BACK": sweep == "backward", "MATRICES": tiling.matrices, "S": dtype}
     body = f"fused_pack<{', '.join(template)}>(Wh, packed, thread_position_in_grid.xy, threads_per_threadgroup.x);"
     shaders = ("cell", *ARITHMETIC[op, "forward"], "fused", "fused_matrix", f"fused_cell_{op}", "fused_pack")
     groups = (tiling.weights, D)
-    return launch(f"{op}_fused_pack", shaders, {"Wh": Wh}, outputs, template, body, groups, tiling.threads)[0]
+    return prepare(f"{op}_fused_pack", shaders, {"Wh": True}, outputs, template, body, groups, tiling.threads)[0]
 
 
 def launch_fused(sweep: str, problem: Problem, inputs: Inputs, outputs: Outputs, dtype: mx.Dtype) -> Arrays:
     """Launch fused_forward or fused_backward over the steps that `sizes` names."""
+    given = {name: array for name, array in inputs.items() if array is not None}
+    wanted = {name: output for name, output in outputs.items() if output is not None}
+    bare = problem._replace(lengths=None)
+    call = prepared_sweep(sweep, bare, dtype, tuple(inputs), tuple(given), tuple(outputs.items()))
+    return dict(zip(wanted, call(inputs=list(given.values())), strict=True))
+
+
+@kept
+def prepared_sweep(
+    sweep: str,
+    problem: Problem,
+    dtype: mx.Dtype,
+    names: tuple[str, ...],
+    given: tuple[str, ...],
+    results: tuple[tuple[str, Output], ...],
+) -> Launch:
+    """The launch of a sweep's shader with inputs of these names, those that are `given`, and these outputs."""
+    inputs, outputs = {name: True if name in given else None for name in names}, dict(results)
     op, D, back = problem.cell.op, problem.directions, sweep == "backward"
-    tiling = tiling_of(sweep, problem, dtype, inputs)
-    template = {"CELL": cell_number(problem.cell, inputs["extra"] is not None), "H": problem.H}
+    tiling = tiling_of(sweep, problem, dtype, given)
+    template: Template = {"CELL": cell_number(problem.cell, "extra" in given), "H": problem.H}
     if tiling.matrices:
         form, element = "matrix_", "float"
         template |= {"RESIDENT": tiling.resident} | ({"VECTORS": tiling.vectors} if back else {})
@@ -207,6 +232,4 @@ def launch_fused(sweep: str, problem: Problem, inputs: Inputs, outputs: Outputs,
     common = ("fused", "fused_matrix") if tiling.matrices else ("fused",)
     shaders = ("cell", "store", *ARITHMETIC[op, sweep], *common, *own, function)
     groups = (-(-problem.B // tiling.rows), D)
-    names = [name for name, output in outputs.items() if output is not None]
-    results = launch(f"{op}_{function}", shaders, inputs, outputs, template, body, groups, tiling.threads)
-    return dict(zip(names, results, strict=True))
+    return prepare(f"{op}_{function}", shaders, inputs, outputs, template, body, groups, tiling.threads)[0]

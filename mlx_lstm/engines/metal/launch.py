@@ -6,9 +6,9 @@ writes and hashes the whole text at every call; that takes 2 to 3 us, hardly mor
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache, partial
-from typing import Any
+from collections.abc import Callable, Mapping
+from functools import cache, lru_cache, partial
+from typing import Any, TypeVar, cast
 
 import mlx.core as mx
 
@@ -16,8 +16,28 @@ from ..cells import Cell, GRUCell, LSTMCell, known
 from .text import shader_folder, with_lines
 
 Inputs = dict[str, "mx.array | None"]
-Outputs = dict[str, "tuple[tuple[int, ...], mx.Dtype] | None"]
+Output = tuple[tuple[int, ...], mx.Dtype] | None
+Outputs = dict[str, Output]
 Template = dict[str, "int | bool | mx.Dtype"]
+Launch = Callable[..., list[mx.array]]
+"""Called with `inputs`, a list of them, it gives the outputs."""
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+_kept: list[Callable[[], None]] = []
+
+
+def kept(function: Function) -> Function:
+    """Keeps what a function has built, until `forget`."""
+    cached = lru_cache(maxsize=1024)(function)
+    _kept.append(cached.cache_clear)
+    return cast(Function, cached)
+
+
+def forget() -> None:
+    """Lets all kernels be built again: those of an emulator evaluate their inputs, MLX's do not run in one."""
+    for clear in _kept:
+        clear()
 
 
 @cache
@@ -50,7 +70,7 @@ TYPES = {mx.float32: "float", mx.float16: "half", mx.bfloat16: "bfloat16_t", mx.
 TYPES |= {mx.uint64: "ulong"}
 
 
-@cache
+@kept
 def build(
     shader: str,
     names: tuple[str, ...],
@@ -77,7 +97,7 @@ def build(
     )
 
 
-def arguments(arrays: Inputs | Outputs) -> str:
+def arguments(arrays: Mapping[str, object]) -> str:
     """What a body hands on: each name, or `absent` for one that is `None`."""
     return ", ".join(["absent" if array is None else name for name, array in arrays.items()])
 
@@ -85,13 +105,13 @@ def arguments(arrays: Inputs | Outputs) -> str:
 def prepare(
     shader: str,
     shaders: tuple[str, ...],
-    inputs: Inputs,
+    inputs: Mapping[str, Any],
     outputs: Outputs,
     template: Template,
     body: str,
     groups: tuple[int, ...],
     threads: int,
-) -> tuple[Callable[..., list[mx.array]], Inputs]:
+) -> tuple[Launch, dict[str, Any]]:
     """A launch of a shader on groups x threads threads, and its inputs: those that are not `None`. It may be called any
     number of times with `inputs`, a list of them. `body` calls the shader with the template's and the arrays' names."""
     given = {name: array for name, array in inputs.items() if array is not None}
