@@ -66,12 +66,12 @@ class Table(NamedTuple):
         return name, least, batches[least]
 
 
-WIDE = {1: ((256, "fused"),), 17: ((160, "fused"),), 65: ((192, "fused"),)}
-NARROW = {1: ((224, "fused"),), 17: ((160, "fused"),), 65: ((160, "fused"),)}
+WIDE = {1: ((128, "fused"),), 17: ((128, "fused"),), 65: ((160, "fused"),)}
+NARROW = {1: ((192, "fused"),), 17: ((192, "fused"),), 65: ((224, "fused"),)}
 PREDICTED = Table("predicted", {"float32": WIDE, "float16": NARROW, "bfloat16": NARROW})
 """The largest multiple of 32 up to which two of the three chips of `bench.model` are predicted to need no more time for
-forward and backward in `fused` than in `stepwise`, at every B of the row; the rows begin where `fused` takes more items
-to a threadgroup. `bench.model.times.fused_until` finds it. Not measured."""
+forward and backward in `fused` than in `stepwise`, at every B of the row, and up to which no kernel of `fused` spills.
+The rows begin where it takes more items to a threadgroup. `bench.model.times.fused_until` finds it. Not measured."""
 
 
 def cache_file() -> Path:

@@ -37,10 +37,8 @@ class Case(NamedTuple):
 
 def cases() -> Iterator[Case]:
     """What the default choice gives to each engine and some beyond, so that a model can say where the border is."""
-    wide = [(B, H) for B in (1, 32) for H in (64, 96, 112, 128, 160)] + [(64, 128)]
-    wide += [(128, H) for H in (96, 112, 128, 160, 192)]
-    narrow = [(B, H) for B in (1, 32) for H in (96, 112, 128, 160, 192)]
-    narrow += [(128, H) for H in (96, 112, 128, 160, 224, 256)]
+    wide = [(B, H) for B in (1, 32, 128) for H in (64, 96, 112, 128, 160, 192, 224, 256)] + [(64, 128)]
+    narrow = [(B, H) for B in (1, 32, 128) for H in (96, 112, 128, 160, 192, 224, 256)]
     few = [(1, 128), (32, 128), (32, 160), (128, 128), (128, 160), (128, 224)]
     fused = {"float32": wide, "float16": narrow, "bfloat16": few}
     yield from (Case("fused", "lstm", dtype, B, H) for dtype in fused for B, H in fused[dtype])

@@ -10,6 +10,7 @@ from mlx_lstm.bench.model import machine_code
 from mlx_lstm.bench.model.machine_code import Counted, Kernel, counted, cycles_of, kernel_of, table, text_hash
 from mlx_lstm.bench.model.times import ours
 from mlx_lstm.bench.tasks import Size
+from mlx_lstm.engines.tuning import PREDICTED
 
 RENEW = "the table is of other shaders, launches or another tool: `make machine-code` renews it"
 
@@ -159,3 +160,31 @@ def test_instructions_of_every_kind_add_up():
     kinds = Counted._fields[Counted._fields.index("multiply_adds") : Counted._fields.index("unknown")]
     for line in table():
         assert sum(getattr(line, kind) for kind in kinds) == line.instructions
+
+
+def default_kernels():
+    """Every line of the table that the default choice may give to `fused`, by what names it."""
+    for line in table():
+        row = PREDICTED.engines[line.dtype]
+        (largest, _), *_ = row[max(least for least in row if least <= line.B)]
+        if "_fused_" in line.kernel and line.per == "step" and largest >= line.H:
+            yield pytest.param(line, id=f"{line.kernel}-{line.dtype}-{line.B}-{line.H}")
+
+
+@pytest.mark.parametrize("line", default_kernels())
+def test_kernels_of_default_sizes_stay_within_the_budget(line):
+    """No register goes to memory; at most 2.7 instructions per multiply-add from H = 96 on."""
+    assert line.spills == line.scratch == 0 and line.unknown == 0
+    assert line.H < 96 or line.instructions <= 2.7 * line.multiply_adds
+
+
+@pytest.mark.parametrize(("kernel", "most"), [("lstm_fused_forward", 750), ("lstm_fused_backward", 850)])
+def test_a_step_of_the_usual_size(kernel, most):
+    (line,) = (one for one in table() if one[:4] == (kernel, "float32", 32, 128))
+    assert line.instructions <= most
+
+
+@pytest.mark.parametrize("sweep", ["forward", "backward"])
+def test_a_product_by_lanes(sweep):
+    (line,) = (one for one in table() if one[:4] == (f"lstm_stepwise_{sweep}", "float32", 4, 256))
+    assert line.instructions <= 4 * line.multiply_adds and not line.spills

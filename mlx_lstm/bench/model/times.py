@@ -24,6 +24,7 @@ from ..tasks import Size
 from . import stepwise_traffic
 from .launches import Buffer, Graph, Launch, trace
 from .machine_code import WEIGHTS, cycles_of, has_product
+from .machine_code import counted as counted_line
 
 LSTM = LSTMCell()
 
@@ -60,16 +61,17 @@ INDEPENDENT = 0.5e-6
 """The same for a launch that waits for none of those before it; published for one Mac's concurrent encoder."""
 
 HOST = {
-    ("fused", "forward"): (106e-6, 0.0),
-    ("fused", "backward"): (250e-6, 0.0),
-    ("stepwise", "forward"): (106e-6, 35e-6),
-    ("stepwise", "backward"): (250e-6, 75e-6),
-    ("mlx.nn.LSTM", "forward"): (0.0, 6.5e-6),
-    ("mlx.nn.LSTM", "backward"): (0.0, 21e-6),
+    ("fused", "forward"): (86e-6, 0.0),
+    ("fused", "backward"): (189e-6, 0.0),
+    ("stepwise", "forward"): (60e-6, 4.6e-6),
+    ("stepwise", "backward"): (140e-6, 10.3e-6),
+    ("mlx.nn.LSTM", "forward"): (0.0, 7.8e-6),
+    ("mlx.nn.LSTM", "backward"): (0.0, 24e-6),
 }
 """Seconds of the host per call and per time step, to build the graph of a pass, "backward" with its forward pass.
 Measured at T, B, H = 64, 32, 256 with `python -m mlx_lstm.bench --host` on two cores of an AMD EPYC (Zen 4), mlx
-0.32.4; inside `mx.compile` a step is a fraction of it. No Mac was measured."""
+0.32.4, in the quietest of five runs; how a call of `stepwise` divides is assumed; inside `mx.compile` a step is a
+fraction of it. No Mac was measured."""
 
 ROUND_TRIP = 0.15e-3
 """Seconds to hand over work and to wait for its end. Assumed."""
@@ -266,9 +268,13 @@ def of_mlx(size: Size, dtype: mx.Dtype, which: str) -> tuple[Problem, Graph]:
 
 
 def fused_wins(dtype: mx.Dtype, B: int, H: int, T: int = 32) -> bool:
-    """Whether on two of the three chips a training step of an LSTM is predicted to take no longer in `fused`."""
+    """Whether on two of the three chips a training step of an LSTM is predicted to take no longer in `fused`, whose
+    kernels must not spill."""
     wins = 0
     found = {engine: ours(Size(T, B, H, H), dtype, engine, "backward") for engine in ("fused", "stepwise")}
+    problem, graph = found["fused"]
+    if any(counted_line(launch, problem)[0].spills for launch in graph.launches if has_product(launch)):
+        return False
     for chip in CHIPS:
         seconds = [
             total_seconds(graph, problem, chip, host_seconds(engine, "backward", T))

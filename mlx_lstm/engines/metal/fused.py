@@ -17,6 +17,7 @@ from ..problem import Arrays, Problem
 from .fused_launches import fused_backward, fused_forward, fused_pack, fused_tiling
 from .gradients import candidates, gradients_in_few_launches, is_plain, recurrent_input, takes_product
 from .inputs import constant, contiguous, project, whole_mask
+from .launch import kept
 
 LAUNCH_STEPS = 4096
 """Steps of one launch at most: macOS ends a launch that keeps the GPU from the display for too long. At the 1 to 10
@@ -35,7 +36,7 @@ def forward(problem: Problem, arrays: Arrays) -> Arrays:
         "numbers": numbers(problem.cell),
     }
     last, pieces = {"hT": contiguous(arrays.get("h0")), "cT": contiguous(arrays.get("c0"))}, []
-    for start, stop in launches(problem):
+    for start, stop in launches(problem._replace(lengths=None)):
         inputs = fixed | {"h0": last["hT"], "c0": last.get("cT"), "sizes": sizes(problem, fixed["mask"], start, stop)}
         piece = fused_forward(problem, inputs, stop - start)
         last = {name: piece.pop(name) for name in ("hT", "cT") if name in piece}
@@ -65,7 +66,7 @@ def backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays
         "dgates": d.get("gates"),
     }
     last, pieces = {"dh0": d.get("hT"), "dc0": d.get("cT")}, []
-    for start, stop in reversed(launches(problem)):
+    for start, stop in reversed(launches(problem._replace(lengths=None))):
         after = {"dhT": last["dh0"], "dcT": last.get("dc0")}
         inputs = fixed | after | {"sizes": sizes(problem, fixed["mask"], start, stop)}
         last = fused_backward(problem, inputs, stop - start, keeps_d=few and takes_product(cell))
@@ -92,6 +93,7 @@ def numbers(cell: Cell) -> mx.array | None:
     return constant((cell.forget_bias, cell.cell_clip or 0.0), mx.float32) if isinstance(cell, LSTMCell) else None
 
 
+@kept
 def launches(problem: Problem) -> list[tuple[int, int]]:
     """(start, stop) of every launch, counted in the order of processing."""
     T, B, H, D = problem.T, problem.B, problem.H, problem.directions
