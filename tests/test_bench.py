@@ -285,7 +285,7 @@ def test_host_command(tmp_path, capsys):
     path = tmp_path / "host.csv"
     assert main(["--host", "--sizes", "16,2,8,8", "16,2,8,300", "--csv", str(path)]) == 0
     text = capsys.readouterr().out
-    assert text.count("stepwise") == 4 and text.count("fused") == 2
+    assert text.count("stepwise") == 4 and text.count("fused") == 2 and "one step of one item on the CPU" in text
     rows = list(csv.DictReader(path.open()))
     assert len(rows) == 10 and all(0 < float(row["step"]) < float(row["call"]) < 1 for row in rows)
     assert {float(row["over"]) for row in rows if row["layer"] == "mlx.nn.LSTM"} == {1.0}

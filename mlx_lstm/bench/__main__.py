@@ -12,7 +12,7 @@ import mlx.core as mx
 from ..engines.choice import ENGINES, choose
 from .cases import CASES, find_contender, is_installed
 from .files import plot, write_csv, write_records
-from .host import HOST_SIZE, host_text, measure_host
+from .host import HOST_SIZE, host_text, measure_host, measure_step, step_text
 from .host import LEGEND as HOST_LEGEND
 from .model.table import LEGEND as MODEL_LEGEND
 from .model.table import csv_records, engines_at, predict
@@ -152,12 +152,13 @@ def show_model(options: argparse.Namespace) -> int:
 
 
 def show_host(options: argparse.Namespace) -> int:
-    """Print what building the graph costs at every size."""
+    """Print what building the graph costs at every size, and what a single step takes."""
     records = []
     for size in options.sizes:
         costs = measure_host(size, options.dtype)
         print(f"{host_text(size, options.dtype, costs)}\n", flush=True)
         records += [size._asdict() | {"dtype": options.dtype} | cost._asdict() for cost in costs]
+    print(step_text({H: measure_step(H) for H in (64, 128, 256)}))
     print(HOST_LEGEND)
     if options.csv:
         write_records(options.csv, records)
