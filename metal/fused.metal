@@ -116,12 +116,11 @@ template <int CELL> float gru_reset_backward(float r, float dr);
 
 // Whether one squash can compute all of the first `gates` gates, each in its own lane; and which of them is a tanh, in
 // comparisons with numbers, which cost less than looking it up.
-constexpr bool squashes(int cell, int gates) {
-  bool all = true;
-  for (int gate = 0; gate < gates; ++gate)
-    all = all && (activation_of(cell, gate) == TANH || activation_of(cell, gate) == SIGMOID);
-  return all;
-}
+template <int CELL, int GATE>
+constant constexpr bool SQUASHED = activation_of(CELL, GATE) == TANH || activation_of(CELL, GATE) == SIGMOID;
+template <int CELL, int GATES>
+constant constexpr bool SQUASHES = SQUASHED<CELL, 0> && (GATES < 2 || SQUASHED<CELL, 1>) &&
+                                   (GATES < 3 || SQUASHED<CELL, 2>) && (GATES < 4 || SQUASHED<CELL, 3>);
 template <int CELL, int GATES>
 bool is_tanh(int gate) {
   bool found = false;
@@ -133,14 +132,14 @@ bool is_tanh(int gate) {
 // The activation of a gate of the first GATES, which is the lane's own.
 template <int CELL, int GATES>
 float activate_own(int gate, float x) {
-  if constexpr (squashes(CELL, GATES)) return squash(is_tanh<CELL, GATES>(gate), x);
+  if constexpr (SQUASHES<CELL, GATES>) return squash(is_tanh<CELL, GATES>(gate), x);
   else return activate(activation_of(CELL, gate), x);
 }
 
 // The slope of a gate of the first GATES, which is the lane's own.
 template <int CELL, int GATES>
 float slope_own(int gate, float y) {
-  if constexpr (squashes(CELL, GATES)) return (1.0f - y) * (y + (is_tanh<CELL, GATES>(gate) ? 1.0f : 0.0f));
+  if constexpr (SQUASHES<CELL, GATES>) return (1.0f - y) * (y + (is_tanh<CELL, GATES>(gate) ? 1.0f : 0.0f));
   else return slope(activation_of(CELL, gate), y);
 }
 

@@ -23,7 +23,7 @@ float lane_constant(E bhn, int direction, int, int H, int unit) {
 // Out in slot 0 the sum of r in the first and third lane, that of z in the others; in slot 2 that of n, in all.
 template <int CELL, int WANTED>
 void sum_of_unit(thread float* slots, int gate) {
-  if (WANTED & 1) {
+  if constexpr ((WANTED & 1) != 0) {
     const float r = slots[0], z = slots[1];
     const float mine = (gate & 1) ? z : r, given = (gate & 1) ? r : z;
     slots[0] = mine + simd_shuffle_xor(given, 1);

@@ -9,13 +9,13 @@ void step_back_of_lanes(
     thread float& d) {
   const float s = activate(activation_of(CELL, OUTPUT), c), own_slope = slope_own<CELL, 4>(gate, y);
   dc = lstm_state_backward<CELL>(dc + seen[2], dh, of_lane<LANES>(y, GATE_O), s);
-  if (PEEPHOLE<CELL> == O_SEES_CURRENT)
+  if constexpr (PEEPHOLE<CELL> == O_SEES_CURRENT)
     dc += of_lane<LANES>(p * lstm_gate_backward(d, dh, s, own_slope), GATE_O);
   const float beside = simd_shuffle_xor(y, GATE_I ^ GATE_G);
   const float factor = gate == GATE_F ? seen[0] : beside;
   d = lstm_gate_backward(d, gate == GATE_O ? dh : dc, gate == GATE_O ? s : factor, own_slope);
   dc *= of_lane<LANES>(y, GATE_F);
-  if (PEEPHOLE<CELL> != NO_PEEPHOLE)
+  if constexpr (PEEPHOLE<CELL> != NO_PEEPHOLE)
     dc += sum_over_lanes<LANES>(PEEPHOLE<CELL> == O_SEES_CURRENT && gate == GATE_O ? 0.0f : d * p);
   dh = 0.0f;
 }

@@ -25,7 +25,7 @@ void place_in_lanes(int index, int vector, thread int& unit, thread int& block, 
   unit = index / GROUP * UNITS + ((slot / PER) ^ (s / LANES));
   block = BACK ? int(ALL) : slot_block(CELL, slot % PER, s % LANES);
   k = 4 * (s + GROUP * run);
-  if (BACK && TWO_PRODUCTS<CELL>) {
+  if constexpr (BACK && TWO_PRODUCTS<CELL>) {
     block = run < FIRST ? product_block(CELL, PRODUCTS - 1) : int(BUT_CANDIDATE);
     k -= run < FIRST ? 0 : 4 * GROUP * FIRST;
   }

@@ -171,7 +171,7 @@ def default_kernels():
             yield pytest.param(line, id=f"{line.kernel}-{line.dtype}-{line.B}-{line.H}")
 
 
-@pytest.mark.parametrize("line", default_kernels())
+@pytest.mark.parametrize("line", [*default_kernels()])
 def test_kernels_of_default_sizes_stay_within_the_budget(line):
     """No register goes to memory; at most 2.7 instructions per multiply-add from H = 96 on."""
     assert line.spills == line.scratch == 0 and line.unknown == 0
