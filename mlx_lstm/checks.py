@@ -1,7 +1,5 @@
 """Checks of arguments at the public edge: `ValueError("[op] rule but got value")`, before any work."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from numbers import Integral, Real

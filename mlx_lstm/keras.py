@@ -3,8 +3,6 @@
 Arrays whose shapes do not fit raise a ValueError.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import mlx.core as mx

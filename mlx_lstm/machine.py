@@ -1,7 +1,5 @@
 """What names this machine: chip, system, versions."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import platform
 import subprocess

@@ -1,7 +1,5 @@
 """Layers that drop into any MLX model, in the place of those of `mlx.nn`."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -10,8 +10,6 @@ process, and back:
     torch_layer.load_state_dict({name: torch.from_numpy(np.array(value)) for name, value in layer.parameters().items()})
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial

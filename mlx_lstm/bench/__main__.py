@@ -1,7 +1,5 @@
 """The command line of the benchmark: `python -m mlx_lstm.bench --help`."""
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import shlex

@@ -1,7 +1,5 @@
 """The figures as files: CSV, a plot. No figure goes without its machine."""
 
-from __future__ import annotations
-
 import csv
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any

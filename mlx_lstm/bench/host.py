@@ -4,8 +4,6 @@ Needs no Metal. MLX calls custom kernels without it only while it traces for an 
 their own nodes cost what they cost anywhere. On a Mac this is time in which the GPU waits, unless it has work to do.
 """
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable
 from contextlib import ExitStack, suppress

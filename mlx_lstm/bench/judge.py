@@ -5,8 +5,6 @@ is not among the operations of `closeness`: a sum stored T times adds u sqrt(T) 
 all of one sign.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import NamedTuple

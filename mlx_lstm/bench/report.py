@@ -1,7 +1,5 @@
 """The machine and the figures, as text. No figure goes without its machine."""
 
-from __future__ import annotations
-
 import os
 import platform
 from collections.abc import Iterable, Sequence

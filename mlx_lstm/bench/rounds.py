@@ -1,7 +1,5 @@
 """The measurement: every contender in its own process, checked first, then timed in turns, one working at a time."""
 
-from __future__ import annotations
-
 import json
 import os
 import statistics

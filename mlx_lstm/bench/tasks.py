@@ -1,7 +1,5 @@
 """The case `lstm`: sizes, the numbers every contender is fed, the contenders; and what other cases consist of too."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """`--tune`: time the two Metal engines against each other on this Mac, and write the table the library then goes by."""
 
-from __future__ import annotations
-
 import statistics
 import sys
 import time

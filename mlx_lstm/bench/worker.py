@@ -8,8 +8,6 @@ Between requests it waits in a blocking read. It answers only once its threads h
 with every answer how much CPU time it used while it was to be idle.
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import json

@@ -1,7 +1,5 @@
 """The command line of the comparison: `python -m mlx_lstm.compare --help`."""
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import sys

@@ -1,8 +1,6 @@
 """A case through Apple's MPSGraph, by PyObjC. Runs on a Mac with the extra `compare`, in a process of its own: a shape
 that MPSGraph rejects ends the process."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -3,8 +3,6 @@
 Names are those of the dialect: arguments in Python's spelling, a result's gradient "d" + the argument's name.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Who takes part: MPSGraph, torch, our engines. What each needs, which cases it can run, and how it runs one."""
 
-from __future__ import annotations
-
 import importlib.util
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The experiments that decide what Apple's texts leave open: a case each, and what every reading of them predicts."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Cases and results as `.npz` files: what a process of its own is handed, and goldens, which a checksum seals."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """The cases of the command: each option alone, in every direction where it has another layout there."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a case should give: the float64 oracle, and how far rounding may lead from it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The comparison of one result with another: how far apart, how far they may be, where they first differ."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import NamedTuple
 

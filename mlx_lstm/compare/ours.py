@@ -1,7 +1,5 @@
 """A case through the dialect: forward with all results, then the gradient op on what forward returned."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import mlx.core as mx

@@ -1,7 +1,5 @@
 """The report: the machine, tables, a plot, JSON."""
 
-from __future__ import annotations
-
 import json
 import math
 import subprocess

@@ -1,7 +1,5 @@
 """How an experiment decides an open point: every reading's distance from what was found, in parts of rounding."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

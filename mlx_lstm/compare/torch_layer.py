@@ -1,7 +1,5 @@
 """A case through torch's layers, on the CPU or on "mps", where torch itself calls MPSGraph."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -11,8 +11,6 @@ of h, is P = num_proj, or H = num_units without projection. Gates: lstm i, f, c,
 their only one. Keras, jax and PyTorch rely on this packing; the original calls the buffer opaque.
 """
 
-from __future__ import annotations
-
 from itertools import accumulate
 from math import prod
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """The ops on cuDNN's parameter buffer."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import accumulate
 from math import prod

@@ -1,7 +1,5 @@
 """The ops that run a stack of layers, forward and backward."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import mlx.core as mx

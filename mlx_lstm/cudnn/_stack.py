@@ -1,7 +1,5 @@
 """A stack of layers, layer by layer on the recurrence; the reserve space."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import accumulate
 from math import prod

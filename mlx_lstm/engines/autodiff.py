@@ -1,7 +1,5 @@
 """A recurrence on an engine as MLX sees it: with the engine's backward pass as its gradient."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NoReturn
 

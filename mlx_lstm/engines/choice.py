@@ -1,7 +1,5 @@
 """Which engine runs a recurrence, and why: a pure function, so that every machine can test every machine's choice."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 

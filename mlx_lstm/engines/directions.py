@@ -10,8 +10,6 @@ With D = 2 directions, the forward one first, and G gates:
 With one direction D is 1, and that axis of their own is absent. x [T, B, I] belongs to both.
 """
 
-from __future__ import annotations
-
 from typing import TypeVar
 
 import mlx.core as mx

@@ -9,8 +9,6 @@ Of one direction, with T time, B batch, I input, H hidden, P the width of h (H, 
 An array that the caller does not have is missing. How two directions share these arrays: `directions`.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import mlx.core as mx

@@ -1,7 +1,5 @@
 """Sequences that dialects show beside h: their tanh, and gates joined, in the memory order of the engines."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import numpy as np
 

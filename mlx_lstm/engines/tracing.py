@@ -1,7 +1,5 @@
 """Arrays without values, placeholders of MLX's transformations; and `mx.vmap` of what MLX cannot vectorise."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

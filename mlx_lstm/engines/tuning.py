@@ -4,8 +4,6 @@
 it was measured with.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import platform

@@ -1,7 +1,5 @@
 """MPSGraph's LSTM and LSTMGradients; see `mpsgraph`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -3,8 +3,6 @@
 Sizes are Apple's: T time, N batch, I input, H hidden; D is 2 with `bidirectional`, else 1; G gates of the op.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import fields

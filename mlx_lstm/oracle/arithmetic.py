@@ -4,8 +4,6 @@ The formulas are written over an `Arithmetic` called `fl`: `fl(...)` marks one r
 nothing; in another dtype it rounds: "the same formula in that dtype". `closeness.py` perturbs it to derive tolerances.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

@@ -4,8 +4,6 @@ argument is a missing key or None. One direction of it, completed, is what `recu
 T time, B batch, I input, H hidden, P width of h (H without projection), G gates, D directions; GH axes in `gate_order`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any

@@ -4,8 +4,6 @@ B batch, I input, H hidden, P width of h (H without projection), G gates: i f g 
 a plain RNN is called h. GH axes are in `gate_order`. `p` is the completed case, see `case.complete`.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from .arithmetic import ACTIVATIONS, SLOPES, Arithmetic, Array, Tensors

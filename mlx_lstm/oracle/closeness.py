@@ -4,8 +4,6 @@
 alone, which `assert_within` enforces. No number here is fitted to a result: if a check fails, look for the error.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

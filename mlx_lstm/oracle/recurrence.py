@@ -3,8 +3,6 @@
 `case` says what is run and has its letters; `cells` has the steps, `arithmetic` what `fl` is.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

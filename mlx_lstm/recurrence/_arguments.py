@@ -1,7 +1,5 @@
 """Checks of a recurrence's arguments: shapes, dtypes and options; the cell that options describe."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import lru_cache
 

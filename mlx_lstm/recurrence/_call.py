@@ -1,7 +1,5 @@
 """From a call of a recurrence to an engine."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """The GRU over a sequence, and its gradient."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

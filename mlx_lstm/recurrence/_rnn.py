@@ -1,7 +1,5 @@
 """The plain RNN over a sequence, and its gradient."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import mlx.core as mx

@@ -1,7 +1,5 @@
 """What others' layers come down to: states of one row per layer and direction, two biases."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 
 from ..engines.problem import Arrays

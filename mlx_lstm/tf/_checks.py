@@ -4,8 +4,6 @@ Ranks are checked before sizes, so that nothing is read that is not there. Where
 TensorFlow may name another one of them.
 """
 
-from __future__ import annotations
-
 from typing import NoReturn
 
 import mlx.core as mx

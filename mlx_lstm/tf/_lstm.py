@@ -1,7 +1,5 @@
 """TensorFlow's LSTM block ops."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import mlx.core as mx

@@ -1,7 +1,5 @@
 """The table of cases: what is measured against what."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 from collections.abc import Callable

@@ -4,8 +4,6 @@ The LSTM and its numbers are those of the case `lstm`, so its judge serves here.
 preactivation; there is no clip and no peephole.
 """
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

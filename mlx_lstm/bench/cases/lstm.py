@@ -1,7 +1,5 @@
 """The case `lstm`: one layer of ours, of MLX and of torch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The cases `cudnn_lstm` and `cudnn_gru`: two bidirectional layers, `mlx_lstm.cudnn` against torch on the CPU."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import mlx.core as mx

@@ -3,8 +3,6 @@
 A layer and direction is named as torch names it: "_l0", "_l0_reverse", "_l1", "_l1_reverse".
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import numpy as np

@@ -3,8 +3,6 @@
 A graph names every primitive with the shapes around it, and every Metal kernel with its grid and its text.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from math import prod

@@ -3,8 +3,6 @@
 They are counted in the machine code that Mesa's compiler makes for the M1, not in that of Apple's.
 """
 
-from __future__ import annotations
-
 import csv
 import hashlib
 import re

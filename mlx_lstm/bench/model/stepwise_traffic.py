@@ -4,8 +4,6 @@ Averages over the launches of a sweep, which differ in the first step only. A la
 one step of them; a row, what the step before left, holds more than a step needs. metal/stepwise*.metal have the arrays.
 """
 
-from __future__ import annotations
-
 import re
 from math import ceil
 

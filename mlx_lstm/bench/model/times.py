@@ -6,8 +6,6 @@ what the host needs to ask for them if that is longer, and `ROUND_TRIP` once: th
 still works on the one before. The same rule serves `mlx.nn.LSTM`. Recurrences without options only.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from math import ceil, prod
 from typing import NamedTuple

@@ -6,8 +6,6 @@ arithmetic is float32. All results are lazy, so the engine also runs inside `mx.
 projection here.
 """
 
-from __future__ import annotations
-
 import mlx.core as mx
 
 from ..cells import Cell, LSTMCell, RNNCell

@@ -1,7 +1,5 @@
 """The launches of the `fused` shaders: one for all cells and both directions, forward and backward each."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from typing import NamedTuple
 

@@ -4,8 +4,6 @@
 whose reset comes before the candidate's product.
 """
 
-from __future__ import annotations
-
 import mlx.core as mx
 
 from ..cells import Cell, GRUCell

@@ -1,7 +1,5 @@
 """A problem's arrays as the Metal kernels read them: row-contiguous, masks at full width."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 
 import mlx.core as mx

@@ -4,8 +4,6 @@ A kernel's text is the shader files it needs and a body of one call. It is built
 writes and hashes the whole text at every call; that takes 2 to 3 us, hardly more for 20 KB than for 50 B.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import cache, lru_cache, partial
 from typing import Any, TypeVar, cast

@@ -6,8 +6,6 @@ MLX's own. h and gates are stored in the dtype of the arrays, c in float32; arit
 so the engine also runs inside `mx.compile` and exports.
 """
 
-from __future__ import annotations
-
 import mlx.core as mx
 
 from ..ops.sweep import gradients_after_sweep

@@ -1,7 +1,5 @@
 """The launches of the `stepwise` shaders, each function named like the shader."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 

@@ -6,8 +6,6 @@ rows of another kind. So launches in later steps copy 8 arrays into one, beside 
 Every row is copied about once per level of this, log8(T / 20) times.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple

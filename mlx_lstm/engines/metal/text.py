@@ -1,7 +1,5 @@
 """The text of the shaders as a kernel has it: without comments and indentation, every line still that of its file."""
 
-from __future__ import annotations
-
 import re
 from importlib.resources import files
 from pathlib import Path

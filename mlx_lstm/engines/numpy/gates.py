@@ -1,7 +1,5 @@
 """The activations of engine `numpy`, in place. Arrays are feature-major, [GH, B]: a gate is a block of rows."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache, partial
 from itertools import groupby

@@ -4,8 +4,6 @@ The equations are those of `engines.ops.cells.gru_step`, `gru_step_backward` and
 is feature-major, [3H, B] and [H, B].
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from ..cells import GRUCell

@@ -4,8 +4,6 @@ The equations are those of `engines.ops.cells.lstm_step` and `lstm_step_backward
 feature-major, [4H, B] and [H, B], so that each gate is one contiguous block.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from ..cells import LSTMCell

@@ -1,7 +1,5 @@
 """The memory of engine `numpy`: MLX's arrays as NumPy sees them, sequences step by step, where items end."""
 
-from __future__ import annotations
-
 from math import prod
 
 import mlx.core as mx

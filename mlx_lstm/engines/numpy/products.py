@@ -3,8 +3,6 @@
 A step's preactivations come from `Preactivations`, the gradients of the weights from `WeightGradients`.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from ..cells import Cell, LSTMCell

@@ -1,7 +1,5 @@
 """One time step of the plain RNN cell in NumPy, forward and backward, in place."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from ..cells import RNNCell

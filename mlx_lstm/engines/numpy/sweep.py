@@ -7,8 +7,6 @@ leave as transposed views; h leaves in the memory order of x. Each direction wri
 arrays that both share. float32 and float64 only: the caller casts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import mlx.core as mx

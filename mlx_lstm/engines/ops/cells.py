@@ -1,7 +1,5 @@
 """The cells in plain MLX, one step forward and one back: the one place where their equations stand in Python."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple

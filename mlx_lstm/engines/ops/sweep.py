@@ -5,8 +5,6 @@ width of h (H, or the projection's), G gates of the cell. Two directions run one
 the arrays. Every function here takes and returns MLX arrays; nothing is evaluated.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import mlx.core as mx
