@@ -84,12 +84,14 @@ class Tape:
     """
 
     def __init__(self, problem: Problem, names: tuple[str, ...], engine: str):
-        self.problem, self.names, self.engine = problem, names, engine
+        self.problem: Problem = problem
+        self.names: tuple[str, ...] = names
+        self.engine: str = engine
         # MLX differentiates the ops engine's backward pass again, so all it reads must be outputs. The numpy engine
         # keeps what the caller does not want to itself; without training the shaders do not write it.
         hides = engine == "numpy" or (engine in METAL_ENGINES and not problem.training)
-        self.hidden = {"gates"} if hides and not problem.return_gates else set[str]()
-        self.shown = [name for name in problem.cell.outputs if name not in self.hidden]
+        self.hidden: set[str] = {"gates"} if hides and not problem.return_gates else set()
+        self.shown: list[str] = [name for name in problem.cell.outputs if name not in self.hidden]
         self.kept: Saved = {}
         self.used: set[str] | None = set() if problem.training else None
 

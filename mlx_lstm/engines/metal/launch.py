@@ -78,7 +78,7 @@ def build(
     body: str,
     shaders: tuple[str, ...],
     threads: int,
-):
+) -> Launch:
     """The kernel of this text. Its name tells apart all texts of one shader, as MLX caches compiled code by it: by
     those `names` of arrays that are absent, and by the template.
 

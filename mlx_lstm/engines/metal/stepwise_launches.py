@@ -1,6 +1,5 @@
 """The launches of the `stepwise` shaders, each function named like the shader."""
 
-from collections.abc import Callable
 from functools import cache
 
 import mlx.core as mx
@@ -8,9 +7,10 @@ import mlx.core as mx
 from ..cells import GRUCell
 from ..problem import Arrays, Problem
 from .inputs import constant
-from .launch import Inputs, Outputs, Template, arguments, cell_number, launch, prepare, select
+from .launch import Inputs, Launch, Outputs, Template, arguments, cell_number, launch, prepare, select
 from .stepwise_rows import JOINED, LEFT, Join, Rows, starts_of
 
+Parts = tuple[Problem, str, tuple[str, ...], Inputs, Outputs, Template]
 Kind = tuple[Rows, int]
 """Rows that hold the same, and the width of the units in them."""
 
@@ -84,11 +84,13 @@ class StepLaunch:
         units: tuple[int, int, int],
         rows: Rows | None = None,
     ):
-        shader, self.rows, self.output = shaders[-1], rows, output
-        lanes, height = template["ROWS"] < 8, template["ROWS"]
+        self.rows: Rows | None = rows
+        self.output: tuple[int, mx.Dtype] = output
+        shader, height = shaders[-1], template["ROWS"]
+        lanes = height < 8
         slices = 1 if lanes else SLICES.get(units[2], 1)
-        self.threads = 256 if lanes else 4 * units[2] * slices
-        self.groups = -(-units[0] // units[1]), -(-problem.B // height), problem.directions
+        self.threads: int = 256 if lanes else 4 * units[2] * slices
+        self.groups: tuple[int, ...] = -(-units[0] // units[1]), -(-problem.B // height), problem.directions
         product = f"stepwise_product_by_{'lanes' if lanes else 'tiles'}"
         shaders = ("cell", f"stepwise_index_{index_bits(problem)}", *shaders[:-1], product, shader)
         outputs: Outputs = {"after": ((output[0],), output[1])}
@@ -96,13 +98,15 @@ class StepLaunch:
         shared = f"threadgroup float sums[{slices * height * units[2]}];\n"
         shared += f"threadgroup vec<float, 4> vectors[{1 if lanes else 9 * (height + units[2])}];\n"
         shared += "threadgroup float* tiles = (threadgroup float*)vectors;\n"
-        self.before = f"{shared}uint3 group = threadgroup_position_in_grid;\n"
-        self.call = f"{shader}<{numbers}>({arguments(inputs | outputs)}, sums, tiles, group, {LANE});\n"
-        self.parts = problem, name, shaders, inputs, outputs, template
+        self.before: str = f"{shared}uint3 group = threadgroup_position_in_grid;\n"
+        self.call: str = f"{shader}<{numbers}>({arguments(inputs | outputs)}, sums, tiles, group, {LANE});\n"
+        self.parts: Parts = problem, name, shaders, inputs, outputs, template
         body, name = self.before + self.call, named(name, problem)
-        self.launch, given = prepare(name, shaders, inputs, outputs, template, body, self.groups, self.threads)
-        self.places, self.inputs = {name: n for n, name in enumerate(given)}, list(given.values())
-        self.joining: dict[tuple[int, ...], tuple[Callable[..., list[mx.array]], list[mx.array]]] = {}
+        launch, given = prepare(name, shaders, inputs, outputs, template, body, self.groups, self.threads)
+        self.launch: Launch = launch
+        self.places: dict[str, int] = {name: n for n, name in enumerate(given)}
+        self.inputs: list[mx.array] = list(given.values())
+        self.joining: dict[tuple[int, ...], tuple[Launch, list[mx.array]]] = {}
 
     def __call__(self, n: int, **changed: mx.array) -> mx.array:
         """The array of step n, with the inputs that are not those of the step before."""
@@ -126,7 +130,7 @@ class StepLaunch:
         row, *pieces[due] = launch(inputs=self.inputs + arrays + sizes)
         return row
 
-    def prepare_join(self, arrays: list[mx.array], steps: tuple[int, ...]):
+    def prepare_join(self, arrays: list[mx.array], steps: tuple[int, ...]) -> tuple[Launch, list[mx.array]]:
         """The launch that joins arrays of so many rows beside its call, and the sizes it is told."""
         problem, name, shaders, inputs, outputs, template = self.parts
         length, total = self.output[0], sum(steps)

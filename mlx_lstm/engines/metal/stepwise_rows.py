@@ -6,6 +6,7 @@ rows of another kind. So launches in later steps copy 8 arrays into one, beside 
 Every row is copied about once per level of this, log8(T / 20) times.
 """
 
+from collections.abc import Iterator
 from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
@@ -66,8 +67,9 @@ class Rows:
     may be at the end."""
 
     def __init__(self, T: int, left: int = LEFT):
-        found, self.steps = joins(T, left)
-        self.joins = iter(found)
+        found, steps = joins(T, left)
+        self.steps: tuple[int, ...] = steps
+        self.joins: Iterator[Join | None] = iter(found)
         self.pieces: list[mx.array] = []
 
 

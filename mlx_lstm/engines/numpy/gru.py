@@ -8,7 +8,7 @@ import numpy as np
 
 from ..cells import GRUCell
 from ..problem import Problem
-from .gates import gate_blocks, gates_of
+from .gates import Gates, gate_blocks, gates_of
 from .memory import Steps, Views, chunk_steps, columns_buffer, matrix
 from .products import Preactivations, WeightGradients
 
@@ -24,13 +24,16 @@ class GRUStep:
 
     def __init__(self, problem: Problem, cell: GRUCell, v: Views, preactivations: Preactivations):
         (_, B, H, _), dtype, order, activations = problem.sizes, v["Wh"].dtype, cell.gate_order, cell.activations
-        self.preactivations, self.after, self.flip = preactivations, cell.reset == "after", cell.flip_z
-        self.block = gate_blocks(order, H)
-        self.rz = reset_and_update(self.block)
-        self.early, self.late = gates_of(order, activations, H, "rz"), gates_of(order, activations, H, "n")
-        self.Wh_n = preactivations.Wh[self.block["n"]]
-        self.bhn = np.repeat(v["bhn"][:, None], B, axis=1) if "bhn" in v else None
-        self.scratch = None if self.after else np.empty((H, B), dtype)
+        self.preactivations: Preactivations = preactivations
+        self.after: bool = cell.reset == "after"
+        self.flip: bool = cell.flip_z
+        self.block: dict[str, slice] = gate_blocks(order, H)
+        self.rz: list[slice] = reset_and_update(self.block)
+        self.early: Gates = gates_of(order, activations, H, "rz")
+        self.late: Gates = gates_of(order, activations, H, "n")
+        self.Wh_n: np.ndarray = preactivations.Wh[self.block["n"]]
+        self.bhn: np.ndarray | None = np.repeat(v["bhn"][:, None], B, axis=1) if "bhn" in v else None
+        self.scratch: np.ndarray | None = None if self.after else np.empty((H, B), dtype)
 
     def __call__(
         self, t: int, h_prev: np.ndarray, _c_prev: np.ndarray, gates: np.ndarray, _c: np.ndarray, h: np.ndarray
@@ -72,21 +75,24 @@ class GRUStepBackward:
     def __init__(self, problem: Problem, cell: GRUCell, v: Views, saved: Views):
         """saved: gates [T, B, 3H]."""
         (_, B, H, _), dtype = problem.sizes, v["Wh"].dtype
-        self.after, self.flip = cell.reset == "after", cell.flip_z
+        self.after: bool = cell.reset == "after"
+        self.flip: bool = cell.flip_z
         self.gates_at, self.gates = Steps(saved["gates"]), gates_of(cell.gate_order, cell.activations, H, "rzn")
-        self.block = gate_blocks(cell.gate_order, H)
-        self.rz = reset_and_update(self.block)
+        self.block: dict[str, slice] = gate_blocks(cell.gate_order, H)
+        self.rz: list[slice] = reset_and_update(self.block)
         Wh = matrix(v["Wh"])
         self.Wh_T, self.Wh_n, self.bhn = Wh.T, Wh[self.block["n"]], v.get("bhn")
-        self.slopes, self.dy = np.empty((3 * H, B), dtype), np.empty((3 * H, B), dtype)
+        self.slopes: np.ndarray = np.empty((3 * H, B), dtype)
+        self.dy: np.ndarray = np.empty((3 * H, B), dtype)
         self.dy_r, self.dy_z, self.dy_n = (self.dy[self.block[gate]] for gate in "rzn")
-        self.slopes_n = self.slopes[self.block["n"]]
-        self.direct, self.scratch = np.empty((H, B), dtype), np.empty((H, B), dtype)
+        self.slopes_n: np.ndarray = self.slopes[self.block["n"]]
+        self.direct: np.ndarray = np.empty((H, B), dtype)
+        self.scratch: np.ndarray = np.empty((H, B), dtype)
         columns = chunk_steps(problem) * B
-        self.dz = columns_buffer(3 * H, columns, B, dtype)
+        self.dz: np.ndarray = columns_buffer(3 * H, columns, B, dtype)
         # With reset "after" dz_n and q, else only r h.
-        self.dz_n = columns_buffer(H, columns, B, dtype) if self.after else self.dz[self.block["n"]]
-        self.inner = columns_buffer(H, columns, B, dtype)
+        self.dz_n: np.ndarray = columns_buffer(H, columns, B, dtype) if self.after else self.dz[self.block["n"]]
+        self.inner: np.ndarray = columns_buffer(H, columns, B, dtype)
 
     def start(self, start: int, before: np.ndarray, h_in: np.ndarray) -> None:
         """Before the steps of a chunk: `before` [steps, B, H] is the h they start from, h_in [n, H] the masked one."""

@@ -8,7 +8,7 @@ import numpy as np
 
 from ..cells import LSTMCell
 from ..problem import Problem
-from .gates import activate, gate_blocks, gates_of, slope_from_square
+from .gates import Gates, activate, gate_blocks, gates_of, slope_from_square
 from .memory import Ends, Steps, Views, chunk_steps, columns_buffer, first_state, matrix
 from .products import Preactivations, WeightGradients
 
@@ -26,15 +26,15 @@ class LSTMStep:
     def __init__(self, problem: Problem, cell: LSTMCell, v: Views, preactivations: Preactivations):
         (_, B, H, _), dtype, order, activations = problem.sizes, v["Wh"].dtype, cell.gate_order, cell.activations
         self.preactivations, self.Wp = preactivations, matrix(v["Wp"]) if "Wp" in v else None
-        self.block = gate_blocks(order, H)
-        self.peephole = peephole_columns(cell, v, H, B)
+        self.block: dict[str, slice] = gate_blocks(order, H)
+        self.peephole: dict[str, np.ndarray] = peephole_columns(cell, v, H, B)
         late = "o" if self.peephole and cell.output_peephole == "current" else ""
-        self.early = gates_of(order, activations, H, "ifg" if late else "ifgo")
-        self.late = gates_of(order, activations, H, late)
+        self.early: Gates = gates_of(order, activations, H, "ifg" if late else "ifgo")
+        self.late: Gates = gates_of(order, activations, H, late)
         self.clip, self.output = cell.cell_clip, cell.activation("output")
-        self.scratch = np.empty((H, B), dtype)
+        self.scratch: np.ndarray = np.empty((H, B), dtype)
         if self.Wp is not None:
-            self.m = np.empty((H, B), dtype)
+            self.m: np.ndarray = np.empty((H, B), dtype)
 
     def __call__(
         self, t: int, h_prev: np.ndarray, c_prev: np.ndarray, gates: np.ndarray, c: np.ndarray, h: np.ndarray
@@ -69,22 +69,24 @@ class LSTMStepBackward:
         (_, B, H, P), dtype = problem.sizes, v["Wh"].dtype
         self.problem, self.ends = problem, Ends(problem)
         self.c, self.gates_at = Steps(saved["c"]), Steps(saved["gates"])
-        self.c0 = first_state(v, "c0", (H, B), dtype)
+        self.c0: np.ndarray = first_state(v, "c0", (H, B), dtype)
         self.Wh_T, self.Wp_T = matrix(v["Wh"]).T, matrix(v["Wp"]).T if "Wp" in v else None
         self.output, self.o_sees_current = cell.activation("output"), cell.output_peephole == "current"
-        self.block = gate_blocks(cell.gate_order, H)
-        self.gates = gates_of(cell.gate_order, cell.activations, H, "ifgo")
-        self.peephole = peephole_columns(cell, v, H, B)
+        self.block: dict[str, slice] = gate_blocks(cell.gate_order, H)
+        self.gates: Gates = gates_of(cell.gate_order, cell.activations, H, "ifgo")
+        self.peephole: dict[str, np.ndarray] = peephole_columns(cell, v, H, B)
         if self.peephole:
-            self.dpeephole = np.zeros((4 * H, B), dtype)
-        self.slopes, self.dy = np.empty((4 * H, B), dtype), np.empty((4 * H, B), dtype)
+            self.dpeephole: np.ndarray = np.zeros((4 * H, B), dtype)
+        self.slopes: np.ndarray = np.empty((4 * H, B), dtype)
+        self.dy: np.ndarray = np.empty((4 * H, B), dtype)
         self.dy_i, self.dy_f, self.dy_g, self.dy_o = (self.dy[self.block[gate]] for gate in "ifgo")
-        self.s, self.scratch = np.empty((H, B), dtype), np.empty((H, B), dtype)
+        self.s: np.ndarray = np.empty((H, B), dtype)
+        self.scratch: np.ndarray = np.empty((H, B), dtype)
         columns = chunk_steps(problem) * B
-        self.dz = columns_buffer(4 * H, columns, B, dtype)
+        self.dz: np.ndarray = columns_buffer(4 * H, columns, B, dtype)
         if self.Wp_T is not None:
             self.dm, self.dh_kept = np.empty((H, B), dtype), columns_buffer(P, columns, B, dtype)
-            self.m = columns_buffer(H, columns, B, dtype)
+            self.m: np.ndarray = columns_buffer(H, columns, B, dtype)
 
     def __call__(self, t: int, columns: slice, dh: np.ndarray, dc: np.ndarray, dgates: np.ndarray | None) -> None:
         """Writes dz [4H, B]; turns dh, the gradient of h, into that of the h that entered the product, dc, that of c,

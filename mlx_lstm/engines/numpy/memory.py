@@ -50,9 +50,9 @@ class NewSequence(New):
 
     def __init__(self, dtype: np.dtype, shape: tuple[int, int, int], order: Order, batch_first: bool = False):
         T, B, _ = shape
-        self.wanted = BATCH_MAJOR if batch_first else TIME_MAJOR
+        self.wanted: Order = BATCH_MAJOR if batch_first else TIME_MAJOR
         # Where these sizes are 1 the orders are one in memory.
-        self.order = self.wanted if B == 1 or (T == 1 and order != FEATURE_MAJOR) else order
+        self.order: Order = self.wanted if B == 1 or (T == 1 and order != FEATURE_MAJOR) else order
         super().__init__(dtype, tuple([shape[axis] for axis in self.order]))
         self.lies, self.memory = self.memory, self.memory.transpose(self.order)  # each order is its own inverse
 
@@ -79,8 +79,9 @@ class Steps:
     """A sequence [T, B, .] read step by step as contiguous [., B]: as it lies, or two copied steps at a time."""
 
     def __init__(self, sequence: np.ndarray):
-        self.sequence = feature_major(sequence)
-        self.copies, self.held = None, [-1, -1]
+        self.sequence: np.ndarray = feature_major(sequence)
+        self.copies: np.ndarray | None = None
+        self.held: list[int] = [-1, -1]
         if not self.sequence[0].flags.c_contiguous:
             self.copies = np.empty((2, *self.sequence.shape[1:]), sequence.dtype)
 

@@ -34,8 +34,8 @@ class RNNStepBackward:
         """saved: h [T, B, H]."""
         (_, B, H, _), dtype = problem.sizes, v["Wh"].dtype
         self.name, self.h_at, self.Wh_T = cell.act, Steps(saved["h"]), matrix(v["Wh"]).T
-        self.slope = np.empty((H, B), dtype)
-        self.dz = columns_buffer(H, chunk_steps(problem) * B, B, dtype)
+        self.slope: np.ndarray = np.empty((H, B), dtype)
+        self.dz: np.ndarray = columns_buffer(H, chunk_steps(problem) * B, B, dtype)
 
     def __call__(self, t: int, columns: slice, dh: np.ndarray, _dc: np.ndarray, dgates: np.ndarray | None) -> None:
         """Writes dz; turns dh, the gradient of h, into that of the h that entered the product."""

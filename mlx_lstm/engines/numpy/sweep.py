@@ -156,10 +156,10 @@ class BackwardSweep:
         dtype, (_, B, H, P) = v["Wh"].dtype, problem.sizes
         self.problem, self.v, self.given, self.out, self.h = problem, v, given, out, saved["h"]
         self.ends, self.mask = Ends(problem), step_mask(v, problem)
-        self.step = STEPS[type(problem.cell)][1](problem, problem.cell, v, saved)
-        self.products = WeightGradients(problem, v, out, written)
-        self.dh = first_state(given, "hT", (P, B), dtype)
-        self.dc = first_state(given, "cT", (H if "c" in saved else 0, B), dtype)
+        self.step: StepBackward = STEPS[type(problem.cell)][1](problem, problem.cell, v, saved)
+        self.products: WeightGradients = WeightGradients(problem, v, out, written)
+        self.dh: np.ndarray = first_state(given, "hT", (P, B), dtype)
+        self.dc: np.ndarray = first_state(given, "cT", (H if "c" in saved else 0, B), dtype)
 
     def run(self) -> None:
         """All steps, and then the gradients of the first states and the peepholes."""
