@@ -1,7 +1,5 @@
 """What a recurrent cell is, apart from its arrays: its gates, their order, their activations, its options."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import NamedTuple, TypeVar
 
@@ -22,14 +20,14 @@ def known(engine: str, table: Mapping[str, Entry], name: str) -> Entry:
     return table[name]
 
 
-def gate_block(cell: Cell, gate: str, hidden: int) -> slice:
+def gate_block(cell: "Cell", gate: str, hidden: int) -> slice:
     """Where a gate's rows lie on a gate axis."""
     start = cell.gate_order.index(gate) * hidden
     return slice(start, start + hidden)
 
 
 @property
-def engine_outputs(cell: Cell) -> tuple[str, ...]:
+def engine_outputs(cell: "Cell") -> tuple[str, ...]:
     """What an engine returns of a cell."""
     return ("h", "c", "gates", "hT", "cT") if cell.op == "lstm" else ("h", "gates", "hT")
 

@@ -8,7 +8,7 @@ import mlx.core as mx
 
 from .. import recurrence
 from ..checks import fail
-from .layouts import activation_names, check_descriptor, check_leading_ones, gradient_list, title, translated
+from .layouts import Given, activation_names, check_descriptor, check_leading_ones, gradient_list, title, translated
 
 ACTIVATIONS = ("reset_gate_activation", "update_gate_activation", "output_gate_activation")
 GRADIENTS = {"source": "x", "recurrent_weight": "Wh", "input_weight": "Wx", "bias": "b"}
@@ -154,9 +154,7 @@ def gru_gradients(
     return gradient_list(gradients, GRADIENTS, arrays, leading_ones)
 
 
-def translate(
-    op: str, arrays: dict[str, mx.array | None], descriptor: GRUDescriptor, hard_sigmoid: str, mask_layout: str
-) -> dict[str, Any]:
+def translate(op: str, arrays: Given, descriptor: GRUDescriptor, hard_sigmoid: str, mask_layout: str) -> dict[str, Any]:
     """The recurrence's arguments, once Apple's are found right."""
     check_descriptor(op, descriptor, GRUDescriptor)
     found = translated(op, arrays, 3, WORDS, descriptor, mask_layout)

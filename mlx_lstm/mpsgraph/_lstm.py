@@ -8,15 +8,9 @@ import mlx.core as mx
 
 from .. import recurrence
 from ..checks import check_flag, check_option
-from .layouts import activation_names, check_descriptor, check_leading_ones, gradient_list, translated
+from .layouts import Given, activation_names, check_descriptor, check_leading_ones, gradient_list, translated
 
-ACTIVATIONS = (
-    "input_gate_activation",
-    "forget_gate_activation",
-    "cell_gate_activation",
-    "output_gate_activation",
-    "activation",
-)
+ACTIVATIONS = *(f"{gate}_gate_activation" for gate in ("input", "forget", "cell", "output")), "activation"
 GRADIENTS = {"source": "x", "recurrent_weight": "Wh", "input_weight": "Wx", "bias": "b"}
 GRADIENTS |= {"peephole": "peephole", "init_state": "h0", "init_cell": "c0"}
 """The order of Apple's list of gradients, and the recurrence's words."""
@@ -191,12 +185,7 @@ def lstm_gradients(
 
 
 def translate(
-    op: str,
-    arrays: dict[str, mx.array | None],
-    descriptor: LSTMDescriptor,
-    output_peephole: str,
-    hard_sigmoid: str,
-    mask_layout: str,
+    op: str, arrays: Given, descriptor: LSTMDescriptor, output_peephole: str, hard_sigmoid: str, mask_layout: str
 ) -> dict[str, Any]:
     """The recurrence's arguments, once Apple's are found right."""
     check_descriptor(op, descriptor, LSTMDescriptor)

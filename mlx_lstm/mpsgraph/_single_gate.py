@@ -8,7 +8,7 @@ import mlx.core as mx
 
 from .. import recurrence
 from ..checks import check_option
-from .layouts import activation_names, check_descriptor, check_leading_ones, gradient_list, translated
+from .layouts import Given, activation_names, check_descriptor, check_leading_ones, gradient_list, translated
 
 GRADIENTS = {"source": "x", "recurrent_weight": "Wh", "input_weight": "Wx", "bias": "b", "init_state": "h0"}
 """The order of Apple's list of gradients, and the recurrence's words."""
@@ -138,12 +138,7 @@ def single_gate_rnn_gradients(
 
 
 def translate(
-    op: str,
-    arrays: dict[str, mx.array | None],
-    descriptor: SingleGateRNNDescriptor,
-    z_state_holds: str,
-    hard_sigmoid: str,
-    mask_layout: str,
+    op: str, arrays: Given, descriptor: SingleGateRNNDescriptor, z_state_holds: str, hard_sigmoid: str, mask_layout: str
 ) -> dict[str, Any]:
     """The recurrence's arguments, once Apple's are found right."""
     check_descriptor(op, descriptor, SingleGateRNNDescriptor)

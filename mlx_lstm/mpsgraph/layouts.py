@@ -22,6 +22,9 @@ ACTIVATIONS = {"none": "identity", "relu": "relu", "tanh": "tanh", "sigmoid": "s
 HARD_SIGMOIDS = {"x/5": "hard_sigmoid", "x/6": "hard_sigmoid_sixth"}
 MASK_LAYOUTS = ("channels", "directions", "steps")
 REQUIRED = ("source", "recurrent_weight", "source_gradient", "z_state", "cell_output_fwd", "output_fwd")
+Given = dict[str, mx.array | None]
+"""An op's arrays by their names here; None where the caller has none."""
+
 LEADING_ONE = ("init_state", "init_cell", "state_gradient", "cell_gradient")
 """Arguments that may have a leading axis of 1, as PyTorch hands them to Apple's ops."""
 
@@ -34,13 +37,13 @@ def layouts(G: int, bidirectional: bool, projects: bool) -> dict[str, list[str]]
     sequence, state = ["T", "N", DH], ["N", DH]
     found = {"source": ["T", "N", "I" if projects else DGH], "recurrent_weight": [*own, GH, H]}
     found |= {"input_weight": [DGH, "I"], "bias": [DGH], "secondary_bias": [DH], "peephole": [*own, GH]}
-    found |= dict.fromkeys(("init_state", "init_cell", "state_gradient", "cell_gradient"), state)
+    found |= dict.fromkeys(LEADING_ONE, state)
     found |= dict.fromkeys(("source_gradient", "cell_output_fwd", "output_fwd"), sequence)
     return found | {"z_state": ["T", "N", DGH]}
 
 
 def translated(
-    op: str, arrays: dict[str, mx.array | None], G: int, words: dict[str, str], descriptor: Any, mask_layout: str
+    op: str, arrays: Given, G: int, words: dict[str, str], descriptor: Any, mask_layout: str
 ) -> dict[str, Any]:
     """The recurrence's arrays and direction, once the arrays' layouts are found right; `words` are its words."""
     given = check_layouts(op, arrays, G, descriptor.bidirectional)
@@ -52,7 +55,7 @@ def translated(
     return found | {"reverse": reverse, "bidirectional": descriptor.bidirectional}
 
 
-def check_layouts(op: str, arrays: dict[str, mx.array | None], G: int, bidirectional: bool) -> dict[str, Any]:
+def check_layouts(op: str, arrays: Given, G: int, bidirectional: bool) -> dict[str, Any]:
     """The arrays that are given, their layouts found right; states without a leading 1. The mask goes unchecked."""
     given: dict[str, Any] = {name: array for name, array in arrays.items() if array is not None or name in REQUIRED}
     expected = layouts(G, bidirectional, "input_weight" in given)
@@ -147,7 +150,7 @@ def check_leading_ones(op: str, leading_ones: object, allowed: Sequence[str]) ->
 
 
 def gradient_list(
-    gradients: Arrays, words: dict[str, str], arrays: dict[str, mx.array | None], leading_ones: Sequence[str]
+    gradients: Arrays, words: dict[str, str], arrays: Given, leading_ones: Sequence[str]
 ) -> list[mx.array]:
     """Apple's compact list: `words` has its order, and by argument the recurrence's word; what is absent is left out.
 

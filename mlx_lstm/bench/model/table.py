@@ -1,7 +1,5 @@
 """`--model`: what ours and `mlx.nn.LSTM` launch and move, and how long that is predicted to take on three chips."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -35,7 +33,7 @@ class Prediction(NamedTuple):
     seconds: tuple[float, ...]
     bounds: tuple[str, ...]
 
-    def over(self, other: Prediction) -> str:
+    def over(self, other: "Prediction") -> str:
         """ "12.3, 4.5, 6.7": how many times the seconds of another one, chip by chip."""
         return ", ".join(f"{mine / theirs:.1f}" for mine, theirs in zip(self.seconds, other.seconds, strict=True))
 

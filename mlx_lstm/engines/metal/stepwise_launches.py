@@ -19,7 +19,6 @@ LANE = "simdgroup_index_in_threadgroup, thread_index_in_simdgroup"
 UNITS = {"lstm": 8, "gru": 8, "rnn": 32}
 """Hidden units of a threadgroup, forward; as metal/stepwise_cell_*.metal have them."""
 
-
 SLICES = {8: 4, 16: 2}
 """Simdgroups that share eight columns of the product by tiles, by the columns there are; as its file has it."""
 
@@ -61,9 +60,6 @@ def row_length(problem: Problem, width: int, arrays: int, carries: bool, dtype: 
     binds fewer in another address space."""
     words = 4 // dtype.size if carries else 0
     return max(8, problem.B * problem.directions * width * (arrays + words))
-
-
-# --- A launch per step -----------------------------------------------------------------------------------------------
 
 
 class StepLaunch:
@@ -161,19 +157,12 @@ def stepwise_forward(problem: Problem, given: Inputs, rows: Rows) -> StepLaunch:
     inputs = select(given, "step z before h_before Wh h0 c0 extra mask lengths sizes numbers")
     cell, op, dtype = problem.cell, problem.cell.op, inputs["z"].dtype
     keeps, carries = problem.training or problem.return_gates, "c" in problem.cell.outputs
-    template = {
-        "CELL": cell_number(cell, inputs["extra"] is not None),
-        "ROWS": stepwise_rows(problem.B),
-        "KEEPS": keeps,
-        "S": dtype,
-        "X": row_type(dtype),
-    }
-    length = row_length(problem, problem.H, 1 + cell.gates if keeps else 1, carries, dtype)
+    template = {"CELL": cell_number(cell, inputs["extra"] is not None), "ROWS": stepwise_rows(problem.B)}
+    template |= {"KEEPS": keeps, "S": dtype, "X": row_type(dtype)}
+    output = row_length(problem, problem.H, 1 + cell.gates if keeps else 1, carries, dtype), row_type(dtype)
     files = (*cell_files(op, "forward"), "stepwise", "stepwise_previous", f"stepwise_cell_{op}", "stepwise_forward")
     units = problem.H, UNITS[op], UNITS[op] * cell.gates
-    return StepLaunch(
-        f"{op}_stepwise_forward", files, problem, inputs, (length, row_type(dtype)), template, units, rows
-    )
+    return StepLaunch(f"{op}_stepwise_forward", files, problem, inputs, output, template, units, rows)
 
 
 def stepwise_gru_reset(problem: Problem, given: Inputs) -> StepLaunch:
@@ -190,10 +179,10 @@ def stepwise_gru_candidate(problem: Problem, given: Inputs, rows: Rows) -> StepL
     """The row of each step; metal/stepwise_gru_candidate.metal has the inputs and what is in it."""
     inputs = select(given, "step z before reset_row Wh h0 lengths sizes")
     dtype, keeps = inputs["z"].dtype, problem.training or problem.return_gates
-    template = {"CELL": cell_number(problem.cell), "ROWS": stepwise_rows(problem.B), "KEEPS": keeps, "S": dtype}
+    template = {"CELL": cell_number(problem.cell), "ROWS": stepwise_rows(problem.B)}
+    template |= {"KEEPS": keeps, "S": dtype, "X": row_type(dtype)}
     output = row_length(problem, problem.H, 4 if keeps else 1, False, dtype), row_type(dtype)
     files = (*cell_files("gru", "forward"), "stepwise", "stepwise_gru_candidate")
-    template |= {"X": row_type(dtype)}
     return StepLaunch("stepwise_gru_candidate", files, problem, inputs, output, template, (problem.H, 32, 32), rows)
 
 
@@ -201,7 +190,7 @@ def stepwise_gru_reset_backward(problem: Problem, given: Inputs, rows: Rows) -> 
     """The row of each step back; metal/stepwise_gru_reset_backward.metal has the inputs."""
     inputs = select(given, "step now_row weights gates states states0 mask lengths sizes")
     dtype, tile = inputs["weights"].dtype, tile_of(problem, problem.H)
-    template = backward_template(problem, False, dtype, tile) | {"X": row_type(dtype)}
+    template = backward_template(problem, False, dtype, tile)
     output = row_length(problem, problem.H, 3, True, dtype), row_type(dtype)
     files = (*cell_files("gru", "backward"), "stepwise", "stepwise_gru_reset_backward")
     units = problem.H, tile[1], tile[1]
@@ -211,8 +200,7 @@ def stepwise_gru_reset_backward(problem: Problem, given: Inputs, rows: Rows) -> 
 def stepwise_project(problem: Problem, given: Inputs, rows: Rows) -> StepLaunch:
     """A row with h [B, D P] of each step; metal/stepwise_project.metal has the inputs."""
     inputs = select(given, "step before Wp sizes")
-    dtype = inputs["Wp"].dtype
-    tile = tile_of(problem, problem.P)
+    dtype, tile = inputs["Wp"].dtype, tile_of(problem, problem.P)
     template = {"ROWS": tile[0], "COLUMNS": tile[1], "S": dtype, "X": row_type(dtype)}
     output = row_length(problem, problem.P, 1, False, dtype), row_type(dtype)
     files = ("stepwise", "stepwise_project")
@@ -226,7 +214,7 @@ def stepwise_backward(problem: Problem, given: Inputs, rows: Rows | None) -> Ste
     inputs = select(given, names)
     cell, op, dtype = problem.cell, problem.cell.op, inputs["weights"].dtype
     tile = tile_of(problem, problem.H)
-    template = backward_template(problem, inputs["extra"] is not None, dtype, tile) | {"X": row_type(dtype)}
+    template = backward_template(problem, inputs["extra"] is not None, dtype, tile)
     output = row_length(problem, problem.H, cell.gates, op != "rnn", dtype), row_type(dtype)
     units = problem.H, tile[1], tile[1]
     files = (*backward_files(problem), "stepwise_backward")
@@ -238,12 +226,11 @@ def stepwise_dh(problem: Problem, given: Inputs, rows: Rows | None = None) -> St
     inputs = select(given, "step before weights gates mask lengths dh dhT sizes")
     op, dtype = problem.cell.op, inputs["weights"].dtype
     tile = tile_of(problem, problem.P)
-    template = backward_template(problem, False, dtype, tile) | {"X": row_type(dtype)}
+    template = backward_template(problem, False, dtype, tile)
     output = row_length(problem, problem.P, 1, False, dtype), row_type(dtype) if rows else dtype
     units = problem.P, tile[1], tile[1]
-    return StepLaunch(
-        f"{op}_stepwise_dh", (*backward_files(problem), "stepwise_dh"), problem, inputs, output, template, units, rows
-    )
+    files = (*backward_files(problem), "stepwise_dh")
+    return StepLaunch(f"{op}_stepwise_dh", files, problem, inputs, output, template, units, rows)
 
 
 def tile_of(problem: Problem, width: int) -> tuple[int, int]:
@@ -259,12 +246,9 @@ def tile_of(problem: Problem, width: int) -> tuple[int, int]:
 
 def backward_template(problem: Problem, peephole: bool, dtype: mx.Dtype, tile: tuple[int, int]) -> Template:
     """Template numbers of the steps back."""
-    return {
-        "CELL": cell_number(problem.cell, peephole),
-        "ROWS": tile[0],
-        "COLUMNS": tile[1],
-        "S": dtype,
-    }
+    rows, columns = tile
+    found = {"CELL": cell_number(problem.cell, peephole), "ROWS": rows, "COLUMNS": columns}
+    return found | {"S": dtype, "X": row_type(dtype)}
 
 
 def cell_files(op: str, sweep: str) -> tuple[str, ...]:
@@ -282,9 +266,6 @@ def backward_files(problem: Problem) -> tuple[str, ...]:
 def resets_before(problem: Problem) -> bool:
     """Whether a step is two launches for its cell's sake: a GRU whose reset comes before the candidate's product."""
     return isinstance(problem.cell, GRUCell) and problem.cell.reset == "before"
-
-
-# --- A launch per sweep ----------------------------------------------------------------------------------------------
 
 
 def launch_sequences(

@@ -93,6 +93,7 @@ class GRUStepBackward:
         # With reset "after" dz_n and q, else only r h.
         self.dz_n: np.ndarray = columns_buffer(H, columns, B, dtype) if self.after else self.dz[self.block["n"]]
         self.inner: np.ndarray = columns_buffer(H, columns, B, dtype)
+        self.by_column: list[np.ndarray] = [self.dz, self.dz_n, self.inner]
 
     def start(self, start: int, before: np.ndarray, h_in: np.ndarray) -> None:
         """Before the steps of a chunk: `before` [steps, B, H] is the h they start from, h_in [n, H] the masked one."""
@@ -137,11 +138,6 @@ class GRUStepBackward:
             dh[...] = self.scratch
             for rows in self.rz:
                 dh += np.matmul(self.Wh_T[:, rows], dz[rows], out=self.scratch)
-
-    def pass_by(self, columns: slice) -> None:
-        """A step that no item lives in."""
-        for kept in (self.dz, self.dz_n, self.inner):
-            kept[:, columns] = 0
 
     def finish(self, products: WeightGradients, h_in: np.ndarray) -> None:
         """After the steps of a chunk: the products of the recurrent weights. h_in [n, H]."""

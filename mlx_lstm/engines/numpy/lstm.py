@@ -84,9 +84,11 @@ class LSTMStepBackward:
         self.scratch: np.ndarray = np.empty((H, B), dtype)
         columns = chunk_steps(problem) * B
         self.dz: np.ndarray = columns_buffer(4 * H, columns, B, dtype)
+        self.by_column: list[np.ndarray] = [self.dz]
         if self.Wp_T is not None:
             self.dm, self.dh_kept = np.empty((H, B), dtype), columns_buffer(P, columns, B, dtype)
             self.m: np.ndarray = columns_buffer(H, columns, B, dtype)
+            self.by_column += [self.dh_kept, self.m]
 
     def __call__(self, t: int, columns: slice, dh: np.ndarray, dc: np.ndarray, dgates: np.ndarray | None) -> None:
         """Writes dz [4H, B]; turns dh, the gradient of h, into that of the h that entered the product, dc, that of c,
@@ -119,11 +121,6 @@ class LSTMStepBackward:
         if self.peephole:
             self.through_peepholes(dz, c_prev, c, dc)
         np.matmul(self.Wh_T, dz, out=dh)
-
-    def pass_by(self, columns: slice) -> None:
-        """A step that no item lives in."""
-        for kept in (self.dz,) if self.Wp_T is None else (self.dz, self.dh_kept, self.m):
-            kept[:, columns] = 0
 
     def finish(self, products: WeightGradients, h_in: np.ndarray) -> None:
         """After the steps of a chunk: the products of the recurrent weights and the projection. h_in [n, P]."""

@@ -70,16 +70,11 @@ def order_of(sequence: np.ndarray) -> Order:
     return BATCH_MAJOR if sequence.strides[0] < sequence.strides[1] else TIME_MAJOR
 
 
-def feature_major(sequence: np.ndarray) -> np.ndarray:
-    """[T, B, .] as [T, ., B]."""
-    return sequence.transpose(0, 2, 1)
-
-
 class Steps:
     """A sequence [T, B, .] read step by step as contiguous [., B]: as it lies, or two copied steps at a time."""
 
     def __init__(self, sequence: np.ndarray):
-        self.sequence: np.ndarray = feature_major(sequence)
+        self.sequence: np.ndarray = sequence.transpose(FEATURE_MAJOR)
         self.copies: np.ndarray | None = None
         self.held: list[int] = [-1, -1]
         if not self.sequence[0].flags.c_contiguous:

@@ -36,6 +36,7 @@ class RNNStepBackward:
         self.name, self.h_at, self.Wh_T = cell.act, Steps(saved["h"]), matrix(v["Wh"]).T
         self.slope: np.ndarray = np.empty((H, B), dtype)
         self.dz: np.ndarray = columns_buffer(H, chunk_steps(problem) * B, B, dtype)
+        self.by_column: list[np.ndarray] = [self.dz]
 
     def __call__(self, t: int, columns: slice, dh: np.ndarray, _dc: np.ndarray, dgates: np.ndarray | None) -> None:
         """Writes dz; turns dh, the gradient of h, into that of the h that entered the product."""
@@ -46,10 +47,6 @@ class RNNStepBackward:
         if dgates is not None:
             dz += dgates
         np.matmul(self.Wh_T, dz, out=dh)
-
-    def pass_by(self, columns: slice) -> None:
-        """A step that no item lives in."""
-        self.dz[:, columns] = 0
 
     def finish(self, products: WeightGradients, h_in: np.ndarray) -> None:
         """After the steps of a chunk: the product of the recurrent weights. h_in [n, H]."""

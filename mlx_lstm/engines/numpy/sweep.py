@@ -25,7 +25,6 @@ from .memory import (
     NewSequence,
     Views,
     chunk_steps,
-    feature_major,
     first_state,
     order_of,
     states_before,
@@ -111,12 +110,12 @@ def of_direction(d: int | None, values: Views) -> Views:
 def sweep_forward(problem: Problem, v: Views, out: Views) -> None:
     """Write h [T, B, P], c [T, B, H], gates [T or 1, B, GH], hT [B, P] and cT [B, H] of `out`, those a cell has."""
     dtype, (T, B, H, P) = v["Wh"].dtype, problem.sizes
-    h, gates = out["h"], feature_major(out["gates"])
+    h, gates = out["h"], out["gates"].transpose(FEATURE_MAJOR)
     step = STEPS[type(problem.cell)][0](problem, problem.cell, v, Preactivations(problem, v))
     ends = Ends(problem)
     h_prev, h_new = first_state(v, "h0", (P, B), dtype), np.empty((P, B), dtype)
     if "c" in out:
-        c, c_prev = feature_major(out["c"]), first_state(v, "c0", (H, B), dtype)
+        c, c_prev = out["c"].transpose(FEATURE_MAJOR), first_state(v, "c0", (H, B), dtype)
     else:  # one of width 0
         c, c_prev = np.empty((T, 0, B)), np.empty((0, B))
     ragged = c if problem.lengths is None else np.empty((2, *c.shape[1:]), dtype)  # c where items have ended
@@ -190,7 +189,8 @@ class BackwardSweep:
             if live is None:
                 self.back(t, columns, before[t - start], self.dh, self.dc)
             elif not live.any():
-                step.pass_by(columns)
+                for kept in step.by_column:  # no item lives in this step
+                    kept[:, columns] = 0
             else:
                 self.back_where(live, t, columns, before[t - start])
         step.finish(self.products, h_in)

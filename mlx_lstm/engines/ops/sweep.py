@@ -239,12 +239,10 @@ def before_each_step(problem: Problem, states: mx.array, first: mx.array) -> mx.
 
 def recurrent_input(arrays: Arrays, h: mx.array, t: int) -> mx.array:
     """h as it enters step t's product, times the mask, where there is one; so does the gradient leave it."""
-    return h * at_step(arrays["mask"], t) if "mask" in arrays else h
-
-
-def at_step(mask: mx.array, t: int) -> mx.array:
-    """The mask of step t, out of one for all steps ([B, P] or less) or one per step ([T or 1, B or 1, P or 1])."""
-    return mask if mask.ndim < 3 else mask[t if mask.shape[0] > 1 else 0]
+    if "mask" not in arrays:
+        return h
+    mask = arrays["mask"]  # for all steps ([B, P] or less) or one per step ([T or 1, B or 1, P or 1])
+    return h * (mask if mask.ndim < 3 else mask[t if mask.shape[0] > 1 else 0])
 
 
 def sum_to_shape(x: mx.array, shape: tuple[int, ...]) -> mx.array:
