@@ -15,7 +15,7 @@ from mlx_lstm import lstm
 from mlx_lstm.bench import tune as tune_module
 from mlx_lstm.bench.__main__ import main
 from mlx_lstm.bench.tasks import Size
-from mlx_lstm.bench.tune import Grid, measure_point, measure_row, row_of, tune
+from mlx_lstm.bench.tune import Grid, measure_point, measure_row, row_of, tune, write
 from mlx_lstm.engines import choice, choose, tuning
 from mlx_lstm.engines.autodiff import ENGINE_MODULES
 from mlx_lstm.engines.tuning import PREDICTED, Table
@@ -37,7 +37,7 @@ def own_cache(tmp_path, monkeypatch):
 
 def written(file, engines=ENGINES, **other):
     """A table's file, of a machine that differs from this one in `other`."""
-    tuning.write(file, engines, [])
+    write(file, engines, [])
     content = json.loads(file.read_text())
     content["machine"] |= other
     file.write_text(json.dumps(content))
@@ -250,7 +250,7 @@ def test_what_is_wrong_or_fails_is_discarded(monkeypatch, engine, damage, said):
 
 def test_what_was_discarded_is_read_again(own_cache):
     point = {"dtype": "float32", "B": 1, "H": 4, "fused": 1.5, "stepwise": "discarded: no pipeline", "engine": "fused"}
-    tuning.write(own_cache, {"float32": {1: ((4, "fused"),), 16: ((4, "fused"),)}}, [point])
+    write(own_cache, {"float32": {1: ((4, "fused"),), 16: ((4, "fused"),)}}, [point])
     table = tuning.load(own_cache)
     assert [table.preferred(mx.float32, B, 5)[0] for B in (1, 15, 16)] == ["ops", "ops", "stepwise"]
 

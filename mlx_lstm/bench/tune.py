@@ -1,5 +1,6 @@
 """`--tune`: time the two Metal engines against each other on this Mac, and write the table the library then goes by."""
 
+import json
 import statistics
 import sys
 import time
@@ -48,7 +49,7 @@ def tune(file: str | None, grid: Grid = Grid()) -> int:  # noqa: B008 (a tuple)
             engines[dtype][B] = row_of(found)
             measured += found
     try:
-        tuning.write(path, engines, measured)
+        write(path, engines, measured)
     except OSError as error:
         print(f"cannot write {path}: {error}; --tune-file names another place", file=sys.stderr)
         return 1
@@ -57,6 +58,15 @@ def tune(file: str | None, grid: Grid = Grid()) -> int:  # noqa: B008 (a tuple)
     if file:
         print(f"for a program to go by it: mlx_lstm.engines.tuning.use({file!r})")
     return 0
+
+
+def write(file: Path, engines: dict[str, dict[int, tuning.Row]], measured: list[dict[str, object]]) -> None:
+    """Write a table, with what was measured for it. OSError if the file cannot be written."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({"machine": tuning.machine(), "engines": engines, "measured": measured}, indent=1)
+    part = file.with_suffix(".part")
+    part.write_text(text + "\n")
+    part.replace(file)
 
 
 def measure_row(dtype: str, B: int, grid: Grid) -> list[dict[str, object]]:

@@ -103,15 +103,6 @@ def kernels_hash() -> str:
     return text.hexdigest()[:16]
 
 
-def write(file: Path, engines: dict[str, dict[int, Row]], measured: list[dict[str, object]]) -> None:
-    """Write a table, with what was measured for it. OSError if the file cannot be written."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({"machine": machine(), "engines": engines, "measured": measured}, indent=1)
-    part = file.with_suffix(".part")
-    part.write_text(text + "\n")
-    part.replace(file)
-
-
 def load(file: Path) -> Table:
     """The table in a file, if it is this machine's; else the predicted one, whose `source` says what is wrong.
 
