@@ -15,7 +15,8 @@ import mlx.core as mx
 
 from .cells import Cell
 
-Arrays = dict[str, mx.array]
+Array = mx.array
+Arrays = dict[str, Array]
 """Arguments, results, cotangents or gradients, by the names above."""
 
 

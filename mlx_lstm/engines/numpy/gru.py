@@ -9,7 +9,7 @@ import numpy as np
 from ..cells import GRUCell
 from ..problem import Problem
 from .gates import Gates, gate_blocks, gates_of
-from .memory import Steps, Views, chunk_steps, columns_buffer, matrix
+from .memory import Array, Steps, Views, chunk_steps, columns_buffer, matrix
 from .products import Preactivations, WeightGradients
 
 
@@ -31,13 +31,11 @@ class GRUStep:
         self.rz: list[slice] = reset_and_update(self.block)
         self.early: Gates = gates_of(order, activations, H, "rz")
         self.late: Gates = gates_of(order, activations, H, "n")
-        self.Wh_n: np.ndarray = preactivations.Wh[self.block["n"]]
-        self.bhn: np.ndarray | None = np.repeat(v["bhn"][:, None], B, axis=1) if "bhn" in v else None
-        self.scratch: np.ndarray | None = None if self.after else np.empty((H, B), dtype)
+        self.Wh_n: Array = preactivations.Wh[self.block["n"]]
+        self.bhn: Array | None = np.repeat(v["bhn"][:, None], B, axis=1) if "bhn" in v else None
+        self.scratch: Array | None = None if self.after else np.empty((H, B), dtype)
 
-    def __call__(
-        self, t: int, h_prev: np.ndarray, _c_prev: np.ndarray, gates: np.ndarray, _c: np.ndarray, h: np.ndarray
-    ) -> None:
+    def __call__(self, t: int, h_prev: Array, _c_prev: Array, gates: Array, _c: Array, h: Array) -> None:
         """From h_prev [H, B]: gates [3H, B] and h [H, B]."""
         preactivations = self.preactivations
         Wh, z = preactivations.Wh, preactivations.z
@@ -82,20 +80,20 @@ class GRUStepBackward:
         self.rz: list[slice] = reset_and_update(self.block)
         Wh = matrix(v["Wh"])
         self.Wh_T, self.Wh_n, self.bhn = Wh.T, Wh[self.block["n"]], v.get("bhn")
-        self.slopes: np.ndarray = np.empty((3 * H, B), dtype)
-        self.dy: np.ndarray = np.empty((3 * H, B), dtype)
+        self.slopes: Array = np.empty((3 * H, B), dtype)
+        self.dy: Array = np.empty((3 * H, B), dtype)
         self.dy_r, self.dy_z, self.dy_n = (self.dy[self.block[gate]] for gate in "rzn")
-        self.slopes_n: np.ndarray = self.slopes[self.block["n"]]
-        self.direct: np.ndarray = np.empty((H, B), dtype)
-        self.scratch: np.ndarray = np.empty((H, B), dtype)
+        self.slopes_n: Array = self.slopes[self.block["n"]]
+        self.direct: Array = np.empty((H, B), dtype)
+        self.scratch: Array = np.empty((H, B), dtype)
         columns = chunk_steps(problem) * B
-        self.dz: np.ndarray = columns_buffer(3 * H, columns, B, dtype)
+        self.dz: Array = columns_buffer(3 * H, columns, B, dtype)
         # With reset "after" dz_n and q, else only r h.
-        self.dz_n: np.ndarray = columns_buffer(H, columns, B, dtype) if self.after else self.dz[self.block["n"]]
-        self.inner: np.ndarray = columns_buffer(H, columns, B, dtype)
-        self.by_column: list[np.ndarray] = [self.dz, self.dz_n, self.inner]
+        self.dz_n: Array = columns_buffer(H, columns, B, dtype) if self.after else self.dz[self.block["n"]]
+        self.inner: Array = columns_buffer(H, columns, B, dtype)
+        self.by_column: list[Array] = [self.dz, self.dz_n, self.inner]
 
-    def start(self, start: int, before: np.ndarray, h_in: np.ndarray) -> None:
+    def start(self, start: int, before: Array, h_in: Array) -> None:
         """Before the steps of a chunk: `before` [steps, B, H] is the h they start from, h_in [n, H] the masked one."""
         self.first, self.before, self.h_in = start, before, h_in
         if self.after:
@@ -103,7 +101,7 @@ class GRUStepBackward:
             if self.bhn is not None:
                 q += self.bhn[:, None]
 
-    def __call__(self, t: int, columns: slice, dh: np.ndarray, _dc: np.ndarray, dgates: np.ndarray | None) -> None:
+    def __call__(self, t: int, columns: slice, dh: Array, _dc: Array, dgates: Array | None) -> None:
         """Writes dz; turns dh, the gradient of h, into that of the h that entered the product. What reaches h_prev
         past the product goes to self.direct."""
         gates, h_prev = self.gates_at.at(t), self.before[t - self.first].T
@@ -139,7 +137,7 @@ class GRUStepBackward:
             for rows in self.rz:
                 dh += np.matmul(self.Wh_T[:, rows], dz[rows], out=self.scratch)
 
-    def finish(self, products: WeightGradients, h_in: np.ndarray) -> None:
+    def finish(self, products: WeightGradients, h_in: Array) -> None:
         """After the steps of a chunk: the products of the recurrent weights. h_in [n, H]."""
         n, rows = len(h_in), self.block["n"]
         dz, h_in = self.dz[:, :n], matrix(h_in)

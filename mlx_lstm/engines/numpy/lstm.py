@@ -9,11 +9,11 @@ import numpy as np
 from ..cells import LSTMCell
 from ..problem import Problem
 from .gates import Gates, activate, gate_blocks, gates_of, slope_from_square
-from .memory import Ends, Steps, Views, chunk_steps, columns_buffer, first_state, matrix
+from .memory import Array, Ends, Steps, Views, chunk_steps, columns_buffer, first_state, matrix
 from .products import Preactivations, WeightGradients
 
 
-def peephole_columns(cell: LSTMCell, v: Views, H: int, B: int) -> dict[str, np.ndarray]:
+def peephole_columns(cell: LSTMCell, v: Views, H: int, B: int) -> dict[str, Array]:
     """Each gate's peephole weights, repeated over the batch to [H, B]: contiguous operands for every step."""
     if "peephole" not in v:
         return {}
@@ -27,18 +27,16 @@ class LSTMStep:
         (_, B, H, _), dtype, order, activations = problem.sizes, v["Wh"].dtype, cell.gate_order, cell.activations
         self.preactivations, self.Wp = preactivations, matrix(v["Wp"]) if "Wp" in v else None
         self.block: dict[str, slice] = gate_blocks(order, H)
-        self.peephole: dict[str, np.ndarray] = peephole_columns(cell, v, H, B)
+        self.peephole: dict[str, Array] = peephole_columns(cell, v, H, B)
         late = "o" if self.peephole and cell.output_peephole == "current" else ""
         self.early: Gates = gates_of(order, activations, H, "ifg" if late else "ifgo")
         self.late: Gates = gates_of(order, activations, H, late)
         self.clip, self.output = cell.cell_clip, cell.activation("output")
-        self.scratch: np.ndarray = np.empty((H, B), dtype)
+        self.scratch: Array = np.empty((H, B), dtype)
         if self.Wp is not None:
-            self.m: np.ndarray = np.empty((H, B), dtype)
+            self.m: Array = np.empty((H, B), dtype)
 
-    def __call__(
-        self, t: int, h_prev: np.ndarray, c_prev: np.ndarray, gates: np.ndarray, c: np.ndarray, h: np.ndarray
-    ) -> None:
+    def __call__(self, t: int, h_prev: Array, c_prev: Array, gates: Array, c: Array, h: Array) -> None:
         """From h_prev [P, B] and c_prev [H, B]: gates [4H, B], c [H, B] and h [P, B]."""
         block, peephole, scratch = self.block, self.peephole, self.scratch
         z = self.preactivations.at(t, h_prev)
@@ -69,28 +67,28 @@ class LSTMStepBackward:
         (_, B, H, P), dtype = problem.sizes, v["Wh"].dtype
         self.problem, self.ends = problem, Ends(problem)
         self.c, self.gates_at = Steps(saved["c"]), Steps(saved["gates"])
-        self.c0: np.ndarray = first_state(v, "c0", (H, B), dtype)
+        self.c0: Array = first_state(v, "c0", (H, B), dtype)
         self.Wh_T, self.Wp_T = matrix(v["Wh"]).T, matrix(v["Wp"]).T if "Wp" in v else None
         self.output, self.o_sees_current = cell.activation("output"), cell.output_peephole == "current"
         self.block: dict[str, slice] = gate_blocks(cell.gate_order, H)
         self.gates: Gates = gates_of(cell.gate_order, cell.activations, H, "ifgo")
-        self.peephole: dict[str, np.ndarray] = peephole_columns(cell, v, H, B)
+        self.peephole: dict[str, Array] = peephole_columns(cell, v, H, B)
         if self.peephole:
-            self.dpeephole: np.ndarray = np.zeros((4 * H, B), dtype)
-        self.slopes: np.ndarray = np.empty((4 * H, B), dtype)
-        self.dy: np.ndarray = np.empty((4 * H, B), dtype)
+            self.dpeephole: Array = np.zeros((4 * H, B), dtype)
+        self.slopes: Array = np.empty((4 * H, B), dtype)
+        self.dy: Array = np.empty((4 * H, B), dtype)
         self.dy_i, self.dy_f, self.dy_g, self.dy_o = (self.dy[self.block[gate]] for gate in "ifgo")
-        self.s: np.ndarray = np.empty((H, B), dtype)
-        self.scratch: np.ndarray = np.empty((H, B), dtype)
+        self.s: Array = np.empty((H, B), dtype)
+        self.scratch: Array = np.empty((H, B), dtype)
         columns = chunk_steps(problem) * B
-        self.dz: np.ndarray = columns_buffer(4 * H, columns, B, dtype)
-        self.by_column: list[np.ndarray] = [self.dz]
+        self.dz: Array = columns_buffer(4 * H, columns, B, dtype)
+        self.by_column: list[Array] = [self.dz]
         if self.Wp_T is not None:
             self.dm, self.dh_kept = np.empty((H, B), dtype), columns_buffer(P, columns, B, dtype)
-            self.m: np.ndarray = columns_buffer(H, columns, B, dtype)
+            self.m: Array = columns_buffer(H, columns, B, dtype)
             self.by_column += [self.dh_kept, self.m]
 
-    def __call__(self, t: int, columns: slice, dh: np.ndarray, dc: np.ndarray, dgates: np.ndarray | None) -> None:
+    def __call__(self, t: int, columns: slice, dh: Array, dc: Array, dgates: Array | None) -> None:
         """Writes dz [4H, B]; turns dh, the gradient of h, into that of the h that entered the product, dc, that of c,
         into that of c_prev."""
         gates, dz, c, c_prev = self.gates_at.at(t), self.dz[:, columns], self.c.at(t), self.c_before(t)
@@ -122,14 +120,14 @@ class LSTMStepBackward:
             self.through_peepholes(dz, c_prev, c, dc)
         np.matmul(self.Wh_T, dz, out=dh)
 
-    def finish(self, products: WeightGradients, h_in: np.ndarray) -> None:
+    def finish(self, products: WeightGradients, h_in: Array) -> None:
         """After the steps of a chunk: the products of the recurrent weights and the projection. h_in [n, P]."""
         n = len(h_in)
         products.accumulate("Wh", self.dz[:, :n], matrix(h_in))
         if self.Wp_T is not None:
             products.accumulate("Wp", self.dh_kept[:, :n], self.m[:, :n].T)
 
-    def c_before(self, t: int) -> np.ndarray:
+    def c_before(self, t: int) -> Array:
         """The c [H, B] that step t started from."""
         problem, last = self.problem, t + 1 if self.problem.reverse else t - 1
         if not 0 <= last < problem.T:
@@ -139,7 +137,7 @@ class LSTMStepBackward:
             c = np.where(self.ends.lengths == last, self.c0, c)
         return c
 
-    def through_peepholes(self, dz: np.ndarray, c_prev: np.ndarray, c: np.ndarray, dc: np.ndarray) -> None:
+    def through_peepholes(self, dz: Array, c_prev: Array, c: Array, dc: Array) -> None:
         """What the gates that peeped at c_prev send back to it, and every gate's term of the peephole gradient."""
         for gate, rows in self.block.items():
             current = gate == "o" and self.o_sees_current

@@ -7,7 +7,8 @@ import numpy as np
 
 from ..problem import Arrays, Problem
 
-Views = dict[str, np.ndarray]
+Array = np.ndarray
+Views = dict[str, Array]
 Order = tuple[int, int, int]
 
 CHUNK_ROWS = 1024  # rows (time steps x batch) that one product takes: bounds the memory of dz
@@ -16,7 +17,7 @@ COPIED = 2**13  # numbers of a new array from which on MLX makes it
 WIDE_BATCH = 16  # from here on a step's [4H, B] block is wide enough for BLAS and for contiguous rows
 
 
-def view(array: mx.array | np.ndarray) -> np.ndarray:
+def view(array: mx.array | Array) -> Array:
     """An evaluated array's memory, without a copy."""
     return np.array(array, copy=False)
 
@@ -37,7 +38,7 @@ class New:
     def __init__(self, dtype: np.dtype, shape: tuple[int, ...]):
         self.kind: mx.Dtype = mx.float64 if dtype == np.float64 else mx.float32
         self.held: mx.array | None = mx.empty(shape, self.kind) if prod(shape) >= COPIED else None
-        self.memory: np.ndarray = np.empty(shape, dtype) if self.held is None else view(self.held)
+        self.memory: Array = np.empty(shape, dtype) if self.held is None else view(self.held)
 
     def array(self) -> mx.array:
         """MLX's array."""
@@ -64,7 +65,7 @@ class NewSequence(New):
         return mx.transpose(array, [self.order.index(axis) for axis in self.wanted])
 
 
-def order_of(sequence: np.ndarray) -> Order:
+def order_of(sequence: Array) -> Order:
     """Whether a sequence [T, B, .] lies batch-major, as a batch-major caller hands it over, who then gets no strided
     result, or time-major."""
     return BATCH_MAJOR if sequence.strides[0] < sequence.strides[1] else TIME_MAJOR
@@ -73,14 +74,14 @@ def order_of(sequence: np.ndarray) -> Order:
 class Steps:
     """A sequence [T, B, .] read step by step as contiguous [., B]: as it lies, or two copied steps at a time."""
 
-    def __init__(self, sequence: np.ndarray):
-        self.sequence: np.ndarray = sequence.transpose(FEATURE_MAJOR)
-        self.copies: np.ndarray | None = None
+    def __init__(self, sequence: Array):
+        self.sequence: Array = sequence.transpose(FEATURE_MAJOR)
+        self.copies: Array | None = None
         self.held: list[int] = [-1, -1]
         if not self.sequence[0].flags.c_contiguous:
             self.copies = np.empty((2, *self.sequence.shape[1:]), sequence.dtype)
 
-    def at(self, t: int) -> np.ndarray:
+    def at(self, t: int) -> Array:
         """Step t; a copy holds until step t + 2 or t - 2 is asked for."""
         if self.copies is None:
             return self.sequence[t]
@@ -90,7 +91,7 @@ class Steps:
         return self.copies[slot]
 
 
-def matrix(a: np.ndarray) -> np.ndarray:
+def matrix(a: Array) -> Array:
     """`a` as BLAS can take it: one of the last two axes contiguous. A copy only where it is not (NumPy would loop)."""
     rows, columns = a.strides[-2:]
     size = a.itemsize
@@ -103,7 +104,7 @@ def chunk_steps(problem: Problem) -> int:
     return min(problem.T, max(1, CHUNK_ROWS // problem.B))
 
 
-def columns_buffer(rows: int, columns: int, B: int, dtype: np.dtype) -> np.ndarray:
+def columns_buffer(rows: int, columns: int, B: int, dtype: np.dtype) -> Array:
     """Scratch [rows, columns] used B columns at a time: feature-major where such a block is wide, else transposed."""
     if B >= WIDE_BATCH:
         # Sixteen columns more than needed keep the rows from falling on the same cache sets.
@@ -111,7 +112,7 @@ def columns_buffer(rows: int, columns: int, B: int, dtype: np.dtype) -> np.ndarr
     return np.empty((columns, rows), dtype).T
 
 
-def step_mask(v: Views, problem: Problem) -> np.ndarray | None:
+def step_mask(v: Views, problem: Problem) -> Array | None:
     """The mask on h[t-1] as [T, B, P], a broadcast view."""
     return np.broadcast_to(v["mask"], (problem.T, problem.B, problem.P)) if "mask" in v else None
 
@@ -122,14 +123,14 @@ class Ends:
     def __init__(self, problem: Problem):
         self.shortest: int = problem.T
         if problem.lengths is not None:
-            self.lengths: np.ndarray = np.array(problem.lengths)
+            self.lengths: Array = np.array(problem.lengths)
             self.shortest = int(self.lengths.min())
 
-    def live(self, t: int) -> np.ndarray | None:
+    def live(self, t: int) -> Array | None:
         """[B]: which items have not ended at step t; None if all go on."""
         return None if t < self.shortest else self.lengths > t
 
-    def without_padding(self, sequence: np.ndarray, start: int, stop: int) -> np.ndarray:
+    def without_padding(self, sequence: Array, start: int, stop: int) -> Array:
         """Steps start..stop of a sequence [T, B, .], 0 where an item has ended: 0 * NaN would spoil a sum."""
         part = sequence[start:stop]
         if stop <= self.shortest:
@@ -138,7 +139,7 @@ class Ends:
         return np.where(live[..., None], part, 0)
 
 
-def states_before(problem: Problem, states: np.ndarray, first: np.ndarray | int, start: int, stop: int) -> np.ndarray:
+def states_before(problem: Problem, states: Array, first: Array | int, start: int, stop: int) -> Array:
     """[steps, B, .]: the state that each of steps start..stop started from, given that after each step and the first.
 
     A view where no first state is among them.
@@ -161,6 +162,6 @@ def states_before(problem: Problem, states: np.ndarray, first: np.ndarray | int,
     return rows
 
 
-def first_state(v: Views, name: str, shape: tuple[int, int], dtype: np.dtype) -> np.ndarray:
+def first_state(v: Views, name: str, shape: tuple[int, int], dtype: np.dtype) -> Array:
     """h0 or c0 as a new array [., B], zeros where absent."""
     return np.array(v[name].T, order="C") if name in v else np.zeros(shape, dtype)

@@ -5,7 +5,7 @@ import numpy as np
 from ..cells import RNNCell
 from ..problem import Problem
 from .gates import activate, slope_from_square
-from .memory import Steps, Views, chunk_steps, columns_buffer, matrix
+from .memory import Array, Steps, Views, chunk_steps, columns_buffer, matrix
 from .products import Preactivations, WeightGradients
 
 
@@ -15,9 +15,7 @@ class RNNStep:
     def __init__(self, problem: Problem, cell: RNNCell, v: Views, preactivations: Preactivations):
         self.preactivations, self.name, self.keep = preactivations, cell.act, problem.return_gates
 
-    def __call__(
-        self, t: int, h_prev: np.ndarray, _c_prev: np.ndarray, gates: np.ndarray, _c: np.ndarray, h: np.ndarray
-    ) -> None:
+    def __call__(self, t: int, h_prev: Array, _c_prev: Array, gates: Array, _c: Array, h: Array) -> None:
         """From h_prev [H, B]: h [H, B] and, where the caller wants it, the preactivation."""
         z = self.preactivations.at(t, h_prev)
         if self.keep:
@@ -34,11 +32,11 @@ class RNNStepBackward:
         """saved: h [T, B, H]."""
         (_, B, H, _), dtype = problem.sizes, v["Wh"].dtype
         self.name, self.h_at, self.Wh_T = cell.act, Steps(saved["h"]), matrix(v["Wh"]).T
-        self.slope: np.ndarray = np.empty((H, B), dtype)
-        self.dz: np.ndarray = columns_buffer(H, chunk_steps(problem) * B, B, dtype)
-        self.by_column: list[np.ndarray] = [self.dz]
+        self.slope: Array = np.empty((H, B), dtype)
+        self.dz: Array = columns_buffer(H, chunk_steps(problem) * B, B, dtype)
+        self.by_column: list[Array] = [self.dz]
 
-    def __call__(self, t: int, columns: slice, dh: np.ndarray, _dc: np.ndarray, dgates: np.ndarray | None) -> None:
+    def __call__(self, t: int, columns: slice, dh: Array, _dc: Array, dgates: Array | None) -> None:
         """Writes dz; turns dh, the gradient of h, into that of the h that entered the product."""
         h, dz = self.h_at.at(t), self.dz[:, columns]
         np.multiply(h, h, out=self.slope)
@@ -48,6 +46,6 @@ class RNNStepBackward:
             dz += dgates
         np.matmul(self.Wh_T, dz, out=dh)
 
-    def finish(self, products: WeightGradients, h_in: np.ndarray) -> None:
+    def finish(self, products: WeightGradients, h_in: Array) -> None:
         """After the steps of a chunk: the product of the recurrent weights. h_in [n, H]."""
         products.accumulate("Wh", self.dz[:, : len(h_in)], matrix(h_in))

@@ -20,6 +20,7 @@ from .lstm import LSTMStep, LSTMStepBackward
 from .memory import (
     BATCH_MAJOR,
     FEATURE_MAJOR,
+    Array,
     Ends,
     New,
     NewSequence,
@@ -35,7 +36,7 @@ from .memory import (
 from .products import Preactivations, WeightGradients
 from .rnn import RNNStep, RNNStepBackward
 
-Saved = dict[str, "mx.array | np.ndarray | None"]
+Saved = dict[str, mx.array | Array | None]
 
 
 def forward(problem: Problem, arrays: Arrays, batch_first: bool = False) -> Saved:
@@ -157,8 +158,8 @@ class BackwardSweep:
         self.ends, self.mask = Ends(problem), step_mask(v, problem)
         self.step: StepBackward = STEPS[type(problem.cell)][1](problem, problem.cell, v, saved)
         self.products: WeightGradients = WeightGradients(problem, v, out, written)
-        self.dh: np.ndarray = first_state(given, "hT", (P, B), dtype)
-        self.dc: np.ndarray = first_state(given, "cT", (H if "c" in saved else 0, B), dtype)
+        self.dh: Array = first_state(given, "hT", (P, B), dtype)
+        self.dc: Array = first_state(given, "cT", (H if "c" in saved else 0, B), dtype)
 
     def run(self) -> None:
         """All steps, and then the gradients of the first states and the peepholes."""
@@ -196,9 +197,7 @@ class BackwardSweep:
         step.finish(self.products, h_in)
         self.products.add(start, stop, step.dz[:, : (stop - start) * B])
 
-    def back(
-        self, t: int, columns: slice, h_prev: np.ndarray, dh: np.ndarray, dc: np.ndarray, live: np.ndarray | None = None
-    ) -> None:
+    def back(self, t: int, columns: slice, h_prev: Array, dh: Array, dc: Array, live: Array | None = None) -> None:
         """Step t back, from h_prev [B, P]: dh and dc become the gradients of the state before it."""
         given, step = self.given, self.step
         if "h" in given:
@@ -218,7 +217,7 @@ class BackwardSweep:
         if step.direct is not None:
             dh += step.direct
 
-    def back_where(self, live: np.ndarray, t: int, columns: slice, h_prev: np.ndarray) -> None:
+    def back_where(self, live: Array, t: int, columns: slice, h_prev: Array) -> None:
         """Step t back for the items that have not ended; the gradients of the others pass it by."""
         dh, dc = self.dh.copy(), self.dc.copy()
         self.back(t, columns, h_prev, dh, dc, live)
@@ -226,7 +225,7 @@ class BackwardSweep:
         np.copyto(self.dc, dc, where=live)
 
 
-def add_unbroadcast(term: np.ndarray, total: np.ndarray) -> None:
+def add_unbroadcast(term: Array, total: Array) -> None:
     """Add term [B, P] to total, summed down to total's shape, which broadcasts to term's."""
     lead = total.ndim - 2
     shape = total.shape[lead:] if lead > 0 else (1,) * -lead + total.shape

@@ -7,34 +7,35 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from ..cells import HARD_SIGMOIDS, GRUCell, LSTMCell, RNNCell, known
+from ..problem import Array
 
 
 class StepGradients(NamedTuple):
     """What one step back finds: dz [B, GH], the gradient of the preactivations' input part; dh [B, P] of the h that
     entered the recurrent product, after the mask; dc [B, H] of c_prev; direct [B, H], what reaches h_prev past it."""
 
-    dz: mx.array
-    dh: mx.array
-    dc: mx.array | None = None
-    direct: mx.array | None = None
+    dz: Array
+    dh: Array
+    dc: Array | None = None
+    direct: Array | None = None
 
 
-def activate(name: str, x: mx.array) -> mx.array:
+def activate(name: str, x: Array) -> Array:
     """One of `cells.ACTIVATIONS`."""
     return known("ops", ACTIVATIONS, name)[0](x)
 
 
-def slope(name: str, y: mx.array) -> mx.array:
+def slope(name: str, y: Array) -> Array:
     """An activation's derivative, written in its output y."""
     return known("ops", ACTIVATIONS, name)[1](y)
 
 
-def sigmoid(x: mx.array) -> mx.array:
+def sigmoid(x: Array) -> Array:
     """1 / (1 + exp(-x)), to the digits of the dtype."""
     return double_sigmoid(x) if x.dtype == mx.float64 else mx.sigmoid(x)
 
 
-def double_sigmoid(x: mx.array) -> mx.array:
+def double_sigmoid(x: Array) -> Array:
     """The sigmoid of a float64 array. MLX 0.32.4 computes it, and exp, to float32's digits, but not cosh and sinh."""
     negative = x < 0
     # Not mx.abs, whose derivative at 0 is 0. Beyond 709 cosh overflows and exp(-x) leaves the normal numbers.
@@ -43,17 +44,17 @@ def double_sigmoid(x: mx.array) -> mx.array:
     return mx.where(negative, small, 1 - small)
 
 
-def hard_sigmoid(rise: float, x: mx.array) -> mx.array:
+def hard_sigmoid(rise: float, x: Array) -> Array:
     """clip(rise x + 0.5, 0, 1)."""
     return mx.clip(constant(rise, x) * x + 0.5, 0, 1)
 
 
-def hard_sigmoid_slope(rise: float, y: mx.array) -> mx.array:
+def hard_sigmoid_slope(rise: float, y: Array) -> Array:
     """Its derivative from its output."""
     return constant(rise, y) * ((y > 0) & (y < 1)).astype(y.dtype)
 
 
-ACTIVATIONS: dict[str, tuple[Callable[[mx.array], mx.array], Callable[[mx.array], mx.array]]] = {
+ACTIVATIONS: dict[str, tuple[Callable[[Array], Array], Callable[[Array], Array]]] = {
     "identity": (lambda x: x, mx.ones_like),
     "relu": (lambda x: mx.maximum(x, 0), lambda y: (y > 0).astype(y.dtype)),
     "tanh": (mx.tanh, lambda y: 1 - y * y),
@@ -63,25 +64,23 @@ ACTIVATIONS: dict[str, tuple[Callable[[mx.array], mx.array], Callable[[mx.array]
 """Of each activation, itself and its derivative written in its output."""
 
 
-def constant(value: float, like: mx.array) -> mx.array:
+def constant(value: float, like: Array) -> Array:
     """A scalar in the dtype of `like`: beside a float64 array MLX 0.32.0 rounds a Python float to float32."""
     return mx.array(value, like.dtype)
 
 
-def clip_straight_through(c: mx.array, limit: float) -> mx.array:
+def clip_straight_through(c: Array, limit: float) -> Array:
     """clip(c, -limit, limit) whose gradient is that of c, as TensorFlow's block ops have it."""
     bound = constant(limit, c)
     return mx.stop_gradient(mx.clip(c, -bound, bound)) + (c - mx.stop_gradient(c))
 
 
-def by_gate(cell: LSTMCell | GRUCell, array: mx.array | None) -> dict[str, mx.array]:
+def by_gate(cell: LSTMCell | GRUCell, array: Array | None) -> dict[str, Array]:
     """The gates' parts of an array that has all of them side by side; nothing where there is none."""
     return {} if array is None else dict(zip(cell.gate_order, mx.split(array, cell.gates, axis=-1), strict=True))
 
 
-def lstm_step(
-    cell: LSTMCell, a: mx.array, c_prev: mx.array, peephole: mx.array | None
-) -> tuple[mx.array, mx.array, mx.array]:
+def lstm_step(cell: LSTMCell, a: Array, c_prev: Array, peephole: Array | None) -> tuple[Array, Array, Array]:
     """One step: preactivations a [B, 4H] and c_prev [B, H] to (gates [B, 4H], c [B, H], m [B, H]).
 
     i = s_i(a_i + p_i c_prev)   f = s_f(a_f + forget_bias + p_f c_prev)   g = s_g(a_g + p_g c_prev)
@@ -111,21 +110,21 @@ def lstm_step(
 
 def lstm_step_backward(
     cell: LSTMCell,
-    gates: mx.array,
-    c_prev: mx.array,
-    c: mx.array,
-    peephole: mx.array | None,
-    dm: mx.array,
-    dc: mx.array,
-    dgates: mx.array | None,
-) -> tuple[mx.array, mx.array]:
+    gates: Array,
+    c_prev: Array,
+    c: Array,
+    peephole: Array | None,
+    dm: Array,
+    dc: Array,
+    dgates: Array | None,
+) -> tuple[Array, Array]:
     """One step back: the gradients of m, c and (where given) the gates to (dz [B, 4H], dc_prev [B, H]).
 
     dz is the gradient of the preactivations. The clip passes gradients straight through.
     """
     y, p, dy = by_gate(cell, gates), by_gate(cell, peephole), by_gate(cell, dgates)
 
-    def through(gate: str, gradient: mx.array) -> mx.array:
+    def through(gate: str, gradient: Array) -> Array:
         return (gradient + dy[gate] if dy else gradient) * slope(cell.activation(gate), y[gate])
 
     output = cell.activation("output")
@@ -143,9 +142,7 @@ def lstm_step_backward(
     return mx.concatenate([dz[gate] for gate in cell.gate_order], axis=-1), dc
 
 
-def gru_step(
-    cell: GRUCell, a: mx.array, h_in: mx.array, h: mx.array, Wh: mx.array, bhn: mx.array | None
-) -> tuple[mx.array, mx.array]:
+def gru_step(cell: GRUCell, a: Array, h_in: Array, h: Array, Wh: Array, bhn: Array | None) -> tuple[Array, Array]:
     """One step: the input's part a [B, 3H], the masked h_in and h itself [B, H] to (gates [B, 3H], h [B, H]).
 
     r = s_r(a_r + h_in Wh_r^T)   z = s_z(a_z + h_in Wh_z^T)
@@ -163,20 +160,13 @@ def gru_step(
     return mx.concatenate([y[gate] for gate in cell.gate_order], axis=-1), h_new
 
 
-def gru_candidate(h_in: mx.array, Wh_n: mx.array, bhn: mx.array | None) -> mx.array:
+def gru_candidate(h_in: Array, Wh_n: Array, bhn: Array | None) -> Array:
     """h_in Wh_n^T + bhn: what r multiplies where the reset comes after the product."""
     return h_in @ Wh_n.T if bhn is None else h_in @ Wh_n.T + bhn
 
 
 def gru_step_backward(
-    cell: GRUCell,
-    gates: mx.array,
-    h_in: mx.array,
-    h: mx.array,
-    Wh: mx.array,
-    q: mx.array | None,
-    dh: mx.array,
-    dgates: mx.array | None,
+    cell: GRUCell, gates: Array, h_in: Array, h: Array, Wh: Array, q: Array | None, dh: Array, dgates: Array | None
 ) -> StepGradients:
     """One step back: the gradients of the new h and (where given) of the gates to those of a step.
 
@@ -185,7 +175,7 @@ def gru_step_backward(
     y, dy = by_gate(cell, gates), by_gate(cell, dgates)
     W = {gate: Wh[cell.block(gate, h.shape[-1])] for gate in "rzn"}
 
-    def through(gate: str, gradient: mx.array) -> mx.array:
+    def through(gate: str, gradient: Array) -> Array:
         return (gradient + dy[gate] if dy else gradient) * slope(cell.activation(gate), y[gate])
 
     z, n, r = y["z"], y["n"], y["r"]
@@ -203,13 +193,13 @@ def gru_step_backward(
     return StepGradients(mx.concatenate([dz[gate] for gate in cell.gate_order], axis=-1), dh_in, direct=direct)
 
 
-def rnn_step(cell: RNNCell, a: mx.array, h_in: mx.array, Wh: mx.array) -> tuple[mx.array, mx.array]:
+def rnn_step(cell: RNNCell, a: Array, h_in: Array, Wh: Array) -> tuple[Array, Array]:
     """One step: the input's part a and the masked h_in, both [B, H], to (preactivation, h): h = s(a + h_in Wh^T)."""
     a = a + h_in @ Wh.T
     return a, activate(cell.act, a)
 
 
-def rnn_step_backward(cell: RNNCell, h: mx.array, Wh: mx.array, dh: mx.array, dgates: mx.array | None) -> StepGradients:
+def rnn_step_backward(cell: RNNCell, h: Array, Wh: Array, dh: Array, dgates: Array | None) -> StepGradients:
     """One step back: the gradients of the new h and (where given) of the preactivation to those of a step."""
     dz = dh * slope(cell.act, h)
     dz = dz if dgates is None else dz + dgates

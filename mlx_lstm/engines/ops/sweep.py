@@ -11,7 +11,7 @@ import mlx.core as mx
 
 from ..cells import GRUCell, LSTMCell
 from ..directions import half, join_gradients, join_outputs, one_direction, part
-from ..problem import Arrays, Problem
+from ..problem import Array, Arrays, Problem
 from . import cells
 
 
@@ -24,12 +24,12 @@ def forward(problem: Problem, arrays: Arrays) -> Arrays:
     return join_outputs(list(sweeps))
 
 
-def sweep_forward(problem: Problem, arrays: Arrays, z: mx.array) -> Arrays:
+def sweep_forward(problem: Problem, arrays: Arrays, z: Array) -> Arrays:
     """The steps of one direction."""
     h, c = initial_states(problem, arrays)
     # Not z[t], of which mx.compile(shapeless=True) would keep the first call's shape without a word.
     z_at = [row.squeeze(0) for row in mx.split(z, problem.T)]
-    kept: dict[str, dict[int, mx.array]] = {"h": {}, "c": {}, "gates": {}}
+    kept: dict[str, dict[int, Array]] = {"h": {}, "c": {}, "gates": {}}
     for t in problem.steps():
         gates, c_new, h_new = step(problem, arrays, z_at[t], recurrent_input(arrays, h, t), h, c)
         live = problem.live(t)
@@ -40,14 +40,12 @@ def sweep_forward(problem: Problem, arrays: Arrays, z: mx.array) -> Arrays:
     return {name: last[name] if name in last else stacked(kept[name]) for name in problem.cell.outputs}
 
 
-def stacked(steps: dict[int, mx.array]) -> mx.array:
+def stacked(steps: dict[int, Array]) -> Array:
     """[T, B, .]: what each step left, in the order of time."""
     return mx.stack([steps[t] for t in range(len(steps))])
 
 
-def step(
-    problem: Problem, arrays: Arrays, z: mx.array, h_in: mx.array, h: mx.array, c: mx.array
-) -> tuple[mx.array, mx.array, mx.array]:
+def step(problem: Problem, arrays: Arrays, z: Array, h_in: Array, h: Array, c: Array) -> tuple[Array, Array, Array]:
     """(gates, c, h) of a step of whichever cell, from z, the masked h_in, h and c. A cell without c passes it on."""
     cell, Wh, Wp = problem.cell, arrays["Wh"], arrays.get("Wp")
     if isinstance(cell, LSTMCell):
@@ -80,7 +78,7 @@ def sweep_backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: 
         starts["c"] = before_each_step(problem, saved["c"], c0)
     starts |= gru_candidates(problem, arrays, starts["h"])
     dh, dc = cotangents.get("hT", mx.zeros_like(h0)), cotangents.get("cT", mx.zeros_like(c0))
-    kept: dict[str, dict[int, mx.array]] = {"dz": {}, "dh": {}}
+    kept: dict[str, dict[int, Array]] = {"dz": {}, "dh": {}}
     for t in reversed(problem.steps()):
         dh_t = dh + cotangents["h"][t] if "h" in cotangents else dh
         dc_t = dc + cotangents["c"][t] if "c" in cotangents else dc
@@ -101,14 +99,7 @@ def sweep_backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: 
 
 
 def step_backward(
-    problem: Problem,
-    arrays: Arrays,
-    t: int,
-    before: Arrays,
-    after: Arrays,
-    dh: mx.array,
-    dc: mx.array,
-    dgates: mx.array | None,
+    problem: Problem, arrays: Arrays, t: int, before: Arrays, after: Arrays, dh: Array, dc: Array, dgates: Array | None
 ) -> cells.StepGradients:
     """One step of whichever cell back; `before` and `after` are its state then, and `gru_candidates`; its gates."""
     cell, Wh, Wp = problem.cell, arrays["Wh"], arrays.get("Wp")
@@ -136,7 +127,7 @@ def gradients_after_sweep(problem: Problem, arrays: Arrays, saved: Arrays, sweep
     return {name: gradient.astype(arrays[name].dtype) for name, gradient in gradients.items() if name in arrays}
 
 
-def input_gradients(problem: Problem, arrays: Arrays, dz: mx.array) -> Arrays:
+def input_gradients(problem: Problem, arrays: Arrays, dz: Array) -> Arrays:
     """The gradients of x, Wx, b from dz [T, B, D G H]: one matrix product each over all T * B rows."""
     x, Wx = arrays["x"], arrays.get("Wx")
     gradients = {"x": dz}
@@ -170,7 +161,7 @@ def recurrent_gradients(problem: Problem, arrays: Arrays, saved: Arrays, sweep: 
     return found
 
 
-def gru_recurrent_gradients(cell: GRUCell, arrays: Arrays, gates: mx.array, h_in: mx.array, dz: mx.array) -> Arrays:
+def gru_recurrent_gradients(cell: GRUCell, arrays: Arrays, gates: Array, h_in: Array, dz: Array) -> Arrays:
     """Of a GRU: the gradients of Wh, bhn and, where there is a mask, of h_in [T, B, H]."""
     d, r = cells.by_gate(cell, dz), cells.by_gate(cell, gates)["r"]
     seen = dict.fromkeys("rz", h_in) | {"n": h_in if cell.reset == "after" else r * h_in}
@@ -186,7 +177,7 @@ def gru_recurrent_gradients(cell: GRUCell, arrays: Arrays, gates: mx.array, h_in
     return found
 
 
-def gru_candidates(problem: Problem, arrays: Arrays, h_prev: mx.array) -> Arrays:
+def gru_candidates(problem: Problem, arrays: Arrays, h_prev: Array) -> Arrays:
     """Of a GRU that resets after the product q [T, B, H], that product at every step; one over all T * B rows."""
     cell = problem.cell
     if not isinstance(cell, GRUCell) or cell.reset != "after":
@@ -196,14 +187,14 @@ def gru_candidates(problem: Problem, arrays: Arrays, h_prev: mx.array) -> Arrays
     return {"q": cells.gru_candidate(flat(h_in), Wh_n, arrays.get("bhn")).reshape(h_prev.shape)}
 
 
-def without_padding(problem: Problem, sequence: mx.array) -> mx.array:
+def without_padding(problem: Problem, sequence: Array) -> Array:
     """A sequence, 0 where an item has ended: what lies there must not reach a sum, 0 * NaN would spoil it."""
     if problem.lengths is None:
         return sequence
     return mx.where((mx.arange(problem.T)[:, None] < problem.lengths)[..., None], sequence, 0)
 
 
-def project(arrays: Arrays) -> mx.array:
+def project(arrays: Arrays) -> Array:
     """The input's part of the preactivations, [T, B, D G H]: one matrix product over all T * B rows."""
     x, Wx, b = arrays["x"], arrays.get("Wx"), arrays.get("b")
     if Wx is None:
@@ -212,20 +203,20 @@ def project(arrays: Arrays) -> mx.array:
     return (z if b is None else z + b).reshape(*x.shape[:2], -1)
 
 
-def peephole_gradient(cell: LSTMCell, dz: mx.array, c_prev: mx.array, c: mx.array) -> mx.array:
+def peephole_gradient(cell: LSTMCell, dz: Array, c_prev: Array, c: Array) -> Array:
     """[4H], in gate order: the sum over steps and batch of dz times the cell state each gate peeped at."""
     seen = {gate: c if gate == "o" and cell.output_peephole == "current" else c_prev for gate in "ifgo"}
     return mx.concatenate([total(block * seen[gate], axis=(0, 1)) for gate, block in cells.by_gate(cell, dz).items()])
 
 
-def initial_states(problem: Problem, arrays: Arrays) -> tuple[mx.array, mx.array]:
+def initial_states(problem: Problem, arrays: Arrays) -> tuple[Array, Array]:
     """(h0 [B, P], c0 [B, H]), zeros where absent."""
     B, dtype, widths = problem.B, arrays["Wh"].dtype, {"h0": problem.P, "c0": problem.H}
     h0, c0 = (arrays[name] if name in arrays else mx.zeros((B, width), dtype) for name, width in widths.items())
     return h0, c0
 
 
-def before_each_step(problem: Problem, states: mx.array, first: mx.array) -> mx.array:
+def before_each_step(problem: Problem, states: Array, first: Array) -> Array:
     """[T, B, .]: the state each step started from, given the state after each step and the first one."""
     first = first[None]
     if not problem.reverse:
@@ -237,7 +228,7 @@ def before_each_step(problem: Problem, states: mx.array, first: mx.array) -> mx.
     return mx.where(starts, first, shifted)
 
 
-def recurrent_input(arrays: Arrays, h: mx.array, t: int) -> mx.array:
+def recurrent_input(arrays: Arrays, h: Array, t: int) -> Array:
     """h as it enters step t's product, times the mask, where there is one; so does the gradient leave it."""
     if "mask" not in arrays:
         return h
@@ -245,18 +236,18 @@ def recurrent_input(arrays: Arrays, h: mx.array, t: int) -> mx.array:
     return h * (mask if mask.ndim < 3 else mask[t if mask.shape[0] > 1 else 0])
 
 
-def sum_to_shape(x: mx.array, shape: tuple[int, ...]) -> mx.array:
+def sum_to_shape(x: Array, shape: tuple[int, ...]) -> Array:
     """The adjoint of broadcasting: x summed down to `shape`."""
     added = x.ndim - len(shape)
     axes = [added + axis for axis, size in enumerate(shape) if size == 1 and x.shape[added + axis] > 1]
     return total(x, axis=[*range(added), *axes]).reshape(shape) if added or axes else x
 
 
-def total(x: mx.array, axis: int | Sequence[int]) -> mx.array:
+def total(x: Array, axis: int | Sequence[int]) -> Array:
     """The sum over axes, of 16-bit numbers in float32."""
     return (x.astype(mx.float32) if x.dtype in (mx.float16, mx.bfloat16) else x).sum(axis=axis)
 
 
-def flat(x: mx.array) -> mx.array:
+def flat(x: Array) -> Array:
     """[T, B, .] as rows [T * B, .]."""
     return x.reshape(-1, x.shape[-1])
