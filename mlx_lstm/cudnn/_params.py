@@ -98,7 +98,7 @@ def cudnn_rnn_params_to_canonical(
     op = "cudnn_rnn_params_to_canonical"
     attributes = Attributes(rnn_mode, input_mode, direction, dropout, seed, seed2)
     where = layout(op, num_layers, num_units, input_size, attributes)
-    return to_canonical(op, where, params, {"num_params": num_params}, {"num_params": num_params})
+    return to_canonical(op, where, params, {"num_params": num_params})
 
 
 def cudnn_rnn_params_to_canonical_v2(
@@ -138,8 +138,8 @@ def cudnn_rnn_params_to_canonical_v2(
     op = "cudnn_rnn_params_to_canonical_v2"
     attributes = Attributes(rnn_mode, input_mode, direction, dropout, seed, seed2, num_proj)
     where = layout(op, num_layers, num_units, input_size, attributes)
-    counts = {"num_params_weights": num_params_weights}, {"num_params_biases": num_params_biases}
-    return to_canonical(op, where, params, *counts)
+    counts = {"num_params_weights": num_params_weights, "num_params_biases": num_params_biases}
+    return to_canonical(op, where, params, counts)
 
 
 def cudnn_rnn_canonical_to_params(
@@ -213,20 +213,17 @@ def cudnn_rnn_canonical_to_params_v2(
     return from_canonical(op, where, weights, biases)
 
 
-def to_canonical(
-    op: str, where: Layout, params: mx.array, weights: dict[str, int], biases: dict[str, int]
-) -> CudnnRNNParamsToCanonicalOutput:
-    """The buffer's arrays; `weights` and `biases` are the counts the caller expects, by the argument's name."""
+def to_canonical(op: str, where: Layout, params: mx.array, counts: dict[str, int]) -> CudnnRNNParamsToCanonicalOutput:
+    """The buffer's arrays; counts: of weights and, if given, of biases those the caller expects, by argument."""
     check_params(op, where, params)
-    shapes = where.canonical()
-    for given, found in zip((weights, biases), shapes, strict=True):
-        ((name, number),) = given.items()
-        if number != len(found):
-            fail(op, f"{name} must be {len(found)} for these layers", repr(number))
-    every = [*shapes[0], *shapes[1]]
+    weights, biases = where.canonical()
+    for (name, number), shapes in zip(counts.items(), (weights, biases), strict=False):
+        if number != len(shapes):
+            fail(op, f"{name} must be {len(shapes)} for these layers", repr(number))
+    every = [*weights, *biases]
     parts = mx.split(params, list(accumulate(map(prod, every)))[:-1])
     arrays = [part.reshape(shape) for part, shape in zip(parts, every, strict=True)]
-    return CudnnRNNParamsToCanonicalOutput(arrays[: len(shapes[0])], arrays[len(shapes[0]) :])
+    return CudnnRNNParamsToCanonicalOutput(arrays[: len(weights)], arrays[len(weights) :])
 
 
 def from_canonical(op: str, where: Layout, weights: Sequence[mx.array], biases: Sequence[mx.array]) -> mx.array:
@@ -236,9 +233,8 @@ def from_canonical(op: str, where: Layout, weights: Sequence[mx.array], biases: 
             number = len(arrays) if isinstance(arrays, Sequence) else type(arrays).__name__
             fail(op, f"{name} must be {len(shapes)} arrays for these layers", number)
         for n, (array, shape) in enumerate(zip(arrays, shapes, strict=True)):
-            check_array(
-                op, f"{name}[{n}]", array, list(getattr(array, "shape", ())), getattr(weights[0], "dtype", None)
-            )
+            dtype = getattr(weights[0], "dtype", None)
+            check_array(op, f"{name}[{n}]", array, list(getattr(array, "shape", ())), dtype)
             if array.size != prod(shape):
                 fail(op, f"{name}[{n}] must have {prod(shape)} elements, {list(shape)},", f"shape {list(array.shape)}")
     return mx.concatenate([array.reshape(-1) for array in (*weights, *biases)])

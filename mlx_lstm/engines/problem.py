@@ -37,11 +37,6 @@ class Problem(NamedTuple):
     bidirectional: bool = False
 
     @property
-    def sizes(self) -> tuple[int, int, int, int]:
-        """(T, B, H, P)."""
-        return self.T, self.B, self.H, self.P
-
-    @property
     def directions(self) -> int:
         """1 or 2: the factor on the width of every array both directions share."""
         return 2 if self.bidirectional else 1

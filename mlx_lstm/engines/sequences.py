@@ -4,7 +4,7 @@ import mlx.core as mx
 import numpy as np
 
 from . import choice
-from .numpy.memory import New, view
+from .numpy.arrays import New, view
 from .tracing import custom_function, have_values
 
 

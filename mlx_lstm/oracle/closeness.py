@@ -59,9 +59,8 @@ def assert_within(name: str, got: ArrayLike, ref64: ArrayLike, bound: Array | fl
     if got.shape != ref64.shape:
         raise AssertionError(f"{name}: shape {got.shape}, expected {ref64.shape}")
     if ref64.dtype != np.float64 or not np.isfinite(ref64).all() or not np.isfinite(bound).all():
-        raise AssertionError(
-            f"{name}: the reference must be finite float64 and the bound finite, got {ref64.dtype}, {bound}"
-        )
+        rule = "the reference must be finite float64 and the bound finite"
+        raise AssertionError(f"{name}: {rule}, got {ref64.dtype}, {bound}")
     error = np.abs(got.astype(np.float64) - ref64)
     if not (error <= bound).all():  # NaN compares false
         worst = tuple(int(n) for n in np.unravel_index(np.argmax(error - bound), error.shape))

@@ -21,9 +21,8 @@ def check_lstm_block_cell(op: str, arrays: Arrays, use_peephole: bool) -> None:
     """Of LSTMBlockCell, and of its Grad where the arrays of `KEPT` and the gradients are there."""
     check_flag(op, "use_peephole", use_peephole)
     check_kinds(op, arrays)
-    check_ranks(
-        op, arrays, {"b": 1} | dict.fromkeys(PEEPHOLES, 1), 2, "{name}_tensor must be rank {rank} but is rank {got}."
-    )
+    ranks = {"b": 1} | dict.fromkeys(PEEPHOLES, 1)
+    check_ranks(op, arrays, ranks, 2, "{name}_tensor must be rank {rank} but is rank {got}.")
     N, H = check_cell(op, arrays)
     if 0 in (N, H):
         reject(op, f"cs_prev_tensor is empty, has shape: ({N},{H}).")

@@ -59,10 +59,7 @@ def forward(problem: Problem, arrays: Arrays) -> Arrays:
 
 
 def backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays) -> Arrays:
-    """The gradient of every array, from those of the outputs that have one (keys h, c, gates, hT, cT).
-
-    Gates that nobody kept are computed again.
-    """
+    """The gradient of every array, from those of the outputs that have one; gates that nobody kept computed again."""
     if saved.get("gates") is None and problem.cell.op != "rnn":
         saved = forward(problem._replace(training=True), arrays)
     few = is_plain(problem, arrays)
@@ -140,8 +137,7 @@ def rows_of(problem: Problem, Wp: mx.array | None) -> tuple[Rows, Rows]:
 
 def options(problem: Problem, arrays: Arrays) -> dict[str, mx.array | None]:
     """What both sweeps read."""
-    names = ("Wh", "h0", "c0")
-    given = {name: contiguous(arrays.get(name)) for name in names}
+    given = {name: contiguous(arrays.get(name)) for name in ("Wh", "h0", "c0")}
     return given | {"lengths": problem.lengths, "step": kernels.step_number(0)}
 
 

@@ -224,8 +224,7 @@ def stepwise_backward(problem: Problem, given: Inputs, rows: Rows | None) -> Ste
 def stepwise_dh(problem: Problem, given: Inputs, rows: Rows | None = None) -> StepLaunch:
     """A row with dh_t [B, D P] of each step or, without rows, dh0, flat; metal/stepwise_dh.metal has the inputs."""
     inputs = select(given, "step before weights gates mask lengths dh dhT sizes")
-    op, dtype = problem.cell.op, inputs["weights"].dtype
-    tile = tile_of(problem, problem.P)
+    op, dtype, tile = problem.cell.op, inputs["weights"].dtype, tile_of(problem, problem.P)
     template = backward_template(problem, False, dtype, tile)
     output = row_length(problem, problem.P, 1, False, dtype), row_type(dtype) if rows else dtype
     units = problem.P, tile[1], tile[1]

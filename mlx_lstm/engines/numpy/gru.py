@@ -8,8 +8,9 @@ import numpy as np
 
 from ..cells import GRUCell
 from ..problem import Problem
+from .arrays import Array, Views
 from .gates import Gates, gate_blocks, gates_of
-from .memory import Array, Steps, Views, chunk_steps, columns_buffer, matrix
+from .memory import Steps, chunk_steps, columns_buffer, matrix
 from .products import Preactivations, WeightGradients
 
 
@@ -23,7 +24,7 @@ class GRUStep:
     """`engines.ops.cells.gru_step` in place: one step forward with all its scratch memory."""
 
     def __init__(self, problem: Problem, cell: GRUCell, v: Views, preactivations: Preactivations):
-        (_, B, H, _), dtype, order, activations = problem.sizes, v["Wh"].dtype, cell.gate_order, cell.activations
+        (_, B, H, _), dtype, order, activations = problem[:4], v["Wh"].dtype, cell.gate_order, cell.activations
         self.preactivations: Preactivations = preactivations
         self.after: bool = cell.reset == "after"
         self.flip: bool = cell.flip_z
@@ -72,7 +73,7 @@ class GRUStepBackward:
 
     def __init__(self, problem: Problem, cell: GRUCell, v: Views, saved: Views):
         """saved: gates [T, B, 3H]."""
-        (_, B, H, _), dtype = problem.sizes, v["Wh"].dtype
+        (_, B, H, _), dtype = problem[:4], v["Wh"].dtype
         self.after: bool = cell.reset == "after"
         self.flip: bool = cell.flip_z
         self.gates_at, self.gates = Steps(saved["gates"]), gates_of(cell.gate_order, cell.activations, H, "rzn")

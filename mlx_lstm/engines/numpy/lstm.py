@@ -8,8 +8,9 @@ import numpy as np
 
 from ..cells import LSTMCell
 from ..problem import Problem
+from .arrays import Array, Views
 from .gates import Gates, activate, gate_blocks, gates_of, slope_from_square
-from .memory import Array, Ends, Steps, Views, chunk_steps, columns_buffer, first_state, matrix
+from .memory import Ends, Steps, chunk_steps, columns_buffer, first_state, matrix
 from .products import Preactivations, WeightGradients
 
 
@@ -24,7 +25,7 @@ class LSTMStep:
     """`engines.ops.cells.lstm_step` in place: one step forward with all its scratch memory."""
 
     def __init__(self, problem: Problem, cell: LSTMCell, v: Views, preactivations: Preactivations):
-        (_, B, H, _), dtype, order, activations = problem.sizes, v["Wh"].dtype, cell.gate_order, cell.activations
+        (_, B, H, _), dtype, order, activations = problem[:4], v["Wh"].dtype, cell.gate_order, cell.activations
         self.preactivations, self.Wp = preactivations, matrix(v["Wp"]) if "Wp" in v else None
         self.block: dict[str, slice] = gate_blocks(order, H)
         self.peephole: dict[str, Array] = peephole_columns(cell, v, H, B)
@@ -64,7 +65,7 @@ class LSTMStepBackward:
 
     def __init__(self, problem: Problem, cell: LSTMCell, v: Views, saved: Views):
         """saved: c [T, B, H], gates [T, B, 4H]."""
-        (_, B, H, P), dtype = problem.sizes, v["Wh"].dtype
+        (_, B, H, P), dtype = problem[:4], v["Wh"].dtype
         self.problem, self.ends = problem, Ends(problem)
         self.c, self.gates_at = Steps(saved["c"]), Steps(saved["gates"])
         self.c0: Array = first_state(v, "c0", (H, B), dtype)

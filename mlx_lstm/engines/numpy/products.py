@@ -21,7 +21,7 @@ class Preactivations:
     """
 
     def __init__(self, problem: Problem, v: Views):
-        dtype, (T, B, H, P), cell = v["Wh"].dtype, problem.sizes, problem.cell
+        dtype, (T, B, H, P), cell = v["Wh"].dtype, problem[:4], problem.cell
         rows = cell.gates * H
         self.x: np.ndarray = v["x"]
         self.B = B

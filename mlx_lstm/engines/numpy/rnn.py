@@ -4,8 +4,9 @@ import numpy as np
 
 from ..cells import RNNCell
 from ..problem import Problem
+from .arrays import Array, Views
 from .gates import activate, slope_from_square
-from .memory import Array, Steps, Views, chunk_steps, columns_buffer, matrix
+from .memory import Steps, chunk_steps, columns_buffer, matrix
 from .products import Preactivations, WeightGradients
 
 
@@ -30,7 +31,7 @@ class RNNStepBackward:
 
     def __init__(self, problem: Problem, cell: RNNCell, v: Views, saved: Views):
         """saved: h [T, B, H]."""
-        (_, B, H, _), dtype = problem.sizes, v["Wh"].dtype
+        (_, B, H, _), dtype = problem[:4], v["Wh"].dtype
         self.name, self.h_at, self.Wh_T = cell.act, Steps(saved["h"]), matrix(v["Wh"]).T
         self.slope: Array = np.empty((H, B), dtype)
         self.dz: Array = columns_buffer(H, chunk_steps(problem) * B, B, dtype)

@@ -15,24 +15,10 @@ import numpy as np
 from ..cells import GRUCell, LSTMCell, RNNCell
 from ..directions import one_direction, part
 from ..problem import Arrays, Problem
+from .arrays import BATCH_MAJOR, FEATURE_MAJOR, Array, New, NewSequence, Views, order_of, view, views
 from .gru import GRUStep, GRUStepBackward
 from .lstm import LSTMStep, LSTMStepBackward
-from .memory import (
-    BATCH_MAJOR,
-    FEATURE_MAJOR,
-    Array,
-    Ends,
-    New,
-    NewSequence,
-    Views,
-    chunk_steps,
-    first_state,
-    order_of,
-    states_before,
-    step_mask,
-    view,
-    views,
-)
+from .memory import Ends, chunk_steps, first_state, states_before, step_mask
 from .products import Preactivations, WeightGradients
 from .rnn import RNNStep, RNNStepBackward
 
@@ -48,7 +34,7 @@ def forward(problem: Problem, arrays: Arrays, batch_first: bool = False) -> Save
     v = views(arrays)
     if batch_first:
         v["x"] = v["x"].transpose(BATCH_MAJOR)
-    dtype, (T, B, H, P), D = v["Wh"].dtype, problem.sizes, problem.directions
+    dtype, (T, B, H, P), D = v["Wh"].dtype, problem[:4], problem.directions
     new = {"h": NewSequence(dtype, (T, B, D * P), order_of(v["x"]), batch_first), "hT": New(dtype, (B, D * P))}
     if isinstance(problem.cell, LSTMCell):
         new["c"] = NewSequence(dtype, (T, B, D * H), FEATURE_MAJOR, batch_first)
@@ -110,7 +96,7 @@ def of_direction(d: int | None, values: Views) -> Views:
 
 def sweep_forward(problem: Problem, v: Views, out: Views) -> None:
     """Write h [T, B, P], c [T, B, H], gates [T or 1, B, GH], hT [B, P] and cT [B, H] of `out`, those a cell has."""
-    dtype, (T, B, H, P) = v["Wh"].dtype, problem.sizes
+    dtype, (T, B, H, P) = v["Wh"].dtype, problem[:4]
     h, gates = out["h"], out["gates"].transpose(FEATURE_MAJOR)
     step = STEPS[type(problem.cell)][0](problem, problem.cell, v, Preactivations(problem, v))
     ends = Ends(problem)
@@ -153,7 +139,7 @@ class BackwardSweep:
 
     def __init__(self, problem: Problem, written: set[int], v: Views, saved: Views, given: Views, out: Views):
         """saved: the outputs h, c, gates; given: the cotangents of outputs; out: the gradients' memory."""
-        dtype, (_, B, H, P) = v["Wh"].dtype, problem.sizes
+        dtype, (_, B, H, P) = v["Wh"].dtype, problem[:4]
         self.problem, self.v, self.given, self.out, self.h = problem, v, given, out, saved["h"]
         self.ends, self.mask = Ends(problem), step_mask(v, problem)
         self.step: StepBackward = STEPS[type(problem.cell)][1](problem, problem.cell, v, saved)
