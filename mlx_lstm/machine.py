@@ -12,11 +12,9 @@ def chip() -> str:
     if sys.platform == "darwin":
         found = subprocess.run(["sysctl", "-n", "machdep.cpu.brand_string"], capture_output=True, text=True)
         return found.stdout.strip() or platform.processor()
-    try:
-        with open("/proc/cpuinfo") as file:
-            lines = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
-    except OSError:
-        lines = []
+    lines: list[str] = []
+    with suppress(OSError), open("/proc/cpuinfo") as file:
+        lines = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
     return f"{lines[0] if lines else platform.processor()} ({platform.machine()})"
 
 

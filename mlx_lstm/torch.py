@@ -29,11 +29,8 @@ __all__ = ["GRU", "LSTM", "RNN"]
 class Layers(nn.Module):
     """What the three share: parameters, the walk through the layers, the checks of both."""
 
-    op: str
-    """In errors."""
-
-    gates: int
-    """H-blocks of a weight."""
+    op: str  # in errors
+    gates: int  # H-blocks of a weight
 
     def __init__(
         self,
@@ -119,7 +116,6 @@ class Layers(nn.Module):
         given = {name: by_layer(state.reshape(rows, N, -1), len(self.ways)) for name, state in given.items()}
         x = (input if time_first else mx.swapaxes(input, 0, 1)).reshape(-1, N, self.input_size).astype(dtype)
         options = {"bidirectional": self.bidirectional, "lengths": lengths, "training": self.training}
-        options |= {"engine": self.engine}
         last = []
         for layer, arrays in enumerate(layers):
             if layer and self.dropout and self.training:
@@ -128,7 +124,7 @@ class Layers(nn.Module):
                 x = mx.where(kept, x * mx.array(1 / keep if keep else 0, dtype), 0)
             arrays = arrays | {f"{name}0": state[layer] for name, state in given.items()}
             arrays = {name: array.astype(dtype) for name, array in arrays.items()}
-            out = one_layer(x, **arrays, **options)
+            out = one_layer(x, **arrays, **options, engine=self.engine)
             last.append(out)
             x = out.h
         finals = {name: of_layers([getattr(out, f"{name}T") for out in last], len(self.ways)) for name in states}

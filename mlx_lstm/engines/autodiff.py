@@ -21,9 +21,8 @@ def run(problem: Problem, arrays: Arrays, engine: str, *, plain: bool, batch_fir
     `batch_first` x and all sequences have the batch first."""
     dtype = arrays["x"].dtype
     arrays = for_engine(engine, arrays)
-    outputs: dict[str, Any]
     if plain and engine == "numpy":  # which makes sequences of either order without an operation of MLX
-        outputs = numpy.forward(problem, arrays, batch_first)
+        outputs: dict[str, Any] = numpy.forward(problem, arrays, batch_first)
     else:
         if batch_first:
             arrays["x"] = mx.swapaxes(arrays["x"], 0, 1)
@@ -39,11 +38,6 @@ def run_backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Ar
     """The gradient of every array, from the outputs a forward pass gave and the cotangents of some of them."""
     dtype = arrays["x"].dtype
     arrays, saved, cotangents = (for_engine(engine, values) for values in (arrays, saved, cotangents))
-    if engine in METAL_ENGINES:  # they keep c in float32, and so have its gradient
-        saved, cotangents = (
-            {name: value.astype(mx.float32) if name in ("c", "cT") else value for name, value in values.items()}
-            for values in (saved, cotangents)
-        )
     backward = first_order(engine, problem, tuple(arrays), {})
     gradients = backward(tuple(arrays.values()), cotangents, saved)
     return {name: gradient.astype(dtype) for name, gradient in gradients.items() if name in arrays}
@@ -51,8 +45,8 @@ def run_backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Ar
 
 def for_engine(engine: str, arrays: Arrays) -> Arrays:
     """The arrays in the dtype an engine computes in: 16 bits reach the Metal shaders, which widen them themselves."""
-    if engine in METAL_ENGINES:
-        return arrays
+    if engine in METAL_ENGINES:  # they keep c in float32, and so have its gradient
+        return {name: array.astype(mx.float32) if name in ("c", "cT") else array for name, array in arrays.items()}
     wide = {mx.float16: mx.float32, mx.bfloat16: mx.float32}
     return {name: array.astype(wide.get(array.dtype, array.dtype)) for name, array in arrays.items()}
 

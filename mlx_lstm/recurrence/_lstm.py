@@ -12,10 +12,8 @@ from ._call import Call, Lengths, given
 
 
 class LSTMOutput(NamedTuple):
-    """What `lstm` returns: sequences h [T, B, P], c [T, B, H], gates [T, B, 4H]; last states hT [B, P], cT [B, H].
-
-    Where both directions run, each last axis is twice as wide, the forward direction first.
-    """
+    """What `lstm` returns: sequences h [T, B, P], c [T, B, H], gates [T, B, 4H]; last states hT [B, P], cT [B, H];
+    twice as wide for both directions, the forward one first."""
 
     h: mx.array
     c: mx.array

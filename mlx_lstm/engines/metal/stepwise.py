@@ -1,9 +1,7 @@
 """Engine `stepwise`: the recurrence on the GPU, one launch of a Metal shader per time step and sweep.
 
 A launch computes the recurrent product and the cell of a step, of both directions where both run; a projection is one
-launch more. One launch at the end of a sweep lays the steps' results out in time. The products over all T * B rows stay
-MLX's own. h and gates are stored in the dtype of the arrays, c in float32; arithmetic is float32. All results are lazy,
-so the engine also runs inside `mx.compile` and exports.
+launch more. One launch at the end of a sweep lays the steps' results out in time. All else is as in `fused`.
 """
 
 import mlx.core as mx
@@ -51,9 +49,7 @@ def forward(problem: Problem, arrays: Arrays) -> Arrays:
         for n in range(T):
             row = step(n, before=row, h_before=h)
             h = project_row(n, before=row)
-    names = {"h", "c", "hT", "cT", "gates"} & set(cell.outputs)
-    if not (problem.training or problem.return_gates):
-        names -= {"gates"}
+    names = {name for name in cell.outputs if name != "gates" or problem.training or problem.return_gates}
     kinds = [(rows, H)] if Wp is None else [(rows, H), (projected, P)]
     return kernels.stepwise_outputs(problem, fixed, kinds, names=names)
 

@@ -87,12 +87,10 @@ def lstm_step(cell: LSTMCell, a: Array, c_prev: Array, peephole: Array | None) -
     c = f c_prev + i g, clipped                  o = s_o(a_o + p_o c)  or  s_o(a_o + p_o c_prev)
     m = o s_output(c)
     """
-    z = by_gate(cell, a)
-    p = by_gate(cell, peephole)
+    z, p, y = by_gate(cell, a), by_gate(cell, peephole), {}
     if cell.forget_bias:
         z["f"] = z["f"] + constant(cell.forget_bias, z["f"])
     current = "o" if cell.output_peephole == "current" else ""
-    y = {}
     for gate in "ifgo":
         if p and gate != current:
             z[gate] = z[gate] + p[gate] * c_prev
