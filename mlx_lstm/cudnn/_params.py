@@ -220,9 +220,8 @@ def to_canonical(op: str, where: Layout, params: mx.array, counts: dict[str, int
     for (name, number), shapes in zip(counts.items(), (weights, biases), strict=False):
         if number != len(shapes):
             fail(op, f"{name} must be {len(shapes)} for these layers", repr(number))
-    every = [*weights, *biases]
-    parts = mx.split(params, list(accumulate(map(prod, every)))[:-1])
-    arrays = [part.reshape(shape) for part, shape in zip(parts, every, strict=True)]
+    parts = mx.split(params, list(accumulate(map(prod, [*weights, *biases])))[:-1])
+    arrays = [part.reshape(shape) for part, shape in zip(parts, [*weights, *biases], strict=True)]
     return CudnnRNNParamsToCanonicalOutput(arrays[: len(weights)], arrays[len(weights) :])
 
 

@@ -19,8 +19,7 @@ ENGINE_MODULES = {"fused": fused, "stepwise": stepwise, "numpy": numpy, "ops": o
 def run(problem: Problem, arrays: Arrays, engine: str, *, plain: bool, batch_first: bool) -> dict[str, Any]:
     """The cell's outputs by name, with our gradient unless the graph shall stay plain; gates None if not wanted. With
     `batch_first` x and all sequences have the batch first."""
-    dtype = arrays["x"].dtype
-    arrays = for_engine(engine, arrays)
+    dtype, arrays = arrays["x"].dtype, for_engine(engine, arrays)
     if plain and engine == "numpy":  # which makes sequences of either order without an operation of MLX
         outputs: dict[str, Any] = numpy.forward(problem, arrays, batch_first)
     else:

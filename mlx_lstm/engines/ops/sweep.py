@@ -132,8 +132,7 @@ def input_gradients(problem: Problem, arrays: Arrays, dz: Array) -> Arrays:
     x, Wx = arrays["x"], arrays.get("Wx")
     gradients = {"x": dz}
     if Wx is not None:
-        rows = without_padding(problem, x)
-        gradients = {"x": (flat(dz) @ Wx).reshape(x.shape), "Wx": flat(dz).T @ flat(rows)}
+        gradients = {"x": (flat(dz) @ Wx).reshape(x.shape), "Wx": flat(dz).T @ flat(without_padding(problem, x))}
     if "b" in arrays:
         gradients["b"] = total(flat(dz), axis=0)
     return gradients
