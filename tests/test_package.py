@@ -43,7 +43,8 @@ def test_import_needs_only_mlx_and_numpy():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT).stdout == "[]\n"
 
 
-PUBLIC = ["cudnn", "keras", "mpsgraph", "mpsgraph.layouts", "nn", "recurrence", "tf", "torch"]
+PUBLIC = ["bench", "compare", "cudnn", "engines", "keras", "mpsgraph", "mpsgraph.layouts", "nn", "oracle", "recurrence"]
+PUBLIC += ["tf", "torch"]
 
 
 @pytest.mark.parametrize("name", PUBLIC)
