@@ -30,6 +30,7 @@ PAGES = {
     "contributing": "CONTRIBUTING.md",
     "shaders": "metal/README.md",
     "emulator": "tests/metal_emulator/README.md",
+    "machine_code": "tests/machine_code/README.md",
     "changelog": "CHANGELOG.md",
 }
 """Pages that stand elsewhere in the repository, where GitHub shows them. docs/ holds a line in place of each."""
