@@ -68,7 +68,6 @@ def opencl(text: str, threads: int) -> str:
     signature = next(lowering.SIGNATURE.finditer(code))
     start = code.find("{", signature.end())
     body = text[start + 1 : lowering.matching(code, start + 1, "{", "}") - 1]
-    template = re.search(r"template\s*<([^{};]*)>\s*$", code[: signature.start()])
     buffers, attributes = [], []
     for parameter in lowering.kernel_parameters(code, signature):
         if parameter.attribute == "buffer":
@@ -78,10 +77,10 @@ def opencl(text: str, threads: int) -> str:
             attributes.append(attribute(parameter))
     # MLX writes the word `kernel` itself; what the launch makes of it has no meaning here.
     word = re.compile(r"^\s*#\s*(?:define|undef)\s+kernel\b.*$", re.M)
-    head, body = (word.sub("", part) for part in (text[: (template or signature).start()], body))
+    head, body = (word.sub("", part) for part in (text[: signature.start()], body))
     size = f"__attribute__((reqd_work_group_size({threads}, 1, 1)))"
     kernel = f"{size} __kernel void k({', '.join(buffers)}) {{\n{' '.join(attributes)}\n{body}\n}}\n"
-    source = f"{head}\n{template_values(text, template)}\n{kernel}"
+    source = f"{head}\n{kernel}"
     edits = lowering.text_edits(lowering.blank_comments(source))
     return f'#include "{HERE}/shim.h"\n{lowering.apply_edits(source, edits)}'
 
@@ -93,17 +92,3 @@ def attribute(parameter: lowering.Parameter) -> str:
     each = [f"({scalar}){form % axis if '%' in form else form}" for axis in range(int(axes or 1))]
     value = each[0] if len(each) == 1 else f"{scalar}{axes}({', '.join(each)})"
     return f"{parameter.type} {parameter.name} = {value};"
-
-
-def template_values(text: str, template: re.Match | None) -> str:
-    """The values a kernel is instantiated with, as declarations."""
-    if template is None:
-        return ""
-    callee = lowering.INSTANTIATION.search(text).group(2)
-    values = lowering.split_top_level(callee[callee.index("<") + 1 : callee.rindex(">")])
-    lines = []
-    for declared, value in zip(lowering.split_top_level(template.group(1)), values, strict=True):
-        kind, _, name = declared.strip().rpartition(" ")
-        declaration = f"using {name}" if kind == "typename" else f"constant constexpr {kind} {name}"
-        lines.append(f"{declaration} = {value.strip()};")
-    return "\n".join(lines)
