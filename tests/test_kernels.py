@@ -178,7 +178,7 @@ def test_arrays_too_large_for_indices_of_32_bits(layer, B):
     options = {"projection": True, "peephole": True} if layer == "projection" else LAYERS[layer]
     case, cotangents = draw_away_from_kinks(3, ROUNDING_MARGIN, sizes=(3, B, 2, 5, 3), mask=(3, B, "P"), **options)
     short = check(case, "stepwise", cotangents)[0]
-    with patch.object(kernels_stepwise, "INDICES", 1):
+    with patch.object(kernels_stepwise, "INDEX_LIMIT", 1):
         long, log = check(case, "stepwise", cotangents)
     assert all("__64" in launch.name for launch in log if "stepwise" in launch.name)
     for name, value in short.items():

@@ -7,6 +7,7 @@ import mlx.core as mx
 
 from ..cells import Cell, GRUCell
 from ..problem import Arrays, Problem
+from .inputs import INDEX_LIMIT
 from .launch import Inputs, Launch, Output, Outputs, Template, arguments, cell_number, kept, prepare, select
 
 SWEEPS = ("forward", "backward")
@@ -42,10 +43,6 @@ smaller batches would leave GPU cores without work. From a model of the hardware
 
 THREADGROUP_BYTES = 32768
 """Metal's limit."""
-
-
-INDEX_LIMIT = 2**31
-"""Elements of an array from which on its indices have 64 bits instead of 32."""
 
 
 class FusedTiling(NamedTuple):

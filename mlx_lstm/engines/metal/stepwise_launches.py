@@ -6,7 +6,7 @@ import mlx.core as mx
 
 from ..cells import GRUCell
 from ..problem import Arrays, Problem
-from .inputs import constant
+from .inputs import INDEX_LIMIT, constant
 from .launch import Inputs, Launch, Outputs, Template, arguments, cell_number, launch, prepare, select
 from .stepwise_rows import JOINED, LEFT, Join, Rows, starts_of
 
@@ -25,8 +25,6 @@ SLICES = {8: 4, 16: 2}
 TILES = {8: ((8, 32), (8, 16), (8, 8)), 32: ((32, 32), (16, 32), (16, 16))}
 """Rows and columns of a threadgroup's product by tiles where the cells need one column each, by `stepwise_rows`."""
 
-INDICES = 2**31
-
 FEWEST_GROUPS = 32
 """Threadgroups that are worth smaller ones: GPUs have 8 to 40 cores, and a product is a chain of loads, so that a core
 without work costs more than operands and weights that are read more often. Not measured."""
@@ -42,7 +40,7 @@ def index_bits(problem: Problem) -> int:
     instructions besides its product."""
     width, gates = max(problem.H, problem.P), problem.cell.gates + 3  # a row of 16-bit numbers has two for a float
     largest = problem.directions * gates * width * max(problem.T * problem.B, width)
-    return 32 if largest < INDICES else 64
+    return 32 if largest < INDEX_LIMIT else 64
 
 
 def named(name: str, problem: Problem) -> str:
