@@ -1,7 +1,8 @@
 """Checks of a recurrence's arguments: shapes, dtypes and options; the cell that options describe."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
+from typing import Any, TypeVar, cast
 
 import mlx.core as mx
 import numpy as np
@@ -10,6 +11,7 @@ from ..checks import Form, check_array, check_flag, check_number, check_option, 
 from ..engines.cells import ACTIVATIONS, Cell, GRUCell, LSTMCell, RNNCell
 from ..engines.problem import Arrays, Problem
 
+Check = TypeVar("Check", bound=Callable[..., Cell])
 Sizes = tuple[int, int, int, int]
 NamedForm = tuple[str, tuple[int, ...], mx.Dtype]
 
@@ -86,6 +88,20 @@ def check_sequences(problem: Problem, arrays: Arrays, saved: Arrays, cotangents:
         fail(op, "h must be given where there is a projection Wp", "None")
 
 
+def once(check: Check) -> Check:
+    """A check that does not look again at what was right once."""
+    cached = lru_cache(maxsize=256, typed=True)(check)
+
+    def checked(*arguments: Any, **named: Any) -> Any:
+        try:
+            return cached(*arguments, **named)
+        except TypeError:  # something that has no hash, such as a list
+            return check(*arguments, **named)
+
+    return cast(Check, checked)
+
+
+@once
 def check_lstm(
     gate_order: str,
     activations: Sequence[str],
@@ -104,15 +120,16 @@ def check_lstm(
     return LSTMCell(gate_order, (i, f, g, o, output), output_peephole, clip, bias)
 
 
+@once
 def check_gru(
-    gate_order: str, activations: Sequence[str], reset: str, flip_z: bool, bhn: mx.array | None, op: str = "gru"
+    gate_order: str, activations: Sequence[str], reset: str, flip_z: bool, has_bhn: bool, op: str = "gru"
 ) -> GRUCell:
     """The GRU cell these options describe."""
     check_gate_order(op, gate_order, "rzn")
     check_activations(op, activations, "three names: those of r, z, n", 3)
     check_option(op, "reset", reset, ("after", "before"))
     check_flag(op, "flip_z", flip_z)
-    if bhn is not None and reset == "before":
+    if has_bhn and reset == "before":
         fail(op, "bhn must be None with reset='before'", "an array")
     r, z, n = activations
     return GRUCell(gate_order, (r, z, n), reset, flip_z)

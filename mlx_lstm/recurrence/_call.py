@@ -21,7 +21,8 @@ Lengths = mx.array | Sequence[int] | None
 class Call(NamedTuple):
     """A call's cell and options, as the caller gave them: checks them with the arrays, chooses an engine and runs.
 
-    With `batch_first`, which only `forward` knows, x and the sequences it returns are [B, T, .].
+    With `batch_first`, which only `forward` knows, x and the sequences it returns are [B, T, .], and it returns no last
+    states.
     """
 
     cell: Cell
@@ -99,9 +100,9 @@ class Call(NamedTuple):
         return lengths, word, free, traced
 
 
-def given(**arrays: Any) -> Arrays:
+def given(**arrays: Any) -> dict[str, Any]:
     """The arrays that are not None; x and Wh have to be there, which is checked later."""
-    return {name: array for name, array in arrays.items() if name in ("x", "Wh") or array is not None}
+    return {name: array for name, array in arrays.items() if array is not None or name in ("x", "Wh")}
 
 
 def h_of(problem: Problem, saved: Arrays) -> mx.array:

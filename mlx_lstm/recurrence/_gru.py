@@ -85,7 +85,7 @@ def gru(
         ((10, 2, 4), (2, 4))
     """
     arrays = given(x=x, Wx=Wx, Wh=Wh, b=b, h0=h0, bhn=bhn, mask=mask)
-    cell = check_gru(gate_order, activations, reset, flip_z, bhn)
+    cell = check_gru(gate_order, activations, reset, flip_z, bhn is not None)
     call = Call(cell, reverse=reverse, bidirectional=bidirectional, lengths=lengths, engine=engine, stream=stream)
     return GRUOutput(**call.forward(arrays, return_gates=return_gates, training=training))
 
@@ -131,6 +131,6 @@ def gru_gradients(
         (10, 2, 3)
     """
     arrays = given(x=x, Wx=Wx, Wh=Wh, b=b, h0=h0, bhn=bhn, mask=mask)
-    cell = check_gru(gate_order, activations, reset, flip_z, bhn, op="gru_gradients")
+    cell = check_gru(gate_order, activations, reset, flip_z, bhn is not None, op="gru_gradients")
     call = Call(cell, reverse=reverse, bidirectional=bidirectional, lengths=lengths, engine=engine, stream=stream)
     return call.backward(arrays, given(h=h, gates=gates), given(h=dh, gates=dgates, hT=dhT))
