@@ -18,19 +18,31 @@ ENGINE_MODULES = {"fused": fused, "stepwise": stepwise, "numpy": numpy, "ops": o
 
 def run(problem: Problem, arrays: Arrays, engine: str, *, plain: bool, batch_first: bool) -> dict[str, Any]:
     """The cell's outputs by name, with our gradient unless the graph shall stay plain; gates None if not wanted. With
-    `batch_first` x and all sequences have the batch first."""
+    `batch_first` x and all sequences have the batch first, and there are no last states."""
     dtype, arrays = arrays["x"].dtype, for_engine(engine, arrays)
     if plain and engine == "numpy":  # which makes sequences of either order without an operation of MLX
         outputs: dict[str, Any] = numpy.forward(problem, arrays, batch_first)
     else:
         if batch_first:
             arrays["x"] = mx.swapaxes(arrays["x"], 0, 1)
-        outputs = ENGINE_MODULES[engine].forward(problem, arrays) if plain else differentiable(problem, arrays, engine)
+        shown = shown_of(problem, batch_first)
+        if plain:
+            outputs = ENGINE_MODULES[engine].forward(problem, arrays)
+        else:
+            outputs = differentiable(problem, arrays, engine, shown)
+        outputs = {name: outputs[name] for name in shown}
         if batch_first:
-            outputs |= {name: mx.swapaxes(outputs[name], 0, 1) for name in ("h", "c", "gates") if name in outputs}
+            outputs = {name: mx.swapaxes(sequence, 0, 1) for name, sequence in outputs.items()}
     if not problem.return_gates:
         outputs["gates"] = None
     return {name: output if output is None else output.astype(dtype) for name, output in outputs.items()}
+
+
+def shown_of(problem: Problem, batch_first: bool) -> list[str]:
+    """The outputs a caller gets: with the batch first, which is how layers have it, only sequences."""
+    hidden = {"hT", "cT"} if batch_first else set()
+    hidden |= set() if problem.return_gates else {"gates"}
+    return [name for name in problem.cell.outputs if name not in hidden]
 
 
 def run_backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays, engine: str) -> Arrays:
@@ -50,8 +62,8 @@ def for_engine(engine: str, arrays: Arrays) -> Arrays:
     return {name: array.astype(wide.get(array.dtype, array.dtype)) for name, array in arrays.items()}
 
 
-def differentiable(problem: Problem, arrays: Arrays, engine: str) -> dict[str, mx.array]:
-    """The engine's outputs, with its backward pass as their gradient."""
+def differentiable(problem: Problem, arrays: Arrays, engine: str, shown: list[str]) -> dict[str, mx.array]:
+    """The engine's outputs, with its backward pass as their gradient; `shown`: those that a caller gets."""
     tape = Tape(problem, tuple(arrays), engine)
     function = custom_function(tape.forward)
     function.vjp(tape.backward)
@@ -60,12 +72,22 @@ def differentiable(problem: Problem, arrays: Arrays, engine: str) -> dict[str, m
     if engine in METAL_ENGINES:
         vmap_one_by_one(function, tape.count_all)  # under mx.vmap the taps are lost
     # A custom function has to get every array that mx.vmap may map.
-    outputs = function(*arrays.values(), *([] if problem.lengths is None else [problem.lengths]))
-    tapped = tape.shown if problem.training else []
-    if not problem.return_gates:  # nobody sees them
-        tapped = [name for name in tapped if name != "gates"]
-    named = zip(tape.shown, outputs, strict=True)
-    return {name: tape.tap(name, value) if name in tapped else value for name, value in named}
+    found = function(*arrays.values(), *([] if problem.lengths is None else [problem.lengths]))
+    outputs = dict(zip(tape.shown, found, strict=True))
+    if problem.training:
+        for names in TAPPED:
+            if present := [name for name in names if name in shown]:
+                outputs |= zip(present, tape.tap(present, [outputs[name] for name in present]), strict=True)
+    return outputs
+
+
+TAPPED = (("h",), ("c",), ("gates",), ("hT", "cT"))
+"""Outputs that share a tap, which costs the host as much as two launches: the last states are small."""
+
+
+def all_of(*values: mx.array) -> tuple[mx.array, ...]:
+    """Itself."""
+    return values
 
 
 class Tape:
@@ -121,20 +143,17 @@ class Tape:
         """From now on every output counts as used."""
         self.used = None
 
-    def tap(self, name: str, value: mx.array) -> mx.array:
-        """`value`, noting when a gradient comes back through it."""
+    def tap(self, names: list[str], values: list[mx.array]) -> tuple[mx.array, ...]:
+        """`values`, noting when a gradient comes back through one of them."""
 
-        @custom_function
-        def identity(value: mx.array) -> mx.array:
-            return value
-
-        @identity.vjp
-        def note(primal: mx.array, cotangent: mx.array, output: mx.array) -> mx.array:
+        def note(primals: object, cotangents: tuple[mx.array, ...], outputs: object) -> tuple[mx.array, ...]:
             if self.used is not None:
-                self.used.add(name)
-            return cotangent
+                self.used.update(names)
+            return cotangents
 
-        return identity(value)
+        identity = custom_function(all_of)
+        identity.vjp(note)
+        return identity(*values)
 
 
 def in_mlx(problem: Problem, arrays: Arrays, saved: Saved) -> Arrays:

@@ -29,16 +29,17 @@ def forward(problem: Problem, arrays: Arrays, batch_first: bool = False) -> Save
     """The cell's outputs: h [T, B, D P], gates [T, B, D G H], hT [B, D P]; of an LSTM c [T, B, D H], cT [B, D H].
 
     Gates that the caller does not want stay in NumPy's memory, or are None if there is no training; a plain cell's
-    gradient does without. With `batch_first` x and h, c, gates have the batch first.
+    gradient does without. With `batch_first` x and h, c, gates have the batch first, and there are no hT, cT.
     """
     v = views(arrays)
     if batch_first:
         v["x"] = v["x"].transpose(BATCH_MAJOR)
     dtype, (T, B, H, P), D = v["Wh"].dtype, problem[:4], problem.directions
-    new = {"h": NewSequence(dtype, (T, B, D * P), order_of(v["x"]), batch_first), "hT": New(dtype, (B, D * P))}
+    new = {"h": NewSequence(dtype, (T, B, D * P), order_of(v["x"]), batch_first)}
     if isinstance(problem.cell, LSTMCell):
         new["c"] = NewSequence(dtype, (T, B, D * H), FEATURE_MAJOR, batch_first)
-        new["cT"] = New(dtype, (B, D * H))
+    if not batch_first:
+        new |= {f"{name}T": New(dtype, room.memory.shape[1:]) for name, room in new.items()}
     rows, hidden = D * problem.cell.gates * H, None
     if problem.return_gates:
         new["gates"] = NewSequence(dtype, (T, B, rows), FEATURE_MAJOR, batch_first)
@@ -95,7 +96,7 @@ def of_direction(d: int | None, values: Views) -> Views:
 
 
 def sweep_forward(problem: Problem, v: Views, out: Views) -> None:
-    """Write h [T, B, P], c [T, B, H], gates [T or 1, B, GH], hT [B, P] and cT [B, H] of `out`, those a cell has."""
+    """Write h [T, B, P], c [T, B, H], gates [T or 1, B, GH], hT [B, P] and cT [B, H] of `out`, those there are."""
     dtype, (T, B, H, P) = v["Wh"].dtype, problem[:4]
     h, gates = out["h"], out["gates"].transpose(FEATURE_MAJOR)
     step = STEPS[type(problem.cell)][0](problem, problem.cell, v, Preactivations(problem, v))
@@ -126,9 +127,9 @@ def sweep_forward(problem: Problem, v: Views, out: Views) -> None:
             np.copyto(c_prev, c_t, where=live)
             c_t[:, ended] = 0
         h_prev, h_new = h_new, h_prev
-    out["hT"][...] = h_prev.T
-    if "cT" in out:
-        out["cT"][...] = c_prev.T
+    for name, last in (("hT", h_prev), ("cT", c_prev)):
+        if name in out:
+            out[name][...] = last.T
 
 
 class BackwardSweep:
