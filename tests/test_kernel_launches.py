@@ -252,7 +252,7 @@ def test_stepwise_stays_within_the_limits_of_metal(op):
             forward = rows, kernels_stepwise.UNITS[op] * problem.cell.gates
             for high, columns in (forward, *kernels_stepwise.TILES.get(rows, [(rows, 8)])):
                 template = {"ROWS": high}
-                kernels_stepwise.StepLaunch("", ("",), problem, {}, (8, mx.float32), template, (7, 7, columns))
+                kernels_stepwise.StepKernel("", ("",), problem, {}, (8, mx.float32), template, (7, 7, columns))
     assert all(threads <= 1024 and size <= 32768 for threads, size in seen), seen
     assert len(seen) > 3
 

@@ -28,18 +28,17 @@ FEWEST_CORES = 8
 def forward(problem: Problem, arrays: Arrays) -> Arrays:
     """h [T, B, D H], gates [T, B, D G H], hT [B, D H], of an LSTM c [T, B, D H] and cT [B, D H] in float32; gates only
     if the problem keeps them."""
-    fixed = options(problem, arrays) | {
-        "z": project(arrays),
-        "packed": fused_pack("forward", problem, contiguous(arrays["Wh"])),
-        "numbers": numbers(problem.cell),
-    }
-    last, pieces = {"hT": contiguous(arrays.get("h0")), "cT": contiguous(arrays.get("c0"))}, []
-    for start, stop in launches(problem._replace(lengths=None)):
-        inputs = fixed | {"h0": last["hT"], "c0": last.get("cT"), "sizes": sizes(problem, fixed["mask"], start, stop)}
-        piece = fused_forward(problem, inputs, stop - start)
+    bare = problem if problem.lengths is None else problem._replace(lengths=None)
+    fixed = options(problem, arrays)
+    fixed |= {"packed": fused_pack("forward", bare, arrays["Wh"]), "numbers": numbers(problem.cell)}
+    parts = launches(bare, takes_steps(fixed["mask"]))
+    fixed["z"] = project(arrays, launches=len(parts))
+    last, pieces = {"hT": arrays.get("h0"), "cT": arrays.get("c0")}, []
+    for steps, sizes in parts:
+        piece = fused_forward(bare, fixed | {"h0": last["hT"], "c0": last.get("cT"), "sizes": sizes}, steps)
         last = {name: piece.pop(name) for name in ("hT", "cT") if name in piece}
         pieces.append(piece)
-    return {name: join(problem, [piece[name] for piece in pieces]) for name in pieces[0]} | last
+    return join(problem, pieces) | last
 
 
 def backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays) -> Arrays:
@@ -50,26 +49,27 @@ def backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays
     cell = problem.cell
     if saved.get("gates") is None and not isinstance(cell, RNNCell):
         saved = forward(problem._replace(training=True), arrays)
-    d = {name: contiguous(cotangent) for name, cotangent in cotangents.items()}
+    bare = problem if problem.lengths is None else problem._replace(lengths=None)
     keeps, first = ("c", "c0") if isinstance(cell, LSTMCell) else ("h", "h0")
     few = is_plain(problem, arrays)
     taken = recurrent_input(problem, arrays, saved["h"]) if few or takes_product(cell) else {}
-    fixed = options(problem, arrays) | {
-        "gates": None if isinstance(cell, RNNCell) else contiguous(saved["gates"]),
-        "states": contiguous(saved[keeps]),
-        "first": contiguous(arrays.get(first)),
-        "packed": fused_pack("backward", problem, contiguous(arrays["Wh"])),
-        "dh": d.get("h"),
-        "beside": candidates(problem, arrays, taken["h_in"]) if takes_product(cell) else d.get("c"),
-        "dgates": d.get("gates"),
+    sequences = {
+        "gates": None if isinstance(cell, RNNCell) else saved["gates"],
+        "states": saved[keeps],
+        "first": arrays.get(first),
+        "dh": cotangents.get("h"),
+        "beside": candidates(problem, arrays, taken["h_in"]) if takes_product(cell) else cotangents.get("c"),
+        "dgates": cotangents.get("gates"),
     }
-    last, pieces = {"dh0": d.get("hT"), "dc0": d.get("cT")}, []
-    for start, stop in reversed(launches(problem._replace(lengths=None))):
-        after = {"dhT": last["dh0"], "dcT": last.get("dc0")}
-        inputs = fixed | after | {"sizes": sizes(problem, fixed["mask"], start, stop)}
-        last = fused_backward(problem, inputs, stop - start, keeps_d=few and takes_product(cell))
+    fixed = options(problem, arrays) | {"packed": fused_pack("backward", bare, arrays["Wh"])}
+    parts = launches(bare, takes_steps(fixed["mask"]))
+    fixed |= sequences if len(parts) == 1 else {name: contiguous(array) for name, array in sequences.items()}
+    last, pieces = {"dh0": cotangents.get("hT"), "dc0": cotangents.get("cT")}, []
+    for steps, sizes in reversed(parts):
+        after = {"dhT": last["dh0"], "dcT": last.get("dc0"), "sizes": sizes}
+        last = fused_backward(bare, fixed | after, steps, keeps_d=few and takes_product(cell))
         pieces.append({name: last.pop(name) for name in ("dz", "d_out") if name in last})
-    sweep = {name: join(problem, [piece[name] for piece in pieces[::-1]]) for name in pieces[0]} | last
+    sweep = join(problem, pieces[::-1]) | last
     return (
         gradients_in_few_launches(problem, arrays, sweep | taken)
         if few
@@ -91,25 +91,29 @@ def numbers(cell: Cell) -> mx.array | None:
     return constant((cell.forget_bias, cell.cell_clip or 0.0), mx.float32) if isinstance(cell, LSTMCell) else None
 
 
+def takes_steps(mask: mx.array | None) -> bool:
+    """Whether every step has a mask of its own."""
+    return mask is not None and mask.shape[0] > 1
+
+
 @kept
-def launches(problem: Problem) -> list[tuple[int, int]]:
-    """(start, stop) of every launch, counted in the order of processing."""
+def launches(problem: Problem, masks: bool) -> list[tuple[int, mx.array]]:
+    """Of every launch, in the order of processing: its steps, and what it is told of sizes; metal/fused.metal lists
+    them. Fewer than 8, for Metal's constant memory."""
     T, B, H, D = problem.T, problem.B, problem.H, problem.directions
     groups = D * B // fused_tiling(problem.cell, B, H, 4, backward=False, directions=D).rows
     steps = max(1, LAUNCH_STEPS // max(1, groups // FEWEST_CORES))
-    return [(start, min(start + steps, T)) for start in range(0, T, steps)]
+    parts = [(start, min(start + steps, T)) for start in range(0, T, steps)]
+    return [(stop - start, mx.array((start, stop, T, B, D, problem.reverse, masks), mx.int32)) for start, stop in parts]
 
 
-def sizes(problem: Problem, mask: mx.array | None, start: int, stop: int) -> mx.array:
-    """What a launch is told of sizes; metal/fused.metal lists them. Fewer than 8, for Metal's constant memory."""
-    T, B, D = problem.T, problem.B, problem.directions
-    return constant((start, stop, T, B, D, problem.reverse, mask is not None and mask.shape[0] > 1), mx.int32)
+def join(problem: Problem, parts: list[Arrays]) -> Arrays:
+    """Sequences out of the launches' parts of them, these in the order of processing."""
+    return parts[0] if len(parts) == 1 else {name: joined(problem, [part[name] for part in parts]) for name in parts[0]}
 
 
-def join(problem: Problem, pieces: list[mx.array]) -> mx.array:
-    """A sequence out of the launches' parts of it, these in the order of processing."""
-    if len(pieces) == 1:
-        return pieces[0]
+def joined(problem: Problem, pieces: list[mx.array]) -> mx.array:
+    """One sequence."""
     if problem.bidirectional:
         forward, reverse = ([half(piece, d) for piece in pieces] for d in range(2))
         return mx.concatenate([mx.concatenate(forward), mx.concatenate(reverse[::-1])], axis=-1)

@@ -8,7 +8,7 @@ import mlx.core as mx
 from ..cells import Cell, GRUCell
 from ..problem import Arrays, Problem
 from .inputs import INDEX_LIMIT
-from .launch import Inputs, Launch, Output, Outputs, Template, arguments, cell_number, kept, prepare, select
+from .launch import Inputs, Launch, Outputs, Template, arguments, cell_number, kept, prepare, present
 
 SWEEPS = ("forward", "backward")
 
@@ -133,17 +133,7 @@ def fused_forward(problem: Problem, given: Inputs, steps: int) -> Arrays:
 
     Gates only if the problem keeps them; c and cT are float32. metal/fused.metal has the arrays.
     """
-    inputs = select(given, "z h0 c0 packed extra mask lengths sizes numbers")
-    (_, B, H, _), D, cell = problem[:4], problem.directions, problem.cell
-    dtype, has_c = inputs["z"].dtype, "c" in cell.outputs
-    outputs = {
-        "h": ((steps, B, D * H), dtype),
-        "c": ((steps, B, D * H), mx.float32) if has_c else None,
-        "gates": ((steps, B, D * cell.gates * H), dtype) if problem.training or problem.return_gates else None,
-        "hT": ((B, D * H), dtype),
-        "cT": ((B, D * H), mx.float32) if has_c else None,
-    }
-    return launch_fused("forward", problem, inputs, outputs, dtype)
+    return launch_fused("forward", problem, given, steps)
 
 
 def fused_backward(problem: Problem, given: Inputs, steps: int, *, keeps_d: bool) -> Arrays:
@@ -151,16 +141,7 @@ def fused_backward(problem: Problem, given: Inputs, steps: int, *, keeps_d: bool
 
     If wanted also d_out [steps, B, D G H]: dz as the recurrent product had it.
     """
-    inputs = select(given, "gates states first packed extra mask lengths dh beside dgates dhT dcT sizes")
-    (_, B, H, _), D, cell = problem[:4], problem.directions, problem.cell
-    dtype = inputs["packed"].dtype
-    outputs = {
-        "dz": ((steps, B, D * cell.gates * H), dtype),
-        "d_out": ((steps, B, D * cell.gates * H), dtype) if keeps_d else None,
-        "dh0": ((B, D * H), dtype),
-        "dc0": ((B, D * H), mx.float32) if "c" in cell.outputs else None,
-    }
-    return launch_fused("backward", problem, inputs, outputs, dtype)
+    return launch_fused("backward", problem, given, steps, keeps_d)
 
 
 def index_of(problem: Problem) -> mx.Dtype:
@@ -171,7 +152,7 @@ def index_of(problem: Problem) -> mx.Dtype:
 
 def fused_pack(sweep: str, problem: Problem, Wh: mx.array) -> mx.array:
     """Wh as the lanes of a sweep read it, [D, simdgroups, vectors, 32, 4]; metal/fused_pack.metal."""
-    return prepared_pack(sweep, problem._replace(lengths=None), Wh.dtype)(inputs=[Wh])[0]
+    return prepared_pack(sweep, problem, Wh.dtype)(inputs=[Wh])[0]
 
 
 @kept
@@ -187,26 +168,42 @@ def prepared_pack(sweep: str, problem: Problem, dtype: mx.Dtype) -> Launch:
     return prepare(f"{op}_fused_pack", shaders, {"Wh": True}, outputs, template, body, groups, tiling.threads)[0]
 
 
-def launch_fused(sweep: str, problem: Problem, inputs: Inputs, outputs: Outputs, dtype: mx.Dtype) -> Arrays:
+INPUTS = {
+    sweep: tuple(names.split())
+    for sweep, names in {
+        "forward": "z h0 c0 packed extra mask lengths sizes numbers",
+        "backward": "gates states first packed extra mask lengths dh beside dgates dhT dcT sizes",
+    }.items()
+}
+"""Those of a sweep's shader, in its order."""
+
+
+def outputs_of(sweep: str, problem: Problem, dtype: mx.Dtype, steps: int, keeps_d: bool) -> Outputs:
+    """Those of a sweep's shader, in its order; None for what it shall not write."""
+    (_, B, H, _), D, cell = problem[:4], problem.directions, problem.cell
+    wide, all_gates = (steps, B, D * H), ((steps, B, D * cell.gates * H), dtype)
+    h, c, has_c = ((B, D * H), dtype), ((B, D * H), mx.float32), "c" in cell.outputs
+    if sweep == "backward":
+        return {"dz": all_gates, "d_out": all_gates if keeps_d else None, "dh0": h, "dc0": c if has_c else None}
+    found: Outputs = {"h": (wide, dtype), "c": (wide, mx.float32) if has_c else None}
+    found["gates"] = all_gates if problem.training or problem.return_gates else None
+    return found | {"hT": h, "cT": c if has_c else None}
+
+
+def launch_fused(sweep: str, problem: Problem, inputs: Inputs, steps: int, keeps_d: bool = False) -> Arrays:
     """Launch fused_forward or fused_backward over the steps that `sizes` names."""
-    given = {name: array for name, array in inputs.items() if array is not None}
-    wanted = {name: output for name, output in outputs.items() if output is not None}
-    bare = problem._replace(lengths=None)
-    call = prepared_sweep(sweep, bare, dtype, tuple(inputs), tuple(given), tuple(outputs.items()))
-    return dict(zip(wanted, call(inputs=list(given.values())), strict=True))
+    given = {name: inputs[name] for name in INPUTS[sweep] if inputs[name] is not None}
+    call, names = prepared_sweep(sweep, problem, given["packed"].dtype, tuple(given), steps, keeps_d)
+    return dict(zip(names, call(inputs=list(given.values())), strict=True))
 
 
 @kept
 def prepared_sweep(
-    sweep: str,
-    problem: Problem,
-    dtype: mx.Dtype,
-    names: tuple[str, ...],
-    given: tuple[str, ...],
-    results: tuple[tuple[str, Output], ...],
-) -> Launch:
-    """The launch of a sweep's shader with inputs of these names, those that are `given`, and these outputs."""
-    inputs, outputs = {name: True if name in given else None for name in names}, dict(results)
+    sweep: str, problem: Problem, dtype: mx.Dtype, given: tuple[str, ...], steps: int, keeps_d: bool
+) -> tuple[Launch, list[str]]:
+    """The launch of a sweep's shader over so many steps with the inputs that are `given`; the names of its outputs."""
+    inputs = present(INPUTS[sweep], given)
+    outputs = outputs_of(sweep, problem, dtype, steps, keeps_d)
     op, D, back = problem.cell.op, problem.directions, sweep == "backward"
     tiling = tiling_of(sweep, problem, dtype, given)
     template: Template = {"CELL": cell_number(problem.cell, "extra" in given), "H": problem.H}
@@ -220,11 +217,12 @@ def prepared_sweep(
     function, size = f"fused_{form}{sweep}", tiling.bytes // (4 if tiling.matrices else 16)
     threads = "thread_position_in_threadgroup.x, threads_per_threadgroup.x"
     threads += ", thread_index_in_simdgroup" if tiling.matrices else ""
-    arrays = arguments(inputs | outputs)
+    arrays = arguments({**inputs, **outputs})
     body = f"""threadgroup {element} vectors[{size}];
 {function}<{", ".join(template)}>({arrays}, vectors, threadgroup_position_in_grid.xy, {threads});"""
     own = (f"fused_cell_{op}", f"fused_cell_{op}_backward", "fused_item") if back else (f"fused_cell_{op}",)
     common = ("fused", "fused_matrix") if tiling.matrices else ("fused",)
     shaders = ("cell", "store", *ARITHMETIC[op, sweep], *common, *own, function)
     groups = (-(-problem.B // tiling.rows), D)
-    return prepare(f"{op}_{function}", shaders, inputs, outputs, template, body, groups, tiling.threads)[0]
+    launch, _ = prepare(f"{op}_{function}", shaders, inputs, outputs, template, body, groups, tiling.threads)
+    return launch, [name for name, output in outputs.items() if output is not None]

@@ -9,8 +9,8 @@ import mlx.core as mx
 from ..cells import Cell, GRUCell
 from ..ops.sweep import flat, input_gradients
 from ..problem import Arrays, Problem
-from .inputs import constant, contiguous, whole_mask
-from .launch import arguments, launch
+from .inputs import constant, whole_mask
+from .launch import Launch, Outputs, arguments, kept, prepare, present
 
 THREADS = 256
 
@@ -32,20 +32,24 @@ def recurrent_input(problem: Problem, arrays: Arrays, h: mx.array) -> Arrays:
     T, B, P, D = problem.T, problem.B, problem.P, problem.directions
     mask = whole_mask(problem, arrays.get("mask"))
     each = mask is not None and mask.shape[0] > 1
-    inputs = {
-        "h": contiguous(h),
-        "h0": contiguous(arrays.get("h0")),
-        "mask": mask,
-        "lengths": problem.lengths,
-        "sizes": constant((T, B, D, P, problem.reverse, each), mx.int32),
-    }
-    ones = ((1, T * B), h.dtype) if h.dtype != mx.float32 and {"b", "bhn"} & arrays.keys() else None
-    outputs = {"h_in": ((D, T, B, P), h.dtype), "ones": ones}
-    body = f"recurrent_input<S>({arguments(inputs | outputs)}, thread_position_in_grid);"
+    inputs = {"h": h, "h0": arrays.get("h0"), "mask": mask, "lengths": problem.lengths}
+    inputs["sizes"] = constant((T, B, D, P, problem.reverse, each), mx.int32)
+    given = {name: array for name, array in inputs.items() if array is not None}
+    sums = h.dtype != mx.float32 and ("b" in arrays or "bhn" in arrays)
+    call = prepared_input((D, T, B, P), h.dtype, tuple(given), sums)
+    return dict(zip(("h_in", "ones"), call(inputs=list(given.values())), strict=False))
+
+
+@kept
+def prepared_input(shape: tuple[int, int, int, int], dtype: mx.Dtype, given: tuple[str, ...], sums: bool) -> Launch:
+    """The launch of `recurrent_input` with inputs of these names; `sums`: with ones."""
+    D, T, B, P = shape
+    inputs = present(("h", "h0", "mask", "lengths", "sizes"), given)
+    outputs: Outputs = {"h_in": (shape, dtype), "ones": ((1, T * B), dtype) if sums else None}
+    body = f"recurrent_input<S>({arguments({**inputs, **outputs})}, thread_position_in_grid);"
     groups = (-(-B * P // THREADS), T, D)
     shaders = ("cell", "store", "recurrent_input")
-    found = launch("recurrent_input", shaders, inputs, outputs, {"S": h.dtype}, body, groups, THREADS)
-    return dict(zip((name for name, output in outputs.items() if output), found, strict=True))
+    return prepare("recurrent_input", shaders, inputs, outputs, {"S": dtype}, body, groups, THREADS)[0]
 
 
 def candidates(problem: Problem, arrays: Arrays, h_in: mx.array) -> mx.array:

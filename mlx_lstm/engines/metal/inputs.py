@@ -19,16 +19,17 @@ INDEX_LIMIT = 2**31
 
 
 def contiguous(array: mx.array | None) -> mx.array | None:
-    """The array in row order, copied once where every launch would copy it; `mx.contiguous` cannot be exported."""
+    """The array in row order, copied once where every launch would copy it; `mx.contiguous` cannot be exported. MLX
+    itself hands a kernel its inputs in row order, so that an array of one launch needs nothing."""
     return None if array is None else array.reshape(-1).reshape(array.shape)
 
 
-def project(arrays: Arrays) -> mx.array:
-    """`engines.ops.sweep.project`, in one launch and in row order."""
-    x, Wx, b = (arrays.get(name) for name in ("x", "Wx", "b"))
+def project(arrays: Arrays, launches: int = 2) -> mx.array:
+    """`engines.ops.sweep.project`, in one launch and, where several read it, in row order."""
+    x, Wx, b = arrays["x"], arrays.get("Wx"), arrays.get("b")
     if Wx is None or b is None:
-        return contiguous(ops.project(arrays))
-    return mx.addmm(b, ops.flat(x), Wx.T).reshape(*x.shape[:2], -1)
+        return contiguous(ops.project(arrays)) if launches > 1 else ops.project(arrays)
+    return mx.addmm(b, x.reshape(-1, x.shape[2]), Wx.T).reshape(*x.shape[:2], -1)
 
 
 def whole_mask(problem: Problem, mask: mx.array | None) -> mx.array | None:

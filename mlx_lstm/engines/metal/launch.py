@@ -132,6 +132,15 @@ def launch(*launch: Any) -> list[mx.array]:
     return call(inputs=list(given.values()))
 
 
+Present = Mapping[str, bool | None]
+"""The names of a shader's inputs, in its order; None for one that is absent."""
+
+
+def present(order: tuple[str, ...], given: tuple[str, ...]) -> Present:
+    """Of a shader's inputs those that are given."""
+    return {name: True if name in given else None for name in order}
+
+
 def select(given: Inputs, names: str) -> Inputs:
     """The inputs of a shader, in the order of its parameters."""
     return {name: given[name] for name in names.split()}

@@ -49,7 +49,8 @@ def forward(problem: Problem, arrays: Arrays) -> Arrays:
         for n in range(T):
             row = step(n, before=row, h_before=h)
             h = project_row(n, before=row)
-    names = {name for name in cell.outputs if name != "gates" or problem.training or problem.return_gates}
+    keeps_gates = problem.training or problem.return_gates
+    names = frozenset(name for name in cell.outputs if name != "gates" or keeps_gates)
     kinds = [(rows, H)] if Wp is None else [(rows, H), (projected, P)]
     return kernels.stepwise_outputs(problem, fixed, kinds, names=names)
 
@@ -102,7 +103,7 @@ def sweep_backward(
         gates = {gate: arrays["Wh"][..., cell.block(gate, H), :] for gate in "rzn"}
         of_dh["weights"] = transposed(mx.concatenate([gates["r"], gates["z"]], axis=-2))
         of_reset = fixed | {"weights": transposed(gates["n"]), "sizes": sizes(problem, mask, H, H), "now_row": row}
-        step = kernels.stepwise_backward(problem, fixed | {"weights": of_dh["weights"]}, None)
+        step = kernels.stepwise_backward(problem, fixed | {"weights": of_dh["weights"]})
         reset = kernels.stepwise_gru_reset_backward(problem, of_reset, rows)
         for n in reversed(range(T)):
             row = reset(n, now_row=step(n, before=row))
@@ -118,7 +119,7 @@ def sweep_backward(
             row = step(n, before=row)
     wanted = {"dc0": "c0" in arrays, "d_out": takes_product(cell), "m": wants_m}
     kinds = [(rows, H), (dh_rows, P)] if projects else [(rows, H)]
-    found = kernels.stepwise_gradients(problem, fixed, kinds, names={name for name in wanted if wanted[name]})
+    found = kernels.stepwise_gradients(problem, fixed, kinds, names=frozenset(name for name in wanted if wanted[name]))
     if "h0" in arrays:
         last = kernels.stepwise_dh(problem, of_dh | {"dh": None})
         found["dh0"] = last(-1, before=row)[: B * D * P].reshape(B, D * P)

@@ -1,16 +1,18 @@
 """The launches of the `stepwise` shaders, each function named like the shader."""
 
-from functools import cache
+from collections.abc import Callable
+from functools import cache, update_wrapper
+from typing import NamedTuple
 
 import mlx.core as mx
 
 from ..cells import GRUCell
 from ..problem import Arrays, Problem
 from .inputs import INDEX_LIMIT, constant
-from .launch import Inputs, Launch, Outputs, Template, arguments, cell_number, launch, prepare, select
+from .launch import Inputs, Launch, Outputs, Present, Template, arguments, cell_number, kept, prepare, present, select
 from .stepwise_rows import JOINED, LEFT, Join, Rows, starts_of
 
-Parts = tuple[Problem, str, tuple[str, ...], Inputs, Outputs, Template]
+Parts = tuple[Problem, str, tuple[str, ...], Present, Outputs, Template]
 Kind = tuple[Rows, int]
 """Rows that hold the same, and the width of the units in them."""
 
@@ -60,11 +62,11 @@ def row_length(problem: Problem, width: int, arrays: int, carries: bool, dtype: 
     return max(8, problem.B * problem.directions * width * (arrays + words))
 
 
-class StepLaunch:
-    """The launch of a shader around a product, the last of `shaders`, at every step of a sweep: prepared once.
+class StepKernel:
+    """A shader around a product, the last of `shaders`, with inputs of these names, None for one that is absent.
 
     It writes an array of `output` numbers. Its threadgroups have units[1] of the units[0] units, and units[2] columns
-    of the product. The arrays become rows of `rows`, some of which threadgroups of their own join if that is due.
+    of the product. More of them may join arrays of earlier steps.
     """
 
     def __init__(
@@ -72,13 +74,11 @@ class StepLaunch:
         name: str,
         shaders: tuple[str, ...],
         problem: Problem,
-        inputs: Inputs,
+        inputs: Present,
         output: tuple[int, mx.Dtype],
         template: Template,
         units: tuple[int, int, int],
-        rows: Rows | None = None,
     ):
-        self.rows: Rows | None = rows
         self.output: tuple[int, mx.Dtype] = output
         shader, height = shaders[-1], template["ROWS"]
         lanes = height < 8
@@ -93,43 +93,24 @@ class StepLaunch:
         shared += f"threadgroup vec<float, 4> vectors[{1 if lanes else 9 * (height + units[2])}];\n"
         shared += "threadgroup float* tiles = (threadgroup float*)vectors;\n"
         self.before: str = f"{shared}uint3 group = threadgroup_position_in_grid;\n"
-        self.call: str = f"{shader}<{numbers}>({arguments(inputs | outputs)}, sums, tiles, group, {LANE});\n"
+        self.call: str = f"{shader}<{numbers}>({arguments({**inputs, **outputs})}, sums, tiles, group, {LANE});\n"
         self.parts: Parts = problem, name, shaders, inputs, outputs, template
         body, name = self.before + self.call, named(name, problem)
-        launch, given = prepare(name, shaders, inputs, outputs, template, body, self.groups, self.threads)
-        self.launch: Launch = launch
-        self.places: dict[str, int] = {name: n for n, name in enumerate(given)}
-        self.inputs: list[mx.array] = list(given.values())
-        self.joining: dict[tuple[int, ...], tuple[Launch, list[mx.array]]] = {}
+        self.launch: Launch = prepare(name, shaders, inputs, outputs, template, body, self.groups, self.threads)[0]
+        self.joins: dict[tuple[int, ...], tuple[Launch, list[mx.array]]] = {}
 
-    def __call__(self, n: int, **changed: mx.array) -> mx.array:
-        """The array of step n, with the inputs that are not those of the step before."""
-        inputs, rows = self.inputs, self.rows
-        inputs[0] = step_number(n)
-        for name, array in changed.items():
-            inputs[self.places[name]] = array
-        join = next(rows.joins) if rows else None
-        row = self.launch(inputs=inputs)[0] if join is None else self.join(rows.pieces, join)
-        if rows:
-            rows.pieces.append(row)
-        return row
-
-    def join(self, pieces: list[mx.array], join: Join) -> mx.array:
-        """The array of the step, whose launch makes one of some pieces."""
-        due = slice(join.first, join.first + len(join.steps))
-        arrays = pieces[due] + pieces[due.stop - 1 : due.stop] * (JOINED - len(join.steps))
-        if join.steps not in self.joining:
-            self.joining[join.steps] = self.prepare_join(arrays, join.steps)
-        launch, sizes = self.joining[join.steps]
-        row, *pieces[due] = launch(inputs=self.inputs + arrays + sizes)
-        return row
-
-    def prepare_join(self, arrays: list[mx.array], steps: tuple[int, ...]) -> tuple[Launch, list[mx.array]]:
+    def joining(self, steps: tuple[int, ...]) -> tuple[Launch, list[mx.array]]:
         """The launch that joins arrays of so many rows beside its call, and the sizes it is told."""
+        if steps not in self.joins:
+            self.joins[steps] = self.prepare_join(steps)
+        return self.joins[steps]
+
+    def prepare_join(self, steps: tuple[int, ...]) -> tuple[Launch, list[mx.array]]:
+        """`joining`, made."""
         problem, name, shaders, inputs, outputs, template = self.parts
         length, total = self.output[0], sum(steps)
         more = max(1, min(64, length * total // (8 * self.threads)))
-        pieces = {f"p{n}": array for n, array in enumerate(arrays)}
+        pieces = {f"p{n}": True for n in range(JOINED)}
         starts = constant(tuple(length * start for start in starts_of(steps, JOINED)), mx.int64)
         sizes = {"starts": starts, "first": constant((self.groups[0], self.threads, more * self.threads), mx.uint32)}
         body = f"""{self.before}if (group.x < first[0]) {self.call}else {{
@@ -138,10 +119,64 @@ stepwise_join(pieces, starts, first, joined, group, thread_index_in_threadgroup)
 }}"""
         shaders, groups = (*shaders, "stepwise_join"), (self.groups[0] + more, *self.groups[1:])
         outputs = outputs | {"joined": ((total * length,), self.output[1])}
-        inputs = inputs | pieces | sizes
+        inputs = {**inputs, **pieces, **sizes}
         name = named(f"{name}_joining", problem)
         launch, _ = prepare(name, shaders, inputs, outputs, template, body, groups, self.threads)
         return launch, list(sizes.values())
+
+
+class StepLaunch:
+    """The launch of a kernel at every step of a sweep. The arrays it writes become rows of `rows`, some of which it
+    joins if that is due."""
+
+    def __init__(self, kernel: StepKernel, inputs: Arrays, rows: Rows | None = None):
+        self.kernel: StepKernel = kernel
+        self.rows: Rows | None = rows
+        self.places: dict[str, int] = {name: n for n, name in enumerate(inputs)}
+        self.inputs: list[mx.array] = list(inputs.values())
+
+    def __call__(self, n: int, **changed: mx.array) -> mx.array:
+        """The array of step n, with the inputs that are not those of the step before."""
+        inputs, rows = self.inputs, self.rows
+        inputs[0] = step_number(n)
+        for name, array in changed.items():
+            inputs[self.places[name]] = array
+        join = next(rows.joins) if rows else None
+        row = self.kernel.launch(inputs=inputs)[0] if join is None else self.join(rows.pieces, join)
+        if rows:
+            rows.pieces.append(row)
+        return row
+
+    def join(self, pieces: list[mx.array], join: Join) -> mx.array:
+        """The array of the step, whose launch makes one of some pieces."""
+        due = slice(join.first, join.first + len(join.steps))
+        arrays = pieces[due] + pieces[due.stop - 1 : due.stop] * (JOINED - len(join.steps))
+        launch, sizes = self.kernel.joining(join.steps)
+        row, *pieces[due] = launch(inputs=self.inputs + arrays + sizes)
+        return row
+
+
+Make = Callable[[Problem, mx.Dtype, Present, bool], StepKernel]
+
+
+def launched(names: str) -> Callable[[Make], Callable[..., StepLaunch]]:
+    """Turns what makes the kernel of a problem, with inputs of these names, into what launches it at every step: of a
+    problem, given arrays and the rows they become, if any. A kernel is made once."""
+    order = tuple(names.split())
+
+    def launching(make: Make) -> Callable[..., StepLaunch]:
+        @kept
+        def kernel(problem: Problem, dtype: mx.Dtype, given: tuple[str, ...], has_rows: bool) -> StepKernel:
+            return make(problem, dtype, present(order, given), has_rows)
+
+        def launch(problem: Problem, given: Inputs, rows: Rows | None = None) -> StepLaunch:
+            inputs = {name: array for name in order if (array := given[name]) is not None}
+            bare = problem._replace(lengths=None)
+            return StepLaunch(kernel(bare, given["Wh"].dtype, tuple(inputs), rows is not None), inputs, rows)
+
+        return update_wrapper(launch, make, assigned=("__name__", "__doc__"))
+
+    return launching
 
 
 @cache
@@ -150,84 +185,81 @@ def step_number(n: int) -> mx.array:
     return mx.array(n, mx.int32)
 
 
-def stepwise_forward(problem: Problem, given: Inputs, rows: Rows) -> StepLaunch:
+@launched("step z before h_before Wh h0 c0 extra mask lengths sizes numbers")
+def stepwise_forward(problem: Problem, dtype: mx.Dtype, inputs: Present, _: bool) -> StepKernel:
     """The row of each step; metal/stepwise_forward.metal has the inputs and what is in it."""
-    inputs = select(given, "step z before h_before Wh h0 c0 extra mask lengths sizes numbers")
-    cell, op, dtype = problem.cell, problem.cell.op, inputs["z"].dtype
+    cell, op = problem.cell, problem.cell.op
     keeps, carries = problem.training or problem.return_gates, "c" in problem.cell.outputs
     template = {"CELL": cell_number(cell, inputs["extra"] is not None), "ROWS": stepwise_rows(problem.B)}
     template |= {"KEEPS": keeps, "S": dtype, "X": row_type(dtype)}
     output = row_length(problem, problem.H, 1 + cell.gates if keeps else 1, carries, dtype), row_type(dtype)
     files = (*cell_files(op, "forward"), "stepwise", "stepwise_previous", f"stepwise_cell_{op}", "stepwise_forward")
     units = problem.H, UNITS[op], UNITS[op] * cell.gates
-    return StepLaunch(f"{op}_stepwise_forward", files, problem, inputs, output, template, units, rows)
+    return StepKernel(f"{op}_stepwise_forward", files, problem, inputs, output, template, units)
 
 
-def stepwise_gru_reset(problem: Problem, given: Inputs) -> StepLaunch:
+@launched("step z before Wh h0 mask lengths sizes")
+def stepwise_gru_reset(problem: Problem, dtype: mx.Dtype, inputs: Present, _: bool) -> StepKernel:
     """r * mask * h_before, r, z [3, B, D H] of each step, flat; metal/stepwise_gru_reset.metal has the inputs."""
-    inputs = select(given, "step z before Wh h0 mask lengths sizes")
-    dtype = inputs["z"].dtype
     template = {"CELL": cell_number(problem.cell), "ROWS": stepwise_rows(problem.B), "S": dtype}
     output = row_length(problem, problem.H, 3, False, dtype), dtype
     files = (*cell_files("gru", "forward"), "stepwise", "stepwise_previous", "stepwise_gru_reset")
-    return StepLaunch("stepwise_gru_reset", files, problem, inputs, output, template, (problem.H, 16, 32))
+    return StepKernel("stepwise_gru_reset", files, problem, inputs, output, template, (problem.H, 16, 32))
 
 
-def stepwise_gru_candidate(problem: Problem, given: Inputs, rows: Rows) -> StepLaunch:
+@launched("step z before reset_row Wh h0 lengths sizes")
+def stepwise_gru_candidate(problem: Problem, dtype: mx.Dtype, inputs: Present, _: bool) -> StepKernel:
     """The row of each step; metal/stepwise_gru_candidate.metal has the inputs and what is in it."""
-    inputs = select(given, "step z before reset_row Wh h0 lengths sizes")
-    dtype, keeps = inputs["z"].dtype, problem.training or problem.return_gates
+    keeps = problem.training or problem.return_gates
     template = {"CELL": cell_number(problem.cell), "ROWS": stepwise_rows(problem.B)}
     template |= {"KEEPS": keeps, "S": dtype, "X": row_type(dtype)}
     output = row_length(problem, problem.H, 4 if keeps else 1, False, dtype), row_type(dtype)
     files = (*cell_files("gru", "forward"), "stepwise", "stepwise_gru_candidate")
-    return StepLaunch("stepwise_gru_candidate", files, problem, inputs, output, template, (problem.H, 32, 32), rows)
+    return StepKernel("stepwise_gru_candidate", files, problem, inputs, output, template, (problem.H, 32, 32))
 
 
-def stepwise_gru_reset_backward(problem: Problem, given: Inputs, rows: Rows) -> StepLaunch:
+@launched("step now_row weights gates states states0 mask lengths sizes")
+def stepwise_gru_reset_backward(problem: Problem, dtype: mx.Dtype, inputs: Present, _: bool) -> StepKernel:
     """The row of each step back; metal/stepwise_gru_reset_backward.metal has the inputs."""
-    inputs = select(given, "step now_row weights gates states states0 mask lengths sizes")
-    dtype, tile = inputs["weights"].dtype, tile_of(problem, problem.H)
+    tile = tile_of(problem, problem.H)
     template = backward_template(problem, False, dtype, tile)
     output = row_length(problem, problem.H, 3, True, dtype), row_type(dtype)
     files = (*cell_files("gru", "backward"), "stepwise", "stepwise_gru_reset_backward")
     units = problem.H, tile[1], tile[1]
-    return StepLaunch("stepwise_gru_reset_backward", files, problem, inputs, output, template, units, rows)
+    return StepKernel("stepwise_gru_reset_backward", files, problem, inputs, output, template, units)
 
 
-def stepwise_project(problem: Problem, given: Inputs, rows: Rows) -> StepLaunch:
+@launched("step before Wp sizes")
+def stepwise_project(problem: Problem, dtype: mx.Dtype, inputs: Present, _: bool) -> StepKernel:
     """A row with h [B, D P] of each step; metal/stepwise_project.metal has the inputs."""
-    inputs = select(given, "step before Wp sizes")
-    dtype, tile = inputs["Wp"].dtype, tile_of(problem, problem.P)
+    tile = tile_of(problem, problem.P)
     template = {"ROWS": tile[0], "COLUMNS": tile[1], "S": dtype, "X": row_type(dtype)}
     output = row_length(problem, problem.P, 1, False, dtype), row_type(dtype)
     files = ("stepwise", "stepwise_project")
     units = problem.P, tile[1], tile[1]
-    return StepLaunch("lstm_stepwise_project", files, problem, inputs, output, template, units, rows)
+    return StepKernel("lstm_stepwise_project", files, problem, inputs, output, template, units)
 
 
-def stepwise_backward(problem: Problem, given: Inputs, rows: Rows | None) -> StepLaunch:
+@launched("step before dh_now weights gates states states0 q extra mask lengths dh dc dgates dhT dcT sizes")
+def stepwise_backward(problem: Problem, dtype: mx.Dtype, inputs: Present, _: bool) -> StepKernel:
     """The row of each step back; metal/stepwise_backward.metal has the inputs and what is in it."""
-    names = "step before dh_now weights gates states states0 q extra mask lengths dh dc dgates dhT dcT sizes"
-    inputs = select(given, names)
-    cell, op, dtype = problem.cell, problem.cell.op, inputs["weights"].dtype
-    tile = tile_of(problem, problem.H)
+    cell, op, tile = problem.cell, problem.cell.op, tile_of(problem, problem.H)
     template = backward_template(problem, inputs["extra"] is not None, dtype, tile)
     output = row_length(problem, problem.H, cell.gates, op != "rnn", dtype), row_type(dtype)
     units = problem.H, tile[1], tile[1]
     files = (*backward_files(problem), "stepwise_backward")
-    return StepLaunch(f"{op}_stepwise_backward", files, problem, inputs, output, template, units, rows)
+    return StepKernel(f"{op}_stepwise_backward", files, problem, inputs, output, template, units)
 
 
-def stepwise_dh(problem: Problem, given: Inputs, rows: Rows | None = None) -> StepLaunch:
+@launched("step before weights gates mask lengths dh dhT sizes")
+def stepwise_dh(problem: Problem, dtype: mx.Dtype, inputs: Present, has_rows: bool) -> StepKernel:
     """A row with dh_t [B, D P] of each step or, without rows, dh0, flat; metal/stepwise_dh.metal has the inputs."""
-    inputs = select(given, "step before weights gates mask lengths dh dhT sizes")
-    op, dtype, tile = problem.cell.op, inputs["weights"].dtype, tile_of(problem, problem.P)
+    op, tile = problem.cell.op, tile_of(problem, problem.P)
     template = backward_template(problem, False, dtype, tile)
-    output = row_length(problem, problem.P, 1, False, dtype), row_type(dtype) if rows else dtype
+    output = row_length(problem, problem.P, 1, False, dtype), row_type(dtype) if has_rows else dtype
     units = problem.P, tile[1], tile[1]
     files = (*backward_files(problem), "stepwise_dh")
-    return StepLaunch(f"{op}_stepwise_dh", files, problem, inputs, output, template, units, rows)
+    return StepKernel(f"{op}_stepwise_dh", files, problem, inputs, output, template, units)
 
 
 def tile_of(problem: Problem, width: int) -> tuple[int, int]:
@@ -265,35 +297,75 @@ def resets_before(problem: Problem) -> bool:
     return isinstance(problem.cell, GRUCell) and problem.cell.reset == "before"
 
 
-def launch_sequences(
+class Sequences(NamedTuple):
+    """A launch over the rows that a sweep left: the names of its inputs and outputs; what it is told of the rows."""
+
+    launch: Launch
+    inputs: list[str]
+    outputs: list[str]
+    sizes: list[mx.array]
+
+
+Layout = tuple[tuple[tuple[int, ...], int, int], ...]
+"""Of each kind of rows: how many are in each array, the numbers of one, the width of its units."""
+
+Wanted = frozenset[str]
+
+
+def launched_after(names: str) -> Callable[[Callable[..., Sequences]], Callable[..., Arrays]]:
+    """As `launched`, of what is launched once, after the sweep, over all kinds of rows; for the outputs wanted."""
+    order = tuple(names.split())
+
+    def launching(make: Callable[..., Sequences]) -> Callable[..., Arrays]:
+        @kept
+        def kernel(
+            problem: Problem, dtype: mx.Dtype, given: tuple[str, ...], layout: Layout, names: Wanted
+        ) -> Sequences:
+            return make(problem, dtype, present(order, given), layout, names)
+
+        def launch(problem: Problem, given: Inputs, kinds: list[Kind], *, names: Wanted) -> Arrays:
+            inputs = {name: array for name in order if (array := given[name]) is not None}
+            left = [array for rows, _ in kinds for array in rows.pieces]
+            layout = tuple([(rows.steps, rows.pieces[-1].size, width) for rows, width in kinds])
+            bare = problem._replace(lengths=None)
+            of_rows = kernel(bare, given["Wh"].dtype, tuple(inputs), layout, names)
+            arrays = [inputs[name] for name in of_rows.inputs] + left + left[-1:] * (LEFT - len(left)) + of_rows.sizes
+            return dict(zip(of_rows.outputs, of_rows.launch(inputs=arrays), strict=True))
+
+        return update_wrapper(launch, make, assigned=("__name__", "__doc__"))
+
+    return launching
+
+
+def prepare_sequences(
     name: str,
     shaders: tuple[str, ...],
     problem: Problem,
-    kinds: list[Kind],
-    inputs: Inputs,
+    layout: Layout,
+    inputs: Present,
     outputs: Outputs,
     template: Template,
     calls: list[str],
-) -> Arrays:
-    """Launch shaders over the rows that are left of all kinds, with a thread per item, unit, step and direction."""
-    left = [array for rows, _ in kinds for array in rows.pieces]
-    steps = sum((rows.steps for rows, _ in kinds), ())
-    pieces = {f"piece{n}": array for n, array in enumerate(left + left[-1:] * (LEFT - len(left)))}
-    numbers = [(rows.pieces[-1].size, width, n * problem.T) for n, (rows, width) in enumerate(kinds)]
-    sizes = {"starts": constant(starts_of(steps, LEFT), mx.int32), "kinds": constant(sum(numbers, ()), mx.int32)}
+) -> Sequences:
+    """The launch of shaders over rows of all kinds, with a thread per item, unit, step and direction."""
+    starts = starts_of(sum((steps for steps, _, _ in layout), ()), LEFT)
+    numbers = [number for n, (_, size, width) in enumerate(layout) for number in (size, width, n * problem.T)]
+    sizes = {"starts": mx.array(starts, mx.int32), "kinds": mx.array(numbers, mx.int32)}
+    pieces = [f"piece{n}" for n in range(LEFT)]
     body = f"const Rows<X> rows = {{{{{', '.join(pieces)}}}}};\n" + "\n".join(calls)
-    template = template | {"X": left[-1].dtype}
-    groups = -(-problem.B * max(width for _, width in kinds) // 256), problem.T, problem.directions
+    template = template | {"X": row_type(template["S"])}
+    groups = -(-problem.B * max(width for _, _, width in layout) // 256), problem.T, problem.directions
     shaders = ("cell", "store", f"stepwise_index_{index_bits(problem)}", "stepwise", "stepwise_sequences", *shaders)
-    found = launch(named(name, problem), shaders, inputs | pieces | sizes, outputs, template, body, groups, 256)
-    return dict(zip((name for name, output in outputs.items() if output), found, strict=True))
+    every = {**inputs, **dict.fromkeys(pieces, True), **sizes}
+    call, _ = prepare(named(name, problem), shaders, every, outputs, template, body, groups, 256)
+    given = [name for name, is_there in inputs.items() if is_there]
+    return Sequences(call, given, [name for name, output in outputs.items() if output], list(sizes.values()))
 
 
-def stepwise_outputs(problem: Problem, given: Inputs, kinds: list[Kind], *, names: set[str]) -> Arrays:
+@launched_after("h0 c0 lengths sizes")
+def stepwise_outputs(problem: Problem, dtype: mx.Dtype, inputs: Present, layout: Layout, names: Wanted) -> Sequences:
     """Those of h, c, gates, hT, cT in `names`, out of the rows of a sweep: the cells' and, if it projects, h's."""
-    inputs = select(given, "h0 c0 lengths sizes")
     (T, B, H, P), D, gates = problem[:4], problem.directions, problem.cell.gates
-    dtype = given["Wh"].dtype
     shapes = {
         "c": ((T, B, D * H), mx.float32),
         "cT": ((B, D * H), mx.float32),
@@ -304,25 +376,24 @@ def stepwise_outputs(problem: Problem, given: Inputs, kinds: list[Kind], *, name
     outputs = {name: shape if name in names else None for name, shape in shapes.items()}
     template = {"GATES": gates if "gates" in names else 0, "CARRIES": "c" in names, "S": dtype}
     start, end = "stepwise_outputs<{}>(rows, starts, kinds", "thread_position_in_grid);"
-    if len(kinds) == 1:
-        calls = [f"{start.format('GATES, CARRIES, S')}, {arguments(inputs | outputs)}, {end}"]
+    if len(layout) == 1:
+        calls = [f"{start.format('GATES, CARRIES, S')}, {arguments({**inputs, **outputs})}, {end}"]
     else:
-        of_cells = arguments(inputs | outputs | dict.fromkeys(("h0", "h", "hT")))
-        of_h = arguments(inputs | outputs | dict.fromkeys(("c0", "c", "cT", "gates")))
+        of_cells = arguments({**inputs, **outputs} | dict.fromkeys(("h0", "h", "hT")))
+        of_h = arguments({**inputs, **outputs} | dict.fromkeys(("c0", "c", "cT", "gates")))
         calls = [
             f"{start.format('GATES, CARRIES, S')}, {of_cells}, {end}",
             f"{start.format('0, false, S')} + 3, {of_h}, {end}",
         ]
-    name = f"{problem.cell.op}_stepwise_outputs" + "_projected" * (len(kinds) > 1)
-    return launch_sequences(name, ("stepwise_outputs",), problem, kinds, inputs, outputs, template, calls)
+    name = f"{problem.cell.op}_stepwise_outputs" + "_projected" * (len(layout) > 1)
+    return prepare_sequences(name, ("stepwise_outputs",), problem, layout, inputs, outputs, template, calls)
 
 
-def stepwise_gradients(problem: Problem, given: Inputs, kinds: list[Kind], *, names: set[str]) -> Arrays:
+@launched_after("gates states lengths sizes")
+def stepwise_gradients(problem: Problem, dtype: mx.Dtype, inputs: Present, layout: Layout, names: Wanted) -> Sequences:
     """dz and those of dc0, d_out in `names`, out of the rows of a sweep back. If it projects also dh, out of rows of
     its own, and, if that is in `names`, m: what the projection multiplied."""
-    inputs = select(given, "gates states lengths sizes")
-    (T, B, H, P), D, cell = problem[:4], problem.directions, problem.cell
-    dtype, projects = given["Wh"].dtype, len(kinds) > 1
+    (T, B, H, P), D, cell, projects = problem[:4], problem.directions, problem.cell, len(layout) > 1
     shapes = {
         "dz": ((T, B, D * cell.gates * H), dtype),
         "dc0": ((B, D * H), dtype),
@@ -332,7 +403,7 @@ def stepwise_gradients(problem: Problem, given: Inputs, kinds: list[Kind], *, na
     }
     names = names | {"dz"} | ({"dh"} if projects else set())
     outputs = {name: shape if name in names else None for name, shape in shapes.items()}
-    inputs |= {} if names & {"d_out", "m"} else {"gates": None}
+    inputs = {**inputs, **({} if names & {"d_out", "m"} else {"gates": None})}
     inputs |= {} if "m" in names else {"states": None}
     candidate, reset = (cell.gate_order.index(gate) for gate in "nr") if "d_out" in names else (0, 0)
     template = {"GATES": cell.gates, "CANDIDATE": candidate, "RESET": reset, "CARRIES": cell.op != "rnn", "S": dtype}
@@ -348,4 +419,4 @@ def stepwise_gradients(problem: Problem, given: Inputs, kinds: list[Kind], *, na
         calls += [f"stepwise_projected<CELL, S>(gates, states, {lengths}, sizes, m, {end}"]
         shaders = (f"cell_{cell.op}", *shaders, "stepwise_projected")
     name = f"{cell.op}_stepwise_gradients"
-    return launch_sequences(name, shaders, problem, kinds, inputs, outputs, template, calls)
+    return prepare_sequences(name, shaders, problem, layout, inputs, outputs, template, calls)
