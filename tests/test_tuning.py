@@ -7,17 +7,19 @@ from pathlib import Path
 from unittest.mock import patch
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from on_metal import on_metal
 
 import mlx_lstm
-from mlx_lstm import lstm
+from mlx_lstm import gru, lstm, rnn
 from mlx_lstm.bench import tune as tune_module
 from mlx_lstm.bench.__main__ import main
 from mlx_lstm.bench.tasks import Size
 from mlx_lstm.bench.tune import Grid, measure_point, measure_row, row_of, tune, write
 from mlx_lstm.engines import choice, choose, tuning
 from mlx_lstm.engines.autodiff import ENGINE_MODULES
+from mlx_lstm.engines.metal import fused_launches
 from mlx_lstm.engines.tuning import PREDICTED, Table
 
 TINY = Grid(units=(3,), batches=(1, 9), dtypes=("float32", "float16"), steps=2, checked=2, turns=1, seconds=0.0)
@@ -35,9 +37,9 @@ def own_cache(tmp_path, monkeypatch):
     tuning.current.cache_clear()
 
 
-def written(file, engines=ENGINES, **other):
+def written(file, engines=ENGINES, cuts=(), **other):
     """A table's file, of a machine that differs from this one in `other`."""
-    write(file, engines, [])
+    write(file, engines, [], cuts)
     content = json.loads(file.read_text())
     content["machine"] |= other
     file.write_text(json.dumps(content))
@@ -145,6 +147,9 @@ def test_a_file_of_another_machine_does_not(own_cache, entry):
         '{"machine": {}, "engines": {"float32": {"1": [["4", "fused"]]}}}',
         '{"machine": {}, "engines": {"float32": {"1": [[8, "fused"], [4, "stepwise"]]}}}',
         '{"machine": {}, "engines": {"float32": {"1": [4]}}}',
+        '{"machine": {}, "engines": {}, "measured": [], "cuts": [["float32", 1, 3, 0]]}',
+        '{"machine": {}, "engines": {}, "measured": [], "cuts": [["float32", 1, 2, -8]]}',
+        '{"machine": {}, "engines": {}, "measured": [], "cuts": [["float32", 1, 2]]}',
         b"\xff\xfe",
     ],
 )
@@ -203,6 +208,8 @@ def test_a_program_may_name_another_file(tmp_path):
 
 def test_tune_measures_writes_and_counts(own_cache, capsys, monkeypatch):
     """The whole way, with the emulator in place of a Mac; its times mean nothing."""
+    monkeypatch.setattr(tune_module, "ROWS", (2,))
+    monkeypatch.setattr(tune_module, "SPARE", (8,))
     with on_metal():
         assert tune(None, TINY) == 0
     printed = capsys.readouterr().out
@@ -221,7 +228,56 @@ def test_tune_measures_writes_and_counts(own_cache, capsys, monkeypatch):
     assert words[0].engine == content["measured"][0]["engine"] and "measured here" in words[0].reason
 
 
-def test_tune_writes_where_it_is_told_to(tmp_path, own_cache, capsys):
+@pytest.fixture
+def no_cuts(monkeypatch):
+    """No other way to cut is tried."""
+    monkeypatch.setattr(tune_module, "best_cut", lambda dtype, B, grid: None)
+
+
+@pytest.mark.parametrize("op", ["lstm", "gru", "rnn", "gru-before"])
+@pytest.mark.parametrize("rows", tune_module.ROWS)
+def test_however_it_is_cut_the_result_is_the_same(op, rows):
+    """Rows that the cell has no tiling for become fewer; registers to spare only move weights from there."""
+    reset = {"reset": "before"} if op == "gru-before" else {}
+    function = {"lstm": lstm, "rnn": rnn}.get(op, gru)
+    H, G = 8, {"lstm": 4, "rnn": 1}.get(op, 3)
+    draw = np.random.default_rng(7).standard_normal
+    arrays = [mx.array(draw(shape).astype(np.float32)) for shape in ((3, 9, 2), (G * H, 2), (G * H, H), (G * H,))]
+
+    def gradients(engine):
+        return mx.grad(lambda *arrays: (function(*arrays, engine=engine, **reset).h ** 2).sum(), (0, 1, 2, 3))(*arrays)
+
+    expected = gradients("ops")
+    with on_metal() as log, tuning.trying(tuning.Cut(rows, spare=64)):
+        found = gradients("fused")
+        mx.eval(found)
+    assert any("matrix" in launch.name for launch in log) == (rows == 8 and op != "gru-before")
+    for ours, exact in zip(found, expected, strict=True):
+        assert mx.abs(ours - exact).max() < 1e-4 * mx.abs(exact).max()
+
+
+def test_the_library_cuts_as_the_file_says(own_cache):
+    written(own_cache, {"float32": {1: ((8, "fused"),), 16: ((8, "fused"),)}}, [("float32", 16, 1, 8)])
+    assert [tuning.current().cut(mx.float32, B) for B in (1, 15, 16, 99)] == [None, None, (1, 8), (1, 8)]
+    with on_metal(), patch.object(fused_launches, "rows_of", wraps=fused_launches.rows_of) as rows_of:
+        mx.eval(lstm(*(mx.zeros(shape) for shape in ((2, 20, 1), (8, 1), (8, 2)))).h)
+    assert {call.args[2] for call in rows_of.call_args_list} == {1}  # by rule 2
+
+
+def test_a_cut_counts_where_it_is_worth_it(monkeypatch, capsys):
+    """First the rows, then the registers; one that is wrong or hardly faster does not count."""
+    times = {None: 1.0, (1, 0): "discarded: wrong", (2, 0): 0.98, (4, 0): 0.9, (8, 0): 2.0}
+    times |= {(4, 8): 0.89, (4, 16): 0.8, (4, 32): "discarded: no pipeline"}
+    monkeypatch.setattr(tune_module, "measure", lambda contenders, *_: {cut: times[cut] for cut in contenders})
+    assert tune_module.best_cut("float32", 32, Grid()) == (4, 16)
+    assert "rows 4 spare 16 0.800 ms" in capsys.readouterr().out
+    times |= {(4, 0): 0.98, (1, 8): 1.0, (1, 16): 1.0, (1, 32): 1.0, (2, 8): 1.0, (2, 16): 1.0, (2, 32): 1.0}
+    assert tune_module.best_cut("float32", 32, Grid()) is None
+    times[None] = "discarded: no pipeline"
+    assert tune_module.best_cut("float32", 32, Grid()) == (2, 0)
+
+
+def test_tune_writes_where_it_is_told_to(tmp_path, own_cache, capsys, no_cuts):
     file = tmp_path / "elsewhere" / "mine.json"
     with on_metal():
         assert tune(str(file), TINY._replace(batches=(1,), dtypes=("float32",))) == 0
@@ -250,7 +306,7 @@ def test_what_is_wrong_or_fails_is_discarded(monkeypatch, engine, damage, said):
 
 def test_what_was_discarded_is_read_again(own_cache):
     point = {"dtype": "float32", "B": 1, "H": 4, "fused": 1.5, "stepwise": "discarded: no pipeline", "engine": "fused"}
-    write(own_cache, {"float32": {1: ((4, "fused"),), 16: ((4, "fused"),)}}, [point])
+    write(own_cache, {"float32": {1: ((4, "fused"),), 16: ((4, "fused"),)}}, [point], [])
     table = tuning.load(own_cache)
     assert [table.preferred(mx.float32, B, 5)[0] for B in (1, 15, 16)] == ["ops", "ops", "stepwise"]
 
@@ -285,7 +341,7 @@ def test_no_metal_no_tuning(capsys, own_cache):
     assert not own_cache.exists()
 
 
-def test_a_folder_that_cannot_be_written(capsys):
+def test_a_folder_that_cannot_be_written(capsys, no_cuts):
     with on_metal():
         assert tune("/proc/mlx-lstm/engines.json", TINY._replace(batches=(1,), dtypes=("float32",))) == 1
     said = capsys.readouterr()

@@ -1,20 +1,25 @@
-"""`--tune`: time the two Metal engines against each other on this Mac, and write the table the library then goes by."""
+"""`--tune`: time the two Metal engines against each other on this Mac, the ways `fused` can cut a problem before that,
+and write the table the library then goes by."""
 
 import json
 import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import mlx.core as mx
 
 from ..engines import tuning
+from ..engines.cells import LSTMCell
 from ..engines.choice import FUSED_LIMIT, METAL_ENGINES
+from ..engines.metal.fused_launches import rows_for
+from ..engines.problem import Cut
 from .cases.lstm import draw, prepare_ours
 from .judge import appoint
-from .tasks import PASSES, Size, Task, Work
+from .tasks import DTYPES, PASSES, Size, Task, Work
 
 
 class Grid(NamedTuple):
@@ -30,6 +35,17 @@ class Grid(NamedTuple):
     seconds: float = 0.01
 
 
+ROWS = (1, 2, 4, 8)
+SPARE = (8, 16, 32)
+"""Batch rows of a threadgroup of `fused`, 8 in matrices, and registers it may leave without weights: what is tried."""
+
+CUT_AT = 128
+"""The H at which the cuts are timed, or the next smaller one: the largest that `fused` is predicted to win."""
+
+WORTH = 0.97
+"""Of the time of the cut by rule: what another one must not exceed to take its place, as measurements are noisy."""
+
+
 def tune(file: str | None, grid: Grid = Grid()) -> int:  # noqa: B008 (a tuple)
     """Measure, print, write. The exit code: 0, or 1 if this is no Mac or the file cannot be written."""
     if not mx.metal.is_available():
@@ -40,16 +56,18 @@ def tune(file: str | None, grid: Grid = Grid()) -> int:  # noqa: B008 (a tuple)
         return 1
     path = Path(file) if file else tuning.cache_file()
     print("\n".join(f"{name:13}{value}" for name, value in tuning.machine().items()), flush=True)
-    engines: dict[str, dict[int, tuning.Row]] = {}
+    engines: dict[str, dict[int, tuning.Row]] = {dtype: {} for dtype in grid.dtypes}
     measured: list[dict[str, object]] = []
-    for dtype in grid.dtypes:
-        engines[dtype] = {}
-        for B in grid.batches:
+    cuts: list[tuple[str, int, int, int]] = []
+    for dtype, B in product(grid.dtypes, grid.batches):
+        cut = best_cut(dtype, B, grid)
+        cuts += [(dtype, B, cut.rows, cut.spare)] if cut else []
+        with tuning.trying(cut):
             found = measure_row(dtype, B, grid)
-            engines[dtype][B] = row_of(found)
-            measured += found
+        engines[dtype][B] = row_of(found)
+        measured += found
     try:
-        write(path, engines, measured)
+        write(path, engines, measured, cuts)
     except OSError as error:
         print(f"cannot write {path}: {error}; --tune-file names another place", file=sys.stderr)
         return 1
@@ -60,13 +78,42 @@ def tune(file: str | None, grid: Grid = Grid()) -> int:  # noqa: B008 (a tuple)
     return 0
 
 
-def write(file: Path, engines: dict[str, dict[int, tuning.Row]], measured: list[dict[str, object]]) -> None:
+def write(
+    file: Path,
+    engines: dict[str, dict[int, tuning.Row]],
+    measured: list[dict[str, object]],
+    cuts: list[tuple[str, int, int, int]],
+) -> None:
     """Write a table, with what was measured for it. OSError if the file cannot be written."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({"machine": tuning.machine(), "engines": engines, "measured": measured}, indent=1)
+    content = {"machine": tuning.machine(), "engines": engines, "cuts": cuts, "measured": measured}
+    text = json.dumps(content, indent=1)
     part = file.with_suffix(".part")
     part.write_text(text + "\n")
     part.replace(file)
+
+
+def best_cut(dtype: str, B: int, grid: Grid) -> Cut | None:
+    """How `fused` is fastest at this batch size: first the rows, then the registers to spare. None: by its rules."""
+    H = max((H for H in grid.units if H <= CUT_AT), default=min(grid.units))
+    size, best = Size(grid.steps, B, H, H), None
+    for step in ("rows", "spare"):
+        rows = best.rows if best else rows_for(LSTMCell(), B, H, 1)
+        tried = [Cut(rows) for rows in ROWS] if step == "rows" else [Cut(rows, spare) for spare in SPARE]
+        times = measure({cut: ("fused", cut) for cut in (best, *tried)}, size, dtype, grid)
+        print(
+            f"{dtype} B = {B} H = {H}:  " + "  ".join(f"{text_of(cut)} {took(times[cut])}" for cut in times), flush=True
+        )
+        right = {cut: time for cut, time in times.items() if not isinstance(time, str)}
+        fastest = min(right, key=right.__getitem__, default=best)
+        if best not in right or right[fastest] <= WORTH * right[best]:
+            best = fastest
+    return best
+
+
+def text_of(cut: Cut | None) -> str:
+    """A cut in words."""
+    return f"rows {cut.rows} spare {cut.spare}" if cut else "by rule"
 
 
 def measure_row(dtype: str, B: int, grid: Grid) -> list[dict[str, object]]:
@@ -82,27 +129,40 @@ def measure_row(dtype: str, B: int, grid: Grid) -> list[dict[str, object]]:
 
 def measure_point(size: Size, dtype: str, grid: Grid) -> dict[str, object]:
     """Milliseconds of each engine for forward and backward, or why it does not count; the faster one's word."""
-    point: dict[str, object] = {"dtype": dtype, "B": size.B, "H": size.H}
-    ready: dict[str, Work] = {}
-    for engine in METAL_ENGINES:
+    cut = tuning.cut(DTYPES[dtype], size.B)
+    times = measure({engine: (engine, cut) for engine in METAL_ENGINES}, size, dtype, grid)
+    right = {engine: time for engine, time in times.items() if not isinstance(time, str)}
+    fastest = min(right, key=right.__getitem__, default="ops")
+    return {"dtype": dtype, "B": size.B, "H": size.H, **times, "engine": fastest}
+
+
+Name = TypeVar("Name")
+
+
+def measure(
+    contenders: Mapping[Name, tuple[str, Cut | None]], size: Size, dtype: str, grid: Grid
+) -> dict[Name, float | str]:
+    """Milliseconds of each engine, cut as it says, for forward and backward, in turns; or why it does not count."""
+    times: dict[Name, float | str] = {}
+    ready: dict[Name, Work] = {}
+    for name, (engine, cut) in contenders.items():
         try:
-            refusal = refusal_of(engine, size._replace(T=grid.checked), dtype)
-            if not refusal:
-                ready[engine] = prepare(engine, size, dtype)
-                ready[engine].run()
+            with tuning.trying(cut):
+                refusal = refusal_of(engine, size._replace(T=grid.checked), dtype)
+                if not refusal:
+                    ready[name] = prepare(engine, size, dtype)
+                    ready[name].run()
         # Whatever a compiler or a driver raises, the engine is not for this machine at this size.
         except Exception as error:
             refusal = f"{type(error).__name__}: {error}".splitlines()[0]
-        if refusal:
-            ready.pop(engine, None)
-            point[engine] = f"discarded: {refusal}"
-    turns: dict[str, list[float]] = {engine: [] for engine in ready}
+            ready.pop(name, None)
+        times[name] = f"discarded: {refusal}"
+    turns: dict[Name, list[float]] = {name: [] for name in ready}
     for _ in range(grid.turns):
-        for engine, work in ready.items():
-            turns[engine].append(seconds_per_run(work.run, grid.seconds))
-    times = {engine: statistics.median(each) for engine, each in turns.items()}
-    point |= {engine: round(1e3 * seconds, 4) for engine, seconds in times.items()}
-    return point | {"engine": min(times, key=times.__getitem__, default="ops")}
+        for name, work in ready.items():
+            with tuning.trying(contenders[name][1]):
+                turns[name].append(seconds_per_run(work.run, grid.seconds))
+    return times | {name: round(1e3 * statistics.median(each), 4) for name, each in turns.items()}
 
 
 def refusal_of(engine: str, size: Size, dtype: str) -> str:
@@ -142,8 +202,10 @@ def row_of(found: Sequence[Mapping[str, Any]]) -> tuning.Row:
 
 def point_text(point: dict[str, object]) -> str:
     """A line of what was measured."""
-    each = "  ".join(
-        f"{engine} {point[engine] if isinstance(point[engine], str) else f'{point[engine]:.3f} ms'}"
-        for engine in METAL_ENGINES
-    )
+    each = "  ".join(f"{engine} {took(point[engine])}" for engine in METAL_ENGINES)
     return f"{point['dtype']} B = {point['B']} H = {point['H']}:  {each}  ->  {point['engine']}"
+
+
+def took(time: object) -> str:
+    """Milliseconds, or why there are none."""
+    return time if isinstance(time, str) else f"{time:.3f} ms"

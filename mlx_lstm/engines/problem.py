@@ -20,10 +20,19 @@ Arrays = dict[str, Array]
 """Arguments, results, cotangents or gradients, by the names above."""
 
 
+class Cut(NamedTuple):
+    """How `fused` cuts a problem, as measured: the batch rows of a threadgroup, 8 in matrices; how many registers of a
+    thread it keeps no weights in, besides those it needs."""
+
+    rows: int
+    spare: int = 0
+
+
 class Problem(NamedTuple):
     """Sizes T, B, H, P (the width of h: H, or the projection's) of one direction, cell, direction, lengths ([B] int32
     or None); whether the caller wants the gates, which an engine else keeps to itself; whether to keep them for a
-    gradient; whether both directions run, whose arrays `directions` lays out."""
+    gradient; whether both directions run, whose arrays `directions` lays out; how `fused` shall cut it, else by its own
+    rules."""
 
     T: int
     B: int
@@ -35,6 +44,7 @@ class Problem(NamedTuple):
     return_gates: bool = False
     training: bool = True
     bidirectional: bool = False
+    cut: Cut | None = None
 
     @property
     def directions(self) -> int:

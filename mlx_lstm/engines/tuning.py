@@ -1,4 +1,5 @@
-"""Which of the two Metal engines is faster where: the predicted table, and one measured on a user's Mac.
+"""Which of the two Metal engines is faster where, and how `fused` cuts its problems: the predicted table, and one
+measured on a user's Mac.
 
 `python -m mlx_lstm.bench --tune` measures and writes a file. It counts only on the chip, system, versions and kernels
 it was measured with.
@@ -9,22 +10,26 @@ import json
 import platform
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 
 from ..machine import installed_version
 from .metal.launch import shader_folder
+from .problem import Cut
 
 Row = tuple[tuple[int, str], ...]
 
 
 class Table(NamedTuple):
     """By dtype and by least batch size: the engine up to each H, ascending, `stepwise` beyond; where that comes from.
-    Of which (dtype, least batch size, engine) a point was wrong or failed when it was measured.
+    Of which (dtype, least batch size, engine) a point was wrong or failed when it was measured. How `fused` cuts, by
+    dtype and least batch size, where that beat its own rules.
 
     What holds for an LSTM of one direction is taken to hold for all cells, and for both directions.
     """
@@ -32,6 +37,7 @@ class Table(NamedTuple):
     source: str
     engines: dict[str, dict[int, Row]]
     discarded: frozenset[tuple[str, int, str]] = frozenset()
+    cuts: Mapping[tuple[str, int], Cut] = MappingProxyType({})
 
     def preferred(self, dtype: mx.Dtype, B: int, H: int) -> tuple[str, str]:
         """The engine for a batch of B and H units, and why.
@@ -55,6 +61,10 @@ class Table(NamedTuple):
         """Whether an engine may run at an H of this row that was not measured: not if it failed at one that was."""
         name, least, _ = self.row_at(dtype, B)
         return (name, least, engine) not in self.discarded
+
+    def cut(self, dtype: mx.Dtype, B: int) -> Cut | None:
+        """How `fused` shall cut a problem with a batch of B, where not by its own rules."""
+        return self.cuts.get(self.row_at(dtype, B)[:2]) if self.cuts else None
 
     def row_at(self, dtype: mx.Dtype, B: int) -> tuple[str, int, Row]:
         """The row for a batch of B: its dtype's name, its least batch size, and what is in it."""
@@ -115,6 +125,7 @@ def load(file: Path) -> Table:
             for dtype, batches in content["engines"].items()
         }
         discarded = frozenset(failures(content["measured"]))
+        cuts = {(str(dtype), int(least)): checked_cut(*cut) for dtype, least, *cut in content.get("cuts", [])}
         differing = [name for name, value in machine().items() if content["machine"].get(name) != value]
     except FileNotFoundError:
         return PREDICTED
@@ -123,7 +134,7 @@ def load(file: Path) -> Table:
         return PREDICTED._replace(source=f"predicted, as {file} is broken")
     if differing:
         return PREDICTED._replace(source=f"predicted, as {file} was measured with another {', '.join(differing)}")
-    return Table(f"measured here, {file}", engines, discarded)
+    return Table(f"measured here, {file}", engines, discarded, cuts)
 
 
 def failures(measured: list[dict[str, Any]]) -> Iterator[tuple[str, int, str]]:
@@ -143,13 +154,36 @@ def checked_row(row: Any) -> Row:
     return found
 
 
+def checked_cut(rows: Any, spare: Any) -> Cut:
+    """A cut as it should be, or ValueError."""
+    if rows not in (1, 2, 4, 8) or type(spare) is not int or spare < 0:
+        raise ValueError(f"a cut is rows 1, 2, 4 or 8 and registers to spare but got {rows}, {spare}")
+    return Cut(rows, spare)
+
+
 _chosen: list[Path] = []
+_tried: list[Cut | None] = []
 
 
 @cache
 def current() -> Table:
     """The table that counts in this process, read when it is first needed."""
     return load(_chosen[-1] if _chosen else cache_file())
+
+
+def cut(dtype: mx.Dtype, B: int) -> Cut | None:
+    """How `fused` cuts a problem in this process, where not by its own rules."""
+    return _tried[-1] if _tried else current().cut(dtype, B)
+
+
+@contextmanager
+def trying(cut: Cut | None) -> Iterator[None]:
+    """In here `fused` cuts like this, whatever a table says; None: by its own rules."""
+    _tried.append(cut)
+    try:
+        yield
+    finally:
+        _tried.pop()
 
 
 def use(file: str | Path | None) -> Table:

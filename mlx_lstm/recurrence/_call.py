@@ -11,7 +11,7 @@ from ..engines.autodiff import run, run_backward
 from ..engines.cells import Cell, RNNCell
 from ..engines.choice import Stream, on
 from ..engines.ops.cells import activate
-from ..engines.problem import Arrays, Problem
+from ..engines.problem import Arrays, Cut, Problem
 from ..engines.tracing import are_free, have_values
 from ._arguments import Sizes, check_arrays, check_sequences
 
@@ -41,7 +41,7 @@ class Call(NamedTuple):
         sizes = self.check(arrays, op)
         with on(self.stream):
             lengths, engine, free, traced = self.choose(sizes, arrays, [], op, training)
-            problem = self.problem(sizes, lengths, return_gates, training and not free)
+            problem = self.problem(sizes, lengths, return_gates, training and not free, cut(engine, arrays, sizes))
             plain = free or (traced and not training)  # where nobody can ask for a gradient, or a graph shall be plain
             return run(problem, arrays, engine, plain=plain, batch_first=self.batch_first)
 
@@ -52,7 +52,7 @@ class Call(NamedTuple):
         check_sequences(self.problem(sizes), arrays, saved, cotangents, op)
         with on(self.stream):
             lengths, engine, _, _ = self.choose(sizes, arrays, [*saved.values(), *cotangents.values()], op)
-            problem = self.problem(sizes, lengths)
+            problem = self.problem(sizes, lengths, cut=cut(engine, arrays, sizes))
             if "h" not in saved:
                 saved = saved | {"h": h_of(problem, saved)}
             return run_backward(problem, arrays, saved, cotangents, engine)
@@ -64,11 +64,16 @@ class Call(NamedTuple):
         return check_arrays(op, arrays, self.cell, self.bidirectional, self.batch_first)
 
     def problem(
-        self, sizes: Sizes, lengths: mx.array | None = None, return_gates: bool = False, training: bool = True
+        self,
+        sizes: Sizes,
+        lengths: mx.array | None = None,
+        return_gates: bool = False,
+        training: bool = True,
+        cut: Cut | None = None,
     ) -> Problem:
         """What the engine is told."""
         reverse = self.reverse and not self.bidirectional
-        return Problem(*sizes, self.cell, reverse, lengths, return_gates, training, self.bidirectional)
+        return Problem(*sizes, self.cell, reverse, lengths, return_gates, training, self.bidirectional, cut)
 
     def choose(
         self, sizes: Sizes, arrays: Arrays, others: list[mx.array], op: str, training: bool = True
@@ -98,6 +103,11 @@ class Call(NamedTuple):
             op=op,
         ).engine
         return lengths, word, free, traced
+
+
+def cut(engine: str, arrays: Arrays, sizes: Sizes) -> Cut | None:
+    """How `fused` shall cut a problem, where that was measured."""
+    return tuning.cut(arrays["x"].dtype, sizes[1]) if engine == "fused" else None
 
 
 def given(**arrays: Any) -> dict[str, Any]:

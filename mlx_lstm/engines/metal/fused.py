@@ -101,7 +101,7 @@ def launches(problem: Problem, masks: bool) -> list[tuple[int, mx.array]]:
     """Of every launch, in the order of processing: its steps, and what it is told of sizes; metal/fused.metal lists
     them. Fewer than 8, for Metal's constant memory."""
     T, B, H, D = problem.T, problem.B, problem.H, problem.directions
-    groups = D * B // fused_tiling(problem.cell, B, H, 4, backward=False, directions=D).rows
+    groups = D * B // fused_tiling(problem.cell, B, H, 4, backward=False, directions=D, cut=problem.cut).rows
     steps = max(1, LAUNCH_STEPS // max(1, groups // FEWEST_CORES))
     parts = [(start, min(start + steps, T)) for start in range(0, T, steps)]
     return [(stop - start, mx.array((start, stop, T, B, D, problem.reverse, masks), mx.int32)) for start, stop in parts]

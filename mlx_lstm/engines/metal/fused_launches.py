@@ -6,7 +6,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from ..cells import Cell, GRUCell
-from ..problem import Arrays, Problem
+from ..problem import Arrays, Cut, Problem
 from .inputs import INDEX_LIMIT
 from .launch import Inputs, Launch, Outputs, Template, arguments, cell_number, kept, prepare, present
 
@@ -64,12 +64,21 @@ class FusedTiling(NamedTuple):
 
 
 def fused_tiling(
-    cell: Cell, B: int, H: int, itemsize: int, *, backward: bool, directions: int = 1, more: int = 0
+    cell: Cell,
+    B: int,
+    H: int,
+    itemsize: int,
+    *,
+    backward: bool,
+    directions: int = 1,
+    more: int = 0,
+    cut: Cut | None = None,
 ) -> FusedTiling:
-    """The tiling of one sweep. `more`: registers that its options need."""
+    """The tiling of one sweep. `more`: registers that its options need; `cut`: as it was measured."""
     lanes, gates = LANES[cell.op], cell.gates
     sweep = "backward" if backward else "forward"
-    matrices = in_matrices(cell, directions * B, H)
+    wanted = cut.rows if cut else rows_for(cell, B, H, directions)
+    matrices = wanted == 8 and fits_matrices(cell, H)
     # The length of each product of a step.
     lengths = [H, 2 * H] if backward and two_products(cell) else [gates * H if backward else H]
     if matrices:
@@ -78,24 +87,29 @@ def fused_tiling(
     else:
         units = 8 // lanes * (2 if backward and lanes > 1 else 1)
         threads, piece = 32 * -(-(-(-H // units) * lanes * units) // 32), 4 * lanes * units
-        rows = rows_of(cell, sweep, B, threads)
+        rows = rows_of(cell, sweep, min(wanted, 4), threads)
         slots = units * (1 if backward else gates)
         weights = slots * sum(-(-length // piece) for length in lengths)
     one = 4 * rows * piece * sum(-(-length // piece) for length in lengths)
     vectors = 1 if len(lengths) > 1 or (matrices and backward and 2 * one > THREADGROUP_BYTES) else 2
     # A vector of 4 weights takes as many registers as a weight has bytes.
     working = working_registers(cell, sweep, rows) + more
-    resident = max(0, min(weights, (registers_of(threads) - working) // itemsize))
+    resident = max(0, min(weights, (registers_of(threads) - working - (cut.spare if cut else 0)) // itemsize))
     used = working + resident * itemsize
     return FusedTiling(
         matrices, units, rows, threads, vectors, vectors * one, weights, resident, resident / weights, used
     )
 
 
-def rows_of(cell: Cell, sweep: str, B: int, threads: int) -> int:
-    """Batch rows of a threadgroup that multiplies in lanes: more share a stream of weights, as far as there are items
-    for all cores, and registers."""
-    wanted = 1 if B <= 16 else 2 if B <= 64 else 4
+def rows_for(cell: Cell, B: int, H: int, directions: int) -> int:
+    """Batch rows of a threadgroup, 8 in matrices: more share a stream of weights, as far as there are items for all
+    cores."""
+    matrices = directions * B >= MATRIX_BATCH and fits_matrices(cell, H)
+    return 8 if matrices else 1 if B <= 16 else 2 if B <= 64 else 4
+
+
+def rows_of(cell: Cell, sweep: str, wanted: int, threads: int) -> int:
+    """Batch rows of a threadgroup that multiplies in lanes: as far as there are registers."""
     possible = (rows for rows in WORKING_REGISTERS[cell.op, sweep] if rows <= wanted)
     return max(rows for rows in possible if rows == 1 or working_registers(cell, sweep, rows) <= registers_of(threads))
 
@@ -108,7 +122,7 @@ def working_registers(cell: Cell, sweep: str, rows: int) -> int:
 def tiling_of(sweep: str, problem: Problem, dtype: mx.Dtype, given: Collection[str] = ()) -> FusedTiling:
     """The tiling of a sweep of a problem; with its inputs' names that of the very launch, as they need registers."""
     more = sum(count for name, count in OPTION_REGISTERS.items() if name in given)
-    how = {"backward": sweep == "backward", "directions": problem.directions, "more": more}
+    how = {"backward": sweep == "backward", "directions": problem.directions, "more": more, "cut": problem.cut}
     return fused_tiling(problem.cell, problem.B, problem.H, dtype.size, **how)
 
 
@@ -122,10 +136,10 @@ def registers_of(threads: int) -> int:
     return REGISTERS[min(most for most in REGISTERS if most >= threads)]
 
 
-def in_matrices(cell: Cell, B: int, H: int) -> bool:
-    """Whether `fused` multiplies in matrices. A threadgroup has at most 32 simdgroups, of 8 units each; a GRU whose
+def fits_matrices(cell: Cell, H: int) -> bool:
+    """Whether `fused` can multiply in matrices. A threadgroup has at most 32 simdgroups, of 8 units each; a GRU whose
     reset comes before the candidate's product has two products per step, which only the other form knows."""
-    return B >= MATRIX_BATCH and H <= 256 and not two_products(cell)
+    return H <= 256 and not two_products(cell)
 
 
 def fused_forward(problem: Problem, given: Inputs, steps: int) -> Arrays:
