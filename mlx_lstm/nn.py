@@ -240,7 +240,8 @@ def run(
         shapes = {"x": (-1, L, D), "h0": (-1, H), "c0": (-1, H)}
         given |= {name: given[name].reshape(shape) for name, shape in shapes.items() if name in given}
     arrays = {name: array.astype(dtype) for name, array in given.items()}
-    out = Call(cell, engine=engine, batch_first=True).forward(arrays, return_gates=False, training=training)
+    call = Call(cell, engine=engine, batch_first=True)
+    out = call.forward(arrays, return_gates=False, training=training, wants_last=False)
     found = [out[name] for name, _ in zip("hc", states, strict=False)]
     return tuple(found if len(batch) == 1 else (sequence.reshape(*batch, L, H) for sequence in found))
 

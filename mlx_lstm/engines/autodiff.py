@@ -16,32 +16,33 @@ from .tracing import custom_function, have_values, vmap_one_by_one
 ENGINE_MODULES = {"fused": fused, "stepwise": stepwise, "numpy": numpy, "ops": ops}
 
 
-def run(problem: Problem, arrays: Arrays, engine: str, *, plain: bool, batch_first: bool) -> dict[str, Any]:
+def run(
+    problem: Problem, arrays: Arrays, engine: str, *, plain: bool, batch_first: bool, wants_last: bool
+) -> dict[str, Any]:
     """The cell's outputs by name, with our gradient unless the graph shall stay plain; gates None if not wanted. With
-    `batch_first` x and all sequences have the batch first, and there are no last states."""
+    `batch_first` x and all sequences have the batch first; `wants_last`: with hT and cT."""
     dtype, arrays = arrays["x"].dtype, for_engine(engine, arrays)
     if plain and engine == "numpy":  # which makes sequences of either order without an operation of MLX
-        outputs: dict[str, Any] = numpy.forward(problem, arrays, batch_first)
+        outputs: dict[str, Any] = numpy.forward(problem, arrays, batch_first, wants_last)
     else:
         if batch_first:
             arrays["x"] = mx.swapaxes(arrays["x"], 0, 1)
-        shown = shown_of(problem, batch_first)
+        shown = shown_of(problem, wants_last)
         if plain:
             outputs = ENGINE_MODULES[engine].forward(problem, arrays)
         else:
             outputs = differentiable(problem, arrays, engine, shown)
         outputs = {name: outputs[name] for name in shown}
         if batch_first:
-            outputs = {name: mx.swapaxes(sequence, 0, 1) for name, sequence in outputs.items()}
+            outputs |= {name: mx.swapaxes(outputs[name], 0, 1) for name in ("h", "c", "gates") if name in outputs}
     if not problem.return_gates:
         outputs["gates"] = None
     return {name: output if output is None else output.astype(dtype) for name, output in outputs.items()}
 
 
-def shown_of(problem: Problem, batch_first: bool) -> list[str]:
-    """The outputs a caller gets: with the batch first, which is how layers have it, only sequences."""
-    hidden = {"hT", "cT"} if batch_first else set()
-    hidden |= set() if problem.return_gates else {"gates"}
+def shown_of(problem: Problem, wants_last: bool) -> list[str]:
+    """The outputs a caller gets."""
+    hidden = (() if wants_last else ("hT", "cT")) + (() if problem.return_gates else ("gates",))
     return [name for name in problem.cell.outputs if name not in hidden]
 
 

@@ -21,8 +21,7 @@ Lengths = mx.array | Sequence[int] | None
 class Call(NamedTuple):
     """A call's cell and options, as the caller gave them: checks them with the arrays, chooses an engine and runs.
 
-    With `batch_first`, which only `forward` knows, x and the sequences it returns are [B, T, .], and it returns no last
-    states.
+    With `batch_first`, which only `forward` knows, x and the sequences it returns are [B, T, .].
     """
 
     cell: Cell
@@ -33,8 +32,8 @@ class Call(NamedTuple):
     stream: Stream = None
     batch_first: bool = False
 
-    def forward(self, arrays: Arrays, *, return_gates: bool, training: bool) -> dict[str, Any]:
-        """The outputs, with their gradient; gates None unless wanted."""
+    def forward(self, arrays: Arrays, *, return_gates: bool, training: bool, wants_last: bool = True) -> dict[str, Any]:
+        """The outputs, with their gradient; gates None unless wanted, hT and cT missing unless wanted."""
         op = self.cell.op
         check_flag(op, "return_gates", return_gates)
         check_flag(op, "training", training)
@@ -43,7 +42,8 @@ class Call(NamedTuple):
             lengths, engine, free, traced = self.choose(sizes, arrays, [], op, training)
             problem = self.problem(sizes, lengths, return_gates, training and not free, cut(engine, arrays, sizes))
             plain = free or (traced and not training)  # where nobody can ask for a gradient, or a graph shall be plain
-            return run(problem, arrays, engine, plain=plain, batch_first=self.batch_first)
+            how = {"plain": plain, "batch_first": self.batch_first, "wants_last": wants_last}
+            return run(problem, arrays, engine, **how)
 
     def backward(self, arrays: Arrays, saved: Arrays, cotangents: Arrays) -> Arrays:
         """The gradients of the arrays."""

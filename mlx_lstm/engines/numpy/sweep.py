@@ -25,11 +25,11 @@ from .rnn import RNNStep, RNNStepBackward
 Saved = dict[str, mx.array | Array | None]
 
 
-def forward(problem: Problem, arrays: Arrays, batch_first: bool = False) -> Saved:
+def forward(problem: Problem, arrays: Arrays, batch_first: bool = False, wants_last: bool = True) -> Saved:
     """The cell's outputs: h [T, B, D P], gates [T, B, D G H], hT [B, D P]; of an LSTM c [T, B, D H], cT [B, D H].
 
     Gates that the caller does not want stay in NumPy's memory, or are None if there is no training; a plain cell's
-    gradient does without. With `batch_first` x and h, c, gates have the batch first, and there are no hT, cT.
+    gradient does without. With `batch_first` x and h, c, gates have the batch first; hT and cT only if wanted.
     """
     v = views(arrays)
     if batch_first:
@@ -38,7 +38,7 @@ def forward(problem: Problem, arrays: Arrays, batch_first: bool = False) -> Save
     new = {"h": NewSequence(dtype, (T, B, D * P), order_of(v["x"]), batch_first)}
     if isinstance(problem.cell, LSTMCell):
         new["c"] = NewSequence(dtype, (T, B, D * H), FEATURE_MAJOR, batch_first)
-    if not batch_first:
+    if wants_last:
         new |= {f"{name}T": New(dtype, room.memory.shape[1:]) for name, room in new.items()}
     rows, hidden = D * problem.cell.gates * H, None
     if problem.return_gates:
