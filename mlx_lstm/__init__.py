@@ -1,11 +1,15 @@
 """LSTM layers for Apple Silicon on MLX: one recurrence with its own gradient, and the layers and dialects on it."""
 
 from . import cudnn, keras, mpsgraph, nn, tf, torch
-from .recurrence import GRUOutput, LSTMOutput, RNNOutput, gru, lstm, rnn
+from .recurrence import GRUOutput as GRUOutput
+from .recurrence import LSTMOutput as LSTMOutput
+from .recurrence import RNNOutput as RNNOutput
+from .recurrence import gru, gru_gradients, lstm, lstm_gradients, rnn, rnn_gradients
 
 __version__ = "0.1.0"
 
-__all__ = ["GRUOutput", "LSTMOutput", "RNNOutput", "__version__", "gru", "lstm", "rnn"]
+# What ops return is public, too, but not in this list: help() would have it before the ops.
+__all__ = ["__version__", "gru", "gru_gradients", "lstm", "lstm_gradients", "rnn", "rnn_gradients"]
 __all__ += ["cudnn", "keras", "mpsgraph", "nn", "tf", "torch"]
 
 

@@ -1,6 +1,8 @@
 """What is shipped: the wheel's contents, the metadata, and what importing the package pulls in."""
 
 import importlib
+import inspect
+import pydoc
 import subprocess
 import sys
 import zipfile
@@ -53,6 +55,22 @@ def test_public_modules_say_what_is_public(name):
     assert module.__doc__ and len(set(module.__all__)) == len(module.__all__)
     for public in module.__all__:
         assert hasattr(module, public) and not public.startswith("_")
+
+
+@pytest.mark.parametrize("name", ["mlx_lstm", "mlx_lstm.tf", "mlx_lstm.cudnn"])
+def test_help_begins_with_the_ops(name):
+    lines = pydoc.plain(pydoc.render_doc(importlib.import_module(name))).splitlines()
+    assert "CLASSES" not in lines and lines.index("FUNCTIONS") < 50
+
+
+def test_what_ops_return_can_be_imported():
+    for op in ("lstm", "gru", "rnn"):
+        assert getattr(mlx_lstm, f"{op}_gradients") is getattr(mlx_lstm.recurrence, f"{op}_gradients")
+        assert getattr(mlx_lstm, f"{op.upper()}Output") is getattr(mlx_lstm.recurrence, f"{op.upper()}Output")
+    for module in (mlx_lstm.tf, mlx_lstm.cudnn):
+        for public in module.__all__:
+            returned = inspect.signature(getattr(module, public)).return_annotation
+            assert not issubclass(returned, tuple) or getattr(module, returned.__name__) is returned
 
 
 def test_dir_shows_what_is_public():

@@ -12,17 +12,17 @@ layer), of an lstm c [T, D H, N], and of every layer but the last h [T, N, D S] 
 S] on it. Only the backward ops need it, and nothing changes it. Without training it is a scalar.
 """
 
+from ._params import CudnnRNNParamsToCanonicalOutput as CudnnRNNParamsToCanonicalOutput
 from ._params import (
-    CudnnRNNParamsToCanonicalOutput,
     cudnn_rnn_canonical_to_params,
     cudnn_rnn_canonical_to_params_v2,
     cudnn_rnn_params_size,
     cudnn_rnn_params_to_canonical,
     cudnn_rnn_params_to_canonical_v2,
 )
+from ._rnn import CudnnRNNOutput as CudnnRNNOutput
+from ._rnn import CudnnRNNV2Output as CudnnRNNV2Output
 from ._rnn import (
-    CudnnRNNOutput,
-    CudnnRNNV2Output,
     cudnn_rnn,
     cudnn_rnn_backprop,
     cudnn_rnn_backprop_v2,
@@ -30,9 +30,9 @@ from ._rnn import (
     cudnn_rnn_v2,
     cudnn_rnn_v3,
 )
-from ._stack import CudnnRNNBackpropOutput
+from ._stack import CudnnRNNBackpropOutput as CudnnRNNBackpropOutput
 
-__all__ = ["CudnnRNNBackpropOutput", "CudnnRNNOutput", "CudnnRNNParamsToCanonicalOutput", "CudnnRNNV2Output"]
-__all__ += ["cudnn_rnn", "cudnn_rnn_backprop", "cudnn_rnn_backprop_v2", "cudnn_rnn_backprop_v3"]
+# What the ops return is public, too, but not in this list: help() would have it before the ops.
+__all__ = ["cudnn_rnn", "cudnn_rnn_backprop", "cudnn_rnn_backprop_v2", "cudnn_rnn_backprop_v3"]
 __all__ += ["cudnn_rnn_canonical_to_params", "cudnn_rnn_canonical_to_params_v2", "cudnn_rnn_params_size"]
 __all__ += ["cudnn_rnn_params_to_canonical", "cudnn_rnn_params_to_canonical_v2", "cudnn_rnn_v2", "cudnn_rnn_v3"]

@@ -6,10 +6,13 @@ The functions `lstm`, `gru` and `rnn` run forward and carry their gradient; `lst
 """
 
 from ._call import Call, Lengths
-from ._gru import GRUOutput, gru, gru_gradients
-from ._lstm import LSTMOutput, lstm, lstm_gradients
-from ._rnn import RNNOutput, rnn, rnn_gradients
+from ._gru import GRUOutput as GRUOutput
+from ._gru import gru, gru_gradients
+from ._lstm import LSTMOutput as LSTMOutput
+from ._lstm import lstm, lstm_gradients
+from ._rnn import RNNOutput as RNNOutput
+from ._rnn import rnn, rnn_gradients
 from ._stack import by_layer, join_biases, of_layers
 
-__all__ = ["Call", "GRUOutput", "LSTMOutput", "Lengths", "RNNOutput", "by_layer", "gru", "gru_gradients"]
+__all__ = ["Call", "Lengths", "by_layer", "gru", "gru_gradients"]
 __all__ += ["join_biases", "lstm", "lstm_gradients", "of_layers", "rnn", "rnn_gradients"]

@@ -124,7 +124,7 @@ def gru_gradients(
 
     Example:
         >>> import mlx.core as mx
-        >>> from mlx_lstm.recurrence import gru, gru_gradients
+        >>> from mlx_lstm import gru, gru_gradients
         >>> x, Wx, Wh = mx.ones((10, 2, 3)), mx.ones((12, 3)), mx.ones((12, 4))
         >>> out = gru(x, Wx, Wh, return_gates=True)
         >>> gru_gradients(x, Wx, Wh, gates=out.gates, h=out.h, dh=mx.ones((10, 2, 4)))["x"].shape

@@ -166,7 +166,7 @@ def lstm_gradients(
 
     Example:
         >>> import mlx.core as mx
-        >>> from mlx_lstm.recurrence import lstm, lstm_gradients
+        >>> from mlx_lstm import lstm, lstm_gradients
         >>> x, Wx, Wh = mx.ones((10, 2, 3)), mx.ones((16, 3)), mx.ones((16, 4))
         >>> out = lstm(x, Wx, Wh, return_gates=True)
         >>> lstm_gradients(x, Wx, Wh, gates=out.gates, c=out.c, h=out.h, dh=mx.ones((10, 2, 4)))["Wh"].shape

@@ -96,7 +96,7 @@ def rnn_gradients(
 
     Example:
         >>> import mlx.core as mx
-        >>> from mlx_lstm.recurrence import rnn, rnn_gradients
+        >>> from mlx_lstm import rnn, rnn_gradients
         >>> x, Wx, Wh = mx.ones((10, 2, 3)), mx.ones((4, 3)), mx.ones((4, 4))
         >>> rnn_gradients(x, Wx, Wh, h=rnn(x, Wx, Wh).h, dh=mx.ones((10, 2, 4)))["Wh"].shape
         (4, 4)

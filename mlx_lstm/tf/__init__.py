@@ -15,11 +15,13 @@ What all ops here have in common, and TensorFlow has not:
 - `engine` and `stream`, by keyword only, are those of `mlx_lstm.lstm`. TensorFlow's `name` is absent.
 """
 
-from ._gru import GRUBlockCellGradOutput, GRUBlockCellOutput, gru_block_cell, gru_block_cell_grad
+from ._gru import GRUBlockCellGradOutput as GRUBlockCellGradOutput
+from ._gru import GRUBlockCellOutput as GRUBlockCellOutput
+from ._gru import gru_block_cell, gru_block_cell_grad
+from ._lstm import BlockLSTMGradOutput as BlockLSTMGradOutput
+from ._lstm import BlockLSTMOutput as BlockLSTMOutput
+from ._lstm import LSTMBlockCellGradOutput as LSTMBlockCellGradOutput
 from ._lstm import (
-    BlockLSTMGradOutput,
-    BlockLSTMOutput,
-    LSTMBlockCellGradOutput,
     block_lstm,
     block_lstm_grad,
     block_lstm_grad_v2,
@@ -28,6 +30,6 @@ from ._lstm import (
     lstm_block_cell_grad,
 )
 
-__all__ = ["BlockLSTMGradOutput", "BlockLSTMOutput", "GRUBlockCellGradOutput", "GRUBlockCellOutput"]
-__all__ += ["LSTMBlockCellGradOutput", "block_lstm", "block_lstm_grad", "block_lstm_grad_v2", "block_lstm_v2"]
-__all__ += ["gru_block_cell", "gru_block_cell_grad", "lstm_block_cell", "lstm_block_cell_grad"]
+# What the ops return is public, too, but not in this list: help() would have it before the ops.
+__all__ = ["block_lstm", "block_lstm_grad", "block_lstm_grad_v2", "block_lstm_v2", "gru_block_cell"]
+__all__ += ["gru_block_cell_grad", "lstm_block_cell", "lstm_block_cell_grad"]
