@@ -86,13 +86,13 @@ def ours(case, dtype, engine=None, stream=mx.cpu, **attributes):
     return dict(zip(OUTPUTS, map(to_numpy, outputs), strict=True)), gradients
 
 
-def by_torch(case):
-    """The same from torch, in float64."""
+def by_torch(case, **more):
+    """The same from torch, in float64; `more`: options of its constructor."""
     import torch
 
     kind = {"lstm": torch.nn.LSTM, "gru": torch.nn.GRU}.get(case.mode, torch.nn.RNN)
     options = {"nonlinearity": case.mode.removeprefix("rnn_")} if kind is torch.nn.RNN else {}
-    options |= {"proj_size": case.P} if case.P else {}
+    options |= more | ({"proj_size": case.P} if case.P else {})
     layers = kind(case.I, case.H, case.L, bidirectional=case.D == 2, dtype=torch.float64, **options)
     arrays = torch_arrays(layers)
     start = 0

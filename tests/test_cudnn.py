@@ -307,6 +307,17 @@ def test_dropout_has_the_gradient_of_its_mask(mode, p):
         np.testing.assert_allclose(slope, expected, rtol=1e-6, atol=1e-6, err_msg=only)
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_dropout_of_1_drops_all(mode):
+    """As torch with dropout=1, which draws nothing either: every layer above the first sees zeros."""
+    pytest.importorskip("torch")
+    case = draw(14, mode=mode, L=3, D=2, T=4, N=3, P=0)
+    for got, expected in zip(ours(case, np.float64, dropout=1), by_torch(case, dropout=1.0), strict=True):
+        for name, value in expected.items():
+            # Both compute in float64, in sums of another order.
+            np.testing.assert_allclose(got[name], value, rtol=0, atol=1e-12 * max(1.0, np.abs(value).max()))
+
+
 def test_dropout_between_layers_only():
     """Equals one layer after the other with the same factors between; their mean, and their independence."""
     p, L, D, T, N, H = 0.3, 4, 2, 20, 30, 8
@@ -440,7 +451,8 @@ def test_compiled_exported_and_second_order(tmp_path):
 
 SMALL = {"input": (5, 3, 4), "input_h": (4, 3, 2), "input_c": (4, 3, 2)}
 BAD = {
-    "params": ({"params": (10,)}, {}, r"\[cudnn_rnn_v3\] params must have 256 elements for 2 layers .* but got 10\."),
+    "params": ({"params": (10,)}, {}, r"_v3\] params must have 256 elements for 2 .* num_units 2 but got 10 elements\."),
+    "params longer": ({"params": (300,)}, {}, r"256 elements .*: pass params\[:256\], but got 300 elements\."),
     "params rank": ({"params": (256, 1)}, {}, r"params must have shape \[params_size\] but got shape \[256, 1\]"),
     "input rank": ({"input": (5, 4)}, {}, r"input must have shape \[T, N, I\] but got shape \[5, 4\]"),
     "no steps": ({"input": (0, 3, 4)}, {}, r"input must have no empty axis"),
@@ -461,8 +473,8 @@ BAD = {
         r"input_size must be num_units = 2 with input_mode='skip_input' but got 4",
     ),
     "direction": ({}, {"direction": "both"}, r"direction must be one of .* but got 'both'"),
-    "dropout 1": ({}, {"dropout": 1.0}, r"dropout must lie in \[0, 1\) but got 1.0"),
-    "dropout -": ({}, {"dropout": -0.1}, r"dropout must lie in \[0, 1\) but got -0.1"),
+    "dropout 1.1": ({}, {"dropout": 1.1}, r"dropout must lie in \[0, 1\] but got 1.1"),
+    "dropout -": ({}, {"dropout": -0.1}, r"dropout must lie in \[0, 1\] but got -0.1"),
     "dropout nan": ({}, {"dropout": float("nan")}, r"dropout must be a finite number but got nan"),
     "dropout huge": ({}, {"dropout": 10**400}, r"dropout must be a finite number but got 1000"),
     "seed": ({}, {"seed": 1.5}, r"seed must be an integer but got 1.5"),

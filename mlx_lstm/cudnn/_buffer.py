@@ -138,20 +138,22 @@ def check_attributes(op: str, attributes: Attributes) -> None:
     check_option(op, "rnn_mode", attributes.rnn_mode, tuple(GATES))
     check_option(op, "input_mode", attributes.input_mode, INPUT_MODES)
     check_option(op, "direction", attributes.direction, DIRECTIONS)
-    if not 0 <= check_number(op, "dropout", attributes.dropout) < 1:
-        fail(op, "dropout must lie in [0, 1)", attributes.dropout)
+    if not 0 <= check_number(op, "dropout", attributes.dropout) <= 1:
+        fail(op, "dropout must lie in [0, 1]", attributes.dropout)
     check_integer(op, "seed", attributes.seed)
     check_integer(op, "seed2", attributes.seed2)
 
 
 def check_params(op: str, where: Layout, params: mx.array, dtype: mx.Dtype | None = None) -> None:
-    """The buffer has the right size, which the original does not check."""
+    """The buffer has the right size, which the original does not check: of a longer one it ignores the rest."""
     check_array(op, "params", params, ["params_size"], dtype)
     if params.shape[0] != where.size:
         D = "both directions" if where.D == 2 else "one direction"
         rule = f"params must have {where.size} elements for {where.L} layers of {D} of {where.mode}"
         rule += f", input_size {where.I}, num_units {where.H}" + (f", num_proj {where.P}" if where.P else "")
-        fail(op, rule + (", skip_input" if where.skip else ""), params.shape[0])
+        rule += ", skip_input" if where.skip else ""
+        longer = f": pass params[:{where.size}]," if params.shape[0] > where.size else ""
+        fail(op, rule + longer, f"{params.shape[0]} elements")
 
 
 def count(op: str, name: str, value: object, *, least: int) -> int:

@@ -73,12 +73,13 @@ def cudnn_rnn(
         input (array): [T, N, I]. float32, float16, bfloat16 or float64; the others have its dtype.
         input_h (array): the first h, [L D, N, S]; layer by layer, in a layer the forward direction first.
         input_c (array): of an lstm the first c, [L D, N, H]; else ignored, and may be anything.
-        params (array): all weights and biases, [params_size], see `cudnn._buffer`.
+        params (array): all weights and biases, [params_size], see `cudnn._buffer`. A longer buffer, whose rest the
+            original ignores, is refused.
         rnn_mode (str): `"lstm"`, `"gru"`, `"rnn_tanh"` or `"rnn_relu"`. Default: `"lstm"`.
         input_mode (str): `"linear_input"`; `"skip_input"`, where layer 0 has no W, takes x_t for every W x_t and needs
             I = H; `"auto_select"`, which is skip_input where I = H and else linear_input. Default: `"linear_input"`.
         direction (str): `"unidirectional"` or `"bidirectional"`. Default: `"unidirectional"`.
-        dropout (float): the probability to drop, in [0, 1). Default: 0.
+        dropout (float): the probability to drop, in [0, 1]. Default: 0.
         seed, seed2 (int): their low 32 bits are the high and the low half of dropout's seed. Default: 0.
         is_training (bool): `False` drops nothing, keeps no reserve space and has no gradient (but MLX's own where
             `mx.compile`, `mx.vmap` or an export traces the graph). Default: `True`.

@@ -166,10 +166,11 @@ class Stack(NamedTuple):
 
 
 def dropout_factors(where: Layout, x: mx.array, attributes: Attributes) -> list[mx.array | None]:
-    """By layer, what its h [T, N, D S] is multiplied with on the way up, 0 or 1 / (1 - p); None of the last."""
+    """By layer, what its h [T, N, D S] is multiplied with on the way up, 0 or 1 / (1 - p); None of the last. With p = 1
+    nothing is kept, and nothing is divided."""
     high, low = (int(seed) % 2**32 for seed in (attributes.seed, attributes.seed2))
     keep = 1 - float(attributes.dropout)
-    shape, scale = (*x.shape[:2], where.D * where.S), mx.array(1 / keep, x.dtype)
+    shape, scale = (*x.shape[:2], where.D * where.S), mx.array(1 / keep if keep else 0, x.dtype)
     keys = mx.random.split(mx.random.key(high << 32 | low), where.L - 1) if where.L > 1 else []
     return [*(mx.random.bernoulli(keep, shape, key).astype(x.dtype) * scale for key in keys), None]
 
