@@ -451,7 +451,7 @@ def test_compiled_exported_and_second_order(tmp_path):
 
 SMALL = {"input": (5, 3, 4), "input_h": (4, 3, 2), "input_c": (4, 3, 2)}
 BAD = {
-    "params": ({"params": (10,)}, {}, r"_v3\] params must have 256 elements for 2 .* num_units 2 but got 10 elements\."),
+    "params": ({"params": (10,)}, {}, r"_v3\] params must have 256 elements for .* num_units 2 but got 10 elements\."),
     "params longer": ({"params": (300,)}, {}, r"256 elements .*: pass params\[:256\], but got 300 elements\."),
     "params rank": ({"params": (256, 1)}, {}, r"params must have shape \[params_size\] but got shape \[256, 1\]"),
     "input rank": ({"input": (5, 4)}, {}, r"input must have shape \[T, N, I\] but got shape \[5, 4\]"),

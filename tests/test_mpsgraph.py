@@ -18,7 +18,7 @@ from mlx_lstm.compare.cases import (
 from mlx_lstm.compare.grid import draw_until
 from mlx_lstm.engines import METAL_ENGINES, choose
 from mlx_lstm.engines.cells import GRUCell, LSTMCell, RNNCell
-from mlx_lstm.mpsgraph.layouts import ACTIVATIONS, layouts, title
+from mlx_lstm.mpsgraph.layouts import ACTIVATIONS, LEADING_ONE, layouts, title
 from mlx_lstm.oracle.closeness import assert_within, bounds_of
 
 ROUNDING_MARGIN = 1e-4  # how far arguments of relu and hard_sigmoid stay from their kinks
@@ -319,14 +319,16 @@ def test_single_gate_state_after_the_activation():
         np.testing.assert_array_equal(before[name], after[name])
 
 
-def test_a_leading_axis_of_1_of_states_comes_back():
-    """As PyTorch hands over its states."""
-    case = draw(np.random.default_rng(0), "lstm")
-    names = ("init_state", "init_cell", "state_gradient", "cell_gradient")
-    led = case._replace(arrays=case.arrays | {name: case.arrays[name][None] for name in names})
-    plain, led = ours.run(case, "ops"), ours.run(led, "ops")
+@pytest.mark.parametrize("both", [False, True])
+@pytest.mark.parametrize("op", CASES)
+def test_a_leading_axis_of_1_of_states_does_not_come_back(op, both):
+    """PyTorch hands over its states so, and adds the axis to their gradients itself."""
+    case = draw(np.random.default_rng(0), op, bidirectional=both)
+    led = {name: array[None] for name, array in case.arrays.items() if name in LEADING_ONE}
+    plain, led = ours.run(case, "ops"), ours.run(case._replace(arrays=case.arrays | led), "ops")
+    assert plain["dinit_state"].ndim == 2
     for name, value in plain.items():
-        np.testing.assert_array_equal(led[name], value[None] if name.removeprefix("d") in names else value)
+        np.testing.assert_array_equal(led[name], value, strict=True)
 
 
 def test_reverse_is_ignored_with_bidirectional():

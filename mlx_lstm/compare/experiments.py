@@ -59,6 +59,12 @@ def of_gradients(rng: np.random.Generator) -> Iterator[Experiment]:
             readings = {"its argument's": shape(tensor, 0, case), "two axes of 1 more": shape(tensor, 2, case)}
             readings["one axis of 1 more"] = shape(tensor, 1, case)
             yield Experiment(name, f"shape of {tensor}, {word}", case, "its argument's", readings)
+    case = draw(rng, "lstm", SIZES, name="settle: gradients, states of three axes")
+    states = {name: case.arrays[name][None] for name in ("init_state", "init_cell", "state_gradient", "cell_gradient")}
+    led = case._replace(arrays=case.arrays | states)
+    for tensor in ("dinit_state", "dinit_cell"):
+        readings = {"[N, H]": shape(tensor, 0, case), "[1, N, H]": shape(tensor, 1, case)}
+        yield Experiment("grads", f"shape of {tensor} where the state is [1, N, H]", led, "[N, H]", readings)
     absent = ("peephole", "mask", "cell_gradient")
     case = draw(rng, "lstm", SIZES, name="settle: gradients, reverse", reverse=True, absent=absent)
     moved = {name: array for name, array in case.arrays.items() if name != "state_gradient"}

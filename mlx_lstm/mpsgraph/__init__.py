@@ -11,7 +11,8 @@ readings are keywords. "E:name" in a docstring names the experiment that would d
 
     E:zstate_and_cell  that zState holds the LSTM's activated gates, and the cell states are those before g
     E:output_count     how many results training without produce_cell gives
-    E:grads            shapes of the bias gradient; that state gradients enter at each direction's last step
+    E:grads            shapes of the gradients of bias and states; that those of the last states enter at each
+                       direction's last step
     E:peephole         whether o peeps at c[t-1] or c[t]; the shape of the peephole gradient
     E:hard_sigmoid     its slope
     E:mask             the layouts a mask may have

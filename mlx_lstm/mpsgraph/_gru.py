@@ -134,7 +134,8 @@ def gru_gradients(
 
     Returns:
         list: the gradients of source, recurrent_weight, input_weight, bias, init_state, secondary_bias, in this order,
-        without those of arguments that are None. There is none of mask.
+        without those of arguments that are None. There is none of mask. That of init_state is [N, H], as in
+        `mpsgraph.lstm_gradients`.
 
     Example:
         >>> import mlx.core as mx

@@ -158,12 +158,13 @@ def lstm_gradients(
             at the last time step, or the first with reverse and for the second half with bidirectional.
         cell_gradient (array, optional): likewise of c.
         leading_ones (sequence of str): which gradients out of `"bias"`, `"peephole"` come with two leading axes of 1.
-            With Apple's op, PyTorch met [1, 1, 8H] for bias with bidirectional; E:grads and E:peephole decide.
-            Default: none, every gradient has its argument's shape.
+            Of Apple's op PyTorch gets [1, 1, 8H] for bias with bidirectional, and squeezes it; of one direction it
+            takes what comes. E:grads and E:peephole decide. Default: none, every gradient has its argument's shape.
 
     Returns:
         list: the gradients of source, recurrent_weight, input_weight, bias, peephole, init_state, init_cell, in this
-        order, without those of arguments that are None. There is none of mask.
+        order, without those of arguments that are None. There is none of mask. Those of the states are [N, H] even if
+        the states are [1, N, H]: so PyTorch finds them, and expands them itself.
 
     Example:
         >>> import mlx.core as mx

@@ -115,7 +115,8 @@ def single_gate_rnn_gradients(
 
     Returns:
         list: the gradients of source, recurrent_weight, input_weight, bias, init_state, in this order, without those of
-        arguments that are None. There is none of mask.
+        arguments that are None. There is none of mask. That of init_state is [N, H], as in
+        `mpsgraph.lstm_gradients`.
 
     Example:
         >>> import mlx.core as mx

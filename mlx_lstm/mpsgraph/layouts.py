@@ -154,8 +154,7 @@ def gradient_list(
 ) -> list[mx.array]:
     """Apple's compact list: `words` has its order, and by argument the recurrence's word; what is absent is left out.
 
-    A gradient has its argument's shape, or two leading axes of 1 more.
+    A gradient has its argument's layout, a state's that without a leading 1; or two leading axes of 1 more.
     """
-    given = {name: array.shape for name in words if (array := arrays.get(name)) is not None}
-    shapes = {name: (1, 1, *shape) if name in leading_ones else shape for name, shape in given.items()}
-    return [gradients[words[name]].reshape(shape) for name, shape in shapes.items()]
+    given = {name: gradients[word] for name, word in words.items() if arrays.get(name) is not None}
+    return [array[None, None] if name in leading_ones else array for name, array in given.items()]

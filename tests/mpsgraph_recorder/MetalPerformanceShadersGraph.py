@@ -17,6 +17,7 @@ import numpy as np
 
 from mlx_lstm.compare import judge
 from mlx_lstm.compare.cases import COTANGENTS, RESULTS, Case
+from mlx_lstm.mpsgraph.layouts import LEADING_ONE
 
 # MPSGraphRNNOps.h: every overload.
 HEADER = """
@@ -201,7 +202,8 @@ def shape_of(result, case):
     if result in ("h", "c", "z_state"):
         gates = {"lstm": 4, "gru": 3, "single_gate_rnn": 1}[case.op]
         return (T, N, wide * (gates if result == "z_state" else 1))
-    return (1, 1) * (result in FAULTS.get("leading_ones", ())) + case.arrays[result[1:]].shape
+    argument = case.arrays[result[1:]].shape
+    return (1, 1) * (result in FAULTS.get("leading_ones", ())) + (argument[-2:] if "init" in result else argument)
 
 
 def maker(case, given, result):
@@ -209,6 +211,7 @@ def maker(case, given, result):
 
     def make(feeds):
         arrays = {word: feeds[tensor].array() for word, tensor in given.items()}
+        arrays |= {word: arrays[word].reshape(arrays[word].shape[-2:]) for word in LEADING_ONE if word in arrays}
         full = case._replace(arrays=arrays)
         value = judge.expected(full, **FAULTS.get("readings", {}))[result]
         plant = FAULTS.get("plant", {})
