@@ -20,10 +20,14 @@ import mlx.nn as nn
 
 from . import recurrence
 from .checks import check_array, check_flag, check_integer, check_lengths, check_number, check_option, fail
+from .engines.directions import join
 from .engines.problem import Arrays
 from .recurrence import by_layer, join_biases, of_layers
 
 __all__ = ["GRU", "LSTM", "RNN"]
+
+NAMES = {"weight_ih": "Wx", "weight_hh": "Wh", "weight_hr": "Wp"}
+"""torch's matrices, and the recurrence's words."""
 
 
 class Layers(nn.Module):
@@ -140,20 +144,12 @@ class Layers(nn.Module):
 
     def arrays(self, layer: int) -> Arrays:
         """A layer's parameters as the recurrence has them: one bias, both directions in one array."""
-        each = [{name: self[f"{name}_l{layer}{way}"] for name in self.shapes(layer)} for way in self.ways]
-        found = {"Wx": mx.concatenate([one["weight_ih"] for one in each])}
-        found["Wh"] = pair([one["weight_hh"] for one in each])
-        if self.proj_size:
-            found["Wp"] = pair([one["weight_hr"] for one in each])
-        if self.bias:
-            biases = [join_biases(one["bias_ih"], one["bias_hh"], gru=self.gates == 3) for one in each]
-            found |= {name: mx.concatenate([one[name] for one in biases]) for name in biases[0]}
-        return found
-
-
-def pair(arrays: list[mx.array]) -> mx.array:
-    """Both directions on an axis of their own; the array of a single direction as it is."""
-    return arrays[0] if len(arrays) == 1 else mx.stack(arrays)
+        each = []
+        for way in self.ways:
+            one = {name: self[f"{name}_l{layer}{way}"] for name in self.shapes(layer)}
+            biases = join_biases(one.pop("bias_ih"), one.pop("bias_hh"), gru=self.gates == 3) if self.bias else {}
+            each.append({NAMES[name]: array for name, array in one.items()} | biases)
+        return join(each) if self.bidirectional else each[0]
 
 
 class LSTM(Layers):

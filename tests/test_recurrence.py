@@ -24,12 +24,13 @@ from cases import (
     poison_scratch,
     run,
     run_gradients,
+    split,
     to_mlx,
 )
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from mlx_lstm import lstm
+from mlx_lstm import lstm, recurrence
 from mlx_lstm.engines.numpy import memory as engine_numpy_memory
 from mlx_lstm.engines.ops.cells import activate
 from mlx_lstm.oracle import ARRAYS, backward, forward
@@ -338,6 +339,49 @@ def test_sizes_are_those_of_the_docstring(kind):
     for engine in ENGINES:
         found = {name: value.shape for name, value in run(case, engine, np.float32)[0].items()}
         assert found == {name: shapes[name] for name in OUTPUTS_OF[case.get("op", "lstm")]}
+
+
+@pytest.mark.parametrize("op", OUTPUTS_OF)
+def test_two_directions_are_joined(op):
+    """Two runs of one direction each, and their gradients, joined: those of both directions, to the bit."""
+    rng, more = np.random.default_rng(7), {"projection": True, "peephole": True} if op == "lstm" else {}
+    pair = [split(draw(rng, op=op, mask=(*SIZES[:2], "P"), **more))[1] for _ in range(2)]
+    x = to_mlx(pair[0].pop("x"), np.float64)
+    del pair[1]["x"]
+    ways = [{name: to_mlx(array, np.float64) for name, array in arrays.items()} for arrays in pair]
+    run, back = getattr(recurrence, op), getattr(recurrence, f"{op}_gradients")
+    with mx.stream(mx.cpu):
+        options = {"engine": "ops", "return_gates": True}
+        found = [run(x, **way, **options, reverse=d == 1)._asdict() for d, way in enumerate(ways)]
+        arrays = recurrence.join_directions(*ways)
+        got, expected = run(x, **arrays, **options, bidirectional=True)._asdict(), recurrence.join_directions(*found)
+        assert got.keys() == expected.keys() and all(mx.array_equal(got[name], expected[name]) for name in got)
+        kept = {"lstm": ("gates", "c", "h"), "gru": ("gates", "h"), "rnn": ("h",)}[op]
+        given = [{name: way[name] for name in kept} | {"dh": way["h"], "dhT": way["hT"]} for way in found]
+        parts = [back(x, **ways[d], **given[d], engine="ops", reverse=d == 1) for d in range(2)]
+        dx = parts[0].pop("x") + parts[1].pop("x")
+        whole = back(x, **arrays, **recurrence.join_directions(*given), engine="ops", bidirectional=True)
+        expected = recurrence.join_directions(*parts) | {"x": dx}
+        for name, gradient in whole.items():
+            # One product over both directions' gates in place of two: sums of float64 in another order.
+            np.testing.assert_allclose(gradient, expected[name], rtol=0, atol=1e-13, err_msg=name)
+
+
+def test_what_cannot_be_joined_is_refused():
+    one, mask = {"Wh": mx.zeros((16, 4)), "b": mx.zeros((16,)), "h0": None}, mx.zeros((2, 1))
+    for one_way, other_way, rule in [
+        (one, one | {"b": None}, r"forward and reverse must have the same arrays but got \['Wh', 'b'\] and \['Wh'\]\."),
+        (one, one | {"b": mx.zeros((15,))}, r"b of reverse must have shape \[16\] but got shape \[15\]"),
+        (one, one | {"b": mx.zeros((16,), mx.float16)}, "b of reverse must have the dtype"),
+        ({"bias": mask}, {"bias": mask}, "arrays must be those of one direction: .* but got 'bias'"),
+        ({"x": mask, "Wx": mask}, {"x": mask, "Wx": mask}, "x without Wx, but got 'x'"),
+        (one | {"mask": mask}, one | {"mask": mask}, r"mask must be as wide as h, .* but got shape \[2, 1\]"),
+        ({"b": np.zeros(3)}, {"b": np.zeros(3)}, "b of forward must be an mlx.core.array"),
+    ]:
+        with pytest.raises(ValueError, match=rf"^\[join_directions\] .*{rule}"):
+            recurrence.join_directions(one_way, other_way)
+    thin = {"Wh": mx.zeros((4, 1)), "mask": mask}
+    assert recurrence.join_directions(thin, thin)["mask"].shape == (2, 2)
 
 
 def test_gates_are_returned_on_request_only():

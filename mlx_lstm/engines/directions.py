@@ -50,23 +50,21 @@ def half(array: Array, d: int) -> Array:
     return array[..., d * n : (d + 1) * n]
 
 
-def join_outputs(parts: list[Arrays]) -> Arrays:
-    """The outputs of both directions side by side."""
-    return {name: mx.concatenate([part[name] for part in parts], axis=-1) for name in parts[0]}
+def join(parts: list[Arrays]) -> Arrays:
+    """Both directions' arguments, outputs or cotangents as one; what the directions share is not among them."""
+    return {name: join_of(name, [part[name] for part in parts]) for name in parts[0]}
+
+
+def join_of(name: str, parts: list[mx.array]) -> mx.array:
+    """One array out of those of the directions."""
+    return mx.stack(parts) if name in OWN_AXIS else mx.concatenate(parts, axis=0 if name in ROWS else -1)
 
 
 def join_gradients(parts: list[Arrays], arrays: Arrays) -> Arrays:
     """The gradients of `arrays` from those of their parts: of what the directions share, the sum."""
-    joined = {}
-    for name in parts[0]:
-        forward, reverse = (part[name] for part in parts)
-        if (name == "x" and "Wx" in arrays) or (name == "mask" and is_shared(arrays["mask"])):
-            joined[name] = forward + reverse
-        elif name in OWN_AXIS:
-            joined[name] = mx.stack([forward, reverse])
-        else:
-            joined[name] = mx.concatenate([forward, reverse], axis=0 if name in ROWS else -1)
-    return joined
+    shared = {"x": "Wx" in arrays, "mask": "mask" in arrays and is_shared(arrays["mask"])}
+    both = {name: [part[name] for part in parts] for name in parts[0]}
+    return {name: pair[0] + pair[1] if shared.get(name) else join_of(name, pair) for name, pair in both.items()}
 
 
 def is_shared(mask: mx.array | np.ndarray) -> bool:

@@ -1,8 +1,8 @@
 """THE recurrence: an LSTM, GRU or plain RNN layer over a sequence, with its own gradient. All dialects come here.
 
 The functions `lstm`, `gru` and `rnn` run forward and carry their gradient; `lstm_gradients`, `gru_gradients` and
-`rnn_gradients` are that gradient by itself, for callers that kept the outputs. `by_layer`, `of_layers` and
-`join_biases` translate the states and biases that others' stacks of layers have.
+`rnn_gradients` are that gradient by itself, for callers that kept the outputs. `by_layer`, `of_layers`,
+`join_biases` and `join_directions` translate the states, biases and directions that others' stacks of layers have.
 """
 
 from ._call import Call, Lengths
@@ -12,7 +12,7 @@ from ._lstm import LSTMOutput as LSTMOutput
 from ._lstm import lstm, lstm_gradients
 from ._rnn import RNNOutput as RNNOutput
 from ._rnn import rnn, rnn_gradients
-from ._stack import by_layer, join_biases, of_layers
+from ._stack import by_layer, join_biases, join_directions, of_layers
 
 __all__ = ["Call", "Lengths", "by_layer", "gru", "gru_gradients"]
-__all__ += ["join_biases", "lstm", "lstm_gradients", "of_layers", "rnn", "rnn_gradients"]
+__all__ += ["join_biases", "join_directions", "lstm", "lstm_gradients", "of_layers", "rnn", "rnn_gradients"]

@@ -1,8 +1,56 @@
-"""What others' layers come down to: states of one row per layer and direction, two biases."""
+"""What others' layers come down to: states of one row per layer and direction, two biases, two directions."""
+
+from collections.abc import Mapping
 
 import mlx.core as mx
 
+from ..checks import check_array, fail
+from ..engines.directions import OWN_AXIS, ROWS, is_shared, join
 from ..engines.problem import Arrays
+
+OUTPUTS = ("h", "c", "gates", "hT", "cT")
+JOINED = (*ROWS, *OWN_AXIS, "h0", "c0", "mask", "x", *OUTPUTS, *(f"d{name}" for name in OUTPUTS))
+"""What each direction has an array of, by the names of the ops' arguments and outputs."""
+
+
+def join_directions(forward: Mapping[str, mx.array | None], reverse: Mapping[str, mx.array | None]) -> Arrays:
+    """The arrays of two layers of one direction each, as a call with `bidirectional=True` takes or returns them.
+
+    Equals what the docstring of `lstm` says of both directions: `Wx`, `b` and `bhn` one below the other, `Wh`, `Wp`
+    and `peephole` on an axis of their own, all others side by side on their last axis, the forward direction first.
+
+    Args:
+        forward, reverse (dict): arrays by their names as arguments or outputs of `lstm`, `gru`, `rnn` and their
+            `_gradients`, the same names and shapes in both; what is `None` in both is left out. x is not among them
+            where there is `Wx`, as both directions read the same; nor is a mask that they share.
+
+    Returns:
+        dict: the arrays by name, copied.
+
+    Raises:
+        ValueError: an array is missing on one side, or has another shape or dtype there, or cannot be joined.
+
+    Example:
+        >>> import mlx.core as mx
+        >>> from mlx_lstm import join_directions, lstm
+        >>> one = {"Wx": mx.ones((16, 3)), "Wh": mx.ones((16, 4)), "b": mx.zeros((16,)), "h0": None}
+        >>> both = join_directions(one, {name: None if array is None else -array for name, array in one.items()})
+        >>> lstm(mx.ones((10, 2, 3)), **both, bidirectional=True).h.shape
+        (10, 2, 8)
+    """
+    op = "join_directions"
+    ways = [{name: array for name, array in way.items() if array is not None} for way in (forward, reverse)]
+    if ways[0].keys() != ways[1].keys():
+        fail(op, "forward and reverse must have the same arrays", " and ".join(str(sorted(way)) for way in ways))
+    for name, array in ways[0].items():
+        if name not in JOINED or (name == "x" and "Wx" in ways[0]):
+            fail(op, f"arrays must be those of one direction: {', '.join(JOINED)}, x without Wx,", repr(name))
+        check_array(op, f"{name} of forward", array, list(getattr(array, "shape", ())))
+        check_array(op, f"{name} of reverse", ways[1][name], array.shape, array.dtype)
+    mask, Wh = ways[0].get("mask"), ways[0].get("Wh")
+    if mask is not None and is_shared(mask) and (Wh is None or Wh.shape[-1] > 1):
+        fail(op, "mask must be as wide as h, so that each direction has its own,", f"shape {list(mask.shape)}")
+    return join(ways)
 
 
 def by_layer(states: mx.array, D: int) -> mx.array:

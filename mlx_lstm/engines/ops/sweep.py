@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from ..cells import GRUCell, LSTMCell
-from ..directions import half, join_gradients, join_outputs, one_direction, part
+from ..directions import half, join, join_gradients, one_direction, part
 from ..problem import Array, Arrays, Problem
 from . import cells
 
@@ -21,7 +21,7 @@ def forward(problem: Problem, arrays: Arrays) -> Arrays:
     if not problem.bidirectional:
         return sweep_forward(problem, arrays, z)
     sweeps = (sweep_forward(one_direction(problem, d), part(arrays, d), half(z, d)) for d in range(2))
-    return join_outputs(list(sweeps))
+    return join(list(sweeps))
 
 
 def sweep_forward(problem: Problem, arrays: Arrays, z: Array) -> Arrays:
@@ -64,7 +64,7 @@ def backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays
     if problem.bidirectional:
         given = ([part(values, d) for values in (arrays, saved, cotangents)] for d in range(2))
         sweeps = (sweep_backward(one_direction(problem, d), *values) for d, values in enumerate(given))
-        sweep = join_outputs(list(sweeps))
+        sweep = join(list(sweeps))
     else:
         sweep = sweep_backward(problem, arrays, saved, cotangents)
     return gradients_after_sweep(problem, arrays, saved, sweep)
