@@ -1,17 +1,21 @@
-"""Weights of Keras' LSTM and GRU layers as ours, and back: nothing but transposes and reordered gates.
+"""Weights of Keras' LSTM, GRU, SimpleRNN and Bidirectional layers as ours, and back: nothing but transposes, reordered
+gates and joined directions.
 
 Arrays whose shapes do not fit raise a ValueError.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
 from .checks import check_array, check_flag, fail
+from .engines.directions import join, part
 from .engines.problem import Arrays
 
-__all__ = ["gru_from_keras", "gru_to_keras", "lstm_from_keras", "lstm_to_keras"]
+__all__ = ["bidirectional_from_keras", "bidirectional_to_keras", "gru_from_keras", "gru_to_keras", "lstm_from_keras"]
+__all__ += ["lstm_to_keras", "rnn_from_keras", "rnn_to_keras"]
 
 
 def lstm_from_keras(kernel: Any, recurrent_kernel: Any, bias: Any = None) -> Arrays:
@@ -121,26 +125,111 @@ def gru_to_keras(
     return [*kernels, bias if reset_after else bias[0]]
 
 
+def rnn_from_keras(kernel: Any, recurrent_kernel: Any, bias: Any = None) -> Arrays:
+    """The weights of a `keras.layers.SimpleRNN` as arguments of `mlx_lstm.rnn`, whose `activation` is the layer's.
+
+    Args:
+        kernel, recurrent_kernel, bias (array): `layer.get_weights()`: [I, H], [H, H], [H] or absent.
+
+    Returns:
+        dict: `Wx` [H, I], `Wh` [H, H] and, if there is a bias, `b` [H], in dtypes as `lstm_from_keras` returns them. In
+        `mlx_lstm.nn.RNN` they are `Wxh`, `Whh` and `bias`.
+
+    Example:
+        >>> import mlx.core as mx, numpy as np
+        >>> from mlx_lstm import keras, rnn
+        >>> shapes = (3, 4), (4, 4), (4,)
+        >>> weights = [np.ones(shape, np.float32) for shape in shapes]  # keras_layer.get_weights()
+        >>> rnn(mx.ones((10, 2, 3)), **keras.rnn_from_keras(*weights)).h.shape
+        (10, 2, 4)
+    """
+    check_keras("rnn_from_keras", 1, kernel, recurrent_kernel, bias, [1])
+    return from_keras("h", "h", kernel, recurrent_kernel) | ({} if bias is None else {"b": to_mlx(bias)})
+
+
+def rnn_to_keras(Wx: mx.array, Wh: mx.array, b: mx.array | None = None) -> list[np.ndarray]:
+    """The way back from `rnn_from_keras`: what `keras_layer.set_weights` takes, in float32; float64 stays.
+
+    Args:
+        Wx, Wh, b (array): [H, I], [H, H], [H]; `None` for a layer with `use_bias=False`.
+
+    Returns:
+        list: kernel [I, H], recurrent_kernel [H, H] and, if given, bias [H].
+    """
+    check_ours("rnn_to_keras", 1, Wx, Wh, {"b": b})
+    return [to_numpy(Wx).T, to_numpy(Wh).T] + ([] if b is None else [to_numpy(b)])
+
+
+def bidirectional_from_keras(convert: Callable[..., Arrays], weights: Sequence[Any]) -> Arrays:
+    """The weights of a `keras.layers.Bidirectional` as arguments of `lstm`, `gru` or `rnn` with `bidirectional=True`.
+
+    Their output h is that of a layer with `return_sequences=True` and Keras' default, `merge_mode="concat"`. For the
+    other modes add, average or multiply its halves. Without `return_sequences` it is hT.
+
+    Args:
+        convert (callable): `lstm_from_keras`, `gru_from_keras` or `rnn_from_keras`, whichever fits the wrapped layer.
+        weights (sequence of arrays): `layer.get_weights()`: those of the forward layer, then those of the other, in the
+            same shapes.
+
+    Returns:
+        dict: as `convert` has them, joined: `Wx` [2GH, I], `Wh` [2, GH, H], `b` [2GH], `bhn` [2H].
+
+    Example:
+        >>> import mlx.core as mx, numpy as np
+        >>> from mlx_lstm import keras, lstm
+        >>> shapes = [(3, 16), (4, 16), (16,)] * 2
+        >>> weights = [np.ones(shape, np.float32) for shape in shapes]  # keras_layer.get_weights()
+        >>> arrays = keras.bidirectional_from_keras(keras.lstm_from_keras, weights)
+        >>> lstm(mx.ones((10, 2, 3)), **arrays, bidirectional=True).h.shape
+        (10, 2, 8)
+    """
+    weights, n = list(weights), len(weights) // 2
+    shapes = [np.shape(array) for array in weights]
+    if not n or shapes[:n] != shapes[n:]:
+        fail("bidirectional_from_keras", "weights must be those of two layers of the same shapes", f"shapes {shapes}")
+    return join([convert(*weights[:n]), convert(*weights[n:])])
+
+
+def bidirectional_to_keras(convert: Callable[..., list[np.ndarray]], arrays: Arrays) -> list[np.ndarray]:
+    """The way back from `bidirectional_from_keras`: what `keras_layer.set_weights` takes.
+
+    Args:
+        convert (callable): `lstm_to_keras`, `gru_to_keras` (with `reset_after=False` bound, if that is the layer's) or
+            `rnn_to_keras`.
+        arrays (dict): by name, as `bidirectional_from_keras` returns them.
+
+    Returns:
+        list: what `convert` makes of the forward direction, then what it makes of the other.
+    """
+    check_array("bidirectional_to_keras", "Wh", arrays.get("Wh"), [2, "G * H", "H"])
+    return [array for d in range(2) for array in convert(**part(arrays, d))]
+
+
 def check_keras(op: str, G: int, kernel: Any, recurrent_kernel: Any, bias: Any, *biases: list[int]) -> None:
     """kernel [I, GH], recurrent_kernel [H, GH]; the bias in one of the shapes, whose last number counts H."""
     shapes = [np.shape(array) for array in (kernel, recurrent_kernel, bias)]
     H = shapes[1][0] if len(shapes[1]) == 2 else 0
     if len(shapes[0]) != 2 or shapes[0][1] != G * H or shapes[1] != (H, G * H):
-        rule = f"kernel and recurrent_kernel must have shapes [I, {G}H] and [H, {G}H]"
+        rule = f"kernel and recurrent_kernel must have shapes [I, {times(G)}] and [H, {times(G)}]"
         fail(op, rule, f"shapes {list(shapes[0])} and {list(shapes[1])}")
     if bias is not None and shapes[2] not in [(*shape[:-1], shape[-1] * H) for shape in biases]:
-        rule = " or ".join("[" + ", ".join(map(str, shape)) + "H]" for shape in biases)
+        rule = " or ".join(f"[{', '.join([*map(str, shape[:-1]), times(shape[-1])])}]" for shape in biases)
         fail(op, f"bias must have shape {rule}", f"shape {list(shapes[2])}")
 
 
 def check_ours(op: str, G: int, Wx: mx.array, Wh: mx.array, biases: dict[str, mx.array | None]) -> None:
     """Wx [GH, I], Wh [GH, H]; of the biases that are there b [GH], bhn [H]."""
-    check_array(op, "Wx", Wx, [f"{G}H", "I"])
+    check_array(op, "Wx", Wx, [times(G), "I"])
     H = Wx.shape[0] // G
     check_array(op, "Wh", Wh, [G * H, H])
     for name, bias in biases.items():
         if bias is not None:
             check_array(op, name, bias, [H if name == "bhn" else G * H])
+
+
+def times(G: int) -> str:
+    """A multiple of H, as errors have it."""
+    return "H" if G == 1 else f"{G}H"
 
 
 def from_keras(theirs: str, ours: str, kernel: Any, recurrent_kernel: Any) -> Arrays:

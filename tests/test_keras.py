@@ -1,13 +1,14 @@
 """`mlx_lstm.keras`: layers of Keras and ours with the same weights give the same outputs, in both directions."""
 
 import os
+from functools import partial
 
 import mlx.core as mx
 import mlx.nn
 import numpy as np
 import pytest
 
-from mlx_lstm import gru, keras, lstm, nn
+from mlx_lstm import gru, keras, lstm, nn, recurrence
 from mlx_lstm.oracle.closeness import assert_within, bounds
 
 T, B, I, H = 7, 3, 5, 4
@@ -18,7 +19,9 @@ def layer_of(name, **options):
     """A built layer of Keras, its weights drawn anew: Keras starts biases at 0."""
     os.environ.setdefault("KERAS_BACKEND", "jax")
     theirs = pytest.importorskip("keras")
+    both, name = name.startswith("Bidirectional "), name.removeprefix("Bidirectional ")
     layer = getattr(theirs.layers, name)(H, return_sequences=True, **options)
+    layer = theirs.layers.Bidirectional(layer) if both else layer
     layer.build((B, T, I))
     rng = np.random.default_rng(3)
     layer.set_weights([rng.normal(0, 0.5, array.shape).astype(np.float32) for array in layer.get_weights()])
@@ -76,11 +79,36 @@ def test_gru_from_keras_and_back(reset_after, use_bias):
         np.testing.assert_array_equal(np.array(array), np.array(drawn[name]), err_msg=name)
 
 
+GRUS = [("GRU", "gru", {}, {}), ("GRU", "gru", {"reset_after": False}, {"reset": "before"})]
+WRAPPED = [
+    ("LSTM", "lstm", {"use_bias": False}, {}),
+    ("SimpleRNN", "rnn", {"activation": "relu"}, {"activation": "relu"}),
+]
+WRAPPED += [pytest.param(*gru, marks=pytest.mark.slow) for gru in GRUS]
+
+
+@pytest.mark.parametrize("name, op, theirs, ours", WRAPPED)
+def test_bidirectional_from_keras_and_back(name, op, theirs, ours):
+    """Each direction is a layer of its own: so this is what shows `rnn_from_keras`, too."""
+    layer, from_keras = layer_of(f"Bidirectional {name}", **theirs), getattr(keras, f"{op}_from_keras")
+    weights, options = keras.bidirectional_from_keras(from_keras, layer.get_weights()), ours | {"bidirectional": True}
+    assert "b" in weights or not theirs.get("use_bias", True)
+    with mx.stream(mx.cpu):
+        h = getattr(recurrence, op)(mx.array(X), **weights, **options).h
+        within(h, output_of(layer), weights | options | {"op": op})
+    to_keras = getattr(keras, f"{op}_to_keras")
+    to_keras = partial(to_keras, reset_after="reset" not in ours) if op == "gru" else to_keras
+    layer.set_weights(keras.bidirectional_to_keras(to_keras, weights))
+    for name, array in keras.bidirectional_from_keras(from_keras, layer.get_weights()).items():
+        np.testing.assert_array_equal(np.array(array), np.array(weights[name]), err_msg=name)
+
+
 @pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16])
 def test_dtypes_stay(dtype):
     """To the last bit; the way back widens 16 bits to float32."""
     rng, back = np.random.default_rng(1), np.promote_types(dtype, np.float32)
-    shapes = {"lstm": [(I, 4 * H), (H, 4 * H), (4 * H,)], "gru": [(I, 3 * H), (H, 3 * H), (3 * H,)]}
+    shapes = {"lstm": [(I, 4 * H), (H, 4 * H), (4 * H,)], "rnn": [(I, H), (H, H), (H,)]}
+    shapes["gru"] = [(I, 3 * H), (H, 3 * H), (3 * H,)]
     for word, three in shapes.items():
         weights = [rng.normal(size=shape).astype(dtype) for shape in three]
         with mx.stream(mx.cpu):
@@ -111,3 +139,13 @@ def test_wrong_shapes_are_refused():
         keras.gru_to_keras(**weights, reset_after=False)
     with pytest.raises(ValueError, match=r"Wh must have shape \[12, 4\]"):
         keras.gru_to_keras(weights["Wx"], weights["Wx"])
+    kernel, recurrent = np.ones((I, H)), np.ones((H, H))
+    with pytest.raises(ValueError, match=r"\[rnn_from_keras\] .* shapes \[I, H\] and \[H, H\] but got shapes \[4, 5\]"):
+        keras.rnn_from_keras(kernel.T, recurrent)
+    with pytest.raises(ValueError, match=r"bias must have shape \[H\] but got shape \[1, 4\]"):
+        keras.rnn_from_keras(kernel, recurrent, np.ones((1, H)))
+    for weights in ([kernel, recurrent, kernel], [kernel, recurrent, recurrent, kernel], []):
+        with pytest.raises(ValueError, match="weights must be those of two layers of the same shapes but got shapes"):
+            keras.bidirectional_from_keras(keras.rnn_from_keras, weights)
+    with pytest.raises(ValueError, match=r"Wh must have shape \[2, G \* H, H\] but got shape \[4, 4\]"):
+        keras.bidirectional_to_keras(keras.rnn_to_keras, keras.rnn_from_keras(kernel, recurrent))
