@@ -96,7 +96,12 @@ class Layers(nn.Module):
         return ", ".join(sizes + ["bidirectional=True"] * self.bidirectional)
 
     def run(
-        self, one_layer: Callable[..., Any], input: mx.array, states: dict[str, Any], lengths: recurrence.Lengths
+        self,
+        one_layer: Callable[..., Any],
+        input: mx.array,
+        states: dict[str, Any],
+        lengths: recurrence.Lengths,
+        key: mx.array | None,
     ) -> tuple[mx.array, Arrays]:
         """The output of all layers, each run by `one_layer`, and the last states [K D, N, .] by the names of `states`,
         the first ones, which may be `None`."""
@@ -107,6 +112,8 @@ class Layers(nn.Module):
         if not L:
             fail(self.op, "input must have at least one step", f"shape {list(input.shape)}")
         rows, widths = self.num_layers * len(self.ways), {"h": self.width, "c": self.hidden_size}
+        if key is not None:
+            check_key(self.op, key)
         given = {name: state for name, state in states.items() if state is not None}
         for name, state in given.items():
             check_array(self.op, f"{name}_0", state, [rows, N, widths[name]] if batched else [rows, widths[name]])
@@ -123,9 +130,7 @@ class Layers(nn.Module):
         last = []
         for layer, arrays in enumerate(layers):
             if layer and self.dropout and self.training:
-                keep = 1 - self.dropout
-                kept = mx.random.bernoulli(keep, x.shape)
-                x = mx.where(kept, x * mx.array(1 / keep if keep else 0, dtype), 0)
+                x, key = dropped(x, 1 - self.dropout, key)
             arrays = arrays | {f"{name}0": state[layer] for name, state in given.items()}
             arrays = {name: array.astype(dtype) for name, array in arrays.items()}
             out = one_layer(x, **arrays, **options, engine=self.engine)
@@ -152,6 +157,22 @@ class Layers(nn.Module):
         return join(each) if self.bidirectional else each[0]
 
 
+def check_key(op: str, key: object) -> None:
+    """A key of MLX's random numbers."""
+    found = f"{key.dtype}, shape {list(key.shape)}" if isinstance(key, mx.array) else type(key).__name__
+    if found != f"{mx.uint32}, shape [2]":
+        fail(op, "key must be one of mx.random.key or mx.random.split", found)
+
+
+def dropped(x: mx.array, keep: float, key: mx.array | None) -> tuple[mx.array, mx.array | None]:
+    """x with each element kept by this probability, and scaled by its inverse; the key for the next layer."""
+    drawn = None
+    if key is not None:
+        key, drawn = mx.random.split(key)
+    kept = mx.random.bernoulli(keep, x.shape, drawn)
+    return mx.where(kept, x * mx.array(1 / keep if keep else 0, x.dtype), 0), key
+
+
 class LSTM(Layers):
     r"""`torch.nn.LSTM` as an MLX layer.
 
@@ -174,7 +195,7 @@ class LSTM(Layers):
         bias (bool): whether there are biases. Default: `True`.
         batch_first (bool): input and output are [N, L, .], not [L, N, .]; states are not affected. Default: `False`.
         dropout (float): in training, the probability of an element to be dropped between layers, in [0, 1]; drawn from
-            `mx.random`. Of a single layer without effect. Default: 0.
+            `mx.random`, or from the key of a call. Of a single layer without effect. Default: 0.
         bidirectional (bool): whether a second direction runs from the end to the start. Default: `False`.
         proj_size (int): width of a projected h, less than `hidden_size`; 0 for none. Default: 0.
         engine (str, optional): force an engine, as in `mlx_lstm.lstm`. Default: the best for the stream's device.
@@ -215,7 +236,12 @@ class LSTM(Layers):
         )
 
     def __call__(
-        self, input: mx.array, hx: tuple[mx.array, mx.array] | None = None, *, lengths: recurrence.Lengths = None
+        self,
+        input: mx.array,
+        hx: tuple[mx.array, mx.array] | None = None,
+        *,
+        lengths: recurrence.Lengths = None,
+        key: mx.array | None = None,
     ) -> tuple[mx.array, tuple[mx.array, mx.array]]:
         """The last layer's h at every step, and the last states of all layers.
 
@@ -226,6 +252,8 @@ class LSTM(Layers):
             lengths (integer array or list, optional): [N], each in 0..L: what torch packs. Past its end an item's
                 output is 0, its last state is that of its end, where the second direction starts, and its input is
                 never read.
+            key (array, optional): what dropout draws from, as of `mx.random.key`: the same key drops the same elements.
+                Default: MLX's global generator, which a compiled function has to be given.
 
         Returns:
             tuple: output [L, N, D S] (or [N, L, D S], or [L, D S]) and (h_n, c_n), shaped as `hx`; in the dtype that
@@ -234,7 +262,7 @@ class LSTM(Layers):
         if hx is not None and not (isinstance(hx, (tuple, list)) and len(hx) == 2):
             fail(self.op, "hx must be a tuple (h_0, c_0)", type(hx).__name__)
         h, c = hx or (None, None)
-        output, last = self.run(recurrence.lstm, input, {"h": h, "c": c}, lengths)
+        output, last = self.run(recurrence.lstm, input, {"h": h, "c": c}, lengths, key)
         return output, (last["h"], last["c"])
 
 
@@ -279,7 +307,12 @@ class GRU(Layers):
         super().__init__(input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, 0, engine)
 
     def __call__(
-        self, input: mx.array, hx: mx.array | None = None, *, lengths: recurrence.Lengths = None
+        self,
+        input: mx.array,
+        hx: mx.array | None = None,
+        *,
+        lengths: recurrence.Lengths = None,
+        key: mx.array | None = None,
     ) -> tuple[mx.array, mx.array]:
         """The last layer's h at every step, and the last h of all layers.
 
@@ -287,11 +320,12 @@ class GRU(Layers):
             input (array): [L, N, I]; [N, L, I] with `batch_first`; or [L, I].
             hx (array, optional): h_0 [K D, N, H], without N for an input without it. Default: zeros.
             lengths (integer array or list, optional): [N], as in `LSTM`.
+            key (array, optional): as in `LSTM`.
 
         Returns:
             tuple: output [L, N, D H] (or [N, L, D H], or [L, D H]) and h_n, shaped as `hx`.
         """
-        output, last = self.run(recurrence.gru, input, {"h": hx}, lengths)
+        output, last = self.run(recurrence.gru, input, {"h": hx}, lengths, key)
         return output, last["h"]
 
 
@@ -336,9 +370,14 @@ class RNN(Layers):
         self.nonlinearity: str = nonlinearity
 
     def __call__(
-        self, input: mx.array, hx: mx.array | None = None, *, lengths: recurrence.Lengths = None
+        self,
+        input: mx.array,
+        hx: mx.array | None = None,
+        *,
+        lengths: recurrence.Lengths = None,
+        key: mx.array | None = None,
     ) -> tuple[mx.array, mx.array]:
         """As `GRU`."""
         one_layer = partial(recurrence.rnn, activation=self.nonlinearity)
-        output, last = self.run(one_layer, input, {"h": hx}, lengths)
+        output, last = self.run(one_layer, input, {"h": hx}, lengths, key)
         return output, last["h"]

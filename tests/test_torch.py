@@ -10,7 +10,7 @@ from mlx.utils import tree_flatten
 from on_metal import on_metal
 
 import mlx_lstm.torch as ours
-from mlx_lstm import lstm
+from mlx_lstm import lstm, rnn
 from mlx_lstm.oracle.closeness import assert_close
 
 torch = pytest.importorskip("torch")
@@ -213,6 +213,36 @@ def test_dropout_acts_between_layers_in_training_only():
     np.testing.assert_allclose(np.array(layer(x)[0]), np.array(by_hand(1)), rtol=0, atol=1e-6)
 
 
+def test_the_key_of_a_call_decides_what_dropout_drops():
+    """Once for each layer, whatever the global generator holds, and inside a compiled function."""
+    layer = ours.RNN(I, H, num_layers=3, dropout=0.5)
+    x, key, drops = mx.random.normal((6, 4, I)), mx.random.key(3), []
+    expected = x
+    for n in range(3):
+        Wx, Wh, *biases = (layer[f"{name}_l{n}"] for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh"))
+        if n:
+            key, drawn = mx.random.split(key)
+            drops.append(mx.random.bernoulli(0.5, (6, 4, H), drawn))
+            expected = expected * 2 * drops[-1]
+        expected = rnn(expected, Wx, Wh, sum(biases)).h
+    assert not mx.array_equal(*drops)
+    mx.random.seed(0)
+    state = [np.array(array) for array in mx.random.state]
+    got = layer(x, key=mx.random.key(3))[0]
+    np.testing.assert_array_equal(state, [np.array(array) for array in mx.random.state])
+    np.testing.assert_allclose(got, expected, rtol=0, atol=1e-6)
+    assert not mx.array_equal(layer(x, key=mx.random.key(4))[0], got)
+    compiled = mx.compile(lambda x, key: layer(x, key=key)[0])
+    for seed in (3, 4):
+        again = compiled(x[:2], mx.random.key(seed))
+        np.testing.assert_allclose(again, layer(x[:2], key=mx.random.key(seed))[0], rtol=0, atol=1e-6)
+    layer.eval()
+    assert mx.array_equal(layer(x, key=mx.random.key(3))[0], layer(x)[0])
+    for kind in (ours.LSTM, ours.GRU):
+        one = kind(I, H, num_layers=2, dropout=0.5)
+        assert mx.array_equal(one(x, key=mx.random.key(1))[0], one(x, key=mx.random.key(1))[0])
+
+
 @pytest.mark.parametrize("bidirectional", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_dropout_of_everything(kind, bidirectional):
@@ -334,6 +364,10 @@ BAD = {
     r"hx must be a tuple \(h_0, c_0\)": lambda: ours.LSTM(I, H)(mx.zeros((2, 2, 3)), mx.zeros((1, 2, 5))),
     r"h_0 must have shape \[2, 2, 5\]": lambda: ours.GRU(I, H, 2)(mx.zeros((4, 2, 3)), mx.zeros((1, 2, 5))),
     r"c_0 must have shape \[1, 5\]": lambda: ours.LSTM(I, H)(mx.zeros((2, 3)), (mx.zeros((1, 5)), mx.zeros((1, 1, 5)))),
+    r"key must be one of mx.random.key or .* but got int": lambda: ours.GRU(I, H)(mx.zeros((4, 2, 3)), key=3),
+    r"key must be .* but got mlx.core.uint32, shape \[3, 2\]": lambda: ours.LSTM(I, H)(
+        mx.zeros((4, 2, 3)), key=mx.random.split(mx.random.key(0), 3)
+    ),
     "lengths must lie in 0..4": lambda: ours.LSTM(I, H)(mx.zeros((4, 2, 3)), lengths=[5, 1]),
 }
 
