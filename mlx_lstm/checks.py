@@ -8,6 +8,9 @@ from typing import Any, NamedTuple, NoReturn
 import mlx.core as mx
 import numpy as np
 
+NO_UNITS = ", as weights are drawn from +-1/sqrt(hidden_size),"
+"""Why the layers must have units."""
+
 FLOATS = (mx.float32, mx.float16, mx.bfloat16, mx.float64)
 ARRAYS = ((np.ndarray, np), (mx.array, mx))
 
@@ -24,24 +27,36 @@ def fail(op: str, rule: str, value: object) -> NoReturn:
     raise ValueError(f"[{op}] {rule} but got {value}.")
 
 
-def check_array(op: str, name: str, array: object, shape: Sequence[int | str], dtype: mx.Dtype | None = None) -> None:
-    """`array` is an MLX array, or a form, of this shape (a letter: any size) and dtype (`None`: any float)."""
+def check_array(
+    op: str, name: str, array: object, shape: Sequence[int | str], dtype: mx.Dtype | None = None, why: str = ""
+) -> None:
+    """`array` is an MLX array, or a form, of this shape (a letter: any size; `why` it has to) and dtype (`None`: any
+    float)."""
     if not isinstance(array, (mx.array, Form)):
-        fail(op, f"{name} must be an mlx.core.array", type(array).__name__)
+        fail(op, f"{name} must be an mlx.core.array{instead_of(array)}", type(array).__name__)
     sizes = array.shape
     pairs = zip(shape, sizes, strict=False)
     if len(sizes) != len(shape) or any(want != size and not isinstance(want, str) for want, size in pairs):
-        fail(op, f"{name} must have shape [{', '.join(map(str, shape))}]", f"shape {list(sizes)}")
+        fail(op, f"{name} must have shape [{', '.join(map(str, shape))}]{why}", f"shape {list(sizes)}")
     if dtype is None and array.dtype not in FLOATS:
         fail(op, f"{name} must be float32, float16, bfloat16 or float64", array.dtype)
     if dtype is not None and array.dtype != dtype:
         fail(op, f"{name} must have the dtype of the other arrays, {dtype},", array.dtype)
 
 
+def instead_of(value: object) -> str:
+    """What to pass in place of a value that is no MLX array, as an error says it."""
+    if type(value).__name__ == "PackedSequence":  # torch's, which is a tuple, too
+        return ": pad it and use lengths,"
+    if isinstance(value, tuple):
+        return ": pass the tuple's arrays one by one,"
+    return ": make one by mx.array(...)," if isinstance(value, list) or hasattr(value, "__array__") else ""
+
+
 def check_sizes(op: str, name: str, array: mx.array | Form) -> None:
     """No axis of `array` is empty."""
     if 0 in array.shape:
-        fail(op, f"{name} must have no empty axis", f"shape {list(array.shape)}")
+        fail(op, f"{name} must have no empty axis, with which nothing is computed,", f"shape {list(array.shape)}")
 
 
 def check_option(op: str, name: str, value: object, allowed: Sequence[object]) -> None:
@@ -56,18 +71,18 @@ def check_flag(op: str, name: str, value: object) -> None:
         fail(op, f"{name} must be True or False", repr(value))
 
 
-def check_integer(op: str, name: str, value: object, *, least: int | None = None) -> int:
-    """`value`, an integer of any type, and not below `least`, as Python's."""
+def check_integer(op: str, name: str, value: object, *, least: int | None = None, why: str = "") -> int:
+    """`value`, an integer of any type, and not below `least` (`why` not), as Python's."""
     if not isinstance(value, Integral) or isinstance(value, bool) or (least is not None and value < least):
-        fail(op, f"{name} must be an integer{'' if least is None else f' of at least {least}'}", repr(value))
+        fail(op, f"{name} must be an integer{'' if least is None else f' of at least {least}'}{why}", repr(value))
     return int(value)
 
 
-def check_number(op: str, name: str, value: object, *, positive: bool = False) -> float:
-    """`value`, a finite number of any type, and greater than 0 if `positive`, as Python's float."""
+def check_number(op: str, name: str, value: object) -> float:
+    """`value`, a finite number of any type, as Python's float."""
     number = as_float(value)
-    if number is None or not math.isfinite(number) or (positive and number <= 0):
-        fail(op, f"{name} must be a finite number{' greater than 0' if positive else ''}", repr(value))
+    if number is None or not math.isfinite(number):
+        fail(op, f"{name} must be a finite number", repr(value))
     return number
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from .checks import check_integer, fail
+from .checks import NO_UNITS, check_integer, fail, instead_of
 from .engines.cells import Cell, GRUCell, LSTMCell, RNNCell
 from .recurrence import Call
 
@@ -55,7 +55,7 @@ class LSTM(nn.Module):
     def __init__(self, input_size: int, hidden_size: int, bias: bool = True, *, engine: str | None = None):
         super().__init__()
         input_size = check_integer("nn.LSTM", "input_size", input_size, least=1)
-        hidden_size = check_integer("nn.LSTM", "hidden_size", hidden_size, least=1)
+        hidden_size = check_integer("nn.LSTM", "hidden_size", hidden_size, least=1, why=NO_UNITS)
         self.hidden_size: int = hidden_size
         self.engine: str | None = engine
         scale = 1.0 / math.sqrt(hidden_size)
@@ -118,7 +118,7 @@ class GRU(nn.Module):
     def __init__(self, input_size: int, hidden_size: int, bias: bool = True, *, engine: str | None = None):
         super().__init__()
         input_size = check_integer("nn.GRU", "input_size", input_size, least=1)
-        hidden_size = check_integer("nn.GRU", "hidden_size", hidden_size, least=1)
+        hidden_size = check_integer("nn.GRU", "hidden_size", hidden_size, least=1, why=NO_UNITS)
         self.hidden_size: int = hidden_size
         self.engine: str | None = engine
         scale = 1.0 / math.sqrt(hidden_size)
@@ -179,7 +179,7 @@ class RNN(nn.Module):
     ):
         super().__init__()
         input_size = check_integer("nn.RNN", "input_size", input_size, least=1)
-        hidden_size = check_integer("nn.RNN", "hidden_size", hidden_size, least=1)
+        hidden_size = check_integer("nn.RNN", "hidden_size", hidden_size, least=1, why=NO_UNITS)
         self.nonlinearity: Callable[[mx.array], mx.array] = nn.tanh if nonlinearity is None else nonlinearity
         activation_of(self.nonlinearity)
         self.hidden_size: int = hidden_size
@@ -226,13 +226,14 @@ def run(
     given = {name: array for name, array in parameters.items() if array is not None}
     features, H = given["Wx"].shape[1], given["Wh"].shape[1]
     if not isinstance(x, mx.array) or x.ndim < 2 or x.shape[-1] != features or 0 in x.shape[-2:]:
-        shape = list(x.shape) if isinstance(x, mx.array) else type(x).__name__
-        fail(op, f"x must have shape [..., L, D = {features}] with at least one step", f"shape {shape}")
+        if not isinstance(x, mx.array):
+            fail(op, f"x must be an mlx.core.array{instead_of(x)}", type(x).__name__)
+        fail(op, f"x must have shape [..., L, D = {features}] with at least one step", f"shape {list(x.shape)}")
     batch, (L, D) = x.shape[:-2], x.shape[-2:]
     given["x"] = x
     for name, (word, value) in zip(("h0", "c0"), states.items(), strict=False):
         if value is not None:
-            given[name] = state(op, value, word, (*batch, H))
+            given[name] = state(op, value, word, (*batch, H), x)
     dtype = mx.result_type(*given.values())
     if 0 in batch:
         return tuple(mx.zeros((*batch, L, H), dtype) for _ in states)
@@ -246,12 +247,15 @@ def run(
     return tuple(found if len(batch) == 1 else (sequence.reshape(*batch, L, H) for sequence in found))
 
 
-def state(op: str, array: object, name: str, shape: tuple[int, ...]) -> mx.array:
-    """A first state, broadcast over the batch axes."""
+def state(op: str, array: object, name: str, shape: tuple[int, ...], x: mx.array) -> mx.array:
+    """A first state, broadcast over the batch axes of x."""
+    if not isinstance(array, mx.array):
+        both = isinstance(array, tuple) and op == "nn.LSTM"
+        instead = ": pass hidden and cell, not a tuple," if both else instead_of(array)
+        fail(op, f"{name} must be an mlx.core.array{instead}", type(array).__name__)
     try:
-        if not isinstance(array, mx.array):
-            raise TypeError
         return array if array.shape == shape else mx.broadcast_to(array, shape)
-    except (ValueError, TypeError):
-        value = list(array.shape) if isinstance(array, mx.array) else type(array).__name__
-        fail(op, f"{name} must have shape {list(shape)}", f"shape {value}")
+    except ValueError:
+        axes = ", ".join([*["batch", "..."][: x.ndim - 2], "time", "features"])
+        rule = f"{name} must have shape {list(shape)}, as x is [{axes}] = {list(x.shape)},"
+        fail(op, rule, f"shape {list(array.shape)}")

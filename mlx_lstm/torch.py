@@ -19,7 +19,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from . import recurrence
-from .checks import check_array, check_flag, check_integer, check_lengths, check_number, check_option, fail
+from .checks import NO_UNITS, check_array, check_flag, check_integer, check_lengths, check_number, check_option, fail
 from .engines.directions import join
 from .engines.problem import Arrays
 from .recurrence import by_layer, join_biases, of_layers
@@ -50,7 +50,7 @@ class Layers(nn.Module):
     ):
         super().__init__()
         self.input_size: int = check_integer(self.op, "input_size", input_size, least=1)
-        self.hidden_size: int = check_integer(self.op, "hidden_size", hidden_size, least=1)
+        self.hidden_size: int = check_integer(self.op, "hidden_size", hidden_size, least=1, why=NO_UNITS)
         self.num_layers: int = check_integer(self.op, "num_layers", num_layers, least=1)
         for name, flag in {"bias": bias, "batch_first": batch_first, "bidirectional": bidirectional}.items():
             check_flag(self.op, name, flag)
@@ -116,7 +116,9 @@ class Layers(nn.Module):
             check_key(self.op, key)
         given = {name: state for name, state in states.items() if state is not None}
         for name, state in given.items():
-            check_array(self.op, f"{name}_0", state, [rows, N, widths[name]] if batched else [rows, widths[name]])
+            why = ", as input is [L, N, I]," if time_first else ", as input is [N, L, I],"
+            shape = [rows, N, widths[name]] if batched else [rows, widths[name]]
+            check_array(self.op, f"{name}_0", state, shape, why=why if batched else "")
         layers = [self.arrays(layer) for layer in range(self.num_layers)]
         dtype = mx.result_type(input, *given.values(), *(array for arrays in layers for array in arrays.values()))
         if not N:

@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_lstm import recurrence
+from mlx_lstm import oracle, recurrence
 from mlx_lstm.engines.numpy import sweep as engine_numpy
 from mlx_lstm.engines.ops import sweep as engine_ops
 
@@ -105,6 +105,13 @@ def test_wrong_shape(no_work, word, both):
             assert name == "mask" or str(list(right(word, both)[name])) in message
 
 
+@pytest.mark.parametrize("word", GATES)
+def test_states_of_another_batch_say_what_the_axes_of_x_are(no_work, word):
+    h0 = right(word)["h0"]
+    message = refused(word, h0=mx.zeros((T, h0[1])))
+    assert f"h0 must have shape {list(h0)}, as x is [time, batch, features] = {[T, B, I]}, but got" in message
+
+
 @pytest.mark.parametrize("word, name", [(word, name) for word in OPS for name in right(word)])
 def test_wrong_dtype(no_work, word, name):
     for dtype in (mx.int32, mx.bool_, mx.float16, mx.complex64):
@@ -116,9 +123,10 @@ def test_wrong_dtype(no_work, word, name):
 
 @pytest.mark.parametrize("word, name", [(word, name) for word in OPS for name in right(word)])
 def test_not_an_mlx_array(no_work, word, name):
-    for value in (np.zeros(3), 1.0, [0.0], "none"):
+    make, unpack = ": make one by mx.array(...),", ": pass the tuple's arrays one by one,"
+    for value, instead in ((np.zeros(3), make), ([0.0], make), ((1, 2), unpack), (1.0, ""), ("none", "")):
         message = refused(word, **{name: value})
-        assert f"] {name} must be an mlx.core.array but got {type(value).__name__}." in message
+        assert f"] {name} must be an mlx.core.array{instead} but got {type(value).__name__}." in message
 
 
 MUST_BE_GIVEN = [(word, name) for word in OPS for name in ("x", "Wh")]
@@ -194,8 +202,6 @@ BAD_VALUES = {
     ],
 }
 OF_LSTM_ALONE = [
-    ("cell_clip", -1.0, "greater than 0"),
-    ("cell_clip", 0, "greater than 0"),
     ("cell_clip", float("nan"), "finite"),
     ("cell_clip", 10**400, "finite"),
     ("cell_clip", "3", "finite number"),
@@ -222,6 +228,16 @@ def test_numbers_of_any_type():
     for number in one:
         got = call("lstm", cell_clip=number, forget_bias=number)
         assert mx.array_equal(got.h, expected.h) and mx.array_equal(got.c, expected.c)
+
+
+@pytest.mark.parametrize("none", [0, -0.0, -1, np.float32(-3), None])
+def test_a_clip_of_0_or_less_is_none(none):
+    """As in TensorFlow's block ops."""
+    arrays = {name: 3 * mx.random.normal(shape) for name, shape in right("lstm").items()}
+    got, clipped = (recurrence.lstm(**arrays, cell_clip=clip) for clip in (none, 1.0))
+    assert mx.array_equal(got.c, recurrence.lstm(**arrays).c) and mx.abs(got.c).max() > 1 == mx.abs(clipped.c).max()
+    case = {name: np.array(array) for name, array in arrays.items()}
+    np.testing.assert_array_equal(oracle.forward(**case, cell_clip=none)["c"], oracle.forward(**case)["c"])
 
 
 def test_a_list_s_range_is_checked_inside_a_transformation():

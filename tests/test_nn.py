@@ -167,7 +167,7 @@ def test_an_empty_batch(layer):
     ours.set_dtype(mx.bfloat16)
     out = ours(mx.zeros((0, 5, D), mx.bfloat16))
     assert (out if isinstance(out, mx.array) else out[1]).dtype == mx.bfloat16
-    with pytest.raises(ValueError, match=r"hidden must have shape \[0, 4\] but got shape \[3, 4\]"):
+    with pytest.raises(ValueError, match=r"hidden must have shape \[0, 4\], as x is .* but got shape \[3, 4\]"):
         ours(mx.zeros((0, 5, D)), mx.zeros((3, H)))
     for shape in ((0, 0, D), (0, 5, 0)):
         with pytest.raises(ValueError, match=rf"\[nn.{layer}\] x must have shape"):
@@ -187,13 +187,33 @@ BAD = {
     "x rank": (lambda layer: layer(mx.zeros((D,))), r"\[nn.LSTM\] x must have shape \[..., L, D = 3\]"),
     "x features": (lambda layer: layer(mx.zeros((2, 5, D + 1))), r"got shape \[2, 5, 4\]"),
     "no steps": (lambda layer: layer(mx.zeros((2, 0, D))), r"with at least one step"),
-    "x is a list": (lambda layer: layer([[1.0] * D]), r"got shape list"),
+    "x is a list": (
+        lambda layer: layer([[1.0] * D]),
+        r"x must be an mlx.core.array: make one by mx.array\(...\), but got list",
+    ),
+    "x is NumPy's": (lambda layer: layer(np.ones((2, 5, D))), r"make one by mx.array\(...\), but got ndarray"),
+    "states in a tuple": (
+        lambda layer: layer(mx.zeros((2, 5, D)), (mx.zeros((2, H)), mx.zeros((2, H)))),
+        r"\[nn.LSTM\] hidden must be an mlx.core.array: pass hidden and cell, not a tuple, but got tuple\.",
+    ),
+    "time first": (
+        lambda layer: layer(mx.zeros((5, 2, D)), mx.zeros((2, H))),
+        r"hidden must have shape \[5, 4\], as x is \[batch, time, features\] = \[5, 2, 3\], but got shape \[2, 4\]\.",
+    ),
+    "no batch": (
+        lambda layer: layer(mx.zeros((5, D)), mx.zeros((2, H))),
+        r"hidden must have shape \[4\], as x is \[time, features\] = \[5, 3\], but got shape \[2, 4\]\.",
+    ),
+    "no units": (
+        lambda layer: nn.LSTM(D, 0),
+        r"hidden_size must be an integer of at least 1, as weights are drawn from .* but got 0\.",
+    ),
     "hidden width": (
         lambda layer: layer(mx.zeros((2, 5, D)), mx.zeros((2, H + 1))),
         r"hidden must have shape \[2, 4\]",
     ),
     "cell batch": (lambda layer: layer(mx.zeros((2, 5, D)), cell=mx.zeros((3, H))), r"cell must have shape \[2, 4\]"),
-    "hidden is a number": (lambda layer: layer(mx.zeros((2, 5, D)), 1.0), r"hidden must have shape"),
+    "hidden is a number": (lambda layer: layer(mx.zeros((2, 5, D)), 1.0), r"hidden must be an mlx.core.array but got"),
     "sizes": (lambda layer: nn.LSTM(0, H), r"input_size must be an integer of at least 1 but got 0"),
     "size is a float": (lambda layer: nn.LSTM(D, 2.0), r"hidden_size must be an integer"),
     "engine": (lambda layer: nn.LSTM(D, H, engine="gpu")(mx.zeros((2, 5, D))), r"engine must be one of"),
@@ -270,6 +290,8 @@ def test_gru_and_rnn_parameters_files_dtypes_and_export(layer, tmp_path):
     ours.set_dtype(mx.float32)
     mx.eval(ours.parameters())
     np.testing.assert_allclose(np.array(mx.compile(ours)(x)), np.array(ours(x)), atol=1e-6)
+    with pytest.raises(ValueError, match="Unable to serialize primitive CustomTransforms"):  # what docs/limits.md cites
+        mx.export_function(str(tmp_path / "layer.mlxfn"), ours, x)
     ours.eval()
     mx.export_function(str(tmp_path / "layer.mlxfn"), ours, x)
     (imported,) = mx.import_function(str(tmp_path / "layer.mlxfn"))(x)

@@ -10,7 +10,7 @@ from mlx.utils import tree_flatten
 from on_metal import on_metal
 
 import mlx_lstm.torch as ours
-from mlx_lstm import lstm, rnn
+from mlx_lstm import lstm, nn, rnn
 from mlx_lstm.oracle.closeness import assert_close
 
 torch = pytest.importorskip("torch")
@@ -353,7 +353,22 @@ BAD = {
     r"input must have shape \[L, N, 3\] but got shape \[2, 2, 4\]": lambda: ours.LSTM(I, H)(mx.zeros((2, 2, 4))),
     r"input must have shape \[N, L, 3\]": lambda: ours.GRU(I, H, batch_first=True)(mx.zeros((1, 2, 2, 3))),
     r"input must have shape \[L, 3\] but got": lambda: ours.GRU(I, H)(mx.zeros((2, 4))),
-    "input must be an mlx.core.array": lambda: ours.RNN(I, H)(np.zeros((2, 2, 3))),
+    r"input must be an mlx.core.array: make one by mx.array\(...\), but got ndarray": lambda: ours.RNN(I, H)(
+        np.zeros((2, 2, 3))
+    ),
+    r"input must be an mlx.core.array: make one by mx.array\(...\), but got Tensor": lambda: ours.RNN(I, H)(
+        torch.zeros(2, 2, 3)
+    ),
+    "input must be an mlx.core.array: pad it and use lengths, but got PackedSequence": lambda: ours.LSTM(I, H)(
+        torch.nn.utils.rnn.pack_sequence([torch.zeros(2, 3)])
+    ),
+    r"h_0 must have shape \[1, 2, 5\], as input is \[N, L, I\], but got": lambda: ours.GRU(I, H, batch_first=True)(
+        mx.zeros((2, 4, 3)), mx.zeros((2, 1, 5))
+    ),
+    r"h_0 must be an mlx.core.array: pass the tuple's arrays one by one, but got tuple": lambda: ours.GRU(I, H)(
+        mx.zeros((4, 2, 3)), (mx.zeros((1, 2, 5)), mx.zeros((1, 2, 5)))
+    ),
+    r"hidden_size must be an integer of at least 1, as weights are drawn from .* but got 0": lambda: ours.LSTM(I, 0),
     "input must have at least one step": lambda: ours.RNN(I, H)(mx.zeros((0, 2, 3))),
     r"input must have at least one step but got shape \[0, 3\]": lambda: ours.RNN(I, H)(mx.zeros((0, 3))),
     r"input must have at least one step but got shape \[0, 0, 3\]": lambda: ours.RNN(I, H)(mx.zeros((0, 0, 3))),
@@ -376,6 +391,16 @@ BAD = {
 def test_bad_arguments(rule):
     with pytest.raises(ValueError, match=rf"^\[(torch\.(LSTM|GRU|RNN)|lstm)\] {rule}"):
         BAD[rule]()
+
+
+def test_torch_s_arrays_in_the_other_layers_and_ops():
+    tensor = torch.zeros(2, 5, I)
+    with pytest.raises(ValueError, match=r"\[nn.LSTM\] x must be .*: make one by mx.array\(...\), but got Tensor\."):
+        nn.LSTM(I, H)(tensor)
+    packed = torch.nn.utils.rnn.pack_sequence([tensor[0]])
+    for call in (nn.GRU(I, H), lambda x: lstm(x, mx.zeros((4 * H, I)), mx.zeros((4 * H, H)))):
+        with pytest.raises(ValueError, match=r"x must be .*: pad it and use lengths, but got PackedSequence\."):
+            call(packed)
 
 
 def test_the_dialect_is_torch_s_own_signature():

@@ -49,7 +49,7 @@ def lstm_step(
     a = lstm_preactivations(p, x, h_in, c_prev, fl)
     gates = {k: ACTIVATIONS[p.act[k]](a[k], fl) for k in "ifg"}
     c_raw = fl(fl(gates["f"] * c_prev) + fl(gates["i"] * gates["g"]))
-    clipped = fl(np.clip(c_raw, -p.cell_clip, p.cell_clip)) if p.cell_clip else c_raw
+    clipped = fl(np.clip(c_raw, -p.cell_clip, p.cell_clip)) if p.cell_clip and p.cell_clip > 0 else c_raw
     c = clipped if shift is None else c_raw + shift
     if peeps_ahead(p):
         a["o"] = fl(a["o"] + fl(block(p, p.peephole, "o") * c))

@@ -51,8 +51,9 @@ def check_forms(op: str, cell: Cell, bidirectional: bool, batch_first: bool, for
         fail(op, f"x must have shape [T, B, {DGH} = {D * G * H}] when Wx is None", f"shape {list(x.shape)}")
     shapes = {"Wx": [D * G * H, I], "b": [D * G * H], "h0": [B, D * P], "c0": [B, D * H], "bhn": [D * H]}
     shapes |= {"peephole": [*own, 4 * H], "Wp": [*own, P, H]}
+    why = f", as x is [{'batch, time' if batch_first else 'time, batch'}, features] = {list(x.shape)},"
     for name in (name for name in shapes if name in arrays):
-        check_array(op, name, arrays[name], shapes[name], x.dtype)
+        check_array(op, name, arrays[name], shapes[name], x.dtype, why if name in ("h0", "c0") else "")
     if "mask" in arrays:
         check_mask(op, arrays["mask"], (T, B, D * P), x.dtype, many)
     return T, B, H, P
@@ -114,10 +115,10 @@ def check_lstm(
     check_gate_order(op, gate_order, "ifgo")
     check_activations(op, activations, "five names: those of i, f, g, o and of the output", 5)
     check_option(op, "output_peephole", output_peephole, ("current", "previous"))
-    clip = None if cell_clip is None else check_number(op, "cell_clip", cell_clip, positive=True)
+    clip = 0.0 if cell_clip is None else check_number(op, "cell_clip", cell_clip)
     bias = check_number(op, "forget_bias", forget_bias)
     i, f, g, o, output = activations
-    return LSTMCell(gate_order, (i, f, g, o, output), output_peephole, clip, bias)
+    return LSTMCell(gate_order, (i, f, g, o, output), output_peephole, clip if clip > 0 else None, bias)
 
 
 @once

@@ -74,7 +74,7 @@ def lstm(
         output_peephole (str): whether o peeps at c[t], `"current"`, or at c[t-1], `"previous"`. Default: `"current"`.
         mask (array, optional): factor on h[t-1] as it enters the recurrent product; broadcastable to [B, P] or, one per
             step, to [T, B, P].
-        cell_clip (float, optional): bound on |c[t]|, greater than 0. The gradient passes straight through, as in
+        cell_clip (float, optional): bound on |c[t]|; 0 or less: none. The gradient passes straight through. Both as in
             TensorFlow's block ops.
         forget_bias (float): added to the forget gate's preactivation. Default: 0.
         reverse (bool): process t = T-1 ... 0; outputs stay aligned with the input. Default: `False`.
