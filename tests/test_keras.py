@@ -1,7 +1,9 @@
 """`mlx_lstm.keras`: layers of Keras and ours with the same weights give the same outputs, in both directions."""
 
 import os
+import re
 from functools import partial
+from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn
@@ -101,6 +103,34 @@ def test_bidirectional_from_keras_and_back(name, op, theirs, ours):
     layer.set_weights(keras.bidirectional_to_keras(to_keras, weights))
     for name, array in keras.bidirectional_from_keras(from_keras, layer.get_weights()).items():
         np.testing.assert_array_equal(np.array(array), np.array(weights[name]), err_msg=name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, order", [("LSTM", "ifgo"), ("GRU", "zrn")])
+def test_the_recipe_of_a_mask_for_each_gate(name, order):
+    """The blocks of docs/recipes.md with the weights and the masks that a layer of Keras has in training."""
+    layer, op = layer_of(name, recurrent_dropout=0.5), name.lower()
+    masks = {
+        gate: mask.astype(np.float32)
+        for gate, mask in zip(order, np.random.default_rng(6).integers(0, 3, (len(order), B, H)), strict=True)
+    }
+    layer.cell.get_recurrent_dropout_mask = lambda h: list(masks.values())
+    expected = np.asarray(layer(X.swapaxes(0, 1), training=True)).swapaxes(0, 1).astype(np.float64)
+    case = {"op": op}
+
+    def recorded(x, Wx, Wh, b, **options):
+        case.update(Wx=Wx, Wh=Wh, b=b, **options)
+        return getattr(recurrence, op)(x, Wx, Wh, b, **options)
+
+    scope = getattr(keras, f"{op}_from_keras")(*layer.get_weights()) | {"x": mx.array(X), op: recorded, "B": B, "H": H}
+    scope["masks"] = mx.array(np.stack([masks[gate] for gate in sorted(order, key="ifgorzn".index)], axis=1))
+    page = (Path(__file__).parents[1] / "docs" / "recipes.md").read_text()
+    block = next(text for text in page.split("```python\n") if f"import {op}\n" in text and "\nmasks = " in text)
+    after = re.split(r"\nmasks = .*", block)[1]
+    exec(f"import mlx.core as mx\n{after.partition('h = ')[0]}", scope)
+    h = bounds({n: np.array(v) if isinstance(v, mx.array) else v for n, v in case.items()} | {"x": X}, np.float32)["h"]
+    assert_within("h", np.array(scope["outputs"]), expected, 2 * h)
+    assert np.abs(expected - output_of(layer)).max() > 0.01  # the masks count
 
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16])

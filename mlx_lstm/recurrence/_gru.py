@@ -67,8 +67,8 @@ def gru(
         reset (str): whether r multiplies the recurrent product, `"after"`, or what goes into it, `"before"`.
             Default: `"after"`.
         flip_z (bool): let z be the weight of n, so that h = (1 - z) h + z n. Default: `False`.
-        mask (array, optional): factor on h[t-1] as it enters the recurrent products (not the sum with z);
-            broadcastable to [B, H] or, one per step, to [T, B, H].
+        mask (array, optional): factor on h[t-1] as it enters the recurrent products (not the sum with z), the same for
+            all gates; broadcastable to [B, H] or, one per step, to [T, B, H].
         reverse, bidirectional, lengths, return_gates, training, engine, stream: as in `lstm`; so are errors. For both
             directions Wx is [6H, I], b [6H], Wh [2, 3H, H], bhn [2H], h0 [B, 2H], a projected x [T, B, 6H].
 

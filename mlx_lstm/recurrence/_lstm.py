@@ -73,7 +73,8 @@ def lstm(
         peephole (array, optional): peephole weights, [4H]; zeros for a gate that shall not peep.
         output_peephole (str): whether o peeps at c[t], `"current"`, or at c[t-1], `"previous"`. Default: `"current"`.
         mask (array, optional): factor on h[t-1] as it enters the recurrent product; broadcastable to [B, P] or, one per
-            step, to [T, B, P].
+            step, to [T, B, P]. It is the same for all gates. A mask per gate, as Keras' recurrent_dropout draws them,
+            takes a product of its own input per gate, where the kernels have one for all: docs/recipes.md has a way.
         cell_clip (float, optional): bound on |c[t]|; 0 or less: none. The gradient passes straight through. Both as in
             TensorFlow's block ops.
         forget_bias (float): added to the forget gate's preactivation. Default: 0.
