@@ -32,7 +32,8 @@ class LSTM(nn.Module):
     Parameters: `Wx` [4H, D], `Wh` [4H, H], `bias` [4H]; gate order i, f, g, o; all drawn from U(-1/sqrt(H), 1/sqrt(H)).
 
     In evaluation mode (`layer.eval()`) less is kept in memory, gradients cost another forward pass, and a traced graph
-    holds plain MLX ops, which `mx.export_function` can write.
+    holds plain MLX ops, which `mx.export_function` can write. In training mode that ends in MLX's "Unable to serialize
+    primitive CustomTransforms": call `layer.eval()` first.
 
     Args:
         input_size (int): size of the features, D.

@@ -188,7 +188,8 @@ class LSTM(Layers):
     [4H, D S] from layer 1 on; `weight_hh_lk` [4H, S]; `bias_ih_lk`, `bias_hh_lk` [4H]; with a projection `weight_hr_lk`
     [S, H]; gate order i, f, g, o; all drawn from U(-1/sqrt(H), 1/sqrt(H)).
 
-    `layer.eval()` turns dropout off, keeps less in memory, and lets `mx.export_function` write the graph.
+    `layer.eval()` turns dropout off, keeps less in memory, and lets `mx.export_function` write the graph, which else
+    ends in "Unable to serialize primitive CustomTransforms".
 
     Args:
         input_size (int): size of the features, I.
