@@ -1,12 +1,12 @@
 """The library as on a Mac, its Metal shaders executed by the emulator."""
 
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from unittest.mock import patch
 
 import mlx.core as mx
-from cases import BOTH, CELLS, OPTIONS
 from metal_emulator import emulated_metal
 
+from mlx_lstm.check.cases import EVERY_OPTION, at_batch
 from mlx_lstm.engines import METAL_ENGINES as ENGINES
 from mlx_lstm.engines import choice, choose
 from mlx_lstm.engines.cells import GRUCell, LSTMCell, RNNCell
@@ -26,23 +26,35 @@ def on_metal(**options):
         yield log
 
 
+def pretend():
+    """The rest of this process runs as on a Mac, but for what is in an `mx.stream`; for processes that tests start."""
+    on_cpu, stream = [], mx.stream
+
+    @contextmanager
+    def leaving(where):
+        on_cpu.append(where)
+        with stream(mx.cpu):
+            yield
+        on_cpu.pop()
+
+    pretended.enter_context(on_metal())
+    pretended.enter_context(patch.object(choice, "current_device", lambda: "cpu" if on_cpu else "gpu"))
+    pretended.enter_context(patch.object(mx, "stream", leaving))
+    pretended.enter_context(patch.object(mx, "set_default_device", lambda device: None))
+
+
+pretended = ExitStack()
+
+
 # --- What to run -----------------------------------------------------------------------------------------------------
 
 # By batch size the kernels change their ways: rows per threadgroup, and the product in lanes or in matrices.
 BATCHES = (1, 2, 9)
 
 
-EVERY_OPTION = OPTIONS | CELLS | BOTH
-
-
 def options_at(option, B):
-    """An entry of EVERY_OPTION, written for a batch of 2, for a batch of B."""
-    options = dict(EVERY_OPTION[option])
-    if "lengths" in options:
-        options["lengths"] = (options["lengths"] * B)[:B]
-    if "mask" in options:
-        options["mask"] = tuple(B if size == 2 else size for size in options["mask"])
-    return options
+    """An entry of EVERY_OPTION for a batch of B."""
+    return at_batch(EVERY_OPTION[option], B)
 
 
 def can_run(engine, options):

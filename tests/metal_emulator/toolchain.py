@@ -9,8 +9,6 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-import ziglang
-
 HERE = Path(__file__).parent
 _EXTENSIONS = "-all,+cl_khr_fp16,+__opencl_c_generic_address_space"
 _WARNINGS = [
@@ -81,6 +79,8 @@ def sources_text(folder: str) -> str:
 @cache
 def zig() -> str:
     """Returns the path of the zig executable."""
+    import ziglang  # which a Mac lacks, where kernels' texts are made but not emulated
+
     return str(Path(ziglang.__file__).parent / "zig")
 
 

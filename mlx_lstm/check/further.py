@@ -1,0 +1,50 @@
+"""What `--full` runs besides: other commands of this package, each in a process of its own."""
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..compare.contenders import no_pyobjc
+from ..engines import tuning
+
+LIMIT = 3600  # seconds
+
+
+class Command(NamedTuple):
+    """A command, the file that it writes (None: where --json says), why it cannot run here."""
+
+    line: tuple[str, ...]
+    file: Path | None
+    hindrance: str
+
+
+def commands(metal: bool) -> dict[str, Command]:
+    """By what they are called in the report."""
+    without = no_pyobjc()
+    apple = f"{without}, of PyObjC: on a Mac pip install '.[compare]'" if without else ""
+    return {
+        "tune": Command(("bench", "--tune"), tuning.cache_file(), "" if metal else "MLX has no Metal back end here"),
+        "compare": Command(("compare",), None, apple),
+        "settle": Command(("compare", "--settle"), None, apple),
+    }
+
+
+def run(name: str, command: Command) -> tuple[str, dict[str, Any]]:
+    """A line about what came of a command; its exit code, what it printed and wrote."""
+    if command.hindrance:
+        return f"{name}: not run: {command.hindrance}", {"not run": command.hindrance}
+    module, *options = command.line
+    with tempfile.TemporaryDirectory() as folder:
+        file = command.file or Path(folder, f"{name}.json")
+        line = [sys.executable, "-m", f"mlx_lstm.{module}", *options, *([] if command.file else ["--json", str(file)])]
+        try:
+            done = subprocess.run(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=LIMIT)
+        except subprocess.TimeoutExpired:
+            return f"{name}: no answer after {LIMIT} seconds", {"exit code": None}
+        written = json.loads(file.read_text()) if done.returncode in (0, 1) and file.exists() else None
+    last = (done.stdout.strip().splitlines() or ["it said nothing"])[-1]
+    found = {"exit code": done.returncode, "printed": done.stdout, "written": written}
+    return f"{name}: exit code {done.returncode}: {last}", found

@@ -1,0 +1,91 @@
+"""`python -m kernel_texts FOLDER`: every kernel that `mlx_lstm.check --full` compiles, as complete .metal files.
+
+The text is MLX's own, as Apple's compiler gets it, and needs no Metal to be made. `xcrun metal -c` needs no GPU.
+"""
+
+import argparse
+import re
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from unittest.mock import patch
+
+import mlx.core as mx
+from metal_emulator.dropin import EmulatedKernel
+from metal_emulator.preamble import preamble_text
+
+from mlx_lstm.bench.tasks import DTYPES
+from mlx_lstm.check.cases import run
+from mlx_lstm.check.comparison import infer
+from mlx_lstm.check.grid import grid
+from mlx_lstm.engines import METAL_ENGINES, choice
+from mlx_lstm.engines.metal import launch
+
+
+class Noted(EmulatedKernel):
+    """A kernel whose calls note its text in a dict; their results are zeros."""
+
+    def __init__(self, texts, **definition):
+        super().__init__(**definition)
+        self.texts = texts
+
+    def __call__(self, *, inputs, **call):
+        self.texts[self._capture(inputs, call).source] = None
+        outputs = zip(call["output_shapes"], call["output_dtypes"], strict=True)
+        return [mx.zeros(shape, dtype) for shape, dtype in outputs]
+
+
+def kernel_texts(problems):
+    """The texts of all kernels that these problems need, in the order of their first launch."""
+    texts = {}
+    launch.forget()
+    with (
+        patch.object(mx.fast, "metal_kernel", partial(Noted, texts)),
+        patch.object(mx.metal, "is_available", lambda: True),
+        patch.object(choice, "current_device", lambda: "gpu"),
+    ):
+        for problem in problems:
+            case, cotangents = problem.draw()
+            for engine in METAL_ENGINES:
+                if not problem.hindrance(engine, "gpu", metal=True):
+                    with problem.indices():
+                        run(case, engine, DTYPES[problem.dtype], cotangents)
+                        infer(case, engine, DTYPES[problem.dtype])
+    launch.forget()
+    return list(texts)
+
+
+def family(text):
+    """A kernel's name, without the options that make several texts of it."""
+    return re.sub(r"_without_.*|__.*", "", name_of(text))
+
+
+def name_of(text):
+    """The name of the function that MLX launches."""
+    return re.search(r"void custom_kernel_(\w+)\(", text)[1]
+
+
+def write(folder, texts):
+    """A file a kernel."""
+    folder.mkdir(parents=True, exist_ok=True)
+    names = Counter()
+    for text in texts:
+        names[family(text)] += 1
+        file = folder / f"{family(text)}_{names[family(text)]}.metal"
+        file.write_text(f"{preamble_text()}{text}")
+    return names
+
+
+def main():
+    """Write, and print how many kernels of which family."""
+    parser = argparse.ArgumentParser("python -m kernel_texts", description="Write every kernel as a .metal file.")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--short", action="store_true", help="only those that check compiles without --full")
+    options = parser.parse_args()
+    names = write(options.folder, kernel_texts(grid(full=not options.short)))
+    print("\n".join(f"{count:5} {name}" for name, count in sorted(names.items())))
+    print(f"{names.total():5} kernels of {len(names)} families, written to {options.folder}")
+
+
+if __name__ == "__main__":
+    main()
