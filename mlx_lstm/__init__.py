@@ -1,5 +1,13 @@
 """LSTM layers for Apple Silicon on MLX: one recurrence with its own gradient, and the layers and dialects on it."""
 
+import sys
+
+try:
+    import mlx.core as _mlx  # noqa: F401
+except ImportError as error:
+    extra = "." if sys.platform == "darwin" else "'.[cpu]'"
+    raise ImportError(f"mlx_lstm needs MLX; in a clone of mlx-lstm: pip install {extra} ({error})") from error
+
 from . import cudnn, keras, mpsgraph, nn, tf, torch
 from .recurrence import GRUOutput as GRUOutput
 from .recurrence import LSTMOutput as LSTMOutput

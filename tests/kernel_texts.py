@@ -1,11 +1,18 @@
 """`python -m kernel_texts FOLDER`: every kernel that `mlx_lstm.check --full` compiles, as complete .metal files.
 
-The text is MLX's own, as Apple's compiler gets it, and needs no Metal to be made. `xcrun metal -c` needs no GPU.
+The text is MLX's own, as Apple's compiler gets it, and needs no Metal to be made. That compiler needs no GPU:
+
+    PYTHONPATH=tests python -m kernel_texts kernels --compile "xcrun -sdk macosx metal -std=metal3.1 -c"
 """
 
 import argparse
+import os
 import re
+import shlex
+import subprocess
+import sys
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from unittest.mock import patch
@@ -18,6 +25,7 @@ from mlx_lstm.bench.tasks import DTYPES
 from mlx_lstm.check.cases import run
 from mlx_lstm.check.comparison import infer
 from mlx_lstm.check.grid import grid
+from mlx_lstm.check.report import first_line
 from mlx_lstm.engines import METAL_ENGINES, choice
 from mlx_lstm.engines.metal import launch
 
@@ -76,16 +84,42 @@ def write(folder, texts):
     return names
 
 
-def main():
-    """Write, and print how many kernels of which family."""
+def compile_each(command, folder):
+    """What a compiler says about each file, by file; what it does not take also goes to stderr, by its first error."""
+
+    def compiled(file):
+        done = subprocess.run([*command, str(file), "-o", os.devnull], capture_output=True, text=True)
+        file.with_suffix(".log").write_text(done.stderr)
+        return done.returncode, done.stderr
+
+    files = sorted(folder.glob("*.metal"))
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        said = dict(zip(files, pool.map(compiled, files), strict=True))
+    refused = {file: text for file, (code, text) in said.items() if code}
+    same = Counter(first_line(text) for text in refused.values())
+    for text, count in same.most_common():
+        print(f"{count} kernels: {text}", file=sys.stderr)
+    print(f"{len(files) - len(refused)} of {len(files)} compiled by {shlex.join(command)}")
+    return refused
+
+
+def make_parser():
+    """The options."""
     parser = argparse.ArgumentParser("python -m kernel_texts", description="Write every kernel as a .metal file.")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--short", action="store_true", help="only those that check compiles without --full")
-    options = parser.parse_args()
+    parser.add_argument("--compile", metavar="COMMAND", help="a compiler to call with each file; its words: *.log")
+    return parser
+
+
+def main():
+    """Write, and print how many kernels of which family; the exit code."""
+    options = make_parser().parse_args()
     names = write(options.folder, kernel_texts(grid(full=not options.short)))
     print("\n".join(f"{count:5} {name}" for name, count in sorted(names.items())))
-    print(f"{names.total():5} kernels of {len(names)} families, written to {options.folder}")
+    print(f"{names.total():5} kernels of {len(names)} families, written to {options.folder}", flush=True)
+    return 1 if options.compile and compile_each(shlex.split(options.compile), options.folder) else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

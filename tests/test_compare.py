@@ -145,7 +145,7 @@ def test_every_case_on_linux(tmp_path, capsys):
     assert code == 0 and {"numpy - oracle", "ops - oracle"} <= pairs
     assert ("torch - oracle" in pairs) == (importlib.util.find_spec("torch") is not None)
     text = capsys.readouterr().out
-    assert "not here: mpsgraph" in text and "pip install 'mlx-lstm[compare]'" in text
+    assert "not here: mpsgraph" in text and "pip install '.[compare]'" in text
     assert (tmp_path / "errors.png").stat().st_size > 10_000
     assert max(len(row["by_time"]) for row in report["rows"]) == 64
 
@@ -177,7 +177,7 @@ def test_no_case_of_a_name(capsys):
         ),
         ("torch", ["--contenders", "torch"], "torch cannot run here: no torch"),
         ("torch", ["--contenders", "torch-mps"], "torch-mps cannot run here: no torch"),
-        ("rich", [], "needs rich: pip install 'mlx-lstm[compare]'"),
+        ("rich", [], "needs rich: pip install '.[compare]'"),
         ("matplotlib", ["--plot", "x.png"], "needs matplotlib: pip install"),
     ],
 )

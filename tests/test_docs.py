@@ -82,8 +82,9 @@ def check_command(program, *words):
         declared = (ROOT / "pyproject.toml").read_text().partition("[project.optional-dependencies]")[2]
         assert words[0] == "install" and words[1].startswith(".")
         assert set(re.findall(r"\w+", words[1])) <= set(re.findall(r"^(\w+) = \[", declared, re.MULTILINE))
-    elif words[0] == "-m" and words[1].startswith("mlx_lstm"):
-        importlib.import_module(f"{words[1]}.__main__").make_parser().parse_args(words[2:])
+    elif words[0] == "-m" and words[1] != "pytest":
+        module = f"{words[1]}.__main__" if words[1].startswith("mlx_lstm") else words[1]
+        importlib.import_module(module).make_parser().parse_args(words[2:])
     else:
         assert program == "python"
         file, *options = words[2:] if words[:2] == ("-m", "pytest") else words

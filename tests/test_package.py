@@ -45,8 +45,8 @@ def test_import_needs_only_mlx_and_numpy():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT).stdout == "[]\n"
 
 
-PUBLIC = ["bench", "compare", "cudnn", "engines", "keras", "mpsgraph", "mpsgraph.layouts", "nn", "oracle", "recurrence"]
-PUBLIC += ["tf", "torch"]
+PUBLIC = ["bench", "check", "compare", "cudnn", "engines", "keras", "mpsgraph", "mpsgraph.layouts", "nn", "oracle"]
+PUBLIC += ["recurrence", "tf", "torch"]
 
 
 @pytest.mark.parametrize("name", PUBLIC)

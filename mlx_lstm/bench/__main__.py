@@ -132,7 +132,7 @@ def complete(options: argparse.Namespace) -> None:
         if not is_installed(contender):
             raise ValueError(f"{name} needs {contender.needs}, which is not installed")
     if options.plot and importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("--plot needs matplotlib: pip install 'mlx-lstm[examples]'")
+        raise ValueError("--plot needs matplotlib: pip install '.[examples]'")
 
 
 def show_model(options: argparse.Namespace) -> int:

@@ -121,17 +121,19 @@ def conclude(
         print(f"written to {file}: please attach it to an issue, whatever the verdict")
     except OSError as error:
         print(f"cannot write {file}: {error}; --file names another place", file=sys.stderr)
-        more = more | {"file": {"exit code": 1}}
-    wrong = sorted({finding.engine for finding in found if finding.failure})
-    slow = [row.task.engine for rows in times for row in rows if row.failed and row.task.contender == "ours"]
-    failed = sum(bool(finding.failure) for finding in found) + len(slow)
-    broken = [name for name, result in more.items() if result.get("exit code", 0) != 0]
-    if not failed and not broken:
-        print(f"verdict: RIGHT: all {len(found)} comparisons are within their bounds")
-        return 0
-    words = ", ".join(dict.fromkeys([*wrong, *slow, *broken]))
-    print(f"verdict: WRONG: {failed} of {len(found)} comparisons failed: {words}")
-    return 1
+        more = more | {"file": {"failed": True}}
+    reasons = []
+    if wrong := [finding for finding in found if finding.failure]:
+        engines = ", ".join(dict.fromkeys(finding.engine for finding in wrong))
+        reasons.append(f"{len(wrong)} of {len(found)} comparisons failed, of {engines}")
+    for row in (row for rows in times for row in rows if row.failed and row.task.contender == "ours"):
+        reasons.append(f"{row.task.engine} failed at {row.task.size}")
+    reasons += [f"{name} failed" for name, result in more.items() if result["failed"]]
+    if reasons:
+        print(f"verdict: WRONG: {'; '.join(dict.fromkeys(reasons))}")
+        return 1
+    print(f"verdict: RIGHT: all {len(found)} comparisons are within their bounds")
+    return 0
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -65,7 +65,7 @@ def compare(prepared: Prepared, engine: str) -> Finding:
     finding, dtype = Finding(problem.name, problem.dtype, engine), DTYPES[problem.dtype]
     start = time.perf_counter()
     try:
-        with problem.indices(), on(mx.cpu if engine == "numpy" else None):
+        with problem.indices(), on(mx.Device(mx.cpu) if engine == "numpy" else None):
             outputs, gradients = run(case, engine, dtype, cotangents)
             results = as_numpy(outputs | {f"d{name}": gradient for name, gradient in gradients.items()})
             seconds = time.perf_counter() - start

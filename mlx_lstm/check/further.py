@@ -14,11 +14,13 @@ LIMIT = 3600  # seconds
 
 
 class Command(NamedTuple):
-    """A command, the file that it writes (None: where --json says), why it cannot run here."""
+    """A command, the file that it writes (None: where --json says), why it cannot run here; the exit codes of one that
+    could do what it is for."""
 
     line: tuple[str, ...]
     file: Path | None
     hindrance: str
+    answers: tuple[int, ...] = (0,)
 
 
 def commands(metal: bool) -> dict[str, Command]:
@@ -28,14 +30,14 @@ def commands(metal: bool) -> dict[str, Command]:
     return {
         "tune": Command(("bench", "--tune"), tuning.cache_file(), "" if metal else "MLX has no Metal back end here"),
         "compare": Command(("compare",), None, apple),
-        "settle": Command(("compare", "--settle"), None, apple),
+        "settle": Command(("compare", "--settle"), None, apple, answers=(0, 1)),
     }
 
 
 def run(name: str, command: Command) -> tuple[str, dict[str, Any]]:
-    """A line about what came of a command; its exit code, what it printed and wrote."""
+    """A line about what came of a command; whether it failed, its exit code, what it printed and wrote."""
     if command.hindrance:
-        return f"{name}: not run: {command.hindrance}", {"not run": command.hindrance}
+        return f"{name:11}not run: {command.hindrance}", {"failed": False, "not run": command.hindrance}
     module, *options = command.line
     with tempfile.TemporaryDirectory() as folder:
         file = command.file or Path(folder, f"{name}.json")
@@ -43,8 +45,9 @@ def run(name: str, command: Command) -> tuple[str, dict[str, Any]]:
         try:
             done = subprocess.run(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=LIMIT)
         except subprocess.TimeoutExpired:
-            return f"{name}: no answer after {LIMIT} seconds", {"exit code": None}
-        written = json.loads(file.read_text()) if done.returncode in (0, 1) and file.exists() else None
-    last = (done.stdout.strip().splitlines() or ["it said nothing"])[-1]
-    found = {"exit code": done.returncode, "printed": done.stdout, "written": written}
-    return f"{name}: exit code {done.returncode}: {last}", found
+            return f"{name:11}no answer after {LIMIT} seconds", {"failed": True}
+        failed = done.returncode not in command.answers
+        written = json.loads(file.read_text()) if not failed and file.exists() else None
+    last = (done.stdout.strip().splitlines() or ["it said nothing"])[-1].strip()
+    found = {"failed": failed, "exit code": done.returncode, "printed": done.stdout, "written": written}
+    return f"{name:11}exit code {done.returncode}: {last}", found

@@ -58,9 +58,10 @@ def failure_lines(wrong: Iterable[Finding]) -> list[str]:
 
 
 def first_line(text: str) -> str:
-    """The line that says most: a compiler's first error, else the first one."""
+    """The line that says most: a compiler's first error, else the first one, with the next if that announces it."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    found = next((line for line in lines if "error:" in line), lines[0] if lines else "")
+    first = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])
+    found = next((line for line in lines if "error:" in line), first)
     return found if len(found) <= WIDTH else f"{found[:WIDTH]}..."
 
 

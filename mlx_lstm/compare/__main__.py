@@ -27,7 +27,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     for package in ("rich", *(["matplotlib"] if options.plot else [])):
         if importlib.util.find_spec(package) is None:
-            parser.error(f"this needs {package}: pip install 'mlx-lstm[compare]'")
+            parser.error(f"this needs {package}: pip install '.[compare]'")
     try:
         contenders = present(options.contenders)
         golden = load_golden(options.golden) if options.golden else None

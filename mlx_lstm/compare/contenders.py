@@ -19,7 +19,7 @@ from .files import load_case, save_arrays, save_case
 
 PYOBJC = ("Metal", "MetalPerformanceShadersGraph", "objc")
 HOW_TO_GET = {
-    "mpsgraph": "a Mac with macOS 12.3 or newer and PyObjC: pip install 'mlx-lstm[compare]'",
+    "mpsgraph": "a Mac with macOS 12.3 or newer and PyObjC: pip install '.[compare]'",
     "torch-mps": "a Mac with torch: pip install torch",
     "torch": "torch: pip install torch",
     "fused": "a Mac: MLX has Metal only there",

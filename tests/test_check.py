@@ -1,0 +1,229 @@
+"""`python -m mlx_lstm.check`: what it prints, writes and returns, on Linux and, emulated, on a Mac."""
+
+import importlib
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from kernel_texts import compile_each, family, kernel_texts, write
+from on_metal import on_metal
+
+from mlx_lstm.check import __main__ as command
+from mlx_lstm.check import further, process, timing
+from mlx_lstm.check.comparison import Finding, compare, prepare
+from mlx_lstm.check.further import Command
+from mlx_lstm.check.grid import grid
+from mlx_lstm.check.report import engine_lines, first_line
+from mlx_lstm.engines import ENGINES
+
+ROOT = Path(__file__).parents[1]
+
+DAMAGES = {
+    "another number": """
+from mlx_lstm.engines.metal import launch
+read = launch.shader_file
+changed = "return rnn_cell", "return 1.01f * rnn_cell"
+launch.shader_file = lambda name: read(name).replace(*changed) if name == "fused_cell_rnn" else read(name)
+""",
+    "no kernel": """
+from mlx_lstm.engines.metal import launch
+read = launch.shader_file
+launch.shader_file = lambda name: read(name) + "garbage;" * (name == "fused_cell_rnn")
+""",
+    "a crash": """
+import os
+from mlx_lstm.engines.autodiff import ENGINE_MODULES
+ENGINE_MODULES["stepwise"].backward = lambda *arguments: os.abort()
+""",
+    "no end": """
+import time
+from mlx_lstm.engines.autodiff import ENGINE_MODULES
+ENGINE_MODULES["ops"].forward = lambda *arguments: time.sleep(100)
+""",
+}
+
+
+@pytest.fixture(autouse=True)
+def in_haste(monkeypatch):
+    """What is timed here means nothing."""
+    for name, value in {"SECONDS": 0.01, "ROUNDS": 1, "QUIET": 0.0}.items():
+        monkeypatch.setattr(timing, name, value)
+
+
+@pytest.fixture
+def start(tmp_path, monkeypatch):
+    """Lets the processes that a test starts begin with some lines of Python."""
+
+    def begin(lines):
+        Path(tmp_path, "sitecustomize.py").write_text(lines)
+        monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT / 'tests'}:{ROOT}")
+
+    return begin
+
+
+def run(tmp_path, capsys, *arguments):
+    """(exit code, lines, the file) of the command."""
+    file = tmp_path / "check.json"
+    code = command.main([*arguments, "--file", str(file)])
+    return code, capsys.readouterr().out.splitlines(), json.loads(file.read_text())
+
+
+def test_on_linux(tmp_path, capsys):
+    """The engines that run here; what a Mac would add; times; the file; nobody is asked for an extra."""
+    code, lines, report = run(tmp_path, capsys, "--problems", "gru, 17 items", "--sizes", "3,2,3,4")
+    assert code == 0 and lines[0].startswith("mlx_lstm ") and len(lines) == 7
+    assert [line[:32] for line in lines[1:3]] == [f"{word:11}1 of 1 problems right" for word in ("numpy", "ops")]
+    assert lines[3].startswith("not here   fused, stepwise: ") and "a Mac would add them: 2 comparisons" in lines[3]
+    assert re.match(r"3,2,3,4 +backward: mlx.nn.LSTM [\d.]+ ms; numpy [\d.]+ ms, ", lines[4])
+    assert lines[6] == "verdict: RIGHT: all 2 comparisons are within their bounds"
+    assert [(row["engine"], row["failure"]) for row in report["comparisons"]] == [("numpy", ""), ("ops", "")]
+    assert {"chip", "system", "mlx", "kernels", "command"} <= report["machine"].keys()
+    assert [row["status"] for row in report["times"]] == ["timed"] * 2
+
+
+def test_as_on_a_mac(tmp_path, capsys, start):
+    start("import on_metal; on_metal.pretend()")
+    with on_metal():
+        code, lines, report = run(tmp_path, capsys, "--problems", "rnn, 17 items", "--sizes", "2,1,2,3")
+    assert code == 0 and len(lines) == 8
+    assert [line.split()[0] for line in lines[1:5]] == list(ENGINES)
+    assert re.match(r"2,1,2,3 +backward: mlx.nn.LSTM [\d.]+ ms; fused [\d.]+ ms, .*; stepwise [\d.]+ ms, ", lines[5])
+    assert all(row["failure"] == "" and 0 < row["error"] < row["bound"] for row in report["comparisons"])
+
+
+@pytest.mark.parametrize(
+    ("damage", "engine", "said"),
+    [
+        ("another number", "fused", r"rnn, 17 items, float32: \w+: error [\d.e-]+ > bound [\d.e-]+$"),
+        ("no kernel", "fused", r"rnn, 17 items, float32: KernelError: kernel \w+: \[compile\] a type specifier is"),
+        ("a crash", "stepwise", r"rnn, 17 items, float32: the process ended with exit code -6: "),
+    ],
+)
+def test_a_damaged_kernel_is_found(tmp_path, capsys, start, damage, engine, said):
+    """The exit code is 1, a line says what is wrong, and the other engines go on."""
+    start(f"import on_metal; on_metal.pretend()\n{DAMAGES[damage]}")
+    with on_metal():
+        code, lines, report = run(tmp_path, capsys, "--problems", "rnn, 17 items", "--sizes")
+    number = 1 + ENGINES.index(engine)
+    assert code == 1 and len(lines) == 8 and lines[number].endswith("1 FAILED:")
+    assert re.match(said, lines[number + 1].strip()), lines
+    assert lines[-1] == f"verdict: WRONG: 1 of 4 comparisons failed, of {engine}"
+    assert [row["engine"] for row in report["comparisons"] if row["failure"]] == [engine]
+
+
+@pytest.mark.slow  # it waits
+def test_a_kernel_that_hangs_costs_a_few_processes_only(start, monkeypatch):
+    start(DAMAGES["no end"])
+    monkeypatch.setattr(process, "LOSSES", 1)
+    problems = grid()
+    numbers = [n for n, problem in enumerate(problems) if problem.name == "rnn, 17 items"] * 2
+    work = [(n, engine) for n in numbers for engine in ("ops", "numpy")]
+    found = list(process.findings(work, problems, full=False, patience=20))
+    assert [(finding.engine, finding.lost) for finding in found if finding.engine == "ops"] == [("ops", True)] * 2
+    assert found[0].failure == "no answer after 20 seconds"
+    assert [finding.failure for finding in found if finding.engine == "numpy"] == ["", ""]
+
+
+def test_an_engine_that_was_asked_for_has_to_run(capsys):
+    with pytest.raises(SystemExit) as info:
+        command.main(["--engines", "numpy", "fused"])
+    assert info.value.code == 2 and "fused cannot run here: Metal shaders run on the GPU" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as info:
+        command.main(["--problems", "nothing"])
+    assert info.value.code == 2 and "no problem has nothing in its name" in capsys.readouterr().err
+
+
+def test_a_file_that_cannot_be_written(capsys, monkeypatch):
+    monkeypatch.setattr(command, "findings", lambda *arguments: [])
+    assert command.main(["--problems", "rnn, 17", "--sizes", "--file", "/proc/nothing/x.json"]) == 1
+    said = capsys.readouterr()
+    assert "--file names another place" in said.err and said.out.endswith("verdict: WRONG: file failed\n")
+
+
+def test_failures_are_told_once():
+    right = Finding("lstm, 1 item", "float32", "fused", tensor="h", error=0.1)
+    refused = "RuntimeError: [metal::Device] Unable to build metal library\nfused.metal:3:1: error: no\nmore"
+    wrong = [Finding(f"gru, {n} items", "float16", "fused", failure=refused) for n in range(20)]
+    wrong += [Finding(f"rnn, {n} items", "float32", "fused", 0.0, "h", n, 0.5, f"h: error {n}") for n in (2, 3)]
+    lines = engine_lines("fused", [right, *wrong])
+    assert lines == [
+        "fused      1 of 23 problems right, in float32, float16; largest error 0.10 of its bound "
+        "(h of lstm, 1 item, float32); 22 FAILED:",
+        "  gru, 0 items, float16 and 19 more: fused.metal:3:1: error: no",
+        "  rnn, 3 items, float32 and 1 more: h: error 3",
+    ]
+    assert first_line("") == "" and len(first_line("x" * 1000)) < 200
+    others = [Finding("a", "float32", "ops", failure=f"error number {n}") for n in range(12)]
+    assert engine_lines("ops", others)[-1] == "  and 4 other failures: see the file"
+
+
+# --- What is checked -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("full", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_every_problem_shows_something(full):
+    """Its bounds would not accept zeros; the definition is within them. A default run takes every ninth."""
+    for problem in grid(full)[:: 1 if full else 9]:
+        finding = compare(prepare(problem), "ops")
+        assert not finding.failure, finding
+
+
+def test_every_file_of_the_shaders_is_compiled():
+    """But for long indices, which only --full has."""
+    texts = kernel_texts(grid())
+    named = set(re.findall(r'#line 1 "(\w+\.metal)"', "".join(texts)))
+    assert named == {path.name for path in ROOT.glob("metal/*.metal")} - {"stepwise_index_64.metal"}
+    assert {family(text).split("_")[0] for text in texts} == {"lstm", "gru", "rnn", "stepwise", "recurrent"}
+    few = kernel_texts(problem for problem in grid(full=True) if problem.long and problem.name.startswith("rnn"))
+    assert any('#line 1 "stepwise_index_64.metal"' in text for text in few)
+
+
+def test_a_text_that_a_compiler_refuses_is_named(tmp_path, capsys):
+    problem = next(problem for problem in grid() if problem.name == "rnn, 17 items")
+    names = write(tmp_path, kernel_texts([problem]))
+    assert names.total() == len(list(tmp_path.glob("*.metal"))) > 5
+    text = Path(tmp_path, "rnn_fused_forward_1.metal").read_text()
+    assert text.startswith('#line 1 "mlx/backend/metal/kernels/') and "[[kernel]] void custom_kernel_rnn_fused" in text
+    compiler = "import sys; sys.exit('x.metal:1:2: error: no' if 'rnn_fused_forward' in sys.argv[1] else 0)"
+    refused = compile_each([sys.executable, "-c", compiler], tmp_path)
+    said = capsys.readouterr()
+    assert {file.name.rpartition("_")[0] for file in refused} == {"rnn_fused_forward"}
+    assert (
+        said.err == f"{len(refused)} kernels: x.metal:1:2: error: no\n" and f" of {names.total()} compiled" in said.out
+    )
+
+
+# --- The rest of --full ----------------------------------------------------------------------------------------------
+
+
+def test_what_full_adds(capsys, tmp_path, monkeypatch):
+    """Here it says why it cannot; elsewhere the command's last line, its exit code and its file are reported."""
+    for name, line in further.commands(metal=False).items():
+        assert further.run(name, line)[0].startswith(f"{name:11}not run: ")
+    assert set(further.commands(metal=True)) == {"tune", "compare", "settle"}
+    quick = Command(("compare", "--contenders", "ops", "--cases", "gru: one of everything"), None, "")
+    line, found = further.run("compare", quick)
+    assert line.startswith("compare    exit code 0: ") and found["printed"].strip().endswith(line[24:])
+    assert not found["failed"] and found["written"]["rows"]
+    line, found = further.run("compare", quick._replace(line=("compare", "--golden", "nothing")))
+    assert found["failed"] and found["exit code"] == 2
+
+
+def test_the_workflows_call_what_is_there():
+    """Options and modules of the commands in .github/workflows."""
+    text = "".join(path.read_text() for path in ROOT.glob(".github/workflows/*.yml"))
+    lines = re.findall(r"python -m mlx_lstm\.(\w+) ([^|\n]*)", text)
+    assert {name for name, _ in lines} == {"check", "bench", "compare"}
+    for name, options in lines:
+        importlib.import_module(f"mlx_lstm.{name}.__main__").make_parser().parse_args(options.split())
+
+
+@pytest.mark.parametrize(("platform", "extra"), [("linux", "'.[cpu]'"), ("darwin", ".")])
+def test_importing_without_mlx_says_what_to_install(platform, extra):
+    code = f"import sys; sys.platform = '{platform}'; sys.modules['mlx.core'] = None; import mlx_lstm"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    said = done.stderr.splitlines()[-1]
+    assert said.startswith(f"ImportError: mlx_lstm needs MLX; in a clone of mlx-lstm: pip install {extra} (")
