@@ -77,12 +77,13 @@ def time_line(rows: Sequence[Row]) -> str:
         found = ratio(row, compared["mlx"]) if "mlx" in compared and row.task.contender != "mlx" else None
         times = f", {text_of(found.value)} that" if found else ""
         cells.append(f"{name} {milliseconds(spread(row)['median'])} ms{times}")
-    return f"{task.size!s:15} {task.which}: {'; '.join(cells)}"
+    disturbed = " (disturbed by other processes)" if any(row.disturbed for row in rows) else ""
+    return f"{task.size!s:15} {task.which}: {'; '.join(cells)}{disturbed}"
 
 
 def text_of(ratio: float) -> str:
     """A ratio to be read as a part or a multiple."""
-    return f"1/{1 / ratio:.2g} of" if ratio < 1 else f"{ratio:.2g} times"
+    return f"1/{1 / ratio:.3g} of" if ratio < 1 else f"{ratio:.3g} times"
 
 
 def write(
