@@ -1,4 +1,4 @@
-"""Layers that drop into any MLX model, in the place of those of `mlx.nn`."""
+"""The layers of `mlx.nn`, each on one recurrence."""
 
 import math
 from collections.abc import Callable
@@ -7,11 +7,9 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from .checks import NO_UNITS, check_integer, fail, instead_of
-from .engines.cells import Cell, GRUCell, LSTMCell, RNNCell
-from .recurrence import Call
-
-__all__ = ["GRU", "LSTM", "NONLINEARITIES", "RNN"]
+from ..checks import NO_UNITS, check_integer, fail, instead_of
+from ..engines.cells import Cell, GRUCell, LSTMCell, RNNCell
+from ..recurrence import Call
 
 NONLINEARITIES = {nn.tanh: "tanh", mx.tanh: "tanh", nn.relu: "relu", nn.sigmoid: "sigmoid", mx.sigmoid: "sigmoid"}
 """The functions that `RNN` can run, and their names in `mlx_lstm.rnn`."""
