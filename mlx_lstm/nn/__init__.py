@@ -1,5 +1,9 @@
-"""Layers that drop into any MLX model, in the place of those of `mlx.nn`."""
+"""Layers that drop into any MLX model, in the place of those of `mlx.nn`.
+
+`stack` runs lists of such layers, whoever wrote them, as one: layers on layers, both directions, lengths, last states.
+"""
 
 from ._layers import GRU, LSTM, NONLINEARITIES, RNN
+from ._stack import stack
 
-__all__ = ["GRU", "LSTM", "NONLINEARITIES", "RNN"]
+__all__ = ["GRU", "LSTM", "NONLINEARITIES", "RNN", "stack"]

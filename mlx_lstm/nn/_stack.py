@@ -1,0 +1,186 @@
+"""Lists of layers with MLX's parameters, run as one."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ..checks import check_array, fail
+from ..engines.cells import Cell, GRUCell, LSTMCell, RNNCell
+from ..engines.problem import Arrays
+from ..recurrence import Call, Lengths, by_layer, of_layers
+from ._layers import GRU, LSTM, RNN, activation_of
+
+OP = "nn.stack"
+
+
+class Kind(NamedTuple):
+    """H-blocks of a weight; the parameters in MLX's names, weights first, and in the recurrence's; a layer's cell."""
+
+    gates: int
+    names: dict[str, str]
+    cell: Callable[[Any], Cell]
+
+
+KINDS = [
+    Kind(4, {"Wx": "Wx", "Wh": "Wh", "bias": "b"}, lambda layer: LSTMCell()),
+    Kind(3, {"Wx": "Wx", "Wh": "Wh", "b": "b", "bhn": "bhn"}, lambda layer: GRUCell()),
+    Kind(
+        1,
+        {"Wxh": "Wx", "Whh": "Wh", "bias": "b"},
+        lambda layer: RNNCell(activation_of(getattr(layer, "nonlinearity", nn.tanh))),
+    ),
+]
+
+
+def stack(
+    layers: Sequence[Any],
+    x: mx.array,
+    state: Any = None,
+    *,
+    reverse: Sequence[Any] | None = None,
+    lengths: Lengths = None,
+    engine: str | None = None,
+) -> tuple[mx.array, Any]:
+    """Layers on layers, from their parameters: those of `mlx.nn`, ours, or any object that has such parameters.
+
+    For models that keep their layers in lists, or in attributes of their own: these stay, and with them the names in a
+    weight file. Equals a loop that calls each layer with the output of the one before; where `reverse` is given, too,
+    both layers of a depth read the same input, and their outputs are concatenated: forward first, reversed second.
+    Layers of different sizes take two calls.
+
+    An object is read as it stands, its own `__call__` never runs: an LSTM has `Wx` [4H, D], `Wh` [4H, H] and maybe
+    `bias` [4H], gate order i, f, g, o; a GRU `Wx` [3H, D], `Wh` [3H, H] and maybe `b` [3H], `bhn` [H], gate order r, z,
+    n; a plain RNN `Wxh` [H, D], `Whh` [H, H], maybe `bias` [H] and `nonlinearity`. Other arrays or modules in it are an
+    error. A dict with such arrays will do.
+
+    Args:
+        layers (list): K of them, all of one kind and one H, the first one reads x; from layer 1 on D is H, or 2H with
+            `reverse`. May be empty if `reverse` is not.
+        x (array): [B, T, D]; as in the layers, any number of batch axes, none included.
+        state (optional): of LSTMs a tuple (h_0, c_0), else h_0; each [K, B, H], with both directions [2K, B, H]: layer
+            by layer, the forward one first. Default: zeros.
+        reverse (list, optional): K layers that read their input from its end to its start.
+        lengths (integer array or list, optional): [B], each in 0..T. Past its end an item's output is 0, its last state
+            is that of its end, where the reversed layers start, and its input is never read.
+        engine (str, optional): force an engine, as in `mlx_lstm.lstm`. Default: that of our layer, else the best for
+            the stream's device.
+
+    Returns:
+        tuple: the output [B, T, H], or [B, T, 2H], and the last states, shaped as `state`: of LSTMs (h_n, c_n), else
+        h_n; in the dtype that x, states and parameters promote to.
+
+    Raises:
+        ValueError: an argument breaks a rule.
+
+    Example:
+        >>> import mlx.core as mx
+        >>> import mlx.nn
+        >>> from mlx_lstm.nn import stack
+        >>> ahead, back = ([mlx.nn.LSTM(3, 4), mlx.nn.LSTM(8, 4)] for _ in range(2))
+        >>> output, (h_n, c_n) = stack(ahead, mx.ones((5, 10, 3)), reverse=back, lengths=[10, 2, 7, 1, 10])
+        >>> output.shape, h_n.shape
+        ((5, 10, 8), (4, 5, 4))
+    """
+    found = depths(layers, reverse or [])
+    cell, D = found[0].cell, found[0].arrays["Wx"].shape[1]
+    ways, H = (2 if layers and reverse else 1), found[0].arrays["Wh"].shape[-1]
+    if not isinstance(x, mx.array) or x.ndim < 2 or x.shape[-1] != D or 0 in x.shape[-2:]:
+        shape = list(x.shape) if isinstance(x, mx.array) else type(x).__name__
+        fail(OP, f"x must have shape [B, T, D = {D}] with at least one step", f"shape {shape}")
+    batch, T = x.shape[:-2], x.shape[-2]
+    names = ("h", "c") if isinstance(cell, LSTMCell) else ("h",)
+    first = first_states(state, names, (ways * len(found), *batch, H))
+    dtype = mx.result_type(x, *first.values(), *(array for each in found for array in each.arrays.values()))
+    if 0 in batch:
+        last = {name: mx.zeros((ways * len(found), *batch, H), dtype) for name in names}
+        return mx.zeros((*batch, T, ways * H), dtype), (last["h"], last["c"]) if "c" in last else last["h"]
+    x, outputs = x.reshape(-1, T, D), []
+    rows = {name: by_layer(array.reshape(array.shape[0], -1, H), ways) for name, array in first.items()}
+    for n, each in enumerate(found):
+        arrays = each.arrays | {"x": x} | {f"{name}0": array[n] for name, array in rows.items()}
+        arrays = {name: array.astype(dtype) for name, array in arrays.items()}
+        options = {"reverse": not layers, "bidirectional": ways == 2, "lengths": lengths}
+        call = Call(each.cell, **options, engine=engine or each.engine, batch_first=True)
+        outputs.append(call.forward(arrays, return_gates=False, training=each.training))
+        x = outputs[-1]["h"]
+    last = {name: of_layers([out[f"{name}T"] for out in outputs], ways) for name in names}
+    last = {name: array.reshape(-1, *batch, H) for name, array in last.items()}
+    return x.reshape(*batch, T, -1), (last["h"], last["c"]) if "c" in last else last["h"]
+
+
+class Depth(NamedTuple):
+    """A layer, or both of a depth side by side, as the recurrence has them."""
+
+    kind: Kind
+    cell: Cell
+    arrays: Arrays
+    training: bool
+    engine: str | None
+
+
+def depths(layers: Sequence[Any], reverse: Sequence[Any]) -> list[Depth]:
+    """All layers, found to fit on one another."""
+    if not (layers or reverse):
+        fail(OP, "layers must hold at least one layer", "none")
+    if layers and reverse and len(layers) != len(reverse):
+        fail(OP, f"reverse must hold as many layers as layers, {len(layers)},", len(reverse))
+    ways = [(word, list(way)) for word, way in (("layers", layers), ("reverse", reverse)) if way]
+    found: list[Depth] = []
+    for n in range(len(ways[0][1])):
+        each = [read(f"{word}[{n}]", way[n]) for word, way in ways]
+        one, first = each[0], (found or each)[0]
+        H = first.arrays["Wh"].shape[-1]
+        D = len(ways) * H if n else one.arrays["Wx"].shape[1]
+        for (word, _), other in zip(ways, each, strict=True):
+            if other.kind is not first.kind:
+                fail(OP, f"{word}[{n}] must be of the kind of the first layer, {first.cell.op},", other.cell.op)
+            if other.cell != one.cell or other.arrays.keys() != one.arrays.keys():
+                fail(
+                    OP, f"reverse[{n}] must have the nonlinearity and the parameters of layers[{n}]", list(other.arrays)
+                )
+            check_parameters(f"{word}[{n}]", other, D, H)
+        arrays = {name: mx.concatenate([other.arrays[name] for other in each]) for name in one.arrays}
+        if len(each) == 2:
+            arrays["Wh"] = mx.stack([other.arrays["Wh"] for other in each])
+        found.append(one._replace(arrays=arrays, training=all(other.training for other in each)))
+    return found
+
+
+def read(name: str, layer: Any) -> Depth:
+    """A layer by itself, of the kind that its parameters show."""
+    held: dict[str, Any] = getattr(layer, "__dict__", {}) | (layer if isinstance(layer, dict) else {})
+    held = {key: value for key, value in held.items() if isinstance(value, (mx.array, nn.Module)) and key[0] != "_"}
+    shapes: dict[str, Any] = {
+        key: list(value.shape) if isinstance(value, mx.array) else "module" for key, value in held.items()
+    }
+    for kind in KINDS:
+        Wx, Wh = (shapes.get(key, ()) for key in list(kind.names)[:2])
+        if held.keys() <= kind.names.keys() and len(Wx) == len(Wh) == 2 and Wx[0] == kind.gates * Wh[1]:
+            arrays = {ours: held[theirs] for theirs, ours in kind.names.items() if theirs in held}
+            engine = layer.engine if isinstance(layer, (LSTM, GRU, RNN)) else None
+            return Depth(kind, kind.cell(layer), arrays, getattr(layer, "training", True), engine)
+    kinds = "Wx [4H, D], Wh [4H, H], bias, or Wx [3H, D], Wh [3H, H], b, bhn, or Wxh [H, D], Whh [H, H], bias"
+    fail(OP, f"{name} must hold {kinds}, and no other array or module", shapes)
+
+
+def check_parameters(name: str, layer: Depth, D: int, H: int) -> None:
+    """Their shapes are those of a layer that reads D features."""
+    rows = layer.kind.gates * H
+    shapes = {"Wx": [rows, D], "Wh": [rows, H], "b": [rows], "bhn": [H]}
+    for theirs, ours in layer.kind.names.items():
+        if ours in layer.arrays:
+            check_array(OP, f"{name}.{theirs}", layer.arrays[ours], shapes[ours])
+
+
+def first_states(state: Any, names: tuple[str, ...], shape: tuple[int, ...]) -> Arrays:
+    """The caller's states by name, as far as there are any."""
+    if len(names) == 1 or state is None:
+        state = [state] * len(names)
+    elif not isinstance(state, (tuple, list)) or len(state) != 2:
+        fail(OP, "state must be a tuple (h_0, c_0)", type(state).__name__)
+    found = {name: array for name, array in zip(names, state, strict=True) if array is not None}
+    for name, array in found.items():
+        check_array(OP, f"{name}_0", array, shape)
+    return found

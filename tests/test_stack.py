@@ -1,0 +1,199 @@
+"""`mlx_lstm.nn.stack`: in place of the loops that programs write, outputs, states and gradients; its own rules."""
+
+from types import SimpleNamespace
+
+import mlx.core as mx
+import mlx.nn
+import numpy as np
+import pytest
+from clients import CLIENTS, D, H, Predictor, assert_same, predicted
+from mlx.utils import tree_flatten
+
+import mlx_lstm.nn
+import mlx_lstm.torch
+from mlx_lstm.nn import stack
+
+T = 5
+KINDS = ["LSTM", "GRU", "RNN"]
+
+
+def run(model, call, x):
+    """All outputs of `call`, and the gradients of x and of all parameters, by name."""
+
+    def loss(parameters, x):
+        model.update(parameters)
+        found = call(model, x)
+        return sum((out * mx.cos(mx.arange(out.size)).reshape(out.shape)).sum() for out in found), found
+
+    parameters = model.parameters()
+    (_, found), gradients = mx.value_and_grad(loss, argnums=(0, 1))(parameters, x)
+    model.update(parameters)
+    return {name: np.array(array) for name, array in tree_flatten([*found, *gradients])}
+
+
+@pytest.mark.parametrize("B", [1, 3])
+@pytest.mark.parametrize("client", CLIENTS)
+def test_in_place_of_a_client_s_loop(client, B):
+    mx.random.seed(3)
+    build, one_line = CLIENTS[client]
+    model, x = build(), mx.random.normal((B, T, D))
+    rounded, got = run(model, build.__call__, x), run(model, one_line, x)
+    model.set_dtype(mx.float64)
+    assert_same(got, rounded, run(model, build.__call__, x.astype(mx.float64)))
+
+
+def test_a_batch_where_a_client_s_loop_runs_through_it():
+    """Time first, a transducer's loop is right for one item; `stack` is for every one."""
+    mx.random.seed(3)
+    model, x = Predictor(right=False), mx.random.normal((3, T, D))
+    alone = [model(x[n : n + 1])[0] for n in range(3)]
+    for n in range(3):
+        np.testing.assert_allclose(np.array(predicted(model, x)[0][n]), np.array(alone[n][0]), rtol=0, atol=1e-6)
+    assert np.abs(np.array(model(x)[0][1] - alone[1][0])).max() > 1e-2
+
+
+def layers_of(kind, package=mlx.nn, ways=1, bias=True):
+    mx.random.seed(5)
+    return [[getattr(package, kind)(ways * H if n else D, H, bias) for n in range(2)] for _ in range(ways)]
+
+
+def flat(found):
+    """Output and states as one list."""
+    output, last = found
+    return [np.array(array) for array in (output, *(last if isinstance(last, tuple) else [last]))]
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_whoever_wrote_the_layer(kind, bias):
+    """MLX's, ours, an object or a dict of arrays: the same bits."""
+    (layers,) = layers_of(kind, bias=bias)
+    x = mx.random.normal((2, T, D))
+    expected = flat(stack(layers, x))
+    ours = layers_of(kind, mlx_lstm.nn, bias=bias)[0]
+    objects = [SimpleNamespace(**layer.parameters(), name="client", _kept=x) for layer in layers]
+    for others in (ours, objects, [layer.parameters() for layer in layers], tuple(layers)):
+        for one, other in zip(flat(stack(others, x)), expected, strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+def torch_layer(kind, ahead, back):
+    """`mlx_lstm.torch`'s layer with the parameters of these."""
+    layer = getattr(mlx_lstm.torch, kind)(D, H, 2, batch_first=True, bidirectional=True)
+    for n, each in enumerate(zip(ahead, back, strict=True)):
+        for one, way in zip(each, ("", "_reverse"), strict=True):
+            names = list(one.parameters())
+            Wx, Wh = ("Wxh", "Whh") if "Wxh" in names else ("Wx", "Wh")
+            b = one["b" if "b" in names else "bias"]
+            b_hh = mx.pad(one["bhn"], (2 * H, 0)) if "bhn" in names else mx.zeros_like(b)
+            for name, value in {"weight_ih": one[Wx], "weight_hh": one[Wh], "bias_ih": b, "bias_hh": b_hh}.items():
+                layer[f"{name}_l{n}{way}"] = value
+    return layer
+
+
+@pytest.mark.parametrize("lengths", [None, [5, 0, 3]], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_equals_torch_s_stack_in_both_directions(kind, lengths):
+    ahead, back = layers_of(kind, ways=2)
+    x = mx.random.normal((3, T, D))
+    state = [mx.random.normal((4, 3, H)) for _ in range(2 if kind == "LSTM" else 1)]
+    state = tuple(state) if kind == "LSTM" else state[0]
+    expected = torch_layer(kind, ahead, back)(x, state, lengths=lengths)
+    found = stack(ahead, x, state, reverse=back, lengths=lengths)
+    for one, other in zip(flat(found), flat(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-6)
+    if lengths:  # of the item without a step
+        assert not found[0][1].any()
+        np.testing.assert_array_equal(flat(found)[1][:, 1], flat((x, state))[1][:, 1])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_states_go_on_and_reversed_layers_alone(kind):
+    (layers,) = layers_of(kind)
+    x = mx.random.normal((2, T, D))
+    whole, last = stack(layers, x)
+    first, state = stack(layers, x[:, :2])
+    second, state = stack(layers, x[:, 2:], state)
+    for one, other in zip(flat((mx.concatenate([first, second], axis=1), state)), flat((whole, last)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-6)
+    back, last_of_back = stack([], x[:, ::-1], reverse=layers)
+    for one, other in zip(flat((back[:, ::-1], last_of_back)), flat((whole, last)), strict=True):
+        np.testing.assert_array_equal(one, other)
+    if kind == "LSTM":
+        alone = stack(layers, x, (last[0], None))[0]
+        np.testing.assert_array_equal(np.array(alone), np.array(stack(layers, x, (last[0], 0 * last[1]))[0]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_batch_axes(kind):
+    ahead, back = layers_of(kind, ways=2)
+    x = mx.random.normal((2, 3, T, D))
+    output, last = flat(stack(ahead, x, reverse=back))[:2]
+    assert output.shape == (2, 3, T, 2 * H) and last.shape == (4, 2, 3, H)
+    alone = flat(stack(ahead, x[1, 2], reverse=back))
+    assert alone[0].shape == (T, 2 * H) and alone[1].shape == (4, H)
+    np.testing.assert_allclose(output[1, 2], alone[0], rtol=0, atol=1e-6)
+    np.testing.assert_allclose(last[:, 1, 2], alone[1], rtol=0, atol=1e-6)
+    again = stack(ahead, x, stack(ahead, x, reverse=back)[1], reverse=back)
+    assert again[0].shape == output.shape
+    none = [out.shape for out in flat(stack(ahead, x[:0], reverse=back))]
+    assert none == [(0, 3, T, 2 * H)] + [(4, 0, 3, H)] * (len(none) - 1)
+
+
+def test_dtypes_modes_and_engines():
+    (layers,) = layers_of("LSTM", mlx_lstm.nn)
+    x = mx.random.normal((2, T, D))
+    layers[1].set_dtype(mx.bfloat16)
+    assert {str(out.dtype) for out in (stack(layers, x)[0], *stack(layers, x)[1])} == {"mlx.core.float32"}
+    layers[0].set_dtype(mx.bfloat16)
+    output, (h_n, _) = stack(layers, x.astype(mx.bfloat16))
+    assert output.dtype == h_n.dtype == mx.bfloat16
+    layers[1].engine = "no such"
+    with pytest.raises(ValueError, match="engine must be one of"):
+        stack(layers, x)
+    assert stack(layers, x, engine="ops")[0].shape == (2, T, H)
+    relu = [mlx.nn.RNN(D, H, nonlinearity=mlx.nn.relu), mlx.nn.RNN(H, H)]
+    np.testing.assert_allclose(np.array(stack(relu, x)[0]), np.array(relu[1](relu[0](x))), rtol=0, atol=4e-6)
+
+
+def test_a_graph_to_export_in_evaluation_mode(tmp_path):
+    (layers,) = layers_of("LSTM")
+    x, path = mx.random.normal((2, T, D)), str(tmp_path / "stack.mlxfn")
+    mx.eval(layers[0].parameters(), layers[1].parameters())
+    for layer in layers:
+        layer.eval()
+    mx.export_function(path, lambda x: stack(layers, x)[0], x)
+    np.testing.assert_allclose(np.array(mx.import_function(path)(x)[0]), np.array(stack(layers, x)[0]), atol=1e-6)
+
+
+X, LSTM, GRU, RNN = mx.zeros((2, T, D)), mlx.nn.LSTM(D, H), mlx.nn.GRU(D, H), mlx.nn.RNN(D, H)
+BAD = {
+    "no layer": (lambda: stack([], X), "layers must hold at least one layer but got none"),
+    "too few reversed": (lambda: stack([LSTM], X, reverse=[LSTM, LSTM]), "as many layers as layers, 1, but got 2"),
+    "kinds": (lambda: stack([LSTM, mlx.nn.GRU(H, H)], X), r"layers\[1\] must be of the kind .* lstm, but got gru"),
+    "nonlinearity": (
+        lambda: stack([RNN], X, reverse=[mlx.nn.RNN(D, H, nonlinearity=mlx.nn.relu)]),
+        r"reverse\[0\] must have the nonlinearity",
+    ),
+    "no bias on one side": (lambda: stack([LSTM], X, reverse=[mlx.nn.LSTM(D, H, False)]), "and the parameters of"),
+    "width": (lambda: stack([LSTM, LSTM], X), r"layers\[1\].Wx must have shape \[16, 4\] but got shape \[16, 3\]"),
+    "sizes": (lambda: stack([LSTM, mlx.nn.LSTM(H, 5)], X), r"layers\[1\].Wx must have shape \[16, 4\]"),
+    "bias": (lambda: stack([LSTM.parameters() | {"bias": mx.zeros(3)}], X), r"layers\[0\].bias must have shape \[16\]"),
+    "more arrays": (
+        lambda: stack([LSTM.parameters() | {"gain": mx.zeros(4)}], X),
+        r"layers\[0\] must hold Wx .* and no other array or module but got .*'gain': \[4\]",
+    ),
+    "modules": (lambda: stack([mlx.nn.Sequential(LSTM)], X), r"layers\[0\] must hold Wx"),
+    "x": (lambda: stack([LSTM], X[..., :2]), r"x must have shape \[B, T, D = 3\] .* but got shape \[2, 5, 2\]"),
+    "no steps": (lambda: stack([LSTM], X[:, :0]), "with at least one step"),
+    "state": (lambda: stack([LSTM], X, mx.zeros((1, 2, H))), r"state must be a tuple \(h_0, c_0\) but got array"),
+    "shape of state": (lambda: stack([GRU], X, mx.zeros((2, H))), r"h_0 must have shape \[1, 2, 4\]"),
+    "lengths": (lambda: stack([GRU], X, lengths=[6, 1]), r"lengths must lie in 0..5 but got lengths\[0\] = 6"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_arguments(case):
+    call, message = BAD[case]
+    with pytest.raises(ValueError, match=message):
+        call()
