@@ -1,9 +1,11 @@
 """Layers that drop into any MLX model, in the place of those of `mlx.nn`.
 
-`stack` runs lists of such layers, whoever wrote them, as one: layers on layers, both directions, lengths, last states.
+`replace` puts them there in a model that exists, `patched` in one that other code builds. `stack` runs lists of such
+layers, whoever wrote them, as one: layers on layers, both directions, lengths, last states.
 """
 
 from ._layers import GRU, LSTM, NONLINEARITIES, RNN
+from ._replace import patched, replace
 from ._stack import stack
 
-__all__ = ["GRU", "LSTM", "NONLINEARITIES", "RNN", "stack"]
+__all__ = ["GRU", "LSTM", "NONLINEARITIES", "RNN", "patched", "replace", "stack"]

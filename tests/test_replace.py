@@ -1,0 +1,189 @@
+"""`mlx_lstm.nn.replace` and `patched`: models of `mlx.nn` in the middle of training go on with our layers."""
+
+import warnings
+
+import mlx.core as mx
+import mlx.nn
+import mlx.optimizers
+import numpy as np
+import pytest
+from clients import CLIENTS, OWN, D, H, Policy, StackedLSTM, assert_same
+from mlx.utils import tree_flatten, tree_map
+
+import mlx_lstm.nn
+from mlx_lstm.nn import patched, replace
+
+TREES = [name for name in CLIENTS if name not in OWN]
+OURS = (mlx_lstm.nn.LSTM, mlx_lstm.nn.GRU, mlx_lstm.nn.RNN)
+THEIRS = (mlx.nn.LSTM, mlx.nn.GRU, mlx.nn.RNN)
+
+
+def recurrent(tree):
+    """Its recurrent layers, hidden ones too, a shared one as often as it is there."""
+    if isinstance(tree, (*OURS, *THEIRS)):
+        return [tree]
+    inside = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (list, tuple)) else []
+    return [layer for each in inside for layer in recurrent(each)]
+
+
+def train(model, optimizer, x, steps):
+    """Arrays by name: losses, the last outputs, then parameters and the optimizer's state."""
+    losses = []
+
+    def loss(x):
+        return sum((out * mx.cos(mx.arange(out.size)).reshape(out.shape)).sum() for out in model(x))
+
+    for _ in range(steps):
+        value, gradients = mlx.nn.value_and_grad(model, loss)(x)
+        optimizer.update(model, gradients)
+        losses.append(value)
+    state = {name: value for name, value in optimizer.state.items() if name not in ("step", "learning_rate")}
+    found = {"losses": mx.stack(losses), "outputs": list(model(x)), "parameters": model.parameters(), "state": state}
+    return {name: np.array(value) for name, value in tree_flatten(found)}
+
+
+@pytest.mark.parametrize("client", TREES)
+def test_in_the_middle_of_training(client):
+    """Three steps with momentum and frozen parameters, then three more: as they are, in float64, and replaced."""
+    mx.random.seed(4)
+    model, x = CLIENTS[client][0](), mx.random.normal((3, 5, D))
+    layers = recurrent(model)
+    layers[0].freeze(keys=["Wh", "Whh"])
+    layers[-1].eval()
+    optimizer = mlx.optimizers.SGD(0.05, momentum=0.9)
+    train(model, optimizer, x, 3)
+    start = model.parameters(), optimizer.state
+
+    def back_to_start(dtype):
+        parameters, state = tree_map(lambda a: a.astype(dtype) if a.dtype == mx.float32 else a, start)
+        model.update(parameters)
+        optimizer.state = state | {"learning_rate": mx.array(0.05, dtype)}
+
+    back_to_start(mx.float32)
+    expected = train(model, optimizer, x, 3)
+    back_to_start(mx.float64)
+    exact = train(model, optimizer, x.astype(mx.float64), 3)
+    back_to_start(mx.float32)
+    before = dict(tree_flatten(model.parameters()))
+    trainable = list(dict(tree_flatten(model.trainable_parameters())))
+    assert replace(model) is model
+    after = dict(tree_flatten(model.parameters()))
+    assert list(after) == list(before) and all(after[name] is before[name] for name in before)
+    assert list(dict(tree_flatten(model.trainable_parameters()))) == trainable != list(before)
+    assert all(one is other and type(one) in OURS for one, other in zip(recurrent(model), layers, strict=True))
+    assert not layers[-1].training and model.training
+    assert_same(train(model, optimizer, x, 3), expected, exact)
+    back_to_start(mx.float32)
+    assert replace(model, back=True) is model and all(type(layer) in THEIRS for layer in recurrent(model))
+    again = train(model, optimizer, x, 3)
+    assert all(np.array_equal(again[name], expected[name]) for name in expected)
+
+
+class Scaled(mlx.nn.LSTM):
+    """Computes something else."""
+
+    def __call__(self, x, hidden=None, cell=None):
+        return super().__call__(2 * x, hidden, cell)
+
+
+class Ours(mlx_lstm.nn.GRU):
+    """Of ours."""
+
+
+def wave(x):
+    return mx.sin(x)
+
+
+def silently(function, *args, **options):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return function(*args, **options)
+
+
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
+def test_the_model_itself_with_what_was_set_on_it(kind):
+    layer = getattr(mlx.nn, kind)(D, H, bias=False)
+    layer.word = "client's"
+    layer.freeze()
+    text, x = repr(layer), mx.random.normal((2, 5, D))
+    expected = layer(x)
+    assert silently(replace, layer) is layer and type(layer) is getattr(mlx_lstm.nn, kind)
+    assert (layer.word, repr(layer)) == ("client's", text) and not layer.trainable_parameters()
+    found = layer(x)
+    pairs = zip(found, expected, strict=True) if kind == "LSTM" else [(found, expected)]
+    assert all(mx.allclose(one, other, atol=4e-6).item() for one, other in pairs)
+    assert silently(replace, layer, engine="ops").engine == "ops"  # a second time: nothing but the engine
+    assert silently(replace, layer).engine == "ops"
+    silently(replace, layer, back=True)
+    assert type(layer) is getattr(mlx.nn, kind) and not hasattr(layer, "engine") and repr(layer) == text
+
+
+def test_containers_shared_layers_and_circles():
+    policy = Policy()
+    policy._self = policy
+    step = mlx.nn.value_and_grad(policy, lambda x: sum(out.sum() for out in policy(x)))  # made before, works after
+    models = {"policy": policy, "more": (StackedLSTM(), [mlx.nn.Sequential(mlx.nn.RNN(D, H))])}
+    assert silently(replace, models, engine="ops") is models
+    (memory,), (same,) = policy.actor[0], policy.critic[0]
+    assert memory is same and type(memory) is mlx_lstm.nn.GRU
+    assert len(recurrent(models["more"])) == 3
+    assert all(type(layer) in OURS and layer.engine == "ops" for layer in recurrent(models["more"]))
+    step(mx.zeros((2, 5, D)))
+    assert "actor.0.0.Wx" in dict(tree_flatten(policy.parameters()))
+
+
+def test_what_is_left_is_named():
+    foreign = mlx.nn.RNN(D, H, nonlinearity=wave)
+    model = mlx.nn.Sequential(Scaled(D, D), mlx.nn.LSTM(D, D), foreign)
+    with pytest.warns(UserWarning) as heard:
+        replace({"net": model, "head": mlx.nn.RNN(D, H, nonlinearity=mlx.nn.PReLU())})
+    (warning,) = heard
+    text = str(warning.message)
+    assert text.startswith("[nn.replace] left as they are: net.layers.0 (Scaled, a subclass of mlx.nn.LSTM), ")
+    assert (
+        "net.layers.2 (mlx.nn.RNN with nonlinearity=<function wave" in text
+        and "head (mlx.nn.RNN with nonlinearity=PReLU())" in text
+    )
+    assert warning.filename == __file__
+    assert [type(layer) for layer in model.layers] == [Scaled, mlx_lstm.nn.LSTM, mlx.nn.RNN]
+    with pytest.warns(UserWarning, match=r"left as they are: the model \(Ours, a subclass of mlx_lstm.nn.GRU\)"):
+        replace(Ours(D, H), back=True)
+    for name in OWN:
+        with pytest.warns(UserWarning, match=r"found no mlx.nn.GRU or mlx.nn.LSTM or mlx.nn.RNN in the model"):
+            replace(CLIENTS[name][0]())
+
+
+def test_bad_arguments():
+    for options, message in (
+        ({"model": "net"}, "model must be a module, or a dict, list or tuple of them, but got str"),
+        ({"model": Policy(), "back": 1}, "back must be True or False but got 1"),
+        ({"model": Policy(), "back": True, "engine": "ops"}, "engine must be None with back=True but got 'ops'"),
+    ):
+        with pytest.raises(ValueError, match=rf"\[nn.replace\] {message}"):
+            replace(**options)
+
+
+ImportedBefore = mlx.nn.GRU
+
+
+def test_patched(tmp_path):
+    path = str(tmp_path / "model.safetensors")
+    StackedLSTM().save_weights(path)
+
+    def load_model():
+        return StackedLSTM().load_weights(path)
+
+    constructors = [kind.__init__ for kind in THEIRS]
+    with pytest.warns(UserWarning) as heard, patched(engine="ops"), patched():
+        model, layer = load_model(), ImportedBefore(D, H)
+        left = [Scaled(D, H), mlx.nn.RNN(D, H, nonlinearity=wave)]
+    assert [kind.__init__ for kind in THEIRS] == constructors
+    assert [type(each) for each in model.layers] == [mlx_lstm.nn.LSTM] * 2 and type(layer) is mlx_lstm.nn.GRU
+    assert [type(each) for each in left] == [Scaled, mlx.nn.RNN]
+    assert str(heard[0].message) == "[nn.patched] left as it is: Scaled, a subclass of mlx.nn.LSTM."
+    assert mx.array_equal(model.layers[0].Wx, mx.load(path)["layers.0.Wx"]).item()
+    with pytest.raises(ZeroDivisionError), patched(engine="ops"):
+        layer = mlx.nn.LSTM(D, H, False)
+        assert layer.engine == "ops" and layer.bias is None
+        1 / 0  # noqa: B018
+    assert type(mlx.nn.LSTM(D, H)) is mlx.nn.LSTM
