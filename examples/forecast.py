@@ -1,0 +1,99 @@
+"""A forecast of a chaotic series, with a plot: an LSTM learns the next value, then goes on from its own.
+
+    python examples/forecast.py  # writes runs/forecast.png; needs `pip install matplotlib`
+
+The series is made here: the Mackey-Glass equation, dx/dt = 0.2 x(t - 17) / (1 + x(t - 17)^10) - x(t) / 10. The last
+figures are errors over 50 values of a part that was not for training: ours, those of a linear model of the last 20
+values, and those of the guess that nothing changes.
+"""
+
+import sys
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+import numpy as np
+from matplotlib.figure import Figure
+
+from mlx_lstm.nn import LSTM
+
+WINDOW, AHEAD, LAGS = 100, 50, 20
+
+
+def series(length):
+    """Values 2 time units apart, the equation solved in steps of 0.1; mean 0, deviation 1."""
+    x = np.full(length * 20 + 1170, 1.2)
+    for n in range(170, len(x)):
+        x[n] = x[n - 1] + 0.1 * (0.2 * x[n - 170] / (1 + x[n - 170] ** 10) - 0.1 * x[n - 1])
+    return ((x[1170::20] - x.mean()) / x.std()).astype(np.float32)
+
+
+class Forecaster(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.head = LSTM(1, 32), nn.Linear(32, 1)
+
+    def __call__(self, x, state=(None, None)):
+        hidden, cell = self.lstm(x[..., None], *state)
+        return x + self.head(hidden)[..., 0], (hidden[:, -1], cell[:, -1])
+
+
+def train(values, steps):
+    model, rng, optimizer = Forecaster(), np.random.default_rng(0), optim.Adam(optim.cosine_decay(1e-2, steps))
+    step = nn.value_and_grad(model, lambda x, y: ((model(x)[0] - y)[:, LAGS:] ** 2).mean())  # not the first
+    for n in range(1, steps + 1):
+        x = mx.array(values[rng.integers(0, len(values) - WINDOW, (24, 1)) + np.arange(WINDOW + 1)])
+        noise = 0.01 * mx.random.normal((24, WINDOW))  # its own values will not be exact, either
+        loss, gradients = step(x[:, :-1] + noise, x[:, 1:])
+        optimizer.update(model, gradients)
+        mx.eval(model.parameters(), optimizer.state)
+        if n % 50 == 0:
+            print(f"step {n:3}: error of the next value {loss.item() ** 0.5:.4f}")
+    return model.eval()
+
+
+def forecast(model, past):
+    """The AHEAD values after `past` [B, T], each from the ones before."""
+    values, state = model(mx.array(past))
+    for _ in range(AHEAD - 1):
+        value, state = model(values[:, -1:], state)
+        values = mx.concatenate([values, value], axis=1)
+    return np.array(values[:, -AHEAD:])
+
+
+def linear(values, past):
+    """The same from the least squares of each value on the LAGS before it."""
+    rows = np.lib.stride_tricks.sliding_window_view(values, LAGS + 1)
+    weights = np.linalg.lstsq(rows[:, :-1], rows[:, -1], rcond=None)[0]
+    for _ in range(AHEAD):
+        past = np.concatenate([past, past[:, -LAGS:] @ weights[:, None]], axis=1)
+    return past[:, -AHEAD:]
+
+
+def plot(past, truth, forecasts, path):
+    time = 2 * np.arange(WINDOW + AHEAD)
+    axes = (figure := Figure(figsize=(9, 3.5), layout="constrained")).subplots()
+    axes.plot(time, np.concatenate([past, truth]), color="0.6", lw=4, label="the series")
+    for name, values in forecasts.items():
+        axes.plot(time[WINDOW:], values, label=name)
+    axes.set(xlabel="time", ylabel="x", title="Mackey-Glass: 100 values given, the 50 after them forecast")
+    axes.legend(loc="lower left")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+
+
+def main(steps=300, path=Path("runs/forecast.png")):
+    """Train, forecast, plot, compare."""
+    mx.random.seed(0)
+    values = series(4000)
+    pieces = np.lib.stride_tricks.sliding_window_view(values[3000:], WINDOW + AHEAD)[::25]  # the test
+    past, truth = pieces[:, :WINDOW], pieces[:, WINDOW:]
+    ours, lines = forecast(train(values[:3000], steps), past), linear(values[:3000], past)
+    plot(past[0], truth[0], {"LSTM": ours[0], "linear": lines[0]}, path)
+    errors = [np.sqrt(((each - truth) ** 2).mean()) for each in (ours, lines, past[:, -1:])]
+    print("error, of deviation 1, over 50 values: LSTM {:.3f}, linear {:.3f}, no change {:.3f}".format(*errors))
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))

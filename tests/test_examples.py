@@ -1,0 +1,57 @@
+"""The short examples: a few steps of each run to the end; in full, as a user starts them, they beat their baselines."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FIGURES = {  # ours and the baseline's in the output, and whether ours show that it learned
+    "beginner": (r"saw: (\S+) bits per character; a table of pairs: (\S+)", lambda ours, table: ours < table - 0.3),
+    "classify": (r"other names: (\S+)%; naive Bayes: (\S+)%", lambda ours, bayes: ours > bayes),
+    "forecast": (r"LSTM (\S+), linear (\S+),", lambda ours, linear: ours < linear / 2),
+    "policy": (r"won: (\S+)%; .* step: (\S+)%", lambda ours, wiped: ours > 90 and wiped < 65),
+    "voice_activity": (r"right answers.*: (\S+)%; .*: (\S+)%", lambda ours, energy: ours > energy + 10),
+}
+
+
+def figures(name, text):
+    """Ours, the baseline's; what streaming and cutting should not change is within rounding."""
+    (found,) = re.findall(FIGURES[name][0], text)
+    assert all(float(apart) <= 2e-5 for apart in re.findall(r"(\S+) apart", text))
+    assert ("apart" in text) == (name in ("policy", "voice_activity"))
+    return [float(figure) for figure in found]
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_two_steps(name, tmp_path, monkeypatch, capsys):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
+    spec.loader.exec_module(example := importlib.util.module_from_spec(spec))
+    if name == "beginner":
+        example.TEST = example.TEST[:1000]
+    if name == "classify":
+        example.TEST = 20
+    monkeypatch.chdir(tmp_path)
+    example.main(2)
+    figures(name, capsys.readouterr().out)
+    if name == "forecast":
+        assert (tmp_path / "runs" / "forecast.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FIGURES)
+def test_it_learns(name, tmp_path):
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": "1"}
+    command = [sys.executable, str(ROOT / "examples" / f"{name}.py")]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
+    assert run.returncode == 0, run.stderr
+    assert FIGURES[name][1](*figures(name, run.stdout)), run.stdout
+
+
+@pytest.mark.parametrize("name", [*FIGURES, "from_torch"])
+def test_it_is_short(name):
+    assert len((ROOT / "examples" / f"{name}.py").read_text().splitlines()) <= 100
