@@ -169,6 +169,8 @@ def test_a_graph_to_export_in_evaluation_mode(tmp_path):
 X, LSTM, GRU, RNN = mx.zeros((2, T, D)), mlx.nn.LSTM(D, H), mlx.nn.GRU(D, H), mlx.nn.RNN(D, H)
 BAD = {
     "no layer": (lambda: stack([], X), "layers must hold at least one layer but got none"),
+    "one layer": (lambda: stack(LSTM, X), "layers must be a list of layers but got LSTM"),
+    "a flag": (lambda: stack([LSTM], X, reverse=True), "reverse must be a list of layers but got bool"),
     "too few reversed": (lambda: stack([LSTM], X, reverse=[LSTM, LSTM]), "as many layers as layers, 1, but got 2"),
     "kinds": (lambda: stack([LSTM, mlx.nn.GRU(H, H)], X), r"layers\[1\] must be of the kind .* lstm, but got gru"),
     "nonlinearity": (

@@ -83,7 +83,7 @@ def stack(
         >>> output.shape, h_n.shape
         ((5, 10, 8), (4, 5, 4))
     """
-    found = depths(layers, reverse or [])
+    found = depths(layers, [] if reverse is None else reverse)
     cell, D = found[0].cell, found[0].arrays["Wx"].shape[1]
     ways, H = (2 if layers and reverse else 1), found[0].arrays["Wh"].shape[-1]
     if not isinstance(x, mx.array) or x.ndim < 2 or x.shape[-1] != D or 0 in x.shape[-2:]:
@@ -122,6 +122,9 @@ class Depth(NamedTuple):
 
 def depths(layers: Sequence[Any], reverse: Sequence[Any]) -> list[Depth]:
     """All layers, found to fit on one another."""
+    for word, way in (("layers", layers), ("reverse", reverse)):
+        if not isinstance(way, (list, tuple)):
+            fail(OP, f"{word} must be a list of layers", type(way).__name__)
     if not (layers or reverse):
         fail(OP, "layers must hold at least one layer", "none")
     if layers and reverse and len(layers) != len(reverse):
