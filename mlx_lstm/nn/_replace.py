@@ -11,7 +11,7 @@ import mlx.nn as nn
 from ..checks import check_flag, fail
 from ._layers import GRU, LSTM, RNN, activation_of
 
-M = TypeVar("M", nn.Module, dict[Any, Any], list[Any], tuple[Any, ...])
+M = TypeVar("M", bound=nn.Module | dict[Any, Any] | list[Any] | tuple[Any, ...])
 
 Kinds = dict[type[nn.Module], type[nn.Module]]
 

@@ -140,9 +140,8 @@ def depths(layers: Sequence[Any], reverse: Sequence[Any]) -> list[Depth]:
             if other.kind is not first.kind:
                 fail(OP, f"{word}[{n}] must be of the kind of the first layer, {first.cell.op},", other.cell.op)
             if other.cell != one.cell or other.arrays.keys() != one.arrays.keys():
-                fail(
-                    OP, f"reverse[{n}] must have the nonlinearity and the parameters of layers[{n}]", list(other.arrays)
-                )
+                rule = f"reverse[{n}] must have the nonlinearity and the parameters of layers[{n}]"
+                fail(OP, rule, f"{other.cell} and {', '.join(other.arrays)}")
             check_parameters(f"{word}[{n}]", other, D, H)
         arrays = {name: mx.concatenate([other.arrays[name] for other in each]) for name in one.arrays}
         if len(each) == 2:
