@@ -8,8 +8,11 @@ follows which: `bits` says how many yes-or-no questions the next character would
 checkpoints, validation on the way and a better baseline, is examples/char_lm.py.
 """
 
+import os
 import sys
 from pydoc_data.topics import topics
+
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # before NumPy: its threads would wait for each other at every step
 
 import mlx.core as mx
 import mlx.nn as nn

@@ -7,10 +7,13 @@ the kinds. An LSTM reads each name in both directions; `lengths` tells where it 
 padding. The last figures are for names it has never seen, beside those of a naive Bayes classifier of their words.
 """
 
+import os
 import re
 import sys
 import unicodedata
 from collections import Counter
+
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # before NumPy: its threads would wait for each other at every step
 
 import mlx.core as mx
 import mlx.nn as nn

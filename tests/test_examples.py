@@ -29,6 +29,7 @@ def figures(name, text):
 
 @pytest.mark.parametrize("name", FIGURES)
 def test_two_steps(name, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "1")  # which some of them set, and no other test shall see
     spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
     spec.loader.exec_module(example := importlib.util.module_from_spec(spec))
     if name == "beginner":
@@ -45,7 +46,7 @@ def test_two_steps(name, tmp_path, monkeypatch, capsys):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FIGURES)
 def test_it_learns(name, tmp_path):
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(ROOT / "examples" / f"{name}.py")]
     run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
     assert run.returncode == 0, run.stderr
