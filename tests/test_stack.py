@@ -187,6 +187,7 @@ BAD = {
     ),
     "modules": (lambda: stack([mlx.nn.Sequential(LSTM)], X), r"layers\[0\] must hold Wx"),
     "x": (lambda: stack([LSTM], X[..., :2]), r"x must have shape \[B, T, D = 3\] .* but got shape \[2, 5, 2\]"),
+    "NumPy's x": (lambda: stack([LSTM], np.zeros((2, T, D))), r"x must be an mlx.core.array: make one by mx.array"),
     "no steps": (lambda: stack([LSTM], X[:, :0]), "with at least one step"),
     "state": (lambda: stack([LSTM], X, mx.zeros((1, 2, H))), r"state must be a tuple \(h_0, c_0\) but got array"),
     "shape of state": (lambda: stack([GRU], X, mx.zeros((2, H))), r"h_0 must have shape \[1, 2, 4\]"),

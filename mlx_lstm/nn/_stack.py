@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..checks import check_array, fail
+from ..checks import check_array, fail, instead_of
 from ..engines.cells import Cell, GRUCell, LSTMCell, RNNCell
+from ..engines.directions import join
 from ..engines.problem import Arrays
 from ..recurrence import Call, Lengths, by_layer, of_layers
 from ._layers import GRU, LSTM, RNN, activation_of
@@ -86,9 +87,10 @@ def stack(
     found = depths(layers, [] if reverse is None else reverse)
     cell, D = found[0].cell, found[0].arrays["Wx"].shape[1]
     ways, H = (2 if layers and reverse else 1), found[0].arrays["Wh"].shape[-1]
-    if not isinstance(x, mx.array) or x.ndim < 2 or x.shape[-1] != D or 0 in x.shape[-2:]:
-        shape = list(x.shape) if isinstance(x, mx.array) else type(x).__name__
-        fail(OP, f"x must have shape [B, T, D = {D}] with at least one step", f"shape {shape}")
+    if not isinstance(x, mx.array):
+        fail(OP, f"x must be an mlx.core.array{instead_of(x)}", type(x).__name__)
+    if x.ndim < 2 or x.shape[-1] != D or 0 in x.shape[-2:]:
+        fail(OP, f"x must have shape [B, T, D = {D}] with at least one step", f"shape {list(x.shape)}")
     batch, T = x.shape[:-2], x.shape[-2]
     names = ("h", "c") if isinstance(cell, LSTMCell) else ("h",)
     first = first_states(state, names, (ways * len(found), *batch, H))
@@ -143,9 +145,7 @@ def depths(layers: Sequence[Any], reverse: Sequence[Any]) -> list[Depth]:
                 rule = f"reverse[{n}] must have the nonlinearity and the parameters of layers[{n}]"
                 fail(OP, rule, f"{other.cell} and {', '.join(other.arrays)}")
             check_parameters(f"{word}[{n}]", other, D, H)
-        arrays = {name: mx.concatenate([other.arrays[name] for other in each]) for name in one.arrays}
-        if len(each) == 2:
-            arrays["Wh"] = mx.stack([other.arrays["Wh"] for other in each])
+        arrays = join([other.arrays for other in each]) if len(each) == 2 else one.arrays
         found.append(one._replace(arrays=arrays, training=all(other.training for other in each)))
     return found
 
