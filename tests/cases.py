@@ -23,6 +23,7 @@ from mlx_lstm.check.cases import (  # noqa: F401 (for the tests)
     kink_distance,
     split,
 )
+from mlx_lstm.engines import METAL_ENGINES
 from mlx_lstm.engines.numpy import gru as numpy_gru
 from mlx_lstm.engines.numpy import lstm as numpy_lstm
 from mlx_lstm.engines.numpy import memory as numpy_memory
@@ -38,6 +39,16 @@ KINDS |= {f"{op}_both": {"op": op, **both} for op in ("lstm", "gru", "rnn")}
 EVERY_ARRAY = {kind: {"mask": (T, B, "P"), **options} for kind, options in KINDS.items()}
 for kind in ("lstm", "lstm_both"):
     EVERY_ARRAY[kind] |= {"projection": True, "peephole": True}
+
+GPU = mx.metal.is_available()
+METAL = mx.gpu if GPU else mx.cpu
+"""Where the Metal engines run in tests: on a Mac its GPU, elsewhere the emulator, whose arrays are the CPU's."""
+
+
+def device_of(engine):
+    """Where an engine runs in tests."""
+    return METAL if engine in METAL_ENGINES else mx.cpu
+
 
 OUTPUTS = OUTPUTS_OF["lstm"]
 
@@ -105,7 +116,7 @@ def to_numpy(array):
 
 def run(case, engine, dtype, cotangents=None):
     """(outputs, gradients) of the case's op by name, as NumPy arrays; only outputs with a cotangent are used."""
-    with mx.stream(mx.cpu):
+    with mx.stream(device_of(engine)):
         found = cases.run(case, engine, MLX_DTYPE[dtype], cotangents)
         return tuple({name: to_numpy(array) for name, array in part.items()} for part in found)
 
@@ -114,7 +125,7 @@ def run_gradients(case, engine, dtype, cotangents):
     """The gradients of the op `lstm_gradients`, `gru_gradients` or `rnn_gradients` by name, after a forward pass."""
     op, arrays, options = split(case)
     saved = {"lstm": ("gates", "c", "h"), "gru": ("gates", "h"), "rnn": ("h",)}[op]
-    with mx.stream(mx.cpu):
+    with mx.stream(device_of(engine)):
         given = {"Wx": None} | {name: to_mlx(array, dtype) for name, array in arrays.items()}
         out = getattr(recurrence, op)(**given, **options, engine=engine, return_gates=True)
         given |= {name: value for name, value in options.items() if name not in ("cell_clip", "forget_bias")}

@@ -1,15 +1,22 @@
-"""Options of the whole test run, also of one in several processes (`-n 2`)."""
+"""Options of the whole test run, also of one in several processes (`-n 2`), and what a Mac leaves out."""
 
 import json
+import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
 
 SHADERS = Path(__file__).parents[1] / "metal"
+EMULATOR = Path(__file__).parent / "metal_emulator"
 
 FROM_WORKERS = []
 """What the emulator ran of metal/ in the processes of a run with -n: a file each."""
+
+LEFT_OUT = Counter()
+"""Why tests are left out on a Mac, and how many."""
 
 
 def pytest_addoption(parser):
@@ -19,10 +26,38 @@ def pytest_addoption(parser):
     )
 
 
+def pytest_configure(config):
+    # On a Mac as elsewhere: what shall run on the GPU says so.
+    mx.set_default_device(mx.cpu)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config, items):
+    """Leaves out what a Mac cannot run; `pytest_terminal_summary` says why."""
+    if sys.platform != "darwin":
+        return
+    kept, left_out = [], []
+    for item in items:
+        mark = item.get_closest_marker("not_on_a_mac")
+        reason = "the emulator's own tests" if item.path.is_relative_to(EMULATOR) else mark and mark.args[0]
+        (left_out if reason else kept).append(item)
+        LEFT_OUT.update([reason] if reason else [])
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = kept
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    for reason, count in LEFT_OUT.items():
+        terminalreporter.write_line(f"left out on a Mac: {count}, {reason}")
+    if sys.platform == "darwin" and config.getoption("--shader-coverage"):
+        terminalreporter.write_line("lines of metal/ that ran: not counted on a Mac, the emulator does that on Linux")
+
+
 def pytest_sessionfinish(session):
-    config = session.config
+    config, counted = session.config, sys.platform != "darwin" and session.config.getoption("--shader-coverage")
     if hasattr(config, "workeroutput"):
-        if config.getoption("--shader-coverage"):
+        config.workeroutput["left_out"] = dict(LEFT_OUT)
+        if counted:
             config.workeroutput["shader_coverage"] = dump_coverage()
         return
     reporter = config.pluginmanager.get_plugin("terminalreporter")
@@ -31,7 +66,7 @@ def pytest_sessionfinish(session):
         session.exitstatus = 1
         for report in skipped:
             reporter.write_line(f"skipped, which --no-skips forbids: {report.nodeid}", red=True)
-    if config.getoption("--shader-coverage") and session.exitstatus == 0:
+    if counted and session.exitstatus == 0:
         text, missed = shader_coverage()
         reporter.write_line(f"\n{text}", red=missed)
         session.exitstatus = 1 if missed else 0
@@ -40,8 +75,11 @@ def pytest_sessionfinish(session):
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node, error):
     """Called where a worker of a run with -n has ended."""
-    if path := getattr(node, "workeroutput", {}).get("shader_coverage"):
+    output = getattr(node, "workeroutput", {})
+    if path := output.get("shader_coverage"):
         FROM_WORKERS.append(Path(path))
+    LEFT_OUT.clear()  # each worker collects everything
+    LEFT_OUT.update(output.get("left_out", {}))
 
 
 def dump_coverage():

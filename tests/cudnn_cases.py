@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
-from cases import ROUNDING_MARGIN, to_mlx, to_numpy
+from cases import ROUNDING_MARGIN, device_of, to_mlx, to_numpy
 
 from mlx_lstm import cudnn
 from mlx_lstm.cudnn._buffer import GATES
@@ -73,13 +73,13 @@ def lengths_of(case):
     return mx.array(np.full(case.N, case.T) if case.lengths is None else case.lengths).astype(mx.int32)
 
 
-def ours(case, dtype, engine=None, stream=mx.cpu, **attributes):
+def ours(case, dtype, engine=None, stream=None, **attributes):
     """(outputs, gradients) by the ops' names, as NumPy arrays, from `cudnn_rnn_v3` and its backward op."""
     with mx.stream(mx.cpu):
         given = {name: to_mlx(array, dtype) for name, array in case.inputs.items()}
         cotangents = [to_mlx(case.cotangents[name], dtype) for name in OUTPUTS]
     lengths = lengths_of(case)
-    options = case.attributes | attributes | {"engine": engine, "stream": stream}
+    options = case.attributes | attributes | {"engine": engine, "stream": stream or device_of(engine)}
     *outputs, reserve, host = cudnn.cudnn_rnn_v3(**given, sequence_lengths=lengths, **options)
     back = cudnn.cudnn_rnn_backprop_v3(*given.values(), lengths, *outputs, *cotangents, reserve, host, **options)
     gradients = dict(zip(INPUTS, map(to_numpy, back), strict=True))

@@ -1,10 +1,13 @@
-"""The library as on a Mac, its Metal shaders executed by the emulator."""
+"""The library as on a Mac: its Metal shaders run on the GPU of this one, elsewhere on the emulator."""
 
 from contextlib import ExitStack, contextmanager
+from typing import NamedTuple
 from unittest.mock import patch
 
 import mlx.core as mx
+from cases import GPU, METAL
 from metal_emulator import emulated_metal
+from metal_emulator.dropin import EmulatedKernel
 
 from mlx_lstm.check.cases import EVERY_OPTION, at_batch
 from mlx_lstm.engines import METAL_ENGINES as ENGINES
@@ -16,14 +19,55 @@ WEIGHTS = ("Wh", "weights", "packed", "peephole", "extra")
 
 
 @contextmanager
-def on_metal(**options):
-    """Yields the log of launches; a finding of the emulator raises. The stream in effect counts as the GPU's."""
+def on_metal(**emulator):
+    """Yields the log of launches. On the emulator, of which these are options, a finding raises, and the stream in
+    effect counts as the GPU's. On a Mac the GPU has its own order of threads, and finds nothing."""
+    if GPU:
+        with mx.stream(METAL), logged_metal() as log:
+            yield log
+        return
     caches = [kernels.forget]
     with (
         patch.object(choice, "current_device", lambda: "gpu"),
-        emulated_metal(pretend_available=True, on_enter=caches, **options) as log,
+        emulated_metal(pretend_available=True, on_enter=caches, **emulator) as log,
     ):
         yield log
+
+
+class Launch(NamedTuple):
+    """What the log of a GPU has in common with that of the emulator."""
+
+    name: str
+    grid: tuple[int, int, int]
+    threadgroup: tuple[int, int, int]
+    source: str
+
+
+class LoggedKernel(EmulatedKernel):
+    """MLX's own kernel, not emulated: its launches are in a log, and its outputs start as NaN."""
+
+    def __init__(self, build, log, **definition):
+        super().__init__(**definition)
+        self.own, self.log = build(**definition), log
+
+    def __call__(self, *, inputs, **call):
+        text = self._capture(inputs, call).source
+        self.log.append(Launch(self.definition["name"], tuple(call["grid"]), tuple(call["threadgroup"]), text))
+        # Halves are kept as integers of 16 bits, of which the largest is a NaN.
+        poison = 0xFFFF if mx.uint16 in call["output_dtypes"] else float("nan")
+        return self.own(inputs=inputs, **call, init_value=poison)
+
+
+@contextmanager
+def logged_metal():
+    """Yields the log of what `mx.fast.metal_kernel` launches."""
+    log, build = [], mx.fast.metal_kernel
+    kernels.forget()
+    try:
+        with patch.object(mx.fast, "metal_kernel", lambda **definition: LoggedKernel(build, log, **definition)):
+            yield log
+    finally:
+        kernels.forget()
 
 
 def pretend():

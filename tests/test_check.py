@@ -71,6 +71,7 @@ def run(tmp_path, capsys, *arguments):
     return code, capsys.readouterr().out.splitlines(), json.loads(file.read_text())
 
 
+@pytest.mark.not_on_a_mac("a Mac is simulated, or is to be missing")
 def test_on_linux(tmp_path, capsys):
     """The engines that run here; what a Mac would add; times; the file; nobody is asked for an extra."""
     code, lines, report = run(tmp_path, capsys, "--problems", "gru, 17 items", "--sizes", "3,2,3,4")
@@ -84,6 +85,7 @@ def test_on_linux(tmp_path, capsys):
     assert [row["status"] for row in report["times"]] == ["timed"] * 2
 
 
+@pytest.mark.not_on_a_mac("a Mac is simulated, or is to be missing")
 def test_as_on_a_mac(tmp_path, capsys, start):
     start("import on_metal; on_metal.pretend()")
     with on_metal():
@@ -94,6 +96,7 @@ def test_as_on_a_mac(tmp_path, capsys, start):
     assert all(row["failure"] == "" and 0 < row["error"] < row["bound"] for row in report["comparisons"])
 
 
+@pytest.mark.not_on_a_mac("damaged kernels: a GPU may hang, and the emulator is to notice them")
 @pytest.mark.parametrize(
     ("damage", "engine", "said"),
     [
@@ -127,6 +130,7 @@ def test_a_kernel_that_hangs_costs_a_few_processes_only(start, monkeypatch):
     assert [finding.failure for finding in found if finding.engine == "numpy"] == ["", ""]
 
 
+@pytest.mark.not_on_a_mac("a Mac is simulated, or is to be missing")
 def test_an_engine_that_was_asked_for_has_to_run(capsys):
     with pytest.raises(SystemExit) as info:
         command.main(["--engines", "numpy", "fused"])
@@ -199,6 +203,7 @@ def test_a_text_that_a_compiler_refuses_is_named(tmp_path, capsys):
 # --- The rest of --full ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.not_on_a_mac("a Mac is simulated, or is to be missing")
 def test_what_full_adds(capsys, tmp_path, monkeypatch):
     """Here it says why it cannot; elsewhere the command's last line, its exit code and its file are reported."""
     for name, line in further.commands(metal=False).items():

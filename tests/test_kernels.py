@@ -270,7 +270,7 @@ def test_every_weight_is_packed_once(layer, sweep, matrices):
     for H in (1, 33, 40):
         problem = Problem(2, 3, H, H, cell, bidirectional=D == 2)
         Wh = 1 + np.arange(D * cell.gates * H * H, dtype=np.float32).reshape(D, -1, H)
-        with on_metal(), mx.stream(mx.cpu), patch.object(kernels_fused, "MATRIX_BATCH", 1 if matrices else 100):
+        with on_metal(), patch.object(kernels_fused, "MATRIX_BATCH", 1 if matrices else 100):
             packed = np.array(kernels_fused.fused_pack(sweep, problem, mx.array(Wh[0] if D == 1 else Wh)))
         for of_direction, weights in zip(packed, Wh, strict=True):
             found = np.sort(of_direction, axis=None)

@@ -15,6 +15,7 @@ def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 def step(T):
+    mx.set_default_device(mx.cpu)
     shapes = (T, B, I), (D * G * H, I), (2, G * H, H) if D == 2 else (G * H, H), (D * G * H,)
     arrays = [mx.random.normal(shape, scale=0.1) for shape in shapes]
     dh = mx.random.normal((T, B, D * H))

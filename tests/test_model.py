@@ -37,6 +37,7 @@ DTYPES = {np.float32: mx.float32, np.float16: mx.float16}
 
 
 CELLS = {"lstm": LSTMCell(), "gru": GRUCell(), "rnn": RNNCell()}
+ON_THE_EMULATOR = pytest.mark.not_on_a_mac("bytes: the emulator counts them")
 
 
 def seen_by_the_emulator(size, dtype, engine, **layer):
@@ -71,6 +72,7 @@ def check_against_the_emulator(engine, size, dtype, **layer):
         assert sum(moved_bytes(launch, problem) for launch in alike) == pytest.approx(moved[name], rel=0.02)
 
 
+@ON_THE_EMULATOR
 @pytest.mark.parametrize(
     ("engine", "size", "dtype"),
     [
@@ -88,6 +90,7 @@ def test_launches_and_bytes_are_those_of_the_emulator(engine, size, dtype):
 LAYERS = [{"op": op, "bidirectional": both} for op in CELLS for both in (False, True)][1:]
 
 
+@ON_THE_EMULATOR
 @pytest.mark.parametrize(
     ("engine", "layer"), [(engine, layer) for engine in ENGINES for layer in LAYERS if can_run(engine, layer)]
 )

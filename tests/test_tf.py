@@ -7,6 +7,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
+from cases import METAL
 from on_metal import on_metal
 from tf_cases import (
     ATTRIBUTES,
@@ -553,7 +554,7 @@ def test_goldens(op, engine):
         case = {name: value.item() if name in ATTRIBUTES else value for name, value in case.items()}
         half = case["x"].dtype == np.float16
         with on_metal() if engine in METAL_ENGINES else nullcontext():
-            got = ours(op, case, engine, None if engine is None else mx.cpu)
+            got = ours(op, case, engine, METAL if engine is None else None)
         assert list(got) == list(expected)
         for name, value in got.items():
             atol = 2e-3 * max(1.0, largest(expected[name])) if half else 2e-6

@@ -187,7 +187,8 @@ def test_the_library_reads_it_once_when_a_metal_engine_may_run(own_cache, monkey
     load = tuning.load
     monkeypatch.setattr(tuning, "load", lambda file: (read.append(file), load(file))[1])
     arrays = [mx.zeros(shape) for shape in ((2, 1, 1), (4, 1), (4, 1))]
-    lstm(*arrays)
+    with patch.object(mx.metal, "is_available", lambda: False):
+        lstm(*arrays)
     assert not read
     with on_metal():
         lstm(*arrays)
@@ -335,7 +336,8 @@ def test_a_row_ends_when_fused_has_lost_twice(monkeypatch, capsys):
     assert row_of(found) == ((1, "fused"), (2, "stepwise"), (3, "fused"), (5, "stepwise"))
 
 
-def test_no_metal_no_tuning(capsys, own_cache):
+def test_no_metal_no_tuning(capsys, own_cache, monkeypatch):
+    monkeypatch.setattr(mx.metal, "is_available", lambda: False)
     assert main(["--tune"]) == 1
     assert "no Metal back end on this machine" in capsys.readouterr().err
     assert not own_cache.exists()

@@ -8,12 +8,11 @@ import os
 
 import mlx.core as mx
 import numpy as np
-from cases import to_mlx, to_numpy
+from cases import device_of, to_mlx, to_numpy
 
 from mlx_lstm import tf
 from mlx_lstm.engines import METAL_ENGINES, choose
 from mlx_lstm.engines.cells import GRUCell, LSTMCell
-from mlx_lstm.engines.choice import on
 
 SEQUENCE_OPS = ("block_lstm", "block_lstm_v2")
 LSTM_OPS = ("lstm_block_cell", *SEQUENCE_OPS)
@@ -100,9 +99,9 @@ def theirs(op, case):
     return {name: value.numpy() for name, value in getattr(tensorflow.raw_ops, RAW[op])(**held)._asdict().items()}
 
 
-def ours(op, case, engine, stream=mx.cpu):
+def ours(op, case, engine, stream=None):
     """Our outputs by name, NumPy arrays."""
-    with on(stream):
+    with mx.stream(stream or device_of(engine)):
         arrays = {name: as_mlx(name, value) for name, value in case.items()}
         return {name: to_numpy(value) for name, value in getattr(tf, op)(**arrays, engine=engine)._asdict().items()}
 
@@ -116,7 +115,7 @@ def as_mlx(name, value):
 
 def ours_by_autodiff(op, case, given, engine):
     """The gradients of all arrays of the case by `mx.vjp`, from those of the outputs named."""
-    with mx.stream(mx.cpu):
+    with mx.stream(device_of(engine)):
         arrays = {name: as_mlx(name, value) for name, value in case.items() if name not in ATTRIBUTES}
         options = {name: value for name, value in case.items() if name in ATTRIBUTES}
 

@@ -95,6 +95,7 @@ def measure_host(size: Size, dtype: str, rounds: int = ROUNDS) -> list[Cost]:
         stack.enter_context(patch.object(mx.metal, "is_available", lambda: True))
         launch.forget()  # a kernel that the tests' emulator built would evaluate its inputs
         stack.callback(launch.forget)
+        stack.enter_context(mx.stream(mx.gpu if mx.is_available(mx.gpu) else mx.cpu))
         mx.export_function(lambda node: None, timed, *arrays)
     middle = {key: median(times) for key, times in found.items()}
     return [

@@ -24,7 +24,8 @@ class Captured:
 def capture(call: Callable[..., list[mx.array]], arrays: list[mx.array]) -> Captured:
     """Traces `call(*arrays)`, which calls exactly one kernel; only shapes and types of the arrays matter."""
     nodes: list[dict] = []
-    mx.export_function(nodes.append, call, *arrays)
+    with mx.stream(mx.gpu if mx.is_available(mx.gpu) else mx.cpu):  # on a Mac kernels are for no other
+        mx.export_function(nodes.append, call, *arrays)
     kernels = [n for n in nodes if n.get("type") == "primitive" and n.get("name") == "CustomKernel"]
     if len(kernels) != 1:
         raise ValueError(f"[metal_emulator] the traced call must launch one kernel but launched {len(kernels)}")

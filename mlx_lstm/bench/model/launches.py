@@ -60,7 +60,8 @@ def trace(function: Callable[..., list[mx.array]], arrays: list[mx.array]) -> Gr
     """The launches of `function(*arrays)`. Only the shapes and dtypes of the arrays count."""
     nodes: list[dict[str, Any]] = []
     kernels.forget()  # a kernel that the tests' emulator built would evaluate its inputs
-    mx.export_function(nodes.append, function, *arrays)
+    with mx.stream(mx.gpu if mx.is_available(mx.gpu) else mx.cpu):  # on a Mac kernels are for no other
+        mx.export_function(nodes.append, function, *arrays)
     kernels.forget()
     primitives = [node for node in nodes if node.get("type") == "primitive"]
     levels: dict[str, int] = {}

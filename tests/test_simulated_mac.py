@@ -1,0 +1,44 @@
+"""The way of these tests on a Mac, taken on Linux: see `simulated_mac`."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+from on_metal import logged_metal
+
+ROOT = Path(__file__).parents[1]
+FILES = ("test_kernels.py", "test_kernel_launches.py", "test_kernel_mutations.py", "metal_emulator")
+SAMPLE = (
+    "half_precision and plain-form0 or few_numbers or wide_batches or hardly_more or barrier_is or log_and_counters"
+)
+
+pytestmark = pytest.mark.not_on_a_mac("there is a real one")
+
+
+def test_kernels_run_on_the_gpu_and_what_is_left_out_is_named():
+    """Of tests that need the emulator none runs; nothing is skipped; the others pass within their bounds."""
+    command = [sys.executable, "-m", "pytest", "-p", "simulated_mac", "-p", "no:cacheprovider", "-q", "-k", SAMPLE]
+    command += ["--no-skips", "--shader-coverage", *(f"tests/{name}" for name in FILES)]
+    paths = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=paths)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for reason in ("the emulator's own tests", "bytes: the emulator counts them", "damaged kernels: a GPU may hang"):
+        assert re.search(rf"^left out on a Mac: [1-9]\d*, {reason}", done.stdout, re.MULTILINE)
+    assert "lines of metal/ that ran: not counted on a Mac" in done.stdout
+    assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 10 and "skipped" not in done.stdout
+
+
+@pytest.mark.parametrize(("dtype", "start"), [(mx.float32, "nan"), (mx.uint16, "65535")])
+def test_outputs_start_as_nan_on_a_gpu_too(dtype, start, monkeypatch):
+    calls = []
+    monkeypatch.setattr(mx.fast, "metal_kernel", lambda **definition: lambda **call: calls.append(call))
+    with logged_metal() as log:
+        kernel = mx.fast.metal_kernel(name="one", input_names=["x"], output_names=["y"], source="y[0] = 1;", header="")
+        shape = {"grid": (1, 1, 1), "threadgroup": (1, 1, 1), "output_shapes": [(1,)], "output_dtypes": [dtype]}
+        kernel(inputs=[mx.zeros(9)], **shape)
+    assert str(calls[0]["init_value"]) == start
+    assert log[0].name == "one" and log[0].grid == (1, 1, 1) and "y[0] = 1;" in log[0].source
