@@ -2,6 +2,7 @@
 
 import csv
 import importlib.util
+import io
 import time
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from mlx_lstm.bench.cases.lstm import CONTENDERS, draw
 from mlx_lstm.bench.cases.stack import packed, unpacked
 from mlx_lstm.bench.files import plot
 from mlx_lstm.bench.judge import appoint, evaluate
+from mlx_lstm.bench.progress import ERASE, Progress
 from mlx_lstm.bench.report import group_text, machine_card
 from mlx_lstm.bench.rounds import Plan, Row, kept_bytes, peak_ratio, plan, ratio, take_turn
 from mlx_lstm.bench.tasks import PASSES, Size, Task, parse_size
@@ -27,7 +29,7 @@ DOUBLE = Arithmetic(np.float64)
 FEW = ["--seconds", "0.02", "--rounds", "2", "--patience", "0", "--device", "cpu"]
 
 PLANTED = """
-import os
+import os, sys
 from mlx_lstm.bench.cases.lstm import prepare_ours
 from mlx_lstm.bench.tasks import Contender, Work
 
@@ -49,6 +51,21 @@ def broken(numbers, task):
 WRONG = Contender("wrong", "mlx", off_by(1.001))
 BROKEN = Contender("broken", "mlx", broken)
 ENDS = Contender("ends", "mlx", lambda numbers, task: os._exit(3))
+RIGHT = Contender("right", "numpy", off_by(1))
+
+ERRORS = "Unable to build metal library from source\\n" + "\\n".join(
+    f"program_source:{n}:9: error: no such function\\n  now();\\n  ^" for n in range(900)
+)
+
+def no_pipeline(numbers, task):
+    raise RuntimeError(ERRORS)
+
+def abort(numbers, task):
+    print(ERRORS, file=sys.stderr, flush=True)
+    os.abort()
+
+NO_PIPELINE = Contender("no pipeline", "mlx", no_pipeline)
+ABORTS = Contender("aborts", "mlx", abort)
 """
 
 
@@ -170,6 +187,45 @@ def test_a_disagreement_is_not_timed(planted, capsys, tmp_path):
     assert rows["mlx_lstm.lstm"]["status"] == "timed"
 
 
+def test_a_compiler_is_heard_and_the_others_are_measured(planted, capfd):
+    """Its errors come once, from a worker that reports them and from one that it takes along."""
+    contenders = [f"planted:{name}" for name in ("NO_PIPELINE", "ABORTS", "RIGHT")]
+    assert main(["--memory", "--sizes", "2,1,1,1", str(TINY), *FEW[4:], "--contenders", *contenders]) == 1
+    said = capfd.readouterr()
+    lines = (said.out + said.err).splitlines()
+    assert sum("Unable to build metal library" in line for line in lines) == 4 and "aborts (-) not timed" in said.out
+    assert sum("program_source:0:9: error: no such function" in line for line in lines) == 2
+    assert said.out.count("    ... of 270") == sum("(as above)" in line for line in lines) == 2
+    assert "the worker ended by SIGABRT" in said.err and sum(line.startswith("right") for line in lines) == 2
+    assert sum("error" in line.lower() or "pipeline" in line or "aborts" in line for line in lines) <= 2 * 15
+
+
+@pytest.mark.not_on_a_mac("it has a GPU")
+def test_a_device_that_is_not_there(planted, capsys):
+    arguments = ["--sizes", str(TINY), "--passes", "backward", *FEW[:-1], "gpu"]
+    assert main([*arguments, "--contenders", "ours", "planted:RIGHT"]) == 1
+    said = capsys.readouterr()
+    assert said.err.count("\n") == 1 and "Cannot set gpu device" in said.err and "\nright " in said.out
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_progress_is_a_line_of_a_terminal(capsys):
+    """Gone before anything else is printed, and in the end; nothing where there is no terminal."""
+    with Progress(Terminal()) as progress:
+        progress.title = "1 of 8"
+        progress.say("torch: round 2")
+        progress.print("table")
+    assert progress.out.getvalue() == f"{ERASE}0:00  1 of 8  torch: round 2{ERASE}{ERASE}"
+    with Progress(io.StringIO()) as silent:
+        silent.say("ours")
+        silent.print("table")
+    assert silent.out.getvalue() == "" and capsys.readouterr().out == "table\n" * 2
+
+
 def test_ratio():
     """Medians 2, 6, 5 over 1, 2, 5: a machine that slows down changes no ratio. The fourth round has no pair."""
     row, reference = timed("ours", (2.0, 1.0, 9.0), (6.0,), (5.0,)), timed("torch", (1.0,), (2.0,), (5.0,), (2.0,))
@@ -212,6 +268,7 @@ def test_a_turn_waits_for_other_processes(used, waits, monkeypatch):
     assert (time.perf_counter() - start >= 0.3) == waits
 
 
+@pytest.mark.not_on_a_mac("the mark of peak memory can be reset on Linux only")
 def test_peak_memory_sees_what_is_freed_again():
     memory = PeakMemory()
     size = 64 * 2**20
@@ -307,16 +364,23 @@ def test_memory_command(capsys):
         (["--engine", "fastest"], "invalid choice: 'fastest'"),
         (["--device", "gpu", "--engine", "numpy"], "engine='numpy' cannot run"),
         (["--rounds", "0"], "--rounds must be at least 1"),
-        (["--memory", "--plot", "a.png"], "--plot draws times"),
+        (["--memory", "--plot", "a.png", "--quick"], "--quick, --plot: of no use with --memory"),
+        (["--model", "--host"], "one of --model and --host at a time"),
+        (["--host", "--engine", "ops"], "--engine: of no use with --host"),
+        (["--tune-file", "a.json"], "--tune-file: of no use without --tune"),
+        (["--engine", "ops", "--contenders", "torch"], "--engine is about the contender ours"),
+        (["--csv", "no/such/folder.csv"], "--csv: no folder no/such"),
+        (["--plot", "a.png", "--contenders", "ours"], "--plot draws ratios: add one of torch, mlx"),
         (["--case", "conv"], "invalid choice: 'conv'"),
         (["--case", "block_lstm", "--contenders", "torch"], "a contender is one of ours, tensorflow or module"),
-        (["--case", "block_lstm", "--memory"], "--memory, --model, --host and --tune are about the case lstm"),
+        (["--case", "block_lstm", "--memory"], "--memory is about the case lstm but got --case block_lstm"),
     ],
 )
 def test_wrong_options(arguments, said, capsys):
     with pytest.raises(SystemExit) as end:
         main(arguments)
-    assert end.value.code == 2 and said in capsys.readouterr().err
+    printed = capsys.readouterr().err
+    assert end.value.code == 2 and said in printed and printed.count("\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,9 @@ import argparse
 import importlib.util
 import shlex
 import sys
+from collections.abc import Collection, Iterable
+from pathlib import Path
+from typing import NoReturn
 
 import mlx.core as mx
 
@@ -15,7 +18,8 @@ from .host import LEGEND as HOST_LEGEND
 from .model.table import LEGEND as MODEL_LEGEND
 from .model.table import csv_records, engines_at, predict
 from .model.table import group_text as model_text
-from .report import LEGEND, card_text, default_device, group_text, label, machine_card
+from .progress import Progress
+from .report import LEGEND, card_text, default_device, group_text, label, machine_card, references
 from .rounds import Row, measure
 from .tasks import DTYPES, MEMORY_SIZE, PASSES, SIZES, Size, Task, parse_size
 from .tune import tune
@@ -23,6 +27,23 @@ from .worker import serve, task_from_json
 
 QUICK = {"seconds": 1.0, "rounds": 3}
 FULL = {"seconds": 10.0, "rounds": 5}
+
+MEASURING = ("case", "sizes", "passes", "contenders", "engine", "device", "dtype", "patience", "csv")
+APPLY = {
+    "": (*MEASURING, "rounds", "seconds", "quick", "plot"),
+    "memory": MEASURING,
+    "model": ("case", "sizes", "passes", "engine", "dtype", "quick", "csv"),
+    "host": ("case", "sizes", "dtype", "csv"),
+    "tune": ("case", "tune_file"),
+}
+"""The options that mean something to each kind of run, by the option that asks for it."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Refuses in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\n")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -34,6 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
         serve(task_from_json(options.worker))
         return 0
     try:
+        check_together(options)
         complete(options)
     except (ValueError, ImportError, AttributeError) as error:
         parser.error(str(error))
@@ -45,29 +67,50 @@ def main(arguments: list[str] | None = None) -> int:
         return show_host(options)
     card = machine_card(shlex.join(["python", "-m", "mlx_lstm.bench", *arguments]), options.device)
     print(card_text(card), flush=True)
-    groups = run(options)
+    with Progress() as progress:
+        groups = run(options, progress)
     print(f"\n{LEGEND}")
     if options.csv:
         write_csv(options.csv, groups, card)
-    if options.plot:
+    if options.plot and any(map(references, groups)):
         plot(options.plot, groups, card)
-    failures = [row for rows in groups for row in rows if row.failed]
-    for row in failures:
-        print(
-            f"{label(row.task)} ({row.task.engine}) at {row.task.size} {row.task.which}: {row.status}", file=sys.stderr
-        )
+    failures = failures_text(row for rows in groups for row in rows)
+    print(failures, end="", file=sys.stderr)
     return 1 if failures else 0
+
+
+def failures_text(rows: Iterable[Row]) -> str:
+    """A line for every contender and engine that failed: where it did first, and how often."""
+    failed: dict[str, list[Row]] = {}
+    for row in rows:
+        if row.failed:
+            failed.setdefault(f"{label(row.task)} ({row.task.engine})", []).append(row)
+    return "".join(
+        f"{name} at {first.task.size} {first.task.which}: {first_line(first)}"
+        + (f" (and {len(others)} more)\n" if others else "\n")
+        for name, (first, *others) in failed.items()
+    )
+
+
+def first_line(row: Row) -> str:
+    """Of a row's status, which may hold a compiler's errors."""
+    return row.status.partition("\n")[0]
+
+
+def without(said: Collection[str], row: Row) -> Row:
+    """The row; of a status that was said before the first line only."""
+    return row._replace(status=f"{first_line(row)} (as above)") if row.status in said else row
 
 
 def make_parser() -> argparse.ArgumentParser:
     """The options."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "python -m mlx_lstm.bench",
         description="Time this package against mlx.nn.LSTM, torch and TensorFlow: the same numbers, results checked "
         "first, every contender alone in its process, in turns. What disagrees is not timed, and the exit code is 1.",
     )
     add = parser.add_argument
-    add("--case", choices=CASES, default="lstm", help="what is measured; default: lstm, one layer of one direction")
+    add("--case", choices=CASES, help="what is measured; default: lstm, one layer of one direction")
     sizes = " ".join(map(str, SIZES))
     add("--sizes", nargs="+", type=size_option, metavar="T,B,I,H", help=f"default: the case's; of lstm {sizes}")
     add("--passes", nargs="+", choices=PASSES, help="default: the case's; backward includes its forward pass")
@@ -75,13 +118,12 @@ def make_parser() -> argparse.ArgumentParser:
     add("--contenders", nargs="+", help=f"of {names}, or module:attribute of a Contender; default: those installed")
     add("--engine", nargs="+", choices=ENGINES, help="engines of ours; default: what lstm chooses on the device")
     add("--device", choices=("cpu", "gpu"), help="of the MLX contenders; default: MLX's default")
-    add("--dtype", choices=DTYPES, default="float32")
+    add("--dtype", choices=DTYPES, help="default: float32")
     add("--rounds", type=int, help=f"turns of each contender; default: {FULL['rounds']}")
     add("--seconds", type=float, help=f"for each contender, size and pass, in all rounds; default: {FULL['seconds']:g}")
     add(
         "--patience",
         type=float,
-        default=2.0,
         help="seconds to wait before a turn for other processes to pause; default: 2",
     )
     add("--quick", action="store_true", help="every other size, three rounds, one second, unless given")
@@ -104,21 +146,36 @@ def size_option(text: str) -> Size:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+def check_together(options: argparse.Namespace) -> None:
+    """ValueError if something was asked for that this kind of run has no use for."""
+    kinds = [name for name in APPLY if name and getattr(options, name)]
+    if len(kinds) > 1:
+        raise ValueError(f"one of {' and '.join(f'--{name}' for name in kinds)} at a time")
+    kind = kinds[0] if kinds else ""
+    given = [name for name, value in vars(options).items() if value not in (None, False) and name != kind]
+    if idle := [f"--{name.replace('_', '-')}" for name in given if name not in APPLY[kind]]:
+        raise ValueError(f"{', '.join(idle)}: of no use {f'with --{kind}' if kind else 'without --tune'}")
+    if kind and options.case not in (None, "lstm"):
+        raise ValueError(f"--{kind} is about the case lstm but got --case {options.case}")
+    if options.engine and options.contenders and "ours" not in options.contenders:
+        raise ValueError("--engine is about the contender ours, which is not among --contenders")
+    for name in ("csv", "plot"):
+        if not Path(getattr(options, name) or "").parent.is_dir():
+            raise ValueError(f"--{name}: no folder {Path(getattr(options, name)).parent}")
+
+
 def complete(options: argparse.Namespace) -> None:
     """Fill in what was not given, and check what was. ValueError says what is wrong."""
-    case, lstm = CASES[options.case], options.case == "lstm"
+    options.case = options.case or "lstm"
+    case = CASES[options.case]
     one = MEMORY_SIZE if options.memory else HOST_SIZE
     sizes = [one] if options.memory or options.host else list(case.sizes[::2] if options.quick else case.sizes)
-    defaults = (QUICK if options.quick else FULL) | {"sizes": sizes}
+    defaults = (QUICK if options.quick else FULL) | {"sizes": sizes, "dtype": "float32", "patience": 2.0}
     for name, value in defaults.items():
         if getattr(options, name) is None:
             setattr(options, name, value)
     if options.rounds < 1 or not options.seconds > 0:
         raise ValueError("--rounds must be at least 1 and --seconds greater than 0")
-    if options.memory and options.plot:
-        raise ValueError("--plot draws times and --memory takes none")
-    if not lstm and (options.memory or options.model or options.host or options.tune):
-        raise ValueError(f"--memory, --model, --host and --tune are about the case lstm but got --case {options.case}")
     options.passes = options.passes or (["backward"] if options.memory else list(case.shown))
     options.device = options.device or default_device()
     if options.model or options.host or options.tune:
@@ -131,6 +188,8 @@ def complete(options: argparse.Namespace) -> None:
         contender = find_contender(name, options.case)
         if not is_installed(contender):
             raise ValueError(f"{name} needs {contender.needs}, which is not installed")
+    if options.plot and not set(case.references) & set(options.contenders):
+        raise ValueError(f"--plot draws ratios: add one of {', '.join(case.references)} to --contenders")
     if options.plot and importlib.util.find_spec("matplotlib") is None:
         raise ValueError("--plot needs matplotlib: pip install '.[examples]'")
 
@@ -152,11 +211,14 @@ def show_model(options: argparse.Namespace) -> int:
 def show_host(options: argparse.Namespace) -> int:
     """Print what building the graph costs at every size, and what a single step takes."""
     records = []
-    for size in options.sizes:
-        costs = measure_host(size, options.dtype)
-        print(f"{host_text(size, options.dtype, costs)}\n", flush=True)
-        records += [size._asdict() | {"dtype": options.dtype} | cost._asdict() for cost in costs]
-    print(step_text({H: measure_step(H) for H in (64, 128, 256)}))
+    with Progress() as progress:
+        for size in options.sizes:
+            progress.say(f"graphs at {size}")
+            costs = measure_host(size, options.dtype)
+            progress.print(f"{host_text(size, options.dtype, costs)}\n")
+            records += [size._asdict() | {"dtype": options.dtype} | cost._asdict() for cost in costs]
+        progress.say("single steps")
+        progress.print(step_text({H: measure_step(H) for H in (64, 128, 256)}))
     print(HOST_LEGEND)
     if options.csv:
         write_records(options.csv, records)
@@ -171,10 +233,12 @@ def engines_for(size: Size, options: argparse.Namespace) -> list[str]:
     return [choose(sizes=size, dtype=DTYPES[options.dtype], requested=word, **where).engine for word in words]
 
 
-def run(options: argparse.Namespace) -> list[list[Row]]:
-    """Measure every size and pass, printing each when it is done."""
-    case, groups = CASES[options.case], []
+def run(options: argparse.Namespace, progress: Progress) -> list[list[Row]]:
+    """Measure every size and pass, printing each when it is done; what a contender that fails said is printed once."""
+    case, groups, said = CASES[options.case], [], set[str]()
     for size in options.sizes:
+        progress.title = f"{len(groups) + 1} of {len(options.sizes) * len(options.passes)}: {size}"
+        progress.say("float64 results to judge by")
         judge = case.appoint(case.draw(size, options.dtype), options.dtype, backward="backward" in options.passes)
         for which in options.passes:
             tasks = [
@@ -183,10 +247,17 @@ def run(options: argparse.Namespace) -> list[list[Row]]:
                 for engine in (engines_for(size, options) if contender == "ours" else ["-"])
             ]
             rounds = 0 if options.memory else options.rounds
-            groups.append(measure(tasks, judge, seconds=options.seconds, rounds=rounds, patience=options.patience))
-            print(f"\n{group_text(groups[-1])}", flush=True)
+            progress.title = f"{len(groups) + 1} of {len(options.sizes) * len(options.passes)}: {size} {which}"
+            times = {"seconds": options.seconds, "rounds": rounds, "patience": options.patience}
+            rows = measure(tasks, judge, progress=progress, **times)
+            groups.append(rows)
+            progress.print(f"\n{group_text([without(said, row) for row in rows])}")
+            said.update(row.status for row in rows if "\n" in row.status)
     return groups
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)

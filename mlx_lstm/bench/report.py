@@ -128,7 +128,7 @@ def notes(rows: Iterable[Row]) -> list[str]:
     for row in rows:
         name = f"{label(row.task)} ({row.task.engine})"
         if row.failed:
-            lines.append(f"{name} not timed: {row.status}")
+            lines.append(f"{name} not timed: {row.status}".replace("\n", "\n    "))
         if row.idle_cpu > IDLE_LIMIT:
             lines.append(f"{name} used {row.idle_cpu:.0%} of a core while others were timed")
         if row.disturbed:

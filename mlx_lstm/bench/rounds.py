@@ -2,23 +2,29 @@
 
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 import numpy as np
 
-from .cases import CASES
+from .cases import CASES, find_contender
 from .judge import Judge, Verdict
+from .progress import Progress
 from .tasks import Size, Task
 
 QUIET = 0.2  # cores that other processes may use in a turn; above, the turn counts as disturbed
 CLOCK_TICK = 1 / os.sysconf("SC_CLK_TCK")
+
+
+LINES = 6
+"""How much is kept of what a contender said that fails, of a compiler's page of errors for example."""
 
 
 class Plan(NamedTuple):
@@ -106,6 +112,8 @@ class Process:
     """A worker process; see `worker` for what it may be asked."""
 
     def __init__(self, task: Task):
+        self.said: IO[str] = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 (see close)
+        self.failed: bool = False
         # The worker finds this package, and contenders of yours, where this process does.
         package = str(Path(__file__).parents[2])
         paths = [package, os.environ.get("PYTHONPATH", "")]
@@ -113,6 +121,7 @@ class Process:
             [sys.executable, "-m", "mlx_lstm.bench", "--worker", json.dumps(task)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            stderr=self.said,
             text=True,
             env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
         )
@@ -122,40 +131,66 @@ class Process:
 
     def ask(self, do: str, **request: Any) -> dict[str, Any]:
         """Send one request and wait for the answer. RuntimeError if the worker could not do it."""
-        try:
+        with suppress(BrokenPipeError):  # what it said before it ended follows
             self.requests.write(json.dumps({"do": do, **request}) + "\n")
             self.requests.flush()
-        except BrokenPipeError:
-            pass  # what it said before it ended follows
         line = self.answers.readline()
-        if not line:
-            raise RuntimeError(f"the worker ended with exit code {self.process.wait()}")
-        answer = json.loads(line)
+        answer = json.loads(line) if line else {"error": f"{ended_by(self.process.wait())}\n{self.heard()}"}
         if "error" in answer:
-            raise RuntimeError(answer["error"])
+            self.failed = True
+            raise RuntimeError(excerpt(answer["error"]))
         return answer
 
-    def close(self) -> None:
-        """End the worker; one that is in the middle of something is stopped."""
-        self.requests.close()
+    def heard(self) -> str:
+        """What the worker, which has ended, wrote to stderr."""
+        self.said.seek(0)
+        return self.said.read()
+
+    def close(self, progress: Progress) -> None:
+        """End the worker; one that is in the middle of something is stopped. What it wrote to stderr goes there, unless
+        it failed: its row has that."""
+        with suppress(BrokenPipeError):
+            self.requests.close()
         try:
             self.process.wait(timeout=2)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
         self.answers.close()
+        if not self.failed and self.process.returncode == 0 and (text := self.heard().rstrip()):
+            progress.print(text, sys.stderr)
+        self.said.close()
 
 
-def measure(tasks: list[Task], judge: Judge, *, seconds: float, rounds: int, patience: float) -> list[Row]:
+def ended_by(code: int) -> str:
+    """How a process ended that was not asked to."""
+    how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+    return f"the worker ended {how}"
+
+
+def excerpt(text: str) -> str:
+    """At most LINES lines of a text: the first two, those that name an error, else the last ones."""
+    lines = [line.rstrip()[:200] for line in text.splitlines() if line.strip()]
+    if len(lines) <= LINES:
+        return "\n".join(lines)
+    named = [line for line in lines[2:] if "error" in line.lower()][: LINES - 3]
+    return "\n".join([*lines[:2], *(named or lines[3 - LINES :]), f"... of {len(lines)} lines"])
+
+
+def measure(
+    tasks: list[Task], judge: Judge, *, seconds: float, rounds: int, patience: float, progress: Progress | None = None
+) -> list[Row]:
     """Check and time tasks of one size and pass against each other. With rounds = 0: check and memory only."""
+    progress = progress or Progress()  # which is silent until it is entered
     rows: dict[Task, Row] = {}
     plans: dict[Task, Plan] = {}
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         processes = {}
         for task in tasks:
+            progress.say(f"{name_of(task)}: checked")
             processes[task] = Process(task)
-            stack.callback(processes[task].close)
+            stack.callback(processes[task].close, progress)
             wait_until_quiet(patience)  # the check tells how long a run takes, so how many turns there are
             rows[task], once = check(task, processes[task], judge, str(Path(folder, "results.npz")))
             if not rows[task].failed and rounds:
@@ -163,8 +198,14 @@ def measure(tasks: list[Task], judge: Judge, *, seconds: float, rounds: int, pat
         for number in range(rounds):
             due = [task for task in plans if number < plans[task].turns and not rows[task].failed]
             for task in due if number % 2 == 0 else reversed(due):
+                progress.say(f"{name_of(task)}: timed, round {number + 1} of {rounds}")
                 rows[task] = take_turn(rows[task], processes[task], plans[task], patience)
     return [rows[task] for task in tasks]
+
+
+def name_of(task: Task) -> str:
+    """What a task is called in print: its contender, and the engine if it has one."""
+    return f"{find_contender(task.contender, task.case).label} ({task.engine})".removesuffix(" (-)")
 
 
 def check(task: Task, process: Process, judge: Judge, file: str) -> tuple[Row, float]:

@@ -45,8 +45,9 @@ class Worker:
     """A task made ready, with its libraries loaded and its threads started by a run of two steps."""
 
     def __init__(self, task: Task):
-        mx.set_default_device(mx.cpu if task.device == "cpu" else mx.gpu)
         contender, draw = find_contender(task.contender, task.case), CASES[task.case].draw
+        if contender.needs == "mlx":
+            mx.set_default_device(mx.cpu if task.device == "cpu" else mx.gpu)
         start = task._replace(size=task.size._replace(T=2))
         contender.prepare(draw(start.size, task.dtype), start).run()
         self.work: Work = contender.prepare(draw(task.size, task.dtype), task)
