@@ -7,7 +7,7 @@ BIN = .venv/bin
 train: .venv/examples  ## train a character LSTM on Python's documentation
 	$(BIN)/python examples/char_lm.py
 
-test: .venv/test lint  ## the tests; a skipped one fails the run, and a line of metal/ that did not run
+test: .venv/test lint  ## the tests; a skipped one fails the run, and on Linux a line of metal/ that did not run
 	$(BIN)/python -m pytest -n auto --dist worksteal --no-skips --shader-coverage -q
 
 test-all: .venv/test lint  ## the tests and the heavier sweeps
