@@ -121,10 +121,11 @@ def run(case, engine, dtype, cotangents=None):
         return tuple({name: to_numpy(array) for name, array in part.items()} for part in found)
 
 
-def run_gradients(case, engine, dtype, cotangents):
-    """The gradients of the op `lstm_gradients`, `gru_gradients` or `rnn_gradients` by name, after a forward pass."""
+def run_gradients(case, engine, dtype, cotangents, saved=None):
+    """The gradients of the op `lstm_gradients`, `gru_gradients` or `rnn_gradients` by name, after a forward pass, of
+    which it is given the outputs `saved`."""
     op, arrays, options = split(case)
-    saved = {"lstm": ("gates", "c", "h"), "gru": ("gates", "h"), "rnn": ("h",)}[op]
+    saved = saved or {"lstm": ("gates", "c", "h"), "gru": ("gates", "h"), "rnn": ("h",)}[op]
     with mx.stream(device_of(engine)):
         given = {"Wx": None} | {name: to_mlx(array, dtype) for name, array in arrays.items()}
         out = getattr(recurrence, op)(**given, **options, engine=engine, return_gates=True)

@@ -81,13 +81,15 @@ def test_weight_files_load_both_ways(tmp_path, suffix):
 @pytest.mark.parametrize("x", [mx.float32, mx.float16, mx.bfloat16], ids=str)
 @pytest.mark.parametrize("parameters", [mx.float32, mx.float16, mx.bfloat16], ids=str)
 def test_dtypes_promote_as_in_mlx(parameters, x):
+    """The states' too, of which each may have its own."""
     ours, theirs = pair()
     ours.set_dtype(parameters)
     theirs.set_dtype(parameters)
-    sequence, state = mx.random.normal((2, 3, D)).astype(x), mx.zeros((2, H), x)
-    for states in ({}, {"hidden": state, "cell": state}):
+    sequence, wide, same = mx.random.normal((2, 3, D)).astype(x), mx.zeros((2, H)), mx.zeros((2, H), x)
+    for given in ((), (same, same), (wide,), (None, wide), (same, wide)):
+        states = dict(zip(("hidden", "cell"), given, strict=False))
         dtypes = [[out.dtype for out in layer(sequence, **states)] for layer in (ours, theirs)]
-        assert dtypes[0] == dtypes[1]
+        assert dtypes[0] == dtypes[1], given
 
 
 def test_a_state_broadcasts_over_the_batch():
@@ -287,6 +289,8 @@ def test_gru_and_rnn_parameters_files_dtypes_and_export(layer, tmp_path):
     theirs.set_dtype(mx.float16)
     assert ours(x.astype(mx.float16)).dtype == theirs(x.astype(mx.float16)).dtype == mx.float16
     assert ours(x).dtype == theirs(x).dtype == mx.float32
+    half, wide = x.astype(mx.float16), mx.zeros((2, H))
+    assert ours(half, wide).dtype == theirs(half, wide).dtype == mx.float32
     ours.set_dtype(mx.float32)
     mx.eval(ours.parameters())
     np.testing.assert_allclose(np.array(mx.compile(ours)(x)), np.array(ours(x)), atol=1e-6)

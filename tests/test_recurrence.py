@@ -177,6 +177,19 @@ def test_lengths_of_nothing_and_of_all_steps(engine, kind):
     assert not any(value.any() for value in (outputs | gradients).values())
 
 
+WITHOUT_H = [name for name in OPTIONS if name.endswith("_output")] + ["gate_order", "lstm_both_relu_output"]
+WITHOUT_H += [f"rnn_{name}" for name in ("relu", "sigmoid", "lengths", "both_relu")]
+
+
+@pytest.mark.parametrize("option", WITHOUT_H)
+def test_gradient_ops_make_h_themselves_where_it_is_not_given(option):
+    """Out of the cell state and the output gate, or of a plain cell's preactivations."""
+    case, cotangents, ref, limit = judged_option(option, np.float64)
+    saved = ("gates",) if case.get("op") == "rnn" else ("gates", "c")
+    for name, value in run_gradients(case, "numpy", np.float64, cotangents, saved).items():
+        assert_within(name, value, ref[name], limit[name])
+
+
 @pytest.mark.parametrize("lengths", [None, "some"])
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("B", [3, 20])
@@ -268,6 +281,25 @@ def test_gates_closed_beyond_the_range_of_exp(engine, dtype):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         check(case, engine, dtype, cotangents)
+
+
+@pytest.mark.parametrize("way", [*ENGINES, "compiled"])
+def test_a_cell_state_that_is_infinite_is_clipped(way):
+    """Given so, or beyond the dtype's range within a step; NaN stays NaN."""
+    options = {"cell_clip": 1.5, "training": way != "compiled", "engine": None if way == "compiled" else way}
+
+    def cells(x, c0, **more):
+        return lstm(x, None, mx.zeros((4, 1)), c0=c0, **options, **more).c[..., 0]
+
+    def overflowing(x, c0):
+        return cells(x, c0, activations=("identity",) * 5)
+
+    call = mx.compile if way == "compiled" else lambda function: function
+    with mx.stream(mx.cpu):
+        given = call(cells)(mx.zeros((2, 3, 4)), mx.array([[np.inf], [-np.inf], [np.nan]]))
+        found = call(overflowing)(mx.full((1, 3, 4), 3e38), mx.array([[0], [3e38], [np.nan]]))
+    np.testing.assert_array_equal(np.array(given), [[1.5, -1.5, np.nan], [0.75, -0.75, np.nan]])
+    np.testing.assert_array_equal(np.array(found), [[1.5, 1.5, np.nan]])
 
 
 def test_sigmoid_of_engine_ops_in_float64():

@@ -70,9 +70,10 @@ def constant(value: float, like: Array) -> Array:
 
 
 def clip_straight_through(c: Array, limit: float) -> Array:
-    """clip(c, -limit, limit) whose gradient is that of c, as TensorFlow's block ops have it."""
+    """clip(c, -limit, limit) whose gradient is that of c, as TensorFlow's block ops have it; 0 where c is infinite."""
     bound = constant(limit, c)
-    return mx.stop_gradient(mx.clip(c, -bound, bound)) + (c - mx.stop_gradient(c))
+    nothing = mx.where(mx.isinf(c), 0, c - mx.stop_gradient(c))  # infinity less itself is NaN
+    return mx.stop_gradient(mx.clip(c, -bound, bound)) + nothing
 
 
 def by_gate(cell: LSTMCell | GRUCell, array: Array | None) -> dict[str, Array]:
