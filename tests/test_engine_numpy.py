@@ -5,13 +5,15 @@ import tracemalloc
 import mlx.core as mx
 import numpy as np
 import pytest
-from cases import combination, draw, poison_scratch, split
+from cases import combination, draw, poison_scratch, run, split
 
 from mlx_lstm import gru, lstm, rnn
 from mlx_lstm.engines.cells import HARD_SIGMOIDS
 from mlx_lstm.engines.numpy import gates as engine_numpy_gates
 from mlx_lstm.engines.numpy import memory as engine_numpy_memory
 from mlx_lstm.engines.numpy import products as engine_numpy_products
+from mlx_lstm.engines.sequences import tanh
+from mlx_lstm.oracle import ARRAYS
 from mlx_lstm.recurrence import gru_gradients, lstm_gradients, rnn_gradients
 
 OPS = {"lstm": (lstm, lstm_gradients), "gru": (gru, gru_gradients), "rnn": (rnn, rnn_gradients)}
@@ -141,6 +143,19 @@ def test_no_sequence_is_copied(monkeypatch, word, batch_major):
         finally:
             tracemalloc.stop()
     assert peak < 8 * T * B * H / 2  # half of the h of one direction
+
+
+@pytest.mark.parametrize("both", [False, True])
+@pytest.mark.parametrize("word", OPS)
+def test_what_numpy_shall_do_of_an_error_is_the_caller_s_affair(word, both):
+    """Where products underflow, and where a sequence's own tanh does."""
+    case = draw(np.random.default_rng(0), op=word, bidirectional=both)
+    case = {name: value * 1e-25 if name in ARRAYS else value for name, value in case.items()}
+    with np.errstate(all="raise"):
+        outputs, gradients = run(case, "numpy", np.float32, {"h": np.full((4, 2, 2 * (1 + both)), 1e-25)})
+        assert all(np.isfinite(array).all() for array in (outputs | gradients).values())
+        with mx.stream(mx.cpu):
+            assert tanh(mx.array([2.0**-149, 0])).tolist() == [2.0**-149, 0]
 
 
 LIMITS = [("lstm", {"cell_clip": 1e300}), ("lstm", {"forget_bias": 1e300}), *((word, {}) for word in OPS)]

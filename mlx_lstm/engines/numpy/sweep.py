@@ -80,9 +80,9 @@ def each_direction(problem: Problem, sweep: Callable[[int | None, Problem], None
     One after the other: BLAS has threads of its own. What a thread for each direction would gain: not measured. It
     would have to take turns where both add to dx and to the gradient of a shared mask.
     """
-    # Infinity and NaN, of padding or of a limit beyond the dtype, go through without a warning, as in MLX's own ops; so
-    # does exp's overflow, in a sigmoid that is 0.
-    with np.errstate(invalid="ignore", over="ignore"):
+    # Infinity and NaN, of padding or of a limit beyond the dtype, exp's overflow in a sigmoid that is 0, and underflow
+    # go through, whatever the caller's np.seterr says, as in MLX's own ops.
+    with np.errstate(all="ignore"):
         if not problem.bidirectional:
             sweep(None, problem)
             return
