@@ -416,6 +416,24 @@ def test_params_size():
     assert sizes == [320, 256] and cudnn.cudnn_rnn_params_size(1, 5, 4, input_mode="auto_select").item() == 220
 
 
+def test_sizes_beyond_any_memory():
+    """Counted without a list of the arrays, in 64 bits."""
+    largest = cudnn.cudnn_rnn_params_size(1, 16384, 16384, S=mx.int64)
+    assert largest.item() == 8 * 16384 * 16385 > 2**31
+    with pytest.raises(
+        ValueError, match=r"the size must be less than 2\^31 with S=mlx.core.int32, .* but got 2147614720"
+    ):
+        cudnn.cudnn_rnn_params_size(1, 16384, 16384)
+    many = {"direction": "bidirectional", "num_proj": 3, "S": mx.int64}
+    assert cudnn.cudnn_rnn_params_size(10**12, 5, 4, **many).item() == 2 * (10**12 * (20 * 9 + 15 + 40) - 40)
+    with pytest.raises(ValueError, match=r"than 2\^63 with S=mlx.core.int64, but got 2"):
+        cudnn.cudnn_rnn_params_size(10**18, 5, 4, S=mx.int64)
+    with pytest.raises(ValueError, match=r"params must have \d+ elements for 1000000000000 layers"):
+        cudnn.cudnn_rnn_params_to_canonical(10**12, 5, 4, mx.zeros((220,)), 8)
+    with pytest.raises(ValueError, match="weights must be 8000000000000 arrays for these layers but got 0"):
+        cudnn.cudnn_rnn_canonical_to_params(10**12, 5, 4, [], [])
+
+
 def test_padding_is_never_read():
     case = draw(11, mode="lstm", L=2, D=2, T=4, N=3, lengths=np.array([1, 4, 2]))
     spoilt = case.inputs["input"].copy(), case.cotangents["output"].copy()

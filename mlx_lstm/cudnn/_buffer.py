@@ -82,10 +82,15 @@ class Layout(NamedTuple):
         return weights, [(self.H,)] * (self.L * self.D * 2 * self.G)
 
     @property
+    def counts(self) -> tuple[int, int]:
+        """How many matrices and how many biases `canonical` has."""
+        return self.L * self.D * (2 * self.G + bool(self.P)), self.L * self.D * 2 * self.G
+
+    @property
     def size(self) -> int:
-        """The number of elements."""
-        weights, biases = self.canonical()
-        return sum(map(prod, weights + biases))
+        """The number of elements. All layers but the first are alike, so that a wrong number of them costs nothing."""
+        first, other = (sum(map(prod, self.matrices(layer))) for layer in range(2))
+        return self.D * (first + (self.L - 1) * other) + self.counts[1] * self.H
 
 
 def layout(op: str, num_layers: int, num_units: int, input_size: int, attributes: Attributes) -> Layout:

@@ -40,7 +40,7 @@ def cudnn_rnn_params_size(
     Args:
         num_layers, num_units, input_size (int): L, H, I.
         T (Dtype): that of the parameters. Default: `mlx.core.float32`.
-        S (Dtype): that of the result, int32 or int64. Default: `mlx.core.int32`.
+        S (Dtype): that of the result, int32 or, from 2^31 elements on, int64. Default: `mlx.core.int32`.
         rnn_mode, input_mode, direction, dropout, seed, seed2: as in `cudnn_rnn`. The last three change nothing.
         num_proj (int): P, of an lstm; 0 for no projection. Default: 0.
 
@@ -56,7 +56,10 @@ def cudnn_rnn_params_size(
     check_option(op, "T", T, FLOATS)
     check_option(op, "S", S, (mx.int32, mx.int64))
     attributes = Attributes(rnn_mode, input_mode, direction, dropout, seed, seed2, num_proj)
-    return mx.array([layout(op, num_layers, num_units, input_size, attributes).size], S)
+    size = layout(op, num_layers, num_units, input_size, attributes).size
+    if size >= 2 ** (8 * S.size - 1):
+        fail(op, "the size must be less than 2^31 with S=mlx.core.int32, than 2^63 with S=mlx.core.int64,", size)
+    return mx.array([size], S)
 
 
 def cudnn_rnn_params_to_canonical(
@@ -227,10 +230,12 @@ def to_canonical(op: str, where: Layout, params: mx.array, counts: dict[str, int
 
 def from_canonical(op: str, where: Layout, weights: Sequence[mx.array], biases: Sequence[mx.array]) -> mx.array:
     """The buffer out of its arrays."""
-    for name, arrays, shapes in zip(("weights", "biases"), (weights, biases), where.canonical(), strict=True):
-        if not isinstance(arrays, Sequence) or len(arrays) != len(shapes):
+    given = {"weights": weights, "biases": biases}
+    for (name, arrays), count in zip(given.items(), where.counts, strict=True):
+        if not isinstance(arrays, Sequence) or len(arrays) != count:
             number = len(arrays) if isinstance(arrays, Sequence) else type(arrays).__name__
-            fail(op, f"{name} must be {len(shapes)} arrays for these layers", number)
+            fail(op, f"{name} must be {count} arrays for these layers", number)
+    for (name, arrays), shapes in zip(given.items(), where.canonical(), strict=True):
         for n, (array, shape) in enumerate(zip(arrays, shapes, strict=True)):
             dtype = getattr(weights[0], "dtype", None)
             check_array(op, f"{name}[{n}]", array, list(getattr(array, "shape", ())), dtype)
