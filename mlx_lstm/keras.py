@@ -39,8 +39,8 @@ def lstm_from_keras(kernel: Any, recurrent_kernel: Any, bias: Any = None) -> Arr
         >>> Wx, Wh, b = keras.lstm_from_keras(*weights).values()
         >>> layer = nn.LSTM(3, 4).update({"Wx": Wx, "Wh": Wh, "bias": b})
     """
-    check_keras("lstm_from_keras", 4, kernel, recurrent_kernel, bias, [4])
-    return from_keras("ifgo", "ifgo", kernel, recurrent_kernel) | ({} if bias is None else {"b": to_mlx(bias)})
+    weights = check_keras("lstm_from_keras", 4, kernel, recurrent_kernel, bias, [4])
+    return from_keras("ifgo", "ifgo", weights) | ({} if bias is None else {"b": weights["bias"]})
 
 
 def lstm_to_keras(Wx: mx.array, Wh: mx.array, b: mx.array | None = None) -> list[np.ndarray]:
@@ -79,11 +79,11 @@ def gru_from_keras(kernel: Any, recurrent_kernel: Any, bias: Any = None) -> Arra
         >>> gru(mx.ones((10, 2, 3)), **keras.gru_from_keras(*weights)).h.shape
         (10, 2, 4)
     """
-    check_keras("gru_from_keras", 3, kernel, recurrent_kernel, bias, [3], [2, 3])
-    found = from_keras("zrn", "rzn", kernel, recurrent_kernel)
+    weights = check_keras("gru_from_keras", 3, kernel, recurrent_kernel, bias, [3], [2, 3])
+    found = from_keras("zrn", "rzn", weights)
     if bias is None:
         return found
-    bias = reorder(to_mlx(bias), "zrn", "rzn")
+    bias = reorder(weights["bias"], "zrn", "rzn")
     if bias.ndim == 1:
         return found | {"b": bias}
     H = bias.shape[1] // 3
@@ -143,8 +143,8 @@ def rnn_from_keras(kernel: Any, recurrent_kernel: Any, bias: Any = None) -> Arra
         >>> rnn(mx.ones((10, 2, 3)), **keras.rnn_from_keras(*weights)).h.shape
         (10, 2, 4)
     """
-    check_keras("rnn_from_keras", 1, kernel, recurrent_kernel, bias, [1])
-    return from_keras("h", "h", kernel, recurrent_kernel) | ({} if bias is None else {"b": to_mlx(bias)})
+    weights = check_keras("rnn_from_keras", 1, kernel, recurrent_kernel, bias, [1])
+    return from_keras("h", "h", weights) | ({} if bias is None else {"b": weights["bias"]})
 
 
 def rnn_to_keras(Wx: mx.array, Wh: mx.array, b: mx.array | None = None) -> list[np.ndarray]:
@@ -205,8 +205,9 @@ def bidirectional_to_keras(convert: Callable[..., list[np.ndarray]], arrays: Arr
     return [array for d in range(2) for array in convert(**part(arrays, d))]
 
 
-def check_keras(op: str, G: int, kernel: Any, recurrent_kernel: Any, bias: Any, *biases: list[int]) -> None:
-    """kernel [I, GH], recurrent_kernel [H, GH]; the bias in one of the shapes, whose last number counts H."""
+def check_keras(op: str, G: int, kernel: Any, recurrent_kernel: Any, bias: Any, *biases: list[int]) -> Arrays:
+    """kernel [I, GH], recurrent_kernel [H, GH]; the bias in one of the shapes, whose last number counts H. Returns what
+    is there as MLX arrays."""
     shapes = [np.shape(array) for array in (kernel, recurrent_kernel, bias)]
     H = shapes[1][0] if len(shapes[1]) == 2 else 0
     if len(shapes[0]) != 2 or shapes[0][1] != G * H or shapes[1] != (H, G * H):
@@ -215,6 +216,11 @@ def check_keras(op: str, G: int, kernel: Any, recurrent_kernel: Any, bias: Any, 
     if bias is not None and shapes[2] not in [(*shape[:-1], shape[-1] * H) for shape in biases]:
         rule = " or ".join(f"[{', '.join([*map(str, shape[:-1]), times(shape[-1])])}]" for shape in biases)
         fail(op, f"bias must have shape {rule}", f"shape {list(shapes[2])}")
+    given = {"kernel": kernel, "recurrent_kernel": recurrent_kernel} | ({} if bias is None else {"bias": bias})
+    weights = {name: to_mlx(array) for name, array in given.items()}
+    for name, array in weights.items():
+        check_array(op, name, array, array.shape)
+    return weights
 
 
 def check_ours(op: str, G: int, Wx: mx.array, Wh: mx.array, biases: dict[str, mx.array | None]) -> None:
@@ -232,9 +238,10 @@ def times(G: int) -> str:
     return "H" if G == 1 else f"{G}H"
 
 
-def from_keras(theirs: str, ours: str, kernel: Any, recurrent_kernel: Any) -> Arrays:
+def from_keras(theirs: str, ours: str, weights: Arrays) -> Arrays:
     """Wx and Wh in our gate order."""
-    return {name: reorder(to_mlx(W), theirs, ours).T for name, W in (("Wx", kernel), ("Wh", recurrent_kernel))}
+    kernel, recurrent_kernel = (reorder(weights[name], theirs, ours).T for name in ("kernel", "recurrent_kernel"))
+    return {"Wx": kernel, "Wh": recurrent_kernel}
 
 
 def reorder(array: mx.array, before: str, after: str) -> mx.array:

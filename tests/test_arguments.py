@@ -170,6 +170,8 @@ EVERY_OP = [
     ("engine", "gpu", "one of"),
     ("engine", "", "one of"),
     ("engine", 1, "one of"),
+    ("stream", "cpu", "a stream or a device of MLX"),
+    ("stream", [mx.cpu], "a stream or a device of MLX"),
 ]
 FORWARD = [("return_gates", "yes", "True or False"), ("training", None, "True or False")]
 BAD_VALUES = {

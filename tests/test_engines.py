@@ -90,6 +90,15 @@ def test_choice(machine, arguments, H, requested, expected):
             choose(**arguments, requested=requested)
 
 
+@pytest.mark.parametrize(
+    "wrong", [{"dtype": "float32"}, {"dtype": mx.int32}, {"device": "tpu"}, {"device": mx.gpu}], ids=str
+)
+def test_a_dtype_or_device_that_is_none_is_refused(wrong):
+    ((name, value),) = wrong.items()
+    with pytest.raises(ValueError, match=rf"^\[lstm\] {name} must be one of .* but got {value!r}\.$"):
+        choose(**{"sizes": (8, 2, 3, 4), "dtype": mx.float32, "traced": False, **MAC, **wrong})
+
+
 def test_refusals_name_the_op():
     for op in ("gru", "rnn_gradients"):
         with pytest.raises(ValueError, match=rf"^\[{op}\] engine='fused' cannot run"):

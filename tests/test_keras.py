@@ -152,7 +152,7 @@ def test_dtypes_stay(dtype):
     assert np.array(both["b"]).dtype == np.array(both["bhn"]).dtype == dtype
 
 
-def test_wrong_shapes_are_refused():
+def test_wrong_shapes_and_integers_are_refused():
     kernel, recurrent, bias = np.ones((I, 4 * H)), np.ones((H, 4 * H)), np.ones(4 * H)
     for wrong in ((kernel.T, recurrent), (kernel, recurrent[1:]), (kernel[0], recurrent), (kernel, recurrent[0])):
         with pytest.raises(
@@ -161,6 +161,10 @@ def test_wrong_shapes_are_refused():
             keras.lstm_from_keras(*wrong)
     with pytest.raises(ValueError, match=r"bias must have shape \[4H\] but got shape \[15\]"):
         keras.lstm_from_keras(kernel, recurrent, bias[1:])
+    for n, word in enumerate(("kernel", "recurrent_kernel", "bias")):
+        weights = [np.ones(array.shape, int if n == k else float) for k, array in enumerate((kernel, recurrent, bias))]
+        with mx.stream(mx.cpu), pytest.raises(ValueError, match=rf"\[lstm_from_keras\] {word} must be float32.*int64"):
+            keras.lstm_from_keras(*weights)
     kernel, recurrent = np.ones((I, 3 * H)), np.ones((H, 3 * H))
     with pytest.raises(ValueError, match=r"bias must have shape \[3H\] or \[2, 3H\] but got shape \[3, 12\]"):
         keras.gru_from_keras(kernel, recurrent, np.ones((3, 3 * H)))

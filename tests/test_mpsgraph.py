@@ -405,6 +405,8 @@ def refusals():
     steps = {"mask": mx.zeros((2, 2, 4)), "mask_layout": "steps"}
     yield "steps", "lstm", steps, r"mask must broadcast to \[T, N, H\] = \[3, 2, 4\]"
     yield "directions", "lstm", {"mask": mx.zeros((2, 2, 4)), "mask_layout": "directions"}, "needs bidirectional"
+    for layout in ("steps", "directions"):
+        yield f"{layout} of none", "lstm", {"mask_layout": layout}, "mask must be given with mask_layout='"
     yield "mask layout", "lstm", {"mask_layout": "rows"}, "mask_layout must be one of"
     yield "mask dtype", "lstm", {"mask": mx.zeros((4,), mx.float16)}, "mask must have the dtype"
     yield "peephole", "lstm", {"peephole": mx.zeros((12,))}, r"peephole must have layout \[4H\] = \[16\]"

@@ -514,6 +514,8 @@ def test_wrong_attributes():
         ("block_lstm", "forget_bias", "1"),
         ("lstm_block_cell", "cell_clip", True),
         ("block_lstm", "forget_bias", np.bool_(True)),
+        ("block_lstm", "forget_bias", float("nan")),
+        ("lstm_block_cell", "forget_bias", float("inf")),
     ):
         with pytest.raises(ValueError, match=rf"^\[{op}\] {attribute} must be "):
             ours(op, a_case(op) | {attribute: wrong}, None)

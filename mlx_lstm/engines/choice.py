@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
+from ..checks import FLOATS, check_option, fail
 from .cells import Cell, LSTMCell
 from .tuning import PREDICTED, Table
 
@@ -56,7 +57,8 @@ def choose(
         table (Table): which Metal engine is faster where. Default: the predicted one.
 
     Raises:
-        ValueError: `requested` is no engine, or cannot run here, or nothing can; the text gives the reason.
+        ValueError: an argument is none of those above, or `requested` cannot run here, or nothing can; the text gives
+            the reason.
 
     Example:
         >>> import mlx.core as mx
@@ -71,6 +73,8 @@ def choose(
     """
     if requested is not None and requested not in ENGINES:
         raise ValueError(f"[{op}] engine must be one of {', '.join(ENGINES)} but got {requested!r}.")
+    check_option(op, "dtype", dtype, FLOATS)
+    check_option(op, "device", device, ("cpu", "gpu"))
     _, B, _, H = sizes
     check_device(op, dtype, device)
     hindrances = obstacles(cell, H, device, metal, traced, projection)
@@ -115,9 +119,14 @@ def obstacles(cell: Cell, H: int, device: str, metal: bool, traced: bool, projec
 Stream = mx.Stream | mx.Device | None
 
 
-def on(stream: Stream) -> AbstractContextManager[object]:
+def on(op: str, stream: Stream) -> AbstractContextManager[object]:
     """The context of a stream, or none."""
-    return mx.stream(stream) if stream is not None else nullcontext()
+    if stream is None:
+        return nullcontext()
+    try:
+        return mx.stream(stream)
+    except TypeError:
+        fail(op, "stream must be a stream or a device of MLX", repr(stream))
 
 
 def current_device() -> str:

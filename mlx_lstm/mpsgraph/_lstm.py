@@ -89,7 +89,8 @@ def lstm(
         hard_sigmoid (str): whether hard_sigmoid is clip(x/5 + 0.5, 0, 1), `"x/5"`, as elsewhere at Apple, or
             clip(x/6 + 0.5, 0, 1), `"x/6"`; MPSGraph's texts do not say. E:hard_sigmoid decides.
         mask_layout (str): Apple gives none. `"channels"`: as above. `"directions"`: with bidirectional [2, N, H] or
-            what broadcasts to it. `"steps"`: broadcastable to [T, N, H] or [T, N, 2H], one per step. E:mask decides.
+            what broadcasts to it. `"steps"`: broadcastable to [T, N, H] or [T, N, 2H], one per step. Those two need a
+            mask. E:mask decides.
         training_returns_cell (bool): whether training returns the cell states even without produce_cell. Apple's texts
             say both: `True` is what those on the gradient say. E:output_count decides.
         engine, stream: as in `mlx_lstm.lstm`.

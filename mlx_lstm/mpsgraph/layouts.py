@@ -48,6 +48,8 @@ def translated(
     """The recurrence's arrays and direction, once the arrays' layouts are found right; `words` are its words."""
     given = check_layouts(op, arrays, G, descriptor.bidirectional)
     check_option(op, "mask_layout", mask_layout, MASK_LAYOUTS)
+    if mask_layout != MASK_LAYOUTS[0] and "mask" not in given:
+        fail(op, f"mask must be given with mask_layout={mask_layout!r}", "None")
     if "mask" in given:
         given["mask"] = check_mask(op, given, descriptor.bidirectional, mask_layout)
     found = {"Wx": None} | {words[name]: array for name, array in given.items()}

@@ -76,8 +76,8 @@ class LSTM(nn.Module):
             cell (array, optional): the cell state to start from, [..., H]. May be given alone. Default: zeros.
 
         Returns:
-            tuple: all hidden states and all cell states, each [..., L, H], in the dtype that x and the parameters
-            promote to.
+            tuple: all hidden states and all cell states, each [..., L, H], in the dtype that x, the parameters and the
+            states given promote to.
         """
         given = {"Wx": self.Wx, "Wh": self.Wh, "b": self.bias}
         states = {"hidden": hidden, "cell": cell}
@@ -137,7 +137,7 @@ class GRU(nn.Module):
             hidden (array, optional): the hidden state to start from, [..., H]. Default: zeros.
 
         Returns:
-            array: all hidden states, [..., L, H], in the dtype that x and the parameters promote to.
+            array: all hidden states, [..., L, H], in the dtype that x, the parameters and a state given promote to.
         """
         given = {"Wx": self.Wx, "Wh": self.Wh, "b": self.b, "bhn": self.bhn}
         return run("nn.GRU", GRUCell(), x, given, {"hidden": hidden}, training=self.training, engine=self.engine)[0]

@@ -9,7 +9,7 @@ from typing import NoReturn
 import mlx.core as mx
 import numpy as np
 
-from ..checks import as_float, check_array, check_flag, check_integer, fail
+from ..checks import as_float, check_array, check_flag, check_integer, check_number, fail
 from ..engines.problem import Arrays
 from ..engines.tracing import have_values
 
@@ -156,12 +156,9 @@ def check_range(op: str, steps: int, T: int) -> int:
     return steps
 
 
-def check_attributes(op: str, **numbers: object) -> tuple[float, ...]:
-    """forget_bias, cell_clip: real numbers, as floats."""
-    found = []
-    for name, value in numbers.items():
-        number = as_float(value)
-        if number is None:
-            fail(op, f"{name} must be a number", repr(value))
-        found.append(number)
-    return tuple(found)
+def check_attributes(op: str, forget_bias: object, cell_clip: object) -> tuple[float, float]:
+    """forget_bias, finite, and cell_clip, any number, as floats."""
+    clip = as_float(cell_clip)
+    if clip is None:
+        fail(op, "cell_clip must be a number", repr(cell_clip))
+    return check_number(op, "forget_bias", forget_bias), clip
