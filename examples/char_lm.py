@@ -34,9 +34,9 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # before NumPy is imported; the reason stands above
 
@@ -260,7 +260,7 @@ class Run:
         self.optimizer.init(self.model.trainable_parameters())
         columns = (corpus.split - 1) // settings.batch
         if columns < settings.window or corpus.split < 3:
-            raise SystemExit(f"The training text is too short for {settings.batch} rows of {settings.window}.")
+            raise ValueError(f"the training text is too short for {settings.batch} rows of {settings.window}.")
         used = settings.batch * columns
         self.inputs = mx.array(corpus.codes[:used].reshape(settings.batch, -1))
         self.targets = mx.array(corpus.codes[1 : used + 1].reshape(settings.batch, -1))
@@ -299,33 +299,40 @@ class Run:
         self.validation.append((self.step, validation_bits(self.model, self.corpus)))
         return self.validation[-1][1]
 
-    def fingerprint(self) -> str:
-        return f"{len(self.corpus.codes)} characters, CRC {zlib.crc32(self.corpus.codes.tobytes()):08x}"
+    def arrays(self) -> dict[str, mx.array]:
+        arrays = dict(tree_flatten({"model": self.model.parameters(), "optimizer": self.optimizer.state}))
+        return arrays | {"state.hidden": self.state[0], "state.cell": self.state[1], "key": self.key}
+
+    def numbers(self) -> dict[str, int | str | list]:
+        text = f"{len(self.corpus.codes)} characters, CRC {zlib.crc32(self.corpus.codes.tobytes()):08x}"
+        place = {"step": self.step, "position": self.position, "text": text}
+        return place | {"losses": self.losses, "validation": self.validation}
 
     def save(self, path: Path) -> None:
         """Written beside `path`, then renamed: whatever happens, `path` is a whole checkpoint, the old or the new."""
-        arrays = dict(tree_flatten({"model": self.model.parameters(), "optimizer": self.optimizer.state}))
-        arrays |= {"state.hidden": self.state[0], "state.cell": self.state[1], "key": self.key}
-        place = {"step": self.step, "position": self.position, "text": self.fingerprint()}
-        history = {"losses": self.losses, "validation": self.validation}
-        about = {"settings": json.dumps(self.settings._asdict()), "run": json.dumps(place | history)}
+        about = {"settings": json.dumps(self.settings._asdict()), "run": json.dumps(self.numbers())}
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(f".{os.getpid()}.{path.name}")
         try:
-            mx.save_safetensors(str(partial), arrays, about)
+            mx.save_safetensors(str(partial), self.arrays(), about)
             os.replace(partial, path)
         finally:
             partial.unlink(missing_ok=True)
 
     @classmethod
     def load(cls, path: Path, corpus: Corpus, engine: str | None = None) -> Run:
-        """The run as `save` found it. Another engine is the one setting that may change."""
-        arrays, about = mx.load(str(path), return_metadata=True)
-        settings = Settings(**json.loads(about["settings"]))
-        run = cls(settings._replace(engine=engine) if engine else settings, corpus)
-        kept = json.loads(about["run"])
-        if kept["text"] != run.fingerprint():
-            raise SystemExit(f"{path} was trained on another text (another Python?): {kept['text']}.")
+        """The run as `save` found it. Another engine is the one setting that may change. A ValueError tells what is
+        wrong with a file that `save` has not written so, and what to do."""
+        try:
+            arrays, settings, kept = read_checkpoint(path)
+            run = cls(settings._replace(engine=engine) if engine else settings, corpus)
+            check_alike("number", kept, run.numbers(), lambda value: type(value).__name__)
+            if kept["text"] != run.numbers()["text"]:
+                raise ValueError(f"it was trained on another text (another Python?): {kept['text']}")
+            check_alike("array", arrays, run.arrays(), lambda array: f"{array.dtype} {list(array.shape)}")
+        except ValueError as error:
+            advice = "start again without --resume, or with another --out"
+            raise ValueError(f"cannot go on from {path}: {str(error).rstrip('.')}; {advice}.") from None
         run.state, run.key = (arrays.pop("state.hidden"), arrays.pop("state.cell")), arrays.pop("key")
         trees = tree_unflatten(list(arrays.items()))
         run.model.update(trees["model"])
@@ -333,6 +340,36 @@ class Run:
         run.step, run.position, run.losses = kept["step"], kept["position"], kept["losses"]
         run.validation = [tuple(point) for point in kept["validation"]]
         return run
+
+
+def read_checkpoint(path: Path) -> tuple[dict[str, mx.array], Settings, dict]:
+    """Arrays, settings and numbers of a checkpoint; a ValueError if it has not got them."""
+    try:
+        arrays, about = mx.load(str(path), return_metadata=True)
+        settings, kept = (dict(json.loads(about[name])) for name in ("settings", "run"))
+    except (KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(f"it is no whole checkpoint ({type(error).__name__}: {error})") from None
+    any_engine = Settings()._replace(engine=settings.get("engine"))._asdict()
+    check_alike("setting", settings, any_engine, lambda value: type(value).__name__)
+    for name, rule in broken_ranges(settings):
+        raise ValueError(f"setting {name} {rule}")
+    return arrays, Settings(**settings), kept
+
+
+def check_alike(kind: str, found: dict, expected: dict, form: Callable[[Any], str]) -> None:
+    """A ValueError unless both have the same names, of the same form."""
+    for name in sorted(found.keys() ^ expected.keys()):
+        raise ValueError(f"{kind} {name} is {'unknown' if name in found else 'missing'}")
+    for name, value in found.items():
+        if form(value) != form(expected[name]):
+            raise ValueError(f"{kind} {name} must be {form(expected[name])} but is {form(value)}")
+
+
+def broken_ranges(values: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """The names of those outside of RANGES, and the rule."""
+    for name, (lowest, limit) in RANGES.items():
+        if (value := values.get(name)) is not None and not lowest <= value < limit:
+            yield name, f"must lie in [{lowest}, {limit}) but is {value}."
 
 
 @contextlib.contextmanager
@@ -417,9 +454,8 @@ def arguments(argv: list[str] | None) -> tuple[argparse.Namespace, Settings | No
     parser.add_argument("--length", type=int, default=400, help="characters to sample")
     options = parser.parse_args(argv)
     given = {name: value for name, value in vars(options).items() if name in Settings._fields}
-    for name, (lowest, limit) in RANGES.items():
-        if (value := getattr(options, name, None)) is not None and not lowest <= value < limit:
-            parser.error(f"--{name.replace('_', '-')} must lie in [{lowest}, {limit}) but is {value}.")
+    for name, rule in broken_ranges(vars(options)):
+        parser.error(f"--{name.replace('_', '-')} {rule}")
     if not options.prompt:
         parser.error("--prompt must have a character to start from.")
     if not options.resume:
@@ -450,10 +486,10 @@ def main(argv: list[str] | None = None) -> int:
     console, checkpoint = Console(highlight=False, markup=False, soft_wrap=True), options.out / CHECKPOINT
     corpus = Corpus.of(documentation())
     engine = getattr(options, "engine", None)
-    run = Run(settings, corpus) if settings else Run.load(checkpoint, corpus, engine)
     try:
+        run = Run(settings, corpus) if settings else Run.load(checkpoint, corpus, engine)
         run.model(mx.zeros((1, 1), mx.int32), run.model.zero_state(1))
-    except ValueError as error:  # an engine that does not exist, or cannot run here
+    except ValueError as error:  # of a checkpoint, or an engine that does not exist or cannot run here
         print(f"{Path(__file__).name}: error: {error}", file=sys.stderr)
         return 2
     corpus.encode(options.prompt)

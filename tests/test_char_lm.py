@@ -90,10 +90,69 @@ def test_dropout_follows_the_key(corpus):
     assert everything(one) != everything(other)
 
 
-def test_another_text_is_refused(corpus, tmp_path):
-    new_run(corpus).save(tmp_path / "c.safetensors")
-    with pytest.raises(SystemExit, match="another text"):
-        char_lm.Run.load(tmp_path / "c.safetensors", char_lm.Corpus.of(TEXT.replace("fox", "cat")))
+def changed(part, **values):
+    """A damage to a checkpoint's metadata: other values, or none, in a part of it."""
+
+    def damage(path, whole, arrays, about):
+        kept = json.loads(about[part]) | values
+        kept = {name: value for name, value in kept.items() if value is not Ellipsis}
+        mx.save_safetensors(str(path), arrays, about | {part: json.dumps(kept)})
+
+    return damage
+
+
+def other(**values):
+    """A damage to a checkpoint's arrays: by name, with _ for dots, functions of what was there; None removes it."""
+
+    def damage(path, whole, arrays, about):
+        named = {name.replace("_", "."): value for name, value in values.items()}
+        found = {name: named[name](array) if name in named else array for name, array in arrays.items()}
+        mx.save_safetensors(str(path), {name: array for name, array in found.items() if array is not None}, about)
+
+    return damage
+
+
+DAMAGES = {
+    "empty": (lambda path, *_: path.write_bytes(b""), "it is no whole checkpoint"),
+    "truncated": (lambda path, whole, *_: path.write_bytes(whole[:-100]), "it is no whole checkpoint"),
+    "only the header": (lambda path, whole, *_: path.write_bytes(whole[:100]), "it is no whole checkpoint"),
+    "garbage": (lambda path, whole, *_: path.write_bytes(bytes(range(256)) * 20), "it is no whole checkpoint"),
+    "a directory": (lambda path, *_: path.mkdir(), "it is no whole checkpoint"),
+    "no metadata": (
+        lambda path, _, arrays, __: mx.save_safetensors(str(path), arrays),
+        "it is no whole checkpoint (KeyError: 'settings')",
+    ),
+    "no JSON": (
+        lambda path, _, arrays, about: mx.save_safetensors(str(path), arrays, about | {"run": "{"}),
+        "it is no whole checkpoint (JSONDecodeError: ",
+    ),
+    "an unknown setting": (changed("settings", width=3), "setting width is unknown"),
+    "a setting's type": (changed("settings", hidden="16"), "setting hidden must be int but is str"),
+    "a setting's range": (changed("settings", dropout=2.0), "setting dropout must lie in [0, 1) but is 2.0"),
+    "no step": (changed("run", step=...), "number step is missing"),
+    "another text": (
+        changed("run", text="1 character"),
+        "it was trained on another text (another Python?): 1 character",
+    ),
+    "a shape": (
+        other(model_lstm_Wh=lambda Wh: Wh[1:]),
+        "array model.lstm.Wh must be mlx.core.float32 [64, 16] but is mlx.core.float32 [63, 16]",
+    ),
+    "a dtype": (other(key=lambda key: key.astype(mx.float16)), "array key must be mlx.core.uint32 [2] but is mlx.core"),
+    "an array less": (other(model_lstm_Wh=lambda Wh: None), "array model.lstm.Wh is missing"),
+}
+
+
+@pytest.mark.parametrize("damage, words", DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_checkpoint_ends_in_a_line_that_says_what_to_do(corpus, tmp_path, monkeypatch, capsys, damage, words):
+    monkeypatch.setattr(char_lm, "documentation", lambda: TEXT)
+    path, good = tmp_path / "checkpoint.safetensors", tmp_path / "good.safetensors"
+    new_run(corpus).save(good)
+    damage(path, good.read_bytes(), *mx.load(str(good), return_metadata=True))
+    assert char_lm.main(["--resume", f"--out={tmp_path}", "--prompt=1"]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.count("\n") == 1 and f"cannot go on from {path}: {words}" in said.err
+    assert said.err.endswith("; start again without --resume, or with another --out.\n")
 
 
 def test_the_state_is_carried_and_reset_with_the_epoch(corpus):
