@@ -29,6 +29,7 @@ from mlx_lstm.engines import METAL_ENGINES
 from mlx_lstm.engines.cells import GRUCell, LSTMCell, RNNCell
 from mlx_lstm.engines.metal import fused as engine_fused
 from mlx_lstm.engines.metal import fused_launches as kernels_fused
+from mlx_lstm.engines.metal import launch as kernels
 from mlx_lstm.engines.metal import stepwise_launches as kernels_stepwise
 from mlx_lstm.engines.problem import Problem
 from mlx_lstm.oracle import ARRAYS, backward, forward
@@ -162,14 +163,15 @@ def test_a_projection_of_few_numbers(sizes, way):
     check(*with_engine("stepwise", draw_away_from_kinks(3, sizes=sizes, projection=True, **way)))
 
 
-@pytest.mark.parametrize("layer", ["projection", "rnn"])
-def test_more_steps_than_arrays_that_a_launch_may_read(layer):
-    """Their rows are joined on the way."""
+@pytest.mark.parametrize("layer, B, H", [("projection", 2, 3), ("rnn", 2, 3), ("rnn", 9, 15)])
+def test_more_steps_than_arrays_that_a_launch_may_read(layer, B, H):
+    """Their rows are joined on the way, the longest ones by two threadgroups."""
     options = {"projection": True} if layer == "projection" else LAYERS[layer]
-    _, log = check(
-        *with_engine("stepwise", draw_away_from_kinks(3, ROUNDING_MARGIN, sizes=(30, 2, 2, 3, 3), **options))
-    )
-    assert any("_joining" in launch.name for launch in log)
+    drawn = draw_away_from_kinks(3, ROUNDING_MARGIN, sizes=(30, B, 2, H, 3), **options)
+    _, log = check(*with_engine("stepwise", drawn))
+    joining = [launch for launch in log if "_joining" in launch.name]
+    steps = [launch for launch in log if launch.name.startswith("rnn_stepwise_forward") and launch not in joining]
+    assert joining and (B == 2 or joining[0].grid[0] == steps[0].grid[0] + 2 * joining[0].threadgroup[0])
 
 
 @pytest.mark.parametrize("B", [2, 9])
@@ -183,6 +185,49 @@ def test_arrays_too_large_for_indices_of_32_bits(layer, B):
     assert all("__64" in launch.name for launch in log if "stepwise" in launch.name)
     for name, value in short.items():
         np.testing.assert_array_equal(value, long[name], err_msg=name)
+
+
+def found_on_metal(shaders, body, count, inputs):
+    """The integers that a thread writes to `found` with functions of metal/."""
+    with on_metal(), mx.stream(mx.cpu):
+        header, names = kernels.header(shaders), list(inputs)
+        kernel = mx.fast.metal_kernel("places", names, ["found"], f"device int64_t* to = found;\n{body}", header)
+        arrays = [mx.array(value, mx.int32) for value in inputs.values()]
+        return kernel(
+            inputs=arrays, grid=(1, 1, 1), threadgroup=(1, 1, 1), output_shapes=[(count,)], output_dtypes=[mx.int64]
+        )[0].tolist()
+
+
+@pytest.mark.parametrize("T, B", [(70001, 601), (5, 2**21 + 1)])
+def test_places_that_32_bits_do_not_count(T, B):
+    """In arrays that no test can have: what the shaders make of large sizes, without the arrays."""
+    H, G, length = 1021, 4, 2**31 - 9
+    t, b, at = T - 1, B - 1, ((T - 1) * B + B - 1) * 2 + 1
+    step = f"const Step s = {{0, {t}, {T}, {B}, {H}, {H}, 2, 1, 1, false}};\n"
+    rows = f"const Rows<int> rows = {{{{{', '.join(['piece'] * 20)}}}}};\nItemsRow<const device int*> row = {{}};\n"
+    body = f"""
+*to++ = place(s, s.t, {b}, {G * H});
+const Items<int> items = items_of(s, piece, {H});
+find_row(items, {b}, 0, row);
+*to++ = row.values - piece;
+*to++ = row_of(rows, starts, kind, {t}) - piece;
+*to++ = carried<half, true>(place(s, s.t, {b}, {H}));
+"""
+    shaders = ("cell", "store", "stepwise_index_64", "stepwise", "stepwise_sequences")
+    inputs = {"piece": [0] * 8, "starts": [0] * 20 + [T], "kind": (length, H, 0)}
+    # Where a unit's numbers in items of both directions begin; T rows, of which the last piece has all.
+    expected = [at * G * H, (b * 2 + 1) * H, t * length, 2 * at * H]
+    assert found_on_metal(shaders, step + rows + body, 4, inputs) == expected
+    body = f"""
+const Sweep sweep = {{0, {T}, {T}, {B}, 2, 1, true, true}};
+Place<ulong> at, next;
+first_place<false>(sweep, {b}, {G}, 3, {H}, {H - 1}, at);
+between_steps<false>(sweep, {G}, {H}, next);
+*to++ = at.state, *to++ = at.gate, *to++ = at.mask, *to++ = at.apart, *to++ = next.state, *to++ = next.gate;
+"""
+    unit, states = at * H + H - 1, B * 2 * H
+    expected = [unit, (at * G + 3) * H + H - 1, unit, ((T + t) * B + b) * H + H - 1, -states, -G * states]
+    assert found_on_metal(("cell", "fused"), body, 6, {"piece": [0] * 8}) == expected
 
 
 @pytest.mark.parametrize("engine", ENGINES)
