@@ -421,6 +421,18 @@ def test_fused_in_several_launches(monkeypatch, layer, way, lengths, matrices):
     assert sweeps == {"pack": 2, "forward": 3, "backward": 3}
 
 
+@pytest.mark.parametrize("matrices", [False, True])
+def test_h_is_rounded_to_half_at_every_step(matrices):
+    """To the bit as if every step were a launch of its own, which begins with an h of 16 bits."""
+    case, found = draw(np.random.default_rng(6), sizes=(7, 3, 2, 5, 5), dtype=np.float16, mask=(7, 3, "P")), []
+    batch = patch.object(kernels_fused, "MATRIX_BATCH", 1 if matrices else 100)
+    for steps in (1, 100):
+        with on_metal(), batch, patch.object(engine_fused, "LAUNCH_STEPS", steps):
+            found.append(run(case, "fused", np.float16)[0])
+    for name, value in found[0].items():
+        np.testing.assert_array_equal(value, found[1][name], err_msg=name)
+
+
 @pytest.mark.parametrize("way", WAYS, ids=str)
 @pytest.mark.parametrize("engine, layer", [("stepwise", "projection"), *pairs(LAYERS)])
 def test_what_lies_in_the_padding_is_never_used(engine, layer, way):
