@@ -19,9 +19,10 @@ from cases import (
     draw_away_from_kinks,
     draw_cotangents,
     elementwise_bounds,
+    is_in_range,
     run,
 )
-from hypothesis import given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from on_metal import BATCHES, can_run, on_metal, options_at, pairs
 
@@ -372,14 +373,16 @@ def test_options_in_random_combination(engine, seed, sizes, op, both, shown):
     if op == "lstm":
         options["projection"] &= engine == "stepwise"
     case, cotangents = draw_away_from_kinks(seed, ROUNDING_MARGIN, sizes=sizes, **options)
-    shown = (shown & cotangents.keys()) or {"h"}
+    cotangents = {name: cotangents[name] for name in (shown & cotangents.keys()) or {"h"}}
+    assume(is_in_range(forward(**case) | backward(case, cotangents)))
     with patch.object(kernels_fused, "MATRIX_BATCH", 8):
-        check(case, engine, {name: cotangents[name] for name in shown})
+        check(case, engine, cotangents)
 
 
 @pytest.mark.slow
 @settings(max_examples=500, deadline=None)
 @given(**drawn)
+@example(seed=1447, sizes=(5, 8, 3, 5, 1), op="gru", both=False, shown={"h"})  # h grows to 1e73
 @pytest.mark.parametrize("engine", ENGINES)
 def test_options_in_many_random_combinations(engine, seed, sizes, op, both, shown):
     test_options_in_random_combination.hypothesis.inner_test(engine, seed, sizes, op, both, shown)
