@@ -4,7 +4,7 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-from cases import draw, draw_cotangents, run
+from cases import draw, draw_cotangents, elementwise_bounds, run
 from metal_emulator import coverage, mutations
 from metal_emulator.findings import KernelError
 from on_metal import on_metal
@@ -137,9 +137,10 @@ def trials(file, kind):
         yield trial("stepwise", (3, 3, 2, 20, 20), activations=kinks, forget_bias=1.5)
 
 
-def trial(engine, sizes, **options):
+def trial(engine, sizes, bounds=bounds, scale=1, **options):
     rng = np.random.default_rng(1)
     case = draw(rng, sizes=sizes, dtype=np.float32, **options)
+    case |= {name: case[name] * np.float32(scale) for name in ("x", "b", "h0") if case.get(name) is not None}
     cotangents = draw_cotangents(rng, forward(**case), np.float32)
     ref, limit = forward(**case) | backward(case, cotangents), bounds(case, np.float32, cotangents)
     if "lengths" in options:
@@ -180,6 +181,34 @@ def unnoticed(file, kind):
         line = original(file).splitlines()[mutation.line - 1].strip()
         missed.append(f"{line}  {mutation.description.partition(': ')[2]}")
     return set(missed) - HARMLESS
+
+
+PLANTED = {  # damages of other kinds: a shader file, a part of its text, another text, a trial
+    "every group joins the first one's part": (
+        *("stepwise_join", "(group.x - first[0]) * first[1] + ", ""),
+        lambda: trial("stepwise", (30, 9, 2, 15, 15), op="rnn"),
+    ),
+    "sigmoid through tanh": (
+        *("cell", "2.0f * y - 1.0f : y;", "2.0f * y - 1.0f : 0.5f + 0.5f * (2.0f * y - 1.0f);"),
+        lambda: trial("fused", (3, 3, 2, 5, 5), elementwise_bounds, forget_bias=-20.0),
+    ),
+    "tanh through exp alone": (
+        *("cell", "return is_tanh && z < 0.3f ? near : far;", "return far;"),
+        lambda: trial("stepwise", (3, 3, 2, 5, 5), elementwise_bounds, scale=1e-4, op="rnn"),
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file, sound, damaged, prepare", PLANTED.values(), ids=PLANTED)
+def test_planted_damage_is_noticed(file, sound, damaged, prepare):
+    arguments, original = prepare(), kernels.shader_file
+    notice(file, *arguments)
+    assert original(file).count(sound) == 1
+    replaced = patch.object(kernels, "shader_file", lambda name: original(name).replace(sound, damaged))
+    with replaced, coverage.set_aside(), pytest.raises((KernelError, AssertionError)) as noticed:
+        notice(file, *arguments)
+    assert "[compile]" not in str(noticed.value)
 
 
 def test_every_shader_with_a_bound_or_a_barrier_is_damaged():
