@@ -7,6 +7,7 @@ The counters are placed before any optimisation, so two branches that the compil
 import struct
 from collections import defaultdict
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 _FUNCTION, _BLOCKS, _ARCS, _LINES = 0x01000000, 0x01410000, 0x01430000, 0x01450000
@@ -95,7 +96,11 @@ def _block_lines(body: tuple[int, ...], source: str) -> set[int]:
             i += 1
             continue
         size = body[i + 1]
-        name = struct.pack(f"<{size}I", *body[i + 2 : i + 2 + size]).rstrip(b"\0").decode()
-        wanted = name.endswith(source)
+        wanted = _is_name_of(body[i + 2 : i + 2 + size], source)
         i += 2 + size
     return lines
+
+
+@cache
+def _is_name_of(words: tuple[int, ...], source: str) -> bool:
+    return struct.pack(f"<{len(words)}I", *words).rstrip(b"\0").decode().endswith(source)

@@ -1,12 +1,13 @@
 """Kernel text -> loaded, checked machine code. Results are kept on disk under the hash of everything they depend on."""
 
-import ctypes
 import json
 import subprocess
 import tempfile
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
+
+import numpy as np
 
 from . import runtime
 from .block_counts import FunctionBlocks, read_notes
@@ -20,12 +21,13 @@ from .toolchain import cache_folder, digest, front_end, precompiled_shim, publis
 
 @dataclass
 class CompiledKernel:
-    """A kernel ready to run. buffers: names in binding order."""
+    """A kernel ready to run. buffers: names in binding order; counted: of each function what its counters have counted
+    in all launches."""
 
     source: str
     path: Path
     buffers: tuple[str, ...]
-    executed_lines: set[int] = field(default_factory=set)
+    counted: list[np.ndarray] = field(default_factory=list)
 
     @cached_property
     def image(self) -> runtime.Image:
@@ -46,13 +48,22 @@ class CompiledKernel:
         """Returns the lines of the kernel text that this instantiation has code for."""
         return set().union(*(f.executable() for f in self.functions.values()))
 
+    def executed_lines(self) -> set[int]:
+        """Returns the lines of the kernel text that ran. What flows into a block flows out of it in sums, too, so that
+        one look at the sums of all launches serves for a look at each."""
+        pairs = zip(self.image.counter_arrays(), self.counted, strict=True) if self.counted else ()
+        ran = [
+            self.functions[n].executed(sums.tolist()) for (n, _), sums in pairs if n in self.functions and sums.any()
+        ]
+        return set().union(*ran)
+
     def collect_coverage(self, keep: bool) -> None:
         """Reads and clears the counters after a launch; `keep` is false if it was stopped half way."""
-        for identity, values in self.image.counter_arrays():
-            counts = list(values)
-            if keep and any(counts) and identity in self.functions:
-                self.executed_lines |= self.functions[identity].executed(counts)
-            ctypes.memset(values, 0, ctypes.sizeof(values))
+        live = [values for _, values in self.image.counter_arrays()]
+        if keep:
+            self.counted = [a + b for a, b in zip(self.counted or [0] * len(live), live, strict=True)]
+        for values in live:
+            values.fill(0)
 
 
 @cache

@@ -30,7 +30,7 @@ def collected() -> dict[str, dict[str, list[int]]]:
     """Returns what this process has run: kernel text -> executable and executed lines of it."""
     found: dict[str, dict[str, list[int]]] = {}
     for kernel in compiled_kernels():
-        entry = {"executable": sorted(kernel.executable_lines()), "executed": sorted(kernel.executed_lines)}
+        entry = {"executable": sorted(kernel.executable_lines()), "executed": sorted(kernel.executed_lines())}
         found = _union(found, {kernel.source: entry})
     return found
 
@@ -38,11 +38,11 @@ def collected() -> dict[str, dict[str, list[int]]]:
 @contextmanager
 def set_aside() -> Iterator[None]:
     """What runs inside does not count: for texts that are wrong on purpose."""
-    before = {id(kernel): set(kernel.executed_lines) for kernel in compiled_kernels()}
+    before = {id(kernel): kernel.counted for kernel in compiled_kernels()}
     yield
     for kernel in compiled_kernels():
         if id(kernel) in before:
-            kernel.executed_lines = before[id(kernel)]
+            kernel.counted = before[id(kernel)]
         else:
             forget(kernel)
 

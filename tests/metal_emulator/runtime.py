@@ -5,6 +5,8 @@ from ctypes import POINTER, c_char, c_char_p, c_int64, c_uint32, c_uint64, c_voi
 from functools import cache
 from pathlib import Path
 
+import numpy as np
+
 from .toolchain import runtime_library
 
 # Numbers of `Kind` in runtime/findings.h.
@@ -127,11 +129,11 @@ class Image:
         for i in range(count):
             address = ctypes.addressof(arrays[i].values.contents)
             values = (c_uint64 * arrays[i].count).from_address(address)
-            self._counters.append((arrays[i].function, values))
+            self._counters.append((arrays[i].function, np.ctypeslib.as_array(values)))
             # Zero-initialised data lies behind the part of the image that is mapped from the file.
             self.high = max(self.high, address + ctypes.sizeof(values))
 
-    def counter_arrays(self) -> list[tuple[int, ctypes.Array]]:
+    def counter_arrays(self) -> list[tuple[int, np.ndarray]]:
         """Returns (function number, live counters) of every function."""
         return self._counters
 
