@@ -112,7 +112,7 @@ def check_combination(kind, engine, dtype, seed, sizes, shown):
     check_judged(judgement, engine, dtype)
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=20, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 2**32 - 1), sizes=sizes, shown=st.integers(0, 31))
 @SINGLE_AND_DOUBLE
 @pytest.mark.parametrize("engine", ENGINES)
