@@ -56,7 +56,7 @@ class Stack(NamedTuple):
     ) -> tuple[mx.array, mx.array, mx.array, mx.array]:
         """(output, output_h, output_c, reserve_space)."""
         check_flag(self.op, "is_training", is_training)
-        with on(self.op, self.stream):
+        with on(self.stream, self.op):
             where, lengths = self.check(inputs, sequence_lengths)
             input, input_h, input_c, params = inputs
             x, first = self.sequence(input), self.by_layer(where, h0=input_h, c0=input_c)
@@ -84,7 +84,7 @@ class Stack(NamedTuple):
         reserve_space: mx.array,
     ) -> CudnnRNNBackpropOutput:
         """The gradients of the four arrays, from those of output, output_h and output_c."""
-        with on(self.op, self.stream):
+        with on(self.stream, self.op):
             where, lengths = self.check(inputs, sequence_lengths)
             input, input_h, input_c, params = inputs
             self.check_outputs(where, input, outputs, cotangents)

@@ -119,7 +119,7 @@ def obstacles(cell: Cell, H: int, device: str, metal: bool, traced: bool, projec
 Stream = mx.Stream | mx.Device | None
 
 
-def on(op: str, stream: Stream) -> AbstractContextManager[object]:
+def on(stream: Stream, op: str = "stream") -> AbstractContextManager[object]:
     """The context of a stream, or none."""
     if stream is None:
         return nullcontext()

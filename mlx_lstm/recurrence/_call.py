@@ -38,7 +38,7 @@ class Call(NamedTuple):
         check_flag(op, "return_gates", return_gates)
         check_flag(op, "training", training)
         sizes = self.check(arrays, op)
-        with on(op, self.stream):
+        with on(self.stream, op):
             lengths, engine, free, traced = self.choose(sizes, arrays, [], op, training)
             problem = self.problem(sizes, lengths, return_gates, training and not free, cut(engine, arrays, sizes))
             plain = free or (traced and not training)  # where nobody can ask for a gradient, or a graph shall be plain
@@ -50,7 +50,7 @@ class Call(NamedTuple):
         op = f"{self.cell.op}_gradients"
         sizes = self.check(arrays, op)
         check_sequences(self.problem(sizes), arrays, saved, cotangents, op)
-        with on(op, self.stream):
+        with on(self.stream, op):
             lengths, engine, _, _ = self.choose(sizes, arrays, [*saved.values(), *cotangents.values()], op)
             problem = self.problem(sizes, lengths, cut=cut(engine, arrays, sizes))
             if "h" not in saved:

@@ -64,7 +64,7 @@ def gru_block_cell(
     """
     names = {"x": x, "h_prev": h_prev, "w_ru": w_ru, "w_c": w_c, "b_ru": b_ru, "b_c": b_c}
     check_gru_block_cell("gru_block_cell", names)
-    with on("gru_block_cell", stream):
+    with on(stream, "gru_block_cell"):
         if h_prev.size == 0:
             return GRUBlockCellOutput(*[mx.zeros_like(h_prev)] * 4)
         out = gru(**gru_arguments(names), return_gates=True, engine=engine)._asdict()
@@ -109,7 +109,7 @@ def gru_block_cell_grad(
     names = {"x": x, "h_prev": h_prev, "w_ru": w_ru, "w_c": w_c, "b_ru": b_ru, "b_c": b_c}
     check_gru_block_cell("gru_block_cell_grad", names | {"r": r, "u": u, "c": c, "d_h": d_h})
     I, H = x.shape[1], h_prev.shape[1]
-    with on("gru_block_cell_grad", stream):
+    with on(stream, "gru_block_cell_grad"):
         if h_prev.size == 0:
             d_h_prev = mx.zeros_like(h_prev)
             return GRUBlockCellGradOutput(mx.zeros_like(x), d_h_prev, d_h_prev, mx.concatenate([d_h_prev] * 2, axis=1))

@@ -105,7 +105,7 @@ def lstm_block_cell(
     op, names = "lstm_block_cell", lstm_names(x, cs_prev, h_prev, w, wci, wcf, wco, b)
     check_lstm_block_cell(op, names, use_peephole)
     forget_bias, cell_clip = check_attributes(op, forget_bias, cell_clip)
-    with on(op, stream):
+    with on(stream, op):
         names["x"] = x[None]
         out = run_lstm(ICFO, 1, names, use_peephole, forget_bias, cell_clip, engine)
         return BlockLSTMOutput(*(array[0] for array in out))
@@ -161,7 +161,7 @@ def lstm_block_cell_grad(
     op, names = "lstm_block_cell_grad", lstm_names(x, cs_prev, h_prev, w, wci, wcf, wco, b)
     kept = {"i": i, "cs": cs, "f": f, "o": o, "ci": ci, "co": co}
     check_lstm_block_cell(op, names | kept | {"cs_grad": cs_grad, "h_grad": h_grad}, use_peephole)
-    with on(op, stream):
+    with on(stream, op):
         gates = joined([array[None] for array in in_order(ICFO, i, f, ci, o)])
         # Without Wx the gradient of x is that of the preactivations, and of x itself only the shape counts.
         arrays = lstm_arguments(ICFO, names, use_peephole) | {"x": gates, "Wx": None}
@@ -217,7 +217,7 @@ def block_lstm(
     op, names = "block_lstm", lstm_names(x, cs_prev, h_prev, w, wci, wcf, wco, b)
     steps = check_block_lstm(op, seq_len_max, names, use_peephole)
     forget_bias, cell_clip = check_attributes(op, forget_bias, cell_clip)
-    with on(op, stream):
+    with on(stream, op):
         return run_lstm(ICFO, steps, names, use_peephole, forget_bias, cell_clip, engine)
 
 
@@ -274,7 +274,7 @@ def block_lstm_grad(
     """
     names = lstm_names(x, cs_prev, h_prev, w, wci, wcf, wco, b)
     kept = {"i": i, "cs": cs, "f": f, "o": o, "ci": ci, "co": co, "h": h, "cs_grad": cs_grad, "h_grad": h_grad}
-    with on("block_lstm_grad", stream):
+    with on(stream, "block_lstm_grad"):
         return run_lstm_gradients("block_lstm_grad", ICFO, seq_len_max, names, kept, use_peephole, engine)
 
 
@@ -316,7 +316,7 @@ def block_lstm_v2(
     op, names = "block_lstm_v2", lstm_names(x, cs_prev, h_prev, w, wci, wcf, wco, b)
     steps = check_block_lstm(op, seq_len_max, names, use_peephole)
     _, cell_clip = check_attributes(op, 0.0, cell_clip)
-    with on(op, stream):
+    with on(stream, op):
         return run_lstm(IFCO, steps, names, use_peephole, 0.0, cell_clip, engine)
 
 
@@ -347,7 +347,7 @@ def block_lstm_grad_v2(
     """The gradient of `block_lstm_v2`: `block_lstm_grad` in gate order IFCO; equals `tf.raw_ops.BlockLSTMGradV2`."""
     names = lstm_names(x, cs_prev, h_prev, w, wci, wcf, wco, b)
     kept = {"i": i, "cs": cs, "f": f, "o": o, "ci": ci, "co": co, "h": h, "cs_grad": cs_grad, "h_grad": h_grad}
-    with on("block_lstm_grad_v2", stream):
+    with on(stream, "block_lstm_grad_v2"):
         return run_lstm_gradients("block_lstm_grad_v2", IFCO, seq_len_max, names, kept, use_peephole, engine)
 
 
