@@ -4,6 +4,7 @@ import json
 import sys
 import tempfile
 from collections import Counter
+from datetime import date
 from pathlib import Path
 
 import mlx.core as mx
@@ -24,6 +25,9 @@ def pytest_addoption(parser):
     parser.addoption(
         "--shader-coverage", action="store_true", help="report which lines of metal/ ran; fail if one did not"
     )
+    parser.addoption("--fuzz", type=int, default=8000, metavar="N", help="how many random cases test_fuzz.py runs")
+    today = int(f"{date.today():%Y%m%d}")
+    parser.addoption("--fuzz-seed", type=int, default=today, metavar="SEED", help="their seed; default: the date")
 
 
 def pytest_configure(config):
@@ -47,10 +51,21 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_terminal_summary(terminalreporter, config):
+    """What the fuzz has tried, if it ran; what a Mac left out."""
+    tell_of_fuzz(terminalreporter, config.getoption("--fuzz-seed"))
     for reason, count in LEFT_OUT.items():
         terminalreporter.write_line(f"left out on a Mac: {count}, {reason}")
     if sys.platform == "darwin" and config.getoption("--shader-coverage"):
         terminalreporter.write_line("lines of metal/ that ran: not counted on a Mac, the emulator does that on Linux")
+
+
+def tell_of_fuzz(terminalreporter, seed):
+    reports = [report for word in ("passed", "failed") for report in terminalreporter.stats.get(word, [])]
+    parts = [value for report in reports for name, value in report.user_properties if name == "fuzz"]
+    if parts:
+        tried, wrong = sum((Counter(counts) for counts, _ in parts), Counter()), sum(failures for _, failures in parts)
+        each = ", ".join(f"{name} {count}" for name, count in tried.most_common())
+        terminalreporter.write_line(f"fuzz, seed {seed}: {tried.total()} cases right, {wrong} wrong ({each})")
 
 
 def pytest_sessionfinish(session):

@@ -123,12 +123,14 @@ def by_torch(case, **more):
 
 def torch_arrays(layers):
     """The parameters of a torch layer, in the order of cuDNN's buffer: matrices, then biases."""
+    return [getattr(layers, name) for name in torch_names(layers)]
+
+
+def torch_names(layers):
+    """Their names."""
     suffixes = [f"l{n}{way}" for n in range(layers.num_layers) for way in ("", "_reverse")[: 1 + layers.bidirectional]]
     matrices = ("weight_ih", "weight_hh") + (("weight_hr",) if getattr(layers, "proj_size", 0) else ())
-    names = [
-        f"{kind}_{suffix}" for kinds in (matrices, ("bias_ih", "bias_hh")) for suffix in suffixes for kind in kinds
-    ]
-    return [getattr(layers, name) for name in names]
+    return [f"{kind}_{suffix}" for kinds in (matrices, ("bias_ih", "bias_hh")) for suffix in suffixes for kind in kinds]
 
 
 def by_oracle(case, fl=None):
