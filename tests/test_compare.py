@@ -1,6 +1,7 @@
 """`python -m mlx_lstm.compare`, with a recorder in MPSGraph's place that the oracle feeds."""
 
 import importlib.util
+import io
 import json
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from mlx_lstm.compare.experiments import experiments
 from mlx_lstm.compare.files import load_golden, save_golden
 from mlx_lstm.compare.grid import grid
 from mlx_lstm.compare.measure import compare
+from mlx_lstm.compare.report import progress
 
 RECORDER = Path(__file__).parent / "mpsgraph_recorder"
 MODULES = ("Metal", "MetalPerformanceShadersGraph", "objc")
@@ -159,12 +161,12 @@ def test_metal_engines(tmp_path):
 def test_json_has_stdout_to_itself(capsys):
     assert command.main(["--contenders", "ops", "--cases", "gru: one of everything", "--json", "-"]) == 0
     written = capsys.readouterr()
-    assert not json.loads(written.out)["failed"] and "machine" in written.err
+    assert not json.loads(written.out)["failed"] and "all agree" in written.err
 
 
 def test_no_case_of_a_name(capsys):
     assert command.main(["--contenders", "ops", "--cases", "nothing"]) == 2
-    assert "no case" in capsys.readouterr().out
+    assert "no case" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -177,7 +179,6 @@ def test_no_case_of_a_name(capsys):
         ),
         ("torch", ["--contenders", "torch"], "torch cannot run here: no torch"),
         ("torch", ["--contenders", "torch-mps"], "torch-mps cannot run here: no torch"),
-        ("rich", [], "needs rich: pip install '.[compare]'"),
         ("matplotlib", ["--plot", "x.png"], "needs matplotlib: pip install"),
     ],
 )
@@ -321,3 +322,45 @@ def test_what_torch_cannot_run():
     }
     assert {torch_layer.hindrance(case) for case in reasons.values()} == set(reasons)
     assert torch_layer.hindrance(draw(rng, "lstm", bidirectional=True)) is None
+
+
+def test_an_error_of_every_case_is_printed_once(capsys, monkeypatch):
+    """A kernel that Apple's compiler refuses fails in each case, with a text of many lines."""
+    compiler = "[metal::Device] Unable to build metal library from source\n" + "\n".join(
+        f"program_source:{n}:5: error: no member named 'x'" for n in range(70)
+    )
+
+    def refuse(case, engine=None, **options):
+        raise RuntimeError(f"{compiler} in {case.name}")
+
+    monkeypatch.setattr(contenders.ours, "run", refuse)
+    assert command.main(["--contenders", "ops", "numpy"]) == 1
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) <= 15 and "calls failed" in printed[0]
+    assert sum("Unable to build" in line for line in printed) == 2
+    assert sum("program_source:0:5: error: no member" in line for line in printed) == 2
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--settle", "--plot", "x.png"], "--plot does not go with --settle"),
+        (["--golden", "x.npz", "--settle"], "--golden does not go with --settle"),
+        (["--nothing"], "unrecognized arguments: --nothing"),
+    ],
+)
+def test_options_that_do_not_apply(capsys, arguments, words):
+    with pytest.raises(SystemExit) as info:
+        command.main(arguments)
+    error = capsys.readouterr().err
+    assert info.value.code == 2 and words in error and error.count("\n") == 1
+
+
+def test_progress_is_for_a_terminal():
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    for stream, words in ((Terminal(), "1 of 2 cases"), (io.StringIO(), "")):
+        assert list(progress("ab", "cases", stream)) == ["a", "b"] and words in stream.getvalue()
+        assert bool(stream.getvalue()) == bool(words)

@@ -4,6 +4,7 @@ import argparse
 import importlib.util
 import sys
 from collections.abc import Iterable
+from typing import NoReturn, TextIO
 
 from . import judge
 from .cases import Case
@@ -12,9 +13,35 @@ from .experiments import experiments
 from .files import Golden, load_golden, save_golden
 from .grid import grid
 from .measure import Row, rows_of
+from .report import (
+    LEGEND,
+    card_text,
+    failures_text,
+    machine_card,
+    pairs_text,
+    plot,
+    progress,
+    rows_text,
+    settle_text,
+    summary_text,
+    write_json,
+)
 from .settle import settle
 
 KINK_MARGIN = 1e-3  # how far arguments of relu and hard_sigmoid stay from their kinks
+
+APPLY = {
+    "settle": ("json",),
+    "golden": ("contenders", "cases", "all", "json", "plot", "record"),
+}
+"""The options that go with one that says what is done; without any of them, all but these do."""
+
+
+class Parser(argparse.ArgumentParser):
+    """One whose errors are a line, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\n")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -25,10 +52,8 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     parser = make_parser()
     options = parser.parse_args(arguments)
-    for package in ("rich", *(["matplotlib"] if options.plot else [])):
-        if importlib.util.find_spec(package) is None:
-            parser.error(f"this needs {package}: pip install '.[compare]'")
     try:
+        check_options(options)
         contenders = present(options.contenders)
         golden = load_golden(options.golden) if options.golden else None
     except ValueError as error:
@@ -40,7 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     """The options."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "python -m mlx_lstm.compare",
         description="Compare this package's MPSGraph ops with Apple's MPSGraph, torch and a float64 oracle: every "
         "result and gradient, within bounds derived from the case. Exit code 1 if something differs.",
@@ -49,13 +74,24 @@ def make_parser() -> argparse.ArgumentParser:
     names = ", ".join(all_contenders())
     add("--contenders", nargs="+", metavar="NAME", help=f"of {names}; default: those that run here")
     add("--cases", nargs="+", metavar="TEXT", help="only cases with one of these texts in their name")
-    add("--all", action="store_true", help="print every row, not only the worst of each tensor")
+    add("--all", action="store_true", help="print every row, not only the worst of each pair")
     add("--json", metavar="FILE", help="write the report as JSON; - is stdout")
-    add("--plot", metavar="FILE", help="draw the errors over time into FILE")
+    add("--plot", metavar="FILE", help="draw error over bound into FILE (needs matplotlib)")
     add("--settle", action="store_true", help="decide the points that Apple's texts leave open; needs MPSGraph")
     add("--record", metavar="FILE", help="write cases and results (MPSGraph's, else the oracle's) to a golden, .npz")
     add("--golden", metavar="FILE", help="compare with the results in a golden, on any machine")
     return parser
+
+
+def check_options(options: argparse.Namespace) -> None:
+    """ValueError for an option that does not apply to what is done, or needs a package that is not here."""
+    given = [name for name, value in vars(options).items() if value]
+    for mode in (mode for mode in APPLY if mode in given):
+        for name in given:
+            if name != mode and name not in APPLY[mode]:
+                raise ValueError(f"--{name} does not go with --{mode}")
+    if options.plot and importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("--plot needs matplotlib: pip install '.[compare]'")
 
 
 def present(names: list[str] | None) -> dict[str, Contender]:
@@ -80,24 +116,13 @@ def absent() -> dict[str, str]:
 
 def run_compare(contenders: dict[str, Contender], golden: Golden | None, options: argparse.Namespace) -> int:
     """Run every case on every contender and report."""
-    from .report import card_table, console, failure_table, machine_card, plot, rows_table, summary_table, write_json
-
-    screen, card = console(options.json), machine_card()
-    screen.print(card_table(card))
-    if golden:
-        screen.print(card_table(golden.card, f"the golden's machine; computed by {golden.contender}"))
     cases = chosen(golden.cases if golden else grid(lambda case: judge.kink_distance(case) > KINK_MARGIN), options)
     if not cases:
-        screen.print(f"no case has {' or '.join(options.cases)} in its name")
+        print(f"no case has {' or '.join(options.cases)} in its name", file=sys.stderr)
         return 2
     rows, outcomes = run_cases(cases, contenders, golden)
-    screen.print(rows_table(rows, "every comparison") if options.all else summary_table(rows))
-    failures = [row for row in rows if row.failed]
-    if failures:
-        screen.print(failure_table(rows))
-    screen.print(f"{len(cases)} cases, {len(rows)} comparisons, {len(failures)} differ or failed")
-    for name, why in absent().items():
-        screen.print(f"not here: {name}: {why}")
+    show(rows, len(cases), options, golden)
+    failures, card = [row for row in rows if row.failed], machine_card()
     if options.plot:
         plot(options.plot, rows, card)
     if options.record:
@@ -106,6 +131,27 @@ def run_compare(contenders: dict[str, Contender], golden: Golden | None, options
         report = {"card": card, "golden": golden.card if golden else None, "absent": absent()}
         write_json(options.json, report | {"rows": [row._asdict() for row in rows], "failed": bool(failures)})
     return 1 if failures else 0
+
+
+def screen(options: argparse.Namespace) -> TextIO:
+    """Where the report for people goes: stdout, or stderr where stdout is for the JSON."""
+    return sys.stderr if options.json == "-" else sys.stdout
+
+
+def show(rows: list[Row], cases: int, options: argparse.Namespace, golden: Golden | None = None) -> None:
+    """Print the verdict, the machine, the pairs, what differs, what the words mean, who is not here."""
+    out = screen(options)
+    print(summary_text(rows, cases), card_text(machine_card()), sep="\n", file=out)
+    if golden:
+        print(f"golden computed by {golden.contender} on {card_text(golden.card)}", file=out)
+    if any(row.tensor != "-" for row in rows):
+        print(f"\n{rows_text(rows) if options.all else pairs_text(rows)}", file=out)
+    if any(row.failed for row in rows):
+        print(f"\n{failures_text(rows)}", file=out)
+    print(f"\n{LEGEND}", file=out)
+    missing = absent()
+    for why in dict.fromkeys(missing.values()):
+        print(f"not here: {', '.join(name for name in missing if missing[name] == why)}: {why}", file=out)
 
 
 def chosen(cases: Iterable[Case], options: argparse.Namespace) -> list[Case]:
@@ -117,8 +163,6 @@ def run_cases(
     cases: list[Case], contenders: dict[str, Contender], golden: Golden | None
 ) -> tuple[list[Row], dict[str, dict[str, Outcome]]]:
     """All rows, and by case the outcomes by contender."""
-    from .report import progress
-
     rows, outcomes = [], {}
     for case in progress(cases, "cases"):
         found = {name: attempt(one, case) for name, one in contenders.items() if one.hindrance(case) is None}
@@ -152,10 +196,7 @@ def record(file: str, card: dict[str, str], cases: list[Case], outcomes: dict[st
 
 def run_settle(contenders: dict[str, Contender], options: argparse.Namespace) -> int:
     """Decide every open point by MPSGraph; without it, list them."""
-    from .report import card_table, console, machine_card, progress, settle_table, write_json
-
-    screen, card, here = console(options.json), machine_card(), "mpsgraph" in contenders
-    screen.print(card_table(card))
+    card, here = machine_card(), "mpsgraph" in contenders
     nobody = Outcome({}, "not measured")
     findings, outcomes = [], {}
     for experiment in progress(list(experiments()), "experiments"):
@@ -164,11 +205,11 @@ def run_settle(contenders: dict[str, Contender], options: argparse.Namespace) ->
             outcomes[case.name] = attempt(contenders["mpsgraph"], case) if here else nobody
         finding = settle(experiment, outcomes[case.name])
         findings.append(finding if here else finding._replace(verdict="not measured", confirmed=False))
-    screen.print(settle_table(findings))
+    print(f"{card_text(card)}\n{settle_text(findings, here)}", file=screen(options))
     if options.json:
         write_json(options.json, {"card": card, "findings": [finding._asdict() for finding in findings]})
     if not here:
-        screen.print(f"Only a Mac can tell: {absent().get('mpsgraph', 'mpsgraph was not among the contenders')}")
+        print(f"Only a Mac can tell: {absent()['mpsgraph']}", file=screen(options))
         return 2
     return 0 if all(finding.confirmed for finding in findings) else 1
 
