@@ -7,12 +7,14 @@ from collections.abc import Iterable
 from typing import NoReturn, TextIO
 
 from . import judge
-from .cases import Case
+from .cases import GATES, Case
 from .contenders import HOW_TO_GET, Contender, Outcome, all_contenders, serve
+from .dump import Dump, load_dump
 from .experiments import experiments
 from .files import Golden, load_golden, save_golden
 from .grid import grid
 from .measure import Row, rows_of
+from .readings import Reading, base_case, search
 from .report import (
     LEGEND,
     card_text,
@@ -31,6 +33,7 @@ from .settle import settle
 KINK_MARGIN = 1e-3  # how far arguments of relu and hard_sigmoid stay from their kinks
 
 APPLY = {
+    "arrays": ("op", "descriptor", "contenders", "all", "json", "plot"),
     "settle": ("json",),
     "golden": ("contenders", "cases", "all", "json", "plot", "record"),
 }
@@ -56,11 +59,12 @@ def main(arguments: list[str] | None = None) -> int:
         check_options(options)
         contenders = present(options.contenders)
         golden = load_golden(options.golden) if options.golden else None
+        dumps = load_dump(options.arrays, options.op, options.descriptor) if options.arrays else []
     except ValueError as error:
         parser.error(str(error))
     if options.settle:
         return run_settle(contenders, options)
-    return run_compare(contenders, golden, options)
+    return run_arrays(dumps, contenders, options) if dumps else run_compare(contenders, golden, options)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -80,6 +84,9 @@ def make_parser() -> argparse.ArgumentParser:
     add("--settle", action="store_true", help="decide the points that Apple's texts leave open; needs MPSGraph")
     add("--record", metavar="FILE", help="write cases and results (MPSGraph's, else the oracle's) to a golden, .npz")
     add("--golden", metavar="FILE", help="compare with the results in a golden, on any machine")
+    add("--arrays", metavar="PATH", help="compare your own: a folder of .npy, an .npz or a .safetensors; needs --op")
+    add("--op", choices=tuple(GATES), help="what computed them")
+    add("--descriptor", metavar="JSON", help="its descriptor's properties that differ from Apple's defaults")
     return parser
 
 
@@ -90,6 +97,8 @@ def check_options(options: argparse.Namespace) -> None:
         for name in given:
             if name != mode and name not in APPLY[mode]:
                 raise ValueError(f"--{name} does not go with --{mode}")
+    if bool(options.arrays) != bool(options.op) or (options.descriptor and not options.arrays):
+        raise ValueError(f"--arrays and --op go together, --descriptor with both; --op is one of {', '.join(GATES)}")
     if options.plot and importlib.util.find_spec("matplotlib") is None:
         raise ValueError("--plot needs matplotlib: pip install '.[compare]'")
 
@@ -133,15 +142,57 @@ def run_compare(contenders: dict[str, Contender], golden: Golden | None, options
     return 1 if failures else 0
 
 
+def run_arrays(dumps: list[Dump], contenders: dict[str, Contender], options: argparse.Namespace) -> int:
+    """Compare a dump; where it differs, name what explains it."""
+    case, words = base_case(dumps[0])
+    found = {name: attempt(one, case) for name, one in contenders.items() if one.hindrance(case) is None}
+    rows = list(rows_of(case, found | {"yours": Outcome(dumps[0].results)}))
+    wrong = any(row.failed for row in rows) or bool(words)
+    reading, pairs = search(dumps) if any(row.failed and "yours" in row.pair for row in rows) else (None, False)
+    once = f"this is so once {' and '.join(words)}" if words else ""
+    show(rows, 1, options, found=reading_text(reading, pairs) if reading else once)
+    if judge.kink_distance(case) < KINK_MARGIN:
+        print("an argument of relu or hard_sigmoid is near a kink, where a gradient may jump", file=screen(options))
+    if options.plot:
+        plot(options.plot, rows, machine_card())
+    if options.json:
+        report = {"card": machine_card(), "rows": [row._asdict() for row in rows], "failed": wrong, "read": words}
+        report["reading"] = reading._asdict() | {"case": case.name} if reading else None
+        write_json(options.json, report)
+    return 1 if wrong else 0
+
+
+def reading_text(reading: Reading, pairs: bool) -> str:
+    """What explains a dump, or the nearest reading and what it leaves open."""
+    manner: dict[str, list[str]] = {}
+    for name, how in reading.shown.items():
+        if how and reading.distances[name] <= 1:
+            manner.setdefault(how, []).append(name)
+    phrases = [f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} {how}" for how, names in manner.items()]
+    words = " and ".join([*reading.words, *phrases]) or "everything is as documented"
+    left = [name for name, distance in reading.distances.items() if not distance <= 1]
+    if not left:
+        worst = max(reading.distances.values())
+        return f"fits: all {len(reading.distances)} results agree (error/bound {worst:.2g}) if {words}"
+    if reading.fitting:
+        return (
+            f"nearest: {reading.fitting} of {len(reading.distances)} results agree if {words}; left: {', '.join(left)}"
+        )
+    tried = "layouts, gate orders, properties and open readings, alone" + (" and in pairs" if pairs else "")
+    return f"nothing fits: {tried}, were tried; nearest: {words}"
+
+
 def screen(options: argparse.Namespace) -> TextIO:
     """Where the report for people goes: stdout, or stderr where stdout is for the JSON."""
     return sys.stderr if options.json == "-" else sys.stdout
 
 
-def show(rows: list[Row], cases: int, options: argparse.Namespace, golden: Golden | None = None) -> None:
-    """Print the verdict, the machine, the pairs, what differs, what the words mean, who is not here."""
+def show(
+    rows: list[Row], cases: int, options: argparse.Namespace, golden: Golden | None = None, found: str = ""
+) -> None:
+    """Print the verdict, what explains it, the machine, the pairs, what differs, what the words mean, who is not here."""
     out = screen(options)
-    print(summary_text(rows, cases), card_text(machine_card()), sep="\n", file=out)
+    print("\n".join([summary_text(rows, cases), *([found] if found else []), card_text(machine_card())]), file=out)
     if golden:
         print(f"golden computed by {golden.contender} on {card_text(golden.card)}", file=out)
     if any(row.tensor != "-" for row in rows):

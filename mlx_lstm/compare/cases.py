@@ -72,8 +72,10 @@ class Case(NamedTuple):
 
     @property
     def gradients(self) -> list[str]:
-        """The arguments given that have a gradient, in Apple's order."""
-        return [name for name in GRADIENTS[self.op] if name in self.arrays]
+        """The arguments given that have a gradient, in Apple's order; none without the gradient of h."""
+        return (
+            [] if "source_gradient" not in self.arrays else [name for name in GRADIENTS[self.op] if name in self.arrays]
+        )
 
     @property
     def results(self) -> list[str]:

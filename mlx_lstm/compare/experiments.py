@@ -7,6 +7,8 @@ import numpy as np
 
 from ..oracle import evaluate
 from ..oracle.arithmetic import Arithmetic
+from ..oracle.case import complete, sides
+from ..oracle.recurrence import unroll
 from .cases import Case, draw
 from .judge import call_of, evaluated
 from .settle import Distance, Experiment, count, result, shape, value
@@ -40,15 +42,14 @@ def of_saved_state(rng: np.random.Generator) -> Iterator[Experiment]:
     yield Experiment("output_count", "training without produceCell gives", case, "h, c, zState", readings)
 
 
-def preactivations(case: Case, fl: Arithmetic) -> np.ndarray:
-    """[T, N, 4H]: what an LSTM without mask and peephole activates."""
-    arrays, h = {name: fl.load(array) for name, array in case.arrays.items()}, evaluated(case, fl)["h"]
-    before = np.concatenate([arrays["init_state"][None], h[:-1]])
-    rows = [
-        x @ arrays["input_weight"].T + h @ arrays["recurrent_weight"].T
-        for x, h in zip(arrays["source"], before, strict=True)
-    ]
-    return fl(np.stack(rows) + arrays["bias"])
+def preactivations(case: Case, fl: Arithmetic, **readings: str) -> np.ndarray:
+    """[T, N, D G H]: what the gates activate."""
+    found = []
+    for side in sides(call_of(case, **readings)):
+        p = complete(side, fl)
+        tape = unroll(p, fl)[1]
+        found.append(np.stack([np.concatenate([tape[t].a[gate] for gate in p.gate_order], -1) for t in range(p.T)]))
+    return np.concatenate(found, axis=-1)
 
 
 def of_gradients(rng: np.random.Generator) -> Iterator[Experiment]:

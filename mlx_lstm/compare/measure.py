@@ -13,7 +13,7 @@ SEQUENCES = ("h", "c", "z_state", "dsource")
 """The results whose first axis is time."""
 
 OURS = ("fused", "stepwise", "numpy", "ops")
-FROM_OUTSIDE = ("mpsgraph", "torch-mps", "golden")
+FROM_OUTSIDE = ("mpsgraph", "torch-mps", "golden", "yours")
 
 
 class Row(NamedTuple):

@@ -29,6 +29,8 @@ def run(case: Case, engine: str | None = None, **options: Any) -> Arrays:
     forward = {name: value for name, value in options.items() if name != "leading_ones"}
     results = getattr(mpsgraph, case.op)(**given, **forward, descriptor=descriptor, engine=engine)
     results = dict(zip(RESULTS[case.op], results, strict=True))
+    if "source_gradient" not in arrays:
+        return {name: np.array(array) for name, array in results.items()}
     saved = {argument: results[name] for argument, name in SAVED[case.op].items()}
     gradient_op = getattr(mpsgraph, f"{case.op}_gradients")
     gradients = gradient_op(**arrays, **saved, **options, descriptor=descriptor, engine=engine)

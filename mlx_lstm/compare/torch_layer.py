@@ -14,6 +14,8 @@ def hindrance(case: Case) -> str | None:
         return "no reverse alone"
     if case.arrays["source"].dtype != np.float32:
         return "float32 only"
+    if "source_gradient" not in case.arrays:
+        return "no gradient of h"
     if "mask" in case.arrays or "peephole" in case.arrays:
         return "no mask, no peephole"
     if "input_weight" not in case.arrays:
