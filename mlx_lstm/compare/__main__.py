@@ -173,7 +173,8 @@ def reading_text(reading: Reading, pairs: bool) -> str:
     left = [name for name, distance in reading.distances.items() if not distance <= 1]
     if not left:
         worst = max(reading.distances.values())
-        return f"fits: all {len(reading.distances)} results agree (error/bound {worst:.2g}) if {words}"
+        number = f"all {len(reading.distances)} results agree" if len(reading.distances) > 1 else "the result agrees"
+        return f"fits: {number} (error/bound {worst:.2g}) if {words}"
     if reading.fitting:
         return (
             f"nearest: {reading.fitting} of {len(reading.distances)} results agree if {words}; left: {', '.join(left)}"
@@ -190,7 +191,7 @@ def screen(options: argparse.Namespace) -> TextIO:
 def show(
     rows: list[Row], cases: int, options: argparse.Namespace, golden: Golden | None = None, found: str = ""
 ) -> None:
-    """Print the verdict, what explains it, the machine, the pairs, what differs, what the words mean, who is not here."""
+    """Print the verdict, what explains it, the machine, the pairs, what differs, a legend, and who is not here."""
     out = screen(options)
     print("\n".join([summary_text(rows, cases), *([found] if found else []), card_text(machine_card())]), file=out)
     if golden:

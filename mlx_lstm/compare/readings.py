@@ -159,8 +159,7 @@ def judged(dump: Dump, chosen: tuple[Change, ...]) -> Reading:
 
 def presentations(dump: Dump, case: Case, name: str, value: np.ndarray) -> Iterator[Shown]:
     """The ways in which a result may have been dumped, the documented one first."""
-    last = name in ("h", "c") and value.ndim < 3
-    if last:
+    if name in ("h", "c") and value.shape == dump.shape(name)[1:]:
         yield Shown("the last step alone", lambda v: v, f"last {name}")
     ways = forms(dump, name, value)
     for layout, back in ways:
@@ -269,7 +268,8 @@ def of_options(case: Case) -> Iterator[Change]:
         yield Change(
             "hard_sigmoid", "hard_sigmoid has the slope 1/6 (E:hard_sigmoid)", readings={"hard_sigmoid": other}
         )
-    if case.bidirectional and np.ndim(case.arrays.get("mask")) == 3 and len(case.arrays["mask"]) == 2:
+    mask = case.arrays.get("mask")
+    if case.bidirectional and mask is not None and mask.ndim == 3 and len(mask) == 2:
         beside = lambda c: c._replace(arrays=c.arrays | {"mask": np.concatenate(list(c.arrays["mask"]), -1)})  # noqa: E731
         yield Change("mask", "the mask is [2, N, H] (E:mask)", beside)
     if {"state_gradient", "source_gradient"} <= set(case.arrays) and case.descriptor.get("reverse"):

@@ -1,0 +1,165 @@
+"""`python -m mlx_lstm.compare --arrays`: what strangers dump, right and otherwise, and what it is said to be."""
+
+import re
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_lstm.compare import __main__ as command
+from mlx_lstm.compare import judge
+from mlx_lstm.compare.cases import draw
+from mlx_lstm.compare.experiments import preactivations
+from mlx_lstm.oracle.arithmetic import Arithmetic
+
+LSTM = {"absent": ("mask", "peephole")}
+
+
+def dumped(op="lstm", seed=0, readings=(), **options):
+    """Arrays and results by Apple's names, as an app that follows Apple's texts would write them."""
+    case = draw(np.random.default_rng(seed), op, (4, 3, 5, 6), **(LSTM | options))
+    results = judge.expected(case, **dict(readings))
+    everything = case.arrays | {name: value.astype(np.float32) for name, value in results.items()}
+    return {re.sub("_(.)", lambda letter: letter[1].upper(), name): value for name, value in everything.items()}
+
+
+def told(tmp_path, capsys, arrays, *options, op="lstm"):
+    """(exit code, what is printed)."""
+    np.savez(tmp_path / "dump.npz", **arrays)
+    try:
+        given = ["--arrays", str(tmp_path / "dump.npz"), "--op", op, "--contenders", "ops", *options]
+        code = command.main(given)
+    except SystemExit as end:
+        code = end.code
+    written = capsys.readouterr()
+    return code, written.out + written.err
+
+
+def turned(arrays, index, *names):
+    """The same with the blocks of some arrays in another order."""
+    axes = {name: -1 if name == "zState" else 0 for name in names}
+    blocks = {name: np.split(arrays[name], len(index), axis) for name, axis in axes.items()}
+    return arrays | {name: np.concatenate([blocks[name][k] for k in index], axes[name]) for name in names}
+
+
+def without(arrays, *words):
+    return {name: value for name, value in arrays.items() if not any(word in name for word in words)}
+
+
+BACK = ("Gradient", "dsource", "drecurrent", "dinput", "dbias", "dinit", "dpeephole")
+WEIGHTS = ("recurrentWeight", "inputWeight", "bias")
+
+
+def test_a_right_dump(tmp_path, capsys):
+    code, text = told(tmp_path, capsys, dumped())
+    assert code == 0 and text.startswith("1 case, 27 comparisons: all agree\n")
+
+
+@pytest.mark.parametrize("form", ["folder", "safetensors"])
+def test_other_files(tmp_path, form):
+    """Only h of the results, and nothing that belongs to gradients."""
+    arrays = without(dumped(), *BACK, "zState")
+    del arrays["c"]
+    if form == "folder":
+        for name, value in arrays.items():
+            np.save(tmp_path / f"{name}.npy", value)
+        (tmp_path / "notes.txt").write_text("not an array")
+        path = tmp_path
+    else:
+        path = tmp_path / "dump.safetensors"
+        mx.save_safetensors(str(path), {name: mx.array(value) for name, value in arrays.items()})
+    assert command.main(["--arrays", str(path), "--op", "lstm", "--contenders", "numpy"]) == 0
+
+
+OTHERWISE = {
+    "gates": lambda a: (turned(a, (0, 3, 1, 2), *WEIGHTS), "the gates of all weights are in the order [i, o, f, z]"),
+    "one bias": lambda a: (turned(a, (0, 2, 1, 3), "bias"), "the gates of bias alone are in the order [i, z, f, o]"),
+    "zState's gates": lambda a: (turned(a, (0, 3, 1, 2), "zState"), "if z_state is in the order [i, o, f, z]"),
+    "transposed": lambda a: (
+        a | {"recurrentWeight": a["recurrentWeight"].T, "drecurrentWeight": a["drecurrentWeight"].T},
+        "if recurrent_weight is [H', 4H] and drecurrent_weight is [H', 4H]",
+    ),
+    "a transposed result": lambda a: (a | {"dinputWeight": a["dinputWeight"].T}, "if dinput_weight is [I, 4H]"),
+    "interleaved": lambda a: (
+        a | {"bias": a["bias"].reshape(4, 6).T.ravel(), "dbias": a["dbias"].reshape(4, 6).T.ravel()},
+        "if bias is [H x 4] and dbias is [H x 4]",
+    ),
+    "the last step": lambda a: (a | {"h": a["h"][-1]}, "if h is the last step alone"),
+    "g(c)": lambda a: (a | {"c": np.tanh(a["c"])}, "if c is after the last activation"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERWISE)
+def test_what_fits_is_named(tmp_path, capsys, name):
+    arrays, words = OTHERWISE[name](dumped())
+    code, text = told(tmp_path, capsys, arrays)
+    assert code == 1 and text.splitlines()[1].startswith("fits: all 9 results agree") and words in text
+
+
+def test_batch_first_by_h_alone(tmp_path, capsys):
+    arrays = without(dumped(absent=("mask", "peephole", "init_state", "init_cell")), *BACK, "zState")
+    del arrays["c"]
+    arrays |= {"source": arrays["source"].swapaxes(0, 1), "h": arrays["h"].swapaxes(0, 1)}
+    code, text = told(tmp_path, capsys, arrays)
+    assert code == 1 and "fits: the result agrees" in text and "source is [N, T, I] and h is [N, T, H]" in text
+
+
+def test_open_readings(tmp_path, capsys):
+    case = draw(np.random.default_rng(0), "lstm", (4, 3, 5, 6), **LSTM)
+    arrays = dumped() | {"zState": preactivations(case, Arithmetic(np.float64)).astype(np.float32)}
+    assert "if z_state is before the activations" in told(tmp_path, capsys, arrays)[1]
+    both = '{"bidirectional": true}'
+    arrays = dumped(bidirectional=True, absent=("mask",), readings={"output_peephole": "current"}.items())
+    assert "if the output gate peeps at c[t] (E:peephole)" in told(tmp_path, capsys, arrays, "--descriptor", both)[1]
+
+
+def test_gru_of_another_flavour(tmp_path, capsys):
+    arrays = dumped("gru", reset_after=True, flip_z=True)
+    code, text = told(tmp_path, capsys, arrays, "--descriptor", '{"resetAfter": true}', op="gru")
+    assert code == 1 and "fits: all 8 results agree" in text and "if the descriptor has flip_z = True" in text
+
+
+def test_what_nothing_explains_is_left(tmp_path, capsys):
+    arrays = dumped()
+    code, text = told(tmp_path, capsys, arrays | {"dbias": arrays["dbias"] + 1})
+    assert code == 1 and "nearest: 8 of 9 results agree if everything is as documented; left: dbias" in text
+
+
+@pytest.mark.parametrize(
+    "change, options, words",
+    [
+        (
+            lambda a: a | {"recurentWeight": a.pop("recurrentWeight")},
+            (),
+            "did you mean recurrent_weight (recurrentWeight)",
+        ),
+        (lambda a: a | {"secondaryBias": a["bias"][:6]}, (), "lstm has no array 'secondaryBias'"),
+        (lambda a: without(a, "source"), (), "source is missing"),
+        (lambda a: without(a, "sourceGradient"), (), "needs source_gradient (sourceGradient)"),
+        (lambda a: without(a, *BACK, "h", "c", "zState") | {"source": a["source"]}, (), "is missing"),
+        (lambda a: a | {"bias": a["bias"][:-1]}, (), "bias must have layout [4H] = [24], but got [23]"),
+        (lambda a: a | {"bias": a["bias"].astype(np.float64)}, (), "bias must be float32 or float16, as source is"),
+        (lambda a: a | {"z_state": a["zState"]}, (), "is there twice"),
+        (dict, ("--descriptor", '{"forgetGateLst": true}'), "did you mean forget_gate_last (forgetGateLast)"),
+        (dict, ("--descriptor", "[1]"), "must be a JSON object"),
+        (dict, ("--descriptor", '{"reverse": 1}'), "must be True or False but got 1"),
+        (dict, ("--cases", "x"), "--cases does not go with --arrays"),
+    ],
+)
+def test_what_is_refused(tmp_path, capsys, change, options, words):
+    code, text = told(tmp_path, capsys, change(dumped()), *options)
+    assert code == 2 and words in text and text.count("\n") == 1
+
+
+def test_what_is_no_dump(tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    for path, words in {
+        str(tmp_path / "empty"): "holds no arrays",
+        str(tmp_path / "no.npz"): "must be a folder",
+    }.items():
+        with pytest.raises(SystemExit):
+            command.main(["--arrays", path, "--op", "lstm"])
+        assert words in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        command.main(["--arrays", "x"])
+    assert "--arrays and --op go together" in capsys.readouterr().err
