@@ -44,10 +44,13 @@ class Row(NamedTuple):
 def rows_of(case: Case, outcomes: dict[str, Outcome]) -> Iterator[Row]:
     """Every contender against the oracle, and ours against those from outside, whose errors add to ours."""
     dtype = case.arrays["source"].dtype
-    exact, limit = judge.expected(case), judge.limits(case, dtype)
     for name, outcome in outcomes.items():
         if outcome.problem:
             yield Row(case.name, "-", name, outcome.problem)
+    if not any(outcome.results for outcome in outcomes.values()):
+        return
+    exact, limit = judge.expected(case), judge.limits(case, dtype)
+    for name, outcome in outcomes.items():
         for tensor, value in outcome.results.items():
             yield compare(case, tensor, f"{name} - oracle", value, exact[tensor], limit[tensor], dtype)
     for other in (name for name in FROM_OUTSIDE if name in outcomes):

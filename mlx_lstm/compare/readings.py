@@ -67,9 +67,10 @@ def base_case(dump: Dump) -> tuple[Case, list[str]]:
 
 def search(dumps: list[Dump]) -> tuple[Reading, bool]:
     """The reading that explains most results, and whether pairs of changes were tried."""
-    best = nearest(
-        [(dump, change) for dump in dumps for change in [(), *((one,) for one in changes(dump))]], "readings"
-    )
+    best = judged(dumps[0], ())
+    if best.fitting < len(best.distances):
+        alone = [(dump, chosen) for dump in dumps for chosen in [(), *((one,) for one in changes(dump))]]
+        best = nearest(alone, "readings")
     if best.fitting == len(best.distances):
         return best, False
     pairs = [(dump, pair) for dump in dumps for pair in combinations(list(changes(dump, few=True)), 2)]
