@@ -14,7 +14,7 @@ from mlx_lstm.compare import __main__ as command
 from mlx_lstm.compare import apple, contenders, judge, torch_layer
 from mlx_lstm.compare.cases import GATES, draw
 from mlx_lstm.compare.experiments import experiments
-from mlx_lstm.compare.files import load_golden, save_golden
+from mlx_lstm.compare.files import load_case, load_golden, save_case, save_golden
 from mlx_lstm.compare.grid import grid
 from mlx_lstm.compare.measure import compare
 from mlx_lstm.compare.report import progress
@@ -364,3 +364,24 @@ def test_progress_is_for_a_terminal():
     for stream, words in ((Terminal(), "1 of 2 cases"), (io.StringIO(), "")):
         assert list(progress("ab", "cases", stream)) == ["a", "b"] and words in stream.getvalue()
         assert bool(stream.getvalue()) == bool(words)
+
+
+def test_stacks_of_layers(tmp_path, on_path, monkeypatch, capsys):
+    """torch on the CPU stands in for torch on "mps", its process for the other's; an op of MPSGraph is one layer."""
+    monkeypatch.setattr(contenders, "no_torch_mps", lambda: None)
+    handed = []
+
+    def stand_in(name, case):
+        save_case(str(tmp_path / "case.npz"), case)
+        handed.append((name, case.name))
+        return contenders.Outcome(torch_layer.run(load_case(str(tmp_path / "case.npz")), "cpu"))
+
+    monkeypatch.setattr(contenders, "in_a_process", stand_in)
+    names = ["lstm: 2 layers, bi", "gru: 3 layers"]
+    some = ["--contenders", "torch-mps", "mpsgraph", "ops", "--cases", *names]
+    code, report = run(tmp_path, *some, "--record", str(tmp_path / "golden.npz"))
+    assert code == 0 and handed == [("torch-mps", name) for name in names]
+    tensors = {row["tensor"] for row in report["rows"] if row["pair"] == "ops - torch-mps"}
+    assert {"h", "dsource", "drecurrent_weight", "dinput_weight_l1", "dbias_l2", "dsecondary_bias_l1"} <= tensors
+    monkeypatch.setattr(contenders.ours, "run_layer", lambda *given, **options: {"h": np.zeros(1)})
+    assert run(tmp_path, *some)[0] == 1

@@ -238,7 +238,7 @@ def record(file: str, card: dict[str, str], cases: list[Case], outcomes: dict[st
     results = {}
     for case in cases:
         if theirs:
-            results[case.name] = outcomes[case.name]["mpsgraph"].results
+            results[case.name] = outcomes[case.name].get("mpsgraph", Outcome({})).results
         else:
             dtype = case.arrays["source"].dtype
             results[case.name] = {name: value.astype(dtype) for name, value in judge.expected(case).items()}

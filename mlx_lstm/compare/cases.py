@@ -3,7 +3,7 @@
 Names are those of the dialect: arguments in Python's spelling, a result's gradient "d" + the argument's name.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -71,11 +71,23 @@ class Case(NamedTuple):
         return self.arrays["recurrent_weight"].shape[-1]
 
     @property
+    def layers(self) -> list["Case"]:
+        """The case of each layer; those above the first have arrays named "bias_l1", "bias_l2" ... and no source."""
+        count = 1 + sum(name.startswith("recurrent_weight_l") for name in self.arrays)
+        if count == 1:
+            return [self]
+        ends = ["", *(f"_l{n}" for n in range(1, count))]
+        names = (*_WEIGHTS[1:], "secondary_bias")
+        given = [{name: self.arrays[name + end] for name in names if name + end in self.arrays} for end in ends]
+        return [self._replace(arrays=arrays) for arrays in given]
+
+    @property
     def gradients(self) -> list[str]:
         """The arguments given that have a gradient, in Apple's order; none without the gradient of h."""
-        return (
-            [] if "source_gradient" not in self.arrays else [name for name in GRADIENTS[self.op] if name in self.arrays]
-        )
+        if "source_gradient" not in self.arrays:
+            return []
+        upper = [name for name in self.arrays if name[-3:-1] == "_l"]
+        return [*(name for name in GRADIENTS[self.op] if name in self.arrays), *upper]
 
     @property
     def results(self) -> list[str]:
@@ -114,3 +126,33 @@ def draw(
         shape = [letters[axis] if isinstance(axis, str) else axis for axis in mask_shape]
         arrays["mask"] = (rng.random(shape) * 1.5).astype(dtype)
     return Case(name, op, descriptor, arrays)
+
+
+def draw_stack(rng: np.random.Generator, op: str, sizes: tuple[int, int, int, int], count: int, **chosen: Any) -> Case:
+    """A case of `count` layers, each the source of the next: h, and the gradients of source and weights."""
+    absent = ("peephole", "mask", "init_state", "init_cell", "state_gradient", "cell_gradient")
+    case = draw(rng, op, sizes, absent=absent, **chosen)
+    T, N, _, H = sizes
+    for n in range(1, count):
+        upper = draw(rng, op, (T, N, case.directions * H, H), absent=absent, **chosen).layers[0].arrays
+        weights = {name: upper[name] for name in (*_WEIGHTS[1:], "secondary_bias") if name in upper}
+        case.arrays.update({f"{name}_l{n}": array for name, array in weights.items()})
+    return case
+
+
+def through_layers(case: Case, run: Callable[[Case], Arrays]) -> Arrays:
+    """The results of a stack from those of each layer, forward and back; of one layer its own."""
+    layers = case.layers
+    if len(layers) == 1:
+        return run(case)
+    sources = [case.arrays["source"]]
+    for layer in layers[:-1]:
+        sources.append(run(layer._replace(arrays=layer.arrays | {"source": sources[-1]}))["h"])
+    gradient, results = case.arrays["source_gradient"], {}
+    for n in reversed(range(len(layers))):
+        arrays = layers[n].arrays | {"source": sources[n], "source_gradient": gradient}
+        found = run(layers[n]._replace(arrays=arrays))
+        gradient = found["dsource"]
+        results.setdefault("h", found["h"])
+        results |= {f"d{name}" + (f"_l{n}" if n else ""): found[f"d{name}"] for name in layers[n].arrays}
+    return results | {"dsource": gradient}

@@ -20,7 +20,7 @@ from .files import load_case, save_arrays, save_case
 PYOBJC = ("Metal", "MetalPerformanceShadersGraph", "objc")
 HOW_TO_GET = {
     "mpsgraph": "a Mac with macOS 12.3 or newer and PyObjC: pip install '.[compare]'",
-    "torch-mps": "a Mac with torch: pip install torch",
+    "torch-mps": "a Mac with torch, whose layers, stacks of them too, are MPSGraph's there: pip install torch",
     "torch": "torch: pip install torch",
     "fused": "a Mac: MLX has Metal only there",
     "stepwise": "a Mac: MLX has Metal only there",
@@ -50,7 +50,7 @@ class Contender(NamedTuple):
 def all_contenders() -> dict[str, Contender]:
     """By name, in the order of the report."""
     isolated = [
-        Contender("mpsgraph", no_pyobjc, lambda case: None, lambda case: in_a_process("mpsgraph", case)),
+        Contender("mpsgraph", no_pyobjc, no_stack, lambda case: in_a_process("mpsgraph", case)),
         Contender("torch-mps", no_torch_mps, torch_layer.hindrance, lambda case: in_a_process("torch-mps", case)),
         Contender("torch", no_torch, torch_layer.hindrance, lambda case: Outcome(torch_layer.run(case, "cpu"))),
     ]
@@ -61,6 +61,11 @@ def no_pyobjc() -> str | None:
     """Which module of PyObjC is missing."""
     absent = [name for name in PYOBJC if importlib.util.find_spec(name) is None]
     return f"no {', '.join(absent)}" if absent else None
+
+
+def no_stack(case: Case) -> str | None:
+    """Why MPSGraph's ops cannot run a case."""
+    return "an op is one layer" if len(case.layers) > 1 else None
 
 
 def no_torch() -> str | None:

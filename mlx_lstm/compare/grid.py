@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from ..mpsgraph.layouts import ACTIVATIONS
-from .cases import ACTIVATION_PROPERTIES, GATES, Case, draw
+from .cases import ACTIVATION_PROPERTIES, GATES, Case, draw, draw_stack
 
 DIRECTIONS = {"uni": {}, "reverse": {"reverse": True}, "bi": {"bidirectional": True}}
 NO_STATES = ("init_state", "init_cell", "state_gradient", "cell_gradient")
@@ -24,7 +24,20 @@ WITHOUT = {
 def grid(off_kinks: Callable[[Case], bool], seed: int = 0) -> list[Case]:
     """The cases of the command: each option alone, in every direction where it has another layout there."""
     rng = np.random.default_rng(seed)
-    return [draw_until(off_kinks, rng, op, name=f"{op}: {name}", **chosen) for op, name, chosen in descriptions()]
+    found = [draw_until(off_kinks, rng, op, name=f"{op}: {name}", **chosen) for op, name, chosen in descriptions()]
+    return [*found, *stacks(rng)]
+
+
+def stacks(rng: np.random.Generator) -> Iterator[Case]:
+    """More than one layer, as torch has them."""
+    flags = {
+        "lstm": {},
+        "gru": {"reset_gate_first": True, "reset_after": True},
+        "single_gate_rnn": {"activation": "tanh"},
+    }
+    for op, own in flags.items():
+        yield draw_stack(rng, op, (5, 3, 4, 6), 2, name=f"{op}: 2 layers, bi", bidirectional=True, **own)
+        yield draw_stack(rng, op, (5, 3, 4, 6), 3, name=f"{op}: 3 layers", **own)
 
 
 def draw_until(accept: Callable[[Case], bool], rng: np.random.Generator, op: str, **chosen: Any) -> Case:

@@ -8,7 +8,7 @@ from numpy.typing import DTypeLike
 from ..oracle import activation_arguments, evaluate
 from ..oracle.arithmetic import Arithmetic
 from ..oracle.closeness import TRIALS, bounds_of
-from .cases import Arrays, Case
+from .cases import Arrays, Case, through_layers
 
 WORDS = {"source": "x", "recurrent_weight": "Wh", "input_weight": "Wx", "bias": "b", "init_state": "h0"}
 WORDS |= {"init_cell": "c0", "peephole": "peephole", "mask": "mask", "secondary_bias": "bhn"}
@@ -32,6 +32,11 @@ def limits(case: Case, dtype: DTypeLike = np.float32, trials: int = TRIALS, **re
 
 def evaluated(case: Case, fl: Arithmetic, **readings: str) -> Arrays:
     """All results in this arithmetic."""
+    return through_layers(case, lambda layer: of_layer(layer, fl, **readings))
+
+
+def of_layer(case: Case, fl: Arithmetic, **readings: str) -> Arrays:
+    """Those of one layer."""
     cotangents = {COTANGENTS[name]: array for name, array in case.arrays.items() if name in COTANGENTS}
     outputs, gradients = evaluate(call_of(case, **readings), cotangents, fl)
     found = {name: outputs[word] for name, word in OUTPUTS.items() if word in outputs}

@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 
 from .. import mpsgraph
-from .cases import COTANGENTS, RESULTS, Arrays, Case
+from .cases import COTANGENTS, RESULTS, Arrays, Case, through_layers
 
 DESCRIPTORS = {
     "lstm": mpsgraph.LSTMDescriptor,
@@ -23,6 +23,11 @@ SAVED = {
 
 def run(case: Case, engine: str | None = None, **options: Any) -> Arrays:
     """All results by name, on the engine, or the one the library chooses. `options` are keywords of the dialect."""
+    return through_layers(case, lambda layer: run_layer(layer, engine, **options))
+
+
+def run_layer(case: Case, engine: str | None, **options: Any) -> Arrays:
+    """Those of one layer."""
     arrays = {name: mx.array(array) for name, array in case.arrays.items()}
     descriptor = make_descriptor(case)
     given = {name: array for name, array in arrays.items() if name not in COTANGENTS[case.op]}

@@ -1,4 +1,4 @@
-"""A case through torch's layers, on the CPU or on "mps", where torch itself calls MPSGraph."""
+"""A case through torch's layers, one or a stack of them, on the CPU or on "mps", where torch itself calls MPSGraph."""
 
 from typing import Any
 
@@ -35,7 +35,8 @@ def run(case: Case, device: str) -> Arrays:
     source = torch.tensor(case.arrays["source"], device=device, requires_grad=True)
     states = {name: state(case, name, device) for name in ("init_state", "init_cell")}
     shown = [value for name, value in states.items() if case.op == "lstm" or name == "init_state"]
-    h, last = layer(source, tuple(shown) if case.op == "lstm" else shown[0])
+    one = len(case.layers) == 1
+    h, last = layer(source, *([tuple(shown) if case.op == "lstm" else shown[0]] if one else []))
     ends = list(last) if case.op == "lstm" else [last]
     outputs, cotangents = [h], [torch.tensor(case.arrays["source_gradient"], device=device)]
     for name, end in zip(("state_gradient", "cell_gradient"), ends, strict=False):
@@ -43,7 +44,9 @@ def run(case: Case, device: str) -> Arrays:
             outputs.append(end)
             cotangents.append(state(case, name, device).detach())
     torch.autograd.backward(outputs, cotangents)
-    found = {"h": h, "dsource": source.grad} | gradients_of_layer(case, layer)
+    found = {"h": h, "dsource": source.grad}
+    for n in range(len(case.layers)):
+        found |= gradients_of_layer(case, layer, n)
     found |= {f"d{name}": side_by_side(value.grad) for name, value in states.items() if value.grad is not None}
     names = [name for name in case.results if name in found]
     return {name: as_numpy(found[name]) for name in names}
@@ -53,33 +56,35 @@ def make_layer(case: Case) -> Any:
     """torch's layer with the case's weights: b_ih is the bias, b_hh zeros but for the GRU's secondary bias."""
     import torch
 
-    arrays, H, dtype = case.arrays, case.hidden, getattr(torch, case.arrays["source"].dtype.name)
-    options = {"bidirectional": case.bidirectional, "bias": "bias" in arrays or "secondary_bias" in arrays}
+    layers, H, zeros_like = case.layers, case.hidden, case.arrays["source"].dtype
+    biased = any("bias" in name for name in case.arrays)
+    options = {"bidirectional": case.bidirectional, "bias": biased, "num_layers": len(layers)}
     if case.op == "single_gate_rnn":
         options["nonlinearity"] = case.descriptor.get("activation", "relu")
     kind = {"lstm": torch.nn.LSTM, "gru": torch.nn.GRU, "single_gate_rnn": torch.nn.RNN}[case.op]
-    layer = kind(arrays["source"].shape[-1], H, **options, dtype=dtype)
+    layer = kind(case.arrays["source"].shape[-1], H, **options, dtype=getattr(torch, zeros_like.name))
     rows = GATES[case.op] * H
-    zeros = np.zeros(rows * case.directions, arrays["source"].dtype)
-    secondary = zeros.copy().reshape(case.directions, rows)
-    if "secondary_bias" in arrays:
-        secondary[:, 2 * H :] = arrays["secondary_bias"].reshape(case.directions, H)
-    values = {"weight_ih": arrays["input_weight"], "weight_hh": arrays["recurrent_weight"].reshape(-1, H)}
-    values |= {"bias_ih": arrays.get("bias", zeros), "bias_hh": secondary.reshape(-1)}
-    with torch.no_grad():
-        for d, suffix in enumerate(("", "_reverse")[: case.directions]):
-            for name, value in values.items():
-                if hasattr(layer, f"{name}_l0{suffix}"):
-                    getattr(layer, f"{name}_l0{suffix}").copy_(torch.tensor(value[d * rows : (d + 1) * rows]))
+    for n, arrays in enumerate(one.arrays for one in layers):
+        zeros = np.zeros(rows * case.directions, zeros_like)
+        secondary = zeros.copy().reshape(case.directions, rows)
+        if "secondary_bias" in arrays:
+            secondary[:, 2 * H :] = arrays["secondary_bias"].reshape(case.directions, H)
+        values = {"weight_ih": arrays["input_weight"], "weight_hh": arrays["recurrent_weight"].reshape(-1, H)}
+        values |= {"bias_ih": arrays.get("bias", zeros), "bias_hh": secondary.reshape(-1)}
+        with torch.no_grad():
+            for d, suffix in enumerate(("", "_reverse")[: case.directions]):
+                for name, value in values.items():
+                    if hasattr(layer, f"{name}_l{n}{suffix}"):
+                        getattr(layer, f"{name}_l{n}{suffix}").copy_(torch.tensor(value[d * rows : (d + 1) * rows]))
     return layer
 
 
-def gradients_of_layer(case: Case, layer: Any) -> dict[str, Any]:
-    """The weights' gradients in the layouts of MPSGraph."""
+def gradients_of_layer(case: Case, layer: Any, n: int) -> dict[str, Any]:
+    """The gradients of layer n's weights in the layouts of MPSGraph."""
     import torch
 
     def parameters(name: str) -> list[Any]:
-        return [getattr(layer, f"{name}_l0{suffix}").grad for suffix in ("", "_reverse")[: case.directions]]
+        return [getattr(layer, f"{name}_l{n}{suffix}").grad for suffix in ("", "_reverse")[: case.directions]]
 
     R = parameters("weight_hh")
     found = {"drecurrent_weight": torch.stack(R) if case.bidirectional else R[0]}
@@ -88,7 +93,7 @@ def gradients_of_layer(case: Case, layer: Any) -> dict[str, Any]:
         found["dbias"] = torch.cat(parameters("bias_ih"))
     if "secondary_bias" in case.arrays:
         found["dsecondary_bias"] = torch.cat([value[2 * case.hidden :] for value in parameters("bias_hh")])
-    return found
+    return {name + (f"_l{n}" if n else ""): value for name, value in found.items()}
 
 
 def state(case: Case, name: str, device: str) -> Any:
