@@ -62,14 +62,17 @@ def plot(file: str, groups: Sequence[Sequence[Row]], card: dict[str, str]) -> No
                 if row.task[:2] == who and (found := ratio(row, next(iter(references(rows).values()))))
             ]
             errors = [[r.value - r.low for _, r in points], [r.high - r.value for _, r in points]]
-            axis.bar([p for p, _ in points], [r.value for _, r in points], 0.8 / len(names), yerr=errors, label=name)
+            places, values = [p for p, _ in points], [r.value for _, r in points]
+            drawn = axis.bar(places, values, 0.8 / len(names), yerr=errors, label=name)
+            axis.bar_label(drawn, [f"{value:.3g}" for value in values], fontsize=8, padding=2)
         axis.axhline(1, color="black", linewidth=0.8)
-        axis.set(title=which, yscale="log")
+        axis.set(title=f"{which} pass", xlabel="T,B,I,H", yscale="log")
+        axis.margins(y=0.15)
         axis.set_xticks([place + 0.3 for place in range(len(shown))], [str(rows[0].task.size) for rows in shown])
     compared = [next(iter(references(rows).values()), None) for rows in groups]
     labels = dict.fromkeys(label(row.task) for row in compared if row)
     axes[0][0].set_ylabel(f"time / time of {' or '.join(labels)}")
-    axes[0][-1].legend()
+    axes[0][-1].legend(loc="upper left", bbox_to_anchor=(1, 1))
     figure.suptitle(f"{card['chip']}, {card['system']}, mlx {card['mlx']}, torch {card['torch']}", fontsize=9)
     figure.tight_layout()
     figure.savefig(file)

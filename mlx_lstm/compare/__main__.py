@@ -17,6 +17,7 @@ from .measure import Row, rows_of
 from .readings import Reading, base_case, search
 from .report import (
     LEGEND,
+    LEGEND_OF_TWO,
     card_text,
     failures_text,
     machine_card,
@@ -200,7 +201,9 @@ def show(
         print(f"\n{rows_text(rows) if options.all else pairs_text(rows)}", file=out)
     if any(row.failed for row in rows):
         print(f"\n{failures_text(rows)}", file=out)
-    print(f"\n{LEGEND}", file=out)
+    print(LEGEND, file=out)
+    if any(row.tensor != "-" and "oracle" not in row.pair for row in rows):
+        print(LEGEND_OF_TWO, file=out)
     missing = absent()
     for why in dict.fromkeys(missing.values()):
         print(f"not here: {', '.join(name for name in missing if missing[name] == why)}: {why}", file=out)

@@ -16,8 +16,8 @@ from .measure import SEQUENCES, Row
 from .settle import Finding
 
 LEGEND = """\
-error/bound: the largest error in parts of what rounding explains in this dtype; up to 1 is right. oracle: float64.
-The bound between two contenders is twice that against the oracle, as the errors of both count."""
+error/bound: the largest error in parts of what rounding explains in this dtype; up to 1 is right. oracle: float64."""
+LEGEND_OF_TWO = "The bound between two contenders is twice that against the oracle, as the errors of both count."
 T = TypeVar("T")
 
 
