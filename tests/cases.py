@@ -20,7 +20,6 @@ from mlx_lstm.check.cases import (  # noqa: F401 (for the tests)
     draw,
     draw_away_from_kinks,
     draw_cotangents,
-    kink_distance,
     split,
 )
 from mlx_lstm.engines import METAL_ENGINES

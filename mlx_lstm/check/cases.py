@@ -9,7 +9,7 @@ from numpy.typing import ArrayLike, DTypeLike
 
 from .. import recurrence
 from ..bench.tasks import as_represented
-from ..oracle import ARRAYS, OUTPUTS, activation_arguments, forward
+from ..oracle import ARRAYS, OUTPUTS, forward, kink_distance
 
 Case = dict[str, Any]
 """The keyword arguments of an op, arrays among them as NumPy's; its name is `op`, without one `lstm`."""
@@ -151,20 +151,9 @@ def draw_away_from_kinks(seed: int, margin: float = KINK_MARGIN, **options: Any)
     dtype = options.get("dtype", np.float64)
     for _ in range(200):
         case = draw(rng, **options)
-        if kink_distance(case) > margin:
+        if kink_distance(**case) > margin:
             return case, draw_cotangents(rng, forward(**case), dtype)
     raise RuntimeError(f"no case of {options} keeps off its kinks")
-
-
-def kink_distance(case: Case) -> float:
-    """How near an argument of relu or hard_sigmoid comes to a kink.
-
-    An exact 0 does not count: it comes of a relu or hard sigmoid that is flat there, and no small change moves it.
-    """
-    seen = [(name, a[a != 0]) for name, a in activation_arguments(**case)]
-    kinks = {"relu": [0.0], "hard_sigmoid": [-2.5, 2.5], "hard_sigmoid_sixth": [-3.0, 3.0]}
-    distances = (np.abs(a - kink).min(initial=np.inf) for name, a in seen for kink in kinks.get(name, []))
-    return float(min(distances, default=np.inf))
 
 
 def at_batch(options: Options, B: int) -> dict[str, Any]:

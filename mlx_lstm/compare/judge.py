@@ -5,7 +5,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
-from ..oracle import activation_arguments, evaluate
+from ..oracle import evaluate
+from ..oracle import kink_distance as distance
 from ..oracle.arithmetic import Arithmetic
 from ..oracle.closeness import TRIALS, bounds_of
 from .cases import Arrays, Case, through_layers
@@ -17,7 +18,6 @@ WORDS |= {"init_cell": "c0", "peephole": "peephole", "mask": "mask", "secondary_
 OUTPUTS = {"h": "h", "c": "c", "z_state": "gates"}
 COTANGENTS = {"source_gradient": "h", "state_gradient": "hT", "cell_gradient": "cT"}
 HARD_SIGMOIDS = {"x/5": "hard_sigmoid", "x/6": "hard_sigmoid_sixth"}
-KINKS = {"relu": [0.0], "hard_sigmoid": [-2.5, 2.5], "hard_sigmoid_sixth": [-3.0, 3.0]}
 
 
 def expected(case: Case, **readings: str) -> Arrays:
@@ -44,16 +44,8 @@ def of_layer(case: Case, fl: Arithmetic, **readings: str) -> Arrays:
 
 
 def kink_distance(case: Case, **readings: str) -> float:
-    """How near an argument of relu or hard_sigmoid comes to a kink, where a gradient jumps under any rounding.
-
-    A 0 that any rounding leaves 0 does not count.
-    """
-    distances = (
-        np.abs(argument[argument != 0] - kink).min(initial=np.inf)
-        for name, argument in activation_arguments(**call_of(case, **readings))
-        for kink in KINKS.get(name, [])
-    )
-    return float(min(distances, default=np.inf))
+    """How near an argument of relu or hard_sigmoid comes to a kink, where a gradient jumps under any rounding."""
+    return distance(**call_of(case, **readings))
 
 
 def call_of(case: Case, **readings: str) -> dict[str, Any]:

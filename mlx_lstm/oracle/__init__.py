@@ -1,6 +1,7 @@
 """The judge: a recurrence and its gradient in NumPy float64, and what counts as close enough to it."""
 
 from .case import ARRAYS, OUTPUTS, Case
-from .recurrence import activation_arguments, backward, clip_shift, evaluate, forward
+from .recurrence import activation_arguments, backward, clip_shift, evaluate, forward, kink_distance
 
 __all__ = ["ARRAYS", "OUTPUTS", "Case", "activation_arguments", "backward", "clip_shift", "evaluate", "forward"]
+__all__ += ["kink_distance"]

@@ -43,7 +43,7 @@ class Arithmetic:
 
     def dot(self, a: Array, b: Array) -> Array:
         """a [M,K] @ b [K,N]."""
-        return self(a.astype(self.accumulator) @ b.astype(self.accumulator))
+        return self(a.astype(self.accumulator, copy=False) @ b.astype(self.accumulator, copy=False))
 
     def total(self, terms: Array, axis: tuple[int, ...]) -> Array:
         """Sum over `axis`, which is kept with size 1."""

@@ -68,6 +68,22 @@ def activation_arguments(**case: Any) -> list[tuple[str, Array]]:
     return seen
 
 
+KINKS = {"relu": (0.0,), "hard_sigmoid": (-2.5, 2.5), "hard_sigmoid_sixth": (-3.0, 3.0)}
+
+
+def kink_distance(**case: Any) -> float:
+    """How near an argument of relu or a hard sigmoid comes to a kink, where a gradient jumps under any rounding.
+
+    A 0 that any rounding leaves 0 does not count: it comes of an activation that is flat there.
+    """
+    distances = (
+        np.abs(argument[argument != 0] - kink).min(initial=np.inf)
+        for name, argument in activation_arguments(**case)
+        for kink in KINKS.get(name, ())
+    )
+    return float(min(distances, default=np.inf))
+
+
 def unroll(p: Side, fl: Arithmetic, frozen_clip: Array | None = None) -> tuple[Tensors, dict[int, Step]]:
     """Run the recurrence; returns the outputs and the tape, the step at each t."""
     step = STEPS[p.op][0]
