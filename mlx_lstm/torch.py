@@ -22,7 +22,7 @@ from . import recurrence
 from .checks import NO_UNITS, check_array, check_flag, check_integer, check_lengths, check_number, check_option, fail
 from .engines.directions import join
 from .engines.problem import Arrays
-from .recurrence import by_layer, join_biases, of_layers
+from .recurrence import by_layer, engine_used, join_biases, note_engine, of_layers
 
 __all__ = ["GRU", "LSTM", "RNN"]
 
@@ -35,6 +35,7 @@ class Layers(nn.Module):
 
     op: str  # in errors
     gates: int  # H-blocks of a weight
+    engine_used = engine_used
 
     def __init__(
         self,
@@ -138,6 +139,7 @@ class Layers(nn.Module):
             out = one_layer(x, **arrays, **options, engine=self.engine)
             last.append(out)
             x = out.h
+        note_engine(self)
         finals = {name: of_layers([getattr(out, f"{name}T") for out in last], len(self.ways)) for name in states}
         if not batched:
             return x[:, 0], {name: state[:, 0] for name, state in finals.items()}

@@ -14,20 +14,23 @@ from mlx_lstm.engines import METAL_ENGINES as ENGINES
 from mlx_lstm.engines import choice, choose
 from mlx_lstm.engines.cells import GRUCell, LSTMCell, RNNCell
 from mlx_lstm.engines.metal import launch as kernels
+from mlx_lstm.recurrence import _guard
 
 WEIGHTS = ("Wh", "weights", "packed", "peephole", "extra")
 
 
 @contextmanager
-def on_metal(**emulator):
-    """Yields the log of launches. On the emulator, of which these are options, a finding raises, and the stream in
-    effect counts as the GPU's. On a Mac the GPU has its own order of threads, and finds nothing."""
+def on_metal(*, guarded=False, **emulator):
+    """Yields the log of launches. On the emulator, of which the others are options, a finding raises, and the stream in
+    effect counts as the GPU's. On a Mac the GPU has its own order of threads, and finds nothing. Kernels have a trial
+    before only if `guarded`."""
     if GPU:
-        with mx.stream(METAL), logged_metal() as log:
+        with patch.object(_guard, "is_real", lambda: guarded), mx.stream(METAL), logged_metal() as log:
             yield log
         return
     caches = [kernels.forget]
     with (
+        patch.object(_guard, "is_real", lambda: guarded),
         patch.object(choice, "current_device", lambda: "gpu"),
         emulated_metal(pretend_available=True, on_enter=caches, **emulator) as log,
     ):

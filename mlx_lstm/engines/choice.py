@@ -1,6 +1,8 @@
 """Which engine runs a recurrence, and why: a pure function, so that every machine can test every machine's choice."""
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from types import MappingProxyType
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -19,6 +21,10 @@ LSTM = LSTMCell()
 
 FUSED_LIMIT = {"lstm": 256, "gru": 256, "rnn": 1024}
 """The largest H `fused` can run: its threadgroups have 4 threads per unit, of a plain cell 1; Metal's limit is 1024."""
+
+
+NONE: Mapping[str, str] = MappingProxyType({})
+"""Of engines: none."""
 
 
 class Choice(NamedTuple):
@@ -41,6 +47,7 @@ def choose(
     requested: str | None = None,
     table: Table = PREDICTED,
     op: str = "lstm",
+    refused: Mapping[str, str] = NONE,
 ) -> Choice:
     """How to run a recurrence, and why.
 
@@ -55,6 +62,8 @@ def choose(
         projection (bool): whether h is projected. Default: `False`.
         requested (str): an engine's word to force it. Default: `None`, the best that runs.
         table (Table): which Metal engine is faster where. Default: the predicted one.
+        op (str): whom an error names. Default: `"lstm"`.
+        refused (mapping): engines that failed their trial on this machine, and why. Default: none.
 
     Raises:
         ValueError: an argument is none of those above, or `requested` cannot run here, or nothing can; the text gives
@@ -70,6 +79,8 @@ def choose(
         'stepwise'
         >>> choose(**here, device="cpu", metal=True, traced=False).engine
         'numpy'
+        >>> choose(**here, device="gpu", metal=True, traced=False, refused={"stepwise": "it does not compile"})
+        Choice(engine='ops', reason='it does not compile')
     """
     if requested is not None and requested not in ENGINES:
         raise ValueError(f"[{op}] engine must be one of {', '.join(ENGINES)} but got {requested!r}.")
@@ -78,6 +89,8 @@ def choose(
     _, B, _, H = sizes
     check_device(op, dtype, device)
     hindrances = obstacles(cell, H, device, metal, traced, projection)
+    if refused:
+        hindrances = {**refused, **hindrances}
     if requested is not None:
         if requested in hindrances:
             raise ValueError(f"[{op}] engine={requested!r} cannot run: {hindrances[requested]}.")

@@ -9,7 +9,7 @@ import mlx.nn as nn
 
 from ..checks import NO_UNITS, check_integer, fail, instead_of
 from ..engines.cells import Cell, GRUCell, LSTMCell, RNNCell
-from ..recurrence import Call
+from ..recurrence import Call, engine_used, note_engine
 
 NONLINEARITIES = {nn.tanh: "tanh", mx.tanh: "tanh", nn.relu: "relu", nn.sigmoid: "sigmoid", mx.sigmoid: "sigmoid"}
 """The functions that `RNN` can run, and their names in `mlx_lstm.rnn`."""
@@ -51,6 +51,8 @@ class LSTM(nn.Module):
         (2, 10, 4)
     """
 
+    engine_used = engine_used
+
     def __init__(self, input_size: int, hidden_size: int, bias: bool = True, *, engine: str | None = None):
         super().__init__()
         input_size = check_integer("nn.LSTM", "input_size", input_size, least=1)
@@ -81,7 +83,7 @@ class LSTM(nn.Module):
         """
         given = {"Wx": self.Wx, "Wh": self.Wh, "b": self.bias}
         states = {"hidden": hidden, "cell": cell}
-        hidden, cell = run("nn.LSTM", LSTMCell(), x, given, states, training=self.training, engine=self.engine)
+        hidden, cell = run(self, "nn.LSTM", LSTMCell(), x, given, states)
         return hidden, cell
 
 
@@ -114,6 +116,8 @@ class GRU(nn.Module):
         (2, 10, 4)
     """
 
+    engine_used = engine_used
+
     def __init__(self, input_size: int, hidden_size: int, bias: bool = True, *, engine: str | None = None):
         super().__init__()
         input_size = check_integer("nn.GRU", "input_size", input_size, least=1)
@@ -140,7 +144,7 @@ class GRU(nn.Module):
             array: all hidden states, [..., L, H], in the dtype that x, the parameters and a state given promote to.
         """
         given = {"Wx": self.Wx, "Wh": self.Wh, "b": self.b, "bhn": self.bhn}
-        return run("nn.GRU", GRUCell(), x, given, {"hidden": hidden}, training=self.training, engine=self.engine)[0]
+        return run(self, "nn.GRU", GRUCell(), x, given, {"hidden": hidden})[0]
 
 
 class RNN(nn.Module):
@@ -166,6 +170,8 @@ class RNN(nn.Module):
         >>> hidden.shape
         (2, 10, 4)
     """
+
+    engine_used = engine_used
 
     def __init__(
         self,
@@ -197,8 +203,7 @@ class RNN(nn.Module):
     def __call__(self, x: mx.array, hidden: mx.array | None = None) -> mx.array:
         """As `GRU`."""
         given = {"Wx": self.Wxh, "Wh": self.Whh, "b": self.bias}
-        cell, states = RNNCell(activation_of(self.nonlinearity)), {"hidden": hidden}
-        return run("nn.RNN", cell, x, given, states, training=self.training, engine=self.engine)[0]
+        return run(self, "nn.RNN", RNNCell(activation_of(self.nonlinearity)), x, given, {"hidden": hidden})[0]
 
 
 def activation_of(nonlinearity: object) -> str:
@@ -211,14 +216,12 @@ def activation_of(nonlinearity: object) -> str:
 
 
 def run(
+    layer: LSTM | GRU | RNN,
     op: str,
     cell: Cell,
     x: object,
     parameters: dict[str, Any],
     states: dict[str, mx.array | None],
-    *,
-    training: bool,
-    engine: str | None,
 ) -> tuple[mx.array, ...]:
     """The states at every step, [..., L, H], as many as there are in `states`: the first h and c, by the caller's
     names. All is computed in the dtype that the arrays given promote to."""
@@ -240,8 +243,9 @@ def run(
         shapes = {"x": (-1, L, D), "h0": (-1, H), "c0": (-1, H)}
         given |= {name: given[name].reshape(shape) for name, shape in shapes.items() if name in given}
     arrays = {name: array.astype(dtype) for name, array in given.items()}
-    call = Call(cell, engine=engine, batch_first=True)
-    out = call.forward(arrays, return_gates=False, training=training, wants_last=False)
+    call = Call(cell, engine=layer.engine, batch_first=True)
+    out = call.forward(arrays, return_gates=False, training=layer.training, wants_last=False)
+    note_engine(layer)
     found = [out[name] for name, _ in zip("hc", states, strict=False)]
     return tuple(found if len(batch) == 1 else (sequence.reshape(*batch, L, H) for sequence in found))
 

@@ -1,12 +1,13 @@
 """From a call of a recurrence to an engine."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from threading import local
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 
 from ..checks import check_flag, check_lengths
-from ..engines import choice, tuning
+from ..engines import METAL_ENGINES, Choice, choice, tuning
 from ..engines.autodiff import run, run_backward
 from ..engines.cells import Cell, RNNCell
 from ..engines.choice import Stream, on
@@ -14,8 +15,12 @@ from ..engines.ops.cells import activate
 from ..engines.problem import Arrays, Cut, Problem
 from ..engines.tracing import are_free, have_values
 from ._arguments import Sizes, check_arrays, check_sequences
+from ._guard import guarded
 
 Lengths = mx.array | Sequence[int] | None
+
+_latest = local()
+"""`choice`: of this thread's latest call."""
 
 
 class Call(NamedTuple):
@@ -39,8 +44,9 @@ class Call(NamedTuple):
         check_flag(op, "training", training)
         sizes = self.check(arrays, op)
         with on(self.stream, op):
-            lengths, engine, free, traced = self.choose(sizes, arrays, [], op, training)
-            problem = self.problem(sizes, lengths, return_gates, training and not free, cut(engine, arrays, sizes))
+            found = self.choose(sizes, arrays, [], op, training, (return_gates, wants_last, None))
+            lengths, engine, free, traced, cut = found
+            problem = self.problem(sizes, lengths, return_gates, training and not free, cut)
             plain = free or (traced and not training)  # where nobody can ask for a gradient, or a graph shall be plain
             how = {"plain": plain, "batch_first": self.batch_first, "wants_last": wants_last}
             return run(problem, arrays, engine, **how)
@@ -51,8 +57,9 @@ class Call(NamedTuple):
         sizes = self.check(arrays, op)
         check_sequences(self.problem(sizes), arrays, saved, cotangents, op)
         with on(self.stream, op):
-            lengths, engine, _, _ = self.choose(sizes, arrays, [*saved.values(), *cotangents.values()], op)
-            problem = self.problem(sizes, lengths, cut=cut(engine, arrays, sizes))
+            others, given = [*saved.values(), *cotangents.values()], tuple(cotangents)
+            lengths, engine, _, _, cut = self.choose(sizes, arrays, others, op, True, ("gates" in given, True, given))
+            problem = self.problem(sizes, lengths, cut=cut)
             if "h" not in saved:
                 saved = saved | {"h": h_of(problem, saved)}
             return run_backward(problem, arrays, saved, cotangents, engine)
@@ -76,10 +83,17 @@ class Call(NamedTuple):
         return Problem(*sizes, self.cell, reverse, lengths, return_gates, training, self.bidirectional, cut)
 
     def choose(
-        self, sizes: Sizes, arrays: Arrays, others: list[mx.array], op: str, training: bool = True
-    ) -> tuple[mx.array | None, str, bool, bool]:
-        """The lengths; the engine's word; whether nobody can ask for a gradient; whether some array is a placeholder.
-        The latter two where it counts: nothing is evaluated for an engine that trains and does without."""
+        self,
+        sizes: Sizes,
+        arrays: Arrays,
+        others: list[mx.array],
+        op: str,
+        training: bool,
+        wanted: tuple[bool, bool, tuple[str, ...] | None],
+    ) -> tuple[mx.array | None, str, bool, bool, Cut | None]:
+        """The lengths; the engine's word; whether nobody can ask for a gradient; whether some array is a placeholder;
+        how `fused` shall cut the problem. `free` and `traced` where it counts: nothing is evaluated for an engine that
+        trains and does without. `wanted`: the last entries of a `Form`."""
         (T, B, H, _), lengths = sizes, None
         if self.lengths is not None:
             placeholder = isinstance(self.lengths, mx.array) and not have_values([self.lengths])
@@ -89,25 +103,47 @@ class Call(NamedTuple):
         looks = not training or (on_cpu and self.engine in (None, "numpy"))
         free = looks and are_free([*arrays.values(), *others])
         traced = looks and not free and not have_values([*arrays.values(), *others])
-        word = choice.choose(
-            sizes=(T, B, arrays["x"].shape[-1], H),
-            dtype=arrays["x"].dtype,
-            cell=self.cell,
-            bidirectional=self.bidirectional,
-            projection="Wp" in arrays,
-            device="cpu" if on_cpu else "gpu",
-            metal=metal,
-            traced=traced,
-            requested=self.engine,
-            table=tuning.current() if metal else tuning.PREDICTED,
-            op=op,
-        ).engine
-        return lengths, word, free, traced
+        dtype, table = arrays["x"].dtype, tuning.current() if metal else tuning.PREDICTED
+
+        def best(refused: Mapping[str, str] = choice.NONE) -> Choice:
+            """The choice, but for these engines."""
+            return choice.choose(
+                sizes=(T, B, arrays["x"].shape[-1], H),
+                dtype=dtype,
+                cell=self.cell,
+                bidirectional=self.bidirectional,
+                projection="Wp" in arrays,
+                device="cpu" if on_cpu else "gpu",
+                metal=metal,
+                traced=traced,
+                requested=self.engine,
+                table=table,
+                op=op,
+                refused=refused,
+            )
+
+        found, cut = best(), None
+        if found.engine in METAL_ENGINES:
+            mask, reverse, both = arrays.get("mask"), self.reverse and not self.bidirectional, self.bidirectional
+            masks, plain = mask is not None and mask.ndim == 3 and mask.shape[0] > 1, free or (traced and not training)
+            form = (*sizes, self.cell, dtype, tuple(arrays), masks, lengths is not None, reverse, both)
+            cut = tuning.cut(dtype, B) if found.engine == "fused" else None
+            form += (self.batch_first, training and not free, plain, cut, *wanted)
+            found = guarded(found, form, best)
+        _latest.choice = found
+        return lengths, found.engine, free, traced, cut
 
 
-def cut(engine: str, arrays: Arrays, sizes: Sizes) -> Cut | None:
-    """How `fused` shall cut a problem, where that was measured."""
-    return tuning.cut(arrays["x"].dtype, sizes[1]) if engine == "fused" else None
+@property
+def engine_used(layer: object) -> Choice | None:
+    """The engine of the layer's latest call and why it was that one, `Choice(engine, reason)`; None before the first.
+    In a compiled function it is what its tracing found."""
+    return getattr(layer, "_engine_used", None)
+
+
+def note_engine(layer: object) -> None:
+    """Let `engine_used` of a layer say what this thread's latest call ran."""
+    object.__setattr__(layer, "_engine_used", _latest.choice)  # past MLX, which would count a tuple as a state
 
 
 def given(**arrays: Any) -> dict[str, Any]:

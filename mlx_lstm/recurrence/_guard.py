@@ -1,0 +1,147 @@
+"""The guard: before a Metal engine runs kernels that this machine has never run, they are tried.
+
+The trial runs in a process of its own; its verdict counts on this machine until something changes. An engine that fails
+is refused: the next one takes over, with a warning; who forced it gets the reason.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from functools import cache, lru_cache
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import mlx.core as mx
+
+from ..engines import METAL_ENGINES, Choice, tuning, verdicts
+from ._form import Form, Trial, trial_of
+
+SECONDS = 60
+"""After which a trial hangs. It takes about one, of which Apple's compiler has its part: not measured."""
+
+ENDED_BY_OTHERS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
+"""What ends a process that did nothing wrong."""
+
+_locks: defaultdict[str, Lock] = defaultdict(Lock)
+_lock = Lock()
+_told: set[tuple[str, str]] = set()
+
+
+def guarded(found: Choice, form: tuple[Any, ...], best: Callable[[Mapping[str, str]], Choice]) -> Choice:
+    """The choice of an engine, once its kernels are found right; else the one that takes over. `form`: what a `Form` of
+    the call is made of; `best`: the choice but for engines that are refused. ValueError if a forced one is."""
+    refused: dict[str, str] = {}
+    while found.engine in METAL_ENGINES and (reason := refusal(found.engine, form)):
+        refused[found.engine] = reason
+        before, found = found, best(refused)
+        tell(before.engine, found.engine, reason)
+    return found
+
+
+@cache
+def is_real() -> bool:
+    """Whether there is a GPU, and not an emulator's."""
+    return mx.is_available(mx.gpu)
+
+
+@lru_cache(4096)
+def refusal(engine: str, form: tuple[Any, ...]) -> str:
+    """Why an engine's kernels for a call are refused on this machine, or nothing. A trial is made where nobody knows,
+    once, however many threads ask."""
+    if not is_real():
+        return ""
+    trial = trial_of(engine, Form(*form))
+    text = trial.text()
+    with _lock:
+        lock = _locks[text]
+    with lock:
+        verdict = verdicts.find(text)
+        if verdict is None:
+            verdict = try_out(trial)
+            verdicts.keep(text, verdict)
+    return verdict
+
+
+def forget() -> None:
+    """Drop what this process knows of verdicts; their file stays."""
+    refusal.cache_clear()
+    verdicts.forget()
+    _told.clear()
+
+
+def tell(engine: str, following: str, reason: str) -> None:
+    """Warn that an engine is refused, once in a process for each reason."""
+    with _lock:
+        known = (engine, reason) in _told
+        _told.add((engine, reason))
+    if not known:
+        machine = tuning.machine()
+        where = f"{machine['chip']}, {machine['system']}, MLX {machine['mlx']}"
+        again = f"{verdicts.file()} keeps this verdict: delete it to try again"
+        text = f"engine={engine!r} is not used on {where}: {reason}. engine={following!r} takes over. {again}."
+        warnings.warn(text, stacklevel=2)
+
+
+def command() -> list[str] | None:
+    """What runs a trial; None where there is no interpreter, as in a frozen application."""
+    if getattr(sys, "frozen", False) or "python" not in Path(sys.executable or "").name.lower():
+        return None
+    return [sys.executable, "-c", "from mlx_lstm.recurrence._trial import main; main()"]
+
+
+def try_out(trial: Trial) -> str:
+    """The verdict on a trial, made in another process; in this one where another cannot be started."""
+    from ._trial import verdict  # which needs the oracle, and few processes need it
+
+    words = command()
+    found = in_a_process(words, trial) if words else None
+    if found is None:
+        found = verdict(trial)
+        return found and f"{found} (tried in this process, as no other could be started)"
+    return found
+
+
+def in_a_process(words: list[str], trial: Trial) -> str | None:
+    """The verdict of another process; None if it did not come so far as to begin, or was ended from outside."""
+    from ._trial import ANSWER, STARTED
+
+    paths = os.pathsep.join(str(path) or os.getcwd() for path in sys.path)
+    where, pipe = os.environ | {"PYTHONPATH": paths}, subprocess.PIPE
+    try:
+        process = subprocess.Popen(words, text=True, env=where, stdin=pipe, stdout=pipe, stderr=pipe)
+    except OSError:
+        return None
+    hangs = False
+    try:
+        printed, errors = process.communicate(trial.text(), timeout=SECONDS)
+    except subprocess.TimeoutExpired:
+        hangs, printed, errors = True, *ended(process)
+    except BaseException:
+        process.kill()
+        raise
+    answer = [line.removeprefix(ANSWER) for line in printed.splitlines() if line.startswith(ANSWER)]
+    if answer:
+        return json.loads(answer[0])
+    if STARTED not in printed:
+        return None
+    if hangs:
+        return f"its trial on this machine gave no answer in {SECONDS} seconds"
+    if -process.returncode in ENDED_BY_OTHERS:
+        return None
+    last = ([line.strip() for line in errors.splitlines() if line.strip()] or ["no message"])[-1]
+    return f"its trial on this machine ended with exit code {process.returncode}: {last}"
+
+
+def ended(process: "subprocess.Popen[str]") -> tuple[str, str]:
+    """Kills a process that hangs: what it printed. One that waits for its GPU may not even die, and is left alone."""
+    process.kill()
+    try:
+        return process.communicate(timeout=5)
+    except subprocess.TimeoutExpired as error:
+        return str(error.stdout or ""), str(error.stderr or "")

@@ -1,0 +1,86 @@
+"""The random arrays of a trial, as a case of the oracle."""
+
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from ..engines.cells import RNNCell
+from ..oracle import kink_distance
+from ..oracle.arithmetic import Array, Tensors
+from ..oracle.closeness import float_of
+from ._form import Form
+
+WIDTH = 3  # of x
+HALVINGS = 30
+
+
+def draw(form: Form, rng: np.random.Generator) -> tuple[dict[str, Any], bool]:
+    """A case of random arrays; whether it keeps off the kinks of its activations, so that its gradients have bounds.
+
+    What is drawn for the gates is about as large as a bias that no kink is near to, and made smaller until all sums
+    keep off kinks by more than rounding can move them.
+    """
+    parts = draw_parts(form, rng)
+    margin = 16 * float_of(form.word).eps
+    case = assembled(form, parts, 1.0)
+    for n in range(HALVINGS):
+        case = assembled(form, parts, 0.5**n)
+        with np.errstate(all="ignore"):  # what has no bounds may leave those of float64
+            distance = kink_distance(**case)
+        if distance > margin:
+            return case, True
+    return case, False
+
+
+def draw_parts(form: Form, rng: np.random.Generator) -> Tensors:
+    """Random arrays of all names, and `steer` [D G H]: what the sums of the gates are near to. It is positive but where
+    h has any sign: for a GRU's candidate, a plain cell's gate, and an LSTM's candidate that c0 follows, as c keeps its
+    sign then."""
+    T, B, H, P = form[:4]
+    cell, D, G = form.cell, 2 if form.bidirectional else 1, form.cell.gates
+    own = (2,) if form.bidirectional else ()
+    shapes = {"Wx": (D * G * H, WIDTH), "Wh": (*own, G * H, P), "b": (D * G * H,), "bhn": (D * H,)}
+    shapes |= {"x": (T, B, WIDTH if "Wx" in form.names else D * G * H), "h0": (B, D * P), "Wp": (*own, P, H)}
+    shapes |= {"peephole": (*own, 4 * H), "mask": (T, B, D * P) if form.masks else (B, D * P), "c0": (B, D * H)}
+    parts = {name: rng.normal(0, 0.7, shapes[name]) for name in form.names}
+    for name in {"Wx", "Wh", "Wp"} & parts.keys():
+        parts[name] /= np.sqrt(shapes[name][-1])
+    steer = rng.uniform(0.5, 0.7, (D, G * H))
+    candidate = {"lstm": "g", "gru": "n", "rnn": "h"}[cell.op]
+    act = cell.act if isinstance(cell, RNNCell) else cell.activation(candidate)
+    signs = np.sign(rng.normal(size=(D, H)))
+    if cell.op == "lstm" and act not in ("identity", "tanh"):
+        signs = np.ones_like(signs)
+    steer[:, cell.block(candidate, H)] *= signs
+    if "c0" in parts:
+        parts["c0"] = rng.uniform(0.5, 0.7, (B, D * H)) * signs.reshape(-1)
+    return parts | {"steer": steer.reshape(-1)}
+
+
+def assembled(form: Form, parts: Tensors, scale: float) -> dict[str, Any]:
+    """The case of these arrays in the form's dtype, with what is beside `steer` in the sums at this scale."""
+    arrays = {name: parts[name].copy() for name in form.names}
+    for name in {"Wx", "Wh", "b", "bhn", "peephole"} & arrays.keys():
+        arrays[name] *= scale
+    if "Wx" in arrays:
+        arrays["x"][..., 0], arrays["Wx"][:, 0] = 1.0, parts["steer"]
+    else:
+        arrays["x"] = scale * arrays["x"] + parts["steer"]
+    case: dict[str, Any] = {name: rounded(array, form.dtype) for name, array in arrays.items()}
+    options = form.cell._asdict()
+    if isinstance(form.cell, RNNCell):
+        options = {"activation": form.cell.act}
+    if form.lengths:
+        case["lengths"] = [form.T - n % (form.T + 1) for n in range(form.B)]
+    return case | options | {"op": form.cell.op, "reverse": form.reverse, "bidirectional": form.bidirectional}
+
+
+def rounded(array: Array, dtype: mx.Dtype) -> Array:
+    """What the dtype represents of an array."""
+    return float64(mx.array(array.astype(np.float32)).astype(dtype))
+
+
+def float64(array: mx.array) -> Array:
+    """An array of any dtype in NumPy's float64."""
+    return np.array(array.astype(mx.float32)).astype(np.float64)

@@ -1,0 +1,529 @@
+"""The guard at the first use of a Metal engine: kernels with faults, trials in processes of their own as on a Mac."""
+
+import json
+import sys
+import threading
+import warnings
+from pathlib import Path
+
+import ml_dtypes
+import mlx.core as mx
+import mlx.nn
+import numpy as np
+import pytest
+from cases import draw, draw_cotangents, run
+from on_metal import EVERY_OPTION, on_metal, pairs
+from trial_on_metal import FAULTS, fault
+
+import mlx_lstm.nn
+import mlx_lstm.torch
+from mlx_lstm.engines import tuning, verdicts
+from mlx_lstm.engines.cells import ACTIVATIONS, GRUCell, LSTMCell, RNNCell
+from mlx_lstm.engines.problem import Cut
+from mlx_lstm.engines.tuning import Table
+from mlx_lstm.oracle import evaluate, forward
+from mlx_lstm.oracle.arithmetic import Arithmetic
+from mlx_lstm.oracle.closeness import assert_within, bounds
+from mlx_lstm.recurrence import _call, _guard, _trial, _trial_case
+from mlx_lstm.recurrence._form import Form, trial_of
+
+SCRIPT = str(Path(__file__).with_name("trial_on_metal.py"))
+BROKEN = "its trial on this machine failed: RuntimeError: no pipeline"
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    """The user's cache directory is a temporary one; the file of verdicts in it."""
+    monkeypatch.setattr(tuning, "cache_file", lambda: tmp_path / "cache" / "engines.json")
+    current = tuning.current
+    current.cache_clear()
+    _guard.forget()
+    yield verdicts.file()
+    current.cache_clear()
+    _guard.forget()
+
+
+@pytest.fixture
+def said(monkeypatch):
+    """The warnings, as texts; other than by `pytest.warns` each is there, as often as it was made."""
+    texts = []
+    monkeypatch.setattr(warnings, "warn", lambda text, **how: texts.append(str(text)))
+    return texts
+
+
+@pytest.fixture
+def tried(monkeypatch):
+    """The engines whose kernels are tried, in this process, in which faults are."""
+    engines, verdict = [], _trial.verdict
+    monkeypatch.setattr(_guard, "command", lambda: None)
+    monkeypatch.setattr(_trial, "verdict", lambda trial: (engines.append(trial.engine), verdict(trial))[1])
+    return engines
+
+
+def prefer(monkeypatch, engine):
+    """Let this engine be the faster one, whatever the size."""
+    table = Table("measured here", {word: {1: ((1000, engine),)} for word in ("float32", "float16", "bfloat16")})
+    monkeypatch.setattr(tuning, "current", lambda: table)
+
+
+def in_a_new_process():
+    """What a process finds that begins now."""
+    _guard.forget()
+
+
+def layer_and_data(**options):
+    """A layer of 9 units, a batch of sequences, and the weights of the loss."""
+    mx.random.seed(1)
+    return mlx_lstm.nn.LSTM(3, 9, **options), mx.random.normal((2, 4, 3)), mx.random.normal((2, 4, 9))
+
+
+def gradients(layer, x, weights):
+    """Those of a loss, as a user gets them."""
+    loss = mlx.nn.value_and_grad(layer, lambda x: (layer(x)[0] * weights).sum())
+    return loss(x)[1]
+
+
+def assert_trained(layer, x, weights):
+    """The layer's gradients are those of the oracle, within the derived bounds."""
+    found = gradients(layer, x, weights)
+    arrays = {"x": mx.swapaxes(x, 0, 1), "Wx": layer.Wx, "Wh": layer.Wh, "b": layer.bias}
+    case = {name: np.array(array) for name, array in arrays.items()}
+    cotangents = {"h": np.array(mx.swapaxes(weights, 0, 1))}
+    exact, limit = evaluate(case, cotangents, Arithmetic(np.float64))[1], bounds(case, np.float32, cotangents)
+    for name, word in {"Wx": "Wx", "Wh": "Wh", "bias": "b"}.items():
+        assert_within(name, np.array(found[name]), exact[word], limit[word])
+
+
+# --- What becomes of a fault -----------------------------------------------------------------------------------------
+
+
+def test_a_layer_trains_on_the_next_engine(monkeypatch, own_cache):
+    """With a kernel that does not compile, in processes of their own: one warning, the reason where it was asked for,
+    and no further trial, in this process or another, until the kernels change."""
+    started, real = [], _guard.in_a_process
+    monkeypatch.setattr(_guard, "in_a_process", lambda *given: (started.append(given[1].engine), real(*given))[1])
+    monkeypatch.setattr(_guard, "command", lambda: [sys.executable, SCRIPT, "compile", "lstm_fused_forward"])
+    layer, x, weights = layer_and_data()
+    forced, _, _ = layer_and_data(engine="fused")
+    with on_metal(guarded=True), fault("dies", "lstm_fused_forward"):
+        with pytest.warns(UserWarning) as caught:
+            assert_trained(layer, x, weights)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert_trained(layer, x, weights)
+            with pytest.raises(ValueError, match="cannot run: its trial on this machine failed: RuntimeError"):
+                forced(x)
+        assert started == ["fused", "stepwise"]
+        assert layer.engine_used.engine == "stepwise"
+        assert "error: use of undeclared identifier 'not_declared'" in layer.engine_used.reason
+        in_a_new_process()
+        with pytest.warns(UserWarning):
+            layer(x)
+        assert started == ["fused", "stepwise"]
+        in_a_new_process()
+        machine = tuning.machine() | {"kernels": "changed"}
+        monkeypatch.setattr(tuning, "machine", lambda: machine)
+        monkeypatch.setattr(_guard, "try_out", lambda trial: (started.append("again"), "")[1])
+        monkeypatch.setattr(_call, "run", lambda *given, **how: {"h": x, "c": x})
+        layer(x)
+        assert started == ["fused", "stepwise", "again"]
+    text = str(caught[0].message)
+    assert len(caught) == 1 and text.startswith("engine='fused' is not used on ") and "MLX 0." in text
+    assert "engine='stepwise' takes over" in text and str(own_cache) in text
+
+
+PROJECTED, BEFORE, BATCH, LONG = {"projection": True}, {"op": "gru", "reset": "before"}, {"B": 65}, {"T": 22}
+FAMILIES = {  # a kernel: (the engines that have it, what needs it)
+    "lstm_fused_pack": ("fused", {}),
+    "lstm_fused_forward": ("fused", {}),
+    "lstm_fused_backward": ("fused", {}),
+    "lstm_fused_matrix_forward": ("fused", BATCH),
+    "lstm_fused_matrix_backward": ("fused", BATCH),
+    "gru_fused_forward": ("fused", {"op": "gru"}),
+    "rnn_fused_backward": ("fused", {"op": "rnn"}),
+    "recurrent_input": ("fused stepwise", {}),
+    "lstm_stepwise_forward": ("stepwise", {}),
+    "lstm_stepwise_backward": ("stepwise", {}),
+    "lstm_stepwise_outputs": ("stepwise", {}),
+    "lstm_stepwise_gradients": ("stepwise", {}),
+    "lstm_stepwise_forward_joining": ("stepwise", LONG),
+    "lstm_stepwise_backward_joining": ("stepwise", LONG),
+    "lstm_stepwise_project": ("stepwise", PROJECTED),
+    "lstm_stepwise_dh": ("stepwise", PROJECTED),
+    "lstm_stepwise_outputs_projected": ("stepwise", PROJECTED),
+    "gru_stepwise_backward": ("stepwise", {"op": "gru"}),
+    "stepwise_gru_reset": ("stepwise", BEFORE),
+    "stepwise_gru_candidate": ("stepwise", BEFORE),
+    "stepwise_gru_reset_backward": ("stepwise", BEFORE),
+    "rnn_stepwise_forward": ("stepwise", {"op": "rnn"}),
+}
+
+
+def assert_right_without(kernel, monkeypatch, said, kind):
+    """The op runs right on what is left; a warning per engine. Here the faulty kernel would end the test."""
+    engines, options = FAMILIES[kernel]
+    options = dict(options)
+    sizes = (options.pop("T", 3), options.pop("B", 2), 3, 9, 5)
+    case = draw(np.random.default_rng(1), sizes=sizes, dtype=np.float32, **options)
+    cotangents = draw_cotangents(np.random.default_rng(2), forward(**case), np.float32)
+    prefer(monkeypatch, engines.split()[0])
+    with on_metal(guarded=True), fault(kind, kernel):
+        for _ in range(2):
+            outputs, found = run(case, None, np.float32, cotangents)
+        left = {"fused": "stepwise", "stepwise": "ops", "fused stepwise": "ops"}[engines]
+        assert _call._latest.choice.engine == left
+        with pytest.raises(ValueError, match="cannot run: its trial on this machine"):
+            run(case, engines.split()[0], np.float32, cotangents)
+    exact, limit = evaluate(case, cotangents, Arithmetic(np.float64)), bounds(case, np.float32, cotangents)
+    for name, value in (outputs | found).items():
+        assert_within(name, value, (exact[0] | exact[1])[name], limit[name])
+    assert [text.split("'")[1] for text in said] == engines.split()
+
+
+IN_PROCESS = ("compile", "refused", "wrong")
+
+
+@pytest.mark.parametrize("kernel", FAMILIES)
+def test_a_fault_in_any_kernel(kernel, monkeypatch, said, tried):
+    """Each kernel has one of three faults."""
+    kind = IN_PROCESS[list(FAMILIES).index(kernel) % len(IN_PROCESS)]
+    assert_right_without(kernel, monkeypatch, said, kind)
+    assert "wrong numbers" in said[0] if kind == "wrong" else "trial on this machine failed" in said[0]
+    assert all("tried in this process" in text for text in said)
+    assert len(tried) == len(set(tried))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", FAULTS)
+@pytest.mark.parametrize("kernel", FAMILIES)
+def test_any_fault_in_any_kernel(kernel, kind, monkeypatch, said):
+    """Each in a process of its own, as on a Mac."""
+    monkeypatch.setattr(_guard, "SECONDS", 30 if kind == "hangs" else 600)
+    monkeypatch.setattr(_guard, "command", lambda: [sys.executable, SCRIPT, kind, kernel])
+    assert_right_without(kernel, monkeypatch, said, "refused")
+    words = {"wrong": "wrong numbers", "hangs": "no answer in 30 seconds", "dies": "exit code -6: libc++abi"}
+    assert words.get(kind, "failed") in said[0]
+
+
+PROCESSES = {  # what a process does once it says that the trial has begun, and the verdict
+    "time.sleep(3600)": "its trial on this machine gave no answer in 5 seconds",
+    "os.abort()": "its trial on this machine ended with exit code -6: no message",
+    "sys.exit('[METAL] error')": "its trial on this machine ended with exit code 1: [METAL] error",
+    "print('trial says \"no\"', flush=True); os.abort()": "no",
+    "os.kill(os.getpid(), 15)": None,
+}
+
+
+def in_python(code, monkeypatch):
+    """The verdict of a process that runs this code."""
+    monkeypatch.setattr(_guard, "SECONDS", 5)
+    return _guard.in_a_process([sys.executable, "-c", f"import os, sys, time; {code}"], trial_of("fused", form()))
+
+
+@pytest.mark.parametrize("code", PROCESSES)
+def test_what_a_process_tells(code, monkeypatch):
+    assert in_python(f"print('trial started', flush=True); {code}", monkeypatch) == PROCESSES[code]
+
+
+def test_a_process_that_never_begins_tells_nothing(monkeypatch):
+    """Nor does one that is ended from outside. The kernels are then tried in this process."""
+    assert in_python("import nothing_of_the_kind", monkeypatch) is None
+
+
+def test_where_no_process_can_be_started(monkeypatch, tried):
+    """In a frozen application the executable is no interpreter; elsewhere it may be gone."""
+    with on_metal():
+        assert _guard.in_a_process(["/nowhere/python"], trial_of("fused", form())) is None
+        assert _guard.try_out(trial_of("fused", form())) == ""
+    monkeypatch.undo()
+    assert _guard.command()[0] == sys.executable
+    monkeypatch.setattr(sys, "frozen", True, raising=False)
+    assert _guard.command() is None
+
+
+# --- When it tries ---------------------------------------------------------------------------------------------------
+
+
+def form(**options):
+    """A layer's."""
+    usual = {"T": 3, "B": 2, "H": 9, "P": 9, "cell": LSTMCell(), "dtype": mx.float32, "names": ("x", "Wx", "Wh", "b")}
+    flags = ["masks", "lengths", "reverse", "bidirectional", "batch_first", "plain", "return_gates"]
+    usual |= dict.fromkeys(flags, False)
+    return Form(**usual | {"training": True, "wants_last": True, "cut": None, "cotangents": None} | options)
+
+
+def test_eight_threads_make_one_trial(monkeypatch, said):
+    trials, results = [], []
+    monkeypatch.setattr(_guard, "try_out", lambda trial: (trials.append(trial.engine), time_passes(), BROKEN)[2])
+    layer, x, _ = layer_and_data()
+    mx.eval(layer, x)
+    barrier = threading.Barrier(8)
+
+    def work():
+        with mx.stream(mx.cpu):
+            barrier.wait()
+            results.append(np.array(layer(x)[0]))
+
+    with on_metal(guarded=True):
+        threads = [threading.Thread(target=work) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert trials == ["fused", "stepwise"] and len(said) == 2
+    assert len(results) == 8 and all((result == results[0]).all() for result in results)
+
+
+def time_passes():
+    """So that others come meanwhile."""
+    threading.Event().wait(0.2)
+
+
+def test_inside_transformations(monkeypatch, said, tmp_path):
+    """A trial needs none of the placeholders: `ops` takes over in the graph that is being made."""
+    monkeypatch.setattr(_guard, "try_out", lambda trial: BROKEN)
+    layer, x, _ = layer_and_data()
+    plain = layer(x)[0]
+    with on_metal(guarded=True):
+        compiled = mx.compile(lambda x: layer(x)[0])(x)
+        assert layer.engine_used == ("ops", BROKEN) and len(said) == len(set(said)) == 2
+        in_a_new_process()
+        mapped = mx.vmap(lambda x: layer(x)[0])(x[None])
+        assert layer.engine_used == ("ops", BROKEN) and len(said) == 4
+        in_a_new_process()
+        layer.eval()
+        mx.export_function(str(tmp_path / "layer"), lambda x: layer(x)[0], x)
+        assert layer.engine_used == ("ops", BROKEN) and len(said) == 6
+    exported = mx.import_function(str(tmp_path / "layer"))(x)[0]
+    assert np.allclose(exported, plain, atol=1e-5)
+    assert np.allclose(compiled, plain, atol=1e-5) and np.allclose(mapped[0], plain, atol=1e-5)
+
+
+def test_a_trial_in_this_process_inside_of_compile(said, tried):
+    """Its own arrays have values there, and its results are judged."""
+    layer, x, _ = layer_and_data()
+    with on_metal(guarded=True), fault("wrong", ".*fused_forward|.*stepwise_outputs"):
+        compiled = mx.compile(lambda x: layer(x)[0])(x)
+    assert tried == ["fused", "stepwise"] and all("wrong numbers: h: error" in text for text in said)
+    assert np.allclose(compiled, layer(x)[0], atol=1e-5)
+
+
+def test_an_emulator_is_no_reason_for_a_trial(monkeypatch):
+    monkeypatch.setattr(_guard, "try_out", lambda trial: pytest.fail("a trial"))
+    layer, x, weights = layer_and_data()
+    with on_metal():
+        gradients(layer, x, weights)
+    assert layer.engine_used.engine == "fused"
+
+
+def test_a_gradient_op_is_tried_with_its_gradients(tried):
+    """The kernels of those of the outputs that it is given."""
+    seen = []
+    case = draw(np.random.default_rng(1), sizes=(3, 2, 3, 9, 9), dtype=np.float32)
+    arrays = {name: mx.array(case[name]) for name in ("x", "Wx", "Wh", "b")}
+    with on_metal(guarded=True), pytest.MonkeyPatch.context() as patch:
+        out = mlx_lstm.lstm(**arrays, return_gates=True)
+        patch.setattr(_trial, "results", lambda form, case, given, engine: (seen.append(tuple(given)), 1 / 0))
+        with pytest.warns(UserWarning):
+            mlx_lstm.recurrence.lstm_gradients(**arrays, gates=out.gates, c=out.c, dhT=out.hT, dgates=out.gates)
+    assert seen == [("gates", "hT")] * 2 and tried == ["fused", "fused", "stepwise"]
+
+
+# --- What is kept ----------------------------------------------------------------------------------------------------
+
+
+def counted(monkeypatch, verdict=""):
+    """The trials that are made from now on."""
+    trials = []
+    monkeypatch.setattr(_guard, "is_real", lambda: True)
+    monkeypatch.setattr(_guard, "try_out", lambda trial: (trials.append(trial), verdict)[1])
+    return trials
+
+
+def test_a_verdict_is_kept_for_this_machine(own_cache, monkeypatch):
+    trials = counted(monkeypatch, BROKEN)
+    for _ in range(2):
+        assert _guard.refusal("fused", form()) == BROKEN
+        in_a_new_process()
+    assert len(trials) == 1
+    ((machine, kept),) = json.loads(own_cache.read_text()).items()
+    assert machine == verdicts.names() and tuning.kernels_hash() in machine and list(kept.values()) == [BROKEN]
+    assert _trial.read(next(iter(kept))) == trials[0]
+
+
+def test_the_verdicts_of_other_environments_stay(own_cache, monkeypatch):
+    """Those of a few, the last ones used."""
+    trials, real = counted(monkeypatch), verdicts.names()
+    for n in range(verdicts.KEPT + 1):
+        monkeypatch.setattr(verdicts, "names", lambda n=n: f"{real} {n}")
+        in_a_new_process()
+        _guard.refusal("fused", form())
+    assert len(trials) == verdicts.KEPT + 1
+    assert list(json.loads(own_cache.read_text())) == [f"{real} {n}" for n in range(1, verdicts.KEPT + 1)]
+
+
+def test_another_process_may_have_tried_meanwhile(own_cache, monkeypatch):
+    trials = counted(monkeypatch)
+    _guard.refusal("fused", form())
+    before = own_cache.read_text()
+    _guard.refusal("fused", form(H=10, P=10))
+    other = own_cache.read_text()
+    own_cache.write_text(before)  # as another process wrote it that knew of no other
+    verdicts.keep("mine", "")
+    assert len(trials) == 2 and set(json.loads(own_cache.read_text())[verdicts.names()]) >= {"mine"}
+    own_cache.write_text(other)
+    in_a_new_process()
+    _guard.refusal("fused", form(H=10, P=10))
+    assert len(trials) == 2
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"here": 1}', '{"here": {"trial": 1}}', b"\xff\xfe"])
+def test_a_broken_file_is_named_in_one_warning_and_replaced(own_cache, monkeypatch, said, text):
+    trials = counted(monkeypatch)
+    own_cache.parent.mkdir()
+    own_cache.write_bytes(text if isinstance(text, bytes) else text.encode())
+    assert _guard.refusal("fused", form()) == ""
+    assert len(said) == 1 and f"{own_cache} has no verdicts on kernels and is ignored" in said[0]
+    in_a_new_process()
+    assert _guard.refusal("fused", form()) == "" and len(trials) == len(said) == 1
+
+
+def test_a_folder_that_cannot_be_written_is_no_error(monkeypatch, said):
+    trials = counted(monkeypatch)
+    monkeypatch.setattr(tuning, "cache_file", lambda: Path("/proc/mlx-lstm/engines.json"))
+    assert _guard.refusal("fused", form()) == _guard.refusal("fused", form(T=4)) == ""
+    assert len(trials) == 1 and not said
+
+
+# --- What is tried ---------------------------------------------------------------------------------------------------
+
+
+CALLS = {  # T, B, I, H, P and options of a call with as many kernels as can be
+    "fused lanes": ("fused", (5, 16, 3, 20, 20), {}),
+    "fused two rows": ("fused", (2, 20, 3, 9, 9), {"lengths": [2, 1] * 10}),
+    "fused small": ("fused", (4, 1, 3, 2, 2), {"op": "gru"}),
+    "fused both ways": ("fused", (2, 40, 3, 9, 9), {"bidirectional": True, "peephole": True}),
+    "stepwise one item": ("stepwise", (4, 1, 3, 40, 40), {"mask": (4, 1, "P")}),
+    "stepwise lanes": ("stepwise", (3, 5, 3, 41, 5), {"projection": True}),
+    "stepwise joins": ("stepwise", (22, 9, 3, 9, 9), {"op": "rnn"}),
+    "stepwise projection joins": ("stepwise", (11, 3, 3, 9, 4), {"projection": True}),
+}
+
+
+def texts_of(engine, sizes, dtype, **options):
+    """(the forms of a call with its gradient, all kernel texts it runs)."""
+    case = draw(np.random.default_rng(1), sizes=sizes, dtype=dtype, **options)
+    cotangents = draw_cotangents(np.random.default_rng(2), forward(**case), dtype)
+    forms = []
+    with on_metal() as log, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_call, "guarded", lambda found, form, best: (forms.append(Form(*form)), found)[1])
+        for given in (cotangents, {"h": cotangents["h"]}):
+            run(case, engine, dtype, given)
+    return dict.fromkeys(forms), {launch.source for launch in log}
+
+
+def assert_tries_the_same(engine, sizes, dtype=np.float32, **options):
+    """The trials run every text that the call runs, to the letter, and find it right."""
+    forms, wanted = texts_of(engine, sizes, dtype, **options)
+    with on_metal() as log:
+        assert [_trial.verdict(trial_of(engine, form)) for form in forms] == [""] * len(forms)
+    assert wanted <= {launch.source for launch in log}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_trial_runs_the_kernels_of_the_call(call):
+    engine, sizes, options = CALLS[call]
+    assert_tries_the_same(engine, sizes, **options)
+
+
+def test_a_trial_is_cut_as_the_call():
+    """Where `--tune` found a better way than the rules."""
+    with tuning.trying(Cut(8, 4)):
+        assert_tries_the_same("fused", (2, 5, 3, 9, 9))
+
+
+SHAPES = [(1, 1, 2), (22, 5, 9), (4, 9, 24), (12, 40, 9)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(len(pairs(EVERY_OPTION))))
+def test_a_trial_runs_the_kernels_of_any_call(number):
+    """Every option, of which each has one of four shapes and one of three dtypes."""
+    engine, option = pairs(EVERY_OPTION)[number]
+    T, B, H = SHAPES[number % len(SHAPES)]
+    options = dict(EVERY_OPTION[option])
+    if "lengths" in options:
+        options["lengths"] = [length % (T + 1) for length in (options["lengths"] * B)[:B]]
+    if "mask" in options:
+        options["mask"] = tuple({4: T, 2: B}.get(size, size) for size in options["mask"])
+    dtype = (np.float32, np.float16, ml_dtypes.bfloat16)[number % 3]
+    assert_tries_the_same(engine, (T, B, 3, H, 3 if options.get("projection") else H), dtype, **options)
+
+
+def test_large_calls_have_small_trials():
+    """Of sizes, indices of 64 bits, several launches of a sweep: the trial says so, and is small."""
+    trial = trial_of("fused", form(T=100000, B=512, H=128, P=128))
+    assert trial.form[:4] == (3, 65, 128, 128) and trial.wide and trial.parts and not trial.joins
+    trial = trial_of("stepwise", form(T=100000, B=512, H=1024, P=1024))
+    assert trial.form[0] == 10 and trial.wide and trial.joins and trial.form.B * trial.form.H <= 2**15
+    assert trial_of("stepwise", form(T=64, B=5, H=1000, P=1000)).form[:4] == (10, 3, 8, 8)
+    # Neither the numbers of a cell nor the order of the arrays make another kernel.
+    assert trial_of("fused", form(names=("x", "Wh"))) == trial_of("fused", form(names=("Wh", "x")))
+    cells = [LSTMCell(cell_clip=clip, forget_bias=1.0 + clip) for clip in (1.0, 2.0)]
+    assert len({trial_of("fused", form(cell=cell)) for cell in cells}) == 1
+
+
+def test_kernels_of_large_calls_run_in_small_trials():
+    """Indices of 64 bits and several launches."""
+    for engine in ("fused", "stepwise"):
+        trial = trial_of(engine, form(T=2**26, B=3))
+        with on_metal() as log:
+            assert _trial.verdict(trial) == ""
+        sources = [launch.source for launch in log]
+        assert any("using Index = ulong" in source or "stepwise_index_64" in source for source in sources)
+        assert trial.parts == (engine == "fused") and sum("fused_forward" in launch.name for launch in log) in (0, 4)
+
+
+def every_cell():
+    """All activations in all places."""
+    for name in ACTIVATIONS:
+        yield RNNCell(name)
+        yield from (GRUCell(activations=gates) for gates in [(name, name, "tanh"), ("sigmoid", "sigmoid", name)])
+        yield from (
+            LSTMCell(activations=(name,) * 4 + (output,), cell_clip=clip, forget_bias=bias)
+            for output in ("tanh", "relu", "hard_sigmoid", "hard_sigmoid_sixth")
+            for clip, bias in ((None, 0.0), (1.0, 1.0))
+        )
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
+def test_a_trial_keeps_off_kinks(dtype):
+    """Else its gradients would not be judged."""
+    for cell in every_cell():
+        names = ("x", "Wx", "Wh", "b", "h0") + (("c0", "peephole") if cell.op == "lstm" else ())
+        _, smooth = _trial_case.draw(form(T=10, B=9, cell=cell, dtype=dtype, names=names), np.random.default_rng(0))
+        assert smooth, cell
+
+
+def test_less_precise_products_of_mlx_are_no_fault(monkeypatch):
+    """On GPUs where float32 products are not float32's, an engine may be as far from float64 as `ops`, and no more."""
+    real, off = _trial.results, {"ops": 1.001, "fused": 1.0015}
+    monkeypatch.setattr(_trial, "results", lambda *given: {name: a * off[given[3]] for name, a in real(*given).items()})
+    with on_metal():
+        assert _trial.verdict(trial_of("fused", form())) == ""
+        off["fused"] = 1.003
+        assert "wrong numbers" in _trial.verdict(trial_of("fused", form()))
+
+
+# --- What a layer says -----------------------------------------------------------------------------------------------
+
+
+def test_a_layer_says_what_ran():
+    layer, x, _ = layer_and_data()
+    assert layer.engine_used is None
+    layer(x)
+    assert layer.engine_used == ("numpy", "the stream's device is the CPU")
+    assert repr(layer) == "LSTM(input_dims=3, hidden_size=9, bias=True)" and set(layer.state) == {"Wx", "Wh", "bias"}
+    for other in (mlx_lstm.nn.GRU(3, 4), mlx_lstm.nn.RNN(3, 4), mlx_lstm.torch.LSTM(3, 4, engine="ops")):
+        other(x)
+        assert other.engine_used.engine == ("ops" if isinstance(other, mlx_lstm.torch.LSTM) else "numpy")

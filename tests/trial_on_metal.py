@@ -1,0 +1,57 @@
+"""The process of a trial as on a Mac, with a fault in its kernels: python trial_on_metal.py FAULT KERNEL."""
+
+import os
+import re
+import sys
+import time
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import mlx.core as mx
+from metal_emulator import KernelError
+from on_metal import on_metal
+
+from mlx_lstm.recurrence import _trial
+
+FAULTS = ("compile", "refused", "wrong", "hangs", "dies")
+BUILD_FAILS = "[metal::Device] Unable to build metal library from source"
+LAUNCH_FAILS = "[metal_kernel] Thread group size (1024) is greater than the maximum allowed (896)."
+
+
+@contextmanager
+def fault(kind, kernel):
+    """Inside, a kernel of this name has the fault: its text is none, its launch is refused, its results are 1 % off, it
+    does not come back, or it ends the process. `kernel`: the name without the template, as a regular expression."""
+    real = mx.fast.metal_kernel
+
+    def metal_kernel(**definition):
+        if not re.fullmatch(kernel, re.sub(r"_without_.*|__.*", "", definition["name"])):
+            return real(**definition)
+        if kind == "compile":
+            definition |= {"source": f"not_declared = 1;\n{definition['source']}"}
+        built = real(**definition)
+
+        def call(**arguments):
+            if kind == "refused":
+                raise RuntimeError(LAUNCH_FAILS)
+            if kind == "hangs":
+                time.sleep(3600)
+            if kind == "dies":
+                print("libc++abi: terminating due to uncaught exception", file=sys.stderr, flush=True)
+                os.abort()
+            try:
+                outputs = built(**arguments)
+            except KernelError as error:  # as MLX says it
+                found = error.findings[0]
+                raise RuntimeError(f"{BUILD_FAILS}\nprogram_source:{found.line}:1: error: {found.text}\n") from None
+            return [output * 1.01 for output in outputs] if kind == "wrong" else outputs
+
+        return call
+
+    with patch.object(mx.fast, "metal_kernel", metal_kernel):
+        yield
+
+
+if __name__ == "__main__":
+    with on_metal(), fault(*sys.argv[1:]):
+        _trial.main()
