@@ -24,7 +24,7 @@ from mlx_lstm.engines.tuning import Table
 from mlx_lstm.oracle import evaluate, forward
 from mlx_lstm.oracle.arithmetic import Arithmetic
 from mlx_lstm.oracle.closeness import assert_within, bounds
-from mlx_lstm.recurrence import _call, _guard, _trial, _trial_case
+from mlx_lstm.recurrence import _call, _guard, _trial, _trial_case, unguarded
 from mlx_lstm.recurrence._form import Form, trial_of
 
 SCRIPT = str(Path(__file__).with_name("trial_on_metal.py"))
@@ -130,6 +130,18 @@ def test_a_layer_trains_on_the_next_engine(monkeypatch, own_cache):
     text = str(caught[0].message)
     assert len(caught) == 1 and text.startswith("engine='fused' is not used on ") and "MLX 0." in text
     assert "engine='stepwise' takes over" in text and str(own_cache) in text
+
+
+def test_who_judges_results_has_no_trial(monkeypatch):
+    """In `unguarded` a kernel whose trial failed runs."""
+    monkeypatch.setattr(_guard, "try_out", lambda trial: BROKEN)
+    forced, x, weights = layer_and_data(engine="fused")
+    with on_metal(guarded=True):
+        for _ in range(2):
+            with pytest.raises(ValueError, match="no pipeline"):
+                forced(x)
+            with unguarded():
+                assert_trained(forced, x, weights)
 
 
 PROJECTED, BEFORE, BATCH, LONG = {"projection": True}, {"op": "gru", "reset": "before"}, {"B": 65}, {"T": 22}

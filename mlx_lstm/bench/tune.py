@@ -17,6 +17,7 @@ from ..engines.cells import LSTMCell
 from ..engines.choice import FUSED_LIMIT, METAL_ENGINES
 from ..engines.metal.fused_launches import rows_for
 from ..engines.problem import Cut
+from ..recurrence import unguarded
 from .cases.lstm import draw, prepare_ours
 from .judge import appoint
 from .tasks import DTYPES, PASSES, Size, Task, Work
@@ -60,10 +61,11 @@ def tune(file: str | None, grid: Grid = Grid()) -> int:  # noqa: B008 (a tuple)
     measured: list[dict[str, object]] = []
     cuts: list[tuple[str, int, int, int]] = []
     for dtype, B in product(grid.dtypes, grid.batches):
-        cut = best_cut(dtype, B, grid)
+        with unguarded():
+            cut = best_cut(dtype, B, grid)
+            with tuning.trying(cut):
+                found = measure_row(dtype, B, grid)
         cuts += [(dtype, B, cut.rows, cut.spare)] if cut else []
-        with tuning.trying(cut):
-            found = measure_row(dtype, B, grid)
         engines[dtype][B] = row_of(found)
         measured += found
     try:
