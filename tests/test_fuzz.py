@@ -26,7 +26,6 @@ from cases import (
     draw,
     draw_cotangents,
     joined,
-    kink_distance,
     run,
     run_gradients,
     split,
@@ -40,7 +39,7 @@ import mlx_lstm.torch
 from mlx_lstm import keras, recurrence
 from mlx_lstm.compare import judge as mpsgraph_judge
 from mlx_lstm.compare import ours as mpsgraph_ours
-from mlx_lstm.oracle import evaluate, forward
+from mlx_lstm.oracle import evaluate, forward, kink_distance
 from mlx_lstm.oracle.arithmetic import ACTIVATION_UNITS
 from mlx_lstm.oracle.closeness import TRIALS, assert_within, exact_and_bounds, float_of
 
@@ -187,7 +186,7 @@ def drawn(rng, dtype, sizes, **options):
         one[...] = other
     if rng.random() < 0.1:
         pick(rng, arrays)[...] *= np.array(float_of(dtype).tiny).astype(dtype)
-    if not kink_distance(case) > ROUNDING_MARGIN:
+    if not kink_distance(**case) > ROUNDING_MARGIN:
         raise UnfitError
     cotangents = draw_cotangents(rng, forward(**case), dtype)
     shown = {name: value for name, value in cotangents.items() if rng.random() < 0.6}
