@@ -364,7 +364,7 @@ drawn = {
 }
 
 
-@settings(max_examples=16, deadline=None, derandomize=True)
+@settings(max_examples=8, deadline=None, derandomize=True)
 @given(**drawn)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_options_in_random_combination(engine, seed, sizes, op, both, shown):
