@@ -5,9 +5,11 @@ width of h (H, or the projection's), G gates of the cell. Two directions run one
 the arrays. Every function here takes and returns MLX arrays; nothing is evaluated.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import mlx.core as mx
+from mlx.utils import tree_map
 
 from ..cells import GRUCell, LSTMCell
 from ..directions import half, join, join_gradients, one_direction, part
@@ -26,18 +28,47 @@ def forward(problem: Problem, arrays: Arrays) -> Arrays:
 
 def sweep_forward(problem: Problem, arrays: Arrays, z: Array) -> Arrays:
     """The steps of one direction."""
-    h, c = initial_states(problem, arrays)
-    # Not z[t], of which mx.compile(shapeless=True) would keep the first call's shape without a word.
-    z_at = [row.squeeze(0) for row in mx.split(z, problem.T)]
-    kept: dict[str, dict[int, Array]] = {"h": {}, "c": {}, "gates": {}}
-    for t in problem.steps():
-        gates, c_new, h_new = step(problem, arrays, z_at[t], recurrent_input(arrays, h, t), h, c)
-        live = problem.live(t)
-        for name, value in (("h", h_new), ("c", c_new), ("gates", gates)):
-            kept[name][t] = value if live is None else mx.where(live, value, 0)
-        h, c = (h_new, c_new) if live is None else (mx.where(live, h_new, h), mx.where(live, c_new, c))
-    last = {"hT": h, "cT": c}
-    return {name: last[name] if name in last else stacked(kept[name]) for name in problem.cell.outputs}
+    z_at = by_time(z)
+
+    def at(t: int, state: tuple[Array, Array]) -> tuple[Arrays, tuple[Array, Array]]:
+        h, c = state
+        gates, c, h = step(problem, arrays, z_at[t], recurrent_input(arrays, h, t), h, c)
+        return {"h": h, "c": c, "gates": gates}, (h, c)
+
+    kept, (h, c) = over_time(at, initial_states(problem, arrays), problem.steps(), problem.lengths)
+    outputs = kept | {"hT": h, "cT": c}
+    return {name: outputs[name] for name in problem.cell.outputs}
+
+
+def over_time(
+    at: Callable[[int, Any], tuple[Any, Any]], state: Any, steps: Iterable[int], lengths: Array | None
+) -> tuple[Any, Any]:
+    """Whatever `at(t, state) -> output, state` returns, step after step: the outputs [T, B, .] and the last state, each
+    an array or a tree of such. Past its end an item's outputs are 0 and its state is carried."""
+    outputs = {}
+    for t in steps:
+        output, after = at(t, state)
+        if lengths is not None:
+            live = lengths > t
+            output, after = where(live, output, tree_map(zero, output)), where(live, after, state)
+        outputs[t], state = output, after
+    return tree_map(lambda *of_steps: mx.stack(list(of_steps)), *(outputs[t] for t in range(len(outputs)))), state
+
+
+def where(items: Array, tree: Any, other: Any) -> Any:
+    """The arrays [B, .] of a tree for the items [B] that are true, of the other tree for the rest."""
+    return tree_map(lambda a, b: mx.where(items.reshape(-1, *[1] * (a.ndim - 1)), a, b), tree, other)
+
+
+def zero(array: Array) -> Array:
+    """0, of an array's dtype."""
+    return mx.array(0, array.dtype)
+
+
+def by_time(sequence: Array) -> list[Array]:
+    """[B, .] for each step of [T, B, .]."""
+    # Not sequence[t], of which mx.compile(shapeless=True) would keep the first call's shape without a word.
+    return [row.squeeze(0) for row in mx.split(sequence, sequence.shape[0])]
 
 
 def stacked(steps: dict[int, Array]) -> Array:
@@ -132,7 +163,10 @@ def input_gradients(problem: Problem, arrays: Arrays, dz: Array) -> Arrays:
     x, Wx = arrays["x"], arrays.get("Wx")
     gradients = {"x": dz}
     if Wx is not None:
-        gradients = {"x": (flat(dz) @ Wx).reshape(x.shape), "Wx": flat(dz).T @ flat(without_padding(problem, x))}
+        gradients = {
+            "x": (flat(dz) @ Wx).reshape(x.shape),
+            "Wx": flat(dz).T @ flat(without_padding(problem.lengths, x)),
+        }
     if "b" in arrays:
         gradients["b"] = total(flat(dz), axis=0)
     return gradients
@@ -143,7 +177,7 @@ def recurrent_gradients(problem: Problem, arrays: Arrays, saved: Arrays, sweep: 
     cell, mask, h, dz = problem.cell, arrays.get("mask"), saved["h"], sweep["dz"]
     h0, c0 = initial_states(problem, arrays)
     h_prev = before_each_step(problem, h, h0)
-    h_in = without_padding(problem, h_prev if mask is None else h_prev * mask)
+    h_in = without_padding(problem.lengths, h_prev if mask is None else h_prev * mask)
     if isinstance(cell, GRUCell):
         found = gru_recurrent_gradients(cell, arrays, saved["gates"], h_in, dz)
     else:
@@ -186,11 +220,12 @@ def gru_candidates(problem: Problem, arrays: Arrays, h_prev: Array) -> Arrays:
     return {"q": cells.gru_candidate(flat(h_in), Wh_n, arrays.get("bhn")).reshape(h_prev.shape)}
 
 
-def without_padding(problem: Problem, sequence: Array) -> Array:
-    """A sequence, 0 where an item has ended: what lies there must not reach a sum, 0 * NaN would spoil it."""
-    if problem.lengths is None:
+def without_padding(lengths: Array | None, sequence: Array) -> Array:
+    """A sequence [T, B, .], 0 where an item has ended: what lies there must not reach a sum, 0 * NaN would spoil it."""
+    if lengths is None:
         return sequence
-    return mx.where((mx.arange(problem.T)[:, None] < problem.lengths)[..., None], sequence, 0)
+    live = mx.arange(sequence.shape[0])[:, None] < lengths
+    return mx.where(live.reshape(*live.shape, *[1] * (sequence.ndim - 2)), sequence, zero(sequence))
 
 
 def project(arrays: Arrays) -> Array:
