@@ -12,13 +12,13 @@ from . import cudnn, keras, mpsgraph, nn, tf, torch
 from .recurrence import GRUOutput as GRUOutput
 from .recurrence import LSTMOutput as LSTMOutput
 from .recurrence import RNNOutput as RNNOutput
-from .recurrence import gru, gru_gradients, join_directions, lstm, lstm_gradients, rnn, rnn_gradients
+from .recurrence import gru, gru_gradients, join_directions, lstm, lstm_gradients, recurrent, rnn, rnn_gradients
 
 __version__ = "0.1.0"
 
 # What ops return is public, too, but not in this list: help() would have it before the ops.
 __all__ = ["__version__", "gru", "gru_gradients", "join_directions", "lstm", "lstm_gradients", "rnn"]
-__all__ += ["cudnn", "keras", "mpsgraph", "nn", "rnn_gradients", "tf", "torch"]
+__all__ += ["cudnn", "keras", "mpsgraph", "nn", "recurrent", "rnn_gradients", "tf", "torch"]
 
 
 def __dir__() -> list[str]:
