@@ -198,9 +198,10 @@ def plot(file: str, rows: Sequence[Row], card: dict[str, str]) -> None:
         for axis, tensor in zip(part.subplots(1, len(tensors), squeeze=False, sharey=True)[0], tensors, strict=True):
             for row in (row for row in mine if row.tensor == tensor):
                 values = np.maximum(np.array(row.by_time) / (row.bound or math.nan), 1e-4)
-                axis.semilogy(values, label=row.pair, color=colors[row.pair], linewidth=1)
+                axis.semilogy(values, label=row.pair, color=colors[row.pair], linewidth=1, marker=".")
             axis.axhline(1, color="black", linewidth=1)
             axis.set(title=tensor, xlabel="time step")
+            axis.xaxis.get_major_locator().set_params(integer=True)
     drawing.suptitle(card_text(card), fontsize=8)
     drawing.savefig(file, dpi=100)
 
@@ -217,6 +218,7 @@ def bars(axis: Any, rows: Sequence[Row], colors: dict[str, str]) -> None:
         axis.bar_label(drawn, [figure(value) for value in worst.values()], fontsize=7, rotation=90, padding=2)
     axis.axhline(1, color="black", linewidth=1)
     axis.set(yscale="log", ylabel="error / bound", title="Worst error over bound of each tensor: right up to 1")
-    axis.margins(y=0.15)
+    axis.margins(y=0.25)
+    axis.set_xlim(-0.5, len(tensors) - 0.5)
     axis.set_xticks(range(len(tensors)), tensors, rotation=20)
     axis.legend(fontsize=9, loc="upper left", bbox_to_anchor=(1, 1))
