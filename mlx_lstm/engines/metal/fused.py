@@ -14,7 +14,7 @@ from ..ops.sweep import gradients_after_sweep
 from ..problem import Arrays, Problem
 from .fused_launches import fused_backward, fused_forward, fused_pack, fused_tiling
 from .gradients import candidates, gradients_in_few_launches, is_plain, recurrent_input, takes_product
-from .inputs import constant, contiguous, project, whole_mask
+from .inputs import constant, contiguous, project, takes_steps, whole_mask
 from .launch import kept
 
 LAUNCH_STEPS = 4096
@@ -89,11 +89,6 @@ def options(problem: Problem, arrays: Arrays) -> dict[str, mx.array | None]:
 def numbers(cell: Cell) -> mx.array | None:
     """An LSTM's forget bias and limit."""
     return constant((cell.forget_bias, cell.cell_clip or 0.0), mx.float32) if isinstance(cell, LSTMCell) else None
-
-
-def takes_steps(mask: mx.array | None) -> bool:
-    """Whether every step has a mask of its own."""
-    return mask is not None and mask.shape[0] > 1
 
 
 @kept

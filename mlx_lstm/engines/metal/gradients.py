@@ -9,7 +9,7 @@ import mlx.core as mx
 from ..cells import Cell, GRUCell
 from ..ops.sweep import flat, input_gradients
 from ..problem import Arrays, Problem
-from .inputs import constant, whole_mask
+from .inputs import constant, takes_steps, whole_mask
 from .launch import Launch, Outputs, arguments, kept, prepare, present
 
 THREADS = 256
@@ -31,9 +31,8 @@ def recurrent_input(problem: Problem, arrays: Arrays, h: mx.array) -> Arrays:
     ones [1, T * B] where sums of 16-bit rows will be products with them."""
     T, B, P, D = problem.T, problem.B, problem.P, problem.directions
     mask = whole_mask(problem, arrays.get("mask"))
-    each = mask is not None and mask.shape[0] > 1
     inputs = {"h": h, "h0": arrays.get("h0"), "mask": mask, "lengths": problem.lengths}
-    inputs["sizes"] = constant((T, B, D, P, problem.reverse, each), mx.int32)
+    inputs["sizes"] = constant((T, B, D, P, problem.reverse, takes_steps(mask)), mx.int32)
     given = {name: array for name, array in inputs.items() if array is not None}
     sums = h.dtype != mx.float32 and ("b" in arrays or "bhn" in arrays)
     call = prepared_input((D, T, B, P), h.dtype, tuple(given), sums)

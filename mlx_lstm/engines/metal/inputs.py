@@ -38,3 +38,8 @@ def whole_mask(problem: Problem, mask: mx.array | None) -> mx.array | None:
         return None
     steps = mask.shape[0] if mask.ndim == 3 else 1
     return contiguous(mx.broadcast_to(mask, (steps, problem.B, problem.directions * problem.P)))
+
+
+def takes_steps(mask: mx.array | None) -> bool:
+    """Whether every step has a mask of its own, of a `whole_mask`."""
+    return mask is not None and mask.shape[0] > 1

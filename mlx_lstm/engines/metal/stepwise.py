@@ -10,7 +10,7 @@ from ..ops.sweep import gradients_after_sweep
 from ..problem import Arrays, Problem
 from . import stepwise_launches as kernels
 from .gradients import candidates, gradients_in_few_launches, is_plain, recurrent_input, takes_product
-from .inputs import constant, contiguous, project, whole_mask
+from .inputs import constant, contiguous, project, takes_steps, whole_mask
 from .stepwise_rows import LEFT, Rows
 
 
@@ -141,7 +141,7 @@ def options(problem: Problem, arrays: Arrays) -> dict[str, mx.array | None]:
 def sizes(problem: Problem, mask: mx.array | None, width: int, K: int) -> mx.array:
     """What a launch is told of sizes; metal/stepwise.metal lists them. Fewer than 8, for Metal's constant memory."""
     T, B, D = problem.T, problem.B, problem.directions
-    return constant((T, B, width, K, D, problem.reverse, mask is not None and mask.shape[0] > 1), mx.int32)
+    return constant((T, B, width, K, D, problem.reverse, takes_steps(mask)), mx.int32)
 
 
 def nothing(dtype: mx.Dtype) -> mx.array:
