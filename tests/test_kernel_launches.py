@@ -1,5 +1,6 @@
 """The launches of the Metal engines: threads, launch counts, text, bytes; and what surrounds them."""
 
+import gc
 import re
 from collections import Counter
 from pathlib import Path
@@ -380,3 +381,28 @@ def test_fused_writes_no_gates_in_inference():
         _, training = run(case, "fused", np.float32, cotangents)
     for name, gradient in training.items():
         np.testing.assert_array_equal(inference[name], gradient, err_msg=name)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_call_leaves_nothing_to_the_garbage_collector(engine):
+    """Graph, gradient and what they hold, such as lengths, are given back with the last reference."""
+    arrays, found = [mx.ones(shape) for shape in ((3, 2, 4), (16, 4), (16, 4))], []
+
+    def call(*arrays):
+        mx.value_and_grad(lambda *arrays: lstm(*arrays, lengths=[3, 1], engine=engine).h.sum())(*arrays)
+        found.append(gc.collect())
+        return arrays[0]
+
+    kernels.forget()
+    gc.disable()
+    try:
+        with (
+            patch.object(choice, "current_device", lambda: "gpu"),
+            patch.object(mx.metal, "is_available", lambda: True),
+            mx.stream(METAL),
+        ):
+            mx.export_function(lambda node: None, lambda *arrays: [call(*arrays) for _ in range(2)], *arrays)
+    finally:
+        gc.enable()
+        kernels.forget()
+    assert found[1] == 0

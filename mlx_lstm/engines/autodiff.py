@@ -11,7 +11,7 @@ from .numpy import sweep as numpy
 from .numpy.sweep import Saved
 from .ops import sweep as ops
 from .problem import Arrays, Problem
-from .tracing import custom_function, have_values, vmap_one_by_one
+from .tracing import custom_function, have_values, one_by_one
 
 ENGINE_MODULES = {"fused": fused, "stepwise": stepwise, "numpy": numpy, "ops": ops}
 
@@ -66,14 +66,8 @@ def for_engine(engine: str, arrays: Arrays) -> Arrays:
 def differentiable(problem: Problem, arrays: Arrays, engine: str, shown: list[str]) -> dict[str, mx.array]:
     """The engine's outputs, with its backward pass as their gradient; `shown`: those that a caller gets."""
     tape = Tape(problem, tuple(arrays), engine)
-    function = custom_function(tape.forward)
-    function.vjp(tape.backward)
-    if engine != "ops":
-        function.jvp(tape.refuse)
-    if engine in METAL_ENGINES:
-        vmap_one_by_one(function, tape.count_all)  # under mx.vmap the taps are lost
     # A custom function has to get every array that mx.vmap may map.
-    found = function(*arrays.values(), *([] if problem.lengths is None else [problem.lengths]))
+    found = tape.function()(*arrays.values(), *([] if problem.lengths is None else [problem.lengths]))
     outputs = dict(zip(tape.shown, found, strict=True))
     if problem.training:
         for names in TAPPED:
@@ -116,6 +110,16 @@ class Tape:
         ragged = self.problem.lengths is not None
         return (self.problem._replace(lengths=values[-1]), values[:-1]) if ragged else (self.problem, values)
 
+    def function(self) -> Callable[..., tuple[mx.array, ...]]:
+        """`forward`, as MLX transforms it. Nothing here refers to it, so that it goes without the garbage collector."""
+        function = custom_function(self.forward)
+        function.vjp(self.backward)
+        if self.engine != "ops":
+            function.jvp(self.refuse)
+        if self.engine in METAL_ENGINES:
+            function.vmap(self.one_by_one)
+        return function
+
     def forward(self, *values: mx.array) -> tuple[mx.array, ...]:
         """The outputs MLX sees."""
         problem, values = self.parts(values)
@@ -139,6 +143,11 @@ class Tape:
         """What forward mode gets."""
         op, engine = self.problem.cell.op, self.engine
         raise RuntimeError(f"[{op}] engine={engine!r} has no forward-mode derivative: use engine='ops'.")
+
+    def one_by_one(self, inputs: object, axes: object) -> tuple[object, object]:
+        """What `mx.vmap` gets, under which the taps are lost."""
+        self.count_all()
+        return one_by_one(self.function(), inputs, axes)
 
     def count_all(self) -> None:
         """From now on every output counts as used."""
@@ -180,7 +189,7 @@ def first_order(engine: str, problem: Problem, names: tuple[str, ...], kept: Sav
         return backward
     function = custom_function(backward)
     if engine in METAL_ENGINES:
-        vmap_one_by_one(function)
+        function.vmap(lambda inputs, axes: one_by_one(first_order(engine, problem, names, kept), inputs, axes))
 
     @function.vjp
     def second_order(primals: object, cotangents: object, outputs: object) -> NoReturn:

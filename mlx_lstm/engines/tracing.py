@@ -34,19 +34,12 @@ def have_values(arrays: list[mx.array]) -> bool:
     return True
 
 
-def vmap_one_by_one(function: Any, first: Callable[[], None] = lambda: None) -> None:
-    """Gives a custom function of arrays, in tuples and dicts, the rule: run for each element, stack the results.
-
-    `first` is called when the rule is put to use.
-    """
-
-    @function.vmap
-    def rule(inputs: Any, axes: Any) -> tuple[Any, Any]:
-        first()
-        lengths = tree_map(lambda array, axis: 0 if axis is None else array.shape[axis], inputs, axes)
-        length: Any = tree_reduce(max, lengths)
-        results = [function(*element(inputs, axes, n)) for n in range(length)]
-        return tree_map(lambda *rows: mx.stack(list(rows)), *results), tree_map(lambda _: 0, results[0])
+def one_by_one(function: Callable[..., Any], inputs: Any, axes: Any) -> tuple[Any, Any]:
+    """The rule of `mx.vmap` for a function of arrays, in tuples and dicts: run for each element, stack the results."""
+    lengths = tree_map(lambda array, axis: 0 if axis is None else array.shape[axis], inputs, axes)
+    length: Any = tree_reduce(max, lengths)
+    results = [function(*element(inputs, axes, n)) for n in range(length)]
+    return tree_map(lambda *rows: mx.stack(list(rows)), *results), tree_map(lambda _: 0, results[0])
 
 
 def element(tree: Any, axes: Any, n: int) -> Any:
