@@ -1,6 +1,7 @@
 """What names this machine: chip, system, versions."""
 
 import importlib.metadata
+import os
 import platform
 import subprocess
 import sys
@@ -29,3 +30,9 @@ def installed_version(*packages: str) -> str:
         with suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(package)
     return "not installed"
+
+
+def in_all_digits() -> None:
+    """Lets MLX's own float32 products have all digits, unless the user says otherwise: by default the newest chips
+    leave some out, an error to what judges by float64. To be called before the first operation of MLX."""
+    os.environ.setdefault("MLX_ENABLE_TF32", "0")

@@ -539,3 +539,6 @@ def test_a_layer_says_what_ran():
     for other in (mlx_lstm.nn.GRU(3, 4), mlx_lstm.nn.RNN(3, 4), mlx_lstm.torch.LSTM(3, 4, engine="ops")):
         other(x)
         assert other.engine_used.engine == ("ops" if isinstance(other, mlx_lstm.torch.LSTM) else "numpy")
+    ways = [mlx_lstm.nn.GRU(3, 4) for _ in range(2)]
+    mlx_lstm.nn.stack(ways[:1], mx.ones((1, 2, 3)), reverse=ways[1:])
+    assert {each.engine_used.engine for each in ways} == {"numpy"}

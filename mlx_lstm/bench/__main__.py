@@ -11,6 +11,7 @@ from typing import NoReturn
 import mlx.core as mx
 
 from ..engines.choice import ENGINES, choose
+from ..machine import in_all_digits
 from .cases import CASES, find_contender, is_installed
 from .files import plot, write_csv, write_records
 from .host import HOST_SIZE, host_text, measure_host, measure_step, step_text
@@ -59,6 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
         complete(options)
     except (ValueError, ImportError, AttributeError) as error:
         parser.error(str(error))
+    in_all_digits()
     if options.tune:
         return tune(options.tune_file)
     if options.model:

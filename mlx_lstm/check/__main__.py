@@ -1,7 +1,6 @@
 """The command line: `python -m mlx_lstm.check --help`."""
 
 import argparse
-import os
 import shlex
 import sys
 from collections.abc import Iterable, Iterator
@@ -14,6 +13,7 @@ from ..bench.__main__ import size_option
 from ..bench.rounds import Row
 from ..engines import METAL_ENGINES, choice
 from ..engines.choice import ENGINES
+from ..machine import in_all_digits
 from . import further
 from .comparison import Finding
 from .grid import Problem, grid
@@ -34,8 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
         here = Here(options)
     except ValueError as error:
         parser.error(str(error))
-    # The products of MLX around our kernels in all digits: by default the newest chips leave some out.
-    os.environ.setdefault("MLX_ENABLE_TF32", "0")
+    in_all_digits()
     about = card(shlex.join(["python", "-m", "mlx_lstm.check", *arguments]), here.device)
     print(card_line(about), flush=True)
     found = list(shown(findings(here.work, here.problems, options.full), len(here.work)))

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterable
 from typing import NoReturn, TextIO
 
+from ..machine import in_all_digits
 from . import judge
 from .cases import GATES, Case
 from .contenders import HOW_TO_GET, Contender, Outcome, all_contenders, serve
@@ -63,6 +64,7 @@ def main(arguments: list[str] | None = None) -> int:
         dumps = load_dump(options.arrays, options.op, options.descriptor) if options.arrays else []
     except ValueError as error:
         parser.error(str(error))
+    in_all_digits()
     if options.settle:
         return run_settle(contenders, options)
     return run_arrays(dumps, contenders, options) if dumps else run_compare(contenders, golden, options)

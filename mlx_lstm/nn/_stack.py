@@ -10,7 +10,7 @@ from ..checks import check_array, fail, instead_of
 from ..engines.cells import Cell, GRUCell, LSTMCell, RNNCell
 from ..engines.directions import join
 from ..engines.problem import Arrays
-from ..recurrence import Call, Lengths, by_layer, of_layers
+from ..recurrence import Call, Lengths, by_layer, note_engine, of_layers
 from ._layers import GRU, LSTM, RNN, activation_of
 
 OP = "nn.stack"
@@ -106,6 +106,9 @@ def stack(
         options = {"reverse": not layers, "bidirectional": ways == 2, "lengths": lengths}
         call = Call(each.cell, **options, engine=engine or each.engine, batch_first=True)
         outputs.append(call.forward(arrays, return_gates=False, training=each.training))
+        for layer in (way[n] for way in (layers, reverse) if way):
+            if isinstance(layer, (LSTM, GRU, RNN)):
+                note_engine(layer)
         x = outputs[-1]["h"]
     last = {name: of_layers([out[f"{name}T"] for out in outputs], ways) for name in names}
     last = {name: array.reshape(-1, *batch, H) for name, array in last.items()}
