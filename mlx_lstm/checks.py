@@ -1,8 +1,13 @@
-"""Checks of arguments at the public edge: `ValueError("[op] rule but got value")`, before any work."""
+"""Checks of arguments at the public edge: `ValueError("[op] rule but got value")`, before any work. And warnings, each
+said once, at the caller's line."""
 
 import math
+import sys
+import warnings
 from collections.abc import Sequence
 from numbers import Integral, Real
+from pathlib import Path
+from threading import Lock
 from typing import Any, NamedTuple, NoReturn
 
 import mlx.core as mx
@@ -25,6 +30,29 @@ class Form(NamedTuple):
 def fail(op: str, rule: str, value: object) -> NoReturn:
     """Raise the one kind of error this package has for a bad argument."""
     raise ValueError(f"[{op}] {rule} but got {value}.")
+
+
+PACKAGE = str(Path(__file__).parent)
+_said: set[str] = set()
+_lock = Lock()
+
+
+def warn_once(text: str) -> None:
+    """A warning, once in a process for each text, at the latest line in progress that is not of this package."""
+    with _lock:
+        known = text in _said
+        _said.add(text)
+    if known:
+        return
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(PACKAGE):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, stacklevel=level)
+
+
+def forget_warnings() -> None:
+    """Each may be said again."""
+    _said.clear()
 
 
 def check_array(

@@ -1,12 +1,17 @@
 """The recurrence under MLX's transformations: grad of grad, jvp, compile, vmap, checkpoint, export."""
 
+import warnings
+from pathlib import Path
+
 import mlx.core as mx
 import mlx.nn
 import numpy as np
 import pytest
 from cases import EVERY_ARRAY, KINDS, OPTIONS, OUTPUTS_OF, draw_away_from_kinks, run, split, to_mlx
 
+import mlx_lstm.nn
 from mlx_lstm import lstm, recurrence
+from mlx_lstm.checks import forget_warnings
 
 ALL_KINDS = pytest.mark.parametrize("kind", KINDS)
 
@@ -281,3 +286,29 @@ def test_works_under_nn_value_and_grad():
     _, gradients = mlx.nn.value_and_grad(model, lambda x: model(x).sum())(x)
     expected = mx.grad(lambda Wh: lstm(x, weights[0], Wh).h.sum())(weights[1])
     assert_trees_close([gradients["Wh"]], [expected])
+
+
+def test_on_the_cpu_a_compiled_function_warns_once_and_mlx_can_let_it_run_as_it_is():
+    """At the caller's line; not where `ops` was asked for."""
+    forget_warnings()
+    arrays, call, _ = small("lstm")
+
+    def warned(run):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            run()
+        return [(Path(warning.filename).name, "mx.disable_compile()" in str(warning.message)) for warning in caught]
+
+    layer = mlx_lstm.nn.LSTM(3, 2)
+    compiled = mx.compile(lambda x: layer(x)[0])
+    assert warned(lambda: call(*arrays)) == []
+    assert warned(lambda: mx.compile(lambda x: call(x, *arrays[1:], engine="ops").h)(arrays[0])) == []
+    assert warned(lambda: compiled(mx.ones((2, 2, 3)))) == [(Path(__file__).name, True)]
+    assert warned(lambda: mx.vmap(lambda x: call(x, *arrays[1:]).h)(mx.stack([arrays[0]] * 2))) == []
+    assert layer.engine_used.engine == "ops"
+    try:
+        mx.disable_compile()
+        compiled(mx.ones((2, 2, 3)))
+    finally:
+        mx.enable_compile()
+    assert layer.engine_used.engine == "numpy"

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from ..checks import check_flag, check_lengths
+from ..checks import check_flag, check_lengths, warn_once
 from ..engines import METAL_ENGINES, Choice, choice, tuning
 from ..engines.autodiff import run, run_backward
 from ..engines.cells import Cell, RNNCell
@@ -18,6 +18,11 @@ from ._arguments import Sizes, check_arrays, check_sequences
 from ._guard import guarded
 
 Lengths = mx.array | Sequence[int] | None
+
+SLOW_WHEN_TRACED = """\
+inside mx.compile, mx.vmap or an export the arrays have no values yet, which engine 'numpy' needs. On the CPU 'ops' \
+takes over, a graph of every step: several times slower. mx.disable_compile() lets compiled functions run 'numpy'; \
+engine='ops' says that the graph is wanted."""
 
 _latest = local()
 """`choice`: of this thread's latest call."""
@@ -130,6 +135,8 @@ class Call(NamedTuple):
             cut = tuning.cut(dtype, B) if found.engine == "fused" else None
             form += (self.batch_first, training and not free, plain, cut, *wanted)
             found = guarded(found, form, best)
+        elif traced and on_cpu and self.engine is None:
+            warn_once(SLOW_WHEN_TRACED)
         _latest.choice = found
         return lengths, found.engine, free, traced, cut
 

@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..checks import forget_warnings, warn_once
 from ..engines import METAL_ENGINES, Choice, tuning, verdicts
 from ._form import Form, Trial, trial_of
 
@@ -31,7 +31,6 @@ ENDED_BY_OTHERS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
 
 _locks: defaultdict[str, Lock] = defaultdict(Lock)
 _lock = Lock()
-_told: set[tuple[str, str]] = set()
 _unguarded: list[bool] = []
 
 
@@ -87,20 +86,17 @@ def forget() -> None:
     """Drop what this process knows of verdicts; their file stays."""
     refusal.cache_clear()
     verdicts.forget()
-    _told.clear()
+    tell.cache_clear()
+    forget_warnings()
 
 
+@cache
 def tell(engine: str, following: str, reason: str) -> None:
     """Warn that an engine is refused, once in a process for each reason."""
-    with _lock:
-        known = (engine, reason) in _told
-        _told.add((engine, reason))
-    if not known:
-        machine = tuning.machine()
-        where = f"{machine['chip']}, {machine['system']}, MLX {machine['mlx']}"
-        again = f"{verdicts.file()} keeps this verdict: delete it to try again"
-        text = f"engine={engine!r} is not used on {where}: {reason}. engine={following!r} takes over. {again}."
-        warnings.warn(text, stacklevel=2)
+    machine = tuning.machine()
+    where = f"{machine['chip']}, {machine['system']}, MLX {machine['mlx']}"
+    again = f"{verdicts.file()} keeps this verdict: delete it to try again"
+    warn_once(f"engine={engine!r} is not used on {where}: {reason}. engine={following!r} takes over. {again}.")
 
 
 def command() -> list[str] | None:
