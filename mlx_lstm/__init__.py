@@ -11,6 +11,7 @@ except ImportError as error:
 from . import cudnn, keras, mpsgraph, nn, tf, torch
 from .recurrence import GRUOutput as GRUOutput
 from .recurrence import LSTMOutput as LSTMOutput
+from .recurrence import Quantized as Quantized
 from .recurrence import RNNOutput as RNNOutput
 from .recurrence import gru, gru_gradients, join_directions, lstm, lstm_gradients, recurrent, rnn, rnn_gradients
 

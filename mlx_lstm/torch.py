@@ -22,9 +22,19 @@ from . import recurrence
 from .checks import NO_UNITS, check_array, check_flag, check_integer, check_lengths, check_number, check_option, fail
 from .engines.directions import join
 from .engines.problem import Arrays
-from .recurrence import by_layer, engine_used, join_biases, note_engine, of_layers
+from .recurrence import (
+    QuantizedLayer,
+    by_layer,
+    common_dtype,
+    engine_used,
+    in_dtype,
+    join_biases,
+    note_engine,
+    of_layers,
+    weight,
+)
 
-__all__ = ["GRU", "LSTM", "RNN"]
+__all__ = ["GRU", "LSTM", "RNN", "QuantizedGRU", "QuantizedLSTM", "QuantizedRNN"]
 
 NAMES = {"weight_ih": "Wx", "weight_hh": "Wh", "weight_hr": "Wp"}
 """torch's matrices, and the recurrence's words."""
@@ -121,7 +131,7 @@ class Layers(nn.Module):
             shape = [rows, N, widths[name]] if batched else [rows, widths[name]]
             check_array(self.op, f"{name}_0", state, shape, why=why if batched else "")
         layers = [self.arrays(layer) for layer in range(self.num_layers)]
-        dtype = mx.result_type(input, *given.values(), *(array for arrays in layers for array in arrays.values()))
+        dtype = common_dtype([input, *given.values(), *(array for arrays in layers for array in arrays.values())])
         if not N:
             if lengths is not None:
                 check_lengths(self.op, lengths, N, L, traced=True)  # of none the range is unknown
@@ -135,8 +145,7 @@ class Layers(nn.Module):
             if layer and self.dropout and self.training:
                 x, key = dropped(x, 1 - self.dropout, key)
             arrays = arrays | {f"{name}0": state[layer] for name, state in given.items()}
-            arrays = {name: array.astype(dtype) for name, array in arrays.items()}
-            out = one_layer(x, **arrays, **options, engine=self.engine)
+            out = one_layer(x, **in_dtype(arrays, dtype), **options, engine=self.engine)
             last.append(out)
             x = out.h
         note_engine(self)
@@ -155,7 +164,7 @@ class Layers(nn.Module):
         """A layer's parameters as the recurrence has them: one bias, both directions in one array."""
         each = []
         for way in self.ways:
-            one = {name: self[f"{name}_l{layer}{way}"] for name in self.shapes(layer)}
+            one: dict[str, Any] = {name: weight(self, f"{name}_l{layer}{way}") for name in self.shapes(layer)}
             biases = join_biases(one.pop("bias_ih"), one.pop("bias_hh"), gru=self.gates == 3) if self.bias else {}
             each.append({NAMES[name]: array for name, array in one.items()} | biases)
         return join(each) if self.bidirectional else each[0]
@@ -240,6 +249,10 @@ class LSTM(Layers):
             input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, proj_size, engine
         )
 
+    def into_quantized(self, group_size: int | None = None, bits: int | None = None, mode: str = "affine") -> nn.Module:
+        """`QuantizedLSTM.from_layer` of this layer: `mlx_lstm.nn.quantize` calls it, `mlx.nn.quantize` does not."""
+        return QuantizedLSTM.from_layer(self, group_size, bits, mode)
+
     def __call__(
         self,
         input: mx.array,
@@ -311,6 +324,10 @@ class GRU(Layers):
     ):
         super().__init__(input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, 0, engine)
 
+    def into_quantized(self, group_size: int | None = None, bits: int | None = None, mode: str = "affine") -> nn.Module:
+        """`QuantizedGRU.from_layer` of this layer: `mlx_lstm.nn.quantize` calls it, `mlx.nn.quantize` does not."""
+        return QuantizedGRU.from_layer(self, group_size, bits, mode)
+
     def __call__(
         self,
         input: mx.array,
@@ -374,6 +391,10 @@ class RNN(Layers):
         super().__init__(input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, 0, engine)
         self.nonlinearity: str = nonlinearity
 
+    def into_quantized(self, group_size: int | None = None, bits: int | None = None, mode: str = "affine") -> nn.Module:
+        """`QuantizedRNN.from_layer` of this layer: `mlx_lstm.nn.quantize` calls it, `mlx.nn.quantize` does not."""
+        return QuantizedRNN.from_layer(self, group_size, bits, mode)
+
     def __call__(
         self,
         input: mx.array,
@@ -386,3 +407,58 @@ class RNN(Layers):
         one_layer = partial(recurrence.rnn, activation=self.nonlinearity)
         output, last = self.run(one_layer, input, {"h": hx}, lengths, key)
         return output, last["h"]
+
+
+class QuantizedLSTM(QuantizedLayer, LSTM):
+    """`LSTM` with quantized weights, of all layers and directions, as `mlx_lstm.nn.QuantizedLSTM` has them.
+
+    Equals the layer with what `mx.dequantize` makes of the packed weights. Made by `from_layer(layer, group_size, bits,
+    mode)` or `mlx_lstm.nn.quantize`. Parameters: those of `LSTM`, of which the weights are packed, with `_scales` and
+    `_biases` of their names beside them: `weight_hh_l0`, `weight_hh_l0_scales`, `weight_hh_l0_biases`. All are frozen.
+    The width of h, H or `proj_size`, must be a multiple of the group; `weight_ih_lk` and `weight_hr_lk` stay as they
+    are where their columns are not.
+
+    Args:
+        as in `LSTM`, and the keywords group_size, bits and mode, as in `mlx_lstm.nn.QuantizedLSTM`.
+
+    Example:
+        >>> import mlx.core as mx
+        >>> from mlx_lstm.torch import LSTM, QuantizedLSTM
+        >>> layer = QuantizedLSTM.from_layer(LSTM(3, 64, num_layers=2, bidirectional=True), bits=8)
+        >>> layer
+        QuantizedLSTM(3, 64, num_layers=2, bidirectional=True, group_size=64, bits=8, mode=affine)
+        >>> output, (h_n, c_n) = layer(mx.ones((10, 5, 3)))
+        >>> output.shape, h_n.shape
+        ((10, 5, 128), (4, 5, 64))
+    """
+
+    op = "torch.QuantizedLSTM"
+    of, kinds = LSTM, (LSTM,)
+
+
+class QuantizedGRU(QuantizedLayer, GRU):
+    """`GRU` with quantized weights, as `QuantizedLSTM` has them.
+
+    Example:
+        >>> import mlx.core as mx
+        >>> from mlx_lstm.torch import GRU, QuantizedGRU
+        >>> QuantizedGRU.from_layer(GRU(3, 32), mode="mxfp8")(mx.ones((10, 5, 3)))[0].shape
+        (10, 5, 32)
+    """
+
+    op = "torch.QuantizedGRU"
+    of, kinds = GRU, (GRU,)
+
+
+class QuantizedRNN(QuantizedLayer, RNN):
+    """`RNN` with quantized weights, as `QuantizedLSTM` has them.
+
+    Example:
+        >>> import mlx.core as mx
+        >>> from mlx_lstm.torch import RNN, QuantizedRNN
+        >>> QuantizedRNN.from_layer(RNN(3, 32), mode="nvfp4")(mx.ones((10, 5, 3)))[0].shape
+        (10, 5, 32)
+    """
+
+    op = "torch.QuantizedRNN"
+    of, kinds = RNN, (RNN,)

@@ -1,5 +1,7 @@
 """Random cases of the ops `lstm`, `gru`, `rnn`: those of `mlx_lstm.check`, and what only tests ask for."""
 
+from types import MappingProxyType
+
 import ml_dtypes
 import mlx.core as mx
 import numpy as np
@@ -119,10 +121,11 @@ def to_numpy(array):
     return np.array(array)
 
 
-def run(case, engine, dtype, cotangents=None):
-    """(outputs, gradients) of the case's op by name, as NumPy arrays; only outputs with a cotangent are used."""
+def run(case, engine, dtype, cotangents=None, weights=MappingProxyType({})):
+    """(outputs, gradients) of the case's op by name, as NumPy arrays; only outputs with a cotangent are used. `weights`
+    are quantized ones in place of the case's."""
     with mx.stream(device_of(engine)):
-        found = cases.run(case, engine, MLX_DTYPE[dtype], cotangents)
+        found = cases.run(case, engine, MLX_DTYPE[dtype], cotangents, weights)
         return tuple({name: to_numpy(array) for name, array in part.items()} for part in found)
 
 

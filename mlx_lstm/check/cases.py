@@ -1,6 +1,7 @@
 """Random cases of the ops `lstm`, `gru`, `rnn`: tables of options, arrays for them, how an engine runs a case."""
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import mlx.core as mx
@@ -10,6 +11,7 @@ from numpy.typing import ArrayLike, DTypeLike
 from .. import recurrence
 from ..bench.tasks import as_represented
 from ..oracle import ARRAYS, OUTPUTS, forward, kink_distance
+from ..recurrence import Quantized
 
 Case = dict[str, Any]
 """The keyword arguments of an op, arrays among them as NumPy's; its name is `op`, without one `lstm`."""
@@ -180,10 +182,16 @@ def to_mlx(array: ArrayLike, dtype: mx.Dtype) -> mx.array:
 
 
 def run(
-    case: Case, engine: str, dtype: mx.Dtype, cotangents: Mapping[str, np.ndarray] | None = None
+    case: Case,
+    engine: str,
+    dtype: mx.Dtype,
+    cotangents: Mapping[str, np.ndarray] | None = None,
+    weights: Mapping[str, Quantized] = MappingProxyType({}),
 ) -> tuple[dict[str, mx.array], dict[str, mx.array]]:
-    """(outputs, gradients) of the case's op by name; only outputs with a cotangent are used."""
+    """(outputs, gradients) of the case's op by name; only outputs with a cotangent are used. `weights`: those that are
+    quantized instead of the case's, which have no gradient."""
     op, arrays, options = split(case)
+    arrays, options = {name: arrays[name] for name in arrays if name not in weights}, {**options, **weights}
     names = list(arrays)
     shown = OUTPUTS[op] if cotangents is None else [name for name in OUTPUTS[op] if name in cotangents]
 

@@ -10,6 +10,8 @@ from .metal import fused, stepwise
 from .numpy import sweep as numpy
 from .numpy.sweep import Saved
 from .ops import sweep as ops
+from .ops.packed import dequantized
+from .packing import packed_names
 from .problem import Arrays, Problem
 from .tracing import custom_function, have_values, one_by_one
 
@@ -47,24 +49,29 @@ def shown_of(problem: Problem, wants_last: bool) -> list[str]:
 
 
 def run_backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays, engine: str) -> Arrays:
-    """The gradient of every array, from the outputs a forward pass gave and the cotangents of some of them."""
+    """The gradient of every array that is not packed, from the outputs a forward pass gave and the cotangents of some
+    of them."""
     dtype = arrays["x"].dtype
     arrays, saved, cotangents = (for_engine(engine, values) for values in (arrays, saved, cotangents))
-    backward = first_order(engine, problem, tuple(arrays), {})
+    backward, wanted = first_order(engine, problem, tuple(arrays), {}), arrays.keys() - packed_names(arrays)
     gradients = backward(tuple(arrays.values()), cotangents, saved)
-    return {name: gradient.astype(dtype) for name, gradient in gradients.items() if name in arrays}
+    return {name: gradient.astype(dtype) for name, gradient in gradients.items() if name in wanted}
 
 
 def for_engine(engine: str, arrays: Arrays) -> Arrays:
     """The arrays in the dtype an engine computes in: 16 bits reach the Metal shaders, which widen them themselves."""
     if engine in METAL_ENGINES:  # they keep c in float32, and so have its gradient
         return {name: array.astype(mx.float32) if name in ("c", "cT") else array for name, array in arrays.items()}
-    wide = {mx.float16: mx.float32, mx.bfloat16: mx.float32}
-    return {name: array.astype(wide.get(array.dtype, array.dtype)) for name, array in arrays.items()}
+    wide, packed = {mx.float16: mx.float32, mx.bfloat16: mx.float32}, packed_names(arrays)  # these stay as they are
+    return {
+        name: array if name in packed else array.astype(wide.get(array.dtype, array.dtype))
+        for name, array in arrays.items()
+    }
 
 
 def differentiable(problem: Problem, arrays: Arrays, engine: str, shown: list[str]) -> dict[str, mx.array]:
     """The engine's outputs, with its backward pass as their gradient; `shown`: those that a caller gets."""
+    arrays = without_gradient(problem, arrays)
     tape = Tape(problem, tuple(arrays), engine)
     # A custom function has to get every array that mx.vmap may map.
     found = tape.function()(*arrays.values(), *([] if problem.lengths is None else [problem.lengths]))
@@ -76,12 +83,29 @@ def differentiable(problem: Problem, arrays: Arrays, engine: str, shown: list[st
     return outputs
 
 
+def without_gradient(problem: Problem, arrays: Arrays) -> Arrays:
+    """The arrays, of which the packed ones raise an error where their gradient is asked for."""
+    names = packed_names(arrays)
+    if not names:
+        return arrays
+
+    def refuse(primals: object, cotangents: object, outputs: object) -> NoReturn:
+        raise RuntimeError(
+            f"[{problem.cell.op}] quantized weights have no gradient: freeze them, as layer.freeze() does, or "
+            "differentiate with respect to other arrays."
+        )
+
+    identity = custom_function(all_of)
+    identity.vjp(refuse)
+    return arrays | dict(zip(names, identity(*(arrays[name] for name in names)), strict=True))
+
+
 TAPPED = (("h",), ("c",), ("gates",), ("hT", "cT"))
 """Outputs that share a tap, which costs the host as much as two launches: the last states are small."""
 
 
 def all_of(*values: mx.array) -> tuple[mx.array, ...]:
-    """Itself."""
+    """Themselves."""
     return values
 
 
@@ -137,7 +161,10 @@ class Tape:
         problem, values = self.parts(primals)
         saved = dict(zip(self.shown, outputs, strict=True))
         gradients = first_order(self.engine, problem, self.names, self.kept)(values, present, saved)
-        return *(gradients[name] for name in self.names), *map(mx.zeros_like, primals[len(values) :])
+        # Packed weights have none, and nobody can have asked for it.
+        packed, given = packed_names(dict(zip(self.names, values, strict=True))), zip(self.names, values, strict=True)
+        found = [array if name in packed else gradients[name] for name, array in given]
+        return *found, *map(mx.zeros_like, primals[len(values) :])
 
     def refuse(self, primals: object, tangents: object) -> NoReturn:
         """What forward mode gets."""
@@ -181,9 +208,12 @@ def first_order(engine: str, problem: Problem, names: tuple[str, ...], kept: Sav
 
     def backward(primals: tuple[mx.array, ...], cotangents: Arrays, shown: Arrays) -> Arrays:
         arrays, saved, module = dict(zip(names, primals, strict=True)), shown | kept, ENGINE_MODULES[engine]
-        if engine == "numpy" and not have_values([*primals, *cotangents.values()]):
-            return ops.backward(problem, arrays, in_mlx(problem, arrays, saved), cotangents)
-        return module.backward(problem, arrays, saved, cotangents)
+        if engine == "numpy" and have_values([*primals, *cotangents.values()]):
+            return module.backward(problem, arrays, saved, cotangents)
+        floats = dequantized(problem.packing, arrays)
+        if engine == "numpy":
+            module, saved = ops, in_mlx(problem, floats, saved)
+        return module.backward(problem, floats, saved, cotangents)
 
     if engine == "ops":
         return backward

@@ -9,6 +9,7 @@ import mlx.core as mx
 
 from ..checks import FLOATS, check_option, fail
 from .cells import Cell, LSTMCell
+from .packing import Packing
 from .tuning import PREDICTED, Table
 
 ENGINES = ("fused", "stepwise", "numpy", "ops")
@@ -48,6 +49,7 @@ def choose(
     table: Table = PREDICTED,
     op: str = "lstm",
     refused: Mapping[str, str] = NONE,
+    packing: Packing | None = None,
 ) -> Choice:
     """How to run a recurrence, and why.
 
@@ -64,6 +66,7 @@ def choose(
         table (Table): which Metal engine is faster where. Default: the predicted one.
         op (str): whom an error names. Default: `"lstm"`.
         refused (mapping): engines that failed their trial on this machine, and why. Default: none.
+        packing (Packing): how the recurrent weights are packed. Default: `None`, they are not.
 
     Raises:
         ValueError: an argument is none of those above, or `requested` cannot run here, or nothing can; the text gives
@@ -88,7 +91,7 @@ def choose(
     check_option(op, "device", device, ("cpu", "gpu"))
     _, B, _, H = sizes
     check_device(op, dtype, device)
-    hindrances = obstacles(cell, H, device, metal, traced, projection)
+    hindrances = obstacles(cell, H, device, metal, traced, projection, packing)
     if refused:
         hindrances = {**refused, **hindrances}
     if requested is not None:
@@ -111,7 +114,9 @@ def check_device(op: str, dtype: mx.Dtype, device: str) -> None:
         raise ValueError(f"[{op}] float64 needs the CPU, stream=mx.cpu, but the stream's device is {device}.")
 
 
-def obstacles(cell: Cell, H: int, device: str, metal: bool, traced: bool, projection: bool) -> dict[str, str]:
+def obstacles(
+    cell: Cell, H: int, device: str, metal: bool, traced: bool, projection: bool, packing: Packing | None = None
+) -> dict[str, str]:
     """Of each engine that cannot run: why."""
     found = {}
     if traced:
@@ -122,6 +127,8 @@ def obstacles(cell: Cell, H: int, device: str, metal: bool, traced: bool, projec
         found["fused"] = found["stepwise"] = "Metal shaders run on the GPU and the stream's device is cpu"
     elif not metal:
         found["fused"] = found["stepwise"] = "MLX has no Metal back end on this machine"
+    elif packing is not None:
+        found["fused"] = found["stepwise"] = "the shaders do not read quantized weights"
     elif projection:
         found["fused"] = "a projection of h is a product between two steps"
     elif (limit := FUSED_LIMIT[cell.op]) < H:

@@ -7,14 +7,16 @@ With D = 2 directions, the forward one first, and G gates:
     one after the other, axis 0     Wx [D G H, I]   b [D G H]   bhn [D H]
     on an axis of their own         Wh [D, G H, P]   Wp [D, P, H]   peephole [D, 4H]
 
-With one direction D is 1, and that axis of their own is absent. x [T, B, I] belongs to both.
+With one direction D is 1, and that axis of their own is absent. x [T, B, I] belongs to both. The scales and biases of a
+packed weight lie as it does.
 """
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import mlx.core as mx
 import numpy as np
 
+from .packing import Quantized
 from .problem import Arrays, Problem
 
 ROWS = ("Wx", "b", "bhn")
@@ -27,18 +29,21 @@ def one_direction(problem: Problem, d: int) -> Problem:
     return problem._replace(bidirectional=False, reverse=d == 1)
 
 
-def part(arrays: dict[str, Array], d: int) -> dict[str, Array]:
-    """Direction d's part of every array, as views: arguments, outputs or cotangents."""
-    return {name: part_of(name, array, d, "Wx" in arrays) for name, array in arrays.items()}
+def part(arrays: dict[str, Array], d: int, projects: bool | None = None) -> dict[str, Array]:
+    """Direction d's part of every array, as views: arguments, outputs or cotangents. `projects`: whether there is a Wx,
+    if not among these."""
+    if projects is None:
+        projects = "Wx" in arrays
+    return {name: part_of(name, array, d, projects) for name, array in arrays.items()}
 
 
 def part_of(name: str, array: Array, d: int, projects: bool) -> Array:
     """Direction d's part of one array."""
     if (name == "x" and projects) or (name == "mask" and is_shared(array)):
         return array
-    if name in OWN_AXIS:
+    if base(name) in OWN_AXIS:
         return array[d, ...]
-    if name in ROWS:
+    if base(name) in ROWS:
         n = array.shape[0] // 2
         return array[d * n : (d + 1) * n]
     return half(array, d)
@@ -55,9 +60,19 @@ def join(parts: list[Arrays]) -> Arrays:
     return {name: join_of(name, [part[name] for part in parts]) for name in parts[0]}
 
 
-def join_of(name: str, parts: list[mx.array]) -> mx.array:
-    """One array out of those of the directions."""
-    return mx.stack(parts) if name in OWN_AXIS else mx.concatenate(parts, axis=0 if name in ROWS else -1)
+def join_of(name: str, parts: list[Any]) -> Any:
+    """One array, or quantized weight, out of those of the directions."""
+    if isinstance(parts[0], Quantized):
+        joined = join([part.arrays(name) for part in parts])
+        return parts[0]._replace(**dict(zip(("packed", "scales", "biases"), joined.values(), strict=False)))
+    if base(name) in OWN_AXIS:
+        return mx.stack(parts)
+    return mx.concatenate(parts, axis=0 if base(name) in ROWS else -1)
+
+
+def base(name: str) -> str:
+    """The weight that an array belongs to, as its scales do."""
+    return name.partition("_")[0]
 
 
 def join_gradients(parts: list[Arrays], arrays: Arrays) -> Arrays:

@@ -6,7 +6,8 @@ Of one direction, with T time, B batch, I input, H hidden, P the width of h (H, 
     h0 [B, P]   c0 [B, H]   mask, which broadcasts to [T, B, P]
     results: h [T, B, P]   c [T, B, H]   gates [T, B, G H]   hT [B, P]   cT [B, H]; a gradient has its array's shape
 
-An array that the caller does not have is missing. How two directions share these arrays: `directions`.
+Wx, Wh and Wp may be packed: then they are what `packing.Quantized` calls packed, and `Wh_scales`, `Wh_biases` beside
+them. An array that the caller does not have is missing. How two directions share these arrays: `directions`.
 """
 
 from typing import NamedTuple
@@ -14,6 +15,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from .cells import Cell
+from .packing import Packing
 
 Array = mx.array
 Arrays = dict[str, Array]
@@ -32,7 +34,7 @@ class Problem(NamedTuple):
     """Sizes T, B, H, P (the width of h: H, or the projection's) of one direction, cell, direction, lengths ([B] int32
     or None); whether the caller wants the gates, which an engine else keeps to itself; whether to keep them for a
     gradient; whether both directions run, whose arrays `directions` lays out; how `fused` shall cut it, else by its own
-    rules."""
+    rules; how the weights are packed that are."""
 
     T: int
     B: int
@@ -45,6 +47,7 @@ class Problem(NamedTuple):
     training: bool = True
     bidirectional: bool = False
     cut: Cut | None = None
+    packing: Packing | None = None
 
     @property
     def directions(self) -> int:

@@ -9,7 +9,7 @@ import mlx.nn as nn
 
 from ..checks import NO_UNITS, check_integer, fail, instead_of
 from ..engines.cells import Cell, GRUCell, LSTMCell, RNNCell
-from ..recurrence import Call, engine_used, note_engine
+from ..recurrence import Call, common_dtype, engine_used, in_dtype, note_engine, weight
 
 NONLINEARITIES = {nn.tanh: "tanh", mx.tanh: "tanh", nn.relu: "relu", nn.sigmoid: "sigmoid", mx.sigmoid: "sigmoid"}
 """The functions that `RNN` can run, and their names in `mlx_lstm.rnn`."""
@@ -65,7 +65,13 @@ class LSTM(nn.Module):
         self.bias: mx.array | None = mx.random.uniform(-scale, scale, (4 * hidden_size,)) if bias else None
 
     def _extra_repr(self) -> str:
-        return f"input_dims={self.Wx.shape[1]}, hidden_size={self.hidden_size}, bias={self.bias is not None}"
+        return f"input_dims={weight(self, 'Wx').shape[1]}, hidden_size={self.hidden_size}, bias={self.bias is not None}"
+
+    def into_quantized(self, group_size: int | None = None, bits: int | None = None, mode: str = "affine") -> nn.Module:
+        """`QuantizedLSTM.from_layer` of this layer: `mlx_lstm.nn.quantize` calls it, `mlx.nn.quantize` does not."""
+        from ._quantized import QuantizedLSTM
+
+        return QuantizedLSTM.from_layer(self, group_size, bits, mode)
 
     def __call__(
         self, x: mx.array, hidden: mx.array | None = None, cell: mx.array | None = None
@@ -81,7 +87,7 @@ class LSTM(nn.Module):
             tuple: all hidden states and all cell states, each [..., L, H], in the dtype that x, the parameters and the
             states given promote to.
         """
-        given = {"Wx": self.Wx, "Wh": self.Wh, "b": self.bias}
+        given = {"Wx": weight(self, "Wx"), "Wh": weight(self, "Wh"), "b": self.bias}
         states = {"hidden": hidden, "cell": cell}
         hidden, cell = run(self, "nn.LSTM", LSTMCell(), x, given, states)
         return hidden, cell
@@ -131,7 +137,13 @@ class GRU(nn.Module):
         self.bhn: mx.array | None = mx.random.uniform(-scale, scale, (hidden_size,)) if bias else None
 
     def _extra_repr(self) -> str:
-        return f"input_dims={self.Wx.shape[1]}, hidden_size={self.hidden_size}, bias={self.b is not None}"
+        return f"input_dims={weight(self, 'Wx').shape[1]}, hidden_size={self.hidden_size}, bias={self.b is not None}"
+
+    def into_quantized(self, group_size: int | None = None, bits: int | None = None, mode: str = "affine") -> nn.Module:
+        """`QuantizedGRU.from_layer` of this layer: `mlx_lstm.nn.quantize` calls it, `mlx.nn.quantize` does not."""
+        from ._quantized import QuantizedGRU
+
+        return QuantizedGRU.from_layer(self, group_size, bits, mode)
 
     def __call__(self, x: mx.array, hidden: mx.array | None = None) -> mx.array:
         """The hidden state at every step.
@@ -143,7 +155,7 @@ class GRU(nn.Module):
         Returns:
             array: all hidden states, [..., L, H], in the dtype that x, the parameters and a state given promote to.
         """
-        given = {"Wx": self.Wx, "Wh": self.Wh, "b": self.b, "bhn": self.bhn}
+        given = {"Wx": weight(self, "Wx"), "Wh": weight(self, "Wh"), "b": self.b, "bhn": self.bhn}
         return run(self, "nn.GRU", GRUCell(), x, given, {"hidden": hidden})[0]
 
 
@@ -196,13 +208,19 @@ class RNN(nn.Module):
 
     def _extra_repr(self) -> str:
         return (
-            f"input_dims={self.Wxh.shape[1]}, hidden_size={self.hidden_size}, "
+            f"input_dims={weight(self, 'Wxh').shape[1]}, hidden_size={self.hidden_size}, "
             f"nonlinearity={self.nonlinearity}, bias={self.bias is not None}"
         )
 
+    def into_quantized(self, group_size: int | None = None, bits: int | None = None, mode: str = "affine") -> nn.Module:
+        """`QuantizedRNN.from_layer` of this layer: `mlx_lstm.nn.quantize` calls it, `mlx.nn.quantize` does not."""
+        from ._quantized import QuantizedRNN
+
+        return QuantizedRNN.from_layer(self, group_size, bits, mode)
+
     def __call__(self, x: mx.array, hidden: mx.array | None = None) -> mx.array:
         """As `GRU`."""
-        given = {"Wx": self.Wxh, "Wh": self.Whh, "b": self.bias}
+        given = {"Wx": weight(self, "Wxh"), "Wh": weight(self, "Whh"), "b": self.bias}
         return run(self, "nn.RNN", RNNCell(activation_of(self.nonlinearity)), x, given, {"hidden": hidden})[0]
 
 
@@ -236,15 +254,14 @@ def run(
     for name, (word, value) in zip(("h0", "c0"), states.items(), strict=False):
         if value is not None:
             given[name] = state(op, value, word, (*batch, H), x)
-    dtype = mx.result_type(*given.values())
+    dtype = common_dtype(given.values())
     if 0 in batch:
         return tuple(mx.zeros((*batch, L, H), dtype) for _ in states)
     if len(batch) != 1:
         shapes = {"x": (-1, L, D), "h0": (-1, H), "c0": (-1, H)}
         given |= {name: given[name].reshape(shape) for name, shape in shapes.items() if name in given}
-    arrays = {name: array.astype(dtype) for name, array in given.items()}
     call = Call(cell, engine=layer.engine, batch_first=True)
-    out = call.forward(arrays, return_gates=False, training=layer.training, wants_last=False)
+    out = call.forward(in_dtype(given, dtype), return_gates=False, training=layer.training, wants_last=False)
     note_engine(layer)
     found = [out[name] for name, _ in zip("hc", states, strict=False)]
     return tuple(found if len(batch) == 1 else (sequence.reshape(*batch, L, H) for sequence in found))

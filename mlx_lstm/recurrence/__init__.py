@@ -4,19 +4,23 @@ The functions `lstm`, `gru` and `rnn` run forward and carry their gradient; `lst
 `rnn_gradients` are that gradient by itself, for callers that kept the outputs. `recurrent` runs a cell of the caller's
 own. `by_layer`, `of_layers`, `join_biases` and `join_directions` translate the states, biases and directions that
 others' stacks of layers have. A layer that calls `note_engine` after its calls says by the property `engine_used` what
-ran. What judges every result itself runs `unguarded`.
+ran. `Quantized` is a weight as `mx.quantize` packs it; `QuantizedLayer` is what layers with such weights are, `weight`
+reads one of them, `common_dtype` and `in_dtype` mix them with arrays. What judges every result itself runs `unguarded`.
 """
 
+from ..engines.packing import Quantized
 from ._call import Call, Lengths, engine_used, note_engine
 from ._gru import GRUOutput as GRUOutput
 from ._gru import gru, gru_gradients
 from ._guard import unguarded
 from ._lstm import LSTMOutput as LSTMOutput
 from ._lstm import lstm, lstm_gradients
+from ._quantized import QuantizedLayer, common_dtype, in_dtype, weight
 from ._recurrent import recurrent
 from ._rnn import RNNOutput as RNNOutput
 from ._rnn import rnn, rnn_gradients
 from ._stack import by_layer, join_biases, join_directions, of_layers
 
-__all__ = ["Call", "Lengths", "by_layer", "engine_used", "gru", "gru_gradients", "join_biases", "join_directions"]
-__all__ += ["lstm", "lstm_gradients", "note_engine", "of_layers", "recurrent", "rnn", "rnn_gradients", "unguarded"]
+__all__ = ["Call", "Lengths", "Quantized", "QuantizedLayer", "by_layer", "common_dtype", "engine_used", "gru"]
+__all__ += ["gru_gradients", "in_dtype", "join_biases", "join_directions", "lstm", "lstm_gradients", "note_engine"]
+__all__ += ["of_layers", "recurrent", "rnn", "rnn_gradients", "unguarded", "weight"]

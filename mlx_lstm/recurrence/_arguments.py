@@ -9,6 +9,7 @@ import numpy as np
 
 from ..checks import Form, check_array, check_flag, check_number, check_option, check_sizes, fail
 from ..engines.cells import ACTIVATIONS, Cell, GRUCell, LSTMCell, RNNCell
+from ..engines.packing import WEIGHTS, WIDTHS, Packing, Quantized, is_packed
 from ..engines.problem import Arrays, Problem
 
 Check = TypeVar("Check", bound=Callable[..., Cell])
@@ -16,20 +17,59 @@ Sizes = tuple[int, int, int, int]
 NamedForm = tuple[str, tuple[int, ...], mx.Dtype]
 
 
-def check_arrays(op: str, arrays: Arrays, cell: Cell, bidirectional: bool, batch_first: bool) -> Sizes:
+def unpacked(op: str, given: dict[str, Any]) -> tuple[Arrays, Packing | None]:
+    """What a call was given as arrays, the parts of quantized weights by names of their own; how these are packed."""
+    quantized = {name: value for name, value in given.items() if isinstance(value, Quantized)}
+    if not quantized:
+        return given, None
+    arrays = {name: value for name, value in given.items() if name not in quantized}
+    packings: dict[Packing, str] = {}
+    for name, value in quantized.items():
+        if name not in WEIGHTS:
+            fail(op, f"{name} must be an mlx.core.array", "Quantized")
+        packings.setdefault(value.packing, name)
+        arrays |= value.arrays(name)
+    packing = next(iter(packings))
+    if len(packings) > 1:
+        found = ", ".join(f"{name}: {how}" for how, name in packings.items())
+        fail(op, "all quantized weights must be packed in the same way", found)
+    check_packing(op, *packing)
+    return arrays, packing
+
+
+def check_packing(op: str, group_size: object, bits: object, mode: object) -> None:
+    """A mode of `mx.quantize`, with a group size and bits that it has."""
+    check_option(op, "mode", mode, tuple(WIDTHS))
+    groups, widths = WIDTHS[cast(str, mode)]
+    check_option(op, f"group_size of mode {mode!r}", group_size, groups)
+    check_option(op, f"bits of mode {mode!r}", bits, widths)
+
+
+def check_arrays(
+    op: str, arrays: Arrays, cell: Cell, bidirectional: bool, batch_first: bool, packing: Packing | None = None
+) -> Sizes:
     """That the arrays are what the cell has; returns (T, B, H, P), of one direction."""
     for name, array in arrays.items():
         if not isinstance(array, mx.array):
             check_array(op, name, array, ())
     forms = tuple([(name, array.shape, array.dtype) for name, array in arrays.items()])
-    return check_forms(op, cell, bidirectional, batch_first, forms)
+    return check_forms(op, cell, bidirectional, batch_first, forms, packing)
 
 
 @lru_cache(maxsize=1024)
-def check_forms(op: str, cell: Cell, bidirectional: bool, batch_first: bool, forms: tuple[NamedForm, ...]) -> Sizes:
+def check_forms(
+    op: str,
+    cell: Cell,
+    bidirectional: bool,
+    batch_first: bool,
+    forms: tuple[NamedForm, ...],
+    packing: Packing | None = None,
+) -> Sizes:
     """`check_arrays`, from names, shapes and dtypes: what was right once is not looked at again, as that costs as much
     as a step of a small layer."""
     arrays = {name: Form(shape, dtype) for name, shape, dtype in forms}
+    if packing is not None:
+        arrays |= matrices_of(op, arrays, packing)
     x, Wh, G = arrays["x"], arrays["Wh"], cell.gates
     D = 2 if bidirectional else 1
     GH, DGH = ("H" if n == 1 else f"{n}H" for n in (G, D * G))
@@ -57,6 +97,36 @@ def check_forms(op: str, cell: Cell, bidirectional: bool, batch_first: bool, for
     if "mask" in arrays:
         check_mask(op, arrays["mask"], (T, B, D * P), x.dtype, many)
     return T, B, H, P
+
+
+def matrices_of(op: str, arrays: dict[str, Form], packing: Packing) -> dict[str, Form]:
+    """The forms of the matrices that packed weights stand for, once their parts are found right."""
+    dtype, found = arrays["x"].dtype, {}
+    if dtype == mx.float64:
+        fail(op, "x must be float32, float16 or bfloat16 where weights are quantized", dtype)
+    for name in (name for name in WEIGHTS if is_packed(name, arrays)):
+        packed, scales, biases = (arrays.get(f"{name}{end}") for end in ("", "_scales", "_biases"))
+        *rows, words = cast(Form, packed).shape
+        columns = words * 32 // packing.bits
+        if (
+            cast(Form, packed).dtype != mx.uint32
+            or columns * packing.bits != words * 32
+            or columns % packing.group_size
+        ):
+            rule = (
+                f"{name}.packed must be uint32, its rows groups of {packing.group_size} weights of {packing.bits} bits"
+            )
+            fail(op, rule, f"{cast(Form, packed).dtype}, shape {[*rows, words]}")
+        shape = [*rows, columns // packing.group_size]
+        if packing.mode == "affine":
+            check_array(op, f"{name}.scales", scales, shape)
+            check_array(op, f"{name}.biases", biases, shape, cast(Form, scales).dtype)
+        else:
+            check_array(op, f"{name}.scales", scales, shape, mx.uint8)
+            if biases is not None:
+                fail(op, f"{name}.biases must be None in mode {packing.mode!r}", "an array")
+        found[name] = Form((*rows, columns), dtype)
+    return found
 
 
 def check_mask(op: str, mask: Form, shape: tuple[int, int, int], dtype: mx.Dtype, many: str) -> None:

@@ -12,9 +12,10 @@ from ..engines.autodiff import run, run_backward
 from ..engines.cells import Cell, RNNCell
 from ..engines.choice import Stream, on
 from ..engines.ops.cells import activate
+from ..engines.packing import Packing
 from ..engines.problem import Arrays, Cut, Problem
 from ..engines.tracing import are_free, have_values
-from ._arguments import Sizes, check_arrays, check_sequences
+from ._arguments import Sizes, check_arrays, check_sequences, unpacked
 from ._guard import guarded
 
 Lengths = mx.array | Sequence[int] | None
@@ -42,38 +43,44 @@ class Call(NamedTuple):
     stream: Stream = None
     batch_first: bool = False
 
-    def forward(self, arrays: Arrays, *, return_gates: bool, training: bool, wants_last: bool = True) -> dict[str, Any]:
-        """The outputs, with their gradient; gates None unless wanted, hT and cT missing unless wanted."""
+    def forward(
+        self, given: dict[str, Any], *, return_gates: bool, training: bool, wants_last: bool = True
+    ) -> dict[str, Any]:
+        """The outputs, with their gradient; gates None unless wanted, hT and cT missing unless wanted. `given`: arrays
+        and quantized weights."""
         op = self.cell.op
+        arrays, packing = unpacked(op, given)
         check_flag(op, "return_gates", return_gates)
         check_flag(op, "training", training)
-        sizes = self.check(arrays, op)
+        sizes = self.check(arrays, op, packing)
         with on(self.stream, op):
-            found = self.choose(sizes, arrays, [], op, training, (return_gates, wants_last, None))
+            found = self.choose(sizes, arrays, [], op, training, (return_gates, wants_last, None), packing)
             lengths, engine, free, traced, cut = found
-            problem = self.problem(sizes, lengths, return_gates, training and not free, cut)
+            problem = self.problem(sizes, lengths, return_gates, training and not free, cut, packing)
             plain = free or (traced and not training)  # where nobody can ask for a gradient, or a graph shall be plain
             how = {"plain": plain, "batch_first": self.batch_first, "wants_last": wants_last}
             return run(problem, arrays, engine, **how)
 
-    def backward(self, arrays: Arrays, saved: Arrays, cotangents: Arrays) -> Arrays:
-        """The gradients of the arrays."""
+    def backward(self, given: dict[str, Any], saved: Arrays, cotangents: Arrays) -> Arrays:
+        """The gradients of the arrays; quantized weights have none."""
         op = f"{self.cell.op}_gradients"
-        sizes = self.check(arrays, op)
+        arrays, packing = unpacked(op, given)
+        sizes = self.check(arrays, op, packing)
         check_sequences(self.problem(sizes), arrays, saved, cotangents, op)
         with on(self.stream, op):
-            others, given = [*saved.values(), *cotangents.values()], tuple(cotangents)
-            lengths, engine, _, _, cut = self.choose(sizes, arrays, others, op, True, ("gates" in given, True, given))
-            problem = self.problem(sizes, lengths, cut=cut)
+            others, names = [*saved.values(), *cotangents.values()], tuple(cotangents)
+            wanted = ("gates" in names, True, names)
+            lengths, engine, _, _, cut = self.choose(sizes, arrays, others, op, True, wanted, packing)
+            problem = self.problem(sizes, lengths, cut=cut, packing=packing)
             if "h" not in saved:
                 saved = saved | {"h": h_of(problem, saved)}
             return run_backward(problem, arrays, saved, cotangents, engine)
 
-    def check(self, arrays: Arrays, op: str) -> Sizes:
+    def check(self, arrays: Arrays, op: str, packing: Packing | None) -> Sizes:
         """(T, B, H, P), once arrays and flags are found right."""
         check_flag(op, "reverse", self.reverse)
         check_flag(op, "bidirectional", self.bidirectional)
-        return check_arrays(op, arrays, self.cell, self.bidirectional, self.batch_first)
+        return check_arrays(op, arrays, self.cell, self.bidirectional, self.batch_first, packing)
 
     def problem(
         self,
@@ -82,10 +89,11 @@ class Call(NamedTuple):
         return_gates: bool = False,
         training: bool = True,
         cut: Cut | None = None,
+        packing: Packing | None = None,
     ) -> Problem:
         """What the engine is told."""
         reverse = self.reverse and not self.bidirectional
-        return Problem(*sizes, self.cell, reverse, lengths, return_gates, training, self.bidirectional, cut)
+        return Problem(*sizes, self.cell, reverse, lengths, return_gates, training, self.bidirectional, cut, packing)
 
     def choose(
         self,
@@ -95,6 +103,7 @@ class Call(NamedTuple):
         op: str,
         training: bool,
         wanted: tuple[bool, bool, tuple[str, ...] | None],
+        packing: Packing | None,
     ) -> tuple[mx.array | None, str, bool, bool, Cut | None]:
         """The lengths; the engine's word; whether nobody can ask for a gradient; whether some array is a placeholder;
         how `fused` shall cut the problem. `free` and `traced` where it counts: nothing is evaluated for an engine that
@@ -125,6 +134,7 @@ class Call(NamedTuple):
                 table=table,
                 op=op,
                 refused=refused,
+                packing=packing,
             )
 
         found, cut = best(), None

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from ..engines.choice import Stream
+from ..engines.packing import Weight
 from ..engines.problem import Arrays
 from ._arguments import check_gru
 from ._call import Call, Lengths, given
@@ -22,8 +23,8 @@ class GRUOutput(NamedTuple):
 
 def gru(
     x: mx.array,
-    Wx: mx.array | None,
-    Wh: mx.array,
+    Wx: Weight | None,
+    Wh: Weight,
     b: mx.array | None = None,
     h0: mx.array | None = None,
     *,
@@ -57,7 +58,7 @@ def gru(
     Args:
         x (array): input, [T, B, I]; or, with `Wx=None`, the already projected input, [T, B, 3H].
         Wx (array, optional): input weights, [3H, I].
-        Wh (array): recurrent weights, [3H, H].
+        Wh (array): recurrent weights, [3H, H]; both may be `Quantized`, as in `lstm`.
         b (array, optional): bias, [3H].
         h0 (array, optional): first h, [B, H]. Default: zeros.
         bhn (array, optional): bias of the candidate's recurrent product, [H]; needs `reset="after"`.
@@ -92,8 +93,8 @@ def gru(
 
 def gru_gradients(
     x: mx.array,
-    Wx: mx.array | None,
-    Wh: mx.array,
+    Wx: Weight | None,
+    Wh: Weight,
     b: mx.array | None = None,
     h0: mx.array | None = None,
     *,

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from ..engines.choice import Stream
+from ..engines.packing import Weight
 from ..engines.problem import Arrays
 from ._arguments import check_lstm
 from ._call import Call, Lengths, given
@@ -24,8 +25,8 @@ class LSTMOutput(NamedTuple):
 
 def lstm(
     x: mx.array,
-    Wx: mx.array | None,
-    Wh: mx.array,
+    Wx: Weight | None,
+    Wh: Weight,
     b: mx.array | None = None,
     h0: mx.array | None = None,
     c0: mx.array | None = None,
@@ -40,7 +41,7 @@ def lstm(
     reverse: bool = False,
     bidirectional: bool = False,
     lengths: Lengths = None,
-    Wp: mx.array | None = None,
+    Wp: Weight | None = None,
     return_gates: bool = False,
     training: bool = True,
     engine: str | None = None,
@@ -60,7 +61,8 @@ def lstm(
 
     Args:
         x (array): input, [T, B, I]; or, with `Wx=None`, the already projected input, [T, B, 4H].
-        Wx (array, optional): input weights, [4H, I].
+        Wx (array, optional): input weights, [4H, I]. These, Wh and Wp may be `Quantized`: the result is that of the
+            matrices which `mx.dequantize` makes of them, and they have no gradient.
         Wh (array): recurrent weights, [4H, P]; P is H, or the projection's width.
         b (array, optional): bias, [4H].
         h0 (array, optional): first h, [B, P]. Default: zeros.
@@ -102,7 +104,8 @@ def lstm(
 
     Raises:
         ValueError: a rule on an argument is broken, or a forced engine cannot run. Nothing has been computed then.
-        RuntimeError: a second or a forward-mode derivative was asked of an engine other than `"ops"`.
+        RuntimeError: a second or a forward-mode derivative was asked of an engine other than `"ops"`; or the gradient
+            of quantized weights.
 
     Example:
         >>> import mlx.core as mx
@@ -123,8 +126,8 @@ def lstm(
 
 def lstm_gradients(
     x: mx.array,
-    Wx: mx.array | None,
-    Wh: mx.array,
+    Wx: Weight | None,
+    Wh: Weight,
     b: mx.array | None = None,
     h0: mx.array | None = None,
     c0: mx.array | None = None,
@@ -145,7 +148,7 @@ def lstm_gradients(
     reverse: bool = False,
     bidirectional: bool = False,
     lengths: Lengths = None,
-    Wp: mx.array | None = None,
+    Wp: Weight | None = None,
     engine: str | None = None,
     stream: Stream = None,
 ) -> Arrays:

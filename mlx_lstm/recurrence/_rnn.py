@@ -5,6 +5,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from ..engines.choice import Stream
+from ..engines.packing import Weight
 from ..engines.problem import Arrays
 from ._arguments import check_rnn
 from ._call import Call, Lengths, given
@@ -21,8 +22,8 @@ class RNNOutput(NamedTuple):
 
 def rnn(
     x: mx.array,
-    Wx: mx.array | None,
-    Wh: mx.array,
+    Wx: Weight | None,
+    Wh: Weight,
     b: mx.array | None = None,
     h0: mx.array | None = None,
     *,
@@ -43,7 +44,7 @@ def rnn(
     Args:
         x (array): input, [T, B, I]; or, with `Wx=None`, the already projected input, [T, B, H].
         Wx (array, optional): input weights, [H, I].
-        Wh (array): recurrent weights, [H, H].
+        Wh (array): recurrent weights, [H, H]; both may be `Quantized`, as in `lstm`.
         b (array, optional): bias, [H].
         h0 (array, optional): first h, [B, H]. Default: zeros.
         activation (str): that of h, one of those of `lstm`. Default: `"tanh"`.
@@ -69,8 +70,8 @@ def rnn(
 
 def rnn_gradients(
     x: mx.array,
-    Wx: mx.array | None,
-    Wh: mx.array,
+    Wx: Weight | None,
+    Wh: Weight,
     b: mx.array | None = None,
     h0: mx.array | None = None,
     *,

@@ -32,7 +32,7 @@ def forward(problem: Problem, arrays: Arrays) -> Arrays:
     fixed = options(problem, arrays)
     fixed |= {"packed": fused_pack("forward", bare, arrays["Wh"]), "numbers": numbers(problem.cell)}
     parts = launches(bare, takes_steps(fixed["mask"]))
-    fixed["z"] = project(arrays, launches=len(parts))
+    fixed["z"] = project(problem, arrays, launches=len(parts))
     last, pieces = {"hT": arrays.get("h0"), "cT": arrays.get("c0")}, []
     for steps, sizes in parts:
         piece = fused_forward(bare, fixed | {"h0": last["hT"], "c0": last.get("cT"), "sizes": sizes}, steps)

@@ -5,6 +5,7 @@ from functools import lru_cache
 import mlx.core as mx
 
 from ..ops import sweep as ops
+from ..packing import is_packed
 from ..problem import Arrays, Problem
 
 
@@ -24,11 +25,11 @@ def contiguous(array: mx.array | None) -> mx.array | None:
     return None if array is None else array.reshape(-1).reshape(array.shape)
 
 
-def project(arrays: Arrays, launches: int = 2) -> mx.array:
-    """`engines.ops.sweep.project`, in one launch and, where several read it, in row order."""
+def project(problem: Problem, arrays: Arrays, launches: int = 2) -> mx.array:
+    """`engines.ops.sweep.project`, in one launch unless Wx is packed and, where several read it, in row order."""
     x, Wx, b = arrays["x"], arrays.get("Wx"), arrays.get("b")
-    if Wx is None or b is None:
-        return contiguous(ops.project(arrays)) if launches > 1 else ops.project(arrays)
+    if Wx is None or b is None or is_packed("Wx", arrays):
+        return contiguous(ops.project(problem, arrays)) if launches > 1 else ops.project(problem, arrays)
     return mx.addmm(b, x.reshape(-1, x.shape[2]), Wx.T).reshape(*x.shape[:2], -1)
 
 

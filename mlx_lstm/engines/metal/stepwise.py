@@ -21,7 +21,7 @@ def forward(problem: Problem, arrays: Arrays) -> Arrays:
     cell, Wp = problem.cell, contiguous(arrays.get("Wp"))
     rows, projected = rows_of(problem, Wp)
     mask = whole_mask(problem, arrays.get("mask"))
-    z = project(arrays)
+    z = project(problem, arrays)
     row = nothing(kernels.row_type(z.dtype))
     fixed = options(problem, arrays) | {
         "z": z,

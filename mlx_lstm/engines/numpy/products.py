@@ -117,7 +117,9 @@ class WeightGradients:
         self.written.add(start)
 
     def accumulate(self, name: str, left: np.ndarray, right: np.ndarray, rows: slice = slice(None)) -> None:
-        """Add left @ right to rows of a gradient; the first chunk writes them."""
+        """Add left @ right to rows of a gradient, where that is wanted; the first chunk writes them."""
+        if name not in self.out:
+            return
         into = self.out[name][rows]
         if (name, rows.start) in self.begun:
             into += np.matmul(left, right)

@@ -14,6 +14,7 @@ import numpy as np
 
 from ..cells import GRUCell, LSTMCell, RNNCell
 from ..directions import one_direction, part
+from ..packing import is_packed
 from ..problem import Arrays, Problem
 from .arrays import BATCH_MAJOR, FEATURE_MAJOR, Array, New, NewSequence, Views, order_of, view, views
 from .gru import GRUStep, GRUStepBackward
@@ -21,6 +22,7 @@ from .lstm import LSTMStep, LSTMStepBackward
 from .memory import Ends, chunk_steps, first_state, states_before, step_mask
 from .products import Preactivations, WeightGradients
 from .rnn import RNNStep, RNNStepBackward
+from .weights import in_floats
 
 Saved = dict[str, mx.array | Array | None]
 
@@ -31,7 +33,7 @@ def forward(problem: Problem, arrays: Arrays, batch_first: bool = False, wants_l
     Gates that the caller does not want stay in NumPy's memory, or are None if there is no training; a plain cell's
     gradient does without. With `batch_first` x and h, c, gates have the batch first; hT and cT only if wanted.
     """
-    v = views(arrays)
+    v = views(in_floats(problem, arrays))
     if batch_first:
         v["x"] = v["x"].transpose(BATCH_MAJOR)
     dtype, (T, B, H, P), D = v["Wh"].dtype, problem[:4], problem.directions
@@ -55,12 +57,15 @@ def forward(problem: Problem, arrays: Arrays, batch_first: bool = False, wants_l
 
 
 def backward(problem: Problem, arrays: Arrays, saved: Saved, cotangents: Arrays) -> Arrays:
-    """The gradient of every array, from those of the outputs that have one (keys as the outputs')."""
+    """The gradient of every array that is not packed, from those of the outputs that have one (keys as the
+    outputs')."""
     if saved.get("gates") is None and not isinstance(problem.cell, RNNCell):
         saved = forward(problem._replace(training=True), arrays)
-    v, given = views(arrays), views(cotangents)
+    v, given = views(in_floats(problem, arrays)), views(cotangents)
     kept = {name: view(array) for name, array in saved.items() if name in ("h", "c", "gates") and array is not None}
-    new = {name: New(array.dtype, array.shape) for name, array in v.items() if name != "x"}
+    new = {
+        name: New(array.dtype, array.shape) for name, array in v.items() if name != "x" and not is_packed(name, arrays)
+    }
     new["x"] = NewSequence(v["x"].dtype, v["x"].shape, order_of(v["x"]))
     memory = {name: room.memory for name, room in new.items()}
     if "mask" in memory:
@@ -68,7 +73,9 @@ def backward(problem: Problem, arrays: Arrays, saved: Saved, cotangents: Arrays)
     written: set[int] = set()  # the first steps of the chunks of dx to which one direction has come already
 
     def sweep(d: int | None, problem: Problem) -> None:
-        BackwardSweep(problem, written, *(of_direction(d, values) for values in (v, kept, given, memory))).run()
+        projects = "Wx" in v  # and has no gradient if it is packed
+        own = (of_direction(d, values, projects) for values in (v, kept, given, memory))
+        BackwardSweep(problem, written, *own).run()
 
     each_direction(problem, sweep)
     return {name: room.array() for name, room in new.items()}
@@ -90,9 +97,9 @@ def each_direction(problem: Problem, sweep: Callable[[int | None, Problem], None
             sweep(d, one_direction(problem, d))
 
 
-def of_direction(d: int | None, values: Views) -> Views:
+def of_direction(d: int | None, values: Views, projects: bool | None = None) -> Views:
     """Direction d's part of all arrays."""
-    return values if d is None else part(values, d)
+    return values if d is None else part(values, d, projects)
 
 
 def sweep_forward(problem: Problem, v: Views, out: Views) -> None:

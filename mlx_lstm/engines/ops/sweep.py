@@ -15,11 +15,12 @@ from ..cells import GRUCell, LSTMCell
 from ..directions import half, join, join_gradients, one_direction, part
 from ..problem import Array, Arrays, Problem
 from . import cells
+from .packed import dequantized, times_input
 
 
 def forward(problem: Problem, arrays: Arrays) -> Arrays:
     """The cell's outputs: h [T, B, D P], gates [T, B, D G H], hT [B, D P]; of an LSTM c [T, B, D H], cT [B, D H]."""
-    z = project(arrays)
+    z, arrays = project(problem, arrays), dequantized(problem.packing, arrays)
     if not problem.bidirectional:
         return sweep_forward(problem, arrays, z)
     sweeps = (sweep_forward(one_direction(problem, d), part(arrays, d), half(z, d)) for d in range(2))
@@ -91,7 +92,7 @@ def step(problem: Problem, arrays: Arrays, z: Array, h_in: Array, h: Array, c: A
 
 
 def backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays) -> Arrays:
-    """The gradient of every array, from those of the outputs that have one (keys as the outputs')."""
+    """The gradient of every array, none of them packed, from those of the outputs that have one (keys as theirs)."""
     if problem.bidirectional:
         given = ([part(values, d) for values in (arrays, saved, cotangents)] for d in range(2))
         sweeps = (sweep_backward(one_direction(problem, d), *values) for d, values in enumerate(given))
@@ -228,12 +229,12 @@ def without_padding(lengths: Array | None, sequence: Array) -> Array:
     return mx.where(live.reshape(*live.shape, *[1] * (sequence.ndim - 2)), sequence, zero(sequence))
 
 
-def project(arrays: Arrays) -> Array:
+def project(problem: Problem, arrays: Arrays) -> Array:
     """The input's part of the preactivations, [T, B, D G H]: one matrix product over all T * B rows."""
-    x, Wx, b = arrays["x"], arrays.get("Wx"), arrays.get("b")
-    if Wx is None:
+    x, b = arrays["x"], arrays.get("b")
+    if "Wx" not in arrays:
         return x if b is None else x + b
-    z = flat(x) @ Wx.T  # not mx.addmm: with mx.vmap over b alone MLX 0.32.4 refuses it
+    z = times_input(problem.packing, arrays, flat(x))
     return (z if b is None else z + b).reshape(*x.shape[:2], -1)
 
 

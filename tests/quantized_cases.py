@@ -1,0 +1,56 @@
+"""Cases whose weights are quantized: every engine gives what the matrices give that `mx.dequantize` makes of them."""
+
+import mlx.core as mx
+import numpy as np
+from cases import draw_away_from_kinks, run, to_mlx
+
+from mlx_lstm import Quantized
+from mlx_lstm.engines.packing import WIDTHS
+from mlx_lstm.oracle import ARRAYS, backward, forward
+from mlx_lstm.oracle.closeness import assert_within, bounds
+
+PACKINGS = [(group, bits, mode) for mode, (groups, widths) in WIDTHS.items() for group in groups for bits in widths]
+"""All that MLX has."""
+
+WEIGHTS = ("Wx", "Wh", "Wp")
+
+
+def packed(matrix, group_size, bits, mode):
+    """An MLX array as `mx.quantize` packs it."""
+    return Quantized(*mx.quantize(matrix, group_size, bits, mode), group_size=group_size, bits=bits, mode=mode)
+
+
+def matrix_of(weight):
+    """What `mx.dequantize` makes of it, of scales and biases in float32."""
+    scales, biases = weight.scales, weight.biases
+    if biases is not None:  # MLX would compute in their 16 bits
+        scales, biases = scales.astype(mx.float32), biases.astype(mx.float32)
+    how = {"group_size": weight.group_size, "bits": weight.bits, "mode": weight.mode, "dtype": mx.float32}
+    return mx.dequantize(weight.packed, scales, biases, **how)
+
+
+def quantized_case(
+    packing=(32, 4, "affine"), dtype=np.float32, sizes=(3, 2, 32, 32, 32), quantize=WEIGHTS, seed=0, **options
+):
+    """(case, cotangents, quantized weights, what the oracle makes of the case, bounds): a case of sizes T, B, I, H, P
+    whose weights are those of the quantized ones."""
+    with mx.stream(mx.cpu):
+        case, cotangents = draw_away_from_kinks(seed, 1e-3, sizes=sizes, recurrent=0.2, **options)
+        case, cotangents = (
+            {n: v.astype(dtype) if isinstance(v, np.ndarray) and v.dtype.kind == "f" else v for n, v in some.items()}
+            for some in (case, cotangents)
+        )
+        weights = {n: packed(to_mlx(case[n], dtype), *packing) for n in quantize if case.get(n) is not None}
+        case |= {name: np.array(matrix_of(weight)).astype(np.float64) for name, weight in weights.items()}
+    exact = forward(**case) | backward(case, cotangents)
+    return case, cotangents, weights, exact, bounds(case, dtype, cotangents)
+
+
+def check_quantized(engine, prepared, dtype=np.float32):
+    """Outputs and all gradients that there are, within the bounds of rounding in this dtype."""
+    case, cotangents, weights, exact, limits = prepared
+    outputs, gradients = run(case, engine, dtype, cotangents, weights)
+    assert set(gradients) == {name for name in ARRAYS if case.get(name) is not None} - set(weights)
+    for name, value in (outputs | gradients).items():
+        assert value.dtype == dtype
+        assert_within(name, value, exact[name], limits[name])
