@@ -50,7 +50,8 @@ def forward(problem: Problem, arrays: Arrays, batch_first: bool = False, wants_l
         hidden = np.empty((T, rows, B), dtype).transpose(FEATURE_MAJOR)
     memory = {name: room.memory for name, room in new.items()}
     if "gates" not in memory:
-        memory["gates"] = np.empty((1, B, rows), dtype) if hidden is None else hidden
+        one = np.empty((1, rows, B), dtype).transpose(FEATURE_MAJOR)  # step after step in the same memory
+        memory["gates"] = one if hidden is None else hidden
     each_direction(problem, lambda d, problem: sweep_forward(problem, of_direction(d, v), of_direction(d, memory)))
     outputs: Saved = {"gates": hidden}
     return outputs | {name: room.array() for name, room in new.items()}
