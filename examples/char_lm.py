@@ -4,6 +4,8 @@
     python examples/char_lm.py --resume                         # goes on after Ctrl-C, bit for bit as if never stopped
     python examples/char_lm.py --resume --prompt "The " --temperature 0.5     # a finished run: only samples again
     python examples/char_lm.py --steps 200 --hidden 64 --out runs/small       # sizes are options; see --help
+    python examples/char_lm.py --dtype bfloat16                 # weights and activations of 16 bits
+    mlx.launch -n 2 -- python examples/char_lm.py --distributed # the same batch, shared by two processes
 
 The text is `pydoc_data.topics`, part of every Python (its wording differs between versions). The first nine tenths
 are for training, the last tenth, one contiguous piece, for validation. Some documentation topics repeat passages of
@@ -31,6 +33,7 @@ import os
 import shlex
 import signal
 import sys
+import tempfile
 import threading
 import time
 import zlib
@@ -47,6 +50,7 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
+from ranks import Lost, Ranks
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -54,6 +58,7 @@ from mlx_lstm.nn import LSTM
 
 CHECKPOINT = "checkpoint.safetensors"
 VALIDATION_ROWS = 16  # the validation text is read in so many rows at once, each from the zero state
+ALONE = Ranks()  # a process without others
 State = tuple[mx.array, mx.array]
 
 
@@ -72,8 +77,11 @@ class Settings(NamedTuple):
     evaluations: int = 10
     seed: int = 0
     engine: str | None = None
+    dtype: str = "float32"
 
 
+YOUNG = {"dtype": "float32"}  # settings that older checkpoints have not got, and what those then are: not written
+DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16}  # float16 needs its loss scaled: see docs/training.md
 RANGES = {  # [lowest, limit) of the options that are numbers
     **dict.fromkeys(("steps", "batch", "window", "embedding", "hidden", "evaluations"), (1, math.inf)),
     **dict.fromkeys(("learning_rate", "weight_decay", "clip", "seconds", "temperature", "length"), (0, math.inf)),
@@ -93,6 +101,7 @@ HELP = Settings(
     evaluations="how often to measure validation and write a checkpoint",
     seed="of weights, dropout and samples",
     engine="the LSTM's engine; chosen by itself if not given",
+    dtype="float32 or bfloat16, of weights and activations; what the optimizer holds, and the loss, stay float32",
 )
 
 
@@ -163,13 +172,21 @@ def trigram_bits(corpus: Corpus) -> float:
 @mx.custom_function
 def product(x: mx.array, weight: mx.array) -> mx.array:
     """x @ weight with NumPy's matrix product; gradients too. See the ratios at the top of this file."""
-    return mx.array(np.array(x, copy=False) @ np.array(weight, copy=False))
+    return rounded(in_numpy(x) @ in_numpy(weight), x)
 
 
 @product.vjp
 def product_vjp(primals: State, cotangent: mx.array, output: mx.array) -> State:
-    x, weight, cotangent = (np.array(array, copy=False) for array in (*primals, cotangent))
-    return mx.array(cotangent @ weight.T), mx.array(x.T @ cotangent)
+    x, weight, cotangent = (in_numpy(array) for array in (*primals, cotangent))
+    return rounded(cotangent @ weight.T, primals[0]), rounded(x.T @ cotangent, primals[1])
+
+
+def in_numpy(array: mx.array) -> np.ndarray:
+    return np.array(array.astype(mx.float32), copy=False)  # NumPy has no bfloat16
+
+
+def rounded(array: np.ndarray, like: mx.array) -> mx.array:
+    return mx.array(array).astype(like.dtype)
 
 
 class Vocabulary(nn.Module):
@@ -187,7 +204,7 @@ class Vocabulary(nn.Module):
 
 
 class CharLM(nn.Module):
-    """Codes [B, T] and a state to logits [B * T, V] and the next state."""
+    """Codes [B, T] and a state to logits [B * T, V] and the next state; float32 outside, `dtype` inside."""
 
     def __init__(self, size: int, settings: Settings):
         super().__init__()
@@ -196,12 +213,24 @@ class CharLM(nn.Module):
         self.lstm = LSTM(settings.embedding, settings.hidden, engine=settings.engine)
         self.lstm.bias[settings.hidden : 2 * settings.hidden] += 1  # forget gates start open: faster at first
         self.vocabulary = Vocabulary(settings.hidden, size)
+        self.dtype = DTYPES[settings.dtype]
 
     def zero_state(self, batch: int) -> State:
         return tuple(mx.zeros((batch, self.lstm.hidden_size)) for _ in range(2))
 
     def __call__(self, codes: mx.array, state: State, dropped: mx.array | None = None) -> tuple[mx.array, State]:
         """dropped [B, 1, H] multiplies the LSTM's outputs: one draw for a whole window."""
+        if self.dtype == mx.float32:
+            return self.forward(codes, state, dropped)
+        weights = self.parameters()  # the optimizer's steps are finer than 16 bits: they go on in these
+        self.set_dtype(self.dtype)
+        dropped = None if dropped is None else dropped.astype(self.dtype)
+        logits, state = self.forward(codes, tuple(array.astype(self.dtype) for array in state), dropped)
+        self.update(weights)
+        return logits.astype(mx.float32), tuple(array.astype(mx.float32) for array in state)
+
+    def forward(self, codes: mx.array, state: State, dropped: mx.array | None) -> tuple[mx.array, State]:
+        """The same in the dtype that the weights have now."""
         hidden, cell = self.lstm(self.embedding(codes), *state)
         state = mx.contiguous(hidden[:, -1]), mx.contiguous(cell[:, -1])
         hidden = hidden if dropped is None else hidden * dropped
@@ -214,17 +243,18 @@ def window_loss(model: CharLM, codes: mx.array, targets: mx.array, *rest) -> tup
     return nn.losses.cross_entropy(logits, targets.reshape(-1), reduction="mean"), state
 
 
-def validation_bits(model: CharLM, corpus: Corpus, window: int = 256) -> float:
-    """Bits per character over every character of the validation text, without dropout."""
-    inputs = mx.array(corpus.codes[corpus.split - 1 : -1].reshape(VALIDATION_ROWS, -1))
-    targets = mx.array(corpus.codes[corpus.split :].reshape(VALIDATION_ROWS, -1))
-    state, total = model.zero_state(VALIDATION_ROWS), 0.0
-    for start in range(0, inputs.shape[1], window):
+def validation_bits(model: CharLM, corpus: Corpus, window: int = 256, ranks: Ranks = ALONE) -> float:
+    """Bits per character over every character of the validation text, without dropout; each process reads its rows."""
+    own = ranks.share(VALIDATION_ROWS)
+    inputs = mx.array(corpus.codes[corpus.split - 1 : -1].reshape(VALIDATION_ROWS, -1)[own])
+    targets = mx.array(corpus.codes[corpus.split :].reshape(VALIDATION_ROWS, -1)[own])
+    state, total = model.zero_state(len(inputs)), 0.0
+    for start in range(0, inputs.shape[1] if len(inputs) else 0, window):
         piece = slice(start, start + window)
         loss, state = window_loss(model, inputs[:, piece], targets[:, piece], state)
         total += loss.item() * targets[:, piece].size
         mx.eval(state)
-    return total / targets.size / math.log(2)
+    return ranks.sum(mx.array(total)).item() / (len(corpus.codes) - corpus.split) / math.log(2)
 
 
 def sample(model: CharLM, corpus: Corpus, prompt: str, length: int, temperature: float, seed: int) -> str:
@@ -246,10 +276,13 @@ def sample(model: CharLM, corpus: Corpus, prompt: str, length: int, temperature:
 
 
 class Run:
-    """A model in training with all that the next step depends on; `save` and `load` lose nothing of it."""
+    """A model in training with all that the next step depends on; `save` and `load` lose nothing of it.
 
-    def __init__(self, settings: Settings, corpus: Corpus):
-        self.settings, self.corpus = settings, corpus
+    Of several processes each has all of it, and computes its own rows of each batch: `ranks`.
+    """
+
+    def __init__(self, settings: Settings, corpus: Corpus, ranks: Ranks = ALONE):
+        self.settings, self.corpus, self.ranks = settings, corpus, ranks
         mx.random.seed(settings.seed)
         self.model = CharLM(len(corpus.alphabet), settings)
         warm = max(1, settings.steps // 20)
@@ -261,6 +294,8 @@ class Run:
         columns = (corpus.split - 1) // settings.batch
         if columns < settings.window or corpus.split < 3:
             raise ValueError(f"the training text is too short for {settings.batch} rows of {settings.window}.")
+        if ranks.size > settings.batch:
+            raise ValueError(f"{ranks.size} processes cannot share {settings.batch} rows.")
         used = settings.batch * columns
         self.inputs = mx.array(corpus.codes[:used].reshape(settings.batch, -1))
         self.targets = mx.array(corpus.codes[1 : used + 1].reshape(settings.batch, -1))
@@ -269,34 +304,42 @@ class Run:
         self.state = self.model.zero_state(settings.batch)
         self.losses: list[float] = []  # bits per character of every step's window
         self.validation: list[tuple[int, float]] = []  # (step, bits per character)
+        self.wish: Callable[[], bool] = lambda: False  # whether this process wants an end after the step under way
+        self.stop = False  # whether any of them wanted one after the last step
         self.gradient = nn.value_and_grad(self.model, window_loss)
 
     def train_step(self) -> float:
-        """One window of every row. The state goes on from window to window, and from zero at the start of an epoch."""
-        settings = self.settings
-        if self.position + settings.window > self.inputs.shape[1]:
-            self.position, self.state = 0, self.model.zero_state(settings.batch)
-        window = slice(self.position, self.position + settings.window)
-        dropped = None
+        """One window of every row. The state goes on from window to window, and from zero at the start of an epoch.
+
+        All or nothing: where another process is lost, `Lost` leaves the run as it was before the step.
+        """
+        settings, own = self.settings, self.ranks.share(self.settings.batch)
+        position, state, key, dropped = self.position, self.state, self.key, None
+        if position + settings.window > self.inputs.shape[1]:
+            position, state = 0, self.model.zero_state(settings.batch)
+        window = slice(position, position + settings.window)
         if settings.dropout:
-            self.key, draw = mx.random.split(self.key)
+            key, draw = mx.random.split(key)
             keep = 1 - settings.dropout
-            dropped = mx.random.bernoulli(keep, (settings.batch, 1, settings.hidden), draw) / keep
-        (loss, state), gradient = self.gradient(
-            self.model, self.inputs[:, window], self.targets[:, window], self.state, dropped
-        )
+            dropped = (mx.random.bernoulli(keep, (settings.batch, 1, settings.hidden), draw) / keep)[own]
+        inputs, targets = self.inputs[own, window], self.targets[own, window]
+        found = self.gradient(self.model, inputs, targets, tuple(array[own] for array in state), dropped)
+        (loss, state), gradient = found
+        means, state = self.ranks.join((loss, mx.array(float(self.wish())), gradient), state, settings.batch)
+        loss, stop, gradient = means
         gradient, _ = optim.clip_grad_norm(gradient, settings.clip)
         self.optimizer.update(self.model, gradient)
-        self.state = tuple(mx.stop_gradient(array) for array in state)
+        self.state, self.key = tuple(mx.stop_gradient(array) for array in state), key
         mx.eval(self.model.parameters(), self.optimizer.state, self.state, self.key)
+        self.stop = stop.item() > 0
         self.step += 1
-        self.position += settings.window
+        self.position = position + settings.window
         self.losses.append(loss.item() / math.log(2))
         return self.losses[-1]
 
     def evaluate(self) -> float:
         """Validation bits per character now, into the history."""
-        self.validation.append((self.step, validation_bits(self.model, self.corpus)))
+        self.validation.append((self.step, validation_bits(self.model, self.corpus, ranks=self.ranks)))
         return self.validation[-1][1]
 
     def arrays(self) -> dict[str, mx.array]:
@@ -309,30 +352,41 @@ class Run:
         return place | {"losses": self.losses, "validation": self.validation}
 
     def save(self, path: Path) -> None:
-        """Written beside `path`, then renamed: whatever happens, `path` is a whole checkpoint, the old or the new."""
-        about = {"settings": json.dumps(self.settings._asdict()), "run": json.dumps(self.numbers())}
+        """Written beside `path`, then renamed: whatever happens, `path` is a whole checkpoint, the old or the new. Of
+        several processes the first one writes."""
+        if self.ranks.rank > 0:
+            return
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(f".{os.getpid()}.{path.name}")
         try:
-            mx.save_safetensors(str(partial), self.arrays(), about)
+            self.write(partial)
             os.replace(partial, path)
         finally:
             partial.unlink(missing_ok=True)
 
+    def write(self, path: Path) -> None:
+        settings = {name: value for name, value in self.settings._asdict().items() if YOUNG.get(name, ...) != value}
+        about = {"settings": json.dumps(settings), "run": json.dumps(self.numbers())}
+        mx.save_safetensors(str(path), self.arrays(), about)
+
     @classmethod
-    def load(cls, path: Path, corpus: Corpus, engine: str | None = None) -> Run:
+    def load(cls, path: Path, corpus: Corpus, engine: str | None = None, ranks: Ranks = ALONE) -> Run:
         """The run as `save` found it. Another engine is the one setting that may change. A ValueError tells what is
         wrong with a file that `save` has not written so, and what to do."""
         try:
-            arrays, settings, kept = read_checkpoint(path)
-            run = cls(settings._replace(engine=engine) if engine else settings, corpus)
-            check_alike("number", kept, run.numbers(), lambda value: type(value).__name__)
-            if kept["text"] != run.numbers()["text"]:
-                raise ValueError(f"it was trained on another text (another Python?): {kept['text']}")
-            check_alike("array", arrays, run.arrays(), lambda array: f"{array.dtype} {list(array.shape)}")
+            return cls.read(path, corpus, engine, ranks)
         except ValueError as error:
             advice = "start again without --resume, or with another --out"
             raise ValueError(f"cannot go on from {path}: {str(error).rstrip('.')}; {advice}.") from None
+
+    @classmethod
+    def read(cls, path: Path, corpus: Corpus, engine: str | None, ranks: Ranks) -> Run:
+        arrays, settings, kept = read_checkpoint(path)
+        run = cls(settings._replace(engine=engine) if engine else settings, corpus, ranks)
+        check_alike("number", kept, run.numbers(), lambda value: type(value).__name__)
+        if kept["text"] != run.numbers()["text"]:
+            raise ValueError(f"it was trained on another text (another Python?): {kept['text']}")
+        check_alike("array", arrays, run.arrays(), lambda array: f"{array.dtype} {list(array.shape)}")
         run.state, run.key = (arrays.pop("state.hidden"), arrays.pop("state.cell")), arrays.pop("key")
         trees = tree_unflatten(list(arrays.items()))
         run.model.update(trees["model"])
@@ -346,9 +400,11 @@ def read_checkpoint(path: Path) -> tuple[dict[str, mx.array], Settings, dict]:
     """Arrays, settings and numbers of a checkpoint; a ValueError if it has not got them."""
     try:
         arrays, about = mx.load(str(path), return_metadata=True)
+        mx.eval(arrays)  # the file may go
         settings, kept = (dict(json.loads(about[name])) for name in ("settings", "run"))
     except (KeyError, RuntimeError, TypeError, ValueError) as error:
         raise ValueError(f"it is no whole checkpoint ({type(error).__name__}: {error})") from None
+    settings = YOUNG | settings
     any_engine = Settings()._replace(engine=settings.get("engine"))._asdict()
     check_alike("setting", settings, any_engine, lambda value: type(value).__name__)
     for name, rule in broken_ranges(settings):
@@ -366,7 +422,9 @@ def check_alike(kind: str, found: dict, expected: dict, form: Callable[[Any], st
 
 
 def broken_ranges(values: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """The names of those outside of RANGES, and the rule."""
+    """The names of those outside of RANGES or DTYPES, and the rule."""
+    if (value := values.get("dtype", "float32")) not in DTYPES:
+        yield "dtype", f"must be one of {', '.join(DTYPES)} but is {value}."
     for name, (lowest, limit) in RANGES.items():
         if (value := values.get(name)) is not None and not lowest <= value < limit:
             yield name, f"must lie in [{lowest}, {limit}) but is {value}."
@@ -374,22 +432,30 @@ def broken_ranges(values: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 @contextlib.contextmanager
 def ctrl_c() -> Iterator[threading.Event]:
-    """Inside, the first Ctrl-C only sets the event, so that a step is never cut in two; a second one interrupts."""
+    """Inside, the first Ctrl-C only sets the event, so that a step is never cut in two; a second one interrupts.
+
+    The same holds of SIGTERM, which a launcher sends to all processes where one has died.
+    """
     pressed = threading.Event()
+    defaults = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
 
     def note(signum, frame):
         pressed.set()
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signum, defaults[signum])
 
-    before = signal.signal(signal.SIGINT, note)
+    before = {number: signal.signal(number, note) for number in defaults}
     try:
         yield pressed
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def train(run: Run, checkpoint: Path, console: Console, seconds: float | None = None) -> bool:
-    """Train to the last step, to `seconds` or to Ctrl-C (then returns False). Leaves a checkpoint in every case."""
+    """Train to the last step, to `seconds` or to Ctrl-C (then returns False). Leaves a checkpoint in every case.
+
+    Of several processes all stop at the same step; where one is lost, `Lost` follows the checkpoint.
+    """
     settings, start, first, busy = run.settings, time.perf_counter(), run.step, 0.0
     every = math.ceil(settings.steps / settings.evaluations)
     columns = "{task.fields[loss]:.3f} bits/char  {task.fields[speed]:,.0f} char/s"
@@ -397,19 +463,23 @@ def train(run: Run, checkpoint: Path, console: Console, seconds: float | None = 
     with ctrl_c() as pressed, bar:
         task = bar.add_task("training", total=settings.steps, completed=run.step, loss=math.nan, speed=0)
         loss = np.mean(run.losses[-20:]) if run.losses else None
-        while run.step < settings.steps and not pressed.is_set():
-            begin = time.perf_counter()
-            bits = run.train_step()
-            busy += time.perf_counter() - begin
-            loss = bits if loss is None else 0.95 * loss + 0.05 * bits
-            speed = (run.step - first) * settings.batch * settings.window / busy
-            bar.update(task, completed=run.step, loss=loss, speed=speed)
-            if run.step % every == 0 or run.step == settings.steps:
-                line = f"step {run.step:5d}   training {loss:.3f}   validation {run.evaluate():.3f} bits/char"
-                bar.console.print(f"{line}   {speed:,.0f} char/s")
-                run.save(checkpoint)
-            if seconds is not None and time.perf_counter() - start > seconds:
-                break
+        limit = math.inf if seconds is None else seconds
+        run.stop, run.wish = False, lambda: pressed.is_set() or time.perf_counter() - start > limit
+        try:
+            while run.step < settings.steps and not run.stop:
+                begin = time.perf_counter()
+                bits = run.train_step()
+                busy += time.perf_counter() - begin
+                loss = bits if loss is None else 0.95 * loss + 0.05 * bits
+                speed = (run.step - first) * settings.batch * settings.window / busy
+                bar.update(task, completed=run.step, loss=loss, speed=speed)
+                if run.step % every == 0 or run.step == settings.steps:
+                    line = f"step {run.step:5d}   training {loss:.3f}   validation {run.evaluate():.3f} bits/char"
+                    bar.console.print(f"{line}   {speed:,.0f} char/s")
+                    run.save(checkpoint)
+        except Lost:  # before the step that failed changed anything
+            run.save(checkpoint)
+            raise
         run.save(checkpoint)
         return not pressed.is_set()
 
@@ -447,6 +517,7 @@ def arguments(argv: list[str] | None) -> tuple[argparse.Namespace, Settings | No
         text = getattr(HELP, name) + ("" if default is None else f" (default: {default})")
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=argparse.SUPPRESS, help=text)
     parser.add_argument("--seconds", type=float, help="stop after so long, as Ctrl-C would, and sample")
+    parser.add_argument("--distributed", action="store_true", help="share each batch with the processes of mlx.launch")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out, with its settings")
     parser.add_argument("--out", type=Path, default=Path("runs/char_lm"), help="folder of the results")
     parser.add_argument("--prompt", default="The ", help="what the sampled text starts with")
@@ -462,7 +533,7 @@ def arguments(argv: list[str] | None) -> tuple[argparse.Namespace, Settings | No
         return options, Settings(**given)
     if fixed := sorted(given.keys() - {"engine"}):
         parser.error(f"--resume takes {', '.join(fixed)} from the checkpoint.")
-    if not (options.out / CHECKPOINT).exists():
+    if not (options.out / CHECKPOINT).exists() and not options.distributed:  # then only the first one must have it
         parser.error(f"--resume found no {options.out / CHECKPOINT}.")
     return options, None
 
@@ -470,7 +541,8 @@ def arguments(argv: list[str] | None) -> tuple[argparse.Namespace, Settings | No
 def report(run: Run, baseline: float, options: argparse.Namespace, console: Console) -> None:
     """The plot, the two figures and the sampled text."""
     plot(run, baseline, options.out / "loss.png")
-    bits = run.validation[-1][1] if run.validation and run.validation[-1][0] == run.step else run.evaluate()
+    measured = run.validation and run.validation[-1][0] == run.step
+    bits = run.validation[-1][1] if measured else validation_bits(run.model, run.corpus)
     text = sample(run.model, run.corpus, options.prompt, options.length, options.temperature, run.settings.seed)
     (options.out / "sample.txt").write_text(text + "\n", encoding="utf-8")
     console.rule(f"sample, temperature {options.temperature:g}")
@@ -481,30 +553,51 @@ def report(run: Run, baseline: float, options: argparse.Namespace, console: Cons
     console.print(f"wrote {CHECKPOINT}, loss.png and sample.txt to {options.out}")
 
 
+def start(settings: Settings | None, checkpoint: Path, corpus: Corpus, engine: str | None, ranks: Ranks) -> Run:
+    """A new run, or that of the checkpoint. Every process has it as the first one has, who alone needs the file."""
+    if ranks.rank == 0:
+        run = Run(settings, corpus, ranks) if settings else Run.load(checkpoint, corpus, engine, ranks)
+        if ranks.size == 1:
+            return run
+    with tempfile.TemporaryDirectory() as folder:
+        sent = Path(folder) / CHECKPOINT
+        if ranks.rank == 0:
+            run.write(sent)
+            ranks.first(sent.read_bytes())
+            return run
+        sent.write_bytes(ranks.first())
+        try:
+            return Run.read(sent, corpus, engine, ranks)
+        except ValueError as error:
+            raise ValueError(f"process {ranks.rank} cannot do as the first one does: {error}") from None
+
+
 def main(argv: list[str] | None = None) -> int:
     options, settings = arguments(argv)
-    console, checkpoint = Console(highlight=False, markup=False, soft_wrap=True), options.out / CHECKPOINT
-    corpus = Corpus.of(documentation())
-    engine = getattr(options, "engine", None)
+    corpus, checkpoint = Corpus.of(documentation()), options.out / CHECKPOINT
     try:
-        run = Run(settings, corpus) if settings else Run.load(checkpoint, corpus, engine)
+        ranks = Ranks(options.distributed)
+        run = start(settings, checkpoint, corpus, getattr(options, "engine", None), ranks)
         run.model(mx.zeros((1, 1), mx.int32), run.model.zero_state(1))
-    except ValueError as error:  # of a checkpoint, or an engine that does not exist or cannot run here
+    except (ValueError, Lost) as error:  # of a checkpoint, or an engine that does not exist or cannot run here
         print(f"{Path(__file__).name}: error: {error}", file=sys.stderr)
         return 2
     corpus.encode(options.prompt)
+    console = Console(highlight=False, markup=False, soft_wrap=True, quiet=ranks.rank > 0)
     baseline = trigram_bits(corpus)
     weights = sum(array.size for _, array in tree_flatten(run.model.parameters()))
     held_out = len(corpus.codes) - corpus.split
     console.print(f"{corpus.split:,} characters to train on, the last {held_out:,} for validation")
     console.print(f"{len(corpus.alphabet)} symbols, {weights:,} weights, trigram baseline {baseline:.3f} bits/char")
-    went_on = train(run, checkpoint, console, options.seconds)
-    if went_on:
-        report(run, baseline, options, console)
-    else:
-        plot(run, baseline, options.out / "loss.png")
+    command = f"python {os.path.relpath(__file__)} --resume --out {shlex.quote(str(options.out))}"
+    try:
+        went_on = train(run, checkpoint, console, options.seconds)
+    except Lost as error:
+        print(f"{Path(__file__).name}: error: {error}; go on from step {run.step} with:  {command}", file=sys.stderr)
+        return 1
+    if ranks.rank == 0:
+        report(run, baseline, options, console) if went_on else plot(run, baseline, options.out / "loss.png")
     if run.step < run.settings.steps:
-        command = f"python {os.path.relpath(__file__)} --resume --out {shlex.quote(str(options.out))}"
         console.print(f"stopped at step {run.step} of {run.settings.steps}; go on with:  {command}")
     return 0 if went_on else 130
 

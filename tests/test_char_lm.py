@@ -1,4 +1,7 @@
-"""The character language model of examples/: exact resume, whole checkpoints, Ctrl-C, its baseline, its command."""
+"""The character language model of examples/: exact resume, whole checkpoints, Ctrl-C, its baseline, its command.
+
+As one process here; tests/test_distributed.py has several of them.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,8 @@ def load_example():
     module = importlib.util.module_from_spec(spec)
     sys.modules["char_lm"] = module
     environment = dict(os.environ)
-    spec.loader.exec_module(module)
+    with patch.object(sys, "path", [str(SCRIPT.parent), *sys.path]):  # as when a user starts it: it has a neighbour
+        spec.loader.exec_module(module)
     os.environ.clear()  # the example limits NumPy's threads, which is no business of other tests
     os.environ.update(environment)
     return module
@@ -65,9 +69,11 @@ def quiet():
 # --- Resume ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("window", [8, 200], ids=["within an epoch", "across epochs"])
-def test_resume_is_bit_exact(corpus, tmp_path, window):
-    straight, first = new_run(corpus, window=window), new_run(corpus, window=window)
+@pytest.mark.parametrize(
+    "options", [{}, {"window": 200}, {"dtype": "bfloat16"}], ids=["within an epoch", "across epochs", "bfloat16"]
+)
+def test_resume_is_bit_exact(corpus, tmp_path, options):
+    straight, first = new_run(corpus, **options), new_run(corpus, **options)
     for _ in range(20):
         straight.train_step()
     for _ in range(10):
@@ -128,6 +134,7 @@ DAMAGES = {
     ),
     "an unknown setting": (changed("settings", width=3), "setting width is unknown"),
     "a setting's type": (changed("settings", hidden="16"), "setting hidden must be int but is str"),
+    "a dtype of none": (changed("settings", dtype="float16"), "setting dtype must be one of float32, bfloat16 but is"),
     "a setting's range": (changed("settings", dropout=2.0), "setting dropout must lie in [0, 1) but is 2.0"),
     "no step": (changed("run", step=...), "number step is missing"),
     "another text": (
@@ -153,6 +160,13 @@ def test_a_damaged_checkpoint_ends_in_a_line_that_says_what_to_do(corpus, tmp_pa
     said = capsys.readouterr()
     assert said.out == "" and said.err.count("\n") == 1 and f"cannot go on from {path}: {words}" in said.err
     assert said.err.endswith("; start again without --resume, or with another --out.\n")
+
+
+def test_checkpoints_of_float32_are_those_from_before_there_was_a_choice(corpus, tmp_path):
+    new_run(corpus).save(tmp_path / "c.safetensors")
+    _, about = mx.load(str(tmp_path / "c.safetensors"), return_metadata=True)
+    assert "dtype" not in json.loads(about["settings"])
+    assert char_lm.Run.load(tmp_path / "c.safetensors", corpus).settings.dtype == "float32"
 
 
 def test_the_state_is_carried_and_reset_with_the_epoch(corpus):
@@ -189,18 +203,19 @@ def test_a_failed_write_leaves_the_old_checkpoint(corpus, tmp_path, monkeypatch)
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
 
 
-def test_ctrl_c_finishes_the_step_and_saves(corpus, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_finishes_the_step_and_saves(corpus, tmp_path, number):
     run, path = new_run(corpus, steps=1000), tmp_path / "c.safetensors"
-    step, handler = run.train_step, signal.getsignal(signal.SIGINT)
+    step, handler = run.train_step, signal.getsignal(number)
 
     def interrupted_step():
         if run.step == 4:
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(number)
         return step()
 
     run.train_step = interrupted_step
     assert char_lm.train(run, path, quiet()) is False
-    assert signal.getsignal(signal.SIGINT) is handler
+    assert signal.getsignal(number) is handler
     assert run.step == 5 and char_lm.Run.load(path, corpus).step == 5
     assert everything(char_lm.Run.load(path, corpus)) == everything(run)
 
@@ -366,6 +381,7 @@ def test_options_that_cannot_work_are_refused(capsys):
         ("--learning-rate=-1", "--learning-rate must lie in [0, inf)"),
         ("--seed=-1", "--seed must lie in [0, 18446744073709551616) but is -1."),
         ("--prompt=", "--prompt must have"),
+        ("--dtype=float16", "--dtype must be one of float32, bfloat16 but is float16."),
     ):
         with pytest.raises(SystemExit) as stopped:
             char_lm.arguments([option])
@@ -389,6 +405,63 @@ def test_resume_refuses_settings_and_wants_a_checkpoint(tmp_path, capsys):
         with pytest.raises(SystemExit) as stopped:
             char_lm.arguments(["--resume", f"--out={tmp_path}", *options])
         assert stopped.value.code == 2 and part in capsys.readouterr().err
+
+
+# --- 16 bits ----------------------------------------------------------------------------------------------------------
+
+
+def test_bfloat16_is_in_the_weights_and_activations_and_nowhere_else(corpus):
+    run, seen = new_run(corpus, dtype="bfloat16"), []
+    forward = run.model.forward
+
+    def watched(*inputs):
+        given = [array for _, array in tree_flatten((run.model.parameters(), inputs[1:])) if array is not None]
+        seen.extend(array.dtype for array in given)
+        found = forward(*inputs)
+        seen.extend(array.dtype for _, array in tree_flatten(found))
+        return found
+
+    run.model.forward = watched
+    run.train_step(), run.evaluate()
+    assert set(seen) == {mx.bfloat16}
+    kept = tree_flatten([run.model.parameters(), run.optimizer.state, run.state])
+    assert {array.dtype for _, array in kept} == {mx.float32, mx.uint64}  # the optimizer counts its steps
+
+
+def test_the_loss_of_bfloat16_is_off_by_no_more_than_its_roundings(corpus):
+    """Against float64 with the rounded weights: rounded are the LSTM's outputs, their products with the mask, the
+    vocabulary's sums before and after the bias. The loss moves by at most twice as much as a logit."""
+    run = new_run(corpus, dtype="bfloat16", dropout=0.3)
+    window, dropped = run.settings.window, dropout_of(run)
+    codes, targets = run.inputs[:, :window], run.targets[:, :window]
+    (loss, _), gradients = run.gradient(run.model, codes, targets, run.state, dropped)
+
+    model, half = run.model, 2.0**-9
+    model.dtype = mx.float32  # no more rounding
+    for dtype in (mx.bfloat16, mx.float64):
+        model.set_dtype(dtype)
+    state = tuple(array.astype(mx.float64) for array in run.state)
+    dropped = dropped.astype(mx.bfloat16).astype(mx.float64)
+    with patch.object(char_lm, "product", mx.matmul):
+        exact, logits, outputs = (np.array(array) for array in with_outputs(model, codes, targets, state, dropped))
+    sums = np.abs(outputs) @ np.abs(np.array(model.vocabulary.weight))
+    error = 1.01 * half * (3 * sums + np.abs(logits)).max()  # 1.01: of second order, and float32
+    assert 0 < abs(loss.item() - exact) <= 2 * error
+    assert all(mx.isfinite(array).all() and array.dtype == mx.float32 for _, array in tree_flatten(gradients))
+
+
+def with_outputs(model, codes, targets, state, dropped):
+    """The loss, the logits, and what the vocabulary layer was given."""
+    outputs = model.lstm(model.embedding(codes), *state)[0] * dropped
+    logits = model.vocabulary(outputs.reshape(-1, outputs.shape[-1]))
+    return char_lm.window_loss(model, codes, targets, state, dropped)[0], logits, outputs.reshape(-1, outputs.shape[-1])
+
+
+def test_bfloat16_learns(corpus, tmp_path):
+    run = new_run(corpus, steps=40, dtype="bfloat16")
+    before = run.evaluate()
+    assert char_lm.train(run, tmp_path / "c.safetensors", quiet()) is True
+    assert run.validation[-1][1] < before - 0.5
 
 
 # --- Through the Metal shaders ---------------------------------------------------------------------------------------

@@ -59,7 +59,7 @@ def test_python_block(block, tmp_path, monkeypatch):
     assert printed.getvalue() == (block.output or "")
 
 
-UNCHECKED = ("git", "cd", "apt-get")
+UNCHECKED = ("git", "cd", "apt-get", "mlx.distributed_config")
 INLINE = re.compile(r"`((?:python -m|make|\S*bin/python) [^`]+)`")
 COMMANDS = [line for block in BLOCKS if block.language == "sh" for line in block.text.splitlines()]
 COMMANDS += [line for page in PAGES + OTHER_PAGES for line in INLINE.findall(page.read_text())]
@@ -70,7 +70,7 @@ def test_command(line):
     """Targets, extras, files and options are there; what the command would do is not tried."""
     for part in line.split("&&"):
         words = [word for word in shlex.split(part, comments=True) if not re.fullmatch(r"[A-Z_]+=\S+", word)]
-        if words and words[0] not in UNCHECKED:
+        if words and Path(words[0]).name not in UNCHECKED:
             check_command(Path(words[0]).name, *words[1:])
 
 
@@ -82,6 +82,9 @@ def check_command(program, *words):
         declared = (ROOT / "pyproject.toml").read_text().partition("[project.optional-dependencies]")[2]
         assert words[0] == "install" and words[1].startswith(".")
         assert set(re.findall(r"\w+", words[1])) <= set(re.findall(r"^(\w+) = \[", declared, re.MULTILINE))
+    elif program == "mlx.launch":
+        launched = words[words.index("--") + 1 :]
+        check_command(Path(launched[0]).name, *launched[1:])
     elif words[0] == "-m" and words[1] != "pytest":
         module = f"{words[1]}.__main__" if words[1].startswith("mlx_lstm") else words[1]
         importlib.import_module(module).make_parser().parse_args(words[2:])
@@ -98,7 +101,8 @@ def test_options_in_prose():
     known = "".join(path.read_text() for path in [*ROOT.glob("mlx_lstm/*/__main__.py"), *ROOT.glob("examples/*.py")])
     for page in PAGES:
         for option in re.findall(r"`(--[a-z-]+)", page.read_text()):
-            assert f'"{option}"' in known, f"{page}: {option}"
+            field = f"    {option[2:].replace('-', '_')}: "  # of an example's settings
+            assert f'"{option}"' in known or field in known, f"{page}: {option}"
 
 
 @pytest.mark.parametrize("page", PAGES + OTHER_PAGES, ids=lambda path: str(path.relative_to(ROOT)))

@@ -1,0 +1,178 @@
+"""The character language model in several processes: what one process would learn, and what is left when one dies."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+from unittest.mock import patch
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from test_char_lm import ROOT, SCRIPT, TEXT, char_lm, quiet
+
+from mlx_lstm.oracle.closeness import largest
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="MLX has no ring there")
+
+SIZES = {"batch": 8, "window": 16, "embedding": 8, "hidden": 16, "dropout": 0.3, "clip": 0.5, "evaluations": 5}
+SETTINGS = char_lm.Settings(**SIZES, steps=50)
+OPTIONS = [f"--{name}={value}" for name, value in SIZES.items()] + ["--steps=50", "--prompt=1", "--length=1"]
+CORPUS = char_lm.Corpus.of(TEXT)
+
+# The example on a short text; at a step it may get a signal. Arguments: text, step, signal, those of the example.
+PROCESS = f"""
+import os, sys
+sys.path.insert(0, {str(SCRIPT.parent)!r})
+import char_lm
+char_lm.mx.set_default_device(char_lm.mx.cpu)
+text, at, number, *options = sys.argv[1:]
+step, char_lm.documentation = char_lm.Run.train_step, lambda: text
+def train_step(run):
+    if run.step == int(at):
+        os.kill(os.getpid(), int(number))
+    return step(run)
+char_lm.Run.train_step = train_step
+raise SystemExit(char_lm.main(options))
+"""
+
+
+def free_ports(count):
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for found in sockets:
+            found.bind(("127.0.0.1", 0))
+        return [found.getsockname()[1] for found in sockets]
+
+
+def together(size, folder, *options, texts=None, at=-1, number=0, to=None):
+    """Exit codes and what each of `size` processes said; each has its own folder. At step `at` number `to` gets the
+    signal."""
+    hosts = folder / "hosts.json"
+    hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in free_ports(size)]))
+    started = []
+    for rank in range(size):
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUTF8": "1"}
+        environment |= {"MLX_HOSTFILE": str(hosts), "MLX_RANK": str(rank)}
+        text, step = texts[rank] if texts else TEXT, at if rank == to else -1
+        line = [sys.executable, "-c", PROCESS, text, str(step), str(int(number))]
+        line += ["--distributed", f"--out={folder / str(rank)}", *options]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        started.append(subprocess.Popen(line, **pipes, text=True, encoding="utf-8", env=environment))
+    said = [process.communicate(timeout=60) for process in started]
+    return [process.returncode for process in started], said
+
+
+def kept(folder):
+    """Step, losses and validation of a checkpoint."""
+    _, about = mx.load(str(folder / "checkpoint.safetensors"), return_metadata=True)
+    run = json.loads(about["run"])
+    return run["step"], np.array(run["losses"]), np.array([bits for _, bits in run["validation"]])
+
+
+def curve(dtype, corpus, evaluations):
+    """Losses and validation of a single process: as it is in float32, or exact in float64."""
+    run = char_lm.Run(SETTINGS, corpus)
+    run.model.set_dtype(dtype)
+    run.optimizer.init(run.model.trainable_parameters())
+    run.state = tuple(array.astype(dtype) for array in run.state)
+    exact = contextlib.nullcontext() if dtype == mx.float32 else patch.object(char_lm, "product", mx.matmul)
+    with exact, patch.object(run.model, "zero_state", lambda rows: (mx.zeros((rows, SETTINGS.hidden), dtype),) * 2):
+        while run.step < SETTINGS.steps:
+            run.train_step()
+            if run.step % (SETTINGS.steps // evaluations) == 0:
+                run.evaluate()
+    return np.array(run.losses), np.array([bits for _, bits in run.validation])
+
+
+def assert_same_curve(losses, validation, corpus=CORPUS):
+    """Sums in another order: as far from the exact curve as one process is, twice, and a few roundings of a loss."""
+    exact, one = (curve(dtype, corpus, len(validation)) for dtype in (mx.float64, mx.float32))
+    for got, alone, ref in zip((losses, validation), one, exact, strict=True):
+        assert got.shape == ref.shape
+        bound = 2 * largest(alone - ref) + 4 * np.finfo(np.float32).eps * largest(ref)
+        assert largest(got - ref) <= bound
+
+
+def test_three_processes_learn_what_one_learns(tmp_path):
+    """Eight rows: the shares are not equal."""
+    codes, said = together(3, tmp_path, *OPTIONS)
+    assert codes == [0, 0, 0], said
+    step, *curves = kept(tmp_path / "0")
+    assert step == 50
+    assert_same_curve(*curves)
+    (first, _), *others = said
+    assert "step    50" in first and all(out == error == "" for out, error in others)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "hosts.json"]
+
+
+@pytest.mark.not_on_a_mac("it runs on the GPU, which adds up the gradient of an embedding in any order")
+def test_two_processes_as_a_user_starts_them(tmp_path):
+    (port,) = free_ports(1)
+    launch = [Path(sysconfig.get_path("scripts")) / "mlx.launch", "-n", "2", "--starting-port", str(port), "--"]
+    line = [*launch, sys.executable, str(SCRIPT), "--distributed", f"--out={tmp_path}", *OPTIONS, "--evaluations=1"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUTF8": "1"}
+    with subprocess.Popen(line, **pipes, text=True, encoding="utf-8", env=environment) as process:
+        said = process.stdout.read()
+    assert said.count("step    50") == said.count("validation: LSTM") == 1, said
+    assert_same_curve(*kept(tmp_path)[1:], char_lm.Corpus.of(char_lm.documentation()))
+
+
+def test_killed_processes_leave_a_checkpoint_that_any_number_of_them_resumes(tmp_path):
+    """One process goes to step 10; of three, one in the middle dies at 25; of two, the first dies at 35; one ends."""
+    run, path = char_lm.Run(SETTINGS, CORPUS), tmp_path / "0" / "checkpoint.safetensors"
+    for _ in range(10):
+        run.train_step()
+    run.evaluate(), run.save(path)
+
+    resume = ["--resume", "--prompt=1"]
+    codes, said = together(3, tmp_path, *resume, at=25, to=1, number=signal.SIGKILL)
+    assert codes == [1, -signal.SIGKILL, 1], said
+    for rank in (0, 2):
+        assert f"char_lm.py: error: process {rank} of 3 has lost another" in said[rank][1]
+    assert "go on from step 25 with:  python" in said[0][1] and kept(path.parent)[0] == 25
+
+    codes, said = together(2, tmp_path, *resume, at=35, to=0, number=signal.SIGKILL)
+    assert codes == [-signal.SIGKILL, 1] and "process 1 of 2 has lost another" in said[1][1], said
+    assert kept(path.parent)[0] == 30
+    assert [file.name for file in path.parent.iterdir()] == [path.name] and not (tmp_path / "1").exists()
+
+    run = char_lm.Run.load(path, CORPUS)
+    assert char_lm.train(run, path, quiet()) is True
+    assert_same_curve(*kept(path.parent)[1:])
+
+
+def test_ctrl_c_in_one_process_stops_all_at_the_same_step(tmp_path):
+    codes, said = together(2, tmp_path, *OPTIONS, at=7, to=1, number=signal.SIGINT)
+    assert codes == [0, 130], said
+    assert "stopped at step 8 of 50" in said[0][0] and kept(tmp_path / "0")[0] == 8
+
+
+def test_processes_with_different_texts_are_refused(tmp_path):
+    codes, said = together(2, tmp_path, *OPTIONS, texts=[TEXT, TEXT[:-1]])
+    assert codes[1] == 2 and "process 1 cannot do as the first one does: it was trained on another" in said[1][1], said
+    assert codes[0] == 1 and "process 0 of 2 has lost another" in said[0][1]
+
+
+def test_shares_are_all_rows_in_order():
+    for size in range(1, 8):
+        for rows in range(12):
+            shares = []
+            for rank in range(size):
+                one = char_lm.Ranks()
+                one.rank, one.size = rank, size
+                shares += range(rows)[one.share(rows)]
+            assert shares == list(range(rows))
+
+
+def test_more_processes_than_rows_are_refused():
+    ranks = char_lm.Ranks()
+    ranks.size = 9
+    with pytest.raises(ValueError, match="9 processes cannot share 8 rows"):
+        char_lm.Run(SETTINGS, CORPUS, ranks)
