@@ -13,6 +13,9 @@ constexpr int activation_of(int cell, int gate) { return (cell >> (8 + 3 * gate)
 // What stands for an array the caller does not have.
 enum Absent { absent };
 
+inline bool is_present(Absent) { return false; }
+template <class A> bool is_present(A) { return true; }
+
 // array[index], or `otherwise` where there is no array.
 template <class V> V value_at(Absent, long, V otherwise) { return otherwise; }
 template <class A, class V> V value_at(A array, long index, V) { return V(array[index]); }

@@ -4,6 +4,7 @@
 // With D directions and G gates, in blocks of the cell's gate order:
 //   z, gates, dz  [T, B, D G H]     h  [T, B, D H]        h0, hT  [B, D H]     lengths  [B]
 //   mask          [T or 1, B, D H]  c  [T, B, D H] float  c0, cT  [B, D H]     extra  peephole [D, 4H] or bhn [D H]
+//   keeps         [T, B, D]
 //   packed        [D, simdgroups, COUNT, 32 lanes, 4]: Wh [D, G H, H] as fused_pack.metal lays it out
 //   sizes         start, stop: the steps of this launch, counted in the order of processing; T, B, D;
 //                 whether the only direction is the reverse one; whether every step has a mask of its own
@@ -46,10 +47,11 @@ inline long place_in(thread const Sweep& sweep, int b, int blocks, int block, in
 inline long time_step(thread const Sweep& sweep, int blocks, int H) { return long(sweep.B) * sweep.D * blocks * H; }
 
 // Where the numbers of a unit of a batch item stand at a step, or how far they are from those of the step before: in
-// arrays of the launch's own steps, `state` [., B, D H] and `gate` [., B, D G H]; in `mask`; in `apart` [D, T, B, H].
+// arrays of the launch's own steps, `state` [., B, D H] and `gate` [., B, D G H]; in `mask`; in `keeps`; in `apart`
+// [D, T, B, H].
 template <class Index>
 struct Place {
-  Index state, gate, mask, apart;
+  Index state, gate, mask, keep, apart;
 };
 
 // That of the launch's first step, or of its last one BACK.
@@ -61,6 +63,7 @@ void first_place(
   place.state = Index(row * step + item);
   place.gate = Index(row * blocks * step + place_in(sweep, b, blocks, block, H, unit));
   place.mask = Index((sweep.masks_differ ? t * step : 0) + item);
+  place.keep = Index((t * sweep.B + b) * sweep.D + sweep.direction);
   place.apart = Index(((sweep.direction * sweep.T + t) * sweep.B + b) * H + unit);
 }
 
@@ -69,15 +72,14 @@ void between_steps(thread const Sweep& sweep, int blocks, int H, thread Place<In
   const long sign = sweep.reverse != BACK ? -1 : 1, states = sign * time_step(sweep, 1, H);
   step.state = Index(states), step.gate = Index(blocks * states);
   step.mask = Index(sweep.masks_differ ? states : 0), step.apart = Index(sign * sweep.B * H);
+  step.keep = Index(sign * sweep.B * sweep.D);
 }
 
 template <class Index>
 void advance(thread Place<Index>& place, thread const Place<Index>& step) {
   place.state += step.state, place.gate += step.gate, place.mask += step.mask, place.apart += step.apart;
+  place.keep += step.keep;
 }
-
-inline bool is_present(Absent) { return false; }
-template <class A> bool is_present(A) { return true; }
 
 // Whether an item of this length has not ended at time index t.
 template <class L> bool is_live(L lengths, int t, int length) { return !is_present(lengths) || t < length; }

@@ -1,10 +1,12 @@
 // The steps of fused.metal in reverse: from the gradients that h, gates, hT and an LSTM's c, cT have from outside (dh,
 // dgates, dhT, dc, dcT, in the shapes of those) to dz, dh0, dc0.
 //
-//   dh_t = mask_next * (d_next Wh) + what reaches h_t past the product + dh[t];   d_t, ... = cell_backward(dh_t, ...)
+//   dh_t = mask_next * (d_next Wh) + keep_next * what reaches h_t past the product + dh[t]
+//   d_t, ... = cell_backward(dh_t, ...)
 //
 //   beside         an LSTM's dc [T, B, D H], or a GRU's q [D, T, B, H]
 //   d_out          [T, B, D G H] or absent: d
+//   carry          [T, B, D H] float or absent: what reaches keep * c, or keep * h past the product
 //   states, first  [T, B, D H] and [B, D H]: what the cell keeps after each step and before the first, c or h
 // d is dz, but for a GRU's candidate, whose product gets dz_n r. It stands in `vectors`, [2][ROWS][padded G H], the two
 // halves by turns; of a cell with two products dz_n, for r's gradient, in the first [ROWS][padded H] and dz_r, dz_z
@@ -44,11 +46,11 @@ void reset_back(
 }
 
 template <int CELL, int H, int UNITS, int ROWS, int RESIDENT, class Index, class S, class G, class X, class X0, class W,
-    class E, class M, class L, class D, class Q, class DG, class DT, class DCT, class DO, class DC0>
+    class E, class M, class F, class L, class D, class Q, class DG, class DT, class DCT, class DO, class DK, class DC0>
 void fused_backward(
-    G gates, X states, X0 first, W packed, E extra, M mask, L lengths, D dh, Q beside, DG dgates, DT dhT, DCT dcT,
-    const constant int* sizes, device S* dz, DO d_out, device S* dh0, DC0 dc0, threadgroup float4* vectors, uint2 group,
-    uint index, uint threads) {
+    G gates, X states, X0 first, W packed, E extra, M mask, F keeps, L lengths, D dh, Q beside, DG dgates,
+    DT dhT, DCT dcT, const constant int* sizes, device S* dz, DO d_out, DK carry, device S* dh0, DC0 dc0,
+    threadgroup float4* vectors, uint2 group, uint index, uint threads) {
   constexpr bool TWO = TWO_PRODUCTS<CELL>;
   constexpr int GROUP = LANES * UNITS, FIRST = RUNS_OF<H, GROUP>, RUNS = RUNS_OF<(TWO ? GATES - 1 : GATES) * H, GROUP>;
   constexpr int ROW = GROUP * (TWO ? FIRST : RUNS), HALF = ROWS * ROW, SIZE = HALF + ROWS * GROUP * RUNS;
@@ -90,9 +92,13 @@ void fused_backward(
       const bool live = is_live(lengths, t, items[r].length);
       float seen[4], dc = items[r].dc;
       share_step<LANES>(number[r], dh, beside, mask, items[r], seen);
+      const float before = seen[0], factor = value_at(keeps, items[r].at.keep, 1.0f);
+      seen[0] *= factor;
       step_back_of_lanes<CELL>(gate, items[r].y, p, seen, items[r].now, items[r].past, dc, items[r].d);
-      items[r].dc = live ? dc : items[r].dc;
-      items[r].now = seen[0];
+      if (real && gate == 0) store(carry, items[r].at.state, live ? dc + items[r].past : 0.0f);
+      items[r].dc = live ? factor * dc : items[r].dc;
+      items[r].past *= factor;
+      items[r].now = before;
       const S result = S(live ? items[r].d : 0.0f);
       if (has_gate && (!TWO || gate != 0)) dz[items[r].at.gate] = result;
       if (real && (TWO ? gate == LANES - 1 : row >= 0)) {

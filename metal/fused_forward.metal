@@ -1,7 +1,8 @@
 // A recurrence over a whole sequence, forward; fused.metal has the arrays and the arrangement of the threads.
 //
-//   a_t = z_t + (mask_t * h_prev) Wh^T;   gates, state, h = cell(a_t, h_prev, state)
+//   a_t = z_t + (mask_t * h_prev) Wh^T;   gates, state, h = cell(a_t, keep_t * h_prev, keep_t * state)
 //
+// In mask_t there is keep_t already.
 // The masked h of the step before stands in `vectors`, [2][ROWS][padded H], the two halves by turns; of a cell with two
 // products in the first, and the second product's operand r * mask * h_prev in the second. One lane of a unit, WRITER,
 // has its state. gates may be absent.
@@ -22,10 +23,10 @@ void add_products(
 }
 
 template <int CELL, int H, int UNITS, int ROWS, int RESIDENT, class Index, class S, class Z, class H0, class C0,
-    class W, class E, class M, class L, class N, class C, class G, class CT>
+    class W, class E, class M, class F, class L, class N, class C, class G, class CT>
 void fused_forward(
-    Z z, H0 h0, C0 c0, W packed, E extra, M mask, L lengths, const constant int* sizes, N numbers, device S* h, C c,
-    G gates, device S* hT, CT cT, threadgroup float4* vectors, uint2 group, uint index, uint threads) {
+    Z z, H0 h0, C0 c0, W packed, E extra, M mask, F keeps, L lengths, const constant int* sizes, N numbers,
+    device S* h, C c, G gates, device S* hT, CT cT, threadgroup float4* vectors, uint2 group, uint index, uint threads) {
   constexpr int GROUP = LANES * UNITS, RUNS = RUNS_OF<H, GROUP>, ROW = GROUP * RUNS, HALF = ROWS * ROW;
   constexpr bool TWO = TWO_PRODUCTS<CELL>;
   Sweep sweep = {};
@@ -78,8 +79,9 @@ void fused_forward(
 #pragma clang loop unroll(full)
     for (int r = 0; r < ROWS; ++r) {
       const bool live = is_live(lengths, time_of(sweep, n), length[r]);
-      float state = c_now[r];
-      const S m = S(step_of_lanes<CELL>(gate, p, forget_bias, limit, h_now[r], sums[r], state, y[r]));
+      const float factor = value_at(keeps, at[r].keep, 1.0f);
+      float state = factor * c_now[r];
+      const S m = S(step_of_lanes<CELL>(gate, p, forget_bias, limit, factor * h_now[r], sums[r], state, y[r]));
       h_now[r] = live ? float(m) : h_now[r];
       c_now[r] = live ? state : c_now[r];
       if (has_gate) store(gates, at[r].gate, live ? y[r] : 0.0f);

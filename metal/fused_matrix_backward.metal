@@ -20,11 +20,11 @@ void product_of_columns(
 }
 
 template <int CELL, int H, int RESIDENT, int VECTORS, class Index, class S, class G, class X, class X0, class W,
-    class E, class M, class L, class D, class Q, class DG, class DT, class DCT, class DO, class DC0>
+    class E, class M, class F, class L, class D, class Q, class DG, class DT, class DCT, class DO, class DK, class DC0>
 void fused_matrix_backward(
-    G gates, X states, X0 first, W packed, E extra, M mask, L lengths, D dh, Q beside, DG dgates, DT dhT, DCT dcT,
-    const constant int* sizes, device S* dz, DO d_out, device S* dh0, DC0 dc0, threadgroup float* vectors, uint2 group,
-    uint index, uint threads, uint lane) {
+    G gates, X states, X0 first, W packed, E extra, M mask, F keeps, L lengths, D dh, Q beside, DG dgates,
+    DT dhT, DCT dcT, const constant int* sizes, device S* dz, DO d_out, DK carry, device S* dh0, DC0 dc0,
+    threadgroup float* vectors, uint2 group, uint index, uint threads, uint lane) {
   constexpr int K = GATES * H, HALF = 64 * PARTS_OF<K>, COUNT = (PARTS_OF<K> + 1) / 2;
   Sweep sweep = {};
   read_sizes(sizes, group.y, sweep);
@@ -65,9 +65,13 @@ void fused_matrix_backward(
         y[m] = value_at(gates, at + Index(GATES) * earlier + gate_block(CELL, m) * H, 0.0f);
         d[m] = value_at(dgates, at + Index(GATES) * earlier + gate_block(CELL, m) * H, 0.0f);
       }
+      const float before = seen[0], factor = value_at(keeps, items[e].at.keep, 1.0f);
+      seen[0] *= factor;
       step_back_of_unit<CELL>(y, p, seen, items[e].now, items[e].past, dc, d);
-      items[e].dc = live ? dc : items[e].dc;
-      items[e].now = seen[0];
+      store(carry, items[e].at.state, live ? dc + items[e].past : 0.0f);
+      items[e].dc = live ? factor * dc : items[e].dc;
+      items[e].past *= factor;
+      items[e].now = before;
 #pragma clang loop unroll(full)
       for (int m = 0; m < LANES; ++m) {
         const S result = S(live ? d[m] : 0.0f);

@@ -2,10 +2,10 @@
 //
 // The masked h of the step before stands in `vectors`, [2][padded H][8 items], the two halves by turns.
 template <int CELL, int H, int RESIDENT, class Index, class S, class Z, class H0, class C0, class W, class E, class M,
-    class L, class N, class C, class G, class CT>
+    class F, class L, class N, class C, class G, class CT>
 void fused_matrix_forward(
-    Z z, H0 h0, C0 c0, W packed, E extra, M mask, L lengths, const constant int* sizes, N numbers, device S* h, C c,
-    G gates, device S* hT, CT cT, threadgroup float* vectors, uint2 group, uint index, uint threads, uint lane) {
+    Z z, H0 h0, C0 c0, W packed, E extra, M mask, F keeps, L lengths, const constant int* sizes, N numbers,
+    device S* h, C c, G gates, device S* hT, CT cT, threadgroup float* vectors, uint2 group, uint index, uint threads, uint lane) {
   constexpr int HALF = 64 * PARTS_OF<H>, COUNT = (PARTS_OF<H> + 1) / 2 * PRODUCTS;
   Sweep sweep = {};
   read_sizes(sizes, group.y, sweep);
@@ -47,12 +47,13 @@ void fused_matrix_forward(
     for (int e = 0; e < 2; ++e) {
       if (!real[e]) continue;
       const bool live = is_live(lengths, time_of(sweep, n), length[e]);
-      float y[LANES], sums[PRODUCTS], state = c_now[e];
+      const float factor = value_at(keeps, at[e].keep, 1.0f);
+      float y[LANES], sums[PRODUCTS], state = factor * c_now[e];
 #pragma clang loop unroll(full)
       for (int m = 0; m < GATES; ++m) y[m] = float(z[at[e].gate + earlier + gate_block(CELL, m) * H]);
 #pragma clang loop unroll(full)
       for (int m = 0; m < PRODUCTS; ++m) sums[m] = total[m].thread_elements()[e];
-      const S result = S(step_of_unit<CELL>(sums, p, forget_bias, limit, h_now[e], state, y));
+      const S result = S(step_of_unit<CELL>(sums, p, forget_bias, limit, factor * h_now[e], state, y));
       h_now[e] = live ? float(result) : h_now[e];
       c_now[e] = live ? state : c_now[e];
 #pragma clang loop unroll(full)

@@ -40,10 +40,6 @@ const device S* either(Absent, const device S* otherwise) { return otherwise; }
 template <class S, class X>
 const device S* either(const device X* row, const device S*) { return (const device S*)row; }
 
-inline bool is_present(Absent) { return false; }
-template <class A>
-bool is_present(A) { return true; }
-
 // The time index of an item's step processed after s; -1 where there is none.
 inline int next_step(thread const Step& s, int length) {
   const int t = s.reverse ? min(s.t, length) - 1 : s.t + 1;

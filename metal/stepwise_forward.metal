@@ -1,6 +1,6 @@
 // One time step of a recurrence, forward, in one launch: the recurrent product and the cell.
 //
-//   gates, state, h = cell(z_t, (mask_t * h_before) Wh^T, state_before)
+//   gates, state, h = cell(z_t, (mask_t * h_before) Wh^T, keep_t * state_before), keep_t being in mask_t, too
 //
 //   z         [T, B, D G H]  input's part of the preactivations, blocks in the cell's gate order
 //   before    the row of the step processed before; `after`, this step's, is written: c (where there is one), m [B, D H]
@@ -8,7 +8,7 @@
 //   h_before  [B, D K]       a row with h of the step before, where it is projected and so in no row
 //   Wh        [D, G H, K]    extra  peephole [D, 4H] or bhn [D H]
 //   h0, c0    [B, D K], [B, D H]: what an item starts from, at t = 0 or, reversed, at its end
-//   mask      [T or 1, B, D K]     lengths  [B]      numbers  forget_bias, limit
+//   mask      [T or 1, B, D K]     keep     [T, B, D]      lengths  [B]      numbers  forget_bias, limit
 // A threadgroup computes ROWS rows of UNITS units: the product, then every thread some cells. *_stepwise_cell.metal has
 // GATES, UNITS, CARRIES and what a cell does with its sums.
 
@@ -20,9 +20,9 @@ template <class S, class X>
 const device S* h_of(thread const Step&, const device X*, const device X* h) { return (const device S*)h; }
 
 template <int CELL, int ROWS, bool KEEPS, class S, class X, class Z, class A, class W, class H0, class C0, class E,
-    class M, class L, class N>
+    class M, class F, class L, class N>
 void stepwise_forward(
-    int n, Z z, const device X* before, A h_before, W Wh, H0 h0, C0 c0, E extra, M mask, L lengths,
+    int n, Z z, const device X* before, A h_before, W Wh, H0 h0, C0 c0, E extra, M mask, F keep, L lengths,
     const constant int* sizes, N numbers, device X* after, threadgroup float* sums, threadgroup float* tiles,
     uint3 group, int simdgroup, int lane) {
   constexpr int COLUMNS = GATES * UNITS;
@@ -48,6 +48,7 @@ void stepwise_forward(
       state = starts ? value_at(c0, at, 0.0f) : carry_at(before, at);
     else
       state = starts ? value_at(h0, at, 0.0f) : float(x.h[at]);
+    state *= value_at(keep, place(s, s.t, b, 1), 1.0f);
     const float output = cell_forward<CELL>(s, j, extra, numbers, q, y, state);
     if (CARRIES) set_carry(after, at, live ? state : 0.0f);
     arrays[at] = S(live ? output : 0.0f);

@@ -1,10 +1,10 @@
 // The second launch of a step back of the GRU whose reset comes before the candidate's product: the gradient of r, and of
 // h_before through that product. now_row is the row that stepwise_backward wrote for this step, `after` the same with
-// these two in it. weights [D, H, H] is the transposed Wh of the candidate; the other arrays are those of
+// these two in it; what stands behind dz where there is `keep` is copied. weights [D, H, H] is the transposed Wh of the candidate; the other arrays are those of
 // stepwise_backward.metal.
-template <int CELL, int ROWS, int COLUMNS, class S, class X, class W, class G, class A, class H0, class M, class L>
+template <int CELL, int ROWS, int COLUMNS, class S, class X, class W, class G, class A, class H0, class M, class F, class L>
 void stepwise_gru_reset_backward(
-    int n, const device X* now_row, W weights, G gates, A states, H0 states0, M mask, L lengths,
+    int n, const device X* now_row, W weights, G gates, A states, H0 states0, M mask, F keep, L lengths,
     const constant int* sizes, device X* after, threadgroup float* sums, threadgroup float* tiles, uint3 group,
     int simdgroup, int lane) {
   const Step s = step_of(n, sizes, group.z);
@@ -28,10 +28,11 @@ void stepwise_gru_reset_backward(
       carry += sums[cell] * r * m;
     }
     set_carry(after, at, carry);
+    if (is_present(keep)) ((device S*)after)[start + 3 * units + at] = dz[3 * units + at];
     for (int gate = 0; gate < 3; ++gate) {
       const Index gate_at = gates_at + place_of(CELL, gate) * H + j;
       ((device S*)after)[start + gate_at] = gate == GATE_R ? S(dr) : dz[gate_at];
     }
   }
-  pad_row(after, start + 3 * units, group, 32 * simdgroup + lane);
+  pad_row(after, start + (is_present(keep) ? 4 : 3) * units, group, 32 * simdgroup + lane);
 }

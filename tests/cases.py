@@ -64,6 +64,8 @@ def combination(rng, sizes=SIZES, op="lstm", bidirectional=False):
     """A random choice of every option of an op at once."""
     T, B = sizes[:2]
     pick = lambda *values: values[rng.integers(len(values))]  # noqa: E731
+    own = rng.spawn(1)[0]  # so that older seeds still draw what they did
+    hold = own.random((T, B)) < own.random()
     states = ("b", "h0", "c0") if op == "lstm" else ("b", "h0")
     return {
         **({"op": op} if op != "lstm" else {}),
@@ -74,6 +76,8 @@ def combination(rng, sizes=SIZES, op="lstm", bidirectional=False):
         "reverse": not bidirectional and pick(False, True),
         "lengths": pick(None, rng.integers(0, T + 1, B)),
         **{name: None for name in states if rng.random() < 0.2},
+        "keep": bool(own.random() < 0.4),
+        "hold": hold if own.random() < 0.3 else None,
     }
 
 

@@ -414,9 +414,11 @@ CALLS = {  # T, B, I, H, P and options of a call with as many kernels as can be
     "fused lanes": ("fused", (5, 16, 3, 20, 20), {}),
     "fused two rows": ("fused", (2, 20, 3, 9, 9), {"lengths": [2, 1] * 10}),
     "fused small": ("fused", (4, 1, 3, 2, 2), {"op": "gru"}),
+    "fused keep": ("fused", (2, 5, 3, 9, 9), {"keep": True, "lengths": [2, 1, 0, 2, 1]}),
     "fused both ways": ("fused", (2, 40, 3, 9, 9), {"bidirectional": True, "peephole": True}),
     "stepwise one item": ("stepwise", (4, 1, 3, 40, 40), {"mask": (4, 1, "P")}),
     "stepwise lanes": ("stepwise", (3, 5, 3, 41, 5), {"projection": True}),
+    "stepwise small keep": ("stepwise", (2, 2, 3, 9, 9), {"op": "gru", "reset": "before", "keep": True}),
     "stepwise joins": ("stepwise", (22, 9, 3, 9, 9), {"op": "rnn"}),
     "stepwise projection joins": ("stepwise", (11, 3, 3, 9, 4), {"projection": True}),
 }
@@ -468,6 +470,8 @@ def test_a_trial_runs_the_kernels_of_any_call(number):
         options["lengths"] = [length % (T + 1) for length in (options["lengths"] * B)[:B]]
     if "mask" in options:
         options["mask"] = tuple({4: T, 2: B}.get(size, size) for size in options["mask"])
+    if "hold" in options:
+        options["hold"] = np.resize(options["hold"], (T, B))
     dtype = (np.float32, np.float16, ml_dtypes.bfloat16)[number % 3]
     assert_tries_the_same(engine, (T, B, 3, H, 3 if options.get("projection") else H), dtype, **options)
 

@@ -11,6 +11,7 @@ from numpy.typing import ArrayLike, DTypeLike
 from .. import recurrence
 from ..bench.tasks import as_represented
 from ..oracle import ARRAYS, OUTPUTS, forward, kink_distance
+from ..oracle.recurrence import KINKS
 from ..recurrence import Quantized
 
 Case = dict[str, Any]
@@ -20,6 +21,7 @@ Options = Mapping[str, Any]
 
 SIZES = T, B, I, H, P = 4, 2, 3, 2, 3
 MASKS = [(T, B, "P"), (B, "P"), (1, "P"), ("P",), (T, 1, 1), (1,), ()]
+HOLD = [[0, 1], [1, 0], [0, 1], [1, 1]]
 ACTIVATIONS = ("identity", "relu", "tanh", "sigmoid", "hard_sigmoid", "hard_sigmoid_sixth")
 KINK_MARGIN = 1e-2  # how far preactivations stay from a kink: a thousand steps of a finite difference
 ROUNDING_MARGIN = 1e-4  # how far they stay from it where only float32 rounding must not cross it
@@ -39,13 +41,16 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "reverse": {"reverse": True},
     "lengths": {"lengths": [3, 0]},
     "lengths_reverse": {"lengths": [2, 4], "reverse": True},
+    "keep": {"keep": True},
+    "keep_reverse": {"keep": True, "mask": (T, 1, "P"), "lengths": [2, 4], "peephole": True, "reverse": True},
+    "hold": {"hold": HOLD, "keep": True, "lengths": [4, 3]},
     "projection": {"projection": True},
     "gate_order": {"gate_order": "ogfi", "peephole": True},
     **{f"{name}_gates": {"activations": (name,) * 4 + ("tanh",)} for name in ACTIVATIONS},
     **{f"{name}_output": {"activations": ("sigmoid", "sigmoid", "tanh", "sigmoid", name)} for name in ACTIVATIONS},
 }
 
-COMMON = {name: OPTIONS[name] for name in ("plain", "projected_x", "no_bias", "no_h0", "reverse")}
+COMMON = {name: OPTIONS[name] for name in ("plain", "projected_x", "no_bias", "no_h0", "reverse", "keep", "hold")}
 COMMON |= {name: OPTIONS[name] for name in OPTIONS if name.startswith(("mask", "lengths"))}
 
 GRU = {
@@ -54,6 +59,7 @@ GRU = {
     "before": {"reset": "before"},
     "before_mask": {"reset": "before", "mask": (T, B, "P")},
     "before_lengths_reverse": {"reset": "before", "lengths": [2, 4], "reverse": True},
+    "before_keep": {"reset": "before", "keep": True},
     "flip_z": {"flip_z": True},
     "before_flip_z": {"reset": "before", "flip_z": True},
     "zrn": {"gate_order": "zrn"},
@@ -99,6 +105,7 @@ def draw(
     projected_x: bool = False,
     peephole: bool = False,
     mask: tuple[int | str, ...] | None = None,
+    keep: bool = False,
     bidirectional: bool = False,
     dtype: DTypeLike = np.float64,
     recurrent: float = 0.7,
@@ -106,7 +113,8 @@ def draw(
 ) -> Case:
     """A case of random arrays of a NumPy dtype, or of float32 numbers that an MLX dtype of this name has.
 
-    `mask` is the mask's shape, "P" in it the width of h (of both, if both directions); `recurrent` the deviation of Wh.
+    `mask` is the mask's shape, "P" in it the width of h (of both, if both directions); `keep`: with one, some of it 1
+    and 0, for each of both directions; `recurrent` the deviation of Wh.
     """
     T, B, I, H, P = sizes
     D, G, own = (2, len(GATES[op]), (2,)) if bidirectional else (1, len(GATES[op]), ())
@@ -127,6 +135,11 @@ def draw(
         shapes["mask"] = tuple(D * width if size == "P" else int(size) for size in mask)
     deviations = dict.fromkeys(shapes, 0.7) | {"Wh": recurrent}
     arrays = {name: rng.normal(0, deviations[name], shape) for name, shape in shapes.items()}
+    if keep:
+        # Behind a 0 an argument may stand on a kink.
+        kinked = KINKS.keys() & {*options.get("activations", ()), options.get("activation")}
+        factors = [1, *rng.uniform(-1, 1.5, 4), *([] if kinked else [0])]
+        arrays["keep"] = rng.choice(factors, (T, B, 2) if bidirectional else (T, B))
     arrays = stored(arrays, dtype) | options
     return arrays | {
         name: value for name, value in (("op", op), ("bidirectional", bidirectional)) if value not in ("lstm", False)
@@ -165,6 +178,8 @@ def at_batch(options: Options, B: int) -> dict[str, Any]:
         found["lengths"] = (found["lengths"] * B)[:B]
     if "mask" in found:
         found["mask"] = tuple(B if size == 2 else size for size in found["mask"])
+    if "hold" in found:
+        found["hold"] = [(row * B)[:B] for row in found["hold"]]
     return found
 
 

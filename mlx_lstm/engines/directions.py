@@ -3,6 +3,7 @@
 With D = 2 directions, the forward one first, and G gates:
 
     side by side on the last axis   h, hT, h0 [.., D P]   c, cT, c0 [.., D H]   gates [.., D G H]   mask [.., D P or 1]
+                                    keep [T, B, D]
                                     x [T, B, D G H] where it is projected already
     one after the other, axis 0     Wx [D G H, I]   b [D G H]   bhn [D H]
     on an axis of their own         Wh [D, G H, P]   Wp [D, P, H]   peephole [D, 4H]

@@ -3,7 +3,7 @@
 Of one direction, with T time, B batch, I input, H hidden, P the width of h (H, or the projection's), G gates:
 
     x [T, B, I], or [T, B, G H] without Wx   Wx [G H, I]   Wh [G H, P]   b [G H]   bhn [H]   peephole [4H]   Wp [P, H]
-    h0 [B, P]   c0 [B, H]   mask, which broadcasts to [T, B, P]
+    h0 [B, P]   c0 [B, H]   mask, which broadcasts to [T, B, P]   keep [T, B, 1]
     results: h [T, B, P]   c [T, B, H]   gates [T, B, G H]   hT [B, P]   cT [B, H]; a gradient has its array's shape
 
 Wx, Wh and Wp may be packed: then they are what `packing.Quantized` calls packed, and `Wh_scales`, `Wh_biases` beside

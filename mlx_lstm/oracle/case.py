@@ -17,12 +17,12 @@ Cotangents = Mapping[str, Array | None]
 Side = SimpleNamespace  # one direction of a case, completed
 Step = SimpleNamespace  # what one time step saw and made
 
-ARRAYS = ("x", "Wx", "Wh", "b", "h0", "c0", "peephole", "mask", "Wp", "bhn")
+ARRAYS = ("x", "Wx", "Wh", "b", "h0", "c0", "peephole", "mask", "keep", "Wp", "bhn")
 OUTPUTS = {"lstm": ("h", "c", "gates", "hT", "cT"), "gru": ("h", "gates", "hT"), "rnn": ("h", "gates", "hT")}
 TAKEN = {  # the arrays each op has
-    "lstm": ("x", "Wx", "Wh", "b", "h0", "c0", "peephole", "mask", "Wp"),
-    "gru": ("x", "Wx", "Wh", "b", "h0", "mask", "bhn"),
-    "rnn": ("x", "Wx", "Wh", "b", "h0", "mask"),
+    "lstm": ("x", "Wx", "Wh", "b", "h0", "c0", "peephole", "mask", "keep", "Wp"),
+    "gru": ("x", "Wx", "Wh", "b", "h0", "mask", "keep", "bhn"),
+    "rnn": ("x", "Wx", "Wh", "b", "h0", "mask", "keep"),
 }
 OPTIONS: dict[str, dict[str, Any]] = {
     "lstm": {
@@ -35,7 +35,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "gru": {"gate_order": "rzn", "activations": ("sigmoid", "sigmoid", "tanh"), "reset": "after", "flip_z": False},
     "rnn": {"activation": "tanh"},
 }
-COMMON = {"reverse": False, "bidirectional": False, "lengths": None, "engine": None}  # an engine is ignored
+COMMON = {
+    "reverse": False,
+    "bidirectional": False,
+    "lengths": None,
+    "hold": None,
+    "engine": None,
+}  # an engine is ignored
 
 
 def sides(case: Case) -> list[Case]:
@@ -47,7 +53,8 @@ def side_of(case: Case, d: int) -> Case:
     """Direction d's part of a bidirectional case.
 
     x is shared, or [T,B,2GH] once projected; Wx [2GH,I], b [2GH], bhn [2H] hold the directions one after the other;
-    Wh [2,GH,P], Wp [2,P,H], peephole [2,4H] on an axis of their own; h0, c0 and a mask that is not shared side by side.
+    Wh [2,GH,P], Wp [2,P,H], peephole [2,4H] on an axis of their own; h0, c0 and a mask that is not shared side by side;
+    so a keep [T,B,2], while [T,B] and hold [T,B] are shared.
     """
     side = {**case, "bidirectional": False, "reverse": d == 1}
     for name in (n for n in ARRAYS if case.get(n) is not None):
@@ -62,7 +69,9 @@ def side_of(case: Case, d: int) -> Case:
 
 
 def is_shared(case: Case, name: str) -> bool:
-    """Whether both directions see the whole of an array: x unless projected, a mask of width 1."""
+    """Whether both directions see the whole of an array: x unless projected, a mask of width 1, a keep [T,B]."""
+    if name == "keep":
+        return np.ndim(case["keep"]) == 2
     if name == "mask":
         return np.ndim(case["mask"]) == 0 or np.shape(case["mask"])[-1] == 1
     return name == "x" and case.get("Wx") is not None
@@ -90,7 +99,8 @@ def join_sides(case: Case, found: list[tuple[Tensors, Tensors]], fl: Arithmetic)
 
 
 def complete(case: Case, fl: Arithmetic) -> Side:
-    """The case with sizes and defaults filled in: absent states are 0, an absent mask is 1, absent lengths are T."""
+    """The case with sizes and defaults filled in: absent states are 0, an absent mask is 1, absent lengths are T,
+    without hold no step is held."""
     op = case.get("op", "lstm")
     options = OPTIONS[op] | COMMON
     unknown = set(case) - set(TAKEN[op]) - set(options) - {"op"}
@@ -112,7 +122,11 @@ def complete(case: Case, fl: Arithmetic) -> Side:
     p.c0 = np.zeros((p.B, p.H)) if p.c0 is None else p.c0  # carried along unused where there is no c
     p.mask_shape = np.shape(p.mask)
     p.mask = np.broadcast_to(1.0 if p.mask is None else p.mask, (p.T, p.B, p.P))
+    p.keep_shape = np.shape(p.keep)
+    p.keep = None if p.keep is None else p.keep.reshape(p.T, p.B, 1)
     lengths = np.full(p.B, p.T) if p.lengths is None else np.asarray(p.lengths)
-    p.active = [(t < lengths)[:, None] for t in range(p.T)]  # T of [B,1]
+    hold = np.zeros((p.T, p.B)) if p.hold is None else np.asarray(p.hold)
+    p.alive = [(t < lengths)[:, None] for t in range(p.T)]  # T of [B,1]: whether the item has not ended
+    p.active = [alive & (hold[t] == 0)[:, None] for t, alive in enumerate(p.alive)]  # and is not held
     p.times = list(range(p.T))[:: -1 if p.reverse else 1]
     return p

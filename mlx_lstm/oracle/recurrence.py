@@ -60,7 +60,7 @@ def clip_shift(**case: Any) -> Array:
 
 
 def activation_arguments(**case: Any) -> list[tuple[str, Array]]:
-    """(name of an activation, an array of what it was applied to), over steps and activations; no ended item."""
+    """(name of an activation, an array of what it was applied to), over steps and activations; no step not run."""
     fl, seen = Arithmetic(np.float64), []
     for p in (complete(side, fl) for side in sides(case)):
         for t, s in unroll(p, fl)[1].items():
@@ -93,22 +93,28 @@ def unroll(p: Side, fl: Arithmetic, frozen_clip: Array | None = None) -> tuple[T
     h, c = p.h0, p.c0
     for t in p.times:
         fl.start_step()
-        on = p.active[t]
-        x, mask = padded(on, p.x[t]), padded(on, p.mask[t])
+        on, alive = p.active[t], p.alive[t]
+        x, mask, last = padded(on, p.x[t]), padded(on, p.mask[t]), (h, c)
+        h, c = kept(p, t, h, fl), kept(p, t, c, fl)
         h_in = fl(mask * h)
         s = step(p, x, h_in, h, c, fl, None if frozen_clip is None else frozen_clip[t])
-        s = Step(**vars(s), x=x, mask=mask, h_in=h_in, h_prev=h, c_prev=c)
-        for name in outputs:
-            outputs[name][t] = padded(on, getattr(s, name))
+        s = Step(**vars(s), x=x, mask=mask, last=last, h_in=h_in, h_prev=h, c_prev=c)
         h, c = np.where(on, s.h, h), np.where(on, s.c, c)
+        outputs["h"][t], outputs["c"][t] = padded(alive, h), padded(alive, c)
+        outputs["gates"][t] = padded(on, s.gates)
         tape[t] = s
     outputs |= {"hT": h, "cT": c}
     return {name: outputs[name] for name in OUTPUTS[p.op]}, tape
 
 
 def padded(on: Array, value: Array) -> Array:
-    """`value` where the item is still running, 0 where it has ended: whatever lies in the padding is never read."""
+    """`value` where the item runs, 0 where it has ended or is held: whatever lies there is never read."""
     return np.where(on, value, 0.0)
+
+
+def kept(p: Side, t: int, value: Array, fl: Arithmetic) -> Array:
+    """What the state after a step, or its gradient before it, is times `keep` where the item has not ended."""
+    return value if p.keep is None else np.where(p.alive[t], fl(p.keep[t] * value), value)
 
 
 def unroll_back(p: Side, tape: dict[int, Step], cotangents: Tensors, fl: Arithmetic) -> Tensors:
@@ -120,18 +126,24 @@ def unroll_back(p: Side, tape: dict[int, Step], cotangents: Tensors, fl: Arithme
     rows = []
     for t in reversed(p.times):
         fl.start_step()
-        on, s = p.active[t], tape[t]
-        dh_t, dc_t, dgates = (padded(on, cot[k][t]) if k in cot else 0.0 for k in ("h", "c", "gates"))
+        on, alive, s = p.active[t], p.alive[t], tape[t]
+        dh_t, dc_t = (padded(alive, cot[k][t]) if k in cot else 0.0 for k in ("h", "c"))
+        dgates = padded(on, cot["gates"][t]) if "gates" in cot else 0.0
         dgates = np.broadcast_to(dgates, (p.B, len(p.gate_order) * p.H))
-        dh_t = fl(dh + dh_t)
-        back = step_back(p, s, dh_t, fl(dc + dc_t), dgates, fl)
+        dh_t, dc_t = fl(dh + dh_t), fl(dc + dc_t)
+        back = step_back(p, s, dh_t, dc_t, dgates, fl)
         dh_prev = fl(back.dh_in * s.mask)
         dh_prev = dh_prev if back.dh_direct is None else fl(dh_prev + back.dh_direct)
-        dh, dc = np.where(on, dh_prev, dh), np.where(on, back.dc_prev, dc)
+        dh_prev, dc_prev = np.where(on, dh_prev, dh_t), np.where(on, back.dc_prev, dc_t)
+        dh, dc = kept(p, t, dh_prev, fl), kept(p, t, dc_prev, fl)
         da = back.to_sum["da"]
         row = back.to_sum | {"dx": da if p.Wx is None else fl.dot(da, p.Wx)}
         row |= {"dmask": fl(back.dh_in * s.h_prev), "dh": dh_t, "x": s.x, "h_in": s.h_in}
-        rows.append((t, {name: padded(on, value) for name, value in row.items()}))
+        row = {name: padded(on, value) for name, value in row.items()}
+        if p.keep is not None:
+            terms = np.concatenate([fl(dh_prev * s.last[0]), fl(dc_prev * s.last[1])], axis=1)
+            row["dkeep"] = padded(alive, fl.total(terms, (1,)))
+        rows.append((t, row))
     return {name: value for name, value in collect(p, rows, dh, dc, fl).items() if name in p.given}
 
 
@@ -162,6 +174,8 @@ def collect(p: Side, rows: list[tuple[int, Tensors]], dh0: Array, dc0: Array, fl
         "c0": dc0,
         "mask": unbroadcast(sequence("dmask", p.P), p.mask_shape, fl),
     }
+    if p.keep is not None:
+        found["keep"] = sequence("dkeep", 1).reshape(p.keep_shape)
     if p.peephole is not None:
         found["peephole"] = summed("dpeephole", GH)
     if p.bhn is not None:

@@ -11,6 +11,7 @@ from ..checks import Form, check_array, check_flag, check_number, check_option, 
 from ..engines.cells import ACTIVATIONS, Cell, GRUCell, LSTMCell, RNNCell
 from ..engines.packing import WEIGHTS, WIDTHS, Packing, Quantized, is_packed
 from ..engines.problem import Arrays, Problem
+from ._steps import check_keep
 
 Check = TypeVar("Check", bound=Callable[..., Cell])
 Sizes = tuple[int, int, int, int]
@@ -94,6 +95,8 @@ def check_forms(
     why = f", as x is [{'batch, time' if batch_first else 'time, batch'}, features] = {list(x.shape)},"
     for name in (name for name in shapes if name in arrays):
         check_array(op, name, arrays[name], shapes[name], x.dtype, why if name in ("h0", "c0") else "")
+    if "keep" in arrays:
+        check_keep(op, arrays["keep"], T, B, D, batch_first)
     if "mask" in arrays:
         check_mask(op, arrays["mask"], (T, B, D * P), x.dtype, many)
     return T, B, H, P

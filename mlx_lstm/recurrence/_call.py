@@ -12,13 +12,15 @@ from ..engines.autodiff import run, run_backward
 from ..engines.cells import Cell, RNNCell
 from ..engines.choice import Stream, on
 from ..engines.ops.cells import activate
-from ..engines.packing import Packing
+from ..engines.packing import Packing, packed_names
 from ..engines.problem import Arrays, Cut, Problem
-from ..engines.tracing import are_free, have_values
+from ..engines.tracing import are_free, custom_function, have_values
 from ._arguments import Sizes, check_arrays, check_sequences, unpacked
 from ._guard import guarded
+from ._steps import Steps, check_hold
 
 Lengths = mx.array | Sequence[int] | None
+Hold = mx.array | Sequence[Sequence[bool]] | None
 
 SLOW_WHEN_TRACED = """\
 inside mx.compile, mx.vmap or an export the arrays have no values yet, which engine 'numpy' needs. On the CPU 'ops' \
@@ -32,7 +34,8 @@ _latest = local()
 class Call(NamedTuple):
     """A call's cell and options, as the caller gave them: checks them with the arrays, chooses an engine and runs.
 
-    With `batch_first`, which only `forward` knows, x and the sequences it returns are [B, T, .].
+    With `batch_first`, which only `forward` knows, x and the sequences it returns are [B, T, .], keep and hold [B, T].
+    `checked`: whether the lengths are ours.
     """
 
     cell: Cell
@@ -42,6 +45,8 @@ class Call(NamedTuple):
     engine: str | None = None
     stream: Stream = None
     batch_first: bool = False
+    hold: Hold = None
+    checked: bool = False
 
     def forward(
         self, given: dict[str, Any], *, return_gates: bool, training: bool, wants_last: bool = True
@@ -54,12 +59,29 @@ class Call(NamedTuple):
         check_flag(op, "training", training)
         sizes = self.check(arrays, op, packing)
         with on(self.stream, op):
-            found = self.choose(sizes, arrays, [], op, training, (return_gates, wants_last, None), packing)
-            lengths, engine, free, traced, cut = found
-            problem = self.problem(sizes, lengths, return_gates, training and not free, cut, packing)
-            plain = free or (traced and not training)  # where nobody can ask for a gradient, or a graph shall be plain
-            how = {"plain": plain, "batch_first": self.batch_first, "wants_last": wants_last}
-            return run(problem, arrays, engine, **how)
+            if self.hold is None and "keep" not in arrays:
+                return self.run(arrays, sizes, packing, return_gates, training, wants_last)
+            steps, call = self.steps(sizes, op)
+            last = wants_last and self.hold is None  # of held steps the sequences say it
+            found = call.run(steps.to_engine(arrays), sizes, packing, return_gates, training, last)
+            return steps.outputs(found, arrays, wants_last)
+
+    def run(
+        self,
+        arrays: Arrays,
+        sizes: Sizes,
+        packing: Packing | None,
+        return_gates: bool,
+        training: bool,
+        wants_last: bool,
+    ) -> dict[str, Any]:
+        """`forward`, of what an engine knows."""
+        found = self.choose(sizes, arrays, [], self.cell.op, training, (return_gates, wants_last, None), packing)
+        lengths, engine, free, traced, cut = found
+        problem = self.problem(sizes, lengths, return_gates, training and not free, cut, packing)
+        plain = free or (traced and not training)  # where nobody can ask for a gradient, or a graph shall be plain
+        how = {"plain": plain, "batch_first": self.batch_first, "wants_last": wants_last}
+        return run(problem, arrays, engine, **how)
 
     def backward(self, given: dict[str, Any], saved: Arrays, cotangents: Arrays) -> Arrays:
         """The gradients of the arrays; quantized weights have none."""
@@ -68,13 +90,65 @@ class Call(NamedTuple):
         sizes = self.check(arrays, op, packing)
         check_sequences(self.problem(sizes), arrays, saved, cotangents, op)
         with on(self.stream, op):
-            others, names = [*saved.values(), *cotangents.values()], tuple(cotangents)
-            wanted = ("gates" in names, True, names)
-            lengths, engine, _, _, cut = self.choose(sizes, arrays, others, op, True, wanted, packing)
-            problem = self.problem(sizes, lengths, cut=cut, packing=packing)
-            if "h" not in saved:
-                saved = saved | {"h": h_of(problem, saved)}
-            return run_backward(problem, arrays, saved, cotangents, engine)
+            if self.hold is None and "keep" not in arrays:
+                return self.run_backward(arrays, saved, cotangents, sizes, packing, op)
+            return self.backward_of_steps(arrays, saved, cotangents, sizes, packing, op)
+
+    def run_backward(
+        self, arrays: Arrays, saved: Arrays, cotangents: Arrays, sizes: Sizes, packing: Packing | None, op: str
+    ) -> Arrays:
+        """`backward`, of what an engine knows."""
+        others, names = [*saved.values(), *cotangents.values()], tuple(cotangents)
+        wanted = ("gates" in names, True, names)
+        lengths, engine, _, _, cut = self.choose(sizes, arrays, others, op, True, wanted, packing)
+        problem = self.problem(sizes, lengths, cut=cut, packing=packing)
+        if "h" not in saved:
+            saved = saved | {"h": h_of(problem, saved)}
+        return run_backward(problem, arrays, saved, cotangents, engine)
+
+    def backward_of_steps(
+        self, arrays: Arrays, saved: Arrays, cotangents: Arrays, sizes: Sizes, packing: Packing | None, op: str
+    ) -> Arrays:
+        """`backward` with keep or hold: through what they make of the engine's arrays and outputs, too."""
+        (steps, call), x = self.steps(sizes, op), arrays["x"]
+        width = self.problem(sizes).directions * sizes[3]
+        saved, cotangents = steps.saved(saved), cotangents or {"h": mx.zeros((*x.shape[:2], width), x.dtype)}
+        without = packed_names(arrays)
+        names = [n for n, array in arrays.items() if mx.issubdtype(array.dtype, mx.floating) and n not in without]
+        shown = tuple({name[0] if self.hold is not None and name != "gates" else name: 0 for name in cotangents})
+        like = {name: saved.get(name, cotangents.get(name)) for name in shown}
+
+        def outputs_of(*values: mx.array) -> list[mx.array]:
+            given = arrays | dict(zip(names, values, strict=True))
+            inner = steps.to_engine(given)
+            engine = custom_function(lambda *values: tuple(like.values()))
+
+            @engine.vjp
+            def pull(primals: Any, given: Any, outputs: Any) -> tuple[mx.array, ...]:
+                arrays, given = dict(zip(inner, primals, strict=True)), dict(zip(shown, given, strict=True))
+                gradients = call.run_backward(arrays, saved, given, sizes, packing, op)
+                return tuple([gradients[n] if n in gradients else mx.zeros_like(arrays[n]) for n in inner])
+
+            found = dict(zip(shown, engine(*inner.values()), strict=True))
+            outputs = steps.outputs(found, given, wants_last=True)
+            return [outputs[name] for name in cotangents]
+
+        found = mx.vjp(outputs_of, [arrays[name] for name in names], list(cotangents.values()))[1]
+        return dict(zip(names, found, strict=True))
+
+    def steps(self, sizes: Sizes, op: str) -> tuple[Steps, "Call"]:
+        """What keep and hold make of this call's steps, and the call of an engine that they leave."""
+        T, B = sizes[:2]
+        lengths = None if self.lengths is None else self.whole_lengths(op, sizes)
+        hold = None if self.hold is None else check_hold(op, self.hold, T, B, self.batch_first)
+        backwards = (False, True) if self.bidirectional else (self.reverse,)
+        steps = Steps(T, B, backwards, self.batch_first, lengths, hold)
+        return steps, self._replace(hold=None, lengths=steps.engine_lengths(), checked=True)
+
+    def whole_lengths(self, op: str, sizes: Sizes) -> mx.array:
+        """The lengths, found right."""
+        unknown = isinstance(self.lengths, mx.array) and (self.checked or not have_values([self.lengths]))
+        return check_lengths(op, self.lengths, sizes[1], sizes[0], traced=unknown)
 
     def check(self, arrays: Arrays, op: str, packing: Packing | None) -> Sizes:
         """(T, B, H, P), once arrays and flags are found right."""
@@ -110,8 +184,7 @@ class Call(NamedTuple):
         trains and does without. `wanted`: the last entries of a `Form`."""
         (T, B, H, _), lengths = sizes, None
         if self.lengths is not None:
-            placeholder = isinstance(self.lengths, mx.array) and not have_values([self.lengths])
-            lengths = check_lengths(op, self.lengths, B, T, traced=placeholder)
+            lengths = self.whole_lengths(op, sizes)
             others = [*others, lengths]
         metal, on_cpu = mx.metal.is_available(), choice.current_device() == "cpu"
         looks = not training or (on_cpu and self.engine in (None, "numpy"))
@@ -141,6 +214,7 @@ class Call(NamedTuple):
         if found.engine in METAL_ENGINES:
             mask, reverse, both = arrays.get("mask"), self.reverse and not self.bidirectional, self.bidirectional
             masks, plain = mask is not None and mask.ndim == 3 and mask.shape[0] > 1, free or (traced and not training)
+            masks = masks or "keep" in arrays
             form = (*sizes, self.cell, dtype, tuple(arrays), masks, lengths is not None, reverse, both)
             cut = tuning.cut(dtype, B) if found.engine == "fused" else None
             form += (self.batch_first, training and not free, plain, cut, *wanted)

@@ -89,9 +89,18 @@ def trial_of(engine: str, form: Form) -> Trial:
     small = form.B * min(form.H, form.P) < SMALL
     T = JOINING_STEPS if joins else min(form.T, SMALL) if small else STEPS
     B, H, P = sizes
+    if "keep" in form.names:
+        T = as_small(form.T * form.B * problem.directions, B * problem.directions, T)
     names = tuple(sorted(form.names))
     tried = form._replace(T=T, B=B, H=H, P=P, cell=without_numbers(form.cell), names=names)
     return Trial(engine, tried, wide, parts, joins)
+
+
+def as_small(size: int, each: int, steps: int) -> int:
+    """So many steps, or such that an array of `each` numbers a step lies where one of this size does."""
+    if (size < SMALL) == (steps * each < SMALL):
+        return steps
+    return max(1, (SMALL - 1) // each) if size < SMALL else SMALL
 
 
 def without_numbers(cell: Cell) -> Cell:
@@ -106,7 +115,9 @@ def smallest_fused(form: Form) -> tuple[int, int, int]:
     """B, H, P: the smallest batch that is cut in the same way."""
     problem = form.problem()
     extra = {"extra"} if {"peephole", "bhn"} & set(form.names) else set()
-    given = extra | ({"mask"} & set(form.names)) | ({"lengths"} if form.lengths else set())
+    given = extra | ({"mask", "keep"} & set(form.names)) | ({"lengths"} if form.lengths else set())
+    if "keep" in given:  # which a plain cell's kernels have in the mask alone
+        given = given - ({"keep"} if form.cell.op == "rnn" else set()) | {"mask"}
 
     def tilings(B: int) -> list[object]:
         return [tiling_of(sweep, problem._replace(B=B), form.dtype, given) for sweep in SWEEPS]

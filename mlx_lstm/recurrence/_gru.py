@@ -9,7 +9,7 @@ from ..engines.choice import Stream
 from ..engines.packing import Weight
 from ..engines.problem import Arrays
 from ._arguments import check_gru
-from ._call import Call, Lengths, given
+from ._call import Call, Hold, Lengths, given
 
 
 class GRUOutput(NamedTuple):
@@ -34,6 +34,8 @@ def gru(
     reset: str = "after",
     flip_z: bool = False,
     mask: mx.array | None = None,
+    keep: mx.array | None = None,
+    hold: Hold = None,
     reverse: bool = False,
     bidirectional: bool = False,
     lengths: Lengths = None,
@@ -68,10 +70,10 @@ def gru(
         reset (str): whether r multiplies the recurrent product, `"after"`, or what goes into it, `"before"`.
             Default: `"after"`.
         flip_z (bool): let z be the weight of n, so that h = (1 - z) h + z n. Default: `False`.
-        mask (array, optional): factor on h[t-1] as it enters the recurrent products (not the sum with z), the same for
-            all gates; broadcastable to [B, H] or, one per step, to [T, B, H].
-        reverse, bidirectional, lengths, return_gates, training, engine, stream: as in `lstm`; so are errors. For both
-            directions Wx is [6H, I], b [6H], Wh [2, 3H, H], bhn [2H], h0 [B, 2H], a projected x [T, B, 6H].
+        mask (array, optional): factor on h[t-1] as it enters the recurrent products, the same for all gates, and not
+            as z h[t-1] carries it on: `keep` does that; broadcastable to [B, H] or, one per step, to [T, B, H].
+        keep, hold, reverse, bidirectional, lengths, return_gates, training, engine, stream: as in `lstm`, and errors.
+            For both directions Wx is [6H, I], b [6H], Wh [2, 3H, H], bhn [2H], h0 [B, 2H], a projected x [T, B, 6H].
 
     Returns:
         GRUOutput: h [T, B, H], gates [T, B, 3H] (after activation, in `gate_order`; `None` unless `return_gates`) and
@@ -85,9 +87,11 @@ def gru(
         >>> out.h.shape, out.hT.shape
         ((10, 2, 4), (2, 4))
     """
-    arrays = given(x=x, Wx=Wx, Wh=Wh, b=b, h0=h0, bhn=bhn, mask=mask)
+    arrays = given(x=x, Wx=Wx, Wh=Wh, b=b, h0=h0, bhn=bhn, mask=mask, keep=keep)
     cell = check_gru(gate_order, activations, reset, flip_z, bhn is not None)
-    call = Call(cell, reverse=reverse, bidirectional=bidirectional, lengths=lengths, engine=engine, stream=stream)
+    call = Call(
+        cell, reverse=reverse, bidirectional=bidirectional, lengths=lengths, hold=hold, engine=engine, stream=stream
+    )
     return GRUOutput(**call.forward(arrays, return_gates=return_gates, training=training))
 
 
@@ -109,6 +113,8 @@ def gru_gradients(
     reset: str = "after",
     flip_z: bool = False,
     mask: mx.array | None = None,
+    keep: mx.array | None = None,
+    hold: Hold = None,
     reverse: bool = False,
     bidirectional: bool = False,
     lengths: Lengths = None,
@@ -131,7 +137,9 @@ def gru_gradients(
         >>> gru_gradients(x, Wx, Wh, gates=out.gates, h=out.h, dh=mx.ones((10, 2, 4)))["x"].shape
         (10, 2, 3)
     """
-    arrays = given(x=x, Wx=Wx, Wh=Wh, b=b, h0=h0, bhn=bhn, mask=mask)
+    arrays = given(x=x, Wx=Wx, Wh=Wh, b=b, h0=h0, bhn=bhn, mask=mask, keep=keep)
     cell = check_gru(gate_order, activations, reset, flip_z, bhn is not None, op="gru_gradients")
-    call = Call(cell, reverse=reverse, bidirectional=bidirectional, lengths=lengths, engine=engine, stream=stream)
+    call = Call(
+        cell, reverse=reverse, bidirectional=bidirectional, lengths=lengths, hold=hold, engine=engine, stream=stream
+    )
     return call.backward(arrays, given(h=h, gates=gates), given(h=dh, gates=dgates, hT=dhT))

@@ -9,7 +9,7 @@ from ..engines.choice import Stream
 from ..engines.packing import Weight
 from ..engines.problem import Arrays
 from ._arguments import check_lstm
-from ._call import Call, Lengths, given
+from ._call import Call, Hold, Lengths, given
 
 
 class LSTMOutput(NamedTuple):
@@ -36,6 +36,8 @@ def lstm(
     peephole: mx.array | None = None,
     output_peephole: str = "current",
     mask: mx.array | None = None,
+    keep: mx.array | None = None,
+    hold: Hold = None,
     cell_clip: float | None = None,
     forget_bias: float = 0.0,
     reverse: bool = False,
@@ -75,8 +77,17 @@ def lstm(
         peephole (array, optional): peephole weights, [4H]; zeros for a gate that shall not peep.
         output_peephole (str): whether o peeps at c[t], `"current"`, or at c[t-1], `"previous"`. Default: `"current"`.
         mask (array, optional): factor on h[t-1] as it enters the recurrent product; broadcastable to [B, P] or, one per
-            step, to [T, B, P]. It is the same for all gates. A mask per gate, as Keras' recurrent_dropout draws them,
+            step, to [T, B, P]. It does not touch the c that is carried on: `keep` does, and `hold` passes a step by. It
+            is the same for all gates. A mask per gate, as Keras' recurrent_dropout draws them,
             takes a product of its own input per gate, where the kernels have one for all: docs/recipes.md has a way.
+        keep (array, optional): factor on all carried state before a step, h[t-1] and c[t-1] in every place where the
+            equations have them; broadcastable to [T, B], or with both directions to [T, B, 2] for one each; bool,
+            integers or floats. 0 starts an item anew: `keep=~done`, where an episode ended before step t. Before step t
+            is after step t-1, with `reverse` after t+1; the first step's is on h0 and c0. Outputs are after the step.
+        hold (array or list, optional): [T, B], or what broadcasts to it, of bool or integers: steps at which an item's
+            state is carried unchanged, but for `keep`, which counts there too, and its input is never read. h and c
+            repeat the state, gates are 0. The other steps are gathered in front and run with `lengths`: a copy of x and
+            of each output. Past an item's end nothing is held.
         cell_clip (float, optional): bound on |c[t]|; 0 or less: none. The gradient passes straight through. Both as in
             TensorFlow's block ops.
         forget_bias (float): added to the forget gate's preactivation. Default: 0.
@@ -118,9 +129,11 @@ def lstm(
         >>> mx.grad(lambda Wh: lstm(x, Wx, Wh, b).hT.sum())(Wh).shape
         (16, 4)
     """
-    arrays = given(x=x, Wx=Wx, Wh=Wh, b=b, h0=h0, c0=c0, peephole=peephole, mask=mask, Wp=Wp)
+    arrays = given(x=x, Wx=Wx, Wh=Wh, b=b, h0=h0, c0=c0, peephole=peephole, mask=mask, keep=keep, Wp=Wp)
     cell = check_lstm(gate_order, activations, output_peephole, cell_clip, forget_bias)
-    call = Call(cell, reverse=reverse, bidirectional=bidirectional, lengths=lengths, engine=engine, stream=stream)
+    call = Call(
+        cell, reverse=reverse, bidirectional=bidirectional, lengths=lengths, hold=hold, engine=engine, stream=stream
+    )
     return LSTMOutput(**call.forward(arrays, return_gates=return_gates, training=training))
 
 
@@ -145,6 +158,8 @@ def lstm_gradients(
     peephole: mx.array | None = None,
     output_peephole: str = "current",
     mask: mx.array | None = None,
+    keep: mx.array | None = None,
+    hold: Hold = None,
     reverse: bool = False,
     bidirectional: bool = False,
     lengths: Lengths = None,
@@ -166,7 +181,7 @@ def lstm_gradients(
 
     Returns:
         dict: the gradient of each array given, by its name here, in its shape: `"x"`, `"Wx"`, `"Wh"`, `"b"`, `"h0"`,
-        `"c0"`, `"peephole"`, `"mask"`, `"Wp"`.
+        `"c0"`, `"peephole"`, `"mask"`, `"keep"` (of floats), `"Wp"`.
 
     Example:
         >>> import mlx.core as mx
@@ -176,7 +191,9 @@ def lstm_gradients(
         >>> lstm_gradients(x, Wx, Wh, gates=out.gates, c=out.c, h=out.h, dh=mx.ones((10, 2, 4)))["Wh"].shape
         (16, 4)
     """
-    arrays = given(x=x, Wx=Wx, Wh=Wh, b=b, h0=h0, c0=c0, peephole=peephole, mask=mask, Wp=Wp)
+    arrays = given(x=x, Wx=Wx, Wh=Wh, b=b, h0=h0, c0=c0, peephole=peephole, mask=mask, keep=keep, Wp=Wp)
     cell = check_lstm(gate_order, activations, output_peephole, None, 0.0, op="lstm_gradients")
-    call = Call(cell, reverse=reverse, bidirectional=bidirectional, lengths=lengths, engine=engine, stream=stream)
+    call = Call(
+        cell, reverse=reverse, bidirectional=bidirectional, lengths=lengths, hold=hold, engine=engine, stream=stream
+    )
     return call.backward(arrays, given(h=h, c=c, gates=gates), given(h=dh, c=dc, gates=dgates, hT=dhT, cT=dcT))

@@ -8,7 +8,7 @@ from ..engines.choice import Stream
 from ..engines.packing import Weight
 from ..engines.problem import Arrays
 from ._arguments import check_rnn
-from ._call import Call, Lengths, given
+from ._call import Call, Hold, Lengths, given
 
 
 class RNNOutput(NamedTuple):
@@ -29,6 +29,8 @@ def rnn(
     *,
     activation: str = "tanh",
     mask: mx.array | None = None,
+    keep: mx.array | None = None,
+    hold: Hold = None,
     reverse: bool = False,
     bidirectional: bool = False,
     lengths: Lengths = None,
@@ -48,8 +50,8 @@ def rnn(
         b (array, optional): bias, [H].
         h0 (array, optional): first h, [B, H]. Default: zeros.
         activation (str): that of h, one of those of `lstm`. Default: `"tanh"`.
-        mask, reverse, bidirectional, lengths, training, engine, stream: as in `lstm`; so are errors. For both
-            directions Wx is [2H, I], b [2H], Wh [2, H, H], h0 [B, 2H], a projected x [T, B, 2H].
+        mask, keep, hold, reverse, bidirectional, lengths, training, engine, stream: as in `lstm`; so are errors. For
+            both directions Wx is [2H, I], b [2H], Wh [2, H, H], h0 [B, 2H], a projected x [T, B, 2H].
         return_gates (bool): whether `gates`, here the argument of the activation, is returned. Default: `False`.
 
     Returns:
@@ -62,9 +64,11 @@ def rnn(
         >>> rnn(mx.ones((10, 2, 3)), mx.zeros((4, 3)), mx.zeros((4, 4)), activation="relu").h.shape
         (10, 2, 4)
     """
-    arrays = given(x=x, Wx=Wx, Wh=Wh, b=b, h0=h0, mask=mask)
+    arrays = given(x=x, Wx=Wx, Wh=Wh, b=b, h0=h0, mask=mask, keep=keep)
     cell = check_rnn(activation)
-    call = Call(cell, reverse=reverse, bidirectional=bidirectional, lengths=lengths, engine=engine, stream=stream)
+    call = Call(
+        cell, reverse=reverse, bidirectional=bidirectional, lengths=lengths, hold=hold, engine=engine, stream=stream
+    )
     return RNNOutput(**call.forward(arrays, return_gates=return_gates, training=training))
 
 
@@ -82,6 +86,8 @@ def rnn_gradients(
     dhT: mx.array | None = None,
     activation: str = "tanh",
     mask: mx.array | None = None,
+    keep: mx.array | None = None,
+    hold: Hold = None,
     reverse: bool = False,
     bidirectional: bool = False,
     lengths: Lengths = None,
@@ -102,7 +108,9 @@ def rnn_gradients(
         >>> rnn_gradients(x, Wx, Wh, h=rnn(x, Wx, Wh).h, dh=mx.ones((10, 2, 4)))["Wh"].shape
         (4, 4)
     """
-    arrays = given(x=x, Wx=Wx, Wh=Wh, b=b, h0=h0, mask=mask)
+    arrays = given(x=x, Wx=Wx, Wh=Wh, b=b, h0=h0, mask=mask, keep=keep)
     cell = check_rnn(activation, op="rnn_gradients")
-    call = Call(cell, reverse=reverse, bidirectional=bidirectional, lengths=lengths, engine=engine, stream=stream)
+    call = Call(
+        cell, reverse=reverse, bidirectional=bidirectional, lengths=lengths, hold=hold, engine=engine, stream=stream
+    )
     return call.backward(arrays, given(h=h, gates=gates), given(h=dh, gates=dgates, hT=dhT))

@@ -43,6 +43,7 @@ def draw_parts(form: Form, rng: np.random.Generator) -> Tensors:
     shapes = {"Wx": (D * G * H, WIDTH), "Wh": (*own, G * H, P), "b": (D * G * H,), "bhn": (D * H,)}
     shapes |= {"x": (T, B, WIDTH if "Wx" in form.names else D * G * H), "h0": (B, D * P), "Wp": (*own, P, H)}
     shapes |= {"peephole": (*own, 4 * H), "mask": (T, B, D * P) if form.masks else (B, D * P), "c0": (B, D * H)}
+    shapes["keep"] = (T, B, D)
     parts = {name: rng.normal(0, 0.7, shapes[name]) for name in form.names}
     for name in {"Wx", "Wh", "Wp"} & parts.keys():
         parts[name] /= np.sqrt(shapes[name][-1])

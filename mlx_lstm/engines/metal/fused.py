@@ -68,7 +68,7 @@ def backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays
     for steps, sizes in reversed(parts):
         after = {"dhT": last["dh0"], "dcT": last.get("dc0"), "sizes": sizes}
         last = fused_backward(bare, fixed | after, steps, keeps_d=few and takes_product(cell))
-        pieces.append({name: last.pop(name) for name in ("dz", "d_out") if name in last})
+        pieces.append({name: last.pop(name) for name in ("dz", "d_out", "carry") if name in last})
     sweep = join(problem, pieces[::-1]) | last
     return (
         gradients_in_few_launches(problem, arrays, sweep | taken)
@@ -81,7 +81,8 @@ def options(problem: Problem, arrays: Arrays) -> dict[str, mx.array | None]:
     """What both sweeps read of the options."""
     return {
         "extra": contiguous(arrays.get("peephole", arrays.get("bhn"))),
-        "mask": whole_mask(problem, arrays.get("mask")),
+        "mask": whole_mask(problem, arrays),
+        "keep": None if problem.cell.op == "rnn" else contiguous(arrays.get("keep")),
         "lengths": problem.lengths,
     }
 

@@ -34,7 +34,7 @@ WORKING_REGISTERS = {
 operands, weights on their way, states, indices. From the machine code of Mesa's compiler for the M1: with as many
 weights in registers as it does not spill, this is what remains at H = 96 to 256. Apple's compiler may differ."""
 
-OPTION_REGISTERS = {"mask": 4, "lengths": 8, "extra": 4}
+OPTION_REGISTERS = {"mask": 4, "keep": 4, "lengths": 8, "extra": 4}
 """What it needs more for an input that may be absent, likewise."""
 
 MATRIX_BATCH = 65
@@ -153,7 +153,8 @@ def fused_forward(problem: Problem, given: Inputs, steps: int) -> Arrays:
 def fused_backward(problem: Problem, given: Inputs, steps: int, *, keeps_d: bool) -> Arrays:
     """dz, dh0 and, of an LSTM, dc0, float32, of the `steps` steps that `sizes` names; metal/fused_backward.metal.
 
-    If wanted also d_out [steps, B, D G H]: dz as the recurrent product had it.
+    If wanted also d_out [steps, B, D G H]: dz as the recurrent product had it; with `keep` carry [steps, B, D H], as in
+    `engines.ops.sweep.sweep_backward`.
     """
     return launch_fused("backward", problem, given, steps, keeps_d)
 
@@ -185,21 +186,26 @@ def prepared_pack(sweep: str, problem: Problem, dtype: mx.Dtype) -> Launch:
 INPUTS = {
     sweep: tuple(names.split())
     for sweep, names in {
-        "forward": "z h0 c0 packed extra mask lengths sizes numbers",
-        "backward": "gates states first packed extra mask lengths dh beside dgates dhT dcT sizes",
+        "forward": "z h0 c0 packed extra mask keep lengths sizes numbers",
+        "backward": "gates states first packed extra mask keep lengths dh beside dgates dhT dcT sizes",
     }.items()
 }
 """Those of a sweep's shader, in its order."""
 
 
-def outputs_of(sweep: str, problem: Problem, dtype: mx.Dtype, steps: int, keeps_d: bool) -> Outputs:
+def outputs_of(
+    sweep: str, problem: Problem, dtype: mx.Dtype, given: Collection[str], steps: int, keeps_d: bool
+) -> Outputs:
     """Those of a sweep's shader, in its order; None for what it shall not write."""
     (_, B, H, _), D, cell = problem[:4], problem.directions, problem.cell
     wide, all_gates = (steps, B, D * H), ((steps, B, D * cell.gates * H), dtype)
     h, c, has_c = ((B, D * H), dtype), ((B, D * H), mx.float32), "c" in cell.outputs
+    found: Outputs
     if sweep == "backward":
-        return {"dz": all_gates, "d_out": all_gates if keeps_d else None, "dh0": h, "dc0": c if has_c else None}
-    found: Outputs = {"h": (wide, dtype), "c": (wide, mx.float32) if has_c else None}
+        carry = (wide, mx.float32) if "keep" in given else None
+        found = {"dz": all_gates, "d_out": all_gates if keeps_d else None, "carry": carry}
+        return found | {"dh0": h, "dc0": c if has_c else None}
+    found = {"h": (wide, dtype), "c": (wide, mx.float32) if has_c else None}
     found["gates"] = all_gates if problem.training or problem.return_gates else None
     return found | {"hT": h, "cT": c if has_c else None}
 
@@ -217,7 +223,7 @@ def prepared_sweep(
 ) -> tuple[Launch, list[str]]:
     """The launch of a sweep's shader over so many steps with the inputs that are `given`; the names of its outputs."""
     inputs = present(INPUTS[sweep], given)
-    outputs = outputs_of(sweep, problem, dtype, steps, keeps_d)
+    outputs = outputs_of(sweep, problem, dtype, given, steps, keeps_d)
     op, D, back = problem.cell.op, problem.directions, sweep == "backward"
     tiling = tiling_of(sweep, problem, dtype, given)
     template: Template = {"CELL": cell_number(problem.cell, "extra" in given), "H": problem.H}

@@ -1,7 +1,7 @@
 """The gradients after a sweep of the Metal engines in few launches: a product per weight, for both directions at once.
 
-`engines.ops.sweep.gradients_after_sweep` is their definition. It also serves what is rarer: a mask, a peephole, a GRU
-whose reset comes before the candidate's product.
+`engines.ops.sweep.gradients_after_sweep` is their definition. It also serves what is rarer: a mask, `keep`, a peephole,
+a GRU whose reset comes before the candidate's product.
 """
 
 import mlx.core as mx
@@ -17,7 +17,7 @@ THREADS = 256
 
 def is_plain(problem: Problem, arrays: Arrays) -> bool:
     """Whether `gradients_in_few_launches` has the gradients of all arrays."""
-    rare = {"mask", "peephole"} & arrays.keys()
+    rare = {"mask", "keep", "peephole"} & arrays.keys()
     return not rare and (not isinstance(problem.cell, GRUCell) or takes_product(problem.cell))
 
 
@@ -27,10 +27,10 @@ def takes_product(cell: Cell) -> bool:
 
 
 def recurrent_input(problem: Problem, arrays: Arrays, h: mx.array) -> Arrays:
-    """h_in [D, T, B, P]: what went into the recurrent product of every step, mask * h_prev; 0 past an item's end. And
-    ones [1, T * B] where sums of 16-bit rows will be products with them."""
+    """h_in [D, T, B, P]: what went into the recurrent product of every step, mask * keep * h_prev; 0 past its end.
+    And ones [1, T * B] where sums of 16-bit rows will be products with them."""
     T, B, P, D = problem.T, problem.B, problem.P, problem.directions
-    mask = whole_mask(problem, arrays.get("mask"))
+    mask = whole_mask(problem, arrays)
     inputs = {"h": h, "h0": arrays.get("h0"), "mask": mask, "lengths": problem.lengths}
     inputs["sizes"] = constant((T, B, D, P, problem.reverse, takes_steps(mask)), mx.int32)
     given = {name: array for name, array in inputs.items() if array is not None}

@@ -33,8 +33,13 @@ def project(problem: Problem, arrays: Arrays, launches: int = 2) -> mx.array:
     return mx.addmm(b, x.reshape(-1, x.shape[2]), Wx.T).reshape(*x.shape[:2], -1)
 
 
-def whole_mask(problem: Problem, mask: mx.array | None) -> mx.array | None:
-    """The mask as [T, B, D P], or as [1, B, D P] where all steps share it."""
+def whole_mask(problem: Problem, arrays: Arrays) -> mx.array | None:
+    """What h is multiplied by as it enters the product, the mask and `keep`, as [T, B, D P], or as [1, B, D P] where
+    all steps share it."""
+    mask, keep = arrays.get("mask"), arrays.get("keep")
+    if keep is not None:
+        keep = mx.repeat(keep, problem.P, axis=-1)
+        mask = keep if mask is None else keep * mask
     if mask is None:
         return None
     steps = mask.shape[0] if mask.ndim == 3 else 1

@@ -20,7 +20,7 @@ def forward(problem: Problem, arrays: Arrays) -> Arrays:
     T, _, H, P = problem[:4]
     cell, Wp = problem.cell, contiguous(arrays.get("Wp"))
     rows, projected = rows_of(problem, Wp)
-    mask = whole_mask(problem, arrays.get("mask"))
+    mask = whole_mask(problem, arrays)
     z = project(problem, arrays)
     row = nothing(kernels.row_type(z.dtype))
     fixed = options(problem, arrays) | {
@@ -75,7 +75,7 @@ def sweep_backward(
     dh [T, B, D P] and, if wanted, m [D, T, B, H], what it multiplied; of a GRU that resets after its product d_out
     [T, B, D 3H], dz as that product had it."""
     (T, B, H, P), D, cell = problem[:4], problem.directions, problem.cell
-    mask, d = whole_mask(problem, arrays.get("mask")), {name: contiguous(given) for name, given in cotangents.items()}
+    mask, d = whole_mask(problem, arrays), {name: contiguous(given) for name, given in cotangents.items()}
     state = "c" if cell.op == "lstm" else "h"
     row = nothing(kernels.row_type(arrays["Wh"].dtype))
     before, projects = kernels.resets_before(problem), "Wp" in arrays
@@ -117,7 +117,7 @@ def sweep_backward(
         step = kernels.stepwise_backward(problem, fixed, rows)
         for n in reversed(range(T)):
             row = step(n, before=row)
-    wanted = {"dc0": "c0" in arrays, "d_out": takes_product(cell), "m": wants_m}
+    wanted = {"dc0": "c0" in arrays, "d_out": takes_product(cell), "m": wants_m, "carry": fixed["keep"] is not None}
     kinds = [(rows, H), (dh_rows, P)] if projects else [(rows, H)]
     found = kernels.stepwise_gradients(problem, fixed, kinds, names=frozenset(name for name in wanted if wanted[name]))
     if "h0" in arrays:
@@ -135,7 +135,8 @@ def rows_of(problem: Problem, Wp: mx.array | None) -> tuple[Rows, Rows]:
 def options(problem: Problem, arrays: Arrays) -> dict[str, mx.array | None]:
     """What both sweeps read."""
     given = {name: contiguous(arrays.get(name)) for name in ("Wh", "h0", "c0")}
-    return given | {"lengths": problem.lengths, "step": kernels.step_number(0)}
+    keep = None if problem.cell.op == "rnn" else contiguous(arrays.get("keep"))
+    return given | {"keep": keep, "lengths": problem.lengths, "step": kernels.step_number(0)}
 
 
 def sizes(problem: Problem, mask: mx.array | None, width: int, K: int) -> mx.array:

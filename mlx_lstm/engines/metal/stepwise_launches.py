@@ -185,7 +185,7 @@ def step_number(n: int) -> mx.array:
     return mx.array(n, mx.int32)
 
 
-@launched("step z before h_before Wh h0 c0 extra mask lengths sizes numbers")
+@launched("step z before h_before Wh h0 c0 extra mask keep lengths sizes numbers")
 def stepwise_forward(problem: Problem, dtype: mx.Dtype, inputs: Present, _: bool) -> StepKernel:
     """The row of each step; metal/stepwise_forward.metal has the inputs and what is in it."""
     cell, op = problem.cell, problem.cell.op
@@ -207,7 +207,7 @@ def stepwise_gru_reset(problem: Problem, dtype: mx.Dtype, inputs: Present, _: bo
     return StepKernel("stepwise_gru_reset", files, problem, inputs, output, template, (problem.H, 16, 32))
 
 
-@launched("step z before reset_row Wh h0 lengths sizes")
+@launched("step z before reset_row Wh h0 keep lengths sizes")
 def stepwise_gru_candidate(problem: Problem, dtype: mx.Dtype, inputs: Present, _: bool) -> StepKernel:
     """The row of each step; metal/stepwise_gru_candidate.metal has the inputs and what is in it."""
     keeps = problem.training or problem.return_gates
@@ -218,12 +218,12 @@ def stepwise_gru_candidate(problem: Problem, dtype: mx.Dtype, inputs: Present, _
     return StepKernel("stepwise_gru_candidate", files, problem, inputs, output, template, (problem.H, 32, 32))
 
 
-@launched("step now_row weights gates states states0 mask lengths sizes")
+@launched("step now_row weights gates states states0 mask keep lengths sizes")
 def stepwise_gru_reset_backward(problem: Problem, dtype: mx.Dtype, inputs: Present, _: bool) -> StepKernel:
     """The row of each step back; metal/stepwise_gru_reset_backward.metal has the inputs."""
     tile = tile_of(problem, problem.H)
     template = backward_template(problem, False, dtype, tile)
-    output = row_length(problem, problem.H, 3, True, dtype), row_type(dtype)
+    output = row_length(problem, problem.H, 3 if inputs["keep"] is None else 4, True, dtype), row_type(dtype)
     files = (*cell_files("gru", "backward"), "stepwise", "stepwise_gru_reset_backward")
     units = problem.H, tile[1], tile[1]
     return StepKernel("stepwise_gru_reset_backward", files, problem, inputs, output, template, units)
@@ -240,12 +240,13 @@ def stepwise_project(problem: Problem, dtype: mx.Dtype, inputs: Present, _: bool
     return StepKernel("lstm_stepwise_project", files, problem, inputs, output, template, units)
 
 
-@launched("step before dh_now weights gates states states0 q extra mask lengths dh dc dgates dhT dcT sizes")
+@launched("step before dh_now weights gates states states0 q extra mask keep lengths dh dc dgates dhT dcT sizes")
 def stepwise_backward(problem: Problem, dtype: mx.Dtype, inputs: Present, _: bool) -> StepKernel:
     """The row of each step back; metal/stepwise_backward.metal has the inputs and what is in it."""
     cell, op, tile = problem.cell, problem.cell.op, tile_of(problem, problem.H)
     template = backward_template(problem, inputs["extra"] is not None, dtype, tile)
-    output = row_length(problem, problem.H, cell.gates, op != "rnn", dtype), row_type(dtype)
+    arrays = cell.gates if inputs["keep"] is None else cell.gates + 1
+    output = row_length(problem, problem.H, arrays, op != "rnn", dtype), row_type(dtype)
     units = problem.H, tile[1], tile[1]
     files = (*backward_files(problem), "stepwise_backward")
     return StepKernel(f"{op}_stepwise_backward", files, problem, inputs, output, template, units)
@@ -391,13 +392,14 @@ def stepwise_outputs(problem: Problem, dtype: mx.Dtype, inputs: Present, layout:
 
 @launched_after("gates states lengths sizes")
 def stepwise_gradients(problem: Problem, dtype: mx.Dtype, inputs: Present, layout: Layout, names: Wanted) -> Sequences:
-    """dz and those of dc0, d_out in `names`, out of the rows of a sweep back. If it projects also dh, out of rows of
-    its own, and, if that is in `names`, m: what the projection multiplied."""
+    """dz and those of dc0, d_out, carry in `names`, out of the rows of a sweep back. If it projects also dh, of rows
+    of its own, and, if that is in `names`, m: what the projection multiplied."""
     (T, B, H, P), D, cell, projects = problem[:4], problem.directions, problem.cell, len(layout) > 1
     shapes = {
         "dz": ((T, B, D * cell.gates * H), dtype),
         "dc0": ((B, D * H), dtype),
         "d_out": ((T, B, D * cell.gates * H), dtype),
+        "carry": ((T, B, D * H), dtype),
         "dh": ((T, B, D * P), dtype),
         "m": ((D, T, B, H), dtype),
     }
@@ -409,11 +411,13 @@ def stepwise_gradients(problem: Problem, dtype: mx.Dtype, inputs: Present, layou
     template = {"GATES": cell.gates, "CANDIDATE": candidate, "RESET": reset, "CARRIES": cell.op != "rnn", "S": dtype}
     start, end = "stepwise_gradients<{}>(rows, starts, kinds", "thread_position_in_grid);"
     numbers, lengths = "GATES, CANDIDATE, RESET, CARRIES, S", arguments(select(inputs, "lengths"))
-    written = arguments(select(outputs, "dz dc0 d_out"))
+    written = arguments(select(outputs, "dz dc0 d_out carry"))
     calls = [f"{start.format(numbers)}, {arguments(select(inputs, 'gates'))}, {lengths}, sizes, {written}, {end}"]
     shaders = ("stepwise_gradients",)
     if projects:
-        calls += [f"{start.format('1, 0, 0, false, S')} + 3, absent, {lengths}, sizes, dh, absent, absent, {end}"]
+        calls += [
+            f"{start.format('1, 0, 0, false, S')} + 3, absent, {lengths}, sizes, dh, absent, absent, absent, {end}"
+        ]
     if "m" in names:
         template |= {"CELL": cell_number(cell)}
         calls += [f"stepwise_projected<CELL, S>(gates, states, {lengths}, sizes, m, {end}"]

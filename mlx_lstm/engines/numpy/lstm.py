@@ -69,6 +69,7 @@ class LSTMStepBackward:
         self.problem, self.ends = problem, Ends(problem)
         self.c, self.gates_at = Steps(saved["c"]), Steps(saved["gates"])
         self.c0: Array = first_state(v, "c0", (H, B), dtype)
+        self.keep: Array | None = v.get("keep")
         self.Wh_T, self.Wp_T = matrix(v["Wh"]).T, matrix(v["Wp"]).T if "Wp" in v else None
         self.output, self.o_sees_current = cell.activation("output"), cell.output_peephole == "current"
         self.block: dict[str, slice] = gate_blocks(cell.gate_order, H)
@@ -93,6 +94,8 @@ class LSTMStepBackward:
         """Writes dz [4H, B]; turns dh, the gradient of h, into that of the h that entered the product, dc, that of c,
         into that of c_prev."""
         gates, dz, c, c_prev = self.gates_at.at(t), self.dz[:, columns], self.c.at(t), self.c_before(t)
+        if self.keep is not None:
+            c_prev = c_prev * self.keep[t].T
         block, s, scratch, output = self.block, self.s, self.scratch, self.output
         i, f, g, o = gates[block["i"]], gates[block["f"]], gates[block["g"]], gates[block["o"]]
         activate(output, c, s)
@@ -129,7 +132,7 @@ class LSTMStepBackward:
             products.accumulate("Wp", self.dh_kept[:, :n], self.m[:, :n].T)
 
     def c_before(self, t: int) -> Array:
-        """The c [H, B] that step t started from."""
+        """The c [H, B] that step t started from, before it was multiplied by keep."""
         problem, last = self.problem, t + 1 if self.problem.reverse else t - 1
         if not 0 <= last < problem.T:
             return self.c0

@@ -69,8 +69,8 @@ def backward(problem: Problem, arrays: Arrays, saved: Saved, cotangents: Arrays)
     }
     new["x"] = NewSequence(v["x"].dtype, v["x"].shape, order_of(v["x"]))
     memory = {name: room.memory for name, room in new.items()}
-    if "mask" in memory:
-        memory["mask"].fill(0)
+    for name in {"mask", "keep"} & memory.keys():
+        memory[name].fill(0)
     written: set[int] = set()  # the first steps of the chunks of dx to which one direction has come already
 
     def sweep(d: int | None, problem: Problem) -> None:
@@ -114,6 +114,7 @@ def sweep_forward(problem: Problem, v: Views, out: Views) -> None:
         c, c_prev = out["c"].transpose(FEATURE_MAJOR), first_state(v, "c0", (H, B), dtype)
     else:  # one of width 0
         c, c_prev = np.empty((T, 0, B)), np.empty((0, B))
+    c_kept = np.empty(c.shape[1:], dtype)  # keep * c
     ragged = c if problem.lengths is None else np.empty((2, *c.shape[1:]), dtype)  # c where items have ended
     for t in problem.steps():
         gates_t, c_t = gates[t if len(gates) == T else 0], c[t]
@@ -122,6 +123,9 @@ def sweep_forward(problem: Problem, v: Views, out: Views) -> None:
             for output in (h[t], gates_t, c_t):
                 output[...] = 0
             continue
+        if "keep" in v:
+            h_prev *= v["keep"][t].T
+            c_prev = np.multiply(c_prev, v["keep"][t].T, out=c_kept)
         step(t, h_prev, c_prev, gates_t, c_t, h_new)
         np.copyto(h[t], h_new.T)
         if live is None:
@@ -171,7 +175,9 @@ class BackwardSweep:
     def run_chunk(self, start: int, stop: int) -> None:
         """Steps start..stop back, then their products."""
         B, P, step, ends = self.problem.B, self.problem.P, self.step, self.ends
-        before = states_before(self.problem, self.h, self.v.get("h0", 0), start, stop)
+        before = raw = states_before(self.problem, self.h, self.v.get("h0", 0), start, stop)
+        if "keep" in self.v:
+            before = raw * self.v["keep"][start:stop]
         h_in = before
         if self.mask is not None:
             h_in = before * ends.without_padding(self.mask, start, stop)
@@ -183,17 +189,19 @@ class BackwardSweep:
             live = ends.live(t)
             columns = slice((t - start) * B, (t - start + 1) * B)
             if live is None:
-                self.back(t, columns, before[t - start], self.dh, self.dc)
+                self.back(t, columns, (before[t - start], raw[t - start]), self.dh, self.dc)
             elif not live.any():
                 for kept in step.by_column:  # no item lives in this step
                     kept[:, columns] = 0
             else:
-                self.back_where(live, t, columns, before[t - start])
+                self.back_where(live, t, columns, (before[t - start], raw[t - start]))
         step.finish(self.products, h_in)
         self.products.add(start, stop, step.dz[:, : (stop - start) * B])
 
-    def back(self, t: int, columns: slice, h_prev: Array, dh: Array, dc: Array, live: Array | None = None) -> None:
-        """Step t back, from h_prev [B, P]: dh and dc become the gradients of the state before it."""
+    def back(
+        self, t: int, columns: slice, before: tuple[Array, Array], dh: Array, dc: Array, live: Array | None = None
+    ) -> None:
+        """Step t back, from keep * h_prev and h_prev [B, P]: dh and dc become the gradients of the state before it."""
         given, step = self.given, self.step
         if "h" in given:
             dh += given["h"][t].T
@@ -205,17 +213,24 @@ class BackwardSweep:
             dgates = None if dgates is None else np.where(live, dgates, 0)
         step(t, columns, dh, dc, dgates)
         if self.mask is not None:
-            dmask, terms = self.out["mask"], dh.T * h_prev
+            dmask, terms = self.out["mask"], dh.T * before[0]
             terms = terms if live is None else np.where(live[:, None], terms, 0)
             add_unbroadcast(terms, dmask if dmask.ndim < 3 or dmask.shape[0] == 1 else dmask[t])
             dh *= self.mask[t].T
         if step.direct is not None:
             dh += step.direct
+        if "keep" in self.v:
+            terms = (dh * before[1].T).sum(axis=0)
+            if isinstance(step, LSTMStepBackward):
+                terms += (dc * step.c_before(t)).sum(axis=0)
+            self.out["keep"][t, :, 0] = terms if live is None else np.where(live, terms, 0)
+            dh *= self.v["keep"][t].T
+            dc *= self.v["keep"][t].T
 
-    def back_where(self, live: Array, t: int, columns: slice, h_prev: Array) -> None:
+    def back_where(self, live: Array, t: int, columns: slice, before: tuple[Array, Array]) -> None:
         """Step t back for the items that have not ended; the gradients of the others pass it by."""
         dh, dc = self.dh.copy(), self.dc.copy()
-        self.back(t, columns, h_prev, dh, dc, live)
+        self.back(t, columns, before, dh, dc, live)
         np.copyto(self.dh, dh, where=live)
         np.copyto(self.dc, dc, where=live)
 

@@ -32,7 +32,7 @@ def sweep_forward(problem: Problem, arrays: Arrays, z: Array) -> Arrays:
     z_at = by_time(z)
 
     def at(t: int, state: tuple[Array, Array]) -> tuple[Arrays, tuple[Array, Array]]:
-        h, c = state
+        h, c = (times_keep(arrays, of_state, t) for of_state in state)
         gates, c, h = step(problem, arrays, z_at[t], recurrent_input(arrays, h, t), h, c)
         return {"h": h, "c": c, "gates": gates}, (h, c)
 
@@ -103,14 +103,14 @@ def backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays
 
 
 def sweep_backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays) -> Arrays:
-    """One direction's steps in reverse: dz [T, B, G H], dh0 [B, P]; of an LSTM dh [T, B, P] and dc0 [B, H]."""
+    """One direction's steps in reverse: dz [T, B, G H], dh0 [B, P]; of an LSTM dh [T, B, P] and dc0 [B, H]. With `keep`
+    and a cell other than the plain one also carry [T, B, H]: the gradient of keep * c, or of keep * h past products.
+    """
     h0, c0 = initial_states(problem, arrays)
-    starts = {"h": before_each_step(problem, saved["h"], h0)}
-    if "c" in saved:
-        starts["c"] = before_each_step(problem, saved["c"], c0)
+    starts = {name: times_keep(arrays, states) for name, states in states_before(problem, arrays, saved).items()}
     starts |= gru_candidates(problem, arrays, starts["h"])
     dh, dc = cotangents.get("hT", mx.zeros_like(h0)), cotangents.get("cT", mx.zeros_like(c0))
-    kept: dict[str, dict[int, Array]] = {"dz": {}, "dh": {}}
+    kept: dict[str, dict[int, Array]] = {"dz": {}, "dh": {}, "carry": {}}
     for t in reversed(problem.steps()):
         dh_t = dh + cotangents["h"][t] if "h" in cotangents else dh
         dc_t = dc + cotangents["c"][t] if "c" in cotangents else dc
@@ -125,9 +125,15 @@ def sweep_backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: 
         dh_new = recurrent_input(arrays, back.dh, t)
         dh_new = dh_new if back.direct is None else dh_new + back.direct
         dc_new = dc if back.dc is None else back.dc
+        if "keep" in arrays:
+            carry = back.direct if back.dc is None else back.dc
+            if carry is not None:
+                kept["carry"][t] = carry if live is None else mx.where(live, carry, 0)
+            dh_new, dc_new = times_keep(arrays, dh_new, t), times_keep(arrays, dc_new, t)
         dh, dc = (dh_new, dc_new) if live is None else (mx.where(live, dh_new, dh), mx.where(live, dc_new, dc))
-    found = {name: stacked(steps) for name, steps in kept.items()} | {"dh0": dh, "dc0": dc}
-    return found if isinstance(problem.cell, LSTMCell) else {name: found[name] for name in ("dz", "dh0")}
+    found = {name: stacked(steps) for name, steps in kept.items() if steps} | {"dh0": dh, "dc0": dc}
+    others = () if isinstance(problem.cell, LSTMCell) else ("dh", "dc0")
+    return {name: array for name, array in found.items() if name not in others}
 
 
 def step_backward(
@@ -147,7 +153,8 @@ def step_backward(
 
 
 def gradients_after_sweep(problem: Problem, arrays: Arrays, saved: Arrays, sweep: Arrays) -> Arrays:
-    """The gradient of every array, from dz [T, B, D G H], dh0, dc0 and, for a projection, dh [T, B, D P]."""
+    """The gradient of every array, from dz [T, B, D G H], dh0, dc0 and, for a projection, dh [T, B, D P], for `keep`
+    carry [T, B, D H]."""
     gradients = input_gradients(problem, arrays, sweep["dz"])
     if problem.bidirectional:
         given = ([part(values, d) for values in (arrays, saved, sweep)] for d in range(2))
@@ -174,20 +181,23 @@ def input_gradients(problem: Problem, arrays: Arrays, dz: Array) -> Arrays:
 
 
 def recurrent_gradients(problem: Problem, arrays: Arrays, saved: Arrays, sweep: Arrays) -> Arrays:
-    """One direction's gradients of Wh, bhn, peephole, mask and Wp: a product over all T * B rows or a sum each."""
+    """One direction's gradients of Wh, bhn, peephole, mask, keep, Wp: a product over all T * B rows or a sum each."""
     cell, mask, h, dz = problem.cell, arrays.get("mask"), saved["h"], sweep["dz"]
-    h0, c0 = initial_states(problem, arrays)
-    h_prev = before_each_step(problem, h, h0)
+    before = states_before(problem, arrays, saved)
+    h_prev = times_keep(arrays, before["h"])
     h_in = without_padding(problem.lengths, h_prev if mask is None else h_prev * mask)
     if isinstance(cell, GRUCell):
         found = gru_recurrent_gradients(cell, arrays, saved["gates"], h_in, dz)
     else:
         found = {"Wh": flat(dz).T @ flat(h_in)}
     if isinstance(cell, LSTMCell) and "peephole" in arrays:
-        found["peephole"] = peephole_gradient(cell, dz, before_each_step(problem, saved["c"], c0), saved["c"])
-    if mask is not None:
+        found["peephole"] = peephole_gradient(cell, dz, times_keep(arrays, before["c"]), saved["c"])
+    if {"mask", "keep"} & arrays.keys():
         dh_in = found.pop("h_in") if "h_in" in found else (flat(dz) @ arrays["Wh"]).reshape(h_prev.shape)
-        found["mask"] = sum_to_shape(dh_in * h_prev, mask.shape)
+        if mask is not None:
+            found["mask"], dh_in = sum_to_shape(dh_in * h_prev, mask.shape), dh_in * mask
+        if "keep" in arrays:
+            found["keep"] = keep_gradient(before, without_padding(problem.lengths, dh_in), sweep.get("carry"))
     if isinstance(cell, LSTMCell) and "Wp" in arrays:
         output = cells.activate(cell.activation("output"), saved["c"])
         m = (saved["gates"][..., cell.block("o", problem.H)] * output).astype(h.dtype)
@@ -195,8 +205,16 @@ def recurrent_gradients(problem: Problem, arrays: Arrays, saved: Arrays, sweep: 
     return found
 
 
+def keep_gradient(before: Arrays, dh: Array, carry: Array | None) -> Array:
+    """[T, B, 1], from the states `before` each step and what reaches keep times them, by the product and past it."""
+    found = total(dh * before["h"], axis=-1)
+    if carry is not None:
+        found = found + total(carry * before["c" if "c" in before else "h"], axis=-1)
+    return found[..., None]
+
+
 def gru_recurrent_gradients(cell: GRUCell, arrays: Arrays, gates: Array, h_in: Array, dz: Array) -> Arrays:
-    """Of a GRU: the gradients of Wh, bhn and, where there is a mask, of h_in [T, B, H]."""
+    """Of a GRU: the gradients of Wh, bhn and, where a mask or `keep` asks for it, of h_in [T, B, H]."""
     d, r = cells.by_gate(cell, dz), cells.by_gate(cell, gates)["r"]
     seen = dict.fromkeys("rz", h_in) | {"n": h_in if cell.reset == "after" else r * h_in}
     if cell.reset == "after":
@@ -204,7 +222,7 @@ def gru_recurrent_gradients(cell: GRUCell, arrays: Arrays, gates: Array, h_in: A
     found = {"Wh": mx.concatenate([flat(d[gate]).T @ flat(seen[gate]) for gate in cell.gate_order])}
     if "bhn" in arrays:
         found["bhn"] = total(flat(d["n"]), axis=0)
-    if "mask" in arrays:
+    if {"mask", "keep"} & arrays.keys():
         Wh = {gate: arrays["Wh"][cell.block(gate, h_in.shape[-1])] for gate in "rzn"}
         terms = {gate: (flat(d[gate]) @ Wh[gate]).reshape(h_in.shape) for gate in "rzn"}
         found["h_in"] = terms["r"] + terms["z"] + (terms["n"] if cell.reset == "after" else r * terms["n"])
@@ -249,6 +267,17 @@ def initial_states(problem: Problem, arrays: Arrays) -> tuple[Array, Array]:
     B, dtype, widths = problem.B, arrays["Wh"].dtype, {"h0": problem.P, "c0": problem.H}
     h0, c0 = (arrays[name] if name in arrays else mx.zeros((B, width), dtype) for name, width in widths.items())
     return h0, c0
+
+
+def states_before(problem: Problem, arrays: Arrays, saved: Arrays) -> Arrays:
+    """h [T, B, P] and, of an LSTM, c [T, B, H] before each step, which multiplies them by `keep`."""
+    first = dict(zip("hc", initial_states(problem, arrays), strict=True))
+    return {name: before_each_step(problem, saved[name], first[name]) for name in "hc" if name in saved}
+
+
+def times_keep(arrays: Arrays, states: Array, t: int | slice = slice(None)) -> Array:
+    """States before step t or, [T, B, .], before each step, as the cell gets them; so do their gradients leave it."""
+    return states * arrays["keep"][t] if "keep" in arrays else states
 
 
 def before_each_step(problem: Problem, states: Array, first: Array) -> Array:

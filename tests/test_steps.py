@@ -1,0 +1,208 @@
+"""`keep` and `hold`, the carried state at any step: against loops of torch's cells, in MLX's transformations, and what
+is never read. The sweeps over options have them, too."""
+
+from contextlib import nullcontext
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from cases import KINDS, draw, draw_cotangents, run, run_gradients, split, to_mlx, to_numpy
+from on_metal import on_metal
+
+from mlx_lstm import gru, lstm, lstm_gradients, recurrence, rnn
+from mlx_lstm.oracle import forward
+from mlx_lstm.oracle.closeness import assert_within
+
+CPU_ENGINES = ("numpy", "ops")
+T, B, I, H = 7, 3, 4, 5
+SIZES = (T, B, I, H, H)
+
+
+def resets(rng):
+    """Mostly 1, else 0 or something else."""
+    return rng.choice([1.0, 1.0, 0.0, 0.6], (T, B))
+
+
+def held(rng):
+    """Some of an item's steps, all of another's, the last ones of a third's."""
+    return np.stack([rng.random(T) < 0.5, np.ones(T, bool), np.arange(T) > 3], axis=1)
+
+
+def cell_of_torch(op, case):
+    """torch's cell with the weights of a case, and the tensors that the gradients arrive at."""
+    torch = pytest.importorskip("torch")
+    G = {"lstm": 4, "gru": 3, "rnn": 1}[op]
+    cell = {"lstm": torch.nn.LSTMCell, "gru": torch.nn.GRUCell, "rnn": torch.nn.RNNCell}[op](I, H, dtype=torch.float64)
+    bhn = np.concatenate([np.zeros((G - 1) * H), case["bhn"]]) if op == "gru" else np.zeros(G * H)
+    given = {"Wx": cell.weight_ih, "Wh": cell.weight_hh, "b": cell.bias_ih, "bhn": cell.bias_hh}
+    with torch.no_grad():
+        for name, tensor in given.items():
+            tensor.copy_(torch.tensor(bhn if name == "bhn" else case[name]))
+    more = {name: torch.tensor(case[name], requires_grad=True) for name in ("x", "h0", "c0", "keep") if name in case}
+    return cell, given | more
+
+
+def loop_of_torch(op, case, cotangents):
+    """Outputs and gradients of the loop that people write: reset, step, and hold what is held."""
+    torch = pytest.importorskip("torch")
+    cell, tensors = cell_of_torch(op, case)
+    state = [tensors[name] for name in ("h0", "c0") if name in tensors]
+    steps = range(T)[::-1] if case.get("reverse") else range(T)
+    hold = torch.tensor(np.asarray(case.get("hold", np.zeros((T, B), bool))))
+    sequences = {}
+    for t in steps:
+        before = [part * tensors["keep"][t][:, None] for part in state]
+        new = cell(tensors["x"][t], tuple(before) if op == "lstm" else before[0])
+        new = new if op == "lstm" else (new,)
+        state = [torch.where(hold[t][:, None], old, fresh) for old, fresh in zip(before, new, strict=True)]
+        sequences[t] = state
+    outputs = {name: torch.stack([sequences[t][n] for t in range(T)]) for n, name in enumerate("hc"[: len(state)])}
+    outputs |= {f"{name}T": last for name, last in zip("hc", state, strict=False)}
+    sum((value * torch.tensor(cotangents[name])).sum() for name, value in outputs.items()).backward()
+    gradients = {name: tensor.grad.numpy() for name, tensor in tensors.items()}
+    gradients["bhn"] = gradients["bhn"][-H:]
+    return {name: value.detach().numpy() for name, value in outputs.items()}, gradients
+
+
+@pytest.mark.parametrize("holds", [False, True], ids=["resets", "resets and holds"])
+@pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
+@pytest.mark.parametrize("op", ["lstm", "gru", "rnn"])
+def test_equals_a_loop_of_torch(op, reverse, holds):
+    """All outputs and gradients, that of keep included, of both engines on the CPU."""
+    rng = np.random.default_rng(3)
+    case = draw(rng, op=op, sizes=SIZES, reverse=reverse) | {"keep": resets(rng)}
+    case |= {"hold": held(rng)} if holds else {}
+    cotangents = draw_cotangents(rng, forward(**case))
+    del cotangents["gates"]
+    outputs, gradients = loop_of_torch(op, case, cotangents)
+    for engine in CPU_ENGINES:
+        found = run(case, engine, np.float64, cotangents)
+        for name, value in (found[0] | found[1]).items():
+            assert_within(name, value, (outputs | gradients)[name], 1e-13 * 64)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("engine", ["numpy", "ops", "stepwise", "fused"])
+def test_nothing_is_read_at_held_steps(engine, kind):
+    """NaN in x, masks and gates' gradients there, and past an item's end in all, changes no bit; gates are 0."""
+    rng = np.random.default_rng(0)
+    hold, lengths = held(rng), [T - 1, T, 5]
+    ended = np.arange(T)[:, None] >= lengths
+    case = draw(rng, sizes=SIZES, keep=True, mask=(T, B, "P"), hold=hold, lengths=lengths, **KINDS[kind])
+    cotangents = draw_cotangents(rng, forward(**case))
+    dtype = np.float64 if engine in CPU_ENGINES else np.float32
+    with nullcontext() if engine in CPU_ENGINES else on_metal():
+        clean = run(case, engine, dtype, cotangents), run_gradients(case, engine, dtype, cotangents)
+        for array in (case["x"], case["mask"], cotangents["gates"]):
+            array[hold | ended] = np.nan
+        for array in (case["keep"], *(cotangents[name] for name in ("h", "c") if name in cotangents)):
+            array[ended] = np.nan
+        spoilt = run(case, engine, dtype, cotangents), run_gradients(case, engine, dtype, cotangents)
+    for before, after in zip((*clean[0], clean[1]), (*spoilt[0], spoilt[1]), strict=True):
+        for name in before:
+            np.testing.assert_array_equal(before[name], after[name], err_msg=name)
+    assert not spoilt[0][0]["gates"][hold | ended].any()
+
+
+def test_what_may_be_given():
+    """Bool, integers and floats of other dtypes; what broadcasts; lists of steps held; a factor for each direction."""
+    rng = np.random.default_rng(1)
+    case = draw(rng, sizes=SIZES, dtype=np.float32)
+    _, arrays, _ = split(case)
+    arrays = {name: to_mlx(array, np.float32) for name, array in arrays.items()}
+    done = rng.random((T, B)) < 0.4
+    with mx.stream(mx.cpu):
+        whole = lstm(**arrays, keep=mx.array(1 - done.astype(np.float32)), hold=mx.array(done)).h
+        for keep in (
+            ~mx.array(done),
+            mx.array(1 - done),
+            mx.array(1 - done, mx.float16),
+            mx.array(1 - done)[..., None],
+        ):
+            for hold in (done, done.astype(int).tolist()):
+                assert mx.array_equal(lstm(**arrays, keep=keep, hold=hold).h, whole)
+        for axis, shape in ((0, (1, B)), (1, (T, 1))):
+            one = mx.array(rng.random(shape), mx.float32)
+            whole = lstm(**arrays, keep=mx.broadcast_to(one, (T, B))).h
+            assert mx.array_equal(lstm(**arrays, keep=one).h, whole), axis
+        gradients = lstm_gradients(**arrays, keep=~mx.array(done), **saved(arrays, ~mx.array(done)))
+        assert "keep" not in gradients and gradients["x"].any()
+
+
+def saved(arrays, keep):
+    """What `lstm_gradients` wants."""
+    out = lstm(**arrays, keep=keep, return_gates=True)
+    return {"gates": out.gates, "c": out.c, "h": out.h, "dh": mx.ones_like(out.h)}
+
+
+def test_each_direction_has_its_own_keep():
+    rng = np.random.default_rng(2)
+    case = draw(rng, sizes=SIZES, keep=True, bidirectional=True, dtype=np.float64)
+    sides = [{name: case[name][d] for name in ("Wh",)} for d in range(2)]
+    for d, side in enumerate(sides):
+        side |= {name: np.split(case[name], 2)[d] for name in ("Wx", "b")} | {
+            "x": case["x"],
+            "keep": case["keep"][..., d],
+        }
+        side |= {name: np.split(case[name], 2, axis=-1)[d] for name in ("h0", "c0")} | {"reverse": d == 1}
+    both = run(case, "numpy", np.float64)[0]["h"]
+    for d, side in enumerate(sides):
+        np.testing.assert_array_equal(np.split(both, 2, axis=-1)[d], run(side, "numpy", np.float64)[0]["h"])
+
+
+@pytest.mark.parametrize("op", [lstm, gru, rnn])
+def test_inside_transformations(op):
+    """mx.compile, mx.vmap over every array, and an export say what the plain call says."""
+    rng = np.random.default_rng(4)
+    case = draw(rng, op=op.__name__, sizes=SIZES, dtype=np.float32)
+    _, arrays, _ = split(case)
+    x, others = arrays.pop("x"), {name: to_mlx(array, np.float32) for name, array in arrays.items()}
+    given = [to_mlx(x, np.float32), mx.array(resets(rng), mx.float32), mx.array(held(rng))]
+
+    def loss(x, keep, hold):
+        return (mx.sin(op(x, **others, keep=keep, hold=hold, training=True).h)).sum()
+
+    with mx.stream(mx.cpu):
+        plain, gradients = mx.value_and_grad(loss, argnums=(0, 1))(*given)
+        compiled, found = mx.compile(mx.value_and_grad(loss, argnums=(0, 1)))(*given)
+        np.testing.assert_allclose(compiled.item(), plain.item(), rtol=1e-5)
+        for got, expected in zip(found, gradients, strict=True):
+            np.testing.assert_allclose(np.array(got), np.array(expected), rtol=1e-4, atol=1e-5)
+        pairs = [mx.stack([array, array[::-1]]) for array in given]
+        rows = mx.vmap(loss)(*pairs)
+        np.testing.assert_allclose(rows[0].item(), plain.item(), rtol=1e-5)
+        np.testing.assert_allclose(rows[1].item(), loss(*(array[::-1] for array in given)).item(), rtol=1e-5)
+
+
+def test_an_export_has_them(tmp_path):
+    rng = np.random.default_rng(5)
+    _, arrays, _ = split(draw(rng, sizes=SIZES, dtype=np.float32))
+    x, others = arrays.pop("x"), {name: to_mlx(array, np.float32) for name, array in arrays.items()}
+    given = [to_mlx(x, np.float32), mx.array(resets(rng), mx.float32), mx.array(held(rng))]
+    path = str(tmp_path / "steps.mlxfn")
+    with mx.stream(mx.cpu):
+        call = lambda x, keep, hold: lstm(x, **others, keep=keep, hold=hold, training=False).h  # noqa: E731
+        mx.export_function(path, call, *given)
+        np.testing.assert_allclose(np.array(mx.import_function(path)(*given)[0]), to_numpy(call(*given)), atol=1e-6)
+
+
+@pytest.mark.parametrize("word", ["lstm", "gru_gradients"])
+def test_what_is_refused(word):
+    """By name, before any work."""
+    G = {"lstm": 4, "gru": 3}[word.removesuffix("_gradients")]
+    arrays = {"x": mx.zeros((T, B, I)), "Wx": mx.zeros((G * H, I)), "Wh": mx.zeros((G * H, H))}
+    if G == 3:
+        arrays |= {"gates": mx.zeros((T, B, 3 * H)), "h": mx.zeros((T, B, H))}
+    for name, value, rule in [
+        ("keep", mx.ones((B, T)), f"keep must broadcast to [T, B] = [{T}, {B}] but got shape [{B}, {T}]."),
+        ("keep", mx.ones((T,)), f"keep must broadcast to [T, B] = [{T}, {B}] but got shape [{T}]."),
+        ("keep", mx.ones((T, B, 2)), f"keep must broadcast to [T, B] = [{T}, {B}] but got shape [{T}, {B}, 2]."),
+        ("keep", mx.ones((T, B), mx.complex64), "keep must be real, an integer or bool but got mlx.core.complex64."),
+        ("keep", np.ones((T, B)), "keep must be an mlx.core.array: make one by mx.array(...), but got ndarray."),
+        ("hold", mx.ones((T + 1, B), mx.bool_), f"hold must broadcast to [T, B] = [{T}, {B}] but got shape [8, {B}]."),
+        ("hold", mx.ones((T, B)), "hold must be bool or integers but got mlx.core.float32."),
+        ("hold", True, "hold must be an mlx.core.array but got bool."),
+    ]:
+        with pytest.raises(ValueError) as error:
+            getattr(recurrence, word)(**arrays, **{name: value})
+        assert str(error.value) == f"[{word}] {rule}"
