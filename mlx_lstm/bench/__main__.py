@@ -14,7 +14,7 @@ from ..engines.choice import ENGINES, choose
 from ..machine import in_all_digits
 from .cases import CASES, find_contender, is_installed
 from .files import plot, write_csv, write_records
-from .host import HOST_SIZE, host_text, measure_host, measure_step, step_text
+from .host import HOST_SIZE, host_text, measure_host
 from .host import LEGEND as HOST_LEGEND
 from .model.table import LEGEND as MODEL_LEGEND
 from .model.table import csv_records, engines_at, predict
@@ -179,6 +179,8 @@ def complete(options: argparse.Namespace) -> None:
     if options.rounds < 1 or not options.seconds > 0:
         raise ValueError("--rounds must be at least 1 and --seconds greater than 0")
     options.passes = options.passes or (["backward"] if options.memory else list(case.shown))
+    if missing := set(options.passes) - set(case.passes):
+        raise ValueError(f"--passes: the case {options.case} has no {missing.pop()}")
     options.device = options.device or default_device()
     if options.model or options.host or options.tune:
         return
@@ -211,7 +213,7 @@ def show_model(options: argparse.Namespace) -> int:
 
 
 def show_host(options: argparse.Namespace) -> int:
-    """Print what building the graph costs at every size, and what a single step takes."""
+    """Print what building the graph costs at every size."""
     records = []
     with Progress() as progress:
         for size in options.sizes:
@@ -219,8 +221,6 @@ def show_host(options: argparse.Namespace) -> int:
             costs = measure_host(size, options.dtype)
             progress.print(f"{host_text(size, options.dtype, costs)}\n")
             records += [size._asdict() | {"dtype": options.dtype} | cost._asdict() for cost in costs]
-        progress.say("single steps")
-        progress.print(step_text({H: measure_step(H) for H in (64, 128, 256)}))
     print(HOST_LEGEND)
     if options.csv:
         write_records(options.csv, records)

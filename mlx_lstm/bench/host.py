@@ -8,7 +8,7 @@ import ctypes
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from statistics import median
-from time import perf_counter, thread_time
+from time import thread_time
 from typing import NamedTuple
 from unittest.mock import patch
 
@@ -18,7 +18,6 @@ import mlx.nn as nn
 from .. import recurrence
 from ..engines import choice
 from ..engines.metal import launch
-from ..nn import LSTM
 from .report import table
 from .tasks import DTYPES, Size
 
@@ -102,33 +101,6 @@ def measure_host(size: Size, dtype: str, rounds: int = ROUNDS) -> list[Cost]:
         Cost(name, which, value, value / size.T, value / middle[THEIRS, which])
         for (name, which), value in middle.items()
     ]
-
-
-def measure_step(H: int, rounds: int = ROUNDS) -> Cost:
-    """A single step of a single item, evaluated, from `nn.LSTM` in evaluation mode on the CPU: ours and MLX's in turns,
-    by the clock on the wall."""
-    theirs = nn.LSTM(H, H)
-    ours = LSTM(H, H)
-    ours.update(theirs.parameters())
-    layers = theirs.eval(), ours.eval()
-    found: tuple[list[float], list[float]] = ([], [])
-    with mx.stream(mx.cpu):
-        x, state = mx.zeros((1, 1, H)), mx.zeros((1, H))
-        mx.eval(x, state, ours.parameters(), theirs.parameters())
-        for _ in range(rounds):
-            for layer, times in zip(layers, found, strict=True):
-                for _ in range(100):
-                    start = perf_counter()
-                    mx.eval(layer(x, state, state))
-                    times.append(perf_counter() - start)
-    other, own = map(median, found)
-    return Cost("ours", "step", own, own, own / other)
-
-
-def step_text(costs: dict[int, Cost]) -> str:
-    """The line about single steps."""
-    cells = [f"H = {H}: {1e6 * cost.call:.0f} us, over {cost.over:.2f}" for H, cost in costs.items()]
-    return f"nn.LSTM, one step of one item on the CPU, evaluated, evaluation mode: {'; '.join(cells)}"
 
 
 def host_text(size: Size, dtype: str, costs: list[Cost]) -> str:

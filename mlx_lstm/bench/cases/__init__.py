@@ -11,7 +11,7 @@ from ...oracle.arithmetic import Tensors
 from .. import judge
 from ..judge import Judge
 from ..tasks import PASSES, SIZES, Contender, Size
-from . import block_lstm, lstm, stack, stack_judge
+from . import block_lstm, lstm, stack, stack_judge, streaming
 
 __all__ = ["CASES", "Case", "find_contender", "is_installed"]
 
@@ -19,10 +19,10 @@ __all__ = ["CASES", "Case", "find_contender", "is_installed"]
 class Case(NamedTuple):
     """One job for several contenders.
 
-    sizes: those measured by default. passes: the tensors that each of "forward" and "backward" computes, by name; the
-    default ones are `shown`. contenders: by their name on the command line; references: those whose time every other
-    time is divided by. draw(size, dtype): the numbers. appoint(numbers, dtype, backward=): the judge. cell,
-    bidirectional: what the library chooses an engine for.
+    sizes: those measured by default. passes: the tensors that each of "forward" and "backward" computes, by name, where
+    there is such a pass; the default ones are `shown`. contenders: by their name on the command line; references: those
+    whose time every other time is divided by. draw(size, dtype): the numbers. appoint(numbers, dtype, backward=): the
+    judge. cell, bidirectional: what the library chooses an engine for.
     """
 
     sizes: tuple[Size, ...]
@@ -69,6 +69,15 @@ CASES = {
         ("tensorflow",),
         lstm.draw,
         block_lstm.appoint_judge,
+    ),
+    "streaming": Case(
+        streaming.SIZES,
+        streaming.PASSES,
+        ("forward",),
+        streaming.CONTENDERS,
+        ("torch", "mlx"),
+        lstm.draw,
+        judge.appoint,
     ),
     "cudnn_lstm": two_layers("lstm"),
     "cudnn_gru": two_layers("gru"),

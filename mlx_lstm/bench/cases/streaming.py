@@ -1,0 +1,111 @@
+"""The case `streaming`: a layer gets T steps one at a time, as frames come in, and hands its states on; inference.
+
+What every call returns is evaluated before the next one. The LSTM and its numbers are those of the case `lstm`, so its
+judge serves here: frame by frame must give what the whole sequence does.
+"""
+
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from ...oracle.arithmetic import Tensors
+from ..tasks import DTYPES, Contender, Size, Task, Work
+
+SIZES = tuple(Size(100, 1, H, H) for H in (64, 128, 256, 640))
+PASSES = {"forward": ("h",)}
+
+
+def in_mlx(layer: Any, weights: Tensors, call: Any, state: Any, numbers: Tensors, task: Task, axis: int) -> Work:
+    """A layer of MLX's arrays; call(frame, state) is (h, next state), where a frame has its one step on `axis`."""
+    layer.update({name: mx.array(array) for name, array in weights.items()})
+    layer.set_dtype(DTYPES[task.dtype])
+    layer.eval()
+    frames = [mx.array(np.expand_dims(x, axis)).astype(DTYPES[task.dtype]) for x in numbers["x"]]
+    zeros = tuple(mx.zeros(state, DTYPES[task.dtype]) for _ in range(2))
+    mx.eval(layer.parameters(), frames, zeros)
+
+    def run() -> list[mx.array]:
+        outputs, state = [], zeros
+        for frame in frames:
+            h, state = call(frame, state)
+            mx.eval(h, state)
+            outputs.append(h)
+        return outputs
+
+    def tensors(outputs: list[mx.array]) -> Tensors:
+        return {"h": np.stack([np.array(h.astype(mx.float32)).squeeze(axis) for h in outputs])}
+
+    return Work(run, tensors)
+
+
+def mlx_layer(layer: Any, numbers: Tensors, task: Task) -> Work:
+    """A layer as in `mlx.nn`: the states are those of all steps, of which the last one goes on."""
+
+    def call(frame: mx.array, state: tuple[mx.array, mx.array]) -> tuple[mx.array, tuple[mx.array, mx.array]]:
+        hidden, cell = layer(frame, *state)
+        return hidden, (hidden[:, -1], cell[:, -1])
+
+    weights = {"Wx": numbers["Wx"], "Wh": numbers["Wh"], "bias": numbers["b"]}
+    return in_mlx(layer, weights, call, (task.size.B, task.size.H), numbers, task, 1)
+
+
+def prepare_ours(numbers: Tensors, task: Task) -> Work:
+    """`mlx_lstm.nn.LSTM`."""
+    from mlx_lstm.nn import LSTM
+
+    return mlx_layer(LSTM(task.size.I, task.size.H, engine=task.engine), numbers, task)
+
+
+def prepare_mlx(numbers: Tensors, task: Task) -> Work:
+    """`mlx.nn.LSTM`."""
+    from mlx.nn import LSTM
+
+    return mlx_layer(LSTM(task.size.I, task.size.H), numbers, task)
+
+
+def torch_weights(numbers: Tensors) -> Tensors:
+    """torch's parameters: bias_hh = 0."""
+    b = numbers["b"]
+    return {"weight_ih_l0": numbers["Wx"], "weight_hh_l0": numbers["Wh"], "bias_ih_l0": b, "bias_hh_l0": 0 * b}
+
+
+def prepare_ours_torch(numbers: Tensors, task: Task) -> Work:
+    """`mlx_lstm.torch.LSTM`, on the engine that it chooses."""
+    from mlx_lstm.torch import LSTM
+
+    layer = LSTM(task.size.I, task.size.H)
+    return in_mlx(layer, torch_weights(numbers), layer, (1, task.size.B, task.size.H), numbers, task, 0)
+
+
+def prepare_torch(numbers: Tensors, task: Task) -> Work:
+    """`torch.nn.LSTM` on the CPU, under `inference_mode`."""
+    import torch
+
+    dtype = getattr(torch, task.dtype)
+    layer = torch.nn.LSTM(task.size.I, task.size.H)
+    layer.load_state_dict({name: torch.from_numpy(array) for name, array in torch_weights(numbers).items()})
+    layer = layer.to(dtype).eval()
+    frames = [torch.from_numpy(x[None]).to(dtype) for x in numbers["x"]]
+    zeros = tuple(torch.zeros(1, task.size.B, task.size.H, dtype=dtype) for _ in range(2))
+
+    def run() -> list[Any]:
+        outputs, state = [], zeros
+        with torch.inference_mode():
+            for frame in frames:
+                h, state = layer(frame, state)
+                outputs.append(h)
+        return outputs
+
+    def tensors(outputs: list[Any]) -> Tensors:
+        return {"h": torch.cat(outputs).float().numpy()}
+
+    return Work(run, tensors, torch.get_num_threads())
+
+
+CONTENDERS = {
+    "ours": Contender("mlx_lstm.nn.LSTM", "mlx", prepare_ours),
+    "ours_torch": Contender("mlx_lstm.torch.LSTM", "mlx", prepare_ours_torch),
+    "mlx": Contender("mlx.nn.LSTM", "mlx", prepare_mlx),
+    "torch": Contender("torch.nn.LSTM", "torch", prepare_torch),
+}

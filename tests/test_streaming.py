@@ -1,0 +1,146 @@
+"""Sequences in pieces: of any lengths, states in and out, they give what the whole does; memory stays flat."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_lstm import nn
+from mlx_lstm import torch as like_torch
+from mlx_lstm.oracle import evaluate
+from mlx_lstm.oracle.closeness import assert_within, exact_and_bounds
+
+T, I, H = 40, 5, 6
+OPTIONS = {"LSTM": {}, "GRU": {"op": "gru"}, "RNN": {"op": "rnn"}}  # of the oracle
+
+
+def of_nn(kind, engine):
+    """(a call (x [T, B, I], states) -> (h, states), arrays and options of each layer as the oracle has them)."""
+    layer = getattr(nn, kind)(I, H, engine=engine)
+
+    def call(x, states):
+        found = layer(x.swapaxes(0, 1), *(state[0] for state in states))
+        found = found if kind == "LSTM" else [found]
+        return found[0].swapaxes(0, 1), [sequence[None, :, -1] for sequence in found]
+
+    names = {"Wxh": "Wx", "Whh": "Wh", "bias": "b"} if kind == "RNN" else {"bias": "b"}
+    return call, [{names.get(name, name): array for name, array in layer.parameters().items()} | OPTIONS[kind]]
+
+
+def of_torch(kind, engine, **options):
+    """As `of_nn`."""
+    layer = getattr(like_torch, kind)(I, H, engine=engine, **options)
+
+    def call(x, states):
+        h, last = layer(x, (tuple(states) if kind == "LSTM" else states[0]))
+        return h, list(last) if kind == "LSTM" else [last]
+
+    return call, [layer.arrays(k) | OPTIONS[kind] for k in range(layer.num_layers)]
+
+
+FACES = {
+    **{f"nn.{kind}": (of_nn, kind, {}) for kind in OPTIONS},
+    **{f"torch.{kind}": (of_torch, kind, {}) for kind in OPTIONS},
+    "torch.LSTM projected": (of_torch, "LSTM", {"proj_size": 3}),
+    "torch.LSTM of two layers": (of_torch, "LSTM", {"proj_size": 3, "num_layers": 2}),
+}
+
+
+def exactly(layers, x, states):
+    """A function of an arithmetic that gives h and the last states of all layers, for `exact_and_bounds`."""
+
+    def values(fl):
+        h, last = x, []
+        for k, layer in enumerate(layers):
+            first = {f"{word}0": state[k] for word, state in zip("hc", states, strict=False)}
+            outputs = evaluate(layer | first | {"x": h}, None, fl)[0]
+            h = outputs["h"]
+            last.append([outputs[f"{word}T"] for word, _ in zip("hc", states, strict=False)])
+        return {"h": h} | {f"state {n}": np.stack(state) for n, state in enumerate(zip(*last, strict=True))}
+
+    return values
+
+
+@pytest.mark.parametrize("engine", ["numpy", "ops"])
+@pytest.mark.parametrize("face", FACES)
+def test_chunks_of_any_lengths_give_what_the_whole_does(face, engine):
+    mx.random.seed(1)
+    rng = np.random.default_rng(1)
+    make, kind, options = FACES[face]
+    call, layers = make(kind, engine, **options)
+    layers = [{key: np.array(v) if isinstance(v, mx.array) else v for key, v in layer.items()} for layer in layers]
+    widths = [options.get("proj_size", H)] + [H] * (kind == "LSTM")
+    for B in (1, 3):
+        x = rng.standard_normal((T, B, I)).astype(np.float32)
+        first = [rng.uniform(-1, 1, (len(layers), B, width)).astype(np.float32) for width in widths]
+        exact, bounds = exact_and_bounds(exactly(layers, x, first), "float32")
+        for longest in (1, 3, 8, T):
+            states, outputs, start = [mx.array(state) for state in first], [], 0
+            while start < T:
+                length = T if longest == T else int(rng.integers(1, longest + 1))
+                h, states = call(mx.array(x[start : start + length]), states)
+                outputs.append(np.array(h))
+                start += length
+            found = {"h": np.concatenate(outputs)}
+            found |= {f"state {n}": np.array(state) for n, state in enumerate(states)}
+            assert found.keys() == exact.keys()
+            for name, array in found.items():
+                assert_within(f"{name}, chunks of at most {longest}", array, exact[name], bounds[name])
+
+
+STEPS = """
+import resource, sys
+import mlx.core as mx
+from mlx_lstm import nn, torch
+
+mx.set_default_device(mx.cpu)
+H, frame = 256, mx.random.normal((1, 1, 256))
+
+def first(layer):
+    if isinstance(layer, torch.Layers):
+        return layer(frame)[1]
+    return tuple(sequence[:, -1] for sequence in as_tuple(layer(frame)))
+
+def as_tuple(found):
+    return found if isinstance(found, tuple) else (found,)
+
+def step(layer, state):
+    if isinstance(layer, torch.Layers):
+        h, state = layer(frame, state)
+    else:
+        h, *_ = found = as_tuple(layer(frame, *state))
+        state = tuple(sequence[:, -1] for sequence in found)
+    mx.eval(h, state)
+    return state
+
+def held():
+    mx.clear_cache()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return peak, mx.get_active_memory()
+
+for face in (nn, torch):
+    for kind in ("LSTM", "GRU", "RNN"):
+        layer = getattr(face, kind)(H, H)
+        state = first(layer)
+        for _ in range(200):  # Python, BLAS and MLX take what they need for themselves
+            state = step(layer, state)
+        peak, active = held()
+        for _ in range(int(sys.argv[1])):
+            state = step(layer, state)
+        new_peak, new_active = held()
+        print(new_peak - peak, new_active - active)
+"""
+
+
+@pytest.mark.parametrize("steps", [1000, pytest.param(20_000, marks=pytest.mark.slow)])
+def test_single_steps_are_flat_in_memory(steps):
+    """Were a state of 1 KiB kept from every step, the process would grow by 1,000 KiB and more; MLX's own count stands
+    still to the byte."""
+    command = [sys.executable, "-c", STEPS, str(steps)]
+    printed = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1], check=True).stdout
+    growth = [[int(number) for number in line.split()] for line in printed.splitlines()]
+    assert len(growth) == 6
+    assert all(peak < 1000 * 1024 and active == 0 for peak, active in growth), growth
