@@ -8,7 +8,7 @@ except ImportError as error:
     extra = "." if sys.platform == "darwin" else "'.[cpu]'"
     raise ImportError(f"mlx_lstm needs MLX; in a clone of mlx-lstm: pip install {extra} ({error})") from error
 
-from . import cudnn, keras, mpsgraph, nn, tf, torch
+from . import convert, cudnn, keras, mpsgraph, nn, tf, torch
 from .recurrence import GRUOutput as GRUOutput
 from .recurrence import LSTMOutput as LSTMOutput
 from .recurrence import Quantized as Quantized
@@ -19,7 +19,7 @@ __version__ = "0.1.0"
 
 # What ops return is public, too, but not in this list: help() would have it before the ops.
 __all__ = ["__version__", "gru", "gru_gradients", "join_directions", "lstm", "lstm_gradients", "rnn"]
-__all__ += ["cudnn", "keras", "mpsgraph", "nn", "recurrent", "rnn_gradients", "tf", "torch"]
+__all__ += ["convert", "cudnn", "keras", "mpsgraph", "nn", "recurrent", "rnn_gradients", "tf", "torch"]
 
 
 def __dir__() -> list[str]:

@@ -1,5 +1,5 @@
-"""Weights of Keras' LSTM, GRU, SimpleRNN and Bidirectional layers as ours, and back: nothing but transposes, reordered
-gates and joined directions.
+"""Weights of Keras' LSTM, GRU, SimpleRNN and Bidirectional layers as ours, and back, array by array; layers, stacks and
+files as a whole: `mlx_lstm.convert`, on which this stands.
 
 Arrays whose shapes do not fit raise a ValueError.
 """
@@ -11,6 +11,9 @@ import mlx.core as mx
 import numpy as np
 
 from .checks import check_array, check_flag, fail
+from .convert.keras import arrays_of, direction, times
+from .convert.weights import CELLS, from_one_bias, one_bias
+from .engines.cells import Cell, GRUCell, LSTMCell, RNNCell
 from .engines.directions import join, part
 from .engines.problem import Arrays
 
@@ -39,8 +42,7 @@ def lstm_from_keras(kernel: Any, recurrent_kernel: Any, bias: Any = None) -> Arr
         >>> Wx, Wh, b = keras.lstm_from_keras(*weights).values()
         >>> layer = nn.LSTM(3, 4).update({"Wx": Wx, "Wh": Wh, "bias": b})
     """
-    weights = check_keras("lstm_from_keras", 4, kernel, recurrent_kernel, bias, [4])
-    return from_keras("ifgo", "ifgo", weights) | ({} if bias is None else {"b": weights["bias"]})
+    return one_direction("lstm_from_keras", "lstm", (kernel, recurrent_kernel, bias), [4])
 
 
 def lstm_to_keras(Wx: mx.array, Wh: mx.array, b: mx.array | None = None) -> list[np.ndarray]:
@@ -53,7 +55,7 @@ def lstm_to_keras(Wx: mx.array, Wh: mx.array, b: mx.array | None = None) -> list
         list: kernel [I, 4H], recurrent_kernel [H, 4H] and, if given, bias [4H].
     """
     check_ours("lstm_to_keras", 4, Wx, Wh, {"b": b})
-    return [to_numpy(Wx).T, to_numpy(Wh).T] + ([] if b is None else [to_numpy(b)])
+    return into_keras(LSTMCell(), Wx, Wh, b, None)
 
 
 def gru_from_keras(kernel: Any, recurrent_kernel: Any, bias: Any = None) -> Arrays:
@@ -79,16 +81,7 @@ def gru_from_keras(kernel: Any, recurrent_kernel: Any, bias: Any = None) -> Arra
         >>> gru(mx.ones((10, 2, 3)), **keras.gru_from_keras(*weights)).h.shape
         (10, 2, 4)
     """
-    weights = check_keras("gru_from_keras", 3, kernel, recurrent_kernel, bias, [3], [2, 3])
-    found = from_keras("zrn", "rzn", weights)
-    if bias is None:
-        return found
-    bias = reorder(weights["bias"], "zrn", "rzn")
-    if bias.ndim == 1:
-        return found | {"b": bias}
-    H = bias.shape[1] // 3
-    recurrent = mx.concatenate([bias[1, : 2 * H], mx.zeros((H,), bias.dtype)])
-    return found | {"b": bias[0] + recurrent, "bhn": bias[1, 2 * H :]}
+    return one_direction("gru_from_keras", "gru", (kernel, recurrent_kernel, bias), [3], [2, 3])
 
 
 def gru_to_keras(
@@ -114,15 +107,7 @@ def gru_to_keras(
     check_flag("gru_to_keras", "reset_after", reset_after)
     if bhn is not None and not reset_after:
         fail("gru_to_keras", "bhn must be None with reset_after=False", "an array")
-    kernels = [to_numpy(reorder(W.T, "rzn", "zrn")) for W in (Wx, Wh)]
-    if b is None and bhn is None:
-        return kernels
-    bias = np.zeros((2, Wh.shape[0]), kernels[0].dtype)
-    if b is not None:
-        bias[0] = to_numpy(reorder(b, "rzn", "zrn"))
-    if bhn is not None:
-        bias[1, -bhn.size :] = to_numpy(bhn)
-    return [*kernels, bias if reset_after else bias[0]]
+    return into_keras(GRUCell(reset="after" if reset_after else "before"), Wx, Wh, b, bhn)
 
 
 def rnn_from_keras(kernel: Any, recurrent_kernel: Any, bias: Any = None) -> Arrays:
@@ -143,8 +128,7 @@ def rnn_from_keras(kernel: Any, recurrent_kernel: Any, bias: Any = None) -> Arra
         >>> rnn(mx.ones((10, 2, 3)), **keras.rnn_from_keras(*weights)).h.shape
         (10, 2, 4)
     """
-    weights = check_keras("rnn_from_keras", 1, kernel, recurrent_kernel, bias, [1])
-    return from_keras("h", "h", weights) | ({} if bias is None else {"b": weights["bias"]})
+    return one_direction("rnn_from_keras", "rnn", (kernel, recurrent_kernel, bias), [1])
 
 
 def rnn_to_keras(Wx: mx.array, Wh: mx.array, b: mx.array | None = None) -> list[np.ndarray]:
@@ -157,7 +141,7 @@ def rnn_to_keras(Wx: mx.array, Wh: mx.array, b: mx.array | None = None) -> list[
         list: kernel [I, H], recurrent_kernel [H, H] and, if given, bias [H].
     """
     check_ours("rnn_to_keras", 1, Wx, Wh, {"b": b})
-    return [to_numpy(Wx).T, to_numpy(Wh).T] + ([] if b is None else [to_numpy(b)])
+    return into_keras(RNNCell(), Wx, Wh, b, None)
 
 
 def bidirectional_from_keras(convert: Callable[..., Arrays], weights: Sequence[Any]) -> Arrays:
@@ -205,22 +189,17 @@ def bidirectional_to_keras(convert: Callable[..., list[np.ndarray]], arrays: Arr
     return [array for d in range(2) for array in convert(**part(arrays, d))]
 
 
-def check_keras(op: str, G: int, kernel: Any, recurrent_kernel: Any, bias: Any, *biases: list[int]) -> Arrays:
-    """kernel [I, GH], recurrent_kernel [H, GH]; the bias in one of the shapes, whose last number counts H. Returns what
-    is there as MLX arrays."""
-    shapes = [np.shape(array) for array in (kernel, recurrent_kernel, bias)]
-    H = shapes[1][0] if len(shapes[1]) == 2 else 0
-    if len(shapes[0]) != 2 or shapes[0][1] != G * H or shapes[1] != (H, G * H):
-        rule = f"kernel and recurrent_kernel must have shapes [I, {times(G)}] and [H, {times(G)}]"
-        fail(op, rule, f"shapes {list(shapes[0])} and {list(shapes[1])}")
-    if bias is not None and shapes[2] not in [(*shape[:-1], shape[-1] * H) for shape in biases]:
-        rule = " or ".join(f"[{', '.join([*map(str, shape[:-1]), times(shape[-1])])}]" for shape in biases)
-        fail(op, f"bias must have shape {rule}", f"shape {list(shapes[2])}")
-    given = {"kernel": kernel, "recurrent_kernel": recurrent_kernel} | ({} if bias is None else {"bias": bias})
-    weights = {name: to_mlx(array) for name, array in given.items()}
-    for name, array in weights.items():
-        check_array(op, name, array, array.shape)
-    return weights
+def one_direction(op: str, kind: str, weights: Sequence[Any], *biases: list[int]) -> Arrays:
+    """The recurrence's arrays of one direction."""
+    arrays = direction(op, kind, *weights, biases=biases)
+    cell = GRUCell(reset="after" if "bh" in arrays else "before") if kind == "gru" else CELLS[kind]()
+    return {name: arrays[name] for name in ("Wx", "Wh")} | one_bias(cell, arrays)
+
+
+def into_keras(cell: Cell, Wx: mx.array, Wh: mx.array, b: mx.array | None, bhn: mx.array | None) -> list[np.ndarray]:
+    """The way back."""
+    arrays = {"Wx": Wx, "Wh": Wh} | from_one_bias(b, bhn)
+    return arrays_of(cell, arrays, b is not None or bhn is not None)
 
 
 def check_ours(op: str, G: int, Wx: mx.array, Wh: mx.array, biases: dict[str, mx.array | None]) -> None:
@@ -231,35 +210,3 @@ def check_ours(op: str, G: int, Wx: mx.array, Wh: mx.array, biases: dict[str, mx
     for name, bias in biases.items():
         if bias is not None:
             check_array(op, name, bias, [H if name == "bhn" else G * H])
-
-
-def times(G: int) -> str:
-    """A multiple of H, as errors have it."""
-    return "H" if G == 1 else f"{G}H"
-
-
-def from_keras(theirs: str, ours: str, weights: Arrays) -> Arrays:
-    """Wx and Wh in our gate order."""
-    kernel, recurrent_kernel = (reorder(weights[name], theirs, ours).T for name in ("kernel", "recurrent_kernel"))
-    return {"Wx": kernel, "Wh": recurrent_kernel}
-
-
-def reorder(array: mx.array, before: str, after: str) -> mx.array:
-    """The gates' blocks on the last axis in another order."""
-    if before == after:
-        return array
-    blocks = dict(zip(before, mx.split(array, len(before), axis=-1), strict=True))
-    return mx.concatenate([blocks[gate] for gate in after], axis=-1)
-
-
-def to_mlx(array: Any) -> mx.array:
-    """An array of Keras or NumPy in its dtype, or an MLX array as it is."""
-    if isinstance(array, mx.array):
-        return array
-    array = np.asarray(array)
-    return mx.array(array, mx.float64 if array.dtype == np.float64 else None)  # which would be float32 unless told
-
-
-def to_numpy(array: mx.array) -> np.ndarray:
-    """As NumPy float32, or float64 if it is that."""
-    return np.array(array if array.dtype == mx.float64 else array.astype(mx.float32))

@@ -20,6 +20,9 @@ import mlx.nn as nn
 
 from . import recurrence
 from .checks import NO_UNITS, check_array, check_flag, check_integer, check_lengths, check_number, check_option, fail
+from .convert import Weights, to_torch
+from .convert.torch import NAMES, WAYS
+from .engines.cells import GRUCell, LSTMCell
 from .engines.directions import join
 from .engines.problem import Arrays
 from .recurrence import (
@@ -34,10 +37,7 @@ from .recurrence import (
     weight,
 )
 
-__all__ = ["GRU", "LSTM", "RNN", "QuantizedGRU", "QuantizedLSTM", "QuantizedRNN"]
-
-NAMES = {"weight_ih": "Wx", "weight_hh": "Wh", "weight_hr": "Wp"}
-"""torch's matrices, and the recurrence's words."""
+__all__ = ["GRU", "LSTM", "RNN", "QuantizedGRU", "QuantizedLSTM", "QuantizedRNN", "from_weights"]
 
 
 class Layers(nn.Module):
@@ -84,7 +84,7 @@ class Layers(nn.Module):
     @property
     def ways(self) -> tuple[str, ...]:
         """The ends of the parameters' names, one per direction."""
-        return ("", "_reverse") if self.bidirectional else ("",)
+        return WAYS if self.bidirectional else WAYS[:1]
 
     @property
     def width(self) -> int:
@@ -462,3 +462,39 @@ class QuantizedRNN(QuantizedLayer, RNN):
 
     op = "torch.QuantizedRNN"
     of, kinds = RNN, (RNN,)
+
+
+def from_weights(
+    weights: Weights, *, batch_first: bool = False, dropout: float = 0.0, engine: str | None = None
+) -> LSTM | GRU | RNN:
+    """The layer that has these weights, wherever they come from; `mlx_lstm.convert.from_torch(layer)` is the way back.
+
+    Args:
+        weights (Weights): as one of the readers of `mlx_lstm.convert` returns them.
+        batch_first, dropout, engine: as in `LSTM`.
+
+    Returns:
+        LSTM, GRU or RNN: of the sizes of the weights, with both biases or none.
+
+    Raises:
+        ValueError: torch's layers have no place for an option of the cell.
+
+    Example:
+        >>> import mlx.nn
+        >>> from mlx_lstm import convert, torch
+        >>> torch.from_weights(convert.from_mlx(mlx.nn.GRU(3, 4)), batch_first=True)
+        GRU(3, 4, batch_first=True)
+    """
+    arrays = to_torch(weights)
+    sizes = {"input_size": weights.input_size, "hidden_size": weights.hidden_size, "num_layers": len(weights.layers)}
+    options = {"bias": weights.has_bias, "batch_first": batch_first, "dropout": dropout, "engine": engine}
+    options |= {"bidirectional": weights.directions == 2}
+    cell = weights.cell
+    if isinstance(cell, LSTMCell):
+        layer = LSTM(**sizes, **options, proj_size=weights.proj_size)
+    elif isinstance(cell, GRUCell):
+        layer = GRU(**sizes, **options)
+    else:
+        layer = RNN(**sizes, **options, nonlinearity=cell.act)
+    layer.load_weights(list(arrays.items()))
+    return layer

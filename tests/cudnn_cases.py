@@ -7,7 +7,7 @@ import numpy as np
 from cases import ROUNDING_MARGIN, device_of, to_mlx, to_numpy
 
 from mlx_lstm import cudnn
-from mlx_lstm.cudnn._buffer import GATES
+from mlx_lstm.convert.cudnn import GATES
 from mlx_lstm.oracle import activation_arguments, evaluate
 from mlx_lstm.oracle.arithmetic import Arithmetic
 

@@ -10,7 +10,8 @@ from on_metal import ENGINES as METAL_ENGINES
 from on_metal import can_run, on_metal
 
 from mlx_lstm import cudnn, rnn
-from mlx_lstm.cudnn._buffer import GATES, Attributes, layer_arrays, layout
+from mlx_lstm.convert.cudnn import GATES, layer_arrays
+from mlx_lstm.cudnn._buffer import Attributes, layout
 from mlx_lstm.cudnn._stack import dropout_factors
 from mlx_lstm.oracle.closeness import assert_within, bounds_of
 

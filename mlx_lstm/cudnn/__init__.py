@@ -2,7 +2,7 @@
 
 Names, argument order, shapes and outputs are those of the raw ops; attributes are keywords. `engine` and `stream` are
 ours. Sizes: T time, N batch, I input, H num_units, S the width of h (H, or num_proj), L layers, D directions, G gates.
-The parameter buffer is described in `cudnn._buffer`.
+The parameter buffer is described in `convert.cudnn`.
 
 Wrong arguments raise a ValueError. What differs from the original: the length of params is checked; the backward ops
 are pure; the random numbers of dropout are MLX's, see `cudnn_rnn`; time_major=False, see `cudnn_rnn_v3`.

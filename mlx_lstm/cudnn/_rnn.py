@@ -73,7 +73,7 @@ def cudnn_rnn(
         input (array): [T, N, I]. float32, float16, bfloat16 or float64; the others have its dtype.
         input_h (array): the first h, [L D, N, S]; layer by layer, in a layer the forward direction first.
         input_c (array): of an lstm the first c, [L D, N, H]; else ignored, and may be anything.
-        params (array): all weights and biases, [params_size], see `cudnn._buffer`. A longer buffer, whose rest the
+        params (array): all weights and biases, [params_size], see `convert.cudnn`. A longer buffer, whose rest the
             original ignores, is refused.
         rnn_mode (str): `"lstm"`, `"gru"`, `"rnn_tanh"` or `"rnn_relu"`. Default: `"lstm"`.
         input_mode (str): `"linear_input"`; `"skip_input"`, where layer 0 has no W, takes x_t for every W x_t and needs

@@ -9,12 +9,13 @@ import mlx.core as mx
 
 from .. import recurrence
 from ..checks import check_array, check_flag, check_lengths, check_option, check_sizes, fail
+from ..convert.cudnn import join_layers, layer_arrays
 from ..engines import choice
 from ..engines.choice import Stream, check_device, on
 from ..engines.problem import Arrays
 from ..engines.tracing import are_free, have_values
 from ..recurrence import by_layer, join_biases, of_layers
-from ._buffer import Attributes, Layout, check_params, join_layers, layer_arrays, layout
+from ._buffer import Attributes, Layout, check_params, layout
 
 # In the reserve space: as the numpy engine has them in memory, so that packing them is no transposition.
 BATCH_LAST = ("gates", "c")

@@ -8,9 +8,10 @@ import mlx.core as mx
 
 from .. import recurrence
 from ..checks import fail
-from .layouts import Given, activation_names, check_descriptor, check_leading_ones, gradient_list, title, translated
+from ..convert.mpsgraph import PROPERTIES, activation_names
+from ..convert.weights import MPSGRAPH
+from .layouts import Given, check_descriptor, check_leading_ones, gradient_list, title, translated
 
-ACTIVATIONS = ("reset_gate_activation", "update_gate_activation", "output_gate_activation")
 GRADIENTS = {"source": "x", "recurrent_weight": "Wh", "input_weight": "Wx", "bias": "b"}
 GRADIENTS |= {"init_state": "h0", "secondary_bias": "bhn"}
 """The order of Apple's list of gradients, and the recurrence's words."""
@@ -162,8 +163,8 @@ def translate(op: str, arrays: Given, descriptor: GRUDescriptor, hard_sigmoid: s
     if "bhn" in found and not descriptor.reset_after:
         fail(op, f"{title('secondary_bias')} must be None without descriptor.reset_after", "an array")
     return found | {
-        "gate_order": "rzn" if descriptor.reset_gate_first else "zrn",
-        "activations": activation_names(op, descriptor, ACTIVATIONS, hard_sigmoid),
+        "gate_order": MPSGRAPH["gru"][descriptor.reset_gate_first],
+        "activations": activation_names(op, descriptor, PROPERTIES["gru"], hard_sigmoid),
         "reset": "after" if descriptor.reset_after else "before",
         "flip_z": descriptor.flip_z,
     }

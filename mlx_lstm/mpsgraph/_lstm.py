@@ -8,9 +8,10 @@ import mlx.core as mx
 
 from .. import recurrence
 from ..checks import check_flag, check_option
-from .layouts import Given, activation_names, check_descriptor, check_leading_ones, gradient_list, translated
+from ..convert.mpsgraph import PROPERTIES, activation_names
+from ..convert.weights import MPSGRAPH
+from .layouts import Given, check_descriptor, check_leading_ones, gradient_list, translated
 
-ACTIVATIONS = *(f"{gate}_gate_activation" for gate in ("input", "forget", "cell", "output")), "activation"
 GRADIENTS = {"source": "x", "recurrent_weight": "Wh", "input_weight": "Wx", "bias": "b"}
 GRADIENTS |= {"peephole": "peephole", "init_state": "h0", "init_cell": "c0"}
 """The order of Apple's list of gradients, and the recurrence's words."""
@@ -193,7 +194,7 @@ def translate(
     check_descriptor(op, descriptor, LSTMDescriptor)
     check_option(op, "output_peephole", output_peephole, ("previous", "current"))
     return translated(op, arrays, 4, WORDS, descriptor, mask_layout) | {
-        "gate_order": "igfo" if descriptor.forget_gate_last else "ifgo",
-        "activations": activation_names(op, descriptor, ACTIVATIONS, hard_sigmoid),
+        "gate_order": MPSGRAPH["lstm"][descriptor.forget_gate_last],
+        "activations": activation_names(op, descriptor, PROPERTIES["lstm"], hard_sigmoid),
         "output_peephole": output_peephole,
     }

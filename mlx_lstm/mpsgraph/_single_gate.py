@@ -8,7 +8,8 @@ import mlx.core as mx
 
 from .. import recurrence
 from ..checks import check_option
-from .layouts import Given, activation_names, check_descriptor, check_leading_ones, gradient_list, translated
+from ..convert.mpsgraph import activation_names
+from .layouts import Given, check_descriptor, check_leading_ones, gradient_list, translated
 
 GRADIENTS = {"source": "x", "recurrent_weight": "Wh", "input_weight": "Wx", "bias": "b", "init_state": "h0"}
 """The order of Apple's list of gradients, and the recurrence's words."""

@@ -12,14 +12,11 @@ import mlx.core as mx
 import numpy as np
 
 from ..checks import check_array, check_flag, check_option, check_sizes, fail
+from ..convert.mpsgraph import ACTIVATIONS
 from ..engines.problem import Arrays
 
 __all__ = ["ACTIVATIONS", "layouts", "size_of", "title"]
 
-ACTIVATIONS = {"none": "identity", "relu": "relu", "tanh": "tanh", "sigmoid": "sigmoid", "hard_sigmoid": "hard_sigmoid"}
-"""The names of Apple's enum MPSGraphRNNActivation, in its order, and the recurrence's words for them."""
-
-HARD_SIGMOIDS = {"x/5": "hard_sigmoid", "x/6": "hard_sigmoid_sixth"}
 MASK_LAYOUTS = ("channels", "directions", "steps")
 REQUIRED = ("source", "recurrent_weight", "source_gradient", "z_state", "cell_output_fwd", "output_fwd")
 Given = dict[str, mx.array | None]
@@ -136,13 +133,6 @@ def check_descriptor(op: str, descriptor: Any, kind: type) -> None:
             check_flag(op, name, value)
         else:
             check_option(op, name, value, tuple(ACTIVATIONS))
-
-
-def activation_names(op: str, descriptor: Any, names: Sequence[str], hard_sigmoid: str) -> tuple[str, ...]:
-    """The recurrence's words for these activations of a descriptor."""
-    check_option(op, "hard_sigmoid", hard_sigmoid, tuple(HARD_SIGMOIDS))
-    words = ACTIVATIONS | {"hard_sigmoid": HARD_SIGMOIDS[hard_sigmoid]}
-    return tuple(words[getattr(descriptor, name)] for name in names)
 
 
 def check_leading_ones(op: str, leading_ones: object, allowed: Sequence[str]) -> None:

@@ -5,14 +5,14 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
+from ..convert.weights import TF
 from ..engines.choice import Stream, on
 from ..engines.problem import Arrays
 from ..engines.sequences import joined, tanh
 from ..recurrence import lstm, lstm_gradients
 from ._checks import PEEPHOLES, check_attributes, check_block_lstm, check_block_lstm_grad, check_lstm_block_cell
 
-ICFO, IFCO = "igfo", "ifgo"
-"""TensorFlow's gate orders as the recurrence spells them: its c is our g."""
+ICFO, IFCO = TF["icfo"], TF["ifco"]
 
 
 class BlockLSTMOutput(NamedTuple):

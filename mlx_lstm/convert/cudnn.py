@@ -1,0 +1,173 @@
+"""cuDNN's parameter buffer: what lies where in it.
+
+The buffer is dense and one-dimensional. With L layers of D directions (1, or 2: forward, backward) and G gates,
+all matrices come first and all biases after them, by layer, in a layer by direction, in a direction
+
+    W_g [H, in] for each gate, R_g [H, S] for each gate, Pr [P, H] with a projection
+    bW_g [H]    for each gate, bR_g [H]   for each gate
+
+in is the input's size I for layer 0 (0 with skip_input, which has no matrices there), D S for the others; S, the width
+of h, is P = num_proj, or H = num_units without projection. Gates: lstm i, f, c, o; gru r, u, n; rnn_relu and rnn_tanh
+their only one. Keras, jax and PyTorch rely on this packing; the original calls the buffer opaque.
+"""
+
+from itertools import accumulate
+from math import prod
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+
+from ..checks import check_array, check_integer, check_option, fail
+from ..engines.cells import Cell, GRUCell, LSTMCell, RNNCell
+from .weights import Weights, checked, held, to_mlx, two_biases
+
+GATES = {"lstm": 4, "gru": 3, "rnn_relu": 1, "rnn_tanh": 1}
+CELLS: dict[str, Cell] = {"lstm": LSTMCell(), "gru": GRUCell(), "rnn_relu": RNNCell("relu"), "rnn_tanh": RNNCell()}
+
+
+class Layout(NamedTuple):
+    """What a stack of layers is, and so its buffer: rnn_mode, L layers, D directions, sizes I and H, the projection's P
+    or 0; skip: layer 0 has no input matrices."""
+
+    mode: str
+    L: int
+    D: int
+    I: int
+    H: int
+    P: int
+    skip: bool
+
+    @property
+    def G(self) -> int:
+        """Gates."""
+        return GATES[self.mode]
+
+    @property
+    def S(self) -> int:
+        """The width of h, of one direction."""
+        return self.P or self.H
+
+    def columns(self, layer: int) -> int:
+        """Those of a layer's input matrices."""
+        return self.D * self.S if layer else 0 if self.skip else self.I
+
+    def matrices(self, layer: int) -> list[tuple[int, int]]:
+        """The shapes of one direction's matrices, those of all gates as one: W [G H, in], R [G H, S], Pr [P, H]."""
+        rows = self.G * self.H
+        return [(rows, self.columns(layer)), (rows, self.S)] + ([(self.P, self.H)] if self.P else [])
+
+    def canonical(self) -> tuple[list[tuple[int, int]], list[tuple[int]]]:
+        """The shapes of all matrices and all biases, one per gate, in the buffer's order."""
+        weights = []
+        for layer in range(self.L):
+            W, R, *projection = self.matrices(layer)
+            gates = [(self.H, columns) for _, columns in (W, R) for _ in range(self.G)]
+            weights += (gates + projection) * self.D
+        return weights, [(self.H,)] * (self.L * self.D * 2 * self.G)
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """How many matrices and how many biases `canonical` has."""
+        return self.L * self.D * (2 * self.G + bool(self.P)), self.L * self.D * 2 * self.G
+
+    @property
+    def size(self) -> int:
+        """The number of elements. All layers but the first are alike, so that a wrong number of them costs nothing."""
+        first, other = (sum(map(prod, self.matrices(layer))) for layer in range(2))
+        return self.D * (first + (self.L - 1) * other) + self.counts[1] * self.H
+
+
+def layer_arrays(where: Layout, params: mx.array) -> list[dict[str, mx.array]]:
+    """Each layer's arrays as the recurrence takes them, with the biases in two parts: `Wx` (unless skipped), `Wh`, `Wp`
+    (with a projection), `bW` and `bR` [D, G H].
+
+    Views of the buffer, but for the `Wx` of two directions, between which the other matrices lie.
+    """
+    D, GH = where.D, where.G * where.H
+    blocks = [[prod(shape) for shape in where.matrices(layer)] for layer in range(where.L)]
+    *layers, biases = mx.split(params, list(accumulate(D * sum(sizes) for sizes in blocks)))
+    biases = biases.reshape(where.L, D, 2, GH)
+    found = []
+    for layer, sizes in enumerate(blocks):
+        Wx, *rest = mx.split(layers[layer].reshape(D, -1), list(accumulate(sizes))[:-1], axis=1)
+        arrays = {} if not sizes[0] else {"Wx": Wx.reshape(D * GH, -1)}
+        for name, part, shape in zip(("Wh", "Wp"), rest, where.matrices(layer)[1:], strict=False):
+            arrays[name] = part.reshape(shape if D == 1 else (D, *shape))
+        found.append(arrays | {"bW": biases[layer, :, 0], "bR": biases[layer, :, 1]})
+    return found
+
+
+def join_layers(where: Layout, layers: list[dict[str, mx.array]]) -> mx.array:
+    """The buffer out of arrays as `layer_arrays` has them: of gradients, for one. One copy."""
+    D = where.D
+    rows = ([arrays[name].reshape(D, -1) for name in ("Wx", "Wh", "Wp") if name in arrays] for arrays in layers)
+    matrices = [part[d] for parts in rows for d in range(D) for part in parts]
+    return mx.concatenate(matrices + [mx.stack([a["bW"], a["bR"]], axis=1).reshape(-1) for a in layers])
+
+
+def from_cudnn(
+    params: Any,
+    *,
+    num_layers: int,
+    num_units: int,
+    input_size: int,
+    rnn_mode: str = "lstm",
+    bidirectional: bool = False,
+    num_proj: int = 0,
+) -> Weights:
+    """The weights in cuDNN's flat parameter buffer.
+
+    Args:
+        params (array): [params_size].
+        num_layers, num_units, input_size (int): the sizes, which the buffer does not tell.
+        rnn_mode (str): `"lstm"`, `"gru"`, `"rnn_tanh"` or `"rnn_relu"`. Default: `"lstm"`.
+        bidirectional (bool): whether it holds both directions. Default: `False`.
+        num_proj (int): the projection's width, of an lstm. Default: 0, none.
+
+    Returns:
+        Weights: views of the buffer.
+
+    Example:
+        >>> import mlx.core as mx
+        >>> from mlx_lstm import convert, torch
+        >>> torch.from_weights(convert.from_cudnn(mx.zeros((220,)), num_layers=1, num_units=5, input_size=4))
+        LSTM(4, 5)
+    """
+    op = "from_cudnn"
+    check_option(op, "rnn_mode", rnn_mode, tuple(GATES))
+    sizes = {"num_layers": num_layers, "input_size": input_size, "num_units": num_units}
+    L, I, H = (check_integer(op, name, value, least=1) for name, value in sizes.items())
+    where = Layout(
+        rnn_mode, L, 2 if bidirectional else 1, I, H, check_integer(op, "num_proj", num_proj, least=0), False
+    )
+    params = to_mlx(params)
+    check_array(op, "params", params, ["params_size"])
+    if params.size != where.size:
+        fail(op, f"params must have {where.size} elements for these sizes", f"{params.size} elements")
+    layers = []
+    for arrays in layer_arrays(where, params):
+        arrays |= {"Wx": arrays["Wx"].reshape(where.D, where.G * H, -1), "bx": arrays.pop("bW"), "bh": arrays.pop("bR")}
+        if where.D == 1:
+            arrays |= {name: arrays[name][None] for name in ("Wh", "Wp") if name in arrays}
+        layers.append([{name: array[d] for name, array in arrays.items()} for d in range(where.D)])
+    return checked(op, Weights(CELLS[rnn_mode], layers), lambda k, d, word: f"{word} of layer {k}")
+
+
+def to_cudnn(weights: Weights) -> tuple[mx.array, dict[str, Any]]:
+    """The way back: the buffer, and the keywords with which `from_cudnn` reads it.
+
+    One bias goes wholly into the input's, as in `to_torch`; without one there are zeros.
+
+    Raises:
+        ValueError: cuDNN has no place for an option of the cell.
+    """
+    weights = held("to_cudnn", weights, nonlinearity=("tanh", "relu"), projection=True)
+    cell, D, H, P = weights.cell, weights.directions, weights.hidden_size, weights.proj_size
+    mode = f"rnn_{cell.act}" if isinstance(cell, RNNCell) else cell.op
+    where = Layout(mode, len(weights.layers), D, weights.input_size, H, P, False)
+    layers = []
+    for layer in weights.layers:
+        each = [way | dict(zip(("bW", "bR"), two_biases(way), strict=True)) for way in layer]
+        layers.append({n: mx.stack([way[n] for way in each]) for n in ("Wx", "Wh", "Wp", "bW", "bR") if n in each[0]})
+    sizes = {"num_layers": where.L, "num_units": H, "input_size": where.I, "rnn_mode": mode}
+    return join_layers(where, layers), sizes | {"bidirectional": D == 2, "num_proj": P}

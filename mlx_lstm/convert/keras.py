@@ -1,0 +1,207 @@
+"""The weights of Keras' layers."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from ..checks import check_array, fail
+from ..engines.cells import GRUCell, LSTMCell, RNNCell
+from ..engines.problem import Arrays
+from .weights import (
+    CELLS,
+    KERAS,
+    OURS,
+    Weights,
+    checked,
+    held,
+    one_bias,
+    reorder,
+    stacked,
+    to_mlx,
+    to_numpy,
+    two_biases,
+)
+
+KINDS = {"LSTM": "lstm", "GRU": "gru", "SimpleRNN": "rnn", "LSTMCell": "lstm", "GRUCell": "gru", "SimpleRNNCell": "rnn"}
+"""Keras' layers and cells, and ours."""
+
+NAMES = ("kernel", "recurrent_kernel", "bias")
+ACTIVATIONS = {"linear": "identity", "relu": "relu", "tanh": "tanh", "sigmoid": "sigmoid"}
+ACTIVATIONS |= {"hard_sigmoid": "hard_sigmoid_sixth"}
+"""Keras' words, and ours; in Keras 2 the slope of hard_sigmoid was 0.2."""
+
+
+def from_keras(*layers: Any) -> Weights:
+    """The weights of Keras' `LSTM`, `GRU`, `SimpleRNN` or `Bidirectional` of one, each on the output of the one before.
+
+    Args:
+        layers: built layers of Keras 3, all of one kind; `keras` itself is not needed.
+
+    Returns:
+        Weights: in the dtypes of the layers; the GRU's two biases stay apart.
+
+    Raises:
+        ValueError: another layer, an activation that ours have not, or layers that do not fit on one another.
+    """
+    op = "from_keras"
+    if not layers:
+        fail(op, "layers must be at least one", "none")
+    found = []
+    for layer in layers:
+        kind = type(layer).__name__
+        if kind not in (*KINDS, "Bidirectional") or not hasattr(layer, "get_weights"):
+            fail(op, "layers must be LSTM, GRU, SimpleRNN or Bidirectional of Keras", kind)
+        config = {"class_name": kind, "config": layer.get_config()}
+        arrays, ways = layer.get_weights(), 2 if kind == "Bidirectional" else 1
+        n = len(arrays) // ways
+        if not n:
+            fail(op, "layers must be built", f"{layer.name} without weights")
+        found.append(from_arrays(op, [arrays[d * n : (d + 1) * n] for d in range(ways)], config, layer.name))
+    return stacked(op, found)
+
+
+def from_arrays(
+    op: str, ways: Sequence[Sequence[Any]], config: Mapping[str, Any] | None, name: str, *, slope: str = "x/6"
+) -> Weights:
+    """A layer out of each direction's kernel, recurrent_kernel and maybe bias, and what Keras serialized of it, if it
+    is known."""
+    inner = None if config is None else wrapped(op, config, name)
+    shape = np.shape(ways[0][1])
+    if inner is None:
+        G = shape[1] // shape[0] if len(shape) == 2 and shape[0] else 0
+        if len(shape) != 2 or G * shape[0] != shape[1] or G not in (1, 3, 4):
+            rule = f"recurrent_kernel of {name} must have shape [H, 4H], [H, 3H] or [H, H]"
+            fail(op, rule, f"shape {list(shape)}")
+        kind, options = {4: "lstm", 3: "gru", 1: "rnn"}[G], {}
+        if kind == "gru" and len(ways[0]) > 2 and np.ndim(ways[0][2]) == 1:
+            options["reset"] = "before"
+        cell = CELLS[kind](**options)
+    else:
+        cell = cell_of_config(op, inner, name, slope)
+    biases = {"lstm": [[4]], "gru": [[2, 3] if getattr(cell, "reset", "") == "after" else [3]], "rnn": [[1]]}[cell.op]
+    of = f" of {name}" if name else ""
+    layer = [direction(op, cell.op, *way, biases=biases, of=of) for way in ways]
+    titles = {"Wx": "kernel", "Wh": "recurrent_kernel"}
+    reverse = config is not None and len(ways) == 1 and bool(config["config"].get("go_backwards"))
+    return checked(op, Weights(cell, [layer], reverse), lambda k, d, word: titles.get(word, "bias") + of)
+
+
+def wrapped(op: str, config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """The configuration of the layer, or of the cell, whose options count."""
+    if config["class_name"] == "Bidirectional":
+        given = config["config"]
+        ahead, back = given["layer"], given.get("backward_layer") or given["layer"]
+        keys = ("activation", "recurrent_activation", "reset_after")
+        if [ahead["config"].get(key) for key in keys] != [back["config"].get(key) for key in keys]:
+            fail(op, f"both directions of {name} must have the same options", "different ones")
+        if ahead["config"].get("go_backwards"):
+            fail(op, f"the first direction of {name} must go forward", "go_backwards=True")
+        return wrapped(op, ahead, name)
+    if config["class_name"] == "RNN":
+        return wrapped(op, config["config"]["cell"], name)
+    if config["class_name"] not in KINDS:
+        fail(op, f"{name} must be LSTM, GRU or SimpleRNN", config["class_name"])
+    return config
+
+
+def cell_of_config(op: str, config: Mapping[str, Any], name: str, slope: str) -> Any:
+    """The cell that a configuration of a layer describes."""
+    words = ACTIVATIONS | ({"hard_sigmoid": "hard_sigmoid"} if slope == "x/5" else {})
+
+    def activation(key: str, default: str) -> str:
+        given = config["config"].get(key, default)
+        given = given.get("config", given.get("class_name")) if isinstance(given, Mapping) else given
+        if given not in words:
+            fail(op, f"{key} of {name} must be one of {', '.join(words)}", repr(given))
+        return words[given]
+
+    a = activation("activation", "tanh")
+    kind = KINDS[config["class_name"]]
+    if kind == "rnn":
+        return RNNCell(a)
+    r = activation("recurrent_activation", "sigmoid")
+    if kind == "lstm":
+        return LSTMCell(activations=(r, r, a, r, a))
+    return GRUCell(activations=(r, r, a), reset="after" if config["config"].get("reset_after", True) else "before")
+
+
+def direction(
+    op: str,
+    kind: str,
+    kernel: Any,
+    recurrent_kernel: Any,
+    bias: Any = None,
+    *,
+    biases: Sequence[Sequence[int]],
+    of: str = "",
+) -> Arrays:
+    """One direction's arrays of `Weights`: kernel [I, GH], recurrent_kernel [H, GH]; the bias in one of the shapes,
+    whose last number counts H."""
+    G = {"lstm": 4, "gru": 3, "rnn": 1}[kind]
+    shapes = [np.shape(array) for array in (kernel, recurrent_kernel, bias)]
+    H = shapes[1][0] if len(shapes[1]) == 2 else 0
+    if len(shapes[0]) != 2 or shapes[0][1] != G * H or shapes[1] != (H, G * H):
+        rule = f"kernel and recurrent_kernel{of} must have shapes [I, {times(G)}] and [H, {times(G)}]"
+        fail(op, rule, f"shapes {list(shapes[0])} and {list(shapes[1])}")
+    if bias is not None and shapes[2] not in [(*shape[:-1], shape[-1] * H) for shape in biases]:
+        rule = " or ".join(f"[{', '.join([*map(str, shape[:-1]), times(shape[-1])])}]" for shape in biases)
+        fail(op, f"bias{of} must have shape {rule}", f"shape {list(shapes[2])}")
+    given = dict(zip(NAMES, (kernel, recurrent_kernel, bias), strict=True))
+    given = {name: to_mlx(array) for name, array in given.items() if array is not None}
+    for name, array in given.items():
+        check_array(op, name + of, array, array.shape)
+    given = {name: reorder(array, KERAS[kind], OURS[kind], axis=-1) for name, array in given.items()}
+    found = {"Wx": given["kernel"].T, "Wh": given["recurrent_kernel"].T}
+    if bias is None:
+        return found
+    b = given["bias"]
+    return found | ({"bx": b} if b.ndim == 1 else {"bx": b[0], "bh": b[1]})
+
+
+def times(G: int) -> str:
+    """A multiple of H, as errors have it."""
+    return "H" if G == 1 else f"{G}H"
+
+
+def to_keras(weights: Weights) -> list[list[np.ndarray]]:
+    """The way back from `from_keras`: for each layer what `keras_layer.set_weights` takes, in float32; float64 stays.
+
+    A layer with both directions is a `Bidirectional`. A GRU that resets after the product has two biases there, of
+    which one bias fills the first; in the other cells two biases become their sum.
+
+    Raises:
+        ValueError: Keras' layers have no place for an option of the cell.
+    """
+    every = ("identity", *ACTIVATIONS.values(), "hard_sigmoid")
+    weights = held("to_keras", weights, options=True, nonlinearity=every, reset=("after", "before"), reverse=True)
+    check_cell("to_keras", weights)
+    cell, use_bias = weights.cell, weights.has_bias
+    return [[array for way in layer for array in arrays_of(cell, way, use_bias)] for layer in weights.layers]
+
+
+def check_cell(op: str, weights: Weights) -> None:
+    """The options that a layer of Keras cannot have."""
+    cell = weights.cell
+    if isinstance(cell, LSTMCell):
+        r, a = cell.activations[0], cell.activations[2]
+        if cell.cell_clip or any("peephole" in way for layer in weights.layers for way in layer):
+            fail(op, "cell_clip and peephole must be the default, as Keras has no place for them,", "others")
+        if cell.activations != (r, r, a, r, a):
+            fail(op, "activations must be r, r, a, r, a, as Keras has them,", cell.activations)
+    if isinstance(cell, GRUCell) and cell.activations[0] != cell.activations[1]:
+        fail(op, "activations must be r, r, a, as Keras has them,", cell.activations)
+
+
+def arrays_of(cell: Any, arrays: Arrays, use_bias: bool) -> list[np.ndarray]:
+    """One direction's, as Keras has them."""
+    ours, theirs = OURS[cell.op], KERAS[cell.op]
+    found = [to_numpy(reorder(arrays[name].T, ours, theirs, axis=-1)) for name in ("Wx", "Wh")]
+    if not use_bias:
+        return found
+    if isinstance(cell, GRUCell) and cell.reset == "after":
+        bias = mx.stack([reorder(b, ours, theirs) for b in two_biases(arrays)])
+    else:
+        bias = reorder(one_bias(cell, arrays).get("b", two_biases(arrays)[0]), ours, theirs)
+    return [*found, to_numpy(bias)]

@@ -1,0 +1,164 @@
+"""Arrays as MLX's layers have them, and as the arguments of the recurrence."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..checks import check_array, check_option, fail
+from ..engines.directions import join, part
+from ..engines.problem import Arrays
+from .torch import gates_of
+from .weights import (
+    CELLS,
+    OF_GATES,
+    OURS,
+    RNNCell,
+    Weights,
+    cell_of,
+    checked,
+    from_one_bias,
+    gate_order,
+    held,
+    one_bias,
+    rows_reordered,
+)
+from .weights import to_mlx as as_mlx
+
+NAMES = {
+    "lstm": {"Wx": "Wx", "Wh": "Wh", "bias": "b"},
+    "gru": {"Wx": "Wx", "Wh": "Wh", "b": "b", "bhn": "bhn"},
+    "rnn": {"Wxh": "Wx", "Whh": "Wh", "bias": "b"},
+}
+"""The parameters of MLX's layers, and the recurrence's words."""
+
+
+def from_mlx(layers: Any, reverse: Any = None, *, nonlinearity: str = "tanh") -> Weights:
+    """The weights of `mlx.nn.LSTM`, `GRU` or `RNN`, of ours in `mlx_lstm.nn`, or of dicts with such arrays.
+
+    Args:
+        layers: one layer, or a list of layers, each on the output of the one before.
+        reverse (optional): as many that read from the end to the start, beside those of `layers`; as in
+            `mlx_lstm.nn.stack`.
+        nonlinearity (str): that of a plain RNN, as `mlx_lstm.rnn` names it. Default: `"tanh"`.
+
+    Returns:
+        Weights: the arrays as they are.
+
+    Raises:
+        ValueError: an array is missing or none of MLX's, a shape does not fit.
+
+    Example:
+        >>> import mlx.nn
+        >>> from mlx_lstm import convert, torch
+        >>> weights = convert.from_mlx([mlx.nn.LSTM(3, 4), mlx.nn.LSTM(4, 4)])
+        >>> torch.from_weights(weights)
+        LSTM(3, 4, num_layers=2)
+    """
+    op = "from_mlx"
+    ways = [way if isinstance(way, (list, tuple)) else [way] for way in (layers, reverse) if way is not None]
+    if not ways[0] or len({len(way) for way in ways}) > 1:
+        fail(op, "layers and reverse must be as many, at least one", [len(way) for way in ways])
+    names, cell, found = NAMES["lstm"], None, []
+    for n, depth in enumerate(zip(*ways, strict=True)):
+        found.append([])
+        for word, layer in zip(("layers", "reverse"), depth, strict=False):
+            given = layer if isinstance(layer, Mapping) else getattr(layer, "parameters", dict)()
+            given = {key: as_mlx(array) for key, array in given.items() if array is not None}
+            if cell is None:
+                matrix = next((key for key in ("Wh", "Whh") if key in given), None)
+                if matrix is None:
+                    fail(op, f"{word}[{n}] must hold Wh or Whh", sorted(given) or type(layer).__name__)
+                cell = CELLS[OF_GATES[gates_of(op, {"Wh": given[matrix]}, f"{word}[{n}].{matrix}")]]()
+                names = NAMES[cell.op]
+            for key in [*given, *list(names)[:2], *(["bhn"] if "b" in given and "bhn" in names else [])]:
+                if (key in given) != (key in names):
+                    fail(op, f"{word}[{n}] must hold {', '.join(names)}", sorted(given))
+            words = {names[key]: array for key, array in given.items()}
+            matrices = {key: words[key] for key in ("Wx", "Wh")}
+            found[-1].append(matrices | from_one_bias(words.get("b"), words.get("bhn")))
+    assert cell is not None
+    cell = RNNCell(nonlinearity) if isinstance(cell, RNNCell) else cell
+    theirs = {ours: key for key, ours in names.items()} | {"bx": next(k for k, v in names.items() if v == "b")}
+    titles = ("layers", "reverse")
+    return checked(op, Weights(cell, found), lambda k, d, word: f"{titles[d]}[{k}].{theirs.get(word, 'bhn')}")
+
+
+def to_mlx(weights: Weights) -> list[list[Arrays]]:
+    """The parameters of `mlx.nn`'s layers, and of ours in `mlx_lstm.nn`, for `layer.update`.
+
+    Two biases become their sum, which cannot be split again; of a GRU the candidate's stay apart, as `b` and `bhn`.
+
+    Args:
+        weights (Weights): of a cell that MLX has; of a plain RNN the layer wants its nonlinearity.
+
+    Returns:
+        list: by layer and direction a dict: `Wx`, `Wh` and, if there is a bias, `bias`; of a GRU `b` and `bhn`; of a
+        plain RNN `Wxh`, `Whh`, `bias`.
+
+    Raises:
+        ValueError: MLX's layers have no place for an option of the cell.
+    """
+    weights = held("to_mlx", weights, nonlinearity=("tanh", "relu", "sigmoid"), reverse=True)
+    names = NAMES[weights.cell.op].items()
+    words = weights.map(lambda arrays: arrays | one_bias(weights.cell, arrays))
+    return [[{key: way[word] for key, word in names if word in way} for way in layer] for layer in words.layers]
+
+
+def from_ops(
+    op: str, layers: Sequence[Mapping[str, Any]], *, bidirectional: bool = False, reverse: bool = False, **options: Any
+) -> Weights:
+    """The weights of calls of `mlx_lstm.lstm`, `gru` or `rnn`.
+
+    Args:
+        op (str): `"lstm"`, `"gru"` or `"rnn"`.
+        layers (list of dict): of each layer `Wx`, `Wh`, maybe `b`, `bhn`, `Wp`, `peephole`, both directions in one.
+        bidirectional, reverse, options: the keywords of the call, `gate_order` too.
+
+    Returns:
+        Weights: in the gate order i, f, g, o or r, z, n.
+
+    Example:
+        >>> import mlx.core as mx
+        >>> from mlx_lstm import convert
+        >>> arrays = {"Wx": mx.ones((16, 3)), "Wh": mx.ones((16, 4)), "b": mx.zeros((16,))}
+        >>> list(convert.to_torch(convert.from_ops("lstm", [arrays], gate_order="igfo")))
+        ['weight_ih_l0', 'weight_hh_l0', 'bias_ih_l0', 'bias_hh_l0']
+    """
+    name = "from_ops"
+    check_option(name, "op", op, tuple(CELLS))
+    order = gate_order(name, options.pop("gate_order", OURS[op]), OURS[op])
+    cell = cell_of(name, op, options)
+    found = []
+    for n, given in enumerate(layers):
+        words = {key: as_mlx(array) for key, array in given.items() if array is not None}
+        allowed = ("Wx", "Wh", "b", "bhn", "Wp", "peephole")
+        if not {"Wx", "Wh"} <= words.keys() <= set(allowed):
+            fail(name, f"layers[{n}] must hold Wx, Wh and maybe {', '.join(allowed[2:])}", sorted(words))
+        check_array(name, f"layers[{n}]: Wh", words["Wh"], ["2", "rows", "P"] if bidirectional else ["rows", "P"])
+        ways = [part(words, d) for d in range(2)] if bidirectional else [words]
+        each = []
+        for way in ways:
+            b, bhn = (way.pop(key, None) for key in ("b", "bhn"))
+            matrices = rows_reordered(way | ({} if b is None else {"bx": b}), order, OURS[op])
+            each.append(matrices | from_one_bias(matrices.pop("bx", None), bhn))
+        found.append(each)
+    return checked(name, Weights(cell, found, reverse), lambda k, d, word: f"layers[{k}]: {word}")
+
+
+def to_ops(weights: Weights) -> list[Arrays]:
+    """The arguments of `mlx_lstm.lstm`, `gru` or `rnn`, layer by layer; `weights.options` are the keywords with them.
+
+    Returns:
+        list of dict: `Wx`, `Wh` and, where there are any, `b`, `bhn`, `Wp`, `peephole`; with both directions as
+        `bidirectional=True` takes them. Nothing is refused. Two biases become their sum.
+
+    Example:
+        >>> import mlx.core as mx
+        >>> from mlx_lstm import convert, gru, torch
+        >>> weights = convert.from_torch(torch.GRU(3, 4, bidirectional=True))
+        >>> gru(mx.ones((10, 2, 3)), **convert.to_ops(weights)[0], **weights.options).h.shape
+        (10, 2, 8)
+    """
+    words = ("Wx", "Wh", "b", "bhn", "Wp", "peephole")
+    joined = weights.map(lambda arrays: arrays | one_bias(weights.cell, arrays))
+    found = [[{word: way[word] for word in words if word in way} for way in layer] for layer in joined.layers]
+    return [join(layer) if len(layer) == 2 else layer[0] for layer in found]

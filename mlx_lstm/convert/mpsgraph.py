@@ -1,0 +1,135 @@
+"""The arguments of MPSGraph's ops."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from ..checks import check_option, fail
+from ..engines.cells import GRUCell, LSTMCell, RNNCell
+from ..engines.problem import Arrays
+from .mlx import from_ops, to_ops
+from .weights import MPSGRAPH, OURS, Weights, held, reorder
+
+ACTIVATIONS = {
+    "none": "identity", "relu": "relu", "tanh": "tanh", "sigmoid": "sigmoid", "hard_sigmoid": "hard_sigmoid",
+}  # fmt: skip
+"""The names of Apple's enum MPSGraphRNNActivation, in its order, and the recurrence's words for them."""
+
+PROPERTIES = {
+    "lstm": (*(f"{gate}_gate_activation" for gate in ("input", "forget", "cell", "output")), "activation"),
+    "gru": ("reset_gate_activation", "update_gate_activation", "output_gate_activation"),
+    "rnn": ("activation",),
+}
+"""The descriptor's activations, in the order of the recurrence's."""
+
+HARD_SIGMOIDS = {"x/5": "hard_sigmoid", "x/6": "hard_sigmoid_sixth"}
+
+WORDS = {"input_weight": "Wx", "recurrent_weight": "Wh", "bias": "b", "secondary_bias": "bhn", "peephole": "peephole"}
+
+
+def from_mpsgraph(
+    layers: Sequence[Mapping[str, Any]],
+    descriptor: Any,
+    *,
+    output_peephole: str = "previous",
+    hard_sigmoid: str = "x/5",
+) -> Weights:
+    """The weights of calls of `mlx_lstm.mpsgraph.lstm`, `gru` or `single_gate_rnn`, one on the other.
+
+    A GRU with `flip_z` becomes one without: its update gate's weights change their sign.
+
+    Args:
+        layers (list of dict): of each call `input_weight`, `recurrent_weight`, maybe `bias`, `secondary_bias`,
+            `peephole`, in the layouts there.
+        descriptor: that of the calls.
+        output_peephole, hard_sigmoid (str): as in `mlx_lstm.mpsgraph.lstm`.
+
+    Returns:
+        Weights: in the gate order i, f, g, o or r, z, n.
+
+    Example:
+        >>> import mlx.core as mx
+        >>> from mlx_lstm import convert, mpsgraph, torch
+        >>> arrays = {"input_weight": mx.ones((16, 3)), "recurrent_weight": mx.ones((16, 4))}
+        >>> weights = convert.from_mpsgraph([arrays], mpsgraph.LSTMDescriptor(forget_gate_last=True))
+        >>> torch.from_weights(weights)
+        LSTM(3, 4, bias=False)
+    """
+    op = "from_mpsgraph"
+    kinds = {"LSTMDescriptor": "lstm", "GRUDescriptor": "gru", "SingleGateRNNDescriptor": "rnn"}
+    check_option(op, "descriptor", type(descriptor).__name__, tuple(kinds))
+    kind = kinds[type(descriptor).__name__]
+    activations = activation_names(op, descriptor, PROPERTIES[kind], hard_sigmoid)
+    options: dict[str, Any] = {"activation": activations[0]} if kind == "rnn" else {"activations": activations}
+    flag = getattr(descriptor, {"lstm": "forget_gate_last", "gru": "reset_gate_first", "rnn": "reverse"}[kind])
+    if kind == "gru":
+        options["reset"] = "after" if descriptor.reset_after else "before"
+    given = []
+    for n, layer in enumerate(layers):
+        if unknown := layer.keys() - WORDS.keys():
+            fail(op, f"layers[{n}] must hold some of {', '.join(WORDS)}", ", ".join(sorted(unknown)))
+        given.append({WORDS[name]: array for name, array in layer.items() if array is not None})
+        if kind == "lstm" and "peephole" in given[-1]:
+            options["output_peephole"] = output_peephole
+    both = descriptor.bidirectional
+    options |= {"bidirectional": both, "reverse": descriptor.reverse and not both}
+    found = from_ops(kind, given, gate_order=MPSGRAPH[kind][flag], **options)
+    if kind != "gru" or not descriptor.flip_z:
+        return found
+    if "sigmoid" not in activations[1]:
+        fail(op, "update_gate_activation must be a sigmoid with flip_z", repr(descriptor.update_gate_activation))
+    return found.map(flipped)
+
+
+def activation_names(op: str, descriptor: Any, names: Sequence[str], hard_sigmoid: str) -> tuple[str, ...]:
+    """The recurrence's words for these activations of a descriptor."""
+    check_option(op, "hard_sigmoid", hard_sigmoid, tuple(HARD_SIGMOIDS))
+    words = ACTIVATIONS | {"hard_sigmoid": HARD_SIGMOIDS[hard_sigmoid]}
+    return tuple(words[getattr(descriptor, name)] for name in names)
+
+
+def flipped(arrays: Arrays) -> Arrays:
+    """A GRU's with the update gate's part negated: sigmoid(-a) is 1 - sigmoid(a)."""
+    parts = {name: mx.split(array, 3) for name, array in arrays.items()}
+    return {name: mx.concatenate([r, -z, n]) for name, (r, z, n) in parts.items()}
+
+
+def to_mpsgraph(weights: Weights) -> tuple[list[Arrays], dict[str, Any]]:
+    """The way back: by layer the arrays of a call, and those properties of its descriptor that are not the default.
+
+    The gates are in the order of the default, i, f, z, o or z, r, o. `mpsgraph.LSTMDescriptor(**properties)` makes it.
+
+    Returns:
+        tuple: (list of dict by Apple's names, dict of properties).
+
+    Raises:
+        ValueError: Apple's ops have no place for an option of the cell.
+    """
+    op = "to_mpsgraph"
+    every = tuple(ACTIVATIONS.values())
+    weights = held(op, weights, options=True, nonlinearity=every, reset=("after", "before"), reverse=True)
+    cell = weights.cell
+    if isinstance(cell, LSTMCell) and cell.cell_clip:
+        fail(op, "cell_clip must be the default, as the op has no place for another,", cell.cell_clip)
+    names = {ours: theirs for theirs, ours in WORDS.items()}
+    order = MPSGRAPH[cell.op][0]
+    layers = []
+    for arrays in to_ops(weights):
+        found = {}
+        for name, array in arrays.items():
+            axis = 1 if weights.directions == 2 and name in ("Wh", "peephole") else 0
+            if name != "bhn" and weights.directions == 2 and axis == 0:  # two directions, one below the other
+                array = mx.concatenate([reorder(half, OURS[cell.op], order) for half in mx.split(array, 2)])
+            elif name != "bhn":
+                array = reorder(array, OURS[cell.op], order, axis)
+            found[names[name]] = array
+        layers.append(found)
+    default = {"lstm": LSTMCell().activations, "gru": GRUCell().activations, "rnn": ("relu",)}[cell.op]
+    activations = (cell.act,) if isinstance(cell, RNNCell) else cell.activations
+    apple = {ours: theirs for theirs, ours in ACTIVATIONS.items()} | {"hard_sigmoid_sixth": "hard_sigmoid"}
+    pairs = zip(PROPERTIES[cell.op], activations, default, strict=True)
+    properties: dict[str, Any] = {name: apple[word] for name, word, usual in pairs if word != usual}
+    properties |= {"bidirectional": True} if weights.directions == 2 else {}
+    properties |= {"reverse": True} if weights.reverse else {}
+    return layers, properties | ({"reset_after": True} if isinstance(cell, GRUCell) and cell.reset == "after" else {})

@@ -1,0 +1,191 @@
+"""ONNX's nodes LSTM, GRU and RNN, and models that hold them."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import mlx.core as mx
+
+from ..checks import check_array, check_option, fail
+from ..engines.cells import Cell, GRUCell, LSTMCell, RNNCell
+from ..engines.problem import Arrays
+from .weights import ONNX, OURS, Weights, checked, held, reorder, rows_reordered, to_mlx, two_biases
+
+OPS = {"LSTM": "lstm", "GRU": "gru", "RNN": "rnn"}
+GATES = {"lstm": 4, "gru": 3, "rnn": 1}
+PEEPHOLES = "iof"
+DIRECTIONS = ("forward", "reverse", "bidirectional")
+DEFAULTS = {"lstm": ("Sigmoid", "Tanh", "Tanh"), "gru": ("Sigmoid", "Tanh"), "rnn": ("Tanh",)}
+"""The activations f, g, h of one direction."""
+
+ACTIVATIONS = {
+    "identity": ("Affine", 1.0, 0.0),
+    "relu": ("Relu", None, None),
+    "tanh": ("Tanh", None, None),
+    "sigmoid": ("Sigmoid", None, None),
+    "hard_sigmoid": ("HardSigmoid", 0.2, 0.5),
+    "hard_sigmoid_sixth": ("HardSigmoid", 1 / 6, 0.5),
+}
+"""Ours, and ONNX' with alpha and beta."""
+
+
+def from_onnx(
+    op_type: str, W: Any, R: Any, B: Any = None, P: Any = None, attributes: Mapping[str, Any] | None = None
+) -> Weights:
+    """The weights of an ONNX node. `sequence_lens`, `initial_h` and `initial_c` are no weights: a call has them.
+
+    Args:
+        op_type (str): `"LSTM"`, `"GRU"` or `"RNN"`.
+        W, R (array): [D, GH, I], [D, GH, H]; gates in the order i, o, f, c of an LSTM and z, r, h of a GRU.
+        B (array, optional): both biases side by side, [D, 2GH].
+        P (array, optional): peepholes of i, o, f, [D, 3H].
+        attributes (dict, optional): the node's. What ours cannot do is refused by name: `clip`, `input_forget`,
+            activations that `mlx_lstm.lstm` has not or that differ by direction. `layout` does not touch the weights.
+
+    Returns:
+        Weights: of one layer, with `linear_before_reset=0`, ONNX' default, of a GRU that resets before the product.
+
+    Example:
+        >>> import mlx.core as mx
+        >>> from mlx_lstm import convert, torch
+        >>> given = {"direction": "bidirectional", "hidden_size": 4, "linear_before_reset": 1}
+        >>> weights = convert.from_onnx("GRU", mx.ones((2, 12, 3)), mx.ones((2, 12, 4)), attributes=given)
+        >>> torch.from_weights(weights)
+        GRU(3, 4, bias=False, bidirectional=True)
+    """
+    return from_node("from_onnx", op_type, {"W": W, "R": R, "B": B, "P": P}, attributes or {}, lambda word: word)
+
+
+def from_node(op: str, op_type: str, given: Mapping[str, Any], attributes: Mapping[str, Any], name: Any) -> Weights:
+    """`from_onnx`; `name` of W, R, B, P in errors."""
+    check_option(op, "op_type", op_type, tuple(OPS))
+    kind = OPS[op_type]
+    arrays = {word: to_mlx(array) for word, array in given.items() if array is not None}
+    found = {key: value.decode() if isinstance(value, bytes) else value for key, value in attributes.items()}
+    direction = found.pop("direction", "forward")
+    check_option(op, "direction", direction, DIRECTIONS)
+    D, G = 2 if direction == "bidirectional" else 1, GATES[kind]
+    cell = cell_of_node(op, kind, found, D, "P" in arrays)
+    for word in ("W", "R"):
+        check_array(op, name(word), arrays[word], [D, f"{G}H", "I" if word == "W" else "H"])
+    H = arrays["R"].shape[2]
+    if found.pop("hidden_size", H) != H:
+        fail(
+            op,
+            f"{name('R')} must have shape [{D}, {G}H, H], where H is the node's hidden_size",
+            list(arrays["R"].shape),
+        )
+    found.pop("layout", None)
+    if found:
+        fail(op, f"the attributes of {op_type} must be those that ours can do", ", ".join(sorted(found)))
+    layer = []
+    for d in range(D):
+        words = {"Wx": arrays["W"][d], "Wh": arrays["R"][d]}
+        if "B" in arrays:
+            check_array(op, name("B"), arrays["B"], [D, 2 * G * H])
+            words |= dict(zip(("bx", "bh"), mx.split(arrays["B"][d], 2), strict=True))
+        words = rows_reordered(words, ONNX[kind], OURS[kind])
+        if "P" in arrays:
+            check_array(op, name("P"), arrays["P"], [D, 3 * H])
+            parts = dict(zip(PEEPHOLES, mx.split(arrays["P"][d], 3), strict=True))
+            parts["g"] = mx.zeros_like(parts["i"])
+            words["peephole"] = mx.concatenate([parts[gate] for gate in OURS["lstm"]])
+        layer.append(words)
+    titles = {"Wx": "W", "Wh": "R"}
+    return checked(op, Weights(cell, [layer], direction == "reverse"), lambda k, d, word: name(titles.get(word, "B")))
+
+
+def cell_of_node(op: str, kind: str, attributes: dict[str, Any], D: int, peeps: bool) -> Cell:
+    """The cell; takes what it has read out of the attributes."""
+    for name in ("clip", "input_forget"):
+        if attributes.pop(name, 0):
+            fail(op, f"{name} must be absent, as ours have no such option,", "it")
+    names = [each.decode() if isinstance(each, bytes) else each for each in attributes.pop("activations", [])]
+    names = names or list(DEFAULTS[kind] * D)
+    slopes, offsets = (list(attributes.pop(f"activation_{name}", [])) for name in ("alpha", "beta"))
+    words = []
+    for name in names:
+        alpha, beta = None, None
+        if name.lower() in ("hardsigmoid", "affine"):
+            alpha = slopes.pop(0) if slopes else 0.2
+            beta = offsets.pop(0) if offsets else 0.5
+        word = next((ours for ours, theirs in ACTIVATIONS.items() if same((name, alpha, beta), theirs)), None)
+        if word is None:
+            fail(op, f"activations must be among {', '.join(sorted({one[0] for one in ACTIVATIONS.values()}))}", name)
+        words.append(word)
+    n = len(words) // D
+    if len(words) != len(DEFAULTS[kind]) * D or (words[:n] != words[n:] and D == 2):
+        fail(op, f"activations must be {len(DEFAULTS[kind])} for each direction, the same ones,", names)
+    if kind == "rnn":
+        return RNNCell(words[0])
+    if kind == "gru":
+        reset = "after" if attributes.pop("linear_before_reset", 0) else "before"
+        return GRUCell(activations=(words[0], words[0], words[1]), reset=reset)
+    f, g, h = words[:3]
+    return LSTMCell(activations=(f, f, g, f, h))
+
+
+def same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
+    """Whether two activations are: ONNX keeps their numbers in float32."""
+    pairs = zip(one[1:], other[1:], strict=True)
+    near = (a == b or (a is not None and b is not None and abs(a - b) < 1e-7) for a, b in pairs)
+    return one[0].lower() == other[0].lower() and all(near)
+
+
+def to_onnx(weights: Weights) -> list[tuple[str, dict[str, mx.array], dict[str, Any]]]:
+    """The way back: by layer the node's type, its arrays W, R, and B and P if there are any, and its attributes.
+
+    Raises:
+        ValueError: ONNX' nodes have no place for an option of the cell: a projection, a clipped cell.
+    """
+    op = "to_onnx"
+    weights = held(op, weights, options=True, nonlinearity=tuple(ACTIVATIONS), reset=("after", "before"), reverse=True)
+    cell = weights.cell
+    attributes: dict[str, Any] = {"hidden_size": weights.hidden_size}
+    attributes["direction"] = DIRECTIONS[2 if weights.directions == 2 else int(weights.reverse)]
+    if isinstance(cell, GRUCell):
+        attributes["linear_before_reset"] = int(cell.reset == "after")
+    attributes |= activation_attributes(op, cell, weights.directions)
+    if isinstance(cell, LSTMCell) and (cell.cell_clip or cell.output_peephole != "current"):
+        fail(op, "cell_clip and output_peephole must be the default, as ONNX has no place for others,", cell)
+    op_type = next(name for name, kind in OPS.items() if kind == cell.op)
+    nodes = []
+    for layer in weights.layers:
+        each = [node_arrays(op, cell.op, arrays, weights.has_bias) for arrays in layer]
+        nodes.append((op_type, {name: mx.stack([one[name] for one in each]) for name in each[0]}, dict(attributes)))
+    return nodes
+
+
+def activation_attributes(op: str, cell: Cell, D: int) -> dict[str, Any]:
+    """The attributes that say the activations, none for the usual ones."""
+    if isinstance(cell, RNNCell):
+        words = [cell.act]
+    elif isinstance(cell, GRUCell):
+        words = [cell.activations[0], cell.activations[2]]
+        if cell.activations[1] != words[0]:
+            fail(op, "activations must be the same for both gates, as ONNX has them,", cell.activations)
+    else:
+        f, g, h = cell.activations[0], cell.activations[2], cell.activations[4]
+        words = [f, g, h]
+        if cell.activations != (f, f, g, f, h):
+            fail(op, "activations must be the same for all gates, as ONNX has them,", cell.activations)
+    theirs = [ACTIVATIONS[word] for word in words] * D
+    if tuple(one[0] for one in theirs) == DEFAULTS[cell.op] * D:
+        return {}
+    found: dict[str, Any] = {"activations": [one[0] for one in theirs]}
+    if alphas := [one[1] for one in theirs if one[1] is not None]:
+        found |= {"activation_alpha": alphas, "activation_beta": [one[2] for one in theirs if one[2] is not None]}
+    return found
+
+
+def node_arrays(op: str, kind: str, arrays: Arrays, use_bias: bool) -> Arrays:
+    """One direction's."""
+    ours, theirs = OURS[kind], ONNX[kind]
+    found = {"W": reorder(arrays["Wx"], ours, theirs), "R": reorder(arrays["Wh"], ours, theirs)}
+    if use_bias:
+        found["B"] = mx.concatenate([reorder(b, ours, theirs) for b in two_biases(arrays)])
+    if "peephole" in arrays:
+        parts = dict(zip(ours, mx.split(arrays["peephole"], 4), strict=True))
+        if mx.any(parts["g"]).item():
+            fail(op, "peephole must be 0 for the candidate, which ONNX does not let peep,", "other numbers")
+        found["P"] = mx.concatenate([parts[gate] for gate in PEEPHOLES])
+    return found

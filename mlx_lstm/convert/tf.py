@@ -1,0 +1,117 @@
+"""The arguments of TensorFlow's block ops."""
+
+from typing import Any
+
+import mlx.core as mx
+
+from ..checks import check_array, check_option, fail
+from ..engines.cells import GRUCell, LSTMCell
+from .weights import OURS, TF, Weights, checked, describe, held, one_bias, reorder, to_mlx
+
+PEEPHOLES = {"i": "wci", "f": "wcf", "o": "wco"}
+
+
+def from_tf(
+    w: Any, b: Any, wci: Any = None, wcf: Any = None, wco: Any = None, *, order: str = "icfo",
+    forget_bias: float = 1.0, cell_clip: float | None = None,
+) -> Weights:  # fmt: skip
+    """The weights of TensorFlow's `BlockLSTM`, `LSTMBlockCell` and of TensorFlow 1's `LSTMCell`.
+
+    Args:
+        w (array): [I + H, 4H], the rows of the input first: `lstm_cell/kernel`.
+        b (array): [4H].
+        wci, wcf, wco (array, optional): peepholes of i, f, o, [H]; all or none.
+        order (str): `"icfo"`, or `"ifco"`, which the V2 ops have. Default: `"icfo"`.
+        forget_bias (float): what the op adds to the forget gate. Default: 1, as there; the V2 ops add 0.
+        cell_clip (float, optional): the bound on the cell state. Default: none; that of the ops is 3.
+
+    Returns:
+        Weights: of one layer, in the gate order i, f, g, o, the forget bias beside the bias.
+
+    Example:
+        >>> import mlx.core as mx
+        >>> from mlx_lstm import convert, torch
+        >>> weights = convert.from_tf(mx.ones((7, 16)), mx.zeros((16,)))
+        >>> torch.from_weights(weights)
+        LSTM(3, 4)
+    """
+    op = "from_tf"
+    check_option(op, "order", order, tuple(TF))
+    w, b = to_mlx(w), to_mlx(b)
+    check_array(op, "b", b, ["4H"])
+    H = b.shape[0] // 4
+    check_array(op, "w", w, ["I + H", 4 * H])
+    if b.shape[0] % 4 or w.shape[0] <= H:
+        fail(op, "w and b must have shapes [I + H, 4H] and [4H]", f"shapes {list(w.shape)} and {list(b.shape)}")
+    ours = [reorder(array, TF[order], OURS["lstm"], axis=-1) for array in (w, b)]
+    arrays = {"Wx": ours[0][:-H].T, "Wh": ours[0][-H:].T, "bx": ours[1]}
+    peepholes = [None if array is None else to_mlx(array) for array in (wci, wcf, wco)]
+    given = [array for array in peepholes if array is not None]
+    if given:
+        if len(given) < 3:
+            fail(op, "wci, wcf and wco must all be given, or none", f"{len(given)} of them")
+        for name, array in zip(PEEPHOLES.values(), given, strict=True):
+            check_array(op, name, array, [H])
+        arrays["peephole"] = mx.concatenate([given[0], given[1], mx.zeros((H,), given[0].dtype), given[2]])
+    cell = LSTMCell(forget_bias=float(forget_bias), cell_clip=cell_clip)
+    return checked(op, Weights(cell, [[arrays]]), lambda k, d, word: word)
+
+
+def to_tf(weights: Weights, *, order: str = "icfo") -> dict[str, Any]:
+    """The way back from `from_tf`: the arguments `w`, `b`, the peepholes if there are any, `forget_bias`, `cell_clip`.
+
+    Raises:
+        ValueError: the weights are not those of one LSTM layer in one direction, or the block ops lack an option of it.
+    """
+    op = "to_tf"
+    check_option(op, "order", order, tuple(TF))
+    cell = weights.cell
+    if not isinstance(cell, LSTMCell) or len(weights.layers) != 1 or weights.directions != 1:
+        fail(op, "weights must be those of one LSTM layer in one direction", f"{len(weights.layers)} x {cell.op}")
+    if cell.activations != LSTMCell().activations or weights.proj_size or weights.reverse:
+        fail(op, "weights must have the usual activations, no projection and no reverse", describe(weights))
+    arrays = weights.layers[0][0]
+    b = one_bias(cell, arrays).get("b", mx.zeros((arrays["Wx"].shape[0],), arrays["Wx"].dtype))
+    w = mx.concatenate([arrays["Wx"].T, arrays["Wh"].T])
+    found: dict[str, Any] = {
+        "w": reorder(w, OURS["lstm"], TF[order], axis=-1),
+        "b": reorder(b, OURS["lstm"], TF[order]),
+    }
+    if "peephole" in arrays:
+        parts = dict(zip(OURS["lstm"], mx.split(arrays["peephole"], 4), strict=True))
+        if mx.any(parts["g"]).item():
+            fail(op, "peephole must be 0 for the candidate, which the ops do not let peep,", "other numbers")
+        found |= {name: parts[gate] for gate, name in PEEPHOLES.items()}
+    return found | {"forget_bias": cell.forget_bias, "cell_clip": cell.cell_clip}
+
+
+def from_tf_gru(w_ru: Any, w_c: Any, b_ru: Any, b_c: Any) -> Weights:
+    """The weights of TensorFlow's `GRUBlockCell`, which resets before the product.
+
+    Args:
+        w_ru, w_c (array): [I + H, 2H], [I + H, H], the rows of the input first.
+        b_ru, b_c (array): [2H], [H].
+    """
+    op = "from_tf_gru"
+    w_ru, w_c, b_ru, b_c = (to_mlx(array) for array in (w_ru, w_c, b_ru, b_c))
+    check_array(op, "b_c", b_c, ["H"])
+    H = b_c.shape[0]
+    check_array(op, "w_c", w_c, ["I + H", H])
+    check_array(op, "w_ru", w_ru, [w_c.shape[0], 2 * H])
+    check_array(op, "b_ru", b_ru, [2 * H])
+    w = mx.concatenate([w_ru, w_c], axis=1)
+    arrays = {"Wx": w[:-H].T, "Wh": w[-H:].T, "bx": mx.concatenate([b_ru, b_c])}
+    return checked(op, Weights(GRUCell(reset="before"), [[arrays]]), lambda k, d, word: word)
+
+
+def to_tf_gru(weights: Weights) -> dict[str, mx.array]:
+    """The way back from `from_tf_gru`: `w_ru`, `w_c`, `b_ru`, `b_c`."""
+    op = "to_tf_gru"
+    cell = weights.cell
+    if not isinstance(cell, GRUCell) or len(weights.layers) != 1 or weights.directions != 1:
+        fail(op, "weights must be those of one GRU layer in one direction", f"{len(weights.layers)} x {cell.op}")
+    arrays = held(op, weights, reset=("before",)).layers[0][0]
+    H2 = weights.hidden_size * 2
+    b = one_bias(cell, arrays).get("b", mx.zeros((arrays["Wx"].shape[0],), arrays["Wx"].dtype))
+    w = mx.concatenate([arrays["Wx"].T, arrays["Wh"].T])
+    return {"w_ru": w[:, :H2], "w_c": w[:, H2:], "b_ru": b[:H2], "b_c": b[H2:]}

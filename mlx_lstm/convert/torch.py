@@ -1,0 +1,126 @@
+"""torch's parameters."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import mlx.core as mx
+
+from ..checks import fail
+from ..engines.problem import Arrays
+from .weights import OF_GATES, Title, Weights, cell_of, checked, held, to_mlx, two_biases
+
+NAMES = {"weight_ih": "Wx", "weight_hh": "Wh", "bias_ih": "bx", "bias_hh": "bh", "weight_hr": "Wp"}
+"""torch's words, and those of `Weights`, in torch's order."""
+
+KEYS = {ours: theirs for theirs, ours in NAMES.items()}
+WAYS = ("", "_reverse")
+
+
+def from_torch(arrays: Any, *, prefix: str = "", nonlinearity: str = "tanh") -> Weights:
+    """The weights of a `torch.nn.LSTM`, `GRU` or `RNN`: any number of layers, both directions, a projection, no bias.
+
+    Args:
+        arrays: a layer of torch or of `mlx_lstm.torch`, or a dict of arrays by torch's names: a `state_dict`.
+        prefix (str): only the dict's keys that begin so, without it: `"encoder.lstm."`. Default: all.
+        nonlinearity (str): that of a plain RNN, which its arrays do not tell; a layer says its own. Default: `"tanh"`.
+
+    Returns:
+        Weights: the arrays as they are, in their dtypes.
+
+    Raises:
+        ValueError: a key is missing or none of torch's, a shape does not fit.
+
+    Example:
+        >>> from mlx_lstm import convert, torch
+        >>> layer = torch.GRU(3, 4, num_layers=2, bidirectional=True)
+        >>> weights = convert.from_torch(layer)  # as torch.nn.GRU's
+        >>> convert.to_mlx(weights)[1][0]["bhn"].shape  # of layer 1, forward
+        (4,)
+    """
+    op = "from_torch"
+    nonlinearity = getattr(arrays, "nonlinearity", nonlinearity)
+    for method in ("state_dict", "parameters"):
+        if hasattr(arrays, method):
+            arrays = getattr(arrays, method)()
+            break
+    if not isinstance(arrays, Mapping):
+        fail(op, "arrays must be a layer or a dict of arrays", type(arrays).__name__)
+    found: dict[tuple[int, int], dict[str, mx.array]] = {}
+    keys = [key for key in arrays if key.startswith(prefix)]
+    for key in keys:
+        match = re.fullmatch(r"(weight_ih|weight_hh|weight_hr|bias_ih|bias_hh)_l(\d+)(_reverse)?", key[len(prefix) :])
+        if match is None:
+            fail(op, f"keys must be those of a layer of torch, {prefix}weight_ih_l0 and so on,", repr(key))
+        found.setdefault((int(match[2]), bool(match[3])), {})[NAMES[match[1]]] = to_mlx(arrays[key])
+    return assembled(op, found, lambda k, d, word: f"{prefix}{KEYS[word]}_l{k}{WAYS[d]}", {"activation": nonlinearity})
+
+
+def assembled(
+    op: str,
+    found: Mapping[tuple[int, int], Arrays],
+    title: Title,
+    options: Mapping[str, Any],
+    *,
+    lenient: bool = False,
+) -> Weights:
+    """Layers out of arrays by (layer, direction), of the cell that their shapes show; a missing array is named, but
+    where it is a bias and others are `lenient`. `options`: of the cell, as `Weights.options`; those of another kind of
+    cell do not count."""
+    K, D = (max((where[n] for where in found), default=0) + 1 for n in range(2))
+    present = {word for arrays in found.values() for word in arrays} | {"Wx", "Wh"}
+    present |= {"bx", "bh"} if present & {"bx", "bh"} else set()
+    for where in ((layer, way) for layer in range(K) for way in range(D)):
+        for word in KEYS:
+            free = lenient and word in ("bx", "bh")
+            if word in present and word not in found.get(where, {}) and not free:
+                fail(op, f"{title(*where, word)} must be there", "no such key")
+    kind = OF_GATES[gates_of(op, found[0, 0], title(0, 0, "Wh"))]
+    foreign = {
+        "bidirectional",
+        "reverse",
+        *(["reset"] if kind != "gru" else []),
+        *(["activation"] if kind != "rnn" else []),
+    }
+    cell = cell_of(op, kind, {name: value for name, value in options.items() if name not in foreign})
+    layers = [[found[k, d] for d in range(D)] for k in range(K)]
+    return checked(op, Weights(cell, layers, bool(options.get("reverse", False))), title)
+
+
+def gates_of(op: str, arrays: Mapping[str, mx.array], name: str) -> int:
+    """How many blocks of H rows Wh has, whose cell nothing else tells."""
+    rows, columns = arrays["Wh"].shape if arrays["Wh"].ndim == 2 else (0, 1)
+    if "Wp" in arrays and arrays["Wp"].ndim == 2:
+        columns = arrays["Wp"].shape[1]
+    if not columns or rows % columns or rows // columns not in OF_GATES:
+        rule = f"{name} must have shape [4H, H], [3H, H] or [H, H]" + (", or [4H, P]" if "Wp" in arrays else "")
+        fail(op, rule, f"shape {list(arrays['Wh'].shape)}")
+    return rows // columns
+
+
+def to_torch(weights: Weights, *, prefix: str = "") -> dict[str, mx.array]:
+    """The parameters of a layer of `mlx_lstm.torch`, and of torch, by their names.
+
+    Where the weights have one bias, it is wholly in `bias_ih`, and `bias_hh` is 0; of a GRU `bias_hh` has the part of
+    the candidate, which the reset gate multiplies. Arrays stay as they are; TensorFlow's forget bias is added.
+
+    Args:
+        weights (Weights): of a cell that torch has.
+        prefix (str): what the names begin with. Default: nothing.
+
+    Returns:
+        dict: arrays by torch's names, for `layer.load_weights(list(found.items()))`; for torch's own
+        `load_state_dict` make each one `torch.from_numpy(np.array(array))`.
+
+    Raises:
+        ValueError: torch's layers have no place for an option of the cell.
+    """
+    weights = held("to_torch", weights, nonlinearity=("tanh", "relu"), projection=True)
+    found = {}
+    for k, layer in enumerate(weights.layers):
+        for way, arrays in zip(WAYS, layer, strict=False):
+            if weights.has_bias:
+                bx, bh = two_biases(arrays)
+                arrays = arrays | {"bx": bx, "bh": bh}
+            found |= {f"{prefix}{key}_l{k}{way}": arrays[word] for key, word in NAMES.items() if word in arrays}
+    return found

@@ -1,0 +1,301 @@
+"""A stack of recurrent layers' weights in one form, to which each format has a reader and a writer; all gate orders."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from ..checks import check_array, check_number, check_option, fail
+from ..engines.cells import ACTIVATIONS, Cell, GRUCell, LSTMCell, RNNCell
+from ..engines.problem import Arrays
+from ..recurrence import join_biases
+
+CELLS: dict[str, type[Cell]] = {"lstm": LSTMCell, "gru": GRUCell, "rnn": RNNCell}
+OF_GATES = {4: "lstm", 3: "gru", 1: "rnn"}
+"""The cell whose weights have so many blocks of H rows."""
+
+OURS = {"lstm": "ifgo", "gru": "rzn", "rnn": "h"}
+"""The gate order of `Weights`, torch, MLX and cuDNN (which calls it i, f, c, o and r, u, n)."""
+
+KERAS = {"lstm": "ifgo", "gru": "zrn", "rnn": "h"}
+ONNX = {"lstm": "iofg", "gru": "zrn", "rnn": "h"}
+TF = {"icfo": "igfo", "ifco": "ifgo"}
+"""TensorFlow's orders of an LSTM as the recurrence spells them: its c is our g."""
+
+MPSGRAPH = {"lstm": ("ifgo", "igfo"), "gru": ("zrn", "rzn"), "rnn": ("h", "h")}
+"""Those of MPSGraph, without and with `forget_gate_last`, or `reset_gate_first`."""
+
+CHOICES = {"act": ACTIVATIONS, "reset": ("after", "before"), "output_peephole": ("current", "previous")}
+CHOICES |= {"flip_z": (False,), "gate_order": tuple(OURS.values())}
+"""What the options of a cell that are words may be here."""
+
+WORDS = {"Wx": "GH", "Wh": "GH", "bx": "GH", "bh": "GH", "peephole": "GH", "Wp": "P"}
+"""A direction's arrays, and their rows."""
+
+Title = Callable[[int, int, str], str]
+"""What a format calls the array of this layer, direction and word, for errors."""
+
+
+class Weights(NamedTuple):
+    """The weights of one or more recurrent layers, each on the output of the one below, whatever format has them.
+
+    `cell` says what is computed, its gate order always i, f, g, o or r, z, n. `layers[layer][direction]` holds arrays
+    by name, the forward direction first: `Wx` [GH, I], `Wh` [GH, P] and, where there are any, `bx` and `bh` [GH], the
+    biases of the input's and of the recurrent product, `Wp` [P, H], `peephole` [4H]. `reverse`: the only direction goes
+    from the end to the start.
+    """
+
+    cell: Cell
+    layers: Sequence[Sequence[Arrays]]
+    reverse: bool = False
+
+    @property
+    def directions(self) -> int:
+        """1 or 2."""
+        return len(self.layers[0])
+
+    @property
+    def input_size(self) -> int:
+        """The features that the first layer reads."""
+        return self.layers[0][0]["Wx"].shape[1]
+
+    @property
+    def hidden_size(self) -> int:
+        """H."""
+        return self.layers[0][0]["Wx"].shape[0] // self.cell.gates
+
+    @property
+    def proj_size(self) -> int:
+        """The width of a projected h, or 0."""
+        return self.layers[0][0]["Wp"].shape[0] if "Wp" in self.layers[0][0] else 0
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether any layer has one."""
+        return any(name in arrays for layer in self.layers for arrays in layer for name in ("bx", "bh"))
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The keywords that `mlx_lstm.lstm`, `gru` or `rnn` takes for these weights, without those at their default."""
+        default = type(self.cell)()
+        found = {name: value for name, value in self.cell._asdict().items() if value != getattr(default, name)}
+        found = {{"act": "activation"}.get(name, name): value for name, value in found.items()}
+        found |= {"bidirectional": True} if self.directions == 2 else {}
+        return found | ({"reverse": True} if self.reverse else {})
+
+    def map(self, change: Callable[[Arrays], Arrays]) -> "Weights":
+        """With each direction's arrays changed."""
+        return self._replace(layers=[[change(arrays) for arrays in layer] for layer in self.layers])
+
+    def each(self) -> list["Weights"]:
+        """Its layers, each by itself."""
+        return [self._replace(layers=[layer]) for layer in self.layers]
+
+
+def cell_of(op: str, name: str, options: dict[str, Any]) -> Cell:
+    """A cell with these of its options, as `Weights.options` names them."""
+    options = {{"activation": "act"}.get(key, key): value for key, value in options.items()}
+    if unknown := options.keys() - set(CELLS[name]._fields):
+        fail(op, f"options must be those of a {name} cell", ", ".join(sorted(unknown)))
+    options = {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
+    default = CELLS[name]()
+    for key, value in options.items():
+        usual = getattr(default, key)
+        if isinstance(usual, tuple):
+            if not isinstance(value, tuple) or len(value) != len(usual) or not set(value) <= set(ACTIVATIONS):
+                fail(op, f"{key} must be {len(usual)} of {', '.join(ACTIVATIONS)}", value)
+        elif key in CHOICES:
+            check_option(op, key, value, CHOICES[key])
+        elif value is not None or usual is not None:
+            check_number(op, key, value)
+    return CELLS[name](**options)
+
+
+def stacked(op: str, parts: Sequence[Weights]) -> Weights:
+    """Layers one on the other, as one; ValueError if they do not fit."""
+    first = parts[0]
+    for part in parts[1:]:
+        if part.cell != first.cell or part.reverse != first.reverse or part.directions != first.directions:
+            fail(op, f"layers must all be alike, {describe(first)},", describe(part))
+    whole = first._replace(layers=[layer for part in parts for layer in part.layers])
+    return checked(op, whole, lambda layer, way, word: f"{word} of layer {layer}, direction {way},")
+
+
+def describe(weights: Weights) -> str:
+    """As a summary has it."""
+    words = {"lstm": "LSTM", "gru": "GRU", "rnn": "RNN"}[weights.cell.op]
+    sizes = f"{words}, {weights.input_size} -> {weights.hidden_size}"
+    sizes += f", projected to {weights.proj_size}" if weights.proj_size else ""
+    sizes += f", {len(weights.layers)} layers" if len(weights.layers) > 1 else ""
+    sizes += ", both directions" if weights.directions == 2 else ""
+    sizes += "" if weights.has_bias else ", no bias"
+    options = {name: value for name, value in weights.options.items() if name != "bidirectional"}
+    return sizes + "".join(f", {name}={value!r}" for name, value in options.items())
+
+
+def checked(op: str, weights: Weights, title: Title) -> Weights:
+    """The weights, once the shapes of all arrays are found to fit on one another."""
+    G, D = weights.cell.gates, weights.directions
+    first = weights.layers[0][0]
+    for word in ("Wx", "Wh"):
+        if word not in first:
+            fail(op, f"{title(0, 0, word)} must be there", "no such array")
+        check_array(op, title(0, 0, word), first[word], ["rows", "columns"])
+    rows, width = first["Wh"].shape
+    P = first["Wp"].shape[0] if "Wp" in first else rows // G
+    blocks = "H" if G == 1 else f"{G}H"
+    if rows % G or width != P or not rows:
+        own = "" if "Wp" in first else f" = [{G * width}, {width}]"
+        rule = f"{title(0, 0, 'Wh')} must have shape [{blocks}, {'P' if 'Wp' in first else 'H'}]{own}"
+        fail(op, rule, f"shape {list(first['Wh'].shape)}")
+    shapes: dict[str, list[int | str]] = {"Wh": [rows, P], "bx": [rows], "bh": [rows], "peephole": [rows]}
+    shapes["Wp"] = [P, rows // G]
+    for k, layer in enumerate(weights.layers):
+        shapes["Wx"] = [rows, D * P if k else weights.input_size]
+        for d, arrays in enumerate(layer):
+            for word in ("Wx", "Wh", *(["Wp"] if "Wp" in first else [])):
+                if word not in arrays:
+                    fail(op, f"{title(k, d, word)} must be there", "no such array")
+            for word, array in arrays.items():
+                check_array(op, title(k, d, word), array, shapes[word], why=f", as H is {rows // G},")
+    return weights
+
+
+def held(
+    op: str,
+    weights: Weights,
+    *,
+    options: bool = False,
+    nonlinearity: Sequence[str] = ("tanh",),
+    reset: Sequence[str] = ("after",),
+    projection: bool = False,
+    reverse: bool = False,
+) -> Weights:
+    """The weights as a format can have them, the forget bias in the bias; ValueError for what the format cannot hold:
+    the LSTM's and the GRU's other `options`, of a plain cell another `nonlinearity`."""
+    cell, refused = weights.cell, {}
+    if isinstance(cell, RNNCell):
+        refused["activation"] = cell.act not in nonlinearity and cell.act
+    else:
+        usual = cell.activations == type(cell)().activations
+        refused["activations"] = not options and not usual and cell.activations
+    if isinstance(cell, GRUCell):
+        refused["reset"] = cell.reset not in reset and cell.reset
+    if isinstance(cell, LSTMCell):
+        refused["cell_clip"] = not options and cell.cell_clip
+        arrays = [arrays for layer in weights.layers for arrays in layer]
+        refused["peephole"] = not options and any("peephole" in each for each in arrays) and "an array"
+        refused["a projection"] = not projection and weights.proj_size
+        if cell.forget_bias:
+            weights = weights._replace(cell=cell._replace(forget_bias=0.0)).map(
+                lambda arrays: with_forget_bias(arrays, cell.forget_bias)
+            )
+    refused["reverse"] = not reverse and weights.reverse
+    for name, value in refused.items():
+        if value:
+            fail(op, f"{name} must be the default, as the format has no place for another,", repr(value))
+    return weights
+
+
+def with_forget_bias(arrays: Arrays, forget_bias: float) -> Arrays:
+    """With it added to the forget gate's part of the bias."""
+    rows = arrays["Wx"].shape[0]
+    bias = arrays.get("bx", mx.zeros((rows,), arrays["Wx"].dtype))
+    i, f, g, o = mx.split(bias, 4)
+    return arrays | {"bx": mx.concatenate([i, f + forget_bias, g, o])}
+
+
+def one_bias(cell: Cell, arrays: Arrays) -> Arrays:
+    """`b` out of both biases, their sum; of a GRU that resets after the product `bhn`, too. A bias of 0 leaves the
+    other one as it is, to the last bit."""
+    if "bx" not in arrays and "bh" not in arrays:
+        return {}
+    bx, bh = two_biases(arrays)
+    after = isinstance(cell, GRUCell) and cell.reset == "after"
+    b = join_biases(bx, mx.where(bh == 0, mx.array(-0.0, bh.dtype), bh), gru=after)["b"]  # -0 + 0 would be 0
+    return {"b": b} | ({"bhn": bh[bh.shape[0] // 3 * 2 :]} if after else {})
+
+
+def two_biases(arrays: Arrays) -> tuple[mx.array, mx.array]:
+    """`bx` and `bh`, zeros where there is none."""
+    zeros = mx.zeros((arrays["Wx"].shape[0],), arrays["Wx"].dtype)
+    return arrays.get("bx", zeros), arrays.get("bh", zeros)
+
+
+def from_one_bias(b: mx.array | None, bhn: mx.array | None) -> Arrays:
+    """The way back: b wholly in `bx`, `bh` only the candidate's part of a GRU."""
+    found = {} if b is None else {"bx": b}
+    if bhn is None:
+        return found
+    zeros = mx.zeros((2 * bhn.shape[0],), bhn.dtype)
+    return {"bx": mx.zeros((3 * bhn.shape[0],), bhn.dtype)} | found | {"bh": mx.concatenate([zeros, bhn])}
+
+
+def reorder(array: mx.array, before: str, after: str, axis: int = 0) -> mx.array:
+    """The gates' blocks on an axis in another order."""
+    if before == after:
+        return array
+    blocks = dict(zip(before, mx.split(array, len(before), axis=axis), strict=True))
+    return mx.concatenate([blocks[gate] for gate in after], axis=axis)
+
+
+def rows_reordered(arrays: Arrays, before: str, after: str) -> Arrays:
+    """All of a direction's arrays that have rows by gate, in another order."""
+    return {name: reorder(a, before, after) if WORDS[name] == "GH" else a for name, a in arrays.items()}
+
+
+def gate_order(op: str, given: str, usual: str) -> str:
+    """An order in a vendor's letters as the recurrence spells it: c and z of an LSTM are our g, u and h of a GRU our z
+    and n."""
+    letters = {4: {"c": "g", "z": "g"}, 3: {"u": "z", "h": "n", "c": "n"}, 1: {}}[len(usual)]
+    found = "".join(letters.get(letter, letter) for letter in given.lower())
+    if sorted(found) != sorted(usual):
+        fail(op, f"the gate order must be a permutation of {usual}", repr(given))
+    return found
+
+
+def to_mlx(array: Any) -> mx.array:
+    """An array of torch, Keras or NumPy in its dtype, or an MLX array as it is."""
+    if isinstance(array, mx.array):
+        return array
+    if hasattr(array, "detach"):  # a tensor of torch
+        array = array.detach().cpu()
+        if str(array.dtype) == "torch.bfloat16":  # which NumPy does not know
+            return mx.array(array.float().numpy()).astype(mx.bfloat16)
+    array = np.asarray(array)
+    if array.dtype.kind not in "fiub" and array.dtype.name != "bfloat16":
+        fail("convert", "arrays must hold numbers", array.dtype)
+    return mx.array(array, mx.float64 if array.dtype == np.float64 else None)  # which would be float32 unless told
+
+
+def to_numpy(array: mx.array) -> np.ndarray:
+    """As NumPy float32, or float64 if it is that."""
+    return np.array(array if array.dtype == mx.float64 else array.astype(mx.float32))
+
+
+def bits(array: mx.array) -> bytes:
+    """An array's bytes."""
+    return np.array(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array).tobytes()
+
+
+def differences(one: Weights, other: Weights) -> list[str]:
+    """What is not the same to the last bit: words such as "Wh", "bx", "activations", "float16 is now float32".
+
+    A missing bias counts as zeros.
+    """
+    if (len(one.layers), one.directions) != (len(other.layers), other.directions):
+        return [f"{describe(one)} is now {describe(other)}"]
+    options = [weights.options for weights in (one, other)]
+    found = [name for name in {**options[0], **options[1]} if options[0].get(name) != options[1].get(name)]
+    for layers in zip(one.layers, other.layers, strict=True):
+        for ways in zip(*layers, strict=True):
+            for name in {**ways[0], **ways[1]}:
+                zeros = mx.zeros((ways[0]["Wx"].shape[0],), ways[0]["Wx"].dtype)
+                a, b = (way.get(name, zeros) for way in ways)
+                if a.dtype != b.dtype:
+                    found.append(f"{a.dtype} is now {b.dtype}".replace("mlx.core.", ""))
+                    a, b = a.astype(mx.float32), b.astype(mx.float32)
+                if a.shape != b.shape or bits(a) != bits(b):
+                    found.append(name)
+    return list(dict.fromkeys(found))
