@@ -40,12 +40,24 @@ def test_metadata(wheel):
 
 
 def test_import_needs_only_mlx_and_numpy():
-    heavy = "torch tensorflow jax keras matplotlib rich hypothesis"
+    heavy = "torch tensorflow jax keras matplotlib rich hypothesis h5py onnx"
     code = f"import sys, mlx_lstm; print([name for name in {heavy.split()!r} if name in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT).stdout == "[]\n"
 
 
-PUBLIC = ["bench", "check", "compare", "cudnn", "engines", "keras", "mpsgraph", "mpsgraph.layouts", "nn", "oracle"]
+PUBLIC = [
+    "bench",
+    "check",
+    "compare",
+    "convert",
+    "cudnn",
+    "engines",
+    "keras",
+    "mpsgraph",
+    "mpsgraph.layouts",
+    "nn",
+    "oracle",
+]
 PUBLIC += ["recurrence", "tf", "torch"]
 
 
@@ -75,7 +87,7 @@ def test_what_ops_return_can_be_imported():
 
 def test_dir_shows_what_is_public():
     assert dir(mlx_lstm) == sorted(mlx_lstm.__all__)
-    assert {"lstm", "gru", "rnn", "nn", "torch", "keras", "tf", "cudnn", "mpsgraph"} <= set(dir(mlx_lstm))
+    assert {"lstm", "gru", "rnn", "nn", "torch", "keras", "tf", "cudnn", "mpsgraph", "convert"} <= set(dir(mlx_lstm))
     code = "from mlx_lstm import *; from mlx_lstm import nn as layers; assert layers is nn and lstm and gru and rnn"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 

@@ -2,9 +2,11 @@
 
 Every reader, `from_...`, returns `Weights`: the arrays of a stack of layers in one form; every writer, `to_...`, takes
 them. Nothing but reordered gates, transposes, and biases summed where a format has only one; what a format cannot hold
-is refused by name. `mlx_lstm.torch.from_weights` makes a layer of them.
+is refused by name. `mlx_lstm.torch.from_weights` makes a layer of them. `read` and `write` do it with files, as does
+the command `python -m mlx_lstm.convert SRC DST`.
 """
 
+from ._files import Model, read, write
 from .cudnn import from_cudnn, to_cudnn
 from .keras import from_keras, to_keras
 from .mlx import from_mlx, from_ops, to_mlx, to_ops
@@ -14,6 +16,6 @@ from .tf import from_tf, from_tf_gru, to_tf, to_tf_gru
 from .torch import from_torch, to_torch
 from .weights import Weights, differences, stacked
 
-__all__ = ["Weights", "differences", "from_cudnn", "from_keras", "from_mlx", "from_mpsgraph", "from_onnx"]
-__all__ += ["from_ops", "from_tf", "from_tf_gru", "from_torch", "stacked", "to_cudnn", "to_keras", "to_mlx"]
-__all__ += ["to_mpsgraph", "to_onnx", "to_ops", "to_tf", "to_tf_gru", "to_torch"]
+__all__ = ["Model", "Weights", "differences", "from_cudnn", "from_keras", "from_mlx", "from_mpsgraph", "from_onnx"]
+__all__ += ["from_ops", "from_tf", "from_tf_gru", "from_torch", "read", "stacked", "to_cudnn", "to_keras", "to_mlx"]
+__all__ += ["to_mpsgraph", "to_onnx", "to_ops", "to_tf", "to_tf_gru", "to_torch", "write"]

@@ -1,0 +1,174 @@
+"""`python -m mlx_lstm.convert SRC DST`: recurrent layers of one file into another, of any two kinds."""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+import mlx.core as mx
+
+from ..checks import fail
+from ._files import Model, ending_of, read, write
+from ._keys import STYLES, WAYS
+from .weights import Weights, describe, differences, stacked
+
+LOSSES = {"bx": "two biases are one now, their sum, which nothing splits again", "bh": ""}
+"""What a difference means; those not here speak for themselves."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command; its exit code."""
+    options = make_parser().parse_args(argv)
+    try:
+        with mx.stream(mx.cpu):  # where there is float64
+            for line in convert(options):
+                print(line)
+        return 0
+    except (ValueError, OSError, ImportError) as error:
+        print(f"not converted: {str(error).splitlines()[0]}", file=sys.stderr)
+        return 2
+
+
+def convert(options: argparse.Namespace) -> list[str]:
+    """Does it; the lines to print. What is written is read again before it takes its place."""
+    source, target = options.source, options.target
+    ending_of(target)
+    if target.exists() and not options.force:
+        raise FileExistsError(f"{target} exists; --force replaces it")
+    if not target.parent.is_dir():
+        raise FileNotFoundError(f"{target.parent} is no folder")
+    ways = tuple(options.ways or WAYS)
+    model = read(source, keys=options.from_keys, ways=ways, order=options.order, nonlinearity=options.nonlinearity)
+    if not model.layers:
+        raise ValueError(f"{source} holds no LSTM, GRU or RNN layer; its arrays: {some(list(model.rest))}")
+    model = chosen(model, options)
+    arrays = ending_of(target) in (".safetensors", ".npz")
+    if not arrays and options.keys:
+        fail("convert", f"--keys must be left out for {target.name}, which has keys of its own,", repr(options.keys))
+    partial = target.with_name(f".{os.getpid()}.new.{target.name}")
+    try:
+        write(partial, model, style=options.to, keys=options.keys, ways=options.ways)
+        again = read(partial, keys=options.keys if arrays else None, ways=ways)
+        os.replace(partial, target)
+    finally:
+        partial.unlink(missing_ok=True)
+    lines = [f"{source} -> {target}" + (f", in the words of {options.to}" if arrays else "")]
+    for name, weights in model.layers.items():
+        lines.append(f"  {name or '(no name)'}: {describe(weights)}; from {some(model.keys[name], 2)}")
+    lines += [f"    now {name or '(no name)'}: {some(found, 4)}" for name, found in again.keys.items()]
+    lines += [f"  {note}" for note in model.notes]
+    if model.rest:
+        done = "copied as they are" if arrays else f"left out, which {ending_of(target)} cannot hold beside the layers"
+        lines.append(f"  {len(model.rest)} other arrays {done}: {some(list(model.rest))}")
+    return [*lines, *comparison(model, again)]
+
+
+def chosen(model: Model, options: argparse.Namespace) -> Model:
+    """The layers and arrays asked for, under the names asked for."""
+    layers, keys = dict(model.layers), dict(model.keys)
+    for wanted in [*(options.only or []), *(name for names in options.stack or [] for name in names.split(","))]:
+        if wanted not in layers:
+            raise ValueError(f"no recurrent layer is called {wanted!r}; there are {some(list(layers))}")
+    if options.only:
+        layers = {name: layers[name] for name in layers if name in options.only}
+    for names in options.stack or []:
+        first, *others = names.split(",")
+        layers[first] = stacked("--stack", [layers[name] for name in (first, *others)])
+        keys[first] = [key for name in (first, *others) for key in keys[name]]
+        for name in others:
+            del layers[name]
+    rest = {} if options.layers_only else model.rest
+    for old, new in (pair.split("=", 1) for pair in options.prefix or []):
+        layers = {renamed(name, old, new): weights for name, weights in layers.items()}
+        keys = {renamed(name, old, new): found for name, found in keys.items()}
+        rest = {renamed(key, old, new): array for key, array in rest.items()}
+    return model._replace(layers=layers, rest=rest, keys=keys)
+
+
+def renamed(name: str, old: str, new: str) -> str:
+    """With another beginning, if it begins so. A layer's name is a beginning of its keys, but for the dot."""
+    if f"{name}." == old:
+        return new.rstrip(".")
+    return (new + name[len(old) :]).rstrip(".") if name.startswith(old) else name
+
+
+def comparison(model: Model, again: Model) -> list[str]:
+    """What the new file holds against what the old one did, to the last bit."""
+    before = [(name, layer) for name, weights in model.layers.items() for layer in weights.each()]
+    after = [layer for weights in again.layers.values() for layer in weights.each()]
+    before, after = ordered(before, model, again), after
+    lines = []
+    for (name, old), new in zip(before, after, strict=True):
+        for each in differences(old, new):
+            if text := LOSSES.get(each, f"{each} is not the same in the new file"):
+                lines.append(f"  {name or '(no name)'}: {text}")
+    lines = list(dict.fromkeys(lines))
+    return lines or ["  read back: the same to the last bit"]
+
+
+def ordered(before: list[tuple[str, Weights]], model: Model, again: Model) -> list[tuple[str, Weights]]:
+    """In the order of the new file, as far as it has the names."""
+    names = {name: n for n, name in enumerate(again.layers)}
+    return sorted(before, key=lambda pair: names.get(pair[0], 0)) if names.keys() == model.layers.keys() else before
+
+
+def some(names: list[str], most: int = 6) -> str:
+    """A list, the first few of it."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+class Parser(argparse.ArgumentParser):
+    """One line for a wrong option, too."""
+
+    def error(self, message: str) -> NoReturn:
+        print(f"not converted: {message}; see --help", file=sys.stderr)
+        raise SystemExit(2)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The options."""
+    parser = Parser(
+        "python -m mlx_lstm.convert",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Convert the LSTM, GRU and RNN layers of a file into another format.\n\n"
+        "Files, both ways: .safetensors, .npz, .keras, .h5, .weights.h5, .onnx. All recurrent layers of SRC are\n"
+        "found, and named as there. DST is written whole or not at all, read back, and compared bit for bit.",
+        epilog="examples:\n"
+        "  python -m mlx_lstm.convert state_dict.safetensors mlx.safetensors --to mlx\n"
+        "  python -m mlx_lstm.convert model.keras torch.safetensors --stack lstm,lstm_1\n"
+        "  python -m mlx_lstm.convert mlx.safetensors model.onnx --from-keys '{name}.{array}_{way}' --ways fwd bwd\n\n"
+        "Exit code 0, or 2 with a line that says why nothing was written.",
+    )
+    add = parser.add_argument
+    add("source", metavar="SRC", type=Path)
+    add("target", metavar="DST", type=Path)
+    to = "the words of .safetensors and .npz: torch's weight_ih_l0, MLX's Wx, Wx with bias_ih and bias_hh, "
+    add("--to", choices=STYLES, default="torch", help=f"{to}Keras' kernel, or the ops' Wx, b; default: torch")
+    add("--keys", metavar="FORM", help="the keys in DST: {array} and maybe {name}, {layer}, {way} in one word")
+    add("--from-keys", metavar="FORM", help="the keys in SRC; default: found out")
+    add("--ways", nargs=2, metavar=("A", "B"), help="what the directions are called in such keys")
+    add("--stack", action="append", metavar="A,B", help="make these layers of SRC, in this order, one")
+    add("--only", nargs="+", metavar="NAME", help="convert these recurrent layers alone")
+    change = "names and keys that begin with OLD begin with NEW, either of which may be empty"
+    add("--prefix", action="append", type=prefix, metavar="OLD=NEW", help=change)
+    add("--layers-only", action="store_true", help="leave out all arrays that belong to no recurrent layer")
+    add("--order", help="the gates' order in SRC, such as icfo, if it is not the usual one of its words")
+    add(
+        "--nonlinearity",
+        choices=("tanh", "relu", "sigmoid"),
+        help="that of plain RNNs in SRC, which arrays do not tell",
+    )
+    add("--force", action="store_true", help="replace DST if it exists")
+    return parser
+
+
+def prefix(text: str) -> str:
+    """OLD=NEW."""
+    if "=" not in text:
+        raise argparse.ArgumentTypeError(f"{text!r} is not OLD=NEW")
+    return text
+
+
+if __name__ == "__main__":
+    sys.exit(main())

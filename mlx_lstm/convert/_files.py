@@ -1,0 +1,270 @@
+"""Files: what is in them, by their names' endings, and how they are written, whole or not at all."""
+
+import json
+import os
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import mlx.core as mx
+import numpy as np
+
+from ..checks import check_option, fail
+from . import _keras_file, _keys, _onnx_file
+from .weights import Weights
+
+ENDINGS = (".safetensors", ".npz", ".weights.h5", ".h5", ".keras", ".onnx")
+DTYPES = {"F64": "f8", "F32": "f4", "F16": "f2", "I64": "i8", "I32": "i4", "I16": "i2", "I8": "i1"}
+DTYPES |= {"U64": "u8", "U32": "u4", "U16": "u2", "U8": "u1", "BOOL": "?"}
+"""safetensors' names, and NumPy's."""
+
+METADATA = "mlx_lstm"
+"""The key of a safetensors file's metadata that holds the options of the layers' cells, as JSON."""
+
+
+class Model(NamedTuple):
+    """What a file holds: `layers`, the recurrent layers' `Weights` by name; `rest`, all other arrays by key, unchanged;
+    `keys`, those of each layer; `notes`, what was left out; `metadata`, a safetensors file's."""
+
+    layers: dict[str, Weights]
+    rest: dict[str, Any]
+    keys: dict[str, list[str]]
+    notes: list[str]
+    metadata: dict[str, str]
+
+
+def read(
+    path: str | os.PathLike[str],
+    *,
+    keys: str | None = None,
+    ways: Sequence[str] = _keys.WAYS,
+    order: str | None = None,
+    nonlinearity: str | None = None,
+) -> Model:
+    """All recurrent layers of a file, and its other arrays.
+
+    Args:
+        path (str or Path): a file that ends in `.safetensors` or `.npz`, in the keys of torch, MLX, Keras or
+            `mlx_lstm.lstm`; `.keras`, `.h5`, `.weights.h5` (with h5py); or `.onnx` (with onnx).
+        keys (str, optional): a form that the keys of arrays have, `"{name}.{layer}.{array}_{way}"`. Default: it is
+            found out; directions are called forward, fwd, backward, bwd, back or reverse.
+        ways (sequence of str): what both directions are called in keys of such a form.
+        order (str, optional): the gates' order in a file of arrays, `"icfo"`, if it is not that of its words.
+        nonlinearity (str, optional): that of plain RNNs, if the file does not say it. Default: tanh.
+
+    Returns:
+        Model: `layers`, `rest`, `keys`, `notes`, `metadata`.
+
+    Raises:
+        ValueError: the file is truncated, of another kind, or its arrays do not fit; it says which.
+        ImportError: h5py or onnx is missing.
+
+    Example:
+        >>> import mlx.nn, tempfile
+        >>> from mlx_lstm import convert, torch
+        >>> path = f"{tempfile.mkdtemp()}/gru.safetensors"
+        >>> mlx.nn.GRU(3, 4).save_weights(path)
+        >>> torch.from_weights(convert.read(path).layers[""])
+        GRU(3, 4)
+    """
+    path = Path(path)
+    ending = ending_of(path)
+    path.stat()  # FileNotFoundError
+    options = {"keys": keys, "ways": ways, "order": order, "nonlinearity": nonlinearity}
+    if ending in (".safetensors", ".npz"):
+        arrays, metadata = read_safetensors(path) if ending == ".safetensors" else (read_npz(path), {})
+        told = told_options(path, metadata)
+        layers, used = named(path, lambda: _keys.layers_of(arrays, told, **options))
+        taken = {key for found in used.values() for key in found}
+        rest = {key: array for key, array in arrays.items() if key not in taken}
+        return Model(layers, rest, used, [], {key: text for key, text in metadata.items() if key != METADATA})
+    for name, value in options.items():
+        if value is not None and name != "ways":
+            fail("convert", f"{name} must be left out for {path.name}, which says it itself,", repr(value))
+    reader = _onnx_file.read if ending == ".onnx" else _keras_file.read
+    layers, rest, used, notes = named(path, lambda: reader(path))
+    return Model(layers, rest, used, notes, {})
+
+
+def write(
+    path: str | os.PathLike[str],
+    model: Model | Mapping[str, Weights],
+    *,
+    style: str = "torch",
+    keys: str | None = None,
+    ways: Sequence[str] | None = None,
+    force: bool = False,
+) -> None:
+    """A file of these recurrent layers, of the kind that its ending says, whole or not at all.
+
+    Args:
+        path (str or Path): as in `read`; `.keras` and `.h5` become whole models of Keras with these layers, `.onnx` a
+            model with a chain of nodes for each. Other arrays go into `.safetensors` and `.npz` only.
+        model (Model or dict): what `read` returns, or `Weights` by name.
+        style (str): the words of `.safetensors` and `.npz`: `"torch"`, `"mlx"`, `"two-biases"`, `"keras"`, `"ops"`.
+        keys (str, optional): a form for the keys, as in `read`; `"{name}.{layer}.{way}.{array}"`.
+        ways (sequence of str, optional): what both directions are called. Default: as in the style, or forward and
+            backward.
+        force (bool): replace a file that exists. Default: `False`.
+
+    Raises:
+        ValueError: the file exists, or the format has no place for an option.
+        ImportError: h5py or onnx is missing.
+
+    Example:
+        >>> import tempfile
+        >>> from mlx_lstm import convert, torch
+        >>> path = f"{tempfile.mkdtemp()}/lstm.npz"
+        >>> convert.write(path, {"lstm": convert.from_torch(torch.LSTM(3, 4))}, style="mlx")
+        >>> convert.read(path).keys
+        {'lstm': ['lstm.Wx', 'lstm.Wh', 'lstm.bias']}
+    """
+    path = Path(path)
+    ending = ending_of(path)
+    if not isinstance(model, Model):
+        model = Model(dict(model), {}, {}, [], {})
+    check_option("convert", "style", style, _keys.STYLES)
+    if path.exists() and not force:
+        fail("convert", f"{path} must not exist, or be replaced by force,", "a file")
+    if ending in (".safetensors", ".npz"):
+        arrays = dict(model.rest)
+        for name, weights in model.layers.items():
+            for key, array in _keys.keys_of(name, weights, style, keys=keys, ways=ways).items():
+                if key in arrays:
+                    fail("convert", f"{key} must be one array: give a form of keys, or another prefix,", "two")
+                arrays[key] = array
+        if ending == ".npz":
+            return replaced(path, lambda partial: write_npz(partial, arrays))
+        metadata = model.metadata | told_by(model.layers)
+        return replaced(path, lambda partial: write_safetensors(partial, arrays, metadata))
+    writer = _onnx_file.write if ending == ".onnx" else _keras_file.write
+    return replaced(path, lambda partial: writer(partial, ending, model.layers))
+
+
+def ending_of(path: Path) -> str:
+    """That which says the kind of file."""
+    for ending in ENDINGS:
+        if path.name.endswith(ending):
+            return ending
+    more = ": save a state_dict by safetensors.torch.save_file" if path.suffix in (".pt", ".pth", ".bin") else ""
+    fail("convert", f"{path.name} must end in {', '.join(ENDINGS)}{more}", repr(path.suffix))
+
+
+def named(path: Path, work: Callable[[], Any]) -> Any:
+    """What `work` returns; its errors name the file."""
+    try:
+        return work()
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def broken(path: Path, why: str) -> NoReturn:
+    """A file that is none of its kind."""
+    raise ValueError(f"{path} is truncated or damaged: {why}.")
+
+
+def replaced(path: Path, work: Callable[[Path], None]) -> None:
+    """Have `work` write a file beside it, then put that in its place."""
+    partial = path.with_name(f".{os.getpid()}.{path.name}")
+    try:
+        work(partial)
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def told_by(layers: Mapping[str, Weights]) -> dict[str, str]:
+    """The metadata that says the options of cells that are not the usual ones."""
+    options = {name: weights.options for name, weights in layers.items()}
+    options = {name: {key: o[key] for key in o if key != "bidirectional"} for name, o in options.items()}
+    options = {name: found for name, found in options.items() if found}
+    return {METADATA: json.dumps(options)} if options else {}
+
+
+def told_options(path: Path, metadata: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    """The way back."""
+    try:
+        found = json.loads(metadata.get(METADATA, "{}"))
+        return {str(name): dict(options) for name, options in found.items()}
+    except (ValueError, TypeError, AttributeError):
+        broken(path, f"its metadata {METADATA!r} is not what this package writes")
+
+
+def read_safetensors(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    """Arrays by key, and the metadata. bfloat16 is MLX's, all others are NumPy's, on the file."""
+    size = path.stat().st_size
+    if size < 8:
+        broken(path, f"it has {size} bytes")
+    data = np.memmap(path, np.uint8, "r")
+    n = int.from_bytes(data[:8].tobytes(), "little")
+    if n > size - 8:
+        broken(path, f"its header has {n} bytes, the file {size}")
+    try:
+        header = json.loads(data[8 : 8 + n].tobytes())
+        metadata = {str(key): str(value) for key, value in (header.pop("__metadata__", None) or {}).items()}
+        entries = {
+            key: (e["dtype"], [int(k) for k in e["shape"]], *map(int, e["data_offsets"])) for key, e in header.items()
+        }
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        broken(path, "its header is none of safetensors")
+    body, arrays = data[8 + n :], {}
+    if any(len(entry) != 4 for entry in entries.values()):
+        broken(path, "its header is none of safetensors")
+    end = max((entry[3] for entry in entries.values()), default=0)
+    if end != body.size:
+        broken(path, f"its arrays have {end} bytes, of which there are {body.size}")
+    for key, (dtype, shape, start, stop) in entries.items():
+        kind = "u2" if dtype == "BF16" else DTYPES.get(dtype)
+        if kind is None:
+            fail(str(path), f"{key} must have a dtype that MLX knows", dtype)
+        if min(shape, default=0) < 0 or not 0 <= start <= stop or stop - start != prod(shape) * np.dtype(kind).itemsize:
+            broken(path, f"{key} {shape} of {dtype} has {stop - start} bytes")
+        array = body[start:stop].view(np.dtype(kind).newbyteorder("<")).reshape(shape)
+        arrays[key] = mx.array(np.array(array)).view(mx.bfloat16) if dtype == "BF16" else array
+    return arrays, metadata
+
+
+def write_safetensors(path: Path, arrays: Mapping[str, Any], metadata: Mapping[str, str]) -> None:
+    """The format: eight bytes with the header's length, the header as JSON, the arrays one after the other."""
+    names = {np.dtype(kind): name for name, kind in DTYPES.items()}
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    data, end = [], 0
+    for key, array in arrays.items():
+        short = isinstance(array, mx.array) and array.dtype == mx.bfloat16
+        values = np.array(array.view(mx.uint16)) if short else np.asarray(array)
+        values = np.require(values, values.dtype.newbyteorder("="), "C")
+        if values.dtype not in names:
+            fail("convert", f"{key} must have a dtype that safetensors has", values.dtype)
+        start, end = end, end + values.nbytes
+        dtype = "BF16" if short else names[values.dtype]
+        header[key] = {"dtype": dtype, "shape": list(values.shape), "data_offsets": [start, end]}
+        data.append(values)
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for values in data:
+            file.write(values.tobytes())
+
+
+def read_npz(path: Path) -> dict[str, Any]:
+    """Arrays by key."""
+    if not zipfile.is_zipfile(path):
+        broken(path, "it is no zip file")
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            return {key: file[key] for key in file.files}
+    except (zipfile.BadZipFile, ValueError, EOFError, OSError, KeyError, SyntaxError, NotImplementedError) as error:
+        broken(path, str(error).split("\n")[0])
+
+
+def write_npz(path: Path, arrays: Mapping[str, Any]) -> None:
+    """The format: a zip of NumPy's arrays."""
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as file:
+        for key, array in arrays.items():
+            if isinstance(array, mx.array) and array.dtype == mx.bfloat16:
+                fail("convert", f"{key} must not be bfloat16, which .npz does not have: take .safetensors,", "it")
+            with file.open(f"{key}.npy", "w", force_zip64=True) as member:
+                np.lib.format.write_array(member, np.asarray(array), allow_pickle=False)

@@ -1,0 +1,310 @@
+"""The keys of files of arrays: which recurrent layer, direction and array a key means, and what to call one."""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+
+from ..checks import fail
+from ..engines.directions import part
+from ..engines.problem import Arrays
+from . import torch
+from .keras import NAMES as KERAS_NAMES
+from .keras import arrays_of, direction
+from .mlx import to_mlx, to_ops
+from .torch import assembled, gates_of
+from .weights import OF_GATES, OURS, Weights, from_one_bias, gate_order, held, reorder, two_biases
+from .weights import to_mlx as as_mlx
+
+STYLES = ("torch", "mlx", "two-biases", "keras", "ops")
+"""The words that a file may have for the arrays: torch's; MLX's; MLX's with `bias_ih` and `bias_hh`; Keras'; the
+arguments of `mlx_lstm.lstm`, `gru` and `rnn`."""
+
+WAYS = ("forward", "backward")
+"""What the directions are called, unless the caller says otherwise."""
+
+WAY_WORDS = {"forward": 0, "fwd": 0, "backward": 1, "bwd": 1, "back": 1, "reverse": 1}
+ENTRIES = {"weight_ih": "Wx", "Wx": "Wx", "Wxh": "Wx", "kernel": "Wx"}
+ENTRIES |= {"weight_hh": "Wh", "Wh": "Wh", "Whh": "Wh", "recurrent_kernel": "Wh"}
+ENTRIES |= {"weight_hr": "Wp", "Wp": "Wp", "peephole": "peephole", "bias_ih": "bx", "bias_hh": "bh"}
+ENTRIES |= {"bias": "b", "b": "b", "bhn": "bhn"}
+"""Every word for an array, and ours."""
+
+PARTNERS = {"weight_ih": "weight_hh", "Wx": "Wh", "Wxh": "Whh", "kernel": "recurrent_kernel"}
+TORCH_LEAF = re.compile(r"(weight_ih|weight_hh|weight_hr|bias_ih|bias_hh)(?:_l(\d+))(_reverse)?")
+ANY_WORD = "|".join(sorted(ENTRIES, key=len, reverse=True))
+LEAF = re.compile(rf"({ANY_WORD})(?:_({'|'.join(WAY_WORDS)}))?")
+PATH_WAY = re.compile(rf"(?<![A-Za-z])({'|'.join(WAY_WORDS)})(?![A-Za-z])")
+
+
+class Group(NamedTuple):
+    """The arrays of one layer and direction: its own name, and that with direction and layer taken out of it; layer and
+    direction, where keys say them; whether they number the layers in so many words; keys by array; a key's form."""
+
+    own: str
+    name: str
+    layer: int | None
+    way: int | None
+    numbered: bool
+    keys: dict[str, str]
+    form: str
+
+    def title(self, leaf: str) -> str:
+        """The key of an array, there or not."""
+        return self.keys.get(leaf, self.form.replace("\0", leaf))
+
+
+def parse(key: str, pattern: re.Pattern[str] | None, ways: Sequence[str]) -> tuple[str, Group] | None:
+    """The array's word and its group, still without keys; None for a key that is none of a recurrent layer."""
+    if pattern is not None:
+        match = pattern.fullmatch(key) or pattern.fullmatch("." + key)
+        if match is None:
+            return None
+        fields = match.groupdict()
+        layer = int(fields["layer"]) if fields.get("layer") else None
+        way = list(ways).index(fields["way"]) if fields.get("way") is not None else None
+        start = match.start("array") - (len(match.string) - len(key))
+        form = key[:start] + "\0" + key[start + len(fields["array"]) :]
+        name = fields.get("name") or ""
+        own = ".".join(str(part) for part in (name, layer, fields.get("way")) if part not in (None, ""))
+        return fields["array"], Group(own, name, layer, way, layer is not None, {}, form)
+    path, dot, leaf = key.rpartition(".")
+    if match := TORCH_LEAF.fullmatch(leaf):
+        form = f"{path}{dot}\0{leaf[match.end(1) :]}"
+        return match[1], Group(form, path, int(match[2]), int(bool(match[3])), True, {}, form)
+    if not (match := LEAF.fullmatch(leaf)):
+        return None
+    form = f"{path}{dot}\0{leaf[match.end(1) :]}"
+    way, name = WAY_WORDS[match[2]] if match[2] else None, path
+    if way is None and (found := PATH_WAY.search(path)):
+        way, name = WAY_WORDS[found[1]], merged(path, found)
+    base, _, last = name.rpartition(".")
+    layer = int(last) if last.isdecimal() else None
+    return match[1], Group(path, base if layer is not None else name, layer, way, False, {}, form)
+
+
+def merged(path: str, found: re.Match[str]) -> str:
+    """A path without the word for its direction and one of the separators at its sides."""
+    before, after = path[: found.start()], path[found.end() :]
+    return (before + after[1:] if not before or before[-1] == "." else before[:-1] + after).rstrip(".")
+
+
+def pattern_of(template: str, ways: Sequence[str]) -> re.Pattern[str]:
+    """What matches the keys that a template makes."""
+    fields = {"{name}": "(?P<name>.*?)", "{layer}": r"(?P<layer>\d+)", "{array}": f"(?P<array>{ANY_WORD})"}
+    fields["{way}"] = f"(?P<way>{'|'.join(map(re.escape, ways))})"
+    check_template(template)
+    return re.compile("".join(fields.get(each, re.escape(each)) for each in re.split(r"(\{\w+\})", template)))
+
+
+def check_template(template: str) -> None:
+    """It has {array}, and nothing in braces that is unknown."""
+    fields = re.findall(r"\{(\w*)\}", template)
+    if "array" not in fields or set(fields) - {"name", "layer", "way", "array"} or len(fields) != len(set(fields)):
+        fail("convert", "keys must have {array}, and maybe {name}, {layer} and {way}, each once,", repr(template))
+
+
+def groups_of(keys: Iterable[str], template: str | None, ways: Sequence[str]) -> list[Group]:
+    """Those that hold a recurrent layer's matrices, or one of the two."""
+    pattern, found = None if template is None else pattern_of(template, ways), {}
+    for key in keys:
+        if parsed := parse(key, pattern, ways):
+            leaf, group = parsed
+            found.setdefault((group.own, group.layer, group.way, group.form), group).keys[leaf] = key
+    sure = {*PARTNERS, *PARTNERS.values()} - {"kernel"}  # a dense layer has one, too
+    return [group for group in found.values() if group.keys.keys() & sure]
+
+
+def layers_of(
+    arrays: Mapping[str, Any],
+    options: Mapping[str, Mapping[str, Any]],
+    *,
+    keys: str | None = None,
+    ways: Sequence[str] = WAYS,
+    order: str | None = None,
+    nonlinearity: str | None = None,
+) -> tuple[dict[str, Weights], dict[str, list[str]]]:
+    """All recurrent layers among a file's arrays, and the keys of each. Layers whose keys number them, and that fit on
+    one another, become one, as do both directions."""
+    buckets: dict[str, list[Group]] = {}
+    for group in groups_of(arrays, keys, ways):
+        buckets.setdefault(group.name, []).append(group)
+    found, used = {}, {}
+    for name, groups in buckets.items():
+        parts = {group.form: words_of(group, arrays, order) for group in groups}
+        mine = {key for group in groups for key in group.keys.values()}
+        alone = not any(re.match(re.escape(name) + r"\.?\d+\.", key) for key in arrays if key not in mine)
+        for label, where in arranged(name, groups, parts, alone):
+            given = dict(options.get(label, {})) | ({} if nonlinearity is None else {"activation": nonlinearity})
+            found[label] = one_layer(where, parts, given)
+            used[label] = [key for group in where.values() for key in group.keys.values()]
+    return found, used
+
+
+def arranged(
+    name: str, groups: list[Group], parts: dict[str, list[Arrays]], alone: bool
+) -> list[tuple[str, dict[tuple[int, int], Group]]]:
+    """The groups of a name by (layer, direction): as one stack where they make one, else each by itself. `alone`: no
+    other module is counted with them, as in a list of all a model's layers."""
+    whole = {(group.layer or 0, group.way or 0): group for group in groups}
+    layers, ways = ({where[n] for where in whole} for n in range(2))
+    full = len(whole) == len(groups) == len(layers) * len(ways) and ways in ({0}, {0, 1})
+    full = full and layers == set(range(len(layers))) and len({group.way is None for group in groups}) == 1
+    if full and len(ways) == 1 and groups[0].way == 0 and not groups[0].numbered:
+        full = False  # only one direction has a word for it, so the word is a name
+    if groups[0].numbered or (
+        full and fits(whole, parts, len(ways)) and (alone or (layers == {0} and groups[0].layer is None))
+    ):
+        return [(name, whole)]
+    found: dict[str, dict[tuple[int, int], Group]] = {}
+    for group in groups:
+        pair = [other for other in groups if other.layer == group.layer]
+        both = len(pair) == 2 and {other.way for other in pair} == {0, 1}
+        label = name + (f".{group.layer}" if group.layer is not None else "") if both else group.own
+        found.setdefault(label.lstrip("."), {})[0, group.way or 0 if both else 0] = group
+    return list(found.items())
+
+
+def fits(whole: dict[tuple[int, int], Group], parts: dict[str, list[Arrays]], D: int) -> bool:
+    """Whether each layer reads what the one below returns."""
+    first = parts[whole[0, 0].form]
+    width = first[0]["Wh"].shape[-1] * D * len(first)
+    each = [(layer, part) for (layer, _), group in whole.items() for part in parts[group.form]]
+    same = len({part["Wh"].shape for _, part in each}) == 1
+    return same and all(part["Wx"].shape[-1] == width for layer, part in each if layer)
+
+
+def words_of(group: Group, arrays: Mapping[str, Any], order: str | None) -> list[Arrays]:
+    """A group's arrays as `Weights` has them, of one direction, or of two that share arrays; what is missing, or too
+    much, is named."""
+    for one, other in PARTNERS.items():
+        if (one in group.keys) != (other in group.keys):
+            there, missing = (one, other) if one in group.keys else (other, one)
+            fail("convert", f"{group.title(missing)} must be there, as {group.title(there)} is,", "no such key")
+    given = {leaf: as_mlx(arrays[key]) for leaf, key in group.keys.items()}
+    if "kernel" in given:
+        return [keras_words(group, given)]
+    words: Arrays = {}
+    for leaf, array in given.items():
+        if ENTRIES[leaf] in words or (ENTRIES[leaf] == "b" and "bias_ih" in given):
+            fail("convert", f"{group.title(leaf)} must not be there, beside {', '.join(group.keys)}", "this key")
+        words[ENTRIES[leaf]] = array
+    both = words["Wh"].ndim == 3
+    ways = [part(words, d) for d in range(2)] if both else [words]
+    return [settled(group, way, order) for way in ways]
+
+
+def settled(group: Group, words: Arrays, order: str | None) -> Arrays:
+    """One direction's, in our gate order and with its biases as `Weights` has them."""
+    matrix = next(leaf for leaf in group.keys if ENTRIES[leaf] == "Wh")
+    kind = OF_GATES[gates_of("convert", words, group.title(matrix))]
+    if "bhn" in words and kind != "gru":
+        fail("convert", f"{group.title('bhn')} must not be there, as {group.title(matrix)} is no GRU's,", "this key")
+    if order is not None:
+        usual = OURS[kind]
+        before = gate_order("convert", order, usual)
+        whole = {name: array for name, array in words.items() if name not in ("bhn", "Wp")}
+        for name, array in whole.items():
+            if array.shape[0] % len(usual):
+                fail("convert", f"{name} of {group.own} must have {len(usual)}H rows", f"shape {list(array.shape)}")
+        words = words | {name: reorder(array, before, usual) for name, array in whole.items()}
+    for one, other in (("bx", "bh"), ("bh", "bx"), ("bhn", "b")):
+        if one in words and other not in words:
+            leaf = {"bx": "bias_ih", "bh": "bias_hh"}.get(other, other)
+            fail("convert", f"{group.title(leaf)} must be there, beside {', '.join(group.keys)}", "no such key")
+    b, bhn = (words.pop(name, None) for name in ("b", "bhn"))
+    return words | from_one_bias(b, bhn)
+
+
+def keras_words(group: Group, given: Arrays) -> Arrays:
+    """Of arrays by Keras' names."""
+    R = given["recurrent_kernel"]
+    kind = OF_GATES[gates_of("convert", {"Wh": R.T}, group.title("recurrent_kernel"))]
+    if extra := given.keys() - set(KERAS_NAMES):
+        fail("convert", f"{group.title(min(extra))} must not be there, beside {', '.join(KERAS_NAMES)}", "this key")
+    of = f" of {group.own}" if group.own else ""
+    biases = [[2, 3], [3]] if kind == "gru" else [[{"lstm": 4, "rnn": 1}[kind]]]
+    return direction("convert", kind, *(given.get(name) for name in KERAS_NAMES), biases=biases, of=of)
+
+
+def one_layer(
+    where: dict[tuple[int, int], Group], parts: dict[str, list[Arrays]], options: Mapping[str, Any]
+) -> Weights:
+    """A stack out of its groups."""
+    found = {
+        (layer, way + d): arrays for (layer, way), group in where.items() for d, arrays in enumerate(parts[group.form])
+    }
+
+    def title(layer: int, way: int, word: str) -> str:
+        group = where.get((layer, way)) or where.get((layer, 0)) or next(iter(where.values()))
+        names = [leaf for leaf, ours in ENTRIES.items() if ours == word]
+        leaf = next((name for name in names if name in group.keys), None)
+        leaf = leaf or next((name for name in ("bias", "b") if word in ("bx", "bh") and name in group.keys), names[0])
+        if (layer, way) in where or not group.numbered:
+            return group.title(leaf)
+        return f"{leaf} of layer {layer}, {WAYS[way]}"
+
+    first = next(iter(where.values()))
+    if first.numbered and "weight_ih" in first.keys:
+        prefix = first.name + "." if first.name else ""
+        return assembled(
+            "convert", found, lambda k, d, word: f"{prefix}{torch.KEYS.get(word, word)}_l{k}{torch.WAYS[d]}", options
+        )
+    three = found[0, 0]["Wh"].shape[0] == 3 * found[0, 0]["Wh"].shape[1]
+    if three and "bx" in found[0, 0] and "bh" not in found[0, 0]:
+        if "kernel" not in first.keys and options.get("reset") != "before":
+            fail("convert", f"{first.title('bhn')} must be there, beside {', '.join(first.keys)}", "no such key")
+        options = {**options, "reset": "before"}
+    return assembled("convert", found, title, options, lenient=True)
+
+
+def keys_of(
+    name: str, weights: Weights, style: str, *, keys: str | None = None, ways: Sequence[str] | None = None
+) -> dict[str, mx.array]:
+    """A stack's arrays by the keys of a style, or by those of a template."""
+    if keys is not None:
+        check_template(keys)
+    D, K = (1 if style == "ops" else weights.directions), len(weights.layers)
+    usual = "{name}.{way}.{layer}.{array}" if D == 2 else "{name}.{layer}.{array}"
+    template = keys or ("{name}.{array}_l{layer}{way}" if style == "torch" else usual)
+    if K == 1 and keys is None and style != "torch":
+        template = template.replace(".{layer}", "")
+    words = ways or (torch.WAYS if style == "torch" and keys is None else WAYS)
+    found = {}
+    for layer, each in enumerate(in_style(weights, style)):
+        for way, arrays in enumerate(each):
+            for leaf, array in arrays.items():
+                key = template.format(name=name, layer=layer, way=words[way], array=leaf).lstrip(".")
+                if key in found:
+                    fail(
+                        "convert", f"keys must have {{layer}} and {{way}} for {K} layers and {D} directions", repr(keys)
+                    )
+                found[key] = array
+    return found
+
+
+def in_style(weights: Weights, style: str) -> list[list[Arrays]]:
+    """By layer and direction the arrays in a style's words; in that of the ops both directions are one."""
+    if style == "ops":
+        return [[arrays] for arrays in to_ops(weights)]
+    if style == "mlx":
+        return to_mlx(weights)
+    if style == "keras":
+        every = ("tanh", "relu", "sigmoid")
+        held("to_keras", weights, nonlinearity=every, reset=("after", "before"), reverse=True)
+        use = weights.has_bias
+        return [
+            [dict(zip(KERAS_NAMES, map(as_mlx, arrays_of(weights.cell, way, use)), strict=False)) for way in layer]
+            for layer in weights.layers
+        ]
+    names = torch.NAMES if style == "torch" else TWO_BIASES
+    weights = held(
+        "to_torch" if style == "torch" else "convert", weights, nonlinearity=("tanh", "relu"), projection=True
+    )
+    if weights.has_bias:
+        weights = weights.map(lambda arrays: arrays | dict(zip(("bx", "bh"), two_biases(arrays), strict=True)))
+    return [[{leaf: way[word] for leaf, word in names.items() if word in way} for way in k] for k in weights.layers]
+
+
+TWO_BIASES = {"Wx": "Wx", "Wh": "Wh", "bias_ih": "bx", "bias_hh": "bh", "Wp": "Wp"}

@@ -1,0 +1,118 @@
+"""Models of ONNX that hold LSTM, GRU and RNN nodes. Needs the package onnx."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from ..checks import fail
+from .onnx import OPS, from_node, to_onnx
+from .weights import Weights, to_mlx
+
+INPUTS = {"X": 0, "W": 1, "R": 2, "B": 3, "sequence_lens": 4, "initial_h": 5, "initial_c": 6, "P": 7}
+MOST = 2**31 - 2**20
+OPSET, IR_VERSION = 14, 8
+"""What is written: old enough for every runtime; opset 14 has all attributes that we write."""
+
+
+def load() -> Any:
+    """The package."""
+    try:
+        import onnx
+    except ImportError as error:
+        raise ImportError(f".onnx files need the package onnx: pip install '.[convert]' ({error})") from None
+    return onnx
+
+
+def read(path: Path) -> tuple[dict[str, Weights], dict[str, Any], dict[str, list[str]], list[str]]:
+    """Layers by their nodes' names, the other initializers, what each layer is made of, notes."""
+    onnx = load()
+    try:
+        model = onnx.load(path)
+    except OSError:
+        raise
+    except Exception as error:  # protobuf's, whose class has moved from release to release
+        raise ValueError(f"it is truncated or damaged: {str(error).splitlines()[0]}") from None
+    if not model.graph.node or not model.opset_import:
+        raise ValueError("it is truncated or damaged, or no model: it has no nodes or no opset")
+    held = {each.name: each for each in model.graph.initializer}
+    constants = held | {
+        node.output[0]: node.attribute[0].t
+        for node in model.graph.node
+        if node.op_type == "Constant" and node.attribute
+    }
+    layers, keys, notes, used = {}, {}, [], set()
+    for n, node in enumerate(model.graph.node):
+        if node.op_type not in OPS or node.domain not in ("", "ai.onnx"):
+            continue
+        name = (node.name or f"{node.op_type}_{n}").strip("/").replace("/", ".")
+        names = {word: node.input[k] for word, k in INPUTS.items() if k < len(node.input) and node.input[k]}
+        given = {}
+        for word in ("W", "R", "B", "P"):
+            if word in names:
+                if names[word] not in constants:
+                    fail("convert", f"{word} of {name} must be an initializer or a constant", repr(names[word]))
+                given[word] = array_of(onnx, constants[names[word]], names[word])
+        for word in ("W", "R"):
+            if word not in given:
+                fail("convert", f"{word} of {name} must be there", "no such input")
+        attributes = {each.name: onnx.helper.get_attribute_value(each) for each in node.attribute}
+        layers[name] = from_node(
+            "convert", node.op_type, given, attributes, lambda word, names=names: names.get(word, word)
+        )
+        keys[name] = [names[word] for word in given]
+        used |= set(keys[name])
+        if runtime := [word for word in ("sequence_lens", "initial_h", "initial_c") if word in names]:
+            notes.append(f"{name}: {', '.join(runtime)} are no weights: pass lengths and states to the call")
+    rest = {key: array_of(onnx, tensor, key) for key, tensor in held.items() if key not in used}
+    return layers, rest, keys, notes
+
+
+def array_of(onnx: Any, tensor: Any, name: str) -> Any:
+    """A tensor's numbers."""
+    try:
+        array = onnx.numpy_helper.to_array(tensor)
+    except Exception as error:
+        raise ValueError(f"it is truncated or damaged: {name}: {str(error).splitlines()[0]}") from None
+    return to_mlx(array) if array.dtype.name == "bfloat16" else array
+
+
+def write(path: Path, ending: str, layers: Mapping[str, Weights]) -> None:
+    """A model that has for each stack an input [T, N, I], a chain of nodes and an output [T, N, D H]."""
+    onnx = load()
+    make, nodes, tensors, inputs, outputs = onnx.helper.make_node, [], [], [], []
+    shape = onnx.numpy_helper.from_array(np.array([0, 0, -1], np.int64), "shape")
+    nodes.append(make("Constant", [], ["side by side"], value=shape))
+    for name, weights in layers.items():
+        each, dot = to_onnx(weights), f"{name}." if name else ""
+        dtype = {"float64": onnx.TensorProto.DOUBLE, "float16": onnx.TensorProto.FLOAT16}
+        kind = dtype.get(str(each[0][1]["W"].dtype).rpartition(".")[2], onnx.TensorProto.FLOAT)
+        sizes = weights.input_size, weights.directions * weights.hidden_size
+        inputs.append(onnx.helper.make_tensor_value_info(f"{dot}x", kind, [f"{dot}T", f"{dot}N", sizes[0]]))
+        outputs.append(onnx.helper.make_tensor_value_info(f"{dot}h", kind, [f"{dot}T", f"{dot}N", sizes[1]]))
+        x = f"{dot}x"
+        for n, (op_type, arrays, attributes) in enumerate(each):
+            title = name or op_type
+            title += f".{n}" if len(each) > 1 else ""
+            h = f"{dot}h" if n == len(each) - 1 else f"{title}.h"
+            for word, array in arrays.items():
+                values = array.astype(mx.float32) if array.dtype == mx.bfloat16 else array
+                tensors.append(onnx.numpy_helper.from_array(np.array(values), f"{title}.{word}"))
+            given = [""] * (INPUTS["P"] + 1)
+            for word in arrays:
+                given[INPUTS[word]] = f"{title}.{word}"
+            given[0] = x
+            while not given[-1]:
+                given.pop()
+            nodes.append(make(op_type, given, [f"{title}.Y"], title, **attributes))
+            nodes.append(make("Transpose", [f"{title}.Y"], [f"{title}.turned"], perm=[0, 2, 1, 3]))
+            nodes.append(make("Reshape", [f"{title}.turned", "side by side"], [h]))
+            x = h
+    graph = onnx.helper.make_graph(nodes, "mlx_lstm", inputs, outputs, tensors)
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", OPSET)], ir_version=IR_VERSION)
+    if (size := sum(len(tensor.raw_data) for tensor in tensors)) > MOST:
+        fail("convert", f"an .onnx file must have less than {MOST} bytes of arrays, protobuf's most,", size)
+    onnx.checker.check_model(model)
+    path.write_bytes(model.SerializeToString())

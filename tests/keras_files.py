@@ -1,0 +1,100 @@
+"""A process of its own for Keras, which has one backend per process: `python tests/keras_files.py FOLDER`.
+
+It writes the files of a model with every recurrent layer of Keras, and what each layer returns; runs the models that it
+finds in the folder, `ours_*`; and converts its own layers, there and back. `test_convert.py` reads all that.
+"""
+
+import sys
+from pathlib import Path
+
+import keras
+import numpy as np
+
+from mlx_lstm import convert, torch
+
+T, B, I, H = 5, 3, 6, 4
+layers = keras.layers
+
+
+def draw(layer, seed=3):
+    """Random weights, since biases start at 0."""
+    rng = np.random.default_rng(seed)
+    arrays = [
+        rng.normal(0, 0.5, array.shape).astype("float32") if array.dtype == np.float32 else array
+        for array in layer.get_weights()
+    ]
+    layer.set_weights(arrays)
+
+
+def whole():
+    """The model, and one that returns what its layers do, by name."""
+    more = {"return_sequences": True}
+    inner = [
+        layers.Bidirectional(layers.GRU(H, **more), name="both"),
+        layers.Bidirectional(layers.GRU(H, use_bias=False, **more), name="no_bias"),
+    ]
+    inner = keras.Sequential([keras.Input((T, H)), *inner], name="inner")
+    chain = [layers.LSTM(H, name="lstm1", **more), layers.Dropout(0.1), layers.LSTM(H, name="lstm2", **more), inner]
+    chain += [layers.GRU(H, reset_after=False, recurrent_activation="hard_sigmoid", name="before", **more)]
+    chain += [layers.SimpleRNN(H, activation="relu", name="plain", **more)]
+    chain += [layers.RNN(layers.LSTMCell(H), name="of_cell", **more), layers.Dense(2, name="head")]
+    x = y = keras.Input((T, I))
+    outputs = {}
+    for layer in chain:
+        if layer is inner:
+            outputs["both"] = inner.layers[0](y)
+        y = layer(y)
+        outputs["no_bias" if layer is inner else layer.name] = y
+    model = keras.Model(x, y, name="whole")
+    draw(model)
+    return model, keras.Model(x, {name: y for name, y in outputs.items() if not name.startswith(("dropout", "head"))})
+
+
+def time_first(array):
+    return np.asarray(array).swapaxes(0, 1)
+
+
+def there_and_back():
+    """Two layers of Keras as one of ours: whether the weights come back, and the messages of what is refused."""
+    stack = [layers.Bidirectional(layers.GRU(H, return_sequences=True)) for _ in range(2)]
+    stack[1](stack[0](np.zeros((B, T, I), np.float32)))
+    for n, layer in enumerate(stack):
+        draw(layer, n)
+    ours = torch.from_weights(convert.from_keras(*stack), batch_first=True)
+    for layer, arrays in zip(stack, convert.to_keras(convert.from_torch(ours)), strict=True):
+        for one, other in zip(layer.get_weights(), arrays, strict=True):
+            np.testing.assert_array_equal(one, other)
+    odd = layers.LSTM(3, activation="gelu", name="odd")
+    odd.build((B, T, I))
+    said = [repr(ours)]
+    for wrong in ([], [layers.Dense(3)], [layers.LSTM(3, name="new")], [stack[0], stack[0]], [odd]):
+        try:
+            convert.from_keras(*wrong)
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+def main(folder):
+    """All of it."""
+    x = np.random.default_rng(0).normal(0, 0.5, (B, T, I)).astype("float32")
+    model, every = whole()
+    for name in ("m.keras", "m.h5"):
+        model.save(folder / name)
+    model.save_weights(folder / "m.weights.h5")
+    found = {"x": time_first(x)} | {f"m/{name}": time_first(y) for name, y in every(x, training=False).items()}
+    for path in sorted(folder.glob("ours_*.keras")) + sorted(folder.glob("ours_*.h5")):
+        if path.name.endswith(".weights.h5"):
+            continue
+        loaded = keras.models.load_model(path)
+        for stack in [inner for inner in loaded.layers if isinstance(inner, keras.Sequential)] or [loaded]:
+            y = x
+            for n, layer in enumerate(stack.layers):
+                y = layer(y)
+                found[f"{path.name}/{stack.name}/{n}"] = time_first(y)
+        loaded.load_weights(path.with_name(f"{path.stem}.weights.h5"))
+    np.savez(folder / "outputs.npz", **found, said=there_and_back(), backend=keras.backend.backend())
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

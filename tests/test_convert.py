@@ -1,0 +1,792 @@
+"""`mlx_lstm.convert`: each format there and back to the last bit, the same outputs as the original, files by others."""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import clients
+import mlx.core as mx
+import mlx.nn
+import numpy as np
+import pytest
+
+import mlx_lstm
+from mlx_lstm import convert, cudnn, mpsgraph, nn
+from mlx_lstm.convert.__main__ import main
+from mlx_lstm.engines.cells import GRUCell, LSTMCell, RNNCell
+from mlx_lstm.oracle.closeness import assert_within, bounds
+
+ROOT = Path(__file__).parents[1]
+T, B, I, H, P = 5, 3, 6, 4, 2
+RNG = np.random.default_rng(0)
+
+
+def numbers(*shape, dtype=np.float32):
+    return mx.array(RNG.normal(0, 0.5, shape).astype(dtype), mx.float64 if dtype == np.float64 else None)
+
+
+def weights_of(cell, layers=1, directions=1, *, biases="xh", proj=0, peephole=False, dtype=np.float32, reverse=False):
+    """Random ones; `biases`: those of the input's product, of the recurrent one, or both."""
+    rows, found = cell.gates * H, []
+    for k in range(layers):
+        found.append([])
+        for _ in range(directions):
+            shapes = {"Wx": (rows, directions * (proj or H) if k else I), "Wh": (rows, proj or H)}
+            shapes |= {f"b{letter}": (rows,) for letter in biases} | ({"Wp": (proj, H)} if proj else {})
+            arrays = {name: numbers(*shape, dtype=dtype) for name, shape in shapes.items()}
+            if peephole:
+                p = np.array(numbers(4, H))
+                p[2] = 0  # the candidate does not peep
+                arrays["peephole"] = mx.array(p.reshape(-1))
+            found[-1].append(arrays)
+    return convert.Weights(cell, found, reverse)
+
+
+def one_bias(weights):
+    """As a format with one bias leaves it: in bx alone, of a GRU the candidate's part apart."""
+    gru = isinstance(weights.cell, GRUCell) and weights.cell.reset == "after"
+
+    def change(arrays):
+        bh = np.array(arrays.get("bh", mx.zeros((arrays["Wx"].shape[0],))))
+        bh[: 2 * H if gru else None] = 0
+        return arrays | {"bh": mx.array(bh)}
+
+    return weights.map(change) if weights.has_bias else weights
+
+
+def assert_same(one, other):
+    assert convert.differences(one, other) == []
+
+
+RELU = LSTMCell(activations=("hard_sigmoid_sixth",) * 2 + ("relu", "hard_sigmoid_sixth", "relu"))
+PLAIN = {
+    "lstm": weights_of(LSTMCell(), 3, 2),
+    "one layer": weights_of(LSTMCell()),
+    "no bias": weights_of(LSTMCell(), 2, biases=""),
+    "gru": weights_of(GRUCell(), 2, 2),
+    "gru, no bias": weights_of(GRUCell(), biases=""),
+    "rnn": weights_of(RNNCell("relu"), 2),
+}
+BEFORE = {"gru before": weights_of(GRUCell(reset="before"), 2, 2, biases="x")}
+PROJECTED = {"projected": weights_of(LSTMCell(), 2, 2, proj=P)}
+OTHERS = {
+    "relu": weights_of(RELU, 1, 2, biases="x"),
+    "peephole": weights_of(LSTMCell(), 1, 2, peephole=True),
+    "hard gru": weights_of(GRUCell(activations=("hard_sigmoid_sixth",) * 2 + ("relu",)), 1),
+    "reverse": weights_of(RNNCell("sigmoid"), reverse=True),
+}
+EVERY = PLAIN | BEFORE | PROJECTED | OTHERS
+
+
+def by_mpsgraph(weights):
+    layers, properties = convert.to_mpsgraph(weights)
+    kind = {"lstm": "LSTM", "gru": "GRU", "rnn": "SingleGateRNN"}[weights.cell.op]
+    descriptor = getattr(mpsgraph, f"{kind}Descriptor")(**properties)
+    assert len(layers) == len(weights.layers)
+    return convert.from_mpsgraph(layers, descriptor, output_peephole="current", hard_sigmoid="x/6")
+
+
+def by_onnx(weights):
+    nodes = convert.to_onnx(weights)
+    parts = [convert.from_onnx(op, **arrays, attributes=attributes) for op, arrays, attributes in nodes]
+    return convert.stacked("test", parts)
+
+
+def by_cudnn(weights):
+    params, sizes = convert.to_cudnn(weights)
+    return convert.from_cudnn(params, **sizes)
+
+
+def by_mlx(weights):
+    layers = convert.to_mlx(weights)
+    ways = [[layer[d] for layer in layers] for d in range(weights.directions)]
+    return convert.from_mlx(*ways, nonlinearity=getattr(weights.cell, "act", "tanh"))
+
+
+def by_ops(weights):
+    options = {"bidirectional": weights.directions == 2} | weights.options
+    return convert.from_ops(weights.cell.op, convert.to_ops(weights), **options)
+
+
+def by_torch(weights):
+    return convert.from_torch(convert.to_torch(weights), nonlinearity=getattr(weights.cell, "act", "tanh"))
+
+
+def by_layer(weights):
+    return convert.from_torch(mlx_lstm.torch.from_weights(weights))
+
+
+def by_tf(weights, order="icfo"):
+    arguments = convert.to_tf(weights, order=order)
+    assert arguments["w"].shape == (I + H, 4 * H)
+    return convert.from_tf(**arguments, order=order)
+
+
+TF = weights_of(LSTMCell(forget_bias=1.0, cell_clip=3.0), biases="x", peephole=True)
+TRIPS = {
+    "torch": (by_torch, PLAIN | PROJECTED, False),
+    "layer": (by_layer, PLAIN | PROJECTED, False),
+    "cudnn": (by_cudnn, PLAIN | PROJECTED, False),
+    "onnx": (by_onnx, PLAIN | BEFORE | OTHERS, False),
+    "mlx": (by_mlx, PLAIN, True),
+    "ops": (by_ops, EVERY, True),
+    "mpsgraph": (by_mpsgraph, PLAIN | BEFORE | OTHERS, True),
+    "tf": (by_tf, {"tf": TF, "plain": PLAIN["one layer"]}, True),
+    "tf v2": (lambda weights: by_tf(weights, "ifco"), {"tf": TF}, True),
+    "tf gru": (
+        lambda weights: convert.from_tf_gru(**convert.to_tf_gru(weights)),
+        {"gru": weights_of(GRUCell(reset="before"), biases="x")},
+        True,
+    ),
+}
+
+
+@pytest.mark.parametrize("trip", TRIPS)
+def test_there_and_back(trip):
+    there_and_back, cases, summed = TRIPS[trip]
+    for weights in cases.values():
+        weights = one_bias(weights) if summed else weights
+        assert_same(weights, there_and_back(weights))
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float16])
+def test_other_dtypes(dtype):
+    weights = weights_of(GRUCell(), 2, 2, dtype=dtype)
+    with mx.stream(mx.cpu):
+        for there_and_back in (by_torch, by_cudnn, by_onnx):
+            assert_same(weights, there_and_back(weights))
+        again = convert.from_ops("gru", convert.to_ops(weights), bidirectional=True)
+        assert again.layers[0][0]["bx"].dtype == weights.layers[0][0]["bx"].dtype
+
+
+def test_a_bias_of_zero_keeps_the_signs_of_the_other():
+    """-0 + 0 is 0: not the same bits."""
+    for cell in (LSTMCell(), GRUCell()):
+        zeros = {"bx": -mx.zeros((cell.gates * H,)), "bh": mx.zeros((cell.gates * H,))}
+        weights = weights_of(cell, biases="").map(lambda arrays, zeros=zeros: arrays | zeros)
+        assert_same(weights, by_mlx(weights))
+
+
+def test_two_biases_become_their_sum():
+    for name in ("lstm", "gru", "rnn"):
+        weights = PLAIN[name]
+        assert convert.differences(weights, by_mlx(weights)) == ["bx", "bh"]
+        arrays, ours = weights.layers[0][0], convert.to_mlx(weights)[0][0]
+        total = np.array(arrays["bx"]) + np.array(arrays["bh"])
+        if name == "gru":
+            total[2 * H :] = np.array(arrays["bx"])[2 * H :]
+            np.testing.assert_array_equal(np.array(ours["bhn"]), np.array(arrays["bh"])[2 * H :])
+        np.testing.assert_array_equal(np.array(ours["b" if name == "gru" else "bias"]), total)
+
+
+# --- The same outputs ------------------------------------------------------------------------------------------------
+
+
+def assert_outputs(weights, x, expected, states=None):
+    """What the recurrence makes of them, layer by layer on the original's outputs: each of two float32 results may be
+    as far from the truth as the bound says."""
+    for arrays, one, h in zip(convert.to_ops(weights), weights.each(), expected, strict=True):
+        case = {name: np.array(array) for name, array in arrays.items()} | {"x": x, "op": weights.cell.op}
+        case |= one.options | (states or {})
+        given = {name: mx.array(array) for name, array in (states or {}).items()}
+        with mx.stream(mx.cpu):
+            got = getattr(mlx_lstm, weights.cell.op)(mx.array(x), **arrays, **given, **one.options).h
+        limit = bounds(case, np.float32)["h"]
+        assert_within("h", np.array(got), np.asarray(h).astype(np.float64), 2 * limit)
+        x = np.array(h, np.float32)
+
+
+def test_outputs_of_torch():
+    torch = pytest.importorskip("torch")
+    torch.manual_seed(0)
+    x = np.array(numbers(T, B, I))
+    made = [torch.nn.LSTM(I, H, 2, bidirectional=True, proj_size=P), torch.nn.GRU(I, H, 2, bias=False)]
+    made += [torch.nn.GRU(I, H, bidirectional=True), torch.nn.RNN(I, H, nonlinearity="relu")]
+    for theirs in made:
+        weights, expected, K = convert.from_torch(theirs), [], theirs.num_layers
+        for layer in range(1, K + 1):  # the first ones of them by themselves
+            options = {"proj_size": P} if theirs.proj_size else {}
+            options |= {"nonlinearity": "relu"} if theirs.mode == "RNN_RELU" else {}
+            part = type(theirs)(I, H, layer, bias=theirs.bias, bidirectional=theirs.bidirectional, **options)
+            part.load_state_dict({key: value for key, value in theirs.state_dict().items() if key in part.state_dict()})
+            expected.append(part(torch.from_numpy(x))[0].detach().numpy())
+        assert_outputs(weights, x, expected)
+        ours = mlx_lstm.torch.from_weights(weights)
+        assert repr(ours) == repr(theirs)
+        back = {key: torch.from_numpy(np.array(value)) for key, value in convert.to_torch(weights).items()}
+        assert all(torch.equal(back[key], value) for key, value in theirs.state_dict().items())
+    halves = torch.nn.LSTM(I, H).to(torch.bfloat16)
+    again = convert.to_torch(convert.from_torch(halves))
+    for key, value in halves.state_dict().items():
+        assert again[key].dtype == mx.bfloat16
+        np.testing.assert_array_equal(np.array(again[key].astype(mx.float32)), value.float().numpy())
+
+
+def test_outputs_of_mlx():
+    x = np.array(numbers(B, T, I))
+    ahead, back = ([mlx.nn.GRU(I, H), mlx.nn.GRU(2 * H, H)] for _ in range(2))
+    layer = mlx_lstm.torch.from_weights(convert.from_mlx(ahead, back), batch_first=True)
+    expected = nn.stack(ahead, mx.array(x), reverse=back)[0]
+    np.testing.assert_array_equal(np.array(layer(mx.array(x))[0]), np.array(expected))
+
+
+def test_outputs_of_tensorflow():
+    """Recorded from TensorFlow's own ops: tests/goldens/make_tf.py."""
+    for op in ("block_lstm", "block_lstm_v2", "gru_block_cell"):
+        cases = [case for case in golden(op) if case[0]["x"].dtype == np.float32]  # TensorFlow sums 16 bits otherwise
+        assert len(cases) > 3
+        for given, wanted in cases:
+            steps = int(given.pop("seq_len_max", 1))
+            states = {"h0": given.pop("h_prev")} | ({"c0": given.pop("cs_prev")} if "cs_prev" in given else {})
+            x = given.pop("x")
+            x = x[:steps] if x.ndim == 3 else x[None]
+            if op == "gru_block_cell":
+                weights = convert.from_tf_gru(**given)
+            else:
+                if not given.pop("use_peephole"):
+                    given = {name: value for name, value in given.items() if name not in ("wci", "wcf", "wco")}
+                options = {
+                    "forget_bias": float(given.pop("forget_bias", 0)),
+                    "cell_clip": float(given.pop("cell_clip")),
+                }
+                order = "ifco" if op.endswith("v2") else "icfo"
+                weights = convert.from_tf(**given, **options, order=order)
+            if len(x):
+                h = wanted["h"][:steps] if wanted["h"].ndim == 3 else wanted["h"][None]
+                assert_outputs(weights, x, [h], states)
+
+
+def golden(op):
+    """[(arguments, results)]."""
+    with np.load(ROOT / "tests" / "goldens" / f"tf_{op}.npz") as file:
+        found = {}
+        for name in file.files:
+            if name.count("/") == 2:
+                case, way, word = name.split("/")
+                found.setdefault(case, ({}, {}))[way == "out"][word] = file[name]
+    return list(found.values())
+
+
+def test_nodes_of_onnx():
+    """All node tests of LSTM, GRU and RNN that the package onnx ships, and what its reference makes of more."""
+    onnx, node = pytest.importorskip("onnx"), pytest.importorskip("onnx.backend.test.case.node")
+    for name in ("lstm", "gru", "rnn"):
+        importlib.import_module(f"onnx.backend.test.case.node.{name}")
+    found = [case for case in node._NodeTestCases if case.model.graph.node[0].op_type in ("LSTM", "GRU", "RNN")]
+    assert len({case.name for case in found}) == 18
+    for each in found:
+        node, ((inputs, outputs),) = each.model.graph.node[0], each.data_sets
+        attributes = {one.name: onnx.helper.get_attribute_value(one) for one in node.attribute}
+        given = dict(zip(filter(None, node.input), inputs, strict=True))
+        wanted = dict(zip(filter(None, node.output), outputs, strict=True))
+        weights = convert.from_onnx(node.op_type, **{k: given.get(k) for k in "WRBP"}, attributes=attributes)
+        ((op_type, arrays, said),) = convert.to_onnx(weights)
+        assert op_type == node.op_type and {k: v.tobytes() for k, v in given.items() if k in "WRBP"} == {
+            k: np.array(v).tobytes() for k, v in arrays.items()
+        }
+        assert said["hidden_size"] == attributes["hidden_size"]
+        if "Y" in wanted and not attributes.get("layout"):
+            assert_outputs(weights, given["X"], [side_by_side(wanted["Y"])])
+
+
+def side_by_side(Y):
+    """[T, D, B, H] as [T, B, D H]."""
+    return np.concatenate(list(np.moveaxis(Y, 1, 0)), axis=-1)
+
+
+@pytest.mark.parametrize("name", ["lstm", "gru", "no bias", "peephole", "gru before"])
+def test_models_of_onnx(name, tmp_path):
+    """What we write is run by onnx's reference; `lengths` are its sequence_lens."""
+    reference = pytest.importorskip("onnx.reference")
+    weights, path = EVERY[name], tmp_path / "m.onnx"
+    other = weights_of(RNNCell(), 2, 2)
+    convert.write(path, {"enc.rnn": weights, "other": other})
+    again = convert.read(path)
+    parts = [again.layers[key] for key in again.layers if key.startswith("enc")]
+    assert_same(weights, convert.stacked("test", parts))
+    x = np.array(numbers(T, B, I))
+    layers = [f"enc.rnn.{n}.h" for n in range(len(weights.layers) - 1)] + ["enc.rnn.h"]
+    import onnx
+
+    model = onnx.load(path)
+    for each in layers[:-1]:
+        model.graph.output.append(onnx.helper.make_tensor_value_info(each, onnx.TensorProto.FLOAT, None))
+    found = reference.ReferenceEvaluator(model).run(layers, {"enc.rnn.x": x, "other.x": x})
+    assert_outputs(weights, x, found)
+
+
+def test_what_onnx_has_and_ours_not():
+    W, R = numbers(1, 4 * H, I), numbers(1, 4 * H, H)
+    for attributes, what in (
+        ({"clip": 1.0}, "clip must be absent"),
+        ({"input_forget": 1}, "input_forget must be absent"),
+        ({"activations": [b"Softsign", b"Tanh", b"Tanh"]}, "activations must be among .* but got Softsign"),
+        ({"activations": ["HardSigmoid", "Tanh", "Tanh"], "activation_alpha": [0.3]}, "but got HardSigmoid"),
+        ({"activations": ["Sigmoid"]}, "activations must be 3 for each direction"),
+        ({"direction": "both"}, "direction must be one of"),
+        ({"hidden_size": 3}, "R must have shape"),
+        ({"mystery": 1}, "attributes of LSTM .* but got mystery"),
+    ):
+        with pytest.raises(ValueError, match=rf"\[from_onnx\] .*{what}"):
+            convert.from_onnx("LSTM", W, R, attributes=attributes)
+    for arrays, what in (
+        ({"W": R, "R": W}, r"R must have shape \[16, H\] = \[24, 6\]|W must|R must"),
+        ({"W": W, "R": R, "B": numbers(1, 16)}, r"B must have shape \[1, 32\]"),
+        ({"W": W, "R": R, "P": numbers(1, 16)}, r"P must have shape \[1, 12\]"),
+    ):
+        with pytest.raises(ValueError, match=what):
+            convert.from_onnx("LSTM", **arrays)
+
+
+def test_what_a_format_cannot_hold():
+    for weights, writer, what in (
+        (BEFORE["gru before"], convert.to_torch, "reset must be the default"),
+        (BEFORE["gru before"], convert.to_mlx, "reset"),
+        (OTHERS["peephole"], convert.to_torch, "peephole"),
+        (OTHERS["peephole"], convert.to_keras, "peephole"),
+        (OTHERS["relu"], convert.to_cudnn, "activations"),
+        (OTHERS["reverse"], convert.to_torch, "activation must be the default|reverse"),
+        (PROJECTED["projected"], convert.to_onnx, "a projection"),
+        (PROJECTED["projected"], convert.to_mlx, "a projection"),
+        (PROJECTED["projected"], convert.to_keras, "a projection"),
+        (PROJECTED["projected"], convert.to_mpsgraph, "a projection"),
+        (TF, convert.to_onnx, "cell_clip"),
+        (TF, convert.to_mpsgraph, "cell_clip"),
+        (PLAIN["lstm"], convert.to_tf, "one LSTM layer in one direction"),
+        (PLAIN["rnn"], convert.to_tf_gru, "one GRU layer"),
+    ):
+        with pytest.raises(ValueError, match=what):
+            writer(weights)
+
+
+def test_the_forget_bias_goes_into_the_bias():
+    weights = TF._replace(cell=LSTMCell(forget_bias=1.0)).map(
+        lambda arrays: {name: array for name, array in arrays.items() if name != "peephole"}
+    )
+    b = np.array(weights.layers[0][0]["bx"])
+    b[H : 2 * H] += 1
+    np.testing.assert_array_equal(np.array(convert.to_torch(weights)["bias_ih_l0"]), b)
+
+
+# --- MPSGraph, cuDNN: the ops themselves -----------------------------------------------------------------------------
+
+
+def test_the_ops_take_what_is_written():
+    x = numbers(T, B, I)
+    for name in ("lstm", "gru", "rnn"):
+        weights = PLAIN[name]
+        params, sizes = convert.to_cudnn(weights)
+        direction = "bidirectional" if sizes["bidirectional"] else "unidirectional"
+        rows = len(weights.layers) * weights.directions
+        state = mx.zeros((rows, B, H))
+        empty = mx.zeros((0,))
+        out = cudnn.cudnn_rnn(
+            x, state, state if name == "lstm" else empty, params,
+            rnn_mode=sizes["rnn_mode"], direction=direction, is_training=False,
+        )  # fmt: skip
+        expected = mlx_lstm.torch.from_weights(weights)(x)[0]
+        np.testing.assert_allclose(np.array(out[0]), np.array(expected), rtol=0, atol=1e-6)
+        one = one_bias(weights.each()[0])
+        (arrays,), properties = convert.to_mpsgraph(one)
+        kind, op = {"lstm": ("LSTM", "lstm"), "gru": ("GRU", "gru"), "rnn": ("SingleGateRNN", "single_gate_rnn")}[name]
+        W, R = arrays.pop("input_weight"), arrays.pop("recurrent_weight")
+        descriptor = getattr(mpsgraph, f"{kind}Descriptor")(**properties)
+        h = getattr(mpsgraph, op)(x, R, input_weight=W, descriptor=descriptor, **arrays)[0]
+        assert_outputs(one, np.array(x), [np.array(h)])
+
+
+def test_flip_z_changes_signs():
+    arrays = {"input_weight": numbers(12, I), "recurrent_weight": numbers(12, H), "bias": numbers(12)}
+    descriptor = mpsgraph.GRUDescriptor(flip_z=True, reset_gate_first=True)
+    x = numbers(T, B, I)
+    h = mpsgraph.gru(x, arrays["recurrent_weight"], input_weight=arrays["input_weight"], bias=arrays["bias"],
+                     descriptor=descriptor)[0]  # fmt: skip
+    assert_outputs(convert.from_mpsgraph([arrays], descriptor), np.array(x), [np.array(h)])
+    descriptor.update_gate_activation = "relu"
+    with pytest.raises(ValueError, match="update_gate_activation must be a sigmoid"):
+        convert.from_mpsgraph([arrays], descriptor)
+
+
+# --- Files -----------------------------------------------------------------------------------------------------------
+
+
+def same_file(path, layers, **options):
+    """The file's layers are these, whatever it calls them."""
+    found = [each for weights in convert.read(path, **options).layers.values() for each in weights.each()]
+    wanted = [each for weights in layers.values() for each in weights.each()]
+    for one, other in zip(wanted, found, strict=True):
+        assert_same(one, other)
+
+
+@pytest.mark.parametrize("ending", ["safetensors", "npz"])
+def test_files_of_arrays(ending, tmp_path):
+    styles = {"torch": PLAIN | PROJECTED, "two-biases": PLAIN | PROJECTED, "mlx": PLAIN, "keras": PLAIN | BEFORE}
+    for style, cases in (styles | {"ops": EVERY}).items():
+        for n, (name, weights) in enumerate(cases.items()):
+            told = style == "keras" and name == "gru before"  # by the shape of the bias
+            if ending == "npz" and weights.options.keys() - {"bidirectional"} and not told:
+                continue  # the metadata of safetensors tells, which .npz has not
+            two = style in ("torch", "two-biases") or (style == "keras" and weights.cell.op == "gru")
+            weights = weights if two else one_bias(weights)
+            path, rest = tmp_path / f"{style}{n}.{ending}", {"head.bias": np.arange(3), "head.weight": numbers(3, 3)}
+            model = convert.Model({"enc.rnn": weights}, rest, {}, [], {})
+            convert.write(path, model, style=style)
+            again = convert.read(path)
+            assert list(again.layers) == ["enc.rnn"] and again.rest.keys() == rest.keys(), (style, name)
+            assert_same(weights, again.layers["enc.rnn"])
+            np.testing.assert_array_equal(again.rest["head.bias"], rest["head.bias"])
+
+
+def test_all_dtypes_of_safetensors(tmp_path):
+    path, halves = tmp_path / "w.safetensors", weights_of(LSTMCell(), biases="x")
+    halves = halves.map(lambda arrays: {name: array.astype(mx.bfloat16) for name, array in arrays.items()})
+    rest = {kind: np.arange(3).astype(kind) for kind in ("f8", "f4", "f2", "i8", "i4", "u1", "?")}
+    convert.write(path, convert.Model({"": halves}, rest | {"b": mx.ones((2,), mx.bfloat16)}, {}, [], {"format": "pt"}))
+    again = convert.read(path)
+    assert_same(halves, again.layers[""])
+    assert again.metadata == {"format": "pt"}
+    assert all(again.rest[kind].dtype == np.dtype(kind) and (again.rest[kind] == rest[kind]).all() for kind in rest)
+    by_mlx = dict(mlx.nn.LSTM(3, 4).parameters()) | {"x": mx.ones((2,))}
+    mx.save_safetensors(str(tmp_path / "mlx.safetensors"), by_mlx)  # whose header has no metadata, but says so
+    assert convert.read(tmp_path / "mlx.safetensors").rest.keys() == {"x"}
+    with pytest.raises(ValueError, match=r"bfloat16, which \.npz does not have"):
+        convert.write(tmp_path / "w.npz", {"": halves})
+
+
+# --- Keras on TensorFlow ---------------------------------------------------------------------------------------------
+
+OURS = {
+    "one": {"a.b": one_bias(PLAIN["lstm"])},
+    "dots": {"a.0": one_bias(PLAIN["one layer"]), "b.0": PLAIN["gru, no bias"]},
+    "two": {"g": PLAIN["gru"], "before": BEFORE["gru before"]},
+    "rest": {"relu": OTHERS["relu"], "rnn": one_bias(PLAIN["rnn"]), "bare": PLAIN["no bias"]},
+}
+"""Models that we write for Keras."""
+
+
+@pytest.fixture(scope="module")
+def keras(tmp_path_factory):
+    """A folder with the files of Keras and what it has found in ours, `tests/keras_files.py`."""
+    pytest.importorskip("tensorflow"), pytest.importorskip("keras"), pytest.importorskip("h5py")
+    folder = tmp_path_factory.mktemp("keras")
+    for case, layers in OURS.items():
+        for ending in (".keras", ".h5", ".weights.h5"):
+            convert.write(folder / f"ours_{case}{ending}", layers)
+    command = [sys.executable, str(ROOT / "tests" / "keras_files.py"), str(folder)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "KERAS_BACKEND": "tensorflow", "CUDA_VISIBLE_DEVICES": ""}
+    run = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert run.returncode == 0, run.stderr
+    with np.load(folder / "outputs.npz") as file:
+        return folder, {name: file[name] for name in file.files}
+
+
+LAYERS = ["lstm1", "lstm2", "both", "no_bias", "before", "plain", "of_cell"]
+
+
+@pytest.mark.parametrize("ending", [".keras", ".h5", ".weights.h5"])
+def test_files_of_keras(ending, keras):
+    folder, outputs = keras
+    assert outputs["backend"] == "tensorflow"
+    model = convert.read(folder / f"m{ending}")
+    assert set(model.layers) == set(LAYERS) and (ending == ".weights.h5" or list(model.layers) == LAYERS)
+    assert sorted(np.shape(array) for array in model.rest.values()) == [(2,), (H, 2)]
+    x = outputs["x"]
+    for name in LAYERS:
+        weights = model.layers[name]
+        if ending == ".weights.h5" and name in ("before", "plain"):  # it does not tell activations
+            weights = weights._replace(cell=convert.read(folder / "m.keras").layers[name].cell)
+        assert_outputs(weights, x, [outputs[f"m/{name}"]])
+        x = outputs[f"m/{name}"]
+    again = folder / f"again{ending}"
+    convert.write(again, model)
+    if ending != ".weights.h5":
+        same_file(again, model.layers)
+
+
+@pytest.mark.parametrize("case", OURS)
+@pytest.mark.parametrize("ending", [".keras", ".h5"])
+def test_keras_runs_what_is_written(case, ending, keras):
+    """It also loads the weights of `.weights.h5` into the same model."""
+    folder, outputs = keras
+    path = folder / f"ours_{case}{ending}"
+    same_file(path, OURS[case])
+    assert ending != ".keras" or convert.read(path).layers.keys() == {
+        f"{name}_{n}" if len(weights.layers) > 1 else name
+        for name, weights in OURS[case].items()
+        for n in range(len(weights.layers))
+    }
+    for name, weights in OURS[case].items():
+        found = [outputs[f"{path.name}/{name}_model/{n}"] for n in range(len(weights.layers))]
+        assert_outputs(weights, outputs["x"], found)
+    bare = {name: weights._replace(cell=type(weights.cell)()) for name, weights in OURS[case].items()}
+    if case == "rest":
+        same_file(folder / f"ours_{case}.weights.h5", bare)
+
+
+def test_layers_of_keras(keras):
+    """There and back, which that process checks; what it is told of others."""
+    said = list(keras[1]["said"])
+    assert said[0] == "GRU(6, 4, num_layers=2, batch_first=True, bidirectional=True)"
+    expected = ["layers must be at least one", "must be LSTM, GRU, SimpleRNN or Bidirectional of Keras but got Dense"]
+    expected += ["layers must be built but got new", "Wx of layer 1, direction 0, must have shape [12, 8]"]
+    expected += ["activation of odd must be one of linear, relu, tanh, sigmoid, hard_sigmoid but got 'gelu'"]
+    assert len(said) == 6
+    for text, what in zip(said[1:], expected, strict=True):
+        assert text.startswith("[from_keras] ") and what in text
+
+
+def test_a_file_of_keras_2(tmp_path):
+    """Names end in :0, the root lists the layers, and the slope of hard_sigmoid is another."""
+    h5py = pytest.importorskip("h5py")
+    weights = weights_of(LSTMCell(), 1, 2, biases="x")
+    arrays = iter(convert.to_keras(weights)[0])
+    config = {"name": "lstm", "units": H, "activation": "tanh", "recurrent_activation": "hard_sigmoid"}
+    both = {"name": "bidirectional_1", "layer": {"class_name": "LSTM", "config": config}, "merge_mode": "concat"}
+    with h5py.File(tmp_path / "old.h5", "w") as file:
+        layers = [{"class_name": "Bidirectional", "config": both}]
+        file.attrs["model_config"] = json.dumps({"class_name": "Sequential", "config": {"name": "s", "layers": layers}})
+        file.attrs["keras_version"] = b"2.4.0"
+        root = file.create_group("model_weights")
+        root.attrs["layer_names"] = [b"bidirectional_1"]
+        group = root.create_group("bidirectional_1")
+        names = [f"bidirectional_1/{way}_lstm/lstm_cell/{word}:0" for way in ("forward", "backward")
+                 for word in ("kernel", "recurrent_kernel", "bias")]  # fmt: skip
+        for name in names:
+            group[name] = next(arrays)
+        group.attrs["weight_names"] = [name.encode() for name in names]
+    found = convert.read(tmp_path / "old.h5").layers["bidirectional_1"]
+    assert found.options["activations"] == ("hard_sigmoid", "hard_sigmoid", "tanh", "hard_sigmoid", "tanh")
+    assert_same(weights, found._replace(cell=LSTMCell()))
+
+
+# --- Keys of clients -------------------------------------------------------------------------------------------------
+
+KEYS = {
+    "codec of mlx.nn": {"layers": 2},
+    "voice encoder": {"lstm.layers": 3},
+    "layers by name": {"lstm1": 1, "lstm2": 1, "lstm3": 1},
+    "predictor": {"prediction.dec_rnn.lstm": 2},
+    "separator": {"lstms": 2},
+    "noise filter": {"gru.layers": 3},
+    "voice detector": {"decoder.rnn": 1},
+    "policy": {"actor.0": 1, "critic.0": 1},
+    "world model": {"reader": 1, "belief": 1},
+    "tagger": {"": 1},
+    "codec of its own": {"lstm": 2},
+    "two biases": {"": 1},
+}
+"""By client its recurrent layers, and how many each has on one another."""
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_files_of_clients(name, tmp_path):
+    model = clients.CLIENTS[name][0]()
+    path = tmp_path / "client.safetensors"
+    model.save_weights(str(path))
+    found = convert.read(path)
+    assert {key: len(weights.layers) for key, weights in found.layers.items()} == KEYS[name]
+    arrays = dict(mx.load(str(path)))
+    assert len(arrays) == len(found.rest) + sum(map(len, found.keys.values()))
+    both = name in ("separator", "tagger", "two biases")
+    assert all(weights.directions == 1 + both for weights in found.layers.values())
+    forms = {
+        "separator": "{way}_{name}.{layer}.{array}", "tagger": "{way}.{array}", "two biases": "{array}_{way}",
+        "policy": "{name}.{layer}.{array}",
+    }  # fmt: skip
+    style, ways = ("two-biases" if name == "two biases" else "mlx"), ("fwd", "bwd") if name == "tagger" else None
+    again = tmp_path / "again.safetensors"
+    convert.write(again, found, style=style, keys=forms.get(name), ways=ways)
+    back = mx.load(str(again))
+    assert back.keys() == arrays.keys()
+    assert all(mx.array_equal(back[key], arrays[key]) for key in arrays)
+
+
+# --- What is refused, and the command --------------------------------------------------------------------------------
+
+
+def saved(path, arrays):
+    """A file of these arrays, as they are."""
+    convert.write(path, convert.Model({}, arrays, {}, [], {}))
+    return path
+
+
+def refusal(capsys, *arguments):
+    """The one line of a command that converts nothing."""
+    assert main([str(argument) for argument in arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("not converted: ") and err.count("\n") == 1
+    return err
+
+
+def test_missing_and_surplus_keys_are_named(tmp_path, capsys):
+    lstm, gru = (convert.to_torch(PLAIN[name], prefix="enc.") for name in ("lstm", "gru"))
+    mlx_gru = {f"g.{key}": array for key, array in convert.to_mlx(PLAIN["gru"])[0][0].items()}
+    keras_style = {"k.kernel": numbers(I, 16), "k.recurrent_kernel": numbers(H, 16)}
+
+    def without(arrays, key):
+        return {name: array for name, array in arrays.items() if name != key}
+
+    for arrays, what in (
+        (without(lstm, "enc.weight_hh_l1_reverse"), "enc.weight_hh_l1_reverse must be there"),
+        (without(lstm, "enc.weight_ih_l0"), "enc.weight_ih_l0 must be there"),
+        (without(lstm, "enc.bias_hh_l2"), "enc.bias_hh_l2 must be there"),
+        ({key: lstm[key] for key in lstm if "l1" not in key}, "enc.weight_ih_l1 must be there"),
+        ({key: lstm[key] for key in lstm if "l0_reverse" not in key}, "enc.weight_ih_l0_reverse must be there"),
+        (without(mlx_gru, "g.bhn"), "g.bhn must be there"),
+        (without(mlx_gru, "g.b"), "g.b must be there"),
+        (without(mlx_gru, "g.Wx"), "g.Wx must be there"),
+        (mlx_gru | {"g.bias": numbers(12)}, "g.bias must not be there"),
+        ({"l.Wx": numbers(16, I), "l.Wh": numbers(16, H), "l.bhn": numbers(4), "l.b": numbers(16)}, "l.bhn must not"),
+        ({"l.Wx": numbers(16, I), "l.Wh": numbers(16, H), "l.bias_ih": numbers(16)}, "l.bias_hh must be there"),
+        (without(keras_style, "k.kernel"), "k.kernel must be there"),
+        (lstm | {"enc.weight_hh_l0": numbers(18, H)}, "enc.weight_hh_l0 must have shape [4H, H], [3H, H] or [H, H]"),
+        (lstm | {"enc.weight_ih_l1": numbers(16, I)}, "enc.weight_ih_l1 must have shape [16, 8]"),
+        (gru | {"enc.bias_ih_l0": numbers(16)}, "enc.bias_ih_l0 must have shape [12]"),
+        (
+            {"l.Wx": numbers(16, I), "l.Wh": numbers(16, H), "l.bias": mx.ones((16,), mx.int32)},
+            "l.bias must be float32",
+        ),
+    ):
+        path = saved(tmp_path / "a.safetensors", arrays)
+        target = tmp_path / "b.npz"
+        assert what in refusal(capsys, path, target) and not target.exists(), what
+        path.unlink()
+
+
+def test_shuffled_files_are_refused(tmp_path, capsys):
+    """Arrays under one another's keys: each exchange that the shapes can tell; and bytes in another order."""
+    arrays = convert.to_torch(weights_of(LSTMCell(), 2, 2))
+    keys, told = list(arrays), 0
+    for one in keys:
+        for other in keys:
+            if arrays[one].shape != arrays[other].shape:
+                path = saved(tmp_path / "a.safetensors", arrays | {one: arrays[other], other: arrays[one]})
+                with pytest.raises(ValueError, match=r"_l[01]"):
+                    convert.read(path)
+                told += 1
+                path.unlink()
+    assert told > 100
+    rng = np.random.default_rng(0)
+    for ending in (".safetensors", ".npz", ".keras", ".h5", ".weights.h5", ".onnx"):
+        path = tmp_path / f"b{ending}"
+        convert.write(path, {"rnn": PLAIN["one layer"]})
+        path.write_bytes(rng.permutation(np.frombuffer(path.read_bytes(), np.uint8)).tobytes())
+        assert path.name in refusal(capsys, path, tmp_path / "c.npz")
+    assert "gate order must be a permutation of ifgo but got 'iffo'" in refusal(
+        capsys, saved(tmp_path / "d.npz", arrays), tmp_path / "c.npz", "--order", "iffo"
+    )
+
+
+@pytest.mark.parametrize("ending", [".safetensors", ".npz", ".keras", ".h5", ".weights.h5", ".onnx"])
+def test_truncated_files_are_refused(ending, tmp_path, capsys):
+    path, target = tmp_path / f"whole{ending}", tmp_path / "c.npz"
+    layers = {"rnn": PLAIN["one layer"], "other": PLAIN["gru"]}
+    convert.write(path, layers)
+    data, cut = path.read_bytes(), tmp_path / f"cut{ending}"
+    for n in {0, 1, 7, 8, 9, *np.linspace(10, len(data) - 1, 12).astype(int).tolist()}:
+        cut.write_bytes(data[:n])
+        said = refusal(capsys, cut, target)
+        assert cut.name in said and "truncated or damaged" in said, (n, said)
+        assert not target.exists()
+
+
+def test_other_refusals(tmp_path, capsys, monkeypatch):
+    path = tmp_path / "a.safetensors"
+    convert.write(path, {"rnn": PLAIN["gru"]})
+    target = tmp_path / "b.npz"
+    assert "must end in .safetensors" in refusal(capsys, path, tmp_path / "b.tflite")
+    assert "safetensors.torch.save_file" in refusal(capsys, tmp_path / "model.pt", target)
+    assert "No such file" in refusal(capsys, tmp_path / "none.npz", target)
+    assert "is no folder" in refusal(capsys, path, tmp_path / "none" / "b.npz")
+    assert "called 'enc'; there are rnn" in refusal(capsys, path, target, "--only", "enc")
+    assert "layers must all be alike" in refusal(
+        capsys, saved(tmp_path / "two.npz", convert.to_torch(PLAIN["gru"], prefix="g.")
+                      | convert.to_torch(PLAIN["lstm"], prefix="l.")), target, "--stack", "g,l")  # fmt: skip
+    assert "keys must have {array}" in refusal(capsys, path, target, "--keys", "{name}")
+    assert "keys must have {layer} and {way}" in refusal(capsys, path, target, "--keys", "{name}.{array}")
+    assert "--keys must be left out" in refusal(capsys, path, tmp_path / "b.onnx", "--keys", "{array}")
+    assert "holds no LSTM, GRU or RNN layer" in refusal(capsys, saved(tmp_path / "c.npz", {"x": np.ones(2)}), target)
+    onnx_file = tmp_path / "r.onnx"
+    convert.write(onnx_file, {"rnn": PLAIN["rnn"]})
+    assert "order must be left out for r.onnx" in refusal(capsys, onnx_file, target, "--order", "icfo")
+    assert "a projection must be the default" in refusal(
+        capsys, saved(tmp_path / "p.npz", convert.to_torch(PROJECTED["projected"])), tmp_path / "b.keras"
+    )
+    target.write_bytes(b"mine")
+    assert "exists; --force replaces it" in refusal(capsys, path, target)
+    assert target.read_bytes() == b"mine"
+    for module, ending in (("h5py", ".keras"), ("onnx", ".onnx")):
+        monkeypatch.setitem(sys.modules, module, None)
+        assert f"package {module}: pip install '.[convert]'" in refusal(capsys, path, tmp_path / f"x{ending}")
+    with pytest.raises(SystemExit) as stopped:
+        main([str(path)])
+    assert stopped.value.code == 2 and "DST" in capsys.readouterr().err
+    assert sorted(each.name for each in tmp_path.iterdir()) == [
+        "a.safetensors",
+        "b.npz",
+        "c.npz",
+        "p.npz",
+        "r.onnx",
+        "two.npz",
+    ]
+
+
+def test_nothing_is_left_where_writing_fails(tmp_path, capsys, monkeypatch):
+    from mlx_lstm.convert import _files
+
+    path = tmp_path / "a.safetensors"
+    convert.write(path, {"rnn": PLAIN["gru"]})
+    before = path.read_bytes()
+
+    def fail_halfway(partial, *_):
+        partial.write_bytes(b"half")
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(_files, "write_safetensors", fail_halfway)
+    assert "the disk is full" in refusal(capsys, path, path, "--force", "--to", "mlx")
+    assert [each.name for each in tmp_path.iterdir()] == ["a.safetensors"] and path.read_bytes() == before
+
+
+def test_command(tmp_path):
+    """As a user starts it: a whole model of torch's becomes one of MLX's, and goes back."""
+    path = tmp_path / "torch.safetensors"
+    rest = {"decoder.head.weight": numbers(2, 8), "decoder.steps": np.arange(2)}
+    model = {"encoder.lstm": PLAIN["lstm"], "encoder.gru": one_bias(PLAIN["gru"])}
+    convert.write(path, convert.Model(model, rest, {}, [], {}))
+
+    def run(*arguments):
+        command = [sys.executable, "-m", "mlx_lstm.convert", *map(str, arguments)]
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
+
+    done = run("torch.safetensors", "mlx.npz", "--to", "mlx", "--prefix", "encoder.=enc.", "--prefix", "decoder.=")
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    assert "enc.lstm: LSTM, 6 -> 4, 3 layers, both directions; from " in done.stdout
+    assert "enc.lstm: two biases are one now, their sum" in done.stdout and "enc.gru: two" not in done.stdout
+    assert "2 other arrays copied as they are: head.weight, steps" in done.stdout
+    found = convert.read(tmp_path / "mlx.npz")
+    assert found.layers.keys() == {"enc.lstm", "enc.gru"} and found.rest.keys() == {"head.weight", "steps"}
+    assert_same(model["encoder.gru"], found.layers["enc.gru"])
+    (tmp_path / "mlx.npz").write_bytes((tmp_path / "mlx.npz").read_bytes()[:1000])
+    done = run("mlx.npz", "again.safetensors")
+    assert done.returncode == 2 and not done.stdout and not (tmp_path / "again.safetensors").exists()
+    assert done.stderr.startswith("not converted: mlx.npz is truncated or damaged") and done.stderr.count("\n") == 1
+
+
+def test_stacks_and_orders(tmp_path, capsys):
+    """Layers of one become one of several; gates in TensorFlow's order become ours."""
+    layers = {f"lstm{n}": weights for n, weights in enumerate(one_bias(PLAIN["lstm"]).each())}
+    path, target = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    convert.write(path, layers, style="mlx")
+    assert main([str(path), str(target), "--stack", "lstm0,lstm1,lstm2", "--prefix", "lstm0=rnn"]) == 0
+    assert "read back: the same to the last bit" in capsys.readouterr().out
+    assert_same(one_bias(PLAIN["lstm"]), convert.read(target).layers["rnn"])
+    ours = convert.to_mlx(one_bias(PLAIN["one layer"]))[0][0]
+    blocks = {key: mx.split(array, 4) for key, array in ours.items()}
+    theirs = {f"x.{key}": mx.concatenate([i, g, f, o]) for key, (i, f, g, o) in blocks.items()}
+    icfo = saved(tmp_path / "c.npz", theirs)
+    assert main([str(icfo), str(target), "--order", "icfo", "--force"]) == 0
+    assert_same(one_bias(PLAIN["one layer"]), convert.read(target).layers["x"])
