@@ -526,6 +526,12 @@ def test_keras_runs_what_is_written(case, ending, keras):
         same_file(folder / f"ours_{case}.weights.h5", bare)
 
 
+def test_a_quantized_layer_is_refused():
+    layer = mlx_lstm.torch.QuantizedLSTM.from_layer(mlx_lstm.torch.LSTM(32, 32), 32)
+    with pytest.raises(ValueError, match="weight_ih_l0 must not be quantized"):
+        convert.from_torch(layer)
+
+
 def test_layers_of_keras(keras):
     """There and back, which that process checks; what it is told of others."""
     said = list(keras[1]["said"])
@@ -642,6 +648,7 @@ def test_missing_and_surplus_keys_are_named(tmp_path, capsys):
         ({"l.Wx": numbers(16, I), "l.Wh": numbers(16, H), "l.bhn": numbers(4), "l.b": numbers(16)}, "l.bhn must not"),
         ({"l.Wx": numbers(16, I), "l.Wh": numbers(16, H), "l.bias_ih": numbers(16)}, "l.bias_hh must be there"),
         (without(keras_style, "k.kernel"), "k.kernel must be there"),
+        (lstm | {"enc.weight_hh_l0_scales": numbers(16, 1)}, "enc.weight_hh_l0 must not be quantized"),
         (lstm | {"enc.weight_hh_l0": numbers(18, H)}, "enc.weight_hh_l0 must have shape [4H, H], [3H, H] or [H, H]"),
         (lstm | {"enc.weight_ih_l1": numbers(16, I)}, "enc.weight_ih_l1 must have shape [16, 8]"),
         (gru | {"enc.bias_ih_l0": numbers(16)}, "enc.bias_ih_l0 must have shape [12]"),

@@ -182,6 +182,9 @@ def words_of(group: Group, arrays: Mapping[str, Any], order: str | None) -> list
         if (one in group.keys) != (other in group.keys):
             there, missing = (one, other) if one in group.keys else (other, one)
             fail("convert", f"{group.title(missing)} must be there, as {group.title(there)} is,", "no such key")
+    for key in group.keys.values():
+        if f"{key}_scales" in arrays:
+            fail("convert", f"{key} must not be quantized: mx.dequantize it first,", f"{key}_scales beside it")
     given = {leaf: as_mlx(arrays[key]) for leaf, key in group.keys.items()}
     if "kernel" in given:
         return [keras_words(group, given)]

@@ -49,6 +49,8 @@ def from_torch(arrays: Any, *, prefix: str = "", nonlinearity: str = "tanh") -> 
     found: dict[tuple[int, int], dict[str, mx.array]] = {}
     keys = [key for key in arrays if key.startswith(prefix)]
     for key in keys:
+        if f"{key}_scales" in arrays:
+            fail(op, f"{key} must not be quantized: mx.dequantize it first,", f"{key}_scales beside it")
         match = re.fullmatch(r"(weight_ih|weight_hh|weight_hr|bias_ih|bias_hh)_l(\d+)(_reverse)?", key[len(prefix) :])
         if match is None:
             fail(op, f"keys must be those of a layer of torch, {prefix}weight_ih_l0 and so on,", repr(key))
