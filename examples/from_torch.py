@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 import mlx_lstm.torch
+from mlx_lstm import convert
 
 Layer = mlx_lstm.torch.LSTM | mlx_lstm.torch.GRU | mlx_lstm.torch.RNN
 NAMES = ["input_size", "hidden_size", "num_layers", "bias", "batch_first", "dropout", "bidirectional"]
@@ -23,8 +24,8 @@ NAMES = ["input_size", "hidden_size", "num_layers", "bias", "batch_first", "drop
 
 def from_torch(theirs: torch.nn.RNNBase) -> Layer:
     """Our layer with the sizes, options and weights of torch's."""
-    ours = getattr(mlx_lstm.torch, type(theirs).__name__)(**options(theirs))
-    return ours.load_weights([(name, mx.array(value.cpu().numpy())) for name, value in theirs.state_dict().items()])
+    weights = convert.from_torch(theirs)
+    return mlx_lstm.torch.from_weights(weights, batch_first=theirs.batch_first, dropout=theirs.dropout)
 
 
 def to_torch(ours: Layer) -> torch.nn.RNNBase:

@@ -16,6 +16,7 @@ import mlx.core as mx
 import mlx.nn
 import numpy as np
 import pytest
+import test_convert
 import test_mpsgraph
 import tf_cases
 from cases import (
@@ -39,6 +40,7 @@ import mlx_lstm.torch
 from mlx_lstm import keras, recurrence
 from mlx_lstm.compare import judge as mpsgraph_judge
 from mlx_lstm.compare import ours as mpsgraph_ours
+from mlx_lstm.engines.cells import GRUCell, LSTMCell, RNNCell
 from mlx_lstm.oracle import evaluate, forward, kink_distance
 from mlx_lstm.oracle.arithmetic import ACTIVATION_UNITS
 from mlx_lstm.oracle.closeness import TRIALS, assert_within, exact_and_bounds, float_of
@@ -489,6 +491,21 @@ def weights_of_keras(rng):
     judged(lambda fl: evaluate(case, None, fl)[0], dtype, found)
 
 
+def weights_converted(rng):
+    """Through three formats, one after the other, to the bit."""
+    cell = pick(rng, (LSTMCell(), GRUCell(), GRUCell(reset="before"), RNNCell(), RNNCell("relu")))
+    projected = isinstance(cell, LSTMCell) and rng.random() < 0.3
+    formats = ["ops"] + ["torch", "layer", "cudnn"] * (cell != GRUCell(reset="before"))
+    formats += [] if projected else ["onnx", "mpsgraph"] + ["mlx"] * ("torch" in formats)
+    sizes = int(rng.integers(1, 4)), int(rng.integers(1, 3))
+    biases = pick(rng, ("", "x", "xh"))
+    made = test_convert.weights_of(cell, *sizes, biases=biases, proj=2 * projected, rng=rng)
+    weights = made = test_convert.one_bias(made)
+    for _ in range(3):
+        weights = test_convert.TRIPS[pick(rng, formats)][0](weights)
+    test_convert.assert_same(made, weights)
+
+
 # --- The run ---------------------------------------------------------------------------------------------------------
 
 SURFACES = {  # how often, out of a hundred
@@ -502,7 +519,8 @@ SURFACES = {  # how often, out of a hundred
     ops_of_cudnn: 8,
     ops_of_tensorflow: 8,
     ops_of_mpsgraph: 8,
-    weights_of_keras: 3,
+    weights_of_keras: 2,
+    weights_converted: 1,
 }
 
 
