@@ -8,10 +8,11 @@ import pytest
 from cases import combination, draw, poison_scratch, run, split
 
 from mlx_lstm import gru, lstm, rnn
-from mlx_lstm.engines.cells import HARD_SIGMOIDS
+from mlx_lstm.engines.cells import HARD_SIGMOIDS, GRUCell, LSTMCell, RNNCell
 from mlx_lstm.engines.numpy import gates as engine_numpy_gates
 from mlx_lstm.engines.numpy import memory as engine_numpy_memory
 from mlx_lstm.engines.numpy import products as engine_numpy_products
+from mlx_lstm.engines.numpy import sweep as engine_numpy_sweep
 from mlx_lstm.engines.sequences import tanh
 from mlx_lstm.oracle import ARRAYS
 from mlx_lstm.recurrence import gru_gradients, lstm_gradients, rnn_gradients
@@ -103,6 +104,47 @@ def test_agrees_with_ops(monkeypatch, word, seed):
     spoil_padding(arrays["x"], options["lengths"])
     shown = None if rng.random() < 0.6 else ["h"]
     check(word, arrays, options, shown, cut if rng.random() < 0.5 else whole, seed)
+
+
+@pytest.mark.parametrize("copied", [0, 2**20])
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("word", OPS)
+def test_wide_batches_agree_with_ops(monkeypatch, word, seed, copied):
+    """With one product in a step over copied weights, and with one ahead of several steps."""
+    rng = np.random.default_rng(seed)
+    T, B, I, H = 5 + seed % 2, 16 + seed % 3, 3, 5
+    monkeypatch.setattr(engine_numpy_products, "AHEAD_ROWS", 2 * B)
+    monkeypatch.setattr(engine_numpy_products, "COPIED_NUMBERS", copied)
+    monkeypatch.setattr(engine_numpy_memory, "COPIED_NUMBERS", copied)
+    poison_scratch(monkeypatch)
+    sizes = T, B, I, H, 3
+    _, arrays, options = split(draw(rng, sizes=sizes, **every_option(rng, word, sizes)))
+    spoil_padding(arrays["x"], options["lengths"])
+    check(word, arrays, options, ["h"], cut if seed % 4 < 2 else whole, seed)
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("word", OPS)
+def test_what_a_step_reads_and_writes_is_contiguous(monkeypatch, word, training):
+    """Activations that write with strides made a pass take up to three times as long."""
+    _, drawn, options = split(draw(np.random.default_rng(0), op=word, sizes=(4, 3, 2, 5, 5)))
+    kind, found = {"lstm": LSTMCell, "gru": GRUCell, "rnn": RNNCell}[word], []
+    step = engine_numpy_sweep.STEPS[kind][0]
+    call = step.__call__
+
+    def watched(self, t, *arrays):
+        found.extend(array.flags.c_contiguous for array in arrays)
+        call(self, t, *arrays)
+
+    monkeypatch.setattr(step, "__call__", watched)
+    with mx.stream(mx.cpu):
+        arrays = [whole(array) for array in drawn.values()]
+
+        def output(*values):
+            return OPS[word][0](**dict(zip(drawn, values, strict=True)), **options, training=training).h.sum()
+
+        mx.eval(mx.grad(output)(*arrays) if training else output(*arrays))
+    assert len(found) == 5 * 4 and all(found)
 
 
 def test_a_limit_that_changes_from_call_to_call_leaves_nothing_behind():

@@ -10,8 +10,8 @@ from ..cells import LSTMCell
 from ..problem import Problem
 from .arrays import Array, Views
 from .gates import Gates, activate, gate_blocks, gates_of, slope_from_square
-from .memory import Ends, Steps, chunk_steps, columns_buffer, first_state, matrix
-from .products import Preactivations, WeightGradients
+from .memory import Ends, Steps, chunk_steps, columns_buffer, first_state, matrix, transposed
+from .products import JoinedPreactivations, Preactivations, WeightGradients
 
 
 def peephole_columns(cell: LSTMCell, v: Views, H: int, B: int) -> dict[str, Array]:
@@ -24,7 +24,9 @@ def peephole_columns(cell: LSTMCell, v: Views, H: int, B: int) -> dict[str, Arra
 class LSTMStep:
     """`engines.ops.cells.lstm_step` in place: one step forward with all its scratch memory."""
 
-    def __init__(self, problem: Problem, cell: LSTMCell, v: Views, preactivations: Preactivations):
+    def __init__(
+        self, problem: Problem, cell: LSTMCell, v: Views, preactivations: Preactivations | JoinedPreactivations
+    ):
         (_, B, H, _), dtype, order, activations = problem[:4], v["Wh"].dtype, cell.gate_order, cell.activations
         self.preactivations, self.Wp = preactivations, matrix(v["Wp"]) if "Wp" in v else None
         self.block: dict[str, slice] = gate_blocks(order, H)
@@ -70,7 +72,7 @@ class LSTMStepBackward:
         self.c, self.gates_at = Steps(saved["c"]), Steps(saved["gates"])
         self.c0: Array = first_state(v, "c0", (H, B), dtype)
         self.keep: Array | None = v.get("keep")
-        self.Wh_T, self.Wp_T = matrix(v["Wh"]).T, matrix(v["Wp"]).T if "Wp" in v else None
+        self.Wh_T, self.Wp_T = transposed(v["Wh"], problem), matrix(v["Wp"]).T if "Wp" in v else None
         self.output, self.o_sees_current = cell.activation("output"), cell.output_peephole == "current"
         self.block: dict[str, slice] = gate_blocks(cell.gate_order, H)
         self.gates: Gates = gates_of(cell.gate_order, cell.activations, H, "ifgo")

@@ -6,6 +6,7 @@ from ..problem import Problem
 from .arrays import FEATURE_MAJOR, Array, Views
 
 CHUNK_ROWS = 1024  # rows (time steps x batch) that one product takes: bounds the memory of dz
+COPIED_NUMBERS = 2**20  # of weights below which a copy pays that BLAS multiplies with faster: beyond, it gains nothing
 WIDE_BATCH = 16  # from here on a step's [4H, B] block is wide enough for BLAS and for contiguous rows
 
 
@@ -35,6 +36,13 @@ def matrix(a: Array) -> Array:
     size = a.itemsize
     fits = (columns == size and rows >= size * a.shape[-1]) or (rows == size and columns >= size * a.shape[-2])
     return a if fits else np.ascontiguousarray(a)
+
+
+def transposed(weights: Array, problem: Problem) -> Array:
+    """The transpose of a matrix [GH, P] for a product at every step: a copy where it multiplies a wide batch often
+    enough, as BLAS then runs up to a quarter faster."""
+    often = problem.B >= WIDE_BATCH and 2 * weights.shape[1] <= problem.T * problem.B
+    return np.ascontiguousarray(weights.T) if often and weights.size < COPIED_NUMBERS else matrix(weights).T
 
 
 def chunk_steps(problem: Problem) -> int:

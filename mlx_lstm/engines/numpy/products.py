@@ -1,13 +1,14 @@
 """The matrix products of engine `numpy` over many rows, of one direction.
 
-A step's preactivations come from `Preactivations`, the gradients of the weights from `WeightGradients`.
+A step's preactivations come from `Preactivations`, of small weights from `JoinedPreactivations`; the gradients of the
+weights from `WeightGradients`.
 """
 
 import numpy as np
 
 from ..cells import Cell, LSTMCell
 from ..problem import Problem
-from .memory import WIDE_BATCH, Ends, Views, chunk_steps, columns_buffer, matrix, step_mask
+from .memory import COPIED_NUMBERS, WIDE_BATCH, Ends, Views, chunk_steps, columns_buffer, matrix, step_mask
 
 AHEAD_ROWS = 256  # rows of the input's product over a wide batch: still in the cache when their steps come
 
@@ -70,6 +71,44 @@ class Preactivations:
                 ahead += self.bias[:, None]
             self.start = start
         return self.ahead[:, (t - start) * self.B : (t - start + 1) * self.B]
+
+
+class JoinedPreactivations:
+    """[Wx b Wh] @ [x; 1; h], step by step one product: as `Preactivations.at`, for weights that are small enough."""
+
+    def __init__(self, problem: Problem, v: Views):
+        (T, B, H, P), x, Wx = problem[:4], v["x"], v["Wx"]
+        bias = bias_column(problem.cell, v, H, len(Wx))
+        self.weights: np.ndarray = np.concatenate([Wx, *([] if bias is None else [bias[:, None]]), v["Wh"]], axis=1)
+        self.mask: np.ndarray | None = step_mask(v, problem)
+        self.x: np.ndarray = x
+        self.start: int = -1
+        self.columns: np.ndarray = np.ones((min(T, max(1, AHEAD_ROWS // B)), self.weights.shape[1], B), Wx.dtype)
+        self.of_x: np.ndarray = self.columns[:, : x.shape[2]]
+        self.of_h: np.ndarray = self.columns[:, -P:]
+        self.z: np.ndarray = np.empty((len(Wx), B), Wx.dtype)
+
+    @staticmethod
+    def fits(problem: Problem, v: Views) -> bool:
+        """Whether it is the faster: the batch is wide, and there are rows enough to pay for the copy of the weights."""
+        T, B = problem[:2]
+        if "Wx" not in v or B < WIDE_BATCH:
+            return False
+        width = v["Wx"].shape[1] + v["Wh"].shape[1]
+        return 2 * max(AHEAD_ROWS, width) <= T * B and len(v["Wx"]) * width < COPIED_NUMBERS
+
+    def at(self, t: int, h: np.ndarray) -> np.ndarray:
+        """[GH, B]: step t's preactivations, from h [P, B] before it. The next call overwrites them."""
+        slot = t % len(self.columns)
+        if t - slot != self.start:
+            self.start = t - slot
+            rows = self.x[self.start : self.start + len(self.columns)]
+            np.copyto(self.of_x[: len(rows)], rows.transpose(0, 2, 1))
+        if self.mask is None:
+            np.copyto(self.of_h[slot], h)
+        else:
+            np.multiply(h, self.mask[t].T, out=self.of_h[slot])
+        return np.matmul(self.weights, self.columns[slot], out=self.z)
 
 
 def bias_column(cell: Cell, v: Views, H: int, rows: int) -> np.ndarray | None:

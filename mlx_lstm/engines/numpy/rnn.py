@@ -6,14 +6,16 @@ from ..cells import RNNCell
 from ..problem import Problem
 from .arrays import Array, Views
 from .gates import activate, slope_from_square
-from .memory import Steps, chunk_steps, columns_buffer, matrix
-from .products import Preactivations, WeightGradients
+from .memory import Steps, chunk_steps, columns_buffer, matrix, transposed
+from .products import JoinedPreactivations, Preactivations, WeightGradients
 
 
 class RNNStep:
     """`engines.ops.cells.rnn_step` in place."""
 
-    def __init__(self, problem: Problem, cell: RNNCell, v: Views, preactivations: Preactivations):
+    def __init__(
+        self, problem: Problem, cell: RNNCell, v: Views, preactivations: Preactivations | JoinedPreactivations
+    ):
         self.preactivations, self.name, self.keep = preactivations, cell.act, problem.return_gates
 
     def __call__(self, t: int, h_prev: Array, _c_prev: Array, gates: Array, _c: Array, h: Array) -> None:
@@ -32,7 +34,7 @@ class RNNStepBackward:
     def __init__(self, problem: Problem, cell: RNNCell, v: Views, saved: Views):
         """saved: h [T, B, H]."""
         (_, B, H, _), dtype = problem[:4], v["Wh"].dtype
-        self.name, self.h_at, self.Wh_T = cell.act, Steps(saved["h"]), matrix(v["Wh"]).T
+        self.name, self.h_at, self.Wh_T = cell.act, Steps(saved["h"]), transposed(v["Wh"], problem)
         self.slope: Array = np.empty((H, B), dtype)
         self.dz: Array = columns_buffer(H, chunk_steps(problem) * B, B, dtype)
         self.by_column: list[Array] = [self.dz]

@@ -20,7 +20,7 @@ from .arrays import BATCH_MAJOR, FEATURE_MAJOR, Array, New, NewSequence, Views, 
 from .gru import GRUStep, GRUStepBackward
 from .lstm import LSTMStep, LSTMStepBackward
 from .memory import Ends, chunk_steps, first_state, states_before, step_mask
-from .products import Preactivations, WeightGradients
+from .products import JoinedPreactivations, Preactivations, WeightGradients
 from .rnn import RNNStep, RNNStepBackward
 from .weights import in_floats
 
@@ -107,7 +107,9 @@ def sweep_forward(problem: Problem, v: Views, out: Views) -> None:
     """Write h [T, B, P], c [T, B, H], gates [T or 1, B, GH], hT [B, P] and cT [B, H] of `out`, those there are."""
     dtype, (T, B, H, P) = v["Wh"].dtype, problem[:4]
     h, gates = out["h"], out["gates"].transpose(FEATURE_MAJOR)
-    step = STEPS[type(problem.cell)][0](problem, problem.cell, v, Preactivations(problem, v))
+    joined = not isinstance(problem.cell, GRUCell) and JoinedPreactivations.fits(problem, v)  # a GRU needs its parts
+    preactivations = (JoinedPreactivations if joined else Preactivations)(problem, v)
+    step = STEPS[type(problem.cell)][0](problem, problem.cell, v, preactivations)
     ends = Ends(problem)
     h_prev, h_new = first_state(v, "h0", (P, B), dtype), np.empty((P, B), dtype)
     if "c" in out:
