@@ -3,8 +3,10 @@
 import csv
 import importlib.util
 import io
+import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -286,6 +288,17 @@ def test_machine_card():
     card = machine_card("python -m mlx_lstm.bench", "cpu")
     assert {"chip", "cores", "system", "python", "mlx", "numpy", "blas", "torch", "threads"} <= card.keys()
     assert all(card.values()) and card["numpy"] == np.__version__
+
+
+def test_the_card_names_the_kernel_of_the_blas(monkeypatch):
+    """As `threadpoolctl` tells it, where that is installed; and settings that select one."""
+    found = [{"internal_api": "openblas", "architecture": "SkylakeX"}, {"internal_api": "openmp"}]
+    monkeypatch.setitem(sys.modules, "threadpoolctl", SimpleNamespace(threadpool_info=lambda: found))
+    monkeypatch.setenv("OPENBLAS_CORETYPE", "Haswell")
+    card = machine_card("", "cpu")
+    assert card["blas"].endswith(", kernel SkylakeX") and "OPENBLAS_CORETYPE=Haswell" in card["threads"]
+    monkeypatch.setitem(sys.modules, "threadpoolctl", None)
+    assert machine_card("", "cpu")["blas"].endswith("unknown without threadpoolctl")
 
 
 def test_group_text():

@@ -20,6 +20,8 @@ THREAD_SETTINGS = (
     "OPENBLAS_NUM_THREADS",
     "MKL_NUM_THREADS",
     "VECLIB_MAXIMUM_THREADS",
+    "OPENBLAS_CORETYPE",
+    "OPENBLAS_L2_SIZE",
     "LD_PRELOAD",
 )
 IDLE_LIMIT = 0.05  # part of a core that a waiting process may use before the report says so
@@ -38,13 +40,23 @@ def machine_card(command: str, device: str) -> dict[str, str]:
         "mlx": installed_version("mlx"),
         "device": device,
         "numpy": np.__version__,
-        "blas": f"{blas['name']} {blas['version']}",
+        "blas": f"{blas['name']} {blas['version']}{blas_kernel()}",
         "torch": installed_version("torch"),
         "tensorflow": installed_version("tensorflow", "tensorflow-cpu"),
         "threads": ", ".join(set_here) or "defaults",
         "load": " ".join(f"{load:.2f}" for load in os.getloadavg()),
         "command": command,
     }
+
+
+def blas_kernel() -> str:
+    """The kernel that NumPy's BLAS has chosen for this machine, as `threadpoolctl` finds it, if that is installed."""
+    try:
+        from threadpoolctl import threadpool_info
+    except ImportError:
+        return ", kernel unknown without threadpoolctl"
+    kernels = {f", kernel {found['architecture']}" for found in threadpool_info() if "architecture" in found}
+    return "".join(sorted(kernels))
 
 
 def default_device() -> str:
