@@ -35,6 +35,7 @@ from .recurrence import (
     note_engine,
     of_layers,
     weight,
+    whole_steps,
 )
 
 __all__ = ["GRU", "LSTM", "RNN", "QuantizedGRU", "QuantizedLSTM", "QuantizedRNN", "from_weights"]
@@ -113,6 +114,8 @@ class Layers(nn.Module):
         states: dict[str, Any],
         lengths: recurrence.Lengths,
         key: mx.array | None,
+        keep: mx.array | None,
+        hold: recurrence.Hold,
     ) -> tuple[mx.array, Arrays]:
         """The output of all layers, each run by `one_layer`, and the last states [K D, N, .] by the names of `states`,
         the first ones, which may be `None`."""
@@ -139,7 +142,9 @@ class Layers(nn.Module):
             return output, {name: mx.zeros((rows, N, widths[name]), dtype) for name in states}
         given = {name: by_layer(state.reshape(rows, N, -1), len(self.ways)) for name, state in given.items()}
         x = (input if time_first else mx.swapaxes(input, 0, 1)).reshape(-1, N, self.input_size).astype(dtype)
-        options = {"bidirectional": self.bidirectional, "lengths": lengths, "training": self.training}
+        steps = whole_steps(self.op, keep, hold, input.shape[:-1], "the steps of input")
+        steps = {name: (array if time_first else array.T).reshape(L, N) for name, array in steps.items()}
+        options = {"bidirectional": self.bidirectional, "lengths": lengths, "training": self.training} | steps
         last = []
         for layer, arrays in enumerate(layers):
             if layer and self.dropout and self.training:
@@ -260,6 +265,8 @@ class LSTM(Layers):
         *,
         lengths: recurrence.Lengths = None,
         key: mx.array | None = None,
+        keep: mx.array | None = None,
+        hold: recurrence.Hold = None,
     ) -> tuple[mx.array, tuple[mx.array, mx.array]]:
         """The last layer's h at every step, and the last states of all layers.
 
@@ -272,6 +279,10 @@ class LSTM(Layers):
                 never read.
             key (array, optional): what dropout draws from, as of `mx.random.key`: the same key drops the same elements.
                 Default: MLX's global generator, which a compiled function has to be given.
+            keep (array, optional): [L, N], [N, L] with `batch_first`, or [L]: a factor on the states of every layer
+                before each step, in its own order, as in `mlx_lstm.lstm`: 0 where an episode begins. torch has neither
+                this nor hold.
+            hold (array or list, optional): in the same shape, steps that leave the states of every layer as they are.
 
         Returns:
             tuple: output [L, N, D S] (or [N, L, D S], or [L, D S]) and (h_n, c_n), shaped as `hx`; in the dtype that
@@ -280,7 +291,7 @@ class LSTM(Layers):
         if hx is not None and not (isinstance(hx, (tuple, list)) and len(hx) == 2):
             fail(self.op, "hx must be a tuple (h_0, c_0)", type(hx).__name__)
         h, c = hx or (None, None)
-        output, last = self.run(recurrence.lstm, input, {"h": h, "c": c}, lengths, key)
+        output, last = self.run(recurrence.lstm, input, {"h": h, "c": c}, lengths, key, keep, hold)
         return output, (last["h"], last["c"])
 
 
@@ -335,6 +346,8 @@ class GRU(Layers):
         *,
         lengths: recurrence.Lengths = None,
         key: mx.array | None = None,
+        keep: mx.array | None = None,
+        hold: recurrence.Hold = None,
     ) -> tuple[mx.array, mx.array]:
         """The last layer's h at every step, and the last h of all layers.
 
@@ -342,12 +355,12 @@ class GRU(Layers):
             input (array): [L, N, I]; [N, L, I] with `batch_first`; or [L, I].
             hx (array, optional): h_0 [K D, N, H], without N for an input without it. Default: zeros.
             lengths (integer array or list, optional): [N], as in `LSTM`.
-            key (array, optional): as in `LSTM`.
+            key, keep, hold (optional): as in `LSTM`.
 
         Returns:
             tuple: output [L, N, D H] (or [N, L, D H], or [L, D H]) and h_n, shaped as `hx`.
         """
-        output, last = self.run(recurrence.gru, input, {"h": hx}, lengths, key)
+        output, last = self.run(recurrence.gru, input, {"h": hx}, lengths, key, keep, hold)
         return output, last["h"]
 
 
@@ -402,10 +415,12 @@ class RNN(Layers):
         *,
         lengths: recurrence.Lengths = None,
         key: mx.array | None = None,
+        keep: mx.array | None = None,
+        hold: recurrence.Hold = None,
     ) -> tuple[mx.array, mx.array]:
         """As `GRU`."""
         one_layer = partial(recurrence.rnn, activation=self.nonlinearity)
-        output, last = self.run(one_layer, input, {"h": hx}, lengths, key)
+        output, last = self.run(one_layer, input, {"h": hx}, lengths, key, keep, hold)
         return output, last["h"]
 
 

@@ -105,6 +105,37 @@ def test_bidirectional_from_keras_and_back(name, op, theirs, ours):
         np.testing.assert_array_equal(np.array(array), np.array(weights[name]), err_msg=name)
 
 
+MASKED = [("LSTM", {}), ("LSTM", {"go_backwards": True}), ("Bidirectional LSTM", {})]
+RARER = [("LSTM", {"zero_output_for_mask": True}), ("GRU", {}), ("SimpleRNN", {"go_backwards": True})]
+MASKED += [pytest.param(*case, marks=pytest.mark.slow) for case in [*RARER, ("Bidirectional GRU", {})]]
+
+
+@pytest.mark.parametrize("name, options", MASKED, ids=str)
+def test_steps_masked_in_the_middle(name, options):
+    """An embedding with `mask_zero` in front of Keras' layer, and `hold` here: also before the first word, in a text
+    of none, and the same weights without the mask give something else."""
+    layer, theirs = layer_of(name, **options), pytest.importorskip("keras")
+    words = np.array([[0, 3, 0, 0, 5, 1, 0], [2, 2, 0, 6, 0, 4, 4], [0] * T])
+    embedding = theirs.layers.Embedding(7, I, mask_zero=True)
+    model = theirs.Sequential([theirs.Input((T,), dtype="int32"), embedding, layer])
+    expected = np.asarray(model.predict(words, verbose=0)).swapaxes(0, 1).astype(np.float64)
+    op = {"LSTM": "lstm", "GRU": "gru", "SimpleRNN": "rnn"}[name.removeprefix("Bidirectional ")]
+    convert, both = getattr(keras, f"{op}_from_keras"), "Bidirectional" in name
+    weights = layer.get_weights()
+    weights = keras.bidirectional_from_keras(convert, weights) if both else convert(*weights)
+    case = {"op": op, "bidirectional": both, "reverse": "go_backwards" in options, "hold": words.T == 0}
+    x = np.asarray(embedding(words)).swapaxes(0, 1)
+    call = partial(getattr(recurrence, op), mx.array(x), **weights)
+    with mx.stream(mx.cpu):
+        h, free = (np.array(call(**(dict(list(case.items())[1:]) | given)).h) for given in ({}, {"hold": None}))
+    case |= {name: np.array(value) for name, value in weights.items()} | {"x": x}
+    limit = 2 * bounds(case, np.float32)["h"]
+    zeroed = (words.T == 0)[..., None] & (both or "zero_output_for_mask" in options)  # which Bidirectional sets
+    turn = -1 if case["reverse"] else 1  # Keras' outputs then are in the order of processing
+    assert_within("h", np.where(zeroed, 0, h)[::turn], expected, limit)
+    assert np.abs(free[::turn] - expected).max() > 0.01
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name, order", [("LSTM", "ifgo"), ("GRU", "zrn")])
 def test_the_recipe_of_a_mask_for_each_gate(name, order):

@@ -2,6 +2,7 @@
 is never read. The sweeps over options have them, too."""
 
 from contextlib import nullcontext
+from functools import partial
 
 import mlx.core as mx
 import numpy as np
@@ -9,6 +10,8 @@ import pytest
 from cases import KINDS, draw, draw_cotangents, run, run_gradients, split, to_mlx, to_numpy
 from on_metal import on_metal
 
+import mlx_lstm.nn
+import mlx_lstm.torch
 from mlx_lstm import gru, lstm, lstm_gradients, recurrence, rnn
 from mlx_lstm.oracle import forward
 from mlx_lstm.oracle.closeness import assert_within
@@ -206,3 +209,43 @@ def test_what_is_refused(word):
         with pytest.raises(ValueError) as error:
             getattr(recurrence, word)(**arrays, **{name: value})
         assert str(error.value) == f"[{word}] {rule}"
+
+
+EVERY_LAYER = {
+    "nn.LSTM": lambda: (mlx_lstm.nn.LSTM(I, H), lambda out: out[0]),
+    "nn.GRU": lambda: (mlx_lstm.nn.GRU(I, H), lambda out: out),
+    "nn.RNN": lambda: (mlx_lstm.nn.RNN(I, H), lambda out: out),
+    "nn.stack": lambda: (
+        partial(mlx_lstm.nn.stack, [mlx_lstm.nn.LSTM(I, H), mlx_lstm.nn.LSTM(H, H)]),
+        lambda out: out[0],
+    ),
+    "torch.LSTM": lambda: (mlx_lstm.torch.LSTM(I, H, num_layers=2, batch_first=True, proj_size=3), lambda out: out[0]),
+    "torch.GRU": lambda: (mlx_lstm.torch.GRU(I, H, batch_first=True), lambda out: out[0]),
+    "torch.RNN": lambda: (mlx_lstm.torch.RNN(I, H, num_layers=2, batch_first=True), lambda out: out[0]),
+}
+
+
+@pytest.mark.parametrize("name", EVERY_LAYER)
+def test_layers(name):
+    """An item with a reset is two items, one after the other; held steps may as well be left out. Without a batch, and
+    with two axes of it, too."""
+    layer, output_of = EVERY_LAYER[name]()
+    x = mx.random.normal((B, T, I), key=mx.random.key(0))
+    keep, hold = mx.ones((B, T), mx.bool_), mx.zeros((B, T), mx.bool_)
+    keep[1, 3], hold[2, 2:4] = False, True
+    with mx.stream(mx.cpu):
+        found, plain = output_of(layer(x, keep=keep, hold=hold)), output_of(layer(x))
+        anew = output_of(layer(x[:, 3:]))
+        without = output_of(layer(mx.concatenate([x[:, :2], x[:, 4:]], axis=1)))
+        expected = {0: plain[0], 1: mx.concatenate([plain[1, :3], anew[1]])}
+        expected[2] = mx.concatenate([without[2, :2], mx.stack([without[2, 1]] * 2), without[2, 2:]])
+        for item, rows in expected.items():
+            np.testing.assert_allclose(np.array(found[item]), np.array(rows), rtol=1e-5, atol=1e-6)
+            alone = output_of(layer(x[item], keep=keep[item], hold=hold[item])) if "stack" not in name else None
+            if alone is not None:
+                np.testing.assert_allclose(np.array(alone), np.array(rows), rtol=1e-5, atol=1e-6)
+        if "nn" in name:
+            many = output_of(layer(mx.stack([x] * 2), keep=mx.stack([keep] * 2), hold=mx.stack([hold] * 2)))
+            np.testing.assert_allclose(np.array(many[1]), np.array(found), rtol=1e-5, atol=1e-6)
+    with pytest.raises(ValueError, match=r"keep must broadcast to .* = \[3, 7\] but got shape \[7, 3\]"):
+        layer(x, keep=keep.T)

@@ -9,7 +9,7 @@ import mlx.nn as nn
 
 from ..checks import NO_UNITS, check_integer, fail, instead_of
 from ..engines.cells import Cell, GRUCell, LSTMCell, RNNCell
-from ..recurrence import Call, common_dtype, engine_used, in_dtype, note_engine, weight
+from ..recurrence import Call, Hold, common_dtype, engine_used, in_dtype, note_engine, weight, whole_steps
 
 NONLINEARITIES = {nn.tanh: "tanh", mx.tanh: "tanh", nn.relu: "relu", nn.sigmoid: "sigmoid", mx.sigmoid: "sigmoid"}
 """The functions that `RNN` can run, and their names in `mlx_lstm.rnn`."""
@@ -74,7 +74,13 @@ class LSTM(nn.Module):
         return QuantizedLSTM.from_layer(self, group_size, bits, mode)
 
     def __call__(
-        self, x: mx.array, hidden: mx.array | None = None, cell: mx.array | None = None
+        self,
+        x: mx.array,
+        hidden: mx.array | None = None,
+        cell: mx.array | None = None,
+        *,
+        keep: mx.array | None = None,
+        hold: Hold = None,
     ) -> tuple[mx.array, mx.array]:
         """The hidden and the cell state at every step.
 
@@ -82,6 +88,9 @@ class LSTM(nn.Module):
             x (array): [..., L, D]; any number of batch axes, none included.
             hidden (array, optional): the hidden state to start from, [..., H]. May be given alone. Default: zeros.
             cell (array, optional): the cell state to start from, [..., H]. May be given alone. Default: zeros.
+            keep (array, optional): [..., L], a factor on both states before each step, as in `mlx_lstm.lstm`: 0 where
+                an episode begins. The original has neither this nor hold.
+            hold (array or list, optional): [..., L], steps that leave both states as they are, as there.
 
         Returns:
             tuple: all hidden states and all cell states, each [..., L, H], in the dtype that x, the parameters and the
@@ -89,7 +98,7 @@ class LSTM(nn.Module):
         """
         given = {"Wx": weight(self, "Wx"), "Wh": weight(self, "Wh"), "b": self.bias}
         states = {"hidden": hidden, "cell": cell}
-        hidden, cell = run(self, "nn.LSTM", LSTMCell(), x, given, states)
+        hidden, cell = run(self, "nn.LSTM", LSTMCell(), x, given, states, keep, hold)
         return hidden, cell
 
 
@@ -145,18 +154,21 @@ class GRU(nn.Module):
 
         return QuantizedGRU.from_layer(self, group_size, bits, mode)
 
-    def __call__(self, x: mx.array, hidden: mx.array | None = None) -> mx.array:
+    def __call__(
+        self, x: mx.array, hidden: mx.array | None = None, *, keep: mx.array | None = None, hold: Hold = None
+    ) -> mx.array:
         """The hidden state at every step.
 
         Args:
             x (array): [..., L, D]; any number of batch axes, none included.
             hidden (array, optional): the hidden state to start from, [..., H]. Default: zeros.
+            keep, hold (array, optional): [..., L], as in `LSTM`.
 
         Returns:
             array: all hidden states, [..., L, H], in the dtype that x, the parameters and a state given promote to.
         """
         given = {"Wx": weight(self, "Wx"), "Wh": weight(self, "Wh"), "b": self.b, "bhn": self.bhn}
-        return run(self, "nn.GRU", GRUCell(), x, given, {"hidden": hidden})[0]
+        return run(self, "nn.GRU", GRUCell(), x, given, {"hidden": hidden}, keep, hold)[0]
 
 
 class RNN(nn.Module):
@@ -218,10 +230,13 @@ class RNN(nn.Module):
 
         return QuantizedRNN.from_layer(self, group_size, bits, mode)
 
-    def __call__(self, x: mx.array, hidden: mx.array | None = None) -> mx.array:
+    def __call__(
+        self, x: mx.array, hidden: mx.array | None = None, *, keep: mx.array | None = None, hold: Hold = None
+    ) -> mx.array:
         """As `GRU`."""
         given = {"Wx": weight(self, "Wxh"), "Wh": weight(self, "Whh"), "b": self.bias}
-        return run(self, "nn.RNN", RNNCell(activation_of(self.nonlinearity)), x, given, {"hidden": hidden})[0]
+        cell = RNNCell(activation_of(self.nonlinearity))
+        return run(self, "nn.RNN", cell, x, given, {"hidden": hidden}, keep, hold)[0]
 
 
 def activation_of(nonlinearity: object) -> str:
@@ -240,6 +255,8 @@ def run(
     x: object,
     parameters: dict[str, Any],
     states: dict[str, mx.array | None],
+    keep: mx.array | None,
+    hold: Hold,
 ) -> tuple[mx.array, ...]:
     """The states at every step, [..., L, H], as many as there are in `states`: the first h and c, by the caller's
     names. All is computed in the dtype that the arrays given promote to."""
@@ -260,8 +277,10 @@ def run(
     if len(batch) != 1:
         shapes = {"x": (-1, L, D), "h0": (-1, H), "c0": (-1, H)}
         given |= {name: given[name].reshape(shape) for name, shape in shapes.items() if name in given}
-    call = Call(cell, engine=layer.engine, batch_first=True)
-    out = call.forward(in_dtype(given, dtype), return_gates=False, training=layer.training, wants_last=False)
+    steps = whole_steps(op, keep, hold, (*batch, L), "[..., L]")
+    steps = {name: array.reshape(-1, L) for name, array in steps.items()}
+    call = Call(cell, engine=layer.engine, batch_first=True, hold=steps.pop("hold", None))
+    out = call.forward(in_dtype(given, dtype) | steps, return_gates=False, training=layer.training, wants_last=False)
     note_engine(layer)
     found = [out[name] for name, _ in zip("hc", states, strict=False)]
     return tuple(found if len(batch) == 1 else (sequence.reshape(*batch, L, H) for sequence in found))

@@ -10,7 +10,7 @@ from ..checks import check_array, fail, instead_of
 from ..engines.cells import Cell, GRUCell, LSTMCell, RNNCell
 from ..engines.directions import join
 from ..engines.problem import Arrays
-from ..recurrence import Call, Lengths, by_layer, note_engine, of_layers
+from ..recurrence import Call, Hold, Lengths, by_layer, note_engine, of_layers, whole_steps
 from ._layers import GRU, LSTM, RNN, activation_of
 
 OP = "nn.stack"
@@ -42,6 +42,8 @@ def stack(
     *,
     reverse: Sequence[Any] | None = None,
     lengths: Lengths = None,
+    keep: mx.array | None = None,
+    hold: Hold = None,
     engine: str | None = None,
 ) -> tuple[mx.array, Any]:
     """Layers on layers, from their parameters: those of `mlx.nn`, ours, or any object that has such parameters.
@@ -65,6 +67,9 @@ def stack(
         reverse (list, optional): K layers that read their input from its end to its start.
         lengths (integer array or list, optional): [B], each in 0..T. Past its end an item's output is 0, its last state
             is that of its end, where the reversed layers start, and its input is never read.
+        keep (array, optional): [B, T], a factor on the states of every layer before each step, in its own order, as in
+            `mlx_lstm.lstm`: 0 where an episode begins.
+        hold (array or list, optional): [B, T], steps that leave the states of every layer as they are, as there.
         engine (str, optional): force an engine, as in `mlx_lstm.lstm`. Default: that of our layer, else the best for
             the stream's device.
 
@@ -99,13 +104,16 @@ def stack(
         last = {name: mx.zeros((ways * len(found), *batch, H), dtype) for name in names}
         return mx.zeros((*batch, T, ways * H), dtype), (last["h"], last["c"]) if "c" in last else last["h"]
     x, outputs = x.reshape(-1, T, D), []
+    steps = whole_steps(OP, keep, hold, (*batch, T), "[B, T]")
+    steps = {name: array.reshape(-1, T) for name, array in steps.items()}
+    hold = steps.pop("hold", None)
     rows = {name: by_layer(array.reshape(array.shape[0], -1, H), ways) for name, array in first.items()}
     for n, each in enumerate(found):
         arrays = each.arrays | {"x": x} | {f"{name}0": array[n] for name, array in rows.items()}
         arrays = {name: array.astype(dtype) for name, array in arrays.items()}
-        options = {"reverse": not layers, "bidirectional": ways == 2, "lengths": lengths}
+        options = {"reverse": not layers, "bidirectional": ways == 2, "lengths": lengths, "hold": hold}
         call = Call(each.cell, **options, engine=engine or each.engine, batch_first=True)
-        outputs.append(call.forward(arrays, return_gates=False, training=each.training))
+        outputs.append(call.forward(arrays | steps, return_gates=False, training=each.training))
         for layer in (way[n] for way in (layers, reverse) if way):
             if isinstance(layer, (LSTM, GRU, RNN)):
                 note_engine(layer)

@@ -38,6 +38,21 @@ def check_hold(op: str, hold: Any, T: int, B: int, batch_first: bool) -> mx.arra
     return found.T if batch_first else found
 
 
+def whole_steps(op: str, keep: Any, hold: Any, shape: tuple[int, ...], axes: str) -> dict[str, mx.array]:
+    """A layer's keep and hold, those given, at the full shape of its steps: x without its features, of these `axes`."""
+    found = {}
+    for name, value in {"keep": keep, "hold": hold}.items():
+        if value is None:
+            continue
+        if not isinstance(value, mx.array) and not (name == "hold" and isinstance(value, (list, np.ndarray))):
+            fail(op, f"{name} must be an mlx.core.array{instead_of(value)}", type(value).__name__)
+        value = value if isinstance(value, mx.array) else mx.array(np.asarray(value))
+        if not broadcasts(value.shape, shape):
+            fail(op, f"{name} must broadcast to {axes} = {list(shape)}", f"shape {list(value.shape)}")
+        found[name] = mx.broadcast_to(value, shape)
+    return found
+
+
 def broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
     """Whether an array of as many axes broadcasts to a shape."""
     return len(shape) == len(to) and all(size in (1, wanted) for size, wanted in zip(shape, to, strict=True))
