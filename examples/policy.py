@@ -3,8 +3,8 @@
     python examples/policy.py
 
 The game: a sign says left or right, a corridor of random length follows, and at its end the sign's side wins. After an
-episode the game's row of the states is zero. For the gradient a rollout is cut at these ends, and the pieces are one
-batch with `lengths`: a game's first piece goes on from the states before the rollout, all others start from zero.
+episode the game's row of the states is zero: when acting by a product, and for the gradient, over the whole rollout at
+once, by `keep`.
 """
 
 import sys
@@ -41,8 +41,8 @@ class Policy(nn.Module):
         super().__init__()
         self.lstm, self.head = LSTM(3, HIDDEN), nn.Linear(HIDDEN, 1)
 
-    def __call__(self, seen, state, lengths=None):
-        hidden, state = stack([self.lstm], seen, state, lengths=lengths)
+    def __call__(self, seen, state, keep=None):
+        hidden, state = stack([self.lstm], seen, state, keep=keep)
         return self.head(hidden)[..., 0], state  # a score for going right
 
 
@@ -59,22 +59,14 @@ def rollout(policy, games, state, rng, steps=STEPS, wipe=False):
     return dict(zip(("seen", "scores", "right", "rewards", "ends"), arrays, strict=True)), state
 
 
-def cut(kept, state):
-    """The rollout's pieces: arrays [pieces, steps] by name, the states they start from, and their lengths."""
-    game, start = np.nonzero(np.insert(kept["ends"][:, :-1], 0, True, axis=1))
-    lengths = np.diff(np.append(game * STEPS + start, GAMES * STEPS))
-    steps = np.minimum(start[:, None] + np.arange(lengths.max()), STEPS - 1)
-    kept = {name: mx.array(values[game[:, None], steps]) for name, values in kept.items()}
-    kept["inside"] = mx.array(np.arange(lengths.max()) < lengths[:, None])
-    return kept, [states[:, mx.array(game)] * mx.array(start == 0)[:, None] for states in state], mx.array(lengths)
-
-
-def loss(policy, pieces, state, lengths):
+def loss(policy, kept, state):
     """Less likely what lost, more likely what won (REINFORCE): an episode's last action is the one that counts."""
-    scores, _ = policy(pieces["seen"], state, lengths)
-    surprise = nn.losses.binary_cross_entropy(scores, pieces["right"].astype(mx.float32), reduction="none")
-    apart = mx.abs(scores - pieces["scores"]) * pieces["inside"]  # what acting gave, if the cuts are right
-    return (surprise * pieces["rewards"] * pieces["inside"]).sum() / GAMES, apart.max()
+    kept = {name: mx.array(values) for name, values in kept.items()}
+    goes_on = mx.concatenate([mx.ones((GAMES, 1), mx.bool_), ~kept["ends"][:, :-1]], axis=1)
+    scores, _ = policy(kept["seen"], state, goes_on)
+    surprise = nn.losses.binary_cross_entropy(scores, kept["right"].astype(mx.float32), reduction="none")
+    apart = mx.abs(scores - kept["scores"]).max()  # from what acting gave, step by step
+    return (surprise * kept["rewards"]).sum() / GAMES, apart
 
 
 def main(rollouts=30):
@@ -85,11 +77,11 @@ def main(rollouts=30):
     optimizer, gradients_of = optim.Adam(1e-2), nn.value_and_grad(policy, loss)
     for n in range(1, rollouts + 1):
         before, (kept, state) = state, rollout(policy, games, state, rng)
-        (_, apart), gradients = gradients_of(policy, *cut(kept, before))
+        (_, apart), gradients = gradients_of(policy, kept, before)
         optimizer.update(policy, gradients)
         if n % 5 == 0 or n == rollouts:
             won = (kept["rewards"] > 0).sum() / kept["ends"].sum()
-            print(f"rollout {n:2}: {won:.0%} won; scores when cut and when acting {apart.item():.0e} apart")
+            print(f"rollout {n:2}: {won:.0%} won; scores at once and when acting {apart.item():.0e} apart")
     plays = [rollout(policy, games, state, rng, 5 * STEPS, wipe)[0] for wipe in (False, True)]
     ours, wiped = ((play["rewards"] > 0).sum() / play["ends"].sum() for play in plays)
     print(f"won: {ours:.1%}; with the memory wiped at every step: {wiped:.1%}")
