@@ -716,6 +716,17 @@ def test_truncated_files_are_refused(ending, tmp_path, capsys):
         assert not target.exists()
 
 
+def test_a_damaged_name_is_refused(tmp_path, capsys):
+    """Bytes that are no text, which onnx and h5py hand on as bytes."""
+    for ending, word in ((".onnx", b"hidden_size"), (".weights.h5", b"lstm")):
+        path = tmp_path / f"a{ending}"
+        convert.write(path, {"rnn": PLAIN["one layer"]})
+        data = path.read_bytes()
+        assert word in data
+        path.write_bytes(data.replace(word, b"\xff" + word[1:]))
+        assert f"{path.name} is truncated or damaged" in refusal(capsys, path, tmp_path / "b.npz")
+
+
 def test_other_refusals(tmp_path, capsys, monkeypatch):
     path = tmp_path / "a.safetensors"
     convert.write(path, {"rnn": PLAIN["gru"]})

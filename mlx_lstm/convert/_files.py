@@ -84,7 +84,10 @@ def read(
         if value is not None and name != "ways":
             fail("convert", f"{name} must be left out for {path.name}, which says it itself,", repr(value))
     reader = _onnx_file.read if ending == ".onnx" else _keras_file.read
-    layers, rest, used, notes = named(path, lambda: reader(path))
+    try:
+        layers, rest, used, notes = named(path, lambda: reader(path))
+    except (TypeError, KeyError, IndexError, AttributeError) as error:  # words that are none, from a damaged file
+        raise ValueError(f"{path} is truncated or damaged: {type(error).__name__}, {error}.") from error
     return Model(layers, rest, used, notes, {})
 
 
