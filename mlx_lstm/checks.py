@@ -106,6 +106,15 @@ def check_integer(op: str, name: str, value: object, *, least: int | None = None
     return int(value)
 
 
+def check_every(op: str, every: Any) -> int | str | None:
+    """`checkpoint_every`: a number of steps of any integer type, as Python's, "auto" or None."""
+    if every is None or (isinstance(every, str) and every == "auto"):
+        return every
+    if not isinstance(every, Integral) or isinstance(every, bool) or every < 1:
+        fail(op, "checkpoint_every must be a number of steps of at least 1, 'auto' or None", repr(every))
+    return int(every)
+
+
 def check_number(op: str, name: str, value: object) -> float:
     """`value`, a finite number of any type, as Python's float."""
     number = as_float(value)

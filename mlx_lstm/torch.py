@@ -19,7 +19,17 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from . import recurrence
-from .checks import NO_UNITS, check_array, check_flag, check_integer, check_lengths, check_number, check_option, fail
+from .checks import (
+    NO_UNITS,
+    check_array,
+    check_every,
+    check_flag,
+    check_integer,
+    check_lengths,
+    check_number,
+    check_option,
+    fail,
+)
 from .convert import Weights, to_torch
 from .convert.torch import NAMES, WAYS
 from .engines.cells import GRUCell, LSTMCell
@@ -58,6 +68,7 @@ class Layers(nn.Module):
         dropout: float,
         bidirectional: bool,
         proj_size: int,
+        checkpoint_every: int | str | None,
         engine: str | None,
     ):
         super().__init__()
@@ -76,6 +87,7 @@ class Layers(nn.Module):
         self.batch_first: bool = batch_first
         self.bidirectional: bool = bidirectional
         self.engine: str | None = engine
+        self.checkpoint_every: int | str | None = check_every(self.op, checkpoint_every)
         scale = 1 / math.sqrt(self.hidden_size)
         for layer in range(self.num_layers):
             for way in self.ways:
@@ -145,16 +157,17 @@ class Layers(nn.Module):
         steps = whole_steps(self.op, keep, hold, input.shape[:-1], "the steps of input")
         steps = {name: (array if time_first else array.T).reshape(L, N) for name, array in steps.items()}
         options = {"bidirectional": self.bidirectional, "lengths": lengths, "training": self.training} | steps
+        options |= {"checkpoint_every": self.checkpoint_every, "engine": self.engine}
         last = []
         for layer, arrays in enumerate(layers):
             if layer and self.dropout and self.training:
                 x, key = dropped(x, 1 - self.dropout, key)
             arrays = arrays | {f"{name}0": state[layer] for name, state in given.items()}
-            out = one_layer(x, **in_dtype(arrays, dtype), **options, engine=self.engine)
-            last.append(out)
+            out = one_layer(x, **in_dtype(arrays, dtype), **options)
+            last.append({name: getattr(out, f"{name}T") for name in states})
             x = out.h
         note_engine(self)
-        finals = {name: of_layers([getattr(out, f"{name}T") for out in last], len(self.ways)) for name in states}
+        finals = {name: of_layers([each[name] for each in last], len(self.ways)) for name in states}
         if not batched:
             return x[:, 0], {name: state[:, 0] for name, state in finals.items()}
         return x if time_first else mx.swapaxes(x, 0, 1), finals
@@ -217,6 +230,8 @@ class LSTM(Layers):
             `mx.random`, or from the key of a call. Of a single layer without effect. Default: 0.
         bidirectional (bool): whether a second direction runs from the end to the start. Default: `False`.
         proj_size (int): width of a projected h, less than `hidden_size`; 0 for none. Default: 0.
+        checkpoint_every (int or str, optional): in training, keep the states of every so many steps only and compute
+            the rest again for the gradient, as in `mlx_lstm.lstm`; also an attribute. Default: `None`, keep all.
         engine (str, optional): force an engine, as in `mlx_lstm.lstm`. Default: the best for the stream's device.
 
     Raises:
@@ -248,11 +263,11 @@ class LSTM(Layers):
         bidirectional: bool = False,
         proj_size: int = 0,
         *,
+        checkpoint_every: int | str | None = None,
         engine: str | None = None,
     ):
-        super().__init__(
-            input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, proj_size, engine
-        )
+        options = (dropout, bidirectional, proj_size, checkpoint_every, engine)
+        super().__init__(input_size, hidden_size, num_layers, bias, batch_first, *options)
 
     def into_quantized(self, group_size: int | None = None, bits: int | None = None, mode: str = "affine") -> nn.Module:
         """`QuantizedLSTM.from_layer` of this layer: `mlx_lstm.nn.quantize` calls it, `mlx.nn.quantize` does not."""
@@ -308,7 +323,8 @@ class GRU(Layers):
     for the projection, which a GRU does not have.
 
     Args:
-        input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, engine: as in `LSTM`.
+        input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, checkpoint_every, engine: as in
+            `LSTM`.
 
     Example:
         >>> import mlx.core as mx
@@ -331,9 +347,11 @@ class GRU(Layers):
         dropout: float = 0.0,
         bidirectional: bool = False,
         *,
+        checkpoint_every: int | str | None = None,
         engine: str | None = None,
     ):
-        super().__init__(input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, 0, engine)
+        options = (dropout, bidirectional, 0, checkpoint_every, engine)
+        super().__init__(input_size, hidden_size, num_layers, bias, batch_first, *options)
 
     def into_quantized(self, group_size: int | None = None, bits: int | None = None, mode: str = "affine") -> nn.Module:
         """`QuantizedGRU.from_layer` of this layer: `mlx_lstm.nn.quantize` calls it, `mlx.nn.quantize` does not."""
@@ -373,7 +391,8 @@ class RNN(Layers):
     which a plain RNN does not have.
 
     Args:
-        input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, engine: as in `LSTM`.
+        input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, checkpoint_every, engine: as in
+            `LSTM`.
         nonlinearity (str): s, `"tanh"` or `"relu"`. Default: `"tanh"`.
 
     Example:
@@ -398,10 +417,12 @@ class RNN(Layers):
         dropout: float = 0.0,
         bidirectional: bool = False,
         *,
+        checkpoint_every: int | str | None = None,
         engine: str | None = None,
     ):
         check_option(self.op, "nonlinearity", nonlinearity, ("tanh", "relu"))
-        super().__init__(input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, 0, engine)
+        options = (dropout, bidirectional, 0, checkpoint_every, engine)
+        super().__init__(input_size, hidden_size, num_layers, bias, batch_first, *options)
         self.nonlinearity: str = nonlinearity
 
     def into_quantized(self, group_size: int | None = None, bits: int | None = None, mode: str = "affine") -> nn.Module:

@@ -6,6 +6,7 @@ from typing import Any, NoReturn
 import mlx.core as mx
 
 from .choice import METAL_ENGINES
+from .chunks import SEQUENCES, Chunked, Chunks, evaluates
 from .metal import fused, stepwise
 from .numpy import sweep as numpy
 from .numpy.sweep import Saved
@@ -19,11 +20,22 @@ ENGINE_MODULES = {"fused": fused, "stepwise": stepwise, "numpy": numpy, "ops": o
 
 
 def run(
-    problem: Problem, arrays: Arrays, engine: str, *, plain: bool, batch_first: bool, wants_last: bool
+    problem: Problem,
+    arrays: Arrays,
+    engine: str,
+    *,
+    plain: bool,
+    batch_first: bool,
+    wants_last: bool,
+    chunks: Chunks | None = None,
 ) -> dict[str, Any]:
     """The cell's outputs by name, with our gradient unless the graph shall stay plain; gates None if not wanted. With
-    `batch_first` x and all sequences have the batch first; `wants_last`: with hT and cT."""
-    dtype, arrays = arrays["x"].dtype, for_engine(engine, arrays)
+    `batch_first` x and all sequences have the batch first; `wants_last`: with hT and cT; `chunks`: how it is cut."""
+    dtype, chunked = arrays["x"].dtype, None
+    if chunks is not None:
+        chunked = in_chunks(chunks, problem, arrays, engine, plain, batch_first)
+    if chunked is None:
+        arrays = for_engine(engine, arrays)
     if plain and engine == "numpy":  # which makes sequences of either order without an operation of MLX
         outputs: dict[str, Any] = numpy.forward(problem, arrays, batch_first, wants_last)
     else:
@@ -31,15 +43,28 @@ def run(
             arrays["x"] = mx.swapaxes(arrays["x"], 0, 1)
         shown = shown_of(problem, wants_last)
         if plain:
-            outputs = ENGINE_MODULES[engine].forward(problem, arrays)
+            outputs = (chunked or ENGINE_MODULES[engine]).forward(problem, arrays)
         else:
-            outputs = differentiable(problem, arrays, engine, shown)
+            outputs = differentiable(problem, arrays, engine, shown, chunked)
         outputs = {name: outputs[name] for name in shown}
         if batch_first:
             outputs |= {name: mx.swapaxes(outputs[name], 0, 1) for name in ("h", "c", "gates") if name in outputs}
     if not problem.return_gates:
         outputs["gates"] = None
     return {name: output if output is None else output.astype(dtype) for name, output in outputs.items()}
+
+
+def in_chunks(
+    chunks: Chunks, problem: Problem, arrays: Arrays, engine: str, plain: bool, batch_first: bool
+) -> Chunked | None:
+    """The engine, cut so; None where it would be of no use: cutting does not bound a graph without values, and without
+    a gradient nothing is kept."""
+    values = [*arrays.values(), *([] if problem.lengths is None else [problem.lengths])]
+    one_at_a_time = evaluates(engine, problem.T, values)
+    if (plain and engine == "numpy") or not (one_at_a_time or (chunks.recomputes and not plain)):
+        return None
+    module, chunks = ENGINE_MODULES[engine], chunks._replace(recomputes=chunks.recomputes or not problem.training)
+    return Chunked(chunks, engine, module, for_engine, batch_first=batch_first, evaluates=one_at_a_time)
 
 
 def shown_of(problem: Problem, wants_last: bool) -> list[str]:
@@ -69,14 +94,16 @@ def for_engine(engine: str, arrays: Arrays) -> Arrays:
     }
 
 
-def differentiable(problem: Problem, arrays: Arrays, engine: str, shown: list[str]) -> dict[str, mx.array]:
+def differentiable(
+    problem: Problem, arrays: Arrays, engine: str, shown: list[str], chunked: Chunked | None
+) -> dict[str, mx.array]:
     """The engine's outputs, with its backward pass as their gradient; `shown`: those that a caller gets."""
     arrays = without_gradient(problem, arrays)
-    tape = Tape(problem, tuple(arrays), engine)
+    tape = Tape(problem, tuple(arrays), engine, chunked)
     # A custom function has to get every array that mx.vmap may map.
     found = tape.function()(*arrays.values(), *([] if problem.lengths is None else [problem.lengths]))
     outputs = dict(zip(tape.shown, found, strict=True))
-    if problem.training:
+    if problem.training or tape.cut_off:
         for names in TAPPED:
             if present := [name for name in names if name in shown]:
                 outputs |= zip(present, tape.tap(present, [outputs[name] for name in present]), strict=True)
@@ -112,21 +139,32 @@ def all_of(*values: mx.array) -> tuple[mx.array, ...]:
 class Tape:
     """One run of an engine and its gradient, as `mx.custom_function` wants them: functions of arrays in their order.
 
-    shown: the outputs MLX sees. kept: those the numpy engine saves where MLX never sees them. used: the outputs that
-    have a gradient, as far as taps can tell; None where all count. MLX hands zeros for the others, which are neither
-    computed nor added.
+    shown: the outputs MLX sees. kept: what is saved where MLX never sees it. used: the outputs that have a gradient, as
+    far as taps can tell; None where all count. MLX hands zeros for the others, which are neither computed nor added.
+
+    Where the chunks of a sequence are evaluated, the run is `cut_off` from MLX's graph. MLX would keep all its outputs
+    as long as it keeps one of them, so it sees zeros without memory in place of sequences; these are `held` until taps
+    show them, and each lives as long as the caller has it.
     """
 
-    def __init__(self, problem: Problem, names: tuple[str, ...], engine: str):
+    def __init__(self, problem: Problem, names: tuple[str, ...], engine: str, chunked: Chunked | None = None):
         self.problem: Problem = problem
         self.names: tuple[str, ...] = names
         self.engine: str = engine
+        self.chunked: Chunked | None = chunked
+        self.cut_off: bool = chunked is not None and chunked.evaluates
         # MLX differentiates the ops engine's backward pass again, so all it reads must be outputs. The numpy engine
         # keeps what the caller does not want to itself; without training the shaders do not write it.
-        hides = engine == "numpy" or (engine in METAL_ENGINES and not problem.training)
-        self.hidden: set[str] = {"gates"} if hides and not problem.return_gates else set()
-        self.shown: list[str] = [name for name in problem.cell.outputs if name not in self.hidden]
+        hides = chunked or engine == "numpy" or (engine in METAL_ENGINES and not problem.training)
+        self.shown: list[str] = [n for n in problem.cell.outputs if n != "gates" or not hides or problem.return_gates]
+        self.keeps: list[str] = ["gates"] if hides and not problem.return_gates else []
+        if chunked:
+            self.keeps = chunked.kept(problem)
+            if not self.cut_off:
+                self.shown, self.keeps = self.shown + self.keeps, []
         self.kept: Saved = {}
+        self.held: Arrays = {}
+        self.dtypes: list[mx.Dtype] = []
         self.used: set[str] | None = set() if problem.training else None
 
     def parts(self, values: tuple[mx.array, ...]) -> tuple[Problem, tuple[mx.array, ...]]:
@@ -140,6 +178,8 @@ class Tape:
         function.vjp(self.backward)
         if self.engine != "ops":
             function.jvp(self.refuse)
+        elif self.cut_off:
+            function.jvp(self.along)
         if self.engine in METAL_ENGINES:
             function.vmap(self.one_by_one)
         return function
@@ -147,8 +187,13 @@ class Tape:
     def forward(self, *values: mx.array) -> tuple[mx.array, ...]:
         """The outputs MLX sees."""
         problem, values = self.parts(values)
-        outputs = ENGINE_MODULES[self.engine].forward(problem, dict(zip(self.names, values, strict=True)))
-        self.kept |= {name: outputs.get(name) for name in self.hidden}
+        module = self.chunked or ENGINE_MODULES[self.engine]
+        outputs = module.forward(problem, dict(zip(self.names, values, strict=True)))
+        self.kept |= {name: outputs.get(name) for name in self.keeps}
+        if self.cut_off:
+            self.held |= {name: outputs[name] for name in SEQUENCES if name in self.shown}
+            outputs |= {name: mx.broadcast_to(mx.array(0, a.dtype), a.shape) for name, a in self.held.items()}
+        self.dtypes = [outputs[name].dtype for name in self.shown]
         return tuple(outputs[name] for name in self.shown)
 
     def backward(
@@ -160,7 +205,7 @@ class Tape:
         self.count_all()  # in a second derivative gradients arrive past the taps too, through what was read here
         problem, values = self.parts(primals)
         saved = dict(zip(self.shown, outputs, strict=True))
-        gradients = first_order(self.engine, problem, self.names, self.kept)(values, present, saved)
+        gradients = first_order(self.engine, problem, self.names, self.kept, self.chunked)(values, present, saved)
         # Packed weights have none, and nobody can have asked for it.
         packed, given = packed_names(dict(zip(self.names, values, strict=True))), zip(self.names, values, strict=True)
         found = [array if name in packed else gradients[name] for name, array in given]
@@ -170,6 +215,16 @@ class Tape:
         """What forward mode gets."""
         op, engine = self.problem.cell.op, self.engine
         raise RuntimeError(f"[{op}] engine={engine!r} has no forward-mode derivative: use engine='ops'.")
+
+    def along(self, primals: tuple[mx.array, ...], tangents: tuple[mx.array | None, ...]) -> tuple[mx.array, ...]:
+        """The tangents of the outputs of `ops` where these are cut off from MLX's graph: those of its plain graph."""
+        problem, values = self.parts(primals)
+
+        def outputs(*values: mx.array) -> list[mx.array]:
+            found = ops.forward(problem, for_engine("ops", dict(zip(self.names, values, strict=True))))
+            return [found[name].astype(dtype) for name, dtype in zip(self.shown, self.dtypes, strict=True)]
+
+        return tuple(along(outputs, values, tangents[: len(values)]))
 
     def one_by_one(self, inputs: object, axes: object) -> tuple[object, object]:
         """What `mx.vmap` gets, under which the taps are lost."""
@@ -188,8 +243,13 @@ class Tape:
                 self.used.update(names)
             return cotangents
 
-        identity = custom_function(all_of)
+        held = {name: self.held.pop(name) for name in names if name in self.held}
+        identity = custom_function(
+            lambda *given: tuple(held.get(name, a) for name, a in zip(names, given, strict=True))
+        )
         identity.vjp(note)
+        if held:
+            identity.jvp(lambda given, tangents: tangents)
         return identity(*values)
 
 
@@ -202,27 +262,75 @@ def in_mlx(problem: Problem, arrays: Arrays, saved: Saved) -> Arrays:
     return {name: array if isinstance(array, mx.array) else mx.array(array) for name, array in given.items()}
 
 
-def first_order(engine: str, problem: Problem, names: tuple[str, ...], kept: Saved) -> Callable[..., Arrays]:
+def first_order(
+    engine: str, problem: Problem, names: tuple[str, ...], kept: Saved, chunked: Chunked | None = None
+) -> Callable[..., Arrays]:
     """The engine's backward pass, of arrays in their order, cotangents and what was saved besides `kept`; for an engine
     whose results MLX cannot differentiate, one that says so."""
 
     def backward(primals: tuple[mx.array, ...], cotangents: Arrays, shown: Arrays) -> Arrays:
-        arrays, saved, module = dict(zip(names, primals, strict=True)), shown | kept, ENGINE_MODULES[engine]
+        arrays: Arrays = dict(zip(names, primals, strict=True))
+        saved: Any = shown | kept
+        module = chunked or ENGINE_MODULES[engine]
         if engine == "numpy" and have_values([*primals, *cotangents.values()]):
             return module.backward(problem, arrays, saved, cotangents)
         floats = dequantized(problem.packing, arrays)
         if engine == "numpy":
-            module, saved = ops, in_mlx(problem, floats, saved)
+            floats, cotangents = for_engine(engine, floats), for_engine(engine, cotangents)
+            module, saved = ops, ops.forward(problem, floats) if chunked else in_mlx(problem, floats, saved)
         return module.backward(problem, floats, saved, cotangents)
 
     if engine == "ops":
-        return backward
+        return through_ops(problem, names, chunked, kept) if chunked and chunked.evaluates else backward
     function = custom_function(backward)
     if engine in METAL_ENGINES:
-        function.vmap(lambda inputs, axes: one_by_one(first_order(engine, problem, names, kept), inputs, axes))
+        function.vmap(lambda inputs, axes: one_by_one(first_order(engine, problem, names, kept, chunked), inputs, axes))
 
     @function.vjp
     def second_order(primals: object, cotangents: object, outputs: object) -> NoReturn:
         raise RuntimeError(f"[{problem.cell.op}] engine={engine!r} has no second derivative: use engine='ops'.")
 
     return function
+
+
+def through_ops(problem: Problem, names: tuple[str, ...], chunked: Chunked, kept: Saved) -> Callable[..., Arrays]:
+    """The backward pass of `chunked`, whose results are cut off from MLX's graph: with the derivatives of the plain
+    graph."""
+
+    def backward(primals: tuple[mx.array, ...], cotangents: Arrays, shown: Arrays) -> Arrays:
+        arrays = dequantized(problem.packing, dict(zip(names, primals, strict=True)))
+
+        def parts(values: tuple[mx.array, ...]) -> tuple[Arrays, Arrays]:
+            """The arrays and the cotangents."""
+            rest = values[len(arrays) :]
+            return dict(zip(arrays, values, strict=False)), dict(zip(cotangents, rest, strict=True))
+
+        def run(*values: mx.array) -> tuple[mx.array, ...]:
+            given, d = parts(values)
+            found = chunked.backward(problem, given, shown | kept, d)
+            return tuple(found[name] for name in arrays)
+
+        def plain(*values: mx.array) -> list[mx.array]:
+            given, d = parts(values)
+            wide = for_engine("ops", given)
+            found = ops.backward(problem, wide, ops.forward(problem, wide), for_engine("ops", d))
+            return [found[name].astype(array.dtype) for name, array in given.items()]
+
+        function = custom_function(run)
+        function.vjp(lambda values, d, _: tuple(mx.vjp(plain, list(values), list(d))[1]))
+        function.jvp(lambda values, tangents: tuple(along(plain, values, tangents)))
+        return dict(zip(arrays, function(*arrays.values(), *cotangents.values()), strict=True))
+
+    return backward
+
+
+def along(
+    function: Callable[..., list[mx.array]], values: tuple[mx.array, ...], tangents: tuple[mx.array | None, ...]
+) -> list[mx.array]:
+    """The tangents of a function's results, given those of the values that have one."""
+    moved = {n: tangent for n, tangent in enumerate(tangents) if tangent is not None}
+
+    def of_moved(*changed: mx.array) -> list[mx.array]:
+        return function(*(dict(enumerate(values)) | dict(zip(moved, changed, strict=True))).values())
+
+    return mx.jvp(of_moved, [values[n] for n in moved], list(moved.values()))[1]

@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..checks import NO_UNITS, check_integer, fail, instead_of
+from ..checks import NO_UNITS, check_every, check_integer, fail, instead_of
 from ..engines.cells import Cell, GRUCell, LSTMCell, RNNCell
 from ..recurrence import Call, Hold, common_dtype, engine_used, in_dtype, note_engine, weight, whole_steps
 
@@ -37,6 +37,9 @@ class LSTM(nn.Module):
         input_size (int): size of the features, D.
         hidden_size (int): size of the hidden state, H.
         bias (bool): whether there is a bias. Default: `True`.
+        checkpoint_every (int or str, optional): in training, keep the states of every so many steps only and compute
+            the rest again for the gradient, as in `mlx_lstm.lstm`; also an attribute, to be set at any time. Default:
+            `None`, keep all.
         engine (str, optional): force an engine, as in `mlx_lstm.lstm`. Default: the best for the stream's device.
 
     Example:
@@ -52,13 +55,23 @@ class LSTM(nn.Module):
     """
 
     engine_used = engine_used
+    checkpoint_every: int | str | None = None
 
-    def __init__(self, input_size: int, hidden_size: int, bias: bool = True, *, engine: str | None = None):
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        bias: bool = True,
+        *,
+        checkpoint_every: int | str | None = None,
+        engine: str | None = None,
+    ):
         super().__init__()
         input_size = check_integer("nn.LSTM", "input_size", input_size, least=1)
         hidden_size = check_integer("nn.LSTM", "hidden_size", hidden_size, least=1, why=NO_UNITS)
         self.hidden_size: int = hidden_size
         self.engine: str | None = engine
+        self.checkpoint_every = check_every("nn.LSTM", checkpoint_every)
         scale = 1.0 / math.sqrt(hidden_size)
         self.Wx: mx.array = mx.random.uniform(-scale, scale, (4 * hidden_size, input_size))
         self.Wh: mx.array = mx.random.uniform(-scale, scale, (4 * hidden_size, hidden_size))
@@ -117,7 +130,7 @@ class GRU(nn.Module):
     1/sqrt(H)).
 
     Args:
-        input_size, hidden_size, bias, engine: as in `LSTM`.
+        input_size, hidden_size, bias, checkpoint_every, engine: as in `LSTM`.
 
     Example:
         >>> import mlx.core as mx
@@ -132,13 +145,23 @@ class GRU(nn.Module):
     """
 
     engine_used = engine_used
+    checkpoint_every: int | str | None = None
 
-    def __init__(self, input_size: int, hidden_size: int, bias: bool = True, *, engine: str | None = None):
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        bias: bool = True,
+        *,
+        checkpoint_every: int | str | None = None,
+        engine: str | None = None,
+    ):
         super().__init__()
         input_size = check_integer("nn.GRU", "input_size", input_size, least=1)
         hidden_size = check_integer("nn.GRU", "hidden_size", hidden_size, least=1, why=NO_UNITS)
         self.hidden_size: int = hidden_size
         self.engine: str | None = engine
+        self.checkpoint_every = check_every("nn.GRU", checkpoint_every)
         scale = 1.0 / math.sqrt(hidden_size)
         self.Wx: mx.array = mx.random.uniform(-scale, scale, (3 * hidden_size, input_size))
         self.Wh: mx.array = mx.random.uniform(-scale, scale, (3 * hidden_size, hidden_size))
@@ -181,7 +204,7 @@ class RNN(nn.Module):
     Parameters: `Wxh` [H, D], `Whh` [H, H], `bias` [H]; all drawn from U(-1/sqrt(H), 1/sqrt(H)).
 
     Args:
-        input_size, hidden_size, bias, engine: as in `LSTM`.
+        input_size, hidden_size, bias, checkpoint_every, engine: as in `LSTM`.
         nonlinearity (callable, optional): s, one of `NONLINEARITIES`: MLX's tanh, relu or sigmoid. Other functions,
             which the original takes, are an error. Default: tanh.
 
@@ -196,6 +219,7 @@ class RNN(nn.Module):
     """
 
     engine_used = engine_used
+    checkpoint_every: int | str | None = None
 
     def __init__(
         self,
@@ -204,6 +228,7 @@ class RNN(nn.Module):
         bias: bool = True,
         nonlinearity: Callable[[mx.array], mx.array] | None = None,
         *,
+        checkpoint_every: int | str | None = None,
         engine: str | None = None,
     ):
         super().__init__()
@@ -213,6 +238,7 @@ class RNN(nn.Module):
         activation_of(self.nonlinearity)
         self.hidden_size: int = hidden_size
         self.engine: str | None = engine
+        self.checkpoint_every = check_every("nn.RNN", checkpoint_every)
         scale = 1.0 / math.sqrt(hidden_size)
         self.Wxh: mx.array = mx.random.uniform(-scale, scale, (hidden_size, input_size))
         self.Whh: mx.array = mx.random.uniform(-scale, scale, (hidden_size, hidden_size))
@@ -279,7 +305,8 @@ def run(
         given |= {name: given[name].reshape(shape) for name, shape in shapes.items() if name in given}
     steps = whole_steps(op, keep, hold, (*batch, L), "[..., L]")
     steps = {name: array.reshape(-1, L) for name, array in steps.items()}
-    call = Call(cell, engine=layer.engine, batch_first=True, hold=steps.pop("hold", None))
+    options = {"hold": steps.pop("hold", None), "checkpoint_every": layer.checkpoint_every}
+    call = Call(cell, engine=layer.engine, batch_first=True, **options)
     out = call.forward(in_dtype(given, dtype) | steps, return_gates=False, training=layer.training, wants_last=False)
     note_engine(layer)
     found = [out[name] for name, _ in zip("hc", states, strict=False)]

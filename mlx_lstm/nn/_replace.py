@@ -142,6 +142,7 @@ def turn(layer: nn.Module, kinds: Kinds) -> str:
         layer.engine = None
     else:
         del layer.engine
+        layer.__dict__.pop("checkpoint_every", None)
     return ""
 
 

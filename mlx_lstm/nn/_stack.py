@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..checks import check_array, fail, instead_of
+from ..checks import check_array, check_every, fail, instead_of
 from ..engines.cells import Cell, GRUCell, LSTMCell, RNNCell
 from ..engines.directions import join
 from ..engines.problem import Arrays
@@ -44,6 +44,7 @@ def stack(
     lengths: Lengths = None,
     keep: mx.array | None = None,
     hold: Hold = None,
+    checkpoint_every: int | str | None = None,
     engine: str | None = None,
 ) -> tuple[mx.array, Any]:
     """Layers on layers, from their parameters: those of `mlx.nn`, ours, or any object that has such parameters.
@@ -70,6 +71,8 @@ def stack(
         keep (array, optional): [B, T], a factor on the states of every layer before each step, in its own order, as in
             `mlx_lstm.lstm`: 0 where an episode begins.
         hold (array or list, optional): [B, T], steps that leave the states of every layer as they are, as there.
+        checkpoint_every (int or str, optional): in training, keep the states of every so many steps only, as in
+            `mlx_lstm.lstm`. Default: that of our layer, else `None`.
         engine (str, optional): force an engine, as in `mlx_lstm.lstm`. Default: that of our layer, else the best for
             the stream's device.
 
@@ -89,7 +92,7 @@ def stack(
         >>> output.shape, h_n.shape
         ((5, 10, 8), (4, 5, 4))
     """
-    found = depths(layers, [] if reverse is None else reverse)
+    found, every = depths(layers, [] if reverse is None else reverse), check_every(OP, checkpoint_every)
     cell, D = found[0].cell, found[0].arrays["Wx"].shape[1]
     ways, H = (2 if layers and reverse else 1), found[0].arrays["Wh"].shape[-1]
     if not isinstance(x, mx.array):
@@ -112,13 +115,15 @@ def stack(
         arrays = each.arrays | {"x": x} | {f"{name}0": array[n] for name, array in rows.items()}
         arrays = {name: array.astype(dtype) for name, array in arrays.items()}
         options = {"reverse": not layers, "bidirectional": ways == 2, "lengths": lengths, "hold": hold}
+        options |= {"checkpoint_every": each.every if every is None else every}
         call = Call(each.cell, **options, engine=engine or each.engine, batch_first=True)
-        outputs.append(call.forward(arrays | steps, return_gates=False, training=each.training))
+        out = call.forward(arrays | steps, return_gates=False, training=each.training)
+        outputs.append({name: out[f"{name}T"] for name in names})
         for layer in (way[n] for way in (layers, reverse) if way):
             if isinstance(layer, (LSTM, GRU, RNN)):
                 note_engine(layer)
-        x = outputs[-1]["h"]
-    last = {name: of_layers([out[f"{name}T"] for out in outputs], ways) for name in names}
+        x = out["h"]
+    last = {name: of_layers([last[name] for last in outputs], ways) for name in names}
     last = {name: array.reshape(-1, *batch, H) for name, array in last.items()}
     return x.reshape(*batch, T, -1), (last["h"], last["c"]) if "c" in last else last["h"]
 
@@ -131,6 +136,7 @@ class Depth(NamedTuple):
     arrays: Arrays
     training: bool
     engine: str | None
+    every: int | str | None
 
 
 def depths(layers: Sequence[Any], reverse: Sequence[Any]) -> list[Depth]:
@@ -172,8 +178,8 @@ def read(name: str, layer: Any) -> Depth:
         Wx, Wh = (shapes.get(key, ()) for key in list(kind.names)[:2])
         if held.keys() <= kind.names.keys() and len(Wx) == len(Wh) == 2 and Wx[0] == kind.gates * Wh[1]:
             arrays = {ours: held[theirs] for theirs, ours in kind.names.items() if theirs in held}
-            engine = layer.engine if isinstance(layer, (LSTM, GRU, RNN)) else None
-            return Depth(kind, kind.cell(layer), arrays, getattr(layer, "training", True), engine)
+            own = (layer.engine, layer.checkpoint_every) if isinstance(layer, (LSTM, GRU, RNN)) else (None, None)
+            return Depth(kind, kind.cell(layer), arrays, getattr(layer, "training", True), *own)
     kinds = "Wx [4H, D], Wh [4H, H], bias, or Wx [3H, D], Wh [3H, H], b, bhn, or Wxh [H, D], Whh [H, H], bias"
     fail(OP, f"{name} must hold {kinds}, and no other array or module", shapes)
 

@@ -6,11 +6,12 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from ..checks import check_flag, check_lengths, warn_once
+from ..checks import check_every, check_flag, check_lengths, warn_once
 from ..engines import METAL_ENGINES, Choice, choice, tuning
 from ..engines.autodiff import run, run_backward
 from ..engines.cells import Cell, RNNCell
 from ..engines.choice import Stream, on
+from ..engines.chunks import Chunks, chunks_of
 from ..engines.ops.cells import activate
 from ..engines.packing import Packing, packed_names
 from ..engines.problem import Arrays, Cut, Problem
@@ -47,6 +48,7 @@ class Call(NamedTuple):
     batch_first: bool = False
     hold: Hold = None
     checked: bool = False
+    checkpoint_every: int | str | None = None
 
     def forward(
         self, given: dict[str, Any], *, return_gates: bool, training: bool, wants_last: bool = True
@@ -57,6 +59,7 @@ class Call(NamedTuple):
         arrays, packing = unpacked(op, given)
         check_flag(op, "return_gates", return_gates)
         check_flag(op, "training", training)
+        check_every(op, self.checkpoint_every)
         sizes = self.check(arrays, op, packing)
         with on(self.stream, op):
             if self.hold is None and "keep" not in arrays:
@@ -77,10 +80,10 @@ class Call(NamedTuple):
     ) -> dict[str, Any]:
         """`forward`, of what an engine knows."""
         found = self.choose(sizes, arrays, [], self.cell.op, training, (return_gates, wants_last, None), packing)
-        lengths, engine, free, traced, cut = found
+        lengths, engine, free, traced, cut, chunks = found
         problem = self.problem(sizes, lengths, return_gates, training and not free, cut, packing)
         plain = free or (traced and not training)  # where nobody can ask for a gradient, or a graph shall be plain
-        how = {"plain": plain, "batch_first": self.batch_first, "wants_last": wants_last}
+        how = {"plain": plain, "batch_first": self.batch_first, "wants_last": wants_last, "chunks": chunks}
         return run(problem, arrays, engine, **how)
 
     def backward(self, given: dict[str, Any], saved: Arrays, cotangents: Arrays) -> Arrays:
@@ -100,7 +103,7 @@ class Call(NamedTuple):
         """`backward`, of what an engine knows."""
         others, names = [*saved.values(), *cotangents.values()], tuple(cotangents)
         wanted = ("gates" in names, True, names)
-        lengths, engine, _, _, cut = self.choose(sizes, arrays, others, op, True, wanted, packing)
+        lengths, engine, _, _, cut, _ = self.choose(sizes, arrays, others, op, True, wanted, packing)
         problem = self.problem(sizes, lengths, cut=cut, packing=packing)
         if "h" not in saved:
             saved = saved | {"h": h_of(problem, saved)}
@@ -178,10 +181,10 @@ class Call(NamedTuple):
         training: bool,
         wanted: tuple[bool, bool, tuple[str, ...] | None],
         packing: Packing | None,
-    ) -> tuple[mx.array | None, str, bool, bool, Cut | None]:
+    ) -> tuple[mx.array | None, str, bool, bool, Cut | None, Chunks | None]:
         """The lengths; the engine's word; whether nobody can ask for a gradient; whether some array is a placeholder;
-        how `fused` shall cut the problem. `free` and `traced` where it counts: nothing is evaluated for an engine that
-        trains and does without. `wanted`: the last entries of a `Form`."""
+        how `fused` shall cut the problem; how its steps are cut. `free` and `traced` where it counts: nothing is
+        evaluated for an engine that trains and does without. `wanted`: the last entries of a `Form` but one."""
         (T, B, H, _), lengths = sizes, None
         if self.lengths is not None:
             lengths = self.whole_lengths(op, sizes)
@@ -210,6 +213,12 @@ class Call(NamedTuple):
                 packing=packing,
             )
 
+        def cut_of(engine: str) -> Chunks | None:
+            """How the steps are cut. A gradient op has all that another forward pass would give."""
+            plain = free or (traced and not training)
+            gates = B * self.cell.gates * H
+            return chunks_of(engine, T, gates, None if plain else self.checkpoint_every) if wanted[2] is None else None
+
         found, cut = best(), None
         if found.engine in METAL_ENGINES:
             mask, reverse, both = arrays.get("mask"), self.reverse and not self.bidirectional, self.bidirectional
@@ -217,12 +226,12 @@ class Call(NamedTuple):
             masks = masks or "keep" in arrays
             form = (*sizes, self.cell, dtype, tuple(arrays), masks, lengths is not None, reverse, both)
             cut = tuning.cut(dtype, B) if found.engine == "fused" else None
-            form += (self.batch_first, training and not free, plain, cut, *wanted)
+            form += (self.batch_first, training and not free, plain, cut, *wanted, cut_of(found.engine))
             found = guarded(found, form, best)
         elif traced and on_cpu and self.engine is None:
             warn_once(SLOW_WHEN_TRACED)
         _latest.choice = found
-        return lengths, found.engine, free, traced, cut
+        return lengths, found.engine, free, traced, cut, cut_of(found.engine)
 
 
 @property

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from ..engines.cells import Cell, LSTMCell
+from ..engines.chunks import Chunks
 from ..engines.metal import fused, stepwise
 from ..engines.metal.fused_launches import SWEEPS, index_of, tiling_of
 from ..engines.metal.stepwise_launches import index_bits, stepwise_rows, tile_of
@@ -25,7 +26,7 @@ BATCHES = (1, 3, 9, 17, 31, 33, 65, 128, 256, 512, 1024)
 class Form(NamedTuple):
     """A call, but for the numbers in its arrays. `names`: of the arrays it has; `masks`: whether each step has a mask
     of its own; `plain`: whether it has no gradient; `cut`: how `fused` shall cut it; `cotangents`: of a gradient op,
-    the outputs that have one."""
+    the outputs that have one; `chunks`: how its steps are cut."""
 
     T: int
     B: int
@@ -45,6 +46,7 @@ class Form(NamedTuple):
     return_gates: bool
     wants_last: bool
     cotangents: tuple[str, ...] | None
+    chunks: Chunks | None = None
 
     def problem(self, lengths: mx.array | None = None) -> Problem:
         """What the engine is told."""
@@ -75,7 +77,11 @@ class Trial(NamedTuple):
 
 
 def trial_of(engine: str, form: Form) -> Trial:
-    """The trial that stands for a call."""
+    """The trial that stands for a call. Of chunks it has two, each the smallest that runs the same kernels."""
+    if form.chunks is not None:
+        one = trial_of(engine, form._replace(T=form.chunks.steps, chunks=None))
+        T = one.form.T
+        return one._replace(form=one.form._replace(T=2 * T, chunks=form.chunks._replace(steps=T)))
     problem = form.problem()
     if engine == "fused":
         wide, joins = index_of(problem) == mx.uint64, False

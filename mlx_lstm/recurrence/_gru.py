@@ -41,6 +41,7 @@ def gru(
     lengths: Lengths = None,
     return_gates: bool = False,
     training: bool = True,
+    checkpoint_every: int | str | None = None,
     engine: str | None = None,
     stream: Stream = None,
 ) -> GRUOutput:
@@ -72,8 +73,9 @@ def gru(
         flip_z (bool): let z be the weight of n, so that h = (1 - z) h + z n. Default: `False`.
         mask (array, optional): factor on h[t-1] as it enters the recurrent products, the same for all gates, and not
             as z h[t-1] carries it on: `keep` does that; broadcastable to [B, H] or, one per step, to [T, B, H].
-        keep, hold, reverse, bidirectional, lengths, return_gates, training, engine, stream: as in `lstm`, and errors.
-            For both directions Wx is [6H, I], b [6H], Wh [2, 3H, H], bhn [2H], h0 [B, 2H], a projected x [T, B, 6H].
+        keep, hold, reverse, bidirectional, lengths, return_gates, training, checkpoint_every, engine, stream: as in
+            `lstm`, and errors. For both directions Wx is [6H, I], b [6H], Wh [2, 3H, H], bhn [2H], h0 [B, 2H], a
+            projected x [T, B, 6H].
 
     Returns:
         GRUOutput: h [T, B, H], gates [T, B, 3H] (after activation, in `gate_order`; `None` unless `return_gates`) and
@@ -89,9 +91,8 @@ def gru(
     """
     arrays = given(x=x, Wx=Wx, Wh=Wh, b=b, h0=h0, bhn=bhn, mask=mask, keep=keep)
     cell = check_gru(gate_order, activations, reset, flip_z, bhn is not None)
-    call = Call(
-        cell, reverse=reverse, bidirectional=bidirectional, lengths=lengths, hold=hold, engine=engine, stream=stream
-    )
+    options = {"reverse": reverse, "bidirectional": bidirectional, "lengths": lengths, "hold": hold}
+    call = Call(cell, **options, engine=engine, stream=stream, checkpoint_every=checkpoint_every)
     return GRUOutput(**call.forward(arrays, return_gates=return_gates, training=training))
 
 

@@ -46,6 +46,7 @@ def lstm(
     Wp: Weight | None = None,
     return_gates: bool = False,
     training: bool = True,
+    checkpoint_every: int | str | None = None,
     engine: str | None = None,
     stream: Stream = None,
 ) -> LSTMOutput:
@@ -59,7 +60,8 @@ def lstm(
         h_t &= \left(o \odot s_{output}(c_t)\right) W_p^T
 
     Without options it equals `torch.nn.LSTM` of one layer (b = b_ih + b_hh) and `mlx.nn.LSTM` on a transposed batch.
-    The gradient is exact for every array and flows from all five outputs; it keeps the gates and the cell states.
+    The gradient is exact for every array and flows from all five outputs; it keeps the gates and the cell states, but
+    for `checkpoint_every`.
 
     Args:
         x (array): input, [T, B, I]; or, with `Wx=None`, the already projected input, [T, B, 4H].
@@ -103,6 +105,10 @@ def lstm(
         training (bool): `False` for inference. The numpy engine then keeps nothing for a gradient; should one be
             asked for, it runs forward again. A graph that MLX traces stays free of our gradient, which
             `mx.export_function` could not write; MLX then derives its own. Default: `True`.
+        checkpoint_every (int or str, optional): in training, keep the states of every K-th step only, for the gradient
+            to compute K steps again at a time (gradient checkpointing): exact, in about a third more time, and instead
+            of gates and cell states of all steps in the memory of K steps and T / K states. What the caller keeps of
+            the outputs is kept besides. `"auto"`: the K next to sqrt(T). Default: `None`, nothing is computed again.
         engine (str, optional): `"fused"`, `"stepwise"` (Metal), `"numpy"` or `"ops"` to force an engine. Default: the
             best for the stream's device and the sizes, see `mlx_lstm.engines.choose`.
         stream (Stream or Device, optional): where to run, as for any MLX op.
@@ -128,12 +134,13 @@ def lstm(
         ((10, 2, 4), (2, 4))
         >>> mx.grad(lambda Wh: lstm(x, Wx, Wh, b).hT.sum())(Wh).shape
         (16, 4)
+        >>> mx.grad(lambda Wh: lstm(x, Wx, Wh, b, checkpoint_every="auto").hT.sum())(Wh).shape
+        (16, 4)
     """
     arrays = given(x=x, Wx=Wx, Wh=Wh, b=b, h0=h0, c0=c0, peephole=peephole, mask=mask, keep=keep, Wp=Wp)
     cell = check_lstm(gate_order, activations, output_peephole, cell_clip, forget_bias)
-    call = Call(
-        cell, reverse=reverse, bidirectional=bidirectional, lengths=lengths, hold=hold, engine=engine, stream=stream
-    )
+    options = {"reverse": reverse, "bidirectional": bidirectional, "lengths": lengths, "hold": hold}
+    call = Call(cell, **options, engine=engine, stream=stream, checkpoint_every=checkpoint_every)
     return LSTMOutput(**call.forward(arrays, return_gates=return_gates, training=training))
 
 

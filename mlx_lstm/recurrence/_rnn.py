@@ -36,6 +36,7 @@ def rnn(
     lengths: Lengths = None,
     return_gates: bool = False,
     training: bool = True,
+    checkpoint_every: int | str | None = None,
     engine: str | None = None,
     stream: Stream = None,
 ) -> RNNOutput:
@@ -50,8 +51,8 @@ def rnn(
         b (array, optional): bias, [H].
         h0 (array, optional): first h, [B, H]. Default: zeros.
         activation (str): that of h, one of those of `lstm`. Default: `"tanh"`.
-        mask, keep, hold, reverse, bidirectional, lengths, training, engine, stream: as in `lstm`; so are errors. For
-            both directions Wx is [2H, I], b [2H], Wh [2, H, H], h0 [B, 2H], a projected x [T, B, 2H].
+        mask, keep, hold, reverse, bidirectional, lengths, training, checkpoint_every, engine, stream: as in `lstm`; so
+            are errors. For both directions Wx is [2H, I], b [2H], Wh [2, H, H], h0 [B, 2H], a projected x [T, B, 2H].
         return_gates (bool): whether `gates`, here the argument of the activation, is returned. Default: `False`.
 
     Returns:
@@ -66,9 +67,8 @@ def rnn(
     """
     arrays = given(x=x, Wx=Wx, Wh=Wh, b=b, h0=h0, mask=mask, keep=keep)
     cell = check_rnn(activation)
-    call = Call(
-        cell, reverse=reverse, bidirectional=bidirectional, lengths=lengths, hold=hold, engine=engine, stream=stream
-    )
+    options = {"reverse": reverse, "bidirectional": bidirectional, "lengths": lengths, "hold": hold}
+    call = Call(cell, **options, engine=engine, stream=stream, checkpoint_every=checkpoint_every)
     return RNNOutput(**call.forward(arrays, return_gates=return_gates, training=training))
 
 

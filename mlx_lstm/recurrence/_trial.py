@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ..engines import cells
+from ..engines import cells, chunks
 from ..engines.autodiff import run, shown_of
 from ..engines.metal import fused, fused_launches, stepwise, stepwise_launches
 from ..engines.problem import Cut
@@ -42,7 +42,7 @@ def read(text: str) -> Trial:
     op, *options = form["cell"]
     form["cell"] = CELLS[op](*(tuple(option) if isinstance(option, list) else option for option in options))
     form |= {"dtype": getattr(mx, form["dtype"]), "names": tuple(form["names"])}
-    for name, make in {"cut": Cut._make, "cotangents": tuple}.items():
+    for name, make in {"cut": Cut._make, "cotangents": tuple, "chunks": chunks.Chunks._make}.items():
         if form[name] is not None:
             form[name] = make(form[name])
     return Trial(**given | {"form": Form(**form)})
@@ -88,13 +88,15 @@ def sets_of_cotangents(form: Form) -> list[tuple[str, ...]]:
 def settings(trial: Trial) -> Iterator[None]:
     """Makes a small call choose the kernels of a large one. Where the trial shares its process, another thread's call
     may meanwhile get these too, which are as right."""
-    changes: list[tuple[Any, str, int]] = []
+    changes: list[tuple[Any, str, Any]] = []
     if trial.wide:
         changes += [(fused_launches, "INDEX_LIMIT", 0), (stepwise_launches, "INDEX_LIMIT", 0)]
     if trial.parts:
         changes += [(fused, "LAUNCH_STEPS", 2)]
     if trial.joins:
         changes += [(stepwise, "LEFT", JOINING_LEFT)]
+    if trial.form.chunks and not trial.form.chunks.recomputes:
+        changes += [(chunks, "LONGEST", dict.fromkeys(chunks.LONGEST, 0))]
     before = [getattr(module, name) for module, name, _ in changes]
     for module, name, value in changes:
         setattr(module, name, value)
@@ -119,7 +121,7 @@ def results(form: Form, case: dict[str, Any], cotangents: Tensors, engine: str) 
     def outputs_of(*values: mx.array) -> list[mx.array]:
         given = dict(zip(arrays, values, strict=True))
         how = {"plain": form.plain, "batch_first": form.batch_first, "wants_last": form.wants_last}
-        found = run(problem, given, engine, **how)
+        found = run(problem, given, engine, chunks=form.chunks, **how)
         return [found[name] for name in cotangents]
 
     if form.batch_first:

@@ -1,0 +1,320 @@
+"""Sequences in chunks of time: gradients that compute steps again, and sequences that are evaluated part by part."""
+
+from unittest.mock import patch
+
+import mlx.core as mx
+import mlx.nn
+import numpy as np
+import pytest
+from cases import BOTH, CELLS, KINDS, OPTIONS, combination, draw_away_from_kinks, run, split, to_mlx
+from on_metal import on_metal, options_at, pairs
+from test_kernels import in_turns
+
+from mlx_lstm import gru, lstm, rnn
+from mlx_lstm import nn as ours
+from mlx_lstm import torch as theirs
+from mlx_lstm.bench.worker import PeakMemory, release_memory
+from mlx_lstm.engines import chunks
+from mlx_lstm.oracle import ARRAYS, backward, forward
+from mlx_lstm.oracle.closeness import assert_close, assert_within, bounds
+
+EVERY_OPTION = OPTIONS | CELLS | BOTH
+WAYS = ["evaluated", "lazy"]
+
+
+def evaluating(way):
+    """Chunks of however short sequences are evaluated one by one, or none are."""
+    return patch.object(chunks, "LONGEST", dict.fromkeys(chunks.LONGEST, 0 if way == "evaluated" else 10**6))
+
+
+def assert_right(case, cotangents, engine, dtype=np.float32, **emulator):
+    """Outputs and gradients within the bounds derived from the case."""
+    case = {n: v.astype(dtype) if n in ARRAYS and v is not None else v for n, v in case.items()}
+    cotangents = {name: value.astype(dtype) for name, value in cotangents.items()}
+    known = {name: value for name, value in case.items() if name != "checkpoint_every"}
+    ref, limit = forward(**known) | backward(known, cotangents), bounds(known, dtype, cotangents)
+    outputs, gradients = run(case, engine, dtype, cotangents)
+    assert set(gradients) == {name for name in ARRAYS if case.get(name) is not None}
+    for name, value in (outputs | gradients).items():
+        assert value.dtype == dtype, name
+        assert_within(name, value, ref[name], limit[name])
+
+
+def every_other(values, rarely=2):
+    """All of them, of which a default run has every so many."""
+    return [pytest.param(*v, marks=[] if n % rarely == 0 else pytest.mark.slow) for n, v in enumerate(values)]
+
+
+RUNS = [("numpy", "evaluated"), ("ops", "evaluated"), ("ops", "lazy")]
+TURNS = [(option, *run) for n, option in enumerate(EVERY_OPTION) for run in RUNS[n % 3 :] + RUNS[: n % 3]]
+
+
+@pytest.mark.parametrize("option, engine, way", every_other(TURNS, 3))
+def test_each_option_alone(option, engine, way):
+    """Two and four chunks, the last of them shorter, in turns."""
+    number = list(EVERY_OPTION).index(option)
+    case, cotangents = draw_away_from_kinks(1, **EVERY_OPTION[option])
+    with evaluating(way):
+        assert_right(case | {"checkpoint_every": (3, 1, "auto")[number // 3 % 3]}, cotangents, engine)
+
+
+@pytest.mark.parametrize("option", every_other([(option,) for option in EVERY_OPTION], 3))
+def test_each_option_in_sequences_that_are_cut_for_their_length(option):
+    """All is kept, chunk by chunk."""
+    with evaluating("evaluated"), patch.object(chunks, "GATES", {"ops": 1}):
+        assert_right(*draw_away_from_kinks(1, **EVERY_OPTION[option]), "ops")
+
+
+@pytest.mark.parametrize("engine, option, B", in_turns(pairs(OPTIONS | CELLS) + pairs(BOTH), [2, 9], rarely=3))
+def test_each_option_on_metal(engine, option, B):
+    """Computed again or kept, lazily or chunk by chunk, in turns."""
+    number = list(EVERY_OPTION).index(option) + (engine == "fused")
+    case, cotangents = draw_away_from_kinks(1, sizes=(4, B, 3, 2, 3), **options_at(option, B))
+    every = (3, 2, None)[number % 3]
+    few = patch.object(chunks, "GATES", {"fused": 8 * B, "stepwise": 8 * B})
+    with on_metal(), few, evaluating(WAYS[number % 2] if every else "evaluated"):
+        assert_right(case | ({"checkpoint_every": every} if every else {}), cotangents, engine)
+
+
+@pytest.mark.parametrize("engine", ["numpy", "ops", "stepwise", "fused"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_random_combinations(kind, engine):
+    for seed in range(3):
+        sizes, rng = (5, 3, 2, 3, 3), np.random.default_rng(seed)
+        options = combination(rng, sizes, **KINDS[kind])
+        options["activations" if kind[0] != "r" else "activation"] = {
+            "lstm": ("sigmoid", "hard_sigmoid", "tanh", "sigmoid", "tanh"),
+            "gru": ("sigmoid", "hard_sigmoid", "tanh"),
+            "rnn": "sigmoid",
+        }[kind[:4].rstrip("_")]
+        options |= {"projection": False} if engine == "fused" and kind.startswith("lstm") else {}
+        case, cotangents = draw_away_from_kinks(seed, sizes=sizes, **options)
+        given = {name: cotangents[name] for name in list(cotangents)[seed:]}
+        with on_metal() if engine in ("stepwise", "fused") else patch.object(mx, "array", mx.array):
+            assert_right(case | {"checkpoint_every": 2}, given, engine)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("engine", ["numpy", "ops"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("option", ["plain", "lengths_reverse", "gru", "lstm_both"])
+def test_half_precision(option, dtype, engine, way):
+    """The same bits as in one piece, or those of sums in another order."""
+    import ml_dtypes
+
+    dtype = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}[dtype]
+    case, cotangents = draw_away_from_kinks(5, dtype=dtype, **(OPTIONS | KINDS)[option])
+    ref = forward(**case) | backward(case, cotangents)
+    same = forward(**case, dtype=dtype) | backward(case, cotangents, dtype=dtype)
+    with evaluating(way):
+        outputs, gradients = run(case | {"checkpoint_every": 2}, engine, dtype, cotangents)
+    for name, value in (outputs | gradients).items():
+        assert_close(name, value, same[name], ref[name])
+
+
+@pytest.mark.parametrize("engine", ["stepwise", "fused"])
+@pytest.mark.parametrize("option", ["plain", "gru", "lstm_both"])
+def test_half_precision_on_metal(option, engine):
+    case, cotangents = draw_away_from_kinks(5, dtype=np.float16, **(OPTIONS | KINDS)[option])
+    with on_metal():
+        assert_right(case | {"checkpoint_every": 2}, cotangents, engine, np.float16)
+
+
+@pytest.mark.parametrize("engine", ["numpy", "ops", "stepwise", "fused"])
+@pytest.mark.parametrize("option", ["plain", "lengths_reverse", "gru", "rnn", "lstm_both"])
+def test_outputs_are_those_of_one_piece_to_the_bit(option, engine):
+    """Launches that are split hand their states on."""
+    case, _ = draw_away_from_kinks(
+        3,
+        sizes=(7, 3, 2, 5, 5),
+        dtype=np.float32,
+        **(OPTIONS | KINDS)[option] | ({"lengths": [7, 2, 0]} if "lengths" in option else {}),
+    )
+    cotangents = {name: np.ones_like(value, np.float32) for name, value in forward(**case).items()}
+    with on_metal() if engine in ("stepwise", "fused") else patch.object(mx, "array", mx.array):
+        whole, _ = run(case, engine, np.float32, cotangents)
+        parts, _ = run(case | {"checkpoint_every": 3}, engine, np.float32, cotangents)
+        with evaluating("evaluated"), patch.dict(chunks.GATES, dict.fromkeys(chunks.GATES, 60)):
+            long, _ = run(case, engine, np.float32, cotangents)
+    for name, value in whole.items():
+        if engine in ("stepwise", "fused"):
+            np.testing.assert_array_equal(parts[name], value, err_msg=name)
+            np.testing.assert_array_equal(long[name], value, err_msg=name)
+        else:  # a product over fewer rows may round otherwise
+            np.testing.assert_allclose(parts[name], value, atol=1e-6, err_msg=name)
+
+
+# --- MLX's transformations -------------------------------------------------------------------------------------------
+
+
+def small(kind, **options):
+    """(arrays, loss) in float64: of all outputs of an op; of one that computes again, or is cut for its length."""
+    case, cotangents = draw_away_from_kinks(9, sizes=(4, 2, 2, 2, 2), **KINDS[kind])
+    op, arrays, more = split(case)
+    weights = {name: to_mlx(array, np.float64) for name, array in cotangents.items() if name != "gates"}
+
+    def loss(*values, **changes):
+        given = dict(zip(arrays, values, strict=True)) | more | options | changes
+        out = {"lstm": lstm, "gru": gru, "rnn": rnn}[op](**given)
+        return sum((getattr(out, name) * weight).sum() for name, weight in weights.items()) + (out.hT * out.hT).sum()
+
+    return [to_mlx(array, np.float64) for array in arrays.values()], loss
+
+
+def gradient(loss, count):
+    return mx.grad(loss, argnums=tuple(range(count)))
+
+
+def assert_same(got, expected):
+    for left, right in zip(got, expected, strict=True):
+        np.testing.assert_allclose(np.array(left), np.array(right), rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("every", [2, None])
+@pytest.mark.parametrize("kind", ["lstm", "gru", "lstm_both"])
+def test_transformations_of_ops(kind, every, way):
+    """Gradients of gradients, forward mode, vmap on either side, compile, checkpoint."""
+    with mx.stream(mx.cpu):
+        arrays, loss = small(kind, engine="ops")
+        n = len(arrays)
+
+        def values(**options):
+            one = lambda *a: loss(*a, **options)  # noqa: E731
+            first = gradient(one, n)
+            steep = lambda *a: sum((g * g).sum() for g in first(*a))  # noqa: E731
+            stack = [mx.stack([a, 2 * a]) for a in arrays]
+            yield gradient(steep, n)(*arrays)
+            yield mx.jvp(one, arrays, [mx.cos(a) for a in arrays])[1]
+            yield mx.jvp(first, arrays, [mx.cos(a) for a in arrays])[1]
+            yield mx.vmap(first)(*stack)
+            yield gradient(lambda *a: mx.vmap(one)(*a).sum(), n)(*stack)
+            yield mx.compile(first)(*arrays)
+            yield gradient(mx.checkpoint(one), n)(*arrays)
+
+        with evaluating("lazy"):
+            expected = list(values())
+        with evaluating(way), patch.dict(chunks.GATES, {"ops": 1}):
+            for got, right in zip(values(checkpoint_every=every), expected, strict=True):
+                assert_same(got, right)
+
+
+@pytest.mark.parametrize("kind", ["lstm", "gru", "rnn"])
+def test_transformations_of_numpy(kind):
+    """What needs another engine finds it, or is refused."""
+    with mx.stream(mx.cpu):
+        arrays, loss = small(kind)
+        n, every = len(arrays), {"checkpoint_every": 2}
+        right = gradient(loss, n)(*arrays)
+        assert_same(gradient(lambda *a: loss(*a, **every), n)(*arrays), right)
+        assert_same(mx.compile(gradient(lambda *a: loss(*a, **every), n))(*arrays), right)
+        stack = [mx.stack([2 * a, a]) for a in arrays]
+        assert_same([g[1] for g in mx.vmap(gradient(lambda *a: loss(*a, **every), n))(*stack)], right)
+        pull = lambda d: mx.vjp(lambda *a: loss(*a, **every), arrays, [d])[1]  # noqa: E731
+        assert_same([g[1] for g in mx.vmap(pull)(mx.array([2.0, 1.0], mx.float64))], right)
+        steep = lambda *a: sum((g * g).sum() for g in gradient(lambda *a: loss(*a, **every), n)(*a))  # noqa: E731
+        with pytest.raises(RuntimeError, match="second derivative"):
+            mx.eval(gradient(steep, n)(*arrays))
+        with pytest.raises(RuntimeError, match="forward-mode"):
+            mx.eval(mx.jvp(lambda *a: loss(*a, **every), arrays, arrays))
+
+
+# --- Memory ----------------------------------------------------------------------------------------------------------
+
+
+def peak_of(function):
+    """MLX's memory above that before."""
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    mx.eval(function())
+    return mx.get_peak_memory() - before
+
+
+@pytest.mark.parametrize("engine, T", [("numpy", 400), ("ops", 400), ("compiled", 144)])
+def test_little_is_kept(engine, T):
+    """A gradient that wants h alone has h, dx and the chunk; c, which nobody has, is gone."""
+    B, H, compiled = 8, 16, engine == "compiled"
+    x, Wx, Wh, dh = (mx.random.normal(shape) for shape in ((T, B, H), (4 * H, H), (4 * H, H), (T, B, H)))
+    mx.eval(x, Wx, Wh, dh)
+
+    def step(every):
+        call = lambda *a: lstm(*a, engine="ops" if compiled else engine, checkpoint_every=every).h  # noqa: E731
+        pull = lambda *a: mx.vjp(call, list(a), [dh])  # noqa: E731
+        return (mx.compile(pull) if compiled else pull)(x, Wx, Wh)
+
+    with mx.stream(mx.cpu):
+        few, all_of_it = peak_of(lambda: step("auto")), peak_of(lambda: step(None))
+    # In sequences as wide as h: h and dx, of a compiled graph c, and of a chunk of sqrt(T) steps c and h twice with
+    # NumPy, all 16 arrays as wide as the gates with `ops`. A fourth more for the states between and the weights.
+    of_chunk = (4 if engine == "numpy" else 16 * 4) / T**0.5
+    assert few < 1.25 * (2 + compiled + of_chunk) * x.nbytes
+    assert few < 0.9 * all_of_it  # of NumPy's own memory, which is most that is saved, MLX counts nothing
+
+
+def test_long_sequences_of_ops_take_little_beside_what_is_kept():
+    """No graph of all steps: MLX's own count leaves it out, the system's does not."""
+    T = 2000
+    x, Wx, Wh = mx.random.normal((T, 1, 2)), mx.random.normal((8, 2)), mx.random.normal((8, 2))
+    mx.eval(x, Wx, Wh)
+    release_memory()
+    memory = PeakMemory()
+    with mx.stream(mx.cpu):
+        mx.eval(mx.grad(lambda x: lstm(x, Wx, Wh, engine="ops").h.sum())(x))
+    assert memory.above_start()[0] < 40e6  # else 80 MB
+
+
+# --- Layers ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [ours.LSTM, ours.GRU, ours.RNN, theirs.LSTM, theirs.GRU, theirs.RNN])
+def test_layers_pass_it_on(make):
+    """With the same gradients, whether given to the constructor or set later."""
+    mx.random.seed(1)
+    layer, x = make(3, 4), mx.random.normal((5, 9, 3))
+
+    def gradients():
+        loss = lambda x: mlx.utils.tree_flatten(layer(x))[0][1].sum()  # noqa: E731
+        return [mx.grad(loss)(x), *mlx.utils.tree_flatten(mlx.nn.value_and_grad(layer, loss)(x)[1])]
+
+    right, seen, build = gradients(), [], chunks.Chunked.__init__
+    layer.checkpoint_every = "auto"
+    with patch.object(
+        chunks.Chunked, "__init__", lambda self, cut, *a, **b: (seen.append(cut), build(self, cut, *a, **b))[1]
+    ):
+        found = gradients()
+    assert seen and all(cut.recomputes for cut in seen)
+    for got, expected in zip(found, right, strict=True):
+        got, expected = (pair[1] if isinstance(pair, tuple) else pair for pair in (got, expected))
+        np.testing.assert_allclose(np.array(got), np.array(expected), rtol=1e-5, atol=1e-6)
+    assert make(3, 4, checkpoint_every=7).checkpoint_every == 7
+    with pytest.raises(ValueError, match=r"checkpoint_every must be a number of steps .* but got 0\."):
+        make(3, 4, checkpoint_every=0)
+
+
+def test_a_stack_of_layers_takes_that_of_each_or_of_the_call():
+    layers, x = [ours.GRU(3, 4, checkpoint_every=2), ours.GRU(4, 4)], mx.random.normal((2, 9, 3))
+    right, seen, build = mx.grad(lambda x: ours.stack(layers, x)[0].sum())(x), [], chunks.Chunked.__init__
+    with patch.object(
+        chunks.Chunked, "__init__", lambda self, cut, *a, **b: (seen.append(cut), build(self, cut, *a, **b))[1]
+    ):
+        for every in (None, 3):
+            got = mx.grad(lambda x, every=every: ours.stack(layers, x, checkpoint_every=every)[0].sum())(x)
+            np.testing.assert_allclose(np.array(got), np.array(right), rtol=1e-5, atol=1e-6)
+    assert [cut.steps for cut in seen] == [2, 3, 3]
+
+
+@pytest.mark.parametrize("every", [0, -1, True, 2.0, "sqrt", [3]])
+def test_a_wrong_number_is_refused(every):
+    for op in (lstm, gru, rnn):
+        with pytest.raises(
+            ValueError, match=r"^\[\w+\] checkpoint_every must be a number of steps of at least 1, 'auto'"
+        ):
+            op(mx.ones((3, 2, 1)), None, mx.ones((1, 1)), checkpoint_every=every)
+
+
+def test_what_auto_is():
+    assert [chunks.chunks_of("numpy", T, 8, "auto").steps for T in (1, 2, 9, 10, 4096)] == [1, 2, 3, 4, 64]
+    assert chunks.chunks_of("numpy", 5, 8, 9).steps == 5
+    assert [chunks.chunks_of(engine, 4096, 8, None) for engine in ("numpy", "stepwise", "fused")] == [None] * 3
+    assert chunks.chunks_of("fused", 10**5, 2**14, None) == (1024, False)
