@@ -6,7 +6,7 @@ from ..problem import Problem
 from .arrays import FEATURE_MAJOR, Array, Views
 
 CHUNK_ROWS = 1024  # rows (time steps x batch) that one product takes: bounds the memory of dz
-COPIED_NUMBERS = 2**20  # of weights below which a copy pays that BLAS multiplies with faster: beyond, it gains nothing
+COPIED_NUMBERS = 2**20  # of weights up to which a copy pays that BLAS multiplies with faster
 WIDE_BATCH = 16  # from here on a step's [4H, B] block is wide enough for BLAS and for contiguous rows
 
 
@@ -42,7 +42,7 @@ def transposed(weights: Array, problem: Problem) -> Array:
     """The transpose of a matrix [GH, P] for a product at every step: a copy where it multiplies a wide batch often
     enough, as BLAS then runs up to a quarter faster."""
     often = problem.B >= WIDE_BATCH and 2 * weights.shape[1] <= problem.T * problem.B
-    return np.ascontiguousarray(weights.T) if often and weights.size < COPIED_NUMBERS else matrix(weights).T
+    return np.ascontiguousarray(weights.T) if often and weights.size <= COPIED_NUMBERS else matrix(weights).T
 
 
 def chunk_steps(problem: Problem) -> int:

@@ -95,7 +95,7 @@ class JoinedPreactivations:
         if "Wx" not in v or B < WIDE_BATCH:
             return False
         width = v["Wx"].shape[1] + v["Wh"].shape[1]
-        return 2 * max(AHEAD_ROWS, width) <= T * B and len(v["Wx"]) * width < COPIED_NUMBERS
+        return 2 * max(AHEAD_ROWS, width) <= T * B and len(v["Wx"]) * width <= COPIED_NUMBERS
 
     def at(self, t: int, h: np.ndarray) -> np.ndarray:
         """[GH, B]: step t's preactivations, from h [P, B] before it. The next call overwrites them."""
