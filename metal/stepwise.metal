@@ -27,11 +27,11 @@ inline Index place(thread const Step& s, int t, int b, int width) {
 inline bool is_first(thread const Step& s, int length) { return s.n == 0 || (s.reverse && s.t + 1 == length); }
 
 // Four neighbours of S wherever they lie; vectors that are not packed have to be aligned.
-template <class S> struct Packed {};
-template <> struct Packed<float> { using four = packed_float4; };
-template <> struct Packed<half> { using four = packed_half4; };
+template <class S> struct Neighbours {};
+template <> struct Neighbours<float> { using four = packed_float4; };
+template <> struct Neighbours<half> { using four = packed_half4; };
 #if __METAL_VERSION__ >= 310
-template <> struct Packed<bfloat> { using four = packed_bfloat4; };
+template <> struct Neighbours<bfloat> { using four = packed_bfloat4; };
 #endif
 
 // N neighbours in an array, or `otherwise` where there is none; the array from an element on.
@@ -40,10 +40,13 @@ template <int N> void take(Absent, int, float otherwise, thread float (&values)[
   for (int e = 0; e < N; ++e) values[e] = otherwise;
 }
 template <int N, class S> void take(const device S* array, int index, float, thread float (&values)[N]) {
-  if constexpr (N == 4) {
-    const typename Packed<S>::four packed = *(const device typename Packed<S>::four*)(array + index);
+  if constexpr (N % 4 == 0) {
 #pragma clang loop unroll(full)
-    for (int e = 0; e < 4; ++e) values[e] = float(packed[e]);
+    for (int e = 0; e < N; e += 4) {
+      const typename Neighbours<S>::four found = *(const device typename Neighbours<S>::four*)(array + index + e);
+#pragma clang loop unroll(full)
+      for (int part = 0; part < 4; ++part) values[e + part] = float(found[part]);
+    }
   } else {
     values[0] = float(array[index]);
   }
@@ -85,6 +88,21 @@ void find_row(thread const Items<S>& x, int b, int, thread ItemsRow<const device
 template <class S>
 Items<S> items_of(thread const Step& s, const device S* values, int width) {
   return {values + place(s, 0, 0, width), Index(s.D) * width};
+}
+
+// Weights, [., K]: which row of them a column of the product is, from number `first` on and `own` further in this lane.
+// A lane takes AT_ONCE of them at a time.
+template <class W> struct Columns {
+  using Row = ItemsRow<W>;
+  enum { AT_ONCE = 4 };
+};
+
+// The weights from a row on.
+template <class W> W rows_from(W weights, Index row, int K) { return weights + row * K; }
+
+template <class W>
+void find_column(W weights, Index row, int K, int first, int own, int, thread ItemsRow<W>& column) {
+  column.values = weights + row * K + first + own;
 }
 
 // The factor on h[b, j], of `width`, as it enters the product of the step at t.

@@ -31,7 +31,7 @@ void stepwise_forward(
   const Index units = Index(B) * s.D * H, start = carried<S, CARRIES>(units);
   const Previous<S, H0, M, L> x = {h_of<S>(s, before, h_before), h0, mask, lengths, &s};
   product<CELL, 0, ROWS, COLUMNS, UNITS, 1>(
-      x, Wh + Index(s.d) * GATES * H * s.K, B, H, s.K, b0, j0, sums, tiles, simdgroup, lane);
+      x, rows_from(Wh, Index(s.d) * GATES * H, s.K), B, H, s.K, b0, j0, sums, tiles, simdgroup, lane);
   device S* arrays = (device S*)after + start;
   for (int cell = 32 * simdgroup + lane; cell < ROWS * UNITS; cell += THREADS<COLUMNS>) {
     const int r = cell / UNITS, b = b0 + r, j = j0 + cell % UNITS;

@@ -12,7 +12,7 @@ void stepwise_gru_candidate(
   const Items<S> x = items_of(s, reset_row, H);
   device S* arrays = (device S*)after;
   product<CELL, GATE_N, ROWS, COLUMNS, COLUMNS, 1>(
-      x, Wh + Index(3) * s.d * H * H, B, H, H, b0, j0, sums, tiles, simdgroup, lane);
+      x, rows_from(Wh, Index(3) * s.d * H, H), B, H, H, b0, j0, sums, tiles, simdgroup, lane);
   for (int cell = 32 * simdgroup + lane; cell < ROWS * COLUMNS; cell += THREADS<COLUMNS>) {
     const int b = b0 + cell / COLUMNS, j = j0 + cell % COLUMNS;
     if (b >= B || j >= H) continue;

@@ -11,7 +11,7 @@ void stepwise_gru_reset(
   const Index units = Index(B) * s.D * H;
   const Previous<S, H0, M, L> x = {(const device S*)before, h0, mask, lengths, &s};
   product<CELL, 0, ROWS, COLUMNS, SIZE, 1>(
-      x, Wh + Index(3) * s.d * H * H, B, H, H, b0, j0, sums, tiles, simdgroup, lane);
+      x, rows_from(Wh, Index(3) * s.d * H, H), B, H, H, b0, j0, sums, tiles, simdgroup, lane);
   for (int cell = 32 * simdgroup + lane; cell < ROWS * SIZE; cell += THREADS<COLUMNS>) {
     const int r = cell / SIZE, b = b0 + r, j = j0 + cell % SIZE;
     if (b >= B || j >= H) continue;

@@ -5,10 +5,10 @@
 //
 //   x        what find_row(x, b, segment, row) finds a row of operands in: the numbers of batch row b in one of SEGMENTS
 //            equal parts of K
-//   weights  [., K], H rows per gate
+//   weights  [., K], H rows per gate; packed ones as stepwise_packed.metal has them
 //   sums     [ROWS, COLUMNS]
-// A simdgroup computes every eighth column for all rows; its lanes split K, four numbers at a time, and are summed at the
-// end. Rows and units past the end are those before it again, which nobody reads.
+// A simdgroup computes every eighth column for all rows; its lanes split K, four numbers at a time, of packed
+// weights more, and are summed at the end. Rows and units past the end are those before it again, which nobody reads.
 
 template <int COLUMNS> constant constexpr int THREADS = 256;
 
@@ -33,14 +33,22 @@ void accumulate(thread R (&rows)[ROWS], thread C (&columns)[OWN], int step, thre
   }
 }
 
+// The products of every row with every column, from number k on to `length`.
+template <int ROWS, int OWN, class R, class W>
+void add_products(
+    thread R (&rows)[ROWS], thread ItemsRow<W> (&columns)[OWN], int k, int length, thread float (&partial)[OWN][ROWS]) {
+  for (; k + 3 < length; k += 128) accumulate<4>(rows, columns, 128, partial);
+  for (; k < length; ++k) accumulate<1>(rows, columns, 1, partial);
+}
+
 template <int CELL, int FIRST, int ROWS, int COLUMNS, int UNITS, int SEGMENTS, class X, class W>
 void product(
     thread const X& x, W weights, int B, int H, int K, int b0, int j0, threadgroup float* sums,
     threadgroup float*, int simdgroup, int lane) {
-  constexpr int OWN = COLUMNS / 8;
+  constexpr int OWN = COLUMNS / 8, AT_ONCE = Columns<W>::AT_ONCE;
   float partial[OWN][ROWS];
   typename X::Row rows[ROWS];
-  ItemsRow<W> columns[OWN];
+  typename Columns<W>::Row columns[OWN];
 #pragma clang loop unroll(full)
   for (int part = 0; part < OWN * ROWS; ++part) partial[part / ROWS][part % ROWS] = 0.0f;
   for (int segment = 0; segment < SEGMENTS; ++segment) {
@@ -48,16 +56,14 @@ void product(
 #pragma clang loop unroll(full)
     for (int n = 0; n < OWN; ++n) {
       const int gate = place_of(CELL, FIRST + 8 * n / UNITS), unit = min(j0 + 8 * n % UNITS + simdgroup, H - 1);
-      columns[n].values = weights + (Index(gate) * H + unit) * K + segment * length + 4 * lane;
+      find_column(weights, Index(gate) * H + unit, K, segment * length, AT_ONCE * lane, lane, columns[n]);
     }
 #pragma clang loop unroll(full)
     for (int r = 0; r < ROWS; ++r) {
       find_row(x, min(b0 + r, B - 1), segment, rows[r]);
-      move(rows[r], 4 * lane);
+      move(rows[r], AT_ONCE * lane);
     }
-    int k = 4 * lane;
-    for (; k + 3 < length; k += 128) accumulate<4>(rows, columns, 128, partial);
-    for (; k < length; ++k) accumulate<1>(rows, columns, 1, partial);
+    add_products(rows, columns, AT_ONCE * lane, length, partial);
   }
 #pragma clang loop unroll(full)
   for (int part = 0; part < OWN * ROWS; ++part) {

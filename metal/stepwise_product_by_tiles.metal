@@ -79,7 +79,7 @@ void product(
   for (int r = 0; r < ROWS / 8; ++r) total[r] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
   for (int segment = 0; segment < SEGMENTS; ++segment) {
     typename X::Row rows[OWN];
-    ItemsRow<W> columns[OWN_COLUMNS];
+    typename Columns<W>::Row columns[OWN_COLUMNS];
 #pragma clang loop unroll(full)
     for (int n = 0; n < OWN; ++n) {
       find_row(x, min(b0 + first + n * AT_ONCE, B - 1), segment, rows[n]);
@@ -88,7 +88,8 @@ void product(
 #pragma clang loop unroll(full)
     for (int n = 0; n < OWN_COLUMNS; ++n) {
       const int column = first + n * AT_ONCE, unit = min(j0 + column % UNITS, H - 1);
-      columns[n].values = weights + (Index(place_of(CELL, FIRST + column / UNITS)) * H + unit) * K + segment * length + k0;
+      const Index row = Index(place_of(CELL, FIRST + column / UNITS)) * H + unit;
+      find_column(weights, row, K, segment * length, k0, lane, columns[n]);
     }
     int left = length;
     for (; left >= 32; left -= 32) {

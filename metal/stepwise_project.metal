@@ -7,7 +7,7 @@ void stepwise_project(
   const int P = s.H, b0 = int(group.y) * ROWS, j0 = int(group.x) * COLUMNS;
   const Items<S> x = items_of(s, (const device S*)row + carried<S, true>(Index(s.B) * s.D * s.K), s.K);
   product<0, 0, ROWS, COLUMNS, COLUMNS, 1>(
-      x, Wp + Index(s.d) * P * s.K, s.B, P, s.K, b0, j0, sums, tiles, simdgroup, lane);
+      x, rows_from(Wp, Index(s.d) * P, s.K), s.B, P, s.K, b0, j0, sums, tiles, simdgroup, lane);
   for (int cell = 32 * simdgroup + lane; cell < ROWS * COLUMNS; cell += THREADS<COLUMNS>) {
     const int b = b0 + cell / COLUMNS, j = j0 + cell % COLUMNS;
     if (b < s.B && j < P) ((device S*)h)[place(s, 0, b, P) + j] = S(sums[cell]);

@@ -54,11 +54,12 @@ def kernel_texts(problems):
     ):
         for problem in problems:
             case, cotangents = problem.draw()
+            case, weights = problem.packed(case)
             for engine in METAL_ENGINES:
                 if not problem.hindrance(engine, "gpu", metal=True):
                     with problem.indices():
-                        run(case, engine, DTYPES[problem.dtype], cotangents)
-                        infer(case, engine, DTYPES[problem.dtype])
+                        run(case, engine, DTYPES[problem.dtype], cotangents, weights)
+                        infer(case, engine, DTYPES[problem.dtype], weights)
     launch.forget()
     return list(texts)
 

@@ -13,12 +13,14 @@ import numpy as np
 import pytest
 from cases import draw, draw_cotangents, run
 from on_metal import EVERY_OPTION, on_metal, pairs
+from quantized_cases import packed
 from trial_on_metal import FAULTS, fault
 
 import mlx_lstm.nn
 import mlx_lstm.torch
 from mlx_lstm.engines import tuning, verdicts
 from mlx_lstm.engines.cells import ACTIVATIONS, GRUCell, LSTMCell, RNNCell
+from mlx_lstm.engines.packing import Packing
 from mlx_lstm.engines.problem import Cut
 from mlx_lstm.engines.tuning import Table
 from mlx_lstm.oracle import evaluate, forward
@@ -421,18 +423,21 @@ CALLS = {  # T, B, I, H, P and options of a call with as many kernels as can be
     "stepwise small keep": ("stepwise", (2, 2, 3, 9, 9), {"op": "gru", "reset": "before", "keep": True}),
     "stepwise joins": ("stepwise", (22, 9, 3, 9, 9), {"op": "rnn"}),
     "stepwise projection joins": ("stepwise", (11, 3, 3, 9, 4), {"projection": True}),
+    "stepwise 4 bits": ("stepwise", (3, 5, 32, 192, 192), {"packing": (32, 4, "affine")}),
+    "stepwise nvfp4": ("stepwise", (3, 9, 16, 80, 48), {"packing": (16, 4, "nvfp4"), "projection": True}),
 }
 
 
-def texts_of(engine, sizes, dtype, **options):
+def texts_of(engine, sizes, dtype, packing=None, **options):
     """(the forms of a call with its gradient, all kernel texts it runs)."""
     case = draw(np.random.default_rng(1), sizes=sizes, dtype=dtype, **options)
     cotangents = draw_cotangents(np.random.default_rng(2), forward(**case), dtype)
-    forms = []
+    names = [name for name in ("Wx", "Wh", "Wp") if packing and name in case]
+    forms, weights = [], {name: packed(mx.array(case[name]), *packing) for name in names}
     with on_metal() as log, pytest.MonkeyPatch.context() as patch:
         patch.setattr(_call, "guarded", lambda found, form, best: (forms.append(Form(*form)), found)[1])
         for given in (cotangents, {"h": cotangents["h"]}):
-            run(case, engine, dtype, given)
+            run(case, engine, dtype, given, weights)
     return dict.fromkeys(forms), {launch.source for launch in log}
 
 
@@ -483,6 +488,8 @@ def test_large_calls_have_small_trials():
     trial = trial_of("stepwise", form(T=100000, B=512, H=1024, P=1024))
     assert trial.form[0] == 10 and trial.wide and trial.joins and trial.form.B * trial.form.H <= 2**15
     assert trial_of("stepwise", form(T=64, B=5, H=1000, P=1000)).form[:4] == (10, 3, 8, 8)
+    packed = {"packing": Packing(64, 4, "affine"), "names": ("x", "Wh", "Wh_scales", "Wh_biases")}
+    assert trial_of("stepwise", form(T=64, B=5, H=1024, P=1024, **packed)).form[:4] == (10, 3, 64, 64)
     # Neither the numbers of a cell nor the order of the arrays make another kernel.
     assert trial_of("fused", form(names=("x", "Wh"))) == trial_of("fused", form(names=("Wh", "x")))
     cells = [LSTMCell(cell_clip=clip, forget_bias=1.0 + clip) for clip in (1.0, 2.0)]
@@ -517,8 +524,8 @@ def test_a_trial_keeps_off_kinks(dtype):
     """Else its gradients would not be judged."""
     for cell in every_cell():
         names = ("x", "Wx", "Wh", "b", "h0") + (("c0", "peephole") if cell.op == "lstm" else ())
-        _, smooth = _trial_case.draw(form(T=10, B=9, cell=cell, dtype=dtype, names=names), np.random.default_rng(0))
-        assert smooth, cell
+        drawn = _trial_case.draw(form(T=10, B=9, cell=cell, dtype=dtype, names=names), np.random.default_rng(0))
+        assert drawn.smooth, cell
 
 
 def test_less_precise_products_of_mlx_are_no_fault(monkeypatch):

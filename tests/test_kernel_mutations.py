@@ -1,5 +1,6 @@
 """Damage to our shaders, one place at a time: what the tests of the kernels check must notice every one."""
 
+from types import MappingProxyType
 from unittest.mock import patch
 
 import numpy as np
@@ -8,6 +9,7 @@ from cases import draw, draw_cotangents, elementwise_bounds, run
 from metal_emulator import coverage, mutations
 from metal_emulator.findings import KernelError
 from on_metal import on_metal
+from quantized_cases import quantized_case
 
 from mlx_lstm.engines.metal import fused as engine_fused
 from mlx_lstm.engines.metal import fused_launches as kernels_fused
@@ -31,6 +33,8 @@ USERS = {  # shader file: (engine, layers) that use it, batch sizes at which the
     "stepwise": ({"stepwise": ["projection"]}, (4, 9)),
     "stepwise_product_by_lanes": ({"stepwise": ["projection"]}, (3, 4)),
     "stepwise_product_by_tiles": ({"stepwise": ["projection", "gru"]}, (9, 33)),
+    "packed": ({"stepwise": []}, ()),  # these two have cases of their own
+    "stepwise_packed": ({"stepwise": []}, ()),
     "stepwise_previous": ({"stepwise": ["projection"]}, (4, 9)),
     "stepwise_forward": ({"stepwise": ["projection", "gru"]}, (4, 9)),
     "stepwise_project": ({"stepwise": ["projection"]}, (4, 9)),
@@ -62,6 +66,12 @@ USERS = {  # shader file: (engine, layers) that use it, batch sizes at which the
     "cell": ({"stepwise": ["projection"]}, (3,)),
     "cell_lstm_forward": ({"stepwise": ["projection"], "fused": ["lstm"]}, (3,)),
 }
+PACKED = [  # how weights are packed, and sizes: by lanes, whole rows of them or a part, and in tiles, the last one half
+    *[(packing, (2, 1, 2, H, H)) for packing, H in (((32, 3, "affine"), 64), ((32, 8, "affine"), 320))],
+    *[(packing, (2, 8, 2, H, H)) for packing, H in (((64, 3, "affine"), 64), ((32, 8, "mxfp8"), 32))],
+    *[((16, 4, "nvfp4"), (2, B, 2, 48, 48)) for B in (1, 8)],
+    ((32, 4, "mxfp4"), (2, 1, 2, 32, 32)),
+]
 BOTH_FORMS = ("fused_cell_lstm", "fused_cell_gru", "fused_item", "fused_pack")
 """What serves the product in lanes and that in matrices."""
 
@@ -118,6 +128,10 @@ def trials(file, kind):
                 yield trial(engine, (4, B, 2, 10, 33), **options)
         options = {name: value for name, value in LAYERS[layer].items() if name in ("op", "reset")}
         yield trial(engine, (2, batches[-1], 2, 33, 33), bidirectional=engine == "fused", **options)
+    if "packed" in file:
+        for packing, sizes in PACKED:
+            case, cotangents, weights, ref, limit = quantized_case(packing, sizes=sizes, quantize=("Wh",))
+            yield "stepwise", case, cotangents, ref, limit, weights
     if file == "stepwise":
         yield trial("stepwise", (21, 1, 2, 2, 2), op="rnn")  # rows of fewer than 8 numbers, joined
     if file == "stepwise_product_by_lanes":
@@ -150,7 +164,7 @@ def trial(engine, sizes, bounds=bounds, scale=1, **options):
     return engine, case, cotangents, ref, limit
 
 
-def notice(file, engine, case, cotangents, ref, limit):
+def notice(file, engine, case, cotangents, ref, limit, weights=MappingProxyType({})):
     """Raises if the emulator finds something, or a result is wrong, or what lies in the padding reaches one."""
     with (
         on_metal(),
@@ -160,7 +174,7 @@ def notice(file, engine, case, cotangents, ref, limit):
         # Where the backward sweep in matrices has one vector and a barrier more, or two.
         patch.object(kernels_fused, "THREADGROUP_BYTES", 1 if case.get("reverse") else 32768),
     ):
-        outputs, gradients = run(case, engine, np.float32, cotangents)
+        outputs, gradients = run(case, engine, np.float32, cotangents, weights)
         for name, value in (outputs | gradients).items():
             assert_within(name, value, ref[name], limit[name])
 

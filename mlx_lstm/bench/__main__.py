@@ -11,6 +11,7 @@ from typing import NoReturn
 import mlx.core as mx
 
 from ..engines.choice import ENGINES, choose
+from ..engines.packing import WIDTHS, Packing
 from ..machine import in_all_digits
 from .cases import CASES, find_contender, is_installed
 from .files import plot, write_csv, write_records
@@ -33,7 +34,7 @@ MEASURING = ("case", "sizes", "passes", "contenders", "engine", "device", "dtype
 APPLY = {
     "": (*MEASURING, "rounds", "seconds", "quick", "plot"),
     "memory": MEASURING,
-    "model": ("case", "sizes", "passes", "engine", "dtype", "quick", "csv"),
+    "model": ("case", "sizes", "passes", "engine", "dtype", "quick", "csv", "bits"),
     "host": ("case", "sizes", "dtype", "csv"),
     "tune": ("case", "tune_file"),
 }
@@ -133,6 +134,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--csv", metavar="FILE", help="write the figures and the machine to FILE")
     add("--plot", metavar="FILE", help="draw the ratios into FILE (needs matplotlib)")
     add("--model", action="store_true", help="no times: launches, bytes, and the times predicted for three Apple chips")
+    add("--bits", type=int, choices=WIDTHS["affine"][1], help="with --model: of our weights, in groups of 64")
     add("--host", action="store_true", help="no runs: what building the graph costs the host, ours and mlx.nn.LSTM")
     add("--tune", action="store_true", help="on a Mac: measure where which Metal engine is the faster, for later runs")
     add("--tune-file", metavar="FILE", help="where --tune writes; default: in your cache directory, where it counts")
@@ -200,11 +202,11 @@ def complete(options: argparse.Namespace) -> None:
 
 def show_model(options: argparse.Namespace) -> int:
     """Print what is predicted for every size and pass."""
-    records = []
+    records, packing = [], Packing(64, options.bits, "affine") if options.bits else None
     for size in options.sizes:
         for which in options.passes:
-            lines = predict(size, options.dtype, which, engines_at(size, options.engine))
-            print(f"{model_text(size, options.dtype, which, lines)}\n", flush=True)
+            lines = predict(size, options.dtype, which, engines_at(size, options.engine, packing), packing)
+            print(f"{model_text(size, options.dtype, which, lines, packing)}\n", flush=True)
             records += csv_records(size, options.dtype, which, lines)
     print(MODEL_LEGEND)
     if options.csv:

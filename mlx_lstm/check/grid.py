@@ -2,14 +2,20 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack
+from itertools import product
 from typing import Any, NamedTuple
 from unittest.mock import patch
+
+import mlx.core as mx
+import numpy as np
 
 from ..bench.tasks import DTYPES
 from ..engines.cells import Cell, GRUCell, LSTMCell, RNNCell
 from ..engines.choice import choose
 from ..engines.metal import fused_launches, stepwise_launches
-from .cases import EVERY_OPTION, KINK_MARGIN, ROUNDING_MARGIN, Case, at_batch, draw_away_from_kinks
+from ..engines.ops.packed import dequantized
+from ..engines.packing import WEIGHTS, WIDTHS, Packing, Quantized
+from .cases import EVERY_OPTION, KINK_MARGIN, ROUNDING_MARGIN, Case, at_batch, draw_away_from_kinks, to_mlx
 
 HALVES = ("float16", "bfloat16")
 
@@ -49,13 +55,15 @@ KINKED = ("relu", "hard")  # of many items some are nearer to a kink than 16 bit
 
 class Problem(NamedTuple):
     """A problem: its name in reports, the dtype's name, what `cases.draw` takes besides; the outputs that have a
-    gradient, () for all; whether indices have 64 bits, as in arrays of more elements than a test can have."""
+    gradient, () for all; whether indices have 64 bits, as in arrays of more elements than a test can have; how the
+    weights are packed, if they are."""
 
     name: str
     dtype: str
     options: dict[str, Any]
     shown: tuple[str, ...] = ()
     long: bool = False
+    packing: Packing | None = None
 
     @property
     def op(self) -> str:
@@ -69,6 +77,19 @@ class Problem(NamedTuple):
         case, cotangents = draw_away_from_kinks(1, margin, **self.options, recurrent=recurrent, dtype=self.dtype)
         return case, {name: cotangents[name] for name in self.shown or cotangents}
 
+    def packed(self, case: Case) -> tuple[Case, dict[str, Quantized]]:
+        """The case with what its weights come to once they are packed, and the packed ones."""
+        if self.packing is None:
+            return case, {}
+        x, dtype = mx.zeros((), mx.float32), DTYPES[self.dtype]
+        weights, found = {}, dict(case)
+        for name in (name for name in WEIGHTS if case.get(name) is not None):
+            packed = mx.quantize(to_mlx(case[name], dtype), *self.packing)
+            weights[name] = Quantized(*packed, **self.packing._asdict())
+            exact = dequantized(self.packing, weights[name].arrays(name) | {"x": x})[name]
+            found[name] = np.array(exact).astype(np.float64)
+        return found, weights
+
     def hindrance(self, engine: str, device: str, metal: bool) -> str:
         """Why an engine cannot run this there; "" if it can."""
         cells: dict[str, Cell] = {"lstm": LSTMCell(), "gru": GRUCell(reset=self.options.get("reset", "after"))}
@@ -77,7 +98,7 @@ class Problem(NamedTuple):
         given |= {"device": "cpu" if engine == "numpy" else device, "metal": metal, "traced": False}
         try:
             sizes, cell = (T, B, width, H), cells.get(self.op, RNNCell())
-            choose(sizes=sizes, dtype=DTYPES[self.dtype], cell=cell, requested=engine, **given)
+            choose(sizes=sizes, dtype=DTYPES[self.dtype], cell=cell, requested=engine, packing=self.packing, **given)
         except ValueError as error:
             return str(error).partition("cannot run: ")[2].rstrip(".") or str(error)
         return ""
@@ -93,7 +114,7 @@ class Problem(NamedTuple):
 
 def grid(full: bool = False) -> list[Problem]:
     """The problems; `full` for those of every option, too."""
-    found = [*families(), *wide()]
+    found = [*families(), *wide(), *quantized()]
     if full:
         found += [problem for problem in others(found) if problem not in found]
     names = [(problem.name, problem.dtype) for problem in found]
@@ -129,6 +150,17 @@ def wide() -> Iterator[Problem]:
     yield Problem("lstm, 256 units", "float16", WIDE["lstm, 256 units"])
 
 
+def quantized() -> Iterator[Problem]:
+    """Packed weights, which the product by lanes and that by tiles unpack."""
+    four, eight, small = Packing(64, 4, "affine"), Packing(32, 8, "affine"), Packing(16, 4, "nvfp4")
+    yield Problem("lstm, 4 bits, 1 item", "float32", {"sizes": (3, 1, 64, 64, 64)}, packing=four)
+    yield Problem("gru, 8 bits, 9 items", "float32", {"op": "gru", "sizes": (3, 9, 32, 32, 32)}, packing=eight)
+    before: dict[str, Any] = LAYERS["gru, reset before"] | {"sizes": (3, 4, 16, 48, 48)}
+    yield Problem("gru, reset before, nvfp4, 4 items", "float16", before, packing=small)
+    projected: dict[str, Any] = {"projection": True, "sizes": (3, 33, 64, 64, 64)}
+    yield Problem("lstm, projection, 4 bits, 33 items", "bfloat16", projected, packing=four)
+
+
 def others(taken: list[Problem]) -> Iterator[Problem]:
     """What is rarer: the other forms in 16 bits and the other choice of arrays, fewest numbers, long indices, wide
     layers in 16 bits, and each option alone, with forms and dtypes in turns."""
@@ -140,6 +172,13 @@ def others(taken: list[Problem]) -> Iterator[Problem]:
             few: dict[str, Any] = LAYERS[name] | {"sizes": (3, B, 3, 5, 3), "mask": (3, B, "P")}
             yield Problem(f"{name}, {B} items, indices of 64 bits", "float32", few, long=True)
     yield from (Problem(name, dtype, options) for name, options in WIDE.items() for dtype in HALVES)
+    for mode, (groups, widths) in WIDTHS.items():
+        for n, (bits, group) in enumerate(product(widths, groups)):
+            dtype, op, B = list(DTYPES)[n % 3], ("lstm", "gru", "rnn")[n // 3 % 3], (1, 9)[n % 2]
+            packed: dict[str, Any] = {"op": op, "sizes": (3, B, group, group, group)}
+            yield Problem(
+                f"{op}, {mode}, {bits} bits, groups of {group}", dtype, packed, packing=Packing(group, bits, mode)
+            )
     for n, option in enumerate(EVERY_OPTION):
         dtype = list(DTYPES)[n % len(DTYPES)]
         careful = option.endswith(UNBOUNDED) or (dtype != "float32" and any(word in option for word in KINKED))

@@ -128,7 +128,7 @@ def obstacles(
     elif not metal:
         found["fused"] = found["stepwise"] = "MLX has no Metal back end on this machine"
     elif packing is not None:
-        found["fused"] = found["stepwise"] = "the shaders do not read quantized weights"
+        found["fused"] = "it does not read quantized weights"
     elif projection:
         found["fused"] = "a projection of h is a product between two steps"
     elif (limit := FUSED_LIMIT[cell.op]) < H:

@@ -226,7 +226,7 @@ class Call(NamedTuple):
             masks = masks or "keep" in arrays
             form = (*sizes, self.cell, dtype, tuple(arrays), masks, lengths is not None, reverse, both)
             cut = tuning.cut(dtype, B) if found.engine == "fused" else None
-            form += (self.batch_first, training and not free, plain, cut, *wanted, cut_of(found.engine))
+            form += (self.batch_first, training and not free, plain, cut, *wanted, cut_of(found.engine), packing)
             found = guarded(found, form, best)
         elif traced and on_cpu and self.engine is None:
             warn_once(SLOW_WHEN_TRACED)

@@ -10,6 +10,7 @@ from ..engines.chunks import Chunks
 from ..engines.metal import fused, stepwise
 from ..engines.metal.fused_launches import SWEEPS, index_of, tiling_of
 from ..engines.metal.stepwise_launches import index_bits, stepwise_rows, tile_of
+from ..engines.packing import Packing, is_packed
 from ..engines.problem import Cut, Problem
 
 STEPS = 3
@@ -26,7 +27,8 @@ BATCHES = (1, 3, 9, 17, 31, 33, 65, 128, 256, 512, 1024)
 class Form(NamedTuple):
     """A call, but for the numbers in its arrays. `names`: of the arrays it has; `masks`: whether each step has a mask
     of its own; `plain`: whether it has no gradient; `cut`: how `fused` shall cut it; `cotangents`: of a gradient op,
-    the outputs that have one; `chunks`: how its steps are cut."""
+    the outputs that have one; `chunks`: how its steps are cut; `packing`: how the
+    weights are packed that are."""
 
     T: int
     B: int
@@ -47,10 +49,11 @@ class Form(NamedTuple):
     wants_last: bool
     cotangents: tuple[str, ...] | None
     chunks: Chunks | None = None
+    packing: Packing | None = None
 
     def problem(self, lengths: mx.array | None = None) -> Problem:
         """What the engine is told."""
-        how = (self.reverse, lengths, self.return_gates, self.training, self.bidirectional, self.cut)
+        how = (self.reverse, lengths, self.return_gates, self.training, self.bidirectional, self.cut, self.packing)
         return Problem(self.T, self.B, self.H, self.P, self.cell, *how)
 
     @property
@@ -136,14 +139,16 @@ def smallest_stepwise(form: Form) -> tuple[int, int, int]:
     """B, H, P of the fewest elements whose products are cut in the same way."""
     problem = form.problem()
 
-    def smallest(B: int, width: int) -> int | None:
-        """The width of the same remainder whose product has the same tile."""
+    def smallest(B: int, width: int, weight: str) -> int | None:
+        """The width of the same remainder whose product has the same tile; of packed rows, whole groups."""
+        group = form.packing.group_size if form.packing and is_packed(weight, dict.fromkeys(form.names)) else 1
         wanted, least = tile_of(problem, width), width % 32 + (32 if width % 32 < SMALL else 0)
-        widths = [width] if width < 32 else [*range(least, width, 32), width]
+        widths = [width] if width < 32 else [*(w for w in range(least, width, 32) if w % group == 0), width]
         return next((w for w in widths if tile_of(problem._replace(B=B), w) == wanted), None)
 
     same = [B for B in batches(form) if stepwise_rows(B) == stepwise_rows(form.B)]
-    found = [(B, smallest(B, form.H), smallest(B, form.P)) for B in same]
+    of_h = "Wp" if "Wp" in form.names else "Wh"  # whose rows are H long
+    found = [(B, smallest(B, form.H, of_h), smallest(B, form.P, "Wh")) for B in same]
     fitting = [(B, H, P) for B, H, P in found if H is not None and P is not None]
     own = form.B, form.H, form.P
     return min(fitting, key=lambda sizes: sizes[0] * (sizes[1] + sizes[2]), default=own)

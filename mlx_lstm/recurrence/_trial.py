@@ -15,12 +15,13 @@ import numpy as np
 from ..engines import cells, chunks
 from ..engines.autodiff import run, shown_of
 from ..engines.metal import fused, fused_launches, stepwise, stepwise_launches
+from ..engines.packing import Packing, packed_names
 from ..engines.problem import Cut
 from ..oracle import evaluate
 from ..oracle.arithmetic import Arithmetic, Array, Tensors
 from ..oracle.closeness import TRIALS, exact_and_bounds, float_of, largest
 from ._form import JOINING_LEFT, Form, Trial
-from ._trial_case import draw, float64, rounded
+from ._trial_case import Drawn, draw, float64, rounded
 
 STARTED, ANSWER = "trial started", "trial says "
 """What the process prints: where the trial begins, and how its verdict does."""
@@ -42,7 +43,8 @@ def read(text: str) -> Trial:
     op, *options = form["cell"]
     form["cell"] = CELLS[op](*(tuple(option) if isinstance(option, list) else option for option in options))
     form |= {"dtype": getattr(mx, form["dtype"]), "names": tuple(form["names"])}
-    for name, make in {"cut": Cut._make, "cotangents": tuple, "chunks": chunks.Chunks._make}.items():
+    of_tuples = {"cut": Cut._make, "cotangents": tuple, "chunks": chunks.Chunks._make, "packing": Packing._make}
+    for name, make in of_tuples.items():
         if form[name] is not None:
             form[name] = make(form[name])
     return Trial(**given | {"form": Form(**form)})
@@ -51,16 +53,16 @@ def read(text: str) -> Trial:
 def verdict(trial: Trial) -> str:
     """Why the kernels are refused, or nothing."""
     form, rng = trial.form, np.random.default_rng(0)
-    case, smooth = draw(form, rng)
-    outputs, _ = evaluate(case, None, Arithmetic(np.float64))
+    drawn = draw(form, rng)
+    outputs, _ = evaluate(drawn.case, None, Arithmetic(np.float64))
     cotangents = {name: rounded(rng.normal(size=value.shape), form.dtype) for name, value in outputs.items()}
     bounds: dict[str, float] = {}
     try:
         with settings(trial):
             for names in sets_of_cotangents(form):
                 given = {name: cotangents[name] for name in names}
-                got = results(form, case, given, trial.engine)
-                if reason := wrong(form, case, given, got, smooth, bounds):
+                got = results(form, drawn, given, trial.engine)
+                if reason := wrong(form, drawn, given, got, bounds):
                     return f"its trial on this machine gave wrong numbers: {reason}"
     # Whatever a compiler or a driver raises, the engine is not for this machine.
     except Exception as error:
@@ -107,10 +109,11 @@ def settings(trial: Trial) -> Iterator[None]:
             setattr(module, name, value)
 
 
-def results(form: Form, case: dict[str, Any], cotangents: Tensors, engine: str) -> Tensors:
+def results(form: Form, drawn: Drawn, cotangents: Tensors, engine: str) -> Tensors:
     """The outputs that have a cotangent and, of a form with a gradient, the gradients, as d and the array's name."""
-    arrays = {name: mx.array(case[name].astype(np.float32)).astype(form.dtype) for name in form.names}
-    lengths = mx.array(case["lengths"], mx.int32) if form.lengths else None
+    packed = {name: drawn.arrays[name] for name in packed_names(drawn.arrays)}  # which have no gradient
+    arrays = {name: array for name, array in drawn.arrays.items() if name not in packed}
+    lengths = mx.array(drawn.case["lengths"], mx.int32) if form.lengths else None
     # The forward pass of a gradient op may keep what its caller brings along.
     problem = form.problem(lengths)
     sequences = ("h", "c", "gates") if form.batch_first else ()
@@ -119,7 +122,7 @@ def results(form: Form, case: dict[str, Any], cotangents: Tensors, engine: str) 
         return mx.swapaxes(array, 0, 1)
 
     def outputs_of(*values: mx.array) -> list[mx.array]:
-        given = dict(zip(arrays, values, strict=True))
+        given = dict(zip(arrays, values, strict=True)) | packed
         how = {"plain": form.plain, "batch_first": form.batch_first, "wants_last": form.wants_last}
         found = run(problem, given, engine, chunks=form.chunks, **how)
         return [found[name] for name in cotangents]
@@ -139,17 +142,16 @@ def results(form: Form, case: dict[str, Any], cotangents: Tensors, engine: str) 
     return {name: float64(swapped(value) if name in sequences else value) for name, value in found.items()}
 
 
-def wrong(
-    form: Form, case: dict[str, Any], cotangents: Tensors, got: Tensors, smooth: bool, bounds: dict[str, float]
-) -> str:
+def wrong(form: Form, drawn: Drawn, cotangents: Tensors, got: Tensors, bounds: dict[str, float]) -> str:
     """What is further from float64 than its derived bound and than twice what `ops` is: on some GPUs MLX's own products
     are less precise than float32, which both engines share. `bounds` are those of all outputs, once these were judged:
     a loss of fewer outputs has a part of its roundings."""
-    gradients = smooth and not form.plain
+    gradients = drawn.smooth and not form.plain
 
     def values(fl: Arithmetic) -> Tensors:
-        outputs, found = evaluate(case, cotangents if gradients else None, fl)
-        return {name: outputs[name] for name in cotangents} | {f"d{name}": d for name, d in found.items()}
+        outputs, found = evaluate(drawn.case, cotangents if gradients else None, fl)
+        found = {f"d{name}": d for name, d in found.items() if f"d{name}" in got}
+        return {name: outputs[name] for name in cotangents} | found
 
     if bounds:
         exact = values(Arithmetic(np.float64))
@@ -161,7 +163,7 @@ def wrong(
     suspects = {name: error for name in exact if not (error := distance(got[name], exact[name])) <= bounds[name]}
     if not suspects:
         return ""
-    others = results(form, case, cotangents, "ops")
+    others = results(form, drawn, cotangents, "ops")
     for name, error in suspects.items():
         allowed = 2 * distance(others[name], exact[name]) + 4 * float_of(form.word).eps * largest(exact[name])
         if not error <= allowed:

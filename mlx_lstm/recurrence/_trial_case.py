@@ -1,11 +1,13 @@
 """The random arrays of a trial, as a case of the oracle."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
 from ..engines.cells import RNNCell
+from ..engines.ops.packed import dequantized
+from ..engines.packing import Packing, Quantized, is_packed
 from ..oracle import kink_distance
 from ..oracle.arithmetic import Array, Tensors
 from ..oracle.closeness import float_of
@@ -15,22 +17,31 @@ WIDTH = 3  # of x
 HALVINGS = 30
 
 
-def draw(form: Form, rng: np.random.Generator) -> tuple[dict[str, Any], bool]:
-    """A case of random arrays; whether it keeps off the kinks of its activations, so that its gradients have bounds.
+class Drawn(NamedTuple):
+    """A case of the oracle; the arrays of a call that is that case, packed weights among them; whether the case keeps
+    off the kinks of its activations, so that its gradients have bounds."""
+
+    case: dict[str, Any]
+    arrays: dict[str, mx.array]
+    smooth: bool
+
+
+def draw(form: Form, rng: np.random.Generator) -> Drawn:
+    """Random arrays.
 
     What is drawn for the gates is about as large as a bias that no kink is near to, and made smaller until all sums
     keep off kinks by more than rounding can move them.
     """
     parts = draw_parts(form, rng)
     margin = 16 * float_of(form.word).eps
-    case = assembled(form, parts, 1.0)
+    case, arrays = assembled(form, parts, 1.0)
     for n in range(HALVINGS):
-        case = assembled(form, parts, 0.5**n)
+        case, arrays = assembled(form, parts, 0.5**n)
         with np.errstate(all="ignore"):  # what has no bounds may leave those of float64
             distance = kink_distance(**case)
         if distance > margin:
-            return case, True
-    return case, False
+            return Drawn(case, arrays, True)
+    return Drawn(case, arrays, False)
 
 
 def draw_parts(form: Form, rng: np.random.Generator) -> Tensors:
@@ -40,11 +51,12 @@ def draw_parts(form: Form, rng: np.random.Generator) -> Tensors:
     T, B, H, P = form[:4]
     cell, D, G = form.cell, 2 if form.bidirectional else 1, form.cell.gates
     own = (2,) if form.bidirectional else ()
-    shapes = {"Wx": (D * G * H, WIDTH), "Wh": (*own, G * H, P), "b": (D * G * H,), "bhn": (D * H,)}
-    shapes |= {"x": (T, B, WIDTH if "Wx" in form.names else D * G * H), "h0": (B, D * P), "Wp": (*own, P, H)}
+    width = form.packing.group_size if form.packing and is_packed("Wx", dict.fromkeys(form.names)) else WIDTH
+    shapes = {"Wx": (D * G * H, width), "Wh": (*own, G * H, P), "b": (D * G * H,), "bhn": (D * H,)}
+    shapes |= {"x": (T, B, width if "Wx" in form.names else D * G * H), "h0": (B, D * P), "Wp": (*own, P, H)}
     shapes |= {"peephole": (*own, 4 * H), "mask": (T, B, D * P) if form.masks else (B, D * P), "c0": (B, D * H)}
     shapes["keep"] = (T, B, D)
-    parts = {name: rng.normal(0, 0.7, shapes[name]) for name in form.names}
+    parts = {name: rng.normal(0, 0.7, shapes[name]) for name in form.names if name in shapes}
     for name in {"Wx", "Wh", "Wp"} & parts.keys():
         parts[name] /= np.sqrt(shapes[name][-1])
     steer = rng.uniform(0.5, 0.7, (D, G * H))
@@ -59,22 +71,33 @@ def draw_parts(form: Form, rng: np.random.Generator) -> Tensors:
     return parts | {"steer": steer.reshape(-1)}
 
 
-def assembled(form: Form, parts: Tensors, scale: float) -> dict[str, Any]:
-    """The case of these arrays in the form's dtype, with what is beside `steer` in the sums at this scale."""
-    arrays = {name: parts[name].copy() for name in form.names}
-    for name in {"Wx", "Wh", "b", "bhn", "peephole"} & arrays.keys():
-        arrays[name] *= scale
-    if "Wx" in arrays:
-        arrays["x"][..., 0], arrays["Wx"][:, 0] = 1.0, parts["steer"]
+def assembled(form: Form, parts: Tensors, scale: float) -> tuple[dict[str, Any], dict[str, mx.array]]:
+    """The case of these parts in the form's dtype, beside `steer` all in the sums at this scale; its arrays."""
+    values = {name: parts[name].copy() for name in form.names if name in parts}
+    for name in {"Wx", "Wh", "b", "bhn", "peephole"} & values.keys():
+        values[name] *= scale
+    if "Wx" in values:
+        values["x"][..., 0], values["Wx"][:, 0] = 1.0, parts["steer"]
     else:
-        arrays["x"] = scale * arrays["x"] + parts["steer"]
-    case: dict[str, Any] = {name: rounded(array, form.dtype) for name, array in arrays.items()}
+        values["x"] = scale * values["x"] + parts["steer"]
+    arrays = {name: mx.array(value.astype(np.float32)).astype(form.dtype) for name, value in values.items()}
+    case: dict[str, Any] = {name: float64(array) for name, array in arrays.items()}
+    if form.packing:
+        for name in [name for name in arrays if is_packed(name, dict.fromkeys(form.names))]:
+            arrays |= of_weight(name, arrays[name], form.packing)
+        exact = dequantized(form.packing, arrays | {"x": arrays["x"].astype(mx.float32)})
+        case |= {name: float64(exact[name]) for name in case if is_packed(name, arrays)}
     options = form.cell._asdict()
     if isinstance(form.cell, RNNCell):
         options = {"activation": form.cell.act}
     if form.lengths:
         case["lengths"] = [form.T - n % (form.T + 1) for n in range(form.B)]
-    return case | options | {"op": form.cell.op, "reverse": form.reverse, "bidirectional": form.bidirectional}
+    return case | options | {"op": form.cell.op, "reverse": form.reverse, "bidirectional": form.bidirectional}, arrays
+
+
+def of_weight(name: str, weight: mx.array, packing: Packing) -> dict[str, mx.array]:
+    """The arrays of a packed weight."""
+    return Quantized(*mx.quantize(weight, *packing), **packing._asdict()).arrays(name)
 
 
 def rounded(array: Array, dtype: mx.Dtype) -> Array:

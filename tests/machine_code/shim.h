@@ -18,7 +18,8 @@
 
 typedef unsigned char uchar; typedef unsigned short ushort; typedef unsigned int uint; typedef unsigned long ulong;
 typedef short int16_t; typedef int int32_t; typedef long int64_t;
-typedef ushort uint16_t; typedef uint uint32_t; typedef ulong uint64_t; typedef __SIZE_TYPE__ size_t;
+typedef ushort uint16_t; typedef uint uint32_t;
+typedef uchar uint8_t; typedef ulong uint64_t; typedef __SIZE_TYPE__ size_t;
 #define VECTORS(T)                                    \
   typedef T T##2 __attribute__((ext_vector_type(2))); \
   typedef T T##3 __attribute__((ext_vector_type(3))); \

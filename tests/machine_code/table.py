@@ -13,6 +13,7 @@ from mlx_lstm.bench.model.machine_code import Counted, Kernel, has_product, kern
 from mlx_lstm.bench.model.times import ours
 from mlx_lstm.bench.tasks import DTYPES, Size
 from mlx_lstm.engines.cells import GRUCell, LSTMCell, RNNCell
+from mlx_lstm.engines.packing import Packing
 
 from .compiler import HERE, machine_code
 from .count import WORDS, count
@@ -24,7 +25,7 @@ CELLS = {"lstm": LSTMCell(), "gru": GRUCell(), "rnn": RNNCell(), "gru-before": G
 
 class Case(NamedTuple):
     """A layer whose kernels are counted, forward and backward or, for inference, forward only; `projected` is the width
-    of its h, 0 without."""
+    of its h, 0 without; `packing` how its weights are packed, if they are."""
 
     engine: str
     cell: str
@@ -33,6 +34,7 @@ class Case(NamedTuple):
     H: int
     projected: int = 0
     which: str = "backward"
+    packing: Packing | None = None
 
 
 def cases() -> Iterator[Case]:
@@ -56,6 +58,13 @@ def cases() -> Iterator[Case]:
     for cell in ("gru", "rnn", "gru-before"):
         yield from (Case("stepwise", cell, dtype, B, 256) for dtype in ("float32", "float16") for B in (1, 4, 32))
     yield from (Case("stepwise", "lstm", "float32", B, 256, projected=128) for B in (1, 4, 32))
+    how = [Packing(64, bits, "affine") for bits in (1, 2, 3, 4, 5, 6, 8)]
+    how += [Packing(32, 4, "mxfp4"), Packing(32, 8, "mxfp8"), Packing(16, 4, "nvfp4")]
+    packed = [(1, packing) for packing in how] + [(B, how[n]) for B in (4, 32) for n in (3, 6)]
+    for B, packing in packed:
+        yield Case("stepwise", "lstm", "float32", B, 256, which="forward", packing=packing)
+    yield Case("stepwise", "lstm", "float16", 1, 256, which="forward", packing=how[3])
+    yield Case("stepwise", "gru", "float32", 1, 256, which="forward", packing=how[3])
 
 
 def kernels(chosen: Iterable[Case]) -> dict[Kernel, Launch]:
@@ -63,7 +72,7 @@ def kernels(chosen: Iterable[Case]) -> dict[Kernel, Launch]:
     found = {}
     for case in chosen:
         size = Size(3, case.B, 8, case.H)
-        options = {"cell": CELLS[case.cell], "projected": case.projected}
+        options = {"cell": CELLS[case.cell], "projected": case.projected, "packing": case.packing}
         problem, graph = ours(size, DTYPES[case.dtype], case.engine, case.which, **options)
         for launch in graph.launches:
             if has_product(launch) and not launch.name.endswith("_joining"):

@@ -18,7 +18,12 @@ from ...engines.problem import Problem
 from .launches import Launch
 
 WEIGHTS = {"Wh", "Wh_T", "Wp", "packed", "weights"}
-"""Names of a kernel's buffers: its recurrent weights."""
+WEIGHTS |= {f"{name}_{part}" for name in ("Wh", "Wp") for part in ("scales", "biases")}
+"""Names of a kernel's buffers: its recurrent weights, and what packed ones have beside them."""
+
+
+KINDS = {"float32": "float", "float16": "half", "bfloat16": "bfloat16_t"}
+"""The dtypes of arrays, as the kernels have them."""
 
 
 def has_product(launch: Launch) -> bool:
@@ -97,8 +102,12 @@ def kernel_of(launch: Launch, problem: Problem) -> Kernel:
     name += "_projected" * (problem.P != problem.H)
     name += "_reset_before" * (isinstance(problem.cell, GRUCell) and problem.cell.reset == "before")
     weights = next(buffer for buffer in launch.reads if buffer.name in WEIGHTS)
-    elements, B, H = prod(weights.shape), problem.B, problem.H
+    elements, B, H, packing = prod(weights.shape), problem.B, problem.H, problem.packing
     dtype = "float32" if weights.bytes == 4 * elements else "bfloat16" if "bfloat16_t" in launch.text else "float16"
+    if packing and "packed_weights" in launch.text:
+        name += f"_{packing.mode}_{packing.bits}_bits"
+        elements = elements * 32 // packing.bits
+        dtype = next(word for word, kind in KINDS.items() if f"using S = {kind};" in launch.text)
     if per_step := "fused" in name:
         sweep = {"backward": "backward" in name, "directions": problem.directions}
         rows = fused_tiling(problem.cell, B, H, weights.bytes // elements, **sweep).rows
@@ -135,6 +144,17 @@ def counted(launch: Launch, problem: Problem) -> tuple[Counted, bool]:
     return min((line for line in table() if line.per == kernel.per), key=distance), False
 
 
+def products(line: Counted) -> int:
+    """The multiply-adds of a turn that are the product's: those that unpack weights are none. Of packed weights a lane
+    takes as many at a time as metal/packed.metal says, in a threadgroup of eight simdgroups."""
+    packed = re.search(r"_(\d)_bits$", line.kernel)
+    if not packed:
+        return line.multiply_adds
+    bits, op = int(packed[1]), line.kernel.split("_")[0]
+    taken = 8 if bits in (4, 8) else 32 if bits % 2 else 16
+    return 8 * line.rows if line.rows >= 8 else (3 if op == "gru" else 4) * taken * line.rows
+
+
 def cycles_of(launch: Launch, problem: Problem, steps: int) -> tuple[float, float, Counted, bool]:
     """Of a launch over so many time steps: the cycles that a quarter of a GPU core needs for one of its SIMD-groups,
     the spills among its instructions, and the line of the table with whether it is this kernel's own.
@@ -143,5 +163,5 @@ def cycles_of(launch: Launch, problem: Problem, steps: int) -> tuple[float, floa
     """
     line, own = counted(launch, problem)
     needed = kernel_of(launch, problem).needed
-    turns = needed / line.multiply_adds if line.per == "turn" else steps * (1 if own else needed / line.needed)
+    turns = needed / products(line) if line.per == "turn" else steps * (1 if own else needed / line.needed)
     return line.outside + turns * line.cycles, turns * line.spills, line, own

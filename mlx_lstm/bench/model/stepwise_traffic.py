@@ -17,7 +17,7 @@ STATES = {"lstm": (1, 1), "gru": (0, 1), "rnn": (1, 0)}
 CARRIES = {"lstm": 4, "gru": 4, "rnn": 0}
 """Bytes per unit that a step back passes on beside dz."""
 
-WEIGHTS = ("Wh", "weights")
+WEIGHTS = ("Wh", "Wh_scales", "Wh_biases", "weights")
 
 
 def kind_of(launch: Launch) -> str:
@@ -28,7 +28,7 @@ def kind_of(launch: Launch) -> str:
 def itemsize(launch: Launch) -> int:
     """That of the dtype of the arrays."""
     arrays = {buffer.name: buffer for buffer in (*launch.reads, *launch.writes)}
-    found = next(arrays[name] for name in ("Wh", "weights", "h", "dz") if name in arrays)
+    found = next(arrays[name] for name in ("z", "Wh", "weights", "h", "dz") if name in arrays)
     elements = 1
     for size in found.shape:
         elements *= size

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from ...engines.choice import FUSED_LIMIT, METAL_ENGINES, choose
+from ...engines.packing import Packing
 from ...engines.problem import Problem
 from ..report import table
 from ..tasks import DTYPES, Size
@@ -38,11 +39,13 @@ class Prediction(NamedTuple):
         return ", ".join(f"{mine / theirs:.1f}" for mine, theirs in zip(self.seconds, other.seconds, strict=True))
 
 
-def predict(size: Size, dtype: str, which: str, engines: Iterable[str]) -> list[Prediction]:
-    """The lines of one size and pass; a layer's sum last."""
+def predict(
+    size: Size, dtype: str, which: str, engines: Iterable[str], packing: Packing | None = None
+) -> list[Prediction]:
+    """The lines of one size and pass; a layer's sum last. `packing`: how our weights are packed."""
     lines: list[Prediction] = []
     for engine in engines:
-        problem, graph = ours(size, DTYPES[dtype], engine, which)
+        problem, graph = ours(size, DTYPES[dtype], engine, which, packing=packing)
         kinds = dict.fromkeys(launch.name for launch in graph.launches)
         for kind in kinds:
             alike = [launch for launch in graph.launches if launch.name == kind]
@@ -52,11 +55,11 @@ def predict(size: Size, dtype: str, which: str, engines: Iterable[str]) -> list[
     return [*lines, sums("mlx.nn.LSTM", which, graph, problem)[1]]
 
 
-def estimates(size: Size, dtype: str, which: str, engines: Iterable[str]) -> list[str]:
+def estimates(size: Size, dtype: str, which: str, engines: Iterable[str], packing: Packing | None = None) -> list[str]:
     """What is said of the kernels that are not in the table of machine code at this size."""
     found: dict[str, None] = {}
     for engine in engines:
-        problem, graph = ours(size, DTYPES[dtype], engine, which)
+        problem, graph = ours(size, DTYPES[dtype], engine, which, packing=packing)
         for launch in graph.launches:
             if has_product(launch) and not launch.name.endswith("_joining"):
                 line, own = counted(launch, problem)
@@ -98,13 +101,13 @@ def sums(layer: str, which: str, graph: Graph, problem: Problem) -> tuple[Predic
     return Prediction(layer, "between launches", 0, 0, 0, 0, between, none), work._replace(seconds=total, bounds=bounds)
 
 
-def engines_at(size: Size, asked: list[str] | None) -> list[str]:
+def engines_at(size: Size, asked: list[str] | None, packing: Packing | None = None) -> list[str]:
     """The Metal engines that can run a size, of those asked for."""
-    able = METAL_ENGINES if FUSED_LIMIT["lstm"] >= size.H else METAL_ENGINES[1:]
+    able = METAL_ENGINES if FUSED_LIMIT["lstm"] >= size.H and packing is None else METAL_ENGINES[1:]
     return [engine for engine in able if not asked or engine in asked]
 
 
-def group_text(size: Size, dtype: str, which: str, lines: list[Prediction]) -> str:
+def group_text(size: Size, dtype: str, which: str, lines: list[Prediction], packing: Packing | None = None) -> str:
     """The table of one size and pass."""
     cells = [["layer", "launch", "launches", "moved MB", "floor MB", "moved/floor", "apart from weights"]]
     cells[0] += [*(f"{chip.name}, predicted ms" for chip in CHIPS), "bound by"]
@@ -112,13 +115,14 @@ def group_text(size: Size, dtype: str, which: str, lines: list[Prediction]) -> s
         times = (f"{1e3 * seconds:.3f}" for seconds in line.seconds)
         cells.append([line.layer, line.launch, *traffic_cells(line), *times, ", ".join(dict.fromkeys(line.bounds))])
     arguments = {"sizes": size, "dtype": DTYPES[dtype], "device": "gpu", "metal": True, "traced": False}
-    default = choose(**arguments)
+    default = choose(**arguments, packing=packing)
     theirs = lines[-1]
     wholes = [line for line in lines[:-1] if line.launch == "all"]
     engines = dict.fromkeys(line.layer for line in lines[:-1])
-    notes = estimates(size, dtype, which, engines)
+    notes = estimates(size, dtype, which, engines, packing)
     notes += [f"{theirs.layer} over {line.layer}, predicted: {theirs.over(line)}" for line in wholes]
-    title = f"T,B,I,H = {size}   {which}   {dtype}   default engine {default.engine}: {default.reason}"
+    packed = f"   weights of {packing.bits} bits" if packing else ""
+    title = f"T,B,I,H = {size}   {which}   {dtype}{packed}   default engine {default.engine}: {default.reason}"
     return "\n".join([title, table(cells), *notes])
 
 

@@ -17,6 +17,9 @@ from ...engines.autodiff import ENGINE_MODULES
 from ...engines.cells import Cell, LSTMCell
 from ...engines.choice import FUSED_LIMIT
 from ...engines.metal.fused_launches import FusedTiling, fused_tiling
+from ...engines.ops.packed import dequantized
+from ...engines.packing import WEIGHTS as PACKABLE
+from ...engines.packing import Packing
 from ...engines.problem import Problem
 from ..tasks import Size
 from . import stepwise_traffic
@@ -224,26 +227,43 @@ def ours(
     cell: Cell = LSTM,
     bidirectional: bool = False,
     projected: int = 0,
+    packing: Packing | None = None,
 ) -> tuple[Problem, Graph]:
     """The problem and the launches of a layer on an engine; `which` pass, "backward" with the forward pass it needs;
-    `projected` is the width of its h if that is projected."""
+    `projected` is the width of its h if that is projected, `packing` how its weights are packed."""
     T, B, width, H = size
     D, own, rows = (2, (2,), 2 * cell.gates * H) if bidirectional else (1, (), cell.gates * H)
     P = projected or H
     shapes = {"x": (T, B, width), "Wx": (rows, width), "Wh": (*own, cell.gates * H, P), "b": (rows,)}
     shapes |= {"Wp": (*own, P, H)} if projected else {}
-    problem = Problem(T, B, H, P, cell, training=which == "backward", bidirectional=bidirectional)
+    given: dict[str, tuple[tuple[int, ...], mx.Dtype]] = {name: (shape, dtype) for name, shape in shapes.items()}
+    for name in [name for name in PACKABLE if packing and name in shapes]:
+        given |= packed_shapes(name, *given[name], packing)
+    backward = which == "backward"
+    problem = Problem(T, B, H, P, cell, training=backward, bidirectional=bidirectional, packing=packing)
     module = ENGINE_MODULES[engine]
 
     # MLX cannot write down a function with our gradient in it, so the sweeps are called one by one.
     def sweeps(dh: mx.array, *values: mx.array) -> list[mx.array]:
-        arrays = dict(zip(shapes, values, strict=True))
+        arrays = dict(zip(given, values, strict=True))
         saved = module.forward(problem, arrays)
         if which == "forward":
             return [saved["h"]]
-        return [saved["h"], *module.backward(problem, arrays, saved, {"h": dh}).values()]
+        return [saved["h"], *module.backward(problem, dequantized(packing, arrays), saved, {"h": dh}).values()]
 
-    return problem, trace(sweeps, [mx.zeros(shape, dtype) for shape in ((T, B, D * P), *shapes.values())])
+    return problem, trace(sweeps, [mx.zeros((T, B, D * P), dtype), *(mx.zeros(*form) for form in given.values())])
+
+
+def packed_shapes(
+    name: str, shape: tuple[int, ...], dtype: mx.Dtype, packing: Packing | None
+) -> dict[str, tuple[tuple[int, ...], mx.Dtype]]:
+    """The arrays of a packed weight, if its rows are whole groups; else the weight itself."""
+    if packing is None or shape[-1] % packing.group_size:
+        return {name: (shape, dtype)}
+    groups, affine = (*shape[:-1], shape[-1] // packing.group_size), packing.mode == "affine"
+    found = {name: ((*shape[:-1], shape[-1] * packing.bits // 32), mx.uint32)}
+    found[f"{name}_scales"] = groups, dtype if affine else mx.uint8
+    return found | ({f"{name}_biases": (groups, dtype)} if affine else {})
 
 
 def of_mlx(size: Size, dtype: mx.Dtype, which: str) -> tuple[Problem, Graph]:

@@ -65,7 +65,7 @@ def limited(header: str, source: str, threads: int) -> tuple[str, str]:
 
 
 TYPES = {mx.float32: "float", mx.float16: "half", mx.bfloat16: "bfloat16_t", mx.uint16: "ushort", mx.uint32: "uint"}
-TYPES |= {mx.uint64: "ulong"}
+TYPES |= {mx.uint64: "ulong", mx.uint8: "uchar"}
 
 
 @kept

@@ -6,7 +6,9 @@ launch more. One launch at the end of a sweep lays the steps' results out in tim
 
 import mlx.core as mx
 
+from ..ops.packed import scales_of
 from ..ops.sweep import gradients_after_sweep
+from ..packing import is_packed
 from ..problem import Arrays, Problem
 from . import stepwise_launches as kernels
 from .gradients import candidates, gradients_in_few_launches, is_plain, recurrent_input, takes_product
@@ -18,10 +20,10 @@ def forward(problem: Problem, arrays: Arrays) -> Arrays:
     """h [T, B, D P], gates [T, B, D G H], hT [B, D P]; of an LSTM c [T, B, D H], cT [B, D H], float32. Gates only if
     the problem keeps them."""
     T, _, H, P = problem[:4]
+    z = project(problem, arrays)
     cell, Wp = problem.cell, contiguous(arrays.get("Wp"))
     rows, projected = rows_of(problem, Wp)
     mask = whole_mask(problem, arrays)
-    z = project(problem, arrays)
     row = nothing(kernels.row_type(z.dtype))
     fixed = options(problem, arrays) | {
         "z": z,
@@ -29,6 +31,7 @@ def forward(problem: Problem, arrays: Arrays) -> Arrays:
         "extra": contiguous(arrays.get("peephole", arrays.get("bhn"))),
         "numbers": constant((cell.forget_bias, cell.cell_clip or 0.0), mx.float32) if cell.op == "lstm" else None,
         "sizes": sizes(problem, mask, H, P),
+        **packed_parts(arrays, z.dtype),
         "Wp": Wp,
         "h_before": None if Wp is None else row,
         "before": row,
@@ -137,6 +140,15 @@ def options(problem: Problem, arrays: Arrays) -> dict[str, mx.array | None]:
     given = {name: contiguous(arrays.get(name)) for name in ("Wh", "h0", "c0")}
     keep = None if problem.cell.op == "rnn" else contiguous(arrays.get("keep"))
     return given | {"keep": keep, "lengths": problem.lengths, "step": kernels.step_number(0)}
+
+
+def packed_parts(arrays: Arrays, dtype: mx.Dtype) -> Arrays:
+    """What belongs to the packed ones of the weights that the steps read."""
+    found: dict[str, mx.array | None] = {}
+    for name in ("Wh", "Wp"):
+        if is_packed(name, arrays):
+            found |= zip((f"{name}_scales", f"{name}_biases"), scales_of(arrays, name, dtype), strict=True)
+    return {name: contiguous(array) for name, array in found.items() if array is not None}
 
 
 def sizes(problem: Problem, mask: mx.array | None, width: int, K: int) -> mx.array:

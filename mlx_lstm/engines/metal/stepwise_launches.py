@@ -1,12 +1,13 @@
 """The launches of the `stepwise` shaders, each function named like the shader."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache, update_wrapper
 from typing import NamedTuple
 
 import mlx.core as mx
 
 from ..cells import GRUCell
+from ..packing import is_packed
 from ..problem import Arrays, Problem
 from .inputs import INDEX_LIMIT, constant
 from .launch import Inputs, Launch, Outputs, Present, Template, arguments, cell_number, kept, prepare, present, select
@@ -86,14 +87,18 @@ class StepKernel:
         self.threads: int = 256 if lanes else 4 * units[2] * slices
         self.groups: tuple[int, ...] = -(-units[0] // units[1]), -(-problem.B // height), problem.directions
         product = f"stepwise_product_by_{'lanes' if lanes else 'tiles'}"
-        shaders = ("cell", f"stepwise_index_{index_bits(problem)}", *shaders[:-1], product, shader)
+        packed = [name for name in inputs if is_packed(name, inputs)]
+        if packed and problem.packing:
+            template = template | {"BITS": problem.packing.bits, "GROUP": problem.packing.group_size}
+        more = ("packed", "stepwise_packed") if packed else ()
+        shaders = ("cell", f"stepwise_index_{index_bits(problem)}", *shaders[:-1], *more, product, shader)
         outputs: Outputs = {"after": ((output[0],), output[1])}
-        numbers = ", ".join(name for name in template if name != "X")
+        numbers = ", ".join(name for name in template if name not in ("X", "BITS", "GROUP"))
         shared = f"threadgroup float sums[{slices * height * units[2]}];\n"
         shared += f"threadgroup vec<float, 4> vectors[{1 if lanes else 9 * (height + units[2])}];\n"
         shared += "threadgroup float* tiles = (threadgroup float*)vectors;\n"
         self.before: str = f"{shared}uint3 group = threadgroup_position_in_grid;\n"
-        self.call: str = f"{shader}<{numbers}>({arguments({**inputs, **outputs})}, sums, tiles, group, {LANE});\n"
+        self.call: str = f"{shader}<{numbers}>({call_arguments({**inputs, **outputs})}, sums, tiles, group, {LANE});\n"
         self.parts: Parts = problem, name, shaders, inputs, outputs, template
         body, name = self.before + self.call, named(name, problem)
         self.launch: Launch = prepare(name, shaders, inputs, outputs, template, body, self.groups, self.threads)[0]
@@ -167,16 +172,38 @@ def launched(names: str) -> Callable[[Make], Callable[..., StepLaunch]]:
     def launching(make: Make) -> Callable[..., StepLaunch]:
         @kept
         def kernel(problem: Problem, dtype: mx.Dtype, given: tuple[str, ...], has_rows: bool) -> StepKernel:
-            return make(problem, dtype, present(order, given), has_rows)
+            known = tuple(name for name in order if name in given or not name.endswith(PARTS))
+            return make(problem, dtype, present(known, given), has_rows)
 
         def launch(problem: Problem, given: Inputs, rows: Rows | None = None) -> StepLaunch:
-            inputs = {name: array for name in order if (array := given[name]) is not None}
+            inputs = {name: array for name in order if (array := given.get(name)) is not None}
             bare = problem._replace(lengths=None)
-            return StepLaunch(kernel(bare, given["Wh"].dtype, tuple(inputs), rows is not None), inputs, rows)
+            return StepLaunch(kernel(bare, dtype_of(given), tuple(inputs), rows is not None), inputs, rows)
 
         return update_wrapper(launch, make, assigned=("__name__", "__doc__"))
 
     return launching
+
+
+PARTS = ("_scales", "_biases")
+"""How the names of what belongs to a packed weight end."""
+
+
+def dtype_of(given: Inputs) -> mx.Dtype:
+    """That of the arrays, which packed weights do not have."""
+    return given["z" if "z" in given else "Wh"].dtype
+
+
+def call_arguments(arrays: Mapping[str, object]) -> str:
+    """`arguments`, of which the arrays of a packed weight are one."""
+    found = []
+    for name in arrays:
+        if is_packed(name, arrays):
+            parts = arguments({part: arrays.get(part) for part in (name, *(f"{name}{end}" for end in PARTS))})
+            found.append(f"packed_weights<BITS, GROUP>({parts})")
+        elif not name.endswith(PARTS):
+            found.append(arguments({name: arrays[name]}))
+    return ", ".join(found)
 
 
 @cache
@@ -185,7 +212,7 @@ def step_number(n: int) -> mx.array:
     return mx.array(n, mx.int32)
 
 
-@launched("step z before h_before Wh h0 c0 extra mask keep lengths sizes numbers")
+@launched("step z before h_before Wh Wh_scales Wh_biases h0 c0 extra mask keep lengths sizes numbers")
 def stepwise_forward(problem: Problem, dtype: mx.Dtype, inputs: Present, _: bool) -> StepKernel:
     """The row of each step; metal/stepwise_forward.metal has the inputs and what is in it."""
     cell, op = problem.cell, problem.cell.op
@@ -198,7 +225,7 @@ def stepwise_forward(problem: Problem, dtype: mx.Dtype, inputs: Present, _: bool
     return StepKernel(f"{op}_stepwise_forward", files, problem, inputs, output, template, units)
 
 
-@launched("step z before Wh h0 mask lengths sizes")
+@launched("step z before Wh Wh_scales Wh_biases h0 mask lengths sizes")
 def stepwise_gru_reset(problem: Problem, dtype: mx.Dtype, inputs: Present, _: bool) -> StepKernel:
     """r * mask * h_before, r, z [3, B, D H] of each step, flat; metal/stepwise_gru_reset.metal has the inputs."""
     template = {"CELL": cell_number(problem.cell), "ROWS": stepwise_rows(problem.B), "S": dtype}
@@ -207,7 +234,7 @@ def stepwise_gru_reset(problem: Problem, dtype: mx.Dtype, inputs: Present, _: bo
     return StepKernel("stepwise_gru_reset", files, problem, inputs, output, template, (problem.H, 16, 32))
 
 
-@launched("step z before reset_row Wh h0 keep lengths sizes")
+@launched("step z before reset_row Wh Wh_scales Wh_biases h0 keep lengths sizes")
 def stepwise_gru_candidate(problem: Problem, dtype: mx.Dtype, inputs: Present, _: bool) -> StepKernel:
     """The row of each step; metal/stepwise_gru_candidate.metal has the inputs and what is in it."""
     keeps = problem.training or problem.return_gates
@@ -229,7 +256,7 @@ def stepwise_gru_reset_backward(problem: Problem, dtype: mx.Dtype, inputs: Prese
     return StepKernel("stepwise_gru_reset_backward", files, problem, inputs, output, template, units)
 
 
-@launched("step before Wp sizes")
+@launched("step before Wp Wp_scales Wp_biases sizes")
 def stepwise_project(problem: Problem, dtype: mx.Dtype, inputs: Present, _: bool) -> StepKernel:
     """A row with h [B, D P] of each step; metal/stepwise_project.metal has the inputs."""
     tile = tile_of(problem, problem.P)
@@ -329,7 +356,7 @@ def launched_after(names: str) -> Callable[[Callable[..., Sequences]], Callable[
             left = [array for rows, _ in kinds for array in rows.pieces]
             layout = tuple([(rows.steps, rows.pieces[-1].size, width) for rows, width in kinds])
             bare = problem._replace(lengths=None)
-            of_rows = kernel(bare, given["Wh"].dtype, tuple(inputs), layout, names)
+            of_rows = kernel(bare, dtype_of(given), tuple(inputs), layout, names)
             arrays = [inputs[name] for name in of_rows.inputs] + left + left[-1:] * (LEFT - len(left)) + of_rows.sizes
             return dict(zip(of_rows.outputs, of_rows.launch(inputs=arrays), strict=True))
 

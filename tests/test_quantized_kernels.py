@@ -1,0 +1,75 @@
+"""Quantized weights in the Metal kernels, on the emulator: what they compute, what they read, who refuses them."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+from on_metal import on_metal
+from quantized_cases import PACKINGS, check_quantized, quantized_case
+
+from mlx_lstm.engines import choice
+from mlx_lstm.engines.packing import Packing
+
+CASES = {  # a packing, T, B, I, H, P, options
+    "3 bits, tiles, projection": ((32, 3, "affine"), (2, 9, 5, 40, 32), {"projection": True, "quantize": ("Wh",)}),
+    "4 bits, both, projection": ((32, 4, "affine"), (2, 3, 32, 32, 64), {"projection": True, "bidirectional": True}),
+    "5 bits, gru, lengths": ((32, 5, "affine"), (2, 3, 32, 64, 64), {"op": "gru", "lengths": [2, 1, 0]}),
+    "6 bits, gru before, mask": (
+        (64, 6, "affine"),
+        (2, 2, 64, 64, 64),
+        {"op": "gru", "reset": "before", "mask": (2, 2, "P")},
+    ),
+    "8 bits, gru before, tiles": ((32, 8, "affine"), (2, 8, 32, 32, 32), {"op": "gru", "reset": "before"}),
+    "2 bits, rnn, tiles": ((128, 2, "affine"), (2, 8, 128, 128, 128), {"op": "rnn", "reverse": True}),
+    "mxfp4, gru, tiles": ((32, 4, "mxfp4"), (2, 9, 32, 32, 32), {"op": "gru"}),
+    "nvfp4, lanes": ((16, 4, "nvfp4"), (2, 3, 16, 48, 48), {"peephole": True}),
+    "nvfp4, tiles, projection": ((16, 4, "nvfp4"), (2, 33, 16, 48, 16), {"projection": True}),
+    "more rows than arrays": ((32, 8, "mxfp8"), (22, 1, 32, 32, 32), {"op": "rnn"}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_cells_directions_options(name):
+    packing, sizes, options = CASES[name]
+    with on_metal():
+        check_quantized("stepwise", quantized_case(packing, sizes=sizes, **options))
+
+
+@pytest.mark.parametrize(
+    "packing",
+    [pytest.param(p, id=str(p), marks=pytest.mark.slow if p[0] in (64, 128) and p[1] != 4 else []) for p in PACKINGS],
+)
+def test_every_mode_width_and_group_is_read_once_a_step(packing):
+    """By lanes, as few items are multiplied: a step reads each byte of packed weights, scales and biases once."""
+    group = packing[0]
+    H = {16: 48, 32: 64, 64: 64, 128: 128}[group]
+    with on_metal() as log:
+        check_quantized("stepwise", quantized_case(packing, sizes=(2, 1, group, H, H)))
+    steps = [launch for launch in log if "stepwise_forward" in launch.name]
+    assert len(steps) == 2
+    for launch in steps:
+        weights = [traffic for name, traffic in launch.traffic.items() if name.startswith("Wh")]
+        assert sum(each.bytes_read for each in weights) == sum(each.size for each in weights)
+        assert len(weights) == (3 if packing[2] == "affine" else 2)
+
+
+@pytest.mark.parametrize("packing", [(64, 4, "affine"), (32, 3, "affine")], ids=str)
+def test_a_tile_reads_each_byte_once(packing):
+    """Where one threadgroup has all items."""
+    with on_metal() as log:
+        check_quantized("stepwise", quantized_case(packing, sizes=(2, 8, packing[0], 128, 128)))
+    for launch in [launch for launch in log if "stepwise_forward" in launch.name]:
+        weights = [traffic for name, traffic in launch.traffic.items() if name.startswith("Wh")]
+        assert sum(each.bytes_read for each in weights) == sum(each.size for each in weights)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("B, packing", [(1, (32, 6, "affine")), (9, (32, 4, "mxfp4"))])
+def test_16_bits(B, packing, dtype):
+    with on_metal():
+        check_quantized("stepwise", quantized_case(packing, dtype, (2, B, 32, 64, 64)), dtype)
+
+
+def test_who_reads_them():
+    here = {"H": 64, "device": "gpu", "metal": True, "traced": False, "projection": False, "cell": choice.LSTM}
+    found = choice.obstacles(**here, packing=Packing(32, 4, "affine"))
+    assert found.keys() == {"fused", "numpy"} and found["fused"] == "it does not read quantized weights"
