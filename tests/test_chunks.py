@@ -316,5 +316,6 @@ def test_a_wrong_number_is_refused(every):
 def test_what_auto_is():
     assert [chunks.chunks_of("numpy", T, 8, "auto").steps for T in (1, 2, 9, 10, 4096)] == [1, 2, 3, 4, 64]
     assert chunks.chunks_of("numpy", 5, 8, 9).steps == 5
+    assert chunks.chunks_of("ops", 4096, 8, "auto").steps == 16
     assert [chunks.chunks_of(engine, 4096, 8, None) for engine in ("numpy", "stepwise", "fused")] == [None] * 3
     assert chunks.chunks_of("fused", 10**5, 2**14, None) == (1024, False)

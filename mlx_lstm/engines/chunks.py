@@ -42,7 +42,9 @@ def chunks_of(engine: str, T: int, gates: int, every: int | str | None) -> Chunk
     """How a call is cut, if at all. `gates`: of one step; `every`: the steps that a gradient computes again at a time,
     if it shall."""
     if every is not None:
-        return Chunks(min(isqrt(T - 1) + 1 if isinstance(every, str) else every, T), recomputes=True)
+        # Next to sqrt(T) the states at the starts and a chunk are smallest together; a step of `ops` takes most.
+        auto = isqrt((T - 1) // (16 if engine == "ops" else 1)) + 1
+        return Chunks(min(auto if isinstance(every, str) else every, T), recomputes=True)
     longest = LONGEST[engine]
     return Chunks(max(1, min(longest, GATES[engine] // gates)), recomputes=False) if 0 < longest < T else None
 
