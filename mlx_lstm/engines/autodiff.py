@@ -16,6 +16,9 @@ from .packing import packed_names
 from .problem import Arrays, Problem
 from .tracing import custom_function, have_values, one_by_one
 
+HALVES = (mx.float16, mx.bfloat16)
+"""Dtypes of arrays that engines compute with in float32."""
+
 ENGINE_MODULES = {"fused": fused, "stepwise": stepwise, "numpy": numpy, "ops": ops}
 
 
@@ -34,13 +37,13 @@ def run(
     dtype, chunked = arrays["x"].dtype, None
     if chunks is not None:
         chunked = in_chunks(chunks, problem, arrays, engine, plain, batch_first)
-    if chunked is None:
+    if chunked is None and dtype in HALVES:
         arrays = for_engine(engine, arrays)
     if plain and engine == "numpy":  # which makes sequences of either order without an operation of MLX
         outputs: dict[str, Any] = numpy.forward(problem, arrays, batch_first, wants_last)
     else:
         if batch_first:
-            arrays["x"] = mx.swapaxes(arrays["x"], 0, 1)
+            arrays = arrays | {"x": mx.swapaxes(arrays["x"], 0, 1)}
         shown = shown_of(problem, wants_last)
         if plain:
             outputs = (chunked or ENGINE_MODULES[engine]).forward(problem, arrays)
@@ -51,6 +54,8 @@ def run(
             outputs |= {name: mx.swapaxes(outputs[name], 0, 1) for name in ("h", "c", "gates") if name in outputs}
     if not problem.return_gates:
         outputs["gates"] = None
+    if dtype not in HALVES:
+        return outputs
     return {name: output if output is None else output.astype(dtype) for name, output in outputs.items()}
 
 
@@ -87,9 +92,9 @@ def for_engine(engine: str, arrays: Arrays) -> Arrays:
     """The arrays in the dtype an engine computes in: 16 bits reach the Metal shaders, which widen them themselves."""
     if engine in METAL_ENGINES:  # they keep c in float32, and so have its gradient
         return {name: array.astype(mx.float32) if name in ("c", "cT") else array for name, array in arrays.items()}
-    wide, packed = {mx.float16: mx.float32, mx.bfloat16: mx.float32}, packed_names(arrays)  # these stay as they are
+    packed = packed_names(arrays)  # these stay as they are
     return {
-        name: array if name in packed else array.astype(wide.get(array.dtype, array.dtype))
+        name: array.astype(mx.float32) if array.dtype in HALVES and name not in packed else array
         for name, array in arrays.items()
     }
 
