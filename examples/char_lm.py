@@ -54,7 +54,7 @@ from ranks import Lost, Ranks
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from mlx_lstm.nn import LSTM
+from mlx_lstm.nn import LSTM, QuantizedLSTM
 
 CHECKPOINT = "checkpoint.safetensors"
 VALIDATION_ROWS = 16  # the validation text is read in so many rows at once, each from the zero state
@@ -520,6 +520,9 @@ def arguments(argv: list[str] | None) -> tuple[argparse.Namespace, Settings | No
     parser.add_argument("--distributed", action="store_true", help="share each batch with the processes of mlx.launch")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out, with its settings")
     parser.add_argument("--out", type=Path, default=Path("runs/char_lm"), help="folder of the results")
+    widths = (2, 3, 4, 5, 6, 8)
+    text = "after training, validate with the LSTM's weights in so many bits, too"
+    parser.add_argument("--quantize", type=int, nargs="+", choices=widths, metavar="BITS", help=text)
     parser.add_argument("--prompt", default="The ", help="what the sampled text starts with")
     parser.add_argument("--temperature", type=float, default=0.7, help="of sampling; 0 takes the likeliest character")
     parser.add_argument("--length", type=int, default=400, help="characters to sample")
@@ -549,8 +552,19 @@ def report(run: Run, baseline: float, options: argparse.Namespace, console: Cons
     console.print(text)
     console.rule()
     console.print(f"validation: LSTM    {bits:.3f} bits per character")
+    for width, other in quantized_bits(run, options.quantize or []):
+        console.print(f"validation: LSTM    {other:.3f} bits per character, its weights in {width} bits each")
     console.print(f"validation: trigram {baseline:.3f} bits per character")
     console.print(f"wrote {CHECKPOINT}, loss.png and sample.txt to {options.out}")
+
+
+def quantized_bits(run: Run, widths: list[int]) -> Iterator[tuple[int, float]]:
+    """The validation text's bits per character with the LSTM's weights in so many bits; the model stays as it is."""
+    trained, group = run.model.lstm, 64 if run.settings.hidden % 64 == 0 else 32
+    for width in widths:
+        run.model.lstm = QuantizedLSTM.from_layer(trained, group, width)
+        yield width, validation_bits(run.model, run.corpus)
+    run.model.lstm = trained
 
 
 def start(settings: Settings | None, checkpoint: Path, corpus: Corpus, engine: str | None, ranks: Ranks) -> Run:
@@ -579,6 +593,8 @@ def main(argv: list[str] | None = None) -> int:
         ranks = Ranks(options.distributed)
         run = start(settings, checkpoint, corpus, getattr(options, "engine", None), ranks)
         run.model(mx.zeros((1, 1), mx.int32), run.model.zero_state(1))
+        if options.quantize:
+            QuantizedLSTM.from_layer(run.model.lstm, 32)  # can be
     except (ValueError, Lost) as error:  # of a checkpoint, or an engine that does not exist or cannot run here
         print(f"{Path(__file__).name}: error: {error}", file=sys.stderr)
         return 2

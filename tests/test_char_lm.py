@@ -9,6 +9,7 @@ import importlib.util
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -318,6 +319,19 @@ def contents(out: Path) -> tuple[dict[str, bytes], dict[str, str]]:
     """A checkpoint's arrays as bytes and its metadata (their order in the file is MLX's own)."""
     arrays, about = mx.load(str(out / "checkpoint.safetensors"), return_metadata=True)
     return {name: np.array(array).tobytes() for name, array in arrays.items()}, about
+
+
+def test_quantized(tmp_path, capsys):
+    """The trained weights in fewer bits; the checkpoint keeps what was trained; refusals come before training."""
+    sizes = ["--hidden=32", "--embedding=4", "--batch=2", "--window=8", "--seed=1", "--length=5", "--prompt=1"]
+    given = [*sizes, "--steps=2", f"--out={tmp_path}", "--quantize", "8", "2"]
+    assert char_lm.main(given) == 0
+    said = capsys.readouterr().out
+    whole, eight, two = map(float, re.findall(r"validation: LSTM +(\S+) bits", said))
+    assert abs(eight - whole) < 0.005 and f"{two:.3f} bits per character, its weights in 2 bits" in said
+    assert "lstm.Wh_scales" not in "".join(contents(tmp_path)[0])
+    assert char_lm.main([*sizes, "--steps=2", "--hidden=40", f"--out={tmp_path}", "--quantize", "8"]) == 2
+    assert "the columns of Wh must be a multiple of group_size = 32 but got 40" in capsys.readouterr().err
 
 
 def test_the_command(tmp_path):

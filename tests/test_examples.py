@@ -53,6 +53,17 @@ def test_it_learns(name, tmp_path):
     assert FIGURES[name][1](*figures(name, run.stdout)), run.stdout
 
 
-@pytest.mark.parametrize("name", [*FIGURES, "from_torch"])
+@pytest.mark.parametrize("name", [*FIGURES, "from_torch", "quantized_streaming"])
 def test_it_is_short(name):
     assert len((ROOT / "examples" / f"{name}.py").read_text().splitlines()) <= 100
+
+
+def test_quantized_streaming():
+    """Each width in a process of its own; fewer bits are further off."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(ROOT / "examples" / "quantized_streaming.py"), "2", "64"]
+    run = subprocess.run(command, capture_output=True, text=True, env=environment)
+    lines = [line.split() for line in run.stdout.splitlines()[1:]]
+    assert run.returncode == 0 and [line[0] for line in lines] == ["32", "8", "4"], run.stderr
+    weights, off = ([float(line[n]) for line in lines] for n in (1, -1))
+    assert weights[0] > 2 * weights[1] and off[0] == 0 < off[1] < off[2] < 0.2

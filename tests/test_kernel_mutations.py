@@ -105,6 +105,21 @@ HARMLESS = {  # damages that change nothing, and why
     "inline float within(float least, float x, float most) { return x < least ? least : x > most ? most : x; }"
     "  > becomes >=",
     "if (t < length) {  < becomes <=",  # the last h, which meets a gradient of 0
+    # Eight weights at a time, of whole groups; what is beyond them counts as often as its factors, which are 0.
+    "for (int first = 0; first < COUNT; first += 8) {  the bound of < is one less",
+    "for (; k - COUNT * lane < length; k += 32 * COUNT) {  // as often in every lane  < becomes <=",
+    "for (; k - COUNT * lane < length; k += 32 * COUNT) {  // as often in every lane  the bound of < is one less",
+    "for (int n = 0; n < WORDS; ++n) taken[n] = 0;  the bound of < is one less",
+    # Groups of 32 begin with every tile; 16 is the only smaller one.
+    "if (row.k % GROUP == 0 || GROUP < 32)  < becomes <=",
+    "if (row.k % GROUP == 0 || GROUP < 32)  the bound of < is one less",
+    "constexpr int SHARE = GROUP < 32 ? GROUP / 4 : 8;  < becomes <=",
+    "constexpr int SHARE = GROUP < 32 ? GROUP / 4 : 8;  the bound of < is one less",
+    # 32 numbers have BITS words, so either condition does for whole tiles; bits begin with a word.
+    "const uint own = 32 * place < BITS * numbers && place < BITS ? row.words[row.k / 32 * BITS + place] : 0u;"
+    "  < becomes <=",
+    "const uint own = 32 * place < BITS * numbers && place < BITS ? row.words[row.k / 32 * BITS + place] : 0u;"
+    "  the bound of < is one less",
     # dh of an item that has no step, which nothing reads.
     "if (n < 0 || s.t < length) sum = dh_sum(s, sums + cell, length, b, j, P, mask, dh, dhT);  < becomes <=",
 }
