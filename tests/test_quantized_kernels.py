@@ -1,11 +1,16 @@
 """Quantized weights in the Metal kernels, on the emulator: what they compute, what they read, who refuses them."""
 
+import math
+
 import ml_dtypes
+import mlx.core as mx
 import numpy as np
 import pytest
 from on_metal import on_metal
 from quantized_cases import PACKINGS, check_quantized, quantized_case
 
+from mlx_lstm.bench.model.times import moved_bytes, ours, packed_shapes
+from mlx_lstm.bench.tasks import Size
 from mlx_lstm.engines import choice
 from mlx_lstm.engines.packing import Packing
 
@@ -73,3 +78,13 @@ def test_who_reads_them():
     here = {"H": 64, "device": "gpu", "metal": True, "traced": False, "projection": False, "cell": choice.LSTM}
     found = choice.obstacles(**here, packing=Packing(32, 4, "affine"))
     assert found.keys() == {"fused", "numpy"} and found["fused"] == "it does not read quantized weights"
+
+
+@pytest.mark.parametrize("packing", [(64, 4, "affine"), (16, 4, "nvfp4")], ids=str)
+def test_predictions_know_the_bytes(packing):
+    """A step reads the packed weights, scales and biases once; so says the emulator above."""
+    problem, graph = ours(Size(3, 1, 64, 64), mx.float32, "stepwise", "forward", packing=Packing(*packing))
+    step = next(launch for launch in graph.launches if "stepwise_forward" in launch.name)
+    count = moved_bytes(step, problem) - moved_bytes(step, problem, weights=False)
+    shapes = packed_shapes("Wh", (256, 64), mx.float32, Packing(*packing)).values()
+    assert count == sum(math.prod(shape) * dtype.size for shape, dtype in shapes) < 256 * 64

@@ -7,7 +7,7 @@ from machine_code.compiler import opencl
 from machine_code.count import count
 from machine_code.table import FILE, Case, cases, kernels, tool_hash
 from mlx_lstm.bench.model import machine_code
-from mlx_lstm.bench.model.machine_code import Counted, Kernel, counted, cycles_of, kernel_of, table, text_hash
+from mlx_lstm.bench.model.machine_code import Counted, Kernel, counted, cycles_of, kernel_of, products, table, text_hash
 from mlx_lstm.bench.model.times import ours
 from mlx_lstm.bench.tasks import Size
 from mlx_lstm.engines.tuning import PREDICTED
@@ -188,3 +188,16 @@ def test_a_step_of_the_usual_size(kernel, most):
 def test_a_product_by_lanes(sweep):
     (line,) = (one for one in table() if one[:4] == (f"lstm_stepwise_{sweep}", "float32", 4, 256))
     assert line.instructions <= 4 * line.multiply_adds and not line.spills
+
+
+def test_packed_weights_take_registers_only():
+    """Of every width and mode; at 4 and 8 bits a step takes at most 10 instructions a weight in one row."""
+    lines = [line for line in table() if line.kernel.endswith("_bits")]
+    assert len({line.kernel for line in lines}) >= 10 and not any(line.spills or line.scratch for line in lines)
+    for line in lines:
+        if (
+            line.rows == 1
+            and line.kernel.startswith("lstm")
+            and line.kernel.endswith(("affine_4_bits", "affine_8_bits"))
+        ):
+            assert products(line) == 32 and line.instructions <= 10 * products(line)
