@@ -1,5 +1,7 @@
 """Sequences in chunks of time: gradients that compute steps again, and sequences that are evaluated part by part."""
 
+from contextlib import nullcontext
+from itertools import product
 from unittest.mock import patch
 
 import mlx.core as mx
@@ -14,12 +16,18 @@ from mlx_lstm import gru, lstm, rnn
 from mlx_lstm import nn as ours
 from mlx_lstm import torch as theirs
 from mlx_lstm.bench.worker import PeakMemory, release_memory
-from mlx_lstm.engines import chunks
+from mlx_lstm.engines import METAL_ENGINES, chunks
 from mlx_lstm.oracle import ARRAYS, backward, forward
 from mlx_lstm.oracle.closeness import assert_close, assert_within, bounds
 
 EVERY_OPTION = OPTIONS | CELLS | BOTH
+ENGINES = ["numpy", "ops", "stepwise", "fused"]
 WAYS = ["evaluated", "lazy"]
+
+
+def where(engine):
+    """On the emulator, if the engine is one of Metal's."""
+    return on_metal() if engine in METAL_ENGINES else nullcontext()
 
 
 def evaluating(way):
@@ -40,7 +48,7 @@ def assert_right(case, cotangents, engine, dtype=np.float32, **emulator):
         assert_within(name, value, ref[name], limit[name])
 
 
-def every_other(values, rarely=2):
+def every_so_many(values, rarely):
     """All of them, of which a default run has every so many."""
     return [pytest.param(*v, marks=[] if n % rarely == 0 else pytest.mark.slow) for n, v in enumerate(values)]
 
@@ -49,7 +57,7 @@ RUNS = [("numpy", "evaluated"), ("ops", "evaluated"), ("ops", "lazy")]
 TURNS = [(option, *run) for n, option in enumerate(EVERY_OPTION) for run in RUNS[n % 3 :] + RUNS[: n % 3]]
 
 
-@pytest.mark.parametrize("option, engine, way", every_other(TURNS, 3))
+@pytest.mark.parametrize("option, engine, way", every_so_many(TURNS, 3))
 def test_each_option_alone(option, engine, way):
     """Two and four chunks, the last of them shorter, in turns."""
     number = list(EVERY_OPTION).index(option)
@@ -58,14 +66,14 @@ def test_each_option_alone(option, engine, way):
         assert_right(case | {"checkpoint_every": (3, 1, "auto")[number // 3 % 3]}, cotangents, engine)
 
 
-@pytest.mark.parametrize("option", every_other([(option,) for option in EVERY_OPTION], 3))
+@pytest.mark.parametrize("option", every_so_many([(option,) for option in EVERY_OPTION], 11))
 def test_each_option_in_sequences_that_are_cut_for_their_length(option):
     """All is kept, chunk by chunk."""
     with evaluating("evaluated"), patch.object(chunks, "GATES", {"ops": 1}):
         assert_right(*draw_away_from_kinks(1, **EVERY_OPTION[option]), "ops")
 
 
-@pytest.mark.parametrize("engine, option, B", in_turns(pairs(OPTIONS | CELLS) + pairs(BOTH), [2, 9], rarely=3))
+@pytest.mark.parametrize("engine, option, B", in_turns(pairs(OPTIONS | CELLS) + pairs(BOTH), [2, 9], rarely=13))
 def test_each_option_on_metal(engine, option, B):
     """Computed again or kept, lazily or chunk by chunk, in turns."""
     number = list(EVERY_OPTION).index(option) + (engine == "fused")
@@ -76,22 +84,21 @@ def test_each_option_on_metal(engine, option, B):
         assert_right(case | ({"checkpoint_every": every} if every else {}), cotangents, engine)
 
 
-@pytest.mark.parametrize("engine", ["numpy", "ops", "stepwise", "fused"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_random_combinations(kind, engine):
-    for seed in range(3):
-        sizes, rng = (5, 3, 2, 3, 3), np.random.default_rng(seed)
-        options = combination(rng, sizes, **KINDS[kind])
-        options["activations" if kind[0] != "r" else "activation"] = {
-            "lstm": ("sigmoid", "hard_sigmoid", "tanh", "sigmoid", "tanh"),
-            "gru": ("sigmoid", "hard_sigmoid", "tanh"),
-            "rnn": "sigmoid",
-        }[kind[:4].rstrip("_")]
-        options |= {"projection": False} if engine == "fused" and kind.startswith("lstm") else {}
-        case, cotangents = draw_away_from_kinks(seed, sizes=sizes, **options)
-        given = {name: cotangents[name] for name in list(cotangents)[seed:]}
-        with on_metal() if engine in ("stepwise", "fused") else patch.object(mx, "array", mx.array):
-            assert_right(case | {"checkpoint_every": 2}, given, engine)
+@pytest.mark.parametrize("kind, engine, seed", every_so_many(product(KINDS, ENGINES, range(4)), 4))
+def test_random_combinations(kind, engine, seed):
+    """Of options, and chunks of a random length."""
+    sizes, rng = (5, 3, 2, 3, 3), np.random.default_rng([seed, ENGINES.index(engine), *kind.encode()])
+    options = combination(rng, sizes, **KINDS[kind])
+    options["activations" if kind[0] != "r" else "activation"] = {
+        "lstm": ("sigmoid", "hard_sigmoid", "tanh", "sigmoid", "tanh"),
+        "gru": ("sigmoid", "hard_sigmoid", "tanh"),
+        "rnn": "sigmoid",
+    }[kind[:4].rstrip("_")]
+    options |= {"projection": False} if engine == "fused" and kind.startswith("lstm") else {}
+    case, cotangents = draw_away_from_kinks(seed, sizes=sizes, **options)
+    given = {name: cotangents[name] for name in list(cotangents)[rng.integers(3) :]}
+    with where(engine):
+        assert_right(case | {"checkpoint_every": int(rng.integers(1, 6))}, given, engine)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -112,16 +119,17 @@ def test_half_precision(option, dtype, engine, way):
         assert_close(name, value, same[name], ref[name])
 
 
-@pytest.mark.parametrize("engine", ["stepwise", "fused"])
-@pytest.mark.parametrize("option", ["plain", "gru", "lstm_both"])
+@pytest.mark.parametrize("option, engine", every_so_many(product(["plain", "gru", "lstm_both"], METAL_ENGINES), 3))
 def test_half_precision_on_metal(option, engine):
     case, cotangents = draw_away_from_kinks(5, dtype=np.float16, **(OPTIONS | KINDS)[option])
     with on_metal():
         assert_right(case | {"checkpoint_every": 2}, cotangents, engine, np.float16)
 
 
-@pytest.mark.parametrize("engine", ["numpy", "ops", "stepwise", "fused"])
-@pytest.mark.parametrize("option", ["plain", "lengths_reverse", "gru", "rnn", "lstm_both"])
+WHOLE = product(["plain", "lengths_reverse", "gru", "rnn", "lstm_both"], ENGINES)
+
+
+@pytest.mark.parametrize("option, engine", every_so_many(WHOLE, 3))
 def test_outputs_are_those_of_one_piece_to_the_bit(option, engine):
     """Launches that are split hand their states on."""
     case, _ = draw_away_from_kinks(
@@ -131,13 +139,13 @@ def test_outputs_are_those_of_one_piece_to_the_bit(option, engine):
         **(OPTIONS | KINDS)[option] | ({"lengths": [7, 2, 0]} if "lengths" in option else {}),
     )
     cotangents = {name: np.ones_like(value, np.float32) for name, value in forward(**case).items()}
-    with on_metal() if engine in ("stepwise", "fused") else patch.object(mx, "array", mx.array):
+    with where(engine):
         whole, _ = run(case, engine, np.float32, cotangents)
         parts, _ = run(case | {"checkpoint_every": 3}, engine, np.float32, cotangents)
         with evaluating("evaluated"), patch.dict(chunks.GATES, dict.fromkeys(chunks.GATES, 60)):
             long, _ = run(case, engine, np.float32, cotangents)
     for name, value in whole.items():
-        if engine in ("stepwise", "fused"):
+        if engine in METAL_ENGINES:
             np.testing.assert_array_equal(parts[name], value, err_msg=name)
             np.testing.assert_array_equal(long[name], value, err_msg=name)
         else:  # a product over fewer rows may round otherwise
@@ -170,9 +178,10 @@ def assert_same(got, expected):
         np.testing.assert_allclose(np.array(left), np.array(right), rtol=1e-11, atol=1e-12)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("every", [2, None])
-@pytest.mark.parametrize("kind", ["lstm", "gru", "lstm_both"])
+GRAPHS = [(kind, *run) for kind in ("lstm", "gru", "lstm_both") for run in product([2, None], WAYS)]
+
+
+@pytest.mark.parametrize("kind, every, way", every_so_many(GRAPHS, 3))
 def test_transformations_of_ops(kind, every, way):
     """Gradients of gradients, forward mode, vmap on either side, compile, checkpoint."""
     with mx.stream(mx.cpu):
