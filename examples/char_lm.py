@@ -595,7 +595,9 @@ def main(argv: list[str] | None = None) -> int:
         run.model(mx.zeros((1, 1), mx.int32), run.model.zero_state(1))
         if options.quantize:
             QuantizedLSTM.from_layer(run.model.lstm, 32)  # can be
-    except (ValueError, Lost) as error:  # of a checkpoint, or an engine that does not exist or cannot run here
+        if ranks.rank == 0:
+            options.out.mkdir(parents=True, exist_ok=True)
+    except (ValueError, OSError, Lost) as error:  # of a checkpoint, an engine, a folder
         print(f"{Path(__file__).name}: error: {error}", file=sys.stderr)
         return 2
     corpus.encode(options.prompt)

@@ -1,6 +1,6 @@
 """Texts of many lengths in one batch: which kind of character has this name?
 
-    python examples/classify.py  # half a minute
+    python examples/classify.py  # half a minute; a number behind it is that of steps
 
 GREEK SMALL LETTER ALPHA is a lower-case letter, CIRCLED DIGIT ONE a number: Python's `unicodedata` has the names and
 the kinds. An LSTM reads each name in both directions; `lengths` tells where it ends, so that nothing is read from the
@@ -97,4 +97,4 @@ def main(steps=1000):
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    main(*map(int, sys.argv[1:])) if all(map(str.isdigit, sys.argv[1:])) else sys.exit(__doc__)

@@ -1,6 +1,6 @@
 """A policy that has to remember, trained on rollouts in the middle of which episodes end.
 
-    python examples/policy.py
+    python examples/policy.py  # a number behind it is that of rollouts
 
 The game: a sign says left or right, a corridor of random length follows, and at its end the sign's side wins. After an
 episode the game's row of the states is zero: when acting by a product, and for the gradient, over the whole rollout at
@@ -88,4 +88,4 @@ def main(rollouts=30):
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    main(*map(int, sys.argv[1:])) if all(map(str.isdigit, sys.argv[1:])) else sys.exit(__doc__)

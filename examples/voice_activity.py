@@ -1,6 +1,6 @@
 """Is somebody speaking? An LSTM answers every 10 ms while the sound comes in: frame by frame, states in and out.
 
-    python examples/voice_activity.py
+    python examples/voice_activity.py  # a number behind it is that of steps
 
 The sound is made here: syllables under three formants, and hisses, in noise of changing level and color, with knocks.
 The last lines compare with the best threshold on the energy, and streaming with the whole sequence at once.
@@ -97,4 +97,4 @@ def main(steps=80):
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    main(*map(int, sys.argv[1:])) if all(map(str.isdigit, sys.argv[1:])) else sys.exit(__doc__)

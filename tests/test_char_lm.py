@@ -414,6 +414,15 @@ def test_an_engine_that_cannot_run_ends_in_a_line(tmp_path, monkeypatch, capsys,
     assert not (tmp_path / "run").exists()
 
 
+def test_a_folder_that_cannot_be_ends_in_a_line(tmp_path, monkeypatch, capsys):
+    """Before any step, and not after the first ones."""
+    monkeypatch.setattr(char_lm, "documentation", lambda: TEXT)
+    (tmp_path / "file").touch()
+    assert char_lm.main(["--hidden=8", "--batch=2", "--prompt=1", f"--out={tmp_path / 'file' / 'run'}"]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and "Not a directory" in said.err and said.err.count("\n") == 1
+
+
 def test_resume_refuses_settings_and_wants_a_checkpoint(tmp_path, capsys):
     for options, part in ((["--hidden=9"], "takes hidden from the checkpoint"), ([], "found no")):
         with pytest.raises(SystemExit) as stopped:

@@ -378,6 +378,32 @@ def test_what_a_format_cannot_hold():
             writer(weights)
 
 
+@pytest.mark.parametrize("value", [None, {}, mlx_lstm.nn.LSTM(3, 4)], ids=["None", "dict", "layer"])
+def test_what_is_no_weights_is_told_so(value, tmp_path):
+    """A layer, or its arrays, handed to a writer without its reader."""
+    for writer in (name for name in dir(convert) if name.startswith("to_")):
+        with pytest.raises(
+            ValueError, match=rf"^\[{writer}\] weights must be a Weights, as convert.from_torch, .* but got"
+        ):
+            getattr(convert, writer)(value)
+    with pytest.raises(ValueError, match=r"^\[convert\] weights must be a Weights"):
+        convert.write(tmp_path / "a.npz", {"lstm": value})
+
+
+def test_other_things_than_layers_are_refused(tmp_path):
+    class Theirs:
+        def parameters(self):
+            """As torch has it."""
+            return iter(())
+
+    with pytest.raises(ValueError, match=r"^\[from_mlx\] layers\[0\] must hold Wh or Whh but got NoneType"):
+        convert.from_mlx(None)
+    with pytest.raises(ValueError, match=r"^\[from_mlx\] layers\[0\] must hold Wh or Whh but got Theirs"):
+        convert.from_mlx(Theirs())
+    with pytest.raises(ValueError, match=r"^\[convert\] model must be what convert.read returns, .* but got list"):
+        convert.write(tmp_path / "a.npz", [PLAIN["gru"]])
+
+
 def test_the_forget_bias_goes_into_the_bias():
     weights = TF._replace(cell=LSTMCell(forget_bias=1.0)).map(
         lambda arrays: {name: array for name, array in arrays.items() if name != "peephole"}
@@ -739,6 +765,13 @@ def test_other_refusals(tmp_path, capsys, monkeypatch):
     assert "layers must all be alike" in refusal(
         capsys, saved(tmp_path / "two.npz", convert.to_torch(PLAIN["gru"], prefix="g.")
                       | convert.to_torch(PLAIN["lstm"], prefix="l.")), target, "--stack", "g,l")  # fmt: skip
+    convert.write(nameless := tmp_path / "nameless.npz", {"": PLAIN["gru"]})
+    assert "called 'enc'; there are (no name)" in refusal(capsys, nameless, target, "--only", "enc")
+    (folder := tmp_path / "folder.npz").mkdir()
+    assert "folder.npz is a folder" in refusal(capsys, path, folder, "--force")
+    assert "folder.npz is a folder" in refusal(capsys, folder, target)
+    assert "which has no plain RNN, but got 'relu'" in refusal(capsys, path, target, "--nonlinearity", "relu")
+    assert "--to must be left out" in refusal(capsys, path, tmp_path / "b.onnx", "--to", "mlx")
     assert "keys must have {array}" in refusal(capsys, path, target, "--keys", "{name}")
     assert "keys must have {layer} and {way}" in refusal(capsys, path, target, "--keys", "{name}.{array}")
     assert "--keys must be left out" in refusal(capsys, path, tmp_path / "b.onnx", "--keys", "{array}")
@@ -762,6 +795,8 @@ def test_other_refusals(tmp_path, capsys, monkeypatch):
         "a.safetensors",
         "b.npz",
         "c.npz",
+        "folder.npz",
+        "nameless.npz",
         "p.npz",
         "r.onnx",
         "two.npz",

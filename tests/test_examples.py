@@ -53,6 +53,12 @@ def test_it_learns(name, tmp_path):
     assert FIGURES[name][1](*figures(name, run.stdout)), run.stdout
 
 
+def test_help_is_the_first_lines():
+    command = [sys.executable, str(ROOT / "examples" / "policy.py"), "--help"]
+    run = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    assert run.returncode == 1 and run.stderr.startswith("A policy that has to remember") and not run.stdout
+
+
 @pytest.mark.parametrize("name", [*FIGURES, "from_torch", "quantized_streaming"])
 def test_it_is_short(name):
     assert len((ROOT / "examples" / f"{name}.py").read_text().splitlines()) <= 100

@@ -275,6 +275,9 @@ class Other(mlx_lstm.nn.LSTM):
             lambda: mlx_lstm.nn.QuantizedGRU(64, 64, mode="q4"),
             "mode must be one of 'affine', 'mxfp4', 'mxfp8', 'nvfp4'",
         ),
+        (lambda: mlx_lstm.nn.QuantizedGRU(64, 64, bits=4.0), "bits of mode 'affine' must be one of .* but got 4.0"),
+        (lambda: mlx_lstm.nn.QuantizedGRU(64, 64, bits=True), "bits of mode 'affine' must be one of .* but got True"),
+        (lambda: mlx_lstm.torch.QuantizedGRU(64, 64, group_size=0), "group_size of mode 'affine' must be .* but got 0"),
         (lambda: mlx_lstm.nn.QuantizedRNN(64, 64, mode=["affine"]), "mode must be one of 'affine', 'mxfp4', 'mxfp8'"),
         (lambda: mlx_lstm.nn.quantize(mlx_lstm.nn.LSTM(64, 64)), "model must be a module that has layers but got LSTM"),
     ],
@@ -282,6 +285,21 @@ class Other(mlx_lstm.nn.LSTM):
 def test_what_layers_refuse(make, message):
     with pytest.raises(ValueError, match=rf"^\[(nn|torch)\.\w+\] {message}"):
         make()
+
+
+@pytest.mark.parametrize(
+    "first, second, message",
+    [
+        (mlx_lstm.nn.LSTM, mlx_lstm.nn.QuantizedLSTM, "a quantized layer must hold packed weights, uint32: load float"),
+        (mlx_lstm.nn.QuantizedLSTM, mlx_lstm.nn.LSTM, "a float layer must hold floats: load packed weights into its"),
+    ],
+)
+def test_weights_of_the_other_kind_are_told_so(first, second, message, tmp_path):
+    """MLX loads them where it shall not be strict."""
+    first(64, 64).save_weights(file := str(tmp_path / "weights.safetensors"))
+    (layer := second(64, 64)).load_weights(file, strict=False)
+    with pytest.raises(ValueError, match=rf"^\[nn.LSTM\] {message}"):
+        layer(mx.ones((1, 2, 64)))
 
 
 # --- Models -----------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from typing import NoReturn
 import mlx.core as mx
 
 from ..checks import fail
+from ..engines.cells import RNNCell
 from ._files import Model, ending_of, read, write
 from ._keys import STYLES, WAYS
 from .weights import Weights, describe, differences, stacked
@@ -36,24 +37,32 @@ def convert(options: argparse.Namespace) -> list[str]:
     ending_of(target)
     if target.exists() and not options.force:
         raise FileExistsError(f"{target} exists; --force replaces it")
+    if target.is_dir():
+        raise IsADirectoryError(f"{target} is a folder")
     if not target.parent.is_dir():
         raise FileNotFoundError(f"{target.parent} is no folder")
     ways = tuple(options.ways or WAYS)
     model = read(source, keys=options.from_keys, ways=ways, order=options.order, nonlinearity=options.nonlinearity)
     if not model.layers:
         raise ValueError(f"{source} holds no LSTM, GRU or RNN layer; its arrays: {some(list(model.rest))}")
+    plain = any(isinstance(weights.cell, RNNCell) for weights in model.layers.values())
+    if options.nonlinearity and not plain:
+        rule = f"--nonlinearity must be left out for {source.name}, which has no plain RNN,"
+        fail("convert", rule, repr(options.nonlinearity))
     model = chosen(model, options)
     arrays = ending_of(target) in (".safetensors", ".npz")
-    if not arrays and options.keys:
-        fail("convert", f"--keys must be left out for {target.name}, which has keys of its own,", repr(options.keys))
+    for option in ("keys", "to"):
+        if not arrays and (value := getattr(options, option)):
+            fail("convert", f"--{option} must be left out for {target.name}, which has keys of its own,", repr(value))
+    style = options.to or "torch"
     partial = target.with_name(f".{os.getpid()}.new.{target.name}")
     try:
-        write(partial, model, style=options.to, keys=options.keys, ways=options.ways)
+        write(partial, model, style=style, keys=options.keys, ways=options.ways)
         again = read(partial, keys=options.keys if arrays else None, ways=ways)
         os.replace(partial, target)
     finally:
         partial.unlink(missing_ok=True)
-    lines = [f"{source} -> {target}" + (f", in the words of {options.to}" if arrays else "")]
+    lines = [f"{source} -> {target}" + (f", in the words of {style}" if arrays else "")]
     for name, weights in model.layers.items():
         lines.append(f"  {name or '(no name)'}: {describe(weights)}; from {some(model.keys[name], 2)}")
     lines += [f"    now {name or '(no name)'}: {some(found, 4)}" for name, found in again.keys.items()]
@@ -69,7 +78,8 @@ def chosen(model: Model, options: argparse.Namespace) -> Model:
     layers, keys = dict(model.layers), dict(model.keys)
     for wanted in [*(options.only or []), *(name for names in options.stack or [] for name in names.split(","))]:
         if wanted not in layers:
-            raise ValueError(f"no recurrent layer is called {wanted!r}; there are {some(list(layers))}")
+            known = some([name or "(no name)" for name in layers])
+            raise ValueError(f"no recurrent layer is called {wanted!r}; there are {known}")
     if options.only:
         layers = {name: layers[name] for name in layers if name in options.only}
     for names in options.stack or []:
@@ -144,7 +154,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("source", metavar="SRC", type=Path)
     add("target", metavar="DST", type=Path)
     to = "the words of .safetensors and .npz: torch's weight_ih_l0, MLX's Wx, Wx with bias_ih and bias_hh, "
-    add("--to", choices=STYLES, default="torch", help=f"{to}Keras' kernel, or the ops' Wx, b; default: torch")
+    add("--to", choices=STYLES, help=f"{to}Keras' kernel, or the ops' Wx, b; default: torch")
     add("--keys", metavar="FORM", help="the keys in DST: {array} and maybe {name}, {layer}, {way} in one word")
     add("--from-keys", metavar="FORM", help="the keys in SRC; default: found out")
     add("--ways", nargs=2, metavar=("A", "B"), help="what the directions are called in such keys")

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..checks import check_option, fail
 from . import _keras_file, _keys, _onnx_file
-from .weights import Weights
+from .weights import Weights, check_weights
 
 ENDINGS = (".safetensors", ".npz", ".weights.h5", ".h5", ".keras", ".onnx")
 DTYPES = {"F64": "f8", "F32": "f4", "F16": "f2", "I64": "i8", "I32": "i4", "I16": "i2", "I8": "i1"}
@@ -71,6 +71,8 @@ def read(
     """
     path = Path(path)
     ending = ending_of(path)
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder")
     path.stat()  # FileNotFoundError
     options = {"keys": keys, "ways": ways, "order": order, "nonlinearity": nonlinearity}
     if ending in (".safetensors", ".npz"):
@@ -127,7 +129,12 @@ def write(
     path = Path(path)
     ending = ending_of(path)
     if not isinstance(model, Model):
+        if not isinstance(model, Mapping):
+            rule = "model must be what convert.read returns, or a dict of Weights by name,"
+            fail("convert", rule, type(model).__name__)
         model = Model(dict(model), {}, {}, [], {})
+    for weights in model.layers.values():
+        check_weights("convert", weights)
     check_option("convert", "style", style, _keys.STYLES)
     if path.exists() and not force:
         fail("convert", f"{path} must not exist, or be replaced by force,", "a file")

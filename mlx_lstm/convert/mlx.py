@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import mlx.nn as nn
+
 from ..checks import check_array, check_option, fail
 from ..engines.directions import join, part
 from ..engines.problem import Arrays
@@ -14,6 +16,7 @@ from .weights import (
     RNNCell,
     Weights,
     cell_of,
+    check_weights,
     checked,
     from_one_bias,
     gate_order,
@@ -54,14 +57,15 @@ def from_mlx(layers: Any, reverse: Any = None, *, nonlinearity: str = "tanh") ->
         LSTM(3, 4, num_layers=2)
     """
     op = "from_mlx"
-    ways = [way if isinstance(way, (list, tuple)) else [way] for way in (layers, reverse) if way is not None]
+    given_ways = (layers,) if reverse is None else (layers, reverse)
+    ways = [way if isinstance(way, (list, tuple)) else [way] for way in given_ways]
     if not ways[0] or len({len(way) for way in ways}) > 1:
         fail(op, "layers and reverse must be as many, at least one", [len(way) for way in ways])
     names, cell, found = NAMES["lstm"], None, []
     for n, depth in enumerate(zip(*ways, strict=True)):
         found.append([])
         for word, layer in zip(("layers", "reverse"), depth, strict=False):
-            given = layer if isinstance(layer, Mapping) else getattr(layer, "parameters", dict)()
+            given = layer if isinstance(layer, Mapping) else layer.parameters() if isinstance(layer, nn.Module) else {}
             given = {key: as_mlx(array) for key, array in given.items() if array is not None}
             if cell is None:
                 matrix = next((key for key in ("Wh", "Whh") if key in given), None)
@@ -159,6 +163,6 @@ def to_ops(weights: Weights) -> list[Arrays]:
         (10, 2, 8)
     """
     words = ("Wx", "Wh", "b", "bhn", "Wp", "peephole")
-    joined = weights.map(lambda arrays: arrays | one_bias(weights.cell, arrays))
+    joined = check_weights("to_ops", weights).map(lambda arrays: arrays | one_bias(weights.cell, arrays))
     found = [[{word: way[word] for word in words if word in way} for way in layer] for layer in joined.layers]
     return [join(layer) if len(layer) == 2 else layer[0] for layer in found]

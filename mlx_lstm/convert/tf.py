@@ -6,7 +6,7 @@ import mlx.core as mx
 
 from ..checks import check_array, check_option, fail
 from ..engines.cells import GRUCell, LSTMCell
-from .weights import OURS, TF, Weights, checked, describe, held, one_bias, reorder, to_mlx
+from .weights import OURS, TF, Weights, check_weights, checked, describe, held, one_bias, reorder, to_mlx
 
 PEEPHOLES = {"i": "wci", "f": "wcf", "o": "wco"}
 
@@ -65,7 +65,7 @@ def to_tf(weights: Weights, *, order: str = "icfo") -> dict[str, Any]:
     """
     op = "to_tf"
     check_option(op, "order", order, tuple(TF))
-    cell = weights.cell
+    cell = check_weights(op, weights).cell
     if not isinstance(cell, LSTMCell) or len(weights.layers) != 1 or weights.directions != 1:
         fail(op, "weights must be those of one LSTM layer in one direction", f"{len(weights.layers)} x {cell.op}")
     if cell.activations != LSTMCell().activations or weights.proj_size or weights.reverse:
@@ -107,7 +107,7 @@ def from_tf_gru(w_ru: Any, w_c: Any, b_ru: Any, b_c: Any) -> Weights:
 def to_tf_gru(weights: Weights) -> dict[str, mx.array]:
     """The way back from `from_tf_gru`: `w_ru`, `w_c`, `b_ru`, `b_c`."""
     op = "to_tf_gru"
-    cell = weights.cell
+    cell = check_weights(op, weights).cell
     if not isinstance(cell, GRUCell) or len(weights.layers) != 1 or weights.directions != 1:
         fail(op, "weights must be those of one GRU layer in one direction", f"{len(weights.layers)} x {cell.op}")
     arrays = held(op, weights, reset=("before",)).layers[0][0]

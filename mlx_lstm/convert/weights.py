@@ -162,6 +162,14 @@ def checked(op: str, weights: Weights, title: Title) -> Weights:
     return weights
 
 
+def check_weights(op: str, weights: object) -> Weights:
+    """`weights` is what a reader of this package returns."""
+    if not isinstance(weights, Weights):
+        rule = "weights must be a Weights, as convert.from_torch, from_mlx and their kin return,"
+        fail(op, rule, type(weights).__name__)
+    return weights
+
+
 def held(
     op: str,
     weights: Weights,
@@ -174,7 +182,7 @@ def held(
 ) -> Weights:
     """The weights as a format can have them, the forget bias in the bias; ValueError for what the format cannot hold:
     the LSTM's and the GRU's other `options`, of a plain cell another `nonlinearity`."""
-    cell, refused = weights.cell, {}
+    cell, refused = check_weights(op, weights).cell, {}
     if isinstance(cell, RNNCell):
         refused["activation"] = cell.act not in nonlinearity and cell.act
     else:

@@ -9,6 +9,7 @@ import mlx.nn as nn
 
 from ..checks import NO_UNITS, check_every, check_integer, fail, instead_of
 from ..engines.cells import Cell, GRUCell, LSTMCell, RNNCell
+from ..engines.packing import Quantized, Weight
 from ..recurrence import Call, Hold, common_dtype, engine_used, in_dtype, note_engine, weight, whole_steps
 
 NONLINEARITIES = {nn.tanh: "tanh", mx.tanh: "tanh", nn.relu: "relu", nn.sigmoid: "sigmoid", mx.sigmoid: "sigmoid"}
@@ -291,6 +292,7 @@ def run(
     if not isinstance(x, mx.array) or x.ndim < 2 or x.shape[-1] != features or 0 in x.shape[-2:]:
         if not isinstance(x, mx.array):
             fail(op, f"x must be an mlx.core.array{instead_of(x)}", type(x).__name__)
+        check_loaded(op, given["Wx"])
         fail(op, f"x must have shape [..., L, D = {features}] with at least one step", f"shape {list(x.shape)}")
     batch, (L, D) = x.shape[:-2], x.shape[-2:]
     given["x"] = x
@@ -311,6 +313,16 @@ def run(
     note_engine(layer)
     found = [out[name] for name, _ in zip("hc", states, strict=False)]
     return tuple(found if len(batch) == 1 else (sequence.reshape(*batch, L, H) for sequence in found))
+
+
+def check_loaded(op: str, Wx: Weight) -> None:
+    """That an input weight is what its layer's class has: by `strict=False` MLX loads any file into any layer."""
+    packed = Wx.packed if isinstance(Wx, Quantized) else Wx
+    if isinstance(Wx, Quantized) and packed.dtype != mx.uint32:
+        rule = "a quantized layer must hold packed weights, uint32: load float ones before it is quantized,"
+        fail(op, rule, packed.dtype)
+    if packed is Wx and packed.dtype == mx.uint32:
+        fail(op, "a float layer must hold floats: load packed weights into its Quantized kind,", packed.dtype)
 
 
 def state(op: str, array: object, name: str, shape: tuple[int, ...], x: mx.array) -> mx.array:

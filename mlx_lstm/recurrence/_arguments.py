@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from numbers import Integral
 from typing import Any, TypeVar, cast
 
 import mlx.core as mx
@@ -42,8 +43,10 @@ def check_packing(op: str, group_size: object, bits: object, mode: object) -> No
     """A mode of `mx.quantize`, with a group size and bits that it has."""
     check_option(op, "mode", mode, tuple(WIDTHS))
     groups, widths = WIDTHS[cast(str, mode)]
-    check_option(op, f"group_size of mode {mode!r}", group_size, groups)
-    check_option(op, f"bits of mode {mode!r}", bits, widths)
+    for name, value, allowed in (("group_size", group_size, groups), ("bits", bits, widths)):
+        # 4.0 and True equal integers, but mx.quantize does not take them.
+        if not isinstance(value, Integral) or isinstance(value, bool) or value not in allowed:
+            fail(op, f"{name} of mode {mode!r} must be one of {', '.join(map(str, allowed))}", repr(value))
 
 
 def check_arrays(

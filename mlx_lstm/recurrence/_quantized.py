@@ -62,8 +62,10 @@ class QuantizedLayer(nn.Module):
         """Quantize the weights and freeze everything. Of those that are not recurrent one stays as it is whose columns
         are not a multiple of the group."""
         defaults = next((found for name, found in DEFAULTS.items() if name == mode), (64, 4))
-        group_size, bits = group_size or defaults[0], bits or defaults[1]
+        group_size = defaults[0] if group_size is None else group_size
+        bits = defaults[1] if bits is None else bits
         check_packing(self.op, group_size, bits, mode)
+        group_size, bits = int(group_size), int(bits)
         self.group_size, self.bits, self.mode = group_size, bits, mode
         for name in [name for name, value in self.items() if isinstance(value, mx.array) and value.ndim == 2]:
             columns = self[name].shape[1]
