@@ -52,6 +52,8 @@ def stream(model, x):
 
 def main(layers=2, units=640, bits=0):
     """Measure one width; or, without `bits`, each in its own process."""
+    if units % 32:
+        sys.exit(f"units must be a multiple of 32, a group of weights, but are {units}.")
     if not bits:
         print("bits   weights   all arrays   a step   one in a hundred   off by")
         for width in (32, 8, 4):
@@ -72,4 +74,4 @@ def main(layers=2, units=640, bits=0):
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    main(*map(int, sys.argv[1:])) if all(map(str.isdigit, sys.argv[1:])) else sys.exit(__doc__)
