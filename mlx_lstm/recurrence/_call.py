@@ -1,6 +1,7 @@
 """From a call of a recurrence to an engine."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from functools import partial
 from threading import local
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from ..engines.packing import Packing, packed_names
 from ..engines.problem import Arrays, Cut, Problem
 from ..engines.tracing import are_free, custom_function, have_values
 from ._arguments import Sizes, check_arrays, check_sequences, unpacked
+from ._form import Form
 from ._guard import guarded
 from ._steps import Steps, check_hold
 
@@ -60,61 +62,52 @@ class Call(NamedTuple):
         check_flag(op, "return_gates", return_gates)
         check_flag(op, "training", training)
         check_every(op, self.checkpoint_every)
-        sizes = self.check(arrays, op, packing)
+        sizes, wanted = self.check(arrays, op, packing), Wanted(training, return_gates, wants_last)
         with on(self.stream, op):
             if self.hold is None and "keep" not in arrays:
-                return self.run(arrays, sizes, packing, return_gates, training, wants_last)
+                return self.run(arrays, sizes, packing, wanted)
             steps, call = self.steps(sizes, op)
-            last = wants_last and self.hold is None  # of held steps the sequences say it
-            found = call.run(steps.to_engine(arrays), sizes, packing, return_gates, training, last)
+            # Of held steps the sequences say the last states.
+            wanted = wanted._replace(wants_last=wants_last and self.hold is None)
+            found = call.run(steps.to_engine(arrays), sizes, packing, wanted)
             return steps.outputs(found, arrays, wants_last)
 
-    def run(
-        self,
-        arrays: Arrays,
-        sizes: Sizes,
-        packing: Packing | None,
-        return_gates: bool,
-        training: bool,
-        wants_last: bool,
-    ) -> dict[str, Any]:
+    def run(self, arrays: Arrays, sizes: Sizes, packing: Packing | None, wanted: "Wanted") -> dict[str, Any]:
         """`forward`, of what an engine knows."""
-        found = self.choose(sizes, arrays, [], self.cell.op, training, (return_gates, wants_last, None), packing)
-        lengths, engine, free, traced, cut, chunks = found
-        problem = self.problem(sizes, lengths, return_gates, training and not free, cut, packing)
-        plain = free or (traced and not training)  # where nobody can ask for a gradient, or a graph shall be plain
-        how = {"plain": plain, "batch_first": self.batch_first, "wants_last": wants_last, "chunks": chunks}
-        return run(problem, arrays, engine, **how)
+        chosen = self.choose(arrays, [], sizes, packing, wanted)
+        problem = self.problem(sizes, packing, chosen, wanted.return_gates)
+        how = {"plain": chosen.plain, "batch_first": self.batch_first, "wants_last": wanted.wants_last}
+        return run(problem, arrays, chosen.engine, **how, chunks=chosen.chunks)
 
     def backward(self, given: dict[str, Any], saved: Arrays, cotangents: Arrays) -> Arrays:
         """The gradients of the arrays; quantized weights have none."""
         op = f"{self.cell.op}_gradients"
         arrays, packing = unpacked(op, given)
         sizes = self.check(arrays, op, packing)
-        check_sequences(self.problem(sizes), arrays, saved, cotangents, op)
+        check_sequences(self.problem(sizes, packing), arrays, saved, cotangents, op)
         with on(self.stream, op):
             if self.hold is None and "keep" not in arrays:
-                return self.run_backward(arrays, saved, cotangents, sizes, packing, op)
+                return self.run_backward(arrays, saved, cotangents, sizes, packing)
             return self.backward_of_steps(arrays, saved, cotangents, sizes, packing, op)
 
     def run_backward(
-        self, arrays: Arrays, saved: Arrays, cotangents: Arrays, sizes: Sizes, packing: Packing | None, op: str
+        self, arrays: Arrays, saved: Arrays, cotangents: Arrays, sizes: Sizes, packing: Packing | None
     ) -> Arrays:
         """`backward`, of what an engine knows."""
-        others, names = [*saved.values(), *cotangents.values()], tuple(cotangents)
-        wanted = ("gates" in names, True, names)
-        lengths, engine, _, _, cut, _ = self.choose(sizes, arrays, others, op, True, wanted, packing)
-        problem = self.problem(sizes, lengths, cut=cut, packing=packing)
+        names = tuple(cotangents)
+        wanted = Wanted(training=True, return_gates="gates" in names, wants_last=True, cotangents=names)
+        chosen = self.choose(arrays, [*saved.values(), *cotangents.values()], sizes, packing, wanted)
+        problem = self.problem(sizes, packing, chosen)
         if "h" not in saved:
             saved = saved | {"h": h_of(problem, saved)}
-        return run_backward(problem, arrays, saved, cotangents, engine)
+        return run_backward(problem, arrays, saved, cotangents, chosen.engine)
 
     def backward_of_steps(
         self, arrays: Arrays, saved: Arrays, cotangents: Arrays, sizes: Sizes, packing: Packing | None, op: str
     ) -> Arrays:
         """`backward` with keep or hold: through what they make of the engine's arrays and outputs, too."""
         (steps, call), x = self.steps(sizes, op), arrays["x"]
-        width = self.problem(sizes).directions * sizes[3]
+        width = self.problem(sizes, packing).directions * sizes[3]
         saved, cotangents = steps.saved(saved), cotangents or {"h": mx.zeros((*x.shape[:2], width), x.dtype)}
         without = packed_names(arrays)
         names = [n for n, array in arrays.items() if mx.issubdtype(array.dtype, mx.floating) and n not in without]
@@ -129,7 +122,7 @@ class Call(NamedTuple):
             @engine.vjp
             def pull(primals: Any, given: Any, outputs: Any) -> tuple[mx.array, ...]:
                 arrays, given = dict(zip(inner, primals, strict=True)), dict(zip(shown, given, strict=True))
-                gradients = call.run_backward(arrays, saved, given, sizes, packing, op)
+                gradients = call.run_backward(arrays, saved, given, sizes, packing)
                 return tuple([gradients[n] if n in gradients else mx.zeros_like(arrays[n]) for n in inner])
 
             found = dict(zip(shown, engine(*inner.values()), strict=True))
@@ -160,78 +153,101 @@ class Call(NamedTuple):
         return check_arrays(op, arrays, self.cell, self.bidirectional, self.batch_first, packing)
 
     def problem(
-        self,
-        sizes: Sizes,
-        lengths: mx.array | None = None,
-        return_gates: bool = False,
-        training: bool = True,
-        cut: Cut | None = None,
-        packing: Packing | None = None,
+        self, sizes: Sizes, packing: Packing | None, chosen: "Chosen | None" = None, return_gates: bool = False
     ) -> Problem:
         """What the engine is told."""
         reverse = self.reverse and not self.bidirectional
+        lengths, training, cut = (None, True, None) if chosen is None else (chosen.lengths, chosen.training, chosen.cut)
         return Problem(*sizes, self.cell, reverse, lengths, return_gates, training, self.bidirectional, cut, packing)
 
     def choose(
-        self,
-        sizes: Sizes,
-        arrays: Arrays,
-        others: list[mx.array],
-        op: str,
-        training: bool,
-        wanted: tuple[bool, bool, tuple[str, ...] | None],
-        packing: Packing | None,
-    ) -> tuple[mx.array | None, str, bool, bool, Cut | None, Chunks | None]:
-        """The lengths; the engine's word; whether nobody can ask for a gradient; whether some array is a placeholder;
-        how `fused` shall cut the problem; how its steps are cut. `free` and `traced` where it counts: nothing is
-        evaluated for an engine that trains and does without. `wanted`: the last entries of a `Form` but one."""
-        (T, B, H, _), lengths = sizes, None
-        if self.lengths is not None:
-            lengths = self.whole_lengths(op, sizes)
-            others = [*others, lengths]
+        self, arrays: Arrays, others: list[mx.array], sizes: Sizes, packing: Packing | None, wanted: "Wanted"
+    ) -> "Chosen":
+        """What runs the call. Nothing is evaluated for an engine that trains and does without."""
+        (T, B, H, _), dtype = sizes, arrays["x"].dtype
+        op = self.cell.op if wanted.cotangents is None else f"{self.cell.op}_gradients"
+        lengths = None if self.lengths is None else self.whole_lengths(op, sizes)
         metal, on_cpu = mx.metal.is_available(), choice.current_device() == "cpu"
-        looks = not training or (on_cpu and self.engine in (None, "numpy"))
-        free = looks and are_free([*arrays.values(), *others])
-        traced = looks and not free and not have_values([*arrays.values(), *others])
-        dtype, table = arrays["x"].dtype, tuning.current() if metal else tuning.PREDICTED
-
-        def best(refused: Mapping[str, str] = choice.NONE) -> Choice:
-            """The choice, but for these engines."""
-            return choice.choose(
-                sizes=(T, B, arrays["x"].shape[-1], H),
-                dtype=dtype,
-                cell=self.cell,
-                bidirectional=self.bidirectional,
-                projection="Wp" in arrays,
-                device="cpu" if on_cpu else "gpu",
-                metal=metal,
-                traced=traced,
-                requested=self.engine,
-                table=table,
-                op=op,
-                refused=refused,
-                packing=packing,
-            )
-
-        def cut_of(engine: str) -> Chunks | None:
-            """How the steps are cut. A gradient op has all that another forward pass would give."""
-            plain = free or (traced and not training)
-            gates = B * self.cell.gates * H
-            return chunks_of(engine, T, gates, None if plain else self.checkpoint_every) if wanted[2] is None else None
-
-        found, cut = best(), None
+        looks = not wanted.training or (on_cpu and self.engine in (None, "numpy"))
+        seen = [*arrays.values(), *others, *([] if lengths is None else [lengths])] if looks else []
+        free = looks and are_free(seen)
+        traced = looks and not free and not have_values(seen)
+        best = partial(
+            choice.choose,
+            sizes=(T, B, arrays["x"].shape[-1], H),
+            dtype=dtype,
+            cell=self.cell,
+            bidirectional=self.bidirectional,
+            projection="Wp" in arrays,
+            device="cpu" if on_cpu else "gpu",
+            metal=metal,
+            traced=traced,
+            requested=self.engine,
+            table=tuning.current() if metal else tuning.PREDICTED,
+            op=op,
+            packing=packing,
+        )
+        found, plain, training = best(), free or (traced and not wanted.training), wanted.training and not free
+        chosen = Chosen(lengths, found.engine, training, plain)
         if found.engine in METAL_ENGINES:
-            mask, reverse, both = arrays.get("mask"), self.reverse and not self.bidirectional, self.bidirectional
-            masks, plain = mask is not None and mask.ndim == 3 and mask.shape[0] > 1, free or (traced and not training)
-            masks = masks or "keep" in arrays
-            form = (*sizes, self.cell, dtype, tuple(arrays), masks, lengths is not None, reverse, both)
             cut = tuning.cut(dtype, B) if found.engine == "fused" else None
-            form += (self.batch_first, training and not free, plain, cut, *wanted, cut_of(found.engine), packing)
-            found = guarded(found, form, best)
+            chosen = chosen._replace(cut=cut, chunks=self.chunks(found.engine, sizes, plain, wanted))
+            found = guarded(found, self.form(arrays, sizes, packing, wanted, chosen), best)
         elif traced and on_cpu and self.engine is None:
             warn_once(SLOW_WHEN_TRACED)
         _latest.choice = found
-        return lengths, found.engine, free, traced, cut, cut_of(found.engine)
+        return chosen._replace(engine=found.engine, chunks=self.chunks(found.engine, sizes, plain, wanted))
+
+    def chunks(self, engine: str, sizes: Sizes, plain: bool, wanted: "Wanted") -> Chunks | None:
+        """How the steps are cut. A gradient op has all that another forward pass would give."""
+        if wanted.cotangents is not None:
+            return None
+        T, B, H, _ = sizes
+        return chunks_of(engine, T, B * self.cell.gates * H, None if plain else self.checkpoint_every)
+
+    def form(self, arrays: Arrays, sizes: Sizes, packing: Packing | None, wanted: "Wanted", chosen: "Chosen") -> Form:
+        """What selects a Metal engine's kernels."""
+        mask = arrays.get("mask")
+        return Form(
+            *sizes,
+            cell=self.cell,
+            dtype=arrays["x"].dtype,
+            names=tuple(arrays),
+            masks="keep" in arrays or (mask is not None and mask.ndim == 3 and mask.shape[0] > 1),
+            lengths=chosen.lengths is not None,
+            reverse=self.reverse and not self.bidirectional,
+            bidirectional=self.bidirectional,
+            batch_first=self.batch_first,
+            training=chosen.training,
+            plain=chosen.plain,
+            cut=chosen.cut,
+            return_gates=wanted.return_gates,
+            wants_last=wanted.wants_last,
+            cotangents=wanted.cotangents,
+            chunks=chosen.chunks,
+            packing=packing,
+        )
+
+
+class Wanted(NamedTuple):
+    """What is asked of a call: that a gradient may follow; which outputs; of a gradient op those that have one."""
+
+    training: bool
+    return_gates: bool
+    wants_last: bool
+    cotangents: tuple[str, ...] | None = None
+
+
+class Chosen(NamedTuple):
+    """What runs a call: the lengths; the engine's word; whether it keeps what a gradient needs; whether its graph is
+    plain, as nobody can ask for a gradient; how `fused` cuts the problem; how the steps are cut."""
+
+    lengths: mx.array | None
+    engine: str
+    training: bool
+    plain: bool
+    cut: Cut | None = None
+    chunks: Chunks | None = None
 
 
 @property

@@ -10,12 +10,11 @@ import signal
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, lru_cache
 from pathlib import Path
 from threading import Lock
-from typing import Any
 
 import mlx.core as mx
 
@@ -34,15 +33,15 @@ _lock = Lock()
 _unguarded: list[bool] = []
 
 
-def guarded(found: Choice, form: tuple[Any, ...], best: Callable[[Mapping[str, str]], Choice]) -> Choice:
-    """The choice of an engine, once its kernels are found right; else the one that takes over. `form`: what a `Form` of
-    the call is made of; `best`: the choice but for engines that are refused. ValueError if a forced one is."""
+def guarded(found: Choice, form: Form, best: Callable[..., Choice]) -> Choice:
+    """The choice of an engine, once its kernels are found right; else the one that takes over. `best`: the
+    choice, but for engines that are `refused`. ValueError if a forced one is."""
     refused: dict[str, str] = {}
     if _unguarded:
         return found
     while found.engine in METAL_ENGINES and (reason := refusal(found.engine, form)):
         refused[found.engine] = reason
-        before, found = found, best(refused)
+        before, found = found, best(refused=refused)
         tell(before.engine, found.engine, reason)
     return found
 
@@ -65,12 +64,12 @@ def is_real() -> bool:
 
 
 @lru_cache(4096)
-def refusal(engine: str, form: tuple[Any, ...]) -> str:
+def refusal(engine: str, form: Form) -> str:
     """Why an engine's kernels for a call are refused on this machine, or nothing. A trial is made where nobody knows,
     once, however many threads ask."""
     if not is_real():
         return ""
-    trial = trial_of(engine, Form(*form))
+    trial = trial_of(engine, form)
     text = trial.text()
     with _lock:
         lock = _locks[text]
