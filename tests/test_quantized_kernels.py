@@ -6,12 +6,12 @@ import ml_dtypes
 import mlx.core as mx
 import numpy as np
 import pytest
-from on_metal import on_metal
+from on_metal import ENGINES, on_metal
 from quantized_cases import PACKINGS, check_quantized, quantized_case
 
 from mlx_lstm.bench.model.times import moved_bytes, ours, packed_shapes
 from mlx_lstm.bench.tasks import Size
-from mlx_lstm.engines import choice
+from mlx_lstm.engines import choose
 from mlx_lstm.engines.packing import Packing
 
 CASES = {  # a packing, T, B, I, H, P, options
@@ -32,11 +32,13 @@ CASES = {  # a packing, T, B, I, H, P, options
 }
 
 
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("name", CASES)
-def test_cells_directions_options(name):
+def test_cells_directions_options(name, engine):
     packing, sizes, options = CASES[name]
-    with on_metal():
-        check_quantized("stepwise", quantized_case(packing, sizes=sizes, **options))
+    if engine == "stepwise" or "projection" not in options:
+        with on_metal():
+            check_quantized(engine, quantized_case(packing, sizes=sizes, **options))
 
 
 @pytest.mark.parametrize(
@@ -75,9 +77,16 @@ def test_16_bits(B, packing, dtype):
 
 
 def test_who_reads_them():
-    here = {"H": 64, "device": "gpu", "metal": True, "traced": False, "projection": False, "cell": choice.LSTM}
-    found = choice.obstacles(**here, packing=Packing(32, 4, "affine"))
-    assert found.keys() == {"fused", "numpy"} and found["fused"] == "it does not read quantized weights"
+    here = {"device": "gpu", "metal": True, "traced": False, "packing": Packing(32, 4, "affine")}
+    found = {
+        (T, dtype): choose(sizes=(T, 1, 64, 64), dtype=dtype, **here)
+        for T in (1, 7, 8)
+        for dtype in (mx.float32, mx.float16)
+    }
+    assert {key for key, choice in found.items() if choice.engine == "fused"} == {(8, mx.float32)}
+    assert found[7, mx.float32].reason == "to unpack the weights first takes more than 7 steps, not 7"
+    with pytest.raises(ValueError, match="cannot run: it unpacks quantized weights first, which 16 bits would round"):
+        choose(sizes=(8, 1, 64, 64), dtype=mx.float16, requested="fused", **here)
 
 
 @pytest.mark.parametrize("packing", [(64, 4, "affine"), (16, 4, "nvfp4")], ids=str)

@@ -23,6 +23,10 @@ LSTM = LSTMCell()
 FUSED_LIMIT = {"lstm": 256, "gru": 256, "rnn": 1024}
 """The largest H `fused` can run: its threadgroups have 4 threads per unit, of a plain cell 1; Metal's limit is 1024."""
 
+UNPACKED_STEPS = 8
+"""Steps from which on `fused` may run quantized weights, which it unpacks first, one launch more than `stepwise` has:
+`bench.model` predicts a step of `stepwise` to take 2 us longer, and a launch 4 to 10. Not measured."""
+
 
 NONE: Mapping[str, str] = MappingProxyType({})
 """Of engines: none."""
@@ -89,9 +93,9 @@ def choose(
         raise ValueError(f"[{op}] engine must be one of {', '.join(ENGINES)} but got {requested!r}.")
     check_option(op, "dtype", dtype, FLOATS)
     check_option(op, "device", device, ("cpu", "gpu"))
-    _, B, _, H = sizes
+    T, B, _, H = sizes
     check_device(op, dtype, device)
-    hindrances = obstacles(cell, H, device, metal, traced, projection, packing)
+    hindrances = obstacles(cell, H, device, metal, traced, projection, packing, dtype)
     if refused:
         hindrances = {**refused, **hindrances}
     if requested is not None:
@@ -101,6 +105,8 @@ def choose(
     if "numpy" not in hindrances:
         return Choice("numpy", "the stream's device is the CPU")
     word, reason = table.preferred(dtype, B, H)
+    if word == "fused" and packing is not None and T < UNPACKED_STEPS and "stepwise" not in hindrances:
+        return Choice("stepwise", f"to unpack the weights first takes more than {UNPACKED_STEPS - 1} steps, not {T}")
     if word not in hindrances:
         return Choice(word, reason)
     if "stepwise" in hindrances:
@@ -115,7 +121,14 @@ def check_device(op: str, dtype: mx.Dtype, device: str) -> None:
 
 
 def obstacles(
-    cell: Cell, H: int, device: str, metal: bool, traced: bool, projection: bool, packing: Packing | None = None
+    cell: Cell,
+    H: int,
+    device: str,
+    metal: bool,
+    traced: bool,
+    projection: bool,
+    packing: Packing | None = None,
+    dtype: mx.Dtype = mx.float32,
 ) -> dict[str, str]:
     """Of each engine that cannot run: why."""
     found = {}
@@ -127,8 +140,8 @@ def obstacles(
         found["fused"] = found["stepwise"] = "Metal shaders run on the GPU and the stream's device is cpu"
     elif not metal:
         found["fused"] = found["stepwise"] = "MLX has no Metal back end on this machine"
-    elif packing is not None:
-        found["fused"] = "it does not read quantized weights"
+    elif packing is not None and dtype != mx.float32:
+        found["fused"] = "it unpacks quantized weights first, which 16 bits would round"
     elif projection:
         found["fused"] = "a projection of h is a product between two steps"
     elif (limit := FUSED_LIMIT[cell.op]) < H:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from ...engines.choice import FUSED_LIMIT, METAL_ENGINES, choose
+from ...engines.choice import LSTM, METAL_ENGINES, choose, obstacles
 from ...engines.packing import Packing
 from ...engines.problem import Problem
 from ..report import table
@@ -101,10 +101,10 @@ def sums(layer: str, which: str, graph: Graph, problem: Problem) -> tuple[Predic
     return Prediction(layer, "between launches", 0, 0, 0, 0, between, none), work._replace(seconds=total, bounds=bounds)
 
 
-def engines_at(size: Size, asked: list[str] | None, packing: Packing | None = None) -> list[str]:
+def engines_at(size: Size, dtype: str, asked: list[str] | None, packing: Packing | None = None) -> list[str]:
     """The Metal engines that can run a size, of those asked for."""
-    able = METAL_ENGINES if FUSED_LIMIT["lstm"] >= size.H and packing is None else METAL_ENGINES[1:]
-    return [engine for engine in able if not asked or engine in asked]
+    refused = obstacles(LSTM, size.H, "gpu", True, False, False, packing, DTYPES[dtype])
+    return [engine for engine in METAL_ENGINES if engine not in refused and (not asked or engine in asked)]
 
 
 def group_text(size: Size, dtype: str, which: str, lines: list[Prediction], packing: Packing | None = None) -> str:
@@ -120,6 +120,8 @@ def group_text(size: Size, dtype: str, which: str, lines: list[Prediction], pack
     wholes = [line for line in lines[:-1] if line.launch == "all"]
     engines = dict.fromkeys(line.layer for line in lines[:-1])
     notes = estimates(size, dtype, which, engines, packing)
+    if packing and "fused" in engines:
+        notes.append("fused unpacks the weights first: on a GPU MLX does that in one launch, here in many")
     notes += [f"{theirs.layer} over {line.layer}, predicted: {theirs.over(line)}" for line in wholes]
     packed = f"   weights of {packing.bits} bits" if packing else ""
     title = f"T,B,I,H = {size}   {which}   {dtype}{packed}   default engine {default.engine}: {default.reason}"

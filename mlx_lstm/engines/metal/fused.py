@@ -3,14 +3,17 @@
 A threadgroup owns a few batch items of one direction and walks their steps with the recurrent weights in its registers.
 The products over all T * B rows stay MLX's own. h and gates are stored in the dtype of the arrays, c in float32;
 arithmetic is float32. All results are lazy, so the engine also runs inside `mx.compile` and exports. There is no
-projection here.
+projection here. Quantized recurrent weights are unpacked once for all steps: to unpack them at each would take more
+instructions than the product.
 """
 
 import mlx.core as mx
 
 from ..cells import Cell, LSTMCell, RNNCell
 from ..directions import half
+from ..ops.packed import matrix
 from ..ops.sweep import gradients_after_sweep
+from ..packing import is_packed
 from ..problem import Arrays, Problem
 from .fused_launches import fused_backward, fused_forward, fused_pack, fused_tiling
 from .gradients import candidates, gradients_in_few_launches, is_plain, recurrent_input, takes_product
@@ -28,9 +31,11 @@ FEWEST_CORES = 8
 def forward(problem: Problem, arrays: Arrays) -> Arrays:
     """h [T, B, D H], gates [T, B, D G H], hT [B, D H], of an LSTM c [T, B, D H] and cT [B, D H] in float32; gates only
     if the problem keeps them."""
-    bare = problem if problem.lengths is None else problem._replace(lengths=None)
-    fixed = options(problem, arrays)
-    fixed |= {"packed": fused_pack("forward", bare, arrays["Wh"]), "numbers": numbers(problem.cell)}
+    bare = bare_of(problem)
+    fixed, Wh = options(problem, arrays), arrays["Wh"]
+    if problem.packing is not None and is_packed("Wh", arrays):
+        Wh = matrix(problem.packing, arrays, "Wh", arrays["x"].dtype)
+    fixed |= {"packed": fused_pack("forward", bare, Wh), "numbers": numbers(problem.cell)}
     parts = launches(bare, takes_steps(fixed["mask"]))
     fixed["z"] = project(problem, arrays, launches=len(parts))
     last, pieces = {"hT": arrays.get("h0"), "cT": arrays.get("c0")}, []
@@ -49,7 +54,7 @@ def backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays
     cell = problem.cell
     if saved.get("gates") is None and not isinstance(cell, RNNCell):
         saved = forward(problem._replace(training=True), arrays)
-    bare = problem if problem.lengths is None else problem._replace(lengths=None)
+    bare = bare_of(problem)
     keeps, first = ("c", "c0") if isinstance(cell, LSTMCell) else ("h", "h0")
     few = is_plain(problem, arrays)
     taken = recurrent_input(problem, arrays, saved["h"]) if few or takes_product(cell) else {}
@@ -75,6 +80,11 @@ def backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays
         if few
         else gradients_after_sweep(problem, arrays, saved, sweep)
     )
+
+
+def bare_of(problem: Problem) -> Problem:
+    """What launches need to know of a problem, which are kept by it."""
+    return problem if problem.lengths is problem.packing is None else problem._replace(lengths=None, packing=None)
 
 
 def options(problem: Problem, arrays: Arrays) -> dict[str, mx.array | None]:
