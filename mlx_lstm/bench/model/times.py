@@ -70,7 +70,7 @@ HOST = {
     ("mlx.nn.LSTM", "backward"): (0.0, 26.5e-6),
 }
 """Seconds of the host per call and per time step, to build the graph of a pass, "backward" with its forward pass.
-Measured at T, B, H = 64, 32, 256 with `python -m mlx_lstm.bench --host` on two cores of an AMD EPYC (Zen 4), mlx
+Measured at T, B, H = 64, 32, 256 with `python -m mlx_lstm.bench --host` on two cores of an AMD EPYC (Zen 5), mlx
 0.32.4, in the quietest of five runs; how a call of `stepwise` divides is assumed; inside `mx.compile` a step is a
 fraction of it. No Mac was measured."""
 
