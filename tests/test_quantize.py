@@ -302,6 +302,26 @@ def test_weights_of_the_other_kind_are_told_so(first, second, message, tmp_path)
         layer(mx.ones((1, 2, 64)))
 
 
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
+def test_a_stack_reads_packed_weights(kind):
+    """Both directions, an input that cannot be packed below one that is: as on the matrices they stand for."""
+    layers = [getattr(mlx_lstm.nn, kind)(D, 32) for D in (5, 64, 5, 64)]
+    quantized = [kind_of(kind).from_layer(layer, group_size=32, bits=8) for layer in layers]
+    x, floats = mx.random.normal((2, 3, 5)), [float_layer(layer) for layer in layers]
+    stack = mlx_lstm.nn.stack
+    expected = stack(floats[:2], x, reverse=floats[2:], lengths=[3, 1])
+    found = stack(quantized[:2], x, reverse=quantized[2:], lengths=[3, 1])
+    for got, exact in zip(arrays_of(found), arrays_of(expected), strict=True):
+        np.testing.assert_array_equal(got, exact)
+    assert quantized[1].engine_used.engine == "numpy"
+    with pytest.raises(ValueError, match=r"^\[nn.stack\] reverse\[0\] must be quantized as layers\[0\] but got float"):
+        stack(quantized[:1], x, reverse=floats[2:3])
+    with pytest.raises(
+        ValueError, match=r"^\[nn.stack\] layers\[1\].Wx\w* must have shape .* but got shape \[\d+, 64\]"
+    ):
+        stack(quantized[:2], x)
+
+
 # --- Models -----------------------------------------------------------------------------------------------------------
 
 

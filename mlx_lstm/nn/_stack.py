@@ -6,11 +6,24 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..checks import check_array, check_every, fail, instead_of
+from ..checks import Form, check_array, check_every, fail, instead_of
 from ..engines.cells import Cell, GRUCell, LSTMCell, RNNCell
 from ..engines.directions import join
+from ..engines.packing import Quantized
 from ..engines.problem import Arrays
-from ..recurrence import Call, Hold, Lengths, by_layer, note_engine, of_layers, whole_steps
+from ..recurrence import (
+    Call,
+    Hold,
+    Lengths,
+    QuantizedLayer,
+    by_layer,
+    common_dtype,
+    in_dtype,
+    note_engine,
+    of_layers,
+    weight,
+    whole_steps,
+)
 from ._layers import GRU, LSTM, RNN, activation_of
 
 OP = "nn.stack"
@@ -57,7 +70,7 @@ def stack(
     An object is read as it stands, its own `__call__` never runs: an LSTM has `Wx` [4H, D], `Wh` [4H, H] and maybe
     `bias` [4H], gate order i, f, g, o; a GRU `Wx` [3H, D], `Wh` [3H, H] and maybe `b` [3H], `bhn` [H], gate order r, z,
     n; a plain RNN `Wxh` [H, D], `Whh` [H, H], maybe `bias` [H] and `nonlinearity`. Other arrays or modules in it are an
-    error. A dict with such arrays will do.
+    error. A dict with such arrays will do. Of a quantized layer of ours the packed weights are read.
 
     Args:
         layers (list): K of them, all of one kind and one H, the first one reads x; from layer 1 on D is H, or 2H with
@@ -102,7 +115,7 @@ def stack(
     batch, T = x.shape[:-2], x.shape[-2]
     names = ("h", "c") if isinstance(cell, LSTMCell) else ("h",)
     first = first_states(state, names, (ways * len(found), *batch, H))
-    dtype = mx.result_type(x, *first.values(), *(array for each in found for array in each.arrays.values()))
+    dtype = common_dtype([x, *first.values(), *(array for each in found for array in each.arrays.values())])
     if 0 in batch:
         last = {name: mx.zeros((ways * len(found), *batch, H), dtype) for name in names}
         return mx.zeros((*batch, T, ways * H), dtype), (last["h"], last["c"]) if "c" in last else last["h"]
@@ -113,7 +126,7 @@ def stack(
     rows = {name: by_layer(array.reshape(array.shape[0], -1, H), ways) for name, array in first.items()}
     for n, each in enumerate(found):
         arrays = each.arrays | {"x": x} | {f"{name}0": array[n] for name, array in rows.items()}
-        arrays = {name: array.astype(dtype) for name, array in arrays.items()}
+        arrays = in_dtype(arrays, dtype)
         options = {"reverse": not layers, "bidirectional": ways == 2, "lengths": lengths, "hold": hold}
         options |= {"checkpoint_every": each.every if every is None else every}
         call = Call(each.cell, **options, engine=engine or each.engine, batch_first=True)
@@ -133,7 +146,7 @@ class Depth(NamedTuple):
 
     kind: Kind
     cell: Cell
-    arrays: Arrays
+    arrays: dict[str, Any]
     training: bool
     engine: str | None
     every: int | str | None
@@ -161,6 +174,8 @@ def depths(layers: Sequence[Any], reverse: Sequence[Any]) -> list[Depth]:
             if other.cell != one.cell or other.arrays.keys() != one.arrays.keys():
                 rule = f"reverse[{n}] must have the nonlinearity and the parameters of layers[{n}]"
                 fail(OP, rule, f"{other.cell} and {', '.join(other.arrays)}")
+            if packings(other) != packings(one):
+                fail(OP, f"reverse[{n}] must be quantized as layers[{n}]", packings(other) or "float weights")
             check_parameters(f"{word}[{n}]", other, D, H)
         arrays = join([other.arrays for other in each]) if len(each) == 2 else one.arrays
         found.append(one._replace(arrays=arrays, training=all(other.training for other in each)))
@@ -171,8 +186,10 @@ def read(name: str, layer: Any) -> Depth:
     """A layer by itself, of the kind that its parameters show."""
     held: dict[str, Any] = getattr(layer, "__dict__", {}) | (layer if isinstance(layer, dict) else {})
     held = {key: value for key, value in held.items() if isinstance(value, (mx.array, nn.Module)) and key[0] != "_"}
+    if isinstance(layer, QuantizedLayer):
+        held = {key: weight(layer, key) for key in held if not key.endswith(("_scales", "_biases"))}
     shapes: dict[str, Any] = {
-        key: list(value.shape) if isinstance(value, mx.array) else "module" for key, value in held.items()
+        key: "module" if isinstance(value, nn.Module) else list(value.shape) for key, value in held.items()
     }
     for kind in KINDS:
         Wx, Wh = (shapes.get(key, ()) for key in list(kind.names)[:2])
@@ -184,13 +201,20 @@ def read(name: str, layer: Any) -> Depth:
     fail(OP, f"{name} must hold {kinds}, and no other array or module", shapes)
 
 
+def packings(layer: Depth) -> dict[str, tuple[int | str, ...]]:
+    """Group size, bits and mode of each quantized weight."""
+    return {name: tuple(array.packing) for name, array in layer.arrays.items() if isinstance(array, Quantized)}
+
+
 def check_parameters(name: str, layer: Depth, D: int, H: int) -> None:
     """Their shapes are those of a layer that reads D features."""
     rows = layer.kind.gates * H
     shapes = {"Wx": [rows, D], "Wh": [rows, H], "b": [rows], "bhn": [H]}
     for theirs, ours in layer.kind.names.items():
         if ours in layer.arrays:
-            check_array(OP, f"{name}.{theirs}", layer.arrays[ours], shapes[ours])
+            array = layer.arrays[ours]
+            array = Form(array.shape, mx.float32) if isinstance(array, Quantized) else array
+            check_array(OP, f"{name}.{theirs}", array, shapes[ours])
 
 
 def first_states(state: Any, names: tuple[str, ...], shape: tuple[int, ...]) -> Arrays:
