@@ -117,9 +117,9 @@ def differentiable(
 
 def without_gradient(problem: Problem, arrays: Arrays) -> Arrays:
     """The arrays, of which the packed ones raise an error where their gradient is asked for."""
-    names = packed_names(arrays)
-    if not names:
+    if problem.packing is None:
         return arrays
+    names = packed_names(arrays)
 
     def refuse(primals: object, cotangents: object, outputs: object) -> NoReturn:
         raise RuntimeError(
@@ -194,11 +194,12 @@ class Tape:
         problem, values = self.parts(values)
         module = self.chunked or ENGINE_MODULES[self.engine]
         outputs = module.forward(problem, dict(zip(self.names, values, strict=True)))
-        self.kept |= {name: outputs.get(name) for name in self.keeps}
+        if self.keeps:
+            self.kept |= {name: outputs.get(name) for name in self.keeps}
         if self.cut_off:
             self.held |= {name: outputs[name] for name in SEQUENCES if name in self.shown}
             outputs |= {name: mx.broadcast_to(mx.array(0, a.dtype), a.shape) for name, a in self.held.items()}
-        self.dtypes = [outputs[name].dtype for name in self.shown]
+            self.dtypes = [outputs[name].dtype for name in self.shown]
         return tuple(outputs[name] for name in self.shown)
 
     def backward(
@@ -212,8 +213,9 @@ class Tape:
         saved = dict(zip(self.shown, outputs, strict=True))
         gradients = first_order(self.engine, problem, self.names, self.kept, self.chunked)(values, present, saved)
         # Packed weights have none, and nobody can have asked for it.
-        packed, given = packed_names(dict(zip(self.names, values, strict=True))), zip(self.names, values, strict=True)
-        found = [array if name in packed else gradients[name] for name, array in given]
+        given = dict(zip(self.names, values, strict=True))
+        packed = [] if problem.packing is None else packed_names(given)
+        found = [array if name in packed else gradients[name] for name, array in given.items()]
         return *found, *map(mx.zeros_like, primals[len(values) :])
 
     def refuse(self, primals: object, tangents: object) -> NoReturn:
@@ -249,12 +251,13 @@ class Tape:
             return cotangents
 
         held = {name: self.held.pop(name) for name in names if name in self.held}
-        identity = custom_function(
-            lambda *given: tuple(held.get(name, a) for name, a in zip(names, given, strict=True))
-        )
-        identity.vjp(note)
         if held:
+            shows = [held.get(name, value) for name, value in zip(names, values, strict=True)]
+            identity = custom_function(lambda *given: tuple(shows))
             identity.jvp(lambda given, tangents: tangents)
+        else:
+            identity = custom_function(all_of)
+        identity.vjp(note)
         return identity(*values)
 
 

@@ -21,9 +21,9 @@ NamedForm = tuple[str, tuple[int, ...], mx.Dtype]
 
 def unpacked(op: str, given: dict[str, Any]) -> tuple[Arrays, Packing | None]:
     """What a call was given as arrays, the parts of quantized weights by names of their own; how these are packed."""
-    quantized = {name: value for name, value in given.items() if isinstance(value, Quantized)}
-    if not quantized:
+    if Quantized not in map(type, given.values()):
         return given, None
+    quantized = {name: value for name, value in given.items() if isinstance(value, Quantized)}
     arrays = {name: value for name, value in given.items() if name not in quantized}
     packings: dict[Packing, str] = {}
     for name, value in quantized.items():

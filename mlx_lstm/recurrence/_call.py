@@ -188,15 +188,16 @@ class Call(NamedTuple):
             packing=packing,
         )
         found, plain, training = best(), free or (traced and not wanted.training), wanted.training and not free
-        chosen = Chosen(lengths, found.engine, training, plain)
+        cut = tuning.cut(dtype, B) if found.engine == "fused" else None
+        chosen = Chosen(lengths, found.engine, training, plain, cut, self.chunks(found.engine, sizes, plain, wanted))
         if found.engine in METAL_ENGINES:
-            cut = tuning.cut(dtype, B) if found.engine == "fused" else None
-            chosen = chosen._replace(cut=cut, chunks=self.chunks(found.engine, sizes, plain, wanted))
             found = guarded(found, self.form(arrays, sizes, packing, wanted, chosen), best)
+            if found.engine != chosen.engine:
+                chosen = chosen._replace(engine=found.engine, chunks=self.chunks(found.engine, sizes, plain, wanted))
         elif traced and on_cpu and self.engine is None:
             warn_once(SLOW_WHEN_TRACED)
         _latest.choice = found
-        return chosen._replace(engine=found.engine, chunks=self.chunks(found.engine, sizes, plain, wanted))
+        return chosen
 
     def chunks(self, engine: str, sizes: Sizes, plain: bool, wanted: "Wanted") -> Chunks | None:
         """How the steps are cut. A gradient op has all that another forward pass would give."""
