@@ -15,6 +15,8 @@ from quantized_cases import PACKINGS, check_quantized, matrix_of, packed, quanti
 import mlx_lstm
 from mlx_lstm import Quantized, gru_gradients, lstm, lstm_gradients, rnn
 from mlx_lstm.engines.numpy import weights as kept
+from mlx_lstm.oracle import backward, forward
+from mlx_lstm.oracle.closeness import bounds
 
 OPTIONS = {
     "lstm": {"peephole": True, "mask": (3, 2, "P"), "lengths": [3, 1]},
@@ -57,6 +59,16 @@ def test_every_mode_width_and_group(engine, packing):
 @pytest.mark.parametrize("option", OPTIONS)
 def test_cells_directions_options(engine, option):
     check_quantized(engine, of_option(option))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("option", ["lstm_reverse", "lstm_projection_both", "gru_both", "rnn"])
+def test_steps_that_a_gradient_computes_again(engine, option):
+    """Without first states, whose dtype is not that of packed weights."""
+    case, cotangents, weights, _, _ = of_option(option)
+    case = {name: value for name, value in case.items() if name not in ("h0", "c0")}
+    exact, limits = forward(**case) | backward(case, cotangents), bounds(case, np.float32, cotangents)
+    check_quantized(engine, (case | {"checkpoint_every": 2}, cotangents, weights, exact, limits))
 
 
 @pytest.mark.parametrize("engine", ENGINES)

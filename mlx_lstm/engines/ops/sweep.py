@@ -264,7 +264,7 @@ def peephole_gradient(cell: LSTMCell, dz: Array, c_prev: Array, c: Array) -> Arr
 
 def initial_states(problem: Problem, arrays: Arrays) -> tuple[Array, Array]:
     """(h0 [B, P], c0 [B, H]), zeros where absent."""
-    B, dtype, widths = problem.B, arrays["Wh"].dtype, {"h0": problem.P, "c0": problem.H}
+    B, dtype, widths = problem.B, arrays["x"].dtype, {"h0": problem.P, "c0": problem.H}
     h0, c0 = (arrays[name] if name in arrays else mx.zeros((B, width), dtype) for name, width in widths.items())
     return h0, c0
 
