@@ -361,11 +361,27 @@ def test_host_command(tmp_path, capsys):
     assert {float(row["over"]) for row in rows if row["layer"] == "mlx.nn.LSTM"} == {1.0}
 
 
-def test_memory_command(capsys):
-    arguments = ["--memory", "--sizes", str(TINY), "--contenders", "ours", "--engine", "ops", "--device", "cpu"]
-    assert main(arguments) == 0
+def test_memory_command(tmp_path, capsys):
+    """Of ours also with a gradient that computes steps again, in chunks of `auto` steps."""
+    file = tmp_path / "figures.csv"
+    arguments = ["--memory", "--contenders", "ours", "--engine", "ops", "--checkpoint-every", "auto", *FEW[4:]]
+    assert main([*arguments, "--sizes", "300,2,16,16", "--csv", str(file)]) == 0
     printed = capsys.readouterr().out
-    assert "x kept" in printed and "median ms" not in printed
+    assert "x kept" in printed and "median ms" not in printed and "mlx_lstm.lstm, every auto  ops" in printed
+    all_of_it, few = csv.DictReader(file.open())
+    assert int(few["mlx_peak_bytes"]) < 0.7 * int(all_of_it["mlx_peak_bytes"])
+
+
+def test_times_of_gradients_that_compute_steps_again(tmp_path):
+    """Beside what keeps all, of ours alone; a forward pass, which keeps nothing, has no such row."""
+    pytest.importorskip("matplotlib")
+    file, bars = tmp_path / "figures.csv", tmp_path / "bars.png"
+    arguments = ["--sizes", str(TINY), "--engine", "numpy", "--contenders", "ours", "mlx", "--checkpoint-every", "2"]
+    assert main([*arguments, "--csv", str(file), "--plot", str(bars), *FEW]) == 0
+    rows = [(row["pass"], row["contender"], float(row["ratio_mlx"]) > 0) for row in csv.DictReader(file.open())]
+    names = ["mlx_lstm.lstm", "mlx_lstm.lstm, every 2", "mlx.nn.LSTM"]
+    assert rows[:2] == [("forward", name, True) for name in names[::2]]
+    assert rows[2:] == [("backward", name, True) for name in names]
 
 
 @pytest.mark.parametrize(
@@ -382,6 +398,12 @@ def test_memory_command(capsys):
         (["--host", "--engine", "ops"], "--engine: of no use with --host"),
         (["--tune-file", "a.json"], "--tune-file: of no use without --tune"),
         (["--engine", "ops", "--contenders", "torch"], "--engine is about the contender ours"),
+        (["--checkpoint-every", "0"], "K must be a number of at least 1 or auto but got '0'"),
+        (["--checkpoint-every", "sqrt"], "K must be a number of at least 1 or auto but got 'sqrt'"),
+        (["--checkpoint-every", "2", "--contenders", "mlx"], "--checkpoint-every is about the contender ours"),
+        (["--checkpoint-every", "2", "--passes", "forward"], "about the case lstm and its backward pass"),
+        (["--checkpoint-every", "2", "--case", "block_lstm"], "about the case lstm and its backward pass"),
+        (["--checkpoint-every", "2", "--host"], "--checkpoint-every: of no use with --host"),
         (["--csv", "no/such/folder.csv"], "--csv: no folder no/such"),
         (["--plot", "a.png", "--contenders", "ours"], "--plot draws ratios: add one of torch, mlx"),
         (["--case", "conv"], "invalid choice: 'conv'"),

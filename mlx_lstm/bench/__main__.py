@@ -21,8 +21,8 @@ from .model.table import LEGEND as MODEL_LEGEND
 from .model.table import csv_records, engines_at, predict
 from .model.table import group_text as model_text
 from .progress import Progress
-from .report import LEGEND, card_text, default_device, group_text, label, machine_card, references
-from .rounds import Row, measure
+from .report import LEGEND, card_text, default_device, group_text, machine_card, references
+from .rounds import Row, label, measure
 from .tasks import DTYPES, MEMORY_SIZE, PASSES, SIZES, Size, Task, parse_size
 from .tune import tune
 from .worker import serve, task_from_json
@@ -32,8 +32,8 @@ FULL = {"seconds": 10.0, "rounds": 5}
 
 MEASURING = ("case", "sizes", "passes", "contenders", "engine", "device", "dtype", "patience", "csv")
 APPLY = {
-    "": (*MEASURING, "rounds", "seconds", "quick", "plot"),
-    "memory": MEASURING,
+    "": (*MEASURING, "checkpoint_every", "rounds", "seconds", "quick", "plot"),
+    "memory": (*MEASURING, "checkpoint_every"),
     "model": ("case", "sizes", "passes", "engine", "dtype", "quick", "csv", "bits"),
     "host": ("case", "sizes", "dtype", "csv"),
     "tune": ("case", "tune_file"),
@@ -120,6 +120,13 @@ def make_parser() -> argparse.ArgumentParser:
     names = "; ".join(f"{case}: {', '.join(CASES[case].contenders)}" for case in CASES)
     add("--contenders", nargs="+", help=f"of {names}, or module:attribute of a Contender; default: those installed")
     add("--engine", nargs="+", choices=ENGINES, help="engines of ours; default: what lstm chooses on the device")
+    add(
+        "--checkpoint-every",
+        nargs="+",
+        type=every_option,
+        metavar="K",
+        help="lstm, backward: ours once more for each K, which keeps the states of every K-th step only; or auto",
+    )
     add("--device", choices=("cpu", "gpu"), help="of the MLX contenders; default: MLX's default")
     add("--dtype", choices=DTYPES, help="default: float32")
     add("--rounds", type=int, help=f"turns of each contender; default: {FULL['rounds']}")
@@ -150,6 +157,13 @@ def size_option(text: str) -> Size:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+def every_option(text: str) -> int | str:
+    """A `checkpoint_every`."""
+    if text != "auto" and not (text.isdecimal() and int(text)):
+        raise argparse.ArgumentTypeError(f"K must be a number of at least 1 or auto but got {text!r}")
+    return text if text == "auto" else int(text)
+
+
 def check_together(options: argparse.Namespace) -> None:
     """ValueError if something was asked for that this kind of run has no use for."""
     kinds = [name for name in APPLY if name and getattr(options, name)]
@@ -157,15 +171,23 @@ def check_together(options: argparse.Namespace) -> None:
         raise ValueError(f"one of {' and '.join(f'--{name}' for name in kinds)} at a time")
     kind = kinds[0] if kinds else ""
     given = [name for name, value in vars(options).items() if value not in (None, False) and name != kind]
-    if idle := [f"--{name.replace('_', '-')}" for name in given if name not in APPLY[kind]]:
+    if idle := [f"--{dashed(name)}" for name in given if name not in APPLY[kind]]:
         raise ValueError(f"{', '.join(idle)}: of no use {f'with --{kind}' if kind else 'without --tune'}")
     if kind and options.case not in (None, "lstm"):
         raise ValueError(f"--{kind} is about the case lstm but got --case {options.case}")
-    if options.engine and options.contenders and "ours" not in options.contenders:
-        raise ValueError("--engine is about the contender ours, which is not among --contenders")
+    for name in ("engine", "checkpoint_every"):
+        if getattr(options, name) and options.contenders and "ours" not in options.contenders:
+            raise ValueError(f"--{dashed(name)} is about the contender ours, which is not among --contenders")
+    if options.checkpoint_every and (options.case not in (None, "lstm") or options.passes == ["forward"]):
+        raise ValueError("--checkpoint-every is about the case lstm and its backward pass")
     for name in ("csv", "plot"):
         if not Path(getattr(options, name) or "").parent.is_dir():
             raise ValueError(f"--{name}: no folder {Path(getattr(options, name)).parent}")
+
+
+def dashed(name: str) -> str:
+    """An option as it is written."""
+    return name.replace("_", "-")
 
 
 def complete(options: argparse.Namespace) -> None:
@@ -246,10 +268,14 @@ def run(options: argparse.Namespace, progress: Progress) -> list[list[Row]]:
         progress.say("float64 results to judge by")
         judge = case.appoint(case.draw(size, options.dtype), options.dtype, backward="backward" in options.passes)
         for which in options.passes:
+            everies: list[int | str | None] = [None]
+            if which == "backward" and options.checkpoint_every:
+                everies += [*dict.fromkeys(options.checkpoint_every)]
             tasks = [
-                Task(contender, engine, size, which, options.dtype, options.device, options.case)
+                Task(contender, engine, size, which, options.dtype, options.device, options.case, every)
                 for contender in dict.fromkeys(options.contenders)
                 for engine in (engines_for(size, options) if contender == "ours" else ["-"])
+                for every in (everies if contender == "ours" else [None])
             ]
             rounds = 0 if options.memory else options.rounds
             progress.title = f"{len(groups) + 1} of {len(options.sizes) * len(options.passes)}: {size} {which}"

@@ -5,8 +5,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from .cases import CASES
-from .report import label, references, spread
-from .rounds import Row, peak_ratio, ratio
+from .report import references, spread
+from .rounds import Row, label, name_of, peak_ratio, ratio
 
 
 def write_csv(file: str, groups: Iterable[Sequence[Row]], card: dict[str, str]) -> None:
@@ -51,15 +51,13 @@ def plot(file: str, groups: Sequence[Sequence[Row]], card: dict[str, str]) -> No
     figure, axes = plt.subplots(1, len(passes), figsize=(6 * len(passes), 4.5), squeeze=False, sharey=True)
     for axis, which in zip(axes[0], passes, strict=True):
         shown = [rows for rows in groups if rows[0].task.which == which and references(rows)]
-        names = {
-            row.task[:2]: f"{label(row.task)} {row.task.engine}".removesuffix(" -") for rows in shown for row in rows
-        }
-        for n, (who, name) in enumerate(names.items()):
+        names = dict.fromkeys(name_of(row.task) for rows in shown for row in rows)
+        for n, name in enumerate(names):
             points = [
                 (place + 0.8 * n / len(names), found)
                 for place, rows in enumerate(shown)
                 for row in rows
-                if row.task[:2] == who and (found := ratio(row, next(iter(references(rows).values()))))
+                if name_of(row.task) == name and (found := ratio(row, next(iter(references(rows).values()))))
             ]
             errors = [[r.value - r.low for _, r in points], [r.high - r.value for _, r in points]]
             places, values = [p for p, _ in points], [r.value for _, r in points]

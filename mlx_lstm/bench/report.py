@@ -9,9 +9,8 @@ import numpy as np
 
 from .. import __version__
 from ..machine import chip, installed_version, system
-from .cases import CASES, find_contender
-from .rounds import Ratio, Row, peak_ratio, ratio
-from .tasks import Task
+from .cases import CASES
+from .rounds import Ratio, Row, label, peak_ratio, ratio
 
 MIB = 2**20
 THREAD_SETTINGS = (
@@ -74,11 +73,6 @@ def references(rows: Iterable[Row]) -> dict[str, Row]:
     timed = {row.task.contender: row for row in rows if row.samples}
     names = dict.fromkeys(name for row in timed.values() for name in CASES[row.task.case].references)
     return {name: timed[name] for name in names if name in timed}
-
-
-def label(task: Task) -> str:
-    """What a task's contender is called in print."""
-    return find_contender(task.contender, task.case).label
 
 
 def group_text(rows: Sequence[Row]) -> str:
@@ -161,4 +155,5 @@ LEGEND = """\
 backward includes its forward pass. x NAME: times NAME's time, the median over rounds (lowest-highest round).
 peak: memory of the first run above its inputs; mlx: MLX's own count of it, with what is allocated and not yet used.
 x kept: peak and x, over x, gates, h, c and, backward, dx, dWx, dWh, db.
+every K: of the states every K-th step is kept for the gradient, which computes the others again.
 error/bound: the largest error against float64, in parts of what rounding explains."""

@@ -205,7 +205,13 @@ def measure(
 
 def name_of(task: Task) -> str:
     """What a task is called in print: its contender, and the engine if it has one."""
-    return f"{find_contender(task.contender, task.case).label} ({task.engine})".removesuffix(" (-)")
+    return f"{label(task)} ({task.engine})".removesuffix(" (-)")
+
+
+def label(task: Task) -> str:
+    """What a task's contender is called in print, with its `checkpoint_every` if it has one."""
+    name = find_contender(task.contender, task.case).label
+    return name if task.every is None else f"{name}, every {task.every}"
 
 
 def check(task: Task, process: Process, judge: Judge, file: str) -> tuple[Row, float]:

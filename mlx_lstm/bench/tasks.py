@@ -51,6 +51,7 @@ class Task(NamedTuple):
     dtype: str = "float32"
     device: str = "cpu"  # of the MLX contenders
     case: str = "lstm"  # one of cases.CASES
+    every: int | str | None = None  # `checkpoint_every` of ours
 
 
 class Work(NamedTuple):

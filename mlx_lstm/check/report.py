@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from ..bench.files import csv_record
-from ..bench.report import label, machine_card, milliseconds, references, spread
-from ..bench.rounds import Row, ratio
+from ..bench.report import machine_card, milliseconds, references, spread
+from ..bench.rounds import Row, label, ratio
 from ..engines import tuning
 from .comparison import Finding
 

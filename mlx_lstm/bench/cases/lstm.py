@@ -33,7 +33,8 @@ def prepare_ours(numbers: Tensors, task: Task) -> Work:
     from mlx_lstm import lstm
 
     def forward(x: mx.array, Wx: mx.array, Wh: mx.array, b: mx.array) -> mx.array:
-        return lstm(x, Wx, Wh, b, training=task.which == "backward", engine=task.engine).h
+        training = task.which == "backward"
+        return lstm(x, Wx, Wh, b, training=training, engine=task.engine, checkpoint_every=task.every).h
 
     return mlx_work(forward, numbers, task, batch_major=False)
 
