@@ -140,7 +140,7 @@ def train_in_mlx(model: Model, text: Text, settings: Settings) -> list[float]:
         _, gradients = gradient(model, mx.array(batch))
         optimizer.update(model, gradients)
         mx.eval(model.parameters(), optimizer.state)
-        if step % report == 0:
+        if step % report == 0 or step == settings.steps:
             losses.append(loss_in_mlx(model, held_out).item())
             print(f"  after {step:4} steps in MLX: {losses[-1]:.4f}", flush=True)
     return losses
