@@ -1,6 +1,7 @@
 """A recurrence on an engine as MLX sees it: with the engine's backward pass as its gradient."""
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any, NoReturn
 
 import mlx.core as mx
@@ -72,10 +73,15 @@ def in_chunks(
     return Chunked(chunks, engine, module, for_engine, batch_first=batch_first, evaluates=one_at_a_time)
 
 
-def shown_of(problem: Problem, wants_last: bool) -> list[str]:
+def shown_of(problem: Problem, wants_last: bool) -> tuple[str, ...]:
     """The outputs a caller gets."""
-    hidden = (() if wants_last else ("hT", "cT")) + (() if problem.return_gates else ("gates",))
-    return [name for name in problem.cell.outputs if name not in hidden]
+    return without(problem.cell.outputs, ("hT", "cT") * (not wants_last) + ("gates",) * (not problem.return_gates))
+
+
+@cache
+def without(names: tuple[str, ...], hidden: tuple[str, ...]) -> tuple[str, ...]:
+    """The names that are not hidden."""
+    return tuple(name for name in names if name not in hidden)
 
 
 def run_backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays, engine: str) -> Arrays:
@@ -100,7 +106,7 @@ def for_engine(engine: str, arrays: Arrays) -> Arrays:
 
 
 def differentiable(
-    problem: Problem, arrays: Arrays, engine: str, shown: list[str], chunked: Chunked | None
+    problem: Problem, arrays: Arrays, engine: str, shown: tuple[str, ...], chunked: Chunked | None
 ) -> dict[str, mx.array]:
     """The engine's outputs, with its backward pass as their gradient; `shown`: those that a caller gets."""
     arrays = without_gradient(problem, arrays)
@@ -109,9 +115,8 @@ def differentiable(
     found = tape.function()(*arrays.values(), *([] if problem.lengths is None else [problem.lengths]))
     outputs = dict(zip(tape.shown, found, strict=True))
     if problem.training or tape.cut_off:
-        for names in TAPPED:
-            if present := [name for name in names if name in shown]:
-                outputs |= zip(present, tape.tap(present, [outputs[name] for name in present]), strict=True)
+        for names in tapped(shown):
+            outputs |= zip(names, tape.tap(names, [outputs[name] for name in names]), strict=True)
     return outputs
 
 
@@ -132,8 +137,12 @@ def without_gradient(problem: Problem, arrays: Arrays) -> Arrays:
     return arrays | dict(zip(names, identity(*(arrays[name] for name in names)), strict=True))
 
 
-TAPPED = (("h",), ("c",), ("gates",), ("hT", "cT"))
-"""Outputs that share a tap, which costs the host as much as two launches: the last states are small."""
+@cache
+def tapped(shown: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """The outputs shown, those together that share a tap, which costs the host as much as two launches: the last states
+    are small."""
+    groups = [tuple(name for name in group if name in shown) for group in (("h",), ("c",), ("gates",), ("hT", "cT"))]
+    return [group for group in groups if group]
 
 
 def all_of(*values: mx.array) -> tuple[mx.array, ...]:
@@ -242,7 +251,7 @@ class Tape:
         """From now on every output counts as used."""
         self.used = None
 
-    def tap(self, names: list[str], values: list[mx.array]) -> tuple[mx.array, ...]:
+    def tap(self, names: tuple[str, ...], values: list[mx.array]) -> tuple[mx.array, ...]:
         """`values`, noting when a gradient comes back through one of them."""
 
         def note(primals: object, cotangents: tuple[mx.array, ...], outputs: object) -> tuple[mx.array, ...]:

@@ -80,7 +80,7 @@ def first_lines(error: Exception) -> str:
 def sets_of_cotangents(form: Form) -> list[tuple[str, ...]]:
     """The outputs that have a gradient: in a loss of all outputs, and in one of h alone, as most are. A kernel whose
     inputs are others, with some of these, is not tried."""
-    shown = tuple(shown_of(form.problem(), form.wants_last))
+    shown = shown_of(form.problem(), form.wants_last)
     if form.cotangents is not None:
         return [form.cotangents or shown]
     return [shown, ("h",)] if form.training and not form.plain else [shown]
