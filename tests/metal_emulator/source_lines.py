@@ -38,8 +38,8 @@ def map_lines(kernel_text: str, files: dict[str, str]) -> dict[int, tuple[str, i
 def statements(text: str) -> list[tuple[int, int]]:
     """Returns (first, last) line of every statement that must produce code when its function is compiled.
 
-    Not counted: what lies outside functions, declarations without a value, constexpr, using, static_assert, labels,
-    break, continue, else, `if constexpr` itself, brackets, preprocessor lines and what macros expand to.
+    Not counted: what lies outside functions, declarations without a value, constexpr, enum, using, static_assert,
+    labels, break, continue, else, `if constexpr` itself, brackets, preprocessor lines and what macros expand to.
     """
     code = _PREPROCESSOR.sub(lambda m: re.sub(r"[^\n]", " ", m.group()), blank_comments(text))
     chunks = _chunks(code)
@@ -55,9 +55,11 @@ def statements(text: str) -> list[tuple[int, int]]:
 
 def _chunks(code: str) -> list[tuple[int, int, str, int]]:
     """Splits at `;` and block brackets; gives (start, end, text, number of enclosing function or control blocks)."""
-    chunks, blocks, start, parentheses, i = [], [], 0, 0, 0
+    chunks, blocks, enums, start, parentheses, i = [], [], [], 0, 0, 0
 
     def finish(end: int) -> None:
+        if enums and enums[-1]:  # its constants are no statements
+            return
         for first, last in _without_control(code, start, end):
             chunks.append((first, last - 1, " ".join(code[first:last].split()), sum(blocks)))
 
@@ -75,6 +77,7 @@ def _chunks(code: str) -> list[tuple[int, int, str, int]]:
                 if not is_function:
                     finish(i)
                 blocks.append(not _SCOPE.match(header))
+                enums.append(header.startswith("enum"))
                 start = i + 1
             else:  # a braced list inside an expression
                 i = _behind_list(code, i)
@@ -83,6 +86,7 @@ def _chunks(code: str) -> list[tuple[int, int, str, int]]:
             finish(i)
             if blocks:
                 blocks.pop()
+                enums.pop()
             start = i + 1
         i += 1
     finish(len(code))

@@ -85,6 +85,9 @@ def test_lines_count_from_the_last_directive():
 def test_what_counts_as_a_statement():
     text = """
     constant float TABLE[2] = {1, 2};
+    struct S {
+      enum { AT_ONCE = 4 };
+    };
     inline float f(float x) {
       float y;
       using U = float;
