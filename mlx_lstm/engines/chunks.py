@@ -15,7 +15,7 @@ import numpy as np
 from .directions import join, join_gradients, one_direction, part
 from .ops.packed import dequantized
 from .ops.sweep import initial_states
-from .problem import Array, Arrays, Problem
+from .problem import Array, Arrays, Problem, masks_differ
 from .tracing import have_values
 
 LONGEST = {"numpy": 0, "ops": 256, "stepwise": 4096, "fused": 4096}
@@ -283,8 +283,8 @@ def piece(problem: Problem, start: int, stop: int) -> Problem:
 
 def with_steps(arrays: Arrays) -> list[str]:
     """Which arrays have a row for each step."""
-    masks = "mask" in arrays and arrays["mask"].ndim == 3 and arrays["mask"].shape[0] > 1
-    return [name for name in arrays if name in ("x", "keep", *SEQUENCES) or (name == "mask" and masks)]
+    always = ("x", "keep", *SEQUENCES)
+    return [name for name in arrays if name in always or (name == "mask" and masks_differ(arrays))]
 
 
 def states_of(problem: Problem) -> list[str]:

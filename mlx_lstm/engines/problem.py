@@ -61,3 +61,9 @@ class Problem(NamedTuple):
     def live(self, t: int) -> mx.array | None:
         """[B, 1]: which items have not ended at step t. None without lengths."""
         return None if self.lengths is None else (self.lengths > t)[:, None]
+
+
+def masks_differ(arrays: Arrays) -> bool:
+    """Whether there is a mask, and each step has one of its own."""
+    mask = arrays.get("mask")
+    return mask is not None and mask.ndim == 3 and mask.shape[0] > 1

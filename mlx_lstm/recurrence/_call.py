@@ -15,7 +15,7 @@ from ..engines.choice import Stream, on
 from ..engines.chunks import Chunks, chunks_of
 from ..engines.ops.cells import activate
 from ..engines.packing import Packing, packed_names
-from ..engines.problem import Arrays, Cut, Problem
+from ..engines.problem import Arrays, Cut, Problem, masks_differ
 from ..engines.tracing import are_free, custom_function, have_values
 from ._arguments import Sizes, check_arrays, check_sequences, unpacked
 from ._form import Form
@@ -208,13 +208,12 @@ class Call(NamedTuple):
 
     def form(self, arrays: Arrays, sizes: Sizes, packing: Packing | None, wanted: "Wanted", chosen: "Chosen") -> Form:
         """What selects a Metal engine's kernels."""
-        mask = arrays.get("mask")
         return Form(
             *sizes,
             cell=self.cell,
             dtype=arrays["x"].dtype,
             names=tuple(arrays),
-            masks="keep" in arrays or (mask is not None and mask.ndim == 3 and mask.shape[0] > 1),
+            masks="keep" in arrays or masks_differ(arrays),
             lengths=chosen.lengths is not None,
             reverse=self.reverse and not self.bidirectional,
             bidirectional=self.bidirectional,

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..checks import Form, fail, instead_of
 from ..engines.directions import half
-from ..engines.problem import Array, Arrays
+from ..engines.problem import Array, Arrays, masks_differ
 
 
 def check_keep(op: str, keep: Form, T: int, B: int, D: int, batch_first: bool) -> None:
@@ -94,7 +94,7 @@ class Steps(NamedTuple):
         found["x"] = self.taken(arrays["x"], order, self.batch_first)
         if "keep" in arrays:
             found["keep"] = mx.where(ran, self.taken(self.each_direction(found["keep"], live, 0), order), 1)
-        if "mask" in arrays and arrays["mask"].ndim == 3 and arrays["mask"].shape[0] > 1:
+        if masks_differ(arrays):
             mask = arrays["mask"]
             found["mask"] = self.taken(mx.broadcast_to(mask, (self.T, self.B, mask.shape[-1])), order)
         return found
