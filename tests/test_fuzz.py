@@ -22,7 +22,6 @@ import tf_cases
 from cases import (
     KINDS,
     OUTPUTS_OF,
-    ROUNDING_MARGIN,
     combination,
     draw,
     draw_cotangents,
@@ -41,9 +40,9 @@ from mlx_lstm import keras, recurrence
 from mlx_lstm.compare import judge as mpsgraph_judge
 from mlx_lstm.compare import ours as mpsgraph_ours
 from mlx_lstm.engines.cells import GRUCell, LSTMCell, RNNCell
-from mlx_lstm.oracle import evaluate, forward, kink_distance
+from mlx_lstm.oracle import evaluate, forward
 from mlx_lstm.oracle.arithmetic import ACTIVATION_UNITS
-from mlx_lstm.oracle.closeness import TRIALS, assert_within, exact_and_bounds, float_of
+from mlx_lstm.oracle.closeness import TRIALS, assert_within, exact_and_bounds, float_of, keeps_off_kinks
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # NumPy's, of infinities
 
@@ -51,7 +50,8 @@ PARTS = 20
 """So that processes share the cases."""
 
 FAILED_ONCE = [(20261122, 275), (20261122, 1065)]  # a clip of an infinite c in `ops` made NaN
-"""(seed, number) of cases that a change of the library made right."""
+FAILED_ONCE += [(20261123, 856)]  # sums of 1e15 next to the kinks of hard sigmoids
+"""(seed, number) of cases that a change of the library or of the judge made right."""
 
 SIZES = [[1, 2, 3, 5], [1, 2, 3, 16, 17], [1, 3, 8], [1, 2, 5], [1, 3]]
 LARGE = (33, 20, 9, 40, 17)
@@ -188,7 +188,7 @@ def drawn(rng, dtype, sizes, **options):
         one[...] = other
     if rng.random() < 0.1:
         pick(rng, arrays)[...] *= np.array(float_of(dtype).tiny).astype(dtype)
-    if not kink_distance(**case) > ROUNDING_MARGIN:
+    if not keeps_off_kinks(case, dtype):
         raise UnfitError
     cotangents = draw_cotangents(rng, forward(**case), dtype)
     shown = {name: value for name, value in cotangents.items() if rng.random() < 0.6}
@@ -461,7 +461,7 @@ def ops_of_mpsgraph(rng):
     readings = {"hard_sigmoid": pick(rng, ("x/5", "x/6"))}
     if case.op == "lstm":
         readings["output_peephole"] = pick(rng, ("previous", "current"))
-    if not mpsgraph_judge.kink_distance(case, **readings) > ROUNDING_MARGIN:
+    if not keeps_off_kinks(mpsgraph_judge.call_of(case, **readings), np.float32):
         raise UnfitError
     with mx.stream(mx.cpu):
         found = mpsgraph_ours.run(case, pick(rng, ENGINES), **readings)

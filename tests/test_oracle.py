@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 from cases import BOTH, CELLS, OPTIONS, SIZES, combination, draw, draw_away_from_kinks, draw_cotangents
 
-from mlx_lstm.oracle import ARRAYS, OUTPUTS, backward, clip_shift, forward
+from mlx_lstm.oracle import ARRAYS, OUTPUTS, backward, clip_shift, forward, kink_distance
 from mlx_lstm.oracle.arithmetic import ACTIVATIONS, SLOPES, Arithmetic
-from mlx_lstm.oracle.closeness import FLOATS, Noise, assert_close, assert_within, bounds
+from mlx_lstm.oracle.closeness import FLOATS, Noise, assert_close, assert_within, bounds, keeps_off_kinks
+from mlx_lstm.oracle.recurrence import KINKS
 
 T, B, I, H, _ = SIZES
 STEP = 1e-5
@@ -299,3 +300,22 @@ def test_bounds_allow_both_ways_to_blend():
     )
     for way in (z * a + (1 - z) * b, b + z * (a - b)):
         assert (np.abs(way - exact) <= 4 * largest).all()
+
+
+@pytest.mark.parametrize("activation", KINKS)
+def test_kinks_are_as_near_as_rounding_comes(activation):
+    """Of sums whose terms cancel, and of those that are right next to a kink."""
+    case = {"op": "rnn", "activation": activation, "Wx": np.ones((1, 2)), "Wh": np.zeros((1, 1))}
+
+    def keeps_off(dtype, *terms):
+        return keeps_off_kinks(case | {"x": np.array([[terms]], np.float64)}, dtype)
+
+    for kink in KINKS[activation]:
+        assert kink_distance(**case, x=np.array([[[2.0**24, 0.5 + kink - 2.0**24]]])) == 0.5
+        assert not keeps_off(np.float32, 2.0**24, 0.5 + kink - 2.0**24)  # float32 has even numbers alone there
+        assert keeps_off(np.float64, 2.0**18, 0.5 + kink - 2.0**18) and keeps_off(np.float32, 8, 0.5 + kink - 8)
+        for dtype in (np.float32, np.float16):
+            eps = max(kink, 1) * np.finfo(dtype).eps
+            assert kink == 0 or not keeps_off(dtype, kink - eps, 0)
+            assert keeps_off(dtype, kink - 100 * eps, 0)
+    assert keeps_off(np.float16, 0, 0)

@@ -35,7 +35,7 @@ from mlx_lstm import lstm, recurrence
 from mlx_lstm.engines.numpy import memory as engine_numpy_memory
 from mlx_lstm.engines.ops.cells import activate
 from mlx_lstm.oracle import ARRAYS, backward, forward
-from mlx_lstm.oracle.closeness import SAFETY, assert_close, assert_within, bounds, float_of
+from mlx_lstm.oracle.closeness import SAFETY, assert_close, assert_within, bounds, float_of, keeps_off_kinks
 
 ENGINES = ("numpy", "ops")
 EVERY_OPTION = OPTIONS | CELLS | BOTH
@@ -109,7 +109,11 @@ def check_combination(kind, engine, dtype, seed, sizes, shown):
     given = {name: value for n, (name, value) in enumerate(cotangents.items()) if shown >> n & 1}
     judgement = judged(case, given or cotangents, dtype)
     assume(is_in_range(judgement[2]))
-    check_judged(judgement, engine, dtype)
+    try:
+        check_judged(judgement, engine, dtype)
+    except AssertionError:
+        assume(keeps_off_kinks(judgement[0], dtype))
+        raise
 
 
 @settings(max_examples=20, deadline=None, derandomize=True)

@@ -10,9 +10,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
-from .arithmetic import Arithmetic, Array, Tensors
+from .arithmetic import ACTIVATION_UNITS, Arithmetic, Array, Tensors
 from .case import Case, Cotangents
-from .recurrence import evaluate
+from .recurrence import KINKS, activation_arguments, evaluate
 
 Values = Callable[[Arithmetic], Tensors]
 
@@ -121,6 +121,29 @@ def exact_and_bounds(values: Values, dtype: DTypeLike, trials: int = TRIALS) -> 
             moved[name] = float(np.maximum(moved[name], largest(value - exact[name]) / noise.gain))  # NaN stays
     eps = float_of(dtype).eps
     return exact, {name: SAFETY * moved[name] + eps * largest(exact[name]) + noise.underflow for name in exact}
+
+
+def keeps_off_kinks(case: Case, dtype: DTypeLike) -> bool:
+    """Whether no rounding in `dtype` takes an argument of relu or a hard sigmoid across a kink, where a gradient jumps
+    and has no bounds.
+
+    The arguments of one step and activation are as far off as `bounds` of them, and as the activation's own error, at
+    most that of a result of 1: a hard sigmoid rises to 1 within 2 |kink|. Nor do the trials of `bounds` get there,
+    whose moves in float64 are `gain` times larger. A 0 does not count, as in `kink_distance`.
+    """
+    names = [name for name, _ in activation_arguments(**case)]
+    if not KINKS.keys() & set(names):
+        return True
+    exact, limit = exact_and_bounds(
+        lambda fl: {str(n): a for n, (_, a) in enumerate(activation_arguments(fl=fl, **case))}, dtype
+    )
+    noise = Noise(dtype, seed=0, systematic=False)
+    own = noise.unit + ACTIVATION_UNITS * noise.accumulator_unit
+    return all(
+        (np.abs(exact[str(n)][exact[str(n)] != 0] - kink) > noise.gain * limit[str(n)] + 2 * abs(kink) * own).all()
+        for n, name in enumerate(names)
+        for kink in KINKS.get(name, ())
+    )
 
 
 class Noise(Arithmetic):

@@ -59,9 +59,9 @@ def clip_shift(**case: Any) -> Array:
     return np.concatenate(shifts, axis=-1)
 
 
-def activation_arguments(**case: Any) -> list[tuple[str, Array]]:
+def activation_arguments(*, fl: Arithmetic | None = None, **case: Any) -> list[tuple[str, Array]]:
     """(name of an activation, an array of what it was applied to), over steps and activations; no step not run."""
-    fl, seen = Arithmetic(np.float64), []
+    fl, seen = fl or Arithmetic(np.float64), []
     for p in (complete(side, fl) for side in sides(case)):
         for t, s in unroll(p, fl)[1].items():
             seen += [(p.act[k], a[p.active[t][:, 0]]) for k, a in s.a.items()]
