@@ -12,7 +12,7 @@ from cases import BOTH, CELLS, KINDS, OPTIONS, combination, draw_away_from_kinks
 from on_metal import on_metal, options_at, pairs
 from test_kernels import in_turns
 
-from mlx_lstm import gru, lstm, rnn
+from mlx_lstm import cudnn, gru, lstm, mpsgraph, rnn, tf
 from mlx_lstm import nn as ours
 from mlx_lstm import torch as theirs
 from mlx_lstm.bench.worker import PeakMemory, release_memory
@@ -311,6 +311,65 @@ def test_a_stack_of_layers_takes_that_of_each_or_of_the_call():
             got = mx.grad(lambda x, every=every: ours.stack(layers, x, checkpoint_every=every)[0].sum())(x)
             np.testing.assert_allclose(np.array(got), np.array(right), rtol=1e-5, atol=1e-6)
     assert [cut.steps for cut in seen] == [2, 3, 3]
+
+
+T, N, H = 7, 2, 3
+DIALECTS = ["block_lstm", "block_lstm_v2", "cudnn_rnn", "cudnn_rnn_v2", "cudnn_rnn_v3"]
+DIALECTS += [f"{op}{' training' * training}" for op in ("lstm", "gru", "single_gate_rnn") for training in (0, 1)]
+
+
+def of_dialect(name):
+    """An op of a dialect over x [T, N, H] with all it has in float64: its outputs; its name in errors."""
+    rng, (op, _, training) = np.random.default_rng(2), name.partition(" ")
+    array = lambda *shape: to_mlx(rng.normal(0, 0.5, shape), np.float64)  # noqa: E731
+    if op.startswith("block"):
+        given = *array(2, N, H), array(2 * H, 4 * H), *array(3, H), array(4 * H)
+        return lambda x, **more: getattr(tf, op)(T - 1, x, *given, cell_clip=0.4, use_peephole=True, **more), op
+    if op.startswith("cudnn"):
+        given = array(4, N, H), array(4, N, H), array(2 * 8 * H * (2 * H + 1 + 1) + 8 * H * H)
+        given += ([T, 2],) * op.endswith("v3")
+        more = {"direction": "bidirectional", "dropout": 0.4, "seed": 3}
+        return lambda x, **every: getattr(cudnn, op)(x, *given, **more, **every)[:3], op
+    G, kind = {"lstm": (4, "LSTM"), "gru": (3, "GRU"), "single_gate_rnn": (1, "SingleGateRNN")}[op]
+    descriptor = getattr(mpsgraph, f"{kind}Descriptor")(training=bool(training), bidirectional=True)
+    R, given = array(2, G * H, H), {"input_weight": array(2 * G * H, H), "bias": array(2 * G * H)}
+    given |= {"mask": mx.abs(array(N, 2 * H)), "descriptor": descriptor}
+    return lambda x, **every: getattr(mpsgraph, op)(x, R, **given, **every), f"mpsgraph.{op}"
+
+
+@pytest.mark.parametrize("name", DIALECTS)
+def test_dialects_pass_it_on(name):
+    """With the gradient from all outputs of what keeps all, also that of the same dropout."""
+    with mx.stream(mx.cpu):
+        (call, op), x, seen, build = of_dialect(name), mx.ones((T, N, H), mx.float64), [], chunks.Chunked.__init__
+        loss = lambda x, **more: sum((mx.cos(mx.arange(a.size)) * a.flatten()).sum() for a in call(x, **more))  # noqa: E731
+        right = mx.grad(loss)(x)
+        with patch.object(
+            chunks.Chunked, "__init__", lambda self, cut, *a, **b: (seen.append(cut), build(self, cut, *a, **b))[1]
+        ):
+            found = [mx.grad(lambda x, every=every: loss(x, checkpoint_every=every))(x) for every in (2, "auto")]
+    assert {(cut.steps, cut.recomputes) for cut in seen} == {(2, True), (3, True)}
+    assert_same(found, [right, right])
+    with pytest.raises(ValueError, match=rf"^\[{op}\] checkpoint_every must be a number of steps .* but got 0\.$"):
+        call(x, checkpoint_every=0)
+
+
+def test_a_stack_of_a_dialect_keeps_little():
+    T, N, H, L = 400, 8, 16, 3
+    x, states = mx.random.normal((T, N, H)), mx.zeros((L, N, H))
+    params = mx.random.normal((cudnn.cudnn_rnn_params_size(L, H, H).item(),))
+    mx.eval(x, states, params)
+
+    def step(every):
+        call = lambda p: cudnn.cudnn_rnn(x, states, states, p, dropout=0.5, checkpoint_every=every).output.sum()  # noqa: E731
+        return mx.grad(call)(params)
+
+    with mx.stream(mx.cpu):
+        few, all_of_it = peak_of(lambda: step("auto")), peak_of(lambda: step(None))
+    # In sequences as wide as h: of each layer h and its gradient and that of its input, but that between two layers
+    # there are dropout's factors and their products besides; and of a chunk, as above.
+    assert few < 1.25 * (3 * L + 3 * (L - 1) + 4 / T**0.5) * x.nbytes
+    assert few < 0.6 * all_of_it
 
 
 @pytest.mark.parametrize("every", [0, -1, True, 2.0, "sqrt", [3]])

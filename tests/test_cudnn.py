@@ -35,13 +35,14 @@ def test_float64_equals_torch(seeds, engine):
 
 
 def check(seed, dtype, *engines, **fixed):
-    """Outputs and gradients within the bounds derived from the case."""
+    """Outputs and gradients within the bounds derived from the case; those by mx.grad also computed again."""
+    every = (None, 2, 1, "auto")[seed % 4]
     case = draw_for(seed, dtype, **fixed)
     exact, limit = by_oracle(case), bounds_of(lambda fl: by_oracle(case, fl), dtype)
     for engine in engines:
         outputs, gradients = ours(case, dtype, engine)
         assert (outputs | gradients).keys() >= exact.keys()
-        by_mlx = by_grad(case, dtype, engine=engine)
+        by_mlx = by_grad(case, dtype, engine=engine, checkpoint_every=every)
         for name, value in [*outputs.items(), *gradients.items(), *by_mlx.items()]:
             assert value.dtype == dtype, name
             if name in exact:
@@ -93,7 +94,7 @@ def test_metal_within_bounds(case):
     """Two layers of unequal lengths, on the emulator; whatever the choice of engines lets a Mac run."""
     engine, fixed = ON_METAL[case]
     with on_metal():
-        check(20, np.float32, engine, L=2, T=3, N=3, I=4, H=3, lengths=np.array([2, 3, 1]), **fixed)
+        check(21, np.float32, engine, L=2, T=3, N=3, I=4, H=3, lengths=np.array([2, 3, 1]), **fixed)
 
 
 @pytest.mark.parametrize(("L", "D", "lengths"), [(1, 1, None), (2, 2, [5, 2, 3])], ids=["one", "two, ragged"])
@@ -150,6 +151,23 @@ def test_grad_equals_backprop(mode, D, attributes, dtype):
         _, expected = ours(case, dtype, **ATTRIBUTES[attributes])
         for name, value in by_grad(case, dtype, **ATTRIBUTES[attributes]).items():
             np.testing.assert_array_equal(value, expected[name], err_msg=name)
+
+
+@pytest.mark.parametrize("D", [1, 2])
+@pytest.mark.parametrize("mode", MODES)
+def test_grad_of_what_is_computed_again(mode, D):
+    """With the dropout of what keeps all, whose gradient is then the same; for the backward op nothing is there."""
+    case = draw(D, mode=mode, L=3, D=D, T=5, N=3, I=3, H=3, lengths=np.array([5, 1, 4]))
+    given = ATTRIBUTES["dropout"] | {"checkpoint_every": 2}
+    _, expected = ours(case, np.float64, **ATTRIBUTES["dropout"])
+    assert_double(by_grad(case, np.float64, **given), expected)
+    inputs, cotangents = arrays_of(case), [to_mlx(case.cotangents[name], np.float64) for name in OUTPUTS]
+    out = cudnn.cudnn_rnn_v3(**inputs, sequence_lengths=lengths_of(case), **case.attributes, **given)
+    assert out.reserve_space.shape == (0,)
+    with pytest.raises(ValueError, match=r"must have shape \[\d+\], but with checkpoint_every there is none, but got"):
+        cudnn.cudnn_rnn_backprop_v3(
+            *inputs.values(), lengths_of(case), *out[:3], *cotangents, *out[3:], **case.attributes
+        )
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -113,11 +113,11 @@ def as_mlx(name, value):
     return to_mlx(value, value.dtype.type)
 
 
-def ours_by_autodiff(op, case, given, engine):
-    """The gradients of all arrays of the case by `mx.vjp`, from those of the outputs named."""
+def ours_by_autodiff(op, case, given, engine, **more):
+    """The gradients of all arrays of the case by `mx.vjp`, from those of the outputs named; `more`: options of ours."""
     with mx.stream(device_of(engine)):
         arrays = {name: as_mlx(name, value) for name, value in case.items() if name not in ATTRIBUTES}
-        options = {name: value for name, value in case.items() if name in ATTRIBUTES}
+        options = {name: value for name, value in case.items() if name in ATTRIBUTES} | more
 
         def outputs_of(*values):
             out = getattr(tf, op)(**dict(zip(arrays, values, strict=True)), **options, engine=engine)._asdict()

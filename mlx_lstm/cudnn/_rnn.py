@@ -44,6 +44,7 @@ def cudnn_rnn(
     seed: int = 0,
     seed2: int = 0,
     is_training: bool = True,
+    checkpoint_every: int | str | None = None,
     engine: str | None = None,
     stream: Stream = None,
 ) -> CudnnRNNOutput:
@@ -83,6 +84,9 @@ def cudnn_rnn(
         seed, seed2 (int): their low 32 bits are the high and the low half of dropout's seed. Default: 0.
         is_training (bool): `False` drops nothing, keeps no reserve space and has no gradient (but MLX's own where
             `mx.compile`, `mx.vmap` or an export traces the graph). Default: `True`.
+        checkpoint_every (int or str, optional): in every layer as in `mlx_lstm.lstm`, for `mx.grad`, to which dropout
+            is the same. The backward op computes nothing again: for it there is no reserve space, which is [0] then.
+            Default: `None`.
         engine (str, optional): as in `mlx_lstm.lstm`. Default: the best for the stream's device and the sizes.
         stream (Stream or Device, optional): where to run, as for any MLX op.
 
@@ -105,7 +109,7 @@ def cudnn_rnn(
     """
     attributes = Attributes(rnn_mode, input_mode, direction, dropout, seed, seed2)
     stack = Stack("cudnn_rnn", "CudnnRNN", attributes, engine=engine, stream=stream)
-    return CudnnRNNOutput(*stack.forward((input, input_h, input_c, params), None, is_training))
+    return CudnnRNNOutput(*stack.forward((input, input_h, input_c, params), None, is_training, checkpoint_every))
 
 
 def cudnn_rnn_v2(
@@ -121,6 +125,7 @@ def cudnn_rnn_v2(
     seed: int = 0,
     seed2: int = 0,
     is_training: bool = True,
+    checkpoint_every: int | str | None = None,
     engine: str | None = None,
     stream: Stream = None,
 ) -> CudnnRNNV2Output:
@@ -139,7 +144,7 @@ def cudnn_rnn_v2(
     """
     attributes = Attributes(rnn_mode, input_mode, direction, dropout, seed, seed2)
     stack = Stack("cudnn_rnn_v2", "CudnnRNNV2", attributes, engine=engine, stream=stream)
-    outputs = stack.forward((input, input_h, input_c, params), None, is_training)
+    outputs = stack.forward((input, input_h, input_c, params), None, is_training, checkpoint_every)
     return CudnnRNNV2Output(*outputs, mx.zeros((2,) if is_training else (), mx.int8))
 
 
@@ -160,6 +165,7 @@ def cudnn_rnn_v3(
     is_training: bool = True,
     time_major: bool = True,
     batch_major_states: str = "transpose",
+    checkpoint_every: int | str | None = None,
     engine: str | None = None,
     stream: Stream = None,
 ) -> CudnnRNNV2Output:
@@ -196,7 +202,7 @@ def cudnn_rnn_v3(
     """
     attributes = Attributes(rnn_mode, input_mode, direction, dropout, seed, seed2, num_proj)
     stack = Stack("cudnn_rnn_v3", "CudnnRNNV3", attributes, time_major, batch_major_states, engine, stream)
-    outputs = stack.forward((input, input_h, input_c, params), sequence_lengths, is_training)
+    outputs = stack.forward((input, input_h, input_c, params), sequence_lengths, is_training, checkpoint_every)
     return CudnnRNNV2Output(*outputs, mx.zeros((), mx.int8))
 
 

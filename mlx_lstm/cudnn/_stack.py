@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, cast
 import mlx.core as mx
 
 from .. import recurrence
-from ..checks import check_array, check_flag, check_lengths, check_option, check_sizes, fail
+from ..checks import check_array, check_every, check_flag, check_lengths, check_option, check_sizes, fail
 from ..convert.cudnn import join_layers, layer_arrays
 from ..engines import choice
 from ..engines.choice import Stream, check_device, on
@@ -53,10 +53,15 @@ class Stack(NamedTuple):
     stream: Stream = None
 
     def forward(
-        self, inputs: Inputs, sequence_lengths: recurrence.Lengths, is_training: bool
+        self,
+        inputs: Inputs,
+        sequence_lengths: recurrence.Lengths,
+        is_training: bool,
+        checkpoint_every: int | str | None,
     ) -> tuple[mx.array, mx.array, mx.array, mx.array]:
         """(output, output_h, output_c, reserve_space)."""
         check_flag(self.op, "is_training", is_training)
+        every = check_every(self.op, checkpoint_every)
         with on(self.stream, self.op):
             where, lengths = self.check(inputs, sequence_lengths)
             input, input_h, input_c, params = inputs
@@ -64,12 +69,14 @@ class Stack(NamedTuple):
             dropout = self.attributes.dropout if is_training else 0
             none: list[mx.array | None] = [None] * where.L
             factors = dropout_factors(where, x, self.attributes) if dropout else none
-            options = {"lengths": lengths, "engine": self.engine, "training": is_training}
+            options = {"lengths": lengths, "engine": self.engine, "training": is_training, "checkpoint_every": every}
             kept = run_layers(where, params, x, first, factors, options)
             output, output_h = self.sequence(kept[-1]["h"]), self.of_layers(where, kept, "hT")
             output_c = self.of_layers(where, kept, "cT") if where.mode == "lstm" else mx.zeros((), input.dtype)
             if is_training:
-                return output, output_h, output_c, pack(reserved(where, x, dropout), kept, input.dtype)
+                none_reserved = mx.zeros((0,), input.dtype)
+                reserve = none_reserved if every else pack(reserved(where, x, dropout), kept, input.dtype)
+                return output, output_h, output_c, reserve
             # Where somebody can ask for a gradient; but a graph without values stays plain, and can be exported.
             given = [input, input_h, params]
             if not are_free(given) and have_values(given):
@@ -180,7 +187,7 @@ def run_layers(
     where: Layout, params: mx.array, x: mx.array, first: Arrays, factors: list[mx.array | None], options: dict[str, Any]
 ) -> list[dict[str, Any]]:
     """Each layer's outputs, and the factors on its h."""
-    found, keeps = [], options["training"] and where.G > 1
+    found, keeps = [], options["training"] and options["checkpoint_every"] is None and where.G > 1
     for layer, weights in enumerate(layer_arrays(where, params)):
         arrays = layer_arguments(where, layer, weights, x, first)
         out = OPS[where.mode](**arrays, **options, return_gates=keeps)._asdict()
@@ -263,7 +270,8 @@ def unpack(
     if isinstance(reserve_space, mx.array) and reserve_space.ndim == 0:
         raise ValueError(f"To use {original} in gradients, is_training must be set to True.")
     sizes = [prod(shape) for layer in shapes for shape in layer.values()]
-    check_array(op, "reserve_space", reserve_space, [sum(sizes)], dtype)
+    why = ", but with checkpoint_every there is none," if getattr(reserve_space, "size", None) == 0 else ""
+    check_array(op, "reserve_space", reserve_space, [sum(sizes)], dtype, why)
     parts = iter(mx.split(reserve_space, list(accumulate(sizes))[:-1]) if sizes else ())
     arrays = [{name: next(parts).reshape(shape) for name, shape in layer.items()} for layer in shapes]
     return [{n: mx.swapaxes(a, 1, 2) if n in BATCH_LAST else a for n, a in layer.items()} for layer in arrays]

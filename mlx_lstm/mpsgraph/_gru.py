@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 
 from .. import recurrence
-from ..checks import fail
+from ..checks import check_every, fail
 from ..convert.mpsgraph import PROPERTIES, activation_names
 from ..convert.weights import MPSGRAPH
 from .layouts import Given, check_descriptor, check_leading_ones, gradient_list, title, translated
@@ -58,6 +58,7 @@ def gru(
     descriptor: GRUDescriptor | None = None,
     hard_sigmoid: str = "x/5",
     mask_layout: str = "channels",
+    checkpoint_every: int | str | None = None,
     engine: str | None = None,
     stream: mx.Stream | mx.Device | None = None,
 ) -> list[mx.array]:
@@ -79,7 +80,7 @@ def gru(
         secondary_bias (array, optional): b2, [H], with bidirectional [2H]. Without reset_after, where nothing uses it,
             it is refused.
         descriptor (GRUDescriptor, optional): Default: `GRUDescriptor()`.
-        hard_sigmoid, mask_layout, engine, stream: as in `mpsgraph.lstm`.
+        hard_sigmoid, mask_layout, checkpoint_every, engine, stream: as in `mpsgraph.lstm`.
 
     Returns:
         list: h [T, N, H]; with training the gates after their activations, [T, N, 3H] (zState; Apple does not say what
@@ -96,8 +97,9 @@ def gru(
     arrays = {"source": source, "recurrent_weight": recurrent_weight, "input_weight": input_weight, "bias": bias}
     arrays |= {"init_state": init_state, "mask": mask, "secondary_bias": secondary_bias}
     call = translate(op, arrays, descriptor, hard_sigmoid, mask_layout)
-    training = descriptor.training
-    out = recurrence.gru(**call, return_gates=training, training=training, engine=engine, stream=stream)
+    training, how = descriptor.training, {"engine": engine, "stream": stream}
+    how |= {"checkpoint_every": check_every(op, checkpoint_every)}
+    out = recurrence.gru(**call, return_gates=training, training=training, **how)
     return [out.h, *([] if out.gates is None else [out.gates])]
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 
 from .. import recurrence
-from ..checks import check_flag, check_option
+from ..checks import check_every, check_flag, check_option
 from ..convert.mpsgraph import PROPERTIES, activation_names
 from ..convert.weights import MPSGRAPH
 from .layouts import Given, check_descriptor, check_leading_ones, gradient_list, translated
@@ -62,6 +62,7 @@ def lstm(
     hard_sigmoid: str = "x/5",
     mask_layout: str = "channels",
     training_returns_cell: bool = True,
+    checkpoint_every: int | str | None = None,
     engine: str | None = None,
     stream: mx.Stream | mx.Device | None = None,
 ) -> list[mx.array]:
@@ -94,7 +95,8 @@ def lstm(
             mask. E:mask decides.
         training_returns_cell (bool): whether training returns the cell states even without produce_cell. Apple's texts
             say both: `True` is what those on the gradient say. E:output_count decides.
-        engine, stream: as in `mlx_lstm.lstm`.
+        checkpoint_every, engine, stream: as in `mlx_lstm.lstm`. The first is about `mx.grad`; it saves nothing of c and
+            zState while the caller holds them, for the gradient op.
 
     Returns:
         list: h [T, N, H]; with produce_cell or training the cell states c [T, N, H], before g; with training the gates
@@ -116,8 +118,9 @@ def lstm(
     arrays |= {"init_state": init_state, "init_cell": init_cell, "mask": mask, "peephole": peephole}
     check_flag(op, "training_returns_cell", training_returns_cell)
     call = translate(op, arrays, descriptor, output_peephole, hard_sigmoid, mask_layout)
-    training = descriptor.training
-    out = recurrence.lstm(**call, return_gates=training, training=training, engine=engine, stream=stream)
+    training, how = descriptor.training, {"engine": engine, "stream": stream}
+    how |= {"checkpoint_every": check_every(op, checkpoint_every)}
+    out = recurrence.lstm(**call, return_gates=training, training=training, **how)
     cell = descriptor.produce_cell or (training and training_returns_cell)
     return [out.h, *([out.c] if cell else []), *([] if out.gates is None else [out.gates])]
 

@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 
 from .. import recurrence
-from ..checks import check_option
+from ..checks import check_every, check_option
 from ..convert.mpsgraph import activation_names
 from .layouts import Given, check_descriptor, check_leading_ones, gradient_list, translated
 
@@ -47,6 +47,7 @@ def single_gate_rnn(
     z_state_holds: str = "preactivations",
     hard_sigmoid: str = "x/5",
     mask_layout: str = "channels",
+    checkpoint_every: int | str | None = None,
     engine: str | None = None,
     stream: mx.Stream | mx.Device | None = None,
 ) -> list[mx.array]:
@@ -63,7 +64,7 @@ def single_gate_rnn(
         descriptor (SingleGateRNNDescriptor, optional): Default: `SingleGateRNNDescriptor()`.
         z_state_holds (str): whether zState is z, `"preactivations"`, as the formula has it, or s(z), `"activations"`,
             as for the LSTM. E:single_gate decides.
-        hard_sigmoid, mask_layout, engine, stream: as in `mpsgraph.lstm`.
+        hard_sigmoid, mask_layout, checkpoint_every, engine, stream: as in `mpsgraph.lstm`.
 
     Returns:
         list: h [T, N, H]; with training zState [T, N, H]. Twice as wide with bidirectional.
@@ -79,8 +80,9 @@ def single_gate_rnn(
     arrays = {"source": source, "recurrent_weight": recurrent_weight, "input_weight": input_weight, "bias": bias}
     arrays |= {"init_state": init_state, "mask": mask}
     call = translate(op, arrays, descriptor, z_state_holds, hard_sigmoid, mask_layout)
-    training = descriptor.training
-    out = recurrence.rnn(**call, return_gates=training, training=training, engine=engine, stream=stream)
+    training, how = descriptor.training, {"engine": engine, "stream": stream}
+    how |= {"checkpoint_every": check_every(op, checkpoint_every)}
+    out = recurrence.rnn(**call, return_gates=training, training=training, **how)
     return [out.h, *([getattr(out, Z_STATES[z_state_holds])] if training else [])]
 
 

@@ -12,7 +12,8 @@ What all ops here have in common, and TensorFlow has not:
   16 bits are multiplied and summed in float32 (TensorFlow on the CPU sums in float16, and has only float32 for GRUs).
 - Wrong arguments raise a ValueError with TensorFlow's text where it has one. Where TensorFlow ends the process or
   reads out of bounds (`seq_len_max` out of range, ranks, lengths of peepholes, sizes of activations), too.
-- `engine` and `stream`, by keyword only, are those of `mlx_lstm.lstm`. TensorFlow's `name` is absent.
+- `engine`, `stream` and, of the ops over a sequence, `checkpoint_every`, by keyword only, are those of
+  `mlx_lstm.lstm`. TensorFlow's `name` is absent.
 """
 
 from ._gru import GRUBlockCellGradOutput as GRUBlockCellGradOutput

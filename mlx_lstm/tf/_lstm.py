@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
+from ..checks import check_every
 from ..convert.weights import TF
 from ..engines.choice import Stream, on
 from ..engines.problem import Arrays
@@ -107,7 +108,7 @@ def lstm_block_cell(
     forget_bias, cell_clip = check_attributes(op, forget_bias, cell_clip)
     with on(stream, op):
         names["x"] = x[None]
-        out = run_lstm(ICFO, 1, names, use_peephole, forget_bias, cell_clip, engine)
+        out = run_lstm(ICFO, 1, names, use_peephole, forget_bias, cell_clip, {"engine": engine})
         return BlockLSTMOutput(*(array[0] for array in out))
 
 
@@ -184,6 +185,7 @@ def block_lstm(
     cell_clip: float = 3.0,
     use_peephole: bool = False,
     *,
+    checkpoint_every: int | str | None = None,
     engine: str | None = None,
     stream: Stream = None,
 ) -> BlockLSTMOutput:
@@ -199,6 +201,9 @@ def block_lstm(
         x (array): [T, N, I].
         cs_prev, h_prev (array): the states before the first step, [N, H].
         w, wci, wcf, wco, b, forget_bias, cell_clip, use_peephole: as in `lstm_block_cell`.
+        checkpoint_every (int or str, optional): for `mx.grad`, as in `mlx_lstm.lstm`. All seven outputs are there while
+            the op runs, and as long as the caller holds them, as `block_lstm_grad` makes him: it computes nothing
+            again. So it saves what a gradient keeps of a block once the next one runs.
 
     Returns:
         BlockLSTMOutput: i, cs, f, o, ci, co, h, each [T, N, H]. T, N, H or I may be 0.
@@ -217,8 +222,9 @@ def block_lstm(
     op, names = "block_lstm", lstm_names(x, cs_prev, h_prev, w, wci, wcf, wco, b)
     steps = check_block_lstm(op, seq_len_max, names, use_peephole)
     forget_bias, cell_clip = check_attributes(op, forget_bias, cell_clip)
+    how = {"checkpoint_every": check_every(op, checkpoint_every), "engine": engine}
     with on(stream, op):
-        return run_lstm(ICFO, steps, names, use_peephole, forget_bias, cell_clip, engine)
+        return run_lstm(ICFO, steps, names, use_peephole, forget_bias, cell_clip, how)
 
 
 def block_lstm_grad(
@@ -291,6 +297,7 @@ def block_lstm_v2(
     cell_clip: float = 0.0,
     use_peephole: bool = False,
     *,
+    checkpoint_every: int | str | None = None,
     engine: str | None = None,
     stream: Stream = None,
 ) -> BlockLSTMOutput:
@@ -302,8 +309,8 @@ def block_lstm_v2(
     TensorFlow's tape is wrong for this op: it takes the formula of BlockLSTM, whose gate order is another.
 
     Args:
-        seq_len_max, x, cs_prev, h_prev, w, wci, wcf, wco, b, cell_clip, use_peephole: as in `block_lstm`, but w and b
-            in the order i, f, c, o, and `cell_clip` by default 0. So is what is returned.
+        seq_len_max, x, cs_prev, h_prev, w, wci, wcf, wco, b, cell_clip, use_peephole, checkpoint_every: as in
+            `block_lstm`, but w and b in the order i, f, c, o, and `cell_clip` by default 0. So is what is returned.
 
     Example:
         >>> import mlx.core as mx
@@ -316,8 +323,9 @@ def block_lstm_v2(
     op, names = "block_lstm_v2", lstm_names(x, cs_prev, h_prev, w, wci, wcf, wco, b)
     steps = check_block_lstm(op, seq_len_max, names, use_peephole)
     _, cell_clip = check_attributes(op, 0.0, cell_clip)
+    how = {"checkpoint_every": check_every(op, checkpoint_every), "engine": engine}
     with on(stream, op):
-        return run_lstm(IFCO, steps, names, use_peephole, 0.0, cell_clip, engine)
+        return run_lstm(IFCO, steps, names, use_peephole, 0.0, cell_clip, how)
 
 
 def block_lstm_grad_v2(
@@ -369,16 +377,22 @@ def lstm_arguments(order: str, names: Arrays, use_peephole: bool) -> dict[str, A
 
 
 def run_lstm(
-    order: str, steps: int, names: Arrays, use_peephole: bool, forget_bias: float, cell_clip: float, engine: str | None
+    order: str,
+    steps: int,
+    names: Arrays,
+    use_peephole: bool,
+    forget_bias: float,
+    cell_clip: float,
+    how: dict[str, Any],
 ) -> BlockLSTMOutput:
-    """The outputs over x [T, N, I], of which `steps` steps run."""
+    """The outputs over x [T, N, I], of which `steps` steps run; how: the engine, and what is computed again."""
     x, cs_prev = names["x"], names["cs_prev"]
     T, N, H = x.shape[0], *cs_prev.shape
     if 0 in (steps, N, H):
         return BlockLSTMOutput(*[mx.zeros((T, N, H), x.dtype)] * 7)
     arrays = lstm_arguments(order, names | {"x": x[:steps]}, use_peephole)
     clip = cell_clip if 0 < cell_clip < np.inf else None
-    out = lstm(**arrays, cell_clip=clip, forget_bias=forget_bias, return_gates=True, engine=engine)._asdict()
+    out = lstm(**arrays, cell_clip=clip, forget_bias=forget_bias, return_gates=True, **how)._asdict()
     y = dict(zip(order, mx.split(out["gates"], 4, axis=-1), strict=True))
     found = y["i"], out["c"], y["f"], y["o"], y["g"], tanh(out["c"]), out["h"]
     return BlockLSTMOutput(*(with_padding(array, T) for array in found))
