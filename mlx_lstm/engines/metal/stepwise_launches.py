@@ -1,8 +1,8 @@
 """The launches of the `stepwise` shaders, each function named like the shader."""
 
-from collections.abc import Callable, Mapping
-from functools import cache, update_wrapper
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Mapping
+from functools import cache, partial, update_wrapper
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -161,26 +161,27 @@ class StepLaunch:
         return row
 
 
-Make = Callable[[Problem, mx.Dtype, Present, bool], StepKernel]
+def every_step(find: Callable[..., Any], problem: Problem, given: Inputs, rows: Rows | None = None) -> StepLaunch:
+    """What launches a kernel at every step: of a problem, given arrays and the rows they become, if any."""
+    return StepLaunch(*find(problem, given, rows is not None), rows)
 
 
-def launched(names: str) -> Callable[[Make], Callable[..., StepLaunch]]:
-    """Turns what makes the kernel of a problem, with inputs of these names, into what launches it at every step: of a
-    problem, given arrays and the rows they become, if any. A kernel is made once."""
+def launched(names: str, way: Callable[..., Any] = every_step) -> Callable[[Callable[..., object]], Callable[..., Any]]:
+    """Turns what makes the kernel of a problem, with inputs of these names, into what launches it in this way. A kernel
+    is made once."""
     order = tuple(names.split())
 
-    def launching(make: Make) -> Callable[..., StepLaunch]:
+    def launching(make: Callable[..., object]) -> Callable[..., Any]:
         @kept
-        def kernel(problem: Problem, dtype: mx.Dtype, given: tuple[str, ...], has_rows: bool) -> StepKernel:
+        def kernel(problem: Problem, dtype: mx.Dtype, given: tuple[str, ...], *more: Hashable) -> object:
             known = tuple(name for name in order if name in given or not name.endswith(PARTS))
-            return make(problem, dtype, present(known, given), has_rows)
+            return make(problem, dtype, present(known, given), *more)
 
-        def launch(problem: Problem, given: Inputs, rows: Rows | None = None) -> StepLaunch:
+        def find(problem: Problem, given: Inputs, *more: Hashable) -> tuple[object, Arrays]:
             inputs = {name: array for name in order if (array := given.get(name)) is not None}
-            bare = problem._replace(lengths=None)
-            return StepLaunch(kernel(bare, dtype_of(given), tuple(inputs), rows is not None), inputs, rows)
+            return kernel(problem._replace(lengths=None), dtype_of(given), tuple(inputs), *more), inputs
 
-        return update_wrapper(launch, make, assigned=("__name__", "__doc__"))
+        return update_wrapper(partial(way, find), make, assigned=("__name__", "__doc__"))
 
     return launching
 
@@ -340,29 +341,15 @@ Layout = tuple[tuple[tuple[int, ...], int, int], ...]
 Wanted = frozenset[str]
 
 
-def launched_after(names: str) -> Callable[[Callable[..., Sequences]], Callable[..., Arrays]]:
-    """As `launched`, of what is launched once, after the sweep, over all kinds of rows; for the outputs wanted."""
-    order = tuple(names.split())
-
-    def launching(make: Callable[..., Sequences]) -> Callable[..., Arrays]:
-        @kept
-        def kernel(
-            problem: Problem, dtype: mx.Dtype, given: tuple[str, ...], layout: Layout, names: Wanted
-        ) -> Sequences:
-            return make(problem, dtype, present(order, given), layout, names)
-
-        def launch(problem: Problem, given: Inputs, kinds: list[Kind], *, names: Wanted) -> Arrays:
-            inputs = {name: array for name in order if (array := given[name]) is not None}
-            left = [array for rows, _ in kinds for array in rows.pieces]
-            layout = tuple([(rows.steps, rows.pieces[-1].size, width) for rows, width in kinds])
-            bare = problem._replace(lengths=None)
-            of_rows = kernel(bare, dtype_of(given), tuple(inputs), layout, names)
-            arrays = [inputs[name] for name in of_rows.inputs] + left + left[-1:] * (LEFT - len(left)) + of_rows.sizes
-            return dict(zip(of_rows.outputs, of_rows.launch(inputs=arrays), strict=True))
-
-        return update_wrapper(launch, make, assigned=("__name__", "__doc__"))
-
-    return launching
+def after_sweep(
+    find: Callable[..., Any], problem: Problem, given: Inputs, kinds: list[Kind], *, names: Wanted
+) -> Arrays:
+    """Launches a kernel once, after a sweep, over all kinds of rows; for the outputs wanted."""
+    left = [array for rows, _ in kinds for array in rows.pieces]
+    layout = tuple([(rows.steps, rows.pieces[-1].size, width) for rows, width in kinds])
+    of_rows, inputs = find(problem, given, layout, names)
+    arrays = [inputs[name] for name in of_rows.inputs] + left + left[-1:] * (LEFT - len(left)) + of_rows.sizes
+    return dict(zip(of_rows.outputs, of_rows.launch(inputs=arrays), strict=True))
 
 
 def prepare_sequences(
@@ -390,7 +377,7 @@ def prepare_sequences(
     return Sequences(call, given, [name for name, output in outputs.items() if output], list(sizes.values()))
 
 
-@launched_after("h0 c0 lengths sizes")
+@launched("h0 c0 lengths sizes", after_sweep)
 def stepwise_outputs(problem: Problem, dtype: mx.Dtype, inputs: Present, layout: Layout, names: Wanted) -> Sequences:
     """Those of h, c, gates, hT, cT in `names`, out of the rows of a sweep: the cells' and, if it projects, h's."""
     (T, B, H, P), D, gates = problem[:4], problem.directions, problem.cell.gates
@@ -417,7 +404,7 @@ def stepwise_outputs(problem: Problem, dtype: mx.Dtype, inputs: Present, layout:
     return prepare_sequences(name, ("stepwise_outputs",), problem, layout, inputs, outputs, template, calls)
 
 
-@launched_after("gates states lengths sizes")
+@launched("gates states lengths sizes", after_sweep)
 def stepwise_gradients(problem: Problem, dtype: mx.Dtype, inputs: Present, layout: Layout, names: Wanted) -> Sequences:
     """dz and those of dc0, d_out, carry in `names`, out of the rows of a sweep back. If it projects also dh, of rows
     of its own, and, if that is in `names`, m: what the projection multiplied."""
