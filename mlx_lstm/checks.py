@@ -76,6 +76,9 @@ def instead_of(value: object) -> str:
     """What to pass in place of a value that is no MLX array, as an error says it."""
     if type(value).__name__ == "PackedSequence":  # torch's, which is a tuple, too
         return ": pad it and use lengths,"
+    first = value[0] if isinstance(value, (list, tuple)) and value else None
+    if isinstance(first, mx.array) and first.dtype == mx.uint32:
+        return ": of what mx.quantize returns make an mlx_lstm.Quantized(*..., group_size=..., bits=...),"
     if isinstance(value, tuple):
         return ": pass the tuple's arrays one by one,"
     return ": make one by mx.array(...)," if isinstance(value, list) or hasattr(value, "__array__") else ""

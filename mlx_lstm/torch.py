@@ -156,7 +156,8 @@ class Layers(nn.Module):
         x = (input if time_first else mx.swapaxes(input, 0, 1)).reshape(-1, N, self.input_size).astype(dtype)
         steps = whole_steps(self.op, keep, hold, input.shape[:-1], "the steps of input")
         steps = {name: (array if time_first else array.T).reshape(L, N) for name, array in steps.items()}
-        options = {"bidirectional": self.bidirectional, "lengths": lengths, "training": self.training} | steps
+        options = {"bidirectional": self.bidirectional, "training": self.training} | steps
+        options |= {"lengths": recurrence.whole_lengths(self.op, lengths, N, L)}
         options |= {"checkpoint_every": self.checkpoint_every, "engine": self.engine}
         last = []
         for layer, arrays in enumerate(layers):

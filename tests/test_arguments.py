@@ -124,7 +124,10 @@ def test_wrong_dtype(no_work, word, name):
 @pytest.mark.parametrize("word, name", [(word, name) for word in OPS for name in right(word)])
 def test_not_an_mlx_array(no_work, word, name):
     make, unpack = ": make one by mx.array(...),", ": pass the tuple's arrays one by one,"
-    for value, instead in ((np.zeros(3), make), ([0.0], make), ((1, 2), unpack), (1.0, ""), ("none", "")):
+    packed, wrap = mx.quantize(mx.zeros((1, 32)), 32, 8), ": of what mx.quantize returns make an mlx_lstm.Quantized("
+    wrap += "*..., group_size=..., bits=...),"
+    given = [(np.zeros(3), make), ([0.0], make), ((1, 2), unpack), (packed, wrap), (tuple(packed), wrap)]
+    for value, instead in [*given, ([], make), ((), unpack), (1.0, ""), ("none", "")]:
         message = refused(word, **{name: value})
         assert f"] {name} must be an mlx.core.array{instead} but got {type(value).__name__}." in message
 

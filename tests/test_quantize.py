@@ -299,6 +299,15 @@ def test_what_layers_refuse(make, message):
         make()
 
 
+@pytest.mark.parametrize("room", [mlx_lstm.nn, mlx_lstm.torch])
+@pytest.mark.parametrize("kind", ["QuantizedLSTM", "QuantizedGRU", "QuantizedRNN"])
+def test_constructors_say_which_layer_refuses(room, kind):
+    name = f"{room.__name__.removeprefix('mlx_lstm.')}.{kind}"
+    for sizes, options in (((0, 64), {}), ((64, 0), {}), ((64, 64), {"checkpoint_every": 0}), ((64, 48), {})):
+        with pytest.raises(ValueError, match=rf"^\[{name}\] "):
+            getattr(room, kind)(*sizes, **options)
+
+
 @pytest.mark.parametrize(
     "first, second, message",
     [

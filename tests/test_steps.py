@@ -205,6 +205,8 @@ def test_what_is_refused(word):
         ("hold", mx.ones((T + 1, B), mx.bool_), f"hold must broadcast to [T, B] = [{T}, {B}] but got shape [8, {B}]."),
         ("hold", mx.ones((T, B)), "hold must be bool or integers but got mlx.core.float32."),
         ("hold", True, "hold must be an mlx.core.array but got bool."),
+        ("hold", [[1, 0], [1]], "hold must be bool or integers, each row of as many, but got [[1, 0], [1]]."),
+        ("hold", [["no"]], "hold must be bool or integers, each row of as many, but got [['no']]."),
     ]:
         with pytest.raises(ValueError) as error:
             getattr(recurrence, word)(**arrays, **{name: value})
@@ -223,6 +225,18 @@ EVERY_LAYER = {
     "torch.GRU": lambda: (mlx_lstm.torch.GRU(I, H, batch_first=True), lambda out: out[0]),
     "torch.RNN": lambda: (mlx_lstm.torch.RNN(I, H, num_layers=2, batch_first=True), lambda out: out[0]),
 }
+
+
+@pytest.mark.parametrize("name", EVERY_LAYER)
+def test_layers_refuse_by_their_own_names(name):
+    """What the recurrence would refuse by its own."""
+    layer = EVERY_LAYER[name]()[0]
+    wrong = {"keep": mx.ones((B, T), mx.complex64), "hold": mx.ones((B, T))}
+    if "nn" not in name or "stack" in name:
+        wrong |= {"lengths": [T + 1, 1, 1]}
+    for word, value in wrong.items():
+        with pytest.raises(ValueError, match=rf"^\[{name}\] {word} must "):
+            layer(mx.zeros((B, T, I)), **{word: value})
 
 
 @pytest.mark.parametrize("name", EVERY_LAYER)

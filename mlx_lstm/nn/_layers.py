@@ -55,6 +55,7 @@ class LSTM(nn.Module):
         (2, 10, 4)
     """
 
+    op: str = "nn.LSTM"  # in errors
     engine_used = engine_used
     checkpoint_every: int | str | None = None
 
@@ -68,11 +69,11 @@ class LSTM(nn.Module):
         engine: str | None = None,
     ):
         super().__init__()
-        input_size = check_integer("nn.LSTM", "input_size", input_size, least=1)
-        hidden_size = check_integer("nn.LSTM", "hidden_size", hidden_size, least=1, why=NO_UNITS)
+        input_size = check_integer(self.op, "input_size", input_size, least=1)
+        hidden_size = check_integer(self.op, "hidden_size", hidden_size, least=1, why=NO_UNITS)
         self.hidden_size: int = hidden_size
         self.engine: str | None = engine
-        self.checkpoint_every = check_every("nn.LSTM", checkpoint_every)
+        self.checkpoint_every = check_every(self.op, checkpoint_every)
         scale = 1.0 / math.sqrt(hidden_size)
         self.Wx: mx.array = mx.random.uniform(-scale, scale, (4 * hidden_size, input_size))
         self.Wh: mx.array = mx.random.uniform(-scale, scale, (4 * hidden_size, hidden_size))
@@ -145,6 +146,7 @@ class GRU(nn.Module):
         (2, 10, 4)
     """
 
+    op: str = "nn.GRU"  # in errors
     engine_used = engine_used
     checkpoint_every: int | str | None = None
 
@@ -158,11 +160,11 @@ class GRU(nn.Module):
         engine: str | None = None,
     ):
         super().__init__()
-        input_size = check_integer("nn.GRU", "input_size", input_size, least=1)
-        hidden_size = check_integer("nn.GRU", "hidden_size", hidden_size, least=1, why=NO_UNITS)
+        input_size = check_integer(self.op, "input_size", input_size, least=1)
+        hidden_size = check_integer(self.op, "hidden_size", hidden_size, least=1, why=NO_UNITS)
         self.hidden_size: int = hidden_size
         self.engine: str | None = engine
-        self.checkpoint_every = check_every("nn.GRU", checkpoint_every)
+        self.checkpoint_every = check_every(self.op, checkpoint_every)
         scale = 1.0 / math.sqrt(hidden_size)
         self.Wx: mx.array = mx.random.uniform(-scale, scale, (3 * hidden_size, input_size))
         self.Wh: mx.array = mx.random.uniform(-scale, scale, (3 * hidden_size, hidden_size))
@@ -219,6 +221,7 @@ class RNN(nn.Module):
         (2, 10, 4)
     """
 
+    op: str = "nn.RNN"  # in errors
     engine_used = engine_used
     checkpoint_every: int | str | None = None
 
@@ -233,13 +236,13 @@ class RNN(nn.Module):
         engine: str | None = None,
     ):
         super().__init__()
-        input_size = check_integer("nn.RNN", "input_size", input_size, least=1)
-        hidden_size = check_integer("nn.RNN", "hidden_size", hidden_size, least=1, why=NO_UNITS)
+        input_size = check_integer(self.op, "input_size", input_size, least=1)
+        hidden_size = check_integer(self.op, "hidden_size", hidden_size, least=1, why=NO_UNITS)
         self.nonlinearity: Callable[[mx.array], mx.array] = nn.tanh if nonlinearity is None else nonlinearity
         activation_of(self.nonlinearity)
         self.hidden_size: int = hidden_size
         self.engine: str | None = engine
-        self.checkpoint_every = check_every("nn.RNN", checkpoint_every)
+        self.checkpoint_every = check_every(self.op, checkpoint_every)
         scale = 1.0 / math.sqrt(hidden_size)
         self.Wxh: mx.array = mx.random.uniform(-scale, scale, (hidden_size, input_size))
         self.Whh: mx.array = mx.random.uniform(-scale, scale, (hidden_size, hidden_size))

@@ -22,6 +22,7 @@ from ..recurrence import (
     note_engine,
     of_layers,
     weight,
+    whole_lengths,
     whole_steps,
 )
 from ._layers import GRU, LSTM, RNN, activation_of
@@ -121,13 +122,14 @@ def stack(
         return mx.zeros((*batch, T, ways * H), dtype), (last["h"], last["c"]) if "c" in last else last["h"]
     x, outputs = x.reshape(-1, T, D), []
     steps = whole_steps(OP, keep, hold, (*batch, T), "[B, T]")
+    lengths = whole_lengths(OP, lengths, x.shape[0], T)
     steps = {name: array.reshape(-1, T) for name, array in steps.items()}
     hold = steps.pop("hold", None)
     rows = {name: by_layer(array.reshape(array.shape[0], -1, H), ways) for name, array in first.items()}
     for n, each in enumerate(found):
         arrays = each.arrays | {"x": x} | {f"{name}0": array[n] for name, array in rows.items()}
         arrays = in_dtype(arrays, dtype)
-        options = {"reverse": not layers, "bidirectional": ways == 2, "lengths": lengths, "hold": hold}
+        options = {"reverse": not layers, "bidirectional": ways == 2, "lengths": lengths, "hold": hold, "checked": True}
         options |= {"checkpoint_every": each.every if every is None else every}
         call = Call(each.cell, **options, engine=engine or each.engine, batch_first=True)
         out = call.forward(arrays | steps, return_gates=False, training=each.training)

@@ -5,12 +5,12 @@ The functions `lstm`, `gru` and `rnn` run forward and carry their gradient; `lst
 own. `by_layer`, `of_layers`, `join_biases` and `join_directions` translate the states, biases and directions that
 others' stacks of layers have. A layer that calls `note_engine` after its calls says by the property `engine_used` what
 ran. `Quantized` is a weight as `mx.quantize` packs it; `QuantizedLayer` is what layers with such weights are, `weight`
-reads one of them, `common_dtype` and `in_dtype` mix them with arrays, `whole_steps` is a layer's keep and hold. What
-judges every result itself runs `unguarded`.
+reads one of them, `common_dtype` and `in_dtype` mix them with arrays; `whole_steps` is a layer's keep and hold,
+`whole_lengths` its lengths. What judges every result itself runs `unguarded`.
 """
 
 from ..engines.packing import Quantized
-from ._call import Call, Hold, Lengths, engine_used, note_engine
+from ._call import Call, Hold, Lengths, engine_used, note_engine, whole_lengths
 from ._gru import GRUOutput as GRUOutput
 from ._gru import gru, gru_gradients
 from ._guard import unguarded
@@ -25,4 +25,5 @@ from ._steps import whole_steps
 
 __all__ = ["Call", "Hold", "Lengths", "Quantized", "QuantizedLayer", "by_layer", "common_dtype", "engine_used", "gru"]
 __all__ += ["gru_gradients", "in_dtype", "join_biases", "join_directions", "lstm", "lstm_gradients", "note_engine"]
-__all__ += ["of_layers", "recurrent", "rnn", "rnn_gradients", "unguarded", "weight", "whole_steps"]
+__all__ += ["of_layers", "recurrent", "rnn", "rnn_gradients", "unguarded", "weight", "whole_lengths"]
+__all__ += ["whole_steps"]

@@ -135,16 +135,15 @@ class Call(NamedTuple):
     def steps(self, sizes: Sizes, op: str) -> tuple[Steps, "Call"]:
         """What keep and hold make of this call's steps, and the call of an engine that they leave."""
         T, B = sizes[:2]
-        lengths = None if self.lengths is None else self.whole_lengths(op, sizes)
+        lengths = self.whole_lengths(op, sizes)
         hold = None if self.hold is None else check_hold(op, self.hold, T, B, self.batch_first)
         backwards = (False, True) if self.bidirectional else (self.reverse,)
         steps = Steps(T, B, backwards, self.batch_first, lengths, hold)
         return steps, self._replace(hold=None, lengths=steps.engine_lengths(), checked=True)
 
-    def whole_lengths(self, op: str, sizes: Sizes) -> mx.array:
+    def whole_lengths(self, op: str, sizes: Sizes) -> mx.array | None:
         """The lengths, found right."""
-        unknown = isinstance(self.lengths, mx.array) and (self.checked or not have_values([self.lengths]))
-        return check_lengths(op, self.lengths, sizes[1], sizes[0], traced=unknown)
+        return whole_lengths(op, self.lengths, sizes[1], sizes[0], checked=self.checked)
 
     def check(self, arrays: Arrays, op: str, packing: Packing | None) -> Sizes:
         """(T, B, H, P), once arrays and flags are found right."""
@@ -166,7 +165,7 @@ class Call(NamedTuple):
         """What runs the call. Nothing is evaluated for an engine that trains and does without."""
         (T, B, H, _), dtype = sizes, arrays["x"].dtype
         op = self.cell.op if wanted.cotangents is None else f"{self.cell.op}_gradients"
-        lengths = None if self.lengths is None else self.whole_lengths(op, sizes)
+        lengths = self.whole_lengths(op, sizes)
         metal, on_cpu = mx.metal.is_available(), choice.current_device() == "cpu"
         looks = not wanted.training or (on_cpu and self.engine in (None, "numpy"))
         seen = [*arrays.values(), *others, *([] if lengths is None else [lengths])] if looks else []
@@ -248,6 +247,15 @@ class Chosen(NamedTuple):
     plain: bool
     cut: Cut | None = None
     chunks: Chunks | None = None
+
+
+def whole_lengths(op: str, lengths: Lengths, batch: int, longest: int, *, checked: bool = False) -> mx.array | None:
+    """A caller's lengths as int32 [batch], found right. Of arrays without values, and those `checked`, the range goes
+    unseen."""
+    if lengths is None:
+        return None
+    unknown = isinstance(lengths, mx.array) and (checked or not have_values([lengths]))
+    return check_lengths(op, lengths, batch, longest, traced=unknown)
 
 
 @property

@@ -26,7 +26,7 @@ class QuantizedLayer(nn.Module):
     def __init__(
         self, *sizes: Any, group_size: int | None = None, bits: int | None = None, mode: str = "affine", **options: Any
     ):
-        self.take_over(self.of(*sizes, **options))
+        super().__init__(*sizes, **options)
         self.pack(group_size, bits, mode)
 
     @classmethod

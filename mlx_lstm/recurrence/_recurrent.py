@@ -6,10 +6,9 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_map
 
-from ..checks import check_flag, check_lengths, fail, instead_of
+from ..checks import check_flag, fail, instead_of
 from ..engines.ops.sweep import by_time, over_time, without_padding
-from ..engines.tracing import have_values
-from ._call import Lengths
+from ._call import Lengths, whole_lengths
 
 OP = "recurrent"
 
@@ -63,10 +62,7 @@ def recurrent(
     T, B = time_and_batch(x)
     form(x, "x", (T, B))
     before = form(state, "state", (B,))
-    ends = None
-    if lengths is not None:
-        traced = isinstance(lengths, mx.array) and not have_values([lengths])
-        ends = check_lengths(OP, lengths, B, T, traced=traced)
+    ends = whole_lengths(OP, lengths, B, T)
     x_at = tree_map(lambda array: by_time(without_padding(ends, array)), x)
     forms = []
 

@@ -20,17 +20,18 @@ def check_keep(op: str, keep: Form, T: int, B: int, D: int, batch_first: bool) -
     if not broadcasts(keep.shape, sizes) and not broadcasts(keep.shape, (*sizes, D)):
         more = f" or {axes}, 2] = {[*sizes, D]}" if D > 1 else ""
         fail(op, f"keep must broadcast to {axes}] = {list(sizes)}{more}", f"shape {list(keep.shape)}")
+    check_keep_dtype(op, keep)
+
+
+def check_keep_dtype(op: str, keep: Form | mx.array) -> None:
+    """`keep` is of any real dtype."""
     if keep.dtype == mx.complex64:
         fail(op, "keep must be real, an integer or bool", keep.dtype)
 
 
 def check_hold(op: str, hold: Any, T: int, B: int, batch_first: bool) -> mx.array:
     """`hold` as bool [T, B]: a list or an array of bool or integers that broadcasts to it."""
-    if not isinstance(hold, (list, np.ndarray, mx.array)):
-        fail(op, f"hold must be an mlx.core.array{instead_of(hold)}", type(hold).__name__)
-    found = hold if isinstance(hold, mx.array) else mx.array(np.asarray(hold))
-    if found.dtype != mx.bool_ and not mx.issubdtype(found.dtype, mx.integer):
-        fail(op, "hold must be bool or integers", found.dtype)
+    found = hold_array(op, hold)
     axes, sizes = ("[B, T]", (B, T)) if batch_first else ("[T, B]", (T, B))
     if not broadcasts(found.shape, sizes):
         fail(op, f"hold must broadcast to {axes} = {list(sizes)}", f"shape {list(found.shape)}")
@@ -38,15 +39,31 @@ def check_hold(op: str, hold: Any, T: int, B: int, batch_first: bool) -> mx.arra
     return found.T if batch_first else found
 
 
+def hold_array(op: str, hold: Any) -> mx.array:
+    """`hold` as an array of bool or integers."""
+    if not isinstance(hold, (list, np.ndarray, mx.array)):
+        fail(op, f"hold must be an mlx.core.array{instead_of(hold)}", type(hold).__name__)
+    if isinstance(hold, mx.array):
+        found = hold
+    else:
+        try:
+            found = mx.array(np.asarray(hold))
+        except (ValueError, RuntimeError):  # of rows of several lengths, of text and objects
+            fail(op, "hold must be bool or integers, each row of as many,", hold)
+    if found.dtype != mx.bool_ and not mx.issubdtype(found.dtype, mx.integer):
+        fail(op, "hold must be bool or integers", found.dtype)
+    return found
+
+
 def whole_steps(op: str, keep: Any, hold: Any, shape: tuple[int, ...], axes: str) -> dict[str, mx.array]:
     """A layer's keep and hold, those given, at the full shape of its steps: x without its features, of these `axes`."""
-    found = {}
-    for name, value in {"keep": keep, "hold": hold}.items():
-        if value is None:
-            continue
-        if not isinstance(value, mx.array) and not (name == "hold" and isinstance(value, (list, np.ndarray))):
-            fail(op, f"{name} must be an mlx.core.array{instead_of(value)}", type(value).__name__)
-        value = value if isinstance(value, mx.array) else mx.array(np.asarray(value))
+    found = {} if hold is None else {"hold": hold_array(op, hold)}
+    if keep is not None:
+        if not isinstance(keep, mx.array):
+            fail(op, f"keep must be an mlx.core.array{instead_of(keep)}", type(keep).__name__)
+        check_keep_dtype(op, keep)
+        found["keep"] = keep
+    for name, value in found.items():
         if not broadcasts(value.shape, shape):
             fail(op, f"{name} must broadcast to {axes} = {list(shape)}", f"shape {list(value.shape)}")
         found[name] = mx.broadcast_to(value, shape)
