@@ -1,11 +1,13 @@
-"""What names this machine: chip, system, versions."""
+"""What names this machine: chip, system, versions. How the command lines begin and end on it."""
 
 import importlib.metadata
 import os
 import platform
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import suppress
+from typing import NoReturn
 
 
 def chip() -> str:
@@ -36,3 +38,20 @@ def in_all_digits() -> None:
     """Lets MLX's own float32 products have all digits, unless the user says otherwise: by default the newest chips
     leave some out, an error to what judges by float64. To be called before the first operation of MLX."""
     os.environ.setdefault("MLX_ENABLE_TF32", "0")
+
+
+def run_command(main: Callable[[], int]) -> NoReturn:
+    """Ends the process with a command's exit code; quietly where nobody reads on, as after `| head`, or at Ctrl-C."""
+    code: object
+    try:
+        try:
+            code = main()
+        except SystemExit as end:  # argparse's
+            code = end.code
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        code = 130
+    except BrokenPipeError:
+        code = 141  # as of what SIGPIPE ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is flushed at the end
+    raise SystemExit(code)

@@ -100,3 +100,16 @@ def test_sources_are_ascii_where_metal_needs_it():
 def test_every_page_has_the_version():
     assert f"\nversion: {mlx_lstm.__version__}\n" in (ROOT / "CITATION.cff").read_text()
     assert f"\n## {mlx_lstm.__version__} - " in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_commands_end_quietly_where_nobody_reads_on():
+    """As before `| head`; one place does it for all."""
+    code = "from mlx_lstm.machine import run_command; run_command(lambda: print('a line\\n' * 10**5))"
+    words = [sys.executable, "-c", code]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT) as process:
+        assert process.stdout.readline() == b"a line\n"
+        process.stdout.close()
+        assert process.stderr.read() == b"" and process.wait() == 141
+    for command in ("bench", "check", "compare", "convert"):
+        text = (ROOT / f"mlx_lstm/{command}/__main__.py").read_text()
+        assert text.endswith('if __name__ == "__main__":\n    run_command(main)\n')

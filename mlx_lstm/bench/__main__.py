@@ -12,7 +12,7 @@ import mlx.core as mx
 
 from ..engines.choice import ENGINES, choose
 from ..engines.packing import WIDTHS, Packing
-from ..machine import in_all_digits
+from ..machine import in_all_digits, run_command
 from .cases import CASES, find_contender, is_installed
 from .files import plot, write_csv, write_records
 from .host import HOST_SIZE, host_text, measure_host
@@ -288,7 +288,4 @@ def run(options: argparse.Namespace, progress: Progress) -> list[list[Row]]:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:
-        sys.exit(130)
+    run_command(main)

@@ -13,7 +13,7 @@ from ..bench.__main__ import size_option
 from ..bench.rounds import Row
 from ..engines import METAL_ENGINES, choice
 from ..engines.choice import ENGINES
-from ..machine import in_all_digits
+from ..machine import in_all_digits, run_command
 from . import further
 from .comparison import Finding
 from .grid import Problem, grid
@@ -117,10 +117,11 @@ def conclude(
     """Write the file, print the verdict; the exit code."""
     try:
         write(file, about, found, times, more)
-        print(f"written to {file}: please attach it to an issue, whatever the verdict")
     except OSError as error:
         print(f"cannot write {file}: {error}; --file names another place", file=sys.stderr)
         more = more | {"file": {"failed": True}}
+    else:
+        print(f"written to {file}: please attach it to an issue, whatever the verdict")
     reasons = []
     if wrong := [finding for finding in found if finding.failure]:
         engines = ", ".join(dict.fromkeys(finding.engine for finding in wrong))
@@ -153,4 +154,4 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

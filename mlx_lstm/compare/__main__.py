@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterable
 from typing import NoReturn, TextIO
 
-from ..machine import in_all_digits
+from ..machine import in_all_digits, run_command
 from . import judge
 from .cases import GATES, Case
 from .contenders import HOW_TO_GET, Contender, Outcome, all_contenders, serve
@@ -272,4 +272,4 @@ def run_settle(contenders: dict[str, Contender], options: argparse.Namespace) ->
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -10,6 +10,7 @@ import mlx.core as mx
 
 from ..checks import fail
 from ..engines.cells import RNNCell
+from ..machine import run_command
 from ._files import Model, ending_of, read, write
 from ._keys import STYLES, WAYS
 from .weights import Weights, describe, differences, stacked
@@ -23,12 +24,12 @@ def main(argv: list[str] | None = None) -> int:
     options = make_parser().parse_args(argv)
     try:
         with mx.stream(mx.cpu):  # where there is float64
-            for line in convert(options):
-                print(line)
-        return 0
+            lines = convert(options)
     except (ValueError, OSError, ImportError) as error:
         print(f"not converted: {str(error).splitlines()[0]}", file=sys.stderr)
         return 2
+    print("\n".join(lines))
+    return 0
 
 
 def convert(options: argparse.Namespace) -> list[str]:
@@ -181,4 +182,4 @@ def prefix(text: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)
