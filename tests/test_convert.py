@@ -220,6 +220,18 @@ def test_outputs_of_torch():
         assert repr(ours) == repr(theirs)
         back = {key: torch.from_numpy(np.array(value)) for key, value in convert.to_torch(weights).items()}
         assert all(torch.equal(back[key], value) for key, value in theirs.state_dict().items())
+    for cell in (
+        torch.nn.LSTMCell(I, H),
+        torch.nn.GRUCell(I, H, bias=False),
+        torch.nn.RNNCell(I, H, nonlinearity="relu"),
+    ):
+        weights = convert.from_torch(cell)
+        assert weights.options == ({"activation": "relu"} if hasattr(cell, "nonlinearity") else {})
+        back = convert.to_torch(weights)
+        assert all(np.array_equal(back[f"{key}_l0"], value) for key, value in cell.state_dict().items())
+    missing = {key: value for key, value in torch.nn.LSTMCell(I, H).state_dict().items() if key != "bias_hh"}
+    with pytest.raises(ValueError, match=r"\[from_torch\] bias_hh must be there"):
+        convert.from_torch(missing)
     halves = torch.nn.LSTM(I, H).to(torch.bfloat16)
     again = convert.to_torch(convert.from_torch(halves))
     for key, value in halves.state_dict().items():
@@ -332,6 +344,34 @@ def test_models_of_onnx(name, tmp_path):
         model.graph.output.append(onnx.helper.make_tensor_value_info(each, onnx.TensorProto.FLOAT, None))
     found = reference.ReferenceEvaluator(model).run(layers, {"enc.rnn.x": x, "other.x": x})
     assert_outputs(weights, x, found)
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch's: this exporter is the older of two
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
+def test_what_torch_exports(kind, tmp_path):
+    """A node for each layer, its weights reordered: as one stack the state_dict again."""
+    torch = pytest.importorskip("torch")
+    layer = getattr(torch.nn, kind)(I, H, num_layers=2, bidirectional=True)
+    path, target = tmp_path / "m.onnx", tmp_path / "m.safetensors"
+    torch.onnx.export(torch.nn.Sequential(layer), (torch.ones(T, B, I),), path, dynamo=False)
+    names = f"0.{kind}", f"0.{kind}_1"
+    assert main([str(path), str(target), "--stack", ",".join(names), "--prefix", f"{names[0]}=rnn"]) == 0
+    found = mx.load(str(target))
+    assert found.keys() == {f"rnn.{key}" for key in layer.state_dict()}
+    assert all(np.array_equal(found[f"rnn.{key}"], value) for key, value in layer.state_dict().items())
+
+
+def test_a_node_whose_projection_was_lost(tmp_path):
+    """As the newer exporter of torch 2.13 writes it: hidden_size is the projection's width, c_0 is as wide as c."""
+    onnx = pytest.importorskip("onnx")
+    shapes = {"W": (1, 4 * P, I), "R": (1, 4 * P, P), "h": (1, B, P), "c": (1, B, H)}
+    node = onnx.helper.make_node("LSTM", ["x", "W", "R", "", "", "h", "c"], ["y"], "lstm", hidden_size=P)
+    held = [onnx.numpy_helper.from_array(np.zeros(shape, np.float32), name) for name, shape in shapes.items()]
+    values = [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None) for name in "xy"]
+    graph = onnx.helper.make_graph([node], "m", values[:1], values[1:], held)
+    onnx.save(onnx.helper.make_model(graph), tmp_path / "m.onnx")
+    with pytest.raises(ValueError, match=r"initial_c of lstm must be of the width H = 2: was there a projection\?"):
+        convert.read(tmp_path / "m.onnx")
 
 
 def test_what_onnx_has_and_ours_not():
@@ -837,6 +877,8 @@ def test_command(tmp_path):
     assert "enc.lstm: two biases are one now, their sum" in done.stdout and "enc.gru: two" not in done.stdout
     assert "2 other arrays copied as they are: head.weight, steps" in done.stdout
     found = convert.read(tmp_path / "mlx.npz")
+    gru = convert.weights.describe(model["encoder.gru"])
+    assert repr(found).endswith(f"'enc.gru': Weights({gru})}}, 2 other arrays)") and len(repr(found)) < 200
     assert found.layers.keys() == {"enc.lstm", "enc.gru"} and found.rest.keys() == {"head.weight", "steps"}
     assert_same(model["encoder.gru"], found.layers["enc.gru"])
     (tmp_path / "mlx.npz").write_bytes((tmp_path / "mlx.npz").read_bytes()[:1000])

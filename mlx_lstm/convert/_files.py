@@ -34,6 +34,9 @@ class Model(NamedTuple):
     notes: list[str]
     metadata: dict[str, str]
 
+    def __repr__(self) -> str:
+        return f"Model(layers={self.layers}, {len(self.rest)} other arrays)"
+
 
 def read(
     path: str | os.PathLike[str],

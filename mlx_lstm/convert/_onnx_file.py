@@ -62,6 +62,11 @@ def read(path: Path) -> tuple[dict[str, Weights], dict[str, Any], dict[str, list
         layers[name] = from_node(
             "convert", node.op_type, given, attributes, lambda word, names=names: names.get(word, word)
         )
+        H = layers[name].hidden_size
+        for word in ("initial_h", "initial_c"):
+            sizes = list(constants[names[word]].dims) if names.get(word) in constants else [H]
+            if sizes[-1:] != [H]:  # torch.onnx.export writes an LSTM with a projection so, and leaves that out
+                fail("convert", f"{word} of {name} must be of the width H = {H}: was there a projection?", sizes)
         keys[name] = [names[word] for word in given]
         used |= set(keys[name])
         if runtime := [word for word in ("sequence_lens", "initial_h", "initial_c") if word in names]:

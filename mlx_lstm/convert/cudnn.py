@@ -158,8 +158,17 @@ def to_cudnn(weights: Weights) -> tuple[mx.array, dict[str, Any]]:
 
     One bias goes wholly into the input's, as in `to_torch`; without one there are zeros.
 
+    Returns:
+        tuple: the buffer [params_size], and num_layers, num_units, input_size, rnn_mode, bidirectional, num_proj.
+
     Raises:
         ValueError: cuDNN has no place for an option of the cell.
+
+    Example:
+        >>> from mlx_lstm import convert, torch
+        >>> params, sizes = convert.to_cudnn(convert.from_torch(torch.GRU(3, 4)))
+        >>> params.shape, convert.from_cudnn(params, **sizes)
+        ((108,), Weights(GRU, 3 -> 4))
     """
     weights = held("to_cudnn", weights, nonlinearity=("tanh", "relu"), projection=True)
     cell, D, H, P = weights.cell, weights.directions, weights.hidden_size, weights.proj_size

@@ -18,10 +18,11 @@ WAYS = ("", "_reverse")
 
 
 def from_torch(arrays: Any, *, prefix: str = "", nonlinearity: str = "tanh") -> Weights:
-    """The weights of a `torch.nn.LSTM`, `GRU` or `RNN`: any number of layers, both directions, a projection, no bias.
+    """The weights of a `torch.nn.LSTM`, `GRU` or `RNN`: any number of layers, both directions, a projection, no bias;
+    or of a `torch.nn.LSTMCell`, `GRUCell` or `RNNCell`, as a layer.
 
     Args:
-        arrays: a layer of torch or of `mlx_lstm.torch`, or a dict of arrays by torch's names: a `state_dict`.
+        arrays: a layer or cell of torch or of `mlx_lstm.torch`, or a dict of arrays by torch's names: a `state_dict`.
         prefix (str): only the dict's keys that begin so, without it: `"encoder.lstm."`. Default: all.
         nonlinearity (str): that of a plain RNN, which its arrays do not tell; a layer says its own. Default: `"tanh"`.
 
@@ -48,14 +49,20 @@ def from_torch(arrays: Any, *, prefix: str = "", nonlinearity: str = "tanh") -> 
         fail(op, "arrays must be a layer or a dict of arrays", type(arrays).__name__)
     found: dict[tuple[int, int], dict[str, mx.array]] = {}
     keys = [key for key in arrays if key.startswith(prefix)]
+    is_cell = f"{prefix}weight_hh" in keys
+    ending = "()()" if is_cell else r"_l(\d+)(_reverse)?"
     for key in keys:
         if f"{key}_scales" in arrays:
             fail(op, f"{key} must not be quantized: mx.dequantize it first,", f"{key}_scales beside it")
-        match = re.fullmatch(r"(weight_ih|weight_hh|weight_hr|bias_ih|bias_hh)_l(\d+)(_reverse)?", key[len(prefix) :])
+        match = re.fullmatch(f"(weight_ih|weight_hh|weight_hr|bias_ih|bias_hh){ending}", key[len(prefix) :])
         if match is None:
             fail(op, f"keys must be those of a layer of torch, {prefix}weight_ih_l0 and so on,", repr(key))
-        found.setdefault((int(match[2]), bool(match[3])), {})[NAMES[match[1]]] = to_mlx(arrays[key])
-    return assembled(op, found, lambda k, d, word: f"{prefix}{KEYS[word]}_l{k}{WAYS[d]}", {"activation": nonlinearity})
+        found.setdefault((int(match[2] or 0), bool(match[3])), {})[NAMES[match[1]]] = to_mlx(arrays[key])
+
+    def title(k: int, d: int, word: str) -> str:
+        return f"{prefix}{KEYS[word]}" + ("" if is_cell else f"_l{k}{WAYS[d]}")
+
+    return assembled(op, found, title, {"activation": nonlinearity})
 
 
 def assembled(

@@ -50,6 +50,9 @@ class Weights(NamedTuple):
     layers: Sequence[Sequence[Arrays]]
     reverse: bool = False
 
+    def __repr__(self) -> str:
+        return f"Weights({describe(self)})"
+
     @property
     def directions(self) -> int:
         """1 or 2."""
