@@ -1,4 +1,5 @@
-"""torch.nn's LSTM, GRU and RNN as MLX layers: any number of layers, one direction or both, torch's own parameter names.
+"""torch.nn's LSTM, GRU and RNN as MLX layers: any number of layers, one direction or both, torch's own parameter names;
+and its LSTMCell, GRUCell and RNNCell.
 
 Constructors, parameters, initialisation, shapes and returns are those of `torch.nn`; what it packs (`PackedSequence`)
 is `lengths` here. Sizes: L time, N batch, D directions, K layers, H hidden, S the width of h (H, or `proj_size`).
@@ -32,7 +33,7 @@ from .checks import (
 )
 from .convert import Weights, to_torch
 from .convert.torch import NAMES, WAYS
-from .engines.cells import GRUCell, LSTMCell
+from .engines import cells
 from .engines.directions import join
 from .engines.problem import Arrays
 from .recurrence import (
@@ -48,7 +49,8 @@ from .recurrence import (
     whole_steps,
 )
 
-__all__ = ["GRU", "LSTM", "RNN", "QuantizedGRU", "QuantizedLSTM", "QuantizedRNN", "from_weights"]
+__all__ = ["GRU", "LSTM", "RNN", "GRUCell", "LSTMCell", "QuantizedGRU", "QuantizedLSTM", "QuantizedRNN", "RNNCell"]
+__all__ += ["from_weights"]
 
 
 class Layers(nn.Module):
@@ -92,12 +94,16 @@ class Layers(nn.Module):
         for layer in range(self.num_layers):
             for way in self.ways:
                 for name, shape in self.shapes(layer).items():
-                    self[f"{name}_l{layer}{way}"] = mx.random.uniform(-scale, scale, shape)
+                    self[self.key(name, layer, way)] = mx.random.uniform(-scale, scale, shape)
 
     @property
     def ways(self) -> tuple[str, ...]:
         """The ends of the parameters' names, one per direction."""
         return WAYS if self.bidirectional else WAYS[:1]
+
+    def key(self, name: str, layer: int, way: str) -> str:
+        """A parameter's, of a layer and direction."""
+        return f"{name}_l{layer}{way}"
 
     @property
     def width(self) -> int:
@@ -183,7 +189,7 @@ class Layers(nn.Module):
         """A layer's parameters as the recurrence has them: one bias, both directions in one array."""
         each = []
         for way in self.ways:
-            one: dict[str, Any] = {name: weight(self, f"{name}_l{layer}{way}") for name in self.shapes(layer)}
+            one: dict[str, Any] = {name: weight(self, self.key(name, layer, way)) for name in self.shapes(layer)}
             biases = join_biases(one.pop("bias_ih"), one.pop("bias_hh"), gru=self.gates == 3) if self.bias else {}
             each.append({NAMES[name]: array for name, array in one.items()} | biases)
         return join(each) if self.bidirectional else each[0]
@@ -304,9 +310,7 @@ class LSTM(Layers):
             tuple: output [L, N, D S] (or [N, L, D S], or [L, D S]) and (h_n, c_n), shaped as `hx`; in the dtype that
             input, states and parameters promote to.
         """
-        if hx is not None and not (isinstance(hx, (tuple, list)) and len(hx) == 2):
-            fail(self.op, "hx must be a tuple (h_0, c_0)", type(hx).__name__)
-        h, c = hx or (None, None)
+        h, c = pair(self.op, hx)
         output, last = self.run(recurrence.lstm, input, {"h": h, "c": c}, lengths, key, keep, hold)
         return output, (last["h"], last["c"])
 
@@ -501,6 +505,131 @@ class QuantizedRNN(QuantizedLayer, RNN):
     of, kinds = RNN, (RNN,)
 
 
+class Cell(Layers):
+    """What torch's cells share: a single layer whose parameters' names have no ending, and whose call is one step."""
+
+    def __init__(self, input_size: int, hidden_size: int, bias: bool, engine: str | None):
+        super().__init__(input_size, hidden_size, 1, bias, False, 0.0, False, 0, None, engine)
+
+    def key(self, name: str, layer: int, way: str) -> str:
+        """A parameter's."""
+        return name
+
+    def step(self, one_layer: Callable[..., Any], input: mx.array, states: dict[str, Any]) -> Arrays:
+        """The states after it, by the names of those before, which may be `None`."""
+        batched = not isinstance(input, mx.array) or input.ndim != 1
+        check_array(self.op, "input", input, ["N", self.input_size] if batched else [self.input_size])
+        why = f", as input is {'[N, I]' if batched else '[I]'} = {list(input.shape)},"
+        for name, state in states.items():
+            if state is not None:
+                check_array(self.op, name, state, [*input.shape[:-1], self.hidden_size], why=why)
+        before = {name: None if state is None else state[None] for name, state in states.items()}
+        return {name: state[0] for name, state in self.run(one_layer, input[None], before, *[None] * 4)[1].items()}
+
+
+class LSTMCell(Cell):
+    """`torch.nn.LSTMCell` as an MLX layer: `LSTM` of one layer and direction, one step a call.
+
+    Parameters: `weight_ih` [4H, I], `weight_hh` [4H, H], `bias_ih`, `bias_hh` [4H]; gate order i, f, g, o. For many
+    steps at once `from_weights(convert.from_torch(cell))` is the layer with these weights, and takes less time.
+
+    Args:
+        input_size, hidden_size, bias, engine: as in `LSTM`.
+
+    Example:
+        >>> import mlx.core as mx
+        >>> from mlx_lstm.torch import LSTMCell
+        >>> cell, state = LSTMCell(3, 4), None
+        >>> for x in mx.ones((10, 5, 3)):
+        ...     state = cell(x, state)
+        >>> cell, state[0].shape
+        (LSTMCell(3, 4), (5, 4))
+    """
+
+    op: str = "torch.LSTMCell"
+    gates: int = 4
+
+    def __init__(self, input_size: int, hidden_size: int, bias: bool = True, *, engine: str | None = None):
+        super().__init__(input_size, hidden_size, bias, engine)
+
+    def __call__(self, input: mx.array, hx: tuple[mx.array, mx.array] | None = None) -> tuple[mx.array, mx.array]:
+        """The states after a step.
+
+        Args:
+            input (array): [N, I] or [I].
+            hx (tuple, optional): (h, c) before it, each [N, H] or [H]. Default: zeros.
+
+        Returns:
+            tuple: (h, c), in these shapes.
+        """
+        states = self.step(recurrence.lstm, input, dict(zip("hc", pair(self.op, hx), strict=True)))
+        return states["h"], states["c"]
+
+
+class GRUCell(Cell):
+    """`torch.nn.GRUCell` as an MLX layer, in the same way as `LSTMCell`; gate order r, z, n.
+
+    Example:
+        >>> import mlx.core as mx
+        >>> from mlx_lstm.torch import GRUCell
+        >>> GRUCell(3, 4)(mx.ones((5, 3)), mx.zeros((5, 4))).shape
+        (5, 4)
+    """
+
+    op: str = "torch.GRUCell"
+    gates: int = 3
+
+    def __init__(self, input_size: int, hidden_size: int, bias: bool = True, *, engine: str | None = None):
+        super().__init__(input_size, hidden_size, bias, engine)
+
+    def __call__(self, input: mx.array, hx: mx.array | None = None) -> mx.array:
+        """h after a step, from the input [N, I] or [I] and h before it, [N, H] or [H]; zeros by default."""
+        return self.step(recurrence.gru, input, {"h": hx})["h"]
+
+
+class RNNCell(Cell):
+    """`torch.nn.RNNCell` as an MLX layer, in the same way as `LSTMCell`; `nonlinearity` as in `RNN`.
+
+    Example:
+        >>> import mlx.core as mx
+        >>> from mlx_lstm.torch import RNNCell
+        >>> RNNCell(3, 4, nonlinearity="relu")(mx.ones((5, 3))).shape
+        (5, 4)
+    """
+
+    op: str = "torch.RNNCell"
+    gates: int = 1
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        bias: bool = True,
+        nonlinearity: str = "tanh",
+        *,
+        engine: str | None = None,
+    ):
+        check_option(self.op, "nonlinearity", nonlinearity, ("tanh", "relu"))
+        super().__init__(input_size, hidden_size, bias, engine)
+        self.nonlinearity: str = nonlinearity
+
+    def _extra_repr(self) -> str:
+        return super()._extra_repr() + (f", nonlinearity={self.nonlinearity}" if self.nonlinearity != "tanh" else "")
+
+    def __call__(self, input: mx.array, hx: mx.array | None = None) -> mx.array:
+        """As `GRUCell`."""
+        return self.step(partial(recurrence.rnn, activation=self.nonlinearity), input, {"h": hx})["h"]
+
+
+def pair(op: str, hx: Any) -> tuple[Any, Any]:
+    """Both states, `None` twice for none."""
+    if hx is None:
+        return None, None
+    if not (isinstance(hx, (tuple, list)) and len(hx) == 2):
+        fail(op, "hx must be a tuple (h_0, c_0)", type(hx).__name__)
+    return hx[0], hx[1]
+
+
 def from_weights(
     weights: Weights, *, batch_first: bool = False, dropout: float = 0.0, engine: str | None = None
 ) -> LSTM | GRU | RNN:
@@ -527,9 +656,9 @@ def from_weights(
     options = {"bias": weights.has_bias, "batch_first": batch_first, "dropout": dropout, "engine": engine}
     options |= {"bidirectional": weights.directions == 2}
     cell = weights.cell
-    if isinstance(cell, LSTMCell):
+    if isinstance(cell, cells.LSTMCell):
         layer = LSTM(**sizes, **options, proj_size=weights.proj_size)
-    elif isinstance(cell, GRUCell):
+    elif isinstance(cell, cells.GRUCell):
         layer = GRU(**sizes, **options)
     else:
         layer = RNN(**sizes, **options, nonlinearity=cell.act)

@@ -1,4 +1,4 @@
-"""`mlx_lstm.torch` is `torch.nn`'s LSTM, GRU and RNN: parameters, values, every gradient, states, files."""
+"""`mlx_lstm.torch` is `torch.nn`'s LSTM, GRU, RNN and their cells: parameters, values, gradients, states, files."""
 
 import itertools
 
@@ -10,7 +10,7 @@ from mlx.utils import tree_flatten
 from on_metal import on_metal
 
 import mlx_lstm.torch as ours
-from mlx_lstm import lstm, nn, rnn
+from mlx_lstm import convert, lstm, nn, rnn
 from mlx_lstm.oracle.closeness import assert_close
 
 torch = pytest.importorskip("torch")
@@ -139,6 +139,49 @@ def test_float32(kind):
     for name, value in run_ours(layer, x, states, drawing(4)).items():
         assert value.dtype == np.float32
         assert_close(name, value, rounded[name], exact[name])
+
+
+@pytest.mark.parametrize("batch", [(2,), ()], ids=str)
+@pytest.mark.parametrize("options", [{}, {"bias": False}], ids=str)
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN", "RNN_relu"])
+def test_cells(kind, options, batch):
+    """A loop over three steps, with all gradients; and the layer of the same weights."""
+    word, options = f"{kind.partition('_')[0]}Cell", options | KINDS[kind]
+    theirs, cell = getattr(torch.nn, word)(I, H, **options).double(), getattr(ours, word)(I, H, **options)
+    assert repr(cell) == repr(theirs)
+    drawn, lstm_ = np.random.default_rng(1), kind == "LSTM"
+    given = {"x": drawn.normal(size=(3, *batch, I))} | {
+        name: drawn.normal(size=(*batch, H)) for name in "hc"[: 1 + lstm_]
+    }
+    cotangents = [drawn.normal(size=(3, *batch, H)) for _ in given if _ != "x"]
+
+    def loop(step, x, states):
+        found = []
+        for each in x:
+            states = step(each, tuple(states) if lstm_ else states[0])
+            states = states if lstm_ else (states,)
+            found.append(states)
+        return list(zip(*found, strict=True))  # those of each step, by state
+
+    def of_ours(*values):
+        parameters = dict(zip(theirs.state_dict(), values[len(given) :], strict=True))
+        cell.update(parameters)
+        return [mx.stack(states) for states in loop(cell, values[0], values[1 : len(given)])]
+
+    leaves = [torch.tensor(array, requires_grad=True) for array in given.values()]
+    outputs = [torch.stack(states) for states in loop(theirs, leaves[0], leaves[1:])]
+    torch.autograd.backward(outputs, [torch.tensor(array) for array in cotangents])
+    expected = [*outputs, *(leaf.grad for leaf in [*leaves, *theirs.parameters()])]
+    with mx.stream(mx.cpu):
+        arrays = [*given.values(), *(value.numpy() for value in theirs.state_dict().values())]
+        arrays, cotangents = ([mx.array(array, mx.float64) for array in each] for each in (arrays, cotangents))
+        values, gradients = mx.vjp(of_ours, arrays, cotangents)
+        for got, value in zip([*values, *gradients], expected, strict=True):
+            np.testing.assert_allclose(np.array(got), value.detach().numpy(), rtol=0, atol=1e-12)
+        cell.update(dict(zip(theirs.state_dict(), arrays[len(given) :], strict=True)))
+        layer = ours.from_weights(convert.from_torch(theirs))
+        first = cell(arrays[0][0])[0] if lstm_ else cell(arrays[0][0])
+        assert mx.allclose(layer(arrays[0])[0][0], first, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("kind", ["LSTM_projection", "GRU"])
@@ -383,13 +426,20 @@ BAD = {
     r"key must be .* but got mlx.core.uint32, shape \[3, 2\]": lambda: ours.LSTM(I, H)(
         mx.zeros((4, 2, 3)), key=mx.random.split(mx.random.key(0), 3)
     ),
+    r"h must have shape \[2, 5\], as input is \[N, I\] = \[2, 3\]": lambda: ours.GRUCell(I, H)(
+        mx.zeros((2, 3)), mx.zeros((1, 2, 5))
+    ),
+    r"input must have shape \[N, 3\] but got shape \[4, 2, 3\]": lambda: ours.LSTMCell(I, H)(mx.zeros((4, 2, 3))),
+    r"hx must be a tuple .* but got array": lambda: ours.LSTMCell(I, H)(mx.zeros((2, 3)), mx.zeros((2, 5))),
+    "input must be .* but got list": lambda: ours.RNNCell(I, H)([1.0, 2.0, 3.0]),
+    "nonlinearity must be one of .* but got 'sigmoid'": lambda: ours.RNNCell(I, H, nonlinearity="sigmoid"),
     "lengths must lie in 0..4": lambda: ours.LSTM(I, H)(mx.zeros((4, 2, 3)), lengths=[5, 1]),
 }
 
 
 @pytest.mark.parametrize("rule", BAD)
 def test_bad_arguments(rule):
-    with pytest.raises(ValueError, match=rf"^\[(torch\.(LSTM|GRU|RNN)|lstm)\] {rule}"):
+    with pytest.raises(ValueError, match=rf"^\[(torch\.(LSTM|GRU|RNN)(Cell)?|lstm)\] {rule}"):
         BAD[rule]()
 
 
@@ -413,3 +463,7 @@ def test_the_dialect_is_torch_s_own_signature():
         names = [n for n in inspect.signature(layer.__init__).parameters if n not in ("engine", "checkpoint_every")]
         assert names == [name for name in expected if name not in without]
     assert list(itertools.islice(inspect.signature(ours.RNN.__init__).parameters, 4, 6)) == ["nonlinearity", "bias"]
+    for word in ("LSTMCell", "GRUCell", "RNNCell"):
+        cells = (inspect.signature(getattr(place, word).__init__).parameters for place in (torch.nn, ours))
+        theirs, names = ([name for name in each if name not in ("engine", "device", "dtype")] for each in cells)
+        assert names == theirs
