@@ -5,9 +5,10 @@
 //   scales  [rows, K / GROUP]: numbers, or 8 bits: powers of two (groups of 32), or floats of 8 bits (of 16)
 //   biases  [rows, K / GROUP], or absent
 // A weight is scale * q + bias of an integer q, or scale * q of a float q of 4 or 8 bits.
-
-// Weights that a lane takes at a time: those of 1 or 2 words, of an odd width as many as fill words.
-template <int BITS> constant constexpr int TAKEN = BITS == 4 || BITS == 8 ? 8 : BITS % 2 == 0 ? 16 : 32;
+//
+// A product does not make weights. It has the bits of q in the mantissa of a half, where they are the number
+// 2^BITS + q, or in that of which a small float is a FACTOR; both are exact. The rest comes once for a group:
+//   sum of w x = scale * (sum of number x - 2^BITS * sum of x) + bias * sum of x, or scale * FACTOR * sum of number x
 
 template <int BITS, int GROUP, class A, class B>
 struct Packed {
@@ -18,6 +19,57 @@ struct Packed {
 
 template <int BITS, int GROUP, class W, class A, class B>
 Packed<BITS, GROUP, A, B> packed_weights(W words, A scales, B biases) { return {words, scales, biases}; }
+
+template <int BITS, int GROUP, class A, class B>
+Packed<BITS, GROUP, A, B> rows_from(Packed<BITS, GROUP, A, B> weights, Index row, int K) {
+  const Index groups = row * (K / GROUP);
+  return {weights.words + row * (K * BITS / 32), weights.scales + groups, from(weights.biases, groups)};
+}
+
+// Bits of the mantissa of a small float: sign, 2 of exponent, 1, or sign, 4, 3; and what it is of a half in whose
+// exponent and mantissa its own are the lowest and the highest bits.
+template <int BITS> constant constexpr int MANTISSA = BITS == 4 ? 1 : 3;
+template <int BITS> constant constexpr float FACTOR = BITS == 4 ? 16384.0f : 256.0f;
+
+inline uint shifted(uint bits, int left) { return left < 0 ? bits >> -left : bits << left; }
+
+// The numbers of two weights, of which the bits of an integer, or the lowest of a float, are shifted to the place they
+// have in a half, in both halves of a word.
+template <int BITS> uint with_exponents(uint bits) {
+  constexpr uint MASK = ((1u << BITS) - 1) << (10 - BITS), EXPONENT = (15 + BITS) << 10;
+  return (bits & (MASK << 16 | MASK)) | (EXPONENT << 16 | EXPONENT);
+}
+template <int BITS, class B> uint halves_of(uint word, int first, B) {
+  return with_exponents<BITS>(shifted(word, 10 - BITS - first));
+}
+template <int BITS> uint halves_of(uint word, int first, Absent) {
+  constexpr int LOWEST = 10 - MANTISSA<BITS>;
+  constexpr uint MASK = ((1u << (BITS - 1)) - 1) << LOWEST;
+  return (shifted(word, LOWEST - first) & (MASK << 16 | MASK)) | (shifted(word, 16 - BITS - first) & 0x80008000u);
+}
+
+// The number of weight e of those in some words. Two that begin in the same place of either half of a word are made at
+// once; of widths that do not fill halves each is made alone.
+template <int BITS, int WORDS, class B>
+float number_at(thread const uint (&words)[WORDS], int e, B biases) {
+  const int word = BITS * e / 32, first = BITS * e % 32;
+  if constexpr (16 % BITS == 0) {
+    const half2 two = as_type<half2>(halves_of<BITS>(words[word], first % 16, biases));
+    return float(first < 16 ? two.x : two.y);
+  } else {
+    uint found = shifted(words[word], 10 - BITS - first);
+    if (first + BITS > 32) found |= words[word + 1] << (42 - BITS - first);
+    return float(as_type<half2>(with_exponents<BITS>(found)).x);
+  }
+}
+
+// What a group adds to a product: its scale and bias times the sums of number x and of x.
+template <int BITS> float of_group(float product, float, float scale, float, Absent) {
+  return scale * (FACTOR<BITS> * product);
+}
+template <int BITS, class B> float of_group(float product, float x_sum, float scale, float bias, B) {
+  return scale * (product - float(1 << BITS) * x_sum) + bias * x_sum;
+}
 
 // A float of 4 bits (sign, 2 of exponent, 1) or 8 (sign, 4, 3), whose bits stand where a half has those.
 inline float small_float(uint bits, int exponent, int mantissa) {

@@ -5,6 +5,7 @@ import numpy as np
 from cases import draw_away_from_kinks, run, to_mlx
 
 from mlx_lstm import Quantized
+from mlx_lstm.engines.ops.packed import judged
 from mlx_lstm.engines.packing import WIDTHS
 from mlx_lstm.oracle import ARRAYS, backward, forward
 from mlx_lstm.oracle.closeness import assert_within, bounds
@@ -41,7 +42,7 @@ def quantized_case(
             for some in (case, cotangents)
         )
         weights = {n: packed(to_mlx(case[n], dtype), *packing) for n in quantize if case.get(n) is not None}
-        case |= {name: np.array(matrix_of(weight)).astype(np.float64) for name, weight in weights.items()}
+        case |= {n: judged(weight.packing, weight.arrays(n), n) for n, weight in weights.items()}
     exact = forward(**case) | backward(case, cotangents)
     return case, cotangents, weights, exact, bounds(case, dtype, cotangents)
 

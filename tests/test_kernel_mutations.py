@@ -33,8 +33,9 @@ USERS = {  # shader file: (engine, layers) that use it, batch sizes at which the
     "stepwise": ({"stepwise": ["projection"]}, (4, 9)),
     "stepwise_product_by_lanes": ({"stepwise": ["projection"]}, (3, 4)),
     "stepwise_product_by_tiles": ({"stepwise": ["projection", "gru"]}, (9, 33)),
-    "packed": ({"stepwise": []}, ()),  # these two have cases of their own
-    "stepwise_packed": ({"stepwise": []}, ()),
+    "packed": ({"stepwise": []}, ()),  # these have cases of their own
+    "stepwise_packed_by_lanes": ({"stepwise": []}, ()),
+    "stepwise_packed_by_tiles": ({"stepwise": []}, ()),
     "stepwise_previous": ({"stepwise": ["projection"]}, (4, 9)),
     "stepwise_forward": ({"stepwise": ["projection", "gru"]}, (4, 9)),
     "stepwise_project": ({"stepwise": ["projection"]}, (4, 9)),
@@ -67,10 +68,10 @@ USERS = {  # shader file: (engine, layers) that use it, batch sizes at which the
     "cell_lstm_forward": ({"stepwise": ["projection"], "fused": ["lstm"]}, (3,)),
 }
 PACKED = [  # how weights are packed, and sizes: by lanes, whole rows of them or a part, and in tiles, the last one half
-    *[(packing, (2, 1, 2, H, H)) for packing, H in (((32, 3, "affine"), 64), ((32, 8, "affine"), 320))],
+    *[(packing, (2, 1, 2, H, H)) for packing, H in (((64, 3, "affine"), 64), ((32, 8, "affine"), 320))],
     *[(packing, (2, 8, 2, H, H)) for packing, H in (((64, 3, "affine"), 64), ((32, 8, "mxfp8"), 32))],
     *[((16, 4, "nvfp4"), (2, B, 2, 48, 48)) for B in (1, 8)],
-    ((32, 4, "mxfp4"), (2, 1, 2, 32, 32)),
+    *[(packing, (2, 1, 2, 32, 32)) for packing in ((32, 4, "mxfp4"), (32, 1, "affine"))],
 ]
 BOTH_FORMS = ("fused_cell_lstm", "fused_cell_gru", "fused_item", "fused_pack")
 """What serves the product in lanes and that in matrices."""
@@ -105,11 +106,13 @@ HARMLESS = {  # damages that change nothing, and why
     "inline float within(float least, float x, float most) { return x < least ? least : x > most ? most : x; }"
     "  > becomes >=",
     "if (t < length) {  < becomes <=",  # the last h, which meets a gradient of 0
-    # Eight weights at a time, of whole groups; what is beyond them counts as often as its factors, which are 0.
-    "for (int first = 0; first < COUNT; first += 8) {  the bound of < is one less",
-    "for (; k - COUNT * lane < length; k += 32 * COUNT) {  // as often in every lane  < becomes <=",
-    "for (; k - COUNT * lane < length; k += 32 * COUNT) {  // as often in every lane  the bound of < is one less",
-    "for (int n = 0; n < WORDS; ++n) taken[n] = 0;  the bound of < is one less",
+    # Weights come in groups, of which no part is beyond the end; and no lane has one where a turn begins at it.
+    "for (int first = 0; first < COUNT; first += AT_ONCE) {  the bound of < is one less",
+    "for (uint k = 0; k < uint(K); k += 8 * COUNT) {  < becomes <=",
+    "for (uint k = 0; k < uint(K); k += 8 * COUNT) {  the bound of < is one less",
+    "if (k + first < uint(K)) multiply(rows, weights, columns, place, found);  the bound of < is one less",
+    "inline uint shifted(uint bits, int left) { return left < 0 ? bits >> -left : bits << left; }  < becomes <=",
+    "if (shift + BITS > 32) found |= words[word + 1] << (32 - shift);  > becomes >=",  # what is masked away
     # Groups of 32 begin with every tile; 16 is the only smaller one.
     "if (row.k % GROUP == 0 || GROUP < 32)  < becomes <=",
     "if (row.k % GROUP == 0 || GROUP < 32)  the bound of < is one less",

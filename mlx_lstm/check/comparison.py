@@ -91,8 +91,8 @@ def infer(
 ) -> dict[str, mx.array]:
     """The outputs of a call that nobody will ask a gradient of."""
     op, arrays, options = split(case)
-    given: dict[str, Any] = {"Wx": None} | {name: to_mlx(array, dtype) for name, array in arrays.items()}
-    given = {**given, **options, **weights}
+    floats = {name: to_mlx(array, dtype) for name, array in arrays.items() if name not in weights}
+    given: dict[str, Any] = {"Wx": None, **floats, **options, **weights}
     out = getattr(recurrence, op)(**given, engine=engine, training=False)
     return {name: getattr(out, name) for name in OUTPUTS[op] if name != "gates"}
 

@@ -7,13 +7,12 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import mlx.core as mx
-import numpy as np
 
 from ..bench.tasks import DTYPES
 from ..engines.cells import Cell, GRUCell, LSTMCell, RNNCell
 from ..engines.choice import choose
 from ..engines.metal import fused_launches, stepwise_launches
-from ..engines.ops.packed import dequantized
+from ..engines.ops.packed import judged
 from ..engines.packing import WEIGHTS, WIDTHS, Packing, Quantized
 from .cases import EVERY_OPTION, KINK_MARGIN, ROUNDING_MARGIN, Case, at_batch, draw_away_from_kinks, to_mlx
 
@@ -81,13 +80,11 @@ class Problem(NamedTuple):
         """The case with what its weights come to once they are packed, and the packed ones."""
         if self.packing is None:
             return case, {}
-        x, dtype = mx.zeros((), mx.float32), DTYPES[self.dtype]
-        weights, found = {}, dict(case)
+        weights, found, dtype = {}, dict(case), DTYPES[self.dtype]
         for name in (name for name in WEIGHTS if case.get(name) is not None):
             packed = mx.quantize(to_mlx(case[name], dtype), *self.packing)
             weights[name] = Quantized(*packed, **self.packing._asdict())
-            exact = dequantized(self.packing, weights[name].arrays(name) | {"x": x})[name]
-            found[name] = np.array(exact).astype(np.float64)
+            found[name] = judged(self.packing, weights[name].arrays(name), name)
         return found, weights
 
     def hindrance(self, engine: str, device: str, metal: bool) -> str:

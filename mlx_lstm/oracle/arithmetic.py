@@ -34,8 +34,8 @@ class Arithmetic:
             return np.asarray(value).astype(self.dtype).astype(np.float64)
 
     def load(self, value: Array) -> Array:
-        """An argument as the op receives it."""
-        return self(value)
+        """An argument as the op receives it. The imaginary part of a weight is for bounds only."""
+        return self(np.real(value))
 
     def store(self, named: Tensors) -> Tensors:
         """A dict of results, in the working dtype."""

@@ -82,6 +82,8 @@ def bounds(case: Case, dtype: DTypeLike, cotangents: Cotangents | None = None) -
         activation              4 ulp = 8 v |result|, then stored
         dot, sum of K terms     v sqrt(K) sum|terms|, in any order, then stored (Higham and Mary, SIAM J. Sci. Comput.,
                                 2019: roundings are not all of one sign, so the K of the worst case becomes sqrt(K))
+        dot with packed weights the same of 3 K terms: a kernel may sum scale (2^bits + q) x, -scale 2^bits x and bias x
+                                apart; their absolute values, without x, are the imaginary part of such a weight
         z a + (1 - z) b         u (|z a| + 2 |(1 - z) b| + |result|), or as b + z (a - b): u (2 |z (a - b)| + |result|);
                                 either is right, so the larger
         underflow               the smallest subnormal of `dtype`, or the smallest normal of the accumulator if larger
@@ -169,7 +171,7 @@ class Noise(Arithmetic):
             self.rng = np.random.default_rng(self.seed)
 
     def load(self, value: Array) -> Array:
-        return np.asarray(value).astype(np.float64)
+        return np.asarray(value).astype(np.complex128 if np.iscomplexobj(value) else np.float64)
 
     def move(self, limit: Array) -> Array:
         """Random values of size limit / 2 to limit, of random sign."""
@@ -182,7 +184,9 @@ class Noise(Arithmetic):
         return value + self.move(np.where(value == 0, 0.0, limit))
 
     def dot(self, a: Array, b: Array) -> Array:
-        return self(a @ b + self.move(self.accumulator_unit * np.sqrt(a.shape[-1]) * (np.abs(a) @ np.abs(b))))
+        terms, parts = (np.imag(b), 3) if np.iscomplexobj(b) else (np.abs(b), 1)
+        limit = self.accumulator_unit * np.sqrt(parts * a.shape[-1]) * (np.abs(a) @ terms)
+        return self(a @ np.real(b) + self.move(limit))
 
     def total(self, terms: Array, axis: tuple[int, ...]) -> Array:
         K = np.prod([terms.shape[n] for n in axis])

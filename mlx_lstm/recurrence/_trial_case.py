@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..engines.cells import RNNCell
-from ..engines.ops.packed import dequantized
+from ..engines.ops.packed import judged
 from ..engines.packing import Packing, Quantized, is_packed
 from ..oracle import kink_distance
 from ..oracle.arithmetic import Array, Tensors
@@ -85,8 +85,7 @@ def assembled(form: Form, parts: Tensors, scale: float) -> tuple[dict[str, Any],
     if form.packing:
         for name in [name for name in arrays if is_packed(name, dict.fromkeys(form.names))]:
             arrays |= of_weight(name, arrays[name], form.packing)
-        exact = dequantized(form.packing, arrays | {"x": arrays["x"].astype(mx.float32)})
-        case |= {name: float64(exact[name]) for name in case if is_packed(name, arrays)}
+        case |= {name: judged(form.packing, arrays, name) for name in case if is_packed(name, arrays)}
     options = form.cell._asdict()
     if isinstance(form.cell, RNNCell):
         options = {"activation": form.cell.act}

@@ -29,6 +29,8 @@ VECTORS(half) VECTORS(float)
 typedef half float16_t;
 // No GPU of this compiler has bfloat: a number of 16 bits whose conversions are an instruction each.
 typedef short bfloat; typedef short bfloat16_t; typedef short2 bfloat2; typedef short4 bfloat4;
+typedef uint packed_uint2 __attribute__((ext_vector_type(2), aligned(4)));
+typedef uint packed_uint4 __attribute__((ext_vector_type(4), aligned(4)));
 typedef float packed_float4 __attribute__((ext_vector_type(4), aligned(4)));
 typedef half packed_half4 __attribute__((ext_vector_type(4), aligned(2)));
 typedef bfloat packed_bfloat4 __attribute__((ext_vector_type(4), aligned(2)));

@@ -191,13 +191,10 @@ def test_a_product_by_lanes(sweep):
 
 
 def test_packed_weights_take_registers_only():
-    """Of every width and mode; at 4 and 8 bits a step takes at most 10 instructions a weight in one row."""
+    """Of every width and mode. A step in one row takes at most 4 instructions a weight at 2, 4 and 8 bits, 5.5 at
+    other widths, whose weights are taken one by one, and of small floats; four rows take 3.5."""
     lines = [line for line in table() if line.kernel.endswith("_bits")]
     assert len({line.kernel for line in lines}) >= 10 and not any(line.spills or line.scratch for line in lines)
-    for line in lines:
-        if (
-            line.rows == 1
-            and line.kernel.startswith("lstm")
-            and line.kernel.endswith(("affine_4_bits", "affine_8_bits"))
-        ):
-            assert products(line) == 32 and line.instructions <= 10 * products(line)
+    for line in [line for line in lines if line.rows < 8]:
+        fast = "affine" in line.kernel and line.kernel[-6] in "248" and line.kernel.startswith("lstm")
+        assert line.instructions <= (3.5 if line.rows == 4 else 4 if fast else 5.5) * products(line)

@@ -7,7 +7,7 @@ import csv
 import hashlib
 import re
 from functools import cache
-from math import log, prod
+from math import ceil, log, prod
 from pathlib import Path
 from typing import NamedTuple
 
@@ -145,23 +145,27 @@ def counted(launch: Launch, problem: Problem) -> tuple[Counted, bool]:
 
 
 def products(line: Counted) -> int:
-    """The multiply-adds of a turn that are the product's: those that unpack weights are none. Of packed weights a lane
-    takes as many at a time as metal/packed.metal says, in a threadgroup of eight simdgroups."""
-    packed = re.search(r"_(\d)_bits$", line.kernel)
+    """The multiply-adds of a turn that are the product's: those that unpack weights are none. By lanes a turn takes as
+    many packed weights of each column as metal/stepwise_packed_by_lanes.metal says."""
+    packed = re.search(r"_(affine|mxfp|nvfp)\d*_(\d)_bits$", line.kernel)
     if not packed:
         return line.multiply_adds
-    bits, op = int(packed[1]), line.kernel.split("_")[0]
-    taken = 8 if bits in (4, 8) else 32 if bits % 2 else 16
-    return 8 * line.rows if line.rows >= 8 else (3 if op == "gru" else 4) * taken * line.rows
+    if line.rows >= 8:
+        return 8 * line.rows
+    columns = 1 if "_project_" in line.kernel else 3 if line.kernel.startswith("gru") else 4
+    return columns * line.rows * (16 if packed[1] == "nvfp" or (line.rows > 1 and int(packed[2]) % 2 == 0) else 32)
 
 
 def cycles_of(launch: Launch, problem: Problem, steps: int) -> tuple[float, float, Counted, bool]:
     """Of a launch over so many time steps: the cycles that a quarter of a GPU core needs for one of its SIMD-groups,
     the spills among its instructions, and the line of the table with whether it is this kernel's own.
 
-    What another size's line says is taken in proportion to the multiply-adds that are needed.
+    What another size's line says is taken in proportion to the multiply-adds that are needed; of a turn that takes
+    packed weights nothing is saved where some lanes have none.
     """
     line, own = counted(launch, problem)
     needed = kernel_of(launch, problem).needed
     turns = needed / products(line) if line.per == "turn" else steps * (1 if own else needed / line.needed)
+    if line.per == "turn" and line.kernel.endswith("_bits"):
+        turns = ceil(turns)
     return line.outside + turns * line.cycles, turns * line.spills, line, own

@@ -84,14 +84,16 @@ class StepKernel:
         shader, height = shaders[-1], template["ROWS"]
         lanes = height < 8
         slices = 1 if lanes else SLICES.get(units[2], 1)
-        self.threads: int = 256 if lanes else 4 * units[2] * slices
         self.groups: tuple[int, ...] = -(-units[0] // units[1]), -(-problem.B // height), problem.directions
-        product = f"stepwise_product_by_{'lanes' if lanes else 'tiles'}"
         packed = [name for name in inputs if is_packed(name, inputs)]
+        form = "lanes" if lanes else "tiles"
+        self.threads: int = (64 if packed else 256) if lanes else 4 * units[2] * slices
         if packed and problem.packing:
             template = template | {"BITS": problem.packing.bits, "GROUP": problem.packing.group_size}
-        more = ("packed", "stepwise_packed") if packed else ()
-        shaders = ("cell", f"stepwise_index_{index_bits(problem)}", *shaders[:-1], *more, product, shader)
+        product = (f"stepwise_product_by_{form}",)
+        if packed:
+            product = "packed", f"stepwise_packed_by_{form}", *(() if lanes else product)
+        shaders = ("cell", f"stepwise_index_{index_bits(problem)}", *shaders[:-1], *product, shader)
         outputs: Outputs = {"after": ((output[0],), output[1])}
         numbers = ", ".join(name for name in template if name not in ("X", "BITS", "GROUP"))
         shared = f"threadgroup float sums[{slices * height * units[2]}];\n"

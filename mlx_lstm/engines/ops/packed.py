@@ -1,6 +1,7 @@
 """Packed weights in plain MLX: the matrices they stand for."""
 
 import mlx.core as mx
+import numpy as np
 
 from ..packing import WEIGHTS, Packing, is_packed, packed_names
 from ..problem import Arrays
@@ -20,6 +21,18 @@ def matrix(packing: Packing, arrays: Arrays, name: str, dtype: mx.Dtype) -> mx.a
     """One of them."""
     scales, biases = scales_of(arrays, name, dtype)
     return mx.dequantize(arrays[name], scales, biases, **packing._asdict(), dtype=dtype)
+
+
+def judged(packing: Packing, arrays: Arrays, name: str) -> np.ndarray:
+    """One of them as the oracle takes it: in mode affine a complex matrix, whose imaginary part is the sum of the
+    absolute values of what a kernel may sum apart; metal/packed.metal says how."""
+    found = np.array(matrix(packing, arrays, name, mx.float32)).astype(np.float64)
+    scales, biases = scales_of(arrays, name, mx.float32)
+    if biases is None:
+        return found
+    scale, bias = (np.repeat(np.array(part), packing.group_size, -1).astype(np.float64) for part in (scales, biases))
+    offset = scale * 2**packing.bits
+    return found + 1j * (np.abs(found - bias + offset) + np.abs(offset) + np.abs(bias))
 
 
 def scales_of(arrays: Arrays, name: str, dtype: mx.Dtype) -> tuple[mx.array, mx.array | None]:

@@ -40,6 +40,8 @@ typedef int2 bool2;
 typedef int3 bool3;
 typedef int4 bool4;
 // Packed vectors may lie wherever an element may.
+typedef uint packed_uint2 __attribute__((ext_vector_type(2), aligned(4)));
+typedef uint packed_uint4 __attribute__((ext_vector_type(4), aligned(4)));
 typedef float packed_float4 __attribute__((ext_vector_type(4), aligned(4)));
 typedef half packed_half4 __attribute__((ext_vector_type(4), aligned(2)));
 typedef bfloat packed_bfloat4 __attribute__((ext_vector_type(4), aligned(2)));

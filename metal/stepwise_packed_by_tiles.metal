@@ -1,4 +1,4 @@
-// The products of stepwise_product_*.metal with packed weights, which become numbers in registers.
+// The products of stepwise_product_by_tiles.metal with packed weights, which become numbers in registers.
 
 // A row of it, from number k on; `lane`: which of a simdgroup's reads it; scale and bias of the group it is in.
 template <int BITS, int GROUP, class A, class B>
@@ -15,14 +15,7 @@ void move(thread PackedRow<BITS, GROUP, A, B>& row, int n) { row.k += n; }
 
 template <int BITS, int GROUP, class A, class B> struct Columns<Packed<BITS, GROUP, A, B>> {
   using Row = PackedRow<BITS, GROUP, A, B>;
-  enum { AT_ONCE = TAKEN<BITS> };
 };
-
-template <int BITS, int GROUP, class A, class B>
-Packed<BITS, GROUP, A, B> rows_from(Packed<BITS, GROUP, A, B> weights, Index row, int K) {
-  const Index groups = row * (K / GROUP);
-  return {weights.words + row * (K * BITS / 32), weights.scales + groups, from(weights.biases, groups)};
-}
 
 template <int BITS, int GROUP, class A, class B>
 void find_column(
@@ -53,59 +46,6 @@ float2 factors_of(thread const PackedRow<BITS, GROUP, A, B>& row, int k, bool in
     bias = value_at(row.biases, k / GROUP, 0.0f);
   }
   return float2(simd_shuffle(scale, ushort(leader)), of_leader(bias, leader, row.biases));
-}
-
-// The words of a lane's TAKEN weights from k on, zeros where it is not `inside` the row.
-template <int WORDS>
-void take_words(const device uint* words, bool inside, thread uint (&taken)[WORDS]) {
-#pragma clang loop unroll(full)
-  for (int n = 0; n < WORDS; ++n) taken[n] = 0;
-  if (!inside) return;
-  if constexpr (WORDS == 2) {
-    const uint2 both = *(const device uint2*)words;
-    taken[0] = both.x;
-    taken[1] = both.y;
-  } else {
-#pragma clang loop unroll(full)
-    for (int n = 0; n < WORDS; ++n) taken[n] = words[n];
-  }
-}
-
-// The products of every row with every column, of whole groups up to `length`. Each lane takes AT_ONCE neighbours at a
-// time, where there are any.
-template <int ROWS, int OWN, int BITS, int GROUP, class A, class B, class R>
-void add_products(
-    thread R (&rows)[ROWS], thread PackedRow<BITS, GROUP, A, B> (&columns)[OWN], int k, int length,
-    thread float (&partial)[OWN][ROWS]) {
-  constexpr int COUNT = TAKEN<BITS>, WORDS = COUNT * BITS / 32, SHARE = GROUP / COUNT;
-  const int lane = columns[0].lane;
-  for (; k - COUNT * lane < length; k += 32 * COUNT) {  // as often in every lane
-    const bool inside = k < length;
-    uint words[OWN][WORDS];
-    float2 factors[OWN];
-#pragma clang loop unroll(full)
-    for (int n = 0; n < OWN; ++n) {
-      take_words(columns[n].words + k * BITS / 32, inside, words[n]);
-      factors[n] = factors_of(columns[n], k, inside, lane / SHARE * SHARE);
-    }
-#pragma clang loop unroll(full)
-    for (int first = 0; first < COUNT; first += 8) {
-      float operands[ROWS][8] = {};
-#pragma clang loop unroll(full)
-      for (int r = 0; r < ROWS; ++r)
-        if (inside) operands_at<8>(rows[r], first, operands[r]);
-#pragma clang loop unroll(full)
-      for (int part = 0; part < OWN * 8; ++part) {
-        const int n = part / 8, e = part % 8;
-        const float q = number_of<BITS>(bits_at<BITS>(words[n], BITS * (first + e)), columns[n].biases);
-        const float weight = weight_of(q, factors[n], columns[n].biases);
-#pragma clang loop unroll(full)
-        for (int r = 0; r < ROWS; ++r) partial[n][r] += operands[r][e] * weight;
-      }
-    }
-#pragma clang loop unroll(full)
-    for (int r = 0; r < ROWS; ++r) move(rows[r], 32 * COUNT);
-  }
 }
 
 // Four numbers of the 32 that eight lanes have from row.k on, each lane those of its own place; zeros where there are
