@@ -205,7 +205,7 @@ def held(
     refused["reverse"] = not reverse and weights.reverse
     for name, value in refused.items():
         if value:
-            fail(op, f"{name} must be the default, as the format has no place for another,", repr(value))
+            fail(op, f"{name} must be the default, as the format has no other (to_ops or --to ops has),", repr(value))
     return weights
 
 
