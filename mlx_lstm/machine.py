@@ -1,6 +1,5 @@
 """What names this machine: chip, system, versions. How the command lines begin and end on it."""
 
-import importlib.metadata
 import os
 import platform
 import subprocess
@@ -28,9 +27,11 @@ def system() -> str:
 
 def installed_version(*packages: str) -> str:
     """The version of the first of these packages that is there, without importing it."""
+    from importlib.metadata import PackageNotFoundError, version  # takes longer than the rest of this package
+
     for package in packages:
-        with suppress(importlib.metadata.PackageNotFoundError):
-            return importlib.metadata.version(package)
+        with suppress(PackageNotFoundError):
+            return version(package)
     return "not installed"
 
 
