@@ -17,11 +17,11 @@ from .recurrence import gru, gru_gradients, join_directions, lstm, lstm_gradient
 
 __version__ = "0.1.0"
 
-# What ops return is public, too, but not in this list: help() would have it before the ops.
+# Their classes are public, too, but not in this list: help() would have them before the ops.
 __all__ = ["__version__", "gru", "gru_gradients", "join_directions", "lstm", "lstm_gradients", "rnn"]
 __all__ += ["convert", "cudnn", "keras", "mpsgraph", "nn", "recurrent", "rnn_gradients", "tf", "torch"]
 
 
 def __dir__() -> list[str]:
     """What is public."""
-    return __all__
+    return [*__all__, "GRUOutput", "LSTMOutput", "Quantized", "RNNOutput"]
