@@ -82,10 +82,10 @@ def main(steps=80):
     frames = np.stack([features(np.pad(sound, (HOP, 0))) for sound in sounds])  # before the sound it was silent
     x, y, model, optimizer = mx.array(frames[:24]), mx.array(active[:24], mx.float32), Detector(), optim.Adam(1e-2)
     step = nn.value_and_grad(model, lambda: nn.losses.binary_cross_entropy(model(x)[0], y))
-    for _ in range(steps):
+    for n in range(1, steps + 1):
         loss, gradients = step()
         optimizer.update(model, gradients)
-        print(f"loss {loss.item():.3f}", end="\r")
+        print(f"step {n:2}: loss {loss.item():.3f}") if n % 20 == 0 else None
     energy = frames.mean(axis=-1)
     limit = max(np.quantile(energy, np.arange(100) / 100), key=lambda limit: ((energy > limit) == active)[:24].mean())
     whole = np.array(model.eval()(mx.array(frames[24:]))[0])
