@@ -92,7 +92,8 @@ def check_sizes(op: str, name: str, array: mx.array | Form) -> None:
 
 def check_option(op: str, name: str, value: object, allowed: Sequence[object]) -> None:
     """`value` is one of `allowed`."""
-    if value not in allowed:
+    # Arrays and dtypes of MLX raise where they are compared with what is none.
+    if not any(isinstance(value, type(one)) and value == one for one in allowed):
         fail(op, f"{name} must be one of {', '.join(map(repr, allowed))}", repr(value))
 
 

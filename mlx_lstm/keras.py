@@ -167,10 +167,14 @@ def bidirectional_from_keras(convert: Callable[..., Arrays], weights: Sequence[A
         >>> lstm(mx.ones((10, 2, 3)), **arrays, bidirectional=True).h.shape
         (10, 2, 8)
     """
-    weights, n = list(weights), len(weights) // 2
+    op = "bidirectional_from_keras"
+    check_function(op, convert)
+    if not isinstance(weights, Sequence) or isinstance(weights, str):
+        fail(op, "weights must be the list that layer.get_weights() returns", type(weights).__name__)
+    n = len(weights) // 2
     shapes = [np.shape(array) for array in weights]
     if not n or shapes[:n] != shapes[n:]:
-        fail("bidirectional_from_keras", "weights must be those of two layers of the same shapes", f"shapes {shapes}")
+        fail(op, "weights must be those of two layers of the same shapes", f"shapes {shapes}")
     return join([convert(*weights[:n]), convert(*weights[n:])])
 
 
@@ -185,7 +189,11 @@ def bidirectional_to_keras(convert: Callable[..., list[np.ndarray]], arrays: Arr
     Returns:
         list: what `convert` makes of the forward direction, then what it makes of the other.
     """
-    check_array("bidirectional_to_keras", "Wh", arrays.get("Wh"), [2, "G * H", "H"])
+    op = "bidirectional_to_keras"
+    check_function(op, convert)
+    if not isinstance(arrays, dict):
+        fail(op, "arrays must be a dict, as bidirectional_from_keras returns it,", type(arrays).__name__)
+    check_array(op, "Wh", arrays.get("Wh"), [2, "G * H", "H"])
     return [array for d in range(2) for array in convert(**part(arrays, d))]
 
 
@@ -202,10 +210,19 @@ def into_keras(cell: Cell, Wx: mx.array, Wh: mx.array, b: mx.array | None, bhn: 
     return arrays_of(cell, arrays, b is not None or bhn is not None)
 
 
+def check_function(op: str, convert: object) -> None:
+    """That what converts one direction is a function."""
+    if not callable(convert):
+        which = f"lstm_{op[14:]}, gru_{op[14:]} or rnn_{op[14:]}"
+        fail(op, f"convert must be {which}", repr(convert))
+
+
 def check_ours(op: str, G: int, Wx: mx.array, Wh: mx.array, biases: dict[str, mx.array | None]) -> None:
     """Wx [GH, I], Wh [GH, H]; of the biases that are there b [GH], bhn [H]."""
     check_array(op, "Wx", Wx, [times(G), "I"])
-    H = Wx.shape[0] // G
+    H, more = divmod(Wx.shape[0], G)
+    if more or not H:
+        fail(op, f"Wx must have shape [{times(G)}, I]", f"shape {list(Wx.shape)}")
     check_array(op, "Wh", Wh, [G * H, H])
     for name, bias in biases.items():
         if bias is not None:

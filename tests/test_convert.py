@@ -695,6 +695,54 @@ def test_files_of_clients(name, tmp_path):
 # --- What is refused, and the command --------------------------------------------------------------------------------
 
 
+def ones(*shapes):
+    return [mx.ones(shape) for shape in shapes]
+
+
+OPS = {"Wx": mx.ones((16, 3)), "Wh": mx.ones((16, 4))}
+WRONG = {
+    "[from_tf] forget_bias must be a finite number but got 'x'": lambda: convert.from_tf(
+        *ones((7, 16), (16,)), forget_bias="x"
+    ),
+    "[from_tf] cell_clip must be a finite number but got nan": lambda: convert.from_tf(
+        *ones((7, 16), (16,)), cell_clip=float("nan")
+    ),
+    "[from_onnx] W must have shape [1, 16, I] but got shape [1, 17, 3]": lambda: convert.from_onnx(
+        "LSTM", *ones((1, 17, 3), (1, 16, 4))
+    ),
+    "[from_onnx] R must be an mlx.core.array but got NoneType": lambda: convert.from_onnx(
+        "LSTM", mx.ones((1, 16, 3)), None
+    ),
+    "[from_onnx] attributes must be a dict but got str": lambda: convert.from_onnx("LSTM", None, None, attributes="x"),
+    "[from_ops] layers must be a list of dicts, one for each layer, but got []": lambda: convert.from_ops("lstm", []),
+    "[from_ops] layers must be a list of dicts, one for each layer, but got dict": lambda: convert.from_ops(
+        "lstm", OPS
+    ),
+    "[from_ops] bidirectional must be True or False but got 1": lambda: convert.from_ops(
+        "lstm", [OPS], bidirectional=1
+    ),
+    "[from_ops] reverse must be True or False but got 'x'": lambda: convert.from_ops("lstm", [OPS], reverse="x"),
+    "[from_cudnn] bidirectional must be True or False but got 2": lambda: convert.from_cudnn(
+        mx.ones(9), num_layers=1, num_units=1, input_size=1, bidirectional=2
+    ),
+    "[from_torch] prefix must be a str but got None": lambda: convert.from_torch({}, prefix=None),
+    "[x] parts must be a list of at least one Weights but got []": lambda: convert.stacked("x", []),
+    "[differences] weights must be a Weights": lambda: convert.differences(convert.from_ops("lstm", [OPS]), None),
+    "[convert] ways must be two names, one for each direction, but got ('a', 'a')": lambda: convert.read(
+        __file__ + ".npz", ways=("a", "a")
+    ),
+    "[convert] keys must be a form such as": lambda: convert.write("x.npz", {}, keys=3),
+    "[convert] force must be True or False but got 'yes'": lambda: convert.write("x.npz", {}, force="yes"),
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_wrong_arguments_are_named(message):
+    with pytest.raises(ValueError) as error:
+        WRONG[message]()
+    assert str(error.value).startswith(message)
+
+
 def saved(path, arrays):
     """A file of these arrays, as they are."""
     convert.write(path, convert.Model({}, arrays, {}, [], {}))

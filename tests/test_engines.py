@@ -91,7 +91,9 @@ def test_choice(machine, arguments, H, requested, expected):
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"dtype": "float32"}, {"dtype": mx.int32}, {"device": "tpu"}, {"device": mx.gpu}], ids=str
+    "wrong",
+    [{"dtype": "float32"}, {"dtype": mx.int32}, {"dtype": None}, {"device": "tpu"}, {"device": mx.gpu}],
+    ids=str,
 )
 def test_a_dtype_or_device_that_is_none_is_refused(wrong):
     ((name, value),) = wrong.items()

@@ -212,5 +212,26 @@ def test_wrong_shapes_and_integers_are_refused():
     for weights in ([kernel, recurrent, kernel], [kernel, recurrent, recurrent, kernel], []):
         with pytest.raises(ValueError, match="weights must be those of two layers of the same shapes but got shapes"):
             keras.bidirectional_from_keras(keras.rnn_from_keras, weights)
+    for make, message in (
+        (
+            lambda: keras.lstm_to_keras(mx.ones((17, I)), mx.ones((16, H))),
+            r"Wx must have shape \[4H, I\] but got shape",
+        ),
+        (
+            lambda: keras.bidirectional_from_keras("lstm", [kernel] * 4),
+            "convert must be lstm_from_keras, gru_from_keras or",
+        ),
+        (lambda: keras.bidirectional_from_keras(keras.rnn_from_keras, None), "weights must be the list that"),
+        (
+            lambda: keras.bidirectional_to_keras(None, {}),
+            "convert must be lstm_to_keras, gru_to_keras or rnn_to_keras but",
+        ),
+        (
+            lambda: keras.bidirectional_to_keras(keras.rnn_to_keras, [kernel]),
+            "arrays must be a dict, as .* but got list",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make()
     with pytest.raises(ValueError, match=r"Wh must have shape \[2, G \* H, H\] but got shape \[4, 4\]"):
         keras.bidirectional_to_keras(keras.rnn_to_keras, keras.rnn_from_keras(kernel, recurrent))

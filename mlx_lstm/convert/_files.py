@@ -11,7 +11,8 @@ from typing import Any, NamedTuple, NoReturn
 import mlx.core as mx
 import numpy as np
 
-from ..checks import check_option, fail
+from ..checks import check_flag, check_option, fail
+from ..engines.cells import ACTIVATIONS
 from . import _keras_file, _keys, _onnx_file
 from .weights import Weights, check_weights
 
@@ -72,6 +73,9 @@ def read(
         >>> torch.from_weights(convert.read(path).layers[""])
         GRU(3, 4)
     """
+    check_names(keys, ways)
+    if nonlinearity is not None:
+        check_option("convert", "nonlinearity", nonlinearity, tuple(ACTIVATIONS))
     path = Path(path)
     ending = ending_of(path)
     if path.is_dir():
@@ -94,6 +98,15 @@ def read(
     except (TypeError, KeyError, IndexError, AttributeError) as error:  # words that are none, from a damaged file
         raise ValueError(f"{path} is truncated or damaged: {type(error).__name__}, {error}.") from error
     return Model(layers, rest, used, notes, {})
+
+
+def check_names(keys: object, ways: object) -> None:
+    """The form of the keys, of which its reader knows more; what both directions are called."""
+    if keys is not None and not isinstance(keys, str):
+        fail("convert", 'keys must be a form such as "{name}.{array}"', repr(keys))
+    names = ways if isinstance(ways, (list, tuple)) else ()
+    if len(names) != 2 or names[0] == names[1] or not all(isinstance(name, str) for name in names):
+        fail("convert", "ways must be two names, one for each direction,", repr(ways))
 
 
 def write(
@@ -139,6 +152,8 @@ def write(
     for weights in model.layers.values():
         check_weights("convert", weights)
     check_option("convert", "style", style, _keys.STYLES)
+    check_names(keys, _keys.WAYS if ways is None else ways)
+    check_flag("convert", "force", force)
     if path.exists() and not force:
         fail("convert", f"{path} must not exist, or be replaced by force,", "a file")
     if ending in (".safetensors", ".npz"):

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from ..checks import check_array, check_integer, check_option, fail
+from ..checks import check_array, check_flag, check_integer, check_option, fail
 from ..engines.cells import Cell, GRUCell, LSTMCell, RNNCell
 from .weights import Weights, checked, held, to_mlx, two_biases
 
@@ -135,6 +135,7 @@ def from_cudnn(
     """
     op = "from_cudnn"
     check_option(op, "rnn_mode", rnn_mode, tuple(GATES))
+    check_flag(op, "bidirectional", bidirectional)
     sizes = {"num_layers": num_layers, "input_size": input_size, "num_units": num_units}
     L, I, H = (check_integer(op, name, value, least=1) for name, value in sizes.items())
     where = Layout(

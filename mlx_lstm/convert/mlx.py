@@ -5,7 +5,7 @@ from typing import Any
 
 import mlx.nn as nn
 
-from ..checks import check_array, check_option, fail
+from ..checks import check_array, check_flag, check_option, fail
 from ..engines.directions import join, part
 from ..engines.problem import Arrays
 from .torch import gates_of
@@ -129,6 +129,11 @@ def from_ops(
     """
     name = "from_ops"
     check_option(name, "op", op, tuple(CELLS))
+    check_flag(name, "bidirectional", bidirectional)
+    check_flag(name, "reverse", reverse)
+    if not isinstance(layers, Sequence) or not layers or not all(isinstance(layer, Mapping) for layer in layers):
+        kinds = [type(layer).__name__ for layer in layers] if isinstance(layers, Sequence) else type(layers).__name__
+        fail(name, "layers must be a list of dicts, one for each layer,", kinds)
     order = gate_order(name, options.pop("gate_order", OURS[op]), OURS[op])
     cell = cell_of(name, op, options)
     found = []

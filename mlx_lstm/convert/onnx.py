@@ -52,6 +52,8 @@ def from_onnx(
         >>> torch.from_weights(weights)
         GRU(3, 4, bias=False, bidirectional=True)
     """
+    if not isinstance(attributes, Mapping | None):
+        fail("from_onnx", "attributes must be a dict", type(attributes).__name__)
     return from_node("from_onnx", op_type, {"W": W, "R": R, "B": B, "P": P}, attributes or {}, lambda word: word)
 
 
@@ -65,9 +67,10 @@ def from_node(op: str, op_type: str, given: Mapping[str, Any], attributes: Mappi
     check_option(op, "direction", direction, DIRECTIONS)
     D, G = 2 if direction == "bidirectional" else 1, GATES[kind]
     cell = cell_of_node(op, kind, found, D, "P" in arrays)
-    for word in ("W", "R"):
-        check_array(op, name(word), arrays[word], [D, f"{G}H", "I" if word == "W" else "H"])
+    check_array(op, name("R"), arrays.get("R"), [D, f"{G}H", "H"])
     H = arrays["R"].shape[2]
+    for word, columns in (("R", H), ("W", "I")):
+        check_array(op, name(word), arrays.get(word), [D, G * H, columns])
     if found.pop("hidden_size", H) != H:
         fail(
             op,

@@ -4,7 +4,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..checks import check_array, check_option, fail
+from ..checks import check_array, check_number, check_option, fail
 from ..engines.cells import GRUCell, LSTMCell
 from .weights import OURS, TF, Weights, check_weights, checked, describe, held, one_bias, reorder, to_mlx
 
@@ -53,7 +53,8 @@ def from_tf(
         for name, array in zip(PEEPHOLES.values(), given, strict=True):
             check_array(op, name, array, [H])
         arrays["peephole"] = mx.concatenate([given[0], given[1], mx.zeros((H,), given[0].dtype), given[2]])
-    cell = LSTMCell(forget_bias=float(forget_bias), cell_clip=cell_clip)
+    clip = None if cell_clip is None else check_number(op, "cell_clip", cell_clip)
+    cell = LSTMCell(forget_bias=check_number(op, "forget_bias", forget_bias), cell_clip=clip)
     return checked(op, Weights(cell, [[arrays]]), lambda k, d, word: word)
 
 

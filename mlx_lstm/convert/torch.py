@@ -40,6 +40,8 @@ def from_torch(arrays: Any, *, prefix: str = "", nonlinearity: str = "tanh") -> 
         (4,)
     """
     op = "from_torch"
+    if not isinstance(prefix, str):
+        fail(op, "prefix must be a str", repr(prefix))
     nonlinearity = getattr(arrays, "nonlinearity", nonlinearity)
     for method in ("state_dict", "parameters"):
         if hasattr(arrays, method):

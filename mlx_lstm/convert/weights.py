@@ -117,8 +117,11 @@ def cell_of(op: str, name: str, options: dict[str, Any]) -> Cell:
 
 def stacked(op: str, parts: Sequence[Weights]) -> Weights:
     """Layers one on the other, as one; ValueError if they do not fit."""
-    first = parts[0]
+    if not isinstance(parts, Sequence) or not parts:
+        fail(op, "parts must be a list of at least one Weights", repr(parts))
+    first = check_weights(op, parts[0])
     for part in parts[1:]:
+        check_weights(op, part)
         if part.cell != first.cell or part.reverse != first.reverse or part.directions != first.directions:
             fail(op, f"layers must all be alike, {describe(first)},", describe(part))
     whole = first._replace(layers=[layer for part in parts for layer in part.layers])
@@ -260,7 +263,7 @@ def gate_order(op: str, given: str, usual: str) -> str:
     """An order in a vendor's letters as the recurrence spells it: c and z of an LSTM are our g, u and h of a GRU our z
     and n."""
     letters = {4: {"c": "g", "z": "g"}, 3: {"u": "z", "h": "n", "c": "n"}, 1: {}}[len(usual)]
-    found = "".join(letters.get(letter, letter) for letter in given.lower())
+    found = "".join(letters.get(letter, letter) for letter in given.lower()) if isinstance(given, str) else ""
     if sorted(found) != sorted(usual):
         fail(op, f"the gate order must be a permutation of {usual}", repr(given))
     return found
@@ -295,6 +298,8 @@ def differences(one: Weights, other: Weights) -> list[str]:
 
     A missing bias counts as zeros.
     """
+    check_weights("differences", one)
+    check_weights("differences", other)
     if (len(one.layers), one.directions) != (len(other.layers), other.directions):
         return [f"{describe(one)} is now {describe(other)}"]
     options = [weights.options for weights in (one, other)]
