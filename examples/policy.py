@@ -14,7 +14,7 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np
 
-from mlx_lstm.nn import LSTM, stack
+from mlx_lstm.nn import LSTM
 
 GAMES, STEPS, HIDDEN = 64, 24, 32  # games at once, steps of a rollout
 
@@ -41,20 +41,23 @@ class Policy(nn.Module):
         super().__init__()
         self.lstm, self.head = LSTM(3, HIDDEN), nn.Linear(HIDDEN, 1)
 
-    def __call__(self, seen, state, keep=None):
-        hidden, state = stack([self.lstm], seen, state, keep=keep)
-        return self.head(hidden)[..., 0], state  # a score for going right
+    def __call__(self, seen, state, keep):
+        return self.head(self.lstm(seen, *state, keep=keep)[0])[..., 0]  # a score for going right
+
+    def step(self, seen, state):
+        state = self.lstm.step(seen, *state)
+        return self.head(state[0])[..., 0], state
 
 
 def rollout(policy, games, state, rng, steps=STEPS, wipe=False):
-    """All games, step by step: arrays [GAMES, steps] by name, and the states [1, GAMES, HIDDEN] after them."""
+    """All games, step by step: arrays [GAMES, steps] by name, and the states [GAMES, HIDDEN] after them."""
     kept = []
     for _ in range(steps):
-        scores, state = policy(mx.array(seen := games.seen)[:, None], state)
-        right = rng.random(GAMES) < np.array(mx.sigmoid(scores[:, 0]))
+        scores, state = policy.step(mx.array(seen := games.seen), state)
+        right = rng.random(GAMES) < np.array(mx.sigmoid(scores))
         rewards, ends = games.act(right)
         state = [states * mx.array(~(ends | wipe))[:, None] for states in state]  # the reset
-        kept.append((seen, np.array(scores[:, 0]), right, rewards, ends))
+        kept.append((seen, np.array(scores), right, rewards, ends))
     arrays = (np.stack(values, axis=1) for values in zip(*kept, strict=True))
     return dict(zip(("seen", "scores", "right", "rewards", "ends"), arrays, strict=True)), state
 
@@ -63,7 +66,7 @@ def loss(policy, kept, state):
     """Less likely what lost, more likely what won (REINFORCE): an episode's last action is the one that counts."""
     kept = {name: mx.array(values) for name, values in kept.items()}
     goes_on = mx.concatenate([mx.ones((GAMES, 1), mx.bool_), ~kept["ends"][:, :-1]], axis=1)
-    scores, _ = policy(kept["seen"], state, goes_on)
+    scores = policy(kept["seen"], state, goes_on)
     surprise = nn.losses.binary_cross_entropy(scores, kept["right"].astype(mx.float32), reduction="none")
     apart = mx.abs(scores - kept["scores"]).max()  # from what acting gave, step by step
     return (surprise * kept["rewards"]).sum() / GAMES, apart
@@ -73,7 +76,7 @@ def main(rollouts=30):
     """Train, then play with the memory and without."""
     mx.random.seed(0)
     rng = np.random.default_rng(0)
-    policy, games, state = Policy(), Corridors(rng), [mx.zeros((1, GAMES, HIDDEN))] * 2
+    policy, games, state = Policy(), Corridors(rng), [mx.zeros((GAMES, HIDDEN))] * 2
     optimizer, gradients_of = optim.Adam(1e-2), nn.value_and_grad(policy, loss)
     for n in range(1, rollouts + 1):
         before, (kept, state) = state, rollout(policy, games, state, rng)

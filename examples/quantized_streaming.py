@@ -34,18 +34,18 @@ class Stack(nn.Module):
     def __call__(self, x, states):
         after = []
         for layer, state in zip(self.layers, states, strict=True):
-            x, cell = layer(x, *state)
-            after.append((x[:, -1], cell[:, -1]))
+            x, cell = layer.step(x, *state)
+            after.append((x, cell))
         return x, after
 
 
 def stream(model, x):
     """The outputs [steps, units], a call for each step, and the milliseconds of each."""
     states, outputs, times = [(None, None)] * len(model.layers), [], [time.perf_counter()]
-    for t in range(x.shape[1]):
-        y, states = model(x[:, t : t + 1], states)
+    for frame in x:
+        y, states = model(frame, states)
         mx.eval(y, states)
-        outputs.append(np.array(y)[0, 0])
+        outputs.append(np.array(y))
         times.append(time.perf_counter())
     return np.stack(outputs), 1000 * np.diff(times)
 
@@ -61,11 +61,11 @@ def main(layers=2, units=640, bits=0):
         return
     mx.random.seed(0)
     model = Stack(layers, units).eval()
-    x = mx.random.normal((1, STEPS, units))
+    x = mx.random.normal((STEPS, units))
     exact, _ = stream(model, x)
     if bits < 32:
         quantize(model, group_size=64 if units % 64 == 0 else 32, bits=bits)
-    stream(model, x[:, :10])
+    stream(model, x[:10])
     outputs, times = stream(model, x)
     weights = sum(array.nbytes for _, array in tree_flatten(model.parameters())) / 1e6
     middle, late = np.quantile(times, [0.5, 0.99])

@@ -60,17 +60,16 @@ class Detector(nn.Module):
         super().__init__()
         self.lstm, self.head = LSTM(BANDS, 32), nn.Linear(32, 1)
 
-    def __call__(self, frames, state=(None, None)):
-        hidden, cell = self.lstm(frames, *state)
-        return self.head(hidden)[..., 0], (hidden[:, -1], cell[:, -1])  # scores, above 0 for speech; the states
+    def __call__(self, frames):
+        return self.head(self.lstm(frames)[0])[..., 0]  # scores, above 0 for speech
 
 
 def stream(model, samples):
     """The scores of all frames, each as soon as its samples are there, and the milliseconds that each took."""
     heard, state, scores, times = np.zeros(2 * HOP), (None, None), [], [time.perf_counter()]
     for frame in samples.reshape(-1, HOP):
-        score, state = model(mx.array(features(heard := np.append(heard[HOP:], frame)))[None], state)
-        scores.append(score.item())
+        state = model.lstm.step(mx.array(features(heard := np.append(heard[HOP:], frame))[0]), *state)
+        scores.append(model.head(state[0]).item())
         times.append(time.perf_counter())
     return scores, 1000 * np.diff(times)
 
@@ -81,14 +80,14 @@ def main(steps=80):
     sounds, active = map(np.stack, zip(*map(scene, [np.random.default_rng(0)] * 40), strict=True))
     frames = np.stack([features(np.pad(sound, (HOP, 0))) for sound in sounds])  # before the sound it was silent
     x, y, model, optimizer = mx.array(frames[:24]), mx.array(active[:24], mx.float32), Detector(), optim.Adam(1e-2)
-    step = nn.value_and_grad(model, lambda: nn.losses.binary_cross_entropy(model(x)[0], y))
+    step = nn.value_and_grad(model, lambda: nn.losses.binary_cross_entropy(model(x), y))
     for n in range(1, steps + 1):
         loss, gradients = step()
         optimizer.update(model, gradients)
         print(f"step {n:2}: loss {loss.item():.3f}") if n % 20 == 0 else None
     energy = frames.mean(axis=-1)
     limit = max(np.quantile(energy, np.arange(100) / 100), key=lambda limit: ((energy > limit) == active)[:24].mean())
-    whole = np.array(model.eval()(mx.array(frames[24:]))[0])
+    whole = np.array(model.eval()(mx.array(frames[24:])))
     ours, threshold = ((whole > 0) == active[24:]).mean(), ((energy > limit) == active)[24:].mean()
     scores, costs = stream(model, sounds[24])
     print(f"right answers, of {whole.size}: {ours:.1%}; by the best threshold on the energy: {threshold:.1%}")

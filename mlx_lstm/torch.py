@@ -14,6 +14,7 @@ process, and back:
 import math
 from collections.abc import Callable
 from functools import partial
+from operator import itemgetter, methodcaller
 from typing import Any
 
 import mlx.core as mx
@@ -34,17 +35,18 @@ from .checks import (
 from .convert import Weights, to_torch
 from .convert.torch import NAMES, WAYS
 from .engines import cells
+from .engines.at_once import Run, by_mlx, by_numpy, computes_now, made
 from .engines.directions import join
 from .engines.problem import Arrays
 from .recurrence import (
     QuantizedLayer,
-    by_layer,
     common_dtype,
     engine_used,
     in_dtype,
     join_biases,
+    join_states,
     note_engine,
-    of_layers,
+    split_states,
     weight,
     whole_steps,
 )
@@ -139,27 +141,25 @@ class Layers(nn.Module):
         the first ones, which may be `None`."""
         check_array(self.op, "input", input, self.input_shape(input))
         batched, time_first = input.ndim == 3, input.ndim == 2 or not self.batch_first
-        N = 1 if not batched else input.shape[1 if time_first else 0]
+        lies_so, N = batched and time_first, 1 if not batched else input.shape[1 if time_first else 0]
         L = input.shape[0 if time_first else 1]
         if not L:
             fail(self.op, "input must have at least one step", f"shape {list(input.shape)}")
-        rows, widths = self.num_layers * len(self.ways), {"h": self.width, "c": self.hidden_size}
         if key is not None:
             check_key(self.op, key)
+        shapes = self.check_states(states, [N] if batched else [], time_first)
         given = {name: state for name, state in states.items() if state is not None}
-        for name, state in given.items():
-            why = ", as input is [L, N, I]," if time_first else ", as input is [N, L, I],"
-            shape = [rows, N, widths[name]] if batched else [rows, widths[name]]
-            check_array(self.op, f"{name}_0", state, shape, why=why if batched else "")
-        layers = [self.arrays(layer) for layer in range(self.num_layers)]
+        now, D = computes_now(self.engine), len(self.ways)
+        small = by_numpy if now else by_mlx
+        layers = [self.arrays(layer, now) for layer in range(self.num_layers)]
         dtype = common_dtype([input, *given.values(), *(array for arrays in layers for array in arrays.values())])
         if not N:
             if lengths is not None:
                 check_lengths(self.op, lengths, N, L, traced=True)  # of none the range is unknown
-            output = mx.zeros((*input.shape[:2], len(self.ways) * self.width), dtype)
-            return output, {name: mx.zeros((rows, N, widths[name]), dtype) for name in states}
-        given = {name: by_layer(state.reshape(rows, N, -1), len(self.ways)) for name, state in given.items()}
-        x = (input if time_first else mx.swapaxes(input, 0, 1)).reshape(-1, N, self.input_size).astype(dtype)
+            output = mx.zeros((*input.shape[:2], D * self.width), dtype)
+            return output, {name: mx.zeros(shape, dtype) for name, shape in shapes.items()}
+        first = {name: small(partial(split_states, D), state) for name, state in given.items()}
+        x = (input if lies_so else small(partial(turned, batched), input)).astype(dtype)
         steps = whole_steps(self.op, keep, hold, input.shape[:-1], "the steps of input")
         steps = {name: (array if time_first else array.T).reshape(L, N) for name, array in steps.items()}
         options = {"bidirectional": self.bidirectional, "training": self.training} | steps
@@ -169,15 +169,24 @@ class Layers(nn.Module):
         for layer, arrays in enumerate(layers):
             if layer and self.dropout and self.training:
                 x, key = dropped(x, 1 - self.dropout, key)
-            arrays = arrays | {f"{name}0": state[layer] for name, state in given.items()}
+            arrays = arrays | {f"{name}0": state[layer] for name, state in first.items()}
             out = one_layer(x, **in_dtype(arrays, dtype), **options)
             last.append({name: getattr(out, f"{name}T") for name in states})
             x = out.h
         note_engine(self)
-        finals = {name: of_layers([each[name] for each in last], len(self.ways)) for name in states}
-        if not batched:
-            return x[:, 0], {name: state[:, 0] for name, state in finals.items()}
-        return x if time_first else mx.swapaxes(x, 0, 1), finals
+        output = x if lies_so else small(partial(turned, batched), x)
+        of_all = {name: [each[name] for each in last] for name in states}
+        return output, {name: small(partial(join_states, D, shapes[name]), *of_all[name]) for name in states}
+
+    def check_states(self, states: dict[str, Any], N: list[int], time_first: bool) -> dict[str, list[int]]:
+        """The shapes of the states, which those given have."""
+        rows, widths = self.num_layers * len(self.ways), {"h": self.width, "c": self.hidden_size}
+        why = f", as input is {'[L, N, I]' if time_first else '[N, L, I]'}," if N else ""
+        shapes = {name: [rows, *N, widths[name]] for name in states}
+        for name, state in states.items():
+            if state is not None:
+                check_array(self.op, f"{name}_0", state, shapes[name], why=why)
+        return shapes
 
     def input_shape(self, input: Any) -> list[int | str]:
         """What it must be."""
@@ -185,14 +194,29 @@ class Layers(nn.Module):
             return ["L", self.input_size]
         return ["N", "L", self.input_size] if self.batch_first else ["L", "N", self.input_size]
 
-    def arrays(self, layer: int) -> Arrays:
-        """A layer's parameters as the recurrence has them: one bias, both directions in one array."""
-        each = []
-        for way in self.ways:
-            one: dict[str, Any] = {name: weight(self, self.key(name, layer, way)) for name in self.shapes(layer)}
-            biases = join_biases(one.pop("bias_ih"), one.pop("bias_hh"), gru=self.gates == 3) if self.bias else {}
-            each.append({NAMES[name]: array for name, array in one.items()} | biases)
-        return join(each) if self.bidirectional else each[0]
+    def arrays(self, layer: int, now: bool = False) -> Arrays:
+        """A layer's parameters as the recurrence has them: one bias, both directions in one array; `now`: as values."""
+        names = self.shapes(layer)
+        ways = [{name: weight(self, self.key(name, layer, way)) for name in names} for way in self.ways]
+        if len(ways) == 1:
+            return self.one_way(ways[0], by_numpy if now else by_mlx)
+        return made(now, "torch", ways, lambda: join([self.one_way(way, by_mlx) for way in ways]))
+
+    def one_way(self, arrays: dict[str, Any], small: Run) -> dict[str, Any]:
+        """Those of one direction."""
+        arrays = dict(arrays)
+        biases: Any = {}
+        if self.bias:
+            pair = arrays.pop("bias_ih"), arrays.pop("bias_hh")
+            biases = small(partial(join_biases, gru=self.gates == 3), *pair)
+        return {NAMES[name]: array for name, array in arrays.items()} | biases
+
+
+def turned(batched: bool, sequence: Any) -> Any:
+    """[N, L, .] as [L, N, .], and back; or [L, .] as [L, 1, .], and back."""
+    if batched:
+        return sequence.swapaxes(0, 1)
+    return sequence[:, None] if sequence.ndim == 2 else sequence[:, 0]
 
 
 def check_key(op: str, key: object) -> None:
@@ -523,8 +547,18 @@ class Cell(Layers):
         for name, state in states.items():
             if state is not None:
                 check_array(self.op, name, state, [*input.shape[:-1], self.hidden_size], why=why)
-        before = {name: None if state is None else state[None] for name, state in states.items()}
-        return {name: state[0] for name, state in self.run(one_layer, input[None], before, *[None] * 4)[1].items()}
+        now, H = computes_now(self.engine), self.hidden_size
+        small, arrays = by_numpy if now else by_mlx, self.arrays(0, now)
+        given = {name: state for name, state in states.items() if state is not None}
+        dtype, shape = common_dtype([input, *given.values(), *arrays.values()]), (*input.shape[:-1], H)
+        if 0 in shape:
+            return {name: mx.zeros(shape, dtype) for name in states}
+        arrays |= {f"{name}0": state if batched else small(itemgetter(None), state) for name, state in given.items()}
+        arrays["x"] = small(methodcaller("reshape", (1, -1, self.input_size)), input)
+        out = one_layer(**in_dtype(arrays, dtype), training=self.training, engine=self.engine)
+        note_engine(self)
+        last = {name: getattr(out, f"{name}T") for name in states}
+        return last if batched else {name: small(itemgetter(0), state) for name, state in last.items()}
 
 
 class LSTMCell(Cell):

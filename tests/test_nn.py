@@ -23,14 +23,20 @@ def pair(bias=True, **options):
     return ours, theirs
 
 
-def loss_and_gradients(layer, x, states, cotangents):
-    """The loss, and the gradients of all parameters, x and the states, with both outputs used."""
+def as_tuple(found):
+    return found if isinstance(found, tuple) else (found,)
+
+
+def loss_and_gradients(layer, x, states, cotangents, call=None):
+    """The loss, and the gradients of all parameters, x and the states, with all outputs of the layer, or of this call
+    of it, used."""
 
     def loss(parameters, x, states):
         layer.update(parameters)
-        return sum((out * weight).sum() for out, weight in zip(layer(x, **states), cotangents, strict=True))
+        found = as_tuple((call or layer)(x, **states))
+        return sum((out * weight).sum() for out, weight in zip(found, cotangents, strict=True))
 
-    value, gradients = mx.value_and_grad(loss, argnums=(0, 1, 2))(layer.parameters(), x, states)
+    value, gradients = mx.value_and_grad(loss, argnums=(0, 1, 2))(layer.trainable_parameters(), x, states)
     return dict(tree_flatten([value, gradients]))
 
 
@@ -185,7 +191,72 @@ def test_numpy_s_integers_are_sizes(layer):
         getattr(nn, layer)(np.bool_(True), H)
 
 
+QUANTIZED = {f"Quantized{kind}": {"group_size": 32} for kind in ("LSTM", "GRU", "RNN")}
+
+
+@pytest.mark.parametrize("engine", [None, "ops"])
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN", *QUANTIZED])
+def test_a_step_is_the_only_step_of_a_call(kind, engine):
+    """In values and gradients, to the bit: both come down to the same recurrence."""
+    mx.random.seed(0)
+    H = 32 if kind in QUANTIZED else 4
+    layer = getattr(nn, kind)(D, H, **QUANTIZED.get(kind, {}))
+    layer.engine = engine
+    names = ("hidden", "cell") if "LSTM" in kind else ("hidden",)
+
+    def only_step(x, **states):
+        return tuple(out[..., 0, :] for out in as_tuple(layer(x[..., None, :], **states)))
+
+    for batch, given in itertools.product([(), (1,), (3,), (2, 3)], [(), names[:1], names]):
+        x, states = mx.random.normal((*batch, D)), {name: mx.random.normal((*batch, H)) for name in given}
+        weights, found = [mx.random.normal((*batch, H)) for _ in names], []
+        for call in (layer.step, only_step):
+            for training in (True, False):
+                layer.train(training)
+                gradients = loss_and_gradients(layer, x, states, weights, call)
+                found.append(gradients | dict(enumerate(as_tuple(call(x, **states)))))
+                assert found[-1][0].shape == (*batch, H) and layer.engine_used.engine == (engine or "numpy")
+        for other in found[1:]:
+            assert other.keys() == found[0].keys()
+            for name, value in other.items():
+                np.testing.assert_array_equal(np.array(value), np.array(found[0][name]), err_msg=name)
+
+
+def test_a_step_is_traced_and_exported(tmp_path):
+    layer = nn.LSTM(D, H).eval()
+    x, h, c = mx.random.normal((2, D)), mx.random.normal((2, H)), mx.random.normal((2, H))
+    mx.eval(layer.parameters())
+    mx.export_function(str(tmp_path / "f"), layer.step, x, h, c)
+    each = mx.vmap(layer.step)(x, h, c)
+    imported = mx.import_function(str(tmp_path / "f"))(x, h, c)
+    for found in (mx.compile(layer.step)(x, h, c), each, imported):
+        for one, other in zip(found, layer.step(x, h, c), strict=True):
+            np.testing.assert_allclose(np.array(one), np.array(other), atol=1e-6)
+
+
+def test_a_step_of_other_batches_dtypes_and_states():
+    layer = nn.LSTM(D, H)
+    assert [one.shape for one in layer.step(mx.zeros((0, D)))] == [(0, H)] * 2
+    assert nn.GRU(D, H).step(mx.zeros((2, 0, D)), mx.zeros((H,))).shape == (2, 0, H)
+    x, row = mx.random.normal((3, D)), mx.random.normal((H,))
+    for one, other in zip(layer.step(x, row), layer.step(x, mx.broadcast_to(row, (3, H))), strict=True):
+        np.testing.assert_array_equal(np.array(one), np.array(other))
+    layer.set_dtype(mx.bfloat16)
+    assert [one.dtype for one in layer.step(x.astype(mx.bfloat16))] == [mx.bfloat16] * 2
+    assert [one.dtype for one in layer.step(x.astype(mx.bfloat16), row)] == [mx.float32] * 2
+
+
 BAD = {
+    "step: x": (
+        lambda layer: layer.step(mx.zeros((2, D + 1))),
+        r"\[nn.LSTM\] x must have shape \[..., D = 3\] but got",
+    ),
+    "step: no axis": (lambda layer: layer.step(mx.array(1.0)), r"x must have shape \[..., D = 3\] but got shape \[\]"),
+    "step: a list": (lambda layer: layer.step([1.0] * D), r"x must be an mlx.core.array: make one by mx.array"),
+    "step: a state": (
+        lambda layer: layer.step(mx.zeros((2, D)), cell=mx.zeros((3, H))),
+        r"cell must have shape \[2, 4\], as x is \[batch, features\] = \[2, 3\], but got shape \[3, 4\]\.",
+    ),
     "x rank": (lambda layer: layer(mx.zeros((D,))), r"\[nn.LSTM\] x must have shape \[..., L, D = 3\]"),
     "x features": (lambda layer: layer(mx.zeros((2, 5, D + 1))), r"got shape \[2, 5, 4\]"),
     "no steps": (lambda layer: layer(mx.zeros((2, 0, D))), r"with at least one step"),

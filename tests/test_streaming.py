@@ -1,5 +1,7 @@
-"""Sequences in pieces: of any lengths, states in and out, they give what the whole does; memory stays flat."""
+"""Sequences in pieces: of any lengths, states in and out, they give what the whole does; memory stays flat, and on the
+CPU a step waits for no operation of MLX."""
 
+import io
 import subprocess
 import sys
 from pathlib import Path
@@ -7,6 +9,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx.utils import tree_flatten
 
 from mlx_lstm import nn
 from mlx_lstm import torch as like_torch
@@ -17,14 +20,24 @@ T, I, H = 40, 5, 6
 OPTIONS = {"LSTM": {}, "GRU": {"op": "gru"}, "RNN": {"op": "rnn"}}  # of the oracle
 
 
-def of_nn(kind, engine):
+def of_nn(kind, engine, by_step=False):
     """(a call (x [T, B, I], states) -> (h, states), arrays and options of each layer as the oracle has them)."""
     layer = getattr(nn, kind)(I, H, engine=engine)
 
     def call(x, states):
+        if by_step:
+            return each_step(x, [state[0] for state in states])
         found = layer(x.swapaxes(0, 1), *(state[0] for state in states))
         found = found if kind == "LSTM" else [found]
         return found[0].swapaxes(0, 1), [sequence[None, :, -1] for sequence in found]
+
+    def each_step(x, states):
+        outputs = []
+        for frame in x:
+            found = layer.step(frame, *states)
+            states = found if kind == "LSTM" else [found]
+            outputs.append(states[0])
+        return mx.stack(outputs), [state[None] for state in states]
 
     names = {"Wxh": "Wx", "Whh": "Wh", "bias": "b"} if kind == "RNN" else {"bias": "b"}
     return call, [{names.get(name, name): array for name, array in layer.parameters().items()} | OPTIONS[kind]]
@@ -43,6 +56,7 @@ def of_torch(kind, engine, **options):
 
 FACES = {
     **{f"nn.{kind}": (of_nn, kind, {}) for kind in OPTIONS},
+    **{f"nn.{kind} by step": (of_nn, kind, {"by_step": True}) for kind in OPTIONS},
     **{f"torch.{kind}": (of_torch, kind, {}) for kind in OPTIONS},
     "torch.LSTM projected": (of_torch, "LSTM", {"proj_size": 3}),
     "torch.LSTM of two layers": (of_torch, "LSTM", {"proj_size": 3, "num_layers": 2}),
@@ -99,22 +113,16 @@ from mlx_lstm import nn, torch
 mx.set_default_device(mx.cpu)
 H, frame = 256, mx.random.normal((1, 1, 256))
 
-def first(layer):
-    if isinstance(layer, torch.Layers):
-        return layer(frame)[1]
-    return tuple(sequence[:, -1] for sequence in as_tuple(layer(frame)))
-
-def as_tuple(found):
-    return found if isinstance(found, tuple) else (found,)
-
 def step(layer, state):
     if isinstance(layer, torch.Layers):
         h, state = layer(frame, state)
     else:
-        h, *_ = found = as_tuple(layer(frame, *state))
-        state = tuple(sequence[:, -1] for sequence in found)
+        h, *_ = state = as_tuple(layer.step(frame[0], *(state or ())))
     mx.eval(h, state)
     return state
+
+def as_tuple(found):
+    return found if isinstance(found, tuple) else (found,)
 
 def held():
     mx.clear_cache()
@@ -124,7 +132,7 @@ def held():
 for face in (nn, torch):
     for kind in ("LSTM", "GRU", "RNN"):
         layer = getattr(face, kind)(H, H)
-        state = first(layer)
+        state = step(layer, None)
         for _ in range(200):  # Python, BLAS and MLX take what they need for themselves
             state = step(layer, state)
         peak, active = held()
@@ -144,3 +152,62 @@ def test_single_steps_are_flat_in_memory(steps):
     growth = [[int(number) for number in line.split()] for line in printed.splitlines()]
     assert len(growth) == 6
     assert all(peak < 1000 * 1024 and active == 0 for peak, active in growth), growth
+
+
+def steps_of(kind):
+    """Calls of one step each, states in and out, by a layer that quantizes too, and those of a stack of two layers."""
+    lists = [[getattr(nn, kind)(n, 32) for n in (I, 32)], [getattr(nn, kind)(n, 32) for n in (I, 64)]]
+    quantized = getattr(nn, f"Quantized{kind}").from_layer(lists[0][0], 32)
+    both, cell = {"num_layers": 2, "bidirectional": True}, getattr(like_torch, f"{kind}Cell")(I, 32)
+    packed = getattr(like_torch, f"Quantized{kind}")(I, 32, **both, group_size=32)
+    options = {}, {"bias": False}, both, {"batch_first": True}
+    layers = [getattr(like_torch, kind)(I, 32, **one) for one in options]
+    return {
+        "step": lambda state: (found := lists[0][0].step(mx_ones(2, I), *as_list(state)), found),
+        "item": lambda state: (found := lists[0][0].step(mx_ones(I), *as_list(state)), found),
+        "quantized": lambda state: (found := quantized.step(mx_ones(2, I), *as_list(state)), found),
+        "stack": lambda state: nn.stack(lists[0], mx_ones(2, 1, I), state),
+        "both": lambda state: nn.stack(lists[1], mx_ones(2, 1, I), state, reverse=lists[1]),
+        **{
+            f"torch {n}": lambda state, layer=layer: layer(mx_ones(2, 1, I), state)
+            for n, layer in enumerate([*layers, packed])
+        },
+        "torch item": lambda state: layers[0](mx_ones(1, I), state),
+        "cell": lambda state: (found := cell(mx_ones(2, I), state), found),
+        "cell's item": lambda state: (found := cell(mx_ones(I), state), found),
+    }
+
+
+def mx_ones(*shape):
+    return mx.array(np.ones(shape, np.float32))
+
+
+def as_list(state):
+    return [] if state is None else state if isinstance(state, tuple) else [state]
+
+
+@pytest.mark.parametrize("kind", OPTIONS)
+def test_a_step_on_the_cpu_waits_for_no_operation_of_mlx(kind, monkeypatch):
+    """Neither the arrays that are evaluated on its way nor those that it returns are any, from the second call on."""
+
+    def operations(arrays):
+        text = io.StringIO()
+        mx.export_to_dot(text, *(array for array in arrays))
+        return text.getvalue().count("shape=rectangle")
+
+    def watched(*trees):
+        for _, array in tree_flatten(trees):
+            assert not isinstance(array, mx.array) or not operations([array])
+        evaluate(*trees)
+
+    evaluate = mx.eval
+    with mx.stream(mx.cpu):
+        calls = steps_of(kind)
+        states = {name: call(None)[1] for name, call in calls.items()}
+        mx.eval(states)
+        monkeypatch.setattr(mx, "eval", watched)
+        for name, call in calls.items():
+            for _ in range(2):
+                output, states[name] = call(states[name])
+                found = [array for _, array in tree_flatten([output, states[name]])]
+                assert not operations(found), name

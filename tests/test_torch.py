@@ -11,6 +11,8 @@ from on_metal import on_metal
 
 import mlx_lstm.torch as ours
 from mlx_lstm import convert, lstm, nn, rnn
+from mlx_lstm.engines.directions import join
+from mlx_lstm.engines.numpy import weights as kept
 from mlx_lstm.oracle.closeness import assert_close
 
 torch = pytest.importorskip("torch")
@@ -360,6 +362,30 @@ def test_steps_one_by_one_and_items_one_by_one(kind):
     pairs += [(layer(x[:, b])[0], whole[:, b]) for b in range(3)]
     for got, expected in pairs:
         np.testing.assert_allclose(np.array(got), np.array(expected), rtol=0, atol=2e-6)
+
+
+def test_joined_parameters_are_kept_while_they_are_the_same(monkeypatch):
+    joined, known = [], len(kept._kept)
+    monkeypatch.setattr(ours, "join", lambda each: joined.append(len(each)) or join(each))
+    x = mx.random.normal((3, 2, I))
+
+    def check(layer):
+        for update in (
+            lambda: None,
+            lambda: layer.update({"bias_hh_l0_reverse": layer.bias_hh_l0_reverse + 1}),
+            lambda: layer.weight_hh_l0.__imul__(2),  # the same object
+            lambda: layer.update({"weight_ih_l0": layer.weight_ih_l0 + 1}),
+        ):
+            update()
+            joined.clear()
+            first, second = layer(x)[0], layer(x)[0]
+            assert joined == [2] and len(kept._kept) == known + 1
+            derived = mx.vjp(lambda x: [layer(x)[0]], [x], [first])[0][0]  # in which nothing is kept
+            for other in (second, derived):
+                np.testing.assert_array_equal(np.array(other), np.array(first))
+
+    check(ours.GRU(I, H, bidirectional=True))
+    assert len(kept._kept) == known
 
 
 def test_compile_and_export(tmp_path):

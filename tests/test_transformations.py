@@ -2,6 +2,7 @@
 
 import warnings
 from pathlib import Path
+from threading import Thread
 
 import mlx.core as mx
 import mlx.nn
@@ -12,6 +13,7 @@ from cases import EVERY_ARRAY, KINDS, OPTIONS, OUTPUTS_OF, draw_away_from_kinks,
 import mlx_lstm.nn
 from mlx_lstm import lstm, recurrence
 from mlx_lstm.checks import forget_warnings
+from mlx_lstm.engines.tracing import are_free, is_transforming
 
 ALL_KINDS = pytest.mark.parametrize("kind", KINDS)
 
@@ -109,13 +111,60 @@ def test_a_backward_pass_of_which_only_the_gradient_is_traced(kind, training):
 
 @pytest.mark.parametrize("training", [True, False])
 def test_what_is_evaluated(monkeypatch, training):
-    """Nothing, while training, but for the numpy engine. In inference only whether arrays have values is asked for."""
+    """Nothing, but for the numpy engine; in inference where MLX may trace it is asked whether arrays have values."""
     asked = []
     for name in ("eval", "async_eval"):
         monkeypatch.setattr(mx, name, lambda *arrays, name=name: asked.append(name))
     out = lstm(mx.ones((3, 2, 4)), mx.ones((8, 4)), mx.ones((8, 2)), engine="ops", training=training)
     mx.grad(lambda h0: lstm(out.h, mx.ones((8, 2)), mx.ones((8, 2)), h0=h0, engine="ops").h.sum())(out.hT)
-    assert asked == ([] if training else ["async_eval"])
+    assert not asked
+    mx.compile(lambda x: asked.append(is_transforming()) or x)(mx.ones(1))
+    lstm(mx.ones((3, 2, 4)), mx.ones((8, 4)), mx.ones((8, 2)), engine="ops", training=training)
+    assert asked == [True]
+
+
+TRANSFORMATIONS = {
+    "vjp": lambda f: mx.vjp(lambda x: [f(x)], [mx.ones(1)], [mx.ones(1)]),
+    "jvp": lambda f: mx.jvp(lambda x: [f(x)], [mx.ones(1)], [mx.ones(1)]),
+    "grad": lambda f: mx.grad(lambda x: f(x).sum())(mx.ones(1)),
+    "grad of grad": lambda f: mx.grad(lambda x: mx.grad(lambda y: (y * f(x)).sum())(x).sum())(mx.ones(1)),
+    "checkpoint": lambda f: mx.grad(lambda x: mx.checkpoint(f)(x).sum())(mx.ones(1)),
+    "vmap": lambda f: mx.vmap(f)(mx.ones(1)),
+    "compile": lambda f: mx.compile(f)(mx.ones(1)),
+    "shapeless": lambda f: mx.compile(f, shapeless=True)(mx.ones(1)),
+    "grad of compile": lambda f: mx.grad(lambda x: mx.compile(f)(x).sum())(mx.ones(1)),
+    "export": lambda f: mx.export_function(lambda node: None, f, mx.ones(1)),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMATIONS)
+def test_whether_mlx_transforms_is_known(name):
+    """In each, of whatever arrays, and no longer than that; in a new thread, too."""
+    found = []
+    TRANSFORMATIONS[name](lambda x: (found.append(is_transforming()), x)[1])
+    assert found and all(found)
+    assert not is_transforming()
+
+    def in_thread():
+        found.append(is_transforming())
+        TRANSFORMATIONS[name](lambda x: (found.append(is_transforming()), x)[1])
+
+    found.clear()
+    thread = Thread(target=in_thread)
+    thread.start()
+    thread.join()
+    assert found[0] is False and len(found) > 1 and all(found[1:])
+
+
+def test_where_nothing_is_compiled_the_arrays_tell():
+    x, seen = mx.ones((2,)), []
+    mx.disable_compile()
+    try:
+        assert is_transforming() and are_free([x])
+        mx.grad(lambda x: (seen.append(are_free([x])), x.sum())[1])(x)
+    finally:
+        mx.enable_compile()
+    assert seen == [False] and not is_transforming()
 
 
 @ALL_KINDS

@@ -1,6 +1,7 @@
 """Arrays without values, placeholders of MLX's transformations; and `mx.vmap` of what MLX cannot vectorise."""
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import mlx.core as mx
@@ -10,9 +11,53 @@ custom_function: Callable[[Callable[..., Any]], Any] = mx.custom_function
 """`mx.custom_function`, of which MLX's types do not say that what it makes returns what the function returns."""
 
 
+_ran = [object()]
+"""A new one each time that Python runs `note_run`."""
+
+
+def note_run(array: mx.array) -> list[mx.array]:
+    """Returns nothing."""
+    _ran[0] = object()
+    return []
+
+
+compiled = mx.compile(note_run)
+
+
+def is_traced(array: mx.array) -> bool:
+    """Whether MLX traces an array: then it runs what was compiled in Python, as it also does once in every thread."""
+    for _ in range(2):
+        before = _ran[0]
+        compiled(array)
+        if _ran[0] is before:
+            return False
+    return True
+
+
+@cache
+def leftover() -> mx.array | None:
+    """An array of a derivative that is over, which MLX takes for traced where it traces any; None if it does not."""
+    found: list[mx.array] = []
+
+    def trace(x: mx.array) -> mx.array:
+        found.append(x + 0)
+        return x if is_traced(found[0]) else found.pop()
+
+    mx.vjp(trace, [mx.array(0.0)], [mx.array(0.0)])
+    return found[0] if found else None
+
+
+def is_transforming() -> bool:
+    """Whether MLX may be deriving, mapping, compiling or exporting in this thread. It does not say; to ask takes a
+    microsecond, where an evaluation wakes another thread. Nobody knows where `mx.disable_compile()` holds."""
+    array = leftover()
+    return array is None or is_traced(array)
+
+
 def are_free(arrays: list[mx.array]) -> bool:
-    """Whether no transformation of MLX sees any of these arrays, so that nobody can ask for a gradient through them.
-    Sets their evaluation going."""
+    """Whether no transformation of MLX sees any of these arrays, so that nobody can ask for a gradient through them."""
+    if not is_transforming():
+        return True
     try:
         # Of what depends on them, as MLX lets a traced array pass once it has a value.
         mx.async_eval(mx.depends([mx.array(0.0)], arrays))

@@ -2,12 +2,14 @@
 
 import math
 from collections.abc import Callable
+from operator import methodcaller
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from ..checks import NO_UNITS, check_every, check_integer, fail, instead_of
+from ..engines.at_once import by_mlx, by_numpy, computes_now
 from ..engines.cells import Cell, GRUCell, LSTMCell, RNNCell
 from ..engines.packing import Quantized, Weight
 from ..recurrence import Call, Hold, common_dtype, engine_used, in_dtype, note_engine, weight, whole_steps
@@ -111,10 +113,41 @@ class LSTM(nn.Module):
             tuple: all hidden states and all cell states, each [..., L, H], in the dtype that x, the parameters and the
             states given promote to.
         """
-        given = {"Wx": weight(self, "Wx"), "Wh": weight(self, "Wh"), "b": self.bias}
-        states = {"hidden": hidden, "cell": cell}
-        hidden, cell = run(self, "nn.LSTM", LSTMCell(), x, given, states, keep, hold)
+        hidden, cell = run(self, x, {"hidden": hidden, "cell": cell}, keep, hold)
         return hidden, cell
+
+    def step(
+        self, x: mx.array, hidden: mx.array | None = None, cell: mx.array | None = None
+    ) -> tuple[mx.array, mx.array]:
+        """The hidden and the cell state after one step, for what comes in step by step: frames of sound, moves of a
+        game, the text that a model writes.
+
+        Equals a call with `x[..., None, :]` and its only step taken from both results; `engine_used`, gradients and
+        `mx.compile` are as there. On a CPU it takes less time. The original has no such method.
+
+        Args:
+            x (array): [..., D], without an axis of time; any number of batch axes, none included.
+            hidden (array, optional): the hidden state before, [..., H]. May be given alone. Default: zeros.
+            cell (array, optional): the cell state before, [..., H]. May be given alone. Default: zeros.
+
+        Returns:
+            tuple: the hidden and the cell state, each [..., H], in the dtype of a call's results.
+
+        Example:
+            >>> import mlx.core as mx
+            >>> from mlx_lstm.nn import LSTM
+            >>> layer, hidden, cell = LSTM(3, 4), None, None
+            >>> for frame in mx.ones((10, 2, 3)):
+            ...     hidden, cell = layer.step(frame, hidden, cell)
+            >>> hidden.shape, cell.shape
+            ((2, 4), (2, 4))
+        """
+        hidden, cell = run(self, x, {"hidden": hidden, "cell": cell}, step=True)
+        return hidden, cell
+
+    def _recurrence(self) -> tuple[str, Cell, dict[str, Any]]:
+        """Its name in errors, the cell, the parameters by the recurrence's names."""
+        return "nn.LSTM", LSTMCell(), {"Wx": weight(self, "Wx"), "Wh": weight(self, "Wh"), "b": self.bias}
 
 
 class GRU(nn.Module):
@@ -193,8 +226,30 @@ class GRU(nn.Module):
         Returns:
             array: all hidden states, [..., L, H], in the dtype that x, the parameters and a state given promote to.
         """
+        return run(self, x, {"hidden": hidden}, keep, hold)[0]
+
+    def step(self, x: mx.array, hidden: mx.array | None = None) -> mx.array:
+        """The hidden state after one step, as `LSTM.step` has both states.
+
+        Args:
+            x (array): [..., D], without an axis of time; any number of batch axes, none included.
+            hidden (array, optional): the hidden state before, [..., H]. Default: zeros.
+
+        Returns:
+            array: the hidden state, [..., H].
+
+        Example:
+            >>> import mlx.core as mx
+            >>> from mlx_lstm.nn import GRU
+            >>> layer = GRU(3, 4)
+            >>> layer.step(mx.ones((2, 3)), layer.step(mx.ones((2, 3)))).shape
+            (2, 4)
+        """
+        return run(self, x, {"hidden": hidden}, step=True)[0]
+
+    def _recurrence(self) -> tuple[str, Cell, dict[str, Any]]:
         given = {"Wx": weight(self, "Wx"), "Wh": weight(self, "Wh"), "b": self.b, "bhn": self.bhn}
-        return run(self, "nn.GRU", GRUCell(), x, given, {"hidden": hidden}, keep, hold)[0]
+        return "nn.GRU", GRUCell(), given
 
 
 class RNN(nn.Module):
@@ -264,9 +319,15 @@ class RNN(nn.Module):
         self, x: mx.array, hidden: mx.array | None = None, *, keep: mx.array | None = None, hold: Hold = None
     ) -> mx.array:
         """As `GRU`."""
+        return run(self, x, {"hidden": hidden}, keep, hold)[0]
+
+    def step(self, x: mx.array, hidden: mx.array | None = None) -> mx.array:
+        """As `GRU.step`."""
+        return run(self, x, {"hidden": hidden}, step=True)[0]
+
+    def _recurrence(self) -> tuple[str, Cell, dict[str, Any]]:
         given = {"Wx": weight(self, "Wxh"), "Wh": weight(self, "Whh"), "b": self.bias}
-        cell = RNNCell(activation_of(self.nonlinearity))
-        return run(self, "nn.RNN", cell, x, given, {"hidden": hidden}, keep, hold)[0]
+        return "nn.RNN", RNNCell(activation_of(self.nonlinearity)), given
 
 
 def activation_of(nonlinearity: object) -> str:
@@ -280,42 +341,53 @@ def activation_of(nonlinearity: object) -> str:
 
 def run(
     layer: LSTM | GRU | RNN,
-    op: str,
-    cell: Cell,
-    x: object,
-    parameters: dict[str, Any],
+    x: mx.array,
     states: dict[str, mx.array | None],
-    keep: mx.array | None,
-    hold: Hold,
+    keep: mx.array | None = None,
+    hold: Hold = None,
+    *,
+    step: bool = False,
 ) -> tuple[mx.array, ...]:
     """The states at every step, [..., L, H], as many as there are in `states`: the first h and c, by the caller's
-    names. All is computed in the dtype that the arrays given promote to."""
+    names; with `step` x [..., D] has one, and they are [..., H]. All is computed in the dtype that the arrays given
+    promote to."""
+    op, cell, parameters = layer._recurrence()
     given = {name: array for name, array in parameters.items() if array is not None}
     features, H = given["Wx"].shape[1], given["Wh"].shape[1]
-    if not isinstance(x, mx.array) or x.ndim < 2 or x.shape[-1] != features or 0 in x.shape[-2:]:
-        if not isinstance(x, mx.array):
-            fail(op, f"x must be an mlx.core.array{instead_of(x)}", type(x).__name__)
-        check_loaded(op, given["Wx"])
-        fail(op, f"x must have shape [..., L, D = {features}] with at least one step", f"shape {list(x.shape)}")
-    batch, (L, D) = x.shape[:-2], x.shape[-2:]
+    check_input(op, x, features, given["Wx"], step)
     given["x"] = x
+    batch, L = (x.shape[:-1], 1) if step else (x.shape[:-2], x.shape[-2])
     for name, (word, value) in zip(("h0", "c0"), states.items(), strict=False):
         if value is not None:
             given[name] = state(op, value, word, (*batch, H), x)
     dtype = common_dtype(given.values())
+    shape = (*batch, H) if step else (*batch, L, H)
     if 0 in batch:
-        return tuple(mx.zeros((*batch, L, H), dtype) for _ in states)
-    if len(batch) != 1:
-        shapes = {"x": (-1, L, D), "h0": (-1, H), "c0": (-1, H)}
-        given |= {name: given[name].reshape(shape) for name, shape in shapes.items() if name in given}
+        return tuple(mx.zeros(shape, dtype) for _ in states)
+    small = by_mlx
+    if step or len(batch) != 1:
+        small = by_numpy if computes_now(layer.engine) else by_mlx
+        for name, of_item in {"x": (L, features), "h0": (H,), "c0": (H,)}.items():
+            if name in given and given[name].shape[1:] != of_item:
+                given[name] = small(methodcaller("reshape", (-1, *of_item)), given[name])
     steps = whole_steps(op, keep, hold, (*batch, L), "[..., L]")
     steps = {name: array.reshape(-1, L) for name, array in steps.items()}
     options = {"hold": steps.pop("hold", None), "checkpoint_every": layer.checkpoint_every}
     call = Call(cell, engine=layer.engine, batch_first=True, **options)
-    out = call.forward(in_dtype(given, dtype) | steps, return_gates=False, training=layer.training, wants_last=False)
+    out = call.forward(in_dtype(given, dtype) | steps, return_gates=False, training=layer.training, wants_last=step)
     note_engine(layer)
-    found = [out[name] for name, _ in zip("hc", states, strict=False)]
-    return tuple(found if len(batch) == 1 else (sequence.reshape(*batch, L, H) for sequence in found))
+    found = [out[name] for name, _ in zip(("hT", "cT") if step else "hc", states, strict=False)]
+    return tuple(found if len(batch) == 1 else [small(methodcaller("reshape", shape), array) for array in found])
+
+
+def check_input(op: str, x: object, features: int, Wx: Weight, step: bool) -> None:
+    """That x is a layer's input: [..., L, D], of a step [..., D]."""
+    if not isinstance(x, mx.array):
+        fail(op, f"x must be an mlx.core.array{instead_of(x)}", type(x).__name__)
+    if x.ndim < 2 - step or x.shape[-1] != features or 0 in x.shape[-2 + step :]:
+        check_loaded(op, Wx)
+        axes, least = ("", "") if step else ("L, ", " with at least one step")
+        fail(op, f"x must have shape [..., {axes}D = {features}]{least}", f"shape {list(x.shape)}")
 
 
 def check_loaded(op: str, Wx: Weight) -> None:
@@ -337,6 +409,7 @@ def state(op: str, array: object, name: str, shape: tuple[int, ...], x: mx.array
     try:
         return array if array.shape == shape else mx.broadcast_to(array, shape)
     except ValueError:
-        axes = ", ".join([*["batch", "..."][: x.ndim - 2], "time", "features"])
+        time = ["time"] * (x.ndim - len(shape))
+        axes = ", ".join([*["batch", "..."][: len(shape) - 1], *time, "features"])
         rule = f"{name} must have shape {list(shape)}, as x is [{axes}] = {list(x.shape)},"
         fail(op, rule, f"shape {list(array.shape)}")

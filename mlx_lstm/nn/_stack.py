@@ -1,12 +1,15 @@
 """Lists of layers with MLX's parameters, run as one."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from operator import methodcaller
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from ..checks import Form, check_array, check_every, fail, instead_of
+from ..engines.at_once import by_mlx, by_numpy, computes_now, made
 from ..engines.cells import Cell, GRUCell, LSTMCell, RNNCell
 from ..engines.directions import join
 from ..engines.packing import Quantized
@@ -16,11 +19,11 @@ from ..recurrence import (
     Hold,
     Lengths,
     QuantizedLayer,
-    by_layer,
     common_dtype,
     in_dtype,
+    join_states,
     note_engine,
-    of_layers,
+    split_states,
     weight,
     whole_lengths,
     whole_steps,
@@ -106,7 +109,7 @@ def stack(
         >>> output.shape, h_n.shape
         ((5, 10, 8), (4, 5, 4))
     """
-    found, every = depths(layers, [] if reverse is None else reverse), check_every(OP, checkpoint_every)
+    found, every = depths(layers, [] if reverse is None else reverse, engine), check_every(OP, checkpoint_every)
     cell, D = found[0].cell, found[0].arrays["Wx"].shape[1]
     ways, H = (2 if layers and reverse else 1), found[0].arrays["Wh"].shape[-1]
     if not isinstance(x, mx.array):
@@ -120,27 +123,29 @@ def stack(
     if 0 in batch:
         last = {name: mx.zeros((ways * len(found), *batch, H), dtype) for name in names}
         return mx.zeros((*batch, T, ways * H), dtype), (last["h"], last["c"]) if "c" in last else last["h"]
-    x, outputs = x.reshape(-1, T, D), []
+    small = by_numpy if computes_now(found[0].engine) else by_mlx
+    x, outputs = x if len(batch) == 1 else small(methodcaller("reshape", (-1, T, D)), x), []
     steps = whole_steps(OP, keep, hold, (*batch, T), "[B, T]")
     lengths = whole_lengths(OP, lengths, x.shape[0], T)
     steps = {name: array.reshape(-1, T) for name, array in steps.items()}
     hold = steps.pop("hold", None)
-    rows = {name: by_layer(array.reshape(array.shape[0], -1, H), ways) for name, array in first.items()}
+    rows = {name: small(partial(split_states, ways), array) for name, array in first.items()}
     for n, each in enumerate(found):
         arrays = each.arrays | {"x": x} | {f"{name}0": array[n] for name, array in rows.items()}
         arrays = in_dtype(arrays, dtype)
         options = {"reverse": not layers, "bidirectional": ways == 2, "lengths": lengths, "hold": hold, "checked": True}
         options |= {"checkpoint_every": each.every if every is None else every}
-        call = Call(each.cell, **options, engine=engine or each.engine, batch_first=True)
+        call = Call(each.cell, **options, engine=each.engine, batch_first=True)
         out = call.forward(arrays | steps, return_gates=False, training=each.training)
         outputs.append({name: out[f"{name}T"] for name in names})
         for layer in (way[n] for way in (layers, reverse) if way):
             if isinstance(layer, (LSTM, GRU, RNN)):
                 note_engine(layer)
         x = out["h"]
-    last = {name: of_layers([last[name] for last in outputs], ways) for name in names}
-    last = {name: array.reshape(-1, *batch, H) for name, array in last.items()}
-    return x.reshape(*batch, T, -1), (last["h"], last["c"]) if "c" in last else last["h"]
+    join = partial(join_states, ways, (-1, *batch, H))
+    last = {name: small(join, *(last[name] for last in outputs)) for name in names}
+    x = x if len(batch) == 1 else small(methodcaller("reshape", (*batch, T, -1)), x)
+    return x, (last["h"], last["c"]) if "c" in last else last["h"]
 
 
 class Depth(NamedTuple):
@@ -154,8 +159,8 @@ class Depth(NamedTuple):
     every: int | str | None
 
 
-def depths(layers: Sequence[Any], reverse: Sequence[Any]) -> list[Depth]:
-    """All layers, found to fit on one another."""
+def depths(layers: Sequence[Any], reverse: Sequence[Any], engine: str | None) -> list[Depth]:
+    """All layers, found to fit on one another; `engine`: for all of them."""
     for word, way in (("layers", layers), ("reverse", reverse)):
         if not isinstance(way, (list, tuple)):
             fail(OP, f"{word} must be a list of layers", type(way).__name__)
@@ -179,8 +184,9 @@ def depths(layers: Sequence[Any], reverse: Sequence[Any]) -> list[Depth]:
             if packings(other) != packings(one):
                 fail(OP, f"reverse[{n}] must be quantized as layers[{n}]", packings(other) or "float weights")
             check_parameters(f"{word}[{n}]", other, D, H)
-        arrays = join([other.arrays for other in each]) if len(each) == 2 else one.arrays
-        found.append(one._replace(arrays=arrays, training=all(other.training for other in each)))
+        one, arrays = one._replace(engine=engine or one.engine), [other.arrays for other in each]
+        both = made(computes_now(one.engine), "stack", arrays, partial(join, arrays)) if len(each) == 2 else one.arrays
+        found.append(one._replace(arrays=both, training=all(other.training for other in each)))
     return found
 
 

@@ -1,8 +1,10 @@
 """What others' layers come down to: states of one row per layer and direction, two biases, two directions."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from ..checks import check_array, fail
 from ..engines.directions import OWN_AXIS, ROWS, is_shared, join
@@ -53,23 +55,38 @@ def join_directions(forward: Mapping[str, mx.array | None], reverse: Mapping[str
     return join(ways)
 
 
-def by_layer(states: mx.array, D: int) -> mx.array:
+def by_layer(states: Any, D: int) -> Any:
     """[L, N, D .] out of the states [L D, N, .] of a stack of layers: both directions of a layer side by side."""
     rows, N, width = states.shape
-    return mx.swapaxes(states.reshape(rows // D, D, N, width), 1, 2).reshape(rows // D, N, D * width)
+    return states.reshape(rows // D, D, N, width).swapaxes(1, 2).reshape(rows // D, N, D * width)
 
 
-def of_layers(states: list[mx.array], D: int) -> mx.array:
+def of_layers(states: Sequence[Any], D: int) -> Any:
     """The way back from `by_layer`, from each layer's [N, D .]."""
     L, (N, width) = len(states), states[0].shape
-    return mx.swapaxes(mx.stack(states).reshape(L, N, D, width // D), 1, 2).reshape(L * D, N, width // D)
+    return library(states[0]).stack(states).reshape(L, N, D, width // D).swapaxes(1, 2).reshape(L * D, N, width // D)
 
 
-def join_biases(bW: mx.array, bR: mx.array, *, gru: bool) -> Arrays:
+def split_states(D: int, states: Any) -> list[Any]:
+    """Each layer's [N, D .] out of [L D, ..., .], whose other axes N has in one."""
+    return list(by_layer(states.reshape(states.shape[0], -1, states.shape[-1]), D))
+
+
+def join_states(D: int, shape: Sequence[int], *states: Any) -> Any:
+    """The way back, in this shape."""
+    return of_layers(states, D).reshape(shape)
+
+
+def join_biases(bW: Any, bR: Any, *, gru: bool) -> dict[str, Any]:
     """`b` out of the biases [.., G H] of the input's and the recurrent product, of which only the sum counts; of a GRU
     `bhn` too, the candidate's part of bR, which the reset gate multiplies. Gate orders end with the candidate."""
     if not gru:
         return {"b": bW + bR}
     start = bW.shape[-1] // 3 * 2
-    b = mx.concatenate([bW[..., :start] + bR[..., :start], bW[..., start:]], axis=-1)
+    b = library(bW).concatenate([bW[..., :start] + bR[..., :start], bW[..., start:]], axis=-1)
     return {"b": b, "bhn": bR[..., start:]}
+
+
+def library(array: mx.array | np.ndarray) -> Any:
+    """Whose array it is. What comes before it takes arrays of either."""
+    return mx if isinstance(array, mx.array) else np

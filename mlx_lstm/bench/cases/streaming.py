@@ -16,12 +16,14 @@ SIZES = tuple(Size(100, 1, H, H) for H in (64, 128, 256, 640))
 PASSES = {"forward": ("h",)}
 
 
-def in_mlx(layer: Any, weights: Tensors, call: Any, state: Any, numbers: Tensors, task: Task, axis: int) -> Work:
-    """A layer of MLX's arrays; call(frame, state) is (h, next state), where a frame has its one step on `axis`."""
+def in_mlx(layer: Any, weights: Tensors, call: Any, state: Any, numbers: Tensors, task: Task, axis: int | None) -> Work:
+    """A layer of MLX's arrays; call(frame, state) is (h, next state), where a frame has its one step on `axis`, or has
+    no such axis."""
     layer.update({name: mx.array(array) for name, array in weights.items()})
     layer.set_dtype(DTYPES[task.dtype])
     layer.eval()
-    frames = [mx.array(np.expand_dims(x, axis)).astype(DTYPES[task.dtype]) for x in numbers["x"]]
+    steps = numbers["x"] if axis is None else [np.expand_dims(x, axis) for x in numbers["x"]]
+    frames = [mx.array(x).astype(DTYPES[task.dtype]) for x in steps]
     zeros = tuple(mx.zeros(state, DTYPES[task.dtype]) for _ in range(2))
     mx.eval(layer.parameters(), frames, zeros)
 
@@ -34,34 +36,40 @@ def in_mlx(layer: Any, weights: Tensors, call: Any, state: Any, numbers: Tensors
         return outputs
 
     def tensors(outputs: list[mx.array]) -> Tensors:
-        return {"h": np.stack([np.array(h.astype(mx.float32)).squeeze(axis) for h in outputs])}
+        return {"h": np.stack([np.array(h.astype(mx.float32)) for h in outputs]).reshape(len(outputs), task.size.B, -1)}
 
     return Work(run, tensors)
 
 
-def mlx_layer(layer: Any, numbers: Tensors, task: Task) -> Work:
-    """A layer as in `mlx.nn`: the states are those of all steps, of which the last one goes on."""
+def prepare_ours(numbers: Tensors, task: Task) -> Work:
+    """`mlx_lstm.nn.LSTM`, by its method for a step."""
+    from mlx_lstm.nn import LSTM
+
+    layer = LSTM(task.size.I, task.size.H, engine=task.engine)
+
+    def call(frame: mx.array, state: tuple[mx.array, mx.array]) -> tuple[mx.array, tuple[mx.array, mx.array]]:
+        hidden, cell = layer.step(frame, *state)
+        return hidden, (hidden, cell)
+
+    return in_mlx(layer, mlx_weights(numbers), call, (task.size.B, task.size.H), numbers, task, None)
+
+
+def prepare_mlx(numbers: Tensors, task: Task) -> Work:
+    """`mlx.nn.LSTM`: the states are those of all steps, of which the last one goes on."""
+    from mlx.nn import LSTM
+
+    layer = LSTM(task.size.I, task.size.H)
 
     def call(frame: mx.array, state: tuple[mx.array, mx.array]) -> tuple[mx.array, tuple[mx.array, mx.array]]:
         hidden, cell = layer(frame, *state)
         return hidden, (hidden[:, -1], cell[:, -1])
 
-    weights = {"Wx": numbers["Wx"], "Wh": numbers["Wh"], "bias": numbers["b"]}
-    return in_mlx(layer, weights, call, (task.size.B, task.size.H), numbers, task, 1)
+    return in_mlx(layer, mlx_weights(numbers), call, (task.size.B, task.size.H), numbers, task, 1)
 
 
-def prepare_ours(numbers: Tensors, task: Task) -> Work:
-    """`mlx_lstm.nn.LSTM`."""
-    from mlx_lstm.nn import LSTM
-
-    return mlx_layer(LSTM(task.size.I, task.size.H, engine=task.engine), numbers, task)
-
-
-def prepare_mlx(numbers: Tensors, task: Task) -> Work:
-    """`mlx.nn.LSTM`."""
-    from mlx.nn import LSTM
-
-    return mlx_layer(LSTM(task.size.I, task.size.H), numbers, task)
+def mlx_weights(numbers: Tensors) -> Tensors:
+    """MLX's parameters."""
+    return {"Wx": numbers["Wx"], "Wh": numbers["Wh"], "bias": numbers["b"]}
 
 
 def torch_weights(numbers: Tensors) -> Tensors:

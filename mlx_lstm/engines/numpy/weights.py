@@ -1,6 +1,8 @@
-"""Packed weights as engine `numpy` multiplies with them: dequantized, and kept as long as they are the same arrays."""
+"""What is made of parameters for the CPU, and kept as long as these are the same arrays: of packed weights the matrices
+that engine `numpy` multiplies with."""
 
-from typing import NamedTuple
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
 from weakref import ref
 
 import mlx.core as mx
@@ -12,17 +14,33 @@ from .arrays import view
 
 
 class Kept(NamedTuple):
-    """A dequantized matrix and what it was made of: where the arrays lay, and themselves, so that nothing else can come
-    to lie there. The first of them is known by a reference that ends with it."""
+    """What was made, how, and of which arrays: where they lay, and themselves, so that nothing else can come to lie
+    there. The first of them is known by a reference that ends with it."""
 
-    packed: "ref[mx.array]"
-    packing: Packing
+    first: "ref[mx.array]"
+    how: Hashable
     places: list[int]
     made_of: list[mx.array]
-    matrix: mx.array
+    made: Any
 
 
 _kept: dict[int, Kept] = {}
+
+
+def kept(how: Hashable, arrays: list[mx.array], make: Callable[[], Any]) -> Any:
+    """What `make` makes of these arrays, itself new ones; again only where these are others, or one was written to, or
+    the first was last used for something else."""
+    mx.eval(arrays)
+    first, places = arrays[0], [place(array) for array in arrays]
+    known = _kept.get(id(first))
+    if known and known.first() is first and (known.places, known.how) == (places, how):
+        return known.made
+    # Other arrays on the same memory: those given may be written to, or let go.
+    made_of, made = [mx.stop_gradient(array) for array in arrays], make()
+    mx.eval(made, made_of)
+    key = id(first)
+    _kept[key] = Kept(ref(first, lambda _: _kept.pop(key, None)), how, places, made_of, made)
+    return made
 
 
 def in_floats(problem: Problem, arrays: Arrays) -> Arrays:
@@ -42,22 +60,7 @@ def in_floats(problem: Problem, arrays: Arrays) -> Arrays:
 
 def kept_matrix(packing: Packing, name: str, given: Arrays, x: Arrays) -> mx.array:
     """The matrix of one packed weight."""
-    mx.eval(list(given.values()))
-    packed, places = given[name], [place(array) for array in given.values()]
-    known, dtype = _kept.get(id(packed)), x["x"].dtype
-    if (
-        known
-        and known.packed() is packed
-        and (known.places, known.packing, known.matrix.dtype) == (places, packing, dtype)
-    ):
-        return known.matrix
-    # Other arrays on the same memory: those given may be written to, or let go.
-    made_of = [mx.stop_gradient(array) for array in given.values()]
-    matrix = dequantized(packing, given | x)[name]
-    mx.eval(matrix, made_of)
-    key = id(packed)
-    _kept[key] = Kept(ref(packed, lambda _: _kept.pop(key, None)), packing, places, made_of, matrix)
-    return matrix
+    return kept((packing, x["x"].dtype), list(given.values()), lambda: dequantized(packing, given | x)[name])
 
 
 def place(array: mx.array) -> int:

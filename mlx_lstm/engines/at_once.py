@@ -1,0 +1,53 @@
+"""What layers do around a call, at once where the call computes on the CPU: an operation of MLX wakes a thread, which
+takes as long as a step of a small layer."""
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_flatten
+
+from . import choice
+from .numpy.arrays import COPIED, view
+from .numpy.weights import kept
+from .tracing import is_transforming
+
+Run = Callable[..., Any]
+"""Called with a function and arrays, it gives what the function gives of them."""
+
+
+def computes_now(engine: str | None) -> bool:
+    """Whether a call on this engine, `None` for the best, computes on the CPU before it returns, and nobody can ask for
+    a gradient."""
+    return engine in (None, "numpy") and choice.current_device() == "cpu" and not is_transforming()
+
+
+def by_mlx(function: Run, *arrays: mx.array) -> Any:
+    """What the function gives."""
+    return function(*arrays)
+
+
+def by_numpy(function: Run, *arrays: mx.array) -> Any:
+    """The same, of NumPy's views of small arrays; the function has to know both kinds. Of others `by_mlx`."""
+    dtype = arrays[0].dtype
+    if dtype not in (mx.float32, mx.float64) or sum([array.size for array in arrays]) >= COPIED:
+        return function(*arrays)
+    mx.eval(arrays)
+    found = function(*map(view, arrays))
+    if isinstance(found, dict):
+        return {name: copied(array, dtype) for name, array in found.items()}
+    return [copied(array, dtype) for array in found] if isinstance(found, list) else copied(found, dtype)
+
+
+def copied(array: np.ndarray, dtype: mx.Dtype) -> mx.array:
+    """As MLX's, which does not take every view."""
+    return mx.array(np.ascontiguousarray(array), dtype)
+
+
+def made(now: bool, how: str, parameters: Any, make: Callable[[], Any]) -> Any:
+    """What `make` makes of a tree of parameters; kept where a call computes now. `how`: tells apart what others make of
+    the same."""
+    if not now:
+        return make()
+    return kept(how, [array for _, array in tree_flatten(parameters) if isinstance(array, mx.array)], make)
