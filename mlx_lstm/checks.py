@@ -147,7 +147,8 @@ def check_lengths(
         # As objects, of which none is too large to be compared.
         lengths = np.array([int(n) for n in lengths], object)
     elif not any(isinstance(lengths, kind) and of.issubdtype(lengths.dtype, of.integer) for kind, of in ARRAYS):
-        fail(op, f"{name} must be integers (a list, or an array)", getattr(lengths, "dtype", type(lengths).__name__))
+        found = lengths.dtype if isinstance(lengths, (np.ndarray, mx.array)) else type(lengths).__name__
+        fail(op, f"{name} must be integers, in a list or an array of MLX or NumPy,", found)
     if lengths.shape != (batch,):
         fail(op, f"{name} must have shape [{batch}], one per batch item,", f"shape {list(lengths.shape)}")
     if isinstance(lengths, mx.array) and traced:

@@ -539,7 +539,7 @@ class Cell(Layers):
         """A parameter's."""
         return name
 
-    def step(self, one_layer: Callable[..., Any], input: mx.array, states: dict[str, Any]) -> Arrays:
+    def one_step(self, one_layer: Callable[..., Any], input: mx.array, states: dict[str, Any]) -> Arrays:
         """The states after it, by the names of those before, which may be `None`."""
         batched = not isinstance(input, mx.array) or input.ndim != 1
         check_array(self.op, "input", input, ["N", self.input_size] if batched else [self.input_size])
@@ -565,7 +565,7 @@ class LSTMCell(Cell):
     """`torch.nn.LSTMCell` as an MLX layer: `LSTM` of one layer and direction, one step a call.
 
     Parameters: `weight_ih` [4H, I], `weight_hh` [4H, H], `bias_ih`, `bias_hh` [4H]; gate order i, f, g, o. For many
-    steps at once `from_weights(convert.from_torch(cell))` is the layer with these weights, and takes less time.
+    steps at once, or to quantize it, `from_weights(convert.from_torch(cell))` is the layer with these weights.
 
     Args:
         input_size, hidden_size, bias, engine: as in `LSTM`.
@@ -596,7 +596,7 @@ class LSTMCell(Cell):
         Returns:
             tuple: (h, c), in these shapes.
         """
-        states = self.step(recurrence.lstm, input, dict(zip("hc", pair(self.op, hx), strict=True)))
+        states = self.one_step(recurrence.lstm, input, dict(zip("hc", pair(self.op, hx), strict=True)))
         return states["h"], states["c"]
 
 
@@ -618,7 +618,7 @@ class GRUCell(Cell):
 
     def __call__(self, input: mx.array, hx: mx.array | None = None) -> mx.array:
         """h after a step, from the input [N, I] or [I] and h before it, [N, H] or [H]; zeros by default."""
-        return self.step(recurrence.gru, input, {"h": hx})["h"]
+        return self.one_step(recurrence.gru, input, {"h": hx})["h"]
 
 
 class RNNCell(Cell):
@@ -652,7 +652,7 @@ class RNNCell(Cell):
 
     def __call__(self, input: mx.array, hx: mx.array | None = None) -> mx.array:
         """As `GRUCell`."""
-        return self.step(partial(recurrence.rnn, activation=self.nonlinearity), input, {"h": hx})["h"]
+        return self.one_step(partial(recurrence.rnn, activation=self.nonlinearity), input, {"h": hx})["h"]
 
 
 def pair(op: str, hx: Any) -> tuple[Any, Any]:

@@ -459,6 +459,9 @@ BAD = {
     r"hx must be a tuple .* but got array": lambda: ours.LSTMCell(I, H)(mx.zeros((2, 3)), mx.zeros((2, 5))),
     "input must be .* but got list": lambda: ours.RNNCell(I, H)([1.0, 2.0, 3.0]),
     "nonlinearity must be one of .* but got 'sigmoid'": lambda: ours.RNNCell(I, H, nonlinearity="sigmoid"),
+    "lengths must be integers, .* but got Tensor": lambda: ours.LSTM(I, H)(
+        mx.zeros((4, 2, 3)), lengths=torch.tensor([4, 1])
+    ),
     "lengths must lie in 0..4": lambda: ours.LSTM(I, H)(mx.zeros((4, 2, 3)), lengths=[5, 1]),
 }
 
