@@ -126,3 +126,19 @@ def test_names_in_prose_exist():
                 if not hasattr(found, word):
                     importlib.import_module(f"{found.__name__}.{word}")
                 found = getattr(found, word)
+
+
+def test_a_class_is_described_on_one_page():
+    """As Sphinx demands of the pages of the API."""
+    pages: dict[type, list[str]] = {}
+    for page in (ROOT / "docs" / "api").glob("*.md"):
+        text = page.read_text()
+        found = [name.rpartition(".") for name in re.findall(r"autoclass:: (\S+)", text)]
+        left_out = re.findall(r"\w+", "".join(re.findall(r":exclude-members:([^`]*)", text)))
+        for module in re.findall(r"automodule:: (\S+)", text) if ":no-members:" not in text else ():
+            names = getattr(importlib.import_module(module), "__all__", ())
+            found += [(module, ".", name) for name in names if name not in left_out]
+        for each in (getattr(importlib.import_module(module), name) for module, _, name in found):
+            if isinstance(each, type):
+                pages.setdefault(each, []).append(page.stem)
+    assert pages and {each: where for each, where in pages.items() if len(where) > 1} == {}
