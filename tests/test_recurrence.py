@@ -133,7 +133,7 @@ def test_options_of_every_kind_in_random_combination(engine, kind, seed, sizes, 
 
 
 @pytest.mark.slow
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), sizes=sizes, shown=st.integers(0, 31))
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("engine", ENGINES)
