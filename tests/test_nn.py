@@ -257,6 +257,11 @@ BAD = {
         lambda layer: layer.step(mx.zeros((2, D)), cell=mx.zeros((3, H))),
         r"cell must have shape \[2, 4\], as x is \[batch, features\] = \[2, 3\], but got shape \[3, 4\]\.",
     ),
+    "complex x": (lambda layer: layer(mx.zeros((5, D), mx.complex64)), r"\[nn.LSTM\] x must be real but got"),
+    "complex state": (
+        lambda layer: layer.step(mx.zeros((2, D)), cell=mx.zeros((2, H), mx.complex64)),
+        r"\[nn.LSTM\] cell must be real but got mlx.core.complex64",
+    ),
     "x rank": (lambda layer: layer(mx.zeros((D,))), r"\[nn.LSTM\] x must have shape \[..., L, D = 3\]"),
     "x features": (lambda layer: layer(mx.zeros((2, 5, D + 1))), r"got shape \[2, 5, 4\]"),
     "no steps": (lambda layer: layer(mx.zeros((2, 0, D))), r"with at least one step"),

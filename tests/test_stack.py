@@ -188,6 +188,8 @@ BAD = {
     "modules": (lambda: stack([mlx.nn.Sequential(LSTM)], X), r"layers\[0\] must hold Wx"),
     "x": (lambda: stack([LSTM], X[..., :2]), r"x must have shape \[B, T, D = 3\] .* but got shape \[2, 5, 2\]"),
     "NumPy's x": (lambda: stack([LSTM], np.zeros((2, T, D))), r"x must be an mlx.core.array: make one by mx.array"),
+    "complex x": (lambda: stack([LSTM], X.astype(mx.complex64)), r"\[nn.stack\] x must be real but got"),
+    "no engine": (lambda: stack([LSTM], X, engine=""), "engine must be one of fused, stepwise, numpy, ops but got ''"),
     "no steps": (lambda: stack([LSTM], X[:, :0]), "with at least one step"),
     "state": (lambda: stack([LSTM], X, mx.zeros((1, 2, H))), r"state must be a tuple \(h_0, c_0\) but got array"),
     "shape of state": (lambda: stack([GRU], X, mx.zeros((2, H))), r"h_0 must have shape \[1, 2, 4\]"),

@@ -147,7 +147,7 @@ class LSTM(nn.Module):
 
     def _recurrence(self) -> tuple[str, Cell, dict[str, Any]]:
         """Its name in errors, the cell, the parameters by the recurrence's names."""
-        return "nn.LSTM", LSTMCell(), {"Wx": weight(self, "Wx"), "Wh": weight(self, "Wh"), "b": self.bias}
+        return self.op, LSTMCell(), {"Wx": weight(self, "Wx"), "Wh": weight(self, "Wh"), "b": self.bias}
 
 
 class GRU(nn.Module):
@@ -249,7 +249,7 @@ class GRU(nn.Module):
 
     def _recurrence(self) -> tuple[str, Cell, dict[str, Any]]:
         given = {"Wx": weight(self, "Wx"), "Wh": weight(self, "Wh"), "b": self.b, "bhn": self.bhn}
-        return "nn.GRU", GRUCell(), given
+        return self.op, GRUCell(), given
 
 
 class RNN(nn.Module):
@@ -327,7 +327,7 @@ class RNN(nn.Module):
 
     def _recurrence(self) -> tuple[str, Cell, dict[str, Any]]:
         given = {"Wx": weight(self, "Wxh"), "Wh": weight(self, "Whh"), "b": self.bias}
-        return "nn.RNN", RNNCell(activation_of(self.nonlinearity)), given
+        return self.op, RNNCell(activation_of(self.nonlinearity)), given
 
 
 def activation_of(nonlinearity: object) -> str:
@@ -384,6 +384,8 @@ def check_input(op: str, x: object, features: int, Wx: Weight, step: bool) -> No
     """That x is a layer's input: [..., L, D], of a step [..., D]."""
     if not isinstance(x, mx.array):
         fail(op, f"x must be an mlx.core.array{instead_of(x)}", type(x).__name__)
+    if x.dtype == mx.complex64:
+        fail(op, "x must be real", x.dtype)
     if x.ndim < 2 - step or x.shape[-1] != features or 0 in x.shape[-2 + step :]:
         check_loaded(op, Wx)
         axes, least = ("", "") if step else ("L, ", " with at least one step")
@@ -403,9 +405,11 @@ def check_loaded(op: str, Wx: Weight) -> None:
 def state(op: str, array: object, name: str, shape: tuple[int, ...], x: mx.array) -> mx.array:
     """A first state, broadcast over the batch axes of x."""
     if not isinstance(array, mx.array):
-        both = isinstance(array, tuple) and op == "nn.LSTM"
+        both = isinstance(array, tuple) and op.endswith("LSTM")
         instead = ": pass hidden and cell, not a tuple," if both else instead_of(array)
         fail(op, f"{name} must be an mlx.core.array{instead}", type(array).__name__)
+    if array.dtype == mx.complex64:
+        fail(op, f"{name} must be real", array.dtype)
     try:
         return array if array.shape == shape else mx.broadcast_to(array, shape)
     except ValueError:

@@ -114,6 +114,8 @@ def stack(
     ways, H = (2 if layers and reverse else 1), found[0].arrays["Wh"].shape[-1]
     if not isinstance(x, mx.array):
         fail(OP, f"x must be an mlx.core.array{instead_of(x)}", type(x).__name__)
+    if x.dtype == mx.complex64:
+        fail(OP, "x must be real", x.dtype)
     if x.ndim < 2 or x.shape[-1] != D or 0 in x.shape[-2:]:
         fail(OP, f"x must have shape [B, T, D = {D}] with at least one step", f"shape {list(x.shape)}")
     batch, T = x.shape[:-2], x.shape[-2]
@@ -184,7 +186,7 @@ def depths(layers: Sequence[Any], reverse: Sequence[Any], engine: str | None) ->
             if packings(other) != packings(one):
                 fail(OP, f"reverse[{n}] must be quantized as layers[{n}]", packings(other) or "float weights")
             check_parameters(f"{word}[{n}]", other, D, H)
-        one, arrays = one._replace(engine=engine or one.engine), [other.arrays for other in each]
+        one, arrays = one._replace(engine=one.engine if engine is None else engine), [other.arrays for other in each]
         both = made(computes_now(one.engine), "stack", arrays, partial(join, arrays)) if len(each) == 2 else one.arrays
         found.append(one._replace(arrays=both, training=all(other.training for other in each)))
     return found
