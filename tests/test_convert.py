@@ -650,6 +650,54 @@ def test_a_file_of_keras_2(tmp_path):
     assert_same(weights, found._replace(cell=LSTMCell()))
 
 
+def in_cudnn_s_layout(arrays):
+    """A direction's arrays as CuDNNLSTM and CuDNNGRU have them: a gate's matrix in cuDNN's memory, of another shape."""
+    ours, theirs = {4: ("ifgo", "ifgo"), 3: ("rzn", "zrn")}[arrays["Wx"].shape[0] // H]
+    blocks = {
+        name: dict(zip(ours, np.split(np.array(array), len(ours)), strict=True)) for name, array in arrays.items()
+    }
+    each = {name: [of[gate] for gate in theirs] for name, of in blocks.items()}
+    kernel, recurrent_kernel = (np.hstack([W.reshape(-1, H) for W in each[name]]) for name in ("Wx", "Wh"))
+    return [kernel, recurrent_kernel, np.concatenate(each["bx"] + each["bh"])]
+
+
+@pytest.mark.parametrize("directions", [1, 2])
+@pytest.mark.parametrize("cell", [LSTMCell(), GRUCell()], ids=["LSTM", "GRU"])
+def test_cudnn_layers_of_keras_2(cell, directions, tmp_path):
+    h5py = pytest.importorskip("h5py")
+    weights = weights_of(cell, 1, directions, reverse=directions == 1)
+    kind = "CuDNNLSTM" if cell == LSTMCell() else "CuDNNGRU"
+    layer = {"class_name": kind, "config": {"name": "x", "units": H, "go_backwards": weights.reverse}}
+    both = {"class_name": "Bidirectional", "config": {"name": "x", "layer": layer, "merge_mode": "concat"}}
+    ways = ["x/forward_x/", "x/backward_x/"] if directions == 2 else ["x/"]
+    with h5py.File(tmp_path / "old.h5", "w") as file:
+        config = {"name": "s", "layers": [both if directions == 2 else layer]}
+        file.attrs["model_config"] = json.dumps({"class_name": "Sequential", "config": config})
+        file.attrs["keras_version"] = b"2.2.4-tf"
+        root = file.create_group("model_weights")
+        root.attrs["layer_names"] = [b"x"]
+        group, names = root.create_group("x"), []
+        for way, arrays in zip(ways, weights.layers[0], strict=True):
+            for word, array in zip(("kernel", "recurrent_kernel", "bias"), in_cudnn_s_layout(arrays), strict=True):
+                names.append(f"{way}{word}:0")
+                group[names[-1]] = array
+        group.attrs["weight_names"] = [name.encode() for name in names]
+    assert_same(weights, convert.read(tmp_path / "old.h5").layers["x"])
+
+
+@pytest.mark.slow  # imports TensorFlow
+@pytest.mark.parametrize("cell", [LSTMCell(), GRUCell()], ids=["LSTM", "GRU"])
+def test_cudnn_layers_as_keras_2_reads_them(cell):
+    """By TensorFlow's copy of it."""
+    pytest.importorskip("tensorflow")
+    original = importlib.import_module("tensorflow.python.keras.saving.hdf5_format")._convert_rnn_weights
+    weights = weights_of(cell)
+    target = type("LSTM" if cell == LSTMCell() else "GRU", (), {"reset_after": True})()
+    theirs = original(target, in_cudnn_s_layout(weights.layers[0][0]))
+    for got, value in zip(*convert.to_keras(weights), theirs, strict=True):
+        np.testing.assert_array_equal(got, value.reshape(got.shape))
+
+
 # --- Keys of clients -------------------------------------------------------------------------------------------------
 
 KEYS = {

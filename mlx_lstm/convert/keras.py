@@ -25,7 +25,8 @@ from .weights import (
 )
 
 KINDS = {"LSTM": "lstm", "GRU": "gru", "SimpleRNN": "rnn", "LSTMCell": "lstm", "GRUCell": "gru", "SimpleRNNCell": "rnn"}
-"""Keras' layers and cells, and ours."""
+KINDS |= {"CuDNNLSTM": "lstm", "CuDNNGRU": "gru"}
+"""Keras' layers and cells, and ours; the last two of Keras 2."""
 
 NAMES = ("kernel", "recurrent_kernel", "bias")
 ACTIVATIONS = {"linear": "identity", "relu": "relu", "tanh": "tanh", "sigmoid": "sigmoid"}
@@ -68,6 +69,8 @@ def from_arrays(
     """A layer out of each direction's kernel, recurrent_kernel and maybe bias, and what Keras serialized of it, if it
     is known."""
     inner = None if config is None else wrapped(op, config, name)
+    cudnn = [of_cudnn(*way) for way in ways]
+    ways = [each for each in cudnn if each] if all(cudnn) else ways
     shape = np.shape(ways[0][1])
     if inner is None:
         G = shape[1] // shape[0] if len(shape) == 2 and shape[0] else 0
@@ -80,12 +83,28 @@ def from_arrays(
         cell = CELLS[kind](**options)
     else:
         cell = cell_of_config(op, inner, name, slope)
-    biases = {"lstm": [[4]], "gru": [[2, 3] if getattr(cell, "reset", "") == "after" else [3]], "rnn": [[1]]}[cell.op]
+    biases = {
+        "lstm": [[2, 4] if all(cudnn) else [4]],
+        "gru": [[2, 3] if getattr(cell, "reset", "") == "after" else [3]],
+        "rnn": [[1]],
+    }[cell.op]
     of = f" of {name}" if name else ""
     layer = [direction(op, cell.op, *way, biases=biases, of=of) for way in ways]
     titles = {"Wx": "kernel", "Wh": "recurrent_kernel"}
     reverse = config is not None and len(ways) == 1 and bool(config["config"].get("go_backwards"))
     return checked(op, Weights(cell, [layer], reverse), lambda k, d, word: titles.get(word, "bias") + of)
+
+
+def of_cudnn(kernel: Any, recurrent_kernel: Any, bias: Any = None) -> list[Any] | None:
+    """A direction of CuDNNLSTM or CuDNNGRU, which have both biases in one row, as LSTM and GRU have it; `None` for any
+    other. A gate's block is cuDNN's own: [H, I] in the shape [I, H], and [H, H]."""
+    shape = np.shape(recurrent_kernel)
+    H, columns = shape if len(shape) == 2 else (0, 0)
+    if not H or columns not in (3 * H, 4 * H) or [np.shape(kernel)[1:], np.shape(bias)] != [(columns,), (2 * columns,)]:
+        return None
+    each = [np.split(np.asarray(array), columns // H, axis=1) for array in (kernel, recurrent_kernel)]
+    turned = [np.hstack([block.reshape(H, -1).T for block in blocks]) for blocks in each]
+    return [*turned, np.asarray(bias).reshape(2, -1)]
 
 
 def wrapped(op: str, config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
