@@ -254,9 +254,9 @@ def test_little_is_kept(engine, T):
 
     with mx.stream(mx.cpu):
         few, all_of_it = peak_of(lambda: step("auto")), peak_of(lambda: step(None))
-    # In sequences as wide as h: h and dx, of a compiled graph c, and of a chunk of sqrt(T) steps c and h twice with
-    # NumPy, all 16 arrays as wide as the gates with `ops`. A fourth more for the states between and the weights.
-    of_chunk = (4 if engine == "numpy" else 16 * 4) / T**0.5
+    # In sequences as wide as h: h and dx, of a compiled graph c, and of a chunk, with NumPy an eighth of all steps, c
+    # and h twice; of sqrt(T) steps, all 16 arrays as wide as the gates with `ops`. A fourth more for the rest.
+    of_chunk = 4 / 8 if engine == "numpy" else 16 * 4 / T**0.5
     assert few < 1.25 * (2 + compiled + of_chunk) * x.nbytes
     assert few < 0.9 * all_of_it  # of NumPy's own memory, which is most that is saved, MLX counts nothing
 
@@ -368,7 +368,7 @@ def test_a_stack_of_a_dialect_keeps_little():
         few, all_of_it = peak_of(lambda: step("auto")), peak_of(lambda: step(None))
     # In sequences as wide as h: of each layer h and its gradient and that of its input, but that between two layers
     # there are dropout's factors and their products besides; and of a chunk, as above.
-    assert few < 1.25 * (3 * L + 3 * (L - 1) + 4 / T**0.5) * x.nbytes
+    assert few < 1.25 * (3 * L + 3 * (L - 1) + 4 / 8) * x.nbytes
     assert few < 0.6 * all_of_it
 
 
@@ -382,8 +382,11 @@ def test_a_wrong_number_is_refused(every):
 
 
 def test_what_auto_is():
-    assert [chunks.chunks_of("numpy", T, 8, "auto").steps for T in (1, 2, 9, 10, 4096)] == [1, 2, 3, 4, 64]
-    assert chunks.chunks_of("numpy", 5, 8, 9).steps == 5
-    assert chunks.chunks_of("ops", 4096, 8, "auto").steps == 16
-    assert [chunks.chunks_of(engine, 4096, 8, None) for engine in ("numpy", "stepwise", "fused")] == [None] * 3
-    assert chunks.chunks_of("fused", 10**5, 2**14, None) == (1024, False)
+    """Next to sqrt(T); of NumPy's engine as much as its products take at a time, up to an eighth of the sequence."""
+    assert [chunks.chunks_of("fused", T, 2, 8, "auto").steps for T in (1, 2, 9, 10, 4096)] == [1, 2, 3, 4, 64]
+    numpy = [chunks.chunks_of("numpy", T, B, 8, "auto").steps for T, B in [(9, 1), (512, 16), (512, 64), (9000, 1)]]
+    assert numpy == [3, 64, 23, 1024]
+    assert chunks.chunks_of("numpy", 5, 2, 8, 9).steps == 5
+    assert chunks.chunks_of("ops", 4096, 2, 8, "auto").steps == 16
+    assert [chunks.chunks_of(engine, 4096, 2, 8, None) for engine in ("numpy", "stepwise", "fused")] == [None] * 3
+    assert chunks.chunks_of("fused", 10**5, 4, 2**12, None) == (1024, False)

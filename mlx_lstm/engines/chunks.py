@@ -27,6 +27,10 @@ GATES = {"ops": 2**20, "stepwise": 2**24, "fused": 2**24}
 by weights of width 512 takes the smallest GPU 7 ms by its peak, not measured; macOS ends what keeps the GPU from the
 display for too long. Of `ops` fewer: while MLX derives a gradient it keeps all of a chunk, some 16 times as much."""
 
+ROWS = 1024
+"""Rows (steps x batch) of a chunk that `numpy` computes again, at least: what it prepares for each is then small beside
+the steps. Its products take as many at a time, so that fewer would save little."""
+
 SEQUENCES = ("h", "c", "gates")
 
 
@@ -38,14 +42,16 @@ class Chunks(NamedTuple):
     recomputes: bool
 
 
-def chunks_of(engine: str, T: int, gates: int, every: int | str | None) -> Chunks | None:
-    """How a call is cut, if at all. `gates`: of one step; `every`: the steps that a gradient computes again at a time,
-    if it shall."""
+def chunks_of(engine: str, T: int, B: int, width: int, every: int | str | None) -> Chunks | None:
+    """How a call is cut, if at all. `width`: all gates of an item; `every`: the steps that a gradient computes again at
+    a time, if it shall."""
     if every is not None:
         # Next to sqrt(T) the states at the starts and a chunk are smallest together; a step of `ops` takes most.
         auto = isqrt((T - 1) // (16 if engine == "ops" else 1)) + 1
+        if engine == "numpy":  # an eighth of its gates and states is less than half of what h and dx take
+            auto = max(auto, min(ROWS // B, T // 8))
         return Chunks(min(auto if isinstance(every, str) else every, T), recomputes=True)
-    longest = LONGEST[engine]
+    longest, gates = LONGEST[engine], B * width
     return Chunks(max(1, min(longest, GATES[engine] // gates)), recomputes=False) if 0 < longest < T else None
 
 

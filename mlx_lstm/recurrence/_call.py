@@ -203,7 +203,7 @@ class Call(NamedTuple):
         if wanted.cotangents is not None:
             return None
         T, B, H, _ = sizes
-        return chunks_of(engine, T, B * self.cell.gates * H, None if plain else self.checkpoint_every)
+        return chunks_of(engine, T, B, self.cell.gates * H, None if plain else self.checkpoint_every)
 
     def form(self, arrays: Arrays, sizes: Sizes, packing: Packing | None, wanted: "Wanted", chosen: "Chosen") -> Form:
         """What selects a Metal engine's kernels."""

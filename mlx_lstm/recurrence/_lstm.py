@@ -108,8 +108,8 @@ def lstm(
         checkpoint_every (int or str, optional): in training, keep the states of every K-th step only, for the gradient
             to compute K steps again at a time (gradient checkpointing): exact, in about a third more time, and instead
             of gates and cell states of all steps in the memory of K steps and T / K states. What the caller keeps of
-            the outputs is kept besides. `"auto"`: a K next to sqrt(T), with engine `"ops"` a quarter of that. Default:
-            `None`, nothing is computed again.
+            the outputs is kept besides. `"auto"`: a K next to sqrt(T), with engine `"ops"` a quarter of that, with
+            `"numpy"` of 1024 rows (steps times B) at least, up to T / 8. Default: `None`, nothing is computed again.
         engine (str, optional): `"fused"`, `"stepwise"` (Metal), `"numpy"` or `"ops"` to force an engine. Default: the
             best for the stream's device and the sizes, see `mlx_lstm.engines.choose`.
         stream (Stream or Device, optional): where to run, as for any MLX op.
