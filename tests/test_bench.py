@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from mlx_lstm.bench import judge as judging
 from mlx_lstm.bench import rounds
 from mlx_lstm.bench.__main__ import main
 from mlx_lstm.bench.cases import CASES, find_contender, is_installed
@@ -155,6 +156,29 @@ def test_parameter_buffer_is_packed_and_unpacked():
     for name, array in unpacked(buffer, numbers).items():
         np.testing.assert_array_equal(array, numbers[name], err_msg=name)
     assert buffer.size == sum(array.size for name, array in numbers.items() if name not in ("x", "dh"))
+
+
+def test_the_judge_of_a_long_sequence(monkeypatch):
+    """In parts, the last one shorter: the same exact results; bounds from the first part alone, those of h and dx about
+    what they are, those of the weights' gradients not less; a thousandth is still too much, in whichever."""
+    size = Size(90, 3, 4, 8)
+    numbers = draw(size, "float32")
+    monkeypatch.setattr(judging, "PART", size.T)
+    whole = appoint(numbers, "float32", backward=True)
+    monkeypatch.setattr(judging, "PART", 16)
+    parts = appoint(numbers, "float32", backward=True)
+    for name, exact in whole.exact.items():
+        np.testing.assert_allclose(parts.exact[name], exact, rtol=0, atol=1e-13 * np.abs(exact).max(), err_msg=name)
+        ratio = parts.bounds[name] / whole.bounds[name]
+        assert 1 < ratio < 3 if name.startswith("dW") or name == "db" else 0.5 < ratio < 1.5, name
+    assert appoint(numbers, "float32", backward=False).exact["h"].tobytes() == parts.exact["h"].tobytes()
+    for every in (None, 16):
+        work = find_contender("ours").prepare(numbers, Task("ours", "numpy", size, "backward", every=every))
+        results = work.tensors(work.run())
+        assert not parts.judge(results, PASSES["backward"]).refusal
+    for name in results:
+        wrong = results | {name: results[name] * np.float32(1.001)}
+        assert parts.judge(wrong, PASSES["backward"]).tensor == name
 
 
 def test_judge_refuses():
@@ -316,6 +340,20 @@ def test_group_text():
     assert "mlx_lstm.lstm (ops) used 50% of a core while others were timed" in lines
     assert "torch.nn.LSTM (-) was disturbed by other processes in 1 of 2 rounds" in lines
     assert lines[-1] == "mlx_lstm.lstm (numpy) not timed: refused: db: error 1 > bound 0.1"
+
+
+def test_what_is_computed_again_is_held_against_keeping_all():
+    """Of the same engine: memory, and the ratio of times where there are."""
+    few = task("ours")._replace(every="auto")
+    rows = [
+        timed("ours", (0.002,), (0.004,), peak=1000),
+        timed("ours", (0.003,), (0.005,), peak=250)._replace(task=few),
+        Row(few._replace(engine="numpy"), "memory only", peak=1),
+    ]
+    said = "mlx_lstm.lstm, every auto (ops): 0.250 of the memory and 1.38 (1.25-1.5) of the time of keeping all"
+    assert group_text(rows).splitlines()[-1] == said
+    without_times = [row._replace(rounds=()) for row in rows]
+    assert group_text(without_times).splitlines()[-1] == said.replace(" and 1.38 (1.25-1.5) of the time", "")
 
 
 def test_plot(tmp_path):

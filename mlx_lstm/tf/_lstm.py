@@ -202,8 +202,8 @@ def block_lstm(
         cs_prev, h_prev (array): the states before the first step, [N, H].
         w, wci, wcf, wco, b, forget_bias, cell_clip, use_peephole: as in `lstm_block_cell`.
         checkpoint_every (int or str, optional): for `mx.grad`, as in `mlx_lstm.lstm`. All seven outputs are there while
-            the op runs, and as long as the caller holds them, as `block_lstm_grad` makes him: it computes nothing
-            again. So it saves what a gradient keeps of a block once the next one runs.
+            the op runs, and as long as they are held, for `block_lstm_grad` for example, which computes nothing again.
+            So it saves what a gradient keeps of a block once the next one runs.
 
     Returns:
         BlockLSTMOutput: i, cs, f, o, ci, co, h, each [T, N, H]. T, N, H or I may be 0.
