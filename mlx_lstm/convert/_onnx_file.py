@@ -53,7 +53,8 @@ def read(path: Path) -> tuple[dict[str, Weights], dict[str, Any], dict[str, list
         for word in ("W", "R", "B", "P"):
             if word in names:
                 if names[word] not in constants:
-                    fail("convert", f"{word} of {name} must be an initializer or a constant", repr(names[word]))
+                    rule = f"{word} of {name} must be an initializer or a constant: fold constants first,"
+                    fail("convert", rule, repr(names[word]))
                 given[word] = array_of(onnx, constants[names[word]], names[word])
         for word in ("W", "R"):
             if word not in given:

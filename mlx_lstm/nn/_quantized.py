@@ -101,7 +101,7 @@ def quantize(
     quantize_input: bool = False,
     class_predicate: Callable[[str, nn.Module], bool | dict[str, Any]] | None = None,
 ) -> None:
-    """`mlx.nn.quantize`, which also quantizes our layers: those of `mlx_lstm.nn` and of `mlx_lstm.torch`.
+    """`mlx.nn.quantize`, which also quantizes our layers: those of `mlx_lstm.nn` and of `mlx_lstm.torch`, no cells.
 
     Equals `mlx.nn.quantize` in arguments and in what it does with all other layers. That function leaves ours as they
     are, so that a model and its weight files go on fitting one another. Layers of `mlx.nn` itself become ours by
