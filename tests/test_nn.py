@@ -10,6 +10,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 import mlx_lstm.nn as nn
+from mlx_lstm import torch
 
 D, H = 3, 4
 SHAPES = [(2, 5, D), (5, D), (1, 5, D), (2, 1, D), (1, 1, D), (1, D), (2, 3, 4, D), (20, 30, D)]
@@ -303,6 +304,19 @@ def test_bad_arguments(case):
     call, message = BAD[case]
     with pytest.raises(ValueError, match=message):
         call(nn.LSTM(D, H))
+
+
+@pytest.mark.parametrize("make", [nn.LSTM, nn.GRU, nn.RNN, torch.LSTM, torch.GRU, torch.RNN])
+def test_parameters_of_numpy_are_refused(make):
+    """MLX's modules take one as an attribute of theirs, and it is no parameter any more."""
+    for name in make(D, H).parameters():
+        for wrong, kind in ((np.zeros(3), "ndarray"), ([0.0], "list"), (None, "NoneType")):
+            layer = make(D, H)
+            setattr(layer, name, wrong)
+            if kind == "NoneType" and name.startswith("b") and "torch" not in layer.op:
+                continue  # without a bias
+            with pytest.raises(ValueError, match=rf"{name[0]}\w* must be an mlx.core.array.* but got {kind}"):
+                layer(mx.zeros((2, 5, D)))
 
 
 LAYERS = {"GRU": {}, "RNN": {}, "RNN relu": {"nonlinearity": reference.relu}, "RNN tanh": {"nonlinearity": mx.tanh}}

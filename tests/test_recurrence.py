@@ -412,6 +412,7 @@ def test_what_cannot_be_joined_is_refused():
         ({"bias": mask}, {"bias": mask}, "arrays must be those of one direction: .* but got 'bias'"),
         ({"x": mask, "Wx": mask}, {"x": mask, "Wx": mask}, "x without Wx, but got 'x'"),
         (one | {"mask": mask}, one | {"mask": mask}, r"mask must be as wide as h, .* but got shape \[2, 1\]"),
+        (one, None, "reverse must be a dict of arrays but got NoneType"),
         ({"b": np.zeros(3)}, {"b": np.zeros(3)}, "b of forward must be an mlx.core.array"),
     ]:
         with pytest.raises(ValueError, match=rf"^\[join_directions\] .*{rule}"):

@@ -188,6 +188,10 @@ BAD = {
     "modules": (lambda: stack([mlx.nn.Sequential(LSTM)], X), r"layers\[0\] must hold Wx"),
     "x": (lambda: stack([LSTM], X[..., :2]), r"x must have shape \[B, T, D = 3\] .* but got shape \[2, 5, 2\]"),
     "NumPy's x": (lambda: stack([LSTM], np.zeros((2, T, D))), r"x must be an mlx.core.array: make one by mx.array"),
+    "NumPy's bias": (
+        lambda: stack([LSTM.parameters() | {"bias": np.zeros(16)}], X),
+        r"layers\[0\].bias must be an mlx.core.array: make one by mx.array\(...\), but got ndarray",
+    ),
     "complex x": (lambda: stack([LSTM], X.astype(mx.complex64)), r"\[nn.stack\] x must be real but got"),
     "no engine": (lambda: stack([LSTM], X, engine=""), "engine must be one of fused, stepwise, numpy, ops but got ''"),
     "no steps": (lambda: stack([LSTM], X[:, :0]), "with at least one step"),

@@ -147,7 +147,7 @@ class LSTM(nn.Module):
 
     def _recurrence(self) -> tuple[str, Cell, dict[str, Any]]:
         """Its name in errors, the cell, the parameters by the recurrence's names."""
-        return self.op, LSTMCell(), {"Wx": weight(self, "Wx"), "Wh": weight(self, "Wh"), "b": self.bias}
+        return self.op, LSTMCell(), {"Wx": weight(self, "Wx"), "Wh": weight(self, "Wh"), "b": bias(self, "bias")}
 
 
 class GRU(nn.Module):
@@ -248,7 +248,7 @@ class GRU(nn.Module):
         return run(self, x, {"hidden": hidden}, step=True)[0]
 
     def _recurrence(self) -> tuple[str, Cell, dict[str, Any]]:
-        given = {"Wx": weight(self, "Wx"), "Wh": weight(self, "Wh"), "b": self.b, "bhn": self.bhn}
+        given = {"Wx": weight(self, "Wx"), "Wh": weight(self, "Wh"), "b": bias(self, "b"), "bhn": bias(self, "bhn")}
         return self.op, GRUCell(), given
 
 
@@ -326,8 +326,13 @@ class RNN(nn.Module):
         return run(self, x, {"hidden": hidden}, step=True)[0]
 
     def _recurrence(self) -> tuple[str, Cell, dict[str, Any]]:
-        given = {"Wx": weight(self, "Wxh"), "Wh": weight(self, "Whh"), "b": self.bias}
+        given = {"Wx": weight(self, "Wxh"), "Wh": weight(self, "Whh"), "b": bias(self, "bias")}
         return self.op, RNNCell(activation_of(self.nonlinearity)), given
+
+
+def bias(layer: nn.Module, name: str) -> Weight | None:
+    """A layer's bias, if it has one."""
+    return None if getattr(layer, name) is None else weight(layer, name)
 
 
 def activation_of(nonlinearity: object) -> str:

@@ -194,8 +194,8 @@ def depths(layers: Sequence[Any], reverse: Sequence[Any], engine: str | None) ->
 
 def read(name: str, layer: Any) -> Depth:
     """A layer by itself, of the kind that its parameters show."""
-    held: dict[str, Any] = getattr(layer, "__dict__", {}) | (layer if isinstance(layer, dict) else {})
-    held = {key: value for key, value in held.items() if isinstance(value, (mx.array, nn.Module)) and key[0] != "_"}
+    every: dict[str, Any] = getattr(layer, "__dict__", {}) | (layer if isinstance(layer, dict) else {})
+    held = {key: value for key, value in every.items() if isinstance(value, (mx.array, nn.Module)) and key[0] != "_"}
     if isinstance(layer, QuantizedLayer):
         held = {key: weight(layer, key) for key in held if not key.endswith(("_scales", "_biases"))}
     shapes: dict[str, Any] = {
@@ -204,6 +204,9 @@ def read(name: str, layer: Any) -> Depth:
     for kind in KINDS:
         Wx, Wh = (shapes.get(key, ()) for key in list(kind.names)[:2])
         if held.keys() <= kind.names.keys() and len(Wx) == len(Wh) == 2 and Wx[0] == kind.gates * Wh[1]:
+            for theirs in kind.names.keys() - held.keys():
+                if every.get(theirs) is not None:
+                    check_array(OP, f"{name}.{theirs}", every[theirs], ())
             arrays = {ours: held[theirs] for theirs, ours in kind.names.items() if theirs in held}
             own = (layer.engine, layer.checkpoint_every) if isinstance(layer, (LSTM, GRU, RNN)) else (None, None)
             return Depth(kind, kind.cell(layer), arrays, getattr(layer, "training", True), *own)

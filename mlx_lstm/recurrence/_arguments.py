@@ -29,7 +29,13 @@ def unpacked(op: str, given: dict[str, Any]) -> tuple[Arrays, Packing | None]:
     for name, value in quantized.items():
         if name not in WEIGHTS:
             fail(op, f"{name} must be an mlx.core.array", "Quantized")
-        packings.setdefault(value.packing, name)
+        for part in ("packed", "scales"):
+            if not isinstance(array := getattr(value, part), mx.array):
+                check_array(op, f"{name}.{part}", array, ())
+        try:
+            packings.setdefault(value.packing, name)
+        except TypeError:  # something that has no hash, such as a list
+            check_packing(op, *value.packing)
         arrays |= value.arrays(name)
     packing = next(iter(packings))
     if len(packings) > 1:
@@ -112,7 +118,7 @@ def matrices_of(op: str, arrays: dict[str, Form], packing: Packing) -> dict[str,
         fail(op, "x must be float32, float16 or bfloat16 where weights are quantized", dtype)
     for name in (name for name in WEIGHTS if is_packed(name, arrays)):
         packed, scales, biases = (arrays.get(f"{name}{end}") for end in ("", "_scales", "_biases"))
-        *rows, words = cast(Form, packed).shape
+        *rows, words = cast(Form, packed).shape or (0,)
         columns = words * 32 // packing.bits
         if (
             cast(Form, packed).dtype != mx.uint32

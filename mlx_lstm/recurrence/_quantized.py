@@ -1,12 +1,12 @@
 """What quantized layers share, whoever's parameters they have: how their weights are packed, and read again."""
 
 from collections.abc import Iterable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..checks import fail
+from ..checks import fail, instead_of
 from ..engines.packing import DEFAULTS, Quantized, Weight
 from ._arguments import check_packing
 
@@ -82,13 +82,16 @@ class QuantizedLayer(nn.Module):
 
 
 def weight(layer: nn.Module, name: str) -> Weight:
-    """A layer's weight, packed or not."""
-    scales = layer.get(f"{name}_scales")
+    """A layer's weight or bias, packed or not."""
+    array, scales = layer.get(name), layer.get(f"{name}_scales")
+    if not isinstance(array, mx.array):  # a layer of MLX keeps no array of NumPy as a parameter
+        found = getattr(layer, name, array)
+        fail(cast(Any, layer).op, f"{name} must be an mlx.core.array{instead_of(found)}", type(found).__name__)
     if scales is None:
-        return layer[name]
+        return array
     biases = layer.get(f"{name}_biases")
     how: Any = layer
-    return Quantized(layer[name], scales, biases, how.group_size, how.bits, how.mode)
+    return Quantized(array, scales, biases, how.group_size, how.bits, how.mode)
 
 
 def common_dtype(values: Iterable[Any]) -> mx.Dtype:

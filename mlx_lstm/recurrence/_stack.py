@@ -41,6 +41,9 @@ def join_directions(forward: Mapping[str, mx.array | None], reverse: Mapping[str
         (10, 2, 8)
     """
     op = "join_directions"
+    for word, way in (("forward", forward), ("reverse", reverse)):
+        if not isinstance(way, Mapping):
+            fail(op, f"{word} must be a dict of arrays", type(way).__name__)
     ways = [{name: array for name, array in way.items() if array is not None} for way in (forward, reverse)]
     if ways[0].keys() != ways[1].keys():
         fail(op, "forward and reverse must have the same arrays", " and ".join(str(sorted(way)) for way in ways))
