@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import NoReturn
 
 
@@ -39,6 +40,16 @@ def in_all_digits() -> None:
     """Lets MLX's own float32 products have all digits, unless the user says otherwise: by default the newest chips
     leave some out, an error to what judges by float64. To be called before the first operation of MLX."""
     os.environ.setdefault("MLX_ENABLE_TF32", "0")
+
+
+def check_files(options: object, *names: str) -> None:
+    """ValueError if a file that one of these options of a command names cannot be written, before any work."""
+    for name in names:
+        path = Path(getattr(options, name) or "")
+        if not path.parent.is_dir():
+            raise ValueError(f"--{name}: no folder {path.parent}")
+        if getattr(options, name) and path.is_dir():
+            raise ValueError(f"--{name}: {path} is a folder")
 
 
 def run_command(main: Callable[[], int]) -> NoReturn:

@@ -344,6 +344,8 @@ def test_an_error_of_every_case_is_printed_once(capsys, monkeypatch):
 @pytest.mark.parametrize(
     "arguments, words",
     [
+        (["--json", "no/such/x.json"], "--json: no folder no/such"),
+        (["--record", "/"], "--record: / is a folder"),
         (["--settle", "--plot", "x.png"], "--plot does not go with --settle"),
         (["--golden", "x.npz", "--settle"], "--golden does not go with --settle"),
         (["--nothing"], "unrecognized arguments: --nothing"),

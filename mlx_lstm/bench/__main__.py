@@ -5,14 +5,13 @@ import importlib.util
 import shlex
 import sys
 from collections.abc import Collection, Iterable
-from pathlib import Path
 from typing import NoReturn
 
 import mlx.core as mx
 
 from ..engines.choice import ENGINES, choose
 from ..engines.packing import WIDTHS, Packing
-from ..machine import in_all_digits, run_command
+from ..machine import check_files, in_all_digits, run_command
 from .cases import CASES, find_contender, is_installed
 from .files import plot, write_csv, write_records
 from .host import HOST_SIZE, host_text, measure_host
@@ -180,9 +179,7 @@ def check_together(options: argparse.Namespace) -> None:
             raise ValueError(f"--{dashed(name)} is about the contender ours, which is not among --contenders")
     if options.checkpoint_every and (options.case not in (None, "lstm") or options.passes == ["forward"]):
         raise ValueError("--checkpoint-every is about the case lstm and its backward pass")
-    for name in ("csv", "plot"):
-        if not Path(getattr(options, name) or "").parent.is_dir():
-            raise ValueError(f"--{name}: no folder {Path(getattr(options, name)).parent}")
+    check_files(options, "csv", "plot")
 
 
 def dashed(name: str) -> str:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterable
 from typing import NoReturn, TextIO
 
-from ..machine import in_all_digits, run_command
+from ..machine import check_files, in_all_digits, run_command
 from . import judge
 from .cases import GATES, Case
 from .contenders import HOW_TO_GET, Contender, Outcome, all_contenders, serve
@@ -104,6 +104,7 @@ def check_options(options: argparse.Namespace) -> None:
         raise ValueError(f"--arrays and --op go together, --descriptor with both; --op is one of {', '.join(GATES)}")
     if options.plot and importlib.util.find_spec("matplotlib") is None:
         raise ValueError("--plot needs matplotlib: pip install '.[compare]'")
+    check_files(options, "json", "plot", "record")
 
 
 def present(names: list[str] | None) -> dict[str, Contender]:
