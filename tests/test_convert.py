@@ -894,6 +894,10 @@ def test_other_refusals(tmp_path, capsys, monkeypatch):
     convert.write(path, {"rnn": PLAIN["gru"]})
     target = tmp_path / "b.npz"
     assert "must end in .safetensors" in refusal(capsys, path, tmp_path / "b.tflite")
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved" / "saved_model.pb").touch()
+    for name, way in (("a.ckpt", "save a state_dict"), ("a.hdf5", "rename it to .h5"), ("saved", "of a SavedModel")):
+        assert f".onnx: {way}" in refusal(capsys, path.with_name(name), tmp_path / "b.safetensors")
     assert "safetensors.torch.save_file" in refusal(capsys, tmp_path / "model.pt", target)
     assert "No such file" in refusal(capsys, tmp_path / "none.npz", target)
     assert "is no folder" in refusal(capsys, path, tmp_path / "none" / "b.npz")
@@ -935,6 +939,7 @@ def test_other_refusals(tmp_path, capsys, monkeypatch):
         "nameless.npz",
         "p.npz",
         "r.onnx",
+        "saved",
         "two.npz",
     ]
 

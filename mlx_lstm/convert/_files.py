@@ -171,12 +171,21 @@ def write(
     return replaced(path, lambda partial: writer(partial, ending, model.layers))
 
 
+INSTEAD = {
+    ": save a state_dict by safetensors.torch.save_file,": (".pt", ".pth", ".bin", ".ckpt"),
+    ": rename it to .h5,": (".hdf5", ".hdf"),
+    ": of a SavedModel save the weights by Keras, as .h5,": (".pb",),
+}
+"""What to do about files with other endings."""
+
+
 def ending_of(path: Path) -> str:
     """That which says the kind of file."""
     for ending in ENDINGS:
         if path.name.endswith(ending):
             return ending
-    more = ": save a state_dict by safetensors.torch.save_file" if path.suffix in (".pt", ".pth", ".bin") else ""
+    found = ".pb" if (path / "saved_model.pb").exists() else path.suffix
+    more = next((way for way, endings in INSTEAD.items() if found in endings), "")
     fail("convert", f"{path.name} must end in {', '.join(ENDINGS)}{more}", repr(path.suffix))
 
 
