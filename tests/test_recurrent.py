@@ -51,6 +51,7 @@ def gru_step(Wh, bhn):
 def by_steps(op, arrays, **options):
     """The outputs of `op`, by name."""
     z = arrays["x"] @ arrays["Wx"].T + arrays["b"]
+    options |= {"keep": arrays["keep"]} if "keep" in arrays else {}
     if op == "gru":
         (h,), hT = recurrent(gru_step(arrays["Wh"], arrays["bhn"]), z, arrays["h0"], **options)
         return {"h": h, "hT": hT}
@@ -65,8 +66,9 @@ def weighed(outputs, weights):
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("lengths", [None, LENGTHS])
 @pytest.mark.parametrize("op", ["lstm", "gru"])
-def test_is_the_recurrence_of_the_judge(op, lengths, reverse):
-    case, cotangents = draw_away_from_kinks(4, sizes=(*SIZES, H), op=op, lengths=lengths, reverse=reverse)
+@pytest.mark.parametrize("keep", [False, True], ids=["", "keep"])
+def test_is_the_recurrence_of_the_judge(op, lengths, reverse, keep):
+    case, cotangents = draw_away_from_kinks(4, sizes=(*SIZES, H), op=op, lengths=lengths, reverse=reverse, keep=keep)
     cotangents = {name: value for name, value in cotangents.items() if name != "gates"}
     arrays = {name: to_mlx(array, np.float64) for name, array in split(case)[1].items()}
     weights = {name: to_mlx(array, np.float64) for name, array in cotangents.items()}
@@ -218,6 +220,66 @@ def test_under_mlx_transformations(case):
     np.testing.assert_allclose(over_x[0].item(), loss(arrays).item(), rtol=1e-5)
 
 
+HOLD = np.array([[1, 0, 0], [0, 1, 0], [0, 0, 1], [1, 0, 1], [0, 0, 0]])
+
+
+def item_by_item(step, x, state, keep, lengths, reverse):
+    """What `recurrent` says of keep and hold, in a loop over the steps of an item that run."""
+    outputs, last, nothing = [], [], mx.zeros((1, H), mx.float64)
+    for n, length in enumerate(lengths):
+        of_item, (h, count), found = x[:, n : n + 1], [array[n : n + 1] for array in state], {}
+        for t in range(T)[::-1] if reverse else range(T):
+            if t < length:
+                h, count = h * keep[t, n], count * keep[t, n].astype(count.dtype)
+                if not HOLD[t, n]:
+                    found[t], (h, count) = step(of_item[t], (h, count))
+        outputs.append(mx.stack([found.get(t, nothing) for t in range(T)]))
+        last.append((h, count))
+    return mx.concatenate(outputs, axis=1), [mx.concatenate(arrays) for arrays in zip(*last, strict=True)]
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("lengths", [None, LENGTHS])
+@pytest.mark.parametrize("whole", [False, True], ids=["factors", "bool"])
+def test_keep_and_hold_are_a_loop_over_the_steps_that_run(whole, lengths, reverse):
+    """Of a state of floats and integers; nothing is read where an item is held or has ended."""
+    rng = np.random.default_rng(10)
+    factors = rng.integers(0, 3, (T, B)) / 2
+    x, h, keep = (
+        mx.array(array, mx.float64) for array in (rng.normal(size=(T, B, H)), rng.normal(size=(B, H)), factors)
+    )
+    count, ends = mx.array([3, 1, 2]), [T] * B if lengths is None else lengths
+    unread = (HOLD != 0) | (np.arange(T)[:, None] >= ends)
+    weights = [mx.array(rng.normal(size=size), mx.float64) for size in ((T, B, H), (B, H))]
+
+    def step(x, state):
+        h, count = state
+        h = mx.tanh(x + 0.7 * h)
+        return h * h, (h, count + 1)
+
+    def run(x, h, keep, loop):
+        if loop:
+            return item_by_item(step, x, (h, count), keep, ends, reverse)
+        x = mx.where(mx.array(unread)[..., None], mx.nan, x)
+        return recurrent(step, x, (h, count), keep=keep, hold=HOLD.tolist(), lengths=lengths, reverse=reverse)
+
+    keep = keep > 0 if whole else keep
+    (got, (hT, cT)), (expected, (h_loop, c_loop)) = (run(x, h, keep, loop) for loop in (False, True))
+    assert mx.array_equal(cT, c_loop) and hT.dtype == mx.float64
+    pairs = [(got, expected), (hT, h_loop)]
+
+    def gradients(loop):
+        def loss(*values):
+            found, (last, _) = run(*values, *([keep] if whole else []), loop)
+            return (found * weights[0]).sum() + (last * weights[1]).sum()
+
+        values = [x, h] if whole else [x, h, keep]
+        return mx.grad(loss, argnums=tuple(range(len(values))))(*values)
+
+    for left, right in [*pairs, *zip(gradients(False), gradients(True), strict=True)]:
+        np.testing.assert_allclose(np.array(left), np.array(right), rtol=1e-13, atol=1e-14)
+
+
 class State(NamedTuple):
     """The sum so far; how many steps; whether there was any."""
 
@@ -285,6 +347,11 @@ WRONG = [
     (r"lengths must have shape \[3\]", {"lengths": [1, 2]}),
     (r"lengths must lie in 0..5 but got lengths\[2\] = 6", {"lengths": [1, 2, 6]}),
     ("lengths must be integers", {"lengths": [1.5, 2, 3]}),
+    (r"keep must broadcast to \[T, B\] = \[5, 3\] but got shape \[5, 3, 1\]", {"keep": mx.ones((5, 3, 1))}),
+    ("keep must be an mlx.core.array: make one by", {"keep": np.ones((5, 3))}),
+    ("keep must be real", {"keep": mx.ones((5, 3), mx.complex64)}),
+    (r"hold must broadcast to \[T, B\] = \[5, 3\] but got shape \[3, 5\]", {"hold": HOLD.T}),
+    ("hold must be bool or integers", {"hold": mx.ones((5, 3))}),
     (r"step must return a tuple of two, .* but got float32 \[3, 4\]", {"step": lambda x, h: h}),
     ("step must return a tuple of two, .* but got tuple of 3", {"step": lambda x, h: (x, h, h)}),
     (

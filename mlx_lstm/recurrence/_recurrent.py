@@ -7,14 +7,23 @@ import mlx.core as mx
 from mlx.utils import tree_flatten, tree_map
 
 from ..checks import check_flag, fail, instead_of
-from ..engines.ops.sweep import by_time, over_time, without_padding
-from ._call import Lengths, whole_lengths
+from ..engines.ops.sweep import by_time, of_live, over_time
+from ..engines.problem import Array
+from ._call import Hold, Lengths, whole_lengths
+from ._steps import Steps, factors, whole_steps
 
 OP = "recurrent"
 
 
 def recurrent(
-    step: Callable[[Any, Any], tuple[Any, Any]], x: Any, state: Any, *, lengths: Lengths = None, reverse: bool = False
+    step: Callable[[Any, Any], tuple[Any, Any]],
+    x: Any,
+    state: Any,
+    *,
+    keep: mx.array | None = None,
+    hold: Hold = None,
+    lengths: Lengths = None,
+    reverse: bool = False,
 ) -> tuple[Any, Any]:
     """A cell of your own over a time-major sequence: `output[t], state = step(x[t], state)`, one step after the other.
 
@@ -32,6 +41,12 @@ def recurrent(
             state, in the structure, shapes and dtypes of the first. Items of a batch must not mix there.
         x (tree): arrays [T, B, ...] of any dtype. What differs by step may be part of it: masks, noise.
         state (tree): the first state, arrays [B, ...] of any dtype.
+        keep (array, optional): factor on all of the state before a step, which with `reverse` is after t+1; [T, B] or
+            what broadcasts to it, bool, integers or floats. 0 starts an item anew: `keep=~done`, where an episode ended
+            before step t. An array of the state is multiplied in its own dtype.
+        hold (array or list, optional): [T, B], or what broadcasts to it, of bool or integers: steps at which an item's
+            state is carried unchanged, but for `keep`, which counts there too. The outputs are 0 there and the input is
+            never read, as past an end, where nothing is held.
         lengths (integer array or list, optional): [B], each in 0..T. Past its end an item's outputs are 0, its state is
             carried unchanged and its input never read: `step` sees zeros there, at which its derivative must be finite;
             with `reverse` the item starts at its end. The range goes unchecked under `mx.compile`.
@@ -61,26 +76,55 @@ def recurrent(
     check_flag(OP, "reverse", reverse)
     T, B = time_and_batch(x)
     form(x, "x", (T, B))
-    before = form(state, "state", (B,))
+    first = form(state, "state", (B,))
     ends = whole_lengths(OP, lengths, B, T)
-    x_at = tree_map(lambda array: by_time(without_padding(ends, array)), x)
-    forms = []
+    live, before, after = over_steps(keep, hold, T, B, ends, reverse)
+    x_at = tree_map(lambda array: by_time(array if live is None else of_live(live, array)), x)
+    live_at = [None] * T if live is None else by_time(live)
+    order, forms = range(T)[::-1] if reverse else range(T), []
 
     def at(t: int, state: Any) -> tuple[Any, Any]:
         """The step at t, and its rules."""
+        state = state if before is None else times(before[t], state)
         found = step(tree_map(lambda _, rows: rows[t], x, x_at), state)
         if not isinstance(found, tuple) or len(found) != 2:
             fail(OP, "step must return a tuple of two, (output_t, state),", shown(found))
         output, state = found
-        after = form(state, "the state that step returns", (B,))
-        if after != before:
-            fail(OP, f"step must return a state like the first, {before},", f"{after} at step {t}")
+        found = form(state, "the state that step returns", (B,))
+        if found != first:
+            fail(OP, f"step must return a state like the first, {first},", f"{found} at step {t}")
         forms.append(form(output, "the output of step", (B,)))
         if forms[-1] != forms[0]:
             fail(OP, f"step must return output of the same form each time, {forms[0]},", f"{forms[-1]} at step {t}")
         return output, state
 
-    return over_time(at, state, range(T)[::-1] if reverse else range(T), ends)
+    outputs, last = over_time(at, state, order, lambda t: live_at[t])
+    return outputs, last if after is None else times(after[order[-1]], last)
+
+
+def over_steps(
+    keep: Any, hold: Any, T: int, B: int, ends: mx.array | None, reverse: bool
+) -> tuple[Array | None, list[Array] | None, list[Array] | None]:
+    """Which steps run, [T, B]; what the state before each step is multiplied by, and that after it, T times [B]."""
+    given = whole_steps(OP, keep, hold, (T, B), "[T, B]")
+    held = given["hold"] != 0 if "hold" in given else None
+    steps = Steps(T, B, (reverse,), False, ends, held)
+    live = None if ends is None and held is None else steps.live()
+    if "keep" not in given:
+        return live, None, None
+    keep = given["keep"]
+    keep = keep if mx.issubdtype(keep.dtype, mx.floating) else keep.astype(mx.float32)
+    keep = keep if ends is None else mx.where(steps.alive(), keep, 1)
+    if held is None:
+        return live, by_time(keep), None
+    turn = slice(None, None, -1 if reverse else 1)
+    before, after = (by_time(found[turn]) for found in factors(keep[turn], steps.live()[turn]))
+    return live, before, after
+
+
+def times(keep: Array, state: Any) -> Any:
+    """Each array of a state times the factor [B] of its item."""
+    return tree_map(lambda array: array * keep.reshape(-1, *[1] * (array.ndim - 1)).astype(array.dtype), state)
 
 
 def time_and_batch(x: Any) -> tuple[int, int]:

@@ -36,21 +36,21 @@ def sweep_forward(problem: Problem, arrays: Arrays, z: Array) -> Arrays:
         gates, c, h = step(problem, arrays, z_at[t], recurrent_input(arrays, h, t), h, c)
         return {"h": h, "c": c, "gates": gates}, (h, c)
 
-    kept, (h, c) = over_time(at, initial_states(problem, arrays), problem.steps(), problem.lengths)
+    kept, (h, c) = over_time(at, initial_states(problem, arrays), problem.steps(), problem.live)
     outputs = kept | {"hT": h, "cT": c}
     return {name: outputs[name] for name in problem.cell.outputs}
 
 
 def over_time(
-    at: Callable[[int, Any], tuple[Any, Any]], state: Any, steps: Iterable[int], lengths: Array | None
+    at: Callable[[int, Any], tuple[Any, Any]], state: Any, steps: Iterable[int], live_at: Callable[[int], Array | None]
 ) -> tuple[Any, Any]:
     """Whatever `at(t, state) -> output, state` returns, step after step: the outputs [T, B, .] and the last state, each
-    an array or a tree of such. Past its end an item's outputs are 0 and its state is carried."""
+    an array or a tree of such. Of items [B] that are not live at t the output is 0, the state carried; None: all are.
+    """
     outputs = {}
     for t in steps:
-        output, after = at(t, state)
-        if lengths is not None:
-            live = lengths > t
+        (output, after), live = at(t, state), live_at(t)
+        if live is not None:
             output, after = where(live, output, tree_map(zero, output)), where(live, after, state)
         outputs[t], state = output, after
     return tree_map(lambda *of_steps: mx.stack(list(of_steps)), *(outputs[t] for t in range(len(outputs)))), state
@@ -243,7 +243,11 @@ def without_padding(lengths: Array | None, sequence: Array) -> Array:
     """A sequence [T, B, .], 0 where an item has ended: what lies there must not reach a sum, 0 * NaN would spoil it."""
     if lengths is None:
         return sequence
-    live = mx.arange(sequence.shape[0])[:, None] < lengths
+    return of_live(mx.arange(sequence.shape[0])[:, None] < lengths, sequence)
+
+
+def of_live(live: Array, sequence: Array) -> Array:
+    """A sequence [T, B, .] where its steps [T, B] are live, else 0."""
     return mx.where(live.reshape(*live.shape, *[1] * (sequence.ndim - 2)), sequence, zero(sequence))
 
 
