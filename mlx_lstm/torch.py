@@ -158,7 +158,8 @@ class Layers(nn.Module):
                 check_lengths(self.op, lengths, N, L, traced=True)  # of none the range is unknown
             output = mx.zeros((*input.shape[:2], D * self.width), dtype)
             return output, {name: mx.zeros(shape, dtype) for name, shape in shapes.items()}
-        first = {name: small(partial(split_states, D), state) for name, state in given.items()}
+        split = small(lambda *states: [split_states(D, state) for state in states], *given.values()) if given else []
+        first = dict(zip(given, split, strict=True))
         x = (input if lies_so else small(partial(turned, batched), input)).astype(dtype)
         steps = whole_steps(self.op, keep, hold, input.shape[:-1], "the steps of input")
         steps = {name: (array if time_first else array.T).reshape(L, N) for name, array in steps.items()}
@@ -175,8 +176,15 @@ class Layers(nn.Module):
             x = out.h
         note_engine(self)
         output = x if lies_so else small(partial(turned, batched), x)
-        of_all = {name: [each[name] for each in last] for name in states}
-        return output, {name: small(partial(join_states, D, shapes[name]), *of_all[name]) for name in states}
+        of_all = [each[name] for name in states for each in last]
+        return output, small(partial(self.join_all, shapes), *of_all)
+
+    def join_all(self, shapes: dict[str, list[int]], *states: Any) -> dict[str, Any]:
+        """The states in these shapes, out of those of each layer, of one name after the other."""
+        D, K = len(self.ways), self.num_layers
+        return {
+            name: join_states(D, shape, *states[n * K : (n + 1) * K]) for n, (name, shape) in enumerate(shapes.items())
+        }
 
     def check_states(self, states: dict[str, Any], N: list[int], time_first: bool) -> dict[str, list[int]]:
         """The shapes of the states, which those given have."""

@@ -30,19 +30,22 @@ def by_mlx(function: Run, *arrays: mx.array) -> Any:
 
 def by_numpy(function: Run, *arrays: mx.array) -> Any:
     """The same, of NumPy's views of small arrays; the function has to know both kinds. Of others `by_mlx`."""
-    dtype = arrays[0].dtype
-    if dtype not in (mx.float32, mx.float64) or sum([array.size for array in arrays]) >= COPIED:
+    dtypes, dtype = [array.dtype for array in arrays], arrays[0].dtype
+    if dtypes.count(dtype) < len(dtypes) or dtype not in (mx.float32, mx.float64):
+        return function(*arrays)
+    if sum([array.size for array in arrays]) >= COPIED:
         return function(*arrays)
     mx.eval(arrays)
-    found = function(*map(view, arrays))
+    return copied(function(*map(view, arrays)), dtype)
+
+
+def copied(found: Any, dtype: mx.Dtype) -> Any:
+    """An array, or lists and dicts of them, as MLX's, which does not take every view."""
+    if isinstance(found, np.ndarray):
+        return mx.array(np.ascontiguousarray(found), dtype)
     if isinstance(found, dict):
         return {name: copied(array, dtype) for name, array in found.items()}
-    return [copied(array, dtype) for array in found] if isinstance(found, list) else copied(found, dtype)
-
-
-def copied(array: np.ndarray, dtype: mx.Dtype) -> mx.array:
-    """As MLX's, which does not take every view."""
-    return mx.array(np.ascontiguousarray(array), dtype)
+    return [copied(array, dtype) for array in found]
 
 
 def made(now: bool, how: str, parameters: Any, make: Callable[[], Any]) -> Any:

@@ -34,8 +34,11 @@ def run(
     chunks: Chunks | None = None,
 ) -> dict[str, Any]:
     """The cell's outputs by name, with our gradient unless the graph shall stay plain; gates None if not wanted. With
-    `batch_first` x and all sequences have the batch first; `wants_last`: with hT and cT; `chunks`: how it is cut."""
+    `batch_first` x and all sequences have the batch first; x [B, I] is a single step; `wants_last`: with hT and cT;
+    `chunks`: how it is cut."""
     dtype, chunked = arrays["x"].dtype, None
+    if arrays["x"].ndim == 2 and not (plain and engine == "numpy"):
+        arrays = arrays | {"x": arrays["x"][None]}
     if chunks is not None:
         chunked = in_chunks(chunks, problem, arrays, engine, plain, batch_first)
     if chunked is None and dtype in HALVES:
@@ -259,7 +262,7 @@ class Tape:
                 self.used.update(names)
             return cotangents
 
-        held = {name: self.held.pop(name) for name in names if name in self.held}
+        held = {name: self.held.pop(name) for name in names if name in self.held} if self.held else None
         if held:
             shows = [held.get(name, value) for name, value in zip(names, values, strict=True)]
             identity = custom_function(lambda *given: tuple(shows))

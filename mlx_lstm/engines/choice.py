@@ -151,11 +151,13 @@ def obstacles(
 
 Stream = mx.Stream | mx.Device | None
 
+NOWHERE: AbstractContextManager[None] = nullcontext()
+
 
 def on(stream: Stream, op: str = "stream") -> AbstractContextManager[object]:
     """The context of a stream, or none."""
     if stream is None:
-        return nullcontext()
+        return NOWHERE
     try:
         return mx.stream(stream)
     except TypeError:

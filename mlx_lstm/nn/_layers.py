@@ -370,15 +370,15 @@ def run(
     if 0 in batch:
         return tuple(mx.zeros(shape, dtype) for _ in states)
     small = by_mlx
-    if step or len(batch) != 1:
+    if len(batch) != 1:
         small = by_numpy if computes_now(layer.engine) else by_mlx
-        for name, of_item in {"x": (L, features), "h0": (H,), "c0": (H,)}.items():
-            if name in given and given[name].shape[1:] != of_item:
+        for name, of_item in {"x": x.shape[len(batch) :], "h0": (H,), "c0": (H,)}.items():
+            if name in given:
                 given[name] = small(methodcaller("reshape", (-1, *of_item)), given[name])
     steps = whole_steps(op, keep, hold, (*batch, L), "[..., L]")
     steps = {name: array.reshape(-1, L) for name, array in steps.items()}
-    options = {"hold": steps.pop("hold", None), "checkpoint_every": layer.checkpoint_every}
-    call = Call(cell, engine=layer.engine, batch_first=True, **options)
+    options = {"engine": layer.engine, "checkpoint_every": layer.checkpoint_every, "hold": steps.pop("hold", None)}
+    call = Call(cell, batch_first=not step, one_step=step, **options)
     out = call.forward(in_dtype(given, dtype) | steps, return_gates=False, training=layer.training, wants_last=step)
     note_engine(layer)
     found = [out[name] for name, _ in zip(("hT", "cT") if step else "hc", states, strict=False)]

@@ -56,14 +56,22 @@ def check_packing(op: str, group_size: object, bits: object, mode: object) -> No
 
 
 def check_arrays(
-    op: str, arrays: Arrays, cell: Cell, bidirectional: bool, batch_first: bool, packing: Packing | None = None
+    op: str,
+    arrays: Arrays,
+    cell: Cell,
+    bidirectional: bool,
+    batch_first: bool,
+    packing: Packing | None = None,
+    one_step: bool = False,
 ) -> Sizes:
-    """That the arrays are what the cell has; returns (T, B, H, P), of one direction."""
+    """That the arrays are what the cell has; returns (T, B, H, P), of one direction. `one_step`: x [B, I] has no T."""
     for name, array in arrays.items():
         if not isinstance(array, mx.array):
             check_array(op, name, array, ())
-    forms = tuple([(name, array.shape, array.dtype) for name, array in arrays.items()])
-    return check_forms(op, cell, bidirectional, batch_first, forms, packing)
+    forms = [(name, array.shape, array.dtype) for name, array in arrays.items()]
+    if one_step:
+        forms = [(name, (1, *shape) if name == "x" else shape, dtype) for name, shape, dtype in forms]
+    return check_forms(op, cell, bidirectional, batch_first, tuple(forms), packing)
 
 
 @lru_cache(maxsize=1024)

@@ -38,7 +38,7 @@ class Call(NamedTuple):
     """A call's cell and options, as the caller gave them: checks them with the arrays, chooses an engine and runs.
 
     With `batch_first`, which only `forward` knows, x and the sequences it returns are [B, T, .], keep and hold [B, T].
-    `checked`: whether the lengths are ours.
+    `checked`: whether the lengths are ours. With `one_step` x is [B, I], without an axis of time.
     """
 
     cell: Cell
@@ -51,6 +51,7 @@ class Call(NamedTuple):
     hold: Hold = None
     checked: bool = False
     checkpoint_every: int | str | None = None
+    one_step: bool = False
 
     def forward(
         self, given: dict[str, Any], *, return_gates: bool, training: bool, wants_last: bool = True
@@ -149,7 +150,7 @@ class Call(NamedTuple):
         """(T, B, H, P), once arrays and flags are found right."""
         check_flag(op, "reverse", self.reverse)
         check_flag(op, "bidirectional", self.bidirectional)
-        return check_arrays(op, arrays, self.cell, self.bidirectional, self.batch_first, packing)
+        return check_arrays(op, arrays, self.cell, self.bidirectional, self.batch_first, packing, self.one_step)
 
     def problem(
         self, sizes: Sizes, packing: Packing | None, chosen: "Chosen | None" = None, return_gates: bool = False
@@ -167,10 +168,11 @@ class Call(NamedTuple):
         op = self.cell.op if wanted.cotangents is None else f"{self.cell.op}_gradients"
         lengths = self.whole_lengths(op, sizes)
         metal, on_cpu = mx.metal.is_available(), choice.current_device() == "cpu"
-        looks = not wanted.training or (on_cpu and self.engine in (None, "numpy"))
-        seen = [*arrays.values(), *others, *([] if lengths is None else [lengths])] if looks else []
-        free = looks and are_free(seen)
-        traced = looks and not free and not have_values(seen)
+        free = traced = False
+        if not wanted.training or (on_cpu and self.engine in (None, "numpy")):
+            seen = [*arrays.values(), *others, *([] if lengths is None else [lengths])]
+            free = are_free(seen)
+            traced = not free and not have_values(seen)
         best = partial(
             choice.choose,
             sizes=(T, B, arrays["x"].shape[-1], H),

@@ -72,11 +72,15 @@ def of_layers(states: Sequence[Any], D: int) -> Any:
 
 def split_states(D: int, states: Any) -> list[Any]:
     """Each layer's [N, D .] out of [L D, ..., .], whose other axes N has in one."""
+    if len(states) == 1:
+        return [states.reshape(-1, states.shape[-1])]
     return list(by_layer(states.reshape(states.shape[0], -1, states.shape[-1]), D))
 
 
 def join_states(D: int, shape: Sequence[int], *states: Any) -> Any:
     """The way back, in this shape."""
+    if len(states) == D == 1:
+        return states[0].reshape(shape)
     return of_layers(states, D).reshape(shape)
 
 

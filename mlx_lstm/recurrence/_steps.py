@@ -57,6 +57,8 @@ def hold_array(op: str, hold: Any) -> mx.array:
 
 def whole_steps(op: str, keep: Any, hold: Any, shape: tuple[int, ...], axes: str) -> dict[str, mx.array]:
     """A layer's keep and hold, those given, at the full shape of its steps: x without its features, of these `axes`."""
+    if keep is hold is None:
+        return {}
     found = {} if hold is None else {"hold": hold_array(op, hold)}
     if keep is not None:
         if not isinstance(keep, mx.array):

@@ -212,7 +212,7 @@ def outputs_of(
 
 def launch_fused(sweep: str, problem: Problem, inputs: Inputs, steps: int, keeps_d: bool = False) -> Arrays:
     """Launch fused_forward or fused_backward over the steps that `sizes` names."""
-    given = {name: inputs[name] for name in INPUTS[sweep] if inputs[name] is not None}
+    given = {name: array for name in INPUTS[sweep] if (array := inputs[name]) is not None}
     call, names = prepared_sweep(sweep, problem, given["packed"].dtype, tuple(given), steps, keeps_d)
     return dict(zip(names, call(inputs=list(given.values())), strict=True))
 

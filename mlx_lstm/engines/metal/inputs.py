@@ -30,7 +30,7 @@ def project(problem: Problem, arrays: Arrays, launches: int = 2) -> mx.array:
     x, Wx, b = arrays["x"], arrays.get("Wx"), arrays.get("b")
     if Wx is None or b is None or is_packed("Wx", arrays):
         return contiguous(ops.project(problem, arrays)) if launches > 1 else ops.project(problem, arrays)
-    return mx.addmm(b, x.reshape(-1, x.shape[2]), Wx.T).reshape(*x.shape[:2], -1)
+    return mx.addmm(b, x, Wx.T)
 
 
 def whole_mask(problem: Problem, arrays: Arrays) -> mx.array | None:

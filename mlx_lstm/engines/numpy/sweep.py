@@ -31,17 +31,23 @@ def forward(problem: Problem, arrays: Arrays, batch_first: bool = False, wants_l
     """The cell's outputs: h [T, B, D P], gates [T, B, D G H], hT [B, D P]; of an LSTM c [T, B, D H], cT [B, D H].
 
     Gates that the caller does not want stay in NumPy's memory, or are None if there is no training; a plain cell's
-    gradient does without. With `batch_first` x and h, c, gates have the batch first; hT and cT only if wanted.
+    gradient does without. With `batch_first` x and h, c, gates have the batch first; hT and cT only if wanted, and
+    of a single step, x [B, I], nothing else.
     """
     v = views(in_floats(problem, arrays))
-    if batch_first:
+    single = v["x"].ndim == 2
+    if single:
+        v["x"] = v["x"][None]
+    elif batch_first:
         v["x"] = v["x"].transpose(BATCH_MAJOR)
     dtype, (T, B, H, P), D = v["Wh"].dtype, problem[:4], problem.directions
-    new = {"h": NewSequence(dtype, (T, B, D * P), order_of(v["x"]), batch_first)}
-    if isinstance(problem.cell, LSTMCell):
-        new["c"] = NewSequence(dtype, (T, B, D * H), FEATURE_MAJOR, batch_first)
-    if wants_last:
-        new |= {f"{name}T": New(dtype, room.memory.shape[1:]) for name, room in new.items()}
+    widths = {"h": D * P, "c": D * H} if isinstance(problem.cell, LSTMCell) else {"h": D * P}
+    last = {f"{name}T": New(dtype, (B, width)) for name, width in widths.items()} if wants_last else {}
+    new: dict[str, New] = {}
+    if not single:
+        new["h"] = NewSequence(dtype, (T, B, D * P), order_of(v["x"]), batch_first)
+        if "c" in widths:
+            new["c"] = NewSequence(dtype, (T, B, D * H), FEATURE_MAJOR, batch_first)
     rows, hidden = D * problem.cell.gates * H, None
     if problem.return_gates:
         new["gates"] = NewSequence(dtype, (T, B, rows), FEATURE_MAJOR, batch_first)
@@ -49,12 +55,16 @@ def forward(problem: Problem, arrays: Arrays, batch_first: bool = False, wants_l
         # NumPy's own memory where MLX need not see it: MLX would write it once before we do.
         hidden = np.empty((T, rows, B), dtype).transpose(FEATURE_MAJOR)
     memory = {name: room.memory for name, room in new.items()}
+    if single:  # its sequences lie where its last states do
+        memory |= {name: last[f"{name}T"].memory[None] for name in widths}
+    else:
+        memory |= {name: room.memory for name, room in last.items()}
     if "gates" not in memory:
         one = np.empty((1, rows, B), dtype).transpose(FEATURE_MAJOR)  # step after step in the same memory
         memory["gates"] = one if hidden is None else hidden
     each_direction(problem, lambda d, problem: sweep_forward(problem, of_direction(d, v), of_direction(d, memory)))
     outputs: Saved = {"gates": hidden}
-    return outputs | {name: room.array() for name, room in new.items()}
+    return outputs | {name: room.array() for name, room in (new | last).items()}
 
 
 def backward(problem: Problem, arrays: Arrays, saved: Saved, cotangents: Arrays) -> Arrays:
