@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from .directions import join, join_gradients, one_direction, part
+from .directions import half, join, join_gradients, one_direction, part
 from .ops.packed import dequantized
 from .ops.sweep import initial_states
 from .problem import Array, Arrays, Problem, masks_differ
@@ -102,6 +102,9 @@ class Chunked:
         if self.engine != "numpy":  # which keeps the matrices of packed weights itself
             arrays = dequantized(problem.packing, arrays)
         (T, B, H, P), D, dtype = problem[:4], problem.directions, arrays["x"].dtype
+        if self.engine == "numpy" and dtype.size > 2:  # which holds nothing but its outputs, at any length
+            outputs = self.module.forward(problem._replace(training=False), arrays)
+            return outputs | self.starts(problem, arrays, outputs)
         kept, widths, rooms = self.kept(problem) if problem.training else [], {"h": P, "c": H}, {}
         if problem.return_gates or "gates" in kept:
             widths["gates"] = problem.cell.gates * H
@@ -115,6 +118,18 @@ class Chunked:
                 mx.eval(last)
         self.left = []
         return last | {name: room.array for name, room in rooms.items()}
+
+    def starts(self, problem: Problem, arrays: Arrays, outputs: Arrays) -> Arrays:
+        """The states that chunks start from, out of those after all steps."""
+        found = []
+        for d, one, (given,) in ways(problem, arrays):
+            first: Arrays = dict(zip(("h0", "c0"), initial_states(one, given), strict=True))
+            mx.eval(first)
+            own = {name: numbers_of(outputs[name[0]]) for name in states_of(one)}
+            own = {name: half(states, d) if problem.bidirectional else states for name, states in own.items()}
+            starts = {n: [before(one, own[n], numbers_of(first[n]), *b) for b in sorted(self.bounds(one))] for n in own}
+            found.append({f"{name[0]}_starts": of_numbers(np.stack(rows)) for name, rows in starts.items()})
+        return join(found) if problem.bidirectional else found[0]
 
     def sweep_forward(self, d: int, problem: Problem, arrays: Arrays, rooms: dict[str, "Room"]) -> Arrays:
         """One direction's chunks: writes the sequences; the last states, and those that chunks start from."""
@@ -279,6 +294,17 @@ def ways(problem: Problem, *values: Arrays) -> Iterator[tuple[int, Problem, list
         return
     for d in range(2):
         yield d, one_direction(problem, d), [part(arrays, d) for arrays in values]
+
+
+def before(problem: Problem, states: np.ndarray, first: np.ndarray, start: int, stop: int) -> np.ndarray:
+    """The state [B, .] that steps start..stop start from, out of those after each step and the first one. Of an item
+    that has ended by then anything will do."""
+    last = stop if problem.reverse else start - 1
+    if not 0 <= last < problem.T:
+        return first
+    if not problem.reverse or problem.lengths is None:
+        return states[last]
+    return np.where(np.array(problem.lengths)[:, None] > stop, states[last], first)
 
 
 def piece(problem: Problem, start: int, stop: int) -> Problem:
