@@ -24,6 +24,17 @@
 template <int LENGTH, int GROUP>
 constant constexpr int RUNS_OF = (LENGTH + 4 * GROUP - 1) / (4 * GROUP);
 
+// What a lane has of SLOTS rows of that length, in COUNT vectors V: of every row SPAN neighbours at a time, RUNS runs in
+// all. fused_packed.metal says it of packed weights.
+template <class V, int LENGTH, int GROUP, int SLOTS>
+struct LaneShare {
+  enum { SPAN = 4, RUNS = RUNS_OF<LENGTH, GROUP>, COUNT = RUNS * SLOTS };
+};
+
+// Where number n of a row that lanes share in spans stands in threadgroup memory: lane after lane a run of each.
+template <int SPAN, int GROUP>
+int place_in_row(int n) { return (n % SPAN / 4 * GROUP + n / SPAN) * 4 + n % 4; }
+
 // A launch's way through a sequence, in one direction; `sizes`, and the direction.
 struct Sweep {
   int start, stop, T, B, D, direction;
@@ -85,10 +96,10 @@ void advance(thread Place<Index>& place, thread const Place<Index>& step) {
 template <class L> bool is_live(L lengths, int t, int length) { return !is_present(lengths) || t < length; }
 
 // The vectors of weights of lane `index` of a threadgroup of `threads`.
-template <int COUNT, class S, class W>
-const device vec<S, 4>* vectors_of_lane(W packed, int direction, uint index, uint threads) {
+template <int COUNT, class V, class W>
+const device V* vectors_of_lane(W packed, int direction, uint index, uint threads) {
   const uint simdgroup = direction * threads / 32 + index / 32;
-  return (const device vec<S, 4>*)packed + simdgroup * (32 * COUNT) + index % 32;
+  return (const device V*)packed + simdgroup * (32 * COUNT) + index % 32;
 }
 
 // The first of them, which stay in registers.

@@ -63,7 +63,7 @@ void fused_backward(
   Place<Index> next;
   between_steps<true>(sweep, GATES, H, next);
   const device vec<S, 4>* read =
-      vectors_of_lane<UNITS * (RUNS + (TWO ? FIRST : 0)), S>(packed, sweep.direction, index, threads);
+      vectors_of_lane<UNITS * (RUNS + (TWO ? FIRST : 0)), vec<S, 4>>(packed, sweep.direction, index, threads);
   vec<S, 4> kept[RESIDENT == 0 ? 1 : RESIDENT];
   keep<RESIDENT>(read, kept);
   fill_with_zeros(vectors, SIZE, index, threads);

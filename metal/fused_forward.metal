@@ -22,25 +22,28 @@ void add_products(
   }
 }
 
-template <int CELL, int H, int UNITS, int ROWS, int RESIDENT, class Index, class S, class Z, class H0, class C0,
+template <int CELL, int H, int UNITS, int ROWS, int RESIDENT, class Index, class S, class V, class Z, class H0, class C0,
     class W, class E, class M, class F, class L, class N, class C, class G, class CT>
 void fused_forward(
     Z z, H0 h0, C0 c0, W packed, E extra, M mask, F keeps, L lengths, const constant int* sizes, N numbers,
     device S* h, C c, G gates, device S* hT, CT cT, threadgroup float4* vectors, uint2 group, uint index, uint threads) {
-  constexpr int GROUP = LANES * UNITS, RUNS = RUNS_OF<H, GROUP>, ROW = GROUP * RUNS, HALF = ROWS * ROW;
+  constexpr int GROUP = LANES * UNITS;
+  using Share = LaneShare<V, H, GROUP, UNITS * PRODUCTS>;
+  constexpr int RUNS = Share::RUNS, ROW = GROUP * RUNS, HALF = ROWS * ROW;
   constexpr bool TWO = TWO_PRODUCTS<CELL>;
   Sweep sweep = {};
   read_sizes(sizes, group.y, sweep);
   const float forget_bias = value_at(numbers, 0, 0.0f), limit = value_at(numbers, 1, 0.0f);
   const int s = int(index) % GROUP, gate = s % LANES, unit = int(index) / LANES, block = gate_block(CELL, gate);
+  const int own = place_in_row<Share::SPAN, GROUP>(unit);
   const bool real = H % (32 / LANES) == 0 || unit < H, writes = real && gate == WRITER;
   const bool has_gate = real && (GATES == LANES || block >= 0);
   // What comes before the launch's first time index in z, which has all of them.
   const Index earlier = Index(first_time(sweep) * time_step(sweep, GATES, H));
   Place<Index> next;
   between_steps<false>(sweep, GATES, H, next);
-  const device vec<S, 4>* read = vectors_of_lane<RUNS * UNITS * PRODUCTS, S>(packed, sweep.direction, index, threads);
-  vec<S, 4> kept[RESIDENT == 0 ? 1 : RESIDENT];
+  const device V* read = vectors_of_lane<Share::COUNT, V>(packed, sweep.direction, index, threads);
+  V kept[RESIDENT == 0 ? 1 : RESIDENT];
   keep<RESIDENT>(read, kept);
   fill_with_zeros(vectors, 2 * HALF, index, threads);
   threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -57,7 +60,7 @@ void fused_forward(
     h_now[r] = writes ? value_at(h0, item, 0.0f) : 0.0f;
     c_now[r] = writes ? value_at(c0, item, 0.0f) : 0.0f;
     const int row = (TWO ? 0 : sweep.start & 1) * HALF + r * ROW;
-    if (writes) number_at(vectors, row, unit) = h_now[r] * value_at(mask, at[r].mask, 1.0f);
+    if (writes) number_at(vectors, row, own) = h_now[r] * value_at(mask, at[r].mask, 1.0f);
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
   for (int n = sweep.start; n < sweep.stop; ++n) {
@@ -71,7 +74,7 @@ void fused_forward(
 #pragma clang loop unroll(full)
       for (int r = 0; r < ROWS; ++r) {
         const float reset = simd_shuffle_xor(gru_reset<CELL>(y[r] + sums[r][0]), 2);
-        if (writes) number_at(vectors + HALF, r * ROW, unit) = reset * number_at(before, r * ROW, unit);
+        if (writes) number_at(vectors + HALF, r * ROW, own) = reset * number_at(before, r * ROW, own);
       }
       threadgroup_barrier(mem_flags::mem_threadgroup);
       add_products<CELL, UNITS, ROWS, RUNS, 4, RESIDENT>(sums, kept, read, vectors + HALF + s, gate);
@@ -88,7 +91,7 @@ void fused_forward(
       if (writes) store(c, at[r].state, live ? state : 0.0f);
       if (writes) h[at[r].state] = live ? m : S(0.0f);
       if (writes && (!is_present(mask) || n + 1 < sweep.stop))
-        number_at(after, r * ROW, unit) = h_now[r] * value_at(mask, at[r].mask + next.mask, 1.0f);
+        number_at(after, r * ROW, own) = h_now[r] * value_at(mask, at[r].mask + next.mask, 1.0f);
       advance(at[r], next);
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);

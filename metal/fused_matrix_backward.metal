@@ -33,7 +33,7 @@ void fused_matrix_backward(
   const Index step = Index(time_step(sweep, 1, H)), earlier = Index(first_time(sweep)) * step;
   Place<Index> next;
   between_steps<true>(sweep, GATES, H, next);
-  const device vec<S, 4>* read = vectors_of_lane<COUNT, S>(packed, sweep.direction, index, threads);
+  const device vec<S, 4>* read = vectors_of_lane<COUNT, vec<S, 4>>(packed, sweep.direction, index, threads);
   vec<S, 4> kept[RESIDENT == 0 ? 1 : RESIDENT];
   keep<RESIDENT>(read, kept);
   fill_with_zeros(vectors, VECTORS * HALF, index, threads);

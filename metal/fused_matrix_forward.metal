@@ -15,7 +15,7 @@ void fused_matrix_forward(
   const Index earlier = Index(first_time(sweep) * time_step(sweep, GATES, H));
   Place<Index> next;
   between_steps<false>(sweep, GATES, H, next);
-  const device vec<S, 4>* read = vectors_of_lane<COUNT, S>(packed, sweep.direction, index, threads);
+  const device vec<S, 4>* read = vectors_of_lane<COUNT, vec<S, 4>>(packed, sweep.direction, index, threads);
   vec<S, 4> kept[RESIDENT == 0 ? 1 : RESIDENT];
   keep<RESIDENT>(read, kept);
   fill_with_zeros(vectors, 2 * HALF, index, threads);

@@ -20,12 +20,6 @@ struct Packed {
 template <int BITS, int GROUP, class W, class A, class B>
 Packed<BITS, GROUP, A, B> packed_weights(W words, A scales, B biases) { return {words, scales, biases}; }
 
-template <int BITS, int GROUP, class A, class B>
-Packed<BITS, GROUP, A, B> rows_from(Packed<BITS, GROUP, A, B> weights, Index row, int K) {
-  const Index groups = row * (K / GROUP);
-  return {weights.words + row * (K * BITS / 32), weights.scales + groups, from(weights.biases, groups)};
-}
-
 // Bits of the mantissa of a small float: sign, 2 of exponent, 1, or sign, 4, 3; and what it is of a half in whose
 // exponent and mantissa its own are the lowest and the highest bits.
 template <int BITS> constant constexpr int MANTISSA = BITS == 4 ? 1 : 3;

@@ -58,6 +58,8 @@ USERS = {  # shader file: (engine, layers) that use it, batch sizes at which the
     "fused_backward": ({"fused": ["lstm", "gru", "gru_before"]}, (3, 19)),
     "fused_item": ({"fused": ["lstm", "gru", "rnn"]}, (3, 19)),
     "fused_pack": ({"fused": ["lstm", "gru_before"]}, (3, 19)),
+    "fused_packed": ({"fused": []}, ()),
+    "fused_pack_words": ({"fused": []}, ()),
     "fused_matrix": ({"fused": ["lstm", "gru"]}, (9, 19)),
     "fused_matrix_forward": ({"fused": ["lstm", "gru"]}, (9, 19)),
     "fused_matrix_backward": ({"fused": ["lstm", "gru"]}, (9, 19)),
@@ -72,6 +74,11 @@ PACKED = [  # how weights are packed, and sizes: by lanes, whole rows of them or
     *[(packing, (2, 8, 2, H, H)) for packing, H in (((64, 3, "affine"), 64), ((32, 8, "mxfp8"), 32))],
     *[((16, 4, "nvfp4"), (2, B, 2, 48, 48)) for B in (1, 8)],
     *[(packing, (2, 1, 2, 32, 32)) for packing in ((32, 4, "mxfp4"), (32, 1, "affine"))],
+]
+FUSED_PACKED = [  # likewise: spans of each length, a group or a part of one
+    *[((64, 3, "affine"), (2, 1, 2, H, H)) for H in (64, 128, 256)],
+    *[((32, bits, "affine"), (2, 17, 2, 32, 32)) for bits in (4, 5)],
+    *[((16, 4, "nvfp4"), (2, 1, 2, H, H)) for H in (48, 80, 512)],  # the latter two of plain cells
 ]
 BOTH_FORMS = ("fused_cell_lstm", "fused_cell_gru", "fused_item", "fused_pack")
 """What serves the product in lanes and that in matrices."""
@@ -113,6 +120,11 @@ HARMLESS = {  # damages that change nothing, and why
     "if (k + first < uint(K)) multiply(rows, weights, columns, place, found);  the bound of < is one less",
     "inline uint shifted(uint bits, int left) { return left < 0 ? bits >> -left : bits << left; }  < becomes <=",
     "if (shift + BITS > 32) found |= words[word + 1] << (32 - shift);  > becomes >=",  # what is masked away
+    # Both are the same there; powers of two; the first factor is slot 0's.
+    "PIECE = SPAN < SIZE ? SPAN : SIZE,  < becomes <=",
+    "PIECE = SPAN < SIZE ? SPAN : SIZE,  the bound of < is one less",
+    "const int slot = factor < 0 ? place / Share::WORDS % SLOTS : factor / Share::FACTORS;  < becomes <=",
+    "if (n < RESIDENT) lane.words = lane.kept[n].words;  the bound of < is one less",  # as in the other kernels
     # Groups of 32 begin with every tile; 16 is the only smaller one.
     "if (row.k % GROUP == 0 || GROUP < 32)  < becomes <=",
     "if (row.k % GROUP == 0 || GROUP < 32)  the bound of < is one less",
@@ -146,10 +158,11 @@ def trials(file, kind):
                 yield trial(engine, (4, B, 2, 10, 33), **options)
         options = {name: value for name, value in LAYERS[layer].items() if name in ("op", "reset")}
         yield trial(engine, (2, batches[-1], 2, 33, 33), bidirectional=engine == "fused", **options)
-    if "packed" in file:
-        for packing, sizes in PACKED:
-            case, cotangents, weights, ref, limit = quantized_case(packing, sizes=sizes, quantize=("Wh",))
-            yield "stepwise", case, cotangents, ref, limit, weights
+    if "packed" in file or file == "fused_pack_words":
+        for packing, sizes in FUSED_PACKED if "fused" in file else PACKED:
+            op = "rnn" if sizes[3] in (80, 512) else "lstm"
+            case, cotangents, weights, ref, limit = quantized_case(packing, sizes=sizes, quantize=("Wh",), op=op)
+            yield "fused" if "fused" in file else "stepwise", case, cotangents, ref, limit, weights
     if file == "stepwise":
         yield trial("stepwise", (21, 1, 2, 2, 2), op="rnn")  # rows of fewer than 8 numbers, joined
     if file == "stepwise_product_by_lanes":

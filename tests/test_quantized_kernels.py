@@ -1,6 +1,8 @@
 """Quantized weights in the Metal kernels, on the emulator: what they compute, what they read, who refuses them."""
 
 import math
+import re
+from unittest.mock import patch
 
 import ml_dtypes
 import mlx.core as mx
@@ -12,6 +14,7 @@ from quantized_cases import PACKINGS, check_quantized, quantized_case
 from mlx_lstm.bench.model.times import moved_bytes, ours, packed_shapes
 from mlx_lstm.bench.tasks import Size
 from mlx_lstm.engines import choose
+from mlx_lstm.engines.metal import fused_launches
 from mlx_lstm.engines.packing import Packing
 
 CASES = {  # a packing, T, B, I, H, P, options
@@ -69,24 +72,62 @@ def test_a_tile_reads_each_byte_once(packing):
         assert sum(each.bytes_read for each in weights) == sum(each.size for each in weights)
 
 
+FEW = [(32, 1, "affine"), (64, 4, "affine"), (128, 5, "affine"), (32, 8, "mxfp8"), (16, 4, "nvfp4")]
+
+
+@pytest.mark.parametrize(
+    "packing", [pytest.param(p, id=str(p), marks=[] if p in FEW else pytest.mark.slow) for p in PACKINGS]
+)
+def test_fused_reads_every_mode_width_and_group_once_a_call(packing):
+    """Packed anew in one launch, then kept in registers for all steps."""
+    H = {16: 48, 32: 64, 64: 64, 128: 128}[packing[0]]
+    with on_metal() as log:
+        check_quantized("fused", quantized_case(packing, sizes=(3, 1, packing[0], H, H)))
+    (pack,) = (launch for launch in log if "fused_pack_words" in launch.name)
+    (sweep,) = (launch for launch in log if "fused_forward" in launch.name)
+    for name in ("Wh", "scales", "biases")[: 3 if packing[2] == "affine" else 2]:
+        assert pack.traffic[name].distinct_read == pack.traffic[name].size
+    assert sweep.traffic["packed"].bytes_read == sweep.traffic["packed"].size
+
+
+@pytest.mark.parametrize("op, B, rows", [("lstm", 17, 2), ("gru", 65, 4)])
+def test_fused_reads_what_registers_do_not_hold_at_every_step(op, B, rows):
+    """Here most of it, each for all rows of a threadgroup; in 16 bits, where no batch is multiplied in matrices."""
+    with on_metal() as log, patch.object(fused_launches, "working_registers", lambda *_: 116):
+        check_quantized("fused", quantized_case((32, 4, "affine"), np.float16, (2, B, 32, 64, 64), op=op), np.float16)
+    (sweep,) = (launch for launch in log if "fused_forward" in launch.name)
+    resident, found = (int(re.search(rf"int {name} = (\d+);", sweep.source)[1]) for name in ("RESIDENT", "ROWS"))
+    vectors, read = sweep.traffic["packed"].size // (16 * sweep.threadgroup[0]), sweep.traffic["packed"].bytes_read
+    assert found == rows and 0 < resident < vectors
+    assert read == 16 * sweep.threadgroup[0] * -(-B // rows) * (resident + 2 * (vectors - resident))
+
+
+def test_a_batch_in_matrices_has_its_weights_unpacked():
+    """In float32."""
+    with on_metal() as log, patch.object(fused_launches, "MATRIX_BATCH", 3):
+        check_quantized("fused", quantized_case((32, 4, "affine"), sizes=(2, 3, 32, 32, 32)))
+    assert {"fused_pack_words" in launch.name for launch in log} == {False}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("B, packing", [(1, (32, 6, "affine")), (9, (32, 4, "mxfp4"))])
-def test_16_bits(B, packing, dtype):
+def test_16_bits(B, packing, dtype, engine):
     with on_metal():
-        check_quantized("stepwise", quantized_case(packing, dtype, (2, B, 32, 64, 64)), dtype)
+        check_quantized(engine, quantized_case(packing, dtype, (2, B, 32, 64, 64)), dtype)
 
 
-def test_who_reads_them():
-    here = {"device": "gpu", "metal": True, "traced": False, "packing": Packing(32, 4, "affine")}
-    found = {
-        (T, dtype): choose(sizes=(T, 1, 64, 64), dtype=dtype, **here)
-        for T in (1, 7, 8)
-        for dtype in (mx.float32, mx.float16)
-    }
-    assert {key for key, choice in found.items() if choice.engine == "fused"} == {(8, mx.float32)}
-    assert found[7, mx.float32].reason == "to unpack the weights first takes more than 7 steps, not 7"
-    with pytest.raises(ValueError, match="cannot run: it unpacks quantized weights first, which 16 bits would round"):
-        choose(sizes=(8, 1, 64, 64), dtype=mx.float16, requested="fused", **here)
+@pytest.mark.parametrize(
+    "bits, B, largest", [(2, 1, 192), (4, 1, 192), (4, 2, 256), (5, 1, 160), (8, 1, 160), (8, 40, 192)]
+)
+def test_who_reads_them(bits, B, largest):
+    """Whatever the dtype of the arrays."""
+    here = {"device": "gpu", "metal": True, "traced": False, "packing": Packing(32, bits, "affine")}
+    for dtype in (mx.float32, mx.float16):
+        found = {H: choose(sizes=(8, B, 32, H), dtype=dtype, **here) for H in (32, largest, largest + 32)}
+        assert [choice.engine for choice in found.values()] == ["fused", "fused", "stepwise"]
+        field = 4 if bits <= 4 else 8
+        assert found[32].reason == f"H = 32 <= {largest} in weights of {field} bits at B = {B}, predicted"
 
 
 @pytest.mark.parametrize("packing", [(64, 4, "affine"), (16, 4, "nvfp4")], ids=str)

@@ -224,7 +224,7 @@ def show_model(options: argparse.Namespace) -> int:
     records, packing = [], Packing(64, options.bits, "affine") if options.bits else None
     for size in options.sizes:
         for which in options.passes:
-            engines = engines_at(size, options.dtype, options.engine, packing)
+            engines = engines_at(size, options.engine)
             lines = predict(size, options.dtype, which, engines, packing)
             print(f"{model_text(size, options.dtype, which, lines, packing)}\n", flush=True)
             records += csv_records(size, options.dtype, which, lines)

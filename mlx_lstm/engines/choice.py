@@ -9,8 +9,8 @@ import mlx.core as mx
 
 from ..checks import FLOATS, check_option, fail
 from .cells import Cell, LSTMCell
-from .packing import Packing
-from .tuning import PREDICTED, Table
+from .packing import Packing, field_of
+from .tuning import PACKED, PREDICTED, Table
 
 ENGINES = ("fused", "stepwise", "numpy", "ops")
 """`fused`: our Metal shaders, the sequence in one launch. `stepwise`: our Metal shaders, a launch per time step.
@@ -22,11 +22,6 @@ LSTM = LSTMCell()
 
 FUSED_LIMIT = {"lstm": 256, "gru": 256, "rnn": 1024}
 """The largest H `fused` can run: its threadgroups have 4 threads per unit, of a plain cell 1; Metal's limit is 1024."""
-
-UNPACKED_STEPS = 8
-"""Steps from which on `fused` may run quantized weights, which it unpacks first, one launch more than `stepwise` has:
-`bench.model` predicts a step of `stepwise` to take 2 us longer, and a launch 4 to 10. Not measured."""
-
 
 NONE: Mapping[str, str] = MappingProxyType({})
 """Of engines: none."""
@@ -67,7 +62,7 @@ def choose(
         bidirectional (bool): whether both directions run. Default: `False`.
         projection (bool): whether h is projected. Default: `False`.
         requested (str): an engine's word to force it. Default: `None`, the best that runs.
-        table (Table): which Metal engine is faster where. Default: the predicted one.
+        table (Table): which Metal engine is faster where with floats. Default: the predicted one.
         op (str): whom an error names. Default: `"lstm"`.
         refused (mapping): engines that failed their trial on this machine, and why. Default: none.
         packing (Packing): how the recurrent weights are packed. Default: `None`, they are not.
@@ -93,9 +88,9 @@ def choose(
         raise ValueError(f"[{op}] engine must be one of {', '.join(ENGINES)} but got {requested!r}.")
     check_option(op, "dtype", dtype, FLOATS)
     check_option(op, "device", device, ("cpu", "gpu"))
-    T, B, _, H = sizes
+    _, B, _, H = sizes
     check_device(op, dtype, device)
-    hindrances = obstacles(cell, H, device, metal, traced, projection, packing, dtype)
+    hindrances = obstacles(cell, H, device, metal, traced, projection)
     if refused:
         hindrances = {**refused, **hindrances}
     if requested is not None:
@@ -104,9 +99,10 @@ def choose(
         return Choice(requested, "asked for")
     if "numpy" not in hindrances:
         return Choice("numpy", "the stream's device is the CPU")
-    word, reason = table.preferred(dtype, B, H)
-    if word == "fused" and packing is not None and T < UNPACKED_STEPS and "stepwise" not in hindrances:
-        return Choice("stepwise", f"to unpack the weights first takes more than {UNPACKED_STEPS - 1} steps, not {T}")
+    if packing is None:
+        word, reason = table.preferred(dtype, B, H)
+    else:
+        word, reason = PACKED.preferred(f"weights of {field_of(packing)} bits", B, H)
     if word not in hindrances:
         return Choice(word, reason)
     if "stepwise" in hindrances:
@@ -127,8 +123,6 @@ def obstacles(
     metal: bool,
     traced: bool,
     projection: bool,
-    packing: Packing | None = None,
-    dtype: mx.Dtype = mx.float32,
 ) -> dict[str, str]:
     """Of each engine that cannot run: why."""
     found = {}
@@ -140,8 +134,6 @@ def obstacles(
         found["fused"] = found["stepwise"] = "Metal shaders run on the GPU and the stream's device is cpu"
     elif not metal:
         found["fused"] = found["stepwise"] = "MLX has no Metal back end on this machine"
-    elif packing is not None and dtype != mx.float32:
-        found["fused"] = "it unpacks quantized weights first, which 16 bits would round"
     elif projection:
         found["fused"] = "a projection of h is a product between two steps"
     elif (limit := FUSED_LIMIT[cell.op]) < H:

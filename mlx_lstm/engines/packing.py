@@ -1,6 +1,6 @@
 """Weights as `mx.quantize` packs them: what a caller hands over, and what an engine is told of it."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -73,11 +73,16 @@ Weight = mx.array | Quantized
 """A matrix, packed or not."""
 
 
-def is_packed(name: str, arrays: Mapping[str, object]) -> bool:
-    """Whether an array is packed."""
+def is_packed(name: str, arrays: Collection[str]) -> bool:
+    """Whether an array is packed; `arrays`: the names of all."""
     return f"{name}_scales" in arrays
 
 
 def packed_names(arrays: Mapping[str, object]) -> list[str]:
     """The names of all arrays that packed weights are made of."""
     return [name for name in arrays if is_packed(name, arrays) or name.endswith(("_scales", "_biases"))]
+
+
+def field_of(packing: Packing) -> int:
+    """The bits that a lane of `fused` has for each weight, which it packs anew."""
+    return 4 if packing.bits <= 4 else 8

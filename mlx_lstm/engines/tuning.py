@@ -39,7 +39,7 @@ class Table(NamedTuple):
     discarded: frozenset[tuple[str, int, str]] = frozenset()
     cuts: Mapping[tuple[str, int], Cut] = MappingProxyType({})
 
-    def preferred(self, dtype: mx.Dtype, B: int, H: int) -> tuple[str, str]:
+    def preferred(self, dtype: mx.Dtype | str, B: int, H: int) -> tuple[str, str]:
         """The engine for a batch of B and H units, and why.
 
         Example:
@@ -57,7 +57,7 @@ class Table(NamedTuple):
         beyond = "stepwise" if self.trusts("stepwise", dtype, B) else "ops"
         return beyond, f"H = {H} > {row[-1][0]} {where}" if row else f"H = {H} {where}"
 
-    def trusts(self, engine: str, dtype: mx.Dtype, B: int) -> bool:
+    def trusts(self, engine: str, dtype: mx.Dtype | str, B: int) -> bool:
         """Whether an engine may run at an H of this row that was not measured: not if it failed at one that was."""
         name, least, _ = self.row_at(dtype, B)
         return (name, least, engine) not in self.discarded
@@ -66,7 +66,7 @@ class Table(NamedTuple):
         """How `fused` shall cut a problem with a batch of B, where not by its own rules."""
         return self.cuts.get(self.row_at(dtype, B)[:2]) if self.cuts else None
 
-    def row_at(self, dtype: mx.Dtype, B: int) -> tuple[str, int, Row]:
+    def row_at(self, dtype: mx.Dtype | str, B: int) -> tuple[str, int, Row]:
         """The row for a batch of B: its dtype's name, its least batch size, and what is in it."""
         name = str(dtype).removeprefix("mlx.core.")
         batches = self.engines.get(name) or {1: ()}
@@ -80,6 +80,11 @@ PREDICTED = Table("predicted", {"float32": WIDE, "float16": NARROW, "bfloat16": 
 """The largest multiple of 32 up to which two of the three chips of `bench.model` are predicted to need no more time for
 forward and backward in `fused` than in `stepwise`, at every B of the row, and up to which no kernel of `fused` spills.
 The rows begin where it takes more items to a threadgroup. `bench.model.times.fused_until` finds it. Not measured."""
+
+OF_4, OF_8 = {1: ((192, "fused"),), 2: ((256, "fused"),)}, {1: ((160, "fused"),), 2: ((192, "fused"),)}
+PACKED = Table("predicted", {"weights of 4 bits": OF_4, "weights of 8 bits": OF_8})
+"""The same for the step forward with packed weights, by the bits that a lane of `fused` has for each: two of the three
+chips need no more time up to there, in groups of 64. Not measured."""
 
 
 def cache_file() -> Path:

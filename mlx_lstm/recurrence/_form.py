@@ -122,7 +122,7 @@ def without_numbers(cell: Cell) -> Cell:
 
 def smallest_fused(form: Form) -> tuple[int, int, int]:
     """B, H, P: the smallest batch that is cut in the same way."""
-    problem = form.problem()
+    problem = fused.bare_of(form.problem(), form.names, form.dtype)
     extra = {"extra"} if {"peephole", "bhn"} & set(form.names) else set()
     given = extra | ({"mask", "keep"} & set(form.names)) | ({"lengths"} if form.lengths else set())
     if "keep" in given:  # which a plain cell's kernels have in the mask alone
@@ -141,7 +141,7 @@ def smallest_stepwise(form: Form) -> tuple[int, int, int]:
 
     def smallest(B: int, width: int, weight: str) -> int | None:
         """The width of the same remainder whose product has the same tile; of packed rows, whole groups."""
-        group = form.packing.group_size if form.packing and is_packed(weight, dict.fromkeys(form.names)) else 1
+        group = form.packing.group_size if form.packing and is_packed(weight, form.names) else 1
         wanted, least = tile_of(problem, width), width % 32 + (32 if width % 32 < SMALL else 0)
         widths = [width] if width < 32 else [*(w for w in range(least, width, 32) if w % group == 0), width]
         return next((w for w in widths if tile_of(problem._replace(B=B), w) == wanted), None)

@@ -51,7 +51,7 @@ def draw_parts(form: Form, rng: np.random.Generator) -> Tensors:
     T, B, H, P = form[:4]
     cell, D, G = form.cell, 2 if form.bidirectional else 1, form.cell.gates
     own = (2,) if form.bidirectional else ()
-    width = form.packing.group_size if form.packing and is_packed("Wx", dict.fromkeys(form.names)) else WIDTH
+    width = form.packing.group_size if form.packing and is_packed("Wx", form.names) else WIDTH
     shapes = {"Wx": (D * G * H, width), "Wh": (*own, G * H, P), "b": (D * G * H,), "bhn": (D * H,)}
     shapes |= {"x": (T, B, width if "Wx" in form.names else D * G * H), "h0": (B, D * P), "Wp": (*own, P, H)}
     shapes |= {"peephole": (*own, 4 * H), "mask": (T, B, D * P) if form.masks else (B, D * P), "c0": (B, D * H)}
@@ -83,7 +83,7 @@ def assembled(form: Form, parts: Tensors, scale: float) -> tuple[dict[str, Any],
     arrays = {name: mx.array(value.astype(np.float32)).astype(form.dtype) for name, value in values.items()}
     case: dict[str, Any] = {name: float64(array) for name, array in arrays.items()}
     if form.packing:
-        for name in [name for name in arrays if is_packed(name, dict.fromkeys(form.names))]:
+        for name in [name for name in arrays if is_packed(name, form.names)]:
             arrays |= of_weight(name, arrays[name], form.packing)
         case |= {name: judged(form.packing, arrays, name) for name in case if is_packed(name, arrays)}
     options = form.cell._asdict()

@@ -63,6 +63,14 @@ def cases() -> Iterator[Case]:
     packed = [(1, packing) for packing in how] + [(4, packing) for packing in how[2:8]] + [(32, how[3]), (32, how[6])]
     for B, packing in packed:
         yield Case("stepwise", "lstm", "float32", B, 256, which="forward", packing=packing)
+    few = [(B, H, how[n]) for B in (1, 32) for H in (64, 128, 192, 256) for n in (3, 6)]
+    few += [(1, H, Packing(32, bits, "affine")) for H in (96, 160, 224) for bits in (4, 8)]
+    few += [(1, 128, packing) for packing in (how[2], how[4], *how[7:])]
+    for B, H, packing in few:
+        yield Case("fused", "lstm", "float32", B, H, which="forward", packing=packing)
+    yield from (Case("fused", "lstm", "float16", 1, H, which="forward", packing=how[3]) for H in (128, 192))
+    for cell in ("gru", "gru-before", "rnn"):
+        yield from (Case("fused", cell, "float32", B, 128, which="forward", packing=how[3]) for B in (1, 32))
     yield Case("stepwise", "lstm", "float16", 1, 256, which="forward", packing=how[3])
     yield Case("stepwise", "gru", "float32", 1, 256, which="forward", packing=how[3])
 

@@ -29,7 +29,12 @@ KINDS = {"float32": "float", "float16": "half", "bfloat16": "bfloat16_t"}
 def has_product(launch: Launch) -> bool:
     """Whether a launch is of a kernel around a recurrent product; one that packs weights is not."""
     reads = any(buffer.name in WEIGHTS for buffer in launch.reads)
-    return launch.ours and reads and not launch.name.endswith("_pack")
+    return launch.ours and reads and "_fused_pack" not in launch.name
+
+
+def reads_packed(launch: Launch) -> bool:
+    """Whether a kernel around a recurrent product has packed weights."""
+    return "packed_weights<" in launch.text or "PackedVector<FIELD" in launch.text
 
 
 class Counted(NamedTuple):
@@ -104,12 +109,13 @@ def kernel_of(launch: Launch, problem: Problem) -> Kernel:
     weights = next(buffer for buffer in launch.reads if buffer.name in WEIGHTS)
     elements, B, H, packing = prod(weights.shape), problem.B, problem.H, problem.packing
     dtype = "float32" if weights.bytes == 4 * elements else "bfloat16" if "bfloat16_t" in launch.text else "float16"
-    if packing and "packed_weights" in launch.text:
-        name += f"_{packing.mode}_{packing.bits}_bits"
-        elements = elements * 32 // packing.bits
+    per_step = "fused" in name
+    if packed := packing if reads_packed(launch) else None:
+        name += f"_{packed.mode}_{packed.bits}_bits"
+        elements = problem.directions * problem.cell.gates * H * problem.P if per_step else elements * 32 // packed.bits
         dtype = next(word for word, kind in KINDS.items() if f"using S = {kind};" in launch.text)
-    if per_step := "fused" in name:
-        sweep = {"backward": "backward" in name, "directions": problem.directions}
+    if per_step:
+        sweep = {"backward": "backward" in name, "directions": problem.directions, "packing": packed}
         rows = fused_tiling(problem.cell, B, H, weights.bytes // elements, **sweep).rows
     else:
         rows = stepwise_rows(B)

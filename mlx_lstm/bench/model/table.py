@@ -101,9 +101,9 @@ def sums(layer: str, which: str, graph: Graph, problem: Problem) -> tuple[Predic
     return Prediction(layer, "between launches", 0, 0, 0, 0, between, none), work._replace(seconds=total, bounds=bounds)
 
 
-def engines_at(size: Size, dtype: str, asked: list[str] | None, packing: Packing | None = None) -> list[str]:
+def engines_at(size: Size, asked: list[str] | None) -> list[str]:
     """The Metal engines that can run a size, of those asked for."""
-    refused = obstacles(LSTM, size.H, "gpu", True, False, False, packing, DTYPES[dtype])
+    refused = obstacles(LSTM, size.H, "gpu", True, False, False)
     return [engine for engine in METAL_ENGINES if engine not in refused and (not asked or engine in asked)]
 
 
@@ -120,8 +120,6 @@ def group_text(size: Size, dtype: str, which: str, lines: list[Prediction], pack
     wholes = [line for line in lines[:-1] if line.launch == "all"]
     engines = dict.fromkeys(line.layer for line in lines[:-1])
     notes = estimates(size, dtype, which, engines, packing)
-    if packing and "fused" in engines:
-        notes.append("fused unpacks the weights first: on a GPU MLX does that in one launch, here in many")
     notes += [f"{theirs.layer} over {line.layer}, predicted: {theirs.over(line)}" for line in wholes]
     packed = f"   weights of {packing.bits} bits" if packing else ""
     title = f"T,B,I,H = {size}   {which}   {dtype}{packed}   default engine {default.engine}: {default.reason}"

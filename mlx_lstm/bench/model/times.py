@@ -24,7 +24,7 @@ from ...engines.problem import Problem
 from ..tasks import Size
 from . import stepwise_traffic
 from .launches import Buffer, Graph, Launch, trace
-from .machine_code import WEIGHTS, cycles_of, has_product
+from .machine_code import WEIGHTS, cycles_of, has_product, reads_packed
 from .machine_code import counted as counted_line
 
 LSTM = LSTMCell()
@@ -145,8 +145,9 @@ def itemsize(launch: Launch) -> int:
 
 def tiling_of(launch: Launch, problem: Problem, size: int) -> FusedTiling:
     """Among others the batch rows of a threadgroup, and how much of the recurrent weights it keeps in registers."""
-    backward, D = "backward" in launch.name, problem.directions
-    return fused_tiling(problem.cell, problem.B, problem.H, size, backward=backward, directions=D)
+    how = {"backward": "backward" in launch.name, "directions": problem.directions}
+    packing = problem.packing if reads_packed(launch) else None
+    return fused_tiling(problem.cell, problem.B, problem.H, size, packing=packing, **how)
 
 
 # --- Seconds ---------------------------------------------------------------------------------------------------------

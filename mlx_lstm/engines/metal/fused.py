@@ -3,19 +3,20 @@
 A threadgroup owns a few batch items of one direction and walks their steps with the recurrent weights in its registers.
 The products over all T * B rows stay MLX's own. h and gates are stored in the dtype of the arrays, c in float32;
 arithmetic is float32. All results are lazy, so the engine also runs inside `mx.compile` and exports. There is no
-projection here. Quantized recurrent weights are unpacked once for all steps: to unpack them at each would take more
-instructions than the product.
+projection here. Quantized recurrent weights stay packed, in registers as far as these go, but in matrices.
 """
+
+from collections.abc import Collection
 
 import mlx.core as mx
 
 from ..cells import Cell, LSTMCell, RNNCell
 from ..directions import half
-from ..ops.packed import matrix
+from ..ops.packed import matrix, scales_of
 from ..ops.sweep import gradients_after_sweep
 from ..packing import is_packed
 from ..problem import Arrays, Problem
-from .fused_launches import fused_backward, fused_forward, fused_pack, fused_tiling
+from .fused_launches import fused_backward, fused_forward, fused_pack, fused_pack_words, tiling_of
 from .gradients import candidates, gradients_in_few_launches, is_plain, recurrent_input, takes_product
 from .inputs import constant, contiguous, project, takes_steps, whole_mask
 from .launch import kept
@@ -31,11 +32,15 @@ FEWEST_CORES = 8
 def forward(problem: Problem, arrays: Arrays) -> Arrays:
     """h [T, B, D H], gates [T, B, D G H], hT [B, D H], of an LSTM c [T, B, D H] and cT [B, D H] in float32; gates only
     if the problem keeps them."""
-    bare = bare_of(problem)
-    fixed, Wh = options(problem, arrays), arrays["Wh"]
-    if problem.packing is not None and is_packed("Wh", arrays):
-        Wh = matrix(problem.packing, arrays, "Wh", arrays["x"].dtype)
-    fixed |= {"packed": fused_pack("forward", bare, Wh), "numbers": numbers(problem.cell)}
+    dtype, Wh = arrays["x"].dtype, arrays["Wh"]
+    bare = bare_of(problem, arrays, dtype)
+    if bare.packing is not None:
+        packed = fused_pack_words(bare, Wh, *scales_of(arrays, "Wh", dtype))
+    elif problem.packing is not None and is_packed("Wh", arrays):
+        packed = fused_pack("forward", bare, matrix(problem.packing, arrays, "Wh", dtype))
+    else:
+        packed = fused_pack("forward", bare, Wh)
+    fixed = options(problem, arrays) | {"packed": packed, "numbers": numbers(problem.cell)}
     parts = launches(bare, takes_steps(fixed["mask"]))
     fixed["z"] = project(problem, arrays, launches=len(parts))
     last, pieces = {"hT": arrays.get("h0"), "cT": arrays.get("c0")}, []
@@ -82,9 +87,16 @@ def backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays
     )
 
 
-def bare_of(problem: Problem) -> Problem:
-    """What launches need to know of a problem, which are kept by it."""
-    return problem if problem.lengths is problem.packing is None else problem._replace(lengths=None, packing=None)
+def bare_of(problem: Problem, names: Collection[str] = (), dtype: mx.Dtype = mx.float32) -> Problem:
+    """What launches need to know of a problem, which are kept by it; forward with the `names` of its arrays. It has a
+    packing where they read packed weights. The product in matrices has floats, unpacked once: predicted to take half
+    to four fifths of the time. Not for 16 bits, which would round them."""
+    if problem.lengths is problem.packing is None:
+        return problem
+    bare = problem._replace(lengths=None, packing=None)
+    if not is_packed("Wh", names) or (dtype == mx.float32 and tiling_of("forward", bare, dtype).matrices):
+        return bare
+    return bare._replace(packing=problem.packing)
 
 
 def options(problem: Problem, arrays: Arrays) -> dict[str, mx.array | None]:
@@ -106,8 +118,8 @@ def numbers(cell: Cell) -> mx.array | None:
 def launches(problem: Problem, masks: bool) -> list[tuple[int, mx.array]]:
     """Of every launch, in the order of processing: its steps, and what it is told of sizes; metal/fused.metal lists
     them. Fewer than 8, for Metal's constant memory."""
-    T, B, H, D = problem.T, problem.B, problem.H, problem.directions
-    groups = D * B // fused_tiling(problem.cell, B, H, 4, backward=False, directions=D, cut=problem.cut).rows
+    T, B, D = problem.T, problem.B, problem.directions
+    groups = D * B // tiling_of("forward", problem, mx.float32).rows
     steps = max(1, LAUNCH_STEPS // max(1, groups // FEWEST_CORES))
     parts = [(start, min(start + steps, T)) for start in range(0, T, steps)]
     return [(stop - start, mx.array((start, stop, T, B, D, problem.reverse, masks), mx.int32)) for start, stop in parts]

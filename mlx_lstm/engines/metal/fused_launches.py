@@ -6,6 +6,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from ..cells import Cell, GRUCell
+from ..packing import Packing, field_of
 from ..problem import Arrays, Cut, Problem
 from .inputs import INDEX_LIMIT
 from .launch import Inputs, Launch, Outputs, Template, arguments, cell_number, kept, prepare, present
@@ -33,6 +34,9 @@ WORKING_REGISTERS = {
 """What a thread needs beside its weights, by cell, sweep and batch rows of a threadgroup, 8 in matrices: sums,
 operands, weights on their way, states, indices. From the machine code of Mesa's compiler for the M1: with as many
 weights in registers as it does not spill, this is what remains at H = 96 to 256. Apple's compiler may differ."""
+
+PACKED_REGISTERS = {1: 12, 2: 20, 4: 40}
+"""What it needs more where weights are packed, by batch rows, likewise: numbers on their way, sums of x."""
 
 OPTION_REGISTERS = {"mask": 4, "keep": 4, "lengths": 8, "extra": 4}
 """What it needs more for an input that may be absent, likewise."""
@@ -73,12 +77,14 @@ def fused_tiling(
     directions: int = 1,
     more: int = 0,
     cut: Cut | None = None,
+    packing: Packing | None = None,
 ) -> FusedTiling:
-    """The tiling of one sweep. `more`: registers that its options need; `cut`: as it was measured."""
+    """The tiling of one sweep. `more`: registers that its options need; `cut`: as it was measured; `packing`: how the
+    weights are packed, forward, where a vector is four words of them."""
     lanes, gates = LANES[cell.op], cell.gates
     sweep = "backward" if backward else "forward"
     wanted = cut.rows if cut else rows_for(cell, B, H, directions)
-    matrices = wanted == 8 and fits_matrices(cell, H)
+    matrices = wanted == 8 and fits_matrices(cell, H) and packing is None
     # The length of each product of a step.
     lengths = [H, 2 * H] if backward and two_products(cell) else [gates * H if backward else H]
     if matrices:
@@ -87,18 +93,32 @@ def fused_tiling(
     else:
         units = 8 // lanes * (2 if backward and lanes > 1 else 1)
         threads, piece = 32 * -(-(-(-H // units) * lanes * units) // 32), 4 * lanes * units
-        rows = rows_of(cell, sweep, min(wanted, 4), threads)
+        rows = rows_of(cell, sweep, min(wanted, 4), threads, packing is not None)
         slots = units * (1 if backward else gates)
         weights = slots * sum(-(-length // piece) for length in lengths)
+    if packing:
+        span, weights = packed_share(packing, H, lanes * units, slots)
+        lengths, itemsize = [span * lanes * units], 4
+        # Sums of a group beside those of all; what is kept between two products.
+        more += slots * rows * (span > packing.group_size) + 8 * two_products(cell)
     one = 4 * rows * piece * sum(-(-length // piece) for length in lengths)
     vectors = 1 if len(lengths) > 1 or (matrices and backward and 2 * one > THREADGROUP_BYTES) else 2
     # A vector of 4 weights takes as many registers as a weight has bytes.
-    working = working_registers(cell, sweep, rows) + more
+    working = working_registers(cell, sweep, rows, packing is not None) + more
     resident = max(0, min(weights, (registers_of(threads) - working - (cut.spare if cut else 0)) // itemsize))
     used = working + resident * itemsize
     return FusedTiling(
         matrices, units, rows, threads, vectors, vectors * one, weights, resident, resident / weights, used
     )
+
+
+def packed_share(packing: Packing, H: int, lanes: int, slots: int) -> tuple[int, int]:
+    """What a lane has of rows of packed weights that so many lanes share: the weights of each row, and the vectors of
+    all; metal/fused_packed.metal has the same rule."""
+    span = max(8, 2 ** (-(-H // lanes) - 1).bit_length())
+    pieces = max(1, span // packing.group_size)
+    words = span * field_of(packing) // 32 + pieces * (2 if packing.mode == "affine" else 1)
+    return span, -(-slots * words // 4)
 
 
 def rows_for(cell: Cell, B: int, H: int, directions: int) -> int:
@@ -108,22 +128,24 @@ def rows_for(cell: Cell, B: int, H: int, directions: int) -> int:
     return 8 if matrices else 1 if B <= 16 else 2 if B <= 64 else 4
 
 
-def rows_of(cell: Cell, sweep: str, wanted: int, threads: int) -> int:
+def rows_of(cell: Cell, sweep: str, wanted: int, threads: int, packed: bool) -> int:
     """Batch rows of a threadgroup that multiplies in lanes: as far as there are registers."""
-    possible = (rows for rows in WORKING_REGISTERS[cell.op, sweep] if rows <= wanted)
-    return max(rows for rows in possible if rows == 1 or working_registers(cell, sweep, rows) <= registers_of(threads))
+    most = registers_of(threads)
+    possible = [rows for rows in WORKING_REGISTERS[cell.op, sweep] if rows <= wanted]
+    return max(rows for rows in possible if rows == 1 or working_registers(cell, sweep, rows, packed) <= most)
 
 
-def working_registers(cell: Cell, sweep: str, rows: int) -> int:
+def working_registers(cell: Cell, sweep: str, rows: int, packed: bool) -> int:
     """What a thread needs beside its weights, without options."""
-    return WORKING_REGISTERS[cell.op, sweep][rows]
+    return WORKING_REGISTERS[cell.op, sweep][rows] + (PACKED_REGISTERS[rows] if packed else 0)
 
 
 def tiling_of(sweep: str, problem: Problem, dtype: mx.Dtype, given: Collection[str] = ()) -> FusedTiling:
     """The tiling of a sweep of a problem; with its inputs' names that of the very launch, as they need registers."""
     more = sum(count for name, count in OPTION_REGISTERS.items() if name in given)
     how = {"backward": sweep == "backward", "directions": problem.directions, "more": more, "cut": problem.cut}
-    return fused_tiling(problem.cell, problem.B, problem.H, dtype.size, **how)
+    packing = problem.packing if sweep == "forward" else None
+    return fused_tiling(problem.cell, problem.B, problem.H, dtype.size, packing=packing, **how)
 
 
 def two_products(cell: Cell) -> bool:
@@ -163,6 +185,41 @@ def index_of(problem: Problem) -> mx.Dtype:
     """The integers that count the elements of a launch's arrays, of which those with all gates are the largest."""
     elements = problem.T * problem.B * problem.directions * problem.cell.gates * problem.H
     return mx.uint32 if elements < INDEX_LIMIT else mx.uint64
+
+
+def fused_pack_words(problem: Problem, Wh: mx.array, scales: mx.array, biases: mx.array | None) -> mx.array:
+    """Packed Wh as the lanes of the sweep forward read it, [D, simdgroups, vectors, 32, 4 words];
+    metal/fused_pack_words.metal."""
+    arrays = [Wh, scales] if biases is None else [Wh, scales, biases]
+    return prepared_pack_words(problem, scales.dtype)(inputs=arrays)[0]
+
+
+@kept
+def prepared_pack_words(problem: Problem, dtype: mx.Dtype) -> Launch:
+    """The launch that packs words of weights whose scales have this dtype."""
+    op, D, tiling = problem.cell.op, problem.directions, tiling_of("forward", problem, dtype)
+    packed = packed_template(problem)
+    inputs = {"Wh": True, "scales": True, "biases": True if packed["BIASED"] else None}
+    outputs: Outputs = {"packed": ((D, tiling.threads // 32, tiling.weights, 32, 4), mx.uint32)}
+    template = {"CELL": cell_number(problem.cell), "H": problem.H, "UNITS": tiling.units, "COUNT": tiling.weights}
+    weights = f"packed_weights<BITS, SIZE>({arguments(inputs)})"
+    threads = "thread_position_in_grid.xy, threads_per_threadgroup.x"
+    body = f"fused_pack_words<{', '.join(template)}, FIELD, {VECTOR}>({weights}, packed, {threads});"
+    shaders = "cell", *ARITHMETIC[op, "forward"], "fused", "packed", "fused_packed", "fused_matrix", f"fused_cell_{op}"
+    shaders += ("fused_pack", "fused_pack_words")
+    template |= packed | {"BITS": problem.packing.bits if problem.packing else 32, "S": dtype}
+    groups = (tiling.weights, D)
+    return prepare(f"{op}_fused_pack_words", shaders, inputs, outputs, template, body, groups, tiling.threads)[0]
+
+
+def packed_template(problem: Problem) -> Template:
+    """How weights are packed, as template numbers."""
+    packing = problem.packing or Packing(1, 32, "")
+    return {"FIELD": field_of(packing), "SIZE": packing.group_size, "BIASED": packing.mode == "affine"}
+
+
+VECTOR = "PackedVector<FIELD, SIZE, BIASED>"
+"""What the lanes of a sweep read packed weights as."""
 
 
 def fused_pack(sweep: str, problem: Problem, Wh: mx.array) -> mx.array:
@@ -213,7 +270,8 @@ def outputs_of(
 def launch_fused(sweep: str, problem: Problem, inputs: Inputs, steps: int, keeps_d: bool = False) -> Arrays:
     """Launch fused_forward or fused_backward over the steps that `sizes` names."""
     given = {name: array for name in INPUTS[sweep] if (array := inputs[name]) is not None}
-    call, names = prepared_sweep(sweep, problem, given["packed"].dtype, tuple(given), steps, keeps_d)
+    dtype = given["z" if sweep == "forward" else "packed"].dtype
+    call, names = prepared_sweep(sweep, problem, dtype, tuple(given), steps, keeps_d)
     return dict(zip(names, call(inputs=list(given.values())), strict=True))
 
 
@@ -234,13 +292,20 @@ def prepared_sweep(
         form, element = "", "vec<float, 4>"
         template |= {"UNITS": tiling.units, "ROWS": tiling.rows, "RESIDENT": tiling.resident}
     template |= {"Index": index_of(problem), "S": dtype}
+    numbers, own = list(template), (f"fused_cell_{op}",)
+    if back:
+        own += f"fused_cell_{op}_backward", "fused_item"
+    elif not tiling.matrices:
+        numbers.append(VECTOR if problem.packing else "vec<S, 4>")
+        if problem.packing:
+            template |= packed_template(problem)
+            own = "packed", "fused_packed", *own
     function, size = f"fused_{form}{sweep}", tiling.bytes // (4 if tiling.matrices else 16)
     threads = "thread_position_in_threadgroup.x, threads_per_threadgroup.x"
     threads += ", thread_index_in_simdgroup" if tiling.matrices else ""
     arrays = arguments({**inputs, **outputs})
     body = f"""threadgroup {element} vectors[{size}];
-{function}<{", ".join(template)}>({arrays}, vectors, threadgroup_position_in_grid.xy, {threads});"""
-    own = (f"fused_cell_{op}", f"fused_cell_{op}_backward", "fused_item") if back else (f"fused_cell_{op}",)
+{function}<{", ".join(numbers)}>({arrays}, vectors, threadgroup_position_in_grid.xy, {threads});"""
     common = ("fused", "fused_matrix") if tiling.matrices else ("fused",)
     shaders = ("cell", "store", *ARITHMETIC[op, sweep], *common, *own, function)
     groups = (-(-problem.B // tiling.rows), D)

@@ -92,7 +92,7 @@ class StepKernel:
             template = template | {"BITS": problem.packing.bits, "GROUP": problem.packing.group_size}
         product = (f"stepwise_product_by_{form}",)
         if packed:
-            product = "packed", f"stepwise_packed_by_{form}", *(() if lanes else product)
+            product = "packed", "stepwise_packed", f"stepwise_packed_by_{form}", *(() if lanes else product)
         shaders = ("cell", f"stepwise_index_{index_bits(problem)}", *shaders[:-1], *product, shader)
         outputs: Outputs = {"after": ((output[0],), output[1])}
         numbers = ", ".join(name for name in template if name not in ("X", "BITS", "GROUP"))

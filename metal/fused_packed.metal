@@ -1,0 +1,119 @@
+// Packed weights in the vectors of the kernel that runs a sequence forward, as fused_pack_words.metal lays them out.
+//
+// An integer of up to 4 bits has a field of 4, another one of 8, so that eight fill FIELD / 4 words. Of every row a lane
+// has SPAN neighbours in PIECES pieces, each of one group of SIZE. In the order in which it needs them lie eight of every
+// slot, then those next to them, and behind a piece each slot's scale and, where BIASED, bias, as floats.
+
+template <int FIELD, int SIZE, bool BIASED>
+struct PackedVector {
+  uint4 words;
+};
+
+template <int FIELD, int SIZE, bool BIASED, int LENGTH, int GROUP, int SLOTS>
+struct LaneShare<PackedVector<FIELD, SIZE, BIASED>, LENGTH, GROUP, SLOTS> {
+  enum {
+    NEEDED = (LENGTH + GROUP - 1) / GROUP,
+    // A power of two, so that a span is part of a group, or groups are part of it.
+    SPAN = NEEDED <= 8 ? 8 : NEEDED <= 16 ? 16 : NEEDED <= 32 ? 32 : NEEDED <= 64 ? 64 : 128,
+    RUNS = SPAN / 4,
+    PIECE = SPAN < SIZE ? SPAN : SIZE,
+    PIECES = SPAN / PIECE,
+    WORDS = FIELD / 4,
+    FACTORS = BIASED ? 2 : 1,
+    OF_WEIGHTS = SLOTS * WORDS * PIECE / 8,
+    EACH = OF_WEIGHTS + SLOTS * FACTORS,
+    COUNT = (PIECES * EACH + 3) / 4
+  };
+};
+
+template <int RESIDENT, int FIELD, int SIZE, bool BIASED, int COUNT>
+void keep(
+    const device PackedVector<FIELD, SIZE, BIASED>* read, thread PackedVector<FIELD, SIZE, BIASED> (&kept)[COUNT]) {
+#pragma clang loop unroll(full)
+  for (int n = 0; n < RESIDENT; ++n) kept[n].words = read[32 * n].words;
+}
+
+// A lane's words, from the vector that it is at.
+template <class V>
+struct Words {
+  thread const V* kept;
+  const device V* read;
+  uint4 words;
+  int vector;
+};
+
+// One of them; a vector is read once for those that follow one another.
+template <int RESIDENT, class V>
+uint word_at(thread Words<V>& lane, int word) {
+  const int n = word / 4;
+  if (n != lane.vector) {
+    if (n < RESIDENT) lane.words = lane.kept[n].words;
+    else lane.words = lane.read[32 * n].words;
+  }
+  lane.vector = n;
+  return lane.words[word % 4];
+}
+
+// Whether there are biases, as packed.metal asks for it.
+template <bool BIASED> struct Biases { using type = float; };
+template <> struct Biases<false> { using type = Absent; };
+
+// Adds to products[row][slot] eight weights of every slot, whose words begin with number `first`, times as many of x;
+// those to x_sums.
+template <int ROWS, int SLOTS, int GROUP, int PER, int WANTED, int RESIDENT, int STRIDE, int FIELD, int SIZE,
+    bool BIASED>
+void add_eight(
+    thread float (&products)[ROWS][SLOTS], thread float (&x_sums)[ROWS], int first,
+    thread Words<PackedVector<FIELD, SIZE, BIASED>>& lane, threadgroup const float4* x) {
+  constexpr int WORDS = FIELD / 4;
+  const typename Biases<BIASED>::type biases = {};
+  float operands[ROWS][8];
+#pragma clang loop unroll(full)
+  for (int part = 0; part < 8 * ROWS; ++part) {
+    const int r = part / 8, e = part % 8;
+    operands[r][e] = x[r * STRIDE + e / 4 * GROUP][e % 4];
+    x_sums[r] += operands[r][e];
+  }
+#pragma clang loop unroll(full)
+  for (int v = 0; v < SLOTS; ++v) {
+    if (!((WANTED >> (v % PER)) & 1)) continue;
+    uint words[WORDS];
+#pragma clang loop unroll(full)
+    for (int n = 0; n < WORDS; ++n) words[n] = word_at<RESIDENT>(lane, first + v * WORDS + n);
+#pragma clang loop unroll(full)
+    for (int part = 0; part < 8 * ROWS; ++part) {
+      const int e = part / ROWS, r = part % ROWS;
+      products[r][v] += operands[r][e] * number_at<FIELD>(words, e, biases);
+    }
+  }
+}
+
+// As add_product of fused.metal.
+template <int ROWS, int SLOTS, int RUNS, int GROUP, int FROM, int PER, int WANTED, int RESIDENT, int STRIDE, int FIELD,
+    int SIZE, bool BIASED>
+void add_product(
+    thread float (&sums)[ROWS][SLOTS], thread const PackedVector<FIELD, SIZE, BIASED>* kept,
+    const device PackedVector<FIELD, SIZE, BIASED>* read, threadgroup const float4* x) {
+  using Share = LaneShare<PackedVector<FIELD, SIZE, BIASED>, 4 * GROUP * RUNS, GROUP, SLOTS>;
+  constexpr int EIGHTS = Share::PIECE / 8, FACTORS = Share::FACTORS;
+  Words<PackedVector<FIELD, SIZE, BIASED>> lane = {kept, read, uint4(0), -1};
+  const typename Biases<BIASED>::type biases = {};
+#pragma clang loop unroll(full)
+  for (int piece = 0; piece < Share::PIECES; ++piece) {
+    const int first = piece * Share::EACH;
+    float products[ROWS][SLOTS] = {}, x_sums[ROWS] = {};
+#pragma clang loop unroll(full)
+    for (int n = 0; n < EIGHTS; ++n)
+      add_eight<ROWS, SLOTS, GROUP, PER, WANTED, RESIDENT, STRIDE>(
+          products, x_sums, first + n * SLOTS * Share::WORDS, lane, x + 2 * GROUP * (piece * EIGHTS + n));
+#pragma clang loop unroll(full)
+    for (int v = 0; v < SLOTS; ++v) {
+      if (!((WANTED >> (v % PER)) & 1)) continue;
+      const int factor = first + Share::OF_WEIGHTS + v * FACTORS;
+      const float scale = as_type<float>(word_at<RESIDENT>(lane, factor));
+      const float bias = BIASED ? as_type<float>(word_at<RESIDENT>(lane, factor + 1)) : 0.0f;
+#pragma clang loop unroll(full)
+      for (int r = 0; r < ROWS; ++r) sums[r][v] += of_group<FIELD>(products[r][v], x_sums[r], scale, bias, biases);
+    }
+  }
+}
