@@ -192,7 +192,7 @@ def test_a_product_by_lanes(sweep):
 
 def test_packed_weights_take_registers_only():
     """Of every width and mode. A step in one row takes at most 4 instructions a weight at 2, 4 and 8 bits, 5.5 at
-    other widths, whose weights are taken one by one, and of small floats; four rows take 3.5."""
+    other widths, whose weights are taken one by one, and of small floats; one in four rows 3.5 for each of them."""
     lines = [line for line in table() if line.kernel.endswith("_bits")]
     assert len({line.kernel for line in lines}) >= 10 and not any(line.spills or line.scratch for line in lines)
     for line in [line for line in lines if line.rows < 8 and line.per == "turn"]:
