@@ -6,7 +6,7 @@ from itertools import groupby
 
 import numpy as np
 
-from ..cells import HARD_SIGMOIDS, known
+from ..cells import HARD_SIGMOIDS, Cell, LSTMCell, known
 
 ONE = np.ones((), np.float32)
 """As an operand: Python's 1 becomes an array at every call, which takes half as long as a small step's addition."""
@@ -27,10 +27,12 @@ class Gates:
             if name is not None:
                 self.runs.append((name, slice(start, stop)))
 
-    def activate(self, z: np.ndarray, out: np.ndarray) -> None:
-        """The gates' activations of z, into their rows of out."""
-        for name, run in self.runs:
-            activate(name, z[run], out[run])
+    def on(self, z: np.ndarray, sigmoid: InPlace | None = None) -> list[tuple[InPlace, np.ndarray]]:
+        """Each run's activation, or what takes the sigmoid's place, and its rows of z, which every step writes anew."""
+        return [
+            (sigmoid if sigmoid and name == "sigmoid" else known("numpy", ACTIVATIONS, name)[0], z[run])
+            for name, run in self.runs
+        ]
 
     def slopes(self, y: np.ndarray, out: np.ndarray) -> None:
         """The activations' derivatives, from their outputs y."""
@@ -44,6 +46,15 @@ def gates_of(order: str, activations: tuple[str, ...], H: int, names: str) -> Ga
     """Those gates of a cell, of which order and activations are given, that `names` names. Built once each."""
     activation = dict(zip("ifgo" if len(order) == 4 else "rzn", activations, strict=False))
     return Gates([activation[gate] if gate in names else None for gate in order], H)
+
+
+@cache
+def reciprocal_gates(cell: Cell) -> str:
+    """The gates of an LSTM of which a step makes the reciprocal, 1 + exp(-z), to divide by: one pass less than to make
+    sigmoid(z) and multiply. Only all or none of them."""
+    if not isinstance(cell, LSTMCell) or cell.activation("g") == "sigmoid":
+        return ""
+    return "ifo" if all(cell.activation(gate) == "sigmoid" for gate in "ifo") else ""
 
 
 @cache
@@ -63,12 +74,21 @@ def slope_from_square(name: str, y: np.ndarray, out: np.ndarray) -> None:
 
 
 def sigmoid(x: np.ndarray, out: np.ndarray) -> None:
-    """1 / (1 + exp(-x)). Not through tanh, which leaves of a nearly closed gate no digit. The caller lets exp
-    overflow."""
-    np.negative(x, out=out)
-    np.exp(out, out=out)
-    np.add(out, ONE, out=out)
+    """1 / (1 + exp(-x)). Not through tanh, which leaves of a nearly closed gate no digit."""
+    reciprocal_sigmoid(x, out)
     np.divide(ONE, out, out=out)  # vectorised, as np.reciprocal is not
+
+
+def reciprocal_sigmoid(x: np.ndarray, out: np.ndarray) -> None:
+    """1 + exp(-x), infinite where exp overflows, as the caller lets it."""
+    np.negative(x, out=out)
+    reciprocal_sigmoid_of_negative(out, out)
+
+
+def reciprocal_sigmoid_of_negative(x: np.ndarray, out: np.ndarray) -> None:
+    """1 + exp(x)."""
+    np.exp(x, out=out)
+    np.add(out, ONE, out=out)
 
 
 def hard_sigmoid(rise: float, x: np.ndarray, out: np.ndarray) -> None:

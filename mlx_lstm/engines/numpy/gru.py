@@ -9,7 +9,7 @@ import numpy as np
 from ..cells import GRUCell
 from ..problem import Problem
 from .arrays import Array, Views
-from .gates import Gates, gate_blocks, gates_of
+from .gates import gate_blocks, gates_of
 from .memory import Steps, chunk_steps, columns_buffer, matrix
 from .products import Preactivations, WeightGradients
 
@@ -21,47 +21,52 @@ def reset_and_update(blocks: dict[str, slice]) -> list[slice]:
 
 
 class GRUStep:
-    """`engines.ops.cells.gru_step` in place: one step forward with all its scratch memory."""
+    """`engines.ops.cells.gru_step` in place: one step forward with all its scratch memory.
+
+    The rows of the preactivations become the gates.
+    """
 
     def __init__(self, problem: Problem, cell: GRUCell, v: Views, preactivations: Preactivations):
         (_, B, H, _), dtype, order, activations = problem[:4], v["Wh"].dtype, cell.gate_order, cell.activations
         self.preactivations: Preactivations = preactivations
         self.after: bool = cell.reset == "after"
         self.flip: bool = cell.flip_z
-        self.block: dict[str, slice] = gate_blocks(order, H)
+        z, self.block = preactivations.z, gate_blocks(order, H)
+        self.r, self.update, self.n = (z[self.block[gate]] for gate in "rzn")
         self.rz: list[slice] = reset_and_update(self.block)
-        self.early: Gates = gates_of(order, activations, H, "rz")
-        self.late: Gates = gates_of(order, activations, H, "n")
+        self.early, self.late = (gates_of(order, activations, H, names).on(z) for names in ("rz", "n"))
         self.Wh_n: Array = preactivations.Wh[self.block["n"]]
         self.bhn: Array | None = np.repeat(v["bhn"][:, None], B, axis=1) if "bhn" in v else None
         self.scratch: Array | None = None if self.after else np.empty((H, B), dtype)
 
-    def __call__(self, t: int, h_prev: Array, _c_prev: Array, gates: Array, _c: Array, h: Array) -> None:
-        """From h_prev [H, B]: gates [3H, B] and h [H, B]."""
-        preactivations = self.preactivations
+    def __call__(self, t: int, h_prev: Array, _c_prev: Array, gates: Array | None, _c: Array, h: Array) -> None:
+        """From h_prev [H, B]: gates [3H, B] where they are kept and h [H, B]."""
+        preactivations, n, update = self.preactivations, self.n, self.update
         Wh, z = preactivations.Wh, preactivations.z
         h_in, a = preactivations.entering(t, h_prev), preactivations.of_input(t)
-        r, update, n = gates[self.block["r"]], gates[self.block["z"]], gates[self.block["n"]]
         if self.after:
             np.matmul(Wh, h_in, out=z)
         for rows in self.rz:
             if not self.after:
                 np.matmul(Wh[rows], h_in, out=z[rows])
             z[rows] += a[rows]
-        self.early.activate(z, gates)
-        z_n = z[self.block["n"]]
+        for activation, rows in self.early:
+            activation(rows, rows)
         if self.after:
             if self.bhn is not None:
-                z_n += self.bhn
-            z_n *= r
+                n += self.bhn
+            n *= self.r
         else:
-            np.matmul(self.Wh_n, np.multiply(r, h_in, out=self.scratch), out=z_n)
-        z_n += a[self.block["n"]]
-        self.late.activate(z, gates)
+            np.matmul(self.Wh_n, np.multiply(self.r, h_in, out=self.scratch), out=n)
+        n += a[self.block["n"]]
+        for activation, rows in self.late:
+            activation(rows, rows)
         kept, new = (n, h_prev) if self.flip else (h_prev, n)
         np.subtract(kept, new, out=h)
         h *= update
         h += new
+        if gates is not None:
+            np.copyto(gates, z)
 
 
 class GRUStepBackward:

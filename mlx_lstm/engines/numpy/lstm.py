@@ -4,12 +4,25 @@ The equations are those of `engines.ops.cells.lstm_step` and `lstm_step_backward
 feature-major, [4H, B] and [H, B], so that each gate is one contiguous block.
 """
 
+from itertools import groupby
+
 import numpy as np
 
-from ..cells import LSTMCell
+from ..cells import LSTMCell, known
 from ..problem import Problem
 from .arrays import Array, Views
-from .gates import Gates, activate, gate_blocks, gates_of, slope_from_square
+from .gates import (
+    ACTIVATIONS,
+    ONE,
+    Gates,
+    activate,
+    gate_blocks,
+    gates_of,
+    reciprocal_gates,
+    reciprocal_sigmoid,
+    reciprocal_sigmoid_of_negative,
+    slope_from_square,
+)
 from .memory import Ends, Steps, chunk_steps, columns_buffer, first_state, matrix, transposed
 from .products import JoinedPreactivations, Preactivations, WeightGradients
 
@@ -22,42 +35,65 @@ def peephole_columns(cell: LSTMCell, v: Views, H: int, B: int) -> dict[str, Arra
 
 
 class LSTMStep:
-    """`engines.ops.cells.lstm_step` in place: one step forward with all its scratch memory."""
+    """`engines.ops.cells.lstm_step` in place: one step forward with all its scratch memory.
+
+    The gates' rows of the preactivations become the gates, or of sigmoids the reciprocals, by which a step divides.
+    """
 
     def __init__(
         self, problem: Problem, cell: LSTMCell, v: Views, preactivations: Preactivations | JoinedPreactivations
     ):
-        (_, B, H, _), dtype, order, activations = problem[:4], v["Wh"].dtype, cell.gate_order, cell.activations
+        (_, B, H, _), dtype, order = problem[:4], v["Wh"].dtype, preactivations.order
         self.preactivations, self.Wp = preactivations, matrix(v["Wp"]) if "Wp" in v else None
-        self.block: dict[str, slice] = gate_blocks(order, H)
         self.peephole: dict[str, Array] = peephole_columns(cell, v, H, B)
+        for gate in preactivations.negative if self.peephole else "":
+            np.negative(self.peephole[gate], out=self.peephole[gate])
         late = "o" if self.peephole and cell.output_peephole == "current" else ""
-        self.early: Gates = gates_of(order, activations, H, "ifg" if late else "ifgo")
-        self.late: Gates = gates_of(order, activations, H, late)
-        self.clip, self.output = cell.cell_clip, cell.activation("output")
+        reciprocal, z = reciprocal_gates(cell), preactivations.z
+        self.by = np.divide if reciprocal else np.multiply
+        sigmoid = reciprocal_sigmoid_of_negative if preactivations.negative else reciprocal_sigmoid
+        blocks = gate_blocks(order, H)
+        self.gate: dict[str, Array] = {gate: z[rows] for gate, rows in blocks.items()}
+        self.early, self.late = (
+            gates_of(order, cell.activations, H, names).on(z, sigmoid if reciprocal else None)
+            for names in ("ifg" if late else "ifgo", late)
+        )
+        self.clip, self.output = cell.cell_clip, known("numpy", ACTIVATIONS, cell.activation("output"))[0]
+        self.kept: list[tuple[bool, Array, slice]] = []  # runs of gates: whether a reciprocal, of z, where kept
+        for inverse, run in groupby(cell.gate_order, key=lambda gate: gate in reciprocal):
+            first, *_, last = [*run] * 2
+            rows, kept = (slice(of[first].start, of[last].stop) for of in (blocks, gate_blocks(cell.gate_order, H)))
+            self.kept.append((inverse, z[rows], kept))
         self.scratch: Array = np.empty((H, B), dtype)
         if self.Wp is not None:
             self.m: Array = np.empty((H, B), dtype)
 
-    def __call__(self, t: int, h_prev: Array, c_prev: Array, gates: Array, c: Array, h: Array) -> None:
-        """From h_prev [P, B] and c_prev [H, B]: gates [4H, B], c [H, B] and h [P, B]."""
-        block, peephole, scratch = self.block, self.peephole, self.scratch
-        z = self.preactivations.at(t, h_prev)
-        if peephole:
-            for gate in "ifg" if self.late.runs else "ifgo":
-                z[block[gate]] += np.multiply(peephole[gate], c_prev, out=scratch)
-        self.early.activate(z, gates)
-        np.multiply(gates[block["f"]], c_prev, out=c)
-        c += np.multiply(gates[block["i"]], gates[block["g"]], out=scratch)
+    def __call__(self, t: int, h_prev: Array, c_prev: Array, gates: Array | None, c: Array, h: Array) -> None:
+        """From h_prev [P, B] and c_prev [H, B]: gates [4H, B] where they are kept, c [H, B] and h [P, B]."""
+        gate, scratch, by = self.gate, self.scratch, self.by
+        self.preactivations.at(t, h_prev)
+        if self.peephole:
+            for name in "ifg" if self.late else "ifgo":
+                gate[name] += np.multiply(self.peephole[name], c_prev, out=scratch)
+        for activation, rows in self.early:
+            activation(rows, rows)
+        by(c_prev, gate["f"], out=c)
+        c += by(gate["g"], gate["i"], out=scratch)
         if self.clip is not None:
             np.clip(c, -self.clip, self.clip, out=c)
-        if self.late.runs:
-            z[block["o"]] += np.multiply(peephole["o"], c, out=scratch)
-            self.late.activate(z, gates)
-        activate(self.output, c, scratch)
-        m = np.multiply(scratch, gates[block["o"]], out=h if self.Wp is None else self.m)
+        for activation, rows in self.late:
+            rows += np.multiply(self.peephole["o"], c, out=scratch)
+            activation(rows, rows)
+        self.output(c, scratch)
+        m = by(scratch, gate["o"], out=h if self.Wp is None else self.m)
         if self.Wp is not None:
             np.matmul(self.Wp, m, out=h)
+        if gates is not None:
+            for inverse, rows, block in self.kept:
+                if inverse:
+                    np.divide(ONE, rows, out=gates[block])
+                else:
+                    np.copyto(gates[block], rows)
 
 
 class LSTMStepBackward:

@@ -8,6 +8,7 @@ import numpy as np
 
 from ..cells import Cell, LSTMCell
 from ..problem import Problem
+from .gates import reciprocal_gates
 from .memory import COPIED_NUMBERS, WIDE_BATCH, Ends, Views, chunk_steps, columns_buffer, matrix, step_mask
 
 AHEAD_ROWS = 256  # rows of the input's product over a wide batch: still in the cache when their steps come
@@ -24,6 +25,8 @@ class Preactivations:
     def __init__(self, problem: Problem, v: Views):
         dtype, (T, B, H, P), cell = v["Wh"].dtype, problem[:4], problem.cell
         rows = cell.gates * H
+        self.order: str = cell.gate_order  # of the gates in z
+        self.negative: str = ""  # those with the other sign
         self.x: np.ndarray = v["x"]
         self.B = B
         self.start: int = -1
@@ -43,6 +46,7 @@ class Preactivations:
             self.bias, self.ahead = np.repeat(self.bias[:, None], B, axis=1), np.empty((rows, B), dtype)
         self.z: np.ndarray = np.empty((rows, B), dtype)
         self.masked: np.ndarray | None = None if self.mask is None else np.empty((P, B), dtype)
+        self.rooms: list[np.ndarray] = rooms(P, B, dtype)
 
     def at(self, t: int, h: np.ndarray) -> np.ndarray:
         """[GH, B]: step t's preactivations, from h [P, B] before it. The next call overwrites them."""
@@ -74,19 +78,32 @@ class Preactivations:
 
 
 class JoinedPreactivations:
-    """[Wx b Wh] @ [x; 1; h], step by step one product: as `Preactivations.at`, for weights that are small enough."""
+    """[Wx b Wh] @ [x; 1; h], step by step one product: as `Preactivations.at`, for weights that are small enough.
+
+    The rows of the copied weights, and so of z, lie in the order that a step likes best: gates of which it makes the
+    reciprocal first, and with the sign that exp takes. Without a mask a step's h is written where the next multiplies.
+    """
 
     def __init__(self, problem: Problem, v: Views):
-        (T, B, H, P), x, Wx = problem[:4], v["x"], v["Wx"]
-        bias = bias_column(problem.cell, v, H, len(Wx))
-        self.weights: np.ndarray = np.concatenate([Wx, *([] if bias is None else [bias[:, None]]), v["Wh"]], axis=1)
+        (T, B, H, P), cell, x, Wx = problem[:4], problem.cell, v["x"], v["Wx"]
+        bias = bias_column(cell, v, H, len(Wx))
+        self.negative: str = reciprocal_gates(cell)
+        self.order: str = "".join(sorted(cell.gate_order, key=lambda gate: gate not in self.negative))
+        self.weights: np.ndarray = np.empty((len(Wx), Wx.shape[1] + (bias is not None) + P), Wx.dtype)
+        for n, gate in enumerate(self.order):
+            rows, own = self.weights[n * H : (n + 1) * H], cell.block(gate, H)
+            parts = [Wx[own], *([] if bias is None else [bias[own, None]]), v["Wh"][own]]
+            np.concatenate(parts, axis=1, out=rows)
+            if gate in self.negative:
+                np.negative(rows, out=rows)
         self.mask: np.ndarray | None = step_mask(v, problem)
         self.x: np.ndarray = x
         self.start: int = -1
-        self.columns: np.ndarray = np.ones((min(T, max(1, AHEAD_ROWS // B)), self.weights.shape[1], B), Wx.dtype)
+        self.columns: np.ndarray = np.ones((max(2, min(T, AHEAD_ROWS // B)), self.weights.shape[1], B), Wx.dtype)
         self.of_x: np.ndarray = self.columns[:, : x.shape[2]]
         self.of_h: np.ndarray = self.columns[:, -P:]
         self.z: np.ndarray = np.empty((len(Wx), B), Wx.dtype)
+        self.rooms: list[np.ndarray] = [*self.of_h] if self.mask is None else rooms(P, B, Wx.dtype)
 
     @staticmethod
     def fits(problem: Problem, v: Views) -> bool:
@@ -104,11 +121,14 @@ class JoinedPreactivations:
             self.start = t - slot
             rows = self.x[self.start : self.start + len(self.columns)]
             np.copyto(self.of_x[: len(rows)], rows.transpose(0, 2, 1))
-        if self.mask is None:
-            np.copyto(self.of_h[slot], h)
-        else:
+        if self.mask is not None:
             np.multiply(h, self.mask[t].T, out=self.of_h[slot])
         return np.matmul(self.weights, self.columns[slot], out=self.z)
+
+
+def rooms(P: int, B: int, dtype: np.dtype) -> list[np.ndarray]:
+    """Memory for the h of a step and of the next."""
+    return [np.empty((P, B), dtype) for _ in range(2)]
 
 
 def bias_column(cell: Cell, v: Views, H: int, rows: int) -> np.ndarray | None:

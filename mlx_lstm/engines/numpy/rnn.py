@@ -16,12 +16,12 @@ class RNNStep:
     def __init__(
         self, problem: Problem, cell: RNNCell, v: Views, preactivations: Preactivations | JoinedPreactivations
     ):
-        self.preactivations, self.name, self.keep = preactivations, cell.act, problem.return_gates
+        self.preactivations, self.name = preactivations, cell.act
 
-    def __call__(self, t: int, h_prev: Array, _c_prev: Array, gates: Array, _c: Array, h: Array) -> None:
-        """From h_prev [H, B]: h [H, B] and, where the caller wants it, the preactivation."""
+    def __call__(self, t: int, h_prev: Array, _c_prev: Array, gates: Array | None, _c: Array, h: Array) -> None:
+        """From h_prev [H, B]: h [H, B] and, where it is kept, the preactivation."""
         z = self.preactivations.at(t, h_prev)
-        if self.keep:
+        if gates is not None:
             np.copyto(gates, z)
         activate(self.name, z, h)
 

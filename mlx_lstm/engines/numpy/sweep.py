@@ -59,9 +59,8 @@ def forward(problem: Problem, arrays: Arrays, batch_first: bool = False, wants_l
         memory |= {name: last[f"{name}T"].memory[None] for name in widths}
     else:
         memory |= {name: room.memory for name, room in last.items()}
-    if "gates" not in memory:
-        one = np.empty((1, rows, B), dtype).transpose(FEATURE_MAJOR)  # step after step in the same memory
-        memory["gates"] = one if hidden is None else hidden
+    if hidden is not None:
+        memory["gates"] = hidden
     each_direction(problem, lambda d, problem: sweep_forward(problem, of_direction(d, v), of_direction(d, memory)))
     outputs: Saved = {"gates": hidden}
     return outputs | {name: room.array() for name, room in (new | last).items()}
@@ -114,14 +113,16 @@ def of_direction(d: int | None, values: Views, projects: bool | None = None) -> 
 
 
 def sweep_forward(problem: Problem, v: Views, out: Views) -> None:
-    """Write h [T, B, P], c [T, B, H], gates [T or 1, B, GH], hT [B, P] and cT [B, H] of `out`, those there are."""
-    dtype, (T, B, H, P) = v["Wh"].dtype, problem[:4]
-    h, gates = out["h"], out["gates"].transpose(FEATURE_MAJOR)
+    """Write h [T, B, P], c [T, B, H], gates [T, B, GH], hT [B, P] and cT [B, H] of `out`, those there are."""
+    dtype, (T, B, H, _) = v["Wh"].dtype, problem[:4]
+    h, gates = out["h"], out["gates"].transpose(FEATURE_MAJOR) if "gates" in out else None
     joined = not isinstance(problem.cell, GRUCell) and JoinedPreactivations.fits(problem, v)  # a GRU needs its parts
     preactivations = (JoinedPreactivations if joined else Preactivations)(problem, v)
     step = STEPS[type(problem.cell)][0](problem, problem.cell, v, preactivations)
-    ends = Ends(problem)
-    h_prev, h_new = first_state(v, "h0", (P, B), dtype), np.empty((P, B), dtype)
+    ends, keep = Ends(problem), v.get("keep")
+    rooms, onwards = preactivations.rooms, -1 if problem.reverse else 1  # room t: the h that enters step t
+    h_prev = rooms[problem.steps()[0] % len(rooms)]
+    h_prev[...] = v["h0"].T if "h0" in v else 0
     if "c" in out:
         c, c_prev = out["c"].transpose(FEATURE_MAJOR), first_state(v, "c0", (H, B), dtype)
     else:  # one of width 0
@@ -129,15 +130,17 @@ def sweep_forward(problem: Problem, v: Views, out: Views) -> None:
     c_kept = np.empty(c.shape[1:], dtype)  # keep * c
     ragged = c if problem.lengths is None else np.empty((2, *c.shape[1:]), dtype)  # c where items have ended
     for t in problem.steps():
-        gates_t, c_t = gates[t if len(gates) == T else 0], c[t]
+        gates_t, c_t, h_new = None if gates is None else gates[t], c[t], rooms[(t + onwards) % len(rooms)]
         live = ends.live(t)
         if live is not None and not live.any():
-            for output in (h[t], gates_t, c_t):
+            for output in (h[t], c_t) if gates_t is None else (h[t], c_t, gates_t):
                 output[...] = 0
+            np.copyto(h_new, h_prev)
+            h_prev = h_new
             continue
-        if "keep" in v:
-            h_prev *= v["keep"][t].T
-            c_prev = np.multiply(c_prev, v["keep"][t].T, out=c_kept)
+        if keep is not None:
+            h_prev *= keep[t].T
+            c_prev = np.multiply(c_prev, keep[t].T, out=c_kept)
         step(t, h_prev, c_prev, gates_t, c_t, h_new)
         np.copyto(h[t], h_new.T)
         if live is None:
@@ -145,12 +148,14 @@ def sweep_forward(problem: Problem, v: Views, out: Views) -> None:
         else:
             ended = ~live
             np.copyto(h_new, h_prev, where=ended)
-            h[t][ended], gates_t[:, ended] = 0, 0
+            h[t][ended] = 0
+            if gates_t is not None:
+                gates_t[:, ended] = 0
             np.copyto(ragged[t % 2], c_prev)
             c_prev = ragged[t % 2]
             np.copyto(c_prev, c_t, where=live)
             c_t[:, ended] = 0
-        h_prev, h_new = h_new, h_prev
+        h_prev = h_new
     for name, last in (("hT", h_prev), ("cT", c_prev)):
         if name in out:
             out[name][...] = last.T
