@@ -33,7 +33,7 @@ struct LaneShare {
 
 // Where number n of a row that lanes share in spans stands in threadgroup memory: lane after lane a run of each.
 template <int SPAN, int GROUP>
-int place_in_row(int n) { return (n % SPAN / 4 * GROUP + n / SPAN) * 4 + n % 4; }
+int place_in_row(int n) { return SPAN == 4 ? n : (n % SPAN / 4 * GROUP + n / SPAN) * 4 + n % 4; }
 
 // A launch's way through a sequence, in one direction; `sizes`, and the direction.
 struct Sweep {
