@@ -35,8 +35,8 @@ process.close()
 from mlx_lstm.compare import contenders
 from mlx_lstm.compare.grid import grid
 case = next(iter(grid(lambda case: True)))
-outcome = contenders.in_a_process("ops", case)
-assert outcome.results, outcome.failure
+problem = contenders.in_a_process("mpsgraph", case).problem
+assert "Metal" in problem or not problem, problem  # without PyObjC its last words
 """,
     "bench": """
 from mlx_lstm.bench.rounds import Process
