@@ -142,7 +142,7 @@ def test_the_default_thresholds_are_those_of_the_model(dtype, rows, least):
 
 @pytest.mark.parametrize(("bits", "rows"), [(4, OF_4), (8, OF_8)])
 def test_the_thresholds_of_quantized_weights_are_those_of_the_model(bits, rows):
-    """The same for a forward pass of 100 steps, at the first batch size of each row; groups of 64 where they divide H."""
+    """A forward pass of 100 steps, at the first batch size of each row; groups of 64 if they divide H, else of 32."""
     for B, ((threshold, engine),) in rows.items():
         packing = {H: Packing(64 if H % 64 == 0 else 32, bits, "affine") for H in (threshold, threshold + 32)}
         wins = {H: fused_wins(mx.float32, B, H, 100, "forward", packing[H]) for H in packing if H <= 256}
