@@ -14,7 +14,7 @@ from ..engines.chunks import chunks_of
 from ..engines.ops.cells import activate
 from ..engines.packing import Packing, packed_names
 from ..engines.problem import Arrays, Problem, limits_in_effect, masks_differ
-from ..engines.tracing import are_free, custom_function, have_values
+from ..engines.tracing import custom_function, have_values, is_transforming
 from ._arguments import Sizes, check_arrays, check_sequences, unpacked
 from ._guard import guarded
 from ._steps import Steps, check_hold
@@ -177,8 +177,8 @@ class Call(NamedTuple):
         free = traced = False
         if not training or (on_cpu and self.engine in (None, "numpy")):
             values = [*arrays.values(), *others]
-            free = are_free(values)
-            traced = not free and not have_values(values)
+            free = not is_transforming()
+            traced = not free and not have_values(values, transforming=True)
         problem = Problem(
             *sizes,
             cell=self.cell,
