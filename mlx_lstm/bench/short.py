@@ -6,6 +6,7 @@ from typing import Any
 from ..engines.cells import LSTMCell
 from ..testing.cases import DTYPES, hindrance
 from ..testing.progress import Progress
+from ..testing.report import first_line
 from .cases.lstm import draw
 from .files import csv_record
 from .judge import judge_layer
@@ -51,7 +52,7 @@ def time_line(rows: Sequence[Measurement]) -> str:
     for row in rows:
         name = label(row.task) if row.task.engine == "-" else row.task.engine
         if not row.samples:
-            cells.append(f"{name} not timed: {row.status}".splitlines()[0])
+            cells.append(f"{name} not timed: {first_line(row.status)}")
             continue
         times = ""
         if "mlx" in compared and row.task.contender != "mlx" and (figures := ratio(row, compared["mlx"])):

@@ -1,6 +1,6 @@
 """Random cases of the ops `lstm`, `gru`, `rnn`: tables of options, random arrays, and how an engine runs a case.
 
-A case is a dict of an op's keyword arguments, arrays among them as NumPy's, and `op`, the op's name (`lstm` if missing).
+A case is a dict of an op's keyword arguments, arrays among them as NumPy's, and `op`, the op's name (default: `lstm`).
 """
 
 from collections.abc import Mapping
@@ -251,13 +251,18 @@ def infer(
     return {name: getattr(out, name) for name in OUTPUTS[op] if name != "gates"}
 
 
+def has_metal() -> bool:
+    """Return whether MLX can run Metal kernels here."""
+    return mx.metal.is_available()
+
+
 def hindrance(engine: str, sizes: tuple[int, int, int, int], dtype: mx.Dtype, cell: Cell, **options: Any) -> str:
     """Return why an engine cannot run a recurrence of sizes (T, B, I, H) on this machine, or "" if it can.
 
-    `options` are arguments of `engines.choose`; `device` and `metal` are this machine's unless given, and `numpy` always
-    counts as on the CPU.
+    `options` are arguments of `engines.choose`. `device` and `metal` are this machine's unless given; for `numpy` the
+    device is always the CPU.
     """
-    options = {"device": choice.current_device(), "metal": mx.metal.is_available(), "traced": False} | options
+    options = {"device": choice.current_device(), "metal": has_metal(), "traced": False} | options
     options |= {"device": "cpu"} if engine == "numpy" else {}
     try:
         choice.choose(sizes=sizes, dtype=dtype, cell=cell, requested=engine, **options)

@@ -15,14 +15,7 @@ from queue import Empty, Queue
 from threading import Thread
 from typing import IO, Any
 
-START = """\
-import sys
-if sys.path[:1] == [""]:
-    del sys.path[0]
-import runpy
-runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
-"""
-"""Python's `-m` would put the working folder first on the path, where any file may have the name of a module."""
+from ..machine import child_environment, module_command
 
 LINES = 6
 """How many lines a failed child's report has at most: a compiler may have said pages."""
@@ -41,15 +34,13 @@ class Child:
 
     def __init__(self, module: str, *arguments: str):
         self.errors: IO[str] = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 (see close)
-        # The child looks for modules where this process does.
-        paths = [os.environ.get("PYTHONPATH", ""), *(path or os.getcwd() for path in sys.path)]
         self.process: subprocess.Popen[str] = subprocess.Popen(
-            [sys.executable, "-c", START, module, *arguments],
+            module_command(module, *arguments),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self.errors,
             text=True,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
+            env=child_environment(),
         )
         assert self.process.stdin and self.process.stdout
         self.requests: IO[str] = self.process.stdin
@@ -77,13 +68,13 @@ class Child:
             raise ChildError(f"no answer after {patience:g} seconds", lost=True) from None
         if not line:
             how = ended(self.process.wait())
-            text = excerpt(f"the process ended {how}: {self.said() or 'it said nothing'}")
+            text = excerpt(f"the process ended {how}:\n{self.said() or 'it said nothing'}")
             self.close()
             raise ChildError(text, lost=True)
-        answer = json.loads(line)
-        if "error" in answer:
-            raise ChildError(excerpt(answer["error"]))
-        return answer
+        reply = json.loads(line)
+        if "error" in reply:
+            raise ChildError(excerpt(reply["error"]))
+        return reply["answer"]
 
     def said(self) -> str:
         """Return what the child has written to stderr."""
@@ -130,7 +121,7 @@ def serve(answer: Callable[..., dict[str, Any]]) -> None:
     os.dup2(2, 1)
     for line in sys.stdin:
         try:
-            reply = answer(**json.loads(line))
+            reply = {"answer": answer(**json.loads(line))}
         except Exception as error:
             reply = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps(reply), file=out, flush=True)

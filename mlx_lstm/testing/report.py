@@ -82,3 +82,15 @@ def printable(value: Any, home: str) -> Any:
     if isinstance(value, str):
         return value.replace(home, "~") if len(home) > 1 else value
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+WIDTH = 160  # of the line that `first_line` returns
+
+
+def first_line(text: str) -> str:
+    """Return the line of an error that says most: a compiler's first error, else the first line, with the next one if
+    the first announces it by a colon."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    first = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])
+    line = next((line for line in lines if "error:" in line), first)
+    return line if len(line) <= WIDTH else f"{line[:WIDTH]}..."
