@@ -22,7 +22,7 @@ from .lstm import LSTMStep, LSTMStepBackward
 from .memory import Ends, chunk_steps, first_state, states_before, step_mask
 from .products import JoinedPreactivations, Preactivations, WeightGradients
 from .rnn import RNNStep, RNNStepBackward
-from .weights import in_floats
+from .weights import with_float_weights
 
 Saved = dict[str, mx.array | Array | None]
 
@@ -34,7 +34,8 @@ def forward(problem: Problem, arrays: Arrays, batch_first: bool = False, wants_l
     gradient does without. With `batch_first` x and h, c, gates have the batch first; hT and cT only if wanted, and
     of a single step, x [B, I], nothing else.
     """
-    v = views(in_floats(problem, arrays))
+    packing = problem.packing
+    v = views(arrays if packing is None else with_float_weights(packing, arrays))
     single = v["x"].ndim == 2
     if single:
         v["x"] = v["x"][None]
@@ -71,7 +72,8 @@ def backward(problem: Problem, arrays: Arrays, saved: Saved, cotangents: Arrays)
     outputs')."""
     if saved.get("gates") is None and not isinstance(problem.cell, RNNCell):
         saved = forward(problem._replace(training=True), arrays)
-    v, given = views(in_floats(problem, arrays)), views(cotangents)
+    packing = problem.packing
+    v, given = views(arrays if packing is None else with_float_weights(packing, arrays)), views(cotangents)
     kept = {name: view(array) for name, array in saved.items() if name in ("h", "c", "gates") and array is not None}
     new = {
         name: New(array.dtype, array.shape) for name, array in v.items() if name != "x" and not is_packed(name, arrays)
