@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 
 from . import choice
-from .numpy.arrays import COPIED, view
+from .numpy.arrays import MLX_ALLOCATES, view
 from .numpy.weights import cached
 from .tracing import is_transforming
 
@@ -32,7 +32,7 @@ def by_numpy(function: Run, *arrays: mx.array) -> Any:
     dtypes, dtype = [array.dtype for array in arrays], arrays[0].dtype
     if dtypes.count(dtype) < len(dtypes) or dtype not in (mx.float32, mx.float64):
         return function(*arrays)
-    if sum([array.size for array in arrays]) >= COPIED:
+    if sum([array.size for array in arrays]) >= MLX_ALLOCATES:
         return function(*arrays)
     mx.eval(arrays)
     with np.errstate(all="ignore"):  # infinity and NaN go through without NumPy's warnings, as in MLX
