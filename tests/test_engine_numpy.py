@@ -228,3 +228,17 @@ def test_infinity_and_nan_raise_no_warning(word, options, both, padding):
         outputs = lambda *values: list(OPS[word][0](**dict(zip(names, values, strict=True)), **options)[:1])  # noqa: E731
         found = mx.vjp(outputs, values, [mx.ones(outputs(*values)[0].shape)])
         assert all(mx.isfinite(array).all() for arrays in found for array in arrays)
+
+
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+@pytest.mark.parametrize("flip_z", [False, True])
+@pytest.mark.parametrize("engine", ["numpy", "ops"])
+@pytest.mark.parametrize("activation", ["identity", "relu"])
+def test_an_infinite_candidate_makes_an_infinite_h(engine, activation, flip_z):
+    """z h + (1 - z) n is infinite, where n + z (h - n) would be NaN."""
+    with mx.stream(mx.cpu):
+        x = mx.array([[[0.5, 0.5, np.inf]]])
+        options = {"flip_z": flip_z, "activations": ("sigmoid", "sigmoid", activation)}
+        for h0 in (None, mx.array([[-2.0]])):
+            out = gru(x, None, mx.zeros((3, 1)), h0=h0, engine=engine, **options)
+            assert out.h.item() == np.inf

@@ -55,7 +55,7 @@ def activation(name: str) -> tuple[InPlace, InPlace]:
 
 
 class Run(NamedTuple):
-    """Neighbouring gates with the same activation, and the rows [start, stop) that they have on an axis of all gates."""
+    """Neighbouring gates with the same activation, and their rows on an axis of all gates."""
 
     name: str
     activate: InPlace

@@ -1,4 +1,4 @@
-"""How the arrays of engine `numpy` lie in memory: views of MLX's arrays, new arrays for MLX, scratch, contiguous copies.
+"""How the arrays of engine `numpy` lie in memory: views of MLX's arrays, new arrays, scratch, contiguous copies.
 
 Within a step every array is feature-major, [GH, B] or [H, B]: time, then features, then batch.
 """
@@ -125,8 +125,8 @@ def chunk_steps(problem: Problem) -> int:
 
 
 def columns_buffer(rows: int, columns: int, B: int, dtype: np.dtype) -> Array:
-    """Return scratch memory [rows, columns], used B columns at a time. Rows are contiguous in a wide batch, columns in a
-    narrow one."""
+    """Return scratch memory [rows, columns], used B columns at a time. In a wide batch its rows are contiguous, in a
+    narrow one its columns."""
     if B >= WIDE_BATCH:
         # Without 16 columns more than needed, rows whose distance is a power of two would share cache sets.
         return np.empty((rows, columns + 16), dtype)[:, :columns]

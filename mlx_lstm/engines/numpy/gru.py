@@ -7,13 +7,11 @@ The equations are those of `engines.ops.cells.gru_step` and `gru_step_backward`.
 import numpy as np
 
 from ..cells import GRUCell
+from ..ops.cells import UNBOUNDED
 from ..problem import Problem
 from .activations import ONE, InPlace, activation, gate_blocks, runs
 from .arrays import Array, Views, chunk_steps, columns_buffer, matrix, steps_of
 from .products import SeparateProducts, WeightGradients
-
-UNBOUNDED = ("identity", "relu")
-"""Activations with which a candidate n may become infinite."""
 
 
 def reset_and_update(blocks: dict[str, slice]) -> list[slice]:
@@ -74,7 +72,7 @@ class GRUStep:
         np.subtract(old, new, out=h)
         h *= z
         h += new
-        if self.unbounded and (infinite := np.isinf(n)).any():  # of which the second form makes inf - inf
+        if self.unbounded and (infinite := np.isinf(n)).any():  # of which the form above makes inf - inf
             np.copyto(h, z * old + (ONE - z) * new, where=infinite)
         if gates is not None:
             np.copyto(gates, self.gates)

@@ -33,8 +33,8 @@ class SeparateProducts:
 
     A caller takes steps in blocks: block n holds steps n * block .. (n + 1) * block - 1, and `load` comes before the
     first of its steps. For step t, with i = t % len(rooms):
-        rooms[i] [P, B]      h before the step: where the step before has to write it
-        h_rows[i] [P, B]     h as it enters the product; with a mask the caller writes mask * h there, else it is rooms[i]
+        rooms[i] [P, B]      h before the step: the caller writes h after the step before there
+        h_rows[i] [P, B]     h as it enters the product: rooms[i], or with a mask where the caller writes mask * h
         operands[i] [K, B]   what the step multiplies `weights` [GH, K] with: here the same array as h_rows[i]
     """
 
@@ -55,8 +55,8 @@ class SeparateProducts:
             self.block = min(T, max(1, AHEAD_ROWS // B))
         else:
             self.block = chunk_steps(problem)
-        # Over enough rows of a wide batch Wx is copied with the bias as one more column, and x with ones beside it. This
-        # saves a pass over the preactivations; in fewer rows the copy would cost more.
+        # Over enough rows of a wide batch Wx is copied with the bias as one more column, and x with ones beside it.
+        # This saves a pass over the preactivations; in fewer rows the copy would cost more.
         self.padded: Array | None = None  # [block, B, I + 1]: x and 1
         if Wx is not None and bias is not None and B >= WIDE_BATCH and T * B >= 2 * AHEAD_ROWS:
             Wx = np.concatenate([Wx, bias[:, None]], axis=1)
@@ -139,8 +139,8 @@ class WeightGradients:
     """Gradients that are products over steps and batch, summed over chunks of time."""
 
     def __init__(self, out: Views, written: set[int]):
-        """out: the gradients' memory, without those that nobody wants. written: the first steps of the chunks of dx that
-        the other direction has written; both directions share it."""
+        """out: the gradients' memory, without those that nobody wants. written: the first steps of the chunks of dx
+        that the other direction has written; both directions share it."""
         self.out: Views = out
         self.written: set[int] = written
         self.begun: set[tuple[str, int]] = set()  # (name, first row) of what the first chunk has written

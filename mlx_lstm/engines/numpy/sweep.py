@@ -103,7 +103,7 @@ def backward(problem: Problem, arrays: Arrays, saved: Saved, cotangents: Arrays)
     new: dict[str, NewArray] = {
         name: NewArray(array.dtype, array.shape)
         for name, array in v.items()
-        if name != "x" and not (packing and is_packed(name, arrays))
+        if name not in ("x", "lengths") and not (packing and is_packed(name, arrays))
     }
     new["x"] = NewSequence(v["x"].dtype, v["x"].shape, order_of(v["x"]))
     out = {name: array.memory for name, array in new.items()}
@@ -140,7 +140,7 @@ def sweep_forward(problem: Problem, v: Views, out: Views) -> None:
     as they are in `out`."""
     dtype, (T, B, H, _), keep, mask = v["Wh"].dtype, problem[:4], v.get("keep"), step_mask(v, problem)
     step = STEPS[type(problem.cell)][0](problem, problem.cell, v, mask)
-    products, (lengths, shortest) = step.products, ends(problem)
+    products, (lengths, shortest) = step.products, ends(problem, v)
     rooms, block = products.rooms, products.block
     h, gates = out["h"], out["gates"].transpose(FEATURE_MAJOR) if "gates" in out else None
     if "c" in out:
@@ -195,18 +195,18 @@ def sweep_forward(problem: Problem, v: Views, out: Views) -> None:
 
 
 class BackwardSweep:
-    """The steps of one direction in reverse, a chunk of time at a time, and after each chunk the products over its rows.
+    """The steps of one direction in reverse, a chunk of time at a time, and after each chunk its products over rows.
 
     From step to step it carries dh [P, B] and dc [H, B], or [0, B] if the cell has no c: the gradients of the state
     after the step, without what arrives at it from outside.
     """
 
     def __init__(self, problem: Problem, written: set[int], v: Views, saved: Views, dv: Views, out: Views):
-        """saved: the outputs h, c, gates. dv: the cotangents of outputs. out: the gradients' memory. written: the chunks
-        of dx that the other direction has written."""
+        """saved: the outputs h, c, gates. dv: the cotangents of outputs. out: the gradients' memory. written: as for
+        `WeightGradients`."""
         dtype, (_, B, H, P) = v["Wh"].dtype, problem[:4]
         self.problem, self.v, self.dv, self.out, self.h = problem, v, dv, out, saved["h"]
-        self.lengths, self.shortest = ends(problem)
+        self.lengths, self.shortest = ends(problem, v)
         self.mask: Array | None = step_mask(v, problem)
         self.step: StepBackward = STEPS[type(problem.cell)][1](problem, problem.cell, v, saved)
         self.products: WeightGradients = WeightGradients(out, written)
@@ -285,7 +285,7 @@ class BackwardSweep:
         self.products.accumulate("b", dz, np.ones(n, dz.dtype))
 
     def through_mask(self, t: int, h_prev: Array, live: Array | None) -> None:
-        """Turn dh, the gradient of h_prev [B, P] times the mask, into that of h_prev, and add to the mask's gradient."""
+        """Turn dh, the gradient of mask * h_prev, into that of h_prev [B, P], and add to the mask's gradient."""
         dmask, terms = self.out["mask"], self.dh.T * h_prev
         terms = terms if live is None else np.where(live[:, None], terms, 0)
         add_unbroadcast(terms, dmask if dmask.ndim < 3 or dmask.shape[0] == 1 else dmask[t])
@@ -341,12 +341,10 @@ class BackwardSweep:
         return np.where(live[..., None], sequence[start:stop], 0)
 
 
-def ends(problem: Problem) -> tuple[Array | None, int]:
+def ends(problem: Problem, v: Views) -> tuple[Array | None, int]:
     """Return the lengths [B], None if all items have T steps, and the first step in which an item may have ended."""
-    if problem.lengths is None:
-        return None, problem.T
-    lengths = np.array(problem.lengths)
-    return lengths, int(lengths.min())
+    lengths = v.get("lengths")
+    return (None, problem.T) if lengths is None else (lengths, int(lengths.min()))
 
 
 def step_mask(v: Views, problem: Problem) -> Array | None:
