@@ -43,9 +43,9 @@ def run(name: str, command: Command) -> tuple[str, dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         file = command.file or Path(folder, f"{name}.json")
         line = module_command(f"mlx_lstm.{module}", *options, *([] if command.file else ["--json", str(file)]))
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        pipe, same = subprocess.PIPE, subprocess.STDOUT
         try:
-            done = subprocess.run(line, **pipes, text=True, env=child_environment(), timeout=LIMIT)
+            done = subprocess.run(line, stdout=pipe, stderr=same, text=True, env=child_environment(), timeout=LIMIT)
         except subprocess.TimeoutExpired:
             return f"{name:11}no answer after {LIMIT} seconds", {"failed": True}
         failed = done.returncode not in command.answers
