@@ -201,14 +201,14 @@ def read_npy(path: Path) -> np.ndarray:
 
 
 def array_of(path: Path, data: bytes, name: str) -> np.ndarray:
-    """Return the array in the bytes of an .npy file, as a view of them, once its header says as many bytes."""
+    """Return the array in the bytes of an .npy file, once its header says as many bytes."""
     headers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
     stream = io.BytesIO(data)
     try:
         with warnings.catch_warnings(action="ignore"):  # of Python's parser, about strange literals
             shape, fortran, dtype = headers[np.lib.format.read_magic(stream)](stream)
         count = prod(shape)
-    except (*DAMAGE, MemoryError):  # NumPy's words would advise to trust the file
+    except Exception:  # whatever NumPy's parser raises; its words would advise to trust the file
         broken(path, f"{shown(name)} is no array of numbers")
     start = stream.tell()
     if dtype.hasobject:
@@ -216,7 +216,7 @@ def array_of(path: Path, data: bytes, name: str) -> np.ndarray:
     if count < 0 or count * dtype.itemsize != len(data) - start:
         broken(path, f"{shown(name)} declares {shown(shape)} of {dtype} and has {len(data) - start} bytes")
     try:
-        return np.ndarray(shape, dtype, data, start, order="F" if fortran else "C")
+        return np.ndarray(shape, dtype, data, start, order="F" if fortran else "C").copy(order="K")
     except (ValueError, TypeError):
         broken(path, f"{shown(name)} has no shape of an array")
 

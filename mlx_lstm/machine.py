@@ -11,6 +11,9 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import NoReturn
 
+VERSION = "0.1.0"
+"""The version of this package."""
+
 
 def chip() -> str:
     """The processor's name."""

@@ -28,7 +28,9 @@ class Refused(ValueError):
 
 def contents(file, most):
     """Return the attributes, the arrays by path, and the number of datasets that hold no numbers."""
-    file.id.links.visit(check_link, info=True)
+    # Before anything follows a link: h5py would open the file that it names.
+    if (path := file.id.links.visit(foreign, info=True)) is not None:
+        raise Refused(f"{path.decode(errors='replace')} must lie in the file itself but is a link to another file")
     attributes, arrays, others, left = {"/": texts_of(file)}, {}, 0, most
 
     def visit(path, item):
@@ -55,10 +57,9 @@ def contents(file, most):
     return attributes, arrays, others
 
 
-def check_link(path, info):
-    """Refuse links to other files, before anything follows them."""
-    if info.type not in (h5py.h5l.TYPE_HARD, h5py.h5l.TYPE_SOFT):
-        raise Refused(f"{path.decode(errors='replace')} must lie in the file itself but is a link to another file")
+def foreign(path, info):
+    """Return the path of a link to another file, which ends the visit."""
+    return None if info.type in (h5py.h5l.TYPE_HARD, h5py.h5l.TYPE_SOFT) else path
 
 
 def texts_of(item):

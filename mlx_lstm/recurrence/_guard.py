@@ -76,7 +76,7 @@ def refusal(engine: str, problem: Problem) -> str:
         verdict = verdicts.find(text)
         if verdict is None:
             verdict = try_out(trial)
-            verdicts.keep(text, verdict)
+            verdicts.record(text, verdict)
     return verdict
 
 
