@@ -178,8 +178,24 @@ BAD = {
         r"reverse\[0\] must have the nonlinearity",
     ),
     "no bias on one side": (lambda: stack([LSTM], X, reverse=[mlx.nn.LSTM(D, H, False)]), "and the parameters of"),
-    "width": (lambda: stack([LSTM, LSTM], X), r"layers\[1\].Wx must have shape \[16, 4\] but got shape \[16, 3\]"),
-    "sizes": (lambda: stack([LSTM, mlx.nn.LSTM(H, 5)], X), r"layers\[1\].Wx must have shape \[16, 4\]"),
+    "width": (lambda: stack([LSTM, LSTM], X), r"layers\[1\].Wx must have shape \[16, 4\], .* got shape \[16, 3\]"),
+    "sizes": (
+        lambda: stack([LSTM, mlx.nn.LSTM(H, 5)], X),
+        r"layers\[1\].Wx must have shape \[16, 4\], as a layer has the H of the first, 4, and reads the one before, but",
+    ),
+    "merge": (lambda: stack([LSTM], X, merge="mean"), "merge must be one of 'concat', 'sum' but got 'mean'"),
+    "between": (
+        lambda: stack([LSTM], X, between=[1]),
+        r"between must be a function, between\(n, x\) -> x, but got list",
+    ),
+    "what between returns": (
+        lambda: stack([GRU, mlx.nn.GRU(H, H)], X, between=lambda n, x: x[..., :2]),
+        r"between\(0, x\) must return floats of shape \[2, 5, 4\], which layers\[1\] reads, .* shape \[2, 5, 2\]",
+    ),
+    "nothing between": (
+        lambda: stack([GRU, mlx.nn.GRU(H, H)], X, between=lambda n, x: None),
+        r"between\(0, x\) must return floats .* but got NoneType",
+    ),
     "bias": (lambda: stack([LSTM.parameters() | {"bias": mx.zeros(3)}], X), r"layers\[0\].bias must have shape \[16\]"),
     "more arrays": (
         lambda: stack([LSTM.parameters() | {"gain": mx.zeros(4)}], X),

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import mlx.core as mx
 
@@ -15,6 +15,9 @@ from .tuning import PACKED, PREDICTED, Table
 ENGINES = ("fused", "stepwise", "numpy", "ops")
 """`fused`: our Metal shaders, the sequence in one launch. `stepwise`: our Metal shaders, a launch per time step.
 `numpy`: the CPU engine, in place on MLX's own memory. `ops`: a plain MLX graph, any device, and the definition."""
+
+Engine = Literal["fused", "stepwise", "numpy", "ops"]
+"""The type of an option `engine`."""
 
 METAL_ENGINES = ("fused", "stepwise")
 
@@ -84,8 +87,7 @@ def choose(
         >>> choose(**here, device="gpu", metal=True, traced=False, refused={"stepwise": "it does not compile"})
         Choice(engine='ops', reason='it does not compile')
     """
-    if requested is not None and requested not in ENGINES:
-        raise ValueError(f"[{op}] engine must be one of {', '.join(ENGINES)} but got {requested!r}.")
+    check_engine(op, requested)
     check_option(op, "dtype", dtype, FLOATS)
     check_option(op, "device", device, ("cpu", "gpu"))
     _, B, _, H = sizes
@@ -108,6 +110,13 @@ def choose(
     if "stepwise" in hindrances:
         return Choice("ops", hindrances["numpy" if device == "cpu" else "stepwise"])
     return Choice("stepwise" if table.trusts("stepwise", dtype, B) else "ops", hindrances[word])
+
+
+def check_engine(op: str, engine: Any) -> Engine | None:
+    """Return `engine`, which is `None` or one of `ENGINES`."""
+    if engine is not None and not (isinstance(engine, str) and engine in ENGINES):
+        fail(op, f"engine must be one of {', '.join(ENGINES)}", repr(engine))
+    return cast(Engine | None, engine)
 
 
 def check_device(op: str, dtype: mx.Dtype, device: str) -> None:
