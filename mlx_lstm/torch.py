@@ -12,7 +12,6 @@ process, and back:
 """
 
 import math
-from collections.abc import Callable
 from functools import partial
 from operator import itemgetter, methodcaller
 from typing import Any, TypeVar
@@ -20,7 +19,6 @@ from typing import Any, TypeVar
 import mlx.core as mx
 import mlx.nn as nn
 
-from . import recurrence
 from .checks import (
     NO_UNITS,
     check_array,
@@ -41,6 +39,9 @@ from .engines.directions import join
 from .engines.packing import Weight
 from .engines.problem import Arrays
 from .recurrence import (
+    Call,
+    Hold,
+    Lengths,
     QuantizedLayer,
     common_dtype,
     engine_used,
@@ -155,15 +156,15 @@ class Layers(nn.Module):
 
     def run(
         self,
-        one_layer: Callable[..., Any],
+        cell: cells.Cell,
         input: mx.array,
         states: dict[str, Any],
-        lengths: recurrence.Lengths,
+        lengths: Lengths,
         key: mx.array | None,
         keep: mx.array | None,
-        hold: recurrence.Hold,
+        hold: Hold,
     ) -> tuple[mx.array, Arrays]:
-        """Run all layers, each by `one_layer`; return the last layer's h and the last states [K D, N, .] by name.
+        """Run all layers, each with this `cell`; return the last layer's h and the last states [K D, N, .] by name.
 
         `states` holds the first states by name, `None` for zeros.
         """
@@ -192,18 +193,19 @@ class Layers(nn.Module):
         x = (input if is_time_major else small(partial(swapped, batched), input)).astype(dtype)
         steps = whole_steps(self.op, keep, hold, input.shape[:-1], "the steps of input")
         steps = {name: (array if time_first else array.T).reshape(L, N) for name, array in steps.items()}
-        options = {"bidirectional": self.bidirectional, "training": self.training} | steps
-        options |= {"lengths": whole_lengths(self.op, lengths, N, L)}
-        options |= {"checkpoint_every": self.checkpoint_every, "engine": self.engine}
+        options = {"engine": self.engine, "checkpoint_every": self.checkpoint_every, "hold": steps.pop("hold", None)}
+        options |= {"lengths": whole_lengths(self.op, lengths, N, L), "lengths_checked": True}
+        call = Call(cell, bidirectional=self.bidirectional, **options)
         last = []
         for layer, arrays in enumerate(layers):
             if layer and self.dropout and self.training:
                 x, key = dropped(x, 1 - self.dropout, key)
             arrays = arrays | {f"{name}0": state[layer] for name, state in first.items()}
-            outputs = one_layer(x, **in_dtype(arrays, dtype), **options)
-            last.append({name: getattr(outputs, f"{name}T") for name in states})
-            x = outputs.h
-        note_engine(self)
+            arrays = in_dtype(arrays | {"x": x}, dtype) | steps
+            outputs, choice = call.forward(arrays, return_gates=False, training=self.training)
+            note_engine(self, choice)
+            last.append({name: outputs[f"{name}T"] for name in states})
+            x = outputs["h"]
         output = x if is_time_major else small(partial(swapped, batched), x)
         by_name = [layer[name] for name in states for layer in last]
         return output, small(partial(self.join_all, shapes), *by_name)
@@ -363,10 +365,10 @@ class LSTM(Layers):
         input: mx.array,
         hx: tuple[mx.array, mx.array] | None = None,
         *,
-        lengths: recurrence.Lengths = None,
+        lengths: Lengths = None,
         key: mx.array | None = None,
         keep: mx.array | None = None,
-        hold: recurrence.Hold = None,
+        hold: Hold = None,
     ) -> tuple[mx.array, tuple[mx.array, mx.array]]:
         """The last layer's h at every step, and the last states of all layers.
 
@@ -389,7 +391,7 @@ class LSTM(Layers):
             input, states and parameters promote to.
         """
         h, c = pair(self.op, hx)
-        output, last = self.run(recurrence.lstm, input, {"h": h, "c": c}, lengths, key, keep, hold)
+        output, last = self.run(cells.LSTMCell(), input, {"h": h, "c": c}, lengths, key, keep, hold)
         return output, (last["h"], last["c"])
 
 
@@ -445,10 +447,10 @@ class GRU(Layers):
         input: mx.array,
         hx: mx.array | None = None,
         *,
-        lengths: recurrence.Lengths = None,
+        lengths: Lengths = None,
         key: mx.array | None = None,
         keep: mx.array | None = None,
-        hold: recurrence.Hold = None,
+        hold: Hold = None,
     ) -> tuple[mx.array, mx.array]:
         """The last layer's h at every step, and the last h of all layers.
 
@@ -461,7 +463,7 @@ class GRU(Layers):
         Returns:
             tuple: output [L, N, D H] (or [N, L, D H], or [L, D H]) and h_n, shaped as `hx`.
         """
-        output, last = self.run(recurrence.gru, input, {"h": hx}, lengths, key, keep, hold)
+        output, last = self.run(cells.GRUCell(), input, {"h": hx}, lengths, key, keep, hold)
         return output, last["h"]
 
 
@@ -517,14 +519,13 @@ class RNN(Layers):
         input: mx.array,
         hx: mx.array | None = None,
         *,
-        lengths: recurrence.Lengths = None,
+        lengths: Lengths = None,
         key: mx.array | None = None,
         keep: mx.array | None = None,
-        hold: recurrence.Hold = None,
+        hold: Hold = None,
     ) -> tuple[mx.array, mx.array]:
         """Return what `GRU` returns, for the same arguments."""
-        one_layer = partial(recurrence.rnn, activation=self.nonlinearity)
-        output, last = self.run(one_layer, input, {"h": hx}, lengths, key, keep, hold)
+        output, last = self.run(cells.RNNCell(self.nonlinearity), input, {"h": hx}, lengths, key, keep, hold)
         return output, last["h"]
 
 
@@ -593,7 +594,7 @@ class Cell(Layers):
         """Return the name of a parameter."""
         return name
 
-    def one_step(self, one_layer: Callable[..., Any], input: mx.array, states: dict[str, Any]) -> Arrays:
+    def one_step(self, cell: cells.Cell, input: mx.array, states: dict[str, Any]) -> Arrays:
         """Return the states after one step by name; `states` holds those before by name, `None` for zeros."""
         batched = not isinstance(input, mx.array) or input.ndim != 1
         check_array(self.op, "input", input, ["N", self.input_size] if batched else [self.input_size])
@@ -609,9 +610,10 @@ class Cell(Layers):
             return {name: mx.zeros(shape, dtype) for name in states}
         arrays |= {f"{name}0": state if batched else small(itemgetter(None), state) for name, state in first.items()}
         arrays["x"] = small(methodcaller("reshape", (1, -1, self.input_size)), input)
-        outputs = one_layer(**in_dtype(arrays, dtype), training=self.training, engine=self.engine)
-        note_engine(self)
-        last = {name: getattr(outputs, f"{name}T") for name in states}
+        call = Call(cell, engine=self.engine)
+        outputs, choice = call.forward(in_dtype(arrays, dtype), return_gates=False, training=self.training)
+        note_engine(self, choice)
+        last = {name: outputs[f"{name}T"] for name in states}
         return last if batched else {name: small(itemgetter(0), state) for name, state in last.items()}
 
 
@@ -650,7 +652,7 @@ class LSTMCell(Cell):
         Returns:
             tuple: (h, c), in these shapes.
         """
-        states = self.one_step(recurrence.lstm, input, dict(zip("hc", pair(self.op, hx), strict=True)))
+        states = self.one_step(cells.LSTMCell(), input, dict(zip("hc", pair(self.op, hx), strict=True)))
         return states["h"], states["c"]
 
 
@@ -677,7 +679,7 @@ class GRUCell(Cell):
             input (array): [N, I] or [I].
             hx (array, optional): h before the step, [N, H] or [H]. Default: zeros.
         """
-        return self.one_step(recurrence.gru, input, {"h": hx})["h"]
+        return self.one_step(cells.GRUCell(), input, {"h": hx})["h"]
 
 
 class RNNCell(Cell):
@@ -711,7 +713,7 @@ class RNNCell(Cell):
 
     def __call__(self, input: mx.array, hx: mx.array | None = None) -> mx.array:
         """Return h after a step, for the same arguments as `GRUCell`."""
-        return self.one_step(partial(recurrence.rnn, activation=self.nonlinearity), input, {"h": hx})["h"]
+        return self.one_step(cells.RNNCell(self.nonlinearity), input, {"h": hx})["h"]
 
 
 def pair(op: str, hx: Any) -> tuple[Any, Any]:

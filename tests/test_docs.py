@@ -60,7 +60,7 @@ def test_python_block(block, tmp_path, monkeypatch):
 
 
 UNCHECKED = ("git", "cd", "apt-get", "mlx.distributed_config")
-INLINE = re.compile(r"`((?:python -m|make|\S*bin/python) [^`]+)`")
+INLINE = re.compile(r"`((?:PYTHONPATH=tests (?=python)|)(?:python -m|make|\S*bin/python) [^`]+)`")
 COMMANDS = [line for block in BLOCKS if block.language == "sh" for line in block.text.splitlines()]
 COMMANDS += [line for page in PAGES + OTHER_PAGES for line in INLINE.findall(page.read_text())]
 
@@ -86,7 +86,7 @@ def check_command(program, *words):
         launched = words[words.index("--") + 1 :]
         check_command(Path(launched[0]).name, *launched[1:])
     elif words[0] == "-m" and words[1] != "pytest":
-        module = f"{words[1]}.__main__" if words[1].startswith("mlx_lstm") else words[1]
+        module = f"{words[1]}.__main__" if words[1].startswith(("mlx_lstm", "machine_code")) else words[1]
         importlib.import_module(module).make_parser().parse_args(words[2:])
     else:
         assert program == "python"
@@ -97,8 +97,9 @@ def check_command(program, *words):
 
 
 def test_options_in_prose():
-    """An option in backticks belongs to the benchmark, the comparison or an example."""
-    known = "".join(path.read_text() for path in [*ROOT.glob("mlx_lstm/*/__main__.py"), *ROOT.glob("examples/*.py")])
+    """An option in backticks is one of a command or of an example."""
+    commands = [*ROOT.glob("mlx_lstm/*/__main__.py"), *ROOT.glob("tests/*/__main__.py"), *ROOT.glob("examples/*.py")]
+    known = "".join(path.read_text() for path in commands)
     for page in PAGES:
         for option in re.findall(r"`(--[a-z-]+)", page.read_text()):
             field = f"    {option[2:].replace('-', '_')}: "  # of an example's settings

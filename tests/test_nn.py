@@ -349,7 +349,7 @@ BAD = {
     ),
     "no batch": (
         lambda layer: layer(mx.zeros((5, D)), mx.zeros((2, H))),
-        r"\[4\], as x is \[time, features\] = \[5, 3\] \(layer.step runs one step of a batch, .*\), but got shape \[2, 4\]",
+        r"\[4\], as x is \[time, features\] = \[5, 3\] \(layer.step runs one step .*\), but got shape \[2, 4\]",
     ),
     "no units": (
         lambda layer: nn.LSTM(D, 0),

@@ -181,7 +181,7 @@ BAD = {
     "width": (lambda: stack([LSTM, LSTM], X), r"layers\[1\].Wx must have shape \[16, 4\], .* got shape \[16, 3\]"),
     "sizes": (
         lambda: stack([LSTM, mlx.nn.LSTM(H, 5)], X),
-        r"layers\[1\].Wx must have shape \[16, 4\], as a layer has the H of the first, 4, and reads the one before, but",
+        r"layers\[1\].Wx must have shape \[16, 4\], as a layer has the H of the first, 4, and reads the one before,",
     ),
     "merge": (lambda: stack([LSTM], X, merge="mean"), "merge must be one of 'concat', 'sum' but got 'mean'"),
     "between": (

@@ -137,8 +137,8 @@ class Layer(nn.Module):
                 arrays["keep"] = steps["keep"].reshape((1, -1) if is_step else (-1, L))
         options = {"engine": self.engine, "checkpoint_every": self.checkpoint_every, "lengths": lengths, "hold": hold}
         call = Call(self._cell(), batch_first=not is_step, one_step=is_step, **options)
-        outputs = call.forward(arrays, return_gates=False, training=self.training, wants_last=is_step)
-        note_engine(self)
+        outputs, choice = call.forward(arrays, return_gates=False, training=self.training, wants_last=is_step)
+        note_engine(self, choice)
         names = (("hT", "cT") if is_step else ("h", "c"))[: len(states)]
         results = list(map(outputs.__getitem__, names))
         return results if len(batch) == 1 else [small(methodcaller("reshape", shape), array) for array in results]

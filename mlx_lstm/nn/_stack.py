@@ -178,18 +178,18 @@ def stack(
     steps = whole_steps(OP, keep, hold, (*batch, T), "[B, T]")
     steps = {name: array.reshape(-1, T) for name, array in steps.items()}
     options = {"reverse": not layers, "bidirectional": ways == 2, "hold": steps.pop("hold", None), "batch_first": True}
-    options |= {"lengths": whole_lengths(OP, lengths, x.shape[0], T), "checked": True}
+    options |= {"lengths": whole_lengths(OP, lengths, x.shape[0], T), "lengths_checked": True}
     rows = {name: small(partial(split_states, ways), array) for name, array in first.items()}
     last: list[dict[str, mx.array]] = []
     for n, depth in enumerate(depths):
         arrays = depth.arrays | {"x": x} | {f"{name}0": array[n] for name, array in rows.items()}
         options |= {"checkpoint_every": depth.every if every is None else every, "engine": depth.engine}
         call = Call(depth.cell, **options)
-        outputs = call.forward(in_dtype(arrays, dtype) | steps, return_gates=False, training=depth.training)
+        outputs, choice = call.forward(in_dtype(arrays, dtype) | steps, return_gates=False, training=depth.training)
         last.append({name: outputs[f"{name}T"] for name in names})
         for side in (layers, reverse):
             if side and isinstance(side[n], Layer):
-                note_engine(side[n])
+                note_engine(side[n], choice)
         x = half(outputs["h"], 0) + half(outputs["h"], 1) if ways == 2 and merge == "sum" else outputs["h"]
         if between is not None and n < K - 1:
             x = call_between(between, n, x, (*batch, T), depths[n + 1].arrays["Wx"].shape[1])

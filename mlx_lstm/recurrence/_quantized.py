@@ -16,7 +16,7 @@ RECURRENT = ("Wh", "weight_hh")
 
 
 class QuantizedLayer(nn.Module):
-    """Turn a float layer into a quantized one: base, before the float layer's class, of `QuantizedLSTM` and the like."""
+    """Base of `QuantizedLSTM` and the like, before the class of the float layer."""
 
     op: str  # the layer's name in errors
     of: type[nn.Module]  # the float layer's class
