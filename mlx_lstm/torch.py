@@ -48,7 +48,6 @@ from .recurrence import (
     in_dtype,
     join_biases,
     join_states,
-    note_engine,
     split_states,
     whole_lengths,
     whole_steps,
@@ -203,7 +202,7 @@ class Layers(nn.Module):
             arrays = arrays | {f"{name}0": state[layer] for name, state in first.items()}
             arrays = in_dtype(arrays | {"x": x}, dtype) | steps
             outputs, choice = call.forward(arrays, return_gates=False, training=self.training)
-            note_engine(self, choice)
+            vars(self)["_engine_used"] = choice
             last.append({name: outputs[f"{name}T"] for name in states})
             x = outputs["h"]
         output = x if is_time_major else small(partial(swapped, batched), x)
@@ -612,7 +611,7 @@ class Cell(Layers):
         arrays["x"] = small(methodcaller("reshape", (1, -1, self.input_size)), input)
         call = Call(cell, engine=self.engine)
         outputs, choice = call.forward(in_dtype(arrays, dtype), return_gates=False, training=self.training)
-        note_engine(self, choice)
+        vars(self)["_engine_used"] = choice
         last = {name: outputs[f"{name}T"] for name in states}
         return last if batched else {name: small(itemgetter(0), state) for name, state in last.items()}
 

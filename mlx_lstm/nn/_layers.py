@@ -18,7 +18,7 @@ from ..engines.at_once import by_mlx, by_numpy, computes_now
 from ..engines.cells import Cell, GRUCell, LSTMCell, RNNCell
 from ..engines.choice import Engine, check_engine
 from ..engines.packing import Quantized, Weight
-from ..recurrence import Call, Hold, Lengths, QuantizedLayer, engine_used, in_common_dtype, note_engine, whole_steps
+from ..recurrence import Call, Hold, Lengths, QuantizedLayer, engine_used, in_common_dtype, whole_steps
 
 Self = TypeVar("Self", bound="Layer")
 
@@ -110,7 +110,7 @@ class Layer(nn.Module):
         `states` holds the first h and c by the caller's names for them. The results have the dtype to which x, the
         parameters and the states promote.
         """
-        op, arrays = self.op, self._arrays()
+        op, cell, arrays = self.op, self._cell(), self._arrays()
         D, H = arrays["Wx"].shape[1], arrays["Wh"].shape[1]
         check_input(op, x, D, arrays["Wx"], is_step)
         batch, L = (x.shape[:-1], 1) if is_step else (x.shape[:-2], x.shape[-2])
@@ -136,9 +136,9 @@ class Layer(nn.Module):
             if keep is not None:
                 arrays["keep"] = steps["keep"].reshape((1, -1) if is_step else (-1, L))
         options = {"engine": self.engine, "checkpoint_every": self.checkpoint_every, "lengths": lengths, "hold": hold}
-        call = Call(self._cell(), batch_first=not is_step, one_step=is_step, **options)
+        call = Call(cell, batch_first=not is_step, one_step=is_step, **options)
         outputs, choice = call.forward(arrays, return_gates=False, training=self.training, wants_last=is_step)
-        note_engine(self, choice)
+        vars(self)["_engine_used"] = choice
         names = (("hT", "cT") if is_step else ("h", "c"))[: len(states)]
         results = list(map(outputs.__getitem__, names))
         return results if len(batch) == 1 else [small(methodcaller("reshape", shape), array) for array in results]

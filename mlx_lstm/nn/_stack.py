@@ -23,7 +23,6 @@ from ..recurrence import (
     common_dtype,
     in_dtype,
     join_states,
-    note_engine,
     split_states,
     whole_lengths,
     whole_steps,
@@ -189,7 +188,7 @@ def stack(
         last.append({name: outputs[f"{name}T"] for name in names})
         for side in (layers, reverse):
             if side and isinstance(side[n], Layer):
-                note_engine(side[n], choice)
+                vars(side[n])["_engine_used"] = choice
         x = half(outputs["h"], 0) + half(outputs["h"], 1) if ways == 2 and merge == "sum" else outputs["h"]
         if between is not None and n < K - 1:
             x = call_between(between, n, x, (*batch, T), depths[n + 1].arrays["Wx"].shape[1])
