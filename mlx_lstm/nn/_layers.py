@@ -44,7 +44,7 @@ class Layer(nn.Module):
         for name in options.keys() & set(OPTIONS_OF_TORCH):
             other = f"mlx_lstm.torch.{cls.__name__} has it, and mlx_lstm.nn.stack runs several layers and directions,"
             fail(cls.op, f"{name} is no option of this layer: {other}", f"{name}={options[name]!r}")
-        return super().__new__(cls)
+        return nn.Module.__new__(cls)
 
     def __init__(
         self, input_size: int, hidden_size: int, bias: bool, checkpoint_every: int | str | None, engine: Engine | None

@@ -135,8 +135,8 @@ def converting(constructor: Callable[..., None]) -> Callable[..., None]:
             warnings.warn(f"[nn.patched] left as it is: {reason}.", stacklevel=2)
         elif isinstance(self, Layer):
             with _lock:
-                engines = [engine for engine in _blocks.values() if engine is not None]
-            self.engine = engines[-1] if engines else None
+                engines: list[Engine | None] = [None, *(engine for engine in _blocks.values() if engine is not None)]
+            self.engine = engines[-1]
 
     return construct
 

@@ -168,8 +168,8 @@ def stack(
     dtype = common_dtype([x, *first.values(), *(array for depth in depths for array in depth.arrays.values())])
     joins = ways == 2 and merge == "concat"
     if 0 in batch:
-        last = [mx.zeros((ways * K, *batch, H), dtype) for _ in names]
-        return mx.zeros((*batch, T, 2 * H if joins else H), dtype), tuple(last) if len(last) == 2 else last[0]
+        states = [mx.zeros((ways * K, *batch, H), dtype) for _ in names]
+        return mx.zeros((*batch, T, 2 * H if joins else H), dtype), tuple(states) if len(states) == 2 else states[0]
     # The recurrence has one batch axis: x becomes [B, T, D], and the states of a layer become [B, H] or [B, 2H].
     small = by_numpy if computes_now(depths[0].engine) else by_mlx
     is_flat = len(batch) == 1
