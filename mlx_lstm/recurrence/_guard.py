@@ -5,7 +5,6 @@ is refused: the next one takes over, with a warning; who forced it gets the reas
 """
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -21,6 +20,7 @@ import mlx.core as mx
 from ..checks import forget_warnings, warn_once
 from ..engines import METAL_ENGINES, Choice, tuning, verdicts
 from ..engines.problem import Problem
+from ..machine import child_command, child_environment
 from ._form import Trial, trial_of
 
 SECONDS = 60
@@ -103,7 +103,7 @@ def command() -> list[str] | None:
     """What runs a trial; None where there is no interpreter, as in a frozen application."""
     if getattr(sys, "frozen", False) or "python" not in Path(sys.executable or "").name.lower():
         return None
-    return [sys.executable, "-c", "from mlx_lstm.recurrence._trial import main; main()"]
+    return child_command("from mlx_lstm.recurrence._trial import main; main()")
 
 
 def try_out(trial: Trial) -> str:
@@ -122,10 +122,9 @@ def in_a_process(words: list[str], trial: Trial) -> str | None:
     """The verdict of another process; None if it did not come so far as to begin, or was ended from outside."""
     from ._trial import ANSWER, STARTED
 
-    paths = os.pathsep.join(str(path) or os.getcwd() for path in sys.path)
-    where, pipe = os.environ | {"PYTHONPATH": paths}, subprocess.PIPE
+    pipe = subprocess.PIPE
     try:
-        process = subprocess.Popen(words, text=True, env=where, stdin=pipe, stdout=pipe, stderr=pipe)
+        process = subprocess.Popen(words, text=True, env=child_environment(), stdin=pipe, stdout=pipe, stderr=pipe)
     except OSError:
         return None
     hangs = False
