@@ -19,14 +19,13 @@ except ImportError as error:
     extra = "." if sys.platform == "darwin" else "'.[cpu]'"
     raise ImportError(f"mlx_lstm needs MLX; in a clone of mlx-lstm: pip install {extra} ({error})") from error
 
+from .machine import VERSION as __version__  # isort: skip
 from . import convert, cudnn, keras, mpsgraph, nn, tf, torch
 from .recurrence import GRUOutput as GRUOutput
 from .recurrence import LSTMOutput as LSTMOutput
 from .recurrence import Quantized as Quantized
 from .recurrence import RNNOutput as RNNOutput
 from .recurrence import gru, gru_gradients, join_directions, lstm, lstm_gradients, recurrent, rnn, rnn_gradients
-
-__version__ = "0.1.0"
 
 # The classes of the outputs are public, too, but not in this list: help() would show them before the ops.
 __all__ = ["__version__", "gru", "gru_gradients", "join_directions", "lstm", "lstm_gradients", "rnn"]

@@ -9,6 +9,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
+VERSION = "0.1.0"
+"""The version of this package."""
+
 
 def chip() -> str:
     """The processor's name."""

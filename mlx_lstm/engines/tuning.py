@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from ..machine import installed_version
+from ..machine import VERSION, installed_version
 from .metal.launch import shader_folder
 from .problem import Cut
 
@@ -96,15 +96,13 @@ def cache_file() -> Path:
 @cache
 def machine() -> dict[str, str]:
     """What a table depends on: the chip, the system, the versions, the kernels."""
-    from .. import __version__  # which is not there yet when this file is read
-
     chip = mx.device_info(mx.gpu if mx.is_available(mx.gpu) else mx.cpu)
     return {
         "chip": str(chip.get("device_name", "unknown")),
         "architecture": str(chip.get("architecture", "unknown")),
         "system": f"macOS {platform.mac_ver()[0]}" if sys.platform == "darwin" else platform.system(),
         "mlx": installed_version("mlx"),
-        "mlx_lstm": __version__,
+        "mlx_lstm": VERSION,
         "kernels": kernels_hash(),
     }
 
