@@ -33,7 +33,7 @@ from .checks import (
 from .convert import Weights, to_torch
 from .convert.torch import NAMES, WAYS
 from .engines import cells
-from .engines.at_once import Run, by_mlx, by_numpy, computes_now, made
+from .engines.at_once import Run, by_mlx, by_numpy, computes_now, derived
 from .engines.choice import Engine, check_engine
 from .engines.directions import join
 from .engines.packing import Weight
@@ -243,12 +243,12 @@ class Layers(nn.Module):
             for name, shape in self.shapes(layer).items():
                 key = self.key(name, layer, way)
                 arrays[name] = array = self._parameter(key)
-                if name.startswith("bias") and array.shape != shape:  # else NumPy would broadcast one to the other
-                    check_array(self.op, key, array, shape)
+                if array.shape != shape:  # a bias [1] would broadcast to the other bias
+                    fail(self.op, f"{key} must have shape {list(shape)}", f"shape {list(array.shape)}")
             ways.append(arrays)
         if len(ways) == 1:
             return self.one_way(ways[0], by_numpy if now else by_mlx)
-        return made(now, "torch", ways, lambda: join([self.one_way(way, by_mlx) for way in ways]))
+        return derived(now, self.op, ways, lambda ways: join([self.one_way(way, by_mlx) for way in ways]))
 
     def _parameter(self, name: str) -> Weight:
         """Return a parameter. `QuantizedLayer` returns its weights as `Quantized`."""

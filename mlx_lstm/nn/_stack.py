@@ -9,7 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..checks import Form, check_array, check_every, check_option, fail, instead_of
-from ..engines.at_once import by_mlx, by_numpy, computes_now, made
+from ..engines.at_once import by_mlx, by_numpy, computes_now, derived
 from ..engines.cells import Cell, GRUCell, LSTMCell, RNNCell
 from ..engines.choice import Engine, check_engine
 from ..engines.directions import half, join
@@ -258,14 +258,10 @@ def read_depths(
             if packings(other) != packings(one):
                 fail(OP, f"reverse[{n}] must be quantized as layers[{n}]", packings(other) or "float weights")
             check_parameters(f"{name}[{n}]", other, one.arrays["Wx"].shape[1] if any_width else D, H)
-        engine_of_both, arrays = one.engine if engine is None else engine, [other.arrays for other in pair]
-        if len(pair) == 2:
-            # Joined once while the parameters are the same, where the call computes now.
-            both = made(computes_now(engine_of_both), "stack", arrays, partial(join, arrays))
-        else:
-            both = one.arrays
-        training = all(other.training for other in pair)
-        depths.append(one._replace(arrays=both, training=training, engine=engine_of_both))
+        word, arrays = one.engine if engine is None else engine, [other.arrays for other in pair]
+        # The joined arrays of two directions are cached while the parameters are the same.
+        both = derived(computes_now(word), OP, arrays, join) if len(pair) == 2 else one.arrays
+        depths.append(one._replace(arrays=both, training=all(other.training for other in pair), engine=word))
     return depths
 
 
