@@ -80,9 +80,9 @@ class Stack(NamedTuple):
                 none_reserved = mx.zeros((0,), input.dtype)
                 reserve = none_reserved if every else pack(reserved(where, x, dropout), kept, input.dtype)
                 return output, output_h, output_c, reserve
-            # Where somebody can ask for a gradient; but a graph without values stays plain, and can be exported.
-            given = [input, input_h, params]
-            if is_transforming() and have_values(given, transforming=True):
+            # Only where a gradient can be asked for; a graph without values stays plain, so that it can be exported.
+            inputs_used = [input, input_h, params, *([input_c] if where.mode == "lstm" else [])]
+            if is_transforming() and have_values(inputs_used, transforming=True):
                 output, output_h, output_c = without_gradient(self.original, output, output_h, output_c)
             return output, output_h, output_c, mx.zeros((), input.dtype)
 

@@ -26,12 +26,6 @@ def gate_block(cell: "Cell", gate: str, hidden: int) -> slice:
     return slice(start, start + hidden)
 
 
-@property
-def engine_outputs(cell: "Cell") -> tuple[str, ...]:
-    """What an engine returns of a cell."""
-    return ("h", "c", "gates", "hT", "cT") if cell.op == "lstm" else ("h", "gates", "hT")
-
-
 class LSTMCell(NamedTuple):
     """The LSTM cell's options. The equations stand in `engines.ops.cells.lstm_step`.
 
@@ -48,7 +42,7 @@ class LSTMCell(NamedTuple):
     # What every cell says of itself: the op's name, the blocks of a gate axis, the outputs of an engine.
     op = "lstm"
     gates = 4
-    outputs = engine_outputs
+    outputs = ("h", "c", "gates", "hT", "cT")
     block = gate_block
 
     def activation(self, gate: str) -> str:
@@ -71,7 +65,7 @@ class GRUCell(NamedTuple):
 
     op = "gru"
     gates = 3
-    outputs = engine_outputs
+    outputs = ("h", "gates", "hT")
     block = gate_block
 
     def activation(self, gate: str) -> str:
@@ -87,7 +81,7 @@ class RNNCell(NamedTuple):
     op = "rnn"
     gates = 1
     gate_order = "h"
-    outputs = engine_outputs
+    outputs = ("h", "gates", "hT")
     block = gate_block
 
 
