@@ -17,8 +17,9 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 import mlx.core as mx
+import numpy as np
 
-from .chunks import HALVES, Chunked, divided, for_engine, plain_gradients, plain_outputs
+from .chunks import HALVES, Chunked, copied_to_mlx, divided, for_engine, plain_gradients, plain_outputs
 from .metal import fused, stepwise
 from .numpy import sweep as numpy
 from .numpy.sweep import Saved
@@ -236,11 +237,7 @@ def engine_gradients(
     floats, cotangents = (for_engine(engine, values) for values in (dequantized(problem.packing, arrays), cotangents))
     if chunked or (saved.get("gates") is None and problem.cell.op != "rnn"):  # then `ops` computes all again
         saved = ops.forward(problem, floats)
-    saved = {
-        name: array if isinstance(array, mx.array) else mx.array(array)
-        for name, array in saved.items()
-        if array is not None
-    }
+    saved = {name: copied_to_mlx(a) if isinstance(a, np.ndarray) else a for name, a in saved.items() if a is not None}
     return ops.backward(problem, floats, saved, cotangents)
 
 
