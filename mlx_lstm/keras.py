@@ -21,6 +21,11 @@ __all__ = ["bidirectional_from_keras", "bidirectional_to_keras", "gru_from_keras
 __all__ += ["lstm_to_keras", "rnn_from_keras", "rnn_to_keras"]
 
 
+def __dir__() -> list[str]:
+    """Return the public names."""
+    return list(__all__)
+
+
 def lstm_from_keras(kernel: Any, recurrent_kernel: Any, bias: Any = None) -> Arrays:
     """The weights of a `keras.layers.LSTM` as arguments of `mlx_lstm.lstm` and `mlx_lstm.nn.LSTM`.
 
