@@ -48,6 +48,11 @@ def keep(trial: str, verdict: str) -> None:
             part.unlink()
 
 
+def is_recorded(reason: str) -> bool:
+    """Return whether a verdict with this reason counts on this machine, in further processes, too."""
+    return reason in _found.values()
+
+
 def forget() -> None:
     """Drop what this process knows; the file stays."""
     _found.clear()
