@@ -1,12 +1,17 @@
-"""THE recurrence: an LSTM, GRU or plain RNN layer over a sequence, with its own gradient. All dialects come here.
+"""The recurrence: an LSTM, GRU or plain RNN layer over a sequence, with its own gradient. All dialects call it.
 
 The functions `lstm`, `gru` and `rnn` run forward and carry their gradient; `lstm_gradients`, `gru_gradients` and
-`rnn_gradients` are that gradient by itself, for callers that kept the outputs. `recurrent` runs a cell of the caller's
-own. `by_layer`, `of_layers`, `split_states`, `join_states`, `join_biases` and `join_directions` translate the states,
-biases and directions that others' stacks of layers have. A layer that calls `note_engine` after its calls says by the
-property `engine_used` what ran. `Quantized` is a weight as `mx.quantize` packs it; `QuantizedLayer` is what layers with
-such weights are, `weight` reads one of them, `common_dtype` and `in_dtype` mix them with arrays; `whole_steps` is a
-layer's keep and hold, `whole_lengths` its lengths. What judges every result itself runs `unguarded`.
+`rnn_gradients` are that gradient as an op, for callers that saved the outputs. `recurrent` runs a cell written by the
+user.
+
+For the layers and dialects above this module:
+
+- `Call` is one call with its options; `note_engine` and `engine_used` store and show the engine of a layer's last call.
+- `by_layer`, `of_layers`, `split_states`, `join_states`, `join_biases` and `join_directions` translate the states,
+  biases and directions of stacks of layers. `whole_steps` and `whole_lengths` check a layer's keep, hold and lengths.
+- `Quantized` is a weight as `mx.quantize` packs it. `QuantizedLayer` is the base of layers with such weights; `weight`
+  reads a layer's weight; `common_dtype` and `in_dtype` promote and cast arrays and quantized weights together.
+- `unguarded` lets kernels run without a trial, for commands that judge every result themselves.
 """
 
 from ..engines.packing import Quantized
