@@ -34,7 +34,7 @@ from .checks import (
 from .convert import Weights, to_torch
 from .convert.torch import NAMES, WAYS
 from .engines import cells
-from .engines.at_once import Run, by_mlx, by_numpy, computes_now, made
+from .engines.at_once import Run, by_mlx, by_numpy, computes_now, derived
 from .engines.directions import join
 from .engines.problem import Arrays
 from .recurrence import (
@@ -211,9 +211,14 @@ class Layers(nn.Module):
         """A layer's parameters as the recurrence has them: one bias, both directions in one array; `now`: as values."""
         names = self.shapes(layer)
         ways = [{name: weight(self, self.key(name, layer, way)) for name in names} for way in self.ways]
+        for way, arrays in zip(self.ways, ways, strict=True):
+            for name, array in arrays.items():
+                if array.shape != names[name]:
+                    rule = f"{self.key(name, layer, way)} must have shape {list(names[name])}"
+                    fail(self.op, rule, f"shape {list(array.shape)}")
         if len(ways) == 1:
             return self.one_way(ways[0], by_numpy if now else by_mlx)
-        return made(now, "torch", ways, lambda: join([self.one_way(way, by_mlx) for way in ways]))
+        return derived(now, self.op, ways, lambda ways: join([self.one_way(way, by_mlx) for way in ways]))
 
     def one_way(self, arrays: dict[str, Any], small: Run) -> dict[str, Any]:
         """Those of one direction."""

@@ -25,9 +25,9 @@ from mlx_lstm.check.cases import (  # noqa: F401 (for the tests)
     split,
 )
 from mlx_lstm.engines import METAL_ENGINES
+from mlx_lstm.engines.numpy import arrays as numpy_arrays
 from mlx_lstm.engines.numpy import gru as numpy_gru
 from mlx_lstm.engines.numpy import lstm as numpy_lstm
-from mlx_lstm.engines.numpy import memory as numpy_memory
 from mlx_lstm.engines.numpy import products as numpy_products
 from mlx_lstm.oracle import OUTPUTS as OUTPUTS_OF
 from mlx_lstm.oracle import evaluate
@@ -152,7 +152,7 @@ def poison_scratch(monkeypatch):
     """Scratch of the numpy engine starts as NaN: it has to be written before it is read."""
 
     def poisoned(*arguments):
-        buffer = numpy_memory.columns_buffer(*arguments)
+        buffer = numpy_arrays.columns_buffer(*arguments)
         buffer.fill(np.nan)
         return buffer
 

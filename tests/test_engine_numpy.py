@@ -9,8 +9,8 @@ from cases import combination, draw, poison_scratch, run, split
 
 from mlx_lstm import gru, lstm, rnn
 from mlx_lstm.engines.cells import HARD_SIGMOIDS, GRUCell, LSTMCell, RNNCell
-from mlx_lstm.engines.numpy import gates as engine_numpy_gates
-from mlx_lstm.engines.numpy import memory as engine_numpy_memory
+from mlx_lstm.engines.numpy import activations as engine_numpy_activations
+from mlx_lstm.engines.numpy import arrays as engine_numpy_arrays
 from mlx_lstm.engines.numpy import products as engine_numpy_products
 from mlx_lstm.engines.numpy import sweep as engine_numpy_sweep
 from mlx_lstm.engines.sequences import tanh
@@ -96,7 +96,7 @@ def test_agrees_with_ops(monkeypatch, word, seed):
     """Every option at random, narrow and wide batches, several chunks of time, any strides."""
     rng = np.random.default_rng(seed)
     T, B, I, H = (int(rng.choice(sizes)) for sizes in ([1, 2, 5, 8], [1, 2, 5, 16, 17], [1, 3], [1, 2, 5]))
-    monkeypatch.setattr(engine_numpy_memory, "CHUNK_ROWS", int(rng.choice([3 * B, 1024])))
+    monkeypatch.setattr(engine_numpy_arrays, "CHUNK_ROWS", int(rng.choice([3 * B, 1024])))
     monkeypatch.setattr(engine_numpy_products, "AHEAD_ROWS", int(rng.choice([2 * B, 256])))  # weights copied or not
     poison_scratch(monkeypatch)
     sizes = T, B, I, H, 3
@@ -115,7 +115,7 @@ def test_wide_batches_agree_with_ops(monkeypatch, word, seed, copied):
     T, B, I, H = 5 + seed % 2, 16 + seed % 3, 3, 5
     monkeypatch.setattr(engine_numpy_products, "AHEAD_ROWS", 2 * B)
     monkeypatch.setattr(engine_numpy_products, "COPIED_NUMBERS", copied)
-    monkeypatch.setattr(engine_numpy_memory, "COPIED_NUMBERS", copied)
+    monkeypatch.setattr(engine_numpy_arrays, "COPIED_NUMBERS", copied)
     poison_scratch(monkeypatch)
     sizes = T, B, I, H, 3
     _, arrays, options = split(draw(rng, sizes=sizes, **every_option(rng, word, sizes)))
@@ -142,9 +142,9 @@ def test_what_a_step_reads_and_writes_is_contiguous(monkeypatch, word, training)
     step = engine_numpy_sweep.STEPS[kind][0]
     call = step.__call__
 
-    def watched(self, t, *arrays):
+    def watched(self, operand, inputs, *arrays):
         found.extend(array.flags.c_contiguous for array in arrays if array is not None)
-        call(self, t, *arrays)
+        call(self, operand, inputs, *arrays)
 
     monkeypatch.setattr(step, "__call__", watched)
     with mx.stream(mx.cpu):
@@ -154,18 +154,18 @@ def test_what_a_step_reads_and_writes_is_contiguous(monkeypatch, word, training)
             return OPS[word][0](**dict(zip(drawn, values, strict=True)), **options, training=training).h.sum()
 
         mx.eval(mx.grad(output)(*arrays) if training else output(*arrays))
-    assert len(found) == 4 * (5 if training and word != "rnn" else 4) and all(found)  # gates only where they are kept
+    assert len(found) == 4 * (5 if training and word != "rnn" else 4) and all(found)  # gates only where they are saved
 
 
 def test_a_limit_that_changes_from_call_to_call_leaves_nothing_behind():
-    """What is kept for later calls depends on the gates' order and activations only."""
+    """What is cached for later calls depends on the order of the gates and on activations only."""
     _, drawn, _ = split(draw(np.random.default_rng(0), sizes=(2, 1, 2, 2, 2)))
     arrays = {name: whole(array) for name, array in drawn.items()}
     sizes = set()
     for n in range(4):
         with mx.stream(mx.cpu):
             mx.eval(lstm(**arrays, cell_clip=1.0 + n, forget_bias=0.5 * n, engine="numpy").h)
-        sizes.add(engine_numpy_gates.gates_of.cache_info().currsize)
+        sizes.add(engine_numpy_activations.runs.cache_info().currsize)
     assert len(sizes) == 1
 
 
@@ -174,7 +174,7 @@ def test_a_limit_that_changes_from_call_to_call_leaves_nothing_behind():
 def test_no_sequence_is_copied(monkeypatch, word, batch_major):
     """NumPy's memory stays far below one sequence, in the forward pass and in gradients of saved arrays of any
     layout; what leaves is MLX's memory."""
-    monkeypatch.setattr(engine_numpy_memory, "CHUNK_ROWS", 32)
+    monkeypatch.setattr(engine_numpy_arrays, "CHUNK_ROWS", 32)
     T, B, I, H = 256, 16, 8, 8
     op, gradients_of = OPS[word]
     _, drawn, options = split(draw(np.random.default_rng(0), op=word, sizes=(T, B, I, H, H), bidirectional=True))
@@ -228,3 +228,17 @@ def test_infinity_and_nan_raise_no_warning(word, options, both, padding):
         outputs = lambda *values: list(OPS[word][0](**dict(zip(names, values, strict=True)), **options)[:1])  # noqa: E731
         found = mx.vjp(outputs, values, [mx.ones(outputs(*values)[0].shape)])
         assert all(mx.isfinite(array).all() for arrays in found for array in arrays)
+
+
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+@pytest.mark.parametrize("flip_z", [False, True])
+@pytest.mark.parametrize("engine", ["numpy", "ops"])
+@pytest.mark.parametrize("activation", ["identity", "relu"])
+def test_an_infinite_candidate_makes_an_infinite_h(engine, activation, flip_z):
+    """z h + (1 - z) n is infinite, where n + z (h - n) would be NaN."""
+    with mx.stream(mx.cpu):
+        x = mx.array([[[0.5, 0.5, np.inf]]])
+        options = {"flip_z": flip_z, "activations": ("sigmoid", "sigmoid", activation)}
+        for h0 in (None, mx.array([[-2.0]])):
+            out = gru(x, None, mx.zeros((3, 1)), h0=h0, engine=engine, **options)
+            assert out.h.item() == np.inf

@@ -12,7 +12,7 @@ from on_metal import on_metal
 import mlx_lstm.torch as ours
 from mlx_lstm import convert, lstm, nn, rnn
 from mlx_lstm.engines.directions import join
-from mlx_lstm.engines.numpy import weights as kept
+from mlx_lstm.engines.numpy import weights
 from mlx_lstm.oracle.closeness import assert_close
 
 torch = pytest.importorskip("torch")
@@ -364,8 +364,16 @@ def test_steps_one_by_one_and_items_one_by_one(kind):
         np.testing.assert_allclose(np.array(got), np.array(expected), rtol=0, atol=2e-6)
 
 
-def test_joined_parameters_are_kept_while_they_are_the_same(monkeypatch):
-    joined, known = [], len(kept._kept)
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_biases_whose_sum_overflows_raise_no_warning(bidirectional):
+    layer = ours.LSTM(I, H, bidirectional=bidirectional)
+    layer.bias_ih_l0 = layer.bias_hh_l0 = mx.full((4 * H,), 3e38)
+    assert mx.all(mx.isfinite(layer(mx.ones((3, 2, I)))[0][..., :H])).item()
+
+
+def test_joined_parameters_are_cached_while_they_are_the_same(monkeypatch):
+    joined, known = [], len(weights._cached)
     monkeypatch.setattr(ours, "join", lambda each: joined.append(len(each)) or join(each))
     x = mx.random.normal((3, 2, I))
 
@@ -379,13 +387,13 @@ def test_joined_parameters_are_kept_while_they_are_the_same(monkeypatch):
             update()
             joined.clear()
             first, second = layer(x)[0], layer(x)[0]
-            assert joined == [2] and len(kept._kept) == known + 1
-            derived = mx.vjp(lambda x: [layer(x)[0]], [x], [first])[0][0]  # in which nothing is kept
+            assert joined == [2] and len(weights._cached) == known + 1
+            derived = mx.vjp(lambda x: [layer(x)[0]], [x], [first])[0][0]  # in which nothing is cached
             for other in (second, derived):
                 np.testing.assert_array_equal(np.array(other), np.array(first))
 
     check(ours.GRU(I, H, bidirectional=True))
-    assert len(kept._kept) == known
+    assert len(weights._cached) == known
 
 
 def test_compile_and_export(tmp_path):

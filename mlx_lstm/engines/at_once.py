@@ -6,11 +6,10 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx.utils import tree_flatten
 
 from . import choice
-from .numpy.arrays import COPIED, view
-from .numpy.weights import kept
+from .numpy.arrays import MLX_ALLOCATES, view
+from .numpy.weights import cached
 from .tracing import is_transforming
 
 Run = Callable[..., Any]
@@ -33,10 +32,11 @@ def by_numpy(function: Run, *arrays: mx.array) -> Any:
     dtypes, dtype = [array.dtype for array in arrays], arrays[0].dtype
     if dtypes.count(dtype) < len(dtypes) or dtype not in (mx.float32, mx.float64):
         return function(*arrays)
-    if sum([array.size for array in arrays]) >= COPIED:
+    if sum([array.size for array in arrays]) >= MLX_ALLOCATES:
         return function(*arrays)
     mx.eval(arrays)
-    return copied(function(*map(view, arrays)), dtype)
+    with np.errstate(all="ignore"):  # infinity and NaN go through without NumPy's warnings, as in MLX
+        return copied(function(*map(view, arrays)), dtype)
 
 
 def copied(found: Any, dtype: mx.Dtype) -> Any:
@@ -48,9 +48,7 @@ def copied(found: Any, dtype: mx.Dtype) -> Any:
     return [copied(array, dtype) for array in found]
 
 
-def made(now: bool, how: str, parameters: Any, make: Callable[[], Any]) -> Any:
-    """What `make` makes of a tree of parameters; kept where a call computes now. `how`: tells apart what others make of
-    the same."""
-    if not now:
-        return make()
-    return kept(how, [array for _, array in tree_flatten(parameters) if isinstance(array, mx.array)], make)
+def derived(now: bool, kind: str, parameters: Any, derive: Callable[[Any], Any]) -> Any:
+    """Return `derive(parameters)` of a tree of parameters, from a cache where a call computes now. kind: distinguishes
+    what is derived in different ways from the same parameters."""
+    return cached(kind, parameters, derive) if now else derive(parameters)

@@ -9,7 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..checks import Form, check_array, check_every, fail, instead_of
-from ..engines.at_once import by_mlx, by_numpy, computes_now, made
+from ..engines.at_once import by_mlx, by_numpy, computes_now, derived
 from ..engines.cells import Cell, GRUCell, LSTMCell, RNNCell
 from ..engines.directions import join
 from ..engines.packing import Quantized
@@ -191,7 +191,7 @@ def depths(layers: Sequence[Any], reverse: Sequence[Any], engine: str | None) ->
                 fail(OP, f"reverse[{n}] must be quantized as layers[{n}]", packings(other) or "float weights")
             check_parameters(f"{word}[{n}]", other, D, H)
         one, arrays = one._replace(engine=one.engine if engine is None else engine), [other.arrays for other in each]
-        both = made(computes_now(one.engine), "stack", arrays, partial(join, arrays)) if len(each) == 2 else one.arrays
+        both = derived(computes_now(one.engine), OP, arrays, join) if len(each) == 2 else one.arrays
         found.append(one._replace(arrays=both, training=all(other.training for other in each)))
     return found
 

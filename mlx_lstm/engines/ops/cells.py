@@ -61,7 +61,10 @@ ACTIVATIONS: dict[str, tuple[Callable[[Array], Array], Callable[[Array], Array]]
     "sigmoid": (sigmoid, lambda y: y * (1 - y)),
     **{name: (partial(hard_sigmoid, rise), partial(hard_sigmoid_slope, rise)) for name, rise in HARD_SIGMOIDS.items()},
 }
-"""Of each activation, itself and its derivative written in its output."""
+"""Each activation and its derivative, written in its output."""
+
+UNBOUNDED = ("identity", "relu")
+"""Activations whose output may be infinite."""
 
 
 def constant(value: float, like: Array) -> Array:
@@ -155,7 +158,10 @@ def gru_step(cell: GRUCell, a: Array, h_in: Array, h: Array, Wh: Array, bhn: Arr
     after = cell.reset == "after"
     recurrent = y["r"] * gru_candidate(h_in, Wh_n, bhn) if after else (y["r"] * h_in) @ Wh_n.T
     n = y["n"] = activate(cell.activation("n"), z["n"] + recurrent)
-    h_new = h + y["z"] * (n - h) if cell.flip_z else n + y["z"] * (h - n)
+    old, new = (n, h) if cell.flip_z else (h, n)
+    h_new = new + y["z"] * (old - new)
+    if cell.activation("n") in UNBOUNDED:  # of an infinite n the form above makes inf - inf
+        h_new = mx.where(mx.isinf(n), y["z"] * old + (1 - y["z"]) * new, h_new)
     return mx.concatenate([y[gate] for gate in cell.gate_order], axis=-1), h_new
 
 
