@@ -4,7 +4,7 @@ choice of every other."""
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import mlx.core as mx
 
@@ -17,6 +17,9 @@ from .tuning import PACKED, PREDICTED, Table
 ENGINES = ("fused", "stepwise", "numpy", "ops")
 """`fused`: our Metal shaders, the sequence in one launch. `stepwise`: our Metal shaders, a launch per time step.
 `numpy`: the CPU engine, in place on MLX's own memory. `ops`: a plain MLX graph, any device, and the definition."""
+
+Engine = Literal["fused", "stepwise", "numpy", "ops"]
+"""The type of an option `engine`."""
 
 METAL_ENGINES = ("fused", "stepwise")
 
@@ -106,8 +109,7 @@ def decide(
     refused: Mapping[str, str] = NONE,
 ) -> Choice:
     """Return what `choose` returns, for a problem that was checked."""
-    if requested is not None and (not isinstance(requested, str) or requested not in ENGINES):
-        raise ValueError(f"[{op}] engine must be one of {', '.join(ENGINES)} but got {requested!r}.")
+    check_engine(op, requested)
     B, H, dtype, packing = problem.B, problem.H, problem.dtype, problem.packing
     check_device(op, dtype, device)
     reasons = {**refused, **obstacles(problem.cell, H, device, metal, traced, "Wp" in problem.names)}
@@ -127,6 +129,13 @@ def decide(
         return Choice("ops", reasons["numpy" if device == "cpu" else "stepwise"])
     # `fused` was preferred and cannot run. Where a measurement discarded `stepwise`, the plain graph takes over.
     return Choice("stepwise" if table.trusts("stepwise", dtype, B) else "ops", reasons[engine])
+
+
+def check_engine(op: str, engine: Any) -> Engine | None:
+    """Return `engine`, which is `None` or one of `ENGINES`."""
+    if engine is not None and not (isinstance(engine, str) and engine in ENGINES):
+        fail(op, f"engine must be one of {', '.join(ENGINES)}", repr(engine))
+    return cast(Engine | None, engine)
 
 
 def check_device(op: str, dtype: mx.Dtype, device: str) -> None:

@@ -5,7 +5,6 @@ file is used only with the chip, system, versions and kernels that it was measur
 """
 
 import hashlib
-import json
 import platform
 import sys
 import warnings
@@ -18,6 +17,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from ..files import parse_json, size_of
 from ..machine import VERSION, installed_version
 from .metal.launch import shader_folder
 from .problem import Cut
@@ -124,7 +124,8 @@ def load(file: Path) -> Table:
     A broken file causes a warning; a missing one does not.
     """
     try:
-        content = json.loads(file.read_text())
+        size_of(file)
+        content = parse_json(file.read_text())
         engines = {
             str(dtype): {int(least): checked_row(row) for least, row in batches.items()}
             for dtype, batches in content["engines"].items()
@@ -134,7 +135,7 @@ def load(file: Path) -> Table:
         differing = [name for name, value in machine().items() if content["machine"].get(name) != value]
     except FileNotFoundError:
         return PREDICTED
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         warnings.warn(f"{file} is not a table of engines and is ignored: {error!r}", stacklevel=2)
         return PREDICTED._replace(source=f"predicted, as {file} is broken")
     if differing:

@@ -1,6 +1,6 @@
 """Check the arguments of a recurrence: shapes, dtypes and options. Build the cell that the options describe."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from numbers import Integral
 from typing import Any, TypeVar, cast
@@ -70,6 +70,23 @@ def unpacked(op: str, inputs: dict[str, Any]) -> tuple[Arrays, Packing]:
         fail(op, "all quantized weights must be packed in the same way", each)
     check_packing(op, *packing)
     return arrays, packing
+
+
+def common_dtype(values: Iterable[Any]) -> mx.Dtype:
+    """Return the dtype to which arrays and weights promote. A quantized weight counts as its biases, if it has any."""
+    arrays = [value.biases if isinstance(value, Quantized) else value for value in values]
+    return mx.result_type(*[array for array in arrays if array is not None])
+
+
+def in_dtype(values: dict[str, Any], dtype: mx.Dtype) -> dict[str, Any]:
+    """Return the arrays in this dtype, and quantized weights as they are."""
+    return {name: value if isinstance(value, Quantized) else value.astype(dtype) for name, value in values.items()}
+
+
+def in_common_dtype(values: dict[str, Any]) -> tuple[dict[str, Any], mx.Dtype]:
+    """Return the arrays in the dtype to which all promote, and that dtype."""
+    dtype = common_dtype(values.values())
+    return in_dtype(values, dtype), dtype
 
 
 def check_packing(op: str, group_size: object, bits: object, mode: object) -> None:

@@ -170,7 +170,8 @@ class Call(NamedTuple):
         # Engine `numpy` and inference ask whether MLX transforms the arrays. If it does not, nobody can ask for a
         # gradient, and the graph stays plain. The other engines train without any value.
         free = traced = False
-        if not training or (device == "cpu" and self.engine in (None, "numpy")):
+        may_be_numpy = self.engine is None or (isinstance(self.engine, str) and self.engine == "numpy")
+        if not training or (device == "cpu" and may_be_numpy):
             values = [*arrays.values(), *others]
             free = are_free(values)
             traced = not free and not have_values(values)
@@ -225,14 +226,12 @@ def whole_lengths(op: str, lengths: Lengths, batch: int, longest: int, *, checke
 
 @property
 def engine_used(layer: object) -> Choice | None:
-    """The engine of the layer's latest call and why it was that one, `Choice(engine, reason)`; None before the first.
-    In a compiled function it is what its tracing found."""
+    """The engine of the layer's latest call and the reason, `Choice(engine, reason)`; None before the first call.
+
+    In a compiled function it is the engine of its tracing. A layer sets `_engine_used` in its `vars`, past MLX, which
+    would count a tuple among the parameters.
+    """
     return getattr(layer, "_engine_used", None)
-
-
-def note_engine(layer: object, choice: Choice) -> None:
-    """Let `engine_used` of a layer return this choice."""
-    object.__setattr__(layer, "_engine_used", choice)  # past MLX, which would count a tuple as a state
 
 
 def given(**arrays: Any) -> dict[str, Any]:

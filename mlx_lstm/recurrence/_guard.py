@@ -5,12 +5,10 @@ change. An engine that fails is refused: the next engine takes over, with a warn
 the reason as an error.
 """
 
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache, lru_cache
-from pathlib import Path
 from threading import Lock
 
 import mlx.core as mx
@@ -18,7 +16,7 @@ import mlx.core as mx
 from ..checks import forget_warnings, warn_once
 from ..engines import METAL_ENGINES, Choice, tuning, verdicts
 from ..engines.problem import Problem
-from ..machine import child_command
+from ..machine import child_command, has_interpreter
 from . import _child
 from ._child import ENDED_BY_OTHERS, Child, Ended, Hangs, Verdict, verdict_of
 from ._trial import Trial, trial_of
@@ -89,7 +87,7 @@ def refusal(engine: str, problem: Problem) -> str:
                     verdict = try_out(trial)
                     reason = verdict.reason
                     if verdict.lasting:
-                        verdicts.keep(text, reason)
+                        verdicts.record(text, reason)
     return reason
 
 
@@ -135,7 +133,7 @@ def tell(engine: str, following: str, reason: str) -> None:
 
 def command() -> list[str] | None:
     """Return the command of a child; None where the executable is no interpreter, as in a frozen application."""
-    if getattr(sys, "frozen", False) or "python" not in Path(sys.executable or "").name.lower():
+    if not has_interpreter():
         return None
     return child_command("from mlx_lstm.recurrence._judge import main; main()")
 

@@ -8,14 +8,13 @@ import numpy as np
 
 from ..checks import check_array, fail
 from ..engines.directions import OWN_AXIS, ROWS, is_shared, join
-from ..engines.problem import Arrays
 
 OUTPUTS = ("h", "c", "gates", "hT", "cT")
 JOINED = (*ROWS, *OWN_AXIS, "h0", "c0", "mask", "x", *OUTPUTS, *(f"d{name}" for name in OUTPUTS))
 """Names of the arguments and outputs of which each direction has an array of its own."""
 
 
-def join_directions(forward: Mapping[str, mx.array | None], reverse: Mapping[str, mx.array | None]) -> Arrays:
+def join_directions(forward: Mapping[str, mx.array | None], reverse: Mapping[str, mx.array | None]) -> dict[str, Any]:
     """Join the arrays of two layers, one per direction, into those of a call with `bidirectional=True`.
 
     The forward direction comes first. `Wx`, `b` and `bhn` are concatenated on axis 0; `Wh`, `Wp` and `peephole` are
