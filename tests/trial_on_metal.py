@@ -21,8 +21,11 @@ LAUNCH_FAILS = "[metal_kernel] Thread group size (1024) is greater than the maxi
 
 @contextmanager
 def fault(kind, kernel):
-    """Inside, a kernel of this name has the fault: its text is none, its launch is refused, its results are 1 % off, it
-    does not come back, or it ends the process. `kernel`: the name without the template, as a regular expression."""
+    """Plant a fault in a kernel: its text does not compile, its launch is refused, its results are 1 % off, it hangs,
+    or it ends the process.
+
+    kernel: a regular expression for the kernel's name without the template.
+    """
     real = mx.fast.metal_kernel
 
     def metal_kernel(**definition):
@@ -55,7 +58,7 @@ def fault(kind, kernel):
 
 @contextmanager
 def counted(file):
-    """Inside, each launch of a kernel writes its name to a file."""
+    """Write the name of each launched kernel to a file."""
     real = mx.fast.metal_kernel
 
     def metal_kernel(**definition):
