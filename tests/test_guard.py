@@ -618,7 +618,7 @@ def test_a_gradient_that_is_no_number_is_wrong(monkeypatch):
 
 
 def test_less_precise_products_of_mlx_are_no_fault(monkeypatch):
-    """On GPUs whose float32 products are less precise, an engine may be as far from float64 as `ops`, but no further."""
+    """On GPUs whose float32 products are less precise, an engine may be as far off as `ops`, no further."""
     real, off = _judge.results, {"ops": 1.001, "fused": 1.0015}
     monkeypatch.setattr(_judge, "results", lambda *given: {name: a * off[given[3]] for name, a in real(*given).items()})
     with on_metal():

@@ -200,7 +200,7 @@ def test_gradient_ops_make_h_themselves_where_it_is_not_given(option):
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("B", [3, 20])
 def test_numpy_engine_in_chunks_of_time(monkeypatch, B, reverse, lengths):
-    """The products run over several chunks of time, the last one shorter, for narrow and wide batches, and with a mask."""
+    """The products run over several chunks of time, the last one shorter, for narrow and wide batches, with a mask."""
     monkeypatch.setattr(engine_numpy_arrays, "CHUNK_ROWS", 3 * B)
     sizes = (7, B, 2, 3, 2)
     lengths = None if lengths is None else np.arange(B) % 8
