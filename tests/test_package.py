@@ -58,7 +58,7 @@ PUBLIC = [
     "nn",
     "oracle",
 ]
-PUBLIC += ["recurrence", "tf", "torch"]
+PUBLIC += ["recurrence", "testing", "tf", "torch"]
 
 
 @pytest.mark.parametrize("name", PUBLIC)
