@@ -26,11 +26,12 @@ from mlx_lstm.engines.tuning import Table
 from mlx_lstm.oracle import evaluate, forward
 from mlx_lstm.oracle.arithmetic import Arithmetic
 from mlx_lstm.oracle.closeness import assert_within, bounds
-from mlx_lstm.recurrence import _call, _guard, _trial, _trial_case, unguarded
-from mlx_lstm.recurrence._form import trial_from, trial_of
+from mlx_lstm.recurrence import _call, _child, _draw, _guard, _judge, unguarded
+from mlx_lstm.recurrence._trial import trial_from, trial_of
 
 SCRIPT = str(Path(__file__).with_name("trial_on_metal.py"))
 BROKEN = "its trial on this machine failed: RuntimeError: no pipeline"
+RIGHT, WRONG = _child.Verdict(""), _child.Verdict(BROKEN)
 
 
 @pytest.fixture(autouse=True)
@@ -56,9 +57,9 @@ def said(monkeypatch):
 @pytest.fixture
 def tried(monkeypatch):
     """The engines whose kernels are tried, in this process, in which faults are."""
-    engines, verdict = [], _trial.verdict
+    engines, verdict = [], _judge.verdict
     monkeypatch.setattr(_guard, "command", lambda: None)
-    monkeypatch.setattr(_trial, "verdict", lambda trial: (engines.append(trial.engine), verdict(trial))[1])
+    monkeypatch.setattr(_judge, "verdict", lambda trial: (engines.append(trial.engine), verdict(trial))[1])
     return engines
 
 
@@ -102,8 +103,8 @@ def assert_trained(layer, x, weights):
 def test_a_layer_trains_on_the_next_engine(monkeypatch, own_cache):
     """With a kernel that does not compile, in processes of their own: one warning, the reason where it was asked for,
     and no further trial, in this process or another, until the kernels change."""
-    started, real = [], _guard.in_a_process
-    monkeypatch.setattr(_guard, "in_a_process", lambda *given: (started.append(given[1].engine), real(*given))[1])
+    started, real = [], _guard.by_child
+    monkeypatch.setattr(_guard, "by_child", lambda *given: (started.append(given[1].engine), real(*given))[1])
     monkeypatch.setattr(_guard, "command", lambda: [sys.executable, SCRIPT, "compile", "lstm_fused_forward"])
     layer, x, weights = layer_and_data()
     forced, _, _ = layer_and_data(engine="fused")
@@ -125,7 +126,7 @@ def test_a_layer_trains_on_the_next_engine(monkeypatch, own_cache):
         in_a_new_process()
         machine = tuning.machine() | {"kernels": "changed"}
         monkeypatch.setattr(tuning, "machine", lambda: machine)
-        monkeypatch.setattr(_guard, "try_out", lambda trial: (started.append("again"), "")[1])
+        monkeypatch.setattr(_guard, "try_out", lambda trial: (started.append("again"), RIGHT)[1])
         monkeypatch.setattr(_call, "run", lambda *given, **how: {"h": x, "c": x})
         layer(x)
         assert started == ["fused", "stepwise", "again"]
@@ -136,7 +137,7 @@ def test_a_layer_trains_on_the_next_engine(monkeypatch, own_cache):
 
 def test_who_judges_results_has_no_trial(monkeypatch):
     """In `unguarded` a kernel whose trial failed runs."""
-    monkeypatch.setattr(_guard, "try_out", lambda trial: BROKEN)
+    monkeypatch.setattr(_guard, "try_out", lambda trial: WRONG)
     forced, x, weights = layer_and_data(engine="fused")
     with on_metal(guarded=True):
         for _ in range(2):
@@ -219,43 +220,81 @@ HANGING = ("lstm_fused_forward", "recurrent_input", "gru_stepwise_backward")
 )
 def test_any_fault_in_any_kernel(kernel, kind, monkeypatch, said):
     """Each in a process of its own, as on a Mac."""
-    monkeypatch.setattr(_guard, "SECONDS", 30 if kind == "hangs" else 600)
+    monkeypatch.setattr(_child, "SECONDS", 30 if kind == "hangs" else 600)
     monkeypatch.setattr(_guard, "command", lambda: [sys.executable, SCRIPT, kind, kernel])
     assert_right_without(kernel, monkeypatch, said, "refused")
     words = {"wrong": "wrong numbers", "hangs": "no answer in 30 seconds", "dies": "exit code -6: libc++abi"}
     assert words.get(kind, "failed") in said[0]
 
 
-PROCESSES = {  # what a process does once it says that the trial has begun, and the verdict
-    "time.sleep(3600)": "its trial on this machine gave no answer in 5 seconds",
-    "os.abort()": "its trial on this machine ended with exit code -6: no message",
-    "sys.exit('[METAL] error')": "its trial on this machine ended with exit code 1: [METAL] error",
-    "print('trial says \"no\"', flush=True); os.abort()": "no",
-    "os.kill(os.getpid(), 15)": None,
+PROCESSES = {  # what a child does once it says that the trial has begun: the verdict, and whether it lasts
+    "time.sleep(3600)": ("its trial on this machine gave no answer in 5 seconds", False),
+    "os.abort()": ("its trial on this machine ended with exit code -6: no message", True),
+    "sys.exit('[METAL] error')": ("its trial on this machine ended with exit code 1: [METAL] error", True),
+    "sys.exit('MemoryError: no more')": (
+        "its trial on this machine ended with exit code 1: MemoryError: no more",
+        False,
+    ),
+    "print('trial says \"no\"', flush=True); os.abort()": ("no", True),
+    "print('trial says \"[metal] kIOGPU: OutOfMemory\"', flush=True)": ("[metal] kIOGPU: OutOfMemory", False),
+    "os.kill(os.getpid(), 15)": ("its trial was ended from outside, twice", False),
+    "os.kill(os.getpid(), 1)": ("its trial was ended from outside, twice", False),
 }
 
 
 def in_python(code, monkeypatch):
-    """The verdict of a process that runs this code."""
-    monkeypatch.setattr(_guard, "SECONDS", 5)
-    return _guard.in_a_process([sys.executable, "-c", f"import os, sys, time; {code}"], trial_of("fused", problem()))
+    """The verdict of a child that runs this code."""
+    monkeypatch.setattr(_child, "SECONDS", 5)
+    return _guard.by_child([sys.executable, "-c", f"import os, sys, time; {code}"], trial_of("fused", problem()))
 
 
 @pytest.mark.parametrize("code", PROCESSES)
-def test_what_a_process_tells(code, monkeypatch):
+def test_what_a_child_tells(code, monkeypatch):
     assert in_python(f"print('trial started', flush=True); {code}", monkeypatch) == PROCESSES[code]
 
 
-def test_a_process_that_never_begins_tells_nothing(monkeypatch):
-    """Nor does one that is ended from outside. The kernels are then tried in this process."""
+def test_a_child_that_cannot_begin_says_nothing(monkeypatch):
+    """The kernels are then tried in this process."""
     assert in_python("import nothing_of_the_kind", monkeypatch) is None
+
+
+def test_a_hang_refuses_the_engine_in_this_process_only(monkeypatch, said, capfd):
+    """A second trial would cost a minute more. A child that hangs before the trial begins does not send the trial into
+    the user's process, where it might hang, too."""
+    monkeypatch.setattr(_child, "SECONDS", 2)
+    monkeypatch.setattr(_child, "PATIENCE", 0.5)
+    monkeypatch.setattr(_guard, "is_real", lambda: True)
+    monkeypatch.setattr(_guard, "command", lambda: [sys.executable, "-c", "import time; time.sleep(3600)"])
+    monkeypatch.setattr(_judge, "verdict", lambda trial: pytest.fail("a trial in this process"))
+    reason = "its trial on this machine did not begin in 2 seconds"
+    assert _guard.refusal("fused", problem()) == reason
+    assert "trying the Metal kernels of engine 'fused', once" in capfd.readouterr().err
+    monkeypatch.setattr(_guard, "try_out", lambda trial: pytest.fail("another trial"))
+    assert _guard.refusal("fused", problem(H=10, P=10)) == reason
+    assert verdicts.find(trial_of("fused", problem()).text()) is None
+    in_a_new_process()
+    monkeypatch.setattr(_guard, "try_out", lambda trial: RIGHT)
+    assert _guard.refusal("fused", problem()) == ""
+
+
+def test_one_child_tries_each_kernel_once(tmp_path, monkeypatch):
+    """Further trials go to the child that runs, and those of kernels already found right launch nothing."""
+    log = tmp_path / "launches"
+    monkeypatch.setattr(_guard, "command", lambda: [sys.executable, SCRIPT, "counted", str(log)])
+    first = _guard.try_out(trial_of("fused", problem()))
+    launches, child = log.read_text(), _guard._children[-1].process.pid
+    # A longer sequence and evaluation in training mode have the same kernels; a reversed one has the same text.
+    assert first == _guard.try_out(trial_of("fused", problem(T=50, reverse=True))) == RIGHT
+    assert log.read_text() == launches and _guard._children[-1].process.pid == child
+    assert _guard.try_out(trial_of("fused", problem(H=10, P=10))) == RIGHT
+    assert len(log.read_text()) > len(launches) and _guard._children[-1].process.pid == child
 
 
 def test_where_no_process_can_be_started(monkeypatch, tried):
     """In a frozen application the executable is no interpreter; elsewhere it may be gone."""
     with on_metal():
-        assert _guard.in_a_process(["/nowhere/python"], trial_of("fused", problem())) is None
-        assert _guard.try_out(trial_of("fused", problem())) == ""
+        assert _guard.by_child(["/nowhere/python"], trial_of("fused", problem())) is None
+        assert _guard.try_out(trial_of("fused", problem())) == RIGHT
     monkeypatch.undo()
     assert _guard.command()[0] == sys.executable
     monkeypatch.setattr(sys, "frozen", True, raising=False)
@@ -273,7 +312,7 @@ def problem(**options):
 
 def test_eight_threads_make_one_trial(monkeypatch, said):
     trials, results = [], []
-    monkeypatch.setattr(_guard, "try_out", lambda trial: (trials.append(trial.engine), time_passes(), BROKEN)[2])
+    monkeypatch.setattr(_guard, "try_out", lambda trial: (trials.append(trial.engine), time_passes(), WRONG)[2])
     layer, x, _ = layer_and_data()
     mx.eval(layer, x)
     barrier = threading.Barrier(8)
@@ -300,7 +339,7 @@ def time_passes():
 
 def test_inside_transformations(monkeypatch, said, tmp_path):
     """A trial needs none of the placeholders: `ops` takes over in the graph that is being made."""
-    monkeypatch.setattr(_guard, "try_out", lambda trial: BROKEN)
+    monkeypatch.setattr(_guard, "try_out", lambda trial: WRONG)
     layer, x, _ = layer_and_data()
     plain = layer(x)[0]
     with on_metal(guarded=True):
@@ -342,7 +381,7 @@ def test_a_gradient_op_is_tried_with_its_gradients(tried):
     arrays = {name: mx.array(case[name]) for name in ("x", "Wx", "Wh", "b")}
     with on_metal(guarded=True), pytest.MonkeyPatch.context() as patch:
         out = mlx_lstm.lstm(**arrays, return_gates=True)
-        patch.setattr(_trial, "results", lambda problem, case, given, engine: (seen.append(tuple(given)), 1 / 0))
+        patch.setattr(_judge, "results", lambda problem, case, given, engine: (seen.append(tuple(given)), 1 / 0))
         with pytest.warns(UserWarning):
             mlx_lstm.recurrence.lstm_gradients(**arrays, gates=out.gates, c=out.c, dhT=out.hT, dgates=out.gates)
     assert seen == [("gates", "hT")] * 2 and tried == ["fused", "fused", "stepwise"]
@@ -355,7 +394,7 @@ def counted(monkeypatch, verdict=""):
     """The trials that are made from now on."""
     trials = []
     monkeypatch.setattr(_guard, "is_real", lambda: True)
-    monkeypatch.setattr(_guard, "try_out", lambda trial: (trials.append(trial), verdict)[1])
+    monkeypatch.setattr(_guard, "try_out", lambda trial: (trials.append(trial), _child.Verdict(verdict))[1])
     return trials
 
 
@@ -451,7 +490,7 @@ def assert_tries_the_same(engine, sizes, dtype=np.float32, **options):
     """The trials run every text that the call runs, to the letter, and find it right."""
     forms, wanted = texts_of(engine, sizes, dtype, **options)
     with on_metal() as log:
-        assert [_trial.verdict(trial_of(engine, form)) for form in forms] == [""] * len(forms)
+        assert [_judge.verdict(trial_of(engine, form)) for form in forms] == [""] * len(forms)
     assert wanted <= {launch.source for launch in log}
 
 
@@ -508,7 +547,7 @@ def test_kernels_of_large_calls_run_in_small_trials():
     for engine in ("fused", "stepwise"):
         trial = trial_of(engine, problem(T=2**26, B=3))
         with on_metal() as log:
-            assert _trial.verdict(trial) == ""
+            assert _judge.verdict(trial) == ""
         sources = [launch.source for launch in log]
         assert any("using Index = ulong" in source or "stepwise_index_64" in source for source in sources)
         launches = sum("fused_forward" in launch.name for launch in log)
@@ -524,7 +563,7 @@ def test_launches_of_one_limit_never_serve_another():
         with on_metal() as log:
             runs = []
             for trial in (narrow, wide, narrow):
-                assert _trial.verdict(trial) == ""
+                assert _judge.verdict(trial) == ""
                 runs.append([launch.source for launch in log if f"{engine}_forward" in launch.name])
                 log.clear()
         assert [all(word in source for source in run) for run in runs] == [False, True, False]
@@ -548,18 +587,18 @@ def test_a_trial_keeps_off_kinks(dtype):
     """Else its gradients would not be judged."""
     for cell in every_cell():
         names = ("x", "Wx", "Wh", "b", "h0") + (("c0", "peephole") if cell.op == "lstm" else ())
-        drawn = _trial_case.draw(problem(T=10, B=9, cell=cell, dtype=dtype, names=names), np.random.default_rng(0))
+        drawn = _draw.draw(problem(T=10, B=9, cell=cell, dtype=dtype, names=names), np.random.default_rng(0))
         assert drawn.smooth, cell
 
 
 def test_less_precise_products_of_mlx_are_no_fault(monkeypatch):
     """On GPUs where float32 products are not float32's, an engine may be as far from float64 as `ops`, and no more."""
-    real, off = _trial.results, {"ops": 1.001, "fused": 1.0015}
-    monkeypatch.setattr(_trial, "results", lambda *given: {name: a * off[given[3]] for name, a in real(*given).items()})
+    real, off = _judge.results, {"ops": 1.001, "fused": 1.0015}
+    monkeypatch.setattr(_judge, "results", lambda *given: {name: a * off[given[3]] for name, a in real(*given).items()})
     with on_metal():
-        assert _trial.verdict(trial_of("fused", problem())) == ""
+        assert _judge.verdict(trial_of("fused", problem())) == ""
         off["fused"] = 1.003
-        assert "wrong numbers" in _trial.verdict(trial_of("fused", problem()))
+        assert "wrong numbers" in _judge.verdict(trial_of("fused", problem()))
 
 
 # --- What a layer says -----------------------------------------------------------------------------------------------
