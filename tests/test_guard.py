@@ -591,6 +591,30 @@ def test_a_trial_keeps_off_kinks(dtype):
         assert drawn.smooth, cell
 
 
+@pytest.mark.parametrize("T", [3, 22, 64])
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16], ids=str)
+def test_the_numbers_of_a_trial_stay_in_range(dtype, T):
+    """Whatever the activations: else a trial would overflow, and refuse kernels that are right."""
+    for cell in every_cell():
+        drawn = _draw.draw(problem(T=T, B=2, H=4, P=4, cell=cell, dtype=dtype), np.random.default_rng(0))
+        outputs, _ = evaluate(drawn.case, None, Arithmetic(np.float64))
+        assert drawn.smooth and all(np.abs(array).max() < _draw.LARGEST for array in outputs.values()), cell
+
+
+def test_a_gradient_that_is_no_number_is_wrong(monkeypatch):
+    """Also where it has no bounds, next to a kink."""
+    real_draw, real = _judge.draw, _judge.results
+    monkeypatch.setattr(_judge, "draw", lambda *given: real_draw(*given)._replace(smooth=False))
+    spoilt = {"dx": np.nan}
+    monkeypatch.setattr(
+        _judge, "results", lambda *given: {name: a * spoilt.get(name, 1.0) for name, a in real(*given).items()}
+    )
+    with on_metal():
+        assert _judge.verdict(trial_of("fused", problem())) == "its trial on this machine gave wrong numbers: dx: NaN"
+        spoilt.clear()
+        assert _judge.verdict(trial_of("fused", problem())) == ""
+
+
 def test_less_precise_products_of_mlx_are_no_fault(monkeypatch):
     """On GPUs where float32 products are not float32's, an engine may be as far from float64 as `ops`, and no more."""
     real, off = _judge.results, {"ops": 1.001, "fused": 1.0015}

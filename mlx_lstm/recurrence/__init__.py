@@ -1,4 +1,4 @@
-"""The recurrence: an LSTM, GRU or plain RNN layer over a sequence, with its own gradient. All dialects and layers call it.
+"""The recurrence: an LSTM, GRU or plain RNN layer over a sequence, with its own gradient. All others call it.
 
 For users, and exported by `mlx_lstm`:
 

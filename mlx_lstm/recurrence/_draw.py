@@ -9,13 +9,16 @@ from ..engines.cells import RNNCell
 from ..engines.ops.packed import judged
 from ..engines.packing import Packing, Quantized, is_packed
 from ..engines.problem import Problem
-from ..oracle import kink_distance
-from ..oracle.arithmetic import Array, Tensors
-from ..oracle.closeness import float_of
+from ..oracle import evaluate, kink_distance
+from ..oracle.arithmetic import Arithmetic, Array, Tensors
+from ..oracle.closeness import float_of, largest
 from ._trial import dtype_word
 
 WIDTH = 3
 """The features of x in a trial."""
+
+LARGEST = 100.0
+"""The bound on all outputs of a trial; float16 overflows at 65,504."""
 
 HALVINGS = 30
 """How often the arrays are scaled by a half before a trial goes without judged gradients."""
@@ -34,7 +37,8 @@ def draw(problem: Problem, rng: np.random.Generator) -> Drawn:
     """Draw random arrays whose sums lie off the kinks of all activations.
 
     Every preactivation is a fixed offset of 0.5 to 0.7 (`steer`), at which no activation has a kink, plus random terms.
-    The random terms are halved until every sum keeps off the kinks by more than rounding can move it.
+    The random terms are halved until every sum keeps off the kinks by more than rounding can move it, and the states of
+    unbounded activations stay small over all steps.
     """
     parts = draw_parts(problem, rng)
     margin = 16 * float_of(dtype_word(problem)).eps
@@ -43,7 +47,8 @@ def draw(problem: Problem, rng: np.random.Generator) -> Drawn:
         case, arrays = assembled(problem, parts, 0.5**n)
         with np.errstate(all="ignore"):  # unbounded activations may overflow float64
             distance = kink_distance(**case)
-        if distance > margin:
+            outputs, _ = evaluate(case, None, Arithmetic(np.float64))
+        if distance > margin and all(largest(array) < LARGEST for array in outputs.values()):
             return Drawn(case, arrays, True)
     return Drawn(case, arrays, False)
 

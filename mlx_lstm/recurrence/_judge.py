@@ -178,6 +178,10 @@ def wrong(problem: Problem, drawn: Drawn, cotangents: Tensors, got: Tensors, bou
         few = min(array.size for array in got.values()) >= 64
         exact, limits = exact_and_bounds(values, dtype_word(problem), 2 if few else TRIALS)
         bounds |= limits
+    # Without bounds, as next to a kink, a gradient must at least be a number.
+    for name in got.keys() - exact.keys():
+        if np.isnan(got[name]).any():
+            return f"{name}: NaN"
     suspects = {name: error for name in exact if not (error := distance(got[name], exact[name])) <= bounds[name]}
     if not suspects:
         return ""
