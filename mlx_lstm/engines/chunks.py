@@ -251,7 +251,7 @@ class Chunked:
         for start, stop in reversed(self.bounds(problem)):
             chunk, n = problem._replace(T=stop - start), start // self.steps
             inputs = lengths_of(shared, start, stop) | self.steps_of(by_step, start, stop)
-            inputs |= {name: saved[of_chunks][n] for name, of_chunks in starts.items()}
+            inputs |= {name: saved[of_chunks][n, ...] for name, of_chunks in starts.items()}
             if self.recomputes:
                 outputs = self.module.forward(chunk._replace(training=True, return_gates=False), inputs)
             else:
@@ -260,7 +260,7 @@ class Chunked:
             after = {f"{name[0]}T": gradients.pop(name) for name in starts}
             for name, of_chunks in starts.items():
                 if of_chunks in cotangents:  # only in a second derivative
-                    after[f"{name[0]}T"] += cotangents[of_chunks][n]
+                    after[f"{name[0]}T"] += cotangents[of_chunks][n, ...]
             terms = {name: widened(gradient) for name, gradient in gradients.items() if name not in sequences}
             self.write(sequences, d, start, stop, gradients, after | terms)
             after, sums = self.prepared(after), self.added(sums, terms)
