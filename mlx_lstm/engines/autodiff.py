@@ -58,6 +58,8 @@ def run(problem: Problem, arrays: Arrays, engine: str) -> dict[str, Any]:
         if problem.plain:
             outputs = (chunked or ENGINE_MODULES[engine]).forward(problem, arrays)
         else:
+            if problem.packing is not None:
+                arrays = with_quantized_constant(problem, arrays)
             outputs = differentiable(problem, arrays, engine, chunked)
         outputs = {name: outputs[name] for name in shown_of(problem)}
         if batch_first:
@@ -89,12 +91,12 @@ def run_backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Ar
         gradients = numpy.backward(problem, arrays, dict(saved), cotangents)
     else:
         gradients = with_graphs_kept(lambda: backward(problem, arrays, engine, None, cotangents, saved, {}))
-    return {name: gradients[name].astype(problem.dtype) for name in with_gradient(arrays)}
+    return {name: gradients[name].astype(problem.dtype) for name in with_gradient(problem, arrays)}
 
 
-def with_gradient(arrays: Arrays) -> list[str]:
+def with_gradient(problem: Problem, arrays: Arrays) -> list[str]:
     """Return the names of the arrays that have a gradient: all but lengths and those of quantized weights."""
-    quantized = packed_names(arrays)
+    quantized = [] if problem.packing is None else packed_names(arrays)
     return [name for name in arrays if name != "lengths" and name not in quantized]
 
 
@@ -107,12 +109,10 @@ def differentiable(problem: Problem, arrays: Arrays, engine: str, chunked: Chunk
     None of the functions in here refers to the custom function. So graph, gradient and all that they hold go with the
     last reference to the outputs, and wait for no garbage collector.
     """
-    if problem.packing is not None:
-        arrays = with_quantized_constant(problem, arrays)
     names, sweeps = tuple(arrays), chunked or ENGINE_MODULES[engine]
     visible, hidden = saved_of(problem, engine) if chunked is None else chunked.saved_of(problem)
     saved: Saved = {}  # what `hidden` names: the backward pass reads it, MLX never sees it
-    used: set[str] | None = set() if problem.training else None  # outputs with a cotangent; None: unknown, any may
+    used = set() if problem.training else set(visible)  # the outputs that have a cotangent, as taps note
 
     def forward(*values: mx.array) -> tuple[mx.array, ...]:
         outputs = sweeps.forward(problem, dict(zip(names, values, strict=True)))
@@ -123,13 +123,11 @@ def differentiable(problem: Problem, arrays: Arrays, engine: str, chunked: Chunk
         return tuple([outputs[name] for name in visible])
 
     def vjp(primals: tuple[mx.array, ...], d_outputs: Any, outputs: Any) -> tuple[mx.array, ...]:
-        nonlocal used
-        # MLX hands zeros for an output without a cotangent and does not say so. The taps do: such zeros are left out.
-        cotangents = {n: d for n, d in zip(visible, d_outputs, strict=True) if used is None or n in used}
+        # MLX hands zeros for an output without a cotangent and does not say so. They are left out.
+        cotangents = {name: d for name, d in zip(visible, d_outputs, strict=True) if name in used}
         # A second derivative also reaches the outputs past the taps, through the backward pass, which reads them.
-        used = None
-        given = dict(zip(names, primals, strict=True))
-        shown = dict(zip(visible, outputs, strict=True))
+        used.update(visible)
+        given, shown = dict(zip(names, primals, strict=True)), dict(zip(visible, outputs, strict=True))
         gradients = backward(problem, given, engine, chunked, cotangents, shown, saved)
         # MLX wants an array for each argument. Nobody can have asked for the gradients of the others.
         return tuple([gradients[name] if name in gradients else mx.zeros_like(given[name]) for name in names])
@@ -142,37 +140,40 @@ def differentiable(problem: Problem, arrays: Arrays, engine: str, chunked: Chunk
 
         def outputs_of(*values: mx.array) -> list[mx.array]:
             given = dict(zip(names, values, strict=True))
-            outputs = sweeps.forward(problem, given) if chunked is None else plain_outputs(problem, given, chunked)
+            outputs = ops.forward(problem, given) if chunked is None else plain_outputs(problem, given, chunked)
             return [outputs[name] for name in visible]
 
         return tuple(tangents_of(outputs_of, primals, tangents))
 
-    def tap(group: list[str], values: list[mx.array]) -> tuple[mx.array, ...]:
-        """Return the values, and note their names in `used` if a cotangent comes back through one of them."""
-        shows = values if chunked is None else chunked.stood_for(group, values)
-
-        def note(primals: object, cotangents: tuple[mx.array, ...], outputs: object) -> tuple[mx.array, ...]:
-            if used is not None:
-                used.update(group)
-            return cotangents
-
-        identity = custom_function(all_of if shows is values else lambda *stand_ins: tuple(shows))
-        identity.vjp(note)
-        identity.jvp(lambda primals, tangents: tangents)
-        return identity(*values)
-
     function = custom_function(forward)
     function.vjp(vjp)
     function.jvp(jvp)
-    evaluates = engine == "numpy" or (chunked is not None and chunked.evaluates)
+    evaluated_chunks = chunked is not None and chunked.evaluates
+    # These evaluate their arguments, and MLX must not drop the graph of what it derives.
+    evaluates = engine == "numpy" or evaluated_chunks
     results = with_graphs_kept(lambda: function(*arrays.values())) if evaluates else function(*arrays.values())
     outputs: Arrays = dict(zip(visible, results, strict=True))
-    if problem.training or evaluates:
-        shown = shown_of(problem)
-        for names_of_tap in TAPS:
-            if group := [name for name in names_of_tap if name in shown]:
-                outputs |= zip(group, tap(group, [outputs[name] for name in group]), strict=True)
+    if not problem.training and not evaluated_chunks:
+        return outputs
+    shown = shown_of(problem)
+    for sharing in TAPS:
+        if group := [name for name in sharing if name in shown]:
+            outputs |= zip(group, tapped(group, [outputs[name] for name in group], used, chunked), strict=True)
     return outputs
+
+
+def tapped(names: list[str], values: list[mx.array], used: set[str], chunked: Chunked | None) -> tuple[mx.array, ...]:
+    """Return the values, through an identity that adds their names to `used` when a cotangent comes back through it."""
+    shows = values if chunked is None else chunked.stood_for(names, values)
+
+    def note(primals: object, cotangents: tuple[mx.array, ...], outputs: object) -> tuple[mx.array, ...]:
+        used.update(names)
+        return cotangents
+
+    identity = custom_function(all_of if shows is values else lambda *stand_ins: tuple(shows))
+    identity.vjp(note)
+    identity.jvp(lambda primals, tangents: tangents)
+    return identity(*values)
 
 
 def saved_of(problem: Problem, engine: str) -> tuple[list[str], list[str]]:
@@ -197,7 +198,7 @@ def backward(
     outputs: Arrays,
     hidden: Saved,
 ) -> Arrays:
-    """Return the gradients of `with_gradient(arrays)`, with the derivatives that the engine has.
+    """Return the gradients of the arrays that have one, with the derivatives that the engine has.
 
     outputs: those of the forward pass that MLX sees; hidden: what was saved besides.
     """
@@ -208,7 +209,7 @@ def backward(
         if not chunked.evaluates:
             return chunked.backward(problem, floats, outputs | hidden, cotangents)
         return evaluated_gradients(problem, floats, chunked, cotangents, outputs | hidden)
-    names = with_gradient(arrays)
+    names = with_gradient(problem, arrays)
 
     def gradients_of(*values: mx.array) -> tuple[mx.array, ...]:
         rest = iter(values)
@@ -231,7 +232,8 @@ def engine_gradients(
     """
     sweeps = chunked or ENGINE_MODULES[engine]
     if engine != "numpy":
-        return sweeps.backward(problem, dequantized(problem.packing, arrays), saved, cotangents)
+        floats = arrays if problem.packing is None else dequantized(problem.packing, arrays)
+        return sweeps.backward(problem, floats, saved, cotangents)
     if have_values([*arrays.values(), *cotangents.values()], transforming=False):
         return sweeps.backward(problem, arrays, saved, cotangents)
     floats, cotangents = (for_engine(engine, values) for values in (dequantized(problem.packing, arrays), cotangents))
@@ -244,12 +246,12 @@ def engine_gradients(
 def evaluated_gradients(problem: Problem, floats: Arrays, chunked: Chunked, cotangents: Arrays, saved: Any) -> Arrays:
     """Return the gradients that `ops` computes chunk by chunk, out of MLX's graph, with the derivatives of the graph
     that all steps together would have."""
-    names = with_gradient(floats)
-    others = {name: array for name, array in floats.items() if name not in names}
+    names = [name for name in floats if name != "lengths"]
+    lengths = {"lengths": floats["lengths"]} if "lengths" in floats else {}
 
     def split(values: tuple[mx.array, ...]) -> tuple[Arrays, Arrays]:
         rest = iter(values)
-        return dict(zip(names, rest, strict=False)) | others, dict(zip(cotangents, rest, strict=True))
+        return dict(zip(names, rest, strict=False)) | lengths, dict(zip(cotangents, rest, strict=True))
 
     def evaluated(*values: mx.array) -> tuple[mx.array, ...]:
         given, d = split(values)

@@ -18,7 +18,6 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from .choice import METAL_ENGINES
 from .directions import half, join, join_gradients, one_direction, part
 from .ops import sweep as ops
 from .ops.packed import dequantized
@@ -72,7 +71,7 @@ def for_engine(engine: str, arrays: Arrays) -> Arrays:
     The Metal shaders read 16 bits and widen them, but want c and its gradient in float32. The other engines get
     float32. Quantized weights stay as they are.
     """
-    if engine in METAL_ENGINES:
+    if engine in ("fused", "stepwise"):
         return {name: array.astype(mx.float32) if name in ("c", "cT") else array for name, array in arrays.items()}
     quantized = packed_names(arrays)
     return {
