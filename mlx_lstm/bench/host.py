@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from statistics import median
 from time import thread_time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import mlx.core as mx
@@ -53,7 +53,7 @@ def calls_of(size: Size, dtype: mx.Dtype) -> tuple[dict[str, Callable[..., mx.ar
         layer.Wx, layer.Wh, layer.bias = Wx, Wh, b
         return layer(x)[0]
 
-    def of(engine: str) -> Callable[..., mx.array]:
+    def of(engine: Any) -> Callable[..., mx.array]:
         return lambda *arrays: recurrence.lstm(*arrays, engine=engine).h
 
     engines = [engine for engine in ("fused", "stepwise") if engine == "stepwise" or choice.FUSED_LIMIT["lstm"] >= H]

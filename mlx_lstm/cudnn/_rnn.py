@@ -5,7 +5,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from .. import recurrence
-from ..engines.choice import Stream
+from ..engines.choice import Engine, Stream
 from ._buffer import Attributes
 from ._stack import CudnnRNNBackpropOutput, Stack
 
@@ -45,7 +45,7 @@ def cudnn_rnn(
     seed2: int = 0,
     is_training: bool = True,
     checkpoint_every: int | str | None = None,
-    engine: str | None = None,
+    engine: Engine | None = None,
     stream: Stream = None,
 ) -> CudnnRNNOutput:
     r"""A stack of recurrent layers: TensorFlow's CudnnRNN, which equals `torch.nn.LSTM`, `GRU` or `RNN`.
@@ -126,7 +126,7 @@ def cudnn_rnn_v2(
     seed2: int = 0,
     is_training: bool = True,
     checkpoint_every: int | str | None = None,
-    engine: str | None = None,
+    engine: Engine | None = None,
     stream: Stream = None,
 ) -> CudnnRNNV2Output:
     """`cudnn_rnn`, of the same arguments, with one more output, host_reserved: TensorFlow's CudnnRNNV2.
@@ -166,7 +166,7 @@ def cudnn_rnn_v3(
     time_major: bool = True,
     batch_major_states: str = "transpose",
     checkpoint_every: int | str | None = None,
-    engine: str | None = None,
+    engine: Engine | None = None,
     stream: Stream = None,
 ) -> CudnnRNNV2Output:
     """`cudnn_rnn` with a length per item, a projection and both layouts: TensorFlow's CudnnRNNV3.
@@ -225,7 +225,7 @@ def cudnn_rnn_backprop(
     dropout: float = 0.0,
     seed: int = 0,
     seed2: int = 0,
-    engine: str | None = None,
+    engine: Engine | None = None,
     stream: Stream = None,
 ) -> CudnnRNNBackpropOutput:
     """The gradient of `cudnn_rnn` from its outputs: TensorFlow's CudnnRNNBackprop.
@@ -283,7 +283,7 @@ def cudnn_rnn_backprop_v2(
     dropout: float = 0.0,
     seed: int = 0,
     seed2: int = 0,
-    engine: str | None = None,
+    engine: Engine | None = None,
     stream: Stream = None,
 ) -> CudnnRNNBackpropOutput:
     """The gradient of `cudnn_rnn_v2` from its outputs: TensorFlow's CudnnRNNBackpropV2.
@@ -332,7 +332,7 @@ def cudnn_rnn_backprop_v3(
     num_proj: int = 0,
     time_major: bool = True,
     batch_major_states: str = "transpose",
-    engine: str | None = None,
+    engine: Engine | None = None,
     stream: Stream = None,
 ) -> CudnnRNNBackpropOutput:
     """The gradient of `cudnn_rnn_v3` from its outputs: TensorFlow's CudnnRNNBackpropV3.

@@ -11,7 +11,7 @@ from .. import recurrence
 from ..checks import check_array, check_every, check_flag, check_lengths, check_option, check_sizes, fail
 from ..convert.cudnn import join_layers, layer_arrays
 from ..engines import choice
-from ..engines.choice import Stream, check_device, on
+from ..engines.choice import Engine, Stream, check_device, on
 from ..engines.problem import Arrays
 from ..engines.tracing import are_free, have_values
 from ..recurrence import by_layer, join_biases, of_layers
@@ -49,7 +49,7 @@ class Stack(NamedTuple):
     attributes: Attributes
     time_major: bool = True
     batch_major_states: str = "transpose"
-    engine: str | None = None
+    engine: Engine | None = None
     stream: Stream = None
 
     def forward(

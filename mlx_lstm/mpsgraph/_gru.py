@@ -10,6 +10,7 @@ from .. import recurrence
 from ..checks import check_every, fail
 from ..convert.mpsgraph import PROPERTIES, activation_names
 from ..convert.weights import MPSGRAPH
+from ..engines.choice import Engine
 from .layouts import Given, check_descriptor, check_leading_ones, gradient_list, title, translated
 
 GRADIENTS = {"source": "x", "recurrent_weight": "Wh", "input_weight": "Wx", "bias": "b"}
@@ -59,7 +60,7 @@ def gru(
     hard_sigmoid: str = "x/5",
     mask_layout: str = "channels",
     checkpoint_every: int | str | None = None,
-    engine: str | None = None,
+    engine: Engine | None = None,
     stream: mx.Stream | mx.Device | None = None,
 ) -> list[mx.array]:
     r"""`GRUWithSourceTensor:recurrentWeight:inputWeight:bias:initState:mask:secondaryBias:descriptor:name:`.
@@ -120,7 +121,7 @@ def gru_gradients(
     hard_sigmoid: str = "x/5",
     mask_layout: str = "channels",
     leading_ones: Sequence[str] = (),
-    engine: str | None = None,
+    engine: Engine | None = None,
     stream: mx.Stream | mx.Device | None = None,
 ) -> list[mx.array]:
     """`GRUGradientsWithSourceTensor:recurrentWeight:sourceGradient:zState:outputFwd:stateGradient:...`

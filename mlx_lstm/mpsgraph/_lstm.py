@@ -10,6 +10,7 @@ from .. import recurrence
 from ..checks import check_every, check_flag, check_option
 from ..convert.mpsgraph import PROPERTIES, activation_names
 from ..convert.weights import MPSGRAPH
+from ..engines.choice import Engine
 from .layouts import Given, check_descriptor, check_leading_ones, gradient_list, translated
 
 GRADIENTS = {"source": "x", "recurrent_weight": "Wh", "input_weight": "Wx", "bias": "b"}
@@ -63,7 +64,7 @@ def lstm(
     mask_layout: str = "channels",
     training_returns_cell: bool = True,
     checkpoint_every: int | str | None = None,
-    engine: str | None = None,
+    engine: Engine | None = None,
     stream: mx.Stream | mx.Device | None = None,
 ) -> list[mx.array]:
     r"""`LSTMWithSourceTensor:recurrentWeight:inputWeight:bias:initState:initCell:mask:peephole:descriptor:name:`.
@@ -145,7 +146,7 @@ def lstm_gradients(
     hard_sigmoid: str = "x/5",
     mask_layout: str = "channels",
     leading_ones: Sequence[str] = (),
-    engine: str | None = None,
+    engine: Engine | None = None,
     stream: mx.Stream | mx.Device | None = None,
 ) -> list[mx.array]:
     """`LSTMGradientsWithSourceTensor:recurrentWeight:sourceGradient:zState:cellOutputFwd:stateGradient:cellGradient:...`

@@ -9,6 +9,7 @@ import mlx.core as mx
 from .. import recurrence
 from ..checks import check_every, check_option
 from ..convert.mpsgraph import activation_names
+from ..engines.choice import Engine
 from .layouts import Given, check_descriptor, check_leading_ones, gradient_list, translated
 
 GRADIENTS = {"source": "x", "recurrent_weight": "Wh", "input_weight": "Wx", "bias": "b", "init_state": "h0"}
@@ -48,7 +49,7 @@ def single_gate_rnn(
     hard_sigmoid: str = "x/5",
     mask_layout: str = "channels",
     checkpoint_every: int | str | None = None,
-    engine: str | None = None,
+    engine: Engine | None = None,
     stream: mx.Stream | mx.Device | None = None,
 ) -> list[mx.array]:
     r"""`singleGateRNNWithSourceTensor:recurrentWeight:inputWeight:bias:initState:mask:descriptor:name:`.
@@ -102,7 +103,7 @@ def single_gate_rnn_gradients(
     hard_sigmoid: str = "x/5",
     mask_layout: str = "channels",
     leading_ones: Sequence[str] = (),
-    engine: str | None = None,
+    engine: Engine | None = None,
     stream: mx.Stream | mx.Device | None = None,
 ) -> list[mx.array]:
     """`singleGateRNNGradientsWithSourceTensor:recurrentWeight:sourceGradient:zState:stateGradient:...`

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from ..engines.choice import Stream
+from ..engines.choice import Engine, Stream
 from ..engines.packing import Weight
 from ..engines.problem import Arrays
 from ._arguments import check_gru
@@ -42,7 +42,7 @@ def gru(
     return_gates: bool = False,
     training: bool = True,
     checkpoint_every: int | str | None = None,
-    engine: str | None = None,
+    engine: Engine | None = None,
     stream: Stream = None,
 ) -> GRUOutput:
     r"""A gated recurrent unit layer over a time-major sequence.
@@ -120,7 +120,7 @@ def gru_gradients(
     reverse: bool = False,
     bidirectional: bool = False,
     lengths: Lengths = None,
-    engine: str | None = None,
+    engine: Engine | None = None,
     stream: Stream = None,
 ) -> Arrays:
     """The gradient of `gru`, from what a forward pass returned, as `lstm_gradients` has that of `lstm`.

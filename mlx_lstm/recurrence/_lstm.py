@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from ..engines.choice import Stream
+from ..engines.choice import Engine, Stream
 from ..engines.packing import Weight
 from ..engines.problem import Arrays
 from ._arguments import check_lstm
@@ -47,7 +47,7 @@ def lstm(
     return_gates: bool = False,
     training: bool = True,
     checkpoint_every: int | str | None = None,
-    engine: str | None = None,
+    engine: Engine | None = None,
     stream: Stream = None,
 ) -> LSTMOutput:
     r"""A long short-term memory layer over a time-major sequence.
@@ -173,7 +173,7 @@ def lstm_gradients(
     bidirectional: bool = False,
     lengths: Lengths = None,
     Wp: Weight | None = None,
-    engine: str | None = None,
+    engine: Engine | None = None,
     stream: Stream = None,
 ) -> Arrays:
     """The gradient of `lstm`, from what a forward pass returned.

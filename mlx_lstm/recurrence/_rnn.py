@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from ..engines.choice import Stream
+from ..engines.choice import Engine, Stream
 from ..engines.packing import Weight
 from ..engines.problem import Arrays
 from ._arguments import check_rnn
@@ -37,7 +37,7 @@ def rnn(
     return_gates: bool = False,
     training: bool = True,
     checkpoint_every: int | str | None = None,
-    engine: str | None = None,
+    engine: Engine | None = None,
     stream: Stream = None,
 ) -> RNNOutput:
     r"""A plain recurrent layer over a time-major sequence, as `torch.nn.RNN` of one layer and `mlx.nn.RNN` have it.
@@ -92,7 +92,7 @@ def rnn_gradients(
     reverse: bool = False,
     bidirectional: bool = False,
     lengths: Lengths = None,
-    engine: str | None = None,
+    engine: Engine | None = None,
     stream: Stream = None,
 ) -> Arrays:
     """The gradient of `rnn`, from what a forward pass returned, as `lstm_gradients` has that of `lstm`.

@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from ..engines.choice import Stream, on
+from ..engines.choice import Engine, Stream, on
 from ..engines.problem import Arrays
 from ..engines.sequences import joined
 from ..recurrence import gru, gru_gradients
@@ -37,7 +37,7 @@ def gru_block_cell(
     b_ru: mx.array,
     b_c: mx.array,
     *,
-    engine: str | None = None,
+    engine: Engine | None = None,
     stream: Stream = None,
 ) -> GRUBlockCellOutput:
     """One step of a GRU that resets before the product; equals `tf.raw_ops.GRUBlockCell`.
@@ -84,7 +84,7 @@ def gru_block_cell_grad(
     c: mx.array,
     d_h: mx.array,
     *,
-    engine: str | None = None,
+    engine: Engine | None = None,
     stream: Stream = None,
 ) -> GRUBlockCellGradOutput:
     """The gradient of `gru_block_cell`; equals `tf.raw_ops.GRUBlockCellGrad`.

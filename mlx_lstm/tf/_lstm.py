@@ -7,7 +7,7 @@ import numpy as np
 
 from ..checks import check_every
 from ..convert.weights import TF
-from ..engines.choice import Stream, on
+from ..engines.choice import Engine, Stream, on
 from ..engines.problem import Arrays
 from ..engines.sequences import joined, tanh
 from ..recurrence import lstm, lstm_gradients
@@ -66,7 +66,7 @@ def lstm_block_cell(
     cell_clip: float = 3.0,
     use_peephole: bool = False,
     *,
-    engine: str | None = None,
+    engine: Engine | None = None,
     stream: Stream = None,
 ) -> BlockLSTMOutput:
     """One step of an LSTM; equals `tf.raw_ops.LSTMBlockCell`. Gate order ICFO.
@@ -131,7 +131,7 @@ def lstm_block_cell_grad(
     h_grad: mx.array,
     use_peephole: bool,
     *,
-    engine: str | None = None,
+    engine: Engine | None = None,
     stream: Stream = None,
 ) -> LSTMBlockCellGradOutput:
     """The gradient of `lstm_block_cell`; equals `tf.raw_ops.LSTMBlockCellGrad`.
@@ -186,7 +186,7 @@ def block_lstm(
     use_peephole: bool = False,
     *,
     checkpoint_every: int | str | None = None,
-    engine: str | None = None,
+    engine: Engine | None = None,
     stream: Stream = None,
 ) -> BlockLSTMOutput:
     """An LSTM over a sequence, `lstm_block_cell` at every step; equals `tf.raw_ops.BlockLSTM`. Gate order ICFO.
@@ -248,7 +248,7 @@ def block_lstm_grad(
     h_grad: mx.array,
     use_peephole: bool,
     *,
-    engine: str | None = None,
+    engine: Engine | None = None,
     stream: Stream = None,
 ) -> BlockLSTMGradOutput:
     """The gradient of `block_lstm`; equals `tf.raw_ops.BlockLSTMGrad`.
@@ -298,7 +298,7 @@ def block_lstm_v2(
     use_peephole: bool = False,
     *,
     checkpoint_every: int | str | None = None,
-    engine: str | None = None,
+    engine: Engine | None = None,
     stream: Stream = None,
 ) -> BlockLSTMOutput:
     """`block_lstm` in gate order IFCO, without forget bias, by default without clip; equals `tf.raw_ops.BlockLSTMV2`.
@@ -349,7 +349,7 @@ def block_lstm_grad_v2(
     h_grad: mx.array,
     use_peephole: bool,
     *,
-    engine: str | None = None,
+    engine: Engine | None = None,
     stream: Stream = None,
 ) -> BlockLSTMGradOutput:
     """The gradient of `block_lstm_v2`: `block_lstm_grad` in gate order IFCO; equals `tf.raw_ops.BlockLSTMGradV2`."""
@@ -399,7 +399,7 @@ def run_lstm(
 
 
 def run_lstm_gradients(
-    op: str, order: str, limit: object, names: Arrays, kept: Arrays, use_peephole: bool, engine: str | None
+    op: str, order: str, limit: object, names: Arrays, kept: Arrays, use_peephole: bool, engine: Engine | None
 ) -> BlockLSTMGradOutput:
     """The gradients, out of what the forward op kept and the gradients of cs and h; limit: seq_len_max."""
     steps = check_block_lstm_grad(op, limit, names | kept, use_peephole)
