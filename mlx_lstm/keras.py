@@ -25,7 +25,7 @@ def __dir__() -> list[str]:
     return list(__all__)
 
 
-def lstm_from_keras(kernel: Any, recurrent_kernel: Any, bias: Any = None) -> Arrays:
+def lstm_from_keras(kernel: Any, recurrent_kernel: Any, bias: Any = None) -> dict[str, Any]:
     """Return the weights of a `keras.layers.LSTM` as arguments of `mlx_lstm.lstm` and `mlx_lstm.nn.LSTM`.
 
     Keras' gate order i, f, c, o is the default `gate_order` here. The kernels are transposed. The effect of
@@ -63,7 +63,7 @@ def lstm_to_keras(Wx: mx.array, Wh: mx.array, b: mx.array | None = None) -> list
     return into_keras(LSTMCell(), Wx, Wh, b, None)
 
 
-def gru_from_keras(kernel: Any, recurrent_kernel: Any, bias: Any = None) -> Arrays:
+def gru_from_keras(kernel: Any, recurrent_kernel: Any, bias: Any = None) -> dict[str, Any]:
     """Return the weights of a `keras.layers.GRU` as arguments of `mlx_lstm.gru`, and of `mlx_lstm.nn.GRU`.
 
     A layer with `reset_after=True`, Keras' default, equals `gru` with its defaults; one with `reset_after=False` equals
@@ -115,7 +115,7 @@ def gru_to_keras(
     return into_keras(GRUCell(reset="after" if reset_after else "before"), Wx, Wh, b, bhn)
 
 
-def rnn_from_keras(kernel: Any, recurrent_kernel: Any, bias: Any = None) -> Arrays:
+def rnn_from_keras(kernel: Any, recurrent_kernel: Any, bias: Any = None) -> dict[str, Any]:
     """Return the weights of a `keras.layers.SimpleRNN` as arguments of `mlx_lstm.rnn`; pass the layer's `activation`.
 
     Args:
@@ -149,7 +149,7 @@ def rnn_to_keras(Wx: mx.array, Wh: mx.array, b: mx.array | None = None) -> list[
     return into_keras(RNNCell(), Wx, Wh, b, None)
 
 
-def bidirectional_from_keras(convert: Callable[..., Arrays], weights: Sequence[Any]) -> Arrays:
+def bidirectional_from_keras(convert: Callable[..., dict[str, Any]], weights: Sequence[Any]) -> dict[str, Any]:
     """Return the weights of a `keras.layers.Bidirectional` as arguments of an op with `bidirectional=True`.
 
     The h of `lstm`, `gru` or `rnn` then equals the output of a layer with `return_sequences=True` and Keras' default,

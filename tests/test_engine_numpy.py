@@ -1,4 +1,4 @@
-"""What is particular to engine `numpy`: it agrees with engine `ops` to float64 rounding, in any strides and chunks."""
+"""Engine `numpy` agrees with engine `ops` to float64 rounding, with any strides and chunks; and what only it does."""
 
 import tracemalloc
 
@@ -18,7 +18,7 @@ from mlx_lstm.oracle import ARRAYS
 from mlx_lstm.recurrence import gru_gradients, lstm_gradients, rnn_gradients
 
 OPS = {"lstm": (lstm, lstm_gradients), "gru": (gru, gru_gradients), "rnn": (rnn, rnn_gradients)}
-GIVEN = {"lstm": ("gates", "c", "h"), "gru": ("gates", "h"), "rnn": ("h",)}
+SAVED = {"lstm": ("gates", "c", "h"), "gru": ("gates", "h"), "rnn": ("h",)}
 
 
 def cut(array):
@@ -47,19 +47,20 @@ def assert_agrees(got, expected):
         np.testing.assert_allclose(left, right, rtol=0, atol=bound, err_msg=name)
 
 
-def check(word, arrays, options, shown=None, lay=whole, seed=0):
-    """Outputs, gradients through `mx.vjp` and `*_gradients` of engine numpy against those of engine ops."""
+def check(word, arrays, options, wanted=None, lay=whole, seed=0):
+    """Outputs, gradients through `mx.vjp` and those of `*_gradients` are the same on engines numpy and ops. `wanted`:
+    names of the outputs that have a cotangent, None for all."""
     op, gradients_of = OPS[word]
     with mx.stream(mx.cpu):
         names, values = list(arrays), [lay(array) for array in arrays.values()]
-        found = {}
+        results = {}
         for engine in ("ops", "numpy"):
             rng = np.random.default_rng(seed)
 
             def call(*values, engine=engine):
-                given = {"Wx": None} | dict(zip(names, values, strict=True))
-                out = op(**given, **options, engine=engine, return_gates=shown is None or "gates" in shown)._asdict()
-                return out if shown is None else {name: out[name] for name in shown}
+                inputs = {"Wx": None} | dict(zip(names, values, strict=True))
+                out = op(**inputs, **options, engine=engine, return_gates=wanted is None or "gates" in wanted)._asdict()
+                return out if wanted is None else {name: out[name] for name in wanted}
 
             outputs = call(*values)
             cotangents = {name: rng.normal(size=out.shape) for name, out in outputs.items()}
@@ -67,15 +68,15 @@ def check(word, arrays, options, shown=None, lay=whole, seed=0):
                 spoil_padding(cotangents[name], options.get("lengths"))
             cotangents = {name: lay(array) for name, array in cotangents.items()}
             _, gradients = mx.vjp(lambda *values: list(call(*values).values()), values, list(cotangents.values()))
-            found[engine] = outputs | {f"d{name}": g for name, g in zip(names, gradients, strict=True)}
-            if shown is None:
-                saved = {name: lay(np.array(outputs[name])) for name in GIVEN[word]}
+            results[engine] = outputs | {f"d{name}": g for name, g in zip(names, gradients, strict=True)}
+            if wanted is None:
+                saved = {name: lay(np.array(outputs[name])) for name in SAVED[word]}
                 plain = {k: v for k, v in options.items() if k not in ("cell_clip", "forget_bias")}
-                given = {"Wx": None} | dict(zip(names, values, strict=True)) | saved | plain
-                given |= {f"d{name}": cotangent for name, cotangent in cotangents.items()}
-                again = gradients_of(**given, engine=engine)
-                found[engine] |= {f"again {name}": gradient for name, gradient in again.items()}
-        assert_agrees(found["numpy"], found["ops"])
+                inputs = {"Wx": None} | dict(zip(names, values, strict=True)) | saved | plain
+                inputs |= {f"d{name}": cotangent for name, cotangent in cotangents.items()}
+                again = gradients_of(**inputs, engine=engine)
+                results[engine] |= {f"again {name}": gradient for name, gradient in again.items()}
+        assert_agrees(results["numpy"], results["ops"])
 
 
 def every_option(rng, word, sizes):
@@ -102,8 +103,8 @@ def test_agrees_with_ops(monkeypatch, word, seed):
     sizes = T, B, I, H, 3
     _, arrays, options = split(draw(rng, sizes=sizes, **every_option(rng, word, sizes)))
     spoil_padding(arrays["x"], options["lengths"])
-    shown = None if rng.random() < 0.6 else ["h"]
-    check(word, arrays, options, shown, cut if rng.random() < 0.5 else whole, seed)
+    wanted = None if rng.random() < 0.6 else ["h"]
+    check(word, arrays, options, wanted, cut if rng.random() < 0.5 else whole, seed)
 
 
 @pytest.mark.parametrize("copied", [0, 2**20])
@@ -138,12 +139,12 @@ def test_few_steps_of_a_wide_batch_agree_with_ops(monkeypatch, word, T, B):
 def test_what_a_step_reads_and_writes_is_contiguous(monkeypatch, word, training):
     """Activations that write with strides made a pass take up to three times as long."""
     _, drawn, options = split(draw(np.random.default_rng(0), op=word, sizes=(4, 3, 2, 5, 5)))
-    kind, found = {"lstm": LSTMCell, "gru": GRUCell, "rnn": RNNCell}[word], []
+    kind, contiguous = {"lstm": LSTMCell, "gru": GRUCell, "rnn": RNNCell}[word], []
     step = engine_numpy_sweep.STEPS[kind][0]
     call = step.__call__
 
     def watched(self, operand, inputs, *arrays):
-        found.extend(array.flags.c_contiguous for array in arrays if array is not None)
+        contiguous.extend(array.flags.c_contiguous for array in arrays if array is not None)
         call(self, operand, inputs, *arrays)
 
     monkeypatch.setattr(step, "__call__", watched)
@@ -154,7 +155,9 @@ def test_what_a_step_reads_and_writes_is_contiguous(monkeypatch, word, training)
             return OPS[word][0](**dict(zip(drawn, values, strict=True)), **options, training=training).h.sum()
 
         mx.eval(mx.grad(output)(*arrays) if training else output(*arrays))
-    assert len(found) == 4 * (5 if training and word != "rnn" else 4) and all(found)  # gates only where they are saved
+    assert len(contiguous) == 4 * (5 if training and word != "rnn" else 4) and all(
+        contiguous
+    )  # gates only where they are saved
 
 
 def test_a_limit_that_changes_from_call_to_call_leaves_nothing_behind():
@@ -185,7 +188,7 @@ def test_no_sequence_is_copied(monkeypatch, word, batch_major):
     with mx.stream(mx.cpu):
         arrays = {name: lay(whole(array)) if name == "x" else whole(array) for name, array in drawn.items()}
         out = op(**arrays, **options, return_gates=True)
-        saved = {name: lay(getattr(out, name)) for name in GIVEN[word]}
+        saved = {name: lay(getattr(out, name)) for name in SAVED[word]}
         mx.eval(arrays, saved)
         tracemalloc.start()
         try:
@@ -226,8 +229,8 @@ def test_infinity_and_nan_raise_no_warning(word, options, both, padding):
     with mx.stream(mx.cpu):
         names, values = list(drawn), [mx.array(array, mx.float32) for array in drawn.values()]
         outputs = lambda *values: list(OPS[word][0](**dict(zip(names, values, strict=True)), **options)[:1])  # noqa: E731
-        found = mx.vjp(outputs, values, [mx.ones(outputs(*values)[0].shape)])
-        assert all(mx.isfinite(array).all() for arrays in found for array in arrays)
+        results = mx.vjp(outputs, values, [mx.ones(outputs(*values)[0].shape)])
+        assert all(mx.isfinite(array).all() for arrays in results for array in arrays)
 
 
 @pytest.mark.filterwarnings("error::RuntimeWarning")

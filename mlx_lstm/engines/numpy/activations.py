@@ -65,18 +65,19 @@ class Run(NamedTuple):
 
 @cache
 def runs(order: str, activations: tuple[str, ...], H: int, gates: str) -> list[Run]:
-    """Return the runs of those gates of a cell that are in `gates`.
+    """Return the runs of the gates in `gates`, which may be a part of a cell's gates.
 
-    order: the gates on the axis, such as "ifgo". activations: those of i, f, g, o, or of r, z, n. Other options of a
-    cell are no arguments, so that one that changes at every call does not fill the cache.
+    order: the cell's gates as they lie on the axis, such as "ifgo". activations: one per gate, in the order i, f, g, o
+    or r, z, n. No other option of the cell is an argument, so that one that changes at every call does not fill the
+    cache.
     """
     activation_of = dict(zip("ifgo" if len(order) == 4 else "rzn", activations, strict=False))
-    found, stop = [], 0
+    result, stop = [], 0
     for name, run in groupby(activation_of[gate] if gate in gates else None for gate in order):
         start, stop = stop, stop + H * len(list(run))
         if name is not None:
-            found.append(Run(name, *activation(name), slice(start, stop)))
-    return found
+            result.append(Run(name, *activation(name), slice(start, stop)))
+    return result
 
 
 @cache

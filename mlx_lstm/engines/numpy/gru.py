@@ -119,7 +119,14 @@ class GRUStepBackward:
                 q += self.bhn[:, None]
 
     def __call__(
-        self, t: int, columns: slice, _c_prev: Array, _c: Array, dh: Array, _dc: Array, dgates: Array | None
+        self,
+        t: int,
+        columns: slice,
+        _c_prev: Array | None,
+        _c: Array | None,
+        dh: Array,
+        _dc: Array,
+        dgates: Array | None,
     ) -> None:
         """Write step t's columns of dz, and `direct`. Turn dh [H, B], the gradient of h, into that of the h in the
         recurrent product.

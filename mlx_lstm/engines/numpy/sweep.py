@@ -40,10 +40,7 @@ from .weights import with_float_weights
 
 Saved = dict[str, mx.array | Array | None]
 
-Step = LSTMStep | GRUStep | RNNStep
-StepBackward = LSTMStepBackward | GRUStepBackward | RNNStepBackward
-
-STEPS: dict[type, tuple[Callable[..., Step], Callable[..., StepBackward]]] = {
+STEPS: dict[type, tuple[Callable[..., Any], Callable[..., Any]]] = {
     LSTMCell: (LSTMStep, LSTMStepBackward),
     GRUCell: (GRUStep, GRUStepBackward),
     RNNCell: (RNNStep, RNNStepBackward),
@@ -148,7 +145,7 @@ def sweep_forward(problem: Problem, v: Views, out: Views) -> None:
     else:  # of width 0, so that the loop below serves every cell
         c, c_prev = np.empty((T, 0, B)), np.empty((0, B))
     c_kept = np.empty(c.shape[1:], dtype)  # keep * c_prev
-    ragged = c if lengths is None else np.empty((2, *c.shape[1:]), dtype)  # c after t steps, with that of ended items
+    ragged = c if shortest == T else np.empty((2, *c.shape[1:]), dtype)  # c after t steps, with that of ended items
     times, onwards = problem.steps(), -1 if problem.reverse else 1
     h_prev = rooms[times[0] % len(rooms)]
     h_prev[...] = v["h0"].T if "h0" in v else 0
@@ -207,12 +204,12 @@ class BackwardSweep:
         dtype, (_, B, H, P) = v["Wh"].dtype, problem[:4]
         self.problem, self.v, self.dv, self.out, self.h = problem, v, dv, out, saved["h"]
         self.lengths, self.shortest = ends(problem, v)
-        self.mask: Array | None = step_mask(v, problem)
-        self.step: StepBackward = STEPS[type(problem.cell)][1](problem, problem.cell, v, saved)
+        self.mask: Any = step_mask(v, problem)
+        self.step: Any = STEPS[type(problem.cell)][1](problem, problem.cell, v, saved)
         self.products: WeightGradients = WeightGradients(out, written)
         has_c = "c" in saved
         self.c_at: Callable[[int], Any] = steps_of(saved["c"]) if has_c else lambda t: None
-        self.c0: Array | None = first_state(v, "c0", (H, B), dtype) if has_c else None
+        self.c0: Any = first_state(v, "c0", (H, B), dtype) if has_c else None
         self.dh: Array = first_state(dv, "hT", (P, B), dtype)
         self.dc: Array = first_state(dv, "cT", (H if has_c else 0, B), dtype)
 
@@ -254,7 +251,7 @@ class BackwardSweep:
                     array[:, columns] = 0
                 continue
             # The gradients of ended items pass this step by: they are put back after it.
-            passing = None if live is None else (dh.copy(), dc.copy())
+            passing: Any = None if live is None else (dh.copy(), dc.copy())
             if "h" in dv:
                 dh += dv["h"][t].T
             if "c" in dv:
@@ -263,7 +260,7 @@ class BackwardSweep:
             if live is not None:
                 dh[:, ~live] = dc[:, ~live] = 0
                 dgates = None if dgates is None else np.where(live, dgates, 0)
-            c_before = None if self.c0 is None else self.c_before(t)
+            c_before: Any = None if self.c0 is None else self.c_before(t)
             c_prev = c_before if c_before is None or keep is None else c_before * keep[t].T
             step(t, columns, c_prev, self.c_at(t), dh, dc, dgates)
             if self.mask is not None:
@@ -272,7 +269,7 @@ class BackwardSweep:
                 dh += step.direct
             if keep is not None:
                 self.through_keep(t, h_before[t - start], c_before, live)
-            if passing is not None:
+            if live is not None:
                 np.copyto(dh, passing[0], where=~live)
                 np.copyto(dc, passing[1], where=~live)
         step.end_chunk(self.products, h_in)
@@ -307,7 +304,7 @@ class BackwardSweep:
         problem, states, first = self.problem, self.h, self.v.get("h0", 0)
         if not problem.reverse and start > 0:
             return states[start - 1 : stop - 1]
-        if problem.reverse and stop < problem.T and self.lengths is None:
+        if problem.reverse and stop < self.shortest:  # all items go on beyond these steps
             return states[start + 1 : stop + 1]
         rows = np.empty((stop - start, *states.shape[1:]), states.dtype)
         if not problem.reverse:
@@ -318,9 +315,8 @@ class BackwardSweep:
         inner = min(stop, problem.T - 1)
         rows[: inner - start] = states[start + 1 : inner + 1]
         rows[inner - start :] = first
-        if self.lengths is not None:
-            begins = self.lengths == np.arange(start + 1, stop + 1)[:, None]
-            np.copyto(rows, first, where=begins[..., None])
+        begins = self.lengths == np.arange(start + 1, stop + 1)[:, None]
+        np.copyto(rows, first, where=begins[..., None])
         return rows
 
     def c_before(self, t: int) -> Array:
@@ -328,7 +324,7 @@ class BackwardSweep:
         problem, last = self.problem, t + 1 if self.problem.reverse else t - 1
         if not 0 <= last < problem.T:
             return self.c0
-        c = self.c_at(last)
+        c: Any = self.c_at(last)
         if problem.reverse and last >= self.shortest:  # items of this length begin with step t
             c = np.where(self.lengths == last, self.c0, c)
         return c
@@ -341,10 +337,11 @@ class BackwardSweep:
         return np.where(live[..., None], sequence[start:stop], 0)
 
 
-def ends(problem: Problem, v: Views) -> tuple[Array | None, int]:
-    """Return the lengths [B], None if all items have T steps, and the first step in which an item may have ended."""
-    lengths = v.get("lengths")
-    return (None, problem.T) if lengths is None else (lengths, int(lengths.min()))
+def ends(problem: Problem, v: Views) -> tuple[Array, int]:
+    """Return the lengths [B] and the smallest one: the first step, if any, in which an item has ended."""
+    if "lengths" not in v:
+        return np.full(problem.B, problem.T), problem.T
+    return v["lengths"], int(v["lengths"].min())
 
 
 def step_mask(v: Views, problem: Problem) -> Array | None:

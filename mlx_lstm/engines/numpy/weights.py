@@ -59,15 +59,15 @@ def cached(kind: Hashable, parameters: Any, derive: Callable[[Any], Any]) -> Any
 def key_of(kind: Hashable, parameters: Any) -> Hashable:
     """Return what tells evaluated parameters apart: the address, shape, strides and dtype of each array. The address
     alone does not: a transposed or broadcast view begins where its array does."""
-    found: list[Hashable] = [kind]
+    key: list[Hashable] = [kind]
     for path, leaf in tree_flatten(parameters):
         if isinstance(leaf, mx.array):
             memory = leaf.view(mx.uint16) if leaf.dtype == mx.bfloat16 else leaf  # NumPy has no bfloat16
             mx.eval(memory)
             memory = view(memory)
             leaf = memory.__array_interface__["data"][0], memory.shape, memory.strides, leaf.dtype
-        found.append((path, leaf))
-    return tuple(found)
+        key.append((path, leaf))
+    return tuple(key)
 
 
 def with_float_weights(packing: Packing, arrays: Arrays) -> Arrays:
