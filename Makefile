@@ -20,15 +20,17 @@ machine-code: .venv/test  ## the table of our kernels' instructions, by Mesa's c
 	tests/machine_code/build.sh
 	PYTHONPATH=tests $(BIN)/python -m machine_code
 
-lint: .venv/test  ## style, the floors of CONTRIBUTING.md, types
+lint: .venv/test  ## style, the floors of CONTRIBUTING.md, security, types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-cache --no-logo
+	$(BIN)/bandit -q -c pyproject.toml -r mlx_lstm examples
 	$(BIN)/basedpyright -p . --pythonpath $(BIN)/python
 	$(BIN)/python tests/typed.py
 
 docs: .venv/docs  ## the site, into build/docs; a warning fails it
 	$(BIN)/sphinx-build -W --keep-going -q -d build/doctrees docs build/docs
+	@echo "The site is build/docs/index.html"
 
 wheel: .venv/test
 	$(BIN)/python -m pip wheel --no-deps --wheel-dir dist .

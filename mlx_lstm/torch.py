@@ -1,8 +1,8 @@
-"""torch.nn's LSTM, GRU and RNN as MLX layers: any number of layers, one direction or both, torch's own parameter names;
-and its LSTMCell, GRUCell and RNNCell.
+"""PyTorch's LSTM, GRU and RNN as MLX layers, with several layers and both directions; LSTMCell, GRUCell and RNNCell.
 
-Constructors, parameters, initialisation, shapes and returns are those of `torch.nn`; what it packs (`PackedSequence`)
-is `lengths` here. Sizes: L time, N batch, D directions, K layers, H hidden, S the width of h (H, or `proj_size`).
+Constructors, parameters and their names, initialisation, shapes and returns are those of `torch.nn`; a `lengths` of a
+call takes the place of torch's `PackedSequence`. Sizes: L time, N batch, D directions, K layers, H hidden, S the width
+of h (H, or `proj_size`).
 
 A `state_dict` loads as it is. From a file, `layer.load_weights("torch_layer.safetensors")`; from a layer in the same
 process, and back:
@@ -14,12 +14,11 @@ process, and back:
 import math
 from functools import partial
 from operator import itemgetter, methodcaller
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from . import recurrence
 from .checks import (
     NO_UNITS,
     check_array,
@@ -34,19 +33,23 @@ from .checks import (
 from .convert import Weights, to_torch
 from .convert.torch import NAMES, WAYS
 from .engines import cells
-from .engines.at_once import Run, by_mlx, by_numpy, computes_now, made
+from .engines.at_once import Run, by_mlx, by_numpy, computes_now, derived
+from .engines.choice import Engine, check_engine
 from .engines.directions import join
+from .engines.packing import Weight
 from .engines.problem import Arrays
 from .recurrence import (
+    Call,
+    Hold,
+    Lengths,
     QuantizedLayer,
     common_dtype,
     engine_used,
     in_dtype,
     join_biases,
     join_states,
-    note_engine,
     split_states,
-    weight,
+    whole_lengths,
     whole_steps,
 )
 
@@ -54,11 +57,24 @@ __all__ = ["GRU", "LSTM", "RNN", "GRUCell", "LSTMCell", "QuantizedGRU", "Quantiz
 __all__ += ["from_weights"]
 
 
-class Layers(nn.Module):
-    """What the three share: parameters, the walk through the layers, the checks of both."""
+Self = TypeVar("Self", bound="Layers")
 
-    op: str  # in errors
-    gates: int  # H-blocks of a weight
+MOST_LAYERS = 65536
+"""Far more layers than anybody runs; without a limit a wrong number would draw parameters until memory is full."""
+
+
+def __dir__() -> list[str]:
+    """Return the public names."""
+    return list(__all__)
+
+
+class Layers(nn.Module):
+    """Base of `LSTM`, `GRU` and `RNN`: the parameters, the loop over the layers, the checks."""
+
+    op: str  # the layer's name in errors
+    gates: int  # blocks of H rows in a weight
+    engine: Engine | None
+    checkpoint_every: int | str | None
     engine_used = engine_used
 
     def __init__(
@@ -72,12 +88,14 @@ class Layers(nn.Module):
         bidirectional: bool,
         proj_size: int,
         checkpoint_every: int | str | None,
-        engine: str | None,
+        engine: Engine | None,
     ):
         super().__init__()
         self.input_size: int = check_integer(self.op, "input_size", input_size, least=1)
         self.hidden_size: int = check_integer(self.op, "hidden_size", hidden_size, least=1, why=NO_UNITS)
         self.num_layers: int = check_integer(self.op, "num_layers", num_layers, least=1)
+        if self.num_layers > MOST_LAYERS:
+            fail(self.op, f"num_layers must be at most {MOST_LAYERS}", num_layers)
         for name, flag in {"bias": bias, "batch_first": batch_first, "bidirectional": bidirectional}.items():
             check_flag(self.op, name, flag)
         self.dropout: float = check_number(self.op, "dropout", dropout)
@@ -89,13 +107,22 @@ class Layers(nn.Module):
         self.bias: bool = bias
         self.batch_first: bool = batch_first
         self.bidirectional: bool = bidirectional
-        self.engine: str | None = engine
-        self.checkpoint_every: int | str | None = check_every(self.op, checkpoint_every)
+        self.engine = check_engine(self.op, engine)
+        self.checkpoint_every = check_every(self.op, checkpoint_every)
         scale = 1 / math.sqrt(self.hidden_size)
         for layer in range(self.num_layers):
             for way in self.ways:
                 for name, shape in self.shapes(layer).items():
                     self[self.key(name, layer, way)] = mx.random.uniform(-scale, scale, shape)
+
+    def train(self: Self, mode: bool = True) -> Self:
+        """Set training mode, or with `False` evaluation mode; return the layer."""
+        super().train(mode)
+        return self
+
+    def eval(self: Self) -> Self:
+        """Set evaluation mode; return the layer."""
+        return self.train(False)
 
     @property
     def ways(self) -> tuple[str, ...]:
@@ -103,16 +130,16 @@ class Layers(nn.Module):
         return WAYS if self.bidirectional else WAYS[:1]
 
     def key(self, name: str, layer: int, way: str) -> str:
-        """A parameter's, of a layer and direction."""
+        """Return the name of a parameter of this layer and direction."""
         return f"{name}_l{layer}{way}"
 
     @property
     def width(self) -> int:
-        """Of h, in one direction."""
+        """The width of h in one direction, S."""
         return self.proj_size or self.hidden_size
 
     def shapes(self, layer: int) -> dict[str, tuple[int, ...]]:
-        """Those of one direction's parameters in a layer, in torch's order."""
+        """Return the shapes of the parameters of one direction of a layer, in torch's order."""
         rows = self.gates * self.hidden_size
         columns = len(self.ways) * self.width if layer else self.input_size
         shapes = {"weight_ih": (rows, columns), "weight_hh": (rows, self.width)}
@@ -131,68 +158,66 @@ class Layers(nn.Module):
         cell: cells.Cell,
         input: mx.array,
         states: dict[str, Any],
-        lengths: recurrence.Lengths,
+        lengths: Lengths,
         key: mx.array | None,
         keep: mx.array | None,
-        hold: recurrence.Hold,
+        hold: Hold,
     ) -> tuple[mx.array, Arrays]:
-        """The output of all layers, each with this `cell`, and the last states [K D, N, .] by the names of `states`,
-        the first ones, which may be `None`."""
+        """Run all layers, each with this `cell`; return the last layer's h and the last states [K D, N, .] by name.
+
+        `states` holds the first states by name, `None` for zeros.
+        """
         check_array(self.op, "input", input, self.input_shape(input))
         batched, time_first = input.ndim == 3, input.ndim == 2 or not self.batch_first
-        lies_so, N = batched and time_first, 1 if not batched else input.shape[1 if time_first else 0]
+        is_time_major, N = batched and time_first, 1 if not batched else input.shape[1 if time_first else 0]
         L = input.shape[0 if time_first else 1]
         if not L:
             fail(self.op, "input must have at least one step", f"shape {list(input.shape)}")
         if key is not None:
             check_key(self.op, key)
         shapes = self.check_states(states, [N] if batched else [], time_first)
-        given = {name: state for name, state in states.items() if state is not None}
+        first = {name: state for name, state in states.items() if state is not None}
         now, D = computes_now(self.engine), len(self.ways)
         small = by_numpy if now else by_mlx
         layers = [self.arrays(layer, now) for layer in range(self.num_layers)]
-        dtype = common_dtype([input, *given.values(), *(array for arrays in layers for array in arrays.values())])
+        dtype = common_dtype([input, *first.values(), *(array for arrays in layers for array in arrays.values())])
         if not N:
             if lengths is not None:
-                check_lengths(self.op, lengths, N, L, traced=True)  # of none the range is unknown
+                check_lengths(self.op, lengths, N, L, traced=True)  # no values, whose range could be checked
             output = mx.zeros((*input.shape[:2], D * self.width), dtype)
             return output, {name: mx.zeros(shape, dtype) for name, shape in shapes.items()}
-        split = small(lambda *states: [split_states(D, state) for state in states], *given.values()) if given else []
-        first = dict(zip(given, split, strict=True))
-        x = (input if lies_so else small(partial(turned, batched), input)).astype(dtype)
+        if first:
+            by_layer = small(lambda *states: [split_states(D, state) for state in states], *first.values())
+            first = dict(zip(first, by_layer, strict=True))
+        x = (input if is_time_major else small(partial(swapped, batched), input)).astype(dtype)
         steps = whole_steps(self.op, keep, hold, input.shape[:-1], "the steps of input")
         steps = {name: (array if time_first else array.T).reshape(L, N) for name, array in steps.items()}
-        call = recurrence.Call(
-            cell,
-            bidirectional=self.bidirectional,
-            lengths=recurrence.whole_lengths(self.op, lengths, N, L),
-            hold=steps.pop("hold", None),
-            engine=self.engine,
-            checkpoint_every=self.checkpoint_every,
-        )
+        options = {"engine": self.engine, "checkpoint_every": self.checkpoint_every, "hold": steps.pop("hold", None)}
+        options |= {"lengths": whole_lengths(self.op, lengths, N, L), "lengths_checked": True}
+        call = Call(cell, bidirectional=self.bidirectional, **options)
         last = []
         for layer, arrays in enumerate(layers):
             if layer and self.dropout and self.training:
                 x, key = dropped(x, 1 - self.dropout, key)
             arrays = arrays | {f"{name}0": state[layer] for name, state in first.items()}
             arrays = in_dtype(arrays | {"x": x}, dtype) | steps
-            out, choice = call.forward(arrays, return_gates=False, training=self.training)
-            note_engine(self, choice)
-            last.append({name: out[f"{name}T"] for name in states})
-            x = out["h"]
-        output = x if lies_so else small(partial(turned, batched), x)
-        of_all = [each[name] for name in states for each in last]
-        return output, small(partial(self.join_all, shapes), *of_all)
+            outputs, choice = call.forward(arrays, return_gates=False, training=self.training)
+            vars(self)["_engine_used"] = choice
+            last.append({name: outputs[f"{name}T"] for name in states})
+            x = outputs["h"]
+        output = x if is_time_major else small(partial(swapped, batched), x)
+        by_name = [layer[name] for name in states for layer in last]
+        return output, small(partial(self.join_all, shapes), *by_name)
 
     def join_all(self, shapes: dict[str, list[int]], *states: Any) -> dict[str, Any]:
-        """The states in these shapes, out of those of each layer, of one name after the other."""
+        """Return the states by name, in these shapes; `states`: first h of each layer, then c of each layer."""
         D, K = len(self.ways), self.num_layers
         return {
             name: join_states(D, shape, *states[n * K : (n + 1) * K]) for n, (name, shape) in enumerate(shapes.items())
         }
 
     def check_states(self, states: dict[str, Any], N: list[int], time_first: bool) -> dict[str, list[int]]:
-        """The shapes of the states, which those given have."""
+        """Return the shapes of the states, after checking that the caller's states have them."""
         rows, widths = self.num_layers * len(self.ways), {"h": self.width, "c": self.hidden_size}
         why = f", as input is {'[L, N, I]' if time_first else '[N, L, I]'}," if N else ""
         shapes = {name: [rows, *N, widths[name]] for name in states}
@@ -202,21 +227,38 @@ class Layers(nn.Module):
         return shapes
 
     def input_shape(self, input: Any) -> list[int | str]:
-        """What it must be."""
+        """Return the shape that `input` must have."""
         if isinstance(input, mx.array) and input.ndim == 2:
             return ["L", self.input_size]
         return ["N", "L", self.input_size] if self.batch_first else ["L", "N", self.input_size]
 
     def arrays(self, layer: int, now: bool = False) -> Arrays:
-        """A layer's parameters as the recurrence has them: one bias, both directions in one array; `now`: as values."""
-        names = self.shapes(layer)
-        ways = [{name: weight(self, self.key(name, layer, way)) for name in names} for way in self.ways]
+        """Return a layer's parameters as the recurrence has them: one bias, both directions in one array.
+
+        `now`: the call computes now, so that joined arrays can be cached.
+        """
+        ways = []
+        for way in self.ways:
+            arrays = {}
+            for name, shape in self.shapes(layer).items():
+                key = self.key(name, layer, way)
+                arrays[name] = array = self._parameter(key)
+                if array.shape != shape:  # a bias [1] would broadcast to the other bias
+                    fail(self.op, f"{key} must have shape {list(shape)}", f"shape {list(array.shape)}")
+            ways.append(arrays)
         if len(ways) == 1:
             return self.one_way(ways[0], by_numpy if now else by_mlx)
-        return made(now, "torch", ways, lambda: join([self.one_way(way, by_mlx) for way in ways]))
+        return derived(now, self.op, ways, lambda ways: join([self.one_way(way, by_mlx) for way in ways]))
+
+    def _parameter(self, name: str) -> Weight:
+        """Return a parameter. `QuantizedLayer` returns its weights as `Quantized`."""
+        array: Any = self.get(name)
+        if not isinstance(array, mx.array):  # an array of NumPy, say, which MLX takes for no parameter
+            check_array(self.op, name, getattr(self, name, array), ())
+        return array
 
     def one_way(self, arrays: dict[str, Any], small: Run) -> dict[str, Any]:
-        """Those of one direction."""
+        """Return the parameters of one direction by the names of the recurrence's arguments, both biases as one."""
         arrays = dict(arrays)
         biases: Any = {}
         if self.bias:
@@ -225,31 +267,31 @@ class Layers(nn.Module):
         return {NAMES[name]: array for name, array in arrays.items()} | biases
 
 
-def turned(batched: bool, sequence: Any) -> Any:
-    """[N, L, .] as [L, N, .], and back; or [L, .] as [L, 1, .], and back."""
+def swapped(batched: bool, sequence: Any) -> Any:
+    """Return [N, L, .] as [L, N, .], and back; without a batch [L, .] as [L, 1, .], and back."""
     if batched:
         return sequence.swapaxes(0, 1)
     return sequence[:, None] if sequence.ndim == 2 else sequence[:, 0]
 
 
 def check_key(op: str, key: object) -> None:
-    """A key of MLX's random numbers."""
-    found = f"{key.dtype}, shape {list(key.shape)}" if isinstance(key, mx.array) else type(key).__name__
-    if found != f"{mx.uint32}, shape [2]":
-        fail(op, "key must be one of mx.random.key or mx.random.split", found)
+    """Check that `key` is a key of MLX's random numbers."""
+    kind = f"{key.dtype}, shape {list(key.shape)}" if isinstance(key, mx.array) else type(key).__name__
+    if kind != f"{mx.uint32}, shape [2]":
+        fail(op, "key must be one of mx.random.key or mx.random.split", kind)
 
 
-def dropped(x: mx.array, keep: float, key: mx.array | None) -> tuple[mx.array, mx.array | None]:
-    """x with each element kept by this probability, and scaled by its inverse; the key for the next layer."""
-    drawn = None
+def dropped(x: mx.array, probability: float, key: mx.array | None) -> tuple[mx.array, mx.array | None]:
+    """Return x whose elements stay with this probability, divided by it, and else are 0; and the next layer's key."""
+    own = None
     if key is not None:
-        key, drawn = mx.random.split(key)
-    kept = mx.random.bernoulli(keep, x.shape, drawn)
-    return mx.where(kept, x * mx.array(1 / keep if keep else 0, x.dtype), 0), key
+        key, own = mx.random.split(key)
+    stays = mx.random.bernoulli(probability, x.shape, own)
+    return mx.where(stays, x * mx.array(1 / probability if probability else 0, x.dtype), 0), key
 
 
 class LSTM(Layers):
-    r"""`torch.nn.LSTM` as an MLX layer.
+    r"""An LSTM as in PyTorch: `torch.nn.LSTM` as an MLX layer.
 
     .. math::
 
@@ -257,12 +299,12 @@ class LSTM(Layers):
         g = \tanh(W_{ih} x_t + b_{ih} + W_{hh} h_{t-1} + b_{hh}) \\
         c_t &= f \odot c_{t-1} + i \odot g \qquad h_t = o \odot \tanh(c_t), \text{ or } W_{hr} (o \odot \tanh(c_t))
 
-    Parameters of layer k, and once more with the ending `_reverse` for the other direction: `weight_ih_lk` [4H, I], and
-    [4H, D S] from layer 1 on; `weight_hh_lk` [4H, S]; `bias_ih_lk`, `bias_hh_lk` [4H]; with a projection `weight_hr_lk`
-    [S, H]; gate order i, f, g, o; all drawn from U(-1/sqrt(H), 1/sqrt(H)).
+    Parameters of layer k: `weight_ih_lk` [4H, I], from layer 1 on [4H, D S]; `weight_hh_lk` [4H, S]; `bias_ih_lk`,
+    `bias_hh_lk` [4H]; with a projection `weight_hr_lk` [S, H]. Those of the second direction have the ending
+    `_reverse`. Gate order i, f, g, o; all drawn from U(-1/sqrt(H), 1/sqrt(H)).
 
-    `layer.eval()` turns dropout off, keeps less in memory, and lets `mx.export_function` write the graph, which else
-    ends in "Unable to serialize primitive CustomTransforms".
+    `layer.eval()` turns dropout off, takes less memory, and lets `mx.export_function` write the graph; in training mode
+    that function ends in "Unable to serialize primitive CustomTransforms".
 
     Args:
         input_size (int): size of the features, I.
@@ -270,13 +312,15 @@ class LSTM(Layers):
         num_layers (int): K; a layer's input is the output of the one below. Default: 1.
         bias (bool): whether there are biases. Default: `True`.
         batch_first (bool): input and output are [N, L, .], not [L, N, .]; states are not affected. Default: `False`.
-        dropout (float): in training, the probability of an element to be dropped between layers, in [0, 1]; drawn from
-            `mx.random`, or from the key of a call. Of a single layer without effect. Default: 0.
+        dropout (float): in training, the probability, in [0, 1], with which an element of a layer's output becomes 0 on
+            its way to the next layer; drawn from `mx.random`, or from the key of a call. Without effect on a single
+            layer. Default: 0.
         bidirectional (bool): whether a second direction runs from the end to the start. Default: `False`.
         proj_size (int): width of a projected h, less than `hidden_size`; 0 for none. Default: 0.
-        checkpoint_every (int or str, optional): in training, keep the states of every so many steps only and compute
-            the rest again for the gradient, as in `mlx_lstm.lstm`; also an attribute. Default: `None`, keep all.
-        engine (str, optional): force an engine, as in `mlx_lstm.lstm`. Default: the best for the stream's device.
+        checkpoint_every (int or str, optional): in training, save the states of every K-th step only and compute the
+            other steps again for the gradient, as in `mlx_lstm.lstm`. Also an attribute. Default: `None`, save all.
+        engine (str, optional): force an engine, as in `mlx_lstm.lstm`. Also an attribute. Default: the best for the
+            stream's device.
 
     Raises:
         ValueError: an argument breaks a rule.
@@ -308,13 +352,13 @@ class LSTM(Layers):
         proj_size: int = 0,
         *,
         checkpoint_every: int | str | None = None,
-        engine: str | None = None,
+        engine: Engine | None = None,
     ):
         options = (dropout, bidirectional, proj_size, checkpoint_every, engine)
         super().__init__(input_size, hidden_size, num_layers, bias, batch_first, *options)
 
     def into_quantized(self, group_size: int | None = None, bits: int | None = None, mode: str = "affine") -> nn.Module:
-        """`QuantizedLSTM.from_layer` of this layer: `mlx_lstm.nn.quantize` calls it, `mlx.nn.quantize` does not."""
+        """Return `QuantizedLSTM.from_layer` of this layer. `mlx_lstm.nn.quantize` calls it, `mlx.nn.quantize` not."""
         return QuantizedLSTM.from_layer(self, group_size, bits, mode)
 
     def __call__(
@@ -322,30 +366,30 @@ class LSTM(Layers):
         input: mx.array,
         hx: tuple[mx.array, mx.array] | None = None,
         *,
-        lengths: recurrence.Lengths = None,
+        lengths: Lengths = None,
         key: mx.array | None = None,
         keep: mx.array | None = None,
-        hold: recurrence.Hold = None,
+        hold: Hold = None,
     ) -> tuple[mx.array, tuple[mx.array, mx.array]]:
-        """The last layer's h at every step, and the last states of all layers.
+        """Return the last layer's h at every step, and the last states of all layers.
 
         Args:
             input (array): [L, N, I]; [N, L, I] with `batch_first`; or [L, I].
             hx (tuple, optional): (h_0 [K D, N, S], c_0 [K D, N, H]), without N for an input without it; layer by layer,
                 in a layer the forward direction first. Default: zeros.
-            lengths (integer array or list, optional): [N], each in 0..L: what torch packs. Past its end an item's
-                output is 0, its last state is that of its end, where the second direction starts, and its input is
-                never read.
-            key (array, optional): what dropout draws from, as of `mx.random.key`: the same key drops the same elements.
-                Default: MLX's global generator, which a compiled function has to be given.
+            lengths (integer array or list, optional): [N], each in 0..L, in place of torch's packed sequences. Past its
+                length an item's output is 0 and its input is never read; its last state is that at its length, where
+                the second direction starts.
+            key (array, optional): the random key of dropout, from `mx.random.key`: the same key drops the same
+                elements. Default: MLX's global generator; a compiled function takes `mx.random.state` as an input.
             keep (array, optional): [L, N], [N, L] with `batch_first`, or [L]: a factor on the states of every layer
-                before each step, in its own order, as in `mlx_lstm.lstm`: 0 where an episode begins. torch has neither
-                this nor hold.
+                before each step, in the layer's own order, as in `mlx_lstm.lstm`: 0 where an episode begins. torch has
+                neither this nor hold.
             hold (array or list, optional): in the same shape, steps that leave the states of every layer as they are.
 
         Returns:
-            tuple: output [L, N, D S] (or [N, L, D S], or [L, D S]) and (h_n, c_n), shaped as `hx`; in the dtype that
-            input, states and parameters promote to.
+            tuple: output [L, N, D S] (or [N, L, D S], or [L, D S]) and (h_n, c_n), shaped as `hx`; in the dtype to
+            which input, states and parameters promote.
         """
         h, c = pair(self.op, hx)
         output, last = self.run(cells.LSTMCell(), input, {"h": h, "c": c}, lengths, key, keep, hold)
@@ -353,7 +397,7 @@ class LSTM(Layers):
 
 
 class GRU(Layers):
-    r"""`torch.nn.GRU` as an MLX layer.
+    r"""A GRU as in PyTorch: `torch.nn.GRU` as an MLX layer.
 
     .. math::
 
@@ -361,8 +405,8 @@ class GRU(Layers):
         n &= \tanh(W_{ih} x_t + b_{ih} + r \odot (W_{hh} h_{t-1} + b_{hh})) \qquad
         h_t = (1 - z) \odot n + z \odot h_{t-1}
 
-    Parameters as `LSTM` names them, with three blocks of H rows: gate order r, z, n. Everything else is as there, but
-    for the projection, which a GRU does not have.
+    Parameters have the names of those of `LSTM`, with three blocks of H rows in the gate order r, z, n. Everything else
+    is as in `LSTM`, but there is no projection.
 
     Args:
         input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, checkpoint_every, engine: as in
@@ -390,13 +434,13 @@ class GRU(Layers):
         bidirectional: bool = False,
         *,
         checkpoint_every: int | str | None = None,
-        engine: str | None = None,
+        engine: Engine | None = None,
     ):
         options = (dropout, bidirectional, 0, checkpoint_every, engine)
         super().__init__(input_size, hidden_size, num_layers, bias, batch_first, *options)
 
     def into_quantized(self, group_size: int | None = None, bits: int | None = None, mode: str = "affine") -> nn.Module:
-        """`QuantizedGRU.from_layer` of this layer: `mlx_lstm.nn.quantize` calls it, `mlx.nn.quantize` does not."""
+        """Return `QuantizedGRU.from_layer` of this layer. `mlx_lstm.nn.quantize` calls it, `mlx.nn.quantize` not."""
         return QuantizedGRU.from_layer(self, group_size, bits, mode)
 
     def __call__(
@@ -404,12 +448,12 @@ class GRU(Layers):
         input: mx.array,
         hx: mx.array | None = None,
         *,
-        lengths: recurrence.Lengths = None,
+        lengths: Lengths = None,
         key: mx.array | None = None,
         keep: mx.array | None = None,
-        hold: recurrence.Hold = None,
+        hold: Hold = None,
     ) -> tuple[mx.array, mx.array]:
-        """The last layer's h at every step, and the last h of all layers.
+        """Return the last layer's h at every step, and the last h of all layers.
 
         Args:
             input (array): [L, N, I]; [N, L, I] with `batch_first`; or [L, I].
@@ -425,12 +469,12 @@ class GRU(Layers):
 
 
 class RNN(Layers):
-    r"""`torch.nn.RNN` as an MLX layer.
+    r"""A plain RNN as in PyTorch: `torch.nn.RNN` as an MLX layer.
 
     .. math:: h_t = s(W_{ih} x_t + b_{ih} + W_{hh} h_{t-1} + b_{hh})
 
-    Parameters as `LSTM` names them, with one block of H rows. Everything else is as there, but for the projection,
-    which a plain RNN does not have.
+    Parameters have the names of those of `LSTM`, with one block of H rows. Everything else is as in `LSTM`, but there
+    is no projection.
 
     Args:
         input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, checkpoint_every, engine: as in
@@ -460,7 +504,7 @@ class RNN(Layers):
         bidirectional: bool = False,
         *,
         checkpoint_every: int | str | None = None,
-        engine: str | None = None,
+        engine: Engine | None = None,
     ):
         check_option(self.op, "nonlinearity", nonlinearity, ("tanh", "relu"))
         options = (dropout, bidirectional, 0, checkpoint_every, engine)
@@ -468,7 +512,7 @@ class RNN(Layers):
         self.nonlinearity: str = nonlinearity
 
     def into_quantized(self, group_size: int | None = None, bits: int | None = None, mode: str = "affine") -> nn.Module:
-        """`QuantizedRNN.from_layer` of this layer: `mlx_lstm.nn.quantize` calls it, `mlx.nn.quantize` does not."""
+        """Return `QuantizedRNN.from_layer` of this layer. `mlx_lstm.nn.quantize` calls it, `mlx.nn.quantize` not."""
         return QuantizedRNN.from_layer(self, group_size, bits, mode)
 
     def __call__(
@@ -476,24 +520,24 @@ class RNN(Layers):
         input: mx.array,
         hx: mx.array | None = None,
         *,
-        lengths: recurrence.Lengths = None,
+        lengths: Lengths = None,
         key: mx.array | None = None,
         keep: mx.array | None = None,
-        hold: recurrence.Hold = None,
+        hold: Hold = None,
     ) -> tuple[mx.array, mx.array]:
-        """As `GRU`."""
+        """Return what `GRU` returns, for the same arguments."""
         output, last = self.run(cells.RNNCell(self.nonlinearity), input, {"h": hx}, lengths, key, keep, hold)
         return output, last["h"]
 
 
 class QuantizedLSTM(QuantizedLayer, LSTM):
-    """`LSTM` with quantized weights, of all layers and directions, as `mlx_lstm.nn.QuantizedLSTM` has them.
+    """`LSTM` with quantized weights in all layers and directions.
 
-    Equals the layer with what `mx.dequantize` makes of the packed weights. Made by `from_layer(layer, group_size, bits,
-    mode)` or `mlx_lstm.nn.quantize`. Parameters: those of `LSTM`, of which the weights are packed, with `_scales` and
-    `_biases` of their names beside them: `weight_hh_l0`, `weight_hh_l0_scales`, `weight_hh_l0_biases`. All are frozen.
-    The width of h, H or `proj_size`, must be a multiple of the group; `weight_ih_lk` and `weight_hr_lk` stay as they
-    are where their columns are not.
+    Equals the `LSTM` whose weights are those that `mx.dequantize` returns. Use `from_layer(layer, group_size, bits,
+    mode)` or `mlx_lstm.nn.quantize` to make one. Parameters: those of `LSTM`; a quantized weight has `_scales` and
+    `_biases` under its name, for example `weight_hh_l0`, `weight_hh_l0_scales`, `weight_hh_l0_biases`. All parameters
+    are frozen. The width of h, H or `proj_size`, must be a multiple of the group. A `weight_ih_lk` or `weight_hr_lk`
+    whose number of columns is not a multiple stays a float weight.
 
     Args:
         as in `LSTM`, and the keywords group_size, bits and mode, as in `mlx_lstm.nn.QuantizedLSTM`.
@@ -514,7 +558,7 @@ class QuantizedLSTM(QuantizedLayer, LSTM):
 
 
 class QuantizedGRU(QuantizedLayer, GRU):
-    """`GRU` with quantized weights, as `QuantizedLSTM` has them.
+    """`GRU` with quantized weights; see `QuantizedLSTM`.
 
     Example:
         >>> import mlx.core as mx
@@ -528,7 +572,7 @@ class QuantizedGRU(QuantizedLayer, GRU):
 
 
 class QuantizedRNN(QuantizedLayer, RNN):
-    """`RNN` with quantized weights, as `QuantizedLSTM` has them.
+    """`RNN` with quantized weights; see `QuantizedLSTM`.
 
     Example:
         >>> import mlx.core as mx
@@ -542,17 +586,17 @@ class QuantizedRNN(QuantizedLayer, RNN):
 
 
 class Cell(Layers):
-    """What torch's cells share: a single layer whose parameters' names have no ending, and whose call is one step."""
+    """Base of torch's cells: one layer, whose parameters' names have no ending, and one step per call."""
 
-    def __init__(self, input_size: int, hidden_size: int, bias: bool, engine: str | None):
+    def __init__(self, input_size: int, hidden_size: int, bias: bool, engine: Engine | None):
         super().__init__(input_size, hidden_size, 1, bias, False, 0.0, False, 0, None, engine)
 
     def key(self, name: str, layer: int, way: str) -> str:
-        """A parameter's."""
+        """Return the name of a parameter."""
         return name
 
     def one_step(self, cell: cells.Cell, input: mx.array, states: dict[str, Any]) -> Arrays:
-        """The states after it, by the names of those before, which may be `None`."""
+        """Return the states after one step by name; `states` holds those before by name, `None` for zeros."""
         batched = not isinstance(input, mx.array) or input.ndim != 1
         check_array(self.op, "input", input, ["N", self.input_size] if batched else [self.input_size])
         why = f", as input is {'[N, I]' if batched else '[I]'} = {list(input.shape)},"
@@ -561,24 +605,24 @@ class Cell(Layers):
                 check_array(self.op, name, state, [*input.shape[:-1], self.hidden_size], why=why)
         now, H = computes_now(self.engine), self.hidden_size
         small, arrays = by_numpy if now else by_mlx, self.arrays(0, now)
-        given = {name: state for name, state in states.items() if state is not None}
-        dtype, shape = common_dtype([input, *given.values(), *arrays.values()]), (*input.shape[:-1], H)
+        first = {name: state for name, state in states.items() if state is not None}
+        dtype, shape = common_dtype([input, *first.values(), *arrays.values()]), (*input.shape[:-1], H)
         if 0 in shape:
             return {name: mx.zeros(shape, dtype) for name in states}
-        arrays |= {f"{name}0": state if batched else small(itemgetter(None), state) for name, state in given.items()}
+        arrays |= {f"{name}0": state if batched else small(itemgetter(None), state) for name, state in first.items()}
         arrays["x"] = small(methodcaller("reshape", (1, -1, self.input_size)), input)
-        call = recurrence.Call(cell, engine=self.engine)
-        out, choice = call.forward(in_dtype(arrays, dtype), return_gates=False, training=self.training)
-        note_engine(self, choice)
-        last = {name: out[f"{name}T"] for name in states}
+        call = Call(cell, engine=self.engine)
+        outputs, choice = call.forward(in_dtype(arrays, dtype), return_gates=False, training=self.training)
+        vars(self)["_engine_used"] = choice
+        last = {name: outputs[f"{name}T"] for name in states}
         return last if batched else {name: small(itemgetter(0), state) for name, state in last.items()}
 
 
 class LSTMCell(Cell):
-    """`torch.nn.LSTMCell` as an MLX layer: `LSTM` of one layer and direction, one step a call.
+    """`torch.nn.LSTMCell` as an MLX layer: an `LSTM` of one layer and direction that runs one step per call.
 
-    Parameters: `weight_ih` [4H, I], `weight_hh` [4H, H], `bias_ih`, `bias_hh` [4H]; gate order i, f, g, o. For many
-    steps at once, or to quantize it, `from_weights(convert.from_torch(cell))` is the layer with these weights.
+    Parameters: `weight_ih` [4H, I], `weight_hh` [4H, H], `bias_ih`, `bias_hh` [4H]; gate order i, f, g, o. To run many
+    steps in one call, or to quantize, `from_weights(convert.from_torch(cell))` returns the layer with these weights.
 
     Args:
         input_size, hidden_size, bias, engine: as in `LSTM`.
@@ -596,15 +640,15 @@ class LSTMCell(Cell):
     op: str = "torch.LSTMCell"
     gates: int = 4
 
-    def __init__(self, input_size: int, hidden_size: int, bias: bool = True, *, engine: str | None = None):
+    def __init__(self, input_size: int, hidden_size: int, bias: bool = True, *, engine: Engine | None = None):
         super().__init__(input_size, hidden_size, bias, engine)
 
     def __call__(self, input: mx.array, hx: tuple[mx.array, mx.array] | None = None) -> tuple[mx.array, mx.array]:
-        """The states after a step.
+        """Return the states after a step.
 
         Args:
             input (array): [N, I] or [I].
-            hx (tuple, optional): (h, c) before it, each [N, H] or [H]. Default: zeros.
+            hx (tuple, optional): (h, c) before the step, each [N, H] or [H]. Default: zeros.
 
         Returns:
             tuple: (h, c), in these shapes.
@@ -614,7 +658,7 @@ class LSTMCell(Cell):
 
 
 class GRUCell(Cell):
-    """`torch.nn.GRUCell` as an MLX layer, in the same way as `LSTMCell`; gate order r, z, n.
+    """`torch.nn.GRUCell` as an MLX layer; parameters as in `LSTMCell`, gate order r, z, n.
 
     Example:
         >>> import mlx.core as mx
@@ -626,16 +670,21 @@ class GRUCell(Cell):
     op: str = "torch.GRUCell"
     gates: int = 3
 
-    def __init__(self, input_size: int, hidden_size: int, bias: bool = True, *, engine: str | None = None):
+    def __init__(self, input_size: int, hidden_size: int, bias: bool = True, *, engine: Engine | None = None):
         super().__init__(input_size, hidden_size, bias, engine)
 
     def __call__(self, input: mx.array, hx: mx.array | None = None) -> mx.array:
-        """h after a step, from the input [N, I] or [I] and h before it, [N, H] or [H]; zeros by default."""
+        """Return h after a step.
+
+        Args:
+            input (array): [N, I] or [I].
+            hx (array, optional): h before the step, [N, H] or [H]. Default: zeros.
+        """
         return self.one_step(cells.GRUCell(), input, {"h": hx})["h"]
 
 
 class RNNCell(Cell):
-    """`torch.nn.RNNCell` as an MLX layer, in the same way as `LSTMCell`; `nonlinearity` as in `RNN`.
+    """`torch.nn.RNNCell` as an MLX layer; parameters as in `LSTMCell`, `nonlinearity` as in `RNN`.
 
     Example:
         >>> import mlx.core as mx
@@ -654,7 +703,7 @@ class RNNCell(Cell):
         bias: bool = True,
         nonlinearity: str = "tanh",
         *,
-        engine: str | None = None,
+        engine: Engine | None = None,
     ):
         check_option(self.op, "nonlinearity", nonlinearity, ("tanh", "relu"))
         super().__init__(input_size, hidden_size, bias, engine)
@@ -664,33 +713,34 @@ class RNNCell(Cell):
         return super()._extra_repr() + (f", nonlinearity={self.nonlinearity}" if self.nonlinearity != "tanh" else "")
 
     def __call__(self, input: mx.array, hx: mx.array | None = None) -> mx.array:
-        """As `GRUCell`."""
+        """Return h after a step, for the same arguments as `GRUCell`."""
         return self.one_step(cells.RNNCell(self.nonlinearity), input, {"h": hx})["h"]
 
 
 def pair(op: str, hx: Any) -> tuple[Any, Any]:
-    """Both states, `None` twice for none."""
+    """Return both states of `hx`, `None` twice if there are none."""
     if hx is None:
         return None, None
     if not (isinstance(hx, (tuple, list)) and len(hx) == 2):
-        fail(op, "hx must be a tuple (h_0, c_0)", type(hx).__name__)
+        number = f" of {len(hx)}" if isinstance(hx, (tuple, list)) else ""
+        fail(op, "hx must be a tuple (h_0, c_0)", f"{type(hx).__name__}{number}")
     return hx[0], hx[1]
 
 
 def from_weights(
-    weights: Weights, *, batch_first: bool = False, dropout: float = 0.0, engine: str | None = None
+    weights: Weights, *, batch_first: bool = False, dropout: float = 0.0, engine: Engine | None = None
 ) -> LSTM | GRU | RNN:
-    """The layer that has these weights, wherever they come from; `mlx_lstm.convert.from_torch(layer)` is the way back.
+    """Return the layer that has these weights. `mlx_lstm.convert.from_torch(layer)` reads them from a layer again.
 
     Args:
-        weights (Weights): as one of the readers of `mlx_lstm.convert` returns them.
+        weights (Weights): as a reader of `mlx_lstm.convert` returns them, such as `from_keras` or `read`.
         batch_first, dropout, engine: as in `LSTM`.
 
     Returns:
-        LSTM, GRU or RNN: of the sizes of the weights, with both biases or none.
+        LSTM, GRU or RNN: the layer, with both biases or none.
 
     Raises:
-        ValueError: torch's layers have no place for an option of the cell.
+        ValueError: the cell has an option that torch's layers do not have.
 
     Example:
         >>> import mlx.nn

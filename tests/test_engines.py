@@ -11,7 +11,7 @@ from mlx_lstm import lstm, recurrence
 from mlx_lstm.engines import ENGINES, METAL_ENGINES, choose
 from mlx_lstm.engines.cells import ACTIVATIONS, GRUCell, LSTMCell, RNNCell
 from mlx_lstm.engines.metal import launch, text
-from mlx_lstm.engines.numpy import gates
+from mlx_lstm.engines.numpy import activations
 from mlx_lstm.engines.ops import cells as ops
 from mlx_lstm.engines.tuning import PREDICTED
 from mlx_lstm.recurrence import _arguments
@@ -108,7 +108,7 @@ def test_refusals_name_the_op():
 
 
 def test_a_stream_argument_is_where_it_runs():
-    """As for any MLX op; and the default device decides without one."""
+    """The stream argument decides, as for any op of MLX; without one the default device does."""
     arrays = [mx.zeros(shape) for shape in ((2, 1, 1), (4, 1), (4, 1))]
     for stream in (None, mx.cpu, mx.new_stream(mx.cpu)):
         assert lstm(*arrays, stream=stream).h.shape == (2, 1, 1)
@@ -117,7 +117,7 @@ def test_a_stream_argument_is_where_it_runs():
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("op", ["lstm", "gru", "rnn"])
 def test_an_activation_that_an_engine_does_not_know_is_an_error(monkeypatch, engine, op):
-    """One that was added to the names, and nowhere else."""
+    """The activation was added to the list of names only, not to the engines' tables."""
     monkeypatch.setattr(_arguments, "ACTIVATIONS", (*ACTIVATIONS, "swish"))
     named = {
         "lstm": {"activations": ["swish"] * 5},
@@ -133,5 +133,5 @@ def test_an_activation_that_an_engine_does_not_know_is_an_error(monkeypatch, eng
 def test_every_engine_knows_every_activation():
     enum = re.search(r"enum Activation \{(.*)\}", (text.shader_folder() / "cell.metal").read_text())
     assert enum and enum[1].lower().replace(" ", "").split(",") == list(ACTIVATIONS)
-    assert set(ops.ACTIVATIONS) == set(gates.ACTIVATIONS) == set(launch.ACTIVATIONS) == set(ACTIVATIONS)
+    assert set(ops.ACTIVATIONS) == set(activations.ACTIVATIONS) == set(launch.ACTIVATIONS) == set(ACTIVATIONS)
     assert list(launch.ACTIVATIONS.values()) == list(range(len(ACTIVATIONS)))

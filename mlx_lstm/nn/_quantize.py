@@ -1,0 +1,82 @@
+"""Quantizing of a whole model, with the recurrent layers in it."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import mlx.nn as nn
+from mlx.utils import tree_map_with_path
+
+from ..checks import fail
+
+
+def quantize(
+    model: nn.Module,
+    group_size: int | None = None,
+    bits: int | None = None,
+    *,
+    mode: str = "affine",
+    quantize_input: bool = False,
+    class_predicate: Callable[[str, nn.Module], bool | dict[str, Any]] | None = None,
+) -> None:
+    """Quantize a model in place, as `mlx.nn.quantize`, including the layers of `mlx_lstm.nn` and `mlx_lstm.torch`.
+
+    Equals `mlx.nn.quantize` in its arguments and for all other layers. That function itself leaves the layers of
+    `mlx_lstm` as they are, so that weight files keep fitting the model. Not quantized are the cells of
+    `mlx_lstm.torch`; the recurrent layers of `mlx.nn`, unless `replace` has turned them into those of `mlx_lstm.nn`;
+    and subclasses, which may compute something else. A layer that several modules share stays shared. If a layer is
+    refused, the model stays as it was.
+
+    To load quantized weights, first quantize a model of the same sizes in the same way, as with MLX:
+    `quantize(model, 64, 4)`, `model.load_weights(file)`.
+
+    Args:
+        model (Module): a module that has such layers; to quantize a single layer use `from_layer` of its quantized
+            class.
+        group_size (int, optional): as in `mx.quantize`; see `QuantizedLSTM`. Default: that of the mode.
+        bits (int, optional): bits of a weight; see `QuantizedLSTM`. Default: that of the mode.
+        mode (str): as in `mx.quantize`; see `QuantizedLSTM`. Default: `"affine"`.
+        quantize_input (bool): for `mlx.nn.Linear` only, passed on. Default: `False`.
+        class_predicate (callable, optional): called with a layer's path and the layer. The layer is quantized if the
+            result is `True`, or a dict of `group_size`, `bits` and `mode`. Default: all layers that can be quantized.
+
+    Raises:
+        ValueError: an argument breaks a rule, or a layer's H is not a multiple of the group. The text names the layer.
+
+    Example:
+        >>> import mlx.nn
+        >>> import mlx_lstm.nn
+        >>> model = mlx.nn.Sequential(mlx_lstm.nn.GRU(64, 64), mlx.nn.Linear(64, 2))
+        >>> mlx_lstm.nn.quantize(model, bits=8)
+        >>> [type(layer).__name__ for layer in model.layers]
+        ['QuantizedGRU', 'QuantizedLinear']
+    """
+    if not isinstance(model, nn.Module) or quantizes(model):
+        fail("nn.quantize", "model must be a module that has layers", type(model).__name__)
+    quantized: dict[int, nn.Module] = {}
+    predicate = class_predicate or (lambda _, layer: quantizes(layer) or hasattr(layer, "to_quantized"))
+
+    def quantize_ours(path: str, layer: Any) -> None:
+        result = quantizes(layer) and predicate(path, layer)
+        if result and id(layer) not in quantized:
+            options = {"group_size": group_size, "bits": bits, "mode": mode} if result is True else result
+            try:
+                quantized[id(layer)] = layer.into_quantized(**options)
+            except ValueError as error:
+                raise ValueError(f"{error} The layer is {path} of the model.") from None
+
+    def is_of_mlx(path: str, layer: nn.Module) -> bool | dict[str, Any]:
+        return not quantizes(layer) and predicate(path, layer)
+
+    # First the layers that may be refused; the model changes only after that.
+    each = partial(tree_map_with_path, is_leaf=nn.Module.is_module)
+    each(quantize_ours, model.leaf_modules())
+    quantize_mlx: Any = nn.quantize  # MLX's types do not say that a size may be None
+    more = {"quantize_input": True} if quantize_input else {}
+    quantize_mlx(model, group_size, bits, mode=mode, class_predicate=is_of_mlx, **more)
+    model.update_modules(each(lambda _, layer: quantized.get(id(layer), layer), model.leaf_modules()))
+
+
+def quantizes(layer: object) -> bool:
+    """Return whether a layer of `mlx_lstm` can be quantized. A subclass has no `into_quantized` of its own."""
+    return "into_quantized" in vars(type(layer))
