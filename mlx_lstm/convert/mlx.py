@@ -1,4 +1,4 @@
-"""Arrays as MLX's layers have them, and as the arguments of the recurrence."""
+"""The parameters of MLX's layers, and the arguments of `mlx_lstm.lstm`, `gru` and `rnn`."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -31,11 +31,11 @@ NAMES = {
     "gru": {"Wx": "Wx", "Wh": "Wh", "b": "b", "bhn": "bhn"},
     "rnn": {"Wxh": "Wx", "Whh": "Wh", "bias": "b"},
 }
-"""The parameters of MLX's layers, and the recurrence's words."""
+"""The parameters of MLX's layers, and the recurrence's names for them."""
 
 
 def from_mlx(layers: Any, reverse: Any = None, *, nonlinearity: str = "tanh") -> Weights:
-    """The weights of `mlx.nn.LSTM`, `GRU` or `RNN`, of ours in `mlx_lstm.nn`, or of dicts with such arrays.
+    """Return the weights of layers of `mlx.nn` or `mlx_lstm.nn`: LSTM, GRU, RNN; or of dicts with such arrays.
 
     Args:
         layers: one layer, or a list of layers, each on the output of the one before.
@@ -87,9 +87,9 @@ def from_mlx(layers: Any, reverse: Any = None, *, nonlinearity: str = "tanh") ->
 
 
 def to_mlx(weights: Weights) -> list[list[Arrays]]:
-    """The parameters of `mlx.nn`'s layers, and of ours in `mlx_lstm.nn`, for `layer.update`.
+    """Return the parameters of layers of `mlx.nn` and `mlx_lstm.nn`, for `layer.update`.
 
-    Two biases become their sum, which cannot be split again; of a GRU the candidate's stay apart, as `b` and `bhn`.
+    Two biases become their sum, which cannot be split again. A GRU has the candidate's second bias apart, in `bhn`.
 
     Args:
         weights (Weights): of a cell that MLX has; of a plain RNN the layer wants its nonlinearity.
@@ -110,7 +110,7 @@ def to_mlx(weights: Weights) -> list[list[Arrays]]:
 def from_ops(
     op: str, layers: Sequence[Mapping[str, Any]], *, bidirectional: bool = False, reverse: bool = False, **options: Any
 ) -> Weights:
-    """The weights of calls of `mlx_lstm.lstm`, `gru` or `rnn`.
+    """Return the weights of calls of `mlx_lstm.lstm`, `gru` or `rnn`.
 
     Args:
         op (str): `"lstm"`, `"gru"` or `"rnn"`.
@@ -154,7 +154,7 @@ def from_ops(
 
 
 def to_ops(weights: Weights) -> list[Arrays]:
-    """The arguments of `mlx_lstm.lstm`, `gru` or `rnn`, layer by layer; `weights.options` are the keywords with them.
+    """Return the arguments of `mlx_lstm.lstm`, `gru` or `rnn` by layer; `weights.options` are the keywords for them.
 
     Returns:
         list of dict: `Wx`, `Wh` and, where there are any, `b`, `bhn`, `Wp`, `peephole`; with both directions as

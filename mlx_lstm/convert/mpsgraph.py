@@ -1,4 +1,4 @@
-"""The arguments of MPSGraph's ops."""
+"""The weights among the arguments of MPSGraph's ops."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,7 +14,7 @@ from .weights import MPSGRAPH, OURS, Weights, held, reorder
 ACTIVATIONS = {
     "none": "identity", "relu": "relu", "tanh": "tanh", "sigmoid": "sigmoid", "hard_sigmoid": "hard_sigmoid",
 }  # fmt: skip
-"""The names of Apple's enum MPSGraphRNNActivation, in its order, and the recurrence's words for them."""
+"""The names in Apple's enum MPSGraphRNNActivation, in its order, and the recurrence's names."""
 
 PROPERTIES = {
     "lstm": (*(f"{gate}_gate_activation" for gate in ("input", "forget", "cell", "output")), "activation"),
@@ -35,7 +35,7 @@ def from_mpsgraph(
     output_peephole: str = "previous",
     hard_sigmoid: str = "x/5",
 ) -> Weights:
-    """The weights of calls of `mlx_lstm.mpsgraph.lstm`, `gru` or `single_gate_rnn`, one on the other.
+    """Return the weights of calls of `mlx_lstm.mpsgraph.lstm`, `gru` or `single_gate_rnn`, each on the one before.
 
     A GRU with `flip_z` becomes one without: its update gate's weights change their sign.
 
@@ -83,20 +83,20 @@ def from_mpsgraph(
 
 
 def activation_names(op: str, descriptor: Any, names: Sequence[str], hard_sigmoid: str) -> tuple[str, ...]:
-    """The recurrence's words for these activations of a descriptor."""
+    """Return the recurrence's names of these activations of a descriptor."""
     check_option(op, "hard_sigmoid", hard_sigmoid, tuple(HARD_SIGMOIDS))
     words = ACTIVATIONS | {"hard_sigmoid": HARD_SIGMOIDS[hard_sigmoid]}
     return tuple(words[getattr(descriptor, name)] for name in names)
 
 
 def flipped(arrays: Arrays) -> Arrays:
-    """A GRU's with the update gate's part negated: sigmoid(-a) is 1 - sigmoid(a)."""
+    """Return a GRU's arrays with the update gate's part negated: sigmoid(-a) is 1 - sigmoid(a)."""
     parts = {name: mx.split(array, 3) for name, array in arrays.items()}
     return {name: mx.concatenate([r, -z, n]) for name, (r, z, n) in parts.items()}
 
 
 def to_mpsgraph(weights: Weights) -> tuple[list[Arrays], dict[str, Any]]:
-    """The way back: by layer the arrays of a call, and those properties of its descriptor that are not the default.
+    """Return the arrays of a call for each layer, and those properties of the descriptor that are not the default.
 
     The gates are in the order of the default, i, f, z, o or z, r, o. `mpsgraph.LSTMDescriptor(**properties)` makes it.
 

@@ -15,7 +15,7 @@ GATES = {"lstm": 4, "gru": 3, "rnn": 1}
 PEEPHOLES = "iof"
 DIRECTIONS = ("forward", "reverse", "bidirectional")
 DEFAULTS = {"lstm": ("Sigmoid", "Tanh", "Tanh"), "gru": ("Sigmoid", "Tanh"), "rnn": ("Tanh",)}
-"""The activations f, g, h of one direction."""
+"""The default activations f, g, h of one direction."""
 
 ACTIVATIONS = {
     "identity": ("Affine", 1.0, 0.0),
@@ -25,20 +25,20 @@ ACTIVATIONS = {
     "hard_sigmoid": ("HardSigmoid", 0.2, 0.5),
     "hard_sigmoid_sixth": ("HardSigmoid", 1 / 6, 0.5),
 }
-"""Ours, and ONNX' with alpha and beta."""
+"""Our activations, and ONNX' with alpha and beta."""
 
 
 def from_onnx(
     op_type: str, W: Any, R: Any, B: Any = None, P: Any = None, attributes: Mapping[str, Any] | None = None
 ) -> Weights:
-    """The weights of an ONNX node. `sequence_lens`, `initial_h` and `initial_c` are no weights: a call has them.
+    """Return the weights of an ONNX node. `sequence_lens`, `initial_h` and `initial_c` are no weights: a call has them.
 
     Args:
         op_type (str): `"LSTM"`, `"GRU"` or `"RNN"`.
         W, R (array): [D, GH, I], [D, GH, H]; gates in the order i, o, f, c of an LSTM and z, r, h of a GRU.
         B (array, optional): both biases side by side, [D, 2GH].
         P (array, optional): peepholes of i, o, f, [D, 3H].
-        attributes (dict, optional): the node's. What ours cannot do is refused by name: `clip`, `input_forget`,
+        attributes (dict, optional): the node's. What our cells cannot do is refused by name: `clip`, `input_forget`,
             activations that `mlx_lstm.lstm` has not or that differ by direction. `layout` does not touch the weights.
 
     Returns:
@@ -58,7 +58,7 @@ def from_onnx(
 
 
 def from_node(op: str, op_type: str, given: Mapping[str, Any], attributes: Mapping[str, Any], name: Any) -> Weights:
-    """`from_onnx`; `name` of W, R, B, P in errors."""
+    """Return the weights of a node; `name` says what W, R, B, P are called in errors."""
     check_option(op, "op_type", op_type, tuple(OPS))
     kind = OPS[op_type]
     arrays = {word: to_mlx(array) for word, array in given.items() if array is not None}
@@ -98,7 +98,7 @@ def from_node(op: str, op_type: str, given: Mapping[str, Any], attributes: Mappi
 
 
 def cell_of_node(op: str, kind: str, attributes: dict[str, Any], D: int, peeps: bool) -> Cell:
-    """The cell; takes what it has read out of the attributes."""
+    """Return the cell that the attributes describe, and remove these from `attributes`."""
     for name in ("clip", "input_forget"):
         if attributes.pop(name, 0):
             fail(op, f"{name} must be absent, as ours have no such option,", "it")
@@ -128,14 +128,14 @@ def cell_of_node(op: str, kind: str, attributes: dict[str, Any], D: int, peeps: 
 
 
 def same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
-    """Whether two activations are: ONNX keeps their numbers in float32."""
+    """Whether two activations are the same; ONNX holds alpha and beta in float32."""
     pairs = zip(one[1:], other[1:], strict=True)
     near = (a == b or (a is not None and b is not None and abs(a - b) < 1e-7) for a, b in pairs)
     return one[0].lower() == other[0].lower() and all(near)
 
 
 def to_onnx(weights: Weights) -> list[tuple[str, dict[str, mx.array], dict[str, Any]]]:
-    """The way back: by layer the node's type, its arrays W, R, and B and P if there are any, and its attributes.
+    """Return for each layer the node's type, its arrays W, R, and maybe B and P, and its attributes.
 
     Raises:
         ValueError: ONNX' nodes have no place for an option of the cell: a projection, a clipped cell.
@@ -159,7 +159,7 @@ def to_onnx(weights: Weights) -> list[tuple[str, dict[str, mx.array], dict[str, 
 
 
 def activation_attributes(op: str, cell: Cell, D: int) -> dict[str, Any]:
-    """The attributes that say the activations, none for the usual ones."""
+    """Return the attributes that say the activations; none for the default ones."""
     if isinstance(cell, RNNCell):
         words = [cell.act]
     elif isinstance(cell, GRUCell):
@@ -181,7 +181,7 @@ def activation_attributes(op: str, cell: Cell, D: int) -> dict[str, Any]:
 
 
 def node_arrays(op: str, kind: str, arrays: Arrays, use_bias: bool) -> Arrays:
-    """One direction's."""
+    """Return the arrays W, R, B, P of one direction."""
     ours, theirs = OURS[kind], ONNX[kind]
     found = {"W": reorder(arrays["Wx"], ours, theirs), "R": reorder(arrays["Wh"], ours, theirs)}
     if use_bias:

@@ -1,4 +1,4 @@
-"""torch's parameters."""
+"""The parameters of torch's layers."""
 
 import re
 from collections.abc import Mapping
@@ -11,15 +11,16 @@ from ..engines.problem import Arrays
 from .weights import OF_GATES, Title, Weights, cell_of, checked, held, to_mlx, two_biases
 
 NAMES = {"weight_ih": "Wx", "weight_hh": "Wh", "bias_ih": "bx", "bias_hh": "bh", "weight_hr": "Wp"}
-"""torch's words, and those of `Weights`, in torch's order."""
+"""torch's names of arrays, in its order, and those of `Weights`."""
 
 KEYS = {ours: theirs for theirs, ours in NAMES.items()}
 WAYS = ("", "_reverse")
 
 
 def from_torch(arrays: Any, *, prefix: str = "", nonlinearity: str = "tanh") -> Weights:
-    """The weights of a `torch.nn.LSTM`, `GRU` or `RNN`: any number of layers, both directions, a projection, no bias;
-    or of a `torch.nn.LSTMCell`, `GRUCell` or `RNNCell`, as a layer.
+    """Return the weights of a layer of torch: `LSTM`, `GRU` or `RNN`, or the cell of one, read as a layer.
+
+    Any number of layers, both directions, a projection, and layers without a bias are read.
 
     Args:
         arrays: a layer or cell of torch or of `mlx_lstm.torch`, or a dict of arrays by torch's names: a `state_dict`.
@@ -75,9 +76,11 @@ def assembled(
     *,
     lenient: bool = False,
 ) -> Weights:
-    """Layers out of arrays by (layer, direction), of the cell that their shapes show; a missing array is named, but
-    where it is a bias and others are `lenient`. `options`: of the cell, as `Weights.options`; those of another kind of
-    cell do not count."""
+    """Return the weights of arrays given by (layer, direction); their shapes tell the cell.
+
+    title: what the arrays are called in errors; options: of the cell, as in `Weights.options`, those of other cells are
+    ignored; lenient: some layers may lack a bias that others have.
+    """
     K, D = (max((where[n] for where in found), default=0) + 1 for n in range(2))
     present = {word for arrays in found.values() for word in arrays} | {"Wx", "Wh"}
     present |= {"bx", "bh"} if present & {"bx", "bh"} else set()
@@ -99,7 +102,7 @@ def assembled(
 
 
 def gates_of(op: str, arrays: Mapping[str, mx.array], name: str) -> int:
-    """How many blocks of H rows Wh has, whose cell nothing else tells."""
+    """Return how many gates, blocks of H rows, Wh has. ValueError if its shape is that of no cell."""
     rows, columns = arrays["Wh"].shape if arrays["Wh"].ndim == 2 else (0, 1)
     if "Wp" in arrays and arrays["Wp"].ndim == 2:
         columns = arrays["Wp"].shape[1]
@@ -110,10 +113,10 @@ def gates_of(op: str, arrays: Mapping[str, mx.array], name: str) -> int:
 
 
 def to_torch(weights: Weights, *, prefix: str = "") -> dict[str, mx.array]:
-    """The parameters of a layer of `mlx_lstm.torch`, and of torch, by their names.
+    """Return the parameters of a layer of `mlx_lstm.torch`, and of torch, by their names.
 
-    Where the weights have one bias, it is wholly in `bias_ih`, and `bias_hh` is 0; of a GRU `bias_hh` has the part of
-    the candidate, which the reset gate multiplies. Arrays stay as they are; TensorFlow's forget bias is added.
+    A single bias goes into `bias_ih`, and `bias_hh` is 0; of a GRU `bias_hh` has the candidate's second bias, which the
+    reset gate multiplies. Arrays stay as they are; TensorFlow's forget bias is added to the bias.
 
     Args:
         weights (Weights): of a cell that torch has.
