@@ -139,26 +139,26 @@ def layers_of(
         buckets.setdefault(group.name, []).append(group)
     counted = {key: names_counted_by(key, buckets) for key in arrays}
     totals = Counter(name for names in counted.values() for name in names)
-    found, used = {}, {}
+    layers, used = {}, {}
     for name, groups in buckets.items():
         parts = {group.form: words_of(group, arrays, order) for group in groups}
         own = sum(name in counted[key] for group in groups for key in group.keys.values())
         for label, where in arranged(name, groups, parts, alone=own == totals[name]):
-            given = dict(options.get(label, {})) | ({} if nonlinearity is None else {"activation": nonlinearity})
-            found[label] = one_layer(where, parts, given)
+            own_options = dict(options.get(label, {})) | ({} if nonlinearity is None else {"activation": nonlinearity})
+            layers[label] = one_layer(where, parts, own_options)
             used[label] = [key for group in where.values() for key in group.keys.values()]
-    return found, used
+    return layers, used
 
 
 def names_counted_by(key: str, names: Container[str]) -> list[str]:
     """Return those of the names that a key continues by a number: "a" and "a.1" for the key "a.12.weight"."""
-    found = []
+    counted = []
     for number in re.finditer(r"\d+(?=\.)", key):
         start, end = number.span()
         # A number may follow a dot or a letter, and a name may end in the first digits of it.
         dot = [start - 1] if key[:start].endswith(".") else []
-        found += [key[:k] for k in [*dot, *range(start, end)][:MOST_DIGITS] if key[:k] in names]
-    return found
+        counted += [key[:k] for k in [*dot, *range(start, end)][:MOST_DIGITS] if key[:k] in names]
+    return counted
 
 
 MOST_DIGITS = 20
@@ -185,12 +185,12 @@ def arranged(
     ways_of: dict[int | None, list[int | None]] = {}
     for group in groups:
         ways_of.setdefault(group.layer, []).append(group.way)
-    found: dict[str, dict[tuple[int, int], Group]] = {}
+    stacks: dict[str, dict[tuple[int, int], Group]] = {}
     for group in groups:
         both = len(ways_of[group.layer]) == 2 and set(ways_of[group.layer]) == {0, 1}
         label = name + (f".{group.layer}" if group.layer is not None else "") if both else group.own
-        found.setdefault(label.lstrip("."), {})[0, group.way or 0 if both else 0] = group
-    return list(found.items())
+        stacks.setdefault(label.lstrip("."), {})[0, group.way or 0 if both else 0] = group
+    return list(stacks.items())
 
 
 def fits(whole: dict[tuple[int, int], Group], parts: dict[str, list[Arrays]], D: int) -> bool:
@@ -214,12 +214,12 @@ def words_of(group: Group, arrays: Mapping[str, Any], order: str | None) -> list
     for key in group.keys.values():
         if f"{key}_scales" in arrays:
             fail("convert", f"{key} must not be quantized: mx.dequantize it first,", f"{key}_scales beside it")
-    given = {leaf: as_mlx(arrays[key]) for leaf, key in group.keys.items()}
-    if "kernel" in given:
-        return [keras_words(group, given)]
+    mine = {leaf: as_mlx(arrays[key]) for leaf, key in group.keys.items()}
+    if "kernel" in mine:
+        return [keras_words(group, mine)]
     words: Arrays = {}
-    for leaf, array in given.items():
-        if ENTRIES[leaf] in words or (ENTRIES[leaf] == "b" and "bias_ih" in given):
+    for leaf, array in mine.items():
+        if ENTRIES[leaf] in words or (ENTRIES[leaf] == "b" and "bias_ih" in mine):
             fail("convert", f"{group.title(leaf)} must not be there, beside {', '.join(group.keys)}", "this key")
         words[ENTRIES[leaf]] = array
     both = words["Wh"].ndim == 3
@@ -264,7 +264,7 @@ def one_layer(
     where: dict[tuple[int, int], Group], parts: dict[str, list[Arrays]], options: Mapping[str, Any]
 ) -> Weights:
     """Return the weights of a stack; its groups are given by (layer, direction)."""
-    found = {
+    directions = {
         (layer, way + d): arrays for (layer, way), group in where.items() for d, arrays in enumerate(parts[group.form])
     }
 
@@ -280,15 +280,17 @@ def one_layer(
     first = next(iter(where.values()))
     if first.numbered and "weight_ih" in first.keys:
         prefix = first.name + "." if first.name else ""
-        return assembled(
-            "convert", found, lambda k, d, word: f"{prefix}{torch.KEYS.get(word, word)}_l{k}{torch.WAYS[d]}", options
-        )
-    three = found[0, 0]["Wh"].shape[0] == 3 * found[0, 0]["Wh"].shape[1]
-    if three and "bx" in found[0, 0] and "bh" not in found[0, 0]:
+
+        def torch_title(k: int, d: int, word: str) -> str:
+            return f"{prefix}{torch.KEYS.get(word, word)}_l{k}{torch.WAYS[d]}"
+
+        return assembled("convert", directions, torch_title, options)
+    three = directions[0, 0]["Wh"].shape[0] == 3 * directions[0, 0]["Wh"].shape[1]
+    if three and "bx" in directions[0, 0] and "bh" not in directions[0, 0]:
         if "kernel" not in first.keys and options.get("reset") != "before":
             fail("convert", f"{first.title('bhn')} must be there, beside {', '.join(first.keys)}", "no such key")
         options = {**options, "reset": "before"}
-    return assembled("convert", found, title, options, lenient=True)
+    return assembled("convert", directions, title, options, lenient=True)
 
 
 def keys_of(
@@ -303,17 +305,17 @@ def keys_of(
     if K == 1 and keys is None and style != "torch":
         template = template.replace(".{layer}", "")
     words = ways or (torch.WAYS if style == "torch" and keys is None else WAYS)
-    found = {}
+    by_key = {}
     for layer, each in enumerate(in_style(weights, style)):
         for way, arrays in enumerate(each):
             for leaf, array in arrays.items():
                 key = template.format(name=name, layer=layer, way=words[way], array=leaf).lstrip(".")
-                if key in found:
+                if key in by_key:
                     fail(
                         "convert", f"keys must have {{layer}} and {{way}} for {K} layers and {D} directions", repr(keys)
                     )
-                found[key] = array
-    return found
+                by_key[key] = array
+    return by_key
 
 
 def in_style(weights: Weights, style: str) -> list[list[Arrays]]:

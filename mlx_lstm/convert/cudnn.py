@@ -28,8 +28,8 @@ CELLS: dict[str, Cell] = {"lstm": LSTMCell(), "gru": GRUCell(), "rnn_relu": RNNC
 class Layout(NamedTuple):
     """The layout of a buffer.
 
-    mode: cuDNN's rnn_mode; L, D: layers and directions; I, H: sizes; P: the projection's width or 0; skip: whether layer
-    0 has no input matrices.
+    mode: cuDNN's rnn_mode; L, D: layers and directions; I, H: sizes; P: the projection's width or 0; skip: whether
+    layer 0 has no input matrices.
     """
 
     mode: str
@@ -91,14 +91,14 @@ def layer_arrays(where: Layout, params: mx.array) -> list[dict[str, mx.array]]:
     blocks = [[prod(shape) for shape in where.matrices(layer)] for layer in range(where.L)]
     *layers, biases = mx.split(params, list(accumulate(D * sum(sizes) for sizes in blocks)))
     biases = biases.reshape(where.L, D, 2, GH)
-    found = []
+    by_layer = []
     for layer, sizes in enumerate(blocks):
         Wx, *rest = mx.split(layers[layer].reshape(D, -1), list(accumulate(sizes))[:-1], axis=1)
         arrays = {} if not sizes[0] else {"Wx": Wx.reshape(D * GH, -1)}
         for name, part, shape in zip(("Wh", "Wp"), rest, where.matrices(layer)[1:], strict=False):
             arrays[name] = part.reshape(shape if D == 1 else (D, *shape))
-        found.append(arrays | {"bW": biases[layer, :, 0], "bR": biases[layer, :, 1]})
-    return found
+        by_layer.append(arrays | {"bW": biases[layer, :, 0], "bR": biases[layer, :, 1]})
+    return by_layer
 
 
 def join_layers(where: Layout, layers: list[dict[str, mx.array]]) -> mx.array:

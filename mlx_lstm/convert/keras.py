@@ -49,7 +49,7 @@ def from_keras(*layers: Any) -> Weights:
     op = "from_keras"
     if not layers:
         fail(op, "layers must be at least one", "none")
-    found = []
+    parts = []
     for layer in layers:
         kind = type(layer).__name__
         if kind not in (*KINDS, "Bidirectional") or not hasattr(layer, "get_weights"):
@@ -59,8 +59,8 @@ def from_keras(*layers: Any) -> Weights:
         n = len(arrays) // ways
         if not n:
             fail(op, "layers must be built", f"{layer.name} without weights")
-        found.append(from_arrays(op, [arrays[d * n : (d + 1) * n] for d in range(ways)], config, layer.name))
-    return stacked(op, found)
+        parts.append(from_arrays(op, [arrays[d * n : (d + 1) * n] for d in range(ways)], config, layer.name))
+    return stacked(op, parts)
 
 
 def from_arrays(
@@ -114,8 +114,8 @@ def of_cudnn(kernel: Any, recurrent_kernel: Any, bias: Any = None) -> list[Any] 
 def wrapped(op: str, config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """Return the configuration whose options count: of the layer, or of the layer or cell inside it."""
     if config["class_name"] == "Bidirectional":
-        given = config["config"]
-        ahead, back = given["layer"], given.get("backward_layer") or given["layer"]
+        inner = config["config"]
+        ahead, back = inner["layer"], inner.get("backward_layer") or inner["layer"]
         keys = ("activation", "recurrent_activation", "reset_after")
         if [ahead["config"].get(key) for key in keys] != [back["config"].get(key) for key in keys]:
             fail(op, f"both directions of {name} must have the same options", "different ones")
@@ -134,11 +134,11 @@ def cell_of_config(op: str, config: Mapping[str, Any], name: str, slope: str) ->
     words = ACTIVATIONS | ({"hard_sigmoid": "hard_sigmoid"} if slope == "x/5" else {})
 
     def activation(key: str, default: str) -> str:
-        given = config["config"].get(key, default)
-        given = given.get("config", given.get("class_name")) if isinstance(given, Mapping) else given
-        if given not in words:
-            fail(op, f"{key} of {name} must be one of {', '.join(words)}", repr(given))
-        return words[given]
+        word = config["config"].get(key, default)
+        word = word.get("config", word.get("class_name")) if isinstance(word, Mapping) else word
+        if word not in words:
+            fail(op, f"{key} of {name} must be one of {', '.join(words)}", repr(word))
+        return words[word]
 
     a = activation("activation", "tanh")
     kind = KINDS[config["class_name"]]
@@ -222,11 +222,11 @@ def check_cell(op: str, weights: Weights) -> None:
 def arrays_of(cell: Any, arrays: Arrays, use_bias: bool) -> list[np.ndarray]:
     """Return one direction's arrays in Keras' layout and order."""
     ours, theirs = OURS[cell.op], KERAS[cell.op]
-    found = [to_numpy(reorder(arrays[name].T, ours, theirs, axis=-1)) for name in ("Wx", "Wh")]
+    matrices = [to_numpy(reorder(arrays[name].T, ours, theirs, axis=-1)) for name in ("Wx", "Wh")]
     if not use_bias:
-        return found
+        return matrices
     if isinstance(cell, GRUCell) and cell.reset == "after":
         bias = mx.stack([reorder(b, ours, theirs) for b in two_biases(arrays)])
     else:
         bias = reorder(one_bias(cell, arrays).get("b", two_biases(arrays)[0]), ours, theirs)
-    return [*found, to_numpy(bias)]
+    return [*matrices, to_numpy(bias)]

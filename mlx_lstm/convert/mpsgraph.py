@@ -65,21 +65,21 @@ def from_mpsgraph(
     flag = getattr(descriptor, {"lstm": "forget_gate_last", "gru": "reset_gate_first", "rnn": "reverse"}[kind])
     if kind == "gru":
         options["reset"] = "after" if descriptor.reset_after else "before"
-    given = []
+    calls = []
     for n, layer in enumerate(layers):
         if unknown := layer.keys() - WORDS.keys():
             fail(op, f"layers[{n}] must hold some of {', '.join(WORDS)}", ", ".join(sorted(unknown)))
-        given.append({WORDS[name]: array for name, array in layer.items() if array is not None})
-        if kind == "lstm" and "peephole" in given[-1]:
+        calls.append({WORDS[name]: array for name, array in layer.items() if array is not None})
+        if kind == "lstm" and "peephole" in calls[-1]:
             options["output_peephole"] = output_peephole
     both = descriptor.bidirectional
     options |= {"bidirectional": both, "reverse": descriptor.reverse and not both}
-    found = from_ops(kind, given, gate_order=MPSGRAPH[kind][flag], **options)
+    weights = from_ops(kind, calls, gate_order=MPSGRAPH[kind][flag], **options)
     if kind != "gru" or not descriptor.flip_z:
-        return found
+        return weights
     if "sigmoid" not in activations[1]:
         fail(op, "update_gate_activation must be a sigmoid with flip_z", repr(descriptor.update_gate_activation))
-    return found.map(flipped)
+    return weights.map(flipped)
 
 
 def activation_names(op: str, descriptor: Any, names: Sequence[str], hard_sigmoid: str) -> tuple[str, ...]:
@@ -116,15 +116,15 @@ def to_mpsgraph(weights: Weights) -> tuple[list[Arrays], dict[str, Any]]:
     order = MPSGRAPH[cell.op][0]
     layers = []
     for arrays in to_ops(weights):
-        found = {}
+        arguments = {}
         for name, array in arrays.items():
             axis = 1 if weights.directions == 2 and name in ("Wh", "peephole") else 0
             if name != "bhn" and weights.directions == 2 and axis == 0:  # two directions, one below the other
                 array = mx.concatenate([reorder(half, OURS[cell.op], order) for half in mx.split(array, 2)])
             elif name != "bhn":
                 array = reorder(array, OURS[cell.op], order, axis)
-            found[names[name]] = array
-        layers.append(found)
+            arguments[names[name]] = array
+        layers.append(arguments)
     default = {"lstm": LSTMCell().activations, "gru": GRUCell().activations, "rnn": ("relu",)}[cell.op]
     activations = (cell.act,) if isinstance(cell, RNNCell) else cell.activations
     apple = {ours: theirs for theirs, ours in ACTIVATIONS.items()} | {"hard_sigmoid_sixth": "hard_sigmoid"}

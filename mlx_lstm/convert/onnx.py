@@ -57,29 +57,29 @@ def from_onnx(
     return from_node("from_onnx", op_type, {"W": W, "R": R, "B": B, "P": P}, attributes or {}, lambda word: word)
 
 
-def from_node(op: str, op_type: str, given: Mapping[str, Any], attributes: Mapping[str, Any], name: Any) -> Weights:
+def from_node(op: str, op_type: str, inputs: Mapping[str, Any], attributes: Mapping[str, Any], name: Any) -> Weights:
     """Return the weights of a node; `name` says what W, R, B, P are called in errors."""
     check_option(op, "op_type", op_type, tuple(OPS))
     kind = OPS[op_type]
-    arrays = {word: to_mlx(array) for word, array in given.items() if array is not None}
-    found = {key: value.decode() if isinstance(value, bytes) else value for key, value in attributes.items()}
-    direction = found.pop("direction", "forward")
+    arrays = {word: to_mlx(array) for word, array in inputs.items() if array is not None}
+    options = {key: value.decode() if isinstance(value, bytes) else value for key, value in attributes.items()}
+    direction = options.pop("direction", "forward")
     check_option(op, "direction", direction, DIRECTIONS)
     D, G = 2 if direction == "bidirectional" else 1, GATES[kind]
-    cell = cell_of_node(op, kind, found, D, "P" in arrays)
+    cell = cell_of_node(op, kind, options, D, "P" in arrays)
     check_array(op, name("R"), arrays.get("R"), [D, f"{G}H", "H"])
     H = arrays["R"].shape[2]
     for word, columns in (("R", H), ("W", "I")):
         check_array(op, name(word), arrays.get(word), [D, G * H, columns])
-    if found.pop("hidden_size", H) != H:
+    if options.pop("hidden_size", H) != H:
         fail(
             op,
             f"{name('R')} must have shape [{D}, {G}H, H], where H is the node's hidden_size",
             list(arrays["R"].shape),
         )
-    found.pop("layout", None)
-    if found:
-        fail(op, f"the attributes of {op_type} must be those that ours can do", ", ".join(sorted(found)))
+    options.pop("layout", None)
+    if options:
+        fail(op, f"the attributes of {op_type} must be those that ours can do", ", ".join(sorted(options)))
     layer = []
     for d in range(D):
         words = {"Wx": arrays["W"][d], "Wh": arrays["R"][d]}
@@ -174,21 +174,21 @@ def activation_attributes(op: str, cell: Cell, D: int) -> dict[str, Any]:
     theirs = [ACTIVATIONS[word] for word in words] * D
     if tuple(one[0] for one in theirs) == DEFAULTS[cell.op] * D:
         return {}
-    found: dict[str, Any] = {"activations": [one[0] for one in theirs]}
+    attributes: dict[str, Any] = {"activations": [one[0] for one in theirs]}
     if alphas := [one[1] for one in theirs if one[1] is not None]:
-        found |= {"activation_alpha": alphas, "activation_beta": [one[2] for one in theirs if one[2] is not None]}
-    return found
+        attributes |= {"activation_alpha": alphas, "activation_beta": [one[2] for one in theirs if one[2] is not None]}
+    return attributes
 
 
 def node_arrays(op: str, kind: str, arrays: Arrays, use_bias: bool) -> Arrays:
     """Return the arrays W, R, B, P of one direction."""
     ours, theirs = OURS[kind], ONNX[kind]
-    found = {"W": reorder(arrays["Wx"], ours, theirs), "R": reorder(arrays["Wh"], ours, theirs)}
+    inputs = {"W": reorder(arrays["Wx"], ours, theirs), "R": reorder(arrays["Wh"], ours, theirs)}
     if use_bias:
-        found["B"] = mx.concatenate([reorder(b, ours, theirs) for b in two_biases(arrays)])
+        inputs["B"] = mx.concatenate([reorder(b, ours, theirs) for b in two_biases(arrays)])
     if "peephole" in arrays:
         parts = dict(zip(ours, mx.split(arrays["peephole"], 4), strict=True))
         if mx.any(parts["g"]).item():
             fail(op, "peephole must be 0 for the candidate, which ONNX does not let peep,", "other numbers")
-        found["P"] = mx.concatenate([parts[gate] for gate in PEEPHOLES])
-    return found
+        inputs["P"] = mx.concatenate([parts[gate] for gate in PEEPHOLES])
+    return inputs

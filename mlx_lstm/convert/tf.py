@@ -74,7 +74,7 @@ def to_tf(weights: Weights, *, order: str = "icfo") -> dict[str, Any]:
     arrays = weights.layers[0][0]
     b = one_bias(cell, arrays).get("b", mx.zeros((arrays["Wx"].shape[0],), arrays["Wx"].dtype))
     w = mx.concatenate([arrays["Wx"].T, arrays["Wh"].T])
-    found: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "w": reorder(w, OURS["lstm"], TF[order], axis=-1),
         "b": reorder(b, OURS["lstm"], TF[order]),
     }
@@ -82,8 +82,8 @@ def to_tf(weights: Weights, *, order: str = "icfo") -> dict[str, Any]:
         parts = dict(zip(OURS["lstm"], mx.split(arrays["peephole"], 4), strict=True))
         if mx.any(parts["g"]).item():
             fail(op, "peephole must be 0 for the candidate, which the ops do not let peep,", "other numbers")
-        found |= {name: parts[gate] for gate, name in PEEPHOLES.items()}
-    return found | {"forget_bias": cell.forget_bias, "cell_clip": cell.cell_clip}
+        arguments |= {name: parts[gate] for gate, name in PEEPHOLES.items()}
+    return arguments | {"forget_bias": cell.forget_bias, "cell_clip": cell.cell_clip}
 
 
 def from_tf_gru(w_ru: Any, w_c: Any, b_ru: Any, b_c: Any) -> Weights:

@@ -50,7 +50,7 @@ def from_torch(arrays: Any, *, prefix: str = "", nonlinearity: str = "tanh") -> 
             break
     if not isinstance(arrays, Mapping):
         fail(op, "arrays must be a layer or a dict of arrays", type(arrays).__name__)
-    found: dict[tuple[int, int], dict[str, mx.array]] = {}
+    parts: dict[tuple[int, int], dict[str, mx.array]] = {}
     keys = [key for key in arrays if key.startswith(prefix)]
     is_cell = f"{prefix}weight_hh" in keys
     ending = "()()" if is_cell else r"_l(\d+)(_reverse)?"
@@ -60,17 +60,17 @@ def from_torch(arrays: Any, *, prefix: str = "", nonlinearity: str = "tanh") -> 
         match = re.fullmatch(f"(weight_ih|weight_hh|weight_hr|bias_ih|bias_hh){ending}", key[len(prefix) :])
         if match is None:
             fail(op, f"keys must be those of a layer of torch, {prefix}weight_ih_l0 and so on,", repr(key))
-        found.setdefault((int(match[2] or 0), bool(match[3])), {})[NAMES[match[1]]] = to_mlx(arrays[key])
+        parts.setdefault((int(match[2] or 0), bool(match[3])), {})[NAMES[match[1]]] = to_mlx(arrays[key])
 
     def title(k: int, d: int, word: str) -> str:
         return f"{prefix}{KEYS[word]}" + ("" if is_cell else f"_l{k}{WAYS[d]}")
 
-    return assembled(op, found, title, {"activation": nonlinearity})
+    return assembled(op, parts, title, {"activation": nonlinearity})
 
 
 def assembled(
     op: str,
-    found: Mapping[tuple[int, int], Arrays],
+    parts: Mapping[tuple[int, int], Arrays],
     title: Title,
     options: Mapping[str, Any],
     *,
@@ -81,15 +81,15 @@ def assembled(
     title: what the arrays are called in errors; options: of the cell, as in `Weights.options`, those of other cells are
     ignored; lenient: some layers may lack a bias that others have.
     """
-    K, D = (max((where[n] for where in found), default=0) + 1 for n in range(2))
-    present = {word for arrays in found.values() for word in arrays} | {"Wx", "Wh"}
+    K, D = (max((where[n] for where in parts), default=0) + 1 for n in range(2))
+    present = {word for arrays in parts.values() for word in arrays} | {"Wx", "Wh"}
     present |= {"bx", "bh"} if present & {"bx", "bh"} else set()
     for where in ((layer, way) for layer in range(K) for way in range(D)):
         for word in KEYS:
             free = lenient and word in ("bx", "bh")
-            if word in present and word not in found.get(where, {}) and not free:
+            if word in present and word not in parts.get(where, {}) and not free:
                 fail(op, f"{title(*where, word)} must be there", "no such key")
-    kind = OF_GATES[gates_of(op, found[0, 0], title(0, 0, "Wh"))]
+    kind = OF_GATES[gates_of(op, parts[0, 0], title(0, 0, "Wh"))]
     foreign = {
         "bidirectional",
         "reverse",
@@ -97,7 +97,7 @@ def assembled(
         *(["activation"] if kind != "rnn" else []),
     }
     cell = cell_of(op, kind, {name: value for name, value in options.items() if name not in foreign})
-    layers = [[found[k, d] for d in range(D)] for k in range(K)]
+    layers = [[parts[k, d] for d in range(D)] for k in range(K)]
     return checked(op, Weights(cell, layers, bool(options.get("reverse", False))), title)
 
 
@@ -130,11 +130,11 @@ def to_torch(weights: Weights, *, prefix: str = "") -> dict[str, mx.array]:
         ValueError: torch's layers have no place for an option of the cell.
     """
     weights = held("to_torch", weights, nonlinearity=("tanh", "relu"), projection=True)
-    found = {}
+    parameters = {}
     for k, layer in enumerate(weights.layers):
         for way, arrays in zip(WAYS, layer, strict=False):
             if weights.has_bias:
                 bx, bh = two_biases(arrays)
                 arrays = arrays | {"bx": bx, "bh": bh}
-            found |= {f"{prefix}{key}_l{k}{way}": arrays[word] for key, word in NAMES.items() if word in arrays}
-    return found
+            parameters |= {f"{prefix}{key}_l{k}{way}": arrays[word] for key, word in NAMES.items() if word in arrays}
+    return parameters

@@ -269,16 +269,16 @@ def rows_reordered(arrays: Arrays, before: str, after: str) -> Arrays:
     return {name: reorder(a, before, after) if WORDS[name] == "GH" else a for name, a in arrays.items()}
 
 
-def gate_order(op: str, given: str, usual: str) -> str:
+def gate_order(op: str, text: str, usual: str) -> str:
     """Return a gate order in a vendor's letters as the recurrence spells it.
 
     c and z of an LSTM are our g; u is our z, and h and c are our n, of a GRU.
     """
     letters = {4: {"c": "g", "z": "g"}, 3: {"u": "z", "h": "n", "c": "n"}, 1: {}}[len(usual)]
-    found = "".join(letters.get(letter, letter) for letter in given.lower()) if isinstance(given, str) else ""
-    if sorted(found) != sorted(usual):
-        fail(op, f"the gate order must be a permutation of {usual}", repr(given))
-    return found
+    order = "".join(letters.get(letter, letter) for letter in text.lower()) if isinstance(text, str) else ""
+    if sorted(order) != sorted(usual):
+        fail(op, f"the gate order must be a permutation of {usual}", repr(text))
+    return order
 
 
 def to_mlx(array: Any) -> mx.array:
@@ -315,15 +315,15 @@ def differences(one: Weights, other: Weights) -> list[str]:
     if (len(one.layers), one.directions) != (len(other.layers), other.directions):
         return [f"{describe(one)} is now {describe(other)}"]
     options = [weights.options for weights in (one, other)]
-    found = [name for name in {**options[0], **options[1]} if options[0].get(name) != options[1].get(name)]
+    changes = [name for name in {**options[0], **options[1]} if options[0].get(name) != options[1].get(name)]
     for layers in zip(one.layers, other.layers, strict=True):
         for ways in zip(*layers, strict=True):
             for name in {**ways[0], **ways[1]}:
                 zeros = mx.zeros((ways[0]["Wx"].shape[0],), ways[0]["Wx"].dtype)
                 a, b = (way.get(name, zeros) for way in ways)
                 if a.dtype != b.dtype:
-                    found.append(f"{a.dtype} is now {b.dtype}".replace("mlx.core.", ""))
+                    changes.append(f"{a.dtype} is now {b.dtype}".replace("mlx.core.", ""))
                     a, b = a.astype(mx.float32), b.astype(mx.float32)
                 if a.shape != b.shape or bits(a) != bits(b):
-                    found.append(name)
-    return list(dict.fromkeys(found))
+                    changes.append(name)
+    return list(dict.fromkeys(changes))
