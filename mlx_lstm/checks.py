@@ -22,7 +22,7 @@ FLOATS = (mx.float32, mx.float16, mx.bfloat16, mx.float64)
 ARRAYS = ((np.ndarray, np), (mx.array, mx))
 
 
-class Form(NamedTuple):
+class ArraySpec(NamedTuple):
     """The shape and dtype of an array: stands for the array in checks."""
 
     shape: tuple[int, ...]
@@ -64,7 +64,7 @@ def check_array(
 
     shape: sizes, or letters for any size; dtype: `None` for any float; why: the reason for the shape, in the error.
     """
-    if not isinstance(array, (mx.array, Form)):
+    if not isinstance(array, (mx.array, ArraySpec)):
         fail(op, f"{name} must be an mlx.core.array{instead_of(array)}", type(array).__name__)
     sizes = array.shape
     pairs = [pair for pair in zip(shape, sizes, strict=False) if pair[0] != pair[1]]
@@ -88,7 +88,7 @@ def instead_of(value: object) -> str:
     return ": make one by mx.array(...)," if isinstance(value, list) or hasattr(value, "__array__") else ""
 
 
-def check_sizes(op: str, name: str, array: mx.array | Form) -> None:
+def check_sizes(op: str, name: str, array: mx.array | ArraySpec) -> None:
     """ValueError if an axis of `array` is empty."""
     if 0 in array.shape:
         fail(op, f"{name} must have no empty axis, with which nothing is computed,", f"shape {list(array.shape)}")
