@@ -95,6 +95,12 @@ def test_first_guesses_are_answered():
     done = subprocess.run([sys.executable, "-m", "mlx_lstm"], capture_output=True, text=True, cwd=ROOT, check=True)
     for command in ("bench", "check", "compare", "convert"):
         assert f"python -m mlx_lstm.{command}" in done.stdout
+    done = subprocess.run(
+        [sys.executable, "-m", "mlx_lstm", "convert", "--help"], capture_output=True, text=True, cwd=ROOT
+    )
+    assert done.returncode == 0 and done.stdout.startswith("usage: python -m mlx_lstm.convert")
+    done = subprocess.run([sys.executable, "-m", "mlx_lstm", "chekc"], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 2 and done.stderr == "\nThere is no command 'chekc'.\n"
     description = pydoc.plain(pydoc.render_doc(mlx_lstm)).partition("DESCRIPTION\n")[2].splitlines()[:9]
     for name in ("lstm", "nn", "torch", "convert", "tf", "python -m mlx_lstm"):
         assert any(line.strip().startswith(name) for line in description), name

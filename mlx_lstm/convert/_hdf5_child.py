@@ -75,26 +75,31 @@ def texts_of(item):
     return found
 
 
+def answer(source, most):
+    """Return the output's line and the arrays whose bytes follow it. `source` is a path or a file in memory."""
+    try:
+        with h5py.File(source, "r") as file:
+            attributes, arrays, others = contents(file, most)
+        headers = {name: [array.dtype.str, array.shape] for name, array in arrays.items()}
+        return {"attributes": attributes, "arrays": headers, "others": others}, list(arrays.values())
+    except Refused as error:
+        return {"error": str(error)}, []
+    except Exception as error:  # whatever HDF5 raises, the file is at fault
+        words = (str(error).splitlines() or [type(error).__name__])[0]
+        return {"error": f"it is truncated or damaged: {words}"}, []
+
+
 def main():
     """Read the file and print what it holds."""
     most, *path = sys.argv[1:]
     limit = 8 * int(most) + 2**29
     with suppress(ValueError, OSError):  # where the system has a lower limit, or none
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    line, arrays = answer(path[0] if path else io.BytesIO(sys.stdin.buffer.read()), int(most))
     out = sys.stdout.buffer
-    try:
-        with h5py.File(path[0] if path else io.BytesIO(sys.stdin.buffer.read()), "r") as file:
-            attributes, arrays, others = contents(file, int(most))
-        headers = {name: [array.dtype.str, array.shape] for name, array in arrays.items()}
-        line = json.dumps({"attributes": attributes, "arrays": headers, "others": others})
-    except Refused as error:
-        line, arrays = json.dumps({"error": str(error)}), {}
-    except Exception as error:  # whatever HDF5 raises, the file is at fault
-        words = (str(error).splitlines() or [type(error).__name__])[0]
-        line, arrays = json.dumps({"error": f"it is truncated or damaged: {words}"}), {}
-    out.write(line.encode() + b"\n")
-    for array in arrays.values():
-        out.write(np.ascontiguousarray(array).data)
+    out.write(json.dumps(line).encode() + b"\n")
+    for array in arrays:
+        out.write(np.ascontiguousarray(array).tobytes())
 
 
 if __name__ == "__main__":
