@@ -278,7 +278,8 @@ def first_order(
         saved: Any = shown | kept
         module = chunked or ENGINE_MODULES[engine]
         if engine == "numpy" and have_values([*primals, *cotangents.values()]):
-            return module.backward(problem, arrays, saved, cotangents)
+            as_factors = {} if chunked else {"as_factors": True}
+            return module.backward(problem, arrays, saved, cotangents, **as_factors)
         floats = dequantized(problem.packing, arrays)
         if engine == "numpy":
             floats, cotangents = for_engine(engine, floats), for_engine(engine, cotangents)
@@ -295,6 +296,9 @@ def first_order(
     def second_order(primals: object, cotangents: object, outputs: object) -> NoReturn:
         raise RuntimeError(f"[{problem.cell.op}] engine={engine!r} has no second derivative: use engine='ops'.")
 
+    if engine == "numpy":
+        # MLX computes all results of a custom function together: products that shall stay lazy are no part of it.
+        return lambda *inputs: numpy.multiplied(function(*inputs))
     return function
 
 

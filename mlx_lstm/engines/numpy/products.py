@@ -135,18 +135,36 @@ def bias_of(problem: Problem, v: Views) -> Array | None:
     return bias
 
 
+FACTORED_NUMBERS = 2**17
+"""Smallest size of a weight gradient of which the factors are worth more than the product."""
+
+
+def factored_names(problem: Problem, v: Views) -> list[str]:
+    """Return the names of weights that are much larger than the factors of their gradients, which have one row for
+    each step and item."""
+    if problem.bidirectional or 4 * problem.T * problem.B > problem.H:
+        return []
+    return [name for name in ("Wx", "Wh", "Wp") if name in v and v[name].size >= FACTORED_NUMBERS]
+
+
 class WeightGradients:
     """Gradients that are products over steps and batch, summed over chunks of time."""
 
-    def __init__(self, out: Views, written: set[int]):
+    def __init__(self, out: Views, written: set[int], factored: list[str]):
         """out: the gradients' memory, without those that nobody wants. written: the first steps of the chunks of dx
-        that the other direction has written; both directions share it."""
+        that the other direction has written; both directions share it. factored: names of gradients that are returned
+        as factors; there is a single chunk then."""
         self.out: Views = out
         self.written: set[int] = written
+        # By name and first row: the factors left [n, rows], transposed, and right [n, columns], copied.
+        self.factors: dict[str, dict[int, tuple[Array, Array]]] = {name: {} for name in factored}
         self.begun: set[tuple[str, int]] = set()  # (name, first row) of what the first chunk has written
 
     def accumulate(self, name: str, left: Array, right: Array, rows: slice = slice(None)) -> None:
         """Add left @ right to these rows of a gradient, if it is wanted. The first chunk writes, the others add."""
+        if name in self.factors:
+            self.factors[name][rows.start or 0] = np.array(left.T, order="C"), np.array(right, order="C")
+            return
         if name not in self.out:
             return
         gradient = self.out[name][rows]
