@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from ..engines.choice import Stream
+from ..engines.choice import Engine, Stream
 from ..engines.packing import Weight
 from ..engines.problem import Arrays
 from ._arguments import check_gru
@@ -44,7 +44,7 @@ def gru(
     return_gates: bool = False,
     training: bool = True,
     checkpoint_every: int | str | None = None,
-    engine: str | None = None,
+    engine: Engine | None = None,
     stream: Stream = None,
 ) -> GRUOutput:
     r"""Run a gated recurrent unit (GRU) layer over a time-major sequence.
@@ -123,7 +123,7 @@ def gru_gradients(
     reverse: bool = False,
     bidirectional: bool = False,
     lengths: Lengths = None,
-    engine: str | None = None,
+    engine: Engine | None = None,
     stream: Stream = None,
 ) -> Arrays:
     """Return the gradients of `gru`, computed from the outputs of a forward pass, as `lstm_gradients` does for `lstm`.

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from ..engines.choice import Stream
+from ..engines.choice import Engine, Stream
 from ..engines.packing import Weight
 from ..engines.problem import Arrays
 from ._arguments import check_lstm
@@ -49,7 +49,7 @@ def lstm(
     return_gates: bool = False,
     training: bool = True,
     checkpoint_every: int | str | None = None,
-    engine: str | None = None,
+    engine: Engine | None = None,
     stream: Stream = None,
 ) -> LSTMOutput:
     r"""Run a long short-term memory (LSTM) layer over a time-major sequence.
@@ -176,7 +176,7 @@ def lstm_gradients(
     bidirectional: bool = False,
     lengths: Lengths = None,
     Wp: Weight | None = None,
-    engine: str | None = None,
+    engine: Engine | None = None,
     stream: Stream = None,
 ) -> Arrays:
     """Return the gradients of `lstm`, computed from the outputs of a forward pass.

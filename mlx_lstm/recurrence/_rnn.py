@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from ..engines.choice import Stream
+from ..engines.choice import Engine, Stream
 from ..engines.packing import Weight
 from ..engines.problem import Arrays
 from ._arguments import check_rnn
@@ -39,7 +39,7 @@ def rnn(
     return_gates: bool = False,
     training: bool = True,
     checkpoint_every: int | str | None = None,
-    engine: str | None = None,
+    engine: Engine | None = None,
     stream: Stream = None,
 ) -> RNNOutput:
     r"""Run a plain recurrent layer over a time-major sequence.
@@ -97,7 +97,7 @@ def rnn_gradients(
     reverse: bool = False,
     bidirectional: bool = False,
     lengths: Lengths = None,
-    engine: str | None = None,
+    engine: Engine | None = None,
     stream: Stream = None,
 ) -> Arrays:
     """Return the gradients of `rnn`, computed from the outputs of a forward pass, as `lstm_gradients` does for `lstm`.
