@@ -77,16 +77,17 @@ def forward(problem: Problem, arrays: Arrays, batch_first: bool = False, wants_l
     elif problem.training and not isinstance(problem.cell, RNNCell):
         # MLX would write its own memory once before we do; gates that it need not see are allocated by NumPy.
         hidden = np.empty((T, rows, B), dtype).transpose(FEATURE_MAJOR)
-    new = sequences | last
-    out = {name: array.memory for name, array in new.items()}
+    out = {name: array.memory for name, array in sequences.items()}
     if hidden is not None:
         out["gates"] = hidden
-    if single:  # the sequences have one step, and lie where the last states do
-        out = {name: last[f"{name}T"].memory[None] for name in widths} | ({} if hidden is None else {"gates": hidden})
+    if single:  # h and c have one step, and lie where the last states do
+        out |= {name: last[f"{name}T"].memory[None] for name in widths}
+    else:
+        out |= {name: array.memory for name, array in last.items()}
     with np.errstate(all="ignore"):  # see `each_direction`
         for d, one in each_direction(problem):
             sweep_forward(one, of_direction(d, v), of_direction(d, out))
-    return {"gates": hidden} | {name: array.to_mlx() for name, array in new.items()}
+    return {"gates": hidden} | {name: array.to_mlx() for name, array in (sequences | last).items()}
 
 
 def backward(problem: Problem, arrays: Arrays, saved: Saved, cotangents: Arrays, as_factors: bool = False) -> Arrays:
@@ -156,7 +157,7 @@ def sweep_forward(problem: Problem, v: Views, out: Views) -> None:
     dtype, (T, B, H, _), keep, mask = v["Wh"].dtype, problem[:4], v.get("keep"), step_mask(v, problem)
     step = STEPS[type(problem.cell)][0](problem, problem.cell, v, mask)
     products, (lengths, shortest) = step.products, ends(problem, v)
-    rooms, block = products.rooms, products.block
+    buffers, block = products.h_buffers, products.block
     h, gates = out["h"], out["gates"].transpose(FEATURE_MAJOR) if "gates" in out else None
     if "c" in out:
         c, c_prev = out["c"].transpose(FEATURE_MAJOR), first_state(v, "c0", (H, B), dtype)
@@ -165,13 +166,13 @@ def sweep_forward(problem: Problem, v: Views, out: Views) -> None:
     c_kept = np.empty(c.shape[1:], dtype)  # keep * c_prev
     ragged = c if shortest == T else np.empty((2, *c.shape[1:]), dtype)  # c after t steps, with that of ended items
     times, onwards = problem.steps(), -1 if problem.reverse else 1
-    h_prev = rooms[times[0] % len(rooms)]
+    h_prev = buffers[times[0] % len(buffers)]
     h_prev[...] = v["h0"].T if "h0" in v else 0
     inputs, start, stop, inputs_t = None, 0, 0, None
     for t in times:
         gates_t, c_t = None if gates is None else gates[t], c[t]
-        h_new = rooms[(t + onwards) % len(rooms)]  # where the next step reads h
-        live = None if t < shortest else lengths > t  # [B]: items that have not ended
+        h_new = buffers[(t + onwards) % len(buffers)]  # where the next step reads h
+        live = None if t < shortest else lengths > t  # [B]: items that have not ended; None: all
         if live is not None and not live.any():
             for output in (h[t], c_t) if gates_t is None else (h[t], c_t, gates_t):
                 output[...] = 0
@@ -272,7 +273,7 @@ class BackwardSweep:
         times = range(start, stop)
         for t in times if problem.reverse else reversed(times):
             columns = slice((t - start) * problem.B, (t - start + 1) * problem.B)
-            live = None if t < self.shortest else self.lengths > t  # [B]: items that have not ended
+            live = None if t < self.shortest else self.lengths > t  # [B]: items that have not ended; None: all
             if live is not None and not live.any():
                 for array in step.by_column:
                     array[:, columns] = 0
