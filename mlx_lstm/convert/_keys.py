@@ -216,6 +216,8 @@ def words_of(group: Group, arrays: Mapping[str, Any], order: str | None) -> list
             fail("convert", f"{key} must not be quantized: mx.dequantize it first,", f"{key}_scales beside it")
     mine = {leaf: as_mlx(arrays[key]) for leaf, key in group.keys.items()}
     if "kernel" in mine:
+        if order is not None:
+            fail("convert", f"order must be left out for {group.own}, whose words are those of Keras,", repr(order))
         return [keras_words(group, mine)]
     words: Arrays = {}
     for leaf, array in mine.items():
@@ -302,7 +304,8 @@ def keys_of(
     D, K = (1 if style == "ops" else weights.directions), len(weights.layers)
     usual = "{name}.{way}.{layer}.{array}" if D == 2 else "{name}.{layer}.{array}"
     template = keys or ("{name}.{array}_l{layer}{way}" if style == "torch" else usual)
-    if K == 1 and keys is None and style != "torch":
+    # With both directions MLX has two lists of layers, also for one layer: see `mlx_lstm.nn.stack`.
+    if K == 1 and keys is None and style != "torch" and not (style == "mlx" and D == 2):
         template = template.replace(".{layer}", "")
     words = ways or (torch.WAYS if style == "torch" and keys is None else WAYS)
     by_key = {}

@@ -277,7 +277,8 @@ def gate_order(op: str, text: str, usual: str) -> str:
     letters = {4: {"c": "g", "z": "g"}, 3: {"u": "z", "h": "n", "c": "n"}, 1: {}}[len(usual)]
     order = "".join(letters.get(letter, letter) for letter in text.lower()) if isinstance(text, str) else ""
     if sorted(order) != sorted(usual):
-        fail(op, f"the gate order must be a permutation of {usual}", repr(text))
+        others = ", ".join(f"{theirs} for {ours}" for theirs, ours in letters.items())
+        fail(op, f"the gate order must be a permutation of {usual}{others and f' ({others})'}", repr(text))
     return order
 
 
