@@ -209,23 +209,29 @@ def backward(
         if not chunked.evaluates:
             return chunked.backward(problem, floats, outputs | hidden, cotangents)
         return evaluated_gradients(problem, floats, chunked, cotangents, outputs | hidden)
-    names = with_gradient(problem, arrays)
+    wanted = with_gradient(problem, arrays)
+    names: list[str] = []  # of the results: gradients, or factors of gradients
 
     def gradients_of(*values: mx.array) -> tuple[mx.array, ...]:
         rest = iter(values)
         given, d, saved = (dict(zip(named, rest, strict=False)) for named in (arrays, cotangents, outputs))
         gradients = engine_gradients(problem, given, engine, chunked, d, saved | hidden)
+        names[:] = [name for name in gradients if name.partition(" ")[0] in wanted]
         return tuple([gradients[name] for name in names])
 
     error = f"[{problem.cell.op}] engine={engine!r} has no second derivative: use engine='ops'."
     values = (*arrays.values(), *cotangents.values(), *outputs.values())
-    return dict(zip(names, without_derivatives(gradients_of, error)(*values), strict=True))
+    results = without_derivatives(gradients_of, error)(*values)
+    gradients = dict(zip(names, results, strict=True))
+    # MLX computes all results of a custom function together: products that shall stay lazy are no part of it.
+    return numpy.multiplied(gradients) if engine == "numpy" else gradients
 
 
 def engine_gradients(
     problem: Problem, arrays: Arrays, engine: str, chunked: Chunked | None, cotangents: Arrays, saved: Any
 ) -> Arrays:
-    """Return the gradients that `numpy`, `fused` or `stepwise` computes.
+    """Return the gradients that `numpy`, `fused` or `stepwise` computes, some of `numpy` as factors for
+    `numpy.multiplied`.
 
     Where the forward pass of `numpy` had values and the gradient has none, as in a Jacobian by mx.vmap, `ops` takes
     over.
@@ -235,7 +241,9 @@ def engine_gradients(
         floats = arrays if problem.packing is None else dequantized(problem.packing, arrays)
         return sweeps.backward(problem, floats, saved, cotangents)
     if have_values([*arrays.values(), *cotangents.values()], transforming=False):
-        return sweeps.backward(problem, arrays, saved, cotangents)
+        if chunked is None:
+            return numpy.backward(problem, arrays, saved, cotangents, as_factors=True)
+        return chunked.backward(problem, arrays, saved, cotangents)
     floats, cotangents = (for_engine(engine, values) for values in (dequantized(problem.packing, arrays), cotangents))
     if chunked or (saved.get("gates") is None and problem.cell.op != "rnn"):  # then `ops` computes all again
         saved = ops.forward(problem, floats)
