@@ -160,7 +160,7 @@ def test_parameter_buffer_is_packed_and_unpacked():
 
 
 def test_the_judge_of_a_long_sequence(monkeypatch):
-    """Evaluated in parts, the last one shorter: the exact results are the same. Bounds from the first part alone are about
+    """Evaluated in parts, the last one shorter: the exact results are the same. Bounds from the first part are about
     the same for h and dx, and not smaller for gradients of weights. An error of a thousandth is still refused."""
     size = Size(90, 3, 4, 8)
     numbers = draw(size, "float32")
@@ -254,7 +254,7 @@ def test_progress_is_a_line_of_a_terminal(capsys):
 
 
 def test_ratio():
-    """Medians 2, 6, 5 over 1, 2, 5: a machine that slows down does not change the ratio. The fourth round has no pair."""
+    """Medians 2, 6, 5 over 1, 2, 5: a slower machine does not change the ratio. The fourth round has no pair."""
     row, reference = timed("ours", (2.0, 1.0, 9.0), (6.0,), (5.0,)), timed("torch", (1.0,), (2.0,), (5.0,), (2.0,))
     assert ratio(row, reference) == (2.0, 1.0, 3.0)
     assert ratio(row, timed("torch")) is None

@@ -1,4 +1,4 @@
-"""The predictions of `--model`: launches and bytes equal what the emulator counts; the thresholds equal the constants."""
+"""The predictions of `--model`: launches and bytes equal what the emulator counts; the thresholds, the constants."""
 
 import csv
 import re
@@ -101,7 +101,7 @@ def test_launches_and_bytes_of_other_cells_and_of_both_directions(engine, layer,
 
 
 def test_what_counts_as_a_launch():
-    """A view launches nothing, a copy of an array that is not contiguous does; launches that wait count in the depth."""
+    """A view launches nothing, a copy of an array that is not contiguous does; the depth counts those that wait."""
 
     def function(a, b):
         flat = a.T.reshape(-1)  # a copy

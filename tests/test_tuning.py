@@ -71,7 +71,7 @@ def test_below_the_first_row_the_first_row_counts():
 
 
 def test_an_engine_that_was_discarded_is_never_answered():
-    """It is not chosen beyond a row, nor where the row's engine cannot run; other rows have it, and it can be forced."""
+    """It is chosen neither beyond a row nor where the row's engine cannot run; other rows have it; it can be forced."""
     table = Table("measured here", {"float32": {1: ((64, "fused"),), 16: ()}}, frozenset({("float32", 1, "stepwise")}))
     where = {"dtype": mx.float32, "device": "gpu", "metal": True, "traced": False, "table": table}
     at = {(B, H): choose(sizes=(3, B, 2, H), **where).engine for B in (1, 16) for H in (64, 65, 300)}

@@ -259,7 +259,7 @@ def ours(
 def packed_shapes(
     name: str, shape: tuple[int, ...], dtype: mx.Dtype, packing: Packing | None
 ) -> dict[str, tuple[tuple[int, ...], mx.Dtype]]:
-    """Return the shapes and dtypes of a quantized weight's arrays, or of the weight if its rows are not whole groups."""
+    """Return the shapes and dtypes of a quantized weight's arrays, or the weight's if its rows are no whole groups."""
     if packing is None or shape[-1] % packing.group_size:
         return {name: (shape, dtype)}
     groups, affine = (*shape[:-1], shape[-1] // packing.group_size), packing.mode == "affine"
