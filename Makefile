@@ -29,6 +29,7 @@ lint: .venv/test  ## style, the floors of CONTRIBUTING.md, types
 
 docs: .venv/docs  ## the site, into build/docs; a warning fails it
 	$(BIN)/sphinx-build -W --keep-going -q -d build/doctrees docs build/docs
+	@echo "The site is build/docs/index.html"
 
 wheel: .venv/test
 	$(BIN)/python -m pip wheel --no-deps --wheel-dir dist .

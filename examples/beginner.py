@@ -1,11 +1,11 @@
-"""The first model to read: it learns, character by character, to write like Python's documentation.
+"""A first model: an LSTM learns, character by character, to write like Python's documentation.
 
     python examples/beginner.py        # half a minute
     python examples/beginner.py 2000   # more steps: better text
 
-The text is part of every Python, so nothing is downloaded. The last figures compare with a table of which character
-follows which: `bits` says how many yes-or-no questions the next character would still take. A real run, with
-checkpoints, validation on the way and a better baseline, is examples/char_lm.py.
+The text is part of every Python, so nothing is downloaded. The last line compares the model with a table that counts
+which character follows which. The unit is bits per character: lower is better, and each bit less halves the number of
+characters that the model hesitates between. examples/char_lm.py is a complete run, with checkpoints and validation.
 """
 
 import os
@@ -18,6 +18,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np
+from support.curves import draw
 
 from mlx_lstm.nn import LSTM
 
@@ -44,13 +45,13 @@ class Model(nn.Module):
 
 
 def bits(model, inputs, targets):
-    """How surprised the model is by the characters that did come, on average."""
+    """Return the mean cross entropy of the targets in bits per character."""
     return nn.losses.cross_entropy(model(inputs)[0], targets, reduction="mean") / np.log(2)
 
 
 def train(steps):
-    """A new model, after so many steps on random pieces of the training text."""
-    model, rng = Model(), np.random.default_rng(0)
+    """Train a new model on random pieces of the training text; return it and the bits of every step."""
+    model, rng, curve = Model(), np.random.default_rng(0), []
     optimizer = optim.Adam(optim.cosine_decay(1e-2, steps))
     loss_and_gradients = nn.value_and_grad(model, bits)
     for step in range(1, steps + 1):
@@ -59,13 +60,14 @@ def train(steps):
         loss, gradients = loss_and_gradients(model, pieces[:, :-1], pieces[:, 1:])  # the next one is the target
         optimizer.update(model, gradients)
         mx.eval(model.parameters(), optimizer.state)  # MLX computes here
+        curve.append(loss.item())
         if step % 50 == 0 or step == steps:
             print(f"step {step:4}: {loss.item():.2f} bits")
-    return model.eval()
+    return model.eval(), curve
 
 
 def write(model, text, length=300):
-    """The text, and what the model makes of it: each character is drawn, and read as the next input."""
+    """Return the text and its continuation: each character is drawn at random and becomes the next input."""
     logits, state = model(mx.array([[ALPHABET.index(character) for character in text]]))
     for _ in range(length):
         code = mx.random.categorical(logits[:, -1] / 0.7)  # below 1: more careful
@@ -75,20 +77,22 @@ def write(model, text, length=300):
 
 
 def pairs():
-    """The table's bits on the test text: how often did a character follow another one in training?"""
+    """Return the table's bits on the test text: it knows how often each character followed each other one."""
     counts = np.ones((len(ALPHABET), len(ALPHABET)))
     np.add.at(counts, (TRAINING[:-1], TRAINING[1:]), 1)
     return -np.log2((counts / counts.sum(axis=1, keepdims=True))[TEST[:-1], TEST[1:]]).mean()
 
 
 def main(steps=500):
-    """Train, write, compare."""
+    """Train, write, compare, draw."""
     mx.random.seed(0)
-    model = train(steps)
+    model, curve = train(steps)
     print(write(model, "The "))
     test = mx.array(TEST[: len(TEST) // 100 * 100].reshape(100, -1))
     ours, table = bits(model, test[:, :-1], test[:, 1:]).item(), pairs()
     print(f"on text it never saw: {ours:.2f} bits per character; a table of pairs: {table:.2f}")
+    lines = {"LSTM, training text": curve, "table of pairs, test text": float(table)}
+    draw("beginner", "A character model learns", lines, xlabel="step", ylabel="bits per character")
 
 
 if __name__ == "__main__":

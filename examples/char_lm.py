@@ -1,4 +1,4 @@
-"""A character language model on the text of Python's documentation: embedding -> LSTM -> softmax over all characters.
+"""A character language model: embedding -> LSTM -> softmax over all characters, on the text of Python's documentation.
 
     python examples/char_lm.py                                  # a minute and a half on a CPU core, less on a quiet one
     python examples/char_lm.py --resume                         # goes on after Ctrl-C, bit for bit as if never stopped
@@ -50,9 +50,9 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
-from ranks import Lost, Ranks
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from support.ranks import Lost, Ranks
 
 from mlx_lstm.nn import LSTM, QuantizedLSTM
 

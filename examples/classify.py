@@ -1,10 +1,10 @@
-"""Texts of many lengths in one batch: which kind of character has this name?
+"""Text classification with padding: sequences of many lengths in one batch, read by a bidirectional LSTM.
 
-    python examples/classify.py  # half a minute; a number behind it is that of steps
+    python examples/classify.py  # half a minute; a number behind it is the number of steps
 
-GREEK SMALL LETTER ALPHA is a lower-case letter, CIRCLED DIGIT ONE a number: Python's `unicodedata` has the names and
-the kinds. An LSTM reads each name in both directions; `lengths` tells where it ends, so that nothing is read from the
-padding. The last figures are for names it has never seen, beside those of a naive Bayes classifier of their words.
+The task: name of a Unicode character in, its category out. GREEK SMALL LETTER ALPHA is a lower-case letter, CIRCLED
+DIGIT ONE a number; Python's `unicodedata` has both. `lengths` says where each name ends, so the padding is never read.
+The last line compares with a naive Bayes classifier of the words, on names that neither has seen.
 """
 
 import os
@@ -19,6 +19,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np
+from support.curves import draw
 
 from mlx_lstm.nn import LSTM, stack
 
@@ -27,7 +28,7 @@ LONGEST, BATCH, HIDDEN, TEST = 40, 64, 64, 2000
 
 
 def data():
-    """Names and their kinds, in random order: the 10 most frequent kinds, and no name that holds only a number."""
+    """Return names with their kinds in random order: the 10 most frequent kinds, without names that only count."""
     found = [(unicodedata.name(chr(n), ""), unicodedata.category(chr(n))) for n in range(sys.maxunicode)]
     number = re.compile(r"-[0-9A-F]{4,}$|^HANGUL SYLLABLE")
     found = [(name, kind) for name, kind in found if 0 < len(name) <= LONGEST and not number.search(name)]
@@ -36,21 +37,20 @@ def data():
 
 
 class Classifier(nn.Module):
-    """Names as numbers in, a score for each kind out."""
+    """Codes of the letters in, a score for each kind out."""
 
     def __init__(self, kinds):
         super().__init__()
-        self.embedding = nn.Embedding(len(LETTERS), 16)
+        self.embedding, self.head = nn.Embedding(len(LETTERS), 16), nn.Linear(2 * HIDDEN, kinds)
         self.ahead, self.back = LSTM(16, HIDDEN), LSTM(16, HIDDEN)
-        self.head = nn.Linear(2 * HIDDEN, kinds)
 
     def __call__(self, codes, lengths):
         _, (h_n, _) = stack([self.ahead], self.embedding(codes), reverse=[self.back], lengths=lengths)
-        return self.head(mx.concatenate([h_n[0], h_n[1]], axis=-1))  # of each direction the state at its end
+        return self.head(mx.concatenate([h_n[0], h_n[1]], axis=-1))  # the last state of each direction
 
 
 def batch_of(examples, kinds):
-    """Codes [B, LONGEST], padded with anything; lengths [B]; the places of their kinds [B]."""
+    """Return codes [B, LONGEST], padded with any letter; lengths [B]; the numbers of the kinds [B]."""
     codes = mx.array([[LETTERS.index(letter) for letter in name.ljust(LONGEST)] for name, _ in examples])
     return codes, mx.array([len(name) for name, _ in examples]), mx.array([kinds.index(kind) for _, kind in examples])
 
@@ -60,40 +60,40 @@ def loss(model, codes, lengths, kinds):
 
 
 def train(model, examples, kinds, steps):
-    optimizer = optim.Adam(optim.cosine_decay(5e-3, steps))
+    optimizer, curve = optim.Adam(optim.cosine_decay(5e-3, steps)), []
     loss_and_gradients = nn.value_and_grad(model, loss)
     for step in range(1, steps + 1):
         start = step * BATCH % (len(examples) - BATCH)
         value, gradients = loss_and_gradients(model, *batch_of(examples[start : start + BATCH], kinds))
         optimizer.update(model, gradients)
         mx.eval(model.parameters(), optimizer.state)
+        curve.append(value.item())
         if step % 100 == 0 or step == steps:
             print(f"step {step:4}: loss {value.item():.3f}")
+    return curve
 
 
 def naive_bayes(training, test, kinds):
-    """The share of the test's names whose kind their words by themselves give away."""
+    """Return the share of test names that a naive Bayes classifier of their words gets right."""
     words, prior = {kind: Counter() for kind in kinds}, Counter(kind for _, kind in training)
     for name, kind in training:
         words[kind].update(name.split())
-    size = len(set().union(*words.values()))
-    totals = {kind: words[kind].total() + size for kind in kinds}
+    totals = {kind: words[kind].total() + len(set().union(*words.values())) for kind in kinds}
     score = lambda name, k: np.log(prior[k]) + sum(np.log((words[k][w] + 1) / totals[k]) for w in name)  # noqa: E731
     return np.mean([max(kinds, key=lambda kind: score(name.split(), kind)) == truth for name, truth in test])
 
 
 def main(steps=1000):
-    """Train and compare."""
+    """Train, compare, draw."""
     mx.random.seed(0)
     examples, kinds = data()
     training, test = examples[:-TEST], examples[-TEST:]
     print(f"{len(training)} names of {len(kinds)} kinds, such as: {', '.join(name for name, _ in training[:3])}")
     model = Classifier(len(kinds))
-    train(model, training, kinds, steps)
+    draw("classify", "A classifier learns", {"loss": train(model, training, kinds, steps)}, xlabel="step")
     codes, lengths, truth = batch_of(test, kinds)
-    right = (model.eval()(codes, lengths).argmax(axis=-1) == truth).astype(mx.float32).mean().item()
-    bayes = naive_bayes(training, test, kinds)
-    print(f"right, of {len(test)} other names: {right:.1%}; naive Bayes: {bayes:.1%}")
+    right, bayes = mx.mean(model.eval()(codes, lengths).argmax(axis=-1) == truth), naive_bayes(training, test, kinds)
+    print(f"right, of {len(test)} other names: {right.item():.1%}; naive Bayes: {bayes:.1%}")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""A forecast of a chaotic series, with a plot: an LSTM learns the next value, then goes on from its own.
+"""Time series forecast: an LSTM learns the next value of a chaotic series, then continues from its own values.
 
     python examples/forecast.py  # writes runs/forecast.png; needs `pip install matplotlib`
 
-The series is made here: the Mackey-Glass equation, dx/dt = 0.2 x(t - 17) / (1 + x(t - 17)^10) - x(t) / 10. The last
-figures are errors over 50 values of a part that was not for training: ours, those of a linear model of the last 20
-values, and those of the guess that nothing changes.
+The series is the Mackey-Glass equation, dx/dt = 0.2 x(t - 17) / (1 + x(t - 17)^10) - x(t) / 10. The last line has
+errors over 50 values of a part that was not used for training: of the LSTM, of a linear model of the last 20 values,
+and of the guess that nothing changes.
 """
 
 import os
@@ -24,7 +24,7 @@ WINDOW, AHEAD, LAGS = 100, 50, 20
 
 
 def series(length):
-    """Values 2 time units apart, the equation solved in steps of 0.1; mean 0, deviation 1."""
+    """Return values 2 time units apart, mean 0, deviation 1; the equation is solved in steps of 0.1."""
     x = np.full(length * 20 + 1170, 1.2)
     for n in range(170, len(x)):
         x[n] = x[n - 1] + 0.1 * (0.2 * x[n - 170] / (1 + x[n - 170] ** 10) - 0.1 * x[n - 1])
@@ -55,7 +55,7 @@ def train(values, steps):
 
 
 def forecast(model, past):
-    """The AHEAD values after `past` [B, T], each from the ones before."""
+    """Return the AHEAD values after `past` [B, T]; each forecast value is the next input."""
     values, state = model(mx.array(past))
     for _ in range(AHEAD - 1):
         value, state = model(values[:, -1:], state)
@@ -64,7 +64,7 @@ def forecast(model, past):
 
 
 def linear(values, past):
-    """The same from the least squares of each value on the LAGS before it."""
+    """Return the same from a least-squares model of each value on the LAGS values before it."""
     rows = np.lib.stride_tricks.sliding_window_view(values, LAGS + 1)
     weights = np.linalg.lstsq(rows[:, :-1], rows[:, -1], rcond=None)[0]
     for _ in range(AHEAD):

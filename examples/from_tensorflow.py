@@ -1,12 +1,12 @@
-"""An LSTM trained by Keras on TensorFlow goes on in MLX: the same outputs, further training, and the way back.
+"""Keras to MLX and back: an LSTM trained by Keras on TensorFlow is trained further in MLX.
 
     python examples/from_tensorflow.py                      # needs tensorflow and keras
     python examples/from_tensorflow.py --hidden 256 --steps 400
 
-The model reads characters of Python's documentation (`pydoc_data.topics`, part of every Python) and predicts the next
-one: an embedding, an LSTM, a dense layer. Keras trains it for --steps steps. Then its weights move into MLX layers,
-where it gives the same logits, and MLX trains it for as many steps more. At the end the weights go back, and Keras
-finds the loss that MLX had. Windows of text are drawn from the first nine tenths, the loss is that of the last.
+The model predicts the next character of Python's documentation (`pydoc_data.topics`, part of every Python): an
+embedding, an LSTM, a dense layer. Keras trains it for --steps steps. Then its weights move into MLX layers, which give
+the same logits, and MLX trains it for as many steps more. At the end the weights go back, and Keras computes the same
+loss as MLX. Training reads the first nine tenths of the text; the loss is measured on the last tenth.
 """
 
 from __future__ import annotations

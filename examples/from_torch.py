@@ -1,11 +1,11 @@
-"""A torch LSTM, GRU or RNN of any depth in MLX, and back: the constructors and the weights' names are the same.
+"""PyTorch to MLX and back: an LSTM, GRU or RNN of any depth. Constructors and names of weights are the same.
 
     python examples/from_torch.py                        # an LSTM of two layers in both directions
     python examples/from_torch.py --mode gru --layers 3
     python examples/from_torch.py --save lstm.safetensors
 
-`from_torch` and `to_torch` are all it takes. The rest runs both layers, with random weights, on the same ragged batch,
-and prints how far outputs and gradients are apart. It needs `pip install torch`.
+The functions `from_torch` and `to_torch` do it. The rest runs both layers, with random weights, on the same batch of
+sequences of different lengths, and prints how far outputs and gradients differ. It needs `pip install torch`.
 """
 
 import argparse
@@ -23,39 +23,39 @@ NAMES = ["input_size", "hidden_size", "num_layers", "bias", "batch_first", "drop
 
 
 def from_torch(theirs: torch.nn.RNNBase) -> Layer:
-    """Our layer with the sizes, options and weights of torch's."""
+    """Return our layer with the sizes, options and weights of torch's."""
     weights = convert.from_torch(theirs)
     return mlx_lstm.torch.from_weights(weights, batch_first=theirs.batch_first, dropout=theirs.dropout)
 
 
 def to_torch(ours: Layer) -> torch.nn.RNNBase:
-    """torch's layer with those of ours."""
+    """Return torch's layer with the sizes, options and weights of ours."""
     theirs = getattr(torch.nn, type(ours).__name__)(**options(ours))
     theirs.load_state_dict({name: torch.from_numpy(np.array(value)) for name, value in ours.parameters().items()})
     return theirs
 
 
 def options(layer: Layer | torch.nn.RNNBase) -> dict[str, Any]:
-    """The arguments that both constructors take."""
+    """Return the arguments that both constructors take."""
     more = {"LSTM": ["proj_size"], "RNN": ["nonlinearity"]}.get(type(layer).__name__, [])
     return {name: getattr(layer, name) for name in NAMES + more}
 
 
 def run_torch(layer: torch.nn.RNNBase, x: np.ndarray, lengths: np.ndarray) -> dict[str, np.ndarray]:
-    """The output, the last h, and the gradients of both sums' sum for x and the parameters."""
+    """Return the output, the last h, and the gradients of output.sum() + h.sum() by x and by the parameters."""
     inputs = torch.tensor(x, requires_grad=True)
     packed = torch.nn.utils.rnn.pack_padded_sequence(inputs, torch.from_numpy(lengths), enforce_sorted=False)
     output, last = layer(packed)
     output, _ = torch.nn.utils.rnn.pad_packed_sequence(output, total_length=len(x))
     h = last[0] if isinstance(last, tuple) else last
     (output.sum() + h.sum()).backward()
-    found = {"output": output, "last h": h, "gradient of x": inputs.grad}
-    found |= {f"gradient of {name}": array.grad for name, array in layer.named_parameters()}
-    return {name: value.detach().numpy() for name, value in found.items()}
+    results = {"output": output, "last h": h, "gradient of x": inputs.grad}
+    results |= {f"gradient of {name}": array.grad for name, array in layer.named_parameters()}
+    return {name: value.detach().numpy() for name, value in results.items()}
 
 
 def run_mlx(layer: Layer, x: np.ndarray, lengths: np.ndarray) -> dict[str, np.ndarray]:
-    """The same from MLX."""
+    """Return the same from the MLX layer."""
 
     def sums(parameters: dict[str, mx.array], x: mx.array) -> tuple[mx.array, mx.array, mx.array]:
         layer.update(parameters)
@@ -66,21 +66,21 @@ def run_mlx(layer: Layer, x: np.ndarray, lengths: np.ndarray) -> dict[str, np.nd
     parameters = layer.parameters()
     (_, output, h), gradients = mx.value_and_grad(sums, argnums=(0, 1))(parameters, mx.array(x))
     layer.update(parameters)
-    found = {"output": output, "last h": h, "gradient of x": gradients[1]}
-    found |= {f"gradient of {name}": array for name, array in gradients[0].items()}
-    return {name: np.array(value) for name, value in found.items()}
+    results = {"output": output, "last h": h, "gradient of x": gradients[1]}
+    results |= {f"gradient of {name}": array for name, array in gradients[0].items()}
+    return {name: np.array(value) for name, value in results.items()}
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Both layers side by side; 0 if the weights come back as they went."""
+    """Compare both layers; return 0 if the weights come back bit for bit."""
     layers = {"lstm": torch.nn.LSTM, "gru": torch.nn.GRU, "rnn": torch.nn.RNN}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mode", choices=layers, default="lstm")
     parser.add_argument("--layers", type=int, default=2, metavar="L", help="number of layers (default: 2)")
     parser.add_argument("--save", metavar="FILE", help="write the weights under torch's names, .safetensors")
-    given = parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
     torch.manual_seed(0)
-    theirs = layers[given.mode](24, 32, given.layers, bidirectional=True)
+    theirs = layers[arguments.mode](24, 32, arguments.layers, bidirectional=True)
     print(ours := from_torch(theirs))
     rng = np.random.default_rng(0)
     x, lengths = rng.standard_normal((20, 5, 24), np.float32), np.array([20, 3, 11, 1, 20])
@@ -91,8 +91,8 @@ def main(argv: list[str] | None = None) -> int:
     back = to_torch(ours)
     same = all(torch.equal(one, two) for one, two in zip(theirs.parameters(), back.parameters(), strict=True))
     print(f"back in torch: {'the same bits' if same else 'DIFFERENT'}")
-    if given.save:
-        ours.save_weights(given.save)
+    if arguments.save:
+        ours.save_weights(arguments.save)
     return 0 if same else 1
 
 

@@ -1,10 +1,10 @@
-"""A policy that has to remember, trained on rollouts in the middle of which episodes end.
+"""Reinforcement learning: a policy with a memory, trained on rollouts in which episodes end and states are reset.
 
-    python examples/policy.py  # a number behind it is that of rollouts
+    python examples/policy.py  # a number behind it is the number of rollouts
 
-The game: a sign says left or right, a corridor of random length follows, and at its end the sign's side wins. After an
-episode the game's row of the states is zero: when acting by a product, and for the gradient, over the whole rollout at
-once, by `keep`.
+The game: a sign says left or right, a corridor of random length follows, and at its end the sign's side wins. When an
+episode ends, the states of its game are reset to zero. Acting, step by step, multiplies the states by 0; the gradient,
+over a whole rollout at once, gets the same resets as `keep`.
 """
 
 import sys
@@ -13,6 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np
+from support.curves import draw
 
 from mlx_lstm.nn import LSTM
 
@@ -20,7 +21,7 @@ GAMES, STEPS, HIDDEN = 64, 24, 32  # games at once, steps of a rollout
 
 
 class Corridors:
-    """All games. An action gives rewards, 1 or -1 at an end and else 0, and which games end; these begin anew."""
+    """All games. `act` returns the rewards (1 or -1 at an end, else 0) and which games end; those start again."""
 
     def __init__(self, rng):
         self.rng, self.sign, self.left = rng, np.zeros(GAMES, int), np.zeros(GAMES, int)
@@ -50,44 +51,46 @@ class Policy(nn.Module):
 
 
 def rollout(policy, games, state, rng, steps=STEPS, wipe=False):
-    """All games, step by step: arrays [GAMES, steps] by name, and the states [GAMES, HIDDEN] after them."""
-    kept = []
+    """Play all games step by step. Return arrays [GAMES, steps] by name and the last states [GAMES, HIDDEN]."""
+    records = []
     for _ in range(steps):
         scores, state = policy.step(mx.array(seen := games.seen), state)
         right = rng.random(GAMES) < np.array(mx.sigmoid(scores))
         rewards, ends = games.act(right)
         state = [states * mx.array(~(ends | wipe))[:, None] for states in state]  # the reset
-        kept.append((seen, np.array(scores), right, rewards, ends))
-    arrays = (np.stack(values, axis=1) for values in zip(*kept, strict=True))
+        records.append((seen, np.array(scores), right, rewards, ends))
+    arrays = (np.stack(values, axis=1) for values in zip(*records, strict=True))
     return dict(zip(("seen", "scores", "right", "rewards", "ends"), arrays, strict=True)), state
 
 
-def loss(policy, kept, state):
-    """Less likely what lost, more likely what won (REINFORCE): an episode's last action is the one that counts."""
-    kept = {name: mx.array(values) for name, values in kept.items()}
-    goes_on = mx.concatenate([mx.ones((GAMES, 1), mx.bool_), ~kept["ends"][:, :-1]], axis=1)
-    scores = policy(kept["seen"], state, goes_on)
-    surprise = nn.losses.binary_cross_entropy(scores, kept["right"].astype(mx.float32), reduction="none")
-    apart = mx.abs(scores - kept["scores"]).max()  # from what acting gave, step by step
-    return (surprise * kept["rewards"]).sum() / GAMES, apart
+def loss(policy, played, state):
+    """REINFORCE: an action that won gets more likely, one that lost less; only an episode's last action counts."""
+    played = {name: mx.array(values) for name, values in played.items()}
+    keep = mx.concatenate([mx.ones((GAMES, 1), mx.bool_), ~played["ends"][:, :-1]], axis=1)  # False: a new episode
+    scores = policy(played["seen"], state, keep)
+    surprise = nn.losses.binary_cross_entropy(scores, played["right"].astype(mx.float32), reduction="none")
+    apart = mx.abs(scores - played["scores"]).max()  # from the scores while acting, step by step
+    return (surprise * played["rewards"]).sum() / GAMES, apart
 
 
 def main(rollouts=30):
-    """Train, then play with the memory and without."""
+    """Train, play with the memory and without, draw."""
     mx.random.seed(0)
     rng = np.random.default_rng(0)
     policy, games, state = Policy(), Corridors(rng), [mx.zeros((GAMES, HIDDEN))] * 2
-    optimizer, gradients_of = optim.Adam(1e-2), nn.value_and_grad(policy, loss)
+    optimizer, gradients_of, curve = optim.Adam(1e-2), nn.value_and_grad(policy, loss), []
     for n in range(1, rollouts + 1):
-        before, (kept, state) = state, rollout(policy, games, state, rng)
-        (_, apart), gradients = gradients_of(policy, kept, before)
+        before, (played, state) = state, rollout(policy, games, state, rng)
+        (_, apart), gradients = gradients_of(policy, played, before)
         optimizer.update(policy, gradients)
+        curve.append(100 * (played["rewards"] > 0).sum() / played["ends"].sum())
         if n % 5 == 0 or n == rollouts:
-            won = (kept["rewards"] > 0).sum() / kept["ends"].sum()
-            print(f"rollout {n:2}: {won:.0%} won; scores at once and when acting {apart.item():.0e} apart")
+            print(f"rollout {n:2}: {curve[-1]:.0f}% won; scores at once and when acting {apart.item():.0e} apart")
     plays = [rollout(policy, games, state, rng, 5 * STEPS, wipe)[0] for wipe in (False, True)]
     ours, wiped = ((play["rewards"] > 0).sum() / play["ends"].sum() for play in plays)
     print(f"won: {ours:.1%}; with the memory wiped at every step: {wiped:.1%}")
+    lines = {"training": curve, "the trained policy, memory wiped": 100 * float(wiped)}
+    draw("policy", "A policy learns to remember", lines, xlabel="rollout", ylabel="episodes won, %")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""A step at a time on weights of 32, 8 and 4 bits: what a step takes, what the model holds, how far it is off.
+"""Quantized weights of 8 and 4 bits, one step at a time: time of a step, memory of the model, error of the outputs.
 
     python examples/quantized_streaming.py            # two LSTM layers of 640 units
     python examples/quantized_streaming.py 2 256
 
-Each width has a process of its own. On a CPU the `numpy` engine keeps the matrices it dequantizes, so that a step is as
-fast as in float32 and the memory is that of both; the Metal engines read the packed weights themselves.
+Each width runs in a process of its own. On a CPU the engine `numpy` dequantizes the weights once and caches the
+matrices, so memory holds both. The Metal engines read the quantized weights themselves.
 """
 
 import os
@@ -25,7 +25,7 @@ STEPS = 200
 
 
 class Stack(nn.Module):
-    """LSTM layers, each on the one before."""
+    """LSTM layers, each on the outputs of the one before."""
 
     def __init__(self, layers, units):
         super().__init__()
@@ -40,7 +40,7 @@ class Stack(nn.Module):
 
 
 def stream(model, x):
-    """The outputs [steps, units], a call for each step, and the milliseconds of each."""
+    """Call the model once per step; return the outputs [steps, units] and the milliseconds of each call."""
     states, outputs, times = [(None, None)] * len(model.layers), [], [time.perf_counter()]
     for frame in x:
         y, states = model(frame, states)
@@ -51,7 +51,7 @@ def stream(model, x):
 
 
 def main(layers=2, units=640, bits=0):
-    """Measure one width; or, without `bits`, each in its own process."""
+    """Measure one width, or without `bits` all three, each in its own process."""
     if units % 32:
         sys.exit(f"units must be a multiple of 32, a group of weights, but are {units}.")
     if not bits:

@@ -1,9 +1,9 @@
-"""Is somebody speaking? An LSTM answers every 10 ms while the sound comes in: frame by frame, states in and out.
+"""Streaming: voice activity detection, frame by frame, with the LSTM's states passed from one call to the next.
 
-    python examples/voice_activity.py  # a number behind it is that of steps
+    python examples/voice_activity.py  # a number behind it is the number of steps
 
-The sound is made here: syllables under three formants, and hisses, in noise of changing level and color, with knocks.
-The last lines compare with the best threshold on the energy, and streaming with the whole sequence at once.
+The sound is synthetic: syllables with three formants, and hisses, in noise of changing level and color.
+The last lines compare with the best threshold on the energy, and streaming with one call for the whole sequence.
 """
 
 import os
@@ -16,14 +16,15 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np
+from support.curves import draw
 
 from mlx_lstm.nn import LSTM
 
-RATE, HOP, SAMPLES, BANDS = 8000, 80, 32_000, 16  # samples: of a second, of a frame, of a scene
+RATE, HOP, SAMPLES, BANDS = 8000, 80, 32_000, 16  # samples in a second, in a frame, in a scene; energies per frame
 
 
 def syllable(rng, pitch, samples):
-    """A vowel, half of the time after a hiss."""
+    """Return a vowel, half of the time after a hiss."""
     phase = 2 * np.pi * np.cumsum(pitch * (1 + 0.1 * np.linspace(*rng.uniform(-1, 1, 2), samples))) / RATE
     harmonics = np.arange(1, int(3400 / pitch))[:, None]
     away = (harmonics * pitch - rng.uniform((250, 900, 2200), (800, 2000, 3000))) / 80  # from three formants
@@ -33,7 +34,7 @@ def syllable(rng, pitch, samples):
 
 
 def scene(rng):
-    """Sound, and for each frame whether somebody speaks: from the first syllable of an utterance to its last."""
+    """Return sound, and for each frame whether somebody speaks: from an utterance's first syllable to its last."""
     place, sound, active = rng.integers(0, RATE), np.zeros(2 * SAMPLES), np.zeros(2 * SAMPLES, bool)
     while place < SAMPLES:
         start, pitch = place, rng.uniform(90, 220)
@@ -43,13 +44,11 @@ def scene(rng):
         active[start:place], place = True, place + rng.integers(4000, 16000)
     levels = np.interp(np.arange(SAMPLES), range(0, SAMPLES, RATE), rng.uniform(-1.5, 0, SAMPLES // RATE))
     noise = 10**levels * np.convolve(rng.standard_normal(SAMPLES), rng.uniform(0, 0.9) ** np.arange(30), "same")
-    for knock in rng.integers(0, SAMPLES - 400, SAMPLES // RATE):
-        noise[knock : knock + 400] += 2 * rng.standard_normal(400) * np.exp(-np.arange(400) / 80)
     return sound[:SAMPLES] + 0.3 * noise, active[:SAMPLES:HOP]
 
 
 def features(samples):
-    """Log energies [frames, BANDS], each of two frames: of 160 samples one row, of every 80 more one more."""
+    """Return log energies [frames, BANDS]: a window of two frames (160 samples) for each row, 80 samples apart."""
     frames = np.lib.stride_tricks.sliding_window_view(samples, 2 * HOP)[::HOP] * np.hanning(2 * HOP)
     power = np.abs(np.fft.rfft(frames)[:, 1:]) ** 2
     return np.log10(1e-3 + power.reshape(len(frames), BANDS, -1).mean(axis=-1)).astype(np.float32)
@@ -65,7 +64,7 @@ class Detector(nn.Module):
 
 
 def stream(model, samples):
-    """The scores of all frames, each as soon as its samples are there, and the milliseconds that each took."""
+    """Return the score of each frame, made as soon as its samples are there, and the milliseconds it took."""
     heard, state, scores, times = np.zeros(2 * HOP), (None, None), [], [time.perf_counter()]
     for frame in samples.reshape(-1, HOP):
         state = model.lstm.step(mx.array(features(heard := np.append(heard[HOP:], frame))[0]), *state)
@@ -75,7 +74,7 @@ def stream(model, samples):
 
 
 def main(steps=80):
-    """Train, compare, stream."""
+    """Train, compare, stream, draw."""
     mx.random.seed(0)
     sounds, active = map(np.stack, zip(*map(scene, [np.random.default_rng(0)] * 40), strict=True))
     frames = np.stack([features(np.pad(sound, (HOP, 0))) for sound in sounds])  # before the sound it was silent
@@ -92,6 +91,8 @@ def main(steps=80):
     scores, costs = stream(model, sounds[24])
     print(f"right answers, of {whole.size}: {ours:.1%}; by the best threshold on the energy: {threshold:.1%}")
     print(f"streaming and the whole sequence are {np.abs(scores - whole[0]).max():.0e} apart")
+    lines = {"speech": active[24].astype(float), "LSTM": 1 / (1 + np.exp(-np.array(scores)))}
+    draw("voice_activity", "Is somebody speaking?", lines, 0.01 * np.arange(len(scores)), xlabel="seconds")
     print("a frame of 10 ms took {:.2f} ms, one in a hundred {:.2f} or more".format(*np.quantile(costs, [0.5, 0.99])))
 
 

@@ -1,10 +1,10 @@
-"""What names this machine: chip, system, versions. How the command lines begin and end on it."""
+"""The machine's name: chip, system, versions. How commands begin and end on it, and how they start Python again."""
 
 import os
 import platform
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
@@ -40,6 +40,42 @@ def in_all_digits() -> None:
     """Lets MLX's own float32 products have all digits, unless the user says otherwise: by default the newest chips
     leave some out, an error to what judges by float64. To be called before the first operation of MLX."""
     os.environ.setdefault("MLX_ENABLE_TF32", "0")
+
+
+def child_command(code: str, *arguments: str) -> list[str]:
+    """Return the command that runs `code` in another process of this Python; the process gets `arguments` in sys.argv.
+
+    The child has this interpreter's flags and import path. Entries that depend on the working folder are left out ("",
+    which -c and -m put first, "." and other relative ones): nobody else's numpy.py is imported from there. The folder
+    of this package takes their place, at the end.
+    """
+    flags = {"I": "isolated", "E": "ignore_environment", "s": "no_user_site", "S": "no_site"}
+    given = [f"-{letter}" for letter, name in flags.items() if getattr(sys.flags, name)]
+    paths = absolute(sys.path)
+    package = str(Path(__file__).absolute().parents[1])
+    paths += [package] if package not in paths else []
+    return [sys.executable, *given, "-c", f"import sys; sys.path[:] = {paths!r}; {code}", *arguments]
+
+
+def child_environment() -> dict[str, str]:
+    """Return the environment of a child: this one, without the entries of PYTHONPATH that depend on the working folder.
+
+    Python reads PYTHONPATH before it runs the code of `child_command`: it looks there for `sitecustomize`.
+    """
+    paths = absolute(os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    others = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return others | ({"PYTHONPATH": os.pathsep.join(paths)} if paths else {})
+
+
+def module_command(module: str, *arguments: str) -> list[str]:
+    """Return what `python -m module` is, as a child: see `child_command`."""
+    code = f"from runpy import run_module; run_module({module!r}, run_name='__main__', alter_sys=True)"
+    return child_command(code, *arguments)
+
+
+def absolute(paths: Iterable[object]) -> list[str]:
+    """Return the absolute ones among the entries of an import path."""
+    return [path for path in paths if isinstance(path, str) and os.path.isabs(path)]
 
 
 def check_files(options: object, *names: str) -> None:

@@ -12,7 +12,6 @@ process, and back:
 """
 
 import math
-from collections.abc import Callable
 from functools import partial
 from operator import itemgetter, methodcaller
 from typing import Any
@@ -129,7 +128,7 @@ class Layers(nn.Module):
 
     def run(
         self,
-        one_layer: Callable[..., Any],
+        cell: cells.Cell,
         input: mx.array,
         states: dict[str, Any],
         lengths: recurrence.Lengths,
@@ -137,7 +136,7 @@ class Layers(nn.Module):
         keep: mx.array | None,
         hold: recurrence.Hold,
     ) -> tuple[mx.array, Arrays]:
-        """The output of all layers, each run by `one_layer`, and the last states [K D, N, .] by the names of `states`,
+        """The output of all layers, each with this `cell`, and the last states [K D, N, .] by the names of `states`,
         the first ones, which may be `None`."""
         check_array(self.op, "input", input, self.input_shape(input))
         batched, time_first = input.ndim == 3, input.ndim == 2 or not self.batch_first
@@ -163,18 +162,24 @@ class Layers(nn.Module):
         x = (input if lies_so else small(partial(turned, batched), input)).astype(dtype)
         steps = whole_steps(self.op, keep, hold, input.shape[:-1], "the steps of input")
         steps = {name: (array if time_first else array.T).reshape(L, N) for name, array in steps.items()}
-        options = {"bidirectional": self.bidirectional, "training": self.training} | steps
-        options |= {"lengths": recurrence.whole_lengths(self.op, lengths, N, L)}
-        options |= {"checkpoint_every": self.checkpoint_every, "engine": self.engine}
+        call = recurrence.Call(
+            cell,
+            bidirectional=self.bidirectional,
+            lengths=recurrence.whole_lengths(self.op, lengths, N, L),
+            hold=steps.pop("hold", None),
+            engine=self.engine,
+            checkpoint_every=self.checkpoint_every,
+        )
         last = []
         for layer, arrays in enumerate(layers):
             if layer and self.dropout and self.training:
                 x, key = dropped(x, 1 - self.dropout, key)
             arrays = arrays | {f"{name}0": state[layer] for name, state in first.items()}
-            out = one_layer(x, **in_dtype(arrays, dtype), **options)
-            last.append({name: getattr(out, f"{name}T") for name in states})
-            x = out.h
-        note_engine(self)
+            arrays = in_dtype(arrays | {"x": x}, dtype) | steps
+            out, choice = call.forward(arrays, return_gates=False, training=self.training)
+            note_engine(self, choice)
+            last.append({name: out[f"{name}T"] for name in states})
+            x = out["h"]
         output = x if lies_so else small(partial(turned, batched), x)
         of_all = [each[name] for name in states for each in last]
         return output, small(partial(self.join_all, shapes), *of_all)
@@ -343,7 +348,7 @@ class LSTM(Layers):
             input, states and parameters promote to.
         """
         h, c = pair(self.op, hx)
-        output, last = self.run(recurrence.lstm, input, {"h": h, "c": c}, lengths, key, keep, hold)
+        output, last = self.run(cells.LSTMCell(), input, {"h": h, "c": c}, lengths, key, keep, hold)
         return output, (last["h"], last["c"])
 
 
@@ -415,7 +420,7 @@ class GRU(Layers):
         Returns:
             tuple: output [L, N, D H] (or [N, L, D H], or [L, D H]) and h_n, shaped as `hx`.
         """
-        output, last = self.run(recurrence.gru, input, {"h": hx}, lengths, key, keep, hold)
+        output, last = self.run(cells.GRUCell(), input, {"h": hx}, lengths, key, keep, hold)
         return output, last["h"]
 
 
@@ -477,8 +482,7 @@ class RNN(Layers):
         hold: recurrence.Hold = None,
     ) -> tuple[mx.array, mx.array]:
         """As `GRU`."""
-        one_layer = partial(recurrence.rnn, activation=self.nonlinearity)
-        output, last = self.run(one_layer, input, {"h": hx}, lengths, key, keep, hold)
+        output, last = self.run(cells.RNNCell(self.nonlinearity), input, {"h": hx}, lengths, key, keep, hold)
         return output, last["h"]
 
 
@@ -547,7 +551,7 @@ class Cell(Layers):
         """A parameter's."""
         return name
 
-    def one_step(self, one_layer: Callable[..., Any], input: mx.array, states: dict[str, Any]) -> Arrays:
+    def one_step(self, cell: cells.Cell, input: mx.array, states: dict[str, Any]) -> Arrays:
         """The states after it, by the names of those before, which may be `None`."""
         batched = not isinstance(input, mx.array) or input.ndim != 1
         check_array(self.op, "input", input, ["N", self.input_size] if batched else [self.input_size])
@@ -563,9 +567,10 @@ class Cell(Layers):
             return {name: mx.zeros(shape, dtype) for name in states}
         arrays |= {f"{name}0": state if batched else small(itemgetter(None), state) for name, state in given.items()}
         arrays["x"] = small(methodcaller("reshape", (1, -1, self.input_size)), input)
-        out = one_layer(**in_dtype(arrays, dtype), training=self.training, engine=self.engine)
-        note_engine(self)
-        last = {name: getattr(out, f"{name}T") for name in states}
+        call = recurrence.Call(cell, engine=self.engine)
+        out, choice = call.forward(in_dtype(arrays, dtype), return_gates=False, training=self.training)
+        note_engine(self, choice)
+        last = {name: out[f"{name}T"] for name in states}
         return last if batched else {name: small(itemgetter(0), state) for name, state in last.items()}
 
 
@@ -604,7 +609,7 @@ class LSTMCell(Cell):
         Returns:
             tuple: (h, c), in these shapes.
         """
-        states = self.one_step(recurrence.lstm, input, dict(zip("hc", pair(self.op, hx), strict=True)))
+        states = self.one_step(cells.LSTMCell(), input, dict(zip("hc", pair(self.op, hx), strict=True)))
         return states["h"], states["c"]
 
 
@@ -626,7 +631,7 @@ class GRUCell(Cell):
 
     def __call__(self, input: mx.array, hx: mx.array | None = None) -> mx.array:
         """h after a step, from the input [N, I] or [I] and h before it, [N, H] or [H]; zeros by default."""
-        return self.one_step(recurrence.gru, input, {"h": hx})["h"]
+        return self.one_step(cells.GRUCell(), input, {"h": hx})["h"]
 
 
 class RNNCell(Cell):
@@ -660,7 +665,7 @@ class RNNCell(Cell):
 
     def __call__(self, input: mx.array, hx: mx.array | None = None) -> mx.array:
         """As `GRUCell`."""
-        return self.one_step(partial(recurrence.rnn, activation=self.nonlinearity), input, {"h": hx})["h"]
+        return self.one_step(cells.RNNCell(self.nonlinearity), input, {"h": hx})["h"]
 
 
 def pair(op: str, hx: Any) -> tuple[Any, Any]:

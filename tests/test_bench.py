@@ -432,7 +432,7 @@ def test_times_of_gradients_that_compute_steps_again(tmp_path):
         (["--device", "gpu", "--engine", "numpy"], "engine='numpy' cannot run"),
         (["--rounds", "0"], "--rounds must be at least 1"),
         (["--memory", "--plot", "a.png", "--quick"], "--quick, --plot: of no use with --memory"),
-        (["--model", "--host"], "one of --model and --host at a time"),
+        (["--memory", "--host"], "one of --memory and --host at a time"),
         (["--host", "--engine", "ops"], "--engine: of no use with --host"),
         (["--tune-file", "a.json"], "--tune-file: of no use without --tune"),
         (["--engine", "ops", "--contenders", "torch"], "--engine is about the contender ours"),

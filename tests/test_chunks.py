@@ -17,6 +17,8 @@ from mlx_lstm import nn as ours
 from mlx_lstm import torch as theirs
 from mlx_lstm.bench.worker import PeakMemory, release_memory
 from mlx_lstm.engines import METAL_ENGINES, chunks
+from mlx_lstm.engines.cells import RNNCell
+from mlx_lstm.engines.problem import Problem, limited
 from mlx_lstm.oracle import ARRAYS, backward, forward
 from mlx_lstm.oracle.closeness import assert_close, assert_within, bounds
 
@@ -32,7 +34,7 @@ def where(engine):
 
 def evaluating(way):
     """Chunks of however short sequences are evaluated one by one, or none are."""
-    return patch.object(chunks, "LONGEST", dict.fromkeys(chunks.LONGEST, 0 if way == "evaluated" else 10**6))
+    return limited(unchunked=0 if way == "evaluated" else 10**6)
 
 
 def assert_right(case, cotangents, engine, dtype=np.float32, **emulator):
@@ -383,10 +385,15 @@ def test_a_wrong_number_is_refused(every):
 
 def test_what_auto_is():
     """Next to sqrt(T); of NumPy's engine as much as its products take at a time, up to an eighth of the sequence."""
-    assert [chunks.chunks_of("fused", T, 2, 8, "auto").steps for T in (1, 2, 9, 10, 4096)] == [1, 2, 3, 4, 64]
-    numpy = [chunks.chunks_of("numpy", T, B, 8, "auto").steps for T, B in [(9, 1), (512, 16), (512, 64), (9000, 1)]]
+
+    def chosen(engine, T, B, width, every):
+        """The chunks of a plain cell of this width, which has one gate."""
+        return chunks.chunks_of(engine, Problem(T, B, width, width, RNNCell()), every)
+
+    assert [chosen("fused", T, 2, 8, "auto").steps for T in (1, 2, 9, 10, 4096)] == [1, 2, 3, 4, 64]
+    numpy = [chosen("numpy", T, B, 8, "auto").steps for T, B in [(9, 1), (512, 16), (512, 64), (9000, 1)]]
     assert numpy == [3, 64, 23, 1024]
-    assert chunks.chunks_of("numpy", 5, 2, 8, 9).steps == 5
-    assert chunks.chunks_of("ops", 4096, 2, 8, "auto").steps == 16
-    assert [chunks.chunks_of(engine, 4096, 2, 8, None) for engine in ("numpy", "stepwise", "fused")] == [None] * 3
-    assert chunks.chunks_of("fused", 10**5, 4, 2**12, None) == (1024, False)
+    assert chosen("numpy", 5, 2, 8, 9).steps == 5
+    assert chosen("ops", 4096, 2, 8, "auto").steps == 16
+    assert [chosen(engine, 4096, 2, 8, None) for engine in ("numpy", "stepwise", "fused")] == [None] * 3
+    assert chosen("fused", 10**5, 4, 2**12, None) == (1024, False)

@@ -1,4 +1,4 @@
-"""The short examples: a few steps of each run to the end; in full, as a user starts them, they beat their baselines."""
+"""The short examples: a few steps of each run to the end; in full, they beat their baselines; the gallery has all."""
 
 import importlib.util
 import os
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FIGURES = {  # ours and the baseline's in the output, and whether ours show that it learned
+FIGURES = {  # what finds our figure and the baseline's in the output; whether ours shows that the model learned
     "beginner": (r"saw: (\S+) bits per character; a table of pairs: (\S+)", lambda ours, table: ours < table - 0.3),
     "classify": (r"other names: (\S+)%; naive Bayes: (\S+)%", lambda ours, bayes: ours > bayes),
     "forecast": (r"LSTM (\S+), linear (\S+),", lambda ours, linear: ours < linear / 2),
@@ -20,16 +20,17 @@ FIGURES = {  # ours and the baseline's in the output, and whether ours show that
 
 
 def figures(name, text):
-    """Ours, the baseline's; what streaming and cutting should not change is within rounding."""
-    (found,) = re.findall(FIGURES[name][0], text)
+    """Return our figure and the baseline's; results that should be equal differ by rounding only."""
+    (result,) = re.findall(FIGURES[name][0], text)
     assert all(float(apart) <= 2e-5 for apart in re.findall(r"(\S+) apart", text))
     assert ("apart" in text) == (name in ("policy", "voice_activity"))
-    return [float(figure) for figure in found]
+    return [float(figure) for figure in result]
 
 
 @pytest.mark.parametrize("name", FIGURES)
 def test_two_steps(name, tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "1")  # which some of them set, and no other test shall see
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "1")  # some examples set it, which no other test shall see
+    monkeypatch.syspath_prepend(ROOT / "examples")  # as when a user starts one: they import `support`
     spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
     spec.loader.exec_module(example := importlib.util.module_from_spec(spec))
     if name == "beginner":
@@ -39,8 +40,7 @@ def test_two_steps(name, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     example.main(2)
     figures(name, capsys.readouterr().out)
-    if name == "forecast":
-        assert (tmp_path / "runs" / "forecast.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "runs" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.slow
@@ -56,7 +56,7 @@ def test_it_learns(name, tmp_path):
 def test_help_is_the_first_lines():
     command = [sys.executable, str(ROOT / "examples" / "policy.py"), "--help"]
     run = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
-    assert run.returncode == 1 and run.stderr.startswith("A policy that has to remember") and not run.stdout
+    assert run.returncode == 1 and run.stderr.startswith("Reinforcement learning") and not run.stdout
 
 
 @pytest.mark.parametrize("name", [*FIGURES, "from_torch", "quantized_streaming"])
@@ -73,3 +73,12 @@ def test_quantized_streaming():
     assert run.returncode == 0 and [line[0] for line in lines] == ["32", "8", "4"], run.stderr
     weights, off = ([float(line[n]) for line in lines] for n in (1, -1))
     assert weights[0] > 2 * weights[1] and off[0] == 0 < off[1] < off[2] < 0.2
+
+
+def test_the_gallery_has_every_example():
+    """A section for each, with the picture that it draws."""
+    page = (ROOT / "docs" / "gallery.md").read_text()
+    for path in (ROOT / "examples").glob("*.py"):
+        assert f"[examples/{path.name}](../examples/{path.name})" in page
+    for name in FIGURES:
+        assert f"(pictures/{name}.png)" in page

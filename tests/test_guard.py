@@ -21,13 +21,13 @@ import mlx_lstm.torch
 from mlx_lstm.engines import tuning, verdicts
 from mlx_lstm.engines.cells import ACTIVATIONS, GRUCell, LSTMCell, RNNCell
 from mlx_lstm.engines.packing import Packing
-from mlx_lstm.engines.problem import Cut
+from mlx_lstm.engines.problem import Cut, Limits, Problem
 from mlx_lstm.engines.tuning import Table
 from mlx_lstm.oracle import evaluate, forward
 from mlx_lstm.oracle.arithmetic import Arithmetic
 from mlx_lstm.oracle.closeness import assert_within, bounds
 from mlx_lstm.recurrence import _call, _guard, _trial, _trial_case, unguarded
-from mlx_lstm.recurrence._form import Form, trial_of
+from mlx_lstm.recurrence._form import trial_from, trial_of
 
 SCRIPT = str(Path(__file__).with_name("trial_on_metal.py"))
 BROKEN = "its trial on this machine failed: RuntimeError: no pipeline"
@@ -182,10 +182,12 @@ def assert_right_without(kernel, monkeypatch, said, kind):
     cotangents = draw_cotangents(np.random.default_rng(2), forward(**case), np.float32)
     prefer(monkeypatch, engines.split()[0])
     with on_metal(guarded=True), fault(kind, kernel):
+        chosen, real = [], _call.guarded
+        monkeypatch.setattr(_call, "guarded", lambda *given: (chosen.append(real(*given)), chosen[-1])[1])
         for _ in range(2):
             outputs, found = run(case, None, np.float32, cotangents)
         left = {"fused": "stepwise", "stepwise": "ops", "fused stepwise": "ops"}[engines]
-        assert _call._latest.choice.engine == left
+        assert chosen[-1].engine == left
         with pytest.raises(ValueError, match="cannot run: its trial on this machine"):
             run(case, engines.split()[0], np.float32, cotangents)
     exact, limit = evaluate(case, cotangents, Arithmetic(np.float64)), bounds(case, np.float32, cotangents)
@@ -236,7 +238,7 @@ PROCESSES = {  # what a process does once it says that the trial has begun, and 
 def in_python(code, monkeypatch):
     """The verdict of a process that runs this code."""
     monkeypatch.setattr(_guard, "SECONDS", 5)
-    return _guard.in_a_process([sys.executable, "-c", f"import os, sys, time; {code}"], trial_of("fused", form()))
+    return _guard.in_a_process([sys.executable, "-c", f"import os, sys, time; {code}"], trial_of("fused", problem()))
 
 
 @pytest.mark.parametrize("code", PROCESSES)
@@ -252,8 +254,8 @@ def test_a_process_that_never_begins_tells_nothing(monkeypatch):
 def test_where_no_process_can_be_started(monkeypatch, tried):
     """In a frozen application the executable is no interpreter; elsewhere it may be gone."""
     with on_metal():
-        assert _guard.in_a_process(["/nowhere/python"], trial_of("fused", form())) is None
-        assert _guard.try_out(trial_of("fused", form())) == ""
+        assert _guard.in_a_process(["/nowhere/python"], trial_of("fused", problem())) is None
+        assert _guard.try_out(trial_of("fused", problem())) == ""
     monkeypatch.undo()
     assert _guard.command()[0] == sys.executable
     monkeypatch.setattr(sys, "frozen", True, raising=False)
@@ -263,12 +265,10 @@ def test_where_no_process_can_be_started(monkeypatch, tried):
 # --- When it tries ---------------------------------------------------------------------------------------------------
 
 
-def form(**options):
-    """A layer's."""
+def problem(**options):
+    """The problem of a layer's call."""
     usual = {"T": 3, "B": 2, "H": 9, "P": 9, "cell": LSTMCell(), "dtype": mx.float32, "names": ("x", "Wx", "Wh", "b")}
-    flags = ["masks", "lengths", "reverse", "bidirectional", "batch_first", "plain", "return_gates"]
-    usual |= dict.fromkeys(flags, False)
-    return Form(**usual | {"training": True, "wants_last": True, "cut": None, "cotangents": None} | options)
+    return Problem(**usual | options)
 
 
 def test_eight_threads_make_one_trial(monkeypatch, said):
@@ -342,7 +342,7 @@ def test_a_gradient_op_is_tried_with_its_gradients(tried):
     arrays = {name: mx.array(case[name]) for name in ("x", "Wx", "Wh", "b")}
     with on_metal(guarded=True), pytest.MonkeyPatch.context() as patch:
         out = mlx_lstm.lstm(**arrays, return_gates=True)
-        patch.setattr(_trial, "results", lambda form, case, given, engine: (seen.append(tuple(given)), 1 / 0))
+        patch.setattr(_trial, "results", lambda problem, case, given, engine: (seen.append(tuple(given)), 1 / 0))
         with pytest.warns(UserWarning):
             mlx_lstm.recurrence.lstm_gradients(**arrays, gates=out.gates, c=out.c, dhT=out.hT, dgates=out.gates)
     assert seen == [("gates", "hT")] * 2 and tried == ["fused", "fused", "stepwise"]
@@ -362,12 +362,12 @@ def counted(monkeypatch, verdict=""):
 def test_a_verdict_is_kept_for_this_machine(own_cache, monkeypatch):
     trials = counted(monkeypatch, BROKEN)
     for _ in range(2):
-        assert _guard.refusal("fused", form()) == BROKEN
+        assert _guard.refusal("fused", problem()) == BROKEN
         in_a_new_process()
     assert len(trials) == 1
     ((machine, kept),) = json.loads(own_cache.read_text()).items()
     assert machine == verdicts.names() and tuning.kernels_hash() in machine and list(kept.values()) == [BROKEN]
-    assert _trial.read(next(iter(kept))) == trials[0]
+    assert trial_from(next(iter(kept))) == trials[0]
 
 
 def test_the_verdicts_of_other_environments_stay(own_cache, monkeypatch):
@@ -376,23 +376,23 @@ def test_the_verdicts_of_other_environments_stay(own_cache, monkeypatch):
     for n in range(verdicts.KEPT + 1):
         monkeypatch.setattr(verdicts, "names", lambda n=n: f"{real} {n}")
         in_a_new_process()
-        _guard.refusal("fused", form())
+        _guard.refusal("fused", problem())
     assert len(trials) == verdicts.KEPT + 1
     assert list(json.loads(own_cache.read_text())) == [f"{real} {n}" for n in range(1, verdicts.KEPT + 1)]
 
 
 def test_another_process_may_have_tried_meanwhile(own_cache, monkeypatch):
     trials = counted(monkeypatch)
-    _guard.refusal("fused", form())
+    _guard.refusal("fused", problem())
     before = own_cache.read_text()
-    _guard.refusal("fused", form(H=10, P=10))
+    _guard.refusal("fused", problem(H=10, P=10))
     other = own_cache.read_text()
     own_cache.write_text(before)  # as another process wrote it that knew of no other
     verdicts.keep("mine", "")
     assert len(trials) == 2 and set(json.loads(own_cache.read_text())[verdicts.names()]) >= {"mine"}
     own_cache.write_text(other)
     in_a_new_process()
-    _guard.refusal("fused", form(H=10, P=10))
+    _guard.refusal("fused", problem(H=10, P=10))
     assert len(trials) == 2
 
 
@@ -401,16 +401,16 @@ def test_a_broken_file_is_named_in_one_warning_and_replaced(own_cache, monkeypat
     trials = counted(monkeypatch)
     own_cache.parent.mkdir()
     own_cache.write_bytes(text if isinstance(text, bytes) else text.encode())
-    assert _guard.refusal("fused", form()) == ""
+    assert _guard.refusal("fused", problem()) == ""
     assert len(said) == 1 and f"{own_cache} has no verdicts on kernels and is ignored" in said[0]
     in_a_new_process()
-    assert _guard.refusal("fused", form()) == "" and len(trials) == len(said) == 1
+    assert _guard.refusal("fused", problem()) == "" and len(trials) == len(said) == 1
 
 
 def test_a_folder_that_cannot_be_written_is_no_error(monkeypatch, said):
     trials = counted(monkeypatch)
     monkeypatch.setattr(tuning, "cache_file", lambda: Path("/proc/mlx-lstm/engines.json"))
-    assert _guard.refusal("fused", form()) == _guard.refusal("fused", form(T=4)) == ""
+    assert _guard.refusal("fused", problem()) == _guard.refusal("fused", problem(T=4)) == ""
     assert len(trials) == 1 and not said
 
 
@@ -489,28 +489,46 @@ def test_a_trial_runs_the_kernels_of_any_call(number):
 
 def test_large_calls_have_small_trials():
     """Of sizes, indices of 64 bits, several launches of a sweep: the trial says so, and is small."""
-    trial = trial_of("fused", form(T=100000, B=512, H=128, P=128))
-    assert trial.form[:4] == (3, 65, 128, 128) and trial.wide and trial.parts and not trial.joins
-    trial = trial_of("stepwise", form(T=100000, B=512, H=1024, P=1024))
-    assert trial.form[0] == 10 and trial.wide and trial.joins and trial.form.B * trial.form.H <= 2**15
-    assert trial_of("stepwise", form(T=64, B=5, H=1000, P=1000)).form[:4] == (10, 3, 8, 8)
+    trial = trial_of("fused", problem(T=100000, B=512, H=128, P=128))
+    assert trial.problem[:4] == (3, 65, 128, 128) and trial.problem.limits == Limits(index=0, launch_steps=2)
+    trial = trial_of("stepwise", problem(T=100000, B=512, H=1024, P=1024))
+    assert trial.problem.T == 10 and trial.problem.limits == Limits(index=0, rows_left=9)
+    assert trial.problem.B * trial.problem.H <= 2**15
+    assert trial_of("stepwise", problem(T=64, B=5, H=1000, P=1000)).problem[:4] == (10, 3, 8, 8)
     packed = {"packing": Packing(64, 4, "affine"), "names": ("x", "Wh", "Wh_scales", "Wh_biases")}
-    assert trial_of("stepwise", form(T=64, B=5, H=1024, P=1024, **packed)).form[:4] == (10, 3, 64, 64)
+    assert trial_of("stepwise", problem(T=64, B=5, H=1024, P=1024, **packed)).problem[:4] == (10, 3, 64, 64)
     # Neither the numbers of a cell nor the order of the arrays make another kernel.
-    assert trial_of("fused", form(names=("x", "Wh"))) == trial_of("fused", form(names=("Wh", "x")))
+    assert trial_of("fused", problem(names=("x", "Wh"))) == trial_of("fused", problem(names=("Wh", "x")))
     cells = [LSTMCell(cell_clip=clip, forget_bias=1.0 + clip) for clip in (1.0, 2.0)]
-    assert len({trial_of("fused", form(cell=cell)) for cell in cells}) == 1
+    assert len({trial_of("fused", problem(cell=cell)) for cell in cells}) == 1
 
 
 def test_kernels_of_large_calls_run_in_small_trials():
     """Indices of 64 bits and several launches."""
     for engine in ("fused", "stepwise"):
-        trial = trial_of(engine, form(T=2**26, B=3))
+        trial = trial_of(engine, problem(T=2**26, B=3))
         with on_metal() as log:
             assert _trial.verdict(trial) == ""
         sources = [launch.source for launch in log]
         assert any("using Index = ulong" in source or "stepwise_index_64" in source for source in sources)
-        assert trial.parts == (engine == "fused") and sum("fused_forward" in launch.name for launch in log) in (0, 4)
+        launches = sum("fused_forward" in launch.name for launch in log)
+        assert (trial.problem.limits.launch_steps, launches) == ((2, 4) if engine == "fused" else (4096, 0))
+
+
+def test_launches_of_one_limit_never_serve_another():
+    """A trial with indices of 64 bits after one with 32 runs kernels of 64 bits, and the other way round, although the
+    trials share a process and its caches, and but for the limits are the same problem."""
+    for engine, word in (("fused", "using Index = ulong"), ("stepwise", "stepwise_index_64")):
+        wide = trial_of(engine, problem(T=2**26, B=3))
+        narrow = wide._replace(problem=wide.problem._replace(limits=Limits()))
+        with on_metal() as log:
+            runs = []
+            for trial in (narrow, wide, narrow):
+                assert _trial.verdict(trial) == ""
+                runs.append([launch.source for launch in log if f"{engine}_forward" in launch.name])
+                log.clear()
+        assert [all(word in source for source in run) for run in runs] == [False, True, False]
+        assert [any(word in source for source in run) for run in runs] == [False, True, False]
 
 
 def every_cell():
@@ -530,7 +548,7 @@ def test_a_trial_keeps_off_kinks(dtype):
     """Else its gradients would not be judged."""
     for cell in every_cell():
         names = ("x", "Wx", "Wh", "b", "h0") + (("c0", "peephole") if cell.op == "lstm" else ())
-        drawn = _trial_case.draw(form(T=10, B=9, cell=cell, dtype=dtype, names=names), np.random.default_rng(0))
+        drawn = _trial_case.draw(problem(T=10, B=9, cell=cell, dtype=dtype, names=names), np.random.default_rng(0))
         assert drawn.smooth, cell
 
 
@@ -539,9 +557,9 @@ def test_less_precise_products_of_mlx_are_no_fault(monkeypatch):
     real, off = _trial.results, {"ops": 1.001, "fused": 1.0015}
     monkeypatch.setattr(_trial, "results", lambda *given: {name: a * off[given[3]] for name, a in real(*given).items()})
     with on_metal():
-        assert _trial.verdict(trial_of("fused", form())) == ""
+        assert _trial.verdict(trial_of("fused", problem())) == ""
         off["fused"] = 1.003
-        assert "wrong numbers" in _trial.verdict(trial_of("fused", form()))
+        assert "wrong numbers" in _trial.verdict(trial_of("fused", problem()))
 
 
 # --- What a layer says -----------------------------------------------------------------------------------------------

@@ -11,10 +11,10 @@ from metal_emulator.findings import KernelError
 from on_metal import on_metal
 from quantized_cases import quantized_case
 
-from mlx_lstm.engines.metal import fused as engine_fused
 from mlx_lstm.engines.metal import fused_launches as kernels_fused
 from mlx_lstm.engines.metal import launch as kernels
 from mlx_lstm.engines.metal.text import shader_folder
+from mlx_lstm.engines.problem import limited
 from mlx_lstm.oracle import backward, forward
 from mlx_lstm.oracle.closeness import assert_within, bounds
 
@@ -200,7 +200,7 @@ def notice(file, engine, case, cotangents, ref, limit, weights=MappingProxyType(
     """Raises if the emulator finds something, or a result is wrong, or what lies in the padding reaches one."""
     with (
         on_metal(),
-        patch.object(engine_fused, "LAUNCH_STEPS", 3),
+        limited(launch_steps=3),
         patch.object(kernels_fused, "working_registers", lambda *_: 108),  # so that few vectors of weights are kept
         patch.object(kernels_fused, "MATRIX_BATCH", 1 if "matrix" in file else 10 if file in BOTH_FORMS else 100),
         # Where the backward sweep in matrices has one vector and a barrier more, or two.

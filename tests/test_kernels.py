@@ -28,11 +28,9 @@ from on_metal import BATCHES, can_run, on_metal, options_at, pairs
 
 from mlx_lstm.engines import METAL_ENGINES
 from mlx_lstm.engines.cells import GRUCell, LSTMCell, RNNCell
-from mlx_lstm.engines.metal import fused as engine_fused
 from mlx_lstm.engines.metal import fused_launches as kernels_fused
 from mlx_lstm.engines.metal import launch as kernels
-from mlx_lstm.engines.metal import stepwise_launches as kernels_stepwise
-from mlx_lstm.engines.problem import Problem
+from mlx_lstm.engines.problem import Problem, limited
 from mlx_lstm.oracle import ARRAYS, backward, forward
 from mlx_lstm.oracle.closeness import assert_within, bounds, keeps_off_kinks
 
@@ -188,7 +186,7 @@ def test_arrays_too_large_for_indices_of_32_bits(layer, B):
     options = {"projection": True, "peephole": True} if layer == "projection" else LAYERS[layer]
     case, cotangents = draw_away_from_kinks(3, ROUNDING_MARGIN, sizes=(3, B, 2, 5, 3), mask=(3, B, "P"), **options)
     short = check(case, "stepwise", cotangents)[0]
-    with patch.object(kernels_stepwise, "INDEX_LIMIT", 1):
+    with limited(index=1):
         long, log = check(case, "stepwise", cotangents)
     assert all("__64" in launch.name for launch in log if "stepwise" in launch.name)
     for name, value in short.items():
@@ -338,12 +336,11 @@ def test_wide_indices_change_nothing(layer, matrices):
     options = {"mask": (5, 3, "P"), "lengths": [5, 2, 0], "bidirectional": True, **LAYERS[layer]}
     case, cotangents = draw_away_from_kinks(4, sizes=(5, 3, 2, 5, 5), dtype=np.float32, **options)
     found = []
-    for limit, word in ((kernels_fused.INDEX_LIMIT, "uint"), (1, "ulong")):
+    for limit, word in ((None, "uint"), (1, "ulong")):
         with (
             on_metal() as log,
             patch.object(kernels_fused, "MATRIX_BATCH", 1 if matrices else 100),
-            patch.object(engine_fused, "LAUNCH_STEPS", 3),
-            patch.object(kernels_fused, "INDEX_LIMIT", limit),
+            limited(launch_steps=3, index=limit),
         ):
             found.append(run(case, "fused", np.float32, cotangents))
         sweeps = [launch.source for launch in log if re.search("fused_.*ward", launch.name)]
@@ -424,11 +421,11 @@ def test_wide_batches_run_in_matrices():
 @pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.parametrize("matrices", [False, True])
 def test_fused_in_several_launches(monkeypatch, layer, way, lengths, matrices):
-    monkeypatch.setattr(engine_fused, "LAUNCH_STEPS", 3)
     monkeypatch.setattr(kernels_fused, "MATRIX_BATCH", 1 if matrices else 100)
     options = {"sizes": (7, 3, 2, 5, 5), **LAYERS[layer], **way}
     options |= {"lengths": lengths, "mask": (7, 3, "P")} if lengths else {"peephole": False}
-    _, log = check(*with_engine("fused", draw_away_from_kinks(4, **options)))
+    with limited(launch_steps=3):
+        _, log = check(*with_engine("fused", draw_away_from_kinks(4, **options)))
     sweeps = Counter(
         re.search("pack|forward|backward", launch.name).group() for launch in log if "fused" in launch.name
     )
@@ -441,7 +438,7 @@ def test_h_is_rounded_to_half_at_every_step(matrices):
     case, found = draw(np.random.default_rng(6), sizes=(7, 3, 2, 5, 5), dtype=np.float16, mask=(7, 3, "P")), []
     batch = patch.object(kernels_fused, "MATRIX_BATCH", 1 if matrices else 100)
     for steps in (1, 100):
-        with on_metal(), batch, patch.object(engine_fused, "LAUNCH_STEPS", steps):
+        with on_metal(), batch, limited(launch_steps=steps):
             found.append(run(case, "fused", np.float16)[0])
     for name, value in found[0].items():
         np.testing.assert_array_equal(value, found[1][name], err_msg=name)

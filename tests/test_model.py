@@ -9,12 +9,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from cases import draw, draw_cotangents, run
-from on_metal import ENGINES, can_run, on_metal
-
-from mlx_lstm.bench.__main__ import main
-from mlx_lstm.bench.model.launches import trace
-from mlx_lstm.bench.model.machine_code import cycles_of, has_product
-from mlx_lstm.bench.model.times import (
+from machine_code.__main__ import main
+from machine_code.instructions import cycles_of, has_product
+from machine_code.launches import trace
+from machine_code.times import (
     CHIPS,
     ISSUE,
     floor_bytes,
@@ -27,10 +25,13 @@ from mlx_lstm.bench.model.times import (
     parts_of,
     total_seconds,
 )
+from on_metal import ENGINES, can_run, on_metal
+
 from mlx_lstm.bench.tasks import Size
 from mlx_lstm.engines.cells import GRUCell, LSTMCell, RNNCell
 from mlx_lstm.engines.choice import FUSED_LIMIT
-from mlx_lstm.engines.tuning import NARROW, PREDICTED, WIDE
+from mlx_lstm.engines.packing import Packing
+from mlx_lstm.engines.tuning import NARROW, OF_4, OF_8, PREDICTED, WIDE
 from mlx_lstm.oracle import forward
 
 DTYPES = {np.float32: mx.float32, np.float16: mx.float16}
@@ -137,6 +138,15 @@ def test_the_default_thresholds_are_those_of_the_model(dtype, rows, least):
     loses = last or not all(fused_wins(dtype, B, threshold + 32) for B in BATCHES[least])
     assert engine == "fused" and threshold % 32 == 0
     assert wins and loses, f"the model says {fused_until(dtype, BATCHES[least])}"
+
+
+@pytest.mark.parametrize(("bits", "rows"), [(4, OF_4), (8, OF_8)])
+def test_the_thresholds_of_quantized_weights_are_those_of_the_model(bits, rows):
+    """A forward pass of 100 steps, at the first batch size of each row; groups of 64 if they divide H, else of 32."""
+    for B, ((threshold, engine),) in rows.items():
+        packing = {H: Packing(64 if H % 64 == 0 else 32, bits, "affine") for H in (threshold, threshold + 32)}
+        wins = {H: fused_wins(mx.float32, B, H, 100, "forward", packing[H]) for H in packing if H <= 256}
+        assert engine == "fused" and wins.pop(threshold) and not any(wins.values())
 
 
 def test_the_default_table_has_every_dtype_of_the_shaders():

@@ -8,10 +8,10 @@ import ml_dtypes
 import mlx.core as mx
 import numpy as np
 import pytest
+from machine_code.times import moved_bytes, ours, packed_shapes
 from on_metal import ENGINES, on_metal
 from quantized_cases import PACKINGS, check_quantized, quantized_case
 
-from mlx_lstm.bench.model.times import moved_bytes, ours, packed_shapes
 from mlx_lstm.bench.tasks import Size
 from mlx_lstm.engines import choose
 from mlx_lstm.engines.metal import fused_launches

@@ -4,8 +4,7 @@
 `worker` runs one contender alone in a process, `rounds` lets these processes take turns, `report` prints the figures,
 `files` writes them.
 
-Nothing is measured by `--model`: in `model`, `launches` finds what a function launches, `times` says what that moves
-and takes, `table` prints it. `tune` measures for the library instead of for people.
+`tune` measures for the library instead of for people.
 """
 
 from .tasks import Contender, Size, Task, Work

@@ -10,15 +10,11 @@ from typing import NoReturn
 import mlx.core as mx
 
 from ..engines.choice import ENGINES, choose
-from ..engines.packing import WIDTHS, Packing
 from ..machine import check_files, in_all_digits, run_command
 from .cases import CASES, find_contender, is_installed
 from .files import plot, write_csv, write_records
 from .host import HOST_SIZE, host_text, measure_host
 from .host import LEGEND as HOST_LEGEND
-from .model.table import LEGEND as MODEL_LEGEND
-from .model.table import csv_records, engines_at, predict
-from .model.table import group_text as model_text
 from .progress import Progress
 from .report import LEGEND, card_text, default_device, group_text, machine_card, references
 from .rounds import Row, label, measure
@@ -33,7 +29,6 @@ MEASURING = ("case", "sizes", "passes", "contenders", "engine", "device", "dtype
 APPLY = {
     "": (*MEASURING, "checkpoint_every", "rounds", "seconds", "quick", "plot"),
     "memory": (*MEASURING, "checkpoint_every"),
-    "model": ("case", "sizes", "passes", "engine", "dtype", "quick", "csv", "bits"),
     "host": ("case", "sizes", "dtype", "csv"),
     "tune": ("case", "tune_file"),
 }
@@ -63,8 +58,6 @@ def main(arguments: list[str] | None = None) -> int:
     in_all_digits()
     if options.tune:
         return tune(options.tune_file)
-    if options.model:
-        return show_model(options)
     if options.host:
         return show_host(options)
     card = machine_card(shlex.join(["python", "-m", "mlx_lstm.bench", *arguments]), options.device)
@@ -139,8 +132,6 @@ def make_parser() -> argparse.ArgumentParser:
     add("--memory", action="store_true", help=f"no times: peak memory of a backward pass at {MEMORY_SIZE}")
     add("--csv", metavar="FILE", help="write the figures and the machine to FILE")
     add("--plot", metavar="FILE", help="draw the ratios into FILE (needs matplotlib)")
-    add("--model", action="store_true", help="no times: launches, bytes, and the times predicted for three Apple chips")
-    add("--bits", type=int, choices=WIDTHS["affine"][1], help="with --model: of our weights, in groups of 64")
     add("--host", action="store_true", help="no runs: what building the graph costs the host, ours and mlx.nn.LSTM")
     add("--tune", action="store_true", help="on a Mac: measure where which Metal engine is the faster, for later runs")
     add("--tune-file", metavar="FILE", help="where --tune writes; default: in your cache directory, where it counts")
@@ -203,7 +194,7 @@ def complete(options: argparse.Namespace) -> None:
     if missing := set(options.passes) - set(case.passes):
         raise ValueError(f"--passes: the case {options.case} has no {missing.pop()}")
     options.device = options.device or default_device()
-    if options.model or options.host or options.tune:
+    if options.host or options.tune:
         return
     for size in options.sizes:
         engines_for(size, options)
@@ -217,21 +208,6 @@ def complete(options: argparse.Namespace) -> None:
         raise ValueError(f"--plot draws ratios: add one of {', '.join(case.references)} to --contenders")
     if options.plot and importlib.util.find_spec("matplotlib") is None:
         raise ValueError("--plot needs matplotlib: pip install '.[examples]'")
-
-
-def show_model(options: argparse.Namespace) -> int:
-    """Print what is predicted for every size and pass."""
-    records, packing = [], Packing(64, options.bits, "affine") if options.bits else None
-    for size in options.sizes:
-        for which in options.passes:
-            engines = engines_at(size, options.engine)
-            lines = predict(size, options.dtype, which, engines, packing)
-            print(f"{model_text(size, options.dtype, which, lines, packing)}\n", flush=True)
-            records += csv_records(size, options.dtype, which, lines)
-    print(MODEL_LEGEND)
-    if options.csv:
-        write_records(options.csv, records)
-    return 0
 
 
 def show_host(options: argparse.Namespace) -> int:

@@ -14,6 +14,7 @@ from typing import IO, Any, NamedTuple
 
 import numpy as np
 
+from ..machine import child_environment, module_command
 from .cases import CASES, find_contender
 from .judge import Judge, Verdict
 from .progress import Progress
@@ -114,16 +115,13 @@ class Process:
     def __init__(self, task: Task):
         self.said: IO[str] = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 (see close)
         self.failed: bool = False
-        # The worker finds this package, and contenders of yours, where this process does.
-        package = str(Path(__file__).parents[2])
-        paths = [package, os.environ.get("PYTHONPATH", "")]
         self.process: subprocess.Popen[str] = subprocess.Popen(
-            [sys.executable, "-m", "mlx_lstm.bench", "--worker", json.dumps(task)],
+            module_command("mlx_lstm.bench", "--worker", json.dumps(task)),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self.said,
             text=True,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
+            env=child_environment(),
         )
         assert self.process.stdin and self.process.stdout
         self.requests: IO[str] = self.process.stdin

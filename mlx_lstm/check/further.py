@@ -2,13 +2,13 @@
 
 import json
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..compare.contenders import no_pyobjc
 from ..engines import tuning
+from ..machine import child_environment, module_command
 
 LIMIT = 3600  # seconds
 
@@ -41,9 +41,10 @@ def run(name: str, command: Command) -> tuple[str, dict[str, Any]]:
     module, *options = command.line
     with tempfile.TemporaryDirectory() as folder:
         file = command.file or Path(folder, f"{name}.json")
-        line = [sys.executable, "-m", f"mlx_lstm.{module}", *options, *([] if command.file else ["--json", str(file)])]
+        line = module_command(f"mlx_lstm.{module}", *options, *([] if command.file else ["--json", str(file)]))
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         try:
-            done = subprocess.run(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=LIMIT)
+            done = subprocess.run(line, **pipes, text=True, env=child_environment(), timeout=LIMIT)
         except subprocess.TimeoutExpired:
             return f"{name:11}no answer after {LIMIT} seconds", {"failed": True}
         failed = done.returncode not in command.answers

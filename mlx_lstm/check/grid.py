@@ -1,19 +1,18 @@
 """What is checked: problems that together need every kernel; with all options, each of them once."""
 
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, nullcontext
 from itertools import product
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import mlx.core as mx
 
 from ..bench.tasks import DTYPES
 from ..engines.cells import Cell, GRUCell, LSTMCell, RNNCell
 from ..engines.choice import choose
-from ..engines.metal import fused_launches, stepwise_launches
 from ..engines.ops.packed import judged
 from ..engines.packing import WEIGHTS, WIDTHS, Packing, Quantized
+from ..engines.problem import limited
 from .cases import EVERY_OPTION, KINK_MARGIN, ROUNDING_MARGIN, Case, at_batch, draw_away_from_kinks, to_mlx
 
 HALVES = ("float16", "bfloat16")
@@ -100,13 +99,9 @@ class Problem(NamedTuple):
             return str(error).partition("cannot run: ")[2].rstrip(".") or str(error)
         return ""
 
-    def indices(self) -> ExitStack:
-        """The context in which this runs."""
-        stack = ExitStack()
-        if self.long:
-            for module in (fused_launches, stepwise_launches):
-                stack.enter_context(patch.object(module, "INDEX_LIMIT", 1))
-        return stack
+    def indices(self) -> AbstractContextManager[object]:
+        """Return the context in which this runs: with indices of 64 bits if it is `long`."""
+        return limited(index=1) if self.long else nullcontext()
 
 
 def grid(full: bool = False) -> list[Problem]:

@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ from queue import Empty, Queue
 from threading import Thread
 from typing import IO, Any
 
+from ..machine import child_environment, module_command
 from ..recurrence import unguarded
 from .comparison import Finding, compare, prepare
 from .grid import Problem, grid
@@ -52,7 +52,8 @@ class Process:
     def __init__(self, work: Work, full: bool):
         self.errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the process)
         self.process: subprocess.Popen[str] = subprocess.Popen(
-            [sys.executable, "-m", "mlx_lstm.check", "--worker", json.dumps([full, work])],
+            module_command("mlx_lstm.check", "--worker", json.dumps([full, work])),
+            env=child_environment(),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=self.errors,

@@ -2,7 +2,6 @@
 
 import importlib.util
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +12,7 @@ import numpy as np
 
 from ..engines import choice, choose
 from ..engines.cells import Cell, GRUCell, LSTMCell, RNNCell
+from ..machine import child_environment, module_command
 from . import apple, ours, torch_layer
 from .cases import RESULTS, Arrays, Case
 from .files import load_case, save_arrays, save_case
@@ -113,9 +113,9 @@ def in_a_process(name: str, case: Case) -> Outcome:
     with tempfile.TemporaryDirectory() as folder:
         given, found = str(Path(folder, "case.npz")), str(Path(folder, "results.npz"))
         save_case(given, case)
-        command = [sys.executable, "-m", "mlx_lstm.compare", "--worker", name, given, found]
+        command = module_command("mlx_lstm.compare", "--worker", name, given, found)
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
+            done = subprocess.run(command, env=child_environment(), capture_output=True, text=True, timeout=TIMEOUT)
         except subprocess.TimeoutExpired:
             return Outcome({}, f"no answer after {TIMEOUT} seconds")
         if done.returncode != 0 or not Path(found).exists():

@@ -23,32 +23,22 @@ HALVES = (mx.float16, mx.bfloat16)
 ENGINE_MODULES = {"fused": fused, "stepwise": stepwise, "numpy": numpy, "ops": ops}
 
 
-def run(
-    problem: Problem,
-    arrays: Arrays,
-    engine: str,
-    *,
-    plain: bool,
-    batch_first: bool,
-    wants_last: bool,
-    chunks: Chunks | None = None,
-) -> dict[str, Any]:
-    """The cell's outputs by name, with our gradient unless the graph shall stay plain; gates None if not wanted. With
-    `batch_first` x and all sequences have the batch first; x [B, I] is a single step; `wants_last`: with hT and cT;
-    `chunks`: how it is cut."""
-    dtype, chunked = arrays["x"].dtype, None
+def run(problem: Problem, arrays: Arrays, engine: str) -> dict[str, Any]:
+    """Return the cell's outputs by name, with our gradient unless the graph shall stay plain; gates None if not wanted.
+    x and the sequences are [B, T, .] with `batch_first`. x [B, I] is a single step."""
+    dtype, chunked, plain, batch_first = problem.dtype, None, problem.plain, problem.batch_first
     if arrays["x"].ndim == 2 and not (plain and engine == "numpy"):
         arrays = arrays | {"x": arrays["x"][None]}
-    if chunks is not None:
-        chunked = in_chunks(chunks, problem, arrays, engine, plain, batch_first)
+    if problem.chunks is not None:
+        chunked = in_chunks(problem.chunks, problem, arrays, engine)
     if chunked is None and dtype in HALVES:
         arrays = for_engine(engine, arrays)
     if plain and engine == "numpy":  # which makes sequences of either order without an operation of MLX
-        outputs: dict[str, Any] = numpy.forward(problem, arrays, batch_first, wants_last)
+        outputs: dict[str, Any] = numpy.forward(problem, arrays, batch_first, problem.wants_last)
     else:
         if batch_first:
             arrays = arrays | {"x": mx.swapaxes(arrays["x"], 0, 1)}
-        shown = shown_of(problem, wants_last)
+        shown = shown_of(problem)
         if plain:
             outputs = (chunked or ENGINE_MODULES[engine]).forward(problem, arrays)
         else:
@@ -63,22 +53,21 @@ def run(
     return {name: output if output is None else output.astype(dtype) for name, output in outputs.items()}
 
 
-def in_chunks(
-    chunks: Chunks, problem: Problem, arrays: Arrays, engine: str, plain: bool, batch_first: bool
-) -> Chunked | None:
+def in_chunks(chunks: Chunks, problem: Problem, arrays: Arrays, engine: str) -> Chunked | None:
     """The engine, cut so; None where it would be of no use: cutting does not bound a graph without values, and without
     a gradient nothing is kept."""
-    values = [*arrays.values(), *([] if problem.lengths is None else [problem.lengths])]
-    one_at_a_time = evaluates(engine, problem.T, values)
+    plain, one_at_a_time = problem.plain, evaluates(engine, problem, list(arrays.values()))
     if (plain and engine == "numpy") or not (one_at_a_time or (chunks.recomputes and not plain)):
         return None
     module, chunks = ENGINE_MODULES[engine], chunks._replace(recomputes=chunks.recomputes or not problem.training)
-    return Chunked(chunks, engine, module, for_engine, batch_first=batch_first, evaluates=one_at_a_time)
+    return Chunked(chunks, engine, module, for_engine, batch_first=problem.batch_first, evaluates=one_at_a_time)
 
 
-def shown_of(problem: Problem, wants_last: bool) -> tuple[str, ...]:
+def shown_of(problem: Problem) -> tuple[str, ...]:
     """The outputs a caller gets."""
-    return without(problem.cell.outputs, ("hT", "cT") * (not wants_last) + ("gates",) * (not problem.return_gates))
+    return without(
+        problem.cell.outputs, ("hT", "cT") * (not problem.wants_last) + ("gates",) * (not problem.return_gates)
+    )
 
 
 @cache
@@ -92,7 +81,10 @@ def run_backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Ar
     of them."""
     dtype = arrays["x"].dtype
     arrays, saved, cotangents = (for_engine(engine, values) for values in (arrays, saved, cotangents))
-    backward, wanted = first_order(engine, problem, tuple(arrays), {}), arrays.keys() - packed_names(arrays)
+    backward, wanted = (
+        first_order(engine, problem, tuple(arrays), {}),
+        arrays.keys() - {*packed_names(arrays), "lengths"},
+    )
     gradients = backward(tuple(arrays.values()), cotangents, saved)
     return {name: gradient.astype(dtype) for name, gradient in gradients.items() if name in wanted}
 
@@ -115,7 +107,7 @@ def differentiable(
     arrays = without_gradient(problem, arrays)
     tape = Tape(problem, tuple(arrays), engine, chunked)
     # A custom function has to get every array that mx.vmap may map.
-    found = tape.function()(*arrays.values(), *([] if problem.lengths is None else [problem.lengths]))
+    found = tape.function()(*arrays.values())
     outputs = dict(zip(tape.shown, found, strict=True))
     if problem.training or tape.cut_off:
         for names in tapped(shown):
@@ -184,11 +176,6 @@ class Tape:
         self.dtypes: list[mx.Dtype] = []
         self.used: set[str] | None = set() if problem.training else None
 
-    def parts(self, values: tuple[mx.array, ...]) -> tuple[Problem, tuple[mx.array, ...]]:
-        """The problem with its lengths, which come last, and the arrays."""
-        ragged = self.problem.lengths is not None
-        return (self.problem._replace(lengths=values[-1]), values[:-1]) if ragged else (self.problem, values)
-
     def function(self) -> Callable[..., tuple[mx.array, ...]]:
         """`forward`, as MLX transforms it. Nothing here refers to it, so that it goes without the garbage collector."""
         function = custom_function(self.forward)
@@ -203,9 +190,8 @@ class Tape:
 
     def forward(self, *values: mx.array) -> tuple[mx.array, ...]:
         """The outputs MLX sees."""
-        problem, values = self.parts(values)
         module = self.chunked or ENGINE_MODULES[self.engine]
-        outputs = module.forward(problem, dict(zip(self.names, values, strict=True)))
+        outputs = module.forward(self.problem, dict(zip(self.names, values, strict=True)))
         if self.keeps:
             self.kept |= {name: outputs.get(name) for name in self.keeps}
         if self.cut_off:
@@ -221,14 +207,14 @@ class Tape:
         named = zip(self.shown, cotangents, strict=True)
         present = {name: d for name, d in named if self.used is None or name in self.used}
         self.count_all()  # in a second derivative gradients arrive past the taps too, through what was read here
-        problem, values = self.parts(primals)
         saved = dict(zip(self.shown, outputs, strict=True))
-        gradients = first_order(self.engine, problem, self.names, self.kept, self.chunked)(values, present, saved)
-        # Packed weights have none, and nobody can have asked for it.
-        given = dict(zip(self.names, values, strict=True))
-        packed = [] if problem.packing is None else packed_names(given)
-        found = [array if name in packed else gradients[name] for name, array in given.items()]
-        return *found, *map(mx.zeros_like, primals[len(values) :])
+        gradients = first_order(self.engine, self.problem, self.names, self.kept, self.chunked)(primals, present, saved)
+        arrays = dict(zip(self.names, primals, strict=True))
+        # Quantized weights have no gradient, and nobody can have asked for one.
+        gradients |= {name: arrays[name] for name in packed_names(arrays)}
+        if "lengths" in arrays:
+            gradients["lengths"] = mx.zeros_like(arrays["lengths"])
+        return tuple([gradients[name] for name in arrays])
 
     def refuse(self, primals: object, tangents: object) -> NoReturn:
         """What forward mode gets."""
@@ -237,13 +223,12 @@ class Tape:
 
     def along(self, primals: tuple[mx.array, ...], tangents: tuple[mx.array | None, ...]) -> tuple[mx.array, ...]:
         """The tangents of the outputs of `ops` where these are cut off from MLX's graph: those of its plain graph."""
-        problem, values = self.parts(primals)
 
         def outputs(*values: mx.array) -> list[mx.array]:
-            found = ops.forward(problem, for_engine("ops", dict(zip(self.names, values, strict=True))))
+            found = ops.forward(self.problem, for_engine("ops", dict(zip(self.names, values, strict=True))))
             return [found[name].astype(dtype) for name, dtype in zip(self.shown, self.dtypes, strict=True)]
 
-        return tuple(along(outputs, values, tangents[: len(values)]))
+        return tuple(along(outputs, primals, tangents))
 
     def one_by_one(self, inputs: object, axes: object) -> tuple[object, object]:
         """What `mx.vmap` gets, under which the taps are lost."""
@@ -319,11 +304,13 @@ def through_ops(problem: Problem, names: tuple[str, ...], chunked: Chunked, kept
 
     def backward(primals: tuple[mx.array, ...], cotangents: Arrays, shown: Arrays) -> Arrays:
         arrays = dequantized(problem.packing, dict(zip(names, primals, strict=True)))
+        # Lengths are no floats, so that MLX derives nothing by them.
+        lengths = {"lengths": arrays.pop("lengths")} if "lengths" in arrays else {}
 
         def parts(values: tuple[mx.array, ...]) -> tuple[Arrays, Arrays]:
             """The arrays and the cotangents."""
             rest = values[len(arrays) :]
-            return dict(zip(arrays, values, strict=False)), dict(zip(cotangents, rest, strict=True))
+            return dict(zip(arrays, values, strict=False)) | lengths, dict(zip(cotangents, rest, strict=True))
 
         def run(*values: mx.array) -> tuple[mx.array, ...]:
             given, d = parts(values)
@@ -334,7 +321,7 @@ def through_ops(problem: Problem, names: tuple[str, ...], chunked: Chunked, kept
             given, d = parts(values)
             wide = for_engine("ops", given)
             found = ops.backward(problem, wide, ops.forward(problem, wide), for_engine("ops", d))
-            return [found[name].astype(array.dtype) for name, array in given.items()]
+            return [found[name].astype(given[name].dtype) for name in arrays]
 
         function = custom_function(run)
         function.vjp(lambda values, d, _: tuple(mx.vjp(plain, list(values), list(d))[1]))

@@ -7,7 +7,7 @@ chunk again. And for sequences whose graph, projected input and products over al
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from math import isqrt
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -15,7 +15,7 @@ import numpy as np
 from .directions import half, join, join_gradients, one_direction, part
 from .ops.packed import dequantized
 from .ops.sweep import initial_states
-from .problem import Array, Arrays, Problem, masks_differ
+from .problem import Array, Arrays, Chunks, Problem, masks_differ
 from .tracing import have_values
 
 LONGEST = {"numpy": 0, "ops": 256, "stepwise": 4096, "fused": 4096}
@@ -34,30 +34,27 @@ the steps. Its products take as many at a time, so that fewer would save little.
 SEQUENCES = ("h", "c", "gates")
 
 
-class Chunks(NamedTuple):
-    """How a sequence is cut: the steps of a chunk; whether a gradient computes each chunk again, from the states that
-    chunks start from, which are then all that is kept for it."""
-
-    steps: int
-    recomputes: bool
-
-
-def chunks_of(engine: str, T: int, B: int, width: int, every: int | str | None) -> Chunks | None:
-    """How a call is cut, if at all. `width`: all gates of an item; `every`: the steps that a gradient computes again at
-    a time, if it shall."""
+def chunks_of(engine: str, problem: Problem, every: int | str | None) -> Chunks | None:
+    """How a call is cut, if at all. `every`: the steps that a gradient computes again at a time, if it shall."""
+    T, B, width = problem.T, problem.B, problem.cell.gates * problem.H
     if every is not None:
         # Next to sqrt(T) the states at the starts and a chunk are smallest together; a step of `ops` takes most.
         auto = isqrt((T - 1) // (16 if engine == "ops" else 1)) + 1
         if engine == "numpy":  # an eighth of its gates and states is less than half of what h and dx take
             auto = max(auto, min(ROWS // B, T // 8))
         return Chunks(min(auto if isinstance(every, str) else every, T), recomputes=True)
-    longest, gates = LONGEST[engine], B * width
+    longest, gates = longest_whole(engine, problem), B * width
     return Chunks(max(1, min(longest, GATES[engine] // gates)), recomputes=False) if 0 < longest < T else None
 
 
-def evaluates(engine: str, T: int, values: list[Array]) -> bool:
-    """Whether chunks of so many steps are evaluated one by one."""
-    return LONGEST[engine] < T and have_values(values)
+def longest_whole(engine: str, problem: Problem) -> int:
+    """The steps up to which an engine takes a sequence whole."""
+    return LONGEST[engine] if problem.limits.unchunked is None else problem.limits.unchunked
+
+
+def evaluates(engine: str, problem: Problem, values: list[Array]) -> bool:
+    """Whether the chunks of a problem are evaluated one by one."""
+    return longest_whole(engine, problem) < problem.T and have_values(values)
 
 
 class Chunked:
@@ -127,7 +124,13 @@ class Chunked:
             mx.eval(first)
             own = {name: numbers_of(outputs[name[0]]) for name in states_of(one)}
             own = {name: half(states, d) if problem.bidirectional else states for name, states in own.items()}
-            starts = {n: [before(one, own[n], numbers_of(first[n]), *b) for b in sorted(self.bounds(one))] for n in own}
+            starts = {
+                n: [
+                    before(one, own[n], numbers_of(first[n]), arrays.get("lengths"), *b)
+                    for b in sorted(self.bounds(one))
+                ]
+                for n in own
+            }
             found.append({f"{name[0]}_starts": of_numbers(np.stack(rows)) for name, rows in starts.items()})
         return join(found) if problem.bidirectional else found[0]
 
@@ -141,7 +144,9 @@ class Chunked:
             problem = problem._replace(training=False)
         for start, stop in self.bounds(problem):
             starts[start] = states
-            found = self.module.forward(piece(problem, start, stop), fixed | self.cut(rows, start, stop) | states)
+            found = self.module.forward(
+                problem._replace(T=stop - start), lengths_of(fixed, start, stop) | self.cut(rows, start, stop) | states
+            )
             states = {name: found[f"{name[0]}T"] for name in states}
             self.leave(rooms, d, start, stop, found, states)
             states = self.settled(states)
@@ -172,8 +177,9 @@ class Chunked:
         fixed, rows, d_rows, kept_rows = self.fixed(arrays), *map(self.by_step, (arrays, cotangents, saved))
         after = self.settled({name: cotangents[name] for name in ("hT", "cT") if name in cotangents})
         for start, stop in reversed(self.bounds(problem)):
-            now, n = piece(problem, start, stop), start // self.steps
-            given = fixed | self.cut(rows, start, stop) | {name: saved[starts][n] for name, starts in states.items()}
+            now, n = problem._replace(T=stop - start), start // self.steps
+            given = lengths_of(fixed, start, stop) | self.cut(rows, start, stop)
+            given |= {name: saved[starts][n] for name, starts in states.items()}
             if self.recomputes:
                 kept = self.module.forward(now._replace(training=True, return_gates=False), given)
             else:
@@ -296,21 +302,24 @@ def ways(problem: Problem, *values: Arrays) -> Iterator[tuple[int, Problem, list
         yield d, one_direction(problem, d), [part(arrays, d) for arrays in values]
 
 
-def before(problem: Problem, states: np.ndarray, first: np.ndarray, start: int, stop: int) -> np.ndarray:
+def before(
+    problem: Problem, states: np.ndarray, first: np.ndarray, lengths: Array | None, start: int, stop: int
+) -> np.ndarray:
     """The state [B, .] that steps start..stop start from, out of those after each step and the first one. Of an item
     that has ended by then anything will do."""
     last = stop if problem.reverse else start - 1
     if not 0 <= last < problem.T:
         return first
-    if not problem.reverse or problem.lengths is None:
+    if not problem.reverse or lengths is None:
         return states[last]
-    return np.where(np.array(problem.lengths)[:, None] > stop, states[last], first)
+    return np.where(np.array(lengths)[:, None] > stop, states[last], first)
 
 
-def piece(problem: Problem, start: int, stop: int) -> Problem:
-    """The problem of steps start..stop. An item that has ended before has 0 of them; one that goes on, all."""
-    lengths = None if problem.lengths is None else mx.clip(problem.lengths - start, 0, stop - start)
-    return problem._replace(T=stop - start, lengths=lengths)
+def lengths_of(arrays: Arrays, start: int, stop: int) -> Arrays:
+    """The arrays with the lengths of steps start..stop: 0 for an item that ended before, all for one that goes on."""
+    if "lengths" not in arrays:
+        return arrays
+    return arrays | {"lengths": mx.clip(arrays["lengths"] - start, 0, stop - start)}
 
 
 def with_steps(arrays: Arrays) -> list[str]:

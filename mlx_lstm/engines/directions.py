@@ -8,8 +8,8 @@ With D = 2 directions, the forward one first, and G gates:
     one after the other, axis 0     Wx [D G H, I]   b [D G H]   bhn [D H]
     on an axis of their own         Wh [D, G H, P]   Wp [D, P, H]   peephole [D, 4H]
 
-With one direction D is 1, and that axis of their own is absent. x [T, B, I] belongs to both. The scales and biases of a
-packed weight lie as it does.
+With one direction D is 1, and that axis of their own is absent. x [T, B, I] and lengths belong to
+both. The scales and biases of a quantized weight lie as it does.
 """
 
 from typing import Any, TypeVar
@@ -40,7 +40,7 @@ def part(arrays: dict[str, Array], d: int, projects: bool | None = None) -> dict
 
 def part_of(name: str, array: Array, d: int, projects: bool) -> Array:
     """Direction d's part of one array."""
-    if (name == "x" and projects) or (name == "mask" and is_shared(array)):
+    if name == "lengths" or (name == "x" and projects) or (name == "mask" and is_shared(array)):
         return array
     if base(name) in OWN_AXIS:
         return array[d, ...]

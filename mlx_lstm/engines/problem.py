@@ -1,15 +1,18 @@
-"""What an engine is told: a recurrence's arrays by name, and all about it that is no array.
+"""The static description of a recurrence, `Problem`, and the names and shapes of its arrays.
 
-Of one direction, with T time, B batch, I input, H hidden, P the width of h (H, or the projection's), G gates:
+With one direction, T time, B batch, I input, H hidden, P the width of h (H, or the projection's), G gates:
 
     x [T, B, I], or [T, B, G H] without Wx   Wx [G H, I]   Wh [G H, P]   b [G H]   bhn [H]   peephole [4H]   Wp [P, H]
-    h0 [B, P]   c0 [B, H]   mask, which broadcasts to [T, B, P]   keep [T, B, 1]
+    h0 [B, P]   c0 [B, H]   mask, broadcastable to [T, B, P]   keep [T, B, 1]   lengths [B] int32
     results: h [T, B, P]   c [T, B, H]   gates [T, B, G H]   hT [B, P]   cT [B, H]; a gradient has its array's shape
 
-Wx, Wh and Wp may be packed: then they are what `packing.Quantized` calls packed, and `Wh_scales`, `Wh_biases` beside
-them. An array that the caller does not have is missing. How two directions share these arrays: `directions`.
+Wx, Wh and Wp may be quantized: the array then holds `Quantized.packed`, and `Wh_scales`, `Wh_biases` stand beside it.
+An array that the caller does not pass is missing from the dict. `directions` says how two directions share arrays.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -23,31 +26,100 @@ Arrays = dict[str, Array]
 
 
 class Cut(NamedTuple):
-    """How `fused` cuts a problem, as measured: the batch rows of a threadgroup, 8 in matrices; how many registers of a
-    thread it keeps no weights in, besides those it needs."""
+    """A measured choice for `fused`: the batch rows of a threadgroup (8: multiply in matrices), and how many registers
+    of a thread stay free of weights, besides those it needs."""
 
     rows: int
     spare: int = 0
 
 
+class Chunks(NamedTuple):
+    """How a sequence is divided in time: the steps of a chunk, and whether the gradient recomputes each chunk from the
+    saved state at its start. If it does, only these states are saved."""
+
+    steps: int
+    recomputes: bool
+
+
+class Limits(NamedTuple):
+    """Sizes from which on an engine launches other kernels. A trial lowers them, so that a small call runs the kernels
+    of a large one.
+
+    index: an array of so many elements is indexed with 64 bits instead of 32.
+    launch_steps: steps of one launch of `fused` at most. macOS ends a launch that keeps the GPU from the display for
+        too long. At the predicted 1 to 10 microseconds a step up to H = 128 this is 4 to 40 ms; not measured.
+    rows_left: arrays of rows that a sweep of `stepwise` may leave for its last launch; Metal binds up to 31 to one.
+    unchunked: steps up to which a sequence is not divided into chunks; None: the limit of each engine.
+    """
+
+    index: int = 2**31
+    launch_steps: int = 4096
+    rows_left: int = 20
+    unchunked: int | None = None
+
+
+LIMITS = Limits()
+limits_in_effect: ContextVar[Limits] = ContextVar("limits_in_effect", default=LIMITS)
+"""The limits that new calls take. Only checks and tests change them, by `limited`."""
+
+
+@contextmanager
+def limited(
+    index: int | None = None,
+    launch_steps: int | None = None,
+    rows_left: int | None = None,
+    unchunked: int | None = None,
+) -> Iterator[None]:
+    """Give the calls inside other limits. None leaves one as it is. Every cache has the limits in its key."""
+    changes = {"index": index, "launch_steps": launch_steps, "rows_left": rows_left, "unchunked": unchunked}
+    limits = limits_in_effect.get()._replace(**{name: size for name, size in changes.items() if size is not None})
+    token = limits_in_effect.set(limits)
+    try:
+        yield
+    finally:
+        limits_in_effect.reset(token)
+
+
 class Problem(NamedTuple):
-    """Sizes T, B, H, P (the width of h: H, or the projection's) of one direction, cell, direction, lengths ([B] int32
-    or None); whether the caller wants the gates, which an engine else keeps to itself; whether to keep them for a
-    gradient; whether both directions run, whose arrays `directions` lays out; how `fused` shall cut it, else by its own
-    rules; how the weights are packed that are."""
+    """One recurrence without its arrays: static and hashable, everything that selects kernels and launches.
+
+    T, B, H, P: the sizes of one direction.
+    cell: the cell and its options.
+    dtype: the dtype of the arrays.
+    names: the names of the arrays.
+    masks_differ: whether each step has a mask of its own.
+    reverse, bidirectional: the direction, or whether both run.
+    batch_first: whether x and the sequences are [B, T, .].
+    training: whether forward saves what a gradient needs.
+    plain: whether the graph stays without our gradient, since nobody can ask for one.
+    return_gates, wants_last: whether the caller wants `gates`, and `hT`, `cT`.
+    cotangents: the outputs that have a cotangent, for a gradient op; None for a forward op.
+    cut: a measured cut of `fused`; None: its own rules.
+    chunks: how the sequence is divided; None: it is not.
+    packing: how the quantized weights are packed; None: no weight is quantized.
+    limits: sizes from which on other kernels run.
+    """
 
     T: int
     B: int
     H: int
     P: int
     cell: Cell
+    dtype: mx.Dtype = mx.float32
+    names: tuple[str, ...] = ()
+    masks_differ: bool = False
     reverse: bool = False
-    lengths: mx.array | None = None
-    return_gates: bool = False
-    training: bool = True
     bidirectional: bool = False
+    batch_first: bool = False
+    training: bool = True
+    plain: bool = False
+    return_gates: bool = False
+    wants_last: bool = True
+    cotangents: tuple[str, ...] | None = None
     cut: Cut | None = None
+    chunks: Chunks | None = None
     packing: Packing | None = None
+    limits: Limits = LIMITS
 
     @property
     def directions(self) -> int:
@@ -55,12 +127,8 @@ class Problem(NamedTuple):
         return 2 if self.bidirectional else 1
 
     def steps(self) -> range:
-        """The time indices in the order they are processed, of one direction."""
+        """The time indices of one direction, in the order they are processed."""
         return range(self.T - 1, -1, -1) if self.reverse else range(self.T)
-
-    def live(self, t: int) -> mx.array | None:
-        """[B, 1]: which items have not ended at step t. None without lengths."""
-        return None if self.lengths is None else (self.lengths > t)[:, None]
 
 
 def masks_differ(arrays: Arrays) -> bool:

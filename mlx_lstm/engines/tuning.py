@@ -77,9 +77,9 @@ class Table(NamedTuple):
 WIDE = {1: ((128, "fused"),), 17: ((128, "fused"),), 65: ((160, "fused"),)}
 NARROW = {1: ((192, "fused"),), 17: ((192, "fused"),), 65: ((224, "fused"),)}
 PREDICTED = Table("predicted", {"float32": WIDE, "float16": NARROW, "bfloat16": NARROW})
-"""The largest multiple of 32 up to which two of the three chips of `bench.model` are predicted to need no more time for
-forward and backward in `fused` than in `stepwise`, at every B of the row, and up to which no kernel of `fused` spills.
-The rows begin where it takes more items to a threadgroup. `bench.model.times.fused_until` finds it. Not measured."""
+"""The largest multiple of 32 up to which `fused` is predicted to need no more time than `stepwise` for forward and
+backward, on two of three chips and at every B of the row, and up to which no kernel of `fused` spills. A new row begins
+where `fused` takes more items to a threadgroup. From `fused_until` in tests/machine_code/times.py. Not measured."""
 
 OF_4, OF_8 = {1: ((192, "fused"),), 2: ((256, "fused"),)}, {1: ((160, "fused"),), 2: ((192, "fused"),)}
 PACKED = Table("predicted", {"weights of 4 bits": OF_4, "weights of 8 bits": OF_8})

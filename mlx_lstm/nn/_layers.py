@@ -379,8 +379,9 @@ def run(
     steps = {name: array.reshape(-1, L) for name, array in steps.items()}
     options = {"engine": layer.engine, "checkpoint_every": layer.checkpoint_every, "hold": steps.pop("hold", None)}
     call = Call(cell, batch_first=not step, one_step=step, **options)
-    out = call.forward(in_dtype(given, dtype) | steps, return_gates=False, training=layer.training, wants_last=step)
-    note_engine(layer)
+    arrays = in_dtype(given, dtype) | steps
+    out, choice = call.forward(arrays, return_gates=False, training=layer.training, wants_last=step)
+    note_engine(layer, choice)
     found = [out[name] for name, _ in zip(("hT", "cT") if step else "hc", states, strict=False)]
     return tuple(found if len(batch) == 1 else [small(methodcaller("reshape", shape), array) for array in found])
 

@@ -135,14 +135,18 @@ def stack(
     for n, each in enumerate(found):
         arrays = each.arrays | {"x": x} | {f"{name}0": array[n] for name, array in rows.items()}
         arrays = in_dtype(arrays, dtype)
-        options = {"reverse": not layers, "bidirectional": ways == 2, "lengths": lengths, "hold": hold, "checked": True}
-        options |= {"checkpoint_every": each.every if every is None else every}
+        options = {"reverse": not layers, "bidirectional": ways == 2, "hold": hold}
+        options |= {
+            "lengths": lengths,
+            "lengths_checked": True,
+            "checkpoint_every": each.every if every is None else every,
+        }
         call = Call(each.cell, **options, engine=each.engine, batch_first=True)
-        out = call.forward(arrays | steps, return_gates=False, training=each.training)
+        out, choice = call.forward(arrays | steps, return_gates=False, training=each.training)
         outputs.append({name: out[f"{name}T"] for name in names})
         for layer in (way[n] for way in (layers, reverse) if way):
             if isinstance(layer, (LSTM, GRU, RNN)):
-                note_engine(layer)
+                note_engine(layer, choice)
         x = out["h"]
     join = partial(join_states, ways, (-1, *batch, H))
     last = {name: small(join, *(last[name] for last in outputs)) for name in names}

@@ -1,161 +1,146 @@
-"""What selects the kernels of a call, and the smallest call that runs the same ones."""
+"""The trial that stands for a call: the smallest problem that runs the same kernels."""
 
 import json
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from ..engines import cells
 from ..engines.cells import Cell, LSTMCell
-from ..engines.chunks import Chunks
-from ..engines.metal import fused, stepwise
+from ..engines.metal import fused
 from ..engines.metal.fused_launches import SWEEPS, index_of, tiling_of
 from ..engines.metal.stepwise_launches import index_bits, stepwise_rows, tile_of
 from ..engines.packing import Packing, is_packed
-from ..engines.problem import Cut, Problem
+from ..engines.problem import Chunks, Cut, Limits, Problem
 
 STEPS = 3
 JOINING_STEPS, JOINING_LEFT = 10, 9
-"""Of a trial with joins: its steps, and how many rows may be left, so that one launch joins as many as it can."""
+"""For a trial with joins: its steps, and how many rows may be left, so that one launch joins as many as it can."""
 
 SMALL = 8
 """Arrays of fewer elements lie in another address space of Metal, which makes another kernel."""
 
 BATCHES = (1, 3, 9, 17, 31, 33, 65, 128, 256, 512, 1024)
-"""Those of trials: one from every range in which the kernels stay the same, mostly one more than its edge."""
+"""Batch sizes of trials: one from every range in which the kernels stay the same, mostly one more than its edge."""
 
-
-class Form(NamedTuple):
-    """A call, but for the numbers in its arrays. `names`: of the arrays it has; `masks`: whether each step has a mask
-    of its own; `plain`: whether it has no gradient; `cut`: how `fused` shall cut it; `cotangents`: of a gradient op,
-    the outputs that have one; `chunks`: how its steps are cut; `packing`: how the
-    weights are packed that are."""
-
-    T: int
-    B: int
-    H: int
-    P: int
-    cell: Cell
-    dtype: mx.Dtype
-    names: tuple[str, ...]
-    masks: bool
-    lengths: bool
-    reverse: bool
-    bidirectional: bool
-    batch_first: bool
-    training: bool
-    plain: bool
-    cut: Cut | None
-    return_gates: bool
-    wants_last: bool
-    cotangents: tuple[str, ...] | None
-    chunks: Chunks | None = None
-    packing: Packing | None = None
-
-    def problem(self, lengths: mx.array | None = None) -> Problem:
-        """What the engine is told."""
-        how = (self.reverse, lengths, self.return_gates, self.training, self.bidirectional, self.cut, self.packing)
-        return Problem(self.T, self.B, self.H, self.P, self.cell, *how)
-
-    @property
-    def word(self) -> str:
-        """The name of the dtype."""
-        return str(self.dtype).removeprefix("mlx.core.")
+CELLS = {"lstm": cells.LSTMCell, "gru": cells.GRUCell, "rnn": cells.RNNCell}
 
 
 class Trial(NamedTuple):
-    """A call to be tried, the smallest that runs the kernels of another one on this engine. Sizes alone would not
-    select some of them: `wide` says that the indices have 64 bits, `parts` that a sweep is several launches of `fused`,
-    `joins` that launches of `stepwise` join rows."""
+    """An engine and the problem to try it on. Its limits are lowered where the call's sizes exceed them, so that this
+    small problem runs the kernels of the large one."""
 
     engine: str
-    form: Form
-    wide: bool
-    parts: bool
-    joins: bool
+    problem: Problem
 
     def text(self) -> str:
-        """All of it in one line."""
-        form = self.form._asdict() | {"dtype": self.form.word, "cell": [self.form.cell.op, *self.form.cell]}
-        return json.dumps(self._asdict() | {"form": form})
+        """Return the trial as one line of JSON."""
+        problem = self.problem
+        fields = problem._asdict() | {"dtype": dtype_word(problem), "cell": [problem.cell.op, *problem.cell]}
+        return json.dumps({"engine": self.engine, "problem": fields})
 
 
-def trial_of(engine: str, form: Form) -> Trial:
-    """The trial that stands for a call. Of chunks it has two, each the smallest that runs the same kernels."""
-    if form.chunks is not None:
-        one = trial_of(engine, form._replace(T=form.chunks.steps, chunks=None))
-        T = one.form.T
-        return one._replace(form=one.form._replace(T=2 * T, chunks=form.chunks._replace(steps=T)))
-    problem = form.problem()
+def trial_from(text: str) -> Trial:
+    """Return the trial of a `text`."""
+    content = json.loads(text)
+    fields = content["problem"]
+    op, *options = fields["cell"]
+    fields["cell"] = CELLS[op](*(tuple(option) if isinstance(option, list) else option for option in options))
+    fields["dtype"] = getattr(mx, fields["dtype"])
+    makers: dict[str, Any] = {"names": tuple, "cotangents": tuple, "limits": Limits._make, "cut": Cut._make}
+    makers |= {"chunks": Chunks._make, "packing": Packing._make}
+    fields |= {name: make(fields[name]) for name, make in makers.items() if fields[name] is not None}
+    return Trial(content["engine"], Problem(**fields))
+
+
+def dtype_word(problem: Problem) -> str:
+    """Return the dtype's name."""
+    return str(problem.dtype).removeprefix("mlx.core.")
+
+
+def trial_of(engine: str, problem: Problem) -> Trial:
+    """Return the trial that stands for a call."""
+    if problem.chunks is not None:
+        # Two chunks, each the smallest that runs the same kernels. A chunk that is not recomputed is evaluated, which
+        # the engine does above `unchunked` steps.
+        one = trial_of(engine, problem._replace(T=problem.chunks.steps, chunks=None)).problem
+        limits = one.limits if problem.chunks.recomputes else one.limits._replace(unchunked=0)
+        return Trial(engine, one._replace(T=2 * one.T, chunks=problem.chunks._replace(steps=one.T), limits=limits))
+    joins, limits = False, problem.limits
     if engine == "fused":
-        wide, joins = index_of(problem) == mx.uint64, False
-        parts = len(fused.launches(problem, form.masks)) > 1
-        sizes = smallest_fused(form)
+        wide = index_of(problem) == mx.uint64
+        if len(fused.launches(problem, problem.masks_differ)) > 1:
+            limits = limits._replace(launch_steps=2)
+        B, H, P = smallest_fused(problem)
     else:
-        form, wide, parts = form._replace(cut=None), index_bits(problem) == 64, False
-        left = stepwise.LEFT // 2 if "Wp" in form.names else stepwise.LEFT
-        joins = left < form.T
-        sizes = smallest_stepwise(form)
-    small = form.B * min(form.H, form.P) < SMALL
-    T = JOINING_STEPS if joins else min(form.T, SMALL) if small else STEPS
-    B, H, P = sizes
-    if "keep" in form.names:
-        T = as_small(form.T * form.B * problem.directions, B * problem.directions, T)
-    names = tuple(sorted(form.names))
-    tried = form._replace(T=T, B=B, H=H, P=P, cell=without_numbers(form.cell), names=names)
-    return Trial(engine, tried, wide, parts, joins)
+        problem = problem._replace(cut=None)
+        wide, left = index_bits(problem) == 64, limits.rows_left // 2 if "Wp" in problem.names else limits.rows_left
+        if joins := left < problem.T:
+            limits = limits._replace(rows_left=JOINING_LEFT)
+        B, H, P = smallest_stepwise(problem)
+    if wide:
+        limits = limits._replace(index=0)
+    small = problem.B * min(problem.H, problem.P) < SMALL
+    T = JOINING_STEPS if joins else min(problem.T, SMALL) if small else STEPS
+    if "keep" in problem.names:
+        T = as_small(problem.T * problem.B * problem.directions, B * problem.directions, T)
+    cell, names = without_numbers(problem.cell), tuple(sorted(problem.names))
+    return Trial(engine, problem._replace(T=T, B=B, H=H, P=P, cell=cell, names=names, limits=limits))
 
 
 def as_small(size: int, each: int, steps: int) -> int:
-    """So many steps, or such that an array of `each` numbers a step lies where one of this size does."""
+    """Return this number of steps, or one with which an array of `each` numbers a step lies in the address space of an
+    array of this size."""
     if (size < SMALL) == (steps * each < SMALL):
         return steps
     return max(1, (SMALL - 1) // each) if size < SMALL else SMALL
 
 
 def without_numbers(cell: Cell) -> Cell:
-    """The cell with numbers of ours for those that kernels are told when they run."""
+    """Return the cell with fixed numbers in place of those that kernels are told at run time."""
     if not isinstance(cell, LSTMCell):
         return cell
     clip, bias = (0.5 if cell.cell_clip is not None else None), (-0.25 if cell.forget_bias else 0.0)
     return cell._replace(cell_clip=clip, forget_bias=bias)
 
 
-def smallest_fused(form: Form) -> tuple[int, int, int]:
-    """B, H, P: the smallest batch that is cut in the same way."""
-    problem = fused.bare_of(form.problem(), form.names, form.dtype)
-    extra = {"extra"} if {"peephole", "bhn"} & set(form.names) else set()
-    given = extra | ({"mask", "keep"} & set(form.names)) | ({"lengths"} if form.lengths else set())
-    if "keep" in given:  # which a plain cell's kernels have in the mask alone
-        given = given - ({"keep"} if form.cell.op == "rnn" else set()) | {"mask"}
+def smallest_fused(problem: Problem) -> tuple[int, int, int]:
+    """Return B, H, P with the smallest batch that is cut in the same way."""
+    names, bare = set(problem.names), fused.bare_of(problem, problem.names, problem.dtype)
+    inputs = {"extra"} if {"peephole", "bhn"} & names else set()
+    inputs |= {"mask", "keep", "lengths"} & names
+    if "keep" in inputs:  # a plain cell's kernels have it in the mask alone
+        inputs = inputs - ({"keep"} if problem.cell.op == "rnn" else set()) | {"mask"}
 
     def tilings(B: int) -> list[object]:
-        return [tiling_of(sweep, problem._replace(B=B), form.dtype, given) for sweep in SWEEPS]
+        return [tiling_of(sweep, bare._replace(B=B), problem.dtype, inputs) for sweep in SWEEPS]
 
-    wanted = tilings(form.B)
-    return next((B for B in batches(form) if B > 1 and tilings(B) == wanted), form.B), form.H, form.P
+    wanted = tilings(problem.B)
+    B = next((B for B in batches(problem) if B > 1 and tilings(B) == wanted), problem.B)
+    return B, problem.H, problem.P
 
 
-def smallest_stepwise(form: Form) -> tuple[int, int, int]:
-    """B, H, P of the fewest elements whose products are cut in the same way."""
-    problem = form.problem()
+def smallest_stepwise(problem: Problem) -> tuple[int, int, int]:
+    """Return B, H, P with the fewest elements whose products are cut in the same way."""
 
     def smallest(B: int, width: int, weight: str) -> int | None:
-        """The width of the same remainder whose product has the same tile; of packed rows, whole groups."""
-        group = form.packing.group_size if form.packing and is_packed(weight, form.names) else 1
+        """Return the smallest width of the same remainder whose product has the same tile; of quantized rows, whole
+        groups."""
+        group = problem.packing.group_size if problem.packing and is_packed(weight, problem.names) else 1
         wanted, least = tile_of(problem, width), width % 32 + (32 if width % 32 < SMALL else 0)
         widths = [width] if width < 32 else [*(w for w in range(least, width, 32) if w % group == 0), width]
         return next((w for w in widths if tile_of(problem._replace(B=B), w) == wanted), None)
 
-    same = [B for B in batches(form) if stepwise_rows(B) == stepwise_rows(form.B)]
-    of_h = "Wp" if "Wp" in form.names else "Wh"  # whose rows are H long
-    found = [(B, smallest(B, form.H, of_h), smallest(B, form.P, "Wh")) for B in same]
-    fitting = [(B, H, P) for B, H, P in found if H is not None and P is not None]
-    own = form.B, form.H, form.P
+    same = [B for B in batches(problem) if stepwise_rows(B) == stepwise_rows(problem.B)]
+    of_h = "Wp" if "Wp" in problem.names else "Wh"  # the weight whose rows are H long
+    sizes = [(B, smallest(B, problem.H, of_h), smallest(B, problem.P, "Wh")) for B in same]
+    fitting = [(B, H, P) for B, H, P in sizes if H is not None and P is not None]
+    own = problem.B, problem.H, problem.P
     return min(fitting, key=lambda sizes: sizes[0] * (sizes[1] + sizes[2]), default=own)
 
 
-def batches(form: Form) -> list[int]:
-    """Those that a trial may have: only the call's own where that makes small arrays."""
-    if form.B < SMALL and min(form.H, form.P) < SMALL:
-        return [form.B]
-    return [B for B in BATCHES if not form.lengths or (B < SMALL) == (form.B < SMALL)]
+def batches(problem: Problem) -> list[int]:
+    """Return the batch sizes that a trial may have: only the call's own where that makes small arrays."""
+    if problem.B < SMALL and min(problem.H, problem.P) < SMALL:
+        return [problem.B]
+    return [B for B in BATCHES if "lengths" not in problem.names or (B < SMALL) == (problem.B < SMALL)]

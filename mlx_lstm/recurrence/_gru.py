@@ -93,7 +93,8 @@ def gru(
     cell = check_gru(gate_order, activations, reset, flip_z, bhn is not None)
     options = {"reverse": reverse, "bidirectional": bidirectional, "lengths": lengths, "hold": hold}
     call = Call(cell, **options, engine=engine, stream=stream, checkpoint_every=checkpoint_every)
-    return GRUOutput(**call.forward(arrays, return_gates=return_gates, training=training))
+    outputs, _ = call.forward(arrays, return_gates=return_gates, training=training)
+    return GRUOutput(**outputs)
 
 
 def gru_gradients(

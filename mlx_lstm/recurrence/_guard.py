@@ -5,7 +5,6 @@ is refused: the next one takes over, with a warning; who forced it gets the reas
 """
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -20,7 +19,9 @@ import mlx.core as mx
 
 from ..checks import forget_warnings, warn_once
 from ..engines import METAL_ENGINES, Choice, tuning, verdicts
-from ._form import Form, Trial, trial_of
+from ..engines.problem import Problem
+from ..machine import child_command, child_environment
+from ._form import Trial, trial_of
 
 SECONDS = 60
 """After which a trial hangs. It takes about one, of which Apple's compiler has its part: not measured."""
@@ -33,13 +34,13 @@ _lock = Lock()
 _unguarded: list[bool] = []
 
 
-def guarded(found: Choice, form: Form, best: Callable[..., Choice]) -> Choice:
+def guarded(found: Choice, problem: Problem, best: Callable[..., Choice]) -> Choice:
     """The choice of an engine, once its kernels are found right; else the one that takes over. `best`: the
     choice, but for engines that are `refused`. ValueError if a forced one is."""
     refused: dict[str, str] = {}
     if _unguarded:
         return found
-    while found.engine in METAL_ENGINES and (reason := refusal(found.engine, form)):
+    while found.engine in METAL_ENGINES and (reason := refusal(found.engine, problem)):
         refused[found.engine] = reason
         before, found = found, best(refused=refused)
         tell(before.engine, found.engine, reason)
@@ -64,12 +65,12 @@ def is_real() -> bool:
 
 
 @lru_cache(4096)
-def refusal(engine: str, form: Form) -> str:
+def refusal(engine: str, problem: Problem) -> str:
     """Why an engine's kernels for a call are refused on this machine, or nothing. A trial is made where nobody knows,
     once, however many threads ask."""
     if not is_real():
         return ""
-    trial = trial_of(engine, form)
+    trial = trial_of(engine, problem)
     text = trial.text()
     with _lock:
         lock = _locks[text]
@@ -102,7 +103,7 @@ def command() -> list[str] | None:
     """What runs a trial; None where there is no interpreter, as in a frozen application."""
     if getattr(sys, "frozen", False) or "python" not in Path(sys.executable or "").name.lower():
         return None
-    return [sys.executable, "-c", "from mlx_lstm.recurrence._trial import main; main()"]
+    return child_command("from mlx_lstm.recurrence._trial import main; main()")
 
 
 def try_out(trial: Trial) -> str:
@@ -121,10 +122,9 @@ def in_a_process(words: list[str], trial: Trial) -> str | None:
     """The verdict of another process; None if it did not come so far as to begin, or was ended from outside."""
     from ._trial import ANSWER, STARTED
 
-    paths = os.pathsep.join(str(path) or os.getcwd() for path in sys.path)
-    where, pipe = os.environ | {"PYTHONPATH": paths}, subprocess.PIPE
+    pipe = subprocess.PIPE
     try:
-        process = subprocess.Popen(words, text=True, env=where, stdin=pipe, stdout=pipe, stderr=pipe)
+        process = subprocess.Popen(words, text=True, env=child_environment(), stdin=pipe, stdout=pipe, stderr=pipe)
     except OSError:
         return None
     hangs = False

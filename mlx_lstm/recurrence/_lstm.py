@@ -142,7 +142,8 @@ def lstm(
     cell = check_lstm(gate_order, activations, output_peephole, cell_clip, forget_bias)
     options = {"reverse": reverse, "bidirectional": bidirectional, "lengths": lengths, "hold": hold}
     call = Call(cell, **options, engine=engine, stream=stream, checkpoint_every=checkpoint_every)
-    return LSTMOutput(**call.forward(arrays, return_gates=return_gates, training=training))
+    outputs, _ = call.forward(arrays, return_gates=return_gates, training=training)
+    return LSTMOutput(**outputs)
 
 
 def lstm_gradients(

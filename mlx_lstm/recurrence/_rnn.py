@@ -69,7 +69,8 @@ def rnn(
     cell = check_rnn(activation)
     options = {"reverse": reverse, "bidirectional": bidirectional, "lengths": lengths, "hold": hold}
     call = Call(cell, **options, engine=engine, stream=stream, checkpoint_every=checkpoint_every)
-    return RNNOutput(**call.forward(arrays, return_gates=return_gates, training=training))
+    outputs, _ = call.forward(arrays, return_gates=return_gates, training=training)
+    return RNNOutput(**outputs)
 
 
 def rnn_gradients(

@@ -5,65 +5,43 @@ It runs in a process of its own, as a GPU's error may end the process, or never 
 
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from ..engines import cells, chunks
 from ..engines.autodiff import run, shown_of
-from ..engines.metal import fused, fused_launches, stepwise, stepwise_launches
-from ..engines.packing import Packing, packed_names
-from ..engines.problem import Cut
+from ..engines.packing import packed_names
+from ..engines.problem import Problem
 from ..oracle import evaluate
 from ..oracle.arithmetic import Arithmetic, Array, Tensors
 from ..oracle.closeness import TRIALS, exact_and_bounds, float_of, largest
-from ._form import JOINING_LEFT, Form, Trial
+from ._form import Trial, dtype_word, trial_from
 from ._trial_case import Drawn, draw, float64, rounded
 
 STARTED, ANSWER = "trial started", "trial says "
 """What the process prints: where the trial begins, and how its verdict does."""
 
-CELLS = {"lstm": cells.LSTMCell, "gru": cells.GRUCell, "rnn": cells.RNNCell}
-
 
 def main() -> None:
     """Run the trial that the standard input describes and print the verdict."""
-    trial = read(sys.stdin.read())
+    trial = trial_from(sys.stdin.read())
     print(STARTED, flush=True)
     print(ANSWER + json.dumps(verdict(trial)), flush=True)
 
 
-def read(text: str) -> Trial:
-    """A trial out of its `text`."""
-    given = json.loads(text)
-    form = given["form"]
-    op, *options = form["cell"]
-    form["cell"] = CELLS[op](*(tuple(option) if isinstance(option, list) else option for option in options))
-    form |= {"dtype": getattr(mx, form["dtype"]), "names": tuple(form["names"])}
-    of_tuples = {"cut": Cut._make, "cotangents": tuple, "chunks": chunks.Chunks._make, "packing": Packing._make}
-    for name, make in of_tuples.items():
-        if form[name] is not None:
-            form[name] = make(form[name])
-    return Trial(**given | {"form": Form(**form)})
-
-
 def verdict(trial: Trial) -> str:
     """Why the kernels are refused, or nothing."""
-    form, rng = trial.form, np.random.default_rng(0)
-    drawn = draw(form, rng)
+    problem, rng = trial.problem, np.random.default_rng(0)
+    drawn = draw(problem, rng)
     outputs, _ = evaluate(drawn.case, None, Arithmetic(np.float64))
-    cotangents = {name: rounded(rng.normal(size=value.shape), form.dtype) for name, value in outputs.items()}
+    cotangents = {name: rounded(rng.normal(size=value.shape), problem.dtype) for name, value in outputs.items()}
     bounds: dict[str, float] = {}
     try:
-        with settings(trial):
-            for names in sets_of_cotangents(form):
-                given = {name: cotangents[name] for name in names}
-                got = results(form, drawn, given, trial.engine)
-                if reason := wrong(form, drawn, given, got, bounds):
-                    return f"its trial on this machine gave wrong numbers: {reason}"
+        for names in sets_of_cotangents(problem):
+            wanted = {name: cotangents[name] for name in names}
+            got = results(problem, drawn, wanted, trial.engine)
+            if reason := wrong(problem, drawn, wanted, got, bounds):
+                return f"its trial on this machine gave wrong numbers: {reason}"
     # Whatever a compiler or a driver raises, the engine is not for this machine.
     except Exception as error:
         return f"its trial on this machine failed: {first_lines(error)}"
@@ -77,76 +55,49 @@ def first_lines(error: Exception) -> str:
     return " ".join([f"{type(error).__name__}:", lines[0], *compilers])
 
 
-def sets_of_cotangents(form: Form) -> list[tuple[str, ...]]:
+def sets_of_cotangents(problem: Problem) -> list[tuple[str, ...]]:
     """The outputs that have a gradient: in a loss of all outputs, and in one of h alone, as most are. A kernel whose
     inputs are others, with some of these, is not tried."""
-    shown = shown_of(form.problem(), form.wants_last)
-    if form.cotangents is not None:
-        return [form.cotangents or shown]
-    return [shown, ("h",)] if form.training and not form.plain else [shown]
+    shown = shown_of(problem)
+    if problem.cotangents is not None:
+        return [problem.cotangents or shown]
+    return [shown, ("h",)] if problem.training and not problem.plain else [shown]
 
 
-@contextmanager
-def settings(trial: Trial) -> Iterator[None]:
-    """Makes a small call choose the kernels of a large one. Where the trial shares its process, another thread's call
-    may meanwhile get these too, which are as right."""
-    changes: list[tuple[Any, str, Any]] = []
-    if trial.wide:
-        changes += [(fused_launches, "INDEX_LIMIT", 0), (stepwise_launches, "INDEX_LIMIT", 0)]
-    if trial.parts:
-        changes += [(fused, "LAUNCH_STEPS", 2)]
-    if trial.joins:
-        changes += [(stepwise, "LEFT", JOINING_LEFT)]
-    if trial.form.chunks and not trial.form.chunks.recomputes:
-        changes += [(chunks, "LONGEST", dict.fromkeys(chunks.LONGEST, 0))]
-    before = [getattr(module, name) for module, name, _ in changes]
-    for module, name, value in changes:
-        setattr(module, name, value)
-    try:
-        yield
-    finally:
-        for (module, name, _), value in zip(changes, before, strict=True):
-            setattr(module, name, value)
-
-
-def results(form: Form, drawn: Drawn, cotangents: Tensors, engine: str) -> Tensors:
+def results(problem: Problem, drawn: Drawn, cotangents: Tensors, engine: str) -> Tensors:
     """The outputs that have a cotangent and, of a form with a gradient, the gradients, as d and the array's name."""
     packed = {name: drawn.arrays[name] for name in packed_names(drawn.arrays)}  # which have no gradient
     arrays = {name: array for name, array in drawn.arrays.items() if name not in packed}
-    lengths = mx.array(drawn.case["lengths"], mx.int32) if form.lengths else None
-    # The forward pass of a gradient op may keep what its caller brings along.
-    problem = form.problem(lengths)
-    sequences = ("h", "c", "gates") if form.batch_first else ()
+    lengths = {"lengths": mx.array(drawn.case["lengths"], mx.int32)} if "lengths" in problem.names else {}
+    sequences = ("h", "c", "gates") if problem.batch_first else ()
 
     def swapped(array: mx.array) -> mx.array:
         return mx.swapaxes(array, 0, 1)
 
     def outputs_of(*values: mx.array) -> list[mx.array]:
-        given = dict(zip(arrays, values, strict=True)) | packed
-        how = {"plain": form.plain, "batch_first": form.batch_first, "wants_last": form.wants_last}
-        found = run(problem, given, engine, chunks=form.chunks, **how)
-        return [found[name] for name in cotangents]
+        outputs = run(problem, dict(zip(arrays, values, strict=True)) | packed | lengths, engine)
+        return [outputs[name] for name in cotangents]
 
-    if form.batch_first:
+    if problem.batch_first:
         arrays["x"] = swapped(arrays["x"])
-    if form.plain:
+    if problem.plain:
         outputs, gradients = outputs_of(*arrays.values()), []
     else:
-        given = [mx.array(array.astype(np.float32)).astype(form.dtype) for array in cotangents.values()]
+        given = [mx.array(array.astype(np.float32)).astype(problem.dtype) for array in cotangents.values()]
         given = [swapped(d) if name in sequences else d for name, d in zip(cotangents, given, strict=True)]
         outputs, gradients = mx.vjp(outputs_of, list(arrays.values()), given)
     mx.eval(outputs, gradients)
     found = dict(zip(cotangents, outputs, strict=True))
-    found |= dict(zip([f"d{name}" for name in arrays], gradients, strict=not form.plain))
-    sequences += ("dx",) if form.batch_first else ()
+    found |= dict(zip([f"d{name}" for name in arrays], gradients, strict=not problem.plain))
+    sequences += ("dx",) if problem.batch_first else ()
     return {name: float64(swapped(value) if name in sequences else value) for name, value in found.items()}
 
 
-def wrong(form: Form, drawn: Drawn, cotangents: Tensors, got: Tensors, bounds: dict[str, float]) -> str:
+def wrong(problem: Problem, drawn: Drawn, cotangents: Tensors, got: Tensors, bounds: dict[str, float]) -> str:
     """What is further from float64 than its derived bound and than twice what `ops` is: on some GPUs MLX's own products
     are less precise than float32, which both engines share. `bounds` are those of all outputs, once these were judged:
     a loss of fewer outputs has a part of its roundings."""
-    gradients = drawn.smooth and not form.plain
+    gradients = drawn.smooth and not problem.plain
 
     def values(fl: Arithmetic) -> Tensors:
         outputs, found = evaluate(drawn.case, cotangents if gradients else None, fl)
@@ -158,14 +109,14 @@ def wrong(form: Form, drawn: Drawn, cotangents: Tensors, got: Tensors, bounds: d
     else:
         # Two trials move 64 elements as often as eight move those of the smallest cases.
         few = min(array.size for array in got.values()) >= 64
-        exact, limits = exact_and_bounds(values, form.word, 2 if few else TRIALS)
+        exact, limits = exact_and_bounds(values, dtype_word(problem), 2 if few else TRIALS)
         bounds |= limits
     suspects = {name: error for name in exact if not (error := distance(got[name], exact[name])) <= bounds[name]}
     if not suspects:
         return ""
-    others = results(form, drawn, cotangents, "ops")
+    others = results(problem, drawn, cotangents, "ops")
     for name, error in suspects.items():
-        allowed = 2 * distance(others[name], exact[name]) + 4 * float_of(form.word).eps * largest(exact[name])
+        allowed = 2 * distance(others[name], exact[name]) + 4 * float_of(dtype_word(problem)).eps * largest(exact[name])
         if not error <= allowed:
             return f"{name}: error {error:.3g} > bound {bounds[name]:.3g}"
     return ""

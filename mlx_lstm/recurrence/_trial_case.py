@@ -8,10 +8,11 @@ import numpy as np
 from ..engines.cells import RNNCell
 from ..engines.ops.packed import judged
 from ..engines.packing import Packing, Quantized, is_packed
+from ..engines.problem import Problem
 from ..oracle import kink_distance
 from ..oracle.arithmetic import Array, Tensors
 from ..oracle.closeness import float_of
-from ._form import Form
+from ._form import dtype_word
 
 WIDTH = 3  # of x
 HALVINGS = 30
@@ -26,17 +27,17 @@ class Drawn(NamedTuple):
     smooth: bool
 
 
-def draw(form: Form, rng: np.random.Generator) -> Drawn:
+def draw(problem: Problem, rng: np.random.Generator) -> Drawn:
     """Random arrays.
 
     What is drawn for the gates is about as large as a bias that no kink is near to, and made smaller until all sums
     keep off kinks by more than rounding can move them.
     """
-    parts = draw_parts(form, rng)
-    margin = 16 * float_of(form.word).eps
-    case, arrays = assembled(form, parts, 1.0)
+    parts = draw_parts(problem, rng)
+    margin = 16 * float_of(dtype_word(problem)).eps
+    case, arrays = assembled(problem, parts, 1.0)
     for n in range(HALVINGS):
-        case, arrays = assembled(form, parts, 0.5**n)
+        case, arrays = assembled(problem, parts, 0.5**n)
         with np.errstate(all="ignore"):  # what has no bounds may leave those of float64
             distance = kink_distance(**case)
         if distance > margin:
@@ -44,19 +45,23 @@ def draw(form: Form, rng: np.random.Generator) -> Drawn:
     return Drawn(case, arrays, False)
 
 
-def draw_parts(form: Form, rng: np.random.Generator) -> Tensors:
+def draw_parts(problem: Problem, rng: np.random.Generator) -> Tensors:
     """Random arrays of all names, and `steer` [D G H]: what the sums of the gates are near to. It is positive but where
     h has any sign: for a GRU's candidate, a plain cell's gate, and an LSTM's candidate that c0 follows, as c keeps its
     sign then."""
-    T, B, H, P = form[:4]
-    cell, D, G = form.cell, 2 if form.bidirectional else 1, form.cell.gates
-    own = (2,) if form.bidirectional else ()
-    width = form.packing.group_size if form.packing and is_packed("Wx", form.names) else WIDTH
+    T, B, H, P = problem[:4]
+    cell, D, G = problem.cell, 2 if problem.bidirectional else 1, problem.cell.gates
+    own = (2,) if problem.bidirectional else ()
+    width = problem.packing.group_size if problem.packing and is_packed("Wx", problem.names) else WIDTH
     shapes = {"Wx": (D * G * H, width), "Wh": (*own, G * H, P), "b": (D * G * H,), "bhn": (D * H,)}
-    shapes |= {"x": (T, B, width if "Wx" in form.names else D * G * H), "h0": (B, D * P), "Wp": (*own, P, H)}
-    shapes |= {"peephole": (*own, 4 * H), "mask": (T, B, D * P) if form.masks else (B, D * P), "c0": (B, D * H)}
+    shapes |= {"x": (T, B, width if "Wx" in problem.names else D * G * H), "h0": (B, D * P), "Wp": (*own, P, H)}
+    shapes |= {
+        "peephole": (*own, 4 * H),
+        "mask": (T, B, D * P) if problem.masks_differ else (B, D * P),
+        "c0": (B, D * H),
+    }
     shapes["keep"] = (T, B, D)
-    parts = {name: rng.normal(0, 0.7, shapes[name]) for name in form.names if name in shapes}
+    parts = {name: rng.normal(0, 0.7, shapes[name]) for name in problem.names if name in shapes}
     for name in {"Wx", "Wh", "Wp"} & parts.keys():
         parts[name] /= np.sqrt(shapes[name][-1])
     steer = rng.uniform(0.5, 0.7, (D, G * H))
@@ -71,27 +76,31 @@ def draw_parts(form: Form, rng: np.random.Generator) -> Tensors:
     return parts | {"steer": steer.reshape(-1)}
 
 
-def assembled(form: Form, parts: Tensors, scale: float) -> tuple[dict[str, Any], dict[str, mx.array]]:
-    """The case of these parts in the form's dtype, beside `steer` all in the sums at this scale; its arrays."""
-    values = {name: parts[name].copy() for name in form.names if name in parts}
+def assembled(problem: Problem, parts: Tensors, scale: float) -> tuple[dict[str, Any], dict[str, mx.array]]:
+    """The case of these parts in the problem's dtype, beside `steer` all in the sums at this scale; its arrays."""
+    values = {name: parts[name].copy() for name in problem.names if name in parts}
     for name in {"Wx", "Wh", "b", "bhn", "peephole"} & values.keys():
         values[name] *= scale
     if "Wx" in values:
         values["x"][..., 0], values["Wx"][:, 0] = 1.0, parts["steer"]
     else:
         values["x"] = scale * values["x"] + parts["steer"]
-    arrays = {name: mx.array(value.astype(np.float32)).astype(form.dtype) for name, value in values.items()}
+    arrays = {name: mx.array(value.astype(np.float32)).astype(problem.dtype) for name, value in values.items()}
     case: dict[str, Any] = {name: float64(array) for name, array in arrays.items()}
-    if form.packing:
-        for name in [name for name in arrays if is_packed(name, form.names)]:
-            arrays |= of_weight(name, arrays[name], form.packing)
-        case |= {name: judged(form.packing, arrays, name) for name in case if is_packed(name, arrays)}
-    options = form.cell._asdict()
-    if isinstance(form.cell, RNNCell):
-        options = {"activation": form.cell.act}
-    if form.lengths:
-        case["lengths"] = [form.T - n % (form.T + 1) for n in range(form.B)]
-    return case | options | {"op": form.cell.op, "reverse": form.reverse, "bidirectional": form.bidirectional}, arrays
+    if problem.packing:
+        for name in [name for name in arrays if is_packed(name, problem.names)]:
+            arrays |= of_weight(name, arrays[name], problem.packing)
+        case |= {name: judged(problem.packing, arrays, name) for name in case if is_packed(name, arrays)}
+    options = problem.cell._asdict()
+    if isinstance(problem.cell, RNNCell):
+        options = {"activation": problem.cell.act}
+    if "lengths" in problem.names:
+        case["lengths"] = [problem.T - n % (problem.T + 1) for n in range(problem.B)]
+    return case | options | {
+        "op": problem.cell.op,
+        "reverse": problem.reverse,
+        "bidirectional": problem.bidirectional,
+    }, arrays
 
 
 def of_weight(name: str, weight: mx.array, packing: Packing) -> dict[str, mx.array]:

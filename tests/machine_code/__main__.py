@@ -1,56 +1,92 @@
-"""The command line: `make machine-code`, or for some layers only `python -m machine_code --help`."""
+"""The command line: `make machine-code`, or for one layer or for predictions `python -m machine_code --help`."""
 
 import argparse
 from pathlib import Path
 
-from mlx_lstm.bench.model.machine_code import Counted
+from mlx_lstm.bench.files import write_records
 from mlx_lstm.bench.report import table as in_columns
-from mlx_lstm.bench.tasks import DTYPES
+from mlx_lstm.bench.tasks import DTYPES, PASSES, SIZES, parse_size
+from mlx_lstm.engines import METAL_ENGINES
+from mlx_lstm.engines.packing import WIDTHS, Packing
 
+from . import predictions
 from .compiler import machine_code
 from .count import WORDS
-from .table import CELLS, FILE, Case, cases, kernels, make, write
+from .instructions import FILE, Counted
+from .table import CELLS, Case, cases, kernels, make, write
 
 FIRST = ("kernel", "dtype", "B", "H", "per", "registers", "scratch", "instructions", "multiply_adds", "ratio")
 COLUMNS = (*FIRST, *list(WORDS)[1:], "control", "unknown")
 LEGEND = """\
-Per time step of a sweep (step) or turn of a product's loop (turn), of one lane. ratio: instructions per multiply-add;
-spills: stores and loads of registers in memory, scratch: bytes of it; control: branches, barriers, waits for loads;
-unknown: loops within that count as one turn."""
+Counts of one lane, per time step of a sweep (step) or per iteration of the loop of a product (turn).
+ratio: instructions per multiply-add. spills: loads and stores of registers that did not fit; scratch: their bytes.
+control: branches, barriers, waits for loads. unknown: inner loops of unknown length, each counted once."""
 
 
-def main() -> None:
-    """Count and print; without options all of the table, which is written then."""
-    parser = argparse.ArgumentParser("python -m machine_code", description="Count the instructions of our kernels.")
-    parser.add_argument("--engine", choices=("fused", "stepwise"), default="fused")
-    parser.add_argument("--cell", choices=CELLS, default="lstm")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32")
-    parser.add_argument("--projected", type=int, default=0, metavar="P", help="width of a projected h")
-    parser.add_argument("--size", metavar="B,H", help="count this layer's kernels only, and write no table")
-    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="with --size: write texts and machine code there")
-    given = parser.parse_args()
-    if not given.size:
+def main(arguments: list[str] | None = None) -> int:
+    """Count and print; without options count the whole table and write it. With --model print predictions instead."""
+    options = make_parser().parse_args(arguments)
+    if options.model:
+        return show_predictions(options)
+    if not options.size:
         lines = make(cases())
         write(lines)
     else:
-        B, H = map(int, given.size.split(","))
-        chosen = [Case(given.engine, given.cell, given.dtype, B, H, given.projected)]
+        B, H = map(int, options.size.split(","))
+        chosen = [Case(options.engine or "fused", options.cell, options.dtype, B, H, options.projected)]
         lines = make(chosen)
-        if given.keep:
-            given.keep.mkdir(parents=True, exist_ok=True)
+        if options.keep:
+            options.keep.mkdir(parents=True, exist_ok=True)
             for kernel, launch in kernels(chosen).items():
-                (given.keep / f"{kernel.kernel}.metal").write_text(launch.text)
-                (given.keep / f"{kernel.kernel}.txt").write_text(machine_code(launch.text, launch.threads))
+                (options.keep / f"{kernel.kernel}.metal").write_text(launch.text)
+                (options.keep / f"{kernel.kernel}.txt").write_text(machine_code(launch.text, launch.threads))
     print(in_columns([[name.replace("_", " ") for name in COLUMNS], *map(cells_of, lines)]))
-    print(LEGEND if given.size else f"{LEGEND}\nWritten to {FILE}.")
+    print(LEGEND if options.size else f"{LEGEND}\nWritten to {FILE}.")
+    return 0
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the options."""
+    parser = argparse.ArgumentParser(
+        "python -m machine_code",
+        description="Count the instructions of our kernels, or (--model) predict the time of a layer on a Mac.",
+    )
+    add = parser.add_argument
+    add("--engine", choices=METAL_ENGINES, help="default: fused; with --model both")
+    add("--cell", choices=CELLS, default="lstm")
+    add("--dtype", choices=DTYPES, default="float32")
+    add("--projected", type=int, default=0, metavar="P", help="width of a projected h")
+    add("--size", metavar="B,H", help="count the kernels of this layer only, and write no table")
+    add("--keep", type=Path, metavar="FOLDER", help="with --size: write texts and machine code to FOLDER")
+    add("--model", action="store_true", help="print launches, bytes, and the times predicted for three Apple chips")
+    add("--sizes", nargs="+", type=parse_size, metavar="T,B,I,H", default=SIZES, help="with --model: the layers")
+    add("--passes", nargs="+", choices=PASSES, default=[*PASSES], help="with --model; backward includes forward")
+    add("--bits", type=int, choices=WIDTHS["affine"][1], help="with --model: of our weights, in groups of 64")
+    add("--csv", metavar="FILE", help="with --model: write the figures to FILE, too")
+    return parser
+
+
+def show_predictions(options: argparse.Namespace) -> int:
+    """Print a table of predictions for every size and pass."""
+    records, packing = [], Packing(64, options.bits, "affine") if options.bits else None
+    for size in options.sizes:
+        for which in options.passes:
+            engines = predictions.engines_at(size, options.engine)
+            lines = predictions.predict(size, options.dtype, which, engines, packing)
+            print(f"{predictions.group_text(size, options.dtype, which, lines, packing)}\n", flush=True)
+            records += predictions.csv_records(size, options.dtype, which, lines)
+    print(predictions.LEGEND)
+    if options.csv:
+        write_records(options.csv, records)
+    return 0
 
 
 def cells_of(line: Counted) -> list[str]:
-    """A line as printed."""
+    """Return the cells of one line of the table, as printed."""
     ratio = line.instructions / line.multiply_adds if line.multiply_adds else 0.0
     values = line._asdict() | {"ratio": f"{ratio:.2f}"}
     return [f"{values[name]:g}" if isinstance(values[name], float) else str(values[name]) for name in COLUMNS]
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

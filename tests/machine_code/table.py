@@ -1,24 +1,21 @@
-"""The kernels that are counted, and the table of them: mlx_lstm/bench/model/machine_code.csv."""
+"""The kernels that are counted, and the table of them: machine_code.csv."""
 
 import csv
 import hashlib
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import NamedTuple
 
-from mlx_lstm.bench.model import machine_code as reader
-from mlx_lstm.bench.model.launches import Launch
-from mlx_lstm.bench.model.machine_code import Counted, Kernel, has_product, kernel_of
-from mlx_lstm.bench.model.times import ours
 from mlx_lstm.bench.tasks import DTYPES, Size
 from mlx_lstm.engines.cells import GRUCell, LSTMCell, RNNCell
 from mlx_lstm.engines.packing import Packing
 
 from .compiler import HERE, machine_code
 from .count import WORDS, count
+from .instructions import FILE, Counted, Kernel, has_product, kernel_of
+from .launches import Launch
+from .times import ours
 
-FILE = Path(reader.__file__).with_suffix(".csv")
 PROCESSES = 2
 CELLS = {"lstm": LSTMCell(), "gru": GRUCell(), "rnn": RNNCell(), "gru-before": GRUCell(reset="before")}
 
@@ -123,9 +120,7 @@ def tool_hash() -> str:
 def write(lines: Iterable[Counted]) -> None:
     """Write the table."""
     with FILE.open("w", newline="", encoding="ascii") as file:
-        file.write(
-            f"# made by `make machine-code`, a tool of hash {tool_hash()}; bench/machine_code.py has the columns\n"
-        )
+        file.write(f"# made by `make machine-code`, a tool of hash {tool_hash()}; instructions.py has the columns\n")
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(Counted._fields)
         writer.writerows(lines)

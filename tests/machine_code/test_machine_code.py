@@ -3,12 +3,12 @@
 import mlx.core as mx
 import pytest
 
+from machine_code import instructions
 from machine_code.compiler import opencl
 from machine_code.count import count
-from machine_code.table import FILE, Case, cases, kernels, tool_hash
-from mlx_lstm.bench.model import machine_code
-from mlx_lstm.bench.model.machine_code import Counted, Kernel, counted, cycles_of, kernel_of, products, table, text_hash
-from mlx_lstm.bench.model.times import ours
+from machine_code.instructions import FILE, Counted, Kernel, counted, cycles_of, kernel_of, products, table, text_hash
+from machine_code.table import Case, cases, kernels, tool_hash
+from machine_code.times import ours
 from mlx_lstm.bench.tasks import Size
 from mlx_lstm.engines.tuning import PREDICTED
 
@@ -125,7 +125,7 @@ def small(monkeypatch):
     sizes += [(32, 40, "fused", mx.float32), (1, 8, "stepwise", mx.float32), (32, 8, "stepwise", mx.float32)]
     found = [sweep(Size(3, B, 8, H), engine, dtype) for B, H, engine, dtype in sizes]
     lines = tuple(Counted(**figures | kernel_of(launch, problem)._asdict()) for problem, launch in found)
-    monkeypatch.setattr(machine_code, "table", lambda: lines)
+    monkeypatch.setattr(instructions, "table", lambda: lines)
     return lines
 
 

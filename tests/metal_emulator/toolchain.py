@@ -3,6 +3,7 @@
 import hashlib
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -84,13 +85,31 @@ def zig() -> str:
     return str(Path(ziglang.__file__).parent / "zig")
 
 
+@cache
+def shim_folder() -> Path:
+    """Returns a copy of shim/ in the cache, under the hash of its content, and makes it if it is missing.
+
+    A precompiled header refers to its sources by path, and the path is part of every kernel's key. With the copy's path
+    all checkouts of the project share their compiled kernels, and none breaks when another checkout goes.
+    """
+    final = cache_folder() / f"shim-{digest(sources_text('shim'))}"
+    if not final.is_dir():
+        draft = Path(tempfile.mkdtemp(dir=cache_folder()))
+        shutil.copytree(HERE / "shim", draft, dirs_exist_ok=True)
+        try:
+            draft.rename(final)
+        except OSError:  # another process was faster
+            shutil.rmtree(draft)
+    return final
+
+
 def front_end(metal_version: int, fast_math: bool) -> list[str]:
     """Returns clang's options for reading MSL as C++ for OpenCL and generating checked code."""
     math = ["-DEMU_FAST_MATH"] if fast_math else []
     language = ["-x", "clcpp", "-cl-std=clc++2021", "-cl-no-stdinc", "-Xclang", f"-cl-ext={_EXTENSIONS}"]
     defines = ["-D__METAL__=1", f"-D__METAL_VERSION__={metal_version}", "-D__METAL_MACOS__=1", *math]
     target = ["-mf16c", "-mfma", "-fPIC", "-ffp-contract=off", "-cl-single-precision-constant", "-ferror-limit=20"]
-    return [zig(), "clang", *language, *defines, *target, *_WARNINGS, *_CHECKS, "-I", str(HERE / "shim")]
+    return [zig(), "clang", *language, *defines, *target, *_WARNINGS, *_CHECKS, "-I", str(shim_folder())]
 
 
 def run_tool(command: list[str], what: str) -> str:

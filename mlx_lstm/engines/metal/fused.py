@@ -21,10 +21,6 @@ from .gradients import candidates, gradients_in_few_launches, is_plain, recurren
 from .inputs import constant, contiguous, project, takes_steps, whole_mask
 from .launch import kept
 
-LAUNCH_STEPS = 4096
-"""Steps of one launch at most: macOS ends a launch that keeps the GPU from the display for too long. At the 1 to 10
-microseconds a step is predicted to take up to H = 128 this is 4 to 40 ms; not measured."""
-
 FEWEST_CORES = 8
 """Of the GPUs. Threadgroups beyond the cores wait for each other, so a launch of many has fewer steps."""
 
@@ -91,9 +87,9 @@ def bare_of(problem: Problem, names: Collection[str] = (), dtype: mx.Dtype = mx.
     """What launches need to know of a problem, which are kept by it; forward with the `names` of its arrays. It has a
     packing where they read packed weights. The product in matrices has floats, unpacked once: predicted to take half
     to four fifths of the time. Not for 16 bits, which would round them."""
-    if problem.lengths is problem.packing is None:
+    if problem.packing is None:
         return problem
-    bare = problem._replace(lengths=None, packing=None)
+    bare = problem._replace(packing=None)
     if not is_packed("Wh", names) or (dtype == mx.float32 and tiling_of("forward", bare, dtype).matrices):
         return bare
     return bare._replace(packing=problem.packing)
@@ -105,7 +101,7 @@ def options(problem: Problem, arrays: Arrays) -> dict[str, mx.array | None]:
         "extra": contiguous(arrays.get("peephole", arrays.get("bhn"))),
         "mask": whole_mask(problem, arrays),
         "keep": None if problem.cell.op == "rnn" else contiguous(arrays.get("keep")),
-        "lengths": problem.lengths,
+        "lengths": arrays.get("lengths"),
     }
 
 
@@ -120,7 +116,7 @@ def launches(problem: Problem, masks: bool) -> list[tuple[int, mx.array]]:
     them. Fewer than 8, for Metal's constant memory."""
     T, B, D = problem.T, problem.B, problem.directions
     groups = D * B // tiling_of("forward", problem, mx.float32).rows
-    steps = max(1, LAUNCH_STEPS // max(1, groups // FEWEST_CORES))
+    steps = max(1, problem.limits.launch_steps // max(1, groups // FEWEST_CORES))
     parts = [(start, min(start + steps, T)) for start in range(0, T, steps)]
     return [(stop - start, mx.array((start, stop, T, B, D, problem.reverse, masks), mx.int32)) for start, stop in parts]
 

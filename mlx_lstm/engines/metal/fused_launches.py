@@ -8,7 +8,6 @@ import mlx.core as mx
 from ..cells import Cell, GRUCell
 from ..packing import Packing, field_of
 from ..problem import Arrays, Cut, Problem
-from .inputs import INDEX_LIMIT
 from .launch import Inputs, Launch, Outputs, Template, arguments, cell_number, kept, prepare, present
 
 SWEEPS = ("forward", "backward")
@@ -184,7 +183,7 @@ def fused_backward(problem: Problem, given: Inputs, steps: int, *, keeps_d: bool
 def index_of(problem: Problem) -> mx.Dtype:
     """The integers that count the elements of a launch's arrays, of which those with all gates are the largest."""
     elements = problem.T * problem.B * problem.directions * problem.cell.gates * problem.H
-    return mx.uint32 if elements < INDEX_LIMIT else mx.uint64
+    return mx.uint32 if elements < problem.limits.index else mx.uint64
 
 
 def fused_pack_words(problem: Problem, Wh: mx.array, scales: mx.array, biases: mx.array | None) -> mx.array:

@@ -31,7 +31,7 @@ def recurrent_input(problem: Problem, arrays: Arrays, h: mx.array) -> Arrays:
     And ones [1, T * B] where sums of 16-bit rows will be products with them."""
     T, B, P, D = problem.T, problem.B, problem.P, problem.directions
     mask = whole_mask(problem, arrays)
-    inputs = {"h": h, "h0": arrays.get("h0"), "mask": mask, "lengths": problem.lengths}
+    inputs = {"h": h, "h0": arrays.get("h0"), "mask": mask, "lengths": arrays.get("lengths")}
     inputs["sizes"] = constant((T, B, D, P, problem.reverse, takes_steps(mask)), mx.int32)
     given = {name: array for name, array in inputs.items() if array is not None}
     sums = h.dtype != mx.float32 and ("b" in arrays or "bhn" in arrays)

@@ -15,10 +15,6 @@ def constant(numbers: tuple[float, ...], dtype: mx.Dtype) -> mx.array:
     return mx.array(numbers, dtype)
 
 
-INDEX_LIMIT = 2**31
-"""Elements of an array from which on its indices have 64 bits instead of 32."""
-
-
 def contiguous(array: mx.array | None) -> mx.array | None:
     """The array in row order, copied once where every launch would copy it; `mx.contiguous` cannot be exported. MLX
     itself hands a kernel its inputs in row order, so that an array of one launch needs nothing."""

@@ -13,7 +13,7 @@ from ..problem import Arrays, Problem
 from . import stepwise_launches as kernels
 from .gradients import candidates, gradients_in_few_launches, is_plain, recurrent_input, takes_product
 from .inputs import constant, contiguous, project, takes_steps, whole_mask
-from .stepwise_rows import LEFT, Rows
+from .stepwise_rows import Rows
 
 
 def forward(problem: Problem, arrays: Arrays) -> Arrays:
@@ -131,7 +131,7 @@ def sweep_backward(
 
 def rows_of(problem: Problem, Wp: mx.array | None) -> tuple[Rows, Rows]:
     """Where the rows of a sweep's cells go, and those of what a projection makes or gets."""
-    left = LEFT if Wp is None else LEFT // 2
+    left = problem.limits.rows_left if Wp is None else problem.limits.rows_left // 2
     return Rows(problem.T, left), Rows(problem.T, left)
 
 
@@ -139,7 +139,7 @@ def options(problem: Problem, arrays: Arrays) -> dict[str, mx.array | None]:
     """What both sweeps read."""
     given = {name: contiguous(arrays.get(name)) for name in ("Wh", "h0", "c0")}
     keep = None if problem.cell.op == "rnn" else contiguous(arrays.get("keep"))
-    return given | {"keep": keep, "lengths": problem.lengths, "step": kernels.step_number(0)}
+    return given | {"keep": keep, "lengths": arrays.get("lengths"), "step": kernels.step_number(0)}
 
 
 def packed_parts(arrays: Arrays, dtype: mx.Dtype) -> Arrays:

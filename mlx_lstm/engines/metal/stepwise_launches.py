@@ -9,7 +9,7 @@ import mlx.core as mx
 from ..cells import GRUCell
 from ..packing import is_packed
 from ..problem import Arrays, Problem
-from .inputs import INDEX_LIMIT, constant
+from .inputs import constant
 from .launch import Inputs, Launch, Outputs, Present, Template, arguments, cell_number, kept, prepare, present, select
 from .stepwise_rows import JOINED, LEFT, Join, Rows, starts_of
 
@@ -43,7 +43,7 @@ def index_bits(problem: Problem) -> int:
     instructions besides its product."""
     width, gates = max(problem.H, problem.P), problem.cell.gates + 3  # a row of 16-bit numbers has two for a float
     largest = problem.directions * gates * width * max(problem.T * problem.B, width)
-    return 32 if largest < INDEX_LIMIT else 64
+    return 32 if largest < problem.limits.index else 64
 
 
 def named(name: str, problem: Problem) -> str:
@@ -181,7 +181,7 @@ def launched(names: str, way: Callable[..., Any] = every_step) -> Callable[[Call
 
         def find(problem: Problem, given: Inputs, *more: Hashable) -> tuple[object, Arrays]:
             inputs = {name: array for name in order if (array := given.get(name)) is not None}
-            return kernel(problem._replace(lengths=None), dtype_of(given), tuple(inputs), *more), inputs
+            return kernel(problem, dtype_of(given), tuple(inputs), *more), inputs
 
         return update_wrapper(partial(way, find), make, assigned=("__name__", "__doc__"))
 

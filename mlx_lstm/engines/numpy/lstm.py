@@ -104,7 +104,7 @@ class LSTMStepBackward:
     def __init__(self, problem: Problem, cell: LSTMCell, v: Views, saved: Views):
         """saved: c [T, B, H], gates [T, B, 4H]."""
         (_, B, H, P), dtype = problem[:4], v["Wh"].dtype
-        self.problem, self.ends = problem, Ends(problem)
+        self.problem, self.ends = problem, Ends(problem, v)
         self.c, self.gates_at = Steps(saved["c"]), Steps(saved["gates"])
         self.c0: Array = first_state(v, "c0", (H, B), dtype)
         self.keep: Array | None = v.get("keep")

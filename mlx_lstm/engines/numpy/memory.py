@@ -66,10 +66,10 @@ def step_mask(v: Views, problem: Problem) -> Array | None:
 class Ends:
     """Where the items of a batch end."""
 
-    def __init__(self, problem: Problem):
+    def __init__(self, problem: Problem, v: Views):
         self.shortest: int = problem.T
-        if problem.lengths is not None:
-            self.lengths: Array = np.array(problem.lengths)
+        if "lengths" in v:
+            self.lengths: Array = v["lengths"]
             self.shortest = int(self.lengths.min())
 
     def live(self, t: int) -> Array | None:
@@ -85,14 +85,16 @@ class Ends:
         return np.where(live[..., None], part, 0)
 
 
-def states_before(problem: Problem, states: Array, first: Array | int, start: int, stop: int) -> Array:
+def states_before(
+    problem: Problem, states: Array, first: Array | int, lengths: Array | None, start: int, stop: int
+) -> Array:
     """[steps, B, .]: the state that each of steps start..stop started from, given that after each step and the first.
 
     A view where no first state is among them.
     """
     if not problem.reverse and start > 0:
         return states[start - 1 : stop - 1]
-    if problem.reverse and stop < problem.T and problem.lengths is None:
+    if problem.reverse and stop < problem.T and lengths is None:
         return states[start + 1 : stop + 1]
     rows = np.empty((stop - start, *states.shape[1:]), states.dtype)
     if not problem.reverse:
@@ -102,8 +104,8 @@ def states_before(problem: Problem, states: Array, first: Array | int, start: in
     inner = min(stop, problem.T - 1)
     rows[: inner - start] = states[start + 1 : inner + 1]
     rows[inner - start :] = first
-    if problem.lengths is not None:
-        starts = np.array(problem.lengths) == np.arange(start + 1, stop + 1)[:, None]
+    if lengths is not None:
+        starts = lengths == np.arange(start + 1, stop + 1)[:, None]
         np.copyto(rows, first, where=starts[..., None])
     return rows
 

@@ -149,7 +149,7 @@ class WeightGradients:
         """out: the gradients' memory; written: the first steps of the chunks of dx that the other direction wrote."""
         self.v: Views = v
         self.out: Views = out
-        self.ends: Ends = Ends(problem)
+        self.ends: Ends = Ends(problem, v)
         self.written: set[int] = written
         self.begun: set[tuple[str, int]] = set()
 

@@ -74,7 +74,9 @@ def backward(problem: Problem, arrays: Arrays, saved: Saved, cotangents: Arrays)
     v, given = views(in_floats(problem, arrays)), views(cotangents)
     kept = {name: view(array) for name, array in saved.items() if name in ("h", "c", "gates") and array is not None}
     new = {
-        name: New(array.dtype, array.shape) for name, array in v.items() if name != "x" and not is_packed(name, arrays)
+        name: New(array.dtype, array.shape)
+        for name, array in v.items()
+        if name not in ("x", "lengths") and not is_packed(name, arrays)
     }
     new["x"] = NewSequence(v["x"].dtype, v["x"].shape, order_of(v["x"]))
     memory = {name: room.memory for name, room in new.items()}
@@ -119,7 +121,7 @@ def sweep_forward(problem: Problem, v: Views, out: Views) -> None:
     joined = not isinstance(problem.cell, GRUCell) and JoinedPreactivations.fits(problem, v)  # a GRU needs its parts
     preactivations = (JoinedPreactivations if joined else Preactivations)(problem, v)
     step = STEPS[type(problem.cell)][0](problem, problem.cell, v, preactivations)
-    ends, keep = Ends(problem), v.get("keep")
+    ends, keep = Ends(problem, v), v.get("keep")
     rooms, onwards = preactivations.rooms, -1 if problem.reverse else 1  # room t: the h that enters step t
     h_prev = rooms[problem.steps()[0] % len(rooms)]
     h_prev[...] = v["h0"].T if "h0" in v else 0
@@ -128,7 +130,7 @@ def sweep_forward(problem: Problem, v: Views, out: Views) -> None:
     else:  # one of width 0
         c, c_prev = np.empty((T, 0, B)), np.empty((0, B))
     c_kept = np.empty(c.shape[1:], dtype)  # keep * c
-    ragged = c if problem.lengths is None else np.empty((2, *c.shape[1:]), dtype)  # c where items have ended
+    ragged = c if "lengths" not in v else np.empty((2, *c.shape[1:]), dtype)  # c where items have ended
     for t in problem.steps():
         gates_t, c_t, h_new = None if gates is None else gates[t], c[t], rooms[(t + onwards) % len(rooms)]
         live = ends.live(t)
@@ -171,7 +173,7 @@ class BackwardSweep:
         """saved: the outputs h, c, gates; given: the cotangents of outputs; out: the gradients' memory."""
         dtype, (_, B, H, P) = v["Wh"].dtype, problem[:4]
         self.problem, self.v, self.given, self.out, self.h = problem, v, given, out, saved["h"]
-        self.ends, self.mask = Ends(problem), step_mask(v, problem)
+        self.ends, self.mask = Ends(problem, v), step_mask(v, problem)
         self.step: StepBackward = STEPS[type(problem.cell)][1](problem, problem.cell, v, saved)
         self.products: WeightGradients = WeightGradients(problem, v, out, written)
         self.dh: Array = first_state(given, "hT", (P, B), dtype)
@@ -192,7 +194,7 @@ class BackwardSweep:
     def run_chunk(self, start: int, stop: int) -> None:
         """Steps start..stop back, then their products."""
         B, P, step, ends = self.problem.B, self.problem.P, self.step, self.ends
-        before = raw = states_before(self.problem, self.h, self.v.get("h0", 0), start, stop)
+        before = raw = states_before(self.problem, self.h, self.v.get("h0", 0), self.v.get("lengths"), start, stop)
         if "keep" in self.v:
             before = raw * self.v["keep"][start:stop]
         h_in = before

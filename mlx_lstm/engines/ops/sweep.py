@@ -36,7 +36,7 @@ def sweep_forward(problem: Problem, arrays: Arrays, z: Array) -> Arrays:
         gates, c, h = step(problem, arrays, z_at[t], recurrent_input(arrays, h, t), h, c)
         return {"h": h, "c": c, "gates": gates}, (h, c)
 
-    kept, (h, c) = over_time(at, initial_states(problem, arrays), problem.steps(), problem.live)
+    kept, (h, c) = over_time(at, initial_states(problem, arrays), problem.steps(), lambda t: live_items(arrays, t))
     outputs = kept | {"hT": h, "cT": c}
     return {name: outputs[name] for name in problem.cell.outputs}
 
@@ -54,6 +54,12 @@ def over_time(
             output, after = where(live, output, tree_map(zero, output)), where(live, after, state)
         outputs[t], state = output, after
     return tree_map(lambda *of_steps: mx.stack(list(of_steps)), *(outputs[t] for t in range(len(outputs)))), state
+
+
+def live_items(arrays: Arrays, t: int) -> Array | None:
+    """[B, 1]: whether each item has not ended at step t; None without lengths."""
+    lengths = arrays.get("lengths")
+    return None if lengths is None else (lengths > t)[:, None]
 
 
 def where(items: Array, tree: Any, other: Any) -> Any:
@@ -118,7 +124,7 @@ def sweep_backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: 
         before = {name: states[t] for name, states in starts.items()}
         after = {name: saved[name][t] for name in ("h", "c", "gates") if name in saved}
         back = step_backward(problem, arrays, t, before, after, dh_t, dc_t, dgates)
-        live, dz = problem.live(t), back.dz
+        live, dz = live_items(arrays, t), back.dz
         if live is not None:
             dz, dh_t = mx.where(live, dz, 0), mx.where(live, dh_t, 0)
         kept["dz"][t], kept["dh"][t] = dz, dh_t
@@ -173,7 +179,7 @@ def input_gradients(problem: Problem, arrays: Arrays, dz: Array) -> Arrays:
     if Wx is not None:
         gradients = {
             "x": (flat(dz) @ Wx).reshape(x.shape),
-            "Wx": flat(dz).T @ flat(without_padding(problem.lengths, x)),
+            "Wx": flat(dz).T @ flat(without_padding(arrays.get("lengths"), x)),
         }
     if "b" in arrays:
         gradients["b"] = total(flat(dz), axis=0)
@@ -185,7 +191,7 @@ def recurrent_gradients(problem: Problem, arrays: Arrays, saved: Arrays, sweep: 
     cell, mask, h, dz = problem.cell, arrays.get("mask"), saved["h"], sweep["dz"]
     before = states_before(problem, arrays, saved)
     h_prev = times_keep(arrays, before["h"])
-    h_in = without_padding(problem.lengths, h_prev if mask is None else h_prev * mask)
+    h_in = without_padding(arrays.get("lengths"), h_prev if mask is None else h_prev * mask)
     if isinstance(cell, GRUCell):
         found = gru_recurrent_gradients(cell, arrays, saved["gates"], h_in, dz)
     else:
@@ -197,7 +203,7 @@ def recurrent_gradients(problem: Problem, arrays: Arrays, saved: Arrays, sweep: 
         if mask is not None:
             found["mask"], dh_in = sum_to_shape(dh_in * h_prev, mask.shape), dh_in * mask
         if "keep" in arrays:
-            found["keep"] = keep_gradient(before, without_padding(problem.lengths, dh_in), sweep.get("carry"))
+            found["keep"] = keep_gradient(before, without_padding(arrays.get("lengths"), dh_in), sweep.get("carry"))
     if isinstance(cell, LSTMCell) and "Wp" in arrays:
         output = cells.activate(cell.activation("output"), saved["c"])
         m = (saved["gates"][..., cell.block("o", problem.H)] * output).astype(h.dtype)
@@ -276,7 +282,8 @@ def initial_states(problem: Problem, arrays: Arrays) -> tuple[Array, Array]:
 def states_before(problem: Problem, arrays: Arrays, saved: Arrays) -> Arrays:
     """h [T, B, P] and, of an LSTM, c [T, B, H] before each step, which multiplies them by `keep`."""
     first = dict(zip("hc", initial_states(problem, arrays), strict=True))
-    return {name: before_each_step(problem, saved[name], first[name]) for name in "hc" if name in saved}
+    lengths = arrays.get("lengths")
+    return {name: before_each_step(problem, saved[name], first[name], lengths) for name in "hc" if name in saved}
 
 
 def times_keep(arrays: Arrays, states: Array, t: int | slice = slice(None)) -> Array:
@@ -284,15 +291,15 @@ def times_keep(arrays: Arrays, states: Array, t: int | slice = slice(None)) -> A
     return states * arrays["keep"][t] if "keep" in arrays else states
 
 
-def before_each_step(problem: Problem, states: Array, first: Array) -> Array:
+def before_each_step(problem: Problem, states: Array, first: Array, lengths: Array | None) -> Array:
     """[T, B, .]: the state each step started from, given the state after each step and the first one."""
     first = first[None]
     if not problem.reverse:
         return mx.concatenate([first, states[:-1]])
     shifted = mx.concatenate([states[1:], first])
-    if problem.lengths is None:
+    if lengths is None:
         return shifted
-    starts = mx.arange(problem.T)[:, None, None] == problem.lengths[:, None] - 1
+    starts = mx.arange(problem.T)[:, None, None] == lengths[:, None] - 1
     return mx.where(starts, first, shifted)
 
 

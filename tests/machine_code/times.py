@@ -13,19 +13,20 @@ from typing import NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 
-from ...engines.autodiff import ENGINE_MODULES
-from ...engines.cells import Cell, LSTMCell
-from ...engines.choice import FUSED_LIMIT
-from ...engines.metal.fused_launches import FusedTiling, fused_tiling
-from ...engines.ops.packed import dequantized
-from ...engines.packing import WEIGHTS as PACKABLE
-from ...engines.packing import Packing
-from ...engines.problem import Problem
-from ..tasks import Size
-from . import stepwise_traffic
+from mlx_lstm.bench.tasks import Size
+from mlx_lstm.engines.autodiff import ENGINE_MODULES
+from mlx_lstm.engines.cells import Cell, LSTMCell
+from mlx_lstm.engines.choice import FUSED_LIMIT, METAL_ENGINES
+from mlx_lstm.engines.metal.fused_launches import FusedTiling, fused_tiling
+from mlx_lstm.engines.ops.packed import dequantized
+from mlx_lstm.engines.packing import WEIGHTS as PACKABLE
+from mlx_lstm.engines.packing import Packing
+from mlx_lstm.engines.problem import Problem
+
+from . import traffic
+from .instructions import WEIGHTS, cycles_of, has_product, reads_packed
+from .instructions import counted as counted_line
 from .launches import Buffer, Graph, Launch, trace
-from .machine_code import WEIGHTS, cycles_of, has_product, reads_packed
-from .machine_code import counted as counted_line
 
 LSTM = LSTMCell()
 
@@ -123,11 +124,11 @@ def counted(launch: Launch, weights: bool) -> list[Buffer]:
 def reads_of(buffer: Buffer, launch: Launch, problem: Problem) -> tuple[float, float]:
     """(bytes needed, bytes of all loads). MLX's kernels count as reading once."""
     if launch.ours and "stepwise" in launch.name:
-        return stepwise_traffic.reads(buffer, launch, problem)
+        return traffic.reads(buffer, launch, problem)
     if has_product(launch) and "fused" in launch.name and buffer.name in WEIGHTS:
         return buffer.bytes, buffer.bytes * times_read(launch, problem)
     if launch.name == "recurrent_input" and buffer.name == "h":  # not the last h
-        return stepwise_traffic.twice(buffer.bytes * (1 - 1 / problem.T))
+        return traffic.twice(buffer.bytes * (1 - 1 / problem.T))
     return buffer.bytes, buffer.bytes
 
 
@@ -286,25 +287,27 @@ def of_mlx(size: Size, dtype: mx.Dtype, which: str) -> tuple[Problem, Graph]:
     return Problem(T, B, H, H, LSTM), trace(both, [mx.zeros(shape, dtype) for shape in shapes])
 
 
-def fused_wins(dtype: mx.Dtype, B: int, H: int, T: int = 32) -> bool:
-    """Whether on two of the three chips a training step of an LSTM is predicted to take no longer in `fused`, whose
-    kernels must not spill."""
-    wins = 0
-    found = {engine: ours(Size(T, B, H, H), dtype, engine, "backward") for engine in ("fused", "stepwise")}
-    problem, graph = found["fused"]
+def fused_wins(
+    dtype: mx.Dtype, B: int, H: int, T: int = 32, which: str = "backward", packing: Packing | None = None
+) -> bool:
+    """Return whether `fused` is predicted to take no longer than `stepwise` for a pass of an LSTM on two of the three
+    chips; False where one of its kernels spills."""
+    layers = {engine: ours(Size(T, B, H, H), dtype, engine, which, packing=packing) for engine in METAL_ENGINES}
+    problem, graph = layers["fused"]
     if any(counted_line(launch, problem)[0].spills for launch in graph.launches if has_product(launch)):
         return False
+    wins = 0
     for chip in CHIPS:
-        seconds = [
-            total_seconds(graph, problem, chip, host_seconds(engine, "backward", T))
-            for engine, (problem, graph) in found.items()
-        ]
-        wins += seconds[0] <= seconds[1]
+        seconds = {
+            engine: total_seconds(graph, problem, chip, host_seconds(engine, which, T))
+            for engine, (problem, graph) in layers.items()
+        }
+        wins += seconds["fused"] <= seconds["stepwise"]
     return wins >= 2
 
 
 def fused_until(dtype: mx.Dtype, batches: Iterable[int]) -> int:
-    """The largest multiple of 32 up to which `fused` wins at each of these batch sizes."""
+    """Return the largest multiple of 32 up to which `fused` wins a training step at each of these batch sizes."""
     largest = 0
     while largest < FUSED_LIMIT["lstm"] and all(fused_wins(dtype, B, largest + 32) for B in batches):
         largest += 32

@@ -11,10 +11,11 @@ from math import ceil, log, prod
 from pathlib import Path
 from typing import NamedTuple
 
-from ...engines.cells import GRUCell
-from ...engines.metal.fused_launches import fused_tiling
-from ...engines.metal.stepwise_launches import stepwise_rows
-from ...engines.problem import Problem
+from mlx_lstm.engines.cells import GRUCell
+from mlx_lstm.engines.metal.fused_launches import fused_tiling
+from mlx_lstm.engines.metal.stepwise_launches import stepwise_rows
+from mlx_lstm.engines.problem import Problem
+
 from .launches import Launch
 
 WEIGHTS = {"Wh", "Wh_T", "Wp", "packed", "weights"}
@@ -91,10 +92,13 @@ class Kernel(NamedTuple):
     text: str
 
 
+FILE = Path(__file__).with_name("machine_code.csv")
+
+
 @cache
 def table() -> tuple[Counted, ...]:
-    """The table."""
-    with Path(__file__).with_suffix(".csv").open(encoding="ascii") as file:
+    """Return the lines of the table, as `make machine-code` wrote it."""
+    with FILE.open(encoding="ascii") as file:
         lines = csv.DictReader(line for line in file if not line.startswith("#"))
         types = {"kernel": str, "dtype": str, "per": str, "text": str, "needed": float, "registers": float}
         return tuple(Counted(**{name: types.get(name, int)(value) for name, value in line.items()}) for line in lines)

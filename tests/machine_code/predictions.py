@@ -3,17 +3,18 @@
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from ...engines.choice import LSTM, METAL_ENGINES, choose, obstacles
-from ...engines.packing import Packing
-from ...engines.problem import Problem
-from ..report import table
-from ..tasks import DTYPES, Size
+from mlx_lstm.bench.report import table
+from mlx_lstm.bench.tasks import DTYPES, Size
+from mlx_lstm.engines.choice import LSTM, METAL_ENGINES, choose, obstacles
+from mlx_lstm.engines.packing import Packing
+from mlx_lstm.engines.problem import Problem
+
+from .instructions import counted, has_product
 from .launches import Graph, Launch
-from .machine_code import counted, has_product
 from .times import CHIPS, floor_bytes, gpu_parts, host_seconds, moved_bytes, of_mlx, ours, parts_of, total_seconds
 
 LEGEND = f"""\
-Every time is predicted, from published figures of the chips: nobody measured any of them. bench/model has the rules.
+Every time is predicted, from published figures of the chips: nobody measured any of them. times.py has the rules.
 moved: all loads and stores of device memory, whatever cache serves them; floor: each input read once, each output
 written once; apart from weights: moved over floor, of all but our kernels' recurrent weights.
 bound by: the longest of what a launch needs: instructions, counted in the machine code of Mesa's compiler; weights that

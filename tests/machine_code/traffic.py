@@ -7,8 +7,9 @@ one step of them; a row, what the step before left, holds more than a step needs
 import re
 from math import ceil
 
-from ...engines.metal.stepwise_launches import UNITS, stepwise_rows, tile_of
-from ...engines.problem import Problem
+from mlx_lstm.engines.metal.stepwise_launches import UNITS, stepwise_rows, tile_of
+from mlx_lstm.engines.problem import Problem
+
 from .launches import Buffer, Launch
 
 STATES = {"lstm": (1, 1), "gru": (0, 1), "rnn": (1, 0)}

@@ -1,0 +1,116 @@
+"""Processes that the library starts: the parent's flags and import path, nothing from the working folder."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+TRAPS = ("numpy", "mlx_lstm", "mlx", "json", "runpy", "h5py", "argparse", "sitecustomize", "usercustomize")
+"""Modules that lie in the hostile folder and say when they are imported."""
+
+CHILDREN = {
+    "any": """
+from subprocess import run
+from mlx_lstm.machine import child_command, child_environment
+code = "import json, numpy, mlx_lstm, runpy; print('ran')"
+assert run(child_command(code), env=child_environment(), capture_output=True, text=True).stdout == "ran\\n"
+""",
+    "trial": """
+from mlx_lstm.recurrence import _guard
+class Trial:
+    text = staticmethod(lambda: "{}")
+assert _guard.in_a_process(_guard.command(), Trial) is None
+""",
+    "check": """
+from mlx_lstm.check.process import Process
+process = Process([], False)
+assert process.answer(60) is None and process.process.wait() == 0, process.end(1)
+process.close()
+""",
+    "compare": """
+from mlx_lstm.compare import contenders
+from mlx_lstm.compare.grid import grid
+case = next(iter(grid(lambda case: True)))
+problem = contenders.in_a_process("mpsgraph", case).problem
+assert "Metal" in problem or not problem, problem  # without PyObjC its last words
+""",
+    "bench": """
+from mlx_lstm.bench.rounds import Process
+from mlx_lstm.bench.tasks import Size, Task
+process = Process(Task("ours", "ops", Size(1, 1, 1, 1), "forward"))
+try:
+    process.ask("nothing")
+except RuntimeError as error:
+    assert "KeyError" in str(error) or "nothing" in str(error), error
+""",
+    "further": """
+from mlx_lstm.check import further
+line, found = further.run("x", further.Command(("compare", "--cases", "none such"), None, ""))
+assert found["exit code"] == 2 and "no case has" in found["printed"], found
+""",
+}
+"""By kind: code that has the library start such a child, and checks that it ran."""
+
+PARENTS = {
+    "a script": ((), ""),
+    "-I": (("-I",), ""),
+    "-E": (("-E",), ""),
+    "-s": (("-s",), ""),
+    "an empty entry": ((), "sys.path.insert(0, '')"),
+    "a dot": ((), "sys.path.insert(0, '.')"),
+    "a path that is no text": ((), "sys.path.insert(0, None)"),
+    "an empty entry in PYTHONPATH": ((), "os.environ['PYTHONPATH'] = os.pathsep + os.environ['PYTHONPATH']"),
+    "a relative one in PYTHONPATH": ((), "os.environ['PYTHONPATH'] = '.' + os.pathsep + os.environ['PYTHONPATH']"),
+}
+"""By the parent's peculiarity: its interpreter's flags, and what it does before the child starts."""
+
+
+def start_from_a_hostile_folder(tmp_path, kinds, flags, before):
+    """What a parent prints whose working folder holds traps, and the traps that went off."""
+    hostile, script = tmp_path / "hostile", tmp_path / "parent.py"
+    hostile.mkdir()
+    for name in TRAPS:
+        (hostile / f"{name}.py").write_text(f"open({str(tmp_path / 'sprung')!r}, 'a').write('{name} ')")
+    code = "".join(CHILDREN[kind] for kind in kinds)
+    # Whatever the flags are, the parent finds the library: it is not the parent that is tested.
+    script.write_text(f"import os, sys\nsys.path.insert(0, {str(ROOT)!r})\nimport numpy, mlx_lstm\n{before}\n{code}")
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, *flags, str(script)]
+    done = subprocess.run(command, cwd=hostile, env=environment, capture_output=True, text=True)
+    sprung = tmp_path / "sprung"
+    return done.stderr, sprung.read_text() if sprung.exists() else ""
+
+
+@pytest.mark.parametrize("kind", CHILDREN)
+def test_children_import_nothing_from_the_working_folder(kind, tmp_path):
+    assert start_from_a_hostile_folder(tmp_path, [kind], *PARENTS["a script"]) == ("", "")
+
+
+@pytest.mark.parametrize("parent", PARENTS)
+def test_whatever_the_parent_s_path_is(parent, tmp_path):
+    assert start_from_a_hostile_folder(tmp_path, ["any"], *PARENTS[parent]) == ("", "")
+
+
+@pytest.mark.slow  # 9 x 6 processes, a second each
+@pytest.mark.parametrize("parent", PARENTS)
+def test_every_child_of_every_parent(parent, tmp_path):
+    assert start_from_a_hostile_folder(tmp_path, list(CHILDREN), *PARENTS[parent]) == ("", "")
+
+
+def test_children_have_the_flags_of_their_parent(tmp_path):
+    code = "import sys; print(sys.flags.isolated, sys.flags.ignore_environment, sys.flags.no_user_site)"
+    parent = f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+from subprocess import run
+from mlx_lstm.machine import child_command, child_environment
+run(child_command({code!r}), env=child_environment())
+"""
+    expected = {"-I": "1 1 1", "-E": "0 1 0", "-s": "0 0 1"}
+    for flag, flags in expected.items():
+        done = subprocess.run([sys.executable, flag, "-c", parent], capture_output=True, text=True, cwd=tmp_path)
+        assert (done.stdout.strip(), done.stderr) == (flags, "")
