@@ -1,5 +1,5 @@
 // The steps of fused_forward.metal in reverse, with the product in lanes: from the gradients that h, c, gates, hT, cT have
-// from outside to dz, dh0, dc0. fused.metal and fused_item.metal have the arrays, fused_lanes.metal the lanes.
+// from outside to dz, dh0, dc0. fused.metal has the arrays, fused_lanes.metal the lanes.
 //
 //   dh_t = mask_next * (d_next Wh) + keep_next * what reaches h_t past the product + dh[t]
 //   d_t, ... = cell_backward(dh_t, ...)

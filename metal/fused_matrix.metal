@@ -1,4 +1,4 @@
-// The whole-sequence kernels for wide batches, in 8 x 8 matrices; fused.metal and fused_item.metal have the arrays.
+// The whole-sequence kernels for wide batches, in 8 x 8 matrices; fused.metal has the arrays.
 //
 // A threadgroup owns 8 batch items of one direction, each of its simdgroups 8 hidden units. The product is weights times
 // vectors: the left matrix has 8 rows of weights, one per unit, the right one 8 numbers of each item, so the sum has a

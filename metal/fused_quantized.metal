@@ -1,4 +1,4 @@
-// Quantized weights in the lanes of the whole-sequence kernel forward, in the order that fused_arrange_quantized.metal
+// Quantized weights in the lanes of the whole-sequence kernel forward, in the order that fused_arrange.metal
 // makes. quantized.metal says what the numbers are.
 //
 // A lane has SPAN neighbours of every row instead of runs of 4, in PIECES pieces of one group of SIZE each. An integer of

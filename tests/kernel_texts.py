@@ -27,7 +27,7 @@ from mlx_lstm.check.comparison import infer
 from mlx_lstm.check.grid import grid
 from mlx_lstm.check.report import first_line
 from mlx_lstm.engines import METAL_ENGINES, choice
-from mlx_lstm.engines.metal import launch
+from mlx_lstm.engines.metal import kernel
 
 
 class Noted(EmulatedKernel):
@@ -46,7 +46,7 @@ class Noted(EmulatedKernel):
 def kernel_texts(problems):
     """The texts of all kernels that these problems need, in the order of their first launch."""
     texts = {}
-    launch.forget()
+    kernel.forget()
     with (
         patch.object(mx.fast, "metal_kernel", partial(Noted, texts)),
         patch.object(mx.metal, "is_available", lambda: True),
@@ -60,7 +60,7 @@ def kernel_texts(problems):
                     with problem.indices():
                         run(case, engine, DTYPES[problem.dtype], cotangents, weights)
                         infer(case, engine, DTYPES[problem.dtype], weights)
-    launch.forget()
+    kernel.forget()
     return list(texts)
 
 

@@ -13,7 +13,7 @@ from mlx_lstm.check.cases import EVERY_OPTION, at_batch
 from mlx_lstm.engines import METAL_ENGINES as ENGINES
 from mlx_lstm.engines import choice, choose
 from mlx_lstm.engines.cells import GRUCell, LSTMCell, RNNCell
-from mlx_lstm.engines.metal import launch as kernels
+from mlx_lstm.engines.metal import kernel as kernels
 from mlx_lstm.recurrence import _guard
 
 WEIGHTS = ("Wh", "weights", "packed", "peephole", "extra")

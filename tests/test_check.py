@@ -23,15 +23,15 @@ ROOT = Path(__file__).parents[1]
 
 DAMAGES = {
     "another number": """
-from mlx_lstm.engines.metal import launch
-read = launch.shader_file
+from mlx_lstm.engines.metal import kernel
+read = kernel.shader_file
 changed = "return rnn_cell", "return 1.01f * rnn_cell"
-launch.shader_file = lambda name: read(name).replace(*changed) if name == "fused_cell_rnn" else read(name)
+kernel.shader_file = lambda name: read(name).replace(*changed) if name == "fused_cell_rnn" else read(name)
 """,
     "no kernel": """
-from mlx_lstm.engines.metal import launch
-read = launch.shader_file
-launch.shader_file = lambda name: read(name) + "garbage;" * (name == "fused_cell_rnn")
+from mlx_lstm.engines.metal import kernel
+read = kernel.shader_file
+kernel.shader_file = lambda name: read(name) + "garbage;" * (name == "fused_cell_rnn")
 """,
     "a crash": """
 import os

@@ -11,9 +11,9 @@ from metal_emulator.findings import KernelError
 from on_metal import on_metal
 from quantized_cases import quantized_case
 
-from mlx_lstm.engines.metal import fused_launches as kernels_fused
-from mlx_lstm.engines.metal import launch as kernels
-from mlx_lstm.engines.metal.text import shader_folder
+from mlx_lstm.engines.metal import fused as kernels_fused
+from mlx_lstm.engines.metal import kernel as kernels
+from mlx_lstm.engines.metal.kernel import shader_folder
 from mlx_lstm.engines.problem import limited
 from mlx_lstm.oracle import backward, forward
 from mlx_lstm.oracle.closeness import assert_within, bounds

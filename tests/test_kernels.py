@@ -28,8 +28,8 @@ from on_metal import BATCHES, can_run, on_metal, options_at, pairs
 
 from mlx_lstm.engines import METAL_ENGINES
 from mlx_lstm.engines.cells import GRUCell, LSTMCell, RNNCell
-from mlx_lstm.engines.metal import fused_launches as kernels_fused
-from mlx_lstm.engines.metal import launch as kernels
+from mlx_lstm.engines.metal import fused as kernels_fused
+from mlx_lstm.engines.metal import kernel as kernels
 from mlx_lstm.engines.problem import Problem, limited
 from mlx_lstm.oracle import ARRAYS, backward, forward
 from mlx_lstm.oracle.closeness import assert_within, bounds, keeps_off_kinks

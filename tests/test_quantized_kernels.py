@@ -14,7 +14,7 @@ from quantized_cases import PACKINGS, check_quantized, quantized_case
 
 from mlx_lstm.bench.tasks import Size
 from mlx_lstm.engines import choose
-from mlx_lstm.engines.metal import fused_launches
+from mlx_lstm.engines.metal import fused
 from mlx_lstm.engines.packing import Packing
 
 CASES = {  # a packing, T, B, I, H, P, options
@@ -93,7 +93,7 @@ def test_fused_reads_every_mode_width_and_group_once_a_call(packing):
 @pytest.mark.parametrize("op, B, rows", [("lstm", 17, 2), ("gru", 65, 4)])
 def test_fused_reads_what_registers_do_not_hold_at_every_step(op, B, rows):
     """Here most of it, each for all rows of a threadgroup; in 16 bits, where no batch is multiplied in matrices."""
-    with on_metal() as log, patch.object(fused_launches, "working_registers", lambda *_: 116):
+    with on_metal() as log, patch.object(fused, "working_registers", lambda *_: 116):
         check_quantized("fused", quantized_case((32, 4, "affine"), np.float16, (2, B, 32, 64, 64), op=op), np.float16)
     (sweep,) = (launch for launch in log if "fused_forward" in launch.name)
     resident, found = (int(re.search(rf"int {name} = (\d+);", sweep.source)[1]) for name in ("RESIDENT", "ROWS"))
@@ -104,7 +104,7 @@ def test_fused_reads_what_registers_do_not_hold_at_every_step(op, B, rows):
 
 def test_a_batch_in_matrices_has_its_weights_unpacked():
     """In float32."""
-    with on_metal() as log, patch.object(fused_launches, "MATRIX_BATCH", 3):
+    with on_metal() as log, patch.object(fused, "MATRIX_BATCH", 3):
         check_quantized("fused", quantized_case((32, 4, "affine"), sizes=(2, 3, 32, 32, 32)))
     assert {"fused_pack_words" in launch.name for launch in log} == {False}
 

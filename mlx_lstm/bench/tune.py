@@ -15,7 +15,7 @@ import mlx.core as mx
 from ..engines import tuning
 from ..engines.cells import LSTMCell
 from ..engines.choice import FUSED_LIMIT, METAL_ENGINES
-from ..engines.metal.fused_launches import rows_for
+from ..engines.metal.fused import rows_for
 from ..engines.problem import Cut
 from ..recurrence import unguarded
 from .cases.lstm import draw, prepare_ours

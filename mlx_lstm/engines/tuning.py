@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from ..machine import installed_version
-from .metal.launch import shader_folder
+from .metal.kernel import shader_folder
 from .problem import Cut
 
 Row = tuple[tuple[int, str], ...]

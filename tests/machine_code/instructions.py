@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mlx_lstm.engines.cells import GRUCell
-from mlx_lstm.engines.metal.fused_launches import fused_tiling
-from mlx_lstm.engines.metal.stepwise_launches import stepwise_rows
+from mlx_lstm.engines.metal.fused import fused_tiling
+from mlx_lstm.engines.metal.stepwise import stepwise_rows
 from mlx_lstm.engines.problem import Problem
 
 from .launches import Launch

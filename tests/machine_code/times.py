@@ -17,7 +17,7 @@ from mlx_lstm.bench.tasks import Size
 from mlx_lstm.engines.autodiff import ENGINE_MODULES
 from mlx_lstm.engines.cells import Cell, LSTMCell
 from mlx_lstm.engines.choice import FUSED_LIMIT, METAL_ENGINES
-from mlx_lstm.engines.metal.fused_launches import FusedTiling, fused_tiling
+from mlx_lstm.engines.metal.fused import FusedTiling, fused_tiling
 from mlx_lstm.engines.ops.packed import dequantized
 from mlx_lstm.engines.packing import WEIGHTS as PACKABLE
 from mlx_lstm.engines.packing import Packing

@@ -7,7 +7,7 @@ one step of them; a row, what the step before left, holds more than a step needs
 import re
 from math import ceil
 
-from mlx_lstm.engines.metal.stepwise_launches import UNITS, stepwise_rows, tile_of
+from mlx_lstm.engines.metal.stepwise import UNITS, stepwise_rows, tile_of
 from mlx_lstm.engines.problem import Problem
 
 from .launches import Buffer, Launch
