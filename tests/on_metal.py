@@ -16,7 +16,7 @@ from mlx_lstm.engines.cells import GRUCell, LSTMCell, RNNCell
 from mlx_lstm.engines.metal import kernel as kernels
 from mlx_lstm.recurrence import _guard
 
-WEIGHTS = ("Wh", "weights", "packed", "peephole", "extra")
+WEIGHTS = ("Wh", "weights", "arranged", "peephole", "bhn")
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from mlx_lstm.engines.problem import Problem
 
 from .launches import Launch
 
-WEIGHTS = {"Wh", "Wh_T", "Wp", "packed", "weights"}
+WEIGHTS = {"Wh", "Wp", "arranged", "weights"}
 WEIGHTS |= {f"{name}_{part}" for name in ("Wh", "Wp") for part in ("scales", "biases")}
 """Names of a kernel's buffers: its recurrent weights, and what packed ones have beside them."""
 
@@ -30,7 +30,7 @@ KINDS = {"float32": "float", "float16": "half", "bfloat16": "bfloat16_t"}
 def has_product(launch: Launch) -> bool:
     """Whether a launch is of a kernel around a recurrent product; one that packs weights is not."""
     reads = any(buffer.name in WEIGHTS for buffer in launch.reads)
-    return launch.ours and reads and "_fused_pack" not in launch.name
+    return launch.ours and reads and "_fused_arrange" not in launch.name
 
 
 def reads_packed(launch: Launch) -> bool:
@@ -156,7 +156,7 @@ def counted(launch: Launch, problem: Problem) -> tuple[Counted, bool]:
 
 def products(line: Counted) -> int:
     """The multiply-adds of a turn that are the product's: those that unpack weights are none. By lanes a turn takes as
-    many packed weights of each column as metal/stepwise_packed_by_lanes.metal says."""
+    many packed weights of each column as metal/stepwise_quantized.metal says."""
     packed = re.search(r"_(affine|mxfp|nvfp)\d*_(\d)_bits$", line.kernel)
     if not packed:
         return line.multiply_adds

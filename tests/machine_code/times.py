@@ -135,7 +135,7 @@ def reads_of(buffer: Buffer, launch: Launch, problem: Problem) -> tuple[float, f
 def times_read(launch: Launch, problem: Problem) -> float:
     """How often a kernel of `fused` reads each of its weights, on average."""
     steps, tiling = launch.writes[0].shape[0], tiling_of(launch, problem, itemsize(launch))
-    return ceil(problem.B / tiling.rows) * (tiling.kept + (1 - tiling.kept) * steps)
+    return ceil(problem.B / tiling.rows) * (tiling.resident_part + (1 - tiling.resident_part) * steps)
 
 
 def itemsize(launch: Launch) -> int:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from ..cells import Cell, GRUCell, LSTMCell, RNNCell
+from ..cells import Cell, GRUCell, LSTMCell
 from ..directions import half
 from ..ops.packed import matrix, scales_of
 from ..ops.sweep import gradients_after_sweep
@@ -179,7 +179,9 @@ def forward_sweep(problem: Problem, dtype: mx.Dtype, names: tuple[str, ...], mas
     """Return what the forward sweep launches for arrays of these names. masks_differ: of the `whole_mask`."""
     bare = readable(problem, names, dtype)
     present = {"z", "arranged", "sizes", *({"h0", "c0", "lengths"} & {*names}), *options_of(problem, names)}
-    present |= ({"mask"} if {"mask", "keep"} & {*names} else set()) | ({"numbers"} if problem.cell.op == "lstm" else set())
+    present |= ({"mask"} if {"mask", "keep"} & {*names} else set()) | (
+        {"numbers"} if problem.cell.op == "lstm" else set()
+    )
     later = present | {"h0"} | ({"c0"} if problem.cell.op == "lstm" else set())
     parts = tuple(
         prepared_part("forward", bare, dtype, later if n else present, steps, sizes)
@@ -199,7 +201,9 @@ def backward_sweep(
     few, product, bare = is_plain(problem, by_name), takes_product(cell), readable(problem)
     present = {"states", "arranged", "sizes", *({"lengths"} & {*names}), *options_of(problem, names)}
     present |= ({"mask"} if {"mask", "keep"} & {*names} else set()) | ({"q"} if product else set())
-    present |= ({"gates"} if cell.op != "rnn" else set()) | ({"states0"} if ("c0" if has_c else "h0") in names else set())
+    present |= ({"gates"} if cell.op != "rnn" else set()) | (
+        {"states0"} if ("c0" if has_c else "h0") in names else set()
+    )
     present |= {f"d{name}" for name in cotangents}
     later = present | {"dhT"} | ({"dcT"} if has_c else set())
     parts = tuple(
@@ -375,15 +379,15 @@ WORKING_REGISTERS = {
     ("rnn", "forward"): {1: 36, 2: 56, 4: 92, 8: 56},
     ("rnn", "backward"): {1: 44, 2: 60, 4: 92, 8: 56},
 }
-"""What a thread needs beside its weights, by cell, sweep and batch rows of a threadgroup, 8 in matrices: sums,
-operands, weights on their way, states, indices. From the machine code of Mesa's compiler for the M1: with as many
-weights in registers as it does not spill, this is what remains at H = 96 to 256. Apple's compiler may differ."""
+"""Registers that a thread needs besides its resident weights, by cell, sweep and batch rows of a threadgroup (8: in
+matrices): sums, operands, weights on their way, states, indices. From the machine code of Mesa's compiler for the M1:
+what remains at H = 96 to 256 with as many resident weights as it does not spill. Apple's compiler may differ."""
 
 PACKED_REGISTERS = {1: 12, 2: 20, 4: 40}
-"""What it needs more where weights are packed, by batch rows, likewise: numbers on their way, sums of x."""
+"""Registers that it needs more if weights are quantized, by batch rows, likewise: numbers on their way, sums of x."""
 
-OPTION_REGISTERS = {"mask": 4, "keep": 4, "lengths": 8, "extra": 4}
-"""What it needs more for an input that may be absent, likewise."""
+OPTION_REGISTERS = {"mask": 4, "keep": 4, "lengths": 8, "peephole": 4, "bhn": 4}
+"""Registers that it needs more for an input that may be absent, likewise."""
 
 MATRIX_BATCH = 65
 """The smallest batch, of both directions together, for the form in 8 x 8 matrices. It needs 8 items per threadgroup, so
@@ -394,10 +398,16 @@ THREADGROUP_BYTES = 32768
 
 
 class FusedTiling(NamedTuple):
-    """How `fused` cuts a problem: whether it multiplies in 8 x 8 matrices; units that share lanes; batch rows of a
-    threadgroup, and threads of it; how many vectors of its rows it keeps, and their bytes of threadgroup memory; how
-    many vectors of 4 weights a lane has, how many of them stay in registers, and which part of all weights these are;
-    the registers of a thread."""
+    """How `fused` cuts a problem.
+
+    matrices: whether it multiplies in 8 x 8 matrices.
+    units: hidden units that share lanes.
+    rows, threads: batch rows and threads of a threadgroup.
+    vectors, bytes: buffers of its rows' vectors, 2 if they alternate, and their bytes of threadgroup memory.
+    weights, resident: vectors of 4 weights of a lane, and how many of them stay in registers.
+    resident_part: resident / weights.
+    registers: of a thread.
+    """
 
     matrices: bool
     units: int
@@ -407,7 +417,7 @@ class FusedTiling(NamedTuple):
     bytes: int
     weights: int
     resident: int
-    kept: float
+    resident_part: float
     registers: int
 
 
@@ -423,8 +433,8 @@ def fused_tiling(
     cut: Cut | None = None,
     packing: Packing | None = None,
 ) -> FusedTiling:
-    """The tiling of one sweep. `more`: registers that its options need; `cut`: as it was measured; `packing`: how the
-    weights are packed, forward, where a vector is four words of them."""
+    """Return the tiling of one sweep. more: registers that its options need; cut: a measured choice; packing: how
+    quantized weights are packed, forward, where a vector is four words of them."""
     lanes, gates = LANES[cell.op], cell.gates
     sweep = "backward" if backward else "forward"
     wanted = cut.rows if cut else rows_for(cell, B, H, directions)
@@ -443,7 +453,7 @@ def fused_tiling(
     if packing:
         span, weights = packed_share(packing, H, lanes * units, slots)
         lengths, itemsize = [span * lanes * units], 4
-        # Sums of a group beside those of all; what is kept between two products.
+        # Sums of a group besides those of all groups; what stays between two products.
         more += slots * rows * (span > packing.group_size) + 8 * two_products(cell)
     one = 4 * rows * piece * sum(-(-length // piece) for length in lengths)
     vectors = 1 if len(lengths) > 1 or (matrices and backward and 2 * one > THREADGROUP_BYTES) else 2
@@ -457,8 +467,8 @@ def fused_tiling(
 
 
 def packed_share(packing: Packing, H: int, lanes: int, slots: int) -> tuple[int, int]:
-    """What a lane has of rows of packed weights that so many lanes share: the weights of each row, and the vectors of
-    all; metal/fused_packed.metal has the same rule."""
+    """Return a lane's share of rows of quantized weights that so many lanes share: the weights of each row, and the
+    vectors of all rows; metal/fused_quantized.metal has the same rule."""
     span = max(8, 2 ** (-(-H // lanes) - 1).bit_length())
     pieces = max(1, span // packing.group_size)
     words = span * field_of(packing) // 32 + pieces * (2 if packing.mode == "affine" else 1)
@@ -466,43 +476,50 @@ def packed_share(packing: Packing, H: int, lanes: int, slots: int) -> tuple[int,
 
 
 def rows_for(cell: Cell, B: int, H: int, directions: int) -> int:
-    """Batch rows of a threadgroup, 8 in matrices: more share a stream of weights, as far as there are items for all
-    cores."""
+    """Return the batch rows of a threadgroup, 8 in matrices. More rows share a stream of weights, as far as there are
+    items for all cores."""
     matrices = directions * B >= MATRIX_BATCH and fits_matrices(cell, H)
     return 8 if matrices else 1 if B <= 16 else 2 if B <= 64 else 4
 
 
 def rows_of(cell: Cell, sweep: str, wanted: int, threads: int, packed: bool) -> int:
-    """Batch rows of a threadgroup that multiplies in lanes: as far as there are registers."""
+    """Return the batch rows of a threadgroup that multiplies in lanes: those wanted, as far as there are registers."""
     most = registers_of(threads)
     possible = [rows for rows in WORKING_REGISTERS[cell.op, sweep] if rows <= wanted]
     return max(rows for rows in possible if rows == 1 or working_registers(cell, sweep, rows, packed) <= most)
 
 
 def working_registers(cell: Cell, sweep: str, rows: int, packed: bool) -> int:
-    """What a thread needs beside its weights, without options."""
+    """Return the registers that a thread needs besides its resident weights, without options."""
     return WORKING_REGISTERS[cell.op, sweep][rows] + (PACKED_REGISTERS[rows] if packed else 0)
 
 
-def tiling_of(sweep: str, problem: Problem, dtype: mx.Dtype, given: Collection[str] = ()) -> FusedTiling:
-    """The tiling of a sweep of a problem; with its inputs' names that of the very launch, as they need registers."""
-    more = sum(count for name, count in OPTION_REGISTERS.items() if name in given)
-    how = {"backward": sweep == "backward", "directions": problem.directions, "more": more, "cut": problem.cut}
+def tiling_of(sweep: str, problem: Problem, dtype: mx.Dtype, names: Collection[str] = ()) -> FusedTiling:
+    """Return the tiling of a sweep of a problem; with the names of its inputs, as these need registers, that of the
+    very launch."""
+    more = sum(count for name, count in OPTION_REGISTERS.items() if name in names)
     packing = problem.packing if sweep == "forward" else None
-    return fused_tiling(problem.cell, problem.B, problem.H, dtype.size, packing=packing, **how)
+    return fused_tiling(
+        *(problem.cell, problem.B, problem.H, dtype.size),
+        backward=sweep == "backward",
+        directions=problem.directions,
+        more=more,
+        cut=problem.cut,
+        packing=packing,
+    )
 
 
 def two_products(cell: Cell) -> bool:
-    """Whether a step has two products, one after the other: a GRU whose reset comes before the candidate's."""
+    """Return whether a step has two products, one after the other: a GRU whose reset comes before the candidate's."""
     return isinstance(cell, GRUCell) and cell.reset == "before"
 
 
 def registers_of(threads: int) -> int:
-    """What a thread can have in a threadgroup of so many."""
+    """Return the registers that a thread can have in a threadgroup of so many threads."""
     return REGISTERS[min(most for most in REGISTERS if most >= threads)]
 
 
 def fits_matrices(cell: Cell, H: int) -> bool:
-    """Whether `fused` can multiply in matrices. A threadgroup has at most 32 simdgroups, of 8 units each; a GRU whose
-    reset comes before the candidate's product has two products per step, which only the other form knows."""
+    """Return whether `fused` can multiply in matrices. A threadgroup has at most 32 simdgroups, of 8 units each; a GRU
+    whose reset comes before the candidate's product has two products per step, which only the product in lanes has."""
     return H <= 256 and not two_products(cell)

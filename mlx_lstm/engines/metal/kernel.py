@@ -199,10 +199,13 @@ def build(
     The template's numbers are written into the text: as MLX's own arguments they would cost 0.8 us at every call.
     `index`: the type Index that the files of `stepwise` expect to be declared.
     """
-    words = {key: TYPES[value] if isinstance(value, mx.Dtype) else str(value).lower() for key, value in template}
-    kinds = {key: "using" if isinstance(value, mx.Dtype) else f"constexpr {type(value).__name__}" for key, value in template}
-    declared = "".join(f"{kinds[key]} {key} = {word};\n" for key, word in words.items())
-    name = "__".join(["_".join([shader, "without", *missing] if missing else [shader]), *words.values()])
+    words: list[str] = []
+    declared = ""
+    for key, value in template:
+        is_type = isinstance(value, mx.Dtype)
+        words.append(TYPES[value] if is_type else str(value).lower())
+        declared += f"{'using' if is_type else f'constexpr {type(value).__name__}'} {key} = {words[-1]};\n"
+    name = "__".join(["_".join([shader, "without", *missing] if missing else [shader]), *words])
     first = f"using Index = {index};\n" if index else ""
     text = declared + body
     head, source = limited(f'{first}{header(shaders, text)}#line 1 "{name}"\n', text, threads)

@@ -1,8 +1,8 @@
 """Engine `stepwise`: the recurrence on the GPU, one launch of a Metal shader per time step and sweep.
 
-A launch computes the recurrent product and the cell of a step, of both directions where both run; a projection is one
-launch more. Each launch writes one row, an array of its own (`rows`); one launch at the end of a sweep lays the rows out
-in time. All else is as in `fused`.
+A launch computes the recurrent product and the cell of a step, of both directions if both run; a projection is one
+launch more. Each launch writes one row, an array of its own (`rows`); one launch at the end of a sweep lays the rows
+out in time. All else is as in `fused`.
 """
 
 from collections.abc import Callable, Collection
@@ -263,7 +263,7 @@ class StepKernel:
 
     fields: the names of the arrays that the shader may read, of which those in `present` are there; template: its
     numbers, with ROWS and COLUMNS of a threadgroup's product; units: how many there are, and how many a threadgroup
-    has; name: the kernel's; files: those of the shader; cell: whether the shader takes a cell.
+    has; name: the kernel's, if not the shader's.
     """
 
     def __init__(
@@ -276,12 +276,10 @@ class StepKernel:
         units: tuple[int, int],
         output: tuple[int, mx.Dtype],
         *,
-        name: str,
-        files: tuple[str, ...],
-        cell: bool = True,
+        name: str = "",
     ):
         rows, columns = int(template["ROWS"]), int(template["COLUMNS"])
-        self.problem, self.name, self.output = problem, name, output
+        self.problem, self.name, self.output = problem, name or shader, output
         self.inputs: dict[str, bool] = {field: field in present for field in fields.split()}
         self.names: list[str] = [field for field, is_there in self.inputs.items() if is_there]
         quantized, lanes = any(is_packed(field, present) for field in self.names), rows < 8
@@ -290,21 +288,21 @@ class StepKernel:
         self.groups: tuple[int, ...] = -(-units[0] // units[1]), -(-problem.B // rows), problem.directions
         product = "QuantizedByLanes" if lanes and quantized else "ByLanes" if lanes else "ByTiles"
         arguments = [f"{product}<ROWS, COLUMNS>", *(name for name in template if name in ("SAVES", "S"))]
-        if cell:
+        if "OPTIONS" in template:
             arguments.insert(0, STRUCTS[problem.cell.op])
         if quantized and problem.packing:
             template = template | {"BITS": problem.packing.bits, "GROUP": problem.packing.group_size}
         self.template: Template = template | {"X": row_type(output_dtype(template))}
         self.files: tuple[str, ...] = ("arrays", "cell", f"cell_{problem.cell.op}", "quantized", "stepwise")
         self.files += ("stepwise_quantized",) if quantized else ()
-        self.files += ("stepwise_lanes", "stepwise_tiles", *files, "stepwise_rows")
+        self.files += ("stepwise_lanes", "stepwise_tiles", *SHADERS[shader], "stepwise_rows")
         self.arrays: str = struct_of(fields_of((*self.inputs, "after"), {*self.names, "after"}))
         self.arrays += f"threadgroup float sums[{slices * rows * columns}];\n"
         self.arrays += f"threadgroup vec<float, 4> vectors[{1 if lanes else 9 * (rows + columns)}];\n"
         self.arrays += "threadgroup float* tiles = (threadgroup float*)vectors;\n"
         self.arrays += "uint3 group = threadgroup_position_in_grid;\n"
         self.call: str = f"{shader}<{', '.join(arguments)}>(a, sums, tiles, group, {LANE});\n"
-        self.launch: Launch = self.prepare(name, self.arrays + self.call)
+        self.launch: Launch = self.prepare(self.name, self.arrays + self.call)
         self.joins: dict[tuple[int, ...], tuple[Launch, list[mx.array]]] = {}
 
     def prepare(
@@ -340,6 +338,17 @@ stepwise_join(pieces, join, group, thread_index_in_threadgroup);
         launch = self.prepare(f"{self.name}_joining", body, total * length, more, (*pieces, "starts", "first"))
         return launch, [starts, first]
 
+
+SHADERS = {
+    "stepwise_forward": ("stepwise_forward",),
+    "stepwise_project": ("stepwise_forward",),
+    "stepwise_gru_reset": ("stepwise_forward", "stepwise_gru"),
+    "stepwise_gru_candidate": ("stepwise_forward", "stepwise_gru"),
+    "stepwise_backward": ("stepwise_backward",),
+    "stepwise_gru_reset_backward": ("stepwise_gru",),
+    "stepwise_dh": ("stepwise_backward",),
+}
+"""The files of each shader of a step, besides those that all have."""
 
 LANE = "simdgroup_index_in_threadgroup, thread_index_in_simdgroup"
 
@@ -402,8 +411,8 @@ def each_step(make: Make, problem: Problem, inputs: Inputs, rows: Rows | None = 
     return StepLaunch(kernel, [present[name] for name in kernel.names], rows)
 
 
-# The kernels of a step. Each function takes the problem, the dtype of the arrays, the names of the arrays that are there
-# (of which the shader's fields take those they need), and whether the arrays it writes become rows.
+# The kernels of a step. Each function takes the problem, the dtype of the arrays, the names of the arrays that are
+# there (of which the shader's fields take those they need), and whether the arrays it writes become rows.
 
 
 @cached
@@ -415,10 +424,7 @@ def forward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], 
     output = row_length(problem, problem.H, 1 + cell.gates if saves else 1, has_c, dtype), row_type(dtype)
     fields = "step z before h_before Wh Wh_scales Wh_biases h0 c0 peephole bhn mask keep lengths sizes numbers"
     units, name = (problem.H, UNITS[op]), f"{op}_stepwise_forward"
-    return StepKernel(problem, "stepwise_forward", fields, present, template, units, output, name=name, files=("stepwise_forward",))
-
-
-GRU_FILES = "stepwise_forward", "stepwise_gru"
+    return StepKernel(problem, "stepwise_forward", fields, present, template, units, output, name=name)
 
 
 @cached
@@ -427,7 +433,7 @@ def gru_reset_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...]
     template = forward_template(problem, False, 32) | {"S": dtype}
     output = row_length(problem, problem.H, 3, False, dtype), dtype
     fields, name = "step z before Wh Wh_scales Wh_biases h0 mask lengths sizes", "stepwise_gru_reset"
-    return StepKernel(problem, name, fields, present, template, (problem.H, 16), output, name=name, files=GRU_FILES)
+    return StepKernel(problem, name, fields, present, template, (problem.H, 16), output)
 
 
 @cached
@@ -437,7 +443,7 @@ def gru_candidate_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, 
     template = forward_template(problem, False, 32) | {"SAVES": saves, "S": dtype}
     output = row_length(problem, problem.H, 4 if saves else 1, False, dtype), row_type(dtype)
     fields, name = "step z before reset_row Wh Wh_scales Wh_biases h0 keep lengths sizes", "stepwise_gru_candidate"
-    return StepKernel(problem, name, fields, present, template, (problem.H, 32), output, name=name, files=GRU_FILES)
+    return StepKernel(problem, name, fields, present, template, (problem.H, 32), output)
 
 
 @cached
@@ -447,7 +453,7 @@ def project_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], 
     template: Template = {"ROWS": rows, "COLUMNS": columns, "S": dtype}
     output = row_length(problem, problem.P, 1, False, dtype), row_type(dtype)
     fields, name, units = "step before Wp Wp_scales Wp_biases sizes", "lstm_stepwise_project", (problem.P, columns)
-    return StepKernel(problem, "stepwise_project", fields, present, template, units, output, name=name, files=("stepwise_forward",), cell=False)
+    return StepKernel(problem, "stepwise_project", fields, present, template, units, output, name=name)
 
 
 @cached
@@ -457,9 +463,11 @@ def backward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...],
     template = backward_template(problem, "peephole" in present, dtype, tile)
     arrays = cell.gates + 1 if "keep" in present else cell.gates
     output = row_length(problem, problem.H, arrays, op != "rnn", dtype), row_type(dtype)
-    fields = "step before dh_now weights gates states states0 q peephole bhn mask keep lengths dh dc dgates dhT dcT sizes"
+    fields = (
+        "step before dh_now weights gates states states0 q peephole bhn mask keep lengths dh dc dgates dhT dcT sizes"
+    )
     units, name = (problem.H, tile[1]), f"{op}_stepwise_backward"
-    return StepKernel(problem, "stepwise_backward", fields, present, template, units, output, name=name, files=("stepwise_backward",))
+    return StepKernel(problem, "stepwise_backward", fields, present, template, units, output, name=name)
 
 
 @cached
@@ -469,7 +477,7 @@ def gru_reset_backward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[
     template = backward_template(problem, False, dtype, tile)
     output = row_length(problem, problem.H, 4 if "keep" in present else 3, True, dtype), row_type(dtype)
     fields, name = "step now_row weights gates states states0 mask keep lengths sizes", "stepwise_gru_reset_backward"
-    return StepKernel(problem, name, fields, present, template, (problem.H, tile[1]), output, name=name, files=GRU_FILES[1:])
+    return StepKernel(problem, name, fields, present, template, (problem.H, tile[1]), output, name=name)
 
 
 @cached
@@ -480,7 +488,7 @@ def dh_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], has_r
     output = row_length(problem, problem.P, 1, False, dtype), row_type(dtype) if has_rows else dtype
     fields, units = "step before weights gates mask lengths dh dhT sizes", (problem.P, tile[1])
     name = f"{problem.cell.op}_stepwise_dh"
-    return StepKernel(problem, "stepwise_dh", fields, present, template, units, output, name=name, files=("stepwise_backward",))
+    return StepKernel(problem, "stepwise_dh", fields, present, template, units, output, name=name)
 
 
 def forward_template(problem: Problem, peephole: bool, columns: int) -> Template:
@@ -532,7 +540,13 @@ def after_sweep(
 
 
 def prepare_sequences(
-    name: str, problem: Problem, layout: Layout, inputs: dict[str, bool], outputs: Outputs, template: Template, body: str
+    name: str,
+    problem: Problem,
+    layout: Layout,
+    inputs: dict[str, bool],
+    outputs: Outputs,
+    template: Template,
+    body: str,
 ) -> Sequences:
     """Return the launch of shaders over rows of all kinds, with a thread per item, unit, step and direction."""
     starts = starts_of(sum((steps for steps, _, _ in layout), ()), LEFT)
@@ -598,7 +612,11 @@ def gradients_launch(
     }
     names = names | {"dz"} | ({"dh"} if projects else frozenset())
     outputs: Outputs = {name: shape if name in names else None for name, shape in shapes.items()}
-    read = {"lengths", "sizes"} | ({"gates"} if names & {"d_out", "m"} else set()) | ({"states"} if "m" in names else set())
+    read = (
+        {"lengths", "sizes"}
+        | ({"gates"} if names & {"d_out", "m"} else set())
+        | ({"states"} if "m" in names else set())
+    )
     inputs = {name: name in read and name in present for name in ("gates", "states", "lengths", "sizes")}
     candidate, reset = (cell.gate_order.index(gate) for gate in "nr") if "d_out" in names else (0, 0)
     template: Template = {"GATES": cell.gates, "CANDIDATE": candidate, "RESET": reset}
