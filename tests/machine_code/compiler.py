@@ -44,8 +44,8 @@ def machine_code(text: str, threads: int) -> str:
         source, code, spirv = (f"{folder}/kernel{end}" for end in (".clcpp", ".ll", ".spv"))
         Path(source).write_text(opencl(text, threads))
         run(LLVM / "clang", *CLANG.split(), source, "-o", code)
-        # Functions of a kernel's struct of arrays are internal, as the struct is local to the kernel. LLVM does not unroll
-        # a loop around the only call of an internal function, which it expects to be inlined before.
+        # What is called with a struct that is local to the kernel is internal. LLVM does not unroll a loop around the
+        # only call of an internal function, since it expects that to be inlined first.
         Path(code).write_text(Path(code).read_text().replace("define internal ", "define linkonce_odr "))
         run(LLVM / "opt", "-S", "-force-attribute=alwaysinline", f"-passes={PASSES}", code, "-o", code)
         # The way to SPIR-V knows neither.
