@@ -10,7 +10,7 @@
 The text is `pydoc_data.topics`, part of every Python (its wording differs between versions). The first nine tenths
 are for training, the last tenth, one contiguous piece, for validation. Some documentation topics repeat passages of
 others: about one line in ten of the validation text also stands in the training text. The baseline, a Kneser-Ney
-trigram, reads the same split. The run leaves in --out: checkpoint.safetensors, loss.png, sample.txt.
+trigram, reads the same split. The run leaves checkpoint.safetensors, loss.png and sample.txt in the folder `--out`.
 
 How the sizes were chosen, on the CPU wheel for Linux. There MLX's own matrix product is more than ten times slower than
 NumPy's, and half as fast as that with a transposed right operand: a plain vocabulary layer would cost more than the

@@ -4,9 +4,9 @@
     python examples/from_tensorflow.py --hidden 256 --steps 400
 
 The model predicts the next character of Python's documentation (`pydoc_data.topics`, part of every Python): an
-embedding, an LSTM, a dense layer. Keras trains it for --steps steps. Then its weights move into MLX layers, which give
-the same logits, and MLX trains it for as many steps more. At the end the weights go back, and Keras computes the same
-loss as MLX. Training reads the first nine tenths of the text; the loss is measured on the last tenth.
+embedding, an LSTM, a dense layer. Keras trains it for `--steps` steps. Then its weights move into MLX layers, which
+give the same logits, and MLX trains it for as many steps more. At the end the weights go back, and Keras computes the
+same loss as MLX. Training reads the first nine tenths of the text; the loss is measured on the last tenth.
 """
 
 from __future__ import annotations

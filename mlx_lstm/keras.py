@@ -21,7 +21,12 @@ __all__ = ["bidirectional_from_keras", "bidirectional_to_keras", "gru_from_keras
 __all__ += ["lstm_to_keras", "rnn_from_keras", "rnn_to_keras"]
 
 
-def lstm_from_keras(kernel: Any, recurrent_kernel: Any, bias: Any = None) -> Arrays:
+def __dir__() -> list[str]:
+    """Return the public names."""
+    return list(__all__)
+
+
+def lstm_from_keras(kernel: Any, recurrent_kernel: Any, bias: Any = None) -> dict[str, Any]:
     """The weights of a `keras.layers.LSTM` as arguments of `mlx_lstm.lstm` and `mlx_lstm.nn.LSTM`.
 
     Keras' order i, f, c, o is the default `gate_order` here; its kernels are transposed; `unit_forget_bias` is in the
@@ -58,7 +63,7 @@ def lstm_to_keras(Wx: mx.array, Wh: mx.array, b: mx.array | None = None) -> list
     return into_keras(LSTMCell(), Wx, Wh, b, None)
 
 
-def gru_from_keras(kernel: Any, recurrent_kernel: Any, bias: Any = None) -> Arrays:
+def gru_from_keras(kernel: Any, recurrent_kernel: Any, bias: Any = None) -> dict[str, Any]:
     """The weights of a `keras.layers.GRU` as arguments of `mlx_lstm.gru`, and of `mlx.nn.GRU`.
 
     For a layer with `reset_after=True`, Keras' default, call `gru` as it is; for one with `reset_after=False` call it
@@ -110,7 +115,7 @@ def gru_to_keras(
     return into_keras(GRUCell(reset="after" if reset_after else "before"), Wx, Wh, b, bhn)
 
 
-def rnn_from_keras(kernel: Any, recurrent_kernel: Any, bias: Any = None) -> Arrays:
+def rnn_from_keras(kernel: Any, recurrent_kernel: Any, bias: Any = None) -> dict[str, Any]:
     """The weights of a `keras.layers.SimpleRNN` as arguments of `mlx_lstm.rnn`, whose `activation` is the layer's.
 
     Args:
@@ -144,7 +149,7 @@ def rnn_to_keras(Wx: mx.array, Wh: mx.array, b: mx.array | None = None) -> list[
     return into_keras(RNNCell(), Wx, Wh, b, None)
 
 
-def bidirectional_from_keras(convert: Callable[..., Arrays], weights: Sequence[Any]) -> Arrays:
+def bidirectional_from_keras(convert: Callable[..., dict[str, Any]], weights: Sequence[Any]) -> dict[str, Any]:
     """The weights of a `keras.layers.Bidirectional` as arguments of `lstm`, `gru` or `rnn` with `bidirectional=True`.
 
     Their output h is that of a layer with `return_sequences=True` and Keras' default, `merge_mode="concat"`. For the

@@ -2,12 +2,17 @@
 
 import os
 import platform
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from io import TextIOWrapper
 from pathlib import Path
 from typing import NoReturn
+
+VERSION = "0.1.0"
+"""The version of this package."""
 
 
 def chip() -> str:
@@ -40,6 +45,11 @@ def in_all_digits() -> None:
     """Lets MLX's own float32 products have all digits, unless the user says otherwise: by default the newest chips
     leave some out, an error to what judges by float64. To be called before the first operation of MLX."""
     os.environ.setdefault("MLX_ENABLE_TF32", "0")
+
+
+def has_interpreter() -> bool:
+    """Whether sys.executable runs Python: not in a frozen application, nor where Python is embedded."""
+    return not getattr(sys, "frozen", False) and "python" in Path(sys.executable or "").name.lower()
 
 
 def child_command(code: str, *arguments: str) -> list[str]:
@@ -89,8 +99,15 @@ def check_files(options: object, *names: str) -> None:
 
 
 def run_command(main: Callable[[], int]) -> NoReturn:
-    """Ends the process with a command's exit code; quietly where nobody reads on, as after `| head`, or at Ctrl-C."""
+    """End the process with a command's exit code; quietly where nobody reads on, as after `| head`, or at Ctrl-C.
+
+    SIGTERM ends it as Ctrl-C does: what it writes is cleaned up. Characters that the terminal lacks are escaped.
+    """
     code: object
+    signal.signal(signal.SIGTERM, terminate)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
         try:
             code = main()
@@ -103,3 +120,9 @@ def run_command(main: Callable[[], int]) -> NoReturn:
         code = 141  # as of what SIGPIPE ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is flushed at the end
     raise SystemExit(code)
+
+
+def terminate(signum: int, frame: object) -> NoReturn:
+    """Handle a signal by an exception, so that blocks with `finally` run; a second one ends the process at once."""
+    signal.signal(signum, signal.SIG_DFL)
+    raise SystemExit(128 + signum)

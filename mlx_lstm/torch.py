@@ -1,8 +1,8 @@
-"""torch.nn's LSTM, GRU and RNN as MLX layers: any number of layers, one direction or both, torch's own parameter names;
-and its LSTMCell, GRUCell and RNNCell.
+"""PyTorch's LSTM, GRU and RNN as MLX layers, with several layers and both directions; LSTMCell, GRUCell and RNNCell.
 
-Constructors, parameters, initialisation, shapes and returns are those of `torch.nn`; what it packs (`PackedSequence`)
-is `lengths` here. Sizes: L time, N batch, D directions, K layers, H hidden, S the width of h (H, or `proj_size`).
+Constructors, parameters and their names, initialisation, shapes and returns are those of `torch.nn`; a `lengths` of a
+call takes the place of torch's `PackedSequence`. Sizes: L time, N batch, D directions, K layers, H hidden, S the width
+of h (H, or `proj_size`).
 
 A `state_dict` loads as it is. From a file, `layer.load_weights("torch_layer.safetensors")`; from a layer in the same
 process, and back:
@@ -14,12 +14,11 @@ process, and back:
 import math
 from functools import partial
 from operator import itemgetter, methodcaller
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from . import recurrence
 from .checks import (
     NO_UNITS,
     check_array,
@@ -34,19 +33,23 @@ from .checks import (
 from .convert import Weights, to_torch
 from .convert.torch import NAMES, WAYS
 from .engines import cells
-from .engines.at_once import Run, by_mlx, by_numpy, computes_now, made
+from .engines.at_once import Run, by_mlx, by_numpy, computes_now, derived
+from .engines.choice import Engine, check_engine
 from .engines.directions import join
+from .engines.packing import Weight
 from .engines.problem import Arrays
 from .recurrence import (
+    Call,
+    Hold,
+    Lengths,
     QuantizedLayer,
     common_dtype,
     engine_used,
     in_dtype,
     join_biases,
     join_states,
-    note_engine,
     split_states,
-    weight,
+    whole_lengths,
     whole_steps,
 )
 
@@ -54,11 +57,24 @@ __all__ = ["GRU", "LSTM", "RNN", "GRUCell", "LSTMCell", "QuantizedGRU", "Quantiz
 __all__ += ["from_weights"]
 
 
-class Layers(nn.Module):
-    """What the three share: parameters, the walk through the layers, the checks of both."""
+Self = TypeVar("Self", bound="Layers")
 
-    op: str  # in errors
-    gates: int  # H-blocks of a weight
+MOST_LAYERS = 65536
+"""Far more layers than anybody runs; without a limit a wrong number would draw parameters until memory is full."""
+
+
+def __dir__() -> list[str]:
+    """Return the public names."""
+    return list(__all__)
+
+
+class Layers(nn.Module):
+    """Base of `LSTM`, `GRU` and `RNN`: the parameters, the loop over the layers, the checks."""
+
+    op: str  # the layer's name in errors
+    gates: int  # blocks of H rows in a weight
+    engine: Engine | None
+    checkpoint_every: int | str | None
     engine_used = engine_used
 
     def __init__(
@@ -72,12 +88,14 @@ class Layers(nn.Module):
         bidirectional: bool,
         proj_size: int,
         checkpoint_every: int | str | None,
-        engine: str | None,
+        engine: Engine | None,
     ):
         super().__init__()
         self.input_size: int = check_integer(self.op, "input_size", input_size, least=1)
         self.hidden_size: int = check_integer(self.op, "hidden_size", hidden_size, least=1, why=NO_UNITS)
         self.num_layers: int = check_integer(self.op, "num_layers", num_layers, least=1)
+        if self.num_layers > MOST_LAYERS:
+            fail(self.op, f"num_layers must be at most {MOST_LAYERS}", num_layers)
         for name, flag in {"bias": bias, "batch_first": batch_first, "bidirectional": bidirectional}.items():
             check_flag(self.op, name, flag)
         self.dropout: float = check_number(self.op, "dropout", dropout)
@@ -89,13 +107,22 @@ class Layers(nn.Module):
         self.bias: bool = bias
         self.batch_first: bool = batch_first
         self.bidirectional: bool = bidirectional
-        self.engine: str | None = engine
-        self.checkpoint_every: int | str | None = check_every(self.op, checkpoint_every)
+        self.engine = check_engine(self.op, engine)
+        self.checkpoint_every = check_every(self.op, checkpoint_every)
         scale = 1 / math.sqrt(self.hidden_size)
         for layer in range(self.num_layers):
             for way in self.ways:
                 for name, shape in self.shapes(layer).items():
                     self[self.key(name, layer, way)] = mx.random.uniform(-scale, scale, shape)
+
+    def train(self: Self, mode: bool = True) -> Self:
+        """Set training mode, or with `False` evaluation mode; return the layer."""
+        super().train(mode)
+        return self
+
+    def eval(self: Self) -> Self:
+        """Set evaluation mode; return the layer."""
+        return self.train(False)
 
     @property
     def ways(self) -> tuple[str, ...]:
@@ -103,16 +130,16 @@ class Layers(nn.Module):
         return WAYS if self.bidirectional else WAYS[:1]
 
     def key(self, name: str, layer: int, way: str) -> str:
-        """A parameter's, of a layer and direction."""
+        """Return the name of a parameter of this layer and direction."""
         return f"{name}_l{layer}{way}"
 
     @property
     def width(self) -> int:
-        """Of h, in one direction."""
+        """The width of h in one direction, S."""
         return self.proj_size or self.hidden_size
 
     def shapes(self, layer: int) -> dict[str, tuple[int, ...]]:
-        """Those of one direction's parameters in a layer, in torch's order."""
+        """Return the shapes of the parameters of one direction of a layer, in torch's order."""
         rows = self.gates * self.hidden_size
         columns = len(self.ways) * self.width if layer else self.input_size
         shapes = {"weight_ih": (rows, columns), "weight_hh": (rows, self.width)}
@@ -131,68 +158,66 @@ class Layers(nn.Module):
         cell: cells.Cell,
         input: mx.array,
         states: dict[str, Any],
-        lengths: recurrence.Lengths,
+        lengths: Lengths,
         key: mx.array | None,
         keep: mx.array | None,
-        hold: recurrence.Hold,
+        hold: Hold,
     ) -> tuple[mx.array, Arrays]:
-        """The output of all layers, each with this `cell`, and the last states [K D, N, .] by the names of `states`,
-        the first ones, which may be `None`."""
+        """Run all layers, each with this `cell`; return the last layer's h and the last states [K D, N, .] by name.
+
+        `states` holds the first states by name, `None` for zeros.
+        """
         check_array(self.op, "input", input, self.input_shape(input))
         batched, time_first = input.ndim == 3, input.ndim == 2 or not self.batch_first
-        lies_so, N = batched and time_first, 1 if not batched else input.shape[1 if time_first else 0]
+        is_time_major, N = batched and time_first, 1 if not batched else input.shape[1 if time_first else 0]
         L = input.shape[0 if time_first else 1]
         if not L:
             fail(self.op, "input must have at least one step", f"shape {list(input.shape)}")
         if key is not None:
             check_key(self.op, key)
         shapes = self.check_states(states, [N] if batched else [], time_first)
-        given = {name: state for name, state in states.items() if state is not None}
+        first = {name: state for name, state in states.items() if state is not None}
         now, D = computes_now(self.engine), len(self.ways)
         small = by_numpy if now else by_mlx
         layers = [self.arrays(layer, now) for layer in range(self.num_layers)]
-        dtype = common_dtype([input, *given.values(), *(array for arrays in layers for array in arrays.values())])
+        dtype = common_dtype([input, *first.values(), *(array for arrays in layers for array in arrays.values())])
         if not N:
             if lengths is not None:
-                check_lengths(self.op, lengths, N, L, traced=True)  # of none the range is unknown
+                check_lengths(self.op, lengths, N, L, traced=True)  # no values, whose range could be checked
             output = mx.zeros((*input.shape[:2], D * self.width), dtype)
             return output, {name: mx.zeros(shape, dtype) for name, shape in shapes.items()}
-        split = small(lambda *states: [split_states(D, state) for state in states], *given.values()) if given else []
-        first = dict(zip(given, split, strict=True))
-        x = (input if lies_so else small(partial(turned, batched), input)).astype(dtype)
+        if first:
+            by_layer = small(lambda *states: [split_states(D, state) for state in states], *first.values())
+            first = dict(zip(first, by_layer, strict=True))
+        x = (input if is_time_major else small(partial(swapped, batched), input)).astype(dtype)
         steps = whole_steps(self.op, keep, hold, input.shape[:-1], "the steps of input")
         steps = {name: (array if time_first else array.T).reshape(L, N) for name, array in steps.items()}
-        call = recurrence.Call(
-            cell,
-            bidirectional=self.bidirectional,
-            lengths=recurrence.whole_lengths(self.op, lengths, N, L),
-            hold=steps.pop("hold", None),
-            engine=self.engine,
-            checkpoint_every=self.checkpoint_every,
-        )
+        options = {"engine": self.engine, "checkpoint_every": self.checkpoint_every, "hold": steps.pop("hold", None)}
+        options |= {"lengths": whole_lengths(self.op, lengths, N, L), "lengths_checked": True}
+        call = Call(cell, bidirectional=self.bidirectional, **options)
         last = []
         for layer, arrays in enumerate(layers):
             if layer and self.dropout and self.training:
                 x, key = dropped(x, 1 - self.dropout, key)
             arrays = arrays | {f"{name}0": state[layer] for name, state in first.items()}
             arrays = in_dtype(arrays | {"x": x}, dtype) | steps
-            out, choice = call.forward(arrays, return_gates=False, training=self.training)
-            note_engine(self, choice)
-            last.append({name: out[f"{name}T"] for name in states})
-            x = out["h"]
-        output = x if lies_so else small(partial(turned, batched), x)
-        of_all = [each[name] for name in states for each in last]
-        return output, small(partial(self.join_all, shapes), *of_all)
+            outputs, choice = call.forward(arrays, return_gates=False, training=self.training)
+            vars(self)["_engine_used"] = choice
+            last.append({name: outputs[f"{name}T"] for name in states})
+            x = outputs["h"]
+        output = x if is_time_major else small(partial(swapped, batched), x)
+        by_name = [layer[name] for name in states for layer in last]
+        return output, small(partial(self.join_all, shapes), *by_name)
 
     def join_all(self, shapes: dict[str, list[int]], *states: Any) -> dict[str, Any]:
-        """The states in these shapes, out of those of each layer, of one name after the other."""
+        """Return the states by name, in these shapes; `states`: first h of each layer, then c of each layer."""
         D, K = len(self.ways), self.num_layers
         return {
             name: join_states(D, shape, *states[n * K : (n + 1) * K]) for n, (name, shape) in enumerate(shapes.items())
         }
 
     def check_states(self, states: dict[str, Any], N: list[int], time_first: bool) -> dict[str, list[int]]:
-        """The shapes of the states, which those given have."""
+        """Return the shapes of the states, after checking that the caller's states have them."""
         rows, widths = self.num_layers * len(self.ways), {"h": self.width, "c": self.hidden_size}
         why = f", as input is {'[L, N, I]' if time_first else '[N, L, I]'}," if N else ""
         shapes = {name: [rows, *N, widths[name]] for name in states}
@@ -202,21 +227,38 @@ class Layers(nn.Module):
         return shapes
 
     def input_shape(self, input: Any) -> list[int | str]:
-        """What it must be."""
+        """Return the shape that `input` must have."""
         if isinstance(input, mx.array) and input.ndim == 2:
             return ["L", self.input_size]
         return ["N", "L", self.input_size] if self.batch_first else ["L", "N", self.input_size]
 
     def arrays(self, layer: int, now: bool = False) -> Arrays:
-        """A layer's parameters as the recurrence has them: one bias, both directions in one array; `now`: as values."""
-        names = self.shapes(layer)
-        ways = [{name: weight(self, self.key(name, layer, way)) for name in names} for way in self.ways]
+        """Return a layer's parameters as the recurrence has them: one bias, both directions in one array.
+
+        `now`: the call computes now, so that joined arrays can be cached.
+        """
+        ways = []
+        for way in self.ways:
+            arrays = {}
+            for name, shape in self.shapes(layer).items():
+                key = self.key(name, layer, way)
+                arrays[name] = array = self._parameter(key)
+                if array.shape != shape:  # a bias [1] would broadcast to the other bias
+                    fail(self.op, f"{key} must have shape {list(shape)}", f"shape {list(array.shape)}")
+            ways.append(arrays)
         if len(ways) == 1:
             return self.one_way(ways[0], by_numpy if now else by_mlx)
-        return made(now, "torch", ways, lambda: join([self.one_way(way, by_mlx) for way in ways]))
+        return derived(now, self.op, ways, lambda ways: join([self.one_way(way, by_mlx) for way in ways]))
+
+    def _parameter(self, name: str) -> Weight:
+        """Return a parameter. `QuantizedLayer` returns its weights as `Quantized`."""
+        array: Any = self.get(name)
+        if not isinstance(array, mx.array):  # an array of NumPy, say, which MLX takes for no parameter
+            check_array(self.op, name, getattr(self, name, array), ())
+        return array
 
     def one_way(self, arrays: dict[str, Any], small: Run) -> dict[str, Any]:
-        """Those of one direction."""
+        """Return the parameters of one direction by the names of the recurrence's arguments, both biases as one."""
         arrays = dict(arrays)
         biases: Any = {}
         if self.bias:
@@ -225,27 +267,27 @@ class Layers(nn.Module):
         return {NAMES[name]: array for name, array in arrays.items()} | biases
 
 
-def turned(batched: bool, sequence: Any) -> Any:
-    """[N, L, .] as [L, N, .], and back; or [L, .] as [L, 1, .], and back."""
+def swapped(batched: bool, sequence: Any) -> Any:
+    """Return [N, L, .] as [L, N, .], and back; without a batch [L, .] as [L, 1, .], and back."""
     if batched:
         return sequence.swapaxes(0, 1)
     return sequence[:, None] if sequence.ndim == 2 else sequence[:, 0]
 
 
 def check_key(op: str, key: object) -> None:
-    """A key of MLX's random numbers."""
-    found = f"{key.dtype}, shape {list(key.shape)}" if isinstance(key, mx.array) else type(key).__name__
-    if found != f"{mx.uint32}, shape [2]":
-        fail(op, "key must be one of mx.random.key or mx.random.split", found)
+    """Check that `key` is a key of MLX's random numbers."""
+    kind = f"{key.dtype}, shape {list(key.shape)}" if isinstance(key, mx.array) else type(key).__name__
+    if kind != f"{mx.uint32}, shape [2]":
+        fail(op, "key must be one of mx.random.key or mx.random.split", kind)
 
 
-def dropped(x: mx.array, keep: float, key: mx.array | None) -> tuple[mx.array, mx.array | None]:
-    """x with each element kept by this probability, and scaled by its inverse; the key for the next layer."""
-    drawn = None
+def dropped(x: mx.array, probability: float, key: mx.array | None) -> tuple[mx.array, mx.array | None]:
+    """Return x whose elements stay with this probability, divided by it, and else are 0; and the next layer's key."""
+    own = None
     if key is not None:
-        key, drawn = mx.random.split(key)
-    kept = mx.random.bernoulli(keep, x.shape, drawn)
-    return mx.where(kept, x * mx.array(1 / keep if keep else 0, x.dtype), 0), key
+        key, own = mx.random.split(key)
+    stays = mx.random.bernoulli(probability, x.shape, own)
+    return mx.where(stays, x * mx.array(1 / probability if probability else 0, x.dtype), 0), key
 
 
 class LSTM(Layers):
@@ -308,13 +350,13 @@ class LSTM(Layers):
         proj_size: int = 0,
         *,
         checkpoint_every: int | str | None = None,
-        engine: str | None = None,
+        engine: Engine | None = None,
     ):
         options = (dropout, bidirectional, proj_size, checkpoint_every, engine)
         super().__init__(input_size, hidden_size, num_layers, bias, batch_first, *options)
 
     def into_quantized(self, group_size: int | None = None, bits: int | None = None, mode: str = "affine") -> nn.Module:
-        """`QuantizedLSTM.from_layer` of this layer: `mlx_lstm.nn.quantize` calls it, `mlx.nn.quantize` does not."""
+        """Return `QuantizedLSTM.from_layer` of this layer. `mlx_lstm.nn.quantize` calls it, `mlx.nn.quantize` not."""
         return QuantizedLSTM.from_layer(self, group_size, bits, mode)
 
     def __call__(
@@ -322,10 +364,10 @@ class LSTM(Layers):
         input: mx.array,
         hx: tuple[mx.array, mx.array] | None = None,
         *,
-        lengths: recurrence.Lengths = None,
+        lengths: Lengths = None,
         key: mx.array | None = None,
         keep: mx.array | None = None,
-        hold: recurrence.Hold = None,
+        hold: Hold = None,
     ) -> tuple[mx.array, tuple[mx.array, mx.array]]:
         """The last layer's h at every step, and the last states of all layers.
 
@@ -390,13 +432,13 @@ class GRU(Layers):
         bidirectional: bool = False,
         *,
         checkpoint_every: int | str | None = None,
-        engine: str | None = None,
+        engine: Engine | None = None,
     ):
         options = (dropout, bidirectional, 0, checkpoint_every, engine)
         super().__init__(input_size, hidden_size, num_layers, bias, batch_first, *options)
 
     def into_quantized(self, group_size: int | None = None, bits: int | None = None, mode: str = "affine") -> nn.Module:
-        """`QuantizedGRU.from_layer` of this layer: `mlx_lstm.nn.quantize` calls it, `mlx.nn.quantize` does not."""
+        """Return `QuantizedGRU.from_layer` of this layer. `mlx_lstm.nn.quantize` calls it, `mlx.nn.quantize` not."""
         return QuantizedGRU.from_layer(self, group_size, bits, mode)
 
     def __call__(
@@ -404,10 +446,10 @@ class GRU(Layers):
         input: mx.array,
         hx: mx.array | None = None,
         *,
-        lengths: recurrence.Lengths = None,
+        lengths: Lengths = None,
         key: mx.array | None = None,
         keep: mx.array | None = None,
-        hold: recurrence.Hold = None,
+        hold: Hold = None,
     ) -> tuple[mx.array, mx.array]:
         """The last layer's h at every step, and the last h of all layers.
 
@@ -460,7 +502,7 @@ class RNN(Layers):
         bidirectional: bool = False,
         *,
         checkpoint_every: int | str | None = None,
-        engine: str | None = None,
+        engine: Engine | None = None,
     ):
         check_option(self.op, "nonlinearity", nonlinearity, ("tanh", "relu"))
         options = (dropout, bidirectional, 0, checkpoint_every, engine)
@@ -468,7 +510,7 @@ class RNN(Layers):
         self.nonlinearity: str = nonlinearity
 
     def into_quantized(self, group_size: int | None = None, bits: int | None = None, mode: str = "affine") -> nn.Module:
-        """`QuantizedRNN.from_layer` of this layer: `mlx_lstm.nn.quantize` calls it, `mlx.nn.quantize` does not."""
+        """Return `QuantizedRNN.from_layer` of this layer. `mlx_lstm.nn.quantize` calls it, `mlx.nn.quantize` not."""
         return QuantizedRNN.from_layer(self, group_size, bits, mode)
 
     def __call__(
@@ -476,12 +518,12 @@ class RNN(Layers):
         input: mx.array,
         hx: mx.array | None = None,
         *,
-        lengths: recurrence.Lengths = None,
+        lengths: Lengths = None,
         key: mx.array | None = None,
         keep: mx.array | None = None,
-        hold: recurrence.Hold = None,
+        hold: Hold = None,
     ) -> tuple[mx.array, mx.array]:
-        """As `GRU`."""
+        """Return what `GRU` returns, for the same arguments."""
         output, last = self.run(cells.RNNCell(self.nonlinearity), input, {"h": hx}, lengths, key, keep, hold)
         return output, last["h"]
 
@@ -542,17 +584,17 @@ class QuantizedRNN(QuantizedLayer, RNN):
 
 
 class Cell(Layers):
-    """What torch's cells share: a single layer whose parameters' names have no ending, and whose call is one step."""
+    """Base of torch's cells: one layer, whose parameters' names have no ending, and one step per call."""
 
-    def __init__(self, input_size: int, hidden_size: int, bias: bool, engine: str | None):
+    def __init__(self, input_size: int, hidden_size: int, bias: bool, engine: Engine | None):
         super().__init__(input_size, hidden_size, 1, bias, False, 0.0, False, 0, None, engine)
 
     def key(self, name: str, layer: int, way: str) -> str:
-        """A parameter's."""
+        """Return the name of a parameter."""
         return name
 
     def one_step(self, cell: cells.Cell, input: mx.array, states: dict[str, Any]) -> Arrays:
-        """The states after it, by the names of those before, which may be `None`."""
+        """Return the states after one step by name; `states` holds those before by name, `None` for zeros."""
         batched = not isinstance(input, mx.array) or input.ndim != 1
         check_array(self.op, "input", input, ["N", self.input_size] if batched else [self.input_size])
         why = f", as input is {'[N, I]' if batched else '[I]'} = {list(input.shape)},"
@@ -561,16 +603,16 @@ class Cell(Layers):
                 check_array(self.op, name, state, [*input.shape[:-1], self.hidden_size], why=why)
         now, H = computes_now(self.engine), self.hidden_size
         small, arrays = by_numpy if now else by_mlx, self.arrays(0, now)
-        given = {name: state for name, state in states.items() if state is not None}
-        dtype, shape = common_dtype([input, *given.values(), *arrays.values()]), (*input.shape[:-1], H)
+        first = {name: state for name, state in states.items() if state is not None}
+        dtype, shape = common_dtype([input, *first.values(), *arrays.values()]), (*input.shape[:-1], H)
         if 0 in shape:
             return {name: mx.zeros(shape, dtype) for name in states}
-        arrays |= {f"{name}0": state if batched else small(itemgetter(None), state) for name, state in given.items()}
+        arrays |= {f"{name}0": state if batched else small(itemgetter(None), state) for name, state in first.items()}
         arrays["x"] = small(methodcaller("reshape", (1, -1, self.input_size)), input)
-        call = recurrence.Call(cell, engine=self.engine)
-        out, choice = call.forward(in_dtype(arrays, dtype), return_gates=False, training=self.training)
-        note_engine(self, choice)
-        last = {name: out[f"{name}T"] for name in states}
+        call = Call(cell, engine=self.engine)
+        outputs, choice = call.forward(in_dtype(arrays, dtype), return_gates=False, training=self.training)
+        vars(self)["_engine_used"] = choice
+        last = {name: outputs[f"{name}T"] for name in states}
         return last if batched else {name: small(itemgetter(0), state) for name, state in last.items()}
 
 
@@ -596,15 +638,15 @@ class LSTMCell(Cell):
     op: str = "torch.LSTMCell"
     gates: int = 4
 
-    def __init__(self, input_size: int, hidden_size: int, bias: bool = True, *, engine: str | None = None):
+    def __init__(self, input_size: int, hidden_size: int, bias: bool = True, *, engine: Engine | None = None):
         super().__init__(input_size, hidden_size, bias, engine)
 
     def __call__(self, input: mx.array, hx: tuple[mx.array, mx.array] | None = None) -> tuple[mx.array, mx.array]:
-        """The states after a step.
+        """Return the states after a step.
 
         Args:
             input (array): [N, I] or [I].
-            hx (tuple, optional): (h, c) before it, each [N, H] or [H]. Default: zeros.
+            hx (tuple, optional): (h, c) before the step, each [N, H] or [H]. Default: zeros.
 
         Returns:
             tuple: (h, c), in these shapes.
@@ -626,11 +668,16 @@ class GRUCell(Cell):
     op: str = "torch.GRUCell"
     gates: int = 3
 
-    def __init__(self, input_size: int, hidden_size: int, bias: bool = True, *, engine: str | None = None):
+    def __init__(self, input_size: int, hidden_size: int, bias: bool = True, *, engine: Engine | None = None):
         super().__init__(input_size, hidden_size, bias, engine)
 
     def __call__(self, input: mx.array, hx: mx.array | None = None) -> mx.array:
-        """h after a step, from the input [N, I] or [I] and h before it, [N, H] or [H]; zeros by default."""
+        """Return h after a step.
+
+        Args:
+            input (array): [N, I] or [I].
+            hx (array, optional): h before the step, [N, H] or [H]. Default: zeros.
+        """
         return self.one_step(cells.GRUCell(), input, {"h": hx})["h"]
 
 
@@ -654,7 +701,7 @@ class RNNCell(Cell):
         bias: bool = True,
         nonlinearity: str = "tanh",
         *,
-        engine: str | None = None,
+        engine: Engine | None = None,
     ):
         check_option(self.op, "nonlinearity", nonlinearity, ("tanh", "relu"))
         super().__init__(input_size, hidden_size, bias, engine)
@@ -664,23 +711,24 @@ class RNNCell(Cell):
         return super()._extra_repr() + (f", nonlinearity={self.nonlinearity}" if self.nonlinearity != "tanh" else "")
 
     def __call__(self, input: mx.array, hx: mx.array | None = None) -> mx.array:
-        """As `GRUCell`."""
+        """Return h after a step, for the same arguments as `GRUCell`."""
         return self.one_step(cells.RNNCell(self.nonlinearity), input, {"h": hx})["h"]
 
 
 def pair(op: str, hx: Any) -> tuple[Any, Any]:
-    """Both states, `None` twice for none."""
+    """Return both states of `hx`, `None` twice if there are none."""
     if hx is None:
         return None, None
     if not (isinstance(hx, (tuple, list)) and len(hx) == 2):
-        fail(op, "hx must be a tuple (h_0, c_0)", type(hx).__name__)
+        number = f" of {len(hx)}" if isinstance(hx, (tuple, list)) else ""
+        fail(op, "hx must be a tuple (h_0, c_0)", f"{type(hx).__name__}{number}")
     return hx[0], hx[1]
 
 
 def from_weights(
-    weights: Weights, *, batch_first: bool = False, dropout: float = 0.0, engine: str | None = None
+    weights: Weights, *, batch_first: bool = False, dropout: float = 0.0, engine: Engine | None = None
 ) -> LSTM | GRU | RNN:
-    """The layer that has these weights, wherever they come from; `mlx_lstm.convert.from_torch(layer)` is the way back.
+    """Return the layer that has these weights. `mlx_lstm.convert.from_torch(layer)` reads them from a layer again.
 
     Args:
         weights (Weights): as one of the readers of `mlx_lstm.convert` returns them.

@@ -7,8 +7,17 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_lstm import recurrence
-from mlx_lstm.check import cases
-from mlx_lstm.check.cases import (  # noqa: F401 (for the tests)
+from mlx_lstm.engines import METAL_ENGINES
+from mlx_lstm.engines.numpy import arrays as numpy_arrays
+from mlx_lstm.engines.numpy import gru as numpy_gru
+from mlx_lstm.engines.numpy import lstm as numpy_lstm
+from mlx_lstm.engines.numpy import products as numpy_products
+from mlx_lstm.oracle import OUTPUTS as OUTPUTS_OF
+from mlx_lstm.oracle import evaluate
+from mlx_lstm.oracle.arithmetic import Arithmetic
+from mlx_lstm.oracle.closeness import SAFETY, TRIALS, Noise, float_of
+from mlx_lstm.testing import cases
+from mlx_lstm.testing.cases import (  # noqa: F401 (for the tests)
     ACTIVATIONS,
     BOTH,
     CELLS,
@@ -24,15 +33,6 @@ from mlx_lstm.check.cases import (  # noqa: F401 (for the tests)
     draw_cotangents,
     split,
 )
-from mlx_lstm.engines import METAL_ENGINES
-from mlx_lstm.engines.numpy import gru as numpy_gru
-from mlx_lstm.engines.numpy import lstm as numpy_lstm
-from mlx_lstm.engines.numpy import memory as numpy_memory
-from mlx_lstm.engines.numpy import products as numpy_products
-from mlx_lstm.oracle import OUTPUTS as OUTPUTS_OF
-from mlx_lstm.oracle import evaluate
-from mlx_lstm.oracle.arithmetic import Arithmetic
-from mlx_lstm.oracle.closeness import SAFETY, TRIALS, Noise, float_of
 
 KINDS = {op: {"op": op} for op in ("lstm", "gru", "rnn")}
 KINDS |= {f"{op}_both": {"op": op, **both} for op in ("lstm", "gru", "rnn")}
@@ -152,7 +152,7 @@ def poison_scratch(monkeypatch):
     """Scratch of the numpy engine starts as NaN: it has to be written before it is read."""
 
     def poisoned(*arguments):
-        buffer = numpy_memory.columns_buffer(*arguments)
+        buffer = numpy_arrays.columns_buffer(*arguments)
         buffer.fill(np.nan)
         return buffer
 

@@ -21,13 +21,12 @@ import mlx.core as mx
 from metal_emulator.dropin import EmulatedKernel
 from metal_emulator.preamble import preamble_text
 
-from mlx_lstm.bench.tasks import DTYPES
-from mlx_lstm.check.cases import run
-from mlx_lstm.check.comparison import infer
 from mlx_lstm.check.grid import grid
-from mlx_lstm.check.report import first_line
 from mlx_lstm.engines import METAL_ENGINES, choice
 from mlx_lstm.engines.metal import kernel
+from mlx_lstm.recurrence import unguarded
+from mlx_lstm.testing.cases import DTYPES, infer, run
+from mlx_lstm.testing.report import first_line
 
 
 class Noted(EmulatedKernel):
@@ -43,23 +42,24 @@ class Noted(EmulatedKernel):
         return [mx.zeros(shape, dtype) for shape, dtype in outputs]
 
 
-def kernel_texts(problems):
-    """The texts of all kernels that these problems need, in the order of their first launch."""
+def kernel_texts(cases):
+    """Return the texts of all kernels that these cases need, in the order of their first launch, without any trial."""
     texts = {}
     kernel.forget()
     with (
         patch.object(mx.fast, "metal_kernel", partial(Noted, texts)),
         patch.object(mx.metal, "is_available", lambda: True),
         patch.object(choice, "current_device", lambda: "gpu"),
+        unguarded(),
     ):
-        for problem in problems:
-            case, cotangents = problem.draw()
-            case, weights = problem.packed(case)
+        for grid_case in cases:
+            case, cotangents = grid_case.draw()
+            case, weights = grid_case.quantized(case)
             for engine in METAL_ENGINES:
-                if not problem.hindrance(engine, "gpu", metal=True):
-                    with problem.indices():
-                        run(case, engine, DTYPES[problem.dtype], cotangents, weights)
-                        infer(case, engine, DTYPES[problem.dtype], weights)
+                if not grid_case.hindrance(engine):
+                    with grid_case.limits():
+                        run(case, engine, DTYPES[grid_case.dtype], cotangents, weights)
+                        infer(case, engine, DTYPES[grid_case.dtype], weights)
     kernel.forget()
     return list(texts)
 

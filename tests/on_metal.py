@@ -9,12 +9,12 @@ from cases import GPU, METAL
 from metal_emulator import emulated_metal
 from metal_emulator.dropin import EmulatedKernel
 
-from mlx_lstm.check.cases import EVERY_OPTION, at_batch
 from mlx_lstm.engines import METAL_ENGINES as ENGINES
 from mlx_lstm.engines import choice, choose
 from mlx_lstm.engines.cells import GRUCell, LSTMCell, RNNCell
 from mlx_lstm.engines.metal import kernel as kernels
 from mlx_lstm.recurrence import _guard
+from mlx_lstm.testing.cases import EVERY_OPTION, at_batch
 
 WEIGHTS = ("Wh", "weights", "arranged", "peephole", "bhn")
 

@@ -17,15 +17,16 @@ from mlx_lstm.bench.__main__ import main
 from mlx_lstm.bench.cases import CASES, find_contender, is_installed
 from mlx_lstm.bench.cases import stack_judge as judge_stack
 from mlx_lstm.bench.cases.lstm import CONTENDERS, draw
-from mlx_lstm.bench.cases.stack import packed, unpacked
+from mlx_lstm.bench.cases.stack import from_buffer, to_buffer
 from mlx_lstm.bench.files import plot
-from mlx_lstm.bench.judge import appoint, evaluate
-from mlx_lstm.bench.progress import ERASE, Progress
-from mlx_lstm.bench.report import group_text, machine_card
-from mlx_lstm.bench.rounds import Plan, Row, kept_bytes, peak_ratio, plan, ratio, take_turn
+from mlx_lstm.bench.judge import evaluate_lstm, judge_layer
+from mlx_lstm.bench.report import THREADS_HINT, group_text
+from mlx_lstm.bench.rounds import Measurement, Plan, needed_bytes, peak_ratio, plan, ratio, take_turn
 from mlx_lstm.bench.tasks import PASSES, Size, Task, parse_size
 from mlx_lstm.bench.worker import PeakMemory
 from mlx_lstm.oracle.arithmetic import Arithmetic
+from mlx_lstm.testing.progress import ERASE, Progress
+from mlx_lstm.testing.report import machine_card
 
 TINY = Size(5, 3, 4, 8)
 DOUBLE = Arithmetic(np.float64)
@@ -85,18 +86,18 @@ def task(contender="ours", engine="ops", size=TINY, which="backward"):
 
 
 def timed(contender, *rounds, **found):
-    return Row(task(contender, "ops" if contender == "ours" else "-"), "timed", rounds=rounds, **found)
+    return Measurement(task(contender, "ops" if contender == "ours" else "-"), "timed", rounds=rounds, **found)
 
 
 def test_judge_evaluates_an_lstm_and_its_gradient():
     """Differences of sum(h dh) in a random direction of every array: the judge's gradient is that of its forward."""
     rng = np.random.default_rng(1)
     numbers = {name: array.astype(np.float64) for name, array in draw(TINY, "float32").items()}
-    exact = evaluate(numbers, DOUBLE, backward=True)
+    exact = evaluate_lstm(numbers, DOUBLE, backward=True)
     for name in ("x", "Wx", "Wh", "b"):
         direction = rng.standard_normal(numbers[name].shape)
         ends = [
-            (evaluate(numbers | {name: numbers[name] + step * direction}, DOUBLE, backward=False)["h"]).ravel()
+            (evaluate_lstm(numbers | {name: numbers[name] + step * direction}, DOUBLE, backward=False)["h"]).ravel()
             @ numbers["dh"].ravel()
             for step in (1e-5, -1e-5)
         ]
@@ -107,7 +108,7 @@ def test_judge_evaluates_an_lstm_and_its_gradient():
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_every_contender_agrees_and_the_bound_is_tight(dtype):
     numbers = draw(TINY, dtype)
-    judge = appoint(numbers, dtype, backward=True)
+    judge = judge_layer(numbers, dtype, backward=True)
     for name in filter(lambda name: is_installed(CONTENDERS[name]), CONTENDERS):
         work = find_contender(name).prepare(numbers, task(name)._replace(dtype=dtype))
         verdict = judge.judge(work.tensors(work.run()), PASSES["backward"])
@@ -137,7 +138,7 @@ def test_every_case_agrees_is_judged_tightly_and_uses_every_tensor(case):
     """Each contender, the same numbers; a result off by a thousandth is refused, whichever it is."""
     size, passes = TINY, CASES[case].passes
     numbers = CASES[case].draw(size, "float32")
-    judge = CASES[case].appoint(numbers, "float32", backward="backward" in passes)
+    judge = CASES[case].judge(numbers, "float32", backward="backward" in passes)
     for name, contender in CASES[case].contenders.items():
         for which in passes:
             given = Task(name, "numpy" if name == "ours" else "-", size, which, case=case)
@@ -152,8 +153,8 @@ def test_every_case_agrees_is_judged_tightly_and_uses_every_tensor(case):
 
 def test_parameter_buffer_is_packed_and_unpacked():
     numbers = CASES["cudnn_gru"].draw(TINY, "float32")
-    buffer = packed(numbers)
-    for name, array in unpacked(buffer, numbers).items():
+    buffer = to_buffer(numbers)
+    for name, array in from_buffer(buffer, numbers).items():
         np.testing.assert_array_equal(array, numbers[name], err_msg=name)
     assert buffer.size == sum(array.size for name, array in numbers.items() if name not in ("x", "dh"))
 
@@ -164,14 +165,14 @@ def test_the_judge_of_a_long_sequence(monkeypatch):
     size = Size(90, 3, 4, 8)
     numbers = draw(size, "float32")
     monkeypatch.setattr(judging, "PART", size.T)
-    whole = appoint(numbers, "float32", backward=True)
+    whole = judge_layer(numbers, "float32", backward=True)
     monkeypatch.setattr(judging, "PART", 16)
-    parts = appoint(numbers, "float32", backward=True)
+    parts = judge_layer(numbers, "float32", backward=True)
     for name, exact in whole.exact.items():
         np.testing.assert_allclose(parts.exact[name], exact, rtol=0, atol=1e-13 * np.abs(exact).max(), err_msg=name)
         ratio = parts.bounds[name] / whole.bounds[name]
         assert 1 < ratio < 3 if name.startswith("dW") or name == "db" else 0.5 < ratio < 1.5, name
-    assert appoint(numbers, "float32", backward=False).exact["h"].tobytes() == parts.exact["h"].tobytes()
+    assert judge_layer(numbers, "float32", backward=False).exact["h"].tobytes() == parts.exact["h"].tobytes()
     for every in (None, 16):
         work = find_contender("ours").prepare(numbers, Task("ours", "numpy", size, "backward", every=every))
         results = work.tensors(work.run())
@@ -182,7 +183,7 @@ def test_the_judge_of_a_long_sequence(monkeypatch):
 
 
 def test_judge_refuses():
-    judge = appoint(draw(TINY, "float32"), "float32", backward=True)
+    judge = judge_layer(draw(TINY, "float32"), "float32", backward=True)
     right = judge.exact
     swapped = np.roll(right["dWh"], TINY.H, axis=0)
     for name, wrong, said in [
@@ -206,7 +207,7 @@ def test_a_disagreement_is_not_timed(planted, capsys, tmp_path):
     said = capsys.readouterr().err
     assert "wrong (-) at 5,3,4,8 backward: refused: dWh: error " in said and " > bound " in said
     assert "broken (-) at 5,3,4,8 backward: failed: NotImplementedError: no such dtype" in said
-    assert "ends (-) at 5,3,4,8 backward: failed: the worker ended with exit code 3" in said
+    assert "ends (-) at 5,3,4,8 backward: failed: the process ended with exit code 3" in said
     rows = {row["contender"]: row for row in csv.DictReader(file.open())}
     assert rows["wrong"]["runs"] == "0" and rows["wrong"]["median_s"] == ""
     assert float(rows["wrong"]["error"]) > float(rows["wrong"]["bound"])
@@ -222,7 +223,7 @@ def test_a_compiler_is_heard_and_the_others_are_measured(planted, capfd):
     assert sum("Unable to build metal library" in line for line in lines) == 4 and "aborts (-) not timed" in said.out
     assert sum("program_source:0:9: error: no such function" in line for line in lines) == 2
     assert said.out.count("    ... of 270") == sum("(as above)" in line for line in lines) == 2
-    assert "the worker ended by SIGABRT" in said.err and sum(line.startswith("right") for line in lines) == 2
+    assert "the process ended by SIGABRT" in said.err and sum(line.startswith("right") for line in lines) == 2
     assert sum("error" in line.lower() or "pipeline" in line or "aborts" in line for line in lines) <= 2 * 15
 
 
@@ -266,17 +267,17 @@ def test_plan_keeps_to_the_budget():
     assert plan(1, 1, once=17) == Plan(1, 0, 0.0)
 
 
-def test_kept_bytes():
+def test_needed_bytes():
     """x 60, gates 480, h 120, c 120 numbers; dx 60, dWx 128, dWh 256, db 32."""
-    assert kept_bytes(TINY, "forward", "float32") == 4 * 780
-    assert kept_bytes(TINY, "backward", "float16") == 2 * (780 + 476)
+    assert needed_bytes(TINY, "forward", "float32") == 4 * 780
+    assert needed_bytes(TINY, "backward", "float16") == 2 * (780 + 476)
     assert peak_ratio(timed("ours", peak=3 * 4 * 1256 - 240)) == pytest.approx(3)
 
 
 @pytest.mark.parametrize(("others", "disturbed"), [(0.0, 0), (100.0, 1)])
 def test_a_turn_notes_what_other_processes_used(others, disturbed, monkeypatch):
     class Answer:
-        def ask(self, do, **request):
+        def ask(self, **request):
             return {"samples": [0.1], "cpu": 5.0, "idle_cpu": 0.0}
 
     readings = iter([10.0, 15.0 + others])  # before the turn, after it
@@ -331,26 +332,26 @@ def test_group_text():
         timed("ours", (0.002,), (0.004,), peak=2**20, idle_cpu=0.5),
         timed("mlx", (0.01,), (0.03,)),
         timed("torch", (0.001,), (0.001,), disturbed=1),
-        Row(task("ours", "numpy"), "refused: db: error 1 > bound 0.1"),
+        Measurement(task("ours", "numpy"), "refused: db: error 1 > bound 0.1"),
     ]
     lines = group_text(rows).splitlines()
     assert lines[0].split() == ["lstm", "T,B,I,H", "=", "5,3,4,8", "backward", "float32"]
     assert "x torch.nn.LSTM" in lines[1] and "x mlx.nn.LSTM" in lines[1]
     assert lines[2].split()[:10] == ["mlx_lstm.lstm", "ops", "3", "2", "2.4", "3.6", "2", "3", "(2-4)", "0.167"]
-    assert "mlx_lstm.lstm (ops) used 50% of a core while others were timed" in lines
-    assert "torch.nn.LSTM (-) was disturbed by other processes in 1 of 2 rounds" in lines
+    assert f"mlx_lstm.lstm (ops) used 50% of a core while others were timed: {THREADS_HINT}" in lines
+    assert f"torch.nn.LSTM (-) was disturbed by other processes in 1 of 2 rounds: {THREADS_HINT}" in lines
     assert lines[-1] == "mlx_lstm.lstm (numpy) not timed: refused: db: error 1 > bound 0.1"
 
 
-def test_what_is_computed_again_is_held_against_keeping_all():
-    """Of the same engine: memory, and the ratio of times where there are."""
+def test_a_checkpointed_row_is_compared_with_saving_every_step():
+    """On the same engine: the ratio of memory, and of times where there are any."""
     few = task("ours")._replace(every="auto")
     rows = [
         timed("ours", (0.002,), (0.004,), peak=1000),
         timed("ours", (0.003,), (0.005,), peak=250)._replace(task=few),
-        Row(few._replace(engine="numpy"), "memory only", peak=1),
+        Measurement(few._replace(engine="numpy"), "memory only", peak=1),
     ]
-    said = "mlx_lstm.lstm, every auto (ops): 0.250 of the memory and 1.38 (1.25-1.5) of the time of keeping all"
+    said = "mlx_lstm.lstm, every auto (ops): 0.250 of the memory and 1.38 (1.25-1.5) of the time of saving every step"
     assert group_text(rows).splitlines()[-1] == said
     without_times = [row._replace(rounds=()) for row in rows]
     assert group_text(without_times).splitlines()[-1] == said.replace(" and 1.38 (1.25-1.5) of the time", "")
@@ -359,7 +360,7 @@ def test_what_is_computed_again_is_held_against_keeping_all():
 def test_plot(tmp_path):
     pytest.importorskip("matplotlib")
     file = tmp_path / "ratios.png"
-    rows = [timed("ours", (0.002,)), timed("torch", (0.001,)), Row(task("mlx", "-"), "failed: x")]
+    rows = [timed("ours", (0.002,)), timed("torch", (0.001,)), Measurement(task("mlx", "-"), "failed: x")]
     plot(str(file), [rows], machine_card("python -m mlx_lstm.bench", "cpu"))
     assert file.stat().st_size > 1000
 
@@ -405,7 +406,7 @@ def test_memory_command(tmp_path, capsys):
     arguments = ["--memory", "--contenders", "ours", "--engine", "ops", "--checkpoint-every", "auto", *FEW[4:]]
     assert main([*arguments, "--sizes", "300,2,16,16", "--csv", str(file)]) == 0
     printed = capsys.readouterr().out
-    assert "x kept" in printed and "median ms" not in printed and "mlx_lstm.lstm, every auto  ops" in printed
+    assert "x needed" in printed and "median ms" not in printed and "mlx_lstm.lstm, every auto  ops" in printed
     all_of_it, few = csv.DictReader(file.open())
     assert int(few["mlx_peak_bytes"]) < 0.7 * int(all_of_it["mlx_peak_bytes"])
 

@@ -11,13 +11,16 @@ import pytest
 from kernel_texts import compile_each, family, kernel_texts, write
 from on_metal import on_metal
 
+from mlx_lstm.bench import short
 from mlx_lstm.check import __main__ as command
-from mlx_lstm.check import further, process, timing
-from mlx_lstm.check.comparison import Finding, compare, prepare
+from mlx_lstm.check import comparison, further
+from mlx_lstm.check import report as report_module
+from mlx_lstm.check.comparison import Finding, compare, findings, prepare
 from mlx_lstm.check.further import Command
 from mlx_lstm.check.grid import grid
-from mlx_lstm.check.report import engine_lines, first_line
+from mlx_lstm.check.report import Report, engine_lines
 from mlx_lstm.engines import ENGINES
+from mlx_lstm.testing.report import first_line
 
 ROOT = Path(__file__).parents[1]
 
@@ -50,7 +53,7 @@ ENGINE_MODULES["ops"].forward = lambda *arguments: time.sleep(100)
 def in_haste(monkeypatch):
     """What is timed here means nothing."""
     for name, value in {"SECONDS": 0.01, "ROUNDS": 1, "QUIET": 0.0}.items():
-        monkeypatch.setattr(timing, name, value)
+        monkeypatch.setattr(short, name, value)
 
 
 @pytest.fixture
@@ -90,7 +93,7 @@ def test_as_on_a_mac(tmp_path, capsys, start):
     start("import on_metal; on_metal.pretend()")
     with on_metal():
         code, lines, report = run(tmp_path, capsys, "--problems", "rnn, 17 items", "--sizes", "2,1,2,3")
-    assert code == 0 and len(lines) == 8
+    assert code == 0 and len(lines) == 8, lines
     assert [line.split()[0] for line in lines[1:5]] == list(ENGINES)
     assert re.match(r"2,1,2,3 +backward: mlx.nn.LSTM [\d.]+ ms; fused [\d.]+ ms, .*; stepwise [\d.]+ ms, ", lines[5])
     assert all(row["failure"] == "" and 0 < row["error"] < row["bound"] for row in report["comparisons"])
@@ -102,7 +105,7 @@ def test_as_on_a_mac(tmp_path, capsys, start):
     [
         ("another number", "fused", r"rnn, 17 items, float32: \w+: error [\d.e-]+ > bound [\d.e-]+$"),
         ("no kernel", "fused", r"rnn, 17 items, float32: KernelError: kernel \w+: \[compile\] a type specifier is"),
-        ("a crash", "stepwise", r"rnn, 17 items, float32: the process ended with exit code -6: "),
+        ("a crash", "stepwise", r"rnn, 17 items, float32: the process ended by SIGABRT: "),
     ],
 )
 def test_a_damaged_kernel_is_found(tmp_path, capsys, start, damage, engine, said):
@@ -120,11 +123,11 @@ def test_a_damaged_kernel_is_found(tmp_path, capsys, start, damage, engine, said
 @pytest.mark.slow  # it waits
 def test_a_kernel_that_hangs_costs_a_few_processes_only(start, monkeypatch):
     start(DAMAGES["no end"])
-    monkeypatch.setattr(process, "LOSSES", 1)
-    problems = grid()
-    numbers = [n for n, problem in enumerate(problems) if problem.name == "rnn, 17 items"] * 2
+    monkeypatch.setattr(comparison, "LOSSES", 1)
+    cases = grid()
+    numbers = [n for n, case in enumerate(cases) if case.name == "rnn, 17 items"] * 2
     work = [(n, engine) for n in numbers for engine in ("ops", "numpy")]
-    found = list(process.findings(work, problems, full=False, patience=20))
+    found = list(findings(work, cases, full=False, patience=20))
     assert [(finding.engine, finding.lost) for finding in found if finding.engine == "ops"] == [("ops", True)] * 2
     assert found[0].failure == "no answer after 20 seconds"
     assert [finding.failure for finding in found if finding.engine == "numpy"] == ["", ""]
@@ -140,11 +143,36 @@ def test_an_engine_that_was_asked_for_has_to_run(capsys):
     assert info.value.code == 2 and "no problem has nothing in its name" in capsys.readouterr().err
 
 
-def test_a_file_that_cannot_be_written(capsys, monkeypatch):
-    monkeypatch.setattr(command, "findings", lambda *arguments: [])
-    assert command.main(["--problems", "rnn, 17", "--sizes", "--file", "/proc/nothing/x.json"]) == 1
+def test_a_file_that_cannot_be_written(capsys):
+    """A missing folder is refused at once, and so is one without permission, before any comparison."""
+    with pytest.raises(SystemExit) as info:
+        command.main(["--file", "/proc/nothing/x.json"])
+    assert info.value.code == 2 and "--file: no folder /proc/nothing" in capsys.readouterr().err
+    assert command.main(["--problems", "rnn, 17", "--sizes", "--file", "/proc/x.json"]) == 1
     said = capsys.readouterr()
-    assert "--file names another place" in said.err and said.out.endswith("verdict: WRONG: file failed\n")
+    assert "cannot write /proc/x.json" in said.err and "--file names another place" in said.err and not said.out
+
+
+def test_an_interrupted_check_keeps_what_it_found(tmp_path, capsys, monkeypatch):
+    """Ctrl-C during the second comparison: the file has the first one, and the exit code is 130."""
+
+    def interrupted(work, cases, full):
+        yield Finding("rnn, 17 items", "float32", "numpy", tensor="h", error=0.1, failure=str(Path.home() / "x"))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "findings", interrupted)
+    code, _, report = run(tmp_path, capsys, "--problems", "rnn, 17 items")
+    assert code == 130 and report["verdict"] == "unfinished" and len(report["comparisons"]) == 1
+    assert report["comparisons"][0]["failure"] == "~/x" and str(Path.home()) not in json.dumps(report)
+
+
+def test_the_file_grows_with_the_findings(tmp_path, monkeypatch):
+    report = Report(tmp_path / "check.json", "command", "cpu")
+    monkeypatch.setattr(report_module, "EVERY", 0.0)
+    for n in range(3):
+        report.add(Finding(f"problem {n}", "float32", "ops"))
+        assert len(json.loads(report.file.read_text())["comparisons"]) == n + 1
+    assert [file.name for file in tmp_path.iterdir()] == ["check.json"]
 
 
 def test_failures_are_told_once():
@@ -170,8 +198,8 @@ def test_failures_are_told_once():
 @pytest.mark.parametrize("full", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_every_problem_shows_something(full):
     """Its bounds would not accept zeros; the definition is within them. A default run takes every ninth."""
-    for problem in grid(full)[:: 1 if full else 9]:
-        finding = compare(prepare(problem), "ops")
+    for case in grid(full)[:: 1 if full else 9]:
+        finding = compare(prepare(case), "ops")
         assert not finding.failure, finding
 
 
@@ -181,13 +209,13 @@ def test_every_file_of_the_shaders_is_compiled():
     named = set(re.findall(r'#line 1 "(\w+\.metal)"', "".join(texts)))
     assert named == {path.name for path in ROOT.glob("metal/*.metal")} - {"stepwise_index_64.metal"}
     assert {family(text).split("_")[0] for text in texts} == {"lstm", "gru", "rnn", "stepwise", "recurrent"}
-    few = kernel_texts(problem for problem in grid(full=True) if problem.long and problem.name.startswith("rnn"))
+    few = kernel_texts(case for case in grid(full=True) if case.long and case.name.startswith("rnn"))
     assert any('#line 1 "stepwise_index_64.metal"' in text for text in few)
 
 
 def test_a_text_that_a_compiler_refuses_is_named(tmp_path, capsys):
-    problem = next(problem for problem in grid() if problem.name == "rnn, 17 items")
-    names = write(tmp_path, kernel_texts([problem]))
+    case = next(case for case in grid() if case.name == "rnn, 17 items")
+    names = write(tmp_path, kernel_texts([case]))
     assert names.total() == len(list(tmp_path.glob("*.metal"))) > 5
     text = Path(tmp_path, "rnn_fused_forward_1.metal").read_text()
     assert text.startswith('#line 1 "mlx/backend/metal/kernels/') and "[[kernel]] void custom_kernel_rnn_fused" in text

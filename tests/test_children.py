@@ -26,10 +26,9 @@ class Trial:
 assert _guard.in_a_process(_guard.command(), Trial) is None
 """,
     "check": """
-from mlx_lstm.check.process import Process
-process = Process([], False)
-assert process.answer(60) is None and process.process.wait() == 0, process.end(1)
-process.close()
+from mlx_lstm.testing.child import Child
+child = Child("mlx_lstm.check", "--worker", "default")
+assert child.close() == "" and child.process.returncode == 0
 """,
     "compare": """
 from mlx_lstm.compare import contenders
@@ -39,13 +38,14 @@ problem = contenders.in_a_process("mpsgraph", case).problem
 assert "Metal" in problem or not problem, problem  # without PyObjC its last words
 """,
     "bench": """
-from mlx_lstm.bench.rounds import Process
+import json
 from mlx_lstm.bench.tasks import Size, Task
-process = Process(Task("ours", "ops", Size(1, 1, 1, 1), "forward"))
+from mlx_lstm.testing.child import Child, ChildError
+child = Child("mlx_lstm.bench", "--worker", json.dumps(Task("ours", "ops", Size(1, 1, 1, 1), "forward")))
 try:
-    process.ask("nothing")
-except RuntimeError as error:
-    assert "KeyError" in str(error) or "nothing" in str(error), error
+    child.ask(do="nothing")
+except ChildError as error:
+    assert "KeyError" in str(error), error
 """,
     "further": """
 from mlx_lstm.check import further

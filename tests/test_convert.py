@@ -910,7 +910,11 @@ def test_other_refusals(tmp_path, capsys, monkeypatch):
     assert "must end in .safetensors" in refusal(capsys, path, tmp_path / "b.tflite")
     (tmp_path / "saved").mkdir()
     (tmp_path / "saved" / "saved_model.pb").touch()
-    for name, way in (("a.ckpt", "save a state_dict"), ("a.hdf5", "rename it to .h5"), ("saved", "of a SavedModel")):
+    for name, way in (
+        ("a.ckpt", "torch.load(..., weights_only=True), then safe"),
+        ("a.hdf5", "rename it to .h5"),
+        ("saved", "of a SavedModel"),
+    ):
         assert f".onnx: {way}" in refusal(capsys, path.with_name(name), tmp_path / "b.safetensors")
     assert "safetensors.torch.save_file" in refusal(capsys, tmp_path / "model.pt", target)
     assert "No such file" in refusal(capsys, tmp_path / "none.npz", target)

@@ -197,8 +197,10 @@ def test_without_training(version):
         np.testing.assert_array_equal(np.array(getattr(out, name)), np.array(getattr(plain, name)))
     assert out.reserve_space.shape == ()
     message = f"^To use CudnnRNN{version.upper().strip('_')} in gradients, is_training must be set to True.$"
-    with pytest.raises(ValueError, match=message):
-        mx.grad(lambda x: forward(x, *given[1:], is_training=False).output.sum())(given[0])
+    for n in range(4):  # input, input_h, input_c, params
+        change = lambda array, n=n: [*given[:n], array, *given[n + 1 :]]  # noqa: E731
+        with pytest.raises(ValueError, match=message):
+            mx.grad(lambda array, change=change: forward(*change(array), is_training=False).output.sum())(given[n])
     cotangents = [to_mlx(case.cotangents[name], np.float64) for name in OUTPUTS]
     with pytest.raises(ValueError, match=message):
         backward(*given, *out[:3], *cotangents, *out[3:])

@@ -3,8 +3,11 @@
 import contextlib
 import importlib
 import io
+import json
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -59,7 +62,19 @@ def test_python_block(block, tmp_path, monkeypatch):
     assert printed.getvalue() == (block.output or "")
 
 
-UNCHECKED = ("git", "cd", "apt-get", "mlx.distributed_config")
+def test_types_of_the_blocks(tmp_path):
+    """An editor marks nothing in a block that a reader pastes."""
+    for block in PYTHON:
+        name = re.sub(r"\W", "_", f"{block.page.removesuffix('.md')}_line{block.line}")
+        (tmp_path / f"{name}.py").write_text(block.text)
+    settings = {"typeCheckingMode": "basic", "pythonVersion": "3.10", "extraPaths": [str(ROOT)]}
+    (tmp_path / "pyrightconfig.json").write_text(json.dumps(settings))
+    pyright = [str(Path(sys.executable).parent / "basedpyright"), "-p", str(tmp_path), "--pythonpath", sys.executable]
+    run = subprocess.run(pyright, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+UNCHECKED = ("git", "cd", "apt-get", "python3", "source", "mlx.distributed_config")
 INLINE = re.compile(r"`((?:PYTHONPATH=tests (?=python)|)(?:python -m|make|\S*bin/python) [^`]+)`")
 COMMANDS = [line for block in BLOCKS if block.language == "sh" for line in block.text.splitlines()]
 COMMANDS += [line for page in PAGES + OTHER_PAGES for line in INLINE.findall(page.read_text())]
@@ -85,6 +100,8 @@ def check_command(program, *words):
     elif program == "mlx.launch":
         launched = words[words.index("--") + 1 :]
         check_command(Path(launched[0]).name, *launched[1:])
+    elif program == "mlx-lstm":
+        check_command("python", "-m", f"mlx_lstm.{words[0]}", *words[1:])
     elif words[0] == "-m" and words[1] != "pytest":
         module = f"{words[1]}.__main__" if words[1].startswith(("mlx_lstm", "machine_code")) else words[1]
         importlib.import_module(module).make_parser().parse_args(words[2:])
@@ -103,7 +120,7 @@ def test_options_in_prose():
     for page in PAGES:
         for option in re.findall(r"`(--[a-z-]+)", page.read_text()):
             field = f"    {option[2:].replace('-', '_')}: "  # of an example's settings
-            assert f'"{option}"' in known or field in known, f"{page}: {option}"
+            assert option == "--help" or f'"{option}"' in known or field in known, f"{page}: {option}"
 
 
 @pytest.mark.parametrize("page", PAGES + OTHER_PAGES, ids=lambda path: str(path.relative_to(ROOT)))

@@ -1,4 +1,4 @@
-"""What is particular to engine `numpy`: it agrees with engine `ops` to float64 rounding, in any strides and chunks."""
+"""Engine `numpy` agrees with engine `ops` to float64 rounding, with any strides and chunks; and what only it does."""
 
 import tracemalloc
 
@@ -9,8 +9,8 @@ from cases import combination, draw, poison_scratch, run, split
 
 from mlx_lstm import gru, lstm, rnn
 from mlx_lstm.engines.cells import HARD_SIGMOIDS, GRUCell, LSTMCell, RNNCell
-from mlx_lstm.engines.numpy import gates as engine_numpy_gates
-from mlx_lstm.engines.numpy import memory as engine_numpy_memory
+from mlx_lstm.engines.numpy import activations as engine_numpy_activations
+from mlx_lstm.engines.numpy import arrays as engine_numpy_arrays
 from mlx_lstm.engines.numpy import products as engine_numpy_products
 from mlx_lstm.engines.numpy import sweep as engine_numpy_sweep
 from mlx_lstm.engines.sequences import tanh
@@ -18,7 +18,7 @@ from mlx_lstm.oracle import ARRAYS
 from mlx_lstm.recurrence import gru_gradients, lstm_gradients, rnn_gradients
 
 OPS = {"lstm": (lstm, lstm_gradients), "gru": (gru, gru_gradients), "rnn": (rnn, rnn_gradients)}
-GIVEN = {"lstm": ("gates", "c", "h"), "gru": ("gates", "h"), "rnn": ("h",)}
+SAVED = {"lstm": ("gates", "c", "h"), "gru": ("gates", "h"), "rnn": ("h",)}
 
 
 def cut(array):
@@ -47,19 +47,20 @@ def assert_agrees(got, expected):
         np.testing.assert_allclose(left, right, rtol=0, atol=bound, err_msg=name)
 
 
-def check(word, arrays, options, shown=None, lay=whole, seed=0):
-    """Outputs, gradients through `mx.vjp` and `*_gradients` of engine numpy against those of engine ops."""
+def check(word, arrays, options, wanted=None, lay=whole, seed=0):
+    """Outputs, gradients through `mx.vjp` and those of `*_gradients` are the same on engines numpy and ops. `wanted`:
+    names of the outputs that have a cotangent, None for all."""
     op, gradients_of = OPS[word]
     with mx.stream(mx.cpu):
         names, values = list(arrays), [lay(array) for array in arrays.values()]
-        found = {}
+        results = {}
         for engine in ("ops", "numpy"):
             rng = np.random.default_rng(seed)
 
             def call(*values, engine=engine):
-                given = {"Wx": None} | dict(zip(names, values, strict=True))
-                out = op(**given, **options, engine=engine, return_gates=shown is None or "gates" in shown)._asdict()
-                return out if shown is None else {name: out[name] for name in shown}
+                inputs = {"Wx": None} | dict(zip(names, values, strict=True))
+                out = op(**inputs, **options, engine=engine, return_gates=wanted is None or "gates" in wanted)._asdict()
+                return out if wanted is None else {name: out[name] for name in wanted}
 
             outputs = call(*values)
             cotangents = {name: rng.normal(size=out.shape) for name, out in outputs.items()}
@@ -67,15 +68,15 @@ def check(word, arrays, options, shown=None, lay=whole, seed=0):
                 spoil_padding(cotangents[name], options.get("lengths"))
             cotangents = {name: lay(array) for name, array in cotangents.items()}
             _, gradients = mx.vjp(lambda *values: list(call(*values).values()), values, list(cotangents.values()))
-            found[engine] = outputs | {f"d{name}": g for name, g in zip(names, gradients, strict=True)}
-            if shown is None:
-                saved = {name: lay(np.array(outputs[name])) for name in GIVEN[word]}
+            results[engine] = outputs | {f"d{name}": g for name, g in zip(names, gradients, strict=True)}
+            if wanted is None:
+                saved = {name: lay(np.array(outputs[name])) for name in SAVED[word]}
                 plain = {k: v for k, v in options.items() if k not in ("cell_clip", "forget_bias")}
-                given = {"Wx": None} | dict(zip(names, values, strict=True)) | saved | plain
-                given |= {f"d{name}": cotangent for name, cotangent in cotangents.items()}
-                again = gradients_of(**given, engine=engine)
-                found[engine] |= {f"again {name}": gradient for name, gradient in again.items()}
-        assert_agrees(found["numpy"], found["ops"])
+                inputs = {"Wx": None} | dict(zip(names, values, strict=True)) | saved | plain
+                inputs |= {f"d{name}": cotangent for name, cotangent in cotangents.items()}
+                again = gradients_of(**inputs, engine=engine)
+                results[engine] |= {f"again {name}": gradient for name, gradient in again.items()}
+        assert_agrees(results["numpy"], results["ops"])
 
 
 def every_option(rng, word, sizes):
@@ -96,14 +97,14 @@ def test_agrees_with_ops(monkeypatch, word, seed):
     """Every option at random, narrow and wide batches, several chunks of time, any strides."""
     rng = np.random.default_rng(seed)
     T, B, I, H = (int(rng.choice(sizes)) for sizes in ([1, 2, 5, 8], [1, 2, 5, 16, 17], [1, 3], [1, 2, 5]))
-    monkeypatch.setattr(engine_numpy_memory, "CHUNK_ROWS", int(rng.choice([3 * B, 1024])))
+    monkeypatch.setattr(engine_numpy_arrays, "CHUNK_ROWS", int(rng.choice([3 * B, 1024])))
     monkeypatch.setattr(engine_numpy_products, "AHEAD_ROWS", int(rng.choice([2 * B, 256])))  # weights copied or not
     poison_scratch(monkeypatch)
     sizes = T, B, I, H, 3
     _, arrays, options = split(draw(rng, sizes=sizes, **every_option(rng, word, sizes)))
     spoil_padding(arrays["x"], options["lengths"])
-    shown = None if rng.random() < 0.6 else ["h"]
-    check(word, arrays, options, shown, cut if rng.random() < 0.5 else whole, seed)
+    wanted = None if rng.random() < 0.6 else ["h"]
+    check(word, arrays, options, wanted, cut if rng.random() < 0.5 else whole, seed)
 
 
 @pytest.mark.parametrize("copied", [0, 2**20])
@@ -115,7 +116,7 @@ def test_wide_batches_agree_with_ops(monkeypatch, word, seed, copied):
     T, B, I, H = 5 + seed % 2, 16 + seed % 3, 3, 5
     monkeypatch.setattr(engine_numpy_products, "AHEAD_ROWS", 2 * B)
     monkeypatch.setattr(engine_numpy_products, "COPIED_NUMBERS", copied)
-    monkeypatch.setattr(engine_numpy_memory, "COPIED_NUMBERS", copied)
+    monkeypatch.setattr(engine_numpy_arrays, "COPIED_NUMBERS", copied)
     poison_scratch(monkeypatch)
     sizes = T, B, I, H, 3
     _, arrays, options = split(draw(rng, sizes=sizes, **every_option(rng, word, sizes)))
@@ -138,13 +139,13 @@ def test_few_steps_of_a_wide_batch_agree_with_ops(monkeypatch, word, T, B):
 def test_what_a_step_reads_and_writes_is_contiguous(monkeypatch, word, training):
     """Activations that write with strides made a pass take up to three times as long."""
     _, drawn, options = split(draw(np.random.default_rng(0), op=word, sizes=(4, 3, 2, 5, 5)))
-    kind, found = {"lstm": LSTMCell, "gru": GRUCell, "rnn": RNNCell}[word], []
+    kind, contiguous = {"lstm": LSTMCell, "gru": GRUCell, "rnn": RNNCell}[word], []
     step = engine_numpy_sweep.STEPS[kind][0]
     call = step.__call__
 
-    def watched(self, t, *arrays):
-        found.extend(array.flags.c_contiguous for array in arrays if array is not None)
-        call(self, t, *arrays)
+    def watched(self, operand, inputs, *arrays):
+        contiguous.extend(array.flags.c_contiguous for array in arrays if array is not None)
+        call(self, operand, inputs, *arrays)
 
     monkeypatch.setattr(step, "__call__", watched)
     with mx.stream(mx.cpu):
@@ -154,18 +155,20 @@ def test_what_a_step_reads_and_writes_is_contiguous(monkeypatch, word, training)
             return OPS[word][0](**dict(zip(drawn, values, strict=True)), **options, training=training).h.sum()
 
         mx.eval(mx.grad(output)(*arrays) if training else output(*arrays))
-    assert len(found) == 4 * (5 if training and word != "rnn" else 4) and all(found)  # gates only where they are kept
+    assert len(contiguous) == 4 * (5 if training and word != "rnn" else 4) and all(
+        contiguous
+    )  # gates only where they are saved
 
 
 def test_a_limit_that_changes_from_call_to_call_leaves_nothing_behind():
-    """What is kept for later calls depends on the gates' order and activations only."""
+    """What is cached for later calls depends on the order of the gates and on activations only."""
     _, drawn, _ = split(draw(np.random.default_rng(0), sizes=(2, 1, 2, 2, 2)))
     arrays = {name: whole(array) for name, array in drawn.items()}
     sizes = set()
     for n in range(4):
         with mx.stream(mx.cpu):
             mx.eval(lstm(**arrays, cell_clip=1.0 + n, forget_bias=0.5 * n, engine="numpy").h)
-        sizes.add(engine_numpy_gates.gates_of.cache_info().currsize)
+        sizes.add(engine_numpy_activations.runs.cache_info().currsize)
     assert len(sizes) == 1
 
 
@@ -174,7 +177,7 @@ def test_a_limit_that_changes_from_call_to_call_leaves_nothing_behind():
 def test_no_sequence_is_copied(monkeypatch, word, batch_major):
     """NumPy's memory stays far below one sequence, in the forward pass and in gradients of saved arrays of any
     layout; what leaves is MLX's memory."""
-    monkeypatch.setattr(engine_numpy_memory, "CHUNK_ROWS", 32)
+    monkeypatch.setattr(engine_numpy_arrays, "CHUNK_ROWS", 32)
     T, B, I, H = 256, 16, 8, 8
     op, gradients_of = OPS[word]
     _, drawn, options = split(draw(np.random.default_rng(0), op=word, sizes=(T, B, I, H, H), bidirectional=True))
@@ -185,7 +188,7 @@ def test_no_sequence_is_copied(monkeypatch, word, batch_major):
     with mx.stream(mx.cpu):
         arrays = {name: lay(whole(array)) if name == "x" else whole(array) for name, array in drawn.items()}
         out = op(**arrays, **options, return_gates=True)
-        saved = {name: lay(getattr(out, name)) for name in GIVEN[word]}
+        saved = {name: lay(getattr(out, name)) for name in SAVED[word]}
         mx.eval(arrays, saved)
         tracemalloc.start()
         try:
@@ -226,5 +229,19 @@ def test_infinity_and_nan_raise_no_warning(word, options, both, padding):
     with mx.stream(mx.cpu):
         names, values = list(drawn), [mx.array(array, mx.float32) for array in drawn.values()]
         outputs = lambda *values: list(OPS[word][0](**dict(zip(names, values, strict=True)), **options)[:1])  # noqa: E731
-        found = mx.vjp(outputs, values, [mx.ones(outputs(*values)[0].shape)])
-        assert all(mx.isfinite(array).all() for arrays in found for array in arrays)
+        results = mx.vjp(outputs, values, [mx.ones(outputs(*values)[0].shape)])
+        assert all(mx.isfinite(array).all() for arrays in results for array in arrays)
+
+
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+@pytest.mark.parametrize("flip_z", [False, True])
+@pytest.mark.parametrize("engine", ["numpy", "ops"])
+@pytest.mark.parametrize("activation", ["identity", "relu"])
+def test_an_infinite_candidate_makes_an_infinite_h(engine, activation, flip_z):
+    """z h + (1 - z) n is infinite, where n + z (h - n) would be NaN."""
+    with mx.stream(mx.cpu):
+        x = mx.array([[[0.5, 0.5, np.inf]]])
+        options = {"flip_z": flip_z, "activations": ("sigmoid", "sigmoid", activation)}
+        for h0 in (None, mx.array([[-2.0]])):
+            out = gru(x, None, mx.zeros((3, 1)), h0=h0, engine=engine, **options)
+            assert out.h.item() == np.inf

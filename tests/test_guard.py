@@ -373,12 +373,12 @@ def test_a_verdict_is_kept_for_this_machine(own_cache, monkeypatch):
 def test_the_verdicts_of_other_environments_stay(own_cache, monkeypatch):
     """Those of a few, the last ones used."""
     trials, real = counted(monkeypatch), verdicts.names()
-    for n in range(verdicts.KEPT + 1):
+    for n in range(verdicts.MACHINES + 1):
         monkeypatch.setattr(verdicts, "names", lambda n=n: f"{real} {n}")
         in_a_new_process()
         _guard.refusal("fused", problem())
-    assert len(trials) == verdicts.KEPT + 1
-    assert list(json.loads(own_cache.read_text())) == [f"{real} {n}" for n in range(1, verdicts.KEPT + 1)]
+    assert len(trials) == verdicts.MACHINES + 1
+    assert list(json.loads(own_cache.read_text())) == [f"{real} {n}" for n in range(1, verdicts.MACHINES + 1)]
 
 
 def test_another_process_may_have_tried_meanwhile(own_cache, monkeypatch):
@@ -388,7 +388,7 @@ def test_another_process_may_have_tried_meanwhile(own_cache, monkeypatch):
     _guard.refusal("fused", problem(H=10, P=10))
     other = own_cache.read_text()
     own_cache.write_text(before)  # as another process wrote it that knew of no other
-    verdicts.keep("mine", "")
+    verdicts.record("mine", "")
     assert len(trials) == 2 and set(json.loads(own_cache.read_text())[verdicts.names()]) >= {"mine"}
     own_cache.write_text(other)
     in_a_new_process()

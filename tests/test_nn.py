@@ -192,6 +192,68 @@ def test_numpy_s_integers_are_sizes(layer):
         getattr(nn, layer)(np.bool_(True), H)
 
 
+@pytest.mark.parametrize("engine", ["numpy", "ops"])
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
+def test_lengths_are_those_of_calls_with_each_item_alone(kind, engine):
+    """In values and all gradients; past an item's length the results are 0 and NaN in the input is never read."""
+    mx.random.seed(3)
+    layer = getattr(nn, kind)(D, H, engine=engine)
+    names = ("hidden", "cell") if kind == "LSTM" else ("hidden",)
+    for batch, lengths in (((4,), [5, 1, 0, 3]), ((2, 2), [[5, 1], [0, 3]]), ((), 3), ((4,), mx.array([5, 1, 0, 3]))):
+        x, states = mx.random.normal((*batch, 5, D)), {name: mx.random.normal((*batch, H)) for name in names}
+        weights = [mx.random.normal((*batch, 5, H)) for _ in names]
+        ends = np.broadcast_to(np.array(lengths), batch)
+        padded = np.array(x)
+        padded[np.arange(5) >= ends[..., None]] = np.nan
+
+        def alone(x, states=states, ends=ends, batch=batch, **given):
+            """Each item by itself, as long as it is."""
+            items = []
+            for place in np.ndindex(batch):
+                n = int(ends[place])
+                found = as_tuple(layer(x[place][:n], **{name: given[name][place] for name in given})) if n else None
+                items.append(
+                    [mx.pad(out, [(0, 5 - n), (0, 0)]) for out in found] if n else [mx.zeros((5, H))] * len(names)
+                )
+            return tuple(mx.stack(list(outs)).reshape(*batch, 5, H) for outs in zip(*items, strict=True))
+
+        call = lambda x, lengths=lengths, **given: layer(x, lengths=lengths, **given)  # noqa: E731
+        for out, exact in zip(as_tuple(call(mx.array(padded), **states)), alone(x, **states), strict=True):
+            np.testing.assert_allclose(np.array(out), np.array(exact), rtol=0, atol=1e-6)
+        got = loss_and_gradients(layer, mx.array(padded), states, weights, call)
+        expected = loss_and_gradients(layer, x, states, weights, alone)
+        assert got.keys() == expected.keys()
+        for name, value in expected.items():
+            np.testing.assert_allclose(np.array(got[name]), np.array(value), rtol=0, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("engine", ["numpy", "ops"])
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
+def test_keep_of_a_step_is_a_factor_on_the_states(kind, engine):
+    mx.random.seed(4)
+    layer = getattr(nn, kind)(D, H, engine=engine)
+    names = ("hidden", "cell") if kind == "LSTM" else ("hidden",)
+    for batch in ((3,), (), (2, 3)):
+        x, states = mx.random.normal((*batch, D)), {name: mx.random.normal((*batch, H)) for name in names}
+        keep, weights = mx.random.uniform(shape=batch), [mx.random.normal((*batch, H)) for _ in names]
+
+        def by_hand(x, keep=keep, **states):
+            return layer.step(x, **{name: state * keep[..., None] for name, state in states.items()})
+
+        def step(x, keep=keep, **states):
+            return layer.step(x, **states, keep=keep)
+
+        got, expected = (loss_and_gradients(layer, x, states, weights, call) for call in (step, by_hand))
+        for name, value in expected.items():
+            np.testing.assert_allclose(np.array(got[name]), np.array(value), rtol=0, atol=1e-6, err_msg=name)
+        whole = as_tuple(layer(x[..., None, :], **states, keep=keep[..., None]))
+        for out, exact in zip(as_tuple(step(x, **states)), whole, strict=True):
+            np.testing.assert_array_equal(np.array(out), np.array(exact[..., 0, :]))
+        restarted = as_tuple(layer.step(x, **states, keep=mx.zeros(batch, mx.bool_)))
+        for out, exact in zip(restarted, as_tuple(layer.step(x)), strict=True):
+            np.testing.assert_array_equal(np.array(out), np.array(exact))
+
+
 QUANTIZED = {f"Quantized{kind}": {"group_size": 32} for kind in ("LSTM", "GRU", "RNN")}
 
 
@@ -247,6 +309,12 @@ def test_a_step_of_other_batches_dtypes_and_states():
     assert [one.dtype for one in layer.step(x.astype(mx.bfloat16), row)] == [mx.float32] * 2
 
 
+def set_and_call(layer, **options):
+    for name, value in options.items():
+        setattr(layer, name, value)
+    layer(mx.zeros((2, 5, D)))
+
+
 BAD = {
     "step: x": (
         lambda layer: layer.step(mx.zeros((2, D + 1))),
@@ -281,7 +349,7 @@ BAD = {
     ),
     "no batch": (
         lambda layer: layer(mx.zeros((5, D)), mx.zeros((2, H))),
-        r"hidden must have shape \[4\], as x is \[time, features\] = \[5, 3\], but got shape \[2, 4\]\.",
+        r"\[4\], as x is \[time, features\] = \[5, 3\] \(layer.step runs one step .*\), but got shape \[2, 4\]",
     ),
     "no units": (
         lambda layer: nn.LSTM(D, 0),
@@ -295,7 +363,30 @@ BAD = {
     "hidden is a number": (lambda layer: layer(mx.zeros((2, 5, D)), 1.0), r"hidden must be an mlx.core.array but got"),
     "sizes": (lambda layer: nn.LSTM(0, H), r"input_size must be an integer of at least 1 but got 0"),
     "size is a float": (lambda layer: nn.LSTM(D, 2.0), r"hidden_size must be an integer"),
-    "engine": (lambda layer: nn.LSTM(D, H, engine="gpu")(mx.zeros((2, 5, D))), r"engine must be one of"),
+    "engine": (lambda layer: nn.LSTM(D, H, engine="metal"), r"\[nn.LSTM\] engine must be one of .* but got 'metal'"),
+    "engine later": (lambda layer: set_and_call(layer, engine="gpu"), r"engine must be one of .* but got 'gpu'"),
+    "an array as engine": (lambda layer: set_and_call(layer, engine=mx.zeros(2)), r"engine must be one of"),
+    "a list of checkpoints": (
+        lambda layer: set_and_call(layer, checkpoint_every=[2]),
+        r"checkpoint_every must be a number of steps of at least 1, 'auto' or None but got \[2\]",
+    ),
+    "lengths": (lambda layer: layer(mx.zeros((2, 5, D)), lengths=[5, 6]), r"lengths must lie in 0..5 but got"),
+    "lengths of no batch": (lambda layer: layer(mx.zeros((5, D)), lengths=[5]), r"shape \[\], one per item, but got"),
+    "lengths of batches": (
+        lambda layer: layer(mx.zeros((2, 3, 5, D)), lengths=[[1, 2, 3], [1, 2]]),
+        r"\[nn.LSTM\] lengths must have shape \[2, 3\]",
+    ),
+    "step: keep": (
+        lambda layer: layer.step(mx.zeros((2, D)), keep=mx.zeros(3)),
+        r"keep must broadcast to \[...\] = \[2\]",
+    ),
+    **{
+        f"torch's {name}": (
+            lambda layer, name=name, value=value: nn.LSTM(D, H, **{name: value}),
+            rf"\[nn.LSTM\] {name} is no option of this layer: mlx_lstm.torch.LSTM has it, .* but got {name}={value}",
+        )
+        for name, value in {"num_layers": 2, "bidirectional": True, "dropout": 0.5}.items()
+    },
 }
 
 
@@ -384,7 +475,7 @@ def test_gru_and_rnn_parameters_files_dtypes_and_export(layer, tmp_path):
     ours.set_dtype(mx.float32)
     mx.eval(ours.parameters())
     np.testing.assert_allclose(np.array(mx.compile(ours)(x)), np.array(ours(x)), atol=1e-6)
-    with pytest.raises(ValueError, match="Unable to serialize primitive CustomTransforms"):  # what docs/limits.md cites
+    with pytest.raises(ValueError, match="Unable to serialize primitive CustomTransforms"):  # docs/engines.md cites it
         mx.export_function(str(tmp_path / "layer.mlxfn"), ours, x)
     ours.eval()
     mx.export_function(str(tmp_path / "layer.mlxfn"), ours, x)

@@ -58,7 +58,7 @@ PUBLIC = [
     "nn",
     "oracle",
 ]
-PUBLIC += ["recurrence", "tf", "torch"]
+PUBLIC += ["recurrence", "testing", "tf", "torch"]
 
 
 @pytest.mark.parametrize("name", PUBLIC)
@@ -85,7 +85,31 @@ def test_what_ops_return_can_be_imported():
             assert not issubclass(returned, tuple) or getattr(module, returned.__name__) is returned
 
 
+def test_first_guesses_are_answered():
+    for kind in ("LSTM", "GRU", "RNN"):
+        with pytest.raises(AttributeError, match=rf"mlx_lstm.nn.{kind} is the layer .* mlx_lstm.{kind.lower()} is the"):
+            getattr(mlx_lstm, kind)
+    with pytest.raises(AttributeError, match="module 'mlx_lstm' has no attribute 'lstmm'"):
+        mlx_lstm.lstmm  # noqa: B018
+    assert not hasattr(mlx_lstm, "LSTM")
+    done = subprocess.run([sys.executable, "-m", "mlx_lstm"], capture_output=True, text=True, cwd=ROOT, check=True)
+    for command in ("bench", "check", "compare", "convert"):
+        assert f"python -m mlx_lstm.{command}" in done.stdout
+    done = subprocess.run(
+        [sys.executable, "-m", "mlx_lstm", "convert", "--help"], capture_output=True, text=True, cwd=ROOT
+    )
+    assert done.returncode == 0 and done.stdout.startswith("usage: python -m mlx_lstm.convert")
+    done = subprocess.run([sys.executable, "-m", "mlx_lstm", "chekc"], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 2 and done.stderr == "\nThere is no command 'chekc'.\n"
+    description = pydoc.plain(pydoc.render_doc(mlx_lstm)).partition("DESCRIPTION\n")[2].splitlines()[:9]
+    for name in ("lstm", "nn", "torch", "convert", "tf", "python -m mlx_lstm"):
+        assert any(line.strip().startswith(name) for line in description), name
+
+
 def test_dir_shows_what_is_public():
+    assert dir(mlx_lstm.torch) == sorted(mlx_lstm.torch.__all__) and dir(mlx_lstm.keras) == sorted(
+        mlx_lstm.keras.__all__
+    )
     assert dir(mlx_lstm) == sorted([*mlx_lstm.__all__, "GRUOutput", "LSTMOutput", "Quantized", "RNNOutput"])
     assert {"lstm", "gru", "rnn", "nn", "torch", "keras", "tf", "cudnn", "mpsgraph", "convert"} <= set(dir(mlx_lstm))
     code = "from mlx_lstm import *; from mlx_lstm import nn as layers; assert layers is nn and lstm and gru and rnn"

@@ -14,7 +14,7 @@ from quantized_cases import PACKINGS, check_quantized, matrix_of, packed, quanti
 
 import mlx_lstm
 from mlx_lstm import Quantized, gru_gradients, lstm, lstm_gradients, rnn
-from mlx_lstm.engines.numpy import weights as kept
+from mlx_lstm.engines.numpy import weights
 from mlx_lstm.oracle import backward, forward
 from mlx_lstm.oracle.closeness import bounds
 
@@ -95,15 +95,15 @@ def test_ops_compile_and_export(tmp_path):
 # --- What is kept, what has no gradient, what is refused --------------------------------------------------------------
 
 
-def test_dequantized_weights_are_kept_while_they_are_the_same_arrays(monkeypatch):
+def test_dequantized_weights_are_cached_while_they_are_the_same_arrays(monkeypatch):
     made = []
-    monkeypatch.setattr(kept, "dequantized", lambda packing, arrays: made.append(1) or original(packing, arrays))
-    original, before = mlx_lstm.engines.autodiff.dequantized, len(kept._kept)
+    original, before = weights.matrix, len(weights._cached)
+    monkeypatch.setattr(weights, "matrix", lambda *arguments: made.append(1) or original(*arguments))
     x, Wh = mx.ones((2, 1, 128)), packed(mx.random.normal((128, 32)), 32, 4, "affine")
     Wh = Wh._replace(biases=mx.array(Wh.biases.astype(mx.bfloat16)), scales=Wh.scales.astype(mx.bfloat16))
     first = lstm(x, None, Wh, engine="numpy").h
     lstm(x, None, Wh, engine="numpy")
-    assert len(made) == 1 and len(kept._kept) == before + 1
+    assert len(made) == 1 and len(weights._cached) == before + 1
     scales = Wh.scales
     scales *= 2  # the same object, another array
     biases = Wh.biases
@@ -113,7 +113,7 @@ def test_dequantized_weights_are_kept_while_they_are_the_same_arrays(monkeypatch
     np.testing.assert_array_equal(second, lstm(x, None, matrix_of(Wh), engine="numpy").h)
     assert not np.array_equal(first, second)
     del Wh, scales, biases
-    assert len(kept._kept) == before
+    assert len(weights._cached) == before
 
 
 @pytest.mark.parametrize("engine", ENGINES)

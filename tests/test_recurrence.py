@@ -32,7 +32,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from mlx_lstm import lstm, recurrence
-from mlx_lstm.engines.numpy import memory as engine_numpy_memory
+from mlx_lstm.engines.numpy import arrays as engine_numpy_arrays
 from mlx_lstm.engines.ops.cells import activate
 from mlx_lstm.oracle import ARRAYS, backward, forward
 from mlx_lstm.oracle.closeness import SAFETY, assert_close, assert_within, bounds, float_of, keeps_off_kinks
@@ -199,7 +199,7 @@ def test_gradient_ops_make_h_themselves_where_it_is_not_given(option):
 @pytest.mark.parametrize("B", [3, 20])
 def test_numpy_engine_in_chunks_of_time(monkeypatch, B, reverse, lengths):
     """Products over several chunks, the last one shorter, for narrow and wide batches; the mask enters the sums."""
-    monkeypatch.setattr(engine_numpy_memory, "CHUNK_ROWS", 3 * B)
+    monkeypatch.setattr(engine_numpy_arrays, "CHUNK_ROWS", 3 * B)
     sizes = (7, B, 2, 3, 2)
     lengths = None if lengths is None else np.arange(B) % 8
     options = {"sizes": sizes, "reverse": reverse, "lengths": lengths, "projection": True, "mask": (7, B, "P")}

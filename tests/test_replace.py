@@ -1,5 +1,6 @@
 """`mlx_lstm.nn.replace` and `patched`: models of `mlx.nn` in the middle of training go on with our layers."""
 
+import threading
 import warnings
 
 import mlx.core as mx
@@ -162,6 +163,10 @@ def test_bad_arguments():
         with pytest.raises(ValueError, match=rf"\[nn.replace\] {message}"):
             replace(**options)
 
+    for block in (lambda: replace(Policy(), engine="abc"), lambda: patched(engine="metal").__enter__()):
+        with pytest.raises(ValueError, match=r"\[nn.(replace|patched)\] engine must be one of fused, .* but got '"):
+            block()
+
 
 ImportedBefore = mlx.nn.GRU
 
@@ -187,3 +192,41 @@ def test_patched(tmp_path):
         assert layer.engine == "ops" and layer.bias is None
         1 / 0  # noqa: B018
     assert type(mlx.nn.LSTM(D, H)) is mlx.nn.LSTM
+
+
+def test_blocks_of_patched_that_overlap():
+    """Begun in one order and ended in the other, or in two threads: MLX's constructors come back with the last."""
+    constructors = [kind.__init__ for kind in THEIRS]
+    first, second = patched(engine="numpy"), patched(engine="ops")
+    first.__enter__()
+    second.__enter__()
+    assert mlx.nn.GRU(D, H).engine == "ops"
+    first.__exit__(None, None, None)
+    layer = mlx.nn.LSTM(D, H)
+    assert type(layer) is mlx_lstm.nn.LSTM and layer.engine == "ops"
+    second.__exit__(None, None, None)
+    assert [kind.__init__ for kind in THEIRS] == constructors and type(mlx.nn.LSTM(D, H)) is mlx.nn.LSTM
+    inside, leave = threading.Barrier(3), threading.Event()
+
+    def one_block():
+        with patched():
+            inside.wait()
+            leave.wait()
+
+    threads = [threading.Thread(target=one_block) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    inside.wait()
+    assert type(mlx.nn.RNN(D, H)) is mlx_lstm.nn.RNN
+    leave.set()
+    for thread in threads:
+        thread.join()
+    assert [kind.__init__ for kind in THEIRS] == constructors
+
+
+def test_a_layer_goes_back_as_it_came():
+    layer = mlx.nn.LSTM(D, H)
+    attributes = set(vars(layer))
+    replace(layer)(mx.zeros((2, 5, D)))
+    assert layer.engine_used.engine == "numpy"
+    assert set(vars(silently(replace, layer, back=True))) == attributes

@@ -156,6 +156,50 @@ def test_dtypes_modes_and_engines():
     np.testing.assert_allclose(np.array(stack(relu, x)[0]), np.array(relu[1](relu[0](x))), rtol=0, atol=4e-6)
 
 
+@pytest.mark.parametrize("engine", ["numpy", "ops"])
+@pytest.mark.parametrize("axes", [(3,), (2, 2), ()], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_between_and_the_sum_of_directions(kind, axes, engine):
+    """A norm, a residual connection, another width between layers, directions summed: as in a loop, with gradients."""
+    mx.random.seed(6)
+    sizes = (D, H, H + 2)
+
+    class Model(mlx.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.ahead, self.back = ([getattr(mlx_lstm.nn, kind)(size, H) for size in sizes] for _ in range(2))
+            self.norm, self.wider = mlx.nn.LayerNorm(H), mlx.nn.Linear(H, H + 2)
+
+        def between(self, n, x):
+            return x + self.norm(x) if n == 0 else self.wider(x)
+
+        def loop(self, x):
+            for n, (ahead, back) in enumerate(zip(self.ahead, self.back, strict=True)):
+                h, reversed_h = ahead(x), back(x[..., ::-1, :])
+                if kind == "LSTM":
+                    h, reversed_h = h[0], reversed_h[0]
+                x = h + reversed_h[..., ::-1, :]
+                x = x if n == 2 else self.between(n, x)
+            return [x]
+
+        def by_stack(self, x):
+            return [stack(self.ahead, x, reverse=self.back, merge="sum", between=self.between, engine=engine)[0]]
+
+    model, x = Model(), mx.random.normal((*axes, T, D))
+    expected, got = run(model, Model.loop, x), run(model, Model.by_stack, x)
+    assert got["0"].shape == (*axes, T, H)
+    for name, value in expected.items():
+        np.testing.assert_allclose(got[name], value, rtol=0, atol=2e-5, err_msg=name)
+
+
+def test_between_and_sum_of_one_direction_and_an_empty_batch():
+    (layers,) = layers_of("GRU")
+    x = mx.random.normal((2, T, D))
+    one = stack(layers, x, merge="sum")[0]
+    np.testing.assert_array_equal(np.array(one), np.array(stack(layers, x, between=lambda n, x: x)[0]))
+    assert stack(layers, x[:0], reverse=layers, merge="sum", between=lambda n, x: x)[0].shape == (0, T, H)
+
+
 def test_a_graph_to_export_in_evaluation_mode(tmp_path):
     (layers,) = layers_of("LSTM")
     x, path = mx.random.normal((2, T, D)), str(tmp_path / "stack.mlxfn")
@@ -178,8 +222,24 @@ BAD = {
         r"reverse\[0\] must have the nonlinearity",
     ),
     "no bias on one side": (lambda: stack([LSTM], X, reverse=[mlx.nn.LSTM(D, H, False)]), "and the parameters of"),
-    "width": (lambda: stack([LSTM, LSTM], X), r"layers\[1\].Wx must have shape \[16, 4\] but got shape \[16, 3\]"),
-    "sizes": (lambda: stack([LSTM, mlx.nn.LSTM(H, 5)], X), r"layers\[1\].Wx must have shape \[16, 4\]"),
+    "width": (lambda: stack([LSTM, LSTM], X), r"layers\[1\].Wx must have shape \[16, 4\], .* got shape \[16, 3\]"),
+    "sizes": (
+        lambda: stack([LSTM, mlx.nn.LSTM(H, 5)], X),
+        r"layers\[1\].Wx must have shape \[16, 4\], as a layer has the H of the first, 4, and reads the one before,",
+    ),
+    "merge": (lambda: stack([LSTM], X, merge="mean"), "merge must be one of 'concat', 'sum' but got 'mean'"),
+    "between": (
+        lambda: stack([LSTM], X, between=[1]),
+        r"between must be a function, between\(n, x\) -> x, but got list",
+    ),
+    "what between returns": (
+        lambda: stack([GRU, mlx.nn.GRU(H, H)], X, between=lambda n, x: x[..., :2]),
+        r"between\(0, x\) must return floats of shape \[2, 5, 4\], which layers\[1\] reads, .* shape \[2, 5, 2\]",
+    ),
+    "nothing between": (
+        lambda: stack([GRU, mlx.nn.GRU(H, H)], X, between=lambda n, x: None),
+        r"between\(0, x\) must return floats .* but got NoneType",
+    ),
     "bias": (lambda: stack([LSTM.parameters() | {"bias": mx.zeros(3)}], X), r"layers\[0\].bias must have shape \[16\]"),
     "more arrays": (
         lambda: stack([LSTM.parameters() | {"gain": mx.zeros(4)}], X),

@@ -12,7 +12,7 @@ from on_metal import on_metal
 import mlx_lstm.torch as ours
 from mlx_lstm import convert, lstm, nn, rnn
 from mlx_lstm.engines.directions import join
-from mlx_lstm.engines.numpy import weights as kept
+from mlx_lstm.engines.numpy import weights
 from mlx_lstm.oracle.closeness import assert_close
 
 torch = pytest.importorskip("torch")
@@ -288,6 +288,53 @@ def test_the_key_of_a_call_decides_what_dropout_drops():
         assert mx.array_equal(one(x, key=mx.random.key(1))[0], one(x, key=mx.random.key(1))[0])
 
 
+@pytest.mark.parametrize("engine", ["numpy", "ops"])
+def test_what_dropout_leaves_is_divided_by_its_probability(engine):
+    """With 0.25 that is a factor of 4 / 3: unlike 0.5 and 1 it tells keeping from dropping."""
+    layer, x, key = (
+        ours.GRU(I, H, num_layers=2, dropout=0.25, engine=engine),
+        mx.random.normal((6, 4, I)),
+        mx.random.key(3),
+    )
+    got = layer(x, key=key)[0]
+    one, two = ours.GRU(I, H), ours.GRU(H, H)
+    for n, single in enumerate((one, two)):
+        for name in single.parameters():
+            single[name] = layer[f"{name[:-1]}{n}"]
+    stays = mx.random.bernoulli(0.75, (6, 4, H), mx.random.split(key)[1])
+    assert 0 < stays.sum().item() < stays.size
+    expected = two(one(x)[0] * stays * (4 / 3))[0]
+    np.testing.assert_allclose(np.array(got), np.array(expected), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
+def test_biases_of_two_dtypes_promote(kind):
+    layer, same = getattr(ours, kind)(I, H), getattr(ours, kind)(I, H)
+    x = mx.random.normal((4, 2, I))
+    for name in ("bias_ih_l0", "bias_hh_l0"):
+        whole, half = layer[name], layer[name].astype(mx.float16)
+        same.update(layer.parameters())
+        layer[name], same[name] = half, half.astype(mx.float32)
+        output = layer(x)[0]
+        assert output.dtype == mx.float32
+        np.testing.assert_allclose(np.array(output), np.array(same(x)[0]), rtol=0, atol=1e-6)
+        layer[name] = whole
+    layer.set_dtype(mx.float16)
+    layer.bias_hh_l0 = layer.bias_hh_l0.astype(mx.bfloat16)
+    assert layer(x.astype(mx.float16))[0].dtype == mx.float32  # to which both promote
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
+def test_infinite_biases_give_nan_without_a_warning(kind):
+    layer = getattr(ours, kind)(I, H)
+    layer.bias_ih_l0, layer.bias_hh_l0 = (
+        mx.full(layer.bias_ih_l0.shape, mx.inf),
+        mx.full(layer.bias_hh_l0.shape, -mx.inf),
+    )
+    assert np.isnan(np.array(layer(mx.zeros((2, 2, I)))[0])).all()
+
+
 @pytest.mark.parametrize("bidirectional", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_dropout_of_everything(kind, bidirectional):
@@ -364,8 +411,16 @@ def test_steps_one_by_one_and_items_one_by_one(kind):
         np.testing.assert_allclose(np.array(got), np.array(expected), rtol=0, atol=2e-6)
 
 
-def test_joined_parameters_are_kept_while_they_are_the_same(monkeypatch):
-    joined, known = [], len(kept._kept)
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_biases_whose_sum_overflows_raise_no_warning(bidirectional):
+    layer = ours.LSTM(I, H, bidirectional=bidirectional)
+    layer.bias_ih_l0 = layer.bias_hh_l0 = mx.full((4 * H,), 3e38)
+    assert mx.all(mx.isfinite(layer(mx.ones((3, 2, I)))[0][..., :H])).item()
+
+
+def test_joined_parameters_are_cached_while_they_are_the_same(monkeypatch):
+    joined, known = [], len(weights._cached)
     monkeypatch.setattr(ours, "join", lambda each: joined.append(len(each)) or join(each))
     x = mx.random.normal((3, 2, I))
 
@@ -379,13 +434,13 @@ def test_joined_parameters_are_kept_while_they_are_the_same(monkeypatch):
             update()
             joined.clear()
             first, second = layer(x)[0], layer(x)[0]
-            assert joined == [2] and len(kept._kept) == known + 1
-            derived = mx.vjp(lambda x: [layer(x)[0]], [x], [first])[0][0]  # in which nothing is kept
+            assert joined == [2] and len(weights._cached) == known + 1
+            derived = mx.vjp(lambda x: [layer(x)[0]], [x], [first])[0][0]  # in which nothing is cached
             for other in (second, derived):
                 np.testing.assert_array_equal(np.array(other), np.array(first))
 
     check(ours.GRU(I, H, bidirectional=True))
-    assert len(kept._kept) == known
+    assert len(weights._cached) == known
 
 
 def test_compile_and_export(tmp_path):
@@ -407,10 +462,32 @@ def test_dtypes():
     assert output.dtype == h_n.dtype == mx.bfloat16
 
 
+def changed(layer, input=None, **attributes):
+    """Call a layer after a change of attributes."""
+    for name, value in attributes.items():
+        setattr(layer, name, value)
+    layer(mx.zeros((2, 2, I)) if input is None else input)
+
+
 BAD = {
     "input_size must be an integer of at least 1": lambda: ours.LSTM(0, H),
     "hidden_size must be an integer of at least 1": lambda: ours.GRU(I, 2.0),
     "num_layers must be an integer of at least 1": lambda: ours.RNN(I, H, True),
+    "num_layers must be at most 65536 but got 1000000": lambda: ours.LSTM(I, H, 10**30),
+    "engine must be one of fused, stepwise, numpy, ops but got 'metal'": lambda: ours.LSTM(I, H, engine="metal"),
+    "engine must be one of .* but got 'gpu'": lambda: ours.GRUCell(I, H, engine="gpu"),
+    r"engine must be one of .* but got array": lambda: changed(ours.GRU(I, H), engine=mx.zeros(2)),
+    r"checkpoint_every must be a number .* but got \[2\]": lambda: changed(ours.GRU(I, H), checkpoint_every=[2]),
+    r"bias_ih_l0 must have shape \[20\] but got shape \[1\]": lambda: changed(ours.LSTM(I, H), bias_ih_l0=mx.zeros(1)),
+    r"bias_hh_l0_reverse must have shape \[5\] but got": lambda: changed(
+        ours.RNN(I, H, bidirectional=True), bias_hh_l0_reverse=mx.array(1.0)
+    ),
+    r"bias_hh must have shape \[15\] but got shape \[1\]": lambda: changed(
+        ours.GRUCell(I, H), mx.zeros((2, I)), bias_hh=mx.zeros(1)
+    ),
+    r"hx must be a tuple \(h_0, c_0\) but got tuple of 1": lambda: ours.LSTM(I, H)(
+        mx.zeros((2, 2, 3)), (mx.zeros((1, 2, 5)),)
+    ),
     "bias must be True or False": lambda: ours.LSTM(I, H, bias=1),
     "batch_first must be True or False": lambda: ours.LSTM(I, H, batch_first=None),
     "bidirectional must be True or False": lambda: ours.LSTM(I, H, bidirectional="yes"),
@@ -468,7 +545,7 @@ BAD = {
 
 @pytest.mark.parametrize("rule", BAD)
 def test_bad_arguments(rule):
-    with pytest.raises(ValueError, match=rf"^\[(torch\.(LSTM|GRU|RNN)(Cell)?|lstm)\] {rule}"):
+    with pytest.raises(ValueError, match=rf"^\[(torch\.(LSTM|GRU|RNN)(Cell)?|lstm|gru)\] {rule}"):
         BAD[rule]()
 
 

@@ -171,13 +171,13 @@ def test_a_file_that_cannot_be_read_is_named_in_a_warning(tmp_path):
 
 def engines_that_run(monkeypatch):
     """The engines' words, as calls choose them."""
-    words = []
+    words, decide = [], choice.decide
 
-    def noted(**arguments):
-        words.append(choose(**arguments))
+    def noted(*arguments, **refused):
+        words.append(decide(*arguments, **refused))
         return words[-1]
 
-    monkeypatch.setattr(choice, "choose", noted)
+    monkeypatch.setattr(choice, "decide", noted)
     return words
 
 

@@ -7,20 +7,20 @@ import sys
 from collections.abc import Collection, Iterable
 from typing import NoReturn
 
-import mlx.core as mx
-
-from ..engines.choice import ENGINES, choose
+from ..engines import ENGINES, choice, choose
 from ..machine import check_files, in_all_digits, run_command
+from ..testing.cases import DTYPES, has_metal
+from ..testing.progress import Progress
+from ..testing.report import machine_card
 from .cases import CASES, find_contender, is_installed
 from .files import plot, write_csv, write_records
 from .host import HOST_SIZE, host_text, measure_host
 from .host import LEGEND as HOST_LEGEND
-from .progress import Progress
-from .report import LEGEND, card_text, default_device, group_text, machine_card, references
-from .rounds import Row, label, measure
-from .tasks import DTYPES, MEMORY_SIZE, PASSES, SIZES, Size, Task, parse_size
+from .report import LEGEND, card_text, group_text, references
+from .rounds import Measurement, label, measure
+from .tasks import MEMORY_SIZE, PASSES, SIZES, Size, Task, parse_size
 from .tune import tune
-from .worker import serve, task_from_json
+from .worker import serve_task, task_from_json
 
 QUICK = {"seconds": 1.0, "rounds": 3}
 FULL = {"seconds": 10.0, "rounds": 5}
@@ -32,11 +32,11 @@ APPLY = {
     "host": ("case", "sizes", "dtype", "csv"),
     "tune": ("case", "tune_file"),
 }
-"""The options that mean something to each kind of run, by the option that asks for it."""
+"""The options that each kind of run takes, by the option that asks for that kind; "" is a measurement of times."""
 
 
 class Parser(argparse.ArgumentParser):
-    """Refuses in one line."""
+    """A parser whose errors are one line."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}\n")
@@ -48,7 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = make_parser()
     options = parser.parse_args(arguments)
     if options.worker is not None:
-        serve(task_from_json(options.worker))
+        serve_task(task_from_json(options.worker))
         return 0
     try:
         check_together(options)
@@ -74,9 +74,9 @@ def main(arguments: list[str] | None = None) -> int:
     return 1 if failures else 0
 
 
-def failures_text(rows: Iterable[Row]) -> str:
-    """A line for every contender and engine that failed: where it did first, and how often."""
-    failed: dict[str, list[Row]] = {}
+def failures_text(rows: Iterable[Measurement]) -> str:
+    """Return one line for every contender and engine that failed: where it did first, and how often."""
+    failed: dict[str, list[Measurement]] = {}
     for row in rows:
         if row.failed:
             failed.setdefault(f"{label(row.task)} ({row.task.engine})", []).append(row)
@@ -87,18 +87,18 @@ def failures_text(rows: Iterable[Row]) -> str:
     )
 
 
-def first_line(row: Row) -> str:
-    """Of a row's status, which may hold a compiler's errors."""
+def first_line(row: Measurement) -> str:
+    """Return the first line of a status, which may hold a compiler's errors."""
     return row.status.partition("\n")[0]
 
 
-def without(said: Collection[str], row: Row) -> Row:
-    """The row; of a status that was said before the first line only."""
-    return row._replace(status=f"{first_line(row)} (as above)") if row.status in said else row
+def shortened(row: Measurement, printed: Collection[str]) -> Measurement:
+    """Return the row; if its status was printed before, with the first line of the status only."""
+    return row._replace(status=f"{first_line(row)} (as above)") if row.status in printed else row
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The options."""
+    """Return the parser of the options."""
     parser = Parser(
         "python -m mlx_lstm.bench",
         description="Time this package against mlx.nn.LSTM, torch and TensorFlow: the same numbers, results checked "
@@ -117,7 +117,7 @@ def make_parser() -> argparse.ArgumentParser:
         nargs="+",
         type=every_option,
         metavar="K",
-        help="lstm, backward: ours once more for each K, which keeps the states of every K-th step only; or auto",
+        help="lstm, backward: ours once more for each K, saving the states of every K-th step only; or auto",
     )
     add("--device", choices=("cpu", "gpu"), help="of the MLX contenders; default: MLX's default")
     add("--dtype", choices=DTYPES, help="default: float32")
@@ -140,7 +140,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def size_option(text: str) -> Size:
-    """A size; argparse shows the text of this error only."""
+    """Return the size that an option names; argparse shows the text of this kind of error only."""
     try:
         return parse_size(text)
     except ValueError as error:
@@ -148,20 +148,20 @@ def size_option(text: str) -> Size:
 
 
 def every_option(text: str) -> int | str:
-    """A `checkpoint_every`."""
+    """Return the `checkpoint_every` that an option names."""
     if text != "auto" and not (text.isdecimal() and int(text)):
         raise argparse.ArgumentTypeError(f"K must be a number of at least 1 or auto but got {text!r}")
     return text if text == "auto" else int(text)
 
 
 def check_together(options: argparse.Namespace) -> None:
-    """ValueError if something was asked for that this kind of run has no use for."""
+    """Raise ValueError for an option that this kind of run does not take."""
     kinds = [name for name in APPLY if name and getattr(options, name)]
     if len(kinds) > 1:
         raise ValueError(f"one of {' and '.join(f'--{name}' for name in kinds)} at a time")
     kind = kinds[0] if kinds else ""
-    given = [name for name, value in vars(options).items() if value not in (None, False) and name != kind]
-    if idle := [f"--{dashed(name)}" for name in given if name not in APPLY[kind]]:
+    chosen = [name for name, value in vars(options).items() if value not in (None, False) and name != kind]
+    if idle := [f"--{dashed(name)}" for name in chosen if name not in APPLY[kind]]:
         raise ValueError(f"{', '.join(idle)}: of no use {f'with --{kind}' if kind else 'without --tune'}")
     if kind and options.case not in (None, "lstm"):
         raise ValueError(f"--{kind} is about the case lstm but got --case {options.case}")
@@ -174,12 +174,12 @@ def check_together(options: argparse.Namespace) -> None:
 
 
 def dashed(name: str) -> str:
-    """An option as it is written."""
+    """Return an option's name as it is written."""
     return name.replace("_", "-")
 
 
 def complete(options: argparse.Namespace) -> None:
-    """Fill in what was not given, and check what was. ValueError says what is wrong."""
+    """Give every option its value and check it. Raise ValueError if one is wrong."""
     options.case = options.case or "lstm"
     case = CASES[options.case]
     one = MEMORY_SIZE if options.memory else HOST_SIZE
@@ -190,10 +190,10 @@ def complete(options: argparse.Namespace) -> None:
             setattr(options, name, value)
     if options.rounds < 1 or not options.seconds > 0:
         raise ValueError("--rounds must be at least 1 and --seconds greater than 0")
-    options.passes = options.passes or (["backward"] if options.memory else list(case.shown))
+    options.passes = options.passes or (["backward"] if options.memory else list(case.default_passes))
     if missing := set(options.passes) - set(case.passes):
         raise ValueError(f"--passes: the case {options.case} has no {missing.pop()}")
-    options.device = options.device or default_device()
+    options.device = options.device or choice.current_device()
     if options.host or options.tune:
         return
     for size in options.sizes:
@@ -211,7 +211,7 @@ def complete(options: argparse.Namespace) -> None:
 
 
 def show_host(options: argparse.Namespace) -> int:
-    """Print what building the graph costs at every size."""
+    """Print the cost of building the graph at every size."""
     records = []
     with Progress() as progress:
         for size in options.sizes:
@@ -226,20 +226,20 @@ def show_host(options: argparse.Namespace) -> int:
 
 
 def engines_for(size: Size, options: argparse.Namespace) -> list[str]:
-    """The engines to run at a size: those asked for, else the library's choice. ValueError if one cannot."""
-    where = {"device": options.device, "metal": mx.metal.is_available(), "traced": False}
-    where |= {"cell": CASES[options.case].cell, "bidirectional": CASES[options.case].bidirectional}
-    words = dict.fromkeys(options.engine or [None])
-    return [choose(sizes=size, dtype=DTYPES[options.dtype], requested=word, **where).engine for word in words]
+    """Return the engines to run at a size: those asked for, else the library's choice. ValueError if one cannot run."""
+    case = CASES[options.case]
+    where = {"sizes": size, "dtype": DTYPES[options.dtype], "device": options.device, "traced": False}
+    where |= {"metal": has_metal(), "cell": case.cell, "bidirectional": case.bidirectional}
+    return [choose(requested=word, **where).engine for word in dict.fromkeys(options.engine or [None])]
 
 
-def run(options: argparse.Namespace, progress: Progress) -> list[list[Row]]:
-    """Measure every size and pass, printing each when it is done; what a contender that fails said is printed once."""
-    case, groups, said = CASES[options.case], [], set[str]()
+def run(options: argparse.Namespace, progress: Progress) -> list[list[Measurement]]:
+    """Measure every size and pass and print each when it is done; a contender's errors are printed in full once."""
+    case, groups, printed = CASES[options.case], [], set[str]()
     for size in options.sizes:
         progress.title = f"{len(groups) + 1} of {len(options.sizes) * len(options.passes)}: {size}"
         progress.say("float64 results to judge by")
-        judge = case.appoint(case.draw(size, options.dtype), options.dtype, backward="backward" in options.passes)
+        judge = case.judge(case.draw(size, options.dtype), options.dtype, backward="backward" in options.passes)
         for which in options.passes:
             everies: list[int | str | None] = [None]
             if which == "backward" and options.checkpoint_every:
@@ -255,8 +255,8 @@ def run(options: argparse.Namespace, progress: Progress) -> list[list[Row]]:
             times = {"seconds": options.seconds, "rounds": rounds, "patience": options.patience}
             rows = measure(tasks, judge, progress=progress, **times)
             groups.append(rows)
-            progress.print(f"\n{group_text([without(said, row) for row in rows])}")
-            said.update(row.status for row in rows if "\n" in row.status)
+            progress.print(f"\n{group_text([shortened(row, printed) for row in rows])}")
+            printed.update(row.status for row in rows if "\n" in row.status)
     return groups
 
 

@@ -1,4 +1,4 @@
-"""The figures as files: CSV, a plot. No figure goes without its machine."""
+"""The figures as files: CSV, a plot. No figure is written without its machine."""
 
 import csv
 from collections.abc import Iterable, Mapping, Sequence
@@ -6,24 +6,24 @@ from typing import Any
 
 from .cases import CASES
 from .report import references, spread
-from .rounds import Row, label, name_of, peak_ratio, ratio
+from .rounds import Measurement, label, name_of, peak_ratio, ratio
 
 
-def write_csv(file: str, groups: Iterable[Sequence[Row]], card: dict[str, str]) -> None:
-    """One line a row; the machine on every line."""
+def write_csv(file: str, groups: Iterable[Sequence[Measurement]], card: dict[str, str]) -> None:
+    """Write one line per measurement, the machine on every line."""
     write_records(file, [csv_record(row, references(rows)) | card for rows in groups for row in rows])
 
 
 def write_records(file: str, records: Sequence[Mapping[str, object]]) -> None:
-    """A line a record, under the names of the first."""
+    """Write one line per record; the keys of the first record are the header."""
     with open(file, "w", newline="") as out:
         writer = csv.DictWriter(out, list(records[0]))
         writer.writeheader()
         writer.writerows(records)
 
 
-def csv_record(row: Row, compared: dict[str, Row]) -> dict[str, Any]:
-    """A row's figures: seconds, ratios, bytes."""
+def csv_record(row: Measurement, compared: dict[str, Measurement]) -> dict[str, Any]:
+    """Return a measurement's figures by column. `compared`: the references measured with it, by contender."""
     task, verdict = row.task, row.verdict
     record: dict[str, Any] = {"case": task.case} | task.size._asdict() | {"dtype": task.dtype, "pass": task.which}
     record |= {"contender": label(task), "engine": task.engine, "status": row.status}
@@ -31,17 +31,17 @@ def csv_record(row: Row, compared: dict[str, Row]) -> dict[str, Any]:
     record |= {f"{name}_s": value for name, value in seconds.items()}
     record |= {"runs": len(row.samples), "rounds": len(row.rounds)}
     for name in CASES[task.case].references:
-        found = ratio(row, compared[name]) if name in compared else None
-        value, low, high = found or (None,) * 3
+        figures = ratio(row, compared[name]) if name in compared else None
+        value, low, high = figures or (None,) * 3
         record |= {f"ratio_{name}": value, f"ratio_{name}_low": low, f"ratio_{name}_high": high}
-    record |= {"peak_bytes": row.peak, "ratio_kept": peak_ratio(row), "mlx_peak_bytes": row.mlx_peak}
+    record |= {"peak_bytes": row.peak, "ratio_needed": peak_ratio(row), "mlx_peak_bytes": row.mlx_peak}
     record |= {"tensor": verdict and verdict.tensor, "error": verdict and verdict.error}
     record |= {"bound": verdict and verdict.bound, "worker_threads": row.threads}
     return record | {"idle_cpu": row.idle_cpu, "disturbed_rounds": row.disturbed}
 
 
-def plot(file: str, groups: Sequence[Sequence[Row]], card: dict[str, str]) -> None:
-    """Bars: each contender's time over the first reference's, one panel a pass, logarithmic."""
+def plot(file: str, groups: Sequence[Sequence[Measurement]], card: dict[str, str]) -> None:
+    """Draw each contender's time over that of the first reference as bars, one panel per pass, logarithmic."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -50,23 +50,23 @@ def plot(file: str, groups: Sequence[Sequence[Row]], card: dict[str, str]) -> No
     passes = list(dict.fromkeys(rows[0].task.which for rows in groups))
     figure, axes = plt.subplots(1, len(passes), figsize=(6 * len(passes), 4.5), squeeze=False, sharey=True)
     for axis, which in zip(axes[0], passes, strict=True):
-        shown = [rows for rows in groups if rows[0].task.which == which and references(rows)]
-        names = dict.fromkeys(name_of(row.task) for rows in shown for row in rows)
+        drawn = [rows for rows in groups if rows[0].task.which == which and references(rows)]
+        names = dict.fromkeys(name_of(row.task) for rows in drawn for row in rows)
         for n, name in enumerate(names):
             points = [
-                (place + 0.8 * n / len(names), found)
-                for place, rows in enumerate(shown)
+                (place + 0.8 * n / len(names), value)
+                for place, rows in enumerate(drawn)
                 for row in rows
-                if name_of(row.task) == name and (found := ratio(row, next(iter(references(rows).values()))))
+                if name_of(row.task) == name and (value := ratio(row, next(iter(references(rows).values()))))
             ]
             errors = [[r.value - r.low for _, r in points], [r.high - r.value for _, r in points]]
             places, values = [p for p, _ in points], [r.value for _, r in points]
-            drawn = axis.bar(places, values, 0.8 / len(names), yerr=errors, label=name)
-            axis.bar_label(drawn, [f"{value:.3g}" for value in values], fontsize=8, padding=2)
+            bars = axis.bar(places, values, 0.8 / len(names), yerr=errors, label=name)
+            axis.bar_label(bars, [f"{value:.3g}" for value in values], fontsize=8, padding=2)
         axis.axhline(1, color="black", linewidth=0.8)
         axis.set(title=f"{which} pass", xlabel="T,B,I,H", yscale="log")
         axis.margins(y=0.15)
-        axis.set_xticks([place + 0.3 for place in range(len(shown))], [str(rows[0].task.size) for rows in shown])
+        axis.set_xticks([place + 0.3 for place in range(len(drawn))], [str(rows[0].task.size) for rows in drawn])
     compared = [next(iter(references(rows).values()), None) for rows in groups]
     labels = dict.fromkeys(label(row.task) for row in compared if row)
     axes[0][0].set_ylabel(f"time / time of {' or '.join(labels)}")

@@ -1,85 +1,49 @@
-"""Whether results may be compared at all: each against the float64 oracle, within a bound of `closeness`.
+"""The judge of the case `lstm`: the float64 results of a layer and the bounds on errors, also of long sequences.
 
-A contender may add a gradient of weights up in its own way, time step by time step, and store the sum each time. That
-is not among the operations of `closeness`: a sum stored T times adds u sqrt(T) |sum| to its bound, roundings not being
-all of one sign.
+A contender may sum a gradient of weights time step by time step and store the sum each time. `closeness` does not
+count these roundings; a sum that is stored T times gets u sqrt(T) |sum| more in its bound, as their signs differ.
 
-Of a long sequence the exact results come in parts of PART steps, with the states and their gradients handed on, so that
-the judge holds little besides the results. What costs most, the runs with errors, has the first PART steps only, and
-the bounds follow from theirs: an error of h or dx is forgotten within some steps, as the weights drawn here forget, so
-it is as large at any length. To a gradient of weights, a sum over T, every step adds its own error; that of a product's
-summation is sqrt(T) times the sum of its terms: so such a bound grows as T sqrt(T).
+The results of a long sequence are computed in parts of PART steps that pass their states and gradients on, so that
+little more than the results is in memory. The runs with random errors, which take longest, see the first part only, and
+the bounds follow from theirs. An error in h or dx is forgotten within some steps, as the weights drawn here let states
+decay, so its bound is the same at any length. The gradient of a weight is a sum over T: each step adds its own error,
+and the error of the summation is sqrt(T) times the sum of the terms, so its bound grows as T sqrt(T).
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 
 from ..oracle import evaluate as evaluate_case
 from ..oracle.arithmetic import Arithmetic, Tensors
-from ..oracle.closeness import SAFETY, TRIALS, exact_and_bounds, float_of, largest
+from ..oracle.closeness import SAFETY, float_of, largest
+from ..testing.judge import Judge, make_judge
 
-SMALL = 100_000  # elements of h: of more than these a maximum is well sampled in FEW trials
-FEW = 2
 PART = 128
 
 
-class Verdict(NamedTuple):
-    """The tensor closest to its bound, or furthest beyond it; its error, the bound; "" if the contender agrees."""
-
-    tensor: str
-    error: float
-    bound: float
-    refusal: str = ""
-
-
-class Judge(NamedTuple):
-    """The float64 results of a problem, and the bound on the max-norm error of each."""
-
-    exact: Tensors
-    bounds: dict[str, float]
-
-    def judge(self, got: Tensors, names: Iterable[str]) -> Verdict:
-        """Compare one contender's tensors of these names; a missing one is a refusal."""
-        verdicts = [self.judge_tensor(name, got.get(name)) for name in names]
-        refused = [verdict for verdict in verdicts if verdict.refusal]
-        return max(refused or verdicts, key=lambda verdict: verdict.error / verdict.bound)
-
-    def judge_tensor(self, name: str, got: np.ndarray | None) -> Verdict:
-        """Compare one tensor. NaN, another shape, or a bound that would accept zeros, is a refusal."""
-        exact, bound = self.exact[name], self.bounds[name]
-        if got is None or got.shape != exact.shape:
-            shape = None if got is None else list(got.shape)
-            return Verdict(name, np.inf, bound, f"{name}: shape {shape}, expected {list(exact.shape)}")
-        error = np.abs(got - exact).max()
-        error = float(error) if np.isfinite(error) else np.inf
-        if not error <= bound:
-            return Verdict(name, error, bound, f"{name}: error {error:.3g} > bound {bound:.3g}")
-        if not bound < largest(exact):
-            return Verdict(name, error, bound, f"{name}: bound {bound:.3g} would accept zeros, so nothing is shown")
-        return Verdict(name, error, bound)
-
-
-def appoint(numbers: Tensors, dtype: str, *, backward: bool, of: Callable[..., Tensors] | None = None) -> Judge:
-    """The judge of a problem: evaluates it exactly, and a few times with errors. `of` does if it is not an LSTM."""
-    T, part = len(numbers["dh"]), numbers
-    if of is None and T > PART:
-        part = numbers | {name: numbers[name][:PART] for name in ("x", "dh")}
-    trials = TRIALS if part["dh"].size < SMALL else FEW
-    exact, bounds = exact_and_bounds(partial(of or evaluate, part, backward=backward), dtype, trials)
-    if part is not numbers:
-        exact = in_parts(numbers, backward=backward)
-    stored, growth = float_of(dtype).eps / 2 * np.sqrt(T), (T / len(part["dh"])) ** 1.5
+def judge_layer(
+    numbers: Tensors, dtype: str, *, backward: bool, evaluate: Callable[..., Tensors] | None = None
+) -> Judge:
+    """Return the judge of a layer with these numbers. `evaluate(numbers, arithmetic, backward=)` computes the results
+    of a layer that is not the LSTM of `evaluate_lstm`."""
+    T = len(numbers["dh"])
+    first = numbers
+    if evaluate is None and T > PART:
+        first = numbers | {name: numbers[name][:PART] for name in ("x", "dh")}
+    judge = make_judge(partial(evaluate or evaluate_lstm, first, backward=backward), dtype, first["dh"].size)
+    exact, bounds = judge.exact, dict(judge.bounds)
+    if first is not numbers:
+        exact = evaluate_in_parts(numbers, backward=backward)
+    stored, growth = float_of(dtype).eps / 2 * np.sqrt(T), (T / len(first["dh"])) ** 1.5
     for name in (name for name in exact if name.startswith(("dW", "db"))):
         bounds[name] = growth * bounds[name] + SAFETY * stored * largest(exact[name])
     return Judge(exact, bounds)
 
 
-def evaluate(numbers: Tensors, fl: Arithmetic, *, backward: bool) -> Tensors:
-    """The LSTM of `numbers`, from zero states unless there are some: h, with `backward` also dx, dWx, dWh, db and, of
-    states given, dh0, dc0."""
+def evaluate_lstm(numbers: Tensors, fl: Arithmetic, *, backward: bool) -> Tensors:
+    """Return h of an LSTM, with `backward` also dx, dWx, dWh, db; with states h0 and c0 also hT, cT, dh0, dc0."""
     case = {name: numbers[name] for name in ("x", "Wx", "Wh", "b", "h0", "c0") if name in numbers}
     cotangents = {name: numbers[f"d{name}"] for name in ("h", "hT", "cT") if f"d{name}" in numbers}
     outputs, gradients = evaluate_case(case, cotangents if backward else None, fl)
@@ -87,25 +51,26 @@ def evaluate(numbers: Tensors, fl: Arithmetic, *, backward: bool) -> Tensors:
     return {"h": outputs["h"]} | last | {f"d{name}": gradient for name, gradient in gradients.items()}
 
 
-def in_parts(numbers: Tensors, *, backward: bool) -> Tensors:
-    """`evaluate` in float64, PART steps at a time: forward, and back with the states that each part started from."""
+def evaluate_in_parts(numbers: Tensors, *, backward: bool) -> Tensors:
+    """Return what `evaluate_lstm` does in float64, PART steps at a time: forward, then back from saved states."""
     fl, (T, B, H), weights = Arithmetic(np.float64), numbers["dh"].shape, {n: numbers[n] for n in ("Wx", "Wh", "b")}
-    states, found = dict.fromkeys(("h0", "c0"), np.zeros((B, H))), {"h": np.empty((T, B, H))}
+    states, results = dict.fromkeys(("h0", "c0"), np.zeros((B, H))), {"h": np.empty((T, B, H))}
     parts = []
     for start in range(0, T, PART):
-        part = weights | states | {name: numbers[name][start : start + PART] for name in ("x", "dh")}
-        parts.append((slice(start, start + PART), part))
-        results = evaluate(part, fl, backward=False)
-        found["h"][parts[-1][0]] = results["h"]
-        states = {"h0": results["hT"], "c0": results["cT"]}
+        steps = slice(start, start + PART)
+        part = weights | states | {name: numbers[name][steps] for name in ("x", "dh")}
+        parts.append((steps, part))
+        outputs = evaluate_lstm(part, fl, backward=False)
+        results["h"][steps] = outputs["h"]
+        states = {"h0": outputs["hT"], "c0": outputs["cT"]}
     if not backward:
-        return found
-    found |= {f"d{name}": np.zeros(numbers[name].shape) for name in ("x", "Wx", "Wh", "b")}
-    after: Tensors = {}
+        return results
+    results |= {f"d{name}": np.zeros(numbers[name].shape) for name in ("x", "Wx", "Wh", "b")}
+    cotangents: Tensors = {}  # of the last states of a part: gradients of the first states of the next one
     for steps, part in reversed(parts):
-        results = evaluate(part | after, fl, backward=True)
-        after = {"dhT": results["dh0"], "dcT": results["dc0"]}
-        found["dx"][steps] = results["dx"]
+        gradients = evaluate_lstm(part | cotangents, fl, backward=True)
+        cotangents = {"dhT": gradients["dh0"], "dcT": gradients["dc0"]}
+        results["dx"][steps] = gradients["dx"]
         for name in ("dWx", "dWh", "db"):
-            found[name] += results[name]
-    return found
+            results[name] += gradients[name]
+    return results

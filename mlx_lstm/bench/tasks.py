@@ -1,17 +1,12 @@
-"""The case `lstm`: sizes, the numbers every contender is fed, the contenders; and what other cases consist of too."""
+"""What a measurement consists of: sizes, passes, tasks, contenders; and the sizes of the case `lstm`."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import mlx.core as mx
-import numpy as np
-
 from ..oracle.arithmetic import Tensors
 
 PASSES = {"forward": ("h",), "backward": ("h", "dx", "dWx", "dWh", "db")}
-"""What each pass computes. `backward` includes the forward pass it needs."""
-
-DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
+"""The tensors that each pass computes. `backward` includes the forward pass it needs."""
 
 
 class Size(NamedTuple):
@@ -27,7 +22,7 @@ class Size(NamedTuple):
 
 
 def parse_size(text: str) -> Size:
-    """A size from "T,B,I,H"."""
+    """Return the size that "T,B,I,H" names."""
     try:
         size = Size(*(int(number) for number in text.split(",")))
     except (TypeError, ValueError):
@@ -42,7 +37,7 @@ MEMORY_SIZE = Size(1024, 32, 128, 128)
 
 
 class Task(NamedTuple):
-    """One thing to run: a contender's name, its engine's word ("-" if it has none), the size, the pass, the dtype."""
+    """One thing to run: a contender's name, its engine ("-" if it has none), the size, the pass, the dtype."""
 
     contender: str
     engine: str
@@ -55,11 +50,11 @@ class Task(NamedTuple):
 
 
 class Work(NamedTuple):
-    """A task made ready in a process.
+    """A task made ready to run in this process.
 
-    `run` does it once and returns when every result is computed; `tensors` turns what it returned into float32 NumPy
-    arrays by the names in the case's `passes`, here h [T, B, H], dx [T, B, I], dWx [4H, I], dWh [4H, H], db [4H];
-    `threads` is what the framework says it uses.
+    `run` does it once and returns when every result is computed. `tensors` turns what `run` returned into float32 NumPy
+    arrays with the names in the case's `passes`: h [T, B, H], dx [T, B, I], dWx [4H, I], dWh [4H, H], db [4H] of the
+    case `lstm`. `threads` is the number that the framework says it uses.
     """
 
     run: Callable[[], Any]
@@ -68,15 +63,8 @@ class Work(NamedTuple):
 
 
 class Contender(NamedTuple):
-    """A row of the table: what it is called in print, the module it needs, and how a task is made ready."""
+    """Who takes part: the name in print, the module it needs, and the function that makes a task ready."""
 
     label: str
     needs: str
     prepare: Callable[[Tensors, Task], Work]
-
-
-def as_represented(numbers: Tensors, dtype: str) -> Tensors:
-    """The numbers rounded to what `dtype` represents, in float32."""
-    if dtype == "float32":
-        return numbers
-    return {name: np.array(mx.array(a).astype(DTYPES[dtype]).astype(mx.float32)) for name, a in numbers.items()}

@@ -1,5 +1,5 @@
-"""`--tune`: time the two Metal engines against each other on this Mac, the ways `fused` can cut a problem before that,
-and write the table the library then goes by."""
+"""`--tune`: on this Mac, time the ways in which `fused` can cut a problem, then the two Metal engines against each
+other, and write the table from which the library then chooses."""
 
 import json
 import statistics
@@ -10,22 +10,25 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-import mlx.core as mx
-
 from ..engines import tuning
 from ..engines.cells import LSTMCell
 from ..engines.choice import FUSED_LIMIT, METAL_ENGINES
 from ..engines.metal.fused import rows_for
 from ..engines.problem import Cut
 from ..recurrence import unguarded
+from ..testing.cases import DTYPES, has_metal
 from .cases.lstm import draw, prepare_ours
-from .judge import appoint
-from .tasks import DTYPES, PASSES, Size, Task, Work
+from .judge import judge_layer
+from .tasks import PASSES, Size, Task, Work
 
 
 class Grid(NamedTuple):
-    """What is measured: the largest H of `fused` and some below, batch sizes from which on a row of the table holds,
-    dtypes; time steps of a timed run and of the check before; turns of each engine and their seconds."""
+    """What is measured.
+
+    units: each H, up to the largest of `fused`. batches: each B; a row of the table counts from its B up to the next.
+    steps, checked: time steps of a timed run, and of the check before. turns, seconds: turns of each engine, and the
+    seconds of a turn.
+    """
 
     units: tuple[int, ...] = tuple(range(32, FUSED_LIMIT["lstm"] + 1, 32))
     batches: tuple[int, ...] = (1, 8, 32, 128)
@@ -38,20 +41,20 @@ class Grid(NamedTuple):
 
 ROWS = (1, 2, 4, 8)
 SPARE = (8, 16, 32)
-"""Batch rows of a threadgroup of `fused`, 8 in matrices, and registers it may leave without weights: what is tried."""
+"""What is tried: batch rows of a threadgroup of `fused` (8: in matrices), and registers that stay without weights."""
 
 CUT_AT = 128
-"""The H at which the cuts are timed, or the next smaller one: the largest that `fused` is predicted to win."""
+"""The H at which the cuts are timed, or the next smaller one: the largest at which `fused` is predicted to win."""
 
 WORTH = 0.97
-"""Of the time of the cut by rule: what another one must not exceed to take its place, as measurements are noisy."""
+"""Another cut takes the place of the one by rule if it needs at most this part of its time: measurements are noisy."""
 
 
 def tune(file: str | None, grid: Grid = Grid()) -> int:  # noqa: B008 (a tuple)
-    """Measure, print, write. The exit code: 0, or 1 if this is no Mac or the file cannot be written."""
-    if not mx.metal.is_available():
+    """Measure, print, write. Return the exit code: 0, or 1 if this is no Mac or the file cannot be written."""
+    if not has_metal():
         print(
-            "nothing to tune: MLX has no Metal back end on this machine, and only Metal has two engines to choose of",
+            "nothing to tune: MLX has no Metal back end on this machine, and only Metal has two engines to choose from",
             file=sys.stderr,
         )
         return 1
@@ -64,10 +67,10 @@ def tune(file: str | None, grid: Grid = Grid()) -> int:  # noqa: B008 (a tuple)
         with unguarded():
             cut = best_cut(dtype, B, grid)
             with tuning.trying(cut):
-                found = measure_row(dtype, B, grid)
+                points = measure_row(dtype, B, grid)
         cuts += [(dtype, B, cut.rows, cut.spare)] if cut else []
-        engines[dtype][B] = row_of(found)
-        measured += found
+        engines[dtype][B] = row_of(points)
+        measured += points
     try:
         write(path, engines, measured, cuts)
     except OSError as error:
@@ -86,7 +89,7 @@ def write(
     measured: list[dict[str, object]],
     cuts: list[tuple[str, int, int, int]],
 ) -> None:
-    """Write a table, with what was measured for it. OSError if the file cannot be written."""
+    """Write a table, with the measurements behind it. Raise OSError if the file cannot be written."""
     file.parent.mkdir(parents=True, exist_ok=True)
     content = {"machine": tuning.machine(), "engines": engines, "cuts": cuts, "measured": measured}
     text = json.dumps(content, indent=1)
@@ -96,7 +99,7 @@ def write(
 
 
 def best_cut(dtype: str, B: int, grid: Grid) -> Cut | None:
-    """How `fused` is fastest at this batch size: first the rows, then the registers to spare. None: by its rules."""
+    """Return the fastest cut of `fused` at this batch size, first of rows, then of spare registers; None: by rule."""
     H = max((H for H in grid.units if H <= CUT_AT), default=min(grid.units))
     size, best = Size(grid.steps, B, H, H), None
     for step in ("rows", "spare"):
@@ -114,23 +117,23 @@ def best_cut(dtype: str, B: int, grid: Grid) -> Cut | None:
 
 
 def text_of(cut: Cut | None) -> str:
-    """A cut in words."""
+    """Return a cut in words."""
     return f"rows {cut.rows} spare {cut.spare}" if cut else "by rule"
 
 
 def measure_row(dtype: str, B: int, grid: Grid) -> list[dict[str, object]]:
-    """Each H of one dtype and batch size, ascending, until `fused` has lost twice in a row."""
-    found: list[dict[str, object]] = []
+    """Measure each H of one dtype and batch size, ascending, until `fused` has lost twice in a row."""
+    points: list[dict[str, object]] = []
     for H in grid.units:
-        found.append(measure_point(Size(grid.steps, B, H, H), dtype, grid))
-        print(point_text(found[-1]), flush=True)
-        if [point["engine"] for point in found[-2:]] == ["stepwise"] * 2:
+        points.append(measure_point(Size(grid.steps, B, H, H), dtype, grid))
+        print(point_text(points[-1]), flush=True)
+        if [point["engine"] for point in points[-2:]] == ["stepwise"] * 2:
             break
-    return found
+    return points
 
 
 def measure_point(size: Size, dtype: str, grid: Grid) -> dict[str, object]:
-    """Milliseconds of each engine for forward and backward, or why it does not count; the faster one's word."""
+    """Return each engine's milliseconds for forward and backward, or why it is discarded; and the faster engine."""
     cut = tuning.cut(DTYPES[dtype], size.B)
     times = measure({engine: (engine, cut) for engine in METAL_ENGINES}, size, dtype, grid)
     right = {engine: time for engine, time in times.items() if not isinstance(time, str)}
@@ -144,7 +147,8 @@ Name = TypeVar("Name")
 def measure(
     contenders: Mapping[Name, tuple[str, Cut | None]], size: Size, dtype: str, grid: Grid
 ) -> dict[Name, float | str]:
-    """Milliseconds of each engine, cut as it says, for forward and backward, in turns; or why it does not count."""
+    """Return the milliseconds of each contender (engine, cut) for forward and backward, timed in turns; or why it is
+    discarded."""
     times: dict[Name, float | str] = {}
     ready: dict[Name, Work] = {}
     for name, (engine, cut) in contenders.items():
@@ -154,7 +158,7 @@ def measure(
                 if not refusal:
                     ready[name] = prepare(engine, size, dtype)
                     ready[name].run()
-        # Whatever a compiler or a driver raises, the engine is not for this machine at this size.
+        # Whatever a compiler or a driver raises: the engine does not work on this machine at this size.
         except Exception as error:
             refusal = f"{type(error).__name__}: {error}".splitlines()[0]
             ready.pop(name, None)
@@ -168,11 +172,12 @@ def measure(
 
 
 def refusal_of(engine: str, size: Size, dtype: str) -> str:
-    """What is wrong with an engine's results: each within its bound of float64, and within both bounds of `ops`."""
+    """Return what is wrong with an engine's results: each must be within its bound of float64, and of `ops` within
+    twice that, as the errors of both count."""
     numbers = draw(size, dtype)
-    judge = appoint(numbers, dtype, backward=True)
+    judge = judge_layer(numbers, dtype, backward=True)
     names = PASSES["backward"]
-    results, others = (of.tensors(of.run()) for of in (prepare(word, size, dtype) for word in (engine, "ops")))
+    results, others = (work.tensors(work.run()) for work in (prepare(word, size, dtype) for word in (engine, "ops")))
     verdict = judge.judge(results, names)
     if verdict.refusal:
         return verdict.refusal
@@ -182,12 +187,12 @@ def refusal_of(engine: str, size: Size, dtype: str) -> str:
 
 
 def prepare(engine: str, size: Size, dtype: str) -> Work:
-    """A layer's forward and backward pass on an engine."""
+    """Make ready a layer's forward and backward pass on an engine."""
     return prepare_ours(draw(size, dtype), Task("ours", engine, size, "backward", dtype, "gpu"))
 
 
 def seconds_per_run(run: Callable[[], Any], seconds: float) -> float:
-    """The mean over as many runs as `seconds` have room for, one at least."""
+    """Return the mean time of as many runs as fit into `seconds`, at least one."""
     start, runs = time.perf_counter(), 0
     while not runs or time.perf_counter() - start < seconds:
         run()
@@ -195,19 +200,19 @@ def seconds_per_run(run: Callable[[], Any], seconds: float) -> float:
     return (time.perf_counter() - start) / runs
 
 
-def row_of(found: Sequence[Mapping[str, Any]]) -> tuning.Row:
-    """The row of a table: of neighbours with the same engine the largest H."""
-    points = [(point["H"], point["engine"]) for point in found]
-    following = [engine for _, engine in points[1:]] + [""]
-    return tuple((H, engine) for (H, engine), after in zip(points, following, strict=True) if engine != after)
+def row_of(points: Sequence[Mapping[str, Any]]) -> tuning.Row:
+    """Return the row of a table: the largest H of each run of neighbours with the same engine."""
+    pairs = [(point["H"], point["engine"]) for point in points]
+    following = [engine for _, engine in pairs[1:]] + [""]
+    return tuple((H, engine) for (H, engine), after in zip(pairs, following, strict=True) if engine != after)
 
 
 def point_text(point: dict[str, object]) -> str:
-    """A line of what was measured."""
+    """Return a measured point as a line."""
     each = "  ".join(f"{engine} {took(point[engine])}" for engine in METAL_ENGINES)
     return f"{point['dtype']} B = {point['B']} H = {point['H']}:  {each}  ->  {point['engine']}"
 
 
 def took(time: object) -> str:
-    """Milliseconds, or why there are none."""
+    """Return milliseconds as text, or why there are none."""
     return time if isinstance(time, str) else f"{time:.3f} ms"

@@ -1,17 +1,16 @@
-"""One contender alone in a process: reads requests from stdin, one JSON object a line, and answers on stdout.
+"""One contender alone in a process: answers requests of `rounds`.
 
     {"do": "check", "file": F}                   run once, save the results to F (.npz); how long it took, peak memory
     {"do": "time", "seconds": S, "warmups": N}   run N times untimed, then timed until S seconds have passed: each
                                                  run's seconds, and the CPU time of the whole turn
 
-Between requests it waits in a blocking read. It answers only once its threads have stopped spinning (SETTLE), and says
-with every answer how much CPU time it used while it was to be idle.
+Between requests the process waits in a blocking read. It answers only once its threads have stopped spinning (SETTLE),
+and says with every answer how much CPU time it used while it should have been idle.
 """
 
 import ctypes
 import gc
 import json
-import os
 import resource
 import sys
 import time
@@ -20,6 +19,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from ..recurrence import unguarded
+from ..testing.child import serve
 from .cases import CASES, find_contender
 from .tasks import Size, Task, Work
 
@@ -27,18 +28,17 @@ SETTLE = 0.25  # seconds; the threads of NumPy's OpenBLAS spin for 0.1 s after t
 SHORT = 3.0  # seconds; a first run below this is mostly set-up, so a second one tells how long a run takes
 
 
-def serve(task: Task) -> None:
-    """Answer requests until stdin ends. What libraries print goes to stderr."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    try:
-        worker = Worker(task)
-        for line in sys.stdin:
-            request = json.loads(line)
-            answer = {"check": worker.check, "time": worker.time}[request.pop("do")](**request)
-            print(json.dumps(answer), file=answers, flush=True)
-    except Exception as error:
-        print(json.dumps({"error": f"{type(error).__name__}: {error}"}), file=answers, flush=True)
+def serve_task(task: Task) -> None:
+    """Answer requests about a task until the parent closes the pipe. Kernels have no trial: results are judged."""
+    workers: list[Worker] = []
+
+    def answer(do: str, **request: Any) -> dict[str, Any]:
+        if not workers:
+            workers.append(Worker(task))
+        return {"check": workers[0].check, "time": workers[0].time}[do](**request)
+
+    with unguarded():
+        serve(answer)
 
 
 class Worker:
@@ -71,7 +71,7 @@ class Worker:
         return answer
 
     def time(self, seconds: float, warmups: int) -> dict[str, Any]:
-        """Seconds of each timed run; at least one."""
+        """Return the seconds of each timed run; at least one."""
         self.resume()
         start = time.process_time()
         for _ in range(warmups):
@@ -84,25 +84,25 @@ class Worker:
         return {"samples": samples, "cpu": time.process_time() - start, "idle_cpu": idle_cpu}
 
     def run(self) -> tuple[float, Any]:
-        """One run: (seconds, results)."""
+        """Run once; return (seconds, results)."""
         start = time.perf_counter()
         results = self.work.run()
         return time.perf_counter() - start, results
 
     def pause(self) -> None:
-        """Let the threads fall asleep and note when."""
+        """Let the threads fall asleep, and note the time."""
         time.sleep(SETTLE)
         self.idle_since = time.perf_counter(), time.process_time()
 
     def resume(self) -> None:
-        """Add up how long it was to be idle, and the CPU time it used nevertheless."""
+        """Add up the time since `pause`, and the CPU time used in it."""
         wall, cpu = self.idle_since
         self.idle_wall += time.perf_counter() - wall
         self.idle_cpu += time.process_time() - cpu
 
 
 def release_memory() -> None:
-    """Give back what is free but resident: reused, it would hide what a run needs. For malloc this is glibc only."""
+    """Return free memory to the system, where possible: reused, it would hide what a run needs (malloc: glibc only)."""
     gc.collect()
     mx.clear_cache()
     malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
@@ -128,12 +128,12 @@ class PeakMemory:
             self.start = highest_resident()
 
     def above_start(self) -> tuple[int, int]:
-        """(resident, MLX's count), in bytes."""
+        """Return (resident memory, MLX's count), in bytes."""
         return max(highest_resident() - self.start, 0), mx.get_peak_memory() - self.mlx_start
 
 
 def highest_resident() -> int:
-    """The high-water mark of resident memory in bytes. On Linux `ru_maxrss` starts from that of the parent process."""
+    """Return the peak of resident memory in bytes. On Linux `ru_maxrss` starts from that of the parent process."""
     try:
         return linux_memory("VmHWM")
     except OSError:
@@ -142,12 +142,12 @@ def highest_resident() -> int:
 
 
 def linux_memory(field: str) -> int:
-    """A figure of /proc/self/status, in bytes."""
+    """Return a figure of /proc/self/status, in bytes."""
     with open("/proc/self/status") as file:
         return next(1024 * int(line.split()[1]) for line in file if line.startswith(f"{field}:"))
 
 
 def task_from_json(text: str) -> Task:
-    """What `json.dumps(task)` gave."""
+    """Return the task that `json.dumps(task)` wrote."""
     contender, engine, size, *rest = json.loads(text)
     return Task(contender, engine, Size(*size), *rest)

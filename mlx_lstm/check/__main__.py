@@ -3,141 +3,134 @@
 import argparse
 import shlex
 import sys
-from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
-import mlx.core as mx
-
+from ..bench import short
 from ..bench.__main__ import size_option
-from ..bench.rounds import Row
-from ..engines import METAL_ENGINES, choice
-from ..engines.choice import ENGINES
-from ..machine import in_all_digits, run_command
+from ..engines import ENGINES, METAL_ENGINES, choice
+from ..machine import check_files, in_all_digits, run_command
+from ..testing.cases import has_metal
+from ..testing.progress import Progress
 from . import further
-from .comparison import Finding
-from .grid import Problem, grid
-from .process import Work, findings, serve
-from .report import card, card_line, engine_lines, time_line, write
-from .timing import default_sizes, timed
+from .comparison import Work, findings, serve_comparisons
+from .grid import GridCase, grid
+from .report import CannotWriteError, Report, card_line, engine_lines
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command. The exit code is 0, 1 if something is wrong or failed, 2 for what cannot be done here."""
+    """Run the command. The exit code is 0, 1 if something is wrong or failed, 2 for what cannot be done here, 130 if
+    it was interrupted."""
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = make_parser()
     options = parser.parse_args(arguments)
     if options.worker is not None:
-        serve(options.worker)
+        serve_comparisons(options.worker)
         return 0
     try:
-        here = Here(options)
+        check_files(options, "file")
+        selection = Selection(options)
     except ValueError as error:
         parser.error(str(error))
     in_all_digits()
-    about = card(shlex.join(["python", "-m", "mlx_lstm.check", *arguments]), here.device)
-    print(card_line(about), flush=True)
-    found = list(shown(findings(here.work, here.problems, options.full), len(here.work)))
-    for engine in here.engines:
-        print("\n".join(engine_lines(engine, [finding for finding in found if finding.engine == engine])), flush=True)
-    for line in here.absent():
-        print(line)
-    times = list(show_times(here, found, options))
-    more: dict[str, Any] = {}
-    for name, command in further.commands(here.metal).items() if options.full else ():
-        line, more[name] = further.run(name, command)
-        print(line, flush=True)
-    return conclude(options.file, about, found, times, more)
+    report = Report(options.file, shlex.join(["python", "-m", "mlx_lstm.check", *arguments]), selection.device)
+    try:
+        report.save()
+        check(selection, report, options)
+        return conclude(report)
+    except CannotWriteError as error:
+        print(error, file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        report.save()
+        done = f"{len(report.findings)} of {len(selection.work)} comparisons"
+        print(f"\ninterrupted after {done}: what was found is in {report.file}", file=sys.stderr)
+        return 130
 
 
-class Here:
-    """What is checked on this machine. ValueError if what was asked for cannot be."""
+class Selection:
+    """The cases and engines that are checked on this machine. ValueError if what was asked for cannot be."""
 
     def __init__(self, options: argparse.Namespace):
         self.device: str = choice.current_device()
-        self.metal: bool = mx.metal.is_available()
-        self.problems: list[Problem] = grid(options.full)
+        self.cases: list[GridCase] = grid(options.full)
         texts = options.problems or [""]
-        self.numbers: list[int] = [n for n, one in enumerate(self.problems) if any(text in one.name for text in texts)]
+        self.numbers: list[int] = [n for n, case in enumerate(self.cases) if any(text in case.name for text in texts)]
         if not self.numbers:
             raise ValueError(f"no problem has {' or '.join(texts)} in its name")
-        self.hindrances: dict[str, str] = {word: self.hindrance(word) for word in ENGINES}
-        for word in options.engines or ():
-            if self.hindrances[word]:
-                raise ValueError(f"{word} cannot run here: {self.hindrances[word]}")
+        self.hindrances: dict[str, str] = {engine: self.hindrance(engine) for engine in ENGINES}
+        for engine in options.engines or ():
+            if self.hindrances[engine]:
+                raise ValueError(f"{engine} cannot run here: {self.hindrances[engine]}")
         self.asked: bool = bool(options.engines)
-        words = options.engines or ENGINES
-        self.engines: list[str] = [word for word in ENGINES if word in words and not self.hindrances[word]]
-        pairs = ((n, word) for n in self.numbers for word in self.engines)
-        self.work: Work = [(n, word) for n, word in pairs if not self.refuses(n, word)]
-
-    def refuses(self, n: int, engine: str) -> str:
-        """Why an engine cannot run a problem here."""
-        return self.problems[n].hindrance(engine, self.device, self.metal)
+        wanted = options.engines or ENGINES
+        self.engines: list[str] = [word for word in ENGINES if word in wanted and not self.hindrances[word]]
+        pairs = ((n, engine) for n in self.numbers for engine in self.engines)
+        self.work: Work = [(n, engine) for n, engine in pairs if not self.cases[n].hindrance(engine)]
 
     def hindrance(self, engine: str) -> str:
-        """Why an engine can run none of the problems."""
-        reasons = [self.refuses(n, engine) for n in self.numbers]
+        """Return why an engine can run none of the cases, or "" if it can run one."""
+        reasons = [self.cases[n].hindrance(engine) for n in self.numbers]
         return reasons[0] if all(reasons) else ""
 
     def absent(self) -> list[str]:
-        """What another machine would add."""
-        missing = [word for word in ENGINES if self.hindrances[word]]
+        """Return a line about the engines that cannot run here, and what a Mac would add."""
+        missing = [engine for engine in ENGINES if self.hindrances[engine]]
         if self.asked or not missing:
             return []
-        able = [self.problems[n].hindrance(word, "gpu", metal=True) for n in self.numbers for word in missing]
-        metal = all(word in METAL_ENGINES for word in missing)
+        on_a_mac = {"device": "gpu", "metal": True}
+        able = [self.cases[n].hindrance(engine, **on_a_mac) for n in self.numbers for engine in missing]
+        metal = all(engine in METAL_ENGINES for engine in missing)
         more = f"; a Mac would add them: {able.count('')} comparisons, and their times" if metal else ""
         return [f"not here   {', '.join(missing)}: {self.hindrances[missing[0]]}{more}"]
 
 
-def shown(found: Iterable[Finding], count: int) -> Iterator[Finding]:
-    """The findings, with their number on a terminal's last line while they come."""
-    terminal = sys.stderr.isatty()
-    for n, finding in enumerate(found, 1):
-        if terminal:
-            print(f"\r{n} of {count} comparisons", end="" if n < count else "\r\033[K", file=sys.stderr, flush=True)
-        yield finding
+def check(selection: Selection, report: Report, options: argparse.Namespace) -> None:
+    """Compare, time, and run the other commands of `--full`, printing a line about each and adding it to the report."""
+    print(card_line(report.machine), flush=True)
+    with Progress() as progress:
+        found = findings(selection.work, selection.cases, options.full)
+        for _ in progress.each(selection.work, "comparisons"):
+            report.add(next(found))
+        for engine in selection.engines:
+            mine = [finding for finding in report.findings if finding.engine == engine]
+            progress.print("\n".join(engine_lines(engine, mine)))
+        for line in selection.absent():
+            progress.print(line)
+        report.save()
+        time_engines(selection, report, options, progress)
+        for name, command in further.commands(has_metal()).items() if options.full else ():
+            progress.say(f"{name}, which is a command of its own")
+            line, report.more[name] = further.run(name, command)
+            progress.print(line)
+            report.save()
 
 
-def show_times(here: Here, found: list[Finding], options: argparse.Namespace) -> Iterator[list[Row]]:
-    """The rows of each size and pass, printed; without engines whose process ended or hung."""
-    sizes = default_sizes(here.device, options.full) if options.sizes is None else options.sizes
-    lost = {finding.engine for finding in found if finding.lost}
-    ours = METAL_ENGINES if here.metal and here.device == "gpu" else ("numpy" if here.device == "cpu" else "ops",)
-    engines = [word for word in ours if word in here.engines and word not in lost]
-    for rows in timed(engines, sizes, here.device, here.metal, options.full):
-        print(time_line(rows), flush=True)
-        yield rows
+def time_engines(selection: Selection, report: Report, options: argparse.Namespace, progress: Progress) -> None:
+    """Time a training step at each size, without engines whose process ended or hung."""
+    sizes = short.default_sizes(selection.device, options.full) if options.sizes is None else options.sizes
+    lost = {finding.engine for finding in report.findings if finding.lost}
+    on_gpu = has_metal() and selection.device == "gpu"
+    ours = METAL_ENGINES if on_gpu else ("numpy" if selection.device == "cpu" else "ops",)
+    engines = [engine for engine in ours if engine in selection.engines and engine not in lost]
+    for rows in short.measure_sizes(engines, sizes, selection.device, options.full, progress):
+        report.times.append(rows)
+        progress.print(short.time_line(rows))
+        report.save()
 
 
-def conclude(
-    file: Path, about: dict[str, str], found: list[Finding], times: list[list[Row]], more: dict[str, Any]
-) -> int:
-    """Write the file, print the verdict; the exit code."""
-    try:
-        write(file, about, found, times, more)
-    except OSError as error:
-        print(f"cannot write {file}: {error}; --file names another place", file=sys.stderr)
-        more = more | {"file": {"failed": True}}
-    else:
-        print(f"written to {file}: please attach it to an issue, whatever the verdict")
-    reasons = []
-    if wrong := [finding for finding in found if finding.failure]:
-        engines = ", ".join(dict.fromkeys(finding.engine for finding in wrong))
-        reasons.append(f"{len(wrong)} of {len(found)} comparisons failed, of {engines}")
-    for row in (row for rows in times for row in rows if row.failed and row.task.contender == "ours"):
-        reasons.append(f"{row.task.engine} failed at {row.task.size}")
-    reasons += [f"{name} failed" for name, result in more.items() if result["failed"]]
-    if reasons:
-        print(f"verdict: WRONG: {'; '.join(dict.fromkeys(reasons))}")
-        return 1
-    print(f"verdict: RIGHT: all {len(found)} comparisons are within their bounds")
-    return 0
+def conclude(report: Report) -> int:
+    """Write the file, print the verdict, return the exit code."""
+    reasons = report.reasons()
+    right = f"RIGHT: all {len(report.findings)} comparisons are within their bounds"
+    report.verdict = f"WRONG: {'; '.join(reasons)}" if reasons else right
+    report.save()
+    print(f"written to {report.file}: please attach it to an issue, whatever the verdict")
+    print(f"verdict: {report.verdict}")
+    return 1 if reasons else 0
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The options."""
+    """Return the parser of the options."""
     parser = argparse.ArgumentParser(
         "python -m mlx_lstm.check",
         description="Compile every kernel of this package, compare what each engine computes with float64, time it "

@@ -1,28 +1,39 @@
-"""One problem on one engine, held against float64: all outputs and gradients, and the outputs without training."""
+"""One case on one engine, compared with float64: all outputs and gradients, and the outputs without training.
+
+The comparisons run in a child process, as a driver may end it and a kernel may hang.
+"""
 
 import time
-from collections.abc import Mapping
-from types import MappingProxyType
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
-from .. import recurrence
-from ..bench.judge import FEW, SMALL, Judge
-from ..bench.tasks import DTYPES
 from ..engines.choice import on
 from ..oracle import OUTPUTS, evaluate
 from ..oracle.arithmetic import Arithmetic, Tensors
-from ..oracle.closeness import TRIALS, exact_and_bounds
-from ..recurrence import Quantized
-from .cases import Case, run, split, to_mlx
-from .grid import Problem
+from ..recurrence import Quantized, unguarded
+from ..testing.cases import DTYPES, infer, run, split
+from ..testing.child import Child, ChildError, serve
+from ..testing.judge import Judge, make_judge
+from .grid import GridCase, grid
+
+PATIENCE = 180.0
+"""Seconds to wait for a comparison. Apple's compiler takes parts of one, the emulator of the tests takes several."""
+
+LOSSES = 3
+"""How many processes an engine may end; then it is not run again."""
+
+Work = list[tuple[int, str]]
+"""What to compare: (the number of a case in the grid, an engine)."""
 
 
 class Finding(NamedTuple):
-    """What was found: the tensor closest to its bound, or furthest beyond, its error and bound; seconds of the first
-    run, compilation included; why it failed, "" if it did not; whether it took its process with it."""
+    """The result of a comparison. tensor, error, bound: the tensor whose error is the largest part of its bound.
+    seconds: of the first run, compilation included. failure: why it failed, "" if it did not. lost: whether the process
+    ended or hung."""
 
     problem: str
     dtype: str
@@ -36,68 +47,98 @@ class Finding(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """The error in parts of its bound."""
+        """The error as a part of its bound."""
         return self.error / self.bound
 
 
 class Prepared(NamedTuple):
-    """A problem with its arrays, and what its results should be."""
+    """A case of the grid with its arrays, and the judge of its results. `weights` are the quantized ones."""
 
-    problem: Problem
-    case: Case
+    grid_case: GridCase
+    case: dict[str, Any]
     cotangents: Tensors
     judge: Judge
     weights: dict[str, Quantized]
 
 
-def prepare(problem: Problem) -> Prepared:
-    """Draw a problem and evaluate it exactly."""
-    case, cotangents = problem.draw()
-    case, weights = problem.packed(case)
+def prepare(grid_case: GridCase) -> Prepared:
+    """Draw the arrays of a case and compute its exact results."""
+    case, cotangents = grid_case.draw()
+    case, weights = grid_case.quantized(case)
 
     def values(fl: Arithmetic) -> Tensors:
         outputs, gradients = evaluate(case, cotangents, fl)
         return outputs | {f"d{name}": gradient for name, gradient in gradients.items()}
 
-    trials = TRIALS if max(array.size for array in split(case)[1].values()) < SMALL else FEW
-    return Prepared(problem, case, cotangents, Judge(*exact_and_bounds(values, problem.dtype, trials)), weights)
+    elements = max(array.size for array in split(case)[1].values())
+    return Prepared(grid_case, case, cotangents, make_judge(values, grid_case.dtype, elements), weights)
 
 
 def compare(prepared: Prepared, engine: str) -> Finding:
-    """Run a problem on an engine and judge it; an error is a finding, too."""
-    problem, case, cotangents, judge, weights = prepared
-    finding, dtype = Finding(problem.name, problem.dtype, engine), DTYPES[problem.dtype]
+    """Run a case on an engine and judge the results; an error is a finding, too."""
+    grid_case, case, cotangents, judge, weights = prepared
+    finding, dtype = Finding(grid_case.name, grid_case.dtype, engine), DTYPES[grid_case.dtype]
     start = time.perf_counter()
     try:
-        with problem.indices(), on(mx.Device(mx.cpu) if engine == "numpy" else None):
+        with grid_case.limits(), on(mx.Device(mx.cpu) if engine == "numpy" else None):
             outputs, gradients = run(case, engine, dtype, cotangents, weights)
             results = as_numpy(outputs | {f"d{name}": gradient for name, gradient in gradients.items()})
             seconds = time.perf_counter() - start
             inferred = as_numpy(infer(case, engine, dtype, weights))
-    # Whatever a compiler or a driver raises is what we want to know.
+    # Whatever a compiler or a driver raises is what the user wants to know.
     except Exception as error:
         return finding._replace(failure=f"{type(error).__name__}: {error}")
-    without = [name for name in OUTPUTS[problem.op] if name != "gates"]
+    without_training = [name for name in OUTPUTS[grid_case.op] if name != "gates"]
     verdict = judge.judge(results, [*cotangents, *(f"d{name}" for name in split(case)[1] if name not in weights)])
-    if not verdict.refusal and (refused := judge.judge(inferred, without)).refusal:
+    if not verdict.refusal and (refused := judge.judge(inferred, without_training)).refusal:
         verdict = refused._replace(refusal=f"without training, {refused.refusal}")
     return finding._replace(
         seconds=seconds, tensor=verdict.tensor, error=verdict.error, bound=verdict.bound, failure=verdict.refusal
     )
 
 
-def infer(
-    case: Case, engine: str, dtype: mx.Dtype, weights: Mapping[str, Quantized] = MappingProxyType({})
-) -> dict[str, mx.array]:
-    """The outputs of a call that nobody will ask a gradient of."""
-    op, arrays, options = split(case)
-    floats = {name: to_mlx(array, dtype) for name, array in arrays.items() if name not in weights}
-    given: dict[str, Any] = {"Wx": None, **floats, **options, **weights}
-    out = getattr(recurrence, op)(**given, engine=engine, training=False)
-    return {name: getattr(out, name) for name in OUTPUTS[op] if name != "gates"}
-
-
 def as_numpy(arrays: Mapping[str, mx.array]) -> Tensors:
-    """The arrays, computed, in float32."""
+    """Compute the arrays and return them in float32."""
     mx.eval(list(arrays.values()))
     return {name: np.array(array.astype(mx.float32)) for name, array in arrays.items()}
+
+
+# --- In a process of its own -----------------------------------------------------------------------------------------
+
+
+def findings(work: Work, cases: list[GridCase], full: bool, patience: float = PATIENCE) -> Iterator[Finding]:
+    """Yield the finding of each comparison. After a crash or a hang the next one runs in a new process."""
+    child, lost = None, Counter[str]()
+    try:
+        for n, engine in work:
+            finding = Finding(cases[n].name, cases[n].dtype, engine)
+            if lost[engine] >= LOSSES:
+                why = f"not run, as {engine} ended {LOSSES} processes before"
+                yield finding._replace(failure=why, lost=True)
+                continue
+            child = child or Child("mlx_lstm.check", "--worker", "full" if full else "default")
+            try:
+                answer = child.ask(patience, n=n, engine=engine)
+            except ChildError as error:
+                lost[engine] += error.lost
+                child = None if error.lost else child
+                yield finding._replace(failure=str(error), lost=error.lost)
+            else:
+                yield Finding(**answer)
+    finally:
+        if child:
+            child.close()
+
+
+def serve_comparisons(which: str) -> None:
+    """Answer the requests of `findings`, in the child. Kernels have no trial: their results are judged."""
+    cases, prepared = grid(full=which == "full"), dict[int, Prepared]()
+
+    def answer(n: int, engine: str) -> dict[str, Any]:
+        if n not in prepared:
+            prepared.clear()  # the engines of one case follow one another
+            prepared[n] = prepare(cases[n])
+        return compare(prepared[n], engine)._asdict()
+
+    with unguarded():
+        serve(answer)

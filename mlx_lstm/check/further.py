@@ -1,4 +1,4 @@
-"""What `--full` runs besides: other commands of this package, each in a process of its own."""
+"""The other commands of this package that `--full` runs, each in a process of its own."""
 
 import json
 import subprocess
@@ -14,8 +14,8 @@ LIMIT = 3600  # seconds
 
 
 class Command(NamedTuple):
-    """A command, the file that it writes (None: where --json says), why it cannot run here; the exit codes of one that
-    could do what it is for."""
+    """A command line; the file that it writes (None: where --json says); why it cannot run here, or ""; the exit codes
+    with which it succeeds."""
 
     line: tuple[str, ...]
     file: Path | None
@@ -24,9 +24,9 @@ class Command(NamedTuple):
 
 
 def commands(metal: bool) -> dict[str, Command]:
-    """By what they are called in the report."""
-    without = no_pyobjc()
-    apple = f"{without}, of PyObjC: on a Mac pip install '.[compare]'" if without else ""
+    """Return the commands by their names in the report."""
+    missing = no_pyobjc()
+    apple = f"{missing}, of PyObjC: on a Mac pip install '.[compare]'" if missing else ""
     return {
         "tune": Command(("bench", "--tune"), tuning.cache_file(), "" if metal else "MLX has no Metal back end here"),
         "compare": Command(("compare",), None, apple),
@@ -35,20 +35,21 @@ def commands(metal: bool) -> dict[str, Command]:
 
 
 def run(name: str, command: Command) -> tuple[str, dict[str, Any]]:
-    """A line about what came of a command; whether it failed, its exit code, what it printed and wrote."""
+    """Run a command; return a line about it, and for the report whether it failed, its exit code, what it printed and
+    wrote."""
     if command.hindrance:
         return f"{name:11}not run: {command.hindrance}", {"failed": False, "not run": command.hindrance}
     module, *options = command.line
     with tempfile.TemporaryDirectory() as folder:
         file = command.file or Path(folder, f"{name}.json")
         line = module_command(f"mlx_lstm.{module}", *options, *([] if command.file else ["--json", str(file)]))
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        pipe, same = subprocess.PIPE, subprocess.STDOUT
         try:
-            done = subprocess.run(line, **pipes, text=True, env=child_environment(), timeout=LIMIT)
+            done = subprocess.run(line, stdout=pipe, stderr=same, text=True, env=child_environment(), timeout=LIMIT)
         except subprocess.TimeoutExpired:
             return f"{name:11}no answer after {LIMIT} seconds", {"failed": True}
         failed = done.returncode not in command.answers
         written = json.loads(file.read_text()) if not failed and file.exists() else None
     last = (done.stdout.strip().splitlines() or ["it said nothing"])[-1].strip()
-    found = {"failed": failed, "exit code": done.returncode, "printed": done.stdout, "written": written}
-    return f"{name:11}exit code {done.returncode}: {last}", found
+    result = {"failed": failed, "exit code": done.returncode, "printed": done.stdout, "written": written}
+    return f"{name:11}exit code {done.returncode}: {last}", result

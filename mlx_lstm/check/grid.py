@@ -1,4 +1,4 @@
-"""What is checked: problems that together need every kernel; with all options, each of them once."""
+"""The cases that are checked: together they run every kernel; with `full`, also every option."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -7,13 +7,20 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from ..bench.tasks import DTYPES
 from ..engines.cells import Cell, GRUCell, LSTMCell, RNNCell
-from ..engines.choice import choose
 from ..engines.ops.packed import judged
 from ..engines.packing import WEIGHTS, WIDTHS, Packing, Quantized
 from ..engines.problem import limited
-from .cases import EVERY_OPTION, KINK_MARGIN, ROUNDING_MARGIN, Case, at_batch, draw_away_from_kinks, to_mlx
+from ..testing.cases import (
+    DTYPES,
+    EVERY_OPTION,
+    KINK_MARGIN,
+    ROUNDING_MARGIN,
+    at_batch,
+    draw_away_from_kinks,
+    hindrance,
+    to_mlx,
+)
 
 HALVES = ("float16", "bfloat16")
 
@@ -25,41 +32,48 @@ LAYERS: dict[str, dict[str, Any]] = {
     "rnn": {"op": "rnn"},
 }
 
-WAYS: dict[int, dict[str, Any]] = {1: {}, 4: {"bidirectional": True}, 17: {"reverse": True}, 66: {}}
-"""Batch sizes, each of which another form of the kernels serves, and directions. `stepwise` multiplies in lanes below 8
-items, in small tiles below 32; `fused` in matrices from 65 on."""
+BATCHES: dict[int, dict[str, Any]] = {1: {}, 4: {"bidirectional": True}, 17: {"reverse": True}, 66: {}}
+"""Batch sizes that select different kernels, each with a direction. `stepwise` multiplies by lanes below 8 items and in
+small tiles below 32; `fused` multiplies in matrices from 65 items on."""
 
 STEPS = 24
-"""More than `stepwise` may lay out in time without joining some on the way."""
+"""So many that `stepwise` has to join rows before its last launch, which takes 20 arrays of them."""
 
-BARE = {
+BARE: dict[str, dict[str, None]] = {
     "lstm": {"h0": None, "c0": None},
     "gru": {"h0": None, "bhn": None},
     "rnn": {"h0": None},
 }
-"""What a layer leaves out that is called without states."""
+"""The arrays that are missing in a call without states."""
 
 WIDE: dict[str, dict[str, Any]] = {
-    # One in registers entirely, one in part, one at Metal's limit of threads: T, B, I, H and the op.
+    # Weights entirely in registers; partly; a threadgroup of 1024 threads, Metal's limit. Sizes are T, B, I, H, P.
     "lstm, 128 units": {"sizes": (2, 17, 8, 128, 128)},
     "lstm, 256 units": {"sizes": (2, 66, 8, 256, 256)},
     "gru, 128 units": {"op": "gru", "sizes": (2, 17, 8, 128, 128)},
     "rnn, 1024 units": {"op": "rnn", "sizes": (2, 1, 8, 1024, 1024)},
 }
 
-UNBOUNDED = ("relu_gates", "identity_gates")  # of many items some leave the range of float16
-KINKED = ("relu", "hard")  # of many items some are nearer to a kink than 16 bits can tell
+UNBOUNDED = ("relu_gates", "identity_gates")
+"""Options without a bound on h: with many items one of them leaves the range of float16."""
+KINKED = ("relu", "hard")
+"""Options with kinks: with many items one of them is nearer to a kink than 16 bits can tell."""
 
 
-class Problem(NamedTuple):
-    """A problem: its name in reports, the dtype's name, what `cases.draw` takes besides; the outputs that have a
-    gradient, () for all; whether indices have 64 bits, as in arrays of more elements than a test can have; how the
-    weights are packed, if they are."""
+class GridCase(NamedTuple):
+    """A case that is checked.
+
+    name, dtype: its name in reports, and that of its dtype.
+    options: the arguments of `testing.cases.draw`.
+    with_cotangent: the outputs that have a cotangent; () for all.
+    long: whether indices have 64 bits, as in arrays larger than a test can have.
+    packing: how the weights are quantized; None if they are not.
+    """
 
     name: str
     dtype: str
     options: dict[str, Any]
-    shown: tuple[str, ...] = ()
+    with_cotangent: tuple[str, ...] = ()
     long: bool = False
     packing: Packing | None = None
 
@@ -68,113 +82,106 @@ class Problem(NamedTuple):
         """`lstm`, `gru` or `rnn`."""
         return self.options.get("op", "lstm")
 
-    def draw(self) -> tuple[Case, dict[str, Any]]:
-        """(case, cotangents), the same ones at every call."""
+    def draw(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return (case, cotangents), the same ones at every call."""
         margin = ROUNDING_MARGIN if self.dtype == "float32" else KINK_MARGIN
         recurrent = 0.7 / self.options["sizes"][3] ** 0.5  # a norm above 1 would let rounding errors grow with time
         case, cotangents = draw_away_from_kinks(1, margin, **self.options, recurrent=recurrent, dtype=self.dtype)
-        return case, {name: cotangents[name] for name in self.shown or cotangents}
+        return case, {name: cotangents[name] for name in self.with_cotangent or cotangents}
 
-    def packed(self, case: Case) -> tuple[Case, dict[str, Quantized]]:
-        """The case with what its weights come to once they are packed, and the packed ones."""
+    def quantized(self, case: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Quantized]]:
+        """Return the case with the values that its weights have after quantization, and the quantized weights."""
         if self.packing is None:
             return case, {}
-        weights, found, dtype = {}, dict(case), DTYPES[self.dtype]
+        weights, rounded, dtype = {}, dict(case), DTYPES[self.dtype]
         for name in (name for name in WEIGHTS if case.get(name) is not None):
             packed = mx.quantize(to_mlx(case[name], dtype), *self.packing)
             weights[name] = Quantized(*packed, **self.packing._asdict())
-            found[name] = judged(self.packing, weights[name].arrays(name), name)
-        return found, weights
+            rounded[name] = judged(self.packing, weights[name].arrays(name), name)
+        return rounded, weights
 
-    def hindrance(self, engine: str, device: str, metal: bool) -> str:
-        """Why an engine cannot run this there; "" if it can."""
+    def hindrance(self, engine: str, **machine: Any) -> str:
+        """Return why an engine cannot run this case, or "" if it can. `machine`: see `testing.cases.hindrance`."""
         cells: dict[str, Cell] = {"lstm": LSTMCell(), "gru": GRUCell(reset=self.options.get("reset", "after"))}
         T, B, width, H, _ = self.options["sizes"]
-        given: dict[str, Any] = {name: self.options.get(name, False) for name in ("bidirectional", "projection")}
-        given |= {"device": "cpu" if engine == "numpy" else device, "metal": metal, "traced": False}
-        try:
-            sizes, cell = (T, B, width, H), cells.get(self.op, RNNCell())
-            choose(sizes=sizes, dtype=DTYPES[self.dtype], cell=cell, requested=engine, packing=self.packing, **given)
-        except ValueError as error:
-            return str(error).partition("cannot run: ")[2].rstrip(".") or str(error)
-        return ""
+        options: dict[str, Any] = {name: self.options.get(name, False) for name in ("bidirectional", "projection")}
+        cell = cells.get(self.op, RNNCell())
+        return hindrance(engine, (T, B, width, H), DTYPES[self.dtype], cell, packing=self.packing, **options, **machine)
 
-    def indices(self) -> AbstractContextManager[object]:
-        """Return the context in which this runs: with indices of 64 bits if it is `long`."""
+    def limits(self) -> AbstractContextManager[object]:
+        """Return the context in which this case runs: with indices of 64 bits if it is `long`."""
         return limited(index=1) if self.long else nullcontext()
 
 
-def grid(full: bool = False) -> list[Problem]:
-    """The problems; `full` for those of every option, too."""
-    found = [*families(), *wide(), *quantized()]
+def grid(full: bool = False) -> list[GridCase]:
+    """Return the cases; `full` for those of every option, too."""
+    cases = [*families(), *wide(), *quantized()]
     if full:
-        found += [problem for problem in others(found) if problem not in found]
-    names = [(problem.name, problem.dtype) for problem in found]
+        cases += [case for case in others() if case not in cases]
+    names = [(case.name, case.dtype) for case in cases]
     assert len(set(names)) == len(names)
-    return found
+    return cases
 
 
-def families() -> Iterator[Problem]:
-    """Every layer in every form of the kernels in float32, in one form of each kind in 16 bits; with all arrays and all
-    gradients, or bare."""
+def families() -> Iterator[GridCase]:
+    """Yield every layer at every batch size in float32, at two of them in 16 bits; with all arrays, or bare."""
     for name in LAYERS:
-        for B in WAYS:
+        for B in BATCHES:
             yield layer(name, B, "float32", bare=B in (1, 66))
         for dtype in HALVES:
             yield from (layer(name, B, dtype, bare=B == 66) for B in (4, 66))
 
 
-def layer(name: str, B: int, dtype: str, bare: bool) -> Problem:
-    """A layer of a few units; `bare`: without states, of which only h has a gradient."""
-    options: dict[str, Any] = LAYERS[name] | WAYS[B] | {"sizes": (STEPS, B, 3, 5, 3)}
+def layer(name: str, B: int, dtype: str, bare: bool) -> GridCase:
+    """Return a layer of a few units; `bare`: without states, and with a cotangent of h only."""
+    options: dict[str, Any] = LAYERS[name] | BATCHES[B] | {"sizes": (STEPS, B, 3, 5, 3)}
     items = "1 item" if B == 1 else f"{B} items"
     if bare:
         op = options.get("op", "lstm")
-        without = {key: None for key in BARE[op] if key != "bhn" or options.get("reset") != "before"}
-        return Problem(f"{name}, {items}, bare", dtype, options | without, ("h",))
-    return Problem(f"{name}, {items}", dtype, options)
+        missing = {key: None for key in BARE[op] if key != "bhn" or options.get("reset") != "before"}
+        return GridCase(f"{name}, {items}, bare", dtype, options | missing, ("h",))
+    return GridCase(f"{name}, {items}", dtype, options)
 
 
-def wide() -> Iterator[Problem]:
-    """Layers of many units, whose weights do not fit in registers."""
+def wide() -> Iterator[GridCase]:
+    """Yield layers of many units, whose weights do not all fit in registers."""
     for name, options in WIDE.items():
-        yield Problem(name, "float32", options)
-    yield Problem("lstm, 256 units", "float16", WIDE["lstm, 256 units"])
+        yield GridCase(name, "float32", options)
+    yield GridCase("lstm, 256 units", "float16", WIDE["lstm, 256 units"])
 
 
-def quantized() -> Iterator[Problem]:
-    """Packed weights, which the product by lanes and that by tiles unpack."""
+def quantized() -> Iterator[GridCase]:
+    """Yield layers with quantized weights, which the products by lanes and those by tiles unpack."""
     four, eight, small = Packing(64, 4, "affine"), Packing(32, 8, "affine"), Packing(16, 4, "nvfp4")
-    yield Problem("lstm, 4 bits, 1 item", "float32", {"sizes": (3, 1, 64, 64, 64)}, packing=four)
-    yield Problem("gru, 8 bits, 9 items", "float32", {"op": "gru", "sizes": (3, 9, 32, 32, 32)}, packing=eight)
+    yield GridCase("lstm, 4 bits, 1 item", "float32", {"sizes": (3, 1, 64, 64, 64)}, packing=four)
+    yield GridCase("gru, 8 bits, 9 items", "float32", {"op": "gru", "sizes": (3, 9, 32, 32, 32)}, packing=eight)
     before: dict[str, Any] = LAYERS["gru, reset before"] | {"sizes": (3, 4, 16, 48, 48)}
-    yield Problem("gru, reset before, nvfp4, 4 items", "float16", before, packing=small)
+    yield GridCase("gru, reset before, nvfp4, 4 items", "float16", before, packing=small)
     projected: dict[str, Any] = {"projection": True, "sizes": (3, 33, 64, 64, 64)}
-    yield Problem("lstm, projection, 4 bits, 33 items", "bfloat16", projected, packing=four)
+    yield GridCase("lstm, projection, 4 bits, 33 items", "bfloat16", projected, packing=four)
 
 
-def others(taken: list[Problem]) -> Iterator[Problem]:
-    """What is rarer: the other forms in 16 bits and the other choice of arrays, fewest numbers, long indices, wide
-    layers in 16 bits, and each option alone, with forms and dtypes in turns."""
+def others() -> Iterator[GridCase]:
+    """Yield the rarer cases: all batch sizes in 16 bits, with all arrays and bare; sizes of 1; indices of 64 bits; wide
+    layers in 16 bits; every kind of quantized weights; each option alone, batch sizes and dtypes in turns."""
     for name in LAYERS:
-        yield from (layer(name, B, dtype, bare) for dtype in DTYPES for B in WAYS for bare in (False, True))
+        yield from (layer(name, B, dtype, bare) for dtype in DTYPES for B in BATCHES for bare in (False, True))
         one = LAYERS[name] | {"sizes": (1, 1, 1, 1, 1)}
-        yield Problem(f"{name}, one of everything", "float32", one)
+        yield GridCase(f"{name}, one of everything", "float32", one)
         for B in (4, 66):
             few: dict[str, Any] = LAYERS[name] | {"sizes": (3, B, 3, 5, 3), "mask": (3, B, "P")}
-            yield Problem(f"{name}, {B} items, indices of 64 bits", "float32", few, long=True)
-    yield from (Problem(name, dtype, options) for name, options in WIDE.items() for dtype in HALVES)
+            yield GridCase(f"{name}, {B} items, indices of 64 bits", "float32", few, long=True)
+    yield from (GridCase(name, dtype, options) for name, options in WIDE.items() for dtype in HALVES)
     for mode, (groups, widths) in WIDTHS.items():
         for n, (bits, group) in enumerate(product(widths, groups)):
             dtype, op, B = list(DTYPES)[n % 3], ("lstm", "gru", "rnn")[n // 3 % 3], (1, 9)[n % 2]
-            packed: dict[str, Any] = {"op": op, "sizes": (3, B, group, group, group)}
-            yield Problem(
-                f"{op}, {mode}, {bits} bits, groups of {group}", dtype, packed, packing=Packing(group, bits, mode)
-            )
+            options: dict[str, Any] = {"op": op, "sizes": (3, B, group, group, group)}
+            name = f"{op}, {mode}, {bits} bits, groups of {group}"
+            yield GridCase(name, dtype, options, packing=Packing(group, bits, mode))
     for n, option in enumerate(EVERY_OPTION):
         dtype = list(DTYPES)[n % len(DTYPES)]
         careful = option.endswith(UNBOUNDED) or (dtype != "float32" and any(word in option for word in KINKED))
-        batches = (1, 4) if careful else tuple(WAYS)
+        batches = (1, 4) if careful else tuple(BATCHES)
         B = batches[n % len(batches)]
         options = at_batch(EVERY_OPTION[option], B) | {"sizes": (4, B, 3, 5, 3)}
-        yield Problem(f"option {option}, {B} items", dtype, options)
+        yield GridCase(f"option {option}, {B} items", dtype, options)

@@ -1,38 +1,77 @@
-"""What was found, for people: a line an engine, a line a size, a line or two a failure; and all of it as a file."""
+"""The findings for people, a line per engine and per failure; and all of them as a file, written as they come."""
 
-import json
-import math
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..bench.files import csv_record
-from ..bench.report import machine_card, milliseconds, references, spread
-from ..bench.rounds import Row, label, ratio
+from ..bench import short
+from ..bench.rounds import Measurement
 from ..engines import tuning
+from ..testing.report import first_line, json_text, machine_card
 from .comparison import Finding
 
-WIDTH = 160  # of the first line of an error
 SHOWN = 8  # failures of an engine in print; all are in the file
+EVERY = 2.0  # seconds between two writes of the file
 
 
-def card(command: str, device: str) -> dict[str, str]:
-    """What results depend on besides the code's version."""
-    return machine_card(command, device) | tuning.machine()
+class CannotWriteError(Exception):
+    """The report cannot be written, and why."""
+
+
+class Report:
+    """What the command found so far, and the file for it."""
+
+    def __init__(self, file: Path, command: str, device: str):
+        self.file = file
+        self.machine: dict[str, str] = machine_card(command, device) | tuning.machine()
+        self.findings: list[Finding] = []
+        self.times: list[list[Measurement]] = []
+        self.more: dict[str, Any] = {}
+        self.verdict: str = "unfinished"
+        self.written: float = 0.0
+
+    def add(self, finding: Finding) -> None:
+        """Add a finding, and write the file if that was not done just before."""
+        self.findings.append(finding)
+        if time.monotonic() - self.written > EVERY:
+            self.save()
+
+    def save(self) -> None:
+        """Write everything as JSON. An interrupted write leaves the file as it was before."""
+        comparisons = [finding._asdict() for finding in self.findings]
+        content = {"machine": self.machine, "verdict": self.verdict, "comparisons": comparisons}
+        part = self.file.with_name(f"{self.file.name}.part")
+        try:
+            part.write_text(json_text(content | {"times": short.records(self.times)} | self.more) + "\n")
+            part.replace(self.file)
+        except OSError as error:
+            raise CannotWriteError(f"cannot write {self.file}: {error}; --file names another place") from None
+        self.written = time.monotonic()
+
+    def reasons(self) -> list[str]:
+        """Return what is wrong; nothing if all is right."""
+        reasons = []
+        if wrong := [finding for finding in self.findings if finding.failure]:
+            engines = ", ".join(dict.fromkeys(finding.engine for finding in wrong))
+            reasons.append(f"{len(wrong)} of {len(self.findings)} comparisons failed, of {engines}")
+        rows = [row for rows in self.times for row in rows if row.failed and row.task.contender == "ours"]
+        reasons += [f"{row.task.engine} failed at {row.task.size}" for row in rows]
+        return [*dict.fromkeys(reasons + [f"{name} failed" for name, result in self.more.items() if result["failed"]])]
 
 
 def card_line(card: dict[str, str]) -> str:
-    """The machine, in a line."""
+    """Return the machine in a line."""
     versions = f"MLX {card['mlx']}, Python {card['python']}, NumPy {card['numpy']}"
     return f"mlx_lstm {card['mlx_lstm']} on {card['chip']}, {card['system']}, {versions}, kernels {card['kernels']}"
 
 
-def engine_lines(engine: str, found: Sequence[Finding]) -> list[str]:
-    """What came of an engine, and below it each failure once."""
-    wrong = [finding for finding in found if finding.failure]
-    right = [finding for finding in found if not finding.failure]
-    dtypes = ", ".join(dict.fromkeys(finding.dtype for finding in found))
-    line = f"{engine:11}{len(right)} of {len(found)} problems right, in {dtypes}"
+def engine_lines(engine: str, findings: Sequence[Finding]) -> list[str]:
+    """Return the line of an engine, and below it each failure once."""
+    wrong = [finding for finding in findings if finding.failure]
+    right = [finding for finding in findings if not finding.failure]
+    dtypes = ", ".join(dict.fromkeys(finding.dtype for finding in findings))
+    line = f"{engine:11}{len(right)} of {len(findings)} problems right, in {dtypes}"
     if right:
         worst = max(right, key=lambda finding: finding.ratio)
         line += f"; largest error {worst.ratio:.2f} of its bound ({worst.tensor} of {worst.problem}, {worst.dtype})"
@@ -44,7 +83,7 @@ def engine_lines(engine: str, found: Sequence[Finding]) -> list[str]:
 
 
 def failure_lines(wrong: Iterable[Finding]) -> list[str]:
-    """Findings with the same text in one line, those that are wrong numbers as one a layer."""
+    """Return one line for all findings with the same error, and one for all wrong numbers of a layer."""
     groups: dict[tuple[str, str], list[Finding]] = {}
     for finding in wrong:
         layer = finding.problem.partition(",")[0] if finding.tensor else ""
@@ -55,54 +94,3 @@ def failure_lines(wrong: Iterable[Finding]) -> list[str]:
         more = f" and {len(same) - 1} more" if len(same) > 1 else ""
         lines.append(f"{worst.problem}, {worst.dtype}{more}: {first_line(worst.failure)}")
     return lines
-
-
-def first_line(text: str) -> str:
-    """The line that says most: a compiler's first error, else the first one, with the next if that announces it."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    first = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])
-    found = next((line for line in lines if "error:" in line), first)
-    return found if len(found) <= WIDTH else f"{found[:WIDTH]}..."
-
-
-def time_line(rows: Sequence[Row]) -> str:
-    """The milliseconds of a size and pass."""
-    task, compared = rows[0].task, references(rows)
-    cells = []
-    for row in rows:
-        name = label(row.task) if row.task.engine == "-" else row.task.engine
-        if not row.samples:
-            cells.append(f"{name} not timed: {first_line(row.status)}")
-            continue
-        found = ratio(row, compared["mlx"]) if "mlx" in compared and row.task.contender != "mlx" else None
-        times = f", {text_of(found.value)} that" if found else ""
-        cells.append(f"{name} {milliseconds(spread(row)['median'])} ms{times}")
-    disturbed = " (disturbed by other processes)" if any(row.disturbed for row in rows) else ""
-    return f"{task.size!s:15} {task.which}: {'; '.join(cells)}{disturbed}"
-
-
-def text_of(ratio: float) -> str:
-    """A ratio to be read as a part or a multiple."""
-    return f"1/{1 / ratio:.3g} of" if ratio < 1 else f"{ratio:.3g} times"
-
-
-def write(
-    file: Path,
-    card: dict[str, str],
-    findings: Sequence[Finding],
-    times: Sequence[Sequence[Row]],
-    more: dict[str, Any],
-) -> None:
-    """Everything as JSON. OSError if the file cannot be written."""
-    rows = [csv_record(row, references(group)) for group in times for row in group]
-    content = {"machine": card, "comparisons": [finding._asdict() for finding in findings], "times": rows} | more
-    file.write_text(json.dumps(finite(content), indent=1) + "\n")
-
-
-def finite(value: Any) -> Any:
-    """The value with None for numbers that JSON does not have."""
-    if isinstance(value, dict):
-        return {str(key): finite(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

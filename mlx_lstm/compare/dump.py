@@ -1,9 +1,7 @@
 """Arrays that somebody dumped from an app: their names, the layouts they may have, the case they make."""
 
 import difflib
-import json
 import math
-import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields
 from itertools import permutations
@@ -13,6 +11,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
+from ..files import parse_json, read_npy, read_npz, read_safetensors, shown
 from ..mpsgraph.layouts import check_descriptor, layouts, title
 from .cases import COTANGENTS, GATES, GRADIENTS, RESULTS, Arrays, Case
 from .ours import DESCRIPTORS, SAVED
@@ -109,35 +108,32 @@ def load_dump(file: str, op: str, descriptor: str | None) -> list[Dump]:
         name = known(word, table, f"{op} has no array")
         place = results if name in RESULTS[op] or name.startswith("d") else arguments
         if name in place:
-            raise ValueError(f"{word} is there twice: it is another word for {name}")
+            raise ValueError(f"{shown(word)} is there twice: it is another word for {name}")
         place[name] = value
     check_arrays(op, arguments, results)
     return understood(Case("your arrays", op, read_descriptor(op, descriptor), arguments), results)
 
 
 def read(file: str) -> Arrays:
-    """The arrays of a file or folder, by their names there."""
+    """Return the arrays of a file or folder, by their names there."""
     path = Path(file)
     try:
         if path.is_dir():
-            found = {part.stem: np.load(part) for part in sorted(path.glob("*.npy"))}
+            arrays = {part.stem: read_npy(part) for part in sorted(path.glob("*.npy"))}
         elif path.suffix == ".safetensors":
-            loaded = mx.load(file)
-            assert isinstance(loaded, dict)
-            low = [name for name, array in loaded.items() if array.dtype == mx.bfloat16]
+            loaded, _ = read_safetensors(path)
+            low = [name for name, array in loaded.items() if isinstance(array, mx.array)]
             if low:
-                raise ValueError(f"{low[0]} must be float32 or float16 but got bfloat16")
-            found = {name: np.array(array) for name, array in loaded.items()}
+                raise ValueError(f"{shown(low[0])} must be float32 or float16 but got bfloat16")
+            arrays = {name: np.array(array) for name, array in loaded.items()}
         else:
-            loaded = np.load(file)
-            if isinstance(loaded, np.ndarray):
-                raise ValueError("a single array")
-            found = dict(loaded)
-    except (OSError, RuntimeError, ValueError, zipfile.BadZipFile) as error:
-        raise ValueError(f"{file} must be a folder of .npy files, an .npz or a .safetensors: {error}") from None
-    if not found:
+            arrays = read_npz(path)
+    except (OSError, ValueError) as error:
+        text = f"{file} must be a folder of .npy files, an .npz or a .safetensors: {shown(error, 300)}"
+        raise ValueError(text) from None
+    if not arrays:
         raise ValueError(f"{file} holds no arrays")
-    return found
+    return arrays
 
 
 def names_of(op: str) -> dict[str, str]:
@@ -157,13 +153,13 @@ def known(word: str, table: dict[str, str], problem: str) -> str:
         return table[folded(word)]
     near = difflib.get_close_matches(folded(word), table, 2, 0.5)
     spelled = [title(table[key]) for key in near] or [title(name) for name in dict.fromkeys(table.values())]
-    raise ValueError(f"{problem} {word!r}: {'did you mean' if near else 'there are'} {', '.join(spelled)}?")
+    raise ValueError(f"{problem} {shown(word)!r}: {'did you mean' if near else 'there are'} {', '.join(spelled)}?")
 
 
 def read_descriptor(op: str, text: str | None) -> dict[str, Any]:
     """A descriptor's properties from JSON, in Apple's spelling or Python's."""
     try:
-        given = json.loads(text or "{}")
+        given = parse_json(text or "{}")
         if not isinstance(given, dict):
             raise ValueError(f"a {type(given).__name__}")
     except ValueError as error:

@@ -3,11 +3,15 @@
 import hashlib
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from .cases import Arrays, Case
+from ..files import DAMAGE, parse_json, read_npz, shown
+from .cases import GATES, Arrays, Case
+from .dump import read_descriptor
+from .judge import expected
 
 
 class Golden(NamedTuple):
@@ -53,27 +57,55 @@ def save_golden(file: str, golden: Golden) -> None:
 
 
 def load_golden(file: str) -> Golden:
-    """What `save_golden` wrote. ValueError if it is no golden, or was changed since."""
+    """Return what `save_golden` wrote. ValueError if it is no golden, or was changed since.
+
+    The checksum tells of accidents only: whoever changes a file can seal it again. So each case is tried by the oracle.
+    """
     try:
-        with np.load(file) as data:
-            arrays = dict(data)
-        expected = str(arrays.pop("checksum"))
-        meta = json.loads(str(arrays["meta"]))
-    except (OSError, KeyError, ValueError) as error:
-        raise ValueError(f"{file} is no golden: {error}") from None
-    if checksum(arrays) != expected:
-        raise ValueError(f"{file} was changed since it was recorded: its checksum is not that of its contents")
-    cases, results = [], {}
-    for n, entry in enumerate(meta["cases"]):
-        parts: dict[str, Arrays] = {"arrays": {}, "results": {}}
+        arrays: dict[str, Any] = dict(read_npz(Path(file)))
+        sealed = str(arrays.pop("checksum"))
+        meta = parse_json(str(arrays["meta"]))
+        if checksum(arrays) != sealed:
+            raise ValueError("it was changed since it was recorded: its checksum is not that of its contents")
+        parts: dict[str, dict[str, Arrays]] = {}
         for key, array in arrays.items():
-            number, _, rest = key.partition("/")
-            kind, _, name = rest.partition("/")
-            if number == str(n) and kind in parts:
-                parts[kind][name] = array
-        cases.append(Case(entry["name"], entry["op"], entry["descriptor"], parts["arrays"]))
-        results[entry["name"]] = parts["results"]
-    return Golden(meta["card"], meta["contender"], cases, results)
+            number, kind, name = (*key.split("/", 2), "", "")[:3]
+            parts.setdefault(number, {"arrays": {}, "results": {}}).get(kind, {})[name] = array
+        cases, results = [], {}
+        for n, entry in enumerate(meta["cases"]):
+            case = checked_case(entry, **parts[str(n)])
+            if case.name in results:
+                raise ValueError(f"two cases are called {case.name}")
+            cases.append(case)
+            results[case.name] = parts[str(n)]["results"]
+        card = {shown(name): shown(value) for name, value in meta["card"].items()}
+        return Golden(card, shown(meta["contender"]), cases, results)
+    except DAMAGE as error:
+        raise ValueError(f"{file} is no golden: {shown(error, 300)}") from None
+
+
+MOST_NUMBERS = 2**22
+"""Gates' values in a case of a golden; those that this package records have a few dozen."""
+
+
+def checked_case(entry: dict[str, Any], arrays: Arrays, results: Arrays) -> Case:
+    """Return a golden's case, once the oracle computes it and the results have the oracle's shapes."""
+    name, op = shown(entry["name"], 200), entry["op"]
+    if op not in GATES:
+        raise ValueError(f"case {name} has the unknown op {shown(op)}")
+    case = Case(name, op, read_descriptor(op, json.dumps(entry["descriptor"])), arrays)
+    if any(array.dtype not in (np.float32, np.float16) for array in (arrays | results).values()):
+        raise ValueError(f"the arrays of {name} must be float32 or float16")
+    if arrays["source"].size * arrays["recurrent_weight"].size > MOST_NUMBERS:
+        raise ValueError(f"case {name} is too large")
+    try:
+        shapes = {result: array.shape for result, array in expected(case).items()}
+    except DAMAGE as error:
+        raise ValueError(f"the oracle cannot compute {name}: {type(error).__name__}, {shown(error)}") from None
+    for result, array in results.items():
+        if array.shape != shapes.get(result):
+            raise ValueError(f"{shown(result)} of {name} has shape {list(array.shape)}, not {shapes.get(result)}")
+    return case
 
 
 def checksum(arrays: Mapping[str, np.ndarray]) -> str:

@@ -1,8 +1,8 @@
 """`python -m mlx_lstm.convert SRC DST`: recurrent layers of one file into another, of any two kinds."""
 
 import argparse
-import os
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NoReturn
 
@@ -10,30 +10,37 @@ import mlx.core as mx
 
 from ..checks import fail
 from ..engines.cells import RNNCell
+from ..files import shown
 from ..machine import run_command
-from ._files import Model, ending_of, read, write
+from ._files import Model, ending_of, read, replace, write_to
 from ._keys import STYLES, WAYS
-from .weights import Weights, describe, differences, stacked
+from .weights import describe, differences, stacked
 
 LOSSES = {"bx": "two biases are one now, their sum, which nothing splits again", "bh": ""}
-"""What a difference means; those not here speak for themselves."""
+"""The text for a difference, where its name alone does not say enough."""
+
+LINE = 1000
+"""Characters of a printed line: a foreign file may have names of any length."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command; its exit code."""
+    """Run the command; return its exit code."""
     options = make_parser().parse_args(argv)
     try:
         with mx.stream(mx.cpu):  # where there is float64
             lines = convert(options)
     except (ValueError, OSError, ImportError) as error:
-        print(f"not converted: {str(error).splitlines()[0]}", file=sys.stderr)
+        print(f"not converted: {shown(error, LINE)}", file=sys.stderr)
         return 2
-    print("\n".join(lines))
+    except MemoryError:
+        print(f"not converted: {shown(options.source)} needs more memory than there is", file=sys.stderr)
+        return 2
+    print("\n".join(shown(line, LINE) for line in lines))
     return 0
 
 
 def convert(options: argparse.Namespace) -> list[str]:
-    """Does it; the lines to print. What is written is read again before it takes its place."""
+    """Convert a file; return the lines to print. The new file is read again before it takes its place."""
     source, target = options.source, options.target
     ending_of(target)
     if target.exists() and not options.force:
@@ -42,31 +49,21 @@ def convert(options: argparse.Namespace) -> list[str]:
         raise IsADirectoryError(f"{target} is a folder")
     if not target.parent.is_dir():
         raise FileNotFoundError(f"{target.parent} is no folder")
-    ways = tuple(options.ways or WAYS)
-    model = read(source, keys=options.from_keys, ways=ways, order=options.order, nonlinearity=options.nonlinearity)
-    if not model.layers:
-        raise ValueError(f"{source} holds no LSTM, GRU or RNN layer; its arrays: {some(list(model.rest))}")
-    plain = any(isinstance(weights.cell, RNNCell) for weights in model.layers.values())
-    if options.nonlinearity and not plain:
-        rule = f"--nonlinearity must be left out for {source.name}, which has no plain RNN,"
-        fail("convert", rule, repr(options.nonlinearity))
-    model = chosen(model, options)
     arrays = ending_of(target) in (".safetensors", ".npz")
     for option in ("keys", "to"):
         if not arrays and (value := getattr(options, option)):
             fail("convert", f"--{option} must be left out for {target.name}, which has keys of its own,", repr(value))
-    style = options.to or "torch"
-    partial = target.with_name(f".{os.getpid()}.new.{target.name}")
-    try:
-        write(partial, model, style=style, keys=options.keys, ways=options.ways)
-        again = read(partial, keys=options.keys if arrays else None, ways=ways)
-        os.replace(partial, target)
-    finally:
-        partial.unlink(missing_ok=True)
+    model, ways, style = model_of(options), tuple(options.ways or WAYS), options.to or "torch"
+
+    def write_and_read(partial: Path) -> Model:
+        write_to(partial, model, style, options.keys, options.ways)
+        return read(partial, keys=options.keys if arrays else None, ways=ways)
+
+    again = replace(target, write_and_read, options.force)
     lines = [f"{source} -> {target}" + (f", in the words of {style}" if arrays else "")]
     for name, weights in model.layers.items():
-        lines.append(f"  {name or '(no name)'}: {describe(weights)}; from {some(model.keys[name], 2)}")
-    lines += [f"    now {name or '(no name)'}: {some(found, 4)}" for name, found in again.keys.items()]
+        lines.append(f"  {title(name)}: {describe(weights)}; from {some(model.keys[name], 2)}")
+    lines += [f"    now {title(name)}: {some(keys, 4)}" for name, keys in again.keys.items()]
     lines += [f"  {note}" for note in model.notes]
     if model.rest:
         done = "copied as they are" if arrays else f"left out, which {ending_of(target)} cannot hold beside the layers"
@@ -74,13 +71,26 @@ def convert(options: argparse.Namespace) -> list[str]:
     return [*lines, *comparison(model, again)]
 
 
+def model_of(options: argparse.Namespace) -> Model:
+    """Return what the source holds, as far as it is asked for."""
+    source = options.source
+    words = {"keys": options.from_keys, "ways": tuple(options.ways or WAYS), "order": options.order}
+    model = read(source, **words, nonlinearity=options.nonlinearity, external_data=options.external_data)
+    if not model.layers:
+        raise ValueError(f"{source} holds no LSTM, GRU or RNN layer; its arrays: {some(list(model.rest))}")
+    plain = any(isinstance(weights.cell, RNNCell) for weights in model.layers.values())
+    if options.nonlinearity and not plain:
+        rule = f"--nonlinearity must be left out for {source.name}, which has no plain RNN,"
+        fail("convert", rule, repr(options.nonlinearity))
+    return chosen(model, options)
+
+
 def chosen(model: Model, options: argparse.Namespace) -> Model:
-    """The layers and arrays asked for, under the names asked for."""
+    """Return the layers and arrays asked for, under the names asked for."""
     layers, keys = dict(model.layers), dict(model.keys)
     for wanted in [*(options.only or []), *(name for names in options.stack or [] for name in names.split(","))]:
         if wanted not in layers:
-            known = some([name or "(no name)" for name in layers])
-            raise ValueError(f"no recurrent layer is called {wanted!r}; there are {known}")
+            raise ValueError(f"no recurrent layer is called {wanted!r}; there are {some(map(title, layers))}")
     if options.only:
         layers = {name: layers[name] for name in layers if name in options.only}
     for names in options.stack or []:
@@ -92,45 +102,46 @@ def chosen(model: Model, options: argparse.Namespace) -> Model:
     rest = {} if options.layers_only else model.rest
     for old, new in (pair.split("=", 1) for pair in options.prefix or []):
         layers = {renamed(name, old, new): weights for name, weights in layers.items()}
-        keys = {renamed(name, old, new): found for name, found in keys.items()}
+        keys = {renamed(name, old, new): words for name, words in keys.items()}
         rest = {renamed(key, old, new): array for key, array in rest.items()}
     return model._replace(layers=layers, rest=rest, keys=keys)
 
 
 def renamed(name: str, old: str, new: str) -> str:
-    """With another beginning, if it begins so. A layer's name is a beginning of its keys, but for the dot."""
+    """Return a name with `new` in place of the beginning `old`. A layer's name is a key's beginning without the dot."""
     if f"{name}." == old:
         return new.rstrip(".")
     return (new + name[len(old) :]).rstrip(".") if name.startswith(old) else name
 
 
 def comparison(model: Model, again: Model) -> list[str]:
-    """What the new file holds against what the old one did, to the last bit."""
+    """Return a line for each difference between the layers of the old file and of the new one, to the last bit."""
     before = [(name, layer) for name, weights in model.layers.items() for layer in weights.each()]
     after = [layer for weights in again.layers.values() for layer in weights.each()]
-    before, after = ordered(before, model, again), after
+    if again.layers.keys() == model.layers.keys():  # in the new file's order
+        place = {name: n for n, name in enumerate(again.layers)}
+        before.sort(key=lambda pair: place[pair[0]])
     lines = []
     for (name, old), new in zip(before, after, strict=True):
         for each in differences(old, new):
             if text := LOSSES.get(each, f"{each} is not the same in the new file"):
-                lines.append(f"  {name or '(no name)'}: {text}")
-    lines = list(dict.fromkeys(lines))
-    return lines or ["  read back: the same to the last bit"]
+                lines.append(f"  {title(name)}: {text}")
+    return list(dict.fromkeys(lines)) or ["  read back: the same to the last bit"]
 
 
-def ordered(before: list[tuple[str, Weights]], model: Model, again: Model) -> list[tuple[str, Weights]]:
-    """In the order of the new file, as far as it has the names."""
-    names = {name: n for n, name in enumerate(again.layers)}
-    return sorted(before, key=lambda pair: names.get(pair[0], 0)) if names.keys() == model.layers.keys() else before
+def title(name: str) -> str:
+    """Return a layer's name as it is printed."""
+    return shown(name) or "(no name)"
 
 
-def some(names: list[str], most: int = 6) -> str:
-    """A list, the first few of it."""
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+def some(names: Iterable[str], most: int = 6) -> str:
+    """Return the first names as they are printed, and how many more there are."""
+    names = list(names)
+    return ", ".join(map(shown, names[:most])) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 class Parser(argparse.ArgumentParser):
-    """One line for a wrong option, too."""
+    """Says in one line what is wrong with an option, as for a wrong file."""
 
     def error(self, message: str) -> NoReturn:
         print(f"not converted: {message}; see --help", file=sys.stderr)
@@ -138,7 +149,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The options."""
+    """Return the parser of the command's options."""
     parser = Parser(
         "python -m mlx_lstm.convert",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -170,12 +181,14 @@ def make_parser() -> argparse.ArgumentParser:
         choices=("tanh", "relu", "sigmoid"),
         help="that of plain RNNs in SRC, which arrays do not tell",
     )
+    outside = "read the files that an .onnx file names for its arrays, in the folder of SRC; else it is refused"
+    add("--external-data", action="store_true", help=outside)
     add("--force", action="store_true", help="replace DST if it exists")
     return parser
 
 
 def prefix(text: str) -> str:
-    """OLD=NEW."""
+    """Return the text of --prefix, once it has a "="."""
     if "=" not in text:
         raise argparse.ArgumentTypeError(f"{text!r} is not OLD=NEW")
     return text

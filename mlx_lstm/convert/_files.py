@@ -1,33 +1,33 @@
-"""Files: what is in them, by their names' endings, and how they are written, whole or not at all."""
+"""Files of weights: reading all recurrent layers of one, and writing one whole or not at all."""
 
 import json
 import os
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
-from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
 from ..checks import check_flag, check_option, fail
 from ..engines.cells import ACTIVATIONS
+from ..files import DAMAGE, DTYPES, broken, parse_json, read_npz, read_safetensors, shown, size_of, write_whole
 from . import _keras_file, _keys, _onnx_file
 from .weights import Weights, check_weights
 
 ENDINGS = (".safetensors", ".npz", ".weights.h5", ".h5", ".keras", ".onnx")
-DTYPES = {"F64": "f8", "F32": "f4", "F16": "f2", "I64": "i8", "I32": "i4", "I16": "i2", "I8": "i1"}
-DTYPES |= {"U64": "u8", "U32": "u4", "U16": "u2", "U8": "u1", "BOOL": "?"}
-"""safetensors' names, and NumPy's."""
 
 METADATA = "mlx_lstm"
 """The key of a safetensors file's metadata that holds the options of the layers' cells, as JSON."""
 
 
 class Model(NamedTuple):
-    """What a file holds: `layers`, the recurrent layers' `Weights` by name; `rest`, all other arrays by key, unchanged;
-    `keys`, those of each layer; `notes`, what was left out; `metadata`, a safetensors file's."""
+    """What a file holds.
+
+    layers: the `Weights` of the recurrent layers by name; rest: all other arrays by key, unchanged; keys: those of each
+    layer; notes: what was left out; metadata: a safetensors file's.
+    """
 
     layers: dict[str, Weights]
     rest: dict[str, Any]
@@ -46,8 +46,9 @@ def read(
     ways: Sequence[str] = _keys.WAYS,
     order: str | None = None,
     nonlinearity: str | None = None,
+    external_data: bool = False,
 ) -> Model:
-    """All recurrent layers of a file, and its other arrays.
+    """Return all recurrent layers of a file, and its other arrays.
 
     Args:
         path (str or Path): a file that ends in `.safetensors` or `.npz`, in the keys of torch, MLX, Keras or
@@ -57,6 +58,8 @@ def read(
         ways (sequence of str): what both directions are called in keys of such a form.
         order (str, optional): the gates' order in a file of arrays, `"icfo"`, if it is not that of its words.
         nonlinearity (str, optional): that of plain RNNs, if the file does not say it. Default: tanh.
+        external_data (bool): read the files that an `.onnx` file names for its arrays, from its own folder only.
+            Default: `False`, it is refused.
 
     Returns:
         Model: `layers`, `rest`, `keys`, `notes`, `metadata`.
@@ -76,11 +79,10 @@ def read(
     check_names(keys, ways)
     if nonlinearity is not None:
         check_option("convert", "nonlinearity", nonlinearity, tuple(ACTIVATIONS))
+    check_flag("convert", "external_data", external_data)
     path = Path(path)
     ending = ending_of(path)
-    if path.is_dir():
-        raise IsADirectoryError(f"{path} is a folder")
-    path.stat()  # FileNotFoundError
+    size_of(path)  # raises where it is no regular file
     options = {"keys": keys, "ways": ways, "order": order, "nonlinearity": nonlinearity}
     if ending in (".safetensors", ".npz"):
         arrays, metadata = read_safetensors(path) if ending == ".safetensors" else (read_npz(path), {})
@@ -92,16 +94,13 @@ def read(
     for name, value in options.items():
         if value is not None and name != "ways":
             fail("convert", f"{name} must be left out for {path.name}, which says it itself,", repr(value))
-    reader = _onnx_file.read if ending == ".onnx" else _keras_file.read
-    try:
-        layers, rest, used, notes = named(path, lambda: reader(path))
-    except (TypeError, KeyError, IndexError, AttributeError) as error:  # words that are none, from a damaged file
-        raise ValueError(f"{path} is truncated or damaged: {type(error).__name__}, {error}.") from error
+    read_it = (lambda: _onnx_file.read(path, external_data)) if ending == ".onnx" else lambda: _keras_file.read(path)
+    layers, rest, used, notes = named(path, read_it)
     return Model(layers, rest, used, notes, {})
 
 
 def check_names(keys: object, ways: object) -> None:
-    """The form of the keys, of which its reader knows more; what both directions are called."""
+    """ValueError unless `keys` is a text, and `ways` are two different ones."""
     if keys is not None and not isinstance(keys, str):
         fail("convert", 'keys must be a form such as "{name}.{array}"', repr(keys))
     names = ways if isinstance(ways, (list, tuple)) else ()
@@ -118,7 +117,7 @@ def write(
     ways: Sequence[str] | None = None,
     force: bool = False,
 ) -> None:
-    """A file of these recurrent layers, of the kind that its ending says, whole or not at all.
+    """Write a file of these recurrent layers, of the kind that its ending says, whole or not at all.
 
     Args:
         path (str or Path): as in `read`; `.keras` and `.h5` become whole models of Keras with these layers, `.onnx` a
@@ -132,6 +131,7 @@ def write(
 
     Raises:
         ValueError: the file exists, or the format has no place for an option.
+        FileExistsError: somebody else wrote the file meanwhile.
         ImportError: h5py or onnx is missing.
 
     Example:
@@ -143,7 +143,7 @@ def write(
         {'lstm': ['lstm.Wx', 'lstm.Wh', 'lstm.bias']}
     """
     path = Path(path)
-    ending = ending_of(path)
+    ending_of(path)
     if not isinstance(model, Model):
         if not isinstance(model, Mapping):
             rule = "model must be what convert.read returns, or a dict of Weights by name,"
@@ -156,23 +156,41 @@ def write(
     check_flag("convert", "force", force)
     if path.exists() and not force:
         fail("convert", f"{path} must not exist, or be replaced by force,", "a file")
-    if ending in (".safetensors", ".npz"):
-        arrays = dict(model.rest)
-        for name, weights in model.layers.items():
-            for key, array in _keys.keys_of(name, weights, style, keys=keys, ways=ways).items():
-                if key in arrays:
-                    fail("convert", f"{key} must be one array: give a form of keys, or another prefix,", "two")
-                arrays[key] = array
-        if ending == ".npz":
-            return replaced(path, lambda partial: write_npz(partial, arrays))
-        metadata = model.metadata | told_by(model.layers)
-        return replaced(path, lambda partial: write_safetensors(partial, arrays, metadata))
-    writer = _onnx_file.write if ending == ".onnx" else _keras_file.write
-    return replaced(path, lambda partial: writer(partial, ending, model.layers))
+    replace(path, lambda partial: write_to(partial, model, style, keys, ways), force)
+
+
+def replace(path: Path, work: Callable[[Path], Any], force: bool) -> Any:
+    """Have `work` write a file that takes the place of `path` once it is whole. Its name has the same ending."""
+    if path.exists():
+        size_of(path)  # a device is not replaced
+    return write_whole(path, work, force=force, ending=ending_of(path))
+
+
+def write_to(path: Path, model: Model, style: str, keys: str | None, ways: Sequence[str] | None) -> None:
+    """Write a file of the kind that its ending says."""
+    ending = ending_of(path)
+    if ending not in (".safetensors", ".npz"):
+        writer = _onnx_file.write if ending == ".onnx" else _keras_file.write
+        return writer(path, ending, model.layers)
+    arrays = dict(model.rest)
+    for name, weights in model.layers.items():
+        for key, array in _keys.keys_of(name, weights, style, keys=keys, ways=ways).items():
+            if key in arrays:
+                rule = f"{shown(key)} must be one array: give a form of keys, or another prefix,"
+                fail("convert", rule, "two")
+            arrays[key] = array
+    if ending == ".npz":
+        return write_npz(path, arrays)
+    write_safetensors(path, arrays, model.metadata | told_by(model.layers))
 
 
 INSTEAD = {
-    ": save a state_dict by safetensors.torch.save_file,": (".pt", ".pth", ".bin", ".ckpt"),
+    ": torch.load(..., weights_only=True), then safetensors.torch.save_file,": (
+        ".pt",
+        ".pth",
+        ".bin",
+        ".ckpt",
+    ),
     ": rename it to .h5,": (".hdf5", ".hdf"),
     ": of a SavedModel save the weights by Keras, as .h5,": (".pb",),
 }
@@ -180,7 +198,7 @@ INSTEAD = {
 
 
 def ending_of(path: Path) -> str:
-    """That which says the kind of file."""
+    """Return the ending that says the kind of file; ValueError with advice if it is none of these."""
     for ending in ENDINGS:
         if path.name.endswith(ending):
             return ending
@@ -190,30 +208,22 @@ def ending_of(path: Path) -> str:
 
 
 def named(path: Path, work: Callable[[], Any]) -> Any:
-    """What `work` returns; its errors name the file."""
+    """Return what `work` returns; its errors name the file, in place of "it"."""
     try:
         return work()
     except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
-
-
-def broken(path: Path, why: str) -> NoReturn:
-    """A file that is none of its kind."""
-    raise ValueError(f"{path} is truncated or damaged: {why}.")
-
-
-def replaced(path: Path, work: Callable[[Path], None]) -> None:
-    """Have `work` write a file beside it, then put that in its place."""
-    partial = path.with_name(f".{os.getpid()}.{path.name}")
-    try:
-        work(partial)
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+        text = str(error)
+        if text.startswith(str(path)):
+            raise
+        raise ValueError(f"{path} {text[3:]}" if text.startswith("it ") else f"{path}: {text}") from None
+    except ImportError:
+        raise
+    except DAMAGE as error:  # of words that are none: a damaged file's
+        broken(path, f"{type(error).__name__}, {shown(error)}")
 
 
 def told_by(layers: Mapping[str, Weights]) -> dict[str, str]:
-    """The metadata that says the options of cells that are not the usual ones."""
+    """Return the metadata that say the options of cells that are not the usual ones."""
     options = {name: weights.options for name, weights in layers.items()}
     options = {name: {key: o[key] for key in o if key != "bidirectional"} for name, o in options.items()}
     options = {name: found for name, found in options.items() if found}
@@ -221,50 +231,15 @@ def told_by(layers: Mapping[str, Weights]) -> dict[str, str]:
 
 
 def told_options(path: Path, metadata: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    """The way back."""
+    """Return the options that `told_by` wrote, by layer."""
     try:
-        found = json.loads(metadata.get(METADATA, "{}"))
-        return {str(name): dict(options) for name, options in found.items()}
+        return {str(name): dict(options) for name, options in parse_json(metadata.get(METADATA, "{}")).items()}
     except (ValueError, TypeError, AttributeError):
         broken(path, f"its metadata {METADATA!r} is not what this package writes")
 
 
-def read_safetensors(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
-    """Arrays by key, and the metadata. bfloat16 is MLX's, all others are NumPy's, on the file."""
-    size = path.stat().st_size
-    if size < 8:
-        broken(path, f"it has {size} bytes")
-    data = np.memmap(path, np.uint8, "r")
-    n = int.from_bytes(data[:8].tobytes(), "little")
-    if n > size - 8:
-        broken(path, f"its header has {n} bytes, the file {size}")
-    try:
-        header = json.loads(data[8 : 8 + n].tobytes())
-        metadata = {str(key): str(value) for key, value in (header.pop("__metadata__", None) or {}).items()}
-        entries = {
-            key: (e["dtype"], [int(k) for k in e["shape"]], *map(int, e["data_offsets"])) for key, e in header.items()
-        }
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        broken(path, "its header is none of safetensors")
-    body, arrays = data[8 + n :], {}
-    if any(len(entry) != 4 for entry in entries.values()):
-        broken(path, "its header is none of safetensors")
-    end = max((entry[3] for entry in entries.values()), default=0)
-    if end != body.size:
-        broken(path, f"its arrays have {end} bytes, of which there are {body.size}")
-    for key, (dtype, shape, start, stop) in entries.items():
-        kind = "u2" if dtype == "BF16" else DTYPES.get(dtype)
-        if kind is None:
-            fail(str(path), f"{key} must have a dtype that MLX knows", dtype)
-        if min(shape, default=0) < 0 or not 0 <= start <= stop or stop - start != prod(shape) * np.dtype(kind).itemsize:
-            broken(path, f"{key} {shape} of {dtype} has {stop - start} bytes")
-        array = body[start:stop].view(np.dtype(kind).newbyteorder("<")).reshape(shape)
-        arrays[key] = mx.array(np.array(array)).view(mx.bfloat16) if dtype == "BF16" else array
-    return arrays, metadata
-
-
 def write_safetensors(path: Path, arrays: Mapping[str, Any], metadata: Mapping[str, str]) -> None:
-    """The format: eight bytes with the header's length, the header as JSON, the arrays one after the other."""
+    """Write eight bytes with the header's length, the header as JSON, the arrays one after the other."""
     names = {np.dtype(kind): name for name, kind in DTYPES.items()}
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     data, end = [], 0
@@ -273,7 +248,7 @@ def write_safetensors(path: Path, arrays: Mapping[str, Any], metadata: Mapping[s
         values = np.array(array.view(mx.uint16)) if short else np.asarray(array)
         values = np.require(values, values.dtype.newbyteorder("="), "C")
         if values.dtype not in names:
-            fail("convert", f"{key} must have a dtype that safetensors has", values.dtype)
+            fail("convert", f"{shown(key)} must have a dtype that safetensors has", values.dtype)
         start, end = end, end + values.nbytes
         dtype = "BF16" if short else names[values.dtype]
         header[key] = {"dtype": dtype, "shape": list(values.shape), "data_offsets": [start, end]}
@@ -286,22 +261,16 @@ def write_safetensors(path: Path, arrays: Mapping[str, Any], metadata: Mapping[s
             file.write(values.tobytes())
 
 
-def read_npz(path: Path) -> dict[str, Any]:
-    """Arrays by key."""
-    if not zipfile.is_zipfile(path):
-        broken(path, "it is no zip file")
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            return {key: file[key] for key in file.files}
-    except (zipfile.BadZipFile, ValueError, EOFError, OSError, KeyError, SyntaxError, NotImplementedError) as error:
-        broken(path, str(error).split("\n")[0])
-
-
 def write_npz(path: Path, arrays: Mapping[str, Any]) -> None:
-    """The format: a zip of NumPy's arrays."""
+    """Write a zip of NumPy's arrays. A key becomes a file's name when somebody unpacks it, so it must be no path."""
+    for key in arrays:
+        if key.startswith("..") or any(c in key for c in "/\\\0"):
+            fail("convert", "keys in .npz must have no '/', '\\', '..' or NUL: take .safetensors,", repr(shown(key)))
     with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as file:
         for key, array in arrays.items():
             if isinstance(array, mx.array) and array.dtype == mx.bfloat16:
-                fail("convert", f"{key} must not be bfloat16, which .npz does not have: take .safetensors,", "it")
+                fail(
+                    "convert", f"{shown(key)} must not be bfloat16, which .npz does not have: take .safetensors,", "it"
+                )
             with file.open(f"{key}.npy", "w", force_zip64=True) as member:
                 np.lib.format.write_array(member, np.asarray(array), allow_pickle=False)

@@ -10,27 +10,32 @@ import json
 import re
 import time
 import zipfile
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import mlx.core as mx
 import numpy as np
 
 from ..engines.cells import GRUCell, RNNCell
+from ..files import member_of, open_zip, parse_json, shown
+from . import _hdf5
 from .keras import ACTIVATIONS, KINDS, NAMES, from_arrays, to_keras
 from .weights import Weights
 
 CLASSES = {"lstm": "LSTM", "gru": "GRU", "rnn": "SimpleRNN"}
 VERSION = "3.0.0"
-"""Of Keras, in what is written: the first one with this format."""
+"""The version of Keras that written files name: the first one with this format."""
 
 Found = tuple[dict[str, Weights], dict[str, Any], dict[str, list[str]], list[str]]
 
 
 class Known(NamedTuple):
-    """A layer of a model's configuration: where Keras 3 puts its arrays, its name behind those of the models it is in,
-    its own, what Keras serialized."""
+    """A layer in a model's configuration.
+
+    place: where Keras 3 puts its arrays; name: its own behind those of the models it is in; config: as Keras
+    serialized it.
+    """
 
     place: str
     name: str
@@ -39,106 +44,82 @@ class Known(NamedTuple):
 
 
 def load() -> Any:
-    """The package h5py."""
-    try:
-        import h5py
-    except ImportError as error:
-        raise ImportError(f".keras and .h5 files need the package h5py: pip install '.[convert]' ({error})") from None
+    """Return the package h5py, which writes; `_hdf5` reads."""
+    _hdf5.load()
+    import h5py
+
     return h5py
 
 
 def read(path: Path) -> Found:
-    """Layers by name, other arrays, what each layer is made of, notes."""
-    h5py = load()
-    try:
-        if path.suffix == ".keras":
-            with zipfile.ZipFile(path) as archive:
-                config = json.loads(archive.read("config.json"))
-                data: Any = io.BytesIO(archive.read("model.weights.h5"))
-        else:
-            config, data = None, path
-        with h5py.File(data, "r") as file:
-            return read_file(h5py, file, config)
-    except (zipfile.BadZipFile, KeyError, OSError, EOFError, RuntimeError, NotImplementedError) as error:
-        if isinstance(error, FileNotFoundError):
-            raise
-        raise ValueError(f"it is truncated or damaged: {str(error).splitlines()[0]}") from None
-
-
-def read_file(h5py: Any, file: Any, config: Mapping[str, Any] | None) -> Found:
-    """The same of an open file."""
-    text = file.attrs.get("model_config")
-    if config is None and text is not None:
-        config = json.loads(text)
+    """Return the layers by name, the other arrays, the keys of each layer, notes."""
+    _hdf5.load()
+    config = None
+    if path.suffix == ".keras":
+        with open_zip(path) as archive:
+            config = parse_json(member_of(path, archive, "config.json"))
+            file = _hdf5.read(member_of(path, archive, "model.weights.h5"))
+    else:
+        file = _hdf5.read(path)
+        if text := file.texts("/", "model_config"):
+            config = parse_json(text[0])
     known = [] if config is None else list(walk(config, "", ""))
-    root = file.get("model_weights", file)
-    if "layer_names" in root.attrs or "layer_names0" in root.attrs:
-        version = str(texts(file.attrs.get("keras_version", root.attrs.get("keras_version", VERSION)))[0])
-        arrays = dict(of_names(root))
+    root = "model_weights" if "model_weights" in file.attributes else "/"
+    if layers := file.texts(root, "layer_names"):
+        version = [*file.texts("/", "keras_version"), *file.texts(root, "keras_version"), VERSION][0]
+        arrays = by_layer(file, "" if root == "/" else f"{root}/", layers)
         slope = "x/5" if version.startswith(("1", "2")) else "x/6"
-        return gathered(arrays, names_in_legacy(arrays), {each.name: each for each in known}, slope)
-    arrays: dict[str, Any] = {}
-    file.visititems(lambda key, item: arrays.update({key: number_of(item)}) if isinstance(item, h5py.Dataset) else None)
-    if not arrays:
-        raise ValueError("it must hold a model of Keras, or its weights, but got no arrays")
-    return gathered(arrays, names_in_new(file, arrays), {each.place: each for each in known}, "x/6")
+        found = gathered(arrays, names_in_legacy(arrays), {each.name: each for each in known}, slope)
+    else:
+        if not file.arrays:
+            raise ValueError("it must hold a model of Keras, or its weights, but got no arrays")
+        found = gathered(file.arrays, names_in_new(file), {each.place: each for each in known}, "x/6")
+    layers, rest, keys, notes = found
+    return layers, rest, keys, [*file.notes, *notes]
 
 
-def number_of(item: Any) -> Any:
-    """An array; bfloat16, which neither HDF5 nor NumPy knows, as MLX's."""
-    array = np.asarray(item[()])
-    short = array.dtype.kind == "V" and array.dtype.itemsize == 2
-    return mx.array(array.view(np.uint16)).view(mx.bfloat16) if short else array
-
-
-def texts(value: Any) -> list[str]:
-    """An attribute's strings."""
-    values = np.asarray(value).reshape(-1)
-    return [each.decode() if isinstance(each, bytes) else str(each) for each in values]
-
-
-def attribute(group: Any, name: str) -> list[str]:
-    """A list of strings, which Keras cuts into numbered ones if it is long."""
-    if name in group.attrs:
-        return texts(group.attrs[name])
-    found, n = [], 0
-    while f"{name}{n}" in group.attrs:
-        found += texts(group.attrs[f"{name}{n}"])
-        n += 1
+def by_layer(file: _hdf5.Contents, root: str, layers: list[str]) -> dict[str, Any]:
+    """Return the arrays by "layer//their own name", of a file that lists them."""
+    found = {}
+    for layer in layers:
+        for name in file.texts(root + layer, "weight_names"):
+            key = f"{root}{layer}/{name}"
+            if key not in file.arrays:
+                raise ValueError(f"it is truncated or damaged: it names {shown(key)}, and has no such array")
+            found[f"{layer}//{name.partition(':')[0]}"] = file.arrays[key]
     return found
 
 
-def of_names(root: Any) -> Iterator[tuple[str, Any]]:
-    """Arrays by "layer/its own name" out of a file that lists them."""
-    for layer in attribute(root, "layer_names"):
-        for name in attribute(root[layer], "weight_names"):
-            yield f"{layer}//{name.partition(':')[0]}", number_of(root[layer][name])
-
-
 def walk(config: Mapping[str, Any], place: str, name: str) -> Iterator[Known]:
-    """All layers of a configuration, also those of models in models."""
+    """Yield all layers of a configuration, also those of models in models."""
     inner = config.get("config")
     layers = inner.get("layers") if isinstance(inner, Mapping) else inner
-    counts: dict[str, int] = {}
+    counts: Counter[str] = Counter()
     for each in layers if isinstance(layers, list) else []:
         if not isinstance(each, Mapping) or "class_name" not in each or not isinstance(each.get("config"), Mapping):
             continue
-        kind = snake(each["class_name"])
-        counts[kind] = counts.get(kind, -1) + 1
-        where = f"{place}layers/{kind}" + (f"_{counts[kind]}" if counts[kind] else "")
-        own = str(each["config"].get("name", kind))
+        where = f"{place}layers/{numbered(snake(each['class_name']), counts)}"
+        own = str(each["config"].get("name", snake(each["class_name"])))
         yield Known(where, name + own, own, each)
         yield from walk(each, f"{where}/", f"{name}{own}.")
 
 
+def numbered(kind: str, counts: Counter[str]) -> str:
+    """Return the name that Keras 3 gives the next layer of a kind in its container: lstm, lstm_1, lstm_2."""
+    counts[kind] += 1
+    return kind if counts[kind] == 1 else f"{kind}_{counts[kind] - 1}"
+
+
 def snake(name: str) -> str:
-    """A class's name as Keras has it in paths: SimpleRNN is simple_rnn."""
+    """Return a class's name as Keras has it in paths: SimpleRNN is simple_rnn."""
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=.)(?=[A-Z][a-z])", "_", name).lower()
 
 
-class Cell(NamedTuple):
-    """One direction's arrays: the layer's place and names, as in `Known`; "", "forward" or "backward"; keys in Keras'
-    order."""
+class Direction(NamedTuple):
+    """One direction's arrays in a file.
+
+    place, name, own: the layer's, as in `Known`; way: "", "forward" or "backward"; keys: in Keras' order.
+    """
 
     place: str
     name: str
@@ -147,41 +128,38 @@ class Cell(NamedTuple):
     keys: list[str]
 
 
-def names_in_new(file: Any, arrays: Mapping[str, Any]) -> list[Cell]:
-    """Of Keras 3: what lies in `cell/vars`, two matrices and maybe a bias."""
-    found: dict[str, list[str]] = {}
-    for key in arrays:
+def names_in_new(file: _hdf5.Contents) -> list[Direction]:
+    """Return the directions in a file of Keras 3: an array lies in `cell/vars`, two matrices and maybe a bias."""
+    groups: dict[str, list[str]] = {}
+    for key in file.arrays:
         parent, _, last = key.rpartition("/")
         if re.search(r"(^|/)cell(/cells/[^/]+)?/vars$", parent) and last.isdecimal():
-            found.setdefault(parent, []).append(key)
-    cells = []
-    for parent, keys in found.items():
+            groups.setdefault(parent, []).append(key)
+    directions = []
+    for parent, keys in groups.items():
         keys.sort(key=lambda key: int(key.rpartition("/")[2]))
         place = re.sub(r"(/cell)?/vars$", "", parent)
         match = re.search(r"/(forward|backward)_layer$", place)
         place = place[: match.start()] if match else place
         parts = [part for part in place.split("/") if part]
         steps = ["/".join(parts[: n + 1]) for n, part in enumerate(parts) if part not in ("layers", "cell", "cells")]
-        names = [name_at(file, step) for step in steps]
-        if all(np.ndim(arrays[key]) == 2 for key in keys[:2]) and len(keys) > 1:
-            cells.append(Cell(place, ".".join(names), (names or [""])[-1], match[1] if match else "", keys))
-    return cells
+        # Younger files tell a layer's name; in others its last part of the path does.
+        names = [(file.texts(f"{step}/vars", "name") or [step.rpartition("/")[2]])[0] for step in steps]
+        if all(np.ndim(file.arrays[key]) == 2 for key in keys[:2]) and len(keys) > 1:
+            way = match[1] if match else ""
+            directions.append(Direction(place, ".".join(names), (names or [""])[-1], way, keys))
+    return directions
 
 
-def name_at(file: Any, place: str) -> str:
-    """A layer's name, which younger files tell, or the last word of its place."""
-    found = file[place]["vars"].attrs.get("name") if "vars" in file[place] else None
-    return place.rpartition("/")[2] if found is None else texts(found)[0]
-
-
-def names_in_legacy(arrays: Mapping[str, Any]) -> list[Cell]:
-    """Of `.h5`: what lies beside a `recurrent_kernel`."""
-    cells: list[Cell] = []
-    for key in arrays:
-        parent, _, last = key.rpartition("/")
-        if last != "recurrent_kernel":
-            continue
+def names_in_legacy(arrays: Mapping[str, Any]) -> list[Direction]:
+    """Return the directions in a `.h5` file: what lies beside a `recurrent_kernel`."""
+    directions: list[Direction] = []
+    parents = dict.fromkeys(key.rpartition("/")[0] for key in arrays)
+    taken: set[tuple[str, str]] = set()
+    for parent in parents:
         keys = [f"{parent}/{name}" for name in NAMES if f"{parent}/{name}" in arrays]
+        if f"{parent}/recurrent_kernel" not in keys:
+            continue
         layer, _, inner = parent.partition("//")
         parts = [part for part in inner.split("/") if part]
         if len(parts) > 1 and "cell" in parts[-1]:
@@ -189,7 +167,7 @@ def names_in_legacy(arrays: Mapping[str, Any]) -> list[Cell]:
         way = ""
         if parts and (match := re.match(r"(forward|backward)_", parts[-1])):
             other = {"forward": "backward", "backward": "forward"}[match[1]] + parts[-1][match.end() - 1 :]
-            if parent.replace(parts[-1], other) in {key.rpartition("/")[0] for key in arrays}:
+            if parent.replace(parts[-1], other) in parents:
                 parts.pop()
                 way = match[1]
         if parts and parts[0] == layer:
@@ -197,41 +175,39 @@ def names_in_legacy(arrays: Mapping[str, Any]) -> list[Cell]:
         elif parts and parts[-1] == layer:
             parts = []
         name, own = ".".join([layer, *parts]), [layer, *parts][-1]
-        if any((cell.name, cell.way) == (name, way) for cell in cells):  # cells stacked in one layer
+        if (name, way) in taken:  # cells stacked in one layer
             own = inner.rpartition("/")[2]
             name += f".{own}"
-        cells.append(Cell(f"{layer}/{inner}", name, own, way, keys))
-    return cells
+        taken.add((name, way))
+        directions.append(Direction(f"{layer}/{inner}", name, own, way, keys))
+    return directions
 
 
-def gathered(arrays: Mapping[str, Any], cells: list[Cell], known: Mapping[str, Known], slope: str) -> Found:
-    """The layers out of their directions, in the model's order; all that is in none of them."""
-    layers: dict[str, list[Cell]] = {}
+def gathered(arrays: Mapping[str, Any], directions: list[Direction], known: Mapping[str, Known], slope: str) -> Found:
+    """Return the layers out of their directions, in the model's order, and the arrays of no layer."""
+    layers: dict[str, list[Direction]] = {}
     legacy = any("//" in key for key in arrays)
-    for cell in cells:
-        layers.setdefault(cell.name if legacy else cell.place, []).append(cell)
-    places = list(known)
+    for each in directions:
+        layers.setdefault(each.name if legacy else each.place, []).append(each)
+    rank = {place: n for n, place in enumerate(known)}
     titles = {place: known.get(place, each[0]) for place, each in layers.items()}
-    own = [title.own for title in titles.values()]
-    found, keys = {}, {}
-    for place in sorted(
-        layers, key=lambda place: (places.index(place) if place in known else len(places), natural(place))
-    ):
-        ways = sorted(layers[place], key=lambda cell: cell.way == "backward")
-        each = known.get(place)
+    owners = Counter(title.own for title in titles.values())
+    found: dict[str, Weights] = {}
+    keys: dict[str, list[str]] = {}
+    for place in sorted(layers, key=lambda place: (rank.get(place, len(rank)), natural(place))):
+        ways = sorted(layers[place], key=lambda each: each.way == "backward")
         title = titles[place]
-        name = title.own if own.count(title.own) == 1 else title.name
+        name = title.own if owners[title.own] == 1 else title.name
         name = place.replace("/", ".") if name in found else name
-        config = each.config if each and can_tell(each.config) else None
-        found[name] = from_arrays(
-            "convert", [[arrays[key] for key in way.keys] for way in ways], config, name, slope=slope
-        )
+        config = known[place].config if place in known and can_tell(known[place].config) else None
+        numbers = [[arrays[key] for key in way.keys] for way in ways]
+        found[name] = from_arrays("convert", numbers, config, name, slope=slope)
         keys[name] = [key.replace("//", "/") for way in ways for key in way.keys]
-    taken = {key for way in cells for key in way.keys}
+    taken = {key for each in directions for key in each.keys}
     rest = {key: array for key, array in arrays.items() if key not in taken}
-    state = [key for key in rest if key.startswith("optimizer") or "seed_generator" in key]
+    state = {key for key in rest if key.startswith("optimizer") or "seed_generator" in key}
     notes = [f"{len(state)} arrays of the optimizer and of random generators are left out"] if state else []
-    return found, {plain(key): rest[key] for key in rest if key not in state}, keys, notes
+    return found, {plain(key): array for key, array in rest.items() if key not in state}, keys, notes
 
 
 def can_tell(config: Mapping[str, Any]) -> bool:
@@ -243,52 +219,54 @@ def can_tell(config: Mapping[str, Any]) -> bool:
 
 
 def natural(text: str) -> list[Any]:
-    """A key that sorts numbers by their size."""
+    """Return a sort key that orders numbers by their size."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", text)]
 
 
 def plain(key: str) -> str:
-    """An array's key in files without folders."""
+    """Return an array's key in files without folders."""
     layer, _, name = key.rpartition("//")
     return (name if not layer or name.startswith(f"{layer}/") else f"{layer}/{name}").replace("/", ".")
 
 
-# --- The way back ----------------------------------------------------------------------------------------------------
+# --- Writing ---------------------------------------------------------------------------------------------------------
 
 
-class Made(NamedTuple):
-    """A layer of Keras: as Keras serializes it, and the arrays of its directions."""
+class KerasLayer(NamedTuple):
+    """A layer of Keras: `spec`, as Keras serializes it; `ways`, the arrays of its directions."""
 
     spec: dict[str, Any]
     ways: list[list[np.ndarray]]
 
 
 def write(path: Path, ending: str, layers: Mapping[str, Weights]) -> None:
-    """A model with these layers: of one stack a Sequential, of several a model of such, each with an input."""
+    """Write a model with these layers: of one stack a Sequential, of several a model of such, each with an input.
+
+    HDF5 writes into memory. Where a disk is full it would leave an error that nobody can clean up.
+    """
     h5py = load()
     layers = {name.replace("/", ".") or "recurrent": weights for name, weights in layers.items()}
     made = {name: stack_of(name, weights) for name, weights in layers.items()}
     models = {name: sequential(name, each) for name, each in made.items()}
     config = next(iter(models.values())) if len(models) == 1 else functional(models)
-    if ending == ".keras":
-        weights = io.BytesIO()
-        with h5py.File(weights, "w") as file:
-            write_new(file, made)
-        metadata = {"keras_version": VERSION, "date_saved": time.strftime("%Y-%m-%d@%H:%M:%S")}
-        with zipfile.ZipFile(path, "w") as archive:
-            archive.writestr("metadata.json", json.dumps(metadata))
-            archive.writestr("config.json", json.dumps(config))
-            archive.writestr("model.weights.h5", weights.getvalue())
-        return
-    with h5py.File(path, "w") as file:
-        if ending == ".weights.h5":
-            write_new(file, made)
-        else:
+    data = io.BytesIO()
+    with h5py.File(data, "w") as file:
+        if ending == ".h5":
             write_legacy(file, made, config)
+        else:
+            write_new(file, made)
+    if ending != ".keras":
+        path.write_bytes(data.getbuffer())
+        return
+    metadata = {"keras_version": VERSION, "date_saved": time.strftime("%Y-%m-%d@%H:%M:%S")}
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("metadata.json", json.dumps(metadata))
+        archive.writestr("config.json", json.dumps(config))
+        archive.writestr("model.weights.h5", data.getbuffer())
 
 
-def stack_of(name: str, weights: Weights) -> list[Made]:
-    """Keras' layers for a stack."""
+def stack_of(name: str, weights: Weights) -> list[KerasLayer]:
+    """Return Keras' layers for a stack."""
     found = []
     for n, (layer, arrays) in enumerate(zip(weights.each(), to_keras(weights), strict=True)):
         kind = CLASSES[layer.cell.op]
@@ -302,12 +280,12 @@ def stack_of(name: str, weights: Weights) -> list[Made]:
             both = {"name": title, "merge_mode": "concat", "layer": ahead, "backward_layer": back}
             ahead = spec_of("Bidirectional", both, shape)
         n = len(arrays) // D
-        found.append(Made(ahead, [arrays[d * n : (d + 1) * n] for d in range(D)]))
+        found.append(KerasLayer(ahead, [arrays[d * n : (d + 1) * n] for d in range(D)]))
     return found
 
 
 def config_of(weights: Weights, dtype: str, use_bias: bool) -> dict[str, Any]:
-    """What a layer's constructor takes."""
+    """Return the arguments of a layer's constructor."""
     words = {ours: theirs for theirs, ours in ACTIVATIONS.items()}
     cell = weights.cell
     names = [cell.act] if isinstance(cell, RNNCell) else [cell.activations[2], cell.activations[0]]
@@ -321,13 +299,13 @@ def config_of(weights: Weights, dtype: str, use_bias: bool) -> dict[str, Any]:
 
 
 def spec_of(kind: str, config: dict[str, Any], shape: list[int | None]) -> dict[str, Any]:
-    """A layer as Keras serializes it."""
+    """Return a layer as Keras serializes it."""
     spec = {"module": "keras.layers", "class_name": kind, "config": config, "registered_name": None}
     return spec | ({"build_config": {"input_shape": shape}} if kind != "InputLayer" else {})
 
 
-def sequential(name: str, made: list[Made]) -> dict[str, Any]:
-    """A model of layers on layers."""
+def sequential(name: str, made: list[KerasLayer]) -> dict[str, Any]:
+    """Return a model of layers, each on the output of the one before, as Keras serializes it."""
     shape = made[0].spec["build_config"]["input_shape"]
     dtype = inner_config(made[0].spec)["dtype"]
     first = spec_of("InputLayer", {"batch_shape": shape, "dtype": dtype, "name": f"{name}_input"}, shape)
@@ -336,12 +314,12 @@ def sequential(name: str, made: list[Made]) -> dict[str, Any]:
 
 
 def inner_config(spec: Mapping[str, Any]) -> Mapping[str, Any]:
-    """That of the layer, or of the one that a Bidirectional wraps."""
+    """Return the configuration of a layer, or of the one that a Bidirectional wraps."""
     return spec["config"]["layer"]["config"] if spec["class_name"] == "Bidirectional" else spec["config"]
 
 
 def functional(models: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    """A model of models, each on an input of its own."""
+    """Return a model of models, each on an input of its own, as Keras serializes it."""
     layers, inputs, outputs = [], [], []
     for name, spec in models.items():
         shape, own = spec["build_config"]["input_shape"], spec["config"]["name"]
@@ -357,29 +335,23 @@ def functional(models: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     return {"module": module, "class_name": "Functional", "config": config, "registered_name": None}
 
 
-def places(made: Mapping[str, list[Made]]) -> Iterator[tuple[str, Made]]:
-    """Where Keras 3 puts the arrays of each layer."""
-    for n, each in enumerate(made.values()):
-        counts: dict[str, int] = {}
-        before = "" if len(made) == 1 else f"layers/sequential{f'_{n}' if n else ''}/"
-        for layer in each:
-            kind = snake(layer.spec["class_name"])
-            counts[kind] = counts.get(kind, -1) + 1
-            yield f"{before}layers/{kind}" + (f"_{counts[kind]}" if counts[kind] else ""), layer
+def write_new(file: Any, made: Mapping[str, list[KerasLayer]]) -> None:
+    """Write the arrays where Keras 3 puts them: under each layer's class, counted in its container."""
+    containers: Counter[str] = Counter()
+    for layers in made.values():
+        before = "" if len(made) == 1 else f"layers/{numbered('sequential', containers)}/"
+        counts: Counter[str] = Counter()
+        for layer in layers:
+            place = f"{before}layers/{numbered(snake(layer.spec['class_name']), counts)}"
+            file.create_group(f"{place}/vars").attrs["name"] = layer.spec["config"]["name"]
+            for way, arrays in zip(("forward_layer/", "backward_layer/"), layer.ways, strict=False):
+                way = way if len(layer.ways) == 2 else ""
+                for n, array in enumerate(arrays):
+                    file[f"{place}/{way}cell/vars/{n}"] = array
 
 
-def write_new(file: Any, made: Mapping[str, list[Made]]) -> None:
-    """As Keras 3 does."""
-    for place, layer in places(made):
-        file.create_group(f"{place}/vars").attrs["name"] = layer.spec["config"]["name"]
-        for way, arrays in zip(("forward_layer/", "backward_layer/"), layer.ways, strict=False):
-            way = way if len(layer.ways) == 2 else ""
-            for n, array in enumerate(arrays):
-                file[f"{place}/{way}cell/vars/{n}"] = array
-
-
-def write_legacy(file: Any, made: Mapping[str, list[Made]], config: dict[str, Any]) -> None:
-    """As Keras does where a name ends in .h5: groups by layer, or by model, and lists of names."""
+def write_legacy(file: Any, made: Mapping[str, list[KerasLayer]], config: dict[str, Any]) -> None:
+    """Write as Keras does where a name ends in .h5: groups by layer, or by model, and lists of names."""
     file.attrs["model_config"], file.attrs["keras_version"] = json.dumps(config), VERSION
     root = file.create_group("model_weights")
     groups = {name: each for name, each in made.items()} if len(made) > 1 else {}
@@ -402,5 +374,5 @@ def write_legacy(file: Any, made: Mapping[str, list[Made]], config: dict[str, An
 
 
 def inner_class(spec: Mapping[str, Any]) -> str:
-    """The class of the layer, or of the one that a Bidirectional wraps."""
+    """Return the class of a layer, or of the one that a Bidirectional wraps."""
     return spec["config"]["layer"]["class_name"] if spec["class_name"] == "Bidirectional" else spec["class_name"]

@@ -1,7 +1,8 @@
 """The keys of files of arrays: which recurrent layer, direction and array a key means, and what to call one."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -130,23 +131,41 @@ def layers_of(
     buckets: dict[str, list[Group]] = {}
     for group in groups_of(arrays, keys, ways):
         buckets.setdefault(group.name, []).append(group)
+    counted = {key: names_counted_by(key, buckets) for key in arrays}
+    totals = Counter(name for names in counted.values() for name in names)
     found, used = {}, {}
     for name, groups in buckets.items():
         parts = {group.form: words_of(group, arrays, order) for group in groups}
-        mine = {key for group in groups for key in group.keys.values()}
-        alone = not any(re.match(re.escape(name) + r"\.?\d+\.", key) for key in arrays if key not in mine)
-        for label, where in arranged(name, groups, parts, alone):
+        own = sum(name in counted[key] for group in groups for key in group.keys.values())
+        for label, where in arranged(name, groups, parts, alone=own == totals[name]):
             given = dict(options.get(label, {})) | ({} if nonlinearity is None else {"activation": nonlinearity})
             found[label] = one_layer(where, parts, given)
             used[label] = [key for group in where.values() for key in group.keys.values()]
     return found, used
 
 
+def names_counted_by(key: str, names: Container[str]) -> list[str]:
+    """Return those of the names that a key continues by a number: "a" and "a.1" for the key "a.12.weight"."""
+    found = []
+    for number in re.finditer(r"\d+(?=\.)", key):
+        start, end = number.span()
+        # A number may follow a dot or a letter, and a name may end in the first digits of it.
+        dot = [start - 1] if key[:start].endswith(".") else []
+        found += [key[:k] for k in [*dot, *range(start, end)][:MOST_DIGITS] if key[:k] in names]
+    return found
+
+
+MOST_DIGITS = 20
+"""Digits of a layer's number that are looked at; a key may be one long number."""
+
+
 def arranged(
     name: str, groups: list[Group], parts: dict[str, list[Arrays]], alone: bool
 ) -> list[tuple[str, dict[tuple[int, int], Group]]]:
-    """The groups of a name by (layer, direction): as one stack where they make one, else each by itself. `alone`: no
-    other module is counted with them, as in a list of all a model's layers."""
+    """Return the groups of a name by (layer, direction): as one stack where they make one, else each by itself.
+
+    alone: no other module is counted with them, as in a list of all a model's layers.
+    """
     whole = {(group.layer or 0, group.way or 0): group for group in groups}
     layers, ways = ({where[n] for where in whole} for n in range(2))
     full = len(whole) == len(groups) == len(layers) * len(ways) and ways in ({0}, {0, 1})
@@ -157,10 +176,12 @@ def arranged(
         full and fits(whole, parts, len(ways)) and (alone or (layers == {0} and groups[0].layer is None))
     ):
         return [(name, whole)]
+    ways_of: dict[int | None, list[int | None]] = {}
+    for group in groups:
+        ways_of.setdefault(group.layer, []).append(group.way)
     found: dict[str, dict[tuple[int, int], Group]] = {}
     for group in groups:
-        pair = [other for other in groups if other.layer == group.layer]
-        both = len(pair) == 2 and {other.way for other in pair} == {0, 1}
+        both = len(ways_of[group.layer]) == 2 and set(ways_of[group.layer]) == {0, 1}
         label = name + (f".{group.layer}" if group.layer is not None else "") if both else group.own
         found.setdefault(label.lstrip("."), {})[0, group.way or 0 if both else 0] = group
     return list(found.items())

@@ -8,17 +8,20 @@ import mlx.core as mx
 import numpy as np
 
 from ..checks import fail
+from ..files import shown, size_of
 from .onnx import OPS, from_node, to_onnx
 from .weights import Weights, to_mlx
 
 INPUTS = {"X": 0, "W": 1, "R": 2, "B": 3, "sequence_lens": 4, "initial_h": 5, "initial_c": 6, "P": 7}
 MOST = 2**31 - 2**20
+"""Bytes of arrays in a written file: protobuf has no larger messages."""
+
 OPSET, IR_VERSION = 14, 8
-"""What is written: old enough for every runtime; opset 14 has all attributes that we write."""
+"""The versions that written files name: old enough for every runtime, and with all attributes that we write."""
 
 
 def load() -> Any:
-    """The package."""
+    """Return the package onnx."""
     try:
         import onnx
     except ImportError as error:
@@ -26,15 +29,15 @@ def load() -> Any:
     return onnx
 
 
-def read(path: Path) -> tuple[dict[str, Weights], dict[str, Any], dict[str, list[str]], list[str]]:
-    """Layers by their nodes' names, the other initializers, what each layer is made of, notes."""
+def read(path: Path, external_data: bool) -> tuple[dict[str, Weights], dict[str, Any], dict[str, list[str]], list[str]]:
+    """Return the layers by their nodes' names, the other initializers, the keys of each layer, notes."""
     onnx = load()
     try:
-        model = onnx.load(path)
+        model = onnx.load(path, load_external_data=False)
     except OSError:
         raise
     except Exception as error:  # protobuf's, whose class has moved from release to release
-        raise ValueError(f"it is truncated or damaged: {str(error).splitlines()[0]}") from None
+        raise ValueError(f"it is truncated or damaged: {shown(error)}") from None
     if not model.graph.node or not model.opset_import:
         raise ValueError("it is truncated or damaged, or no model: it has no nodes or no opset")
     held = {each.name: each for each in model.graph.initializer}
@@ -43,6 +46,12 @@ def read(path: Path) -> tuple[dict[str, Weights], dict[str, Any], dict[str, list
         for node in model.graph.node
         if node.op_type == "Constant" and node.attribute
     }
+    for tensor in constants.values():
+        if tensor.data_location == onnx.TensorProto.EXTERNAL:
+            if not external_data:
+                rule = f"{shown(tensor.name)} must lie in the file itself, or --external-data be given,"
+                fail("convert", rule, shown(external_entries(tensor).get("location")))
+            read_external(path, tensor)
     layers, keys, notes, used = {}, {}, [], set()
     for n, node in enumerate(model.graph.node):
         if node.op_type not in OPS or node.domain not in ("", "ai.onnx"):
@@ -76,17 +85,40 @@ def read(path: Path) -> tuple[dict[str, Weights], dict[str, Any], dict[str, list
     return layers, rest, keys, notes
 
 
+def external_entries(tensor: Any) -> dict[str, str]:
+    """Return where a tensor's numbers lie: location, offset, length."""
+    return {each.key: each.value for each in tensor.external_data}
+
+
+def read_external(path: Path, tensor: Any) -> None:
+    """Put a tensor's numbers into it, from a file in the model's own folder; a link is not followed."""
+    entries = external_entries(tensor)
+    location = entries.get("location", "")
+    file = path.parent / location
+    if Path(location).name != location or location in ("", "..") or file.is_symlink():
+        rule = f"the file of {shown(tensor.name)} must lie beside the model, and be no link,"
+        fail("convert", rule, repr(shown(location)))
+    size, offset = size_of(file), int(entries.get("offset", 0))
+    length = int(entries.get("length", size - offset))
+    if offset < 0 or length < 0 or offset + length > size:
+        raise ValueError(f"it is truncated or damaged: {shown(tensor.name)} lies beyond the end of {shown(location)}")
+    with file.open("rb") as stream:
+        stream.seek(offset)
+        tensor.raw_data = stream.read(length)
+    tensor.data_location = 0  # in the model itself
+
+
 def array_of(onnx: Any, tensor: Any, name: str) -> Any:
-    """A tensor's numbers."""
+    """Return a tensor's numbers; bfloat16 as MLX has it."""
     try:
         array = onnx.numpy_helper.to_array(tensor)
     except Exception as error:
-        raise ValueError(f"it is truncated or damaged: {name}: {str(error).splitlines()[0]}") from None
+        raise ValueError(f"it is truncated or damaged: {shown(name)}: {shown(error)}") from None
     return to_mlx(array) if array.dtype.name == "bfloat16" else array
 
 
 def write(path: Path, ending: str, layers: Mapping[str, Weights]) -> None:
-    """A model that has for each stack an input [T, N, I], a chain of nodes and an output [T, N, D H]."""
+    """Write a model that has for each stack an input [T, N, I], a chain of nodes and an output [T, N, D H]."""
     onnx = load()
     make, nodes, tensors, inputs, outputs = onnx.helper.make_node, [], [], [], []
     shape = onnx.numpy_helper.from_array(np.array([0, 0, -1], np.int64), "shape")

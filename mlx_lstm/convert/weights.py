@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from ..checks import check_array, check_number, check_option, fail
+from ..checks import FLOATS, check_array, check_number, check_option, fail
 from ..engines.cells import ACTIVATIONS, Cell, GRUCell, LSTMCell, RNNCell
 from ..engines.problem import Arrays
 from ..recurrence import join_biases
@@ -164,7 +164,9 @@ def checked(op: str, weights: Weights, title: Title) -> Weights:
                 if word not in arrays:
                     fail(op, f"{title(k, d, word)} must be there", "no such array")
             for word, array in arrays.items():
-                check_array(op, title(k, d, word), array, shapes[word], why=f", as H is {rows // G},")
+                # Only a wrong array needs its title, which takes longer than the check.
+                if list(array.shape) != shapes[word] or array.dtype not in FLOATS:
+                    check_array(op, title(k, d, word), array, shapes[word], why=f", as H is {rows // G},")
     return weights
 
 

@@ -77,9 +77,9 @@ class Stack(NamedTuple):
                 none_reserved = mx.zeros((0,), input.dtype)
                 reserve = none_reserved if every else pack(reserved(where, x, dropout), kept, input.dtype)
                 return output, output_h, output_c, reserve
-            # Where somebody can ask for a gradient; but a graph without values stays plain, and can be exported.
-            given = [input, input_h, params]
-            if not are_free(given) and have_values(given):
+            # Only where a gradient can be asked for; a graph without values stays plain, so that it can be exported.
+            inputs_used = [input, input_h, params, *([input_c] if where.mode == "lstm" else [])]
+            if not are_free(inputs_used) and have_values(inputs_used):
                 output, output_h, output_c = without_gradient(self.original, output, output_h, output_c)
             return output, output_h, output_c, mx.zeros((), input.dtype)
 

@@ -1,20 +1,25 @@
-"""Which engine runs a recurrence, and why: a pure function, so that every machine can test every machine's choice."""
+"""Choose the engine of a recurrence, with a reason. The choice is a pure function, so that every machine can test the
+choice of every other."""
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import mlx.core as mx
 
 from ..checks import FLOATS, check_option, fail
 from .cells import Cell, LSTMCell
 from .packing import Packing, field_of
+from .problem import Problem
 from .tuning import PACKED, PREDICTED, Table
 
 ENGINES = ("fused", "stepwise", "numpy", "ops")
 """`fused`: our Metal shaders, the sequence in one launch. `stepwise`: our Metal shaders, a launch per time step.
 `numpy`: the CPU engine, in place on MLX's own memory. `ops`: a plain MLX graph, any device, and the definition."""
+
+Engine = Literal["fused", "stepwise", "numpy", "ops"]
+"""The type of an option `engine`."""
 
 METAL_ENGINES = ("fused", "stepwise")
 
@@ -24,11 +29,11 @@ FUSED_LIMIT = {"lstm": 256, "gru": 256, "rnn": 1024}
 """The largest H `fused` can run: its threadgroups have 4 threads per unit, of a plain cell 1; Metal's limit is 1024."""
 
 NONE: Mapping[str, str] = MappingProxyType({})
-"""Of engines: none."""
+"""No engine is refused."""
 
 
 class Choice(NamedTuple):
-    """An engine's word and the reason for it, fit to be printed."""
+    """An engine's name and the reason it was chosen, as text for the user."""
 
     engine: str
     reason: str
@@ -50,26 +55,26 @@ def choose(
     refused: Mapping[str, str] = NONE,
     packing: Packing | None = None,
 ) -> Choice:
-    """How to run a recurrence, and why.
+    """Choose the engine of a recurrence, and say why.
 
     Args:
         sizes (tuple of int): (T, B, I, H).
-        dtype (Dtype): that of the arrays.
+        dtype (Dtype): dtype of the arrays.
         device (str): `"cpu"` or `"gpu"`, the device of the stream the op was called on.
-        metal (bool): whether MLX has its Metal back end, `mx.metal.is_available()`.
+        metal (bool): whether MLX has its Metal backend, `mx.metal.is_available()`.
         traced (bool): whether an input is a placeholder of `mx.compile`, `mx.vmap` or an export, without a value yet.
         cell (Cell): the cell. Default: an LSTM's.
         bidirectional (bool): whether both directions run. Default: `False`.
         projection (bool): whether h is projected. Default: `False`.
-        requested (str): an engine's word to force it. Default: `None`, the best that runs.
-        table (Table): which Metal engine is faster where with floats. Default: the predicted one.
-        op (str): whom an error names. Default: `"lstm"`.
-        refused (mapping): engines that failed their trial on this machine, and why. Default: none.
-        packing (Packing): how the recurrent weights are packed. Default: `None`, they are not.
+        requested (str): the engine that the caller forces. Default: `None`, the best that can run.
+        table (Table): the faster Metal engine by dtype, batch and H. Default: the predicted table.
+        op (str): the op that an error names. Default: `"lstm"`.
+        refused (mapping): engines that failed their trial on this machine, each with the reason. Default: none.
+        packing (Packing): how the recurrent weights are quantized. Default: `None`, they are not.
 
     Raises:
-        ValueError: an argument is none of those above, or `requested` cannot run here, or nothing can; the text gives
-            the reason.
+        ValueError: an argument has a value that is not listed above, `requested` cannot run here, or no engine can.
+            The text gives the reason.
 
     Example:
         >>> import mlx.core as mx
@@ -84,34 +89,57 @@ def choose(
         >>> choose(**here, device="gpu", metal=True, traced=False, refused={"stepwise": "it does not compile"})
         Choice(engine='ops', reason='it does not compile')
     """
-    if requested is not None and requested not in ENGINES:
-        raise ValueError(f"[{op}] engine must be one of {', '.join(ENGINES)} but got {requested!r}.")
     check_option(op, "dtype", dtype, FLOATS)
     check_option(op, "device", device, ("cpu", "gpu"))
-    _, B, _, H = sizes
+    T, B, _, H = sizes
+    names = ("Wp",) if projection else ()
+    problem = Problem(T, B, H, H, cell, dtype, names, bidirectional=bidirectional, packing=packing)
+    return decide(problem, table, op, requested, device, metal, traced, refused=refused)
+
+
+def decide(
+    problem: Problem,
+    table: Table,
+    op: str,
+    requested: str | None,
+    device: str,
+    metal: bool,
+    traced: bool,
+    *,
+    refused: Mapping[str, str] = NONE,
+) -> Choice:
+    """Return what `choose` returns, for a problem that was checked."""
+    check_engine(op, requested)
+    B, H, dtype, packing = problem.B, problem.H, problem.dtype, problem.packing
     check_device(op, dtype, device)
-    hindrances = obstacles(cell, H, device, metal, traced, projection)
-    if refused:
-        hindrances = {**refused, **hindrances}
+    reasons = {**refused, **obstacles(problem.cell, H, device, metal, traced, "Wp" in problem.names)}
     if requested is not None:
-        if requested in hindrances:
-            raise ValueError(f"[{op}] engine={requested!r} cannot run: {hindrances[requested]}.")
+        if requested in reasons:
+            raise ValueError(f"[{op}] engine={requested!r} cannot run: {reasons[requested]}.")
         return Choice(requested, "asked for")
-    if "numpy" not in hindrances:
+    if "numpy" not in reasons:
         return Choice("numpy", "the stream's device is the CPU")
     if packing is None:
-        word, reason = table.preferred(dtype, B, H)
+        engine, reason = table.preferred(dtype, B, H)
     else:
-        word, reason = PACKED.preferred(f"weights of {field_of(packing)} bits", B, H)
-    if word not in hindrances:
-        return Choice(word, reason)
-    if "stepwise" in hindrances:
-        return Choice("ops", hindrances["numpy" if device == "cpu" else "stepwise"])
-    return Choice("stepwise" if table.trusts("stepwise", dtype, B) else "ops", hindrances[word])
+        engine, reason = PACKED.preferred(f"weights of {field_of(packing)} bits", B, H)
+    if engine not in reasons:
+        return Choice(engine, reason)
+    if "stepwise" in reasons:
+        return Choice("ops", reasons["numpy" if device == "cpu" else "stepwise"])
+    # `fused` was preferred and cannot run. Where a measurement discarded `stepwise`, the plain graph takes over.
+    return Choice("stepwise" if table.trusts("stepwise", dtype, B) else "ops", reasons[engine])
+
+
+def check_engine(op: str, engine: Any) -> Engine | None:
+    """Return `engine`, which is `None` or one of `ENGINES`."""
+    if engine is not None and not (isinstance(engine, str) and engine in ENGINES):
+        fail(op, f"engine must be one of {', '.join(ENGINES)}", repr(engine))
+    return cast(Engine | None, engine)
 
 
 def check_device(op: str, dtype: mx.Dtype, device: str) -> None:
-    """The stream's device computes in this dtype."""
+    """Raise an error unless the stream's device computes in this dtype."""
     if device != "cpu" and dtype == mx.float64:
         raise ValueError(f"[{op}] float64 needs the CPU, stream=mx.cpu, but the stream's device is {device}.")
 
@@ -124,21 +152,21 @@ def obstacles(
     traced: bool,
     projection: bool,
 ) -> dict[str, str]:
-    """Of each engine that cannot run: why."""
-    found = {}
+    """Return the reason for each engine that cannot run."""
+    reasons = {}
     if traced:
-        found["numpy"] = "inside mx.compile, mx.vmap or an export the arrays have no values yet"
+        reasons["numpy"] = "inside mx.compile, mx.vmap or an export the arrays have no values yet"
     elif device != "cpu":
-        found["numpy"] = f"the numpy engine runs on the CPU and the stream's device is {device}"
+        reasons["numpy"] = f"the numpy engine runs on the CPU and the stream's device is {device}"
     if device == "cpu":
-        found["fused"] = found["stepwise"] = "Metal shaders run on the GPU and the stream's device is cpu"
+        reasons["fused"] = reasons["stepwise"] = "Metal shaders run on the GPU and the stream's device is cpu"
     elif not metal:
-        found["fused"] = found["stepwise"] = "MLX has no Metal back end on this machine"
+        reasons["fused"] = reasons["stepwise"] = "MLX has no Metal back end on this machine"
     elif projection:
-        found["fused"] = "a projection of h is a product between two steps"
+        reasons["fused"] = "a projection of h is a product between two steps"
     elif (limit := FUSED_LIMIT[cell.op]) < H:
-        found["fused"] = f"H = {H} > {limit}, and a threadgroup has at most 1024 threads, {1024 // limit} per unit"
-    return found
+        reasons["fused"] = f"H = {H} > {limit}, and a threadgroup has at most 1024 threads, {1024 // limit} per unit"
+    return reasons
 
 
 Stream = mx.Stream | mx.Device | None
@@ -147,7 +175,7 @@ NOWHERE: AbstractContextManager[None] = nullcontext()
 
 
 def on(stream: Stream, op: str = "stream") -> AbstractContextManager[object]:
-    """The context of a stream, or none."""
+    """Return the context of a stream; without one, a context that changes nothing."""
     if stream is None:
         return NOWHERE
     try:
@@ -157,5 +185,5 @@ def on(stream: Stream, op: str = "stream") -> AbstractContextManager[object]:
 
 
 def current_device() -> str:
-    """`"cpu"` or `"gpu"`: where the stream in effect runs."""
+    """Return `"cpu"` or `"gpu"`, the device of the stream in effect."""
     return "cpu" if mx.default_device() == mx.cpu else "gpu"

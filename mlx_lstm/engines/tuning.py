@@ -6,7 +6,6 @@ it was measured with.
 """
 
 import hashlib
-import json
 import platform
 import sys
 import warnings
@@ -19,7 +18,8 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from ..machine import installed_version
+from ..files import parse_json, size_of
+from ..machine import VERSION, installed_version
 from .metal.kernel import shader_folder
 from .problem import Cut
 
@@ -96,15 +96,13 @@ def cache_file() -> Path:
 @cache
 def machine() -> dict[str, str]:
     """What a table depends on: the chip, the system, the versions, the kernels."""
-    from .. import __version__  # which is not there yet when this file is read
-
     chip = mx.device_info(mx.gpu if mx.is_available(mx.gpu) else mx.cpu)
     return {
         "chip": str(chip.get("device_name", "unknown")),
         "architecture": str(chip.get("architecture", "unknown")),
         "system": f"macOS {platform.mac_ver()[0]}" if sys.platform == "darwin" else platform.system(),
         "mlx": installed_version("mlx"),
-        "mlx_lstm": __version__,
+        "mlx_lstm": VERSION,
         "kernels": kernels_hash(),
     }
 
@@ -124,7 +122,8 @@ def load(file: Path) -> Table:
     A missing file is no reason to warn, a broken one is.
     """
     try:
-        content = json.loads(file.read_text())
+        size_of(file)
+        content = parse_json(file.read_text())
         engines = {
             str(dtype): {int(least): checked_row(row) for least, row in batches.items()}
             for dtype, batches in content["engines"].items()
@@ -134,7 +133,7 @@ def load(file: Path) -> Table:
         differing = [name for name, value in machine().items() if content["machine"].get(name) != value]
     except FileNotFoundError:
         return PREDICTED
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         warnings.warn(f"{file} is not a table of engines and is ignored: {error!r}", stacklevel=2)
         return PREDICTED._replace(source=f"predicted, as {file} is broken")
     if differing:

@@ -5,8 +5,8 @@ layers, whoever wrote them, as one: layers on layers, both directions, lengths, 
 weights of a model's layers, ours among them.
 """
 
-from ._layers import GRU, LSTM, NONLINEARITIES, RNN
-from ._quantized import QuantizedGRU, QuantizedLSTM, QuantizedRNN, quantize
+from ._layers import GRU, LSTM, NONLINEARITIES, RNN, QuantizedGRU, QuantizedLSTM, QuantizedRNN
+from ._quantize import quantize
 from ._replace import patched, replace
 from ._stack import stack
 

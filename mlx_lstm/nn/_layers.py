@@ -1,24 +1,150 @@
-"""The layers of `mlx.nn`, each on one recurrence."""
+"""The layers of `mlx.nn` on the recurrence, with float weights and with quantized ones.
+
+`Layer` is the base of all: constructor, checks, and the call of the recurrence. A class adds its cell, and the names
+that its parameters have in `mlx.nn`.
+"""
 
 import math
 from collections.abc import Callable
 from operator import methodcaller
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 
-from ..checks import NO_UNITS, check_every, check_integer, fail, instead_of
+from ..checks import NO_UNITS, check_array, check_every, check_integer, fail, instead_of
 from ..engines.at_once import by_mlx, by_numpy, computes_now
 from ..engines.cells import Cell, GRUCell, LSTMCell, RNNCell
+from ..engines.choice import Engine, check_engine
 from ..engines.packing import Quantized, Weight
-from ..recurrence import Call, Hold, common_dtype, engine_used, in_dtype, note_engine, weight, whole_steps
+from ..recurrence import Call, Hold, Lengths, QuantizedLayer, engine_used, in_common_dtype, whole_steps
+
+Self = TypeVar("Self", bound="Layer")
 
 NONLINEARITIES = {nn.tanh: "tanh", mx.tanh: "tanh", nn.relu: "relu", nn.sigmoid: "sigmoid", mx.sigmoid: "sigmoid"}
 """The functions that `RNN` can run, and their names in `mlx_lstm.rnn`."""
 
+OPTIONS_OF_TORCH = ("num_layers", "bidirectional", "batch_first", "dropout", "proj_size")
 
-class LSTM(nn.Module):
+
+class Layer(nn.Module):
+    """Base of `LSTM`, `GRU` and `RNN`: constructor, checks, and the call of the recurrence."""
+
+    op: str  # the layer's name in errors
+    hidden_size: int
+    engine: Engine | None
+    checkpoint_every: int | str | None
+    engine_used = engine_used
+    _gates: int  # blocks of H rows in a weight
+    _names: ClassVar[dict[str, str]]  # from the parameters' names, input weight first, to the recurrence's arguments
+
+    def __new__(cls: type[Self], *_: Any, **options: Any) -> Self:
+        """Refuse torch's options with a better text than Python has for an unknown keyword."""
+        for name in options.keys() & set(OPTIONS_OF_TORCH):
+            other = f"mlx_lstm.torch.{cls.__name__} has it, and mlx_lstm.nn.stack runs several layers and directions,"
+            fail(cls.op, f"{name} is no option of this layer: {other}", f"{name}={options[name]!r}")
+        return nn.Module.__new__(cls)
+
+    def __init__(
+        self, input_size: int, hidden_size: int, bias: bool, checkpoint_every: int | str | None, engine: Engine | None
+    ):
+        super().__init__()
+        I = check_integer(self.op, "input_size", input_size, least=1)
+        H = check_integer(self.op, "hidden_size", hidden_size, least=1, why=NO_UNITS)
+        self.hidden_size = H
+        self.engine = check_engine(self.op, engine)
+        self.checkpoint_every = check_every(self.op, checkpoint_every)
+        rows, scale = self._gates * H, 1.0 / math.sqrt(H)
+        shapes = {"Wx": (rows, I), "Wh": (rows, H), "b": (rows,), "bhn": (H,)}
+        # MLX draws in this order, too: from the same seed come the same parameters.
+        for name, argument in self._names.items():
+            is_absent = argument in ("b", "bhn") and not bias
+            setattr(self, name, None if is_absent else mx.random.uniform(-scale, scale, shapes[argument]))
+
+    def train(self: Self, mode: bool = True) -> Self:
+        """Set training mode, or with `False` evaluation mode; return the layer."""
+        super().train(mode)
+        return self
+
+    def eval(self: Self) -> Self:
+        """Set evaluation mode; return the layer."""
+        return self.train(False)
+
+    def _extra_repr(self, more: str = "") -> str:
+        Wx, _, b, *_ = self._names
+        D, has_bias = self._parameter(Wx).shape[1], getattr(self, b) is not None
+        return f"input_dims={D}, hidden_size={self.hidden_size}, {more}bias={has_bias}"
+
+    def _cell(self) -> Cell:
+        """Return what the recurrence runs at each step."""
+        raise NotImplementedError
+
+    def _parameter(self, name: str) -> Weight:
+        """Return a parameter. `QuantizedLayer` returns its weights as `Quantized`."""
+        array: Any = self.get(name)
+        if not isinstance(array, mx.array):  # an array of NumPy, say, which MLX takes for no parameter
+            check_array(self.op, name, getattr(self, name, array), ())
+        return array
+
+    def _arrays(self) -> dict[str, Any]:
+        """Return the parameters by the names of the recurrence's arguments, without biases that are `None`."""
+        arrays = {}
+        for name, argument in self._names.items():
+            if argument in ("Wx", "Wh") or getattr(self, name) is not None:
+                arrays[argument] = self._parameter(name)
+        return arrays
+
+    def _run(
+        self,
+        x: mx.array,
+        states: dict[str, mx.array | None],
+        lengths: Lengths = None,
+        keep: mx.array | None = None,
+        hold: Hold = None,
+        *,
+        is_step: bool = False,
+    ) -> list[mx.array]:
+        """Return as many states as `states` has, at every step: [..., L, H]; of a step, with x [..., D], [..., H].
+
+        `states` holds the first h and c by the caller's names for them. The results have the dtype to which x, the
+        parameters and the states promote.
+        """
+        op, cell, arrays = self.op, self._cell(), self._arrays()
+        D, H = arrays["Wx"].shape[1], arrays["Wh"].shape[1]
+        check_input(op, x, D, arrays["Wx"], is_step)
+        batch, L = (x.shape[:-1], 1) if is_step else (x.shape[:-2], x.shape[-2])
+        for argument, (name, array) in zip(("h0", "c0"), states.items(), strict=False):
+            if array is not None:
+                arrays[argument] = whole_state(op, array, name, (*batch, H), x)
+        arrays["x"] = x
+        arrays, dtype = in_common_dtype(arrays)
+        shape = (*batch, H) if is_step else (*batch, L, H)
+        if 0 in batch:
+            return [mx.zeros(shape, dtype)] * len(states)
+        # The recurrence has one batch axis: x becomes [B, L, D], or [B, D], and the states become [B, H].
+        small = by_mlx
+        if len(batch) != 1:
+            small = by_numpy if computes_now(self.engine) else by_mlx
+            for name in [name for name in ("x", "h0", "c0") if name in arrays]:
+                features = x.shape[len(batch) :] if name == "x" else (H,)
+                arrays[name] = small(methodcaller("reshape", (-1, *features)), arrays[name])
+            lengths = flat_lengths(op, lengths, batch)
+        if keep is not None or hold is not None:
+            steps = whole_steps(op, keep, hold, batch if is_step else (*batch, L), "[...]" if is_step else "[..., L]")
+            hold = steps["hold"].reshape(-1, L) if hold is not None else None
+            if keep is not None:
+                arrays["keep"] = steps["keep"].reshape((1, -1) if is_step else (-1, L))
+        options = {"engine": self.engine, "checkpoint_every": self.checkpoint_every, "lengths": lengths, "hold": hold}
+        call = Call(cell, batch_first=not is_step, one_step=is_step, **options)
+        outputs, choice = call.forward(arrays, return_gates=False, training=self.training, wants_last=is_step)
+        vars(self)["_engine_used"] = choice
+        names = (("hT", "cT") if is_step else ("h", "c"))[: len(states)]
+        results = list(map(outputs.__getitem__, names))
+        return results if len(batch) == 1 else [small(methodcaller("reshape", shape), array) for array in results]
+
+
+class LSTM(Layer):
     r"""An LSTM layer: `mlx.nn.LSTM` with one fused, differentiable recurrence in place of a graph per step.
 
     Equals `mlx.nn.LSTM` in constructor, parameters, initialisation, shapes and returns; weight files of either load
@@ -32,18 +158,24 @@ class LSTM(nn.Module):
 
     Parameters: `Wx` [4H, D], `Wh` [4H, H], `bias` [4H]; gate order i, f, g, o; all drawn from U(-1/sqrt(H), 1/sqrt(H)).
 
-    In evaluation mode (`layer.eval()`) less is kept in memory, gradients cost another forward pass, and a traced graph
-    holds plain MLX ops, which `mx.export_function` can write. In training mode that ends in MLX's "Unable to serialize
-    primitive CustomTransforms": call `layer.eval()` first.
+    A layer is one direction of one layer. `mlx_lstm.nn.stack` runs several layers and both directions, and
+    `mlx_lstm.torch.LSTM` has them as options.
+
+    In evaluation mode (`layer.eval()`) a call saves nothing for the gradient, so it takes less memory; a gradient
+    then costs another forward pass. A graph that MLX traces consists of plain MLX ops, which `mx.export_function` can
+    write. In training mode that function ends in MLX's "Unable to serialize primitive CustomTransforms".
 
     Args:
         input_size (int): size of the features, D.
         hidden_size (int): size of the hidden state, H.
         bias (bool): whether there is a bias. Default: `True`.
-        checkpoint_every (int or str, optional): in training, keep the states of every so many steps only and compute
-            the rest again for the gradient, as in `mlx_lstm.lstm`; also an attribute, to be set at any time. Default:
-            `None`, keep all.
-        engine (str, optional): force an engine, as in `mlx_lstm.lstm`. Default: the best for the stream's device.
+        checkpoint_every (int or str, optional): in training, save the states of every K-th step only and compute the
+            other steps again for the gradient, as in `mlx_lstm.lstm`. Also an attribute. Default: `None`, save all.
+        engine (str, optional): force an engine, as in `mlx_lstm.lstm`. Also an attribute. Default: the best for the
+            stream's device.
+
+    Raises:
+        ValueError: an argument breaks a rule.
 
     Example:
         >>> import mlx.core as mx
@@ -57,9 +189,12 @@ class LSTM(nn.Module):
         (2, 10, 4)
     """
 
-    op: str = "nn.LSTM"  # in errors
-    engine_used = engine_used
-    checkpoint_every: int | str | None = None
+    op: str = "nn.LSTM"
+    Wx: mx.array
+    Wh: mx.array
+    bias: mx.array | None
+    _gates = 4
+    _names: ClassVar = {"Wx": "Wx", "Wh": "Wh", "bias": "b"}
 
     def __init__(
         self,
@@ -68,26 +203,12 @@ class LSTM(nn.Module):
         bias: bool = True,
         *,
         checkpoint_every: int | str | None = None,
-        engine: str | None = None,
+        engine: Engine | None = None,
     ):
-        super().__init__()
-        input_size = check_integer(self.op, "input_size", input_size, least=1)
-        hidden_size = check_integer(self.op, "hidden_size", hidden_size, least=1, why=NO_UNITS)
-        self.hidden_size: int = hidden_size
-        self.engine: str | None = engine
-        self.checkpoint_every = check_every(self.op, checkpoint_every)
-        scale = 1.0 / math.sqrt(hidden_size)
-        self.Wx: mx.array = mx.random.uniform(-scale, scale, (4 * hidden_size, input_size))
-        self.Wh: mx.array = mx.random.uniform(-scale, scale, (4 * hidden_size, hidden_size))
-        self.bias: mx.array | None = mx.random.uniform(-scale, scale, (4 * hidden_size,)) if bias else None
-
-    def _extra_repr(self) -> str:
-        return f"input_dims={weight(self, 'Wx').shape[1]}, hidden_size={self.hidden_size}, bias={self.bias is not None}"
+        super().__init__(input_size, hidden_size, bias, checkpoint_every, engine)
 
     def into_quantized(self, group_size: int | None = None, bits: int | None = None, mode: str = "affine") -> nn.Module:
-        """`QuantizedLSTM.from_layer` of this layer: `mlx_lstm.nn.quantize` calls it, `mlx.nn.quantize` does not."""
-        from ._quantized import QuantizedLSTM
-
+        """Return `QuantizedLSTM.from_layer` of this layer. `mlx_lstm.nn.quantize` calls it, `mlx.nn.quantize` not."""
         return QuantizedLSTM.from_layer(self, group_size, bits, mode)
 
     def __call__(
@@ -96,39 +217,56 @@ class LSTM(nn.Module):
         hidden: mx.array | None = None,
         cell: mx.array | None = None,
         *,
+        lengths: Lengths = None,
         keep: mx.array | None = None,
         hold: Hold = None,
     ) -> tuple[mx.array, mx.array]:
-        """The hidden and the cell state at every step.
+        """Return the hidden and the cell state at every step.
 
         Args:
             x (array): [..., L, D]; any number of batch axes, none included.
             hidden (array, optional): the hidden state to start from, [..., H]. May be given alone. Default: zeros.
             cell (array, optional): the cell state to start from, [..., H]. May be given alone. Default: zeros.
+            lengths (integer array or list, optional): [...], one per item, each in 0..L, for sequences that are padded
+                to L. Past an item's length both results are 0 and the input is never read. The last state of item n is
+                at step `lengths[n] - 1`. The original has neither this nor keep and hold.
             keep (array, optional): [..., L], a factor on both states before each step, as in `mlx_lstm.lstm`: 0 where
-                an episode begins. The original has neither this nor hold.
-            hold (array or list, optional): [..., L], steps that leave both states as they are, as there.
+                an episode begins.
+            hold (array or list, optional): [..., L], steps that leave both states as they are, as in `mlx_lstm.lstm`.
 
         Returns:
-            tuple: all hidden states and all cell states, each [..., L, H], in the dtype that x, the parameters and the
-            states given promote to.
+            tuple: all hidden states and all cell states, each [..., L, H], in the dtype to which x, the parameters and
+            the first states promote.
+
+        Example:
+            >>> import mlx.core as mx
+            >>> from mlx_lstm.nn import LSTM
+            >>> hidden, cell = LSTM(3, 4)(mx.ones((2, 10, 3)), lengths=[10, 7])  # the second item is padded
+            >>> hidden[1, 7:].max().item()
+            0.0
         """
-        hidden, cell = run(self, x, {"hidden": hidden, "cell": cell}, keep, hold)
+        hidden, cell = self._run(x, {"hidden": hidden, "cell": cell}, lengths, keep, hold)
         return hidden, cell
 
     def step(
-        self, x: mx.array, hidden: mx.array | None = None, cell: mx.array | None = None
+        self,
+        x: mx.array,
+        hidden: mx.array | None = None,
+        cell: mx.array | None = None,
+        *,
+        keep: mx.array | None = None,
     ) -> tuple[mx.array, mx.array]:
-        """The hidden and the cell state after one step, for what comes in step by step: frames of sound, moves of a
-        game, the text that a model writes.
+        """Return the hidden and the cell state after one step, for input that comes in step by step: frames of sound,
+        moves of a game, the text that a model writes.
 
-        Equals a call with `x[..., None, :]` and its only step taken from both results; `engine_used`, gradients and
-        `mx.compile` are as there. On a CPU it takes less time. The original has no such method.
+        Equals a call with `x[..., None, :]` whose results lose their axis of time; `engine_used`, gradients and
+        `mx.compile` are those of a call. On a CPU it takes less time. The original has no such method.
 
         Args:
             x (array): [..., D], without an axis of time; any number of batch axes, none included.
             hidden (array, optional): the hidden state before, [..., H]. May be given alone. Default: zeros.
             cell (array, optional): the cell state before, [..., H]. May be given alone. Default: zeros.
+            keep (array, optional): [...], a factor on both states before the step: 0 where an episode begins.
 
         Returns:
             tuple: the hidden and the cell state, each [..., H], in the dtype of a call's results.
@@ -142,18 +280,18 @@ class LSTM(nn.Module):
             >>> hidden.shape, cell.shape
             ((2, 4), (2, 4))
         """
-        hidden, cell = run(self, x, {"hidden": hidden, "cell": cell}, step=True)
+        hidden, cell = self._run(x, {"hidden": hidden, "cell": cell}, keep=keep, is_step=True)
         return hidden, cell
 
-    def _recurrence(self) -> tuple[str, Cell, dict[str, Any]]:
-        """Its name in errors, the cell, the parameters by the recurrence's names."""
-        return self.op, LSTMCell(), {"Wx": weight(self, "Wx"), "Wh": weight(self, "Wh"), "b": bias(self, "bias")}
+    def _cell(self) -> Cell:
+        return LSTMCell()
 
 
-class GRU(nn.Module):
+class GRU(Layer):
     r"""A GRU layer: `mlx.nn.GRU` with one fused, differentiable recurrence in place of a graph per step.
 
-    Equals `mlx.nn.GRU` as `LSTM` equals the original; shapes of the input and evaluation mode are as there.
+    Equals `mlx.nn.GRU` in constructor, parameters, initialisation, shapes and returns. What the docstring of `LSTM`
+    says of the shape of the input, of several layers and of evaluation mode holds here, too.
 
     .. math::
 
@@ -167,6 +305,9 @@ class GRU(nn.Module):
     Args:
         input_size, hidden_size, bias, checkpoint_every, engine: as in `LSTM`.
 
+    Raises:
+        ValueError: an argument breaks a rule.
+
     Example:
         >>> import mlx.core as mx
         >>> from mlx_lstm.nn import GRU
@@ -179,9 +320,13 @@ class GRU(nn.Module):
         (2, 10, 4)
     """
 
-    op: str = "nn.GRU"  # in errors
-    engine_used = engine_used
-    checkpoint_every: int | str | None = None
+    op: str = "nn.GRU"
+    Wx: mx.array
+    Wh: mx.array
+    b: mx.array | None
+    bhn: mx.array | None
+    _gates = 3
+    _names: ClassVar = {"Wx": "Wx", "Wh": "Wh", "b": "b", "bhn": "bhn"}
 
     def __init__(
         self,
@@ -190,50 +335,43 @@ class GRU(nn.Module):
         bias: bool = True,
         *,
         checkpoint_every: int | str | None = None,
-        engine: str | None = None,
+        engine: Engine | None = None,
     ):
-        super().__init__()
-        input_size = check_integer(self.op, "input_size", input_size, least=1)
-        hidden_size = check_integer(self.op, "hidden_size", hidden_size, least=1, why=NO_UNITS)
-        self.hidden_size: int = hidden_size
-        self.engine: str | None = engine
-        self.checkpoint_every = check_every(self.op, checkpoint_every)
-        scale = 1.0 / math.sqrt(hidden_size)
-        self.Wx: mx.array = mx.random.uniform(-scale, scale, (3 * hidden_size, input_size))
-        self.Wh: mx.array = mx.random.uniform(-scale, scale, (3 * hidden_size, hidden_size))
-        self.b: mx.array | None = mx.random.uniform(-scale, scale, (3 * hidden_size,)) if bias else None
-        self.bhn: mx.array | None = mx.random.uniform(-scale, scale, (hidden_size,)) if bias else None
-
-    def _extra_repr(self) -> str:
-        return f"input_dims={weight(self, 'Wx').shape[1]}, hidden_size={self.hidden_size}, bias={self.b is not None}"
+        super().__init__(input_size, hidden_size, bias, checkpoint_every, engine)
 
     def into_quantized(self, group_size: int | None = None, bits: int | None = None, mode: str = "affine") -> nn.Module:
-        """`QuantizedGRU.from_layer` of this layer: `mlx_lstm.nn.quantize` calls it, `mlx.nn.quantize` does not."""
-        from ._quantized import QuantizedGRU
-
+        """Return `QuantizedGRU.from_layer` of this layer. `mlx_lstm.nn.quantize` calls it, `mlx.nn.quantize` not."""
         return QuantizedGRU.from_layer(self, group_size, bits, mode)
 
     def __call__(
-        self, x: mx.array, hidden: mx.array | None = None, *, keep: mx.array | None = None, hold: Hold = None
+        self,
+        x: mx.array,
+        hidden: mx.array | None = None,
+        *,
+        lengths: Lengths = None,
+        keep: mx.array | None = None,
+        hold: Hold = None,
     ) -> mx.array:
-        """The hidden state at every step.
+        """Return the hidden state at every step.
 
         Args:
             x (array): [..., L, D]; any number of batch axes, none included.
             hidden (array, optional): the hidden state to start from, [..., H]. Default: zeros.
+            lengths (integer array or list, optional): [...], one per item, as in `LSTM`.
             keep, hold (array, optional): [..., L], as in `LSTM`.
 
         Returns:
-            array: all hidden states, [..., L, H], in the dtype that x, the parameters and a state given promote to.
+            array: all hidden states, [..., L, H], in the dtype to which x, the parameters and the first state promote.
         """
-        return run(self, x, {"hidden": hidden}, keep, hold)[0]
+        return self._run(x, {"hidden": hidden}, lengths, keep, hold)[0]
 
-    def step(self, x: mx.array, hidden: mx.array | None = None) -> mx.array:
-        """The hidden state after one step, as `LSTM.step` has both states.
+    def step(self, x: mx.array, hidden: mx.array | None = None, *, keep: mx.array | None = None) -> mx.array:
+        """Return the hidden state after one step; `LSTM.step` says more.
 
         Args:
             x (array): [..., D], without an axis of time; any number of batch axes, none included.
             hidden (array, optional): the hidden state before, [..., H]. Default: zeros.
+            keep (array, optional): [...], a factor on the state before the step: 0 where an episode begins.
 
         Returns:
             array: the hidden state, [..., H].
@@ -245,17 +383,17 @@ class GRU(nn.Module):
             >>> layer.step(mx.ones((2, 3)), layer.step(mx.ones((2, 3)))).shape
             (2, 4)
         """
-        return run(self, x, {"hidden": hidden}, step=True)[0]
+        return self._run(x, {"hidden": hidden}, keep=keep, is_step=True)[0]
 
-    def _recurrence(self) -> tuple[str, Cell, dict[str, Any]]:
-        given = {"Wx": weight(self, "Wx"), "Wh": weight(self, "Wh"), "b": bias(self, "b"), "bhn": bias(self, "bhn")}
-        return self.op, GRUCell(), given
+    def _cell(self) -> Cell:
+        return GRUCell()
 
 
-class RNN(nn.Module):
+class RNN(Layer):
     r"""A plain recurrent layer: `mlx.nn.RNN` with one fused, differentiable recurrence in place of a graph per step.
 
-    Equals `mlx.nn.RNN` as `LSTM` equals the original; shapes of the input and evaluation mode are as there.
+    Equals `mlx.nn.RNN` in constructor, parameters, initialisation, shapes and returns. What the docstring of `LSTM`
+    says of the shape of the input, of several layers and of evaluation mode holds here, too.
 
     .. math:: h_t = s(W_{xh} x_t + W_{hh} h_{t-1} + b)
 
@@ -265,6 +403,9 @@ class RNN(nn.Module):
         input_size, hidden_size, bias, checkpoint_every, engine: as in `LSTM`.
         nonlinearity (callable, optional): s, one of `NONLINEARITIES`: MLX's tanh, relu or sigmoid. Other functions,
             which the original takes, are an error. Default: tanh.
+
+    Raises:
+        ValueError: an argument breaks a rule.
 
     Example:
         >>> import mlx.core as mx
@@ -276,9 +417,12 @@ class RNN(nn.Module):
         (2, 10, 4)
     """
 
-    op: str = "nn.RNN"  # in errors
-    engine_used = engine_used
-    checkpoint_every: int | str | None = None
+    op: str = "nn.RNN"
+    Wxh: mx.array
+    Whh: mx.array
+    bias: mx.array | None
+    _gates = 1
+    _names: ClassVar = {"Wxh": "Wx", "Whh": "Wh", "bias": "b"}
 
     def __init__(
         self,
@@ -288,55 +432,121 @@ class RNN(nn.Module):
         nonlinearity: Callable[[mx.array], mx.array] | None = None,
         *,
         checkpoint_every: int | str | None = None,
-        engine: str | None = None,
+        engine: Engine | None = None,
     ):
-        super().__init__()
-        input_size = check_integer(self.op, "input_size", input_size, least=1)
-        hidden_size = check_integer(self.op, "hidden_size", hidden_size, least=1, why=NO_UNITS)
+        super().__init__(input_size, hidden_size, bias, checkpoint_every, engine)
         self.nonlinearity: Callable[[mx.array], mx.array] = nn.tanh if nonlinearity is None else nonlinearity
         activation_of(self.nonlinearity)
-        self.hidden_size: int = hidden_size
-        self.engine: str | None = engine
-        self.checkpoint_every = check_every(self.op, checkpoint_every)
-        scale = 1.0 / math.sqrt(hidden_size)
-        self.Wxh: mx.array = mx.random.uniform(-scale, scale, (hidden_size, input_size))
-        self.Whh: mx.array = mx.random.uniform(-scale, scale, (hidden_size, hidden_size))
-        self.bias: mx.array | None = mx.random.uniform(-scale, scale, (hidden_size,)) if bias else None
 
     def _extra_repr(self) -> str:
-        return (
-            f"input_dims={weight(self, 'Wxh').shape[1]}, hidden_size={self.hidden_size}, "
-            f"nonlinearity={self.nonlinearity}, bias={self.bias is not None}"
-        )
+        return super()._extra_repr(f"nonlinearity={self.nonlinearity}, ")
 
     def into_quantized(self, group_size: int | None = None, bits: int | None = None, mode: str = "affine") -> nn.Module:
-        """`QuantizedRNN.from_layer` of this layer: `mlx_lstm.nn.quantize` calls it, `mlx.nn.quantize` does not."""
-        from ._quantized import QuantizedRNN
-
+        """Return `QuantizedRNN.from_layer` of this layer. `mlx_lstm.nn.quantize` calls it, `mlx.nn.quantize` not."""
         return QuantizedRNN.from_layer(self, group_size, bits, mode)
 
     def __call__(
-        self, x: mx.array, hidden: mx.array | None = None, *, keep: mx.array | None = None, hold: Hold = None
+        self,
+        x: mx.array,
+        hidden: mx.array | None = None,
+        *,
+        lengths: Lengths = None,
+        keep: mx.array | None = None,
+        hold: Hold = None,
     ) -> mx.array:
-        """As `GRU`."""
-        return run(self, x, {"hidden": hidden}, keep, hold)[0]
+        """Return the hidden state at every step, for the same arguments as `GRU`."""
+        return self._run(x, {"hidden": hidden}, lengths, keep, hold)[0]
 
-    def step(self, x: mx.array, hidden: mx.array | None = None) -> mx.array:
-        """As `GRU.step`."""
-        return run(self, x, {"hidden": hidden}, step=True)[0]
+    def step(self, x: mx.array, hidden: mx.array | None = None, *, keep: mx.array | None = None) -> mx.array:
+        """Return the hidden state after one step, for the same arguments as `GRU.step`."""
+        return self._run(x, {"hidden": hidden}, keep=keep, is_step=True)[0]
 
-    def _recurrence(self) -> tuple[str, Cell, dict[str, Any]]:
-        given = {"Wx": weight(self, "Wxh"), "Wh": weight(self, "Whh"), "b": bias(self, "bias")}
-        return self.op, RNNCell(activation_of(self.nonlinearity)), given
+    def _cell(self) -> Cell:
+        return RNNCell(activation_of(self.nonlinearity))
 
 
-def bias(layer: nn.Module, name: str) -> Weight | None:
-    """A layer's bias, if it has one."""
-    return None if getattr(layer, name) is None else weight(layer, name)
+class QuantizedLSTM(QuantizedLayer, LSTM):
+    """`LSTM` with quantized weights; `mlx.nn.QuantizedLinear` is to `Linear` what this is to `LSTM`.
+
+    Equals the `LSTM` whose weights are what `mx.dequantize` makes of the packed ones, which stay packed: at 4 bits an
+    eighth of the bytes of float32. Made by `from_layer(layer, group_size, bits, mode)`, or for a whole model by
+    `quantize`; the constructor draws random weights, for a file to be loaded into.
+
+    Parameters: `Wx` and `Wh` as `mx.quantize` packs them, uint32; beside each `Wx_scales`, `Wh_scales` and, in mode
+    "affine", `Wx_biases`, `Wh_biases`; `bias` [4H] as it was. A weight keeps its name, as that of
+    `mlx.nn.QuantizedLinear` does. All are frozen, as there; after `layer.unfreeze(keys="bias")` the bias is trained.
+    Packed weights have no gradient: to ask for one is an error.
+
+    Where D is not a multiple of the group `Wx` stays as it is: it is read once per call, and `Wh` at every step.
+
+    Args:
+        input_size, hidden_size, bias, engine: as in `LSTM`.
+        layer (Module): of `from_layer`, an `mlx_lstm.nn.LSTM` or `mlx.nn.LSTM`, which stays as it is.
+        group_size (int, optional): weights that share a scale; H must be a multiple. Default: that of the mode, 64, or
+            of "mxfp4" and "mxfp8" 32, of "nvfp4" 16.
+        bits (int, optional): of a weight. Default: that of the mode, 4, or of "mxfp8" 8.
+        mode (str): "affine" (groups of 32, 64, 128; 1, 2, 3, 4, 5, 6 or 8 bits), "mxfp4", "mxfp8" or "nvfp4", as of
+            `mx.quantize`. Default: `"affine"`.
+
+    Raises:
+        ValueError: an argument breaks a rule.
+
+    Example:
+        >>> import mlx.core as mx
+        >>> from mlx_lstm.nn import LSTM, QuantizedLSTM
+        >>> layer = QuantizedLSTM.from_layer(LSTM(40, 64), bits=8)
+        >>> layer
+        QuantizedLSTM(input_dims=40, hidden_size=64, bias=True, group_size=64, bits=8, mode=affine)
+        >>> hidden, cell = layer(mx.ones((2, 10, 40)))
+        >>> sorted(layer.parameters())
+        ['Wh', 'Wh_biases', 'Wh_scales', 'Wx', 'bias']
+    """
+
+    op = "nn.QuantizedLSTM"
+    of, kinds = LSTM, (LSTM, nn.LSTM)
+
+
+class QuantizedGRU(QuantizedLayer, GRU):
+    """`GRU` with quantized weights, as `QuantizedLSTM` has them.
+
+    Parameters: `Wx`, `Wh` and their scales and biases as there; `b` [3H], `bhn` [H] as they were.
+
+    Args:
+        input_size, hidden_size, bias, group_size, bits, mode, engine: as in `QuantizedLSTM`.
+
+    Example:
+        >>> import mlx.core as mx
+        >>> from mlx_lstm.nn import GRU, QuantizedGRU
+        >>> QuantizedGRU.from_layer(GRU(32, 32), mode="mxfp4")(mx.ones((2, 10, 32))).shape
+        (2, 10, 32)
+    """
+
+    op = "nn.QuantizedGRU"
+    of, kinds = GRU, (GRU, nn.GRU)
+
+
+class QuantizedRNN(QuantizedLayer, RNN):
+    """`RNN` with quantized weights, as `QuantizedLSTM` has them.
+
+    Parameters: `Wxh`, `Whh`, each with `Wxh_scales`, `Wxh_biases` and so on beside it; `bias` [H] as it was.
+
+    Args:
+        input_size, hidden_size, bias, nonlinearity, engine: as in `RNN`.
+        group_size, bits, mode: as in `QuantizedLSTM`.
+
+    Example:
+        >>> import mlx.core as mx
+        >>> from mlx_lstm.nn import RNN, QuantizedRNN
+        >>> QuantizedRNN.from_layer(RNN(32, 32), group_size=32)(mx.ones((2, 10, 32))).shape
+        (2, 10, 32)
+    """
+
+    op = "nn.QuantizedRNN"
+    of, kinds = RNN, (RNN, nn.RNN)
 
 
 def activation_of(nonlinearity: object) -> str:
-    """Its name in `mlx_lstm.rnn`."""
+    """Return the name that a nonlinearity has in `mlx_lstm.rnn`."""
     # A module, such as nn.Tanh(), cannot be looked up in a dict.
     for function, name in NONLINEARITIES.items():
         if nonlinearity is function:
@@ -344,72 +554,32 @@ def activation_of(nonlinearity: object) -> str:
     fail("nn.RNN", "nonlinearity must be MLX's tanh, relu or sigmoid, as a function,", repr(nonlinearity))
 
 
-def run(
-    layer: LSTM | GRU | RNN,
-    x: mx.array,
-    states: dict[str, mx.array | None],
-    keep: mx.array | None = None,
-    hold: Hold = None,
-    *,
-    step: bool = False,
-) -> tuple[mx.array, ...]:
-    """The states at every step, [..., L, H], as many as there are in `states`: the first h and c, by the caller's
-    names; with `step` x [..., D] has one, and they are [..., H]. All is computed in the dtype that the arrays given
-    promote to."""
-    op, cell, parameters = layer._recurrence()
-    given = {name: array for name, array in parameters.items() if array is not None}
-    features, H = given["Wx"].shape[1], given["Wh"].shape[1]
-    check_input(op, x, features, given["Wx"], step)
-    given["x"] = x
-    batch, L = (x.shape[:-1], 1) if step else (x.shape[:-2], x.shape[-2])
-    for name, (word, value) in zip(("h0", "c0"), states.items(), strict=False):
-        if value is not None:
-            given[name] = state(op, value, word, (*batch, H), x)
-    dtype = common_dtype(given.values())
-    shape = (*batch, H) if step else (*batch, L, H)
-    if 0 in batch:
-        return tuple(mx.zeros(shape, dtype) for _ in states)
-    small = by_mlx
-    if len(batch) != 1:
-        small = by_numpy if computes_now(layer.engine) else by_mlx
-        for name, of_item in {"x": x.shape[len(batch) :], "h0": (H,), "c0": (H,)}.items():
-            if name in given:
-                given[name] = small(methodcaller("reshape", (-1, *of_item)), given[name])
-    steps = whole_steps(op, keep, hold, (*batch, L), "[..., L]")
-    steps = {name: array.reshape(-1, L) for name, array in steps.items()}
-    options = {"engine": layer.engine, "checkpoint_every": layer.checkpoint_every, "hold": steps.pop("hold", None)}
-    call = Call(cell, batch_first=not step, one_step=step, **options)
-    arrays = in_dtype(given, dtype) | steps
-    out, choice = call.forward(arrays, return_gates=False, training=layer.training, wants_last=step)
-    note_engine(layer, choice)
-    found = [out[name] for name, _ in zip(("hT", "cT") if step else "hc", states, strict=False)]
-    return tuple(found if len(batch) == 1 else [small(methodcaller("reshape", shape), array) for array in found])
-
-
-def check_input(op: str, x: object, features: int, Wx: Weight, step: bool) -> None:
-    """That x is a layer's input: [..., L, D], of a step [..., D]."""
+def check_input(op: str, x: object, D: int, Wx: Weight, is_step: bool) -> None:
+    """Check that x is a layer's input: [..., L, D], of a step [..., D]."""
     if not isinstance(x, mx.array):
         fail(op, f"x must be an mlx.core.array{instead_of(x)}", type(x).__name__)
     if x.dtype == mx.complex64:
         fail(op, "x must be real", x.dtype)
-    if x.ndim < 2 - step or x.shape[-1] != features or 0 in x.shape[-2 + step :]:
-        check_loaded(op, Wx)
-        axes, least = ("", "") if step else ("L, ", " with at least one step")
-        fail(op, f"x must have shape [..., {axes}D = {features}]{least}", f"shape {list(x.shape)}")
+    if x.ndim < 2 - is_step or x.shape[-1] != D or 0 in x.shape[-2 + is_step :]:
+        check_loaded(op, Wx)  # weights of the other kind change D, and are what has to be said then
+        axes, least = ("", "") if is_step else ("L, ", " with at least one step")
+        fail(op, f"x must have shape [..., {axes}D = {D}]{least}", f"shape {list(x.shape)}")
 
 
 def check_loaded(op: str, Wx: Weight) -> None:
-    """That an input weight is what its layer's class has: by `strict=False` MLX loads any file into any layer."""
-    packed = Wx.packed if isinstance(Wx, Quantized) else Wx
-    if isinstance(Wx, Quantized) and packed.dtype != mx.uint32:
+    """Check that a quantized layer holds a quantized input weight, and a float layer a float one.
+
+    `load_weights(file, strict=False)` loads any file into any layer.
+    """
+    if isinstance(Wx, Quantized) and Wx.packed.dtype != mx.uint32:
         rule = "a quantized layer must hold packed weights, uint32: load float ones before it is quantized,"
-        fail(op, rule, packed.dtype)
-    if packed is Wx and packed.dtype == mx.uint32:
-        fail(op, "a float layer must hold floats: load packed weights into its Quantized kind,", packed.dtype)
+        fail(op, rule, Wx.packed.dtype)
+    if isinstance(Wx, mx.array) and Wx.dtype == mx.uint32:
+        fail(op, "a float layer must hold floats: load packed weights into its Quantized kind,", Wx.dtype)
 
 
-def state(op: str, array: object, name: str, shape: tuple[int, ...], x: mx.array) -> mx.array:
-    """A first state, broadcast over the batch axes of x."""
+def whole_state(op: str, array: object, name: str, shape: tuple[int, ...], x: mx.array) -> mx.array:
+    """Return a first state, broadcast over the batch axes of x to `shape` [..., H]."""
     if not isinstance(array, mx.array):
         both = isinstance(array, tuple) and op.endswith("LSTM")
         instead = ": pass hidden and cell, not a tuple," if both else instead_of(array)
@@ -421,5 +591,20 @@ def state(op: str, array: object, name: str, shape: tuple[int, ...], x: mx.array
     except ValueError:
         time = ["time"] * (x.ndim - len(shape))
         axes = ", ".join([*["batch", "..."][: len(shape) - 1], *time, "features"])
-        rule = f"{name} must have shape {list(shape)}, as x is [{axes}] = {list(x.shape)},"
-        fail(op, rule, f"shape {list(array.shape)}")
+        rule = f"{name} must have shape {list(shape)}, as x is [{axes}] = {list(x.shape)}"
+        if array.ndim > len(shape) and time:
+            rule += " (layer.step runs one step of a batch, nn.stack takes the states of several layers)"
+        fail(op, f"{rule},", f"shape {list(array.shape)}")
+
+
+def flat_lengths(op: str, lengths: Any, batch: tuple[int, ...]) -> Any:
+    """Return lengths [...] of a layer whose x has these batch axes, none or several, as [B]."""
+    if lengths is None:
+        return None
+    try:
+        array = lengths if isinstance(lengths, mx.array) else np.asarray(lengths)
+    except ValueError:  # rows of several lengths
+        fail(op, f"lengths must have shape {list(batch)}", lengths)
+    if array.shape != batch:
+        fail(op, f"lengths must have shape {list(batch)}, one per item,", f"shape {list(array.shape)}")
+    return array.reshape(-1)

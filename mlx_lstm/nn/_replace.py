@@ -1,15 +1,17 @@
-"""A model's recurrent layers of `mlx.nn` become ours where they are, and back."""
+"""Turn the recurrent layers of `mlx.nn` in a model into those of `mlx_lstm.nn`, and back."""
 
 import functools
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from threading import Lock
 from typing import Any, TypeVar
 
 import mlx.nn as nn
 
 from ..checks import check_flag, fail
-from ._layers import GRU, LSTM, RNN, activation_of
+from ..engines.choice import Engine, check_engine
+from ._layers import GRU, LSTM, RNN, Layer, activation_of
 
 M = TypeVar("M", bound=nn.Module | dict[Any, Any] | list[Any] | tuple[Any, ...])
 
@@ -18,23 +20,32 @@ Kinds = dict[type[nn.Module], type[nn.Module]]
 OURS: Kinds = {nn.LSTM: LSTM, nn.GRU: GRU, nn.RNN: RNN}
 THEIRS: Kinds = {ours: theirs for theirs, ours in OURS.items()}
 
+_constructors: dict[type[nn.Module], Callable[..., None]] = {}
+"""The constructors that `patched` puts back."""
 
-def replace(model: M, *, back: bool = False, engine: str | None = None) -> M:
-    """Every `mlx.nn.LSTM`, `GRU` and `RNN` of a model becomes ours, in place.
+_blocks: dict[object, Engine | None] = {}
+"""The blocks of `patched` in progress in all threads, in the order in which they began, and the engine of each."""
 
-    The layers stay the objects they are, and only their class changes: parameters, their names, what is frozen,
-    training or evaluation mode and an optimizer's state stay; so does a layer that several modules share. Found are
-    those in modules, dicts, lists and tuples of any depth, hidden ones (`_name`) too; the model may itself be one.
+_lock = Lock()
 
-    A subclass, which may compute something else, and an `RNN` whose nonlinearity is none of `NONLINEARITIES` are left:
-    a warning names them. One also says if the model has no such layer at all, as where it brings classes of its own.
-    What `mx.compile` has traced before does not change.
+
+def replace(model: M, *, back: bool = False, engine: Engine | None = None) -> M:
+    """Turn every `mlx.nn.LSTM`, `GRU` and `RNN` of a model into that of `mlx_lstm.nn`, in place.
+
+    The layers stay the same objects, and only their class changes. So parameters, their names, what is frozen,
+    training or evaluation mode and an optimizer's state stay, and so does a layer that several modules share. Layers
+    are found in modules, dicts, lists and tuples of any depth, hidden ones (`_name`) included; the model may itself be
+    a layer.
+
+    A subclass, which may compute something else, is left as it is, and so is an `RNN` whose nonlinearity is none of
+    `NONLINEARITIES`; a warning names them. Another warning says so if the model has no such layer at all, for example
+    because its layers are classes of its own. Functions that `mx.compile` has traced before do not change.
 
     Args:
         model (Module): or a dict, list or tuple of modules.
-        back (bool): make ours those of `mlx.nn` again. Default: `False`.
-        engine (str, optional): force an engine in every layer of ours in the model, as in `mlx_lstm.lstm`. Default:
-            those replaced now take the best for the stream's device.
+        back (bool): turn the layers of `mlx_lstm.nn` into those of `mlx.nn`. Default: `False`.
+        engine (str, optional): force an engine in every `mlx_lstm.nn` layer of the model, as in `mlx_lstm.lstm`.
+            Default: the layers that are replaced now take the best for the stream's device.
 
     Returns:
         Module: the model, the same object.
@@ -54,34 +65,39 @@ def replace(model: M, *, back: bool = False, engine: str | None = None) -> M:
     """
     op = "nn.replace"
     check_flag(op, "back", back)
+    check_engine(op, engine)
     if not isinstance(model, (nn.Module, dict, list, tuple)):
         fail(op, "model must be a module, or a dict, list or tuple of them,", type(model).__name__)
     if back and engine is not None:
         fail(op, "engine must be None with back=True", repr(engine))
     kinds, modules = (THEIRS if back else OURS), list(modules_of(model, "", set()))
-    left = [f"{name or 'the model'} ({why})" for name, layer in modules if (why := turn(layer, kinds))]
+    left = [f"{name or 'the model'} ({reason})" for name, layer in modules if (reason := convert(layer, kinds))]
     if left:
         warnings.warn(f"[{op}] left as they are: {', '.join(left)}.", stacklevel=2)
     elif not any(type(layer) in kinds.values() for _, layer in modules):
         wanted = " or ".join(sorted(name_of(kind) for kind in kinds))
         warnings.warn(f"[{op}] found no {wanted} in the model.", stacklevel=2)
     for _, layer in modules:
-        if engine is not None and isinstance(layer, (LSTM, GRU, RNN)):
+        if engine is not None and isinstance(layer, Layer):
             layer.engine = engine
     return model
 
 
 @contextmanager
-def patched(*, engine: str | None = None) -> Iterator[None]:
-    """What is built as `mlx.nn.LSTM`, `GRU` or `RNN` inside the block is ours, as after `replace`.
+def patched(*, engine: Engine | None = None) -> Iterator[None]:
+    """Make every `mlx.nn.LSTM`, `GRU` and `RNN` that is built inside the block one of `mlx_lstm.nn`, as `replace` does.
 
-    For code that builds and runs a model where nobody can reach it in between. However the class was imported, also
-    before the block, and in every thread: the constructors of `mlx.nn` are others until the block ends. What `replace`
-    leaves is left here, too, with a warning at the line that built it.
+    For code that builds and runs a model at once. The constructors of `mlx.nn` are replaced until the block ends: in
+    every thread, and however the class was imported, also before the block. Blocks may overlap, nested or in several
+    threads; the constructors are MLX's own again when the last one ends. What `replace` leaves as it is, is left here,
+    too, with a warning at the line that built it.
 
     Args:
-        engine (str, optional): force an engine in these layers, as in `mlx_lstm.lstm`. Default: the best for the
-            stream's device.
+        engine (str, optional): force an engine in the layers built inside the block, as in `mlx_lstm.lstm`. Of several
+            blocks in progress the latest that has one decides. Default: the best for the stream's device.
+
+    Raises:
+        ValueError: engine is none.
 
     Example:
         >>> import mlx.nn
@@ -91,32 +107,42 @@ def patched(*, engine: str | None = None) -> Iterator[None]:
         >>> isinstance(layer, mlx_lstm.nn.LSTM), isinstance(mlx.nn.LSTM(3, 4), mlx_lstm.nn.LSTM)
         (True, False)
     """
-    constructors = {kind: kind.__init__ for kind in OURS}
-    for kind, constructor in constructors.items():
-        kind.__init__ = turning(constructor, engine)
+    block = object()
+    check_engine("nn.patched", engine)
+    with _lock:
+        if not _blocks:
+            for kind in OURS:
+                _constructors[kind] = kind.__init__
+                kind.__init__ = converting(kind.__init__)
+        _blocks[block] = engine
     try:
         yield
     finally:
-        for kind, constructor in constructors.items():
-            kind.__init__ = constructor
+        with _lock:
+            del _blocks[block]
+            if not _blocks:
+                for kind, constructor in _constructors.items():
+                    kind.__init__ = constructor
 
 
-def turning(constructor: Callable[..., None], engine: str | None) -> Callable[..., None]:
-    """A constructor whose layers are ours, where they can be."""
+def converting(constructor: Callable[..., None]) -> Callable[..., None]:
+    """Return a constructor that builds a layer of MLX and converts it, if that is possible."""
 
     @functools.wraps(constructor)
     def construct(self: nn.Module, *args: Any, **options: Any) -> None:
         constructor(self, *args, **options)
-        if why := turn(self, OURS):
-            warnings.warn(f"[nn.patched] left as it is: {why}.", stacklevel=2)
-        elif engine is not None:
-            self.engine = engine
+        if reason := convert(self, OURS):
+            warnings.warn(f"[nn.patched] left as it is: {reason}.", stacklevel=2)
+        elif isinstance(self, Layer):
+            with _lock:
+                engines: list[Engine | None] = [None, *(engine for engine in _blocks.values() if engine is not None)]
+            self.engine = engines[-1]
 
     return construct
 
 
 def modules_of(tree: object, name: str, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
-    """All modules in it under their paths, each once."""
+    """Yield every module in a tree with its path, each once; `seen` collects the ids of what was visited."""
     if not isinstance(tree, (dict, list, tuple)) or id(tree) in seen:
         return
     seen.add(id(tree))
@@ -126,8 +152,8 @@ def modules_of(tree: object, name: str, seen: set[int]) -> Iterator[tuple[str, n
         yield from modules_of(value, f"{name}.{key}" if name else str(key), seen)
 
 
-def turn(layer: nn.Module, kinds: Kinds) -> str:
-    """A layer of these kinds is from now on of the kind each leads to; else why not, nothing of other modules."""
+def convert(layer: nn.Module, kinds: Kinds) -> str:
+    """Change the class of a layer by `kinds`; return "" or, if the layer has to stay as it is, the reason."""
     kind = kinds.get(type(layer))
     if kind is None:
         bases = [name_of(base) for base in kinds if isinstance(layer, base)]
@@ -139,13 +165,13 @@ def turn(layer: nn.Module, kinds: Kinds) -> str:
             return f"{name_of(nn.RNN)} with nonlinearity={layer.nonlinearity!r}"
     layer.__class__ = kind
     if kind in THEIRS:
-        layer.engine = None
+        layer.engine = layer.checkpoint_every = None
     else:
-        del layer.engine
-        layer.__dict__.pop("checkpoint_every", None)
+        for name in ("engine", "checkpoint_every", "_engine_used"):  # what a layer of MLX has not
+            layer.__dict__.pop(name, None)
     return ""
 
 
 def name_of(kind: type[nn.Module]) -> str:
-    """As users write it."""
+    """Return a layer's class as users write it."""
     return f"{'mlx' if kind in OURS else 'mlx_lstm'}.nn.{kind.__name__}"

@@ -1,22 +1,30 @@
-"""THE recurrence: an LSTM, GRU or plain RNN layer over a sequence, with its own gradient. All dialects come here.
+"""The recurrence: an LSTM, GRU or plain RNN layer over a sequence, with its own gradient. All faces stand on it.
 
-The functions `lstm`, `gru` and `rnn` run forward and carry their gradient; `lstm_gradients`, `gru_gradients` and
-`rnn_gradients` are that gradient by itself, for callers that kept the outputs. `recurrent` runs a cell of the caller's
-own. `by_layer`, `of_layers`, `split_states`, `join_states`, `join_biases` and `join_directions` translate the states,
-biases and directions that others' stacks of layers have. A layer that calls `note_engine` after its calls says by the
-property `engine_used` what ran. `Quantized` is a weight as `mx.quantize` packs it; `QuantizedLayer` is what layers with
-such weights are, `weight` reads one of them, `common_dtype` and `in_dtype` mix them with arrays; `whole_steps` is a
-layer's keep and hold, `whole_lengths` its lengths. What judges every result itself runs `unguarded`.
+For users, and exported by `mlx_lstm`:
+
+- `lstm`, `gru` and `rnn` run forward and carry their gradient; `lstm_gradients`, `gru_gradients` and `rnn_gradients`
+  are that gradient by itself, for callers that saved the outputs; `recurrent` runs a cell of the caller's own.
+- `Quantized` is a weight as `mx.quantize` packs it; `join_directions` joins the arrays of two directions.
+
+For the faces:
+
+- `Call` checks arguments, chooses an engine and runs it. `engine_used` is the property of a layer that returns the
+  choice of its latest call; `QuantizedLayer` is the base of layers with quantized weights.
+- `by_layer`, `of_layers`, `split_states`, `join_states` and `join_biases` translate the states and biases of stacks of
+  layers. `common_dtype`, `in_dtype` and `in_common_dtype` bring arrays into one dtype. `whole_steps` checks keep and
+  hold of a layer, `whole_lengths` its lengths.
+- Inside `unguarded` no kernel is tried before its first use: for code that judges every result itself.
 """
 
 from ..engines.packing import Quantized
-from ._call import Call, Hold, Lengths, engine_used, note_engine, whole_lengths
+from ._arguments import common_dtype, in_common_dtype, in_dtype
+from ._call import Call, Hold, Lengths, engine_used, whole_lengths
 from ._gru import GRUOutput as GRUOutput
 from ._gru import gru, gru_gradients
 from ._guard import unguarded
 from ._lstm import LSTMOutput as LSTMOutput
 from ._lstm import lstm, lstm_gradients
-from ._quantized import QuantizedLayer, common_dtype, in_dtype, weight
+from ._quantized import QuantizedLayer
 from ._recurrent import recurrent
 from ._rnn import RNNOutput as RNNOutput
 from ._rnn import rnn, rnn_gradients
@@ -25,5 +33,5 @@ from ._steps import whole_steps
 
 __all__ = ["Call", "Hold", "Lengths", "Quantized", "QuantizedLayer", "by_layer", "common_dtype", "engine_used", "gru"]
 __all__ += ["gru_gradients", "in_dtype", "join_biases", "join_directions", "join_states", "lstm", "lstm_gradients"]
-__all__ += ["note_engine", "of_layers", "recurrent", "rnn", "rnn_gradients", "split_states", "unguarded", "weight"]
-__all__ += ["whole_lengths", "whole_steps"]
+__all__ += ["of_layers", "recurrent", "rnn", "rnn_gradients", "split_states", "unguarded"]
+__all__ += ["in_common_dtype", "whole_lengths", "whole_steps"]

@@ -1,6 +1,6 @@
 """Checks of a recurrence's arguments: shapes, dtypes and options; the cell that options describe."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from numbers import Integral
 from typing import Any, TypeVar, cast
@@ -16,15 +16,42 @@ from ._steps import check_keep
 
 Check = TypeVar("Check", bound=Callable[..., Cell])
 Sizes = tuple[int, int, int, int]
-NamedForm = tuple[str, tuple[int, ...], mx.Dtype]
+NamedSpec = tuple[str, tuple[int, ...], mx.Dtype]
 
 
-def unpacked(op: str, given: dict[str, Any]) -> tuple[Arrays, Packing | None]:
-    """What a call was given as arrays, the parts of quantized weights by names of their own; how these are packed."""
-    if Quantized not in map(type, given.values()):
-        return given, None
-    quantized = {name: value for name, value in given.items() if isinstance(value, Quantized)}
-    arrays = {name: value for name, value in given.items() if name not in quantized}
+def check_call(
+    op: str,
+    inputs: dict[str, Any],
+    cell: Cell,
+    bidirectional: bool,
+    flags: dict[str, bool],
+    batch_first: bool = False,
+    one_step: bool = False,
+) -> tuple[Arrays, Packing | None, Sizes]:
+    """Check the arguments of a call. Return its arrays, how its quantized weights are packed, and (T, B, H, P) of one
+    direction.
+
+    inputs: arrays and `Quantized` weights; the arrays of the latter get names of their own, as in `Quantized.arrays`.
+    one_step: x is [B, I], without an axis of time.
+    """
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            check_flag(op, name, flag)
+    if not isinstance(bidirectional, bool):
+        check_flag(op, "bidirectional", bidirectional)
+    arrays, packing = unpacked(op, inputs) if Quantized in map(type, inputs.values()) else (inputs, None)
+    specs = []
+    for name, array in arrays.items():
+        if not isinstance(array, mx.array):
+            check_array(op, name, array, ())
+        specs.append((name, (1, *array.shape) if one_step and name == "x" else array.shape, array.dtype))
+    return arrays, packing, check_shapes(op, cell, bidirectional, batch_first, tuple(specs), packing)
+
+
+def unpacked(op: str, inputs: dict[str, Any]) -> tuple[Arrays, Packing]:
+    """Return the inputs with the arrays of each `Quantized` in its place, and how these are packed."""
+    quantized = {name: value for name, value in inputs.items() if isinstance(value, Quantized)}
+    arrays = {name: value for name, value in inputs.items() if name not in quantized}
     packings: dict[Packing, str] = {}
     for name, value in quantized.items():
         if name not in WEIGHTS:
@@ -34,15 +61,32 @@ def unpacked(op: str, given: dict[str, Any]) -> tuple[Arrays, Packing | None]:
                 check_array(op, f"{name}.{part}", array, ())
         try:
             packings.setdefault(value.packing, name)
-        except TypeError:  # something that has no hash, such as a list
+        except TypeError:  # a field without a hash, such as a list
             check_packing(op, *value.packing)
         arrays |= value.arrays(name)
     packing = next(iter(packings))
     if len(packings) > 1:
-        found = ", ".join(f"{name}: {how}" for how, name in packings.items())
-        fail(op, "all quantized weights must be packed in the same way", found)
+        each = ", ".join(f"{name}: {packing}" for packing, name in packings.items())
+        fail(op, "all quantized weights must be packed in the same way", each)
     check_packing(op, *packing)
     return arrays, packing
+
+
+def common_dtype(values: Iterable[Any]) -> mx.Dtype:
+    """Return the dtype to which arrays and weights promote. A quantized weight counts as its biases, if it has any."""
+    arrays = [value.biases if isinstance(value, Quantized) else value for value in values]
+    return mx.result_type(*[array for array in arrays if array is not None])
+
+
+def in_dtype(values: dict[str, Any], dtype: mx.Dtype) -> dict[str, Any]:
+    """Return the arrays in this dtype, and quantized weights as they are."""
+    return {name: value if isinstance(value, Quantized) else value.astype(dtype) for name, value in values.items()}
+
+
+def in_common_dtype(values: dict[str, Any]) -> tuple[dict[str, Any], mx.Dtype]:
+    """Return the arrays in the dtype to which all promote, and that dtype."""
+    dtype = common_dtype(values.values())
+    return in_dtype(values, dtype), dtype
 
 
 def check_packing(op: str, group_size: object, bits: object, mode: object) -> None:
@@ -55,37 +99,20 @@ def check_packing(op: str, group_size: object, bits: object, mode: object) -> No
             fail(op, f"{name} of mode {mode!r} must be one of {', '.join(map(str, allowed))}", repr(value))
 
 
-def check_arrays(
-    op: str,
-    arrays: Arrays,
-    cell: Cell,
-    bidirectional: bool,
-    batch_first: bool,
-    packing: Packing | None = None,
-    one_step: bool = False,
-) -> Sizes:
-    """That the arrays are what the cell has; returns (T, B, H, P), of one direction. `one_step`: x [B, I] has no T."""
-    for name, array in arrays.items():
-        if not isinstance(array, mx.array):
-            check_array(op, name, array, ())
-    forms = [(name, array.shape, array.dtype) for name, array in arrays.items()]
-    if one_step:
-        forms = [(name, (1, *shape) if name == "x" else shape, dtype) for name, shape, dtype in forms]
-    return check_forms(op, cell, bidirectional, batch_first, tuple(forms), packing)
-
-
 @lru_cache(maxsize=1024)
-def check_forms(
+def check_shapes(
     op: str,
     cell: Cell,
     bidirectional: bool,
     batch_first: bool,
-    forms: tuple[NamedForm, ...],
+    specs: tuple[NamedSpec, ...],
     packing: Packing | None = None,
 ) -> Sizes:
-    """`check_arrays`, from names, shapes and dtypes: what was right once is not looked at again, as that costs as much
-    as a step of a small layer."""
-    arrays = {name: Form(shape, dtype) for name, shape, dtype in forms}
+    """Check shapes and dtypes of a call's arrays. Return (T, B, H, P) of one direction.
+
+    The result is cached, as the checks take as long as one step of a small layer.
+    """
+    arrays = {name: Form(shape, dtype) for name, shape, dtype in specs}
     if packing is not None:
         arrays |= matrices_of(op, arrays, packing)
     x, Wh, G = arrays["x"], arrays["Wh"], cell.gates

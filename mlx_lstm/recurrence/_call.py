@@ -1,21 +1,22 @@
 """The way of a call from the caller's arguments to an engine: check, describe as a `Problem`, choose, run."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from ..checks import check_every, check_flag, check_lengths, warn_once
+from ..checks import check_every, check_lengths, warn_once
 from ..engines import METAL_ENGINES, Choice, choice, tuning
 from ..engines.autodiff import run, run_backward
 from ..engines.cells import Cell, RNNCell
-from ..engines.choice import Stream, on
+from ..engines.choice import NOWHERE, Stream, on
 from ..engines.chunks import chunks_of
 from ..engines.ops.cells import activate
 from ..engines.packing import Packing, packed_names
 from ..engines.problem import Arrays, Problem, limits_in_effect, masks_differ
 from ..engines.tracing import are_free, custom_function, have_values
-from ._arguments import Sizes, check_arrays, check_sequences, unpacked
+from ._arguments import Sizes, check_call, check_sequences
 from ._guard import guarded
 from ._steps import Steps, check_hold
 
@@ -58,11 +59,13 @@ class Call(NamedTuple):
         gates is None unless wanted; hT and cT are missing unless wanted.
         """
         op = self.cell.op
-        arrays, packing = unpacked(op, weights_and_arrays)
         if self.checkpoint_every is not None:
             check_every(op, self.checkpoint_every)
-        sizes = self.check(arrays, op, packing, (("return_gates", return_gates), ("training", training)))
-        with on(self.stream, op):
+        flags = {"return_gates": return_gates, "training": training, "reverse": self.reverse}
+        arrays, packing, sizes = check_call(
+            op, weights_and_arrays, self.cell, self.bidirectional, flags, self.batch_first, self.one_step
+        )
+        with NOWHERE if self.stream is None else on(self.stream, op):
             if self.hold is None and "keep" not in arrays:
                 arrays = self.with_lengths(arrays, sizes, op)
                 problem, choice = self.plan(arrays, [], sizes, packing, return_gates, training, wants_last)
@@ -77,8 +80,8 @@ class Call(NamedTuple):
     def backward(self, weights_and_arrays: dict[str, Any], saved: Arrays, cotangents: Arrays) -> Arrays:
         """Return the gradients of the arrays; quantized weights have none."""
         op = f"{self.cell.op}_gradients"
-        arrays, packing = unpacked(op, weights_and_arrays)
-        sizes = self.check(arrays, op, packing)
+        flags = {"reverse": self.reverse}
+        arrays, packing, sizes = check_call(op, weights_and_arrays, self.cell, self.bidirectional, flags)
         check_sequences(Problem(*sizes, self.cell, bidirectional=self.bidirectional), arrays, saved, cotangents, op)
         with on(self.stream, op):
             if self.hold is None and "keep" not in arrays:
@@ -141,15 +144,6 @@ class Call(NamedTuple):
         steps = Steps(T, B, backwards, self.batch_first, lengths, hold)
         return steps, self._replace(hold=None, lengths=steps.engine_lengths(), lengths_checked=True)
 
-    def check(
-        self, arrays: Arrays, op: str, packing: Packing | None, flags: tuple[tuple[str, object], ...] = ()
-    ) -> Sizes:
-        """Return (T, B, H, P), once arrays and flags are found right."""
-        for name, flag in (*flags, ("reverse", self.reverse), ("bidirectional", self.bidirectional)):
-            if not isinstance(flag, bool):
-                check_flag(op, name, flag)
-        return check_arrays(op, arrays, self.cell, self.bidirectional, self.batch_first, packing, self.one_step)
-
     def with_lengths(self, arrays: Arrays, sizes: Sizes, op: str) -> Arrays:
         """Return the arrays with the checked lengths among them, if there are any."""
         if self.lengths is None:
@@ -172,10 +166,12 @@ class Call(NamedTuple):
         Nothing is evaluated for an engine that trains and does without values. `others`: arrays besides `arrays` that
         the engine `numpy` would need the values of.
         """
-        dtype = arrays["x"].dtype
-        metal, on_cpu = mx.metal.is_available(), choice.current_device() == "cpu"
+        dtype, device = arrays["x"].dtype, choice.current_device()
+        # Engine `numpy` and inference ask whether MLX transforms the arrays. If it does not, nobody can ask for a
+        # gradient, and the graph stays plain. The other engines train without any value.
         free = traced = False
-        if not training or (on_cpu and self.engine in (None, "numpy")):
+        may_be_numpy = self.engine is None or (isinstance(self.engine, str) and self.engine == "numpy")
+        if not training or (device == "cpu" and may_be_numpy):
             values = [*arrays.values(), *others]
             free = are_free(values)
             traced = not free and not have_values(values)
@@ -184,7 +180,7 @@ class Call(NamedTuple):
             cell=self.cell,
             dtype=dtype,
             names=tuple(arrays),
-            masks_differ="keep" in arrays or masks_differ(arrays),
+            masks_differ="keep" in arrays or ("mask" in arrays and masks_differ(arrays)),
             reverse=self.reverse and not self.bidirectional,
             bidirectional=self.bidirectional,
             batch_first=self.batch_first,
@@ -196,39 +192,27 @@ class Call(NamedTuple):
             packing=packing,
             limits=limits_in_effect.get(),
         )
-
-        def best(**refused: Any) -> Choice:
-            return choice.choose(
-                sizes=(problem.T, problem.B, arrays["x"].shape[-1], problem.H),
-                dtype=dtype,
-                cell=self.cell,
-                bidirectional=self.bidirectional,
-                projection="Wp" in arrays,
-                device="cpu" if on_cpu else "gpu",
-                metal=metal,
-                traced=traced,
-                requested=self.engine,
-                table=tuning.current() if metal else tuning.PREDICTED,
-                op=self.cell.op if cotangents is None else f"{self.cell.op}_gradients",
-                packing=packing,
-                **refused,
-            )
-
-        # A gradient op gets all that recomputing would give, so it is never divided.
-        every = None if problem.plain else self.checkpoint_every
+        metal = mx.metal.is_available()
+        op = self.cell.op if cotangents is None else f"{self.cell.op}_gradients"
+        table = tuning.current() if metal else tuning.PREDICTED
+        best = partial(choice.decide, problem, table, op, self.engine, device, metal, traced)
         chosen = best()
+        problem = self.divided(problem, chosen.engine)
         if chosen.engine in METAL_ENGINES:
-            cut = tuning.cut(dtype, problem.B) if chosen.engine == "fused" else None
-            chunks = None if cotangents is not None else chunks_of(chosen.engine, problem, every)
-            problem = problem._replace(cut=cut, chunks=chunks)
             trusted = guarded(chosen, problem, best)
-            if trusted.engine == chosen.engine:
-                return problem, trusted
-            chosen = trusted
-        elif traced and on_cpu and self.engine is None:
+            if trusted.engine != chosen.engine:
+                chosen, problem = trusted, self.divided(problem, trusted.engine)
+        elif traced and device == "cpu" and self.engine is None:
             warn_once(SLOW_WHEN_TRACED)
-        chunks = None if cotangents is not None else chunks_of(chosen.engine, problem, every)
-        return problem._replace(chunks=chunks), chosen
+        return problem, chosen
+
+    def divided(self, problem: Problem, engine: str) -> Problem:
+        """Return the problem with what depends on the engine: the cut of `fused` and the chunks in time."""
+        cut = tuning.cut(problem.dtype, problem.B) if engine == "fused" else None
+        if problem.cotangents is not None:  # a gradient op gets all that a chunk would recompute
+            return problem._replace(cut=cut)
+        every = None if problem.plain else self.checkpoint_every
+        return problem._replace(cut=cut, chunks=chunks_of(engine, problem, every))
 
 
 def whole_lengths(op: str, lengths: Lengths, batch: int, longest: int, *, checked: bool = False) -> mx.array | None:
@@ -242,14 +226,12 @@ def whole_lengths(op: str, lengths: Lengths, batch: int, longest: int, *, checke
 
 @property
 def engine_used(layer: object) -> Choice | None:
-    """The engine of the layer's latest call and why it was that one, `Choice(engine, reason)`; None before the first.
-    In a compiled function it is what its tracing found."""
+    """The engine of the layer's latest call and the reason, `Choice(engine, reason)`; None before the first call.
+
+    In a compiled function it is the engine of its tracing. A layer sets `_engine_used` in its `vars`, past MLX, which
+    would count a tuple among the parameters.
+    """
     return getattr(layer, "_engine_used", None)
-
-
-def note_engine(layer: object, choice: Choice) -> None:
-    """Let `engine_used` of a layer return this choice."""
-    object.__setattr__(layer, "_engine_used", choice)  # past MLX, which would count a tuple as a state
 
 
 def given(**arrays: Any) -> dict[str, Any]:

@@ -7,12 +7,10 @@ is refused: the next one takes over, with a warning; who forced it gets the reas
 import json
 import signal
 import subprocess
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, lru_cache
-from pathlib import Path
 from threading import Lock
 
 import mlx.core as mx
@@ -20,7 +18,7 @@ import mlx.core as mx
 from ..checks import forget_warnings, warn_once
 from ..engines import METAL_ENGINES, Choice, tuning, verdicts
 from ..engines.problem import Problem
-from ..machine import child_command, child_environment
+from ..machine import child_command, child_environment, has_interpreter
 from ._form import Trial, trial_of
 
 SECONDS = 60
@@ -78,7 +76,7 @@ def refusal(engine: str, problem: Problem) -> str:
         verdict = verdicts.find(text)
         if verdict is None:
             verdict = try_out(trial)
-            verdicts.keep(text, verdict)
+            verdicts.record(text, verdict)
     return verdict
 
 
@@ -101,7 +99,7 @@ def tell(engine: str, following: str, reason: str) -> None:
 
 def command() -> list[str] | None:
     """What runs a trial; None where there is no interpreter, as in a frozen application."""
-    if getattr(sys, "frozen", False) or "python" not in Path(sys.executable or "").name.lower():
+    if not has_interpreter():
         return None
     return child_command("from mlx_lstm.recurrence._trial import main; main()")
 

@@ -8,14 +8,13 @@ import numpy as np
 
 from ..checks import check_array, fail
 from ..engines.directions import OWN_AXIS, ROWS, is_shared, join
-from ..engines.problem import Arrays
 
 OUTPUTS = ("h", "c", "gates", "hT", "cT")
 JOINED = (*ROWS, *OWN_AXIS, "h0", "c0", "mask", "x", *OUTPUTS, *(f"d{name}" for name in OUTPUTS))
 """What each direction has an array of, by the names of the ops' arguments and outputs."""
 
 
-def join_directions(forward: Mapping[str, mx.array | None], reverse: Mapping[str, mx.array | None]) -> Arrays:
+def join_directions(forward: Mapping[str, mx.array | None], reverse: Mapping[str, mx.array | None]) -> dict[str, Any]:
     """The arrays of two layers of one direction each, as a call with `bidirectional=True` takes or returns them.
 
     Equals what the docstring of `lstm` says of both directions: `Wx`, `b` and `bhn` one below the other, `Wh`, `Wp`

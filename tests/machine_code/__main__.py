@@ -4,10 +4,11 @@ import argparse
 from pathlib import Path
 
 from mlx_lstm.bench.files import write_records
-from mlx_lstm.bench.report import table as in_columns
-from mlx_lstm.bench.tasks import DTYPES, PASSES, SIZES, parse_size
+from mlx_lstm.bench.tasks import PASSES, SIZES, parse_size
 from mlx_lstm.engines import METAL_ENGINES
 from mlx_lstm.engines.packing import WIDTHS, Packing
+from mlx_lstm.testing.cases import DTYPES
+from mlx_lstm.testing.report import table as in_columns
 
 from . import predictions
 from .compiler import machine_code
@@ -40,7 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
             for kernel, launch in kernels(chosen).items():
                 (options.keep / f"{kernel.kernel}.metal").write_text(launch.text)
                 (options.keep / f"{kernel.kernel}.txt").write_text(machine_code(launch.text, launch.threads))
-    print(in_columns([[name.replace("_", " ") for name in COLUMNS], *map(cells_of, lines)]))
+    print(in_columns([[name.replace("_", " ") for name in COLUMNS], *map(cells_of, lines)], left=2))
     print(LEGEND if options.size else f"{LEGEND}\nWritten to {FILE}.")
     return 0
 

@@ -3,11 +3,12 @@
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from mlx_lstm.bench.report import table
-from mlx_lstm.bench.tasks import DTYPES, Size
+from mlx_lstm.bench.tasks import Size
 from mlx_lstm.engines.choice import LSTM, METAL_ENGINES, choose, obstacles
 from mlx_lstm.engines.packing import Packing
 from mlx_lstm.engines.problem import Problem
+from mlx_lstm.testing.cases import DTYPES
+from mlx_lstm.testing.report import table
 
 from .instructions import counted, has_product
 from .launches import Graph, Launch
@@ -124,7 +125,7 @@ def group_text(size: Size, dtype: str, which: str, lines: list[Prediction], pack
     notes += [f"{theirs.layer} over {line.layer}, predicted: {theirs.over(line)}" for line in wholes]
     packed = f"   weights of {packing.bits} bits" if packing else ""
     title = f"T,B,I,H = {size}   {which}   {dtype}{packed}   default engine {default.engine}: {default.reason}"
-    return "\n".join([title, table(cells), *notes])
+    return "\n".join([title, table(cells, left=2), *notes])
 
 
 def traffic_cells(line: Prediction) -> list[str]:

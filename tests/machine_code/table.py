@@ -6,9 +6,10 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-from mlx_lstm.bench.tasks import DTYPES, Size
+from mlx_lstm.bench.tasks import Size
 from mlx_lstm.engines.cells import GRUCell, LSTMCell, RNNCell
 from mlx_lstm.engines.packing import Packing
+from mlx_lstm.testing.cases import DTYPES
 
 from .compiler import HERE, machine_code
 from .count import WORDS, count

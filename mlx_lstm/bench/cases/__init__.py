@@ -1,4 +1,4 @@
-"""The table of cases: what is measured against what."""
+"""The table of cases: which sizes, passes and contenders each has."""
 
 import importlib
 import importlib.util
@@ -8,76 +8,80 @@ from typing import NamedTuple
 
 from ...engines.cells import Cell, LSTMCell
 from ...oracle.arithmetic import Tensors
-from .. import judge
-from ..judge import Judge
+from ...testing.judge import Judge
+from ..judge import judge_layer
 from ..tasks import PASSES, SIZES, Contender, Size
 from . import block_lstm, lstm, stack, stack_judge, streaming
 
-__all__ = ["CASES", "Case", "find_contender", "is_installed"]
+__all__ = ["CASES", "BenchCase", "find_contender", "is_installed"]
 
 
-class Case(NamedTuple):
+class BenchCase(NamedTuple):
     """One job for several contenders.
 
-    sizes: those measured by default. passes: the tensors that each of "forward" and "backward" computes, by name, where
-    there is such a pass; the default ones are `shown`. contenders: by their name on the command line; references: those
-    whose time every other time is divided by. draw(size, dtype): the numbers. appoint(numbers, dtype, backward=): the
-    judge. cell, bidirectional: what the library chooses an engine for.
+    sizes: the sizes measured by default.
+    passes: the names of the tensors that "forward" and "backward" compute, where the case has that pass.
+    default_passes: the passes measured by default.
+    contenders: by their name on the command line.
+    references: the contenders whose time every other time is divided by.
+    draw: draw(size, dtype) returns the numbers.
+    judge: judge(numbers, dtype, backward=) returns the judge of the results.
+    cell, bidirectional: what the library chooses an engine for.
     """
 
     sizes: tuple[Size, ...]
     passes: dict[str, tuple[str, ...]]
-    shown: tuple[str, ...]
+    default_passes: tuple[str, ...]
     contenders: dict[str, Contender]
     references: tuple[str, ...]
     draw: Callable[..., Tensors]
-    appoint: Callable[..., Judge]
+    judge: Callable[..., Judge]
     cell: Cell = LSTMCell()
     bidirectional: bool = False
 
 
-def two_layers(cell: str) -> Case:
-    """Two bidirectional layers of a cell."""
-    return Case(
+def two_layers(cell: str) -> BenchCase:
+    """Return the case of two bidirectional layers of a cell."""
+    return BenchCase(
         stack.SIZES,
         stack.PASSES,
         ("backward",),
         stack.contenders(cell),
         ("torch",),
         partial(stack.draw, cell),
-        partial(stack_judge.appoint, cell),
+        partial(stack_judge.judge_stack, cell),
         stack.CELLS[cell],
         bidirectional=True,
     )
 
 
 CASES = {
-    "lstm": Case(
+    "lstm": BenchCase(
         SIZES,
         PASSES,
         ("forward", "backward"),
         lstm.CONTENDERS,
         ("torch", "mlx"),
         lstm.draw,
-        judge.appoint,
+        judge_layer,
     ),
-    "block_lstm": Case(
+    "block_lstm": BenchCase(
         block_lstm.SIZES,
         PASSES,
         ("backward",),
         block_lstm.CONTENDERS,
         ("tensorflow",),
         lstm.draw,
-        block_lstm.appoint_judge,
+        block_lstm.judge_block_lstm,
     ),
-    "streaming": Case(
+    "streaming": BenchCase(
         streaming.SIZES,
         streaming.PASSES,
         ("forward",),
         streaming.CONTENDERS,
         ("torch", "mlx"),
         lstm.draw,
-        judge.appoint,
+        judge_layer,
     ),
     "cudnn_lstm": two_layers("lstm"),
     "cudnn_gru": two_layers("gru"),
@@ -85,7 +89,7 @@ CASES = {
 
 
 def find_contender(name: str, case: str = "lstm") -> Contender:
-    """A contender by its name in a case's table, or one of yours by "module:attribute"."""
+    """Return a contender of a case by its name, or a user's own by "module:attribute"."""
     known = CASES[case].contenders
     if name in known:
         return known[name]
@@ -96,5 +100,5 @@ def find_contender(name: str, case: str = "lstm") -> Contender:
 
 
 def is_installed(contender: Contender) -> bool:
-    """Whether the module it needs is there. Does not import it."""
+    """Return whether the module that the contender needs is installed, without importing it."""
     return importlib.util.find_spec(contender.needs) is not None

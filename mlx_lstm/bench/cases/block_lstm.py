@@ -1,6 +1,6 @@
 """The case `block_lstm`: `mlx_lstm.tf` against TensorFlow's raw ops on the CPU, with all outputs of both ops computed.
 
-The LSTM and its numbers are those of the case `lstm`, so its judge serves here. The ops add 1 to the forget gate's
+The LSTM and its numbers are those of the case `lstm`, and so is its judge. The ops add 1 to the forget gate's
 preactivation; there is no clip and no peephole.
 """
 
@@ -11,41 +11,43 @@ import mlx.core as mx
 import numpy as np
 
 from ...oracle.arithmetic import Tensors
-from ..judge import Judge, appoint
-from ..tasks import DTYPES, Contender, Size, Task, Work
+from ...testing.cases import DTYPES
+from ...testing.judge import Judge
+from ..judge import judge_layer
+from ..tasks import Contender, Size, Task, Work
 
 SIZES = tuple(Size(T, 32, H, H) for T in (64, 256) for H in (128, 256, 512))
 FORGET_BIAS = 1.0
 ICFO = "igfo"  # TensorFlow's gate order in our letters
 
 
-def appoint_judge(numbers: Tensors, dtype: str, *, backward: bool) -> Judge:
-    """The judge of the ops' results: their forget bias is a part of b."""
+def judge_block_lstm(numbers: Tensors, dtype: str, *, backward: bool) -> Judge:
+    """Return the judge of the ops' results: the LSTM of `numbers` with the forget bias added to b."""
     b = numbers["b"].copy()
     H = len(b) // 4
     b[H : 2 * H] += FORGET_BIAS
-    return appoint(numbers | {"b": b}, dtype, backward=backward)
+    return judge_layer(numbers | {"b": b}, dtype, backward=backward)
 
 
 def in_order(blocks: np.ndarray, order: str, new_order: str) -> np.ndarray:
-    """The four blocks on axis 0 in another gate order."""
+    """Return the four blocks on axis 0 in another gate order."""
     parts = dict(zip(order, np.split(blocks, 4), strict=True))
     return np.concatenate([parts[gate] for gate in new_order])
 
 
 def op_arrays(numbers: Tensors) -> Tensors:
-    """The ops' arguments: x [T, B, I], w [I + H, 4H], b [4H], states and peepholes of zeros, and the gradients."""
+    """Return the ops' arguments: x [T, B, I], w [I + H, 4H], b [4H], zeros as states and peepholes, the cotangents."""
     T, B, H = numbers["dh"].shape
     weights = np.concatenate([numbers["Wx"], numbers["Wh"]], axis=1)
     zeros = {name: np.zeros((B, H), np.float32) for name in ("cs_prev", "h_prev")}
     zeros |= {name: np.zeros(H, np.float32) for name in ("wci", "wcf", "wco")}
     w = np.ascontiguousarray(in_order(weights, "ifgo", ICFO).T)
-    given = {"x": numbers["x"], "w": w, "b": in_order(numbers["b"], "ifgo", ICFO)}
-    return given | zeros | {"cs_grad": np.zeros((T, B, H), np.float32), "h_grad": numbers["dh"]}
+    arrays = {"x": numbers["x"], "w": w, "b": in_order(numbers["b"], "ifgo", ICFO)}
+    return arrays | zeros | {"cs_grad": np.zeros((T, B, H), np.float32), "h_grad": numbers["dh"]}
 
 
 def named_results(h: np.ndarray, gradients: Tensors, width: int) -> Tensors:
-    """h, dx, dWx, dWh, db as the case `lstm` has them."""
+    """Return h, dx, dWx, dWh, db in the layouts of the case `lstm`."""
     if not gradients:
         return {"h": h}
     dw = in_order(gradients["w_grad"].T, ICFO, "ifgo")
@@ -58,54 +60,54 @@ NEEDED = ("x_grad", "w_grad", "b_grad")
 
 
 def prepare_ours(numbers: Tensors, task: Task) -> Work:
-    """`mlx_lstm.tf.block_lstm` and `block_lstm_grad`."""
+    """Make ready `mlx_lstm.tf.block_lstm` and `block_lstm_grad`."""
     from mlx_lstm import tf
 
     arrays = {name: mx.array(array).astype(DTYPES[task.dtype]) for name, array in op_arrays(numbers).items()}
     mx.eval(arrays)
-    given: dict[str, Any] = {name: arrays[name] for name in NAMES} | {"seq_len_max": task.size.T}
-    given |= {"use_peephole": False, "engine": task.engine}
+    arguments: dict[str, Any] = {name: arrays[name] for name in NAMES} | {"seq_len_max": task.size.T}
+    arguments |= {"use_peephole": False, "engine": task.engine}
 
     def run() -> tuple[Any, Any]:
-        out = tf.block_lstm(**given, forget_bias=FORGET_BIAS, cell_clip=0.0)
+        out = tf.block_lstm(**arguments, forget_bias=FORGET_BIAS, cell_clip=0.0)
         gradients = None
         if task.which == "backward":
             cs_grad, h_grad = arrays["cs_grad"], arrays["h_grad"]
-            gradients = tf.block_lstm_grad(**given, **out._asdict(), cs_grad=cs_grad, h_grad=h_grad)
+            gradients = tf.block_lstm_grad(**arguments, **out._asdict(), cs_grad=cs_grad, h_grad=h_grad)
         mx.eval(out, gradients or ())
         return out, gradients
 
     def tensors(results: tuple[Any, Any]) -> Tensors:
         out, gradients = results
-        found = {name: getattr(gradients, name) for name in NEEDED if gradients}
-        found = {name: np.array(array.astype(mx.float32)) for name, array in found.items()}
-        return named_results(np.array(out.h.astype(mx.float32)), found, task.size.I)
+        needed = {name: getattr(gradients, name) for name in NEEDED if gradients}
+        needed = {name: np.array(array.astype(mx.float32)) for name, array in needed.items()}
+        return named_results(np.array(out.h.astype(mx.float32)), needed, task.size.I)
 
     return Work(run, tensors)
 
 
 def prepare_tensorflow(numbers: Tensors, task: Task) -> Work:
-    """`tf.raw_ops.BlockLSTM` and `BlockLSTMGrad` on the CPU, called one after the other."""
+    """Make ready `tf.raw_ops.BlockLSTM` and `BlockLSTMGrad` on the CPU, called one after the other."""
     import tensorflow as tf
 
     tf.config.set_visible_devices([], "GPU")
     dtype = getattr(tf, task.dtype)
     arrays = {name: tf.cast(tf.constant(array), dtype) for name, array in op_arrays(numbers).items()}
-    given = {name: arrays[name] for name in NAMES} | {"use_peephole": False}
-    given["seq_len_max"] = tf.constant(task.size.T, tf.int64)
+    arguments = {name: arrays[name] for name in NAMES} | {"use_peephole": False}
+    arguments["seq_len_max"] = tf.constant(task.size.T, tf.int64)
 
     def run() -> tuple[Any, Any]:
-        out = tf.raw_ops.BlockLSTM(**given, forget_bias=FORGET_BIAS, cell_clip=0.0)
+        out = tf.raw_ops.BlockLSTM(**arguments, forget_bias=FORGET_BIAS, cell_clip=0.0)
         if task.which == "forward":
             return out, None
         cotangents = {name: arrays[name] for name in ("cs_grad", "h_grad")}
-        return out, tf.raw_ops.BlockLSTMGrad(**given, **out._asdict(), **cotangents)
+        return out, tf.raw_ops.BlockLSTMGrad(**arguments, **out._asdict(), **cotangents)
 
     def tensors(results: tuple[Any, Any]) -> Tensors:
         out, gradients = results
-        found = {name: getattr(gradients, name) for name in NEEDED if gradients}
-        found = {name: tf.cast(array, tf.float32).numpy() for name, array in found.items()}
-        return named_results(tf.cast(out.h, tf.float32).numpy(), found, task.size.I)
+        needed = {name: getattr(gradients, name) for name in NEEDED if gradients}
+        needed = {name: tf.cast(array, tf.float32).numpy() for name, array in needed.items()}
+        return named_results(tf.cast(out.h, tf.float32).numpy(), needed, task.size.I)
 
     return Work(run, tensors, tf.config.threading.get_intra_op_parallelism_threads() or os.cpu_count())
 

@@ -7,11 +7,12 @@ import mlx.core as mx
 import numpy as np
 
 from ...oracle.arithmetic import Tensors
-from ..tasks import DTYPES, PASSES, Contender, Size, Task, Work, as_represented
+from ...testing.cases import DTYPES, as_represented
+from ..tasks import PASSES, Contender, Size, Task, Work
 
 
 def draw(size: Size, dtype: str, seed: int = 0) -> Tensors:
-    """x, Wx, Wh, b, time-major and in gate order ifgo, and the gradient dh of h: float32 that `dtype` represents."""
+    """Return x, Wx, Wh, b, time-major and in gate order ifgo, and the cotangent dh of h: float32 values `dtype` has."""
     rng = np.random.default_rng(seed)
     T, B, width, H = size
 
@@ -29,7 +30,7 @@ def draw(size: Size, dtype: str, seed: int = 0) -> Tensors:
 
 
 def prepare_ours(numbers: Tensors, task: Task) -> Work:
-    """This package's `lstm`, time-major, on the task's engine. A forward pass alone is inference, as for torch."""
+    """Make ready this package's `lstm`, time-major, on the task's engine. The pass "forward" is inference."""
     from mlx_lstm import lstm
 
     def forward(x: mx.array, Wx: mx.array, Wh: mx.array, b: mx.array) -> mx.array:
@@ -40,7 +41,7 @@ def prepare_ours(numbers: Tensors, task: Task) -> Work:
 
 
 def prepare_mlx(numbers: Tensors, task: Task) -> Work:
-    """`mlx.nn.LSTM`, which is batch-major: x and dh are laid out [B, T, .] for it beforehand."""
+    """Make ready `mlx.nn.LSTM`, which is batch-major: x and dh are laid out [B, T, .] for it beforehand."""
     import mlx.nn as nn
 
     layer = nn.LSTM(task.size.I, task.size.H)
@@ -53,7 +54,7 @@ def prepare_mlx(numbers: Tensors, task: Task) -> Work:
 
 
 def mlx_work(forward: Callable[..., mx.array], numbers: Tensors, task: Task, *, batch_major: bool) -> Work:
-    """A function (x, Wx, Wh, b) -> h in MLX. Its gradients are taken by `mx.vjp`: no loss to compute besides."""
+    """Make ready a function (x, Wx, Wh, b) -> h in MLX. Its gradients come from `mx.vjp`, without a loss."""
     arrays = {name: numbers[name] for name in ("x", "Wx", "Wh", "b", "dh")}
     if batch_major:
         arrays |= {name: np.ascontiguousarray(arrays[name].swapaxes(0, 1)) for name in ("x", "dh")}
@@ -82,7 +83,7 @@ def mlx_work(forward: Callable[..., mx.array], numbers: Tensors, task: Task, *, 
 
 
 def prepare_torch(numbers: Tensors, task: Task) -> Work:
-    """`torch.nn.LSTM` on the CPU, time-major. bias_ih = b; bias_hh = 0 and needs no gradient.
+    """Make ready `torch.nn.LSTM` on the CPU, time-major. bias_ih = b; bias_hh = 0 and needs no gradient.
 
     Forward runs under `no_grad`; gradients come from `torch.autograd.grad`, which adds them to no `.grad` first.
     """

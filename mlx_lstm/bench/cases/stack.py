@@ -7,7 +7,8 @@ import numpy as np
 
 from ...engines.cells import Cell, GRUCell, LSTMCell
 from ...oracle.arithmetic import Tensors
-from ..tasks import DTYPES, Contender, Size, Task, Work, as_represented
+from ...testing.cases import DTYPES, as_represented
+from ..tasks import Contender, Size, Task, Work
 from .stack_judge import SUFFIXES
 
 SIZES = (Size(128, 32, 128, 128), Size(64, 16, 256, 256))
@@ -20,7 +21,7 @@ PASSES = {
 
 
 def draw(cell: str, size: Size, dtype: str, seed: int = 0) -> Tensors:
-    """x [T, B, I], dh [T, B, 2H], and of every layer and direction Wx, Wh, b, bh in torch's gate order."""
+    """Return x [T, B, I], dh [T, B, 2H], and for every layer and direction Wx, Wh, b, bh in torch's gate order."""
     rng = np.random.default_rng(seed)
     T, B, width, H = size
     G = CELLS[cell].gates
@@ -34,29 +35,29 @@ def draw(cell: str, size: Size, dtype: str, seed: int = 0) -> Tensors:
     return as_represented(numbers, dtype)
 
 
-def packed(arrays: Tensors) -> np.ndarray:
-    """cuDNN's parameter buffer: all matrices by layer and direction, then all biases."""
+def to_buffer(arrays: Tensors) -> np.ndarray:
+    """Return cuDNN's parameter buffer: all matrices by layer and direction, then all biases."""
     parts = [(name, suffix) for pair in (("Wx", "Wh"), ("b", "bh")) for suffix in ALL for name in pair]
     return np.concatenate([arrays[name + suffix].ravel() for name, suffix in parts])
 
 
-def unpacked(buffer: np.ndarray, like: Tensors) -> Tensors:
-    """The arrays of such a buffer, in the shapes of `like`."""
-    found, start = {}, 0
+def from_buffer(buffer: np.ndarray, like: Tensors) -> Tensors:
+    """Return the arrays of such a buffer, in the shapes of `like`."""
+    arrays, start = {}, 0
     for pair in (("Wx", "Wh"), ("b", "bh")):
         for name in (name + suffix for suffix in ALL for name in pair):
             shape = like[name].shape
-            found[name] = buffer[start : start + np.prod(shape)].reshape(shape)
+            arrays[name] = buffer[start : start + np.prod(shape)].reshape(shape)
             start += np.prod(shape)
-    return found
+    return arrays
 
 
 def prepare_ours(cell: str, numbers: Tensors, task: Task) -> Work:
-    """`mlx_lstm.cudnn.cudnn_rnn` under `mx.vjp`, as torch's layer is under its autograd."""
+    """Make ready `mlx_lstm.cudnn.cudnn_rnn` under `mx.vjp`, as torch's layer is under its autograd."""
     from mlx_lstm.cudnn import cudnn_rnn
 
     state = np.zeros((4, task.size.B, task.size.H), np.float32)
-    arrays = {"x": numbers["x"], "state": state, "params": packed(numbers), "dh": numbers["dh"]}
+    arrays = {"x": numbers["x"], "state": state, "params": to_buffer(numbers), "dh": numbers["dh"]}
     arrays = {name: mx.array(array).astype(DTYPES[task.dtype]) for name, array in arrays.items()}
     mx.eval(arrays)
     training = task.which == "backward"
@@ -79,7 +80,7 @@ def prepare_ours(cell: str, numbers: Tensors, task: Task) -> Work:
         h, *gradients = (np.array(array.astype(mx.float32)) for array in results)
         if not gradients:
             return {"h": h}
-        return {"h": h, "dx": gradients[0]} | {f"d{n}": a for n, a in unpacked(gradients[1], numbers).items()}
+        return {"h": h, "dx": gradients[0]} | {f"d{n}": a for n, a in from_buffer(gradients[1], numbers).items()}
 
     return Work(run, tensors)
 
@@ -88,7 +89,7 @@ TORCH_NAMES = {"Wx": "weight_ih", "Wh": "weight_hh", "b": "bias_ih", "bh": "bias
 
 
 def prepare_torch(cell: str, numbers: Tensors, task: Task) -> Work:
-    """`torch.nn.LSTM` or `torch.nn.GRU` on the CPU, time-major."""
+    """Make ready `torch.nn.LSTM` or `torch.nn.GRU` on the CPU, time-major."""
     import torch
 
     dtype = getattr(torch, task.dtype)
@@ -117,7 +118,7 @@ def prepare_torch(cell: str, numbers: Tensors, task: Task) -> Work:
 
 
 def contenders(cell: str) -> dict[str, Contender]:
-    """Those of one cell."""
+    """Return the contenders of one cell."""
 
     def ours(numbers: Tensors, task: Task) -> Work:
         return prepare_ours(cell, numbers, task)

@@ -9,19 +9,19 @@ import numpy as np
 
 from ...oracle.arithmetic import Arithmetic, Tensors
 from ...oracle.recurrence import evaluate as evaluate_case
-from .. import judge
-from ..judge import Judge
+from ...testing.judge import Judge
+from ..judge import judge_layer
 
 SUFFIXES = (("_l0", "_l0_reverse"), ("_l1", "_l1_reverse"))
 
 
-def appoint(cell: str, numbers: Tensors, dtype: str, *, backward: bool) -> Judge:
-    """The judge of a stack of this cell, "lstm" or "gru"."""
-    return judge.appoint(numbers, dtype, backward=backward, of=partial(evaluate, cell))
+def judge_stack(cell: str, numbers: Tensors, dtype: str, *, backward: bool) -> Judge:
+    """Return the judge of a stack of this cell, "lstm" or "gru"."""
+    return judge_layer(numbers, dtype, backward=backward, evaluate=partial(evaluate, cell))
 
 
 def evaluate(cell: str, numbers: Tensors, fl: Arithmetic, *, backward: bool) -> Tensors:
-    """h [T, B, 2H] of the upper layer and, with `backward`, dx and dWx, dWh, db, dbh of every layer and direction."""
+    """Return h [T, B, 2H] of the upper layer and, with `backward`, dx and dWx, dWh, db, dbh by layer and direction."""
     lower, upper = (layer(cell, numbers, suffixes, fl) for suffixes in SUFFIXES)
     upper["x"] = evaluate_case(lower | {"x": numbers["x"]}, None, fl)[0]["h"]
     outputs, above = evaluate_case(upper, {"h": numbers["dh"]} if backward else None, fl)
@@ -35,10 +35,10 @@ def evaluate(cell: str, numbers: Tensors, fl: Arithmetic, *, backward: bool) -> 
 
 
 def layer(cell: str, numbers: Tensors, suffixes: tuple[str, str], fl: Arithmetic) -> Tensors:
-    """A layer as the oracle takes it, but for x. Of its two biases a GRU keeps the candidate's apart."""
-    of_both = {name: [numbers[name + suffix] for suffix in suffixes] for name in ("Wx", "Wh", "b", "bh")}
-    b, bh = (np.stack(of_both[name]).astype(np.float64) for name in ("b", "bh"))
-    case = {"op": cell, "bidirectional": True, "Wx": np.concatenate(of_both["Wx"]), "Wh": np.stack(of_both["Wh"])}
+    """Return a layer's case for the oracle, without x. The two biases are added, but for that of a GRU's candidate."""
+    both = {name: [numbers[name + suffix] for suffix in suffixes] for name in ("Wx", "Wh", "b", "bh")}
+    b, bh = (np.stack(both[name]).astype(np.float64) for name in ("b", "bh"))
+    case = {"op": cell, "bidirectional": True, "Wx": np.concatenate(both["Wx"]), "Wh": np.stack(both["Wh"])}
     if cell == "gru":
         candidate = 2 * bh.shape[1] // 3
         case["bhn"] = bh[:, candidate:].ravel()
@@ -47,14 +47,14 @@ def layer(cell: str, numbers: Tensors, suffixes: tuple[str, str], fl: Arithmetic
 
 
 def gradients_by_direction(gradients: Tensors, suffixes: tuple[str, str]) -> Tensors:
-    """dWx, dWh, db, dbh of each direction, from a layer's gradients as the oracle gives them."""
-    found = {}
+    """Return dWx, dWh, db, dbh of each direction, from a layer's gradients as the oracle gives them."""
+    named = {}
     for d, suffix in enumerate(suffixes):
         dWx, db = (np.split(gradients[name], 2)[d] for name in ("Wx", "b"))
         dbh = db
         if "bhn" in gradients:
             dbhn = np.split(gradients["bhn"], 2)[d]
             dbh = np.concatenate([db[: -len(dbhn)], dbhn])
-        named = {"dWx": dWx, "dWh": gradients["Wh"][d], "db": db, "dbh": dbh}
-        found |= {name + suffix: value for name, value in named.items()}
-    return found
+        values = {"dWx": dWx, "dWh": gradients["Wh"][d], "db": db, "dbh": dbh}
+        named |= {name + suffix: value for name, value in values.items()}
+    return named

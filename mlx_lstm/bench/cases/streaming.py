@@ -1,7 +1,7 @@
-"""The case `streaming`: a layer gets T steps one at a time, as frames come in, and hands its states on; inference.
+"""The case `streaming`: inference of T steps in T calls that pass their states on.
 
-What every call returns is evaluated before the next one. The LSTM and its numbers are those of the case `lstm`, so its
-judge serves here: frame by frame must give what the whole sequence does.
+The results of each call are evaluated before the next one. The LSTM, its numbers and its judge are those of the case
+`lstm`: step by step must give what the whole sequence does.
 """
 
 from typing import Any
@@ -10,15 +10,16 @@ import mlx.core as mx
 import numpy as np
 
 from ...oracle.arithmetic import Tensors
-from ..tasks import DTYPES, Contender, Size, Task, Work
+from ...testing.cases import DTYPES
+from ..tasks import Contender, Size, Task, Work
 
 SIZES = tuple(Size(100, 1, H, H) for H in (64, 128, 256, 640))
 PASSES = {"forward": ("h",)}
 
 
 def in_mlx(layer: Any, weights: Tensors, call: Any, state: Any, numbers: Tensors, task: Task, axis: int | None) -> Work:
-    """A layer of MLX's arrays; call(frame, state) is (h, next state), where a frame has its one step on `axis`, or has
-    no such axis."""
+    """Make ready a layer of MLX's. call(frame, state) returns (h, next state). `axis` is the axis of a frame that has
+    its one time step; None if it has no such axis."""
     layer.update({name: mx.array(array) for name, array in weights.items()})
     layer.set_dtype(DTYPES[task.dtype])
     layer.eval()
@@ -42,7 +43,7 @@ def in_mlx(layer: Any, weights: Tensors, call: Any, state: Any, numbers: Tensors
 
 
 def prepare_ours(numbers: Tensors, task: Task) -> Work:
-    """`mlx_lstm.nn.LSTM`, by its method for a step."""
+    """Make ready `mlx_lstm.nn.LSTM`, called by its method `step`."""
     from mlx_lstm.nn import LSTM
 
     layer = LSTM(task.size.I, task.size.H, engine=task.engine)
@@ -55,7 +56,7 @@ def prepare_ours(numbers: Tensors, task: Task) -> Work:
 
 
 def prepare_mlx(numbers: Tensors, task: Task) -> Work:
-    """`mlx.nn.LSTM`: the states are those of all steps, of which the last one goes on."""
+    """Make ready `mlx.nn.LSTM`, which returns the states of all steps: the last ones are passed on."""
     from mlx.nn import LSTM
 
     layer = LSTM(task.size.I, task.size.H)
@@ -68,18 +69,18 @@ def prepare_mlx(numbers: Tensors, task: Task) -> Work:
 
 
 def mlx_weights(numbers: Tensors) -> Tensors:
-    """MLX's parameters."""
+    """Return the numbers under the names of MLX's parameters."""
     return {"Wx": numbers["Wx"], "Wh": numbers["Wh"], "bias": numbers["b"]}
 
 
 def torch_weights(numbers: Tensors) -> Tensors:
-    """torch's parameters: bias_hh = 0."""
+    """Return the numbers under the names of torch's parameters; bias_hh = 0."""
     b = numbers["b"]
     return {"weight_ih_l0": numbers["Wx"], "weight_hh_l0": numbers["Wh"], "bias_ih_l0": b, "bias_hh_l0": 0 * b}
 
 
 def prepare_ours_torch(numbers: Tensors, task: Task) -> Work:
-    """`mlx_lstm.torch.LSTM`, on the engine that it chooses."""
+    """Make ready `mlx_lstm.torch.LSTM`, on the engine that it chooses."""
     from mlx_lstm.torch import LSTM
 
     layer = LSTM(task.size.I, task.size.H)
@@ -87,7 +88,7 @@ def prepare_ours_torch(numbers: Tensors, task: Task) -> Work:
 
 
 def prepare_torch(numbers: Tensors, task: Task) -> Work:
-    """`torch.nn.LSTM` on the CPU, under `inference_mode`."""
+    """Make ready `torch.nn.LSTM` on the CPU, under `inference_mode`."""
     import torch
 
     dtype = getattr(torch, task.dtype)

@@ -1,95 +1,131 @@
-"""The LSTM cell of engine `numpy`: one step forward and back, in place, with all its scratch memory.
+"""The LSTM cell of engine `numpy`: one step forward and one step back, in place, each with its scratch memory.
 
 The equations are those of `engines.ops.cells.lstm_step` and `lstm_step_backward`. Every array of a step is
-feature-major, [4H, B] and [H, B], so that each gate is one contiguous block.
+feature-major, [4H, B] or [H, B], so that each gate is one contiguous block.
 """
 
+from functools import cache
 from itertools import groupby
 
 import numpy as np
 
-from ..cells import LSTMCell, known
+from ..cells import LSTMCell
 from ..problem import Problem
-from .arrays import Array, Views
-from .gates import (
-    ACTIVATIONS,
-    ONE,
-    Gates,
-    activate,
-    gate_blocks,
-    gates_of,
-    reciprocal_gates,
-    reciprocal_sigmoid,
-    reciprocal_sigmoid_of_negative,
-    slope_from_square,
-)
-from .memory import Ends, Steps, chunk_steps, columns_buffer, first_state, matrix, transposed
-from .products import JoinedPreactivations, Preactivations, WeightGradients
+from .activations import ONE, InPlace, activation, gate_blocks, runs
+from .arrays import Array, Views, chunk_steps, columns_buffer, matrix, steps_of, transposed
+from .products import JoinedProduct, SeparateProducts, WeightGradients, input_products
+
+
+@cache
+def reciprocal_gates(activations: tuple[str, ...]) -> str:
+    """Return the gates of which a step computes the reciprocal 1 + exp(-z), to divide by it: one pass less than to
+    compute sigmoid(z) and multiply. These are all gates but g, or none."""
+    i, f, g, o, _ = activations
+    return "ifo" if i == f == o == "sigmoid" != g else ""
+
+
+def reciprocal_sigmoid(z: Array, out: Array) -> None:
+    """Write 1 + exp(-z), infinity where exp overflows."""
+    np.negative(z, out=out)
+    np.exp(out, out=out)
+    np.add(out, ONE, out=out)
+
+
+def reciprocal_sigmoid_negated(negated_z: Array, out: Array) -> None:
+    """Write 1 + exp(-z) where -z is given."""
+    np.exp(negated_z, out=out)
+    np.add(out, ONE, out=out)
 
 
 def peephole_columns(cell: LSTMCell, v: Views, H: int, B: int) -> dict[str, Array]:
-    """Each gate's peephole weights, repeated over the batch to [H, B]: contiguous operands for every step."""
+    """Return the peephole weights of each gate, repeated over the batch to [H, B]: contiguous operands for every
+    step."""
     if "peephole" not in v:
         return {}
     return {gate: np.repeat(v["peephole"][cell.block(gate, H), None], B, axis=1) for gate in cell.gate_order}
 
 
 class LSTMStep:
-    """`engines.ops.cells.lstm_step` in place: one step forward with all its scratch memory.
+    """One step forward. The preactivations z [4H, B] become the gates in place, or their reciprocals."""
 
-    The gates' rows of the preactivations become the gates, or of sigmoids the reciprocals, by which a step divides.
-    """
-
-    def __init__(
-        self, problem: Problem, cell: LSTMCell, v: Views, preactivations: Preactivations | JoinedPreactivations
-    ):
-        (_, B, H, _), dtype, order = problem[:4], v["Wh"].dtype, preactivations.order
-        self.preactivations, self.Wp = preactivations, matrix(v["Wp"]) if "Wp" in v else None
-        self.peephole: dict[str, Array] = peephole_columns(cell, v, H, B)
-        for gate in preactivations.negative if self.peephole else "":
-            np.negative(self.peephole[gate], out=self.peephole[gate])
-        late = "o" if self.peephole and cell.output_peephole == "current" else ""
-        reciprocal, z = reciprocal_gates(cell), preactivations.z
-        self.by = np.divide if reciprocal else np.multiply
-        sigmoid = reciprocal_sigmoid_of_negative if preactivations.negative else reciprocal_sigmoid
+    def __init__(self, problem: Problem, cell: LSTMCell, v: Views, mask: Array | None):
+        (_, B, H, _), dtype = problem[:4], v["Wh"].dtype
+        reciprocal = reciprocal_gates(cell.activations)
+        self.products: JoinedProduct | SeparateProducts = input_products(problem, v, mask, reciprocal)
+        order, negated = self.products.order, self.products.negated
+        self.weights: Array = self.products.weights
+        self.z: Array = np.empty((4 * H, B), dtype)
+        self.scratch: Array = np.empty((H, B), dtype)
+        # Multiplies with a gate, or divides by its reciprocal.
+        self.apply_gate: np.ufunc = np.divide if reciprocal else np.multiply
         blocks = gate_blocks(order, H)
-        self.gate: dict[str, Array] = {gate: z[rows] for gate, rows in blocks.items()}
-        self.early, self.late = (
-            gates_of(order, cell.activations, H, names).on(z, sigmoid if reciprocal else None)
-            for names in ("ifg" if late else "ifgo", late)
-        )
-        self.clip, self.output = cell.cell_clip, known("numpy", ACTIVATIONS, cell.activation("output"))[0]
-        self.kept: list[tuple[bool, Array, slice]] = []  # runs of gates: whether a reciprocal, of z, where kept
+        self.gate: dict[str, Array] = {gate: self.z[rows] for gate, rows in blocks.items()}
+        self.peephole: dict[str, Array] = peephole_columns(cell, v, H, B)
+        for gate in negated if self.peephole else "":
+            np.negative(self.peephole[gate], out=self.peephole[gate])
+        # A gate o that peeps at the new c is late: it is computed when c is there.
+        late = "o" if self.peephole and cell.output_peephole == "current" else ""
+        self.early: list[tuple[InPlace, Array]] = self.activations(cell, order, "ifg" if late else "ifgo")
+        self.late: list[tuple[InPlace, Array]] = self.activations(cell, order, late)
+        self.peeps_early: str = ("ifg" if late else "ifgo") if self.peephole else ""
+        self.clip: float | None = cell.cell_clip
+        self.output: InPlace = activation(cell.activations[4])[0]
+        # How z becomes the saved gates, which lie in the cell's own order: (is a reciprocal, rows of z, saved rows).
+        self.saves: list[tuple[bool, Array, slice]] = []
+        own = gate_blocks(cell.gate_order, H)
         for inverse, run in groupby(cell.gate_order, key=lambda gate: gate in reciprocal):
             first, *_, last = [*run] * 2
-            rows, kept = (slice(of[first].start, of[last].stop) for of in (blocks, gate_blocks(cell.gate_order, H)))
-            self.kept.append((inverse, z[rows], kept))
-        self.scratch: Array = np.empty((H, B), dtype)
+            rows = slice(blocks[first].start, blocks[last].stop)
+            self.saves.append((inverse, self.z[rows], slice(own[first].start, own[last].stop)))
+        self.Wp: Array | None = matrix(v["Wp"]) if "Wp" in v else None
         if self.Wp is not None:
-            self.m: Array = np.empty((H, B), dtype)
+            self.m: Array = np.empty((H, B), dtype)  # o * output(c), which Wp projects to h
 
-    def __call__(self, t: int, h_prev: Array, c_prev: Array, gates: Array | None, c: Array, h: Array) -> None:
-        """From h_prev [P, B] and c_prev [H, B]: gates [4H, B] where they are kept, c [H, B] and h [P, B]."""
-        gate, scratch, by = self.gate, self.scratch, self.by
-        self.preactivations.at(t, h_prev)
-        if self.peephole:
-            for name in "ifg" if self.late else "ifgo":
-                gate[name] += np.multiply(self.peephole[name], c_prev, out=scratch)
-        for activation, rows in self.early:
-            activation(rows, rows)
-        by(c_prev, gate["f"], out=c)
-        c += by(gate["g"], gate["i"], out=scratch)
+    def activations(self, cell: LSTMCell, order: str, gates: str) -> list[tuple[InPlace, Array]]:
+        """Return what to call on which rows of z for these gates."""
+        sigmoid = reciprocal_sigmoid_negated if self.products.negated else reciprocal_sigmoid
+        reciprocal = self.apply_gate is np.divide
+        return [
+            (sigmoid if reciprocal and run.name == "sigmoid" else run.activate, self.z[run.rows])
+            for run in runs(order, cell.activations, len(self.scratch), gates)
+        ]
+
+    def __call__(
+        self,
+        operand: Array,
+        inputs: Array | None,
+        _h_prev: Array,
+        c_prev: Array,
+        gates: Array | None,
+        c: Array,
+        h: Array,
+    ) -> None:
+        """Write c [H, B], h [P, B] and, unless None, gates [4H, B].
+
+        operand, inputs: what the products give for this step; c_prev [H, B].
+        """
+        gate, scratch, apply_gate = self.gate, self.scratch, self.apply_gate
+        np.matmul(self.weights, operand, out=self.z)
+        if inputs is not None:
+            self.z += inputs
+        for name in self.peeps_early:
+            gate[name] += np.multiply(self.peephole[name], c_prev, out=scratch)
+        for activate, rows in self.early:
+            activate(rows, rows)
+        apply_gate(c_prev, gate["f"], out=c)
+        c += apply_gate(gate["g"], gate["i"], out=scratch)
         if self.clip is not None:
             np.clip(c, -self.clip, self.clip, out=c)
-        for activation, rows in self.late:
+        for activate, rows in self.late:
             rows += np.multiply(self.peephole["o"], c, out=scratch)
-            activation(rows, rows)
+            activate(rows, rows)
         self.output(c, scratch)
-        m = by(scratch, gate["o"], out=h if self.Wp is None else self.m)
-        if self.Wp is not None:
-            np.matmul(self.Wp, m, out=h)
+        if self.Wp is None:
+            apply_gate(scratch, gate["o"], out=h)
+        else:
+            np.matmul(self.Wp, apply_gate(scratch, gate["o"], out=self.m), out=h)
         if gates is not None:
-            for inverse, rows, block in self.kept:
+            for inverse, rows, block in self.saves:
                 if inverse:
                     np.divide(ONE, rows, out=gates[block])
                 else:
@@ -97,92 +133,95 @@ class LSTMStep:
 
 
 class LSTMStepBackward:
-    """`engines.ops.cells.lstm_step_backward` in place: one step back, and what the weights' gradients need of it."""
+    """One step back, and what the gradients of the recurrent weights need of it.
 
-    direct = None  # h reaches the next step through the recurrent product only
+    Of a chunk of time, `dz` [4H, n] collects the gradient of the preactivations, n = steps x B. `by_column` lists all
+    arrays that do so, with the same columns.
+    """
+
+    direct: Array | None = None
+    """The part of the gradient of h_prev that bypasses the recurrent product: of an LSTM there is none."""
 
     def __init__(self, problem: Problem, cell: LSTMCell, v: Views, saved: Views):
-        """saved: c [T, B, H], gates [T, B, 4H]."""
+        """saved: gates [T, B, 4H]."""
         (_, B, H, P), dtype = problem[:4], v["Wh"].dtype
-        self.problem, self.ends = problem, Ends(problem, v)
-        self.c, self.gates_at = Steps(saved["c"]), Steps(saved["gates"])
-        self.c0: Array = first_state(v, "c0", (H, B), dtype)
-        self.keep: Array | None = v.get("keep")
-        self.Wh_T, self.Wp_T = transposed(v["Wh"], problem), matrix(v["Wp"]).T if "Wp" in v else None
-        self.output, self.o_sees_current = cell.activation("output"), cell.output_peephole == "current"
+        self.gates_at = steps_of(saved["gates"])
+        self.Wh_T: Array = transposed(v["Wh"], problem)
         self.block: dict[str, slice] = gate_blocks(cell.gate_order, H)
-        self.gates: Gates = gates_of(cell.gate_order, cell.activations, H, "ifgo")
+        self.runs = runs(cell.gate_order, cell.activations, H, "ifgo")
+        self.output, self.output_slope = activation(cell.activations[4])
+        self.o_sees_current: bool = cell.output_peephole == "current"
         self.peephole: dict[str, Array] = peephole_columns(cell, v, H, B)
         if self.peephole:
-            self.dpeephole: Array = np.zeros((4 * H, B), dtype)
-        self.slopes: Array = np.empty((4 * H, B), dtype)
-        self.dy: Array = np.empty((4 * H, B), dtype)
+            self.dpeephole: Array = np.zeros((4 * H, B), dtype)  # summed over the batch after the last step
+        self.slopes: Array = np.empty((4 * H, B), dtype)  # of the gates
+        self.dy: Array = np.empty((4 * H, B), dtype)  # the gradient of the gates
         self.dy_i, self.dy_f, self.dy_g, self.dy_o = (self.dy[self.block[gate]] for gate in "ifgo")
-        self.s: Array = np.empty((H, B), dtype)
+        self.s: Array = np.empty((H, B), dtype)  # output(c)
         self.scratch: Array = np.empty((H, B), dtype)
         columns = chunk_steps(problem) * B
         self.dz: Array = columns_buffer(4 * H, columns, B, dtype)
         self.by_column: list[Array] = [self.dz]
+        self.Wp_T: Array | None = matrix(v["Wp"]).T if "Wp" in v else None
         if self.Wp_T is not None:
-            self.dm, self.dh_kept = np.empty((H, B), dtype), columns_buffer(P, columns, B, dtype)
+            self.dm: Array = np.empty((H, B), dtype)
+            self.dh: Array = columns_buffer(P, columns, B, dtype)
             self.m: Array = columns_buffer(H, columns, B, dtype)
-            self.by_column += [self.dh_kept, self.m]
+            self.by_column += [self.dh, self.m]
 
-    def __call__(self, t: int, columns: slice, dh: Array, dc: Array, dgates: Array | None) -> None:
-        """Writes dz [4H, B]; turns dh, the gradient of h, into that of the h that entered the product, dc, that of c,
-        into that of c_prev."""
-        gates, dz, c, c_prev = self.gates_at.at(t), self.dz[:, columns], self.c.at(t), self.c_before(t)
-        if self.keep is not None:
-            c_prev = c_prev * self.keep[t].T
-        block, s, scratch, output = self.block, self.s, self.scratch, self.output
+    def __call__(
+        self, t: int, columns: slice, c_prev: Array, c: Array, dh: Array, dc: Array, dgates: Array | None
+    ) -> None:
+        """Write step t's columns of dz. Turn dh, the gradient of h, into that of the h in the recurrent product, and
+        dc, that of c, into that of c_prev.
+
+        c_prev, c, dc [H, B]; dh [P, B]; dgates [4H, B]: what arrives at the gates from outside.
+        """
+        gates, block, s, slopes, dy, scratch = self.gates_at(t), self.block, self.s, self.slopes, self.dy, self.scratch
         i, f, g, o = gates[block["i"]], gates[block["f"]], gates[block["g"]], gates[block["o"]]
-        activate(output, c, s)
+        np.multiply(gates, gates, out=slopes)
+        for _, _, slope, rows in self.runs:
+            slope(gates[rows], slopes[rows])
+        # m = o * output(c), and h = m or, with a projection, Wp m.
+        self.output(c, s)
         dm = dh
         if self.Wp_T is not None:
             dm = np.matmul(self.Wp_T, dh, out=self.dm)
-            self.dh_kept[:, columns] = dh
+            self.dh[:, columns] = dh
             np.multiply(s, o, out=self.m[:, columns])
-        self.gates.slopes(gates, self.slopes)
+        # m to o and c.
         np.multiply(dm, s, out=self.dy_o)
         np.multiply(s, s, out=scratch)
-        slope_from_square(output, s, scratch)
+        self.output_slope(s, scratch)
         scratch *= o
         dc += np.multiply(scratch, dm, out=scratch)
         if self.peephole and self.o_sees_current:
             dz_o = self.dy_o if dgates is None else self.dy_o + dgates[block["o"]]
-            dc += dz_o * self.slopes[block["o"]] * self.peephole["o"]
+            dc += dz_o * slopes[block["o"]] * self.peephole["o"]
+        # c = f c_prev + i g, to the gates and to c_prev.
         np.multiply(dc, g, out=self.dy_i)
         np.multiply(dc, c_prev, out=self.dy_f)
         np.multiply(dc, i, out=self.dy_g)
         if dgates is not None:
-            self.dy += dgates
-        np.multiply(self.dy, self.slopes, out=dz)
+            dy += dgates
+        dz = self.dz[:, columns]
+        np.multiply(dy, slopes, out=dz)
         dc *= f
         if self.peephole:
             self.through_peepholes(dz, c_prev, c, dc)
         np.matmul(self.Wh_T, dz, out=dh)
 
-    def finish(self, products: WeightGradients, h_in: Array) -> None:
-        """After the steps of a chunk: the products of the recurrent weights and the projection. h_in [n, P]."""
-        n = len(h_in)
-        products.accumulate("Wh", self.dz[:, :n], matrix(h_in))
-        if self.Wp_T is not None:
-            products.accumulate("Wp", self.dh_kept[:, :n], self.m[:, :n].T)
-
-    def c_before(self, t: int) -> Array:
-        """The c [H, B] that step t started from, before it was multiplied by keep."""
-        problem, last = self.problem, t + 1 if self.problem.reverse else t - 1
-        if not 0 <= last < problem.T:
-            return self.c0
-        c = self.c.at(last)
-        if problem.reverse and last >= self.ends.shortest:
-            c = np.where(self.ends.lengths == last, self.c0, c)
-        return c
-
     def through_peepholes(self, dz: Array, c_prev: Array, c: Array, dc: Array) -> None:
-        """What the gates that peeped at c_prev send back to it, and every gate's term of the peephole gradient."""
+        """Add to dc what the gates that peeped at c_prev send back, and to the peephole gradient every gate's term."""
         for gate, rows in self.block.items():
             current = gate == "o" and self.o_sees_current
             self.dpeephole[rows] += np.multiply(dz[rows], c if current else c_prev, out=self.scratch)
             if not current:
                 dc += np.multiply(dz[rows], self.peephole[gate], out=self.scratch)
+
+    def end_chunk(self, products: WeightGradients, h_in: Array) -> None:
+        """Add the products of a chunk, from h_in [n, P], the h that entered each step's product."""
+        n = len(h_in)
+        products.accumulate("Wh", self.dz[:, :n], matrix(h_in))
+        if self.Wp_T is not None:
+            products.accumulate("Wp", self.dh[:, :n], self.m[:, :n].T)

@@ -1,172 +1,169 @@
-"""The matrix products of engine `numpy` over many rows, of one direction.
+"""The matrix products of engine `numpy` that span several steps, for one direction.
 
-A step's preactivations come from `Preactivations`, of small weights from `JoinedPreactivations`; the gradients of the
-weights from `WeightGradients`.
+Forward, the input's part of the preactivations: for a block of steps ahead (`SeparateProducts`), or as part of each
+step's own product (`JoinedProduct`). Backward, the gradients of the weights (`WeightGradients`).
 """
 
 import numpy as np
 
-from ..cells import Cell, LSTMCell
+from ..cells import LSTMCell
 from ..problem import Problem
-from .gates import reciprocal_gates
-from .memory import COPIED_NUMBERS, WIDE_BATCH, Ends, Views, chunk_steps, columns_buffer, matrix, step_mask
+from .arrays import COPIED_NUMBERS, WIDE_BATCH, Array, Views, chunk_steps, columns_buffer, matrix
 
-AHEAD_ROWS = 256  # rows of the input's product over a wide batch: still in the cache when their steps come
+AHEAD_ROWS = 256
+"""Rows (steps x batch) of x that are multiplied or copied ahead of their steps in a wide batch: few enough to be still
+in the cache when their steps come."""
 
 
-class Preactivations:
-    """Wx @ x for a chunk of steps ahead, one product; then, step by step, Wh @ h. Bias and forget bias included,
-    peepholes not.
+def input_products(
+    problem: Problem, v: Views, mask: Array | None, reciprocal: str
+) -> "JoinedProduct | SeparateProducts":
+    """Return the faster of both: one product per step if the batch is wide, and if there are enough rows to pay for the
+    copy that it makes of the weights. reciprocal: see `JoinedProduct`."""
+    T, B = problem[:2]
+    if "Wx" in v and B >= WIDE_BATCH:
+        width = v["Wx"].shape[1] + v["Wh"].shape[1]
+        if 2 * max(AHEAD_ROWS, width) <= T * B and len(v["Wx"]) * width <= COPIED_NUMBERS:
+            return JoinedProduct(problem, v, mask, reciprocal)
+    return SeparateProducts(problem, v, mask)
 
-    Over wide batches Wx is copied once with the bias, where there is one, as one more column, which saves a pass per
-    step. Narrow ones read it as it is: copying it would cost more.
+
+class SeparateProducts:
+    """Wx @ x for a block of steps ahead, as one product; then each step computes Wh @ h and adds its part.
+
+    A caller takes steps in blocks: block n holds steps n * block .. (n + 1) * block - 1, and `load` comes before the
+    first of its steps. For step t, with i = t % len(rooms):
+        rooms[i] [P, B]      h before the step: the caller writes h after the step before there
+        h_rows[i] [P, B]     h as it enters the product: rooms[i], or with a mask where the caller writes mask * h
+        operands[i] [K, B]   what the step multiplies `weights` [GH, K] with: here the same array as h_rows[i]
     """
 
-    def __init__(self, problem: Problem, v: Views):
+    negated: str = ""
+    """Gates whose rows have the opposite sign: none, see `JoinedProduct`."""
+
+    def __init__(self, problem: Problem, v: Views, mask: Array | None):
+        """mask [T, B, P]."""
         dtype, (T, B, H, P), cell = v["Wh"].dtype, problem[:4], problem.cell
         rows = cell.gates * H
-        self.order: str = cell.gate_order  # of the gates in z
-        self.negative: str = ""  # those with the other sign
-        self.x: np.ndarray = v["x"]
-        self.B = B
-        self.start: int = -1
-        self.mask: np.ndarray | None = step_mask(v, problem)
-        self.Wh: np.ndarray = matrix(v["Wh"])
-        Wx = matrix(v["Wx"]) if "Wx" in v else None
-        self.bias = bias_column(cell, v, H, rows)
-        self.chunk: int = min(T, max(1, AHEAD_ROWS // B)) if B >= WIDE_BATCH else chunk_steps(problem)
-        self.padded: np.ndarray | None = None
-        if Wx is not None and self.bias is not None and B >= WIDE_BATCH and T * B >= 2 * AHEAD_ROWS:
-            Wx = np.concatenate([Wx, self.bias[:, None]], axis=1)
-            self.padded, self.bias = np.ones((self.chunk, B, Wx.shape[1]), dtype), None
-        self.Wx = Wx
+        self.order: str = cell.gate_order
+        self.x: Array = v["x"]
+        self.weights: Array = matrix(v["Wh"])
+        Wx, bias = matrix(v["Wx"]) if "Wx" in v else None, bias_of(problem, v)
+        if Wx is None:
+            self.block: int = 1
+        elif B >= WIDE_BATCH:
+            self.block = min(T, max(1, AHEAD_ROWS // B))
+        else:
+            self.block = chunk_steps(problem)
+        # Over enough rows of a wide batch Wx is copied with the bias as one more column, and x with ones beside it.
+        # This saves a pass over the preactivations; in fewer rows the copy would cost more.
+        self.padded: Array | None = None  # [block, B, I + 1]: x and 1
+        if Wx is not None and bias is not None and B >= WIDE_BATCH and T * B >= 2 * AHEAD_ROWS:
+            Wx = np.concatenate([Wx, bias[:, None]], axis=1)
+            self.padded, bias = np.ones((self.block, B, Wx.shape[1]), dtype), None
+        self.Wx: Array | None = Wx
+        self.bias: Array | None = bias  # [GH]; without Wx [GH, B], as large as what it is added to
         if Wx is not None:
-            self.ahead: np.ndarray = columns_buffer(rows, self.chunk * B, B, dtype)
-        elif self.bias is not None:
-            self.bias, self.ahead = np.repeat(self.bias[:, None], B, axis=1), np.empty((rows, B), dtype)
-        self.z: np.ndarray = np.empty((rows, B), dtype)
-        self.masked: np.ndarray | None = None if self.mask is None else np.empty((P, B), dtype)
-        self.rooms: list[np.ndarray] = rooms(P, B, dtype)
+            self.ahead: Array = columns_buffer(rows, self.block * B, B, dtype)  # the inputs of a block
+        elif bias is not None:
+            self.bias, self.ahead = np.repeat(bias[:, None], B, axis=1), np.empty((rows, B), dtype)
+        # h before a step and h after it: two rooms, which change places at every step.
+        self.rooms: list[Array] = [np.empty((P, B), dtype) for _ in range(2)]
+        self.h_rows: list[Array] = self.rooms if mask is None else 2 * [np.empty((P, B), dtype)]
+        self.operands: list[Array] = self.h_rows
 
-    def at(self, t: int, h: np.ndarray) -> np.ndarray:
-        """[GH, B]: step t's preactivations, from h [P, B] before it. The next call overwrites them."""
-        z = np.matmul(self.Wh, self.entering(t, h), out=self.z)
-        z += self.of_input(t)
-        return z
-
-    def entering(self, t: int, h: np.ndarray) -> np.ndarray:
-        """h [P, B] as it enters step t's product: times the mask."""
-        return h if self.mask is None else np.multiply(h, self.mask[t].T, out=self.masked)
-
-    def of_input(self, t: int) -> np.ndarray:
-        """[GH, B]: the input's part at step t, the bias included."""
+    def load(self, start: int) -> Array:
+        """Return the inputs [GH, n B] of the block of n steps that begins at `start`, the bias included."""
         if self.Wx is None:
-            x = self.x[t].T
+            x = self.x[start].T
             return x if self.bias is None else np.add(x, self.bias, out=self.ahead)
-        start = t - t % self.chunk
-        if start != self.start:
-            rows = self.x[start : start + self.chunk]
-            if self.padded is not None:
-                self.padded[: len(rows), :, :-1] = rows
-                rows = self.padded[: len(rows)]
-            rows = matrix(rows.reshape(-1, rows.shape[-1]))
-            ahead = np.matmul(self.Wx, rows.T, out=self.ahead[:, : len(rows)])
-            if self.bias is not None:
-                ahead += self.bias[:, None]
-            self.start = start
-        return self.ahead[:, (t - start) * self.B : (t - start + 1) * self.B]
+        x = self.x[start : start + self.block]
+        if self.padded is not None:
+            self.padded[: len(x), :, :-1] = x
+            x = self.padded[: len(x)]
+        x = matrix(x.reshape(-1, x.shape[-1]))
+        ahead = np.matmul(self.Wx, x.T, out=self.ahead[:, : len(x)])
+        if self.bias is not None:
+            ahead += self.bias[:, None]
+        return ahead
 
 
-class JoinedPreactivations:
-    """[Wx b Wh] @ [x; 1; h], step by step one product: as `Preactivations.at`, for weights that are small enough.
+class JoinedProduct:
+    """[Wx b Wh] @ [x; 1; h], one product per step: faster than `SeparateProducts` if the weights are small.
 
-    The rows of the copied weights, and so of z, lie in the order that a step likes best: gates of which it makes the
-    reciprocal first, and with the sign that exp takes. Without a mask a step's h is written where the next multiplies.
+    For callers as `SeparateProducts`, but an operand is a column [x; 1; h] of which the h rows are a part.
+
+    reciprocal: gates of which the step computes 1 + exp(-z). Their rows come first in `weights`, so that they are one
+    contiguous block of z, and have the opposite sign, so that the step need not negate them.
     """
 
-    def __init__(self, problem: Problem, v: Views):
-        (T, B, H, P), cell, x, Wx = problem[:4], problem.cell, v["x"], v["Wx"]
-        bias = bias_column(cell, v, H, len(Wx))
-        self.negative: str = reciprocal_gates(cell)
-        self.order: str = "".join(sorted(cell.gate_order, key=lambda gate: gate not in self.negative))
-        self.weights: np.ndarray = np.empty((len(Wx), Wx.shape[1] + (bias is not None) + P), Wx.dtype)
+    def __init__(self, problem: Problem, v: Views, mask: Array | None, reciprocal: str):
+        """mask [T, B, P]."""
+        (T, B, H, P), cell, Wx, bias = problem[:4], problem.cell, v["Wx"], bias_of(problem, v)
+        self.negated: str = reciprocal
+        self.order: str = "".join(sorted(cell.gate_order, key=lambda gate: gate not in reciprocal))
+        self.weights: Array = np.empty((len(Wx), Wx.shape[1] + (bias is not None) + P), Wx.dtype)
         for n, gate in enumerate(self.order):
-            rows, own = self.weights[n * H : (n + 1) * H], cell.block(gate, H)
-            parts = [Wx[own], *([] if bias is None else [bias[own, None]]), v["Wh"][own]]
+            rows, block = self.weights[n * H : (n + 1) * H], cell.block(gate, H)
+            parts = [Wx[block], *([] if bias is None else [bias[block, None]]), v["Wh"][block]]
             np.concatenate(parts, axis=1, out=rows)
-            if gate in self.negative:
+            if gate in reciprocal:
                 np.negative(rows, out=rows)
-        self.mask: np.ndarray | None = step_mask(v, problem)
-        self.x: np.ndarray = x
-        self.start: int = -1
-        self.columns: np.ndarray = np.ones((max(2, min(T, AHEAD_ROWS // B)), self.weights.shape[1], B), Wx.dtype)
-        self.of_x: np.ndarray = self.columns[:, : x.shape[2]]
-        self.of_h: np.ndarray = self.columns[:, -P:]
-        self.z: np.ndarray = np.empty((len(Wx), B), Wx.dtype)
-        self.rooms: list[np.ndarray] = [*self.of_h] if self.mask is None else rooms(P, B, Wx.dtype)
+        self.x: Array = v["x"]
+        # At least two columns, as a step writes h into the next one while it still reads its own.
+        self.block: int = max(2, min(T, AHEAD_ROWS // B))
+        columns = np.ones((self.block, self.weights.shape[1], B), Wx.dtype)
+        self.x_rows: Array = columns[:, : Wx.shape[1]]
+        self.operands: list[Array] = [*columns]
+        self.h_rows: list[Array] = [*columns[:, -P:]]
+        self.rooms: list[Array] = self.h_rows if mask is None else [np.empty((P, B), Wx.dtype) for _ in range(2)]
 
-    @staticmethod
-    def fits(problem: Problem, v: Views) -> bool:
-        """Whether it is the faster: the batch is wide, and there are rows enough to pay for the copy of the weights."""
-        T, B = problem[:2]
-        if "Wx" not in v or B < WIDE_BATCH:
-            return False
-        width = v["Wx"].shape[1] + v["Wh"].shape[1]
-        return 2 * max(AHEAD_ROWS, width) <= T * B and len(v["Wx"]) * width <= COPIED_NUMBERS
-
-    def at(self, t: int, h: np.ndarray) -> np.ndarray:
-        """[GH, B]: step t's preactivations, from h [P, B] before it. The next call overwrites them."""
-        slot = t % len(self.columns)
-        if t - slot != self.start:
-            self.start = t - slot
-            rows = self.x[self.start : self.start + len(self.columns)]
-            np.copyto(self.of_x[: len(rows)], rows.transpose(0, 2, 1))
-        if self.mask is not None:
-            np.multiply(h, self.mask[t].T, out=self.of_h[slot])
-        return np.matmul(self.weights, self.columns[slot], out=self.z)
+    def load(self, start: int) -> None:
+        """Copy x of the block of steps that begins at `start` into the columns; there is nothing left to add."""
+        x = self.x[start : start + self.block]
+        np.copyto(self.x_rows[: len(x)], x.transpose(0, 2, 1))
 
 
-def rooms(P: int, B: int, dtype: np.dtype) -> list[np.ndarray]:
-    """Memory for the h of a step and of the next."""
-    return [np.empty((P, B), dtype) for _ in range(2)]
-
-
-def bias_column(cell: Cell, v: Views, H: int, rows: int) -> np.ndarray | None:
-    """[GH]: the bias, an LSTM's forget bias added; None if there is none."""
-    forget = cell.forget_bias if isinstance(cell, LSTMCell) else 0
-    if not forget:
+def bias_of(problem: Problem, v: Views) -> Array | None:
+    """Return the bias [GH] with an LSTM's forget bias added, None if there is neither."""
+    cell, H = problem.cell, problem.H
+    forget_bias = cell.forget_bias if isinstance(cell, LSTMCell) else 0
+    if not forget_bias:
         return v.get("b")
-    bias = np.array(v["b"]) if "b" in v else np.zeros(rows, v["Wh"].dtype)
-    bias[cell.block("f", H)] += forget
+    bias = np.array(v["b"]) if "b" in v else np.zeros(cell.gates * H, v["Wh"].dtype)
+    bias[cell.block("f", H)] += forget_bias
     return bias
 
 
 class WeightGradients:
-    """The products over time steps x batch of one direction: gradients of x, Wx, b, and through `accumulate` of the
-    others, summed over chunks of rows."""
+    """Gradients that are products over steps and batch, summed over chunks of time."""
 
-    def __init__(self, problem: Problem, v: Views, out: Views, written: set[int]):
-        """out: the gradients' memory; written: the first steps of the chunks of dx that the other direction wrote."""
-        self.v: Views = v
+    def __init__(self, out: Views, written: set[int]):
+        """out: the gradients' memory, without those that nobody wants. written: the first steps of the chunks of dx
+        that the other direction has written; both directions share it."""
         self.out: Views = out
-        self.ends: Ends = Ends(problem, v)
         self.written: set[int] = written
-        self.begun: set[tuple[str, int]] = set()
+        self.begun: set[tuple[str, int]] = set()  # (name, first row) of what the first chunk has written
 
-    def add(self, start: int, stop: int, dz: np.ndarray) -> None:
-        """One chunk: dz [GH, n], n = steps x B, of the input's part of the preactivations."""
-        v, dx, n = self.v, self.out["x"][start:stop], dz.shape[1]
-        if "Wx" not in v:
-            dx[...] = dz.T.reshape(dx.shape)
+    def accumulate(self, name: str, left: Array, right: Array, rows: slice = slice(None)) -> None:
+        """Add left @ right to these rows of a gradient, if it is wanted. The first chunk writes, the others add."""
+        if name not in self.out:
+            return
+        gradient = self.out[name][rows]
+        if (name, rows.start) in self.begun:
+            gradient += np.matmul(left, right)
         else:
-            self.add_to_input(dx, start, dz, matrix(v["Wx"]))
-            x = matrix(self.ends.without_padding(v["x"], start, stop).reshape(n, -1))
-            self.accumulate("Wx", dz, x)
-        if "b" in v:
-            self.accumulate("b", dz, np.ones(n, dz.dtype))
+            np.matmul(left, right, out=gradient)
+            self.begun.add((name, rows.start))
 
-    def add_to_input(self, dx: np.ndarray, start: int, dz: np.ndarray, Wx: np.ndarray) -> None:
-        """dx [steps, B, I] of the chunk that begins at `start`: written by the first direction, the other adds."""
+    def write_input(self, start: int, stop: int, dz: Array, Wx: Array | None) -> None:
+        """Write the gradient of x in steps start..stop from dz [GH, n]; the second direction adds to it. Without Wx, x
+        is projected already and each direction has a part of its own."""
+        dx = self.out["x"][start:stop]
+        if Wx is None:
+            dx[...] = dz.T.reshape(dx.shape)
+            return
+        Wx = matrix(Wx)
         if start in self.written:
             dx += np.matmul(dz.T, Wx).reshape(dx.shape)
         elif dx.flags.c_contiguous:
@@ -174,14 +171,3 @@ class WeightGradients:
         else:
             dx[...] = np.matmul(dz.T, Wx).reshape(dx.shape)
         self.written.add(start)
-
-    def accumulate(self, name: str, left: np.ndarray, right: np.ndarray, rows: slice = slice(None)) -> None:
-        """Add left @ right to rows of a gradient, where that is wanted; the first chunk writes them."""
-        if name not in self.out:
-            return
-        into = self.out[name][rows]
-        if (name, rows.start) in self.begun:
-            into += np.matmul(left, right)
-        else:
-            np.matmul(left, right, out=into)
-            self.begun.add((name, rows.start))

@@ -1,54 +1,88 @@
-"""One time step of the plain RNN cell in NumPy, forward and backward, in place."""
+"""The plain RNN cell of engine `numpy`: one step forward and one step back, in place.
+
+The equations are those of `engines.ops.cells.rnn_step` and `rnn_step_backward`. Every array of a step is feature-major,
+[H, B].
+"""
 
 import numpy as np
 
 from ..cells import RNNCell
 from ..problem import Problem
-from .arrays import Array, Views
-from .gates import activate, slope_from_square
-from .memory import Steps, chunk_steps, columns_buffer, matrix, transposed
-from .products import JoinedPreactivations, Preactivations, WeightGradients
+from .activations import InPlace, activation
+from .arrays import Array, Views, chunk_steps, columns_buffer, matrix, steps_of, transposed
+from .products import JoinedProduct, SeparateProducts, WeightGradients, input_products
 
 
 class RNNStep:
-    """`engines.ops.cells.rnn_step` in place."""
+    """One step forward."""
 
-    def __init__(
-        self, problem: Problem, cell: RNNCell, v: Views, preactivations: Preactivations | JoinedPreactivations
-    ):
-        self.preactivations, self.name = preactivations, cell.act
+    def __init__(self, problem: Problem, cell: RNNCell, v: Views, mask: Array | None):
+        self.products: JoinedProduct | SeparateProducts = input_products(problem, v, mask, reciprocal="")
+        self.weights: Array = self.products.weights
+        self.z: Array = np.empty((problem.H, problem.B), v["Wh"].dtype)
+        self.activate: InPlace = activation(cell.act)[0]
 
-    def __call__(self, t: int, h_prev: Array, _c_prev: Array, gates: Array | None, _c: Array, h: Array) -> None:
-        """From h_prev [H, B]: h [H, B] and, where it is kept, the preactivation."""
-        z = self.preactivations.at(t, h_prev)
+    def __call__(
+        self,
+        operand: Array,
+        inputs: Array | None,
+        _h_prev: Array,
+        _c_prev: Array,
+        gates: Array | None,
+        _c: Array,
+        h: Array,
+    ) -> None:
+        """Write h [H, B] and, unless None, the preactivation to gates [H, B]. operand, inputs: what the products give
+        for this step."""
+        z = np.matmul(self.weights, operand, out=self.z)
+        if inputs is not None:
+            z += inputs
         if gates is not None:
             np.copyto(gates, z)
-        activate(self.name, z, h)
+        self.activate(z, h)
 
 
 class RNNStepBackward:
-    """`engines.ops.cells.rnn_step_backward` in place: one step back, and what the weights' gradients need of it."""
+    """One step back, and what the gradients of the recurrent weights need of it.
 
-    direct = None  # h reaches the next step through the recurrent product only
+    Of a chunk of time, `dz` [H, n] collects the gradient of the preactivations, n = steps x B.
+    """
+
+    direct: Array | None = None
+    """The part of the gradient of h_prev that bypasses the recurrent product: of a plain cell there is none."""
 
     def __init__(self, problem: Problem, cell: RNNCell, v: Views, saved: Views):
         """saved: h [T, B, H]."""
         (_, B, H, _), dtype = problem[:4], v["Wh"].dtype
-        self.name, self.h_at, self.Wh_T = cell.act, Steps(saved["h"]), transposed(v["Wh"], problem)
+        self.activation_slope: InPlace = activation(cell.act)[1]
+        self.h_at = steps_of(saved["h"])
+        self.Wh_T: Array = transposed(v["Wh"], problem)
         self.slope: Array = np.empty((H, B), dtype)
         self.dz: Array = columns_buffer(H, chunk_steps(problem) * B, B, dtype)
         self.by_column: list[Array] = [self.dz]
 
-    def __call__(self, t: int, columns: slice, dh: Array, _dc: Array, dgates: Array | None) -> None:
-        """Writes dz; turns dh, the gradient of h, into that of the h that entered the product."""
-        h, dz = self.h_at.at(t), self.dz[:, columns]
+    def __call__(
+        self,
+        t: int,
+        columns: slice,
+        _c_prev: Array | None,
+        _c: Array | None,
+        dh: Array,
+        _dc: Array,
+        dgates: Array | None,
+    ) -> None:
+        """Write step t's columns of dz. Turn dh [H, B], the gradient of h, into that of the h in the recurrent product.
+
+        dgates [H, B]: what arrives at the preactivation from outside.
+        """
+        h, dz = self.h_at(t), self.dz[:, columns]
         np.multiply(h, h, out=self.slope)
-        slope_from_square(self.name, h, self.slope)
+        self.activation_slope(h, self.slope)
         np.multiply(dh, self.slope, out=dz)
         if dgates is not None:
             dz += dgates
         np.matmul(self.Wh_T, dz, out=dh)
 
-    def finish(self, products: WeightGradients, h_in: Array) -> None:
-        """After the steps of a chunk: the product of the recurrent weights. h_in [n, H]."""
+    def end_chunk(self, products: WeightGradients, h_in: Array) -> None:
+        """Add the product of a chunk, from h_in [n, H], the h that entered each step's product."""
         products.accumulate("Wh", self.dz[:, : len(h_in)], matrix(h_in))

@@ -1,13 +1,14 @@
 """Engine `numpy`: the recurrence on the CPU, in place on MLX's own memory, with NumPy's BLAS.
 
 The equations are those of `engines.ops.cells`, here written into preallocated buffers. Within a step every array is
-feature-major, [GH, B] and [H, B]: the large matrix then stands first in the recurrent product, which BLAS runs up to
-twice as fast, and every gate is one contiguous block. So gates and c are kept as [T, D G H, B] and [T, D H, B] and
-leave as transposed views; h leaves in the memory order of x. Each direction writes its own rows and columns of the
-arrays that both share. float32 and float64 only: the caller casts.
+feature-major, [GH, B] or [H, B]: the large matrix then comes first in the recurrent product, which BLAS runs up to
+twice as fast, and every gate is one contiguous block. So gates and c are allocated as [T, D G H, B] and [T, D H, B],
+and callers get transposed views of them; h is returned in the memory order of x. Each direction writes its own rows and
+columns of the arrays that both share. float32 and float64 only: the caller casts.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -16,25 +17,47 @@ from ..cells import GRUCell, LSTMCell, RNNCell
 from ..directions import one_direction, part
 from ..packing import is_packed
 from ..problem import Arrays, Problem
-from .arrays import BATCH_MAJOR, FEATURE_MAJOR, Array, New, NewSequence, Views, order_of, view, views
+from .arrays import (
+    BATCH_MAJOR,
+    FEATURE_MAJOR,
+    Array,
+    NewArray,
+    NewSequence,
+    Views,
+    chunk_steps,
+    first_state,
+    matrix,
+    order_of,
+    steps_of,
+    view,
+    views,
+)
 from .gru import GRUStep, GRUStepBackward
 from .lstm import LSTMStep, LSTMStepBackward
-from .memory import Ends, chunk_steps, first_state, states_before, step_mask
-from .products import JoinedPreactivations, Preactivations, WeightGradients
+from .products import WeightGradients
 from .rnn import RNNStep, RNNStepBackward
-from .weights import in_floats
+from .weights import with_float_weights
 
 Saved = dict[str, mx.array | Array | None]
 
+STEPS: dict[type, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    LSTMCell: (LSTMStep, LSTMStepBackward),
+    GRUCell: (GRUStep, GRUStepBackward),
+    RNNCell: (RNNStep, RNNStepBackward),
+}
+"""The step forward and the step back of each cell."""
+
 
 def forward(problem: Problem, arrays: Arrays, batch_first: bool = False, wants_last: bool = True) -> Saved:
-    """The cell's outputs: h [T, B, D P], gates [T, B, D G H], hT [B, D P]; of an LSTM c [T, B, D H], cT [B, D H].
+    """Return the cell's outputs: h [T, B, D P], gates [T, B, D G H], hT [B, D P]; of an LSTM also c [T, B, D H] and
+    cT [B, D H].
 
-    Gates that the caller does not want stay in NumPy's memory, or are None if there is no training; a plain cell's
-    gradient does without. With `batch_first` x and h, c, gates have the batch first; hT and cT only if wanted, and
-    of a single step, x [B, I], nothing else.
+    Gates that the caller does not want are an array of NumPy's, or None if not `training` or of a plain cell, whose
+    gradient does without. With `batch_first` x, h, c and gates are [B, T, .]. Without `wants_last` there is no hT and
+    cT. For a single step, x [B, I], there is nothing but hT and cT.
     """
-    v = views(in_floats(problem, arrays))
+    packing = problem.packing
+    v = views(arrays if packing is None else with_float_weights(packing, arrays))
     single = v["x"].ndim == 2
     if single:
         v["x"] = v["x"][None]
@@ -42,112 +65,117 @@ def forward(problem: Problem, arrays: Arrays, batch_first: bool = False, wants_l
         v["x"] = v["x"].transpose(BATCH_MAJOR)
     dtype, (T, B, H, P), D = v["Wh"].dtype, problem[:4], problem.directions
     widths = {"h": D * P, "c": D * H} if isinstance(problem.cell, LSTMCell) else {"h": D * P}
-    last = {f"{name}T": New(dtype, (B, width)) for name, width in widths.items()} if wants_last else {}
-    new: dict[str, New] = {}
+    last = {f"{name}T": NewArray(dtype, (B, width)) for name, width in widths.items()} if wants_last else {}
+    sequences: dict[str, NewArray] = {}
     if not single:
-        new["h"] = NewSequence(dtype, (T, B, D * P), order_of(v["x"]), batch_first)
+        sequences["h"] = NewSequence(dtype, (T, B, D * P), order_of(v["x"]), batch_first)
         if "c" in widths:
-            new["c"] = NewSequence(dtype, (T, B, D * H), FEATURE_MAJOR, batch_first)
+            sequences["c"] = NewSequence(dtype, (T, B, D * H), FEATURE_MAJOR, batch_first)
     rows, hidden = D * problem.cell.gates * H, None
     if problem.return_gates:
-        new["gates"] = NewSequence(dtype, (T, B, rows), FEATURE_MAJOR, batch_first)
+        sequences["gates"] = NewSequence(dtype, (T, B, rows), FEATURE_MAJOR, batch_first)
     elif problem.training and not isinstance(problem.cell, RNNCell):
-        # NumPy's own memory where MLX need not see it: MLX would write it once before we do.
+        # MLX would write its own memory once before we do; gates that it need not see are allocated by NumPy.
         hidden = np.empty((T, rows, B), dtype).transpose(FEATURE_MAJOR)
-    memory = {name: room.memory for name, room in new.items()}
-    if single:  # its sequences lie where its last states do
-        memory |= {name: last[f"{name}T"].memory[None] for name in widths}
-    else:
-        memory |= {name: room.memory for name, room in last.items()}
+    new = sequences | last
+    out = {name: array.memory for name, array in new.items()}
     if hidden is not None:
-        memory["gates"] = hidden
-    each_direction(problem, lambda d, problem: sweep_forward(problem, of_direction(d, v), of_direction(d, memory)))
-    outputs: Saved = {"gates": hidden}
-    return outputs | {name: room.array() for name, room in (new | last).items()}
+        out["gates"] = hidden
+    if single:  # the sequences have one step, and lie where the last states do
+        out = {name: last[f"{name}T"].memory[None] for name in widths} | ({} if hidden is None else {"gates": hidden})
+    with np.errstate(all="ignore"):  # see `each_direction`
+        for d, one in each_direction(problem):
+            sweep_forward(one, of_direction(d, v), of_direction(d, out))
+    return {"gates": hidden} | {name: array.to_mlx() for name, array in new.items()}
 
 
 def backward(problem: Problem, arrays: Arrays, saved: Saved, cotangents: Arrays) -> Arrays:
-    """The gradient of every array that is not packed, from those of the outputs that have one (keys as the
-    outputs')."""
+    """Return the gradients of all arrays but quantized weights, from the cotangents of some outputs, by the outputs'
+    names, and from what `forward` returned."""
     if saved.get("gates") is None and not isinstance(problem.cell, RNNCell):
         saved = forward(problem._replace(training=True), arrays)
-    v, given = views(in_floats(problem, arrays)), views(cotangents)
-    kept = {name: view(array) for name, array in saved.items() if name in ("h", "c", "gates") and array is not None}
-    new = {
-        name: New(array.dtype, array.shape)
+    packing = problem.packing
+    v, dv = views(arrays if packing is None else with_float_weights(packing, arrays)), views(cotangents)
+    outputs = {name: view(array) for name, array in saved.items() if name in ("h", "c", "gates") and array is not None}
+    new: dict[str, NewArray] = {
+        name: NewArray(array.dtype, array.shape)
         for name, array in v.items()
-        if name not in ("x", "lengths") and not is_packed(name, arrays)
+        if name not in ("x", "lengths") and not (packing and is_packed(name, arrays))
     }
     new["x"] = NewSequence(v["x"].dtype, v["x"].shape, order_of(v["x"]))
-    memory = {name: room.memory for name, room in new.items()}
-    for name in {"mask", "keep"} & memory.keys():
-        memory[name].fill(0)
-    written: set[int] = set()  # the first steps of the chunks of dx to which one direction has come already
-
-    def sweep(d: int | None, problem: Problem) -> None:
-        projects = "Wx" in v  # and has no gradient if it is packed
-        own = (of_direction(d, values, projects) for values in (v, kept, given, memory))
-        BackwardSweep(problem, written, *own).run()
-
-    each_direction(problem, sweep)
-    return {name: room.array() for name, room in new.items()}
-
-
-def each_direction(problem: Problem, sweep: Callable[[int | None, Problem], None]) -> None:
-    """Call sweep(d, problem of direction d) for both directions, or once with None.
-
-    One after the other: BLAS has threads of its own. What a thread for each direction would gain: not measured. It
-    would have to take turns where both add to dx and to the gradient of a shared mask.
-    """
-    # Infinity and NaN, of padding or of a limit beyond the dtype, exp's overflow in a sigmoid that is 0, and underflow
-    # go through, whatever the caller's np.seterr says, as in MLX's own ops.
+    out = {name: array.memory for name, array in new.items()}
+    for name in {"mask", "keep"} & out.keys():
+        out[name].fill(0)  # steps add to them, or write where items are live
+    projects = "Wx" in v  # among the gradients Wx is missing if it is quantized
+    written: set[int] = set()
     with np.errstate(all="ignore"):
-        if not problem.bidirectional:
-            sweep(None, problem)
-            return
-        for d in range(2):
-            sweep(d, one_direction(problem, d))
+        for d, one in each_direction(problem):
+            own = (of_direction(d, values, projects) for values in (v, outputs, dv, out))
+            BackwardSweep(one, written, *own).run()
+    return {name: array.to_mlx() for name, array in new.items()}
+
+
+def each_direction(problem: Problem) -> list[tuple[int | None, Problem]]:
+    """Return (d, problem of direction d) for both directions, or (None, problem) if there is one.
+
+    Callers run them one after the other: BLAS has threads of its own. What a thread for each direction would gain is
+    not measured; they would have to take turns where both add to dx and to the gradient of a shared mask.
+
+    They run under `np.errstate(all="ignore")`, whatever the user's np.seterr says: infinity and NaN in padding,
+    overflow of exp in a sigmoid that is 0, and underflow are no errors, as in MLX's own ops.
+    """
+    return [(d, one_direction(problem, d)) for d in range(2)] if problem.bidirectional else [(None, problem)]
 
 
 def of_direction(d: int | None, values: Views, projects: bool | None = None) -> Views:
-    """Direction d's part of all arrays."""
+    """Return direction d's part of all arrays, or all arrays if d is None. projects: as for `part`."""
     return values if d is None else part(values, d, projects)
 
 
 def sweep_forward(problem: Problem, v: Views, out: Views) -> None:
-    """Write h [T, B, P], c [T, B, H], gates [T, B, GH], hT [B, P] and cT [B, H] of `out`, those there are."""
-    dtype, (T, B, H, _) = v["Wh"].dtype, problem[:4]
+    """Run the steps of one direction: write h [T, B, P], c [T, B, H], gates [T, B, GH], hT [B, P] and cT [B, H], as far
+    as they are in `out`."""
+    dtype, (T, B, H, _), keep, mask = v["Wh"].dtype, problem[:4], v.get("keep"), step_mask(v, problem)
+    step = STEPS[type(problem.cell)][0](problem, problem.cell, v, mask)
+    products, (lengths, shortest) = step.products, ends(problem, v)
+    rooms, block = products.rooms, products.block
     h, gates = out["h"], out["gates"].transpose(FEATURE_MAJOR) if "gates" in out else None
-    joined = not isinstance(problem.cell, GRUCell) and JoinedPreactivations.fits(problem, v)  # a GRU needs its parts
-    preactivations = (JoinedPreactivations if joined else Preactivations)(problem, v)
-    step = STEPS[type(problem.cell)][0](problem, problem.cell, v, preactivations)
-    ends, keep = Ends(problem, v), v.get("keep")
-    rooms, onwards = preactivations.rooms, -1 if problem.reverse else 1  # room t: the h that enters step t
-    h_prev = rooms[problem.steps()[0] % len(rooms)]
-    h_prev[...] = v["h0"].T if "h0" in v else 0
     if "c" in out:
         c, c_prev = out["c"].transpose(FEATURE_MAJOR), first_state(v, "c0", (H, B), dtype)
-    else:  # one of width 0
+    else:  # of width 0, so that the loop below serves every cell
         c, c_prev = np.empty((T, 0, B)), np.empty((0, B))
-    c_kept = np.empty(c.shape[1:], dtype)  # keep * c
-    ragged = c if "lengths" not in v else np.empty((2, *c.shape[1:]), dtype)  # c where items have ended
-    for t in problem.steps():
-        gates_t, c_t, h_new = None if gates is None else gates[t], c[t], rooms[(t + onwards) % len(rooms)]
-        live = ends.live(t)
+    c_kept = np.empty(c.shape[1:], dtype)  # keep * c_prev
+    ragged = c if shortest == T else np.empty((2, *c.shape[1:]), dtype)  # c after t steps, with that of ended items
+    times, onwards = problem.steps(), -1 if problem.reverse else 1
+    h_prev = rooms[times[0] % len(rooms)]
+    h_prev[...] = v["h0"].T if "h0" in v else 0
+    inputs, start, stop, inputs_t = None, 0, 0, None
+    for t in times:
+        gates_t, c_t = None if gates is None else gates[t], c[t]
+        h_new = rooms[(t + onwards) % len(rooms)]  # where the next step reads h
+        live = None if t < shortest else lengths > t  # [B]: items that have not ended
         if live is not None and not live.any():
             for output in (h[t], c_t) if gates_t is None else (h[t], c_t, gates_t):
                 output[...] = 0
             np.copyto(h_new, h_prev)
             h_prev = h_new
             continue
+        if not start <= t < stop:  # another block, from its last step on if the sweep is reversed
+            start = t - t % block
+            stop = start + block
+            inputs = products.load(start)
+        if inputs is not None:
+            inputs_t = inputs[:, (t - start) * B : (t - start + 1) * B]
         if keep is not None:
             h_prev *= keep[t].T
             c_prev = np.multiply(c_prev, keep[t].T, out=c_kept)
-        step(t, h_prev, c_prev, gates_t, c_t, h_new)
+        if mask is not None:
+            np.multiply(h_prev, mask[t].T, out=products.h_rows[t % len(products.h_rows)])
+        step(products.operands[t % len(products.operands)], inputs_t, h_prev, c_prev, gates_t, c_t, h_new)
         np.copyto(h[t], h_new.T)
         if live is None:
             c_prev = c_t
-        else:
+        else:  # items that have ended keep their state, and their outputs are 0
             ended = ~live
             np.copyto(h_new, h_prev, where=ended)
             h[t][ended] = 0
@@ -158,116 +186,172 @@ def sweep_forward(problem: Problem, v: Views, out: Views) -> None:
             np.copyto(c_prev, c_t, where=live)
             c_t[:, ended] = 0
         h_prev = h_new
-    for name, last in (("hT", h_prev), ("cT", c_prev)):
+    for name, state in (("hT", h_prev), ("cT", c_prev)):
         if name in out:
-            out[name][...] = last.T
+            out[name][...] = state.T
 
 
 class BackwardSweep:
-    """The steps in reverse, a chunk of time at a time, and after each chunk the products over its rows.
+    """The steps of one direction in reverse, a chunk of time at a time, and after each chunk its products over rows.
 
-    Carries dh [P, B] and dc [H, B], or without c [0, B], from step to step.
+    From step to step it carries dh [P, B] and dc [H, B], or [0, B] if the cell has no c: the gradients of the state
+    after the step, without what arrives at it from outside.
     """
 
-    def __init__(self, problem: Problem, written: set[int], v: Views, saved: Views, given: Views, out: Views):
-        """saved: the outputs h, c, gates; given: the cotangents of outputs; out: the gradients' memory."""
+    def __init__(self, problem: Problem, written: set[int], v: Views, saved: Views, dv: Views, out: Views):
+        """saved: the outputs h, c, gates. dv: the cotangents of outputs. out: the gradients' memory. written: as for
+        `WeightGradients`."""
         dtype, (_, B, H, P) = v["Wh"].dtype, problem[:4]
-        self.problem, self.v, self.given, self.out, self.h = problem, v, given, out, saved["h"]
-        self.ends, self.mask = Ends(problem, v), step_mask(v, problem)
-        self.step: StepBackward = STEPS[type(problem.cell)][1](problem, problem.cell, v, saved)
-        self.products: WeightGradients = WeightGradients(problem, v, out, written)
-        self.dh: Array = first_state(given, "hT", (P, B), dtype)
-        self.dc: Array = first_state(given, "cT", (H if "c" in saved else 0, B), dtype)
+        self.problem, self.v, self.dv, self.out, self.h = problem, v, dv, out, saved["h"]
+        self.lengths, self.shortest = ends(problem, v)
+        self.mask: Any = step_mask(v, problem)
+        self.step: Any = STEPS[type(problem.cell)][1](problem, problem.cell, v, saved)
+        self.products: WeightGradients = WeightGradients(out, written)
+        has_c = "c" in saved
+        self.c_at: Callable[[int], Any] = steps_of(saved["c"]) if has_c else lambda t: None
+        self.c0: Any = first_state(v, "c0", (H, B), dtype) if has_c else None
+        self.dh: Array = first_state(dv, "hT", (P, B), dtype)
+        self.dc: Array = first_state(dv, "cT", (H if has_c else 0, B), dtype)
 
     def run(self) -> None:
-        """All steps, and then the gradients of the first states and the peepholes."""
-        T, chunk = self.problem.T, chunk_steps(self.problem)
+        """Run all steps, then write the gradients of the first states and the peepholes."""
+        T, chunk, out = self.problem.T, chunk_steps(self.problem), self.out
         bounds = [(start, min(start + chunk, T)) for start in range(0, T, chunk)]
         for start, stop in bounds if self.problem.reverse else reversed(bounds):
             self.run_chunk(start, stop)
-        out, ends = self.out, {"h0": self.dh, "c0": self.dc}
-        for name in ends.keys() & out.keys():
-            out[name][...] = ends[name].T
+        for name, d_state in (("h0", self.dh), ("c0", self.dc)):
+            if name in out:
+                out[name][...] = d_state.T
         if "peephole" in out and isinstance(self.step, LSTMStepBackward):
             np.sum(self.step.dpeephole, axis=1, out=out["peephole"])
 
     def run_chunk(self, start: int, stop: int) -> None:
-        """Steps start..stop back, then their products."""
-        B, P, step, ends = self.problem.B, self.problem.P, self.step, self.ends
-        before = raw = states_before(self.problem, self.h, self.v.get("h0", 0), self.v.get("lengths"), start, stop)
-        if "keep" in self.v:
-            before = raw * self.v["keep"][start:stop]
-        h_in = before
-        if self.mask is not None:
-            h_in = before * ends.without_padding(self.mask, start, stop)
-        h_in = h_in.reshape(-1, P)
+        """Run steps start..stop back, then their products."""
+        problem, v, dv, step, dh, dc, keep = (
+            self.problem,
+            self.v,
+            self.dv,
+            self.step,
+            self.dh,
+            self.dc,
+            self.v.get("keep"),
+        )
+        h_before = self.h_before(start, stop)  # [steps, B, P]
+        h_prev = h_before if keep is None else h_before * keep[start:stop]
+        h_in = h_prev if self.mask is None else h_prev * self.without_padding(self.mask, start, stop)
+        h_in = h_in.reshape(-1, problem.P)
         if isinstance(step, GRUStepBackward):
-            step.start(start, before, h_in)
-        times = range(start, stop) if self.problem.reverse else range(stop - 1, start - 1, -1)
-        for t in times:
-            live = ends.live(t)
-            columns = slice((t - start) * B, (t - start + 1) * B)
-            if live is None:
-                self.back(t, columns, (before[t - start], raw[t - start]), self.dh, self.dc)
-            elif not live.any():
-                for kept in step.by_column:  # no item lives in this step
-                    kept[:, columns] = 0
-            else:
-                self.back_where(live, t, columns, (before[t - start], raw[t - start]))
-        step.finish(self.products, h_in)
-        self.products.add(start, stop, step.dz[:, : (stop - start) * B])
+            step.begin_chunk(start, h_prev, h_in)
+        times = range(start, stop)
+        for t in times if problem.reverse else reversed(times):
+            columns = slice((t - start) * problem.B, (t - start + 1) * problem.B)
+            live = None if t < self.shortest else self.lengths > t  # [B]: items that have not ended
+            if live is not None and not live.any():
+                for array in step.by_column:
+                    array[:, columns] = 0
+                continue
+            # The gradients of ended items pass this step by: they are put back after it.
+            passing: Any = None if live is None else (dh.copy(), dc.copy())
+            if "h" in dv:
+                dh += dv["h"][t].T
+            if "c" in dv:
+                dc += dv["c"][t].T
+            dgates = dv["gates"][t].T if "gates" in dv else None
+            if live is not None:
+                dh[:, ~live] = dc[:, ~live] = 0
+                dgates = None if dgates is None else np.where(live, dgates, 0)
+            c_before: Any = None if self.c0 is None else self.c_before(t)
+            c_prev = c_before if c_before is None or keep is None else c_before * keep[t].T
+            step(t, columns, c_prev, self.c_at(t), dh, dc, dgates)
+            if self.mask is not None:
+                self.through_mask(t, h_prev[t - start], live)
+            if step.direct is not None:
+                dh += step.direct
+            if keep is not None:
+                self.through_keep(t, h_before[t - start], c_before, live)
+            if live is not None:
+                np.copyto(dh, passing[0], where=~live)
+                np.copyto(dc, passing[1], where=~live)
+        step.end_chunk(self.products, h_in)
+        n = (stop - start) * problem.B
+        dz = step.dz[:, :n]  # [GH, n]
+        self.products.write_input(start, stop, dz, v.get("Wx"))
+        if "Wx" in self.out:
+            x = self.without_padding(v["x"], start, stop).reshape(n, -1)
+            self.products.accumulate("Wx", dz, matrix(x))
+        self.products.accumulate("b", dz, np.ones(n, dz.dtype))
 
-    def back(
-        self, t: int, columns: slice, before: tuple[Array, Array], dh: Array, dc: Array, live: Array | None = None
-    ) -> None:
-        """Step t back, from keep * h_prev and h_prev [B, P]: dh and dc become the gradients of the state before it."""
-        given, step = self.given, self.step
-        if "h" in given:
-            dh += given["h"][t].T
-        if "c" in given:
-            dc += given["c"][t].T
-        dgates = given["gates"][t].T if "gates" in given else None
-        if live is not None:
-            dh[:, ~live] = dc[:, ~live] = 0
-            dgates = None if dgates is None else np.where(live, dgates, 0)
-        step(t, columns, dh, dc, dgates)
-        if self.mask is not None:
-            dmask, terms = self.out["mask"], dh.T * before[0]
-            terms = terms if live is None else np.where(live[:, None], terms, 0)
-            add_unbroadcast(terms, dmask if dmask.ndim < 3 or dmask.shape[0] == 1 else dmask[t])
-            dh *= self.mask[t].T
-        if step.direct is not None:
-            dh += step.direct
-        if "keep" in self.v:
-            terms = (dh * before[1].T).sum(axis=0)
-            if isinstance(step, LSTMStepBackward):
-                terms += (dc * step.c_before(t)).sum(axis=0)
-            self.out["keep"][t, :, 0] = terms if live is None else np.where(live, terms, 0)
-            dh *= self.v["keep"][t].T
-            dc *= self.v["keep"][t].T
+    def through_mask(self, t: int, h_prev: Array, live: Array | None) -> None:
+        """Turn dh, the gradient of mask * h_prev, into that of h_prev [B, P], and add to the mask's gradient."""
+        dmask, terms = self.out["mask"], self.dh.T * h_prev
+        terms = terms if live is None else np.where(live[:, None], terms, 0)
+        add_unbroadcast(terms, dmask if dmask.ndim < 3 or dmask.shape[0] == 1 else dmask[t])
+        self.dh *= self.mask[t].T
 
-    def back_where(self, live: Array, t: int, columns: slice, before: tuple[Array, Array]) -> None:
-        """Step t back for the items that have not ended; the gradients of the others pass it by."""
-        dh, dc = self.dh.copy(), self.dc.copy()
-        self.back(t, columns, before, dh, dc, live)
-        np.copyto(self.dh, dh, where=live)
-        np.copyto(self.dc, dc, where=live)
+    def through_keep(self, t: int, h_before: Array, c_before: Array | None, live: Array | None) -> None:
+        """Turn dh and dc, the gradients of keep times the state before the step, into those of this state, and write
+        step t of the gradient of `keep`."""
+        keep, terms = self.v["keep"][t].T, (self.dh * h_before.T).sum(axis=0)
+        if c_before is not None:
+            terms += (self.dc * c_before).sum(axis=0)
+        self.out["keep"][t, :, 0] = terms if live is None else np.where(live, terms, 0)
+        self.dh *= keep
+        self.dc *= keep
+
+    def h_before(self, start: int, stop: int) -> Array:
+        """Return [steps, B, P]: the h that each of steps start..stop began with, before it was multiplied by keep. It
+        is a view if the first state is not among them."""
+        problem, states, first = self.problem, self.h, self.v.get("h0", 0)
+        if not problem.reverse and start > 0:
+            return states[start - 1 : stop - 1]
+        if problem.reverse and stop < self.shortest:  # all items go on beyond these steps
+            return states[start + 1 : stop + 1]
+        rows = np.empty((stop - start, *states.shape[1:]), states.dtype)
+        if not problem.reverse:
+            rows[0] = first
+            rows[1:] = states[: stop - 1]
+            return rows
+        # Reversed, an item begins with its last step, which is not the last of all if it is shorter.
+        inner = min(stop, problem.T - 1)
+        rows[: inner - start] = states[start + 1 : inner + 1]
+        rows[inner - start :] = first
+        begins = self.lengths == np.arange(start + 1, stop + 1)[:, None]
+        np.copyto(rows, first, where=begins[..., None])
+        return rows
+
+    def c_before(self, t: int) -> Array:
+        """Return the c [H, B] that step t began with, before it was multiplied by keep."""
+        problem, last = self.problem, t + 1 if self.problem.reverse else t - 1
+        if not 0 <= last < problem.T:
+            return self.c0
+        c: Any = self.c_at(last)
+        if problem.reverse and last >= self.shortest:  # items of this length begin with step t
+            c = np.where(self.lengths == last, self.c0, c)
+        return c
+
+    def without_padding(self, sequence: Array, start: int, stop: int) -> Array:
+        """Return steps start..stop of a sequence [T, B, .], 0 where an item has ended: 0 * NaN would spoil a sum."""
+        if stop <= self.shortest:
+            return sequence[start:stop]
+        live = np.arange(start, stop)[:, None] < self.lengths
+        return np.where(live[..., None], sequence[start:stop], 0)
+
+
+def ends(problem: Problem, v: Views) -> tuple[Array, int]:
+    """Return the lengths [B] and the smallest one: the first step, if any, in which an item has ended."""
+    if "lengths" not in v:
+        return np.full(problem.B, problem.T), problem.T
+    return v["lengths"], int(v["lengths"].min())
+
+
+def step_mask(v: Views, problem: Problem) -> Array | None:
+    """Return the mask on h_prev as a view [T, B, P], None if there is none."""
+    return np.broadcast_to(v["mask"], (problem.T, problem.B, problem.P)) if "mask" in v else None
 
 
 def add_unbroadcast(term: Array, total: Array) -> None:
-    """Add term [B, P] to total, summed down to total's shape, which broadcasts to term's."""
+    """Add term [B, P] to total, whose shape broadcasts to [B, P]: summed over the axes of size 1."""
     lead = total.ndim - 2
     shape = total.shape[lead:] if lead > 0 else (1,) * -lead + total.shape
     axes = tuple(axis for axis, size in enumerate(shape) if size == 1)
     total += term.sum(axis=axes, keepdims=True).reshape(total.shape)
-
-
-Step = LSTMStep | GRUStep | RNNStep
-StepBackward = LSTMStepBackward | GRUStepBackward | RNNStepBackward
-
-STEPS: dict[type, tuple[Callable[..., Step], Callable[..., StepBackward]]] = {
-    LSTMCell: (LSTMStep, LSTMStepBackward),
-    GRUCell: (GRUStep, GRUStepBackward),
-    RNNCell: (RNNStep, RNNStepBackward),
-}
-"""Of each cell: its step forward and its step back."""

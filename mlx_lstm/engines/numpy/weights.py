@@ -1,71 +1,81 @@
-"""What is made of parameters for the CPU, and kept as long as these are the same arrays: of packed weights the matrices
-that engine `numpy` multiplies with."""
+"""Cache of arrays derived from parameters, such as dequantized weights.
+
+An entry is valid while the parameters are the same, unmodified arrays. It holds arrays that share the parameters'
+memory, so that MLX can neither free this memory nor write to it: a parameter that MLX changes lies somewhere else.
+What is written through a NumPy view of a parameter, as in `np.asarray(layer.Wh)[0] = 1`, is not seen: MLX knows nothing
+of it. Assign a new array instead.
+"""
 
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 from weakref import ref
 
 import mlx.core as mx
+from mlx.utils import tree_flatten, tree_map
 
-from ..ops.packed import dequantized
-from ..packing import WEIGHTS, Packing, is_packed
-from ..problem import Arrays, Problem
+from ..ops.packed import matrix
+from ..packing import WEIGHTS, Packing, is_packed, packed_names
+from ..problem import Arrays
 from .arrays import view
 
 
-class Kept(NamedTuple):
-    """What was made, how, and of which arrays: where they lay, and themselves, so that nothing else can come to lie
-    there. The first of them is known by a reference that ends with it."""
+class Entry(NamedTuple):
+    """One derived value. `shared` are the parameters it was derived from, as arrays of the cache's own; `key` says
+    where these lie. The first parameter is held by a weak reference, which removes the entry when it dies."""
 
     first: "ref[mx.array]"
-    how: Hashable
-    places: list[int]
-    made_of: list[mx.array]
-    made: Any
+    key: Hashable
+    shared: Any
+    value: Any
 
 
-_kept: dict[int, Kept] = {}
+_cached: dict[int, Entry] = {}
+"""By the `id` of the first parameter: one entry each, that of the latest call."""
 
 
-def kept(how: Hashable, arrays: list[mx.array], make: Callable[[], Any]) -> Any:
-    """What `make` makes of these arrays, itself new ones; again only where these are others, or one was written to, or
-    the first was last used for something else."""
+def cached(kind: Hashable, parameters: Any, derive: Callable[[Any], Any]) -> Any:
+    """Return `derive(parameters)`, from the cache if `parameters` are the same arrays as at the latest call.
+
+    parameters: a tree of evaluated or lazy arrays, and of other hashable values. kind: distinguishes what is derived in
+    different ways from the same parameters.
+    """
+    arrays = [leaf for _, leaf in tree_flatten(parameters) if isinstance(leaf, mx.array)]
     mx.eval(arrays)
-    first, places = arrays[0], [place(array) for array in arrays]
-    known = _kept.get(id(first))
-    if known and known.first() is first and (known.places, known.how) == (places, how):
-        return known.made
-    # Other arrays on the same memory: those given may be written to, or let go.
-    made_of, made = [mx.stop_gradient(array) for array in arrays], make()
-    mx.eval(made, made_of)
-    key = id(first)
-    _kept[key] = Kept(ref(first, lambda _: _kept.pop(key, None)), how, places, made_of, made)
-    return made
+    first = arrays[0]
+    entry = _cached.get(id(first))
+    if entry and entry.first() is first and entry.key == key_of(kind, parameters):
+        return entry.value
+    # The key is that of the shared arrays, which are also what the value is derived from: should another thread replace
+    # a parameter meanwhile, key and value still belong together.
+    shared = tree_map(lambda leaf: mx.stop_gradient(leaf) if isinstance(leaf, mx.array) else leaf, parameters)
+    mx.eval(shared)
+    value = derive(shared)
+    mx.eval(value)
+    name = id(first)
+    _cached[name] = Entry(ref(first, lambda _: _cached.pop(name, None)), key_of(kind, shared), shared, value)
+    return value
 
 
-def in_floats(problem: Problem, arrays: Arrays) -> Arrays:
-    """The arrays with matrices in the dtype of x in place of packed weights."""
-    packing = problem.packing
-    if packing is None or not (names := [name for name in WEIGHTS if is_packed(name, arrays)]):
-        return arrays
-    x = {"x": arrays["x"]}
-    parts = {name: [f"{name}{end}" for end in ("", "_scales", "_biases") if f"{name}{end}" in arrays] for name in names}
-    made_of = {part for each in parts.values() for part in each}
-    found = {name: array for name, array in arrays.items() if name not in made_of}
-    for name, each in parts.items():
-        given = {part: arrays[part] for part in each}
-        found[name] = kept_matrix(packing, name, given, x)
-    return found
+def key_of(kind: Hashable, parameters: Any) -> Hashable:
+    """Return what tells evaluated parameters apart: the address, shape, strides and dtype of each array. The address
+    alone does not: a transposed or broadcast view begins where its array does."""
+    key: list[Hashable] = [kind]
+    for path, leaf in tree_flatten(parameters):
+        if isinstance(leaf, mx.array):
+            memory = leaf.view(mx.uint16) if leaf.dtype == mx.bfloat16 else leaf  # NumPy has no bfloat16
+            mx.eval(memory)
+            memory = view(memory)
+            leaf = memory.__array_interface__["data"][0], memory.shape, memory.strides, leaf.dtype
+        key.append((path, leaf))
+    return tuple(key)
 
 
-def kept_matrix(packing: Packing, name: str, given: Arrays, x: Arrays) -> mx.array:
-    """The matrix of one packed weight."""
-    return kept((packing, x["x"].dtype), list(given.values()), lambda: dequantized(packing, given | x)[name])
-
-
-def place(array: mx.array) -> int:
-    """Where an array's numbers lie."""
-    if array.dtype == mx.bfloat16:  # which NumPy does not know
-        array = array.view(mx.uint16)
-        mx.eval(array)
-    return view(array).__array_interface__["data"][0]
+def with_float_weights(packing: Packing, arrays: Arrays) -> Arrays:
+    """Return the arrays with a matrix in the dtype of x in place of each quantized weight, its scales and biases."""
+    dtype, quantized = arrays["x"].dtype, packed_names(arrays)
+    floats = {name: array for name, array in arrays.items() if name not in quantized}
+    for name in WEIGHTS:
+        if is_packed(name, arrays):
+            parts = {part: arrays[part] for part in quantized if part.partition("_")[0] == name}
+            floats[name] = cached((packing, dtype), parts, lambda parts, name=name: matrix(packing, parts, name, dtype))
+    return floats

@@ -1,4 +1,4 @@
-"""The cells in plain MLX, one step forward and one back: the one place where their equations stand in Python."""
+"""The cells in plain MLX, one step forward and one step back. Here the equations are written down in Python."""
 
 from collections.abc import Callable
 from functools import partial
@@ -11,8 +11,9 @@ from ..problem import Array
 
 
 class StepGradients(NamedTuple):
-    """What one step back finds: dz [B, GH], the gradient of the preactivations' input part; dh [B, P] of the h that
-    entered the recurrent product, after the mask; dc [B, H] of c_prev; direct [B, H], what reaches h_prev past it."""
+    """The gradients of one step: dz [B, GH] of the preactivations' input part; dh [B, P] of the h in the recurrent
+    product, which is h_prev times the mask; of an LSTM dc [B, H] of c_prev; of a GRU direct [B, H], the part of the
+    gradient of h_prev that bypasses the product."""
 
     dz: Array
     dh: Array
@@ -21,22 +22,23 @@ class StepGradients(NamedTuple):
 
 
 def activate(name: str, x: Array) -> Array:
-    """One of `cells.ACTIVATIONS`."""
+    """Return the activation of this name, applied to x."""
     return known("ops", ACTIVATIONS, name)[0](x)
 
 
 def slope(name: str, y: Array) -> Array:
-    """An activation's derivative, written in its output y."""
+    """Return the derivative of the activation of this name, computed from its output y."""
     return known("ops", ACTIVATIONS, name)[1](y)
 
 
 def sigmoid(x: Array) -> Array:
-    """1 / (1 + exp(-x)), to the digits of the dtype."""
+    """Return 1 / (1 + exp(-x)), to the precision of the dtype."""
     return double_sigmoid(x) if x.dtype == mx.float64 else mx.sigmoid(x)
 
 
 def double_sigmoid(x: Array) -> Array:
-    """The sigmoid of a float64 array. MLX 0.32.4 computes it, and exp, to float32's digits, but not cosh and sinh."""
+    """Return the sigmoid of a float64 array, through cosh and sinh. MLX 0.32.4 computes mx.sigmoid and mx.exp of
+    float64 only to the precision of float32."""
     negative = x < 0
     # Not mx.abs, whose derivative at 0 is 0. Beyond 709 cosh overflows and exp(-x) leaves the normal numbers.
     size = mx.minimum(mx.where(negative, -x, x), 709)
@@ -45,12 +47,12 @@ def double_sigmoid(x: Array) -> Array:
 
 
 def hard_sigmoid(rise: float, x: Array) -> Array:
-    """clip(rise x + 0.5, 0, 1)."""
+    """Return clip(rise x + 0.5, 0, 1)."""
     return mx.clip(constant(rise, x) * x + 0.5, 0, 1)
 
 
 def hard_sigmoid_slope(rise: float, y: Array) -> Array:
-    """Its derivative from its output."""
+    """Return the derivative of `hard_sigmoid`, computed from its output y."""
     return constant(rise, y) * ((y > 0) & (y < 1)).astype(y.dtype)
 
 
@@ -61,28 +63,35 @@ ACTIVATIONS: dict[str, tuple[Callable[[Array], Array], Callable[[Array], Array]]
     "sigmoid": (sigmoid, lambda y: y * (1 - y)),
     **{name: (partial(hard_sigmoid, rise), partial(hard_sigmoid_slope, rise)) for name, rise in HARD_SIGMOIDS.items()},
 }
-"""Of each activation, itself and its derivative written in its output."""
+"""Each activation and its derivative, written in its output."""
+
+UNBOUNDED = ("identity", "relu")
+"""Activations whose output may be infinite."""
 
 
 def constant(value: float, like: Array) -> Array:
-    """A scalar in the dtype of `like`: beside a float64 array MLX 0.32.0 rounds a Python float to float32."""
+    """Return a scalar in the dtype of `like`. MLX 0.32.0 rounds a Python float to float32, even next to a float64
+    array."""
     return mx.array(value, like.dtype)
 
 
 def clip_straight_through(c: Array, limit: float) -> Array:
-    """clip(c, -limit, limit) whose gradient is that of c, as TensorFlow's block ops have it; 0 where c is infinite."""
+    """Return clip(c, -limit, limit). Its gradient is that of c itself, as in TensorFlow's block ops, but 0 where c is
+    infinite."""
     bound = constant(limit, c)
-    nothing = mx.where(mx.isinf(c), 0, c - mx.stop_gradient(c))  # infinity less itself is NaN
-    return mx.stop_gradient(mx.clip(c, -bound, bound)) + nothing
+    zero = mx.where(mx.isinf(c), 0, c - mx.stop_gradient(c))  # 0 with the gradient of c; inf - inf would be NaN
+    return mx.stop_gradient(mx.clip(c, -bound, bound)) + zero
 
 
 def by_gate(cell: LSTMCell | GRUCell, array: Array | None) -> dict[str, Array]:
-    """The gates' parts of an array that has all of them side by side; nothing where there is none."""
+    """Return the part of each gate of an array [.., GH]; an empty dict if the array is None."""
     return {} if array is None else dict(zip(cell.gate_order, mx.split(array, cell.gates, axis=-1), strict=True))
 
 
 def lstm_step(cell: LSTMCell, a: Array, c_prev: Array, peephole: Array | None) -> tuple[Array, Array, Array]:
-    """One step: preactivations a [B, 4H] and c_prev [B, H] to (gates [B, 4H], c [B, H], m [B, H]).
+    """Return gates [B, 4H], c [B, H] and m [B, H], which is h or what is projected to h.
+
+    a [B, 4H]: the preactivations. c_prev [B, H].
 
     i = s_i(a_i + p_i c_prev)   f = s_f(a_f + forget_bias + p_f c_prev)   g = s_g(a_g + p_g c_prev)
     c = f c_prev + i g, clipped                  o = s_o(a_o + p_o c)  or  s_o(a_o + p_o c_prev)
@@ -117,9 +126,9 @@ def lstm_step_backward(
     dc: Array,
     dgates: Array | None,
 ) -> tuple[Array, Array]:
-    """One step back: the gradients of m, c and (where given) the gates to (dz [B, 4H], dc_prev [B, H]).
+    """Return dz [B, 4H], the gradient of the preactivations, and that of c_prev [B, H].
 
-    dz is the gradient of the preactivations. The clip passes gradients straight through.
+    dm, dc [B, H], dgates [B, 4H]: the gradients of m, c and the gates. The clip of c lets gradients pass unchanged.
     """
     y, p, dy = by_gate(cell, gates), by_gate(cell, peephole), by_gate(cell, dgates)
 
@@ -142,7 +151,9 @@ def lstm_step_backward(
 
 
 def gru_step(cell: GRUCell, a: Array, h_in: Array, h: Array, Wh: Array, bhn: Array | None) -> tuple[Array, Array]:
-    """One step: the input's part a [B, 3H], the masked h_in and h itself [B, H] to (gates [B, 3H], h [B, H]).
+    """Return gates [B, 3H] and the new h [B, H].
+
+    a [B, 3H]: the input's part of the preactivations. h_in [B, H]: h times the mask.
 
     r = s_r(a_r + h_in Wh_r^T)   z = s_z(a_z + h_in Wh_z^T)
     n = s_n(a_n + r (h_in Wh_n^T + bhn))  or, with reset "before",  s_n(a_n + (r h_in) Wh_n^T)
@@ -155,21 +166,25 @@ def gru_step(cell: GRUCell, a: Array, h_in: Array, h: Array, Wh: Array, bhn: Arr
     after = cell.reset == "after"
     recurrent = y["r"] * gru_candidate(h_in, Wh_n, bhn) if after else (y["r"] * h_in) @ Wh_n.T
     n = y["n"] = activate(cell.activation("n"), z["n"] + recurrent)
-    h_new = h + y["z"] * (n - h) if cell.flip_z else n + y["z"] * (h - n)
+    old, new = (n, h) if cell.flip_z else (h, n)
+    h_new = new + y["z"] * (old - new)
+    if cell.activation("n") in UNBOUNDED:  # of an infinite n the form above makes inf - inf
+        h_new = mx.where(mx.isinf(n), y["z"] * old + (1 - y["z"]) * new, h_new)
     return mx.concatenate([y[gate] for gate in cell.gate_order], axis=-1), h_new
 
 
 def gru_candidate(h_in: Array, Wh_n: Array, bhn: Array | None) -> Array:
-    """h_in Wh_n^T + bhn: what r multiplies where the reset comes after the product."""
+    """Return h_in Wh_n^T + bhn, which r multiplies if the reset comes after the product."""
     return h_in @ Wh_n.T if bhn is None else h_in @ Wh_n.T + bhn
 
 
 def gru_step_backward(
     cell: GRUCell, gates: Array, h_in: Array, h: Array, Wh: Array, q: Array | None, dh: Array, dgates: Array | None
 ) -> StepGradients:
-    """One step back: the gradients of the new h and (where given) of the gates to those of a step.
+    """Return the gradients of a step, from those of the new h [B, H] and of the gates [B, 3H].
 
-    h_in and h are what the step started from; q is `gru_candidate` where the reset comes after the product.
+    h_in, h [B, H]: what the step began with, with and without the mask. q [B, H]: what `gru_candidate` returns, None
+    if the reset comes before the product.
     """
     y, dy = by_gate(cell, gates), by_gate(cell, dgates)
     W = {gate: Wh[cell.block(gate, h.shape[-1])] for gate in "rzn"}
@@ -193,13 +208,16 @@ def gru_step_backward(
 
 
 def rnn_step(cell: RNNCell, a: Array, h_in: Array, Wh: Array) -> tuple[Array, Array]:
-    """One step: the input's part a and the masked h_in, both [B, H], to (preactivation, h): h = s(a + h_in Wh^T)."""
+    """Return the preactivation and h = s(a + h_in Wh^T), both [B, H].
+
+    a [B, H]: the input's part of the preactivation. h_in [B, H]: h_prev times the mask.
+    """
     a = a + h_in @ Wh.T
     return a, activate(cell.act, a)
 
 
 def rnn_step_backward(cell: RNNCell, h: Array, Wh: Array, dh: Array, dgates: Array | None) -> StepGradients:
-    """One step back: the gradients of the new h and (where given) of the preactivation to those of a step."""
+    """Return the gradients of a step, from those of the new h and of the preactivation, both [B, H]."""
     dz = dh * slope(cell.act, h)
     dz = dz if dgates is None else dz + dgates
     return StepGradients(dz, dz @ Wh)

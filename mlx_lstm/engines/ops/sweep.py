@@ -1,8 +1,8 @@
 """Engine `ops`: the recurrence in plain MLX, forward and backward written out. The readable definition.
 
 Runs on any device and inside `mx.compile`, `mx.vmap` and exports. Sizes: T time, B batch, I input, H hidden, P the
-width of h (H, or the projection's), G gates of the cell. Two directions run one after the other, each on its part of
-the arrays. Every function here takes and returns MLX arrays; nothing is evaluated.
+width of h (H, or the projection's), G gates of the cell, D directions. Two directions run one after the other, each on
+its part of the arrays. Every function takes and returns MLX arrays; nothing is evaluated.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -19,105 +19,112 @@ from .packed import dequantized, times_input
 
 
 def forward(problem: Problem, arrays: Arrays) -> Arrays:
-    """The cell's outputs: h [T, B, D P], gates [T, B, D G H], hT [B, D P]; of an LSTM c [T, B, D H], cT [B, D H]."""
+    """Return the cell's outputs: h [T, B, D P], gates [T, B, D G H], hT [B, D P]; of an LSTM also c [T, B, D H] and
+    cT [B, D H]."""
     z, arrays = project(problem, arrays), dequantized(problem.packing, arrays)
     if not problem.bidirectional:
         return sweep_forward(problem, arrays, z)
-    sweeps = (sweep_forward(one_direction(problem, d), part(arrays, d), half(z, d)) for d in range(2))
-    return join(list(sweeps))
+    return join([sweep_forward(one_direction(problem, d), part(arrays, d), half(z, d)) for d in range(2)])
 
 
 def sweep_forward(problem: Problem, arrays: Arrays, z: Array) -> Arrays:
-    """The steps of one direction."""
+    """Run the steps of one direction on z [T, B, G H], the input's part of the preactivations. Return the outputs."""
     z_at = by_time(z)
 
-    def at(t: int, state: tuple[Array, Array]) -> tuple[Arrays, tuple[Array, Array]]:
+    def step_at(t: int, state: tuple[Array, Array]) -> tuple[Arrays, tuple[Array, Array]]:
         h, c = (times_keep(arrays, of_state, t) for of_state in state)
-        gates, c, h = step(problem, arrays, z_at[t], recurrent_input(arrays, h, t), h, c)
+        gates, c, h = step(problem, arrays, z_at[t], times_mask(arrays, h, t), h, c)
         return {"h": h, "c": c, "gates": gates}, (h, c)
 
-    kept, (h, c) = over_time(at, initial_states(problem, arrays), problem.steps(), lambda t: live_items(arrays, t))
-    outputs = kept | {"hT": h, "cT": c}
+    first = initial_states(problem, arrays)
+    outputs, (hT, cT) = over_time(step_at, first, problem.steps(), lambda t: live_items(arrays, t))
+    outputs |= {"hT": hT, "cT": cT}
     return {name: outputs[name] for name in problem.cell.outputs}
 
 
 def over_time(
-    at: Callable[[int, Any], tuple[Any, Any]], state: Any, steps: Iterable[int], live_at: Callable[[int], Array | None]
+    step_at: Callable[[int, Any], tuple[Any, Any]],
+    state: Any,
+    steps: Iterable[int],
+    live_at: Callable[[int], Array | None],
 ) -> tuple[Any, Any]:
-    """Whatever `at(t, state) -> output, state` returns, step after step: the outputs [T, B, .] and the last state, each
-    an array or a tree of such. Of items [B] that are not live at t the output is 0, the state carried; None: all are.
+    """Run `step_at(t, state) -> (output, state)` for each t of `steps`. Return the outputs, stacked to [T, B, .] in the
+    order of time, and the last state; both are arrays or trees of arrays.
+
+    live_at(t): which items [B] have not ended at step t, None if none has. The output of an item that has ended is 0,
+    and its state stays.
     """
     outputs = {}
     for t in steps:
-        (output, after), live = at(t, state), live_at(t)
+        (output, after), live = step_at(t, state), live_at(t)
         if live is not None:
-            output, after = where(live, output, tree_map(zero, output)), where(live, after, state)
+            zeros = tree_map(lambda array: mx.array(0, array.dtype), output)
+            output, after = choose_items(live, output, zeros), choose_items(live, after, state)
         outputs[t], state = output, after
-    return tree_map(lambda *of_steps: mx.stack(list(of_steps)), *(outputs[t] for t in range(len(outputs)))), state
+    in_time = [outputs[t] for t in range(len(outputs))]
+    return tree_map(lambda *of_steps: mx.stack(list(of_steps)), *in_time), state
+
+
+def choose_items(live: Array, tree: Any, other: Any) -> Any:
+    """Return the arrays [B, .] of `tree` for the items of the batch that are live, those of `other` for the rest."""
+    return tree_map(lambda a, b: mx.where(live.reshape(-1, *[1] * (a.ndim - 1)), a, b), tree, other)
 
 
 def live_items(arrays: Arrays, t: int) -> Array | None:
-    """[B, 1]: whether each item has not ended at step t; None without lengths."""
+    """Return which items have not ended at step t, [B, 1]; None without lengths."""
     lengths = arrays.get("lengths")
     return None if lengths is None else (lengths > t)[:, None]
 
 
-def where(items: Array, tree: Any, other: Any) -> Any:
-    """The arrays [B, .] of a tree for the items [B] that are true, of the other tree for the rest."""
-    return tree_map(lambda a, b: mx.where(items.reshape(-1, *[1] * (a.ndim - 1)), a, b), tree, other)
-
-
-def zero(array: Array) -> Array:
-    """0, of an array's dtype."""
-    return mx.array(0, array.dtype)
-
-
 def by_time(sequence: Array) -> list[Array]:
-    """[B, .] for each step of [T, B, .]."""
-    # Not sequence[t], of which mx.compile(shapeless=True) would keep the first call's shape without a word.
+    """Return the steps [B, .] of a sequence [T, B, .]."""
+    # sequence[t] would fail under mx.compile(shapeless=True), which silently keeps the first call's shape of it.
     return [row.squeeze(0) for row in mx.split(sequence, sequence.shape[0])]
 
 
-def stacked(steps: dict[int, Array]) -> Array:
-    """[T, B, .]: what each step left, in the order of time."""
-    return mx.stack([steps[t] for t in range(len(steps))])
-
-
 def step(problem: Problem, arrays: Arrays, z: Array, h_in: Array, h: Array, c: Array) -> tuple[Array, Array, Array]:
-    """(gates, c, h) of a step of whichever cell, from z, the masked h_in, h and c. A cell without c passes it on."""
+    """Run one step of the problem's cell. Return (gates, c, h).
+
+    z [B, G H]: the input's part of the preactivations. h_in: h times the mask. c: returned as it is if the cell has
+    none.
+    """
     cell, Wh, Wp = problem.cell, arrays["Wh"], arrays.get("Wp")
     if isinstance(cell, LSTMCell):
-        # Not mx.addmm, here and in the cells: with vmap over x alone MLX 0.32.4 refuses it.
+        # Neither here nor in the cells mx.addmm: MLX 0.32.4 refuses it under vmap over x alone.
         gates, c, m = cells.lstm_step(cell, z + h_in @ Wh.T, c, arrays.get("peephole"))
         return gates, c, m if Wp is None else m @ Wp.T
     if isinstance(cell, GRUCell):
         gates, h = cells.gru_step(cell, z, h_in, h, Wh, arrays.get("bhn"))
-        return gates, c, h
-    gates, h = cells.rnn_step(cell, z, h_in, Wh)
+    else:
+        gates, h = cells.rnn_step(cell, z, h_in, Wh)
     return gates, c, h
 
 
 def backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays) -> Arrays:
-    """The gradient of every array, none of them packed, from those of the outputs that have one (keys as theirs)."""
+    """Return the gradients of all arrays, none of them quantized, from the cotangents of some outputs, by the outputs'
+    names, and from the outputs h, c and gates in `saved`."""
     if problem.bidirectional:
-        given = ([part(values, d) for values in (arrays, saved, cotangents)] for d in range(2))
-        sweeps = (sweep_backward(one_direction(problem, d), *values) for d, values in enumerate(given))
-        sweep = join(list(sweeps))
+        parts = [[part(values, d) for values in (arrays, saved, cotangents)] for d in range(2)]
+        sweep = join([sweep_backward(one_direction(problem, d), *values) for d, values in enumerate(parts)])
     else:
         sweep = sweep_backward(problem, arrays, saved, cotangents)
     return gradients_after_sweep(problem, arrays, saved, sweep)
 
 
 def sweep_backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays) -> Arrays:
-    """One direction's steps in reverse: dz [T, B, G H], dh0 [B, P]; of an LSTM dh [T, B, P] and dc0 [B, H]. With `keep`
-    and a cell other than the plain one also carry [T, B, H]: the gradient of keep * c, or of keep * h past products.
+    """Run the steps of one direction in reverse. Return what the gradients are computed from afterwards:
+
+    dz [T, B, G H]: the gradient of the preactivations. dh0 [B, P]. Of an LSTM dc0 [B, H], and dh [T, B, P]: the
+    gradient of h, which that of the projection needs. With `keep`, but not of a plain cell, carry [T, B, H]: the
+    gradient of keep * c, or of a GRU the part of the gradient of keep * h that bypasses the recurrent product.
     """
     h0, c0 = initial_states(problem, arrays)
     starts = {name: times_keep(arrays, states) for name, states in states_before(problem, arrays, saved).items()}
     starts |= gru_candidates(problem, arrays, starts["h"])
     dh, dc = cotangents.get("hT", mx.zeros_like(h0)), cotangents.get("cT", mx.zeros_like(c0))
-    kept: dict[str, dict[int, Array]] = {"dz": {}, "dh": {}, "carry": {}}
+    by_step: dict[str, dict[int, Array]] = {"dz": {}, "dh": {}, "carry": {}}
     for t in reversed(problem.steps()):
+        # What arrives at step t's outputs: from the step after it, and from outside.
         dh_t = dh + cotangents["h"][t] if "h" in cotangents else dh
         dc_t = dc + cotangents["c"][t] if "c" in cotangents else dc
         dgates = cotangents["gates"][t] if "gates" in cotangents else None
@@ -127,25 +134,31 @@ def sweep_backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: 
         live, dz = live_items(arrays, t), back.dz
         if live is not None:
             dz, dh_t = mx.where(live, dz, 0), mx.where(live, dh_t, 0)
-        kept["dz"][t], kept["dh"][t] = dz, dh_t
-        dh_new = recurrent_input(arrays, back.dh, t)
+        by_step["dz"][t], by_step["dh"][t] = dz, dh_t
+        # To the state before the step: through the mask, past the product, through `keep`.
+        dh_new = times_mask(arrays, back.dh, t)
         dh_new = dh_new if back.direct is None else dh_new + back.direct
         dc_new = dc if back.dc is None else back.dc
         if "keep" in arrays:
             carry = back.direct if back.dc is None else back.dc
             if carry is not None:
-                kept["carry"][t] = carry if live is None else mx.where(live, carry, 0)
+                by_step["carry"][t] = carry if live is None else mx.where(live, carry, 0)
             dh_new, dc_new = times_keep(arrays, dh_new, t), times_keep(arrays, dc_new, t)
         dh, dc = (dh_new, dc_new) if live is None else (mx.where(live, dh_new, dh), mx.where(live, dc_new, dc))
-    found = {name: stacked(steps) for name, steps in kept.items() if steps} | {"dh0": dh, "dc0": dc}
-    others = () if isinstance(problem.cell, LSTMCell) else ("dh", "dc0")
-    return {name: array for name, array in found.items() if name not in others}
+    sweep = {name: mx.stack([steps[t] for t in range(len(steps))]) for name, steps in by_step.items() if steps}
+    if isinstance(problem.cell, LSTMCell):
+        return sweep | {"dh0": dh, "dc0": dc}
+    del sweep["dh"]
+    return sweep | {"dh0": dh}
 
 
 def step_backward(
     problem: Problem, arrays: Arrays, t: int, before: Arrays, after: Arrays, dh: Array, dc: Array, dgates: Array | None
 ) -> cells.StepGradients:
-    """One step of whichever cell back; `before` and `after` are its state then, and `gru_candidates`; its gates."""
+    """Return the gradients of step t of the problem's cell.
+
+    before: the state h, c that the step began with, and q of `gru_candidates`. after: h, c and gates after it.
+    """
     cell, Wh, Wp = problem.cell, arrays["Wh"], arrays.get("Wp")
     if isinstance(cell, LSTMCell):
         dm = dh if Wp is None else dh @ Wp
@@ -153,18 +166,18 @@ def step_backward(
         dz, dc = cells.lstm_step_backward(cell, after["gates"], before["c"], after["c"], peephole, dm, dc, dgates)
         return cells.StepGradients(dz, dz @ Wh, dc)
     if isinstance(cell, GRUCell):
-        h_in = recurrent_input(arrays, before["h"], t)
+        h_in = times_mask(arrays, before["h"], t)
         return cells.gru_step_backward(cell, after["gates"], h_in, before["h"], Wh, before.get("q"), dh, dgates)
     return cells.rnn_step_backward(cell, after["h"], Wh, dh, dgates)
 
 
 def gradients_after_sweep(problem: Problem, arrays: Arrays, saved: Arrays, sweep: Arrays) -> Arrays:
-    """The gradient of every array, from dz [T, B, D G H], dh0, dc0 and, for a projection, dh [T, B, D P], for `keep`
-    carry [T, B, D H]."""
+    """Return the gradients of all arrays from what `sweep_backward` returned: dz [T, B, D G H], dh0, dc0, with a
+    projection dh [T, B, D P], with `keep` carry [T, B, D H]."""
     gradients = input_gradients(problem, arrays, sweep["dz"])
     if problem.bidirectional:
-        given = ([part(values, d) for values in (arrays, saved, sweep)] for d in range(2))
-        parts = [recurrent_gradients(one_direction(problem, d), *values) for d, values in enumerate(given)]
+        each = [[part(values, d) for values in (arrays, saved, sweep)] for d in range(2)]
+        parts = [recurrent_gradients(one_direction(problem, d), *values) for d, values in enumerate(each)]
         gradients |= join_gradients(parts, arrays)
     else:
         gradients |= recurrent_gradients(problem, arrays, saved, sweep)
@@ -173,7 +186,7 @@ def gradients_after_sweep(problem: Problem, arrays: Arrays, saved: Arrays, sweep
 
 
 def input_gradients(problem: Problem, arrays: Arrays, dz: Array) -> Arrays:
-    """The gradients of x, Wx, b from dz [T, B, D G H]: one matrix product each over all T * B rows."""
+    """Return the gradients of x, Wx and b from dz [T, B, D G H]: one matrix product each over all T * B rows."""
     x, Wx = arrays["x"], arrays.get("Wx")
     gradients = {"x": dz}
     if Wx is not None:
@@ -187,56 +200,68 @@ def input_gradients(problem: Problem, arrays: Arrays, dz: Array) -> Arrays:
 
 
 def recurrent_gradients(problem: Problem, arrays: Arrays, saved: Arrays, sweep: Arrays) -> Arrays:
-    """One direction's gradients of Wh, bhn, peephole, mask, keep, Wp: a product over all T * B rows or a sum each."""
-    cell, mask, h, dz = problem.cell, arrays.get("mask"), saved["h"], sweep["dz"]
+    """Return one direction's gradients of Wh, bhn, peephole, mask, keep and Wp: a product over all T * B rows or a sum
+    each."""
+    cell, mask, h, dz, lengths = problem.cell, arrays.get("mask"), saved["h"], sweep["dz"], arrays.get("lengths")
     before = states_before(problem, arrays, saved)
     h_prev = times_keep(arrays, before["h"])
-    h_in = without_padding(arrays.get("lengths"), h_prev if mask is None else h_prev * mask)
+    h_in = without_padding(lengths, h_prev if mask is None else h_prev * mask)
+    dh_in = None
     if isinstance(cell, GRUCell):
-        found = gru_recurrent_gradients(cell, arrays, saved["gates"], h_in, dz)
+        gradients, dh_in = gru_recurrent_gradients(cell, arrays, saved["gates"], h_in, dz)
     else:
-        found = {"Wh": flat(dz).T @ flat(h_in)}
+        gradients = {"Wh": flat(dz).T @ flat(h_in)}
     if isinstance(cell, LSTMCell) and "peephole" in arrays:
-        found["peephole"] = peephole_gradient(cell, dz, times_keep(arrays, before["c"]), saved["c"])
+        gradients["peephole"] = peephole_gradient(cell, dz, times_keep(arrays, before["c"]), saved["c"])
     if {"mask", "keep"} & arrays.keys():
-        dh_in = found.pop("h_in") if "h_in" in found else (flat(dz) @ arrays["Wh"]).reshape(h_prev.shape)
+        # dh_in is the gradient of mask * keep * h; from there through the mask, then through `keep`.
+        if dh_in is None:
+            dh_in = (flat(dz) @ arrays["Wh"]).reshape(h_prev.shape)
         if mask is not None:
-            found["mask"], dh_in = sum_to_shape(dh_in * h_prev, mask.shape), dh_in * mask
+            gradients["mask"], dh_in = sum_to_shape(dh_in * h_prev, mask.shape), dh_in * mask
         if "keep" in arrays:
-            found["keep"] = keep_gradient(before, without_padding(arrays.get("lengths"), dh_in), sweep.get("carry"))
+            gradients["keep"] = keep_gradient(before, without_padding(lengths, dh_in), sweep.get("carry"))
     if isinstance(cell, LSTMCell) and "Wp" in arrays:
         output = cells.activate(cell.activation("output"), saved["c"])
         m = (saved["gates"][..., cell.block("o", problem.H)] * output).astype(h.dtype)
-        found["Wp"] = flat(sweep["dh"]).T @ flat(m)
-    return found
+        gradients["Wp"] = flat(sweep["dh"]).T @ flat(m)
+    return gradients
 
 
 def keep_gradient(before: Arrays, dh: Array, carry: Array | None) -> Array:
-    """[T, B, 1], from the states `before` each step and what reaches keep times them, by the product and past it."""
-    found = total(dh * before["h"], axis=-1)
+    """Return the gradient of `keep` [T, B, 1].
+
+    before: the states h and c before each step. dh [T, B, P]: the gradient of keep * h through the recurrent product.
+    carry [T, B, H]: that of keep * c, or of a GRU that of keep * h past the product.
+    """
+    gradient = total(dh * before["h"], axis=-1)
     if carry is not None:
-        found = found + total(carry * before["c" if "c" in before else "h"], axis=-1)
-    return found[..., None]
+        gradient = gradient + total(carry * before["c" if "c" in before else "h"], axis=-1)
+    return gradient[..., None]
 
 
-def gru_recurrent_gradients(cell: GRUCell, arrays: Arrays, gates: Array, h_in: Array, dz: Array) -> Arrays:
-    """Of a GRU: the gradients of Wh, bhn and, where a mask or `keep` asks for it, of h_in [T, B, H]."""
+def gru_recurrent_gradients(
+    cell: GRUCell, arrays: Arrays, gates: Array, h_in: Array, dz: Array
+) -> tuple[Arrays, Array | None]:
+    """Return a GRU's gradients of Wh and bhn, and that of h_in [T, B, H]; None if neither mask nor `keep` needs it."""
     d, r = cells.by_gate(cell, dz), cells.by_gate(cell, gates)["r"]
+    # What each gate's rows of Wh multiply; and d["n"] becomes the gradient of that product.
     seen = dict.fromkeys("rz", h_in) | {"n": h_in if cell.reset == "after" else r * h_in}
     if cell.reset == "after":
         d["n"] = d["n"] * r
-    found = {"Wh": mx.concatenate([flat(d[gate]).T @ flat(seen[gate]) for gate in cell.gate_order])}
+    gradients = {"Wh": mx.concatenate([flat(d[gate]).T @ flat(seen[gate]) for gate in cell.gate_order])}
     if "bhn" in arrays:
-        found["bhn"] = total(flat(d["n"]), axis=0)
-    if {"mask", "keep"} & arrays.keys():
-        Wh = {gate: arrays["Wh"][cell.block(gate, h_in.shape[-1])] for gate in "rzn"}
-        terms = {gate: (flat(d[gate]) @ Wh[gate]).reshape(h_in.shape) for gate in "rzn"}
-        found["h_in"] = terms["r"] + terms["z"] + (terms["n"] if cell.reset == "after" else r * terms["n"])
-    return found
+        gradients["bhn"] = total(flat(d["n"]), axis=0)
+    if not {"mask", "keep"} & arrays.keys():
+        return gradients, None
+    Wh = {gate: arrays["Wh"][cell.block(gate, h_in.shape[-1])] for gate in "rzn"}
+    terms = {gate: (flat(d[gate]) @ Wh[gate]).reshape(h_in.shape) for gate in "rzn"}
+    return gradients, terms["r"] + terms["z"] + (terms["n"] if cell.reset == "after" else r * terms["n"])
 
 
 def gru_candidates(problem: Problem, arrays: Arrays, h_prev: Array) -> Arrays:
-    """Of a GRU that resets after the product q [T, B, H], that product at every step; one over all T * B rows."""
+    """Return {"q": the recurrent product of the candidate at every step}, [T, B, H], as one product over all T * B
+    rows; an empty dict unless the cell is a GRU that resets after this product."""
     cell = problem.cell
     if not isinstance(cell, GRUCell) or cell.reset != "after":
         return {}
@@ -245,20 +270,15 @@ def gru_candidates(problem: Problem, arrays: Arrays, h_prev: Array) -> Arrays:
     return {"q": cells.gru_candidate(flat(h_in), Wh_n, arrays.get("bhn")).reshape(h_prev.shape)}
 
 
-def without_padding(lengths: Array | None, sequence: Array) -> Array:
-    """A sequence [T, B, .], 0 where an item has ended: what lies there must not reach a sum, 0 * NaN would spoil it."""
-    if lengths is None:
-        return sequence
-    return of_live(mx.arange(sequence.shape[0])[:, None] < lengths, sequence)
-
-
-def of_live(live: Array, sequence: Array) -> Array:
-    """A sequence [T, B, .] where its steps [T, B] are live, else 0."""
-    return mx.where(live.reshape(*live.shape, *[1] * (sequence.ndim - 2)), sequence, zero(sequence))
+def peephole_gradient(cell: LSTMCell, dz: Array, c_prev: Array, c: Array) -> Array:
+    """Return the gradient of the peephole weights [4H], in gate order: over steps and batch the sum of dz times the
+    cell state that each gate peeped at."""
+    seen = {gate: c if gate == "o" and cell.output_peephole == "current" else c_prev for gate in "ifgo"}
+    return mx.concatenate([total(block * seen[gate], axis=(0, 1)) for gate, block in cells.by_gate(cell, dz).items()])
 
 
 def project(problem: Problem, arrays: Arrays) -> Array:
-    """The input's part of the preactivations, [T, B, D G H]: one matrix product over all T * B rows."""
+    """Return the input's part of the preactivations, [T, B, D G H]: one matrix product over all T * B rows."""
     x, b = arrays["x"], arrays.get("b")
     if "Wx" not in arrays:
         return x if b is None else x + b
@@ -266,63 +286,73 @@ def project(problem: Problem, arrays: Arrays) -> Array:
     return (z if b is None else z + b).reshape(*x.shape[:2], -1)
 
 
-def peephole_gradient(cell: LSTMCell, dz: Array, c_prev: Array, c: Array) -> Array:
-    """[4H], in gate order: the sum over steps and batch of dz times the cell state each gate peeped at."""
-    seen = {gate: c if gate == "o" and cell.output_peephole == "current" else c_prev for gate in "ifgo"}
-    return mx.concatenate([total(block * seen[gate], axis=(0, 1)) for gate, block in cells.by_gate(cell, dz).items()])
-
-
 def initial_states(problem: Problem, arrays: Arrays) -> tuple[Array, Array]:
-    """(h0 [B, P], c0 [B, H]), zeros where absent."""
+    """Return h0 [B, P] and c0 [B, H], zeros where they are absent."""
     B, dtype, widths = problem.B, arrays["x"].dtype, {"h0": problem.P, "c0": problem.H}
     h0, c0 = (arrays[name] if name in arrays else mx.zeros((B, width), dtype) for name, width in widths.items())
     return h0, c0
 
 
 def states_before(problem: Problem, arrays: Arrays, saved: Arrays) -> Arrays:
-    """h [T, B, P] and, of an LSTM, c [T, B, H] before each step, which multiplies them by `keep`."""
+    """Return h [T, B, P] and, of an LSTM, c [T, B, H] before each step, before it multiplies them by `keep`."""
     first = dict(zip("hc", initial_states(problem, arrays), strict=True))
     lengths = arrays.get("lengths")
     return {name: before_each_step(problem, saved[name], first[name], lengths) for name in "hc" if name in saved}
 
 
-def times_keep(arrays: Arrays, states: Array, t: int | slice = slice(None)) -> Array:
-    """States before step t or, [T, B, .], before each step, as the cell gets them; so do their gradients leave it."""
-    return states * arrays["keep"][t] if "keep" in arrays else states
-
-
 def before_each_step(problem: Problem, states: Array, first: Array, lengths: Array | None) -> Array:
-    """[T, B, .]: the state each step started from, given the state after each step and the first one."""
+    """Return the state [T, B, .] before each step, from the states after each step and the first one."""
     first = first[None]
     if not problem.reverse:
         return mx.concatenate([first, states[:-1]])
     shifted = mx.concatenate([states[1:], first])
     if lengths is None:
         return shifted
-    starts = mx.arange(problem.T)[:, None, None] == lengths[:, None] - 1
-    return mx.where(starts, first, shifted)
+    # A reversed item begins with its last step, which is not the last of all if it is shorter.
+    begins = mx.arange(problem.T)[:, None, None] == lengths[:, None] - 1
+    return mx.where(begins, first, shifted)
 
 
-def recurrent_input(arrays: Arrays, h: Array, t: int) -> Array:
-    """h as it enters step t's product, times the mask, where there is one; so does the gradient leave it."""
+def times_keep(arrays: Arrays, states: Array, t: int | slice = slice(None)) -> Array:
+    """Return states times `keep`, where there is one: at step t [B, .], or [T, B, .] at all steps. Their gradients pass
+    it in the same way."""
+    return states * arrays["keep"][t] if "keep" in arrays else states
+
+
+def times_mask(arrays: Arrays, h: Array, t: int) -> Array:
+    """Return h [B, P] times the mask of step t, where there is one: what enters the recurrent product. Its gradient
+    passes the mask in the same way."""
     if "mask" not in arrays:
         return h
     mask = arrays["mask"]  # for all steps ([B, P] or less) or one per step ([T or 1, B or 1, P or 1])
     return h * (mask if mask.ndim < 3 else mask[t if mask.shape[0] > 1 else 0])
 
 
+def without_padding(lengths: Array | None, sequence: Array) -> Array:
+    """Return a sequence [T, B, .], 0 where an item has ended: what lies there must not reach a sum, and 0 * NaN would
+    spoil it."""
+    if lengths is None:
+        return sequence
+    return of_live(mx.arange(sequence.shape[0])[:, None] < lengths, sequence)
+
+
+def of_live(live: Array, sequence: Array) -> Array:
+    """Return a sequence [T, B, .], 0 where `live` [T, B] is false."""
+    return mx.where(live.reshape(*live.shape, *[1] * (sequence.ndim - 2)), sequence, mx.array(0, sequence.dtype))
+
+
 def sum_to_shape(x: Array, shape: tuple[int, ...]) -> Array:
-    """The adjoint of broadcasting: x summed down to `shape`."""
+    """Return x summed over the axes along which an array of this shape would be broadcast to x's."""
     added = x.ndim - len(shape)
     axes = [added + axis for axis, size in enumerate(shape) if size == 1 and x.shape[added + axis] > 1]
     return total(x, axis=[*range(added), *axes]).reshape(shape) if added or axes else x
 
 
 def total(x: Array, axis: int | Sequence[int]) -> Array:
-    """The sum over axes, of 16-bit numbers in float32."""
+    """Return the sum over axes; 16-bit numbers are summed in float32."""
     return (x.astype(mx.float32) if x.dtype in (mx.float16, mx.bfloat16) else x).sum(axis=axis)
 
 
 def flat(x: Array) -> Array:
-    """[T, B, .] as rows [T * B, .]."""
+    """Return [T, B, .] as rows [T * B, .]."""
     return x.reshape(-1, x.shape[-1])

@@ -1,4 +1,7 @@
-"""Random cases of the ops `lstm`, `gru`, `rnn`: tables of options, arrays for them, how an engine runs a case."""
+"""Random cases of the ops `lstm`, `gru`, `rnn`: tables of options, random arrays, and how an engine runs a case.
+
+A case is a dict of an op's keyword arguments, arrays among them as NumPy's, and `op`, the op's name (default: `lstm`).
+"""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -9,23 +12,25 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
 from .. import recurrence
-from ..bench.tasks import as_represented
-from ..oracle import ARRAYS, OUTPUTS, forward, kink_distance
+from ..engines import choice
+from ..engines.cells import Cell
+from ..oracle import ARRAYS, OUTPUTS, Case, forward, kink_distance
+from ..oracle.arithmetic import Tensors
 from ..oracle.recurrence import KINKS
 from ..recurrence import Quantized
 
-Case = dict[str, Any]
-"""The keyword arguments of an op, arrays among them as NumPy's; its name is `op`, without one `lstm`."""
-Options = Mapping[str, Any]
-"""What `draw` takes, but for sizes and dtype."""
+DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 
-SIZES = T, B, I, H, P = 4, 2, 3, 2, 3
+SIZES = T, B, I, H, P = 4, 2, 3, 2, 3  # P: the width of h if it is projected
 MASKS = [(T, B, "P"), (B, "P"), (1, "P"), ("P",), (T, 1, 1), (1,), ()]
 HOLD = [[0, 1], [1, 0], [0, 1], [1, 1]]
 ACTIVATIONS = ("identity", "relu", "tanh", "sigmoid", "hard_sigmoid", "hard_sigmoid_sixth")
-KINK_MARGIN = 1e-2  # how far preactivations stay from a kink: a thousand steps of a finite difference
-ROUNDING_MARGIN = 1e-4  # how far they stay from it where only float32 rounding must not cross it
+KINK_MARGIN = 1e-2
+"""How far preactivations stay from a kink of their activation: a thousand steps of a finite difference."""
+ROUNDING_MARGIN = 1e-4
+"""The same where only rounding in float32 must not cross the kink."""
 
+# Each entry of these tables is what `draw` takes besides sizes and dtype, for a batch of 2 (`at_batch` changes that).
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "projected_x": {"projected_x": True},
@@ -86,11 +91,11 @@ BIDIRECTIONAL = {
 
 CELLS = {f"gru_{name}": {"op": "gru", **option} for name, option in GRU.items()}
 CELLS |= {f"rnn_{name}": {"op": "rnn", **option} for name, option in RNN.items()}
-"""Options as those of OPTIONS, of the other two cells."""
+"""Like OPTIONS, which are an LSTM's, for the other two cells."""
 BOTH = {
     f"{op}_both_{name}": {"op": op, **option} for op, table in BIDIRECTIONAL.items() for name, option in table.items()
 }
-"""And of the three cells, with both directions."""
+"""Like OPTIONS, for all cells with both directions."""
 EVERY_OPTION = OPTIONS | CELLS | BOTH
 
 GATES = {"lstm": "ifgo", "gru": "rzn", "rnn": "h"}
@@ -110,11 +115,12 @@ def draw(
     dtype: DTypeLike = np.float64,
     recurrent: float = 0.7,
     **options: Any,
-) -> Case:
-    """A case of random arrays of a NumPy dtype, or of float32 numbers that an MLX dtype of this name has.
+) -> dict[str, Any]:
+    """Return a case of random arrays. `dtype` is a NumPy dtype, or the name of an MLX dtype: then the arrays are
+    float32 with values that this dtype has.
 
-    `mask` is the mask's shape, "P" in it the width of h (of both, if both directions); `keep`: with one, some of it 1
-    and 0, for each of both directions; `recurrent` the deviation of Wh.
+    `sizes` are T, B, I, H, P. `mask` is the mask's shape, in which "P" stands for the width of h (of both directions).
+    `keep` adds one, with some values of 0 and 1. `recurrent` is the standard deviation of Wh.
     """
     T, B, I, H, P = sizes
     D, G, own = (2, len(GATES[op]), (2,)) if bidirectional else (1, len(GATES[op]), ())
@@ -136,7 +142,7 @@ def draw(
     deviations = dict.fromkeys(shapes, 0.7) | {"Wh": recurrent}
     arrays = {name: rng.normal(0, deviations[name], shape) for name, shape in shapes.items()}
     if keep:
-        # Behind a 0 an argument may stand on a kink.
+        # After a 0 in keep the state is 0, and an argument of relu may be exactly on its kink.
         kinked = KINKS.keys() & {*options.get("activations", ()), options.get("activation")}
         factors = [1, *rng.uniform(-1, 1.5, 4), *([] if kinked else [0])]
         arrays["keep"] = rng.choice(factors, (T, B, 2) if bidirectional else (T, B))
@@ -147,21 +153,30 @@ def draw(
 
 
 def stored(arrays: dict[str, Any], dtype: DTypeLike) -> dict[str, Any]:
-    """Arrays of a NumPy dtype, or of float32 numbers that an MLX dtype of this name has."""
+    """Return the arrays in a NumPy dtype; for the name of an MLX dtype, as float32 with values that this dtype has."""
     if not isinstance(dtype, str):
         return {name: array.astype(dtype) for name, array in arrays.items()}
     return as_represented({name: array.astype(np.float32) for name, array in arrays.items()}, dtype)
 
 
+def as_represented(arrays: Tensors, dtype: str) -> Tensors:
+    """Return float32 arrays rounded to values that the MLX dtype of this name has."""
+    if dtype == "float32":
+        return arrays
+    return {name: np.array(mx.array(a).astype(DTYPES[dtype]).astype(mx.float32)) for name, a in arrays.items()}
+
+
 def draw_cotangents(
     rng: np.random.Generator, outputs: Mapping[str, np.ndarray], dtype: DTypeLike = np.float64
 ) -> dict[str, np.ndarray]:
-    """A gradient of each of these outputs."""
+    """Return a random cotangent for each of these outputs."""
     return stored({name: rng.normal(size=value.shape) for name, value in outputs.items()}, dtype)
 
 
-def draw_away_from_kinks(seed: int, margin: float = KINK_MARGIN, **options: Any) -> tuple[Case, dict[str, np.ndarray]]:
-    """(case, cotangents), drawn again until no relu or hard_sigmoid is within the margin of its kink."""
+def draw_away_from_kinks(
+    seed: int, margin: float = KINK_MARGIN, **options: Any
+) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Return (case, cotangents), drawn again until no argument of relu or hard_sigmoid is within `margin` of a kink."""
     rng = np.random.default_rng(seed)
     dtype = options.get("dtype", np.float64)
     for _ in range(200):
@@ -171,27 +186,27 @@ def draw_away_from_kinks(seed: int, margin: float = KINK_MARGIN, **options: Any)
     raise RuntimeError(f"no case of {options} keeps off its kinks")
 
 
-def at_batch(options: Options, B: int) -> dict[str, Any]:
-    """An entry of the tables, written for a batch of 2, for a batch of B."""
-    found = dict(options)
-    if "lengths" in found:
-        found["lengths"] = (found["lengths"] * B)[:B]
-    if "mask" in found:
-        found["mask"] = tuple(B if size == 2 else size for size in found["mask"])
-    if "hold" in found:
-        found["hold"] = [(row * B)[:B] for row in found["hold"]]
-    return found
+def at_batch(options: Mapping[str, Any], B: int) -> dict[str, Any]:
+    """Return an entry of the tables for a batch of B instead of 2."""
+    changed = dict(options)
+    if "lengths" in changed:
+        changed["lengths"] = (changed["lengths"] * B)[:B]
+    if "mask" in changed:
+        changed["mask"] = tuple(B if size == 2 else size for size in changed["mask"])
+    if "hold" in changed:
+        changed["hold"] = [(row * B)[:B] for row in changed["hold"]]
+    return changed
 
 
-def split(case: Case) -> tuple[str, dict[str, np.ndarray], Case]:
-    """(op, arrays, options) of a case: its name, the arrays it has, the rest."""
+def split(case: Case) -> tuple[str, dict[str, np.ndarray], dict[str, Any]]:
+    """Return (op, arrays, options) of a case; `arrays` are those it has, `options` all other arguments."""
     arrays = {name: case[name] for name in ARRAYS if case.get(name) is not None}
     options = {name: value for name, value in case.items() if name not in ARRAYS and name != "op"}
     return case.get("op", "lstm"), arrays, options
 
 
 def to_mlx(array: ArrayLike, dtype: mx.Dtype) -> mx.array:
-    """A NumPy array as an MLX array of this dtype."""
+    """Return a NumPy array as an MLX array of this dtype."""
     wide = np.asarray(array).astype(np.float64 if dtype == mx.float64 else np.float32)
     return mx.array(wide, mx.float64 if dtype == mx.float64 else mx.float32).astype(dtype)
 
@@ -203,21 +218,54 @@ def run(
     cotangents: Mapping[str, np.ndarray] | None = None,
     weights: Mapping[str, Quantized] = MappingProxyType({}),
 ) -> tuple[dict[str, mx.array], dict[str, mx.array]]:
-    """(outputs, gradients) of the case's op by name; only outputs with a cotangent are used. `weights`: those that are
-    quantized instead of the case's, which have no gradient."""
+    """Run the case's op on an engine and return (outputs, gradients) by name.
+
+    With cotangents only the outputs that have one are computed; without, there are no gradients. `weights` replace the
+    case's arrays of the same names by quantized ones, which have no gradient.
+    """
     op, arrays, options = split(case)
     arrays, options = {name: arrays[name] for name in arrays if name not in weights}, {**options, **weights}
     names = list(arrays)
-    shown = OUTPUTS[op] if cotangents is None else [name for name in OUTPUTS[op] if name in cotangents]
+    wanted = OUTPUTS[op] if cotangents is None else [name for name in OUTPUTS[op] if name in cotangents]
 
     def outputs_of(*values: mx.array) -> list[mx.array]:
-        given = {"Wx": None} | dict(zip(names, values, strict=True)) | options
-        out = getattr(recurrence, op)(**given, engine=engine, return_gates="gates" in shown)
-        return [getattr(out, name) for name in shown]
+        arguments = {"Wx": None} | dict(zip(names, values, strict=True)) | options
+        out = getattr(recurrence, op)(**arguments, engine=engine, return_gates="gates" in wanted)
+        return [getattr(out, name) for name in wanted]
 
     values = [to_mlx(array, dtype) for array in arrays.values()]
     if cotangents is None:
-        return dict(zip(shown, outputs_of(*values), strict=True)), {}
-    given = [to_mlx(cotangents[name], dtype) for name in shown]
-    outputs, gradients = mx.vjp(outputs_of, values, given)
-    return dict(zip(shown, outputs, strict=True)), dict(zip(names, gradients, strict=True))
+        return dict(zip(wanted, outputs_of(*values), strict=True)), {}
+    outputs, gradients = mx.vjp(outputs_of, values, [to_mlx(cotangents[name], dtype) for name in wanted])
+    return dict(zip(wanted, outputs, strict=True)), dict(zip(names, gradients, strict=True))
+
+
+def infer(
+    case: Case, engine: str, dtype: mx.Dtype, weights: Mapping[str, Quantized] = MappingProxyType({})
+) -> dict[str, mx.array]:
+    """Run the case's op with `training=False` and return its outputs, without gates."""
+    op, arrays, options = split(case)
+    floats = {name: to_mlx(array, dtype) for name, array in arrays.items() if name not in weights}
+    arguments: dict[str, Any] = {"Wx": None, **floats, **options, **weights}
+    out = getattr(recurrence, op)(**arguments, engine=engine, training=False)
+    return {name: getattr(out, name) for name in OUTPUTS[op] if name != "gates"}
+
+
+def has_metal() -> bool:
+    """Return whether MLX can run Metal kernels here."""
+    return mx.metal.is_available()
+
+
+def hindrance(engine: str, sizes: tuple[int, int, int, int], dtype: mx.Dtype, cell: Cell, **options: Any) -> str:
+    """Return why an engine cannot run a recurrence of sizes (T, B, I, H) on this machine, or "" if it can.
+
+    `options` are arguments of `engines.choose`. `device` and `metal` are this machine's unless given; for `numpy` the
+    device is always the CPU.
+    """
+    options = {"device": choice.current_device(), "metal": has_metal(), "traced": False} | options
+    options |= {"device": "cpu"} if engine == "numpy" else {}
+    try:
+        choice.choose(sizes=sizes, dtype=dtype, cell=cell, requested=engine, **options)
+    except ValueError as error:
+        return str(error).partition("cannot run: ")[2].rstrip(".") or str(error)
+    return ""

@@ -1,0 +1,37 @@
+"""The command `mlx-lstm`, also `python -m mlx_lstm`: runs one of the commands below, or lists them."""
+
+import importlib
+import sys
+from typing import NoReturn
+
+from .machine import run_command
+
+COMMANDS = {
+    "check": "is every result right on this machine?",
+    "bench": "how fast is it here, beside mlx.nn and others?",
+    "compare": "does it equal Apple's MPSGraph? Needs a Mac, or a dump that was made on one",
+    "convert": "weight files of PyTorch, Keras, ONNX, MLX and others into one another",
+}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command that the first argument names; return its exit code. Without one, print the list."""
+    command, *rest = (sys.argv[1:] if arguments is None else arguments) or [""]
+    if command in COMMANDS:
+        return importlib.import_module(f"mlx_lstm.{command}.__main__").main(rest)
+    print("Commands, each with --help; `mlx-lstm check` is the same as `python -m mlx_lstm.check`:\n")
+    for name, question in COMMANDS.items():
+        print(f"    python -m mlx_lstm.{name:8} {question}")
+    if command.startswith("-") or not command:
+        return 0
+    print(f"\nThere is no command {command!r}.", file=sys.stderr)
+    return 2
+
+
+def run() -> NoReturn:
+    """End the process with the exit code of `main`."""
+    run_command(main)
+
+
+if __name__ == "__main__":
+    run()

@@ -1,0 +1,63 @@
+"""The short measurement of the command `check`: a training step of ours and of `mlx.nn.LSTM` at a few sizes."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from ..engines.cells import LSTMCell
+from ..testing.cases import DTYPES, hindrance
+from ..testing.progress import Progress
+from ..testing.report import first_line
+from .cases.lstm import draw
+from .files import csv_record
+from .judge import judge_layer
+from .report import THREADS_HINT, milliseconds, references, spread
+from .rounds import Measurement, label, measure, ratio
+from .tasks import PASSES, SIZES, Size, Task
+
+SECONDS, ROUNDS, QUIET = 1.0, 3, 2.0
+"""Seconds of each contender, its turns, and how long a turn waits for other processes to pause."""
+
+
+def default_sizes(device: str, full: bool) -> tuple[Size, ...]:
+    """Return the benchmark's sizes; on a CPU every other one, as `mlx.nn.LSTM` takes minutes there."""
+    return SIZES if full or device == "gpu" else SIZES[::2]
+
+
+def measure_sizes(
+    engines: Sequence[str], sizes: Sequence[Size], device: str, full: bool, progress: Progress
+) -> Iterator[list[Measurement]]:
+    """Yield the measurements of each size and pass, results checked first: backward, with `full` forward, too."""
+    passes = [*PASSES] if full else ["backward"]
+    for n, size in enumerate(sizes):
+        progress.title = f"timing, size {n + 1} of {len(sizes)}: {size}"
+        progress.say("float64 results to judge by")
+        judge = judge_layer(draw(size, "float32"), "float32", backward=True)
+        able = [word for word in engines if not hindrance(word, size, DTYPES["float32"], LSTMCell(), device=device)]
+        for which in passes:
+            pairs = [("mlx", "-"), *(("ours", engine) for engine in able)]
+            tasks = [Task(*pair, size, which, "float32", device) for pair in pairs]
+            yield measure(tasks, judge, seconds=SECONDS, rounds=ROUNDS, patience=QUIET, progress=progress)
+    progress.title = ""
+
+
+def records(groups: Sequence[Sequence[Measurement]]) -> list[dict[str, Any]]:
+    """Return the figures of all measurements for a report."""
+    return [csv_record(row, references(rows)) for rows in groups for row in rows]
+
+
+def time_line(rows: Sequence[Measurement]) -> str:
+    """Return the milliseconds of one size and pass in a line."""
+    task, compared = rows[0].task, references(rows)
+    cells = []
+    for row in rows:
+        name = label(row.task) if row.task.engine == "-" else row.task.engine
+        if not row.samples:
+            cells.append(f"{name} not timed: {first_line(row.status)}")
+            continue
+        times = ""
+        if "mlx" in compared and row.task.contender != "mlx" and (figures := ratio(row, compared["mlx"])):
+            part = f"1/{1 / figures.value:.3g} of" if figures.value < 1 else f"{figures.value:.3g} times"
+            times = f", {part} that"
+        cells.append(f"{name} {milliseconds(spread(row)['median'])} ms{times}")
+    disturbed = f" (disturbed by other processes: {THREADS_HINT})" if any(row.disturbed for row in rows) else ""
+    return f"{task.size!s:15} {task.which}: {'; '.join(cells)}{disturbed}"

@@ -1,0 +1,101 @@
+"""The process that reads a HDF5 file for `_hdf5`, run as a script: `_hdf5_child.py MOST [PATH]`, else from stdin.
+
+HDF5 trusts its files: a damaged one may hang, crash, or take all memory. Here that harms nobody. This script imports
+nothing of the package, which would take longer than all the rest.
+
+The output: a line of JSON, {"attributes": ..., "arrays": ..., "others": ...} or {"error": ...}, then the arrays' bytes
+one after the other. `attributes` holds by object and name a list of texts, `arrays` by path [dtype, shape], `others`
+the number of datasets that hold no numbers. MOST: the bytes that all arrays may have.
+"""
+
+import io
+import json
+import resource
+import sys
+from contextlib import suppress
+from math import prod
+
+import h5py
+import numpy as np
+
+ATTRIBUTES = ("model_config", "keras_version", "layer_names", "weight_names", "name")
+"""What Keras says in attributes; long lists are cut, and a number follows the name."""
+
+
+class Refused(ValueError):
+    """A file that is whole and may not be read."""
+
+
+def contents(file, most):
+    """Return the attributes, the arrays by path, and the number of datasets that hold no numbers."""
+    # Before anything follows a link: h5py would open the file that it names.
+    if (path := file.id.links.visit(foreign, info=True)) is not None:
+        raise Refused(f"{path.decode(errors='replace')} must lie in the file itself but is a link to another file")
+    attributes, arrays, others, left = {"/": texts_of(file)}, {}, 0, most
+
+    def visit(path, item):
+        nonlocal others, left
+        if isinstance(path, bytes):
+            raise ValueError(f"{path} is no text")
+        if found := texts_of(item):
+            attributes[path] = found
+        if not isinstance(item, h5py.Dataset):
+            return
+        if item.external or item.is_virtual:
+            raise Refused(f"{path} must lie in the file itself but is read from other files")
+        numbers = item.dtype.kind in "fiub" and item.dtype.itemsize <= 8
+        if item.shape is None or not (numbers or item.dtype.str == "|V2"):  # V2: bfloat16 as Keras has it
+            others += 1
+            return
+        # HDF5 fills what is not stored, and takes memory for a whole chunk.
+        left -= item.nbytes
+        if left < 0 or prod(item.chunks or (0,)) * item.dtype.itemsize > most:
+            raise Refused(f"{path} must not declare far more bytes than the file has")
+        arrays[path] = np.asarray(item[()])
+
+    file.visititems(visit)
+    return attributes, arrays, others
+
+
+def foreign(path, info):
+    """Return the path of a link to another file, which ends the visit."""
+    return None if info.type in (h5py.h5l.TYPE_HARD, h5py.h5l.TYPE_SOFT) else path
+
+
+def texts_of(item):
+    """Return the texts in the attributes that Keras writes, by name."""
+    found = {}
+    for name in item.attrs:
+        if name.rstrip("0123456789") in ATTRIBUTES:
+            about = item.attrs.get_id(name)
+            if h5py.check_string_dtype(about.dtype) is None and about.dtype.kind != "S":
+                continue
+            values = np.asarray(item.attrs[name]).reshape(-1)
+            found[name] = [each.decode() if isinstance(each, bytes) else str(each) for each in values]
+    return found
+
+
+def main():
+    """Read the file and print what it holds."""
+    most, *path = sys.argv[1:]
+    limit = 8 * int(most) + 2**29
+    with suppress(ValueError, OSError):  # where the system has a lower limit, or none
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    out = sys.stdout.buffer
+    try:
+        with h5py.File(path[0] if path else io.BytesIO(sys.stdin.buffer.read()), "r") as file:
+            attributes, arrays, others = contents(file, int(most))
+        headers = {name: [array.dtype.str, array.shape] for name, array in arrays.items()}
+        line = json.dumps({"attributes": attributes, "arrays": headers, "others": others})
+    except Refused as error:
+        line, arrays = json.dumps({"error": str(error)}), {}
+    except Exception as error:  # whatever HDF5 raises, the file is at fault
+        words = (str(error).splitlines() or [type(error).__name__])[0]
+        line, arrays = json.dumps({"error": f"it is truncated or damaged: {words}"}), {}
+    out.write(line.encode() + b"\n")
+    for array in arrays.values():
+        out.write(np.ascontiguousarray(array).data)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""Whether results are right: each tensor against the float64 oracle, within a bound derived from the case."""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from ..oracle.arithmetic import Tensors
+from ..oracle.closeness import TRIALS, Values, exact_and_bounds, largest
+
+LARGE = 100_000
+"""From so many elements of a tensor on, the maximum over its elements is well sampled in FEW trials."""
+FEW = 2
+
+
+class Verdict(NamedTuple):
+    """The tensor whose error is the largest part of its bound, that error and bound; why the results are refused, or
+    "" if all of them are right."""
+
+    tensor: str
+    error: float
+    bound: float
+    refusal: str = ""
+
+
+class Judge(NamedTuple):
+    """The float64 results of a case, and the bound on the largest error of each."""
+
+    exact: Tensors
+    bounds: dict[str, float]
+
+    def judge(self, results: Tensors, names: Iterable[str]) -> Verdict:
+        """Compare the results of these names with the exact ones; a missing one is refused."""
+        verdicts = [self.judge_tensor(name, results.get(name)) for name in names]
+        refused = [verdict for verdict in verdicts if verdict.refusal]
+        return max(refused or verdicts, key=lambda verdict: verdict.error / verdict.bound)
+
+    def judge_tensor(self, name: str, result: np.ndarray | None) -> Verdict:
+        """Compare one tensor. Refuse NaN, another shape, and a bound so wide that zeros would pass."""
+        exact, bound = self.exact[name], self.bounds[name]
+        if result is None or result.shape != exact.shape:
+            shape = None if result is None else list(result.shape)
+            return Verdict(name, np.inf, bound, f"{name}: shape {shape}, expected {list(exact.shape)}")
+        error = np.abs(result - exact).max()
+        error = float(error) if np.isfinite(error) else np.inf
+        if not error <= bound:
+            return Verdict(name, error, bound, f"{name}: error {error:.3g} > bound {bound:.3g}")
+        if not bound < largest(exact):
+            return Verdict(name, error, bound, f"{name}: bound {bound:.3g} would accept zeros, so nothing is shown")
+        return Verdict(name, error, bound)
+
+
+def make_judge(values: Values, dtype: DTypeLike, elements: int) -> Judge:
+    """Return the judge of what `values` computes. `elements`: those of the case's largest tensor."""
+    return Judge(*exact_and_bounds(values, dtype, TRIALS if elements < LARGE else FEW))

@@ -1,0 +1,96 @@
+"""This machine in words, tables of text, and reports as JSON."""
+
+import json
+import math
+import os
+import platform
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .. import __version__
+from ..machine import chip, installed_version, system
+
+THREAD_SETTINGS = (
+    "OMP_NUM_THREADS",
+    "OMP_WAIT_POLICY",
+    "OPENBLAS_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "VECLIB_MAXIMUM_THREADS",
+    "OPENBLAS_CORETYPE",
+    "OPENBLAS_L2_SIZE",
+    "LD_PRELOAD",
+)
+
+
+def machine_card(command: str, device: str) -> dict[str, str]:
+    """Return what a figure depends on besides the code: chip, cores, system, versions, threads, load, command."""
+    blas = np.show_config(mode="dicts")["Build Dependencies"]["blas"]
+    set_here = [f"{name}={os.environ[name]}" for name in THREAD_SETTINGS if name in os.environ]
+    return {
+        "chip": chip(),
+        "cores": str(os.cpu_count()),
+        "system": system(),
+        "python": platform.python_version(),
+        "mlx_lstm": __version__,
+        "mlx": installed_version("mlx"),
+        "device": device,
+        "numpy": np.__version__,
+        "blas": f"{blas['name']} {blas['version']}{blas_kernel()}",
+        "torch": installed_version("torch"),
+        "tensorflow": installed_version("tensorflow", "tensorflow-cpu"),
+        "threads": ", ".join(set_here) or "defaults",
+        "load": " ".join(f"{load:.2f}" for load in os.getloadavg()),
+        "command": command,
+    }
+
+
+def blas_kernel() -> str:
+    """Return the kernel that NumPy's BLAS chose for this machine, as `threadpoolctl` says if it is installed."""
+    try:
+        from threadpoolctl import threadpool_info
+    except ImportError:
+        return ", kernel unknown without threadpoolctl"
+    kernels = {f", kernel {library['architecture']}" for library in threadpool_info() if "architecture" in library}
+    return "".join(sorted(kernels))
+
+
+def table(lines: Sequence[Sequence[str]], left: int | None = None) -> str:
+    """Return rows of cells, the first of them the header, as aligned columns without those that are empty. The first
+    `left` columns are aligned to the left, the others to the right; all to the left if None."""
+    columns = [column for column in zip(*lines, strict=True) if any(column[1:])]
+    aligned = []
+    for n, column in enumerate(columns):
+        width = max(map(len, column))
+        aligned.append([cell.ljust(width) if left is None or n < left else cell.rjust(width) for cell in column])
+    return "\n".join("  ".join(cells).rstrip() for cells in zip(*aligned, strict=True))
+
+
+def json_text(content: Any) -> str:
+    """Return a report as JSON: what is not finite is null, the user's home folder is ~."""
+    return json.dumps(printable(content, str(Path.home())), indent=1)
+
+
+def printable(value: Any, home: str) -> Any:
+    """Return the value without numbers that JSON does not have, and without the path of the home folder."""
+    if isinstance(value, dict):
+        return {str(key): printable(part, home) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [printable(part, home) for part in value]
+    if isinstance(value, str):
+        return value.replace(home, "~") if len(home) > 1 else value
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+WIDTH = 160  # of the line that `first_line` returns
+
+
+def first_line(text: str) -> str:
+    """Return the line of an error that says most: a compiler's first error, else the first line, with the next one if
+    the first announces it by a colon."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    first = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])
+    line = next((line for line in lines if "error:" in line), first)
+    return line if len(line) <= WIDTH else f"{line[:WIDTH]}..."

@@ -1,0 +1,671 @@
+"""Files that lie: crafted here, each for one hole; what reads them says one line, in bounded memory and time."""
+
+import bz2
+import io
+import json
+import os
+import stat
+import struct
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_lstm import convert, files
+from mlx_lstm.compare.dump import read as read_arrays
+from mlx_lstm.compare.files import Golden, load_golden, save_golden
+from mlx_lstm.convert import _hdf5
+from mlx_lstm.convert.__main__ import main
+
+h5py = pytest.importorskip("h5py")
+onnx = pytest.importorskip("onnx")
+ROOT = Path(__file__).parents[1]
+MB = 2**20
+
+
+def layer(H=4, I=3):
+    """The weights of a small LSTM."""
+    rng = np.random.default_rng(0)
+    shapes = {"weight_ih_l0": (4 * H, I), "weight_hh_l0": (4 * H, H), "bias_ih_l0": (4 * H,), "bias_hh_l0": (4 * H,)}
+    return convert.from_torch({name: rng.normal(size=shape).astype("f") for name, shape in shapes.items()})
+
+
+def refusal(capsys, *arguments):
+    """The one printable line of a command that converts nothing."""
+    assert main([str(argument) for argument in arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("not converted: ") and err.count("\n") == 1 and err[:-1].isprintable()
+    assert len(err) < 1100
+    return err
+
+
+def peak_memory(*arguments):
+    """(exit code, stderr, MB above what it takes to import) of the command in a process with a limit of memory."""
+    code = """
+import resource, sys
+from mlx_lstm.convert.__main__ import main
+import h5py, onnx
+from mlx_lstm import convert
+resource.setrlimit(resource.RLIMIT_DATA, (2**30, 2**30))
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+code = main(sys.argv[1:])
+child = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+print(max(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before, child - 60_000) // 1024)
+sys.exit(code)
+"""
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, env=os.environ | {"PYTHONPATH": str(ROOT)}
+    )
+    return done.returncode, done.stderr, int(done.stdout.splitlines()[-1])
+
+
+# --- 1. HDF5 that reads other files ----------------------------------------------------------------------------------
+
+
+def keras_file(path, change):
+    """A .weights.h5 or .keras file of one layer, changed by hand."""
+    convert.write(path, {"lstm": layer()})
+    if path.suffix == ".h5":
+        with h5py.File(path, "r+") as file:
+            change(file)
+        return
+    with zipfile.ZipFile(path) as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    data = io.BytesIO(members["model.weights.h5"])
+    with h5py.File(data, "r+") as file:
+        change(file)
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in (members | {"model.weights.h5": data.getvalue()}).items():
+            archive.writestr(name, content)
+
+
+def external(secret):
+    def change(file):
+        file.create_dataset("stolen", (16,), "u1", external=[(str(secret), 0, 16)])
+
+    return change
+
+
+def virtual(secret):
+    def change(file):
+        layout = h5py.VirtualLayout((16,), "u1")
+        layout[:] = h5py.VirtualSource(str(secret), "x", (16,))
+        file.create_virtual_dataset("stolen", layout)
+
+    return change
+
+
+def linked(secret):
+    def change(file):
+        file["stolen"] = h5py.ExternalLink(str(secret), "/x")
+
+    return change
+
+
+def of_a_layer(secret):
+    def change(file):
+        group = file["layers/lstm/cell/vars"]
+        shape = group["0"].shape
+        del group["0"]
+        group.create_dataset("0", shape, "f4", external=[(str(secret), 0, 4 * int(np.prod(shape)))])
+
+    return change
+
+
+@pytest.mark.parametrize("ending", [".weights.h5", ".keras"])
+@pytest.mark.parametrize("hole", [external, virtual, linked, of_a_layer])
+def test_hdf5_reads_no_other_file(hole, ending, tmp_path, capsys):
+    secret, path, target = tmp_path / "secret.h5", tmp_path / f"m{ending}", tmp_path / "out.safetensors"
+    with h5py.File(secret, "w") as file:
+        file["x"] = np.frombuffer(b"SECRET, KEEP OUT" * 64, np.uint8)
+    keras_file(path, hole(secret))
+    said = refusal(capsys, path, target)
+    assert "must lie in the file itself" in said and not target.exists()
+
+
+def test_a_legacy_file_with_an_external_link(tmp_path, capsys):
+    path, secret = tmp_path / "m.h5", tmp_path / "secret.h5"
+    convert.write(path, {"lstm": layer()})
+    with h5py.File(secret, "w") as file:
+        file["kernel"] = np.ones((3, 16), "f4")
+    with h5py.File(path, "r+") as file:
+        group = file["model_weights/lstm/lstm/lstm_cell"]
+        del group["kernel"]
+        group["kernel"] = h5py.ExternalLink(str(secret), "/kernel")
+    assert "is a link to another file" in refusal(capsys, path, tmp_path / "out.npz")
+
+
+# --- 2. ONNX with arrays in other files ------------------------------------------------------------------------------
+
+
+def onnx_with_external(path, location, data=None):
+    """A model whose W lies in another file."""
+    convert.write(path, {"lstm": layer()}, force=True)
+    model = onnx.load(path)
+    tensor = next(each for each in model.graph.initializer if each.name == "lstm.W")
+    content = tensor.raw_data
+    tensor.ClearField("raw_data")
+    tensor.data_location = onnx.TensorProto.EXTERNAL
+    for key, value in {"location": location, "offset": "0", "length": str(len(content))}.items():
+        tensor.external_data.add(key=key, value=value)
+    path.write_bytes(model.SerializeToString())
+    if data:
+        data.write_bytes(content)
+
+
+def test_onnx_reads_other_files_only_if_asked(tmp_path, capsys):
+    folder, target = tmp_path / "model", tmp_path / "out.npz"
+    folder.mkdir()
+    path = folder / "m.onnx"
+    onnx_with_external(path, "m.data", folder / "m.data")
+    said = refusal(capsys, path, target)
+    assert "lstm.W must lie in the file itself, or --external-data be given, but got m.data" in said
+    assert main([str(path), str(target), "--external-data"]) == 0
+    capsys.readouterr()
+    assert convert.differences(layer(), convert.read(target).layers["lstm"]) == []
+    for location in ("../secret", str(tmp_path / "secret"), "..", "", "sub/secret"):
+        onnx_with_external(path, location, tmp_path / "secret")
+        assert "must lie beside the model" in refusal(capsys, path, target, "--force", "--external-data")
+    onnx_with_external(path, "link", tmp_path / "secret")
+    (folder / "link").symlink_to(tmp_path / "secret")
+    assert "and be no link" in refusal(capsys, path, target, "--force", "--external-data")
+    onnx_with_external(path, "short")
+    (folder / "short").write_bytes(b"1234")
+    assert "lies beyond the end of short" in refusal(capsys, path, target, "--force", "--external-data")
+
+
+# --- 4. Temporary names, modes, files that appear --------------------------------------------------------------------
+
+
+def test_temporary_names_follow_no_link(tmp_path, monkeypatch):
+    """Names that were predictable are links to the user's file; and the one that is taken now cannot be one."""
+    victim, target = tmp_path / "victim", tmp_path / "out.npz"
+    victim.write_text("mine")
+    convert.write(tmp_path / "in.npz", {"lstm": layer()})
+    for name in (
+        f".{os.getpid()}.new.out.npz",
+        f".{os.getpid()}.out.npz",
+        f".{os.getpid()}..{os.getpid()}.new.out.npz",
+    ):
+        (tmp_path / name).symlink_to(victim)
+    assert main([str(tmp_path / "in.npz"), str(target)]) == 0
+    assert victim.read_text() == "mine" and target.is_file() and not target.is_symlink()
+    monkeypatch.setattr("secrets.token_hex", lambda n: "guessed")
+    (tmp_path / ".guessed.npz").symlink_to(victim)
+    with pytest.raises(FileExistsError):
+        files.write_whole(tmp_path / "x.npz", lambda partial: partial.write_text("theirs"))
+    assert victim.read_text() == "mine"
+
+
+def test_modes(tmp_path):
+    path = tmp_path / "out.npz"
+    old = os.umask(0o027)
+    try:
+        convert.write(path, {"lstm": layer()})
+        assert stat.S_IMODE(path.stat().st_mode) == 0o640
+        path.chmod(0o600)
+        convert.write(path, {"lstm": layer()}, force=True)
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    finally:
+        os.umask(old)
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_a_file_that_appears_meanwhile_is_kept(links, tmp_path, monkeypatch):
+    path = tmp_path / "out.npz"
+    if not links:  # a file system without hard links
+
+        def no_links(*_):
+            raise OSError(95, "not supported")
+
+        monkeypatch.setattr(os, "link", no_links)
+
+    def work(partial):
+        partial.write_text("ours")
+        path.write_text("theirs")
+
+    with pytest.raises(FileExistsError, match="exists"):
+        files.write_whole(path, work)
+    assert path.read_text() == "theirs" and [each.name for each in tmp_path.iterdir()] == ["out.npz"]
+    path.unlink()
+    files.write_whole(path, lambda partial: partial.write_text("ours"))
+    assert path.read_text() == "ours" and [each.name for each in tmp_path.iterdir()] == ["out.npz"]
+
+
+@pytest.mark.parametrize("number", ["TERM", "KILL"])
+def test_kills_during_writes(number, tmp_path):
+    kill_during_writes(tmp_path, number, 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", ["TERM", "KILL"])
+def test_many_kills_during_writes(number, tmp_path):
+    kill_during_writes(tmp_path, number, 25)
+
+
+def kill_during_writes(folder, number, times):
+    """A command that replaces a file again and again is killed: the file is whole, and SIGTERM leaves nothing else."""
+    source, target = folder / "in.safetensors", folder / "out.safetensors"
+    rest = {"large": np.zeros(2_000_000, "f4")}
+    convert.write(source, convert.Model({"lstm": layer()}, rest, {}, [], {}))
+    target.write_bytes(source.read_bytes())
+    code = f"""
+import sys
+from mlx_lstm.convert.__main__ import main
+from mlx_lstm.machine import run_command
+def forever():
+    print("ready", flush=True)
+    while main([{str(source)!r}, {str(target)!r}, "--force"]) == 0:
+        pass
+run_command(forever)
+"""
+    rng = np.random.default_rng(times)
+    for _ in range(times):
+        command = [sys.executable, "-c", code]
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)}
+        )
+        process.stdout.readline()
+        time.sleep(rng.uniform(0.05, 0.4))
+        process.terminate() if number == "TERM" else process.kill()
+        process.communicate()
+        assert process.returncode == (143 if number == "TERM" else -9)
+        assert convert.differences(layer(), convert.read(target).layers["lstm"]) == []
+        left = sorted({each.name for each in folder.iterdir()} - {"in.safetensors", "out.safetensors"})
+        assert len(left) <= (number == "KILL"), left
+        for name in left:
+            assert name.startswith(".") and name.endswith(".safetensors")
+            (folder / name).unlink()
+
+
+# --- 5. Small files that declare much --------------------------------------------------------------------------------
+
+
+def h5_of_fill_values(path):
+    def change(file):
+        file.create_dataset("huge", (1_500_000_000,), "f4", chunks=(1_000_000,), fillvalue=1.0)
+
+    keras_file(path, change)
+
+
+def h5_of_a_huge_chunk(path):
+    def change(file):
+        data = file.create_dataset("huge", (8,), "f4", chunks=(500_000_000,), maxshape=(None,), compression="gzip")
+        del data
+
+    keras_file(path, change)
+
+
+def zip_of(method):
+    def make(path):
+        header = io.BytesIO()
+        np.lib.format.write_array_header_1_0(header, {"descr": "|u1", "fortran_order": False, "shape": (200 * MB,)})
+        with zipfile.ZipFile(path, "w", method) as archive, archive.open("x.npy", "w") as member:
+            member.write(header.getvalue())
+            for _ in range(200):
+                member.write(bytes(MB))
+
+    return make
+
+
+def npz_that_lies_about_its_size(path):
+    """bzip2 that expands to 200 MB behind a directory that says 100 bytes."""
+    data = bz2.compress(bytes(200 * MB))
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("x.npy", data)
+    raw = bytearray(path.read_bytes())
+    directory = raw.rindex(b"PK\x01\x02")
+    for place in (8, directory + 10):
+        raw[place : place + 2] = struct.pack("<H", zipfile.ZIP_BZIP2)
+    for place in (22, directory + 24):
+        raw[place : place + 4] = struct.pack("<I", 100)
+    path.write_bytes(raw)
+
+
+def npz_of_a_huge_header(path):
+    header = io.BytesIO()
+    np.lib.format.write_array_header_1_0(header, {"descr": "<f4", "fortran_order": False, "shape": (2_000_000_000,)})
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("x.npy", header.getvalue() + bytes(16))
+
+
+def overlapping(path):
+    entries = {f"k{n}": {"dtype": "F32", "shape": [MB // 4], "data_offsets": [0, MB]} for n in range(2000)}
+    safetensors(path, entries, bytes(MB))
+
+
+def safetensors(path, entries, data=b""):
+    """A safetensors file with this header, a dict or a text."""
+    text = entries if isinstance(entries, bytes) else json.dumps(entries).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+
+BOMBS = {
+    "fill values": (h5_of_fill_values, ".weights.h5", "declare far more bytes"),
+    "a huge chunk": (h5_of_a_huge_chunk, ".keras", "declare far more bytes"),
+    "bzip2": (zip_of(zipfile.ZIP_BZIP2), ".npz", "another method than deflate"),
+    "deflate": (zip_of(zipfile.ZIP_DEFLATED), ".npz", "save it uncompressed"),
+    "deflate in keras": (zip_of(zipfile.ZIP_DEFLATED), ".keras", "save it uncompressed"),
+    "a lie": (npz_that_lies_about_its_size, ".npz", "another method than deflate"),
+    "a header": (npz_of_a_huge_header, ".npz", "x.npy declares (2000000000,) of float32 and has 16 bytes"),
+    "overlaps": (overlapping, ".safetensors", "k1 (262144,) of F32 lies at 0..1048576, expected at 1048576"),
+}
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_bombs(bomb, tmp_path):
+    make, ending, what = BOMBS[bomb]
+    path, target = tmp_path / f"b{ending}", tmp_path / "out.safetensors"
+    make(path)
+    size = path.stat().st_size / MB
+    code, said, memory = peak_memory(path, target)
+    assert code == 2 and what in said and said.count("\n") == 1 and not target.exists(), said
+    assert memory < 10 * size + 200
+    if ending == ".npz" or ending == ".safetensors":
+        with pytest.raises(ValueError, match=r"\.npz or a \.safetensors"):
+            read_arrays(str(path))
+    if ending == ".npz":
+        with pytest.raises(ValueError, match="is no golden"):
+            load_golden(str(path))
+
+
+def test_no_memory_is_one_line(tmp_path, capsys, monkeypatch):
+    def exhausted(*_, **__):
+        raise MemoryError
+
+    monkeypatch.setattr("mlx_lstm.convert.__main__.read", exhausted)
+    assert "a.npz needs more memory than there is" in refusal(capsys, tmp_path / "a.npz", tmp_path / "b.npz")
+
+
+# --- 6. HDF5 that hangs or crashes -----------------------------------------------------------------------------------
+
+
+def test_hdf5_that_does_not_end(tmp_path, capsys, monkeypatch):
+    """A process that sleeps, or dies, in place of HDF5."""
+    path = tmp_path / "m.weights.h5"
+    convert.write(path, {"lstm": layer()})
+    monkeypatch.setattr(_hdf5, "SECONDS", 0.5)
+    for code, what in (
+        ("import time; time.sleep(60)", "does not come to an end"),
+        ("import os; os.abort()", "code -6"),
+    ):
+        monkeypatch.setattr(_hdf5, "child_command", lambda *_, code=code: [sys.executable, "-c", code])
+        assert what in refusal(capsys, path, tmp_path / "out.npz")
+
+
+# --- 7. Many keys ----------------------------------------------------------------------------------------------------
+
+
+def test_reading_keys_takes_linear_time(tmp_path):
+    """By counting: Python's steps for twice the layers are twice as many."""
+    counts = []
+    for n in (500, 1000):
+        arrays = {}
+        for k in range(n):
+            arrays |= {f"b{k}.Wx": np.zeros((4, 1), "f4"), f"b{k}.Wh": np.zeros((4, 1), "f4")}
+            arrays |= {f"list.{k}.Wx": np.zeros((4, 2), "f4"), f"list.{k}.Wh": np.zeros((4, 1), "f4")}
+        path = tmp_path / f"{n}.safetensors"
+        convert.write(path, convert.Model({}, arrays, {}, [], {}))
+        steps = 0
+
+        def count(frame, event, arg):
+            nonlocal steps
+            steps += 1
+
+        sys.setprofile(count)
+        try:
+            found = convert.read(path)
+        finally:
+            sys.setprofile(None)
+        assert len(found.layers) == 2 * n
+        counts.append(steps)
+    assert counts[1] < 2.1 * counts[0]
+
+
+# --- 8. Names that forge ---------------------------------------------------------------------------------------------
+
+FORGED = "a\x1b[2J\r\n  read back: the same to the last bit\u202e" + "x" * 500
+
+
+def test_keys_forge_no_line(tmp_path, capsys):
+    path, target = tmp_path / "in.safetensors", tmp_path / "out.safetensors"
+    rest = {FORGED: np.zeros(2, "f4"), "e\u0301\u4e2d": np.zeros(2, "f4")}
+    convert.write(path, convert.Model({f"{FORGED}.rnn": layer()}, rest, {}, [], {}))
+    assert main([str(path), str(target), "--to", "mlx"]) == 0
+    out = capsys.readouterr().out
+    assert out.replace("\n", "").isprintable() and "\\x1b[2J\\r\\n  read back" in out
+    assert [line for line in out.splitlines() if line.startswith("  read back")] == []
+    assert max(map(len, out.splitlines())) < 1001
+    safetensors(path, {FORGED: {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}, bytes(8))
+    assert "read back" not in refusal(capsys, path, target, "--force")
+    safetensors(path, {FORGED: {"dtype": "X9", "shape": [1], "data_offsets": [0, 4]}}, bytes(4))
+    assert "\\x1b[2J" in refusal(capsys, path, target, "--force")
+
+
+def golden(tmp_path, change):
+    """A golden that this package records, changed and sealed again."""
+    from mlx_lstm.compare import judge
+    from mlx_lstm.compare.grid import grid
+
+    case = next(iter(grid(lambda case: True)))
+    results = {name: value.astype(np.float32) for name, value in judge.expected(case).items()}
+    made = {"card": {"chip": "x"}, "contender": "oracle", "cases": [case], "results": {case.name: results}}
+    change(made, case)
+    path = str(tmp_path / "g.npz")
+    save_golden(path, Golden(**made))
+    return path
+
+
+def renamed(name):
+    def change(made, case):
+        made["cases"] = [case._replace(name=name)]
+        made["results"] = {name: made["results"][case.name]}
+
+    return change
+
+
+def with_case(**fields):
+    def change(made, case):
+        made["cases"] = [case._replace(**fields)]
+
+    return change
+
+
+def with_array(name, array):
+    def change(made, case):
+        made["cases"] = [case._replace(arrays=case.arrays | {name: array})]
+
+    return change
+
+
+GOLDENS = {
+    "an op": (with_case(op="rm -rf"), "unknown op rm -rf"),
+    "no dict": (with_case(descriptor=[1]), "must be a JSON object"),
+    "a property": (with_case(descriptor={"mystery": 1}), "no property 'mystery'"),
+    "a shape": (with_array("recurrent_weight", np.ones((3, 5), "f4")), "the oracle cannot compute"),
+    "a dtype": (with_array("source", np.array("text")), "must be float32 or float16"),
+    "too large": (with_array("recurrent_weight", np.ones((4000, 1000), "f4")), "is too large"),
+    "a result": (lambda made, case: made["results"][case.name].update(h=np.ones((1, 9), "f4")), "has shape"),
+    "the card": (lambda made, case: made.update(card=[1]), "is no golden"),
+}
+
+
+@pytest.mark.parametrize("name", GOLDENS)
+def test_goldens_that_are_sealed_and_wrong(name, tmp_path):
+    change, what = GOLDENS[name]
+    with pytest.raises(ValueError, match=f"is no golden: .*{what}" if "no golden" not in what else what):
+        load_golden(golden(tmp_path, change))
+
+
+def test_names_in_a_golden_forge_no_line(tmp_path, capsys):
+    from mlx_lstm.compare import __main__ as command
+
+    def change(made, case):
+        renamed(FORGED)(made, case)
+        made["card"] = {FORGED: FORGED}
+        made["contender"] = FORGED
+
+    path = golden(tmp_path, change)
+    assert load_golden(path).cases[0].name.isprintable()
+    assert command.main(["--golden", path, "--contenders", "ops", "--all"]) == 0
+    out = capsys.readouterr().out
+    assert out.replace("\n", "").isprintable() and "\n  read back" not in out
+
+
+# --- 9. Verdicts and tables of engines -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 100_000, '{"a": Infinity}', "1e999", '{"a": {"b": 1}}', "\ud800", '{"a":{},"a":{}}']
+)
+def test_broken_files_of_verdicts_and_engines_warn(text, tmp_path, monkeypatch):
+    from mlx_lstm.engines import tuning, verdicts
+
+    path = tmp_path / "engines.json"
+    monkeypatch.setattr(tuning, "cache_file", lambda: path)
+    verdicts.forget()
+    path.with_name("verdicts.json").write_bytes(text.encode(errors="surrogatepass"))
+    with pytest.warns(UserWarning, match="has no verdicts on kernels and is ignored"):
+        assert verdicts.find("a trial") is None
+    verdicts.record("a trial", "")
+    verdicts.forget()
+    assert verdicts.find("a trial") == ""
+    verdicts.forget()
+    content = {"machine": tuning.machine(), "engines": {}, "measured": [{"dtype": "a", "B": 1e999, "fused": "wrong"}]}
+    for broken in (text, json.dumps(content)):
+        path.write_bytes(broken.encode(errors="surrogatepass"))
+        with pytest.warns(UserWarning, match="is not a table of engines and is ignored"):
+            assert "is broken" in tuning.load(path).source
+
+
+# --- Robustness ------------------------------------------------------------------------------------------------------
+
+ENTRY = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
+HEADERS = {
+    "1e999": b'{"a":{"dtype":"F32","shape":[1e999],"data_offsets":[0,4]}}',
+    "NaN": b'{"a":{"dtype":"F32","shape":[NaN],"data_offsets":[0,4]}}',
+    "a float": {"a": ENTRY | {"shape": [1.0]}},
+    "a list as dtype": {"a": ENTRY | {"dtype": ["F32"]}},
+    "a text as shape": {"a": ENTRY | {"shape": "1"}},
+    "a long shape": {"a": ENTRY | {"shape": [1] * 70}},
+    "negative": {"a": ENTRY | {"shape": [-1], "data_offsets": [4, 0]}},
+    "three offsets": {"a": ENTRY | {"data_offsets": [0, 2, 4]}},
+    "no dict": b"[1]",
+    "deep": b"[" * 100_000,
+    "deep metadata": b'{"__metadata__":{"mlx_lstm":"' + b"[" * 100_000 + b'"},"a":' + json.dumps(ENTRY).encode() + b"}",
+    "metadata of lists": {"__metadata__": {"a": [1]}, "a": ENTRY},
+    "half a character": b'{"\\ud800":' + json.dumps(ENTRY).encode() + b"}",
+    "a key twice": b'{"a":' + json.dumps(ENTRY).encode() + b',"a":' + json.dumps(ENTRY).encode() + b"}",
+    "a hole": {"a": ENTRY, "b": ENTRY | {"data_offsets": [8, 12]}},
+    "digits": b'{"a":{"dtype":"F32","shape":[' + b"9" * 10_000 + b'],"data_offsets":[0,4]}}',
+}
+
+
+@pytest.mark.parametrize("header", HEADERS)
+def test_headers_of_safetensors(header, tmp_path, capsys):
+    path, target = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    safetensors(path, HEADERS[header], bytes(12 if header == "a hole" else 4))
+    assert "a.safetensors is truncated or damaged" in refusal(capsys, path, target) and not target.exists()
+
+
+def npz_with(path, members):
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in members:
+            archive.writestr(name, data)
+
+
+def npy(array=None, header=b"", pickled=False):
+    """The bytes of an .npy file, or of one with this header."""
+    out = io.BytesIO()
+    if array is not None:
+        np.lib.format.write_array(out, array, allow_pickle=pickled)
+        return out.getvalue()
+    return b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header
+
+
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+@pytest.mark.parametrize(
+    "members",
+    [
+        [("x.npy", npy(header=b"{'descr': '<f4', 'fortran_order': False, 'shape': (" + b"1," * 20_000 + b")}"))],
+        [("x.npy", npy(header=b"(" * 5000))],
+        [("x.npy", npy(header=b"{'descr': '<f4', 'fortran_order': False, 'shape': (-1,)}") + bytes(4))],
+        [
+            (
+                "x.npy",
+                npy(header=b"{'descr': '<f4', 'fortran_order': False, 'shape': (" + b"1," * 100 + b")}") + bytes(4),
+            )
+        ],
+        [("x.npy", npy(np.array([{}], object), pickled=True))],
+        [("x.npy", b"")],
+        [("x.txt", b"text")],
+        [("x.npy", npy(np.ones(2))), ("x.npy", npy(np.ones(2)))],
+    ],
+    ids=["long header", "deep", "negative", "axes", "pickle", "empty", "text", "twice"],
+)
+def test_members_of_npz(members, tmp_path, capsys):
+    path = tmp_path / "a.npz"
+    npz_with(path, members)
+    said = refusal(capsys, path, tmp_path / "b.npz")
+    assert "truncated or damaged" in said and "trust" not in said and "allow_pickle" not in said
+
+
+@pytest.mark.parametrize("key", ["../x", "a/b", "a\\b", "/etc/x", "..", "a\0b"])
+def test_keys_of_npz_are_no_paths(key, tmp_path, capsys):
+    path = tmp_path / "a.safetensors"
+    convert.write(path, convert.Model({"lstm": layer()}, {key: np.ones(2)}, {}, [], {}))
+    assert "take .safetensors" in refusal(capsys, path, tmp_path / "b.npz")
+    assert not (tmp_path / "b.npz").exists()
+
+
+@pytest.mark.parametrize("ending", [".safetensors", ".npz", ".keras", ".h5", ".onnx"])
+def test_pipes_and_devices_are_refused(ending, tmp_path, capsys):
+    path = tmp_path / f"pipe{ending}"
+    os.mkfifo(path)
+    assert "is no regular file" in refusal(capsys, path, tmp_path / "b.npz")
+    if ending in (".npz", ".safetensors"):
+        with pytest.raises(ValueError, match="is no regular file"):
+            read_arrays(str(path))
+    (tmp_path / f"zero{ending}").symlink_to("/dev/zero")
+    assert "is no regular file" in refusal(capsys, tmp_path / f"zero{ending}", tmp_path / "b.npz")
+    (good := tmp_path / "good.npz").exists() or convert.write(good, {"lstm": layer()})
+    assert "is no regular file" in refusal(capsys, good, path, "--force")
+    assert stat.S_ISFIFO(path.stat().st_mode)
+
+
+@pytest.mark.parametrize("ending", [".safetensors", ".npz", ".keras", ".h5", ".weights.h5", ".onnx"])
+def test_a_full_disk(ending, tmp_path):
+    """As with one: no file may be larger than a limit."""
+    source = tmp_path / "in.safetensors"
+    convert.write(source, {"lstm": layer(H=64)})
+    code = f"""
+import resource, signal, sys
+from mlx_lstm.convert.__main__ import main
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+sys.exit(main([{str(source)!r}, {str(tmp_path / f"out{ending}")!r}]))
+"""
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert done.returncode == 2 and done.stdout == "" and done.stderr.startswith("not converted: "), done.stderr
+    assert done.stderr.count("\n") == 1 and [each.name for each in tmp_path.iterdir()] == ["in.safetensors"]
+
+
+def test_a_bfloat16_array_of_keras(tmp_path):
+    """It lies in HDF5 as two bytes without a meaning."""
+    path = tmp_path / "m.weights.h5"
+    wanted = mx.array([1.5, -2.0], mx.bfloat16)
+
+    def change(file):
+        file["low"] = np.array(wanted.view(mx.uint16)).view("V2")
+        file["words"] = ["no", "numbers"]
+
+    keras_file(path, change)
+    found = convert.read(path)
+    assert mx.array_equal(found.rest["low"], wanted) and found.notes == ["1 datasets without numbers are left out"]
