@@ -13,7 +13,8 @@
 //   PASSES_H       whether a part of h reaches the next h past the products
 //   CONSTANTS      numbers that a unit reads once per launch (peephole, bhn); constants(...) reads them
 //   forward        one step of one unit of one batch item: sums of products, preactivations -> gates, state, h
-//   backward       the same step in reverse: gradients of h and c -> those of the preactivations and of the state before
+//   backward       the same step in reverse: gradients of h and c -> those of the preactivations and of the state
+//            before
 //   SEGMENTS       parts in which a step backward multiplies dz with Wh: 1, all gates at once, or one part a gate
 //   product_gradient   the gradient of a gate's recurrent product, where it is not that of the preactivation
 // All arithmetic is float, whatever the arrays store.

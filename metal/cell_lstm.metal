@@ -4,8 +4,8 @@
 //   c = f c_prev + i g, clipped to +-limit
 //   o = s_o(a_o + p_o c)  or  s_o(a_o + p_o c_prev)
 //   m = o s_output(c)
-// m is h, or what a projection multiplies. metal/README.md has the derivation of the backward equations. The clip counts
-// as the identity there.
+// m is h, or what a projection multiplies. metal/README.md has the derivation of the backward equations. The clip
+// counts as the identity there.
 //
 // Own options: bits 23-24 the peephole (none, o sees the new c, o sees c_prev), bit 25 whether c is clipped.
 // Constants of a unit: its peephole weights p, in the order i, f, g, o.
@@ -24,8 +24,8 @@ struct LSTMCell {
       p[gate] = value_at(a.peephole, (Index(4) * direction + block(gate)) * H + unit, 0.0f);
   }
 
-  // Return a gate's preactivation with its forget bias and peephole. a: the preactivation so far; p: the gate's peephole
-  // weight; c: the state that the gate sees.
+  // Return a gate's preactivation with its forget bias and peephole. a: the preactivation so far; p: the gate's
+  // peephole weight; c: the state that the gate sees.
   static float preactivation(int gate, float a, float p, float c, float forget_bias) {
     a += gate == GATE_F ? forget_bias : 0.0f;
     return a + (PEEPHOLE == NO_PEEPHOLE ? 0.0f : p * c);
@@ -60,8 +60,8 @@ struct LSTMCell {
     return dc + dm * o * slope(activation(OUTPUT), s);
   }
 
-  // Return the gradient of a gate's preactivation. dy: the gradient that the gate has from outside. The gate is a factor
-  // of m (gate o) or of c: d is the gradient of that, `other` the other factor. slope: of the gate's activation.
+  // Return the gradient of a gate's preactivation. dy: the gradient that the gate has from outside. The gate is a
+  // factor of m (gate o) or of c: d is the gradient of that, `other` the other factor. slope: of the gate's activation.
   static float gate_backward(float dy, float d, float other, float slope) { return (dy + d * other) * slope; }
 
   // Compute a step in reverse. y: the gates; dm: in the gradient of m, out 0, as no h_prev is reached but through the

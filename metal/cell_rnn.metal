@@ -18,8 +18,8 @@ struct RNNCell {
     return activate(activation(0), y[0]);
   }
 
-  // Compute a step in reverse. h: the new one; dh: in its gradient, out 0, as h_prev is reached through the product only;
-  // da: in the gradient that the preactivation has from outside, out the whole one.
+  // Compute a step in reverse. h: the new one; dh: in its gradient, out 0, as h_prev is reached through the product
+  // only; da: in the gradient that the preactivation has from outside, out the whole one.
   static void backward(
       thread const float (&)[1], thread const float (&)[1], float, float h, float, thread float& dh, thread float&,
       thread float (&da)[1]) {

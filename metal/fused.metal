@@ -10,9 +10,10 @@
 //                 whether the only direction is the reverse one; whether every step has a mask of its own
 // `mask` already includes `keep`. Outputs with a time axis hold the launch's own steps only.
 //
-// A lane's weights are COUNT vectors of 4, in the order in which it needs them. The first RESIDENT stay in registers for
-// all steps, the others are read at every step. Units and numbers past the end are padding: their weights are 0, nothing
-// of them is stored. In lanes, batch items past the last one are the last one again, computed twice and written twice.
+// A lane's weights are COUNT vectors of 4, in the order in which it needs them. The first RESIDENT stay in registers
+// for all steps, the others are read at every step. Units and numbers past the end are padding: their weights are 0,
+// nothing of them is stored. In lanes, batch items past the last one are the last one again, computed twice and written
+// twice.
 //
 // Index is the unsigned integer that counts the elements of a launch's arrays: of 32 bits, where that is enough.
 
@@ -78,8 +79,8 @@ void advance(thread Place<Index>& place, thread const Place<Index>& step) {
 // Return whether an item of this length has not ended at time index t.
 template <class L> bool is_live(L lengths, int t, int length) { return !is_present(lengths) || t < length; }
 
-// Return the weight vectors of lane `index` of a threadgroup of `threads`. Neighbours lie 32 apart, as the 32 lanes of a
-// simdgroup read theirs side by side.
+// Return the weight vectors of lane `index` of a threadgroup of `threads`. Neighbours lie 32 apart, as the 32 lanes of
+// a simdgroup read theirs side by side.
 template <int COUNT, class V, class W>
 const device V* vectors_of_lane(W arranged, int direction, uint index, uint threads) {
   const uint simdgroup = direction * threads / 32 + index / 32;
@@ -118,8 +119,8 @@ float of_lane(float mine, int n) { return N > 1 ? quad_broadcast(mine, ushort(n)
 // dhT and of an LSTM dc, dcT), and
 //   states, states0  [T, B, D H] and [B, D H]: c after each step and before the first; h of a cell without c
 //   q                [D, T, B, H]: the candidate's recurrent product of a GRU
-// So a unit reads up to four numbers of a step: the state before it, dh, dc or q, the mask. Each of four lanes reads one
-// of them and hands it to the others; a lane that has its unit alone reads all four.
+// So a unit reads up to four numbers of a step: the state before it, dh, dc or q, the mask. Each of four lanes reads
+// one of them and hands it to the others; a lane that has its unit alone reads all four.
 //
 // at: the unit's places; dh, dc: the gradients from later steps; now: the state after the step; y, d: a lane's gate and
 // its gradient; past: what of dh reaches h_prev past the product; mask: the factor on the product.

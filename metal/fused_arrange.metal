@@ -1,11 +1,11 @@
 // Copies Wh [D, G H, H] into `arranged` [D, simdgroups, COUNT, 32 lanes, 4]: the order in which the lanes of the
-// whole-sequence kernels read their weights, with zeros as padding. A lane's vectors then lie at fixed distances, those of
-// neighbouring lanes side by side, and reading them takes neither guards nor addresses. Runs once per sweep; one thread
-// per vector, in the order of `arranged`.
+// whole-sequence kernels read their weights, with zeros as padding. A lane's vectors then lie at fixed distances, those
+// of neighbouring lanes side by side, and reading them takes neither guards nor addresses. Runs once per sweep; one
+// thread per vector, in the order of `arranged`.
 
-// Return weight k of those that a unit's product sums, 0 for padding. Forward: number k of row `unit` of H-block `block`
-// of Wh. BACK: number k of column `unit`, of the rows that `block` names: an H-block, all rows, or all but those of the
-// candidate, the last gate.
+// Return weight k of those that a unit's product sums, 0 for padding. Forward: number k of row `unit` of H-block
+// `block` of Wh. BACK: number k of column `unit`, of the rows that `block` names: an H-block, all rows, or all but
+// those of the candidate, the last gate.
 constant constexpr int ALL = -1, BUT_CANDIDATE = -2;
 template <class Cell, int H, bool BACK, class W>
 float weight_of(W Wh, int unit, int block, int k) {
@@ -18,9 +18,9 @@ float weight_of(W Wh, int unit, int block, int k) {
   return float(Wh[row * H + unit]);
 }
 
-// Find whose weights a vector of lane `index` has in the product in lanes (fused_lanes.metal): the unit, the block and the
-// first k. A vector is a run of 4 of a row; a run's rows follow one another, slot by slot: first those of the lane's own
-// unit, then those of others (unit = slot ^ own). Of two products backward the candidate's is the first.
+// Find whose weights a vector of lane `index` has in the product in lanes (fused_lanes.metal): the unit, the block and
+// the first k. A vector is a run of 4 of a row; a run's rows follow one another, slot by slot: first those of the
+// lane's own unit, then those of others (unit = slot ^ own). Of two products backward the candidate's is the first.
 template <class Cell, int H, int UNITS, bool BACK>
 void place_in_lanes(int index, int vector, thread int& unit, thread int& block, thread int& k) {
   constexpr int LANES = Lanes<Cell>::LANES, GROUP = LANES * UNITS, PER = BACK ? 1 : int(Cell::GATES);
@@ -35,8 +35,8 @@ void place_in_lanes(int index, int vector, thread int& unit, thread int& block, 
   }
 }
 
-// The same in the product in 8 x 8 matrices (fused_matrix.metal): a vector is the lane's two numbers of a matrix and the
-// two of the next one, which lie 8 further.
+// The same in the product in 8 x 8 matrices (fused_matrix.metal): a vector is the lane's two numbers of a matrix and
+// the two of the next one, which lie 8 further.
 template <class Cell, bool BACK>
 void place_in_matrices(int index, int vector, thread int& unit, thread int& block, thread int& k) {
   constexpr int PER = BACK ? 1 : int(Cell::GATES);
@@ -60,8 +60,8 @@ void fused_arrange(thread const Arrays& a, uint2 place, uint threads) {
 
 // --- Quantized weights ---
 //
-// In the order that fused_quantized.metal describes, for the sweep forward. Padding rows and columns are zeros; what fills
-// a lane's last vector nobody reads.
+// In the order that fused_quantized.metal describes, for the sweep forward. Padding rows and columns are zeros; what
+// fills a lane's last vector nobody reads.
 
 // Return the BITS bits of number k of a row.
 template <int BITS>

@@ -1,5 +1,5 @@
-// The steps of fused_forward.metal in reverse, with the product in lanes: from the gradients that h, c, gates, hT, cT have
-// from outside to dz, dh0, dc0. fused.metal has the arrays, fused_lanes.metal the lanes.
+// The steps of fused_forward.metal in reverse, with the product in lanes: from the gradients that h, c, gates, hT, cT
+// have from outside to dz, dh0, dc0. fused.metal has the arrays, fused_lanes.metal the lanes.
 //
 //   dh_t = mask_next * (d_next Wh) + keep_next * what reaches h_t past the product + dh[t]
 //   d_t, ... = cell_backward(dh_t, ...)
@@ -30,9 +30,9 @@ void products_of_columns(
   }
 }
 
-// Between the two products of a GRU that resets before: from the sum of the first, the gradient of r h, make r's gradient
-// and the second product's operand. Lanes 0 and 1 (r, z) write it to `vectors`, [ROWS][ROW]: without the candidate's
-// block, so blocks behind it move up by one.
+// Between the two products of a GRU that resets before: from the sum of the first, the gradient of r h, make r's
+// gradient and the second product's operand. Lanes 0 and 1 (r, z) write it to `vectors`, [ROWS][ROW]: without the
+// candidate's block, so blocks behind it move up by one.
 template <class Cell, int H, int ROWS, int ROW, class S, class Index, class Arrays>
 void reset_back(
     thread Item<Index> (&items)[ROWS], thread const float (&sum)[ROWS], int lane, int unit, bool real, int t,
@@ -115,7 +115,8 @@ void fused_backward(
       current = vectors + HALF;
       threadgroup_barrier(mem_flags::mem_threadgroup);  // between dz_r, dz_z of all units and the second product
     }
-    products_of_columns<Cell, UNITS, ROWS, RUNS, TWO ? FIRST * UNITS : 0, RESIDENT>(sum, resident, streamed, current + s);
+    constexpr int FROM = TWO ? FIRST * UNITS : 0;
+    products_of_columns<Cell, UNITS, ROWS, RUNS, FROM, RESIDENT>(sum, resident, streamed, current + s);
 #pragma clang loop unroll(full)
     for (int r = 0; r < ROWS; ++r) {
       const float dh = sum[r] * items[r].mask + items[r].past;

@@ -3,10 +3,10 @@
 //
 //   a_t = z_t + (mask_t * h_prev) Wh^T;   gates, state, h = cell(a_t, keep_t * h_prev, keep_t * state)
 //
-// `vectors` is a double buffer in threadgroup memory, [2][ROWS][padded H]: the masked h that the step reads in one half,
-// the masked h that it writes for the next step in the other. A cell with two products (GRU, reset before) has its
-// masked h in half 0 and the second product's operand r * mask * h_prev in half 1. The lane WRITER of a unit has the
-// unit's h and c in registers. `gates` may be absent.
+// `vectors` is a double buffer in threadgroup memory, [2][ROWS][padded H]: the masked h that the step reads in one
+// half, the masked h that it writes for the next step in the other. A cell with two products (GRU, reset before) has
+// its masked h in half 0 and the second product's operand r * mask * h_prev in half 1. The lane WRITER of a unit has
+// the unit's h and c in registers. `gates` may be absent.
 //
 // Barriers: one a step, after the new h is written and before any lane reads it; as the halves alternate, no lane then
 // overwrites what another still reads. With two products one more, between r h and the second product.
@@ -39,10 +39,9 @@ void fused_forward(
   const float forget_bias = value_at(a.numbers, 0, 0.0f), limit = value_at(a.numbers, 1, 0.0f);
   const int s = int(index) % GROUP, lane = s % LANES, unit = int(index) / LANES, block = Unit::gate_block(lane);
   const int own = place_in_row<Share::SPAN, GROUP>(unit);
-  // No guard where H fills whole simdgroups: then every unit is real.
   const bool real = H % (32 / LANES) == 0 || unit < H, writes = real && lane == Unit::WRITER;
   const bool has_gate = real && (GATES == LANES || block >= 0);
-  // What comes before the launch's first time index in z, which has all time indices.
+  // z has all time indices: what comes before the launch's first one.
   const Index earlier = Index(first_time(sweep) * time_step(sweep, GATES, H));
   Place<Index> next;
   between_steps<false>(sweep, GATES, H, next);
@@ -50,8 +49,7 @@ void fused_forward(
   V resident[RESIDENT == 0 ? 1 : RESIDENT];
   load_resident<RESIDENT>(streamed, resident);
   fill_with_zeros(vectors, 2 * HALF, index, threads);
-  // Between the zeros of all threads and the units' own h in the same places.
-  threadgroup_barrier(mem_flags::mem_threadgroup);
+  threadgroup_barrier(mem_flags::mem_threadgroup);  // between the zeros of all threads and the units' own h
   const float p = real ? Unit::constant_of(a, sweep.direction, lane, H, unit) : 0.0f;
   float h_now[ROWS], c_now[ROWS];
   int length[ROWS];
@@ -67,8 +65,7 @@ void fused_forward(
     const int row = (TWO ? 0 : sweep.start & 1) * HALF + r * ROW;
     if (writes) number_at(vectors, row, own) = h_now[r] * value_at(a.mask, at[r].mask, 1.0f);
   }
-  // Between the first h and the first product.
-  threadgroup_barrier(mem_flags::mem_threadgroup);
+  threadgroup_barrier(mem_flags::mem_threadgroup);  // between the first h and the first product
   for (int n = sweep.start; n < sweep.stop; ++n) {
     threadgroup float4* before = vectors + (TWO ? 0 : n & 1) * HALF;
     threadgroup float4* after = vectors + (TWO ? 0 : ~n & 1) * HALF;
@@ -82,8 +79,7 @@ void fused_forward(
         const float reset = simd_shuffle_xor(Cell::reset(y[r] + sums[r][0]), 2);
         if (writes) number_at(vectors + HALF, r * ROW, own) = reset * number_at(before, r * ROW, own);
       }
-      // Between r h of all units and the candidate's product of it.
-      threadgroup_barrier(mem_flags::mem_threadgroup);
+      threadgroup_barrier(mem_flags::mem_threadgroup);  // between r h of all units and the product of it
       add_products<Cell, UNITS, ROWS, RUNS, 4, RESIDENT>(sums, resident, streamed, vectors + HALF + s, lane);
     }
 #pragma clang loop unroll(full)
@@ -98,13 +94,11 @@ void fused_forward(
       if (has_gate) store(a.gates, at[r].gate, live ? y[r] : 0.0f);
       if (writes) store(a.c, at[r].state, live ? state : 0.0f);
       if (writes) a.h[at[r].state] = live ? m : S(0.0f);
-      // After the launch's last step there is no mask to read.
-      if (writes && (!is_present(a.mask) || n + 1 < sweep.stop))
+      if (writes && (!is_present(a.mask) || n + 1 < sweep.stop))  // after the last step there is no mask to read
         number_at(after, r * ROW, own) = h_now[r] * value_at(a.mask, at[r].mask + next.mask, 1.0f);
       advance(at[r], next);
     }
-    // Between the new h of all units and the next step's product.
-    threadgroup_barrier(mem_flags::mem_threadgroup);
+    threadgroup_barrier(mem_flags::mem_threadgroup);  // between the new h of all units and the next step's product
     streamed += opaque_zero(sweep);
   }
 #pragma clang loop unroll(full)

@@ -1,5 +1,5 @@
-// The GRU in lanes: four to a unit. Lanes 0, 1, 2 have the gates r, z, n; lane 2 has h. Backward lane 3 has the gradient
-// of the candidate's recurrent product, which is not that of n's preactivation.
+// The GRU in lanes: four to a unit. Lanes 0, 1, 2 have the gates r, z, n; lane 2 has h. Backward lane 3 has the
+// gradient of the candidate's recurrent product, which is not that of n's preactivation.
 template <int OPTIONS>
 struct Lanes<GRUCell<OPTIONS>> {
   using Cell = GRUCell<OPTIONS>;

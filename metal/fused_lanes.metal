@@ -1,9 +1,9 @@
 // The recurrent product of the whole-sequence kernels in lanes: who has which weights, and sums over lanes.
 //
-// LANES adjacent lanes (4; 1 of a plain cell) share a hidden unit; GROUP = LANES UNITS adjacent lanes share UNITS units:
-// lane s of a group is lane s % LANES of unit s / LANES. The lanes of a group split every row of weights that their
-// units need into runs of 4: lane s has runs s, s + GROUP, ... So each number of the vector is read by one lane of a
-// group, times UNITS GATES weights, and the lanes add up their sums.
+// LANES adjacent lanes (4; 1 of a plain cell) share a hidden unit; GROUP = LANES UNITS adjacent lanes share UNITS
+// units: lane s of a group is lane s % LANES of unit s / LANES. The lanes of a group split every row of weights that
+// their units need into runs of 4: lane s has runs s, s + GROUP, ... So each number of the vector is read by one lane
+// of a group, times UNITS GATES weights, and the lanes add up their sums.
 //
 // A lane's slot n belongs to unit n / GATES ^ (its own unit): exclusive or, not plus. So in every addition the number
 // that a lane gives and the number that it takes stand in the same slots of all lanes: one shuffle and one addition.
@@ -22,8 +22,8 @@ template <class Cell> struct Lanes;
 template <int LENGTH, int GROUP>
 constant constexpr int RUNS_OF = (LENGTH + 4 * GROUP - 1) / (4 * GROUP);
 
-// A lane's share of SLOTS rows of LENGTH weights in COUNT vectors V: of every row SPAN neighbours at a time, RUNS runs of
-// 4 in all. fused_quantized.metal says it of quantized weights.
+// A lane's share of SLOTS rows of LENGTH weights in COUNT vectors V: of every row SPAN neighbours at a time, RUNS runs
+// of 4 in all. fused_quantized.metal says it of quantized weights.
 template <class V, int LENGTH, int GROUP, int SLOTS>
 struct LaneShare {
   enum { SPAN = 4, RUNS = RUNS_OF<LENGTH, GROUP>, COUNT = RUNS * SLOTS };
@@ -99,10 +99,10 @@ void add_product(
 template <int UNITS, int PER, int WANTED, int N>
 void sum_over_units(thread float (&values)[UNITS * PER]) {
 #pragma clang loop unroll(full)
-  for (int half_units = UNITS / 2; half_units >= 1; half_units /= 2)
+  for (int units = UNITS / 2; units >= 1; units /= 2)
 #pragma clang loop unroll(full)
-    for (int n = 0; n < half_units * PER; ++n)
-      if ((WANTED >> (n % PER)) & 1) values[n] += simd_shuffle_xor(values[n + half_units * PER], ushort(half_units * N));
+    for (int n = 0; n < units * PER; ++n)
+      if ((WANTED >> (n % PER)) & 1) values[n] += simd_shuffle_xor(values[n + units * PER], ushort(units * N));
 }
 
 // Return the sum of a number over the N lanes of a unit, in all of them.

@@ -14,7 +14,8 @@ struct Lanes<LSTMCell<OPTIONS>> {
     return value_at(a.peephole, (4l * direction + Cell::block(lane)) * H + unit, 0.0f);
   }
 
-  // Sum over the lanes of a unit. Slot n of a lane is gate n ^ lane; out in slot 0 the whole sum of the lane's own gate.
+  // Sum over the lanes of a unit. Slot n of a lane is gate n ^ lane; out in slot 0 the whole sum of the lane's own
+  // gate.
   template <int WANTED>
   static void sum_of_unit(thread float* slots, int) {
     slots[0] += simd_shuffle_xor(slots[2], 2);

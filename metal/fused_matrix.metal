@@ -1,10 +1,10 @@
 // The whole-sequence kernels for wide batches, in 8 x 8 matrices; fused.metal has the arrays.
 //
-// A threadgroup owns 8 batch items of one direction, each of its simdgroups 8 hidden units. The product is weights times
-// vectors: the left matrix has 8 rows of weights, one per unit, the right one 8 numbers of each item, so the sum has a
-// unit per row and an item per column. Of each 8 x 8 matrix a lane holds one row and two neighbouring columns
-// (row_of, column_of): so it has one unit of two items, e = 0 and 1, whose cells it computes alone. A vector of 4 weights
-// serves two matrices, one after the other. `vectors` in threadgroup memory has the product's right side,
+// A threadgroup owns 8 batch items of one direction, each of its simdgroups 8 hidden units. The product is weights
+// times vectors: the left matrix has 8 rows of weights, one per unit, the right one 8 numbers of each item, so the sum
+// has a unit per row and an item per column. Of each 8 x 8 matrix a lane holds one row and two neighbouring columns
+// (row_of, column_of): so it has one unit of two items, e = 0 and 1, whose cells it computes alone. A vector of 4
+// weights serves two matrices, one after the other. `vectors` in threadgroup memory has the product's right side,
 // [length, padded to 8][8 items].
 
 template <int LENGTH> constant constexpr int PARTS_OF = (LENGTH + 7) / 8;
@@ -42,8 +42,9 @@ void product_of_matrices(
   }
 }
 
-// Forward: the equation of fused_forward.metal. `vectors` is a double buffer [2][padded H][8 items]: the masked h that the
-// step reads, and the one that it writes for the next step. One barrier a step, between these writes and their reads.
+// Forward: the equation of fused_forward.metal. `vectors` is a double buffer [2][padded H][8 items]: the masked h that
+// the step reads, and the one that it writes for the next step. One barrier a step, between these writes and their
+// reads.
 template <class Cell, int H, int RESIDENT, class Index, class S, class Arrays>
 void fused_matrix_forward(
     thread const Arrays& a, threadgroup float* vectors, uint2 group, uint index, uint threads, uint lane) {
@@ -131,38 +132,6 @@ void product_of_columns(
   }
 }
 
-// Compute a step back of one unit of one item: write dz and the product's operand.
-template <class Cell, int H, class S, class Index, class Arrays>
-void step_back(
-    thread const Sweep& sweep, thread const Arrays& a, int n, Index step, thread const float (&p)[Cell::CONSTANTS],
-    thread Item<Index>& item, threadgroup float* operands) {
-  constexpr int GATES = Cell::GATES;
-  const Index earlier = Index(first_time(sweep)) * step, at = item.at.gate;
-  const bool live = is_live(a.lengths, time_of(sweep, n), item.length);
-  float before, dc_or_q, number[1][4], y[GATES] = {}, d[GATES] = {}, dc = item.dc;
-  read_step<1, 1>(sweep, a, n, 0, &item, earlier, step, number);
-  share_step<1>(number[0], a, item, before, dc_or_q);
-#pragma clang loop unroll(full)
-  for (int m = 0; m < GATES; ++m) {
-    y[m] = value_at(a.gates, at + Index(GATES) * earlier + Cell::block(m) * H, 0.0f);
-    d[m] = value_at(a.dgates, at + Index(GATES) * earlier + Cell::block(m) * H, 0.0f);
-  }
-  const float factor = value_at(a.keep, item.at.keep, 1.0f);
-  if (Cell::HAS_C) dc += dc_or_q;
-  Cell::backward(y, p, before * factor, item.now, dc_or_q, item.past, dc, d);
-  store(a.carry, item.at.state, live ? dc + item.past : 0.0f);
-  item.dc = live ? factor * dc : item.dc;
-  item.past *= factor;
-  item.now = before;
-#pragma clang loop unroll(full)
-  for (int m = 0; m < GATES; ++m) {
-    const S operand = S(live ? Cell::product_gradient(m, y, d) : 0.0f);
-    a.dz[at + Cell::block(m) * H] = S(live ? d[m] : 0.0f);
-    store(a.d_out, at + Cell::block(m) * H, float(operand));
-    operands[8 * Cell::block(m) * H] = float(operand);
-  }
-}
-
 // Backward: arrays and equation of fused_backward.metal. `vectors` [VECTORS][padded G H][8 items] has d of the step: a
 // double buffer or, where threadgroup memory does not hold two, one. Barriers: one a step, between the writes of d and
 // the product; of one buffer another, between the product and the next step's writes.
@@ -195,8 +164,34 @@ void fused_matrix_backward(
   for (int n = sweep.stop - 1; n >= sweep.start; --n) {
     threadgroup float* current = vectors + (VECTORS > 1 ? n & 1 : 0) * HALF;
 #pragma clang loop unroll(full)
-    for (int e = 0; e < 2; ++e)
-      if (real[e]) step_back<Cell, H, S>(sweep, a, n, step, p, items[e], current + 8 * unit + column + e);
+    for (int e = 0; e < 2; ++e) {
+      if (!real[e]) continue;
+      const bool live = is_live(a.lengths, time_of(sweep, n), items[e].length);
+      const Index at = items[e].at.gate;
+      float before, dc_or_q, number[1][4], y[GATES] = {}, d[GATES] = {}, dc = items[e].dc;
+      read_step<1, 1>(sweep, a, n, 0, items + e, earlier, step, number);
+      share_step<1>(number[0], a, items[e], before, dc_or_q);
+#pragma clang loop unroll(full)
+      for (int m = 0; m < GATES; ++m) {
+        y[m] = value_at(a.gates, at + Index(GATES) * earlier + Cell::block(m) * H, 0.0f);
+        d[m] = value_at(a.dgates, at + Index(GATES) * earlier + Cell::block(m) * H, 0.0f);
+      }
+      const float factor = value_at(a.keep, items[e].at.keep, 1.0f);
+      if (Cell::HAS_C) dc += dc_or_q;
+      Cell::backward(y, p, before * factor, items[e].now, dc_or_q, items[e].past, dc, d);
+      store(a.carry, items[e].at.state, live ? dc + items[e].past : 0.0f);
+      items[e].dc = live ? factor * dc : items[e].dc;
+      items[e].past *= factor;
+      items[e].now = before;
+#pragma clang loop unroll(full)
+      for (int m = 0; m < GATES; ++m) {
+        const int block = Cell::block(m) * H;
+        const S result = S(live ? d[m] : 0.0f), operand = S(live ? Cell::product_gradient(m, y, d) : 0.0f);
+        a.dz[at + block] = result;
+        store(a.d_out, at + block, float(operand));
+        current[8 * (block + unit) + column + e] = float(operand);
+      }
+    }
     threadgroup_barrier(mem_flags::mem_threadgroup);  // between d of all units and the product of it
     float sum[2];
     product_of_columns<RESIDENT, K>(sum, resident, streamed, current);

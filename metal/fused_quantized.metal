@@ -1,10 +1,10 @@
 // Quantized weights in the lanes of the whole-sequence kernel forward, in the order that fused_arrange.metal
 // makes. quantized.metal says what the numbers are.
 //
-// A lane has SPAN neighbours of every row instead of runs of 4, in PIECES pieces of one group of SIZE each. An integer of
-// up to 4 bits has a field of 4 bits, a larger one a field of 8; eight neighbours fill WORDS = FIELD / 4 words. The lane's
-// words in the order in which it needs them: eight weights of every slot, then the next eight of every slot; behind each
-// piece every slot's scale and, if BIASED, bias, as floats.
+// A lane has SPAN neighbours of every row instead of runs of 4, in PIECES pieces of one group of SIZE each. An integer
+// of up to 4 bits has a field of 4 bits, a larger one a field of 8; eight neighbours fill WORDS = FIELD / 4 words. The
+// lane's words in the order in which it needs them: eight weights of every slot, then the next eight of every slot;
+// behind each piece every slot's scale and, if BIASED, bias, as floats.
 
 template <int FIELD, int SIZE, bool BIASED>
 struct PackedVector {
@@ -91,8 +91,8 @@ void add_eight(
   }
 }
 
-// Does what add_product of fused_lanes.metal does, RUNS runs of 4 being a span: per piece the sums of numbers times x and
-// of x, which the group's scale and bias make products of weights.
+// Does what add_product of fused_lanes.metal does, RUNS runs of 4 being a span: per piece the sums of numbers times x
+// and of x, which the group's scale and bias make products of weights.
 template <int ROWS, int SLOTS, int RUNS, int GROUP, int FROM, int PER, int WANTED, int RESIDENT, int STRIDE, int FIELD,
     int SIZE, bool BIASED>
 void add_product(

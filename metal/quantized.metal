@@ -4,13 +4,14 @@
 //   words   [rows, K BITS / 32] of 32 bits: the weights of a row as one string of bits, each with its lowest bit first
 //   scales  [rows, K / GROUP]: numbers, or 8 bits: powers of two (groups of 32), or floats of 8 bits (groups of 16)
 //   biases  [rows, K / GROUP], or absent
-// A weight is scale * q + bias of an integer q (mode affine), or scale * q of a float q of 4 or 8 bits (the others, which
-// have no biases: so the type of `biases`, Absent or not, selects between the two below).
+// A weight is scale * q + bias of an integer q (mode affine), or scale * q of a float q of 4 or 8 bits (the others,
+// which have no biases: so the type of `biases`, Absent or not, selects between the two below).
 //
 // A product makes no weights. It puts the bits of q into the mantissa of a half with a fixed exponent. Of an integer q
 // that half is the number 2^BITS + q; of a small float q it is q / FACTOR. Both are exact, and cost a shift and masks
 // for two weights. Scale, bias and the constants are applied once per group:
-//   sum of w x = scale * (sum of number x - 2^BITS * sum of x) + bias * sum of x     or     scale * FACTOR * sum of number x
+//   sum of w x = scale * (sum of number x - 2^BITS * sum of x) + bias * sum of x     or     scale * FACTOR * sum of
+//            number x
 
 template <int BITS, int GROUP, class A, class B>
 struct Packed {
@@ -22,16 +23,17 @@ struct Packed {
 template <int BITS, int GROUP, class W, class A, class B>
 Packed<BITS, GROUP, A, B> packed_weights(W words, A scales, B biases) { return {words, scales, biases}; }
 
-// Small floats have a sign, 2 bits of exponent, 1 of mantissa (4 bits), or 1, 4, 3 (8 bits). Their exponent and mantissa
-// become the lowest bits of a half's exponent and the highest of its mantissa: FACTOR is what that divides them by.
+// Small floats have a sign, 2 bits of exponent, 1 of mantissa (4 bits), or 1, 4, 3 (8 bits). Their exponent and
+// mantissa become the lowest bits of a half's exponent and the highest of its mantissa: FACTOR is what that divides
+// them by.
 template <int BITS> constant constexpr int MANTISSA = BITS == 4 ? 1 : 3;
 template <int BITS> constant constexpr float FACTOR = BITS == 4 ? 16384.0f : 256.0f;
 
 inline uint shifted(uint bits, int left) { return left < 0 ? bits >> -left : bits << left; }
 
-// Return a word with the halves of two weights whose bits begin at `first` in either half of `word`: integers shifted to
-// the top of the mantissa under the exponent of 2^BITS; small floats with exponent and mantissa moved together and the
-// sign moved to the half's sign.
+// Return a word with the halves of two weights whose bits begin at `first` in either half of `word`: integers shifted
+// to the top of the mantissa under the exponent of 2^BITS; small floats with exponent and mantissa moved together and
+// the sign moved to the half's sign.
 template <int BITS> uint with_exponents(uint bits) {
   constexpr uint MASK = ((1u << BITS) - 1) << (10 - BITS), EXPONENT = (15 + BITS) << 10;
   return (bits & (MASK << 16 | MASK)) | (EXPONENT << 16 | EXPONENT);
@@ -45,8 +47,8 @@ template <int BITS> uint halves_of(uint word, int first, Absent) {
   return (shifted(word, LOWEST - first) & (MASK << 16 | MASK)) | (shifted(word, 16 - BITS - first) & 0x80008000u);
 }
 
-// Return the number of weight e of those in `words`. Two weights that begin in the same place of either half of a word are
-// made at once, which the compiler sees in the unrolled loops; of widths that do not divide 16 each is made alone.
+// Return the number of weight e of those in `words`. Two weights that begin in the same place of either half of a word
+// are made at once, which the compiler sees in the unrolled loops; of widths that do not divide 16 each is made alone.
 template <int BITS, int WORDS, class B>
 float number_at(thread const uint (&words)[WORDS], int e, B biases) {
   const int word = BITS * e / 32, first = BITS * e % 32;

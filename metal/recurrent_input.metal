@@ -1,5 +1,5 @@
-// What went into the recurrent product of every step, mask * h_prev, for the gradient of Wh; 0 past an item's end. And a 1
-// per row, where sums over all rows will be products. Thread (k, t, d) has number k % H of item k / H.
+// What went into the recurrent product of every step, mask * h_prev, for the gradient of Wh; 0 past an item's end. And
+// a 1 per row, where sums over all rows will be products. Thread (k, t, d) has number k % H of item k / H.
 //
 //   h     [T, B, D H]         h0  [B, D H]               lengths  [B]
 //   mask  [T or 1, B, D H]    h_in  [D, T, B, H], out    ones  [T, B], out, may be absent

@@ -1,9 +1,9 @@
 // What the kernels that run one time step per launch share: the step, its place in sequences, operands of the product.
 //
-// A launch writes one row: an array of its own, as MLX has no output that several launches write. A row holds what a unit
-// carries to the next step in float [B, D H] (c, or its gradient), if the cell carries something, and behind it arrays
-// of S in the layout of one step, [B, D width]. It is an array of X: float, or ushort if S has 16 bits, of which a float
-// takes two. A row has at least 8 numbers, as Metal would bind a shorter one as `constant`.
+// A launch writes one row: an array of its own, as MLX has no output that several launches write. A row holds what a
+// unit carries to the next step in float [B, D H] (c, or its gradient), if the cell carries something, and behind it
+// arrays of S in the layout of one step, [B, D width]. It is an array of X: float, or ushort if S has 16 bits, of which
+// a float takes two. A row has at least 8 numbers, as Metal would bind a shorter one as `constant`.
 //
 //   sizes  T, B, H, K (the length of the product), D, whether the only direction is the reverse one, whether every step
 //          has a mask of its own

@@ -1,9 +1,10 @@
 // One time step of a recurrence, backward, in one launch: the product and the cell's backward.
 //
-//   dh_t = mask_next * (dz_next Wh) + the gradient h[t] has from outside;   dz_t, carry = cell_backward(dh_t, carry_next)
+//   dh_t = mask_next * (dz_next Wh) + the gradient h[t] has from outside;   dz_t, carry = cell_backward(dh_t,
+//            carry_next)
 //
-// "next" is an item's step processed after t in the forward sweep; after its last one dhT takes the place of the product.
-// With a projection stepwise_dh computes dh_t [B, D P], and the product here is dm = dh_t Wp.
+// "next" is an item's step processed after t in the forward sweep; after its last one dhT takes the place of the
+// product. With a projection stepwise_dh computes dh_t [B, D P], and the product here is dm = dh_t Wp.
 //
 //   before    the row of the step processed after t, written by the launch before
 //   after     this step's row, written: the carry (the gradient of c[t-1], or of h[t-1] past the products) and dz
@@ -17,10 +18,11 @@
 //   dh, dc, dgates, dhT, dcT    the gradients from outside, in the shapes of what they belong to
 //
 // A threadgroup computes Product::ROWS rows of COLUMNS units: first the product, by all its threads, into `sums`
-// [ROWS][COLUMNS] in threadgroup memory; then every thread some cells. The product ends with the barrier between the two.
+// [ROWS][COLUMNS] in threadgroup memory; then every thread some cells. The product ends with the barrier between the
+// two.
 
-// The operand of the product: dz of the row before, or dh_t of an LSTM with a projection. Of a GRU's candidate, where the
-// reset comes after its product, dz is multiplied by r.
+// The operand of the product: dz of the row before, or dh_t of an LSTM with a projection. Of a GRU's candidate, where
+// the reset comes after its product, dz is multiplied by r.
 template <class S, class Arrays>
 struct FollowingRow {
   const device S* dz;
@@ -49,12 +51,11 @@ inline int next_step(thread const Step& s, int length) {
 template <class Cell, class S, class Arrays>
 void find_row(thread const Following<Cell, S, Arrays>& x, int b, int segment, thread FollowingRow<S, Arrays>& row) {
   thread const Step& s = *x.s;
-  row.r = x.a->gates;
-  row.candidate = false;
-  if constexpr (Cell::SEGMENTS == 1) {
-    row.dz = x.dz + place(s, 0, b, s.K);
-  } else if constexpr (Cell::SEGMENTS < Cell::GATES) {
-    row.dz = x.dz + place(s, 0, b, 3 * x.H) + Cell::block(segment) * x.H;
+  if constexpr (Cell::SEGMENTS == 1 || Cell::SEGMENTS < Cell::GATES) {
+    row.dz = Cell::SEGMENTS == 1 ? x.dz + place(s, 0, b, s.K)
+                                 : x.dz + place(s, 0, b, 3 * x.H) + Cell::block(segment) * x.H;
+    row.r = x.a->gates;
+    row.candidate = false;
   } else {
     const int t = next_step(s, value_at(x.a->lengths, b, s.T));
     row.dz = x.dz + place(s, 0, b, 3 * x.H) + segment * x.H;
@@ -128,16 +129,17 @@ void stepwise_backward(
     }
     if (live) {
       const Index previous = place(s, s.reverse ? s.t + 1 : s.t - 1, b, H) + j;
-      float p[Cell::CONSTANTS], state0 = is_first(s, length) ? value_at(a.states0, at, 0.0f) : float(a.states[previous]);
+      float p[Cell::CONSTANTS];
+      float before = is_first(s, length) ? value_at(a.states0, at, 0.0f) : float(a.states[previous]);
       const float dh_t = is_present(a.dh_now) ? sums[cell] : dh_sum(s, a, sums + cell, length, b, j, H);
       const float factor = value_at(a.keep, place(s, s.t, b, 1), 1.0f);
       carry += value_at(a.dc, now, 0.0f);
-      if (is_present(a.keep)) state0 *= factor;
+      if (is_present(a.keep)) before *= factor;
       // The carry is dc or, of a cell that passes h on, a part of dh.
       float dh_or_past = Cell::PASSES_H ? carry + dh_t : dh_t;
       Cell::template constants<Index>(a, s.d, H, j, p);
       const float q = value_at(a.q, ((Index(s.d) * s.T + s.t) * B + b) * H + j, 0.0f);
-      Cell::backward(y, p, state0, float(a.states[now]), q, dh_or_past, carry, dz);
+      Cell::backward(y, p, before, float(a.states[now]), q, dh_or_past, carry, dz);
       if (Cell::PASSES_H) carry = dh_or_past;
       if (is_present(a.keep)) unscaled = carry, carry *= factor;
     }

@@ -11,9 +11,9 @@
 //   h0, c0    [B, D K], [B, D H]: what an item starts from, at t = 0 or, reversed, at its end
 //   mask      [T or 1, B, D K]     keep     [T, B, D]      lengths  [B]      numbers  forget_bias, limit
 //
-// A threadgroup computes Product::ROWS rows of UNITS units, all their gates: first the product, by all its threads, into
-// `sums` [ROWS][gates][UNITS] in threadgroup memory; then every thread some cells. The product ends with the barrier that
-// stands between the two. Product: ByLanes, ByTiles or QuantizedByLanes.
+// A threadgroup computes Product::ROWS rows of UNITS units, all their gates: first the product, by all its threads,
+// into `sums` [ROWS][gates][UNITS] in threadgroup memory; then every thread some cells. The product ends with the
+// barrier that stands between the two. Product: ByLanes, ByTiles or QuantizedByLanes.
 
 // The operand mask * h_before of the product of a step forward.
 template <class S, class Arrays>
@@ -109,8 +109,8 @@ void stepwise_forward(
   pad_row(a.after, start + units * (SAVES ? 1 + GATES : 1), group, 32 * simdgroup + lane);
 }
 
-// A launch more where h is projected: h [B, D P] = m Wp^T of a step, a row of S, from m in the row of its launch before.
-// Wp [D, P, H].
+// A launch more where h is projected: h [B, D P] = m Wp^T of a step, a row of S, from m in the row of its launch
+// before. Wp [D, P, H].
 template <class Product, class S, class Arrays>
 void stepwise_project(
     thread const Arrays& a, threadgroup float* sums, threadgroup float* tiles, uint3 group, int simdgroup, int lane) {

@@ -3,13 +3,13 @@
 //   sums[r, n] = sum over k of x(b0 + r, k) weights[row(n), k]
 //   row(n) = Gates::block(FIRST + n / UNITS) H + j0 + n % UNITS
 //
-//   x        what find_row(x, b, segment, row) finds a row of operands in: the numbers of batch row b in one of SEGMENTS
-//            equal parts of K
+//   x        what find_row(x, b, segment, row) finds a row of operands in: the numbers of batch row b in one of
+//            SEGMENTS equal parts of K
 //   weights  [., K], H rows per gate
-//   sums     [ROWS, COLUMNS], in threadgroup memory; a barrier at the end stands between the writes of the simdgroups and
-//            the reads of the cells
-// Each of the 8 simdgroups computes every eighth column for all rows. Its lanes split K, four numbers at a time, and add
-// up at the end. Rows and units past the end are those before it again, which nobody reads.
+//   sums     [ROWS, COLUMNS], in threadgroup memory; a barrier at the end stands between the writes of the simdgroups
+//            and the reads of the cells
+// Each of the 8 simdgroups computes every eighth column for all rows. Its lanes split K, four numbers at a time, and
+// add up at the end. Rows and units past the end are those before it again, which nobody reads.
 
 // Multiply N numbers of every row with as many of every column; both move on by `step`.
 template <int N, int ROWS, int OWN, class R, class C>
@@ -48,7 +48,7 @@ struct ByLanes {
   template <class Gates, int FIRST, int UNITS, int SEGMENTS, class X, class W>
   static void product(thread const X& x, W weights, int B, int H, int K, thread const Block& block) {
     constexpr int OWN = COLUMNS / 8, AT_ONCE = Columns<W>::AT_ONCE;
-    const int simdgroup = block.simdgroup, lane = block.lane;
+    const int b0 = block.b0, j0 = block.j0, simdgroup = block.simdgroup, lane = block.lane;
     float partial[OWN][ROWS];
     typename X::Row rows[ROWS];
     typename Columns<W>::Row columns[OWN];
@@ -58,12 +58,12 @@ struct ByLanes {
       const int length = K / SEGMENTS;
 #pragma clang loop unroll(full)
       for (int n = 0; n < OWN; ++n) {
-        const int gate = Gates::block(FIRST + 8 * n / UNITS), unit = min(block.j0 + 8 * n % UNITS + simdgroup, H - 1);
+        const int gate = Gates::block(FIRST + 8 * n / UNITS), unit = min(j0 + 8 * n % UNITS + simdgroup, H - 1);
         find_column(weights, Index(gate) * H + unit, K, segment * length, AT_ONCE * lane, lane, columns[n]);
       }
 #pragma clang loop unroll(full)
       for (int r = 0; r < ROWS; ++r) {
-        find_row(x, min(block.b0 + r, B - 1), segment, rows[r]);
+        find_row(x, min(b0 + r, B - 1), segment, rows[r]);
         move(rows[r], AT_ONCE * lane);
       }
       add_products(rows, columns, AT_ONCE * lane, length, partial);

@@ -170,7 +170,8 @@ template <class B> float weight_of(float q, float2 factors, B) { return factors.
 inline float of_leader(float, int, Absent) { return 0.0f; }
 template <class B> float of_leader(float bias, int leader, B) { return simd_shuffle(bias, ushort(leader)); }
 
-// Return scale and bias of the group that begins with lane `leader`, which alone reads them, if that is `inside` the row.
+// Return scale and bias of the group that begins with lane `leader`, which alone reads them, if that is `inside` the
+// row.
 template <int BITS, int GROUP, class A, class B>
 float2 factors_of(thread const PackedRow<BITS, GROUP, A, B>& row, int k, bool inside, int leader) {
   float scale = 0.0f, bias = 0.0f;
@@ -181,9 +182,9 @@ float2 factors_of(thread const PackedRow<BITS, GROUP, A, B>& row, int k, bool in
   return float2(simd_shuffle(scale, ushort(leader)), of_leader(bias, leader, row.biases));
 }
 
-// Make four weights of the 32 that eight lanes share from row.k on, each lane those of its own place; zeros past the end
-// of the row. 32 weights are BITS words: the first BITS of the eight lanes read one each and hand them round; a group's
-// first lane reads its scale, where the group begins.
+// Make four weights of the 32 that eight lanes share from row.k on, each lane those of its own place; zeros past the
+// end of the row. 32 weights are BITS words: the first BITS of the eight lanes read one each and hand them round; a
+// group's first lane reads its scale, where the group begins.
 template <bool WHOLE, int BITS, int GROUP, class A, class B>
 void part_of(thread PackedRow<BITS, GROUP, A, B>& row, int left, thread float (&values)[4]) {
   const int place = row.lane % 8, first = row.lane - place, bit = 4 * BITS * place;

@@ -16,8 +16,9 @@ struct Pieces {
 template <class X, class Arrays>
 void stepwise_join(thread const Pieces<X>& pieces, thread const Arrays& a, uint3 group, uint thread_index) {
   if (group.y + group.z > 0) return;
+  const uint own = (group.x - a.first[0]) * a.first[1] + thread_index;
   for (int n = 0; n < 8; ++n)
-    for (long k = a.starts[n] + (group.x - a.first[0]) * a.first[1] + thread_index; k < a.starts[n + 1]; k += a.first[2])
+    for (long k = a.starts[n] + own; k < a.starts[n + 1]; k += a.first[2])
       a.joined[k] = pieces.rows[n][k - a.starts[n]];
 }
 
@@ -51,8 +52,9 @@ const device X* row_of(thread const Rows<X>& rows, const device int* starts, con
   return piece + (m - first) * Index(kind[0]);
 }
 
-// The outputs of a sweep forward; stepwise_forward.metal has the arrays. hT, cT are those of an item's last step, h0 and c0
-// where it has none. Any output may be absent. A projection's h is in rows of their own, with neither GATES nor a carry.
+// The outputs of a sweep forward; stepwise_forward.metal has the arrays. hT, cT are those of an item's last step, h0
+// and c0 where it has none. Any output may be absent. A projection's h is in rows of their own, with neither GATES nor
+// a carry.
 template <int GATES, bool CARRIES, class S, class X, class Arrays>
 void stepwise_outputs(
     thread const Rows<X>& rows, const constant int* kind, thread const Arrays& a, uint3 thread_index) {
@@ -82,10 +84,10 @@ template <class X> void store_carry(Absent, Index, const device X*) {}
 template <class A, class X>
 void store_carry(device A* array, Index index, const device X* row) { array[index] = A(carry_at(row, index)); }
 
-// The results of a sweep backward: dz [T, B, D G width], 0 past an item's end, and dc0 [B, D width], what an LSTM carries
-// past an item's first step. d_out is dz as a GRU's recurrent products have it: that of the candidate, the gate at block
-// CANDIDATE, times r, the gate at block RESET. carry [T, B, D width] is what stands behind dz. These three may be absent.
-// dh of a projection is in rows of their own, as dz of a single gate.
+// The results of a sweep backward: dz [T, B, D G width], 0 past an item's end, and dc0 [B, D width], what an LSTM
+// carries past an item's first step. d_out is dz as a GRU's recurrent products have it: that of the candidate, the gate
+// at block CANDIDATE, times r, the gate at block RESET. carry [T, B, D width] is what stands behind dz. These three may
+// be absent. dh of a projection is in rows of their own, as dz of a single gate.
 template <int GATES, int CANDIDATE, int RESET, bool CARRIES, class S, class X, class Arrays>
 void stepwise_gradients(
     thread const Rows<X>& rows, const constant int* kind, thread const Arrays& a, uint3 thread_index) {

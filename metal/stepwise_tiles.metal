@@ -1,10 +1,11 @@
 // The recurrent product of a step for many batch rows: the equation of stepwise_lanes.metal in 8 x 8 matrices.
 //
-// In turns along K the threads copy 32 columns of K as float into `tiles`, in threadgroup memory: ROWS rows of operands,
-// then COLUMNS rows of weights, PITCH floats apart; eight threads a row, four numbers a thread. Simdgroup s computes
-// columns 8 s ... 8 s + 7 for all rows. With fewer than 32 columns SLICES simdgroups share a block of eight columns, and
-// each has some of the matrices of every tile. sums [SLICES, ROWS, COLUMNS]: the first slice is the result; with several
-// slices a thread may read only the sums of the cells thread_index, thread_index + THREADS, ..., which it added up.
+// In turns along K the threads copy 32 columns of K as float into `tiles`, in threadgroup memory: ROWS rows of
+// operands, then COLUMNS rows of weights, PITCH floats apart; eight threads a row, four numbers a thread. Simdgroup s
+// computes columns 8 s ... 8 s + 7 for all rows. With fewer than 32 columns SLICES simdgroups share a block of eight
+// columns, and each has some of the matrices of every tile. sums [SLICES, ROWS, COLUMNS]: the first slice is the
+// result; with several slices a thread may read only the sums of the cells thread_index, thread_index + THREADS, ...,
+// which it added up.
 //
 // Barriers: in a turn one between the copies and their products, one between the products and the next turn's copies;
 // at the end one between the sums of all simdgroups and their reads.
@@ -43,9 +44,9 @@ void copy_tile(thread R (&rows)[OWN], int left, threadgroup float* own, int firs
   }
 }
 
-// Add rows 8 r ... 8 r + 7 of the operands times this simdgroup's columns to total[r]. A lane has two neighbours of each
-// matrix: of one row in the left one, where `operands` begins for it, and of one column in the right one, which is the
-// transposed tile of weights.
+// Add rows 8 r ... 8 r + 7 of the operands times this simdgroup's columns to total[r]. A lane has two neighbours of
+// each matrix: of one row in the left one, where `operands` begins for it, and of one column in the right one, which is
+// the transposed tile of weights.
 template <int ROWS, int SLICES>
 void multiply_tile(
     threadgroup const float* operands, threadgroup const float* weights, thread simdgroup_float8x8 (&total)[ROWS / 8]) {

@@ -28,13 +28,13 @@ DAMAGES = {
     "another number": """
 from mlx_lstm.engines.metal import kernel
 read = kernel.shader_file
-changed = "return rnn_cell", "return 1.01f * rnn_cell"
-kernel.shader_file = lambda name: read(name).replace(*changed) if name == "fused_cell_rnn" else read(name)
+changed = "return activate", "return 1.01f * activate"
+kernel.shader_file = lambda name: read(name).replace(*changed) if name == "fused_rnn" else read(name)
 """,
     "no kernel": """
 from mlx_lstm.engines.metal import kernel
 read = kernel.shader_file
-kernel.shader_file = lambda name: read(name) + "garbage;" * (name == "fused_cell_rnn")
+kernel.shader_file = lambda name: read(name) + "garbage;" * (name == "fused_rnn")
 """,
     "a crash": """
 import os

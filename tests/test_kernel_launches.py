@@ -203,7 +203,7 @@ def test_rows_are_few_at_the_end_of_a_sweep(left, again):
 
 
 def test_launches():
-    """Two for a sweep of `fused`, of which one packs the weights, and one between them. Of `stepwise` one a step, two
+    """Two for a sweep of `fused`, of which one arranges the weights, and one between them. Of `stepwise` one a step, two
     with a projection, one after each sweep, one for the input of the recurrent products and one for dh0."""
     assert [len(launches_of((T, 2, 3, 4, 2), "fused")) for T in (1, 9)] == [5, 5]
     assert [len(launches_of((T, 2, 3, 4, 2), "stepwise")) for T in (1, 9)] == [6, 22]
@@ -237,10 +237,9 @@ def test_stepwise_stays_within_the_limits_of_metal(op):
     """1024 threads and 32 KB of threadgroup memory, for every instantiation there is: it depends on the batch only."""
     seen = set()
 
-    def prepare(name, shaders, inputs, outputs, template, body, groups, threads):
+    def prepare(name, shaders, inputs, outputs, template, body, groups, threads, index):
         sums, vectors = re.findall(r"threadgroup (?:float|vec<float, 4>) \w+\[(\d+)\];", body)
         seen.add((threads, 4 * int(sums) + 16 * int(vectors)))
-        return None, {}
 
     with patch.object(kernels_stepwise, "prepare", prepare):
         for B in (*range(1, 70), 1000):
@@ -248,8 +247,8 @@ def test_stepwise_stays_within_the_limits_of_metal(op):
             rows = kernels_stepwise.stepwise_rows(B)
             forward = rows, kernels_stepwise.UNITS[op] * problem.cell.gates
             for high, columns in (forward, *kernels_stepwise.TILES.get(rows, [(rows, 8)])):
-                template = {"ROWS": high}
-                kernels_stepwise.StepKernel("", ("",), problem, {}, (8, mx.float32), template, (7, 7, columns))
+                template, output = {"ROWS": high, "COLUMNS": columns, "S": mx.float32}, (8, mx.float32)
+                kernels_stepwise.StepKernel(problem, "stepwise_dh", "", (), template, (7, 7), output)
     assert all(threads <= 1024 and size <= 32768 for threads, size in seen), seen
     assert len(seen) > 3
 
@@ -367,7 +366,7 @@ def test_vmap_runs_the_kernels_one_by_one():
 def test_metal_kernel_is_called_in_one_place():
     package = Path(mlx_lstm.__file__).parent
     calls = [path.name for path in package.rglob("*.py") if re.search(r"metal_kernel\(", path.read_text())]
-    assert calls == ["launch.py"]
+    assert calls == ["kernel.py"]
 
 
 def test_fused_writes_no_gates_in_inference():

@@ -196,7 +196,7 @@ def test_arrays_too_large_for_indices_of_32_bits(layer, B):
 def found_on_metal(shaders, body, count, inputs):
     """The integers that a thread writes to `found` with functions of metal/."""
     with on_metal(), mx.stream(mx.cpu):
-        header, names = kernels.header(shaders), list(inputs)
+        header, names = "using Index = long;\n" + kernels.header(shaders, body), list(inputs)
         kernel = mx.fast.metal_kernel("places", names, ["found"], f"device int64_t* to = found;\n{body}", header)
         arrays = [mx.array(value, mx.int32) for value in inputs.values()]
         return kernel(
@@ -219,7 +219,7 @@ find_row(items, {b}, 0, row);
 *to++ = row_of(rows, starts, kind, {t}) - piece;
 *to++ = carried<half, true>(place(s, s.t, {b}, {H}));
 """
-    shaders = ("cell", "store", "stepwise_index_64", "stepwise", "stepwise_sequences")
+    shaders = ("arrays", "cell", "stepwise", "stepwise_rows")
     inputs = {"piece": [0] * 8, "starts": [0] * 20 + [T], "kind": (length, H, 0)}
     # Where a unit's numbers in items of both directions begin; T rows, of which the last piece has all.
     expected = [at * G * H, (b * 2 + 1) * H, t * length, 2 * at * H]
@@ -229,11 +229,11 @@ const Sweep sweep = {{0, {T}, {T}, {B}, 2, 1, true, true}};
 Place<ulong> at, next;
 first_place<false>(sweep, {b}, {G}, 3, {H}, {H - 1}, at);
 between_steps<false>(sweep, {G}, {H}, next);
-*to++ = at.state, *to++ = at.gate, *to++ = at.mask, *to++ = at.apart, *to++ = next.state, *to++ = next.gate;
+*to++ = at.state, *to++ = at.gate, *to++ = at.mask, *to++ = at.q, *to++ = next.state, *to++ = next.gate;
 """
     unit, states = at * H + H - 1, B * 2 * H
     expected = [unit, (at * G + 3) * H + H - 1, unit, ((T + t) * B + b) * H + H - 1, -states, -G * states]
-    assert found_on_metal(("cell", "fused"), body, 6, {"piece": [0] * 8}) == expected
+    assert found_on_metal(("arrays", "cell", "fused"), body, 6, {"piece": [0] * 8}) == expected
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -314,7 +314,7 @@ def judge_each_element(case, engine):
 @pytest.mark.parametrize("matrices", [False, True])
 @pytest.mark.parametrize("sweep", kernels_fused.SWEEPS)
 @pytest.mark.parametrize("layer", [*LAYERS, "both"])
-def test_every_weight_is_packed_once(layer, sweep, matrices):
+def test_every_weight_is_arranged_once(layer, sweep, matrices):
     """Whatever lies beside it is padding, in either direction."""
     cell = {"gru": GRUCell(gate_order="znr"), "gru_before": GRUCell("nrz", reset="before"), "rnn": RNNCell()}
     cell, D = cell.get(layer, LSTMCell("ofgi")), 2 if layer == "both" else 1
@@ -322,8 +322,8 @@ def test_every_weight_is_packed_once(layer, sweep, matrices):
         problem = Problem(2, 3, H, H, cell, bidirectional=D == 2)
         Wh = 1 + np.arange(D * cell.gates * H * H, dtype=np.float32).reshape(D, -1, H)
         with on_metal(), patch.object(kernels_fused, "MATRIX_BATCH", 1 if matrices else 100):
-            packed = np.array(kernels_fused.fused_pack(sweep, problem, mx.array(Wh[0] if D == 1 else Wh)))
-        for of_direction, weights in zip(packed, Wh, strict=True):
+            arranged = np.array(kernels_fused.arrange(sweep, problem, mx.array(Wh[0] if D == 1 else Wh)))
+        for of_direction, weights in zip(arranged, Wh, strict=True):
             found = np.sort(of_direction, axis=None)
             np.testing.assert_array_equal(found[found > 0], weights.reshape(-1))
             assert (found >= 0).all()
@@ -413,7 +413,7 @@ def test_wide_batches_run_in_matrices():
     for sizes, directions in (((2, 129, 2, 5, 3), 1), ((2, 65, 2, 5, 3), 2)):
         options = {"sizes": sizes, "bidirectional": directions == 2}
         _, log = check(*with_engine("fused", draw_away_from_kinks(3, ROUNDING_MARGIN, **options)))
-        assert ["matrix" in launch.name for launch in log if "pack" not in launch.name] == [True, False, True]
+        assert ["matrix" in launch.name for launch in log if "arrange" not in launch.name] == [True, False, True]
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
@@ -427,9 +427,9 @@ def test_fused_in_several_launches(monkeypatch, layer, way, lengths, matrices):
     with limited(launch_steps=3):
         _, log = check(*with_engine("fused", draw_away_from_kinks(4, **options)))
     sweeps = Counter(
-        re.search("pack|forward|backward", launch.name).group() for launch in log if "fused" in launch.name
+        re.search("arrange|forward|backward", launch.name).group() for launch in log if "fused" in launch.name
     )
-    assert sweeps == {"pack": 2, "forward": 3, "backward": 3}
+    assert sweeps == {"arrange": 2, "forward": 3, "backward": 3}
 
 
 @pytest.mark.parametrize("matrices", [False, True])

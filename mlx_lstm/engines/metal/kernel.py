@@ -131,14 +131,20 @@ def definitions(file: str, text: str) -> list[Definition]:
 
 def header(shaders: Iterable[str], body: str) -> str:
     """Return the definitions of these files that a body needs, in their order: those that define a word of the body or
-    of another one that is needed. Before each the directive that names its file and line to compilers, profilers and
-    the tests' emulator."""
+    of another one that is needed. Directives name file and line to compilers, profilers and the tests' emulator."""
     every = [definition for name in shaders for definition in definitions(f"{name}.metal", shader_file(name))]
     words, left = set(re.findall(r"\w+", body)), every
     while needed := [definition for definition in left if not words.isdisjoint(definition.names)]:
         words.update(*(definition.words for definition in needed))
         left = [definition for definition in left if definition not in needed]
-    return "".join(f'#line {each.line} "{each.file}"\n{each.text}\n' for each in every if each not in left)
+    text, file, line = "", "", 0
+    for each in (definition for definition in every if definition not in left):
+        # A few empty lines are shorter than a directive.
+        gap = each.line - line
+        text += "\n" * gap if each.file == file and gap < 20 else f'#line {each.line} "{each.file}"\n'
+        text += f"{each.text}\n"
+        file, line = each.file, each.line + each.text.count("\n") + 1
+    return text
 
 
 def fields_of(names: Iterable[str], present: Collection[str]) -> dict[str, str]:
