@@ -51,7 +51,7 @@ inline int next_step(thread const Step& s, int length) {
 template <class Cell, class S, class Arrays>
 void find_row(thread const Following<Cell, S, Arrays>& x, int b, int segment, thread FollowingRow<S, Arrays>& row) {
   thread const Step& s = *x.s;
-  if constexpr (Cell::SEGMENTS == 1 || Cell::SEGMENTS < Cell::GATES) {
+  if constexpr (Cell::SEGMENTS == 1 || Cell::SEGMENTS != Cell::GATES) {
     row.dz = Cell::SEGMENTS == 1 ? x.dz + place(s, 0, b, s.K)
                                  : x.dz + place(s, 0, b, 3 * x.H) + Cell::block(segment) * x.H;
     row.r = x.a->gates;

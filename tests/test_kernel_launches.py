@@ -203,8 +203,8 @@ def test_rows_are_few_at_the_end_of_a_sweep(left, again):
 
 
 def test_launches():
-    """Two for a sweep of `fused`, of which one arranges the weights, and one between them. Of `stepwise` one a step, two
-    with a projection, one after each sweep, one for the input of the recurrent products and one for dh0."""
+    """Two for a sweep of `fused`, of which one arranges the weights, and one between them. Of `stepwise` one a step,
+    two with a projection, one after each sweep, one for the input of the recurrent products and one for dh0."""
     assert [len(launches_of((T, 2, 3, 4, 2), "fused")) for T in (1, 9)] == [5, 5]
     assert [len(launches_of((T, 2, 3, 4, 2), "stepwise")) for T in (1, 9)] == [6, 22]
     assert len(launches_of((9, 2, 3, 4, 2), "stepwise", projection=True)) == 4 * 9 + 4
@@ -247,8 +247,8 @@ def test_stepwise_stays_within_the_limits_of_metal(op):
             rows = kernels_stepwise.stepwise_rows(B)
             forward = rows, kernels_stepwise.UNITS[op] * problem.cell.gates
             for high, columns in (forward, *kernels_stepwise.TILES.get(rows, [(rows, 8)])):
-                template, output = {"ROWS": high, "COLUMNS": columns, "S": mx.float32}, (8, mx.float32)
-                kernels_stepwise.StepKernel(problem, "stepwise_dh", "", (), template, (7, 7), output)
+                shape = {"tile": (high, columns), "units": (7, 7), "output": (8, mx.float32)}
+                kernels_stepwise.StepKernel(problem, mx.float32, (), "stepwise_dh", "", **shape)
     assert all(threads <= 1024 and size <= 32768 for threads, size in seen), seen
     assert len(seen) > 3
 

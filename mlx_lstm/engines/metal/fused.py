@@ -19,6 +19,7 @@ from ..packing import Packing, field_of, is_packed
 from ..problem import Arrays, Cut, Problem
 from .kernel import (
     STRUCTS,
+    Inputs,
     Launch,
     Outputs,
     Template,
@@ -43,7 +44,7 @@ def forward(problem: Problem, arrays: Arrays) -> Arrays:
     gates only if the problem saves or returns them."""
     dtype, mask = arrays["x"].dtype, whole_mask(problem, arrays)
     sweep = forward_sweep(problem, dtype, tuple(arrays), mask is not None and mask.shape[0] > 1)
-    inputs = {"mask": mask, "numbers": sweep.numbers}
+    inputs: Inputs = {"mask": mask, "numbers": sweep.numbers}
     for name in sweep.options:
         inputs[name] = contiguous(arrays[name])
     for name in ("h0", "c0", "lengths"):
@@ -72,7 +73,7 @@ def backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays
     mask = whole_mask(problem, arrays)
     differ = mask is not None and mask.shape[0] > 1
     sweep = backward_sweep(problem, arrays["Wh"].dtype, tuple(arrays), differ, tuple(cotangents))
-    inputs = {"mask": mask, "states": saved["c" if has_c else "h"]}
+    inputs: Inputs = {"mask": mask, "states": saved["c" if has_c else "h"]}
     if cell.op != "rnn":
         inputs["gates"] = saved["gates"]
     for name in sweep.options:
@@ -124,7 +125,7 @@ class Sweep(NamedTuple):
     takes_product: bool = False
 
 
-def run(problem: Problem, sweep: Sweep, inputs: dict[str, mx.array | None], carried: dict[str, str]) -> Arrays:
+def run(problem: Problem, sweep: Sweep, inputs: Inputs, carried: dict[str, str]) -> Arrays:
     """Launch the parts of a sweep and return its results. `carried`: the results that are inputs of the next part, and
     under which names."""
     pieces: list[Arrays] = []
@@ -197,8 +198,8 @@ def backward_sweep(
     problem: Problem, dtype: mx.Dtype, names: tuple[str, ...], masks_differ: bool, cotangents: tuple[str, ...]
 ) -> Sweep:
     """Return what the backward sweep launches for arrays and cotangents of these names."""
-    cell, has_c, by_name = problem.cell, problem.cell.op == "lstm", dict.fromkeys(names)
-    few, product, bare = is_plain(problem, by_name), takes_product(cell), readable(problem)
+    cell, has_c = problem.cell, problem.cell.op == "lstm"
+    few, product, bare = is_plain(problem, names), takes_product(cell), readable(problem)
     present = {"states", "arranged", "sizes", *({"lengths"} & {*names}), *options_of(problem, names)}
     present |= ({"mask"} if {"mask", "keep"} & {*names} else set()) | ({"q"} if product else set())
     present |= ({"gates"} if cell.op != "rnn" else set()) | (

@@ -18,6 +18,9 @@ from ..cells import Cell, GRUCell, LSTMCell, known
 from ..packing import is_packed
 from ..problem import Arrays, Problem
 
+Inputs = dict[str, "mx.array | None"]
+"""The inputs of kernels by their names; None, like a missing name, for an array that is absent."""
+
 Outputs = dict[str, tuple[tuple[int, ...], mx.Dtype] | None]
 """The shape and dtype of each output of a shader; None for one that it shall not write."""
 
@@ -215,9 +218,10 @@ def build(
     first = f"using Index = {index};\n" if index else ""
     text = declared + body
     head, source = limited(f'{first}{header(shaders, text)}#line 1 "{name}"\n', text, threads)
-    return mx.fast.metal_kernel(
+    kernel = mx.fast.metal_kernel(
         name=name, input_names=list(inputs), output_names=list(outputs), source=source, header=head
     )
+    return cast(Launch, kernel)
 
 
 def prepare(

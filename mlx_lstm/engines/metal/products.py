@@ -5,6 +5,8 @@ The gradients take few launches: a product per weight, for both directions at on
 reset comes before the candidate's product.
 """
 
+from collections.abc import Collection
+
 import mlx.core as mx
 
 from ..cells import Cell, GRUCell
@@ -26,9 +28,9 @@ def project(problem: Problem, arrays: Arrays, launches: int = 2) -> mx.array:
     return z.reshape(-1).reshape(z.shape) if launches > 1 else z
 
 
-def is_plain(problem: Problem, arrays: Arrays) -> bool:
-    """Return whether `gradients_in_few_launches` has the gradients of all arrays."""
-    rare = "mask" in arrays or "keep" in arrays or "peephole" in arrays
+def is_plain(problem: Problem, names: Collection[str]) -> bool:
+    """Return whether `gradients_in_few_launches` has the gradients of all arrays of these names."""
+    rare = "mask" in names or "keep" in names or "peephole" in names
     return not rare and not (isinstance(problem.cell, GRUCell) and problem.cell.reset == "before")
 
 

@@ -11,13 +11,14 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from ..cells import GRUCell
+from ..cells import GRUCell, LSTMCell
 from ..ops.packed import scales_of
 from ..ops.sweep import gradients_after_sweep
 from ..packing import is_packed
 from ..problem import Arrays, Problem
 from .kernel import (
     STRUCTS,
+    Inputs,
     Launch,
     Outputs,
     Template,
@@ -44,7 +45,7 @@ def forward(problem: Problem, arrays: Arrays) -> Arrays:
     row = nothing(row_type(z.dtype))
     inputs = options(problem, arrays, ("Wh", "Wp", "peephole", "bhn"))
     inputs |= {"z": z, "mask": mask, "sizes": sizes(problem, mask, H, P), "before": row, "reset_row": row}
-    if cell.op == "lstm":
+    if isinstance(cell, LSTMCell):
         inputs["numbers"] = constant((cell.forget_bias, cell.cell_clip or 0.0), mx.float32)
     if problem.packing is not None:
         inputs |= quantized_parts(arrays, z.dtype)
@@ -136,10 +137,6 @@ def sweep_backward(
         last = each_step(dh_kernel, problem, of_dh | {"dh": None})
         results["dh0"] = last(-1, before=row)[: B * D * P].reshape(B, D * P)
     return results
-
-
-Inputs = dict[str, "mx.array | None"]
-"""The inputs of kernels by their names; None, like a missing name, for an array that is absent."""
 
 
 def options(problem: Problem, arrays: Arrays, more: tuple[str, ...]) -> Inputs:
@@ -258,28 +255,32 @@ def resets_before(problem: Problem) -> bool:
 
 
 class StepKernel:
-    """A shader around a product, which writes an array of `output` numbers; more threadgroups of it may join arrays of
-    earlier steps.
+    """A shader around a product, which writes an array of `output` numbers and their dtype; more threadgroups of it may
+    join arrays of earlier steps.
 
-    fields: the names of the arrays that the shader may read, of which those in `present` are there; template: its
-    numbers, with ROWS and COLUMNS of a threadgroup's product; units: how many there are, and how many a threadgroup
-    has; name: the kernel's, if not the shader's.
+    present: the names of the arrays that are there; fields: those that the shader may read; tile: rows and columns of a
+    threadgroup's product; units: how many there are, and how many a threadgroup has; saves: whether the row has the
+    gates, of a shader that asks for it; cell: whether the shader takes a cell.
     """
 
     def __init__(
         self,
         problem: Problem,
+        dtype: mx.Dtype,
+        present: Collection[str],
         shader: str,
         fields: str,
-        present: Collection[str],
-        template: Template,
+        *,
+        tile: tuple[int, int],
         units: tuple[int, int],
         output: tuple[int, mx.Dtype],
-        *,
-        name: str = "",
+        saves: bool | None = None,
+        cell: bool = True,
     ):
-        rows, columns = int(template["ROWS"]), int(template["COLUMNS"])
-        self.problem, self.name, self.output = problem, name or shader, output
+        rows, columns = tile
+        self.problem: Problem = problem
+        self.name: str = shader if "gru" in shader else f"{problem.cell.op}_{shader}"
+        self.output: tuple[int, mx.Dtype] = output
         self.inputs: dict[str, bool] = {field: field in present for field in fields.split()}
         self.names: list[str] = [field for field, is_there in self.inputs.items() if is_there]
         quantized, lanes = any(is_packed(field, present) for field in self.names), rows < 8
@@ -287,12 +288,15 @@ class StepKernel:
         self.threads: int = (64 if quantized else 256) if lanes else 4 * columns * slices
         self.groups: tuple[int, ...] = -(-units[0] // units[1]), -(-problem.B // rows), problem.directions
         product = "QuantizedByLanes" if lanes and quantized else "ByLanes" if lanes else "ByTiles"
-        arguments = [f"{product}<ROWS, COLUMNS>", *(name for name in template if name in ("SAVES", "S"))]
-        if "OPTIONS" in template:
-            arguments.insert(0, STRUCTS[problem.cell.op])
+        arguments = ([STRUCTS[problem.cell.op]] if cell else []) + [f"{product}<ROWS, COLUMNS>"]
+        arguments += ["S"] if saves is None else ["SAVES", "S"]
+        self.template: Template = {"ROWS": rows, "COLUMNS": columns, "S": dtype, "X": row_type(dtype)}
+        if cell:
+            self.template["OPTIONS"] = cell_number(problem.cell, "peephole" in self.names)
+        if saves is not None:
+            self.template["SAVES"] = saves
         if quantized and problem.packing:
-            template = template | {"BITS": problem.packing.bits, "GROUP": problem.packing.group_size}
-        self.template: Template = template | {"X": row_type(output_dtype(template))}
+            self.template |= {"BITS": problem.packing.bits, "GROUP": problem.packing.group_size}
         self.files: tuple[str, ...] = ("arrays", "cell", f"cell_{problem.cell.op}", "quantized", "stepwise")
         self.files += ("stepwise_quantized",) if quantized else ()
         self.files += ("stepwise_lanes", "stepwise_tiles", *SHADERS[shader], "stepwise_rows")
@@ -353,13 +357,6 @@ SHADERS = {
 LANE = "simdgroup_index_in_threadgroup, thread_index_in_simdgroup"
 
 
-def output_dtype(template: Template) -> mx.Dtype:
-    """Return the dtype S of a template."""
-    dtype = template["S"]
-    assert isinstance(dtype, mx.Dtype)
-    return dtype
-
-
 class StepLaunch:
     """The launch of a kernel at every step of a sweep. The arrays it writes become rows of `rows`, some of which it
     joins when that is due."""
@@ -376,10 +373,11 @@ class StepLaunch:
         inputs[0] = step_number(n)
         for name, array in changed.items():
             inputs[self.places[name]] = array
-        join = next(rows.joins) if rows else None
+        if rows is None:
+            return self.kernel.launch(inputs=inputs)[0]
+        join = next(rows.joins)
         row = self.kernel.launch(inputs=inputs)[0] if join is None else self.join(rows.pieces, join)
-        if rows:
-            rows.pieces.append(row)
+        rows.pieces.append(row)
         return row
 
     def join(self, pieces: list[mx.array], join: Join) -> mx.array:
@@ -397,16 +395,18 @@ def step_number(n: int) -> mx.array:
     return mx.array(n, mx.int32)
 
 
+def there(inputs: Inputs) -> tuple[Arrays, mx.Dtype]:
+    """Return the inputs that are not absent, and the dtype of the arrays, which quantized weights do not have."""
+    present = {name: array for name, array in inputs.items() if array is not None}
+    return present, present["z" if "z" in present else "weights"].dtype
+
+
 Make = Callable[[Problem, mx.Dtype, tuple[str, ...], bool], StepKernel]
 
 
 def each_step(make: Make, problem: Problem, inputs: Inputs, rows: Rows | None = None) -> StepLaunch:
     """Return what launches a kernel at every step, with these inputs; the arrays it writes become `rows`, if any."""
-    present: Arrays = {}
-    for name, array in inputs.items():
-        if array is not None:
-            present[name] = array
-    dtype = present["z" if "z" in present else "weights"].dtype
+    present, dtype = there(inputs)
     kernel = make(problem, dtype, tuple(present), rows is not None)
     return StepLaunch(kernel, [present[name] for name in kernel.names], rows)
 
@@ -417,89 +417,99 @@ def each_step(make: Make, problem: Problem, inputs: Inputs, rows: Rows | None = 
 
 @cached
 def forward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _: bool) -> StepKernel:
-    """The row of each step; metal/stepwise_forward.metal has the inputs and what is in it."""
-    cell, op = problem.cell, problem.cell.op
-    saves, has_c = problem.training or problem.return_gates, "c" in problem.cell.outputs
-    template = forward_template(problem, "peephole" in present, UNITS[op] * cell.gates) | {"SAVES": saves, "S": dtype}
-    output = row_length(problem, problem.H, 1 + cell.gates if saves else 1, has_c, dtype), row_type(dtype)
-    fields = "step z before h_before Wh Wh_scales Wh_biases h0 c0 peephole bhn mask keep lengths sizes numbers"
-    units, name = (problem.H, UNITS[op]), f"{op}_stepwise_forward"
-    return StepKernel(problem, "stepwise_forward", fields, present, template, units, output, name=name)
+    """Return the kernel of the row of each step; metal/stepwise_forward.metal has the inputs and what is in it."""
+    H, cell, units = problem.H, problem.cell, UNITS[problem.cell.op]
+    saves = problem.training or problem.return_gates
+    length = row_length(problem, H, 1 + cell.gates if saves else 1, "c" in cell.outputs, dtype)
+    return StepKernel(
+        *(problem, dtype, present, "stepwise_forward"),
+        "step z before h_before Wh Wh_scales Wh_biases h0 c0 peephole bhn mask keep lengths sizes numbers",
+        tile=(stepwise_rows(problem.B), units * cell.gates),
+        units=(H, units),
+        output=(length, row_type(dtype)),
+        saves=saves,
+    )
 
 
 @cached
 def gru_reset_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _: bool) -> StepKernel:
-    """r * mask * h_before, r, z [3, B, D H] of each step, flat; metal/stepwise_gru.metal."""
-    template = forward_template(problem, False, 32) | {"S": dtype}
-    output = row_length(problem, problem.H, 3, False, dtype), dtype
-    fields, name = "step z before Wh Wh_scales Wh_biases h0 mask lengths sizes", "stepwise_gru_reset"
-    return StepKernel(problem, name, fields, present, template, (problem.H, 16), output)
+    """Return the kernel of r * mask * h_before, r, z [3, B, D H] of each step, flat; metal/stepwise_gru.metal."""
+    return StepKernel(
+        *(problem, dtype, present, "stepwise_gru_reset"),
+        "step z before Wh Wh_scales Wh_biases h0 mask lengths sizes",
+        tile=(stepwise_rows(problem.B), 32),
+        units=(problem.H, 16),
+        output=(row_length(problem, problem.H, 3, False, dtype), dtype),
+    )
 
 
 @cached
 def gru_candidate_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _: bool) -> StepKernel:
-    """The row of each step, from that of `gru_reset_kernel`; metal/stepwise_gru.metal."""
+    """Return the kernel of the row of each step, from that of `gru_reset_kernel`; metal/stepwise_gru.metal."""
     saves = problem.training or problem.return_gates
-    template = forward_template(problem, False, 32) | {"SAVES": saves, "S": dtype}
-    output = row_length(problem, problem.H, 4 if saves else 1, False, dtype), row_type(dtype)
-    fields, name = "step z before reset_row Wh Wh_scales Wh_biases h0 keep lengths sizes", "stepwise_gru_candidate"
-    return StepKernel(problem, name, fields, present, template, (problem.H, 32), output)
+    return StepKernel(
+        *(problem, dtype, present, "stepwise_gru_candidate"),
+        "step z before reset_row Wh Wh_scales Wh_biases h0 keep lengths sizes",
+        tile=(stepwise_rows(problem.B), 32),
+        units=(problem.H, 32),
+        output=(row_length(problem, problem.H, 4 if saves else 1, False, dtype), row_type(dtype)),
+        saves=saves,
+    )
 
 
 @cached
 def project_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _: bool) -> StepKernel:
-    """A row with h [B, D P] of each step; metal/stepwise_forward.metal."""
-    rows, columns = tile_of(problem, problem.P)
-    template: Template = {"ROWS": rows, "COLUMNS": columns, "S": dtype}
-    output = row_length(problem, problem.P, 1, False, dtype), row_type(dtype)
-    fields, name, units = "step before Wp Wp_scales Wp_biases sizes", "lstm_stepwise_project", (problem.P, columns)
-    return StepKernel(problem, "stepwise_project", fields, present, template, units, output, name=name)
+    """Return the kernel of a row with h [B, D P] of each step; metal/stepwise_forward.metal."""
+    tile = tile_of(problem, problem.P)
+    return StepKernel(
+        *(problem, dtype, present, "stepwise_project"),
+        "step before Wp Wp_scales Wp_biases sizes",
+        tile=tile,
+        units=(problem.P, tile[1]),
+        output=(row_length(problem, problem.P, 1, False, dtype), row_type(dtype)),
+        cell=False,
+    )
 
 
 @cached
 def backward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _: bool) -> StepKernel:
-    """The row of each step backward; metal/stepwise_backward.metal has the inputs and what is in it."""
-    cell, op, tile = problem.cell, problem.cell.op, tile_of(problem, problem.H)
-    template = backward_template(problem, "peephole" in present, dtype, tile)
-    arrays = cell.gates + 1 if "keep" in present else cell.gates
-    output = row_length(problem, problem.H, arrays, op != "rnn", dtype), row_type(dtype)
-    fields = (
-        "step before dh_now weights gates states states0 q peephole bhn mask keep lengths dh dc dgates dhT dcT sizes"
+    """Return the kernel of the row of each step backward; metal/stepwise_backward.metal has the inputs and what is in
+    it."""
+    tile, arrays = tile_of(problem, problem.H), problem.cell.gates + ("keep" in present)
+    return StepKernel(
+        *(problem, dtype, present, "stepwise_backward"),
+        "step before dh_now weights gates states states0 q peephole bhn mask keep lengths dh dc dgates dhT dcT sizes",
+        tile=tile,
+        units=(problem.H, tile[1]),
+        output=(row_length(problem, problem.H, arrays, problem.cell.op != "rnn", dtype), row_type(dtype)),
     )
-    units, name = (problem.H, tile[1]), f"{op}_stepwise_backward"
-    return StepKernel(problem, "stepwise_backward", fields, present, template, units, output, name=name)
 
 
 @cached
 def gru_reset_backward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _: bool) -> StepKernel:
-    """The row of each step backward, from that of `backward_kernel`; metal/stepwise_gru.metal."""
-    tile = tile_of(problem, problem.H)
-    template = backward_template(problem, False, dtype, tile)
-    output = row_length(problem, problem.H, 4 if "keep" in present else 3, True, dtype), row_type(dtype)
-    fields, name = "step now_row weights gates states states0 mask keep lengths sizes", "stepwise_gru_reset_backward"
-    return StepKernel(problem, name, fields, present, template, (problem.H, tile[1]), output, name=name)
+    """Return the kernel of the row of each step backward, from that of `backward_kernel`; metal/stepwise_gru.metal."""
+    tile, arrays = tile_of(problem, problem.H), 3 + ("keep" in present)
+    return StepKernel(
+        *(problem, dtype, present, "stepwise_gru_reset_backward"),
+        "step now_row weights gates states states0 mask keep lengths sizes",
+        tile=tile,
+        units=(problem.H, tile[1]),
+        output=(row_length(problem, problem.H, arrays, True, dtype), row_type(dtype)),
+    )
 
 
 @cached
 def dh_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], has_rows: bool) -> StepKernel:
-    """A row with dh_t [B, D P] of each step or, without rows, dh0, flat; metal/stepwise_backward.metal."""
+    """Return the kernel of a row with dh_t [B, D P] of each step or, without rows, of dh0, flat;
+    metal/stepwise_backward.metal."""
     tile = tile_of(problem, problem.P)
-    template = backward_template(problem, False, dtype, tile)
-    output = row_length(problem, problem.P, 1, False, dtype), row_type(dtype) if has_rows else dtype
-    fields, units = "step before weights gates mask lengths dh dhT sizes", (problem.P, tile[1])
-    name = f"{problem.cell.op}_stepwise_dh"
-    return StepKernel(problem, "stepwise_dh", fields, present, template, units, output, name=name)
-
-
-def forward_template(problem: Problem, peephole: bool, columns: int) -> Template:
-    """Return template numbers of the steps forward."""
-    return {"OPTIONS": cell_number(problem.cell, peephole), "ROWS": stepwise_rows(problem.B), "COLUMNS": columns}
-
-
-def backward_template(problem: Problem, peephole: bool, dtype: mx.Dtype, tile: tuple[int, int]) -> Template:
-    """Return template numbers of the steps backward."""
-    rows, columns = tile
-    return {"OPTIONS": cell_number(problem.cell, peephole), "ROWS": rows, "COLUMNS": columns, "S": dtype}
+    return StepKernel(
+        *(problem, dtype, present, "stepwise_dh"),
+        "step before weights gates mask lengths dh dhT sizes",
+        tile=tile,
+        units=(problem.P, tile[1]),
+        output=(row_length(problem, problem.P, 1, False, dtype), row_type(dtype) if has_rows else dtype),
+    )
 
 
 # --- The launch after a sweep ---
@@ -532,16 +542,16 @@ def after_sweep(
     for rows, _ in kinds:
         left += rows.pieces
     layout = tuple([(rows.steps, rows.pieces[-1].size, width) for rows, width in kinds])
-    present = tuple([name for name, array in inputs.items() if array is not None])
-    dtype = inputs["z" if "z" in present else "weights"].dtype
-    sequences = make(problem, dtype, present, layout, names)
-    arrays = [inputs[name] for name in sequences.inputs] + left + left[-1:] * (LEFT - len(left)) + sequences.sizes
+    present, dtype = there(inputs)
+    sequences = make(problem, dtype, tuple(present), layout, names)
+    arrays = [present[name] for name in sequences.inputs] + left + left[-1:] * (LEFT - len(left)) + sequences.sizes
     return dict(zip(sequences.outputs, sequences.launch(inputs=arrays), strict=True))
 
 
 def prepare_sequences(
     name: str,
     problem: Problem,
+    dtype: mx.Dtype,
     layout: Layout,
     inputs: dict[str, bool],
     outputs: Outputs,
@@ -554,7 +564,7 @@ def prepare_sequences(
     sizes = {"starts": mx.array(starts, mx.int32), "kinds": mx.array(numbers, mx.int32)}
     pieces = [f"piece{n}" for n in range(LEFT)]
     body = f"const Rows<X> rows = {{{{{', '.join(pieces)}}}}};\n{body}"
-    template = template | {"X": row_type(output_dtype(template))}
+    template = template | {"S": dtype, "X": row_type(dtype)}
     groups = -(-problem.B * max(width for _, _, width in layout) // 256), problem.T, problem.directions
     shaders = ("arrays", "cell", f"cell_{problem.cell.op}", "stepwise", "stepwise_rows")
     every = inputs | dict.fromkeys((*pieces, *sizes), True)
@@ -579,7 +589,7 @@ def outputs_launch(
         "gates": ((T, B, D * gates * H), dtype),
     }
     outputs: Outputs = {name: shape if name in names else None for name, shape in shapes.items()}
-    template: Template = {"GATES": gates if "gates" in names else 0, "CARRIES": "c" in names, "S": dtype}
+    template: Template = {"GATES": gates if "gates" in names else 0, "CARRIES": "c" in names}
     inputs = {name: name in present for name in ("h0", "c0", "lengths", "sizes")}
     fields = fields_of((*inputs, "starts", "kinds", *outputs), {*present, *names, "starts", "kinds"})
     end = "thread_position_in_grid);\n"
@@ -592,7 +602,7 @@ def outputs_launch(
         body += f"stepwise_outputs<GATES, CARRIES, S>(rows, kinds, a, {end}"
         body += f"stepwise_outputs<0, false, S>(rows, kinds + 3, projected, {end}"
     name = f"{problem.cell.op}_stepwise_outputs" + "_projected" * (len(layout) > 1)
-    return prepare_sequences(name, problem, layout, inputs, outputs, template, body)
+    return prepare_sequences(name, problem, dtype, layout, inputs, outputs, template, body)
 
 
 @cached
@@ -620,7 +630,7 @@ def gradients_launch(
     inputs = {name: name in read and name in present for name in ("gates", "states", "lengths", "sizes")}
     candidate, reset = (cell.gate_order.index(gate) for gate in "nr") if "d_out" in names else (0, 0)
     template: Template = {"GATES": cell.gates, "CANDIDATE": candidate, "RESET": reset}
-    template |= {"CARRIES": cell.op != "rnn", "S": dtype}
+    template |= {"CARRIES": cell.op != "rnn"}
     there = {*names, "starts", "kinds", *(name for name in inputs if inputs[name])}
     fields = fields_of((*inputs, "starts", "kinds", *outputs), there)
     start, end = "stepwise_gradients<{}>(rows, kinds", "thread_position_in_grid);\n"
@@ -633,4 +643,4 @@ def gradients_launch(
     if "m" in names:
         template |= {"OPTIONS": cell_number(cell)}
         body += f"stepwise_projected<{STRUCTS[cell.op]}, S>(a, {end}"
-    return prepare_sequences(f"{cell.op}_stepwise_gradients", problem, layout, inputs, outputs, template, body)
+    return prepare_sequences(f"{cell.op}_stepwise_gradients", problem, dtype, layout, inputs, outputs, template, body)
