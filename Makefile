@@ -20,10 +20,11 @@ machine-code: .venv/test  ## the table of our kernels' instructions, by Mesa's c
 	tests/machine_code/build.sh
 	PYTHONPATH=tests $(BIN)/python -m machine_code
 
-lint: .venv/test  ## style, the floors of CONTRIBUTING.md, types
+lint: .venv/test  ## style, the floors of CONTRIBUTING.md, security, types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-cache --no-logo
+	$(BIN)/bandit -q -c pyproject.toml -r mlx_lstm examples
 	$(BIN)/basedpyright -p . --pythonpath $(BIN)/python
 	$(BIN)/python tests/typed.py
 

@@ -352,17 +352,17 @@ class Run:
         return place | {"losses": self.losses, "validation": self.validation}
 
     def save(self, path: Path) -> None:
-        """Written beside `path`, then renamed: whatever happens, `path` is a whole checkpoint, the old or the new. Of
-        several processes the first one writes."""
+        """Write a checkpoint, then rename it: whatever happens, `path` is a whole one, the old or the new.
+
+        Until then it lies beside `path` in a folder that nobody else can open. Of several processes the first writes.
+        """
         if self.ranks.rank > 0:
             return
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f".{os.getpid()}.{path.name}")
-        try:
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=".") as folder:
+            partial = Path(folder) / path.name
             self.write(partial)
             os.replace(partial, path)
-        finally:
-            partial.unlink(missing_ok=True)
 
     def write(self, path: Path) -> None:
         settings = {name: value for name, value in self.settings._asdict().items() if YOUNG.get(name, ...) != value}
@@ -371,8 +371,10 @@ class Run:
 
     @classmethod
     def load(cls, path: Path, corpus: Corpus, engine: str | None = None, ranks: Ranks = ALONE) -> Run:
-        """The run as `save` found it. Another engine is the one setting that may change. A ValueError tells what is
-        wrong with a file that `save` has not written so, and what to do."""
+        """Return the run that `save` wrote. Another engine is the one setting that may change.
+
+        ValueError says what is wrong with a file that `save` has not written so, and what to do.
+        """
         try:
             return cls.read(path, corpus, engine, ranks)
         except ValueError as error:
@@ -382,8 +384,10 @@ class Run:
     @classmethod
     def read(cls, path: Path, corpus: Corpus, engine: str | None, ranks: Ranks) -> Run:
         arrays, settings, kept = read_checkpoint(path)
+        check_sizes(arrays, settings, len(corpus.alphabet))
         run = cls(settings._replace(engine=engine) if engine else settings, corpus, ranks)
         check_alike("number", kept, run.numbers(), lambda value: type(value).__name__)
+        check_progress(kept, settings.steps, run.inputs.shape[1])
         if kept["text"] != run.numbers()["text"]:
             raise ValueError(f"it was trained on another text (another Python?): {kept['text']}")
         check_alike("array", arrays, run.arrays(), lambda array: f"{array.dtype} {list(array.shape)}")
@@ -397,13 +401,16 @@ class Run:
 
 
 def read_checkpoint(path: Path) -> tuple[dict[str, mx.array], Settings, dict]:
-    """Arrays, settings and numbers of a checkpoint; a ValueError if it has not got them."""
+    """Return the arrays, settings and numbers of a checkpoint; ValueError if it lacks them."""
     try:
+        if path.exists() and not path.is_file():  # a pipe has no end
+            raise ValueError("no regular file")
         arrays, about = mx.load(str(path), return_metadata=True)
         mx.eval(arrays)  # the file may go
         settings, kept = (dict(json.loads(about[name])) for name in ("settings", "run"))
     except (KeyError, RuntimeError, TypeError, ValueError) as error:
-        raise ValueError(f"it is no whole checkpoint ({type(error).__name__}: {error})") from None
+        text = str(error).splitlines()[0] if str(error) else ""
+        raise ValueError(f"it is no whole checkpoint ({type(error).__name__}: {text})") from None
     settings = YOUNG | settings
     any_engine = Settings()._replace(engine=settings.get("engine"))._asdict()
     check_alike("setting", settings, any_engine, lambda value: type(value).__name__)
@@ -412,8 +419,32 @@ def read_checkpoint(path: Path) -> tuple[dict[str, mx.array], Settings, dict]:
     return arrays, Settings(**settings), kept
 
 
+def check_sizes(arrays: dict[str, mx.array], settings: Settings, symbols: int) -> None:
+    """ValueError unless the arrays have the settings' sizes: asked before a model of these sizes takes its memory."""
+    H = settings.hidden
+    shapes = {"model.embedding.weight": [symbols, settings.embedding], "model.lstm.Wh": [4 * H, H]}
+    for name, shape in (shapes | {"state.hidden": [settings.batch, H]}).items():
+        if name not in arrays:
+            raise ValueError(f"array {name} is missing")
+        if list(arrays[name].shape) != shape:
+            found = f"{arrays[name].dtype} {list(arrays[name].shape)}"
+            raise ValueError(f"array {name} must be {mx.float32} {shape} but is {found}")
+
+
+def check_progress(numbers: dict, steps: int, columns: int) -> None:
+    """ValueError unless the numbers of a checkpoint can be those of a run of so many steps on so many columns."""
+    for name, limit in {"step": steps, "position": columns}.items():
+        if not 0 <= numbers[name] <= limit:
+            raise ValueError(f"number {name} must lie in 0..{limit} but is {numbers[name]}")
+    if len(numbers["losses"]) != numbers["step"] or not all(isinstance(loss, float) for loss in numbers["losses"]):
+        raise ValueError(f"number losses must be {numbers['step']} numbers, one for each step")
+    for point in numbers["validation"]:
+        if not isinstance(point, list) or [type(value) for value in point] != [int, float]:
+            raise ValueError("number validation must be pairs of a step and its bits per character")
+
+
 def check_alike(kind: str, found: dict, expected: dict, form: Callable[[Any], str]) -> None:
-    """A ValueError unless both have the same names, of the same form."""
+    """ValueError unless both have the same names, and values of the same form."""
     for name in sorted(found.keys() ^ expected.keys()):
         raise ValueError(f"{kind} {name} is {'unknown' if name in found else 'missing'}")
     for name, value in found.items():

@@ -205,7 +205,8 @@ def array_of(path: Path, data: bytes, name: str) -> np.ndarray:
     headers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
     stream = io.BytesIO(data)
     try:
-        with warnings.catch_warnings(action="ignore"):  # of Python's parser, about strange literals
+        with warnings.catch_warnings():  # of Python's parser, about strange literals
+            warnings.simplefilter("ignore")
             shape, fortran, dtype = headers[np.lib.format.read_magic(stream)](stream)
         count = prod(shape)
     except Exception:  # whatever NumPy's parser raises; its words would advise to trust the file

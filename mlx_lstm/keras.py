@@ -1,7 +1,6 @@
-"""Weights of Keras' LSTM, GRU, SimpleRNN and Bidirectional layers as ours, and back, array by array; layers, stacks and
-files as a whole: `mlx_lstm.convert`, on which this stands.
+"""Convert the weights of Keras' LSTM, GRU, SimpleRNN and Bidirectional layers, array by array, and back.
 
-Arrays whose shapes do not fit raise a ValueError.
+`mlx_lstm.convert` converts whole layers, stacks and files. Arrays whose shapes do not fit raise a ValueError.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,17 +26,18 @@ def __dir__() -> list[str]:
 
 
 def lstm_from_keras(kernel: Any, recurrent_kernel: Any, bias: Any = None) -> dict[str, Any]:
-    """The weights of a `keras.layers.LSTM` as arguments of `mlx_lstm.lstm` and `mlx_lstm.nn.LSTM`.
+    """Return the weights of a `keras.layers.LSTM` as arguments of `mlx_lstm.lstm` and `mlx_lstm.nn.LSTM`.
 
-    Keras' order i, f, c, o is the default `gate_order` here; its kernels are transposed; `unit_forget_bias` is in the
-    bias. For `block_lstm_v2` nothing changes: w = [kernel; recurrent_kernel], b = bias.
+    Keras' gate order i, f, c, o is the default `gate_order` here. The kernels are transposed. The effect of
+    `unit_forget_bias` is in the bias already. `mlx_lstm.tf.block_lstm_v2` takes Keras' arrays as they are: w =
+    [kernel; recurrent_kernel], b = bias.
 
     Args:
         kernel, recurrent_kernel, bias (array): `layer.get_weights()`: [I, 4H], [H, 4H], [4H] or absent.
 
     Returns:
-        dict: `Wx` [4H, I], `Wh` [4H, H] and, if there is a bias, `b` [4H], each in the dtype given: float32, unless the
-        layer has another. With float64 MLX computes on the CPU only.
+        dict: `Wx` [4H, I], `Wh` [4H, H] and, if there is a bias, `b` [4H], each in the dtype of Keras' array. MLX
+        computes with float64 on the CPU only.
 
     Example:
         >>> import numpy as np
@@ -51,7 +51,7 @@ def lstm_from_keras(kernel: Any, recurrent_kernel: Any, bias: Any = None) -> dic
 
 
 def lstm_to_keras(Wx: mx.array, Wh: mx.array, b: mx.array | None = None) -> list[np.ndarray]:
-    """The way back from `lstm_from_keras`: what `keras_layer.set_weights` takes, in float32; float64 stays.
+    """Return the list for `keras_layer.set_weights`, the inverse of `lstm_from_keras`; in float32, float64 stays.
 
     Args:
         Wx, Wh, b (array): [4H, I], [4H, H], [4H], gate order i, f, g, o; `None` for a layer with `use_bias=False`.
@@ -64,11 +64,11 @@ def lstm_to_keras(Wx: mx.array, Wh: mx.array, b: mx.array | None = None) -> list
 
 
 def gru_from_keras(kernel: Any, recurrent_kernel: Any, bias: Any = None) -> dict[str, Any]:
-    """The weights of a `keras.layers.GRU` as arguments of `mlx_lstm.gru`, and of `mlx.nn.GRU`.
+    """Return the weights of a `keras.layers.GRU` as arguments of `mlx_lstm.gru`, and of `mlx_lstm.nn.GRU`.
 
-    For a layer with `reset_after=True`, Keras' default, call `gru` as it is; for one with `reset_after=False` call it
-    with `reset="before"`. Keras' order z, r, h becomes r, z, n. With `reset_after=True` the two biases of z and r,
-    which only their sum counts of, become one.
+    A layer with `reset_after=True`, Keras' default, equals `gru` with its defaults; one with `reset_after=False` equals
+    `gru` with `reset="before"`. Keras' gate order z, r, h becomes r, z, n. With `reset_after=True` Keras has two
+    biases; those of z and r are only used as a sum, and become one.
 
     Args:
         kernel, recurrent_kernel, bias (array): `layer.get_weights()`: [I, 3H], [H, 3H]; [2, 3H], with
@@ -92,15 +92,15 @@ def gru_from_keras(kernel: Any, recurrent_kernel: Any, bias: Any = None) -> dict
 def gru_to_keras(
     Wx: mx.array, Wh: mx.array, b: mx.array | None = None, bhn: mx.array | None = None, *, reset_after: bool = True
 ) -> list[np.ndarray]:
-    """The way back from `gru_from_keras`: what `keras_layer.set_weights` takes, in float32; float64 stays.
+    """Return the list for `keras_layer.set_weights`, the inverse of `gru_from_keras`; in float32, float64 stays.
 
-    With `reset_after=True` the bias of z and r goes into Keras' first bias, the second is 0 there; so a bias that came
-    from Keras may return otherwise divided, with the same outputs.
+    With `reset_after=True` the bias of z and r goes into the first of Keras' two biases, and the second is 0 there. So
+    the two biases of a Keras layer may come back as other numbers with the same sum, and the same outputs.
 
     Args:
         Wx, Wh, b, bhn (array): [3H, I], [3H, H], [3H], [H], gate order r, z, n; both biases `None` for a layer with
             `use_bias=False`.
-        reset_after (bool): that of the layer. Default: `True`.
+        reset_after (bool): as in the Keras layer. Default: `True`.
 
     Returns:
         list: kernel [I, 3H], recurrent_kernel [H, 3H] and, if a bias is given, bias [2, 3H] or [3H].
@@ -116,7 +116,7 @@ def gru_to_keras(
 
 
 def rnn_from_keras(kernel: Any, recurrent_kernel: Any, bias: Any = None) -> dict[str, Any]:
-    """The weights of a `keras.layers.SimpleRNN` as arguments of `mlx_lstm.rnn`, whose `activation` is the layer's.
+    """Return the weights of a `keras.layers.SimpleRNN` as arguments of `mlx_lstm.rnn`; pass the layer's `activation`.
 
     Args:
         kernel, recurrent_kernel, bias (array): `layer.get_weights()`: [I, H], [H, H], [H] or absent.
@@ -137,7 +137,7 @@ def rnn_from_keras(kernel: Any, recurrent_kernel: Any, bias: Any = None) -> dict
 
 
 def rnn_to_keras(Wx: mx.array, Wh: mx.array, b: mx.array | None = None) -> list[np.ndarray]:
-    """The way back from `rnn_from_keras`: what `keras_layer.set_weights` takes, in float32; float64 stays.
+    """Return the list for `keras_layer.set_weights`, the inverse of `rnn_from_keras`; in float32, float64 stays.
 
     Args:
         Wx, Wh, b (array): [H, I], [H, H], [H]; `None` for a layer with `use_bias=False`.
@@ -150,18 +150,19 @@ def rnn_to_keras(Wx: mx.array, Wh: mx.array, b: mx.array | None = None) -> list[
 
 
 def bidirectional_from_keras(convert: Callable[..., dict[str, Any]], weights: Sequence[Any]) -> dict[str, Any]:
-    """The weights of a `keras.layers.Bidirectional` as arguments of `lstm`, `gru` or `rnn` with `bidirectional=True`.
+    """Return the weights of a `keras.layers.Bidirectional` as arguments of an op with `bidirectional=True`.
 
-    Their output h is that of a layer with `return_sequences=True` and Keras' default, `merge_mode="concat"`. For the
-    other modes add, average or multiply its halves. Without `return_sequences` it is hT.
+    The h of `lstm`, `gru` or `rnn` then equals the output of a layer with `return_sequences=True` and Keras' default,
+    `merge_mode="concat"`. For the other modes add, average or multiply the halves of h. Without `return_sequences` the
+    output is hT.
 
     Args:
-        convert (callable): `lstm_from_keras`, `gru_from_keras` or `rnn_from_keras`, whichever fits the wrapped layer.
-        weights (sequence of arrays): `layer.get_weights()`: those of the forward layer, then those of the other, in the
-            same shapes.
+        convert (callable): `lstm_from_keras`, `gru_from_keras` or `rnn_from_keras`, for the wrapped layer.
+        weights (sequence of arrays): `layer.get_weights()`: the arrays of the forward layer, then those of the backward
+            layer, in the same shapes.
 
     Returns:
-        dict: as `convert` has them, joined: `Wx` [2GH, I], `Wh` [2, GH, H], `b` [2GH], `bhn` [2H].
+        dict: the arrays of both directions, joined: `Wx` [2GH, I], `Wh` [2, GH, H], `b` [2GH], `bhn` [2H].
 
     Example:
         >>> import mlx.core as mx, numpy as np
@@ -184,15 +185,15 @@ def bidirectional_from_keras(convert: Callable[..., dict[str, Any]], weights: Se
 
 
 def bidirectional_to_keras(convert: Callable[..., list[np.ndarray]], arrays: Arrays) -> list[np.ndarray]:
-    """The way back from `bidirectional_from_keras`: what `keras_layer.set_weights` takes.
+    """Return the list for `keras_layer.set_weights`, the inverse of `bidirectional_from_keras`.
 
     Args:
-        convert (callable): `lstm_to_keras`, `gru_to_keras` (with `reset_after=False` bound, if that is the layer's) or
-            `rnn_to_keras`.
+        convert (callable): `lstm_to_keras`, `rnn_to_keras` or `gru_to_keras`; for a layer with `reset_after=False`
+            `functools.partial(gru_to_keras, reset_after=False)`.
         arrays (dict): by name, as `bidirectional_from_keras` returns them.
 
     Returns:
-        list: what `convert` makes of the forward direction, then what it makes of the other.
+        list: the arrays of the forward layer, then those of the backward layer.
     """
     op = "bidirectional_to_keras"
     check_function(op, convert)
@@ -203,27 +204,27 @@ def bidirectional_to_keras(convert: Callable[..., list[np.ndarray]], arrays: Arr
 
 
 def one_direction(op: str, kind: str, weights: Sequence[Any], *biases: list[int]) -> Arrays:
-    """The recurrence's arrays of one direction."""
+    """Return one direction's weights as arguments of the recurrence; `biases`: the shapes of a bias, last axis / H."""
     arrays = direction(op, kind, *weights, biases=biases)
     cell = GRUCell(reset="after" if "bh" in arrays else "before") if kind == "gru" else CELLS[kind]()
     return {name: arrays[name] for name in ("Wx", "Wh")} | one_bias(cell, arrays)
 
 
 def into_keras(cell: Cell, Wx: mx.array, Wh: mx.array, b: mx.array | None, bhn: mx.array | None) -> list[np.ndarray]:
-    """The way back."""
+    """Return kernel, recurrent kernel and bias as Keras has them."""
     arrays = {"Wx": Wx, "Wh": Wh} | from_one_bias(b, bhn)
     return arrays_of(cell, arrays, b is not None or bhn is not None)
 
 
 def check_function(op: str, convert: object) -> None:
-    """That what converts one direction is a function."""
+    """Check that `convert`, which converts one direction, is a function."""
     if not callable(convert):
         which = f"lstm_{op[14:]}, gru_{op[14:]} or rnn_{op[14:]}"
         fail(op, f"convert must be {which}", repr(convert))
 
 
 def check_ours(op: str, G: int, Wx: mx.array, Wh: mx.array, biases: dict[str, mx.array | None]) -> None:
-    """Wx [GH, I], Wh [GH, H]; of the biases that are there b [GH], bhn [H]."""
+    """Check the shapes of Wx [GH, I], Wh [GH, H] and, as far as they are not None, of b [GH] and bhn [H]."""
     check_array(op, "Wx", Wx, [times(G), "I"])
     H, more = divmod(Wx.shape[0], G)
     if more or not H:

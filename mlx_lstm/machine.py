@@ -18,7 +18,7 @@ VERSION = "0.1.0"
 def chip() -> str:
     """The processor's name."""
     if sys.platform == "darwin":
-        found = subprocess.run(["sysctl", "-n", "machdep.cpu.brand_string"], capture_output=True, text=True)
+        found = subprocess.run(["/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string"], capture_output=True, text=True)
         return found.stdout.strip() or platform.processor()
     lines: list[str] = []
     with suppress(OSError), open("/proc/cpuinfo") as file:

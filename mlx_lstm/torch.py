@@ -111,9 +111,9 @@ class Layers(nn.Module):
         self.checkpoint_every = check_every(self.op, checkpoint_every)
         scale = 1 / math.sqrt(self.hidden_size)
         for layer in range(self.num_layers):
-            for way in self.ways:
+            for ending in self.endings:
                 for name, shape in self.shapes(layer).items():
-                    self[self.key(name, layer, way)] = mx.random.uniform(-scale, scale, shape)
+                    self[self.key(name, layer, ending)] = mx.random.uniform(-scale, scale, shape)
 
     def train(self: Self, mode: bool = True) -> Self:
         """Set training mode, or with `False` evaluation mode; return the layer."""
@@ -125,13 +125,13 @@ class Layers(nn.Module):
         return self.train(False)
 
     @property
-    def ways(self) -> tuple[str, ...]:
+    def endings(self) -> tuple[str, ...]:
         """The ends of the parameters' names, one per direction."""
         return WAYS if self.bidirectional else WAYS[:1]
 
-    def key(self, name: str, layer: int, way: str) -> str:
+    def key(self, name: str, layer: int, ending: str) -> str:
         """Return the name of a parameter of this layer and direction."""
-        return f"{name}_l{layer}{way}"
+        return f"{name}_l{layer}{ending}"
 
     @property
     def width(self) -> int:
@@ -141,7 +141,7 @@ class Layers(nn.Module):
     def shapes(self, layer: int) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the parameters of one direction of a layer, in torch's order."""
         rows = self.gates * self.hidden_size
-        columns = len(self.ways) * self.width if layer else self.input_size
+        columns = len(self.endings) * self.width if layer else self.input_size
         shapes = {"weight_ih": (rows, columns), "weight_hh": (rows, self.width)}
         shapes |= {"bias_ih": (rows,), "bias_hh": (rows,)} if self.bias else {}
         return shapes | ({"weight_hr": (self.proj_size, self.hidden_size)} if self.proj_size else {})
@@ -177,7 +177,7 @@ class Layers(nn.Module):
             check_key(self.op, key)
         shapes = self.check_states(states, [N] if batched else [], time_first)
         first = {name: state for name, state in states.items() if state is not None}
-        now, D = computes_now(self.engine), len(self.ways)
+        now, D = computes_now(self.engine), len(self.endings)
         small = by_numpy if now else by_mlx
         layers = [self.arrays(layer, now) for layer in range(self.num_layers)]
         dtype = common_dtype([input, *first.values(), *(array for arrays in layers for array in arrays.values())])
@@ -211,14 +211,14 @@ class Layers(nn.Module):
 
     def join_all(self, shapes: dict[str, list[int]], *states: Any) -> dict[str, Any]:
         """Return the states by name, in these shapes; `states`: first h of each layer, then c of each layer."""
-        D, K = len(self.ways), self.num_layers
+        D, K = len(self.endings), self.num_layers
         return {
             name: join_states(D, shape, *states[n * K : (n + 1) * K]) for n, (name, shape) in enumerate(shapes.items())
         }
 
     def check_states(self, states: dict[str, Any], N: list[int], time_first: bool) -> dict[str, list[int]]:
         """Return the shapes of the states, after checking that the caller's states have them."""
-        rows, widths = self.num_layers * len(self.ways), {"h": self.width, "c": self.hidden_size}
+        rows, widths = self.num_layers * len(self.endings), {"h": self.width, "c": self.hidden_size}
         why = f", as input is {'[L, N, I]' if time_first else '[N, L, I]'}," if N else ""
         shapes = {name: [rows, *N, widths[name]] for name in states}
         for name, state in states.items():
@@ -237,18 +237,18 @@ class Layers(nn.Module):
 
         `now`: the call computes now, so that joined arrays can be cached.
         """
-        ways = []
-        for way in self.ways:
+        directions = []
+        for ending in self.endings:
             arrays = {}
             for name, shape in self.shapes(layer).items():
-                key = self.key(name, layer, way)
+                key = self.key(name, layer, ending)
                 arrays[name] = array = self._parameter(key)
                 if array.shape != shape:  # a bias [1] would broadcast to the other bias
                     fail(self.op, f"{key} must have shape {list(shape)}", f"shape {list(array.shape)}")
-            ways.append(arrays)
-        if len(ways) == 1:
-            return self.one_way(ways[0], by_numpy if now else by_mlx)
-        return derived(now, self.op, ways, lambda ways: join([self.one_way(way, by_mlx) for way in ways]))
+            directions.append(arrays)
+        if len(directions) == 1:
+            return self.with_one_bias(directions[0], by_numpy if now else by_mlx)
+        return derived(now, self.op, directions, lambda both: join([self.with_one_bias(one, by_mlx) for one in both]))
 
     def _parameter(self, name: str) -> Weight:
         """Return a parameter. `QuantizedLayer` returns its weights as `Quantized`."""
@@ -257,7 +257,7 @@ class Layers(nn.Module):
             check_array(self.op, name, getattr(self, name, array), ())
         return array
 
-    def one_way(self, arrays: dict[str, Any], small: Run) -> dict[str, Any]:
+    def with_one_bias(self, arrays: dict[str, Any], small: Run) -> dict[str, Any]:
         """Return the parameters of one direction by the names of the recurrence's arguments, both biases as one."""
         arrays = dict(arrays)
         biases: Any = {}
@@ -291,7 +291,7 @@ def dropped(x: mx.array, probability: float, key: mx.array | None) -> tuple[mx.a
 
 
 class LSTM(Layers):
-    r"""`torch.nn.LSTM` as an MLX layer.
+    r"""An LSTM as in PyTorch: `torch.nn.LSTM` as an MLX layer.
 
     .. math::
 
@@ -299,12 +299,12 @@ class LSTM(Layers):
         g = \tanh(W_{ih} x_t + b_{ih} + W_{hh} h_{t-1} + b_{hh}) \\
         c_t &= f \odot c_{t-1} + i \odot g \qquad h_t = o \odot \tanh(c_t), \text{ or } W_{hr} (o \odot \tanh(c_t))
 
-    Parameters of layer k, and once more with the ending `_reverse` for the other direction: `weight_ih_lk` [4H, I], and
-    [4H, D S] from layer 1 on; `weight_hh_lk` [4H, S]; `bias_ih_lk`, `bias_hh_lk` [4H]; with a projection `weight_hr_lk`
-    [S, H]; gate order i, f, g, o; all drawn from U(-1/sqrt(H), 1/sqrt(H)).
+    Parameters of layer k: `weight_ih_lk` [4H, I], from layer 1 on [4H, D S]; `weight_hh_lk` [4H, S]; `bias_ih_lk`,
+    `bias_hh_lk` [4H]; with a projection `weight_hr_lk` [S, H]. Those of the second direction have the ending
+    `_reverse`. Gate order i, f, g, o; all drawn from U(-1/sqrt(H), 1/sqrt(H)).
 
-    `layer.eval()` turns dropout off, keeps less in memory, and lets `mx.export_function` write the graph, which else
-    ends in "Unable to serialize primitive CustomTransforms".
+    `layer.eval()` turns dropout off, takes less memory, and lets `mx.export_function` write the graph; in training mode
+    that function ends in "Unable to serialize primitive CustomTransforms".
 
     Args:
         input_size (int): size of the features, I.
@@ -312,13 +312,15 @@ class LSTM(Layers):
         num_layers (int): K; a layer's input is the output of the one below. Default: 1.
         bias (bool): whether there are biases. Default: `True`.
         batch_first (bool): input and output are [N, L, .], not [L, N, .]; states are not affected. Default: `False`.
-        dropout (float): in training, the probability of an element to be dropped between layers, in [0, 1]; drawn from
-            `mx.random`, or from the key of a call. Of a single layer without effect. Default: 0.
+        dropout (float): in training, the probability, in [0, 1], with which an element of a layer's output becomes 0 on
+            its way to the next layer; drawn from `mx.random`, or from the key of a call. Without effect on a single
+            layer. Default: 0.
         bidirectional (bool): whether a second direction runs from the end to the start. Default: `False`.
         proj_size (int): width of a projected h, less than `hidden_size`; 0 for none. Default: 0.
-        checkpoint_every (int or str, optional): in training, keep the states of every so many steps only and compute
-            the rest again for the gradient, as in `mlx_lstm.lstm`; also an attribute. Default: `None`, keep all.
-        engine (str, optional): force an engine, as in `mlx_lstm.lstm`. Default: the best for the stream's device.
+        checkpoint_every (int or str, optional): in training, save the states of every K-th step only and compute the
+            other steps again for the gradient, as in `mlx_lstm.lstm`. Also an attribute. Default: `None`, save all.
+        engine (str, optional): force an engine, as in `mlx_lstm.lstm`. Also an attribute. Default: the best for the
+            stream's device.
 
     Raises:
         ValueError: an argument breaks a rule.
@@ -369,25 +371,25 @@ class LSTM(Layers):
         keep: mx.array | None = None,
         hold: Hold = None,
     ) -> tuple[mx.array, tuple[mx.array, mx.array]]:
-        """The last layer's h at every step, and the last states of all layers.
+        """Return the last layer's h at every step, and the last states of all layers.
 
         Args:
             input (array): [L, N, I]; [N, L, I] with `batch_first`; or [L, I].
             hx (tuple, optional): (h_0 [K D, N, S], c_0 [K D, N, H]), without N for an input without it; layer by layer,
                 in a layer the forward direction first. Default: zeros.
-            lengths (integer array or list, optional): [N], each in 0..L: what torch packs. Past its end an item's
-                output is 0, its last state is that of its end, where the second direction starts, and its input is
-                never read.
-            key (array, optional): what dropout draws from, as of `mx.random.key`: the same key drops the same elements.
-                Default: MLX's global generator, which a compiled function has to be given.
+            lengths (integer array or list, optional): [N], each in 0..L, in place of torch's packed sequences. Past its
+                length an item's output is 0 and its input is never read; its last state is that at its length, where
+                the second direction starts.
+            key (array, optional): the random key of dropout, from `mx.random.key`: the same key drops the same
+                elements. Default: MLX's global generator; a compiled function takes `mx.random.state` as an input.
             keep (array, optional): [L, N], [N, L] with `batch_first`, or [L]: a factor on the states of every layer
-                before each step, in its own order, as in `mlx_lstm.lstm`: 0 where an episode begins. torch has neither
-                this nor hold.
+                before each step, in the layer's own order, as in `mlx_lstm.lstm`: 0 where an episode begins. torch has
+                neither this nor hold.
             hold (array or list, optional): in the same shape, steps that leave the states of every layer as they are.
 
         Returns:
-            tuple: output [L, N, D S] (or [N, L, D S], or [L, D S]) and (h_n, c_n), shaped as `hx`; in the dtype that
-            input, states and parameters promote to.
+            tuple: output [L, N, D S] (or [N, L, D S], or [L, D S]) and (h_n, c_n), shaped as `hx`; in the dtype to
+            which input, states and parameters promote.
         """
         h, c = pair(self.op, hx)
         output, last = self.run(cells.LSTMCell(), input, {"h": h, "c": c}, lengths, key, keep, hold)
@@ -395,7 +397,7 @@ class LSTM(Layers):
 
 
 class GRU(Layers):
-    r"""`torch.nn.GRU` as an MLX layer.
+    r"""A GRU as in PyTorch: `torch.nn.GRU` as an MLX layer.
 
     .. math::
 
@@ -403,8 +405,8 @@ class GRU(Layers):
         n &= \tanh(W_{ih} x_t + b_{ih} + r \odot (W_{hh} h_{t-1} + b_{hh})) \qquad
         h_t = (1 - z) \odot n + z \odot h_{t-1}
 
-    Parameters as `LSTM` names them, with three blocks of H rows: gate order r, z, n. Everything else is as there, but
-    for the projection, which a GRU does not have.
+    Parameters have the names of those of `LSTM`, with three blocks of H rows in the gate order r, z, n. Everything else
+    is as in `LSTM`, but there is no projection.
 
     Args:
         input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, checkpoint_every, engine: as in
@@ -451,7 +453,7 @@ class GRU(Layers):
         keep: mx.array | None = None,
         hold: Hold = None,
     ) -> tuple[mx.array, mx.array]:
-        """The last layer's h at every step, and the last h of all layers.
+        """Return the last layer's h at every step, and the last h of all layers.
 
         Args:
             input (array): [L, N, I]; [N, L, I] with `batch_first`; or [L, I].
@@ -467,12 +469,12 @@ class GRU(Layers):
 
 
 class RNN(Layers):
-    r"""`torch.nn.RNN` as an MLX layer.
+    r"""A plain RNN as in PyTorch: `torch.nn.RNN` as an MLX layer.
 
     .. math:: h_t = s(W_{ih} x_t + b_{ih} + W_{hh} h_{t-1} + b_{hh})
 
-    Parameters as `LSTM` names them, with one block of H rows. Everything else is as there, but for the projection,
-    which a plain RNN does not have.
+    Parameters have the names of those of `LSTM`, with one block of H rows. Everything else is as in `LSTM`, but there
+    is no projection.
 
     Args:
         input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, checkpoint_every, engine: as in
@@ -529,13 +531,13 @@ class RNN(Layers):
 
 
 class QuantizedLSTM(QuantizedLayer, LSTM):
-    """`LSTM` with quantized weights, of all layers and directions, as `mlx_lstm.nn.QuantizedLSTM` has them.
+    """`LSTM` with quantized weights in all layers and directions.
 
-    Equals the layer with what `mx.dequantize` makes of the packed weights. Made by `from_layer(layer, group_size, bits,
-    mode)` or `mlx_lstm.nn.quantize`. Parameters: those of `LSTM`, of which the weights are packed, with `_scales` and
-    `_biases` of their names beside them: `weight_hh_l0`, `weight_hh_l0_scales`, `weight_hh_l0_biases`. All are frozen.
-    The width of h, H or `proj_size`, must be a multiple of the group; `weight_ih_lk` and `weight_hr_lk` stay as they
-    are where their columns are not.
+    Equals the `LSTM` whose weights are those that `mx.dequantize` returns. Use `from_layer(layer, group_size, bits,
+    mode)` or `mlx_lstm.nn.quantize` to make one. Parameters: those of `LSTM`; a quantized weight has `_scales` and
+    `_biases` under its name, for example `weight_hh_l0`, `weight_hh_l0_scales`, `weight_hh_l0_biases`. All parameters
+    are frozen. The width of h, H or `proj_size`, must be a multiple of the group. A `weight_ih_lk` or `weight_hr_lk`
+    whose number of columns is not a multiple stays a float weight.
 
     Args:
         as in `LSTM`, and the keywords group_size, bits and mode, as in `mlx_lstm.nn.QuantizedLSTM`.
@@ -556,7 +558,7 @@ class QuantizedLSTM(QuantizedLayer, LSTM):
 
 
 class QuantizedGRU(QuantizedLayer, GRU):
-    """`GRU` with quantized weights, as `QuantizedLSTM` has them.
+    """`GRU` with quantized weights; see `QuantizedLSTM`.
 
     Example:
         >>> import mlx.core as mx
@@ -570,7 +572,7 @@ class QuantizedGRU(QuantizedLayer, GRU):
 
 
 class QuantizedRNN(QuantizedLayer, RNN):
-    """`RNN` with quantized weights, as `QuantizedLSTM` has them.
+    """`RNN` with quantized weights; see `QuantizedLSTM`.
 
     Example:
         >>> import mlx.core as mx
@@ -589,7 +591,7 @@ class Cell(Layers):
     def __init__(self, input_size: int, hidden_size: int, bias: bool, engine: Engine | None):
         super().__init__(input_size, hidden_size, 1, bias, False, 0.0, False, 0, None, engine)
 
-    def key(self, name: str, layer: int, way: str) -> str:
+    def key(self, name: str, layer: int, ending: str) -> str:
         """Return the name of a parameter."""
         return name
 
@@ -617,10 +619,10 @@ class Cell(Layers):
 
 
 class LSTMCell(Cell):
-    """`torch.nn.LSTMCell` as an MLX layer: `LSTM` of one layer and direction, one step a call.
+    """`torch.nn.LSTMCell` as an MLX layer: an `LSTM` of one layer and direction that runs one step per call.
 
-    Parameters: `weight_ih` [4H, I], `weight_hh` [4H, H], `bias_ih`, `bias_hh` [4H]; gate order i, f, g, o. For many
-    steps at once, or to quantize it, `from_weights(convert.from_torch(cell))` is the layer with these weights.
+    Parameters: `weight_ih` [4H, I], `weight_hh` [4H, H], `bias_ih`, `bias_hh` [4H]; gate order i, f, g, o. To run many
+    steps in one call, or to quantize, `from_weights(convert.from_torch(cell))` returns the layer with these weights.
 
     Args:
         input_size, hidden_size, bias, engine: as in `LSTM`.
@@ -656,7 +658,7 @@ class LSTMCell(Cell):
 
 
 class GRUCell(Cell):
-    """`torch.nn.GRUCell` as an MLX layer, in the same way as `LSTMCell`; gate order r, z, n.
+    """`torch.nn.GRUCell` as an MLX layer; parameters as in `LSTMCell`, gate order r, z, n.
 
     Example:
         >>> import mlx.core as mx
@@ -682,7 +684,7 @@ class GRUCell(Cell):
 
 
 class RNNCell(Cell):
-    """`torch.nn.RNNCell` as an MLX layer, in the same way as `LSTMCell`; `nonlinearity` as in `RNN`.
+    """`torch.nn.RNNCell` as an MLX layer; parameters as in `LSTMCell`, `nonlinearity` as in `RNN`.
 
     Example:
         >>> import mlx.core as mx
@@ -731,14 +733,14 @@ def from_weights(
     """Return the layer that has these weights. `mlx_lstm.convert.from_torch(layer)` reads them from a layer again.
 
     Args:
-        weights (Weights): as one of the readers of `mlx_lstm.convert` returns them.
+        weights (Weights): as a reader of `mlx_lstm.convert` returns them, such as `from_keras` or `read`.
         batch_first, dropout, engine: as in `LSTM`.
 
     Returns:
-        LSTM, GRU or RNN: of the sizes of the weights, with both biases or none.
+        LSTM, GRU or RNN: the layer, with both biases or none.
 
     Raises:
-        ValueError: torch's layers have no place for an option of the cell.
+        ValueError: the cell has an option that torch's layers do not have.
 
     Example:
         >>> import mlx.nn

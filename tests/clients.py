@@ -1,7 +1,7 @@
-"""Models built as programs on `mlx.nn` build theirs, each with a loop over layers, and what replaces that loop.
+"""Models as programs on `mlx.nn` build them, each with a loop over layers, and the call that replaces the loop.
 
-All read x [B, T, D] and return a tuple of arrays. `CLIENTS`: by name the model and, with `stack` in place of its loop,
-the same from its layers.
+All models read x [B, T, D] and return a tuple of arrays. `CLIENTS` has for each name the model and the same result
+computed by `stack` from the model's layers.
 """
 
 import mlx.core as mx
@@ -16,7 +16,7 @@ LENGTHS = [5, 2, 4]
 
 
 class StackedLSTM(nn.Module):
-    """An audio codec's: layers in a list, the last states of all."""
+    """The stack of an audio codec: layers in a list; it returns the last states of all."""
 
     def __init__(self, layers=2, bias=True):
         super().__init__()
@@ -36,7 +36,7 @@ def stacked(model, x):
 
 
 class VoiceEncoder(nn.Module):
-    """A speaker's embedding: such a stack inside, without biases, and a projection of the last h."""
+    """A speaker's embedding: a stack of layers without biases, and a projection of the last h."""
 
     def __init__(self):
         super().__init__()
@@ -51,7 +51,7 @@ class VoiceEncoder(nn.Module):
 
 
 class ByName(nn.Module):
-    """Layers as attributes, since a layer has no `num_layers`."""
+    """Layers stored as attributes with names of their own."""
 
     def __init__(self):
         super().__init__()
@@ -64,10 +64,11 @@ class ByName(nn.Module):
 
 
 class Predictor(nn.Module):
-    """A transducer's prediction net: layers in dicts, a step at a time, the states of all layers carried along.
+    """The prediction net of a transducer: layers in dicts, called step by step, with the states of all layers passed
+    along.
 
-    The original turns x to [T, B, D], and `mlx.nn` takes the axis before the last for time: with more than one item it
-    runs through the batch, which `right` does not.
+    The original passes x as [T, B, D] to `mlx.nn`, which reads the axis before the last as time. With more than one
+    item it runs through the batch; `right` is without that error.
     """
 
     def __init__(self, right=True):
@@ -97,7 +98,7 @@ def predicted(model, x):
 
 
 class BLSTM(nn.Module):
-    """A music separator's: a list for each direction, flips, and a way around both layers."""
+    """A music separator: a list of layers for each direction, flips, and a skip connection around both layers."""
 
     def __init__(self):
         super().__init__()
@@ -112,7 +113,7 @@ class BLSTM(nn.Module):
 
 
 class StreamableLSTM(nn.Module):
-    """A music generator's: channels before time, and a skip connection."""
+    """A music generator: channels before time, and a skip connection."""
 
     def __init__(self):
         super().__init__()
@@ -126,7 +127,7 @@ class StreamableLSTM(nn.Module):
 
 
 class SqueezedGRU(nn.Module):
-    """A noise filter's: GRUs between two dense layers, and the last states."""
+    """A noise filter: GRUs between two dense layers; it returns the last states."""
 
     def __init__(self):
         super().__init__()
@@ -147,7 +148,7 @@ def squeezed(model, x):
 
 
 class Detector(nn.Module):
-    """A voice detector's: chunks of two steps through one layer, both states in one array [2, B, H]."""
+    """A voice detector: chunks of two steps through one layer, both states in one array [2, B, H]."""
 
     def __init__(self):
         super().__init__()
@@ -171,7 +172,7 @@ def detected(model, x):
 
 
 class Policy(nn.Module):
-    """Actor and critic, lists of lists, that share their memory."""
+    """An actor and a critic with lists of lists of layers, which share their memory."""
 
     def __init__(self):
         super().__init__()
@@ -183,7 +184,7 @@ class Policy(nn.Module):
 
 
 class WorldModel(nn.Module):
-    """A plain layer reads, a GRU carries the belief step by step, with a layer that no file names."""
+    """A plain RNN layer reads, and a GRU carries the belief step by step. No file names one of the layers."""
 
     def __init__(self):
         super().__init__()
@@ -205,7 +206,7 @@ def believed(model, x):
 
 
 class Tagger(nn.Module):
-    """Words in context, both directions, of sentences of several lengths: one sentence at a time."""
+    """A tagger of words with both directions, for sentences of different lengths: one sentence at a time."""
 
     def __init__(self):
         super().__init__()
@@ -221,7 +222,7 @@ class Tagger(nn.Module):
 
 
 class OwnLSTM(nn.Module):
-    """A codec's own class with MLX's names, a step at a time."""
+    """A codec's own LSTM class with MLX's parameter names, which runs step by step."""
 
     def __init__(self, D):
         super().__init__()
@@ -242,7 +243,7 @@ class OwnLSTM(nn.Module):
 
 
 class Codec(nn.Module):
-    """Two of these and a skip connection."""
+    """Two layers of the codec's own class and a skip connection."""
 
     def __init__(self):
         super().__init__()
@@ -256,7 +257,7 @@ class Codec(nn.Module):
 
 
 class TwoBiases(nn.Module):
-    """A speech synthesizer's own class: both directions in one, with two biases each."""
+    """A speech synthesizer's own class: both directions in one class, with two biases each."""
 
     def __init__(self):
         super().__init__()
@@ -310,10 +311,10 @@ OWN = ("codec of its own", "two biases")
 
 
 def assert_same(got, rounded, exact):
-    """Arrays by name: `got` is as close to those in float64 as those of the same formula in its dtype.
+    """Check arrays by name: `got` must be as close to the float64 results as the same formula computed in its dtype.
 
-    As `closeness.assert_close`, but that the terms of every sum here are of size 1 (states, weights, cotangents), so
-    that what cancels keeps their rounding.
+    The bound is that of `closeness.assert_close`, except that the terms of every sum here have size 1 (states,
+    weights, cotangents), so that cancelling terms keep their rounding errors.
     """
     assert got.keys() == rounded.keys() == exact.keys()
     for name, value in exact.items():

@@ -1,4 +1,4 @@
-"""Cases whose weights are quantized: every engine gives what the matrices give that `mx.dequantize` makes of them."""
+"""Cases with quantized weights: every engine must give the results of the matrices that `mx.dequantize` returns."""
 
 import mlx.core as mx
 import numpy as np
@@ -17,12 +17,12 @@ WEIGHTS = ("Wx", "Wh", "Wp")
 
 
 def packed(matrix, group_size, bits, mode):
-    """An MLX array as `mx.quantize` packs it."""
+    """Quantize an array of MLX with `mx.quantize`."""
     return Quantized(*mx.quantize(matrix, group_size, bits, mode), group_size=group_size, bits=bits, mode=mode)
 
 
 def matrix_of(weight):
-    """What `mx.dequantize` makes of it, of scales and biases in float32."""
+    """Return the matrix that `mx.dequantize` makes of a quantized weight, with scales and biases in float32."""
     scales, biases = weight.scales, weight.biases
     if biases is not None:  # MLX would compute in their 16 bits
         scales, biases = scales.astype(mx.float32), biases.astype(mx.float32)
@@ -33,8 +33,8 @@ def matrix_of(weight):
 def quantized_case(
     packing=(32, 4, "affine"), dtype=np.float32, sizes=(3, 2, 32, 32, 32), quantize=WEIGHTS, seed=0, **options
 ):
-    """(case, cotangents, quantized weights, what the oracle makes of the case, bounds): a case of sizes T, B, I, H, P
-    whose weights are those of the quantized ones."""
+    """Return (case, cotangents, quantized weights, the oracle's results, bounds) for sizes T, B, I, H, P. The case
+    has the dequantized weights."""
     with mx.stream(mx.cpu):
         case, cotangents = draw_away_from_kinks(seed, 1e-3, sizes=sizes, recurrent=0.2, **options)
         case, cotangents = (
@@ -48,7 +48,7 @@ def quantized_case(
 
 
 def check_quantized(engine, prepared, dtype=np.float32):
-    """Outputs and all gradients that there are, within the bounds of rounding in this dtype."""
+    """Check outputs and all gradients there are within the rounding bounds of this dtype."""
     case, cotangents, weights, exact, limits = prepared
     outputs, gradients = run(case, engine, dtype, cotangents, weights)
     assert set(gradients) == {name for name in ARRAYS if case.get(name) is not None} - set(weights)

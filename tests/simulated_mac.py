@@ -68,7 +68,7 @@ class Kernel(dropin.EmulatedKernel):
 
 def run(command, *arguments, **options):
     """`subprocess.run`, but what names a Mac is not here."""
-    if command[0] in ("sysctl", "sw_vers"):
+    if command[0] in ("/usr/sbin/sysctl", "/usr/bin/sw_vers"):
         return subprocess.CompletedProcess(command, 0, stdout="simulated\n", stderr="")
     return run_here(command, *arguments, **options)
 

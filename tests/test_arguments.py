@@ -19,7 +19,7 @@ KINDS = [(op, both) for op in OPS for both in (False, True)]
 
 
 def right(word, both=False):
-    """{name: shape} of every array an op takes."""
+    """Return {name: shape} for every array that an op takes."""
     op = word.removesuffix("_gradients")
     G, D, own, width = GATES[op], 2 if both else 1, (2,) if both else (), P if op == "lstm" else H
     shapes = {"x": (T, B, I), "Wx": (D * G * H, I), "Wh": (*own, G * H, width), "b": (D * G * H,)}
@@ -50,7 +50,8 @@ def refused(word, both=False, **changed):
 
 
 def wrong_shapes(word, both):
-    """(name, shape): an axis less, an axis more, every axis one longer, empty, in the layout of one direction."""
+    """Yield (name, shape) with wrong shapes: an axis less, an axis more, each axis one longer, empty, or the layout of
+    one direction."""
     other = right(word, not both)
     for name, shape in right(word, both).items():
         shapes = [shape[1:], (1, *shape), other[name]]
@@ -74,7 +75,7 @@ def wrong_shapes(word, both):
 
 @pytest.fixture
 def no_work(monkeypatch):
-    """An engine that runs at all fails the test."""
+    """Fail the test if an engine runs at all."""
 
     def refuse(*_):
         raise AssertionError("work was done before the arguments were checked")
@@ -96,7 +97,7 @@ def test_right_arguments_are_taken(word, both):
 
 @pytest.mark.parametrize("word, both", KINDS)
 def test_wrong_shape(no_work, word, both):
-    """Sizes are read off x and Wh, so that another array's name may come up for these two."""
+    """The sizes come from x and Wh, so that a wrong x or Wh may be reported under another array's name."""
     for name, shape in wrong_shapes(word, both):
         message = refused(word, both, **{name: mx.zeros(shape)})
         assert "shape" in message, (name, shape)
@@ -237,7 +238,7 @@ def test_numbers_of_any_type():
 
 @pytest.mark.parametrize("none", [0, -0.0, -1, np.float32(-3), None])
 def test_a_clip_of_0_or_less_is_none(none):
-    """As in TensorFlow's block ops."""
+    """TensorFlow's block ops have the same rule."""
     arrays = {name: 3 * mx.random.normal(shape) for name, shape in right("lstm").items()}
     got, clipped = (recurrence.lstm(**arrays, cell_clip=clip) for clip in (none, 1.0))
     assert mx.array_equal(got.c, recurrence.lstm(**arrays).c) and mx.abs(got.c).max() > 1 == mx.abs(clipped.c).max()

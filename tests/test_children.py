@@ -20,10 +20,12 @@ code = "import json, numpy, mlx_lstm, runpy; print('ran')"
 assert run(child_command(code), env=child_environment(), capture_output=True, text=True).stdout == "ran\\n"
 """,
     "trial": """
-from mlx_lstm.recurrence import _guard
-class Trial:
-    text = staticmethod(lambda: "{}")
-assert _guard.in_a_process(_guard.command(), Trial) is None
+from mlx_lstm.recurrence import _child, _guard
+try:
+    answer = _child.Child(_guard.command()).ask("fused", "{}")
+except _child.Ended as end:
+    answer = end.message
+assert "Error" in answer, answer
 """,
     "check": """
 from mlx_lstm.testing.child import Child

@@ -1,4 +1,5 @@
-"""The character language model in several processes: what one process would learn, and what is left when one dies."""
+"""The character language model in several processes: it learns what one process learns, and leaves a checkpoint when
+a process dies."""
 
 import contextlib
 import json
@@ -51,8 +52,8 @@ def free_ports(count):
 
 
 def together(size, folder, *options, texts=None, at=-1, number=0, to=None):
-    """Exit codes and what each of `size` processes said; each has its own folder. At step `at` number `to` gets the
-    signal."""
+    """Run `size` processes, each in its own folder. At step `at` process number `to` gets the signal. Return exit
+    codes and what each process printed."""
     hosts = folder / "hosts.json"
     hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in free_ports(size)]))
     started = []
@@ -69,14 +70,14 @@ def together(size, folder, *options, texts=None, at=-1, number=0, to=None):
 
 
 def kept(folder):
-    """Step, losses and validation of a checkpoint."""
+    """Return step, losses and validation of a checkpoint."""
     _, about = mx.load(str(folder / "checkpoint.safetensors"), return_metadata=True)
     run = json.loads(about["run"])
     return run["step"], np.array(run["losses"]), np.array([bits for _, bits in run["validation"]])
 
 
 def curve(dtype, corpus, evaluations):
-    """Losses and validation of a single process: as it is in float32, or exact in float64."""
+    """Return losses and validation of a single process, in float32 or exactly in float64."""
     run = char_lm.Run(SETTINGS, corpus)
     run.model.set_dtype(dtype)
     run.optimizer.init(run.model.trainable_parameters())
@@ -91,7 +92,8 @@ def curve(dtype, corpus, evaluations):
 
 
 def assert_same_curve(losses, validation, corpus=CORPUS):
-    """Sums in another order: as far from the exact curve as one process is, twice, and a few roundings of a loss."""
+    """Check a curve whose sums were made in another order: its distance from the exact curve is at most twice that
+    of one process, and a few roundings of a loss."""
     exact, one = (curve(dtype, corpus, len(validation)) for dtype in (mx.float64, mx.float32))
     for got, alone, ref in zip((losses, validation), one, exact, strict=True):
         assert got.shape == ref.shape
@@ -100,7 +102,7 @@ def assert_same_curve(losses, validation, corpus=CORPUS):
 
 
 def test_three_processes_learn_what_one_learns(tmp_path):
-    """Eight rows: the shares are not equal."""
+    """Three processes share eight rows, so their shares are not equal."""
     codes, said = together(3, tmp_path, *OPTIONS)
     assert codes == [0, 0, 0], said
     step, *curves = kept(tmp_path / "0")
@@ -125,7 +127,7 @@ def test_two_processes_as_a_user_starts_them(tmp_path):
 
 
 def test_killed_processes_leave_a_checkpoint_that_any_number_of_them_resumes(tmp_path):
-    """One process goes to step 10; of three, one in the middle dies at 25; of two, the first dies at 35; one ends."""
+    """One process runs to step 10; of three, one dies at 25; of two, the first dies at 35; one finishes."""
     run, path = char_lm.Run(SETTINGS, CORPUS), tmp_path / "0" / "checkpoint.safetensors"
     for _ in range(10):
         run.train_step()

@@ -130,6 +130,15 @@ def test_links_lead_to_files(page):
             assert (page.parent / target.partition("#")[0]).exists(), f"{page}: {target}"
 
 
+def test_places_in_contributing_exist():
+    """A path in backticks is one of the repository or of the package."""
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    paths = re.findall(r"`((?:\.?\w+/)+\w*(?:\.\w+)?|\w+\.(?:py|md))`", page)
+    assert len(paths) > 80
+    for path in paths:
+        assert (ROOT / path).exists() or (ROOT / "mlx_lstm" / path).exists(), path
+
+
 def test_the_readme_stays_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 

@@ -108,7 +108,7 @@ def test_refusals_name_the_op():
 
 
 def test_a_stream_argument_is_where_it_runs():
-    """As for any MLX op; and the default device decides without one."""
+    """The stream argument decides, as for any op of MLX; without one the default device does."""
     arrays = [mx.zeros(shape) for shape in ((2, 1, 1), (4, 1), (4, 1))]
     for stream in (None, mx.cpu, mx.new_stream(mx.cpu)):
         assert lstm(*arrays, stream=stream).h.shape == (2, 1, 1)
@@ -117,7 +117,7 @@ def test_a_stream_argument_is_where_it_runs():
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("op", ["lstm", "gru", "rnn"])
 def test_an_activation_that_an_engine_does_not_know_is_an_error(monkeypatch, engine, op):
-    """One that was added to the names, and nowhere else."""
+    """The activation was added to the list of names only, not to the engines' tables."""
     monkeypatch.setattr(_arguments, "ACTIVATIONS", (*ACTIVATIONS, "swish"))
     named = {
         "lstm": {"activations": ["swish"] * 5},

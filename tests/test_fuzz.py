@@ -1,8 +1,9 @@
-"""Random cases of everything public against the judge, a number each: `--fuzz N` of them, other ones every day unless
-`--fuzz-seed` says which.
+"""Random cases of everything public against the float64 oracle.
 
-A number and the run's seed make a case: which surface it is of, its options, dtype, arrays and their forms in memory,
-and the engine. A failing one goes into FAILED_ONCE, which every run repeats.
+`--fuzz N` runs N cases. They differ every day unless `--fuzz-seed` gives the seed.
+
+A case is made of a number and the seed of the run: which surface it tests, its options, dtype, arrays and their
+memory layout, and the engine. A case that fails is added to FAILED_ONCE, which every run repeats.
 """
 
 from collections import Counter
@@ -64,7 +65,7 @@ METAL_PAIRS = pairs(EVERY_OPTION)
 
 
 class UnfitError(Exception):
-    """What was drawn leaves the range of its dtype, or comes too near to a kink."""
+    """The drawn case leaves the range of its dtype or comes too close to a kink."""
 
 
 def pick(rng, values):
@@ -75,9 +76,9 @@ def pick(rng, values):
 
 
 def judged(values, dtype, *found):
-    """Each of `found`, results by name, within the bounds of `values`, a function of an `Arithmetic`.
+    """Check results by name against the bounds of `values`, a function of an `Arithmetic`.
 
-    The bounds take most of the time. Those of two trials are within those of all, and hold nearly always.
+    The bounds take most of the time. The bounds of two trials lie within those of all trials and nearly always hold.
     """
     for trials in (2, TRIALS):
         exact, limit = exact_and_bounds(values, dtype, trials)
@@ -97,15 +98,15 @@ def judged(values, dtype, *found):
 
 
 def first_order(exact, limit, dtype):
-    """Unfit is what multiplies errors so that the trials of float64, whose moves are 2^27 of its roundings, leave the
-    first order: such a bound says too little."""
+    """Raise UnfitError if the case amplifies errors so much that the bounds say too little. The trials move float64
+    numbers by 2^27 of its roundings, which must stay a first-order change."""
     sizes = {name: max(1.0, np.abs(value).max(initial=0)) for name, value in exact.items()}
     if dtype == np.float64 and any(limit[name] > 2.0**-28 * size for name, size in sizes.items()):
         raise UnfitError
 
 
 def in_range(exact, dtype):
-    """Unfit is what has no room for a product of two results."""
+    """Raise UnfitError if a product of two results could overflow."""
     room = np.sqrt(float(ml_dtypes.finfo(dtype).max)) / 16
     if not all(np.abs(value).max(initial=0) < room for value in exact.values()):  # NaN compares false
         raise UnfitError
@@ -115,10 +116,8 @@ def in_range(exact, dtype):
 
 
 class Giver:
-    """Makes MLX arrays in random forms of memory, and knows what has to be in them afterwards.
-
-    `give` stands for `cases.to_mlx`.
-    """
+    """Makes MLX arrays with random memory layouts, and knows what they must hold afterwards. `give` replaces
+    `cases.to_mlx`."""
 
     def __init__(self, rng):
         self.rng, self.seen, self.held = rng, {}, []
@@ -141,7 +140,7 @@ def unevaluated(rng, array, dtype):
 
 
 def strided(rng, array, dtype):
-    """Cut out of a larger one, forwards or backwards along each axis."""
+    """Return the array as a part of a larger one, forwards or backwards along each axis."""
     steps, back = rng.integers(1, 4, array.ndim), rng.random(array.ndim) < 0.3
     wide = np.full([n * step for n, step in zip(array.shape, steps, strict=True)], np.nan)
     cut = tuple(slice(None, None, step) for step in steps)
@@ -151,20 +150,20 @@ def strided(rng, array, dtype):
 
 
 def permuted(rng, array, dtype):
-    """Its axes in another order in memory."""
+    """Return the array with its axes in another order in memory."""
     order = rng.permutation(array.ndim)
     return mx.contiguous(to_mlx(array.transpose(order), dtype)).transpose(*np.argsort(order).tolist())
 
 
 def offset(rng, array, dtype):
-    """Not at the start of its memory."""
+    """Return the array at an offset from the start of its memory."""
     before = int(rng.integers(1, 9))
     flat = np.concatenate([np.full(before, np.nan), array.ravel().astype(np.float64), [np.nan]])
     return to_mlx(flat, dtype)[before:-1].reshape(array.shape)
 
 
 def repeated(rng, array, dtype):
-    """Rows that are equal are one in memory."""
+    """Return the array with equal rows stored once (stride 0)."""
     if array.ndim and (array == array[:1]).all():
         return mx.broadcast_to(to_mlx(array[:1], dtype), array.shape)
     return to_mlx(array, dtype)
@@ -177,7 +176,7 @@ FORMS = [lambda rng, array, dtype: to_mlx(array, dtype), unevaluated, strided, p
 
 
 def drawn(rng, dtype, sizes, **options):
-    """(case, some cotangents): random, now and then with rows or arrays that are equal, or all but 0."""
+    """Draw a case and some cotangents; sometimes rows or arrays are equal, or all but one element are 0."""
     case = draw(rng, sizes=sizes, dtype=dtype, **options)
     arrays = [value for value in case.values() if isinstance(value, np.ndarray) and value.dtype == dtype]
     if rng.random() < 0.2:
@@ -196,7 +195,7 @@ def drawn(rng, dtype, sizes, **options):
 
 
 def any_options(rng, dtype, sizes):
-    """All options of a cell at once."""
+    """Draw all options of a cell at once."""
     options = combination(rng, sizes, **pick(rng, list(KINDS.values())))
     if float_of(dtype).eps > 1e-4:
         options |= {"activation": pick(rng, SMOOTH)} if "activation" in options else {}
@@ -206,7 +205,7 @@ def any_options(rng, dtype, sizes):
 
 
 def any_case(rng, least=1):
-    """(case, cotangents, dtype); a batch of at least so many."""
+    """Draw (case, cotangents, dtype) with at least this batch size."""
     dtype = pick(rng, DTYPES)
     sizes = LARGE if rng.random() < 0.03 else tuple(pick(rng, values) for values in SIZES)
     sizes = (sizes[0], max(least, sizes[1]), *sizes[2:])
@@ -214,7 +213,7 @@ def any_case(rng, least=1):
 
 
 def metal_case(rng, least=1):
-    """(engine, case, cotangents, dtype) for a Metal engine: one option, so that few kernels have to be compiled."""
+    """Draw (engine, case, cotangents, dtype) for a Metal engine, with one option, so that few kernels are compiled."""
     engine, option = pick(rng, METAL_PAIRS)
     kinks = "relu" in option or "hard" in option
     dtype = np.float32 if kinks else pick(rng, (np.float32, np.float16, ml_dtypes.bfloat16))
@@ -223,7 +222,7 @@ def metal_case(rng, least=1):
 
 
 def recurrence_on_cpu(rng):
-    """`lstm`, `gru`, `rnn` by `mx.vjp`, their gradient ops, and inference."""
+    """Check `lstm`, `gru` and `rnn` through `mx.vjp`, their gradient ops, and inference."""
     case, cotangents, dtype = any_case(rng)
     engine, giver = pick(rng, ENGINES), Giver(rng)
     with patch("cases.to_mlx", giver.give):
@@ -234,7 +233,7 @@ def recurrence_on_cpu(rng):
 
 
 def inferred(rng, case, engine, dtype, giver):
-    """The outputs without a gradient: of arrays that nobody else holds, or in a compiled function."""
+    """Return the outputs without a gradient, from arrays that nobody else holds or in a compiled function."""
     op, arrays, options = split(case)
     options |= {"engine": engine, "return_gates": True, "training": pick(rng, (False, True))}
 
@@ -265,7 +264,8 @@ PER_ITEM = {"x": 1, "h": 1, "c": 1, "gates": 1, "hT": 0, "cT": 0, "h0": 0, "c0":
 
 
 def item_in_trouble(rng, metal=False):
-    """An item's infinities, NaN, huge and tiny numbers, or those of its gradients, change no bit of another item."""
+    """Check that infinities, NaN, huge and tiny numbers of one item, or of its cotangents, change no bit of another
+    item."""
     engine, case, cotangents, dtype = metal_case(rng, 2) if metal else (pick(rng, ENGINES), *any_case(rng, 2))
     kind, item = pick(rng, list(TROUBLE)), int(rng.integers(case["x"].shape[1]))
     given = [name for name in ("x", "h0", "c0") if case.get(name) is not None]
@@ -283,7 +283,7 @@ def item_in_trouble(rng, metal=False):
 
 
 def spoil(rng, name, array, item, kind):
-    """Some of the item's numbers, or none."""
+    """Overwrite some of the item's numbers, or none."""
     array = array.copy()
     own = array.swapaxes(0, PER_ITEM[name])[item]
     some = rng.random(own.shape) < pick(rng, (0.0, 0.2, 1.0))
@@ -293,10 +293,11 @@ def spoil(rng, name, array, item, kind):
 
 
 def assert_same_pattern(case, item, found):
-    """What is NaN in the oracle's outputs is NaN, and nothing else.
+    """Check that the outputs are NaN exactly where the oracle's are.
 
-    Of infinities not in Metal, where the sigmoid of minus infinity is 2^-126, and that times infinity not NaN. Nor of a
-    GRU: z h + (1 - z) n and n + z (h - n) are both right, and differ there.
+    Infinities are not compared on Metal, where the sigmoid of minus infinity is 2^-126, whose product with infinity
+    is not NaN. They are not compared for a GRU either: z h + (1 - z) n and n + z (h - n) are both right and differ
+    at infinity.
     """
     with np.errstate(all="ignore"):
         exact = forward(**case)
@@ -310,7 +311,7 @@ def item_in_trouble_on_metal(rng):
 
 
 def threads(rng):
-    """Four threads at once get the bits that each gets alone."""
+    """Check that four threads at once get the same bits as each thread alone."""
     work = []
     while len(work) < 4:
         case, cotangents, dtype = any_case(rng)
@@ -334,7 +335,8 @@ NAMES_OF_NN = {
 
 
 def layers_of_nn(rng):
-    """`nn.LSTM`, `GRU`, `RNN` over any batch axes: outputs, gradients of input, states and parameters."""
+    """Check `nn.LSTM`, `GRU` and `RNN` with any batch axes: outputs and the gradients of input, states and
+    parameters."""
     op, dtype = pick(rng, list(NAMES_OF_NN)), pick(rng, DTYPES)
     kind, names, states = NAMES_OF_NN[op]
     batch, (T, _, I, H, _) = pick(rng, ((), (1,), (3,), (2, 3), (16,))), (pick(rng, values) for values in SIZES)
@@ -368,7 +370,7 @@ def layers_of_nn(rng):
 
 
 def a_stack(rng):
-    """(a case of cuDNN's ops, its dtype)."""
+    """Draw a case of cuDNN's ops and its dtype."""
     dtype = pick(rng, DTYPES)
     modes = [mode for mode in cudnn_cases.MODES if mode != "rnn_relu" or float_of(dtype).eps < 1e-4]
     return cudnn_cases.draw_for(int(rng.integers(10**6)), dtype, mode=pick(rng, modes)), dtype
@@ -384,7 +386,7 @@ def ops_of_cudnn(rng):
 
 
 def layers_of_torch(rng):
-    """`torch.LSTM`, `GRU`, `RNN`: the stack of cuDNN's op, in torch's parameters."""
+    """Check `torch.LSTM`, `GRU` and `RNN` with the stack of cuDNN's op, in torch's parameters."""
     case, dtype = a_stack(rng)
     kind, options = case.mode[:3].upper() if case.mode.startswith("rnn") else case.mode.upper(), {}
     options |= {"nonlinearity": case.mode[4:]} if kind == "RNN" else {}
@@ -418,7 +420,7 @@ def layers_of_torch(rng):
 
 
 def ops_of_tensorflow(rng):
-    """The op by `mx.vjp`, and its gradient op."""
+    """Check an op of TensorFlow through `mx.vjp`, and its gradient op."""
     op, dtype = pick(rng, tf_cases.OPS), pick(rng, (np.float32, np.float64, np.float16))
     engine, seed, giver = pick(rng, ENGINES), int(rng.integers(10**6)), Giver(rng)
     case = tf_cases.draw(op, seed, dtype)
@@ -439,12 +441,12 @@ def ops_of_tensorflow(rng):
 
 
 def prefixed(gradients):
-    """Gradients by name: a GRU has an output c and none of that name among these."""
+    """Return the gradients by the names of the op's arguments. A GRU has an output c, but no argument of that name."""
     return {f"d{name}": value for name, value in gradients.items()}
 
 
 def tensorflows(op, said, cotangents, fl):
-    """Outputs and gradients by TensorFlow's words, from the oracle."""
+    """Return the oracle's outputs and gradients under TensorFlow's names."""
     outputs, gradients = evaluate(said, cotangents, fl)
     gates = np.split(outputs["gates"], 3 if op == "gru_block_cell" else 4, axis=-1)
     if op == "gru_block_cell":
@@ -469,7 +471,7 @@ def ops_of_mpsgraph(rng):
 
 
 def weights_of_keras(rng):
-    """From Keras' layout into ours and back, to the bit; a layer that runs on them."""
+    """Check that Keras' weights convert to ours and back to the bit, and that a layer runs on them."""
     op, dtype = pick(rng, ("lstm", "gru")), pick(rng, (np.float32, np.float64))
     options = {"reset": pick(rng, ("after", "before"))} if op == "gru" else {}
     T, B, I, H = (pick(rng, values) for values in SIZES[:4])
@@ -492,7 +494,7 @@ def weights_of_keras(rng):
 
 
 def weights_converted(rng):
-    """Through three formats, one after the other, to the bit."""
+    """Check that weights survive three formats in a row, to the bit."""
     cell = pick(rng, (LSTMCell(), GRUCell(), GRUCell(reset="before"), RNNCell(), RNNCell("relu")))
     projected = isinstance(cell, LSTMCell) and rng.random() < 0.3
     formats = ["ops"] + ["torch", "layer", "cudnn"] * (cell != GRUCell(reset="before"))
@@ -525,7 +527,7 @@ SURFACES = {  # how often, out of a hundred
 
 
 def run_case(seed, number):
-    """The name of what the case tried; one that is unfit is drawn anew."""
+    """Run a case and return the name of its surface. An unfit case is drawn again."""
     surface = np.random.default_rng([seed, number]).choice(list(SURFACES), p=np.array([*SURFACES.values()]) / 100)
     for attempt in range(1000):
         try:
@@ -539,7 +541,7 @@ def run_case(seed, number):
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(PARTS))
 def test_random_cases(request, record_property, part):
-    """All failures of a part are reported, not the first alone."""
+    """All failures of a share of the cases are reported, not only the first."""
     seed, count = request.config.getoption("--fuzz-seed"), request.config.getoption("--fuzz")
     tried, failures = Counter(), []
     for number in range(part, count, PARTS):
@@ -558,7 +560,7 @@ def test_cases_that_failed_once():
 
 @pytest.mark.parametrize("surface", SURFACES)
 def test_each_surface_once(surface):
-    """In every run, so that the fuzz itself does not decay."""
+    """Each surface runs in every test run, so that the fuzz itself keeps working."""
     number = 0
     while True:
         try:

@@ -26,16 +26,17 @@ from mlx_lstm.engines.tuning import Table
 from mlx_lstm.oracle import evaluate, forward
 from mlx_lstm.oracle.arithmetic import Arithmetic
 from mlx_lstm.oracle.closeness import assert_within, bounds
-from mlx_lstm.recurrence import _call, _guard, _trial, _trial_case, unguarded
-from mlx_lstm.recurrence._form import trial_from, trial_of
+from mlx_lstm.recurrence import _call, _child, _draw, _guard, _judge, unguarded
+from mlx_lstm.recurrence._trial import trial_from, trial_of
 
 SCRIPT = str(Path(__file__).with_name("trial_on_metal.py"))
 BROKEN = "its trial on this machine failed: RuntimeError: no pipeline"
+RIGHT, WRONG = _child.Verdict(""), _child.Verdict(BROKEN)
 
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path, monkeypatch):
-    """The user's cache directory is a temporary one; the file of verdicts in it."""
+    """Use a temporary folder as the user's cache. Yield the path of its file of verdicts."""
     monkeypatch.setattr(tuning, "cache_file", lambda: tmp_path / "cache" / "engines.json")
     current = tuning.current
     current.cache_clear()
@@ -47,7 +48,7 @@ def own_cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def said(monkeypatch):
-    """The warnings, as texts; other than by `pytest.warns` each is there, as often as it was made."""
+    """Record all warnings as texts. `pytest.warns` would show a repeated warning once."""
     texts = []
     monkeypatch.setattr(warnings, "warn", lambda text, **how: texts.append(str(text)))
     return texts
@@ -55,38 +56,38 @@ def said(monkeypatch):
 
 @pytest.fixture
 def tried(monkeypatch):
-    """The engines whose kernels are tried, in this process, in which faults are."""
-    engines, verdict = [], _trial.verdict
+    """Run trials in this process, where the tests plant faults, and record the engines tried."""
+    engines, verdict = [], _judge.verdict
     monkeypatch.setattr(_guard, "command", lambda: None)
-    monkeypatch.setattr(_trial, "verdict", lambda trial: (engines.append(trial.engine), verdict(trial))[1])
+    monkeypatch.setattr(_judge, "verdict", lambda trial: (engines.append(trial.engine), verdict(trial))[1])
     return engines
 
 
 def prefer(monkeypatch, engine):
-    """Let this engine be the faster one, whatever the size."""
+    """Make the table of engines prefer this engine at every size."""
     table = Table("measured here", {word: {1: ((1000, engine),)} for word in ("float32", "float16", "bfloat16")})
     monkeypatch.setattr(tuning, "current", lambda: table)
 
 
 def in_a_new_process():
-    """What a process finds that begins now."""
+    """Forget what this process knows, as if it had just started."""
     _guard.forget()
 
 
 def layer_and_data(**options):
-    """A layer of 9 units, a batch of sequences, and the weights of the loss."""
+    """Return a layer of 9 units, a batch of sequences, and the weights of a loss."""
     mx.random.seed(1)
     return mlx_lstm.nn.LSTM(3, 9, **options), mx.random.normal((2, 4, 3)), mx.random.normal((2, 4, 9))
 
 
 def gradients(layer, x, weights):
-    """Those of a loss, as a user gets them."""
+    """Return the gradients of a weighted sum of the layer's outputs."""
     loss = mlx.nn.value_and_grad(layer, lambda x: (layer(x)[0] * weights).sum())
     return loss(x)[1]
 
 
 def assert_trained(layer, x, weights):
-    """The layer's gradients are those of the oracle, within the derived bounds."""
+    """Check the layer's gradients against the oracle, within the derived bounds."""
     found = gradients(layer, x, weights)
     arrays = {"x": mx.swapaxes(x, 0, 1), "Wx": layer.Wx, "Wh": layer.Wh, "b": layer.bias}
     case = {name: np.array(array) for name, array in arrays.items()}
@@ -100,10 +101,11 @@ def assert_trained(layer, x, weights):
 
 
 def test_a_layer_trains_on_the_next_engine(monkeypatch, own_cache):
-    """With a kernel that does not compile, in processes of their own: one warning, the reason where it was asked for,
-    and no further trial, in this process or another, until the kernels change."""
-    started, real = [], _guard.in_a_process
-    monkeypatch.setattr(_guard, "in_a_process", lambda *given: (started.append(given[1].engine), real(*given))[1])
+    """A kernel does not compile; trials run in child processes. The layer trains on the next engine with one warning, a
+    caller who forces the engine gets the reason, and there is no further trial, in this process or another, until the
+    kernels change."""
+    started, real = [], _guard.by_child
+    monkeypatch.setattr(_guard, "by_child", lambda *given: (started.append(given[1].engine), real(*given))[1])
     monkeypatch.setattr(_guard, "command", lambda: [sys.executable, SCRIPT, "compile", "lstm_fused_forward"])
     layer, x, weights = layer_and_data()
     forced, _, _ = layer_and_data(engine="fused")
@@ -125,7 +127,7 @@ def test_a_layer_trains_on_the_next_engine(monkeypatch, own_cache):
         in_a_new_process()
         machine = tuning.machine() | {"kernels": "changed"}
         monkeypatch.setattr(tuning, "machine", lambda: machine)
-        monkeypatch.setattr(_guard, "try_out", lambda trial: (started.append("again"), "")[1])
+        monkeypatch.setattr(_guard, "try_out", lambda trial: (started.append("again"), RIGHT)[1])
         monkeypatch.setattr(_call, "run", lambda *given, **how: {"h": x, "c": x})
         layer(x)
         assert started == ["fused", "stepwise", "again"]
@@ -135,8 +137,8 @@ def test_a_layer_trains_on_the_next_engine(monkeypatch, own_cache):
 
 
 def test_who_judges_results_has_no_trial(monkeypatch):
-    """In `unguarded` a kernel whose trial failed runs."""
-    monkeypatch.setattr(_guard, "try_out", lambda trial: BROKEN)
+    """Inside `unguarded` a kernel runs although its trial failed."""
+    monkeypatch.setattr(_guard, "try_out", lambda trial: WRONG)
     forced, x, weights = layer_and_data(engine="fused")
     with on_metal(guarded=True):
         for _ in range(2):
@@ -174,7 +176,8 @@ FAMILIES = {  # a kernel: (the engines that have it, what needs it)
 
 
 def assert_right_without(kernel, monkeypatch, said, kind):
-    """The op runs right on what is left; a warning per engine. Here the faulty kernel would end the test."""
+    """Check that the op returns right results from the next engine, with one warning per refused engine. If the faulty
+    kernel ran, it would end the test."""
     engines, options = FAMILIES[kernel]
     options = dict(options)
     sizes = (options.pop("T", 3), options.pop("B", 2), 3, 9, 5)
@@ -201,7 +204,7 @@ IN_PROCESS = ("compile", "refused", "wrong")
 
 @pytest.mark.parametrize("kernel", FAMILIES)
 def test_a_fault_in_any_kernel(kernel, monkeypatch, said, tried):
-    """Each kernel has one of three faults."""
+    """Each kernel gets one of the three faults that cannot end the process."""
     kind = IN_PROCESS[list(FAMILIES).index(kernel) % len(IN_PROCESS)]
     assert_right_without(kernel, monkeypatch, said, kind)
     assert "wrong numbers" in said[0] if kind == "wrong" else "trial on this machine failed" in said[0]
@@ -218,44 +221,82 @@ HANGING = ("lstm_fused_forward", "recurrent_input", "gru_stepwise_backward")
     "kernel, kind", [(kernel, kind) for kernel in FAMILIES for kind in FAULTS if kind != "hangs" or kernel in HANGING]
 )
 def test_any_fault_in_any_kernel(kernel, kind, monkeypatch, said):
-    """Each in a process of its own, as on a Mac."""
-    monkeypatch.setattr(_guard, "SECONDS", 30 if kind == "hangs" else 600)
+    """Each kernel gets every fault; the trials run in child processes, as on a Mac."""
+    monkeypatch.setattr(_child, "SECONDS", 30 if kind == "hangs" else 600)
     monkeypatch.setattr(_guard, "command", lambda: [sys.executable, SCRIPT, kind, kernel])
     assert_right_without(kernel, monkeypatch, said, "refused")
     words = {"wrong": "wrong numbers", "hangs": "no answer in 30 seconds", "dies": "exit code -6: libc++abi"}
     assert words.get(kind, "failed") in said[0]
 
 
-PROCESSES = {  # what a process does once it says that the trial has begun, and the verdict
-    "time.sleep(3600)": "its trial on this machine gave no answer in 5 seconds",
-    "os.abort()": "its trial on this machine ended with exit code -6: no message",
-    "sys.exit('[METAL] error')": "its trial on this machine ended with exit code 1: [METAL] error",
-    "print('trial says \"no\"', flush=True); os.abort()": "no",
-    "os.kill(os.getpid(), 15)": None,
+PROCESSES = {  # what a child does once it says that the trial has begun: the verdict, and whether it lasts
+    "time.sleep(3600)": ("its trial on this machine gave no answer in 5 seconds", False),
+    "os.abort()": ("its trial on this machine ended with exit code -6: no message", True),
+    "sys.exit('[METAL] error')": ("its trial on this machine ended with exit code 1: [METAL] error", True),
+    "sys.exit('MemoryError: no more')": (
+        "its trial on this machine ended with exit code 1: MemoryError: no more",
+        False,
+    ),
+    "print('trial says \"no\"', flush=True); os.abort()": ("no", True),
+    "print('trial says \"[metal] kIOGPU: OutOfMemory\"', flush=True)": ("[metal] kIOGPU: OutOfMemory", False),
+    "os.kill(os.getpid(), 15)": ("its trial was ended from outside, twice", False),
+    "os.kill(os.getpid(), 1)": ("its trial was ended from outside, twice", False),
 }
 
 
 def in_python(code, monkeypatch):
-    """The verdict of a process that runs this code."""
-    monkeypatch.setattr(_guard, "SECONDS", 5)
-    return _guard.in_a_process([sys.executable, "-c", f"import os, sys, time; {code}"], trial_of("fused", problem()))
+    """Return the verdict of a child that runs this code."""
+    monkeypatch.setattr(_child, "SECONDS", 5)
+    return _guard.by_child([sys.executable, "-c", f"import os, sys, time; {code}"], trial_of("fused", problem()))
 
 
 @pytest.mark.parametrize("code", PROCESSES)
-def test_what_a_process_tells(code, monkeypatch):
+def test_what_a_child_tells(code, monkeypatch):
     assert in_python(f"print('trial started', flush=True); {code}", monkeypatch) == PROCESSES[code]
 
 
-def test_a_process_that_never_begins_tells_nothing(monkeypatch):
-    """Nor does one that is ended from outside. The kernels are then tried in this process."""
+def test_a_child_that_cannot_begin_says_nothing(monkeypatch):
+    """The guard then tries the kernels in this process."""
     assert in_python("import nothing_of_the_kind", monkeypatch) is None
 
 
+def test_a_hang_refuses_the_engine_in_this_process_only(monkeypatch, said, capfd):
+    """A second trial would cost a minute more. A child that hangs before the trial begins does not send the trial into
+    the user's process, where it might hang, too."""
+    monkeypatch.setattr(_child, "SECONDS", 2)
+    monkeypatch.setattr(_child, "PATIENCE", 0.5)
+    monkeypatch.setattr(_guard, "is_real", lambda: True)
+    monkeypatch.setattr(_guard, "command", lambda: [sys.executable, "-c", "import time; time.sleep(3600)"])
+    monkeypatch.setattr(_judge, "verdict", lambda trial: pytest.fail("a trial in this process"))
+    reason = "its trial on this machine did not begin in 2 seconds"
+    assert _guard.refusal("fused", problem()) == reason
+    assert "trying the Metal kernels of engine 'fused', once" in capfd.readouterr().err
+    monkeypatch.setattr(_guard, "try_out", lambda trial: pytest.fail("another trial"))
+    assert _guard.refusal("fused", problem(H=10, P=10)) == reason
+    assert verdicts.find(trial_of("fused", problem()).text()) is None
+    in_a_new_process()
+    monkeypatch.setattr(_guard, "try_out", lambda trial: RIGHT)
+    assert _guard.refusal("fused", problem()) == ""
+
+
+def test_one_child_tries_each_kernel_once(tmp_path, monkeypatch):
+    """Further trials go to the child that runs, and those of kernels already found right launch nothing."""
+    log = tmp_path / "launches"
+    monkeypatch.setattr(_guard, "command", lambda: [sys.executable, SCRIPT, "counted", str(log)])
+    first = _guard.try_out(trial_of("fused", problem()))
+    launches, child = log.read_text(), _guard._children[-1].process.pid
+    # A longer sequence and evaluation in training mode have the same kernels; a reversed one has the same text.
+    assert first == _guard.try_out(trial_of("fused", problem(T=50, reverse=True))) == RIGHT
+    assert log.read_text() == launches and _guard._children[-1].process.pid == child
+    assert _guard.try_out(trial_of("fused", problem(H=10, P=10))) == RIGHT
+    assert len(log.read_text()) > len(launches) and _guard._children[-1].process.pid == child
+
+
 def test_where_no_process_can_be_started(monkeypatch, tried):
-    """In a frozen application the executable is no interpreter; elsewhere it may be gone."""
+    """The executable of a frozen application is no interpreter; on other systems it may be missing."""
     with on_metal():
-        assert _guard.in_a_process(["/nowhere/python"], trial_of("fused", problem())) is None
-        assert _guard.try_out(trial_of("fused", problem())) == ""
+        assert _guard.by_child(["/nowhere/python"], trial_of("fused", problem())) is None
+        assert _guard.try_out(trial_of("fused", problem())) == RIGHT
     monkeypatch.undo()
     assert _guard.command()[0] == sys.executable
     monkeypatch.setattr(sys, "frozen", True, raising=False)
@@ -266,14 +307,14 @@ def test_where_no_process_can_be_started(monkeypatch, tried):
 
 
 def problem(**options):
-    """The problem of a layer's call."""
+    """Return the problem of a small layer, with these fields changed."""
     usual = {"T": 3, "B": 2, "H": 9, "P": 9, "cell": LSTMCell(), "dtype": mx.float32, "names": ("x", "Wx", "Wh", "b")}
     return Problem(**usual | options)
 
 
 def test_eight_threads_make_one_trial(monkeypatch, said):
     trials, results = [], []
-    monkeypatch.setattr(_guard, "try_out", lambda trial: (trials.append(trial.engine), time_passes(), BROKEN)[2])
+    monkeypatch.setattr(_guard, "try_out", lambda trial: (trials.append(trial.engine), time_passes(), WRONG)[2])
     layer, x, _ = layer_and_data()
     mx.eval(layer, x)
     barrier = threading.Barrier(8)
@@ -294,13 +335,13 @@ def test_eight_threads_make_one_trial(monkeypatch, said):
 
 
 def time_passes():
-    """So that others come meanwhile."""
+    """Wait long enough for other threads to arrive."""
     threading.Event().wait(0.2)
 
 
 def test_inside_transformations(monkeypatch, said, tmp_path):
-    """A trial needs none of the placeholders: `ops` takes over in the graph that is being made."""
-    monkeypatch.setattr(_guard, "try_out", lambda trial: BROKEN)
+    """Where a trial fails during tracing, `ops` takes over in the traced graph."""
+    monkeypatch.setattr(_guard, "try_out", lambda trial: WRONG)
     layer, x, _ = layer_and_data()
     plain = layer(x)[0]
     with on_metal(guarded=True):
@@ -319,7 +360,7 @@ def test_inside_transformations(monkeypatch, said, tmp_path):
 
 
 def test_a_trial_in_this_process_inside_of_compile(said, tried):
-    """Its own arrays have values there, and its results are judged."""
+    """The arrays of a trial have values even inside mx.compile, so its results are judged."""
     layer, x, _ = layer_and_data()
     with on_metal(guarded=True), fault("wrong", ".*fused_forward|.*stepwise_outputs"):
         compiled = mx.compile(lambda x: layer(x)[0])(x)
@@ -336,13 +377,13 @@ def test_an_emulator_is_no_reason_for_a_trial(monkeypatch):
 
 
 def test_a_gradient_op_is_tried_with_its_gradients(tried):
-    """The kernels of those of the outputs that it is given."""
+    """The trial gives a cotangent to the same outputs as the caller."""
     seen = []
     case = draw(np.random.default_rng(1), sizes=(3, 2, 3, 9, 9), dtype=np.float32)
     arrays = {name: mx.array(case[name]) for name in ("x", "Wx", "Wh", "b")}
     with on_metal(guarded=True), pytest.MonkeyPatch.context() as patch:
         out = mlx_lstm.lstm(**arrays, return_gates=True)
-        patch.setattr(_trial, "results", lambda problem, case, given, engine: (seen.append(tuple(given)), 1 / 0))
+        patch.setattr(_judge, "results", lambda problem, case, given, engine: (seen.append(tuple(given)), 1 / 0))
         with pytest.warns(UserWarning):
             mlx_lstm.recurrence.lstm_gradients(**arrays, gates=out.gates, c=out.c, dhT=out.hT, dgates=out.gates)
     assert seen == [("gates", "hT")] * 2 and tried == ["fused", "fused", "stepwise"]
@@ -352,10 +393,10 @@ def test_a_gradient_op_is_tried_with_its_gradients(tried):
 
 
 def counted(monkeypatch, verdict=""):
-    """The trials that are made from now on."""
+    """Replace trials by this verdict. Return the list of trials made from now on."""
     trials = []
     monkeypatch.setattr(_guard, "is_real", lambda: True)
-    monkeypatch.setattr(_guard, "try_out", lambda trial: (trials.append(trial), verdict)[1])
+    monkeypatch.setattr(_guard, "try_out", lambda trial: (trials.append(trial), _child.Verdict(verdict))[1])
     return trials
 
 
@@ -371,7 +412,7 @@ def test_a_verdict_is_kept_for_this_machine(own_cache, monkeypatch):
 
 
 def test_the_verdicts_of_other_environments_stay(own_cache, monkeypatch):
-    """Those of a few, the last ones used."""
+    """The file keeps the verdicts of the environments that were used last."""
     trials, real = counted(monkeypatch), verdicts.names()
     for n in range(verdicts.MACHINES + 1):
         monkeypatch.setattr(verdicts, "names", lambda n=n: f"{real} {n}")
@@ -435,7 +476,7 @@ CALLS = {  # T, B, I, H, P and options of a call with as many kernels as can be
 
 
 def texts_of(engine, sizes, dtype, packing=None, **options):
-    """(the forms of a call with its gradient, all kernel texts it runs)."""
+    """Return the problems of a call with its gradient, and the texts of all kernels that it runs."""
     case = draw(np.random.default_rng(1), sizes=sizes, dtype=dtype, **options)
     cotangents = draw_cotangents(np.random.default_rng(2), forward(**case), dtype)
     names = [name for name in ("Wx", "Wh", "Wp") if packing and name in case]
@@ -448,10 +489,10 @@ def texts_of(engine, sizes, dtype, packing=None, **options):
 
 
 def assert_tries_the_same(engine, sizes, dtype=np.float32, **options):
-    """The trials run every text that the call runs, to the letter, and find it right."""
+    """Check that the trials run every kernel text that the call runs, and find it right."""
     forms, wanted = texts_of(engine, sizes, dtype, **options)
     with on_metal() as log:
-        assert [_trial.verdict(trial_of(engine, form)) for form in forms] == [""] * len(forms)
+        assert [_judge.verdict(trial_of(engine, form)) for form in forms] == [""] * len(forms)
     assert wanted <= {launch.source for launch in log}
 
 
@@ -462,7 +503,7 @@ def test_a_trial_runs_the_kernels_of_the_call(call):
 
 
 def test_a_trial_is_cut_as_the_call():
-    """Where `--tune` found a better way than the rules."""
+    """A cut that `--tune` measured applies to the trial, too."""
     with tuning.trying(Cut(8, 4)):
         assert_tries_the_same("fused", (2, 5, 3, 9, 9))
 
@@ -473,7 +514,7 @@ SHAPES = [(1, 1, 2), (22, 5, 9), (4, 9, 24), (12, 40, 9)]
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(pairs(EVERY_OPTION))))
 def test_a_trial_runs_the_kernels_of_any_call(number):
-    """Every option, of which each has one of four shapes and one of three dtypes."""
+    """Every option is tried, each with one of four shapes and one of three dtypes."""
     engine, option = pairs(EVERY_OPTION)[number]
     T, B, H = SHAPES[number % len(SHAPES)]
     options = dict(EVERY_OPTION[option])
@@ -488,7 +529,7 @@ def test_a_trial_runs_the_kernels_of_any_call(number):
 
 
 def test_large_calls_have_small_trials():
-    """Of sizes, indices of 64 bits, several launches of a sweep: the trial says so, and is small."""
+    """The trial of a large call has small sizes, and lower limits where the call exceeds them."""
     trial = trial_of("fused", problem(T=100000, B=512, H=128, P=128))
     assert trial.problem[:4] == (3, 65, 128, 128) and trial.problem.limits == Limits(index=0, launch_steps=2)
     trial = trial_of("stepwise", problem(T=100000, B=512, H=1024, P=1024))
@@ -504,11 +545,11 @@ def test_large_calls_have_small_trials():
 
 
 def test_kernels_of_large_calls_run_in_small_trials():
-    """Indices of 64 bits and several launches."""
+    """The trial runs kernels with indices of 64 bits and several launches of a sweep."""
     for engine in ("fused", "stepwise"):
         trial = trial_of(engine, problem(T=2**26, B=3))
         with on_metal() as log:
-            assert _trial.verdict(trial) == ""
+            assert _judge.verdict(trial) == ""
         sources = [launch.source for launch in log]
         assert any("using Index = ulong" in source or "stepwise_index_64" in source for source in sources)
         launches = sum("fused_forward" in launch.name for launch in log)
@@ -516,15 +557,15 @@ def test_kernels_of_large_calls_run_in_small_trials():
 
 
 def test_launches_of_one_limit_never_serve_another():
-    """A trial with indices of 64 bits after one with 32 runs kernels of 64 bits, and the other way round, although the
-    trials share a process and its caches, and but for the limits are the same problem."""
+    """Two trials in one process that differ only in their limits run different kernels, in either order, although they
+    share the caches of launches."""
     for engine, word in (("fused", "using Index = ulong"), ("stepwise", "stepwise_index_64")):
         wide = trial_of(engine, problem(T=2**26, B=3))
         narrow = wide._replace(problem=wide.problem._replace(limits=Limits()))
         with on_metal() as log:
             runs = []
             for trial in (narrow, wide, narrow):
-                assert _trial.verdict(trial) == ""
+                assert _judge.verdict(trial) == ""
                 runs.append([launch.source for launch in log if f"{engine}_forward" in launch.name])
                 log.clear()
         assert [all(word in source for source in run) for run in runs] == [False, True, False]
@@ -532,7 +573,7 @@ def test_launches_of_one_limit_never_serve_another():
 
 
 def every_cell():
-    """All activations in all places."""
+    """Yield cells with every activation in every place."""
     for name in ACTIVATIONS:
         yield RNNCell(name)
         yield from (GRUCell(activations=gates) for gates in [(name, name, "tanh"), ("sigmoid", "sigmoid", name)])
@@ -545,21 +586,45 @@ def every_cell():
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
 def test_a_trial_keeps_off_kinks(dtype):
-    """Else its gradients would not be judged."""
+    """Gradients next to a kink have no bounds and would not be judged."""
     for cell in every_cell():
         names = ("x", "Wx", "Wh", "b", "h0") + (("c0", "peephole") if cell.op == "lstm" else ())
-        drawn = _trial_case.draw(problem(T=10, B=9, cell=cell, dtype=dtype, names=names), np.random.default_rng(0))
+        drawn = _draw.draw(problem(T=10, B=9, cell=cell, dtype=dtype, names=names), np.random.default_rng(0))
         assert drawn.smooth, cell
 
 
-def test_less_precise_products_of_mlx_are_no_fault(monkeypatch):
-    """On GPUs where float32 products are not float32's, an engine may be as far from float64 as `ops`, and no more."""
-    real, off = _trial.results, {"ops": 1.001, "fused": 1.0015}
-    monkeypatch.setattr(_trial, "results", lambda *given: {name: a * off[given[3]] for name, a in real(*given).items()})
+@pytest.mark.parametrize("T", [3, 22, 64])
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16], ids=str)
+def test_the_numbers_of_a_trial_stay_in_range(dtype, T):
+    """A trial that overflowed would refuse kernels that are right."""
+    for cell in every_cell():
+        drawn = _draw.draw(problem(T=T, B=2, H=4, P=4, cell=cell, dtype=dtype), np.random.default_rng(0))
+        outputs, _ = evaluate(drawn.case, None, Arithmetic(np.float64))
+        assert drawn.smooth and all(np.abs(array).max() < _draw.LARGEST for array in outputs.values()), cell
+
+
+def test_a_gradient_that_is_no_number_is_wrong(monkeypatch):
+    """A NaN is refused even where a gradient has no bounds, next to a kink."""
+    real_draw, real = _judge.draw, _judge.results
+    monkeypatch.setattr(_judge, "draw", lambda *given: real_draw(*given)._replace(smooth=False))
+    spoilt = {"dx": np.nan}
+    monkeypatch.setattr(
+        _judge, "results", lambda *given: {name: a * spoilt.get(name, 1.0) for name, a in real(*given).items()}
+    )
     with on_metal():
-        assert _trial.verdict(trial_of("fused", problem())) == ""
+        assert _judge.verdict(trial_of("fused", problem())) == "its trial on this machine gave wrong numbers: dx: NaN"
+        spoilt.clear()
+        assert _judge.verdict(trial_of("fused", problem())) == ""
+
+
+def test_less_precise_products_of_mlx_are_no_fault(monkeypatch):
+    """On GPUs whose float32 products are less precise, an engine may be as far off as `ops`, no further."""
+    real, off = _judge.results, {"ops": 1.001, "fused": 1.0015}
+    monkeypatch.setattr(_judge, "results", lambda *given: {name: a * off[given[3]] for name, a in real(*given).items()})
+    with on_metal():
+        assert _judge.verdict(trial_of("fused", problem())) == ""
         off["fused"] = 1.003
-        assert "wrong numbers" in _trial.verdict(trial_of("fused", problem()))
+        assert "wrong numbers" in _judge.verdict(trial_of("fused", problem()))
 
 
 # --- What a layer says -----------------------------------------------------------------------------------------------

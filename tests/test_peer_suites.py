@@ -1,6 +1,6 @@
-"""The cases of others' test suites, translated: those that packages ship, and those that their numbers say.
+"""Test cases of other packages, translated: cases that the packages ship, and cases whose numbers their tests state.
 
-Where a package has the cases, its test asserts how many there are. docs/verification.md has a table of all counts.
+If a package ships the cases, the test asserts their number. docs/verification.md has a table of all counts.
 """
 
 import importlib
@@ -27,7 +27,7 @@ engines = pytest.mark.parametrize("engine", ENGINES)
 
 
 def assert_equal(engine, case, expected, dtype=np.float32):
-    """Outputs by our names; each of two results in this dtype may be as far from the truth as the bound says."""
+    """Check outputs by name. Each of the two results has this dtype and may be off by its bound."""
     outputs, limit = run(case, engine, dtype)[0], bounds(case, dtype)
     for name, value in expected.items():
         assert_within(name, outputs[name], np.asarray(value).astype(np.float64), 2 * limit[name])
@@ -39,7 +39,8 @@ ONNX = {"LSTM": ("lstm", "iofg"), "GRU": ("gru", "zrn"), "RNN": ("rnn", "h")}
 
 
 def onnx_case(onnx, found):
-    """(case, the outputs wanted by our names) of a node: directions lead its arrays, its B has two biases."""
+    """Return (case, the expected outputs by our names) of an ONNX node. ONNX has the directions on axis 0 and two
+    biases in B."""
     node, ((inputs, outputs),) = found.model.graph.node[0], found.data_sets
     attributes = {each.name: onnx.helper.get_attribute_value(each) for each in node.attribute}
     given = dict(zip(filter(None, node.input), inputs, strict=True))
@@ -69,13 +70,13 @@ def onnx_case(onnx, found):
 
 
 def side_by_side(array):
-    """[.., D, B, H] as [.., B, D H]."""
+    """Return [.., D, B, H] as [.., B, D H]."""
     return np.concatenate(np.split(array, array.shape[-3], axis=-3), axis=-1).squeeze(-3)
 
 
 @engines
 def test_nodes_of_onnx(engine):
-    """All node tests of LSTM, GRU and RNN that the package onnx ships."""
+    """Run all node tests of LSTM, GRU and RNN that the package onnx ships."""
     node = pytest.importorskip("onnx.backend.test.case.node")
     for name in ONNX:  # a module of cases adds them to the list as it is imported
         importlib.import_module(f"onnx.backend.test.case.node.{name.lower()}")
@@ -90,8 +91,11 @@ def test_nodes_of_onnx(engine):
 
 
 def test_module_samples_of_torch():
-    """Every sample of torch's own tests of nn.LSTM, GRU and RNN: training or not, with gradients or without. In a
-    process of its own: what these samples import ends one that has imported TensorFlow."""
+    """Run every sample of torch's own tests of nn.LSTM, GRU and RNN, in training and evaluation mode, with and
+    without gradients.
+
+    They run in a child process: what these samples import ends a process that has imported TensorFlow.
+    """
     pytest.importorskip("torch")
     pytest.importorskip("expecttest")
     code = "import test_peer_suites; print(test_peer_suites.check_module_samples())"
@@ -101,7 +105,7 @@ def test_module_samples_of_torch():
 
 
 def check_module_samples():
-    """How many there are, all of them right."""
+    """Check all samples and print their number."""
     import torch
     from torch.testing._internal import common_modules
 
@@ -142,7 +146,7 @@ SUMS = {  # what TensorFlow's tests of CudnnRNN expect of ones everywhere: L, H,
 @engines
 @pytest.mark.parametrize("mode", SUMS)
 def test_sums_of_tensorflow(engine, mode):
-    """Inference, for which the dropout does not count; within the 1e-2 of TensorFlow's test."""
+    """Inference, in which dropout has no effect; within the 1e-2 of TensorFlow's own test."""
     (L, H, I, N, T), expected = SUMS[mode]
     with mx.stream(mx.cpu):
         params = mx.ones((cudnn.cudnn_rnn_params_size(L, H, I, rnn_mode=mode).item(),))
@@ -156,7 +160,8 @@ def test_sums_of_tensorflow(engine, mode):
 
 @engines
 def test_number_of_a_gru_without_an_input_product(engine):
-    """What a GPU gave with skip_input, params of 0, x = 1 and h = 0: sigmoid and tanh of 1, to the digits printed."""
+    """The number comes from a GPU with skip_input, params of 0, x = 1 and h = 0: sigmoid and tanh of 1, to the
+    printed digits."""
     with mx.stream(mx.cpu):
         params = mx.zeros((cudnn.cudnn_rnn_params_size(1, 1, 1, rnn_mode="gru", input_mode="skip_input").item(),))
         options = {"rnn_mode": "gru", "input_mode": "skip_input", "is_training": False, "engine": engine}
@@ -166,8 +171,8 @@ def test_number_of_a_gru_without_an_input_product(engine):
 
 
 def tflite(arrays, x, width, cell_clip):
-    """[T, B, P]: TensorFlow Lite's LSTM over a sequence; `arrays` are named in the order of its inputs, `None` where
-    it has none."""
+    """Return the h [T, B, P] of TensorFlow Lite's LSTM over a sequence. `arrays` are in the order of the op's
+    inputs, `None` for an absent one."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     tensorflow = pytest.importorskip("tensorflow")
     flatbuffers = pytest.importorskip("flatbuffers")
@@ -209,7 +214,8 @@ def tflite(arrays, x, width, cell_clip):
 
 @engines
 def test_lstm_of_tensorflow_lite(engine):
-    """With or without coupled gates, where i = 1 - f is the sigmoid of -a_f; peepholes; a projection; a clip."""
+    """Cases with coupled gates (i = 1 - f, which is the sigmoid of -a_f) and without; peepholes; a projection; a
+    clip."""
     count = 0
     for flags in np.ndindex(2, 2, 2, 2):
         coupled, peephole, projection, clip = map(bool, flags)
@@ -285,7 +291,7 @@ def flax_gru(p, x, h):
 
 
 def flax_minimal(p, x, h):
-    """One gate where a GRU has two."""
+    """Return flax's minimal gated unit, which has one gate in place of a GRU's two."""
     (W_f, W_n), (R_f, R_n), (b_f, b_n) = (np.split(p[k], 3)[1:] for k in ("Wx", "Wh", "b"))
     f = sigmoid(x @ W_f.T + b_f + h @ R_f.T)
     n = np.tanh(x @ W_n.T + b_n + f * (h @ R_n.T + p["bhn"]))
@@ -303,14 +309,14 @@ def flax_simple(p, x, h):
 
 
 def of_one_gate(case):
-    """The reset gate's block is that of the update gate."""
+    """Return GRU weights whose reset gate repeats the update gate's block."""
     H = case["Wh"].shape[1]
     for name in ("Wx", "Wh", "b"):
         case[name][:H] = case[name][H : 2 * H]
 
 
 def of_open_reset(case):
-    """A hard sigmoid of 3 or more is 1."""
+    """Return GRU weights with an open reset gate: a hard sigmoid of 3 or more is 1."""
     H = case["Wh"].shape[1]
     case["Wx"][:H], case["Wh"][:H], case["b"][:H], case["bhn"][:] = 0, 0, 3, 0
 
@@ -436,7 +442,8 @@ PLAIN |= {"bias": True, "unit_forget_bias": True, "reset_after": True, "swapped"
 
 
 def keras_layer(kind, H, shape, engine, **options):
-    """[B, H], or [B, T, H] with `sequences`: the layer, its weights through `mlx_lstm.keras`."""
+    """Return the h [B, H] of a layer of Keras, or [B, T, H] with `sequences`, computed by ours on weights converted
+    by `mlx_lstm.keras`."""
     o, (B, T, I) = SimpleNamespace(**PLAIN | options), shape
     # A masked step changes nothing: each item's others go to the front, in the order in which they run.
     on = np.ones((B, T), bool) if o.mask is None else np.array(o.mask, bool)
@@ -478,7 +485,7 @@ def keras_run(kind, x, H, o, states, **options):
 
 
 def assert_is(found, expected):
-    """Within the 1e-5 of Keras' own tests."""
+    """Check a result within the 1e-5 of Keras' own tests."""
     expected = np.broadcast_to(np.array(expected), found.shape)
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 

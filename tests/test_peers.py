@@ -1,4 +1,4 @@
-"""The recurrence against the layers people come from: torch, keras and jax, values and gradients, on the CPU."""
+"""The recurrence against the layers of torch, keras and jax: values and gradients on the CPU."""
 
 import os
 
@@ -14,7 +14,7 @@ DIRECTIONS = pytest.mark.parametrize("bidirectional", [False, True], ids=["one",
 
 
 def drawn(**options):
-    """A case in float32, and a gradient for h alone."""
+    """Draw a float32 case and a cotangent for h alone."""
     rng = np.random.default_rng(12)
     case = draw(rng, sizes=(*SIZES, H), dtype=np.float32, **options)
     width = case["h0"].shape[-1]
@@ -22,7 +22,7 @@ def drawn(**options):
 
 
 def assert_equal(engine, case, cotangents, expected):
-    """Each of two float32 results may be as far from the truth as the bound says."""
+    """Check two float32 results, each of which may be off by its bound."""
     limit = bounds(case, np.float32, cotangents)
     outputs, gradients = run(case, engine, np.float32, cotangents)
     for name, value in expected.items():
@@ -34,7 +34,7 @@ def assert_equal(engine, case, cotangents, expected):
 @pytest.mark.parametrize("name", ["lstm", "lstm_projection", "gru", "rnn_tanh", "rnn_relu"])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_torch(engine, name, lengths, bidirectional):
-    """All of torch.nn's recurrent layers: outputs, last states, every gradient."""
+    """All recurrent layers of torch.nn: outputs, last states and every gradient."""
     torch = pytest.importorskip("torch")
     torch_layer = pytest.importorskip("torch_layers").torch_layer
     sizes = (T, B, I, 5) if "projection" in name else SIZES
@@ -45,7 +45,8 @@ def test_torch(engine, name, lengths, bidirectional):
 
 
 def keras_weights(case, d):
-    """Direction d's weights as keras has them: kernels transposed; of a GRU that resets after, two rows of biases."""
+    """Return direction d's weights in Keras' layout: kernels transposed; a GRU that resets after the product has two
+    rows of biases."""
     both = case.get("bidirectional", False)
     Wh = case["Wh"][d] if both else case["Wh"]
     Wx, b = (np.split(case[name], 1 + both)[d] for name in ("Wx", "b"))
@@ -68,7 +69,8 @@ LAYERS = {  # keras' layer, its options, ours
 @pytest.mark.parametrize("word", LAYERS)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_keras(engine, word, direction):
-    """Keras' gate orders i, f, c, o and z, r, h are ifgo and zrn here; going backwards it does not realign."""
+    """Keras' gate orders i, f, c, o and z, r, h are ifgo and zrn here. Going backwards, Keras does not realign its
+    outputs."""
     os.environ.setdefault("KERAS_BACKEND", "jax")
     keras = pytest.importorskip("keras")
     theirs, options = LAYERS[word]
@@ -92,7 +94,7 @@ def test_keras(engine, word, direction):
 @pytest.mark.parametrize("lengths", [None, [7, 2, 4]], ids=["full", "ragged"])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_jax(engine, lengths, bidirectional):
-    """jax's plain reference of cuDNN's LSTM, with its flat weights; its padding is zero too."""
+    """jax's plain reference of cuDNN's LSTM has flat weights; its padding is zero, as ours is."""
     jax = pytest.importorskip("jax")
     rnn = pytest.importorskip("jax.experimental.rnn")
     case, cotangents = drawn(bidirectional=bidirectional)

@@ -44,19 +44,19 @@ SINGLE_AND_DOUBLE = pytest.mark.parametrize("dtype", [np.float32, np.float64], i
 
 
 def judged(case, cotangents, dtype):
-    """The case and cotangents in `dtype`, what the oracle makes of them, and how far from it rounding may lead."""
+    """Return the case and cotangents in `dtype`, the oracle's results, and the bounds of the rounding errors."""
     case = {n: v.astype(dtype) if n in ARRAYS and v is not None else v for n, v in case.items()}
     cotangents = {name: value.astype(dtype) for name, value in cotangents.items()}
     return case, cotangents, forward(**case) | backward(case, cotangents), bounds(case, dtype, cotangents)
 
 
 def check(case, engine, dtype, cotangents):
-    """Outputs and gradients within the bounds derived from the case."""
+    """Check outputs and gradients of a case within the bounds derived from it."""
     check_judged(judged(case, cotangents, dtype), engine, dtype)
 
 
 def check_judged(judgement, engine, dtype):
-    """As mx.vjp gives them, and as the ops that are gradients by themselves do."""
+    """Check the results of mx.vjp and of the gradient ops within the bounds."""
     case, cotangents, ref, limit = judgement
     outputs, gradients = run(case, engine, dtype, cotangents)
     assert set(gradients) == {name for name in ARRAYS if case.get(name) is not None}
@@ -84,7 +84,7 @@ def test_each_option_alone(option, engine, dtype):
 )
 @pytest.mark.parametrize("engine", ENGINES)
 def test_each_output_alone(engine, kind, output):
-    """Gradients flow from one output while the others have none; a projection and a mask take their own ways."""
+    """Each output in turn is the only one with a cotangent, also with a projection and a mask."""
     case, cotangents = draw_away_from_kinks(2, **EVERY_ARRAY[kind])
     check(case, engine, np.float32, {output: cotangents[output]})
 
@@ -103,7 +103,7 @@ sizes = st.tuples(
 
 
 def check_combination(kind, engine, dtype, seed, sizes, shown):
-    """`shown` is a number whose bits say which outputs have a cotangent; none means all."""
+    """Check one combination of options. The bits of `shown` say which outputs have a cotangent; none set means all."""
     options = combination(np.random.default_rng(seed), sizes, **KINDS[kind])
     case, cotangents = draw_away_from_kinks(seed, ROUNDING_MARGIN, sizes=sizes, **options)
     given = {name: value for n, (name, value) in enumerate(cotangents.items()) if shown >> n & 1}
@@ -154,7 +154,8 @@ def in_half(option, word):
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("option", [name for name in EVERY_OPTION if "relu" not in name and "hard" not in name])
 def test_half_precision_is_no_worse_than_twice_its_formula(option, engine, word):
-    """Activations with kinks are left out: rounding to half moves arguments across them, in the formula as in ours."""
+    """Activations with kinks are left out: rounding to half precision moves arguments across a kink in any
+    implementation."""
     case, cotangents, ref, same = in_half(option, word)
     outputs, gradients = run(case, engine, HALVES[word], cotangents)
     for name, value in (outputs | gradients).items():
@@ -167,7 +168,8 @@ def test_half_precision_is_no_worse_than_twice_its_formula(option, engine, word)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_lengths_of_nothing_and_of_all_steps(engine, kind):
-    """Items of all T steps are as without lengths, to the bit; items of none pass their state and its gradient on."""
+    """An item of all T steps equals one without lengths, to the bit; an item of length 0 passes its state and the
+    gradient through."""
     case, cotangents = draw_away_from_kinks(3, **KINDS[kind])
     T, B = case["x"].shape[:2]
     whole, whole_lengths = (run(case | given, engine, np.float64, cotangents) for given in ({}, {"lengths": [T] * B}))
@@ -187,7 +189,7 @@ WITHOUT_H += [f"rnn_{name}" for name in ("relu", "sigmoid", "lengths", "both_rel
 
 @pytest.mark.parametrize("option", WITHOUT_H)
 def test_gradient_ops_make_h_themselves_where_it_is_not_given(option):
-    """Out of the cell state and the output gate, or of a plain cell's preactivations."""
+    """h is computed from the cell state and the output gate, or from a plain cell's preactivations."""
     case, cotangents, ref, limit = judged_option(option, np.float64)
     saved = ("gates",) if case.get("op") == "rnn" else ("gates", "c")
     for name, value in run_gradients(case, "numpy", np.float64, cotangents, saved).items():
@@ -198,7 +200,7 @@ def test_gradient_ops_make_h_themselves_where_it_is_not_given(option):
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("B", [3, 20])
 def test_numpy_engine_in_chunks_of_time(monkeypatch, B, reverse, lengths):
-    """Products over several chunks, the last one shorter, for narrow and wide batches; the mask enters the sums."""
+    """The products run over several chunks of time, the last one shorter, for narrow and wide batches, with a mask."""
     monkeypatch.setattr(engine_numpy_arrays, "CHUNK_ROWS", 3 * B)
     sizes = (7, B, 2, 3, 2)
     lengths = None if lengths is None else np.arange(B) % 8
@@ -209,7 +211,7 @@ def test_numpy_engine_in_chunks_of_time(monkeypatch, B, reverse, lengths):
 @pytest.mark.parametrize("activations", [None, ("relu", "sigmoid", "tanh", "identity", "hard_sigmoid")])
 @pytest.mark.parametrize("T", [1, 33, 31], ids=["one step", "Wx copied", "Wx read"])
 def test_numpy_engine_over_a_wide_batch(T, activations):
-    """From 512 rows on it joins Wx and the bias in a copy."""
+    """From 512 rows on the engine joins Wx and the bias in a copy."""
     options = {} if activations is None else {"activations": activations}
     drawn = draw_away_from_kinks(4, ROUNDING_MARGIN, sizes=(T, 16, 3, 5, 5), forget_bias=0.5, mask=("P",), **options)
     check(*with_engine(drawn))
@@ -221,7 +223,7 @@ def with_engine(drawn, engine="numpy"):
 
 
 def test_batch_major_memory_comes_back_as_it_went_in():
-    """A transposed x costs no copy on the way in, and h and dx leave in the same memory order."""
+    """A transposed x is read without a copy, and h and dx are written in the same memory order."""
     rng = np.random.default_rng(0)
     case = draw(rng, sizes=(5, 3, 4, 2, 2))
     x = mx.swapaxes(mx.contiguous(mx.swapaxes(to_mlx(case["x"], np.float32), 0, 1)), 0, 1)
@@ -236,7 +238,7 @@ def test_batch_major_memory_comes_back_as_it_went_in():
 
 @pytest.mark.parametrize("reverse", [False, True])
 def test_scratch_of_the_numpy_engine_is_written_before_it_is_read(monkeypatch, reverse):
-    """Steps that every item has left behind included: scratch starts as NaN here."""
+    """The scratch memory starts as NaN; some steps lie past the end of every item."""
     poison_scratch(monkeypatch)
     options = {"projection": True, "lengths": [2, 0], "mask": ("P",), "reverse": reverse}
     check(*with_engine(draw_away_from_kinks(3, **options)))
@@ -244,7 +246,8 @@ def test_scratch_of_the_numpy_engine_is_written_before_it_is_read(monkeypatch, r
 
 @cache
 def nearly_closed(op, dtype, sizes):
-    """As `judged`, each element by itself: biases of all sigmoid gates from -8 to -30, over a c0 of 1e4."""
+    """Return what `judged` returns, with elementwise bounds. The biases of all sigmoid gates run from -8 to -30 over a
+    c0 of 1e4."""
     rng, gates = np.random.default_rng(7), {"lstm": "ifgo", "gru": "rzn", "rnn": "h"}[op]
     case = draw(rng, op=op, sizes=sizes, **({"activation": "sigmoid"} if op == "rnn" else {}))
     closed = np.repeat([gate not in "gn" for gate in gates], sizes[3])
@@ -269,7 +272,7 @@ def nearly_closed(op, dtype, sizes):
 @pytest.mark.parametrize("op", ["lstm", "gru", "rnn"])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_what_a_nearly_closed_gate_lets_through_has_all_its_digits(engine, op, dtype, sizes):
-    """Element by element: outputs, and gradients of every array, down to 1e-13 of their neighbours."""
+    """Outputs and all gradients are right element by element, down to 1e-13 of their neighbours."""
     case, cotangents, ref, limit = nearly_closed(op, dtype, sizes)
     outputs, gradients = run(case, engine, dtype, cotangents)
     for name, value in (outputs | gradients).items():
@@ -279,7 +282,7 @@ def test_what_a_nearly_closed_gate_lets_through_has_all_its_digits(engine, op, d
 @SINGLE_AND_DOUBLE
 @pytest.mark.parametrize("engine", ENGINES)
 def test_gates_closed_beyond_the_range_of_exp(engine, dtype):
-    """They are 0, and no warning says that exp overflowed; the backward pass computes a sigmoid of c again."""
+    """The gates are 0, and no warning says that exp overflowed. The backward pass recomputes a sigmoid of c."""
     case, cotangents = draw_away_from_kinks(3, activations=("sigmoid", "sigmoid", "tanh", "sigmoid", "sigmoid"))
     case |= {"b": np.full_like(case["b"], -1e4), "c0": np.full_like(case["c0"], -1e4)}
     with warnings.catch_warnings():
@@ -289,7 +292,7 @@ def test_gates_closed_beyond_the_range_of_exp(engine, dtype):
 
 @pytest.mark.parametrize("way", [*ENGINES, "compiled"])
 def test_a_cell_state_that_is_infinite_is_clipped(way):
-    """Given so, or beyond the dtype's range within a step; NaN stays NaN."""
+    """c is infinite in the argument, or overflows within a step; NaN stays NaN."""
     options = {"cell_clip": 1.5, "training": way != "compiled", "engine": None if way == "compiled" else way}
 
     def cells(x, c0, **more):
@@ -307,7 +310,7 @@ def test_a_cell_state_that_is_infinite_is_clipped(way):
 
 
 def test_sigmoid_of_engine_ops_in_float64():
-    """Its derivatives too, of which MLX takes the forward-mode one and the second through the formula."""
+    """The derivatives are tested, too: MLX takes forward mode and second order through the formula."""
     x = np.concatenate([np.linspace(-150, 0, 997), np.linspace(0, 40, 101)])
     e = np.exp(-np.abs(x))
     s, rest = np.where(x < 0, e, 1) / (1 + e), np.where(x < 0, 1, e) / (1 + e)
@@ -324,7 +327,7 @@ def test_sigmoid_of_engine_ops_in_float64():
 
 
 def cut(array):
-    """Cut out of a larger one, so that no stride is trivial."""
+    """Return the array as a part of a larger one, so that no stride is trivial."""
     wide = np.full([2 * n for n in array.shape], np.nan)
     wide[tuple(slice(None, None, 2) for _ in array.shape)] = array
     return mx.array(wide, mx.float64)[tuple(slice(None, None, 2) for _ in array.shape)]
@@ -379,7 +382,8 @@ def test_sizes_are_those_of_the_docstring(kind):
 
 @pytest.mark.parametrize("op", OUTPUTS_OF)
 def test_two_directions_are_joined(op):
-    """Two runs of one direction each, and their gradients, joined: those of both directions, to the bit."""
+    """The joined results and gradients of two runs, one per direction, equal those of a call with both directions, to
+    the bit."""
     rng, more = np.random.default_rng(7), {"projection": True, "peephole": True} if op == "lstm" else {}
     pair = [split(draw(rng, op=op, mask=(*SIZES[:2], "P"), **more))[1] for _ in range(2)]
     x = to_mlx(pair[0].pop("x"), np.float64)

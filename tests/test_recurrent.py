@@ -1,5 +1,5 @@
-"""`recurrent`, a cell of the user's own: the judge's cells written as steps, a cell written in torch, trees, MLX's
-transformations, and what it refuses."""
+"""`recurrent`, which runs a cell written by the user: the oracle's cells written as steps, a cell written in torch,
+trees of arrays, MLX's transformations, and refused arguments."""
 
 from typing import NamedTuple
 
@@ -22,7 +22,7 @@ LENGTHS = [3, 0, 5]
 
 @pytest.fixture(autouse=True)
 def on_cpu():
-    """A GPU has no float64."""
+    """Run on the CPU, since a GPU has no float64."""
     with mx.stream(mx.cpu):
         yield
 
@@ -49,7 +49,7 @@ def gru_step(Wh, bhn):
 
 
 def by_steps(op, arrays, **options):
-    """The outputs of `op`, by name."""
+    """Return the outputs of `op` by name."""
     z = arrays["x"] @ arrays["Wx"].T + arrays["b"]
     options |= {"keep": arrays["keep"]} if "keep" in arrays else {}
     if op == "gru":
@@ -102,13 +102,14 @@ def normalised_weights(rng):
 
 
 def norm(x):
-    """`mx.fast.layer_norm` without weights, which has float32's digits in float64."""
+    """Return `mx.fast.layer_norm` without weights; in float64 it is only float32-accurate."""
     centred = x - x.mean(axis=-1, keepdims=True)
     return centred / mx.sqrt(mx.square(centred).mean(axis=-1, keepdims=True) + mx.array(1e-5, x.dtype))
 
 
 def normalised_by_torch(x, h, c, w, lengths, reverse):
-    """The LSTM with layer normalisation of its products and of c, an item and a step at a time."""
+    """Return the outputs of an LSTM with layer normalisation of its products and of c, computed by torch, one item
+    and step at a time."""
     norm = torch.nn.functional.layer_norm
     outputs, states = torch.zeros(T, B, H, dtype=torch.float64), []
     for n, length in enumerate(lengths):
@@ -162,7 +163,7 @@ def test_layer_normalisation_as_in_torch(reverse):
 
 @pytest.fixture
 def case():
-    """(arrays, loss) of a cell whose step has the weights of the input, too."""
+    """Return (arrays, loss) of a cell whose step also multiplies the input by its weights."""
     rng = np.random.default_rng(7)
     shapes = {"x": (T, B, I), "Wx": (H, I), "Wh": (H, H), "h0": (B, H)}
     arrays = {name: mx.array(rng.normal(size=shape), mx.float32) for name, shape in shapes.items()}
@@ -224,7 +225,8 @@ HOLD = np.array([[1, 0, 0], [0, 1, 0], [0, 0, 1], [1, 0, 1], [0, 0, 0]])
 
 
 def item_by_item(step, x, state, keep, lengths, reverse):
-    """What `recurrent` says of keep and hold, in a loop over the steps of an item that run."""
+    """Return what `recurrent` documents for keep and hold, computed in a loop over the steps that run, one item at a
+    time."""
     outputs, last, nothing = [], [], mx.zeros((1, H), mx.float64)
     for n, length in enumerate(lengths):
         of_item, (h, count), found = x[:, n : n + 1], [array[n : n + 1] for array in state], {}
@@ -242,7 +244,7 @@ def item_by_item(step, x, state, keep, lengths, reverse):
 @pytest.mark.parametrize("lengths", [None, LENGTHS])
 @pytest.mark.parametrize("whole", [False, True], ids=["factors", "bool"])
 def test_keep_and_hold_are_a_loop_over_the_steps_that_run(whole, lengths, reverse):
-    """Of a state of floats and integers; nothing is read where an item is held or has ended."""
+    """The state has floats and integers; nothing is read where an item is held or has ended."""
     rng = np.random.default_rng(10)
     factors = rng.integers(0, 3, (T, B)) / 2
     x, h, keep = (
@@ -281,7 +283,7 @@ def test_keep_and_hold_are_a_loop_over_the_steps_that_run(whole, lengths, revers
 
 
 class State(NamedTuple):
-    """The sum so far; how many steps; whether there was any."""
+    """A state of three arrays: the sum so far, the number of steps, and whether there was a step."""
 
     total: mx.array
     count: mx.array
@@ -290,7 +292,7 @@ class State(NamedTuple):
 
 @pytest.mark.parametrize("reverse", [False, True])
 def test_trees_of_any_dtype_and_rank(reverse):
-    """Running sums: outputs and states are what NumPy finds, an item at a time."""
+    """Running sums over trees: outputs and states equal NumPy's, one item at a time."""
     rng = np.random.default_rng(8)
     image, token = rng.normal(size=(T, B, 2, 3, 1)).astype(np.float16), rng.integers(1, 9, (T, B))
 

@@ -1,5 +1,5 @@
-"""`keep` and `hold`, the carried state at any step: against loops of torch's cells, in MLX's transformations, and what
-is never read. The sweeps over options have them, too."""
+"""The options `keep` and `hold`: against loops of torch's cells, inside MLX's transformations, and with NaN where
+nothing is read. The sweeps over options test them, too."""
 
 from contextlib import nullcontext
 from functools import partial
@@ -22,17 +22,17 @@ SIZES = (T, B, I, H, H)
 
 
 def resets(rng):
-    """Mostly 1, else 0 or something else."""
+    """Return factors that are mostly 1, sometimes 0 or another number."""
     return rng.choice([1.0, 1.0, 0.0, 0.6], (T, B))
 
 
 def held(rng):
-    """Some of an item's steps, all of another's, the last ones of a third's."""
+    """Return which steps are held: some of the first item, all of the second, the last ones of the third."""
     return np.stack([rng.random(T) < 0.5, np.ones(T, bool), np.arange(T) > 3], axis=1)
 
 
 def cell_of_torch(op, case):
-    """torch's cell with the weights of a case, and the tensors that the gradients arrive at."""
+    """Return torch's cell with the weights of a case, and the tensors that receive gradients."""
     torch = pytest.importorskip("torch")
     G = {"lstm": 4, "gru": 3, "rnn": 1}[op]
     cell = {"lstm": torch.nn.LSTMCell, "gru": torch.nn.GRUCell, "rnn": torch.nn.RNNCell}[op](I, H, dtype=torch.float64)
@@ -46,7 +46,7 @@ def cell_of_torch(op, case):
 
 
 def loop_of_torch(op, case, cotangents):
-    """Outputs and gradients of the loop that people write: reset, step, and hold what is held."""
+    """Return outputs and gradients of the loop that people write: reset the state, step, restore the held items."""
     torch = pytest.importorskip("torch")
     cell, tensors = cell_of_torch(op, case)
     state = [tensors[name] for name in ("h0", "c0") if name in tensors]
@@ -71,7 +71,7 @@ def loop_of_torch(op, case, cotangents):
 @pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
 @pytest.mark.parametrize("op", ["lstm", "gru", "rnn"])
 def test_equals_a_loop_of_torch(op, reverse, holds):
-    """All outputs and gradients, that of keep included, of both engines on the CPU."""
+    """All outputs and gradients, the gradient of keep included, agree for both engines of the CPU."""
     rng = np.random.default_rng(3)
     case = draw(rng, op=op, sizes=SIZES, reverse=reverse) | {"keep": resets(rng)}
     case |= {"hold": held(rng)} if holds else {}
@@ -87,7 +87,8 @@ def test_equals_a_loop_of_torch(op, reverse, holds):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("engine", ["numpy", "ops", "stepwise", "fused"])
 def test_nothing_is_read_at_held_steps(engine, kind):
-    """NaN in x, masks and gates' gradients there, and past an item's end in all, changes no bit; gates are 0."""
+    """NaN at held steps in x, masks and the cotangent of gates, and past an item's end in all arrays, changes no
+    bit; gates are 0 there."""
     rng = np.random.default_rng(0)
     hold, lengths = held(rng), [T - 1, T, 5]
     ended = np.arange(T)[:, None] >= lengths
@@ -108,7 +109,8 @@ def test_nothing_is_read_at_held_steps(engine, kind):
 
 
 def test_what_may_be_given():
-    """Bool, integers and floats of other dtypes; what broadcasts; lists of steps held; a factor for each direction."""
+    """keep and hold may be bool, integers or floats of another dtype, arrays that broadcast, or lists; keep may have
+    a factor for each direction."""
     rng = np.random.default_rng(1)
     case = draw(rng, sizes=SIZES, dtype=np.float32)
     _, arrays, _ = split(case)
@@ -133,7 +135,7 @@ def test_what_may_be_given():
 
 
 def saved(arrays, keep):
-    """What `lstm_gradients` wants."""
+    """Return what `lstm_gradients` needs of the outputs."""
     out = lstm(**arrays, keep=keep, return_gates=True)
     return {"gates": out.gates, "c": out.c, "h": out.h, "dh": mx.ones_like(out.h)}
 
@@ -155,7 +157,7 @@ def test_each_direction_has_its_own_keep():
 
 @pytest.mark.parametrize("op", [lstm, gru, rnn])
 def test_inside_transformations(op):
-    """mx.compile, mx.vmap over every array, and an export say what the plain call says."""
+    """mx.compile, mx.vmap over every array, and an export give the results of the plain call."""
     rng = np.random.default_rng(4)
     case = draw(rng, op=op.__name__, sizes=SIZES, dtype=np.float32)
     _, arrays, _ = split(case)
@@ -191,7 +193,7 @@ def test_an_export_has_them(tmp_path):
 
 @pytest.mark.parametrize("word", ["lstm", "gru_gradients"])
 def test_what_is_refused(word):
-    """By name, before any work."""
+    """A wrong argument is refused by its name, before any work."""
     G = {"lstm": 4, "gru": 3}[word.removesuffix("_gradients")]
     arrays = {"x": mx.zeros((T, B, I)), "Wx": mx.zeros((G * H, I)), "Wh": mx.zeros((G * H, H))}
     if G == 3:
@@ -229,7 +231,7 @@ EVERY_LAYER = {
 
 @pytest.mark.parametrize("name", EVERY_LAYER)
 def test_layers_refuse_by_their_own_names(name):
-    """What the recurrence would refuse by its own."""
+    """A layer's error has the layer's name, not that of the recurrence."""
     layer = EVERY_LAYER[name]()[0]
     wrong = {"keep": mx.ones((B, T), mx.complex64), "hold": mx.ones((B, T))}
     if "nn" not in name or "stack" in name:
@@ -241,8 +243,8 @@ def test_layers_refuse_by_their_own_names(name):
 
 @pytest.mark.parametrize("name", EVERY_LAYER)
 def test_layers(name):
-    """An item with a reset is two items, one after the other; held steps may as well be left out. Without a batch, and
-    with two axes of it, too."""
+    """An item with a reset equals two items in a row, and held steps can be left out; also without a batch axis and
+    with two."""
     layer, output_of = EVERY_LAYER[name]()
     x = mx.random.normal((B, T, I), key=mx.random.key(0))
     keep, hold = mx.ones((B, T), mx.bool_), mx.zeros((B, T), mx.bool_)

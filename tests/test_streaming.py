@@ -1,5 +1,5 @@
-"""Sequences in pieces: of any lengths, states in and out, they give what the whole does; memory stays flat, and on the
-CPU a step waits for no operation of MLX."""
+"""Sequences in pieces, with states passed from call to call: the result equals that of the whole sequence, memory
+stays flat, and on the CPU a step waits for no operation of MLX."""
 
 import io
 import subprocess
@@ -21,7 +21,8 @@ OPTIONS = {"LSTM": {}, "GRU": {"op": "gru"}, "RNN": {"op": "rnn"}}  # of the ora
 
 
 def of_nn(kind, engine, by_step=False):
-    """(a call (x [T, B, I], states) -> (h, states), arrays and options of each layer as the oracle has them)."""
+    """Return (a call (x [T, B, I], states) -> (h, states), arrays and options of each layer as the oracle has them)
+    for `mlx_lstm.nn`."""
     layer = getattr(nn, kind)(I, H, engine=engine)
 
     def call(x, states):
@@ -44,7 +45,7 @@ def of_nn(kind, engine, by_step=False):
 
 
 def of_torch(kind, engine, **options):
-    """As `of_nn`."""
+    """Return the same as `of_nn` for `mlx_lstm.torch`."""
     layer = getattr(like_torch, kind)(I, H, engine=engine, **options)
 
     def call(x, states):
@@ -64,7 +65,7 @@ FACES = {
 
 
 def exactly(layers, x, states):
-    """A function of an arithmetic that gives h and the last states of all layers, for `exact_and_bounds`."""
+    """Return a function of an arithmetic that computes h and the last states of all layers, for `exact_and_bounds`."""
 
     def values(fl):
         h, last = x, []
@@ -145,8 +146,8 @@ for face in (nn, torch):
 
 @pytest.mark.parametrize("steps", [1000, pytest.param(20_000, marks=pytest.mark.slow)])
 def test_single_steps_are_flat_in_memory(steps):
-    """Were a state of 1 KiB kept from every step, the process would grow by 1,000 KiB and more; MLX's own count stands
-    still to the byte."""
+    """If each step left a state of 1 KiB behind, the process would grow by 1,000 KiB and more. MLX's own count must
+    not change by a byte."""
     command = [sys.executable, "-c", STEPS, str(steps)]
     printed = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1], check=True).stdout
     growth = [[int(number) for number in line.split()] for line in printed.splitlines()]
@@ -155,7 +156,8 @@ def test_single_steps_are_flat_in_memory(steps):
 
 
 def steps_of(kind):
-    """Calls of one step each, states in and out, by a layer that quantizes too, and those of a stack of two layers."""
+    """Yield calls of one step each, states in and out: of a layer, float and quantized, and of a stack of two
+    layers."""
     lists = [[getattr(nn, kind)(n, 32) for n in (I, 32)], [getattr(nn, kind)(n, 32) for n in (I, 64)]]
     quantized = getattr(nn, f"Quantized{kind}").from_layer(lists[0][0], 32)
     both, cell = {"num_layers": 2, "bidirectional": True}, getattr(like_torch, f"{kind}Cell")(I, 32)
@@ -188,7 +190,8 @@ def as_list(state):
 
 @pytest.mark.parametrize("kind", OPTIONS)
 def test_a_step_on_the_cpu_waits_for_no_operation_of_mlx(kind, monkeypatch):
-    """Neither the arrays that are evaluated on its way nor those that it returns are any, from the second call on."""
+    """From the second call on, no array that is evaluated on the way or returned is the result of an operation of
+    MLX."""
 
     def operations(arrays):
         text = io.StringIO()

@@ -1,4 +1,5 @@
-"""The process of a trial as on a Mac, with a fault in its kernels: python trial_on_metal.py FAULT KERNEL."""
+"""A child that runs trials as on a Mac: `python trial_on_metal.py FAULT KERNEL` with a fault in a kernel, or
+`python trial_on_metal.py counted FILE` with the names of all launches written to a file."""
 
 import os
 import re
@@ -11,7 +12,7 @@ import mlx.core as mx
 from metal_emulator import KernelError
 from on_metal import on_metal
 
-from mlx_lstm.recurrence import _trial
+from mlx_lstm.recurrence import _judge
 
 FAULTS = ("compile", "refused", "wrong", "hangs", "dies")
 BUILD_FAILS = "[metal::Device] Unable to build metal library from source"
@@ -20,8 +21,11 @@ LAUNCH_FAILS = "[metal_kernel] Thread group size (1024) is greater than the maxi
 
 @contextmanager
 def fault(kind, kernel):
-    """Inside, a kernel of this name has the fault: its text is none, its launch is refused, its results are 1 % off, it
-    does not come back, or it ends the process. `kernel`: the name without the template, as a regular expression."""
+    """Plant a fault in a kernel: its text does not compile, its launch is refused, its results are 1 % off, it hangs,
+    or it ends the process.
+
+    kernel: a regular expression for the kernel's name without the template.
+    """
     real = mx.fast.metal_kernel
 
     def metal_kernel(**definition):
@@ -52,6 +56,25 @@ def fault(kind, kernel):
         yield
 
 
+@contextmanager
+def counted(file):
+    """Write the name of each launched kernel to a file."""
+    real = mx.fast.metal_kernel
+
+    def metal_kernel(**definition):
+        built = real(**definition)
+
+        def call(**arguments):
+            with open(file, "a") as log:
+                print(definition["name"], file=log)
+            return built(**arguments)
+
+        return call
+
+    with patch.object(mx.fast, "metal_kernel", metal_kernel):
+        yield
+
+
 if __name__ == "__main__":
-    with on_metal(), fault(*sys.argv[1:]):
-        _trial.main()
+    with on_metal(), counted(sys.argv[2]) if sys.argv[1] == "counted" else fault(*sys.argv[1:]):
+        _judge.main()

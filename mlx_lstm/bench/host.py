@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from statistics import median
 from time import thread_time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -53,7 +53,7 @@ def layer_calls(size: Size, dtype: mx.Dtype) -> tuple[dict[str, Callable[..., mx
         layer.Wx, layer.Wh, layer.bias = Wx, Wh, b
         return layer(x)[0]
 
-    def ours(engine: str) -> Callable[..., mx.array]:
+    def ours(engine: Any) -> Callable[..., mx.array]:
         return lambda *arrays: recurrence.lstm(*arrays, engine=engine).h
 
     engines = [engine for engine in ("fused", "stepwise") if engine == "stepwise" or choice.FUSED_LIMIT["lstm"] >= H]

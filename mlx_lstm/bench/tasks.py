@@ -40,7 +40,7 @@ class Task(NamedTuple):
     """One thing to run: a contender's name, its engine ("-" if it has none), the size, the pass, the dtype."""
 
     contender: str
-    engine: str
+    engine: Any  # a word of `ENGINES` where one runs
     size: Size
     which: str  # one of PASSES
     dtype: str = "float32"

@@ -15,6 +15,7 @@ from ..engines.cells import LSTMCell
 from ..engines.choice import FUSED_LIMIT, METAL_ENGINES
 from ..engines.metal.fused import rows_for
 from ..engines.problem import Cut
+from ..files import write_whole
 from ..recurrence import unguarded
 from ..testing.cases import DTYPES, has_metal
 from .cases.lstm import draw, prepare_ours
@@ -92,10 +93,8 @@ def write(
     """Write a table, with the measurements behind it. Raise OSError if the file cannot be written."""
     file.parent.mkdir(parents=True, exist_ok=True)
     content = {"machine": tuning.machine(), "engines": engines, "cuts": cuts, "measured": measured}
-    text = json.dumps(content, indent=1)
-    part = file.with_suffix(".part")
-    part.write_text(text + "\n")
-    part.replace(file)
+    text = json.dumps(content, indent=1) + "\n"
+    write_whole(file, lambda partial: partial.write_text(text), force=True)
 
 
 def best_cut(dtype: str, B: int, grid: Grid) -> Cut | None:

@@ -33,7 +33,7 @@ def macos_build() -> str:
     """Such as 25A354; "-" elsewhere."""
     if sys.platform != "darwin":
         return "-"
-    return subprocess.run(["sw_vers", "-buildVersion"], capture_output=True, text=True).stdout.strip()
+    return subprocess.run(["/usr/bin/sw_vers", "-buildVersion"], capture_output=True, text=True).stdout.strip()
 
 
 def card_text(card: dict[str, str]) -> str:

@@ -14,26 +14,34 @@ import resource
 import sys
 from contextlib import suppress
 from math import prod
+from typing import Any
 
 import h5py
 import numpy as np
+from h5py import h5l
 
 ATTRIBUTES = ("model_config", "keras_version", "layer_names", "weight_names", "name")
 """What Keras says in attributes; long lists are cut, and a number follows the name."""
+
+
+Texts = dict[str, list[str]]
+Contents = tuple[dict[str, Texts], dict[str, np.ndarray], int]
 
 
 class Refused(ValueError):
     """A file that is whole and may not be read."""
 
 
-def contents(file, most):
+def contents(file: Any, most: int) -> Contents:
     """Return the attributes, the arrays by path, and the number of datasets that hold no numbers."""
     # Before anything follows a link: h5py would open the file that it names.
     if (path := file.id.links.visit(foreign, info=True)) is not None:
         raise Refused(f"{path.decode(errors='replace')} must lie in the file itself but is a link to another file")
-    attributes, arrays, others, left = {"/": texts_of(file)}, {}, 0, most
+    attributes: dict[str, Texts] = {"/": texts_of(file)}
+    arrays: dict[str, np.ndarray] = {}
+    others, left = 0, most
 
-    def visit(path, item):
+    def visit(path: str | bytes, item: Any) -> None:
         nonlocal others, left
         if isinstance(path, bytes):
             raise ValueError(f"{path} is no text")
@@ -57,12 +65,12 @@ def contents(file, most):
     return attributes, arrays, others
 
 
-def foreign(path, info):
+def foreign(path: bytes, info: Any) -> bytes | None:
     """Return the path of a link to another file, which ends the visit."""
-    return None if info.type in (h5py.h5l.TYPE_HARD, h5py.h5l.TYPE_SOFT) else path
+    return None if info.type in (h5l.TYPE_HARD, h5l.TYPE_SOFT) else path
 
 
-def texts_of(item):
+def texts_of(item: Any) -> Texts:
     """Return the texts in the attributes that Keras writes, by name."""
     found = {}
     for name in item.attrs:
@@ -75,26 +83,31 @@ def texts_of(item):
     return found
 
 
-def main():
+def answer(source: str | io.BytesIO, most: int) -> tuple[dict[str, Any], list[np.ndarray]]:
+    """Return the output's line and the arrays whose bytes follow it. `source` is a path or a file in memory."""
+    try:
+        with h5py.File(source, "r") as file:
+            attributes, arrays, others = contents(file, most)
+        headers = {name: [array.dtype.str, array.shape] for name, array in arrays.items()}
+        return {"attributes": attributes, "arrays": headers, "others": others}, list(arrays.values())
+    except Refused as error:
+        return {"error": str(error)}, []
+    except Exception as error:  # whatever HDF5 raises, the file is at fault
+        words = (str(error).splitlines() or [type(error).__name__])[0]
+        return {"error": f"it is truncated or damaged: {words}"}, []
+
+
+def main() -> None:
     """Read the file and print what it holds."""
     most, *path = sys.argv[1:]
     limit = 8 * int(most) + 2**29
     with suppress(ValueError, OSError):  # where the system has a lower limit, or none
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    line, arrays = answer(path[0] if path else io.BytesIO(sys.stdin.buffer.read()), int(most))
     out = sys.stdout.buffer
-    try:
-        with h5py.File(path[0] if path else io.BytesIO(sys.stdin.buffer.read()), "r") as file:
-            attributes, arrays, others = contents(file, int(most))
-        headers = {name: [array.dtype.str, array.shape] for name, array in arrays.items()}
-        line = json.dumps({"attributes": attributes, "arrays": headers, "others": others})
-    except Refused as error:
-        line, arrays = json.dumps({"error": str(error)}), {}
-    except Exception as error:  # whatever HDF5 raises, the file is at fault
-        words = (str(error).splitlines() or [type(error).__name__])[0]
-        line, arrays = json.dumps({"error": f"it is truncated or damaged: {words}"}), {}
-    out.write(line.encode() + b"\n")
-    for array in arrays.values():
-        out.write(np.ascontiguousarray(array).data)
+    out.write(json.dumps(line).encode() + b"\n")
+    for array in arrays:
+        out.write(np.ascontiguousarray(array).tobytes())
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Checks of the ops' attributes and of the parameter buffer's size; what lies where in it says `convert.cudnn`."""
+"""Checks of the ops' attributes and of the parameter buffer's size. The buffer's layout stands in `convert.cudnn`."""
 
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ DIRECTIONS = ("unidirectional", "bidirectional")
 
 
 class Attributes(NamedTuple):
-    """The attributes all these ops have, as the caller gave them."""
+    """The attributes that all these ops have, as the caller passed them."""
 
     rnn_mode: str
     input_mode: str
@@ -29,7 +29,7 @@ class Attributes(NamedTuple):
 
 
 def layout(op: str, num_layers: int, num_units: int, input_size: int, attributes: Attributes) -> Layout:
-    """The layout these arguments describe, once they are found right."""
+    """Check these arguments; return the layout of the parameter buffer that they describe."""
     check_attributes(op, attributes)
     rnn_mode, input_mode, num_proj = attributes.rnn_mode, attributes.input_mode, attributes.num_proj
     counts = {"num_layers": num_layers, "num_units": num_units, "input_size": input_size}
@@ -46,7 +46,7 @@ def layout(op: str, num_layers: int, num_units: int, input_size: int, attributes
 
 
 def check_attributes(op: str, attributes: Attributes) -> None:
-    """All but the projection's width, which depends on the sizes."""
+    """Check all attributes but num_proj, whose rule depends on the sizes."""
     check_option(op, "rnn_mode", attributes.rnn_mode, tuple(GATES))
     check_option(op, "input_mode", attributes.input_mode, INPUT_MODES)
     check_option(op, "direction", attributes.direction, DIRECTIONS)
@@ -57,7 +57,7 @@ def check_attributes(op: str, attributes: Attributes) -> None:
 
 
 def check_params(op: str, where: Layout, params: mx.array, dtype: mx.Dtype | None = None) -> None:
-    """The buffer has the right size, which the original does not check: of a longer one it ignores the rest."""
+    """Check the size of the buffer. The original does not, and ignores the rest of a longer buffer."""
     check_array(op, "params", params, ["params_size"], dtype)
     if params.shape[0] != where.size:
         D = "both directions" if where.D == 2 else "one direction"
@@ -69,7 +69,7 @@ def check_params(op: str, where: Layout, params: mx.array, dtype: mx.Dtype | Non
 
 
 def count(op: str, name: str, value: object, *, least: int) -> int:
-    """An integer, given as such or as a scalar array."""
+    """Check a number that is an integer or a scalar array of integers; return it as an int."""
     if isinstance(value, mx.array) and value.size == 1 and mx.issubdtype(value.dtype, mx.integer):
         value = value.item()
     return check_integer(op, name, value, least=least)

@@ -1,4 +1,4 @@
-"""The ops on cuDNN's parameter buffer."""
+"""The ops that size, split and join cuDNN's parameter buffer."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -33,16 +33,16 @@ def cudnn_rnn_params_size(
     seed2: int = 0,
     num_proj: int = 0,
 ) -> mx.array:
-    """How many elements the parameter buffer has, as TensorFlow's CudnnRNNParamsSize says it.
+    """Return the number of elements of the parameter buffer: TensorFlow's CudnnRNNParamsSize.
 
-    Equals the number of parameters of a `torch.nn.LSTM`, `GRU` or `RNN`; skip_input has no input matrices in layer 0.
+    Equals the number of parameters of a `torch.nn.LSTM`, `GRU` or `RNN`. With skip_input layer 0 has no input matrices.
 
     Args:
         num_layers, num_units, input_size (int): L, H, I.
-        T (Dtype): that of the parameters. Default: `mlx.core.float32`.
-        S (Dtype): that of the result, int32 or, from 2^31 elements on, int64. Default: `mlx.core.int32`.
+        T (Dtype): dtype of the parameters. Default: `mlx.core.float32`.
+        S (Dtype): dtype of the result, int32 or, from 2^31 elements on, int64. Default: `mlx.core.int32`.
         rnn_mode, input_mode, direction, dropout, seed, seed2: as in `cudnn_rnn`. The last three change nothing.
-        num_proj (int): P, of an lstm; 0 for no projection. Default: 0.
+        num_proj (int): P, for an lstm only; 0 for no projection. Default: 0.
 
     Returns:
         array: the size, [1].
@@ -76,20 +76,20 @@ def cudnn_rnn_params_to_canonical(
     seed: int = 0,
     seed2: int = 0,
 ) -> CudnnRNNParamsToCanonicalOutput:
-    """The buffer as one array per gate: TensorFlow's CudnnRNNParamsToCanonical.
+    """Split the buffer into one array per gate: TensorFlow's CudnnRNNParamsToCanonical.
 
     The arrays are views of the buffer, and differentiable. `cudnn_rnn_canonical_to_params` is the inverse.
 
     Args:
         num_layers, num_units, input_size (int): L, H, I.
         params (array): the buffer, [params_size].
-        num_params (int): how many weights, and how many biases, there are: per layer and direction 8 each for lstm, 6
-            for gru, 2 for the others.
+        num_params (int): the number of weights, and of biases: per layer and direction 8 of each for lstm, 6 for gru,
+            2 for the others.
         rnn_mode, input_mode, direction, dropout, seed, seed2: as in `cudnn_rnn`. The last three change nothing.
 
     Returns:
-        CudnnRNNParamsToCanonicalOutput: weights, by layer and direction W_g [H, in] of every gate, then R_g [H, S]; and
-        biases [H] likewise. With skip_input the W_g of layer 0 are there, [H, 0]; the original fails.
+        CudnnRNNParamsToCanonicalOutput: weights, for each layer and direction W_g [H, in] of every gate, then R_g
+        [H, S]; and biases [H] in the same order. With skip_input the W_g of layer 0 are [H, 0]; the original fails.
 
     Example:
         >>> import mlx.core as mx
@@ -120,16 +120,17 @@ def cudnn_rnn_params_to_canonical_v2(
     seed2: int = 0,
     num_proj: int = 0,
 ) -> CudnnRNNParamsToCanonicalOutput:
-    """`cudnn_rnn_params_to_canonical` with a projection: TensorFlow's CudnnRNNParamsToCanonicalV2.
+    """Split a buffer that may have a projection: TensorFlow's CudnnRNNParamsToCanonicalV2.
 
     Args:
-        num_params_weights (int): how many weights there are; an lstm with projection has 9 per layer and direction.
-        num_params_biases (int): how many biases there are.
-        num_proj (int): P, of an lstm; 0 for no projection, which the original refuses. Default: 0.
+        num_params_weights (int): the number of weights; an lstm with projection has 9 per layer and direction.
+        num_params_biases (int): the number of biases.
+        num_proj (int): P, for an lstm only; 0 for no projection, which the original refuses. Default: 0.
         num_layers, num_units, input_size, params and the other attributes: as in `cudnn_rnn_params_to_canonical`.
 
     Returns:
-        CudnnRNNParamsToCanonicalOutput: as there; Pr [P, H] follows the R_g of its layer and direction.
+        CudnnRNNParamsToCanonicalOutput: as from `cudnn_rnn_params_to_canonical`; Pr [P, H] follows the R_g of its layer
+        and direction.
 
     Example:
         >>> import mlx.core as mx
@@ -159,12 +160,12 @@ def cudnn_rnn_canonical_to_params(
     seed: int = 0,
     seed2: int = 0,
 ) -> mx.array:
-    """The buffer out of one array per gate: TensorFlow's CudnnRNNCanonicalToParams.
+    """Join one array per gate into the buffer: TensorFlow's CudnnRNNCanonicalToParams.
 
     Args:
         num_layers, num_units, input_size and the attributes: as in `cudnn_rnn_params_to_canonical`.
-        weights, biases (sequence of arrays): as that returns them. Only the number of elements of each counts, not its
-            shape.
+        weights, biases (sequence of arrays): as `cudnn_rnn_params_to_canonical` returns them. Only the number of
+            elements of each array is checked, not its shape.
 
     Returns:
         array: params, [params_size].
@@ -197,11 +198,11 @@ def cudnn_rnn_canonical_to_params_v2(
     seed2: int = 0,
     num_proj: int = 0,
 ) -> mx.array:
-    """`cudnn_rnn_canonical_to_params` with a projection: TensorFlow's CudnnRNNCanonicalToParamsV2.
+    """Join arrays, which may have a projection, into the buffer: TensorFlow's CudnnRNNCanonicalToParamsV2.
 
     Args:
-        num_proj (int): P, of an lstm; 0 for no projection. Default: 0.
-        All others, and what is returned: as in `cudnn_rnn_canonical_to_params`.
+        num_proj (int): P, for an lstm only; 0 for no projection. Default: 0.
+        All others, and the output: as in `cudnn_rnn_canonical_to_params`.
 
     Example:
         >>> import mlx.core as mx
@@ -217,7 +218,7 @@ def cudnn_rnn_canonical_to_params_v2(
 
 
 def to_canonical(op: str, where: Layout, params: mx.array, counts: dict[str, int]) -> CudnnRNNParamsToCanonicalOutput:
-    """The buffer's arrays; counts: of weights and, if given, of biases those the caller expects, by argument."""
+    """Split the buffer; `counts` holds the caller's numbers of weights and maybe of biases, by argument's name."""
     check_params(op, where, params)
     weights, biases = where.canonical()
     for (name, number), shapes in zip(counts.items(), (weights, biases), strict=False):
@@ -229,13 +230,13 @@ def to_canonical(op: str, where: Layout, params: mx.array, counts: dict[str, int
 
 
 def from_canonical(op: str, where: Layout, weights: Sequence[mx.array], biases: Sequence[mx.array]) -> mx.array:
-    """The buffer out of its arrays."""
-    given = {"weights": weights, "biases": biases}
-    for (name, arrays), count in zip(given.items(), where.counts, strict=True):
+    """Join the arrays into the buffer, after checking their number and sizes."""
+    both = {"weights": weights, "biases": biases}
+    for (name, arrays), count in zip(both.items(), where.counts, strict=True):
         if not isinstance(arrays, Sequence) or len(arrays) != count:
             number = len(arrays) if isinstance(arrays, Sequence) else type(arrays).__name__
             fail(op, f"{name} must be {count} arrays for these layers", number)
-    for (name, arrays), shapes in zip(given.items(), where.canonical(), strict=True):
+    for (name, arrays), shapes in zip(both.items(), where.canonical(), strict=True):
         for n, (array, shape) in enumerate(zip(arrays, shapes, strict=True)):
             dtype = getattr(weights[0], "dtype", None)
             check_array(op, f"{name}[{n}]", array, list(getattr(array, "shape", ())), dtype)

@@ -1,18 +1,22 @@
-"""The ops that run a stack of layers, forward and backward."""
+"""The ops that run a stack of layers, forward and backward, in their three versions.
+
+Every version is a `Stack` with its name in errors; V1 and V2 have all items as long as the input, no projection and
+time first.
+"""
 
 from typing import NamedTuple
 
 import mlx.core as mx
 
 from .. import recurrence
-from ..engines.choice import Stream
+from ..engines.choice import Engine, Stream
 from ._buffer import Attributes
 from ._stack import CudnnRNNBackpropOutput, Stack
 
 
 class CudnnRNNOutput(NamedTuple):
-    """What `cudnn_rnn` returns: output [T, N, D S], output_h [L D, N, S], output_c [L D, N, H] (of an lstm, else a
-    scalar 0), reserve_space."""
+    """Outputs of `cudnn_rnn`: output [T, N, D S], output_h [L D, N, S], output_c [L D, N, H] (a scalar 0 unless lstm),
+    reserve_space."""
 
     output: mx.array
     output_h: mx.array
@@ -21,8 +25,8 @@ class CudnnRNNOutput(NamedTuple):
 
 
 class CudnnRNNV2Output(NamedTuple):
-    """What `cudnn_rnn_v2` and `cudnn_rnn_v3` return: as `CudnnRNNOutput`, and host_reserved, int8 zeros, which mean
-    nothing here."""
+    """Outputs of `cudnn_rnn_v2` and `cudnn_rnn_v3`: those of `CudnnRNNOutput`, and host_reserved, int8 zeros without a
+    meaning here."""
 
     output: mx.array
     output_h: mx.array
@@ -45,10 +49,10 @@ def cudnn_rnn(
     seed2: int = 0,
     is_training: bool = True,
     checkpoint_every: int | str | None = None,
-    engine: str | None = None,
+    engine: Engine | None = None,
     stream: Stream = None,
 ) -> CudnnRNNOutput:
-    r"""A stack of recurrent layers: TensorFlow's CudnnRNN, which equals `torch.nn.LSTM`, `GRU` or `RNN`.
+    r"""Run a stack of recurrent layers: TensorFlow's CudnnRNN, which equals `torch.nn.LSTM`, `GRU` or `RNN`.
 
     With weights W, R and biases bW, bR of a layer and direction, for each gate:
 
@@ -62,40 +66,40 @@ def cudnn_rnn(
                             n = \tanh(W_n x_t + b_{W,n} + r \odot (R_n h_{t-1} + b_{R,n})) \\
                           & h_t = u \odot h_{t-1} + (1 - u) \odot n
 
-    `mx.grad` gives what `cudnn_rnn_backprop` makes of the outputs: the same bits in float32 and float64; in 16 bits
-    the latter reads gates that the reserve space has rounded.
+    `mx.grad` returns what `cudnn_rnn_backprop` returns for the outputs: the same bits in float32 and float64. In 16
+    bits the backward op reads gates that were rounded on their way into the reserve space.
 
-    Dropout acts on what goes from one layer into the next, both directions of it: an element is dropped with
-    probability `dropout`, the kept ones are divided by 1 - dropout. The choice comes from `mlx.core.random` with a key
-    made of seed and seed2 and a key of it per layer: the same seeds give the same choice in every call. cuDNN's
-    generator, whose numbers are others, goes on from call to call; for that, pass another seed2 every time.
+    Dropout acts on the output of each layer but the last: an element becomes 0 with probability `dropout`, the others
+    are divided by 1 - dropout. The numbers come from `mlx.core.random`, with a key made of seed and seed2 and split for
+    the layers: the same seeds drop the same elements in every call. cuDNN's generator has other numbers and continues
+    from call to call; to have that, pass another seed2 in every call.
 
     Args:
         input (array): [T, N, I]. float32, float16, bfloat16 or float64; the others have its dtype.
         input_h (array): the first h, [L D, N, S]; layer by layer, in a layer the forward direction first.
-        input_c (array): of an lstm the first c, [L D, N, H]; else ignored, and may be anything.
-        params (array): all weights and biases, [params_size], see `convert.cudnn`. A longer buffer, whose rest the
-            original ignores, is refused.
+        input_c (array): the first c of an lstm, [L D, N, H]; in other modes ignored, and may be anything.
+        params (array): all weights and biases, [params_size], see `convert.cudnn`. A longer buffer is refused; the
+            original ignores the rest of it.
         rnn_mode (str): `"lstm"`, `"gru"`, `"rnn_tanh"` or `"rnn_relu"`. Default: `"lstm"`.
         input_mode (str): `"linear_input"`; `"skip_input"`, where layer 0 has no W, takes x_t for every W x_t and needs
             I = H; `"auto_select"`, which is skip_input where I = H and else linear_input. Default: `"linear_input"`.
         direction (str): `"unidirectional"` or `"bidirectional"`. Default: `"unidirectional"`.
         dropout (float): the probability to drop, in [0, 1]. Default: 0.
         seed, seed2 (int): their low 32 bits are the high and the low half of dropout's seed. Default: 0.
-        is_training (bool): `False` drops nothing, keeps no reserve space and has no gradient (but MLX's own where
-            `mx.compile`, `mx.vmap` or an export traces the graph). Default: `True`.
-        checkpoint_every (int or str, optional): in every layer as in `mlx_lstm.lstm`, for `mx.grad`, to which dropout
-            is the same. The backward op computes nothing again: for it there is no reserve space, which is [0] then.
-            Default: `None`.
+        is_training (bool): with `False` nothing is dropped, there is no reserve space, and a gradient is refused
+            (except MLX's own where `mx.compile`, `mx.vmap` or an export traces the graph). Default: `True`.
+        checkpoint_every (int or str, optional): for `mx.grad`, in every layer as in `mlx_lstm.lstm`; the dropped
+            elements are the same. The backward op cannot be called then, as the reserve space is empty, [0]. Default:
+            `None`.
         engine (str, optional): as in `mlx_lstm.lstm`. Default: the best for the stream's device and the sizes.
         stream (Stream or Device, optional): where to run, as for any MLX op.
 
     Returns:
-        CudnnRNNOutput: output, both directions side by side at their own time; output_h, output_c, the states after the
-        last step processed; reserve_space. float16 and bfloat16 are computed and kept as in `mlx_lstm.lstm`.
+        CudnnRNNOutput: output, both directions side by side, aligned with the input; output_h and output_c, the states
+        after the last step processed; reserve_space. float16 and bfloat16 are computed as in `mlx_lstm.lstm`.
 
     Raises:
-        ValueError: a rule on an argument is broken, or a forced engine cannot run, or a gradient was asked for with
+        ValueError: an argument breaks a rule, a forced engine cannot run, or a gradient was asked for with
             `is_training=False`.
 
     Example:
@@ -126,13 +130,13 @@ def cudnn_rnn_v2(
     seed2: int = 0,
     is_training: bool = True,
     checkpoint_every: int | str | None = None,
-    engine: str | None = None,
+    engine: Engine | None = None,
     stream: Stream = None,
 ) -> CudnnRNNV2Output:
-    """`cudnn_rnn`, of the same arguments, with one more output, host_reserved: TensorFlow's CudnnRNNV2.
+    """Run `cudnn_rnn` with the same arguments and one more output, host_reserved: TensorFlow's CudnnRNNV2.
 
     Returns:
-        CudnnRNNV2Output: as `cudnn_rnn`; host_reserved is int8, [2] in training and else a scalar.
+        CudnnRNNV2Output: the outputs of `cudnn_rnn`, and host_reserved, int8, in training [2] and else a scalar.
 
     Example:
         >>> import mlx.core as mx
@@ -166,31 +170,31 @@ def cudnn_rnn_v3(
     time_major: bool = True,
     batch_major_states: str = "transpose",
     checkpoint_every: int | str | None = None,
-    engine: str | None = None,
+    engine: Engine | None = None,
     stream: Stream = None,
 ) -> CudnnRNNV2Output:
-    """`cudnn_rnn` with a length per item, a projection and both layouts: TensorFlow's CudnnRNNV3.
+    """Run `cudnn_rnn` with a length per item, a projection, and time or batch first: TensorFlow's CudnnRNNV3.
 
-    Past its length an item's output is 0, its input is never read and its gradient is 0; output_h and output_c are
-    those after its own last step, and the backward direction starts there. The lengths need no order.
+    Past its length an item's output is 0, its input is never read and its gradient is 0; output_h and output_c are the
+    states after the item's own last step, where the backward direction starts. The lengths need no order.
 
     With time_major=False input and output are [N, T, I] and [N, T, D S], and input_h, input_c, output_h and output_c
     are [N, L D, S], [N, L D, H]. The original documents the latter and checks it, but passes their memory to cuDNN as
     if it were [L D, N, S]: with more than one layer or direction and more than one item, items and layers mix.
 
     Args:
-        sequence_lengths (int32 array or list): [N], each in 1..T. The range of an array of MLX goes unchecked under
+        sequence_lengths (int32 array or list): [N], each in 1..T. The range of an MLX array is not checked under
             `mx.compile`.
         num_proj (int): the width of a projected h, at most H; 0 for none; lstm only. Default: 0.
         time_major (bool): whether time comes before the batch. Default: `True`.
-        batch_major_states (str): ours; the states with time_major=False are those of item n at [n], as documented,
-            `"transpose"`, or the memory of [L D, N, S] in another shape, as the original treats them,
-            `"reinterpret"`. Default: `"transpose"`.
-        All others: as in `cudnn_rnn`. The original's auto_select compares I with num_proj where there is one, at odds
-            with its CudnnRNNParamsSize; here it is always H.
+        batch_major_states (str): an addition, for time_major=False. `"transpose"`: the states of item n stand at [n],
+            as the original documents. `"reinterpret"`: the states are the memory of [L D, N, S] in another shape, as
+            the original treats them. Default: `"transpose"`.
+        All others: as in `cudnn_rnn`. Here auto_select compares I with H. The original compares I with num_proj where
+            there is one, which contradicts its CudnnRNNParamsSize.
 
     Returns:
-        CudnnRNNV2Output: as `cudnn_rnn_v2`; host_reserved is always a scalar.
+        CudnnRNNV2Output: the outputs of `cudnn_rnn_v2`; host_reserved is always a scalar.
 
     Example:
         >>> import mlx.core as mx
@@ -225,27 +229,28 @@ def cudnn_rnn_backprop(
     dropout: float = 0.0,
     seed: int = 0,
     seed2: int = 0,
-    engine: str | None = None,
+    engine: Engine | None = None,
     stream: Stream = None,
 ) -> CudnnRNNBackpropOutput:
-    """The gradient of `cudnn_rnn` from its outputs: TensorFlow's CudnnRNNBackprop.
+    """Return the gradient of `cudnn_rnn` from its outputs: TensorFlow's CudnnRNNBackprop.
 
-    Nothing is computed again, and reserve_space stays as it is: two calls give the same bits. (The original writes into
-    it.) Whether there is dropout decides `dropout`; its factors are in reserve_space.
+    No gate is computed again, and reserve_space does not change, so that two calls give the same bits. (The original
+    writes into it.) A `dropout` that is not 0 says that the dropout factors are in reserve_space.
 
     Args:
         input, input_h, input_c, params: as `cudnn_rnn` had them.
-        output, output_h, output_c, reserve_space (array): what it returned, with is_training. output_h and output_c say
-            nothing new and are not read.
+        output, output_h, output_c, reserve_space (array): the outputs of `cudnn_rnn` with is_training. output_h and
+            output_c are not read.
         output_backprop, output_h_backprop, output_c_backprop (array): the gradients of the outputs, in their shapes;
-            the last is ignored where there is no c.
+            output_c_backprop is ignored where there is no c.
         The attributes, engine, stream: as `cudnn_rnn` had them.
 
     Returns:
-        CudnnRNNBackpropOutput: the gradients; that of params packed as params. Without a c, input_c_backprop is zero.
+        CudnnRNNBackpropOutput: the gradients; params_backprop is laid out as params. Without a c input_c_backprop is
+        zero.
 
     Raises:
-        ValueError: as `cudnn_rnn`; or reserve_space is that of `is_training=False`.
+        ValueError: as `cudnn_rnn`; or reserve_space comes from a call with `is_training=False` or `checkpoint_every`.
 
     Example:
         >>> import mlx.core as mx
@@ -283,14 +288,14 @@ def cudnn_rnn_backprop_v2(
     dropout: float = 0.0,
     seed: int = 0,
     seed2: int = 0,
-    engine: str | None = None,
+    engine: Engine | None = None,
     stream: Stream = None,
 ) -> CudnnRNNBackpropOutput:
-    """The gradient of `cudnn_rnn_v2` from its outputs: TensorFlow's CudnnRNNBackpropV2.
+    """Return the gradient of `cudnn_rnn_v2` from its outputs: TensorFlow's CudnnRNNBackpropV2.
 
     Args:
-        host_reserved (array): what `cudnn_rnn_v2` returned; not read.
-        All others, and what is returned: as in `cudnn_rnn_backprop`.
+        host_reserved (array): that of `cudnn_rnn_v2`; not read.
+        All others, and the outputs: as in `cudnn_rnn_backprop`.
 
     Example:
         >>> import mlx.core as mx
@@ -332,18 +337,18 @@ def cudnn_rnn_backprop_v3(
     num_proj: int = 0,
     time_major: bool = True,
     batch_major_states: str = "transpose",
-    engine: str | None = None,
+    engine: Engine | None = None,
     stream: Stream = None,
 ) -> CudnnRNNBackpropOutput:
-    """The gradient of `cudnn_rnn_v3` from its outputs: TensorFlow's CudnnRNNBackpropV3.
+    """Return the gradient of `cudnn_rnn_v3` from its outputs: TensorFlow's CudnnRNNBackpropV3.
 
     Args:
-        host_reserved (array): what `cudnn_rnn_v3` returned; not read.
+        host_reserved (array): that of `cudnn_rnn_v3`; not read.
         sequence_lengths, num_proj, time_major, batch_major_states: as `cudnn_rnn_v3` had them.
         All others: as in `cudnn_rnn_backprop`.
 
     Returns:
-        CudnnRNNBackpropOutput: as `cudnn_rnn_backprop`, each gradient in its array's layout.
+        CudnnRNNBackpropOutput: the gradients, each in the layout of its array.
 
     Example:
         >>> import mlx.core as mx

@@ -1,4 +1,4 @@
-"""A stack of layers, layer by layer on the recurrence; the reserve space."""
+"""Run a stack of layers, one call of the recurrence per layer; pack and unpack the reserve space."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -11,13 +11,13 @@ from .. import recurrence
 from ..checks import check_array, check_every, check_flag, check_lengths, check_option, check_sizes, fail
 from ..convert.cudnn import join_layers, layer_arrays
 from ..engines import choice
-from ..engines.choice import Stream, check_device, on
+from ..engines.choice import Engine, Stream, check_device, on
 from ..engines.problem import Arrays
 from ..engines.tracing import are_free, have_values
 from ..recurrence import by_layer, join_biases, of_layers
 from ._buffer import Attributes, Layout, check_params, layout
 
-# In the reserve space: as the numpy engine has them in memory, so that packing them is no transposition.
+# These lie in the reserve space as in the memory of the numpy engine, [T, ., N], so that packing them is a plain copy.
 BATCH_LAST = ("gates", "c")
 
 OPS = {"lstm": recurrence.lstm, "gru": recurrence.gru, "rnn_relu": recurrence.rnn, "rnn_tanh": recurrence.rnn}
@@ -29,7 +29,7 @@ Outputs = tuple[mx.array, mx.array, mx.array]
 
 
 class CudnnRNNBackpropOutput(NamedTuple):
-    """What the backward ops return: the gradients of the four arrays, each in its array's shape."""
+    """Outputs of the backward ops: the gradients of the four arrays, each in the shape of its array."""
 
     input_backprop: mx.array
     input_h_backprop: mx.array
@@ -38,10 +38,10 @@ class CudnnRNNBackpropOutput(NamedTuple):
 
 
 class Stack(NamedTuple):
-    """A call, as the caller gave it: checks it with the arrays, brings them into our layout and runs the layers.
+    """The attributes of one call. `forward` and `backward` check them with the arrays and run the layers.
 
-    Inside, all is time-major, and states are [L, N, D S]: both directions of a layer side by side, as the recurrence
-    has them.
+    Between these and the recurrence everything is time-major, and states are [L, N, D S]: both directions of a layer
+    side by side. `op` is the name in errors, `original` TensorFlow's name of the forward op.
     """
 
     op: str
@@ -49,7 +49,7 @@ class Stack(NamedTuple):
     attributes: Attributes
     time_major: bool = True
     batch_major_states: str = "transpose"
-    engine: str | None = None
+    engine: Engine | None = None
     stream: Stream = None
 
     def forward(
@@ -59,7 +59,7 @@ class Stack(NamedTuple):
         is_training: bool,
         checkpoint_every: int | str | None,
     ) -> tuple[mx.array, mx.array, mx.array, mx.array]:
-        """(output, output_h, output_c, reserve_space)."""
+        """Return output, output_h, output_c and reserve_space."""
         check_flag(self.op, "is_training", is_training)
         every = check_every(self.op, checkpoint_every)
         with on(self.stream, self.op):
@@ -70,13 +70,12 @@ class Stack(NamedTuple):
             none: list[mx.array | None] = [None] * where.L
             factors = dropout_factors(where, x, self.attributes) if dropout else none
             options = {"lengths": lengths, "engine": self.engine, "training": is_training, "checkpoint_every": every}
-            kept = run_layers(where, params, x, first, factors, options)
-            output, output_h = self.sequence(kept[-1]["h"]), self.of_layers(where, kept, "hT")
-            output_c = self.of_layers(where, kept, "cT") if where.mode == "lstm" else mx.zeros((), input.dtype)
+            results = run_layers(where, params, x, first, factors, options)
+            output, output_h = self.sequence(results[-1]["h"]), self.of_layers(where, results, "hT")
+            output_c = self.of_layers(where, results, "cT") if where.mode == "lstm" else mx.zeros((), input.dtype)
             if is_training:
-                none_reserved = mx.zeros((0,), input.dtype)
-                reserve = none_reserved if every else pack(reserved(where, x, dropout), kept, input.dtype)
-                return output, output_h, output_c, reserve
+                shapes = [] if every else reserve_shapes(where, x, dropout)
+                return output, output_h, output_c, pack(shapes, results, input.dtype)
             # Only where a gradient can be asked for; a graph without values stays plain, so that it can be exported.
             inputs_used = [input, input_h, params, *([input_c] if where.mode == "lstm" else [])]
             if not are_free(inputs_used) and have_values(inputs_used):
@@ -91,70 +90,70 @@ class Stack(NamedTuple):
         cotangents: Outputs,
         reserve_space: mx.array,
     ) -> CudnnRNNBackpropOutput:
-        """The gradients of the four arrays, from those of output, output_h and output_c."""
+        """Return the gradients of the four arrays, from those of output, output_h and output_c."""
         with on(self.stream, self.op):
             where, lengths = self.check(inputs, sequence_lengths)
             input, input_h, input_c, params = inputs
             self.check_outputs(where, input, outputs, cotangents)
             x, first = self.sequence(input), self.by_layer(where, h0=input_h, c0=input_c)
-            shapes = reserved(where, x, self.attributes.dropout)
+            shapes = reserve_shapes(where, x, self.attributes.dropout)
             saved = unpack(self.op, self.original, shapes, reserve_space, x.dtype)
             saved[-1]["h"] = self.sequence(outputs[0])
             dh, last = self.sequence(cotangents[0]), self.by_layer(where, dhT=cotangents[1], dcT=cotangents[2])
             options = {"lengths": lengths, "engine": self.engine}
-            found = run_layers_backward(where, params, x, first, saved, dh, last, options)
-            dx = found[0]["x"]
-            if where.skip:
+            gradients = run_layers_backward(where, params, x, first, saved, dh, last, options)
+            dx = gradients[0]["x"]
+            if where.skip:  # layer 0 read a copy of x for each gate and direction
                 dx = dx.reshape(*x.shape[:2], -1, where.H).sum(axis=2)
             if where.mode == "lstm":
-                dc0 = self.of_layers(where, found, "c0")
+                dc0 = self.of_layers(where, gradients, "c0")
             else:
                 dc0 = mx.zeros_like(input_c) if isinstance(input_c, mx.array) else mx.zeros((), input.dtype)
-            dparams = join_layers(where, [buffer_gradients(where, gradients) for gradients in found])
-            return CudnnRNNBackpropOutput(self.sequence(dx), self.of_layers(where, found, "h0"), dc0, dparams)
+            dparams = join_layers(where, [buffer_gradients(where, layer) for layer in gradients])
+            return CudnnRNNBackpropOutput(self.sequence(dx), self.of_layers(where, gradients, "h0"), dc0, dparams)
 
-    def turned(self, shape: Sequence[Any]) -> list[Any]:
-        """The shape of a sequence [T, N, .] or of states [L D, N, .] in the caller's layout, and back."""
+    def swapped(self, shape: Sequence[Any]) -> list[Any]:
+        """Return the shape of a sequence [T, N, .] or of states [L D, N, .] in the caller's layout, or the reverse."""
         first, second, *rest = shape
         return [first, second, *rest] if self.time_major else [second, first, *rest]
 
     def sequence(self, array: mx.array) -> mx.array:
-        """[T, N, .] out of the caller's layout, and back."""
+        """Return [T, N, .] out of the caller's layout, or the reverse."""
         return array if self.time_major else mx.swapaxes(array, 0, 1)
 
     def states(self, array: mx.array) -> mx.array:
-        """[L D, N, .] out of the caller's layout, and back."""
+        """Return [L D, N, .] out of the caller's layout, or the reverse."""
         if self.batch_major_states == "reinterpret":
-            return array.reshape(self.turned(array.shape))
+            return array.reshape(self.swapped(array.shape))
         return self.sequence(array)
 
     def by_layer(self, where: Layout, **states: mx.array) -> Arrays:
-        """Those of h and, of an lstm, those of c: [L, N, D S] and [L, N, D H] out of the caller's layout."""
+        """Return the states of h [L, N, D S] and, of an lstm, those of c [L, N, D H], out of the caller's layout."""
         names = [name for name in states if where.mode == "lstm" or "c" not in name]
         return {name: by_layer(self.states(states[name]), where.D) for name in names}
 
     def of_layers(self, where: Layout, layers: list[Arrays], name: str) -> mx.array:
-        """States in the caller's layout, out of each layer's [N, D S]."""
+        """Return the states of this name in the caller's layout, out of each layer's [N, D S]."""
         return self.states(of_layers([arrays[name] for arrays in layers], where.D))
 
     def check(self, inputs: Inputs, sequence_lengths: recurrence.Lengths) -> tuple[Layout, mx.array | None]:
-        """What the arrays are, once they and the attributes are found right; the lengths, None where all are T."""
+        """Check arrays and attributes. Return the layout of the buffer, and the lengths, or None where all are T."""
         op, attributes, (input, input_h, input_c, params) = self.op, self.attributes, inputs
         check_flag(op, "time_major", self.time_major)
         check_option(op, "batch_major_states", self.batch_major_states, ("transpose", "reinterpret"))
-        check_array(op, "input", input, self.turned(["T", "N", "I"]))
+        check_array(op, "input", input, self.swapped(["T", "N", "I"]))
         check_sizes(op, "input", input)
         check_device(op, input.dtype, choice.current_device())
-        T, N, I = self.turned(input.shape)
+        T, N, I = self.swapped(input.shape)
         name, first = ("input_c", input_c) if attributes.rnn_mode == "lstm" else ("input_h", input_h)
-        check_array(op, name, first, self.turned(["L * D", N, "H"]), input.dtype)
+        check_array(op, name, first, self.swapped(["L * D", N, "H"]), input.dtype)
         check_sizes(op, name, first)
-        rows, _, H = self.turned(first.shape)
+        rows, _, H = self.swapped(first.shape)
         if rows % attributes.D:
             rule = f"{name} must have two rows per layer with direction='bidirectional'"
             fail(op, rule, f"shape {list(first.shape)}")
         where = layout(op, rows // attributes.D, H, I, attributes)
-        check_array(op, "input_h", input_h, self.turned([rows, N, where.S]), input.dtype)
+        check_array(op, "input_h", input_h, self.swapped([rows, N, where.S]), input.dtype)
         check_params(op, where, params, input.dtype)
         if self.original != "CudnnRNNV3":
             return where, None
@@ -163,37 +162,39 @@ class Stack(NamedTuple):
         return where, lengths if traced or (lengths < T).any().item() else None
 
     def check_outputs(self, where: Layout, input: mx.array, outputs: Outputs, cotangents: Outputs) -> None:
-        """A forward pass's outputs and their gradients have the outputs' shapes."""
-        T, N, _ = self.turned(input.shape)
+        """Check that outputs and cotangents have the shapes of a forward pass's outputs."""
+        T, N, _ = self.swapped(input.shape)
         shapes = {"output": [T, N, where.D * where.S], "output_h": [where.L * where.D, N, where.S]}
         if where.mode == "lstm":
             shapes["output_c"] = [where.L * where.D, N, where.H]
         for suffix, arrays in (("", outputs), ("_backprop", cotangents)):
             for (name, shape), array in zip(shapes.items(), arrays, strict=False):
-                check_array(self.op, name + suffix, array, self.turned(shape), input.dtype)
+                check_array(self.op, name + suffix, array, self.swapped(shape), input.dtype)
 
 
 def dropout_factors(where: Layout, x: mx.array, attributes: Attributes) -> list[mx.array | None]:
-    """By layer, what its h [T, N, D S] is multiplied with on the way up, 0 or 1 / (1 - p); None of the last. With p = 1
-    nothing is kept, and nothing is divided."""
+    """Return, for each layer but the last, the factors 0 or 1 / (1 - p) on its h [T, N, D S]; for the last None.
+
+    With p = 1 all factors are 0, without a division by 0.
+    """
     high, low = (int(seed) % 2**32 for seed in (attributes.seed, attributes.seed2))
-    keep = 1 - float(attributes.dropout)
-    shape, scale = (*x.shape[:2], where.D * where.S), mx.array(1 / keep if keep else 0, x.dtype)
+    stays = 1 - float(attributes.dropout)  # the probability of an element to stay
+    shape, scale = (*x.shape[:2], where.D * where.S), mx.array(1 / stays if stays else 0, x.dtype)
     keys = mx.random.split(mx.random.key(high << 32 | low), where.L - 1) if where.L > 1 else []
-    return [*(mx.random.bernoulli(keep, shape, key).astype(x.dtype) * scale for key in keys), None]
+    return [*(mx.random.bernoulli(stays, shape, key).astype(x.dtype) * scale for key in keys), None]
 
 
 def run_layers(
     where: Layout, params: mx.array, x: mx.array, first: Arrays, factors: list[mx.array | None], options: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    """Each layer's outputs, and the factors on its h."""
-    found, keeps = [], options["training"] and options["checkpoint_every"] is None and where.G > 1
+    """Return each layer's outputs, and the dropout factors on its h."""
+    results, has_gates = [], options["training"] and options["checkpoint_every"] is None and where.G > 1
     for layer, weights in enumerate(layer_arrays(where, params)):
         arrays = layer_arguments(where, layer, weights, x, first)
-        out = OPS[where.mode](**arrays, **options, return_gates=keeps)._asdict()
-        found.append(out | {"factors": factors[layer]})
-        x = scaled(out["h"], factors[layer])
-    return found
+        outputs = OPS[where.mode](**arrays, **options, return_gates=has_gates)._asdict()
+        results.append(outputs | {"factors": factors[layer]})
+        x = scaled(outputs["h"], factors[layer])
+    return results
 
 
 def run_layers_backward(
@@ -206,25 +207,28 @@ def run_layers_backward(
     last: Arrays,
     options: dict[str, Any],
 ) -> list[Arrays]:
-    """Each layer's gradients, from what was saved of it; of the last layer dh, of all those in `last` are given."""
-    weights, found = layer_arrays(where, params), []
+    """Return each layer's gradients, from what was saved for it.
+
+    dh is the cotangent of the last layer's h; `last` holds the cotangents of all layers' last states.
+    """
+    weights, gradients = layer_arrays(where, params), []
     factors = [None, *(layer.pop("factors", None) for layer in saved)]
     for layer in reversed(range(where.L)):
         below = scaled(saved[layer - 1]["h"], factors[layer]) if layer else x
         arrays = layer_arguments(where, layer, weights[layer], below, first)
-        given = {name: states[layer] for name, states in last.items()} | {"dh": dh} | saved[layer]
-        found.insert(0, GRADIENTS[where.mode](**arrays, **given, **options))
-        dh = scaled(found[0]["x"], factors[layer])
-    return found
+        cotangents = {name: states[layer] for name, states in last.items()} | {"dh": dh}
+        gradients.insert(0, GRADIENTS[where.mode](**arrays, **saved[layer], **cotangents, **options))
+        dh = scaled(gradients[0]["x"], factors[layer])
+    return gradients
 
 
 def scaled(h: mx.array, factors: mx.array | None) -> mx.array:
-    """h, or its gradient, with what dropout makes of it."""
+    """Return h, or its gradient, times the dropout factors."""
     return h if factors is None else h * factors
 
 
 def layer_arguments(where: Layout, layer: int, weights: Arrays, x: mx.array, states: Arrays) -> dict[str, Any]:
-    """A layer as the recurrence takes it."""
+    """Return a layer's arrays and options by the names of the recurrence's arguments."""
     arrays: dict[str, Any] = {name: weights[name] for name in ("Wh", "Wp") if name in weights}
     arrays |= {name: rows[layer] for name, rows in states.items()}
     biases = join_biases(weights["bW"], weights["bR"], gru=where.mode == "gru")
@@ -237,16 +241,19 @@ def layer_arguments(where: Layout, layer: int, weights: Arrays, x: mx.array, sta
 
 
 def buffer_gradients(where: Layout, gradients: Arrays) -> Arrays:
-    """A layer's gradients as the buffer has its arrays: bW and bR were added, all but those of a GRU's candidate."""
+    """Return a layer's gradients by the names of the buffer's arrays.
+
+    The forward pass adds bW and bR, so both get the gradient of the sum. A GRU's candidate has its own bR, bhn.
+    """
     db = gradients["b"].reshape(where.D, -1)
-    found = {name: gradients[name] for name in ("Wx", "Wh", "Wp") if name in gradients} | {"bW": db, "bR": db}
+    parts = {name: gradients[name] for name in ("Wx", "Wh", "Wp") if name in gradients} | {"bW": db, "bR": db}
     if where.mode == "gru":
-        found["bR"] = mx.concatenate([db[:, : 2 * where.H], gradients["bhn"].reshape(where.D, -1)], axis=1)
-    return found
+        parts["bR"] = mx.concatenate([db[:, : 2 * where.H], gradients["bhn"].reshape(where.D, -1)], axis=1)
+    return parts
 
 
-def reserved(where: Layout, x: mx.array, dropout: float) -> list[dict[str, tuple[int, int, int]]]:
-    """The reserve space's arrays in their order: of each layer, shapes by name. Of x only T and N count."""
+def reserve_shapes(where: Layout, x: mx.array, dropout: float) -> list[dict[str, tuple[int, int, int]]]:
+    """Return the shapes of the arrays in the reserve space, in their order, by layer and name, for x [T, N, .]."""
     T, N, _ = x.shape
     widths = {} if where.mode.startswith("rnn") else {"gates": where.D * where.G * where.H}
     if where.mode == "lstm":
@@ -256,9 +263,9 @@ def reserved(where: Layout, x: mx.array, dropout: float) -> list[dict[str, tuple
     return [{n: (T, w, N) if n in BATCH_LAST else (T, N, w) for n, w in layer.items()} for layer in layers]
 
 
-def pack(shapes: list[dict[str, tuple[int, int, int]]], kept: list[dict[str, Any]], dtype: mx.Dtype) -> mx.array:
-    """The reserve space, out of each layer's arrays by name."""
-    named = [(name, arrays[name]) for layer, arrays in zip(shapes, kept, strict=True) for name in layer]
+def pack(shapes: list[dict[str, tuple[int, int, int]]], results: list[dict[str, Any]], dtype: mx.Dtype) -> mx.array:
+    """Return the reserve space, out of each layer's results; without `shapes` it is empty."""
+    named = [(name, arrays[name]) for layer, arrays in zip(shapes, results, strict=False) for name in layer]
     parts = [(mx.swapaxes(array, 1, 2) if name in BATCH_LAST else array).reshape(-1) for name, array in named]
     return mx.concatenate(parts) if parts else mx.zeros((0,), dtype)
 
@@ -266,7 +273,7 @@ def pack(shapes: list[dict[str, tuple[int, int, int]]], kept: list[dict[str, Any
 def unpack(
     op: str, original: str, shapes: list[dict[str, tuple[int, int, int]]], reserve_space: mx.array, dtype: mx.Dtype
 ) -> list[Arrays]:
-    """Each layer's arrays in the reserve space, as views."""
+    """Return each layer's arrays in the reserve space, as views."""
     if isinstance(reserve_space, mx.array) and reserve_space.ndim == 0:
         raise ValueError(f"To use {original} in gradients, is_training must be set to True.")
     sizes = [prod(shape) for layer in shapes for shape in layer.values()]
@@ -278,7 +285,7 @@ def unpack(
 
 
 def without_gradient(original: str, *arrays: mx.array) -> tuple[mx.array, ...]:
-    """The arrays, whose gradient is TensorFlow's refusal."""
+    """Return the arrays, from which a gradient is refused with TensorFlow's text."""
 
     @mx.custom_function
     def identity(*arrays: mx.array) -> tuple[mx.array, ...]:

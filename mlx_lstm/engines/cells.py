@@ -1,4 +1,4 @@
-"""What a recurrent cell is, apart from its arrays: its gates, their order, their activations, its options."""
+"""The three recurrent cells without their arrays: gates, gate order, activations and options."""
 
 from collections.abc import Mapping
 from typing import NamedTuple, TypeVar
@@ -6,37 +6,38 @@ from typing import NamedTuple, TypeVar
 Entry = TypeVar("Entry")
 
 ACTIVATIONS = ("identity", "relu", "tanh", "sigmoid", "hard_sigmoid", "hard_sigmoid_sixth")
-"""Names an activation may have. `hard_sigmoid(x) = clip(0.2 x + 0.5, 0, 1)`; `hard_sigmoid_sixth(x) =
-clip(x / 6 + 0.5, 0, 1)`, that of torch and Keras 3. The slope of relu at 0 is 0."""
+"""Names of activations. `hard_sigmoid(x) = clip(0.2 x + 0.5, 0, 1)`; `hard_sigmoid_sixth(x) = clip(x / 6 + 0.5, 0, 1)`
+is the one of torch and Keras 3. The slope of relu at 0 is 0."""
 
 HARD_SIGMOIDS = {"hard_sigmoid": 0.2, "hard_sigmoid_sixth": 1 / 6}
-"""The slopes of the two."""
+"""The slope of each hard sigmoid between its kinks."""
 
 
 def known(engine: str, table: Mapping[str, Entry], name: str) -> Entry:
-    """What an engine's own table has for an activation; ValueError where it has nothing."""
+    """Return the entry of an engine's own table for an activation; ValueError if the table has none."""
     if name not in table:
         raise ValueError(f"[activation] engine={engine!r} must know the activation but got {name!r}.")
     return table[name]
 
 
 def gate_block(cell: "Cell", gate: str, hidden: int) -> slice:
-    """Where a gate's rows lie on a gate axis."""
+    """Return the rows of a gate on an axis of all gates, such as the 4H of an LSTM."""
     start = cell.gate_order.index(gate) * hidden
     return slice(start, start + hidden)
 
 
-@property
-def engine_outputs(cell: "Cell") -> tuple[str, ...]:
-    """What an engine returns of a cell."""
-    return ("h", "c", "gates", "hT", "cT") if cell.op == "lstm" else ("h", "gates", "hT")
+# Names with a type of their own: an annotation in a NamedTuple would make a field.
+LSTM_OUTPUTS: tuple[str, ...] = ("h", "c", "gates", "hT", "cT")
+OUTPUTS: tuple[str, ...] = ("h", "gates", "hT")
 
 
 class LSTMCell(NamedTuple):
     """The LSTM cell's options. The equations stand in `engines.ops.cells.lstm_step`.
 
-    gate_order is the order of the four H-blocks on every 4H axis; activations are always those of i, f, g, o and of
-    the output; output_peephole says whether o peeps at c[t] ("current") or at c[t-1] ("previous").
+    gate_order: the order of the four H-blocks on every 4H axis.
+    activations: of i, f, g, o and the output, in this order, whatever gate_order is.
+    output_peephole: whether the peephole of o reads c[t] ("current") or c[t-1] ("previous").
+    cell_clip: bound on |c[t]|, or None. forget_bias: added to the preactivation of f.
     """
 
     gate_order: str = "ifgo"
@@ -45,23 +46,24 @@ class LSTMCell(NamedTuple):
     cell_clip: float | None = None
     forget_bias: float = 0.0
 
-    # What every cell says of itself: the op's name, the blocks of a gate axis, the outputs of an engine.
+    # Every cell has these: the op's name, the number of gates, the outputs of an engine.
     op = "lstm"
     gates = 4
-    outputs = engine_outputs
+    outputs = LSTM_OUTPUTS
     block = gate_block
 
     def activation(self, gate: str) -> str:
-        """The activation of gate "i", "f", "g" or "o", or of the "output"."""
+        """Return the activation of gate "i", "f", "g" or "o", or of the "output"."""
         return self.activations[4 if gate == "output" else "ifgo".index(gate)]
 
 
 class GRUCell(NamedTuple):
     """The GRU cell's options. The equations stand in `engines.ops.cells.gru_step`.
 
-    gate_order is the order of the three H-blocks on every 3H axis: reset r, update z, candidate n; activations are
-    always those of r, z, n. reset says whether r multiplies the candidate's recurrent product ("after" it) or the h
-    that goes into it ("before"). z is the weight of h[t-1] in h[t], or with flip_z that of n.
+    gate_order: the order of the three H-blocks on every 3H axis: reset r, update z, candidate n.
+    activations: of r, z, n, in this order, whatever gate_order is.
+    reset: whether r multiplies the candidate's recurrent product ("after") or the h that enters it ("before").
+    flip_z: z is the weight of n in h[t]; otherwise it is the weight of h[t-1].
     """
 
     gate_order: str = "rzn"
@@ -71,23 +73,23 @@ class GRUCell(NamedTuple):
 
     op = "gru"
     gates = 3
-    outputs = engine_outputs
+    outputs = OUTPUTS
     block = gate_block
 
     def activation(self, gate: str) -> str:
-        """The activation of gate "r", "z" or "n"."""
+        """Return the activation of gate "r", "z" or "n"."""
         return self.activations["rzn".index(gate)]
 
 
 class RNNCell(NamedTuple):
-    """The plain cell's option. Its one "gate" is kept before the activation: h = activation(gate)."""
+    """The plain cell's option. Its one "gate" is the preactivation: h = act(gate)."""
 
     act: str = "tanh"
 
     op = "rnn"
     gates = 1
     gate_order = "h"
-    outputs = engine_outputs
+    outputs = OUTPUTS
     block = gate_block
 
 

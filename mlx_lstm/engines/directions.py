@@ -26,20 +26,22 @@ Array = TypeVar("Array", mx.array, np.ndarray)
 
 
 def one_direction(problem: Problem, d: int) -> Problem:
-    """The problem of direction 0, forward, or 1, reverse."""
+    """Return the problem of one direction: 0 forward, 1 reverse."""
     return problem._replace(bidirectional=False, reverse=d == 1)
 
 
 def part(arrays: dict[str, Array], d: int, projects: bool | None = None) -> dict[str, Array]:
-    """Direction d's part of every array, as views: arguments, outputs or cotangents. `projects`: whether there is a Wx,
-    if not among these."""
+    """Return direction d's part of every array, as views. The arrays are arguments, outputs or cotangents.
+
+    projects: whether the call has a Wx; None if Wx would be among these arrays.
+    """
     if projects is None:
         projects = "Wx" in arrays
     return {name: part_of(name, array, d, projects) for name, array in arrays.items()}
 
 
 def part_of(name: str, array: Array, d: int, projects: bool) -> Array:
-    """Direction d's part of one array."""
+    """Return direction d's part of one array."""
     if name == "lengths" or (name == "x" and projects) or (name == "mask" and is_shared(array)):
         return array
     if base(name) in OWN_AXIS:
@@ -51,18 +53,18 @@ def part_of(name: str, array: Array, d: int, projects: bool) -> Array:
 
 
 def half(array: Array, d: int) -> Array:
-    """Direction d's half of the last axis."""
+    """Return direction d's half of the last axis."""
     n = array.shape[-1] // 2
     return array[..., d * n : (d + 1) * n]
 
 
 def join(parts: list[Arrays]) -> Arrays:
-    """Both directions' arguments, outputs or cotangents as one; what the directions share is not among them."""
+    """Join the arguments, outputs or cotangents of both directions. Arrays that the directions share are not passed."""
     return {name: join_of(name, [part[name] for part in parts]) for name in parts[0]}
 
 
 def join_of(name: str, parts: list[Any]) -> Any:
-    """One array, or quantized weight, out of those of the directions."""
+    """Join the arrays, or the quantized weights, of one name."""
     if isinstance(parts[0], Quantized):
         joined = join([part.arrays(name) for part in parts])
         return parts[0]._replace(**dict(zip(("packed", "scales", "biases"), joined.values(), strict=False)))
@@ -72,17 +74,17 @@ def join_of(name: str, parts: list[Any]) -> Any:
 
 
 def base(name: str) -> str:
-    """The weight that an array belongs to, as its scales do."""
+    """Return the name of the weight that an array belongs to: "Wh" for "Wh_scales"."""
     return name.partition("_")[0]
 
 
 def join_gradients(parts: list[Arrays], arrays: Arrays) -> Arrays:
-    """The gradients of `arrays` from those of their parts: of what the directions share, the sum."""
+    """Join the gradients of both directions. Arrays that the directions share get the sum."""
     shared = {"x": "Wx" in arrays, "mask": "mask" in arrays and is_shared(arrays["mask"])}
     both = {name: [part[name] for part in parts] for name in parts[0]}
     return {name: pair[0] + pair[1] if shared.get(name) else join_of(name, pair) for name, pair in both.items()}
 
 
 def is_shared(mask: mx.array | np.ndarray) -> bool:
-    """Whether both directions have the same mask, broadcast over the width of h."""
+    """Return whether both directions have the same mask, broadcast over the width of h."""
     return mask.ndim == 0 or mask.shape[-1] == 1

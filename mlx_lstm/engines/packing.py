@@ -1,4 +1,4 @@
-"""Weights as `mx.quantize` packs them: what a caller hands over, and what an engine is told of it."""
+"""Quantized weights: `Quantized`, which the caller passes, and `Packing`, which an engine is told."""
 
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
@@ -11,17 +11,17 @@ WIDTHS: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "mxfp8": ((32,), (8,)),
     "nvfp4": ((16,), (4,)),
 }
-"""The modes of `mx.quantize`; of each the sizes of a group and the bits of a weight."""
+"""The modes of `mx.quantize`, each with its group sizes and bits per weight."""
 
 DEFAULTS = {"affine": (64, 4), "mxfp4": (32, 4), "mxfp8": (32, 8), "nvfp4": (16, 4)}
-"""Group size and bits of each mode where none are given, as MLX has them."""
+"""The default group size and bits of each mode, as in MLX."""
 
 WEIGHTS = ("Wx", "Wh", "Wp")
-"""The arrays that may be packed."""
+"""The arrays that may be quantized."""
 
 
 class Packing(NamedTuple):
-    """How weights are packed: so many weights share a scale, so many bits are one weight, a mode of `WIDTHS`."""
+    """How weights are quantized, as in `mx.quantize`: weights that share a scale, bits per weight, mode."""
 
     group_size: int
     bits: int
@@ -55,34 +55,34 @@ class Quantized(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """That of the matrix."""
+        """The shape of the matrix."""
         return *self.packed.shape[:-1], self.packed.shape[-1] * 32 // self.bits
 
     @property
     def packing(self) -> Packing:
-        """How it is packed."""
+        """Group size, bits and mode."""
         return Packing(self.group_size, self.bits, self.mode)
 
     def arrays(self, name: str) -> dict[str, mx.array]:
-        """Its arrays, by the names an engine has for them where the matrix has this one."""
-        found = {name: self.packed, f"{name}_scales": self.scales, f"{name}_biases": self.biases}
-        return {key: array for key, array in found.items() if array is not None}
+        """Return its arrays under an engine's names: `name`, `name_scales` and, if there are any, `name_biases`."""
+        arrays = {name: self.packed, f"{name}_scales": self.scales, f"{name}_biases": self.biases}
+        return {key: array for key, array in arrays.items() if array is not None}
 
 
 Weight = mx.array | Quantized
-"""A matrix, packed or not."""
+"""A matrix, quantized or not."""
 
 
 def is_packed(name: str, arrays: Collection[str]) -> bool:
-    """Whether an array is packed; `arrays`: the names of all."""
+    """Return whether an array is quantized; `arrays`: the names of all arrays."""
     return f"{name}_scales" in arrays
 
 
 def packed_names(arrays: Mapping[str, object]) -> list[str]:
-    """The names of all arrays that packed weights are made of."""
+    """Return the names of all arrays of quantized weights: packed integers, scales and biases."""
     return [name for name in arrays if is_packed(name, arrays) or name.endswith(("_scales", "_biases"))]
 
 
 def field_of(packing: Packing) -> int:
-    """The bits that a lane of `fused` has for each weight, which it packs anew."""
+    """Return the bits per weight after `fused` has repacked quantized weights for its lanes."""
     return 4 if packing.bits <= 4 else 8

@@ -1,8 +1,7 @@
-"""Which of the two Metal engines is faster where, and how `fused` cuts its problems: the predicted table, and one
-measured on a user's Mac.
+"""Tables that say which Metal engine is faster at which sizes, and how `fused` cuts its problems.
 
-`python -m mlx_lstm.bench --tune` measures and writes a file. It counts only on the chip, system, versions and kernels
-it was measured with.
+One table is predicted. `python -m mlx_lstm.bench --tune` measures another on a user's Mac and writes it to a file. The
+file is used only with the chip, system, versions and kernels that it was measured with.
 """
 
 import hashlib
@@ -27,11 +26,14 @@ Row = tuple[tuple[int, str], ...]
 
 
 class Table(NamedTuple):
-    """By dtype and by least batch size: the engine up to each H, ascending, `stepwise` beyond; where that comes from.
-    Of which (dtype, least batch size, engine) a point was wrong or failed when it was measured. How `fused` cuts, by
-    dtype and least batch size, where that beat its own rules.
+    """The faster engine by dtype, batch size and H. All cells and both directions use the figures of an LSTM with one
+    direction.
 
-    What holds for an LSTM of one direction is taken to hold for all cells, and for both directions.
+    source: where the figures come from, for the reason of a choice.
+    engines: for a dtype and the least batch size of a row, pairs of (largest H, engine) with H ascending; `stepwise`
+        beyond the last.
+    discarded: (dtype, least batch size, engine) with a wrong or failed point in the measurement.
+    cuts: how `fused` cuts, by dtype and least batch size, where that was faster than its own rules.
     """
 
     source: str
@@ -40,7 +42,7 @@ class Table(NamedTuple):
     cuts: Mapping[tuple[str, int], Cut] = MappingProxyType({})
 
     def preferred(self, dtype: mx.Dtype | str, B: int, H: int) -> tuple[str, str]:
-        """The engine for a batch of B and H units, and why.
+        """Return the engine for a batch of B and H units, and the reason.
 
         Example:
             >>> import mlx.core as mx
@@ -58,16 +60,16 @@ class Table(NamedTuple):
         return beyond, f"H = {H} > {row[-1][0]} {where}" if row else f"H = {H} {where}"
 
     def trusts(self, engine: str, dtype: mx.Dtype | str, B: int) -> bool:
-        """Whether an engine may run at an H of this row that was not measured: not if it failed at one that was."""
+        """Return whether an engine may run at an H of this row that was not measured: not if a measured H failed."""
         name, least, _ = self.row_at(dtype, B)
         return (name, least, engine) not in self.discarded
 
     def cut(self, dtype: mx.Dtype, B: int) -> Cut | None:
-        """How `fused` shall cut a problem with a batch of B, where not by its own rules."""
+        """Return how `fused` shall cut a problem with a batch of B; None: by its own rules."""
         return self.cuts.get(self.row_at(dtype, B)[:2]) if self.cuts else None
 
     def row_at(self, dtype: mx.Dtype | str, B: int) -> tuple[str, int, Row]:
-        """The row for a batch of B: its dtype's name, its least batch size, and what is in it."""
+        """Return the row for a batch of B: the dtype's name, the row's least batch size, and its entries."""
         name = str(dtype).removeprefix("mlx.core.")
         batches = self.engines.get(name) or {1: ()}
         least = max((least for least in batches if least <= B), default=min(batches))
@@ -88,14 +90,14 @@ chips need no more time up to there, in groups of 64. Not measured."""
 
 
 def cache_file() -> Path:
-    """Where a measured table lies unless told otherwise."""
+    """Return the default path of a measured table."""
     caches = Path.home() / ("Library/Caches" if sys.platform == "darwin" else ".cache")
     return caches / "mlx-lstm" / "engines.json"
 
 
 @cache
 def machine() -> dict[str, str]:
-    """What a table depends on: the chip, the system, the versions, the kernels."""
+    """Return what a measured table depends on: the chip, the system, the versions and the kernels."""
     chip = mx.device_info(mx.gpu if mx.is_available(mx.gpu) else mx.cpu)
     return {
         "chip": str(chip.get("device_name", "unknown")),
@@ -108,7 +110,7 @@ def machine() -> dict[str, str]:
 
 
 def kernels_hash() -> str:
-    """A short hash of the shaders and of all that launches them."""
+    """Return a short hash of the shaders and of the modules that launch them."""
     files = [*shader_folder().glob("*.metal"), *(Path(__file__).parent / "metal").glob("*.py")]
     text = hashlib.sha256()
     for file in sorted(files, key=lambda file: file.name):
@@ -117,9 +119,9 @@ def kernels_hash() -> str:
 
 
 def load(file: Path) -> Table:
-    """The table in a file, if it is this machine's; else the predicted one, whose `source` says what is wrong.
+    """Return the table in a file if it was measured on this machine, else the predicted one, whose `source` says why.
 
-    A missing file is no reason to warn, a broken one is.
+    A broken file causes a warning; a missing one does not.
     """
     try:
         size_of(file)
@@ -142,24 +144,24 @@ def load(file: Path) -> Table:
 
 
 def failures(measured: list[dict[str, Any]]) -> Iterator[tuple[str, int, str]]:
-    """(dtype, B, engine) of every measured point that was discarded: `--tune` writes why instead of milliseconds."""
+    """Yield (dtype, B, engine) of every discarded point. `--tune` writes a reason in place of its milliseconds."""
     for point in measured:
         words = (name for name in ("fused", "stepwise") if isinstance(point[name], str))
         yield from ((str(point["dtype"]), int(point["B"]), name) for name in words)
 
 
 def checked_row(row: Any) -> Row:
-    """A row as it should be, or ValueError."""
-    found = tuple([(H, engine) for H, engine in row])
-    if not all(type(H) is int and engine in ("fused", "stepwise", "ops") for H, engine in found):
+    """Return a row, once its form is checked."""
+    pairs = tuple([(H, engine) for H, engine in row])
+    if not all(type(H) is int and engine in ("fused", "stepwise", "ops") for H, engine in pairs):
         raise ValueError(f"a row is pairs of H and engine but got {row}")
-    if list(found) != sorted(found, key=lambda pair: pair[0]):
+    if list(pairs) != sorted(pairs, key=lambda pair: pair[0]):
         raise ValueError(f"a row ascends in H but got {row}")
-    return found
+    return pairs
 
 
 def checked_cut(rows: Any, spare: Any) -> Cut:
-    """A cut as it should be, or ValueError."""
+    """Return a cut, once its form is checked."""
     if rows not in (1, 2, 4, 8) or type(spare) is not int or spare < 0:
         raise ValueError(f"a cut is rows 1, 2, 4 or 8 and registers to spare but got {rows}, {spare}")
     return Cut(rows, spare)
@@ -171,18 +173,18 @@ _tried: list[Cut | None] = []
 
 @cache
 def current() -> Table:
-    """The table that counts in this process, read when it is first needed."""
+    """Return the table of this process. The file is read at the first call."""
     return load(_chosen[-1] if _chosen else cache_file())
 
 
 def cut(dtype: mx.Dtype, B: int) -> Cut | None:
-    """How `fused` cuts a problem in this process, where not by its own rules."""
+    """Return how `fused` cuts a problem in this process; None: by its own rules."""
     return _tried[-1] if _tried else current().cut(dtype, B)
 
 
 @contextmanager
 def trying(cut: Cut | None) -> Iterator[None]:
-    """In here `fused` cuts like this, whatever a table says; None: by its own rules."""
+    """Let `fused` cut in this way in here, whatever the table says; None: by its own rules."""
     _tried.append(cut)
     try:
         yield
@@ -191,7 +193,7 @@ def trying(cut: Cut | None) -> Iterator[None]:
 
 
 def use(file: str | Path | None) -> Table:
-    """Let this file count in this process from now on, or, with `None`, the one in the user's cache again."""
+    """Use the table in this file from now on in this process, or with `None` the one in the user's cache."""
     _chosen[:] = [] if file is None else [Path(file)]
     current.cache_clear()
     return current()

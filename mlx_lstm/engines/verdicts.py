@@ -43,6 +43,11 @@ def record(trial: str, verdict: str) -> None:
         write_whole(file(), lambda partial: partial.write_text(text), force=True)
 
 
+def is_recorded(reason: str) -> bool:
+    """Return whether a verdict with this reason counts on this machine, in further processes, too."""
+    return reason in _known.values()
+
+
 def forget() -> None:
     """Drop the verdicts that this process knows; the file stays."""
     _known.clear()

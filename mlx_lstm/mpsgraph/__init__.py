@@ -1,22 +1,22 @@
 """The recurrent ops of Apple's MPSGraph on MLX arrays: forward and gradient of its LSTM, GRU and single-gate RNN.
 
 Arguments, layouts, defaults, results and their order are those of `MPSGraphRNNOps.h`, in Python's spelling. Sizes: T
-time, N batch, I input, H hidden; every array has the dtype of source. The gradient ops compute what `mx.grad` gives
+time, N batch, I input, H hidden; every array has the dtype of source. The gradient ops return what `mx.grad` returns
 for the forward ops.
 
-What differs: a descriptor is optional, activations are named by strings, results are MLX arrays, and a wrong layout
-raises `ValueError`. Where Apple's texts leave a point open, what they say most plainly is the default, and the other
-readings are keywords. "E:name" in a docstring names the experiment that would decide on a Mac:
-`python -m mlx_lstm.compare --settle` runs them all. None of this has been compared with MPSGraph yet: not measured.
+Differs from MPSGraph: a descriptor is optional, activations are named by strings, results are MLX arrays, and a wrong
+layout raises `ValueError`. Where Apple's texts leave a point open, the default is the most literal reading of them, and
+the other readings are keywords. "E:name" in a docstring names an experiment that decides the point on a Mac:
+`python -m mlx_lstm.compare --settle` runs all of them. No result has been compared with MPSGraph yet: not measured.
 
     E:zstate_and_cell  that zState holds the LSTM's activated gates, and the cell states are those before g
-    E:output_count     how many results training without produce_cell gives
-    E:grads            shapes of the gradients of bias and states; that those of the last states enter at each
+    E:output_count     the number of results of training without produce_cell
+    E:grads            shapes of the gradients of bias and states; that the gradients of the last states enter at each
                        direction's last step
-    E:peephole         whether o peeps at c[t-1] or c[t]; the shape of the peephole gradient
+    E:peephole         whether o reads c[t-1] or c[t]; the shape of the peephole gradient
     E:hard_sigmoid     its slope
     E:mask             the layouts a mask may have
-    E:forget_gate_last that it permutes zState and all gradients too
+    E:forget_gate_last that it permutes zState and all gradients, too
     E:reverse          that results stay aligned with the source
     E:relu_at_zero     that the slope of relu at 0 is 0
     E:single_gate      whether zState of the single-gate RNN is before or after the activation

@@ -10,11 +10,12 @@ from .. import recurrence
 from ..checks import check_every, fail
 from ..convert.mpsgraph import PROPERTIES, activation_names
 from ..convert.weights import MPSGRAPH
+from ..engines.choice import Engine
 from .layouts import Given, check_descriptor, check_leading_ones, gradient_list, title, translated
 
 GRADIENTS = {"source": "x", "recurrent_weight": "Wh", "input_weight": "Wx", "bias": "b"}
 GRADIENTS |= {"init_state": "h0", "secondary_bias": "bhn"}
-"""The order of Apple's list of gradients, and the recurrence's words."""
+"""The arguments in the order of Apple's list of gradients, and their names in the recurrence."""
 
 WORDS = GRADIENTS | {"mask": "mask", "source_gradient": "dh", "z_state": "gates", "output_fwd": "h"}
 WORDS |= {"state_gradient": "dhT"}
@@ -22,16 +23,16 @@ WORDS |= {"state_gradient": "dhT"}
 
 @dataclass(kw_only=True)
 class GRUDescriptor:
-    """`MPSGraphGRUDescriptor`: its properties and defaults.
+    """The properties of `MPSGraphGRUDescriptor`, with its defaults.
 
     Args:
         reverse, bidirectional (bool): as in `LSTMDescriptor`.
-        training (bool): let `gru` return what `gru_gradients` needs.
-        reset_gate_first (bool): gates in the order r, z, o, not z, r, o, on every axis of three blocks.
-        reset_after (bool): let r multiply the recurrent product of o, not the h that goes into it.
-        flip_z (bool): let z be the weight of o, not of h[t-1]. This is what the text on the op says, and what its users
-            find; the text on the property says the opposite. E:gru_flavours decides.
-        update_gate_activation, reset_gate_activation, output_gate_activation (str): those of z, r, o, as in
+        training (bool): `gru` returns what `gru_gradients` needs.
+        reset_gate_first (bool): the gate order on every axis of three blocks is r, z, o, not z, r, o.
+        reset_after (bool): r multiplies the recurrent product of o, not the h that enters it.
+        flip_z (bool): z is the weight of o, not of h[t-1]. So says the text on the op, and so its users find it; the
+            text on the property says the opposite. E:gru_flavours decides.
+        update_gate_activation, reset_gate_activation, output_gate_activation (str): the activations of z, r, o, as in
             `LSTMDescriptor`.
     """
 
@@ -59,7 +60,7 @@ def gru(
     hard_sigmoid: str = "x/5",
     mask_layout: str = "channels",
     checkpoint_every: int | str | None = None,
-    engine: str | None = None,
+    engine: Engine | None = None,
     stream: mx.Stream | mx.Device | None = None,
 ) -> list[mx.array]:
     r"""`GRUWithSourceTensor:recurrentWeight:inputWeight:bias:initState:mask:secondaryBias:descriptor:name:`.
@@ -77,14 +78,15 @@ def gru(
     Args:
         source, recurrent_weight, input_weight, bias, init_state, mask: as in `mpsgraph.lstm`, with 3H for every 4H and
             6H for every 8H.
-        secondary_bias (array, optional): b2, [H], with bidirectional [2H]. Without reset_after, where nothing uses it,
-            it is refused.
+        secondary_bias (array, optional): b2, [H], with bidirectional [2H]. Refused without reset_after, where it has
+            no effect.
         descriptor (GRUDescriptor, optional): Default: `GRUDescriptor()`.
         hard_sigmoid, mask_layout, checkpoint_every, engine, stream: as in `mpsgraph.lstm`.
 
     Returns:
-        list: h [T, N, H]; with training the gates after their activations, [T, N, 3H] (zState; Apple does not say what
-        its own holds, so it is a secret between these two functions: E:gru_flavours). Twice as wide with bidirectional.
+        list: h [T, N, H]; with training zState, the gates after their activations [T, N, 3H]. Both are twice as wide
+        with bidirectional. Apple does not say what its zState holds, so pass it to `gru_gradients` only:
+        E:gru_flavours.
 
     Example:
         >>> import mlx.core as mx
@@ -97,10 +99,10 @@ def gru(
     arrays = {"source": source, "recurrent_weight": recurrent_weight, "input_weight": input_weight, "bias": bias}
     arrays |= {"init_state": init_state, "mask": mask, "secondary_bias": secondary_bias}
     call = translate(op, arrays, descriptor, hard_sigmoid, mask_layout)
-    training, how = descriptor.training, {"engine": engine, "stream": stream}
-    how |= {"checkpoint_every": check_every(op, checkpoint_every)}
-    out = recurrence.gru(**call, return_gates=training, training=training, **how)
-    return [out.h, *([] if out.gates is None else [out.gates])]
+    training, options = descriptor.training, {"engine": engine, "stream": stream}
+    options |= {"checkpoint_every": check_every(op, checkpoint_every)}
+    outputs = recurrence.gru(**call, return_gates=training, training=training, **options)
+    return [outputs.h, *([] if outputs.gates is None else [outputs.gates])]
 
 
 def gru_gradients(
@@ -120,24 +122,24 @@ def gru_gradients(
     hard_sigmoid: str = "x/5",
     mask_layout: str = "channels",
     leading_ones: Sequence[str] = (),
-    engine: str | None = None,
+    engine: Engine | None = None,
     stream: mx.Stream | mx.Device | None = None,
 ) -> list[mx.array]:
     """`GRUGradientsWithSourceTensor:recurrentWeight:sourceGradient:zState:outputFwd:stateGradient:...`
 
     Args:
         source, recurrent_weight, input_weight, bias, init_state, mask, secondary_bias, descriptor, hard_sigmoid,
-            mask_layout, engine, stream: as `gru` had them. Without input_weight only the shape of source counts;
-            training does not.
+            mask_layout, engine, stream: the arguments of `gru`. Without input_weight only the shape of source is used;
+            training is not used.
         source_gradient, state_gradient: as in `mpsgraph.lstm_gradients`.
         z_state (array): the second result of `gru` with training, [T, N, 3H]; twice as wide with bidirectional.
-        output_fwd (array): the first result, [T, N, H], likewise.
-        leading_ones (sequence of str): which gradients out of `"bias"`, `"secondary_bias"` come with two leading axes
-            of 1. E:gru_flavours decides. Default: none, every gradient has its argument's shape.
+        output_fwd (array): the first result of `gru`, [T, N, H]; twice as wide with bidirectional.
+        leading_ones (sequence of str): those of `"bias"`, `"secondary_bias"` whose gradients get two leading axes of 1.
+            E:gru_flavours decides. Default: none, every gradient has its argument's shape.
 
     Returns:
         list: the gradients of source, recurrent_weight, input_weight, bias, init_state, secondary_bias, in this order,
-        without those of arguments that are None. There is none of mask. That of init_state is [N, H], as in
+        without those of arguments that are None. mask has no gradient. That of init_state is [N, H], as in
         `mpsgraph.lstm_gradients`.
 
     Example:
@@ -159,12 +161,12 @@ def gru_gradients(
 
 
 def translate(op: str, arrays: Given, descriptor: GRUDescriptor, hard_sigmoid: str, mask_layout: str) -> dict[str, Any]:
-    """The recurrence's arguments, once Apple's are found right."""
+    """Check Apple's arguments; return those of the recurrence."""
     check_descriptor(op, descriptor, GRUDescriptor)
-    found = translated(op, arrays, 3, WORDS, descriptor, mask_layout)
-    if "bhn" in found and not descriptor.reset_after:
+    arguments = translated(op, arrays, 3, WORDS, descriptor, mask_layout)
+    if "bhn" in arguments and not descriptor.reset_after:
         fail(op, f"{title('secondary_bias')} must be None without descriptor.reset_after", "an array")
-    return found | {
+    return arguments | {
         "gate_order": MPSGRAPH["gru"][descriptor.reset_gate_first],
         "activations": activation_names(op, descriptor, PROPERTIES["gru"], hard_sigmoid),
         "reset": "after" if descriptor.reset_after else "before",

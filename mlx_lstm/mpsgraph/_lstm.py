@@ -10,11 +10,12 @@ from .. import recurrence
 from ..checks import check_every, check_flag, check_option
 from ..convert.mpsgraph import PROPERTIES, activation_names
 from ..convert.weights import MPSGRAPH
+from ..engines.choice import Engine
 from .layouts import Given, check_descriptor, check_leading_ones, gradient_list, translated
 
 GRADIENTS = {"source": "x", "recurrent_weight": "Wh", "input_weight": "Wx", "bias": "b"}
 GRADIENTS |= {"peephole": "peephole", "init_state": "h0", "init_cell": "c0"}
-"""The order of Apple's list of gradients, and the recurrence's words."""
+"""The arguments in the order of Apple's list of gradients, and their names in the recurrence."""
 
 WORDS = GRADIENTS | {"mask": "mask", "source_gradient": "dh", "z_state": "gates", "cell_output_fwd": "c"}
 WORDS |= {"state_gradient": "dhT", "cell_gradient": "dcT"}
@@ -22,16 +23,17 @@ WORDS |= {"state_gradient": "dhT", "cell_gradient": "dcT"}
 
 @dataclass(kw_only=True)
 class LSTMDescriptor:
-    """`MPSGraphLSTMDescriptor`: its ten properties and defaults.
+    """The ten properties of `MPSGraphLSTMDescriptor`, with its defaults.
 
     Args:
-        reverse (bool): go through time from its end; results stay aligned with the source. Ignored with bidirectional.
+        reverse (bool): run from the last time step to the first; results stay aligned with the source. Ignored with
+            bidirectional.
         bidirectional (bool): run both directions.
-        produce_cell (bool): let `lstm` return the cell states too.
-        training (bool): let `lstm` return what `lstm_gradients` needs.
-        forget_gate_last (bool): gates in the order i, z, f, o, not i, f, z, o, on every axis of four blocks.
+        produce_cell (bool): `lstm` returns the cell states, too.
+        training (bool): `lstm` returns what `lstm_gradients` needs.
+        forget_gate_last (bool): the gate order on every axis of four blocks is i, z, f, o, not i, f, z, o.
         input_gate_activation, forget_gate_activation, cell_gate_activation, output_gate_activation, activation (str):
-            those of i, f, z, o and of the cell on its way into the output, each one of `"none"`, `"relu"`, `"tanh"`,
+            the activations of i, f, z, o, and g, the one between c and h; each one of `"none"`, `"relu"`, `"tanh"`,
             `"sigmoid"`, `"hard_sigmoid"`.
     """
 
@@ -63,7 +65,7 @@ def lstm(
     mask_layout: str = "channels",
     training_returns_cell: bool = True,
     checkpoint_every: int | str | None = None,
-    engine: str | None = None,
+    engine: Engine | None = None,
     stream: mx.Stream | mx.Device | None = None,
 ) -> list[mx.array]:
     r"""`LSTMWithSourceTensor:recurrentWeight:inputWeight:bias:initState:initCell:mask:peephole:descriptor:name:`.
@@ -86,24 +88,24 @@ def lstm(
         descriptor (LSTMDescriptor, optional): Default: `LSTMDescriptor()`. With bidirectional, the forward direction
             first: source without input_weight [T, N, 8H], recurrent_weight [2, 4H, H], input_weight [8H, I], bias [8H],
             states [N, 2H], mask broadcastable to [N, 2H], peephole [2, 4H].
-        output_peephole (str): whether o peeps at c[t-1], `"previous"`, as Apple's formula has it, or at c[t],
-            `"current"`, as in Apple's older MPSLSTMDescriptor. E:peephole decides.
-        hard_sigmoid (str): whether hard_sigmoid is clip(x/5 + 0.5, 0, 1), `"x/5"`, as elsewhere at Apple, or
+        output_peephole (str): o reads c[t-1], `"previous"`, as in Apple's formula, or c[t], `"current"`, as in Apple's
+            older MPSLSTMDescriptor. E:peephole decides.
+        hard_sigmoid (str): hard_sigmoid is clip(x/5 + 0.5, 0, 1), `"x/5"`, as in Apple's other frameworks, or
             clip(x/6 + 0.5, 0, 1), `"x/6"`; MPSGraph's texts do not say. E:hard_sigmoid decides.
-        mask_layout (str): Apple gives none. `"channels"`: as above. `"directions"`: with bidirectional [2, N, H] or
-            what broadcasts to it. `"steps"`: broadcastable to [T, N, H] or [T, N, 2H], one per step. Those two need a
-            mask. E:mask decides.
+        mask_layout (str): the layout of mask, which Apple's texts do not say. `"channels"`: as above. `"directions"`:
+            with bidirectional, broadcastable to [2, N, H]. `"steps"`: broadcastable to [T, N, H] or [T, N, 2H], one per
+            step. The last two need a mask. E:mask decides.
         training_returns_cell (bool): whether training returns the cell states even without produce_cell. Apple's texts
-            say both: `True` is what those on the gradient say. E:output_count decides.
-        checkpoint_every, engine, stream: as in `mlx_lstm.lstm`. The first is about `mx.grad`; it saves nothing of c and
-            zState while the caller holds them, for the gradient op.
+            contradict one another; those on the gradient say `True`. E:output_count decides.
+        checkpoint_every, engine, stream: as in `mlx_lstm.lstm`. checkpoint_every is for `mx.grad`; c and zState take
+            memory as long as the caller holds them.
 
     Returns:
-        list: h [T, N, H]; with produce_cell or training the cell states c [T, N, H], before g; with training the gates
-        after their activations, [T, N, 4H] (zState). All twice as wide with bidirectional, the forward half first.
+        list: h [T, N, H]; with produce_cell or training the cell states c [T, N, H], before g; with training zState,
+        the gates after their activations [T, N, 4H]. All are twice as wide with bidirectional, the forward half first.
 
     Raises:
-        ValueError: a layout, dtype or option is wrong, or a forced engine cannot run. Nothing has been computed then.
+        ValueError: a layout, dtype or option is wrong, or a forced engine cannot run. Nothing is computed then.
 
     Example:
         >>> import mlx.core as mx
@@ -118,11 +120,11 @@ def lstm(
     arrays |= {"init_state": init_state, "init_cell": init_cell, "mask": mask, "peephole": peephole}
     check_flag(op, "training_returns_cell", training_returns_cell)
     call = translate(op, arrays, descriptor, output_peephole, hard_sigmoid, mask_layout)
-    training, how = descriptor.training, {"engine": engine, "stream": stream}
-    how |= {"checkpoint_every": check_every(op, checkpoint_every)}
-    out = recurrence.lstm(**call, return_gates=training, training=training, **how)
-    cell = descriptor.produce_cell or (training and training_returns_cell)
-    return [out.h, *([out.c] if cell else []), *([] if out.gates is None else [out.gates])]
+    training, options = descriptor.training, {"engine": engine, "stream": stream}
+    options |= {"checkpoint_every": check_every(op, checkpoint_every)}
+    outputs = recurrence.lstm(**call, return_gates=training, training=training, **options)
+    returns_cell = descriptor.produce_cell or (training and training_returns_cell)
+    return [outputs.h, *([outputs.c] if returns_cell else []), *([] if outputs.gates is None else [outputs.gates])]
 
 
 def lstm_gradients(
@@ -145,31 +147,32 @@ def lstm_gradients(
     hard_sigmoid: str = "x/5",
     mask_layout: str = "channels",
     leading_ones: Sequence[str] = (),
-    engine: str | None = None,
+    engine: Engine | None = None,
     stream: mx.Stream | mx.Device | None = None,
 ) -> list[mx.array]:
     """`LSTMGradientsWithSourceTensor:recurrentWeight:sourceGradient:zState:cellOutputFwd:stateGradient:cellGradient:...`
 
-    Made of z_state and cell_output_fwd alone: no gate is computed again, and the forward pass's h is not needed.
+    Of the forward pass only z_state and cell_output_fwd are needed: no gate is computed again.
 
     Args:
         source, recurrent_weight, input_weight, bias, init_state, init_cell, mask, peephole, descriptor,
-            output_peephole, hard_sigmoid, mask_layout, engine, stream: as `lstm` had them. Without input_weight only
-            the shape of source counts; produce_cell and training do not count.
-        source_gradient (array): the gradient of h, [T, N, H]. This and all below twice as wide with bidirectional.
+            output_peephole, hard_sigmoid, mask_layout, engine, stream: the arguments of `lstm`. Without input_weight
+            only the shape of source is used; produce_cell and training are not used.
+        source_gradient (array): the gradient of h, [T, N, H]. It and all arrays below are twice as wide with
+            bidirectional.
         z_state (array): the third result of `lstm` with training, [T, N, 4H].
         cell_output_fwd (array): the second result, [T, N, H].
-        state_gradient (array, optional): a gradient more of h at the last step of each direction, [N, H] or [1, N, H]:
-            at the last time step, or the first with reverse and for the second half with bidirectional.
-        cell_gradient (array, optional): likewise of c.
-        leading_ones (sequence of str): which gradients out of `"bias"`, `"peephole"` come with two leading axes of 1.
-            Of Apple's op PyTorch gets [1, 1, 8H] for bias with bidirectional, and squeezes it; of one direction it
-            takes what comes. E:grads and E:peephole decide. Default: none, every gradient has its argument's shape.
+        state_gradient (array, optional): a gradient of h, added at the last step of each direction, [N, H] or
+            [1, N, H]: at the last time step, or at the first with reverse and for the second half with bidirectional.
+        cell_gradient (array, optional): such a gradient of c.
+        leading_ones (sequence of str): those of `"bias"`, `"peephole"` whose gradients get two leading axes of 1.
+            PyTorch receives [1, 1, 8H] for bias from Apple's op with bidirectional, and squeezes it; with one direction
+            it takes any shape. E:grads and E:peephole decide. Default: none, every gradient has its argument's shape.
 
     Returns:
         list: the gradients of source, recurrent_weight, input_weight, bias, peephole, init_state, init_cell, in this
-        order, without those of arguments that are None. There is none of mask. Those of the states are [N, H] even if
-        the states are [1, N, H]: so PyTorch finds them, and expands them itself.
+        order, without those of arguments that are None. mask has no gradient. The gradients of the states are [N, H]
+        even if the states are [1, N, H], as PyTorch receives them from Apple's op.
 
     Example:
         >>> import mlx.core as mx
@@ -193,7 +196,7 @@ def lstm_gradients(
 def translate(
     op: str, arrays: Given, descriptor: LSTMDescriptor, output_peephole: str, hard_sigmoid: str, mask_layout: str
 ) -> dict[str, Any]:
-    """The recurrence's arguments, once Apple's are found right."""
+    """Check Apple's arguments; return those of the recurrence."""
     check_descriptor(op, descriptor, LSTMDescriptor)
     check_option(op, "output_peephole", output_peephole, ("previous", "current"))
     return translated(op, arrays, 4, WORDS, descriptor, mask_layout) | {

@@ -9,24 +9,25 @@ import mlx.core as mx
 from .. import recurrence
 from ..checks import check_every, check_option
 from ..convert.mpsgraph import activation_names
+from ..engines.choice import Engine
 from .layouts import Given, check_descriptor, check_leading_ones, gradient_list, translated
 
 GRADIENTS = {"source": "x", "recurrent_weight": "Wh", "input_weight": "Wx", "bias": "b", "init_state": "h0"}
-"""The order of Apple's list of gradients, and the recurrence's words."""
+"""The arguments in the order of Apple's list of gradients, and their names in the recurrence."""
 
 WORDS = GRADIENTS | {"mask": "mask", "source_gradient": "dh", "state_gradient": "dhT"}
 Z_STATES = {"preactivations": "gates", "activations": "h"}
-"""What zState may hold, and the recurrence's words."""
+"""What zState may hold, and its name in the recurrence."""
 
 
 @dataclass(kw_only=True)
 class SingleGateRNNDescriptor:
-    """`MPSGraphSingleGateRNNDescriptor`: its properties and defaults.
+    """The properties of `MPSGraphSingleGateRNNDescriptor`, with its defaults.
 
     Args:
         reverse, bidirectional (bool): as in `LSTMDescriptor`.
-        training (bool): let `single_gate_rnn` return what `single_gate_rnn_gradients` needs.
-        activation (str): that of h, as in `LSTMDescriptor`. As in Apple's, relu unless said otherwise.
+        training (bool): `single_gate_rnn` returns what `single_gate_rnn_gradients` needs.
+        activation (str): the activation of h, as in `LSTMDescriptor`. Default: `"relu"`, as in Apple's.
     """
 
     reverse: bool = False
@@ -48,7 +49,7 @@ def single_gate_rnn(
     hard_sigmoid: str = "x/5",
     mask_layout: str = "channels",
     checkpoint_every: int | str | None = None,
-    engine: str | None = None,
+    engine: Engine | None = None,
     stream: mx.Stream | mx.Device | None = None,
 ) -> list[mx.array]:
     r"""`singleGateRNNWithSourceTensor:recurrentWeight:inputWeight:bias:initState:mask:descriptor:name:`.
@@ -62,12 +63,12 @@ def single_gate_rnn(
         source, recurrent_weight, input_weight, bias, init_state, mask: as in `mpsgraph.lstm`, with H for every 4H and
             2H for every 8H.
         descriptor (SingleGateRNNDescriptor, optional): Default: `SingleGateRNNDescriptor()`.
-        z_state_holds (str): whether zState is z, `"preactivations"`, as the formula has it, or s(z), `"activations"`,
-            as for the LSTM. E:single_gate decides.
+        z_state_holds (str): zState is z, `"preactivations"`, as in the formula, or s(z), `"activations"`, as in the
+            LSTM. E:single_gate decides.
         hard_sigmoid, mask_layout, checkpoint_every, engine, stream: as in `mpsgraph.lstm`.
 
     Returns:
-        list: h [T, N, H]; with training zState [T, N, H]. Twice as wide with bidirectional.
+        list: h [T, N, H]; with training zState [T, N, H]. Both are twice as wide with bidirectional.
 
     Example:
         >>> import mlx.core as mx
@@ -80,10 +81,10 @@ def single_gate_rnn(
     arrays = {"source": source, "recurrent_weight": recurrent_weight, "input_weight": input_weight, "bias": bias}
     arrays |= {"init_state": init_state, "mask": mask}
     call = translate(op, arrays, descriptor, z_state_holds, hard_sigmoid, mask_layout)
-    training, how = descriptor.training, {"engine": engine, "stream": stream}
-    how |= {"checkpoint_every": check_every(op, checkpoint_every)}
-    out = recurrence.rnn(**call, return_gates=training, training=training, **how)
-    return [out.h, *([getattr(out, Z_STATES[z_state_holds])] if training else [])]
+    training, options = descriptor.training, {"engine": engine, "stream": stream}
+    options |= {"checkpoint_every": check_every(op, checkpoint_every)}
+    outputs = recurrence.rnn(**call, return_gates=training, training=training, **options)
+    return [outputs.h, *([getattr(outputs, Z_STATES[z_state_holds])] if training else [])]
 
 
 def single_gate_rnn_gradients(
@@ -102,24 +103,24 @@ def single_gate_rnn_gradients(
     hard_sigmoid: str = "x/5",
     mask_layout: str = "channels",
     leading_ones: Sequence[str] = (),
-    engine: str | None = None,
+    engine: Engine | None = None,
     stream: mx.Stream | mx.Device | None = None,
 ) -> list[mx.array]:
     """`singleGateRNNGradientsWithSourceTensor:recurrentWeight:sourceGradient:zState:stateGradient:...`
 
     Args:
         source, recurrent_weight, input_weight, bias, init_state, mask, descriptor, z_state_holds, hard_sigmoid,
-            mask_layout, engine, stream: as `single_gate_rnn` had them. Without input_weight only the shape of source
-            counts; training does not.
+            mask_layout, engine, stream: the arguments of `single_gate_rnn`. Without input_weight only the shape of
+            source is used; training is not used.
         source_gradient, state_gradient: as in `mpsgraph.lstm_gradients`.
-        z_state (array): the second result with training, [T, N, H]; twice as wide with bidirectional.
-        leading_ones (sequence of str): `("bias",)` if that gradient shall come with two leading axes of 1.
+        z_state (array): the second result of `single_gate_rnn` with training, [T, N, H]; twice as wide with
+            bidirectional.
+        leading_ones (sequence of str): `("bias",)` if the gradient of bias shall get two leading axes of 1.
             E:single_gate decides. Default: none, every gradient has its argument's shape.
 
     Returns:
         list: the gradients of source, recurrent_weight, input_weight, bias, init_state, in this order, without those of
-        arguments that are None. There is none of mask. That of init_state is [N, H], as in
-        `mpsgraph.lstm_gradients`.
+        arguments that are None. mask has no gradient. That of init_state is [N, H], as in `mpsgraph.lstm_gradients`.
 
     Example:
         >>> import mlx.core as mx
@@ -144,7 +145,7 @@ def single_gate_rnn_gradients(
 def translate(
     op: str, arrays: Given, descriptor: SingleGateRNNDescriptor, z_state_holds: str, hard_sigmoid: str, mask_layout: str
 ) -> dict[str, Any]:
-    """The recurrence's arguments, once Apple's are found right."""
+    """Check Apple's arguments; return those of the recurrence."""
     check_descriptor(op, descriptor, SingleGateRNNDescriptor)
     check_option(op, "z_state_holds", z_state_holds, tuple(Z_STATES))
     words = WORDS | {"z_state": Z_STATES[z_state_holds]}

@@ -466,26 +466,26 @@ class RNN(Layer):
 
 
 class QuantizedLSTM(QuantizedLayer, LSTM):
-    """`LSTM` with quantized weights; `mlx.nn.QuantizedLinear` is to `Linear` what this is to `LSTM`.
+    """`LSTM` with quantized weights, as `mlx.nn.QuantizedLinear` is `Linear` with quantized weights.
 
-    Equals the `LSTM` whose weights are what `mx.dequantize` makes of the packed ones, which stay packed: at 4 bits an
-    eighth of the bytes of float32. Made by `from_layer(layer, group_size, bits, mode)`, or for a whole model by
-    `quantize`; the constructor draws random weights, for a file to be loaded into.
+    Equals the `LSTM` whose weights are those that `mx.dequantize` returns. The weights stay packed in memory: 4 bits,
+    with float32 scales and biases for groups of 64, are 5 / 32 of the bytes of float32. Use `from_layer(layer,
+    group_size, bits, mode)` to make one, or `quantize` for a whole model; the constructor draws random weights, for a
+    file to be loaded into.
 
-    Parameters: `Wx` and `Wh` as `mx.quantize` packs them, uint32; beside each `Wx_scales`, `Wh_scales` and, in mode
-    "affine", `Wx_biases`, `Wh_biases`; `bias` [4H] as it was. A weight keeps its name, as that of
-    `mlx.nn.QuantizedLinear` does. All are frozen, as there; after `layer.unfreeze(keys="bias")` the bias is trained.
-    Packed weights have no gradient: to ask for one is an error.
+    Parameters: `Wx` and `Wh` as `mx.quantize` packs them, uint32; for each `Wx_scales`, `Wh_scales` and, in mode
+    "affine", `Wx_biases`, `Wh_biases`; `bias` [4H] as in `LSTM`. All are frozen, as in `mlx.nn.QuantizedLinear`; after
+    `layer.unfreeze(keys="bias")` the bias is trained. Packed weights have no gradient: to ask for one is an error.
 
-    Where D is not a multiple of the group `Wx` stays as it is: it is read once per call, and `Wh` at every step.
+    If D is not a multiple of the group, `Wx` stays a float weight: a call reads it once, and `Wh` at every step.
 
     Args:
         input_size, hidden_size, bias, engine: as in `LSTM`.
-        layer (Module): of `from_layer`, an `mlx_lstm.nn.LSTM` or `mlx.nn.LSTM`, which stays as it is.
-        group_size (int, optional): weights that share a scale; H must be a multiple. Default: that of the mode, 64, or
-            of "mxfp4" and "mxfp8" 32, of "nvfp4" 16.
-        bits (int, optional): of a weight. Default: that of the mode, 4, or of "mxfp8" 8.
-        mode (str): "affine" (groups of 32, 64, 128; 1, 2, 3, 4, 5, 6 or 8 bits), "mxfp4", "mxfp8" or "nvfp4", as of
+        layer (Module): for `from_layer`, an `mlx_lstm.nn.LSTM` or `mlx.nn.LSTM`, which stays as it is.
+        group_size (int, optional): the number of weights that share a scale; H must be a multiple of it. Default: 64
+            for "affine", 32 for "mxfp4" and "mxfp8", 16 for "nvfp4".
+        bits (int, optional): bits of a weight. Default: 4, for "mxfp8" 8.
+        mode (str): "affine" (groups of 32, 64, 128; 1, 2, 3, 4, 5, 6 or 8 bits), "mxfp4", "mxfp8" or "nvfp4", as in
             `mx.quantize`. Default: `"affine"`.
 
     Raises:
@@ -507,9 +507,9 @@ class QuantizedLSTM(QuantizedLayer, LSTM):
 
 
 class QuantizedGRU(QuantizedLayer, GRU):
-    """`GRU` with quantized weights, as `QuantizedLSTM` has them.
+    """`GRU` with quantized weights; see `QuantizedLSTM`.
 
-    Parameters: `Wx`, `Wh` and their scales and biases as there; `b` [3H], `bhn` [H] as they were.
+    Parameters: `Wx`, `Wh` with scales and biases as in `QuantizedLSTM`; `b` [3H], `bhn` [H] as in `GRU`.
 
     Args:
         input_size, hidden_size, bias, group_size, bits, mode, engine: as in `QuantizedLSTM`.
@@ -526,9 +526,9 @@ class QuantizedGRU(QuantizedLayer, GRU):
 
 
 class QuantizedRNN(QuantizedLayer, RNN):
-    """`RNN` with quantized weights, as `QuantizedLSTM` has them.
+    """`RNN` with quantized weights; see `QuantizedLSTM`.
 
-    Parameters: `Wxh`, `Whh`, each with `Wxh_scales`, `Wxh_biases` and so on beside it; `bias` [H] as it was.
+    Parameters: `Wxh`, `Whh`, each with scales and biases, `Wxh_scales`, `Wxh_biases` and so on; `bias` [H] as in `RNN`.
 
     Args:
         input_size, hidden_size, bias, nonlinearity, engine: as in `RNN`.

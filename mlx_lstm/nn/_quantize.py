@@ -19,27 +19,29 @@ def quantize(
     quantize_input: bool = False,
     class_predicate: Callable[[str, nn.Module], bool | dict[str, Any]] | None = None,
 ) -> None:
-    """`mlx.nn.quantize`, which also quantizes our layers: those of `mlx_lstm.nn` and of `mlx_lstm.torch`, no cells.
+    """Quantize a model in place, as `mlx.nn.quantize`, including the layers of `mlx_lstm.nn` and `mlx_lstm.torch`.
 
-    Equals `mlx.nn.quantize` in arguments and in what it does with all other layers. That function leaves ours as they
-    are, so that a model and its weight files go on fitting one another. Layers of `mlx.nn` itself become ours by
-    `replace` first; subclasses of ours, which may compute something else, are left. A layer that several modules share
-    stays shared. If anything is refused, the model stays as it was.
+    Equals `mlx.nn.quantize` in its arguments and for all other layers. That function itself leaves the layers of
+    `mlx_lstm` as they are, so that weight files keep fitting the model. Not quantized are the cells of
+    `mlx_lstm.torch`; the recurrent layers of `mlx.nn`, unless `replace` has turned them into those of `mlx_lstm.nn`;
+    and subclasses, which may compute something else. A layer that several modules share stays shared. If a layer is
+    refused, the model stays as it was.
 
-    To load quantized weights, quantize a model of the same sizes in the same way first, as with MLX:
+    To load quantized weights, first quantize a model of the same sizes in the same way, as with MLX:
     `quantize(model, 64, 4)`, `model.load_weights(file)`.
 
     Args:
-        model (Module): a module that has such layers, in place; for a layer by itself there is `from_layer`.
-        group_size (int, optional): as of `mx.quantize`; see `QuantizedLSTM`. Default: that of the mode.
-        bits (int, optional): likewise.
-        mode (str): likewise. Default: `"affine"`.
-        quantize_input (bool): for `mlx.nn.Linear` only, handed on. Default: `False`.
-        class_predicate (callable, optional): called with a layer's path and itself; what is `True`, or a dict of
-            `group_size`, `bits` and `mode`, is quantized. Default: all that can be.
+        model (Module): a module that has such layers; to quantize a single layer use `from_layer` of its quantized
+            class.
+        group_size (int, optional): as in `mx.quantize`; see `QuantizedLSTM`. Default: that of the mode.
+        bits (int, optional): bits of a weight; see `QuantizedLSTM`. Default: that of the mode.
+        mode (str): as in `mx.quantize`; see `QuantizedLSTM`. Default: `"affine"`.
+        quantize_input (bool): for `mlx.nn.Linear` only, passed on. Default: `False`.
+        class_predicate (callable, optional): called with a layer's path and the layer. The layer is quantized if the
+            result is `True`, or a dict of `group_size`, `bits` and `mode`. Default: all layers that can be quantized.
 
     Raises:
-        ValueError: an argument breaks a rule, or a layer's H is no multiple of the group.
+        ValueError: an argument breaks a rule, or a layer's H is not a multiple of the group. The text names the layer.
 
     Example:
         >>> import mlx.nn
@@ -51,26 +53,30 @@ def quantize(
     """
     if not isinstance(model, nn.Module) or quantizes(model):
         fail("nn.quantize", "model must be a module that has layers", type(model).__name__)
-    made: dict[int, nn.Module] = {}
-    wanted = class_predicate or (lambda _, layer: quantizes(layer) or hasattr(layer, "to_quantized"))
+    quantized: dict[int, nn.Module] = {}
+    predicate = class_predicate or (lambda _, layer: quantizes(layer) or hasattr(layer, "to_quantized"))
 
-    def make(path: str, layer: Any) -> None:
-        how = quantizes(layer) and wanted(path, layer)
-        if how and id(layer) not in made:
-            options = {"group_size": group_size, "bits": bits, "mode": mode} if how is True else how
-            made[id(layer)] = layer.into_quantized(**options)
+    def quantize_ours(path: str, layer: Any) -> None:
+        result = quantizes(layer) and predicate(path, layer)
+        if result and id(layer) not in quantized:
+            options = {"group_size": group_size, "bits": bits, "mode": mode} if result is True else result
+            try:
+                quantized[id(layer)] = layer.into_quantized(**options)
+            except ValueError as error:
+                raise ValueError(f"{error} The layer is {path} of the model.") from None
 
-    def of_mlx(path: str, layer: nn.Module) -> bool | dict[str, Any]:
-        return not quantizes(layer) and wanted(path, layer)
+    def is_of_mlx(path: str, layer: nn.Module) -> bool | dict[str, Any]:
+        return not quantizes(layer) and predicate(path, layer)
 
+    # First the layers that may be refused; the model changes only after that.
     each = partial(tree_map_with_path, is_leaf=nn.Module.is_module)
-    each(make, model.leaf_modules())
-    theirs: Any = nn.quantize  # of which MLX's types do not say that a size may be None
+    each(quantize_ours, model.leaf_modules())
+    quantize_mlx: Any = nn.quantize  # MLX's types do not say that a size may be None
     more = {"quantize_input": True} if quantize_input else {}
-    theirs(model, group_size, bits, mode=mode, class_predicate=of_mlx, **more)
-    model.update_modules(each(lambda _, layer: made.get(id(layer), layer), model.leaf_modules()))
+    quantize_mlx(model, group_size, bits, mode=mode, class_predicate=is_of_mlx, **more)
+    model.update_modules(each(lambda _, layer: quantized.get(id(layer), layer), model.leaf_modules()))
 
 
 def quantizes(layer: object) -> bool:
-    """Whether it is a layer of ours, and of no subclass, that can be quantized."""
+    """Return whether a layer of `mlx_lstm` can be quantized. A subclass has no `into_quantized` of its own."""
     return "into_quantized" in vars(type(layer))

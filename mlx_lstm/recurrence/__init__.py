@@ -1,19 +1,19 @@
-"""The recurrence: an LSTM, GRU or plain RNN layer over a sequence, with its own gradient. All faces stand on it.
+"""The recurrence: an LSTM, GRU or plain RNN layer over a sequence, with its own gradient. All others call it.
 
 For users, and exported by `mlx_lstm`:
 
 - `lstm`, `gru` and `rnn` run forward and carry their gradient; `lstm_gradients`, `gru_gradients` and `rnn_gradients`
-  are that gradient by itself, for callers that saved the outputs; `recurrent` runs a cell of the caller's own.
+  are that gradient as an op, for callers that saved the outputs; `recurrent` runs a cell written by the user.
 - `Quantized` is a weight as `mx.quantize` packs it; `join_directions` joins the arrays of two directions.
 
-For the faces:
+For the layers and dialects above this module:
 
 - `Call` checks arguments, chooses an engine and runs it. `engine_used` is the property of a layer that returns the
   choice of its latest call; `QuantizedLayer` is the base of layers with quantized weights.
 - `by_layer`, `of_layers`, `split_states`, `join_states` and `join_biases` translate the states and biases of stacks of
   layers. `common_dtype`, `in_dtype` and `in_common_dtype` bring arrays into one dtype. `whole_steps` checks keep and
   hold of a layer, `whole_lengths` its lengths.
-- Inside `unguarded` no kernel is tried before its first use: for code that judges every result itself.
+- `unguarded` lets kernels run without a trial, for commands that judge every result themselves.
 """
 
 from ..engines.packing import Quantized

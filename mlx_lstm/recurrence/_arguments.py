@@ -1,4 +1,4 @@
-"""Checks of a recurrence's arguments: shapes, dtypes and options; the cell that options describe."""
+"""Check the arguments of a recurrence: shapes, dtypes and options. Build the cell that the options describe."""
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
@@ -90,7 +90,7 @@ def in_common_dtype(values: dict[str, Any]) -> tuple[dict[str, Any], mx.Dtype]:
 
 
 def check_packing(op: str, group_size: object, bits: object, mode: object) -> None:
-    """A mode of `mx.quantize`, with a group size and bits that it has."""
+    """Check that `mx.quantize` has this mode, with this group size and these bits."""
     check_option(op, "mode", mode, tuple(WIDTHS))
     groups, widths = WIDTHS[cast(str, mode)]
     for name, value, allowed in (("group_size", group_size, groups), ("bits", bits, widths)):
@@ -147,8 +147,8 @@ def check_shapes(
 
 
 def matrices_of(op: str, arrays: dict[str, Form], packing: Packing) -> dict[str, Form]:
-    """The forms of the matrices that packed weights stand for, once their parts are found right."""
-    dtype, found = arrays["x"].dtype, {}
+    """Return the shapes and dtypes of the matrices that quantized weights stand for, once their parts are checked."""
+    dtype, matrices = arrays["x"].dtype, {}
     if dtype == mx.float64:
         fail(op, "x must be float32, float16 or bfloat16 where weights are quantized", dtype)
     for name in (name for name in WEIGHTS if is_packed(name, arrays)):
@@ -172,12 +172,12 @@ def matrices_of(op: str, arrays: dict[str, Form], packing: Packing) -> dict[str,
             check_array(op, f"{name}.scales", scales, shape, mx.uint8)
             if biases is not None:
                 fail(op, f"{name}.biases must be None in mode {packing.mode!r}", "an array")
-        found[name] = Form((*rows, columns), dtype)
-    return found
+        matrices[name] = Form((*rows, columns), dtype)
+    return matrices
 
 
 def check_mask(op: str, mask: Form, shape: tuple[int, int, int], dtype: mx.Dtype, many: str) -> None:
-    """The mask broadcasts to [T, B, P] without enlarging it."""
+    """Check that the mask broadcasts to [T, B, P] without enlarging it."""
     check_array(op, "mask", mask, mask.shape, dtype)
     try:
         fits = np.broadcast_shapes(mask.shape, shape) == shape
@@ -190,7 +190,8 @@ def check_mask(op: str, mask: Form, shape: tuple[int, int, int], dtype: mx.Dtype
 
 
 def check_sequences(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays, op: str) -> None:
-    """What a forward pass saved is there; it and the gradients of its outputs have the shapes of the outputs."""
+    """Check that the saved outputs which a gradient op needs are there, and that they and the cotangents have the
+    outputs' shapes."""
     T, B, D, dtype = problem.T, problem.B, problem.directions, arrays["x"].dtype
     G, H, P = problem.cell.gates, problem.H, problem.P
     shapes = {"h": [T, B, D * P], "c": [T, B, D * H], "gates": [T, B, D * G * H], "hT": [B, D * P], "cT": [B, D * H]}
@@ -207,13 +208,13 @@ def check_sequences(problem: Problem, arrays: Arrays, saved: Arrays, cotangents:
 
 
 def once(check: Check) -> Check:
-    """A check that does not look again at what was right once."""
+    """Cache a check, which takes as long as a step of a small layer."""
     cached = lru_cache(maxsize=256, typed=True)(check)
 
     def checked(*arguments: Any, **named: Any) -> Any:
         try:
             return cached(*arguments, **named)
-        except TypeError:  # something that has no hash, such as a list
+        except TypeError:  # an argument without a hash, such as a list
             return check(*arguments, **named)
 
     return cast(Check, checked)
@@ -228,7 +229,7 @@ def check_lstm(
     forget_bias: float,
     op: str = "lstm",
 ) -> LSTMCell:
-    """The LSTM cell these options describe."""
+    """Return the LSTM cell that these options describe."""
     check_gate_order(op, gate_order, "ifgo")
     check_activations(op, activations, "five names: those of i, f, g, o and of the output", 5)
     check_option(op, "output_peephole", output_peephole, ("current", "previous"))
@@ -242,7 +243,7 @@ def check_lstm(
 def check_gru(
     gate_order: str, activations: Sequence[str], reset: str, flip_z: bool, has_bhn: bool, op: str = "gru"
 ) -> GRUCell:
-    """The GRU cell these options describe."""
+    """Return the GRU cell that these options describe."""
     check_gate_order(op, gate_order, "rzn")
     check_activations(op, activations, "three names: those of r, z, n", 3)
     check_option(op, "reset", reset, ("after", "before"))
@@ -254,19 +255,19 @@ def check_gru(
 
 
 def check_rnn(activation: str, op: str = "rnn") -> RNNCell:
-    """The plain cell this option describes."""
+    """Return the plain cell that this option describes."""
     check_option(op, "activation", activation, ACTIVATIONS)
     return RNNCell(activation)
 
 
 def check_gate_order(op: str, gate_order: object, gates: str) -> None:
-    """`gate_order` is a permutation of `gates`."""
+    """Check that `gate_order` is a permutation of `gates`."""
     if not isinstance(gate_order, str) or sorted(gate_order) != sorted(gates):
         fail(op, f"gate_order must be a permutation of {gates!r}", repr(gate_order))
 
 
 def check_activations(op: str, activations: object, rule: str, count: int) -> None:
-    """`activations` is a sequence of `count` names of `ACTIVATIONS`."""
+    """Check that `activations` is a sequence of `count` names of `ACTIVATIONS`."""
     if isinstance(activations, str) or not isinstance(activations, Sequence) or len(activations) != count:
         fail(op, f"activations must be {rule}", repr(activations))
     for name in activations:

@@ -1,11 +1,11 @@
-"""The GRU over a sequence, and its gradient."""
+"""The GRU over a sequence (`gru`) and its gradient op (`gru_gradients`)."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import mlx.core as mx
 
-from ..engines.choice import Stream
+from ..engines.choice import Engine, Stream
 from ..engines.packing import Weight
 from ..engines.problem import Arrays
 from ._arguments import check_gru
@@ -13,8 +13,10 @@ from ._call import Call, Hold, Lengths, given
 
 
 class GRUOutput(NamedTuple):
-    """What `gru` returns: sequences h [T, B, H], gates [T, B, 3H]; the last state hT [B, H]; twice as wide for both
-    directions."""
+    """The outputs of `gru`: sequences h [T, B, H], gates [T, B, 3H]; the last state hT [B, H].
+
+    With both directions the last axis is twice as wide: forward first, then reverse.
+    """
 
     h: mx.array
     gates: mx.array | None
@@ -42,10 +44,10 @@ def gru(
     return_gates: bool = False,
     training: bool = True,
     checkpoint_every: int | str | None = None,
-    engine: str | None = None,
+    engine: Engine | None = None,
     stream: Stream = None,
 ) -> GRUOutput:
-    r"""A gated recurrent unit layer over a time-major sequence.
+    r"""Run a gated recurrent unit (GRU) layer over a time-major sequence.
 
     .. math::
 
@@ -53,29 +55,30 @@ def gru(
         n &= s_n(x_t W_{x,n}^T + b_n + r \odot ((m_t \odot h_{t-1}) W_{h,n}^T + b_{hn})) \\
         h_t &= z \odot h_{t-1} + (1 - z) \odot n
 
-    Without options it equals `torch.nn.GRU` of one layer (b = b_ih + b_hh for r and z, b_in for n; bhn = b_hn) and
+    Without options it equals `torch.nn.GRU` with one layer (b = b_ih + b_hh for r and z, b_in for n; bhn = b_hn) and
     `mlx.nn.GRU`. With `reset="before"` the candidate is :math:`n = s_n(x_t W_{x,n}^T + b_n + (r \odot m_t \odot
     h_{t-1}) W_{h,n}^T)`, as in the first version of the paper, in Keras with `reset_after=False` and in TensorFlow's
-    GRUBlockCell. The gradient is exact for every array and flows from all outputs; it keeps the gates.
+    GRUBlockCell. The gradient is exact for every array and flows from all outputs. The forward pass
+    saves the gates for it.
 
     Args:
         x (array): input, [T, B, I]; or, with `Wx=None`, the already projected input, [T, B, 3H].
         Wx (array, optional): input weights, [3H, I].
-        Wh (array): recurrent weights, [3H, H]; both may be `Quantized`, as in `lstm`.
+        Wh (array): recurrent weights, [3H, H]. Wx and Wh may be `Quantized`, as in `lstm`.
         b (array, optional): bias, [3H].
         h0 (array, optional): first h, [B, H]. Default: zeros.
         bhn (array, optional): bias of the candidate's recurrent product, [H]; needs `reset="after"`.
         gate_order (str): order of the three H-blocks on every 3H axis, a permutation of reset, update and candidate
             gate. Default: `"rzn"`.
-        activations (sequence of str): those of r, z, n, in this order, each as in `lstm`.
-        reset (str): whether r multiplies the recurrent product, `"after"`, or what goes into it, `"before"`.
-            Default: `"after"`.
-        flip_z (bool): let z be the weight of n, so that h = (1 - z) h + z n. Default: `False`.
-        mask (array, optional): factor on h[t-1] as it enters the recurrent products, the same for all gates, and not
-            as z h[t-1] carries it on: `keep` does that; broadcastable to [B, H] or, one per step, to [T, B, H].
+        activations (sequence of str): the activations of r, z, n, in this order; the names are those of `lstm`.
+        reset (str): whether r multiplies the recurrent product of the candidate, `"after"`, or the h that enters this
+            product, `"before"`. Default: `"after"`.
+        flip_z (bool): use z as the weight of n, so that h = (1 - z) h + z n. Default: `False`.
+        mask (array, optional): factor on h[t-1] as it enters the recurrent products; broadcastable to [B, H], or to
+            [T, B, H] for a mask per step. All gates share it. The term z h[t-1] is not masked; `keep` acts on both.
         keep, hold, reverse, bidirectional, lengths, return_gates, training, checkpoint_every, engine, stream: as in
-            `lstm`, and errors. For both directions Wx is [6H, I], b [6H], Wh [2, 3H, H], bhn [2H], h0 [B, 2H], a
-            projected x [T, B, 6H].
+            `lstm`. With both directions Wx is [6H, I], b [6H], Wh [2, 3H, H], bhn [2H], h0 [B, 2H], a projected x
+            [T, B, 6H]. Errors are those of `lstm`.
 
     Returns:
         GRUOutput: h [T, B, H], gates [T, B, 3H] (after activation, in `gate_order`; `None` unless `return_gates`) and
@@ -120,13 +123,13 @@ def gru_gradients(
     reverse: bool = False,
     bidirectional: bool = False,
     lengths: Lengths = None,
-    engine: str | None = None,
+    engine: Engine | None = None,
     stream: Stream = None,
 ) -> Arrays:
-    """The gradient of `gru`, from what a forward pass returned, as `lstm_gradients` has that of `lstm`.
+    """Return the gradients of `gru`, computed from the outputs of a forward pass, as `lstm_gradients` does for `lstm`.
 
     Args:
-        x, Wx, Wh, b, h0 and all options: as `gru` had them.
+        x, Wx, Wh, b, h0 and all options: as in the call of `gru`.
         gates (array): [T, B, 3H], as `gru` returned them.
         h (array): [T, B, H], likewise.
         dh, dgates, dhT (array, optional): the gradients of the outputs, in their shapes. Default: zeros.

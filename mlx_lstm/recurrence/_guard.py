@@ -1,15 +1,13 @@
-"""The guard: before a Metal engine runs kernels that this machine has never run, they are tried.
+"""The guard: try Metal kernels before their first use on a machine.
 
-The trial runs in a process of its own; its verdict counts on this machine until something changes. An engine that fails
-is refused: the next one takes over, with a warning; who forced it gets the reason.
+A trial runs in a child process; its verdict counts on this machine until the chip, the system, MLX or the kernels
+change. An engine that fails is refused: the next engine takes over, with a warning; a caller who forced the engine gets
+the reason as an error.
 """
 
-import json
-import signal
-import subprocess
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache, lru_cache
 from threading import Lock
 
@@ -18,37 +16,41 @@ import mlx.core as mx
 from ..checks import forget_warnings, warn_once
 from ..engines import METAL_ENGINES, Choice, tuning, verdicts
 from ..engines.problem import Problem
-from ..machine import child_command, child_environment, has_interpreter
-from ._form import Trial, trial_of
-
-SECONDS = 60
-"""After which a trial hangs. It takes about one, of which Apple's compiler has its part: not measured."""
-
-ENDED_BY_OTHERS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
-"""What ends a process that did nothing wrong."""
+from ..machine import child_command, has_interpreter
+from . import _child
+from ._child import ENDED_BY_OTHERS, Child, Ended, Hangs, Verdict, verdict_of
+from ._trial import Trial, trial_of
 
 _locks: defaultdict[str, Lock] = defaultdict(Lock)
 _lock = Lock()
+_child_lock = Lock()
+_children: list[Child] = []
 _unguarded: list[bool] = []
+_hung: dict[str, str] = {}
+"""The engines that hung in this process, and the reason that says so: each further trial would cost a minute."""
 
 
-def guarded(found: Choice, problem: Problem, best: Callable[..., Choice]) -> Choice:
-    """The choice of an engine, once its kernels are found right; else the one that takes over. `best`: the
-    choice, but for engines that are `refused`. ValueError if a forced one is."""
+def guarded(chosen: Choice, problem: Problem, best: Callable[..., Choice]) -> Choice:
+    """Return the choice of an engine whose kernels are right on this machine: `chosen`, or the engine that takes over.
+
+    best: returns the choice without the engines that are `refused`; ValueError if a forced engine is among them.
+    """
     refused: dict[str, str] = {}
     if _unguarded:
-        return found
-    while found.engine in METAL_ENGINES and (reason := refusal(found.engine, problem)):
-        refused[found.engine] = reason
-        before, found = found, best(refused=refused)
-        tell(before.engine, found.engine, reason)
-    return found
+        return chosen
+    while chosen.engine in METAL_ENGINES and (reason := refusal(chosen.engine, problem)):
+        refused[chosen.engine] = reason
+        before, chosen = chosen, best(refused=refused)
+        tell(before.engine, chosen.engine, reason)
+    return chosen
 
 
 @contextmanager
 def unguarded() -> Iterator[None]:
-    """In here, in every thread, kernels have no trial, and a failed one stops none: for what judges each result itself,
-    and is to see what a compiler says."""
+    """Run kernels without a trial in here, in every thread, even those whose trial failed.
+
+    It serves commands that judge each result themselves and show what a compiler says.
+    """
     _unguarded.append(True)
     try:
         yield
@@ -58,14 +60,16 @@ def unguarded() -> Iterator[None]:
 
 @cache
 def is_real() -> bool:
-    """Whether there is a GPU, and not an emulator's."""
+    """Return whether there is a GPU; an emulator's does not count."""
     return mx.is_available(mx.gpu)
 
 
 @lru_cache(4096)
 def refusal(engine: str, problem: Problem) -> str:
-    """Why an engine's kernels for a call are refused on this machine, or nothing. A trial is made where nobody knows,
-    once, however many threads ask."""
+    """Return why an engine's kernels for a call are refused on this machine, or an empty text.
+
+    Kernels that nobody has tried are tried, once, however many threads or processes ask.
+    """
     if not is_real():
         return ""
     trial = trial_of(engine, problem)
@@ -73,19 +77,47 @@ def refusal(engine: str, problem: Problem) -> str:
     with _lock:
         lock = _locks[text]
     with lock:
-        verdict = verdicts.find(text)
-        if verdict is None:
-            verdict = try_out(trial)
-            verdicts.record(text, verdict)
-    return verdict
+        reason = verdicts.find(text)
+        if reason is None and engine in _hung:
+            reason = _hung[engine]
+        elif reason is None:
+            with one_process_at_a_time():
+                reason = verdicts.find(text)  # another process may have tried meanwhile
+                if reason is None:
+                    verdict = try_out(trial)
+                    reason = verdict.reason
+                    if verdict.lasting:
+                        verdicts.record(text, reason)
+    return reason
+
+
+@contextmanager
+def one_process_at_a_time() -> Iterator[None]:
+    """Let the processes of a user make their trials one after the other, where the system has file locks."""
+    try:
+        import fcntl
+
+        path = verdicts.file().with_suffix(".lock")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("w")
+    except (ImportError, OSError):  # no file locks, or no folder to write to
+        yield
+        return
+    with file:
+        with suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def forget() -> None:
-    """Drop what this process knows of verdicts; their file stays."""
+    """Drop what this process knows of verdicts, and its child; the file of verdicts stays."""
     refusal.cache_clear()
     verdicts.forget()
     tell.cache_clear()
     forget_warnings()
+    _hung.clear()
+    while _children:
+        _children.pop().kill()
 
 
 @cache
@@ -93,63 +125,59 @@ def tell(engine: str, following: str, reason: str) -> None:
     """Warn that an engine is refused, once in a process for each reason."""
     machine = tuning.machine()
     where = f"{machine['chip']}, {machine['system']}, MLX {machine['mlx']}"
-    again = f"{verdicts.file()} keeps this verdict: delete it to try again"
-    warn_once(f"engine={engine!r} is not used on {where}: {reason}. engine={following!r} takes over. {again}.")
+    lasts = verdicts.is_recorded(reason)
+    again = f"{verdicts.file()} keeps this verdict: delete it to try again" if lasts else "It counts in this process"
+    text = f"engine={engine!r} is not used on {where}: {reason.rstrip('.')}. engine={following!r} takes over. {again}."
+    warn_once(text)
 
 
 def command() -> list[str] | None:
-    """What runs a trial; None where there is no interpreter, as in a frozen application."""
+    """Return the command of a child; None where the executable is no interpreter, as in a frozen application."""
     if not has_interpreter():
         return None
-    return child_command("from mlx_lstm.recurrence._trial import main; main()")
+    return child_command("from mlx_lstm.recurrence._judge import main; main()")
 
 
-def try_out(trial: Trial) -> str:
-    """The verdict on a trial, made in another process; in this one where another cannot be started."""
-    from ._trial import verdict  # which needs the oracle, and few processes need it
-
+def try_out(trial: Trial) -> Verdict:
+    """Return the verdict on a trial, made in the child process, or in this process where no child can be started."""
     words = command()
-    found = in_a_process(words, trial) if words else None
-    if found is None:
-        found = verdict(trial)
-        return found and f"{found} (tried in this process, as no other could be started)"
-    return found
+    verdict = by_child(words, trial) if words else None
+    if verdict is None:
+        from ._judge import verdict as judge  # imports the oracle, which few processes need
+
+        reason = judge(trial)
+        verdict = verdict_of(reason and f"{reason} (tried in this process, as no other could be started)")
+    return verdict
 
 
-def in_a_process(words: list[str], trial: Trial) -> str | None:
-    """The verdict of another process; None if it did not come so far as to begin, or was ended from outside."""
-    from ._trial import ANSWER, STARTED
+def by_child(words: list[str], trial: Trial) -> Verdict | None:
+    """Return the verdict of the child on a trial; None if no child can be started or none comes as far as the trial."""
+    for _ in range(2):  # a second time after the child was ended from outside
+        with _child_lock:
+            new = not (_children and _children[-1].serves())
+            try:
+                return asked(words, trial)
+            except OSError:
+                return None
+            except Ended as end:
+                _children.clear()
+                if -end.code in ENDED_BY_OTHERS or not (new or end.began):
+                    continue
+                if not end.began:
+                    return None
+                return verdict_of(f"its trial on this machine ended with exit code {end.code}: {end.message}")
+    return Verdict("its trial was ended from outside, twice", lasting=False)
 
-    pipe = subprocess.PIPE
+
+def asked(words: list[str], trial: Trial) -> Verdict:
+    """Ask the child of this process, which is started if there is none."""
+    if not (_children and _children[-1].serves()):
+        _children[:] = [Child(words)]
     try:
-        process = subprocess.Popen(words, text=True, env=child_environment(), stdin=pipe, stdout=pipe, stderr=pipe)
-    except OSError:
-        return None
-    hangs = False
-    try:
-        printed, errors = process.communicate(trial.text(), timeout=SECONDS)
-    except subprocess.TimeoutExpired:
-        hangs, printed, errors = True, *ended(process)
-    except BaseException:
-        process.kill()
-        raise
-    answer = [line.removeprefix(ANSWER) for line in printed.splitlines() if line.startswith(ANSWER)]
-    if answer:
-        return json.loads(answer[0])
-    if STARTED not in printed:
-        return None
-    if hangs:
-        return f"its trial on this machine gave no answer in {SECONDS} seconds"
-    if -process.returncode in ENDED_BY_OTHERS:
-        return None
-    last = ([line.strip() for line in errors.splitlines() if line.strip()] or ["no message"])[-1]
-    return f"its trial on this machine ended with exit code {process.returncode}: {last}"
-
-
-def ended(process: "subprocess.Popen[str]") -> tuple[str, str]:
-    """Kills a process that hangs: what it printed. One that waits for its GPU may not even die, and is left alone."""
-    process.kill()
-    try:
-        return process.communicate(timeout=5)
-    except subprocess.TimeoutExpired as error:
-        return str(error.stdout or ""), str(error.stderr or "")
+        return verdict_of(_children[-1].ask(trial.engine, trial.text()))
+    except Hangs as hang:
+        _children.clear()
+        # The user's process must not run kernels that hang, not even to try them.
+        what = "gave no answer" if hang.began else "did not begin"
+        _hung[trial.engine] = f"its trial on this machine {what} in {_child.SECONDS} seconds"
+        return Verdict(_hung[trial.engine], lasting=False)

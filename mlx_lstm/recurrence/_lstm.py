@@ -1,11 +1,11 @@
-"""The LSTM over a sequence, and its gradient."""
+"""The LSTM over a sequence (`lstm`) and its gradient op (`lstm_gradients`)."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import mlx.core as mx
 
-from ..engines.choice import Stream
+from ..engines.choice import Engine, Stream
 from ..engines.packing import Weight
 from ..engines.problem import Arrays
 from ._arguments import check_lstm
@@ -13,8 +13,10 @@ from ._call import Call, Hold, Lengths, given
 
 
 class LSTMOutput(NamedTuple):
-    """What `lstm` returns: sequences h [T, B, P], c [T, B, H], gates [T, B, 4H]; last states hT [B, P], cT [B, H];
-    twice as wide for both directions, the forward one first."""
+    """The outputs of `lstm`: sequences h [T, B, P], c [T, B, H], gates [T, B, 4H]; last states hT [B, P], cT [B, H].
+
+    With both directions the last axis is twice as wide: forward first, then reverse.
+    """
 
     h: mx.array
     c: mx.array
@@ -47,10 +49,10 @@ def lstm(
     return_gates: bool = False,
     training: bool = True,
     checkpoint_every: int | str | None = None,
-    engine: str | None = None,
+    engine: Engine | None = None,
     stream: Stream = None,
 ) -> LSTMOutput:
-    r"""A long short-term memory layer over a time-major sequence.
+    r"""Run a long short-term memory (LSTM) layer over a time-major sequence.
 
     .. math::
 
@@ -59,57 +61,58 @@ def lstm(
         c_t &= f \odot c_{t-1} + i \odot g, \text{ clipped to } \pm\text{cell\_clip} \\
         h_t &= \left(o \odot s_{output}(c_t)\right) W_p^T
 
-    Without options it equals `torch.nn.LSTM` of one layer (b = b_ih + b_hh) and `mlx.nn.LSTM` on a transposed batch.
-    The gradient is exact for every array and flows from all five outputs; it keeps the gates and the cell states, but
-    for `checkpoint_every`.
+    Without options it equals `torch.nn.LSTM` with one layer (b = b_ih + b_hh) and `mlx.nn.LSTM` on a transposed batch.
+    The gradient is exact for every array and flows from all five outputs. It needs the gates and the cell states of all
+    steps, which the forward pass saves unless `checkpoint_every` is given.
 
     Args:
         x (array): input, [T, B, I]; or, with `Wx=None`, the already projected input, [T, B, 4H].
-        Wx (array, optional): input weights, [4H, I]. These, Wh and Wp may be `Quantized`: the result is that of the
-            matrices which `mx.dequantize` makes of them, and they have no gradient.
+        Wx (array, optional): input weights, [4H, I]. Wx, Wh and Wp may be `Quantized`: the result equals that with the
+            matrices which `mx.dequantize` returns for them. Quantized weights have no gradient.
         Wh (array): recurrent weights, [4H, P]; P is H, or the projection's width.
         b (array, optional): bias, [4H].
         h0 (array, optional): first h, [B, P]. Default: zeros.
         c0 (array, optional): first c, [B, H]. Default: zeros.
         gate_order (str): order of the four H-blocks on every 4H axis (weights, bias, peephole, gates), a permutation of
             input, forget, candidate and output gate. Default: `"ifgo"`.
-        activations (sequence of str): those of i, f, g, o (in this order, whatever `gate_order` is) and of the output,
-            each one of `"identity"`, `"relu"`, `"tanh"`, `"sigmoid"`, `"hard_sigmoid"` (clip(0.2 x + 0.5, 0, 1)),
-            `"hard_sigmoid_sixth"` (clip(x / 6 + 0.5, 0, 1)).
-        peephole (array, optional): peephole weights, [4H]; zeros for a gate that shall not peep.
-        output_peephole (str): whether o peeps at c[t], `"current"`, or at c[t-1], `"previous"`. Default: `"current"`.
-        mask (array, optional): factor on h[t-1] as it enters the recurrent product; broadcastable to [B, P] or, one per
-            step, to [T, B, P]. It does not touch the c that is carried on: `keep` does, and `hold` passes a step by. It
-            is the same for all gates. A mask per gate, as Keras' recurrent_dropout draws them,
-            takes a product of its own input per gate, where the kernels have one for all: docs/recipes.md has a way.
-        keep (array, optional): factor on all carried state before a step, h[t-1] and c[t-1] in every place where the
-            equations have them; broadcastable to [T, B], or with both directions to [T, B, 2] for one each; bool,
-            integers or floats. 0 starts an item anew: `keep=~done`, where an episode ended before step t. Before step t
-            is after step t-1, with `reverse` after t+1; the first step's is on h0 and c0. Outputs are after the step.
-        hold (array or list, optional): [T, B], or what broadcasts to it, of bool or integers: steps at which an item's
-            state is carried unchanged, but for `keep`, which counts there too, and its input is never read. h and c
-            repeat the state, gates are 0. The other steps are gathered in front and run with `lengths`: a copy of x and
-            of each output. Past an item's end nothing is held.
-        cell_clip (float, optional): bound on |c[t]|; 0 or less: none. The gradient passes straight through. Both as in
-            TensorFlow's block ops.
+        activations (sequence of str): the activations of i, f, g, o (in this order, whatever `gate_order` is) and of
+            the output, each one of `"identity"`, `"relu"`, `"tanh"`, `"sigmoid"`, `"hard_sigmoid"`
+            (clip(0.2 x + 0.5, 0, 1)), `"hard_sigmoid_sixth"` (clip(x / 6 + 0.5, 0, 1)).
+        peephole (array, optional): peephole weights, [4H]; zeros for a gate without a peephole.
+        output_peephole (str): whether the peephole of o reads c[t], `"current"`, or c[t-1], `"previous"`. Default:
+            `"current"`.
+        mask (array, optional): factor on h[t-1] as it enters the recurrent product; broadcastable to [B, P], or to
+            [T, B, P] for a mask per step. All gates share it. It leaves the carried c as it is; `keep` and `hold` act
+            on that. A mask per gate, as in Keras' recurrent_dropout, needs a product per gate, which the kernels do not
+            have: docs/recipes.md shows how to write it.
+        keep (array, optional): factor on the carried state before a step: on h[t-1] and c[t-1] wherever the equations
+            have them. Broadcastable to [T, B], or with both directions to [T, B, 2], one factor for each; bool,
+            integers or floats. 0 resets an item: pass `keep=~done` if an episode ended before step t. The first step's
+            factor applies to h0 and c0. With `reverse` the step before t is t+1.
+        hold (array or list, optional): bool or integers, broadcastable to [T, B]: steps at which an item's state is
+            carried unchanged (`keep` still applies) and its input is not read. h and c repeat the state, gates are 0.
+            The other steps are gathered to the front and run with `lengths`, which copies x and each output. Steps
+            past an item's end are not held.
+        cell_clip (float, optional): bound on |c[t]|; no bound if 0 or less. The gradient passes through unchanged. Both
+            as in TensorFlow's block ops.
         forget_bias (float): added to the forget gate's preactivation. Default: 0.
         reverse (bool): process t = T-1 ... 0; outputs stay aligned with the input. Default: `False`.
         bidirectional (bool): run both directions. Then, the forward direction first, Wx is [8H, I], b [8H], Wh
             [2, 4H, P], Wp [2, P, H], peephole [2, 4H], h0 [B, 2P], c0 [B, 2H], a mask that is not shared [.., 2P], a
             projected x [T, B, 8H], and all outputs are twice as wide. Default: `False`.
         lengths (integer array or list, optional): [B], each in 0..T. Past its end an item's outputs are 0, its state is
-            carried unchanged and its input never read; with `reverse` the item starts at its end. The range goes
-            unchecked under `mx.compile`.
+            carried unchanged and its input is not read; with `reverse` the item starts at its end. Under `mx.compile`
+            the range is not checked.
         Wp (array, optional): projection of h, [P, H].
         return_gates (bool): whether `gates` is returned, else it is `None`. Default: `False`.
-        training (bool): `False` for inference. The numpy engine then keeps nothing for a gradient; should one be
-            asked for, it runs forward again. A graph that MLX traces stays free of our gradient, which
-            `mx.export_function` could not write; MLX then derives its own. Default: `True`.
-        checkpoint_every (int or str, optional): in training, keep the states of every K-th step only, for the gradient
-            to compute K steps again at a time (gradient checkpointing): exact, in about a third more time, and instead
-            of gates and cell states of all steps in the memory of K steps and T / K states. What the caller keeps of
-            the outputs is kept besides. `"auto"`: a K next to sqrt(T), with engine `"ops"` a quarter of that, with
-            `"numpy"` of 1024 rows (steps times B) at least, up to T / 8. Default: `None`, nothing is computed again.
+        training (bool): `False` for inference. The forward pass then saves nothing for a gradient; if one is asked for
+            all the same, the forward pass runs again. A graph that MLX traces does not contain this package's gradient,
+            which `mx.export_function` could not write; MLX then differentiates the graph itself. Default: `True`.
+        checkpoint_every (int or str, optional): gradient checkpointing. In training, save only the states of every
+            K-th step; the gradient recomputes K steps at a time. The result is exact. The memory holds K steps and
+            T / K states instead of the gates and cell states of all steps, besides the outputs that the caller holds;
+            docs/speed.md has the time. `"auto"` chooses a K near sqrt(T); for engine `"ops"` a quarter of that, for
+            `"numpy"` at least 1024 rows (steps times B), at most T / 8. Default: `None`, no checkpointing.
         engine (str, optional): `"fused"`, `"stepwise"` (Metal), `"numpy"` or `"ops"` to force an engine. Default: the
             best for the stream's device and the sizes, see `mlx_lstm.engines.choose`.
         stream (Stream or Device, optional): where to run, as for any MLX op.
@@ -122,8 +125,8 @@ def lstm(
 
     Raises:
         ValueError: a rule on an argument is broken, or a forced engine cannot run. Nothing has been computed then.
-        RuntimeError: a second or a forward-mode derivative was asked of an engine other than `"ops"`; or the gradient
-            of quantized weights.
+        RuntimeError: a second or a forward-mode derivative was asked of an engine other than `"ops"`, or the gradient
+            of quantized weights was asked.
 
     Example:
         >>> import mlx.core as mx
@@ -173,19 +176,19 @@ def lstm_gradients(
     bidirectional: bool = False,
     lengths: Lengths = None,
     Wp: Weight | None = None,
-    engine: str | None = None,
+    engine: Engine | None = None,
     stream: Stream = None,
 ) -> Arrays:
-    """The gradient of `lstm`, from what a forward pass returned.
+    """Return the gradients of `lstm`, computed from the outputs of a forward pass.
 
-    Equals what `mx.vjp` gives for the same arguments. No gate is computed again. Errors as there.
+    They equal those of `mx.vjp` for the same arguments. No gate is recomputed. Errors are those of `lstm`.
 
     Args:
-        x, Wx, Wh, b, h0, c0 and all options: as `lstm` had them. A clip and a forget bias leave no trace in the
-            formulas. With `Wx=None` only the shape of x counts.
+        x, Wx, Wh, b, h0, c0 and all options: as in the call of `lstm`. A clip and a forget bias are not among them,
+            since the formulas do not contain them. With `Wx=None` only the shape of x matters.
         gates (array): [T, B, 4H], as `lstm` returned them.
         c (array): [T, B, H], likewise.
-        h (array, optional): [T, B, P], likewise. Default: made of gates and c, which a projection does not allow.
+        h (array, optional): [T, B, P], likewise; required with a projection. Default: computed from gates and c.
         dh, dc, dgates, dhT, dcT (array, optional): the gradients of the outputs, in their shapes. Default: zeros.
 
     Returns:

@@ -1,4 +1,4 @@
-"""A recurrence of any step: cells that are none of the three, in plain MLX."""
+"""`recurrent`: run a cell written by the user, in plain MLX, over a sequence."""
 
 from collections.abc import Callable
 from typing import Any
@@ -25,39 +25,39 @@ def recurrent(
     lengths: Lengths = None,
     reverse: bool = False,
 ) -> tuple[Any, Any]:
-    """A cell of your own over a time-major sequence: `output[t], state = step(x[t], state)`, one step after the other.
+    """Run a cell of your own over a time-major sequence: `output[t], state = step(x[t], state)`, step after step.
 
-    It is what `lstm`, `gru` and `rnn` do with their steps in the engine `"ops"`, for whatever step is written in MLX's
-    ops. Open, but slow: no kernel runs, MLX builds and keeps a graph of T times the step, and derives the gradient
-    itself, of any order, with respect to x, state and all that `step` reads from around it. Products of the input alone
-    are faster outside: pass `x @ Wx.T`; padding then has to be finite, as it enters that product's gradient.
-    Runs on any device and in `mx.compile`, `mx.vmap` and `mx.checkpoint`.
+    `step` may use any operation of MLX. No kernel of this package runs: MLX builds a graph of T times the step, which
+    is slower than `lstm`, `gru` and `rnn`. MLX differentiates it, to any order, with respect to x, the state and all
+    arrays that `step` captures. Compute products of the input alone outside, for all steps at once: pass `x @ Wx.T` as
+    x. Padding must then be finite, since it enters the gradient of that product. `recurrent` runs on any device and
+    inside `mx.compile`, `mx.vmap` and `mx.checkpoint`.
 
-    A tree is an array, or tuples, lists and dicts of arrays, nested at will.
+    A tree is an array, or nested tuples, lists and dicts of arrays.
 
     Args:
-        step (callable): `step(x_t, state) -> (output_t, state)`, on plain MLX. It takes x at a step, [B, ...] for each
-            array, and the state, and returns a tree of arrays [B, ...], of the same shapes at each step, and the next
-            state, in the structure, shapes and dtypes of the first. Items of a batch must not mix there.
-        x (tree): arrays [T, B, ...] of any dtype. What differs by step may be part of it: masks, noise.
+        step (callable): `step(x_t, state) -> (output_t, state)`. It takes x at a step, arrays [B, ...], and the state.
+            It returns a tree of arrays [B, ...], of the same shapes at each step, and the next state, with the
+            structure, shapes and dtypes of the first. It must not mix the items of a batch.
+        x (tree): arrays [T, B, ...] of any dtype; masks or noise that differ by step may be among them.
         state (tree): the first state, arrays [B, ...] of any dtype.
-        keep (array, optional): factor on all of the state before a step, which with `reverse` is after t+1; [T, B] or
-            what broadcasts to it, bool, integers or floats. 0 starts an item anew: `keep=~done`, where an episode ended
-            before step t. An array of the state is multiplied in its own dtype.
-        hold (array or list, optional): [T, B], or what broadcasts to it, of bool or integers: steps at which an item's
-            state is carried unchanged, but for `keep`, which counts there too. The outputs are 0 there and the input is
-            never read, as past an end, where nothing is held.
+        keep (array, optional): factor on the whole state before a step, broadcastable to [T, B]; bool, integers or
+            floats. 0 resets an item: pass `keep=~done` if an episode ended before step t. With `reverse` the step
+            before t is t+1. An array of the state is multiplied in its own dtype.
+        hold (array or list, optional): bool or integers, broadcastable to [T, B]: steps at which an item's state is
+            carried unchanged (`keep` still applies), its outputs are 0 and its input is not read. Steps past an item's
+            end are not held.
         lengths (integer array or list, optional): [B], each in 0..T. Past its end an item's outputs are 0, its state is
-            carried unchanged and its input never read: `step` sees zeros there, at which its derivative must be finite;
-            with `reverse` the item starts at its end. The range goes unchecked under `mx.compile`.
+            carried unchanged and its input is not read: `step` gets zeros there, at which its derivative must be
+            finite. With `reverse` the item starts at its end. Under `mx.compile` the range is not checked.
         reverse (bool): process t = T-1 ... 0; outputs stay aligned with the input. Default: `False`. For both
-            directions call twice, and put the outputs side by side.
+            directions call twice and concatenate the outputs.
 
     Returns:
         tuple: the outputs, a tree of arrays [T, B, ...], and the state after the last step processed.
 
     Raises:
-        ValueError: a rule on an argument, or on what `step` returns, is broken.
+        ValueError: a rule on an argument or on the results of `step` is broken.
 
     Example:
         >>> import mlx.core as mx
@@ -84,15 +84,15 @@ def recurrent(
     order, forms = range(T)[::-1] if reverse else range(T), []
 
     def at(t: int, state: Any) -> tuple[Any, Any]:
-        """The step at t, and its rules."""
+        """Run the step at t and check its results."""
         state = state if before is None else times(before[t], state)
-        found = step(tree_map(lambda _, rows: rows[t], x, x_at), state)
-        if not isinstance(found, tuple) or len(found) != 2:
-            fail(OP, "step must return a tuple of two, (output_t, state),", shown(found))
-        output, state = found
-        found = form(state, "the state that step returns", (B,))
-        if found != first:
-            fail(OP, f"step must return a state like the first, {first},", f"{found} at step {t}")
+        results = step(tree_map(lambda _, rows: rows[t], x, x_at), state)
+        if not isinstance(results, tuple) or len(results) != 2:
+            fail(OP, "step must return a tuple of two, (output_t, state),", shown(results))
+        output, state = results
+        state_form = form(state, "the state that step returns", (B,))
+        if state_form != first:
+            fail(OP, f"step must return a state like the first, {first},", f"{state_form} at step {t}")
         forms.append(form(output, "the output of step", (B,)))
         if forms[-1] != forms[0]:
             fail(OP, f"step must return output of the same form each time, {forms[0]},", f"{forms[-1]} at step {t}")
@@ -105,30 +105,32 @@ def recurrent(
 def over_steps(
     keep: Any, hold: Any, T: int, B: int, ends: mx.array | None, reverse: bool
 ) -> tuple[Array | None, list[Array] | None, list[Array] | None]:
-    """Which steps run, [T, B]; what the state before each step is multiplied by, and that after it, T times [B]."""
-    given = whole_steps(OP, keep, hold, (T, B), "[T, B]")
-    held = given["hold"] != 0 if "hold" in given else None
+    """Return which steps run, [T, B], and the factors on the state before and after each step, T times [B]. None stands
+    for all steps and for no factor."""
+    options = whole_steps(OP, keep, hold, (T, B), "[T, B]")
+    held = options["hold"] != 0 if "hold" in options else None
     steps = Steps(T, B, (reverse,), False, ends, held)
     live = None if ends is None and held is None else steps.live()
-    if "keep" not in given:
+    if "keep" not in options:
         return live, None, None
-    keep = given["keep"]
+    keep = options["keep"]
     keep = keep if mx.issubdtype(keep.dtype, mx.floating) else keep.astype(mx.float32)
     keep = keep if ends is None else mx.where(steps.alive(), keep, 1)
     if held is None:
         return live, by_time(keep), None
     turn = slice(None, None, -1 if reverse else 1)
-    before, after = (by_time(found[turn]) for found in factors(keep[turn], steps.live()[turn]))
+    # `factors` counts in the order of processing.
+    before, after = (by_time(factor[turn]) for factor in factors(keep[turn], steps.live()[turn]))
     return live, before, after
 
 
 def times(keep: Array, state: Any) -> Any:
-    """Each array of a state times the factor [B] of its item."""
+    """Multiply each array of a state by the factor [B] of its item."""
     return tree_map(lambda array: array * keep.reshape(-1, *[1] * (array.ndim - 1)).astype(array.dtype), state)
 
 
 def time_and_batch(x: Any) -> tuple[int, int]:
-    """(T, B) of x, of which the first array tells."""
+    """Return (T, B), read from the first array of x."""
     arrays: Any = [array for _, array in tree_flatten(x)]
     if not arrays:
         fail(OP, "x must have an array", x)
@@ -140,7 +142,8 @@ def time_and_batch(x: Any) -> tuple[int, int]:
 
 
 def form(tree: Any, name: str, begin: tuple[int | str, ...]) -> Any:
-    """The tree of words `float32 [B, ...]` for a tree of arrays, whose shapes begin so (a letter: any size)."""
+    """Return the dtype and shape of each array of a tree, as text, once the shapes are found to begin with `begin` (a
+    letter stands for any size)."""
 
     def of(array: Any) -> str:
         if not isinstance(array, mx.array):
@@ -157,7 +160,7 @@ def form(tree: Any, name: str, begin: tuple[int | str, ...]) -> Any:
 
 
 def shown(value: Any) -> str:
-    """An array's dtype and shape, else a type."""
+    """Return the dtype and shape of an array, or the type of another value, as text."""
     if not isinstance(value, mx.array):
         return f"{type(value).__name__}{f' of {len(value)}' if isinstance(value, (tuple, list)) else ''}"
     return f"{str(value.dtype).removeprefix('mlx.core.')} {list(value.shape)}"

@@ -1,10 +1,10 @@
-"""The plain RNN over a sequence, and its gradient."""
+"""The plain RNN over a sequence (`rnn`) and its gradient op (`rnn_gradients`)."""
 
 from typing import NamedTuple
 
 import mlx.core as mx
 
-from ..engines.choice import Stream
+from ..engines.choice import Engine, Stream
 from ..engines.packing import Weight
 from ..engines.problem import Arrays
 from ._arguments import check_rnn
@@ -12,8 +12,10 @@ from ._call import Call, Hold, Lengths, given
 
 
 class RNNOutput(NamedTuple):
-    """What `rnn` returns: sequences h and gates, the preactivations, [T, B, H]; the last state hT [B, H]; twice as wide
-    for both directions."""
+    """The outputs of `rnn`: sequences h and gates (the preactivations), both [T, B, H]; the last state hT [B, H].
+
+    With both directions the last axis is twice as wide: forward first, then reverse.
+    """
 
     h: mx.array
     gates: mx.array | None
@@ -37,23 +39,26 @@ def rnn(
     return_gates: bool = False,
     training: bool = True,
     checkpoint_every: int | str | None = None,
-    engine: str | None = None,
+    engine: Engine | None = None,
     stream: Stream = None,
 ) -> RNNOutput:
-    r"""A plain recurrent layer over a time-major sequence, as `torch.nn.RNN` of one layer and `mlx.nn.RNN` have it.
+    r"""Run a plain recurrent layer over a time-major sequence.
+
+    It equals `torch.nn.RNN` with one layer (b = b_ih + b_hh) and `mlx.nn.RNN`.
 
     .. math:: h_t = s(x_t W_x^T + (m_t \odot h_{t-1}) W_h^T + b)
 
     Args:
         x (array): input, [T, B, I]; or, with `Wx=None`, the already projected input, [T, B, H].
         Wx (array, optional): input weights, [H, I].
-        Wh (array): recurrent weights, [H, H]; both may be `Quantized`, as in `lstm`.
+        Wh (array): recurrent weights, [H, H]. Wx and Wh may be `Quantized`, as in `lstm`.
         b (array, optional): bias, [H].
         h0 (array, optional): first h, [B, H]. Default: zeros.
-        activation (str): that of h, one of those of `lstm`. Default: `"tanh"`.
-        mask, keep, hold, reverse, bidirectional, lengths, training, checkpoint_every, engine, stream: as in `lstm`; so
-            are errors. For both directions Wx is [2H, I], b [2H], Wh [2, H, H], h0 [B, 2H], a projected x [T, B, 2H].
-        return_gates (bool): whether `gates`, here the argument of the activation, is returned. Default: `False`.
+        activation (str): the activation of h; the names are those of `lstm`. Default: `"tanh"`.
+        mask, keep, hold, reverse, bidirectional, lengths, training, checkpoint_every, engine, stream: as in `lstm`.
+            With both directions Wx is [2H, I], b [2H], Wh [2, H, H], h0 [B, 2H], a projected x [T, B, 2H]. Errors are
+            those of `lstm`.
+        return_gates (bool): whether `gates`, here the preactivations, is returned. Default: `False`.
 
     Returns:
         RNNOutput: h [T, B, H], gates [T, B, H] (before activation; `None` unless `return_gates`) and hT [B, H], in the
@@ -92,13 +97,13 @@ def rnn_gradients(
     reverse: bool = False,
     bidirectional: bool = False,
     lengths: Lengths = None,
-    engine: str | None = None,
+    engine: Engine | None = None,
     stream: Stream = None,
 ) -> Arrays:
-    """The gradient of `rnn`, from what a forward pass returned, as `lstm_gradients` has that of `lstm`.
+    """Return the gradients of `rnn`, computed from the outputs of a forward pass, as `lstm_gradients` does for `lstm`.
 
     Args:
-        x, Wx, Wh, b, h0 and all options: as `rnn` had them.
+        x, Wx, Wh, b, h0 and all options: as in the call of `rnn`.
         h, gates (array): [T, B, H], as `rnn` returned them; one of the two, or both.
         dh, dgates, dhT (array, optional): the gradients of the outputs, in their shapes. Default: zeros.
 

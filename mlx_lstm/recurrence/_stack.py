@@ -1,4 +1,4 @@
-"""What others' layers come down to: states of one row per layer and direction, two biases, two directions."""
+"""Translate states, biases and directions between stacks of layers, as torch and cuDNN have them, and single calls."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,19 +11,19 @@ from ..engines.directions import OWN_AXIS, ROWS, is_shared, join
 
 OUTPUTS = ("h", "c", "gates", "hT", "cT")
 JOINED = (*ROWS, *OWN_AXIS, "h0", "c0", "mask", "x", *OUTPUTS, *(f"d{name}" for name in OUTPUTS))
-"""What each direction has an array of, by the names of the ops' arguments and outputs."""
+"""Names of the arguments and outputs of which each direction has an array of its own."""
 
 
 def join_directions(forward: Mapping[str, mx.array | None], reverse: Mapping[str, mx.array | None]) -> dict[str, Any]:
-    """The arrays of two layers of one direction each, as a call with `bidirectional=True` takes or returns them.
+    """Join the arrays of two layers, one per direction, into those of a call with `bidirectional=True`.
 
-    Equals what the docstring of `lstm` says of both directions: `Wx`, `b` and `bhn` one below the other, `Wh`, `Wp`
-    and `peephole` on an axis of their own, all others side by side on their last axis, the forward direction first.
+    The forward direction comes first. `Wx`, `b` and `bhn` are concatenated on axis 0; `Wh`, `Wp` and `peephole` are
+    stacked on a new axis 0; all others are concatenated on their last axis.
 
     Args:
         forward, reverse (dict): arrays by their names as arguments or outputs of `lstm`, `gru`, `rnn` and their
-            `_gradients`, the same names and shapes in both; what is `None` in both is left out. x is not among them
-            where there is `Wx`, as both directions read the same; nor is a mask that they share.
+            `_gradients`, the same names and shapes in both. Arrays that are `None` in both are left out. Both
+            directions read the same x if there is `Wx`, and may share a mask: these are not passed here.
 
     Returns:
         dict: the arrays by name, copied.
@@ -58,34 +58,37 @@ def join_directions(forward: Mapping[str, mx.array | None], reverse: Mapping[str
 
 
 def by_layer(states: Any, D: int) -> Any:
-    """[L, N, D .] out of the states [L D, N, .] of a stack of layers: both directions of a layer side by side."""
+    """Return the states [L D, N, .] of a stack of L layers as [L, N, D .]: both directions of a layer side by side."""
     rows, N, width = states.shape
     return states.reshape(rows // D, D, N, width).swapaxes(1, 2).reshape(rows // D, N, D * width)
 
 
 def of_layers(states: Sequence[Any], D: int) -> Any:
-    """The way back from `by_layer`, from each layer's [N, D .]."""
+    """Return the states [L D, N, .] of a stack from the states [N, D .] of each layer; the inverse of `by_layer`."""
     L, (N, width) = len(states), states[0].shape
     return library(states[0]).stack(states).reshape(L, N, D, width // D).swapaxes(1, 2).reshape(L * D, N, width // D)
 
 
 def split_states(D: int, states: Any) -> list[Any]:
-    """Each layer's [N, D .] out of [L D, ..., .], whose other axes N has in one."""
+    """Return the states [N, D .] of each layer of a stack, from [L D, ..., .]; N is the product of the axes between."""
     if len(states) == 1:
         return [states.reshape(-1, states.shape[-1])]
     return list(by_layer(states.reshape(states.shape[0], -1, states.shape[-1]), D))
 
 
 def join_states(D: int, shape: Sequence[int], *states: Any) -> Any:
-    """The way back, in this shape."""
+    """Return the states of a stack, in this shape, from those of each layer; the inverse of `split_states`."""
     if len(states) == D == 1:
         return states[0].reshape(shape)
     return of_layers(states, D).reshape(shape)
 
 
 def join_biases(bW: Any, bR: Any, *, gru: bool) -> dict[str, Any]:
-    """`b` out of the biases [.., G H] of the input's and the recurrent product, of which only the sum counts; of a GRU
-    `bhn` too, the candidate's part of bR, which the reset gate multiplies. Gate orders end with the candidate."""
+    """Return `b`, the sum of the biases bW of the input's product and bR of the recurrent product, both [.., G H].
+
+    A GRU also gets `bhn`: the candidate's part of bR, which the reset gate multiplies and which is not part of the sum.
+    The candidate must be the last gate.
+    """
     if not gru:
         return {"b": bW + bR}
     start = bW.shape[-1] // 3 * 2
@@ -94,5 +97,5 @@ def join_biases(bW: Any, bR: Any, *, gru: bool) -> dict[str, Any]:
 
 
 def library(array: mx.array | np.ndarray) -> Any:
-    """Whose array it is. What comes before it takes arrays of either."""
+    """Return `mx` or `np`, whichever the array belongs to: the functions above work on both."""
     return mx if isinstance(array, mx.array) else np

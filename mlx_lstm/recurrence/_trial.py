@@ -1,127 +1,145 @@
-"""The trial of a call's kernels: the smallest call that runs them, forward and backward, judged by the float64 oracle.
-
-It runs in a process of its own, as a GPU's error may end the process, or never come.
-"""
+"""The trial that stands for a call: the smallest problem that runs the same kernels."""
 
 import json
-import sys
+from typing import Any, NamedTuple
 
 import mlx.core as mx
-import numpy as np
 
-from ..engines.autodiff import run, shown_of
-from ..engines.packing import packed_names
-from ..engines.problem import Problem
-from ..oracle import evaluate
-from ..oracle.arithmetic import Arithmetic, Array, Tensors
-from ..oracle.closeness import TRIALS, exact_and_bounds, float_of, largest
-from ._form import Trial, dtype_word, trial_from
-from ._trial_case import Drawn, draw, float64, rounded
+from ..engines import cells
+from ..engines.cells import Cell, LSTMCell
+from ..engines.metal import fused
+from ..engines.metal.fused import SWEEPS, index_of, tiling_of
+from ..engines.metal.stepwise import index_bits, stepwise_rows, tile_of
+from ..engines.packing import Packing, is_packed
+from ..engines.problem import Chunks, Cut, Limits, Problem
 
-STARTED, ANSWER = "trial started", "trial says "
-"""What the process prints: where the trial begins, and how its verdict does."""
+STEPS = 3
+JOINING_STEPS, JOINING_LEFT = 10, 9
+"""For a trial with joins: its steps, and how many rows may be left, so that one launch joins as many as it can."""
 
+SMALL = 8
+"""Arrays of fewer elements lie in another address space of Metal, which makes another kernel."""
 
-def main() -> None:
-    """Run the trial that the standard input describes and print the verdict."""
-    trial = trial_from(sys.stdin.read())
-    print(STARTED, flush=True)
-    print(ANSWER + json.dumps(verdict(trial)), flush=True)
+BATCHES = (1, 3, 9, 17, 31, 33, 65, 128, 256, 512, 1024)
+"""Batch sizes of trials: one from every range in which the kernels stay the same, mostly one more than its edge."""
 
-
-def verdict(trial: Trial) -> str:
-    """Why the kernels are refused, or nothing."""
-    problem, rng = trial.problem, np.random.default_rng(0)
-    drawn = draw(problem, rng)
-    outputs, _ = evaluate(drawn.case, None, Arithmetic(np.float64))
-    cotangents = {name: rounded(rng.normal(size=value.shape), problem.dtype) for name, value in outputs.items()}
-    bounds: dict[str, float] = {}
-    try:
-        for names in sets_of_cotangents(problem):
-            wanted = {name: cotangents[name] for name in names}
-            got = results(problem, drawn, wanted, trial.engine)
-            if reason := wrong(problem, drawn, wanted, got, bounds):
-                return f"its trial on this machine gave wrong numbers: {reason}"
-    # Whatever a compiler or a driver raises, the engine is not for this machine.
-    except Exception as error:
-        return f"its trial on this machine failed: {first_lines(error)}"
-    return ""
+CELLS = {"lstm": cells.LSTMCell, "gru": cells.GRUCell, "rnn": cells.RNNCell}
 
 
-def first_lines(error: Exception) -> str:
-    """The first line of an error and that of the compiler's first error, which is another one."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
-    compilers = [line for line in lines[1:] if "error:" in line][:1]
-    return " ".join([f"{type(error).__name__}:", lines[0], *compilers])
+class Trial(NamedTuple):
+    """An engine and the problem to try it on. Its limits are lowered where the call's sizes exceed them, so that this
+    small problem runs the kernels of the large one."""
+
+    engine: str
+    problem: Problem
+
+    def text(self) -> str:
+        """Return the trial as one line of JSON."""
+        problem = self.problem
+        fields = problem._asdict() | {"dtype": dtype_word(problem), "cell": [problem.cell.op, *problem.cell]}
+        return json.dumps({"engine": self.engine, "problem": fields})
 
 
-def sets_of_cotangents(problem: Problem) -> list[tuple[str, ...]]:
-    """The outputs that have a gradient: in a loss of all outputs, and in one of h alone, as most are. A kernel whose
-    inputs are others, with some of these, is not tried."""
-    shown = shown_of(problem)
-    if problem.cotangents is not None:
-        return [problem.cotangents or shown]
-    return [shown, ("h",)] if problem.training and not problem.plain else [shown]
+def trial_from(text: str) -> Trial:
+    """Return the trial of a `text`."""
+    content = json.loads(text)
+    fields = content["problem"]
+    op, *options = fields["cell"]
+    fields["cell"] = CELLS[op](*(tuple(option) if isinstance(option, list) else option for option in options))
+    fields["dtype"] = getattr(mx, fields["dtype"])
+    makers: dict[str, Any] = {"names": tuple, "cotangents": tuple, "limits": Limits._make, "cut": Cut._make}
+    makers |= {"chunks": Chunks._make, "packing": Packing._make}
+    fields |= {name: make(fields[name]) for name, make in makers.items() if fields[name] is not None}
+    return Trial(content["engine"], Problem(**fields))
 
 
-def results(problem: Problem, drawn: Drawn, cotangents: Tensors, engine: str) -> Tensors:
-    """The outputs that have a cotangent and, of a form with a gradient, the gradients, as d and the array's name."""
-    packed = {name: drawn.arrays[name] for name in packed_names(drawn.arrays)}  # which have no gradient
-    arrays = {name: array for name, array in drawn.arrays.items() if name not in packed}
-    lengths = {"lengths": mx.array(drawn.case["lengths"], mx.int32)} if "lengths" in problem.names else {}
-    sequences = ("h", "c", "gates") if problem.batch_first else ()
+def dtype_word(problem: Problem) -> str:
+    """Return the dtype's name."""
+    return str(problem.dtype).removeprefix("mlx.core.")
 
-    def swapped(array: mx.array) -> mx.array:
-        return mx.swapaxes(array, 0, 1)
 
-    def outputs_of(*values: mx.array) -> list[mx.array]:
-        outputs = run(problem, dict(zip(arrays, values, strict=True)) | packed | lengths, engine)
-        return [outputs[name] for name in cotangents]
-
-    if problem.batch_first:
-        arrays["x"] = swapped(arrays["x"])
-    if problem.plain:
-        outputs, gradients = outputs_of(*arrays.values()), []
+def trial_of(engine: str, problem: Problem) -> Trial:
+    """Return the trial that stands for a call."""
+    if problem.chunks is not None:
+        # Two chunks, each the smallest that runs the same kernels. A chunk that is not recomputed is evaluated, which
+        # the engine does above `unchunked` steps.
+        one = trial_of(engine, problem._replace(T=problem.chunks.steps, chunks=None)).problem
+        limits = one.limits if problem.chunks.recomputes else one.limits._replace(unchunked=0)
+        return Trial(engine, one._replace(T=2 * one.T, chunks=problem.chunks._replace(steps=one.T), limits=limits))
+    joins, limits = False, problem.limits
+    if engine == "fused":
+        wide = index_of(problem) == mx.uint64
+        if len(fused.division(problem, problem.masks_differ)) > 1:
+            limits = limits._replace(launch_steps=2)
+        B, H, P = smallest_fused(problem)
     else:
-        given = [mx.array(array.astype(np.float32)).astype(problem.dtype) for array in cotangents.values()]
-        given = [swapped(d) if name in sequences else d for name, d in zip(cotangents, given, strict=True)]
-        outputs, gradients = mx.vjp(outputs_of, list(arrays.values()), given)
-    mx.eval(outputs, gradients)
-    found = dict(zip(cotangents, outputs, strict=True))
-    found |= dict(zip([f"d{name}" for name in arrays], gradients, strict=not problem.plain))
-    sequences += ("dx",) if problem.batch_first else ()
-    return {name: float64(swapped(value) if name in sequences else value) for name, value in found.items()}
+        problem = problem._replace(cut=None)
+        wide, left = index_bits(problem) == 64, limits.rows_left // 2 if "Wp" in problem.names else limits.rows_left
+        if joins := left < problem.T:
+            limits = limits._replace(rows_left=JOINING_LEFT)
+        B, H, P = smallest_stepwise(problem)
+    if wide:
+        limits = limits._replace(index=0)
+    small = problem.B * min(problem.H, problem.P) < SMALL
+    T = JOINING_STEPS if joins else min(problem.T, SMALL) if small else STEPS
+    if "keep" in problem.names:
+        T = as_small(problem.T * problem.B * problem.directions, B * problem.directions, T)
+    cell, names = without_numbers(problem.cell), tuple(sorted(problem.names))
+    return Trial(engine, problem._replace(T=T, B=B, H=H, P=P, cell=cell, names=names, limits=limits))
 
 
-def wrong(problem: Problem, drawn: Drawn, cotangents: Tensors, got: Tensors, bounds: dict[str, float]) -> str:
-    """What is further from float64 than its derived bound and than twice what `ops` is: on some GPUs MLX's own products
-    are less precise than float32, which both engines share. `bounds` are those of all outputs, once these were judged:
-    a loss of fewer outputs has a part of its roundings."""
-    gradients = drawn.smooth and not problem.plain
-
-    def values(fl: Arithmetic) -> Tensors:
-        outputs, found = evaluate(drawn.case, cotangents if gradients else None, fl)
-        found = {f"d{name}": d for name, d in found.items() if f"d{name}" in got}
-        return {name: outputs[name] for name in cotangents} | found
-
-    if bounds:
-        exact = values(Arithmetic(np.float64))
-    else:
-        # Two trials move 64 elements as often as eight move those of the smallest cases.
-        few = min(array.size for array in got.values()) >= 64
-        exact, limits = exact_and_bounds(values, dtype_word(problem), 2 if few else TRIALS)
-        bounds |= limits
-    suspects = {name: error for name in exact if not (error := distance(got[name], exact[name])) <= bounds[name]}
-    if not suspects:
-        return ""
-    others = results(problem, drawn, cotangents, "ops")
-    for name, error in suspects.items():
-        allowed = 2 * distance(others[name], exact[name]) + 4 * float_of(dtype_word(problem)).eps * largest(exact[name])
-        if not error <= allowed:
-            return f"{name}: error {error:.3g} > bound {bounds[name]:.3g}"
-    return ""
+def as_small(size: int, each: int, steps: int) -> int:
+    """Return this number of steps, or one with which an array of `each` numbers a step lies in the address space of an
+    array of this size."""
+    if (size < SMALL) == (steps * each < SMALL):
+        return steps
+    return max(1, (SMALL - 1) // each) if size < SMALL else SMALL
 
 
-def distance(got: Array, exact: Array) -> float:
-    """The largest error; infinite for another shape."""
-    return largest(got - exact) if got.shape == exact.shape else np.inf
+def without_numbers(cell: Cell) -> Cell:
+    """Return the cell with fixed numbers in place of those that kernels are told at run time."""
+    if not isinstance(cell, LSTMCell):
+        return cell
+    clip, bias = (0.5 if cell.cell_clip is not None else None), (-0.25 if cell.forget_bias else 0.0)
+    return cell._replace(cell_clip=clip, forget_bias=bias)
+
+
+def smallest_fused(problem: Problem) -> tuple[int, int, int]:
+    """Return B, H, P with the smallest batch that is cut in the same way."""
+    names, bare = set(problem.names), fused.readable(problem, problem.names, problem.dtype)
+    inputs = {"peephole", "bhn", "mask", "keep", "lengths"} & names
+    if "keep" in inputs:  # a plain cell's kernels have it in the mask alone
+        inputs = inputs - ({"keep"} if problem.cell.op == "rnn" else set()) | {"mask"}
+
+    def tilings(B: int) -> list[object]:
+        return [tiling_of(sweep, bare._replace(B=B), problem.dtype, inputs) for sweep in SWEEPS]
+
+    wanted = tilings(problem.B)
+    B = next((B for B in batches(problem) if B > 1 and tilings(B) == wanted), problem.B)
+    return B, problem.H, problem.P
+
+
+def smallest_stepwise(problem: Problem) -> tuple[int, int, int]:
+    """Return B, H, P with the fewest elements whose products are cut in the same way."""
+
+    def smallest(B: int, width: int, weight: str) -> int | None:
+        """Return the smallest width of the same remainder whose product has the same tile; of quantized rows, whole
+        groups."""
+        group = problem.packing.group_size if problem.packing and is_packed(weight, problem.names) else 1
+        wanted, least = tile_of(problem, width), width % 32 + (32 if width % 32 < SMALL else 0)
+        widths = [width] if width < 32 else [*(w for w in range(least, width, 32) if w % group == 0), width]
+        return next((w for w in widths if tile_of(problem._replace(B=B), w) == wanted), None)
+
+    same = [B for B in batches(problem) if stepwise_rows(B) == stepwise_rows(problem.B)]
+    of_h = "Wp" if "Wp" in problem.names else "Wh"  # the weight whose rows are H long
+    sizes = [(B, smallest(B, problem.H, of_h), smallest(B, problem.P, "Wh")) for B in same]
+    fitting = [(B, H, P) for B, H, P in sizes if H is not None and P is not None]
+    own = problem.B, problem.H, problem.P
+    return min(fitting, key=lambda sizes: sizes[0] * (sizes[1] + sizes[2]), default=own)
+
+
+def batches(problem: Problem) -> list[int]:
+    """Return the batch sizes that a trial may have: only the call's own where that makes small arrays."""
+    if problem.B < SMALL and min(problem.H, problem.P) < SMALL:
+        return [problem.B]
+    return [B for B in BATCHES if "lengths" not in problem.names or (B < SMALL) == (problem.B < SMALL)]

@@ -1,19 +1,20 @@
-"""TensorFlow's block ops on MLX, exact to the quirk and differentiable.
+"""TensorFlow's recurrent block ops on MLX arrays, with TensorFlow's results, and differentiable.
 
 `lstm_block_cell`, `block_lstm`, `block_lstm_v2`, `gru_block_cell` and their `_grad` are `tf.raw_ops.LSTMBlockCell` and
 so on: the same arguments in the same order, also by name, the same defaults, and tuples of the same outputs. They run
 on every engine. Sizes are T time, N batch, I input, H cell. w [I + H, 4H] has the input's rows first; its columns and
-b are in the order i, c, f, o (ICFO), of the V2 ops i, f, c, o (IFCO), where c is the cell input `ci`.
+b are in the order i, c, f, o (ICFO), in the V2 ops i, f, c, o (IFCO), where c is the cell input `ci`.
 
-What all ops here have in common, and TensorFlow has not:
+All ops here differ from TensorFlow's in this:
 
-- MLX differentiates the four forward ops, from every one of their outputs.
-- Arrays are MLX arrays of one dtype: float32, float16, and as an extension bfloat16 and, on the CPU, float64; those of
+- MLX differentiates the four forward ops; a loss may use any of their outputs.
+- Arrays are MLX arrays of one dtype: float32, float16, and as an extension bfloat16 and, on the CPU, float64. Arrays of
   16 bits are multiplied and summed in float32 (TensorFlow on the CPU sums in float16, and has only float32 for GRUs).
-- Wrong arguments raise a ValueError with TensorFlow's text where it has one. Where TensorFlow ends the process or
-  reads out of bounds (`seq_len_max` out of range, ranks, lengths of peepholes, sizes of activations), too.
-- `engine`, `stream` and, of the ops over a sequence, `checkpoint_every`, by keyword only, are those of
-  `mlx_lstm.lstm`. TensorFlow's `name` is absent.
+- Wrong arguments raise a ValueError, with TensorFlow's text where TensorFlow has one. So do arguments with which
+  TensorFlow ends the process or reads out of bounds: `seq_len_max` out of range, ranks, lengths of peepholes, sizes of
+  activations.
+- The keywords `engine`, `stream` and, in the ops over a sequence, `checkpoint_every` are those of `mlx_lstm.lstm`.
+  TensorFlow's `name` is absent.
 """
 
 from ._gru import GRUBlockCellGradOutput as GRUBlockCellGradOutput
@@ -31,6 +32,6 @@ from ._lstm import (
     lstm_block_cell_grad,
 )
 
-# What the ops return is public, too, but not in this list: help() would have it before the ops.
+# The classes of the outputs are public, too, but not in this list: help() would show them before the ops.
 __all__ = ["block_lstm", "block_lstm_grad", "block_lstm_grad_v2", "block_lstm_v2", "gru_block_cell"]
 __all__ += ["gru_block_cell_grad", "lstm_block_cell", "lstm_block_cell_grad"]

@@ -1,7 +1,7 @@
-"""Checks of the arguments of `mlx_lstm.tf`: TensorFlow's rules in TensorFlow's words, and those it leaves unchecked.
+"""Checks of the arguments of `mlx_lstm.tf`: TensorFlow's rules in TensorFlow's words, and rules that it does not check.
 
-Ranks are checked before sizes, so that nothing is read that is not there. Where several rules are broken at once,
-TensorFlow may name another one of them.
+Ranks are checked before sizes, so that no missing axis is read. Where an argument breaks several rules at once,
+TensorFlow may name another rule.
 """
 
 from typing import NoReturn
@@ -13,12 +13,12 @@ from ..checks import as_float, check_array, check_flag, check_integer, check_num
 from ..engines.problem import Arrays
 from ..engines.tracing import have_values
 
-KEPT = ("i", "cs", "f", "o", "ci", "co")
+SAVED = ("i", "cs", "f", "o", "ci", "co")
 PEEPHOLES = ("wci", "wcf", "wco")
 
 
 def check_lstm_block_cell(op: str, arrays: Arrays, use_peephole: bool) -> None:
-    """Of LSTMBlockCell, and of its Grad where the arrays of `KEPT` and the gradients are there."""
+    """Check the arguments of LSTMBlockCell and, where `arrays` has `SAVED` and the gradients, of its Grad."""
     check_flag(op, "use_peephole", use_peephole)
     check_kinds(op, arrays)
     ranks = {"b": 1} | dict.fromkeys(PEEPHOLES, 1)
@@ -26,14 +26,14 @@ def check_lstm_block_cell(op: str, arrays: Arrays, use_peephole: bool) -> None:
     N, H = check_cell(op, arrays)
     if 0 in (N, H):
         reject(op, f"cs_prev_tensor is empty, has shape: ({N},{H}).")
-    check_matrices(op, arrays, KEPT, ".dim_size", N, H)
+    check_matrices(op, arrays, SAVED, ".dim_size", N, H)
     check_matrices(op, arrays, ("cs_grad", "h_grad"), "_tensor.dims", N, H)
     if use_peephole:
         check_peepholes(op, arrays, H)
 
 
 def check_block_lstm(op: str, seq_len_max: object, arrays: Arrays, use_peephole: bool) -> int:
-    """Of BlockLSTM and V2; returns seq_len_max as an int."""
+    """Check the arguments of BlockLSTM and BlockLSTMV2; return seq_len_max as an int."""
     check_flag(op, "use_peephole", use_peephole)
     steps = check_steps(op, seq_len_max)
     check_kinds(op, arrays)
@@ -44,7 +44,7 @@ def check_block_lstm(op: str, seq_len_max: object, arrays: Arrays, use_peephole:
 
 
 def check_block_lstm_grad(op: str, seq_len_max: object, arrays: Arrays, use_peephole: bool) -> int:
-    """Of BlockLSTMGrad and V2; returns seq_len_max as an int."""
+    """Check the arguments of BlockLSTMGrad and BlockLSTMGradV2; return seq_len_max as an int."""
     check_flag(op, "use_peephole", use_peephole)
     steps = check_steps(op, seq_len_max)
     check_kinds(op, arrays)
@@ -71,7 +71,7 @@ def check_block_lstm_grad(op: str, seq_len_max: object, arrays: Arrays, use_peep
 
 
 def check_gru_block_cell(op: str, arrays: Arrays) -> None:
-    """Of GRUBlockCell, and of its Grad where r, u, c and d_h are there."""
+    """Check the arguments of GRUBlockCell and, where `arrays` has r, u, c and d_h, of its Grad."""
     check_kinds(op, arrays)
     check_ranks(op, arrays, {"b_ru": 1, "b_c": 1}, 2, "Rank of {name} must be {rank}, got {got}")
     N, I = arrays["x"].shape
@@ -86,18 +86,18 @@ def check_gru_block_cell(op: str, arrays: Arrays) -> None:
 
 
 def reject(op: str, text: str) -> NoReturn:
-    """Raise TensorFlow's text as this package's kind of error."""
+    """Raise a ValueError with TensorFlow's text."""
     raise ValueError(f"[{op}] {text}")
 
 
 def check_size(op: str, rule: str, got: int, expected: int) -> None:
-    """TensorFlow's form of a broken size: the rule, what came, what was expected."""
+    """Check a size; the error has TensorFlow's form: rule, value, expected value."""
     if got != expected:
         reject(op, f"{rule}: {got} vs. {expected}")
 
 
 def check_kinds(op: str, arrays: Arrays) -> None:
-    """All are MLX arrays of one floating dtype."""
+    """Check that all arrays are MLX arrays of one floating dtype."""
     dtype = None
     for name, array in arrays.items():
         check_array(op, name, array, list(getattr(array, "shape", ())), dtype)
@@ -105,7 +105,7 @@ def check_kinds(op: str, arrays: Arrays) -> None:
 
 
 def check_ranks(op: str, arrays: Arrays, ranks: dict[str, int], otherwise: int, text: str) -> None:
-    """Every array has its rank, by name or `otherwise`."""
+    """Check the rank of every array: `ranks` by name, else `otherwise`. `text` is the error."""
     for name, array in arrays.items():
         rank = ranks.get(name, otherwise)
         if array.ndim != rank:
@@ -113,14 +113,14 @@ def check_ranks(op: str, arrays: Arrays, ranks: dict[str, int], otherwise: int, 
 
 
 def check_matrices(op: str, arrays: Arrays, names: tuple[str, ...], dims: str, N: int, H: int) -> None:
-    """Those of `names` that are there are [N, H]."""
+    """Check that the arrays of these names, as far as they are present, are [N, H]."""
     for name in (name for name in names if name in arrays):
         check_size(op, f"{name}{dims}(0) != batch_size", arrays[name].shape[0], N)
         check_size(op, f"{name}{dims}(1) != cell_size", arrays[name].shape[1], H)
 
 
 def check_cell(op: str, arrays: Arrays) -> tuple[int, int]:
-    """cs_prev and h_prev [N, H], where H is cs_prev's; w [I + H, 4H] and b [4H]. Returns N and H."""
+    """Check cs_prev and h_prev [N, H], where H is that of cs_prev, w [I + H, 4H] and b [4H]; return N and H."""
     (N, I), H = arrays["x"].shape[-2:], arrays["cs_prev"].shape[1]
     check_size(op, "cs_prev.dims(0) != batch_size", arrays["cs_prev"].shape[0], N)
     check_size(op, "h_prev.dims(0) != batch_size", arrays["h_prev"].shape[0], N)
@@ -133,13 +133,13 @@ def check_cell(op: str, arrays: Arrays) -> tuple[int, int]:
 
 
 def check_peepholes(op: str, arrays: Arrays, H: int) -> None:
-    """wci, wcf, wco [H]; TensorFlow checks that in BlockLSTM only, and elsewhere reads what lies behind the array."""
+    """Check wci, wcf, wco [H]. TensorFlow does so in BlockLSTM only; in other ops it reads beyond the array."""
     for name in PEEPHOLES:
         check_size(op, f"{name}.dim_size(0) != cell_size", arrays[name].size, H)
 
 
 def check_steps(op: str, seq_len_max: object) -> int:
-    """seq_len_max, an integer or an array of rank 0 that holds one, as an int."""
+    """Return seq_len_max, an integer or an integer array of rank 0, as an int."""
     if isinstance(seq_len_max, (mx.array, np.ndarray)):
         if seq_len_max.ndim:
             reject(op, f"`seq_len_max_tensor` must be rank 0 but is rank {seq_len_max.ndim}")
@@ -150,14 +150,14 @@ def check_steps(op: str, seq_len_max: object) -> int:
 
 
 def check_range(op: str, steps: int, T: int) -> int:
-    """0 <= steps <= T; TensorFlow up to 2.21 ends the process here."""
+    """Check that 0 <= steps <= T, where TensorFlow up to 2.21 ends the process."""
     if not 0 <= steps <= T:
         reject(op, f"seq_len_max must be between 0 and {T} but is {steps}")
     return steps
 
 
 def check_attributes(op: str, forget_bias: object, cell_clip: object) -> tuple[float, float]:
-    """forget_bias, finite, and cell_clip, any number, as floats."""
+    """Check forget_bias, a finite number, and cell_clip, any number; return both as floats."""
     clip = as_float(cell_clip)
     if clip is None:
         fail(op, "cell_clip must be a number", repr(cell_clip))

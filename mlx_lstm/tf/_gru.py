@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from ..engines.choice import Stream, on
+from ..engines.choice import Engine, Stream, on
 from ..engines.problem import Arrays
 from ..engines.sequences import joined
 from ..recurrence import gru, gru_gradients
@@ -21,7 +21,7 @@ class GRUBlockCellOutput(NamedTuple):
 
 
 class GRUBlockCellGradOutput(NamedTuple):
-    """d_x [N, I], d_h_prev [N, H]; those of the preactivations, d_c_bar [N, H] and d_r_bar_u_bar [N, 2H]."""
+    """d_x [N, I], d_h_prev [N, H]; of the preactivations d_c_bar [N, H] and d_r_bar_u_bar [N, 2H]."""
 
     d_x: mx.array
     d_h_prev: mx.array
@@ -37,15 +37,15 @@ def gru_block_cell(
     b_ru: mx.array,
     b_c: mx.array,
     *,
-    engine: str | None = None,
+    engine: Engine | None = None,
     stream: Stream = None,
 ) -> GRUBlockCellOutput:
-    """One step of a GRU that resets before the product; equals `tf.raw_ops.GRUBlockCell`.
+    """Run one step of a GRU that resets before the product; equals `tf.raw_ops.GRUBlockCell`.
 
         r, u = sigmoid([x, h_prev] w_ru + b_ru)      c = tanh([x, r h_prev] w_c + b_c)      h = u h_prev + (1 - u) c
 
-    TensorFlow 2 has no gradient for this op. Here it is exact from all four outputs; from h alone it is the one that
-    TensorFlow 1 had registered.
+    The gradient is exact for a loss of any of the four outputs. TensorFlow 2 has no gradient for this op; for a loss of
+    h this is the gradient that TensorFlow 1 had registered.
 
     Args:
         x (array): [N, I].
@@ -84,18 +84,18 @@ def gru_block_cell_grad(
     c: mx.array,
     d_h: mx.array,
     *,
-    engine: str | None = None,
+    engine: Engine | None = None,
     stream: Stream = None,
 ) -> GRUBlockCellGradOutput:
-    """The gradient of `gru_block_cell`; equals `tf.raw_ops.GRUBlockCellGrad`.
+    """Return the gradient of `gru_block_cell`; equals `tf.raw_ops.GRUBlockCellGrad`.
 
-    Of the weights the op gives none: in TensorFlow 1 they were d_w_ru = [x, h_prev]^T d_r_bar_u_bar, d_w_c =
-    [x, r h_prev]^T d_c_bar, and the sums over N of d_r_bar_u_bar and d_c_bar; `mx.grad` of `gru_block_cell` has them.
-    With H = 0 d_x is 0; TensorFlow leaves it unwritten.
+    The op returns no gradient of weights and biases. TensorFlow 1 computed them as d_w_ru = [x, h_prev]^T
+    d_r_bar_u_bar, d_w_c = [x, r h_prev]^T d_c_bar, and the sums over N of d_r_bar_u_bar and d_c_bar; `mx.grad` of
+    `gru_block_cell` returns them. With H = 0 d_x is 0; TensorFlow leaves it unwritten.
 
     Args:
-        x, h_prev, w_ru, w_c, b_ru, b_c: as `gru_block_cell` had them. Of x, b_ru, b_c only the shapes count.
-        r, u, c (array): what it returned, [N, H].
+        x, h_prev, w_ru, w_c, b_ru, b_c: the arguments of `gru_block_cell`. Only the shapes of x, b_ru, b_c are used.
+        r, u, c (array): the outputs of `gru_block_cell`, [N, H].
         d_h (array): the gradient of h, [N, H].
 
     Example:
@@ -115,7 +115,7 @@ def gru_block_cell_grad(
             return GRUBlockCellGradOutput(mx.zeros_like(x), d_h_prev, d_h_prev, mx.concatenate([d_h_prev] * 2, axis=1))
         arrays = gru_arguments(names)
         Wx, gates = arrays["Wx"], joined([array[None] for array in (r, u, c)])
-        # Without Wx the gradient of x is that of the preactivations. Of a single step's x and h only the shapes count.
+        # Without Wx the gradient of x is that of the preactivations. Only the shapes of x and h are used in one step.
         arrays |= {"x": gates, "Wx": None}
         d = gru_gradients(**arrays, gates=gates, h=d_h[None], dh=d_h[None], engine=engine)
         dz = d["x"][0]
@@ -124,10 +124,10 @@ def gru_block_cell_grad(
 
 
 def gru_arguments(names: Arrays) -> dict[str, Any]:
-    """What `gru` takes, out of TensorFlow's arrays, for one step."""
+    """Return the arguments of `gru` for one step with TensorFlow's arrays."""
     x, I = names["x"], names["x"].shape[-1]
     w = mx.concatenate([names["w_ru"], names["w_c"]], axis=1)
-    found = {"x": x[None], "Wx": w[:I].T, "Wh": w[I:].T, "h0": names["h_prev"]}
-    if I == 0:
-        found |= {"x": mx.zeros((1, x.shape[0], w.shape[1]), x.dtype), "Wx": None}
-    return found | {"b": mx.concatenate([names["b_ru"], names["b_c"]]), "gate_order": "rzn", "reset": "before"}
+    arrays = {"x": x[None], "Wx": w[:I].T, "Wh": w[I:].T, "h0": names["h_prev"]}
+    if I == 0:  # the projected input of no features is 0
+        arrays |= {"x": mx.zeros((1, x.shape[0], w.shape[1]), x.dtype), "Wx": None}
+    return arrays | {"b": mx.concatenate([names["b_ru"], names["b_c"]]), "gate_order": "rzn", "reset": "before"}

@@ -7,7 +7,7 @@ import numpy as np
 
 from ..checks import check_every
 from ..convert.weights import TF
-from ..engines.choice import Stream, on
+from ..engines.choice import Engine, Stream, on
 from ..engines.problem import Arrays
 from ..engines.sequences import joined, tanh
 from ..recurrence import lstm, lstm_gradients
@@ -17,7 +17,7 @@ ICFO, IFCO = TF["icfo"], TF["ifco"]
 
 
 class BlockLSTMOutput(NamedTuple):
-    """i, cs, f, o, ci, co, h: each [T, N, H], of `lstm_block_cell` [N, H]. All after activation; cs clipped, co =
+    """i, cs, f, o, ci, co, h: each [T, N, H]; from `lstm_block_cell` [N, H]. All after activation; cs is clipped, co is
     tanh(cs)."""
 
     i: mx.array
@@ -30,7 +30,7 @@ class BlockLSTMOutput(NamedTuple):
 
 
 class LSTMBlockCellGradOutput(NamedTuple):
-    """cs_prev_grad [N, H], dicfo [N, 4H]: that of the preactivations; wci_grad, wcf_grad, wco_grad [H]."""
+    """cs_prev_grad [N, H]; dicfo [N, 4H], the gradient of the preactivations; wci_grad, wcf_grad, wco_grad [H]."""
 
     cs_prev_grad: mx.array
     dicfo: mx.array
@@ -66,34 +66,34 @@ def lstm_block_cell(
     cell_clip: float = 3.0,
     use_peephole: bool = False,
     *,
-    engine: str | None = None,
+    engine: Engine | None = None,
     stream: Stream = None,
 ) -> BlockLSTMOutput:
-    """One step of an LSTM; equals `tf.raw_ops.LSTMBlockCell`. Gate order ICFO.
+    """Run one step of an LSTM; equals `tf.raw_ops.LSTMBlockCell`. Gate order ICFO.
 
         [i, ci, f, o] before activation = [x, h_prev] w + b, with peepholes + cs_prev wci on i, + cs_prev wcf on f
         i = sigmoid(i)   ci = tanh(ci)   f = sigmoid(f + forget_bias)
         cs = clip(i ci + f cs_prev)      o = sigmoid(o + cs wco)      co = tanh(cs)      h = o co
 
-    TensorFlow 2 has no gradient for this op. Here it is exact from all seven outputs, the clip straight-through; from
-    cs and h alone it is the one that TensorFlow 1 had registered.
+    The gradient is exact for a loss of any of the seven outputs, and passes the clip unchanged. TensorFlow 2 has no
+    gradient for this op; for a loss of cs and h this is the gradient that TensorFlow 1 had registered.
 
     Args:
         x (array): [N, I].
         cs_prev, h_prev (array): cell state and h of the step before, [N, H].
         w (array): [I + H, 4H].
-        wci, wcf, wco (array): peepholes of i, f, o, [H]. Unused without `use_peephole`, and of any length then.
+        wci, wcf, wco (array): peepholes of i, f, o, [H]. Without `use_peephole` not used, and of any length.
         b (array): [4H].
         forget_bias (float): added to f's preactivation. Default: 1.
-        cell_clip (float): bound on |cs|; 0, less or NaN: none. Default: 3, which TensorFlow's layers never use: they
-            pass -1.
-        use_peephole (bool): whether i, f, o peep at the cell state. Default: `False`.
+        cell_clip (float): bound on |cs|; no bound if it is 0, negative or NaN. Default: 3, which TensorFlow's layers
+            never use: they pass -1.
+        use_peephole (bool): whether i, f, o read the cell state. Default: `False`.
 
     Returns:
         BlockLSTMOutput: i, cs, f, o, ci, co, h, each [N, H].
 
     Raises:
-        ValueError: a rule on an argument is broken. N = 0 and H = 0 are refused, as in TensorFlow.
+        ValueError: an argument breaks a rule. N = 0 and H = 0 are refused, as in TensorFlow.
 
     Example:
         >>> import mlx.core as mx
@@ -131,22 +131,22 @@ def lstm_block_cell_grad(
     h_grad: mx.array,
     use_peephole: bool,
     *,
-    engine: str | None = None,
+    engine: Engine | None = None,
     stream: Stream = None,
 ) -> LSTMBlockCellGradOutput:
-    """The gradient of `lstm_block_cell`; equals `tf.raw_ops.LSTMBlockCellGrad`.
+    """Return the gradient of `lstm_block_cell`; equals `tf.raw_ops.LSTMBlockCellGrad`.
 
-    The op stops at the preactivations: what TensorFlow 1 made of them is [x_grad, h_prev_grad] = dicfo w^T, w_grad =
-    [x, h_prev]^T dicfo and b_grad = the sum of dicfo over N; `mx.grad` of `lstm_block_cell` gives these at once. The
-    clip passes gradients straight through.
+    The op stops at the preactivations. TensorFlow 1 computed the rest from dicfo: [x_grad, h_prev_grad] = dicfo w^T,
+    w_grad = [x, h_prev]^T dicfo, and b_grad = the sum of dicfo over N. `mx.grad` of `lstm_block_cell` returns these at
+    once. The clip passes gradients unchanged.
 
     Differs from TensorFlow: co is computed again from cs; peepholes enter once on every device (TensorFlow's
-    CUDA source adds them twice) and always count (when TensorFlow reuses their memory, it reads zeros).
+    CUDA source adds them twice), and always enter (where TensorFlow reuses their memory, it reads zeros).
 
     Args:
-        x, cs_prev, h_prev, w, wci, wcf, wco, b: as `lstm_block_cell` had them. Of x, h_prev, w, b
-            only the shapes count.
-        i, cs, f, o, ci, co (array): what it returned, [N, H]. Of co only the shape counts.
+        x, cs_prev, h_prev, w, wci, wcf, wco, b: the arguments of `lstm_block_cell`. Only the shapes of x, h_prev, w and
+            b are used.
+        i, cs, f, o, ci, co (array): the outputs of `lstm_block_cell`, [N, H]. Only the shape of co is used.
         cs_grad, h_grad (array): the gradients of cs and h, [N, H].
         use_peephole (bool): whether there were peepholes; if not, their gradients are 0.
 
@@ -160,11 +160,11 @@ def lstm_block_cell_grad(
         (2, 16)
     """
     op, names = "lstm_block_cell_grad", lstm_names(x, cs_prev, h_prev, w, wci, wcf, wco, b)
-    kept = {"i": i, "cs": cs, "f": f, "o": o, "ci": ci, "co": co}
-    check_lstm_block_cell(op, names | kept | {"cs_grad": cs_grad, "h_grad": h_grad}, use_peephole)
+    saved = {"i": i, "cs": cs, "f": f, "o": o, "ci": ci, "co": co}
+    check_lstm_block_cell(op, names | saved | {"cs_grad": cs_grad, "h_grad": h_grad}, use_peephole)
     with on(stream, op):
         gates = joined([array[None] for array in in_order(ICFO, i, f, ci, o)])
-        # Without Wx the gradient of x is that of the preactivations, and of x itself only the shape counts.
+        # Without Wx the gradient of x is that of the preactivations; only the shape of x is used.
         arrays = lstm_arguments(ICFO, names, use_peephole) | {"x": gates, "Wx": None}
         arrays |= {"gates": gates, "c": cs[None], "dh": h_grad[None], "dc": cs_grad[None]}
         d = lstm_gradients(**arrays, engine=engine)
@@ -186,24 +186,23 @@ def block_lstm(
     use_peephole: bool = False,
     *,
     checkpoint_every: int | str | None = None,
-    engine: str | None = None,
+    engine: Engine | None = None,
     stream: Stream = None,
 ) -> BlockLSTMOutput:
-    """An LSTM over a sequence, `lstm_block_cell` at every step; equals `tf.raw_ops.BlockLSTM`. Gate order ICFO.
+    """Run an LSTM over a sequence, `lstm_block_cell` at every step; equals `tf.raw_ops.BlockLSTM`. Gate order ICFO.
 
-    Differs from TensorFlow: at steps t >= seq_len_max all seven outputs are 0; there only cs and h are, and the others
-    hold what lay in memory. The gradient is exact from all seven outputs; TensorFlow's has those of i, f, o, ci and co
-    dropped. In both the clip is straight-through.
+    Differs from TensorFlow: at steps t >= seq_len_max all seven outputs are 0. TensorFlow sets only cs and h to 0 there
+    and leaves the other outputs unwritten. The gradient is exact for a loss of any of the seven outputs; TensorFlow's
+    ignores the cotangents of i, f, o, ci and co. Both pass the clip unchanged.
 
     Args:
-        seq_len_max (int or integer array of rank 0): how many steps to run, 0..T, for the whole batch. x beyond is
-            never read. The last state is that at seq_len_max - 1. Inside `mx.compile` it has to be an int.
+        seq_len_max (int or integer array of rank 0): the number of steps to run, 0..T, for the whole batch. x is never
+            read after them. The last state is that at seq_len_max - 1. Inside `mx.compile` it has to be an int.
         x (array): [T, N, I].
         cs_prev, h_prev (array): the states before the first step, [N, H].
         w, wci, wcf, wco, b, forget_bias, cell_clip, use_peephole: as in `lstm_block_cell`.
-        checkpoint_every (int or str, optional): for `mx.grad`, as in `mlx_lstm.lstm`. All seven outputs are there while
-            the op runs, and as long as they are held, for `block_lstm_grad` for example, which computes nothing again.
-            So it saves what a gradient keeps of a block once the next one runs.
+        checkpoint_every (int or str, optional): for `mx.grad`, as in `mlx_lstm.lstm`. It frees what the gradient saves,
+            not the seven outputs, which take memory as long as the caller holds them.
 
     Returns:
         BlockLSTMOutput: i, cs, f, o, ci, co, h, each [T, N, H]. T, N, H or I may be 0.
@@ -222,9 +221,9 @@ def block_lstm(
     op, names = "block_lstm", lstm_names(x, cs_prev, h_prev, w, wci, wcf, wco, b)
     steps = check_block_lstm(op, seq_len_max, names, use_peephole)
     forget_bias, cell_clip = check_attributes(op, forget_bias, cell_clip)
-    how = {"checkpoint_every": check_every(op, checkpoint_every), "engine": engine}
+    options = {"checkpoint_every": check_every(op, checkpoint_every), "engine": engine}
     with on(stream, op):
-        return run_lstm(ICFO, steps, names, use_peephole, forget_bias, cell_clip, how)
+        return run_lstm(ICFO, steps, names, use_peephole, forget_bias, cell_clip, options)
 
 
 def block_lstm_grad(
@@ -248,20 +247,22 @@ def block_lstm_grad(
     h_grad: mx.array,
     use_peephole: bool,
     *,
-    engine: str | None = None,
+    engine: Engine | None = None,
     stream: Stream = None,
 ) -> BlockLSTMGradOutput:
-    """The gradient of `block_lstm`; equals `tf.raw_ops.BlockLSTMGrad`.
+    """Return the gradient of `block_lstm`; equals `tf.raw_ops.BlockLSTMGrad`.
 
     Nothing at t >= seq_len_max is read, and x_grad is 0 there; with seq_len_max = 0 all gradients are 0, those of the
-    states too. The clip passes gradients straight through, so neither it nor forget_bias is asked for.
+    states, too. The gradient passes the clip unchanged, and forget_bias is not in its formula; so neither is an
+    argument.
 
     Differs from TensorFlow: co is computed again from cs; w's gradient is one product over all steps, and 0 with N = 0,
     where TensorFlow leaves it unwritten.
 
     Args:
-        seq_len_max, x, cs_prev, h_prev, w, wci, wcf, wco, b: as `block_lstm` had them. Of b only the shape counts.
-        i, cs, f, o, ci, co, h (array): what it returned, [T, N, H]. Of co only the shape counts.
+        seq_len_max, x, cs_prev, h_prev, w, wci, wcf, wco, b: the arguments of `block_lstm`. Only the shape of b is
+            used.
+        i, cs, f, o, ci, co, h (array): the outputs of `block_lstm`, [T, N, H]. Only the shape of co is used.
         cs_grad, h_grad (array): the gradients of cs and h at every step, [T, N, H].
         use_peephole (bool): whether there were peepholes; if not, their gradients are 0.
 
@@ -279,9 +280,9 @@ def block_lstm_grad(
         (7, 16)
     """
     names = lstm_names(x, cs_prev, h_prev, w, wci, wcf, wco, b)
-    kept = {"i": i, "cs": cs, "f": f, "o": o, "ci": ci, "co": co, "h": h, "cs_grad": cs_grad, "h_grad": h_grad}
+    saved = {"i": i, "cs": cs, "f": f, "o": o, "ci": ci, "co": co, "h": h, "cs_grad": cs_grad, "h_grad": h_grad}
     with on(stream, "block_lstm_grad"):
-        return run_lstm_gradients("block_lstm_grad", ICFO, seq_len_max, names, kept, use_peephole, engine)
+        return run_lstm_gradients("block_lstm_grad", ICFO, seq_len_max, names, saved, use_peephole, engine)
 
 
 def block_lstm_v2(
@@ -298,19 +299,22 @@ def block_lstm_v2(
     use_peephole: bool = False,
     *,
     checkpoint_every: int | str | None = None,
-    engine: str | None = None,
+    engine: Engine | None = None,
     stream: Stream = None,
 ) -> BlockLSTMOutput:
-    """`block_lstm` in gate order IFCO, without forget bias, by default without clip; equals `tf.raw_ops.BlockLSTMV2`.
+    """Run `block_lstm` in gate order IFCO, without forget bias and by default without clip: `tf.raw_ops.BlockLSTMV2`.
 
     Keras' LSTM is this with w = [kernel; recurrent_kernel] and b = bias.
 
-    Differs from TensorFlow: zeros at t >= seq_len_max as in `block_lstm`; the gradient is exact from all outputs.
-    TensorFlow's tape is wrong for this op: it takes the formula of BlockLSTM, whose gate order is another.
+    Differs from TensorFlow: zeros at t >= seq_len_max as in `block_lstm`; the gradient is exact for a loss of any
+    output. TensorFlow's tape is wrong for this op: it takes the formula of BlockLSTM, which has another gate order.
 
     Args:
         seq_len_max, x, cs_prev, h_prev, w, wci, wcf, wco, b, cell_clip, use_peephole, checkpoint_every: as in
-            `block_lstm`, but w and b in the order i, f, c, o, and `cell_clip` by default 0. So is what is returned.
+            `block_lstm`, but w and b in the order i, f, c, o, and `cell_clip` by default 0.
+
+    Returns:
+        BlockLSTMOutput: as from `block_lstm`.
 
     Example:
         >>> import mlx.core as mx
@@ -323,9 +327,9 @@ def block_lstm_v2(
     op, names = "block_lstm_v2", lstm_names(x, cs_prev, h_prev, w, wci, wcf, wco, b)
     steps = check_block_lstm(op, seq_len_max, names, use_peephole)
     _, cell_clip = check_attributes(op, 0.0, cell_clip)
-    how = {"checkpoint_every": check_every(op, checkpoint_every), "engine": engine}
+    options = {"checkpoint_every": check_every(op, checkpoint_every), "engine": engine}
     with on(stream, op):
-        return run_lstm(IFCO, steps, names, use_peephole, 0.0, cell_clip, how)
+        return run_lstm(IFCO, steps, names, use_peephole, 0.0, cell_clip, options)
 
 
 def block_lstm_grad_v2(
@@ -349,31 +353,31 @@ def block_lstm_grad_v2(
     h_grad: mx.array,
     use_peephole: bool,
     *,
-    engine: str | None = None,
+    engine: Engine | None = None,
     stream: Stream = None,
 ) -> BlockLSTMGradOutput:
-    """The gradient of `block_lstm_v2`: `block_lstm_grad` in gate order IFCO; equals `tf.raw_ops.BlockLSTMGradV2`."""
+    """Return the gradient of `block_lstm_v2`: `block_lstm_grad` in gate order IFCO; `tf.raw_ops.BlockLSTMGradV2`."""
     names = lstm_names(x, cs_prev, h_prev, w, wci, wcf, wco, b)
-    kept = {"i": i, "cs": cs, "f": f, "o": o, "ci": ci, "co": co, "h": h, "cs_grad": cs_grad, "h_grad": h_grad}
+    saved = {"i": i, "cs": cs, "f": f, "o": o, "ci": ci, "co": co, "h": h, "cs_grad": cs_grad, "h_grad": h_grad}
     with on(stream, "block_lstm_grad_v2"):
-        return run_lstm_gradients("block_lstm_grad_v2", IFCO, seq_len_max, names, kept, use_peephole, engine)
+        return run_lstm_gradients("block_lstm_grad_v2", IFCO, seq_len_max, names, saved, use_peephole, engine)
 
 
 def lstm_names(*arrays: mx.array) -> Arrays:
-    """The arrays that all LSTM ops begin with, by name."""
+    """Return by name the arrays that are the first arguments of every LSTM op."""
     return dict(zip(("x", "cs_prev", "h_prev", "w", *PEEPHOLES, "b"), arrays, strict=True))
 
 
 def lstm_arguments(order: str, names: Arrays, use_peephole: bool) -> dict[str, Any]:
-    """What `lstm` takes, out of TensorFlow's arrays with x [T, N, I]; the parts of w are views."""
+    """Return the arguments of `lstm` for TensorFlow's arrays with x [T, N, I]; the parts of w are views."""
     x, w, I = names["x"], names["w"], names["x"].shape[-1]
-    found = {"x": x, "Wx": w[:I].T, "Wh": w[I:].T, "b": names["b"], "h0": names["h_prev"], "c0": names["cs_prev"]}
-    if I == 0:
-        found |= {"x": mx.zeros((*x.shape[:-1], w.shape[1]), x.dtype), "Wx": None}
+    arrays = {"x": x, "Wx": w[:I].T, "Wh": w[I:].T, "b": names["b"], "h0": names["h_prev"], "c0": names["cs_prev"]}
+    if I == 0:  # the projected input of no features is 0
+        arrays |= {"x": mx.zeros((*x.shape[:-1], w.shape[1]), x.dtype), "Wx": None}
     if use_peephole:
         wci, wcf, wco = (names[name] for name in PEEPHOLES)
-        found["peephole"] = mx.concatenate(in_order(order, wci, wcf, mx.zeros_like(wci), wco))
-    return found | {"gate_order": order}
+        arrays["peephole"] = mx.concatenate(in_order(order, wci, wcf, mx.zeros_like(wci), wco))
+    return arrays | {"gate_order": order}
 
 
 def run_lstm(
@@ -383,33 +387,33 @@ def run_lstm(
     use_peephole: bool,
     forget_bias: float,
     cell_clip: float,
-    how: dict[str, Any],
+    options: dict[str, Any],
 ) -> BlockLSTMOutput:
-    """The outputs over x [T, N, I], of which `steps` steps run; how: the engine, and what is computed again."""
+    """Return the outputs for x [T, N, I], of which `steps` steps run; `options`: engine and checkpoint_every."""
     x, cs_prev = names["x"], names["cs_prev"]
     T, N, H = x.shape[0], *cs_prev.shape
     if 0 in (steps, N, H):
         return BlockLSTMOutput(*[mx.zeros((T, N, H), x.dtype)] * 7)
     arrays = lstm_arguments(order, names | {"x": x[:steps]}, use_peephole)
     clip = cell_clip if 0 < cell_clip < np.inf else None
-    out = lstm(**arrays, cell_clip=clip, forget_bias=forget_bias, return_gates=True, **how)._asdict()
-    y = dict(zip(order, mx.split(out["gates"], 4, axis=-1), strict=True))
-    found = y["i"], out["c"], y["f"], y["o"], y["g"], tanh(out["c"]), out["h"]
-    return BlockLSTMOutput(*(with_padding(array, T) for array in found))
+    out = lstm(**arrays, cell_clip=clip, forget_bias=forget_bias, return_gates=True, **options)._asdict()
+    gates = dict(zip(order, mx.split(out["gates"], 4, axis=-1), strict=True))
+    outputs = gates["i"], out["c"], gates["f"], gates["o"], gates["g"], tanh(out["c"]), out["h"]
+    return BlockLSTMOutput(*(with_padding(array, T) for array in outputs))
 
 
 def run_lstm_gradients(
-    op: str, order: str, limit: object, names: Arrays, kept: Arrays, use_peephole: bool, engine: str | None
+    op: str, order: str, limit: object, names: Arrays, saved: Arrays, use_peephole: bool, engine: Engine | None
 ) -> BlockLSTMGradOutput:
-    """The gradients, out of what the forward op kept and the gradients of cs and h; limit: seq_len_max."""
-    steps = check_block_lstm_grad(op, limit, names | kept, use_peephole)
+    """Return the gradients. `saved`: the forward op's outputs and the gradients of cs and h; `limit`: seq_len_max."""
+    steps = check_block_lstm_grad(op, limit, names | saved, use_peephole)
     x, I = names["x"], names["x"].shape[-1]
     if steps == 0 or x.shape[1] == 0:
         return BlockLSTMGradOutput(*(mx.zeros_like(array) for array in names.values()))
     arrays = lstm_arguments(order, names | {"x": x[:steps]}, use_peephole)
-    kept = {name: array[:steps] for name, array in kept.items()}
-    gates = joined(in_order(order, *(kept[name] for name in ("i", "f", "ci", "o"))))
-    arrays |= {"gates": gates, "c": kept["cs"], "h": kept["h"], "dh": kept["h_grad"], "dc": kept["cs_grad"]}
+    saved = {name: array[:steps] for name, array in saved.items()}
+    gates = joined(in_order(order, *(saved[name] for name in ("i", "f", "ci", "o"))))
+    arrays |= {"gates": gates, "c": saved["cs"], "h": saved["h"], "dh": saved["h_grad"], "dc": saved["cs_grad"]}
     d = lstm_gradients(**arrays, engine=engine)
     x_grad = with_padding(d["x"], x.shape[0]) if I else mx.zeros_like(x)
     w_grad = mx.concatenate([d["Wx"], d["Wh"]] if I else [d["Wh"]], axis=1).T
@@ -418,7 +422,7 @@ def run_lstm_gradients(
 
 
 def peephole_gradients(order: str, gradients: Arrays, names: Arrays) -> list[mx.array]:
-    """Those of wci, wcf, wco; zeros in their shapes where there were no peepholes."""
+    """Return the gradients of wci, wcf, wco; zeros in their shapes if the op has no peepholes."""
     if "peephole" not in gradients:
         return [mx.zeros_like(names[name]) for name in PEEPHOLES]
     blocks = dict(zip(order, mx.split(gradients["peephole"], 4), strict=True))
@@ -426,11 +430,11 @@ def peephole_gradients(order: str, gradients: Arrays, names: Arrays) -> list[mx.
 
 
 def in_order(order: str, i: mx.array, f: mx.array, g: mx.array, o: mx.array) -> list[mx.array]:
-    """The four gates' arrays in gate order."""
+    """Return the arrays of the four gates in gate order."""
     return [{"i": i, "f": f, "g": g, "o": o}[gate] for gate in order]
 
 
 def with_padding(sequence: mx.array, T: int) -> mx.array:
-    """A sequence of fewer steps, zeros after it up to T."""
+    """Return a sequence of T steps, zeros after the steps of `sequence`."""
     missing = T - sequence.shape[0]
     return mx.pad(sequence, [(0, missing), (0, 0), (0, 0)]) if missing else sequence

@@ -1,4 +1,4 @@
-"""The random arrays of a trial, as a case of the oracle."""
+"""Draw the random arrays of a trial, as arrays of MLX and as a case of the oracle."""
 
 from typing import Any, NamedTuple
 
@@ -9,18 +9,24 @@ from ..engines.cells import RNNCell
 from ..engines.ops.packed import judged
 from ..engines.packing import Packing, Quantized, is_packed
 from ..engines.problem import Problem
-from ..oracle import kink_distance
-from ..oracle.arithmetic import Array, Tensors
-from ..oracle.closeness import float_of
-from ._form import dtype_word
+from ..oracle import evaluate, kink_distance
+from ..oracle.arithmetic import Arithmetic, Array, Tensors
+from ..oracle.closeness import float_of, largest
+from ._trial import dtype_word
 
-WIDTH = 3  # of x
+WIDTH = 3
+"""The features of x in a trial."""
+
+LARGEST = 100.0
+"""The bound on all outputs of a trial; float16 overflows at 65,504."""
+
 HALVINGS = 30
+"""How often the arrays are scaled by a half before a trial goes without judged gradients."""
 
 
 class Drawn(NamedTuple):
-    """A case of the oracle; the arrays of a call that is that case, packed weights among them; whether the case keeps
-    off the kinks of its activations, so that its gradients have bounds."""
+    """A case of the oracle, the same case as arrays of MLX (quantized weights included), and whether all sums keep off
+    the kinks of the activations, so that the gradients have bounds."""
 
     case: dict[str, Any]
     arrays: dict[str, mx.array]
@@ -28,27 +34,31 @@ class Drawn(NamedTuple):
 
 
 def draw(problem: Problem, rng: np.random.Generator) -> Drawn:
-    """Random arrays.
+    """Draw random arrays whose sums lie off the kinks of all activations.
 
-    What is drawn for the gates is about as large as a bias that no kink is near to, and made smaller until all sums
-    keep off kinks by more than rounding can move them.
+    Every preactivation is a fixed offset of 0.5 to 0.7 (`steer`), at which no activation has a kink, plus random terms.
+    The random terms are halved until every sum keeps off the kinks by more than rounding can move it, and the states of
+    unbounded activations stay small over all steps.
     """
     parts = draw_parts(problem, rng)
     margin = 16 * float_of(dtype_word(problem)).eps
     case, arrays = assembled(problem, parts, 1.0)
     for n in range(HALVINGS):
         case, arrays = assembled(problem, parts, 0.5**n)
-        with np.errstate(all="ignore"):  # what has no bounds may leave those of float64
+        with np.errstate(all="ignore"):  # unbounded activations may overflow float64
             distance = kink_distance(**case)
-        if distance > margin:
+            outputs, _ = evaluate(case, None, Arithmetic(np.float64))
+        if distance > margin and all(largest(array) < LARGEST for array in outputs.values()):
             return Drawn(case, arrays, True)
     return Drawn(case, arrays, False)
 
 
 def draw_parts(problem: Problem, rng: np.random.Generator) -> Tensors:
-    """Random arrays of all names, and `steer` [D G H]: what the sums of the gates are near to. It is positive but where
-    h has any sign: for a GRU's candidate, a plain cell's gate, and an LSTM's candidate that c0 follows, as c keeps its
-    sign then."""
+    """Return random arrays for all names, and `steer` [D G H], the offset of every preactivation.
+
+    The offset is positive. The candidate's has a random sign for each unit, so that h takes both signs. That is
+    a GRU's candidate, a plain cell's gate, or an LSTM's candidate, whose c0 gets the same sign, so that c keeps it.
+    """
     T, B, H, P = problem[:4]
     cell, D, G = problem.cell, 2 if problem.bidirectional else 1, problem.cell.gates
     own = (2,) if problem.bidirectional else ()
@@ -77,7 +87,8 @@ def draw_parts(problem: Problem, rng: np.random.Generator) -> Tensors:
 
 
 def assembled(problem: Problem, parts: Tensors, scale: float) -> tuple[dict[str, Any], dict[str, mx.array]]:
-    """The case of these parts in the problem's dtype, beside `steer` all in the sums at this scale; its arrays."""
+    """Return the oracle's case and the arrays, rounded to the problem's dtype. All terms of the sums but `steer` are
+    multiplied by `scale`."""
     values = {name: parts[name].copy() for name in problem.names if name in parts}
     for name in {"Wx", "Wh", "b", "bhn", "peephole"} & values.keys():
         values[name] *= scale
@@ -96,23 +107,20 @@ def assembled(problem: Problem, parts: Tensors, scale: float) -> tuple[dict[str,
         options = {"activation": problem.cell.act}
     if "lengths" in problem.names:
         case["lengths"] = [problem.T - n % (problem.T + 1) for n in range(problem.B)]
-    return case | options | {
-        "op": problem.cell.op,
-        "reverse": problem.reverse,
-        "bidirectional": problem.bidirectional,
-    }, arrays
+    flags = {"op": problem.cell.op, "reverse": problem.reverse, "bidirectional": problem.bidirectional}
+    return case | options | flags, arrays
 
 
 def of_weight(name: str, weight: mx.array, packing: Packing) -> dict[str, mx.array]:
-    """The arrays of a packed weight."""
+    """Return the arrays of a weight after quantization."""
     return Quantized(*mx.quantize(weight, *packing), **packing._asdict()).arrays(name)
 
 
 def rounded(array: Array, dtype: mx.Dtype) -> Array:
-    """What the dtype represents of an array."""
+    """Round an array to the dtype. Return it in float64."""
     return float64(mx.array(array.astype(np.float32)).astype(dtype))
 
 
 def float64(array: mx.array) -> Array:
-    """An array of any dtype in NumPy's float64."""
+    """Return an array of any dtype as a float64 array of NumPy."""
     return np.array(array.astype(mx.float32)).astype(np.float64)

@@ -1,0 +1,154 @@
+"""The child process that runs trials of Metal kernels for the guard.
+
+One child serves all trials of a process, since starting one takes seconds, and it knows which kernels it has already
+found right. It reads a trial per line from its standard input and ends when that closes, so with its parent at the
+latest. `_judge.main` is its other side.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections import deque
+from queue import Empty, Queue
+from threading import Thread
+from time import monotonic
+from typing import IO, NamedTuple
+
+from ..machine import child_environment
+
+STARTED, ANSWER = "trial started", "trial says "
+"""The child prints the first, with the number of kernels, before it runs a trial; it begins the line of the verdict
+with the second."""
+
+SECONDS = 60
+"""A trial that takes longer counts as hanging. It is expected to take about a second; not measured."""
+
+PATIENCE = 3
+"""Seconds after which a line on standard error says what the process is waiting for."""
+
+ENDED_BY_OTHERS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL, signal.SIGHUP)
+"""Signals that end a process which did nothing wrong."""
+
+TRANSIENT = ("out of memory", "outofmemory", "insufficient memory", "memoryerror", "unable to allocate", "timeout")
+TRANSIENT += ("timed out", "discarded", "victim", "no space left")
+"""Words in the text of a fault that may not come again. It counts for this process only."""
+
+
+class Verdict(NamedTuple):
+    """Why an engine's kernels are refused, empty if they are right, and whether that counts for this machine or only
+    for this process."""
+
+    reason: str
+    lasting: bool = True
+
+
+def verdict_of(reason: str) -> Verdict:
+    """Return the verdict with this reason; a fault that may not come again does not last."""
+    return Verdict(reason, not any(word in reason.lower() for word in TRANSIENT))
+
+
+class Ended(Exception):
+    """The child ended, or was ended, before it gave an answer. `began`: whether the trial had started."""
+
+    def __init__(self, code: int, message: str, began: bool):
+        super().__init__(message)
+        self.code, self.message, self.began = code, message, began
+
+
+class Hangs(Exception):
+    """The child gave no answer in time and was killed. `began`: whether the trial had started."""
+
+    def __init__(self, began: bool):
+        super().__init__()
+        self.began = began
+
+
+class Child:
+    """A running child. OSError if it cannot be started."""
+
+    def __init__(self, command: list[str]):
+        pipe = subprocess.PIPE
+        self.owner: int = os.getpid()
+        self.process: subprocess.Popen[str] = subprocess.Popen(
+            command, text=True, errors="replace", env=child_environment(), stdin=pipe, stdout=pipe, stderr=pipe
+        )
+        self.lines: Queue[str | None] = Queue()
+        self.errors: deque[str] = deque(maxlen=20)
+        # Two threads read the pipes, since reading a pipe has no time limit. None stands for the end of the output.
+        self.readers: list[Thread] = [Thread(target=read, daemon=True) for read in (self.read_lines, self.read_errors)]
+        for reader in self.readers:
+            reader.start()
+
+    def read_lines(self) -> None:
+        """Pass the lines of standard output on, and the end of it as None."""
+        for line in output(self.process.stdout):
+            self.lines.put(line.rstrip("\n"))
+        self.lines.put(None)
+
+    def read_errors(self) -> None:
+        """Remember the last lines of standard error that are not blank."""
+        self.errors.extend(line.strip() for line in output(self.process.stderr) if line.strip())
+
+    def serves(self) -> bool:
+        """Return whether the child can take a trial: it runs, and belongs to this process rather than to one that was
+        forked from its owner."""
+        return self.owner == os.getpid() and self.process.poll() is None
+
+    def ask(self, engine: str, trial: str) -> str:
+        """Send a trial and return the reason for which its kernels are refused, empty if they are right.
+
+        Raises `Ended` if the child ends before that, and `Hangs` if it takes too long.
+        """
+        began = False
+        try:
+            stdin = self.process.stdin
+            assert stdin is not None
+            stdin.write(trial + "\n")
+            stdin.flush()
+        except OSError:
+            pass  # the child has ended; reading says how
+        asked, told = monotonic(), False
+        while True:
+            limit = SECONDS if told else min(PATIENCE, SECONDS)
+            try:
+                line = self.lines.get(timeout=max(0.0, asked + limit - monotonic()))
+            except Empty:
+                if limit == SECONDS:
+                    self.kill()
+                    raise Hangs(began) from None
+                told = True
+                tell_waiting(engine)
+                continue
+            if line is None:
+                code = self.kill()
+                raise Ended(code, (list(self.errors) or ["no message"])[-1], began)
+            if line.startswith(ANSWER):
+                return str(json.loads(line.removeprefix(ANSWER)))
+            if line.startswith(STARTED):
+                began = True
+
+    def kill(self) -> int:
+        """End the child. Return its exit code, or 0 for one that waits for its GPU and does not even die."""
+        if self.process.poll() is None and self.lines.empty():
+            self.process.kill()
+        try:
+            code = self.process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            return 0
+        for reader in self.readers:
+            reader.join(timeout=1)
+        return code
+
+
+def output(pipe: IO[str] | None) -> IO[str]:
+    """Return a pipe, which `Popen` was told to make."""
+    assert pipe is not None
+    return pipe
+
+
+def tell_waiting(engine: str) -> None:
+    """Say on standard error what a call waits for."""
+    text = f"mlx_lstm: trying the Metal kernels of engine {engine!r}, once on this machine, before their first use ..."
+    print(text, file=sys.stderr, flush=True)

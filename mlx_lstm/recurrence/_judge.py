@@ -1,0 +1,198 @@
+"""Run a trial of Metal kernels, forward and backward, and compare its results with the float64 oracle.
+
+The guard starts this module in a child process, since a fault of the GPU may end or hang the process it occurs in.
+"""
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from ..engines.autodiff import run, shown_of
+from ..engines.packing import packed_names
+from ..engines.problem import Problem
+from ..oracle import evaluate
+from ..oracle.arithmetic import Arithmetic, Array, Tensors
+from ..oracle.closeness import TRIALS, exact_and_bounds, float_of, largest
+from ._child import ANSWER, STARTED
+from ._draw import Drawn, draw, float64, rounded
+from ._trial import SMALL, Trial, dtype_word, trial_from
+
+
+def main() -> None:
+    """Serve trials, one per line of standard input, until it closes: run each and print its verdict."""
+    recorder = Recorder(mx.fast.metal_kernel)
+    mx.fast.metal_kernel = recorder.kernel
+    right: set[Text] = set()
+    for line in sys.stdin:
+        trial = trial_from(line)
+        print(STARTED, flush=True)
+        texts = recorder.texts_of(trial)
+        reason = "" if texts and texts <= right else verdict(trial)
+        if not reason:
+            right |= texts
+        print(ANSWER + json.dumps(reason), flush=True)
+
+
+Text = tuple[Any, ...]
+"""What the compiler sees of a kernel: its name, source and header, and of each array the dtype and whether it is small,
+since Metal binds arrays of fewer than 8 elements in another address space."""
+
+
+class Recorder:
+    """Stands in for `mx.fast.metal_kernel`, so that the kernels of a trial are known before they are compiled."""
+
+    def __init__(self, build: Callable[..., Callable[..., Any]]):
+        """build: the original `mx.fast.metal_kernel`."""
+        self.build: Callable[..., Callable[..., Any]] = build
+        self.texts: set[Text] | None = None
+
+    def kernel(self, **definition: Any) -> Callable[..., Any]:
+        """Return a kernel that is built at its first launch. While texts are recorded it returns zeros."""
+        built: list[Callable[..., Any]] = []
+
+        def launch(*, inputs: list[Any], **call: Any) -> Any:
+            if self.texts is not None:
+                arrays = tuple((array.dtype, array.size < SMALL) for array in inputs)
+                text = definition["name"], definition["source"], definition.get("header", "")
+                self.texts.add((*text, arrays, tuple(call["output_dtypes"])))
+                pairs = zip(call["output_shapes"], call["output_dtypes"], strict=True)
+                return [mx.zeros(shape, dtype) for shape, dtype in pairs]
+            if not built:
+                built.append(self.build(**definition))
+            return built[0](inputs=inputs, **call)
+
+        return launch
+
+    def texts_of(self, trial: Trial) -> set[Text]:
+        """Return the texts of all kernels that a trial launches, without launching one; empty if that fails."""
+        with self.recording() as texts:
+            drawn = draw(trial.problem, np.random.default_rng(0))
+            outputs, _ = evaluate(drawn.case, None, Arithmetic(np.float64))
+            for names in sets_of_cotangents(trial.problem):
+                try:
+                    results(trial.problem, drawn, {name: outputs[name] for name in names}, trial.engine)
+                except Exception:  # the trial itself will say what is wrong
+                    return set()
+        return texts
+
+    @contextmanager
+    def recording(self) -> Iterator[set[Text]]:
+        """Record the texts of the kernels that are launched in here."""
+        self.texts = texts = set()
+        try:
+            yield texts
+        finally:
+            self.texts = None
+
+
+def verdict(trial: Trial) -> str:
+    """Return why the kernels are refused, or an empty text if they are right."""
+    problem, rng = trial.problem, np.random.default_rng(0)
+    drawn = draw(problem, rng)
+    outputs, _ = evaluate(drawn.case, None, Arithmetic(np.float64))
+    cotangents = {name: rounded(rng.normal(size=value.shape), problem.dtype) for name, value in outputs.items()}
+    bounds: dict[str, float] = {}
+    try:
+        for names in sets_of_cotangents(problem):
+            wanted = {name: cotangents[name] for name in names}
+            got = results(problem, drawn, wanted, trial.engine)
+            if reason := wrong(problem, drawn, wanted, got, bounds):
+                return f"its trial on this machine gave wrong numbers: {reason}"
+    # Any error counts as a refusal: a compiler or a driver may raise any type.
+    except Exception as error:
+        return f"its trial on this machine failed: {first_lines(error)}"
+    return ""
+
+
+def first_lines(error: Exception) -> str:
+    """Return the first line of an error and, if it is another one, the line of the compiler's first error."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+    compiler_lines = [line for line in lines[1:] if "error:" in line][:1]
+    return " ".join([f"{type(error).__name__}:", lines[0], *compiler_lines])
+
+
+def sets_of_cotangents(problem: Problem) -> list[tuple[str, ...]]:
+    """Return the sets of outputs that get a cotangent in a trial: all outputs, and h alone, as in most losses.
+
+    A kernel that only another set of cotangents would select is not tried.
+    """
+    shown = shown_of(problem)
+    if problem.cotangents is not None:
+        return [problem.cotangents or shown]
+    return [shown, ("h",)] if problem.training and not problem.plain else [shown]
+
+
+def results(problem: Problem, drawn: Drawn, cotangents: Tensors, engine: str) -> Tensors:
+    """Run the problem on an engine. Return the outputs that have a cotangent and, unless it is plain, the gradients
+    under the names d + array."""
+    packed = {name: drawn.arrays[name] for name in packed_names(drawn.arrays)}  # they have no gradient
+    arrays = {name: array for name, array in drawn.arrays.items() if name not in packed}
+    lengths = {"lengths": mx.array(drawn.case["lengths"], mx.int32)} if "lengths" in problem.names else {}
+    sequences = ("h", "c", "gates") if problem.batch_first else ()
+
+    def swapped(array: mx.array) -> mx.array:
+        return mx.swapaxes(array, 0, 1)
+
+    def outputs_of(*values: mx.array) -> list[mx.array]:
+        outputs = run(problem, dict(zip(arrays, values, strict=True)) | packed | lengths, engine)
+        return [outputs[name] for name in cotangents]
+
+    if problem.batch_first:
+        arrays["x"] = swapped(arrays["x"])
+    if problem.plain:
+        outputs, gradients = outputs_of(*arrays.values()), []
+    else:
+        in_dtype = [mx.array(array.astype(np.float32)).astype(problem.dtype) for array in cotangents.values()]
+        as_outputs = [swapped(d) if name in sequences else d for name, d in zip(cotangents, in_dtype, strict=True)]
+        outputs, gradients = mx.vjp(outputs_of, list(arrays.values()), as_outputs)
+    mx.eval(outputs, gradients)
+    values = dict(zip(cotangents, outputs, strict=True))
+    values |= dict(zip([f"d{name}" for name in arrays], gradients, strict=not problem.plain))
+    sequences += ("dx",) if problem.batch_first else ()
+    return {name: float64(swapped(value) if name in sequences else value) for name, value in values.items()}
+
+
+def wrong(problem: Problem, drawn: Drawn, cotangents: Tensors, got: Tensors, bounds: dict[str, float]) -> str:
+    """Return the first result that is wrong, with its error, or an empty text.
+
+    A result is wrong if its error exceeds both its derived bound and twice the error of `ops`: on some GPUs MLX's own
+    products, which both engines use, are less precise than float32. `bounds` is filled by the first call, for a loss of
+    all outputs; a loss of fewer outputs rounds less.
+    """
+    gradients = drawn.smooth and not problem.plain
+
+    def values(fl: Arithmetic) -> Tensors:
+        outputs, exact_gradients = evaluate(drawn.case, cotangents if gradients else None, fl)
+        by_name = {f"d{name}": d for name, d in exact_gradients.items() if f"d{name}" in got}
+        return {name: outputs[name] for name in cotangents} | by_name
+
+    if bounds:
+        exact = values(Arithmetic(np.float64))
+    else:
+        # The bounds come from perturbed evaluations. Two of them are enough for arrays of 64 elements and more.
+        few = min(array.size for array in got.values()) >= 64
+        exact, limits = exact_and_bounds(values, dtype_word(problem), 2 if few else TRIALS)
+        bounds |= limits
+    # Without bounds, as next to a kink, a gradient must at least be a number.
+    for name in got.keys() - exact.keys():
+        if np.isnan(got[name]).any():
+            return f"{name}: NaN"
+    suspects = {name: error for name in exact if not (error := distance(got[name], exact[name])) <= bounds[name]}
+    if not suspects:
+        return ""
+    others = results(problem, drawn, cotangents, "ops")
+    for name, error in suspects.items():
+        allowed = 2 * distance(others[name], exact[name]) + 4 * float_of(dtype_word(problem)).eps * largest(exact[name])
+        if not error <= allowed:
+            return f"{name}: error {error:.3g} > bound {bounds[name]:.3g}"
+    return ""
+
+
+def distance(got: Array, exact: Array) -> float:
+    """Return the largest error; infinity if the shapes differ."""
+    return largest(got - exact) if got.shape == exact.shape else np.inf
