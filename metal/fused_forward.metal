@@ -6,7 +6,8 @@
 // `vectors` is a double buffer in threadgroup memory, [2][ROWS][padded H]: the masked h that the step reads in one
 // half, the masked h that it writes for the next step in the other. A cell with two products (GRU, reset before) has
 // its masked h in half 0 and the second product's operand r * mask * h_prev in half 1. The lane WRITER of a unit has
-// the unit's h and c in registers. `gates` may be absent.
+// the unit's h and c in registers. `gates` may be absent. z, which MLX's product makes, has all time
+// indices: `earlier` is what lies before those of the launch.
 //
 // Barriers: one a step, after the new h is written and before any lane reads it; as the halves alternate, no lane then
 // overwrites what another still reads. With two products one more, between r h and the second product.
@@ -41,7 +42,6 @@ void fused_forward(
   const int own = place_in_row<Share::SPAN, GROUP>(unit);
   const bool real = H % (32 / LANES) == 0 || unit < H, writes = real && lane == Unit::WRITER;
   const bool has_gate = real && (GATES == LANES || block >= 0);
-  // z has all time indices: what comes before the launch's first one.
   const Index earlier = Index(first_time(sweep) * time_step(sweep, GATES, H));
   Place<Index> next;
   between_steps<false>(sweep, GATES, H, next);

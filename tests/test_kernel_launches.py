@@ -11,6 +11,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from cases import METAL, draw, draw_cotangents, run, to_mlx
+from metal_emulator.lowering import blank_comments, matching, split_top_level
 from metal_emulator.source_lines import map_lines
 from on_metal import ENGINES, WEIGHTS, on_metal
 
@@ -230,6 +231,26 @@ def test_a_line_of_a_kernel_is_that_of_its_file(engine):
         for number, (file, line) in places.items():
             assert text[number - 1] == files[file].split("\n")[line - 1].partition("//")[0].strip()
         assert f'#line 1 "{launch.name}"' in text
+
+
+def test_shaders_have_few_parameters_and_short_functions():
+    """At most 12 template parameters, 10 function parameters, 80 lines."""
+    seen = 0
+    for path in shader_folder().glob("*.metal"):
+        code = blank_comments(path.read_text())
+        for found in re.finditer(
+            r"(?:template <([^{};]*?)>\s*)?(?:inline |static |constexpr )*[\w:<>*& ]+?(\w+)\(", code
+        ):
+            end = matching(code, found.end(), "(", ")")
+            body = re.compile(r"\s*\{").match(code, end)
+            if not body or found[2] in ("for", "if", "while", "switch"):
+                continue
+            seen += 1
+            parameters = split_top_level(code[found.end() : end - 1])
+            lines = code.count("\n", end, matching(code, body.end(), "{", "}")) + 1
+            assert len(split_top_level(found[1] or "")) <= 12, (path.name, found[2])
+            assert len(parameters) <= 10 and lines <= 80, (path.name, found[2], len(parameters), lines)
+    assert seen > 100
 
 
 @pytest.mark.parametrize("op", CELLS)
