@@ -87,18 +87,18 @@ void stepwise_forward(
     const int length = value_at(a.lengths, b, s.T);
     const bool starts = is_first(s, length), live = s.t < length;
     const Index at = place(s, 0, b, H) + j, gates_at = place(s, 0, b, GATES * H) + j;
-    float y[GATES], q[GATES], p[Cell::CONSTANTS], state;
+    float y[GATES], q[GATES], p[Cell::CONSTANTS], state = 0.0f;
     for (int gate = 0; gate < GATES; ++gate) {
       y[gate] = float(a.z[place(s, s.t, b, GATES * H) + Cell::block(gate) * H + j]);
       q[gate] = sums[r * COLUMNS + gate * UNITS + cell % UNITS];
     }
+    // `state` is c or, of a cell that passes h on, h: so it stands for both arguments of the cell.
     if constexpr (CARRIES)
       state = starts ? value_at(a.c0, at, 0.0f) : carry_at(a.before, at);
-    else
+    else if constexpr (Cell::PASSES_H != 0)
       state = starts ? value_at(a.h0, at, 0.0f) : float(x.h[at]);
     state *= value_at(a.keep, place(s, s.t, b, 1), 1.0f);
     Cell::template constants<Index>(a, s.d, H, j, p);
-    // `state` is c or, of a cell without c, h: it stands for both arguments.
     const float output = Cell::forward(
         q, p, value_at(a.numbers, 0, 0.0f), value_at(a.numbers, 1, 0.0f), state, state, y);
     if (CARRIES) set_carry(a.after, at, live ? state : 0.0f);
