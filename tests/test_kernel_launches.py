@@ -222,13 +222,13 @@ LIMITED = {
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_line_of_a_kernel_is_that_of_its_file(engine):
-    """What a compiler says of one names the file and the line in it; its code is there, or nothing where the kernel does
-    not need it, and no comment."""
+    """What a compiler says of one names the file and the line in it; its code is there without comments, or nothing if
+    the kernel does not need it."""
     files = {path.name: path.read_text() for path in shader_folder().glob("*.metal")}
     for launch in launches_of((2, 2, 3, 4, 2), engine):
         text = launch.source.split("\n")
         places = map_lines(launch.source, files)
-        assert len({file for file, _ in places.values()}) > 2
+        assert len({file for file, _ in places.values()}) > 1
         for number, (file, line) in places.items():
             code = files[file].split("\n")[line - 1].partition("//")[0].strip()
             assert text[number - 1] in (code, "")
