@@ -157,13 +157,20 @@ def joined(problem: Problem, pieces: list[mx.array]) -> mx.array:
 # --- Launches ---
 
 FEWEST_CORES = 8
-"""Of the GPUs. Threadgroups beyond the cores wait for each other, so a launch of many has fewer steps."""
+"""The GPU cores that at least are there. Threadgroups beyond them wait for each other, so a launch with many has fewer
+steps."""
 
 LANES = {"lstm": 4, "gru": 4, "rnn": 1}
 """Lanes of a simdgroup that share a hidden unit; metal/fused_lstm.metal and so on say what each does."""
 
 VECTOR = "PackedVector<FIELD, GROUP, BIASED>"
 """What the lanes of a sweep read quantized weights as."""
+
+LANE_FILES, QUANTIZED_FILES = ("fused_lanes",), ("quantized", "fused_quantized")
+"""The files of the product in lanes, and of quantized weights in it."""
+
+ARRANGE_FILES = ("fused_matrix", "fused_arrange")
+"""The files of the launches that arrange weights, for either product."""
 
 INPUTS = {
     "forward": ("z", "h0", "c0", "arranged", "peephole", "bhn", "mask", "keep", "lengths", "sizes", "numbers"),
@@ -177,13 +184,13 @@ INPUTS = {
 
 @cached
 def forward_sweep(problem: Problem, dtype: mx.Dtype, names: tuple[str, ...], masks_differ: bool) -> Sweep:
-    """Return what the forward sweep launches for arrays of these names. masks_differ: of the `whole_mask`."""
-    bare = readable(problem, names, dtype)
-    present = {"z", "arranged", "sizes", *({"h0", "c0", "lengths"} & {*names}), *options_of(problem, names)}
-    present |= ({"mask"} if {"mask", "keep"} & {*names} else set()) | (
-        {"numbers"} if problem.cell.op == "lstm" else set()
-    )
-    later = present | {"h0"} | ({"c0"} if problem.cell.op == "lstm" else set())
+    """Return what the forward sweep launches for arrays of these names. masks_differ: whether each step has a mask of
+    its own."""
+    bare, has_c = readable(problem, names, dtype), problem.cell.op == "lstm"
+    there = {name: name in names for name in ("h0", "c0", "lengths")} | {"z": True, "arranged": True, "sizes": True}
+    there |= {"mask": "mask" in names or "keep" in names, "numbers": has_c}
+    present = {name for name in there if there[name]} | {*options_of(problem, names)}
+    later = present | ({"h0", "c0"} if has_c else {"h0"})
     parts = tuple(
         prepared_part("forward", bare, dtype, later if n else present, steps, sizes)
         for n, (steps, sizes) in enumerate(division(bare, masks_differ))
@@ -200,13 +207,11 @@ def backward_sweep(
     """Return what the backward sweep launches for arrays and cotangents of these names."""
     cell, has_c = problem.cell, problem.cell.op == "lstm"
     few, product, bare = is_plain(problem, names), takes_product(cell), readable(problem)
-    present = {"states", "arranged", "sizes", *({"lengths"} & {*names}), *options_of(problem, names)}
-    present |= ({"mask"} if {"mask", "keep"} & {*names} else set()) | ({"q"} if product else set())
-    present |= ({"gates"} if cell.op != "rnn" else set()) | (
-        {"states0"} if ("c0" if has_c else "h0") in names else set()
-    )
-    present |= {f"d{name}" for name in cotangents}
-    later = present | {"dhT"} | ({"dcT"} if has_c else set())
+    there = {"states": True, "arranged": True, "sizes": True, "lengths": "lengths" in names, "q": product}
+    there |= {"mask": "mask" in names or "keep" in names, "gates": cell.op != "rnn"}
+    there |= {"states0": ("c0" if has_c else "h0") in names} | {f"d{name}": True for name in cotangents}
+    present = {name for name in there if there[name]} | {*options_of(problem, names)}
+    later = present | ({"dhT", "dcT"} if has_c else {"dhT"})
     parts = tuple(
         prepared_part("backward", bare, dtype, later if n else present, steps, sizes, saves_d=few and product)
         for n, (steps, sizes) in enumerate(reversed(division(bare, masks_differ)))
@@ -313,13 +318,6 @@ def prepared_part(
     shaders = ("arrays", "cell", f"cell_{op}", "fused", *files)
     launch = prepare(f"{op}_{shader}", shaders, inputs, outputs, template, body, groups, tiling.threads)
     return Part(launch, sizes, tuple(name for name in inputs if inputs[name]), tuple(written))
-
-
-LANE_FILES, QUANTIZED_FILES = ("fused_lanes",), ("quantized", "fused_quantized")
-"""The files of the product in lanes, and of quantized weights in it."""
-
-ARRANGE_FILES = ("fused_matrix", "fused_arrange")
-"""Those of the launches that arrange weights, for either product."""
 
 
 def packing_template(problem: Problem) -> Template:
