@@ -733,7 +733,7 @@ def from_weights(
     """Return the layer that has these weights. `mlx_lstm.convert.from_torch(layer)` reads them from a layer again.
 
     Args:
-        weights (Weights): as a reader of `mlx_lstm.convert` returns them, such as `from_keras` or `read`.
+        weights (Weights): as a reader of `mlx_lstm.convert` returns them, such as `from_keras`.
         batch_first, dropout, engine: as in `LSTM`.
 
     Returns:

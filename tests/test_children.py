@@ -36,8 +36,10 @@ assert child.close() == "" and child.process.returncode == 0
 from mlx_lstm.compare import contenders
 from mlx_lstm.compare.grid import grid
 case = next(iter(grid(lambda case: True)))
-problem = contenders.in_a_process("mpsgraph", case).problem
-assert "Metal" in problem or not problem, problem  # without PyObjC its last words
+mpsgraph = contenders.all_contenders()["mpsgraph"]
+problem = mpsgraph.run(case).problem
+mpsgraph.close()
+assert "Metal" in problem or not problem, problem  # without PyObjC the error of its import
 """,
     "bench": """
 import json

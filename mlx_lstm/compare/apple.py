@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from .cases import Case
+from .cases import CompareCase
 
 FORWARD = {
     "lstm": "LSTMWithSourceTensor:recurrentWeight:inputWeight:bias:initState:initCell:mask:peephole:descriptor:name:",
@@ -40,7 +40,7 @@ def arguments(selector: str) -> list[str]:
     return [re.sub("([A-Z])", lambda letter: f"_{letter[1].lower()}", word) for word in words]
 
 
-def run(case: Case) -> tuple[list[np.ndarray], list[np.ndarray]]:
+def run(case: CompareCase) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """The lists that MPSGraph returns: of the forward op and, if it gave what that needs, of the gradient op."""
     import Metal
     import MetalPerformanceShadersGraph as G
@@ -74,7 +74,7 @@ def run(case: Case) -> tuple[list[np.ndarray], list[np.ndarray]]:
     return arrays[: len(forward)], arrays[len(forward) :]
 
 
-def make_descriptor(G: Any, case: Case) -> Any:
+def make_descriptor(G: Any, case: CompareCase) -> Any:
     """Apple's descriptor, with training and produce_cell unless the case says otherwise."""
     descriptor = getattr(G, DESCRIPTORS[case.op]).descriptor()
     flags = {"training": True} | ({"produce_cell": True} if case.op == "lstm" else {})

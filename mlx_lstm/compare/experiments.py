@@ -9,7 +9,7 @@ from ..oracle import evaluate
 from ..oracle.arithmetic import Arithmetic
 from ..oracle.case import complete, sides
 from ..oracle.recurrence import unroll
-from .cases import Case, draw
+from .cases import CompareCase, draw
 from .judge import call_of, evaluated
 from .settle import Distance, Experiment, count, result, shape, value
 
@@ -42,7 +42,7 @@ def of_saved_state(rng: np.random.Generator) -> Iterator[Experiment]:
     yield Experiment("output_count", "training without produceCell gives", case, "h, c, zState", readings)
 
 
-def preactivations(case: Case, fl: Arithmetic, **readings: str) -> np.ndarray:
+def preactivations(case: CompareCase, fl: Arithmetic, **readings: str) -> np.ndarray:
     """[T, N, D G H]: what the gates activate."""
     found = []
     for side in sides(call_of(case, **readings)):
@@ -107,12 +107,12 @@ def swapped(array: np.ndarray, axis: int) -> np.ndarray:
     return np.concatenate([one, three, two, four], axis=axis)
 
 
-def in_order(case: Case, fl: Arithmetic, gate_order: str, tensor: str) -> np.ndarray:
+def in_order(case: CompareCase, fl: Arithmetic, gate_order: str, tensor: str) -> np.ndarray:
     """A result of the oracle with another order of the gates everywhere."""
     return oracle_result(case, fl, tensor, gate_order=gate_order)
 
 
-def oracle_result(case: Case, fl: Arithmetic, tensor: str, **options: Any) -> np.ndarray:
+def oracle_result(case: CompareCase, fl: Arithmetic, tensor: str, **options: Any) -> np.ndarray:
     """A result of the oracle with some of its own options changed."""
     cotangents = {"h": case.arrays["source_gradient"]}
     cotangents |= {"hT": case.arrays["state_gradient"], "cT": case.arrays["cell_gradient"]}
@@ -179,7 +179,7 @@ def of_single_gate(rng: np.random.Generator) -> Iterator[Experiment]:
     yield Experiment("relu_at_zero", "the slope of relu at 0 is", case, "0", readings)
 
 
-def value_of_h(case: Case) -> Distance:
+def value_of_h(case: CompareCase) -> Distance:
     """zState is h."""
     return value(case, "z_state", lambda fl: evaluated(case, fl)["h"])
 
@@ -207,7 +207,7 @@ def of_gru(rng: np.random.Generator) -> Iterator[Experiment]:
         yield Experiment("gru_flavours", f"shape of {tensor}", case, "its argument's", readings)
 
 
-def with_product(case: Case, fl: Arithmetic) -> np.ndarray:
+def with_product(case: CompareCase, fl: Arithmetic) -> np.ndarray:
     """[T, N, 3H]: z, r and the candidate's recurrent product, of a GRU without mask that resets after it."""
     found, H = evaluated(case, fl), case.hidden
     arrays = {name: fl.load(array) for name, array in case.arrays.items()}

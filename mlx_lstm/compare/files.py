@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..files import DAMAGE, parse_json, read_npz, shown
-from .cases import GATES, Arrays, Case
+from .cases import GATES, Arrays, CompareCase
 from .dump import read_descriptor
 from .judge import expected
 
@@ -19,11 +19,11 @@ class Golden(NamedTuple):
 
     card: dict[str, str]
     contender: str
-    cases: list[Case]
+    cases: list[CompareCase]
     results: dict[str, Arrays]
 
 
-def save_case(file: str, case: Case) -> None:
+def save_case(file: str, case: CompareCase) -> None:
     """One case."""
     meta = {"name": case.name, "op": case.op, "descriptor": case.descriptor}
     save_arrays(file, case.arrays | {"meta": as_json(meta)})
@@ -34,12 +34,12 @@ def save_arrays(file: str, arrays: dict[str, Any]) -> None:
     np.savez(file, **arrays)
 
 
-def load_case(file: str) -> Case:
+def load_case(file: str) -> CompareCase:
     """What `save_case` wrote."""
     with np.load(file) as data:
         arrays = dict(data)
     meta = json.loads(str(arrays.pop("meta")))
-    return Case(meta["name"], meta["op"], meta["descriptor"], arrays)
+    return CompareCase(meta["name"], meta["op"], meta["descriptor"], arrays)
 
 
 def save_golden(file: str, golden: Golden) -> None:
@@ -88,12 +88,12 @@ MOST_NUMBERS = 2**22
 """Gates' values in a case of a golden; those that this package records have a few dozen."""
 
 
-def checked_case(entry: dict[str, Any], arrays: Arrays, results: Arrays) -> Case:
+def checked_case(entry: dict[str, Any], arrays: Arrays, results: Arrays) -> CompareCase:
     """Return a golden's case, once the oracle computes it and the results have the oracle's shapes."""
     name, op = shown(entry["name"], 200), entry["op"]
     if op not in GATES:
         raise ValueError(f"case {name} has the unknown op {shown(op)}")
-    case = Case(name, op, read_descriptor(op, json.dumps(entry["descriptor"])), arrays)
+    case = CompareCase(name, op, read_descriptor(op, json.dumps(entry["descriptor"])), arrays)
     if any(array.dtype not in (np.float32, np.float16) for array in (arrays | results).values()):
         raise ValueError(f"the arrays of {name} must be float32 or float16")
     if arrays["source"].size * arrays["recurrent_weight"].size > MOST_NUMBERS:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from ..mpsgraph.layouts import ACTIVATIONS
-from .cases import ACTIVATION_PROPERTIES, GATES, Case, draw, draw_stack
+from .cases import ACTIVATION_PROPERTIES, GATES, CompareCase, draw, draw_stack
 
 DIRECTIONS = {"uni": {}, "reverse": {"reverse": True}, "bi": {"bidirectional": True}}
 NO_STATES = ("init_state", "init_cell", "state_gradient", "cell_gradient")
@@ -21,14 +21,14 @@ WITHOUT = {
 """What is left out, by the name of the case: without a word on them, mask and peephole are."""
 
 
-def grid(off_kinks: Callable[[Case], bool], seed: int = 0) -> list[Case]:
+def grid(off_kinks: Callable[[CompareCase], bool], seed: int = 0) -> list[CompareCase]:
     """The cases of the command: each option alone, in every direction where it has another layout there."""
     rng = np.random.default_rng(seed)
     found = [draw_until(off_kinks, rng, op, name=f"{op}: {name}", **chosen) for op, name, chosen in descriptions()]
     return [*found, *stacks(rng)]
 
 
-def stacks(rng: np.random.Generator) -> Iterator[Case]:
+def stacks(rng: np.random.Generator) -> Iterator[CompareCase]:
     """More than one layer, as torch has them."""
     flags = {
         "lstm": {},
@@ -40,7 +40,7 @@ def stacks(rng: np.random.Generator) -> Iterator[Case]:
         yield draw_stack(rng, op, (5, 3, 4, 6), 3, name=f"{op}: 3 layers", **own)
 
 
-def draw_until(accept: Callable[[Case], bool], rng: np.random.Generator, op: str, **chosen: Any) -> Case:
+def draw_until(accept: Callable[[CompareCase], bool], rng: np.random.Generator, op: str, **chosen: Any) -> CompareCase:
     """A random case that is accepted."""
     for _ in range(1000):
         case = draw(rng, op, **chosen)

@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 
 from .. import mpsgraph
-from .cases import COTANGENTS, RESULTS, Arrays, Case, through_layers
+from .cases import COTANGENTS, RESULTS, Arrays, CompareCase, through_layers
 
 DESCRIPTORS = {
     "lstm": mpsgraph.LSTMDescriptor,
@@ -21,12 +21,12 @@ SAVED = {
 """What the gradient ops take of the results of the forward ops, by their argument."""
 
 
-def run(case: Case, engine: str | None = None, **options: Any) -> Arrays:
+def run(case: CompareCase, engine: str | None = None, **options: Any) -> Arrays:
     """All results by name, on the engine, or the one the library chooses. `options` are keywords of the dialect."""
     return through_layers(case, lambda layer: run_layer(layer, engine, **options))
 
 
-def run_layer(case: Case, engine: str | None, **options: Any) -> Arrays:
+def run_layer(case: CompareCase, engine: str | None, **options: Any) -> Arrays:
     """Those of one layer."""
     arrays = {name: mx.array(array) for name, array in case.arrays.items()}
     descriptor = make_descriptor(case)
@@ -43,6 +43,6 @@ def run_layer(case: Case, engine: str | None, **options: Any) -> Arrays:
     return {name: np.array(array) for name, array in results.items()}
 
 
-def make_descriptor(case: Case) -> object:
+def make_descriptor(case: CompareCase) -> object:
     """The case's descriptor, with training (and produce_cell)."""
     return DESCRIPTORS[case.op](training=True, **case.descriptor)

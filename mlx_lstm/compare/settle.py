@@ -7,7 +7,7 @@ import numpy as np
 
 from ..oracle.arithmetic import Arithmetic
 from ..oracle.closeness import bounds_of, largest
-from .cases import Case
+from .cases import CompareCase
 from .contenders import Outcome
 from .judge import evaluated
 from .measure import without_leading_ones
@@ -21,7 +21,7 @@ class Experiment(NamedTuple):
 
     name: str
     question: str
-    case: Case
+    case: CompareCase
     default: str
     readings: dict[str, Distance]
 
@@ -55,7 +55,7 @@ def settle(experiment: Experiment, outcome: Outcome) -> Finding:
     return Finding(*known, verdict, verdict == experiment.default, distances)
 
 
-def value(case: Case, tensor: str, reading: Callable[[Arithmetic], np.ndarray]) -> Distance:
+def value(case: CompareCase, tensor: str, reading: Callable[[Arithmetic], np.ndarray]) -> Distance:
     """A result is what the reading gives; its bound is derived for the reading itself."""
 
     def distance(outcome: Outcome) -> float:
@@ -70,12 +70,12 @@ def value(case: Case, tensor: str, reading: Callable[[Arithmetic], np.ndarray]) 
     return distance
 
 
-def result(case: Case, tensor: str, **readings: str) -> Distance:
+def result(case: CompareCase, tensor: str, **readings: str) -> Distance:
     """A result is the oracle's, with these readings of the formula."""
     return value(case, tensor, lambda fl: evaluated(case, fl, **readings)[tensor])
 
 
-def shape(tensor: str, leading: int, case: Case) -> Distance:
+def shape(tensor: str, leading: int, case: CompareCase) -> Distance:
     """A gradient has its argument's shape, with so many axes of 1 ahead of it."""
     wanted = (1,) * leading + case.arrays[tensor.removeprefix("d")].shape
     return lambda outcome: 0.0 if tensor in outcome.results and outcome.results[tensor].shape == wanted else np.inf

@@ -4,10 +4,10 @@ from typing import Any
 
 import numpy as np
 
-from .cases import GATES, Arrays, Case
+from .cases import GATES, Arrays, CompareCase
 
 
-def hindrance(case: Case) -> str | None:
+def hindrance(case: CompareCase) -> str | None:
     """Why torch's layer cannot run a case; None if it can."""
     changed = {name for name, value in case.descriptor.items() if value is not False} - {"bidirectional"}
     if "reverse" in changed:
@@ -27,7 +27,7 @@ def hindrance(case: Case) -> str | None:
     return "no other activations or gate orders" if changed else None
 
 
-def run(case: Case, device: str) -> Arrays:
+def run(case: CompareCase, device: str) -> Arrays:
     """The results torch shows: h and the gradients."""
     import torch
 
@@ -52,7 +52,7 @@ def run(case: Case, device: str) -> Arrays:
     return {name: as_numpy(found[name]) for name in names}
 
 
-def make_layer(case: Case) -> Any:
+def make_layer(case: CompareCase) -> Any:
     """torch's layer with the case's weights: b_ih is the bias, b_hh zeros but for the GRU's secondary bias."""
     import torch
 
@@ -79,7 +79,7 @@ def make_layer(case: Case) -> Any:
     return layer
 
 
-def gradients_of_layer(case: Case, layer: Any, n: int) -> dict[str, Any]:
+def gradients_of_layer(case: CompareCase, layer: Any, n: int) -> dict[str, Any]:
     """The gradients of layer n's weights in the layouts of MPSGraph."""
     import torch
 
@@ -96,7 +96,7 @@ def gradients_of_layer(case: Case, layer: Any, n: int) -> dict[str, Any]:
     return {name + (f"_l{n}" if n else ""): value for name, value in found.items()}
 
 
-def state(case: Case, name: str, device: str) -> Any:
+def state(case: CompareCase, name: str, device: str) -> Any:
     """[D, N, H] of torch from [N, D H], zeros where absent; only what the case has gets a gradient."""
     import torch
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, overload
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..checks import Form, check_array, check_every, check_option, fail, instead_of
+from ..checks import ArraySpec, check_array, check_every, check_option, fail, instead_of
 from ..engines.at_once import by_mlx, by_numpy, computes_now, derived
 from ..engines.cells import Cell, GRUCell, LSTMCell, RNNCell
 from ..engines.choice import Engine, check_engine
@@ -309,7 +309,7 @@ def check_parameters(name: str, layer: Depth, D: int, H: int) -> None:
     for key, argument in layer.kind._names.items():
         if argument in layer.arrays:
             array = layer.arrays[argument]
-            array = Form(array.shape, mx.float32) if isinstance(array, Quantized) else array
+            array = ArraySpec(array.shape, mx.float32) if isinstance(array, Quantized) else array
             check_array(OP, f"{name}.{key}", array, shapes[argument], why=why)
 
 

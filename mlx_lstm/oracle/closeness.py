@@ -114,15 +114,31 @@ def largest(array: ArrayLike) -> float:
 
 
 def exact_and_bounds(values: Values, dtype: DTypeLike, trials: int = TRIALS) -> tuple[Tensors, dict[str, float]]:
-    """What `values` returns in float64, and its bounds."""
+    """Return what `values` computes in float64, and the bound on the largest error of each."""
+    exact, moved, underflow = sampled(values, dtype, trials)
+    eps = float_of(dtype).eps
+    bounds = {name: SAFETY * largest(moved[name]) + eps * largest(exact[name]) + underflow for name in exact}
+    return exact, bounds
+
+
+def exact_and_element_bounds(values: Values, dtype: DTypeLike, trials: int = TRIALS) -> tuple[Tensors, Tensors]:
+    """Return what `values` computes in float64, and a bound on the error of each element: from its own moves instead of
+    the largest of the tensor, so narrower where an element is moved less."""
+    exact, moved, underflow = sampled(values, dtype, trials)
+    eps = float_of(dtype).eps
+    return exact, {name: SAFETY * moved[name] + eps * np.abs(exact[name]) + underflow for name in exact}
+
+
+def sampled(values: Values, dtype: DTypeLike, trials: int) -> tuple[Tensors, Tensors, float]:
+    """Return what `values` computes in float64, the largest move of each element over the trials, and the error that
+    underflow may add."""
     exact = values(Arithmetic(np.float64))
-    moved = dict.fromkeys(exact, 0.0)
+    moved = {name: np.zeros(np.shape(value)) for name, value in exact.items()}
     for trial in range(trials):
         noise = Noise(dtype, seed=trial, systematic=trial % 2 == 1)
         for name, value in values(noise).items():
-            moved[name] = float(np.maximum(moved[name], largest(value - exact[name]) / noise.gain))  # NaN stays
-    eps = float_of(dtype).eps
-    return exact, {name: SAFETY * moved[name] + eps * largest(exact[name]) + noise.underflow for name in exact}
+            moved[name] = np.maximum(moved[name], np.abs(value - exact[name]) / noise.gain)  # NaN stays
+    return exact, moved, noise.underflow
 
 
 def keeps_off_kinks(case: Case, dtype: DTypeLike) -> bool:
