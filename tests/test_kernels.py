@@ -50,10 +50,17 @@ def check(case, engine, cotangents, **emulator):
     with on_metal(**emulator) as log:
         outputs, gradients = run(case, engine, np.float32, cotangents)
     assert set(gradients) == {name for name in ARRAYS if case.get(name) is not None}
-    for name, value in (outputs | gradients).items():
-        assert value.dtype == np.float32, name
-        assert_within(name, value, ref[name], limit[name])
+    assert_right(engine, outputs, gradients, ref, limit)
     return outputs | gradients, log
+
+
+def assert_right(engine, outputs, gradients, ref, limit, dtype=np.float32):
+    """Every array has this dtype and is within its bound. An error names engine, pass and array."""
+    for of_pass, arrays in (("forward", outputs), ("backward, gradient of", gradients)):
+        for name, value in arrays.items():
+            label = f"{engine}, {of_pass} {name}"
+            assert value.dtype == dtype, label
+            assert_within(label, value, ref[name], limit[name])
 
 
 @pytest.mark.parametrize("engine, name, B", in_turns(list(CROSSED), BATCHES))
@@ -119,9 +126,7 @@ def check_half(engine, options, B, word):
     ref, limit = forward(**case) | backward(case, cotangents), bounds(case, dtype, cotangents)
     with on_metal(), patch.object(kernels_fused, "MATRIX_BATCH", 9):
         outputs, gradients = run(case, engine, dtype, cotangents)
-    for name, value in (outputs | gradients).items():
-        assert value.dtype == dtype, name
-        assert_within(name, value, ref[name], limit[name])
+    assert_right(engine, outputs, gradients, ref, limit, dtype)
 
 
 @pytest.mark.parametrize("output", OUTPUTS)
@@ -281,8 +286,7 @@ def test_fused_with_weights_that_do_not_fit_in_registers(H, dtype):
     ref, limit = forward(**case) | backward(case, cotangents), bounds(case, dtype, cotangents)
     with on_metal():
         outputs, gradients = run(case, "fused", dtype, cotangents)
-    for name, value in (outputs | gradients).items():
-        assert_within(name, value, ref[name], limit[name])
+    assert_right("fused", outputs, gradients, ref, limit, dtype)
 
 
 # --- Digits of small numbers -----------------------------------------------------------------------------------------
@@ -318,8 +322,7 @@ def judge_each_element(case, engine):
     ref, limit = forward(**case) | backward(case, cotangents), elementwise_bounds(case, np.float32, cotangents)
     with on_metal(), patch.object(kernels_fused, "MATRIX_BATCH", 9):
         outputs, gradients = run(case, engine, np.float32, cotangents)
-    for name, value in (outputs | gradients).items():
-        assert_within(name, value, ref[name], limit[name])
+    assert_right(engine, outputs, gradients, ref, limit)
 
 
 # --- How the fused kernels read their arrays -------------------------------------------------------------------------
