@@ -131,6 +131,15 @@ def in_turns(cases, choices, others=False):
     return default + (slow if others else [])
 
 
+def over_engines(table, choices):
+    """Return (engine, name, choice): over the two engines each name of the table meets every choice, and each engine
+    leaves out one choice per name."""
+    turns = [(n, k, e) for n in range(len(table)) for k in range(len(choices) - 1) for e in range(len(ENGINES))]
+    names = list(table)
+    triples = [(ENGINES[e], names[n], choices[(n + k + e) % len(choices)]) for n, k, e in turns]
+    return [triple for triple in triples if can_run(triple[0], table[triple[1]])]
+
+
 def merged(case, option):
     """Return the options of both, or None if they set an argument to different values. Activations may differ as long
     as they differ from the default ones at different gates."""

@@ -9,7 +9,7 @@ import mlx.nn
 import numpy as np
 import pytest
 from cases import BOTH, CELLS, KINDS, OPTIONS, combination, draw_away_from_kinks, run, split, to_mlx
-from on_metal import BATCHES, CROSSED, in_turns, on_metal, options_at, pairs
+from on_metal import BATCHES, CROSSED, in_turns, on_metal, options_at, over_engines
 
 from mlx_lstm import cudnn, gru, lstm, mpsgraph, rnn, tf
 from mlx_lstm import nn as ours
@@ -86,8 +86,7 @@ def test_options_crossed_on_metal(number, engine, name, B):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("B", [2, 9])
-@pytest.mark.parametrize("engine, option", pairs(EVERY_OPTION))
+@pytest.mark.parametrize("engine, option, B", over_engines(EVERY_OPTION, [2, 9]))
 def test_each_option_on_metal(engine, option, B):
     check_on_metal(list(EVERY_OPTION).index(option) + (engine == "fused"), engine, options_at(option, B), B)
 
