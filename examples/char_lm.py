@@ -1,7 +1,7 @@
 """A character language model: embedding -> LSTM -> softmax over all characters, on the text of Python's documentation.
 
     python examples/char_lm.py                                  # a minute and a half on a CPU core, less on a quiet one
-    python examples/char_lm.py --resume                         # goes on after Ctrl-C, bit for bit as if never stopped
+    python examples/char_lm.py --resume                         # continues after Ctrl-C, with the same bits
     python examples/char_lm.py --resume --prompt "The " --temperature 0.5     # a finished run: only samples again
     python examples/char_lm.py --steps 200 --hidden 64 --out runs/small       # sizes are options; see --help
     python examples/char_lm.py --dtype bfloat16                 # weights and activations of 16 bits
@@ -12,15 +12,18 @@ are for training, the last tenth, one contiguous piece, for validation. Some doc
 others: about one line in ten of the validation text also stands in the training text. The baseline, a Kneser-Ney
 trigram, reads the same split. The run leaves checkpoint.safetensors, loss.png and sample.txt in the folder `--out`.
 
-How the sizes were chosen, on the CPU wheel for Linux. There MLX's own matrix product is more than ten times slower than
-NumPy's, and half as fast as that with a transposed right operand: a plain vocabulary layer would cost more than the
-LSTM. `product` hands it to NumPy. Of a step the LSTM then takes three quarters, the vocabulary layer with its cross
-entropy a sixth, AdamW with clipping a twelfth. The embedding goes straight into the LSTM, a lookup that costs next to
-nothing. In equal time 192 units in 16 rows learn more than 128 or 256 units, or than 32 rows with half the steps
-(compared on the validation text, which is thus not quite unseen; the margin over the trigram is far larger).
-Nothing is wrapped in mx.compile: it would unroll the LSTM's steps into one slow graph. NumPy's BLAS gets one thread,
-unless OPENBLAS_NUM_THREADS says otherwise: the products of single time steps are so small that a second thread gains a
-third at best, while on a busy machine the threads wait for each other at every step, and a run takes ten times as long.
+How the sizes were chosen, with MLX's CPU wheel for Linux:
+
+- MLX's matrix product is more than ten times slower there than NumPy's, and twice as slow again with a transposed right
+  operand. A plain vocabulary layer would cost more than the LSTM, so `product` uses NumPy.
+- Of a training step the LSTM takes three quarters, the vocabulary layer with the loss a sixth, AdamW with clipping a
+  twelfth.
+- In equal time 192 units in 16 rows learn more than 128 or 256 units, or than 32 rows with half the steps. This was
+  compared on the validation text, so that text is not quite unseen; the margin over the trigram is far larger.
+- Nothing is compiled: mx.compile would unroll the LSTM's steps into one slow graph.
+- NumPy's BLAS has one thread, unless OPENBLAS_NUM_THREADS is set. The products of single time steps are so small that a
+  second thread gains a third at best. On a busy machine the threads wait for each other, and a run takes ten times as
+  long.
 """
 
 from __future__ import annotations
@@ -63,7 +66,7 @@ State = tuple[mx.array, mx.array]
 
 
 class Settings(NamedTuple):
-    """All that a run's result depends on. Checkpoints hold it, so --resume needs no other option."""
+    """Everything that the result of a run depends on. Checkpoints store it, so --resume needs no other option."""
 
     steps: int = 2200
     batch: int = 16
@@ -109,7 +112,7 @@ HELP = Settings(
 
 
 class Corpus(NamedTuple):
-    """The text as codes, places in the alphabet; validation starts at `split`."""
+    """The text as codes, which are indices into the alphabet; validation starts at `split`."""
 
     alphabet: str
     codes: np.ndarray
@@ -117,7 +120,7 @@ class Corpus(NamedTuple):
 
     @classmethod
     def of(cls, text: str) -> Corpus:
-        """Validation is the last tenth, a multiple of VALIDATION_ROWS, so that every character of it is scored."""
+        """Split off the last tenth for validation, a multiple of VALIDATION_ROWS, so that every character is scored."""
         alphabet = "".join(sorted(set(text)))
         place = {character: code for code, character in enumerate(alphabet)}
         length = len(text) // 10 // VALIDATION_ROWS * VALIDATION_ROWS
@@ -133,12 +136,12 @@ class Corpus(NamedTuple):
 
 
 def documentation() -> str:
-    """Every topic of Python's built-in help, in alphabetical order."""
+    """Return every topic of Python's built-in help, in alphabetical order."""
     return "\n".join(topics.topics[name] for name in sorted(topics.topics))
 
 
 def kneser_ney(counts: np.ndarray, lower: np.ndarray) -> np.ndarray:
-    """Counts [..., V] to probabilities: a discount off every count goes to the lower order, interpolated."""
+    """Turn counts [..., V] into probabilities; the mass discounted from each count goes to the lower order."""
     once, twice = (counts == 1).sum(), (counts == 2).sum()
     discount = once / (once + 2 * twice) if once else 0.5
     total, kinds = counts.sum(-1, keepdims=True), (counts > 0).sum(-1, keepdims=True)
@@ -147,7 +150,7 @@ def kneser_ney(counts: np.ndarray, lower: np.ndarray) -> np.ndarray:
 
 
 def trigram(codes: np.ndarray, size: int) -> np.ndarray:
-    """[V, V, V]: the probability of each character after two others, interpolated Kneser-Ney.
+    """Return [V, V, V], the probability of each character after two others, by interpolated Kneser-Ney.
 
     The lower orders count the contexts a character follows, not its occurrences; the lowest is uniform. It is tuned as
     far as it goes: modified Kneser-Ney is 0.004 bits per character better on this text, Witten-Bell 0.01 worse.
@@ -160,7 +163,7 @@ def trigram(codes: np.ndarray, size: int) -> np.ndarray:
 
 
 def trigram_bits(corpus: Corpus) -> float:
-    """The trigram's bits per character on the validation text."""
+    """Return the trigram's bits per character on the validation text."""
     codes, split = corpus.codes, corpus.split
     probability = trigram(codes[:split], len(corpus.alphabet))
     return float(-np.log2(probability[codes[split - 2 : -2], codes[split - 1 : -1], codes[split:]]).mean())
@@ -171,7 +174,7 @@ def trigram_bits(corpus: Corpus) -> float:
 
 @mx.custom_function
 def product(x: mx.array, weight: mx.array) -> mx.array:
-    """x @ weight with NumPy's matrix product; gradients too. See the ratios at the top of this file."""
+    """Return x @ weight by NumPy's matrix product, also for gradients. The top of this file says why."""
     return rounded(in_numpy(x) @ in_numpy(weight), x)
 
 
@@ -204,7 +207,7 @@ class Vocabulary(nn.Module):
 
 
 class CharLM(nn.Module):
-    """Codes [B, T] and a state to logits [B * T, V] and the next state; float32 outside, `dtype` inside."""
+    """Codes [B, T] and a state in, logits [B * T, V] and the next state out, in float32; `dtype` inside."""
 
     def __init__(self, size: int, settings: Settings):
         super().__init__()
@@ -219,10 +222,10 @@ class CharLM(nn.Module):
         return tuple(mx.zeros((batch, self.lstm.hidden_size)) for _ in range(2))
 
     def __call__(self, codes: mx.array, state: State, dropped: mx.array | None = None) -> tuple[mx.array, State]:
-        """dropped [B, 1, H] multiplies the LSTM's outputs: one draw for a whole window."""
+        """Return logits and state. `dropped` [B, 1, H] multiplies the LSTM's outputs: one draw for a whole window."""
         if self.dtype == mx.float32:
             return self.forward(codes, state, dropped)
-        weights = self.parameters()  # the optimizer's steps are finer than 16 bits: they go on in these
+        weights = self.parameters()  # float32, for the optimizer, whose steps are finer than 16 bits
         self.set_dtype(self.dtype)
         dropped = None if dropped is None else dropped.astype(self.dtype)
         logits, state = self.forward(codes, tuple(array.astype(self.dtype) for array in state), dropped)
@@ -230,7 +233,7 @@ class CharLM(nn.Module):
         return logits.astype(mx.float32), tuple(array.astype(mx.float32) for array in state)
 
     def forward(self, codes: mx.array, state: State, dropped: mx.array | None) -> tuple[mx.array, State]:
-        """The same in the dtype that the weights have now."""
+        """Return logits and state in the dtype that the weights have now."""
         hidden, cell = self.lstm(self.embedding(codes), *state)
         state = mx.contiguous(hidden[:, -1]), mx.contiguous(cell[:, -1])
         hidden = hidden if dropped is None else hidden * dropped
@@ -238,13 +241,13 @@ class CharLM(nn.Module):
 
 
 def window_loss(model: CharLM, codes: mx.array, targets: mx.array, *rest) -> tuple[mx.array, State]:
-    """The mean cross entropy, in nats, and the state after the window."""
+    """Return the mean cross entropy in nats, and the state after the window."""
     logits, state = model(codes, *rest)
     return nn.losses.cross_entropy(logits, targets.reshape(-1), reduction="mean"), state
 
 
 def validation_bits(model: CharLM, corpus: Corpus, window: int = 256, ranks: Ranks = ALONE) -> float:
-    """Bits per character over every character of the validation text, without dropout; each process reads its rows."""
+    """Return bits per character over the whole validation text, without dropout; each process reads its rows."""
     own = ranks.share(VALIDATION_ROWS)
     inputs = mx.array(corpus.codes[corpus.split - 1 : -1].reshape(VALIDATION_ROWS, -1)[own])
     targets = mx.array(corpus.codes[corpus.split :].reshape(VALIDATION_ROWS, -1)[own])
@@ -258,7 +261,7 @@ def validation_bits(model: CharLM, corpus: Corpus, window: int = 256, ranks: Ran
 
 
 def sample(model: CharLM, corpus: Corpus, prompt: str, length: int, temperature: float, seed: int) -> str:
-    """The prompt and `length` characters after it; at temperature 0 always the likeliest one."""
+    """Return the prompt and `length` characters after it; at temperature 0 always the likeliest one."""
     codes, key, state = corpus.encode(prompt), mx.random.key(seed), model.zero_state(1)
     fresh = mx.array([codes])
     for _ in range(length):
@@ -276,7 +279,7 @@ def sample(model: CharLM, corpus: Corpus, prompt: str, length: int, temperature:
 
 
 class Run:
-    """A model in training with all that the next step depends on; `save` and `load` lose nothing of it.
+    """A model in training, with everything that the next step depends on; `save` and `load` keep all of it.
 
     Of several processes each has all of it, and computes its own rows of each batch: `ranks`.
     """
@@ -309,9 +312,10 @@ class Run:
         self.gradient = nn.value_and_grad(self.model, window_loss)
 
     def train_step(self) -> float:
-        """One window of every row. The state goes on from window to window, and from zero at the start of an epoch.
+        """Train on one window of every row; return the loss in bits.
 
-        All or nothing: where another process is lost, `Lost` leaves the run as it was before the step.
+        The state continues from window to window, and is zero at the start of an epoch. If another process is lost, the
+        exception `Lost` leaves the run as it was before the step.
         """
         settings, own = self.settings, self.ranks.share(self.settings.batch)
         position, state, key, dropped = self.position, self.state, self.key, None
@@ -338,7 +342,7 @@ class Run:
         return self.losses[-1]
 
     def evaluate(self) -> float:
-        """Validation bits per character now, into the history."""
+        """Append the validation bits per character of this step to the history."""
         self.validation.append((self.step, validation_bits(self.model, self.corpus, ranks=self.ranks)))
         return self.validation[-1][1]
 
@@ -352,9 +356,9 @@ class Run:
         return place | {"losses": self.losses, "validation": self.validation}
 
     def save(self, path: Path) -> None:
-        """Write a checkpoint, then rename it: whatever happens, `path` is a whole one, the old or the new.
+        """Write a checkpoint, then rename it, so that `path` is always a complete one, the old or the new.
 
-        Until then it lies beside `path` in a folder that nobody else can open. Of several processes the first writes.
+        Until then it lies next to `path` in a folder that no other user can open. Only the first process writes.
         """
         if self.ranks.rank > 0:
             return
@@ -453,7 +457,7 @@ def check_alike(kind: str, found: dict, expected: dict, form: Callable[[Any], st
 
 
 def broken_ranges(values: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """The names of those outside of RANGES or DTYPES, and the rule."""
+    """Yield the name of each value outside of RANGES or DTYPES, and its rule."""
     if (value := values.get("dtype", "float32")) not in DTYPES:
         yield "dtype", f"must be one of {', '.join(DTYPES)} but is {value}."
     for name, (lowest, limit) in RANGES.items():
@@ -463,9 +467,9 @@ def broken_ranges(values: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 @contextlib.contextmanager
 def ctrl_c() -> Iterator[threading.Event]:
-    """Inside, the first Ctrl-C only sets the event, so that a step is never cut in two; a second one interrupts.
+    """Within the context the first Ctrl-C only sets the event, so no step is cut in two; a second one interrupts.
 
-    The same holds of SIGTERM, which a launcher sends to all processes where one has died.
+    The same holds for SIGTERM, which a launcher sends to all processes when one has died.
     """
     pressed = threading.Event()
     defaults = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
@@ -483,9 +487,9 @@ def ctrl_c() -> Iterator[threading.Event]:
 
 
 def train(run: Run, checkpoint: Path, console: Console, seconds: float | None = None) -> bool:
-    """Train to the last step, to `seconds` or to Ctrl-C (then returns False). Leaves a checkpoint in every case.
+    """Train to the last step and return True; after `seconds` or Ctrl-C return False. Always write a checkpoint.
 
-    Of several processes all stop at the same step; where one is lost, `Lost` follows the checkpoint.
+    All processes stop at the same step. If one is lost, `Lost` is raised after the checkpoint is written.
     """
     settings, start, first, busy = run.settings, time.perf_counter(), run.step, 0.0
     every = math.ceil(settings.steps / settings.evaluations)
@@ -519,7 +523,7 @@ def train(run: Run, checkpoint: Path, console: Console, seconds: float | None = 
 
 
 def plot(run: Run, baseline: float, path: Path) -> None:
-    """The loss curve as a PNG."""
+    """Write the loss curve as a PNG."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -539,7 +543,7 @@ def plot(run: Run, baseline: float, path: Path) -> None:
 
 
 def arguments(argv: list[str] | None) -> tuple[argparse.Namespace, Settings | None]:
-    """The options, and the settings of a new run; None with --resume."""
+    """Return the options, and the settings of a new run or None with --resume."""
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
@@ -573,7 +577,7 @@ def arguments(argv: list[str] | None) -> tuple[argparse.Namespace, Settings | No
 
 
 def report(run: Run, baseline: float, options: argparse.Namespace, console: Console) -> None:
-    """The plot, the two figures and the sampled text."""
+    """Write the plot and the sampled text, and print both figures."""
     plot(run, baseline, options.out / "loss.png")
     measured = run.validation and run.validation[-1][0] == run.step
     bits = run.validation[-1][1] if measured else validation_bits(run.model, run.corpus)
@@ -590,7 +594,7 @@ def report(run: Run, baseline: float, options: argparse.Namespace, console: Cons
 
 
 def quantized_bits(run: Run, widths: list[int]) -> Iterator[tuple[int, float]]:
-    """The validation text's bits per character with the LSTM's weights in so many bits; the model stays as it is."""
+    """Yield validation bits per character with the LSTM's weights in so many bits; the model does not change."""
     trained, group = run.model.lstm, 64 if run.settings.hidden % 64 == 0 else 32
     for width in widths:
         run.model.lstm = QuantizedLSTM.from_layer(trained, group, width)
@@ -599,7 +603,7 @@ def quantized_bits(run: Run, widths: list[int]) -> Iterator[tuple[int, float]]:
 
 
 def start(settings: Settings | None, checkpoint: Path, corpus: Corpus, engine: str | None, ranks: Ranks) -> Run:
-    """A new run, or that of the checkpoint. Every process has it as the first one has, who alone needs the file."""
+    """Return a new run, or that of the checkpoint, equal in every process; only the first process needs the file."""
     if ranks.rank == 0:
         run = Run(settings, corpus, ranks) if settings else Run.load(checkpoint, corpus, engine, ranks)
         if ranks.size == 1:

@@ -33,7 +33,7 @@ from mlx_lstm.keras import lstm_from_keras, lstm_to_keras
 
 
 class Settings(NamedTuple):
-    """Sizes of the model and of its training, the same in Keras and in MLX."""
+    """Sizes of the model and of its training, for Keras and for MLX."""
 
     steps: int = 150
     batch: int = 32
@@ -60,7 +60,7 @@ class Text(NamedTuple):
         return cls(len(alphabet), codes[:split], codes[split : split + n * (window + 1)].reshape(n, window + 1))
 
     def windows(self, settings: Settings, seed: int) -> Iterator[np.ndarray]:
-        """settings.steps batches [batch, window + 1], from random places."""
+        """Yield settings.steps batches [batch, window + 1] from random places of the text."""
         rng = np.random.default_rng(seed)
         for _ in range(settings.steps):
             starts = rng.integers(0, len(self.codes) - settings.window, (settings.batch, 1))
@@ -71,7 +71,7 @@ class Text(NamedTuple):
 
 
 def train_in_keras(text: Text, settings: Settings) -> keras.Model:
-    """A new model, trained."""
+    """Return a new model after training."""
     keras.utils.set_random_seed(settings.seed)
     model = keras.Sequential(
         [
@@ -95,7 +95,7 @@ def loss_in_keras(model: keras.Model, windows: np.ndarray) -> float:
 
 
 class Model(nn.Module):
-    """The same model in MLX: codes [B, T] to logits [B, T, size]."""
+    """The same model in MLX: codes [B, T] in, logits [B, T, size] out."""
 
     def __init__(self, size: int, settings: Settings):
         super().__init__()
@@ -108,7 +108,7 @@ class Model(nn.Module):
 
 
 def from_keras(theirs: keras.Model, text: Text, settings: Settings) -> Model:
-    """An MLX model with the Keras model's weights."""
+    """Return an MLX model with the weights of the Keras model."""
     embedding, lstm, dense = (layer.get_weights() for layer in theirs.layers)
     weights = lstm_from_keras(*lstm)
     model = Model(text.size, settings)
@@ -119,7 +119,7 @@ def from_keras(theirs: keras.Model, text: Text, settings: Settings) -> Model:
 
 
 def into_keras(model: Model, theirs: keras.Model) -> None:
-    """The MLX model's weights, put into the Keras model."""
+    """Put the weights of the MLX model into the Keras model."""
     embedding, lstm, dense = theirs.layers
     embedding.set_weights([np.array(model.embedding.weight)])
     lstm.set_weights(lstm_to_keras(model.lstm.Wx, model.lstm.Wh, model.lstm.bias))
@@ -131,7 +131,7 @@ def loss_in_mlx(model: Model, windows: mx.array) -> mx.array:
 
 
 def train_in_mlx(model: Model, text: Text, settings: Settings) -> list[float]:
-    """Train on; returns the loss on the text held out, before and during."""
+    """Train further; return the loss on the held-out text, before and during training."""
     optimizer, gradient = optim.Adam(settings.learning_rate), nn.value_and_grad(model, loss_in_mlx)
     held_out = mx.array(text.held_out)
     losses = [loss_in_mlx(model, held_out).item()]
@@ -150,7 +150,7 @@ def train_in_mlx(model: Model, text: Text, settings: Settings) -> list[float]:
 
 
 def compare_models(theirs: keras.Model, ours: Model, codes: np.ndarray) -> None:
-    """Prints how far the logits of both models are apart."""
+    """Print the largest difference between the logits of both models."""
     expected, got = np.asarray(theirs(codes)), np.array(ours(mx.array(codes)))
     print(
         f"logits: largest difference {np.abs(got - expected).max():.1e}, of numbers up to {np.abs(expected).max():.1f}"
@@ -158,7 +158,7 @@ def compare_models(theirs: keras.Model, ours: Model, codes: np.ndarray) -> None:
 
 
 def compare_ops(theirs: keras.Model, codes: np.ndarray) -> None:
-    """Prints how far TensorFlow's op BlockLSTMV2 and ours are apart; its w is Keras' kernels, one below the other."""
+    """Print the largest difference between TensorFlow's BlockLSTMV2 and ours. Its w is both kernels of Keras joined."""
     embedding, lstm, _ = theirs.layers
     kernel, recurrent_kernel, bias = lstm.get_weights()
     x = np.asarray(embedding(codes)).swapaxes(0, 1)

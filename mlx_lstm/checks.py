@@ -1,5 +1,7 @@
-"""Checks of arguments at the public edge: `ValueError("[op] rule but got value")`, before any work. And warnings, each
-said once, at the caller's line."""
+"""Checks of arguments at the public edge: `ValueError("[op] rule but got value")`, before any work.
+
+And warnings, each shown once, at the caller's line.
+"""
 
 import math
 import sys
@@ -14,14 +16,14 @@ import mlx.core as mx
 import numpy as np
 
 NO_UNITS = ", as weights are drawn from +-1/sqrt(hidden_size),"
-"""Why the layers must have units."""
+"""The reason why layers must have units, in errors."""
 
 FLOATS = (mx.float32, mx.float16, mx.bfloat16, mx.float64)
 ARRAYS = ((np.ndarray, np), (mx.array, mx))
 
 
-class Form(NamedTuple):
-    """What is checked of an array."""
+class ArraySpec(NamedTuple):
+    """The shape and dtype of an array: stands for the array in checks."""
 
     shape: tuple[int, ...]
     dtype: mx.Dtype
@@ -38,7 +40,7 @@ _lock = Lock()
 
 
 def warn_once(text: str) -> None:
-    """A warning, once in a process for each text, at the latest line in progress that is not of this package."""
+    """Warn once in a process for each text, at the innermost line of the call stack that is not in this package."""
     with _lock:
         known = text in _said
         _said.add(text)
@@ -51,16 +53,18 @@ def warn_once(text: str) -> None:
 
 
 def forget_warnings() -> None:
-    """Each may be said again."""
+    """Let each warning be shown again."""
     _said.clear()
 
 
 def check_array(
     op: str, name: str, array: object, shape: Sequence[int | str], dtype: mx.Dtype | None = None, why: str = ""
 ) -> None:
-    """`array` is an MLX array, or a form, of this shape (a letter: any size; `why` it has to) and dtype (`None`: any
-    float)."""
-    if not isinstance(array, (mx.array, Form)):
+    """ValueError unless `array` is an MLX array, or an `ArraySpec`, of this shape and dtype.
+
+    shape: sizes, or letters for any size; dtype: `None` for any float; why: the reason for the shape, in the error.
+    """
+    if not isinstance(array, (mx.array, ArraySpec)):
         fail(op, f"{name} must be an mlx.core.array{instead_of(array)}", type(array).__name__)
     sizes = array.shape
     pairs = [pair for pair in zip(shape, sizes, strict=False) if pair[0] != pair[1]]
@@ -73,7 +77,7 @@ def check_array(
 
 
 def instead_of(value: object) -> str:
-    """What to pass in place of a value that is no MLX array, as an error says it."""
+    """Return what an error advises to pass in place of a value that is no MLX array."""
     if type(value).__name__ == "PackedSequence":  # torch's, which is a tuple, too
         return ": pad it and use lengths,"
     first = value[0] if isinstance(value, (list, tuple)) and value else None
@@ -84,36 +88,36 @@ def instead_of(value: object) -> str:
     return ": make one by mx.array(...)," if isinstance(value, list) or hasattr(value, "__array__") else ""
 
 
-def check_sizes(op: str, name: str, array: mx.array | Form) -> None:
-    """No axis of `array` is empty."""
+def check_sizes(op: str, name: str, array: mx.array | ArraySpec) -> None:
+    """ValueError if an axis of `array` is empty."""
     if 0 in array.shape:
         fail(op, f"{name} must have no empty axis, with which nothing is computed,", f"shape {list(array.shape)}")
 
 
 def check_option(op: str, name: str, value: object, allowed: Sequence[object]) -> None:
-    """`value` is one of `allowed`."""
+    """ValueError unless `value` is one of `allowed`."""
     for one in allowed:
-        # Arrays and dtypes of MLX raise where they are compared with what is none.
+        # Arrays and dtypes of MLX raise when they are compared with values of other types.
         if isinstance(value, type(one)) and value == one:
             return
     fail(op, f"{name} must be one of {', '.join(map(repr, allowed))}", repr(value))
 
 
 def check_flag(op: str, name: str, value: object) -> None:
-    """`value` is True or False, and not merely truthy."""
+    """ValueError unless `value` is True or False; other truthy values are refused."""
     if not isinstance(value, bool):
         fail(op, f"{name} must be True or False", repr(value))
 
 
 def check_integer(op: str, name: str, value: object, *, least: int | None = None, why: str = "") -> int:
-    """`value`, an integer of any type, and not below `least` (`why` not), as Python's."""
+    """Return an integer of any type as Python's. ValueError if it is none, or below `least`; `why` says the reason."""
     if not isinstance(value, Integral) or isinstance(value, bool) or (least is not None and value < least):
         fail(op, f"{name} must be an integer{'' if least is None else f' of at least {least}'}{why}", repr(value))
     return int(value)
 
 
 def check_every(op: str, every: Any) -> int | str | None:
-    """`checkpoint_every`: a number of steps of any integer type, as Python's, "auto" or None."""
+    """Return the option `checkpoint_every`: a number of steps of any integer type as Python's, "auto" or None."""
     if every is None or (isinstance(every, str) and every == "auto"):
         return every
     if not isinstance(every, Integral) or isinstance(every, bool) or every < 1:
@@ -122,7 +126,7 @@ def check_every(op: str, every: Any) -> int | str | None:
 
 
 def check_number(op: str, name: str, value: object) -> float:
-    """`value`, a finite number of any type, as Python's float."""
+    """Return a finite number of any type as Python's float. ValueError if it is none."""
     number = as_float(value)
     if number is None or not math.isfinite(number):
         fail(op, f"{name} must be a finite number", repr(value))
@@ -130,7 +134,7 @@ def check_number(op: str, name: str, value: object) -> float:
 
 
 def as_float(value: object) -> float | None:
-    """A number of any type as Python's float, infinite if it is too large for one; None if it is no number."""
+    """Return a number of any type as Python's float, infinite if it is too large for one; None if it is no number."""
     if not isinstance(value, Real) or isinstance(value, bool):
         return None
     try:
@@ -142,15 +146,15 @@ def as_float(value: object) -> float | None:
 def check_lengths(
     op: str, lengths: Any, batch: int, longest: int, *, traced: bool, name: str = "lengths", shortest: int = 0
 ) -> mx.array:
-    """`lengths` as int32 [batch], each in shortest..longest; a traced array's range is unknown and goes unchecked."""
+    """Return `lengths` as int32 [batch], each in shortest..longest. The values of a traced array cannot be checked."""
     if isinstance(lengths, (list, tuple)):
         if not all(isinstance(n, Integral) and not isinstance(n, bool) for n in lengths):
             fail(op, f"{name} must be integers", lengths)
-        # As objects, of which none is too large to be compared.
+        # As Python's integers, which no comparison overflows.
         lengths = np.array([int(n) for n in lengths], object)
     elif not any(isinstance(lengths, kind) and of.issubdtype(lengths.dtype, of.integer) for kind, of in ARRAYS):
-        found = lengths.dtype if isinstance(lengths, (np.ndarray, mx.array)) else type(lengths).__name__
-        fail(op, f"{name} must be integers, in a list or an array of MLX or NumPy,", found)
+        kind = lengths.dtype if isinstance(lengths, (np.ndarray, mx.array)) else type(lengths).__name__
+        fail(op, f"{name} must be integers, in a list or an array of MLX or NumPy,", kind)
     if lengths.shape != (batch,):
         fail(op, f"{name} must have shape [{batch}], one per batch item,", f"shape {list(lengths.shape)}")
     if isinstance(lengths, mx.array) and traced:

@@ -111,9 +111,9 @@ class Layers(nn.Module):
         self.checkpoint_every = check_every(self.op, checkpoint_every)
         scale = 1 / math.sqrt(self.hidden_size)
         for layer in range(self.num_layers):
-            for way in self.ways:
+            for ending in self.endings:
                 for name, shape in self.shapes(layer).items():
-                    self[self.key(name, layer, way)] = mx.random.uniform(-scale, scale, shape)
+                    self[self.key(name, layer, ending)] = mx.random.uniform(-scale, scale, shape)
 
     def train(self: Self, mode: bool = True) -> Self:
         """Set training mode, or with `False` evaluation mode; return the layer."""
@@ -125,13 +125,13 @@ class Layers(nn.Module):
         return self.train(False)
 
     @property
-    def ways(self) -> tuple[str, ...]:
+    def endings(self) -> tuple[str, ...]:
         """The ends of the parameters' names, one per direction."""
         return WAYS if self.bidirectional else WAYS[:1]
 
-    def key(self, name: str, layer: int, way: str) -> str:
+    def key(self, name: str, layer: int, ending: str) -> str:
         """Return the name of a parameter of this layer and direction."""
-        return f"{name}_l{layer}{way}"
+        return f"{name}_l{layer}{ending}"
 
     @property
     def width(self) -> int:
@@ -141,7 +141,7 @@ class Layers(nn.Module):
     def shapes(self, layer: int) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the parameters of one direction of a layer, in torch's order."""
         rows = self.gates * self.hidden_size
-        columns = len(self.ways) * self.width if layer else self.input_size
+        columns = len(self.endings) * self.width if layer else self.input_size
         shapes = {"weight_ih": (rows, columns), "weight_hh": (rows, self.width)}
         shapes |= {"bias_ih": (rows,), "bias_hh": (rows,)} if self.bias else {}
         return shapes | ({"weight_hr": (self.proj_size, self.hidden_size)} if self.proj_size else {})
@@ -177,7 +177,7 @@ class Layers(nn.Module):
             check_key(self.op, key)
         shapes = self.check_states(states, [N] if batched else [], time_first)
         first = {name: state for name, state in states.items() if state is not None}
-        now, D = computes_now(self.engine), len(self.ways)
+        now, D = computes_now(self.engine), len(self.endings)
         small = by_numpy if now else by_mlx
         layers = [self.arrays(layer, now) for layer in range(self.num_layers)]
         dtype = common_dtype([input, *first.values(), *(array for arrays in layers for array in arrays.values())])
@@ -211,14 +211,14 @@ class Layers(nn.Module):
 
     def join_all(self, shapes: dict[str, list[int]], *states: Any) -> dict[str, Any]:
         """Return the states by name, in these shapes; `states`: first h of each layer, then c of each layer."""
-        D, K = len(self.ways), self.num_layers
+        D, K = len(self.endings), self.num_layers
         return {
             name: join_states(D, shape, *states[n * K : (n + 1) * K]) for n, (name, shape) in enumerate(shapes.items())
         }
 
     def check_states(self, states: dict[str, Any], N: list[int], time_first: bool) -> dict[str, list[int]]:
         """Return the shapes of the states, after checking that the caller's states have them."""
-        rows, widths = self.num_layers * len(self.ways), {"h": self.width, "c": self.hidden_size}
+        rows, widths = self.num_layers * len(self.endings), {"h": self.width, "c": self.hidden_size}
         why = f", as input is {'[L, N, I]' if time_first else '[N, L, I]'}," if N else ""
         shapes = {name: [rows, *N, widths[name]] for name in states}
         for name, state in states.items():
@@ -237,18 +237,18 @@ class Layers(nn.Module):
 
         `now`: the call computes now, so that joined arrays can be cached.
         """
-        ways = []
-        for way in self.ways:
+        directions = []
+        for ending in self.endings:
             arrays = {}
             for name, shape in self.shapes(layer).items():
-                key = self.key(name, layer, way)
+                key = self.key(name, layer, ending)
                 arrays[name] = array = self._parameter(key)
                 if array.shape != shape:  # a bias [1] would broadcast to the other bias
                     fail(self.op, f"{key} must have shape {list(shape)}", f"shape {list(array.shape)}")
-            ways.append(arrays)
-        if len(ways) == 1:
-            return self.one_way(ways[0], by_numpy if now else by_mlx)
-        return derived(now, self.op, ways, lambda ways: join([self.one_way(way, by_mlx) for way in ways]))
+            directions.append(arrays)
+        if len(directions) == 1:
+            return self.with_one_bias(directions[0], by_numpy if now else by_mlx)
+        return derived(now, self.op, directions, lambda both: join([self.with_one_bias(one, by_mlx) for one in both]))
 
     def _parameter(self, name: str) -> Weight:
         """Return a parameter. `QuantizedLayer` returns its weights as `Quantized`."""
@@ -257,7 +257,7 @@ class Layers(nn.Module):
             check_array(self.op, name, getattr(self, name, array), ())
         return array
 
-    def one_way(self, arrays: dict[str, Any], small: Run) -> dict[str, Any]:
+    def with_one_bias(self, arrays: dict[str, Any], small: Run) -> dict[str, Any]:
         """Return the parameters of one direction by the names of the recurrence's arguments, both biases as one."""
         arrays = dict(arrays)
         biases: Any = {}
@@ -591,7 +591,7 @@ class Cell(Layers):
     def __init__(self, input_size: int, hidden_size: int, bias: bool, engine: Engine | None):
         super().__init__(input_size, hidden_size, 1, bias, False, 0.0, False, 0, None, engine)
 
-    def key(self, name: str, layer: int, way: str) -> str:
+    def key(self, name: str, layer: int, ending: str) -> str:
         """Return the name of a parameter."""
         return name
 
@@ -733,7 +733,7 @@ def from_weights(
     """Return the layer that has these weights. `mlx_lstm.convert.from_torch(layer)` reads them from a layer again.
 
     Args:
-        weights (Weights): as a reader of `mlx_lstm.convert` returns them, such as `from_keras` or `read`.
+        weights (Weights): as a reader of `mlx_lstm.convert` returns them, such as `from_keras`.
         batch_first, dropout, engine: as in `LSTM`.
 
     Returns:

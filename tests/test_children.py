@@ -36,8 +36,10 @@ assert child.close() == "" and child.process.returncode == 0
 from mlx_lstm.compare import contenders
 from mlx_lstm.compare.grid import grid
 case = next(iter(grid(lambda case: True)))
-problem = contenders.in_a_process("mpsgraph", case).problem
-assert "Metal" in problem or not problem, problem  # without PyObjC its last words
+mpsgraph = contenders.all_contenders()["mpsgraph"]
+problem = mpsgraph.run(case).problem
+mpsgraph.close()
+assert "Metal" in problem or not problem, problem  # without PyObjC the error of its import
 """,
     "bench": """
 import json
@@ -72,7 +74,7 @@ PARENTS = {
 
 
 def start_from_a_hostile_folder(tmp_path, kinds, flags, before):
-    """What a parent prints whose working folder holds traps, and the traps that went off."""
+    """The error of a parent whose working folder holds traps, if it failed, and the traps that went off."""
     hostile, script = tmp_path / "hostile", tmp_path / "parent.py"
     hostile.mkdir()
     for name in TRAPS:
@@ -84,7 +86,7 @@ def start_from_a_hostile_folder(tmp_path, kinds, flags, before):
     command = [sys.executable, *flags, str(script)]
     done = subprocess.run(command, cwd=hostile, env=environment, capture_output=True, text=True)
     sprung = tmp_path / "sprung"
-    return done.stderr, sprung.read_text() if sprung.exists() else ""
+    return done.stderr if done.returncode else "", sprung.read_text() if sprung.exists() else ""
 
 
 @pytest.mark.parametrize("kind", CHILDREN)

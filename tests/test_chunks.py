@@ -168,6 +168,28 @@ def test_outputs_are_those_of_one_piece_to_the_bit(option, engine):
             np.testing.assert_allclose(parts[name], value, atol=1e-6, err_msg=name)
 
 
+@pytest.mark.parametrize("engine, dtype", [("ops", "float32"), ("numpy", "float16"), ("numpy", "bfloat16")])
+def test_a_reversed_view(engine, dtype):
+    """MLX makes no array of a view with negative strides, as which NumPy sees it."""
+    draw = lambda *shape: mx.random.normal(shape).astype(getattr(mx, dtype))  # noqa: E731
+    x, Wx, Wh = draw(7, 2, 3), draw(8, 3), draw(8, 2)
+    with mx.stream(mx.cpu), limited(unchunked=0):
+        call = lambda x: lstm(x, Wx, Wh, engine=engine, checkpoint_every=3).h.astype(mx.float32).sum()  # noqa: E731
+        whole = mx.contiguous(x[::-1])
+        for got, expected in ((call(x[::-1]), call(whole)), (mx.grad(call)(x[::-1]), mx.grad(call)(whole))):
+            np.testing.assert_array_equal(*(np.array(a.astype(mx.float32)) for a in (got, expected)))
+
+
+@pytest.mark.filterwarnings("error")
+def test_sums_over_chunks_overflow_without_a_warning():
+    """A gradient of 2e38 from each of two chunks, which float32 can hold alone."""
+    x, Wx, Wh = mx.ones((2, 1, 1)), mx.ones((1, 1)), mx.zeros((1, 1))
+    with mx.stream(mx.cpu), limited(unchunked=0):
+        call = lambda W: rnn(x, W, Wh, activation="identity", engine="ops", checkpoint_every=1).h  # noqa: E731
+        (gradient,) = mx.vjp(lambda W: [call(W)], [Wx], [mx.full((2, 1, 1), 2e38)])[1]
+        assert gradient.item() == np.inf
+
+
 # --- MLX's transformations -------------------------------------------------------------------------------------------
 
 

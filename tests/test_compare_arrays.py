@@ -1,4 +1,4 @@
-"""`python -m mlx_lstm.compare --arrays`: what strangers dump, right and otherwise, and what it is said to be."""
+"""`python -m mlx_lstm.compare --arrays`: dumps of other programs, right ones and others, and their explanations."""
 
 import re
 
@@ -24,11 +24,11 @@ def dumped(op="lstm", seed=0, readings=(), **options):
 
 
 def told(tmp_path, capsys, arrays, *options, op="lstm"):
-    """(exit code, what is printed)."""
+    """Compare a dump; return (exit code, what is printed)."""
     np.savez(tmp_path / "dump.npz", **arrays)
     try:
-        given = ["--arrays", str(tmp_path / "dump.npz"), "--op", op, "--contenders", "ops", *options]
-        code = command.main(given)
+        arguments = ["--arrays", str(tmp_path / "dump.npz"), "--op", op, "--contenders", "ops", *options]
+        code = command.main(arguments)
     except SystemExit as end:
         code = end.code
     written = capsys.readouterr()
@@ -36,7 +36,7 @@ def told(tmp_path, capsys, arrays, *options, op="lstm"):
 
 
 def turned(arrays, index, *names):
-    """The same with the blocks of some arrays in another order."""
+    """Return the arrays, some of them with their blocks in another order."""
     axes = {name: -1 if name == "zState" else 0 for name in names}
     blocks = {name: np.split(arrays[name], len(index), axis) for name, axis in axes.items()}
     return arrays | {name: np.concatenate([blocks[name][k] for k in index], axes[name]) for name in names}
@@ -85,6 +85,7 @@ OTHERWISE = {
         "if bias is [H x 4] and dbias is [H x 4]",
     ),
     "the last step": lambda a: (a | {"h": a["h"][-1]}, "if h is the last step alone"),
+    "h and c": lambda a: (a | {"h": a["c"], "c": a["h"]}, "if h is c, so h and c are exchanged and c is h, so h and c"),
     "g(c)": lambda a: (a | {"c": np.tanh(a["c"])}, "if c is after the last activation"),
 }
 
@@ -120,6 +121,24 @@ def test_gru_of_another_flavour(tmp_path, capsys):
     assert code == 1 and "fits: all 8 results agree" in text and "if the descriptor has flip_z = True" in text
 
 
+@pytest.mark.parametrize("word", ["outputFwd", "output"])
+def test_other_words_for_h(tmp_path, capsys, word):
+    arrays = dumped()
+    arrays[word] = arrays.pop("h")
+    assert told(tmp_path, capsys, arrays)[0] == 0
+
+
+@pytest.mark.parametrize("size", [(2, 3, 5, 6), (5, 3, 4, 6), (20, 4, 8, 16)])
+def test_float16_errors_of_one_percent_are_found(tmp_path, capsys, size):
+    """The largest h alone is wrong: its own bound is narrower than that of the tensor."""
+    case = draw(np.random.default_rng(0), "lstm", size, weights=0.7 / size[3] ** 0.5, dtype=np.float16, **LSTM)
+    h = judge.expected(case)["h"]
+    arrays = {name: array for name, array in case.arrays.items() if not name.endswith("gradient")}
+    assert told(tmp_path, capsys, arrays | {"h": h.astype(np.float16)})[0] == 0
+    h[np.unravel_index(np.argmax(np.abs(h)), h.shape)] *= 1.01
+    assert told(tmp_path, capsys, arrays | {"h": h.astype(np.float16)})[0] == 1
+
+
 def test_what_nothing_explains_is_left(tmp_path, capsys):
     arrays = dumped()
     code, text = told(tmp_path, capsys, arrays | {"dbias": arrays["dbias"] + 1})
@@ -132,7 +151,18 @@ def test_what_nothing_explains_is_left(tmp_path, capsys):
         (
             lambda a: a | {"recurentWeight": a.pop("recurrentWeight")},
             (),
-            "did you mean recurrent_weight (recurrentWeight)",
+            "did you mean recurrent_weight (recurrentWeight), drecurrent_weight",
+        ),
+        (lambda a: a | {"outputs": a.pop("h")}, (), "did you mean output for h"),
+        (
+            lambda a: a | {"inputWeight": a["inputWeight"][:, :-1]},
+            (),
+            "input_weight (inputWeight) must have layout [4H, I]",
+        ),
+        (
+            lambda a: a | {"recurrentWeight": a["recurrentWeight"][:, :-1]},
+            (),
+            "must have layout [4H, H], but got [24, 5]",
         ),
         (lambda a: a | {"secondaryBias": a["bias"][:6]}, (), "lstm has no array 'secondaryBias'"),
         (lambda a: without(a, "source"), (), "source is missing"),
@@ -150,6 +180,13 @@ def test_what_nothing_explains_is_left(tmp_path, capsys):
 def test_what_is_refused(tmp_path, capsys, change, options, words):
     code, text = told(tmp_path, capsys, change(dumped()), *options)
     assert code == 2 and words in text and text.count("\n") == 1
+
+
+def test_a_gru_is_told_of_three_gates(tmp_path, capsys):
+    arrays = dumped("gru", reset_after=True)
+    arrays["recurrentWeight"] = arrays["recurrentWeight"][:, :-1]
+    text = told(tmp_path, capsys, arrays, op="gru")[1]
+    assert "must have layout [3H, H]" in text and "4H" not in text
 
 
 def test_what_is_no_dump(tmp_path, capsys):

@@ -874,7 +874,7 @@ def test_shuffled_files_are_refused(tmp_path, capsys):
         convert.write(path, {"rnn": PLAIN["one layer"]})
         path.write_bytes(rng.permutation(np.frombuffer(path.read_bytes(), np.uint8)).tobytes())
         assert path.name in refusal(capsys, path, tmp_path / "c.npz")
-    assert "gate order must be a permutation of ifgo but got 'iffo'" in refusal(
+    assert "gate order must be a permutation of ifgo (c for g, z for g) but got 'iffo'" in refusal(
         capsys, saved(tmp_path / "d.npz", arrays), tmp_path / "c.npz", "--order", "iffo"
     )
 
@@ -1020,3 +1020,49 @@ def test_stacks_and_orders(tmp_path, capsys):
     icfo = saved(tmp_path / "c.npz", theirs)
     assert main([str(icfo), str(target), "--order", "icfo", "--force"]) == 0
     assert_same(one_bias(PLAIN["one layer"]), convert.read(target).layers["x"])
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_mlx_names_are_those_of_two_lists(layers, tmp_path):
+    """A model with a list for each direction loads what `--to mlx` writes, and `stack` runs it."""
+    path, target = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    weights = one_bias(weights_of(LSTMCell(), layers, 2))
+    convert.write(path, {"encoder": weights})
+    assert main([str(path), str(target), "--to", "mlx"]) == 0
+
+    class Encoder(mlx.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.forward, self.backward = ([nn.LSTM(2 * H if k else I, H) for k in range(layers)] for _ in range(2))
+
+    class Model(mlx.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.encoder = Encoder()
+
+    model = Model()
+    model.load_weights(str(target))
+    x = numbers(B, T, I)
+    got = nn.stack(model.encoder.forward, x, reverse=model.encoder.backward)[0]
+    expected = mlx_lstm.torch.from_weights(weights, batch_first=True)(x)[0]
+    np.testing.assert_array_equal(np.array(got), np.array(expected))
+
+
+def test_options_that_have_no_use_are_refused(tmp_path, capsys):
+    path, keras_style = tmp_path / "a.safetensors", tmp_path / "k.safetensors"
+    convert.write(path, {"rnn": PLAIN["lstm"]})
+    convert.write(keras_style, {"rnn": PLAIN["one layer"]}, style="keras")
+    target = tmp_path / "b.safetensors"
+    assert "--ways must be left out without --keys" in refusal(capsys, path, target, "--ways", "a", "b")
+    assert "permutation of ifgo (c for g, z for g) but got 'foo'" in refusal(capsys, path, target, "--order", "foo")
+    assert "order must be left out for rnn, whose words are those of Keras" in refusal(
+        capsys, keras_style, target, "--order", "ifog"
+    )
+
+
+def test_words_for_the_directions_are_those_of_the_forms(tmp_path, capsys):
+    path, target = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    convert.write(path, {"rnn": PLAIN["lstm"]})
+    form = ["--from-keys", "{name}.{array}_l{layer}{way}", "--ways", "", "_reverse"]
+    assert main([str(path), str(target), *form]) == 0
+    assert_same(PLAIN["lstm"], convert.read(target).layers["rnn"])

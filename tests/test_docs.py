@@ -123,11 +123,28 @@ def test_options_in_prose():
             assert option == "--help" or f'"{option}"' in known or field in known, f"{page}: {option}"
 
 
+def anchors(path: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", FENCE.sub("", path.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 @pytest.mark.parametrize("page", PAGES + OTHER_PAGES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_links_lead_to_files(page):
+def test_links_lead_to_files_and_headings(page):
     for target in re.findall(r"\]\(([^)\s]+)\)", FENCE.sub("", page.read_text())):
-        if not target.startswith(("https:", "#")):
-            assert (page.parent / target.partition("#")[0]).exists(), f"{page}: {target}"
+        path, _, anchor = target.partition("#")
+        if not target.startswith("https:"):
+            assert (page.parent / path).exists(), f"{page}: {target}"
+            assert not anchor or anchor in anchors(page.parent / path if path else page), f"{page}: {target}"
+
+
+def test_places_in_contributing_exist():
+    """A path in backticks is one of the repository or of the package."""
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    paths = re.findall(r"`((?:\.?\w+/)+\w*(?:\.\w+)?|\w+\.(?:py|md))`", page)
+    assert len(paths) > 80
+    for path in paths:
+        assert (ROOT / path).exists() or (ROOT / "mlx_lstm" / path).exists(), path
 
 
 def test_the_readme_stays_short():

@@ -200,6 +200,36 @@ def test_no_sequence_is_copied(monkeypatch, word, batch_major):
     assert peak < 8 * T * B * H / 2  # half of the h of one direction
 
 
+@pytest.mark.parametrize("word, options", [*((word, {}) for word in OPS), ("gru", {"reset": "before"})], ids=str)
+def test_gradients_of_many_calls_are_not_in_memory_at_once(word, options):
+    """A training step that calls the op once per time step has the gradients of engine ops and takes at most twice its
+    memory. With all gradients at once it would be four times."""
+    T, H, rng = 40, 384 if word == "rnn" else 256, np.random.default_rng(0)
+    G = {"lstm": 4, "gru": 3, "rnn": 1}[word]
+    with mx.stream(mx.cpu):
+        x, Wx, Wh = (mx.array(rng.normal(size=shape) / 16, mx.float32) for shape in ((T, 2, H), (G * H, H), (G * H, H)))
+        mx.eval(x, Wx, Wh)
+
+        def loss(Wx, Wh, engine):
+            h, total = None, 0
+            for row in x:
+                h = OPS[word][0](row[None], Wx, Wh, None, h, engine=engine, **options).hT
+                total = total + h.square().sum()
+            return total
+
+        peaks, gradients = {}, {}
+        for engine in ("ops", "numpy"):
+            mx.clear_cache()
+            mx.reset_peak_memory()
+            before = mx.get_active_memory()
+            gradients[engine] = mx.grad(loss, argnums=(0, 1))(Wx, Wh, engine)
+            mx.eval(gradients[engine])
+            peaks[engine] = mx.get_peak_memory() - before
+        for got, expected in zip(gradients["numpy"], gradients["ops"], strict=True):
+            np.testing.assert_allclose(got, expected, rtol=0, atol=1e-5 * np.abs(np.array(expected)).max())
+        assert peaks["numpy"] < 2 * peaks["ops"]
+
+
 @pytest.mark.parametrize("both", [False, True])
 @pytest.mark.parametrize("word", OPS)
 def test_what_numpy_shall_do_of_an_error_is_the_caller_s_affair(word, both):

@@ -175,6 +175,13 @@ def test_onnx_reads_other_files_only_if_asked(tmp_path, capsys):
     onnx_with_external(path, "link", tmp_path / "secret")
     (folder / "link").symlink_to(tmp_path / "secret")
     assert "and be no link" in refusal(capsys, path, target, "--force", "--external-data")
+    onnx_with_external(path, "m.data")
+    model = onnx.load(path, load_external_data=False)
+    other = model.graph.initializer.add()
+    other.CopyFrom(next(each for each in model.graph.initializer if each.name == "lstm.W"))
+    other.name = "twin"
+    path.write_bytes(model.SerializeToString())
+    assert "must not overlap but got twin" in refusal(capsys, path, target, "--force", "--external-data")
     onnx_with_external(path, "short")
     (folder / "short").write_bytes(b"1234")
     assert "lies beyond the end of short" in refusal(capsys, path, target, "--force", "--external-data")

@@ -4,7 +4,6 @@ import gc
 import re
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import patch
 
 import mlx.core as mx
@@ -23,7 +22,6 @@ from mlx_lstm.engines.metal import launch as kernels
 from mlx_lstm.engines.metal import stepwise_launches as kernels_stepwise
 from mlx_lstm.engines.metal.stepwise_rows import JOINED, LEFT, joins
 from mlx_lstm.engines.metal.text import shader_folder
-from mlx_lstm.engines.ops import sweep as engine_ops
 from mlx_lstm.engines.problem import Problem
 from mlx_lstm.oracle import forward
 
@@ -334,34 +332,6 @@ def test_second_and_forward_mode_derivatives_are_refused(engine):
             mx.eval(mx.grad(lambda Wh: (mx.grad(of_Wh)(Wh) ** 2).sum())(Wh))
         with pytest.raises(RuntimeError, match=f"engine='{engine}' has no forward-mode derivative"):
             mx.eval(mx.jvp(of_Wh, [Wh], [Wh]))
-
-
-def test_vmap_runs_the_kernels_one_by_one():
-    """MLX cannot vectorise a kernel. The plain engine stands in for it, as the emulator needs values."""
-    stand_in = SimpleNamespace(forward=engine_ops.forward, backward=engine_ops.backward)
-    rng = np.random.default_rng(0)
-    arrays = [mx.array(rng.normal(size=(2, *shape)), mx.float32) for shape in ((3, 2, 2), (8, 2), (8, 2), (8,))]
-
-    def loss(*arrays, engine="stepwise"):
-        out = lstm(*arrays, engine=engine)
-        return (out.h**2).sum() + out.cT.sum()
-
-    def each(function):
-        return [mx.stack(column) for column in zip(*(function(*row) for row in zip(*arrays, strict=True)), strict=True)]
-
-    every = (0, 1, 2, 3)
-    with (
-        mx.stream(mx.cpu),
-        patch.object(choice, "current_device", lambda: "gpu"),
-        patch.object(mx.metal, "is_available", lambda: True),
-        patch.dict(autodiff.ENGINE_MODULES, stepwise=stand_in),
-    ):
-        expected = each(mx.grad(lambda *arrays: loss(*arrays, engine="ops"), every))
-        of_each = mx.vmap(mx.grad(loss, every))(*arrays)
-        of_sum = mx.grad(lambda *arrays: mx.vmap(loss)(*arrays).sum(), every)(*arrays)
-    for gradients in (of_each, of_sum):
-        for got, want in zip(gradients, expected, strict=True):
-            np.testing.assert_allclose(np.array(got), np.array(want), rtol=2e-5, atol=1e-6)
 
 
 def test_metal_kernel_is_called_in_one_place():

@@ -12,7 +12,7 @@ from mlx_lstm.compare.cases import (
     COTANGENTS,
     GATES,
     RESULTS,
-    Case,
+    CompareCase,
     draw,
 )
 from mlx_lstm.compare.grid import draw_until
@@ -184,7 +184,7 @@ def test_torch_lstm_by_chained_calls(layers, bidirectional, engine):
         for weights, rows in zip(stack, side_by_side(value, layers, D), strict=True):
             weights[name] = rows
     descriptor = {"bidirectional": True} if bidirectional else {}
-    case = Case("", "lstm", descriptor, {})
+    case = CompareCase("", "lstm", descriptor, {})
 
     def chain_with(run):
         return chain(case, stack, source.detach().numpy(), cotangents[0].numpy(), run)

@@ -1,6 +1,6 @@
-"""The processes of a data-parallel run, each with its share of every batch. docs/distributed.md: how to start them.
+"""Data-parallel training: each process computes its share of every batch. docs/distributed.md says how to start them.
 
-With one process everything here hands back what it was given.
+With one process the methods return their arguments.
 """
 
 import mlx.core as mx
@@ -9,27 +9,27 @@ from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
 
 class Lost(Exception):
-    """Another process is gone, and with it the sum that all of them were to make."""
+    """Another process has ended, so no sum over all processes can be made."""
 
 
 class Ranks:
-    """Process `rank` of `size`. Every process makes the same calls in the same order, or all of them wait for ever."""
+    """Process `rank` of `size`. Every process must make the same calls in the same order, else all wait for ever."""
 
     def __init__(self, distributed: bool = False):
         try:
-            self.group = mx.distributed.init() if distributed else None  # of size 1 where nothing launched several
+            self.group = mx.distributed.init() if distributed else None  # size 1 without mlx.launch
         except RuntimeError as error:
             raise Lost(f"the processes have not found each other ({error})") from None
         self.rank, self.size = (self.group.rank(), self.group.size()) if self.group else (0, 1)
 
     def share(self, rows: int) -> slice:
-        """Which of so many rows are this process' own: as equal parts as there can be, in the order of ranks."""
+        """Return the slice of `rows` that this process computes; the shares are equal up to one row."""
         return slice(rows * self.rank // self.size, rows * (self.rank + 1) // self.size)
 
     def join(self, means, parts, rows: int):
-        """What one process would have for a batch of `rows`: (means over it, parts whose first axis is its rows).
+        """Return means over the whole batch of `rows`, and the parts of all processes joined along the first axis.
 
-        Trees of float32 arrays, of this process' share of the batch. All go in one message.
+        means, parts: trees of float32 arrays of this process' share of the batch. One message carries all of them.
         """
         if self.size == 1:
             return means, parts
@@ -44,10 +44,10 @@ class Ranks:
         return tree_unflatten(list(joined))
 
     def sum(self, array: mx.array) -> mx.array:
-        """The sum over all processes, the same bits in each."""
+        """Return the sum over all processes, with the same bits in each."""
         if self.size == 1:
             return array
-        mx.eval(array)  # so that an error of this process' own is not taken for the loss of another
+        mx.eval(array)  # an error here is this process' own; one below means that another process is lost
         try:
             mx.eval(total := mx.distributed.all_sum(array, group=self.group))
         except RuntimeError as error:
@@ -55,7 +55,7 @@ class Ranks:
         return total
 
     def first(self, data: bytes = b"") -> bytes:
-        """What process 0 has; the others give nothing."""
+        """Return the data of process 0 in every process."""
         size = self.sum(mx.array(len(data))).item()
         own = mx.array(np.frombuffer(data, np.uint8)) if self.rank == 0 else mx.zeros(size, mx.uint8)
         return np.array(self.sum(own)).tobytes()

@@ -63,10 +63,8 @@ def main(arguments: list[str] | None = None) -> int:
     card = machine_card(shlex.join(["python", "-m", "mlx_lstm.bench", *arguments]), options.device)
     print(card_text(card), flush=True)
     with Progress() as progress:
-        groups = run(options, progress)
+        groups = run(options, progress, card)
     print(f"\n{LEGEND}")
-    if options.csv:
-        write_csv(options.csv, groups, card)
     if options.plot and any(map(references, groups)):
         plot(options.plot, groups, card)
     failures = failures_text(row for rows in groups for row in rows)
@@ -233,8 +231,9 @@ def engines_for(size: Size, options: argparse.Namespace) -> list[str]:
     return [choose(requested=word, **where).engine for word in dict.fromkeys(options.engine or [None])]
 
 
-def run(options: argparse.Namespace, progress: Progress) -> list[list[Measurement]]:
-    """Measure every size and pass and print each when it is done; a contender's errors are printed in full once."""
+def run(options: argparse.Namespace, progress: Progress, card: dict[str, str]) -> list[list[Measurement]]:
+    """Measure every size and pass; print each when it is done and add it to the CSV file. A contender's errors are
+    printed in full once."""
     case, groups, printed = CASES[options.case], [], set[str]()
     for size in options.sizes:
         progress.title = f"{len(groups) + 1} of {len(options.sizes) * len(options.passes)}: {size}"
@@ -256,6 +255,8 @@ def run(options: argparse.Namespace, progress: Progress) -> list[list[Measuremen
             rows = measure(tasks, judge, progress=progress, **times)
             groups.append(rows)
             progress.print(f"\n{group_text([shortened(row, printed) for row in rows])}")
+            if options.csv:
+                write_csv(options.csv, groups, card)
             printed.update(row.status for row in rows if "\n" in row.status)
     return groups
 

@@ -7,14 +7,16 @@ from collections.abc import Iterable
 from typing import NoReturn, TextIO
 
 from ..machine import check_files, in_all_digits, run_command
+from ..recurrence import unguarded
+from ..testing.progress import Progress
 from . import judge
-from .cases import GATES, Case
-from .contenders import HOW_TO_GET, Contender, Outcome, all_contenders, serve
+from .cases import GATES, CompareCase
+from .contenders import HOW_TO_GET, Contender, Outcome, all_contenders, serve_cases
 from .dump import Dump, load_dump
 from .experiments import experiments
 from .files import Golden, load_golden, save_golden
 from .grid import grid
-from .measure import Row, rows_of
+from .measure import ComparisonRow, rows_of
 from .readings import Reading, base_case, search
 from .report import (
     LEGEND,
@@ -24,7 +26,6 @@ from .report import (
     machine_card,
     pairs_text,
     plot,
-    progress,
     rows_text,
     settle_text,
     summary_text,
@@ -32,18 +33,19 @@ from .report import (
 )
 from .settle import settle
 
-KINK_MARGIN = 1e-3  # how far arguments of relu and hard_sigmoid stay from their kinks
+KINK_MARGIN = 1e-3
+"""How far arguments of relu and hard_sigmoid stay from their kinks."""
 
 APPLY = {
     "arrays": ("op", "descriptor", "contenders", "all", "json", "plot"),
     "settle": ("json",),
     "golden": ("contenders", "cases", "all", "json", "plot", "record"),
 }
-"""The options that go with one that says what is done; without any of them, all but these do."""
+"""The options that each of these three allows beside it. Without one of the three, all but them are allowed."""
 
 
 class Parser(argparse.ArgumentParser):
-    """One whose errors are a line, without the usage."""
+    """A parser whose errors are one line, without the usage."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}\n")
@@ -53,7 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command. The exit code is 0, 1 if something differs or failed, 2 if it could not do what was asked."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments[:1] == ["--worker"]:
-        serve(*arguments[1:])
+        serve_cases(*arguments[1:])
         return 0
     parser = make_parser()
     options = parser.parse_args(arguments)
@@ -65,13 +67,18 @@ def main(arguments: list[str] | None = None) -> int:
     except ValueError as error:
         parser.error(str(error))
     in_all_digits()
-    if options.settle:
-        return run_settle(contenders, options)
-    return run_arrays(dumps, contenders, options) if dumps else run_compare(contenders, golden, options)
+    try:
+        with unguarded():
+            if options.settle:
+                return run_settle(contenders, options)
+            return run_arrays(dumps, contenders, options) if dumps else run_compare(contenders, golden, options)
+    finally:
+        for contender in contenders.values():
+            contender.close()
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The options."""
+    """Return the parser of the options."""
     parser = Parser(
         "python -m mlx_lstm.compare",
         description="Compare this package's MPSGraph ops with Apple's MPSGraph, torch and a float64 oracle: every "
@@ -94,10 +101,10 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def check_options(options: argparse.Namespace) -> None:
-    """ValueError for an option that does not apply to what is done, or needs a package that is not here."""
-    given = [name for name, value in vars(options).items() if value]
-    for mode in (mode for mode in APPLY if mode in given):
-        for name in given:
+    """Raise ValueError for an option that does not go with another, or needs a package that is not here."""
+    chosen = [name for name, value in vars(options).items() if value]
+    for mode in (mode for mode in APPLY if mode in chosen):
+        for name in chosen:
             if name != mode and name not in APPLY[mode]:
                 raise ValueError(f"--{name} does not go with --{mode}")
     if bool(options.arrays) != bool(options.op) or (options.descriptor and not options.arrays):
@@ -108,7 +115,7 @@ def check_options(options: argparse.Namespace) -> None:
 
 
 def present(names: list[str] | None) -> dict[str, Contender]:
-    """The contenders to run. ValueError if one that was asked for cannot."""
+    """Return the contenders to run. ValueError if one that was asked for cannot."""
     everyone = all_contenders()
     if names is None:
         return {name: one for name, one in everyone.items() if one.missing() is None}
@@ -122,14 +129,14 @@ def present(names: list[str] | None) -> dict[str, Contender]:
 
 
 def absent() -> dict[str, str]:
-    """What does not run here, why, and how to get it."""
+    """Return by contender why it does not run here, and how to get it."""
     missing = {name: one.missing() for name, one in all_contenders().items()}
     return {name: f"{why}; it needs {HOW_TO_GET.get(name, '-')}" for name, why in missing.items() if why}
 
 
 def run_compare(contenders: dict[str, Contender], golden: Golden | None, options: argparse.Namespace) -> int:
     """Run every case on every contender and report."""
-    cases = chosen(golden.cases if golden else grid(lambda case: judge.kink_distance(case) > KINK_MARGIN), options)
+    cases = selected(golden.cases if golden else grid(lambda case: judge.kink_distance(case) > KINK_MARGIN), options)
     if not cases:
         print(f"no case has {' or '.join(options.cases)} in its name", file=sys.stderr)
         return 2
@@ -147,14 +154,14 @@ def run_compare(contenders: dict[str, Contender], golden: Golden | None, options
 
 
 def run_arrays(dumps: list[Dump], contenders: dict[str, Contender], options: argparse.Namespace) -> int:
-    """Compare a dump; where it differs, name what explains it."""
+    """Compare a dump; where it differs, say which reading of it explains that."""
     case, words = base_case(dumps[0])
-    found = {name: attempt(one, case) for name, one in contenders.items() if one.hindrance(case) is None}
-    rows = list(rows_of(case, found | {"yours": Outcome(dumps[0].results)}))
+    outcomes = {name: attempt(one, case) for name, one in contenders.items() if one.hindrance(case) is None}
+    rows = list(rows_of(case, outcomes | {"yours": Outcome(dumps[0].results)}))
     wrong = any(row.failed for row in rows) or bool(words)
     reading, pairs = search(dumps) if any(row.failed and "yours" in row.pair for row in rows) else (None, False)
     once = f"this is so once {' and '.join(words)}" if words else ""
-    show(rows, 1, options, found=reading_text(reading, pairs) if reading else once)
+    show(rows, 1, options, explanation=reading_text(reading, pairs) if reading else once)
     if judge.kink_distance(case) < KINK_MARGIN:
         print("an argument of relu or hard_sigmoid is near a kink, where a gradient may jump", file=screen(options))
     if options.plot:
@@ -167,12 +174,12 @@ def run_arrays(dumps: list[Dump], contenders: dict[str, Contender], options: arg
 
 
 def reading_text(reading: Reading, pairs: bool) -> str:
-    """What explains a dump, or the nearest reading and what it leaves open."""
-    manner: dict[str, list[str]] = {}
-    for name, how in reading.shown.items():
-        if how and reading.distances[name] <= 1:
-            manner.setdefault(how, []).append(name)
-    phrases = [f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} {how}" for how, names in manner.items()]
+    """Return the reading that explains a dump, or the nearest one and which results it leaves open."""
+    by_form: dict[str, list[str]] = {}
+    for name, form in reading.forms.items():
+        if form and reading.distances[name] <= 1:
+            by_form.setdefault(form, []).append(name)
+    phrases = [f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} {form}" for form, names in by_form.items()]
     words = " and ".join([*reading.words, *phrases]) or "everything is as documented"
     left = [name for name, distance in reading.distances.items() if not distance <= 1]
     if not left:
@@ -188,16 +195,23 @@ def reading_text(reading: Reading, pairs: bool) -> str:
 
 
 def screen(options: argparse.Namespace) -> TextIO:
-    """Where the report for people goes: stdout, or stderr where stdout is for the JSON."""
+    """Return where the report for people goes: stdout, or stderr if stdout is for the JSON."""
     return sys.stderr if options.json == "-" else sys.stdout
 
 
 def show(
-    rows: list[Row], cases: int, options: argparse.Namespace, golden: Golden | None = None, found: str = ""
+    rows: list[ComparisonRow],
+    cases: int,
+    options: argparse.Namespace,
+    golden: Golden | None = None,
+    explanation: str = "",
 ) -> None:
-    """Print the verdict, what explains it, the machine, the pairs, what differs, a legend, and who is not here."""
+    """Print the verdict, its explanation, the machine, the pairs, what differs, a legend, and who is not here."""
     out = screen(options)
-    print("\n".join([summary_text(rows, cases), *([found] if found else []), card_text(machine_card())]), file=out)
+    print(
+        "\n".join([summary_text(rows, cases), *([explanation] if explanation else []), card_text(machine_card())]),
+        file=out,
+    )
     if golden:
         print(f"golden computed by {golden.contender} on {card_text(golden.card)}", file=out)
     if any(row.tensor != "-" for row in rows):
@@ -212,35 +226,36 @@ def show(
         print(f"not here: {', '.join(name for name in missing if missing[name] == why)}: {why}", file=out)
 
 
-def chosen(cases: Iterable[Case], options: argparse.Namespace) -> list[Case]:
-    """The cases asked for."""
+def selected(cases: Iterable[CompareCase], options: argparse.Namespace) -> list[CompareCase]:
+    """Return the cases that were asked for."""
     return [case for case in cases if not options.cases or any(text in case.name for text in options.cases)]
 
 
 def run_cases(
-    cases: list[Case], contenders: dict[str, Contender], golden: Golden | None
-) -> tuple[list[Row], dict[str, dict[str, Outcome]]]:
-    """All rows, and by case the outcomes by contender."""
+    cases: list[CompareCase], contenders: dict[str, Contender], golden: Golden | None
+) -> tuple[list[ComparisonRow], dict[str, dict[str, Outcome]]]:
+    """Return all rows, and by case the outcomes by contender."""
     rows, outcomes = [], {}
-    for case in progress(cases, "cases"):
-        found = {name: attempt(one, case) for name, one in contenders.items() if one.hindrance(case) is None}
-        outcomes[case.name] = found
-        recorded = {"golden": Outcome(golden.results[case.name])} if golden else {}
-        rows += rows_of(case, found | recorded)
+    with Progress() as progress:
+        for case in progress.each(cases, "cases"):
+            mine = {name: attempt(one, case) for name, one in contenders.items() if one.hindrance(case) is None}
+            outcomes[case.name] = mine
+            recorded = {"golden": Outcome(golden.results[case.name])} if golden else {}
+            rows += rows_of(case, mine | recorded)
     return rows, outcomes
 
 
-def attempt(contender: Contender, case: Case) -> Outcome:
-    """A contender's outcome; an error is one too."""
+def attempt(contender: Contender, case: CompareCase) -> Outcome:
+    """Return a contender's outcome; an error is one, too."""
     try:
         return contender.run(case)
     except Exception as error:
         return Outcome({}, f"{type(error).__name__}: {error}")
 
 
-def record(file: str, card: dict[str, str], cases: list[Case], outcomes: dict[str, dict[str, Outcome]]) -> None:
+def record(file: str, card: dict[str, str], cases: list[CompareCase], outcomes: dict[str, dict[str, Outcome]]) -> None:
     """Write a golden: MPSGraph's results where it ran, else the oracle's, rounded to the dtype of the case."""
-    theirs = any("mpsgraph" in found for found in outcomes.values())
+    theirs = any("mpsgraph" in mine for mine in outcomes.values())
     results = {}
     for case in cases:
         if theirs:
@@ -248,21 +263,22 @@ def record(file: str, card: dict[str, str], cases: list[Case], outcomes: dict[st
         else:
             dtype = case.arrays["source"].dtype
             results[case.name] = {name: value.astype(dtype) for name, value in judge.expected(case).items()}
-    kept = [case for case in cases if results[case.name]]
-    save_golden(file, Golden(card, "mpsgraph" if theirs else "oracle", kept, results))
+    computed = [case for case in cases if results[case.name]]
+    save_golden(file, Golden(card, "mpsgraph" if theirs else "oracle", computed, results))
 
 
 def run_settle(contenders: dict[str, Contender], options: argparse.Namespace) -> int:
-    """Decide every open point by MPSGraph; without it, list them."""
+    """Decide every open point by MPSGraph; without MPSGraph, list the points."""
     card, here = machine_card(), "mpsgraph" in contenders
     nobody = Outcome({}, "not measured")
     findings, outcomes = [], {}
-    for experiment in progress(list(experiments()), "experiments"):
-        case = experiment.case
-        if case.name not in outcomes:
-            outcomes[case.name] = attempt(contenders["mpsgraph"], case) if here else nobody
-        finding = settle(experiment, outcomes[case.name])
-        findings.append(finding if here else finding._replace(verdict="not measured", confirmed=False))
+    with Progress() as progress:
+        for experiment in progress.each(list(experiments()), "experiments"):
+            case = experiment.case
+            if case.name not in outcomes:
+                outcomes[case.name] = attempt(contenders["mpsgraph"], case) if here else nobody
+            finding = settle(experiment, outcomes[case.name])
+            findings.append(finding if here else finding._replace(verdict="not measured", confirmed=False))
     print(f"{card_text(card)}\n{settle_text(findings, here)}", file=screen(options))
     if options.json:
         write_json(options.json, {"card": card, "findings": [finding._asdict() for finding in findings]})

@@ -1,4 +1,4 @@
-"""What is compared: calls of MPSGraph's ops with random arrays, each forward with all results and back.
+"""The cases that are compared: calls of MPSGraph's ops with random arrays, forward with all results, and the gradients.
 
 Names are those of the dialect: arguments in Python's spelling, a result's gradient "d" + the argument's name.
 """
@@ -14,10 +14,10 @@ from ..mpsgraph.layouts import layouts, size_of
 Arrays = dict[str, np.ndarray]
 
 GATES = {"lstm": 4, "gru": 3, "single_gate_rnn": 1}
-"""The ops, and how many gates each has."""
+"""The ops, and the number of gates of each."""
 
 RESULTS = {"lstm": ("h", "c", "z_state"), "gru": ("h", "z_state"), "single_gate_rnn": ("h", "z_state")}
-"""What a forward op returns for training (and produce_cell), in its order."""
+"""The results of a forward op for training (and produce_cell), in its order."""
 
 _WEIGHTS = ("source", "recurrent_weight", "input_weight", "bias")
 GRADIENTS = {
@@ -46,9 +46,9 @@ ACTIVATION_PROPERTIES = {
 }
 
 
-class Case(NamedTuple):
+class CompareCase(NamedTuple):
     """A call: its name in reports, the op, the descriptor's properties that differ from Apple's defaults (training and
-    produce_cell are always set), and the arrays by argument; an absent one is missing."""
+    produce_cell are always set), and the arrays by argument, without those that the call does not pass."""
 
     name: str
     op: str
@@ -71,19 +71,20 @@ class Case(NamedTuple):
         return self.arrays["recurrent_weight"].shape[-1]
 
     @property
-    def layers(self) -> list["Case"]:
-        """The case of each layer; those above the first have arrays named "bias_l1", "bias_l2" ... and no source."""
+    def layers(self) -> list["CompareCase"]:
+        """The case of each layer. Arrays of layers above the first are named "bias_l1", "bias_l2" ...; they have no
+        source."""
         count = 1 + sum(name.startswith("recurrent_weight_l") for name in self.arrays)
         if count == 1:
             return [self]
         ends = ["", *(f"_l{n}" for n in range(1, count))]
         names = (*_WEIGHTS[1:], "secondary_bias")
-        given = [{name: self.arrays[name + end] for name in names if name + end in self.arrays} for end in ends]
-        return [self._replace(arrays=arrays) for arrays in given]
+        by_layer = [{name: self.arrays[name + end] for name in names if name + end in self.arrays} for end in ends]
+        return [self._replace(arrays=arrays) for arrays in by_layer]
 
     @property
     def gradients(self) -> list[str]:
-        """The arguments given that have a gradient, in Apple's order; none without the gradient of h."""
+        """The case's arguments that have a gradient, in Apple's order; none without the gradient of h."""
         if "source_gradient" not in self.arrays:
             return []
         upper = [name for name in self.arrays if name[-3:-1] == "_l"]
@@ -106,10 +107,10 @@ def draw(
     weights: float = 0.7,
     dtype: DTypeLike = np.float32,
     **descriptor: Any,
-) -> Case:
-    """A case of sizes (T, N, I, H) with random arrays, but those in `absent`.
+) -> CompareCase:
+    """Return a case of sizes (T, N, I, H) with random arrays for all arguments but those in `absent`.
 
-    In `mask_shape` letters are sizes; `weights` is the standard deviation of the recurrent weights.
+    Letters in `mask_shape` are sizes; `weights` is the standard deviation of the recurrent weights.
     """
     bidirectional = descriptor.get("bidirectional", False)
     lengths = dict(zip("TNIH", sizes, strict=True))
@@ -125,10 +126,12 @@ def draw(
         letters = lengths | {"DH": lengths["H"] * (2 if bidirectional else 1)}
         shape = [letters[axis] if isinstance(axis, str) else axis for axis in mask_shape]
         arrays["mask"] = (rng.random(shape) * 1.5).astype(dtype)
-    return Case(name, op, descriptor, arrays)
+    return CompareCase(name, op, descriptor, arrays)
 
 
-def draw_stack(rng: np.random.Generator, op: str, sizes: tuple[int, int, int, int], count: int, **chosen: Any) -> Case:
+def draw_stack(
+    rng: np.random.Generator, op: str, sizes: tuple[int, int, int, int], count: int, **chosen: Any
+) -> CompareCase:
     """A case of `count` layers, each the source of the next: h, and the gradients of source and weights."""
     absent = ("peephole", "mask", "init_state", "init_cell", "state_gradient", "cell_gradient")
     case = draw(rng, op, sizes, absent=absent, **chosen)
@@ -140,8 +143,8 @@ def draw_stack(rng: np.random.Generator, op: str, sizes: tuple[int, int, int, in
     return case
 
 
-def through_layers(case: Case, run: Callable[[Case], Arrays]) -> Arrays:
-    """The results of a stack from those of each layer, forward and back; of one layer its own."""
+def through_layers(case: CompareCase, run: Callable[[CompareCase], Arrays]) -> Arrays:
+    """Run the layers of a stack one after the other, forward and back, and return the results of the stack."""
     layers = case.layers
     if len(layers) == 1:
         return run(case)
@@ -151,8 +154,8 @@ def through_layers(case: Case, run: Callable[[Case], Arrays]) -> Arrays:
     gradient, results = case.arrays["source_gradient"], {}
     for n in reversed(range(len(layers))):
         arrays = layers[n].arrays | {"source": sources[n], "source_gradient": gradient}
-        found = run(layers[n]._replace(arrays=arrays))
-        gradient = found["dsource"]
-        results.setdefault("h", found["h"])
-        results |= {f"d{name}" + (f"_l{n}" if n else ""): found[f"d{name}"] for name in layers[n].arrays}
+        of_layer = run(layers[n]._replace(arrays=arrays))
+        gradient = of_layer["dsource"]
+        results.setdefault("h", of_layer["h"])
+        results |= {f"d{name}" + (f"_l{n}" if n else ""): of_layer[f"d{name}"] for name in layers[n].arrays}
     return results | {"dsource": gradient}

@@ -1,20 +1,24 @@
-"""Who takes part: MPSGraph, torch, our engines. What each needs, which cases it can run, and how it runs one."""
+"""Who takes part: MPSGraph, torch, our engines. What each needs, which cases it can run, and how it runs one.
+
+MPSGraph, torch on "mps" and our Metal engines run in a child process each: what they reject may end the process.
+"""
 
 import importlib.util
-import subprocess
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
-from ..engines import choice, choose
+from ..engines import METAL_ENGINES, choice
 from ..engines.cells import Cell, GRUCell, LSTMCell, RNNCell
-from ..machine import child_environment, module_command
+from ..recurrence import unguarded
+from ..testing.cases import DTYPES, hindrance
+from ..testing.child import Child, ChildError, serve
 from . import apple, ours, torch_layer
-from .cases import RESULTS, Arrays, Case
+from .cases import RESULTS, Arrays, CompareCase
 from .files import load_case, save_arrays, save_case
 
 PYOBJC = ("Metal", "MetalPerformanceShadersGraph", "objc")
@@ -25,13 +29,15 @@ HOW_TO_GET = {
     "fused": "a Mac: MLX has Metal only there",
     "stepwise": "a Mac: MLX has Metal only there",
 }
-TIMEOUT = 300  # seconds; MPSGraph compiles a graph in less than one
+TIMEOUT = 300.0  # seconds; MPSGraph compiles a graph in less than one
+HANGS = 3  # how many cases may hang in a child; then its contender runs no more
 
 CELLS: dict[str, Cell] = {"lstm": LSTMCell(), "gru": GRUCell(), "single_gate_rnn": RNNCell()}
 
 
 class Outcome(NamedTuple):
-    """What running a case gave: the forward op's list and the gradient op's, or results by name; or why neither."""
+    """The results of a case by name, or the problem that prevented them. `lists`: the lists that MPSGraph's forward op
+    and gradient op returned."""
 
     results: Arrays
     problem: str = ""
@@ -39,42 +45,44 @@ class Outcome(NamedTuple):
 
 
 class Contender(NamedTuple):
-    """`missing` says what it lacks on this machine, or None; `hindrance` why it cannot run a case, or None."""
+    """`missing` returns what the contender lacks on this machine, or None; `hindrance` why it cannot run a case, or
+    None; `run` runs a case; `close` ends its child, if it has one."""
 
     name: str
     missing: Callable[[], str | None]
-    hindrance: Callable[[Case], str | None]
-    run: Callable[[Case], Outcome]
+    hindrance: Callable[[CompareCase], str | None]
+    run: Callable[[CompareCase], Outcome]
+    close: Callable[[], None] = lambda: None
 
 
 def all_contenders() -> dict[str, Contender]:
-    """By name, in the order of the report."""
-    isolated = [
-        Contender("mpsgraph", no_pyobjc, no_stack, lambda case: in_a_process("mpsgraph", case)),
-        Contender("torch-mps", no_torch_mps, torch_layer.hindrance, lambda case: in_a_process("torch-mps", case)),
+    """Return all contenders by name, in the order of the report."""
+    others = [
+        in_a_child("mpsgraph", no_pyobjc, no_stack),
+        in_a_child("torch-mps", no_torch_mps, torch_layer.hindrance),
         Contender("torch", no_torch, torch_layer.hindrance, lambda case: Outcome(torch_layer.run(case, "cpu"))),
     ]
-    return {one.name: one for one in [*isolated, *(engine(word) for word in ("fused", "stepwise", "numpy", "ops"))]}
+    return {one.name: one for one in [*others, *(engine(word) for word in ("fused", "stepwise", "numpy", "ops"))]}
 
 
 def no_pyobjc() -> str | None:
-    """Which module of PyObjC is missing."""
+    """Return which module of PyObjC is missing."""
     absent = [name for name in PYOBJC if importlib.util.find_spec(name) is None]
     return f"no {', '.join(absent)}" if absent else None
 
 
-def no_stack(case: Case) -> str | None:
-    """Why MPSGraph's ops cannot run a case."""
+def no_stack(case: CompareCase) -> str | None:
+    """Return why MPSGraph's ops cannot run a case."""
     return "an op is one layer" if len(case.layers) > 1 else None
 
 
 def no_torch() -> str | None:
-    """Whether torch is missing."""
+    """Return whether torch is missing, in words."""
     return "no torch" if importlib.util.find_spec("torch") is None else None
 
 
 def no_torch_mps() -> str | None:
-    """Whether torch has no MPS."""
+    """Return why torch cannot use MPS here."""
     if no_torch():
         return no_torch()
     import torch
@@ -83,74 +91,95 @@ def no_torch_mps() -> str | None:
 
 
 def engine(word: str) -> Contender:
-    """One of our engines; numpy on the CPU, the others on the device in effect."""
+    """Return one of our engines as a contender; `numpy` runs on the CPU, the others on the device in effect."""
 
-    def run(case: Case) -> Outcome:
-        with mx.stream(mx.cpu if word == "numpy" else mx.default_device()):
-            return Outcome(ours.run(case, word))
+    def missing() -> str | None:
+        return hindrance(word, (1, 1, 1, 1), mx.float32, LSTMCell()) or None
 
-    def hindrance(case: Case) -> str | None:
+    def cannot_run(case: CompareCase) -> str | None:
         source = case.arrays["source"]
-        dtype = {"float32": mx.float32, "float16": mx.float16}[source.dtype.name]
-        return reason(word, (*source.shape, case.hidden), dtype, CELLS[case.op], case.bidirectional)
+        sizes, both = (*source.shape, case.hidden), case.bidirectional
+        return hindrance(word, sizes, DTYPES[source.dtype.name], CELLS[case.op], bidirectional=both) or None
 
-    return Contender(word, lambda: reason(word, (1, 1, 1, 1), mx.float32, LSTMCell(), False), hindrance, run)
-
-
-def reason(word: str, sizes: tuple[int, int, int, int], dtype: mx.Dtype, cell: Cell, both: bool) -> str | None:
-    """Why an engine cannot run here."""
-    device = "cpu" if word == "numpy" else choice.current_device()
-    options = {"device": device, "metal": mx.metal.is_available(), "traced": False, "requested": word}
-    try:
-        choose(sizes=sizes, dtype=dtype, cell=cell, bidirectional=both, **options)
-    except ValueError as error:
-        return str(error).partition("cannot run: ")[2].rstrip(".") or str(error)
-    return None
+    if word in METAL_ENGINES:
+        return in_a_child(word, missing, cannot_run)
+    return Contender(word, missing, cannot_run, lambda case: run_engine(word, case))
 
 
-def in_a_process(name: str, case: Case) -> Outcome:
-    """Run a case where a crash does no harm."""
-    with tempfile.TemporaryDirectory() as folder:
-        given, found = str(Path(folder, "case.npz")), str(Path(folder, "results.npz"))
-        save_case(given, case)
-        command = module_command("mlx_lstm.compare", "--worker", name, given, found)
-        try:
-            done = subprocess.run(command, env=child_environment(), capture_output=True, text=True, timeout=TIMEOUT)
-        except subprocess.TimeoutExpired:
-            return Outcome({}, f"no answer after {TIMEOUT} seconds")
-        if done.returncode != 0 or not Path(found).exists():
-            last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-            return Outcome({}, f"ended with exit code {done.returncode}: {last}")
-        with np.load(found) as data:
-            arrays = dict(data)
-    if name != "mpsgraph":
-        return Outcome(arrays)
-    lists = tuple([arrays[key] for key in numbered(arrays, kind)] for kind in ("forward", "backward"))
-    return name_lists(case, *lists)
+def run_engine(word: str, case: CompareCase) -> Outcome:
+    """Run a case on one of our engines in this process."""
+    with mx.stream(mx.cpu) if word == "numpy" else choice.NOWHERE:
+        return Outcome(ours.run(case, word))
+
+
+def in_a_child(
+    name: str, missing: Callable[[], str | None], hindrance: Callable[[CompareCase], str | None]
+) -> Contender:
+    """Return a contender that runs its cases in a child, which is started anew after a crash."""
+    children: list[Child] = []
+    hangs: list[str] = []
+
+    def run(case: CompareCase) -> Outcome:
+        if len(hangs) >= HANGS:
+            return Outcome({}, f"not run, as {name} hung {HANGS} times before")
+        if not children:
+            children.append(Child("mlx_lstm.compare", "--worker", name))
+        with tempfile.TemporaryDirectory() as folder:
+            files = {"case": str(Path(folder, "case.npz")), "results": str(Path(folder, "results.npz"))}
+            save_case(files["case"], case)
+            try:
+                children[0].ask(TIMEOUT, **files)
+            except ChildError as error:
+                if error.lost:
+                    children.clear()
+                hangs.extend([str(error)] if str(error).startswith("no answer") else [])
+                return Outcome({}, str(error))
+            with np.load(files["results"]) as data:
+                arrays = dict(data)
+        if name != "mpsgraph":
+            return Outcome(arrays)
+        lists = tuple([arrays[key] for key in numbered(arrays, kind)] for kind in ("forward", "backward"))
+        return name_lists(case, *lists)
+
+    def close() -> None:
+        while children:
+            children.pop().close()
+
+    return Contender(name, missing, hindrance, run, close)
 
 
 def numbered(arrays: Arrays, kind: str) -> list[str]:
-    """The keys "forward 0", "forward 1" ... in order."""
+    """Return the keys "forward 0", "forward 1" ... in order."""
     return sorted((key for key in arrays if key.startswith(kind)), key=lambda key: int(key.split()[1]))
 
 
-def name_lists(case: Case, forward: list[np.ndarray], backward: list[np.ndarray]) -> Outcome:
-    """Results by name, where the lists are as long as Apple documents them."""
+def name_lists(case: CompareCase, forward: list[np.ndarray], backward: list[np.ndarray]) -> Outcome:
+    """Return MPSGraph's results by name, if its lists are as long as Apple documents them."""
     names = [*RESULTS[case.op]], [f"d{name}" for name in case.gradients]
-    found = [len(forward), len(backward)]
-    if found != [len(part) for part in names]:
-        wanted = " and ".join(f"[{', '.join(part)}]" for part in names)
-        return Outcome({}, f"returned lists of {found[0]} and {found[1]}, not {wanted}", (forward, backward))
+    counts = [len(forward), len(backward)]
+    if counts != [len(part) for part in names]:
+        documented = " and ".join(f"[{', '.join(part)}]" for part in names)
+        problem = f"returned lists of {counts[0]} and {counts[1]}, not {documented}"
+        return Outcome({}, problem, (forward, backward))
     both = zip([*names[0], *names[1]], [*forward, *backward], strict=True)
     return Outcome(dict(both), "", (forward, backward))
 
 
-def serve(name: str, given: str, found: str) -> None:
-    """The process's side: run the case in one file, write the results to the other."""
-    case = load_case(given)
-    if name == "torch-mps":
-        save_arrays(found, torch_layer.run(case, "mps"))
-        return
-    forward, backward = apple.run(case)
-    lists = {"forward": forward, "backward": backward}
-    save_arrays(found, {f"{kind} {n}": array for kind, arrays in lists.items() for n, array in enumerate(arrays)})
+def serve_cases(name: str) -> None:
+    """Answer requests in the child: run the case in one file, write the results to another. Our kernels have no trial:
+    their results are compared anyway."""
+
+    def answer(case: str, results: str) -> dict[str, Any]:
+        loaded = load_case(case)
+        if name == "mpsgraph":
+            lists = dict(zip(("forward", "backward"), apple.run(loaded), strict=True))
+            arrays = {f"{kind} {n}": array for kind, parts in lists.items() for n, array in enumerate(parts)}
+        elif name == "torch-mps":
+            arrays = torch_layer.run(loaded, "mps")
+        else:
+            arrays = run_engine(name, loaded).results
+        save_arrays(results, arrays)
+        return {}
+
+    with unguarded():
+        serve(answer)

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..files import parse_json, read_npy, read_npz, read_safetensors, shown
 from ..mpsgraph.layouts import check_descriptor, layouts, title
-from .cases import COTANGENTS, GATES, GRADIENTS, RESULTS, Arrays, Case
+from .cases import COTANGENTS, GATES, GRADIENTS, RESULTS, Arrays, CompareCase
 from .ours import DESCRIPTORS, SAVED
 
 ALWAYS = ("training", "produce_cell")
@@ -21,37 +21,37 @@ ALWAYS = ("training", "produce_cell")
 
 
 class Dump(NamedTuple):
-    """What was found: the case as it lies there, its results, and the sizes T, N, I, H, G, D."""
+    """Arrays from a file: the case with its arguments as they are there, the results, the sizes T, N, I, H, G, D."""
 
-    case: Case
+    case: CompareCase
     results: Arrays
     sizes: dict[str, int]
 
     def groups(self, name: str) -> list[list[str]]:
-        """The documented layout of an argument, or of a result, axis by axis in parts: [4H, H] is [[G, H], [K]]."""
+        """Return the documented layout of an argument or result, axis by axis in parts: [4H, H] is [[G, H], [K]]."""
         case, D = self.case, self.sizes["D"]
         expected = layouts(GATES[case.op], case.bidirectional, "input_weight" in case.arrays)
-        place = {"h": "cell_output_fwd", "c": "cell_output_fwd", "z_state": "z_state"}
-        found = []
-        for axis in expected[place.get(name, name.removeprefix("d") if name in self.results else name)]:
+        alike = {"h": "cell_output_fwd", "c": "cell_output_fwd", "z_state": "z_state"}
+        groups = []
+        for axis in expected[alike.get(name, name.removeprefix("d") if name in self.results else name)]:
             many = int(axis[:-1] or 1) if axis.endswith("H") else 0
             direction = axis == "2" or (D == 2 and many in (2, 2 * GATES[case.op]))
             gate = many // (2 if direction else 1) == GATES[case.op] > 1
             unit = "K" if axis == "H" and name.endswith("recurrent_weight") else "H"
-            found.append(["D"] * direction + ["G"] * gate + ([unit] if many else [axis] if axis in "TNI" else []))
-        return found
+            groups.append(["D"] * direction + ["G"] * gate + ([unit] if many else [axis] if axis in "TNI" else []))
+        return groups
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The documented shape of an argument or result."""
+        """Return the documented shape of an argument or result."""
         return tuple(math.prod(self.sizes[part] for part in parts) for parts in self.groups(name))
 
 
-Form = tuple[str, Callable[[np.ndarray], np.ndarray]]
-"""A layout in words, "" for the documented one, and the way from it to the documented one."""
+Layout = tuple[str, Callable[[np.ndarray], np.ndarray]]
+"""A layout in words, "" for the documented one, and the function that converts an array to the documented one."""
 
 
-def forms(dump: Dump, name: str, value: np.ndarray) -> list[Form]:
-    """The layouts that an array of this shape may have, the documented one first."""
+def possible_layouts(dump: Dump, name: str, value: np.ndarray) -> list[Layout]:
+    """Return the layouts that an array of this shape may have, the documented one first."""
     groups, sizes, shape = dump.groups(name), dump.sizes, dump.shape(name)
     if value.size != math.prod(shape):
         return []
@@ -61,18 +61,18 @@ def forms(dump: Dump, name: str, value: np.ndarray) -> list[Form]:
         lengths = [sizes[parts[place]] for place in order]
         places = grouped(lengths, wanted)
         if places is not None:
-            back = np.argsort(order) if order else []
+            inverse = np.argsort(order) if order else []
             dumped = [[parts[order[n]] for n in group] for group in places]
             same = list(order) == sorted(order) and wanted == [size for size in shape if size > 1]
             words = "" if same else words_of(dumped, sizes)
-            way = lambda v, lengths=lengths, back=back: v.reshape(lengths).transpose(back).reshape(shape)  # noqa: E731
-            # What only exchanges axes comes before what changes the inside of one.
-            found.append((sum(group not in groups for group in dumped), (words, way)))
-    return [form for _, form in sorted(found, key=lambda entry: (bool(entry[1][0]), entry[0]))]
+            back = lambda v, lengths=lengths, inverse=inverse: v.reshape(lengths).transpose(inverse).reshape(shape)  # noqa: E731
+            # Layouts that only exchange axes come before those that change the inside of one.
+            found.append((sum(group not in groups for group in dumped), (words, back)))
+    return [layout for _, layout in sorted(found, key=lambda entry: (bool(entry[1][0]), entry[0]))]
 
 
 def grouped(lengths: list[int], wanted: list[int]) -> list[list[int]] | None:
-    """The places of `lengths` whose products, one after the other, are `wanted`; None if there are none."""
+    """Divide `lengths` into consecutive groups whose products are `wanted`; return their places, None if impossible."""
     found, n = [], 0
     for size in wanted:
         group = []
@@ -86,7 +86,7 @@ def grouped(lengths: list[int], wanted: list[int]) -> list[list[int]] | None:
 
 
 def words_of(groups: Iterable[Iterable[str]], sizes: dict[str, int]) -> str:
-    """A layout such as "[H, 4H]": D and G as numbers; K is H, of the step before."""
+    """Return a layout such as "[H, 4H]": D and G as numbers; K is the H of h[t-1], printed H'."""
     spelled = []
     for group in groups:
         text = " x ".join(str(sizes[part]) if part in "DG" else "H'" if part == "K" else part for part in group)
@@ -97,9 +97,9 @@ def words_of(groups: Iterable[Iterable[str]], sizes: dict[str, int]) -> str:
 
 
 def load_dump(file: str, op: str, descriptor: str | None) -> list[Dump]:
-    """What a folder of .npy files, an .npz or a .safetensors file holds, for every way to understand the sizes.
+    """Load a folder of .npy files, an .npz or a .safetensors file; return one dump for each possible choice of sizes.
 
-    ValueError names what is unknown, missing or has a shape that no layout explains.
+    ValueError names the array that is unknown, missing or has a shape that no layout explains.
     """
     table = names_of(op)
     arguments: Arrays = {}
@@ -111,7 +111,7 @@ def load_dump(file: str, op: str, descriptor: str | None) -> list[Dump]:
             raise ValueError(f"{shown(word)} is there twice: it is another word for {name}")
         place[name] = value
     check_arrays(op, arguments, results)
-    return understood(Case("your arrays", op, read_descriptor(op, descriptor), arguments), results)
+    return understood(CompareCase("your arrays", op, read_descriptor(op, descriptor), arguments), results)
 
 
 def read(file: str) -> Arrays:
@@ -137,44 +137,46 @@ def read(file: str) -> Arrays:
 
 
 def names_of(op: str) -> dict[str, str]:
-    """The dialect's name of everything an op takes or gives, by how it may be spelled."""
+    """Return the names of all arguments and results of an op, by the words that a dump may use for them."""
     names = [*GRADIENTS[op], "mask", *COTANGENTS[op], *RESULTS[op], *(f"d{name}" for name in GRADIENTS[op])]
-    return {folded(name): name for name in names} | {folded(name): result for name, result in SAVED[op].items()}
+    others = {"output": "h", "output_fwd": "h"} | SAVED[op]
+    return {name: name for name in names} | others
 
 
 def folded(word: str) -> str:
-    """A name without its spelling: recurrentWeight and recurrent_weight are the same."""
+    """Return a name without its spelling: recurrentWeight and recurrent_weight are the same."""
     return word.replace("_", "").lower()
 
 
 def known(word: str, table: dict[str, str], problem: str) -> str:
-    """The name that a word stands for; ValueError with the nearest ones."""
-    if folded(word) in table:
-        return table[folded(word)]
-    near = difflib.get_close_matches(folded(word), table, 2, 0.5)
-    spelled = [title(table[key]) for key in near] or [title(name) for name in dict.fromkeys(table.values())]
+    """Return the name that a word stands for; ValueError with the nearest words if there is none."""
+    words = {folded(other): other for other in table}
+    if folded(word) in words:
+        return table[words[folded(word)]]
+    near = [words[key] for key in difflib.get_close_matches(folded(word), words, 2, 0.5)]
+    spelled = [title(other) + (f" for {table[other]}" if table[other] != other else "") for other in near or table]
     raise ValueError(f"{problem} {shown(word)!r}: {'did you mean' if near else 'there are'} {', '.join(spelled)}?")
 
 
 def read_descriptor(op: str, text: str | None) -> dict[str, Any]:
-    """A descriptor's properties from JSON, in Apple's spelling or Python's."""
+    """Return a descriptor's properties from JSON, in Apple's spelling or Python's."""
     try:
-        given = parse_json(text or "{}")
-        if not isinstance(given, dict):
-            raise ValueError(f"a {type(given).__name__}")
+        content = parse_json(text or "{}")
+        if not isinstance(content, dict):
+            raise ValueError(f"a {type(content).__name__}")
     except ValueError as error:
         raise ValueError(f"--descriptor must be a JSON object such as '{{\"reverse\": true}}': {error}") from None
-    table = {folded(field.name): field.name for field in fields(DESCRIPTORS[op])}
-    found = {}
-    for word, value in given.items():
+    table = {field.name: field.name for field in fields(DESCRIPTORS[op])}
+    properties = {}
+    for word, value in content.items():
         name = known(word, table, f"the descriptor of {op} has no property")
-        found[name] = "hard_sigmoid" if value == "hardSigmoid" else value
-    check_descriptor(f"compare.{op}", DESCRIPTORS[op](**found), DESCRIPTORS[op])
-    return {name: value for name, value in found.items() if name not in ALWAYS}
+        properties[name] = "hard_sigmoid" if value == "hardSigmoid" else value
+    check_descriptor(f"compare.{op}", DESCRIPTORS[op](**properties), DESCRIPTORS[op])
+    return {name: value for name, value in properties.items() if name not in ALWAYS}
 
 
 def check_arrays(op: str, arguments: Arrays, results: Arrays) -> None:
-    """ValueError for what is missing, or has another dtype."""
+    """Raise ValueError for an array that is missing or has another dtype."""
     for name in ("source", "recurrent_weight"):
         if name not in arguments:
             raise ValueError(f"{title(name)} is missing: without it {op} cannot run")
@@ -189,30 +191,49 @@ def check_arrays(op: str, arguments: Arrays, results: Arrays) -> None:
             raise ValueError(f"{title(name)} must be float32 or float16, as source is, but got {value.dtype}")
 
 
-def understood(case: Case, results: Arrays) -> list[Dump]:
-    """The dump with every choice of sizes that explains all arguments' shapes, most documented layouts first."""
-    found = [dump for both in (case.bidirectional, not case.bidirectional) for dump in sized(case, results, both)]
-    fitting = [dump for dump in found if all(forms(dump, name, value) for name, value in shaped(dump))]
+def understood(case: CompareCase, results: Arrays) -> list[Dump]:
+    """Return the dump with each choice of sizes that explains all shapes, those with most documented layouts first."""
+    dumps = [dump for both in (case.bidirectional, not case.bidirectional) for dump in sized(case, results, both)]
+    fitting = [dump for dump in dumps if all(possible_layouts(dump, name, value) for name, value in shaped(dump))]
     if not fitting:
         shapes = {title(name): list(value.shape) for name, value in case.arrays.items() if name != "mask"}
-        reason = "the source must have three axes, [T, N, I], and recurrentWeight 4H, 3H or H rows of H"
-        if found:
-            name, value = next((name, value) for name, value in shaped(found[0]) if not forms(found[0], name, value))
-            layout = words_of(found[0].groups(name), found[0].sizes)
-            reason = (
-                f"{title(name)} must have layout {layout} = {list(found[0].shape(name))}, but got {list(value.shape)}"
-            )
+        reason = reason_without_sizes(case)
+        if dumps:
+            dump = dumps[0]
+            name, value = next((name, value) for name, value in shaped(dump) if not possible_layouts(dump, name, value))
+            layout = f"{words_of(dump.groups(name), dump.sizes)} = {list(dump.shape(name))}"
+            reason = f"{title(name)} must have layout {layout}, but got {list(value.shape)}"
         raise ValueError(f"no layout of {case.op} explains these shapes: {reason}; shapes: {shapes}")
-    return sorted(fitting, key=lambda dump: sum(bool(forms(dump, name, value)[0][0]) for name, value in shaped(dump)))
+    return sorted(
+        fitting, key=lambda dump: sum(bool(possible_layouts(dump, name, value)[0][0]) for name, value in shaped(dump))
+    )
+
+
+def reason_without_sizes(case: CompareCase) -> str:
+    """Return which array keeps the sizes from being found: recurrentWeight, then source, then inputWeight."""
+    arrays, G, D = case.arrays, GATES[case.op], case.directions
+    rows = f"{G}H" if G > 1 else "H"
+    R, source = arrays["recurrent_weight"], arrays["source"]
+    H = math.isqrt(R.size // (D * G))
+    if R.size != D * G * H * H:
+        layout = f"[2, {rows}, H]" if D == 2 else f"[{rows}, H]"
+        return f"{title('recurrent_weight')} must have layout {layout}, but got {list(R.shape)}"
+    if source.ndim != 3:
+        return f"{title('source')} must have three axes, [T, N, I], but got {list(source.shape)}"
+    if "input_weight" in arrays:
+        layout, shape = f"[{2 * G if D == 2 else rows.removesuffix('H')}H, I]", arrays["input_weight"].shape
+        must = f"must have layout {layout} with {D * G * H} rows and as many columns as an axis of source has elements"
+        return f"{title('input_weight')} {must}, {list(source.shape)}, but got {list(shape)}"
+    return f"{title('source')} must have an axis of {D * G * H} elements, but got {list(source.shape)}"
 
 
 def shaped(dump: Dump) -> list[tuple[str, np.ndarray]]:
-    """The arguments whose layout is documented."""
+    """Return the arguments whose layout is documented: all but the mask."""
     return [(name, value) for name, value in dump.case.arrays.items() if name != "mask"]
 
 
-def sized(case: Case, results: Arrays, both: bool) -> Iterator[Dump]:
-    """The sizes that the element counts of the weights and the axes of the source allow."""
+def sized(case: CompareCase, results: Arrays, both: bool) -> Iterator[Dump]:
+    """Yield the dump with the sizes that the element counts of the weights and the axes of the source allow."""
     G, D, arrays = GATES[case.op], 2 if both else 1, case.arrays
     H = math.isqrt(arrays["recurrent_weight"].size // (D * G))
     if arrays["recurrent_weight"].size != D * G * H * H or arrays["source"].ndim != 3:

@@ -1,4 +1,4 @@
-"""What a case should give: the float64 oracle, and how far rounding may lead from it."""
+"""The right results of a case, by the float64 oracle, and how far rounding may move them."""
 
 from typing import Any
 
@@ -8,56 +8,64 @@ from numpy.typing import DTypeLike
 from ..oracle import evaluate
 from ..oracle import kink_distance as distance
 from ..oracle.arithmetic import Arithmetic
-from ..oracle.closeness import TRIALS, bounds_of
-from .cases import Arrays, Case, through_layers
+from ..oracle.closeness import TRIALS, bounds_of, exact_and_element_bounds
+from .cases import Arrays, CompareCase, through_layers
 
 WORDS = {"source": "x", "recurrent_weight": "Wh", "input_weight": "Wx", "bias": "b", "init_state": "h0"}
 WORDS |= {"init_cell": "c0", "peephole": "peephole", "mask": "mask", "secondary_bias": "bhn"}
-"""The arguments of MPSGraph in the words of the oracle, whose layout of two directions is the same."""
+"""The oracle's names of MPSGraph's arguments; both lay out two directions in the same way."""
 
 OUTPUTS = {"h": "h", "c": "c", "z_state": "gates"}
 COTANGENTS = {"source_gradient": "h", "state_gradient": "hT", "cell_gradient": "cT"}
 HARD_SIGMOIDS = {"x/5": "hard_sigmoid", "x/6": "hard_sigmoid_sixth"}
 
 
-def expected(case: Case, **readings: str) -> Arrays:
-    """All results in float64, by name, in the layouts of MPSGraph. `readings`: see `options`."""
+def expected(case: CompareCase, **readings: str) -> Arrays:
+    """Return all results in float64, by name, in the layouts of MPSGraph. `readings`: see `options`."""
     return evaluated(case, Arithmetic(np.float64), **readings)
 
 
-def limits(case: Case, dtype: DTypeLike = np.float32, trials: int = TRIALS, **readings: str) -> dict[str, float]:
-    """How far rounding in `dtype` may move each result; after fewer trials it may be less."""
+def limits(case: CompareCase, dtype: DTypeLike = np.float32, trials: int = TRIALS, **readings: str) -> dict[str, float]:
+    """Return how far rounding in `dtype` may move each result, as one number; fewer trials may give a smaller one."""
     return bounds_of(lambda fl: evaluated(case, fl, **readings), dtype, trials)
 
 
-def evaluated(case: Case, fl: Arithmetic, **readings: str) -> Arrays:
-    """All results in this arithmetic."""
+def exact_and_limits(
+    case: CompareCase, dtype: DTypeLike = np.float32, trials: int = TRIALS, **readings: str
+) -> tuple[Arrays, Arrays]:
+    """Return all results in float64, and how far rounding in `dtype` may move each of their elements. Fewer trials may
+    give narrower bounds."""
+    return exact_and_element_bounds(lambda fl: evaluated(case, fl, **readings), dtype, trials)
+
+
+def evaluated(case: CompareCase, fl: Arithmetic, **readings: str) -> Arrays:
+    """Return all results in this arithmetic."""
     return through_layers(case, lambda layer: of_layer(layer, fl, **readings))
 
 
-def of_layer(case: Case, fl: Arithmetic, **readings: str) -> Arrays:
-    """Those of one layer."""
+def of_layer(case: CompareCase, fl: Arithmetic, **readings: str) -> Arrays:
+    """Return the results of one layer in this arithmetic."""
     cotangents = {COTANGENTS[name]: array for name, array in case.arrays.items() if name in COTANGENTS}
     outputs, gradients = evaluate(call_of(case, **readings), cotangents, fl)
-    found = {name: outputs[word] for name, word in OUTPUTS.items() if word in outputs}
-    return found | {f"d{name}": gradients[WORDS[name]] for name in case.gradients}
+    results = {name: outputs[word] for name, word in OUTPUTS.items() if word in outputs}
+    return results | {f"d{name}": gradients[WORDS[name]] for name in case.gradients}
 
 
-def kink_distance(case: Case, **readings: str) -> float:
-    """How near an argument of relu or hard_sigmoid comes to a kink, where a gradient jumps under any rounding."""
+def kink_distance(case: CompareCase, **readings: str) -> float:
+    """Return how near an argument of relu or hard_sigmoid comes to a kink, where rounding makes a gradient jump."""
     return distance(**call_of(case, **readings))
 
 
-def call_of(case: Case, **readings: str) -> dict[str, Any]:
-    """The case as the oracle takes it."""
+def call_of(case: CompareCase, **readings: str) -> dict[str, Any]:
+    """Return the case as the oracle takes it."""
     arrays = {WORDS[name]: array for name, array in case.arrays.items() if name in WORDS}
     bidirectional, reverse = case.bidirectional, case.descriptor.get("reverse", False)
     directions = {"bidirectional": bidirectional, "reverse": reverse and not bidirectional}
     return arrays | directions | options(case, **readings)
 
 
-def options(case: Case, *, output_peephole: str = "previous", hard_sigmoid: str = "x/5") -> dict[str, Any]:
-    """The descriptor in the words of the oracle; the readings are keywords of `mpsgraph.lstm`."""
+def options(case: CompareCase, *, output_peephole: str = "previous", hard_sigmoid: str = "x/5") -> dict[str, Any]:
+    """Return the descriptor as options of the oracle. The readings are keywords of `mpsgraph.lstm`."""
     d, words = case.descriptor, {"none": "identity", "hard_sigmoid": HARD_SIGMOIDS[hard_sigmoid]}
 
     def activations(**properties: str) -> tuple[str, ...]:

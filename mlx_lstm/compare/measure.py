@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from . import judge
-from .cases import Arrays, Case
+from .cases import Arrays, CompareCase
 from .contenders import Outcome
 
 SEQUENCES = ("h", "c", "z_state", "dsource")
@@ -16,19 +16,25 @@ OURS = ("fused", "stepwise", "numpy", "ops")
 FROM_OUTSIDE = ("mpsgraph", "torch-mps", "golden", "yours")
 
 
-class Row(NamedTuple):
-    """One result of one pair. `first` is the index of the first value beyond the bound, in the order of memory, and
-    `step` its time step; `by_time` the largest error at each time step."""
+class ComparisonRow(NamedTuple):
+    """One result of one pair of contenders.
+
+    verdict: "ok", or what is wrong. max_abs, max_rel, ulp: the largest error: absolute, relative, in units of the last
+    place. over_bound: the largest error as a part of its element's bound, right up to 1; bound: that element's bound.
+    first: the index of the first value beyond its bound, in the order of memory; step: its time step.
+    by_time: `over_bound` of each time step.
+    """
 
     case: str
     tensor: str
     pair: str
-    verdict: str  # "ok", or what is wrong
+    verdict: str
     shape: tuple[int, ...] = ()
     dtype: str = ""
     max_abs: float = np.nan
     max_rel: float = np.nan
     ulp: float = np.nan
+    over_bound: float = np.nan
     bound: float = np.nan
     first: tuple[int, ...] | None = None
     step: int | None = None
@@ -41,51 +47,63 @@ class Row(NamedTuple):
         return self.verdict != "ok"
 
 
-def rows_of(case: Case, outcomes: dict[str, Outcome]) -> Iterator[Row]:
-    """Every contender against the oracle, and ours against those from outside, whose errors add to ours."""
+def rows_of(case: CompareCase, outcomes: dict[str, Outcome]) -> Iterator[ComparisonRow]:
+    """Compare every contender with the oracle, and each engine of ours with each contender from outside."""
     dtype = case.arrays["source"].dtype
     for name, outcome in outcomes.items():
         if outcome.problem:
-            yield Row(case.name, "-", name, outcome.problem)
+            yield ComparisonRow(case.name, "-", name, outcome.problem)
     if not any(outcome.results for outcome in outcomes.values()):
         return
-    exact, limit = judge.expected(case), judge.limits(case, dtype)
+    exact, bounds = judge.exact_and_limits(case, dtype)
     for name, outcome in outcomes.items():
         for tensor, value in outcome.results.items():
-            yield compare(case, tensor, f"{name} - oracle", value, exact[tensor], limit[tensor], dtype)
+            yield compare(case, tensor, f"{name} - oracle", value, exact[tensor], bounds[tensor], dtype)
     for other in (name for name in FROM_OUTSIDE if name in outcomes):
         for name in (name for name in OURS if name in outcomes):
-            yield from between(case, name, outcomes[name].results, other, outcomes[other].results, limit)
+            yield from between(case, name, outcomes[name].results, other, outcomes[other].results, bounds)
 
 
-def between(case: Case, name: str, left: Arrays, other: str, right: Arrays, limit: dict[str, float]) -> Iterator[Row]:
-    """The results that two contenders both have."""
+def between(
+    case: CompareCase, name: str, left: Arrays, other: str, right: Arrays, bounds: Arrays
+) -> Iterator[ComparisonRow]:
+    """Compare the results that two contenders both have, within twice the bound of one, as the errors of both count."""
     for tensor in (tensor for tensor in left if tensor in right):
         value, _ = without_leading_ones(right[tensor], left[tensor].shape)
         dtype = left[tensor].dtype
-        yield compare(case, tensor, f"{name} - {other}", left[tensor], value, 2 * limit[tensor], dtype)
+        yield compare(case, tensor, f"{name} - {other}", left[tensor], value, 2 * bounds[tensor], dtype)
 
 
 def compare(
-    case: Case, tensor: str, pair: str, value: np.ndarray, reference: np.ndarray, bound: float, dtype: np.dtype
-) -> Row:
-    """One result against another."""
+    case: CompareCase,
+    tensor: str,
+    pair: str,
+    value: np.ndarray,
+    reference: np.ndarray,
+    bound: np.ndarray | float,
+    dtype: np.dtype,
+) -> ComparisonRow:
+    """Compare one result with another. `bound` is one number, or one for each element."""
     shape = value.shape
     value, note = without_leading_ones(value, reference.shape)
-    row = Row(case.name, tensor, pair, "ok", shape, value.dtype.name, bound=bound, note=note)
+    row = ComparisonRow(case.name, tensor, pair, "ok", shape, value.dtype.name, note=note)
     if value.shape != reference.shape:
         return row._replace(verdict=f"shape, expected {list(reference.shape)}")
     if value.dtype != dtype:
         return row._replace(verdict=f"dtype, expected {dtype.name}")
     value, reference = value.astype(np.float64), reference.astype(np.float64)
-    error = np.abs(value - reference)
+    error, bound = np.abs(value - reference), np.broadcast_to(bound, reference.shape)
+    parts = np.where(np.isnan(error), np.inf, error / np.where(bound == 0, np.finfo(np.float64).tiny, bound))
+    worst = np.unravel_index(np.argmax(parts), parts.shape)
     size = np.abs(reference)
     gap = np.spacing(size.astype(dtype)).astype(np.float64)
     row = row._replace(
         max_abs=float(error.max()),
         max_rel=float((error[size > 0] / size[size > 0]).max(initial=0.0)),
         ulp=float((error / gap).max()),
-        by_time=tuple(float(step.max()) for step in error) if tensor in SEQUENCES else (),
+        over_bound=float(parts[worst]),
+        bound=float(bound[worst]),
+        by_time=tuple(float(step.max()) for step in parts) if tensor in SEQUENCES else (),
     )
     beyond = np.argwhere(~(error <= bound))  # NaN compares false
     if not len(beyond):
@@ -95,7 +113,7 @@ def compare(
 
 
 def without_leading_ones(value: np.ndarray, shape: tuple[int, ...]) -> tuple[np.ndarray, str]:
-    """The value without axes of 1 that it has ahead of an expected shape, and a note if there were any."""
+    """Return the value without axes of 1 before an expected shape, and a note if there were any."""
     added = value.ndim - len(shape)
     if added > 0 and value.shape == (1,) * added + tuple(shape):
         return value.reshape(shape), f"{added} leading axes of 1"

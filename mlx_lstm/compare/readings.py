@@ -1,5 +1,7 @@
-"""What a dump may mean where it differs: layouts, gate orders, properties and the open readings, tried one by one, then
-in pairs; the nearest are held against bounds derived for themselves."""
+"""Explanations of a dump that differs: other layouts, gate orders, properties and the open readings of Apple's texts.
+
+They are tried one by one, then in pairs. The nearest few are compared within bounds derived for each of them.
+"""
 
 from collections.abc import Callable, Iterable, Iterator
 from itertools import combinations, permutations
@@ -10,43 +12,44 @@ import numpy as np
 from ..mpsgraph.layouts import ACTIVATIONS
 from ..oracle.arithmetic import ACTIVATIONS as FUNCTIONS
 from ..oracle.arithmetic import Arithmetic
-from ..oracle.closeness import exact_and_bounds, largest
-from .cases import ACTIVATION_PROPERTIES, COTANGENTS, RESULTS, Arrays, Case
-from .dump import Dump, forms
+from ..oracle.closeness import exact_and_element_bounds, largest
+from ..testing.progress import Progress
+from .cases import ACTIVATION_PROPERTIES, COTANGENTS, RESULTS, Arrays, CompareCase
+from .dump import Dump, possible_layouts
 from .experiments import preactivations, with_product
 from .judge import HARD_SIGMOIDS, evaluated, options
-from .report import progress
 
-NEAREST = 3  # of all readings, so many are held against their bounds
-FEW = 2  # items of the batch that a search by results of single items looks at
+NEAREST = 3  # how many of all readings are compared within bounds
+FEW = 2  # how many items of the batch the search looks at; they do not mix on the way forward
 LETTERS = {"lstm": "ifzo", "gru": "zro", "single_gate_rnn": "h"}
 FLAGS = {"lstm": ("reverse",), "gru": ("reverse", "flip_z", "reset_after"), "single_gate_rnn": ("reverse",)}
 
 
 class Change(NamedTuple):
-    """One thing read otherwise: of which kind, in words, and what it makes of the case; `readings` are the judge's."""
+    """One thing read otherwise: its kind, its description, a function that changes the case, readings for the judge."""
 
     kind: str
     words: str
-    apply: Callable[[Case], Case] = lambda case: case
+    apply: Callable[[CompareCase], CompareCase] = lambda case: case
     readings: dict[str, str] = {}  # noqa: RUF012  nobody writes into it
 
 
-class Shown(NamedTuple):
-    """A result as it may have been dumped: in words, the way back to the documented layout, and what it should be."""
+class Form(NamedTuple):
+    """How a result may have been dumped: in words, the function that converts it to the documented layout, and the key
+    in `predicted` of the values it should have."""
 
     words: str
     back: Callable[[np.ndarray], np.ndarray]
-    value: str
+    key: str
 
 
 class Reading(NamedTuple):
-    """What explains a dump: in words, the case, by result the error in parts of its bound and how it was dumped."""
+    """An explanation of a dump: in words; the case; by result its error over its bound, and how it was dumped."""
 
     words: list[str]
-    case: Case
+    case: CompareCase
     distances: dict[str, float]
-    shown: dict[str, str]
+    forms: dict[str, str]
 
     @property
     def fitting(self) -> int:
@@ -54,19 +57,19 @@ class Reading(NamedTuple):
         return sum(distance <= 1 for distance in self.distances.values())
 
 
-def base_case(dump: Dump) -> tuple[Case, list[str]]:
-    """The dump's case in the documented layouts, and what had to be read otherwise for that."""
+def base_case(dump: Dump) -> tuple[CompareCase, list[str]]:
+    """Return the dump's case in the documented layouts, and in words which arrays had another one."""
     arrays, words = dict(dump.case.arrays), []
     for name, value in arrays.items():
         if name != "mask":
-            layout, back = forms(dump, name, value)[0]
+            layout, back = possible_layouts(dump, name, value)[0]
             arrays[name] = back(value)
             words += [f"{name} is {layout}"] if layout else []
     return dump.case._replace(arrays=arrays), words
 
 
 def search(dumps: list[Dump]) -> tuple[Reading, bool]:
-    """The reading that explains most results, and whether pairs of changes were tried."""
+    """Return the reading that explains most results, and whether pairs of changes were tried."""
     best = judged(dumps[0], ())
     if best.fitting < len(best.distances):
         alone = [(dump, chosen) for dump in dumps for chosen in [(), *((one,) for one in changes(dump))]]
@@ -79,20 +82,20 @@ def search(dumps: list[Dump]) -> tuple[Reading, bool]:
 
 
 def nearest(candidates: list[tuple[Dump, tuple[Change, ...]]], title: str) -> Reading:
-    """Of the candidates the first that explains everything, else the one that explains most, among the nearest."""
-    ranked = []
-    for n, (dump, chosen) in enumerate(progress(candidates, title)):
-        ranked.append((rank(dump, chosen), n))
-    found = []
+    """Rank the candidates, and return the first of the nearest that explains everything, else the one that explains
+    most."""
+    with Progress() as progress:
+        ranked = [(rank(*candidate), n) for n, candidate in enumerate(progress.each(candidates, title))]
+    readings = []
     for _, n in sorted(ranked)[:NEAREST]:
-        found.append(judged(*candidates[n]))
-        if found[-1].fitting == len(found[-1].distances):
+        readings.append(judged(*candidates[n]))
+        if readings[-1].fitting == len(readings[-1].distances):
             break
-    return max(found, key=lambda reading: reading.fitting)
+    return max(readings, key=lambda reading: reading.fitting)
 
 
-def applied(dump: Dump, chosen: Iterable[Change]) -> tuple[Case, dict[str, str], list[str]]:
-    """The case in this reading, the judge's readings, the words."""
+def applied(dump: Dump, chosen: Iterable[Change]) -> tuple[CompareCase, dict[str, str], list[str]]:
+    """Return the case after these changes, the readings for the judge, and the changes in words."""
     case, words = base_case(dump)
     readings: dict[str, str] = {}
     for change in chosen:
@@ -104,12 +107,12 @@ def applied(dump: Dump, chosen: Iterable[Change]) -> tuple[Case, dict[str, str],
 
 
 def rank(dump: Dump, chosen: tuple[Change, ...]) -> float:
-    """How far the reading is from the dump, in float64: the mean logarithm of each result's relative error."""
+    """Return how far a reading is from the dump, in float64: the mean logarithm of the results' relative errors."""
     case, readings, _ = applied(dump, chosen)
     alone = {name: value for name, value in dump.results.items() if name in RESULTS[case.op]}
     results, places = dump.results, {}
     if alone:
-        # Items of a batch do not mix on the way forward: a few are as good as all.
+        # Items of a batch do not mix in the forward op: a few tell as much as all.
         results = alone
         arrays = {name: value for name, value in case.arrays.items() if name not in COTANGENTS[case.op]}
         for name, value in arrays.items():
@@ -128,55 +131,56 @@ def rank(dump: Dump, chosen: tuple[Change, ...]) -> float:
     total = 0.0
     for name, value in results.items():
         errors = [1.0]
-        for shown in presentations(dump, case, name, value):
-            if shown.value in values:
-                got = shown.back(value).astype(np.float64)
+        for form in forms_of(dump, case, name, value):
+            if form.key in values:
+                got = form.back(value).astype(np.float64)
                 got = np.take(got, places[name], -2) if name in places else got
-                exact = values[shown.value]
+                exact = values[form.key]
                 errors.append(largest(got - exact) / (largest(exact) or 1.0))
         total += np.log10(np.nanmin(errors) + 1e-16)
     return total / len(results)
 
 
 def judged(dump: Dump, chosen: tuple[Change, ...]) -> Reading:
-    """The reading with every result's error in parts of the bound derived for it."""
+    """Return the reading, with every result's error as a part of the bound derived for it."""
     case, readings, words = applied(dump, chosen)
     try:
-        exact, bound = exact_and_bounds(lambda fl: predicted(case, fl, readings), case.arrays["source"].dtype)
+        exact, bound = exact_and_element_bounds(lambda fl: predicted(case, fl, readings), case.arrays["source"].dtype)
     except ValueError:
         return Reading(words, case, dict.fromkeys(dump.results, np.inf), {})
-    distances, manner = {}, {}
+    distances, forms = {}, {}
     for name, value in dump.results.items():
-        distances[name], manner[name] = np.inf, ""
-        for shown in presentations(dump, case, name, value):
-            if shown.value in exact:
-                error = largest(shown.back(value).astype(np.float64) - exact[shown.value]) / (bound[shown.value] or 1.0)
+        distances[name], forms[name] = np.inf, ""
+        for form in forms_of(dump, case, name, value):
+            if form.key in exact:
+                error = largest((form.back(value).astype(np.float64) - exact[form.key]) / bound[form.key])
                 if error < distances[name]:
-                    distances[name], manner[name] = error, shown.words
+                    distances[name], forms[name] = error, form.words
                 if error <= 1:
                     break
-    return Reading(words, case, distances, manner)
+    return Reading(words, case, distances, forms)
 
 
-def presentations(dump: Dump, case: Case, name: str, value: np.ndarray) -> Iterator[Shown]:
-    """The ways in which a result may have been dumped, the documented one first."""
+def forms_of(dump: Dump, case: CompareCase, name: str, value: np.ndarray) -> Iterator[Form]:
+    """Yield how a result may have been dumped, as documented first."""
     if name in ("h", "c") and value.shape == dump.shape(name)[1:]:
-        yield Shown("the last step alone", lambda v: v, f"last {name}")
-    ways = forms(dump, name, value)
-    for layout, back in ways:
-        yield Shown(layout, back, name)
-    others = [f"{name} {word}" for word in ("before", "after", "squashed", "product", "by step", "halved")]
-    for word in others:
-        for layout, back in ways:
-            yield Shown(", ".join(part for part in (OTHERWISE[word.split(" ", 1)[1]], layout) if part), back, word)
+        yield Form("the last step alone", lambda v: v, f"last {name}")
+    layouts = possible_layouts(dump, name, value)
+    for layout, back in layouts:
+        yield Form(layout, back, name)
+    others = {f"{name} {suffix}": words for suffix, words in OTHERWISE.items()}
+    if case.op == "lstm" and name in ("h", "c"):
+        other = "c" if name == "h" else "h"
+        others[other] = f"{other}, so h and c are exchanged"
+    for key, words in others.items():
+        for layout, back in layouts:
+            yield Form(", ".join(part for part in (words, layout) if part), back, key)
     gates = next((n for n, parts in enumerate(dump.groups(name)) if "G" in parts), None)
     if gates is not None:
         for order in orders(case):
-            for layout, back in ways:
+            for layout, back in layouts:
                 words = ", ".join(part for part in (f"in the order {spelled(order)}", layout) if part)
-                yield Shown(
-                    words, lambda v, b=back, o=order: reordered(b(v), gates, dump.sizes, inverse(case, o)), name
-                )
+                yield Form(words, lambda v, b=back, o=order: reordered(b(v), gates, dump.sizes, inverse(case, o)), name)
 
 
 OTHERWISE = {
@@ -187,23 +191,23 @@ OTHERWISE = {
     "by step": "in the order of the steps",
     "halved": "its second direction in the order of the steps",
 }
-"""A result that is something else, in words, by the second half of its key in `predicted`."""
+"""Keys are suffixes of the names in `predicted`; values describe what was dumped instead of the documented result."""
 
 
-def predicted(case: Case, fl: Arithmetic, readings: dict[str, str]) -> Arrays:
-    """All results as documented, and what may have been dumped in their place."""
-    found = evaluated(case, fl, **readings)
+def predicted(case: CompareCase, fl: Arithmetic, readings: dict[str, str]) -> Arrays:
+    """Return all results as documented, and other values that may have been dumped in their place."""
+    results = evaluated(case, fl, **readings)
     more = {"z_state before": preactivations(case, fl, **readings)} if case.op != "single_gate_rnn" else {}
     if case.op == "single_gate_rnn":
-        more["z_state after"] = found["h"]
+        more["z_state after"] = results["h"]
     if case.op == "lstm":
         activation = options(case, **readings)["activations"][-1]
-        more["c squashed"] = FUNCTIONS[activation](found["c"], fl)
+        more["c squashed"] = FUNCTIONS[activation](results["c"], fl)
     if case.op == "gru" and {"init_state", "secondary_bias"} <= set(case.arrays) and "mask" not in case.arrays:
         more["z_state product"] = with_product(case, fl)
     reverse = case.descriptor.get("reverse", False) and not case.bidirectional
     for name in RESULTS[case.op]:
-        value = found[name]
+        value = results[name]
         half = value.shape[-1] // 2
         if reverse:
             more[f"{name} by step"] = value[::-1]
@@ -212,11 +216,11 @@ def predicted(case: Case, fl: Arithmetic, readings: dict[str, str]) -> Arrays:
         if name != "z_state":
             ends = value[-1, :, :half], value[0, :, half:]
             more[f"last {name}"] = np.concatenate(ends, -1) if case.bidirectional else value[0 if reverse else -1]
-    return found | more
+    return results | more
 
 
 def changes(dump: Dump, few: bool = False) -> Iterator[Change]:
-    """Everything that may be read otherwise; `few`: without what concerns one array or one activation alone."""
+    """Yield everything that may be read otherwise; `few`: without changes to one array's gates or one activation."""
     case = base_case(dump)[0]
     yield from of_layouts(dump)
     yield from of_options(case)
@@ -250,18 +254,18 @@ def changes(dump: Dump, few: bool = False) -> Iterator[Change]:
 
 
 def of_layouts(dump: Dump) -> Iterator[Change]:
-    """Each argument in each other layout that its shape allows; the directions exchanged."""
+    """Yield each argument in each other layout that its shape allows, and the directions exchanged."""
     case = dump.case
     for name, value in ((name, value) for name, value in case.arrays.items() if name != "mask"):
-        for layout, back in forms(dump, name, value)[1:]:
+        for layout, back in possible_layouts(dump, name, value)[1:]:
             changed = lambda c, n=name, v=value, b=back: c._replace(arrays=c.arrays | {n: b(v)})  # noqa: E731
             yield Change("layout", f"{name} is {layout}", changed)
     if case.bidirectional:
         yield Change("directions", "the reverse direction comes first", lambda c: exchanged(dump, c))
 
 
-def of_options(case: Case) -> Iterator[Change]:
-    """The readings that Apple's texts leave open, as far as they are arguments of the dialect or of the case."""
+def of_options(case: CompareCase) -> Iterator[Change]:
+    """Yield the readings that Apple's texts leave open, as far as they are arguments of the dialect or of the case."""
     if "peephole" in case.arrays:
         yield Change("peephole", "the output gate peeps at c[t] (E:peephole)", readings={"output_peephole": "current"})
     if "hard_sigmoid" in case.descriptor.values():
@@ -271,53 +275,53 @@ def of_options(case: Case) -> Iterator[Change]:
         )
     mask = case.arrays.get("mask")
     if case.bidirectional and mask is not None and mask.ndim == 3 and len(mask) == 2:
-        beside = lambda c: c._replace(arrays=c.arrays | {"mask": np.concatenate(list(c.arrays["mask"]), -1)})  # noqa: E731
-        yield Change("mask", "the mask is [2, N, H] (E:mask)", beside)
+        side_by_side = lambda c: c._replace(arrays=c.arrays | {"mask": np.concatenate(list(c.arrays["mask"]), -1)})  # noqa: E731
+        yield Change("mask", "the mask is [2, N, H] (E:mask)", side_by_side)
     if {"state_gradient", "source_gradient"} <= set(case.arrays) and case.descriptor.get("reverse"):
         yield Change("grads", "state_gradient enters at time T-1 (E:grads)", moved)
 
 
-def moved(case: Case) -> Case:
-    """The state's gradient as one of h at the last time."""
+def moved(case: CompareCase) -> CompareCase:
+    """Return the case with the state's gradient added to that of h at the last time."""
     arrays = {name: array for name, array in case.arrays.items() if name != "state_gradient"}
     arrays["source_gradient"] = case.arrays["source_gradient"].copy()
     arrays["source_gradient"][-1] += case.arrays["state_gradient"]
     return case._replace(arrays=arrays)
 
 
-def described(name: str, value: Any) -> Callable[[Case], Case]:
-    """The case with another property."""
+def described(name: str, value: Any) -> Callable[[CompareCase], CompareCase]:
+    """Return the change of one property of the descriptor."""
     return lambda case: case._replace(descriptor=case.descriptor | {name: value})
 
 
-def documented(case: Case) -> str:
-    """The order of the gates that the descriptor says."""
+def documented(case: CompareCase) -> str:
+    """Return the order of the gates according to the descriptor."""
     if case.descriptor.get("forget_gate_last"):
         return "izfo"
     return "rzo" if case.descriptor.get("reset_gate_first") else LETTERS[case.op]
 
 
-def orders(case: Case) -> list[str]:
-    """All orders of the gates but the documented one."""
+def orders(case: CompareCase) -> list[str]:
+    """Return all orders of the gates but the documented one."""
     return ["".join(order) for order in permutations(documented(case)) if "".join(order) != documented(case)]
 
 
 def spelled(order: str) -> str:
-    """An order as Apple writes it, with the property that gives it."""
+    """Return an order as Apple writes it, with the property that gives it."""
     names = {"izfo": " (forgetGateLast)", "rzo": " (resetGateFirst)"}
     return f"[{', '.join(order)}]{names.get(order, '')}"
 
 
-def inverse(case: Case, order: str) -> list[int]:
-    """Where in `order` each gate of the documented order is."""
+def inverse(case: CompareCase, order: str) -> list[int]:
+    """Return the place in `order` of each gate of the documented order."""
     return [order.index(gate) for gate in documented(case)]
 
 
-def reorder(dump: Dump, case: Case, names: list[str], order: str) -> Callable[[Case], Case]:
-    """The arrays brought from an order of the gates to the documented one."""
+def reorder(dump: Dump, case: CompareCase, names: list[str], order: str) -> Callable[[CompareCase], CompareCase]:
+    """Return the change of arrays from an order of the gates to the documented one."""
     places = {name: next(n for n, parts in enumerate(dump.groups(name)) if "G" in parts) for name in names}
 
-    def apply(c: Case) -> Case:
+    def apply(c: CompareCase) -> CompareCase:
         turned = {n: reordered(c.arrays[n], axis, dump.sizes, inverse(case, order)) for n, axis in places.items()}
         return c._replace(arrays=c.arrays | turned)
 
@@ -325,13 +329,13 @@ def reorder(dump: Dump, case: Case, names: list[str], order: str) -> Callable[[C
 
 
 def reordered(array: np.ndarray, axis: int, sizes: dict[str, int], index: list[int]) -> np.ndarray:
-    """The blocks of an axis [D] G H in another order."""
+    """Return an array with the blocks of an axis [D] G H in another order."""
     parts = np.moveaxis(array, axis, 0).reshape(-1, sizes["G"], sizes["H"], *np.delete(array.shape, axis))
     return np.moveaxis(parts[:, index].reshape(-1, *np.delete(array.shape, axis)), 0, axis)
 
 
-def exchanged(dump: Dump, case: Case) -> Case:
-    """The halves of everything that has two directions."""
+def exchanged(dump: Dump, case: CompareCase) -> CompareCase:
+    """Return the case with the halves of everything that has two directions exchanged."""
     arrays = dict(case.arrays)
     for name in arrays:
         if name == "mask":

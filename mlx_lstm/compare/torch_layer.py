@@ -1,14 +1,14 @@
-"""A case through torch's layers, one or a stack of them, on the CPU or on "mps", where torch itself calls MPSGraph."""
+"""Run a case on torch's layers, one or a stack, on the CPU or on "mps", where torch itself calls MPSGraph."""
 
 from typing import Any
 
 import numpy as np
 
-from .cases import GATES, Arrays, Case
+from .cases import GATES, Arrays, CompareCase
 
 
-def hindrance(case: Case) -> str | None:
-    """Why torch's layer cannot run a case; None if it can."""
+def hindrance(case: CompareCase) -> str | None:
+    """Return why torch's layer cannot run a case; None if it can."""
     changed = {name for name, value in case.descriptor.items() if value is not False} - {"bidirectional"}
     if "reverse" in changed:
         return "no reverse alone"
@@ -27,16 +27,16 @@ def hindrance(case: Case) -> str | None:
     return "no other activations or gate orders" if changed else None
 
 
-def run(case: Case, device: str) -> Arrays:
-    """The results torch shows: h and the gradients."""
+def run(case: CompareCase, device: str) -> Arrays:
+    """Return the results that torch has: h and the gradients."""
     import torch
 
     layer = make_layer(case).to(device)
     source = torch.tensor(case.arrays["source"], device=device, requires_grad=True)
     states = {name: state(case, name, device) for name in ("init_state", "init_cell")}
-    shown = [value for name, value in states.items() if case.op == "lstm" or name == "init_state"]
+    initial = [value for name, value in states.items() if case.op == "lstm" or name == "init_state"]
     one = len(case.layers) == 1
-    h, last = layer(source, *([tuple(shown) if case.op == "lstm" else shown[0]] if one else []))
+    h, last = layer(source, *([tuple(initial) if case.op == "lstm" else initial[0]] if one else []))
     ends = list(last) if case.op == "lstm" else [last]
     outputs, cotangents = [h], [torch.tensor(case.arrays["source_gradient"], device=device)]
     for name, end in zip(("state_gradient", "cell_gradient"), ends, strict=False):
@@ -44,16 +44,16 @@ def run(case: Case, device: str) -> Arrays:
             outputs.append(end)
             cotangents.append(state(case, name, device).detach())
     torch.autograd.backward(outputs, cotangents)
-    found = {"h": h, "dsource": source.grad}
+    results = {"h": h, "dsource": source.grad}
     for n in range(len(case.layers)):
-        found |= gradients_of_layer(case, layer, n)
-    found |= {f"d{name}": side_by_side(value.grad) for name, value in states.items() if value.grad is not None}
-    names = [name for name in case.results if name in found]
-    return {name: as_numpy(found[name]) for name in names}
+        results |= gradients_of_layer(case, layer, n)
+    results |= {f"d{name}": side_by_side(value.grad) for name, value in states.items() if value.grad is not None}
+    names = [name for name in case.results if name in results]
+    return {name: as_numpy(results[name]) for name in names}
 
 
-def make_layer(case: Case) -> Any:
-    """torch's layer with the case's weights: b_ih is the bias, b_hh zeros but for the GRU's secondary bias."""
+def make_layer(case: CompareCase) -> Any:
+    """Return torch's layer with the case's weights: b_ih is the bias, b_hh zero but for the GRU's secondary bias."""
     import torch
 
     layers, H, zeros_like = case.layers, case.hidden, case.arrays["source"].dtype
@@ -79,8 +79,8 @@ def make_layer(case: Case) -> Any:
     return layer
 
 
-def gradients_of_layer(case: Case, layer: Any, n: int) -> dict[str, Any]:
-    """The gradients of layer n's weights in the layouts of MPSGraph."""
+def gradients_of_layer(case: CompareCase, layer: Any, n: int) -> dict[str, Any]:
+    """Return the gradients of layer n's weights in the layouts of MPSGraph."""
     import torch
 
     def parameters(name: str) -> list[Any]:
@@ -96,8 +96,8 @@ def gradients_of_layer(case: Case, layer: Any, n: int) -> dict[str, Any]:
     return {name + (f"_l{n}" if n else ""): value for name, value in found.items()}
 
 
-def state(case: Case, name: str, device: str) -> Any:
-    """[D, N, H] of torch from [N, D H], zeros where absent; only what the case has gets a gradient."""
+def state(case: CompareCase, name: str, device: str) -> Any:
+    """Return a state [N, D H] of the case in torch's layout [D, N, H]; zeros without gradient if the case has none."""
     import torch
 
     N, width = case.arrays["source"].shape[1], case.directions * case.hidden
@@ -107,12 +107,12 @@ def state(case: Case, name: str, device: str) -> Any:
 
 
 def side_by_side(value: Any) -> Any:
-    """[N, D H] from [D, N, H]."""
+    """Return [N, D H] from [D, N, H]."""
     import torch
 
     return torch.cat(list(value), dim=-1)
 
 
 def as_numpy(value: Any) -> np.ndarray:
-    """A tensor of any device."""
+    """Return a tensor of any device as a NumPy array."""
     return value.detach().cpu().numpy()

@@ -53,11 +53,17 @@ def convert(options: argparse.Namespace) -> list[str]:
     for option in ("keys", "to"):
         if not arrays and (value := getattr(options, option)):
             fail("convert", f"--{option} must be left out for {target.name}, which has keys of its own,", repr(value))
+    if options.ways and not (options.keys or options.from_keys):
+        fail("convert", "--ways must be left out without --keys or --from-keys, which have {way},", repr(options.ways))
     model, ways, style = model_of(options), tuple(options.ways or WAYS), options.to or "torch"
 
     def write_and_read(partial: Path) -> Model:
-        write_to(partial, model, style, options.keys, options.ways)
-        return read(partial, keys=options.keys if arrays else None, ways=ways)
+        write_to(partial, model, style, options.keys, options.ways if options.keys else None)
+        again = read(partial, keys=options.keys if arrays else None, ways=ways)
+        numbers = [sum(len(weights.layers) for weights in each.layers.values()) for each in (model, again)]
+        if numbers[0] != numbers[1]:
+            raise ValueError(f"{target} would be read as {numbers[1]} layers, not {numbers[0]}: give other --keys")
+        return again
 
     again = replace(target, write_and_read, options.force)
     lines = [f"{source} -> {target}" + (f", in the words of {style}" if arrays else "")]
@@ -169,7 +175,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--to", choices=STYLES, help=f"{to}Keras' kernel, or the ops' Wx, b; default: torch")
     add("--keys", metavar="FORM", help="the keys in DST: {array} and maybe {name}, {layer}, {way} in one word")
     add("--from-keys", metavar="FORM", help="the keys in SRC; default: found out")
-    add("--ways", nargs=2, metavar=("A", "B"), help="what the directions are called in such keys")
+    add("--ways", nargs=2, metavar=("A", "B"), help="the words for {way} in these forms of keys")
     add("--stack", action="append", metavar="A,B", help="make these layers of SRC, in this order, one")
     add("--only", nargs="+", metavar="NAME", help="convert these recurrent layers alone")
     change = "names and keys that begin with OLD begin with NEW, either of which may be empty"

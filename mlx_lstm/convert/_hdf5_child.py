@@ -18,11 +18,13 @@ from typing import Any
 
 import h5py
 import numpy as np
-from h5py import h5l
 
 ATTRIBUTES = ("model_config", "keras_version", "layer_names", "weight_names", "name")
 """What Keras says in attributes; long lists are cut, and a number follows the name."""
 
+
+LINKS_INSIDE = (0, 1)
+"""HDF5's H5L_TYPE_HARD and H5L_TYPE_SOFT: links that stay in the file."""
 
 Texts = dict[str, list[str]]
 Contents = tuple[dict[str, Texts], dict[str, np.ndarray], int]
@@ -67,7 +69,7 @@ def contents(file: Any, most: int) -> Contents:
 
 def foreign(path: bytes, info: Any) -> bytes | None:
     """Return the path of a link to another file, which ends the visit."""
-    return None if info.type in (h5l.TYPE_HARD, h5l.TYPE_SOFT) else path
+    return None if info.type in LINKS_INSIDE else path
 
 
 def texts_of(item: Any) -> Texts:

@@ -80,14 +80,14 @@ def read(path: Path) -> Found:
 
 def by_layer(file: _hdf5.Contents, root: str, layers: list[str]) -> dict[str, Any]:
     """Return the arrays by "layer//their own name", of a file that lists them."""
-    found = {}
+    arrays = {}
     for layer in layers:
         for name in file.texts(root + layer, "weight_names"):
             key = f"{root}{layer}/{name}"
             if key not in file.arrays:
                 raise ValueError(f"it is truncated or damaged: it names {shown(key)}, and has no such array")
-            found[f"{layer}//{name.partition(':')[0]}"] = file.arrays[key]
-    return found
+            arrays[f"{layer}//{name.partition(':')[0]}"] = file.arrays[key]
+    return arrays
 
 
 def walk(config: Mapping[str, Any], place: str, name: str) -> Iterator[Known]:
@@ -267,7 +267,7 @@ def write(path: Path, ending: str, layers: Mapping[str, Weights]) -> None:
 
 def stack_of(name: str, weights: Weights) -> list[KerasLayer]:
     """Return Keras' layers for a stack."""
-    found = []
+    stack = []
     for n, (layer, arrays) in enumerate(zip(weights.each(), to_keras(weights), strict=True)):
         kind = CLASSES[layer.cell.op]
         title = name + (f"_{n}" if len(weights.layers) > 1 else "")
@@ -280,8 +280,8 @@ def stack_of(name: str, weights: Weights) -> list[KerasLayer]:
             both = {"name": title, "merge_mode": "concat", "layer": ahead, "backward_layer": back}
             ahead = spec_of("Bidirectional", both, shape)
         n = len(arrays) // D
-        found.append(KerasLayer(ahead, [arrays[d * n : (d + 1) * n] for d in range(D)]))
-    return found
+        stack.append(KerasLayer(ahead, [arrays[d * n : (d + 1) * n] for d in range(D)]))
+    return stack
 
 
 def config_of(weights: Weights, dtype: str, use_bias: bool) -> dict[str, Any]:

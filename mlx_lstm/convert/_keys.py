@@ -1,4 +1,4 @@
-"""The keys of files of arrays: which recurrent layer, direction and array a key means, and what to call one."""
+"""The keys of files of arrays: which layer, direction and array a key means, and the keys of written files."""
 
 import re
 from collections import Counter
@@ -19,18 +19,18 @@ from .weights import OF_GATES, OURS, Weights, from_one_bias, gate_order, held, r
 from .weights import to_mlx as as_mlx
 
 STYLES = ("torch", "mlx", "two-biases", "keras", "ops")
-"""The words that a file may have for the arrays: torch's; MLX's; MLX's with `bias_ih` and `bias_hh`; Keras'; the
-arguments of `mlx_lstm.lstm`, `gru` and `rnn`."""
+"""The styles of keys in a file: torch's; MLX's; MLX's with `bias_ih` and `bias_hh`; Keras'; the arguments of
+`mlx_lstm.lstm`, `gru` and `rnn`."""
 
 WAYS = ("forward", "backward")
-"""What the directions are called, unless the caller says otherwise."""
+"""The default names of the directions."""
 
 WAY_WORDS = {"forward": 0, "fwd": 0, "backward": 1, "bwd": 1, "back": 1, "reverse": 1}
 ENTRIES = {"weight_ih": "Wx", "Wx": "Wx", "Wxh": "Wx", "kernel": "Wx"}
 ENTRIES |= {"weight_hh": "Wh", "Wh": "Wh", "Whh": "Wh", "recurrent_kernel": "Wh"}
 ENTRIES |= {"weight_hr": "Wp", "Wp": "Wp", "peephole": "peephole", "bias_ih": "bx", "bias_hh": "bh"}
 ENTRIES |= {"bias": "b", "b": "b", "bhn": "bhn"}
-"""Every word for an array, and ours."""
+"""The words of all formats for an array, and its name in `Weights`; b and bhn are one bias and a GRU's second."""
 
 PARTNERS = {"weight_ih": "weight_hh", "Wx": "Wh", "Wxh": "Whh", "kernel": "recurrent_kernel"}
 TORCH_LEAF = re.compile(r"(weight_ih|weight_hh|weight_hr|bias_ih|bias_hh)(?:_l(\d+))(_reverse)?")
@@ -40,8 +40,12 @@ PATH_WAY = re.compile(rf"(?<![A-Za-z])({'|'.join(WAY_WORDS)})(?![A-Za-z])")
 
 
 class Group(NamedTuple):
-    """The arrays of one layer and direction: its own name, and that with direction and layer taken out of it; layer and
-    direction, where keys say them; whether they number the layers in so many words; keys by array; a key's form."""
+    """The keys of one layer and direction.
+
+    own: the part of the keys before the array's word; name: the same without direction and layer; layer, way: their
+    numbers, None where the keys do not say them; numbered: whether the keys mark the layer's number as such (`_l0`);
+    keys: by the array's word; form: a key with NUL in place of that word.
+    """
 
     own: str
     name: str
@@ -52,12 +56,12 @@ class Group(NamedTuple):
     form: str
 
     def title(self, leaf: str) -> str:
-        """The key of an array, there or not."""
+        """Return the key of an array; the array may be missing."""
         return self.keys.get(leaf, self.form.replace("\0", leaf))
 
 
 def parse(key: str, pattern: re.Pattern[str] | None, ways: Sequence[str]) -> tuple[str, Group] | None:
-    """The array's word and its group, still without keys; None for a key that is none of a recurrent layer."""
+    """Return the array's word and its group, still without keys; None for a key of no recurrent layer."""
     if pattern is not None:
         match = pattern.fullmatch(key) or pattern.fullmatch("." + key)
         if match is None:
@@ -86,13 +90,13 @@ def parse(key: str, pattern: re.Pattern[str] | None, ways: Sequence[str]) -> tup
 
 
 def merged(path: str, found: re.Match[str]) -> str:
-    """A path without the word for its direction and one of the separators at its sides."""
+    """Return a path without the word for its direction and without one of the separators beside it."""
     before, after = path[: found.start()], path[found.end() :]
     return (before + after[1:] if not before or before[-1] == "." else before[:-1] + after).rstrip(".")
 
 
 def pattern_of(template: str, ways: Sequence[str]) -> re.Pattern[str]:
-    """What matches the keys that a template makes."""
+    """Return the pattern of the keys that a template makes."""
     fields = {"{name}": "(?P<name>.*?)", "{layer}": r"(?P<layer>\d+)", "{array}": f"(?P<array>{ANY_WORD})"}
     fields["{way}"] = f"(?P<way>{'|'.join(map(re.escape, ways))})"
     check_template(template)
@@ -100,14 +104,14 @@ def pattern_of(template: str, ways: Sequence[str]) -> re.Pattern[str]:
 
 
 def check_template(template: str) -> None:
-    """It has {array}, and nothing in braces that is unknown."""
+    """ValueError unless a template has {array}, and no unknown or repeated field."""
     fields = re.findall(r"\{(\w*)\}", template)
     if "array" not in fields or set(fields) - {"name", "layer", "way", "array"} or len(fields) != len(set(fields)):
         fail("convert", "keys must have {array}, and maybe {name}, {layer} and {way}, each once,", repr(template))
 
 
 def groups_of(keys: Iterable[str], template: str | None, ways: Sequence[str]) -> list[Group]:
-    """Those that hold a recurrent layer's matrices, or one of the two."""
+    """Return the groups of keys that have both matrices of a recurrent layer, or one of them."""
     pattern, found = None if template is None else pattern_of(template, ways), {}
     for key in keys:
         if parsed := parse(key, pattern, ways):
@@ -126,33 +130,35 @@ def layers_of(
     order: str | None = None,
     nonlinearity: str | None = None,
 ) -> tuple[dict[str, Weights], dict[str, list[str]]]:
-    """All recurrent layers among a file's arrays, and the keys of each. Layers whose keys number them, and that fit on
-    one another, become one, as do both directions."""
+    """Return all recurrent layers among a file's arrays, and the keys of each.
+
+    Layers whose keys number them, and that fit on one another, become one stack, as do both directions.
+    """
     buckets: dict[str, list[Group]] = {}
     for group in groups_of(arrays, keys, ways):
         buckets.setdefault(group.name, []).append(group)
     counted = {key: names_counted_by(key, buckets) for key in arrays}
     totals = Counter(name for names in counted.values() for name in names)
-    found, used = {}, {}
+    layers, used = {}, {}
     for name, groups in buckets.items():
         parts = {group.form: words_of(group, arrays, order) for group in groups}
         own = sum(name in counted[key] for group in groups for key in group.keys.values())
         for label, where in arranged(name, groups, parts, alone=own == totals[name]):
-            given = dict(options.get(label, {})) | ({} if nonlinearity is None else {"activation": nonlinearity})
-            found[label] = one_layer(where, parts, given)
+            own_options = dict(options.get(label, {})) | ({} if nonlinearity is None else {"activation": nonlinearity})
+            layers[label] = one_layer(where, parts, own_options)
             used[label] = [key for group in where.values() for key in group.keys.values()]
-    return found, used
+    return layers, used
 
 
 def names_counted_by(key: str, names: Container[str]) -> list[str]:
     """Return those of the names that a key continues by a number: "a" and "a.1" for the key "a.12.weight"."""
-    found = []
+    counted = []
     for number in re.finditer(r"\d+(?=\.)", key):
         start, end = number.span()
         # A number may follow a dot or a letter, and a name may end in the first digits of it.
         dot = [start - 1] if key[:start].endswith(".") else []
-        found += [key[:k] for k in [*dot, *range(start, end)][:MOST_DIGITS] if key[:k] in names]
-    return found
+        counted += [key[:k] for k in [*dot, *range(start, end)][:MOST_DIGITS] if key[:k] in names]
+    return counted
 
 
 MOST_DIGITS = 20
@@ -179,16 +185,16 @@ def arranged(
     ways_of: dict[int | None, list[int | None]] = {}
     for group in groups:
         ways_of.setdefault(group.layer, []).append(group.way)
-    found: dict[str, dict[tuple[int, int], Group]] = {}
+    stacks: dict[str, dict[tuple[int, int], Group]] = {}
     for group in groups:
         both = len(ways_of[group.layer]) == 2 and set(ways_of[group.layer]) == {0, 1}
         label = name + (f".{group.layer}" if group.layer is not None else "") if both else group.own
-        found.setdefault(label.lstrip("."), {})[0, group.way or 0 if both else 0] = group
-    return list(found.items())
+        stacks.setdefault(label.lstrip("."), {})[0, group.way or 0 if both else 0] = group
+    return list(stacks.items())
 
 
 def fits(whole: dict[tuple[int, int], Group], parts: dict[str, list[Arrays]], D: int) -> bool:
-    """Whether each layer reads what the one below returns."""
+    """Whether each layer reads an input as wide as the output of the layer below."""
     first = parts[whole[0, 0].form]
     width = first[0]["Wh"].shape[-1] * D * len(first)
     each = [(layer, part) for (layer, _), group in whole.items() for part in parts[group.form]]
@@ -197,8 +203,10 @@ def fits(whole: dict[tuple[int, int], Group], parts: dict[str, list[Arrays]], D:
 
 
 def words_of(group: Group, arrays: Mapping[str, Any], order: str | None) -> list[Arrays]:
-    """A group's arrays as `Weights` has them, of one direction, or of two that share arrays; what is missing, or too
-    much, is named."""
+    """Return a group's arrays as `Weights` have them: of one direction, or of two that lie in the same arrays.
+
+    ValueError names a key that is missing or too much.
+    """
     for one, other in PARTNERS.items():
         if (one in group.keys) != (other in group.keys):
             there, missing = (one, other) if one in group.keys else (other, one)
@@ -206,12 +214,14 @@ def words_of(group: Group, arrays: Mapping[str, Any], order: str | None) -> list
     for key in group.keys.values():
         if f"{key}_scales" in arrays:
             fail("convert", f"{key} must not be quantized: mx.dequantize it first,", f"{key}_scales beside it")
-    given = {leaf: as_mlx(arrays[key]) for leaf, key in group.keys.items()}
-    if "kernel" in given:
-        return [keras_words(group, given)]
+    mine = {leaf: as_mlx(arrays[key]) for leaf, key in group.keys.items()}
+    if "kernel" in mine:
+        if order is not None:
+            fail("convert", f"order must be left out for {group.own}, whose words are those of Keras,", repr(order))
+        return [keras_words(group, mine)]
     words: Arrays = {}
-    for leaf, array in given.items():
-        if ENTRIES[leaf] in words or (ENTRIES[leaf] == "b" and "bias_ih" in given):
+    for leaf, array in mine.items():
+        if ENTRIES[leaf] in words or (ENTRIES[leaf] == "b" and "bias_ih" in mine):
             fail("convert", f"{group.title(leaf)} must not be there, beside {', '.join(group.keys)}", "this key")
         words[ENTRIES[leaf]] = array
     both = words["Wh"].ndim == 3
@@ -220,7 +230,7 @@ def words_of(group: Group, arrays: Mapping[str, Any], order: str | None) -> list
 
 
 def settled(group: Group, words: Arrays, order: str | None) -> Arrays:
-    """One direction's, in our gate order and with its biases as `Weights` has them."""
+    """Return one direction's arrays in our gate order, with the biases as `Weights` have them."""
     matrix = next(leaf for leaf in group.keys if ENTRIES[leaf] == "Wh")
     kind = OF_GATES[gates_of("convert", words, group.title(matrix))]
     if "bhn" in words and kind != "gru":
@@ -242,7 +252,7 @@ def settled(group: Group, words: Arrays, order: str | None) -> Arrays:
 
 
 def keras_words(group: Group, given: Arrays) -> Arrays:
-    """Of arrays by Keras' names."""
+    """Return one direction's arrays out of Keras' kernel, recurrent_kernel and bias."""
     R = given["recurrent_kernel"]
     kind = OF_GATES[gates_of("convert", {"Wh": R.T}, group.title("recurrent_kernel"))]
     if extra := given.keys() - set(KERAS_NAMES):
@@ -255,8 +265,8 @@ def keras_words(group: Group, given: Arrays) -> Arrays:
 def one_layer(
     where: dict[tuple[int, int], Group], parts: dict[str, list[Arrays]], options: Mapping[str, Any]
 ) -> Weights:
-    """A stack out of its groups."""
-    found = {
+    """Return the weights of a stack; its groups are given by (layer, direction)."""
+    directions = {
         (layer, way + d): arrays for (layer, way), group in where.items() for d, arrays in enumerate(parts[group.form])
     }
 
@@ -272,44 +282,47 @@ def one_layer(
     first = next(iter(where.values()))
     if first.numbered and "weight_ih" in first.keys:
         prefix = first.name + "." if first.name else ""
-        return assembled(
-            "convert", found, lambda k, d, word: f"{prefix}{torch.KEYS.get(word, word)}_l{k}{torch.WAYS[d]}", options
-        )
-    three = found[0, 0]["Wh"].shape[0] == 3 * found[0, 0]["Wh"].shape[1]
-    if three and "bx" in found[0, 0] and "bh" not in found[0, 0]:
+
+        def torch_title(k: int, d: int, word: str) -> str:
+            return f"{prefix}{torch.KEYS.get(word, word)}_l{k}{torch.WAYS[d]}"
+
+        return assembled("convert", directions, torch_title, options)
+    three = directions[0, 0]["Wh"].shape[0] == 3 * directions[0, 0]["Wh"].shape[1]
+    if three and "bx" in directions[0, 0] and "bh" not in directions[0, 0]:
         if "kernel" not in first.keys and options.get("reset") != "before":
             fail("convert", f"{first.title('bhn')} must be there, beside {', '.join(first.keys)}", "no such key")
         options = {**options, "reset": "before"}
-    return assembled("convert", found, title, options, lenient=True)
+    return assembled("convert", directions, title, options, lenient=True)
 
 
 def keys_of(
     name: str, weights: Weights, style: str, *, keys: str | None = None, ways: Sequence[str] | None = None
 ) -> dict[str, mx.array]:
-    """A stack's arrays by the keys of a style, or by those of a template."""
+    """Return a stack's arrays by the keys of a style, or of a template."""
     if keys is not None:
         check_template(keys)
     D, K = (1 if style == "ops" else weights.directions), len(weights.layers)
     usual = "{name}.{way}.{layer}.{array}" if D == 2 else "{name}.{layer}.{array}"
     template = keys or ("{name}.{array}_l{layer}{way}" if style == "torch" else usual)
-    if K == 1 and keys is None and style != "torch":
+    # With both directions MLX has two lists of layers, also for one layer: see `mlx_lstm.nn.stack`.
+    if K == 1 and keys is None and style != "torch" and not (style == "mlx" and D == 2):
         template = template.replace(".{layer}", "")
     words = ways or (torch.WAYS if style == "torch" and keys is None else WAYS)
-    found = {}
+    by_key = {}
     for layer, each in enumerate(in_style(weights, style)):
         for way, arrays in enumerate(each):
             for leaf, array in arrays.items():
                 key = template.format(name=name, layer=layer, way=words[way], array=leaf).lstrip(".")
-                if key in found:
+                if key in by_key:
                     fail(
                         "convert", f"keys must have {{layer}} and {{way}} for {K} layers and {D} directions", repr(keys)
                     )
-                found[key] = array
-    return found
+                by_key[key] = array
+    return by_key
 
 
 def in_style(weights: Weights, style: str) -> list[list[Arrays]]:
-    """By layer and direction the arrays in a style's words; in that of the ops both directions are one."""
+    """Return by layer and direction the arrays in a style's words; in the style "ops" both directions share arrays."""
     if style == "ops":
         return [[arrays] for arrays in to_ops(weights)]
     if style == "mlx":

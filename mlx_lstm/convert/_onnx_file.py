@@ -40,44 +40,46 @@ def read(path: Path, external_data: bool) -> tuple[dict[str, Weights], dict[str,
         raise ValueError(f"it is truncated or damaged: {shown(error)}") from None
     if not model.graph.node or not model.opset_import:
         raise ValueError("it is truncated or damaged, or no model: it has no nodes or no opset")
+    # Weights are initializers, or the outputs of Constant nodes, as torch's exporter writes some.
     held = {each.name: each for each in model.graph.initializer}
     constants = held | {
         node.output[0]: node.attribute[0].t
         for node in model.graph.node
         if node.op_type == "Constant" and node.attribute
     }
+    left: dict[str, int] = {}
     for tensor in constants.values():
         if tensor.data_location == onnx.TensorProto.EXTERNAL:
             if not external_data:
                 rule = f"{shown(tensor.name)} must lie in the file itself, or --external-data be given,"
                 fail("convert", rule, shown(external_entries(tensor).get("location")))
-            read_external(path, tensor)
+            read_external(path, tensor, left)
     layers, keys, notes, used = {}, {}, [], set()
     for n, node in enumerate(model.graph.node):
         if node.op_type not in OPS or node.domain not in ("", "ai.onnx"):
             continue
         name = (node.name or f"{node.op_type}_{n}").strip("/").replace("/", ".")
         names = {word: node.input[k] for word, k in INPUTS.items() if k < len(node.input) and node.input[k]}
-        given = {}
+        arrays = {}
         for word in ("W", "R", "B", "P"):
             if word in names:
                 if names[word] not in constants:
                     rule = f"{word} of {name} must be an initializer or a constant: fold constants first,"
                     fail("convert", rule, repr(names[word]))
-                given[word] = array_of(onnx, constants[names[word]], names[word])
+                arrays[word] = array_of(onnx, constants[names[word]], names[word])
         for word in ("W", "R"):
-            if word not in given:
+            if word not in arrays:
                 fail("convert", f"{word} of {name} must be there", "no such input")
         attributes = {each.name: onnx.helper.get_attribute_value(each) for each in node.attribute}
         layers[name] = from_node(
-            "convert", node.op_type, given, attributes, lambda word, names=names: names.get(word, word)
+            "convert", node.op_type, arrays, attributes, lambda word, names=names: names.get(word, word)
         )
         H = layers[name].hidden_size
         for word in ("initial_h", "initial_c"):
             sizes = list(constants[names[word]].dims) if names.get(word) in constants else [H]
             if sizes[-1:] != [H]:  # torch.onnx.export writes an LSTM with a projection so, and leaves that out
                 fail("convert", f"{word} of {name} must be of the width H = {H}: was there a projection?", sizes)
-        keys[name] = [names[word] for word in given]
+        keys[name] = [names[word] for word in arrays]
         used |= set(keys[name])
         if runtime := [word for word in ("sequence_lens", "initial_h", "initial_c") if word in names]:
             notes.append(f"{name}: {', '.join(runtime)} are no weights: pass lengths and states to the call")
@@ -90,8 +92,11 @@ def external_entries(tensor: Any) -> dict[str, str]:
     return {each.key: each.value for each in tensor.external_data}
 
 
-def read_external(path: Path, tensor: Any) -> None:
-    """Put a tensor's numbers into it, from a file in the model's own folder; a link is not followed."""
+def read_external(path: Path, tensor: Any, left: dict[str, int]) -> None:
+    """Put a tensor's numbers into it, from a file in the model's own folder; a link is not followed.
+
+    left: the bytes of each file that no tensor has had yet. Tensors that share bytes would take memory without bound.
+    """
     entries = external_entries(tensor)
     location = entries.get("location", "")
     file = path.parent / location
@@ -102,6 +107,9 @@ def read_external(path: Path, tensor: Any) -> None:
     length = int(entries.get("length", size - offset))
     if offset < 0 or length < 0 or offset + length > size:
         raise ValueError(f"it is truncated or damaged: {shown(tensor.name)} lies beyond the end of {shown(location)}")
+    left[location] = left.get(location, size) - length
+    if left[location] < 0:
+        fail("convert", f"the tensors in {shown(location)} must not overlap", shown(tensor.name))
     with file.open("rb") as stream:
         stream.seek(offset)
         tensor.raw_data = stream.read(length)
@@ -138,13 +146,13 @@ def write(path: Path, ending: str, layers: Mapping[str, Weights]) -> None:
             for word, array in arrays.items():
                 values = array.astype(mx.float32) if array.dtype == mx.bfloat16 else array
                 tensors.append(onnx.numpy_helper.from_array(np.array(values), f"{title}.{word}"))
-            given = [""] * (INPUTS["P"] + 1)
+            names = [""] * (INPUTS["P"] + 1)
             for word in arrays:
-                given[INPUTS[word]] = f"{title}.{word}"
-            given[0] = x
-            while not given[-1]:
-                given.pop()
-            nodes.append(make(op_type, given, [f"{title}.Y"], title, **attributes))
+                names[INPUTS[word]] = f"{title}.{word}"
+            names[0] = x
+            while not names[-1]:  # a node names no inputs behind its last one
+                names.pop()
+            nodes.append(make(op_type, names, [f"{title}.Y"], title, **attributes))
             nodes.append(make("Transpose", [f"{title}.Y"], [f"{title}.turned"], perm=[0, 2, 1, 3]))
             nodes.append(make("Reshape", [f"{title}.turned", "side by side"], [h]))
             x = h

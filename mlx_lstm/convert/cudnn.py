@@ -1,4 +1,4 @@
-"""cuDNN's parameter buffer: what lies where in it.
+"""cuDNN's parameter buffer: its layout, its reader and its writer.
 
 The buffer is dense and one-dimensional. With L layers of D directions (1, or 2: forward, backward) and G gates,
 all matrices come first and all biases after them, by layer, in a layer by direction, in a direction
@@ -26,8 +26,11 @@ CELLS: dict[str, Cell] = {"lstm": LSTMCell(), "gru": GRUCell(), "rnn_relu": RNNC
 
 
 class Layout(NamedTuple):
-    """What a stack of layers is, and so its buffer: rnn_mode, L layers, D directions, sizes I and H, the projection's P
-    or 0; skip: layer 0 has no input matrices."""
+    """The layout of a buffer.
+
+    mode: cuDNN's rnn_mode; L, D: layers and directions; I, H: sizes; P: the projection's width or 0; skip: whether
+    layer 0 has no input matrices.
+    """
 
     mode: str
     L: int
@@ -39,25 +42,25 @@ class Layout(NamedTuple):
 
     @property
     def G(self) -> int:
-        """Gates."""
+        """The number of gates."""
         return GATES[self.mode]
 
     @property
     def S(self) -> int:
-        """The width of h, of one direction."""
+        """The width of one direction's h."""
         return self.P or self.H
 
     def columns(self, layer: int) -> int:
-        """Those of a layer's input matrices."""
+        """Return the number of columns of a layer's input matrices."""
         return self.D * self.S if layer else 0 if self.skip else self.I
 
     def matrices(self, layer: int) -> list[tuple[int, int]]:
-        """The shapes of one direction's matrices, those of all gates as one: W [G H, in], R [G H, S], Pr [P, H]."""
+        """Return the shapes of one direction's matrices, all gates as one: W [G H, in], R [G H, S], Pr [P, H]."""
         rows = self.G * self.H
         return [(rows, self.columns(layer)), (rows, self.S)] + ([(self.P, self.H)] if self.P else [])
 
     def canonical(self) -> tuple[list[tuple[int, int]], list[tuple[int]]]:
-        """The shapes of all matrices and all biases, one per gate, in the buffer's order."""
+        """Return the shapes of all matrices and of all biases, one per gate, in the buffer's order."""
         weights = []
         for layer in range(self.L):
             W, R, *projection = self.matrices(layer)
@@ -67,19 +70,20 @@ class Layout(NamedTuple):
 
     @property
     def counts(self) -> tuple[int, int]:
-        """How many matrices and how many biases `canonical` has."""
+        """The numbers of matrices and of biases that `canonical` returns."""
         return self.L * self.D * (2 * self.G + bool(self.P)), self.L * self.D * 2 * self.G
 
     @property
     def size(self) -> int:
-        """The number of elements. All layers but the first are alike, so that a wrong number of them costs nothing."""
+        """The number of elements. Layers above the first are alike, so that a huge L costs no time."""
         first, other = (sum(map(prod, self.matrices(layer))) for layer in range(2))
         return self.D * (first + (self.L - 1) * other) + self.counts[1] * self.H
 
 
 def layer_arrays(where: Layout, params: mx.array) -> list[dict[str, mx.array]]:
-    """Each layer's arrays as the recurrence takes them, with the biases in two parts: `Wx` (unless skipped), `Wh`, `Wp`
-    (with a projection), `bW` and `bR` [D, G H].
+    """Return each layer's arrays as the recurrence takes them, with the biases in two parts.
+
+    `Wx` (unless skipped), `Wh`, `Wp` (with a projection), `bW` and `bR` [D, G H].
 
     Views of the buffer, but for the `Wx` of two directions, between which the other matrices lie.
     """
@@ -87,18 +91,18 @@ def layer_arrays(where: Layout, params: mx.array) -> list[dict[str, mx.array]]:
     blocks = [[prod(shape) for shape in where.matrices(layer)] for layer in range(where.L)]
     *layers, biases = mx.split(params, list(accumulate(D * sum(sizes) for sizes in blocks)))
     biases = biases.reshape(where.L, D, 2, GH)
-    found = []
+    by_layer = []
     for layer, sizes in enumerate(blocks):
         Wx, *rest = mx.split(layers[layer].reshape(D, -1), list(accumulate(sizes))[:-1], axis=1)
         arrays = {} if not sizes[0] else {"Wx": Wx.reshape(D * GH, -1)}
         for name, part, shape in zip(("Wh", "Wp"), rest, where.matrices(layer)[1:], strict=False):
             arrays[name] = part.reshape(shape if D == 1 else (D, *shape))
-        found.append(arrays | {"bW": biases[layer, :, 0], "bR": biases[layer, :, 1]})
-    return found
+        by_layer.append(arrays | {"bW": biases[layer, :, 0], "bR": biases[layer, :, 1]})
+    return by_layer
 
 
 def join_layers(where: Layout, layers: list[dict[str, mx.array]]) -> mx.array:
-    """The buffer out of arrays as `layer_arrays` has them: of gradients, for one. One copy."""
+    """Return the buffer of arrays, or of their gradients, which come as `layer_arrays` returns them. Copies once."""
     D = where.D
     rows = ([arrays[name].reshape(D, -1) for name in ("Wx", "Wh", "Wp") if name in arrays] for arrays in layers)
     matrices = [part[d] for parts in rows for d in range(D) for part in parts]
@@ -115,7 +119,7 @@ def from_cudnn(
     bidirectional: bool = False,
     num_proj: int = 0,
 ) -> Weights:
-    """The weights in cuDNN's flat parameter buffer.
+    """Return the weights in cuDNN's flat parameter buffer.
 
     Args:
         params (array): [params_size].
@@ -155,9 +159,9 @@ def from_cudnn(
 
 
 def to_cudnn(weights: Weights) -> tuple[mx.array, dict[str, Any]]:
-    """The way back: the buffer, and the keywords with which `from_cudnn` reads it.
+    """Return the buffer, and the keywords with which `from_cudnn` reads it.
 
-    One bias goes wholly into the input's, as in `to_torch`; without one there are zeros.
+    A single bias goes into the input's, as in `to_torch`; a missing one is zeros.
 
     Returns:
         tuple: the buffer [params_size], and num_layers, num_units, input_size, rnn_mode, bidirectional, num_proj.

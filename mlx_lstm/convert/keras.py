@@ -26,16 +26,16 @@ from .weights import (
 
 KINDS = {"LSTM": "lstm", "GRU": "gru", "SimpleRNN": "rnn", "LSTMCell": "lstm", "GRUCell": "gru", "SimpleRNNCell": "rnn"}
 KINDS |= {"CuDNNLSTM": "lstm", "CuDNNGRU": "gru"}
-"""Keras' layers and cells, and ours; the last two of Keras 2."""
+"""Keras' layers and cells, and our cells; the last two are layers of Keras 2."""
 
 NAMES = ("kernel", "recurrent_kernel", "bias")
 ACTIVATIONS = {"linear": "identity", "relu": "relu", "tanh": "tanh", "sigmoid": "sigmoid"}
 ACTIVATIONS |= {"hard_sigmoid": "hard_sigmoid_sixth"}
-"""Keras' words, and ours; in Keras 2 the slope of hard_sigmoid was 0.2."""
+"""Keras' activations, and ours. In Keras 2 the slope of hard_sigmoid was 0.2."""
 
 
 def from_keras(*layers: Any) -> Weights:
-    """The weights of Keras' `LSTM`, `GRU`, `SimpleRNN` or `Bidirectional` of one, each on the output of the one before.
+    """Return the weights of layers of Keras: `LSTM`, `GRU`, `SimpleRNN`, `Bidirectional`. Each reads the one before.
 
     Args:
         layers: built layers of Keras 3, all of one kind; `keras` itself is not needed.
@@ -44,12 +44,12 @@ def from_keras(*layers: Any) -> Weights:
         Weights: in the dtypes of the layers; the GRU's two biases stay apart.
 
     Raises:
-        ValueError: another layer, an activation that ours have not, or layers that do not fit on one another.
+        ValueError: another layer, an activation that we lack, or layers that do not fit on one another.
     """
     op = "from_keras"
     if not layers:
         fail(op, "layers must be at least one", "none")
-    found = []
+    parts = []
     for layer in layers:
         kind = type(layer).__name__
         if kind not in (*KINDS, "Bidirectional") or not hasattr(layer, "get_weights"):
@@ -59,15 +59,17 @@ def from_keras(*layers: Any) -> Weights:
         n = len(arrays) // ways
         if not n:
             fail(op, "layers must be built", f"{layer.name} without weights")
-        found.append(from_arrays(op, [arrays[d * n : (d + 1) * n] for d in range(ways)], config, layer.name))
-    return stacked(op, found)
+        parts.append(from_arrays(op, [arrays[d * n : (d + 1) * n] for d in range(ways)], config, layer.name))
+    return stacked(op, parts)
 
 
 def from_arrays(
     op: str, ways: Sequence[Sequence[Any]], config: Mapping[str, Any] | None, name: str, *, slope: str = "x/6"
 ) -> Weights:
-    """A layer out of each direction's kernel, recurrent_kernel and maybe bias, and what Keras serialized of it, if it
-    is known."""
+    """Return the weights of a layer out of each direction's kernel, recurrent_kernel and maybe bias.
+
+    config: the layer as Keras serialized it; without one the shapes tell the cell. slope: of hard_sigmoid.
+    """
     inner = None if config is None else wrapped(op, config, name)
     cudnn = [of_cudnn(*way) for way in ways]
     ways = [each for each in cudnn if each] if all(cudnn) else ways
@@ -96,8 +98,10 @@ def from_arrays(
 
 
 def of_cudnn(kernel: Any, recurrent_kernel: Any, bias: Any = None) -> list[Any] | None:
-    """A direction of CuDNNLSTM or CuDNNGRU, which have both biases in one row, as LSTM and GRU have it; `None` for any
-    other. A gate's block is cuDNN's own: [H, I] in the shape [I, H], and [H, H]."""
+    """Return the arrays of a CuDNNLSTM or CuDNNGRU as an LSTM or GRU has them; None for those of any other layer.
+
+    These two have both biases in one row, and each gate's block in cuDNN's layout: [H, I] in the shape [I, H].
+    """
     shape = np.shape(recurrent_kernel)
     H, columns = shape if len(shape) == 2 else (0, 0)
     if not H or columns not in (3 * H, 4 * H) or [np.shape(kernel)[1:], np.shape(bias)] != [(columns,), (2 * columns,)]:
@@ -108,10 +112,10 @@ def of_cudnn(kernel: Any, recurrent_kernel: Any, bias: Any = None) -> list[Any] 
 
 
 def wrapped(op: str, config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """The configuration of the layer, or of the cell, whose options count."""
+    """Return the configuration whose options count: of the layer, or of the layer or cell inside it."""
     if config["class_name"] == "Bidirectional":
-        given = config["config"]
-        ahead, back = given["layer"], given.get("backward_layer") or given["layer"]
+        inner = config["config"]
+        ahead, back = inner["layer"], inner.get("backward_layer") or inner["layer"]
         keys = ("activation", "recurrent_activation", "reset_after")
         if [ahead["config"].get(key) for key in keys] != [back["config"].get(key) for key in keys]:
             fail(op, f"both directions of {name} must have the same options", "different ones")
@@ -126,15 +130,15 @@ def wrapped(op: str, config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def cell_of_config(op: str, config: Mapping[str, Any], name: str, slope: str) -> Any:
-    """The cell that a configuration of a layer describes."""
+    """Return the cell that a layer's configuration describes."""
     words = ACTIVATIONS | ({"hard_sigmoid": "hard_sigmoid"} if slope == "x/5" else {})
 
     def activation(key: str, default: str) -> str:
-        given = config["config"].get(key, default)
-        given = given.get("config", given.get("class_name")) if isinstance(given, Mapping) else given
-        if given not in words:
-            fail(op, f"{key} of {name} must be one of {', '.join(words)}", repr(given))
-        return words[given]
+        word = config["config"].get(key, default)
+        word = word.get("config", word.get("class_name")) if isinstance(word, Mapping) else word
+        if word not in words:
+            fail(op, f"{key} of {name} must be one of {', '.join(words)}", repr(word))
+        return words[word]
 
     a = activation("activation", "tanh")
     kind = KINDS[config["class_name"]]
@@ -156,8 +160,10 @@ def direction(
     biases: Sequence[Sequence[int]],
     of: str = "",
 ) -> Arrays:
-    """One direction's arrays of `Weights`: kernel [I, GH], recurrent_kernel [H, GH]; the bias in one of the shapes,
-    whose last number counts H."""
+    """Return one direction's arrays for `Weights`, out of kernel [I, GH], recurrent_kernel [H, GH] and maybe bias.
+
+    biases: the shapes that the bias may have, the last size in multiples of H.
+    """
     G = {"lstm": 4, "gru": 3, "rnn": 1}[kind]
     shapes = [np.shape(array) for array in (kernel, recurrent_kernel, bias)]
     H = shapes[1][0] if len(shapes[1]) == 2 else 0
@@ -180,15 +186,15 @@ def direction(
 
 
 def times(G: int) -> str:
-    """A multiple of H, as errors have it."""
+    """Return a multiple of H as errors write it."""
     return "H" if G == 1 else f"{G}H"
 
 
 def to_keras(weights: Weights) -> list[list[np.ndarray]]:
-    """The way back from `from_keras`: for each layer what `keras_layer.set_weights` takes, in float32; float64 stays.
+    """Return for each layer the arrays that `keras_layer.set_weights` takes, in float32; float64 stays.
 
     A layer with both directions is a `Bidirectional`. A GRU that resets after the product has two biases there, of
-    which one bias fills the first; in the other cells two biases become their sum.
+    which a single bias fills the first; in the other cells two biases become their sum.
 
     Raises:
         ValueError: Keras' layers have no place for an option of the cell.
@@ -201,7 +207,7 @@ def to_keras(weights: Weights) -> list[list[np.ndarray]]:
 
 
 def check_cell(op: str, weights: Weights) -> None:
-    """The options that a layer of Keras cannot have."""
+    """ValueError for options that a layer of Keras cannot have."""
     cell = weights.cell
     if isinstance(cell, LSTMCell):
         r, a = cell.activations[0], cell.activations[2]
@@ -214,13 +220,13 @@ def check_cell(op: str, weights: Weights) -> None:
 
 
 def arrays_of(cell: Any, arrays: Arrays, use_bias: bool) -> list[np.ndarray]:
-    """One direction's, as Keras has them."""
+    """Return one direction's arrays in Keras' layout and order."""
     ours, theirs = OURS[cell.op], KERAS[cell.op]
-    found = [to_numpy(reorder(arrays[name].T, ours, theirs, axis=-1)) for name in ("Wx", "Wh")]
+    matrices = [to_numpy(reorder(arrays[name].T, ours, theirs, axis=-1)) for name in ("Wx", "Wh")]
     if not use_bias:
-        return found
+        return matrices
     if isinstance(cell, GRUCell) and cell.reset == "after":
         bias = mx.stack([reorder(b, ours, theirs) for b in two_biases(arrays)])
     else:
         bias = reorder(one_bias(cell, arrays).get("b", two_biases(arrays)[0]), ours, theirs)
-    return [*found, to_numpy(bias)]
+    return [*matrices, to_numpy(bias)]

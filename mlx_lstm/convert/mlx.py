@@ -1,4 +1,4 @@
-"""Arrays as MLX's layers have them, and as the arguments of the recurrence."""
+"""The parameters of MLX's layers, and the arguments of `mlx_lstm.lstm`, `gru` and `rnn`."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -31,11 +31,11 @@ NAMES = {
     "gru": {"Wx": "Wx", "Wh": "Wh", "b": "b", "bhn": "bhn"},
     "rnn": {"Wxh": "Wx", "Whh": "Wh", "bias": "b"},
 }
-"""The parameters of MLX's layers, and the recurrence's words."""
+"""The parameters of MLX's layers, and the recurrence's names for them."""
 
 
 def from_mlx(layers: Any, reverse: Any = None, *, nonlinearity: str = "tanh") -> Weights:
-    """The weights of `mlx.nn.LSTM`, `GRU` or `RNN`, of ours in `mlx_lstm.nn`, or of dicts with such arrays.
+    """Return the weights of layers of `mlx.nn` or `mlx_lstm.nn`: LSTM, GRU, RNN; or of dicts with such arrays.
 
     Args:
         layers: one layer, or a list of layers, each on the output of the one before.
@@ -61,35 +61,37 @@ def from_mlx(layers: Any, reverse: Any = None, *, nonlinearity: str = "tanh") ->
     ways = [way if isinstance(way, (list, tuple)) else [way] for way in given_ways]
     if not ways[0] or len({len(way) for way in ways}) > 1:
         fail(op, "layers and reverse must be as many, at least one", [len(way) for way in ways])
-    names, cell, found = NAMES["lstm"], None, []
+    names, cell, weights = NAMES["lstm"], None, []
     for n, depth in enumerate(zip(*ways, strict=True)):
-        found.append([])
+        weights.append([])
         for word, layer in zip(("layers", "reverse"), depth, strict=False):
-            given = layer if isinstance(layer, Mapping) else layer.parameters() if isinstance(layer, nn.Module) else {}
-            given = {key: as_mlx(array) for key, array in given.items() if array is not None}
+            arrays: Any = layer
+            if not isinstance(layer, Mapping):
+                arrays = layer.parameters() if isinstance(layer, nn.Module) else {}
+            parameters = {key: as_mlx(array) for key, array in arrays.items() if array is not None}
             if cell is None:
-                matrix = next((key for key in ("Wh", "Whh") if key in given), None)
+                matrix = next((key for key in ("Wh", "Whh") if key in parameters), None)
                 if matrix is None:
-                    fail(op, f"{word}[{n}] must hold Wh or Whh", sorted(given) or type(layer).__name__)
-                cell = CELLS[OF_GATES[gates_of(op, {"Wh": given[matrix]}, f"{word}[{n}].{matrix}")]]()
+                    fail(op, f"{word}[{n}] must hold Wh or Whh", sorted(parameters) or type(layer).__name__)
+                cell = CELLS[OF_GATES[gates_of(op, {"Wh": parameters[matrix]}, f"{word}[{n}].{matrix}")]]()
                 names = NAMES[cell.op]
-            for key in [*given, *list(names)[:2], *(["bhn"] if "b" in given and "bhn" in names else [])]:
-                if (key in given) != (key in names):
-                    fail(op, f"{word}[{n}] must hold {', '.join(names)}", sorted(given))
-            words = {names[key]: array for key, array in given.items()}
+            for key in [*parameters, *list(names)[:2], *(["bhn"] if "b" in parameters and "bhn" in names else [])]:
+                if (key in parameters) != (key in names):
+                    fail(op, f"{word}[{n}] must hold {', '.join(names)}", sorted(parameters))
+            words = {names[key]: array for key, array in parameters.items()}
             matrices = {key: words[key] for key in ("Wx", "Wh")}
-            found[-1].append(matrices | from_one_bias(words.get("b"), words.get("bhn")))
+            weights[-1].append(matrices | from_one_bias(words.get("b"), words.get("bhn")))
     assert cell is not None
     cell = RNNCell(nonlinearity) if isinstance(cell, RNNCell) else cell
     theirs = {ours: key for key, ours in names.items()} | {"bx": next(k for k, v in names.items() if v == "b")}
     titles = ("layers", "reverse")
-    return checked(op, Weights(cell, found), lambda k, d, word: f"{titles[d]}[{k}].{theirs.get(word, 'bhn')}")
+    return checked(op, Weights(cell, weights), lambda k, d, word: f"{titles[d]}[{k}].{theirs.get(word, 'bhn')}")
 
 
 def to_mlx(weights: Weights) -> list[list[Arrays]]:
-    """The parameters of `mlx.nn`'s layers, and of ours in `mlx_lstm.nn`, for `layer.update`.
+    """Return the parameters of layers of `mlx.nn` and `mlx_lstm.nn`, for `layer.update`.
 
-    Two biases become their sum, which cannot be split again; of a GRU the candidate's stay apart, as `b` and `bhn`.
+    Two biases become their sum, which cannot be split again. A GRU has the candidate's second bias apart, in `bhn`.
 
     Args:
         weights (Weights): of a cell that MLX has; of a plain RNN the layer wants its nonlinearity.
@@ -110,7 +112,7 @@ def to_mlx(weights: Weights) -> list[list[Arrays]]:
 def from_ops(
     op: str, layers: Sequence[Mapping[str, Any]], *, bidirectional: bool = False, reverse: bool = False, **options: Any
 ) -> Weights:
-    """The weights of calls of `mlx_lstm.lstm`, `gru` or `rnn`.
+    """Return the weights of calls of `mlx_lstm.lstm`, `gru` or `rnn`.
 
     Args:
         op (str): `"lstm"`, `"gru"` or `"rnn"`.
@@ -136,9 +138,9 @@ def from_ops(
         fail(name, "layers must be a list of dicts, one for each layer,", kinds)
     order = gate_order(name, options.pop("gate_order", OURS[op]), OURS[op])
     cell = cell_of(name, op, options)
-    found = []
-    for n, given in enumerate(layers):
-        words = {key: as_mlx(array) for key, array in given.items() if array is not None}
+    weights = []
+    for n, arrays in enumerate(layers):
+        words = {key: as_mlx(array) for key, array in arrays.items() if array is not None}
         allowed = ("Wx", "Wh", "b", "bhn", "Wp", "peephole")
         if not {"Wx", "Wh"} <= words.keys() <= set(allowed):
             fail(name, f"layers[{n}] must hold Wx, Wh and maybe {', '.join(allowed[2:])}", sorted(words))
@@ -149,12 +151,12 @@ def from_ops(
             b, bhn = (way.pop(key, None) for key in ("b", "bhn"))
             matrices = rows_reordered(way | ({} if b is None else {"bx": b}), order, OURS[op])
             each.append(matrices | from_one_bias(matrices.pop("bx", None), bhn))
-        found.append(each)
-    return checked(name, Weights(cell, found, reverse), lambda k, d, word: f"layers[{k}]: {word}")
+        weights.append(each)
+    return checked(name, Weights(cell, weights, reverse), lambda k, d, word: f"layers[{k}]: {word}")
 
 
 def to_ops(weights: Weights) -> list[Arrays]:
-    """The arguments of `mlx_lstm.lstm`, `gru` or `rnn`, layer by layer; `weights.options` are the keywords with them.
+    """Return the arguments of `mlx_lstm.lstm`, `gru` or `rnn` by layer; `weights.options` are the keywords for them.
 
     Returns:
         list of dict: `Wx`, `Wh` and, where there are any, `b`, `bhn`, `Wp`, `peephole`; with both directions as
@@ -169,5 +171,5 @@ def to_ops(weights: Weights) -> list[Arrays]:
     """
     words = ("Wx", "Wh", "b", "bhn", "Wp", "peephole")
     joined = check_weights("to_ops", weights).map(lambda arrays: arrays | one_bias(weights.cell, arrays))
-    found = [[{word: way[word] for word in words if word in way} for way in layer] for layer in joined.layers]
-    return [join(layer) if len(layer) == 2 else layer[0] for layer in found]
+    calls = [[{word: way[word] for word in words if word in way} for way in layer] for layer in joined.layers]
+    return [join(layer) if len(layer) == 2 else layer[0] for layer in calls]

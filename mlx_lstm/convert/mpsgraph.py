@@ -1,4 +1,4 @@
-"""The arguments of MPSGraph's ops."""
+"""The weights among the arguments of MPSGraph's ops."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,7 +14,7 @@ from .weights import MPSGRAPH, OURS, Weights, held, reorder
 ACTIVATIONS = {
     "none": "identity", "relu": "relu", "tanh": "tanh", "sigmoid": "sigmoid", "hard_sigmoid": "hard_sigmoid",
 }  # fmt: skip
-"""The names of Apple's enum MPSGraphRNNActivation, in its order, and the recurrence's words for them."""
+"""The names in Apple's enum MPSGraphRNNActivation, in its order, and the recurrence's names."""
 
 PROPERTIES = {
     "lstm": (*(f"{gate}_gate_activation" for gate in ("input", "forget", "cell", "output")), "activation"),
@@ -35,7 +35,7 @@ def from_mpsgraph(
     output_peephole: str = "previous",
     hard_sigmoid: str = "x/5",
 ) -> Weights:
-    """The weights of calls of `mlx_lstm.mpsgraph.lstm`, `gru` or `single_gate_rnn`, one on the other.
+    """Return the weights of calls of `mlx_lstm.mpsgraph.lstm`, `gru` or `single_gate_rnn`, each on the one before.
 
     A GRU with `flip_z` becomes one without: its update gate's weights change their sign.
 
@@ -65,38 +65,38 @@ def from_mpsgraph(
     flag = getattr(descriptor, {"lstm": "forget_gate_last", "gru": "reset_gate_first", "rnn": "reverse"}[kind])
     if kind == "gru":
         options["reset"] = "after" if descriptor.reset_after else "before"
-    given = []
+    calls = []
     for n, layer in enumerate(layers):
         if unknown := layer.keys() - WORDS.keys():
             fail(op, f"layers[{n}] must hold some of {', '.join(WORDS)}", ", ".join(sorted(unknown)))
-        given.append({WORDS[name]: array for name, array in layer.items() if array is not None})
-        if kind == "lstm" and "peephole" in given[-1]:
+        calls.append({WORDS[name]: array for name, array in layer.items() if array is not None})
+        if kind == "lstm" and "peephole" in calls[-1]:
             options["output_peephole"] = output_peephole
     both = descriptor.bidirectional
     options |= {"bidirectional": both, "reverse": descriptor.reverse and not both}
-    found = from_ops(kind, given, gate_order=MPSGRAPH[kind][flag], **options)
+    weights = from_ops(kind, calls, gate_order=MPSGRAPH[kind][flag], **options)
     if kind != "gru" or not descriptor.flip_z:
-        return found
+        return weights
     if "sigmoid" not in activations[1]:
         fail(op, "update_gate_activation must be a sigmoid with flip_z", repr(descriptor.update_gate_activation))
-    return found.map(flipped)
+    return weights.map(flipped)
 
 
 def activation_names(op: str, descriptor: Any, names: Sequence[str], hard_sigmoid: str) -> tuple[str, ...]:
-    """The recurrence's words for these activations of a descriptor."""
+    """Return the recurrence's names of these activations of a descriptor."""
     check_option(op, "hard_sigmoid", hard_sigmoid, tuple(HARD_SIGMOIDS))
     words = ACTIVATIONS | {"hard_sigmoid": HARD_SIGMOIDS[hard_sigmoid]}
     return tuple(words[getattr(descriptor, name)] for name in names)
 
 
 def flipped(arrays: Arrays) -> Arrays:
-    """A GRU's with the update gate's part negated: sigmoid(-a) is 1 - sigmoid(a)."""
+    """Return a GRU's arrays with the update gate's part negated: sigmoid(-a) is 1 - sigmoid(a)."""
     parts = {name: mx.split(array, 3) for name, array in arrays.items()}
     return {name: mx.concatenate([r, -z, n]) for name, (r, z, n) in parts.items()}
 
 
 def to_mpsgraph(weights: Weights) -> tuple[list[Arrays], dict[str, Any]]:
-    """The way back: by layer the arrays of a call, and those properties of its descriptor that are not the default.
+    """Return the arrays of a call for each layer, and those properties of the descriptor that are not the default.
 
     The gates are in the order of the default, i, f, z, o or z, r, o. `mpsgraph.LSTMDescriptor(**properties)` makes it.
 
@@ -116,15 +116,15 @@ def to_mpsgraph(weights: Weights) -> tuple[list[Arrays], dict[str, Any]]:
     order = MPSGRAPH[cell.op][0]
     layers = []
     for arrays in to_ops(weights):
-        found = {}
+        arguments = {}
         for name, array in arrays.items():
             axis = 1 if weights.directions == 2 and name in ("Wh", "peephole") else 0
             if name != "bhn" and weights.directions == 2 and axis == 0:  # two directions, one below the other
                 array = mx.concatenate([reorder(half, OURS[cell.op], order) for half in mx.split(array, 2)])
             elif name != "bhn":
                 array = reorder(array, OURS[cell.op], order, axis)
-            found[names[name]] = array
-        layers.append(found)
+            arguments[names[name]] = array
+        layers.append(arguments)
     default = {"lstm": LSTMCell().activations, "gru": GRUCell().activations, "rnn": ("relu",)}[cell.op]
     activations = (cell.act,) if isinstance(cell, RNNCell) else cell.activations
     apple = {ours: theirs for theirs, ours in ACTIVATIONS.items()} | {"hard_sigmoid_sixth": "hard_sigmoid"}

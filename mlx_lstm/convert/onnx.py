@@ -15,7 +15,7 @@ GATES = {"lstm": 4, "gru": 3, "rnn": 1}
 PEEPHOLES = "iof"
 DIRECTIONS = ("forward", "reverse", "bidirectional")
 DEFAULTS = {"lstm": ("Sigmoid", "Tanh", "Tanh"), "gru": ("Sigmoid", "Tanh"), "rnn": ("Tanh",)}
-"""The activations f, g, h of one direction."""
+"""The default activations f, g, h of one direction."""
 
 ACTIVATIONS = {
     "identity": ("Affine", 1.0, 0.0),
@@ -25,20 +25,20 @@ ACTIVATIONS = {
     "hard_sigmoid": ("HardSigmoid", 0.2, 0.5),
     "hard_sigmoid_sixth": ("HardSigmoid", 1 / 6, 0.5),
 }
-"""Ours, and ONNX' with alpha and beta."""
+"""Our activations, and ONNX' with alpha and beta."""
 
 
 def from_onnx(
     op_type: str, W: Any, R: Any, B: Any = None, P: Any = None, attributes: Mapping[str, Any] | None = None
 ) -> Weights:
-    """The weights of an ONNX node. `sequence_lens`, `initial_h` and `initial_c` are no weights: a call has them.
+    """Return the weights of an ONNX node. `sequence_lens`, `initial_h` and `initial_c` are no weights: a call has them.
 
     Args:
         op_type (str): `"LSTM"`, `"GRU"` or `"RNN"`.
         W, R (array): [D, GH, I], [D, GH, H]; gates in the order i, o, f, c of an LSTM and z, r, h of a GRU.
         B (array, optional): both biases side by side, [D, 2GH].
         P (array, optional): peepholes of i, o, f, [D, 3H].
-        attributes (dict, optional): the node's. What ours cannot do is refused by name: `clip`, `input_forget`,
+        attributes (dict, optional): the node's. What our cells cannot do is refused by name: `clip`, `input_forget`,
             activations that `mlx_lstm.lstm` has not or that differ by direction. `layout` does not touch the weights.
 
     Returns:
@@ -57,29 +57,29 @@ def from_onnx(
     return from_node("from_onnx", op_type, {"W": W, "R": R, "B": B, "P": P}, attributes or {}, lambda word: word)
 
 
-def from_node(op: str, op_type: str, given: Mapping[str, Any], attributes: Mapping[str, Any], name: Any) -> Weights:
-    """`from_onnx`; `name` of W, R, B, P in errors."""
+def from_node(op: str, op_type: str, inputs: Mapping[str, Any], attributes: Mapping[str, Any], name: Any) -> Weights:
+    """Return the weights of a node; `name` says what W, R, B, P are called in errors."""
     check_option(op, "op_type", op_type, tuple(OPS))
     kind = OPS[op_type]
-    arrays = {word: to_mlx(array) for word, array in given.items() if array is not None}
-    found = {key: value.decode() if isinstance(value, bytes) else value for key, value in attributes.items()}
-    direction = found.pop("direction", "forward")
+    arrays = {word: to_mlx(array) for word, array in inputs.items() if array is not None}
+    options = {key: value.decode() if isinstance(value, bytes) else value for key, value in attributes.items()}
+    direction = options.pop("direction", "forward")
     check_option(op, "direction", direction, DIRECTIONS)
     D, G = 2 if direction == "bidirectional" else 1, GATES[kind]
-    cell = cell_of_node(op, kind, found, D, "P" in arrays)
+    cell = cell_of_node(op, kind, options, D, "P" in arrays)
     check_array(op, name("R"), arrays.get("R"), [D, f"{G}H", "H"])
     H = arrays["R"].shape[2]
     for word, columns in (("R", H), ("W", "I")):
         check_array(op, name(word), arrays.get(word), [D, G * H, columns])
-    if found.pop("hidden_size", H) != H:
+    if options.pop("hidden_size", H) != H:
         fail(
             op,
             f"{name('R')} must have shape [{D}, {G}H, H], where H is the node's hidden_size",
             list(arrays["R"].shape),
         )
-    found.pop("layout", None)
-    if found:
-        fail(op, f"the attributes of {op_type} must be those that ours can do", ", ".join(sorted(found)))
+    options.pop("layout", None)
+    if options:
+        fail(op, f"the attributes of {op_type} must be those that ours can do", ", ".join(sorted(options)))
     layer = []
     for d in range(D):
         words = {"Wx": arrays["W"][d], "Wh": arrays["R"][d]}
@@ -98,7 +98,7 @@ def from_node(op: str, op_type: str, given: Mapping[str, Any], attributes: Mappi
 
 
 def cell_of_node(op: str, kind: str, attributes: dict[str, Any], D: int, peeps: bool) -> Cell:
-    """The cell; takes what it has read out of the attributes."""
+    """Return the cell that the attributes describe, and remove these from `attributes`."""
     for name in ("clip", "input_forget"):
         if attributes.pop(name, 0):
             fail(op, f"{name} must be absent, as ours have no such option,", "it")
@@ -128,14 +128,14 @@ def cell_of_node(op: str, kind: str, attributes: dict[str, Any], D: int, peeps: 
 
 
 def same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
-    """Whether two activations are: ONNX keeps their numbers in float32."""
+    """Whether two activations are the same; ONNX holds alpha and beta in float32."""
     pairs = zip(one[1:], other[1:], strict=True)
     near = (a == b or (a is not None and b is not None and abs(a - b) < 1e-7) for a, b in pairs)
     return one[0].lower() == other[0].lower() and all(near)
 
 
 def to_onnx(weights: Weights) -> list[tuple[str, dict[str, mx.array], dict[str, Any]]]:
-    """The way back: by layer the node's type, its arrays W, R, and B and P if there are any, and its attributes.
+    """Return for each layer the node's type, its arrays W, R, and maybe B and P, and its attributes.
 
     Raises:
         ValueError: ONNX' nodes have no place for an option of the cell: a projection, a clipped cell.
@@ -159,7 +159,7 @@ def to_onnx(weights: Weights) -> list[tuple[str, dict[str, mx.array], dict[str, 
 
 
 def activation_attributes(op: str, cell: Cell, D: int) -> dict[str, Any]:
-    """The attributes that say the activations, none for the usual ones."""
+    """Return the attributes that say the activations; none for the default ones."""
     if isinstance(cell, RNNCell):
         words = [cell.act]
     elif isinstance(cell, GRUCell):
@@ -174,21 +174,21 @@ def activation_attributes(op: str, cell: Cell, D: int) -> dict[str, Any]:
     theirs = [ACTIVATIONS[word] for word in words] * D
     if tuple(one[0] for one in theirs) == DEFAULTS[cell.op] * D:
         return {}
-    found: dict[str, Any] = {"activations": [one[0] for one in theirs]}
+    attributes: dict[str, Any] = {"activations": [one[0] for one in theirs]}
     if alphas := [one[1] for one in theirs if one[1] is not None]:
-        found |= {"activation_alpha": alphas, "activation_beta": [one[2] for one in theirs if one[2] is not None]}
-    return found
+        attributes |= {"activation_alpha": alphas, "activation_beta": [one[2] for one in theirs if one[2] is not None]}
+    return attributes
 
 
 def node_arrays(op: str, kind: str, arrays: Arrays, use_bias: bool) -> Arrays:
-    """One direction's."""
+    """Return the arrays W, R, B, P of one direction."""
     ours, theirs = OURS[kind], ONNX[kind]
-    found = {"W": reorder(arrays["Wx"], ours, theirs), "R": reorder(arrays["Wh"], ours, theirs)}
+    inputs = {"W": reorder(arrays["Wx"], ours, theirs), "R": reorder(arrays["Wh"], ours, theirs)}
     if use_bias:
-        found["B"] = mx.concatenate([reorder(b, ours, theirs) for b in two_biases(arrays)])
+        inputs["B"] = mx.concatenate([reorder(b, ours, theirs) for b in two_biases(arrays)])
     if "peephole" in arrays:
         parts = dict(zip(ours, mx.split(arrays["peephole"], 4), strict=True))
         if mx.any(parts["g"]).item():
             fail(op, "peephole must be 0 for the candidate, which ONNX does not let peep,", "other numbers")
-        found["P"] = mx.concatenate([parts[gate] for gate in PEEPHOLES])
-    return found
+        inputs["P"] = mx.concatenate([parts[gate] for gate in PEEPHOLES])
+    return inputs

@@ -1,4 +1,4 @@
-"""The arguments of TensorFlow's block ops."""
+"""The weights among the arguments of TensorFlow's block ops."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ def from_tf(
     w: Any, b: Any, wci: Any = None, wcf: Any = None, wco: Any = None, *, order: str = "icfo",
     forget_bias: float = 1.0, cell_clip: float | None = None,
 ) -> Weights:  # fmt: skip
-    """The weights of TensorFlow's `BlockLSTM`, `LSTMBlockCell` and of TensorFlow 1's `LSTMCell`.
+    """Return the weights of TensorFlow's `BlockLSTM`, `LSTMBlockCell`, or of TensorFlow 1's `LSTMCell`.
 
     Args:
         w (array): [I + H, 4H], the rows of the input first: `lstm_cell/kernel`.
@@ -59,7 +59,7 @@ def from_tf(
 
 
 def to_tf(weights: Weights, *, order: str = "icfo") -> dict[str, Any]:
-    """The way back from `from_tf`: the arguments `w`, `b`, the peepholes if there are any, `forget_bias`, `cell_clip`.
+    """Return the arguments of `from_tf`: `w`, `b`, the peepholes if there are any, `forget_bias`, `cell_clip`.
 
     Raises:
         ValueError: the weights are not those of one LSTM layer in one direction, or the block ops lack an option of it.
@@ -74,7 +74,7 @@ def to_tf(weights: Weights, *, order: str = "icfo") -> dict[str, Any]:
     arrays = weights.layers[0][0]
     b = one_bias(cell, arrays).get("b", mx.zeros((arrays["Wx"].shape[0],), arrays["Wx"].dtype))
     w = mx.concatenate([arrays["Wx"].T, arrays["Wh"].T])
-    found: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "w": reorder(w, OURS["lstm"], TF[order], axis=-1),
         "b": reorder(b, OURS["lstm"], TF[order]),
     }
@@ -82,12 +82,12 @@ def to_tf(weights: Weights, *, order: str = "icfo") -> dict[str, Any]:
         parts = dict(zip(OURS["lstm"], mx.split(arrays["peephole"], 4), strict=True))
         if mx.any(parts["g"]).item():
             fail(op, "peephole must be 0 for the candidate, which the ops do not let peep,", "other numbers")
-        found |= {name: parts[gate] for gate, name in PEEPHOLES.items()}
-    return found | {"forget_bias": cell.forget_bias, "cell_clip": cell.cell_clip}
+        arguments |= {name: parts[gate] for gate, name in PEEPHOLES.items()}
+    return arguments | {"forget_bias": cell.forget_bias, "cell_clip": cell.cell_clip}
 
 
 def from_tf_gru(w_ru: Any, w_c: Any, b_ru: Any, b_c: Any) -> Weights:
-    """The weights of TensorFlow's `GRUBlockCell`, which resets before the product.
+    """Return the weights of TensorFlow's `GRUBlockCell`, which resets before the product.
 
     Args:
         w_ru, w_c (array): [I + H, 2H], [I + H, H], the rows of the input first.
@@ -106,7 +106,7 @@ def from_tf_gru(w_ru: Any, w_c: Any, b_ru: Any, b_c: Any) -> Weights:
 
 
 def to_tf_gru(weights: Weights) -> dict[str, mx.array]:
-    """The way back from `from_tf_gru`: `w_ru`, `w_c`, `b_ru`, `b_c`."""
+    """Return the arguments of `from_tf_gru`: `w_ru`, `w_c`, `b_ru`, `b_c`."""
     op = "to_tf_gru"
     cell = check_weights(op, weights).cell
     if not isinstance(cell, GRUCell) or len(weights.layers) != 1 or weights.directions != 1:

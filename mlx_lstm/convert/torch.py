@@ -1,4 +1,4 @@
-"""torch's parameters."""
+"""The parameters of torch's layers."""
 
 import re
 from collections.abc import Mapping
@@ -11,15 +11,16 @@ from ..engines.problem import Arrays
 from .weights import OF_GATES, Title, Weights, cell_of, checked, held, to_mlx, two_biases
 
 NAMES = {"weight_ih": "Wx", "weight_hh": "Wh", "bias_ih": "bx", "bias_hh": "bh", "weight_hr": "Wp"}
-"""torch's words, and those of `Weights`, in torch's order."""
+"""torch's names of arrays, in its order, and those of `Weights`."""
 
 KEYS = {ours: theirs for theirs, ours in NAMES.items()}
 WAYS = ("", "_reverse")
 
 
 def from_torch(arrays: Any, *, prefix: str = "", nonlinearity: str = "tanh") -> Weights:
-    """The weights of a `torch.nn.LSTM`, `GRU` or `RNN`: any number of layers, both directions, a projection, no bias;
-    or of a `torch.nn.LSTMCell`, `GRUCell` or `RNNCell`, as a layer.
+    """Return the weights of a layer of torch: `LSTM`, `GRU` or `RNN`, or the cell of one, read as a layer.
+
+    Any number of layers, both directions, a projection, and layers without a bias are read.
 
     Args:
         arrays: a layer or cell of torch or of `mlx_lstm.torch`, or a dict of arrays by torch's names: a `state_dict`.
@@ -49,7 +50,7 @@ def from_torch(arrays: Any, *, prefix: str = "", nonlinearity: str = "tanh") -> 
             break
     if not isinstance(arrays, Mapping):
         fail(op, "arrays must be a layer or a dict of arrays", type(arrays).__name__)
-    found: dict[tuple[int, int], dict[str, mx.array]] = {}
+    parts: dict[tuple[int, int], dict[str, mx.array]] = {}
     keys = [key for key in arrays if key.startswith(prefix)]
     is_cell = f"{prefix}weight_hh" in keys
     ending = "()()" if is_cell else r"_l(\d+)(_reverse)?"
@@ -59,34 +60,36 @@ def from_torch(arrays: Any, *, prefix: str = "", nonlinearity: str = "tanh") -> 
         match = re.fullmatch(f"(weight_ih|weight_hh|weight_hr|bias_ih|bias_hh){ending}", key[len(prefix) :])
         if match is None:
             fail(op, f"keys must be those of a layer of torch, {prefix}weight_ih_l0 and so on,", repr(key))
-        found.setdefault((int(match[2] or 0), bool(match[3])), {})[NAMES[match[1]]] = to_mlx(arrays[key])
+        parts.setdefault((int(match[2] or 0), bool(match[3])), {})[NAMES[match[1]]] = to_mlx(arrays[key])
 
     def title(k: int, d: int, word: str) -> str:
         return f"{prefix}{KEYS[word]}" + ("" if is_cell else f"_l{k}{WAYS[d]}")
 
-    return assembled(op, found, title, {"activation": nonlinearity})
+    return assembled(op, parts, title, {"activation": nonlinearity})
 
 
 def assembled(
     op: str,
-    found: Mapping[tuple[int, int], Arrays],
+    parts: Mapping[tuple[int, int], Arrays],
     title: Title,
     options: Mapping[str, Any],
     *,
     lenient: bool = False,
 ) -> Weights:
-    """Layers out of arrays by (layer, direction), of the cell that their shapes show; a missing array is named, but
-    where it is a bias and others are `lenient`. `options`: of the cell, as `Weights.options`; those of another kind of
-    cell do not count."""
-    K, D = (max((where[n] for where in found), default=0) + 1 for n in range(2))
-    present = {word for arrays in found.values() for word in arrays} | {"Wx", "Wh"}
+    """Return the weights of arrays given by (layer, direction); their shapes tell the cell.
+
+    title: what the arrays are called in errors; options: of the cell, as in `Weights.options`, those of other cells are
+    ignored; lenient: some layers may lack a bias that others have.
+    """
+    K, D = (max((where[n] for where in parts), default=0) + 1 for n in range(2))
+    present = {word for arrays in parts.values() for word in arrays} | {"Wx", "Wh"}
     present |= {"bx", "bh"} if present & {"bx", "bh"} else set()
     for where in ((layer, way) for layer in range(K) for way in range(D)):
         for word in KEYS:
             free = lenient and word in ("bx", "bh")
-            if word in present and word not in found.get(where, {}) and not free:
+            if word in present and word not in parts.get(where, {}) and not free:
                 fail(op, f"{title(*where, word)} must be there", "no such key")
-    kind = OF_GATES[gates_of(op, found[0, 0], title(0, 0, "Wh"))]
+    kind = OF_GATES[gates_of(op, parts[0, 0], title(0, 0, "Wh"))]
     foreign = {
         "bidirectional",
         "reverse",
@@ -94,12 +97,12 @@ def assembled(
         *(["activation"] if kind != "rnn" else []),
     }
     cell = cell_of(op, kind, {name: value for name, value in options.items() if name not in foreign})
-    layers = [[found[k, d] for d in range(D)] for k in range(K)]
+    layers = [[parts[k, d] for d in range(D)] for k in range(K)]
     return checked(op, Weights(cell, layers, bool(options.get("reverse", False))), title)
 
 
 def gates_of(op: str, arrays: Mapping[str, mx.array], name: str) -> int:
-    """How many blocks of H rows Wh has, whose cell nothing else tells."""
+    """Return how many gates, blocks of H rows, Wh has. ValueError if its shape is that of no cell."""
     rows, columns = arrays["Wh"].shape if arrays["Wh"].ndim == 2 else (0, 1)
     if "Wp" in arrays and arrays["Wp"].ndim == 2:
         columns = arrays["Wp"].shape[1]
@@ -110,10 +113,10 @@ def gates_of(op: str, arrays: Mapping[str, mx.array], name: str) -> int:
 
 
 def to_torch(weights: Weights, *, prefix: str = "") -> dict[str, mx.array]:
-    """The parameters of a layer of `mlx_lstm.torch`, and of torch, by their names.
+    """Return the parameters of a layer of `mlx_lstm.torch`, and of torch, by their names.
 
-    Where the weights have one bias, it is wholly in `bias_ih`, and `bias_hh` is 0; of a GRU `bias_hh` has the part of
-    the candidate, which the reset gate multiplies. Arrays stay as they are; TensorFlow's forget bias is added.
+    A single bias goes into `bias_ih`, and `bias_hh` is 0; of a GRU `bias_hh` has the candidate's second bias, which the
+    reset gate multiplies. Arrays stay as they are; TensorFlow's forget bias is added to the bias.
 
     Args:
         weights (Weights): of a cell that torch has.
@@ -127,11 +130,11 @@ def to_torch(weights: Weights, *, prefix: str = "") -> dict[str, mx.array]:
         ValueError: torch's layers have no place for an option of the cell.
     """
     weights = held("to_torch", weights, nonlinearity=("tanh", "relu"), projection=True)
-    found = {}
+    parameters = {}
     for k, layer in enumerate(weights.layers):
         for way, arrays in zip(WAYS, layer, strict=False):
             if weights.has_bias:
                 bx, bh = two_biases(arrays)
                 arrays = arrays | {"bx": bx, "bh": bh}
-            found |= {f"{prefix}{key}_l{k}{way}": arrays[word] for key, word in NAMES.items() if word in arrays}
-    return found
+            parameters |= {f"{prefix}{key}_l{k}{way}": arrays[word] for key, word in NAMES.items() if word in arrays}
+    return parameters

@@ -13,7 +13,7 @@ from ..recurrence import join_biases
 
 CELLS: dict[str, type[Cell]] = {"lstm": LSTMCell, "gru": GRUCell, "rnn": RNNCell}
 OF_GATES = {4: "lstm", 3: "gru", 1: "rnn"}
-"""The cell whose weights have so many blocks of H rows."""
+"""By number of gates, each a block of H rows of the weights: the cell."""
 
 OURS = {"lstm": "ifgo", "gru": "rzn", "rnn": "h"}
 """The gate order of `Weights`, torch, MLX and cuDNN (which calls it i, f, c, o and r, u, n)."""
@@ -24,26 +24,29 @@ TF = {"icfo": "igfo", "ifco": "ifgo"}
 """TensorFlow's orders of an LSTM as the recurrence spells them: its c is our g."""
 
 MPSGRAPH = {"lstm": ("ifgo", "igfo"), "gru": ("zrn", "rzn"), "rnn": ("h", "h")}
-"""Those of MPSGraph, without and with `forget_gate_last`, or `reset_gate_first`."""
+"""MPSGraph's gate orders: (flag off, flag on); the flag is `forget_gate_last` or `reset_gate_first`."""
 
 CHOICES = {"act": ACTIVATIONS, "reset": ("after", "before"), "output_peephole": ("current", "previous")}
 CHOICES |= {"flip_z": (False,), "gate_order": tuple(OURS.values())}
-"""What the options of a cell that are words may be here."""
+"""The allowed values of the cells' options that are words."""
 
 WORDS = {"Wx": "GH", "Wh": "GH", "bx": "GH", "bh": "GH", "peephole": "GH", "Wp": "P"}
-"""A direction's arrays, and their rows."""
+"""The arrays of one direction, and what their rows are: G gates of H units, or P."""
 
 Title = Callable[[int, int, str], str]
-"""What a format calls the array of this layer, direction and word, for errors."""
+"""A function of layer, direction and name in `WORDS`: what a format calls that array, for errors."""
 
 
 class Weights(NamedTuple):
-    """The weights of one or more recurrent layers, each on the output of the one below, whatever format has them.
+    """The weights of one or more recurrent layers, each on the output of the one below, in one form for all formats.
 
-    `cell` says what is computed, its gate order always i, f, g, o or r, z, n. `layers[layer][direction]` holds arrays
-    by name, the forward direction first: `Wx` [GH, I], `Wh` [GH, P] and, where there are any, `bx` and `bh` [GH], the
-    biases of the input's and of the recurrent product, `Wp` [P, H], `peephole` [4H]. `reverse`: the only direction goes
-    from the end to the start.
+    `cell` says what is computed; its gate order is always i, f, g, o or r, z, n.
+
+    `layers[layer][direction]` holds arrays by name, the forward direction first: `Wx` [GH, I], `Wh` [GH, P] and, where
+    there are any, `bx` and `bh` [GH], the biases of the input's and of the recurrent product, `Wp` [P, H], `peephole`
+    [4H].
+
+    `reverse`: the only direction goes from the end to the start.
     """
 
     cell: Cell
@@ -55,49 +58,49 @@ class Weights(NamedTuple):
 
     @property
     def directions(self) -> int:
-        """1 or 2."""
+        """The number of directions: 1 or 2."""
         return len(self.layers[0])
 
     @property
     def input_size(self) -> int:
-        """The features that the first layer reads."""
+        """The number of features that the first layer reads."""
         return self.layers[0][0]["Wx"].shape[1]
 
     @property
     def hidden_size(self) -> int:
-        """H."""
+        """The number of units, H."""
         return self.layers[0][0]["Wx"].shape[0] // self.cell.gates
 
     @property
     def proj_size(self) -> int:
-        """The width of a projected h, or 0."""
+        """The width of a projected h; 0 without a projection."""
         return self.layers[0][0]["Wp"].shape[0] if "Wp" in self.layers[0][0] else 0
 
     @property
     def has_bias(self) -> bool:
-        """Whether any layer has one."""
+        """Whether any layer has a bias."""
         return any(name in arrays for layer in self.layers for arrays in layer for name in ("bx", "bh"))
 
     @property
     def options(self) -> dict[str, Any]:
-        """The keywords that `mlx_lstm.lstm`, `gru` or `rnn` takes for these weights, without those at their default."""
+        """The keywords of `mlx_lstm.lstm`, `gru` or `rnn` for these weights, without those at their default."""
         default = type(self.cell)()
-        found = {name: value for name, value in self.cell._asdict().items() if value != getattr(default, name)}
-        found = {{"act": "activation"}.get(name, name): value for name, value in found.items()}
-        found |= {"bidirectional": True} if self.directions == 2 else {}
-        return found | ({"reverse": True} if self.reverse else {})
+        options = {name: value for name, value in self.cell._asdict().items() if value != getattr(default, name)}
+        options = {{"act": "activation"}.get(name, name): value for name, value in options.items()}
+        options |= {"bidirectional": True} if self.directions == 2 else {}
+        return options | ({"reverse": True} if self.reverse else {})
 
     def map(self, change: Callable[[Arrays], Arrays]) -> "Weights":
-        """With each direction's arrays changed."""
+        """Return the weights with `change` applied to each direction's arrays."""
         return self._replace(layers=[[change(arrays) for arrays in layer] for layer in self.layers])
 
     def each(self) -> list["Weights"]:
-        """Its layers, each by itself."""
+        """Return the layers, each as weights of its own."""
         return [self._replace(layers=[layer]) for layer in self.layers]
 
 
 def cell_of(op: str, name: str, options: dict[str, Any]) -> Cell:
-    """A cell with these of its options, as `Weights.options` names them."""
+    """Return a cell with these options, named as in `Weights.options`. ValueError for unknown ones."""
     options = {{"activation": "act"}.get(key, key): value for key, value in options.items()}
     if unknown := options.keys() - set(CELLS[name]._fields):
         fail(op, f"options must be those of a {name} cell", ", ".join(sorted(unknown)))
@@ -116,7 +119,7 @@ def cell_of(op: str, name: str, options: dict[str, Any]) -> Cell:
 
 
 def stacked(op: str, parts: Sequence[Weights]) -> Weights:
-    """Layers one on the other, as one; ValueError if they do not fit."""
+    """Return several weights as one stack, each on the output of the one before. ValueError if they do not fit."""
     if not isinstance(parts, Sequence) or not parts:
         fail(op, "parts must be a list of at least one Weights", repr(parts))
     first = check_weights(op, parts[0])
@@ -129,7 +132,7 @@ def stacked(op: str, parts: Sequence[Weights]) -> Weights:
 
 
 def describe(weights: Weights) -> str:
-    """As a summary has it."""
+    """Return a summary of weights: cell, sizes, layers, directions, options."""
     words = {"lstm": "LSTM", "gru": "GRU", "rnn": "RNN"}[weights.cell.op]
     sizes = f"{words}, {weights.input_size} -> {weights.hidden_size}"
     sizes += f", projected to {weights.proj_size}" if weights.proj_size else ""
@@ -141,7 +144,7 @@ def describe(weights: Weights) -> str:
 
 
 def checked(op: str, weights: Weights, title: Title) -> Weights:
-    """The weights, once the shapes of all arrays are found to fit on one another."""
+    """Return the weights. ValueError, with `title` of the wrong array, unless all shapes fit together."""
     G, D = weights.cell.gates, weights.directions
     first = weights.layers[0][0]
     for word in ("Wx", "Wh"):
@@ -171,7 +174,7 @@ def checked(op: str, weights: Weights, title: Title) -> Weights:
 
 
 def check_weights(op: str, weights: object) -> Weights:
-    """`weights` is what a reader of this package returns."""
+    """Return `weights`. ValueError unless they are `Weights`, which the readers of this package return."""
     if not isinstance(weights, Weights):
         rule = "weights must be a Weights, as convert.from_torch, from_mlx and their kin return,"
         fail(op, rule, type(weights).__name__)
@@ -188,8 +191,11 @@ def held(
     projection: bool = False,
     reverse: bool = False,
 ) -> Weights:
-    """The weights as a format can have them, the forget bias in the bias; ValueError for what the format cannot hold:
-    the LSTM's and the GRU's other `options`, of a plain cell another `nonlinearity`."""
+    """Return the weights as a format can hold them, with the forget bias added to the bias.
+
+    ValueError for what the format cannot hold. The arguments say what it can: `options`, any option of an LSTM and a
+    GRU; `nonlinearity` of a plain RNN; `reset` of a GRU; a projection; a layer that runs in reverse.
+    """
     cell, refused = check_weights(op, weights).cell, {}
     if isinstance(cell, RNNCell):
         refused["activation"] = cell.act not in nonlinearity and cell.act
@@ -215,7 +221,7 @@ def held(
 
 
 def with_forget_bias(arrays: Arrays, forget_bias: float) -> Arrays:
-    """With it added to the forget gate's part of the bias."""
+    """Return the arrays with the forget bias added to the forget gate's part of `bx`."""
     rows = arrays["Wx"].shape[0]
     bias = arrays.get("bx", mx.zeros((rows,), arrays["Wx"].dtype))
     i, f, g, o = mx.split(bias, 4)
@@ -223,8 +229,10 @@ def with_forget_bias(arrays: Arrays, forget_bias: float) -> Arrays:
 
 
 def one_bias(cell: Cell, arrays: Arrays) -> Arrays:
-    """`b` out of both biases, their sum; of a GRU that resets after the product `bhn`, too. A bias of 0 leaves the
-    other one as it is, to the last bit."""
+    """Return `b`, the sum of both biases, and `bhn` of a GRU that resets after the product.
+
+    A bias of 0 leaves the other one as it is, to the last bit.
+    """
     if "bx" not in arrays and "bh" not in arrays:
         return {}
     bx, bh = two_biases(arrays)
@@ -234,22 +242,22 @@ def one_bias(cell: Cell, arrays: Arrays) -> Arrays:
 
 
 def two_biases(arrays: Arrays) -> tuple[mx.array, mx.array]:
-    """`bx` and `bh`, zeros where there is none."""
+    """Return `bx` and `bh`; a missing one is zeros."""
     zeros = mx.zeros((arrays["Wx"].shape[0],), arrays["Wx"].dtype)
     return arrays.get("bx", zeros), arrays.get("bh", zeros)
 
 
 def from_one_bias(b: mx.array | None, bhn: mx.array | None) -> Arrays:
-    """The way back: b wholly in `bx`, `bh` only the candidate's part of a GRU."""
-    found = {} if b is None else {"bx": b}
+    """Return two biases for `b` and `bhn`: b in `bx`, and of a GRU bhn in the candidate's part of `bh`."""
+    biases = {} if b is None else {"bx": b}
     if bhn is None:
-        return found
+        return biases
     zeros = mx.zeros((2 * bhn.shape[0],), bhn.dtype)
-    return {"bx": mx.zeros((3 * bhn.shape[0],), bhn.dtype)} | found | {"bh": mx.concatenate([zeros, bhn])}
+    return {"bx": mx.zeros((3 * bhn.shape[0],), bhn.dtype)} | biases | {"bh": mx.concatenate([zeros, bhn])}
 
 
 def reorder(array: mx.array, before: str, after: str, axis: int = 0) -> mx.array:
-    """The gates' blocks on an axis in another order."""
+    """Return an array with the gates' blocks on an axis in the order `after`; they come in the order `before`."""
     if before == after:
         return array
     blocks = dict(zip(before, mx.split(array, len(before), axis=axis), strict=True))
@@ -257,22 +265,25 @@ def reorder(array: mx.array, before: str, after: str, axis: int = 0) -> mx.array
 
 
 def rows_reordered(arrays: Arrays, before: str, after: str) -> Arrays:
-    """All of a direction's arrays that have rows by gate, in another order."""
+    """Return one direction's arrays with their rows in another gate order; `Wp` has no gates."""
     return {name: reorder(a, before, after) if WORDS[name] == "GH" else a for name, a in arrays.items()}
 
 
-def gate_order(op: str, given: str, usual: str) -> str:
-    """An order in a vendor's letters as the recurrence spells it: c and z of an LSTM are our g, u and h of a GRU our z
-    and n."""
+def gate_order(op: str, text: str, usual: str) -> str:
+    """Return a gate order in a vendor's letters as the recurrence spells it.
+
+    c and z of an LSTM are our g; u is our z, and h and c are our n, of a GRU.
+    """
     letters = {4: {"c": "g", "z": "g"}, 3: {"u": "z", "h": "n", "c": "n"}, 1: {}}[len(usual)]
-    found = "".join(letters.get(letter, letter) for letter in given.lower()) if isinstance(given, str) else ""
-    if sorted(found) != sorted(usual):
-        fail(op, f"the gate order must be a permutation of {usual}", repr(given))
-    return found
+    order = "".join(letters.get(letter, letter) for letter in text.lower()) if isinstance(text, str) else ""
+    if sorted(order) != sorted(usual):
+        others = ", ".join(f"{theirs} for {ours}" for theirs, ours in letters.items())
+        fail(op, f"the gate order must be a permutation of {usual}{others and f' ({others})'}", repr(text))
+    return order
 
 
 def to_mlx(array: Any) -> mx.array:
-    """An array of torch, Keras or NumPy in its dtype, or an MLX array as it is."""
+    """Return an array of torch, Keras or NumPy as MLX's, in its dtype; an MLX array as it is."""
     if isinstance(array, mx.array):
         return array
     if hasattr(array, "detach"):  # a tensor of torch
@@ -286,17 +297,17 @@ def to_mlx(array: Any) -> mx.array:
 
 
 def to_numpy(array: mx.array) -> np.ndarray:
-    """As NumPy float32, or float64 if it is that."""
+    """Return an array as NumPy's in float32, or in float64 if it has that."""
     return np.array(array if array.dtype == mx.float64 else array.astype(mx.float32))
 
 
 def bits(array: mx.array) -> bytes:
-    """An array's bytes."""
+    """Return an array's bytes."""
     return np.array(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array).tobytes()
 
 
 def differences(one: Weights, other: Weights) -> list[str]:
-    """What is not the same to the last bit: words such as "Wh", "bx", "activations", "float16 is now float32".
+    """Return what differs to the last bit: words such as "Wh", "bx", "activations", "float16 is now float32".
 
     A missing bias counts as zeros.
     """
@@ -305,15 +316,15 @@ def differences(one: Weights, other: Weights) -> list[str]:
     if (len(one.layers), one.directions) != (len(other.layers), other.directions):
         return [f"{describe(one)} is now {describe(other)}"]
     options = [weights.options for weights in (one, other)]
-    found = [name for name in {**options[0], **options[1]} if options[0].get(name) != options[1].get(name)]
+    changes = [name for name in {**options[0], **options[1]} if options[0].get(name) != options[1].get(name)]
     for layers in zip(one.layers, other.layers, strict=True):
         for ways in zip(*layers, strict=True):
             for name in {**ways[0], **ways[1]}:
                 zeros = mx.zeros((ways[0]["Wx"].shape[0],), ways[0]["Wx"].dtype)
                 a, b = (way.get(name, zeros) for way in ways)
                 if a.dtype != b.dtype:
-                    found.append(f"{a.dtype} is now {b.dtype}".replace("mlx.core.", ""))
+                    changes.append(f"{a.dtype} is now {b.dtype}".replace("mlx.core.", ""))
                     a, b = a.astype(mx.float32), b.astype(mx.float32)
                 if a.shape != b.shape or bits(a) != bits(b):
-                    found.append(name)
-    return list(dict.fromkeys(found))
+                    changes.append(name)
+    return list(dict.fromkeys(changes))

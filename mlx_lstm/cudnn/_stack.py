@@ -13,7 +13,7 @@ from ..convert.cudnn import join_layers, layer_arrays
 from ..engines import choice
 from ..engines.choice import Engine, Stream, check_device, on
 from ..engines.problem import Arrays
-from ..engines.tracing import are_free, have_values
+from ..engines.tracing import have_values, is_transforming
 from ..recurrence import by_layer, join_biases, of_layers
 from ._buffer import Attributes, Layout, check_params, layout
 
@@ -69,6 +69,9 @@ class Stack(NamedTuple):
             dropout = self.attributes.dropout if is_training else 0
             none: list[mx.array | None] = [None] * where.L
             factors = dropout_factors(where, x, self.attributes) if dropout else none
+            if dropout and choice.current_device() == "cpu":
+                # They are constants. The engine would evaluate them with their graph, the bits they are drawn from.
+                have_values([factor for factor in factors if factor is not None], transforming=False)
             options = {"lengths": lengths, "engine": self.engine, "training": is_training, "checkpoint_every": every}
             results = run_layers(where, params, x, first, factors, options)
             output, output_h = self.sequence(results[-1]["h"]), self.of_layers(where, results, "hT")
@@ -78,7 +81,7 @@ class Stack(NamedTuple):
                 return output, output_h, output_c, pack(shapes, results, input.dtype)
             # Only where a gradient can be asked for; a graph without values stays plain, so that it can be exported.
             inputs_used = [input, input_h, params, *([input_c] if where.mode == "lstm" else [])]
-            if not are_free(inputs_used) and have_values(inputs_used):
+            if is_transforming() and have_values(inputs_used, transforming=True):
                 output, output_h, output_c = without_gradient(self.original, output, output_h, output_c)
             return output, output_h, output_c, mx.zeros((), input.dtype)
 

@@ -1,13 +1,25 @@
-"""A recurrence on an engine as MLX sees it: with the engine's backward pass as its gradient."""
+"""A recurrence on an engine as MLX sees it: its outputs, with the engine's backward pass as their gradient.
+
+MLX derives, maps and compiles graphs of its own operations. The sweep of an engine is not such a graph, so each run is
+an `mx.custom_function` that tells MLX what to do instead:
+
+    asked for           engine `ops`                                  engines `numpy`, `fused`, `stepwise`
+    the gradient        its backward pass, a graph again              their backward pass
+    its derivatives     those of this graph, of any order             refused
+    forward mode        that of the graph of the forward pass         refused
+    mx.vmap             that of these graphs                          never here: choose a graph, or MLX refuses kernels
+
+A refusal has to survive mx.vmap: MLX's default rule maps the function inside and drops all the other rules. See
+`without_derivatives`.
+"""
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any, NoReturn
 
 import mlx.core as mx
+import numpy as np
 
-from .choice import METAL_ENGINES
-from .chunks import SEQUENCES, Chunked, Chunks, evaluates
+from .chunks import HALVES, Chunked, copied_to_mlx, divided, for_engine, plain_gradients, plain_outputs
 from .metal import fused, stepwise
 from .numpy import sweep as numpy
 from .numpy.sweep import Saved
@@ -15,35 +27,41 @@ from .ops import sweep as ops
 from .ops.packed import dequantized
 from .packing import packed_names
 from .problem import Arrays, Problem
-from .tracing import custom_function, have_values, one_by_one
-
-HALVES = (mx.float16, mx.bfloat16)
-"""Dtypes of arrays that engines compute with in float32."""
+from .tracing import custom_function, have_values, with_graphs_kept
 
 ENGINE_MODULES = {"fused": fused, "stepwise": stepwise, "numpy": numpy, "ops": ops}
 
+TAPS = (("h",), ("c",), ("gates",), ("hT", "cT"))
+"""Outputs that share a tap. A tap costs the host as much as two launches, and the last states are small: the zeros that
+stand in for one of them cost less than a tap of its own."""
+
 
 def run(problem: Problem, arrays: Arrays, engine: str) -> dict[str, Any]:
-    """Return the cell's outputs by name, with our gradient unless the graph shall stay plain; gates None if not wanted.
-    x and the sequences are [B, T, .] with `batch_first`. x [B, I] is a single step."""
-    dtype, chunked, plain, batch_first = problem.dtype, None, problem.plain, problem.batch_first
-    if arrays["x"].ndim == 2 and not (plain and engine == "numpy"):
-        arrays = arrays | {"x": arrays["x"][None]}
-    if problem.chunks is not None:
-        chunked = in_chunks(problem.chunks, problem, arrays, engine)
-    if chunked is None and dtype in HALVES:
-        arrays = for_engine(engine, arrays)
-    if plain and engine == "numpy":  # which makes sequences of either order without an operation of MLX
+    """Return the outputs by name that the caller wants; gates None if unwanted.
+
+    They have the engine's backward pass as their gradient, unless the problem is `plain`. x and the sequences are
+    [B, T, .] with `batch_first`. x [B, I] is a single step.
+    """
+    dtype, batch_first = problem.dtype, problem.batch_first
+    if problem.plain and engine == "numpy":  # it takes and returns either order, without an operation of MLX
+        if dtype in HALVES:
+            arrays = for_engine(engine, arrays)
         outputs: dict[str, Any] = numpy.forward(problem, arrays, batch_first, problem.wants_last)
     else:
+        if arrays["x"].ndim == 2:
+            arrays = arrays | {"x": arrays["x"][None]}
+        chunked = None if problem.chunks is None else divided(problem, arrays, engine, ENGINE_MODULES[engine])
+        if chunked is None and dtype in HALVES:
+            arrays = for_engine(engine, arrays)
         if batch_first:
             arrays = arrays | {"x": mx.swapaxes(arrays["x"], 0, 1)}
-        shown = shown_of(problem)
-        if plain:
+        if problem.plain:
             outputs = (chunked or ENGINE_MODULES[engine]).forward(problem, arrays)
         else:
-            outputs = differentiable(problem, arrays, engine, shown, chunked)
-        outputs = {name: outputs[name] for name in shown}
+            if problem.packing is not None:
+                arrays = with_quantized_constant(problem, arrays)
+            outputs = differentiable(problem, arrays, engine, chunked)
+        outputs = {name: outputs[name] for name in shown_of(problem)}
         if batch_first:
             outputs |= {name: mx.swapaxes(outputs[name], 0, 1) for name in ("h", "c", "gates") if name in outputs}
     if not problem.return_gates:
@@ -53,291 +71,279 @@ def run(problem: Problem, arrays: Arrays, engine: str) -> dict[str, Any]:
     return {name: output if output is None else output.astype(dtype) for name, output in outputs.items()}
 
 
-def in_chunks(chunks: Chunks, problem: Problem, arrays: Arrays, engine: str) -> Chunked | None:
-    """The engine, cut so; None where it would be of no use: cutting does not bound a graph without values, and without
-    a gradient nothing is kept."""
-    plain, one_at_a_time = problem.plain, evaluates(engine, problem, list(arrays.values()))
-    if (plain and engine == "numpy") or not (one_at_a_time or (chunks.recomputes and not plain)):
-        return None
-    module, chunks = ENGINE_MODULES[engine], chunks._replace(recomputes=chunks.recomputes or not problem.training)
-    return Chunked(chunks, engine, module, for_engine, batch_first=problem.batch_first, evaluates=one_at_a_time)
-
-
 def shown_of(problem: Problem) -> tuple[str, ...]:
-    """The outputs a caller gets."""
-    return without(
-        problem.cell.outputs, ("hT", "cT") * (not problem.wants_last) + ("gates",) * (not problem.return_gates)
-    )
-
-
-@cache
-def without(names: tuple[str, ...], hidden: tuple[str, ...]) -> tuple[str, ...]:
-    """The names that are not hidden."""
-    return tuple(name for name in names if name not in hidden)
+    """Return the names of the outputs that the caller wants."""
+    unwanted = () if problem.wants_last else ("hT", "cT")
+    if not problem.return_gates:
+        unwanted += ("gates",)
+    return tuple([name for name in problem.cell.outputs if name not in unwanted])
 
 
 def run_backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays, engine: str) -> Arrays:
-    """The gradient of every array that is not packed, from the outputs a forward pass gave and the cotangents of some
-    of them."""
-    dtype = arrays["x"].dtype
+    """Return the gradient of every array but lengths and quantized weights.
+
+    saved: the outputs h, c and gates of a forward pass. cotangents: those of some outputs.
+    """
     arrays, saved, cotangents = (for_engine(engine, values) for values in (arrays, saved, cotangents))
-    backward, wanted = (
-        first_order(engine, problem, tuple(arrays), {}),
-        arrays.keys() - {*packed_names(arrays), "lengths"},
-    )
-    gradients = backward(tuple(arrays.values()), cotangents, saved)
-    return {name: gradient.astype(dtype) for name, gradient in gradients.items() if name in wanted}
+    if engine != "numpy":
+        gradients = backward(problem, arrays, engine, None, cotangents, saved, {})
+    elif problem.plain:  # nobody can ask for a derivative of the gradients
+        gradients = numpy.backward(problem, arrays, dict(saved), cotangents)
+    else:
+        gradients = with_graphs_kept(lambda: backward(problem, arrays, engine, None, cotangents, saved, {}))
+    return {name: gradients[name].astype(problem.dtype) for name in with_gradient(problem, arrays)}
 
 
-def for_engine(engine: str, arrays: Arrays) -> Arrays:
-    """The arrays in the dtype an engine computes in: 16 bits reach the Metal shaders, which widen them themselves."""
-    if engine in METAL_ENGINES:  # they keep c in float32, and so have its gradient
-        return {name: array.astype(mx.float32) if name in ("c", "cT") else array for name, array in arrays.items()}
-    packed = packed_names(arrays)  # these stay as they are
-    return {
-        name: array.astype(mx.float32) if array.dtype in HALVES and name not in packed else array
-        for name, array in arrays.items()
-    }
+def with_gradient(problem: Problem, arrays: Arrays) -> list[str]:
+    """Return the names of the arrays that have a gradient: all but lengths and those of quantized weights."""
+    quantized = [] if problem.packing is None else packed_names(arrays)
+    return [name for name in arrays if name != "lengths" and name not in quantized]
 
 
-def differentiable(
-    problem: Problem, arrays: Arrays, engine: str, shown: tuple[str, ...], chunked: Chunked | None
-) -> dict[str, mx.array]:
-    """The engine's outputs, with its backward pass as their gradient; `shown`: those that a caller gets."""
-    arrays = without_gradient(problem, arrays)
-    tape = Tape(problem, tuple(arrays), engine, chunked)
-    # A custom function has to get every array that mx.vmap may map.
-    found = tape.function()(*arrays.values())
-    outputs = dict(zip(tape.shown, found, strict=True))
-    if problem.training or tape.cut_off:
-        for names in tapped(shown):
-            outputs |= zip(names, tape.tap(names, [outputs[name] for name in names]), strict=True)
+def differentiable(problem: Problem, arrays: Arrays, engine: str, chunked: Chunked | None) -> Arrays:
+    """Return the engine's outputs by name, with its backward pass as their gradient.
+
+    A custom function has to get every array as an argument: to MLX, an array that it reads besides is a constant. MLX
+    would not map it, and its gradient would be 0.
+
+    None of the functions in here refers to the custom function. So graph, gradient and all that they hold go with the
+    last reference to the outputs, and wait for no garbage collector.
+    """
+    names, sweeps = tuple(arrays), chunked or ENGINE_MODULES[engine]
+    visible, hidden = saved_of(problem, engine) if chunked is None else chunked.saved_of(problem)
+    saved: Saved = {}  # what `hidden` names: the backward pass reads it, MLX never sees it
+    used = set() if problem.training else set(visible)  # the outputs that have a cotangent, as taps note
+
+    def forward(*values: mx.array) -> tuple[mx.array, ...]:
+        outputs = sweeps.forward(problem, dict(zip(names, values, strict=True)))
+        if hidden:
+            saved.update({name: outputs.get(name) for name in hidden})
+        if chunked is not None:
+            outputs = chunked.stand_ins(outputs, visible)
+        return tuple([outputs[name] for name in visible])
+
+    def vjp(primals: tuple[mx.array, ...], d_outputs: Any, outputs: Any) -> tuple[mx.array, ...]:
+        # MLX hands zeros for an output without a cotangent and does not say so. They are left out.
+        cotangents = {name: d for name, d in zip(visible, d_outputs, strict=True) if name in used}
+        # A second derivative also reaches the outputs past the taps, through the backward pass, which reads them.
+        used.update(visible)
+        given, shown = dict(zip(names, primals, strict=True)), dict(zip(visible, outputs, strict=True))
+        gradients = backward(problem, given, engine, chunked, cotangents, shown, saved)
+        # MLX wants an array for each argument. Nobody can have asked for the gradients of the others.
+        return tuple([gradients[name] if name in gradients else mx.zeros_like(given[name]) for name in names])
+
+    def jvp(primals: tuple[mx.array, ...], tangents: tuple[mx.array | None, ...]) -> tuple[mx.array, ...]:
+        if engine != "ops":
+            raise RuntimeError(
+                f"[{problem.cell.op}] engine={engine!r} has no forward-mode derivative: use engine='ops'."
+            )
+
+        def outputs_of(*values: mx.array) -> list[mx.array]:
+            given = dict(zip(names, values, strict=True))
+            outputs = ops.forward(problem, given) if chunked is None else plain_outputs(problem, given, chunked)
+            return [outputs[name] for name in visible]
+
+        return tuple(tangents_of(outputs_of, primals, tangents))
+
+    function = custom_function(forward)
+    function.vjp(vjp)
+    function.jvp(jvp)
+    evaluated_chunks = chunked is not None and chunked.evaluates
+    # These evaluate their arguments, and MLX must not drop the graph of what it derives.
+    evaluates = engine == "numpy" or evaluated_chunks
+    results = with_graphs_kept(lambda: function(*arrays.values())) if evaluates else function(*arrays.values())
+    outputs: Arrays = dict(zip(visible, results, strict=True))
+    if not problem.training and not evaluated_chunks:
+        return outputs
+    shown = shown_of(problem)
+    for sharing in TAPS:
+        if group := [name for name in sharing if name in shown]:
+            outputs |= zip(group, tapped(group, [outputs[name] for name in group], used, chunked), strict=True)
     return outputs
 
 
-def without_gradient(problem: Problem, arrays: Arrays) -> Arrays:
-    """The arrays, of which the packed ones raise an error where their gradient is asked for."""
-    if problem.packing is None:
-        return arrays
+def tapped(names: list[str], values: list[mx.array], used: set[str], chunked: Chunked | None) -> tuple[mx.array, ...]:
+    """Return the values, through an identity that adds their names to `used` when a cotangent comes back through it."""
+    shows = values if chunked is None else chunked.stood_for(names, values)
+
+    def note(primals: object, cotangents: tuple[mx.array, ...], outputs: object) -> tuple[mx.array, ...]:
+        used.update(names)
+        return cotangents
+
+    identity = custom_function(all_of if shows is values else lambda *stand_ins: tuple(shows))
+    identity.vjp(note)
+    identity.jvp(lambda primals, tangents: tangents)
+    return identity(*values)
+
+
+def saved_of(problem: Problem, engine: str) -> tuple[list[str], list[str]]:
+    """Return the names of the outputs that MLX sees, and of those that are saved out of its sight.
+
+    All that the backward pass of `ops` reads must be seen, since MLX differentiates it again. The engine `numpy` keeps
+    gates in its own memory unless the caller wants them. Without training no engine but `ops` writes gates.
+    """
+    visible: list[str] = [*problem.cell.outputs]
+    if engine == "ops" or problem.return_gates or (engine != "numpy" and problem.training):
+        return visible, []
+    visible.remove("gates")
+    return visible, ["gates"]
+
+
+def backward(
+    problem: Problem,
+    arrays: Arrays,
+    engine: str,
+    chunked: Chunked | None,
+    cotangents: Arrays,
+    outputs: Arrays,
+    hidden: Saved,
+) -> Arrays:
+    """Return the gradients of the arrays that have one, with the derivatives that the engine has.
+
+    outputs: those of the forward pass that MLX sees; hidden: what was saved besides.
+    """
+    if engine == "ops":
+        floats = dequantized(problem.packing, arrays)
+        if chunked is None:
+            return ops.backward(problem, floats, outputs, cotangents)
+        if not chunked.evaluates:
+            return chunked.backward(problem, floats, outputs | hidden, cotangents)
+        return evaluated_gradients(problem, floats, chunked, cotangents, outputs | hidden)
+    wanted = with_gradient(problem, arrays)
+    names: list[str] = []  # of the results: gradients, or factors of gradients
+
+    def gradients_of(*values: mx.array) -> tuple[mx.array, ...]:
+        rest = iter(values)
+        given, d, saved = (dict(zip(named, rest, strict=False)) for named in (arrays, cotangents, outputs))
+        gradients = engine_gradients(problem, given, engine, chunked, d, saved | hidden)
+        names[:] = [name for name in gradients if name.partition(" ")[0] in wanted]
+        return tuple([gradients[name] for name in names])
+
+    error = f"[{problem.cell.op}] engine={engine!r} has no second derivative: use engine='ops'."
+    values = (*arrays.values(), *cotangents.values(), *outputs.values())
+    results = without_derivatives(gradients_of, error)(*values)
+    gradients = dict(zip(names, results, strict=True))
+    # MLX computes all results of a custom function together: products that shall stay lazy are no part of it.
+    return numpy.multiplied(gradients) if engine == "numpy" else gradients
+
+
+def engine_gradients(
+    problem: Problem, arrays: Arrays, engine: str, chunked: Chunked | None, cotangents: Arrays, saved: Any
+) -> Arrays:
+    """Return the gradients that `numpy`, `fused` or `stepwise` computes, some of `numpy` as factors for
+    `numpy.multiplied`.
+
+    Where the forward pass of `numpy` had values and the gradient has none, as in a Jacobian by mx.vmap, `ops` takes
+    over.
+    """
+    sweeps = chunked or ENGINE_MODULES[engine]
+    if engine != "numpy":
+        floats = arrays if problem.packing is None else dequantized(problem.packing, arrays)
+        return sweeps.backward(problem, floats, saved, cotangents)
+    if have_values([*arrays.values(), *cotangents.values()], transforming=False):
+        if chunked is None:
+            return numpy.backward(problem, arrays, saved, cotangents, as_factors=True)
+        return chunked.backward(problem, arrays, saved, cotangents)
+    floats, cotangents = (for_engine(engine, values) for values in (dequantized(problem.packing, arrays), cotangents))
+    if chunked or (saved.get("gates") is None and problem.cell.op != "rnn"):  # then `ops` computes all again
+        saved = ops.forward(problem, floats)
+    saved = {name: copied_to_mlx(a) if isinstance(a, np.ndarray) else a for name, a in saved.items() if a is not None}
+    return ops.backward(problem, floats, saved, cotangents)
+
+
+def evaluated_gradients(problem: Problem, floats: Arrays, chunked: Chunked, cotangents: Arrays, saved: Any) -> Arrays:
+    """Return the gradients that `ops` computes chunk by chunk, out of MLX's graph, with the derivatives of the graph
+    that all steps together would have."""
+    names = [name for name in floats if name != "lengths"]
+    lengths = {"lengths": floats["lengths"]} if "lengths" in floats else {}
+
+    def split(values: tuple[mx.array, ...]) -> tuple[Arrays, Arrays]:
+        rest = iter(values)
+        return dict(zip(names, rest, strict=False)) | lengths, dict(zip(cotangents, rest, strict=True))
+
+    def evaluated(*values: mx.array) -> tuple[mx.array, ...]:
+        given, d = split(values)
+        gradients = chunked.backward(problem, given, saved, d)
+        return tuple([gradients[name] for name in names])
+
+    def plain(*values: mx.array) -> tuple[mx.array, ...]:
+        gradients = plain_gradients(problem, *split(values))
+        return tuple([gradients[name] for name in names])
+
+    values = (*[floats[name] for name in names], *cotangents.values())
+    return dict(zip(names, with_derivatives_of(plain, evaluated)(*values), strict=True))
+
+
+def with_quantized_constant(problem: Problem, arrays: Arrays) -> Arrays:
+    """Return the arrays; those of quantized weights raise an error where their gradient is asked for."""
     names = packed_names(arrays)
-
-    def refuse(primals: object, cotangents: object, outputs: object) -> NoReturn:
-        raise RuntimeError(
-            f"[{problem.cell.op}] quantized weights have no gradient: freeze them, as layer.freeze() does, or "
-            "differentiate with respect to other arrays."
-        )
-
-    identity = custom_function(all_of)
-    identity.vjp(refuse)
-    return arrays | dict(zip(names, identity(*(arrays[name] for name in names)), strict=True))
+    error = (
+        f"[{problem.cell.op}] quantized weights have no gradient: freeze them, as layer.freeze() does, or "
+        "differentiate with respect to other arrays."
+    )
+    constants = without_derivatives(all_of, error)(*[arrays[name] for name in names])
+    return arrays | dict(zip(names, constants, strict=True))
 
 
-@cache
-def tapped(shown: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """The outputs shown, those together that share a tap, which costs the host as much as two launches: the last states
-    are small."""
-    groups = [tuple(name for name in group if name in shown) for group in (("h",), ("c",), ("gates",), ("hT", "cT"))]
-    return [group for group in groups if group]
+# --- Custom functions whose rules hold in every nesting --------------------------------------------------------------
 
 
 def all_of(*values: mx.array) -> tuple[mx.array, ...]:
-    """Themselves."""
+    """Return the values."""
     return values
 
 
-class Tape:
-    """One run of an engine and its gradient, as `mx.custom_function` wants them: functions of arrays in their order.
+def without_derivatives(function: Callable[..., tuple[mx.array, ...]], error: str) -> Any:
+    """Return a function of at least two arrays that raises `error` where a derivative of it is asked for."""
 
-    shown: the outputs MLX sees. kept: what is saved where MLX never sees it. used: the outputs that have a gradient, as
-    far as taps can tell; None where all count. MLX hands zeros for the others, which are neither computed nor added.
+    def refuse(*arguments: object) -> NoReturn:
+        raise RuntimeError(error)
 
-    Where the chunks of a sequence are evaluated, the run is `cut_off` from MLX's graph. MLX would keep all its outputs
-    as long as it keeps one of them, so it sees zeros without memory in place of sequences; these are `held` until taps
-    show them, and each lives as long as the caller has it.
-    """
+    def vmap(values: tuple[mx.array, ...], axes: Any) -> tuple[tuple[mx.array, ...], tuple[int, ...]]:
+        mapped = without_derivatives(mx.vmap(function, in_axes=axes), error)
+        results = with_graphs_kept(lambda: mapped(*values))
+        return results, (0,) * len(results)
 
-    def __init__(self, problem: Problem, names: tuple[str, ...], engine: str, chunked: Chunked | None = None):
-        self.problem: Problem = problem
-        self.names: tuple[str, ...] = names
-        self.engine: str = engine
-        self.chunked: Chunked | None = chunked
-        self.cut_off: bool = chunked is not None and chunked.evaluates
-        # MLX differentiates the ops engine's backward pass again, so all it reads must be outputs. The numpy engine
-        # keeps what the caller does not want to itself; without training the shaders do not write it.
-        hides = chunked or engine == "numpy" or (engine in METAL_ENGINES and not problem.training)
-        self.shown: list[str] = [n for n in problem.cell.outputs if n != "gates" or not hides or problem.return_gates]
-        self.keeps: list[str] = ["gates"] if hides and not problem.return_gates else []
-        if chunked:
-            self.keeps = chunked.kept(problem)
-            if not self.cut_off:
-                self.shown, self.keeps = self.shown + self.keeps, []
-        self.kept: Saved = {}
-        self.held: Arrays = {}
-        self.dtypes: list[mx.Dtype] = []
-        self.used: set[str] | None = set() if problem.training else None
-
-    def function(self) -> Callable[..., tuple[mx.array, ...]]:
-        """`forward`, as MLX transforms it. Nothing here refers to it, so that it goes without the garbage collector."""
-        function = custom_function(self.forward)
-        function.vjp(self.backward)
-        if self.engine != "ops":
-            function.jvp(self.refuse)
-        elif self.cut_off:
-            function.jvp(self.along)
-        if self.engine in METAL_ENGINES:
-            function.vmap(self.one_by_one)
-        return function
-
-    def forward(self, *values: mx.array) -> tuple[mx.array, ...]:
-        """The outputs MLX sees."""
-        module = self.chunked or ENGINE_MODULES[self.engine]
-        outputs = module.forward(self.problem, dict(zip(self.names, values, strict=True)))
-        if self.keeps:
-            self.kept |= {name: outputs.get(name) for name in self.keeps}
-        if self.cut_off:
-            self.held |= {name: outputs[name] for name in SEQUENCES if name in self.shown}
-            outputs |= {name: mx.broadcast_to(mx.array(0, a.dtype), a.shape) for name, a in self.held.items()}
-            self.dtypes = [outputs[name].dtype for name in self.shown]
-        return tuple(outputs[name] for name in self.shown)
-
-    def backward(
-        self, primals: tuple[mx.array, ...], cotangents: tuple[mx.array, ...], outputs: tuple[mx.array, ...]
-    ) -> tuple[mx.array, ...]:
-        """The gradients of all arrays; zeros for lengths."""
-        named = zip(self.shown, cotangents, strict=True)
-        present = {name: d for name, d in named if self.used is None or name in self.used}
-        self.count_all()  # in a second derivative gradients arrive past the taps too, through what was read here
-        saved = dict(zip(self.shown, outputs, strict=True))
-        gradients = first_order(self.engine, self.problem, self.names, self.kept, self.chunked)(primals, present, saved)
-        arrays = dict(zip(self.names, primals, strict=True))
-        # Quantized weights have no gradient, and nobody can have asked for one.
-        gradients |= {name: arrays[name] for name in packed_names(arrays)}
-        if "lengths" in arrays:
-            gradients["lengths"] = mx.zeros_like(arrays["lengths"])
-        return tuple([gradients[name] for name in arrays])
-
-    def refuse(self, primals: object, tangents: object) -> NoReturn:
-        """What forward mode gets."""
-        op, engine = self.problem.cell.op, self.engine
-        raise RuntimeError(f"[{op}] engine={engine!r} has no forward-mode derivative: use engine='ops'.")
-
-    def along(self, primals: tuple[mx.array, ...], tangents: tuple[mx.array | None, ...]) -> tuple[mx.array, ...]:
-        """The tangents of the outputs of `ops` where these are cut off from MLX's graph: those of its plain graph."""
-
-        def outputs(*values: mx.array) -> list[mx.array]:
-            found = ops.forward(self.problem, for_engine("ops", dict(zip(self.names, values, strict=True))))
-            return [found[name].astype(dtype) for name, dtype in zip(self.shown, self.dtypes, strict=True)]
-
-        return tuple(along(outputs, primals, tangents))
-
-    def one_by_one(self, inputs: object, axes: object) -> tuple[object, object]:
-        """What `mx.vmap` gets, under which the taps are lost."""
-        self.count_all()
-        return one_by_one(self.function(), inputs, axes)
-
-    def count_all(self) -> None:
-        """From now on every output counts as used."""
-        self.used = None
-
-    def tap(self, names: tuple[str, ...], values: list[mx.array]) -> tuple[mx.array, ...]:
-        """`values`, noting when a gradient comes back through one of them."""
-
-        def note(primals: object, cotangents: tuple[mx.array, ...], outputs: object) -> tuple[mx.array, ...]:
-            if self.used is not None:
-                self.used.update(names)
-            return cotangents
-
-        held = {name: self.held.pop(name) for name in names if name in self.held} if self.held else None
-        if held:
-            shows = [held.get(name, value) for name, value in zip(names, values, strict=True)]
-            identity = custom_function(lambda *given: tuple(shows))
-            identity.jvp(lambda given, tangents: tangents)
-        else:
-            identity = custom_function(all_of)
-        identity.vjp(note)
-        return identity(*values)
+    wrapped = custom_function(function)
+    wrapped.vjp(refuse)
+    wrapped.jvp(refuse)
+    wrapped.vmap(vmap)
+    return wrapped
 
 
-def in_mlx(problem: Problem, arrays: Arrays, saved: Saved) -> Arrays:
-    """What the numpy engine saved, as the ops engine reads it. Gates that nobody kept are computed again; the gradient
-    of a plain cell does without."""
-    if saved.get("gates") is None and problem.cell.op != "rnn":
-        return ops.forward(problem, arrays)
-    given = {name: array for name, array in saved.items() if array is not None}
-    return {name: array if isinstance(array, mx.array) else mx.array(array) for name, array in given.items()}
+def with_derivatives_of(
+    plain: Callable[..., tuple[mx.array, ...]], function: Callable[..., tuple[mx.array, ...]]
+) -> Any:
+    """Return `function` of at least two arrays, whose results are in no graph, with the derivatives of `plain`, its
+    equal as a graph."""
+
+    def vmap(values: tuple[mx.array, ...], axes: Any) -> tuple[tuple[mx.array, ...], tuple[int, ...]]:
+        mapped = with_derivatives_of(mx.vmap(plain, in_axes=axes), mx.vmap(function, in_axes=axes))
+        results = with_graphs_kept(lambda: mapped(*values))
+        return results, (0,) * len(results)
+
+    wrapped = custom_function(function)
+    wrapped.vjp(lambda values, cotangents, _: tuple(mx.vjp(plain, list(values), list(cotangents))[1]))
+    wrapped.jvp(lambda values, tangents: tuple(tangents_of(plain, values, tangents)))
+    wrapped.vmap(vmap)
+    return wrapped
 
 
-def first_order(
-    engine: str, problem: Problem, names: tuple[str, ...], kept: Saved, chunked: Chunked | None = None
-) -> Callable[..., Arrays]:
-    """The engine's backward pass, of arrays in their order, cotangents and what was saved besides `kept`; for an engine
-    whose results MLX cannot differentiate, one that says so."""
-
-    def backward(primals: tuple[mx.array, ...], cotangents: Arrays, shown: Arrays) -> Arrays:
-        arrays: Arrays = dict(zip(names, primals, strict=True))
-        saved: Any = shown | kept
-        module = chunked or ENGINE_MODULES[engine]
-        if engine == "numpy" and have_values([*primals, *cotangents.values()]):
-            return module.backward(problem, arrays, saved, cotangents)
-        floats = dequantized(problem.packing, arrays)
-        if engine == "numpy":
-            floats, cotangents = for_engine(engine, floats), for_engine(engine, cotangents)
-            module, saved = ops, ops.forward(problem, floats) if chunked else in_mlx(problem, floats, saved)
-        return module.backward(problem, floats, saved, cotangents)
-
-    if engine == "ops":
-        return through_ops(problem, names, chunked, kept) if chunked and chunked.evaluates else backward
-    function = custom_function(backward)
-    if engine in METAL_ENGINES:
-        function.vmap(lambda inputs, axes: one_by_one(first_order(engine, problem, names, kept, chunked), inputs, axes))
-
-    @function.vjp
-    def second_order(primals: object, cotangents: object, outputs: object) -> NoReturn:
-        raise RuntimeError(f"[{problem.cell.op}] engine={engine!r} has no second derivative: use engine='ops'.")
-
-    return function
-
-
-def through_ops(problem: Problem, names: tuple[str, ...], chunked: Chunked, kept: Saved) -> Callable[..., Arrays]:
-    """The backward pass of `chunked`, whose results are cut off from MLX's graph: with the derivatives of the plain
-    graph."""
-
-    def backward(primals: tuple[mx.array, ...], cotangents: Arrays, shown: Arrays) -> Arrays:
-        arrays = dequantized(problem.packing, dict(zip(names, primals, strict=True)))
-        # Lengths are no floats, so that MLX derives nothing by them.
-        lengths = {"lengths": arrays.pop("lengths")} if "lengths" in arrays else {}
-
-        def parts(values: tuple[mx.array, ...]) -> tuple[Arrays, Arrays]:
-            """The arrays and the cotangents."""
-            rest = values[len(arrays) :]
-            return dict(zip(arrays, values, strict=False)) | lengths, dict(zip(cotangents, rest, strict=True))
-
-        def run(*values: mx.array) -> tuple[mx.array, ...]:
-            given, d = parts(values)
-            found = chunked.backward(problem, given, shown | kept, d)
-            return tuple(found[name] for name in arrays)
-
-        def plain(*values: mx.array) -> list[mx.array]:
-            given, d = parts(values)
-            wide = for_engine("ops", given)
-            found = ops.backward(problem, wide, ops.forward(problem, wide), for_engine("ops", d))
-            return [found[name].astype(given[name].dtype) for name in arrays]
-
-        function = custom_function(run)
-        function.vjp(lambda values, d, _: tuple(mx.vjp(plain, list(values), list(d))[1]))
-        function.jvp(lambda values, tangents: tuple(along(plain, values, tangents)))
-        return dict(zip(arrays, function(*arrays.values(), *cotangents.values()), strict=True))
-
-    return backward
-
-
-def along(
-    function: Callable[..., list[mx.array]], values: tuple[mx.array, ...], tangents: tuple[mx.array | None, ...]
+def tangents_of(
+    function: Callable[..., Any], values: tuple[mx.array, ...], tangents: tuple[mx.array | None, ...]
 ) -> list[mx.array]:
-    """The tangents of a function's results, given those of the values that have one."""
-    moved = {n: tangent for n, tangent in enumerate(tangents) if tangent is not None}
+    """Return the tangents of a function's results, from those of the values that have one.
+
+    MLX's default rule calls mx.jvp by all values, with zeros for the others. But mx.jvp replaces a value that is a copy
+    made by an outer transformation, and no longer marked as its tracer, by what was copied. The outer derivative by
+    that value would silently be 0. Here the values without a tangent are constants, which mx.jvp does not touch.
+    """
+    moving = {n: tangent for n, tangent in enumerate(tangents) if tangent is not None}
 
     def of_moved(*changed: mx.array) -> list[mx.array]:
-        return function(*(dict(enumerate(values)) | dict(zip(moved, changed, strict=True))).values())
+        now = list(values)
+        for n, value in zip(moving, changed, strict=True):
+            now[n] = value
+        return list(function(*now))
 
-    return mx.jvp(of_moved, [values[n] for n in moved], list(moved.values()))[1]
+    return mx.jvp(of_moved, [values[n] for n in moving], list(moving.values()))[1]

@@ -26,6 +26,11 @@ def gate_block(cell: "Cell", gate: str, hidden: int) -> slice:
     return slice(start, start + hidden)
 
 
+# Names with a type of their own: an annotation in a NamedTuple would make a field.
+LSTM_OUTPUTS: tuple[str, ...] = ("h", "c", "gates", "hT", "cT")
+OUTPUTS: tuple[str, ...] = ("h", "gates", "hT")
+
+
 class LSTMCell(NamedTuple):
     """The LSTM cell's options. The equations stand in `engines.ops.cells.lstm_step`.
 
@@ -44,7 +49,7 @@ class LSTMCell(NamedTuple):
     # Every cell has these: the op's name, the number of gates, the outputs of an engine.
     op = "lstm"
     gates = 4
-    outputs = ("h", "c", "gates", "hT", "cT")
+    outputs = LSTM_OUTPUTS
     block = gate_block
 
     def activation(self, gate: str) -> str:
@@ -68,7 +73,7 @@ class GRUCell(NamedTuple):
 
     op = "gru"
     gates = 3
-    outputs = ("h", "gates", "hT")
+    outputs = OUTPUTS
     block = gate_block
 
     def activation(self, gate: str) -> str:
@@ -84,7 +89,7 @@ class RNNCell(NamedTuple):
     op = "rnn"
     gates = 1
     gate_order = "h"
-    outputs = ("h", "gates", "hT")
+    outputs = OUTPUTS
     block = gate_block
 
 

@@ -1,11 +1,17 @@
-"""A sequence in chunks of time, through any engine.
+"""A recurrence that an engine runs in chunks of time. For an engine's caller, `Chunked` stands in for the engine.
 
-For a gradient that keeps little: the forward pass leaves the states between chunks, and the backward pass computes each
-chunk again. And for sequences whose graph, projected input and products over all steps would be too large at once.
+There are two reasons to divide a sequence:
+- `checkpoint_every`: the forward pass saves only the states at the start of each chunk, and the backward pass runs each
+  chunk forward again before it runs it back.
+- Length: the graph, the projected input and the products over all steps of a long sequence would be too large at once.
+
+Chunks run in one of two ways. If all arrays have values and the sequence is long, each chunk is evaluated before the
+next one starts, so that no graph grows. Else, as in `mx.compile`, all chunks are parts of one graph; there the input of
+a chunk waits for the results of the chunk before, so that MLX does not run them side by side.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from math import isqrt
 from typing import Any
 
@@ -13,34 +19,41 @@ import mlx.core as mx
 import numpy as np
 
 from .directions import half, join, join_gradients, one_direction, part
+from .ops import sweep as ops
 from .ops.packed import dequantized
 from .ops.sweep import initial_states
+from .packing import packed_names
 from .problem import Array, Arrays, Chunks, Problem, masks_differ
 from .tracing import have_values
 
 LONGEST = {"numpy": 0, "ops": 256, "stepwise": 4096, "fused": 4096}
-"""Steps up to which nothing is evaluated while a graph is built; 0: `numpy`, which evaluates in any case. A step of
-`ops` takes some 40 KB of the host's memory, forward and back; one of `stepwise` is a launch and a row in each sweep."""
+"""Steps up to which nothing is evaluated while a graph is built. 0: `numpy` evaluates in any case. A step of `ops`
+takes about 40 KB of the host's memory, forward and back; a step of `stepwise` is a launch and a row in each sweep."""
 
 GATES = {"ops": 2**20, "stepwise": 2**24, "fused": 2**24}
-"""Gates (steps x batch x G H) of a chunk at most, of longer calls: on the GPU 64 MB in float32. A product for so many
-by weights of width 512 takes the smallest GPU 7 ms by its peak, not measured; macOS ends what keeps the GPU from the
-display for too long. Of `ops` fewer: while MLX derives a gradient it keeps all of a chunk, some 16 times as much."""
+"""Gates (steps x batch x G H) of a chunk at most, if the sequence is divided for its length. On the GPU this is 64 MB
+in float32. A product of so many gates by weights of width 512 takes the smallest GPU 7 ms by its peak, not measured;
+macOS ends a launch that keeps the GPU from the display for too long. `ops` has a lower limit: while MLX derives a
+gradient, it holds all arrays of a chunk, about 16 times as much."""
 
 ROWS = 1024
-"""Rows (steps x batch) of a chunk that `numpy` computes again, at least: what it prepares for each is then small beside
-the steps. Its products take as many at a time, so that fewer would save little."""
+"""Rows (steps x batch) of a recomputed chunk of `numpy` at least. What it prepares for each chunk is then small beside
+the steps. Its products take as many rows at a time, so that shorter chunks would save little."""
 
 SEQUENCES = ("h", "c", "gates")
 
+HALVES = (mx.float16, mx.bfloat16)
+"""Dtypes that engines compute with in float32."""
+
 
 def chunks_of(engine: str, problem: Problem, every: int | str | None) -> Chunks | None:
-    """How a call is cut, if at all. `every`: the steps that a gradient computes again at a time, if it shall."""
+    """Return how a call is divided, or None if it is not. every: the option `checkpoint_every`."""
     T, B, width = problem.T, problem.B, problem.cell.gates * problem.H
     if every is not None:
-        # Next to sqrt(T) the states at the starts and a chunk are smallest together; a step of `ops` takes most.
+        # T / K saved states and a chunk of K steps are smallest together near K = sqrt(T). A step of `ops` takes about
+        # 16 times the memory of a state, so its K is a quarter of that.
         auto = isqrt((T - 1) // (16 if engine == "ops" else 1)) + 1
-        if engine == "numpy":  # an eighth of its gates and states is less than half of what h and dx take
+        if engine == "numpy":  # gates and states of T / 8 steps are less than half of h and dx
             auto = max(auto, min(ROWS // B, T // 8))
         return Chunks(min(auto if isinstance(every, str) else every, T), recomputes=True)
     longest, gates = longest_whole(engine, problem), B * width
@@ -48,253 +61,347 @@ def chunks_of(engine: str, problem: Problem, every: int | str | None) -> Chunks 
 
 
 def longest_whole(engine: str, problem: Problem) -> int:
-    """The steps up to which an engine takes a sequence whole."""
+    """Return the steps up to which an engine builds one graph for the sequence."""
     return LONGEST[engine] if problem.limits.unchunked is None else problem.limits.unchunked
 
 
-def evaluates(engine: str, problem: Problem, values: list[Array]) -> bool:
-    """Whether the chunks of a problem are evaluated one by one."""
-    return longest_whole(engine, problem) < problem.T and have_values(values)
+def for_engine(engine: str, arrays: Arrays) -> Arrays:
+    """Return the arrays in the dtype in which the engine takes them.
+
+    The Metal shaders read 16 bits and widen them, but want c and its gradient in float32. The other engines get
+    float32. Quantized weights stay as they are.
+    """
+    if engine in ("fused", "stepwise"):
+        return {name: array.astype(mx.float32) if name in ("c", "cT") else array for name, array in arrays.items()}
+    quantized = packed_names(arrays)
+    return {
+        name: array.astype(mx.float32) if array.dtype in HALVES and name not in quantized else array
+        for name, array in arrays.items()
+    }
+
+
+def divided(problem: Problem, arrays: Arrays, engine: str, module: Any) -> "Chunked | None":
+    """Return the engine in chunks, or None if to divide the sequence would be of no use.
+
+    It is of use if chunks are evaluated, which bounds the graph, or if a gradient may follow that recomputes them.
+    `numpy` without a gradient saves nothing anyway.
+    """
+    chunks, plain = problem.chunks, problem.plain
+    if chunks is None or (plain and engine == "numpy"):
+        return None
+    evaluates = longest_whole(engine, problem) < problem.T and have_values(list(arrays.values()))
+    if not evaluates and (plain or not chunks.recomputes):
+        return None
+    # Without training a gradient is unlikely, so that none of its arrays are saved.
+    recomputes = chunks.recomputes or not problem.training
+    return Chunked(Chunks(chunks.steps, recomputes), engine, module, problem.batch_first, evaluates)
 
 
 class Chunked:
-    """An engine that takes a sequence chunk by chunk; `forward` and `backward` are an engine's.
+    """An engine that runs a sequence chunk by chunk. `forward` and `backward` are called as an engine's are.
 
-    Besides an engine's outputs there are the states that each of N chunks starts from, h_starts [N, B, D P] and
-    c_starts [N, B, D H], in the order of time. Where it `evaluates`, and all arrays have values, each chunk is there
-    before the next begins, so that no graph grows: what it reads and leaves is copied out of MLX's graph, of which MLX
-    keeps all that depends on what it traces, and while it derives a gradient everything. Elsewhere, as in `mx.compile`,
-    a chunk's input waits for what the chunk before left.
+    `forward` returns, besides the engine's outputs, the states at the start of each of N chunks, h_starts [N, B, D P]
+    and c_starts [N, B, D H], in the order of time.
     """
 
-    def __init__(
-        self,
-        chunks: Chunks,
-        engine: str,
-        module: Any,
-        for_engine: Callable[[str, Arrays], Arrays],
-        *,
-        batch_first: bool,
-        evaluates: bool,
-    ):
-        """module: the engine's; for_engine: arrays in the dtype it computes in; batch_first: how sequences lie."""
+    def __init__(self, chunks: Chunks, engine: str, module: Any, batch_first: bool, evaluates: bool):
+        """module: the engine's sweeps. batch_first: whether sequences are batch-major in memory."""
         self.steps, self.recomputes = chunks
         self.engine: str = engine
         self.module: Any = module
-        self.for_engine: Callable[[str, Arrays], Arrays] = for_engine
         self.batch_first: bool = batch_first
         self.evaluates: bool = evaluates
+        # Of the sweep that runs: whether chunks are evaluated; whether the engine takes NumPy's arrays; what the next
+        # chunk waits for, where they are not evaluated.
         self.eager: bool = evaluates
-        self.takes_numbers: bool = False
-        self.left: list[Array] = []
+        self.takes_numpy: bool = False
+        self.pending: list[Array] = []
+        # Sequences that MLX does not see, and the dtypes of what it sees: `stand_ins`.
+        self.held: Arrays = {}
+        self.dtypes: dict[str, mx.Dtype] = {}
 
-    def kept(self, problem: Problem) -> list[str]:
-        """What `backward` reads of the results of `forward`."""
+    # --- What MLX sees -----------------------------------------------------------------------------------------------
+
+    def saved_of(self, problem: Problem) -> tuple[list[str], list[str]]:
+        """Return the names of the results that MLX sees, and of those that are saved out of its sight."""
+        visible = [name for name in problem.cell.outputs if name != "gates" or problem.return_gates]
+        saved = self.results_saved(problem)
+        return (visible, saved) if self.evaluates else (visible + saved, [])
+
+    def stand_ins(self, outputs: Arrays, visible: list[str]) -> Arrays:
+        """Return what MLX sees: where chunks are evaluated, zeros without memory in place of sequences.
+
+        MLX keeps all results of a function while it keeps one of them. So the sequences are `held` here until a tap
+        shows them, and each of them lives as long as the caller has it.
+        """
+        outputs = {name: outputs[name] for name in visible}
+        if self.evaluates:
+            self.held = {name: outputs[name] for name in SEQUENCES if name in visible}
+            outputs |= {name: mx.broadcast_to(mx.array(0, a.dtype), a.shape) for name, a in self.held.items()}
+        self.dtypes = {name: array.dtype for name, array in outputs.items()}
+        return outputs
+
+    def stood_for(self, names: list[str], values: list[Array]) -> list[Array]:
+        """Return what stand-ins stand for, and let go of it; `values` themselves if they stand for nothing."""
+        if not self.held:
+            return values
+        return [self.held.pop(name, value) for name, value in zip(names, values, strict=True)]
+
+    # --- The sweeps --------------------------------------------------------------------------------------------------
+
+    def results_saved(self, problem: Problem) -> list[str]:
+        """Return the names of the results of `forward` that `backward` reads."""
         sequences = [] if self.recomputes else [name for name in problem.cell.outputs if name in SEQUENCES]
         return [*sequences, *(f"{name[0]}_starts" for name in states_of(problem))]
 
     def forward(self, problem: Problem, arrays: Arrays) -> Arrays:
-        """The outputs in the dtype of x, gates only if wanted, and what is `kept`, in that of the engine."""
+        """Return the outputs, in the dtype of x and with gates only if wanted, and `results_saved`, in the engine's."""
         self.begin(problem, self.evaluates)
-        if self.engine != "numpy":  # which keeps the matrices of packed weights itself
+        if self.engine != "numpy":  # it caches the matrices of quantized weights itself
             arrays = dequantized(problem.packing, arrays)
         (T, B, H, P), D, dtype = problem[:4], problem.directions, arrays["x"].dtype
-        if self.engine == "numpy" and dtype.size > 2:  # which holds nothing but its outputs, at any length
+        if self.engine == "numpy" and dtype.size > 2:  # at any length it allocates nothing but its outputs
             outputs = self.module.forward(problem._replace(training=False), arrays)
             return outputs | self.starts(problem, arrays, outputs)
-        kept, widths, rooms = self.kept(problem) if problem.training else [], {"h": P, "c": H}, {}
-        if problem.return_gates or "gates" in kept:
+        saved, widths, sequences = self.results_saved(problem) if problem.training else [], {"h": P, "c": H}, {}
+        if problem.return_gates or "gates" in saved:
             widths["gates"] = problem.cell.gates * H
         for name in (name for name in problem.cell.outputs if name in widths):
-            kind = self.for_engine(self.engine, {name: mx.array(0, dtype)})[name].dtype if name in kept else dtype
-            rooms[name] = Room((T, B, D * widths[name]), kind, self.batch_first, self.eager)
-        with self.running():
-            sweeps = [self.sweep_forward(d, one, given, rooms) for d, one, (given,) in ways(problem, arrays)]
-            last = join(sweeps) if problem.bidirectional else sweeps[0]
+            kind = for_engine(self.engine, {name: mx.array(0, dtype)})[name].dtype if name in saved else dtype
+            sequences[name] = SequenceBuffer((T, B, D * widths[name]), kind, self.batch_first, self.eager)
+        with self.beside_the_engine():
+            last = [
+                self.sweep_forward(d, own, own_arrays, sequences)
+                for d, own, (own_arrays,) in by_direction(problem, arrays)
+            ]
+            results = join(last) if problem.bidirectional else last[0]
             if self.eager:
-                mx.eval(last)
-        self.left = []
-        return last | {name: room.array for name, room in rooms.items()}
+                mx.eval(results)
+        self.pending = []
+        return results | {name: sequence.array for name, sequence in sequences.items()}
 
     def starts(self, problem: Problem, arrays: Arrays, outputs: Arrays) -> Arrays:
-        """The states that chunks start from, out of those after all steps."""
-        found = []
-        for d, one, (given,) in ways(problem, arrays):
-            first: Arrays = dict(zip(("h0", "c0"), initial_states(one, given), strict=True))
+        """Return h_starts and c_starts, read from the outputs of all steps."""
+        by_d = []
+        for d, own, (own_arrays,) in by_direction(problem, arrays):
+            first: Arrays = dict(zip(("h0", "c0"), initial_states(own, own_arrays), strict=True))
             mx.eval(first)
-            own = {name: numbers_of(outputs[name[0]]) for name in states_of(one)}
-            own = {name: half(states, d) if problem.bidirectional else states for name, states in own.items()}
-            starts = {
-                n: [
-                    before(one, own[n], numbers_of(first[n]), arrays.get("lengths"), *b)
-                    for b in sorted(self.bounds(one))
-                ]
-                for n in own
-            }
-            found.append({f"{name[0]}_starts": of_numbers(np.stack(rows)) for name, rows in starts.items()})
-        return join(found) if problem.bidirectional else found[0]
+            starts = {}
+            for name in states_of(own):
+                states = memory_of(outputs[name[0]])
+                states, first_state = half(states, d) if problem.bidirectional else states, memory_of(first[name])
+                lengths, bounds = arrays.get("lengths"), sorted(self.bounds(own))
+                rows = [state_before(own, states, first_state, lengths, *chunk) for chunk in bounds]
+                starts[f"{name[0]}_starts"] = copied_to_mlx(np.stack(rows))
+            by_d.append(starts)
+        return join(by_d) if problem.bidirectional else by_d[0]
 
-    def sweep_forward(self, d: int, problem: Problem, arrays: Arrays, rooms: dict[str, "Room"]) -> Arrays:
-        """One direction's chunks: writes the sequences; the last states, and those that chunks start from."""
-        fixed, rows, starts = self.fixed(arrays), self.by_step(arrays), {}
+    def sweep_forward(self, d: int, problem: Problem, arrays: Arrays, sequences: dict[str, "SequenceBuffer"]) -> Arrays:
+        """Run the chunks of direction d, write the sequences, and return the last states and those at each start."""
+        shared, by_step, starts = self.shared_by_steps(arrays), self.by_step(arrays), {}
         h0, c0 = initial_states(problem, arrays)
-        states = {"h0": h0, "c0": widened(c0)}  # the engines keep c so
-        states = self.settled({name: states[name] for name in states_of(problem)})
+        states = {"h0": h0, "c0": widened(c0)}  # engines return c in float32
+        states = self.prepared({name: states[name] for name in states_of(problem)})
         if self.recomputes:
             problem = problem._replace(training=False)
         for start, stop in self.bounds(problem):
             starts[start] = states
-            found = self.module.forward(
-                problem._replace(T=stop - start), lengths_of(fixed, start, stop) | self.cut(rows, start, stop) | states
-            )
-            states = {name: found[f"{name[0]}T"] for name in states}
-            self.leave(rooms, d, start, stop, found, states)
-            states = self.settled(states)
+            inputs = lengths_of(shared, start, stop) | self.steps_of(by_step, start, stop) | states
+            outputs = self.module.forward(problem._replace(T=stop - start), inputs)
+            states = {name: outputs[f"{name[0]}T"] for name in states}
+            self.write(sequences, d, start, stop, outputs, states)
+            states = self.prepared(states)
         last = {f"{name[0]}T": state for name, state in states.items()}
         in_time = [starts[start] for start in sorted(starts)]
         return last | {f"{name[0]}_starts": mx.stack([each[name] for each in in_time]) for name in states}
 
     def backward(self, problem: Problem, arrays: Arrays, saved: dict[str, Any], cotangents: Arrays) -> Arrays:
-        """The gradient of every array, in its dtype; `saved`: what is `kept`."""
-        self.begin(problem, self.evaluates and have_values([*arrays.values(), *cotangents.values()]))
-        rooms = {}
-        for name in with_steps(arrays):  # sums of both directions are wide
+        """Return the gradient of every array, in the array's dtype. saved: `results_saved`."""
+        self.begin(
+            problem, self.evaluates and have_values([*arrays.values(), *cotangents.values()], transforming=False)
+        )
+        sequences = {}
+        for name in with_steps(arrays):  # both directions add to one gradient, in float32
             dtype = widened(arrays[name]).dtype if problem.bidirectional else arrays[name].dtype
-            rooms[name] = Room(arrays[name].shape, dtype, self.batch_first, self.eager)
-        with self.running():
-            given = ways(problem, arrays, saved, cotangents)
-            sweeps = [self.sweep_backward(d, one, rooms, *values) for d, one, values in given]
-            gradients = join_gradients(sweeps, arrays) if problem.bidirectional else sweeps[0]
-            gradients |= {name: room.array for name, room in rooms.items()}
-            self.left = []
+            sequences[name] = SequenceBuffer(arrays[name].shape, dtype, self.batch_first, self.eager)
+        with self.beside_the_engine():
+            parts = by_direction(problem, arrays, saved, cotangents)
+            by_d = [self.sweep_backward(d, own, sequences, *own_arrays) for d, own, own_arrays in parts]
+            gradients = join_gradients(by_d, arrays) if problem.bidirectional else by_d[0]
+            gradients |= {name: sequence.array for name, sequence in sequences.items()}
+            self.pending = []
             return {name: gradient.astype(arrays[name].dtype) for name, gradient in gradients.items()}
 
     def sweep_backward(
-        self, d: int, problem: Problem, rooms: dict[str, "Room"], arrays: Arrays, saved: Arrays, cotangents: Arrays
+        self,
+        d: int,
+        problem: Problem,
+        sequences: dict[str, "SequenceBuffer"],
+        arrays: Arrays,
+        saved: Arrays,
+        cotangents: Arrays,
     ) -> Arrays:
-        """One direction's chunks in reverse: writes what has a gradient at each step; the gradients of all else."""
-        states, sums = {name: f"{name[0]}_starts" for name in states_of(problem)}, {}
-        fixed, rows, d_rows, kept_rows = self.fixed(arrays), *map(self.by_step, (arrays, cotangents, saved))
-        after = self.settled({name: cotangents[name] for name in ("hT", "cT") if name in cotangents})
+        """Run the chunks of direction d in reverse. Write the gradients of sequences, return those of other arrays."""
+        starts, sums = {name: f"{name[0]}_starts" for name in states_of(problem)}, {}
+        shared = self.shared_by_steps(arrays)
+        by_step, d_by_step, saved_by_step = (self.by_step(values) for values in (arrays, cotangents, saved))
+        # The cotangents of the states after the chunk, which the chunk after it returned.
+        after = self.prepared({name: cotangents[name] for name in ("hT", "cT") if name in cotangents})
         for start, stop in reversed(self.bounds(problem)):
-            now, n = problem._replace(T=stop - start), start // self.steps
-            given = lengths_of(fixed, start, stop) | self.cut(rows, start, stop)
-            given |= {name: saved[starts][n] for name, starts in states.items()}
+            chunk, n = problem._replace(T=stop - start), start // self.steps
+            inputs = lengths_of(shared, start, stop) | self.steps_of(by_step, start, stop)
+            inputs |= {name: saved[of_chunks][n, ...] for name, of_chunks in starts.items()}
             if self.recomputes:
-                kept = self.module.forward(now._replace(training=True, return_gates=False), given)
+                outputs = self.module.forward(chunk._replace(training=True, return_gates=False), inputs)
             else:
-                kept = self.cut(kept_rows, start, stop)
-            found = self.module.backward(now, given, kept, self.cut(d_rows, start, stop) | after)
-            after = {f"{name[0]}T": found.pop(name) for name in states}
-            for name, starts in states.items():
-                if starts in cotangents:  # in a second derivative
-                    after[f"{name[0]}T"] += cotangents[starts][n]
-            shared = {name: widened(gradient) for name, gradient in found.items() if name not in rooms}
-            self.leave(rooms, d, start, stop, found, after | shared)
-            after, sums = self.settled(after), self.added(sums, shared)
+                outputs = self.steps_of(saved_by_step, start, stop)
+            gradients = self.module.backward(chunk, inputs, outputs, self.steps_of(d_by_step, start, stop) | after)
+            after = {f"{name[0]}T": gradients.pop(name) for name in starts}
+            for name, of_chunks in starts.items():
+                if of_chunks in cotangents:  # only in a second derivative
+                    after[f"{name[0]}T"] += cotangents[of_chunks][n, ...]
+            terms = {name: widened(gradient) for name, gradient in gradients.items() if name not in sequences}
+            self.write(sequences, d, start, stop, gradients, after | terms)
+            after, sums = self.prepared(after), self.added(sums, terms)
         if self.eager:
             sums = {name: mx.array(total, widened(arrays[name]).dtype) for name, total in sums.items()}
-        return sums | {name: after[f"{name[0]}T"] for name in states if name in arrays}
+        return sums | {name: after[f"{name[0]}T"] for name in starts if name in arrays}
 
     def bounds(self, problem: Problem) -> list[tuple[int, int]]:
-        """The steps from..to of one direction's chunks, in the order they are processed."""
-        found = [(start, min(start + self.steps, problem.T)) for start in range(0, problem.T, self.steps)]
-        return found[::-1] if problem.reverse else found
+        """Return (start, stop) of the chunks of one direction, in the order they are processed."""
+        bounds = [(start, min(start + self.steps, problem.T)) for start in range(0, problem.T, self.steps)]
+        return bounds[::-1] if problem.reverse else bounds
 
-    def fixed(self, arrays: Arrays) -> Arrays:
-        """Those that all steps share."""
+    # --- Arrays between chunks ---------------------------------------------------------------------------------------
+
+    def begin(self, problem: Problem, eager: bool) -> None:
+        """Begin a sweep of one or both directions."""
+        self.eager, self.pending = eager, []
+        self.takes_numpy = self.engine == "numpy" and problem.packing is None
+
+    @contextmanager
+    def beside_the_engine(self) -> Iterator[None]:
+        """The context of all operations that are not the engine's.
+
+        With `numpy` they run on the CPU, since a GPU has no float64. NumPy's overflows pass silently, as MLX's do.
+        """
+        with mx.stream(mx.cpu) if self.engine == "numpy" else nullcontext(), np.errstate(all="ignore"):
+            yield
+
+    def shared_by_steps(self, arrays: Arrays) -> Arrays:
+        """Return the arrays that all steps share, for the engine."""
         others = {*with_steps(arrays), "h0", "c0"}
-        return self.settled({name: array for name, array in arrays.items() if name not in others})
+        return self.prepared({name: array for name, array in arrays.items() if name not in others})
 
     def by_step(self, arrays: Arrays) -> dict[str, Any]:
-        """Those that have a row for each step; as NumPy's where chunks are evaluated, which cuts them for nothing."""
+        """Return the arrays that have a row for each step; in eager mode NumPy's views, which are free to slice."""
         rows = {name: arrays[name] for name in with_steps(arrays)}
         if self.eager:
             mx.eval(rows)
-            return {name: numbers_of(array) for name, array in rows.items()}
+            return {name: memory_of(array) for name, array in rows.items()}
         return rows
 
-    def cut(self, rows: dict[str, Any], start: int, stop: int) -> dict[str, Any]:
-        """Steps start..stop, for the engine."""
-        part = {name: array[start:stop] for name, array in rows.items()}
-        if self.takes_numbers and all(array.itemsize > 2 for array in part.values()):
-            return part
+    def steps_of(self, by_step: dict[str, Any], start: int, stop: int) -> dict[str, Any]:
+        """Return steps start..stop of what `by_step` returned, for the engine."""
+        rows = {name: array[start:stop] for name, array in by_step.items()}
+        if self.takes_numpy and all(array.itemsize > 2 for array in rows.values()):
+            return rows
         if self.eager:
-            part = {name: of_numbers(array) for name, array in part.items()}
-        elif "x" in part and self.left:
-            part["x"] = following(part["x"], self.left)
-        return self.for_engine(self.engine, part)
+            rows = {name: copied_to_mlx(array) for name, array in rows.items()}
+        elif "x" in rows and self.pending:
+            rows["x"] = after_all(rows["x"], self.pending)
+        return for_engine(self.engine, rows)
 
-    def settled(self, arrays: Arrays) -> Arrays:
-        """Arrays for the engine; copied where they are to leave a graph, which those of `numpy` are not in."""
+    def prepared(self, arrays: Arrays) -> Arrays:
+        """Prepare arrays for the engine. In eager mode copy them, so that they no longer hold MLX's graph.
+
+        MLX keeps the graph of whatever depends on what it traces, and while it derives a gradient every graph. Results
+        of `numpy` have none.
+        """
         if self.eager and self.engine != "numpy":
             mx.eval(arrays)
-            arrays = {name: of_numbers(numbers_of(array)) for name, array in arrays.items()}
-        return self.for_engine(self.engine, arrays)
+            arrays = {name: copied_to_mlx(memory_of(array)) for name, array in arrays.items()}
+        return for_engine(self.engine, arrays)
 
-    def begin(self, problem: Problem, eager: bool) -> None:
-        """The first chunk comes."""
-        self.eager, self.left = eager, []
-        self.takes_numbers = self.engine == "numpy" and problem.packing is None
-
-    def leave(self, rooms: dict[str, "Room"], d: int, start: int, stop: int, found: Arrays, others: Arrays) -> None:
-        """A chunk of direction d is done: writes its sequences, and evaluates them and the others, or notes them."""
-        rows = {name: found[name].astype(room.dtype) for name, room in rooms.items()}
+    def write(
+        self, sequences: dict[str, "SequenceBuffer"], d: int, start: int, stop: int, results: Arrays, others: Arrays
+    ) -> None:
+        """Write a chunk's part of the sequences. In eager mode evaluate it and the other results before."""
+        rows = {name: results[name].astype(sequence.dtype) for name, sequence in sequences.items()}
         if self.eager:
             mx.eval(rows, others)
-        for name, room in rooms.items():
-            room.write(d, start, stop, rows[name])
+        for name, sequence in sequences.items():
+            sequence.write(d, start, stop, rows[name])
         if not self.eager:
-            self.left = [*others.values(), *(room.memory for room in rooms.values())]
+            self.pending = [*others.values(), *(sequence.memory for sequence in sequences.values())]
 
-    def added(self, sums: dict[str, Any], gradients: Arrays) -> dict[str, Any]:
-        """The sums over chunks: NumPy's arrays where these are evaluated."""
+    def added(self, sums: dict[str, Any], terms: Arrays) -> dict[str, Any]:
+        """Return the sums over chunks with one chunk's terms added. In eager mode they are NumPy's arrays."""
         if not self.eager:
-            return {name: gradient + sums[name] if sums else gradient for name, gradient in gradients.items()}
+            return {name: term + sums[name] if sums else term for name, term in terms.items()}
         if not sums:
-            return {name: np.array(gradient) for name, gradient in gradients.items()}
-        for name, gradient in gradients.items():
-            sums[name] += numbers_of(gradient)
+            return {name: np.array(term) for name, term in terms.items()}
+        for name, term in terms.items():
+            sums[name] += memory_of(term)
         return sums
 
-    def running(self) -> AbstractContextManager[object]:
-        """Where all beside the engine runs: with `numpy` on the CPU, as a GPU has no float64."""
-        return mx.stream(mx.cpu) if self.engine == "numpy" else nullcontext()
 
+class SequenceBuffer:
+    """A sequence [T, B, .] of one direction or both that chunks write into.
 
-class Room:
-    """A sequence [T, B, .] of one direction or both, into which chunks write; batch-major in memory if it shall be.
+    In memory it is [B, T, .] with `batch_first`. In eager mode NumPy writes the rows: where MLX keeps its graph, it
+    would copy the whole sequence for each chunk.
+    """
 
-    `evaluated` rows are written by NumPy, as MLX would copy the whole where it keeps its graph."""
-
-    def __init__(self, shape: tuple[int, ...], dtype: mx.Dtype, batch_first: bool, evaluated: bool):
+    def __init__(self, shape: tuple[int, ...], dtype: mx.Dtype, batch_first: bool, eager: bool):
         T, B, self.width = shape
-        self.swaps: bool = batch_first
+        self.batch_first: bool = batch_first
         self.dtype: mx.Dtype = dtype
         self.memory: Array = mx.zeros((B, T, self.width) if batch_first else shape, dtype)
-        self.numbers: np.ndarray | None = None
-        if evaluated:
+        self.view: np.ndarray | None = None
+        if eager:
             mx.eval(self.memory)
-            self.numbers = numbers_of(self.memory)
+            self.view = memory_of(self.memory)
 
     def write(self, d: int, start: int, stop: int, rows: Array) -> None:
-        """What direction d has of steps start..stop: its half, or its part of the sum of what both share."""
+        """Write rows start..stop of direction d: its half, or, if both directions share the sequence, a term of it."""
         first = 0 if rows.shape[-1] == self.width else d * rows.shape[-1]
         steps, columns = slice(start, stop), slice(first, first + rows.shape[-1])
-        at = (slice(None), steps, columns) if self.swaps else (steps, slice(None), columns)
-        into: Any = self.memory if self.numbers is None else self.numbers
-        part: Any = rows if self.numbers is None else numbers_of(rows)
-        part = part.swapaxes(0, 1) if self.swaps else part
-        into[at] = into[at] + part if d and not first else part
+        at = (slice(None), steps, columns) if self.batch_first else (steps, slice(None), columns)
+        target: Any = self.memory if self.view is None else self.view
+        source: Any = rows if self.view is None else memory_of(rows)
+        source = source.swapaxes(0, 1) if self.batch_first else source
+        target[at] = target[at] + source if d and not first else source
 
     @property
     def array(self) -> Array:
-        """The sequence."""
-        return mx.swapaxes(self.memory, 0, 1) if self.swaps else self.memory
+        """The sequence [T, B, .]."""
+        return mx.swapaxes(self.memory, 0, 1) if self.batch_first else self.memory
 
 
-def ways(problem: Problem, *values: Arrays) -> Iterator[tuple[int, Problem, list[Any]]]:
-    """Each direction: its number, its problem, its parts of the arrays."""
+# --- The same without chunks: a graph of all steps -------------------------------------------------------------------
+
+
+def plain_outputs(problem: Problem, arrays: Arrays, chunked: Chunked) -> Arrays:
+    """Return the outputs of `ops` that MLX sees, as a graph which MLX can derive. Evaluated chunks have none."""
+    if not chunked.evaluates:
+        return chunked.forward(problem, arrays)
+    outputs = ops.forward(problem, for_engine("ops", arrays))
+    return {name: outputs[name].astype(dtype) for name, dtype in chunked.dtypes.items()}
+
+
+def plain_gradients(problem: Problem, arrays: Arrays, cotangents: Arrays) -> Arrays:
+    """Return the gradients of `ops`, as a graph of all steps, in the dtypes of the arrays."""
+    inputs = for_engine("ops", arrays)
+    gradients = ops.backward(problem, inputs, ops.forward(problem, inputs), for_engine("ops", cotangents))
+    return {name: gradient.astype(arrays[name].dtype) for name, gradient in gradients.items()}
+
+
+# --- Parts of arrays -------------------------------------------------------------------------------------------------
+
+
+def by_direction(problem: Problem, *values: Arrays) -> Iterator[tuple[int, Problem, list[Any]]]:
+    """Yield each direction: its number, its problem, its parts of the arrays."""
     if not problem.bidirectional:
         yield 0, problem, list(values)
         return
@@ -302,11 +409,13 @@ def ways(problem: Problem, *values: Arrays) -> Iterator[tuple[int, Problem, list
         yield d, one_direction(problem, d), [part(arrays, d) for arrays in values]
 
 
-def before(
+def state_before(
     problem: Problem, states: np.ndarray, first: np.ndarray, lengths: Array | None, start: int, stop: int
 ) -> np.ndarray:
-    """The state [B, .] that steps start..stop start from, out of those after each step and the first one. Of an item
-    that has ended by then anything will do."""
+    """Return the state [B, .] that steps start..stop start from. states: the state after each step; first: the first.
+
+    The state of an item that has ended before the chunk is arbitrary.
+    """
     last = stop if problem.reverse else start - 1
     if not 0 <= last < problem.T:
         return first
@@ -316,42 +425,44 @@ def before(
 
 
 def lengths_of(arrays: Arrays, start: int, stop: int) -> Arrays:
-    """The arrays with the lengths of steps start..stop: 0 for an item that ended before, all for one that goes on."""
+    """Return the arrays with the lengths of steps start..stop: 0 for an item that ended before, all if it goes on."""
     if "lengths" not in arrays:
         return arrays
     return arrays | {"lengths": mx.clip(arrays["lengths"] - start, 0, stop - start)}
 
 
 def with_steps(arrays: Arrays) -> list[str]:
-    """Which arrays have a row for each step."""
+    """Return the names of the arrays that have a row for each step."""
     always = ("x", "keep", *SEQUENCES)
     return [name for name in arrays if name in always or (name == "mask" and masks_differ(arrays))]
 
 
 def states_of(problem: Problem) -> list[str]:
-    """The names of a cell's first states."""
+    """Return the names of a cell's first states."""
     return ["h0", "c0"] if "c" in problem.cell.outputs else ["h0"]
 
 
 def widened(array: Array) -> Array:
-    """An array of 16 bits in float32, in which sums are made."""
+    """Return an array of 16 bits in float32, in which sums are made; any other as it is."""
     return array.astype(mx.float32) if array.itemsize == 2 else array
 
 
-def numbers_of(array: Array) -> np.ndarray:
-    """An evaluated array's memory; that of bfloat16, which NumPy does not know, as integers."""
+def memory_of(array: Array) -> np.ndarray:
+    """Return a view of an evaluated array's memory; of bfloat16, which NumPy lacks, as integers of 16 bits."""
     if array.dtype == mx.bfloat16:
         array = array.view(mx.uint16)
     return np.array(array, copy=False)
 
 
-def of_numbers(numbers: np.ndarray) -> Array:
-    """A new array, of no graph, out of what `numbers_of` gave."""
-    array = mx.array(numbers, mx.float64 if numbers.dtype == np.float64 else None)
+def copied_to_mlx(memory: np.ndarray) -> Array:
+    """Return a copy of what `memory_of` returned, an array that belongs to no graph."""
+    if any(stride < 0 for stride in memory.strides):  # a reversed view, which MLX does not take
+        memory = memory.copy()
+    array = mx.array(memory, mx.float64 if memory.dtype == np.float64 else None)
     return array.view(mx.bfloat16) if array.dtype == mx.uint16 else array
 
 
-def following(array: Array, others: list[Array]) -> Array:
-    """The array, once all others are there. Not `mx.depends`, which has no place in `mx.vmap` and `mx.jvp`."""
-    seen = mx.stack([other[(0,) * other.ndim].astype(mx.float32) for other in others])
-    return mx.where((seen == seen).any(), array, array)
+def after_all(array: Array, others: list[Array]) -> Array:
+    """Return the array, as a graph that waits for the others. `mx.depends` would do, but has no rule for mx.jvp."""
+    first = mx.stack([other[(0,) * other.ndim].astype(mx.float32) for other in others])
+    return mx.where((first == first).any(), array, array)

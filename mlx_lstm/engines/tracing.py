@@ -1,77 +1,97 @@
-"""Arrays without values, placeholders of MLX's transformations; and `mx.vmap` of what MLX cannot vectorise."""
+"""Whether MLX is transforming a function, and how to evaluate arrays while it does.
+
+MLX's transformations (grad, vjp, jvp, vmap, checkpoint, compile, export) run a function on tracers: arrays whose graph
+they read afterwards. Tracers of grad, vjp and jvp have values; those of vmap, compile and an export are placeholders.
+"""
 
 from collections.abc import Callable
-from functools import cache
+from contextlib import suppress
+from threading import local
 from typing import Any
 
 import mlx.core as mx
-from mlx.utils import tree_map, tree_reduce
 
 custom_function: Callable[[Callable[..., Any]], Any] = mx.custom_function
-"""`mx.custom_function`, of which MLX's types do not say that what it makes returns what the function returns."""
+"""`mx.custom_function`. MLX's type stubs do not say that the result returns what the function returns."""
 
 
-_ran = [object()]
-"""A new one each time that Python runs `note_run`."""
+class Leaving(Exception):
+    """Raised to leave a transformation before its end."""
 
 
-def note_run(array: mx.array) -> list[mx.array]:
-    """Returns nothing."""
-    _ran[0] = object()
+def stale_placeholder() -> mx.array:
+    """Return a placeholder of an `mx.vmap` that an exception ended, so that MLX never unmarked it as a tracer.
+
+    MLX takes such an array for a tracer exactly while any transformation runs in the thread that asks.
+    """
+    leaked: list[mx.array] = []
+
+    def leave(placeholder: mx.array) -> mx.array:
+        leaked.append(placeholder)
+        raise Leaving
+
+    with suppress(Leaving):
+        mx.vmap(leave)(mx.zeros(1))
+    return leaked[0]
+
+
+PLACEHOLDER = stale_placeholder()
+
+
+class Probe(local):
+    """A compiled function of each thread, and how often Python has run it.
+
+    A compiled function leaves Python objects in a cache of the thread that called it. MLX frees the cache when the
+    thread has ended, and the process aborts if Python shuts down at that moment. As an attribute of a `local`, the
+    function is freed while its thread still runs Python, and takes what it left in the cache with it.
+    """
+
+    def __init__(self) -> None:
+        self.runs: int = 0
+        self.compiled: Callable[[mx.array], object] = mx.compile(count_run)
+
+
+def count_run(array: mx.array) -> list[mx.array]:
+    """Note that Python has run the compiled function. It has no outputs, so that nothing is computed."""
+    probe.runs += 1
     return []
 
 
-compiled = mx.compile(note_run)
-
-
-def is_traced(array: mx.array) -> bool:
-    """Whether MLX traces an array: then it runs what was compiled in Python, as it also does once in every thread."""
-    for _ in range(2):
-        before = _ran[0]
-        compiled(array)
-        if _ran[0] is before:
-            return False
-    return True
-
-
-@cache
-def leftover() -> mx.array | None:
-    """An array of a derivative that is over, which MLX takes for traced where it traces any; None if it does not."""
-    found: list[mx.array] = []
-
-    def trace(x: mx.array) -> mx.array:
-        found.append(x + 0)
-        return x if is_traced(found[0]) else found.pop()
-
-    mx.vjp(trace, [mx.array(0.0)], [mx.array(0.0)])
-    return found[0] if found else None
+probe = Probe()
 
 
 def is_transforming() -> bool:
-    """Whether MLX may be deriving, mapping, compiling or exporting in this thread. It does not say; to ask takes a
-    microsecond, where an evaluation wakes another thread. Nobody knows where `mx.disable_compile()` holds."""
-    array = leftover()
-    return array is None or is_traced(array)
+    """Return whether MLX is transforming a function in this thread.
 
-
-def are_free(arrays: list[mx.array]) -> bool:
-    """Whether no transformation of MLX sees any of these arrays, so that nobody can ask for a gradient through them."""
-    if not is_transforming():
-        return True
-    try:
-        # Of what depends on them, as MLX lets a traced array pass once it has a value.
-        mx.async_eval(mx.depends([mx.array(0.0)], arrays))
-    except ValueError as error:
-        if "inside a graph transformation" not in str(error):
-            raise
+    MLX does not say. But it runs a compiled function in Python if an argument is a tracer, and otherwise only once, to
+    compile it. Asking takes a microsecond outside of transformations; an evaluation would wake another thread.
+    """
+    before = probe.runs
+    probe.compiled(PLACEHOLDER)
+    if probe.runs == before:
         return False
+    # Python also runs the first call in a thread, and every call under mx.disable_compile(). The placeholder has no
+    # value, so that mx.eval raises in any case; the error says whether it counts as a tracer.
+    try:
+        mx.eval(PLACEHOLDER)
+    except RuntimeError:
+        return False
+    except ValueError:
+        pass
     return True
 
 
-def have_values(arrays: list[mx.array]) -> bool:
-    """Evaluates these arrays; whether none is a placeholder of `mx.compile`, `mx.vmap` or an export."""
+def have_values(arrays: list[mx.array], transforming: bool | None = None) -> bool:
+    """Evaluate the arrays, and return whether none of them is a placeholder of `mx.compile`, `mx.vmap` or an export.
+
+    transforming: whether MLX is transforming a function, if the caller knows. A vjp rule passes False: MLX keeps all
+        graphs while it calls one.
+    """
     try:
-        mx.eval(arrays)
+        if is_transforming() if transforming is None else transforming:
+            with_graphs_kept(lambda: mx.eval(arrays))
+        else:
+            mx.eval(arrays)
     except ValueError as error:
         if "during function transformations" not in str(error):
             raise
@@ -79,14 +99,23 @@ def have_values(arrays: list[mx.array]) -> bool:
     return True
 
 
-def one_by_one(function: Callable[..., Any], inputs: Any, axes: Any) -> tuple[Any, Any]:
-    """The rule of `mx.vmap` for a function of arrays, in tuples and dicts: run for each element, stack the results."""
-    lengths = tree_map(lambda array, axis: 0 if axis is None else array.shape[axis], inputs, axes)
-    length: Any = tree_reduce(max, lengths)
-    results = [function(*element(inputs, axes, n)) for n in range(length)]
-    return tree_map(lambda *rows: mx.stack(list(rows)), *results), tree_map(lambda _: 0, results[0])
+def with_graphs_kept(function: Callable[[], Any]) -> Any:
+    """Return `function()`. What it evaluates stays connected to the graph that it was computed by.
+
+    When an inner transformation ends, MLX unmarks the tracers it met, those of an outer one included. If such an array
+    is evaluated afterwards, MLX drops its graph, and the outer derivative silently becomes wrong. Only while MLX calls
+    a vjp rule does it keep all graphs. So `function` runs inside the vjp rule of an identity.
+    """
+    results = []
+
+    def rule(primal: mx.array, cotangent: mx.array, output: mx.array) -> mx.array:
+        results.append(function())
+        return cotangent
+
+    identity = custom_function(lambda array: array)
+    identity.vjp(rule)
+    mx.vjp(identity, [ZERO], [ZERO])
+    return results[0]
 
 
-def element(tree: Any, axes: Any, n: int) -> Any:
-    """Number n of every array that has a mapped axis."""
-    return tree_map(lambda array, axis: array if axis is None else mx.take(array, n, axis=axis), tree, axes)
+ZERO = mx.array(0.0)

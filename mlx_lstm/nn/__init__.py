@@ -1,14 +1,15 @@
-"""Layers that drop into any MLX model, in the place of those of `mlx.nn`.
+"""Layers for MLX models, in the place of those of `mlx.nn`.
 
-`replace` puts them there in a model that exists, `patched` in one that other code builds. `stack` runs lists of such
-layers, whoever wrote them, as one: layers on layers, both directions, lengths, last states. `quantize` packs the
-weights of a model's layers, ours among them.
+`replace` puts them into a model, `patched` into a model that other code builds. `stack` runs lists of layers as one:
+several layers, both directions, lengths, last states. `from_weights` makes a layer with any option from weights of any
+format. `quantize` quantizes the layers of a model, recurrent ones included.
 """
 
+from ._from_weights import from_weights
 from ._layers import GRU, LSTM, NONLINEARITIES, RNN, QuantizedGRU, QuantizedLSTM, QuantizedRNN
 from ._quantize import quantize
 from ._replace import patched, replace
 from ._stack import stack
 
 __all__ = ["GRU", "LSTM", "NONLINEARITIES", "RNN", "QuantizedGRU", "QuantizedLSTM", "QuantizedRNN", "patched"]
-__all__ += ["quantize", "replace", "stack"]
+__all__ += ["from_weights", "quantize", "replace", "stack"]

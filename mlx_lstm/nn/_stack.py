@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, overload
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..checks import Form, check_array, check_every, check_option, fail, instead_of
+from ..checks import ArraySpec, check_array, check_every, check_option, fail, instead_of
 from ..engines.at_once import by_mlx, by_numpy, computes_now, derived
 from ..engines.cells import Cell, GRUCell, LSTMCell, RNNCell
 from ..engines.choice import Engine, check_engine
@@ -160,25 +160,26 @@ def stack(
     every, engine = check_every(OP, checkpoint_every), check_engine(OP, engine)
     depths = read_depths(layers, [] if reverse is None else reverse, engine, merge, between is not None)
     cell, D = depths[0].cell, depths[0].arrays["Wx"].shape[1]
-    K, ways, H = len(depths), (2 if layers and reverse else 1), depths[0].arrays["Wh"].shape[-1]
+    K, directions, H = len(depths), (2 if layers and reverse else 1), depths[0].arrays["Wh"].shape[-1]
     check_x(x, D)
     batch, T = x.shape[:-2], x.shape[-2]
     names = ("h", "c") if isinstance(cell, LSTMCell) else ("h",)
-    first = first_states(state, names, (ways * K, *batch, H))
+    first = first_states(state, names, (directions * K, *batch, H))
     dtype = common_dtype([x, *first.values(), *(array for depth in depths for array in depth.arrays.values())])
-    joins = ways == 2 and merge == "concat"
+    sums = directions == 2 and merge == "sum"
+    width = directions * H if merge == "concat" else H
     if 0 in batch:
-        states = [mx.zeros((ways * K, *batch, H), dtype) for _ in names]
-        return mx.zeros((*batch, T, 2 * H if joins else H), dtype), tuple(states) if len(states) == 2 else states[0]
+        states = [mx.zeros((directions * K, *batch, H), dtype) for _ in names]
+        return mx.zeros((*batch, T, width), dtype), tuple(states) if len(states) == 2 else states[0]
     # The recurrence has one batch axis: x becomes [B, T, D], and the states of a layer become [B, H] or [B, 2H].
     small = by_numpy if computes_now(depths[0].engine) else by_mlx
     is_flat = len(batch) == 1
     x = x if is_flat else small(methodcaller("reshape", (-1, T, D)), x)
     steps = whole_steps(OP, keep, hold, (*batch, T), "[B, T]")
     steps = {name: array.reshape(-1, T) for name, array in steps.items()}
-    options = {"reverse": not layers, "bidirectional": ways == 2, "hold": steps.pop("hold", None), "batch_first": True}
-    options |= {"lengths": whole_lengths(OP, lengths, x.shape[0], T), "lengths_checked": True}
-    rows = {name: small(partial(split_states, ways), array) for name, array in first.items()}
+    options = {"reverse": not layers, "bidirectional": directions == 2, "hold": steps.pop("hold", None)}
+    options |= {"lengths": whole_lengths(OP, lengths, x.shape[0], T), "lengths_checked": True, "batch_first": True}
+    rows = {name: small(partial(split_states, directions), array) for name, array in first.items()}
     last: list[dict[str, mx.array]] = []
     for n, depth in enumerate(depths):
         arrays = depth.arrays | {"x": x} | {f"{name}0": array[n] for name, array in rows.items()}
@@ -189,10 +190,10 @@ def stack(
         for side in (layers, reverse):
             if side and isinstance(side[n], Layer):
                 vars(side[n])["_engine_used"] = choice
-        x = half(outputs["h"], 0) + half(outputs["h"], 1) if ways == 2 and merge == "sum" else outputs["h"]
+        x = half(outputs["h"], 0) + half(outputs["h"], 1) if sums else outputs["h"]
         if between is not None and n < K - 1:
             x = call_between(between, n, x, (*batch, T), depths[n + 1].arrays["Wx"].shape[1])
-    whole = partial(join_states, ways, (-1, *batch, H))
+    whole = partial(join_states, directions, (-1, *batch, H))
     states = [small(whole, *(state[name] for state in last)) for name in names]
     x = x if is_flat else small(methodcaller("reshape", (*batch, T, -1)), x)
     return x, tuple(states) if len(states) == 2 else states[0]
@@ -308,7 +309,7 @@ def check_parameters(name: str, layer: Depth, D: int, H: int) -> None:
     for key, argument in layer.kind._names.items():
         if argument in layer.arrays:
             array = layer.arrays[argument]
-            array = Form(array.shape, mx.float32) if isinstance(array, Quantized) else array
+            array = ArraySpec(array.shape, mx.float32) if isinstance(array, Quantized) else array
             check_array(OP, f"{name}.{key}", array, shapes[argument], why=why)
 
 

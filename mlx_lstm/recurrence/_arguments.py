@@ -8,7 +8,7 @@ from typing import Any, TypeVar, cast
 import mlx.core as mx
 import numpy as np
 
-from ..checks import Form, check_array, check_flag, check_number, check_option, check_sizes, fail
+from ..checks import ArraySpec, check_array, check_flag, check_number, check_option, check_sizes, fail
 from ..engines.cells import ACTIVATIONS, Cell, GRUCell, LSTMCell, RNNCell
 from ..engines.packing import WEIGHTS, WIDTHS, Packing, Quantized, is_packed
 from ..engines.problem import Arrays, Problem
@@ -112,7 +112,7 @@ def check_shapes(
 
     The result is cached, as the checks take as long as one step of a small layer.
     """
-    arrays = {name: Form(shape, dtype) for name, shape, dtype in specs}
+    arrays = {name: ArraySpec(shape, dtype) for name, shape, dtype in specs}
     if packing is not None:
         arrays |= matrices_of(op, arrays, packing)
     x, Wh, G = arrays["x"], arrays["Wh"], cell.gates
@@ -146,37 +146,37 @@ def check_shapes(
     return T, B, H, P
 
 
-def matrices_of(op: str, arrays: dict[str, Form], packing: Packing) -> dict[str, Form]:
+def matrices_of(op: str, arrays: dict[str, ArraySpec], packing: Packing) -> dict[str, ArraySpec]:
     """Return the shapes and dtypes of the matrices that quantized weights stand for, once their parts are checked."""
     dtype, matrices = arrays["x"].dtype, {}
     if dtype == mx.float64:
         fail(op, "x must be float32, float16 or bfloat16 where weights are quantized", dtype)
     for name in (name for name in WEIGHTS if is_packed(name, arrays)):
         packed, scales, biases = (arrays.get(f"{name}{end}") for end in ("", "_scales", "_biases"))
-        *rows, words = cast(Form, packed).shape or (0,)
+        *rows, words = cast(ArraySpec, packed).shape or (0,)
         columns = words * 32 // packing.bits
         if (
-            cast(Form, packed).dtype != mx.uint32
+            cast(ArraySpec, packed).dtype != mx.uint32
             or columns * packing.bits != words * 32
             or columns % packing.group_size
         ):
             rule = (
                 f"{name}.packed must be uint32, its rows groups of {packing.group_size} weights of {packing.bits} bits"
             )
-            fail(op, rule, f"{cast(Form, packed).dtype}, shape {[*rows, words]}")
+            fail(op, rule, f"{cast(ArraySpec, packed).dtype}, shape {[*rows, words]}")
         shape = [*rows, columns // packing.group_size]
         if packing.mode == "affine":
             check_array(op, f"{name}.scales", scales, shape)
-            check_array(op, f"{name}.biases", biases, shape, cast(Form, scales).dtype)
+            check_array(op, f"{name}.biases", biases, shape, cast(ArraySpec, scales).dtype)
         else:
             check_array(op, f"{name}.scales", scales, shape, mx.uint8)
             if biases is not None:
                 fail(op, f"{name}.biases must be None in mode {packing.mode!r}", "an array")
-        matrices[name] = Form((*rows, columns), dtype)
+        matrices[name] = ArraySpec((*rows, columns), dtype)
     return matrices
 
 
-def check_mask(op: str, mask: Form, shape: tuple[int, int, int], dtype: mx.Dtype, many: str) -> None:
+def check_mask(op: str, mask: ArraySpec, shape: tuple[int, int, int], dtype: mx.Dtype, many: str) -> None:
     """Check that the mask broadcasts to [T, B, P] without enlarging it."""
     check_array(op, "mask", mask, mask.shape, dtype)
     try:

@@ -15,7 +15,7 @@ from ..engines.chunks import chunks_of
 from ..engines.ops.cells import activate
 from ..engines.packing import Packing, packed_names
 from ..engines.problem import Arrays, Problem, limits_in_effect, masks_differ
-from ..engines.tracing import are_free, custom_function, have_values
+from ..engines.tracing import custom_function, have_values, is_transforming
 from ._arguments import Sizes, check_call, check_sequences
 from ._guard import guarded
 from ._steps import Steps, check_hold
@@ -173,8 +173,8 @@ class Call(NamedTuple):
         may_be_numpy = self.engine is None or (isinstance(self.engine, str) and self.engine == "numpy")
         if not training or (device == "cpu" and may_be_numpy):
             values = [*arrays.values(), *others]
-            free = are_free(values)
-            traced = not free and not have_values(values)
+            free = not is_transforming()
+            traced = not free and not have_values(values, transforming=True)
         problem = Problem(
             *sizes,
             cell=self.cell,

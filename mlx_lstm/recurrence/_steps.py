@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from ..checks import Form, fail, instead_of
+from ..checks import ArraySpec, fail, instead_of
 from ..engines.directions import half
 from ..engines.problem import Array, Arrays, masks_differ
 
 
-def check_keep(op: str, keep: Form, T: int, B: int, D: int, batch_first: bool) -> None:
+def check_keep(op: str, keep: ArraySpec, T: int, B: int, D: int, batch_first: bool) -> None:
     """Check that `keep` broadcasts to [T, B] or [T, B, D] without enlarging it, and that its dtype is real."""
     axes, sizes = ("[B, T", (B, T)) if batch_first else ("[T, B", (T, B))
     if not broadcasts(keep.shape, sizes) and not broadcasts(keep.shape, (*sizes, D)):
@@ -24,7 +24,7 @@ def check_keep(op: str, keep: Form, T: int, B: int, D: int, batch_first: bool) -
     check_keep_dtype(op, keep)
 
 
-def check_keep_dtype(op: str, keep: Form | mx.array) -> None:
+def check_keep_dtype(op: str, keep: ArraySpec | mx.array) -> None:
     """Check that `keep` has a real dtype."""
     if keep.dtype == mx.complex64:
         fail(op, "keep must be real, an integer or bool", keep.dtype)

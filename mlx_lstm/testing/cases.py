@@ -3,6 +3,7 @@
 A case is a dict of an op's keyword arguments, arrays among them as NumPy's, and `op`, the op's name (default: `lstm`).
 """
 
+import sys
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -252,8 +253,8 @@ def infer(
 
 
 def has_metal() -> bool:
-    """Return whether MLX can run Metal kernels here."""
-    return mx.metal.is_available()
+    """Return whether MLX can run Metal kernels here. MLX for macOS has its back end even where there is no GPU."""
+    return mx.metal.is_available() and (sys.platform != "darwin" or mx.is_available(mx.gpu))
 
 
 def hindrance(engine: str, sizes: tuple[int, int, int, int], dtype: mx.Dtype, cell: Cell, **options: Any) -> str:

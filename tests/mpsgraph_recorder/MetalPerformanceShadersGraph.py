@@ -16,7 +16,7 @@ import re
 import numpy as np
 
 from mlx_lstm.compare import judge
-from mlx_lstm.compare.cases import COTANGENTS, RESULTS, Case
+from mlx_lstm.compare.cases import COTANGENTS, RESULTS, CompareCase
 from mlx_lstm.mpsgraph.layouts import LEADING_ONE
 
 # MPSGraphRNNOps.h: every overload.
@@ -172,7 +172,7 @@ def call(selector, *arguments):
         end_process()
     dtype = given["source"].dtype
     shapes = {word: np.zeros(tensor._shape, SIZES[dtype]) for word, tensor in given.items()}
-    case = Case("", op, descriptor.values, shapes)
+    case = CompareCase("", op, descriptor.values, shapes)
     if backward:
         for word, tensor in saved.items():
             assert tensor.result == {"z_state": "z_state", "cell_output_fwd": "c", "output_fwd": "h"}[word]

@@ -51,6 +51,7 @@ class GRUStep:
         h_in, inputs: what the products give for this step, h_in [H, B] is the h that enters; h_prev [H, B].
         """
         n, z = self.n, self.z
+        # r and z; with reset "after" the same product also gives Wh_n h in the rows of n.
         if self.after:
             np.matmul(self.weights, h_in, out=self.gates)
         for rows in self.rz:
@@ -59,6 +60,7 @@ class GRUStep:
             self.gates[rows] += inputs[rows]
         for activate, rows in self.early:
             activate(rows, rows)
+        # n
         if self.after:
             if self.bhn is not None:
                 n += self.bhn

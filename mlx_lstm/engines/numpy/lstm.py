@@ -105,6 +105,7 @@ class LSTMStep:
         operand, inputs: what the products give for this step; c_prev [H, B].
         """
         gate, scratch, apply_gate = self.gate, self.scratch, self.apply_gate
+        # The preactivations, and in their place the gates, or 1 / gate of those that `apply_gate` divides by.
         np.matmul(self.weights, operand, out=self.z)
         if inputs is not None:
             self.z += inputs
@@ -112,6 +113,7 @@ class LSTMStep:
             gate[name] += np.multiply(self.peephole[name], c_prev, out=scratch)
         for activate, rows in self.early:
             activate(rows, rows)
+        # c = f c_prev + i g
         apply_gate(c_prev, gate["f"], out=c)
         c += apply_gate(gate["g"], gate["i"], out=scratch)
         if self.clip is not None:
@@ -119,6 +121,7 @@ class LSTMStep:
         for activate, rows in self.late:
             rows += np.multiply(self.peephole["o"], c, out=scratch)
             activate(rows, rows)
+        # h = o output(c), or with a projection Wp (o output(c))
         self.output(c, scratch)
         if self.Wp is None:
             apply_gate(scratch, gate["o"], out=h)

@@ -32,10 +32,10 @@ class SeparateProducts:
     """Wx @ x for a block of steps ahead, as one product; then each step computes Wh @ h and adds its part.
 
     A caller takes steps in blocks: block n holds steps n * block .. (n + 1) * block - 1, and `load` comes before the
-    first of its steps. For step t, with i = t % len(rooms):
-        rooms[i] [P, B]      h before the step: the caller writes h after the step before there
-        h_rows[i] [P, B]     h as it enters the product: rooms[i], or with a mask where the caller writes mask * h
-        operands[i] [K, B]   what the step multiplies `weights` [GH, K] with: here the same array as h_rows[i]
+    first of its steps. For step t, with i = t % len(h_buffers):
+        h_buffers[i] [P, B]   h before the step; the caller lets the step before write there
+        h_rows[i] [P, B]      h as it enters the product: h_buffers[i], or with a mask where the caller writes mask * h
+        operands[i] [K, B]    what the step multiplies `weights` [GH, K] with: here the same array as h_rows[i]
     """
 
     negated: str = ""
@@ -67,9 +67,9 @@ class SeparateProducts:
             self.ahead: Array = columns_buffer(rows, self.block * B, B, dtype)  # the inputs of a block
         elif bias is not None:
             self.bias, self.ahead = np.repeat(bias[:, None], B, axis=1), np.empty((rows, B), dtype)
-        # h before a step and h after it: two rooms, which change places at every step.
-        self.rooms: list[Array] = [np.empty((P, B), dtype) for _ in range(2)]
-        self.h_rows: list[Array] = self.rooms if mask is None else 2 * [np.empty((P, B), dtype)]
+        # h before a step and h after it: two buffers, which change places at every step.
+        self.h_buffers: list[Array] = [np.empty((P, B), dtype) for _ in range(2)]
+        self.h_rows: list[Array] = self.h_buffers if mask is None else 2 * [np.empty((P, B), dtype)]
         self.operands: list[Array] = self.h_rows
 
     def load(self, start: int) -> Array:
@@ -116,7 +116,7 @@ class JoinedProduct:
         self.x_rows: Array = columns[:, : Wx.shape[1]]
         self.operands: list[Array] = [*columns]
         self.h_rows: list[Array] = [*columns[:, -P:]]
-        self.rooms: list[Array] = self.h_rows if mask is None else [np.empty((P, B), Wx.dtype) for _ in range(2)]
+        self.h_buffers: list[Array] = self.h_rows if mask is None else [np.empty((P, B), Wx.dtype) for _ in range(2)]
 
     def load(self, start: int) -> None:
         """Copy x of the block of steps that begins at `start` into the columns; there is nothing left to add."""
@@ -135,18 +135,36 @@ def bias_of(problem: Problem, v: Views) -> Array | None:
     return bias
 
 
+FACTORED_NUMBERS = 2**17
+"""Smallest size of a weight gradient of which the factors are worth more than the product."""
+
+
+def factored_names(problem: Problem, v: Views) -> list[str]:
+    """Return the names of weights that are much larger than the factors of their gradients, which have one row for
+    each step and item."""
+    if problem.bidirectional or 4 * problem.T * problem.B > problem.H:
+        return []
+    return [name for name in ("Wx", "Wh", "Wp") if name in v and v[name].size >= FACTORED_NUMBERS]
+
+
 class WeightGradients:
     """Gradients that are products over steps and batch, summed over chunks of time."""
 
-    def __init__(self, out: Views, written: set[int]):
+    def __init__(self, out: Views, written: set[int], factored: list[str]):
         """out: the gradients' memory, without those that nobody wants. written: the first steps of the chunks of dx
-        that the other direction has written; both directions share it."""
+        that the other direction has written; both directions share it. factored: names of gradients that are returned
+        as factors; there is a single chunk then."""
         self.out: Views = out
         self.written: set[int] = written
+        # By name and first row: the factors left [n, rows], transposed, and right [n, columns], copied.
+        self.factors: dict[str, dict[int, tuple[Array, Array]]] = {name: {} for name in factored}
         self.begun: set[tuple[str, int]] = set()  # (name, first row) of what the first chunk has written
 
     def accumulate(self, name: str, left: Array, right: Array, rows: slice = slice(None)) -> None:
         """Add left @ right to these rows of a gradient, if it is wanted. The first chunk writes, the others add."""
+        if name in self.factors:
+            self.factors[name][rows.start or 0] = np.array(left.T, order="C"), np.array(right, order="C")
+            return
         if name not in self.out:
             return
         gradient = self.out[name][rows]

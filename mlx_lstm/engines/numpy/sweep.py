@@ -34,7 +34,7 @@ from .arrays import (
 )
 from .gru import GRUStep, GRUStepBackward
 from .lstm import LSTMStep, LSTMStepBackward
-from .products import WeightGradients
+from .products import WeightGradients, factored_names
 from .rnn import RNNStep, RNNStepBackward
 from .weights import with_float_weights
 
@@ -77,42 +77,61 @@ def forward(problem: Problem, arrays: Arrays, batch_first: bool = False, wants_l
     elif problem.training and not isinstance(problem.cell, RNNCell):
         # MLX would write its own memory once before we do; gates that it need not see are allocated by NumPy.
         hidden = np.empty((T, rows, B), dtype).transpose(FEATURE_MAJOR)
-    new = sequences | last
-    out = {name: array.memory for name, array in new.items()}
+    out = {name: array.memory for name, array in sequences.items()}
     if hidden is not None:
         out["gates"] = hidden
-    if single:  # the sequences have one step, and lie where the last states do
-        out = {name: last[f"{name}T"].memory[None] for name in widths} | ({} if hidden is None else {"gates": hidden})
+    if single:  # h and c have one step, and lie where the last states do
+        out |= {name: last[f"{name}T"].memory[None] for name in widths}
+    else:
+        out |= {name: array.memory for name, array in last.items()}
     with np.errstate(all="ignore"):  # see `each_direction`
         for d, one in each_direction(problem):
             sweep_forward(one, of_direction(d, v), of_direction(d, out))
-    return {"gates": hidden} | {name: array.to_mlx() for name, array in new.items()}
+    return {"gates": hidden} | {name: array.to_mlx() for name, array in (sequences | last).items()}
 
 
-def backward(problem: Problem, arrays: Arrays, saved: Saved, cotangents: Arrays) -> Arrays:
+def backward(problem: Problem, arrays: Arrays, saved: Saved, cotangents: Arrays, as_factors: bool = False) -> Arrays:
     """Return the gradients of all arrays but quantized weights, from the cotangents of some outputs, by the outputs'
-    names, and from what `forward` returned."""
+    names, and from what `forward` returned. as_factors: factors, for `multiplied`, in place of some gradients."""
     if saved.get("gates") is None and not isinstance(problem.cell, RNNCell):
         saved = forward(problem._replace(training=True), arrays)
     packing = problem.packing
     v, dv = views(arrays if packing is None else with_float_weights(packing, arrays)), views(cotangents)
     outputs = {name: view(array) for name, array in saved.items() if name in ("h", "c", "gates") and array is not None}
-    new: dict[str, NewArray] = {
-        name: NewArray(array.dtype, array.shape)
-        for name, array in v.items()
-        if name not in ("x", "lengths") and not (packing and is_packed(name, arrays))
-    }
+    wanted = [name for name in v if name not in ("x", "lengths") and not (packing and is_packed(name, arrays))]
+    factored = [name for name in factored_names(problem, v) if name in wanted] if as_factors else []
+    new = {name: NewArray(v[name].dtype, v[name].shape) for name in wanted if name not in factored}
     new["x"] = NewSequence(v["x"].dtype, v["x"].shape, order_of(v["x"]))
     out = {name: array.memory for name, array in new.items()}
     for name in {"mask", "keep"} & out.keys():
         out[name].fill(0)  # steps add to them, or write where items are live
     projects = "Wx" in v  # among the gradients Wx is missing if it is quantized
     written: set[int] = set()
+    factors: Arrays = {}
     with np.errstate(all="ignore"):
         for d, one in each_direction(problem):
             own = (of_direction(d, values, projects) for values in (v, outputs, dv, out))
-            BackwardSweep(one, written, *own).run()
-    return {name: array.to_mlx() for name, array in new.items()}
+            sweep = BackwardSweep(one, written, factored, *own)
+            sweep.run()
+            for name, blocks in sweep.products.factors.items():
+                each = [factor for row in sorted(blocks) for factor in blocks[row]]
+                factors |= {f"{name} {n}": mx.array(factor) for n, factor in enumerate(each)}
+    return factors | {name: array.to_mlx() for name, array in new.items()}
+
+
+def multiplied(gradients: Arrays) -> Arrays:
+    """Return the gradients with products of MLX, not computed yet, in place of the factors that `backward` returned.
+
+    Factors are named "Wh 0", "Wh 1" and so on: left [n, rows] and right [n, columns] in turn, one pair for each block
+    of rows of the gradient. A program that calls a layer at every time step sums the gradients of all calls. MLX
+    computes lazy products one by one as it sums them; computed before, all would be in memory at once.
+    """
+    blocks: dict[str, list[mx.array]] = {}
+    factors = iter([name for name in gradients if " " in name])
+    for left, right in zip(factors, factors, strict=True):
+        blocks.setdefault(left.partition(" ")[0], []).append(gradients[left].T @ gradients[right])
+    products = {name: each[0] if len(each) == 1 else mx.concatenate(each) for name, each in blocks.items()}
+    return products | {name: gradient for name, gradient in gradients.items() if " " not in name}
 
 
 def each_direction(problem: Problem) -> list[tuple[int | None, Problem]]:
@@ -138,7 +157,7 @@ def sweep_forward(problem: Problem, v: Views, out: Views) -> None:
     dtype, (T, B, H, _), keep, mask = v["Wh"].dtype, problem[:4], v.get("keep"), step_mask(v, problem)
     step = STEPS[type(problem.cell)][0](problem, problem.cell, v, mask)
     products, (lengths, shortest) = step.products, ends(problem, v)
-    rooms, block = products.rooms, products.block
+    buffers, block = products.h_buffers, products.block
     h, gates = out["h"], out["gates"].transpose(FEATURE_MAJOR) if "gates" in out else None
     if "c" in out:
         c, c_prev = out["c"].transpose(FEATURE_MAJOR), first_state(v, "c0", (H, B), dtype)
@@ -147,13 +166,13 @@ def sweep_forward(problem: Problem, v: Views, out: Views) -> None:
     c_kept = np.empty(c.shape[1:], dtype)  # keep * c_prev
     ragged = c if shortest == T else np.empty((2, *c.shape[1:]), dtype)  # c after t steps, with that of ended items
     times, onwards = problem.steps(), -1 if problem.reverse else 1
-    h_prev = rooms[times[0] % len(rooms)]
+    h_prev = buffers[times[0] % len(buffers)]
     h_prev[...] = v["h0"].T if "h0" in v else 0
     inputs, start, stop, inputs_t = None, 0, 0, None
     for t in times:
         gates_t, c_t = None if gates is None else gates[t], c[t]
-        h_new = rooms[(t + onwards) % len(rooms)]  # where the next step reads h
-        live = None if t < shortest else lengths > t  # [B]: items that have not ended
+        h_new = buffers[(t + onwards) % len(buffers)]  # where the next step reads h
+        live = None if t < shortest else lengths > t  # [B]: items that have not ended; None: all
         if live is not None and not live.any():
             for output in (h[t], c_t) if gates_t is None else (h[t], c_t, gates_t):
                 output[...] = 0
@@ -198,15 +217,24 @@ class BackwardSweep:
     after the step, without what arrives at it from outside.
     """
 
-    def __init__(self, problem: Problem, written: set[int], v: Views, saved: Views, dv: Views, out: Views):
-        """saved: the outputs h, c, gates. dv: the cotangents of outputs. out: the gradients' memory. written: as for
-        `WeightGradients`."""
+    def __init__(
+        self,
+        problem: Problem,
+        written: set[int],
+        factored: list[str],
+        v: Views,
+        saved: Views,
+        dv: Views,
+        out: Views,
+    ):
+        """saved: the outputs h, c, gates. dv: the cotangents of outputs. out: the gradients' memory. written, factored:
+        as for `WeightGradients`."""
         dtype, (_, B, H, P) = v["Wh"].dtype, problem[:4]
         self.problem, self.v, self.dv, self.out, self.h = problem, v, dv, out, saved["h"]
         self.lengths, self.shortest = ends(problem, v)
         self.mask: Any = step_mask(v, problem)
         self.step: Any = STEPS[type(problem.cell)][1](problem, problem.cell, v, saved)
-        self.products: WeightGradients = WeightGradients(out, written)
+        self.products: WeightGradients = WeightGradients(out, written, factored)
         has_c = "c" in saved
         self.c_at: Callable[[int], Any] = steps_of(saved["c"]) if has_c else lambda t: None
         self.c0: Any = first_state(v, "c0", (H, B), dtype) if has_c else None
@@ -245,7 +273,7 @@ class BackwardSweep:
         times = range(start, stop)
         for t in times if problem.reverse else reversed(times):
             columns = slice((t - start) * problem.B, (t - start + 1) * problem.B)
-            live = None if t < self.shortest else self.lengths > t  # [B]: items that have not ended
+            live = None if t < self.shortest else self.lengths > t  # [B]: items that have not ended; None: all
             if live is not None and not live.any():
                 for array in step.by_column:
                     array[:, columns] = 0
@@ -276,7 +304,7 @@ class BackwardSweep:
         n = (stop - start) * problem.B
         dz = step.dz[:, :n]  # [GH, n]
         self.products.write_input(start, stop, dz, v.get("Wx"))
-        if "Wx" in self.out:
+        if "Wx" in self.out or "Wx" in self.products.factors:
             x = self.without_padding(v["x"], start, stop).reshape(n, -1)
             self.products.accumulate("Wx", dz, matrix(x))
         self.products.accumulate("b", dz, np.ones(n, dz.dtype))

@@ -5,6 +5,7 @@ import numpy as np
 
 from ..packing import WEIGHTS, Packing, is_packed, packed_names
 from ..problem import Arrays
+from ..tracing import have_values, is_transforming
 
 
 def dequantized(packing: Packing | None, arrays: Arrays) -> Arrays:
@@ -47,4 +48,7 @@ def times_input(packing: Packing | None, arrays: Arrays, rows: mx.array) -> mx.a
     if packing is None or not is_packed("Wx", arrays):
         return rows @ arrays["Wx"].T  # not mx.addmm: MLX 0.32.4 refuses it under mx.vmap over b alone
     scales, biases = scales_of(arrays, "Wx", rows.dtype)
+    # Placeholders may be those of mx.vmap, which has no rule for a quantized product.
+    if is_transforming() and not have_values([rows, *(array for name, array in arrays.items() if name[:2] == "Wx")]):
+        return rows @ matrix(packing, arrays, "Wx", rows.dtype).T
     return mx.quantized_matmul(rows, arrays["Wx"], scales, biases, **packing._asdict())

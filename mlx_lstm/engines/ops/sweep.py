@@ -124,12 +124,13 @@ def sweep_backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: 
     dh, dc = cotangents.get("hT", mx.zeros_like(h0)), cotangents.get("cT", mx.zeros_like(c0))
     by_step: dict[str, dict[int, Array]] = {"dz": {}, "dh": {}, "carry": {}}
     for t in reversed(problem.steps()):
-        # What arrives at step t's outputs: from the step after it, and from outside.
-        dh_t = dh + cotangents["h"][t] if "h" in cotangents else dh
-        dc_t = dc + cotangents["c"][t] if "c" in cotangents else dc
-        dgates = cotangents["gates"][t] if "gates" in cotangents else None
-        before = {name: states[t] for name, states in starts.items()}
-        after = {name: saved[name][t] for name in ("h", "c", "gates") if name in saved}
+        # What arrives at step t's outputs: from the step after it, and from outside. Not [t]: in MLX the gradient of an
+        # array's element by its index alone has no forward mode.
+        dh_t = dh + cotangents["h"][t, ...] if "h" in cotangents else dh
+        dc_t = dc + cotangents["c"][t, ...] if "c" in cotangents else dc
+        dgates = cotangents["gates"][t, ...] if "gates" in cotangents else None
+        before = {name: states[t, ...] for name, states in starts.items()}
+        after = {name: saved[name][t, ...] for name in ("h", "c", "gates") if name in saved}
         back = step_backward(problem, arrays, t, before, after, dh_t, dc_t, dgates)
         live, dz = live_items(arrays, t), back.dz
         if live is not None:
@@ -316,7 +317,7 @@ def before_each_step(problem: Problem, states: Array, first: Array, lengths: Arr
 def times_keep(arrays: Arrays, states: Array, t: int | slice = slice(None)) -> Array:
     """Return states times `keep`, where there is one: at step t [B, .], or [T, B, .] at all steps. Their gradients pass
     it in the same way."""
-    return states * arrays["keep"][t] if "keep" in arrays else states
+    return states * arrays["keep"][t, ...] if "keep" in arrays else states
 
 
 def times_mask(arrays: Arrays, h: Array, t: int) -> Array:
@@ -325,7 +326,7 @@ def times_mask(arrays: Arrays, h: Array, t: int) -> Array:
     if "mask" not in arrays:
         return h
     mask = arrays["mask"]  # for all steps ([B, P] or less) or one per step ([T or 1, B or 1, P or 1])
-    return h * (mask if mask.ndim < 3 else mask[t if mask.shape[0] > 1 else 0])
+    return h * (mask if mask.ndim < 3 else mask[t if mask.shape[0] > 1 else 0, ...])
 
 
 def without_padding(lengths: Array | None, sequence: Array) -> Array:

@@ -1,0 +1,141 @@
+"""Make a layer from weights of any format, with any option of the cell."""
+
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ..checks import check_array, check_every, fail
+from ..convert import Weights, to_ops
+from ..engines.cells import LSTMCell
+from ..engines.choice import Engine, check_engine
+from ..recurrence import (
+    Call,
+    Hold,
+    Lengths,
+    common_dtype,
+    engine_used,
+    in_dtype,
+    join_states,
+    split_states,
+    whole_lengths,
+    whole_steps,
+)
+
+OP = "nn.from_weights"
+
+
+class Recurrence(nn.Module):
+    """Layers with any options of `mlx_lstm.lstm`, `gru` or `rnn`. `from_weights` makes one.
+
+    Parameters: `layers`, a list with the arrays of each layer by the names of the op's arguments: `Wx`, `Wh`, `b`,
+    `bhn`, `Wp`, `peephole`, as far as there are any; of both directions joined, as the op takes them.
+    """
+
+    engine_used = engine_used
+
+    def __init__(self, weights: Weights, checkpoint_every: int | str | None, engine: Engine | None):
+        super().__init__()
+        self.engine = engine
+        self.checkpoint_every = checkpoint_every
+        self.layers = to_ops(weights)
+        # Names with an underscore are no parameters.
+        self._cell, self._is_reverse = weights.cell, weights.reverse
+        self._sizes = weights.directions, weights.input_size, weights.hidden_size, weights.proj_size
+
+    def _extra_repr(self) -> str:
+        directions, I, H, P = self._sizes
+        projection = f", projected to {P}" if P else ""
+        return f"{self._cell.op}, {I} -> {H}{projection}, layers={len(self.layers)}, directions={directions}"
+
+    def __call__(
+        self,
+        x: mx.array,
+        state: Any = None,
+        *,
+        lengths: Lengths = None,
+        keep: mx.array | None = None,
+        hold: Hold = None,
+    ) -> tuple[mx.array, Any]:
+        """Return the last layer's h at every step, and the last states of all layers.
+
+        Args:
+            x (array): [B, T, I].
+            state (optional): of an LSTM a tuple (h_0 [K D, B, P], c_0 [K D, B, H]), else h_0, for K layers of D
+                directions; layer by layer, in a layer the forward direction first. P is H, or the projection's width.
+                Default: zeros.
+            lengths (integer array or list, optional): [B], each in 0..T, as in `mlx_lstm.lstm`.
+            keep (array, optional): [B, T], as in `mlx_lstm.nn.stack`.
+            hold (array or list, optional): [B, T], as in `mlx_lstm.nn.stack`.
+
+        Returns:
+            tuple: the output [B, T, D P], and the last states, shaped as `state`; in the dtype to which x, states and
+            parameters promote.
+        """
+        (D, I, H, P), cell, K = self._sizes, self._cell, len(self.layers)
+        check_array(OP, "x", x, ["B", "T", I])
+        B, T, _ = x.shape
+        if not B or not T:
+            fail(OP, "x must have at least one item and one step", f"shape {list(x.shape)}")
+        widths = {"h": P or H, "c": H} if isinstance(cell, LSTMCell) else {"h": P or H}
+        if state is None or len(widths) == 1:
+            state = [state] * len(widths)
+        elif not isinstance(state, (tuple, list)) or len(state) != 2:
+            fail(OP, "state must be a tuple (h_0, c_0)", type(state).__name__)
+        first = {name: array for name, array in zip(widths, state, strict=True) if array is not None}
+        for name, array in first.items():
+            check_array(OP, f"{name}_0", array, [K * D, B, widths[name]])
+        dtype = common_dtype([x, *first.values(), *(array for layer in self.layers for array in layer.values())])
+        steps = whole_steps(OP, keep, hold, (B, T), "[B, T]")
+        options: dict[str, Any] = {"hold": steps.pop("hold", None), "lengths": whole_lengths(OP, lengths, B, T)}
+        options |= {"engine": self.engine, "checkpoint_every": self.checkpoint_every, "batch_first": True}
+        call = Call(cell, self._is_reverse, D == 2, lengths_checked=True, **options)
+        rows, last = {name: split_states(D, array) for name, array in first.items()}, []
+        for k, layer in enumerate(self.layers):
+            arrays = layer | {"x": x} | {f"{name}0": array[k] for name, array in rows.items()}
+            outputs, choice = call.forward(in_dtype(arrays, dtype) | steps, return_gates=False, training=self.training)
+            last.append(outputs)
+            vars(self)["_engine_used"] = choice
+            x = outputs["h"]
+        whole = {name: partial(join_states, D, (K * D, B, width)) for name, width in widths.items()}
+        states = [whole[name](*(outputs[f"{name}T"] for outputs in last)) for name in widths]
+        return x, tuple(states) if len(states) == 2 else states[0]
+
+
+def from_weights(
+    weights: Weights, *, checkpoint_every: int | str | None = None, engine: Engine | None = None
+) -> Recurrence:
+    """Return a trainable layer with these weights, whatever options their cell has.
+
+    For weights that `LSTM`, `GRU` and `RNN` cannot hold: several layers, both directions, a GRU that resets before the
+    product (ONNX's default), peepholes, a clip, other activations, a projection. Equals `mlx_lstm.lstm`, `gru` or `rnn`
+    with `weights.options`, layer after layer.
+
+    Args:
+        weights (Weights): as a reader of `mlx_lstm.convert` returns them, such as `from_onnx`.
+        checkpoint_every (int or str, optional): as in `mlx_lstm.lstm`. Default: `None`.
+        engine (str, optional): force an engine, as in `mlx_lstm.lstm`. Default: the best for the stream's device.
+
+    Returns:
+        Module: called as `layer(x, state, lengths=, keep=, hold=)` with x [B, T, I], it returns the output [B, T, D P]
+        and the last states, as `stack` does. Gate order i, f, g, o or r, z, n.
+
+    Raises:
+        ValueError: an argument breaks a rule.
+
+    Example:
+        >>> import mlx.core as mx
+        >>> from mlx_lstm import convert
+        >>> from mlx_lstm.nn import from_weights
+        >>> arrays = {"Wx": mx.ones((12, 3)), "Wh": mx.ones((12, 4))}
+        >>> layer = from_weights(convert.from_ops("gru", [arrays], reset="before"))
+        >>> layer
+        Recurrence(gru, 3 -> 4, layers=1, directions=1)
+        >>> output, h_n = layer(mx.ones((2, 10, 3)), lengths=[10, 7])
+        >>> output.shape, h_n.shape
+        ((2, 10, 4), (1, 2, 4))
+    """
+    if not isinstance(weights, Weights):
+        fail(OP, "weights must be a Weights, as the readers of mlx_lstm.convert return,", type(weights).__name__)
+    return Recurrence(weights, check_every(OP, checkpoint_every), check_engine(OP, engine))

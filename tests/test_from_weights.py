@@ -1,0 +1,122 @@
+"""`mlx_lstm.nn.from_weights`: a layer with any option of the cell equals the op with that option, layer after layer."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+
+import mlx_lstm
+from mlx_lstm import convert, nn
+
+T, B, I, H, P = 5, 3, 4, 6, 2
+SIGMOIDS = ("hard_sigmoid", "sigmoid", "relu", "sigmoid", "identity")
+OPTIONS = {
+    "gru that resets before": ("gru", {"reset": "before"}),
+    "gru of another order": ("gru", {"gate_order": "zrn", "activations": ("sigmoid", "hard_sigmoid", "relu")}),
+    "lstm with all": ("lstm", {"cell_clip": 0.3, "forget_bias": 1.0, "output_peephole": "previous"}),
+    "lstm activations": ("lstm", {"gate_order": "iofg", "activations": SIGMOIDS}),
+    "rnn": ("rnn", {"activation": "hard_sigmoid_sixth"}),
+}
+
+
+def arrays_of(op, n, D, options):
+    """Random arguments of layer n for the op."""
+    G, own = {"lstm": 4, "gru": 3, "rnn": 1}[op], (2,) if D == 2 else ()
+    has_all = "cell_clip" in options
+    width = P if has_all else H
+    shapes = {"Wx": (D * G * H, D * width if n else I), "Wh": (*own, G * H, width), "b": (D * G * H,)}
+    if op == "gru" and options.get("reset") != "before":
+        shapes["bhn"] = (D * H,)
+    if has_all:
+        shapes |= {"Wp": (*own, P, H), "peephole": (*own, 4 * H)}
+    return {name: mx.random.uniform(-0.5, 0.5, shape) for name, shape in shapes.items()}
+
+
+def run_op(op, layers, x, states, D, lengths, keep, options):
+    """Output and last states by calls of the op: the loop that a program would write."""
+    x, last = mx.swapaxes(x, 0, 1), []
+    for n, arrays in enumerate(layers):
+        first = {}
+        for name, state in states.items():
+            first[f"{name}0"] = mx.concatenate(list(state[n * D : (n + 1) * D]), axis=-1)
+        out = getattr(mlx_lstm, op)(
+            x, **arrays, **first, **options, bidirectional=D == 2, lengths=lengths, keep=keep.T, engine="ops"
+        )
+        x = out.h
+        last.append([state for name in states for state in mx.split(getattr(out, f"{name}T"), D, axis=-1)])
+    count = len(states)
+    return [mx.swapaxes(x, 0, 1), *(mx.stack([s for n in last for s in n[k * D : (k + 1) * D]]) for k in range(count))]
+
+
+@pytest.mark.parametrize("engine", ["numpy", "ops"])
+@pytest.mark.parametrize("D", [1, 2])
+@pytest.mark.parametrize("case", OPTIONS)
+def test_equals_the_op_with_all_gradients(case, D, engine):
+    mx.random.seed(2)
+    op, options = OPTIONS[case]
+    ops = [arrays_of(op, n, D, options) for n in range(2)]
+    weights = convert.from_ops(op, ops, bidirectional=D == 2, **options)
+    layer = nn.from_weights(weights, engine=engine)
+    # The layer's own order of gates: its parameters are arguments of the op with `weights.options`.
+    keywords = {name: value for name, value in weights.options.items() if name != "bidirectional"}
+    widths = {"h": P if "cell_clip" in options else H} | ({"c": H} if op == "lstm" else {})
+    states = {name: mx.random.normal((2 * D, B, width)) for name, width in widths.items()}
+    x, lengths, keep = mx.random.normal((B, T, I)), [5, 2, 3], mx.random.uniform(0.5, 1.0, (B, T))
+
+    def by_layer(parameters, x, states):
+        layer.update(parameters)
+        state = tuple(states.values()) if op == "lstm" else states["h"]
+        output, last = layer(x, state, lengths=lengths, keep=keep)
+        return [output, *(last if op == "lstm" else [last])]
+
+    def by_op(parameters, x, states):
+        return run_op(op, parameters["layers"], x, states, D, lengths, keep, keywords)
+
+    def gradients_of(call):
+        def loss(*arguments):
+            return sum((out * mx.cos(mx.arange(out.size)).reshape(out.shape)).sum() for out in call(*arguments))
+
+        values = call(layer.parameters(), x, states)
+        return dict(tree_flatten([values, mx.grad(loss, argnums=(0, 1, 2))(layer.parameters(), x, states)]))
+
+    expected, got = gradients_of(by_op), gradients_of(by_layer)
+    assert got.keys() == expected.keys() and layer.engine_used.engine == engine
+    for name, value in expected.items():
+        np.testing.assert_allclose(np.array(got[name]), np.array(value), rtol=0, atol=2e-5, err_msg=name)
+
+
+def test_parameters_files_modes_and_the_reverse_direction(tmp_path):
+    op, options = OPTIONS["gru that resets before"]
+    arrays = [arrays_of(op, 0, 1, options)]
+    layer = nn.from_weights(convert.from_ops(op, arrays, reverse=True, **options))
+    assert sorted(dict(tree_flatten(layer.trainable_parameters()))) == ["layers.0.Wh", "layers.0.Wx", "layers.0.b"]
+    x = mx.random.normal((B, T, I))
+    expected = mlx_lstm.gru(mx.swapaxes(x, 0, 1), **arrays[0], **options, reverse=True)
+    output, h_n = layer(x)
+    np.testing.assert_allclose(np.array(output), np.array(mx.swapaxes(expected.h, 0, 1)), rtol=0, atol=1e-6)
+    np.testing.assert_allclose(np.array(h_n[0]), np.array(expected.hT), rtol=0, atol=1e-6)
+    layer.save_weights(file := str(tmp_path / "layer.safetensors"))
+    other = nn.from_weights(convert.from_ops(op, [arrays_of(op, 0, 1, options)], reverse=True, **options))
+    other.load_weights(file)
+    np.testing.assert_array_equal(np.array(other.eval()(x)[0]), np.array(layer.eval()(x)[0]))
+    layer.set_dtype(mx.bfloat16)
+    assert layer(x.astype(mx.bfloat16))[0].dtype == mx.bfloat16 and layer(x)[1].dtype == mx.float32
+
+
+WEIGHTS = convert.from_ops("lstm", [arrays_of("lstm", 0, 1, {})])
+BAD = {
+    "weights must be a Weights, .* but got dict": lambda: nn.from_weights({}),
+    "engine must be one of .* but got 'metal'": lambda: nn.from_weights(WEIGHTS, engine="metal"),
+    "checkpoint_every must be": lambda: nn.from_weights(WEIGHTS, checkpoint_every=0),
+    r"x must have shape \[B, T, 4\] but got shape \[5, 4\]": lambda: nn.from_weights(WEIGHTS)(mx.zeros((T, I))),
+    "x must have at least one item and one step": lambda: nn.from_weights(WEIGHTS)(mx.zeros((0, T, I))),
+    "state must be a tuple": lambda: nn.from_weights(WEIGHTS)(mx.zeros((B, T, I)), mx.zeros((1, B, H))),
+    r"h_0 must have shape \[1, 3, 6\]": lambda: nn.from_weights(WEIGHTS)(mx.zeros((B, T, I)), (mx.zeros((B, H)), None)),
+    "lengths must lie in 0..5": lambda: nn.from_weights(WEIGHTS)(mx.zeros((B, T, I)), lengths=[6, 1, 1]),
+}
+
+
+@pytest.mark.parametrize("rule", BAD)
+def test_bad_arguments(rule):
+    with pytest.raises(ValueError, match=rf"^\[nn.from_weights\] {rule}"):
+        BAD[rule]()
