@@ -16,7 +16,7 @@ VERSION = "0.1.0"
 
 
 def chip() -> str:
-    """The processor's name."""
+    """Return the processor's name."""
     if sys.platform == "darwin":
         found = subprocess.run(["/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string"], capture_output=True, text=True)
         return found.stdout.strip() or platform.processor()
@@ -27,12 +27,12 @@ def chip() -> str:
 
 
 def system() -> str:
-    """The operating system and its version."""
+    """Return the operating system and its version."""
     return f"macOS {platform.mac_ver()[0]}" if sys.platform == "darwin" else f"{platform.system()} {platform.release()}"
 
 
 def installed_version(*packages: str) -> str:
-    """The version of the first of these packages that is there, without importing it."""
+    """Return the version of the first of these packages that is installed, without importing it."""
     from importlib.metadata import PackageNotFoundError, version  # takes longer than the rest of this package
 
     for package in packages:
@@ -42,8 +42,8 @@ def installed_version(*packages: str) -> str:
 
 
 def in_all_digits() -> None:
-    """Lets MLX's own float32 products have all digits, unless the user says otherwise: by default the newest chips
-    leave some out, an error to what judges by float64. To be called before the first operation of MLX."""
+    """Let MLX compute its own float32 products with all digits, unless the user has set MLX_ENABLE_TF32. By default the
+    newest chips leave some out, which is an error to a judge in float64. Call it before the first operation of MLX."""
     os.environ.setdefault("MLX_ENABLE_TF32", "0")
 
 
@@ -89,7 +89,7 @@ def absolute(paths: Iterable[object]) -> list[str]:
 
 
 def check_files(options: object, *names: str) -> None:
-    """ValueError if a file that one of these options of a command names cannot be written, before any work."""
+    """Raise ValueError if one of these options of a command names a file that cannot be written."""
     for name in names:
         path = Path(getattr(options, name) or "")
         if not path.parent.is_dir():

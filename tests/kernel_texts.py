@@ -1,4 +1,4 @@
-"""`python -m kernel_texts FOLDER`: every kernel that `mlx_lstm.check --full` compiles, as complete .metal files.
+"""`python -m kernel_texts FOLDER` writes every kernel that `mlx_lstm.check --full` compiles as a complete .metal file.
 
 The text is MLX's own, as Apple's compiler gets it, and needs no Metal to be made. That compiler needs no GPU:
 
@@ -30,7 +30,7 @@ from mlx_lstm.testing.report import first_line
 
 
 class Noted(EmulatedKernel):
-    """A kernel whose calls note its text in a dict; their results are zeros."""
+    """A kernel that notes its text in a dict when it is called, and returns zeros."""
 
     def __init__(self, texts, **definition):
         super().__init__(**definition)
@@ -56,7 +56,7 @@ def kernel_texts(cases):
             case, cotangents = grid_case.draw()
             case, weights = grid_case.quantized(case)
             for engine in METAL_ENGINES:
-                if not grid_case.hindrance(engine):
+                if not grid_case.hindrance(engine, device="gpu", metal=True):
                     with grid_case.limits():
                         run(case, engine, DTYPES[grid_case.dtype], cotangents, weights)
                         infer(case, engine, DTYPES[grid_case.dtype], weights)
@@ -65,17 +65,17 @@ def kernel_texts(cases):
 
 
 def family(text):
-    """A kernel's name, without the options that make several texts of it."""
+    """Return a kernel's name, without the options that make several texts of it."""
     return re.sub(r"_without_.*|__.*", "", name_of(text))
 
 
 def name_of(text):
-    """The name of the function that MLX launches."""
+    """Return the name of the function that MLX launches."""
     return re.search(r"void custom_kernel_(\w+)\(", text)[1]
 
 
 def write(folder, texts):
-    """A file a kernel."""
+    """Write one file per kernel; return how many there are of each family."""
     folder.mkdir(parents=True, exist_ok=True)
     names = Counter()
     for text in texts:
@@ -86,7 +86,7 @@ def write(folder, texts):
 
 
 def compile_each(command, folder):
-    """What a compiler says about each file, by file; what it does not take also goes to stderr, by its first error."""
+    """Compile each file; return the compiler's text by refused file, and print each first error once to stderr."""
 
     def compiled(file):
         done = subprocess.run([*command, str(file), "-o", os.devnull], capture_output=True, text=True)
@@ -105,7 +105,7 @@ def compile_each(command, folder):
 
 
 def make_parser():
-    """The options."""
+    """Return the parser of the options."""
     parser = argparse.ArgumentParser("python -m kernel_texts", description="Write every kernel as a .metal file.")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--short", action="store_true", help="only those that check compiles without --full")
@@ -114,7 +114,7 @@ def make_parser():
 
 
 def main():
-    """Write, and print how many kernels of which family; the exit code."""
+    """Write, print how many kernels there are of each family, and return the exit code."""
     options = make_parser().parse_args()
     names = write(options.folder, kernel_texts(grid(full=not options.short)))
     print("\n".join(f"{count:5} {name}" for name, count in sorted(names.items())))

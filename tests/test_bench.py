@@ -119,7 +119,7 @@ def test_every_contender_agrees_and_the_bound_is_tight(dtype):
 
 @pytest.mark.parametrize("cell", ["lstm", "gru"])
 def test_judge_of_a_stack_evaluates_it_and_its_gradient(cell):
-    """As above, for every array of two bidirectional layers."""
+    """Differences as for one layer, for every array of two bidirectional layers."""
     rng = np.random.default_rng(1)
     numbers = CASES[f"cudnn_{cell}"].draw(Size(3, 2, 3, 2), "float32")
     numbers = {name: array.astype(np.float64) for name, array in numbers.items()}
@@ -135,7 +135,7 @@ def test_judge_of_a_stack_evaluates_it_and_its_gradient(cell):
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_case_agrees_is_judged_tightly_and_uses_every_tensor(case):
-    """Each contender, the same numbers; a result off by a thousandth is refused, whichever it is."""
+    """Each contender gets the same numbers; a tensor off by a thousandth is refused, whichever it is."""
     size, passes = TINY, CASES[case].passes
     numbers = CASES[case].draw(size, "float32")
     judge = CASES[case].judge(numbers, "float32", backward="backward" in passes)
@@ -160,8 +160,8 @@ def test_parameter_buffer_is_packed_and_unpacked():
 
 
 def test_the_judge_of_a_long_sequence(monkeypatch):
-    """In parts, the last one shorter: the same exact results; bounds from the first part alone, those of h and dx about
-    what they are, those of the weights' gradients not less; a thousandth is still too much, in whichever."""
+    """Evaluated in parts, the last one shorter: the exact results are the same. Bounds from the first part are about
+    the same for h and dx, and not smaller for gradients of weights. An error of a thousandth is still refused."""
     size = Size(90, 3, 4, 8)
     numbers = draw(size, "float32")
     monkeypatch.setattr(judging, "PART", size.T)
@@ -199,7 +199,7 @@ def test_judge_refuses():
 
 
 def test_a_disagreement_is_not_timed(planted, capsys, tmp_path):
-    """One wrong by a thousandth in one tensor, one that raises, one whose process ends; the right one is timed."""
+    """One contender is wrong by a thousandth, one raises, one ends its process; only the right one is timed."""
     file = tmp_path / "figures.csv"
     others = [f"planted:{name}" for name in ("WRONG", "BROKEN", "ENDS")]
     arguments = ["--sizes", str(TINY), "--passes", "backward", "--engine", "ops", "--csv", str(file), *FEW]
@@ -214,8 +214,8 @@ def test_a_disagreement_is_not_timed(planted, capsys, tmp_path):
     assert rows["mlx_lstm.lstm"]["status"] == "timed"
 
 
-def test_a_compiler_is_heard_and_the_others_are_measured(planted, capfd):
-    """Its errors come once, from a worker that reports them and from one that it takes along."""
+def test_a_compilers_errors_are_printed_and_the_others_measured(planted, capfd):
+    """A compiler's errors are printed once, of a worker that reports them and of one whose process they end."""
     contenders = [f"planted:{name}" for name in ("NO_PIPELINE", "ABORTS", "RIGHT")]
     assert main(["--memory", "--sizes", "2,1,1,1", str(TINY), *FEW[4:], "--contenders", *contenders]) == 1
     said = capfd.readouterr()
@@ -241,7 +241,7 @@ class Terminal(io.StringIO):
 
 
 def test_progress_is_a_line_of_a_terminal(capsys):
-    """Gone before anything else is printed, and in the end; nothing where there is no terminal."""
+    """The line is erased before anything else is printed, and at the end; without a terminal there is none."""
     with Progress(Terminal()) as progress:
         progress.title = "1 of 8"
         progress.say("torch: round 2")
@@ -254,7 +254,7 @@ def test_progress_is_a_line_of_a_terminal(capsys):
 
 
 def test_ratio():
-    """Medians 2, 6, 5 over 1, 2, 5: a machine that slows down changes no ratio. The fourth round has no pair."""
+    """Medians 2, 6, 5 over 1, 2, 5: a slower machine does not change the ratio. The fourth round has no pair."""
     row, reference = timed("ours", (2.0, 1.0, 9.0), (6.0,), (5.0,)), timed("torch", (1.0,), (2.0,), (5.0,), (2.0,))
     assert ratio(row, reference) == (2.0, 1.0, 3.0)
     assert ratio(row, timed("torch")) is None
@@ -316,7 +316,7 @@ def test_machine_card():
 
 
 def test_the_card_names_the_kernel_of_the_blas(monkeypatch):
-    """As `threadpoolctl` tells it, where that is installed; and settings that select one."""
+    """The card has what `threadpoolctl` says, if it is installed, and the settings that select a kernel."""
     found = [{"internal_api": "openblas", "architecture": "SkylakeX"}, {"internal_api": "openmp"}]
     monkeypatch.setitem(sys.modules, "threadpoolctl", SimpleNamespace(threadpool_info=lambda: found))
     monkeypatch.setenv("OPENBLAS_CORETYPE", "Haswell")
@@ -327,7 +327,7 @@ def test_the_card_names_the_kernel_of_the_blas(monkeypatch):
 
 
 def test_group_text():
-    """Figures, their ratios to both references, engines by their word, and why a row has no figures."""
+    """The table has figures, ratios to both references, engines, and the reason why a row has no figures."""
     rows = [
         timed("ours", (0.002,), (0.004,), peak=2**20, idle_cpu=0.5),
         timed("mlx", (0.01,), (0.03,)),

@@ -51,14 +51,14 @@ ENGINE_MODULES["ops"].forward = lambda *arguments: time.sleep(100)
 
 @pytest.fixture(autouse=True)
 def in_haste(monkeypatch):
-    """What is timed here means nothing."""
+    """Times mean nothing here, so they are taken quickly."""
     for name, value in {"SECONDS": 0.01, "ROUNDS": 1, "QUIET": 0.0}.items():
         monkeypatch.setattr(short, name, value)
 
 
 @pytest.fixture
 def start(tmp_path, monkeypatch):
-    """Lets the processes that a test starts begin with some lines of Python."""
+    """Return a function that lets child processes begin with some lines of Python."""
 
     def begin(lines):
         Path(tmp_path, "sitecustomize.py").write_text(lines)
@@ -68,7 +68,7 @@ def start(tmp_path, monkeypatch):
 
 
 def run(tmp_path, capsys, *arguments):
-    """(exit code, lines, the file) of the command."""
+    """Run the command; return (exit code, lines, the file)."""
     file = tmp_path / "check.json"
     code = command.main([*arguments, "--file", str(file)])
     return code, capsys.readouterr().out.splitlines(), json.loads(file.read_text())
@@ -76,7 +76,7 @@ def run(tmp_path, capsys, *arguments):
 
 @pytest.mark.not_on_a_mac("a Mac is simulated, or is to be missing")
 def test_on_linux(tmp_path, capsys):
-    """The engines that run here; what a Mac would add; times; the file; nobody is asked for an extra."""
+    """The engines that run here, what a Mac would add, times, the file; no extra is needed."""
     code, lines, report = run(tmp_path, capsys, "--problems", "gru, 17 items", "--sizes", "3,2,3,4")
     assert code == 0 and lines[0].startswith("mlx_lstm ") and len(lines) == 7
     assert [line[:32] for line in lines[1:3]] == [f"{word:11}1 of 1 problems right" for word in ("numpy", "ops")]
@@ -109,7 +109,7 @@ def test_as_on_a_mac(tmp_path, capsys, start):
     ],
 )
 def test_a_damaged_kernel_is_found(tmp_path, capsys, start, damage, engine, said):
-    """The exit code is 1, a line says what is wrong, and the other engines go on."""
+    """The exit code is 1, a line says what is wrong, and the other engines are still checked."""
     start(f"import on_metal; on_metal.pretend()\n{DAMAGES[damage]}")
     with on_metal():
         code, lines, report = run(tmp_path, capsys, "--problems", "rnn, 17 items", "--sizes")
@@ -197,14 +197,14 @@ def test_failures_are_told_once():
 
 @pytest.mark.parametrize("full", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_every_problem_shows_something(full):
-    """Its bounds would not accept zeros; the definition is within them. A default run takes every ninth."""
+    """No bound of a case would accept zeros, and `ops` is within them. A default run takes every ninth case."""
     for case in grid(full)[:: 1 if full else 9]:
         finding = compare(prepare(case), "ops")
         assert not finding.failure, finding
 
 
 def test_every_file_of_the_shaders_is_compiled():
-    """But for long indices, which only --full has."""
+    """All but 64-bit indices, which only --full has."""
     texts = kernel_texts(grid())
     named = set(re.findall(r'#line \d+ "(\w+\.metal)"', "".join(texts)))
     assert named == {path.name for path in ROOT.glob("metal/*.metal")}
@@ -233,7 +233,7 @@ def test_a_text_that_a_compiler_refuses_is_named(tmp_path, capsys):
 
 @pytest.mark.not_on_a_mac("a Mac is simulated, or is to be missing")
 def test_what_full_adds(capsys, tmp_path, monkeypatch):
-    """Here it says why it cannot; elsewhere the command's last line, its exit code and its file are reported."""
+    """A command that cannot run here says why; else its last line, exit code and file are reported."""
     for name, line in further.commands(metal=False).items():
         assert further.run(name, line)[0].startswith(f"{name:11}not run: ")
     assert set(further.commands(metal=True)) == {"tune", "compare", "settle"}
@@ -246,7 +246,7 @@ def test_what_full_adds(capsys, tmp_path, monkeypatch):
 
 
 def test_the_workflows_call_what_is_there():
-    """Options and modules of the commands in .github/workflows."""
+    """Every command in .github/workflows names a module of ours with options it has."""
     text = "".join(path.read_text() for path in ROOT.glob(".github/workflows/*.yml"))
     lines = re.findall(r"python -m mlx_lstm\.(\w+) ([^|\n]*)", text)
     assert {name for name, _ in lines} == {"check", "bench", "compare"}

@@ -74,7 +74,7 @@ PARENTS = {
 
 
 def start_from_a_hostile_folder(tmp_path, kinds, flags, before):
-    """What a parent prints whose working folder holds traps, and the traps that went off."""
+    """The error of a parent whose working folder holds traps, if it failed, and the traps that went off."""
     hostile, script = tmp_path / "hostile", tmp_path / "parent.py"
     hostile.mkdir()
     for name in TRAPS:
@@ -86,7 +86,7 @@ def start_from_a_hostile_folder(tmp_path, kinds, flags, before):
     command = [sys.executable, *flags, str(script)]
     done = subprocess.run(command, cwd=hostile, env=environment, capture_output=True, text=True)
     sprung = tmp_path / "sprung"
-    return done.stderr, sprung.read_text() if sprung.exists() else ""
+    return done.stderr if done.returncode else "", sprung.read_text() if sprung.exists() else ""
 
 
 @pytest.mark.parametrize("kind", CHILDREN)

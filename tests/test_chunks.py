@@ -9,8 +9,7 @@ import mlx.nn
 import numpy as np
 import pytest
 from cases import BOTH, CELLS, KINDS, OPTIONS, combination, draw_away_from_kinks, run, split, to_mlx
-from on_metal import on_metal, options_at, pairs
-from test_kernels import in_turns
+from on_metal import BATCHES, CROSSED, in_turns, on_metal, options_at, over_engines
 
 from mlx_lstm import cudnn, gru, lstm, mpsgraph, rnn, tf
 from mlx_lstm import nn as ours
@@ -21,6 +20,7 @@ from mlx_lstm.engines.cells import RNNCell
 from mlx_lstm.engines.problem import Problem, limited
 from mlx_lstm.oracle import ARRAYS, backward, forward
 from mlx_lstm.oracle.closeness import assert_close, assert_within, bounds
+from mlx_lstm.testing.cases import at_batch
 
 EVERY_OPTION = OPTIONS | CELLS | BOTH
 ENGINES = ["numpy", "ops", "stepwise", "fused"]
@@ -75,11 +75,25 @@ def test_each_option_in_sequences_that_are_cut_for_their_length(option):
         assert_right(*draw_away_from_kinks(1, **EVERY_OPTION[option]), "ops")
 
 
-@pytest.mark.parametrize("engine, option, B", in_turns(pairs(OPTIONS | CELLS) + pairs(BOTH), [2, 9], rarely=13))
+# With the batches of test_kernels, whose kernels these cases share.
+ON_METAL = [(n, *case) for n, case in enumerate(in_turns(list(CROSSED), BATCHES))]
+
+
+@pytest.mark.parametrize("number, engine, name, B", ON_METAL[::5])
+def test_options_crossed_on_metal(number, engine, name, B):
+    """Chunks are recomputed or saved, lazily or one by one, in turns."""
+    check_on_metal(number // 5, engine, at_batch(CROSSED[engine, name], B), B)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine, option, B", over_engines(EVERY_OPTION, [2, 9]))
 def test_each_option_on_metal(engine, option, B):
-    """Computed again or kept, lazily or chunk by chunk, in turns."""
-    number = list(EVERY_OPTION).index(option) + (engine == "fused")
-    case, cotangents = draw_away_from_kinks(1, sizes=(4, B, 3, 2, 3), **options_at(option, B))
+    check_on_metal(list(EVERY_OPTION).index(option) + (engine == "fused"), engine, options_at(option, B), B)
+
+
+def check_on_metal(number, engine, options, B):
+    """The number selects how the sequence is divided, and how the chunks are evaluated."""
+    case, cotangents = draw_away_from_kinks(1, sizes=(4, B, 3, 2, 3), **options)
     every = (3, 2, None)[number % 3]
     few = patch.object(chunks, "GATES", {"fused": 8 * B, "stepwise": 8 * B})
     with on_metal(), few, evaluating(WAYS[number % 2] if every else "evaluated"):
@@ -152,6 +166,28 @@ def test_outputs_are_those_of_one_piece_to_the_bit(option, engine):
             np.testing.assert_array_equal(long[name], value, err_msg=name)
         else:  # a product over fewer rows may round otherwise
             np.testing.assert_allclose(parts[name], value, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("engine, dtype", [("ops", "float32"), ("numpy", "float16"), ("numpy", "bfloat16")])
+def test_a_reversed_view(engine, dtype):
+    """MLX makes no array of a view with negative strides, as which NumPy sees it."""
+    draw = lambda *shape: mx.random.normal(shape).astype(getattr(mx, dtype))  # noqa: E731
+    x, Wx, Wh = draw(7, 2, 3), draw(8, 3), draw(8, 2)
+    with mx.stream(mx.cpu), limited(unchunked=0):
+        call = lambda x: lstm(x, Wx, Wh, engine=engine, checkpoint_every=3).h.astype(mx.float32).sum()  # noqa: E731
+        whole = mx.contiguous(x[::-1])
+        for got, expected in ((call(x[::-1]), call(whole)), (mx.grad(call)(x[::-1]), mx.grad(call)(whole))):
+            np.testing.assert_array_equal(*(np.array(a.astype(mx.float32)) for a in (got, expected)))
+
+
+@pytest.mark.filterwarnings("error")
+def test_sums_over_chunks_overflow_without_a_warning():
+    """A gradient of 2e38 from each of two chunks, which float32 can hold alone."""
+    x, Wx, Wh = mx.ones((2, 1, 1)), mx.ones((1, 1)), mx.zeros((1, 1))
+    with mx.stream(mx.cpu), limited(unchunked=0):
+        call = lambda W: rnn(x, W, Wh, activation="identity", engine="ops", checkpoint_every=1).h  # noqa: E731
+        (gradient,) = mx.vjp(lambda W: [call(W)], [Wx], [mx.full((2, 1, 1), 2e38)])[1]
+        assert gradient.item() == np.inf
 
 
 # --- MLX's transformations -------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ MODULES = ("Metal", "MetalPerformanceShadersGraph", "objc")
 
 @pytest.fixture
 def on_path(monkeypatch):
-    """The recorder where PyObjC would be, here and in processes that start."""
+    """The recorder in the place of PyObjC, in this process and in children."""
     monkeypatch.syspath_prepend(str(RECORDER))
     paths = [str(RECORDER), str(RECORDER.parents[1])]
     monkeypatch.setenv("PYTHONPATH", ":".join(paths))
@@ -36,7 +36,7 @@ def on_path(monkeypatch):
 
 @pytest.fixture
 def recorder(on_path, monkeypatch):
-    """The recorder in this process; where MPSGraph would end it, an error is raised."""
+    """The recorder in this process; where MPSGraph would end the process, an error is raised."""
 
     def end_process():
         raise RuntimeError("MPSGraph would end the process")
@@ -55,7 +55,7 @@ def recorder(on_path, monkeypatch):
 
 
 def run(tmp_path, *arguments):
-    """(exit code, the JSON report)."""
+    """Run the command; return (exit code, the JSON report)."""
     file = tmp_path / "report.json"
     code = command.main([*arguments, "--json", str(file)])
     return code, json.loads(file.read_text())
@@ -97,7 +97,7 @@ def test_float16_reaches_mpsgraph_as_such(recorder):
 
 
 def test_everything_agrees_in_processes_of_their_own(tmp_path, on_path):
-    """Without a patch: the command starts processes, which call the recorder."""
+    """Nothing is patched: the command starts children, which call the recorder."""
     names = ["lstm: uni, mask", "gru: bi, no bias", "single_gate_rnn: one of"]
     code, report = run(tmp_path, "--contenders", "mpsgraph", "ops", "--all", "--cases", *names)
     rows = report["rows"]
@@ -144,7 +144,7 @@ def test_lists_of_another_length_are_reported(tmp_path, recorder, monkeypatch):
 
 
 def test_every_case_on_linux(tmp_path, capsys):
-    """The whole grid: engines and torch on the CPU; what a Mac would add is said."""
+    """The whole grid, with engines and torch on the CPU; the report says what a Mac would add."""
     code, report = run(tmp_path, "--plot", str(tmp_path / "errors.png"))
     pairs = {row["pair"] for row in report["rows"]}
     assert code == 0 and {"numpy - oracle", "ops - oracle"} <= pairs

@@ -1,4 +1,4 @@
-"""`python -m mlx_lstm.compare --arrays`: what strangers dump, right and otherwise, and what it is said to be."""
+"""`python -m mlx_lstm.compare --arrays`: dumps of other programs, right ones and others, and their explanations."""
 
 import re
 
@@ -24,11 +24,11 @@ def dumped(op="lstm", seed=0, readings=(), **options):
 
 
 def told(tmp_path, capsys, arrays, *options, op="lstm"):
-    """(exit code, what is printed)."""
+    """Compare a dump; return (exit code, what is printed)."""
     np.savez(tmp_path / "dump.npz", **arrays)
     try:
-        given = ["--arrays", str(tmp_path / "dump.npz"), "--op", op, "--contenders", "ops", *options]
-        code = command.main(given)
+        arguments = ["--arrays", str(tmp_path / "dump.npz"), "--op", op, "--contenders", "ops", *options]
+        code = command.main(arguments)
     except SystemExit as end:
         code = end.code
     written = capsys.readouterr()
@@ -36,7 +36,7 @@ def told(tmp_path, capsys, arrays, *options, op="lstm"):
 
 
 def turned(arrays, index, *names):
-    """The same with the blocks of some arrays in another order."""
+    """Return the arrays, some of them with their blocks in another order."""
     axes = {name: -1 if name == "zState" else 0 for name in names}
     blocks = {name: np.split(arrays[name], len(index), axis) for name, axis in axes.items()}
     return arrays | {name: np.concatenate([blocks[name][k] for k in index], axes[name]) for name in names}
@@ -130,7 +130,7 @@ def test_other_words_for_h(tmp_path, capsys, word):
 
 @pytest.mark.parametrize("size", [(2, 3, 5, 6), (5, 3, 4, 6), (20, 4, 8, 16)])
 def test_float16_errors_of_one_percent_are_found(tmp_path, capsys, size):
-    """Of the largest h alone: the bound of that element is narrower."""
+    """The largest h alone is wrong: its own bound is narrower than that of the tensor."""
     case = draw(np.random.default_rng(0), "lstm", size, weights=0.7 / size[3] ** 0.5, dtype=np.float16, **LSTM)
     h = judge.expected(case)["h"]
     arrays = {name: array for name, array in case.arrays.items() if not name.endswith("gradient")}

@@ -1,4 +1,4 @@
-"""The predictions of `--model`: launches and bytes are those the emulator counts; the thresholds are those it gives."""
+"""The predictions of `--model`: launches and bytes equal what the emulator counts; the thresholds, the constants."""
 
 import csv
 import re
@@ -42,22 +42,22 @@ ON_THE_EMULATOR = pytest.mark.not_on_a_mac("bytes: the emulator counts them")
 
 
 def seen_by_the_emulator(size, dtype, engine, **layer):
-    """Of the launches of a training step, without buffers of a few sizes."""
+    """Return by kernel the launches of a training step, bytes moved, bytes touched; without buffers that hold sizes."""
     rng = np.random.default_rng(0)
     case = draw(rng, sizes=(*size, size.H), dtype=dtype, **layer)
     case = {name: value for name, value in case.items() if name not in ("h0", "c0", "bhn")}
     cotangents = draw_cotangents(rng, forward(**case), dtype)
     with on_metal() as log:
         run(case, engine, dtype, {"h": cotangents["h"]})
-    found = Counter(), Counter(), Counter()  # by name: launches, bytes moved, bytes of what was touched
+    counts = Counter(), Counter(), Counter()  # by name: launches, bytes moved, bytes touched
     for dispatch in log:
         name = re.sub("_joining|_without.*|__.*", "", dispatch.name)
         sizes = re.findall(r"constant [\w ]+[*&] (\w+) \[\[buffer", dispatch.source)
         arrays = [traffic for name, traffic in dispatch.traffic.items() if name not in (*sizes, "starts", "row")]
-        found[0][name] += 1
-        found[1][name] += sum(traffic.bytes_read + traffic.bytes_written for traffic in arrays)
-        found[2][name] += sum(traffic.distinct_read + traffic.distinct_written for traffic in arrays)
-    return found
+        counts[0][name] += 1
+        counts[1][name] += sum(traffic.bytes_read + traffic.bytes_written for traffic in arrays)
+        counts[2][name] += sum(traffic.distinct_read + traffic.distinct_written for traffic in arrays)
+    return counts
 
 
 def check_against_the_emulator(engine, size, dtype, **layer):
@@ -69,7 +69,7 @@ def check_against_the_emulator(engine, size, dtype, **layer):
     for name in launches:
         alike = [launch for launch in predicted if launch.name.replace("_joining", "") == name]
         assert sum(floor_bytes(launch, problem) for launch in alike) == pytest.approx(touched[name], rel=0.01)
-        # The runs of 4 weights past the end of a row are padding, which the model takes for weights.
+        # The model counts the padding of a row to whole groups of 4 weights as weights.
         assert sum(moved_bytes(launch, problem) for launch in alike) == pytest.approx(moved[name], rel=0.02)
 
 
@@ -96,12 +96,12 @@ LAYERS = [{"op": op, "bidirectional": both} for op in CELLS for both in (False, 
     ("engine", "layer"), [(engine, layer) for engine in ENGINES for layer in LAYERS if can_run(engine, layer)]
 )
 @pytest.mark.parametrize("B", [2, 9])
-def test_of_other_cells_and_of_both_directions_too(engine, layer, B):
+def test_launches_and_bytes_of_other_cells_and_of_both_directions(engine, layer, B):
     check_against_the_emulator(engine, Size(3, B, 5, 24), np.float32, **layer)
 
 
 def test_what_counts_as_a_launch():
-    """A view launches nothing, a copy of what lies out of order does; what waits for what."""
+    """A view launches nothing, a copy of an array that is not contiguous does; the depth counts those that wait."""
 
     def function(a, b):
         flat = a.T.reshape(-1)  # a copy
@@ -124,7 +124,7 @@ def test_a_bias_counts_as_it_lies_in_memory():
 
 
 BATCHES = {1: (1, 8, 16), 17: (17, 32, 64), 65: (65, 128, 256)}
-"""What is asked for each row."""
+"""The batch sizes that are tested for each row."""
 
 
 @pytest.mark.parametrize("least", BATCHES)
@@ -150,7 +150,7 @@ def test_the_thresholds_of_quantized_weights_are_those_of_the_model(bits, rows):
 
 
 def test_the_default_table_has_every_dtype_of_the_shaders():
-    """And stands in the page about engines."""
+    """The page about engines has it, too."""
     assert PREDICTED.engines == {"float32": WIDE, "float16": NARROW, "bfloat16": NARROW}
     page = (Path(__file__).parents[1] / "docs/engines.md").read_text()
     for names, rows in (("float32", WIDE), ("float16, bfloat16", NARROW)):
@@ -158,7 +158,7 @@ def test_the_default_table_has_every_dtype_of_the_shaders():
 
 
 def test_the_rule_against_what_was_published_of_mlx():
-    """34 us a step compiled, 58 not, at N = 1, H = 512, on a Mac not named (ml-explore/mlx#1419); ours are named."""
+    """Published: 34 us a step compiled, 58 not, at N = 1, H = 512, on an unnamed Mac (ml-explore/mlx#1419)."""
     problem, graph = of_mlx(Size(300, 1, 512, 512), mx.float32, "forward")
     host = host_seconds("mlx.nn.LSTM", "forward", 300)
     steps = [1e6 * total_seconds(graph, problem, chip, host) / 300 for chip in CHIPS]
@@ -170,7 +170,7 @@ def test_the_rule_against_what_was_published_of_mlx():
 
 @pytest.mark.parametrize("B", [1, 32])
 def test_a_sweep_takes_what_its_instructions_take(B):
-    """On the busiest core, a quarter of it a SIMD-group's instruction per cycle, and something for latencies."""
+    """On the busiest core, whose quarters execute an instruction of a SIMD-group per cycle each, plus latencies."""
     problem, graph = ours(Size(50, B, 64, 64), mx.float32, "fused", "backward")
     for launch in graph.launches:
         if has_product(launch):

@@ -13,7 +13,7 @@ from on_metal import logged_metal
 ROOT = Path(__file__).parents[1]
 FILES = ("test_kernels.py", "test_kernel_launches.py", "test_kernel_mutations.py", "metal_emulator")
 SAMPLE = (
-    "half_precision and plain-form0 or few_numbers or wide_batches or hardly_more or barrier_is or log_and_counters"
+    "half_precision_crossed and lstm_0 or few_numbers or wide_batches or hardly_more or barrier_is or log_and_counters"
 )
 
 pytestmark = pytest.mark.not_on_a_mac("there is a real one")

@@ -1,5 +1,5 @@
-"""A case through Apple's MPSGraph, by PyObjC. Runs on a Mac with the extra `compare`, in a process of its own: a shape
-that MPSGraph rejects ends the process."""
+"""Run a case on Apple's MPSGraph, through PyObjC. Needs a Mac with the extra `compare`, and a process of its own: a
+shape that MPSGraph rejects ends the process."""
 
 import re
 from typing import Any
@@ -29,19 +29,19 @@ DESCRIPTORS = {
     "single_gate_rnn": "MPSGraphSingleGateRNNDescriptor",
 }
 SAVED = {"z_state": -1, "cell_output_fwd": 1, "output_fwd": 0}
-"""Where among the forward results a gradient op's argument is."""
+"""The place in the list of forward results of each argument of the gradient ops."""
 
 DTYPES = {"float32": "MPSDataTypeFloat32", "float16": "MPSDataTypeFloat16"}
 
 
 def arguments(selector: str) -> list[str]:
-    """A selector's tensor arguments in the dialect's spelling."""
+    """Return a selector's tensor arguments in the dialect's spelling."""
     words = ["source", *selector.split(":")[1:-3]]
     return [re.sub("([A-Z])", lambda letter: f"_{letter[1].lower()}", word) for word in words]
 
 
 def run(case: CompareCase) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """The lists that MPSGraph returns: of the forward op and, if it gave what that needs, of the gradient op."""
+    """Return the lists that the forward op and, if the case has cotangents, the gradient op return."""
     import Metal
     import MetalPerformanceShadersGraph as G
     import objc
@@ -62,20 +62,20 @@ def run(case: CompareCase) -> tuple[list[np.ndarray], list[np.ndarray]]:
         if "source_gradient" in tensors:
             saved = {name: forward[place] for name, place in SAVED.items() if abs(place) < len(forward)}
             backward = call(graph, BACKWARD[case.op], tensors | saved, descriptor)
-        found, results = [], {}
+        buffers, results = [], {}
         for tensor in [*forward, *backward]:
             shape = [int(size) for size in tensor.shape()]
             space = np.zeros(shape, case.arrays["source"].dtype)
-            found.append((shared_buffer(Metal, device, space), space))
-            results[tensor] = tensor_data(G, found[-1][0], shape, dtype)
+            buffers.append((shared_buffer(Metal, device, space), space))
+            results[tensor] = tensor_data(G, buffers[-1][0], shape, dtype)
         queue = device.newCommandQueue()
         graph.runWithMTLCommandQueue_feeds_targetOperations_resultsDictionary_(queue, feeds, None, results)
-        arrays = [read(buffer, space) for buffer, space in found]
+        arrays = [read(buffer, space) for buffer, space in buffers]
     return arrays[: len(forward)], arrays[len(forward) :]
 
 
 def make_descriptor(G: Any, case: CompareCase) -> Any:
-    """Apple's descriptor, with training and produce_cell unless the case says otherwise."""
+    """Return Apple's descriptor, with training and produce_cell unless the case says otherwise."""
     descriptor = getattr(G, DESCRIPTORS[case.op]).descriptor()
     flags = {"training": True} | ({"produce_cell": True} if case.op == "lstm" else {})
     for name, value in (flags | case.descriptor).items():
@@ -86,27 +86,27 @@ def make_descriptor(G: Any, case: CompareCase) -> Any:
 
 
 def camel(name: str) -> str:
-    """hard_sigmoid as HardSigmoid."""
+    """Return hard_sigmoid as HardSigmoid."""
     return "".join(word.capitalize() for word in name.split("_"))
 
 
 def call(graph: Any, selector: str, tensors: dict[str, Any], descriptor: Any) -> list[Any]:
-    """The op's list of result tensors; what the case has not is nil."""
+    """Call an op and return its list of result tensors; arguments that the case does not have are nil."""
     method = getattr(graph, selector.replace(":", "_"))
     return list(method(*(tensors.get(name) for name in arguments(selector)), descriptor, None))
 
 
 def shared_buffer(Metal: Any, device: Any, array: np.ndarray) -> Any:
-    """A buffer that CPU and GPU share, holding the array."""
+    """Return a buffer that CPU and GPU share, with the array's values."""
     options = Metal.MTLResourceStorageModeShared
     return device.newBufferWithBytes_length_options_(array.tobytes(), array.nbytes, options)
 
 
 def tensor_data(G: Any, buffer: Any, shape: Any, dtype: int) -> Any:
-    """A buffer as MPSGraph takes it."""
+    """Return a buffer in the form in which MPSGraph takes and returns arrays."""
     return G.MPSGraphTensorData.alloc().initWithMTLBuffer_shape_dataType_(buffer, list(shape), dtype)
 
 
 def read(buffer: Any, like: np.ndarray) -> np.ndarray:
-    """What a buffer holds, copied."""
+    """Return a copy of a buffer's values."""
     return np.frombuffer(bytes(buffer.contents().as_buffer(like.nbytes)), like.dtype).reshape(like.shape)

@@ -1,4 +1,4 @@
-"""The experiments that decide what Apple's texts leave open: a case each, and what every reading of them predicts."""
+"""The experiments that decide what Apple's texts leave open: a case each, and the prediction of each reading."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -17,7 +17,7 @@ SIZES = (3, 2, 3, 4)  # T, N, I, H
 
 
 def experiments() -> Iterator[Experiment]:
-    """All of them; the names are those in the dialect's docstrings."""
+    """Yield all experiments; their names are those in the dialect's docstrings."""
     rng = np.random.default_rng(5)
     for group in (of_saved_state, of_gradients, of_formula, of_masks, of_directions, of_single_gate, of_gru):
         yield from group(rng)
@@ -43,13 +43,13 @@ def of_saved_state(rng: np.random.Generator) -> Iterator[Experiment]:
 
 
 def preactivations(case: CompareCase, fl: Arithmetic, **readings: str) -> np.ndarray:
-    """[T, N, D G H]: what the gates activate."""
-    found = []
+    """Return the gates' preactivations [T, N, D G H]."""
+    parts = []
     for side in sides(call_of(case, **readings)):
         p = complete(side, fl)
         tape = unroll(p, fl)[1]
-        found.append(np.stack([np.concatenate([tape[t].a[gate] for gate in p.gate_order], -1) for t in range(p.T)]))
-    return np.concatenate(found, axis=-1)
+        parts.append(np.stack([np.concatenate([tape[t].a[gate] for gate in p.gate_order], -1) for t in range(p.T)]))
+    return np.concatenate(parts, axis=-1)
 
 
 def of_gradients(rng: np.random.Generator) -> Iterator[Experiment]:
@@ -102,18 +102,18 @@ def of_formula(rng: np.random.Generator) -> Iterator[Experiment]:
 
 
 def swapped(array: np.ndarray, axis: int) -> np.ndarray:
-    """The second and the third of four blocks exchanged."""
+    """Return the array with the second and the third of four blocks exchanged."""
     one, two, three, four = np.split(array, 4, axis=axis)
     return np.concatenate([one, three, two, four], axis=axis)
 
 
 def in_order(case: CompareCase, fl: Arithmetic, gate_order: str, tensor: str) -> np.ndarray:
-    """A result of the oracle with another order of the gates everywhere."""
+    """Return a result of the oracle with another order of the gates everywhere."""
     return oracle_result(case, fl, tensor, gate_order=gate_order)
 
 
 def oracle_result(case: CompareCase, fl: Arithmetic, tensor: str, **options: Any) -> np.ndarray:
-    """A result of the oracle with some of its own options changed."""
+    """Return a result of the oracle with some of its own options changed."""
     cotangents = {"h": case.arrays["source_gradient"]}
     cotangents |= {"hT": case.arrays["state_gradient"], "cT": case.arrays["cell_gradient"]}
     outputs, gradients = evaluate(call_of(case) | options, cotangents, fl)
@@ -122,7 +122,7 @@ def oracle_result(case: CompareCase, fl: Arithmetic, tensor: str, **options: Any
 
 
 def of_masks(rng: np.random.Generator) -> Iterator[Experiment]:
-    """E:mask: a case for each layout. The dialect's default takes those that broadcast to [N, H] or [N, 2H]."""
+    """E:mask: a case for each layout of the mask. The dialect accepts masks that broadcast to [N, H] or [N, 2H]."""
     shapes: dict[tuple[int | str, ...], bool] = {("N", "DH"): True, ("DH",): True, (1, "DH"): True}
     shapes |= {(1, "N", "DH"): True, ("T", "N", "DH"): False}
     for word, flags in {"[N, H]": {}, "[N, 2H]": {"bidirectional": True}}.items():
@@ -135,7 +135,7 @@ def of_masks(rng: np.random.Generator) -> Iterator[Experiment]:
 def mask_experiment(
     rng: np.random.Generator, layout: str, letters: tuple[int | str, ...], taken: bool, flags: dict[str, Any]
 ) -> Experiment:
-    """Whether MPSGraph takes a mask of this layout, and multiplies h[t-1] by it."""
+    """Return the experiment whether MPSGraph accepts a mask of this layout and multiplies h[t-1] by it."""
     case = draw(rng, "lstm", SIZES, name=f"settle: mask {layout}", absent=("peephole",), mask_shape=letters, **flags)
     read = case
     if letters == (2, "N", "H"):
@@ -180,12 +180,12 @@ def of_single_gate(rng: np.random.Generator) -> Iterator[Experiment]:
 
 
 def value_of_h(case: CompareCase) -> Distance:
-    """zState is h."""
+    """Return the distance of zState from h."""
     return value(case, "z_state", lambda fl: evaluated(case, fl)["h"])
 
 
 def of_gru(rng: np.random.Generator) -> Iterator[Experiment]:
-    """E:gru_flavours: all eight, what zState holds, the shapes of the bias gradients."""
+    """E:gru_flavours: the eight flavours, the contents of zState, the shapes of the bias gradients."""
     for number in range(8):
         names = ("reset_gate_first", "reset_after", "flip_z")
         flags: dict[str, Any] = {name: bool(number >> n & 1) for n, name in enumerate(names)}
@@ -208,9 +208,9 @@ def of_gru(rng: np.random.Generator) -> Iterator[Experiment]:
 
 
 def with_product(case: CompareCase, fl: Arithmetic) -> np.ndarray:
-    """[T, N, 3H]: z, r and the candidate's recurrent product, of a GRU without mask that resets after it."""
-    found, H = evaluated(case, fl), case.hidden
+    """Return [T, N, 3H]: z, r and the candidate's recurrent product, of a GRU without mask that resets after it."""
+    results, H = evaluated(case, fl), case.hidden
     arrays = {name: fl.load(array) for name, array in case.arrays.items()}
-    before = np.concatenate([arrays["init_state"][None], found["h"][:-1]])
+    before = np.concatenate([arrays["init_state"][None], results["h"][:-1]])
     product = fl(before @ arrays["recurrent_weight"][2 * H :].T + arrays["secondary_bias"])
-    return np.concatenate([found["z_state"][..., : 2 * H], product], axis=-1)
+    return np.concatenate([results["z_state"][..., : 2 * H], product], axis=-1)

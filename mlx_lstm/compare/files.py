@@ -1,4 +1,4 @@
-"""Cases and results as `.npz` files: what a process of its own is handed, and goldens, which a checksum seals."""
+"""Cases and results as `.npz` files: for a child process, and as goldens, which have a checksum."""
 
 import hashlib
 import json
@@ -15,7 +15,7 @@ from .judge import expected
 
 
 class Golden(NamedTuple):
-    """What a machine computed: its card, who computed it, the cases, and by case name the results."""
+    """The results of one machine: its card, the contender that computed them, the cases, the results by case name."""
 
     card: dict[str, str]
     contender: str
@@ -24,18 +24,18 @@ class Golden(NamedTuple):
 
 
 def save_case(file: str, case: CompareCase) -> None:
-    """One case."""
+    """Write one case."""
     meta = {"name": case.name, "op": case.op, "descriptor": case.descriptor}
     save_arrays(file, case.arrays | {"meta": as_json(meta)})
 
 
 def save_arrays(file: str, arrays: dict[str, Any]) -> None:
-    """Arrays by name."""
+    """Write arrays by name."""
     np.savez(file, **arrays)
 
 
 def load_case(file: str) -> CompareCase:
-    """What `save_case` wrote."""
+    """Return the case that `save_case` wrote."""
     with np.load(file) as data:
         arrays = dict(data)
     meta = json.loads(str(arrays.pop("meta")))
@@ -43,7 +43,7 @@ def load_case(file: str) -> CompareCase:
 
 
 def save_golden(file: str, golden: Golden) -> None:
-    """A golden with its checksum."""
+    """Write a golden with its checksum."""
     arrays: dict[str, Any] = {}
     meta = []
     for n, case in enumerate(golden.cases):
@@ -85,7 +85,7 @@ def load_golden(file: str) -> Golden:
 
 
 MOST_NUMBERS = 2**22
-"""Gates' values in a case of a golden; those that this package records have a few dozen."""
+"""The largest product of the sizes of source and recurrent weight in a golden; recorded cases have up to 2**20."""
 
 
 def checked_case(entry: dict[str, Any], arrays: Arrays, results: Arrays) -> CompareCase:
@@ -109,7 +109,7 @@ def checked_case(entry: dict[str, Any], arrays: Arrays, results: Arrays) -> Comp
 
 
 def checksum(arrays: Mapping[str, np.ndarray]) -> str:
-    """SHA-256 over names, dtypes, shapes and bytes, in the order of the names."""
+    """Return the SHA-256 of names, dtypes, shapes and bytes, in the order of the names."""
     total = hashlib.sha256()
     for name in sorted(arrays):
         array = np.ascontiguousarray(arrays[name])
@@ -119,5 +119,5 @@ def checksum(arrays: Mapping[str, np.ndarray]) -> str:
 
 
 def as_json(value: Any) -> np.ndarray:
-    """JSON text as an array."""
+    """Return a value's JSON text as an array."""
     return np.array(json.dumps(value, sort_keys=True))

@@ -18,18 +18,18 @@ WITHOUT = {
     "mask": ("peephole",),
     "peephole": ("mask",),
 }
-"""What is left out, by the name of the case: without a word on them, mask and peephole are."""
+"""The absent arguments by the name of the case. Cases that are not here have neither mask nor peephole."""
 
 
 def grid(off_kinks: Callable[[CompareCase], bool], seed: int = 0) -> list[CompareCase]:
-    """The cases of the command: each option alone, in every direction where it has another layout there."""
+    """Return the cases of the command. `off_kinks` tells whether a random case is far enough from kinks."""
     rng = np.random.default_rng(seed)
-    found = [draw_until(off_kinks, rng, op, name=f"{op}: {name}", **chosen) for op, name, chosen in descriptions()]
-    return [*found, *stacks(rng)]
+    single = [draw_until(off_kinks, rng, op, name=f"{op}: {name}", **chosen) for op, name, chosen in descriptions()]
+    return [*single, *stacks(rng)]
 
 
 def stacks(rng: np.random.Generator) -> Iterator[CompareCase]:
-    """More than one layer, as torch has them."""
+    """Yield cases of more than one layer, as torch has them."""
     flags = {
         "lstm": {},
         "gru": {"reset_gate_first": True, "reset_after": True},
@@ -41,7 +41,7 @@ def stacks(rng: np.random.Generator) -> Iterator[CompareCase]:
 
 
 def draw_until(accept: Callable[[CompareCase], bool], rng: np.random.Generator, op: str, **chosen: Any) -> CompareCase:
-    """A random case that is accepted."""
+    """Return a random case that `accept` accepts."""
     for _ in range(1000):
         case = draw(rng, op, **chosen)
         if accept(case):
@@ -50,7 +50,7 @@ def draw_until(accept: Callable[[CompareCase], bool], rng: np.random.Generator, 
 
 
 def descriptions() -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """(op, name, what `draw` takes) of each case of the grid."""
+    """Yield (op, name, the arguments of `draw`) of each case of one layer."""
     sizes = {"sizes": (5, 3, 4, 6)}
     for op in GATES:
         for direction, flags in DIRECTIONS.items():
@@ -63,8 +63,8 @@ def descriptions() -> Iterator[tuple[str, str, dict[str, Any]]]:
             short = {"sizes": (2, 3, 4, 6)} if name in ("none", "relu") else sizes
             yield op, f"every activation {name}", short | dict.fromkeys(ACTIVATION_PROPERTIES[op], name)
         yield op, "one of everything", {"sizes": (1, 1, 1, 1)}
-        # A single gate's relu, Apple's default, lets the state grow without bound; so do recurrent weights with a norm
-        # above 1 the errors, over many steps.
+        # Over many steps a single gate with relu, Apple's default, lets the state grow without bound; recurrent weights
+        # with a norm above 1 let the errors grow.
         smooth = {"activation": "tanh"} if op == "single_gate_rnn" else {}
         yield op, "64 steps", {"sizes": (64, 2, 8, 16), "weights": 0.15} | smooth
         yield op, "float16", {"sizes": (5, 3, 4, 6), "dtype": np.float16} | smooth

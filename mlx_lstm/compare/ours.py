@@ -1,4 +1,4 @@
-"""A case through the dialect: forward with all results, then the gradient op on what forward returned."""
+"""Run a case on our dialect: the forward op with all results, then the gradient op on them."""
 
 from typing import Any
 
@@ -18,21 +18,21 @@ SAVED = {
     "gru": {"z_state": "z_state", "output_fwd": "h"},
     "single_gate_rnn": {"z_state": "z_state"},
 }
-"""What the gradient ops take of the results of the forward ops, by their argument."""
+"""The arguments of the gradient ops that are results of the forward ops: {argument: result}."""
 
 
 def run(case: CompareCase, engine: str | None = None, **options: Any) -> Arrays:
-    """All results by name, on the engine, or the one the library chooses. `options` are keywords of the dialect."""
+    """Return all results by name, on an engine or the one the library chooses. `options`: keywords of the dialect."""
     return through_layers(case, lambda layer: run_layer(layer, engine, **options))
 
 
 def run_layer(case: CompareCase, engine: str | None, **options: Any) -> Arrays:
-    """Those of one layer."""
+    """Return the results of one layer."""
     arrays = {name: mx.array(array) for name, array in case.arrays.items()}
     descriptor = make_descriptor(case)
-    given = {name: array for name, array in arrays.items() if name not in COTANGENTS[case.op]}
+    inputs = {name: array for name, array in arrays.items() if name not in COTANGENTS[case.op]}
     forward = {name: value for name, value in options.items() if name != "leading_ones"}
-    results = getattr(mpsgraph, case.op)(**given, **forward, descriptor=descriptor, engine=engine)
+    results = getattr(mpsgraph, case.op)(**inputs, **forward, descriptor=descriptor, engine=engine)
     results = dict(zip(RESULTS[case.op], results, strict=True))
     if "source_gradient" not in arrays:
         return {name: np.array(array) for name, array in results.items()}
@@ -44,5 +44,5 @@ def run_layer(case: CompareCase, engine: str | None, **options: Any) -> Arrays:
 
 
 def make_descriptor(case: CompareCase) -> object:
-    """The case's descriptor, with training (and produce_cell)."""
+    """Return the case's descriptor, with training (and produce_cell)."""
     return DESCRIPTORS[case.op](training=True, **case.descriptor)

@@ -1,4 +1,4 @@
-"""How an experiment decides an open point: every reading's distance from what was found, in parts of rounding."""
+"""How an experiment decides an open point: by the distance of each reading's prediction from the result."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -13,11 +13,11 @@ from .judge import evaluated
 from .measure import without_leading_ones
 
 Distance = Callable[[Outcome], float]
-"""How far an outcome is from a reading, in parts of what rounding explains: the reading fits up to 1."""
+"""Returns how far an outcome is from a reading, as a part of what rounding explains: up to 1 the reading fits."""
 
 
 class Experiment(NamedTuple):
-    """What is asked, the case that answers it, the readings, and the one that the dialect has by default."""
+    """A question, the case that answers it, the reading that is the dialect's default, and all readings."""
 
     name: str
     question: str
@@ -27,8 +27,8 @@ class Experiment(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """An experiment's answer: the reading that fits, or why there is none; whether it is the dialect's default; how far
-    each reading is off."""
+    """An experiment's answer. verdict: the reading that fits, or why none does; confirmed: whether it is the dialect's
+    default; distances: how far off each reading is."""
 
     name: str
     question: str
@@ -39,7 +39,7 @@ class Finding(NamedTuple):
 
 
 def settle(experiment: Experiment, outcome: Outcome) -> Finding:
-    """Which of the readings fits."""
+    """Return which of the readings fits an outcome."""
     distances = {reading: distance(outcome) for reading, distance in experiment.readings.items()}
     fits = [reading for reading, distance in distances.items() if distance <= 1]
     if len(fits) == 1:
@@ -56,31 +56,31 @@ def settle(experiment: Experiment, outcome: Outcome) -> Finding:
 
 
 def value(case: CompareCase, tensor: str, reading: Callable[[Arithmetic], np.ndarray]) -> Distance:
-    """A result is what the reading gives; its bound is derived for the reading itself."""
+    """Return the distance of a result from what a reading computes; the bound is derived for that reading."""
 
     def distance(outcome: Outcome) -> float:
         if tensor not in outcome.results:
             return np.inf
         exact = reading(Arithmetic(np.float64))
         bound = bounds_of(lambda fl: {"": reading(fl)}, case.arrays["source"].dtype)[""]
-        found, _ = without_leading_ones(outcome.results[tensor], exact.shape)
-        error = largest(found.astype(np.float64) - exact) if found.shape == exact.shape else np.inf
+        got, _ = without_leading_ones(outcome.results[tensor], exact.shape)
+        error = largest(got.astype(np.float64) - exact) if got.shape == exact.shape else np.inf
         return error / bound if np.isfinite(error) else np.inf
 
     return distance
 
 
 def result(case: CompareCase, tensor: str, **readings: str) -> Distance:
-    """A result is the oracle's, with these readings of the formula."""
+    """Return the distance of a result from the oracle's with these readings of the formula."""
     return value(case, tensor, lambda fl: evaluated(case, fl, **readings)[tensor])
 
 
 def shape(tensor: str, leading: int, case: CompareCase) -> Distance:
-    """A gradient has its argument's shape, with so many axes of 1 ahead of it."""
+    """Return 0 if a gradient has its argument's shape after `leading` axes of 1, else infinity."""
     wanted = (1,) * leading + case.arrays[tensor.removeprefix("d")].shape
     return lambda outcome: 0.0 if tensor in outcome.results and outcome.results[tensor].shape == wanted else np.inf
 
 
 def count(results: int) -> Distance:
-    """The forward op returned so many."""
+    """Return 0 if the forward op returned so many results, else infinity."""
     return lambda outcome: 0.0 if len(outcome.lists[0]) == results else np.inf

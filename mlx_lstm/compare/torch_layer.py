@@ -1,4 +1,4 @@
-"""A case through torch's layers, one or a stack of them, on the CPU or on "mps", where torch itself calls MPSGraph."""
+"""Run a case on torch's layers, one or a stack, on the CPU or on "mps", where torch itself calls MPSGraph."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from .cases import GATES, Arrays, CompareCase
 
 
 def hindrance(case: CompareCase) -> str | None:
-    """Why torch's layer cannot run a case; None if it can."""
+    """Return why torch's layer cannot run a case; None if it can."""
     changed = {name for name, value in case.descriptor.items() if value is not False} - {"bidirectional"}
     if "reverse" in changed:
         return "no reverse alone"
@@ -28,15 +28,15 @@ def hindrance(case: CompareCase) -> str | None:
 
 
 def run(case: CompareCase, device: str) -> Arrays:
-    """The results torch shows: h and the gradients."""
+    """Return the results that torch has: h and the gradients."""
     import torch
 
     layer = make_layer(case).to(device)
     source = torch.tensor(case.arrays["source"], device=device, requires_grad=True)
     states = {name: state(case, name, device) for name in ("init_state", "init_cell")}
-    shown = [value for name, value in states.items() if case.op == "lstm" or name == "init_state"]
+    initial = [value for name, value in states.items() if case.op == "lstm" or name == "init_state"]
     one = len(case.layers) == 1
-    h, last = layer(source, *([tuple(shown) if case.op == "lstm" else shown[0]] if one else []))
+    h, last = layer(source, *([tuple(initial) if case.op == "lstm" else initial[0]] if one else []))
     ends = list(last) if case.op == "lstm" else [last]
     outputs, cotangents = [h], [torch.tensor(case.arrays["source_gradient"], device=device)]
     for name, end in zip(("state_gradient", "cell_gradient"), ends, strict=False):
@@ -44,16 +44,16 @@ def run(case: CompareCase, device: str) -> Arrays:
             outputs.append(end)
             cotangents.append(state(case, name, device).detach())
     torch.autograd.backward(outputs, cotangents)
-    found = {"h": h, "dsource": source.grad}
+    results = {"h": h, "dsource": source.grad}
     for n in range(len(case.layers)):
-        found |= gradients_of_layer(case, layer, n)
-    found |= {f"d{name}": side_by_side(value.grad) for name, value in states.items() if value.grad is not None}
-    names = [name for name in case.results if name in found]
-    return {name: as_numpy(found[name]) for name in names}
+        results |= gradients_of_layer(case, layer, n)
+    results |= {f"d{name}": side_by_side(value.grad) for name, value in states.items() if value.grad is not None}
+    names = [name for name in case.results if name in results]
+    return {name: as_numpy(results[name]) for name in names}
 
 
 def make_layer(case: CompareCase) -> Any:
-    """torch's layer with the case's weights: b_ih is the bias, b_hh zeros but for the GRU's secondary bias."""
+    """Return torch's layer with the case's weights: b_ih is the bias, b_hh zero but for the GRU's secondary bias."""
     import torch
 
     layers, H, zeros_like = case.layers, case.hidden, case.arrays["source"].dtype
@@ -80,7 +80,7 @@ def make_layer(case: CompareCase) -> Any:
 
 
 def gradients_of_layer(case: CompareCase, layer: Any, n: int) -> dict[str, Any]:
-    """The gradients of layer n's weights in the layouts of MPSGraph."""
+    """Return the gradients of layer n's weights in the layouts of MPSGraph."""
     import torch
 
     def parameters(name: str) -> list[Any]:
@@ -97,7 +97,7 @@ def gradients_of_layer(case: CompareCase, layer: Any, n: int) -> dict[str, Any]:
 
 
 def state(case: CompareCase, name: str, device: str) -> Any:
-    """[D, N, H] of torch from [N, D H], zeros where absent; only what the case has gets a gradient."""
+    """Return a state [N, D H] of the case in torch's layout [D, N, H]; zeros without gradient if the case has none."""
     import torch
 
     N, width = case.arrays["source"].shape[1], case.directions * case.hidden
@@ -107,12 +107,12 @@ def state(case: CompareCase, name: str, device: str) -> Any:
 
 
 def side_by_side(value: Any) -> Any:
-    """[N, D H] from [D, N, H]."""
+    """Return [N, D H] from [D, N, H]."""
     import torch
 
     return torch.cat(list(value), dim=-1)
 
 
 def as_numpy(value: Any) -> np.ndarray:
-    """A tensor of any device."""
+    """Return a tensor of any device as a NumPy array."""
     return value.detach().cpu().numpy()

@@ -71,12 +71,12 @@ def run(problem: Problem, arrays: Arrays, engine: str) -> dict[str, Any]:
     return {name: output if output is None else output.astype(dtype) for name, output in outputs.items()}
 
 
-def shown_of(problem: Problem) -> list[str]:
+def shown_of(problem: Problem) -> tuple[str, ...]:
     """Return the names of the outputs that the caller wants."""
     unwanted = () if problem.wants_last else ("hT", "cT")
     if not problem.return_gates:
         unwanted += ("gates",)
-    return [name for name in problem.cell.outputs if name not in unwanted]
+    return tuple([name for name in problem.cell.outputs if name not in unwanted])
 
 
 def run_backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays, engine: str) -> Arrays:
@@ -182,7 +182,7 @@ def saved_of(problem: Problem, engine: str) -> tuple[list[str], list[str]]:
     All that the backward pass of `ops` reads must be seen, since MLX differentiates it again. The engine `numpy` keeps
     gates in its own memory unless the caller wants them. Without training no engine but `ops` writes gates.
     """
-    visible = list(problem.cell.outputs)
+    visible: list[str] = [*problem.cell.outputs]
     if engine == "ops" or problem.return_gates or (engine != "numpy" and problem.training):
         return visible, []
     visible.remove("gates")
@@ -334,15 +334,16 @@ def tangents_of(
 ) -> list[mx.array]:
     """Return the tangents of a function's results, from those of the values that have one.
 
-    MLX's own rule, mx.jvp by all values, loses the way from a value without a tangent to an outer transformation: it
-    copies each value, and goes back behind a copy that an inner transformation has unmarked.
+    MLX's default rule calls mx.jvp by all values, with zeros for the others. But mx.jvp replaces a value that is a copy
+    made by an outer transformation, and no longer marked as its tracer, by what was copied. The outer derivative by
+    that value would silently be 0. Here the values without a tangent are constants, which mx.jvp does not touch.
     """
-    moved = [n for n, tangent in enumerate(tangents) if tangent is not None]
+    moving = {n: tangent for n, tangent in enumerate(tangents) if tangent is not None}
 
     def of_moved(*changed: mx.array) -> list[mx.array]:
         now = list(values)
-        for n, value in zip(moved, changed, strict=True):
+        for n, value in zip(moving, changed, strict=True):
             now[n] = value
         return list(function(*now))
 
-    return mx.jvp(of_moved, [values[n] for n in moved], [tangents[n] for n in moved])[1]
+    return mx.jvp(of_moved, [values[n] for n in moving], list(moving.values()))[1]

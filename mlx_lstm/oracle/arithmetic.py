@@ -1,7 +1,8 @@
-"""The judge's arithmetic: what one operation is in a dtype; the activations, and their slopes.
+"""The judge's arithmetic: one operation in a dtype; the activations and their slopes.
 
 The formulas are written over an `Arithmetic` called `fl`: `fl(...)` marks one rounded operation. In float64 it does
-nothing; in another dtype it rounds: "the same formula in that dtype". `closeness.py` perturbs it to derive tolerances.
+nothing; in another dtype it rounds: "the same formula in that dtype". `closeness` replaces it by random errors to
+derive bounds.
 """
 
 from collections.abc import Callable
@@ -12,14 +13,15 @@ from numpy.typing import DTypeLike
 Array = np.ndarray
 Tensors = dict[str, Array]
 
-ACTIVATION_UNITS = 8  # an activation may be wrong by 4 ulp, which is 8 unit roundoffs, before it is stored
+ACTIVATION_UNITS = 8
+"""Unit roundoffs by which an activation may be wrong before it is stored: 4 units of the last place."""
 
 
 class Arithmetic:
-    """Arithmetic of one dtype. Values travel as float64 arrays, and each operation's result is rounded to `dtype`.
+    """Arithmetic of one dtype. Values are float64 arrays, and each operation's result is rounded to `dtype`.
 
-    This equals computing in `dtype`, as float64 has more than twice the digits of the narrower ones.
-    A dot product or a sum is one operation: accumulated in float32 (float64 in float64), then rounded once.
+    That equals computing in `dtype`, as float64 has more than twice the digits of the narrower dtypes. A dot product or
+    a sum is one operation: accumulated in float32 (in float64 if `dtype` is float64), then rounded once.
     """
 
     def __init__(self, dtype: DTypeLike):
@@ -27,38 +29,38 @@ class Arithmetic:
         self.accumulator: type[np.floating] = np.float64 if self.dtype == np.float64 else np.float32
 
     def __call__(self, value: Array | float, units: int = 0) -> Array:
-        """Round one operation's result, which was itself `units` accumulator roundoffs wrong (only `Noise` asks)."""
+        """Round the result of one operation. `units`: its own error in accumulator roundoffs, for `Noise` only."""
         if self.dtype == np.float64:
             return np.asarray(value, np.float64)
         with np.errstate(over="ignore"):
             return np.asarray(value).astype(self.dtype).astype(np.float64)
 
     def load(self, value: Array) -> Array:
-        """An argument as the op receives it. The imaginary part of a weight is for bounds only."""
+        """Return an argument as the op receives it. The imaginary part of a weight is used by bounds only."""
         return self(np.real(value))
 
     def store(self, named: Tensors) -> Tensors:
-        """A dict of results, in the working dtype."""
+        """Return a dict of results in the dtype."""
         return {name: value.astype(self.dtype) for name, value in named.items()}
 
     def dot(self, a: Array, b: Array) -> Array:
-        """a [M,K] @ b [K,N]."""
+        """Return a [M,K] @ b [K,N]."""
         return self(a.astype(self.accumulator, copy=False) @ b.astype(self.accumulator, copy=False))
 
     def total(self, terms: Array, axis: tuple[int, ...]) -> Array:
-        """Sum over `axis`, which is kept with size 1."""
+        """Return the sum over `axis`, which stays with size 1."""
         return self(terms.sum(axis=axis, keepdims=True, dtype=self.accumulator))
 
     def blend(self, z: Array, a: Array, b: Array) -> Array:
-        """z a + (1 - z) b."""
+        """Return z a + (1 - z) b."""
         return self(self(z * a) + self(self(1.0 - z) * b))
 
     def start_step(self) -> None:
-        """Called before each time step."""
+        """Do nothing; called before each time step, for `Noise`."""
 
 
 def sigmoid(x: Array, fl: Arithmetic) -> Array:
-    """1 / (1 + exp(-x)), by an exponential that never overflows."""
+    """Return 1 / (1 + exp(-x)), from an exponential that never overflows."""
     e = fl(np.exp(-np.abs(x)))
     return fl(np.where(x >= 0, 1.0, e) / fl(1.0 + e), ACTIVATION_UNITS)
 

@@ -14,12 +14,12 @@ from .arithmetic import Arithmetic, Array, Tensors
 
 Case = Mapping[str, Any]
 Cotangents = Mapping[str, Array | None]
-Side = SimpleNamespace  # one direction of a case, completed
-Step = SimpleNamespace  # what one time step saw and made
+Side = SimpleNamespace  # one direction of a case, with sizes and defaults filled in
+Step = SimpleNamespace  # the inputs and results of one time step
 
 ARRAYS = ("x", "Wx", "Wh", "b", "h0", "c0", "peephole", "mask", "keep", "Wp", "bhn")
 OUTPUTS = {"lstm": ("h", "c", "gates", "hT", "cT"), "gru": ("h", "gates", "hT"), "rnn": ("h", "gates", "hT")}
-TAKEN = {  # the arrays each op has
+TAKEN = {  # the arrays that each op has
     "lstm": ("x", "Wx", "Wh", "b", "h0", "c0", "peephole", "mask", "keep", "Wp"),
     "gru": ("x", "Wx", "Wh", "b", "h0", "mask", "keep", "bhn"),
     "rnn": ("x", "Wx", "Wh", "b", "h0", "mask", "keep"),
@@ -45,12 +45,12 @@ COMMON = {
 
 
 def sides(case: Case) -> list[Case]:
-    """The case of each direction that runs."""
+    """Return the case of each direction that runs."""
     return [side_of(case, d) for d in range(2)] if case.get("bidirectional") else [case]
 
 
 def side_of(case: Case, d: int) -> Case:
-    """Direction d's part of a bidirectional case.
+    """Return direction d's part of a bidirectional case.
 
     x is shared, or [T,B,2GH] once projected; Wx [2GH,I], b [2GH], bhn [2H] hold the directions one after the other;
     Wh [2,GH,P], Wp [2,P,H], peephole [2,4H] on an axis of their own; h0, c0 and a mask that is not shared side by side;
@@ -69,7 +69,7 @@ def side_of(case: Case, d: int) -> Case:
 
 
 def is_shared(case: Case, name: str) -> bool:
-    """Whether both directions see the whole of an array: x unless projected, a mask of width 1, a keep [T,B]."""
+    """Return whether both directions use the whole array: x unless projected, a mask of width 1, a keep [T,B]."""
     if name == "keep":
         return np.ndim(case["keep"]) == 2
     if name == "mask":
@@ -78,13 +78,14 @@ def is_shared(case: Case, name: str) -> bool:
 
 
 def half(case: Case, array: Array, d: int) -> Array:
-    """Direction d's half of an output or what belongs to one; all of it if there is one direction."""
+    """Return direction d's half of an output, or of an array in its layout; all of it with one direction."""
     return np.split(np.asarray(array), 2, axis=-1)[d] if case.get("bidirectional") else array
 
 
-def join_sides(case: Case, found: list[tuple[Tensors, Tensors]], fl: Arithmetic) -> tuple[Tensors, Tensors]:
-    """The outputs side by side, the gradients laid out as the arrays; of a shared array, their sum."""
-    (outputs, gradients), (outputs_reverse, gradients_reverse) = found
+def join_sides(case: Case, results: list[tuple[Tensors, Tensors]], fl: Arithmetic) -> tuple[Tensors, Tensors]:
+    """Join the (outputs, gradients) of both directions: outputs side by side, gradients in the layout of their arrays.
+    The gradient of a shared array is the sum."""
+    (outputs, gradients), (outputs_reverse, gradients_reverse) = results
     outputs = {name: np.concatenate([value, outputs_reverse[name]], axis=-1) for name, value in outputs.items()}
     joined = {}
     for name, value in gradients.items():
@@ -99,7 +100,7 @@ def join_sides(case: Case, found: list[tuple[Tensors, Tensors]], fl: Arithmetic)
 
 
 def complete(case: Case, fl: Arithmetic) -> Side:
-    """The case with sizes and defaults filled in: absent states are 0, an absent mask is 1, absent lengths are T,
+    """Return the case with sizes and defaults filled in: missing states are 0, a missing mask is 1, missing lengths T,
     without hold no step is held."""
     op = case.get("op", "lstm")
     options = OPTIONS[op] | COMMON

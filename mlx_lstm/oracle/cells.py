@@ -1,4 +1,4 @@
-"""The judge's three cells, a step forward and a step back each. `recurrence` runs them over time.
+"""The judge's three cells: a step forward and a step backward of each. `recurrence` runs them over time.
 
 B batch, I input, H hidden, P width of h (H without projection), G gates: i f g o of an LSTM, r z n of a GRU, the one of
 a plain RNN is called h. GH axes are in `gate_order`. `p` is the completed case, see `case.complete`.
@@ -11,41 +11,41 @@ from .case import Side, Step
 
 
 def block(p: Side, array: Array, gate: str) -> Array:
-    """The [..., H] block of `gate` in a [..., GH] array."""
+    """Return the [..., H] block of `gate` in a [..., GH] array."""
     start = p.H * p.gate_order.index(gate)
     return array[..., start : start + p.H]
 
 
 def blocks(p: Side, array: Array) -> Tensors:
-    """A [..., GH] array as a dict of [..., H] by gate."""
+    """Return a [..., GH] array as a dict of [..., H] by gate."""
     return {k: block(p, array, k) for k in p.gate_order}
 
 
 def rows(p: Side, gate: str) -> Array:
-    """The [H,P] rows of `gate` in Wh [GH,P]."""
+    """Return the [H,P] rows of `gate` in Wh [GH,P]."""
     return block(p, p.Wh.T, gate).T
 
 
 def join(p: Side, named: Tensors) -> Array:
-    """[..., GH] in gate_order from a dict of [..., H] by gate."""
+    """Return [..., GH] in gate_order from a dict of [..., H] by gate."""
     return np.concatenate([named[k] for k in p.gate_order], axis=-1)
 
 
 def input_part(p: Side, x: Array, fl: Arithmetic) -> Array:
-    """x Wx^T + b, [B,GH]: the input's part of the preactivations; x itself where it is projected already."""
+    """Return the input's part of the preactivations, x Wx^T + b, [B,GH]; without Wx x itself is the product."""
     a = x if p.Wx is None else fl.dot(x, p.Wx.T)
     return a if p.b is None else fl(a + p.b)
 
 
 def through(p: Side, gate: str, y: Array, gradient: Array, dgates: Array, fl: Arithmetic) -> Array:
-    """A gate's gradient to its preactivation's: dgates [B,GH] arrives at the gates themselves."""
+    """Return the gradient of a gate's preactivation from that of the gate `y`; dgates [B,GH] is added to the latter."""
     return fl(fl(gradient + block(p, dgates, gate)) * SLOPES[p.act[gate]](y, fl))
 
 
 def lstm_step(
     p: Side, x: Array, h_in: Array, h_prev: Array, c_prev: Array, fl: Arithmetic, shift: Array | None
 ) -> Step:
-    """One step from x [B,I] (or [B,4H] if projected already), masked h_in [B,P] and c_prev [B,H]."""
+    """Run one step from x [B,I] (or [B,4H] if projected already), masked h_in [B,P] and c_prev [B,H]."""
     a = lstm_preactivations(p, x, h_in, c_prev, fl)
     gates = {k: ACTIVATIONS[p.act[k]](a[k], fl) for k in "ifg"}
     c_raw = fl(fl(gates["f"] * c_prev) + fl(gates["i"] * gates["g"]))
@@ -62,7 +62,7 @@ def lstm_step(
 
 
 def lstm_preactivations(p: Side, x: Array, h_in: Array, c_prev: Array, fl: Arithmetic) -> Tensors:
-    """a [B,H] by gate, all but the output gate's peep at the current c."""
+    """Return the preactivations [B,H] by gate, without the output gate's peephole at the current c."""
     a = blocks(p, fl(input_part(p, x, fl) + fl.dot(h_in, p.Wh.T)))
     a["f"] = fl(a["f"] + fl(p.forget_bias))
     for k in peeping_back(p):
@@ -71,17 +71,17 @@ def lstm_preactivations(p: Side, x: Array, h_in: Array, c_prev: Array, fl: Arith
 
 
 def peeps_ahead(p: Side) -> bool:
-    """Whether the output gate sees the c of its own step through a peephole."""
+    """Return whether the output gate sees the c of its own step through a peephole."""
     return p.peephole is not None and p.output_peephole == "current"
 
 
 def peeping_back(p: Side) -> str:
-    """The gates that see c_prev through a peephole."""
+    """Return the gates that see c_prev through a peephole."""
     return "" if p.peephole is None else "ifgo" if p.output_peephole == "previous" else "ifg"
 
 
 def lstm_step_back(p: Side, s: Step, dh: Array, dc: Array, dgates: Array, fl: Arithmetic) -> Step:
-    """Gradients of one step from the total dh [B,P], dc [B,H] arriving at its h and c, and dgates [B,4H] at its gates.
+    """Return the gradients of one step from the total dh [B,P], dc [B,H] of its h, c, and dgates [B,4H] of its gates.
 
     h = m Wp^T      m = o act_out(c)      o = act(a_o + p_o c)      c = f c_prev + i g      (clip: straight through)
     """
@@ -105,7 +105,7 @@ def lstm_step_back(p: Side, s: Step, dh: Array, dc: Array, dgates: Array, fl: Ar
 
 
 def gru_step(p: Side, x: Array, h_in: Array, h_prev: Array, c_prev: Array, fl: Arithmetic, shift: Array | None) -> Step:
-    """One step from x [B,I] (or [B,3H] if projected already), masked h_in and unmasked h_prev [B,H].
+    """Run one step from x [B,I] (or [B,3H] if projected already), masked h_in and unmasked h_prev [B,H].
 
     r, z = act(a + h_in Wh^T)
     n = act(a_n + r (h_in Wh_n^T + bhn)),  or with reset "before"  act(a_n + (r h_in) Wh_n^T)
@@ -125,7 +125,7 @@ def gru_step(p: Side, x: Array, h_in: Array, h_prev: Array, c_prev: Array, fl: A
 
 
 def gru_step_back(p: Side, s: Step, dh: Array, dc: Array, dgates: Array, fl: Arithmetic) -> Step:
-    """Gradients of one step from the total dh [B,H] arriving at its h, and dgates [B,3H] at its gates."""
+    """Return the gradients of one step from the total dh [B,H] of its h, and dgates [B,3H] of its gates."""
     y = blocks(p, s.gates)
     da = lambda k, gradient: through(p, k, y[k], gradient, dgates, fl)  # noqa: E731
     of_z, of_rest = fl(dh * y["z"]), fl(dh * fl(1.0 - y["z"]))
@@ -149,13 +149,13 @@ def gru_step_back(p: Side, s: Step, dh: Array, dc: Array, dgates: Array, fl: Ari
 
 
 def rnn_step(p: Side, x: Array, h_in: Array, h_prev: Array, c_prev: Array, fl: Arithmetic, shift: Array | None) -> Step:
-    """One step from x [B,I] (or [B,H] if projected already) and masked h_in [B,H]; the "gate" is the preactivation."""
+    """Run one step from x [B,I] (or [B,H] if projected already) and masked h_in [B,H]; `gates` is the preactivation."""
     a = fl(input_part(p, x, fl) + fl.dot(h_in, p.Wh.T))
     return Step(h=ACTIVATIONS[p.activation](a, fl), c=c_prev, gates=a, a={"h": a})
 
 
 def rnn_step_back(p: Side, s: Step, dh: Array, dc: Array, dgates: Array, fl: Arithmetic) -> Step:
-    """Gradients of one step from the total dh [B,H] arriving at its h, and dgates [B,H] at its preactivation."""
+    """Return the gradients of one step from the total dh [B,H] of its h, and dgates [B,H] of its preactivation."""
     d = fl(fl(dh * SLOPES[p.activation](s.h, fl)) + dgates)
     return Step(dh_in=fl.dot(d, p.Wh), dh_direct=None, dc_prev=dc, to_sum=dict(da=d, drecurrent=d))
 

@@ -21,7 +21,7 @@ SAFETY = 4
 
 
 class Float(NamedTuple):
-    """What rounding in a dtype is made of: the gap above 1, the smallest normal and the smallest subnormal number."""
+    """The numbers that describe rounding in a dtype: the gap above 1, the smallest normal and smallest subnormal."""
 
     eps: float
     tiny: float
@@ -37,12 +37,12 @@ FLOATS = {
 
 
 def float_of(dtype: DTypeLike) -> Float:
-    """The `Float` of a dtype or its name; NumPy itself knows no bfloat16."""
+    """Return the `Float` of a dtype or its name; NumPy itself has no bfloat16."""
     return FLOATS[dtype if isinstance(dtype, str) else np.dtype(dtype).name]
 
 
 def assert_close(name: str, got: ArrayLike, same_dtype: ArrayLike, ref64: Array, *, factor: float = 2.0) -> None:
-    """`got` is at most `factor` times as wrong as the same formula at the same dtype, plus a rounding floor.
+    """Assert that `got` is at most `factor` times as wrong as the same formula in that dtype, plus a rounding floor.
 
     max|got - ref64| <= factor * max|same_dtype - ref64| + 4 eps * max|ref64|. NaN, another shape or dtype fail.
     """
@@ -54,7 +54,7 @@ def assert_close(name: str, got: ArrayLike, same_dtype: ArrayLike, ref64: Array,
 
 
 def assert_within(name: str, got: ArrayLike, ref64: ArrayLike, bound: Array | float) -> None:
-    """|got - ref64| <= bound, a number or one for each element; a value that is not finite, or another shape, fails."""
+    """Assert |got - ref64| <= bound, a number or one per element; values that are not finite and other shapes fail."""
     got, ref64 = np.asarray(got), np.asarray(ref64)
     if got.shape != ref64.shape:
         raise AssertionError(f"{name}: shape {got.shape}, expected {ref64.shape}")
@@ -70,10 +70,11 @@ def assert_within(name: str, got: ArrayLike, ref64: ArrayLike, bound: Array | fl
 
 
 def bounds(case: Case, dtype: DTypeLike, cotangents: Cotangents | None = None) -> dict[str, float]:
-    """How far a right implementation in `dtype` may be from the oracle: {name: max-norm bound}.
+    """Return how far a right implementation in `dtype` may be from the oracle: {name: bound of the largest error}.
 
-    Of all outputs, and of all gradients if cotangents are given. It depends only on the case, whose arrays must be
-    representable in `dtype` and keep relu and hard_sigmoid off their kinks, where a gradient jumps under any rounding.
+    There is a bound for all outputs, and for all gradients if cotangents are given. It depends only on the case, whose
+    arrays must have values of `dtype` and keep relu and hard_sigmoid off their kinks, where rounding makes a gradient
+    jump.
 
     First-order error analysis says  error = sum over operations of (sensitivity to its result) * (error of its result).
     The errors have known limits, with u the unit roundoff of `dtype` and v that of the accumulator (`Arithmetic`):
@@ -104,12 +105,13 @@ def bounds(case: Case, dtype: DTypeLike, cotangents: Cotangents | None = None) -
 
 
 def bounds_of(values: Values, dtype: DTypeLike, trials: int = TRIALS) -> dict[str, float]:
-    """`bounds` of whatever `values`, a function of an `Arithmetic`, returns by name. Fewer trials never widen them."""
+    """Return bounds as `bounds` does, for what `values`, a function of an `Arithmetic`, returns by name. Fewer trials
+    never widen them."""
     return exact_and_bounds(values, dtype, trials)[1]
 
 
 def largest(array: ArrayLike) -> float:
-    """Max norm; 0 for an empty array."""
+    """Return the largest absolute value; 0 for an empty array."""
     return float(np.max(np.abs(array), initial=0.0))
 
 
@@ -142,12 +144,12 @@ def sampled(values: Values, dtype: DTypeLike, trials: int) -> tuple[Tensors, Ten
 
 
 def keeps_off_kinks(case: Case, dtype: DTypeLike) -> bool:
-    """Whether no rounding in `dtype` takes an argument of relu or a hard sigmoid across a kink, where a gradient jumps
-    and has no bounds.
+    """Return whether no rounding in `dtype` takes an argument of relu or a hard sigmoid across a kink, where a gradient
+    jumps and has no bounds.
 
-    The arguments of one step and activation are as far off as `bounds` of them, and as the activation's own error, at
-    most that of a result of 1: a hard sigmoid rises to 1 within 2 |kink|. Nor do the trials of `bounds` get there,
-    whose moves in float64 are `gain` times larger. A 0 does not count, as in `kink_distance`.
+    An argument must be farther from a kink than its own bound, `gain` times as large as in the trials of `bounds`, and
+    the activation's own error: at most that of a result of 1, to which a hard sigmoid rises within 2 |kink|. An exact 0
+    does not count, as in `kink_distance`.
     """
     names = [name for name, _ in activation_arguments(**case)]
     if not KINKS.keys() & set(names):
@@ -165,9 +167,9 @@ def keeps_off_kinks(case: Case, dtype: DTypeLike) -> bool:
 
 
 class Noise(Arithmetic):
-    """float64 arithmetic whose every result is moved by a random part of the error that `dtype` allows it.
+    """float64 arithmetic that moves every result by a random part of the error that it may have in `dtype`.
 
-    In float64 the moves are `gain` times larger than the errors, to stand out from the oracle's own rounding.
+    For `dtype` float64 the moves are `gain` times larger than the errors, to stand out from the oracle's own rounding.
     """
 
     def __init__(self, dtype: DTypeLike, seed: int, systematic: bool):
@@ -190,7 +192,7 @@ class Noise(Arithmetic):
         return np.asarray(value).astype(np.complex128 if np.iscomplexobj(value) else np.float64)
 
     def move(self, limit: Array) -> Array:
-        """Random values of size limit / 2 to limit, of random sign."""
+        """Return random values of size limit / 2 to limit, with random signs."""
         part = self.rng.uniform(-1.0, 1.0, np.shape(limit))
         return limit * (part + np.copysign(1.0, part)) / 2
 

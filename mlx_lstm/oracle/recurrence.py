@@ -1,6 +1,6 @@
 """The judge: the ops of `mlx_lstm.recurrence` in NumPy float64, slow and obvious, with no code of the library.
 
-`case` says what is run and has its letters; `cells` has the steps, `arithmetic` what `fl` is.
+`case` has the arguments and the letters of the sizes, `cells` the steps, `arithmetic` the operations, called `fl`.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ from .cells import STEPS, block
 
 
 def forward(*, dtype: DTypeLike = np.float64, frozen_clip: Array | None = None, **case: Any) -> Tensors:
-    """Outputs of the op with every operation in `dtype`: h [T,B,DP], gates [T,B,DGH], hT [B,DP]; c, cT of an LSTM.
+    """Return the outputs of the op with every operation in `dtype`: h [T,B,DP], gates [T,B,DGH], hT [B,DP], and c, cT.
 
     `frozen_clip` [T,B,DH] replaces clipping by adding this constant: the straight-through gradient is the exact one of
     c + const, so finite differences must freeze the constant at the base point (`clip_shift`).
@@ -24,9 +24,9 @@ def forward(*, dtype: DTypeLike = np.float64, frozen_clip: Array | None = None, 
 
 
 def backward(case: Case, cotangents: Cotangents, *, dtype: DTypeLike = np.float64) -> Tensors:
-    """Gradients for the arrays present in `case`, keyed by argument name, each in its argument's shape.
+    """Return the gradients of the arrays present in `case`, by argument name, each in its argument's shape.
 
-    `cotangents` is keyed by output name, shaped as that output; an absent one is zero.
+    `cotangents`: by output name, each in that output's shape; a missing one is zero.
     """
     fl = Arithmetic(dtype)
     return fl.store(evaluate(case, cotangents, fl)[1])
@@ -35,8 +35,8 @@ def backward(case: Case, cotangents: Cotangents, *, dtype: DTypeLike = np.float6
 def evaluate(
     case: Case, cotangents: Cotangents | None, fl: Arithmetic, frozen_clip: Array | None = None
 ) -> tuple[Tensors, Tensors]:
-    """(outputs, gradients) in the arithmetic `fl`, as float64 arrays; no gradients if cotangents is None."""
-    found = []
+    """Return (outputs, gradients) in the arithmetic `fl`, as float64 arrays; no gradients if cotangents is None."""
+    results = []
     for d, side in enumerate(sides(case)):
         p = complete(side, fl)
         outputs, tape = unroll(p, fl, frozen_clip if frozen_clip is None else half(case, frozen_clip, d))
@@ -44,12 +44,12 @@ def evaluate(
         if cotangents is not None:
             here = {name: half(case, value, d) for name, value in cotangents.items() if value is not None}
             gradients = unroll_back(p, tape, here, fl)
-        found.append((outputs, gradients))
-    return found[0] if len(found) == 1 else join_sides(case, found, fl)
+        results.append((outputs, gradients))
+    return results[0] if len(results) == 1 else join_sides(case, results, fl)
 
 
 def clip_shift(**case: Any) -> Array:
-    """[T,B,DH]: what clipping added to c at each step (0 where it did not act)."""
+    """Return what clipping added to c at each step, [T,B,DH]; 0 where it did not act."""
     fl, shifts = Arithmetic(np.float64), []
     for p in (complete(side, fl) for side in sides(case)):
         shift = np.zeros((p.T, p.B, p.H))
@@ -60,7 +60,7 @@ def clip_shift(**case: Any) -> Array:
 
 
 def activation_arguments(*, fl: Arithmetic | None = None, **case: Any) -> list[tuple[str, Array]]:
-    """(name of an activation, an array of what it was applied to), over steps and activations; no step not run."""
+    """Return (name of an activation, its arguments) for each activation at each step, without held or ended items."""
     fl, seen = fl or Arithmetic(np.float64), []
     for p in (complete(side, fl) for side in sides(case)):
         for t, s in unroll(p, fl)[1].items():
@@ -72,9 +72,9 @@ KINKS = {"relu": (0.0,), "hard_sigmoid": (-2.5, 2.5), "hard_sigmoid_sixth": (-3.
 
 
 def kink_distance(**case: Any) -> float:
-    """How near an argument of relu or a hard sigmoid comes to a kink, where a gradient jumps under any rounding.
+    """Return how near an argument of relu or a hard sigmoid comes to a kink, where rounding can make a gradient jump.
 
-    A 0 that any rounding leaves 0 does not count: it comes of an activation that is flat there.
+    An exact 0 does not count: it comes from an activation that is flat there, and rounding leaves it 0.
     """
     distances = (
         np.abs(argument[argument != 0] - kink).min(initial=np.inf)
@@ -85,7 +85,7 @@ def kink_distance(**case: Any) -> float:
 
 
 def unroll(p: Side, fl: Arithmetic, frozen_clip: Array | None = None) -> tuple[Tensors, dict[int, Step]]:
-    """Run the recurrence; returns the outputs and the tape, the step at each t."""
+    """Run the recurrence; return the outputs and the tape: the step at each t."""
     step = STEPS[p.op][0]
     widths = {"h": p.P, "c": p.H, "gates": len(p.gate_order) * p.H}
     outputs = {name: np.zeros((p.T, p.B, width)) for name, width in widths.items()}
@@ -95,7 +95,7 @@ def unroll(p: Side, fl: Arithmetic, frozen_clip: Array | None = None) -> tuple[T
         fl.start_step()
         on, alive = p.active[t], p.alive[t]
         x, mask, last = padded(on, p.x[t]), padded(on, p.mask[t]), (h, c)
-        h, c = kept(p, t, h, fl), kept(p, t, c, fl)
+        h, c = times_keep(p, t, h, fl), times_keep(p, t, c, fl)
         h_in = fl(mask * h)
         s = step(p, x, h_in, h, c, fl, None if frozen_clip is None else frozen_clip[t])
         s = Step(**vars(s), x=x, mask=mask, last=last, h_in=h_in, h_prev=h, c_prev=c)
@@ -108,17 +108,17 @@ def unroll(p: Side, fl: Arithmetic, frozen_clip: Array | None = None) -> tuple[T
 
 
 def padded(on: Array, value: Array) -> Array:
-    """`value` where the item runs, 0 where it has ended or is held: whatever lies there is never read."""
+    """Return `value` where `on`, else 0, also where `value` is NaN: ended and held items are never read."""
     return np.where(on, value, 0.0)
 
 
-def kept(p: Side, t: int, value: Array, fl: Arithmetic) -> Array:
-    """What the state after a step, or its gradient before it, is times `keep` where the item has not ended."""
+def times_keep(p: Side, t: int, value: Array, fl: Arithmetic) -> Array:
+    """Return a state, or the gradient of one, times `keep` where the item has not ended."""
     return value if p.keep is None else np.where(p.alive[t], fl(p.keep[t] * value), value)
 
 
 def unroll_back(p: Side, tape: dict[int, Step], cotangents: Tensors, fl: Arithmetic) -> Tensors:
-    """Backpropagation through time over the tape; returns the gradients of the given arrays."""
+    """Run backpropagation through time over the tape; return the gradients of the arrays that the case has."""
     step_back = STEPS[p.op][1]
     cot = {name: fl.load(value) for name, value in cotangents.items()}
     dh = cot.get("hT", np.zeros((p.B, p.P)))
@@ -135,7 +135,7 @@ def unroll_back(p: Side, tape: dict[int, Step], cotangents: Tensors, fl: Arithme
         dh_prev = fl(back.dh_in * s.mask)
         dh_prev = dh_prev if back.dh_direct is None else fl(dh_prev + back.dh_direct)
         dh_prev, dc_prev = np.where(on, dh_prev, dh_t), np.where(on, back.dc_prev, dc_t)
-        dh, dc = kept(p, t, dh_prev, fl), kept(p, t, dc_prev, fl)
+        dh, dc = times_keep(p, t, dh_prev, fl), times_keep(p, t, dc_prev, fl)
         da = back.to_sum["da"]
         row = back.to_sum | {"dx": da if p.Wx is None else fl.dot(da, p.Wx)}
         row |= {"dmask": fl(back.dh_in * s.h_prev), "dh": dh_t, "x": s.x, "h_in": s.h_in}
@@ -148,7 +148,7 @@ def unroll_back(p: Side, tape: dict[int, Step], cotangents: Tensors, fl: Arithme
 
 
 def collect(p: Side, rows: list[tuple[int, Tensors]], dh0: Array, dc0: Array, fl: Arithmetic) -> Tensors:
-    """Gradients of all arguments from the rows (t, named [B, ...] arrays) of every step."""
+    """Return the gradients of all arguments from each step's row: (t, [B, ...] arrays by name)."""
 
     def sequence(name: str, width: int) -> Array:
         out = np.zeros((p.T, p.B, width))
@@ -165,7 +165,7 @@ def collect(p: Side, rows: list[tuple[int, Tensors]], dh0: Array, dc0: Array, fl
     I, GH = p.x.shape[-1], len(p.gate_order) * p.H
     da, drecurrent, h_in = sequence("da", GH), sequence("drecurrent", GH), sequence("h_in", p.P)
     entered = {k: sequence("entered", p.P) if k == "n" else h_in for k in p.gate_order}
-    found = {
+    gradients = {
         "x": sequence("dx", I),
         "Wx": sum_of_outer_products(da, sequence("x", I)),
         "Wh": np.concatenate([sum_of_outer_products(block(p, drecurrent, k), entered[k]) for k in p.gate_order]),
@@ -175,18 +175,18 @@ def collect(p: Side, rows: list[tuple[int, Tensors]], dh0: Array, dc0: Array, fl
         "mask": unbroadcast(sequence("dmask", p.P), p.mask_shape, fl),
     }
     if p.keep is not None:
-        found["keep"] = sequence("dkeep", 1).reshape(p.keep_shape)
+        gradients["keep"] = sequence("dkeep", 1).reshape(p.keep_shape)
     if p.peephole is not None:
-        found["peephole"] = summed("dpeephole", GH)
+        gradients["peephole"] = summed("dpeephole", GH)
     if p.bhn is not None:
-        found["bhn"] = summed("dbhn", p.H)
+        gradients["bhn"] = summed("dbhn", p.H)
     if p.Wp is not None:
-        found["Wp"] = sum_of_outer_products(sequence("dh", p.P), sequence("m", p.H))
-    return found
+        gradients["Wp"] = sum_of_outer_products(sequence("dh", p.P), sequence("m", p.H))
+    return gradients
 
 
 def unbroadcast(gradient: Array, shape: tuple[int, ...], fl: Arithmetic) -> Array:
-    """Sum a [T,B,P] gradient over the axes along which an array of `shape` was repeated."""
+    """Return a [T,B,P] gradient summed over the axes along which an array of `shape` was broadcast."""
     aligned = (1,) * (3 - len(shape)) + tuple(shape)
     repeated = tuple(axis for axis in range(3) if aligned[axis] != gradient.shape[axis])
     return (fl.total(gradient, repeated) if repeated else gradient).reshape(shape)

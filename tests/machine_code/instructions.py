@@ -1,6 +1,6 @@
-"""The instructions of our kernels on an Apple GPU: a table that tests/machine_code makes, and what it says of a launch.
+"""The instructions of our kernels on an Apple GPU: the table that `table.py` makes, and the line of a launch in it.
 
-They are counted in the machine code that Mesa's compiler makes for the M1, not in that of Apple's.
+They are counted in machine code for the M1 by Mesa's compiler, not by Apple's.
 """
 
 import csv
@@ -20,32 +20,32 @@ from .launches import Launch
 
 WEIGHTS = {"Wh", "Wp", "arranged", "weights"}
 WEIGHTS |= {f"{name}_{part}" for name in ("Wh", "Wp") for part in ("scales", "biases")}
-"""Names of a kernel's buffers: its recurrent weights, and what packed ones have beside them."""
+"""Names of a kernel's buffers with recurrent weights, and with the scales and biases of quantized ones."""
 
 
 KINDS = {"float32": "float", "float16": "half", "bfloat16": "bfloat16_t"}
-"""The dtypes of arrays, as the kernels have them."""
+"""The dtypes of arrays, as the kernels call them."""
 
 
 def has_product(launch: Launch) -> bool:
-    """Whether a launch is of a kernel around a recurrent product; one that packs weights is not."""
+    """Return whether the kernel of a launch computes a recurrent product; one that arranges weights does not."""
     reads = any(buffer.name in WEIGHTS for buffer in launch.reads)
     return launch.ours and reads and "_fused_arrange" not in launch.name
 
 
 def reads_packed(launch: Launch) -> bool:
-    """Whether a kernel around a recurrent product has packed weights."""
+    """Return whether a kernel with a recurrent product reads quantized weights."""
     return "packed_weights<" in launch.text or "PackedVector<FIELD" in launch.text
 
 
 class Counted(NamedTuple):
-    """A line of the table: a kernel, its dtype, the sizes it was made at; what a lane executes per time step of a
-    sweep, or per turn of its product's loop where a launch is a step.
+    """A line of the table: a kernel, its dtype, the sizes it was compiled for, and the instructions of one lane.
 
-    `rows` are those of a threadgroup; `needed` are the multiply-adds of a lane's share of one recurrent product,
-    `registers` have 32 bits, `scratch` is bytes of memory per thread, `spills` are stores and loads there; `cycles` are
-    those of a quarter of a GPU core for `instructions`, `outside` those once per launch; `unknown` loops turn nobody
-    knows how often, and count as one turn; `text` is a hash of the kernel's text.
+    per: they are counted per time step of a sweep ("step"), or per iteration of the loop of a product ("turn").
+    rows, threads: batch rows and threads of a threadgroup. needed: multiply-adds of a lane's share of one product.
+    registers: of 32 bits. scratch: bytes of memory per thread. spills: loads and stores there.
+    cycles: of a quarter of a GPU core for `instructions`; outside: those once per launch.
+    unknown: inner loops whose number of iterations is not a constant, counted once. text: a hash of the kernel's text.
     """
 
     kernel: str
@@ -79,7 +79,7 @@ class Counted(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """What names a line of the table, taken from a launch: as in `Counted`."""
+    """The key of a line of the table, computed from a launch; fields as in `Counted`."""
 
     kernel: str
     dtype: str
@@ -105,8 +105,8 @@ def table() -> tuple[Counted, ...]:
 
 
 def kernel_of(launch: Launch, problem: Problem) -> Kernel:
-    """What names the kernel of a launch around a recurrent product: that of a step that joins rows beside is the
-    step's own; a sweep for inference keeps no gates; some options of a layer have kernels of the same name."""
+    """Return the key of the kernel of a launch with a recurrent product. A step that also joins rows has the key of the
+    step alone. Suffixes tell apart kernels of the same name: of inference, a projection, a GRU's reset before."""
     name = launch.name.removesuffix("_joining") + "_for_inference" * (not problem.training)
     name += "_projected" * (problem.P != problem.H)
     name += "_reset_before" * (isinstance(problem.cell, GRUCell) and problem.cell.reset == "before")
@@ -123,7 +123,7 @@ def kernel_of(launch: Launch, problem: Problem) -> Kernel:
         rows = fused_tiling(problem.cell, B, H, weights.bytes // elements, **sweep).rows
     else:
         rows = stepwise_rows(B)
-    # Threadgroups side by side share a product's weights, those down the batch each need all of them.
+    # Threadgroups along the units share the weights of a product; each of those along the batch needs all of them.
     down = launch.groups[not per_step]
     needed = round(rows * elements * down / prod(launch.groups) / launch.threads, 2)
     per = "step" if per_step else "turn"
@@ -132,15 +132,15 @@ def kernel_of(launch: Launch, problem: Problem) -> Kernel:
 
 @cache
 def text_hash(text: str, threads: int) -> str:
-    """A short hash of what makes a kernel's machine code: its text without comments, lines' numbers and needless
-    blanks, and its threads."""
+    """Return a short hash of what decides a kernel's machine code: its threads, and its text without comments, line
+    numbers and needless blanks."""
     bare = " ".join(re.sub(r"//.*|^\s*#\s*line\b.*", "", text, flags=re.M).split())
     return hashlib.sha256(f"{bare} {threads}".encode()).hexdigest()[:12]
 
 
 def counted(launch: Launch, problem: Problem) -> tuple[Counted, bool]:
-    """The line of the table for a launch around a recurrent product, and whether it was made from this very text;
-    else it is the nearest, by dtype, rows of a threadgroup, H, of the same kernel or at least of its engine."""
+    """Return the line of the table for a launch with a recurrent product, and whether it was counted in this very text.
+    Otherwise it is the nearest line, by kernel, dtype, rows of a threadgroup, H."""
     kernel = kernel_of(launch, problem)
     for line in table():
         if line.text == kernel.text:
@@ -155,8 +155,8 @@ def counted(launch: Launch, problem: Problem) -> tuple[Counted, bool]:
 
 
 def products(line: Counted) -> int:
-    """The multiply-adds of a turn that are the product's: those that unpack weights are none. By lanes a turn takes as
-    many packed weights of each column as metal/stepwise_quantized.metal says."""
+    """Return the multiply-adds of a turn that belong to the product, without those that unpack quantized weights. In a
+    product by lanes a turn takes 16 or 32 weights of each column, as the shader of that product says."""
     packed = re.search(r"_(affine|mxfp|nvfp)\d*_(\d)_bits$", line.kernel)
     if not packed:
         return line.multiply_adds
@@ -167,11 +167,11 @@ def products(line: Counted) -> int:
 
 
 def cycles_of(launch: Launch, problem: Problem, steps: int) -> tuple[float, float, Counted, bool]:
-    """Of a launch over so many time steps: the cycles that a quarter of a GPU core needs for one of its SIMD-groups,
-    the spills among its instructions, and the line of the table with whether it is this kernel's own.
+    """Return, for a launch over so many time steps, the cycles that a quarter of a GPU core needs for one SIMD-group,
+    the spills among its instructions, the line of the table, and whether that line is this kernel's own.
 
-    What another size's line says is taken in proportion to the multiply-adds that are needed; of a turn that takes
-    packed weights nothing is saved where some lanes have none.
+    The line of another size is scaled by the multiply-adds that are needed. Turns over quantized weights are rounded
+    up: a turn takes as long where some lanes have no weights.
     """
     line, own = counted(launch, problem)
     needed = kernel_of(launch, problem).needed

@@ -1,6 +1,6 @@
-"""What a function launches on a GPU, read from the graph MLX makes of it: no device is needed, and nothing is computed.
+"""The launches of a function on a GPU, read from the graph that MLX builds: without a device, and nothing is computed.
 
-A graph names every primitive with the shapes around it, and every Metal kernel with its grid and its text.
+A graph names every primitive with the shapes of its inputs and outputs, and every Metal kernel with its grid and text.
 """
 
 import re
@@ -13,12 +13,12 @@ import mlx.core as mx
 from mlx_lstm.engines.metal import kernel as kernels
 
 VIEWS = {"Broadcast", "ExpandDims", "Flatten", "Reshape", "Slice", "Split", "Squeeze", "Transpose", "Unflatten"}
-"""Primitives that launch nothing, but for a Reshape of what does not lie in row order, which is a copy."""
+"""Primitives that launch nothing, except a Reshape of an array that is not contiguous, which is a copy."""
 
 
 class Buffer(NamedTuple):
-    """An array a launch reads or writes; `bytes` is the memory it takes, less than its shape says where it is repeated.
-    `constant`: in Metal's constant memory, where a few sizes go."""
+    """An array that a launch reads or writes. bytes: the memory it takes, less than its shape says if it is broadcast.
+    constant: whether it is in Metal's constant memory, where a few sizes are."""
 
     name: str
     shape: tuple[int, ...]
@@ -27,13 +27,13 @@ class Buffer(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """One launch. `level` counts the launches on the longest chain of results up to this one, itself included."""
+    """One launch. level: the launches on the longest chain of results that leads to this one, itself included."""
 
     name: str
     reads: tuple[Buffer, ...]
     writes: tuple[Buffer, ...]
     level: int
-    # Of a kernel of ours: its threadgroups, the threads of each, and what MLX hands to Apple's compiler.
+    # Of our own kernels only: the threadgroups, the threads of each, the text that MLX gives to Apple's compiler.
     groups: tuple[int, int, int] = (1, 1, 1)
     threads: int = 0
     text: str = ""
@@ -45,7 +45,7 @@ class Launch(NamedTuple):
 
 
 class Graph(NamedTuple):
-    """The launches of a function in the order of the graph, and of how many nodes the host builds it."""
+    """The launches of a function in the order of the graph, and the number of nodes in the graph."""
 
     launches: tuple[Launch, ...]
     nodes: int
@@ -57,16 +57,16 @@ class Graph(NamedTuple):
 
 
 def trace(function: Callable[..., list[mx.array]], arrays: list[mx.array]) -> Graph:
-    """The launches of `function(*arrays)`. Only the shapes and dtypes of the arrays count."""
+    """Return the launches of `function(*arrays)`. Only the shapes and dtypes of the arrays matter."""
     nodes: list[dict[str, Any]] = []
     kernels.forget()  # a kernel that the tests' emulator built would evaluate its inputs
-    with mx.stream(mx.gpu if mx.is_available(mx.gpu) else mx.cpu):  # on a Mac kernels are for no other
+    with mx.stream(mx.gpu if mx.is_available(mx.gpu) else mx.cpu):  # on a Mac a kernel runs on no other device
         mx.export_function(nodes.append, function, *arrays)
     kernels.forget()
     primitives = [node for node in nodes if node.get("type") == "primitive"]
     levels: dict[str, int] = {}
-    repeated: dict[str, int] = {}  # elements in memory of an array that a broadcast made larger
-    scattered: set[str] = set()  # arrays that do not lie in row order
+    repeated: dict[str, int] = {}  # by broadcast array: its elements in memory
+    scattered: set[str] = set()  # arrays that are not contiguous
     launches: list[Launch] = []
     for node in primitives:
         names = [name for name, *_ in node["inputs"]]
@@ -85,7 +85,7 @@ def trace(function: Callable[..., list[mx.array]], arrays: list[mx.array]) -> Gr
 
 
 def launches_of(node: dict[str, Any], level: int, name: str, repeated: dict[str, int]) -> list[Launch]:
-    """The launches of one primitive. A Concatenate copies its inputs one by one."""
+    """Return the launches of one primitive. A Concatenate copies its inputs one by one."""
     if name == "CustomKernel":
         return [launch_of_ours(node, level)]
     reads, writes = (
@@ -98,8 +98,8 @@ def launches_of(node: dict[str, Any], level: int, name: str, repeated: dict[str,
 
 
 def launch_of_ours(node: dict[str, Any], level: int) -> Launch:
-    """The launch of a kernel. The names of its buffers stand in the text, as Apple's compiler gets it. An array that is
-    bound more than once under numbered names counts once."""
+    """Return the launch of one of our kernels. The names of its buffers are read from its text. An array that is bound
+    more than once under numbered names counts once."""
     full, source, grid_x, grid_y, grid_z, threads = node["arguments"][:6]
     name = re.sub(r"^custom_kernel_|_without_.*|__.*", "", full)
     declared = re.findall(r"(constant|device) [\w<>, ]+[*&] (\w+) \[\[buffer\(\d+\)\]\]", source)
@@ -114,7 +114,7 @@ def launch_of_ours(node: dict[str, Any], level: int) -> Launch:
 
 
 def is_scattered(node: dict[str, Any], scattered: set[str]) -> bool:
-    """Whether a view shows its array in another order than that of rows, or with gaps or repetitions."""
+    """Return whether the result of a view is not contiguous: in another order, with gaps or broadcast."""
     inputs: list[tuple[str, tuple[int, ...], mx.Dtype | None]] = node["inputs"] or [("", (), None)]
     name, before, _ = inputs[0]
     after = node["outputs"][0][1]

@@ -1,4 +1,4 @@
-"""`--model`: what ours and `mlx.nn.LSTM` launch and move, and how long that is predicted to take on three chips."""
+"""`--model`: the launches of our layers and of `mlx.nn.LSTM`, their bytes, and their predicted time on three chips."""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -17,15 +17,15 @@ from .times import CHIPS, floor_bytes, gpu_parts, host_seconds, moved_bytes, of_
 LEGEND = f"""\
 Every time is predicted, from published figures of the chips: nobody measured any of them. times.py has the rules.
 moved: all loads and stores of device memory, whatever cache serves them; floor: each input read once, each output
-written once; apart from weights: moved over floor, of all but our kernels' recurrent weights.
-bound by: the longest of what a launch needs: instructions, counted in the machine code of Mesa's compiler; weights that
-one core streams; other loads and spilled registers through caches; memory. Of a whole layer besides: its launches'
-latencies, and the host, whose work a function of mx.compile saves. between launches: those two, as far as they show.
+written once; apart from weights: moved over floor, without the recurrent weights of our kernels.
+bound by: the longest of a launch's times: instructions, counted in the machine code of Mesa's compiler; weights that
+one core reads; other loads and spilled registers through caches; memory. For a whole layer also: the latencies of its
+launches, and the host, whose work a function of mx.compile saves. between launches: those two, beyond the launches.
 {", ".join(f"{chip.name}: {chip.cores} cores, {chip.dram / 1e9:g} GB/s" for chip in CHIPS)}."""
 
 
 class Prediction(NamedTuple):
-    """A line: the launches of one kind, or of a whole layer; bytes; seconds on each chip."""
+    """A line: the launches of one kind, or of a whole layer; their bytes; seconds and bound on each chip."""
 
     layer: str
     launch: str
@@ -37,14 +37,14 @@ class Prediction(NamedTuple):
     bounds: tuple[str, ...]
 
     def over(self, other: "Prediction") -> str:
-        """ "12.3, 4.5, 6.7": how many times the seconds of another one, chip by chip."""
+        """Return "12.3, 4.5, 6.7": the seconds over those of another line, chip by chip."""
         return ", ".join(f"{mine / theirs:.1f}" for mine, theirs in zip(self.seconds, other.seconds, strict=True))
 
 
 def predict(
     size: Size, dtype: str, which: str, engines: Iterable[str], packing: Packing | None = None
 ) -> list[Prediction]:
-    """The lines of one size and pass; a layer's sum last. `packing`: how our weights are packed."""
+    """Return the lines of one size and pass, a layer's sum last. `packing`: how our weights are quantized."""
     lines: list[Prediction] = []
     for engine in engines:
         problem, graph = ours(size, DTYPES[dtype], engine, which, packing=packing)
@@ -58,8 +58,8 @@ def predict(
 
 
 def estimates(size: Size, dtype: str, which: str, engines: Iterable[str], packing: Packing | None = None) -> list[str]:
-    """What is said of the kernels that are not in the table of machine code at this size."""
-    found: dict[str, None] = {}
+    """Return one line about each kernel that is not in the table of machine code at this size."""
+    notes: dict[str, None] = {}
     for engine in engines:
         problem, graph = ours(size, DTYPES[dtype], engine, which, packing=packing)
         for launch in graph.launches:
@@ -67,12 +67,12 @@ def estimates(size: Size, dtype: str, which: str, engines: Iterable[str], packin
                 line, own = counted(launch, problem)
                 if not own:
                     where = f"{line.kernel} in {line.dtype} at B = {line.B}, H = {line.H}"
-                    found[f"instructions of {launch.name}: estimated from those of {where}"] = None
-    return list(found)
+                    notes[f"instructions of {launch.name}: estimated from those of {where}"] = None
+    return list(notes)
 
 
 def line_of(layer: str, kind: str, launches: Sequence[Launch], problem: Problem) -> Prediction:
-    """The sums over launches."""
+    """Return the line of some launches: the sums over them."""
     moved = sum(moved_bytes(launch, problem) for launch in launches)
     floor = sum(floor_bytes(launch, problem) for launch in launches)
     parts = [[parts_of(launch, problem, chip) for launch in launches] for chip in CHIPS]
@@ -84,7 +84,7 @@ def line_of(layer: str, kind: str, launches: Sequence[Launch], problem: Problem)
 
 
 def longest(parts: Iterable[dict[str, float]]) -> str:
-    """What most of the time goes into."""
+    """Return the bound into which most of the time goes."""
     total: dict[str, float] = {}
     for each in parts:
         name = max(each, key=each.__getitem__)
@@ -93,7 +93,7 @@ def longest(parts: Iterable[dict[str, float]]) -> str:
 
 
 def sums(layer: str, which: str, graph: Graph, problem: Problem) -> tuple[Prediction, Prediction]:
-    """What passes between the launches of a layer, and all of it."""
+    """Return the line of the time between the launches of a layer, and the line of the whole layer."""
     work, host = line_of(layer, "all", graph.launches, problem), host_seconds(layer, which, problem.T)
     total = tuple(total_seconds(graph, problem, chip, host) for chip in CHIPS)
     between = tuple(whole - part for whole, part in zip(total, work.seconds, strict=True))
@@ -104,13 +104,13 @@ def sums(layer: str, which: str, graph: Graph, problem: Problem) -> tuple[Predic
 
 
 def engines_at(size: Size, asked: list[str] | None) -> list[str]:
-    """The Metal engines that can run a size, of those asked for."""
+    """Return the Metal engines that can run a size, of those asked for."""
     refused = obstacles(LSTM, size.H, "gpu", True, False, False)
     return [engine for engine in METAL_ENGINES if engine not in refused and (not asked or engine in asked)]
 
 
 def group_text(size: Size, dtype: str, which: str, lines: list[Prediction], packing: Packing | None = None) -> str:
-    """The table of one size and pass."""
+    """Return the table of one size and pass."""
     cells = [["layer", "launch", "launches", "moved MB", "floor MB", "moved/floor", "apart from weights"]]
     cells[0] += [*(f"{chip.name}, predicted ms" for chip in CHIPS), "bound by"]
     for line in lines:
@@ -129,7 +129,7 @@ def group_text(size: Size, dtype: str, which: str, lines: list[Prediction], pack
 
 
 def traffic_cells(line: Prediction) -> list[str]:
-    """Launches, megabytes, and how many times the floor they are."""
+    """Return the cells of launches, megabytes, and megabytes over their floor."""
     if not line.floor:
         return [""] * 5
     return [
@@ -142,7 +142,7 @@ def traffic_cells(line: Prediction) -> list[str]:
 
 
 def csv_records(size: Size, dtype: str, which: str, lines: Iterable[Prediction]) -> list[dict[str, object]]:
-    """The lines with their size."""
+    """Return the lines as records, each with its size."""
     records = []
     for line in lines:
         record: dict[str, object] = size._asdict() | {"dtype": dtype, "pass": which} | line._asdict()

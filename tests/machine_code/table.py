@@ -22,8 +22,8 @@ CELLS = {"lstm": LSTMCell(), "gru": GRUCell(), "rnn": RNNCell(), "gru-before": G
 
 
 class Case(NamedTuple):
-    """A layer whose kernels are counted, forward and backward or, for inference, forward only; `projected` is the width
-    of its h, 0 without; `packing` how its weights are packed, if they are."""
+    """A layer whose kernels are counted. which: "backward" for both passes, "forward" for inference only. projected:
+    the width of a projected h, else 0. packing: how quantized weights are packed."""
 
     engine: str
     cell: str
@@ -36,7 +36,7 @@ class Case(NamedTuple):
 
 
 def cases() -> Iterator[Case]:
-    """What the default choice gives to each engine and some beyond, so that a model can say where the border is."""
+    """Yield layers that the default choice gives to each engine, and some beyond, to predict where the border is."""
     wide = [(B, H) for B in (1, 32, 128) for H in (64, 96, 112, 128, 160, 192, 224, 256)] + [(64, 128)]
     narrow = [(B, H) for B in (1, 32, 128) for H in (96, 112, 128, 160, 192, 224, 256)]
     few = [(1, 128), (32, 128), (32, 160), (128, 128), (128, 160), (128, 224)]
@@ -56,64 +56,65 @@ def cases() -> Iterator[Case]:
     for cell in ("gru", "rnn", "gru-before"):
         yield from (Case("stepwise", cell, dtype, B, 256) for dtype in ("float32", "float16") for B in (1, 4, 32))
     yield from (Case("stepwise", "lstm", "float32", B, 256, projected=128) for B in (1, 4, 32))
-    how = [Packing(64, bits, "affine") for bits in (1, 2, 3, 4, 5, 6, 8)]
-    how += [Packing(32, 4, "mxfp4"), Packing(32, 8, "mxfp8"), Packing(16, 4, "nvfp4")]
-    packed = [(1, packing) for packing in how] + [(4, packing) for packing in how[2:8]] + [(32, how[3]), (32, how[6])]
+    packings = [Packing(64, bits, "affine") for bits in (1, 2, 3, 4, 5, 6, 8)]
+    packings += [Packing(32, 4, "mxfp4"), Packing(32, 8, "mxfp8"), Packing(16, 4, "nvfp4")]
+    packed = [(1, packing) for packing in packings] + [(4, packing) for packing in packings[2:8]]
+    packed += [(32, packings[3]), (32, packings[6])]
     for B, packing in packed:
         yield Case("stepwise", "lstm", "float32", B, 256, which="forward", packing=packing)
-    few = [(B, H, how[n]) for B in (1, 32) for H in (64, 128, 192, 256) for n in (3, 6)]
+    few = [(B, H, packings[n]) for B in (1, 32) for H in (64, 128, 192, 256) for n in (3, 6)]
     few += [(1, H, Packing(32, bits, "affine")) for H in (96, 160, 224) for bits in (4, 8)]
-    few += [(1, 128, packing) for packing in (how[2], how[4], *how[7:])]
+    few += [(1, 128, packing) for packing in (packings[2], packings[4], *packings[7:])]
     for B, H, packing in few:
         yield Case("fused", "lstm", "float32", B, H, which="forward", packing=packing)
-    yield from (Case("fused", "lstm", "float16", 1, H, which="forward", packing=how[3]) for H in (128, 192))
+    yield from (Case("fused", "lstm", "float16", 1, H, which="forward", packing=packings[3]) for H in (128, 192))
     for cell in ("gru", "gru-before", "rnn"):
-        yield from (Case("fused", cell, "float32", B, 128, which="forward", packing=how[3]) for B in (1, 32))
-    yield Case("stepwise", "lstm", "float16", 1, 256, which="forward", packing=how[3])
-    yield Case("stepwise", "gru", "float32", 1, 256, which="forward", packing=how[3])
+        yield from (Case("fused", cell, "float32", B, 128, which="forward", packing=packings[3]) for B in (1, 32))
+    yield Case("stepwise", "lstm", "float16", 1, 256, which="forward", packing=packings[3])
+    yield Case("stepwise", "gru", "float32", 1, 256, which="forward", packing=packings[3])
 
 
 def kernels(chosen: Iterable[Case]) -> dict[Kernel, Launch]:
-    """The kernels around recurrent products of these layers, each with a launch of it."""
-    found = {}
+    """Return the kernels with recurrent products of these layers, each with one launch."""
+    launches = {}
     for case in chosen:
         size = Size(3, case.B, 8, case.H)
         options = {"cell": CELLS[case.cell], "projected": case.projected, "packing": case.packing}
         problem, graph = ours(size, DTYPES[case.dtype], case.engine, case.which, **options)
         for launch in graph.launches:
             if has_product(launch) and not launch.name.endswith("_joining"):
-                found.setdefault(kernel_of(launch, problem), launch)
-    return found
+                launches.setdefault(kernel_of(launch, problem), launch)
+    return launches
 
 
 def make(chosen: Iterable[Case]) -> list[Counted]:
-    """The lines of a table, made by the compiler. A kernel of several sizes is compiled once."""
-    found = kernels(chosen)
-    launches = {kernel.text: launch for kernel, launch in found.items()}
+    """Compile the kernels of these layers and return their lines. A kernel of several sizes is compiled once."""
+    by_kernel = kernels(chosen)
+    launches = {kernel.text: launch for kernel, launch in by_kernel.items()}
     with ThreadPoolExecutor(PROCESSES) as pool:
         texts = pool.map(lambda launch: machine_code(launch.text, launch.threads), launches.values())
         printed = dict(zip(launches, texts, strict=True))
-    return [line_of(kernel, printed[kernel.text]) for kernel in found]
+    return [line_of(kernel, printed[kernel.text]) for kernel in by_kernel]
 
 
 def line_of(kernel: Kernel, printed: str) -> Counted:
-    """A line: the kernel with what its machine code has."""
-    found = count(printed)
-    kinds = {kind: found.kinds[kind] for kind in (*WORDS, "control")}
+    """Return the line of a kernel from what the compiler printed."""
+    counts = count(printed)
+    kinds = {kind: counts.kinds[kind] for kind in (*WORDS, "control")}
     return Counted(
         **kernel._asdict(),
         **kinds,
-        registers=found.registers,
-        scratch=found.scratch,
-        instructions=found.kinds.total(),
-        unknown=found.unknown,
-        cycles=found.cycles,
-        outside=found.outside,
+        registers=counts.registers,
+        scratch=counts.scratch,
+        instructions=counts.kinds.total(),
+        unknown=counts.unknown,
+        cycles=counts.cycles,
+        outside=counts.outside,
     )
 
 
 def tool_hash() -> str:
-    """A short hash of what counts."""
+    """Return a short hash of the files that build the compiler and count."""
     text = b"".join((HERE / name).read_bytes() for name in ("build.sh", "compiler.py", "count.py", "shim.h"))
     return hashlib.sha256(text).hexdigest()[:12]
 

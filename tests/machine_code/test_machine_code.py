@@ -1,4 +1,4 @@
-"""The table of machine code is that of the shaders as they are; how it is counted, and found. No compiler runs."""
+"""The table of machine code belongs to the present shaders; how it is counted and read. No compiler runs."""
 
 import mlx.core as mx
 import pytest
@@ -62,7 +62,7 @@ STATISTICS = "SHADER-DB: k: 15 inst, 9 alu, 9 fscib, 4 ic, 99 bytes, 27 regs, 8 
 
 
 def test_counting():
-    """Of the first loop with multiply-adds, in the third program that is printed; the others are not final."""
+    """The first loop with multiply-adds counts, in the third program that is printed: the ones before are not final."""
     found = count(STATISTICS + BEFORE * 2 + FINAL + BEFORE * 3)
     assert (found.registers, found.scratch, found.unknown) == (13.5, 16, 0)
     kinds = {"device_loads": 1, "multiply_adds": 1, "moves": 2, "integer": 2, "transcendental": 1, "spills": 1}
@@ -81,7 +81,7 @@ def test_a_loop_within_turns_as_often_as_it_counts():
 
 
 def test_a_product_within_is_the_loop_that_counts():
-    """If nobody knows how often it turns."""
+    """An inner loop of unknown length with multiply-adds counts as the product's loop."""
     lines = "   r1 = ffma r2, r3, r1\n   while_icmp r12, r4, #0, n=1\n} -> block3 block4  from block2"
     nested = FINAL.replace("} -> block4  from block2", lines)
     found = count(STATISTICS.replace("15 inst", "17 inst") + BEFORE * 2 + nested)
@@ -94,7 +94,7 @@ def test_a_program_that_was_not_understood_is_refused():
 
 
 def test_what_the_compiler_is_given():
-    """Attributes become variables, the head goes; lines' numbers and the word `kernel` go."""
+    """Attributes become variables; the head, line numbers and the word `kernel` are removed."""
     (launch,) = kernels([Case("fused", "lstm", "bfloat16", 2, 8, which="forward")]).values()
     text = opencl(
         f'#line 1 "fused.metal"\n#define kernel kernel,max_total_threads_per_threadgroup(512)\n{launch.text}', 64
@@ -112,14 +112,14 @@ def test_comments_and_lines_are_not_part_of_a_text():
 
 
 def sweep(size, engine="fused", dtype=mx.float32):
-    """(problem, launch) of a forward sweep that keeps gates."""
+    """Return (problem, launch) of a forward sweep that saves gates."""
     problem, graph = ours(size, dtype, engine, "backward")
     return problem, next(launch for launch in graph.launches if "forward" in launch.name)
 
 
 @pytest.fixture
 def small(monkeypatch):
-    """A table of a few kernels of ours, its figures made up: 100 cycles a step or turn, 10 besides, 8 multiply-adds."""
+    """A table of a few kernels with invented figures: 100 cycles a step or turn, 10 outside, 8 multiply-adds."""
     figures = dict.fromkeys(Counted._fields, 0) | {"cycles": 100, "outside": 10, "multiply_adds": 8, "spills": 2}
     sizes = [(B, 8, "fused", dtype) for B in (1, 32) for dtype in (mx.float32, mx.float16)]
     sizes += [(32, 40, "fused", mx.float32), (1, 8, "stepwise", mx.float32), (32, 8, "stepwise", mx.float32)]
@@ -142,7 +142,7 @@ def test_a_kernel_finds_its_own_line(small):
 
 
 def test_another_one_the_nearest_in_proportion(small):
-    """The nearest has its engine and form, its width of numbers, its rows of a threadgroup, then its H."""
+    """The nearest line has the same kernel, then the width of dtype, the rows of a threadgroup, the nearest H."""
     for size, dtype, wanted in [
         ((32, 48), mx.float32, (32, 40, "float32")),
         ((32, 12), mx.float32, (32, 8, "float32")),
@@ -163,7 +163,7 @@ def test_instructions_of_every_kind_add_up():
 
 
 def default_kernels():
-    """Every line of the table that the default choice may give to `fused`, by what names it."""
+    """Yield every line of the table that the default choice may give to `fused`."""
     for line in table():
         row = PREDICTED.engines[line.dtype]
         (largest, _), *_ = row[max(least for least in row if least <= line.B)]

@@ -1,9 +1,9 @@
-"""Predictions: bytes a launch moves, and how long it takes on a chip. Nobody measured any of this on a Mac.
+"""Predictions: the bytes that a launch moves, and its time on a chip. No Mac measured any of it.
 
-A launch takes the longest of its instructions, its memory traffic and its loads through the caches, and besides, if it
-waits for another one, `DEPENDENT`, else `INDEPENDENT`. A function takes what its launches take one after the other, or
-what the host needs to ask for them if that is longer, and `ROUND_TRIP` once: the host prepares a call while the GPU
-still works on the one before. The same rule serves `mlx.nn.LSTM`. Recurrences without options only.
+A launch takes the longest of its instructions, its memory traffic and its loads through caches, and in addition
+`DEPENDENT` if it waits for another launch, else `INDEPENDENT`. A function takes the sum of its launches, or the host's
+time to ask for them if that is longer, since the host prepares a call while the GPU works on the one before; and
+`ROUND_TRIP` once. `mlx.nn.LSTM` follows the same rule. Only recurrences without options are predicted.
 """
 
 from collections.abc import Iterable
@@ -32,7 +32,7 @@ LSTM = LSTMCell()
 
 
 class Chip(NamedTuple):
-    """GPU cores, clock in Hz; DRAM and system level cache: bytes per second, and bytes of the cache."""
+    """GPU cores, clock in Hz, bytes per second of DRAM and of the system level cache, bytes of that cache."""
 
     name: str
     cores: int
@@ -88,13 +88,13 @@ PRODUCT_LATENCY = 1.2e-6
 """Seconds of the smallest matrix product beyond those of an empty launch. Assumed."""
 
 DRAM, CACHE = 0.8, 0.65
-"""Parts of the published bandwidths that a launch gets. Assumed."""
+"""The parts of the published bandwidths that a launch reaches. Assumed."""
 
 FROM_L2, FROM_L1 = 32, 64
 """Bytes per core and cycle: metal-benchmarks."""
 
 ISSUE = 4
-"""SIMD-groups of which a core executes an instruction per cycle, each in a quarter of its own: metal-benchmarks."""
+"""SIMD-groups that execute an instruction per cycle and core, each in a quarter of the core: metal-benchmarks."""
 
 SPILL = 4 * 32
 """Bytes that a SIMD-group moves by a load or store of a spilled register."""
@@ -103,26 +103,26 @@ SPILL = 4 * 32
 
 
 def floor_bytes(launch: Launch, problem: Problem, *, weights: bool = True) -> float:
-    """What is needed of each input read once, each output written once; without our kernels' recurrent weights if
-    `weights` is false."""
+    """Return the least bytes of a launch: each input read once as far as it is needed, each output written once.
+    `weights`: whether the recurrent weights of our kernels count."""
     reads = sum(reads_of(buffer, launch, problem)[0] for buffer in counted(launch, weights))
     return reads + sum(buffer.bytes for buffer in launch.writes)
 
 
 def moved_bytes(launch: Launch, problem: Problem, *, weights: bool = True) -> float:
-    """The bytes of all loads from device memory, whatever cache serves them, and of all stores."""
+    """Return the bytes of all loads from device memory, whatever cache serves them, and of all stores."""
     reads = sum(reads_of(buffer, launch, problem)[1] for buffer in counted(launch, weights))
     return reads + sum(buffer.bytes for buffer in launch.writes)
 
 
 def counted(launch: Launch, weights: bool) -> list[Buffer]:
-    """What a launch reads from device memory."""
+    """Return the buffers that a launch reads from device memory."""
     reads = (buffer for buffer in launch.reads if not buffer.constant)
     return [buffer for buffer in reads if weights or buffer.name not in WEIGHTS]
 
 
 def reads_of(buffer: Buffer, launch: Launch, problem: Problem) -> tuple[float, float]:
-    """(bytes needed, bytes of all loads). MLX's kernels count as reading once."""
+    """Return (bytes needed, bytes of all loads) of a buffer. MLX's own kernels count as reading it once."""
     if launch.ours and "stepwise" in launch.name:
         return traffic.reads(buffer, launch, problem)
     if has_product(launch) and "fused" in launch.name and buffer.name in WEIGHTS:
@@ -133,48 +133,48 @@ def reads_of(buffer: Buffer, launch: Launch, problem: Problem) -> tuple[float, f
 
 
 def times_read(launch: Launch, problem: Problem) -> float:
-    """How often a kernel of `fused` reads each of its weights, on average."""
+    """Return how often a kernel of `fused` reads each of its weights, on average."""
     steps, tiling = launch.writes[0].shape[0], tiling_of(launch, problem, itemsize(launch))
     return ceil(problem.B / tiling.rows) * (tiling.resident_part + (1 - tiling.resident_part) * steps)
 
 
 def itemsize(launch: Launch) -> int:
-    """That of the dtype of the arrays, which is also that of a kernel's first buffer beyond its sizes."""
+    """Return the bytes of an element of the arrays: of a kernel's first buffer that does not hold sizes."""
     first = next(buffer for buffer in launch.reads if not buffer.constant)
     return first.bytes // prod(first.shape)
 
 
 def tiling_of(launch: Launch, problem: Problem, size: int) -> FusedTiling:
-    """Among others the batch rows of a threadgroup, and how much of the recurrent weights it keeps in registers."""
-    how = {"backward": "backward" in launch.name, "directions": problem.directions}
+    """Return the tiling of a kernel of `fused`: its batch rows, the part of the weights resident in registers."""
+    options = {"backward": "backward" in launch.name, "directions": problem.directions}
     packing = problem.packing if reads_packed(launch) else None
-    return fused_tiling(problem.cell, problem.B, problem.H, size, packing=packing, **how)
+    return fused_tiling(problem.cell, problem.B, problem.H, size, packing=packing, **options)
 
 
 # --- Seconds ---------------------------------------------------------------------------------------------------------
 
 
 def parts_of(launch: Launch, problem: Problem, chip: Chip) -> dict[str, float]:
-    """Seconds of a launch by itself, if only this bound it; it takes the longest."""
+    """Return the seconds of a launch by each of its bounds; it takes the longest."""
     if has_product(launch):
         return parts_of_product(launch, problem, chip)
     parts = {"memory": memory_seconds(floor_bytes(launch, problem), chip)}
     if launch.name in ("Matmul", "AddMM"):
         rows, K = launch.reads[0].shape[-2:]
-        part = 0.75 if rows >= 512 else 0.6 if rows >= 64 else 0.4  # of the peak; reported for fp32 GEMMs: 0.73 to 0.75
+        part = 0.75 if rows >= 512 else 0.6 if rows >= 64 else 0.4  # of the peak; 0.73 to 0.75 are published
         parts["instructions"] = 2 * prod(launch.writes[0].shape) * K / (part * chip.peak)
         parts["latency"] = PRODUCT_LATENCY
     return parts
 
 
 def memory_seconds(count: float, chip: Chip) -> float:
-    """To move bytes from or to memory; what takes less than half of the system level cache stays in it."""
+    """Return the seconds to move bytes; arrays smaller than half of the system level cache stay in it."""
     return count / (CACHE * chip.cache if count < chip.cache_bytes / 2 else DRAM * chip.dram)
 
 
 def parts_of_product(launch: Launch, problem: Problem, chip: Chip) -> dict[str, float]:
-    """Those of a kernel around a recurrent product. The busiest core decides. Its threadgroups share it as long as its
-    registers hold theirs; more of them run in turns, each with its own latencies."""
+    """Return the same for a kernel with a recurrent product. The busiest core decides. Its threadgroups run together as
+    far as the core's registers hold theirs; the others run after them, with latencies of their own."""
     steps = launch.writes[0].shape[0] if "fused" in launch.name else 1
     cycles, spills, line, _ = cycles_of(launch, problem, steps)
     groups = prod(launch.groups)
@@ -192,29 +192,29 @@ def parts_of_product(launch: Launch, problem: Problem, chip: Chip) -> dict[str, 
 
 
 def seconds_of(launch: Launch, problem: Problem, chip: Chip) -> float:
-    """Seconds of a launch by itself."""
+    """Return the seconds of a launch."""
     return max(parts_of(launch, problem, chip).values())
 
 
 def gpu_parts(graph: Graph, problem: Problem, chip: Chip) -> dict[str, float]:
-    """Seconds of the GPU for a function: of its launches, by what bounds each, and of what lies between them."""
+    """Return the GPU's seconds for a function: of its launches, by what bounds each, and of the gaps between them."""
     gaps = DEPENDENT * graph.depth + INDEPENDENT * (len(graph.launches) - graph.depth)
-    found = {"launches": gaps}
+    seconds = {"launches": gaps}
     for launch in graph.launches:
         parts = parts_of(launch, problem, chip)
         longest = max(parts, key=parts.__getitem__)
-        found[longest] = found.get(longest, 0.0) + parts[longest]
-    return found
+        seconds[longest] = seconds.get(longest, 0.0) + parts[longest]
+    return seconds
 
 
 def host_seconds(layer: str, which: str, T: int) -> float:
-    """Seconds of the host for a pass of an engine or of `mlx.nn.LSTM`."""
+    """Return the seconds of the host for a pass of an engine or of `mlx.nn.LSTM`."""
     call, step = HOST[layer, which]
     return call + T * step
 
 
 def total_seconds(graph: Graph, problem: Problem, chip: Chip, host: float) -> float:
-    """Seconds of a function from its call to its end, where the host needs so many."""
+    """Return the seconds from the call of a function to its end, if the host needs `host` seconds."""
     return max(sum(gpu_parts(graph, problem, chip).values()), host) + ROUND_TRIP
 
 
@@ -231,8 +231,8 @@ def ours(
     projected: int = 0,
     packing: Packing | None = None,
 ) -> tuple[Problem, Graph]:
-    """The problem and the launches of a layer on an engine; `which` pass, "backward" with the forward pass it needs;
-    `projected` is the width of its h if that is projected, `packing` how its weights are packed."""
+    """Return the problem and the launches of a layer on an engine. which: the pass; "backward" includes the
+    forward pass it needs. projected: the width of a projected h, else 0. packing: how quantized weights are packed."""
     T, B, width, H = size
     D, own, rows = (2, (2,), 2 * cell.gates * H) if bidirectional else (1, (), cell.gates * H)
     P = projected or H
@@ -245,7 +245,7 @@ def ours(
     problem = Problem(T, B, H, P, cell, training=backward, bidirectional=bidirectional, packing=packing)
     module = ENGINE_MODULES[engine]
 
-    # MLX cannot write down a function with our gradient in it, so the sweeps are called one by one.
+    # MLX cannot export a function that contains our gradient, so the sweeps are called one by one.
     def sweeps(dh: mx.array, *values: mx.array) -> list[mx.array]:
         arrays = dict(zip(given, values, strict=True))
         saved = module.forward(problem, arrays)
@@ -259,17 +259,17 @@ def ours(
 def packed_shapes(
     name: str, shape: tuple[int, ...], dtype: mx.Dtype, packing: Packing | None
 ) -> dict[str, tuple[tuple[int, ...], mx.Dtype]]:
-    """The arrays of a packed weight, if its rows are whole groups; else the weight itself."""
+    """Return the shapes and dtypes of a quantized weight's arrays, or the weight's if its rows are no whole groups."""
     if packing is None or shape[-1] % packing.group_size:
         return {name: (shape, dtype)}
     groups, affine = (*shape[:-1], shape[-1] // packing.group_size), packing.mode == "affine"
-    found = {name: ((*shape[:-1], shape[-1] * packing.bits // 32), mx.uint32)}
-    found[f"{name}_scales"] = groups, dtype if affine else mx.uint8
-    return found | ({f"{name}_biases": (groups, dtype)} if affine else {})
+    arrays = {name: ((*shape[:-1], shape[-1] * packing.bits // 32), mx.uint32)}
+    arrays[f"{name}_scales"] = groups, dtype if affine else mx.uint8
+    return arrays | ({f"{name}_biases": (groups, dtype)} if affine else {})
 
 
 def of_mlx(size: Size, dtype: mx.Dtype, which: str) -> tuple[Problem, Graph]:
-    """The same of `mlx.nn.LSTM`."""
+    """Return the problem and the launches of `mlx.nn.LSTM`."""
     T, B, width, H = size
     layer = nn.LSTM(1, 1)
 

@@ -1,7 +1,7 @@
-"""What the kernels of `stepwise` read: of each buffer the bytes that a launch needs, and the bytes of all its loads.
+"""The bytes that the kernels of `stepwise` read: for each buffer those that a launch needs, and those of all its loads.
 
-Averages over the launches of a sweep, which differ in the first step only. A launch is given whole sequences and reads
-one step of them; a row, what the step before left, holds more than a step needs. metal/stepwise*.metal have the arrays.
+They are averages over the launches of a sweep, of which only the first step differs. A launch gets whole sequences and
+reads one step of them. A row, which the step before wrote, holds more than a step needs. The shaders name the arrays.
 """
 
 import re
@@ -13,21 +13,21 @@ from mlx_lstm.engines.problem import Problem
 from .launches import Buffer, Launch
 
 STATES = {"lstm": (1, 1), "gru": (0, 1), "rnn": (1, 0)}
-"""Whether a step back of a cell reads its own state, and the state before it."""
+"""By cell: whether a backward step reads its own state, and the state before it."""
 
 CARRIES = {"lstm": 4, "gru": 4, "rnn": 0}
-"""Bytes per unit that a step back passes on beside dz."""
+"""By cell: the bytes per unit that a backward step passes on besides dz."""
 
 WEIGHTS = ("Wh", "Wh_scales", "Wh_biases", "weights")
 
 
 def kind_of(launch: Launch) -> str:
-    """The shader: "forward", "outputs", "backward", "dh" or "gradients"."""
+    """Return the shader of a launch: "forward", "outputs", "backward", "dh" or "gradients"."""
     return re.sub(r".*_stepwise_|_joining|_projected", "", launch.name)
 
 
 def itemsize(launch: Launch) -> int:
-    """That of the dtype of the arrays."""
+    """Return the bytes of an element of the arrays."""
     arrays = {buffer.name: buffer for buffer in (*launch.reads, *launch.writes)}
     found = next(arrays[name] for name in ("z", "Wh", "weights", "h", "dz") if name in arrays)
     elements = 1
@@ -37,12 +37,12 @@ def itemsize(launch: Launch) -> int:
 
 
 def is_piece(buffer: Buffer) -> bool:
-    """Whether it is one of the arrays of rows that a launch joins, or lays out in time."""
+    """Return whether a buffer is one of the arrays of rows that a launch joins into a sequence."""
     return re.fullmatch(r"p(iece)?\d+", buffer.name) is not None
 
 
 def reads(buffer: Buffer, launch: Launch, problem: Problem) -> tuple[float, float]:
-    """(bytes needed, bytes of all loads)."""
+    """Return (bytes needed, bytes of all loads) of a buffer."""
     kind = kind_of(launch)
     if buffer.name in ("starts", "kinds"):  # a few sizes
         return 0, 0
@@ -58,25 +58,25 @@ def reads(buffer: Buffer, launch: Launch, problem: Problem) -> tuple[float, floa
 
 
 def product(problem: Problem, kind: str) -> tuple[int, int, float, float]:
-    """How a step's product is cut: threadgroups across the units and down the batch; how often each element of the
-    operand is read, and of the weights."""
+    """Return how a step's product is cut: threadgroups along the units and along the batch; how often each element of
+    the operand is read, and each of the weights."""
     forward = stepwise_rows(problem.B), UNITS[problem.cell.op]
     rows, units = forward if kind == "forward" else tile_of(problem, problem.H)
     across, down = ceil(problem.H / units), ceil(problem.B / rows)
-    # By lanes every simdgroup of eight reads the operand. Rows and units past the end are the last ones, read again.
+    # By lanes each of eight simdgroups reads the operand. Past the end the last rows and units are read again.
     readers = 8 if rows < 8 else 1
     return across, down, readers * across * down * rows / problem.B, down * across * units / problem.H
 
 
 def weights(buffer: Buffer, kind: str, problem: Problem) -> tuple[float, float]:
-    """The first step back has no product."""
+    """Return the reads of the weights. The first backward step has no product."""
     *_, times = product(problem, kind)
     steps = (problem.T - 1) / problem.T if kind == "backward" else 1
     return steps * buffer.bytes, steps * times * buffer.bytes
 
 
 def row_before(buffer: Buffer, kind: str, problem: Problem, size: int) -> tuple[float, float]:
-    """Of the row: what the product multiplies, and what is carried from step to step besides."""
+    """Return the reads of the row of the step before: the product's operand, and the values carried along."""
     op, units = problem.cell.op, problem.B * problem.directions * problem.H
     if buffer.bytes < units * size:  # a step without one before it
         return 0, 0
@@ -90,7 +90,7 @@ def row_before(buffer: Buffer, kind: str, problem: Problem, size: int) -> tuple[
 
 
 def step_of(buffer: Buffer, kind: str, problem: Problem) -> tuple[float, float]:
-    """Of a sequence: this step, and what else a step back needs."""
+    """Return the reads of a sequence: this step, and for a backward step what it needs of the step before."""
     T, op = problem.T, problem.cell.op
     step, later = buffer.bytes / T, (T - 1) / T
     if buffer.name == "states":
@@ -105,7 +105,8 @@ def step_of(buffer: Buffer, kind: str, problem: Problem) -> tuple[float, float]:
 
 
 def of_sequences(buffer: Buffer, launch: Launch, kind: str, problem: Problem) -> tuple[float, float]:
-    """What lays the rows out in time reads everything once; not what the steps back carry, without an initial state."""
+    """Return the reads of a launch that joins rows into sequences: everything once, but not the values that backward
+    steps carry."""
     T, op = problem.T, problem.cell.op
     if kind == "outputs":
         return buffer.bytes, buffer.bytes
@@ -113,10 +114,10 @@ def of_sequences(buffer: Buffer, launch: Launch, kind: str, problem: Problem) ->
         return twice(buffer.bytes * (T - 1) / T)
     if buffer.name == "gates":  # r of a GRU
         return twice(buffer.bytes / 3)
-    kept, carried = problem.cell.gates * itemsize(launch), CARRIES[op]
-    return twice(buffer.bytes * kept / (kept + carried))
+    needed, carried = problem.cell.gates * itemsize(launch), CARRIES[op]
+    return twice(buffer.bytes * needed / (needed + carried))
 
 
 def twice(count: float) -> tuple[float, float]:
-    """Of what is read once."""
+    """Return the reads of bytes that are loaded once."""
     return count, count
