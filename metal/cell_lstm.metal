@@ -1,6 +1,87 @@
-// The LSTM cell's options. In CELL: bits 23-24 the peephole, 25 whether c is clipped.
+// The LSTM cell: one hidden unit of one batch item, forward and backward.
+//
+//   i = s_i(a_i + p_i c_prev)   f = s_f(a_f + forget_bias + p_f c_prev)   g = s_g(a_g + p_g c_prev)
+//   c = f c_prev + i g, clipped to +-limit
+//   o = s_o(a_o + p_o c)  or  s_o(a_o + p_o c_prev)
+//   m = o s_output(c)
+// m is h, or what a projection multiplies. metal/README.md has the derivation of the backward equations. The clip
+// counts as the identity there.
+//
+// Own options: bits 23-24 the peephole (none, o sees the new c, o sees c_prev), bit 25 whether c is clipped.
+// Constants of a unit: its peephole weights p, in the order i, f, g, o.
+template <int OPTIONS>
+struct LSTMCell {
+  enum { GATE_I, GATE_F, GATE_G, GATE_O, OUTPUT, GATES = 4, CONSTANTS = 4, SEGMENTS = 1, HAS_C = 1, PASSES_H = 0 };
+  enum { NO_PEEPHOLE, O_SEES_CURRENT, O_SEES_PREVIOUS, PEEPHOLE = (OPTIONS >> 23) & 3, CLIPS = (OPTIONS >> 25) & 1 };
 
-enum Gate { GATE_I, GATE_F, GATE_G, GATE_O, OUTPUT };
-enum Peephole { NO_PEEPHOLE, O_SEES_CURRENT, O_SEES_PREVIOUS };
+  static constexpr int block(int gate) { return block_of(OPTIONS, gate); }
+  static constexpr int activation(int gate) { return activation_of(OPTIONS, gate); }
 
-template <int CELL> constant constexpr int PEEPHOLE = (CELL >> 23) & 3;
+  // Read the peephole weights [D, 4H] of a unit.
+  template <class Index, class Arrays>
+  static void constants(thread const Arrays& a, int direction, int H, int unit, thread float (&p)[4]) {
+    for (int gate = 0; gate < 4; ++gate)
+      p[gate] = value_at(a.peephole, (Index(4) * direction + block(gate)) * H + unit, 0.0f);
+  }
+
+  // Return a gate's preactivation with its forget bias and peephole. a: the preactivation so far; p: the gate's
+  // peephole weight; c: the state that the gate sees.
+  static float preactivation(int gate, float a, float p, float c, float forget_bias) {
+    a += gate == GATE_F ? forget_bias : 0.0f;
+    return a + (PEEPHOLE == NO_PEEPHOLE ? 0.0f : p * c);
+  }
+
+  static float gate(int gate, float a, float p, float c, float forget_bias) {
+    return activate(activation(gate), preactivation(gate, a, p, c, forget_bias));
+  }
+
+  // Return the new c.
+  static float state(float i, float f, float g, float c_prev, float limit) {
+    const float c = f * c_prev + i * g;
+    return CLIPS ? within(-limit, c, limit) : c;
+  }
+
+  // Compute a step and return m. sums: the recurrent products; y: in the input's part of the preactivations, out the
+  // gates; c: in c_prev, out c. The fourth number, h_prev, is for other cells.
+  static float forward(
+      thread const float (&sums)[4], thread const float (&p)[4], float forget_bias, float limit, float,
+      thread float& c, thread float (&y)[4]) {
+    const float c_prev = c;
+    for (int k = 0; k < 4; ++k) y[k] += sums[k];
+    for (int k = GATE_I; k < GATE_O; ++k) y[k] = gate(k, y[k], p[k], c_prev, forget_bias);
+    c = state(y[GATE_I], y[GATE_F], y[GATE_G], c_prev, limit);
+    const float seen = PEEPHOLE == O_SEES_CURRENT ? c : c_prev;
+    y[GATE_O] = gate(GATE_O, y[GATE_O], p[GATE_O], seen, forget_bias);
+    return y[GATE_O] * activate(activation(OUTPUT), c);
+  }
+
+  // Return the gradient of c. dc: that from later steps and from outside; dm: that of m; s: s_output(c).
+  static float state_backward(float dc, float dm, float o, float s) {
+    return dc + dm * o * slope(activation(OUTPUT), s);
+  }
+
+  // Return the gradient of a gate's preactivation. dy: the gradient that the gate has from outside. The gate is a
+  // factor of m (gate o) or of c: d is the gradient of that, `other` the other factor. slope: of the gate's activation.
+  static float gate_backward(float dy, float d, float other, float slope) { return (dy + d * other) * slope; }
+
+  // Compute a step in reverse. y: the gates; dm: in the gradient of m, out 0, as no h_prev is reached but through the
+  // product; dc: in the gradient of c, out that of c_prev; dz: in the gradients that the gates have from outside, out
+  // those of the preactivations. The fifth number, q, is for other cells.
+  static void backward(
+      thread const float (&y)[4], thread const float (&p)[4], float c_prev, float c, float, thread float& dm,
+      thread float& dc, thread float (&dz)[4]) {
+    const float s = activate(activation(OUTPUT), c);
+    dz[GATE_O] = gate_backward(dz[GATE_O], dm, s, slope(activation(GATE_O), y[GATE_O]));
+    dc = state_backward(dc, dm, y[GATE_O], s);
+    if (PEEPHOLE == O_SEES_CURRENT) dc += dz[GATE_O] * p[GATE_O];
+    dz[GATE_I] = gate_backward(dz[GATE_I], dc, y[GATE_G], slope(activation(GATE_I), y[GATE_I]));
+    dz[GATE_F] = gate_backward(dz[GATE_F], dc, c_prev, slope(activation(GATE_F), y[GATE_F]));
+    dz[GATE_G] = gate_backward(dz[GATE_G], dc, y[GATE_I], slope(activation(GATE_G), y[GATE_G]));
+    dc *= y[GATE_F];
+    if (PEEPHOLE != NO_PEEPHOLE) dc += dz[GATE_I] * p[GATE_I] + dz[GATE_F] * p[GATE_F] + dz[GATE_G] * p[GATE_G];
+    if (PEEPHOLE == O_SEES_PREVIOUS) dc += dz[GATE_O] * p[GATE_O];
+    dm = 0.0f;
+  }
+
+  static float product_gradient(int gate, thread const float (&)[4], thread const float (&dz)[4]) { return dz[gate]; }
+};

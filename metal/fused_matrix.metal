@@ -1,22 +1,23 @@
-// The fused kernels for wide batches, in 8 x 8 matrices; fused.metal has the arrays. A threadgroup owns 8 batch items
-// of one direction, each of its simdgroups 8 hidden units.
+// The whole-sequence kernels for wide batches, in 8 x 8 matrices; fused.metal has the arrays.
 //
-// The product is weights times vectors: the left matrix holds 8 rows of weights, one per unit, the right one 8 numbers
-// of each item, and the sum has a unit per row and an item per column. `vectors` is [length, padded to 8][8 items]. A
-// lane has one row of a matrix and two neighbouring columns: so one unit of two items, whose cells it computes alone.
-// A vector of its weights serves two matrices, one after the other.
+// A threadgroup owns 8 batch items of one direction, each of its simdgroups 8 hidden units. The product is weights
+// times vectors: the left matrix has 8 rows of weights, one per unit, the right one 8 numbers of each item, so the sum
+// has a unit per row and an item per column. Of each 8 x 8 matrix a lane holds one row and two neighbouring columns
+// (row_of, column_of): so it has one unit of two items, e = 0 and 1, whose cells it computes alone. A vector of 4
+// weights serves two matrices, one after the other. `vectors` in threadgroup memory has the product's right side,
+// [length, padded to 8][8 items].
 
 template <int LENGTH> constant constexpr int PARTS_OF = (LENGTH + 7) / 8;
 
-// Where a lane's two numbers stand in a matrix: its row and the first of its columns.
+// Return where a lane's two numbers stand in a matrix: its row and the first of its columns.
 inline int row_of(int lane) { return (lane >> 2 & 4) + (lane >> 1 & 3); }
 inline int column_of(int lane) { return (lane >> 2 & 2) * 2 + (lane & 1) * 2; }
 
-// Adds to total[m CHAINS] ... total[m CHAINS + CHAINS - 1] parts of the product of 8 rows of weights, the m-th of
-// TILES, with the vectors.
+// Add the products of TILES matrix rows of weights with the vectors. The parts of tile m go in turns to
+// total[m CHAINS] ... total[m CHAINS + CHAINS - 1], so that an addition need not wait for the one before.
 template <int TILES, int CHAINS, int RESIDENT, int LENGTH, class V>
 void product_of_matrices(
-    thread simdgroup_float8x8 (&total)[TILES * CHAINS], thread const V* kept, const device V* read,
+    thread simdgroup_float8x8 (&total)[TILES * CHAINS], thread const V* resident, const device V* streamed,
     threadgroup const float* vectors) {
   constexpr int PARTS = PARTS_OF<LENGTH>;
   simdgroup_float8x8 left, right[2];
@@ -28,8 +29,8 @@ void product_of_matrices(
     for (int m = 0; m < TILES; ++m) {
       const int n = part / 2 * TILES + m, first = m * CHAINS + part % CHAINS, second = m * CHAINS + (part + 1) % CHAINS;
       float4 weights;
-      if (n < RESIDENT) weights = float4(kept[n]);
-      else weights = float4(read[32 * n]);
+      if (n < RESIDENT) weights = float4(resident[n]);
+      else weights = float4(streamed[32 * n]);
       left.thread_elements()[0] = weights[0];
       left.thread_elements()[1] = weights[1];
       simdgroup_multiply_accumulate(total[first], left, right[0], total[first]);
@@ -38,5 +39,175 @@ void product_of_matrices(
       left.thread_elements()[1] = weights[3];
       simdgroup_multiply_accumulate(total[second], left, right[1], total[second]);
     }
+  }
+}
+
+// Forward: the equation of fused_forward.metal. `vectors` is a double buffer [2][padded H][8 items]: the masked h that
+// the step reads, and the one that it writes for the next step. One barrier a step, between these writes and their
+// reads.
+template <class Cell, int H, int RESIDENT, class Index, class S, class Arrays>
+void fused_matrix_forward(
+    thread const Arrays& a, threadgroup float* vectors, uint2 group, uint index, uint threads, uint lane) {
+  constexpr int GATES = Cell::GATES, HALF = 64 * PARTS_OF<H>, COUNT = (PARTS_OF<H> + 1) / 2 * GATES;
+  Sweep sweep = {};
+  read_sizes(a.sizes, group.y, sweep);
+  const float forget_bias = value_at(a.numbers, 0, 0.0f), limit = value_at(a.numbers, 1, 0.0f);
+  const int unit = int(index) / 32 * 8 + row_of(int(lane)), column = column_of(int(lane));
+  const int b0 = int(group.x) * 8 + column;
+  const Index earlier = Index(first_time(sweep) * time_step(sweep, GATES, H));
+  Place<Index> next;
+  between_steps<false>(sweep, GATES, H, next);
+  const device vec<S, 4>* streamed = vectors_of_lane<COUNT, vec<S, 4>>(a.arranged, sweep.direction, index, threads);
+  vec<S, 4> resident[RESIDENT == 0 ? 1 : RESIDENT];
+  load_resident<RESIDENT>(streamed, resident);
+  fill_with_zeros(vectors, 2 * HALF, index, threads);
+  threadgroup_barrier(mem_flags::mem_threadgroup);  // between the zeros of all threads and the units' own h
+  int length[2];
+  float p[Cell::CONSTANTS] = {}, h_now[2], c_now[2];
+  bool real[2];
+  Place<Index> at[2];
+  if (unit < H) Cell::template constants<long>(a, sweep.direction, H, unit, p);
+#pragma clang loop unroll(full)
+  for (int e = 0; e < 2; ++e) {
+    const long item = place_in(sweep, b0 + e, 1, 0, H, unit);
+    real[e] = b0 + e < sweep.B && unit < H;
+    first_place<false>(sweep, b0 + e, GATES, 0, H, unit, at[e]);
+    length[e] = b0 + e < sweep.B ? value_at(a.lengths, b0 + e, sweep.T) : 0;
+    h_now[e] = real[e] ? value_at(a.h0, item, 0.0f) : 0.0f;
+    c_now[e] = real[e] ? value_at(a.c0, item, 0.0f) : 0.0f;
+    if (real[e])
+      vectors[(sweep.start & 1) * HALF + 8 * unit + column + e] = h_now[e] * value_at(a.mask, at[e].mask, 1.0f);
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);  // between the first h and the first product
+  for (int n = sweep.start; n < sweep.stop; ++n) {
+    simdgroup_float8x8 total[GATES];
+#pragma clang loop unroll(full)
+    for (int m = 0; m < GATES; ++m) total[m] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+    product_of_matrices<GATES, 1, RESIDENT, H>(total, resident, streamed, vectors + (n & 1) * HALF);
+#pragma clang loop unroll(full)
+    for (int e = 0; e < 2; ++e) {
+      if (!real[e]) continue;
+      const bool live = is_live(a.lengths, time_of(sweep, n), length[e]);
+      const float factor = value_at(a.keep, at[e].keep, 1.0f);
+      float y[GATES], sums[GATES], state = factor * c_now[e];
+#pragma clang loop unroll(full)
+      for (int m = 0; m < GATES; ++m) y[m] = float(a.z[at[e].gate + earlier + Cell::block(m) * H]);
+#pragma clang loop unroll(full)
+      for (int m = 0; m < GATES; ++m) sums[m] = total[m].thread_elements()[e];
+      const S result = S(Cell::forward(sums, p, forget_bias, limit, factor * h_now[e], state, y));
+      h_now[e] = live ? float(result) : h_now[e];
+      c_now[e] = live ? state : c_now[e];
+#pragma clang loop unroll(full)
+      for (int m = 0; m < GATES; ++m) store(a.gates, at[e].gate + Cell::block(m) * H, live ? y[m] : 0.0f);
+      store(a.c, at[e].state, live ? state : 0.0f);
+      a.h[at[e].state] = live ? result : S(0.0f);
+      advance(at[e], next);
+      if (!is_present(a.mask) || n + 1 < sweep.stop)  // after the launch's last step there is no mask to read
+        vectors[(~n & 1) * HALF + 8 * unit + column + e] = h_now[e] * value_at(a.mask, at[e].mask, 1.0f);
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);  // between the new h of all units and the next step's product
+    streamed += opaque_zero(sweep);
+  }
+  for (int e = 0; e < 2; ++e) {
+    if (!real[e]) continue;
+    a.hT[place_in(sweep, b0 + e, 1, 0, H, unit)] = S(h_now[e]);
+    store(a.cT, place_in(sweep, b0 + e, 1, 0, H, unit), c_now[e]);
+  }
+}
+
+// Sum products of the columns of 8 units with the vectors: of a lane's unit and two items. In 4 chains, as none waits
+// for another.
+template <int RESIDENT, int LENGTH, class V>
+void product_of_columns(
+    thread float (&sum)[2], thread const V* resident, const device V* streamed, threadgroup const float* vectors) {
+  simdgroup_float8x8 total[4];
+#pragma clang loop unroll(full)
+  for (int m = 0; m < 4; ++m) total[m] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+  product_of_matrices<1, 4, RESIDENT, LENGTH>(total, resident, streamed, vectors);
+#pragma clang loop unroll(full)
+  for (int e = 0; e < 2; ++e) {
+    sum[e] = 0.0f;
+#pragma clang loop unroll(full)
+    for (int m = 0; m < 4; ++m) sum[e] += total[m].thread_elements()[e];
+  }
+}
+
+// Backward: arrays and equation of fused_backward.metal. `vectors` [VECTORS][padded G H][8 items] has d of the step: a
+// double buffer or, where threadgroup memory does not hold two, one. Barriers: one a step, between the writes of d and
+// the product; of one buffer another, between the product and the next step's writes.
+template <class Cell, int H, int RESIDENT, int VECTORS, class Index, class S, class Arrays>
+void fused_matrix_backward(
+    thread const Arrays& a, threadgroup float* vectors, uint2 group, uint index, uint threads, uint lane) {
+  constexpr int GATES = Cell::GATES, K = GATES * H, HALF = 64 * PARTS_OF<K>, COUNT = (PARTS_OF<K> + 1) / 2;
+  Sweep sweep = {};
+  read_sizes(a.sizes, group.y, sweep);
+  const int unit = int(index) / 32 * 8 + row_of(int(lane)), column = column_of(int(lane));
+  const int b0 = int(group.x) * 8 + column;
+  const Index step = Index(time_step(sweep, 1, H)), earlier = Index(first_time(sweep)) * step;
+  Place<Index> next;
+  between_steps<true>(sweep, GATES, H, next);
+  const device vec<S, 4>* streamed = vectors_of_lane<COUNT, vec<S, 4>>(a.arranged, sweep.direction, index, threads);
+  vec<S, 4> resident[RESIDENT == 0 ? 1 : RESIDENT];
+  load_resident<RESIDENT>(streamed, resident);
+  fill_with_zeros(vectors, VECTORS * HALF, index, threads);
+  float p[Cell::CONSTANTS] = {};
+  bool real[2];
+  Item<Index> items[2];
+  if (unit < H) Cell::template constants<long>(a, sweep.direction, H, unit, p);
+#pragma clang loop unroll(full)
+  for (int e = 0; e < 2; ++e) {
+    real[e] = b0 + e < sweep.B && unit < H;
+    begin_item(sweep, a, b0 + e, GATES, 0, H, unit, real[e], items[e]);
+    items[e].now = real[e] ? float(a.states[items[e].at.state + earlier]) : 0.0f;
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);  // between the zeros of all threads and d of the units
+  for (int n = sweep.stop - 1; n >= sweep.start; --n) {
+    threadgroup float* current = vectors + (VECTORS > 1 ? n & 1 : 0) * HALF;
+#pragma clang loop unroll(full)
+    for (int e = 0; e < 2; ++e) {
+      if (!real[e]) continue;
+      const bool live = is_live(a.lengths, time_of(sweep, n), items[e].length);
+      const Index at = items[e].at.gate;
+      float before, dc_or_q, number[1][4], y[GATES] = {}, d[GATES] = {}, dc = items[e].dc;
+      read_step<1, 1>(sweep, a, n, 0, items + e, earlier, step, number);
+      share_step<1>(number[0], a, items[e], before, dc_or_q);
+#pragma clang loop unroll(full)
+      for (int m = 0; m < GATES; ++m) {
+        y[m] = value_at(a.gates, at + Index(GATES) * earlier + Cell::block(m) * H, 0.0f);
+        d[m] = value_at(a.dgates, at + Index(GATES) * earlier + Cell::block(m) * H, 0.0f);
+      }
+      const float factor = value_at(a.keep, items[e].at.keep, 1.0f);
+      if (Cell::HAS_C) dc += dc_or_q;
+      Cell::backward(y, p, before * factor, items[e].now, dc_or_q, items[e].past, dc, d);
+      store(a.carry, items[e].at.state, live ? dc + items[e].past : 0.0f);
+      items[e].dc = live ? factor * dc : items[e].dc;
+      items[e].past *= factor;
+      items[e].now = before;
+#pragma clang loop unroll(full)
+      for (int m = 0; m < GATES; ++m) {
+        const int block = Cell::block(m) * H;
+        const S result = S(live ? d[m] : 0.0f), operand = S(live ? Cell::product_gradient(m, y, d) : 0.0f);
+        a.dz[at + block] = result;
+        store(a.d_out, at + block, float(operand));
+        current[8 * (block + unit) + column + e] = float(operand);
+      }
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);  // between d of all units and the product of it
+    float sum[2];
+    product_of_columns<RESIDENT, K>(sum, resident, streamed, current);
+#pragma clang loop unroll(full)
+    for (int e = 0; e < 2; ++e) {
+      const bool live = is_live(a.lengths, time_of(sweep, n), items[e].length);
+      if (real[e] && live) items[e].dh = sum[e] * items[e].mask + items[e].past;
+      advance(items[e].at, next);
+    }
+    if (VECTORS == 1) threadgroup_barrier(mem_flags::mem_threadgroup);  // between the product and the next d
+    streamed += opaque_zero(sweep);
+  }
+#pragma clang loop unroll(full)
+  for (int e = 0; e < 2; ++e) {
+    if (!real[e]) continue;
+    a.dh0[place_in(sweep, b0 + e, 1, 0, H, unit)] = S(items[e].dh);
+    store(a.dc0, place_in(sweep, b0 + e, 1, 0, H, unit), items[e].dc);
   }
 }

@@ -1,26 +1,25 @@
-// What went into the recurrent product of every step: mask * h_prev, 0 past an item's end. And a 1 per row,
-// where sums over all rows will be products. Thread (k, t, d) has number k % H of item k / H.
+// What went into the recurrent product of every step, mask * h_prev, for the gradient of Wh; 0 past an item's end. And
+// a 1 per row, where sums over all rows will be products. Thread (k, t, d) has number k % H of item k / H.
 //
-//   h     [T, B, D H]         h0  [B, D H]     lengths  [B]
+//   h     [T, B, D H]         h0  [B, D H]               lengths  [B]
 //   mask  [T or 1, B, D H]    h_in  [D, T, B, H], out    ones  [T, B], out, may be absent
 //   sizes  T, B, D, H, whether the only direction is the reverse one, whether every step has a mask of its own
-template <class S, class A, class H0, class M, class L, class O>
-void recurrent_input(
-    A h, H0 h0, M mask, L lengths, const constant int* sizes, device S* h_in, O ones, uint3 thread_index) {
-  const int T = sizes[0], B = sizes[1], D = sizes[2], H = sizes[3];
+template <class S, class Arrays>
+void recurrent_input(thread const Arrays& a, uint3 thread_index) {
+  const int T = a.sizes[0], B = a.sizes[1], D = a.sizes[2], H = a.sizes[3];
   const int b = int(thread_index.x) / H, j = int(thread_index.x) % H;
   const int t = int(thread_index.y), direction = int(thread_index.z);
   if (b >= B) return;
-  const bool reverse = direction == 1 || sizes[4] != 0;
-  const int length = value_at(lengths, b, T);
+  const bool reverse = direction == 1 || a.sizes[4] != 0;
+  const int length = value_at(a.lengths, b, T);
   const long item = (long(b) * D + direction) * H + j, step = long(B) * D * H;
   float seen = 0.0f;
   if (t < length) {
     const bool starts = reverse ? t + 1 == length : t == 0;
-    seen = starts ? value_at(h0, item, 0.0f) : float(h[(reverse ? t + 1 : t - 1) * step + item]);
-    seen *= value_at(mask, (sizes[5] ? t * step : 0) + item, 1.0f);
+    seen = starts ? value_at(a.h0, item, 0.0f) : float(a.h[(reverse ? t + 1 : t - 1) * step + item]);
+    seen *= value_at(a.mask, (a.sizes[5] ? t * step : 0) + item, 1.0f);
   }
   const long row = long(t) * B + b;
-  h_in[(long(direction) * T * B + row) * H + j] = S(seen);
-  if (direction == 0 && j == 0) store(ones, row, 1.0f);
+  a.h_in[(long(direction) * T * B + row) * H + j] = S(seen);
+  if (direction == 0 && j == 0) store(a.ones, row, 1.0f);
 }

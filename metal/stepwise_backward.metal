@@ -1,66 +1,180 @@
 // One time step of a recurrence, backward, in one launch: the product and the cell's backward.
 //
-//   dh_t = mask_next * (dz_next Wh) + the gradient h[t] has from outside;   dz_t, carry = cell_backward(dh_t, carry_next)
+//   dh_t = mask_next * (dz_next Wh) + the gradient h[t] has from outside;   dz_t, carry = cell_backward(dh_t,
+//            carry_next)
 //
-// "next" is an item's step processed after t; after its last one dhT takes the place of the product. With a projection
-// stepwise_dh computes dh_t [B, D P], and the product here is dm = dh_t Wp.
+// "next" is an item's step processed after t in the forward sweep; after its last one dhT takes the place of the
+// product. With a projection stepwise_dh computes dh_t [B, D P], and the product here is dm = dh_t Wp.
 //
-//   before    the row of the step processed after; `after`, this step's, is written: carry (the gradient of c[t-1], or
-//             of h[t-1] past the products) and dz [B, D G H]. Past an item's end both are passed on. With `keep` there is
-//             then the carry before it was multiplied by keep [B, D H], of S; 0 past an item's end
+//   before    the row of the step processed after t, written by the launch before
+//   after     this step's row, written: the carry (the gradient of c[t-1], or of h[t-1] past the products) and dz
+//             [B, D G H]. Past an item's end both are passed on as they are. With `keep` there is behind them the carry
+//             before it was multiplied by keep [B, D H], of S; 0 past an item's end
 //   dh_now    [B, D P]      a row with dh_t, with a projection only
 //   weights   [D, H, K]     the transposed Wh, K = G H, or the transposed Wp, K = P
-//   gates     [T, B, D G H]     states  [T, B, D H]  c, or h where there is none     states0  [B, D H]  what starts it
-//   q         [D, T, B, H]  the candidate's recurrent products of a GRU        extra  peephole [D, 4H]
-//   mask      [T or 1, B, D P], times keep       keep  [T, B, D]  lengths [B]
+//   gates     [T, B, D G H]     states  [T, B, D H]  c, or h of a cell without c     states0  [B, D H]  what starts it
+//   q         [D, T, B, H]  the candidate's recurrent products of a GRU        peephole [D, 4H]
+//   mask      [T or 1, B, D P], including keep       keep  [T, B, D]  lengths [B]
 //   dh, dc, dgates, dhT, dcT    the gradients from outside, in the shapes of what they belong to
-// A threadgroup computes ROWS rows of UNITS units: the product, then every thread some cells.
+//
+// A threadgroup computes Product::ROWS rows of COLUMNS units: first the product, by all its threads, into `sums`
+// [ROWS][COLUMNS] in threadgroup memory; then every thread some cells. The product ends with the barrier between the
+// two.
 
-template <int CELL, int ROWS, int COLUMNS, class S, class X, class A, class W, class G, class C, class C0, class Q,
-    class E, class M, class F, class L, class D, class DC, class DG, class DT, class DCT>
+// The operand of the product: dz of the row before, or dh_t of an LSTM with a projection. Of a GRU's candidate, where
+// the reset comes after its product, dz is multiplied by r.
+template <class S, class Arrays>
+struct FollowingRow {
+  const device S* dz;
+  decltype(Arrays::gates) r;
+  bool candidate;
+};
+
+// H: the hidden units of a block of dz.
+template <class Cell, class S, class Arrays>
+struct Following {
+  using Row = FollowingRow<S, Arrays>;
+  const device S* dz;
+  thread const Arrays* a;
+  thread const Step* s;
+  int H;
+};
+
+// Return the time index of an item's step processed after s; -1 if there is none.
+inline int next_step(thread const Step& s, int length) {
+  const int t = s.reverse ? min(s.t, length) - 1 : s.t + 1;
+  return t < length ? t : -1;
+}
+
+// Find the part of dz that a segment of K multiplies. One segment: all gates as they lie. A GRU has a segment per gate:
+// in the order of memory, so that the candidate's can be multiplied by r; or r and z only where the reset comes before.
+template <class Cell, class S, class Arrays>
+void find_row(thread const Following<Cell, S, Arrays>& x, int b, int segment, thread FollowingRow<S, Arrays>& row) {
+  thread const Step& s = *x.s;
+  if constexpr (Cell::SEGMENTS == 1 || Cell::SEGMENTS != Cell::GATES) {
+    row.dz = Cell::SEGMENTS == 1 ? x.dz + place(s, 0, b, s.K)
+                                 : x.dz + place(s, 0, b, 3 * x.H) + Cell::block(segment) * x.H;
+    row.r = x.a->gates;
+    row.candidate = false;
+  } else {
+    const int t = next_step(s, value_at(x.a->lengths, b, s.T));
+    row.dz = x.dz + place(s, 0, b, 3 * x.H) + segment * x.H;
+    row.r = x.a->gates + place(s, max(t, 0), b, 3 * x.H) + Cell::block(Cell::GATE_R) * x.H;
+    row.candidate = t >= 0 && segment == Cell::block(Cell::GATE_N);
+  }
+}
+
+template <class S, class Arrays>
+void move(thread FollowingRow<S, Arrays>& row, int n) {
+  row.dz += n;
+  row.r = from(row.r, n);
+}
+
+template <int N, class S, class Arrays>
+void operands_at(thread const FollowingRow<S, Arrays>& row, int k, thread float (&values)[N]) {
+  take<N>(row.dz, k, 0.0f, values);
+  if (!row.candidate) return;
+  float r[N];
+  take<N>(row.r, k, 1.0f, r);
+#pragma clang loop unroll(full)
+  for (int e = 0; e < N; ++e) values[e] *= r[e];
+}
+
+// Return the row dh_now if there is one, else dz.
+template <class S>
+const device S* either(Absent, const device S* dz) { return dz; }
+template <class S, class X>
+const device S* either(const device X* row, const device S*) { return (const device S*)row; }
+
+// Return the gradient of h_t[b, j], of `width`: what the next step sends back, and what comes from outside.
+template <class Arrays>
+float dh_sum(
+    thread const Step& s, thread const Arrays& a, threadgroup const float* sum, int length, int b, int j, int width) {
+  const float outside = value_at(a.dh, place(s, s.t, b, width) + j, 0.0f);
+  const int next = next_step(s, length);
+  if (next < 0) return outside + value_at(a.dhT, place(s, 0, b, width) + j, 0.0f);
+  return outside + *sum * mask_at(s, a.mask, next, b, j, width);
+}
+
+template <class Cell, class Product, class S, class Arrays>
 void stepwise_backward(
-    int n, const device X* before, A dh_now, W weights, G gates, C states, C0 states0, Q q, E extra, M mask, F keep, L lengths,
-    D dh, DC dc, DG dgates, DT dhT, DCT dcT, const constant int* sizes, device X* after, threadgroup float* sums,
-    threadgroup float* tiles, uint3 group, int simdgroup, int lane) {
-  const Step s = step_of(n, sizes, group.z);
+    thread const Arrays& a, threadgroup float* sums, threadgroup float* tiles, uint3 group, int simdgroup, int lane) {
+  constexpr int GATES = Cell::GATES, ROWS = Product::ROWS, COLUMNS = Product::COLUMNS;
+  constexpr bool CARRIES = Cell::HAS_C || Cell::PASSES_H;
+  const Step s = step_of(a.step, a.sizes, group.z);
   const int B = s.B, H = s.H, b0 = int(group.y) * ROWS, j0 = int(group.x) * COLUMNS;
   const Index units = Index(B) * s.D * H, start = carried<S, CARRIES>(units);
-  const device S* dz_before = (const device S*)before + start;
-  const Following<CELL, S, G, L> x = {either(dh_now, dz_before), gates, lengths, &s, H};
-  const bool begins = n + 1 == s.T;
-  if (!begins || is_present(dh_now))
-    product<0, 0, ROWS, COLUMNS, COLUMNS, SEGMENTS>(
-        x, weights + Index(s.d) * H * s.K, B, H, s.K, b0, j0, sums, tiles, simdgroup, lane);
-  for (int cell = 32 * simdgroup + lane; cell < ROWS * COLUMNS; cell += THREADS<COLUMNS>) {
+  const device S* dz_before = (const device S*)a.before + start;
+  const Following<Cell, S, Arrays> x = {either(a.dh_now, dz_before), &a, &s, H};
+  const Block own = {b0, j0, simdgroup, lane, sums, tiles};
+  // The first launch has no row before it: no product, but of dh_t.
+  const bool begins = s.n + 1 == s.T;
+  if (!begins || is_present(a.dh_now))
+    Product::template product<OneBlock, 0, COLUMNS, Cell::SEGMENTS>(
+        x, a.weights + Index(s.d) * H * s.K, B, H, s.K, own);
+  for (int cell = 32 * simdgroup + lane; cell < ROWS * COLUMNS; cell += Product::THREADS) {
     const int b = b0 + cell / COLUMNS, j = j0 + cell % COLUMNS;
     if (b >= B || j >= H) continue;
-    const int length = value_at(lengths, b, s.T);
+    const int length = value_at(a.lengths, b, s.T);
     const Index at = place(s, 0, b, H) + j, now = place(s, s.t, b, H) + j;
     const bool live = s.t < length;
-    float y[GATES], dz[GATES], carry = 0.0f, kept = 0.0f;
-    if (CARRIES) carry = begins ? value_at(dcT, at, 0.0f) : carry_at(before, at);
+    float y[GATES], dz[GATES], carry = 0.0f, unscaled = 0.0f;
+    if (CARRIES) carry = begins ? value_at(a.dcT, at, 0.0f) : carry_at(a.before, at);
     for (int gate = 0; gate < GATES; ++gate) {
-      const Index block = j + place_of(CELL, gate) * H, gate_now = place(s, s.t, b, GATES * H) + block;
-      y[gate] = live ? value_at(gates, gate_now, 0.0f) : 0.0f;
-      dz[gate] = live ? value_at(dgates, gate_now, 0.0f)
+      const Index block = j + Cell::block(gate) * H, gate_now = place(s, s.t, b, GATES * H) + block;
+      y[gate] = live ? value_at(a.gates, gate_now, 0.0f) : 0.0f;
+      dz[gate] = live ? value_at(a.dgates, gate_now, 0.0f)
           : begins    ? 0.0f
                       : float(dz_before[place(s, 0, b, GATES * H) + block]);
     }
     if (live) {
       const Index previous = place(s, s.reverse ? s.t + 1 : s.t - 1, b, H) + j;
-      float from = is_first(s, length) ? value_at(states0, at, 0.0f) : float(states[previous]);
-      const float dh_t = is_present(dh_now) ? sums[cell] : dh_sum(s, sums + cell, length, b, j, H, mask, dh, dhT);
-      const float factor = value_at(keep, place(s, s.t, b, 1), 1.0f);
-      carry += value_at(dc, now, 0.0f);
-      if (is_present(keep)) from *= factor;
-      cell_backward<CELL>(s, j, extra, y, float(states[now]), from,
-          value_at(q, ((Index(s.d) * s.T + s.t) * B + b) * H + j, 0.0f), dh_t, carry, dz);
-      if (is_present(keep)) kept = carry, carry *= factor;
+      float p[Cell::CONSTANTS];
+      float before = is_first(s, length) ? value_at(a.states0, at, 0.0f) : float(a.states[previous]);
+      const float dh_t = is_present(a.dh_now) ? sums[cell] : dh_sum(s, a, sums + cell, length, b, j, H);
+      const float factor = value_at(a.keep, place(s, s.t, b, 1), 1.0f);
+      carry += value_at(a.dc, now, 0.0f);
+      if (is_present(a.keep)) before *= factor;
+      // The carry is dc or, of a cell that passes h on, a part of dh.
+      float dh_or_past = Cell::PASSES_H ? carry + dh_t : dh_t;
+      Cell::template constants<Index>(a, s.d, H, j, p);
+      const float q = value_at(a.q, ((Index(s.d) * s.T + s.t) * B + b) * H + j, 0.0f);
+      Cell::backward(y, p, before, float(a.states[now]), q, dh_or_past, carry, dz);
+      if (Cell::PASSES_H) carry = dh_or_past;
+      if (is_present(a.keep)) unscaled = carry, carry *= factor;
     }
-    if (CARRIES) set_carry(after, at, carry);
+    if (CARRIES) set_carry(a.after, at, carry);
     for (int gate = 0; gate < GATES; ++gate)
-      ((device S*)after)[start + place(s, 0, b, GATES * H) + j + place_of(CELL, gate) * H] = S(dz[gate]);
-    if (is_present(keep)) ((device S*)after)[start + units * GATES + at] = S(kept);
+      ((device S*)a.after)[start + place(s, 0, b, GATES * H) + j + Cell::block(gate) * H] = S(dz[gate]);
+    if (is_present(a.keep)) ((device S*)a.after)[start + units * GATES + at] = S(unscaled);
   }
-  pad_row(after, start + units * (is_present(keep) ? GATES + 1 : GATES), group, 32 * simdgroup + lane);
+  pad_row(a.after, start + units * (is_present(a.keep) ? GATES + 1 : GATES), group, 32 * simdgroup + lane);
+}
+
+// dh_t [B, D P], the gradient of h_t, from dz of the row before. With a projection it is a launch of every step, which
+// writes it as a row of S, 0 past an item's end. At n = -1 it is dh0, of any cell, an array of S.
+template <class Cell, class Product, class S, class Arrays>
+void stepwise_dh(
+    thread const Arrays& a, threadgroup float* sums, threadgroup float* tiles, uint3 group, int simdgroup, int lane) {
+  constexpr int ROWS = Product::ROWS, COLUMNS = Product::COLUMNS;
+  constexpr int PRODUCT_GATES = Cell::SEGMENTS == 1 ? int(Cell::GATES) : int(Cell::SEGMENTS);
+  const Step s = step_of(a.step, a.sizes, group.z);
+  const int P = s.H, H = s.K / PRODUCT_GATES, b0 = int(group.y) * ROWS, j0 = int(group.x) * COLUMNS;
+  const Index start = carried<S, Cell::HAS_C || Cell::PASSES_H>(Index(s.B) * s.D * H);
+  const Following<Cell, S, Arrays> x = {(const device S*)a.before + start, &a, &s, H};
+  const Block own = {b0, j0, simdgroup, lane, sums, tiles};
+  if (s.n + 1 < s.T)
+    Product::template product<OneBlock, 0, COLUMNS, Cell::SEGMENTS>(
+        x, a.weights + Index(s.d) * P * s.K, s.B, P, s.K, own);
+  for (int cell = 32 * simdgroup + lane; cell < ROWS * COLUMNS; cell += Product::THREADS) {
+    const int b = b0 + cell / COLUMNS, j = j0 + cell % COLUMNS;
+    if (b >= s.B || j >= P) continue;
+    const int length = value_at(a.lengths, b, s.T);
+    const Index at = place(s, 0, b, P) + j;
+    float sum = 0.0f;
+    if (s.n < 0 || s.t < length) sum = dh_sum(s, a, sums + cell, length, b, j, P);
+    if constexpr (Cell::PASSES_H != 0) sum += carry_at(a.before, at);
+    ((device S*)a.after)[at] = S(sum);
+  }
+  pad_row(a.after, Index(s.B) * s.D * P, group, 32 * simdgroup + lane);
 }

@@ -1,59 +1,128 @@
 // One time step of a recurrence, forward, in one launch: the recurrent product and the cell.
 //
-//   gates, state, h = cell(z_t, (mask_t * h_before) Wh^T, keep_t * state_before), keep_t being in mask_t, too
+//   gates, state, h = cell(z_t, (mask_t * h_before) Wh^T, keep_t * state_before);   `mask` already includes `keep`
 //
-//   z         [T, B, D G H]  input's part of the preactivations, blocks in the cell's gate order
-//   before    the row of the step processed before; `after`, this step's, is written: c (where there is one), m [B, D H]
-//             (h, where nothing is projected) and, where KEEPS, the gates [B, D G H]; 0 past an item's end
-//   h_before  [B, D K]       a row with h of the step before, where it is projected and so in no row
-//   Wh        [D, G H, K]    extra  peephole [D, 4H] or bhn [D H]
+//   z         [T, B, D G H]  the input's part of the preactivations, blocks in the cell's gate order
+//   before    the row of the step processed before
+//   after     this step's row, written: c (if the cell has one), m [B, D H] (h, if nothing is projected) and, if SAVES,
+//             the gates [B, D G H]; 0 past an item's end
+//   h_before  [B, D K]       a row with h of the step before, if it is projected and so in no row of the cells
+//   Wh        [D, G H, K]    peephole  [D, 4H]     bhn  [D H]
 //   h0, c0    [B, D K], [B, D H]: what an item starts from, at t = 0 or, reversed, at its end
 //   mask      [T or 1, B, D K]     keep     [T, B, D]      lengths  [B]      numbers  forget_bias, limit
-// A threadgroup computes ROWS rows of UNITS units: the product, then every thread some cells. *_stepwise_cell.metal has
-// GATES, UNITS, CARRIES and what a cell does with its sums.
+//
+// A threadgroup computes Product::ROWS rows of UNITS units, all their gates: first the product, by all its threads,
+// into `sums` [ROWS][gates][UNITS] in threadgroup memory; then every thread some cells. The product ends with the
+// barrier that stands between the two. Product: ByLanes, ByTiles or QuantizedByLanes.
 
-template <class S, class X>
+// The operand mask * h_before of the product of a step forward.
+template <class S, class Arrays>
+struct PreviousRow {
+  const device S* h;
+  decltype(Arrays::h0) h0;
+  decltype(Arrays::mask) mask;
+  bool starts;
+};
+
+template <class S, class Arrays>
+struct Previous {
+  using Row = PreviousRow<S, Arrays>;
+  const device S* h;
+  thread const Arrays* a;
+  thread const Step* s;
+};
+
+template <class S, class Arrays>
+void find_row(thread const Previous<S, Arrays>& x, int b, int, thread PreviousRow<S, Arrays>& row) {
+  thread const Step& s = *x.s;
+  const Index at = place(s, 0, b, s.K);
+  row.h = x.h + at;
+  row.h0 = from(x.a->h0, at);
+  row.mask = from(x.a->mask, place(s, s.own_mask * s.t, b, s.K));
+  row.starts = is_first(s, value_at(x.a->lengths, b, s.T));
+}
+
+template <class S, class Arrays>
+void move(thread PreviousRow<S, Arrays>& row, int n) {
+  row.h += n;
+  row.h0 = from(row.h0, n);
+  row.mask = from(row.mask, n);
+}
+
+template <int N, class S, class Arrays>
+void operands_at(thread const PreviousRow<S, Arrays>& row, int k, thread float (&values)[N]) {
+  float factors[N];
+  if (row.starts)
+    take<N>(row.h0, k, 0.0f, values);
+  else
+    take<N>(row.h, k, 0.0f, values);
+  take<N>(row.mask, k, 1.0f, factors);
+#pragma clang loop unroll(full)
+  for (int e = 0; e < N; ++e) values[e] *= factors[e];
+}
+
+// Return h of the step before: behind c in its row, or in a row of its own where it is projected.
+template <class S, bool CARRIES, class X>
 const device S* h_of(thread const Step& s, const device X* row, Absent) {
   return (const device S*)row + carried<S, CARRIES>(Index(s.B) * s.D * s.H);
 }
-template <class S, class X>
+template <class S, bool CARRIES, class X>
 const device S* h_of(thread const Step&, const device X*, const device X* h) { return (const device S*)h; }
 
-template <int CELL, int ROWS, bool KEEPS, class S, class X, class Z, class A, class W, class H0, class C0, class E,
-    class M, class F, class L, class N>
+template <class Cell, class Product, bool SAVES, class S, class Arrays>
 void stepwise_forward(
-    int n, Z z, const device X* before, A h_before, W Wh, H0 h0, C0 c0, E extra, M mask, F keep, L lengths,
-    const constant int* sizes, N numbers, device X* after, threadgroup float* sums, threadgroup float* tiles,
-    uint3 group, int simdgroup, int lane) {
-  constexpr int COLUMNS = GATES * UNITS;
-  const Step s = step_of(n, sizes, group.z);
+    thread const Arrays& a, threadgroup float* sums, threadgroup float* tiles, uint3 group, int simdgroup, int lane) {
+  constexpr int GATES = Cell::GATES, ROWS = Product::ROWS, COLUMNS = Product::COLUMNS, UNITS = COLUMNS / GATES;
+  constexpr bool CARRIES = Cell::HAS_C != 0;
+  const Step s = step_of(a.step, a.sizes, group.z);
   const int B = s.B, H = s.H, b0 = int(group.y) * ROWS, j0 = int(group.x) * UNITS;
   const Index units = Index(B) * s.D * H, start = carried<S, CARRIES>(units);
-  const Previous<S, H0, M, L> x = {h_of<S>(s, before, h_before), h0, mask, lengths, &s};
-  product<CELL, 0, ROWS, COLUMNS, UNITS, 1>(
-      x, rows_from(Wh, Index(s.d) * GATES * H, s.K), B, H, s.K, b0, j0, sums, tiles, simdgroup, lane);
-  device S* arrays = (device S*)after + start;
-  for (int cell = 32 * simdgroup + lane; cell < ROWS * UNITS; cell += THREADS<COLUMNS>) {
+  const Previous<S, Arrays> x = {h_of<S, CARRIES>(s, a.before, a.h_before), &a, &s};
+  const Block own = {b0, j0, simdgroup, lane, sums, tiles};
+  Product::template product<Cell, 0, UNITS, 1>(x, rows_from(a.Wh, Index(s.d) * GATES * H, s.K), B, H, s.K, own);
+  device S* arrays = (device S*)a.after + start;
+  for (int cell = 32 * simdgroup + lane; cell < ROWS * UNITS; cell += Product::THREADS) {
     const int r = cell / UNITS, b = b0 + r, j = j0 + cell % UNITS;
     if (b >= B || j >= H) continue;
-    const int length = value_at(lengths, b, s.T);
+    const int length = value_at(a.lengths, b, s.T);
     const bool starts = is_first(s, length), live = s.t < length;
     const Index at = place(s, 0, b, H) + j, gates_at = place(s, 0, b, GATES * H) + j;
-    float y[GATES], q[GATES], state;
+    float y[GATES], q[GATES], p[Cell::CONSTANTS], state = 0.0f;
     for (int gate = 0; gate < GATES; ++gate) {
-      y[gate] = float(z[place(s, s.t, b, GATES * H) + place_of(CELL, gate) * H + j]);
+      y[gate] = float(a.z[place(s, s.t, b, GATES * H) + Cell::block(gate) * H + j]);
       q[gate] = sums[r * COLUMNS + gate * UNITS + cell % UNITS];
     }
+    // `state` is c or, of a cell that passes h on, h: so it stands for both arguments of the cell.
     if constexpr (CARRIES)
-      state = starts ? value_at(c0, at, 0.0f) : carry_at(before, at);
-    else
-      state = starts ? value_at(h0, at, 0.0f) : float(x.h[at]);
-    state *= value_at(keep, place(s, s.t, b, 1), 1.0f);
-    const float output = cell_forward<CELL>(s, j, extra, numbers, q, y, state);
-    if (CARRIES) set_carry(after, at, live ? state : 0.0f);
+      state = starts ? value_at(a.c0, at, 0.0f) : carry_at(a.before, at);
+    else if constexpr (Cell::PASSES_H != 0)
+      state = starts ? value_at(a.h0, at, 0.0f) : float(x.h[at]);
+    state *= value_at(a.keep, place(s, s.t, b, 1), 1.0f);
+    Cell::template constants<Index>(a, s.d, H, j, p);
+    const float output = Cell::forward(
+        q, p, value_at(a.numbers, 0, 0.0f), value_at(a.numbers, 1, 0.0f), state, state, y);
+    if (CARRIES) set_carry(a.after, at, live ? state : 0.0f);
     arrays[at] = S(live ? output : 0.0f);
-    for (int gate = 0; KEEPS && gate < GATES; ++gate)
-      arrays[units + gates_at + place_of(CELL, gate) * H] = S(live ? y[gate] : 0.0f);
+    for (int gate = 0; SAVES && gate < GATES; ++gate)
+      arrays[units + gates_at + Cell::block(gate) * H] = S(live ? y[gate] : 0.0f);
   }
-  pad_row(after, start + units * (KEEPS ? 1 + GATES : 1), group, 32 * simdgroup + lane);
+  pad_row(a.after, start + units * (SAVES ? 1 + GATES : 1), group, 32 * simdgroup + lane);
+}
+
+// A launch more where h is projected: h [B, D P] = m Wp^T of a step, a row of S, from m in the row of its launch
+// before. Wp [D, P, H].
+template <class Product, class S, class Arrays>
+void stepwise_project(
+    thread const Arrays& a, threadgroup float* sums, threadgroup float* tiles, uint3 group, int simdgroup, int lane) {
+  constexpr int ROWS = Product::ROWS, COLUMNS = Product::COLUMNS;
+  const Step s = step_of(a.step, a.sizes, group.z);
+  const int P = s.H, b0 = int(group.y) * ROWS, j0 = int(group.x) * COLUMNS;
+  const Block own = {b0, j0, simdgroup, lane, sums, tiles};
+  const Items<S> x = items_of(s, (const device S*)a.before + carried<S, true>(Index(s.B) * s.D * s.K), s.K);
+  Product::template product<OneBlock, 0, COLUMNS, 1>(x, rows_from(a.Wp, Index(s.d) * P, s.K), s.B, P, s.K, own);
+  for (int cell = 32 * simdgroup + lane; cell < ROWS * COLUMNS; cell += Product::THREADS) {
+    const int b = b0 + cell / COLUMNS, j = j0 + cell % COLUMNS;
+    if (b < s.B && j < P) ((device S*)a.after)[place(s, 0, b, P) + j] = S(sums[cell]);
+  }
+  pad_row(a.after, Index(s.B) * s.D * P, group, 32 * simdgroup + lane);
 }

@@ -23,7 +23,7 @@ from metal_emulator.preamble import preamble_text
 
 from mlx_lstm.check.grid import grid
 from mlx_lstm.engines import METAL_ENGINES, choice
-from mlx_lstm.engines.metal import launch
+from mlx_lstm.engines.metal import kernel
 from mlx_lstm.recurrence import unguarded
 from mlx_lstm.testing.cases import DTYPES, infer, run
 from mlx_lstm.testing.report import first_line
@@ -45,7 +45,7 @@ class Noted(EmulatedKernel):
 def kernel_texts(cases):
     """Return the texts of all kernels that these cases need, in the order of their first launch, without any trial."""
     texts = {}
-    launch.forget()
+    kernel.forget()
     with (
         patch.object(mx.fast, "metal_kernel", partial(Noted, texts)),
         patch.object(mx.metal, "is_available", lambda: True),
@@ -60,7 +60,7 @@ def kernel_texts(cases):
                     with grid_case.limits():
                         run(case, engine, DTYPES[grid_case.dtype], cotangents, weights)
                         infer(case, engine, DTYPES[grid_case.dtype], weights)
-    launch.forget()
+    kernel.forget()
     return list(texts)
 
 

@@ -5,6 +5,7 @@ from typing import NamedTuple
 from unittest.mock import patch
 
 import mlx.core as mx
+import pytest
 from cases import GPU, METAL
 from metal_emulator import emulated_metal
 from metal_emulator.dropin import EmulatedKernel
@@ -12,11 +13,11 @@ from metal_emulator.dropin import EmulatedKernel
 from mlx_lstm.engines import METAL_ENGINES as ENGINES
 from mlx_lstm.engines import choice, choose
 from mlx_lstm.engines.cells import GRUCell, LSTMCell, RNNCell
-from mlx_lstm.engines.metal import launch as kernels
+from mlx_lstm.engines.metal import kernel as kernels
 from mlx_lstm.recurrence import _guard
 from mlx_lstm.testing.cases import EVERY_OPTION, at_batch
 
-WEIGHTS = ("Wh", "weights", "packed", "peephole", "extra")
+WEIGHTS = ("Wh", "weights", "arranged", "peephole", "bhn")
 
 
 @contextmanager
@@ -95,26 +96,90 @@ pretended = ExitStack()
 
 # --- What to run -----------------------------------------------------------------------------------------------------
 
-# By batch size the kernels change their ways: rows per threadgroup, and the product in lanes or in matrices.
+# The batch size selects the kernels: rows per threadgroup, and whether a product is computed by lanes, by tiles or in
+# matrices.
 BATCHES = (1, 2, 9)
 
 
 def options_at(option, B):
-    """An entry of EVERY_OPTION for a batch of B."""
+    """Return an entry of EVERY_OPTION for a batch of B."""
     return at_batch(EVERY_OPTION[option], B)
 
 
 def can_run(engine, options):
-    """Whether the choice of engines lets this engine run these options on a Mac."""
+    """Return whether `choose` lets this engine run these options on a Mac."""
     cell = {"lstm": LSTMCell(), "gru": GRUCell(reset=options.get("reset", "after")), "rnn": RNNCell()}
-    given = {"bidirectional": options.get("bidirectional", False), "projection": options.get("projection", False)}
-    given |= {"cell": cell[options.get("op", "lstm")], "device": "gpu", "metal": True, "traced": False}
+    arguments = {name: options.get(name, False) for name in ("bidirectional", "projection")}
+    arguments |= {"cell": cell[options.get("op", "lstm")], "device": "gpu", "metal": True, "traced": False}
     try:
-        return bool(choose(sizes=(4, 2, 3, 2), dtype=mx.float32, requested=engine, **given))
+        return bool(choose(sizes=(4, 2, 3, 2), dtype=mx.float32, requested=engine, **arguments))
     except ValueError:
         return False
 
 
 def pairs(table):
-    """(engine, option) for every entry of a table of options that the engine runs."""
-    return [(engine, option) for engine in ENGINES for option in table if can_run(engine, table[option])]
+    """Return (engine, name) for every entry of a table of options that the engine runs."""
+    return [(engine, name) for engine in ENGINES for name in table if can_run(engine, table[name])]
+
+
+def in_turns(cases, choices, others=False):
+    """Return (*case, choice) for each case, a tuple; the choices take turns. With `others` the other choices follow,
+    marked as slow."""
+    turns = [(case, n % len(choices), k) for n, case in enumerate(cases) for k in range(len(choices))]
+    default = [(*case, choices[k]) for case, turn, k in turns if k == turn]
+    slow = [pytest.param(*case, choices[k], marks=pytest.mark.slow) for case, turn, k in turns if k != turn]
+    return default + (slow if others else [])
+
+
+def over_engines(table, choices):
+    """Return (engine, name, choice): over the two engines each name of the table meets every choice, and each engine
+    leaves out one choice per name."""
+    turns = [(n, k, e) for n in range(len(table)) for k in range(len(choices) - 1) for e in range(len(ENGINES))]
+    names = list(table)
+    triples = [(ENGINES[e], names[n], choices[(n + k + e) % len(choices)]) for n, k, e in turns]
+    return [triple for triple in triples if can_run(triple[0], table[triple[1]])]
+
+
+def merged(case, option):
+    """Return the options of both, or None if they set an argument to different values. Activations may differ as long
+    as they differ from the default ones at different gates."""
+    both = case | option
+    for name in case.keys() & option.keys():
+        if case[name] == option[name]:
+            continue
+        if name != "activations":
+            return None
+        default = LSTMCell().activations if len(case[name]) == 5 else GRUCell().activations
+        gates = list(zip(default, case[name], option[name], strict=True))
+        if any(usual not in (one, other) and one != other for usual, one, other in gates):
+            return None
+        both[name] = tuple(other if one == usual else one for usual, one, other in gates)
+    return both
+
+
+def crossed(table, fewest=7):
+    """Return cases that have several options of the table each, {"gru_both_3": {"op": "gru", "reset": ..., ...}}.
+
+    Most options change a kernel's text, so a case for each option takes a compilation for each. Here every option of
+    the table goes to one case: the smallest one that agrees with it. A cell has at least `fewest` cases, since the
+    table has so many shapes of a mask, and a GRU with reset="before" at least 3. The first case has no option.
+    """
+    groups = {}
+    for option in table.values():
+        kind = option.get("op", "lstm") + "_before" * ("reset" in option) + "_both" * ("bidirectional" in option)
+        group = groups.setdefault(kind, [])
+        agrees = [n for n, case in enumerate(group) if (n or "reset" in option) and merged(case, option)]
+        if len(group) < (3 if "reset" in option else fewest) or not agrees:
+            group.append(dict(option))
+        else:
+            smallest = min(agrees, key=lambda n: len(group[n]))
+            group[smallest] = merged(group[smallest], option)
+    return {f"{kind}_{n}": case for kind, group in groups.items() for n, case in enumerate(group)}
+
+
+CROSSED = {
+    (engine, name): case
+    for engine in ENGINES
+    for name, case in crossed({key: value for key, value in EVERY_OPTION.items() if can_run(engine, value)}).items()
+}
+"""Every option that an engine runs, crossed with others: its cases by (engine, name)."""

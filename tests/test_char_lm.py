@@ -1,7 +1,5 @@
-"""The character language model of examples/: exact resume, whole checkpoints, Ctrl-C, its baseline, its command.
-
-As one process here; tests/test_distributed.py has several of them.
-"""
+"""Test the character language model of examples/ in one process: exact resume, complete checkpoints, Ctrl-C, the
+baseline, the command. tests/test_distributed.py tests it in several processes."""
 
 from __future__ import annotations
 
@@ -38,9 +36,9 @@ def load_example():
     module = importlib.util.module_from_spec(spec)
     sys.modules["char_lm"] = module
     environment = dict(os.environ)
-    with patch.object(sys, "path", [str(SCRIPT.parent), *sys.path]):  # as when a user starts it: it has a neighbour
+    with patch.object(sys, "path", [str(SCRIPT.parent), *sys.path]):  # the script imports a module from its own folder
         spec.loader.exec_module(module)
-    os.environ.clear()  # the example limits NumPy's threads, which is no business of other tests
+    os.environ.clear()  # undo the example's limit on NumPy's threads
     os.environ.update(environment)
     return module
 
@@ -58,7 +56,7 @@ def new_run(corpus, **options):
 
 
 def everything(run) -> dict[str, bytes]:
-    """All arrays the next step depends on, as bytes."""
+    """Return all arrays that the next step depends on, by name, as bytes."""
     trees = {"model": run.model.parameters(), "optimizer": run.optimizer.state, "state": run.state, "key": run.key}
     return {name: np.array(array).tobytes() for name, array in tree_flatten(trees)}
 
@@ -80,7 +78,7 @@ def test_resume_is_bit_exact(corpus, tmp_path, options):
     for _ in range(10):
         first.train_step()
     first.save(tmp_path / "c.safetensors")
-    mx.random.seed(999)  # the global generator plays no part
+    mx.random.seed(999)  # the run must not depend on the global generator
     second = char_lm.Run.load(tmp_path / "c.safetensors", corpus)
     assert second.settings == straight.settings
     for _ in range(10):
@@ -90,7 +88,7 @@ def test_resume_is_bit_exact(corpus, tmp_path, options):
 
 
 def test_dropout_follows_the_key(corpus):
-    """Were the key not part of the run, the test above would prove nothing about it."""
+    """Another key gives another dropout. Otherwise the test of an exact resume would not show that the key is saved."""
     one, other = new_run(corpus, dropout=0.5), new_run(corpus, dropout=0.5)
     other.key = mx.random.key(12345)
     one.train_step(), other.train_step()
@@ -98,7 +96,8 @@ def test_dropout_follows_the_key(corpus):
 
 
 def changed(part, **values):
-    """A damage to a checkpoint's metadata: other values, or none, in a part of it."""
+    """Return a function that damages a checkpoint's metadata: it changes values of one part, and removes those given
+    as `...`."""
 
     def damage(path, whole, arrays, about):
         kept = json.loads(about[part]) | values
@@ -109,7 +108,8 @@ def changed(part, **values):
 
 
 def other(**values):
-    """A damage to a checkpoint's arrays: by name, with _ for dots, functions of what was there; None removes it."""
+    """Return a function that damages a checkpoint's arrays. Keywords are array names, with _ for dots; values are
+    functions of the array. A function that returns None removes the array."""
 
     def damage(path, whole, arrays, about):
         named = {name.replace("_", "."): value for name, value in values.items()}
@@ -333,13 +333,14 @@ def finish(process: subprocess.Popen, code: int) -> str:
 
 
 def contents(out: Path) -> tuple[dict[str, bytes], dict[str, str]]:
-    """A checkpoint's arrays as bytes and its metadata (their order in the file is MLX's own)."""
+    """Return a checkpoint's arrays as bytes, and its metadata. MLX chooses the order of the arrays in the file."""
     arrays, about = mx.load(str(out / "checkpoint.safetensors"), return_metadata=True)
     return {name: np.array(array).tobytes() for name, array in arrays.items()}, about
 
 
 def test_quantized(tmp_path, capsys):
-    """The trained weights in fewer bits; the checkpoint keeps what was trained; refusals come before training."""
+    """`--quantize` measures the trained weights in fewer bits, and the checkpoint keeps the full weights. Invalid
+    widths are refused before training."""
     sizes = ["--hidden=32", "--embedding=4", "--batch=2", "--window=8", "--seed=1", "--length=5", "--prompt=1"]
     given = [*sizes, "--steps=2", f"--out={tmp_path}", "--quantize", "8", "2"]
     assert char_lm.main(given) == 0
@@ -432,7 +433,7 @@ def test_an_engine_that_cannot_run_ends_in_a_line(tmp_path, monkeypatch, capsys,
 
 
 def test_a_folder_that_cannot_be_ends_in_a_line(tmp_path, monkeypatch, capsys):
-    """Before any step, and not after the first ones."""
+    """An output folder that cannot be created ends the command with one line, before the first step."""
     monkeypatch.setattr(char_lm, "documentation", lambda: TEXT)
     (tmp_path / "file").touch()
     assert char_lm.main(["--hidden=8", "--batch=2", "--prompt=1", f"--out={tmp_path / 'file' / 'run'}"]) == 2
@@ -465,19 +466,20 @@ def test_bfloat16_is_in_the_weights_and_activations_and_nowhere_else(corpus):
     run.train_step(), run.evaluate()
     assert set(seen) == {mx.bfloat16}
     kept = tree_flatten([run.model.parameters(), run.optimizer.state, run.state])
-    assert {array.dtype for _, array in kept} == {mx.float32, mx.uint64}  # the optimizer counts its steps
+    assert {array.dtype for _, array in kept} == {mx.float32, mx.uint64}  # uint64: the optimizer's count of steps
 
 
 def test_the_loss_of_bfloat16_is_off_by_no_more_than_its_roundings(corpus):
-    """Against float64 with the rounded weights: rounded are the LSTM's outputs, their products with the mask, the
-    vocabulary's sums before and after the bias. The loss moves by at most twice as much as a logit."""
+    """The loss in bfloat16 differs from the float64 loss with the same rounded weights by a derived bound. These
+    values are rounded: the LSTM's outputs, their products with the dropout mask, and the vocabulary layer's sums
+    before and after the bias. The loss changes by at most twice the change of a logit."""
     run = new_run(corpus, dtype="bfloat16", dropout=0.3)
     window, dropped = run.settings.window, dropout_of(run)
     codes, targets = run.inputs[:, :window], run.targets[:, :window]
     (loss, _), gradients = run.gradient(run.model, codes, targets, run.state, dropped)
 
     model, half = run.model, 2.0**-9
-    model.dtype = mx.float32  # no more rounding
+    model.dtype = mx.float32  # the model no longer rounds to bfloat16
     for dtype in (mx.bfloat16, mx.float64):
         model.set_dtype(dtype)
     state = tuple(array.astype(mx.float64) for array in run.state)
@@ -485,13 +487,13 @@ def test_the_loss_of_bfloat16_is_off_by_no_more_than_its_roundings(corpus):
     with patch.object(char_lm, "product", mx.matmul):
         exact, logits, outputs = (np.array(array) for array in with_outputs(model, codes, targets, state, dropped))
     sums = np.abs(outputs) @ np.abs(np.array(model.vocabulary.weight))
-    error = 1.01 * half * (3 * sums + np.abs(logits)).max()  # 1.01: of second order, and float32
+    error = 1.01 * half * (3 * sums + np.abs(logits)).max()  # 1.01 covers second-order terms and float32 rounding
     assert 0 < abs(loss.item() - exact) <= 2 * error
     assert all(mx.isfinite(array).all() and array.dtype == mx.float32 for _, array in tree_flatten(gradients))
 
 
 def with_outputs(model, codes, targets, state, dropped):
-    """The loss, the logits, and what the vocabulary layer was given."""
+    """Return the loss, the logits, and the input of the vocabulary layer."""
     outputs = model.lstm(model.embedding(codes), *state)[0] * dropped
     logits = model.vocabulary(outputs.reshape(-1, outputs.shape[-1]))
     return char_lm.window_loss(model, codes, targets, state, dropped)[0], logits, outputs.reshape(-1, outputs.shape[-1])
@@ -509,11 +511,9 @@ def test_bfloat16_learns(corpus, tmp_path):
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_training_step_on_metal_equals_that_on_the_cpu(engine, corpus):
-    """Loss, state and every parameter after dropout, cross entropy, clipping and AdamW.
-
-    A gradient may be off by twice the CPU engine's error plus a rounding; AdamW's update rises with the gradient, so
-    the updates at both ends of that interval enclose the parameter.
-    """
+    """One training step with dropout, cross entropy, clipping and AdamW gives the right loss, state and parameters.
+    A gradient may differ by twice the CPU engine's error plus a rounding. AdamW's update grows with the gradient, so
+    the updates at both ends of that interval enclose the parameter."""
     options = {"batch": 3, "window": 6, "embedding": 5, "hidden": 9, "dropout": 0.3, "weight_decay": 0.1}
     run, cpu, exact = (new_run(corpus, engine=word, **options) for word in (engine, "numpy", "numpy"))
     start = {name: np.array(array, np.float64) for name, array in tree_flatten(run.model.parameters())}
@@ -536,7 +536,7 @@ def test_a_training_step_on_metal_equals_that_on_the_cpu(engine, corpus):
             start[name] * (1 - rate * decay) - rate * g / (np.abs(g) + 1e-8)
             for g in (gradients[name] + error, gradients[name] - error)
         )
-        # Its corrections 1 - 0.9 and 1 / sqrt(1 - 0.999) are differences of numbers rounded at 1.
+        # AdamW's bias corrections 1 - 0.9 and 1 / sqrt(1 - 0.999) are differences of numbers near 1, each rounded.
         correction = eps / 2 * (1 / 0.1 + 0.5 / 0.001)
         floor = 8 * eps * (np.abs(start[name]) + rate) + correction * rate
         got = np.array(array)
@@ -544,13 +544,14 @@ def test_a_training_step_on_metal_equals_that_on_the_cpu(engine, corpus):
 
 
 def exact_gradients(run):
-    """(loss in bits, state, clipped gradients by name) of a run's next step in float64, cross entropy by hand."""
+    """Return (loss in bits, state, clipped gradients by name) of a run's next step in float64. The cross entropy and
+    its gradient are computed here."""
     settings, model = run.settings, run.model
     codes, targets = run.inputs[:, : settings.window], np.array(run.targets[:, : settings.window]).reshape(-1)
     model.set_dtype(mx.float64)
     dropped = dropout_of(run).astype(mx.float64)
     state = tuple(array.astype(mx.float64) for array in run.state)
-    with patch.object(char_lm, "product", mx.matmul):  # its own, through NumPy, would give float32
+    with patch.object(char_lm, "product", mx.matmul):  # the example's own product goes through NumPy in float32
         logits, last = model(codes, state, dropped)
         logits = np.array(logits)
         shifted = np.exp(logits - logits.max(1, keepdims=True))
@@ -564,20 +565,20 @@ def exact_gradients(run):
 
 
 def gradients_of(run):
-    """The clipped gradients by name of a run's next step, which is not taken."""
+    """Return the clipped gradients, by name, of a run's next step. The run does not take the step."""
     window = slice(0, run.settings.window)
     inputs = run.inputs[:, window], run.targets[:, window]
     return clipped(run.gradient(run.model, *inputs, run.state, dropout_of(run))[1], run.settings.clip)
 
 
 def dropout_of(run):
-    """The dropout factors of a run's next step."""
+    """Return the dropout factors of a run's next step."""
     keep, (_, draw) = 1 - run.settings.dropout, mx.random.split(run.key)
     return mx.random.bernoulli(keep, (run.settings.batch, 1, run.settings.hidden), draw) / keep
 
 
 def clipped(gradients, limit):
-    """Gradients by name in float64, scaled down to this norm."""
+    """Return gradients by name in float64, scaled down to the norm `limit` if they exceed it."""
     named = {name: np.array(array).astype(np.float64) for name, array in tree_flatten(gradients)}
     norm = np.sqrt(sum((array**2).sum() for array in named.values()))
     return {name: array * min(1.0, limit / norm) for name, array in named.items()}

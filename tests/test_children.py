@@ -1,4 +1,5 @@
-"""Processes that the library starts: the parent's flags and import path, nothing from the working folder."""
+"""Test the child processes that the library starts: they have the parent's flags and import path, and import nothing
+from the working folder."""
 
 import os
 import subprocess
@@ -10,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 TRAPS = ("numpy", "mlx_lstm", "mlx", "json", "runpy", "h5py", "argparse", "sitecustomize", "usercustomize")
-"""Modules that lie in the hostile folder and say when they are imported."""
+"""Names of trap modules in the hostile folder; each one records when it is imported."""
 
 CHILDREN = {
     "any": """
@@ -57,7 +58,7 @@ line, found = further.run("x", further.Command(("compare", "--cases", "none such
 assert found["exit code"] == 2 and "no case has" in found["printed"], found
 """,
 }
-"""By kind: code that has the library start such a child, and checks that it ran."""
+"""For each kind of child: code in which the library starts such a child, and checks that it ran."""
 
 PARENTS = {
     "a script": ((), ""),
@@ -70,17 +71,18 @@ PARENTS = {
     "an empty entry in PYTHONPATH": ((), "os.environ['PYTHONPATH'] = os.pathsep + os.environ['PYTHONPATH']"),
     "a relative one in PYTHONPATH": ((), "os.environ['PYTHONPATH'] = '.' + os.pathsep + os.environ['PYTHONPATH']"),
 }
-"""By the parent's peculiarity: its interpreter's flags, and what it does before the child starts."""
+"""For each kind of parent: its interpreter's flags, and code that it runs before it starts a child."""
 
 
 def start_from_a_hostile_folder(tmp_path, kinds, flags, before):
-    """The error of a parent whose working folder holds traps, if it failed, and the traps that went off."""
+    """Run a parent process whose working folder holds traps. Return its error text, if it failed, and the names of
+    the traps that were imported."""
     hostile, script = tmp_path / "hostile", tmp_path / "parent.py"
     hostile.mkdir()
     for name in TRAPS:
         (hostile / f"{name}.py").write_text(f"open({str(tmp_path / 'sprung')!r}, 'a').write('{name} ')")
     code = "".join(CHILDREN[kind] for kind in kinds)
-    # Whatever the flags are, the parent finds the library: it is not the parent that is tested.
+    # The parent finds the library under any flags, since only the children are tested.
     script.write_text(f"import os, sys\nsys.path.insert(0, {str(ROOT)!r})\nimport numpy, mlx_lstm\n{before}\n{code}")
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, *flags, str(script)]

@@ -1,4 +1,5 @@
-"""Sequences in chunks of time: gradients that compute steps again, and sequences that are evaluated part by part."""
+"""Test sequences in chunks of time: gradients that recompute steps, and long sequences that are evaluated chunk by
+chunk."""
 
 from contextlib import nullcontext
 from itertools import product
@@ -9,8 +10,7 @@ import mlx.nn
 import numpy as np
 import pytest
 from cases import BOTH, CELLS, KINDS, OPTIONS, combination, draw_away_from_kinks, run, split, to_mlx
-from on_metal import on_metal, options_at, pairs
-from test_kernels import in_turns
+from on_metal import BATCHES, CROSSED, in_turns, on_metal, options_at, over_engines
 
 from mlx_lstm import cudnn, gru, lstm, mpsgraph, rnn, tf
 from mlx_lstm import nn as ours
@@ -21,6 +21,7 @@ from mlx_lstm.engines.cells import RNNCell
 from mlx_lstm.engines.problem import Problem, limited
 from mlx_lstm.oracle import ARRAYS, backward, forward
 from mlx_lstm.oracle.closeness import assert_close, assert_within, bounds
+from mlx_lstm.testing.cases import at_batch
 
 EVERY_OPTION = OPTIONS | CELLS | BOTH
 ENGINES = ["numpy", "ops", "stepwise", "fused"]
@@ -28,17 +29,17 @@ WAYS = ["evaluated", "lazy"]
 
 
 def where(engine):
-    """On the emulator, if the engine is one of Metal's."""
+    """Return the context in which an engine runs: the emulator for the Metal engines, else none."""
     return on_metal() if engine in METAL_ENGINES else nullcontext()
 
 
 def evaluating(way):
-    """Chunks of however short sequences are evaluated one by one, or none are."""
+    """Return the context in which chunks are evaluated one by one, also of short sequences, or in which none are."""
     return limited(unchunked=0 if way == "evaluated" else 10**6)
 
 
 def assert_right(case, cotangents, engine, dtype=np.float32, **emulator):
-    """Outputs and gradients within the bounds derived from the case."""
+    """Assert that outputs and gradients lie within the bounds derived from the case."""
     case = {n: v.astype(dtype) if n in ARRAYS and v is not None else v for n, v in case.items()}
     cotangents = {name: value.astype(dtype) for name, value in cotangents.items()}
     known = {name: value for name, value in case.items() if name != "checkpoint_every"}
@@ -51,7 +52,8 @@ def assert_right(case, cotangents, engine, dtype=np.float32, **emulator):
 
 
 def every_so_many(values, rarely):
-    """All of them, of which a default run has every so many."""
+    """Return parameters for pytest. All but every `rarely`-th one are marked slow, so that a default run leaves them
+    out."""
     return [pytest.param(*v, marks=[] if n % rarely == 0 else pytest.mark.slow) for n, v in enumerate(values)]
 
 
@@ -61,7 +63,7 @@ TURNS = [(option, *run) for n, option in enumerate(EVERY_OPTION) for run in RUNS
 
 @pytest.mark.parametrize("option, engine, way", every_so_many(TURNS, 3))
 def test_each_option_alone(option, engine, way):
-    """Two and four chunks, the last of them shorter, in turns."""
+    """Each option gives the right results in two chunks and in four, where the last chunk may be shorter."""
     number = list(EVERY_OPTION).index(option)
     case, cotangents = draw_away_from_kinks(1, **EVERY_OPTION[option])
     with evaluating(way):
@@ -70,16 +72,32 @@ def test_each_option_alone(option, engine, way):
 
 @pytest.mark.parametrize("option", every_so_many([(option,) for option in EVERY_OPTION], 11))
 def test_each_option_in_sequences_that_are_cut_for_their_length(option):
-    """All is kept, chunk by chunk."""
+    """Sequences that are divided for their length give the right results with each option. All values for the
+    gradient are saved, chunk by chunk."""
     with evaluating("evaluated"), patch.object(chunks, "GATES", {"ops": 1}):
         assert_right(*draw_away_from_kinks(1, **EVERY_OPTION[option]), "ops")
 
 
-@pytest.mark.parametrize("engine, option, B", in_turns(pairs(OPTIONS | CELLS) + pairs(BOTH), [2, 9], rarely=13))
+# With the batches of test_kernels, whose kernels these cases share.
+ON_METAL = [(n, *case) for n, case in enumerate(in_turns(list(CROSSED), BATCHES))]
+
+
+@pytest.mark.parametrize("number, engine, name, B", ON_METAL[::5])
+def test_options_crossed_on_metal(number, engine, name, B):
+    """Chunks are recomputed or saved, lazily or one by one, in turns."""
+    check_on_metal(number // 5, engine, at_batch(CROSSED[engine, name], B), B)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine, option, B", over_engines(EVERY_OPTION, [2, 9]))
 def test_each_option_on_metal(engine, option, B):
-    """Computed again or kept, lazily or chunk by chunk, in turns."""
-    number = list(EVERY_OPTION).index(option) + (engine == "fused")
-    case, cotangents = draw_away_from_kinks(1, sizes=(4, B, 3, 2, 3), **options_at(option, B))
+    check_on_metal(list(EVERY_OPTION).index(option) + (engine == "fused"), engine, options_at(option, B), B)
+
+
+def check_on_metal(number, engine, options, B):
+    """Assert right results on a Metal engine. `number` selects how the sequence is divided, and whether the chunks
+    are evaluated one by one."""
+    case, cotangents = draw_away_from_kinks(1, sizes=(4, B, 3, 2, 3), **options)
     every = (3, 2, None)[number % 3]
     few = patch.object(chunks, "GATES", {"fused": 8 * B, "stepwise": 8 * B})
     with on_metal(), few, evaluating(WAYS[number % 2] if every else "evaluated"):
@@ -88,7 +106,7 @@ def test_each_option_on_metal(engine, option, B):
 
 @pytest.mark.parametrize("kind, engine, seed", every_so_many(product(KINDS, ENGINES, range(4)), 4))
 def test_random_combinations(kind, engine, seed):
-    """Of options, and chunks of a random length."""
+    """Random options with chunks of a random length give the right results."""
     sizes, rng = (5, 3, 2, 3, 3), np.random.default_rng([seed, ENGINES.index(engine), *kind.encode()])
     options = combination(rng, sizes, **KINDS[kind])
     options["activations" if kind[0] != "r" else "activation"] = {
@@ -108,7 +126,7 @@ def test_random_combinations(kind, engine, seed):
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("option", ["plain", "lengths_reverse", "gru", "lstm_both"])
 def test_half_precision(option, dtype, engine, way):
-    """The same bits as in one piece, or those of sums in another order."""
+    """In 16 bits, chunks give the bits of one undivided sequence, or those of sums in another order."""
     import ml_dtypes
 
     dtype = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}[dtype]
@@ -133,7 +151,7 @@ WHOLE = product(["plain", "lengths_reverse", "gru", "rnn", "lstm_both"], ENGINES
 
 @pytest.mark.parametrize("option, engine", every_so_many(WHOLE, 3))
 def test_outputs_are_those_of_one_piece_to_the_bit(option, engine):
-    """Launches that are split hand their states on."""
+    """Divided launches pass their states on: the outputs equal those of one launch, on Metal to the last bit."""
     case, _ = draw_away_from_kinks(
         3,
         sizes=(7, 3, 2, 5, 5),
@@ -150,13 +168,13 @@ def test_outputs_are_those_of_one_piece_to_the_bit(option, engine):
         if engine in METAL_ENGINES:
             np.testing.assert_array_equal(parts[name], value, err_msg=name)
             np.testing.assert_array_equal(long[name], value, err_msg=name)
-        else:  # a product over fewer rows may round otherwise
+        else:  # BLAS may round a product of fewer rows differently
             np.testing.assert_allclose(parts[name], value, atol=1e-6, err_msg=name)
 
 
 @pytest.mark.parametrize("engine, dtype", [("ops", "float32"), ("numpy", "float16"), ("numpy", "bfloat16")])
 def test_a_reversed_view(engine, dtype):
-    """MLX makes no array of a view with negative strides, as which NumPy sees it."""
+    """A reversed view of x is divided as any other array. NumPy sees negative strides, which MLX does not take."""
     draw = lambda *shape: mx.random.normal(shape).astype(getattr(mx, dtype))  # noqa: E731
     x, Wx, Wh = draw(7, 2, 3), draw(8, 3), draw(8, 2)
     with mx.stream(mx.cpu), limited(unchunked=0):
@@ -168,7 +186,7 @@ def test_a_reversed_view(engine, dtype):
 
 @pytest.mark.filterwarnings("error")
 def test_sums_over_chunks_overflow_without_a_warning():
-    """A gradient of 2e38 from each of two chunks, which float32 can hold alone."""
+    """Two chunks with gradients of 2e38 each sum to infinity, and no warning is shown."""
     x, Wx, Wh = mx.ones((2, 1, 1)), mx.ones((1, 1)), mx.zeros((1, 1))
     with mx.stream(mx.cpu), limited(unchunked=0):
         call = lambda W: rnn(x, W, Wh, activation="identity", engine="ops", checkpoint_every=1).h  # noqa: E731
@@ -180,7 +198,7 @@ def test_sums_over_chunks_overflow_without_a_warning():
 
 
 def small(kind, **options):
-    """(arrays, loss) in float64: of all outputs of an op; of one that computes again, or is cut for its length."""
+    """Return (arrays, loss) in float64 of a small case; the loss depends on all outputs."""
     case, cotangents = draw_away_from_kinks(9, sizes=(4, 2, 2, 2, 2), **KINDS[kind])
     op, arrays, more = split(case)
     weights = {name: to_mlx(array, np.float64) for name, array in cotangents.items() if name != "gates"}
@@ -207,7 +225,8 @@ GRAPHS = [(kind, *run) for kind in ("lstm", "gru", "lstm_both") for run in produ
 
 @pytest.mark.parametrize("kind, every, way", every_so_many(GRAPHS, 3))
 def test_transformations_of_ops(kind, every, way):
-    """Gradients of gradients, forward mode, vmap on either side, compile, checkpoint."""
+    """With engine `ops`, chunks give the right gradients of gradients, forward mode, vmap on either side, compile
+    and checkpoint."""
     with mx.stream(mx.cpu):
         arrays, loss = small(kind, engine="ops")
         n = len(arrays)
@@ -234,7 +253,7 @@ def test_transformations_of_ops(kind, every, way):
 
 @pytest.mark.parametrize("kind", ["lstm", "gru", "rnn"])
 def test_transformations_of_numpy(kind):
-    """What needs another engine finds it, or is refused."""
+    """With engine `numpy`, a transformation of chunks that needs another engine gets one, or is refused."""
     with mx.stream(mx.cpu):
         arrays, loss = small(kind)
         n, every = len(arrays), {"checkpoint_every": 2}
@@ -256,7 +275,7 @@ def test_transformations_of_numpy(kind):
 
 
 def peak_of(function):
-    """MLX's memory above that before."""
+    """Return MLX's peak memory during a call, above the memory before it."""
     mx.clear_cache()
     mx.reset_peak_memory()
     before = mx.get_active_memory()
@@ -266,7 +285,7 @@ def peak_of(function):
 
 @pytest.mark.parametrize("engine, T", [("numpy", 400), ("ops", 400), ("compiled", 400)])
 def test_little_is_kept(engine, T):
-    """A gradient that wants h alone has h, dx and the chunk; c, which nobody has, is gone."""
+    """A gradient that needs h alone holds h, dx and one chunk in memory; c, which nobody uses, is freed."""
     B, H, compiled = 8, 16, engine == "compiled"
     x, Wx, Wh, dh = (mx.random.normal(shape) for shape in ((T, B, H), (4 * H, H), (4 * H, H), (T, B, H)))
     mx.eval(x, Wx, Wh, dh)
@@ -278,15 +297,17 @@ def test_little_is_kept(engine, T):
 
     with mx.stream(mx.cpu):
         few, all_of_it = peak_of(lambda: step("auto")), peak_of(lambda: step(None))
-    # In sequences as wide as h: h and dx, of a compiled graph c, and of a chunk, with NumPy an eighth of all steps, c
-    # and h twice; of sqrt(T) steps, all 16 arrays as wide as the gates with `ops`. A fourth more for the rest.
+    # The unit is one sequence as wide as h. Memory holds h and dx; a compiled graph also holds c. One chunk is added:
+    # a chunk of `numpy` has T / 8 steps with 4 sequences: c and h, two of each. A chunk of `ops` has sqrt(T) steps with
+    # 16 arrays as wide as the gates (4 H). The factor 1.25 covers the rest.
     of_chunk = 4 / 8 if engine == "numpy" else 16 * 4 / T**0.5
     assert few < 1.25 * (2 + compiled + of_chunk) * x.nbytes
-    assert few < 0.9 * all_of_it  # of NumPy's own memory, which is most that is saved, MLX counts nothing
+    assert few < 0.9 * all_of_it  # MLX's count lacks NumPy's memory, which holds most saved arrays
 
 
 def test_long_sequences_of_ops_take_little_beside_what_is_kept():
-    """No graph of all steps: MLX's own count leaves it out, the system's does not."""
+    """A long sequence builds no graph of all its steps. The operating system measures that memory, since MLX's own
+    count leaves graphs out."""
     T = 2000
     x, Wx, Wh = mx.random.normal((T, 1, 2)), mx.random.normal((8, 2)), mx.random.normal((8, 2))
     mx.eval(x, Wx, Wh)
@@ -294,7 +315,7 @@ def test_long_sequences_of_ops_take_little_beside_what_is_kept():
     memory = PeakMemory()
     with mx.stream(mx.cpu):
         mx.eval(mx.grad(lambda x: lstm(x, Wx, Wh, engine="ops").h.sum())(x))
-    assert memory.above_start()[0] < 40e6  # else 80 MB
+    assert memory.above_start()[0] < 40e6  # a graph of all steps would take 80 MB
 
 
 # --- Layers ----------------------------------------------------------------------------------------------------------
@@ -302,7 +323,7 @@ def test_long_sequences_of_ops_take_little_beside_what_is_kept():
 
 @pytest.mark.parametrize("make", [ours.LSTM, ours.GRU, ours.RNN, theirs.LSTM, theirs.GRU, theirs.RNN])
 def test_layers_pass_it_on(make):
-    """With the same gradients, whether given to the constructor or set later."""
+    """Layers pass `checkpoint_every` on, from the constructor or set later, and the gradients stay the same."""
     mx.random.seed(1)
     layer, x = make(3, 4), mx.random.normal((5, 9, 3))
 
@@ -343,7 +364,8 @@ DIALECTS += [f"{op}{' training' * training}" for op in ("lstm", "gru", "single_g
 
 
 def of_dialect(name):
-    """An op of a dialect over x [T, N, H] with all it has in float64: its outputs; its name in errors."""
+    """Return a dialect's op as a function of x [T, N, H], with all its optional arrays in float64, and the op's name
+    in errors."""
     rng, (op, _, training) = np.random.default_rng(2), name.partition(" ")
     array = lambda *shape: to_mlx(rng.normal(0, 0.5, shape), np.float64)  # noqa: E731
     if op.startswith("block"):
@@ -363,7 +385,7 @@ def of_dialect(name):
 
 @pytest.mark.parametrize("name", DIALECTS)
 def test_dialects_pass_it_on(name):
-    """With the gradient from all outputs of what keeps all, also that of the same dropout."""
+    """Ops of dialects pass `checkpoint_every` on. The gradients equal those without it, with the same dropout."""
     with mx.stream(mx.cpu):
         (call, op), x, seen, build = of_dialect(name), mx.ones((T, N, H), mx.float64), [], chunks.Chunked.__init__
         loss = lambda x, **more: sum((mx.cos(mx.arange(a.size)) * a.flatten()).sum() for a in call(x, **more))  # noqa: E731
@@ -390,8 +412,8 @@ def test_a_stack_of_a_dialect_keeps_little():
 
     with mx.stream(mx.cpu):
         few, all_of_it = peak_of(lambda: step("auto")), peak_of(lambda: step(None))
-    # In sequences as wide as h: of each layer h and its gradient and that of its input, but that between two layers
-    # there are dropout's factors and their products besides; and of a chunk, as above.
+    # The unit is one sequence as wide as h. Each layer has h, the gradient of h and the gradient of its input. Between
+    # two layers there are 3 more for dropout. One chunk takes 4 / 8.
     assert few < 1.25 * (3 * L + 3 * (L - 1) + 4 / 8) * x.nbytes
     assert few < 0.6 * all_of_it
 
@@ -406,10 +428,11 @@ def test_a_wrong_number_is_refused(every):
 
 
 def test_what_auto_is():
-    """Next to sqrt(T); of NumPy's engine as much as its products take at a time, up to an eighth of the sequence."""
+    """ "auto" is near sqrt(T). For engine `numpy` it is at least as many steps as its products take at a time, but at
+    most an eighth of the sequence."""
 
     def chosen(engine, T, B, width, every):
-        """The chunks of a plain cell of this width, which has one gate."""
+        """Return the chunks of a plain cell of this width, which has one gate."""
         return chunks.chunks_of(engine, Problem(T, B, width, width, RNNCell()), every)
 
     assert [chosen("fused", T, 2, 8, "auto").steps for T in (1, 2, 9, 10, 4096)] == [1, 2, 3, 4, 64]

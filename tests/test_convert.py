@@ -1,4 +1,5 @@
-"""`mlx_lstm.convert`: each format there and back to the last bit, the same outputs as the original, files by others."""
+"""Test `mlx_lstm.convert`: each format there and back without a changed bit, the same outputs as the original
+library, and files that other programs wrote."""
 
 import importlib
 import json
@@ -33,7 +34,8 @@ def numbers(*shape, dtype=np.float32, rng=RNG):
 def weights_of(
     cell, layers=1, directions=1, *, biases="xh", proj=0, peephole=False, dtype=np.float32, reverse=False, rng=RNG
 ):
-    """Random ones; `biases`: those of the input's product, of the recurrent one, or both."""
+    """Return random weights of a cell. `biases` names the biases: "x" for the input product, "h" for the recurrent
+    product, "xh" for both."""
     rows, found = cell.gates * H, []
     for k in range(layers):
         found.append([])
@@ -43,14 +45,15 @@ def weights_of(
             arrays = {name: numbers(*shape, dtype=dtype, rng=rng) for name, shape in shapes.items()}
             if peephole:
                 p = np.array(numbers(4, H, rng=rng))
-                p[2] = 0  # the candidate does not peep
+                p[2] = 0  # the candidate has no peephole
                 arrays["peephole"] = mx.array(p.reshape(-1))
             found[-1].append(arrays)
     return convert.Weights(cell, found, reverse)
 
 
 def one_bias(weights):
-    """As a format with one bias leaves it: in bx alone, of a GRU the candidate's part apart."""
+    """Return the weights as a format with a single bias holds them: bh is 0, except in the candidate's part of a GRU
+    that resets after the product."""
     gru = isinstance(weights.cell, GRUCell) and weights.cell.reset == "after"
 
     def change(arrays):
@@ -167,7 +170,7 @@ def test_other_dtypes(dtype):
 
 
 def test_a_bias_of_zero_keeps_the_signs_of_the_other():
-    """-0 + 0 is 0: not the same bits."""
+    """A bias of -0 stays -0 when the other bias is 0, although the sum -0 + 0 is +0."""
     for cell in (LSTMCell(), GRUCell()):
         zeros = {"bx": -mx.zeros((cell.gates * H,)), "bh": mx.zeros((cell.gates * H,))}
         weights = weights_of(cell, biases="").map(lambda arrays, zeros=zeros: arrays | zeros)
@@ -190,20 +193,21 @@ def test_two_biases_become_their_sum():
 
 
 def case_of(arrays, one, x):
-    """A layer as the oracle takes it, out of its arrays and its weights."""
+    """Return one layer as a case for the oracle. arrays: the arguments of the op; one: the layer's weights, for the
+    options; x: its input."""
     return {name: np.array(array) for name, array in arrays.items()} | {"x": x, "op": one.cell.op} | one.options
 
 
 def through_layers(weights, x, fl):
-    """The oracle's output of a stack."""
+    """Return the oracle's output of a stack of layers."""
     for arrays, one in zip(convert.to_ops(weights), weights.each(), strict=True):
         x = evaluate(case_of(arrays, one, x), None, fl)[0]["h"]
     return {"h": x}
 
 
 def assert_outputs(weights, x, expected, states=None):
-    """What the recurrence makes of them, layer by layer on the original's outputs: each of two float32 results may be
-    as far from the truth as the bound says."""
+    """Assert that each layer's output agrees with the original's. A layer reads the original's output of the layer
+    below. Both results are float32, and each may differ from the exact one by the derived bound."""
     for arrays, one, h in zip(convert.to_ops(weights), weights.each(), expected, strict=True):
         case = case_of(arrays, one, x) | (states or {})
         given = {name: mx.array(array) for name, array in (states or {}).items()}
@@ -222,7 +226,7 @@ def test_outputs_of_torch():
     made += [torch.nn.GRU(I, H, bidirectional=True), torch.nn.RNN(I, H, nonlinearity="relu")]
     for theirs in made:
         weights, expected, K = convert.from_torch(theirs), [], theirs.num_layers
-        for layer in range(1, K + 1):  # the first ones of them by themselves
+        for layer in range(1, K + 1):  # a layer's output is that of a torch module cut off above it
             options = {"proj_size": P} if theirs.proj_size else {}
             options |= {"nonlinearity": "relu"} if theirs.mode == "RNN_RELU" else {}
             part = type(theirs)(I, H, layer, bias=theirs.bias, bidirectional=theirs.bidirectional, **options)
@@ -261,9 +265,11 @@ def test_outputs_of_mlx():
 
 
 def test_outputs_of_tensorflow():
-    """Recorded from TensorFlow's own ops: tests/goldens/make_tf.py."""
+    """Converted weights give the outputs that TensorFlow's own ops gave; tests/goldens/make_tf.py recorded them."""
     for op in ("block_lstm", "block_lstm_v2", "gru_block_cell"):
-        cases = [case for case in golden(op) if case[0]["x"].dtype == np.float32]  # TensorFlow sums 16 bits otherwise
+        cases = [
+            case for case in golden(op) if case[0]["x"].dtype == np.float32
+        ]  # in 16 bits TensorFlow sums in another order
         assert len(cases) > 3
         for given, wanted in cases:
             steps = int(given.pop("seq_len_max", 1))
@@ -287,7 +293,7 @@ def test_outputs_of_tensorflow():
 
 
 def golden(op):
-    """[(arguments, results)]."""
+    """Return the recorded cases of a TensorFlow op as a list of (arguments, results)."""
     with np.load(ROOT / "tests" / "goldens" / f"tf_{op}.npz") as file:
         found = {}
         for name in file.files:
@@ -298,8 +304,8 @@ def golden(op):
 
 
 def test_files_of_onnx(tmp_path):
-    """All node tests of LSTM, GRU and RNN that the package onnx ships, their weights put into their models: written by
-    that package, read here, and the same to the last bit in the nodes that we write."""
+    """Read the node tests of LSTM, GRU and RNN that the package onnx ships, with their weights stored in the model.
+    Our writer then returns these weights without a changed bit."""
     onnx, node = pytest.importorskip("onnx"), pytest.importorskip("onnx.backend.test.case.node")
     for name in ("lstm", "gru", "rnn"):
         importlib.import_module(f"onnx.backend.test.case.node.{name}")
@@ -313,7 +319,7 @@ def test_files_of_onnx(tmp_path):
         for word in [word for word in given if word in "WRBP"]:
             graph.input.remove(next(each for each in graph.input if each.name == word))
             tensor = onnx.numpy_helper.from_array(given[word], word)
-            if word == "R":  # in one of two ways
+            if word == "R":  # R comes from a Constant node, the other weights from initializers
                 graph.node.insert(0, onnx.helper.make_node("Constant", [], [word], value=tensor))
             else:
                 graph.initializer.append(tensor)
@@ -334,13 +340,13 @@ def test_files_of_onnx(tmp_path):
 
 
 def side_by_side(Y):
-    """[T, D, B, H] as [T, B, D H]."""
+    """Return ONNX's outputs [T, D, B, H] as [T, B, D H]."""
     return np.concatenate(list(np.moveaxis(Y, 1, 0)), axis=-1)
 
 
 @pytest.mark.parametrize("name", ["lstm", "gru", "no bias", "peephole", "gru before"])
 def test_models_of_onnx(name, tmp_path):
-    """What we write is run by onnx's reference; `lengths` are its sequence_lens."""
+    """ONNX's reference evaluator computes the right outputs from the models that we write."""
     reference = pytest.importorskip("onnx.reference")
     weights, path = EVERY[name], tmp_path / "m.onnx"
     other = weights_of(RNNCell(), 2, 2)
@@ -362,7 +368,8 @@ def test_models_of_onnx(name, tmp_path):
 @pytest.mark.filterwarnings("ignore")  # of torch's: this exporter is the older of two
 @pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
 def test_what_torch_exports(kind, tmp_path):
-    """A node for each layer, its weights reordered: as one stack the state_dict again."""
+    """torch exports one ONNX node per layer, with gates in ONNX's order. Converted into one stack, the arrays equal
+    torch's state_dict."""
     torch = pytest.importorskip("torch")
     layer = getattr(torch.nn, kind)(I, H, num_layers=2, bidirectional=True)
     path, target = tmp_path / "m.onnx", tmp_path / "m.safetensors"
@@ -375,7 +382,8 @@ def test_what_torch_exports(kind, tmp_path):
 
 
 def test_a_node_whose_projection_was_lost(tmp_path):
-    """As the newer exporter of torch 2.13 writes it: hidden_size is the projection's width, c_0 is as wide as c."""
+    """Refuse an LSTM node as the newer exporter of torch 2.13 writes it for a layer with a projection: hidden_size
+    is the width of the projection, but c_0 is as wide as c."""
     onnx = pytest.importorskip("onnx")
     shapes = {"W": (1, 4 * P, I), "R": (1, 4 * P, P), "h": (1, B, P), "c": (1, B, H)}
     node = onnx.helper.make_node("LSTM", ["x", "W", "R", "", "", "h", "c"], ["y"], "lstm", hidden_size=P)
@@ -433,7 +441,7 @@ def test_what_a_format_cannot_hold():
 
 @pytest.mark.parametrize("value", [None, {}, mlx_lstm.nn.LSTM(3, 4)], ids=["None", "dict", "layer"])
 def test_what_is_no_weights_is_told_so(value, tmp_path):
-    """A layer, or its arrays, handed to a writer without its reader."""
+    """Every writer refuses a layer, or a dict of arrays, that no reader has converted to `Weights`."""
     for writer in (name for name in dir(convert) if name.startswith("to_")):
         with pytest.raises(
             ValueError, match=rf"^\[{writer}\] weights must be a Weights, as convert.from_torch, .* but got"
@@ -446,7 +454,7 @@ def test_what_is_no_weights_is_told_so(value, tmp_path):
 def test_other_things_than_layers_are_refused(tmp_path):
     class Theirs:
         def parameters(self):
-            """As torch has it."""
+            """Return a generator of parameters, as torch does."""
             return iter(())
 
     with pytest.raises(ValueError, match=r"^\[from_mlx\] layers\[0\] must hold Wh or Whh but got NoneType"):
@@ -510,7 +518,7 @@ def test_flip_z_changes_signs():
 
 
 def same_file(path, layers, **options):
-    """The file's layers are these, whatever it calls them."""
+    """Assert that a file holds these layers, under any names."""
     found = [each for weights in convert.read(path, **options).layers.values() for each in weights.each()]
     wanted = [each for weights in layers.values() for each in weights.each()]
     for one, other in zip(wanted, found, strict=True):
@@ -522,9 +530,9 @@ def test_files_of_arrays(ending, tmp_path):
     styles = {"torch": PLAIN | PROJECTED, "two-biases": PLAIN | PROJECTED, "mlx": PLAIN, "keras": PLAIN | BEFORE}
     for style, cases in (styles | {"ops": EVERY}).items():
         for n, (name, weights) in enumerate(cases.items()):
-            told = style == "keras" and name == "gru before"  # by the shape of the bias
+            told = style == "keras" and name == "gru before"  # the bias's shape tells the option
             if ending == "npz" and weights.options.keys() - {"bidirectional"} and not told:
-                continue  # the metadata of safetensors tells, which .npz has not
+                continue  # .npz has no metadata to store the options
             two = style in ("torch", "two-biases") or (style == "keras" and weights.cell.op == "gru")
             weights = weights if two else one_bias(weights)
             path, rest = tmp_path / f"{style}{n}.{ending}", {"head.bias": np.arange(3), "head.weight": numbers(3, 3)}
@@ -546,7 +554,7 @@ def test_all_dtypes_of_safetensors(tmp_path):
     assert again.metadata == {"format": "pt"}
     assert all(again.rest[kind].dtype == np.dtype(kind) and (again.rest[kind] == rest[kind]).all() for kind in rest)
     by_mlx = dict(mlx.nn.LSTM(3, 4).parameters()) | {"x": mx.ones((2,))}
-    mx.save_safetensors(str(tmp_path / "mlx.safetensors"), by_mlx)  # whose header has no metadata, but says so
+    mx.save_safetensors(str(tmp_path / "mlx.safetensors"), by_mlx)  # MLX writes "__metadata__": null
     assert convert.read(tmp_path / "mlx.safetensors").rest.keys() == {"x"}
     with pytest.raises(ValueError, match=r"bfloat16, which \.npz does not have"):
         convert.write(tmp_path / "w.npz", {"": halves})
@@ -560,12 +568,13 @@ OURS = {
     "two": {"g": PLAIN["gru"], "before": BEFORE["gru before"]},
     "rest": {"relu": OTHERS["relu"], "rnn": one_bias(PLAIN["rnn"]), "bare": PLAIN["no bias"]},
 }
-"""Models that we write for Keras."""
+"""Models that we write for Keras, by name: the layers of each."""
 
 
 @pytest.fixture(scope="module")
 def keras(tmp_path_factory):
-    """A folder with the files of Keras and what it has found in ours, `tests/keras_files.py`."""
+    """Let Keras read our files and write its own, in the process tests/keras_files.py. Return the folder with the
+    files and the outputs of Keras."""
     pytest.importorskip("tensorflow"), pytest.importorskip("keras"), pytest.importorskip("h5py")
     folder = tmp_path_factory.mktemp("keras")
     for case, layers in OURS.items():
@@ -592,7 +601,7 @@ def test_files_of_keras(ending, keras):
     x = outputs["x"]
     for name in LAYERS:
         weights = model.layers[name]
-        if ending == ".weights.h5" and name in ("before", "plain"):  # it does not tell activations
+        if ending == ".weights.h5" and name in ("before", "plain"):  # .weights.h5 does not store the activations
             weights = weights._replace(cell=convert.read(folder / "m.keras").layers[name].cell)
         assert_outputs(weights, x, [outputs[f"m/{name}"]])
         x = outputs[f"m/{name}"]
@@ -605,7 +614,7 @@ def test_files_of_keras(ending, keras):
 @pytest.mark.parametrize("case", OURS)
 @pytest.mark.parametrize("ending", [".keras", ".h5"])
 def test_keras_runs_what_is_written(case, ending, keras):
-    """It also loads the weights of `.weights.h5` into the same model."""
+    """Keras computes the right outputs from our files, and loads our `.weights.h5` into the same model."""
     folder, outputs = keras
     path = folder / f"ours_{case}{ending}"
     same_file(path, OURS[case])
@@ -629,7 +638,8 @@ def test_a_quantized_layer_is_refused():
 
 
 def test_layers_of_keras(keras):
-    """There and back, which that process checks; what it is told of others."""
+    """The child process converted layers of Keras there and back. Here its error messages about unsupported layers
+    are checked."""
     said = list(keras[1]["said"])
     assert said[0] == "GRU(6, 4, num_layers=2, batch_first=True, bidirectional=True)"
     expected = ["layers must be at least one", "must be LSTM, GRU, SimpleRNN or Bidirectional of Keras but got Dense"]
@@ -641,7 +651,7 @@ def test_layers_of_keras(keras):
 
 
 def test_a_file_of_keras_2(tmp_path):
-    """Names end in :0, the root lists the layers, and the slope of hard_sigmoid is another."""
+    """Read a file of Keras 2: array names end in :0, the root lists the layers, and hard_sigmoid has another slope."""
     h5py = pytest.importorskip("h5py")
     weights = weights_of(LSTMCell(), 1, 2, biases="x")
     arrays = iter(convert.to_keras(weights)[0])
@@ -665,7 +675,8 @@ def test_a_file_of_keras_2(tmp_path):
 
 
 def in_cudnn_s_layout(arrays):
-    """A direction's arrays as CuDNNLSTM and CuDNNGRU have them: a gate's matrix in cuDNN's memory, of another shape."""
+    """Return one direction's arrays as CuDNNLSTM and CuDNNGRU store them: each gate's matrix in cuDNN's memory
+    order, under the transposed shape."""
     ours, theirs = {4: ("ifgo", "ifgo"), 3: ("rzn", "zrn")}[arrays["Wx"].shape[0] // H]
     blocks = {
         name: dict(zip(ours, np.split(np.array(array), len(ours)), strict=True)) for name, array in arrays.items()
@@ -699,10 +710,10 @@ def test_cudnn_layers_of_keras_2(cell, directions, tmp_path):
     assert_same(weights, convert.read(tmp_path / "old.h5").layers["x"])
 
 
-@pytest.mark.slow  # imports TensorFlow
+@pytest.mark.slow  # it imports TensorFlow
 @pytest.mark.parametrize("cell", [LSTMCell(), GRUCell()], ids=["LSTM", "GRU"])
 def test_cudnn_layers_as_keras_2_reads_them(cell):
-    """By TensorFlow's copy of it."""
+    """Convert arrays of CuDNN layers as TensorFlow's copy of Keras 2 does."""
     pytest.importorskip("tensorflow")
     original = importlib.import_module("tensorflow.python.keras.saving.hdf5_format")._convert_rnn_weights
     weights = weights_of(cell)
@@ -728,7 +739,7 @@ KEYS = {
     "codec of its own": {"lstm": 2},
     "two biases": {"": 1},
 }
-"""By client its recurrent layers, and how many each has on one another."""
+"""For each client: the names of its recurrent stacks, and how many layers each stack has."""
 
 
 @pytest.mark.parametrize("name", KEYS)
@@ -806,13 +817,13 @@ def test_wrong_arguments_are_named(message):
 
 
 def saved(path, arrays):
-    """A file of these arrays, as they are."""
+    """Write a file of these arrays, unchanged, and return its path."""
     convert.write(path, convert.Model({}, arrays, {}, [], {}))
     return path
 
 
 def refusal(capsys, *arguments):
-    """The one line of a command that converts nothing."""
+    """Run the command, assert that it converts nothing, and return its one line of error."""
     assert main([str(argument) for argument in arguments]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("not converted: ") and err.count("\n") == 1
@@ -856,7 +867,7 @@ def test_missing_and_surplus_keys_are_named(tmp_path, capsys):
 
 
 def test_shuffled_files_are_refused(tmp_path, capsys):
-    """Arrays under one another's keys: each exchange that the shapes can tell; and bytes in another order."""
+    """Refuse arrays under each other's keys, wherever the shapes differ, and files whose bytes are shuffled."""
     arrays = convert.to_torch(weights_of(LSTMCell(), 2, 2))
     keys, told = list(arrays), 0
     for one in keys:
@@ -893,7 +904,7 @@ def test_truncated_files_are_refused(ending, tmp_path, capsys):
 
 
 def test_a_damaged_name_is_refused(tmp_path, capsys):
-    """Bytes that are no text, which onnx and h5py hand on as bytes."""
+    """Refuse names that are not valid text; onnx and h5py return them as bytes."""
     for ending, word in ((".onnx", b"hidden_size"), (".weights.h5", b"lstm")):
         path = tmp_path / f"a{ending}"
         convert.write(path, {"rnn": PLAIN["one layer"]})
@@ -979,7 +990,7 @@ def test_nothing_is_left_where_writing_fails(tmp_path, capsys, monkeypatch):
 
 
 def test_command(tmp_path):
-    """As a user starts it: a whole model of torch's becomes one of MLX's, and goes back."""
+    """Run the command as a user does: convert a model of torch to MLX's names, and back."""
     path = tmp_path / "torch.safetensors"
     rest = {"decoder.head.weight": numbers(2, 8), "decoder.steps": np.arange(2)}
     model = {"encoder.lstm": PLAIN["lstm"], "encoder.gru": one_bias(PLAIN["gru"])}
@@ -1007,7 +1018,7 @@ def test_command(tmp_path):
 
 
 def test_stacks_and_orders(tmp_path, capsys):
-    """Layers of one become one of several; gates in TensorFlow's order become ours."""
+    """Join single layers into one stack of layers, and reorder gates from TensorFlow's order."""
     layers = {f"lstm{n}": weights for n, weights in enumerate(one_bias(PLAIN["lstm"]).each())}
     path, target = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
     convert.write(path, layers, style="mlx")
@@ -1024,7 +1035,7 @@ def test_stacks_and_orders(tmp_path, capsys):
 
 @pytest.mark.parametrize("layers", [1, 2])
 def test_mlx_names_are_those_of_two_lists(layers, tmp_path):
-    """A model with a list for each direction loads what `--to mlx` writes, and `stack` runs it."""
+    """A model with one list of layers per direction loads what `--to mlx` writes, and `stack` runs it."""
     path, target = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
     weights = one_bias(weights_of(LSTMCell(), layers, 2))
     convert.write(path, {"encoder": weights})

@@ -1,4 +1,5 @@
-"""Engine `numpy` agrees with engine `ops` to float64 rounding, with any strides and chunks; and what only it does."""
+"""Test that engine `numpy` agrees with engine `ops` to float64 rounding, with any strides and chunks, and test what
+only `numpy` has."""
 
 import tracemalloc
 
@@ -22,7 +23,7 @@ SAVED = {"lstm": ("gates", "c", "h"), "gru": ("gates", "h"), "rnn": ("h",)}
 
 
 def cut(array):
-    """An MLX float64 array cut out of a larger one, so that no stride is trivial."""
+    """Return an MLX float64 array that is a strided view of a larger one, with NaN between its elements."""
     wide = np.full([2 * n for n in array.shape], np.nan)
     wide[tuple(slice(None, None, 2) for _ in array.shape)] = array
     return mx.array(wide, mx.float64)[tuple(slice(None, None, 2) for _ in array.shape)]
@@ -33,7 +34,7 @@ def whole(array):
 
 
 def spoil_padding(sequence, lengths):
-    """NaN where an item of a sequence [T, B, .] has ended: nothing may read it."""
+    """Write NaN into the padding of a sequence [T, B, .], which no engine may read."""
     if lengths is not None:
         sequence[np.arange(len(sequence))[:, None] >= np.array(lengths)] = np.nan
 
@@ -48,8 +49,8 @@ def assert_agrees(got, expected):
 
 
 def check(word, arrays, options, wanted=None, lay=whole, seed=0):
-    """Outputs, gradients through `mx.vjp` and those of `*_gradients` are the same on engines numpy and ops. `wanted`:
-    names of the outputs that have a cotangent, None for all."""
+    """Assert that engines `numpy` and `ops` give the same outputs, gradients through `mx.vjp`, and results of the
+    `*_gradients` ops. `wanted`: the names of the outputs that have a cotangent; None for all."""
     op, gradients_of = OPS[word]
     with mx.stream(mx.cpu):
         names, values = list(arrays), [lay(array) for array in arrays.values()]
@@ -80,10 +81,10 @@ def check(word, arrays, options, wanted=None, lay=whole, seed=0):
 
 
 def every_option(rng, word, sizes):
-    """Every option at random; lengths and masks also at their limits."""
+    """Return random options of every kind; lengths and masks also at their limits."""
     T, B, *_ = sizes
     options = combination(rng, sizes, word, bidirectional=bool(rng.integers(2)))
-    if word == "gru":  # r and z without a bound make h grow without one
+    if word == "gru":  # with unbounded r and z, h would grow without bound
         options["activations"] = (*rng.choice(["tanh", "sigmoid", *HARD_SIGMOIDS], 2), options["activations"][2])
     for name, limits in {"lengths": ([T] * B, [0] * B), "mask": ((T, 1, 1), ())}.items():
         if rng.random() < 0.4:
@@ -94,11 +95,14 @@ def every_option(rng, word, sizes):
 @pytest.mark.parametrize("seed", range(40))
 @pytest.mark.parametrize("word", OPS)
 def test_agrees_with_ops(monkeypatch, word, seed):
-    """Every option at random, narrow and wide batches, several chunks of time, any strides."""
+    """`numpy` agrees with `ops` for random options, narrow and wide batches, several chunks of time, and any
+    strides."""
     rng = np.random.default_rng(seed)
     T, B, I, H = (int(rng.choice(sizes)) for sizes in ([1, 2, 5, 8], [1, 2, 5, 16, 17], [1, 3], [1, 2, 5]))
     monkeypatch.setattr(engine_numpy_arrays, "CHUNK_ROWS", int(rng.choice([3 * B, 1024])))
-    monkeypatch.setattr(engine_numpy_products, "AHEAD_ROWS", int(rng.choice([2 * B, 256])))  # weights copied or not
+    monkeypatch.setattr(
+        engine_numpy_products, "AHEAD_ROWS", int(rng.choice([2 * B, 256]))
+    )  # with and without copied weights
     poison_scratch(monkeypatch)
     sizes = T, B, I, H, 3
     _, arrays, options = split(draw(rng, sizes=sizes, **every_option(rng, word, sizes)))
@@ -111,7 +115,8 @@ def test_agrees_with_ops(monkeypatch, word, seed):
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("word", OPS)
 def test_wide_batches_agree_with_ops(monkeypatch, word, seed, copied):
-    """With one product in a step over copied weights, and with one ahead of several steps."""
+    """Wide batches agree with `ops`, with one product per step on copied weights, and with one input product for
+    several steps."""
     rng = np.random.default_rng(seed)
     T, B, I, H = 5 + seed % 2, 16 + seed % 3, 3, 5
     monkeypatch.setattr(engine_numpy_products, "AHEAD_ROWS", 2 * B)
@@ -127,7 +132,8 @@ def test_wide_batches_agree_with_ops(monkeypatch, word, seed, copied):
 @pytest.mark.parametrize("T, B", [(1, 32), (2, 16)])
 @pytest.mark.parametrize("word", OPS)
 def test_few_steps_of_a_wide_batch_agree_with_ops(monkeypatch, word, T, B):
-    """A step's h lies where the next step multiplies, even where a block of steps has room for one."""
+    """One or two steps of a wide batch agree with `ops`. Each step writes h where the next step's product reads it,
+    even if a block has room for one step only."""
     monkeypatch.setattr(engine_numpy_products, "AHEAD_ROWS", 16)
     lengths = np.arange(B) % (T + 1)
     _, arrays, options = split(draw(np.random.default_rng(0), op=word, sizes=(T, B, 3, 5, 5)))
@@ -137,7 +143,8 @@ def test_few_steps_of_a_wide_batch_agree_with_ops(monkeypatch, word, T, B):
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("word", OPS)
 def test_what_a_step_reads_and_writes_is_contiguous(monkeypatch, word, training):
-    """Activations that write with strides made a pass take up to three times as long."""
+    """Every array that a step reads or writes is contiguous. Activations that write with strides make a pass up to
+    three times slower."""
     _, drawn, options = split(draw(np.random.default_rng(0), op=word, sizes=(4, 3, 2, 5, 5)))
     kind, contiguous = {"lstm": LSTMCell, "gru": GRUCell, "rnn": RNNCell}[word], []
     step = engine_numpy_sweep.STEPS[kind][0]
@@ -157,11 +164,12 @@ def test_what_a_step_reads_and_writes_is_contiguous(monkeypatch, word, training)
         mx.eval(mx.grad(output)(*arrays) if training else output(*arrays))
     assert len(contiguous) == 4 * (5 if training and word != "rnn" else 4) and all(
         contiguous
-    )  # gates only where they are saved
+    )  # the fifth array is gates, written only if they are saved
 
 
 def test_a_limit_that_changes_from_call_to_call_leaves_nothing_behind():
-    """What is cached for later calls depends on the order of the gates and on activations only."""
+    """Calls with a new `cell_clip` or `forget_bias` each time do not grow the cache: its key is the gate order and
+    the activations."""
     _, drawn, _ = split(draw(np.random.default_rng(0), sizes=(2, 1, 2, 2, 2)))
     arrays = {name: whole(array) for name, array in drawn.items()}
     sizes = set()
@@ -175,8 +183,8 @@ def test_a_limit_that_changes_from_call_to_call_leaves_nothing_behind():
 @pytest.mark.parametrize("batch_major", [False, True])
 @pytest.mark.parametrize("word", OPS)
 def test_no_sequence_is_copied(monkeypatch, word, batch_major):
-    """NumPy's memory stays far below one sequence, in the forward pass and in gradients of saved arrays of any
-    layout; what leaves is MLX's memory."""
+    """The memory that NumPy allocates stays far below one sequence, in the forward pass and in gradients of saved
+    arrays of any layout. Outputs are in MLX's memory."""
     monkeypatch.setattr(engine_numpy_arrays, "CHUNK_ROWS", 32)
     T, B, I, H = 256, 16, 8, 8
     op, gradients_of = OPS[word]
@@ -197,13 +205,13 @@ def test_no_sequence_is_copied(monkeypatch, word, batch_major):
             peak = tracemalloc.get_traced_memory()[1]
         finally:
             tracemalloc.stop()
-    assert peak < 8 * T * B * H / 2  # half of the h of one direction
+    assert peak < 8 * T * B * H / 2  # half of h of one direction, in float64
 
 
 @pytest.mark.parametrize("word, options", [*((word, {}) for word in OPS), ("gru", {"reset": "before"})], ids=str)
 def test_gradients_of_many_calls_are_not_in_memory_at_once(word, options):
-    """A training step that calls the op once per time step has the gradients of engine ops and takes at most twice its
-    memory. With all gradients at once it would be four times."""
+    """A training step that calls the op once per time step has the gradients of engine `ops` and takes at most twice
+    its memory. With all gradients in memory at once it would take four times as much."""
     T, H, rng = 40, 384 if word == "rnn" else 256, np.random.default_rng(0)
     G = {"lstm": 4, "gru": 3, "rnn": 1}[word]
     with mx.stream(mx.cpu):
@@ -233,7 +241,7 @@ def test_gradients_of_many_calls_are_not_in_memory_at_once(word, options):
 @pytest.mark.parametrize("both", [False, True])
 @pytest.mark.parametrize("word", OPS)
 def test_what_numpy_shall_do_of_an_error_is_the_caller_s_affair(word, both):
-    """Where products underflow, and where a sequence's own tanh does."""
+    """Underflow in products and in tanh raises no error, even if the caller has set np.errstate to raise."""
     case = draw(np.random.default_rng(0), op=word, bidirectional=both)
     case = {name: value * 1e-25 if name in ARRAYS else value for name, value in case.items()}
     with np.errstate(all="raise"):
@@ -251,7 +259,7 @@ LIMITS = [("lstm", {"cell_clip": 1e300}), ("lstm", {"forget_bias": 1e300}), *((w
 @pytest.mark.parametrize("both", [False, True])
 @pytest.mark.parametrize("word, options", LIMITS, ids=lambda value: str(value))
 def test_infinity_and_nan_raise_no_warning(word, options, both, padding):
-    """In padding, and from limits that float32 does not have."""
+    """Infinity or NaN in the padding raises no warning, and neither does a limit that is too large for float32."""
     rng, lengths = np.random.default_rng(4), [2, 5, 0, 4]
     _, drawn, both = split(draw(rng, op=word, sizes=(5, 4, 3, 6, 6), bidirectional=both))
     drawn["x"][np.arange(5)[:, None] >= lengths] = padding
@@ -268,7 +276,7 @@ def test_infinity_and_nan_raise_no_warning(word, options, both, padding):
 @pytest.mark.parametrize("engine", ["numpy", "ops"])
 @pytest.mark.parametrize("activation", ["identity", "relu"])
 def test_an_infinite_candidate_makes_an_infinite_h(engine, activation, flip_z):
-    """z h + (1 - z) n is infinite, where n + z (h - n) would be NaN."""
+    """An infinite candidate gives an infinite h: the formula is z h + (1 - z) n, since n + z (h - n) would be NaN."""
     with mx.stream(mx.cpu):
         x = mx.array([[[0.5, 0.5, np.inf]]])
         options = {"flip_z": flip_z, "activations": ("sigmoid", "sigmoid", activation)}

@@ -1,7 +1,9 @@
-"""Mutated files of all kinds through the command `python -m mlx_lstm.convert`: one line, in bounded memory and time.
+"""Test mutated files of all kinds with the command `python -m mlx_lstm.convert`: it prints one line, in bounded
+memory and time.
 
-Run as a script it is the process that converts them one after the other: `test_file_fuzz.py KIND FOLDER FIRST LAST`.
-There HDF5 reads in the same process, to be quick; where it hangs or crashes, the file goes through the whole command.
+Run as a script, this file is the child process that converts mutated files one after the other: `test_file_fuzz.py
+KIND FOLDER FIRST LAST`. To be fast, the child reads HDF5 in its own process. A file at which HDF5 hangs or crashes
+is then converted by the whole command.
 """
 
 import contextlib
@@ -26,7 +28,7 @@ NUMBERS = (0, 1, 0x7F, 0x80, 0xFF, 2**15, 2**16 - 1, 2**31 - 1, 2**32 - 1, 2**40
 
 
 def mutated(data, rng):
-    """Some bytes changed, as damage or an attacker would."""
+    """Return the data with a few random changes, such as damage or an attacker would make."""
     data = bytearray(data)
     for _ in range(int(rng.integers(1, 5))):
         place, end = (int(n) for n in sorted(rng.integers(0, max(1, len(data)), 2)))
@@ -53,7 +55,8 @@ def mutated(data, rng):
 
 
 def mutant(path, n):
-    """The n-th mutated file of a kind. Of zip files also their members, with checksums that are right."""
+    """Return the n-th mutated file of a kind. In zip files often a member is mutated instead, and the checksums are
+    right."""
     data, rng = path.read_bytes(), np.random.default_rng([n, KINDS.index("".join(path.suffixes))])
     if path.suffix not in (".npz", ".keras") or rng.random() < 0.4:
         return mutated(data, rng)
@@ -68,7 +71,8 @@ def mutant(path, n):
 
 
 def convert_all(kind, folder, first, last):
-    """The process's side: a line before each file, and one with what was wrong after it."""
+    """Convert mutated files one after the other, as the child process. Print each file's number before it, and a
+    list of errors after it."""
     import json
 
     import h5py  # noqa: F401 (before memory is measured)
@@ -116,7 +120,8 @@ def convert_all(kind, folder, first, last):
 
 
 def fuzz(kind, folder, count):
-    """(accepted, refused, [number and what is wrong], [numbers at which HDF5 hung or crashed])."""
+    """Convert `count` mutated files of a kind. Return (accepted, refused, [number and error], [numbers at which HDF5
+    hung or crashed])."""
     counts, wrong, lost, first = {"0": 0, "2": 0}, [], [], 0
     while first < count:
         command = [sys.executable, __file__, kind, str(folder), str(first), str(count)]
@@ -153,7 +158,7 @@ def fuzz(kind, folder, count):
         environment = os.environ | {"PYTHONPATH": str(ROOT)}
         done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=2 * SECONDS)
         refused = done.returncode == 2 and not done.stdout and done.stderr.count("\n") == 1
-        if not refused and done.returncode != 0:  # where the machine was too busy it was not HDF5
+        if not refused and done.returncode != 0:  # a success means that the machine was only busy
             wrong.append((n, f"whole command: {done.returncode} {done.stderr[-300:]}"))
     return counts, wrong, lost
 

@@ -150,7 +150,7 @@ def test_who_judges_results_has_no_trial(monkeypatch):
 
 PROJECTED, BEFORE, BATCH, LONG = {"projection": True}, {"op": "gru", "reset": "before"}, {"B": 65}, {"T": 22}
 FAMILIES = {  # a kernel: (the engines that have it, what needs it)
-    "lstm_fused_pack": ("fused", {}),
+    "lstm_fused_arrange": ("fused", {}),
     "lstm_fused_forward": ("fused", {}),
     "lstm_fused_backward": ("fused", {}),
     "lstm_fused_matrix_forward": ("fused", BATCH),

@@ -1,4 +1,5 @@
-"""Files that lie: crafted here, each for one hole; what reads them says one line, in bounded memory and time."""
+"""Test files that lie about their contents. Each file attacks one weakness; the reader prints one line of error, in
+bounded memory and time."""
 
 import bz2
 import io
@@ -29,14 +30,14 @@ MB = 2**20
 
 
 def layer(H=4, I=3):
-    """The weights of a small LSTM."""
+    """Return the weights of a small LSTM."""
     rng = np.random.default_rng(0)
     shapes = {"weight_ih_l0": (4 * H, I), "weight_hh_l0": (4 * H, H), "bias_ih_l0": (4 * H,), "bias_hh_l0": (4 * H,)}
     return convert.from_torch({name: rng.normal(size=shape).astype("f") for name, shape in shapes.items()})
 
 
 def refusal(capsys, *arguments):
-    """The one printable line of a command that converts nothing."""
+    """Run the command, assert that it converts nothing, and return its one printable line of error."""
     assert main([str(argument) for argument in arguments]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("not converted: ") and err.count("\n") == 1 and err[:-1].isprintable()
@@ -45,7 +46,8 @@ def refusal(capsys, *arguments):
 
 
 def peak_memory(*arguments):
-    """(exit code, stderr, MB above what it takes to import) of the command in a process with a limit of memory."""
+    """Run the command in a process with a limit of memory. Return (exit code, stderr, MB used above those of the
+    imports)."""
     code = """
 import resource, sys
 from mlx_lstm.convert.__main__ import main
@@ -69,7 +71,7 @@ sys.exit(code)
 
 
 def keras_file(path, change):
-    """A .weights.h5 or .keras file of one layer, changed by hand."""
+    """Write a .weights.h5 or .keras file of one layer, then let `change` alter its HDF5 contents."""
     convert.write(path, {"lstm": layer()})
     if path.suffix == ".h5":
         with h5py.File(path, "r+") as file:
@@ -145,7 +147,7 @@ def test_a_legacy_file_with_an_external_link(tmp_path, capsys):
 
 
 def onnx_with_external(path, location, data=None):
-    """A model whose W lies in another file."""
+    """Write an ONNX model whose array W is stored in another file."""
     convert.write(path, {"lstm": layer()}, force=True)
     model = onnx.load(path)
     tensor = next(each for each in model.graph.initializer if each.name == "lstm.W")
@@ -191,7 +193,8 @@ def test_onnx_reads_other_files_only_if_asked(tmp_path, capsys):
 
 
 def test_temporary_names_follow_no_link(tmp_path, monkeypatch):
-    """Names that were predictable are links to the user's file; and the one that is taken now cannot be one."""
+    """A link planted under a temporary name leads to no write into the user's file: names are not predictable, and a
+    name that exists is refused."""
     victim, target = tmp_path / "victim", tmp_path / "out.npz"
     victim.write_text("mine")
     convert.write(tmp_path / "in.npz", {"lstm": layer()})
@@ -226,7 +229,7 @@ def test_modes(tmp_path):
 @pytest.mark.parametrize("links", [True, False])
 def test_a_file_that_appears_meanwhile_is_kept(links, tmp_path, monkeypatch):
     path = tmp_path / "out.npz"
-    if not links:  # a file system without hard links
+    if not links:  # simulate a file system without hard links
 
         def no_links(*_):
             raise OSError(95, "not supported")
@@ -257,7 +260,8 @@ def test_many_kills_during_writes(number, tmp_path):
 
 
 def kill_during_writes(folder, number, times):
-    """A command that replaces a file again and again is killed: the file is whole, and SIGTERM leaves nothing else."""
+    """Kill a command that replaces a file again and again. The file is always whole, and after SIGTERM no temporary
+    file is left."""
     source, target = folder / "in.safetensors", folder / "out.safetensors"
     rest = {"large": np.zeros(2_000_000, "f4")}
     convert.write(source, convert.Model({"lstm": layer()}, rest, {}, [], {}))
@@ -322,7 +326,7 @@ def zip_of(method):
 
 
 def npz_that_lies_about_its_size(path):
-    """bzip2 that expands to 200 MB behind a directory that says 100 bytes."""
+    """Write an .npz whose bzip2 member expands to 200 MB, while the zip directory says 100 bytes."""
     data = bz2.compress(bytes(200 * MB))
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("x.npy", data)
@@ -348,7 +352,7 @@ def overlapping(path):
 
 
 def safetensors(path, entries, data=b""):
-    """A safetensors file with this header, a dict or a text."""
+    """Write a safetensors file with this header, a dict or bytes."""
     text = entries if isinstance(entries, bytes) else json.dumps(entries).encode()
     path.write_bytes(len(text).to_bytes(8, "little") + text + data)
 
@@ -394,7 +398,7 @@ def test_no_memory_is_one_line(tmp_path, capsys, monkeypatch):
 
 
 def test_hdf5_that_does_not_end(tmp_path, capsys, monkeypatch):
-    """A process that sleeps, or dies, in place of HDF5."""
+    """Report a child process that never ends or crashes while it reads HDF5."""
     path = tmp_path / "m.weights.h5"
     convert.write(path, {"lstm": layer()})
     monkeypatch.setattr(_hdf5, "SECONDS", 0.5)
@@ -410,7 +414,7 @@ def test_hdf5_that_does_not_end(tmp_path, capsys, monkeypatch):
 
 
 def test_reading_keys_takes_linear_time(tmp_path):
-    """By counting: Python's steps for twice the layers are twice as many."""
+    """Reading twice as many layers takes about twice as many calls of Python functions, counted by a profiler."""
     counts = []
     for n in (500, 1000):
         arrays = {}
@@ -456,7 +460,7 @@ def test_keys_forge_no_line(tmp_path, capsys):
 
 
 def golden(tmp_path, change):
-    """A golden that this package records, changed and sealed again."""
+    """Write a recorded golden file whose contents `change` alters before its checksum is made; return the path."""
     from mlx_lstm.compare import judge
     from mlx_lstm.compare.grid import grid
 
@@ -588,7 +592,7 @@ def npz_with(path, members):
 
 
 def npy(array=None, header=b"", pickled=False):
-    """The bytes of an .npy file, or of one with this header."""
+    """Return the bytes of an .npy file: of an array, or of a header alone."""
     out = io.BytesIO()
     if array is not None:
         np.lib.format.write_array(out, array, allow_pickle=pickled)
@@ -648,7 +652,8 @@ def test_pipes_and_devices_are_refused(ending, tmp_path, capsys):
 
 @pytest.mark.parametrize("ending", [".safetensors", ".npz", ".keras", ".h5", ".weights.h5", ".onnx"])
 def test_a_full_disk(ending, tmp_path):
-    """As with one: no file may be larger than a limit."""
+    """When the disk is full, print one line and leave no file. A limit on the size of files stands in for the full
+    disk."""
     source = tmp_path / "in.safetensors"
     convert.write(source, {"lstm": layer(H=64)})
     code = f"""
@@ -665,7 +670,7 @@ sys.exit(main([{str(source)!r}, {str(tmp_path / f"out{ending}")!r}]))
 
 
 def test_a_bfloat16_array_of_keras(tmp_path):
-    """It lies in HDF5 as two bytes without a meaning."""
+    """Read a bfloat16 array of Keras, which HDF5 stores as two opaque bytes per number."""
     path = tmp_path / "m.weights.h5"
     wanted = mx.array([1.5, -2.0], mx.bfloat16)
 

@@ -10,6 +10,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from cases import METAL, draw, draw_cotangents, run, to_mlx
+from metal_emulator.lowering import blank_comments, matching, split_top_level
 from metal_emulator.source_lines import map_lines
 from on_metal import ENGINES, WEIGHTS, on_metal
 
@@ -17,11 +18,11 @@ import mlx_lstm
 from mlx_lstm import lstm
 from mlx_lstm.engines import FUSED_LIMIT, autodiff, choice
 from mlx_lstm.engines.cells import GRUCell, LSTMCell, RNNCell
-from mlx_lstm.engines.metal import fused_launches as kernels_fused
-from mlx_lstm.engines.metal import launch as kernels
-from mlx_lstm.engines.metal import stepwise_launches as kernels_stepwise
-from mlx_lstm.engines.metal.stepwise_rows import JOINED, LEFT, joins
-from mlx_lstm.engines.metal.text import shader_folder
+from mlx_lstm.engines.metal import fused as kernels_fused
+from mlx_lstm.engines.metal import kernel as kernels
+from mlx_lstm.engines.metal import stepwise as kernels_stepwise
+from mlx_lstm.engines.metal.kernel import shader_folder
+from mlx_lstm.engines.metal.rows import JOINED, LEFT, joins
 from mlx_lstm.engines.problem import Problem
 from mlx_lstm.oracle import forward
 
@@ -201,8 +202,8 @@ def test_rows_are_few_at_the_end_of_a_sweep(left, again):
 
 
 def test_launches():
-    """Two for a sweep of `fused`, of which one packs the weights, and one between them. Of `stepwise` one a step, two
-    with a projection, one after each sweep, one for the input of the recurrent products and one for dh0."""
+    """Two for a sweep of `fused`, of which one arranges the weights, and one between them. Of `stepwise` one a step,
+    two with a projection, one after each sweep, one for the input of the recurrent products and one for dh0."""
     assert [len(launches_of((T, 2, 3, 4, 2), "fused")) for T in (1, 9)] == [5, 5]
     assert [len(launches_of((T, 2, 3, 4, 2), "stepwise")) for T in (1, 9)] == [6, 22]
     assert len(launches_of((9, 2, 3, 4, 2), "stepwise", projection=True)) == 4 * 9 + 4
@@ -219,15 +220,37 @@ LIMITED = {
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_line_of_a_kernel_is_that_of_its_file(engine):
-    """What a compiler says of one names the file and the line in it; its code is there, no comment."""
+    """What a compiler says of one names the file and the line in it; its code is there without comments, or nothing if
+    the kernel does not need it."""
     files = {path.name: path.read_text() for path in shader_folder().glob("*.metal")}
     for launch in launches_of((2, 2, 3, 4, 2), engine):
         text = launch.source.split("\n")
         places = map_lines(launch.source, files)
-        assert len({file for file, _ in places.values()}) > 2
+        assert len({file for file, _ in places.values()}) > 1
         for number, (file, line) in places.items():
-            assert text[number - 1] == files[file].split("\n")[line - 1].partition("//")[0].strip()
+            code = files[file].split("\n")[line - 1].partition("//")[0].strip()
+            assert text[number - 1] in (code, "")
         assert f'#line 1 "{launch.name}"' in text
+
+
+def test_shaders_have_few_parameters_and_short_functions():
+    """At most 12 template parameters, 10 function parameters, 80 lines."""
+    seen = 0
+    for path in shader_folder().glob("*.metal"):
+        code = blank_comments(path.read_text())
+        for found in re.finditer(
+            r"(?:template <([^{};]*?)>\s*)?(?:inline |static |constexpr )*[\w:<>*& ]+?(\w+)\(", code
+        ):
+            end = matching(code, found.end(), "(", ")")
+            body = re.compile(r"\s*\{").match(code, end)
+            if not body or found[2] in ("for", "if", "while", "switch"):
+                continue
+            seen += 1
+            parameters = split_top_level(code[found.end() : end - 1])
+            lines = code.count("\n", end, matching(code, body.end(), "{", "}")) + 1
+            assert len(split_top_level(found[1] or "")) <= 12, (path.name, found[2])
+            assert len(parameters) <= 10 and lines <= 80, (path.name, found[2], len(parameters), lines)
+    assert seen > 100
 
 
 @pytest.mark.parametrize("op", CELLS)
@@ -235,10 +258,9 @@ def test_stepwise_stays_within_the_limits_of_metal(op):
     """1024 threads and 32 KB of threadgroup memory, for every instantiation there is: it depends on the batch only."""
     seen = set()
 
-    def prepare(name, shaders, inputs, outputs, template, body, groups, threads):
+    def prepare(name, shaders, inputs, outputs, template, body, groups, threads, index):
         sums, vectors = re.findall(r"threadgroup (?:float|vec<float, 4>) \w+\[(\d+)\];", body)
         seen.add((threads, 4 * int(sums) + 16 * int(vectors)))
-        return None, {}
 
     with patch.object(kernels_stepwise, "prepare", prepare):
         for B in (*range(1, 70), 1000):
@@ -246,8 +268,8 @@ def test_stepwise_stays_within_the_limits_of_metal(op):
             rows = kernels_stepwise.stepwise_rows(B)
             forward = rows, kernels_stepwise.UNITS[op] * problem.cell.gates
             for high, columns in (forward, *kernels_stepwise.TILES.get(rows, [(rows, 8)])):
-                template = {"ROWS": high}
-                kernels_stepwise.StepKernel("", ("",), problem, {}, (8, mx.float32), template, (7, 7, columns))
+                shape = {"tile": (high, columns), "units": (7, 7), "output": (8, mx.float32)}
+                kernels_stepwise.StepKernel(problem, mx.float32, (), "stepwise_dh", "", **shape)
     assert all(threads <= 1024 and size <= 32768 for threads, size in seen), seen
     assert len(seen) > 3
 
@@ -337,7 +359,7 @@ def test_second_and_forward_mode_derivatives_are_refused(engine):
 def test_metal_kernel_is_called_in_one_place():
     package = Path(mlx_lstm.__file__).parent
     calls = [path.name for path in package.rglob("*.py") if re.search(r"metal_kernel\(", path.read_text())]
-    assert calls == ["launch.py"]
+    assert calls == ["kernel.py"]
 
 
 def test_fused_writes_no_gates_in_inference():

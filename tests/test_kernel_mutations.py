@@ -11,9 +11,9 @@ from metal_emulator.findings import KernelError
 from on_metal import on_metal
 from quantized_cases import quantized_case
 
-from mlx_lstm.engines.metal import fused_launches as kernels_fused
-from mlx_lstm.engines.metal import launch as kernels
-from mlx_lstm.engines.metal.text import shader_folder
+from mlx_lstm.engines.metal import fused as kernels_fused
+from mlx_lstm.engines.metal import kernel as kernels
+from mlx_lstm.engines.metal.kernel import shader_folder
 from mlx_lstm.engines.problem import limited
 from mlx_lstm.oracle import backward, forward
 from mlx_lstm.oracle.closeness import assert_within, bounds
@@ -31,43 +31,25 @@ LAYERS = {
 
 USERS = {  # shader file: (engine, layers) that use it, batch sizes at which they do
     "stepwise": ({"stepwise": ["projection"]}, (4, 9)),
-    "stepwise_product_by_lanes": ({"stepwise": ["projection"]}, (3, 4)),
-    "stepwise_product_by_tiles": ({"stepwise": ["projection", "gru"]}, (9, 33)),
-    "packed": ({"stepwise": []}, ()),  # these have cases of their own
-    "stepwise_packed_by_lanes": ({"stepwise": []}, ()),
-    "stepwise_packed_by_tiles": ({"stepwise": []}, ()),
-    "stepwise_previous": ({"stepwise": ["projection"]}, (4, 9)),
+    "stepwise_lanes": ({"stepwise": ["projection"]}, (3, 4)),
+    "stepwise_tiles": ({"stepwise": ["projection", "gru"]}, (9, 33)),
+    "quantized": ({"stepwise": []}, ()),  # these have cases of their own
+    "stepwise_quantized": ({"stepwise": []}, ()),
     "stepwise_forward": ({"stepwise": ["projection", "gru"]}, (4, 9)),
-    "stepwise_project": ({"stepwise": ["projection"]}, (4, 9)),
-    "stepwise_following": ({"stepwise": ["projection", "gru"]}, (3, 9)),
-    "stepwise_backward": ({"stepwise": ["projection", "gru"]}, (4, 9)),
-    "stepwise_dh": ({"stepwise": ["projection", "gru"]}, (4, 9)),
-    "stepwise_join": ({"stepwise": ["rnn"]}, (3, 9)),
-    "stepwise_sequences": ({"stepwise": ["rnn", "projection"]}, (3,)),
-    "stepwise_outputs": ({"stepwise": ["projection"]}, (3, 9)),
-    "stepwise_gradients": ({"stepwise": ["lstm", "gru", "projection"]}, (3, 9)),
-    "stepwise_projected": ({"stepwise": ["projection_unmasked"]}, (3,)),
-    "stepwise_cell_lstm": ({"stepwise": ["projection"]}, (3, 9)),
-    "stepwise_cell_lstm_backward": ({"stepwise": ["projection"]}, (3, 9)),
-    "stepwise_cell_gru": ({"stepwise": ["gru"]}, (3, 9)),
-    "stepwise_gru_reset": ({"stepwise": ["gru_before"]}, (3, 9)),
-    "stepwise_gru_candidate": ({"stepwise": ["gru_before"]}, (3, 9)),
-    "stepwise_gru_reset_backward": ({"stepwise": ["gru_before"]}, (3, 9)),
+    "stepwise_backward": ({"stepwise": ["projection", "gru"]}, (3, 9)),
+    "stepwise_gru": ({"stepwise": ["gru_before"]}, (3, 9)),
+    "stepwise_rows": ({"stepwise": ["rnn", "lstm", "gru", "projection", "projection_unmasked"]}, (3, 9)),
     "fused": ({"fused": ["lstm", "gru", "rnn"]}, (3, 19)),
+    "fused_lanes": ({"fused": ["lstm", "gru", "rnn"]}, (3, 19)),
+    "fused_gru": ({"fused": ["gru", "gru_before"]}, (3, 19)),
     "fused_forward": ({"fused": ["lstm", "gru_before"]}, (3, 19)),
     "fused_backward": ({"fused": ["lstm", "gru", "gru_before"]}, (3, 19)),
-    "fused_item": ({"fused": ["lstm", "gru", "rnn"]}, (3, 19)),
-    "fused_pack": ({"fused": ["lstm", "gru_before"]}, (3, 19)),
-    "fused_packed": ({"fused": []}, ()),
-    "fused_pack_words": ({"fused": []}, ()),
+    "fused_arrange": ({"fused": ["lstm", "gru_before"]}, (3, 19)),
+    "fused_quantized": ({"fused": []}, ()),
     "fused_matrix": ({"fused": ["lstm", "gru"]}, (9, 19)),
-    "fused_matrix_forward": ({"fused": ["lstm", "gru"]}, (9, 19)),
-    "fused_matrix_backward": ({"fused": ["lstm", "gru"]}, (9, 19)),
-    "fused_cell_lstm": ({"fused": ["lstm"]}, (3, 19)),
-    "fused_cell_gru": ({"fused": ["gru", "gru_before"]}, (3, 19)),
     "recurrent_input": ({"fused": ["gru"]}, (3,)),
     "cell": ({"stepwise": ["projection"]}, (3,)),
-    "cell_lstm_forward": ({"stepwise": ["projection"], "fused": ["lstm"]}, (3,)),
+    "cell_lstm": ({"stepwise": ["projection"], "fused": ["lstm"]}, (3, 19)),
 }
 PACKED = [  # how weights are packed, and sizes: by lanes, whole rows of them or a part, and in tiles, the last one half
     *[(packing, (2, 1, 2, H, H)) for packing, H in (((64, 3, "affine"), 64), ((32, 8, "affine"), 320))],
@@ -80,7 +62,7 @@ FUSED_PACKED = [  # likewise: spans of each length, a group or a part of one
     *[((32, bits, "affine"), (2, 17, 2, 32, 32)) for bits in (4, 5)],
     *[((16, 4, "nvfp4"), (2, 1, 2, H, H)) for H in (48, 80, 512)],  # the latter two of plain cells
 ]
-BOTH_FORMS = ("fused_cell_lstm", "fused_cell_gru", "fused_item", "fused_pack")
+BOTH_FORMS = ("cell_lstm", "fused", "fused_arrange")
 """What serves the product in lanes and that in matrices."""
 
 BARRIERS = [file for file in USERS if "_barrier(" in kernels.shader_file(file)]
@@ -93,17 +75,18 @@ HARMLESS = {  # damages that change nothing, and why
     "for (; left >= 32; left -= 32) {  the bound of >= is one more",
     "if (left > 0) {  > becomes >=",
     # 24 is the last part either way.
-    "for (int part = 0; part < 32; part += 8 * SLICES<COLUMNS>) {  the bound of < is one less",
+    "for (int part = 0; part < 32; part += 8 * SLICES) {  the bound of < is one less",
     # No slice to add.
-    "if constexpr (SLICES<COLUMNS> > 1) {  // a thread adds up the sums of the cells it will compute  > becomes >=",
+    "if constexpr (SLICES > 1) {  // a thread adds up the sums of the cells it will compute  > becomes >=",
     "for (int n = 1; n < 20; ++n) {  < becomes <=",  # no row begins there
-    "if (n < RESIDENT) weights = float4(kept[n]);  the bound of < is one less",  # one is read again instead of kept
-    "return gate == GATE_N ? -1 : place_of(cell, gate > GATE_N ? int(GATE_N) : gate);  > becomes >=",  # it is not
+    "if (n < RESIDENT) weights = float4(resident[n]);  the bound of < is one less",  # one is read again instead of kept
+    # It is not GATE_N there.
+    "return lane == Cell::GATE_N ? -1 : Cell::block(lane > Cell::GATE_N ? int(Cell::GATE_N) : lane);  > becomes >=",
     # What is read for no product.
     "if (part + 1 < PARTS) simdgroup_load(right[1], vectors + 64 * (part + 1), 8);  < becomes <=",
     # The activation of the output is looked at too, and the gates then are computed one by one.
     "for (int gate = 0; gate < gates; ++gate)  < becomes <=",
-    "for (int n = 0; n < GATES; ++n) found = found || (activation_of(CELL, n) == TANH && gate == n);  < becomes <=",
+    "for (int n = 0; n < GATES; ++n) found = found || (activation_of(OPTIONS, n) == TANH && gate == n);  < becomes <=",
     "return is_tanh && z < 0.3f ? near : far;  < becomes <=",  # both are right there
     "const float y = fast::divide(1.0f, 1.0f + exp2(power > 126.0f ? 126.0f : power));  > becomes >=",
     # At the bound both are the bound.
@@ -117,14 +100,14 @@ HARMLESS = {  # damages that change nothing, and why
     "for (int first = 0; first < COUNT; first += AT_ONCE) {  the bound of < is one less",
     "for (uint k = 0; k < uint(K); k += 8 * COUNT) {  < becomes <=",
     "for (uint k = 0; k < uint(K); k += 8 * COUNT) {  the bound of < is one less",
-    "if (k + first < uint(K)) multiply(rows, weights, columns, place, found);  the bound of < is one less",
+    "if (k + first < uint(K)) multiply(rows, weights, columns, place, part);  the bound of < is one less",
     "inline uint shifted(uint bits, int left) { return left < 0 ? bits >> -left : bits << left; }  < becomes <=",
-    "if (shift + BITS > 32) found |= words[word + 1] << (32 - shift);  > becomes >=",  # what is masked away
+    "if (shift + BITS > 32) bits |= words[word + 1] << (32 - shift);  > becomes >=",  # what is masked away
     # Both are the same there; powers of two; the first factor is slot 0's.
     "PIECE = SPAN < SIZE ? SPAN : SIZE,  < becomes <=",
     "PIECE = SPAN < SIZE ? SPAN : SIZE,  the bound of < is one less",
     "const int slot = factor < 0 ? place / Share::WORDS % SLOTS : factor / Share::FACTORS;  < becomes <=",
-    "if (n < RESIDENT) lane.words = lane.kept[n].words;  the bound of < is one less",  # as in the other kernels
+    "if (n < RESIDENT) lane.words = lane.resident[n].words;  the bound of < is one less",  # as in the other kernels
     # Groups of 32 begin with every tile; 16 is the only smaller one.
     "if (row.k % GROUP == 0 || GROUP < 32)  < becomes <=",
     "if (row.k % GROUP == 0 || GROUP < 32)  the bound of < is one less",
@@ -136,7 +119,7 @@ HARMLESS = {  # damages that change nothing, and why
     "const uint own = 32 * place < BITS * numbers && place < BITS ? row.words[row.k / 32 * BITS + place] : 0u;"
     "  the bound of < is one less",
     # dh of an item that has no step, which nothing reads.
-    "if (n < 0 || s.t < length) sum = dh_sum(s, sums + cell, length, b, j, P, mask, dh, dhT);  < becomes <=",
+    "if (s.n < 0 || s.t < length) sum = dh_sum(s, a, sums + cell, length, b, j, P);  < becomes <=",
 }
 
 
@@ -158,24 +141,24 @@ def trials(file, kind):
                 yield trial(engine, (4, B, 2, 10, 33), **options)
         options = {name: value for name, value in LAYERS[layer].items() if name in ("op", "reset")}
         yield trial(engine, (2, batches[-1], 2, 33, 33), bidirectional=engine == "fused", **options)
-    if "packed" in file or file == "fused_pack_words":
+    if file in ("quantized", "stepwise_quantized", "fused_quantized", "fused_arrange"):
         for packing, sizes in FUSED_PACKED if "fused" in file else PACKED:
             op = "rnn" if sizes[3] in (80, 512) else "lstm"
             case, cotangents, weights, ref, limit = quantized_case(packing, sizes=sizes, quantize=("Wh",), op=op)
             yield "fused" if "fused" in file else "stepwise", case, cotangents, ref, limit, weights
     if file == "stepwise":
         yield trial("stepwise", (21, 1, 2, 2, 2), op="rnn")  # rows of fewer than 8 numbers, joined
-    if file == "stepwise_product_by_lanes":
+    if file == "stepwise_lanes":
         yield trial("stepwise", (2, 3, 2, 7, 7))  # three numbers more than fill vectors
-    if file in ("stepwise_join", "stepwise_sequences"):
+    if file == "stepwise_rows":
         for T in (20, 21):  # as many rows as are laid out without a join, and one more
             yield trial("stepwise", (T, 3, 2, 5, 5), op="rnn")
-    if file == "fused":
+    if file == "fused_lanes":
         for last in ("relu", "tanh"):  # as the last of the gates that one exp2 and one reciprocal may serve
             yield trial("fused", (3, 3, 2, 5, 5), activations=("sigmoid", "sigmoid", "tanh", last, "tanh"))
     if file == "fused_matrix":
         yield trial("fused", (3, 9, 2, 5, 5))  # one part, so that nothing was read for a second one
-    if file == "fused_item":
+    if file == "fused":
         yield trial("fused", (4, 3, 2, 10, 10), h0=None, c0=None)
     if file == "cell":
         kinks = ("hard_sigmoid", "relu", "tanh", "hard_sigmoid", "relu")
@@ -231,7 +214,7 @@ def unnoticed(file, kind):
 
 PLANTED = {  # damages of other kinds: a shader file, a part of its text, another text, a trial
     "every group joins the first one's part": (
-        *("stepwise_join", "(group.x - first[0]) * first[1] + ", ""),
+        *("stepwise_rows", "(group.x - a.first[0]) * a.first[1] + ", ""),
         lambda: trial("stepwise", (30, 9, 2, 15, 15), op="rnn"),
     ),
     "sigmoid through tanh": (

@@ -1,4 +1,4 @@
-"""Peak memory of a training step, measured by the operating system in a process of its own."""
+"""Test the peak memory of a training step, as the operating system measures it in a child process."""
 
 import subprocess
 import sys
@@ -26,8 +26,8 @@ def step(T):
 
 T, B, I, H = 1024, 32, 128, 128
 word, D = sys.argv[1], int(sys.argv[2])
-G, kept = {"lstm": (4, 5), "gru": (3, 3), "rnn": (1, 0)}[word]  # kept: the widths of gates and c, in H
-step(8)  # BLAS and MLX take what they need for themselves
+G, kept = {"lstm": (4, 5), "gru": (3, 3), "rnn": (1, 0)}[word]  # kept: the saved widths (gates and c) as multiples of H
+step(8)  # warm up: BLAS and MLX allocate their own buffers
 before = peak()
 step(T)
 floats = 2 * T * B * (I + D * H) + T * B * D * kept * H + 2 * D * G * H * (I + H + 1)
@@ -38,7 +38,8 @@ print((peak() - before) / (4 * floats))
 @pytest.mark.parametrize("directions", [1, 2])
 @pytest.mark.parametrize("word", ["lstm", "gru", "rnn"])
 def test_peak_is_near_what_backpropagation_through_time_must_hold(word, directions):
-    """x, gates, h, c, dx, the weights with their gradients, and the cotangent of h that the caller holds."""
+    """The peak is at most 1.3 times the arrays that backpropagation needs: x, gates, h, c, dx, the weights, their
+    gradients and the cotangent of h."""
     command = [sys.executable, "-c", STEP, word, str(directions)]
     printed = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1], check=True).stdout
     assert float(printed) < 1.3

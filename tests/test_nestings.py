@@ -1,4 +1,5 @@
-"""Derivatives in nestings of MLX's transformations are right or refused; of `ops`, right in all."""
+"""Test derivatives in nestings of MLX's transformations: they are right or refused, and with engine `ops` right in
+all."""
 
 import os
 import re
@@ -17,7 +18,7 @@ from nestings import REFUSALS, WRAPPERS, Model, nested
 
 from mlx_lstm import Quantized, lstm, lstm_gradients
 from mlx_lstm.engines import choice
-from mlx_lstm.engines.metal import launch as kernels
+from mlx_lstm.engines.metal import kernel as kernels
 from mlx_lstm.engines.problem import limited
 from mlx_lstm.recurrence import _guard
 
@@ -26,7 +27,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:inside mx.compile")
 DOCS = Path(__file__).parents[1] / "docs" / "engines.md"
 PARTS = 20
 
-RUNS = {  # engine's options, and the longest sequence that is not evaluated in chunks
+RUNS = {  # (options of the call, longest sequence that is not evaluated in chunks)
     "numpy": ({"engine": "numpy"}, None),
     "the CPU's default": ({}, None),
     "numpy, checkpoint_every": ({"engine": "numpy", "checkpoint_every": 2}, None),
@@ -40,11 +41,13 @@ RUNS = {  # engine's options, and the longest sequence that is not evaluated in 
 
 
 class UnfitError(Exception):
-    """MLX does not derive the plain loop (`checkpoint` in some nestings), or it is too steep for finite differences."""
+    """The nesting cannot be judged: MLX does not differentiate the plain loop in it (`checkpoint` in some nestings),
+    or it is too steep for finite differences."""
 
 
 def outcome(model, run, loss_of, expected):
-    """ "right" or "refused"; AssertionError if it is neither. `loss_of` makes the number of a loss."""
+    """Return "right" or "refused" for a nesting on one engine; AssertionError if it is neither. `loss_of` returns
+    the nesting, as a function of theta, of a loss."""
     options, unchunked = RUNS[run]
     try:
         with mx.stream(mx.cpu), limited(unchunked=unchunked):
@@ -58,7 +61,8 @@ def outcome(model, run, loss_of, expected):
 
 
 def judged(model, names, runs, inner=None):
-    """The outcome of each run of a nesting. With `inner` its result moves the input of another recurrence."""
+    """Return the outcome of a nesting for each run. With `inner`, the result of an inner nesting of another
+    recurrence changes the input."""
 
     def loss_of(loss):
         if inner is None:
@@ -96,7 +100,7 @@ COLUMNS = {"`ops`": "ops", "`numpy`": "numpy", "the CPU's default": "the CPU's d
 
 
 def table():
-    """(titles, cells) of the rows in the docs."""
+    """Return (titles, cells by row name) of the table of derivatives in docs/engines.md."""
     text = DOCS.read_text().split("## Derivatives", 1)[1].split("\n## ", 1)[0]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
     return rows[0], {row[0]: row[1:] for row in rows[2:]}
@@ -116,7 +120,8 @@ def test_the_table_of_derivatives(row):
 @pytest.mark.parametrize("row", ROWS)
 @pytest.mark.parametrize("engine", ["fused", "stepwise"])
 def test_the_table_of_derivatives_with_metal(engine, row):
-    """MLX's own graph of a kernel, which nothing evaluates: while it exports, it builds one without a GPU."""
+    """The documented derivatives hold for the Metal engines. The graph of a kernel is only built, while MLX exports
+    a function, and never evaluated, so that no GPU is needed."""
     model, found = Model(), []
 
     def loss(theta):
@@ -163,7 +168,8 @@ def test_nestings_that_were_wrong(names):
 
 @pytest.mark.parametrize("inner", ["grad", "value_and_grad", "jvp"])
 def test_a_derivative_of_something_else_first(inner):
-    """MLX then no longer marks as traced what it was computed from, and drops its graph where an engine evaluates."""
+    """A gradient is right although the input was computed by an earlier derivative. MLX then no longer marks that
+    input as traced, and drops its graph where an engine evaluates it."""
     found = judged(Model(), ("grad",), RUNS, inner=(inner,))
     assert set(found.values()) == {"right"}
 
@@ -171,7 +177,7 @@ def test_a_derivative_of_something_else_first(inner):
 @pytest.mark.parametrize("op", ["lstm", "gru", "rnn"])
 @pytest.mark.parametrize("moved, seen", [("x", "Wh"), ("Wh", "h0"), ("b", "b")])
 def test_second_derivatives_by_two_arrays(op, moved, seen):
-    """Forward mode by one array, another derivative by another, the rest constant."""
+    """Forward mode by one array, followed by a derivative by another array, is right while all others are constant."""
     model = Model(op)
     with mx.stream(mx.cpu):
         arrays = model.arrays(model.theta)
@@ -207,7 +213,9 @@ def test_forward_mode_of_the_gradient_op_is_right_or_refused():
 
         (slope,) = mx.jvp(lambda dh: number(dh, "ops"), [model.dh], [out.h])[1]
         above, below = (number(model.dh + k * out.h, "ops") for k in (0.5, -0.5))
-        assert slope.item() == pytest.approx((above - below).item(), rel=1e-9)  # exact, of a square
+        assert slope.item() == pytest.approx(
+            (above - below).item(), rel=1e-9
+        )  # central differences of a square are exact
         for engine in ("numpy", None):
             with pytest.raises(RuntimeError, match="has no second derivative: use engine='ops'"):
                 mx.jvp(lambda dh, engine=engine: number(dh, engine), [model.dh], [out.h])
@@ -216,7 +224,7 @@ def test_forward_mode_of_the_gradient_op_is_right_or_refused():
 @pytest.mark.parametrize("engine", [None, "ops"])
 @pytest.mark.parametrize("training", [True, False])
 def test_vmap_over_the_input_of_quantized_weights(engine, training):
-    """MLX has no vmap of its quantized product."""
+    """mx.vmap over x works with quantized weights, although MLX has no vmap of its quantized product."""
     draw = lambda *shape: mx.array(np.random.default_rng(sum(shape)).normal(size=shape), mx.float32)  # noqa: E731
     Wx, Wh = (Quantized(*mx.quantize(draw(128, 32 + 0 * n), 32, 8), group_size=32, bits=8) for n in range(2))
     xs = draw(3, 4, 2, 32)
@@ -249,7 +257,8 @@ with ThreadPoolExecutor(4) as pool:
 
 @pytest.mark.parametrize("count", [3, pytest.param(50, marks=pytest.mark.slow)])
 def test_a_process_ends_after_calls_in_threads(count):
-    """Nothing of ours is left in MLX's caches of a thread, which MLX frees when Python may be shutting down."""
+    """A process ends without an error after calls in threads. No object of this package is left in MLX's caches of a
+    thread, which MLX may free while Python shuts down."""
     for _ in range(count):
         ended = subprocess.run([sys.executable, "-c", SERVER], capture_output=True, text=True, env=dict(os.environ))
         assert (ended.returncode, ended.stderr) == (0, "")
@@ -258,11 +267,11 @@ def test_a_process_ends_after_calls_in_threads(count):
 # --- Random nestings -------------------------------------------------------------------------------------------------
 
 FAILED_ONCE = []
-"""(seed, number) of nestings that a change of the library made right."""
+"""(seed, number) of random nestings that failed before a fix of the library."""
 
 
 def random_nesting(seed, number):
-    """Draw and judge a nesting; return how often it was right and refused. One that is unfit is drawn anew."""
+    """Draw and judge a nesting; return how often it was right and refused. An unfit nesting is drawn anew."""
     for attempt in range(100):
         try:
             return one_nesting(np.random.default_rng([seed, number, attempt]))
@@ -278,13 +287,13 @@ def one_nesting(rng):
     model = Model(op, (T, B, int(rng.choice([1, 2])), 2), bool(rng.random() < 0.3), lengths, int(rng.integers(10**6)))
     names = [name for name in WRAPPERS if name != "compile"]
     drawn = [str(name) for name in rng.choice(names, int(rng.integers(1, 4)))]
-    if rng.random() < 0.02:  # MLX calls a C++ compiler
+    if rng.random() < 0.02:  # rare, since MLX calls a slow C++ compiler
         drawn.insert(int(rng.integers(len(drawn) + 1)), "compile")
     inner = tuple(str(name) for name in rng.choice(names, int(rng.integers(1, 3)))) if rng.random() < 0.3 else None
     runs = [str(run) for run in rng.choice(list(RUNS), 3, replace=False)]
     try:
         judge = judge_by_differences(model, drawn)
-    except (RuntimeError, ValueError) as error:  # of MLX: no forward mode of some nestings of checkpoint
+    except (RuntimeError, ValueError) as error:  # MLX has no forward mode of some nestings of checkpoint
         judge = str(error)
     if judge is not None and "Not implemented for" not in judge:
         raise AssertionError(judge)
@@ -292,9 +301,10 @@ def one_nesting(rng):
 
 
 def judge_by_differences(model, names):
-    """Compare forward mode of the nesting of the plain loop, the judge, with finite differences; None if they agree.
+    """Check the judge, which is forward mode of the nested plain loop, by finite differences. Return None if they
+    agree, else an error text.
 
-    MLX's sin and cos of float64 have the digits of float32, so that smaller steps would show rounding.
+    The steps are not smaller because MLX computes sin and cos of float64 with the digits of float32.
     """
     number = nested(model, model.plain, names)
     with mx.stream(mx.cpu):
@@ -324,7 +334,7 @@ def test_nestings_that_failed_once():
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(PARTS))
 def test_many_random_nestings(request, record_property, part):
-    """All failures of a part are reported, not the first alone."""
+    """Judge many random nestings, and report all failures together."""
     seed, count = request.config.getoption("--fuzz-seed"), request.config.getoption("--fuzz")
     tried, failures = Counter(), []
     for number in range(part, count, PARTS):

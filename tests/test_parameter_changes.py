@@ -1,5 +1,6 @@
-"""Layers whose weights are derived from parameters and cached, while these parameters change in every way MLX has: the
-result is always that of an empty cache. Both directions of `torch` layers and of `nn.stack`, quantized layers."""
+"""Test the cache of arrays derived from parameters, while the parameters change in every way that MLX has. The
+result always equals that with an empty cache. Layers: both directions of `torch` layers and of `nn.stack`, and
+quantized layers."""
 
 import gc
 from concurrent.futures import ThreadPoolExecutor
@@ -62,7 +63,8 @@ def first_column_everywhere(rng, array):
 
 
 def part_of_a_larger_one(rng, array):
-    """The same memory twice over: where it begins, one row later, or every second row."""
+    """Return a view of a larger array that holds the same rows: from its start, from its second row, or every second
+    row."""
     wide = mx.concatenate([array, array[::-1]])
     mx.eval(wide)
     return (wide[: len(array)], wide[1 : 1 + len(array)], wide[::2])[rng.integers(3)]
@@ -77,7 +79,7 @@ def fewer_rows(rng, array):
 
 
 def new_values(rng, array):
-    """In memory that the array's own may have become, where nobody else holds that."""
+    """Return the rows in reverse order in new memory, which may be memory that the old array has just freed."""
     return array[::-1] + mx.zeros_like(array)
 
 
@@ -100,8 +102,11 @@ CHANGES = (
 
 
 def change(rng, modules, old, alone):
-    """Change one parameter of one module. `old`: parameters of earlier changes, by module and name; `alone`: no other
-    thread reads it meanwhile, so that it may be absent for a while, and not computed yet, which MLX leaves to us."""
+    """Change one parameter of one module.
+
+    `old` holds parameters of earlier changes, by module and name. With `alone` no other thread reads the module
+    meanwhile, so that a parameter may be missing for a moment, and new values may still be lazy.
+    """
     module = modules[rng.integers(len(modules))]
     name = str(rng.choice(list(module.parameters())))
     kind = rng.integers(len(CHANGES) + 4 * alone)
@@ -110,16 +115,16 @@ def change(rng, modules, old, alone):
         if not alone:
             mx.eval(array)
         module[name] = array
-    elif kind == len(CHANGES):  # in place: the same object holds another array
+    elif kind == len(CHANGES):  # in place: the same array object gets new values
         array = module[name]
         array[int(rng.integers(len(array)))] = 1
-    elif kind == len(CHANGES) + 1:  # what was there before comes back
+    elif kind == len(CHANGES) + 1:  # a former array comes back
         module[name] = old.get((id(module), name), module[name])
-    elif kind == len(CHANGES) + 2:  # two parameters change places
+    elif kind == len(CHANGES) + 2:  # two parameters are swapped
         own = module.parameters()
         other = str(rng.choice([key for key, array in own.items() if array.ndim == own[name].ndim]))
         module[name], module[other] = module[other], module[name]
-    else:  # the memory of the parameter is free for the next one
+    else:  # free the old array first, so that the new one may get its memory
         values = np.array(module[name])
         del module[name]
         gc.collect()
@@ -129,7 +134,7 @@ def change(rng, modules, old, alone):
 
 
 def result(call, x):
-    """What a call returns, or the text of its error."""
+    """Return the output of a call, or the text of its error."""
     try:
         found = call(x)
         mx.eval(found)
@@ -139,7 +144,8 @@ def result(call, x):
 
 
 def check_changes(seed, count):
-    """`count` changes one after the other, some between calls of several threads."""
+    """Make `count` changes one after the other, some while other threads call the layer, and compare each result
+    with that of an empty cache."""
     rng = np.random.default_rng(seed)
     with mx.stream(mx.cpu), ThreadPoolExecutor(3) as threads:
         modules, width, call = MODELS[seed % len(MODELS)](rng)
@@ -191,7 +197,7 @@ def both_directions():
     ],
 )
 def test_a_view_of_a_parameter_s_memory_is_another_parameter(name, changed):
-    """It begins at the same address."""
+    """A view that begins at the address of the cached parameter does not get the parameter's cached arrays."""
     with mx.stream(mx.cpu):
         layer, x = both_directions()
         mx.eval(layer(x))
@@ -221,7 +227,8 @@ def test_what_else_is_made_of_the_same_arrays_has_an_entry_of_its_own():
 
 
 def test_a_value_is_made_of_the_arrays_its_key_names():
-    """Not of what another thread makes of the parameters meanwhile."""
+    """A cached value is derived from the arrays as they were at the lookup, although the parameters change
+    meanwhile."""
     with mx.stream(mx.cpu):
         array = mx.ones((3,))
 

@@ -14,7 +14,7 @@ from quantized_cases import PACKINGS, check_quantized, quantized_case
 
 from mlx_lstm.bench.tasks import Size
 from mlx_lstm.engines import choose
-from mlx_lstm.engines.metal import fused_launches
+from mlx_lstm.engines.metal import fused
 from mlx_lstm.engines.packing import Packing
 
 CASES = {  # a packing, T, B, I, H, P, options
@@ -79,34 +79,34 @@ FEW = [(32, 1, "affine"), (64, 4, "affine"), (128, 5, "affine"), (32, 8, "mxfp8"
     "packing", [pytest.param(p, id=str(p), marks=[] if p in FEW else pytest.mark.slow) for p in PACKINGS]
 )
 def test_fused_reads_every_mode_width_and_group_once_a_call(packing):
-    """Packed anew in one launch, then kept in registers for all steps."""
+    """Put in lane order in one launch, then kept in registers for all steps."""
     H = {16: 48, 32: 64, 64: 64, 128: 128}[packing[0]]
     with on_metal() as log:
         check_quantized("fused", quantized_case(packing, sizes=(3, 1, packing[0], H, H)))
-    (pack,) = (launch for launch in log if "fused_pack_words" in launch.name)
+    (arrange,) = (launch for launch in log if "fused_arrange_quantized" in launch.name)
     (sweep,) = (launch for launch in log if "fused_forward" in launch.name)
-    for name in ("Wh", "scales", "biases")[: 3 if packing[2] == "affine" else 2]:
-        assert pack.traffic[name].distinct_read == pack.traffic[name].size
-    assert sweep.traffic["packed"].bytes_read == sweep.traffic["packed"].size
+    for name in ("Wh", "Wh_scales", "Wh_biases")[: 3 if packing[2] == "affine" else 2]:
+        assert arrange.traffic[name].distinct_read == arrange.traffic[name].size
+    assert sweep.traffic["arranged"].bytes_read == sweep.traffic["arranged"].size
 
 
 @pytest.mark.parametrize("op, B, rows", [("lstm", 17, 2), ("gru", 65, 4)])
 def test_fused_reads_what_registers_do_not_hold_at_every_step(op, B, rows):
     """Here most of it, each for all rows of a threadgroup; in 16 bits, where no batch is multiplied in matrices."""
-    with on_metal() as log, patch.object(fused_launches, "working_registers", lambda *_: 116):
+    with on_metal() as log, patch.object(fused, "working_registers", lambda *_: 116):
         check_quantized("fused", quantized_case((32, 4, "affine"), np.float16, (2, B, 32, 64, 64), op=op), np.float16)
     (sweep,) = (launch for launch in log if "fused_forward" in launch.name)
     resident, found = (int(re.search(rf"int {name} = (\d+);", sweep.source)[1]) for name in ("RESIDENT", "ROWS"))
-    vectors, read = sweep.traffic["packed"].size // (16 * sweep.threadgroup[0]), sweep.traffic["packed"].bytes_read
+    vectors, read = sweep.traffic["arranged"].size // (16 * sweep.threadgroup[0]), sweep.traffic["arranged"].bytes_read
     assert found == rows and 0 < resident < vectors
     assert read == 16 * sweep.threadgroup[0] * -(-B // rows) * (resident + 2 * (vectors - resident))
 
 
 def test_a_batch_in_matrices_has_its_weights_unpacked():
     """In float32."""
-    with on_metal() as log, patch.object(fused_launches, "MATRIX_BATCH", 3):
+    with on_metal() as log, patch.object(fused, "MATRIX_BATCH", 3):
         check_quantized("fused", quantized_case((32, 4, "affine"), sizes=(2, 3, 32, 32, 32)))
-    assert {"fused_pack_words" in launch.name for launch in log} == {False}
+    assert {"fused_arrange_quantized" in launch.name for launch in log} == {False}
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -1,4 +1,4 @@
-"""The recurrence under MLX's transformations: grad of grad, jvp, compile, vmap, checkpoint, export."""
+"""Test the recurrence under MLX's transformations: grad of grad, jvp, compile, vmap, checkpoint, export."""
 
 import warnings
 from pathlib import Path
@@ -19,7 +19,8 @@ ALL_KINDS = pytest.mark.parametrize("kind", KINDS)
 
 
 def small(kind, dtype=np.float32):
-    """(arrays, call, loss): all a kind of cell can have; the op on them by position; a number made of its outputs."""
+    """Return (arrays, call, loss) of a small case: all arrays that a kind of cell can have, the op as a function of
+    these arrays, and a number made of its outputs."""
     case, cotangents = draw_away_from_kinks(9, sizes=(2, 2, 2, 2, 3), **EVERY_ARRAY[kind] | {"mask": ("P",)})
     op, arrays, options = split(case)
     weights = {name: to_mlx(array, dtype) for name, array in cotangents.items()}
@@ -46,7 +47,7 @@ def assert_trees_close(got, expected):
 
 @ALL_KINDS
 def test_gradient_under_mlx_transformations(kind):
-    """grad, value_and_grad, checkpoint, vmap of grad and grad of vmap agree."""
+    """grad, value_and_grad, checkpoint, vmap of grad and grad of vmap give the same gradients."""
     arrays, _, loss = small(kind)
     n = len(arrays)
     plain = gradient(loss, n)(*arrays)
@@ -60,7 +61,7 @@ def test_gradient_under_mlx_transformations(kind):
 
 @ALL_KINDS
 def test_vmap_over_one_argument(kind):
-    """The others are shared."""
+    """mx.vmap over any one argument, with the others shared, gives the outputs of single calls."""
     arrays, call, _ = small(kind)
     case, _ = draw_away_from_kinks(9, sizes=(2, 2, 2, 2, 3), **EVERY_ARRAY[kind] | {"mask": ("P",)})
     expected = np.array(call(*arrays).h)
@@ -74,7 +75,7 @@ def test_vmap_over_one_argument(kind):
 @pytest.mark.parametrize("training", [True, False])
 @ALL_KINDS
 def test_vmap_over_lengths(kind, training, engine):
-    """Alone, and with another argument; with gradients on either side of it."""
+    """mx.vmap over lengths, alone or with x, gives the outputs of single calls; so do vmap of grad and grad of vmap."""
     arrays, call, _ = small(kind)
     lengths = mx.array([[2, 1], [0, 2], [1, 1]])
 
@@ -96,7 +97,8 @@ def test_vmap_over_lengths(kind, training, engine):
 @pytest.mark.parametrize("training", [True, False])
 @ALL_KINDS
 def test_a_backward_pass_of_which_only_the_gradient_is_traced(kind, training):
-    """The forward pass has run, on the CPU's own engine: a Jacobian row by row, a compiled gradient."""
+    """A backward pass is right if the forward pass has run on the CPU and only the cotangents are traced: in a
+    Jacobian row by row, and in a compiled gradient."""
     arrays, call, _ = small(kind)
 
     def pull(cotangent):
@@ -110,7 +112,8 @@ def test_a_backward_pass_of_which_only_the_gradient_is_traced(kind, training):
 
 
 def test_what_is_evaluated(monkeypatch):
-    """By an engine other than `numpy`: nothing; in inference inside a transformation, the arguments."""
+    """An engine other than `numpy` evaluates no arrays, except the arguments of an inference call inside a
+    transformation."""
     asked = []
     for name in ("eval", "async_eval"):
         real = getattr(mx, name)
@@ -145,7 +148,7 @@ TRANSFORMATIONS = {
 
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
 def test_whether_mlx_transforms_is_known(name):
-    """In each, of whatever arrays, and no longer than that; in a new thread, too."""
+    """`is_transforming` is true inside each transformation and false after it, in a new thread, too."""
     found = []
     TRANSFORMATIONS[name](lambda x: (found.append(is_transforming()), x)[1])
     assert found and all(found)
@@ -176,7 +179,8 @@ def test_whether_mlx_transforms_is_known_where_nothing_is_compiled():
 
 @ALL_KINDS
 def test_compiled_for_any_shape_is_refused(kind):
-    """By MLX, which cannot tell the shapes of a loop over time; never a result of the wrong shape."""
+    """MLX refuses a recurrence compiled with shapeless=True, since it cannot infer the shapes; it never returns a
+    wrong shape."""
     arrays, call, _ = small(kind)
     compiled = mx.compile(lambda x: call(x, *arrays[1:], training=False).h, shapeless=True)
     with pytest.raises(ValueError, match="cannot infer output shapes"):
@@ -192,7 +196,8 @@ def test_vmap_over_the_bias_of_a_plain_layer_alone():
 
 @ALL_KINDS
 def test_compiled_with_lengths_as_an_argument(kind):
-    """Their values are not known then, so that the range goes unchecked, and they may change from call to call."""
+    """A compiled function takes lengths as an argument, and they may change from call to call. Their range goes
+    unchecked, since a traced array has no values."""
     arrays, _, loss = small(kind)
     count = len(arrays)
     compiled = mx.compile(lambda n, *arrays: gradient(lambda *a: loss(*a, lengths=n), count)(*arrays))
@@ -202,7 +207,7 @@ def test_compiled_with_lengths_as_an_argument(kind):
 
 
 def test_compiled_gradient_without_training():
-    """Then the graph is free of our gradient, and MLX derives its own."""
+    """Without training, a compiled gradient is MLX's own derivative of the graph, and equals the eager one."""
     arrays, call, _ = small("rnn")
     untrained = gradient(lambda *arrays: call(*arrays, training=False).h.sum(), len(arrays))
     assert_trees_close(mx.compile(untrained)(*arrays), untrained(*arrays))
@@ -231,8 +236,9 @@ def test_inference_gives_the_same_and_its_gradient_too(option, engine):
 @pytest.mark.parametrize("shown", [None, ("h",)], ids=["every output", "h"])
 @ALL_KINDS
 def test_second_derivative_is_right_or_refused(kind, shown):
-    """Of the squared gradient of every array, in float64, along a random direction of all arrays at once. With outputs
-    that have no gradient the backward pass reads some that have one in the second derivative only."""
+    """The second derivative is right with `ops` and refused with `numpy`. It is the derivative of the squared
+    gradient of every array, in float64, along a random direction of all arrays at once. If only some outputs have a
+    gradient, the backward pass reads others that have one in the second derivative only."""
     options = {} if shown is None else {"shown": shown}
     rng = np.random.default_rng(1)
     with mx.stream(mx.cpu):
@@ -256,7 +262,8 @@ def test_second_derivative_is_right_or_refused(kind, shown):
 
 @ALL_KINDS
 def test_gradient_of_the_gradient_op_is_right_or_refused(kind):
-    """Of `lstm_gradients` and its like, which are linear in dh."""
+    """`lstm_gradients`, `gru_gradients` and `rnn_gradients`, which are linear in dh, have a gradient with `ops` and
+    refuse it with `numpy`."""
     case, _ = draw_away_from_kinks(9, **EVERY_ARRAY[kind])
     op, arrays, options = split(case)
     with mx.stream(mx.cpu):
@@ -271,7 +278,7 @@ def test_gradient_of_the_gradient_op_is_right_or_refused(kind):
 
         along = (mx.grad(lambda dh: number(dh, "ops"))(dh) * seen).sum().item()
         step = lambda k: number(dh + k * seen, "ops").item()  # noqa: E731
-        assert along == pytest.approx((step(1) - step(-1)) / 2, rel=1e-9)  # exact, of a square
+        assert along == pytest.approx((step(1) - step(-1)) / 2, rel=1e-9)  # central differences of a square are exact
         with pytest.raises(RuntimeError, match="second derivative"):
             mx.eval(mx.grad(lambda dh: number(dh, "numpy"))(dh))
 
@@ -292,7 +299,7 @@ def test_forward_mode_is_right_or_refused(kind):
 
 @ALL_KINDS
 def test_two_gradients_of_one_forward(kind):
-    """A vjp called twice on one call's outputs, each time with other outputs used."""
+    """Several outputs of one call, each used with its own cotangent, give gradients that add up."""
     arrays, call, _ = small(kind)
 
     def both(x):
@@ -307,14 +314,15 @@ def test_two_gradients_of_one_forward(kind):
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_that_have_values_inside_a_gradient_still_get_theirs(kind, training):
-    """Evaluated, used twice and with constants beside them: MLX then no longer tells that they are traced."""
+    """Traced weights get their gradient although they were evaluated, used twice and mixed with constants. MLX then
+    no longer marks them as traced."""
     arrays, _, loss = small(kind)
 
     def twice(*values, engine=None):
         mx.eval(*values)
         return loss(*values, training=training, engine=engine) + loss(*values, training=training, engine=engine)
 
-    for n in range(len(arrays)):  # the others are constants
+    for n in range(len(arrays)):  # a gradient by one array; the others are constants
         one = mx.grad(twice, argnums=n)(*arrays)
         assert_trees_close([one], [mx.grad(lambda *v: twice(*v, engine="ops"), argnums=n)(*arrays)])
 
@@ -345,7 +353,8 @@ def test_works_under_nn_value_and_grad():
 
 
 def test_on_the_cpu_a_compiled_function_warns_once_and_mlx_can_let_it_run_as_it_is():
-    """At the caller's line; not where `ops` was asked for."""
+    """A compiled function on the CPU warns once, at the caller's line, and not if the caller asked for `ops`.
+    mx.disable_compile() lets `numpy` run it."""
     forget_warnings()
     arrays, call, _ = small("lstm")
 

@@ -19,7 +19,7 @@ from mlx_lstm.bench.tasks import Size
 from mlx_lstm.bench.tune import Grid, measure_point, measure_row, row_of, tune, write
 from mlx_lstm.engines import choice, choose, tuning
 from mlx_lstm.engines.autodiff import ENGINE_MODULES
-from mlx_lstm.engines.metal import fused_launches
+from mlx_lstm.engines.metal import fused
 from mlx_lstm.engines.tuning import PREDICTED, Table
 
 TINY = Grid(units=(3,), batches=(1, 9), dtypes=("float32", "float16"), steps=2, checked=2, turns=1, seconds=0.0)
@@ -260,7 +260,7 @@ def test_however_it_is_cut_the_result_is_the_same(op, rows):
 def test_the_library_cuts_as_the_file_says(own_cache):
     written(own_cache, {"float32": {1: ((8, "fused"),), 16: ((8, "fused"),)}}, [("float32", 16, 1, 8)])
     assert [tuning.current().cut(mx.float32, B) for B in (1, 15, 16, 99)] == [None, None, (1, 8), (1, 8)]
-    with on_metal(), patch.object(fused_launches, "rows_of", wraps=fused_launches.rows_of) as rows_of:
+    with on_metal(), patch.object(fused, "rows_of", wraps=fused.rows_of) as rows_of:
         mx.eval(lstm(*(mx.zeros(shape) for shape in ((2, 20, 1), (8, 1), (8, 2)))).h)
     assert {call.args[2] for call in rows_of.call_args_list} == {1}  # by rule 2
 

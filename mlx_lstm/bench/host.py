@@ -16,7 +16,7 @@ import mlx.nn as nn
 
 from .. import recurrence
 from ..engines import choice
-from ..engines.metal import launch
+from ..engines.metal import kernel
 from ..testing.cases import DTYPES
 from ..testing.report import table
 from .tasks import Size
@@ -82,14 +82,14 @@ def as_on_a_mac() -> Iterator[None]:
     before = [(choice, "current_device", choice.current_device), (mx.metal, "is_available", mx.metal.is_available)]
     choice.current_device = lambda: "gpu"
     mx.metal.is_available = lambda: True
-    launch.forget()  # a kernel that the tests' emulator built would evaluate its inputs
+    kernel.forget()  # a kernel that the tests' emulator built would evaluate its inputs
     try:
         with recurrence.unguarded(), mx.stream(mx.gpu if mx.is_available(mx.gpu) else mx.cpu):
             yield
     finally:
         for module, name, function in before:
             setattr(module, name, function)
-        launch.forget()
+        kernel.forget()
 
 
 def measure_host(size: Size, dtype: str, rounds: int = ROUNDS) -> list[Cost]:

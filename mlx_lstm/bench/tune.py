@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 from ..engines import tuning
 from ..engines.cells import LSTMCell
 from ..engines.choice import FUSED_LIMIT, METAL_ENGINES
-from ..engines.metal.fused_launches import rows_for
+from ..engines.metal.fused import rows_for
 from ..engines.problem import Cut
 from ..files import write_whole
 from ..recurrence import unguarded

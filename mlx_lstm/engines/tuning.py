@@ -19,7 +19,7 @@ import mlx.core as mx
 
 from ..files import parse_json, size_of
 from ..machine import VERSION, installed_version
-from .metal.launch import shader_folder
+from .metal.kernel import shader_folder
 from .problem import Cut
 
 Row = tuple[tuple[int, str], ...]

@@ -146,9 +146,8 @@ class Call(NamedTuple):
 
     def with_lengths(self, arrays: Arrays, sizes: Sizes, op: str) -> Arrays:
         """Return the arrays with the checked lengths among them, if there are any."""
-        if self.lengths is None:
-            return arrays
-        return arrays | {"lengths": whole_lengths(op, self.lengths, sizes[1], sizes[0], checked=self.lengths_checked)}
+        lengths = whole_lengths(op, self.lengths, sizes[1], sizes[0], checked=self.lengths_checked)
+        return arrays if lengths is None else arrays | {"lengths": lengths}
 
     def plan(
         self,

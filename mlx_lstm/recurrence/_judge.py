@@ -46,9 +46,9 @@ since Metal binds arrays of fewer than 8 elements in another address space."""
 class Recorder:
     """Stands in for `mx.fast.metal_kernel`, so that the kernels of a trial are known before they are compiled."""
 
-    def __init__(self, build: Callable[..., Callable[..., Any]]):
+    def __init__(self, build: Callable[..., Any]):
         """build: the original `mx.fast.metal_kernel`."""
-        self.build: Callable[..., Callable[..., Any]] = build
+        self.build: Callable[..., Any] = build
         self.texts: set[Text] | None = None
 
     def kernel(self, **definition: Any) -> Callable[..., Any]:

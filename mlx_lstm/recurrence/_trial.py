@@ -8,8 +8,8 @@ import mlx.core as mx
 from ..engines import cells
 from ..engines.cells import Cell, LSTMCell
 from ..engines.metal import fused
-from ..engines.metal.fused_launches import SWEEPS, index_of, tiling_of
-from ..engines.metal.stepwise_launches import index_bits, stepwise_rows, tile_of
+from ..engines.metal.fused import SWEEPS, index_of, tiling_of
+from ..engines.metal.stepwise import index_bits, stepwise_rows, tile_of
 from ..engines.packing import Packing, is_packed
 from ..engines.problem import Chunks, Cut, Limits, Problem
 
@@ -69,7 +69,7 @@ def trial_of(engine: str, problem: Problem) -> Trial:
     joins, limits = False, problem.limits
     if engine == "fused":
         wide = index_of(problem) == mx.uint64
-        if len(fused.launches(problem, problem.masks_differ)) > 1:
+        if len(fused.division(problem, problem.masks_differ)) > 1:
             limits = limits._replace(launch_steps=2)
         B, H, P = smallest_fused(problem)
     else:
@@ -106,9 +106,8 @@ def without_numbers(cell: Cell) -> Cell:
 
 def smallest_fused(problem: Problem) -> tuple[int, int, int]:
     """Return B, H, P with the smallest batch that is cut in the same way."""
-    names, bare = set(problem.names), fused.bare_of(problem, problem.names, problem.dtype)
-    inputs = {"extra"} if {"peephole", "bhn"} & names else set()
-    inputs |= {"mask", "keep", "lengths"} & names
+    names, bare = set(problem.names), fused.readable(problem, problem.names, problem.dtype)
+    inputs = {"peephole", "bhn", "mask", "keep", "lengths"} & names
     if "keep" in inputs:  # a plain cell's kernels have it in the mask alone
         inputs = inputs - ({"keep"} if problem.cell.op == "rnn" else set()) | {"mask"}
 

@@ -44,6 +44,9 @@ def machine_code(text: str, threads: int) -> str:
         source, code, spirv = (f"{folder}/kernel{end}" for end in (".clcpp", ".ll", ".spv"))
         Path(source).write_text(opencl(text, threads))
         run(LLVM / "clang", *CLANG.split(), source, "-o", code)
+        # What is called with a struct that is local to the kernel is internal. LLVM does not unroll a loop around the
+        # only call of an internal function, since it expects that to be inlined first.
+        Path(code).write_text(Path(code).read_text().replace("define internal ", "define linkonce_odr "))
         run(LLVM / "opt", "-S", "-force-attribute=alwaysinline", f"-passes={PASSES}", code, "-o", code)
         # The way to SPIR-V knows neither.
         llvm = re.sub(r"= freeze (\S+|<[^>]*>) (\S+)$", r"= bitcast \1 \2 to \1", Path(code).read_text(), flags=re.M)

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mlx_lstm.engines.cells import GRUCell
-from mlx_lstm.engines.metal.fused_launches import fused_tiling
-from mlx_lstm.engines.metal.stepwise_launches import stepwise_rows
+from mlx_lstm.engines.metal.fused import fused_tiling
+from mlx_lstm.engines.metal.stepwise import stepwise_rows
 from mlx_lstm.engines.problem import Problem
 
 from .launches import Launch
 
-WEIGHTS = {"Wh", "Wh_T", "Wp", "packed", "weights"}
+WEIGHTS = {"Wh", "Wp", "arranged", "weights"}
 WEIGHTS |= {f"{name}_{part}" for name in ("Wh", "Wp") for part in ("scales", "biases")}
 """Names of a kernel's buffers with recurrent weights, and with the scales and biases of quantized ones."""
 
@@ -30,7 +30,7 @@ KINDS = {"float32": "float", "float16": "half", "bfloat16": "bfloat16_t"}
 def has_product(launch: Launch) -> bool:
     """Return whether the kernel of a launch computes a recurrent product; one that arranges weights does not."""
     reads = any(buffer.name in WEIGHTS for buffer in launch.reads)
-    return launch.ours and reads and "_fused_pack" not in launch.name
+    return launch.ours and reads and "_fused_arrange" not in launch.name
 
 
 def reads_packed(launch: Launch) -> bool:

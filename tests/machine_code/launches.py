@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from mlx_lstm.engines.metal import launch as kernels
+from mlx_lstm.engines.metal import kernel as kernels
 
 VIEWS = {"Broadcast", "ExpandDims", "Flatten", "Reshape", "Slice", "Split", "Squeeze", "Transpose", "Unflatten"}
 """Primitives that launch nothing, except a Reshape of an array that is not contiguous, which is a copy."""

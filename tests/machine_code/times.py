@@ -17,7 +17,7 @@ from mlx_lstm.bench.tasks import Size
 from mlx_lstm.engines.autodiff import ENGINE_MODULES
 from mlx_lstm.engines.cells import Cell, LSTMCell
 from mlx_lstm.engines.choice import FUSED_LIMIT, METAL_ENGINES
-from mlx_lstm.engines.metal.fused_launches import FusedTiling, fused_tiling
+from mlx_lstm.engines.metal.fused import FusedTiling, fused_tiling
 from mlx_lstm.engines.ops.packed import dequantized
 from mlx_lstm.engines.packing import WEIGHTS as PACKABLE
 from mlx_lstm.engines.packing import Packing
@@ -135,7 +135,7 @@ def reads_of(buffer: Buffer, launch: Launch, problem: Problem) -> tuple[float, f
 def times_read(launch: Launch, problem: Problem) -> float:
     """Return how often a kernel of `fused` reads each of its weights, on average."""
     steps, tiling = launch.writes[0].shape[0], tiling_of(launch, problem, itemsize(launch))
-    return ceil(problem.B / tiling.rows) * (tiling.kept + (1 - tiling.kept) * steps)
+    return ceil(problem.B / tiling.rows) * (tiling.resident_part + (1 - tiling.resident_part) * steps)
 
 
 def itemsize(launch: Launch) -> int:

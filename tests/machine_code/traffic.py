@@ -7,7 +7,7 @@ reads one step of them. A row, which the step before wrote, holds more than a st
 import re
 from math import ceil
 
-from mlx_lstm.engines.metal.stepwise_launches import UNITS, stepwise_rows, tile_of
+from mlx_lstm.engines.metal.stepwise import UNITS, stepwise_rows, tile_of
 from mlx_lstm.engines.problem import Problem
 
 from .launches import Buffer, Launch

@@ -12,7 +12,7 @@ import numpy as np
 
 from . import runtime
 from .block_counts import FunctionBlocks, read_notes
-from .findings import KernelError, compile_error
+from .findings import KernelError, compile_error, with_places
 from .line_table import LineTable, read_line_table
 from .lowering import blank_comments, lower_kernel, lower_library
 from .msl_rules import ast_rules, diagnostics, forbidden_text
@@ -101,7 +101,7 @@ def compile_kernel(name: str, source: str, metal_version: int = 310, fast_math: 
         try:
             buffers = _build(source, path, shim, _options(metal_version, fast_math))
         except KernelError as error:
-            raise KernelError(name, error.findings) from None
+            raise KernelError(name, [with_places(finding, source) for finding in error.findings]) from None
     return _loaded.setdefault(key, CompiledKernel(source, path, buffers))
 
 

@@ -1,6 +1,9 @@
 """What a check reports, and the error that carries it."""
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
+
+LINE_DIRECTIVE = re.compile(r'^\s*#\s*line\s+(\d+)(?:\s+"([^"]+)")?')
 
 
 @dataclass(frozen=True)
@@ -10,6 +13,7 @@ class Finding:
     kind: "out-of-bounds", "uninitialised", "unwritten", "race", "divergence", "simdgroup", "threadgroup-memory",
         "thread-limit", "misaligned", "arithmetic", "read-only", "wild-pointer", "stack" or "compile".
     line, other_line: lines of the kernel text, 0 if unknown.  name: buffer or variable.  offset: bytes into it.
+    place, other_place: the same lines as "file:line" of the shader, where the kernel text names it by `#line`.
     """
 
     kind: str
@@ -21,13 +25,16 @@ class Finding:
     thread: int = -1
     other_thread: int = -1
     threadgroup: int = 0
+    place: str = ""
+    other_place: str = ""
 
     def __str__(self) -> str:
         parts = [f"[{self.kind}] {self.text}"]
         if self.name:
             parts.append(f"{self.name} at byte {self.offset}")
         if self.line:
-            parts.append(f"line {self.line}" + (f" against line {self.other_line}" if self.other_line else ""))
+            against = f" against {self.other_place or f'line {self.other_line}'}" if self.other_line else ""
+            parts.append((self.place or f"line {self.line}") + against)
         if self.thread >= 0:
             other = f" against thread {self.other_thread}" if self.other_thread >= 0 else ""
             parts.append(f"thread {self.thread}{other} of threadgroup {self.threadgroup}")
@@ -40,6 +47,24 @@ class KernelError(Exception):
     def __init__(self, name: str, findings: list[Finding]):
         super().__init__(f"kernel {name}:\n  " + "\n  ".join(map(str, findings)))
         self.findings = findings
+
+
+def place_of(source: str, line: int) -> str:
+    """Returns "file:line" of a line of a kernel text, by the directives `#line N "file"` above it; "" without one."""
+    number = None
+    for distance, above in enumerate(reversed(source.split("\n")[: max(line - 1, 0)])):
+        if m := LINE_DIRECTIVE.match(above):
+            number = int(m.group(1)) + distance if number is None else number
+            if m.group(2):
+                return f"{m.group(2)}:{number}"
+    return ""
+
+
+def with_places(finding: Finding, source: str) -> Finding:
+    """Returns the finding with file and line of the shader, also in its text, where a text says "line 12"."""
+    text = re.sub(r"\bline (\d+)", lambda m: place_of(source, int(m.group(1))) or m.group(), finding.text)
+    places = {"place": place_of(source, finding.line), "other_place": place_of(source, finding.other_line)}
+    return replace(finding, text=text, **places)
 
 
 def compile_error(text: str, line: int = 0) -> Finding:

@@ -9,7 +9,7 @@ import numpy as np
 
 from . import runtime
 from .compiler import CompiledKernel
-from .findings import Finding
+from .findings import Finding, with_places
 
 _POISON = {2: (np.uint16, 0x7FFF), 4: (np.uint32, 0x7FFFFFFF)}
 
@@ -171,4 +171,5 @@ def launch(
             findings += _poisoned(kernel, index, buffer, values)
         outputs.append(values)
     values = {name: getattr(counters, name) for name, _ in runtime.Counters._fields_}
+    findings = [with_places(finding, kernel.source) for finding in findings]
     return Result(outputs, findings, values, traffic, seconds, aborted)

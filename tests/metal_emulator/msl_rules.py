@@ -14,9 +14,11 @@ _FORBIDDEN = (
     (r"\[\[buffer\((?:3[1-9]|[4-9]\d|\d{3,})\)\]\]", "a kernel has at most 31 buffers"),
     (r"\b__builtin_\w+|\b(?:metal::)?emu_\w+|\bEMU_\w+", "compiler or emulator internals used in a kernel"),
 )
-# Warnings about the kernel that are errors in MSL or certain bugs.
+# Warnings about the kernel that are errors in MSL or certain bugs. MSL 3 is C++14: of C++17 only `if constexpr` may be
+# used, which Metal's compiler takes and MLX's own kernels have; of C++20 nothing.
 _FATAL_WARNING = re.compile(
     r"to '(?:metal::)?bfloat|to 'double'"
+    r"|\[-Wc\+\+20-extensions|^(?!constexpr if ).*\[-Wpre-c\+\+17-compat"
     r"|\[-W(?:uninitialized|sometimes-uninitialized|conditional-uninitialized|return-type|vla|null-dereference|array-bounds|frame-larger-than|logical-op-parentheses)\b"
 )
 _DIAGNOSTIC = re.compile(r"^([^\s:]+):(\d+):\d+: (warning|error|fatal error): (.*)$", re.M)

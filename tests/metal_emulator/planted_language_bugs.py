@@ -50,6 +50,13 @@ def _address_spaces() -> None:
 def _language() -> None:
     kind, one = "language", {"threads": 1, "group": 1, "shapes": ((1,),)}
     written("32 buffers", kind, "compile", "o0[i] = a30[i];", arrays=(X,) * 31)
+    later = "template <class A> float twice(A a) { return doubled<2>(a); }\n"
+    later += "template <int N> float doubled(float a) { return N * a; }\n"
+    written("template called before it is declared", kind, "compile", "o0[i] = twice(a0[i]);", header=later)
+    pair = "struct Pair { float a, b; };\n"
+    written("structured binding", kind, "compile", "auto [a, b] = Pair{1, 2};\no0[i] = a + b;", header=pair)
+    fold = "template <class... A> float sum(A... a) { return (a + ...); }\n"
+    written("fold expression", kind, "compile", "o0[i] = sum(a0[i], 1.0f);", header=fold)
     half = {"arrays": (X,), "dtype": mx.float16}
     written(
         "float matrix from half memory",

@@ -2,9 +2,9 @@
 
 import re
 
+from .findings import LINE_DIRECTIVE
 from .lowering import blank_comments, line_of, matching
 
-_LINE_DIRECTIVE = re.compile(r'^\s*#\s*line\s+(\d+)(?:\s+"([^"]+)")?')
 _PREPROCESSOR = re.compile(r"^[ \t]*#(?:[^\n\\]|\\.|\\\n)*", re.M)
 _SCOPE = re.compile(r"^(?:template\s*<[^{}]*>\s*)?(?:inline\s+)?(?:namespace|struct|class|union|enum)\b")
 _CONTROL = re.compile(r"^(?:for|if|while|switch|do|return|else)\b")
@@ -26,7 +26,7 @@ def map_lines(kernel_text: str, files: dict[str, str]) -> dict[int, tuple[str, i
     mapped, file, line = {}, None, 0
     counts = {name: text.count("\n") + 1 for name, text in files.items()}
     for number, text in enumerate(kernel_text.split("\n"), start=1):
-        if m := _LINE_DIRECTIVE.match(text):
+        if m := LINE_DIRECTIVE.match(text):
             file, line = m.group(2) or file, int(m.group(1))
             continue
         if file in counts and line <= counts[file]:

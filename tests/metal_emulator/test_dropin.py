@@ -63,6 +63,23 @@ def test_findings_are_raised_or_logged():
     assert "o0[thread_position_in_grid.x + 1]" in log[0].source.split("\n")[log[0].findings[0].line - 1]
 
 
+def test_a_finding_names_file_and_line_of_the_shader():
+    header = '#line 7 "reader.metal"\nfloat after(const device float* x, uint i) {\nreturn x[i + 1];\n}\n'
+    body = '#line 1 "kernel of a test"\no0[thread_position_in_grid.x] = after(a0, thread_position_in_grid.x);'
+    shapes, threads = [(8,)], (8, 1, 1)
+    reader = Sample(body, [np.zeros(8, np.float32)], shapes, threads, threads, header=header)
+    with emulated_metal(), pytest.raises(KernelError, match=r"out-of-bounds.*reader\.metal:8, thread 7"):
+        reader.run()
+    wrong = Sample(body, reader.arrays, shapes, threads, threads, header=header.replace("x[i + 1]", "y[i]"))
+    with emulated_metal(), pytest.raises(KernelError, match=r"undeclared identifier 'y'.*reader\.metal:8"):
+        wrong.run()
+    barrier = "simdgroup_barrier(mem_flags::mem_none);"
+    branches = f"if (thread_position_in_grid.x < 3) {{\n{barrier}\n}} else {{\n{barrier}\n}}"
+    body = f'#line 40 "apart.metal"\n{branches}\no0[thread_position_in_grid.x] = 0;'
+    with emulated_metal(), pytest.raises(KernelError, match=r"\(apart.metal:41\).*\(apart.metal:43\), apart.metal:41"):
+        Sample(body, [], shapes, threads, threads).run()
+
+
 def test_gradients_through_custom_function():
     @mx.custom_function
     def function(x):

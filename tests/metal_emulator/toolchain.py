@@ -30,6 +30,9 @@ _WARNINGS = [
     "-Wvla",
     "-Wdouble-promotion",
     "-Wframe-larger-than=65536",
+    # MSL 3 is C++14; msl_rules.py says which warnings of these are errors.
+    "-Wc++20-extensions",
+    "-Wpre-c++17-compat",
 ]
 # Loads and stores call the runtime (hooks.h), undefined behaviour calls it too, counters record the executed lines.
 _CHECKS = [

@@ -2,133 +2,523 @@
 
 A threadgroup owns a few batch items of one direction and walks their steps with the recurrent weights in its registers.
 The products over all T * B rows stay MLX's own. h and gates are stored in the dtype of the arrays, c in float32;
-arithmetic is float32. All results are lazy, so the engine also runs inside `mx.compile` and exports. There is no
-projection here. Quantized recurrent weights stay packed, in registers as far as these go, but in matrices.
+arithmetic is float32. All results are lazy, so the engine also runs inside `mx.compile` and exports. It has no
+projection. Quantized recurrent weights stay quantized, in registers as far as these go, except in matrices.
 """
 
 from collections.abc import Collection
+from typing import NamedTuple
 
 import mlx.core as mx
 
-from ..cells import Cell, LSTMCell, RNNCell
+from ..cells import Cell, GRUCell, LSTMCell
 from ..directions import half
 from ..ops.packed import matrix, scales_of
 from ..ops.sweep import gradients_after_sweep
-from ..packing import is_packed
-from ..problem import Arrays, Problem
-from .fused_launches import fused_backward, fused_forward, fused_pack, fused_pack_words, tiling_of
-from .gradients import candidates, gradients_in_few_launches, is_plain, recurrent_input, takes_product
-from .inputs import constant, contiguous, project, takes_steps, whole_mask
-from .launch import kept
+from ..packing import Packing, field_of, is_packed
+from ..problem import Arrays, Cut, Problem
+from .kernel import (
+    STRUCTS,
+    Inputs,
+    Launch,
+    Outputs,
+    Template,
+    cached,
+    cell_number,
+    constant,
+    contiguous,
+    fields_of,
+    prepare,
+    struct_of,
+    whole_mask,
+)
+from .products import candidates, gradients_in_few_launches, is_plain, project, recurrent_input, takes_product
 
-FEWEST_CORES = 8
-"""Of the GPUs. Threadgroups beyond the cores wait for each other, so a launch of many has fewer steps."""
+SWEEPS = ("forward", "backward")
+
+# --- Sweeps ---
 
 
 def forward(problem: Problem, arrays: Arrays) -> Arrays:
-    """h [T, B, D H], gates [T, B, D G H], hT [B, D H], of an LSTM c [T, B, D H] and cT [B, D H] in float32; gates only
-    if the problem keeps them."""
-    dtype, Wh = arrays["x"].dtype, arrays["Wh"]
-    bare = bare_of(problem, arrays, dtype)
-    if bare.packing is not None:
-        packed = fused_pack_words(bare, Wh, *scales_of(arrays, "Wh", dtype))
+    """Return h [T, B, D H], gates [T, B, D G H], hT [B, D H], of an LSTM c [T, B, D H] and cT [B, D H] in float32;
+    gates only if the problem saves or returns them."""
+    dtype, mask = arrays["x"].dtype, whole_mask(problem, arrays)
+    sweep = forward_sweep(problem, dtype, tuple(arrays), mask is not None and mask.shape[0] > 1)
+    inputs: Inputs = {"mask": mask, "numbers": sweep.numbers}
+    for name in sweep.options:
+        inputs[name] = contiguous(arrays[name])
+    for name in ("h0", "c0", "lengths"):
+        if name in arrays:
+            inputs[name] = arrays[name]
+    inputs["z"] = project(problem, arrays, launches=len(sweep.parts))
+    if sweep.quantized:
+        scales, biases = scales_of(arrays, "Wh", dtype)
+        Wh = [arrays["Wh"], scales] if biases is None else [arrays["Wh"], scales, biases]
     elif problem.packing is not None and is_packed("Wh", arrays):
-        packed = fused_pack("forward", bare, matrix(problem.packing, arrays, "Wh", dtype))
+        Wh = [matrix(problem.packing, arrays, "Wh", dtype)]
     else:
-        packed = fused_pack("forward", bare, Wh)
-    fixed = options(problem, arrays) | {"packed": packed, "numbers": numbers(problem.cell)}
-    parts = launches(bare, takes_steps(fixed["mask"]))
-    fixed["z"] = project(problem, arrays, launches=len(parts))
-    last, pieces = {"hT": arrays.get("h0"), "cT": arrays.get("c0")}, []
-    for steps, sizes in parts:
-        piece = fused_forward(bare, fixed | {"h0": last["hT"], "c0": last.get("cT"), "sizes": sizes}, steps)
-        last = {name: piece.pop(name) for name in ("hT", "cT") if name in piece}
-        pieces.append(piece)
-    return join(problem, pieces) | last
+        Wh = [arrays["Wh"]]
+    inputs["arranged"] = sweep.arrange(inputs=Wh)[0]
+    return run(problem, sweep, inputs, {"hT": "h0", "cT": "c0"})
 
 
 def backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays) -> Arrays:
-    """The gradient of every array, from those of the outputs that have one (keys h, c, gates, hT, cT).
+    """Return the gradient of every array, from those of the outputs that have one (keys h, c, gates, hT, cT).
 
-    Gates that nobody kept are computed again.
+    Gates that were not saved are computed again.
     """
-    cell = problem.cell
-    if saved.get("gates") is None and not isinstance(cell, RNNCell):
+    cell, has_c = problem.cell, problem.cell.op == "lstm"
+    if saved.get("gates") is None and cell.op != "rnn":
         saved = forward(problem._replace(training=True), arrays)
-    bare = bare_of(problem)
-    keeps, first = ("c", "c0") if isinstance(cell, LSTMCell) else ("h", "h0")
-    few = is_plain(problem, arrays)
-    taken = recurrent_input(problem, arrays, saved["h"]) if few or takes_product(cell) else {}
-    sequences = {
-        "gates": None if isinstance(cell, RNNCell) else saved["gates"],
-        "states": saved[keeps],
-        "first": arrays.get(first),
-        "dh": cotangents.get("h"),
-        "beside": candidates(problem, arrays, taken["h_in"]) if takes_product(cell) else cotangents.get("c"),
-        "dgates": cotangents.get("gates"),
-    }
-    fixed = options(problem, arrays) | {"packed": fused_pack("backward", bare, arrays["Wh"])}
-    parts = launches(bare, takes_steps(fixed["mask"]))
-    fixed |= sequences if len(parts) == 1 else {name: contiguous(array) for name, array in sequences.items()}
-    last, pieces = {"dh0": cotangents.get("hT"), "dc0": cotangents.get("cT")}, []
-    for steps, sizes in reversed(parts):
-        after = {"dhT": last["dh0"], "dcT": last.get("dc0"), "sizes": sizes}
-        last = fused_backward(bare, fixed | after, steps, keeps_d=few and takes_product(cell))
-        pieces.append({name: last.pop(name) for name in ("dz", "d_out", "carry") if name in last})
-    sweep = join(problem, pieces[::-1]) | last
-    return (
-        gradients_in_few_launches(problem, arrays, sweep | taken)
-        if few
-        else gradients_after_sweep(problem, arrays, saved, sweep)
+    mask = whole_mask(problem, arrays)
+    differ = mask is not None and mask.shape[0] > 1
+    sweep = backward_sweep(problem, arrays["Wh"].dtype, tuple(arrays), differ, tuple(cotangents))
+    inputs: Inputs = {"mask": mask, "states": saved["c" if has_c else "h"]}
+    if cell.op != "rnn":
+        inputs["gates"] = saved["gates"]
+    for name in sweep.options:
+        inputs[name] = contiguous(arrays[name])
+    for name, array in (("lengths", "lengths"), ("states0", "c0" if has_c else "h0")):
+        if array in arrays:
+            inputs[name] = arrays[array]
+    for name in cotangents:
+        inputs[f"d{name}"] = cotangents[name]
+    operand: Arrays = {}
+    if sweep.few or sweep.takes_product:
+        operand = recurrent_input(problem, arrays, saved["h"], mask)
+    if sweep.takes_product:
+        inputs["q"] = candidates(problem, arrays, operand["h_in"])
+    if len(sweep.parts) > 1:
+        for name in ("gates", "states", "states0", "dh", "dc", "q", "dgates"):
+            if name in inputs:
+                inputs[name] = contiguous(inputs[name])
+    inputs["arranged"] = sweep.arrange(inputs=[arrays["Wh"]])[0]
+    results = run(problem, sweep, inputs, {"dh0": "dhT", "dc0": "dcT"})
+    if sweep.few:
+        return gradients_in_few_launches(problem, arrays, results | operand)
+    return gradients_after_sweep(problem, arrays, saved, results)
+
+
+class Part(NamedTuple):
+    """A launch of a sweep over some of its steps: `sizes` says which; the names of its inputs and outputs."""
+
+    launch: Launch
+    sizes: mx.array
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
+class Sweep(NamedTuple):
+    """What a sweep launches: `arrange` puts Wh in lane order, then the parts in the order of processing.
+
+    options: the arrays that the parts read as the caller passed them, in row order; numbers: an LSTM's forget bias and
+    limit; quantized: whether the parts read quantized weights; of a sweep backward, few: whether the gradients after it
+    take few launches; takes_product: whether it reads the candidate's recurrent product.
+    """
+
+    arrange: Launch
+    parts: tuple[Part, ...]
+    options: tuple[str, ...]
+    numbers: mx.array | None = None
+    quantized: bool = False
+    few: bool = False
+    takes_product: bool = False
+
+
+def run(problem: Problem, sweep: Sweep, inputs: Inputs, carried: dict[str, str]) -> Arrays:
+    """Launch the parts of a sweep and return its results. `carried`: the results that are inputs of the next part, and
+    under which names."""
+    pieces: list[Arrays] = []
+    for part in sweep.parts:
+        inputs["sizes"] = part.sizes
+        values = part.launch(inputs=[inputs[name] for name in part.inputs])
+        pieces.append(dict(zip(part.outputs, values, strict=True)))
+        for name, as_input in carried.items():
+            if name in part.outputs:
+                inputs[as_input] = pieces[-1][name]
+    results = pieces[-1]
+    if len(pieces) > 1:
+        in_order = pieces[::-1] if "dz" in results else pieces  # of the steps forward
+        for name in results:
+            if name not in carried:
+                results[name] = joined(problem, [piece[name] for piece in in_order])
+    return results
+
+
+def joined(problem: Problem, pieces: list[mx.array]) -> mx.array:
+    """Return a sequence from those of its parts, in the order of the steps forward. In a reverse direction that is not
+    the order of time."""
+    if problem.bidirectional:
+        forward, reverse = ([half(piece, d) for piece in pieces] for d in range(2))
+        return mx.concatenate([mx.concatenate(forward), mx.concatenate(reverse[::-1])], axis=-1)
+    return mx.concatenate(pieces[::-1] if problem.reverse else pieces)
+
+
+# --- Launches ---
+
+FEWEST_CORES = 8
+"""The GPU cores that at least are there. Threadgroups beyond them wait for each other, so a launch with many has fewer
+steps."""
+
+LANES = {"lstm": 4, "gru": 4, "rnn": 1}
+"""Lanes of a simdgroup that share a hidden unit; metal/fused_lstm.metal and so on say what each does."""
+
+VECTOR = "PackedVector<FIELD, GROUP, BIASED>"
+"""What the lanes of a sweep read quantized weights as."""
+
+LANE_FILES, QUANTIZED_FILES = ("fused_lanes",), ("quantized", "fused_quantized")
+"""The files of the product in lanes, and of quantized weights in it."""
+
+ARRANGE_FILES = ("fused_matrix", "fused_arrange")
+"""The files of the launches that arrange weights, for either product."""
+
+INPUTS = {
+    "forward": ("z", "h0", "c0", "arranged", "peephole", "bhn", "mask", "keep", "lengths", "sizes", "numbers"),
+    "backward": (
+        *("gates", "states", "states0", "arranged", "peephole", "bhn", "mask", "keep", "lengths"),
+        *("dh", "dc", "q", "dgates", "dhT", "dcT", "sizes"),
+    ),
+}
+"""The arrays that a sweep's shader may read, in the order of its fields."""
+
+
+@cached
+def forward_sweep(problem: Problem, dtype: mx.Dtype, names: tuple[str, ...], masks_differ: bool) -> Sweep:
+    """Return what the forward sweep launches for arrays of these names. masks_differ: whether each step has a mask of
+    its own."""
+    bare, has_c = readable(problem, names, dtype), problem.cell.op == "lstm"
+    there = {name: name in names for name in ("h0", "c0", "lengths")} | {"z": True, "arranged": True, "sizes": True}
+    there |= {"mask": "mask" in names or "keep" in names, "numbers": has_c}
+    present = {name for name in there if there[name]} | {*options_of(problem, names)}
+    later = present | ({"h0", "c0"} if has_c else {"h0"})
+    parts = tuple(
+        prepared_part("forward", bare, dtype, later if n else present, steps, sizes)
+        for n, (steps, sizes) in enumerate(division(bare, masks_differ))
     )
+    quantized = bare.packing is not None
+    arrange = arrange_quantized(bare, names, dtype) if quantized else arrange_launch("forward", bare, dtype)
+    return Sweep(arrange, parts, options_of(problem, names), numbers_of(problem.cell), quantized)
 
 
-def bare_of(problem: Problem, names: Collection[str] = (), dtype: mx.Dtype = mx.float32) -> Problem:
-    """What launches need to know of a problem, which are kept by it; forward with the `names` of its arrays. It has a
-    packing where they read packed weights. The product in matrices has floats, unpacked once: predicted to take half
-    to four fifths of the time. Not for 16 bits, which would round them."""
+@cached
+def backward_sweep(
+    problem: Problem, dtype: mx.Dtype, names: tuple[str, ...], masks_differ: bool, cotangents: tuple[str, ...]
+) -> Sweep:
+    """Return what the backward sweep launches for arrays and cotangents of these names."""
+    cell, has_c = problem.cell, problem.cell.op == "lstm"
+    few, product, bare = is_plain(problem, names), takes_product(cell), readable(problem)
+    there = {"states": True, "arranged": True, "sizes": True, "lengths": "lengths" in names, "q": product}
+    there |= {"mask": "mask" in names or "keep" in names, "gates": cell.op != "rnn"}
+    there |= {"states0": ("c0" if has_c else "h0") in names} | {f"d{name}": True for name in cotangents}
+    present = {name for name in there if there[name]} | {*options_of(problem, names)}
+    later = present | ({"dhT", "dcT"} if has_c else {"dhT"})
+    parts = tuple(
+        prepared_part("backward", bare, dtype, later if n else present, steps, sizes, saves_d=few and product)
+        for n, (steps, sizes) in enumerate(reversed(division(bare, masks_differ)))
+    )
+    arrange = arrange_launch("backward", bare, dtype)
+    return Sweep(arrange, parts, options_of(problem, names), few=few, takes_product=product)
+
+
+def options_of(problem: Problem, names: Collection[str]) -> tuple[str, ...]:
+    """Return which arrays of a call both sweeps read as they are. A plain cell has `keep` in the mask alone."""
+    options = ("peephole", "bhn") if problem.cell.op == "rnn" else ("peephole", "bhn", "keep")
+    return tuple(name for name in options if name in names)
+
+
+def readable(problem: Problem, names: Collection[str] = (), dtype: mx.Dtype = mx.float32) -> Problem:
+    """Return the problem with a packing only if the kernels of a forward sweep read quantized weights. The product in
+    matrices gets floats, dequantized once: predicted to take half to four fifths of the time. Not so for 16 bits, which
+    would round them."""
     if problem.packing is None:
         return problem
     bare = problem._replace(packing=None)
     if not is_packed("Wh", names) or (dtype == mx.float32 and tiling_of("forward", bare, dtype).matrices):
         return bare
-    return bare._replace(packing=problem.packing)
+    return problem
 
 
-def options(problem: Problem, arrays: Arrays) -> dict[str, mx.array | None]:
-    """What both sweeps read of the options."""
-    return {
-        "extra": contiguous(arrays.get("peephole", arrays.get("bhn"))),
-        "mask": whole_mask(problem, arrays),
-        "keep": None if problem.cell.op == "rnn" else contiguous(arrays.get("keep")),
-        "lengths": arrays.get("lengths"),
-    }
-
-
-def numbers(cell: Cell) -> mx.array | None:
-    """An LSTM's forget bias and limit."""
+def numbers_of(cell: Cell) -> mx.array | None:
+    """Return an LSTM's forget bias and limit."""
     return constant((cell.forget_bias, cell.cell_clip or 0.0), mx.float32) if isinstance(cell, LSTMCell) else None
 
 
-@kept
-def launches(problem: Problem, masks: bool) -> list[tuple[int, mx.array]]:
-    """Of every launch, in the order of processing: its steps, and what it is told of sizes; metal/fused.metal lists
-    them. Fewer than 8, for Metal's constant memory."""
+def division(problem: Problem, masks_differ: bool) -> list[tuple[int, mx.array]]:
+    """Return the number of steps and the sizes of every launch, in the order of processing; metal/fused.metal lists the
+    sizes. Fewer than 8, for Metal's constant memory."""
     T, B, D = problem.T, problem.B, problem.directions
     groups = D * B // tiling_of("forward", problem, mx.float32).rows
     steps = max(1, problem.limits.launch_steps // max(1, groups // FEWEST_CORES))
-    parts = [(start, min(start + steps, T)) for start in range(0, T, steps)]
-    return [(stop - start, mx.array((start, stop, T, B, D, problem.reverse, masks), mx.int32)) for start, stop in parts]
+    bounds = [(start, min(start + steps, T)) for start in range(0, T, steps)]
+    sizes = [(start, stop, T, B, D, problem.reverse, masks_differ) for start, stop in bounds]
+    return [(stop - start, mx.array(numbers, mx.int32)) for (start, stop), numbers in zip(bounds, sizes, strict=True)]
 
 
-def join(problem: Problem, parts: list[Arrays]) -> Arrays:
-    """Sequences out of the launches' parts of them, these in the order of processing."""
-    return parts[0] if len(parts) == 1 else {name: joined(problem, [part[name] for part in parts]) for name in parts[0]}
+def index_of(problem: Problem) -> mx.Dtype:
+    """Return the integer that counts the elements of a launch's arrays; those with all gates are the largest."""
+    elements = problem.T * problem.B * problem.directions * problem.cell.gates * problem.H
+    return mx.uint32 if elements < problem.limits.index else mx.uint64
 
 
-def joined(problem: Problem, pieces: list[mx.array]) -> mx.array:
-    """One sequence."""
-    if problem.bidirectional:
-        forward, reverse = ([half(piece, d) for piece in pieces] for d in range(2))
-        return mx.concatenate([mx.concatenate(forward), mx.concatenate(reverse[::-1])], axis=-1)
-    return mx.concatenate(pieces[::-1] if problem.reverse else pieces)
+def outputs_of(sweep: str, problem: Problem, dtype: mx.Dtype, keep: bool, steps: int, saves_d: bool) -> Outputs:
+    """Return the outputs of a sweep's shader, in the order of its fields; None for what it shall not write.
+
+    Backward saves_d asks for d_out [steps, B, D G H], dz as the recurrent product had it; with `keep` there is carry
+    [steps, B, D H], as in `engines.ops.sweep.sweep_backward`.
+    """
+    B, H, D, cell = problem.B, problem.H, problem.directions, problem.cell
+    wide, all_gates = (steps, B, D * H), ((steps, B, D * cell.gates * H), dtype)
+    h, c, has_c = ((B, D * H), dtype), ((B, D * H), mx.float32), "c" in cell.outputs
+    outputs: Outputs
+    if sweep == "backward":
+        carry = (wide, mx.float32) if keep else None
+        outputs = {"dz": all_gates, "d_out": all_gates if saves_d else None, "carry": carry}
+        return outputs | {"dh0": h, "dc0": c if has_c else None}
+    outputs = {"h": (wide, dtype), "c": (wide, mx.float32) if has_c else None}
+    outputs["gates"] = all_gates if problem.training or problem.return_gates else None
+    return outputs | {"hT": h, "cT": c if has_c else None}
+
+
+def prepared_part(
+    sweep: str,
+    problem: Problem,
+    dtype: mx.Dtype,
+    present: Collection[str],
+    steps: int,
+    sizes: mx.array,
+    *,
+    saves_d: bool = False,
+) -> Part:
+    """Return the launch of a sweep's shader over so many steps, with the inputs that are present."""
+    inputs = {name: name in present for name in INPUTS[sweep]}
+    outputs = outputs_of(sweep, problem, dtype, "keep" in present, steps, saves_d)
+    op, D, back = problem.cell.op, problem.directions, sweep == "backward"
+    tiling, quantized = tiling_of(sweep, problem, dtype, present), problem.packing is not None and not back
+    template: Template = {"OPTIONS": cell_number(problem.cell, "peephole" in present), "H": problem.H}
+    if tiling.matrices:
+        shader, element, files = f"fused_matrix_{sweep}", "float", ("fused_matrix",)
+        template |= {"RESIDENT": tiling.resident} | ({"VECTORS": tiling.vectors} if back else {})
+    else:
+        shader, element = f"fused_{sweep}", "vec<float, 4>"
+        files = (*LANE_FILES, *(QUANTIZED_FILES if quantized else ()), f"fused_{op}", shader)
+        template |= {"UNITS": tiling.units, "ROWS": tiling.rows, "RESIDENT": tiling.resident}
+    template |= {"Index": index_of(problem), "S": dtype}
+    arguments = [STRUCTS[op], *list(template)[1:]]
+    if not back and not tiling.matrices:
+        arguments.append(VECTOR if quantized else "vec<S, 4>")
+    if quantized:
+        template |= packing_template(problem)
+    written = [name for name, output in outputs.items() if output is not None]
+    body = struct_of(fields_of((*inputs, *outputs), {*present, *written}))
+    body += f"threadgroup {element} vectors[{tiling.bytes // (4 if tiling.matrices else 16)}];\n"
+    threads = "thread_position_in_threadgroup.x, threads_per_threadgroup.x"
+    threads += ", thread_index_in_simdgroup" if tiling.matrices else ""
+    body += f"{shader}<{', '.join(arguments)}>(a, vectors, threadgroup_position_in_grid.xy, {threads});"
+    groups = (-(-problem.B // tiling.rows), D)
+    shaders = ("arrays", "cell", f"cell_{op}", "fused", *files)
+    launch = prepare(f"{op}_{shader}", shaders, inputs, outputs, template, body, groups, tiling.threads)
+    return Part(launch, sizes, tuple(name for name in inputs if inputs[name]), tuple(written))
+
+
+def packing_template(problem: Problem) -> Template:
+    """Return how weights are quantized, as template numbers."""
+    packing = problem.packing or Packing(1, 32, "")
+    return {"FIELD": field_of(packing), "GROUP": packing.group_size, "BIASED": packing.mode == "affine"}
+
+
+def arrange(sweep: str, problem: Problem, Wh: mx.array) -> mx.array:
+    """Return Wh in lane order for a sweep, [D, simdgroups, vectors, 32, 4]; metal/fused_arrange.metal."""
+    return arrange_launch(sweep, problem, Wh.dtype)(inputs=[Wh])[0]
+
+
+@cached
+def arrange_launch(sweep: str, problem: Problem, dtype: mx.Dtype) -> Launch:
+    """Return the launch that arranges a sweep's weights."""
+    op, D, tiling = problem.cell.op, problem.directions, tiling_of(sweep, problem, dtype)
+    outputs: Outputs = {"arranged": ((D, tiling.threads // 32, tiling.weights, 32, 4), dtype)}
+    template: Template = {"OPTIONS": cell_number(problem.cell), "H": problem.H, "UNITS": tiling.units}
+    template |= {"COUNT": tiling.weights, "BACK": sweep == "backward", "MATRICES": tiling.matrices, "S": dtype}
+    body = struct_of({"Wh": "Wh", "arranged": "arranged"})
+    arguments = ", ".join([STRUCTS[op], *list(template)[1:]])
+    body += f"fused_arrange<{arguments}>(a, thread_position_in_grid.xy, threads_per_threadgroup.x);"
+    shaders = ("arrays", "cell", f"cell_{op}", "fused", *LANE_FILES, f"fused_{op}", *ARRANGE_FILES)
+    groups = (tiling.weights, D)
+    return prepare(f"{op}_fused_arrange", shaders, {"Wh": True}, outputs, template, body, groups, tiling.threads)
+
+
+@cached
+def arrange_quantized(problem: Problem, names: tuple[str, ...], dtype: mx.Dtype) -> Launch:
+    """Return the launch that arranges quantized weights, [D, simdgroups, vectors, 32, 4 words];
+    metal/fused_arrange_quantized.metal."""
+    op, D, tiling = problem.cell.op, problem.directions, tiling_of("forward", problem, dtype)
+    inputs = {"Wh": True, "Wh_scales": True, "Wh_biases": "Wh_biases" in names}
+    outputs: Outputs = {"arranged": ((D, tiling.threads // 32, tiling.weights, 32, 4), mx.uint32)}
+    template: Template = {"OPTIONS": cell_number(problem.cell), "H": problem.H, "UNITS": tiling.units}
+    template |= {"COUNT": tiling.weights, "BITS": problem.packing.bits if problem.packing else 32}
+    template |= packing_template(problem) | {"S": dtype}
+    present = [*(name for name in inputs if inputs[name]), "arranged"]
+    body = struct_of(fields_of((*inputs, "arranged"), present))
+    arguments = f"{STRUCTS[op]}, H, UNITS, COUNT, FIELD, {VECTOR}"
+    body += f"fused_arrange_quantized<{arguments}>(a, thread_position_in_grid.xy, threads_per_threadgroup.x);"
+    shaders = ("arrays", "cell", f"cell_{op}", "fused", *LANE_FILES, *QUANTIZED_FILES, f"fused_{op}", *ARRANGE_FILES)
+    name, groups = f"{op}_fused_arrange_quantized", (tiling.weights, D)
+    return prepare(name, shaders, inputs, outputs, template, body, groups, tiling.threads)
+
+
+# --- Tiling ---
+
+REGISTERS = {384: 128, 448: 116, 512: 104, 576: 92, 640: 80, 704: 72, 768: 68, 832: 60, 896: 56, 1024: 52}
+"""Registers of 32 bits that a thread can have, by the most threads of its threadgroup: published for the M1."""
+
+WORKING_REGISTERS = {
+    ("lstm", "forward"): {1: 44, 2: 64, 8: 60},
+    ("lstm", "backward"): {1: 44, 2: 64, 8: 64},
+    ("gru", "forward"): {1: 40, 2: 56, 4: 84, 8: 60},
+    ("gru", "backward"): {1: 52, 2: 72, 4: 108, 8: 64},
+    ("rnn", "forward"): {1: 36, 2: 56, 4: 92, 8: 56},
+    ("rnn", "backward"): {1: 44, 2: 60, 4: 92, 8: 56},
+}
+"""Registers that a thread needs besides its resident weights, by cell, sweep and batch rows of a threadgroup (8: in
+matrices): sums, operands, weights on their way, states, indices. From the machine code of Mesa's compiler for the M1:
+what remains at H = 96 to 256 with as many resident weights as it does not spill. Apple's compiler may differ."""
+
+PACKED_REGISTERS = {1: 12, 2: 20, 4: 40}
+"""Registers that it needs more if weights are quantized, by batch rows, likewise: numbers on their way, sums of x."""
+
+OPTION_REGISTERS = {"mask": 4, "keep": 4, "lengths": 8, "peephole": 4, "bhn": 4}
+"""Registers that it needs more for an input that may be absent, likewise."""
+
+MATRIX_BATCH = 65
+"""The smallest batch, of both directions together, for the form in 8 x 8 matrices. It needs 8 items per threadgroup, so
+smaller batches would leave GPU cores without work. From a model of the hardware, not measured."""
+
+THREADGROUP_BYTES = 32768
+"""Metal's limit."""
+
+
+class FusedTiling(NamedTuple):
+    """How `fused` cuts a problem.
+
+    matrices: whether it multiplies in 8 x 8 matrices.
+    units: hidden units that share lanes.
+    rows, threads: batch rows and threads of a threadgroup.
+    vectors, bytes: buffers of its rows' vectors, 2 if they alternate, and their bytes of threadgroup memory.
+    weights, resident: vectors of 4 weights of a lane, and how many of them stay in registers.
+    resident_part: resident / weights.
+    registers: of a thread.
+    """
+
+    matrices: bool
+    units: int
+    rows: int
+    threads: int
+    vectors: int
+    bytes: int
+    weights: int
+    resident: int
+    resident_part: float
+    registers: int
+
+
+def fused_tiling(
+    cell: Cell,
+    B: int,
+    H: int,
+    itemsize: int,
+    *,
+    backward: bool,
+    directions: int = 1,
+    more: int = 0,
+    cut: Cut | None = None,
+    packing: Packing | None = None,
+) -> FusedTiling:
+    """Return the tiling of one sweep. more: registers that its options need; cut: a measured choice; packing: how
+    quantized weights are packed, forward, where a vector is four words of them."""
+    lanes, gates = LANES[cell.op], cell.gates
+    sweep = "backward" if backward else "forward"
+    wanted = cut.rows if cut else rows_for(cell, B, H, directions)
+    matrices = wanted == 8 and fits_matrices(cell, H) and packing is None
+    # The length of each product of a step.
+    lengths = [H, 2 * H] if backward and two_products(cell) else [gates * H if backward else H]
+    if matrices:
+        units, rows, threads, piece, slots = 8, 8, 32 * -(-H // 8), 8, 1 if backward else gates
+        weights = -(-lengths[0] // 16) * slots
+    else:
+        units = 8 // lanes * (2 if backward and lanes > 1 else 1)
+        threads, piece = 32 * -(-(-(-H // units) * lanes * units) // 32), 4 * lanes * units
+        rows = rows_of(cell, sweep, min(wanted, 4), threads, packing is not None)
+        slots = units * (1 if backward else gates)
+        weights = slots * sum(-(-length // piece) for length in lengths)
+    if packing:
+        span, weights = packed_share(packing, H, lanes * units, slots)
+        lengths, itemsize = [span * lanes * units], 4
+        # Sums of a group besides those of all groups; what stays between two products.
+        more += slots * rows * (span > packing.group_size) + 8 * two_products(cell)
+    one = 4 * rows * piece * sum(-(-length // piece) for length in lengths)
+    vectors = 1 if len(lengths) > 1 or (matrices and backward and 2 * one > THREADGROUP_BYTES) else 2
+    # A vector of 4 weights takes as many registers as a weight has bytes.
+    working = working_registers(cell, sweep, rows, packing is not None) + more
+    resident = max(0, min(weights, (registers_of(threads) - working - (cut.spare if cut else 0)) // itemsize))
+    used = working + resident * itemsize
+    return FusedTiling(
+        matrices, units, rows, threads, vectors, vectors * one, weights, resident, resident / weights, used
+    )
+
+
+def packed_share(packing: Packing, H: int, lanes: int, slots: int) -> tuple[int, int]:
+    """Return a lane's share of rows of quantized weights that so many lanes share: the weights of each row, and the
+    vectors of all rows; metal/fused_quantized.metal has the same rule."""
+    span = max(8, 2 ** (-(-H // lanes) - 1).bit_length())
+    pieces = max(1, span // packing.group_size)
+    words = span * field_of(packing) // 32 + pieces * (2 if packing.mode == "affine" else 1)
+    return span, -(-slots * words // 4)
+
+
+def rows_for(cell: Cell, B: int, H: int, directions: int) -> int:
+    """Return the batch rows of a threadgroup, 8 in matrices. More rows share a stream of weights, as far as there are
+    items for all cores."""
+    matrices = directions * B >= MATRIX_BATCH and fits_matrices(cell, H)
+    return 8 if matrices else 1 if B <= 16 else 2 if B <= 64 else 4
+
+
+def rows_of(cell: Cell, sweep: str, wanted: int, threads: int, packed: bool) -> int:
+    """Return the batch rows of a threadgroup that multiplies in lanes: those wanted, as far as there are registers."""
+    most = registers_of(threads)
+    possible = [rows for rows in WORKING_REGISTERS[cell.op, sweep] if rows <= wanted]
+    return max(rows for rows in possible if rows == 1 or working_registers(cell, sweep, rows, packed) <= most)
+
+
+def working_registers(cell: Cell, sweep: str, rows: int, packed: bool) -> int:
+    """Return the registers that a thread needs besides its resident weights, without options."""
+    return WORKING_REGISTERS[cell.op, sweep][rows] + (PACKED_REGISTERS[rows] if packed else 0)
+
+
+def tiling_of(sweep: str, problem: Problem, dtype: mx.Dtype, names: Collection[str] = ()) -> FusedTiling:
+    """Return the tiling of a sweep of a problem; with the names of its inputs, as these need registers, that of the
+    very launch."""
+    more = sum(count for name, count in OPTION_REGISTERS.items() if name in names)
+    packing = problem.packing if sweep == "forward" else None
+    return fused_tiling(
+        *(problem.cell, problem.B, problem.H, dtype.size),
+        backward=sweep == "backward",
+        directions=problem.directions,
+        more=more,
+        cut=problem.cut,
+        packing=packing,
+    )
+
+
+def two_products(cell: Cell) -> bool:
+    """Return whether a step has two products, one after the other: a GRU whose reset comes before the candidate's."""
+    return isinstance(cell, GRUCell) and cell.reset == "before"
+
+
+def registers_of(threads: int) -> int:
+    """Return the registers that a thread can have in a threadgroup of so many threads."""
+    return REGISTERS[min(most for most in REGISTERS if most >= threads)]
+
+
+def fits_matrices(cell: Cell, H: int) -> bool:
+    """Return whether `fused` can multiply in matrices. A threadgroup has at most 32 simdgroups, of 8 units each; a GRU
+    whose reset comes before the candidate's product has two products per step, which only the product in lanes has."""
+    return H <= 256 and not two_products(cell)

@@ -1,167 +1,646 @@
 """Engine `stepwise`: the recurrence on the GPU, one launch of a Metal shader per time step and sweep.
 
-A launch computes the recurrent product and the cell of a step, of both directions where both run; a projection is one
-launch more. One launch at the end of a sweep lays the steps' results out in time. All else is as in `fused`.
+A launch computes the recurrent product and the cell of a step, of both directions if both run; a projection is one
+launch more. Each launch writes one row, an array of its own (`rows`); one launch at the end of a sweep lays the rows
+out in time. All else is as in `fused`.
 """
+
+from collections.abc import Callable, Collection
+from functools import cache
+from typing import NamedTuple
 
 import mlx.core as mx
 
+from ..cells import GRUCell, LSTMCell
 from ..ops.packed import scales_of
 from ..ops.sweep import gradients_after_sweep
 from ..packing import is_packed
 from ..problem import Arrays, Problem
-from . import stepwise_launches as kernels
-from .gradients import candidates, gradients_in_few_launches, is_plain, recurrent_input, takes_product
-from .inputs import constant, contiguous, project, takes_steps, whole_mask
-from .stepwise_rows import Rows
+from .kernel import (
+    STRUCTS,
+    Inputs,
+    Launch,
+    Outputs,
+    Template,
+    cached,
+    cell_number,
+    constant,
+    contiguous,
+    fields_of,
+    prepare,
+    struct_of,
+    whole_mask,
+)
+from .products import candidates, gradients_in_few_launches, is_plain, project, recurrent_input, takes_product
+from .rows import JOINED, LEFT, Join, Rows, starts_of
+
+# --- Sweeps ---
 
 
 def forward(problem: Problem, arrays: Arrays) -> Arrays:
-    """h [T, B, D P], gates [T, B, D G H], hT [B, D P]; of an LSTM c [T, B, D H], cT [B, D H], float32. Gates only if
-    the problem keeps them."""
-    T, _, H, P = problem[:4]
-    z = project(problem, arrays)
-    cell, Wp = problem.cell, contiguous(arrays.get("Wp"))
-    rows, projected = rows_of(problem, Wp)
-    mask = whole_mask(problem, arrays)
-    row = nothing(kernels.row_type(z.dtype))
-    fixed = options(problem, arrays) | {
-        "z": z,
-        "mask": mask,
-        "extra": contiguous(arrays.get("peephole", arrays.get("bhn"))),
-        "numbers": constant((cell.forget_bias, cell.cell_clip or 0.0), mx.float32) if cell.op == "lstm" else None,
-        "sizes": sizes(problem, mask, H, P),
-        **packed_parts(arrays, z.dtype),
-        "Wp": Wp,
-        "h_before": None if Wp is None else row,
-        "before": row,
-        "reset_row": row,
-    }
-    if kernels.resets_before(problem):
-        reset = kernels.stepwise_gru_reset(problem, fixed)
-        candidate = kernels.stepwise_gru_candidate(problem, fixed, rows)
+    """Return h [T, B, D P], gates [T, B, D G H], hT [B, D P]; of an LSTM c [T, B, D H], cT [B, D H], float32. Gates
+    only if the problem saves or returns them."""
+    T, H, P, cell, Wp = problem.T, problem.H, problem.P, problem.cell, arrays.get("Wp")
+    mask, z = whole_mask(problem, arrays), project(problem, arrays)
+    row = nothing(row_type(z.dtype))
+    inputs = options(problem, arrays, ("Wh", "Wp", "peephole", "bhn"))
+    inputs |= {"z": z, "mask": mask, "sizes": sizes(problem, mask, H, P), "before": row, "reset_row": row}
+    if isinstance(cell, LSTMCell):
+        inputs["numbers"] = constant((cell.forget_bias, cell.cell_clip or 0.0), mx.float32)
+    if problem.packing is not None:
+        inputs |= quantized_parts(arrays, z.dtype)
+    rows, projected = rows_of(problem, Wp is not None)
+    if resets_before(problem):
+        reset = each_step(gru_reset_kernel, problem, inputs)
+        candidate = each_step(gru_candidate_kernel, problem, inputs, rows)
         for n in range(T):
             row = candidate(n, before=row, reset_row=reset(n, before=row))
     elif Wp is None:
-        step = kernels.stepwise_forward(problem, fixed, rows)
+        step = each_step(forward_kernel, problem, inputs, rows)
         for n in range(T):
             row = step(n, before=row)
     else:
-        step, h = kernels.stepwise_forward(problem, fixed, rows), row
-        project_row = kernels.stepwise_project(problem, fixed | {"sizes": sizes(problem, mask, P, H)}, projected)
+        step, h = each_step(forward_kernel, problem, inputs | {"h_before": row}, rows), row
+        project_row = each_step(project_kernel, problem, inputs | {"sizes": sizes(problem, mask, P, H)}, projected)
         for n in range(T):
             row = step(n, before=row, h_before=h)
             h = project_row(n, before=row)
-    keeps_gates = problem.training or problem.return_gates
-    names = frozenset(name for name in cell.outputs if name != "gates" or keeps_gates)
     kinds = [(rows, H)] if Wp is None else [(rows, H), (projected, P)]
-    return kernels.stepwise_outputs(problem, fixed, kinds, names=names)
+    names = cell.outputs if problem.training or problem.return_gates else [n for n in cell.outputs if n != "gates"]
+    return after_sweep(outputs_launch, problem, inputs, kinds, frozenset(names))
 
 
 def backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays) -> Arrays:
-    """The gradient of every array, from those of the outputs that have one; gates that nobody kept computed again."""
+    """Return the gradient of every array, from those of the outputs that have one; gates that were not saved are
+    computed again."""
     if saved.get("gates") is None and problem.cell.op != "rnn":
         saved = forward(problem._replace(training=True), arrays)
-    few = is_plain(problem, arrays)
-    taken = recurrent_input(problem, arrays, saved["h"]) if few or takes_product(problem.cell) else {}
-    q = candidates(problem, arrays, taken["h_in"]) if takes_product(problem.cell) else None
-    sweep = sweep_backward(problem, arrays, saved, cotangents, q, wants_m=few and "Wp" in arrays)
+    few, product, mask = is_plain(problem, arrays), takes_product(problem.cell), whole_mask(problem, arrays)
+    operand: Arrays = {}
+    if few or product:
+        operand = recurrent_input(problem, arrays, saved["h"], mask)
+    q = candidates(problem, arrays, operand["h_in"]) if product else None
+    results = sweep_backward(problem, arrays, saved, cotangents, mask, q, wants_m=few and "Wp" in arrays)
     if few:
-        return gradients_in_few_launches(problem, arrays, sweep | taken)
-    return gradients_after_sweep(problem, arrays, saved, sweep)
+        return gradients_in_few_launches(problem, arrays, results | operand)
+    return gradients_after_sweep(problem, arrays, saved, results)
 
 
 def sweep_backward(
-    problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays, q: mx.array | None, *, wants_m: bool
+    problem: Problem,
+    arrays: Arrays,
+    saved: Arrays,
+    cotangents: Arrays,
+    mask: mx.array | None,
+    q: mx.array | None,
+    *,
+    wants_m: bool,
 ) -> Arrays:
-    """The steps in reverse: dz [T, B, D G H]; dh0 [B, D P] and dc0 [B, D H] if there is an h0, a c0; with a projection
-    dh [T, B, D P] and, if wanted, m [D, T, B, H], what it multiplied; of a GRU that resets after its product d_out
-    [T, B, D 3H], dz as that product had it."""
-    (T, B, H, P), D, cell = problem[:4], problem.directions, problem.cell
-    mask, d = whole_mask(problem, arrays), {name: contiguous(given) for name, given in cotangents.items()}
-    state = "c" if cell.op == "lstm" else "h"
-    row = nothing(kernels.row_type(arrays["Wh"].dtype))
-    before, projects = kernels.resets_before(problem), "Wp" in arrays
-    K = (2 if before else cell.gates) * H
-    fixed = options(problem, arrays) | {
-        "mask": mask,
-        "gates": contiguous(saved["gates"]) if cell.op != "rnn" else None,
-        "states": contiguous(saved[state]),
-        "q": q,
-        "extra": contiguous(arrays.get("peephole")),
-        "dc": d.get("c"),
-        "dgates": d.get("gates"),
-        "dcT": d.get("cT"),
-        "dh": d.get("h"),
-        "dhT": d.get("hT"),
-        "before": row,
-        "dh_now": None,
-        "weights": transposed(arrays["Wh"]),
-        "sizes": sizes(problem, mask, H, K),
-    }
-    fixed["states0"] = fixed[f"{state}0"]
-    rows, dh_rows = rows_of(problem, arrays.get("Wp"))
-    of_dh = fixed | {"sizes": sizes(problem, mask, P, K)}
+    """Return the results of the steps in reverse: dz [T, B, D G H]; dh0 [B, D P] and dc0 [B, D H] if there is an h0, a
+    c0; with a projection dh [T, B, D P] and, if wanted, m [D, T, B, H], what it multiplied; of a GRU that resets after
+    its product d_out [T, B, D 3H], dz as that product had it."""
+    T, B, H, P = problem[:4]
+    D, cell = problem.directions, problem.cell
+    state, before, projects = "c" if cell.op == "lstm" else "h", resets_before(problem), "Wp" in arrays
+    row, K = nothing(row_type(arrays["Wh"].dtype)), (2 if before else cell.gates) * H
+    inputs = options(problem, arrays, ("peephole",))
+    inputs |= {"mask": mask, "states": contiguous(saved[state]), "q": q, "before": row}
+    inputs |= {f"d{name}": contiguous(cotangents[name]) for name in cotangents}
+    inputs["gates"] = contiguous(saved["gates"]) if cell.op != "rnn" else None
+    inputs["states0"] = inputs.get(f"{state}0")
+    inputs |= {"weights": transposed(arrays["Wh"]), "sizes": sizes(problem, mask, H, K)}
+    of_dh = inputs | {"sizes": sizes(problem, mask, P, K)}
+    rows, dh_rows = rows_of(problem, projects)
     if before:
         gates = {gate: arrays["Wh"][..., cell.block(gate, H), :] for gate in "rzn"}
-        of_dh["weights"] = transposed(mx.concatenate([gates["r"], gates["z"]], axis=-2))
-        of_reset = fixed | {"weights": transposed(gates["n"]), "sizes": sizes(problem, mask, H, H), "now_row": row}
-        step = kernels.stepwise_backward(problem, fixed | {"weights": of_dh["weights"]})
-        reset = kernels.stepwise_gru_reset_backward(problem, of_reset, rows)
+        inputs["weights"] = of_dh["weights"] = transposed(mx.concatenate([gates["r"], gates["z"]], axis=-2))
+        of_reset = inputs | {"weights": transposed(gates["n"]), "sizes": sizes(problem, mask, H, H), "now_row": row}
+        step = each_step(backward_kernel, problem, inputs)
+        reset = each_step(gru_reset_backward_kernel, problem, of_reset, rows)
         for n in reversed(range(T)):
             row = reset(n, now_row=step(n, before=row))
     elif projects:
         of_m = {"weights": transposed(arrays["Wp"]), "sizes": sizes(problem, mask, H, P), "dh_now": row}
         of_m |= dict.fromkeys(("mask", "dh", "dhT"))
-        dh, step = kernels.stepwise_dh(problem, of_dh, dh_rows), kernels.stepwise_backward(problem, fixed | of_m, rows)
+        dh = each_step(dh_kernel, problem, of_dh, dh_rows)
+        step = each_step(backward_kernel, problem, inputs | of_m, rows)
         for n in reversed(range(T)):
             row = step(n, before=row, dh_now=dh(n, before=row))
     else:
-        step = kernels.stepwise_backward(problem, fixed, rows)
+        step = each_step(backward_kernel, problem, inputs, rows)
         for n in reversed(range(T)):
             row = step(n, before=row)
-    wanted = {"dc0": "c0" in arrays, "d_out": takes_product(cell), "m": wants_m, "carry": fixed["keep"] is not None}
+    wanted = {"dc0": "c0" in arrays, "d_out": takes_product(cell), "m": wants_m, "carry": "keep" in inputs}
     kinds = [(rows, H), (dh_rows, P)] if projects else [(rows, H)]
-    found = kernels.stepwise_gradients(problem, fixed, kinds, names=frozenset(name for name in wanted if wanted[name]))
+    results = after_sweep(gradients_launch, problem, inputs, kinds, frozenset(n for n in wanted if wanted[n]))
     if "h0" in arrays:
-        last = kernels.stepwise_dh(problem, of_dh | {"dh": None})
-        found["dh0"] = last(-1, before=row)[: B * D * P].reshape(B, D * P)
-    return found
+        last = each_step(dh_kernel, problem, of_dh | {"dh": None})
+        results["dh0"] = last(-1, before=row)[: B * D * P].reshape(B, D * P)
+    return results
 
 
-def rows_of(problem: Problem, Wp: mx.array | None) -> tuple[Rows, Rows]:
-    """Where the rows of a sweep's cells go, and those of what a projection makes or gets."""
-    left = problem.limits.rows_left if Wp is None else problem.limits.rows_left // 2
+def options(problem: Problem, arrays: Arrays, more: tuple[str, ...]) -> Inputs:
+    """Return what the launches of a sweep read as the caller passed it, in row order. A plain cell has `keep` in the
+    mask alone."""
+    names = ("h0", "c0", *more) if problem.cell.op == "rnn" else ("h0", "c0", "keep", *more)
+    inputs: Inputs = {"step": step_number(0), "lengths": arrays.get("lengths")}
+    for name in names:
+        if name in arrays:
+            inputs[name] = contiguous(arrays[name])
+    return inputs
+
+
+def rows_of(problem: Problem, projects: bool) -> tuple[Rows, Rows]:
+    """Return where the rows of a sweep's cells go, and those of what a projection makes or gets."""
+    left = problem.limits.rows_left // 2 if projects else problem.limits.rows_left
     return Rows(problem.T, left), Rows(problem.T, left)
 
 
-def options(problem: Problem, arrays: Arrays) -> dict[str, mx.array | None]:
-    """What both sweeps read."""
-    given = {name: contiguous(arrays.get(name)) for name in ("Wh", "h0", "c0")}
-    keep = None if problem.cell.op == "rnn" else contiguous(arrays.get("keep"))
-    return given | {"keep": keep, "lengths": arrays.get("lengths"), "step": kernels.step_number(0)}
-
-
-def packed_parts(arrays: Arrays, dtype: mx.Dtype) -> Arrays:
-    """What belongs to the packed ones of the weights that the steps read."""
-    found: dict[str, mx.array | None] = {}
+def quantized_parts(arrays: Arrays, dtype: mx.Dtype) -> Inputs:
+    """Return the scales and biases of the quantized weights that the steps read."""
+    parts: Inputs = {}
     for name in ("Wh", "Wp"):
         if is_packed(name, arrays):
-            found |= zip((f"{name}_scales", f"{name}_biases"), scales_of(arrays, name, dtype), strict=True)
-    return {name: contiguous(array) for name, array in found.items() if array is not None}
+            scales, biases = scales_of(arrays, name, dtype)
+            parts |= {f"{name}_scales": contiguous(scales), f"{name}_biases": contiguous(biases)}
+    return parts
 
 
 def sizes(problem: Problem, mask: mx.array | None, width: int, K: int) -> mx.array:
-    """What a launch is told of sizes; metal/stepwise.metal lists them. Fewer than 8, for Metal's constant memory."""
-    T, B, D = problem.T, problem.B, problem.directions
-    return constant((T, B, width, K, D, problem.reverse, takes_steps(mask)), mx.int32)
+    """Return what a launch is told of sizes; metal/stepwise.metal lists them. Fewer than 8, for Metal's constant
+    memory."""
+    differ = mask is not None and mask.shape[0] > 1
+    return constant((problem.T, problem.B, width, K, problem.directions, problem.reverse, differ), mx.int32)
 
 
 def nothing(dtype: mx.Dtype) -> mx.array:
-    """What stands for the row before the first, which is never read; made without a launch."""
+    """Return what stands for the row before the first, which is never read; made without a launch."""
     return constant((0,) * 8, dtype)
 
 
-def transposed(weights: mx.array) -> mx.array:
-    """[.., n, m] as [.., m, n]."""
+def transposed(weights: mx.array) -> mx.array | None:
+    """Return [.., n, m] as [.., m, n], in row order."""
     return contiguous(mx.swapaxes(weights, -1, -2))
+
+
+# --- Sizes ---
+
+UNITS = {"lstm": 8, "gru": 8, "rnn": 32}
+"""Hidden units of a threadgroup, forward."""
+
+SLICES = {8: 4, 16: 2}
+"""Simdgroups that share eight columns of the product in tiles, by the columns there are; as metal/stepwise_tiles.metal
+has it."""
+
+TILES = {8: ((8, 32), (8, 16), (8, 8)), 32: ((32, 32), (16, 32), (16, 16))}
+"""Rows and columns of a threadgroup's product in tiles if the cells need one column each, by `stepwise_rows`."""
+
+FEWEST_GROUPS = 32
+"""Threadgroups that are worth smaller ones: GPUs have 8 to 40 cores, and a product is a chain of loads, so that a core
+without work costs more than operands and weights that are read more often. Not measured."""
+
+
+def stepwise_rows(B: int) -> int:
+    """Return the batch rows of a threadgroup. Below 8 the product runs by lanes, else in 8 x 8 matrices."""
+    return 1 if B == 1 else 4 if B < 8 else 8 if B < 32 else 32
+
+
+def tile_of(problem: Problem, width: int) -> tuple[int, int]:
+    """Return rows and columns of a threadgroup's product of `width` columns, if the cells need one each: by lanes 8
+    columns, else the largest tile that makes enough threadgroups."""
+    rows = stepwise_rows(problem.B)
+    if rows < 8:
+        return rows, 8
+    tiles = TILES[rows]
+    groups = [-(-problem.B // high) * -(-width // wide) * problem.directions for high, wide in tiles]
+    return next((tile for tile, count in zip(tiles, groups, strict=True) if count >= FEWEST_GROUPS), tiles[-1])
+
+
+def index_bits(problem: Problem) -> int:
+    """Return the bits of an index: 64 if an array may have more elements than 32 bits count. With those a step takes
+    twice the instructions besides its product."""
+    width, gates = max(problem.H, problem.P), problem.cell.gates + 3  # a row of 16-bit numbers has two for a float
+    largest = problem.directions * gates * width * max(problem.T * problem.B, width)
+    return 32 if largest < problem.limits.index else 64
+
+
+def index_type(problem: Problem) -> str:
+    """Return Metal's type of an index."""
+    return "int" if index_bits(problem) == 32 else "long"
+
+
+def named(name: str, problem: Problem) -> str:
+    """Return a kernel's name, apart from that of the one with other indices."""
+    return name if index_bits(problem) == 32 else f"{name}__64"
+
+
+def row_type(dtype: mx.Dtype) -> mx.Dtype:
+    """Return the dtype of a row that holds floats and arrays of this dtype."""
+    return mx.float32 if dtype == mx.float32 else mx.uint16
+
+
+def row_length(problem: Problem, width: int, arrays: int, carries: bool, dtype: mx.Dtype) -> int:
+    """Return the numbers of a row: `arrays` arrays [B, D width], and one of floats if it carries something. 8 at least,
+    as Metal binds fewer in another address space."""
+    words = 4 // dtype.size if carries else 0
+    return max(8, problem.B * problem.directions * width * (arrays + words))
+
+
+def resets_before(problem: Problem) -> bool:
+    """Return whether a step is two launches: a GRU whose reset comes before the candidate's product."""
+    return isinstance(problem.cell, GRUCell) and problem.cell.reset == "before"
+
+
+# --- A launch of every step ---
+
+
+class StepKernel:
+    """A shader around a product, which writes an array of `output` numbers and their dtype; more threadgroups of it may
+    join arrays of earlier steps.
+
+    present: the names of the arrays that are there; fields: those that the shader may read; tile: rows and columns of a
+    threadgroup's product; units: how many there are, and how many a threadgroup has; saves: whether the row has the
+    gates, of a shader that asks for it; cell: whether the shader takes a cell.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        dtype: mx.Dtype,
+        present: Collection[str],
+        shader: str,
+        fields: str,
+        *,
+        tile: tuple[int, int],
+        units: tuple[int, int],
+        output: tuple[int, mx.Dtype],
+        saves: bool | None = None,
+        cell: bool = True,
+    ):
+        rows, columns = tile
+        self.problem: Problem = problem
+        self.name: str = shader if "gru" in shader else f"{problem.cell.op}_{shader}"
+        self.output: tuple[int, mx.Dtype] = output
+        self.inputs: dict[str, bool] = {field: field in present for field in fields.split()}
+        self.names: list[str] = [field for field, is_there in self.inputs.items() if is_there]
+        quantized, lanes = any(is_packed(field, present) for field in self.names), rows < 8
+        slices = 1 if lanes else SLICES.get(columns, 1)
+        self.threads: int = (64 if quantized else 256) if lanes else 4 * columns * slices
+        self.groups: tuple[int, ...] = -(-units[0] // units[1]), -(-problem.B // rows), problem.directions
+        product = "QuantizedByLanes" if lanes and quantized else "ByLanes" if lanes else "ByTiles"
+        arguments = ([STRUCTS[problem.cell.op]] if cell else []) + [f"{product}<ROWS, COLUMNS>"]
+        arguments += ["S"] if saves is None else ["SAVES", "S"]
+        self.template: Template = {"ROWS": rows, "COLUMNS": columns, "S": dtype, "X": row_type(dtype)}
+        if cell:
+            self.template["OPTIONS"] = cell_number(problem.cell, "peephole" in self.names)
+        if saves is not None:
+            self.template["SAVES"] = saves
+        if quantized and problem.packing:
+            self.template |= {"BITS": problem.packing.bits, "GROUP": problem.packing.group_size}
+        self.files: tuple[str, ...] = ("arrays", "cell", f"cell_{problem.cell.op}", "quantized", "stepwise")
+        self.files += ("stepwise_quantized",) if quantized else ()
+        self.files += ("stepwise_lanes", "stepwise_tiles", *SHADERS[shader], "stepwise_rows")
+        self.arrays: str = struct_of(fields_of((*self.inputs, "after"), {*self.names, "after"}))
+        self.arrays += f"threadgroup float sums[{slices * rows * columns}];\n"
+        self.arrays += f"threadgroup vec<float, 4> vectors[{1 if lanes else 9 * (rows + columns)}];\n"
+        self.arrays += "threadgroup float* tiles = (threadgroup float*)vectors;\n"
+        self.arrays += "uint3 group = threadgroup_position_in_grid;\n"
+        self.call: str = f"{shader}<{', '.join(arguments)}>(a, sums, tiles, group, {LANE});\n"
+        self.launch: Launch = self.prepare(self.name, self.arrays + self.call)
+        self.joins: dict[tuple[int, ...], tuple[Launch, list[mx.array]]] = {}
+
+    def prepare(
+        self, name: str, body: str, joined: int = 0, more_groups: int = 0, pieces: tuple[str, ...] = ()
+    ) -> Launch:
+        """Return a launch of the shader; joined: how many numbers it also joins of some pieces, with more groups."""
+        outputs: Outputs = {"after": ((self.output[0],), self.output[1])}
+        if joined:
+            outputs["joined"] = (joined,), self.output[1]
+        inputs = self.inputs | dict.fromkeys(pieces, True)
+        groups = self.groups[0] + more_groups, *self.groups[1:]
+        index, name = index_type(self.problem), named(name, self.problem)
+        return prepare(name, self.files, inputs, outputs, self.template, body, groups, self.threads, index)
+
+    def joining(self, steps: tuple[int, ...]) -> tuple[Launch, list[mx.array]]:
+        """Return the launch that also joins arrays of so many rows, and the sizes it is told."""
+        if steps not in self.joins:
+            self.joins[steps] = self.prepare_join(steps)
+        return self.joins[steps]
+
+    def prepare_join(self, steps: tuple[int, ...]) -> tuple[Launch, list[mx.array]]:
+        """Return `joining`, made."""
+        length, total = self.output[0], sum(steps)
+        more = max(1, min(64, length * total // (8 * self.threads)))
+        pieces = tuple(f"p{n}" for n in range(JOINED))
+        starts = constant(tuple(length * start for start in starts_of(steps, JOINED)), mx.int64)
+        first = constant((self.groups[0], self.threads, more * self.threads), mx.uint32)
+        join = struct_of({name: name for name in ("starts", "first", "joined")}, "Join", "join")
+        body = f"""{self.arrays}{join}if (group.x < first[0]) {self.call}else {{
+const Pieces<X> pieces = {{{{{", ".join(pieces)}}}}};
+stepwise_join(pieces, join, group, thread_index_in_threadgroup);
+}}"""
+        launch = self.prepare(f"{self.name}_joining", body, total * length, more, (*pieces, "starts", "first"))
+        return launch, [starts, first]
+
+
+SHADERS = {
+    "stepwise_forward": ("stepwise_forward",),
+    "stepwise_project": ("stepwise_forward",),
+    "stepwise_gru_reset": ("stepwise_forward", "stepwise_gru"),
+    "stepwise_gru_candidate": ("stepwise_forward", "stepwise_gru"),
+    "stepwise_backward": ("stepwise_backward",),
+    "stepwise_gru_reset_backward": ("stepwise_gru",),
+    "stepwise_dh": ("stepwise_backward",),
+}
+"""The files of each shader of a step, besides those that all have."""
+
+LANE = "simdgroup_index_in_threadgroup, thread_index_in_simdgroup"
+
+
+class StepLaunch:
+    """The launch of a kernel at every step of a sweep. The arrays it writes become rows of `rows`, some of which it
+    joins when that is due."""
+
+    def __init__(self, kernel: StepKernel, inputs: list[mx.array], rows: Rows | None = None):
+        self.kernel: StepKernel = kernel
+        self.rows: Rows | None = rows
+        self.places: dict[str, int] = {name: n for n, name in enumerate(kernel.names)}
+        self.inputs: list[mx.array] = inputs
+
+    def __call__(self, n: int, **changed: mx.array) -> mx.array:
+        """Return the array of step n; `changed`: the inputs that are not those of the step before."""
+        inputs, rows = self.inputs, self.rows
+        inputs[0] = step_number(n)
+        for name, array in changed.items():
+            inputs[self.places[name]] = array
+        if rows is None:
+            return self.kernel.launch(inputs=inputs)[0]
+        join = next(rows.joins)
+        row = self.kernel.launch(inputs=inputs)[0] if join is None else self.join(rows.pieces, join)
+        rows.pieces.append(row)
+        return row
+
+    def join(self, pieces: list[mx.array], join: Join) -> mx.array:
+        """Return the array of a step whose launch also makes one array of some pieces, and put that in their place."""
+        due = slice(join.first, join.first + len(join.steps))
+        arrays = pieces[due] + pieces[due.stop - 1 : due.stop] * (JOINED - len(join.steps))
+        launch, sizes = self.kernel.joining(join.steps)
+        row, *pieces[due] = launch(inputs=self.inputs + arrays + sizes)
+        return row
+
+
+@cache
+def step_number(n: int) -> mx.array:
+    """Return the number of a step, as its launch gets it."""
+    return mx.array(n, mx.int32)
+
+
+def there(inputs: Inputs) -> tuple[Arrays, mx.Dtype]:
+    """Return the inputs that are not absent, and the dtype of the arrays, which quantized weights do not have."""
+    present = {name: array for name, array in inputs.items() if array is not None}
+    return present, present["z" if "z" in present else "weights"].dtype
+
+
+Make = Callable[[Problem, mx.Dtype, tuple[str, ...], bool], StepKernel]
+
+
+def each_step(make: Make, problem: Problem, inputs: Inputs, rows: Rows | None = None) -> StepLaunch:
+    """Return what launches a kernel at every step, with these inputs; the arrays it writes become `rows`, if any."""
+    present, dtype = there(inputs)
+    kernel = make(problem, dtype, tuple(present), rows is not None)
+    return StepLaunch(kernel, [present[name] for name in kernel.names], rows)
+
+
+# The kernels of a step. Each function takes the problem, the dtype of the arrays, the names of the arrays that are
+# there (of which the shader's fields take those they need), and whether the arrays it writes become rows.
+
+
+@cached
+def forward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _: bool) -> StepKernel:
+    """Return the kernel of the row of each step; metal/stepwise_forward.metal has the inputs and what is in it."""
+    H, cell, units = problem.H, problem.cell, UNITS[problem.cell.op]
+    saves = problem.training or problem.return_gates
+    length = row_length(problem, H, 1 + cell.gates if saves else 1, "c" in cell.outputs, dtype)
+    return StepKernel(
+        *(problem, dtype, present, "stepwise_forward"),
+        "step z before h_before Wh Wh_scales Wh_biases h0 c0 peephole bhn mask keep lengths sizes numbers",
+        tile=(stepwise_rows(problem.B), units * cell.gates),
+        units=(H, units),
+        output=(length, row_type(dtype)),
+        saves=saves,
+    )
+
+
+@cached
+def gru_reset_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _: bool) -> StepKernel:
+    """Return the kernel of r * mask * h_before, r, z [3, B, D H] of each step, flat; metal/stepwise_gru.metal."""
+    return StepKernel(
+        *(problem, dtype, present, "stepwise_gru_reset"),
+        "step z before Wh Wh_scales Wh_biases h0 mask lengths sizes",
+        tile=(stepwise_rows(problem.B), 32),
+        units=(problem.H, 16),
+        output=(row_length(problem, problem.H, 3, False, dtype), dtype),
+    )
+
+
+@cached
+def gru_candidate_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _: bool) -> StepKernel:
+    """Return the kernel of the row of each step, from that of `gru_reset_kernel`; metal/stepwise_gru.metal."""
+    saves = problem.training or problem.return_gates
+    return StepKernel(
+        *(problem, dtype, present, "stepwise_gru_candidate"),
+        "step z before reset_row Wh Wh_scales Wh_biases h0 keep lengths sizes",
+        tile=(stepwise_rows(problem.B), 32),
+        units=(problem.H, 32),
+        output=(row_length(problem, problem.H, 4 if saves else 1, False, dtype), row_type(dtype)),
+        saves=saves,
+    )
+
+
+@cached
+def project_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _: bool) -> StepKernel:
+    """Return the kernel of a row with h [B, D P] of each step; metal/stepwise_forward.metal."""
+    tile = tile_of(problem, problem.P)
+    return StepKernel(
+        *(problem, dtype, present, "stepwise_project"),
+        "step before Wp Wp_scales Wp_biases sizes",
+        tile=tile,
+        units=(problem.P, tile[1]),
+        output=(row_length(problem, problem.P, 1, False, dtype), row_type(dtype)),
+        cell=False,
+    )
+
+
+@cached
+def backward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _: bool) -> StepKernel:
+    """Return the kernel of the row of each step backward; metal/stepwise_backward.metal has the inputs and what is in
+    it."""
+    tile, arrays = tile_of(problem, problem.H), problem.cell.gates + ("keep" in present)
+    return StepKernel(
+        *(problem, dtype, present, "stepwise_backward"),
+        "step before dh_now weights gates states states0 q peephole bhn mask keep lengths dh dc dgates dhT dcT sizes",
+        tile=tile,
+        units=(problem.H, tile[1]),
+        output=(row_length(problem, problem.H, arrays, problem.cell.op != "rnn", dtype), row_type(dtype)),
+    )
+
+
+@cached
+def gru_reset_backward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _: bool) -> StepKernel:
+    """Return the kernel of the row of each step backward, from that of `backward_kernel`; metal/stepwise_gru.metal."""
+    tile, arrays = tile_of(problem, problem.H), 3 + ("keep" in present)
+    return StepKernel(
+        *(problem, dtype, present, "stepwise_gru_reset_backward"),
+        "step now_row weights gates states states0 mask keep lengths sizes",
+        tile=tile,
+        units=(problem.H, tile[1]),
+        output=(row_length(problem, problem.H, arrays, True, dtype), row_type(dtype)),
+    )
+
+
+@cached
+def dh_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], has_rows: bool) -> StepKernel:
+    """Return the kernel of a row with dh_t [B, D P] of each step or, without rows, of dh0, flat;
+    metal/stepwise_backward.metal."""
+    tile = tile_of(problem, problem.P)
+    return StepKernel(
+        *(problem, dtype, present, "stepwise_dh"),
+        "step before weights gates mask lengths dh dhT sizes",
+        tile=tile,
+        units=(problem.P, tile[1]),
+        output=(row_length(problem, problem.P, 1, False, dtype), row_type(dtype) if has_rows else dtype),
+    )
+
+
+# --- The launch after a sweep ---
+
+Kind = tuple[Rows, int]
+"""Rows that hold the same, and the width of the units in them."""
+
+Layout = tuple[tuple[tuple[int, ...], int, int], ...]
+"""Of each kind of rows: how many are in each array, the numbers of one, the width of its units."""
+
+
+class Sequences(NamedTuple):
+    """A launch over the rows that a sweep left: the names of its inputs and outputs; what it is told of the rows."""
+
+    launch: Launch
+    inputs: list[str]
+    outputs: list[str]
+    sizes: list[mx.array]
+
+
+def after_sweep(
+    make: Callable[[Problem, mx.Dtype, tuple[str, ...], Layout, frozenset[str]], Sequences],
+    problem: Problem,
+    inputs: Inputs,
+    kinds: list[Kind],
+    names: frozenset[str],
+) -> Arrays:
+    """Return the results of a launch after a sweep over all kinds of rows: those in `names`."""
+    left: list[mx.array] = []
+    for rows, _ in kinds:
+        left += rows.pieces
+    layout = tuple([(rows.steps, rows.pieces[-1].size, width) for rows, width in kinds])
+    present, dtype = there(inputs)
+    sequences = make(problem, dtype, tuple(present), layout, names)
+    arrays = [present[name] for name in sequences.inputs] + left + left[-1:] * (LEFT - len(left)) + sequences.sizes
+    return dict(zip(sequences.outputs, sequences.launch(inputs=arrays), strict=True))
+
+
+def prepare_sequences(
+    name: str,
+    problem: Problem,
+    dtype: mx.Dtype,
+    layout: Layout,
+    inputs: dict[str, bool],
+    outputs: Outputs,
+    template: Template,
+    body: str,
+) -> Sequences:
+    """Return the launch of shaders over rows of all kinds, with a thread per item, unit, step and direction."""
+    starts = starts_of(sum((steps for steps, _, _ in layout), ()), LEFT)
+    numbers = [number for n, (_, size, width) in enumerate(layout) for number in (size, width, n * problem.T)]
+    sizes = {"starts": mx.array(starts, mx.int32), "kinds": mx.array(numbers, mx.int32)}
+    pieces = [f"piece{n}" for n in range(LEFT)]
+    body = f"const Rows<X> rows = {{{{{', '.join(pieces)}}}}};\n{body}"
+    template = template | {"S": dtype, "X": row_type(dtype)}
+    groups = -(-problem.B * max(width for _, _, width in layout) // 256), problem.T, problem.directions
+    shaders = ("arrays", "cell", f"cell_{problem.cell.op}", "stepwise", "stepwise_rows")
+    every = inputs | dict.fromkeys((*pieces, *sizes), True)
+    index = index_type(problem)
+    launch = prepare(named(name, problem), shaders, every, outputs, template, body, groups, 256, index)
+    written = [name for name, output in outputs.items() if output is not None]
+    given = [name for name, is_there in inputs.items() if is_there]
+    return Sequences(launch, given, written, list(sizes.values()))
+
+
+@cached
+def outputs_launch(
+    problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], layout: Layout, names: frozenset[str]
+) -> Sequences:
+    """Those of h, c, gates, hT, cT in `names`, out of the rows of a sweep: the cells' and, if it projects, h's."""
+    (T, B, H, P), D, gates = problem[:4], problem.directions, problem.cell.gates
+    shapes = {
+        "c": ((T, B, D * H), mx.float32),
+        "cT": ((B, D * H), mx.float32),
+        "h": ((T, B, D * P), dtype),
+        "hT": ((B, D * P), dtype),
+        "gates": ((T, B, D * gates * H), dtype),
+    }
+    outputs: Outputs = {name: shape if name in names else None for name, shape in shapes.items()}
+    template: Template = {"GATES": gates if "gates" in names else 0, "CARRIES": "c" in names}
+    inputs = {name: name in present for name in ("h0", "c0", "lengths", "sizes")}
+    fields = fields_of((*inputs, "starts", "kinds", *outputs), {*present, *names, "starts", "kinds"})
+    end = "thread_position_in_grid);\n"
+    if len(layout) == 1:
+        body = struct_of(fields) + f"stepwise_outputs<GATES, CARRIES, S>(rows, kinds, a, {end}"
+    else:
+        # Rows of the cells have all but h, rows of the projection nothing but h.
+        body = struct_of(fields | dict.fromkeys(("h0", "h", "hT"), "absent"))
+        body += struct_of(fields | dict.fromkeys(("c0", "c", "cT", "gates"), "absent"), "Projected", "projected")
+        body += f"stepwise_outputs<GATES, CARRIES, S>(rows, kinds, a, {end}"
+        body += f"stepwise_outputs<0, false, S>(rows, kinds + 3, projected, {end}"
+    name = f"{problem.cell.op}_stepwise_outputs" + "_projected" * (len(layout) > 1)
+    return prepare_sequences(name, problem, dtype, layout, inputs, outputs, template, body)
+
+
+@cached
+def gradients_launch(
+    problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], layout: Layout, names: frozenset[str]
+) -> Sequences:
+    """dz and those of dc0, d_out, carry in `names`, out of the rows of a sweep backward. If it projects also dh, of
+    rows of its own, and, if that is in `names`, m: what the projection multiplied."""
+    (T, B, H, P), D, cell, projects = problem[:4], problem.directions, problem.cell, len(layout) > 1
+    shapes = {
+        "dz": ((T, B, D * cell.gates * H), dtype),
+        "dc0": ((B, D * H), dtype),
+        "d_out": ((T, B, D * cell.gates * H), dtype),
+        "carry": ((T, B, D * H), dtype),
+        "dh": ((T, B, D * P), dtype),
+        "m": ((D, T, B, H), dtype),
+    }
+    names = names | {"dz"} | ({"dh"} if projects else frozenset())
+    outputs: Outputs = {name: shape if name in names else None for name, shape in shapes.items()}
+    read = (
+        {"lengths", "sizes"}
+        | ({"gates"} if names & {"d_out", "m"} else set())
+        | ({"states"} if "m" in names else set())
+    )
+    inputs = {name: name in read and name in present for name in ("gates", "states", "lengths", "sizes")}
+    candidate, reset = (cell.gate_order.index(gate) for gate in "nr") if "d_out" in names else (0, 0)
+    template: Template = {"GATES": cell.gates, "CANDIDATE": candidate, "RESET": reset}
+    template |= {"CARRIES": cell.op != "rnn"}
+    there = {*names, "starts", "kinds", *(name for name in inputs if inputs[name])}
+    fields = fields_of((*inputs, "starts", "kinds", *outputs), there)
+    start, end = "stepwise_gradients<{}>(rows, kinds", "thread_position_in_grid);\n"
+    body = struct_of(fields) + f"{start.format('GATES, CANDIDATE, RESET, CARRIES, S')}, a, {end}"
+    if projects:
+        # dh lies in rows of its own, as dz of a single gate.
+        of_dh = fields | dict.fromkeys(("gates", "dc0", "d_out", "carry", "m"), "absent") | {"dz": "dh"}
+        body += struct_of(of_dh, "Projected", "projected")
+        body += f"{start.format('1, 0, 0, false, S')} + 3, projected, {end}"
+    if "m" in names:
+        template |= {"OPTIONS": cell_number(cell)}
+        body += f"stepwise_projected<{STRUCTS[cell.op]}, S>(a, {end}"
+    return prepare_sequences(f"{cell.op}_stepwise_gradients", problem, dtype, layout, inputs, outputs, template, body)

@@ -25,7 +25,7 @@ def matrix(packing: Packing, arrays: Arrays, name: str, dtype: mx.Dtype) -> mx.a
 
 def judged(packing: Packing, arrays: Arrays, name: str) -> np.ndarray:
     """Return the matrix of one quantized weight as the oracle takes it, in float64. In mode "affine" it is complex: a
-    kernel may sum the parts of an element separately, as metal/packed.metal describes, and the imaginary part is the
+    kernel may sum the parts of an element separately, as metal/quantized.metal describes, and the imaginary part is the
     sum of their absolute values, from which the oracle derives its bound."""
     values = np.array(matrix(packing, arrays, name, mx.float32)).astype(np.float64)
     scales, biases = scales_of(arrays, name, mx.float32)

@@ -1,5 +1,16 @@
-// Runs the threads of one threadgroup: simdgroup by simdgroup until every lane waits at a threadgroup barrier or has
-// returned, then the barrier. Lanes that wait for different things are a divergence finding.
+// Runs the threads of one threadgroup on one CPU thread. Each Metal thread is a fiber with a stack of its own. A fiber
+// runs until it reaches a barrier or a simdgroup operation; there it calls `leave`, which stores what it waits for and
+// switches back to the stack of the scheduler.
+//
+// Three loops, one inside the other:
+//   run_threadgroup   runs every simdgroup, then lets all threads pass the threadgroup barrier; until all have returned.
+//   run_simdgroup     runs every lane, then completes the simdgroup operation the lanes wait for; until each lane waits at
+//                     a threadgroup barrier or has returned.
+//   next_ready        (fibers.h) gives the next lane of this pass that can run. A fiber that stops switches straight
+//                     to it, and only the last one returns to run_simdgroup.
+// Threads that wait at different places are reported as a divergence: on a GPU they would hang or compute nonsense.
+//
+// The order of the threads is an option (forward, reverse, random). A correct kernel gives the same bits in each.
 #pragma once
 #include "simdgroup.h"
 #include "memory.h"
@@ -9,6 +20,8 @@ static const char* state_name(State state) {
   return names[state];
 }
 
+// Called by the shim's threadgroup_barrier and simdgroup_barrier. `flags` are Metal's mem_flags (1: device memory, 2:
+// threadgroup memory), `line` is the caller's line: threads wait at the same barrier if kind, flags and line agree.
 EXPORT void emu_barrier(u32 threadgroup_wide, u32 flags, u32 line) {
   current->operation = 0;
   current->line = line;
@@ -16,6 +29,7 @@ EXPORT void emu_barrier(u32 threadgroup_wide, u32 flags, u32 line) {
   leave(threadgroup_wide ? kAtThreadgroupBarrier : kAtSimdgroupBarrier);
 }
 
+// Fills `items` with 0 ... count - 1 in the order asked for; kRandom shuffles them (Fisher-Yates).
 template <typename T>
 static void arrange(T* items, u32 count) {
   for (u32 i = 0; i < count; i++) items[i] = (T)(dispatch.order == kReverse ? count - 1 - i : i);
@@ -32,6 +46,7 @@ static bool waits_for_the_same(const Fiber* a, const Fiber* b) {
   return a->state == b->state && a->line == b->line && a->operation == b->operation && a->flags == b->flags;
 }
 
+// `key` and `other_key` identify the finding: add_finding returns null for one that is already reported.
 static void report_divergence(Fiber* fiber, u64 key, u64 other_key, const char* text, u32 other_thread) {
   Finding* finding = add_finding(kDivergence, key, other_key, "%s", text);
   if (!finding) return;
@@ -40,6 +55,7 @@ static void report_divergence(Fiber* fiber, u64 key, u64 other_key, const char* 
   finding->other_thread = other_thread;
 }
 
+// Reports the first lane of the simdgroup that waits for something else than `waiting` does.
 static void report_divergent_lanes(Fiber* waiting, u32 first, u32 end) {
   for (u32 i = first; i < end; i++) {
     Fiber* other = &fibers[i];
@@ -51,7 +67,8 @@ static void report_divergent_lanes(Fiber* waiting, u32 first, u32 end) {
   }
 }
 
-// Lets the lanes that wait for the same simdgroup operation or barrier as `waiting` go on.
+// Lets the lanes that wait for the same simdgroup operation or barrier as `waiting` go on. Metal requires all lanes that
+// have not returned to arrive; whoever is elsewhere is reported, and the operation is completed without it.
 static void release_lanes(Fiber* waiting, u32 first, u32 end) {
   u32 mask = 0, waits = 0, done = 0, elsewhere = 0;
   for (u32 i = first; i < end; i++) {
@@ -70,6 +87,8 @@ static void release_lanes(Fiber* waiting, u32 first, u32 end) {
   if (waiting->state == kAtSimdOperation) {
     complete_operation(waiting, mask);
   } else {
+    // An epoch counts the barriers that order this memory. The race check (checks.h) calls two accesses by different
+    // threads ordered only if their epochs differ, so a barrier without a memory's flag leaves its epoch as it is.
     counters.simdgroup_barriers++;
     if (waiting->flags & 2) dispatch.simd_epoch[kThreadgroupMemory][waiting->simdgroup]++;
     if (waiting->flags & 1) dispatch.simd_epoch[kDeviceMemory][waiting->simdgroup]++;
@@ -77,9 +96,12 @@ static void release_lanes(Fiber* waiting, u32 first, u32 end) {
   for (u32 i = first; i < end; i++) if (mask >> (i - first) & 1) fibers[i].state = kReady;
 }
 
+// Runs the lanes of a simdgroup until each waits at a threadgroup barrier or has returned.
 static void run_simdgroup(u32 simdgroup) {
+  // The last simdgroup may have fewer than 32 lanes.
   u32 first = simdgroup * kLanes, end = first + kLanes < dispatch.threads ? first + kLanes : dispatch.threads;
   for (;;) {
+    // One pass: each lane that can run does so, in a new order, up to its next barrier or operation.
     pass.first = first;
     pass.count = end - first;
     pass.next = 0;
@@ -88,6 +110,8 @@ static void run_simdgroup(u32 simdgroup) {
     if (current) emu_switch(&scheduler_stack, current->stack_pointer);
     current = nullptr;
     if (dispatch.aborted) return;
+    // The first lane that waits for its simdgroup decides what is completed next. If there is none, the simdgroup can
+    // do no more until the whole threadgroup arrives.
     Fiber* waiting = nullptr;
     for (u32 i = first; i < end && !waiting; i++)
       if (fibers[i].state == kAtSimdOperation || fibers[i].state == kAtSimdgroupBarrier) waiting = &fibers[i];
@@ -100,6 +124,7 @@ static void run_simdgroup(u32 simdgroup) {
 static bool pass_threadgroup_barrier() {
   Fiber *waiting = nullptr, *other = nullptr;
   u32 done = 0;
+  // `waiting` becomes the first thread at a barrier, `other` the first one at another barrier.
   for (u32 i = 0; i < dispatch.threads; i++) {
     Fiber* fiber = &fibers[i];
     if (fiber->state == kFinished) done++;
@@ -109,11 +134,12 @@ static bool pass_threadgroup_barrier() {
   if (!waiting) return false;
   char text[176];
   if (other) {
-    snprintf(text, sizeof text, "threads wait at different threadgroup barriers (lines %u and %u)", waiting->line, other->line);
+    snprintf(text, sizeof text, "threads wait at different threadgroup barriers (line %u and line %u)", waiting->line, other->line);
     report_divergence(waiting, (u64)waiting->line << 32 | other->line, 4, text, other->thread);
-    dispatch.aborted = 1;
+    dispatch.aborted = 1;  // no order of the two barriers is right
     return false;
   }
+  // Reported, but the others go on: one launch then shows all places where threads return too early.
   if (done) {
     snprintf(text, sizeof text, "%u of %u threads have returned before threadgroup_barrier", done, dispatch.threads);
     report_divergence(waiting, waiting->line, 3, text, kNobody);
@@ -125,6 +151,7 @@ static bool pass_threadgroup_barrier() {
   return true;
 }
 
+// Runs one threadgroup to its end. `edge_group` is its size, smaller than the others' at the edge of the grid.
 static void run_threadgroup() {
   dispatch.threads = dispatch.edge_group[0] * dispatch.edge_group[1] * dispatch.edge_group[2];
   dispatch.simdgroups = (dispatch.threads + kLanes - 1) / kLanes;
@@ -132,6 +159,8 @@ static void run_threadgroup() {
   counters.threads += dispatch.threads;
   group_serial++;
   group_bytes = 0;
+  // Epochs never go back: accesses of an earlier threadgroup have smaller epochs than all of this one, so the race check
+  // can tell them apart.
   for (int memory = 0; memory < kMemories; memory++) dispatch.group_epoch[memory] = ++dispatch.epoch[memory];
   for (u32 i = 0; i < dispatch.threads; i++) start_fiber(i);
   do {

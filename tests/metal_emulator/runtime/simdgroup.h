@@ -1,10 +1,10 @@
 // What lanes of a simdgroup exchange. A lane publishes up to 64 bytes in its slot and waits for the others; when all
-// have arrived the scheduler calls complete_operation, then every lane reads the slots it needs (shim/metal_simd.h).
+// have arrived the scheduler calls complete_operation, then every lane reads the slots it needs (shim/simd.h).
 // Slots are double buffered: a fast lane may publish the next value while a slow one still reads this one.
 #pragma once
 #include "findings.h"
 
-// Must match the values in ../shim/metal_simd.h and metal_matrix.h.
+// Must match the values in ../shim/simd.h and matrix.h.
 enum Operation { kFirstMatrixOperation = 100, kMatrixLoad = 100, kMatrixStore = 101, kMatrixMultiply = 102 };
 
 static u8 slots[kMaxSimdgroups][2][kLanes][kSlotBytes] __attribute__((aligned(64)));

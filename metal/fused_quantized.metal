@@ -1,8 +1,10 @@
-// Packed weights in the vectors of the kernel that runs a sequence forward, as fused_pack_words.metal lays them out.
+// Quantized weights in the lanes of the whole-sequence kernel forward, in the order that fused_arrange.metal
+// makes. quantized.metal says what the numbers are.
 //
-// An integer of up to 4 bits has a field of 4, another one of 8, so that eight fill FIELD / 4 words. Of every row a lane
-// has SPAN neighbours in PIECES pieces, each of one group of SIZE. In the order in which it needs them lie eight of every
-// slot, then those next to them, and behind a piece each slot's scale and, where BIASED, bias, as floats.
+// A lane has SPAN neighbours of every row instead of runs of 4, in PIECES pieces of one group of SIZE each. An integer
+// of up to 4 bits has a field of 4 bits, a larger one a field of 8; eight neighbours fill WORDS = FIELD / 4 words. The
+// lane's words in the order in which it needs them: eight weights of every slot, then the next eight of every slot;
+// behind each piece every slot's scale and, if BIASED, bias, as floats.
 
 template <int FIELD, int SIZE, bool BIASED>
 struct PackedVector {
@@ -27,39 +29,40 @@ struct LaneShare<PackedVector<FIELD, SIZE, BIASED>, LENGTH, GROUP, SLOTS> {
 };
 
 template <int RESIDENT, int FIELD, int SIZE, bool BIASED, int COUNT>
-void keep(
-    const device PackedVector<FIELD, SIZE, BIASED>* read, thread PackedVector<FIELD, SIZE, BIASED> (&kept)[COUNT]) {
+void load_resident(
+    const device PackedVector<FIELD, SIZE, BIASED>* streamed,
+    thread PackedVector<FIELD, SIZE, BIASED> (&resident)[COUNT]) {
 #pragma clang loop unroll(full)
-  for (int n = 0; n < RESIDENT; ++n) kept[n].words = read[32 * n].words;
+  for (int n = 0; n < RESIDENT; ++n) resident[n].words = streamed[32 * n].words;
 }
 
-// A lane's words, from the vector that it is at.
+// A lane's words: its vectors, and the one that was read last.
 template <class V>
 struct Words {
-  thread const V* kept;
-  const device V* read;
+  thread const V* resident;
+  const device V* streamed;
   uint4 words;
   int vector;
 };
 
-// One of them; a vector is read once for those that follow one another.
+// Return a word. Words that follow one another read their vector once.
 template <int RESIDENT, class V>
 uint word_at(thread Words<V>& lane, int word) {
   const int n = word / 4;
   if (n != lane.vector) {
-    if (n < RESIDENT) lane.words = lane.kept[n].words;
-    else lane.words = lane.read[32 * n].words;
+    if (n < RESIDENT) lane.words = lane.resident[n].words;
+    else lane.words = lane.streamed[32 * n].words;
   }
   lane.vector = n;
   return lane.words[word % 4];
 }
 
-// Whether there are biases, as packed.metal asks for it.
+// The type that tells quantized.metal whether there are biases.
 template <bool BIASED> struct Biases { using type = float; };
 template <> struct Biases<false> { using type = Absent; };
 
-// Adds to products[row][slot] eight weights of every slot, whose words begin with number `first`, times as many of x;
-// those to x_sums.
+// Add to products[row][slot] the products of eight weights of every slot with eight numbers of x, and to x_sums those
+// numbers. `first`: the first of the weights' words.
 template <int ROWS, int SLOTS, int GROUP, int PER, int WANTED, int RESIDENT, int STRIDE, int FIELD, int SIZE,
     bool BIASED>
 void add_eight(
@@ -88,15 +91,16 @@ void add_eight(
   }
 }
 
-// As add_product of fused.metal.
+// Does what add_product of fused_lanes.metal does, RUNS runs of 4 being a span: per piece the sums of numbers times x
+// and of x, which the group's scale and bias make products of weights.
 template <int ROWS, int SLOTS, int RUNS, int GROUP, int FROM, int PER, int WANTED, int RESIDENT, int STRIDE, int FIELD,
     int SIZE, bool BIASED>
 void add_product(
-    thread float (&sums)[ROWS][SLOTS], thread const PackedVector<FIELD, SIZE, BIASED>* kept,
-    const device PackedVector<FIELD, SIZE, BIASED>* read, threadgroup const float4* x) {
+    thread float (&sums)[ROWS][SLOTS], thread const PackedVector<FIELD, SIZE, BIASED>* resident,
+    const device PackedVector<FIELD, SIZE, BIASED>* streamed, threadgroup const float4* x) {
   using Share = LaneShare<PackedVector<FIELD, SIZE, BIASED>, 4 * GROUP * RUNS, GROUP, SLOTS>;
   constexpr int EIGHTS = Share::PIECE / 8, FACTORS = Share::FACTORS;
-  Words<PackedVector<FIELD, SIZE, BIASED>> lane = {kept, read, uint4(0), -1};
+  Words<PackedVector<FIELD, SIZE, BIASED>> lane = {resident, streamed, uint4(0), -1};
   const typename Biases<BIASED>::type biases = {};
 #pragma clang loop unroll(full)
   for (int piece = 0; piece < Share::PIECES; ++piece) {

@@ -1,0 +1,105 @@
+// Copies Wh [D, G H, H] into `arranged` [D, simdgroups, COUNT, 32 lanes, 4]: the order in which the lanes of the
+// whole-sequence kernels read their weights, with zeros as padding. A lane's vectors then lie at fixed distances, those
+// of neighbouring lanes side by side, and reading them takes neither guards nor addresses. Runs once per sweep; one
+// thread per vector, in the order of `arranged`.
+
+// Return weight k of those that a unit's product sums, 0 for padding. Forward: number k of row `unit` of H-block
+// `block` of Wh. BACK: number k of column `unit`, of the rows that `block` names: an H-block, all rows, or all but
+// those of the candidate, the last gate.
+constant constexpr int ALL = -1, BUT_CANDIDATE = -2;
+template <class Cell, int H, bool BACK, class W>
+float weight_of(W Wh, int unit, int block, int k) {
+  constexpr int GATES = Cell::GATES;
+  const int candidate = Cell::block(GATES - 1) * H;
+  const int length = !BACK || block >= 0 ? H : block == ALL ? GATES * H : (GATES - 1) * H;
+  if (unit >= H || k >= length) return 0.0f;
+  if (!BACK) return float(Wh[(block * H + unit) * H + k]);
+  const int row = block >= 0 ? block * H + k : block == BUT_CANDIDATE && k >= candidate ? k + H : k;
+  return float(Wh[row * H + unit]);
+}
+
+// Find whose weights a vector of lane `index` has in the product in lanes (fused_lanes.metal): the unit, the block and
+// the first k. A vector is a run of 4 of a row; a run's rows follow one another, slot by slot: first those of the
+// lane's own unit, then those of others (unit = slot ^ own). Of two products backward the candidate's is the first.
+template <class Cell, int H, int UNITS, bool BACK>
+void place_in_lanes(int index, int vector, thread int& unit, thread int& block, thread int& k) {
+  constexpr int LANES = Lanes<Cell>::LANES, GROUP = LANES * UNITS, PER = BACK ? 1 : int(Cell::GATES);
+  constexpr int FIRST = RUNS_OF<H, GROUP>;
+  const int s = index % GROUP, slot = vector % (UNITS * PER), run = vector / (UNITS * PER);
+  unit = index / GROUP * UNITS + ((slot / PER) ^ (s / LANES));
+  block = BACK ? int(ALL) : Lanes<Cell>::slot_block(slot % PER, s % LANES);
+  k = 4 * (s + GROUP * run);
+  if constexpr (BACK && Lanes<Cell>::TWO_PRODUCTS != 0) {
+    block = run < FIRST ? Cell::block(Cell::GATES - 1) : int(BUT_CANDIDATE);
+    k -= run < FIRST ? 0 : 4 * GROUP * FIRST;
+  }
+}
+
+// The same in the product in 8 x 8 matrices (fused_matrix.metal): a vector is the lane's two numbers of a matrix and
+// the two of the next one, which lie 8 further.
+template <class Cell, bool BACK>
+void place_in_matrices(int index, int vector, thread int& unit, thread int& block, thread int& k) {
+  constexpr int PER = BACK ? 1 : int(Cell::GATES);
+  unit = index / 32 * 8 + row_of(index % 32);
+  block = BACK ? int(ALL) : Cell::block(vector % PER);
+  k = 16 * (vector / PER) + column_of(index % 32);
+}
+
+template <class Cell, int H, int UNITS, int COUNT, bool BACK, bool MATRICES, class S, class Arrays>
+void fused_arrange(thread const Arrays& a, uint2 place, uint threads) {
+  const int index = int(place.x) / (32 * COUNT) * 32 + int(place.x) % 32, vector = int(place.x) / 32 % COUNT;
+  int unit, block, k;
+  if (MATRICES) place_in_matrices<Cell, BACK>(index, vector, unit, block, k);
+  else place_in_lanes<Cell, H, UNITS, BACK>(index, vector, unit, block, k);
+  for (int n = 0; n < 4; ++n) {
+    const int at = k + (MATRICES && n > 1 ? n + 6 : n);
+    a.arranged[4 * (long(place.y) * (COUNT * threads) + place.x) + n] =
+        S(weight_of<Cell, H, BACK>(a.Wh + long(place.y) * (Cell::GATES * H * H), unit, block, at));
+  }
+}
+
+// --- Quantized weights ---
+//
+// In the order that fused_quantized.metal describes, for the sweep forward. Padding rows and columns are zeros; what
+// fills a lane's last vector nobody reads.
+
+// Return the BITS bits of number k of a row.
+template <int BITS>
+uint bits_of(const device uint* words, int k) {
+  const int word = k * BITS / 32, shift = k * BITS % 32;
+  uint bits = words[word] >> shift;
+  if (shift + BITS > 32) bits |= words[word + 1] << (32 - shift);
+  return bits & ((1u << BITS) - 1);
+}
+
+// Return word `number` of lane `index`: weights in fields of FIELD bits, or a scale or bias as a float.
+template <class Cell, int H, int UNITS, class V, int FIELD, int BITS, int SIZE, class A, class B>
+uint word_of_lane(Packed<BITS, SIZE, A, B> Wh, long direction, int index, int number) {
+  constexpr int GATES = Cell::GATES, GROUP = Lanes<Cell>::LANES * UNITS, SLOTS = UNITS * GATES, PER_WORD = 32 / FIELD;
+  using Share = LaneShare<V, H, GROUP, SLOTS>;
+  // A piece is OF_WEIGHTS words of weights, then each slot's factors: so factor < 0 says that the word is of weights.
+  const int piece = number / Share::EACH, place = number % Share::EACH, factor = place - int(Share::OF_WEIGHTS);
+  const int slot = factor < 0 ? place / Share::WORDS % SLOTS : factor / Share::FACTORS;
+  int unit, block, k;
+  place_in_lanes<Cell, H, UNITS, false>(index, slot, unit, block, k);
+  k = index % GROUP * Share::SPAN + piece * Share::PIECE;
+  if (factor < 0) k += place / (Share::WORDS * SLOTS) * 8 + place % Share::WORDS * PER_WORD;
+  if (unit >= H || k >= H) return 0;
+  const long row = (direction * GATES + block) * H + unit, group = row * (H / SIZE) + k / SIZE;
+  if (factor >= 0) {
+    const bool is_scale = factor % Share::FACTORS == 0;
+    return as_type<uint>(is_scale ? scale_of<SIZE>(Wh.scales[group]) : value_at(Wh.biases, group, 0.0f));
+  }
+  uint word = 0;
+  for (int n = 0; n < PER_WORD; ++n) word |= bits_of<BITS>(Wh.words + row * (H * BITS / 32), k + n) << (FIELD * n);
+  return word;
+}
+
+// Copies quantized Wh into `arranged` [D, simdgroups, COUNT, 32 lanes, 4 words].
+template <class Cell, int H, int UNITS, int COUNT, int FIELD, class V, class Arrays>
+void fused_arrange_quantized(thread const Arrays& a, uint2 place, uint threads) {
+  const int index = int(place.x) / (32 * COUNT) * 32 + int(place.x) % 32, vector = int(place.x) / 32 % COUNT;
+  for (int n = 0; n < 4; ++n)
+    a.arranged[4 * (long(place.y) * (COUNT * threads) + place.x) + n] = word_of_lane<Cell, H, UNITS, V, FIELD>(
+        a.Wh, long(place.y), index, 4 * vector + n);
+}

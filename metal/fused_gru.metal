@@ -1,0 +1,60 @@
+// The GRU in lanes: four to a unit. Lanes 0, 1, 2 have the gates r, z, n; lane 2 has h. Backward lane 3 has the
+// gradient of the candidate's recurrent product, which is not that of n's preactivation.
+template <int OPTIONS>
+struct Lanes<GRUCell<OPTIONS>> {
+  using Cell = GRUCell<OPTIONS>;
+  enum { LANES = 4, WRITER = 2, TWO_PRODUCTS = Cell::RESETS_BEFORE, FIRST = TWO_PRODUCTS ? 3 : 7 };
+
+  static constexpr int gate_block(int lane) { return lane <= Cell::GATE_N ? Cell::block(lane) : -1; }
+  static constexpr int operand_block(int lane) {
+    return lane == Cell::GATE_N ? -1 : Cell::block(lane > Cell::GATE_N ? int(Cell::GATE_N) : lane);
+  }
+  static constexpr int slot_block(int n, int) { return Cell::block(n); }
+
+  // Return bhn [D H] of the unit, in all its lanes.
+  template <class Arrays>
+  static float constant_of(thread const Arrays& a, int direction, int, int H, int unit) {
+    return value_at(a.bhn, long(direction) * H + unit, 0.0f);
+  }
+
+  // Sum over the lanes of a unit. Out in slot 0 the sum of r in lanes 0 and 2, that of z in lanes 1 and 3; in slot 2
+  // that of n, in all lanes.
+  template <int WANTED>
+  static void sum_of_unit(thread float* slots, int lane) {
+    if constexpr ((WANTED & 1) != 0) {
+      const float r = slots[0], z = slots[1];
+      const float mine = (lane & 1) ? z : r, given = (lane & 1) ? r : z;
+      slots[0] = mine + simd_shuffle_xor(given, 1);
+      slots[0] += simd_shuffle_xor(slots[0], 2);
+    }
+    if (WANTED & 4) slots[2] = sum_over_lanes<LANES>(slots[2]);
+  }
+
+  // Compute a step and return h, in lane 2. y: in the lane's z, out its gate; bhn: the unit's. Lane 2 computes r's
+  // activation a second time, as lane 0 does, and takes r and z from the lanes at 2 and at 3.
+  static float forward(
+      int gate, float bhn, float, float, float h_prev, thread const float* sums, thread float&, thread float& y) {
+    const float a = y + sums[0];
+    const float own = activate_own<OPTIONS, 2>(gate & 1, a);
+    const float r = simd_shuffle_xor(own, 2), z = simd_shuffle_xor(own, 3);
+    const float n = Cell::candidate(y, r, sums[2] + bhn);
+    y = gate == Cell::GATE_N ? n : own;
+    return Cell::state(z, n, h_prev);
+  }
+
+  // Compute a step in reverse, every lane all of it. y: the lane's gate; q: the candidate's recurrent product; dh: in
+  // the gradient of h, out what of it reaches h_prev past the products; d: in the gradient that the gate has from
+  // outside, out that of its preactivation, in lane 3 that of the candidate's product. Where the reset comes before,
+  // the gradient of r waits for that product.
+  static void backward(
+      int gate, float y, float, float h_prev, float q, float, thread float& dh, thread float&, thread float& d) {
+    const float r = of_lane<LANES>(y, Cell::GATE_R), z = of_lane<LANES>(y, Cell::GATE_Z);
+    const float n = of_lane<LANES>(y, Cell::GATE_N);
+    const float dz_n = Cell::candidate_backward(z, n, dh, of_lane<LANES>(d, Cell::GATE_N));
+    const float dz_z = Cell::update_backward(z, n, h_prev, dh, d);
+    const float dz_r = Cell::RESETS_BEFORE ? d : Cell::reset_backward(r, d + dz_n * q);
+    const float of_product = Cell::RESETS_BEFORE ? dz_n : dz_n * r;
+    d = gate == Cell::GATE_R ? dz_r : gate == Cell::GATE_Z ? dz_z : gate == Cell::GATE_N ? dz_n : of_product;
+    dh = Cell::past_products(z, dh);
+  }
+};

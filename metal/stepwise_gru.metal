@@ -1,0 +1,101 @@
+// The GRU whose reset comes before the candidate's product: a step is two launches, forward and backward.
+
+// First launch forward: r, z, and r * mask * h_before.
+//   reset_row  [3, B, D H]: r * mask * h_before, r, z; written as `after`
+// The other arrays are those of stepwise_forward.metal.
+template <class Cell, class Product, class S, class Arrays>
+void stepwise_gru_reset(
+    thread const Arrays& a, threadgroup float* sums, threadgroup float* tiles, uint3 group, int simdgroup, int lane) {
+  constexpr int ROWS = Product::ROWS, COLUMNS = Product::COLUMNS, UNITS = COLUMNS / 2;
+  const Step s = step_of(a.step, a.sizes, group.z);
+  const int B = s.B, H = s.H, b0 = int(group.y) * ROWS, j0 = int(group.x) * UNITS;
+  const Index units = Index(B) * s.D * H;
+  const Previous<S, Arrays> x = {(const device S*)a.before, &a, &s};
+  const Block own = {b0, j0, simdgroup, lane, sums, tiles};
+  Product::template product<Cell, 0, UNITS, 1>(x, rows_from(a.Wh, Index(3) * s.d * H, H), B, H, H, own);
+  for (int cell = 32 * simdgroup + lane; cell < ROWS * UNITS; cell += Product::THREADS) {
+    const int r = cell / UNITS, b = b0 + r, j = j0 + cell % UNITS;
+    if (b >= B || j >= H) continue;
+    const Index at = place(s, 0, b, H) + j;
+    float y[2];
+    for (int gate = Cell::GATE_R; gate < Cell::GATE_N; ++gate) {
+      const float of_input = float(a.z[place(s, s.t, b, 3 * H) + Cell::block(gate) * H + j]);
+      y[gate] = activate(Cell::activation(gate), of_input + sums[r * COLUMNS + gate * UNITS + cell % UNITS]);
+      a.after[(1 + gate) * units + at] = S(y[gate]);
+    }
+    float h[1];
+    PreviousRow<S, Arrays> row;
+    find_row(x, b, 0, row);
+    operands_at<1>(row, j, h);
+    a.after[at] = S(y[Cell::GATE_R] * h[0]);
+  }
+  pad_row(a.after, 3 * units, group, 32 * simdgroup + lane);
+}
+
+// Second launch forward: n and h. `after` and the other arrays are those of stepwise_forward.metal.
+template <class Cell, class Product, bool SAVES, class S, class Arrays>
+void stepwise_gru_candidate(
+    thread const Arrays& a, threadgroup float* sums, threadgroup float* tiles, uint3 group, int simdgroup, int lane) {
+  constexpr int ROWS = Product::ROWS, COLUMNS = Product::COLUMNS, N = Cell::GATE_N;
+  const Step s = step_of(a.step, a.sizes, group.z);
+  const int B = s.B, H = s.H, b0 = int(group.y) * ROWS, j0 = int(group.x) * COLUMNS;
+  const Index units = Index(B) * s.D * H;
+  const Items<S> x = items_of(s, a.reset_row, H);
+  const Block own = {b0, j0, simdgroup, lane, sums, tiles};
+  device S* arrays = (device S*)a.after;
+  Product::template product<Cell, N, COLUMNS, 1>(x, rows_from(a.Wh, Index(3) * s.d * H, H), B, H, H, own);
+  for (int cell = 32 * simdgroup + lane; cell < ROWS * COLUMNS; cell += Product::THREADS) {
+    const int b = b0 + cell / COLUMNS, j = j0 + cell % COLUMNS;
+    if (b >= B || j >= H) continue;
+    const int length = value_at(a.lengths, b, s.T);
+    const bool live = s.t < length;
+    const Index at = place(s, 0, b, H) + j;
+    const float last = is_first(s, length) ? value_at(a.h0, at, 0.0f) : float(((const device S*)a.before)[at]);
+    const float h = last * value_at(a.keep, place(s, s.t, b, 1), 1.0f);
+    float y[3] = {float(a.reset_row[units + at]), float(a.reset_row[2 * units + at]), 0.0f};
+    const float of_input = float(a.z[place(s, s.t, b, 3 * H) + Cell::block(N) * H + j]);
+    y[N] = Cell::candidate(of_input, y[Cell::GATE_R], sums[cell]);
+    arrays[at] = S(live ? Cell::state(y[Cell::GATE_Z], y[N], h) : 0.0f);
+    for (int gate = 0; SAVES && gate < 3; ++gate)
+      arrays[units + place(s, 0, b, 3 * H) + Cell::block(gate) * H + j] = S(live ? y[gate] : 0.0f);
+  }
+  pad_row(a.after, units * (SAVES ? 4 : 1), group, 32 * simdgroup + lane);
+}
+
+// Second launch backward: the gradient of r, and of h_before through the candidate's product.
+//   now_row  the row that stepwise_backward wrote for this step; `after`: the same with these two in it
+//   weights  [D, H, H], the transposed Wh of the candidate
+// What stands behind dz where there is `keep` is copied. The other arrays are those of stepwise_backward.metal.
+template <class Cell, class Product, class S, class Arrays>
+void stepwise_gru_reset_backward(
+    thread const Arrays& a, threadgroup float* sums, threadgroup float* tiles, uint3 group, int simdgroup, int lane) {
+  constexpr int ROWS = Product::ROWS, COLUMNS = Product::COLUMNS, R = Cell::GATE_R;
+  const Step s = step_of(a.step, a.sizes, group.z);
+  const int B = s.B, H = s.H, b0 = int(group.y) * ROWS, j0 = int(group.x) * COLUMNS;
+  const Index units = Index(B) * s.D * H, start = carried<S, true>(units);
+  const device S* dz = (const device S*)a.now_row + start;
+  const Items<S> x = items_of(s, dz + Cell::block(Cell::GATE_N) * H, 3 * H);
+  const Block own = {b0, j0, simdgroup, lane, sums, tiles};
+  Product::template product<OneBlock, 0, COLUMNS, 1>(x, a.weights + Index(s.d) * H * H, B, H, H, own);
+  for (int cell = 32 * simdgroup + lane; cell < ROWS * COLUMNS; cell += Product::THREADS) {
+    const int b = b0 + cell / COLUMNS, j = j0 + cell % COLUMNS;
+    if (b >= B || j >= H) continue;
+    const int length = value_at(a.lengths, b, s.T), block = Cell::block(R) * H + j;
+    const Index at = place(s, 0, b, H) + j, gates_at = place(s, 0, b, 3 * H);
+    float carry = carry_at(a.now_row, at), dr = float(dz[gates_at + block]);
+    if (s.t < length) {
+      const Index previous = place(s, s.reverse ? s.t + 1 : s.t - 1, b, H) + j;
+      const float h = is_first(s, length) ? value_at(a.states0, at, 0.0f) : float(a.states[previous]);
+      const float r = float(a.gates[place(s, s.t, b, 3 * H) + block]), m = mask_at(s, a.mask, s.t, b, j, H);
+      dr = Cell::reset_backward(r, dr + sums[cell] * h * m);
+      carry += sums[cell] * r * m;
+    }
+    set_carry(a.after, at, carry);
+    if (is_present(a.keep)) ((device S*)a.after)[start + 3 * units + at] = dz[3 * units + at];
+    for (int gate = 0; gate < 3; ++gate) {
+      const Index gate_at = gates_at + Cell::block(gate) * H + j;
+      ((device S*)a.after)[start + gate_at] = gate == R ? S(dr) : dz[gate_at];
+    }
+  }
+  pad_row(a.after, start + (is_present(a.keep) ? 4 : 3) * units, group, 32 * simdgroup + lane);
+}

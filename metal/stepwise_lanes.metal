@@ -1,0 +1,79 @@
+// The recurrent product of a step for few batch rows: a matrix-vector product per row, bound by the stream of weights.
+//
+//   sums[r, n] = sum over k of x(b0 + r, k) weights[row(n), k]
+//   row(n) = Gates::block(FIRST + n / UNITS) H + j0 + n % UNITS
+//
+//   x        what find_row(x, b, segment, row) finds a row of operands in: the numbers of batch row b in one of
+//            SEGMENTS equal parts of K
+//   weights  [., K], H rows per gate
+//   sums     [ROWS, COLUMNS], in threadgroup memory; a barrier at the end stands between the writes of the simdgroups
+//            and the reads of the cells
+// Each of the 8 simdgroups computes every eighth column for all rows. Its lanes split K, four numbers at a time, and
+// add up at the end. Rows and units past the end are those before it again, which nobody reads.
+
+// Multiply N numbers of every row with as many of every column; both move on by `step`.
+template <int N, int ROWS, int OWN, class R, class C>
+void accumulate(thread R (&rows)[ROWS], thread C (&columns)[OWN], int step, thread float (&partial)[OWN][ROWS]) {
+  float operands[ROWS][N], w[OWN][N];
+#pragma clang loop unroll(full)
+  for (int n = 0; n < OWN; ++n) {
+    operands_at<N>(columns[n], 0, w[n]);
+    move(columns[n], step);
+  }
+#pragma clang loop unroll(full)
+  for (int r = 0; r < ROWS; ++r) {
+    operands_at<N>(rows[r], 0, operands[r]);
+    move(rows[r], step);
+  }
+#pragma clang loop unroll(full)
+  for (int part = 0; part < OWN * ROWS * N; ++part) {
+    const int e = part / (OWN * ROWS), n = part / ROWS % OWN, r = part % ROWS;
+    partial[n][r] += operands[r][e] * w[n][e];
+  }
+}
+
+// Multiply every row with every column, from number k on to `length`.
+template <int ROWS, int OWN, class R, class W>
+void add_products(
+    thread R (&rows)[ROWS], thread ItemsRow<W> (&columns)[OWN], int k, int length, thread float (&partial)[OWN][ROWS]) {
+  // Whole vectors of 4, 32 lanes side by side; then, in one lane, the numbers that fill no vector.
+  for (; k + 3 < length; k += 128) accumulate<4>(rows, columns, 128, partial);
+  for (; k < length; ++k) accumulate<1>(rows, columns, 1, partial);
+}
+
+template <int HEIGHT, int WIDTH>
+struct ByLanes {
+  enum { ROWS = HEIGHT, COLUMNS = WIDTH, THREADS = 256 };
+
+  template <class Gates, int FIRST, int UNITS, int SEGMENTS, class X, class W>
+  static void product(thread const X& x, W weights, int B, int H, int K, thread const Block& block) {
+    constexpr int OWN = COLUMNS / 8, AT_ONCE = Columns<W>::AT_ONCE;
+    const int b0 = block.b0, j0 = block.j0, simdgroup = block.simdgroup, lane = block.lane;
+    float partial[OWN][ROWS];
+    typename X::Row rows[ROWS];
+    typename Columns<W>::Row columns[OWN];
+#pragma clang loop unroll(full)
+    for (int part = 0; part < OWN * ROWS; ++part) partial[part / ROWS][part % ROWS] = 0.0f;
+    for (int segment = 0; segment < SEGMENTS; ++segment) {
+      const int length = K / SEGMENTS;
+#pragma clang loop unroll(full)
+      for (int n = 0; n < OWN; ++n) {
+        const int gate = Gates::block(FIRST + 8 * n / UNITS), unit = min(j0 + 8 * n % UNITS + simdgroup, H - 1);
+        find_column(weights, Index(gate) * H + unit, K, segment * length, AT_ONCE * lane, lane, columns[n]);
+      }
+#pragma clang loop unroll(full)
+      for (int r = 0; r < ROWS; ++r) {
+        find_row(x, min(b0 + r, B - 1), segment, rows[r]);
+        move(rows[r], AT_ONCE * lane);
+      }
+      add_products(rows, columns, AT_ONCE * lane, length, partial);
+    }
+#pragma clang loop unroll(full)
+    for (int part = 0; part < OWN * ROWS; ++part) {
+      const int n = part / ROWS, r = part % ROWS;
+      const float sum = simd_sum(partial[n][r]);
+      if (lane == 0) block.sums[r * COLUMNS + simdgroup + 8 * n] = sum;
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+  }
+};

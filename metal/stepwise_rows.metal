@@ -1,0 +1,123 @@
+// What becomes of the rows that the launches of a sweep write: joined on the way, laid out in time at the end. No
+// barriers: each thread reads and writes numbers of its own.
+
+// --- Joins ---
+//
+// Rows of several launches become one array on the way: a launch in a later step copies them, beside its own work.
+//
+//   pieces  arrays of one or more rows
+//   starts  the number of `joined` at which each begins, and where the last one ends
+//   first   the first threadgroup along x that joins; threads of a threadgroup, and of all threadgroups that join
+template <class X>
+struct Pieces {
+  const device X* rows[8];
+};
+
+template <class X, class Arrays>
+void stepwise_join(thread const Pieces<X>& pieces, thread const Arrays& a, uint3 group, uint thread_index) {
+  if (group.y + group.z > 0) return;
+  const uint own = (group.x - a.first[0]) * a.first[1] + thread_index;
+  for (int n = 0; n < 8; ++n)
+    for (long k = a.starts[n] + own; k < a.starts[n + 1]; k += a.first[2])
+      a.joined[k] = pieces.rows[n][k - a.starts[n]];
+}
+
+// --- The launch after a sweep ---
+//
+// The rows become sequences. Thread (k, n, d) has unit k % width of item k / width in the row of step n, direction d.
+//
+//   rows    what is left of the rows at the end, in the order of the launches: up to 20 arrays of one or more rows
+//   starts  at which row each array begins, and where the last one ends
+//   kind    of rows: how many numbers each has, the width of its units, and which row is the first of the kind. With a
+//           projection there are two kinds: the cells' rows, then those with h, or dh
+template <class X>
+struct Rows {
+  const device X* pieces[20];
+};
+
+// Return row m of its kind.
+template <class X>
+const device X* row_of(thread const Rows<X>& rows, const device int* starts, const constant int* kind, int m) {
+  const device X* piece = rows.pieces[0];
+  int first = 0;
+  m += kind[2];
+#pragma clang loop unroll(full)
+  for (int n = 1; n < 20; ++n) {
+    const int start = starts[n];
+    if (start <= m) {
+      piece = rows.pieces[n];
+      first = start;
+    }
+  }
+  return piece + (m - first) * Index(kind[0]);
+}
+
+// The outputs of a sweep forward; stepwise_forward.metal has the arrays. hT, cT are those of an item's last step, h0
+// and c0 where it has none. Any output may be absent. A projection's h is in rows of their own, with neither GATES nor
+// a carry.
+template <int GATES, bool CARRIES, class S, class X, class Arrays>
+void stepwise_outputs(
+    thread const Rows<X>& rows, const constant int* kind, thread const Arrays& a, uint3 thread_index) {
+  const Step s = step_of(int(thread_index.y), a.sizes, thread_index.z);
+  const int width = kind[1], b = int(thread_index.x) / width, j = int(thread_index.x) % width;
+  if (b >= s.B) return;
+  const Index units = Index(s.B) * s.D * width, at = place(s, 0, b, width) + j, now = place(s, s.t, b, width) + j;
+  const int steps = value_at(a.lengths, b, s.T);
+  const bool ends = steps == 0 ? s.n == 0 : s.t == (s.reverse ? 0 : steps - 1);
+  const device X* row = row_of(rows, a.starts, kind, s.n);
+  const device S* arrays = (const device S*)row + carried<S, CARRIES>(units);
+  if constexpr (CARRIES) {
+    const float carry = carry_at(row, at);
+    store(a.c, now, carry);
+    if (ends) store(a.cT, at, steps == 0 ? value_at(a.c0, at, 0.0f) : carry);
+  }
+  const float output = float(arrays[at]);
+  store(a.h, now, output);
+  if (ends) store(a.hT, at, steps == 0 ? value_at(a.h0, at, 0.0f) : output);
+  for (int gate = 0; gate < GATES; ++gate)
+    store(a.gates, place(s, s.t, b, GATES * width) + gate * width + j,
+        float(arrays[units + place(s, 0, b, GATES * width) + gate * width + j]));
+}
+
+// Set array[index] to what a row carries there, unless the array is absent.
+template <class X> void store_carry(Absent, Index, const device X*) {}
+template <class A, class X>
+void store_carry(device A* array, Index index, const device X* row) { array[index] = A(carry_at(row, index)); }
+
+// The results of a sweep backward: dz [T, B, D G width], 0 past an item's end, and dc0 [B, D width], what an LSTM
+// carries past an item's first step. d_out is dz as a GRU's recurrent products have it: that of the candidate, the gate
+// at block CANDIDATE, times r, the gate at block RESET. carry [T, B, D width] is what stands behind dz. These three may
+// be absent. dh of a projection is in rows of their own, as dz of a single gate.
+template <int GATES, int CANDIDATE, int RESET, bool CARRIES, class S, class X, class Arrays>
+void stepwise_gradients(
+    thread const Rows<X>& rows, const constant int* kind, thread const Arrays& a, uint3 thread_index) {
+  const Step s = step_of(int(thread_index.y), a.sizes, thread_index.z);
+  const int width = kind[1], b = int(thread_index.x) / width, j = int(thread_index.x) % width;
+  if (b >= s.B) return;
+  const Index units = Index(s.B) * s.D * width, at = place(s, 0, b, width) + j;
+  const device X* row = row_of(rows, a.starts, kind, s.T - 1 - s.n);
+  const device S* arrays = (const device S*)row + carried<S, CARRIES>(units);
+  const bool live = s.t < value_at(a.lengths, b, s.T);
+  if constexpr (CARRIES)
+    if (s.n == 0) store_carry(a.dc0, at, row);
+  if (is_present(a.carry)) store(a.carry, place(s, s.t, b, width) + j, live ? float(arrays[GATES * units + at]) : 0.0f);
+  for (int gate = 0; gate < GATES; ++gate) {
+    const Index block = gate * width + j, now = place(s, s.t, b, GATES * width);
+    const S dz = live ? arrays[place(s, 0, b, GATES * width) + block] : S(0.0f);
+    const float r = live && gate == CANDIDATE ? value_at(a.gates, now + RESET * width + j, 1.0f) : 1.0f;
+    a.dz[now + block] = dz;
+    store(a.d_out, now + block, r * float(dz));
+  }
+}
+
+// What a projection multiplied at every step, m = o * s_output(c) [D, T, B, H]; 0 past an item's end. Reads gates
+// [T, B, D 4H] and c [T, B, D H], as `states`.
+template <class Cell, class S, class Arrays>
+void stepwise_projected(thread const Arrays& a, uint3 thread_index) {
+  const Step s = step_of(int(thread_index.y), a.sizes, thread_index.z);
+  const int b = int(thread_index.x) / s.H, j = int(thread_index.x) % s.H;
+  if (b >= s.B) return;
+  const float o = float(a.gates[place(s, s.t, b, 4 * s.H) + Cell::block(Cell::GATE_O) * s.H + j]);
+  const float output = activate(Cell::activation(Cell::OUTPUT), a.states[place(s, s.t, b, s.H) + j]);
+  a.m[((Index(s.d) * s.T + s.t) * s.B + b) * s.H + j] = S(s.t < value_at(a.lengths, b, s.T) ? o * output : 0.0f);
+}

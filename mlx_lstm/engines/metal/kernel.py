@@ -1,0 +1,280 @@
+"""How a Metal kernel gets its text, its arrays and its launches. The only place that calls `metal_kernel`.
+
+A kernel's text is the shader files it needs and a body: the template's numbers, the struct of its arrays, one call of a
+shader. It is built at its first launch and cached. MLX writes and hashes the whole text at every call; that takes 2 to
+3 us, hardly more for 20 KB than for 50 B.
+"""
+
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import cache, lru_cache, partial
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar, cast
+
+import mlx.core as mx
+
+from ..cells import Cell, GRUCell, LSTMCell, known
+from ..packing import is_packed
+from ..problem import Arrays, Problem
+
+Inputs = dict[str, "mx.array | None"]
+"""The inputs of kernels by their names; None, like a missing name, for an array that is absent."""
+
+Outputs = dict[str, tuple[tuple[int, ...], mx.Dtype] | None]
+"""The shape and dtype of each output of a shader; None for one that it shall not write."""
+
+Template = dict[str, int | bool | mx.Dtype]
+"""The numbers and types that a body declares by name, for the shader's template arguments."""
+
+Launch = Callable[..., list[mx.array]]
+"""Called with `inputs`, a list of arrays, it returns the list of outputs."""
+
+# --- Caches ---
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+_clear_caches: list[Callable[[], None]] = []
+
+
+def cached(function: Function) -> Function:
+    """Cache what a function builds, until `forget`."""
+    with_cache = lru_cache(maxsize=1024)(function)
+    _clear_caches.append(with_cache.cache_clear)
+    return cast(Function, with_cache)
+
+
+def forget() -> None:
+    """Let all kernels be built again. A kernel built in an emulator evaluates its inputs, one built by MLX cannot run
+    in an emulator."""
+    for clear in _clear_caches:
+        clear()
+
+
+# --- Arrays as kernels read them ---
+
+
+@lru_cache(1024)
+def constant(numbers: tuple[float, ...], dtype: mx.Dtype) -> mx.array:
+    """Return an array of a few numbers, made once."""
+    return mx.array(numbers, dtype)
+
+
+def contiguous(array: mx.array | None) -> mx.array | None:
+    """Return the array in row order. MLX copies what is not, for every launch that reads it; so this copies it once for
+    several launches, and an array of one launch needs nothing. (`mx.contiguous` cannot be exported.)"""
+    return None if array is None else array.reshape(-1).reshape(array.shape)
+
+
+def whole_mask(problem: Problem, arrays: Arrays) -> mx.array | None:
+    """Return the factor on h as it enters the recurrent product, mask times `keep`: [T, B, D P], or [1, B, D P] if all
+    steps share it. None if there is neither."""
+    mask, keep = arrays.get("mask"), arrays.get("keep")
+    if keep is not None:
+        keep = mx.repeat(keep, problem.P, axis=-1)
+        mask = keep if mask is None else keep * mask
+    if mask is None:
+        return None
+    steps = mask.shape[0] if mask.ndim == 3 else 1
+    return contiguous(mx.broadcast_to(mask, (steps, problem.B, problem.directions * problem.P)))
+
+
+# --- Texts ---
+
+
+def shader_folder() -> Path:
+    """Return metal/, which lies in the package of a wheel and beside the package of a checkout."""
+    packaged = files("mlx_lstm") / "metal"
+    return packaged if isinstance(packaged, Path) and packaged.is_dir() else Path(__file__).parents[3] / "metal"
+
+
+@cache
+def shader_file(name: str) -> str:
+    """Return the text of a file of metal/."""
+    return (shader_folder() / f"{name}.metal").read_text(encoding="ascii")
+
+
+class Definition(NamedTuple):
+    """A top-level part of a shader file, without comments and indentation: the line it begins at, the names that it
+    defines, all words in it."""
+
+    file: str
+    line: int
+    text: str
+    names: frozenset[str]
+    words: frozenset[str]
+
+
+DEFINED = re.compile(r"\b(?:struct|enum|using)\s+(\w+)|\bconstexpr\s+\w+\s+(\w+)|\b(\w+)\(")
+"""What a definition defines: a type, a constant, or a function. In the text outside of braces."""
+
+
+@lru_cache(512)
+def definitions(file: str, text: str) -> list[Definition]:
+    """Return the top-level definitions of a shader file: what stands between blank lines outside of braces."""
+    found: list[Definition] = []
+    lines = [line.strip() for line in re.sub(r"//.*", "", text).split("\n")] + [""]
+    first = depth = 0
+    for number, line in enumerate(lines):
+        depth += line.count("{") - line.count("}")
+        if line or depth:
+            continue
+        if number > first:
+            part = "\n".join(lines[first:number])
+            outside = part
+            while "{" in outside:
+                outside = re.sub(r"\{[^{}]*\}", ";", outside)
+            names = {name for groups in DEFINED.findall(outside) for name in groups if name}
+            names |= {*re.findall(r"\w+", part)} if part.startswith("enum ") else set()
+            words = frozenset(re.findall(r"\w+", part))
+            found.append(Definition(file, first + 1, part, frozenset(names), words))
+        first = number + 1
+    return found
+
+
+def header(shaders: Iterable[str], body: str) -> str:
+    """Return the definitions of these files that a body needs, in their order: those that define a word of the body or
+    of another one that is needed. Directives name file and line to compilers, profilers and the tests' emulator."""
+    every = [definition for name in shaders for definition in definitions(f"{name}.metal", shader_file(name))]
+    words, left = set(re.findall(r"\w+", body)), every
+    while needed := [definition for definition in left if not words.isdisjoint(definition.names)]:
+        words.update(*(definition.words for definition in needed))
+        left = [definition for definition in left if definition not in needed]
+    text, file, line = "", "", 0
+    for each in (definition for definition in every if definition not in left):
+        # A few empty lines are shorter than a directive.
+        gap = each.line - line
+        text += "\n" * gap if each.file == file and gap < 20 else f'#line {each.line} "{each.file}"\n'
+        text += f"{each.text}\n"
+        file, line = each.file, each.line + each.text.count("\n") + 1
+    return text
+
+
+def fields_of(names: Iterable[str], present: Collection[str]) -> dict[str, str]:
+    """Return what a body hands on as the array of each name: the array, `absent` if it is not `present`, or the three
+    arrays of a quantized weight, which are one to a shader; the template then has its BITS and GROUP."""
+    fields = {name: name if name in present else "absent" for name in names if not name.endswith(PARTS)}
+    for name in fields:
+        if is_packed(name, present):
+            biases = f"{name}_biases" if f"{name}_biases" in present else "absent"
+            fields[name] = f"packed_weights<BITS, GROUP>({name}, {name}_scales, {biases})"
+    return fields
+
+
+PARTS = ("_scales", "_biases")
+"""How the names of the arrays end that belong to a quantized weight."""
+
+
+def struct_of(fields: Mapping[str, str], name: str = "Arrays", variable: str = "a") -> str:
+    """Return the text of a struct with these fields and of a variable of it. metal/arrays.metal says what it is for."""
+    declared = "".join(f"decltype(as_field({value})) {field};\n" for field, value in fields.items())
+    return f"struct {name} {{\n{declared}}};\nconst {name} {variable} = {{{', '.join(fields.values())}}};\n"
+
+
+NEVER_REFUSED = 384
+"""Threads of a threadgroup that no kernel is too large for: the published register files of Apple's GPUs hold that
+many threads with the most registers a thread can have."""
+
+
+def limited(header: str, source: str, threads: int) -> tuple[str, str]:
+    """Return header and source of a kernel that is compiled for so many threads in a threadgroup. Otherwise the
+    compiler may give a thread more registers than that leaves, and MLX refuses the launch. MLX writes the attribute
+    `kernel` itself, between the two."""
+    if threads <= NEVER_REFUSED:
+        return header, source
+    limit = f"#define kernel kernel,max_total_threads_per_threadgroup({threads})\n"
+    return header + limit, f"{source}\n#undef kernel"
+
+
+TYPES = {mx.float32: "float", mx.float16: "half", mx.bfloat16: "bfloat16_t", mx.uint16: "ushort", mx.uint32: "uint"}
+TYPES |= {mx.uint64: "ulong", mx.int32: "int", mx.int64: "long"}
+
+
+@cached
+def build(
+    shader: str,
+    missing: tuple[str, ...],
+    inputs: tuple[str, ...],
+    outputs: tuple[str, ...],
+    template: tuple[tuple[str, int | bool | mx.Dtype], ...],
+    body: str,
+    shaders: tuple[str, ...],
+    threads: int,
+    index: str = "",
+) -> Launch:
+    """Build the kernel of this text. Its name tells apart all texts of one shader, as MLX caches compiled code by name:
+    by the names of arrays that are `missing`, and by the template.
+
+    The template's numbers are written into the text: as MLX's own arguments they would cost 0.8 us at every call.
+    `index`: the type Index that the files of `stepwise` expect to be declared.
+    """
+    words: list[str] = []
+    declared = ""
+    for key, value in template:
+        is_type = isinstance(value, mx.Dtype)
+        words.append(TYPES[value] if is_type else str(value).lower())
+        declared += f"{'using' if is_type else f'constexpr {type(value).__name__}'} {key} = {words[-1]};\n"
+    name = "__".join(["_".join([shader, "without", *missing] if missing else [shader]), *words])
+    first = f"using Index = {index};\n" if index else ""
+    text = declared + body
+    head, source = limited(f'{first}{header(shaders, text)}#line 1 "{name}"\n', text, threads)
+    kernel = mx.fast.metal_kernel(
+        name=name, input_names=list(inputs), output_names=list(outputs), source=source, header=head
+    )
+    return cast(Launch, kernel)
+
+
+def prepare(
+    shader: str,
+    shaders: tuple[str, ...],
+    inputs: Mapping[str, bool],
+    outputs: Outputs,
+    template: Template,
+    body: str,
+    groups: tuple[int, ...],
+    threads: int,
+    index: str = "",
+) -> Launch:
+    """Return a launch of a shader on groups x threads threads. It may be called any number of times with `inputs`, the
+    arrays that are there.
+
+    shader: the kernel's name; shaders: the files it needs, in their order; inputs: the names of all arrays that the
+    shader may read, and which are there; outputs: likewise; body: what follows the template's declarations.
+    """
+    given = tuple(name for name, is_there in inputs.items() if is_there)
+    written = {name: output for name, output in outputs.items() if output is not None}
+    missing = tuple(name for name in (*inputs, *outputs) if name not in given and name not in written)
+    kernel = build(shader, missing, given, tuple(written), tuple(template.items()), body, shaders, threads, index)
+    return partial(
+        kernel,
+        grid=(groups[0] * threads, *groups[1:], 1)[:3],
+        threadgroup=(threads, 1, 1),
+        output_shapes=[shape for shape, _ in written.values()],
+        output_dtypes=[dtype for _, dtype in written.values()],
+    )
+
+
+# --- Cells ---
+
+ACTIVATIONS = {"identity": 0, "relu": 1, "tanh": 2, "sigmoid": 3, "hard_sigmoid": 4, "hard_sigmoid_sixth": 5}
+"""The numbers of metal/cell.metal."""
+
+STRUCTS = {"lstm": "LSTMCell<OPTIONS>", "gru": "GRUCell<OPTIONS>", "rnn": "RNNCell<OPTIONS>"}
+"""The struct of each cell, by its op; the files cell_*.metal define them."""
+
+
+@cache
+def cell_number(cell: Cell, peephole: bool = False) -> int:
+    """Return the options of a cell as the template number OPTIONS; metal/cell.metal has its bits."""
+    if isinstance(cell, LSTMCell):
+        order, gates, activations = cell.gate_order, "ifgo", cell.activations
+        sees = (1 if cell.output_peephole == "current" else 2) if peephole else 0
+        own = sees + ((cell.cell_clip is not None) << 2)
+    elif isinstance(cell, GRUCell):
+        order, gates, activations = cell.gate_order, "rzn", cell.activations
+        own = (cell.reset == "before") + (cell.flip_z << 1)
+    else:
+        order, gates, activations, own = "h", "h", (cell.act,), 0
+    number = sum(order.index(gate) << 2 * k for k, gate in enumerate(gates))
+    number += sum(known("metal", ACTIVATIONS, name) << 8 + 3 * k for k, name in enumerate(activations))
+    return number + (own << 23)

@@ -1,0 +1,110 @@
+"""The products of a Metal engine around its sweeps, which are MLX's own: the input's before, the gradients' after.
+
+The gradients take few launches: a product per weight, for both directions at once. Their definition is
+`engines.ops.sweep.gradients_after_sweep`, which also serves what is rarer: a mask, `keep`, a peephole, a GRU whose
+reset comes before the candidate's product.
+"""
+
+from collections.abc import Collection
+
+import mlx.core as mx
+
+from ..cells import Cell, GRUCell
+from ..ops import sweep as ops
+from ..packing import is_packed
+from ..problem import Arrays, Problem
+from .kernel import Launch, Outputs, cached, constant, fields_of, prepare, struct_of
+
+THREADS = 256
+
+
+def project(problem: Problem, arrays: Arrays, launches: int = 2) -> mx.array:
+    """Return `engines.ops.sweep.project`, in one launch unless Wx is quantized and, if several launches read it, in row
+    order."""
+    x, Wx, b = arrays["x"], arrays.get("Wx"), arrays.get("b")
+    if Wx is not None and b is not None and (problem.packing is None or not is_packed("Wx", arrays)):
+        return mx.addmm(b, x, Wx.T)
+    z = ops.project(problem, arrays)
+    return z.reshape(-1).reshape(z.shape) if launches > 1 else z
+
+
+def is_plain(problem: Problem, names: Collection[str]) -> bool:
+    """Return whether `gradients_in_few_launches` has the gradients of all arrays of these names."""
+    rare = "mask" in names or "keep" in names or "peephole" in names
+    return not rare and not (isinstance(problem.cell, GRUCell) and problem.cell.reset == "before")
+
+
+def takes_product(cell: Cell) -> bool:
+    """Return whether the sweep backward needs the candidate's recurrent product: a GRU that resets after it does."""
+    return isinstance(cell, GRUCell) and cell.reset == "after"
+
+
+def recurrent_input(problem: Problem, arrays: Arrays, h: mx.array, mask: mx.array | None) -> Arrays:
+    """Return h_in [D, T, B, P], the operand of the recurrent product of every step, mask * h_prev; 0 past an item's
+    end. And ones [1, T * B] if sums of 16-bit rows will be products with them. `mask`: a `whole_mask`."""
+    inputs = {"h": h, "h0": arrays.get("h0"), "mask": mask, "lengths": arrays.get("lengths")}
+    sums = h.dtype != mx.float32 and ("b" in arrays or "bhn" in arrays)
+    names, values = [], []
+    for name, array in inputs.items():
+        if array is not None:
+            names.append(name)
+            values.append(array)
+    differ = mask is not None and mask.shape[0] > 1
+    launch, sizes = input_launch(problem, h.dtype, tuple(names), differ, sums)
+    return dict(zip(("h_in", "ones"), launch(inputs=[*values, sizes]), strict=False))
+
+
+@cached
+def input_launch(
+    problem: Problem, dtype: mx.Dtype, names: tuple[str, ...], masks_differ: bool, sums: bool
+) -> tuple[Launch, mx.array]:
+    """Return the launch of `recurrent_input` with inputs of these names, and its sizes. sums: with ones."""
+    T, B, P, D = problem.T, problem.B, problem.P, problem.directions
+    inputs = {name: name in (*names, "sizes") for name in ("h", "h0", "mask", "lengths", "sizes")}
+    outputs: Outputs = {"h_in": ((D, T, B, P), dtype), "ones": ((1, T * B), dtype) if sums else None}
+    present = [*names, "sizes", "h_in", *(["ones"] if sums else [])]
+    body = struct_of(fields_of((*inputs, *outputs), present))
+    body += "recurrent_input<S>(a, thread_position_in_grid);"
+    groups = (-(-B * P // THREADS), T, D)
+    shaders = ("arrays", "recurrent_input")
+    launch = prepare("recurrent_input", shaders, inputs, outputs, {"S": dtype}, body, groups, THREADS)
+    return launch, constant((T, B, D, P, problem.reverse, masks_differ), mx.int32)
+
+
+def candidates(problem: Problem, arrays: Arrays, h_in: mx.array) -> mx.array:
+    """Return q [D, T, B, H], what r multiplies in a GRU at every step: one product over all rows."""
+    D, T, B, H = h_in.shape
+    Wh, bhn = arrays["Wh"].reshape(D, 3 * H, H), arrays.get("bhn")
+    rows, Wh_n = h_in.reshape(D, T * B, H), mx.swapaxes(Wh[:, problem.cell.block("n", H)], 1, 2)
+    q = rows @ Wh_n if bhn is None else mx.addmm(bhn.reshape(D, 1, H), rows, Wh_n)
+    return q.reshape(h_in.shape)
+
+
+def gradients_in_few_launches(problem: Problem, arrays: Arrays, sweep: Arrays) -> Arrays:
+    """Return the gradient of every array, from what `recurrent_input` returns, dz and d_out [T, B, D G H] (dz as the
+    recurrent product had it), dh0, dc0; of a projection dh [T, B, D P] and m [D, T, B, H], what it multiplied."""
+    (D, T, B, P), H, ones = sweep["h_in"].shape, problem.H, sweep.get("ones")
+    d = sweep.get("d_out", sweep["dz"]).reshape(T * B, D, -1)
+    gradients = {"Wh": (d.transpose(1, 2, 0) @ sweep["h_in"].reshape(D, T * B, P)).reshape(arrays["Wh"].shape)}
+    if "b" in arrays:
+        gradients["b"] = column_sums(sweep["dz"].reshape(T * B, -1), ones)
+    if "bhn" in arrays:
+        gradients["bhn"] = column_sums(d[..., problem.cell.block("n", H)].reshape(T * B, D * H), ones)
+    if "Wp" in arrays:
+        dh = sweep["dh"].reshape(T * B, D, P)
+        gradients["Wp"] = (dh.transpose(1, 2, 0) @ sweep["m"].reshape(D, T * B, H)).reshape(arrays["Wp"].shape)
+    for name in ("h0", "c0"):
+        if name in arrays:
+            gradients[name] = sweep[f"d{name}"]
+    without_b = arrays.copy()
+    without_b.pop("b", None)
+    gradients |= ops.input_gradients(problem, without_b, sweep["dz"])
+    for name in gradients:
+        gradients[name] = gradients[name].astype(arrays[name].dtype)
+    return gradients
+
+
+def column_sums(rows: mx.array, ones: mx.array | None) -> mx.array:
+    """Return the sums of all rows, accumulated in float32. Those of 16-bit numbers are a product with `ones` [1, rows],
+    which needs no copy of them."""
+    return rows.sum(axis=0) if ones is None else (ones @ rows).reshape(-1)
