@@ -41,6 +41,12 @@ def installed_version(*packages: str) -> str:
     return "not installed"
 
 
+def shader_folder() -> Path:
+    """Return the folder metal/. A wheel has it in the package, a checkout beside the package."""
+    package = Path(__file__).parent
+    return package / "metal" if (package / "metal").is_dir() else package.parent / "metal"
+
+
 def in_all_digits() -> None:
     """Let MLX compute its own float32 products with all digits, unless the user has set MLX_ENABLE_TF32. By default the
     newest chips leave some out, which is an error to a judge in float64. Call it before the first operation of MLX."""

@@ -16,7 +16,7 @@ from mlx_lstm import cudnn, gru, lstm, mpsgraph, rnn, tf
 from mlx_lstm import nn as ours
 from mlx_lstm import torch as theirs
 from mlx_lstm.bench.worker import PeakMemory, release_memory
-from mlx_lstm.engines import METAL_ENGINES, chunks
+from mlx_lstm.engines import METAL_ENGINES, choice, chunks
 from mlx_lstm.engines.cells import RNNCell
 from mlx_lstm.engines.problem import Problem, limited
 from mlx_lstm.oracle import ARRAYS, backward, forward
@@ -162,7 +162,7 @@ def test_outputs_are_those_of_one_piece_to_the_bit(option, engine):
     with where(engine):
         whole, _ = run(case, engine, np.float32, cotangents)
         parts, _ = run(case | {"checkpoint_every": 3}, engine, np.float32, cotangents)
-        with evaluating("evaluated"), patch.dict(chunks.GATES, dict.fromkeys(chunks.GATES, 60)):
+        with evaluating("evaluated"), patch.dict(choice.GATES, dict.fromkeys(choice.GATES, 60)):
             long, _ = run(case, engine, np.float32, cotangents)
     for name, value in whole.items():
         if engine in METAL_ENGINES:
@@ -246,7 +246,7 @@ def test_transformations_of_ops(kind, every, way):
 
         with evaluating("lazy"):
             expected = list(values())
-        with evaluating(way), patch.dict(chunks.GATES, {"ops": 1}):
+        with evaluating(way), patch.dict(choice.GATES, {"ops": 1}):
             for got, right in zip(values(checkpoint_every=every), expected, strict=True):
                 assert_same(got, right)
 
@@ -433,7 +433,7 @@ def test_what_auto_is():
 
     def chosen(engine, T, B, width, every):
         """Return the chunks of a plain cell of this width, which has one gate."""
-        return chunks.chunks_of(engine, Problem(T, B, width, width, RNNCell()), every)
+        return choice.chunks_of(engine, Problem(T, B, width, width, RNNCell()), every)
 
     assert [chosen("fused", T, 2, 8, "auto").steps for T in (1, 2, 9, 10, 4096)] == [1, 2, 3, 4, 64]
     numpy = [chosen("numpy", T, B, 8, "auto").steps for T, B in [(9, 1), (512, 16), (512, 64), (9000, 1)]]

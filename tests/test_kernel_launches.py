@@ -21,9 +21,9 @@ from mlx_lstm.engines.cells import GRUCell, LSTMCell, RNNCell
 from mlx_lstm.engines.metal import fused as kernels_fused
 from mlx_lstm.engines.metal import kernel as kernels
 from mlx_lstm.engines.metal import stepwise as kernels_stepwise
-from mlx_lstm.engines.metal.kernel import shader_folder
 from mlx_lstm.engines.metal.rows import JOINED, LEFT, joins
 from mlx_lstm.engines.problem import Problem
+from mlx_lstm.machine import shader_folder
 from mlx_lstm.oracle import forward
 
 # --- Threads ---------------------------------------------------------------------------------------------------------

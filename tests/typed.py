@@ -16,8 +16,10 @@ OPTIONS = ("--pythonpath", sys.executable, "--outputjson", "--ignoreexternal", "
 def main():
     """Print missing annotations and the share of typed names. Return the exit code."""
     # An editable install has a folder `mlx_lstm` with shaders only. PYTHONPATH makes sure that the package comes first.
-    path = os.environ | {"PYTHONPATH": "."}
-    done = subprocess.run([sys.executable, "-m", "basedpyright", *OPTIONS], env=path, capture_output=True, text=True)
+    # `--verifytypes` looks for packages with the `python` on PATH, whatever `--pythonpath` says.
+    folders = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
+    own = os.environ | {"PYTHONPATH": ".", "PATH": folders}
+    done = subprocess.run([sys.executable, "-m", "basedpyright", *OPTIONS], env=own, capture_output=True, text=True)
     types = json.loads(done.stdout)["typeCompleteness"]
     partly = [symbol for symbol in types["symbols"] if symbol["isExported"] and not symbol["isTypeKnown"]]
     reasons = [f"{symbol['name']}: {why['message']}" for symbol in partly for why in symbol["diagnostics"]]

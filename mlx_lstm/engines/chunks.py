@@ -12,12 +12,12 @@ a chunk waits for the results of the chunk before, so that MLX does not run them
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from math import isqrt
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
+from .choice import longest_whole
 from .directions import half, join, join_gradients, one_direction, part
 from .ops import sweep as ops
 from .ops.packed import dequantized
@@ -26,43 +26,10 @@ from .packing import packed_names
 from .problem import Array, Arrays, Chunks, Problem, masks_differ
 from .tracing import have_values
 
-LONGEST = {"numpy": 0, "ops": 256, "stepwise": 4096, "fused": 4096}
-"""Steps up to which nothing is evaluated while a graph is built. 0: `numpy` evaluates in any case. A step of `ops`
-takes about 40 KB of the host's memory, forward and back; a step of `stepwise` is a launch and a row in each sweep."""
-
-GATES = {"ops": 2**20, "stepwise": 2**24, "fused": 2**24}
-"""Gates (steps x batch x G H) of a chunk at most, if the sequence is divided for its length. On the GPU this is 64 MB
-in float32. A product of so many gates by weights of width 512 takes the smallest GPU 7 ms by its peak, not measured;
-macOS ends a launch that keeps the GPU from the display for too long. `ops` has a lower limit: while MLX derives a
-gradient, it holds all arrays of a chunk, about 16 times as much."""
-
-ROWS = 1024
-"""Rows (steps x batch) of a recomputed chunk of `numpy` at least. What it prepares for each chunk is then small beside
-the steps. Its products take as many rows at a time, so that shorter chunks would save little."""
-
 SEQUENCES = ("h", "c", "gates")
 
 HALVES = (mx.float16, mx.bfloat16)
 """Dtypes that engines compute with in float32."""
-
-
-def chunks_of(engine: str, problem: Problem, every: int | str | None) -> Chunks | None:
-    """Return how a call is divided, or None if it is not. every: the option `checkpoint_every`."""
-    T, B, width = problem.T, problem.B, problem.cell.gates * problem.H
-    if every is not None:
-        # T / K saved states and a chunk of K steps are smallest together near K = sqrt(T). A step of `ops` takes about
-        # 16 times the memory of a state, so its K is a quarter of that.
-        auto = isqrt((T - 1) // (16 if engine == "ops" else 1)) + 1
-        if engine == "numpy":  # gates and states of T / 8 steps are less than half of h and dx
-            auto = max(auto, min(ROWS // B, T // 8))
-        return Chunks(min(auto if isinstance(every, str) else every, T), recomputes=True)
-    longest, gates = longest_whole(engine, problem), B * width
-    return Chunks(max(1, min(longest, GATES[engine] // gates)), recomputes=False) if 0 < longest < T else None
-
-
-def longest_whole(engine: str, problem: Problem) -> int:
-    """Return the steps up to which an engine builds one graph for the sequence."""
-    return LONGEST[engine] if problem.limits.unchunked is None else problem.limits.unchunked
 
 
 def for_engine(engine: str, arrays: Arrays) -> Arrays:

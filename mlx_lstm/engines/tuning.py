@@ -18,8 +18,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from ..files import parse_json, size_of
-from ..machine import VERSION, installed_version
-from .metal.kernel import shader_folder
+from ..machine import VERSION, installed_version, shader_folder
 from .problem import Cut
 
 Row = tuple[tuple[int, str], ...]

@@ -11,7 +11,6 @@ from ..engines import METAL_ENGINES, Choice, choice, tuning
 from ..engines.autodiff import run, run_backward
 from ..engines.cells import Cell, RNNCell
 from ..engines.choice import NOWHERE, Stream, on
-from ..engines.chunks import chunks_of
 from ..engines.ops.cells import activate
 from ..engines.packing import Packing, packed_names
 from ..engines.problem import Arrays, Problem, limits_in_effect, masks_differ
@@ -196,22 +195,15 @@ class Call(NamedTuple):
         table = tuning.current() if metal else tuning.PREDICTED
         best = partial(choice.decide, problem, table, op, self.engine, device, metal, traced)
         chosen = best()
-        problem = self.divided(problem, chosen.engine)
+        every = None if problem.plain else self.checkpoint_every
+        problem = choice.divide(problem, chosen.engine, every)
         if chosen.engine in METAL_ENGINES:
             trusted = guarded(chosen, problem, best)
             if trusted.engine != chosen.engine:
-                chosen, problem = trusted, self.divided(problem, trusted.engine)
+                chosen, problem = trusted, choice.divide(problem, trusted.engine, every)
         elif traced and device == "cpu" and self.engine is None:
             warn_once(SLOW_WHEN_TRACED)
         return problem, chosen
-
-    def divided(self, problem: Problem, engine: str) -> Problem:
-        """Return the problem with what depends on the engine: the cut of `fused` and the chunks in time."""
-        cut = tuning.cut(problem.dtype, problem.B) if engine == "fused" else None
-        if problem.cotangents is not None:  # a gradient op gets all that a chunk would recompute
-            return problem._replace(cut=cut)
-        every = None if problem.plain else self.checkpoint_every
-        return problem._replace(cut=cut, chunks=chunks_of(engine, problem, every))
 
 
 def whole_lengths(op: str, lengths: Lengths, batch: int, longest: int, *, checked: bool = False) -> mx.array | None:

@@ -8,12 +8,11 @@ shader. It is built at its first launch and cached. MLX writes and hashes the wh
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import cache, lru_cache, partial
-from importlib.resources import files
-from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
 import mlx.core as mx
 
+from ...machine import shader_folder
 from ..cells import Cell, GRUCell, LSTMCell, known
 from ..packing import is_packed
 from ..problem import Arrays, Problem
@@ -80,12 +79,6 @@ def whole_mask(problem: Problem, arrays: Arrays) -> mx.array | None:
 
 
 # --- Texts ---
-
-
-def shader_folder() -> Path:
-    """Return metal/, which lies in the package of a wheel and beside the package of a checkout."""
-    packaged = files("mlx_lstm") / "metal"
-    return packaged if isinstance(packaged, Path) and packaged.is_dir() else Path(__file__).parents[3] / "metal"
 
 
 @cache
