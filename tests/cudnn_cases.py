@@ -1,4 +1,4 @@
-"""Random stacks of layers for the cuDNN ops: arrays, how ours runs them, what torch and the oracle make of them."""
+"""Random stacks of layers for the cuDNN ops, and functions that run them with `mlx_lstm`, torch and the oracle."""
 
 from typing import NamedTuple
 
@@ -17,7 +17,8 @@ OUTPUTS = ("output", "output_h", "output_c")
 
 
 class Case(NamedTuple):
-    """Sizes, attributes, lengths, and float64 arrays by the names of the ops: inputs and gradients of the outputs."""
+    """A random call of a cuDNN op: sizes, attributes, lengths; float64 arrays under the op's argument names: inputs,
+    and cotangents of the outputs."""
 
     mode: str
     L: int
@@ -43,17 +44,17 @@ class Case(NamedTuple):
 
     @property
     def outputs(self):
-        """The names of the outputs that mean something."""
+        """Return the names of the outputs that have a meaning in this mode (only an LSTM has output_c)."""
         return OUTPUTS if self.mode == "lstm" else OUTPUTS[:2]
 
 
 def draw(seed, **fixed):
-    """A random case, but for what is fixed."""
+    """Return a random case. `fixed` sets fields that are not to be drawn."""
     rng = np.random.default_rng(seed)
     pick = lambda *values: values[rng.integers(len(values))]  # noqa: E731
     sizes = {"mode": pick(*MODES), "L": pick(1, 1, 2, 3, 4), "D": pick(1, 2), "T": pick(1, 2, 3, 5)}
     sizes |= {"N": pick(1, 2, 3, 5), "I": pick(1, 3, 4), "H": pick(2, 3, 5)} | fixed
-    # torch wants a projection to be narrower than H.
+    # torch requires P < H.
     sizes.setdefault("P", pick(0, 0, 1, sizes["H"] - 1) if sizes["mode"] == "lstm" else 0)
     T, N = sizes["T"], sizes["N"]
     sizes.setdefault("lengths", pick(None, rng.integers(1, T + 1, N), np.full(N, T)))
@@ -69,12 +70,12 @@ def draw(seed, **fixed):
 
 
 def lengths_of(case):
-    """sequence_lengths, T where the case has none."""
+    """Return `sequence_lengths` for the op. A case without lengths gets T for every item."""
     return mx.array(np.full(case.N, case.T) if case.lengths is None else case.lengths).astype(mx.int32)
 
 
 def ours(case, dtype, engine=None, stream=None, **attributes):
-    """(outputs, gradients) by the ops' names, as NumPy arrays, from `cudnn_rnn_v3` and its backward op."""
+    """Run `cudnn_rnn_v3` and its backward op. Return (outputs, gradients): NumPy arrays under the ops' names."""
     with mx.stream(mx.cpu):
         given = {name: to_mlx(array, dtype) for name, array in case.inputs.items()}
         cotangents = [to_mlx(case.cotangents[name], dtype) for name in OUTPUTS]
@@ -87,7 +88,8 @@ def ours(case, dtype, engine=None, stream=None, **attributes):
 
 
 def by_torch(case, **more):
-    """The same from torch, in float64; `more`: options of its constructor."""
+    """Run the case with torch in float64. Return (outputs, gradients) under the ops' names; `more` are options of
+    torch's constructor."""
     import torch
 
     kind = {"lstm": torch.nn.LSTM, "gru": torch.nn.GRU}.get(case.mode, torch.nn.RNN)
@@ -122,19 +124,20 @@ def by_torch(case, **more):
 
 
 def torch_arrays(layers):
-    """The parameters of a torch layer, in the order of cuDNN's buffer: matrices, then biases."""
+    """Return the parameters of a torch layer in the order of cuDNN's buffer: all matrices, then all biases."""
     return [getattr(layers, name) for name in torch_names(layers)]
 
 
 def torch_names(layers):
-    """Their names."""
+    """Return the names of a torch layer's parameters in the order of cuDNN's buffer."""
     suffixes = [f"l{n}{way}" for n in range(layers.num_layers) for way in ("", "_reverse")[: 1 + layers.bidirectional]]
     matrices = ("weight_ih", "weight_hh") + (("weight_hr",) if getattr(layers, "proj_size", 0) else ())
     return [f"{kind}_{suffix}" for kinds in (matrices, ("bias_ih", "bias_hh")) for suffix in suffixes for kind in kinds]
 
 
 def by_oracle(case, fl=None):
-    """Outputs and gradients by the ops' names, in the arithmetic `fl`, float64 by default."""
+    """Return outputs and gradients under the ops' names, computed by the oracle in the arithmetic `fl` (float64 by
+    default)."""
     fl = fl or Arithmetic(np.float64)
     layers, x = [], case.inputs["input"]
     for layer in range(case.L):
@@ -155,7 +158,7 @@ def by_oracle(case, fl=None):
 
 
 def layer_case(case, layer, x, fl):
-    """One layer as the oracle takes it."""
+    """Return one layer of the stack as a case of the oracle."""
     D, H, GH = case.D, case.H, GATES[case.mode] * case.H
     matrices, biases = arrays_in(case, case.inputs["params"])
     W, R, *Pr = ([matrices[layer * D + d][n] for d in range(D)] for n in range(2 + (case.P > 0)))
@@ -177,7 +180,8 @@ def layer_case(case, layer, x, fl):
 
 
 def arrays_in(case, params):
-    """A buffer's matrices [W, R, Pr] and biases [bW, bR] of every layer and direction."""
+    """Split the parameter buffer. Return the matrices [W, R, Pr] and the biases [bW, bR] of every layer and
+    direction."""
     GH, start, matrices, biases = GATES[case.mode] * case.H, 0, [], []
     shapes = [
         [(GH, case.I if n < case.D else case.D * case.S), (GH, case.S)] + [(case.P, case.H)] * (case.P > 0)
@@ -193,7 +197,7 @@ def arrays_in(case, params):
 
 
 def buffer_of(case, gradients):
-    """The gradient of the buffer, out of the oracle's."""
+    """Return the gradient of the parameter buffer, joined from the oracle's gradients of all layers."""
     matrices, biases, D = [], [], case.D
     for layer in gradients:
         for d in range(D):
@@ -206,17 +210,18 @@ def buffer_of(case, gradients):
 
 
 def side_by_side(case, states, layer):
-    """A layer's states [B, D S] out of [L D, B, S]."""
+    """Return one layer's states as [B, D S], taken from the states [L D, B, S] of the stack."""
     return np.concatenate(list(states[layer * case.D : (layer + 1) * case.D]), axis=-1)
 
 
 def stacked(case, layers, name):
-    """[L D, B, S] out of each layer's [B, D S]."""
+    """Return states [L D, B, S] of the stack, joined from each layer's states [B, D S]."""
     return np.concatenate([np.split(layer[name], case.D, axis=-1) for layer in layers])
 
 
 def draw_for(seed, dtype, **fixed):
-    """A random case whose arrays are representable in `dtype`, no relu within rounding of its kink."""
+    """Return a random case whose values are representable in `dtype`, and in which no argument of relu is within
+    rounding of its kink."""
     for attempt in range(100):
         case = draw(seed + 10**6 * attempt, **fixed)
         rounded = [{n: v.astype(dtype).astype(np.float64) for n, v in named.items()} for named in case[-2:]]
@@ -227,7 +232,7 @@ def draw_for(seed, dtype, **fixed):
 
 
 def kink_distance(case):
-    """How near an argument of relu comes to 0."""
+    """Return the smallest distance of an argument of relu from 0."""
     fl, x, nearest = Arithmetic(np.float64), case.inputs["input"], np.inf
     for layer in range(case.L):
         here = layer_case(case, layer, x, fl)

@@ -1,7 +1,7 @@
-"""A process of its own for Keras, which has one backend per process: `python tests/keras_files.py FOLDER`.
+"""Keras in its own process, as Keras has one backend per process: `python tests/keras_files.py FOLDER`.
 
-It writes the files of a model with every recurrent layer of Keras, and what each layer returns; runs the models that it
-finds in the folder, `ours_*`; and converts its own layers, there and back. `test_convert.py` reads all that.
+The command writes a model with every recurrent layer of Keras as files, and each layer's output. It also runs the
+models `ours_*` found in the folder, and converts Keras layers to ours and back. `test_convert.py` reads the results.
 """
 
 import sys
@@ -17,7 +17,7 @@ layers = keras.layers
 
 
 def draw(layer, seed=3):
-    """Random weights, since biases start at 0."""
+    """Set random weights. Keras initializes biases to 0, which would hide errors."""
     rng = np.random.default_rng(seed)
     arrays = [
         rng.normal(0, 0.5, array.shape).astype("float32") if array.dtype == np.float32 else array
@@ -27,7 +27,7 @@ def draw(layer, seed=3):
 
 
 def whole():
-    """The model, and one that returns what its layers do, by name."""
+    """Return (the model, a model that returns each layer's output by name)."""
     more = {"return_sequences": True}
     inner = [
         layers.Bidirectional(layers.GRU(H, **more), name="both"),
@@ -55,7 +55,8 @@ def time_first(array):
 
 
 def there_and_back():
-    """Two layers of Keras as one of ours: whether the weights come back, and the messages of what is refused."""
+    """Convert two layers of Keras into one of ours and back, and compare the weights. Return the error messages of
+    layers that cannot be converted."""
     stack = [layers.Bidirectional(layers.GRU(H, return_sequences=True)) for _ in range(2)]
     stack[1](stack[0](np.zeros((B, T, I), np.float32)))
     for n, layer in enumerate(stack):
@@ -76,7 +77,7 @@ def there_and_back():
 
 
 def main(folder):
-    """All of it."""
+    """Write the files and the results into `folder`."""
     x = np.random.default_rng(0).normal(0, 0.5, (B, T, I)).astype("float32")
     model, every = whole()
     for name in ("m.keras", "m.h5"):

@@ -1,4 +1,4 @@
-"""The benchmark command: what it may time, what it computes from times, and what it prints and writes."""
+"""Tests of the benchmark command: which results it times, what it computes from times, what it prints and writes."""
 
 import csv
 import importlib.util
@@ -75,7 +75,7 @@ ABORTS = Contender("aborts", "mlx", abort)
 
 @pytest.fixture
 def planted(tmp_path, monkeypatch):
-    """The module `planted`, importable here and in worker processes."""
+    """Write the module `planted` with wrong contenders. It can be imported here and in worker processes."""
     Path(tmp_path, "planted.py").write_text(PLANTED)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.syspath_prepend(tmp_path)
@@ -90,7 +90,8 @@ def timed(contender, *rounds, **found):
 
 
 def test_judge_evaluates_an_lstm_and_its_gradient():
-    """Differences of sum(h dh) in a random direction of every array: the judge's gradient is that of its forward."""
+    """Compare the judge's gradient of sum(h dh) with difference quotients of the judge's forward pass, along a
+    random direction of every array."""
     rng = np.random.default_rng(1)
     numbers = {name: array.astype(np.float64) for name, array in draw(TINY, "float32").items()}
     exact = evaluate_lstm(numbers, DOUBLE, backward=True)
@@ -101,7 +102,7 @@ def test_judge_evaluates_an_lstm_and_its_gradient():
             @ numbers["dh"].ravel()
             for step in (1e-5, -1e-5)
         ]
-        # The difference quotient's own error: step^2 = 1e-10 times a third derivative, and 1e-16 / step.
+        # The difference quotient's own error: step^2 = 1e-10 times the third derivative, plus rounding, 1e-16 / step.
         assert (ends[0] - ends[1]) / 2e-5 == pytest.approx((exact[f"d{name}"] * direction).sum(), rel=1e-7, abs=1e-8)
 
 
@@ -119,7 +120,8 @@ def test_every_contender_agrees_and_the_bound_is_tight(dtype):
 
 @pytest.mark.parametrize("cell", ["lstm", "gru"])
 def test_judge_of_a_stack_evaluates_it_and_its_gradient(cell):
-    """Differences as for one layer, for every array of two bidirectional layers."""
+    """Compare the judge's gradients of two bidirectional layers with difference quotients, along a random direction
+    of every array."""
     rng = np.random.default_rng(1)
     numbers = CASES[f"cudnn_{cell}"].draw(Size(3, 2, 3, 2), "float32")
     numbers = {name: array.astype(np.float64) for name, array in numbers.items()}
@@ -135,7 +137,8 @@ def test_judge_of_a_stack_evaluates_it_and_its_gradient(cell):
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_case_agrees_is_judged_tightly_and_uses_every_tensor(case):
-    """Each contender gets the same numbers; a tensor off by a thousandth is refused, whichever it is."""
+    """Run every contender on the same numbers: the judge accepts all results, and refuses each tensor that is
+    multiplied by 1.001."""
     size, passes = TINY, CASES[case].passes
     numbers = CASES[case].draw(size, "float32")
     judge = CASES[case].judge(numbers, "float32", backward="backward" in passes)
@@ -160,8 +163,8 @@ def test_parameter_buffer_is_packed_and_unpacked():
 
 
 def test_the_judge_of_a_long_sequence(monkeypatch):
-    """Evaluated in parts, the last one shorter: the exact results are the same. Bounds from the first part are about
-    the same for h and dx, and not smaller for gradients of weights. An error of a thousandth is still refused."""
+    """Evaluate a long sequence in parts: the exact results stay the same. Bounds from the first part are about the
+    same for h and dx, and not smaller for gradients of weights. An error of a thousandth is still refused."""
     size = Size(90, 3, 4, 8)
     numbers = draw(size, "float32")
     monkeypatch.setattr(judging, "PART", size.T)
@@ -199,7 +202,8 @@ def test_judge_refuses():
 
 
 def test_a_disagreement_is_not_timed(planted, capsys, tmp_path):
-    """One contender is wrong by a thousandth, one raises, one ends its process; only the right one is timed."""
+    """Run contenders that are wrong by a thousandth, raise an error, or end their process. Only the right one is
+    timed."""
     file = tmp_path / "figures.csv"
     others = [f"planted:{name}" for name in ("WRONG", "BROKEN", "ENDS")]
     arguments = ["--sizes", str(TINY), "--passes", "backward", "--engine", "ops", "--csv", str(file), *FEW]
@@ -215,7 +219,8 @@ def test_a_disagreement_is_not_timed(planted, capsys, tmp_path):
 
 
 def test_a_compilers_errors_are_printed_and_the_others_measured(planted, capfd):
-    """A compiler's errors are printed once, of a worker that reports them and of one whose process they end."""
+    """Print a compiler's errors once per worker, whether the worker reports the errors or they end its process.
+    Other contenders are measured."""
     contenders = [f"planted:{name}" for name in ("NO_PIPELINE", "ABORTS", "RIGHT")]
     assert main(["--memory", "--sizes", "2,1,1,1", str(TINY), *FEW[4:], "--contenders", *contenders]) == 1
     said = capfd.readouterr()
@@ -241,7 +246,8 @@ class Terminal(io.StringIO):
 
 
 def test_progress_is_a_line_of_a_terminal(capsys):
-    """The line is erased before anything else is printed, and at the end; without a terminal there is none."""
+    """Erase the progress line before other text is printed and at the end. Without a terminal there is no progress
+    line."""
     with Progress(Terminal()) as progress:
         progress.title = "1 of 8"
         progress.say("torch: round 2")
@@ -254,7 +260,8 @@ def test_progress_is_a_line_of_a_terminal(capsys):
 
 
 def test_ratio():
-    """Medians 2, 6, 5 over 1, 2, 5: a slower machine does not change the ratio. The fourth round has no pair."""
+    """Compute the ratio from the rounds that both contenders took part in: medians 2, 6, 5 over 1, 2, 5. A round on
+    a slower machine does not change it."""
     row, reference = timed("ours", (2.0, 1.0, 9.0), (6.0,), (5.0,)), timed("torch", (1.0,), (2.0,), (5.0,), (2.0,))
     assert ratio(row, reference) == (2.0, 1.0, 3.0)
     assert ratio(row, timed("torch")) is None
@@ -268,7 +275,7 @@ def test_plan_keeps_to_the_budget():
 
 
 def test_needed_bytes():
-    """x 60, gates 480, h 120, c 120 numbers; dx 60, dWx 128, dWh 256, db 32."""
+    """Count the numbers of a pass: x 60, gates 480, h 120, c 120; backward adds dx 60, dWx 128, dWh 256, db 32."""
     assert needed_bytes(TINY, "forward", "float32") == 4 * 780
     assert needed_bytes(TINY, "backward", "float16") == 2 * (780 + 476)
     assert peak_ratio(timed("ours", peak=3 * 4 * 1256 - 240)) == pytest.approx(3)
@@ -316,7 +323,7 @@ def test_machine_card():
 
 
 def test_the_card_names_the_kernel_of_the_blas(monkeypatch):
-    """The card has what `threadpoolctl` says, if it is installed, and the settings that select a kernel."""
+    """The machine card names the BLAS kernel if `threadpoolctl` is installed, and the settings that select a kernel."""
     found = [{"internal_api": "openblas", "architecture": "SkylakeX"}, {"internal_api": "openmp"}]
     monkeypatch.setitem(sys.modules, "threadpoolctl", SimpleNamespace(threadpool_info=lambda: found))
     monkeypatch.setenv("OPENBLAS_CORETYPE", "Haswell")
@@ -344,7 +351,7 @@ def test_group_text():
 
 
 def test_a_checkpointed_row_is_compared_with_saving_every_step():
-    """On the same engine: the ratio of memory, and of times where there are any."""
+    """Print memory, and time if measured, of a checkpointed row relative to the same engine without checkpoints."""
     few = task("ours")._replace(every="auto")
     rows = [
         timed("ours", (0.002,), (0.004,), peak=1000),
@@ -366,7 +373,8 @@ def test_plot(tmp_path):
 
 
 def test_command(tmp_path, capsys):
-    """All installed contenders at a tiny size: the card, the table, a CSV line a contender with the machine on it."""
+    """Run all installed contenders at a tiny size. The command prints the machine card and a table, and writes a CSV
+    line per contender with the machine in it."""
     file = tmp_path / "figures.csv"
     assert main(["--sizes", str(TINY), "--passes", "backward", "--engine", "numpy", "--csv", str(file), *FEW]) == 0
     printed = capsys.readouterr().out
@@ -390,7 +398,7 @@ def test_command_of_another_case(tmp_path, capsys):
 
 
 def test_host_command(tmp_path, capsys):
-    """Of every layer that can run a size, both passes; nothing else is promised of times in a test."""
+    """Measure both passes of every layer that can run a size. Only the order of magnitude of the times is checked."""
     path = tmp_path / "host.csv"
     assert main(["--host", "--sizes", "16,2,8,8", "16,2,8,300", "--csv", str(path)]) == 0
     text = capsys.readouterr().out
@@ -401,7 +409,7 @@ def test_host_command(tmp_path, capsys):
 
 
 def test_memory_command(tmp_path, capsys):
-    """Of ours also with a gradient that computes steps again, in chunks of `auto` steps."""
+    """Measure memory, for our layer also with `--checkpoint-every auto`, which must need less."""
     file = tmp_path / "figures.csv"
     arguments = ["--memory", "--contenders", "ours", "--engine", "ops", "--checkpoint-every", "auto", *FEW[4:]]
     assert main([*arguments, "--sizes", "300,2,16,16", "--csv", str(file)]) == 0
@@ -412,7 +420,8 @@ def test_memory_command(tmp_path, capsys):
 
 
 def test_times_of_gradients_that_compute_steps_again(tmp_path):
-    """Beside what keeps all, of ours alone; a forward pass, which keeps nothing, has no such row."""
+    """Time our gradient with and without `--checkpoint-every`. The forward pass has one row only, because it saves
+    nothing."""
     pytest.importorskip("matplotlib")
     file, bars = tmp_path / "figures.csv", tmp_path / "bars.png"
     arguments = ["--sizes", str(TINY), "--engine", "numpy", "--contenders", "ours", "mlx", "--checkpoint-every", "2"]

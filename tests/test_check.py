@@ -1,4 +1,4 @@
-"""`python -m mlx_lstm.check`: what it prints, writes and returns, on Linux and, emulated, on a Mac."""
+"""Tests of `python -m mlx_lstm.check`: what it prints, writes and returns, on Linux and on a simulated Mac."""
 
 import importlib
 import json
@@ -51,14 +51,14 @@ ENGINE_MODULES["ops"].forward = lambda *arguments: time.sleep(100)
 
 @pytest.fixture(autouse=True)
 def in_haste(monkeypatch):
-    """Times mean nothing here, so they are taken quickly."""
+    """Shorten all timings, because times have no meaning in a test."""
     for name, value in {"SECONDS": 0.01, "ROUNDS": 1, "QUIET": 0.0}.items():
         monkeypatch.setattr(short, name, value)
 
 
 @pytest.fixture
 def start(tmp_path, monkeypatch):
-    """Return a function that lets child processes begin with some lines of Python."""
+    """Return a function that makes child processes run some lines of Python when they start."""
 
     def begin(lines):
         Path(tmp_path, "sitecustomize.py").write_text(lines)
@@ -68,7 +68,7 @@ def start(tmp_path, monkeypatch):
 
 
 def run(tmp_path, capsys, *arguments):
-    """Run the command; return (exit code, lines, the file)."""
+    """Run the command. Return (exit code, printed lines, content of the JSON file)."""
     file = tmp_path / "check.json"
     code = command.main([*arguments, "--file", str(file)])
     return code, capsys.readouterr().out.splitlines(), json.loads(file.read_text())
@@ -76,7 +76,8 @@ def run(tmp_path, capsys, *arguments):
 
 @pytest.mark.not_on_a_mac("a Mac is simulated, or is to be missing")
 def test_on_linux(tmp_path, capsys):
-    """The engines that run here, what a Mac would add, times, the file; no extra is needed."""
+    """Check the engines that run on Linux. The command says what a Mac would add, prints times, and writes the file;
+    no optional package is needed."""
     code, lines, report = run(tmp_path, capsys, "--problems", "gru, 17 items", "--sizes", "3,2,3,4")
     assert code == 0 and lines[0].startswith("mlx_lstm ") and len(lines) == 7
     assert [line[:32] for line in lines[1:3]] == [f"{word:11}1 of 1 problems right" for word in ("numpy", "ops")]
@@ -109,7 +110,7 @@ def test_as_on_a_mac(tmp_path, capsys, start):
     ],
 )
 def test_a_damaged_kernel_is_found(tmp_path, capsys, start, damage, engine, said):
-    """The exit code is 1, a line says what is wrong, and the other engines are still checked."""
+    """Damage a kernel: the exit code is 1, a line says what is wrong, and the other engines are still checked."""
     start(f"import on_metal; on_metal.pretend()\n{DAMAGES[damage]}")
     with on_metal():
         code, lines, report = run(tmp_path, capsys, "--problems", "rnn, 17 items", "--sizes")
@@ -144,7 +145,7 @@ def test_an_engine_that_was_asked_for_has_to_run(capsys):
 
 
 def test_a_file_that_cannot_be_written(capsys):
-    """A missing folder is refused at once, and so is one without permission, before any comparison."""
+    """Report a file that cannot be written before any comparison, because its folder is missing or not writable."""
     with pytest.raises(SystemExit) as info:
         command.main(["--file", "/proc/nothing/x.json"])
     assert info.value.code == 2 and "--file: no folder /proc/nothing" in capsys.readouterr().err
@@ -154,7 +155,7 @@ def test_a_file_that_cannot_be_written(capsys):
 
 
 def test_an_interrupted_check_keeps_what_it_found(tmp_path, capsys, monkeypatch):
-    """Ctrl-C during the second comparison: the file has the first one, and the exit code is 130."""
+    """Press Ctrl-C during the second comparison: the file has the first finding, and the exit code is 130."""
 
     def interrupted(work, cases, full):
         yield Finding("rnn, 17 items", "float32", "numpy", tensor="h", error=0.1, failure=str(Path.home() / "x"))
@@ -192,19 +193,20 @@ def test_failures_are_told_once():
     assert engine_lines("ops", others)[-1] == "  and 4 other failures: see the file"
 
 
-# --- What is checked -------------------------------------------------------------------------------------------------
+# --- The cases -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("full", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_every_problem_shows_something(full):
-    """No bound of a case would accept zeros, and `ops` is within them. A default run takes every ninth case."""
+    """For each case the bounds refuse zeros as results and accept the results of `ops`. A default run of the tests
+    takes every ninth case."""
     for case in grid(full)[:: 1 if full else 9]:
         finding = compare(prepare(case), "ops")
         assert not finding.failure, finding
 
 
 def test_every_file_of_the_shaders_is_compiled():
-    """All but 64-bit indices, which only --full has."""
+    """The default cases compile code of every shader file, but no 64-bit indices: only --full does that."""
     texts = kernel_texts(grid())
     named = set(re.findall(r'#line \d+ "(\w+\.metal)"', "".join(texts)))
     assert named == {path.name for path in ROOT.glob("metal/*.metal")}
@@ -233,7 +235,8 @@ def test_a_text_that_a_compiler_refuses_is_named(tmp_path, capsys):
 
 @pytest.mark.not_on_a_mac("a Mac is simulated, or is to be missing")
 def test_what_full_adds(capsys, tmp_path, monkeypatch):
-    """A command that cannot run here says why; else its last line, exit code and file are reported."""
+    """A command of --full that cannot run on this machine says why. Otherwise its last line, exit code and file are
+    reported."""
     for name, line in further.commands(metal=False).items():
         assert further.run(name, line)[0].startswith(f"{name:11}not run: ")
     assert set(further.commands(metal=True)) == {"tune", "compare", "settle"}
@@ -246,7 +249,7 @@ def test_what_full_adds(capsys, tmp_path, monkeypatch):
 
 
 def test_the_workflows_call_what_is_there():
-    """Every command in .github/workflows names a module of ours with options it has."""
+    """Assert that every command in .github/workflows is a module of this package with options that it has."""
     text = "".join(path.read_text() for path in ROOT.glob(".github/workflows/*.yml"))
     lines = re.findall(r"python -m mlx_lstm\.(\w+) ([^|\n]*)", text)
     assert {name for name, _ in lines} == {"check", "bench", "compare"}

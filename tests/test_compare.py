@@ -1,4 +1,4 @@
-"""`python -m mlx_lstm.compare`, with a recorder in MPSGraph's place that the oracle feeds."""
+"""Tests of `python -m mlx_lstm.compare` on Linux. A recorder replaces MPSGraph and returns the oracle's results."""
 
 import importlib.util
 import json
@@ -23,7 +23,7 @@ MODULES = ("Metal", "MetalPerformanceShadersGraph", "objc")
 
 @pytest.fixture
 def on_path(monkeypatch):
-    """The recorder in the place of PyObjC, in this process and in children."""
+    """Import the recorder in place of PyObjC, in this process and in child processes."""
     monkeypatch.syspath_prepend(str(RECORDER))
     paths = [str(RECORDER), str(RECORDER.parents[1])]
     monkeypatch.setenv("PYTHONPATH", ":".join(paths))
@@ -36,7 +36,8 @@ def on_path(monkeypatch):
 
 @pytest.fixture
 def recorder(on_path, monkeypatch):
-    """The recorder in this process; where MPSGraph would end the process, an error is raised."""
+    """Import the recorder in this process only. Where MPSGraph would end the process, the recorder raises
+    RuntimeError."""
 
     def end_process():
         raise RuntimeError("MPSGraph would end the process")
@@ -55,7 +56,7 @@ def recorder(on_path, monkeypatch):
 
 
 def run(tmp_path, *arguments):
-    """Run the command; return (exit code, the JSON report)."""
+    """Run the command. Return (exit code, the JSON report)."""
     file = tmp_path / "report.json"
     code = command.main([*arguments, "--json", str(file)])
     return code, json.loads(file.read_text())
@@ -97,7 +98,7 @@ def test_float16_reaches_mpsgraph_as_such(recorder):
 
 
 def test_everything_agrees_in_processes_of_their_own(tmp_path, on_path):
-    """Nothing is patched: the command starts children, which call the recorder."""
+    """Run the command without patches: it starts child processes, which call the recorder. All contenders agree."""
     names = ["lstm: uni, mask", "gru: bi, no bias", "single_gate_rnn: one of"]
     code, report = run(tmp_path, "--contenders", "mpsgraph", "ops", "--all", "--cases", *names)
     rows = report["rows"]
@@ -144,7 +145,7 @@ def test_lists_of_another_length_are_reported(tmp_path, recorder, monkeypatch):
 
 
 def test_every_case_on_linux(tmp_path, capsys):
-    """The whole grid, with engines and torch on the CPU; the report says what a Mac would add."""
+    """Run all cases with engines and torch on the CPU. The report names the contenders that only a Mac can run."""
     code, report = run(tmp_path, "--plot", str(tmp_path / "errors.png"))
     pairs = {row["pair"] for row in report["rows"]}
     assert code == 0 and {"numpy - oracle", "ops - oracle"} <= pairs
@@ -156,7 +157,7 @@ def test_every_case_on_linux(tmp_path, capsys):
 
 
 def test_metal_engines(tmp_path, monkeypatch):
-    """Each in a child, which is a simulated Mac where this process is one; no kernel has a trial."""
+    """Run each Metal engine in a child process that simulates a Mac. Kernels run without a trial."""
     trial = "from mlx_lstm.recurrence import _guard; _guard.is_real = lambda: True; _guard.refusal = None"
     (tmp_path / "sitecustomize.py").write_text(f"import on_metal; on_metal.pretend(); {trial}")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{RECORDER.parent}:{RECORDER.parents[1]}")
@@ -332,7 +333,7 @@ def test_what_torch_cannot_run():
 
 
 def test_an_error_of_every_case_is_printed_once(capsys, monkeypatch):
-    """A kernel that Apple's compiler refuses fails in each case, with a text of many lines."""
+    """Print a long compiler error once, although the kernel fails in every case."""
     compiler = "[metal::Device] Unable to build metal library from source\n" + "\n".join(
         f"program_source:{n}:5: error: no member named 'x'" for n in range(70)
     )
@@ -366,7 +367,8 @@ def test_options_that_do_not_apply(capsys, arguments, words):
 
 
 def test_stacks_of_layers(tmp_path, on_path, monkeypatch, capsys):
-    """torch on the CPU stands in for torch on "mps", its process for the other's; an op of MPSGraph is one layer."""
+    """Compare stacks of layers. torch on the CPU replaces torch on "mps"; MPSGraph is not asked, because its ops run
+    one layer only."""
     monkeypatch.setattr(contenders, "no_torch_mps", lambda: None)
     handed = []
 

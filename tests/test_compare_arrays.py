@@ -1,4 +1,5 @@
-"""`python -m mlx_lstm.compare --arrays`: dumps of other programs, right ones and others, and their explanations."""
+"""Tests of `python -m mlx_lstm.compare --arrays`: dumps of other programs, correct and wrong ones, and the
+explanations printed."""
 
 import re
 
@@ -16,7 +17,7 @@ LSTM = {"absent": ("mask", "peephole")}
 
 
 def dumped(op="lstm", seed=0, readings=(), **options):
-    """Arrays and results by Apple's names, as an app that follows Apple's texts would write them."""
+    """Return arrays and results by Apple's names, as an app would dump them that follows Apple's documentation."""
     case = draw(np.random.default_rng(seed), op, (2, 3, 5, 6), **(LSTM | options))
     results = judge.expected(case, **dict(readings))
     everything = case.arrays | {name: value.astype(np.float32) for name, value in results.items()}
@@ -24,7 +25,7 @@ def dumped(op="lstm", seed=0, readings=(), **options):
 
 
 def told(tmp_path, capsys, arrays, *options, op="lstm"):
-    """Compare a dump; return (exit code, what is printed)."""
+    """Compare a dump. Return (exit code, the printed text)."""
     np.savez(tmp_path / "dump.npz", **arrays)
     try:
         arguments = ["--arrays", str(tmp_path / "dump.npz"), "--op", op, "--contenders", "ops", *options]
@@ -36,7 +37,7 @@ def told(tmp_path, capsys, arrays, *options, op="lstm"):
 
 
 def turned(arrays, index, *names):
-    """Return the arrays, some of them with their blocks in another order."""
+    """Return the arrays. Those in `names` have their blocks in another order."""
     axes = {name: -1 if name == "zState" else 0 for name in names}
     blocks = {name: np.split(arrays[name], len(index), axis) for name, axis in axes.items()}
     return arrays | {name: np.concatenate([blocks[name][k] for k in index], axes[name]) for name in names}
@@ -57,7 +58,7 @@ def test_a_right_dump(tmp_path, capsys):
 
 @pytest.mark.parametrize("form", ["folder", "safetensors"])
 def test_other_files(tmp_path, form):
-    """Only h of the results, and nothing that belongs to gradients."""
+    """Read other file formats. The dump has h as its only result, and no gradients."""
     arrays = without(dumped(), *BACK, "zState")
     del arrays["c"]
     if form == "folder":
@@ -130,7 +131,8 @@ def test_other_words_for_h(tmp_path, capsys, word):
 
 @pytest.mark.parametrize("size", [(2, 3, 5, 6), (5, 3, 4, 6), (20, 4, 8, 16)])
 def test_float16_errors_of_one_percent_are_found(tmp_path, capsys, size):
-    """The largest h alone is wrong: its own bound is narrower than that of the tensor."""
+    """Report an error of 1 % in the largest h: the bound of one element is narrower than the bound of the whole
+    tensor."""
     case = draw(np.random.default_rng(0), "lstm", size, weights=0.7 / size[3] ** 0.5, dtype=np.float16, **LSTM)
     h = judge.expected(case)["h"]
     arrays = {name: array for name, array in case.arrays.items() if not name.endswith("gradient")}

@@ -1,4 +1,5 @@
-"""`mlx_lstm.cudnn` against torch and jax, values and gradients; its buffer, dropout, layouts and errors."""
+"""Tests of `mlx_lstm.cudnn`: values and gradients against torch and jax; the parameter buffer, dropout, layouts,
+errors."""
 
 import ml_dtypes
 import mlx.core as mx
@@ -17,7 +18,7 @@ from mlx_lstm.oracle.closeness import assert_within, bounds_of
 
 
 def assert_double(got, expected):
-    """Every array is float64 and equals to 1e-12 of its largest element, or of 1."""
+    """Assert that every array is float64 and differs by at most 1e-12 times max(1, the largest expected element)."""
     for name, value in expected.items():
         assert got[name].dtype == np.float64 and got[name].shape == value.shape, name
         limit = 1e-12 * max(1.0, np.abs(value).max())
@@ -27,7 +28,8 @@ def assert_double(got, expected):
 @pytest.mark.parametrize("engine", [None, "ops"], ids=["default", "ops"])
 @pytest.mark.parametrize("seeds", [range(k, k + 32) for k in range(0, 320, 32)], ids=lambda seeds: str(seeds[0]))
 def test_float64_equals_torch(seeds, engine):
-    """Any mode, 1-4 layers, both directions, projection, ragged lengths: every output, every gradient."""
+    """Compare every output and gradient of random cases (all modes, 1-4 layers, one or two directions, projections,
+    ragged lengths) with torch in float64."""
     for seed in seeds:
         case = draw(seed)
         for got, expected in zip(ours(case, np.float64, engine), by_torch(case), strict=True):
@@ -35,7 +37,8 @@ def test_float64_equals_torch(seeds, engine):
 
 
 def check(seed, dtype, *engines, **fixed):
-    """Outputs and gradients within the bounds derived from the case; those by mx.grad also computed again."""
+    """Assert that a random case's outputs and gradients are within bounds derived from the case. Also check the
+    gradients that mx.vjp gives when the steps are computed again (`checkpoint_every`)."""
     every = (None, 2, 1, "auto")[seed % 4]
     case = draw_for(seed, dtype, **fixed)
     exact, limit = by_oracle(case), bounds_of(lambda fl: by_oracle(case, fl), dtype)
@@ -75,7 +78,7 @@ def test_many_more(seeds, dtype):
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16], ids=["float16", "bfloat16"])
 @pytest.mark.parametrize("mode", ["lstm", "gru", "rnn_tanh"])
 def test_16_bits_within_bounds(mode, dtype):
-    """Without relu, whose kinks are too near."""
+    """Check 16-bit dtypes. relu is left out: in 16 bits too many arguments are within rounding of its kink."""
     for seed in range(4):
         check(seed, dtype, None, mode=mode)
 
@@ -91,7 +94,8 @@ ON_METAL = {
 
 @pytest.mark.parametrize("case", ON_METAL)
 def test_metal_within_bounds(case):
-    """Two layers of unequal lengths, on the emulator; whatever the choice of engines lets a Mac run."""
+    """Check two layers with ragged lengths on the emulator, for every Metal engine and cell that `engines.choose`
+    allows."""
     engine, fixed = ON_METAL[case]
     with on_metal():
         check(21, np.float32, engine, L=2, T=3, N=3, I=4, H=3, lengths=np.array([2, 3, 1]), **fixed)
@@ -99,7 +103,8 @@ def test_metal_within_bounds(case):
 
 @pytest.mark.parametrize(("L", "D", "lengths"), [(1, 1, None), (2, 2, [5, 2, 3])], ids=["one", "two, ragged"])
 def test_jax_reads_the_same_buffer(L, D, lengths):
-    """jax unpacks our params as they are; its plain reference of cuDNN's LSTM agrees, values and gradients."""
+    """Let jax unpack our parameter buffer unchanged. Its reference implementation of cuDNN's LSTM must give the same
+    values and gradients."""
     jax = pytest.importorskip("jax")
     rnn = pytest.importorskip("jax.experimental.rnn")
     case = draw(L, mode="lstm", L=L, D=D, T=5, N=3, I=4, H=3, P=0, lengths=lengths and np.array(lengths))
@@ -128,7 +133,7 @@ def arrays_of(case, dtype=np.float64):
 
 
 def by_grad(case, dtype, **options):
-    """The gradients of the inputs by mx.vjp, by name."""
+    """Return the gradients of the inputs by name, computed by mx.vjp."""
 
     def outputs_of(*inputs):
         out = cudnn.cudnn_rnn_v3(*inputs, lengths_of(case), **case.attributes, **options)
@@ -144,7 +149,7 @@ def by_grad(case, dtype, **options):
 @pytest.mark.parametrize("D", [1, 2])
 @pytest.mark.parametrize("mode", MODES)
 def test_grad_equals_backprop(mode, D, attributes, dtype):
-    """To the bit: they are the same computation on the same numbers."""
+    """Compare the gradients of mx.vjp with those of the backward op to the bit: both run the same computation."""
     for seed, lengths in enumerate((None, np.array([1, 4, 3]))):
         input_mode = "skip_input" if attributes == "skip_input" else "linear_input"
         case = draw(seed, mode=mode, L=3, D=D, T=4, N=3, I=3, H=3, input_mode=input_mode, lengths=lengths)
@@ -156,7 +161,8 @@ def test_grad_equals_backprop(mode, D, attributes, dtype):
 @pytest.mark.parametrize("D", [1, 2])
 @pytest.mark.parametrize("mode", MODES)
 def test_grad_of_what_is_computed_again(mode, D):
-    """With the dropout of what keeps all, whose gradient is then the same; for the backward op nothing is there."""
+    """With `checkpoint_every` and dropout, mx.vjp gives the same gradients as without `checkpoint_every`. The
+    reserve space is then empty, so the backward op raises an error."""
     case = draw(D, mode=mode, L=3, D=D, T=5, N=3, I=3, H=3, lengths=np.array([5, 1, 4]))
     given = ATTRIBUTES["dropout"] | {"checkpoint_every": 2}
     _, expected = ours(case, np.float64, **ATTRIBUTES["dropout"])
@@ -172,7 +178,7 @@ def test_grad_of_what_is_computed_again(mode, D):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_backprop_is_pure(mode):
-    """Two calls give the same bits, and the reserve space is as it was."""
+    """Call the backward op twice: both results are equal to the bit, and the reserve space is not modified."""
     case = draw(3, mode=mode, L=2, D=2, T=3, N=2)
     inputs, cotangents = arrays_of(case), [to_mlx(case.cotangents[name], np.float64) for name in OUTPUTS]
     options = case.attributes | {"dropout": 0.5, "seed2": 1}
@@ -187,7 +193,8 @@ def test_backprop_is_pure(mode):
 
 @pytest.mark.parametrize("version", ["", "_v2", "_v3"])
 def test_without_training(version):
-    """Nothing is dropped, nothing kept; a gradient is refused in TensorFlow's words."""
+    """With is_training=False nothing is dropped and nothing is saved for the gradient. Asking for a gradient raises
+    TensorFlow's error."""
     case = draw(4, mode="lstm", L=2, D=1, T=3, N=2, P=0, lengths=None)
     inputs = arrays_of(case)
     given = [*inputs.values()] + ([lengths_of(case)] if version == "_v3" else [])
@@ -287,7 +294,8 @@ def test_auto_select_is_linear_where_the_sizes_differ():
 @pytest.mark.parametrize("states", ["transpose", "reinterpret"])
 @pytest.mark.parametrize("mode", ["lstm", "gru"])
 def test_batch_major(mode, states):
-    """The same numbers in the other layout: of the states transposed, or as TensorFlow has them, of the same memory."""
+    """Compare batch-major calls with time-major ones. The states are either transposed, or reinterpreted: the same
+    memory with another shape, as TensorFlow does it."""
     case = draw(8, mode=mode, L=2, D=2, T=3, N=3, lengths=np.array([3, 1, 2]))
     names = {"input", "output"}
 
@@ -309,7 +317,8 @@ def test_batch_major(mode, states):
 @pytest.mark.parametrize("p", [0, 0.3, 0.9])
 @pytest.mark.parametrize("mode", ["lstm", "gru", "rnn_tanh"])
 def test_dropout_has_the_gradient_of_its_mask(mode, p):
-    """Central differences of the loss in random directions, the seeds and so the mask being the same."""
+    """Compare the gradients under dropout with central differences in random directions. Equal seeds give equal
+    dropout masks in all evaluations."""
     case = draw(9, mode=mode, L=3, D=2, T=4, N=3, H=3)
     attributes = {"dropout": p, "seed": 3, "seed2": 4}
     rng, step = np.random.default_rng(0), 1e-5
@@ -324,29 +333,31 @@ def test_dropout_has_the_gradient_of_its_mask(mode, p):
         direction = {name: rng.normal(size=v.shape) * (name == only) for name, v in case.inputs.items()}
         slope = (loss(direction, step) - loss(direction, -step)) / (2 * step)
         expected = (gradients[only] * direction[only]).sum()
-        # The third derivative, of order 1 per unit of the direction, times step squared; and rounding over step.
+        # The difference quotient's error: a third derivative of about 1 times step squared, plus rounding / step.
         np.testing.assert_allclose(slope, expected, rtol=1e-6, atol=1e-6, err_msg=only)
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_dropout_of_1_drops_all(mode):
-    """As torch with dropout=1, which draws nothing either: every layer above the first sees zeros."""
+    """With dropout=1 every layer above the first gets zeros as its input, as in torch. No mask is drawn, neither by
+    torch nor here."""
     pytest.importorskip("torch")
     case = draw(14, mode=mode, L=3, D=2, T=4, N=3, P=0)
     for got, expected in zip(ours(case, np.float64, dropout=1), by_torch(case, dropout=1.0), strict=True):
         for name, value in expected.items():
-            # Both compute in float64, in sums of another order.
+            # Both compute in float64, but sum in different orders.
             np.testing.assert_allclose(got[name], value, rtol=0, atol=1e-12 * max(1.0, np.abs(value).max()))
 
 
 def test_dropout_between_layers_only():
-    """Equals one layer after the other with the same factors between; their mean, and their independence."""
+    """A stack with dropout equals single layers with the same dropout factors applied between the layers. Also check
+    the mean and the independence of the factors."""
     p, L, D, T, N, H = 0.3, 4, 2, 20, 30, 8
     case = draw(10, mode="rnn_tanh", L=L, D=D, T=T, N=N, I=3, H=H, lengths=None)
     inputs = arrays_of(case)
     given = dict(rnn_mode="rnn_tanh", direction="bidirectional", dropout=p, seed=1, seed2=2)
     out = cudnn.cudnn_rnn(**inputs, **given)
-    # Of a plain layer the reserve space has h and, after it, the factors.
+    # For each plain RNN layer the reserve space has h, then the dropout factors.
     reserve = np.array(out.reserve_space).reshape(L - 1, 2, T, N, D * H)
     states, factors = reserve[:, 0], reserve[:, 1]
     x = inputs["input"]
@@ -364,7 +375,7 @@ def test_dropout_between_layers_only():
     np.testing.assert_allclose(values, [0, 1 / (1 - p)], rtol=1e-15)
     kept = (factors > 0).reshape(L - 1, T, -1) - (1 - p)
     deviation = np.sqrt(p * (1 - p))
-    # Five standard deviations of a mean of independent draws.
+    # The limit is five standard deviations of the mean of independent draws.
     assert abs(kept.mean()) < 5 * deviation / np.sqrt(kept.size)
     for one, two in [
         (kept[0], kept[1]),
@@ -379,7 +390,7 @@ def test_dropout_between_layers_only():
 
 
 def test_seeds():
-    """Any integers: of each the low 32 bits count, and make the key."""
+    """Seeds may be any integers. The low 32 bits of `seed` and of `seed2` together make the random key."""
     shape, rows = (4, 3, 5), {"input_h": mx.zeros((2, 3, 5)), "input_c": mx.zeros((2, 3, 5))}
     size = cudnn.cudnn_rnn_params_size(2, 5, 5).item()
     inputs = {"input": mx.zeros(shape), **rows, "params": mx.random.normal((size,), key=mx.random.key(0))}
@@ -402,7 +413,8 @@ def test_seeds():
 
 @pytest.mark.parametrize("mode", MODES)
 def test_canonical_arrays_and_back(mode):
-    """The arrays are torch's, gate by gate, in cuDNN's order; packed again they are the buffer."""
+    """Split the buffer into arrays: they equal torch's parameters, gate by gate, in cuDNN's order. Joined again they
+    equal the buffer."""
     torch = pytest.importorskip("torch")
     for L, D, P in [(1, 1, 0), (2, 2, 0)] + [(2, 2, 2)] * (mode == "lstm"):
         I, H, G = 4, 5, GATES[mode]
@@ -438,7 +450,7 @@ def test_params_size():
 
 
 def test_sizes_beyond_any_memory():
-    """Counted without a list of the arrays, in 64 bits."""
+    """Count the parameters of very large layers in 64 bits, without a list of their arrays."""
     largest = cudnn.cudnn_rnn_params_size(1, 16384, 16384, S=mx.int64)
     assert largest.item() == 8 * 16384 * 16385 > 2**31
     with pytest.raises(

@@ -1,4 +1,5 @@
-"""README.md and docs/: each Python block runs by itself and prints what stands behind it; commands and links exist."""
+"""Tests of README.md and docs/: each Python block runs by itself and prints the output shown below it; commands and
+links exist."""
 
 import contextlib
 import importlib
@@ -21,7 +22,7 @@ FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 class Block(NamedTuple):
-    """A fenced block; `output`: the text block right behind it, or nothing."""
+    """A fenced code block of a page. `output` is the text block directly after it, or None."""
 
     page: str
     line: int
@@ -47,7 +48,7 @@ PYTHON = [block for block in BLOCKS if block.language == "python"]
 
 
 def number(blocks):
-    """Test ids that say how many there are."""
+    """Return test ids that contain the number of a block and the count of all blocks."""
     return [f"{n}of{len(blocks)}-{block.page}-line{block.line}" for n, block in enumerate(blocks, 1)]
 
 
@@ -63,7 +64,7 @@ def test_python_block(block, tmp_path, monkeypatch):
 
 
 def test_types_of_the_blocks(tmp_path):
-    """An editor marks nothing in a block that a reader pastes."""
+    """Run the type checker on every Python block of the docs: it must report no error."""
     for block in PYTHON:
         name = re.sub(r"\W", "_", f"{block.page.removesuffix('.md')}_line{block.line}")
         (tmp_path / f"{name}.py").write_text(block.text)
@@ -82,7 +83,8 @@ COMMANDS += [line for page in PAGES + OTHER_PAGES for line in INLINE.findall(pag
 
 @pytest.mark.parametrize("line", dict.fromkeys(COMMANDS))
 def test_command(line):
-    """Targets, extras, files and options are there; what the command would do is not tried."""
+    """Assert that the make targets, extras, files and options of a command in the docs exist. The command itself
+    does not run."""
     for part in line.split("&&"):
         words = [word for word in shlex.split(part, comments=True) if not re.fullmatch(r"[A-Z_]+=\S+", word)]
         if words and Path(words[0]).name not in UNCHECKED:
@@ -114,7 +116,7 @@ def check_command(program, *words):
 
 
 def test_options_in_prose():
-    """An option in backticks is one of a command or of an example."""
+    """Assert that every option in backticks is an option of a command or of an example."""
     commands = [*ROOT.glob("mlx_lstm/*/__main__.py"), *ROOT.glob("tests/*/__main__.py"), *ROOT.glob("examples/*.py")]
     known = "".join(path.read_text() for path in commands)
     for page in PAGES:
@@ -124,7 +126,7 @@ def test_options_in_prose():
 
 
 def anchors(path: Path) -> set[str]:
-    """The anchors of a page's headings, as GitHub makes them."""
+    """Return the anchors that GitHub makes for a page's headings."""
     headings = re.findall(r"^#+ (.*)$", FENCE.sub("", path.read_text()), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -139,7 +141,7 @@ def test_links_lead_to_files_and_headings(page):
 
 
 def test_places_in_contributing_exist():
-    """A path in backticks is one of the repository or of the package."""
+    """Assert that every path in backticks in CONTRIBUTING.md exists in the repository or in the package."""
     page = (ROOT / "CONTRIBUTING.md").read_text()
     paths = re.findall(r"`((?:\.?\w+/)+\w*(?:\.\w+)?|\w+\.(?:py|md))`", page)
     assert len(paths) > 80
@@ -152,7 +154,7 @@ def test_the_readme_stays_short():
 
 
 def test_names_in_prose_exist():
-    """`mlx_lstm.tf.block_lstm` in backticks: the module or the object is there."""
+    """Assert that every name in backticks such as `mlx_lstm.tf.block_lstm` is an existing module or object."""
     for page in PAGES:
         for name in re.findall(r"`(mlx_lstm(?:\.\w+)+)", page.read_text()):
             found, *rest = name.split(".")
@@ -170,7 +172,8 @@ ENTRY = re.compile(r"\.\. (?:autoclass|autofunction|py:data):: (\S+)\n(?:   :mod
 
 
 def test_every_public_name_has_one_entry():
-    """In docs/api; classes and functions by their full name, as Sphinx finds them."""
+    """Assert that docs/api has exactly one entry for each public class and function, under its full name as Sphinx
+    indexes it."""
     pages = (ROOT / "docs" / "api").glob("*.md")
     entries = [".".join(filter(None, entry[::-1])) for page in pages for entry in ENTRY.findall(page.read_text())]
     assert len(entries) == len(set(entries))

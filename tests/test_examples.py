@@ -1,4 +1,5 @@
-"""The short examples: a few steps of each run to the end; in full, they beat their baselines; the gallery has all."""
+"""Run the short examples for a few steps. The slow tests run them in full and compare them with their baselines.
+Check that the gallery shows every example."""
 
 import importlib.util
 import os
@@ -20,7 +21,8 @@ FIGURES = {  # what finds our figure and the baseline's in the output; whether o
 
 
 def figures(name, text):
-    """Return our figure and the baseline's; results that should be equal differ by rounding only."""
+    """Return [our figure, the baseline's figure] from an example's output. Assert that differences printed as
+    `apart` are at most 2e-5 (rounding)."""
     (result,) = re.findall(FIGURES[name][0], text)
     assert all(float(apart) <= 2e-5 for apart in re.findall(r"(\S+) apart", text))
     assert ("apart" in text) == (name in ("policy", "voice_activity"))
@@ -65,7 +67,8 @@ def test_it_is_short(name):
 
 
 def test_quantized_streaming():
-    """Each width in a process of its own; fewer bits are further off."""
+    """Run the example, which measures each bit width in its own process. Fewer bits take less memory and have larger
+    errors."""
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(ROOT / "examples" / "quantized_streaming.py"), "2", "64"]
     run = subprocess.run(command, capture_output=True, text=True, env=environment)
@@ -76,7 +79,7 @@ def test_quantized_streaming():
 
 
 def test_the_gallery_has_every_example():
-    """A section for each, with the picture that it draws."""
+    """Assert that docs/gallery.md has a link to every example and the picture of every example that draws one."""
     page = (ROOT / "docs" / "gallery.md").read_text()
     for path in (ROOT / "examples").glob("*.py"):
         assert f"[examples/{path.name}](../examples/{path.name})" in page

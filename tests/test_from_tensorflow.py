@@ -1,4 +1,4 @@
-"""`examples/from_tensorflow.py` as a user runs it, small."""
+"""Run `examples/from_tensorflow.py` with small sizes, as a user would."""
 
 import os
 import re
@@ -13,7 +13,7 @@ SMALL = {"steps": 31, "batch": 8, "window": 12, "embedding": 8, "hidden": 16, "l
 
 
 def test_same_outputs_then_a_falling_loss_then_back():
-    """In a process of its own: Keras has one backend per process, and the other tests take jax."""
+    """Run the example in its own process: Keras has one backend per process, and the other tests use Keras with jax."""
     pytest.importorskip("tensorflow"), pytest.importorskip("keras")
     options = [f"--{name}={value}" for name, value in SMALL.items()]
     command = [sys.executable, str(ROOT / "examples" / "from_tensorflow.py"), *options]

@@ -1,4 +1,4 @@
-"""examples/from_torch.py: weights there and back bit for bit, outputs and gradients equal."""
+"""Tests of `examples/from_torch.py`: weights convert both ways to the bit; outputs and gradients are equal."""
 
 import importlib.util
 import re
@@ -42,7 +42,7 @@ def test_there_and_back(example, name):
         assert np.array_equal(np.array(ours[name]), one.detach().numpy())
     rng = np.random.default_rng(0)
     x, lengths = rng.standard_normal((6, 3, layer.input_size), np.float32), np.array([2, 6, 1])
-    # How far float32 is from float64 is torch's own error; ours may be twice that, and the last bits of the largest.
+    # torch's own error is its float32 result minus its float64 one. Ours may be twice as large, plus a few last bits.
     exact = example.run_torch(layer.double(), x.astype(np.float64), lengths)
     rounded = example.run_torch(again, x, lengths)
     got = example.run_mlx(ours, x, lengths)

@@ -1,4 +1,5 @@
-"""`mlx_lstm.keras`: layers of Keras and ours with the same weights give the same outputs, in both directions."""
+"""Tests of `mlx_lstm.keras`: Keras layers and ours with the same weights give the same outputs; weights convert both
+ways."""
 
 import os
 import re
@@ -18,7 +19,7 @@ X = np.random.default_rng(5).normal(size=(T, B, I)).astype(np.float32)
 
 
 def layer_of(name, **options):
-    """A built layer of Keras, its weights drawn anew: Keras starts biases at 0."""
+    """Return a built Keras layer with random weights, biases included (Keras initializes biases to 0)."""
     os.environ.setdefault("KERAS_BACKEND", "jax")
     theirs = pytest.importorskip("keras")
     both, name = name.startswith("Bidirectional "), name.removeprefix("Bidirectional ")
@@ -31,12 +32,12 @@ def layer_of(name, **options):
 
 
 def output_of(layer):
-    """[T, B, H]."""
+    """Return the output of a Keras layer for X as [T, B, H]."""
     return np.asarray(layer(X.swapaxes(0, 1))).swapaxes(0, 1).astype(np.float64)
 
 
 def within(got, expected, case):
-    """Each of two float32 results may be as far from the truth as the bound says."""
+    """Assert that two float32 outputs differ by at most twice the error bound, as each may have this error."""
     case = {name: np.array(value) if isinstance(value, mx.array) else value for name, value in case.items()} | {"x": X}
     assert_within("h", np.array(got), expected, 2 * bounds(case, np.float32)["h"])
 
@@ -91,7 +92,8 @@ WRAPPED += [pytest.param(*gru, marks=pytest.mark.slow) for gru in GRUS]
 
 @pytest.mark.parametrize("name, op, theirs, ours", WRAPPED)
 def test_bidirectional_from_keras_and_back(name, op, theirs, ours):
-    """Each direction is a layer of its own: so this is what shows `rnn_from_keras`, too."""
+    """Convert bidirectional layers of Keras to ours and back. Each direction is a layer, so this also tests
+    `rnn_from_keras`."""
     layer, from_keras = layer_of(f"Bidirectional {name}", **theirs), getattr(keras, f"{op}_from_keras")
     weights, options = keras.bidirectional_from_keras(from_keras, layer.get_weights()), ours | {"bidirectional": True}
     assert "b" in weights or not theirs.get("use_bias", True)
@@ -112,8 +114,8 @@ MASKED += [pytest.param(*case, marks=pytest.mark.slow) for case in [*RARER, ("Bi
 
 @pytest.mark.parametrize("name, options", MASKED, ids=str)
 def test_steps_masked_in_the_middle(name, options):
-    """An embedding with `mask_zero` in front of Keras' layer, and `hold` here: also before the first word, in a text
-    of none, and the same weights without the mask give something else."""
+    """Compare Keras' masking by an embedding with `mask_zero` with our `hold`: masked steps before the first word,
+    between words, and a text without words. Without the mask the same weights give other outputs."""
     layer, theirs = layer_of(name, **options), pytest.importorskip("keras")
     words = np.array([[0, 3, 0, 0, 5, 1, 0], [2, 2, 0, 6, 0, 4, 4], [0] * T])
     embedding = theirs.layers.Embedding(7, I, mask_zero=True)
@@ -139,7 +141,8 @@ def test_steps_masked_in_the_middle(name, options):
 @pytest.mark.slow
 @pytest.mark.parametrize("name, order", [("LSTM", "ifgo"), ("GRU", "zrn")])
 def test_the_recipe_of_a_mask_for_each_gate(name, order):
-    """The blocks of docs/recipes.md with the weights and the masks that a layer of Keras has in training."""
+    """Run the blocks of docs/recipes.md about a mask per gate, with the weights and masks of a Keras layer in
+    training."""
     layer, op = layer_of(name, recurrent_dropout=0.5), name.lower()
     masks = {
         gate: mask.astype(np.float32)
@@ -166,7 +169,7 @@ def test_the_recipe_of_a_mask_for_each_gate(name, order):
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16])
 def test_dtypes_stay(dtype):
-    """To the last bit; the way back widens 16 bits to float32."""
+    """Convert weights from Keras and back without any change. Converting to Keras widens 16-bit weights to float32."""
     rng, back = np.random.default_rng(1), np.promote_types(dtype, np.float32)
     shapes = {"lstm": [(I, 4 * H), (H, 4 * H), (4 * H,)], "rnn": [(I, H), (H, H), (H,)]}
     shapes["gru"] = [(I, 3 * H), (H, 3 * H), (3 * H,)]

@@ -1,4 +1,5 @@
-"""The predictions of `--model`: launches and bytes equal what the emulator counts; the thresholds, the constants."""
+"""Tests of the predictions of `bench --model`: launches and bytes equal the emulator's counts; thresholds and
+constants."""
 
 import csv
 import re
@@ -42,7 +43,8 @@ ON_THE_EMULATOR = pytest.mark.not_on_a_mac("bytes: the emulator counts them")
 
 
 def seen_by_the_emulator(size, dtype, engine, **layer):
-    """Return by kernel the launches of a training step, bytes moved, bytes touched; without buffers that hold sizes."""
+    """Run a training step on the emulator. Return three counters by kernel: launches, bytes moved, bytes touched.
+    Buffers that hold sizes are not counted."""
     rng = np.random.default_rng(0)
     case = draw(rng, sizes=(*size, size.H), dtype=dtype, **layer)
     case = {name: value for name, value in case.items() if name not in ("h0", "c0", "bhn")}
@@ -69,7 +71,7 @@ def check_against_the_emulator(engine, size, dtype, **layer):
     for name in launches:
         alike = [launch for launch in predicted if launch.name.replace("_joining", "") == name]
         assert sum(floor_bytes(launch, problem) for launch in alike) == pytest.approx(touched[name], rel=0.01)
-        # The model counts the padding of a row to whole groups of 4 weights as weights.
+        # The model also counts the weights that pad a row to a multiple of 4, hence the tolerance.
         assert sum(moved_bytes(launch, problem) for launch in alike) == pytest.approx(moved[name], rel=0.02)
 
 
@@ -101,7 +103,8 @@ def test_launches_and_bytes_of_other_cells_and_of_both_directions(engine, layer,
 
 
 def test_what_counts_as_a_launch():
-    """A view launches nothing, a copy of an array that is not contiguous does; the depth counts those that wait."""
+    """A view needs no launch; a copy of a non-contiguous array does. The depth counts launches that wait for each
+    other."""
 
     def function(a, b):
         flat = a.T.reshape(-1)  # a copy
@@ -130,7 +133,8 @@ BATCHES = {1: (1, 8, 16), 17: (17, 32, 64), 65: (65, 128, 256)}
 @pytest.mark.parametrize("least", BATCHES)
 @pytest.mark.parametrize(("dtype", "rows"), [(mx.float32, WIDE), (mx.float16, NARROW)])
 def test_the_default_thresholds_are_those_of_the_model(dtype, rows, least):
-    """The largest multiple of 32 at which `fused` wins on two of three chips, at every B from one row to the next."""
+    """Each threshold is the largest multiple of 32 at which `fused` wins on two of three chips, at every B of its
+    row."""
     assert list(rows) == list(BATCHES)
     ((threshold, engine),) = rows[least]
     last = threshold == FUSED_LIMIT["lstm"]
@@ -142,7 +146,8 @@ def test_the_default_thresholds_are_those_of_the_model(dtype, rows, least):
 
 @pytest.mark.parametrize(("bits", "rows"), [(4, OF_4), (8, OF_8)])
 def test_the_thresholds_of_quantized_weights_are_those_of_the_model(bits, rows):
-    """A forward pass of 100 steps, at the first batch size of each row; groups of 64 if they divide H, else of 32."""
+    """Thresholds hold for a forward pass of 100 steps at the first batch size of each row, with groups of 64 if they
+    divide H, else of 32."""
     for B, ((threshold, engine),) in rows.items():
         packing = {H: Packing(64 if H % 64 == 0 else 32, bits, "affine") for H in (threshold, threshold + 32)}
         wins = {H: fused_wins(mx.float32, B, H, 100, "forward", packing[H]) for H in packing if H <= 256}
@@ -150,7 +155,7 @@ def test_the_thresholds_of_quantized_weights_are_those_of_the_model(bits, rows):
 
 
 def test_the_default_table_has_every_dtype_of_the_shaders():
-    """The page about engines has it, too."""
+    """The default table has every dtype of the shaders, and docs/engines.md shows the same table."""
     assert PREDICTED.engines == {"float32": WIDE, "float16": NARROW, "bfloat16": NARROW}
     page = (Path(__file__).parents[1] / "docs/engines.md").read_text()
     for names, rows in (("float32", WIDE), ("float16, bfloat16", NARROW)):
@@ -158,7 +163,8 @@ def test_the_default_table_has_every_dtype_of_the_shaders():
 
 
 def test_the_rule_against_what_was_published_of_mlx():
-    """Published: 34 us a step compiled, 58 not, at N = 1, H = 512, on an unnamed Mac (ml-explore/mlx#1419)."""
+    """Predict published times within a factor of 2: 34 us a step compiled, 58 us not, at N = 1, H = 512, on an
+    unnamed Mac (ml-explore/mlx#1419)."""
     problem, graph = of_mlx(Size(300, 1, 512, 512), mx.float32, "forward")
     host = host_seconds("mlx.nn.LSTM", "forward", 300)
     steps = [1e6 * total_seconds(graph, problem, chip, host) / 300 for chip in CHIPS]
@@ -170,7 +176,8 @@ def test_the_rule_against_what_was_published_of_mlx():
 
 @pytest.mark.parametrize("B", [1, 32])
 def test_a_sweep_takes_what_its_instructions_take(B):
-    """On the busiest core, whose quarters execute an instruction of a SIMD-group per cycle each, plus latencies."""
+    """The predicted time follows from the instructions on the busiest core, whose four quarters execute one
+    SIMD-group instruction per cycle each, plus latencies."""
     problem, graph = ours(Size(50, B, 64, 64), mx.float32, "fused", "backward")
     for launch in graph.launches:
         if has_product(launch):
@@ -191,7 +198,7 @@ def test_the_host_is_a_bound():
 
 
 def test_model_command(tmp_path, capsys):
-    """Every figure of time is called predicted; a layer is the sum of its lines."""
+    """The command calls every time predicted. The time of a layer is the sum of its lines."""
     file = tmp_path / "model.csv"
     assert main(["--model", "--sizes", "5,3,4,8", "--passes", "backward", "--csv", str(file)]) == 0
     printed = capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""The MPSGraph dialect against the float64 oracle, `mx.grad` and torch; its checks and its keywords."""
+"""Tests of `mlx_lstm.mpsgraph` against the float64 oracle, `mx.grad` and torch; argument checks and keywords."""
 
 import mlx.core as mx
 import numpy as np
@@ -33,7 +33,7 @@ FLAGS = {"lstm": ("forget_gate_last",), "gru": ("reset_gate_first", "reset_after
 
 
 def combination(rng, op):
-    """A random choice of everything `draw` takes: direction, flags, activations, absent arguments, mask."""
+    """Draw all arguments of `draw` at random: direction, flags, activations, absent arguments, mask."""
 
     def pick(*values):
         return values[rng.integers(len(values))]
@@ -49,7 +49,7 @@ def combination(rng, op):
 
 
 def random_case(rng, op):
-    """A random combination of all options with its arrays, off every kink."""
+    """Return a case with random options and arrays. No argument of an activation is within rounding of a kink."""
     for _ in range(200):
         case = draw(rng, op, **combination(rng, op))
         if judge.kink_distance(case) > ROUNDING_MARGIN:
@@ -58,12 +58,13 @@ def random_case(rng, op):
 
 
 def check(case, by_engine, **readings):
-    """All results are there, of the right shape and dtype, and no further from the oracle than rounding explains."""
+    """Assert that all results exist, have the right shape and dtype, and are within the rounding bounds of the
+    oracle's."""
     for results in by_engine.values():
         assert list(results) == case.results
         assert {value.dtype for value in results.values()} == {np.dtype(np.float32)}
     exact = judge.expected(case, **readings)
-    # The bounds take most of the time. Those of two trials are within those of all, and hold nearly always.
+    # Bounds take most of the time. Those of two trials are narrower but nearly always hold; if not, use all trials.
     try:
         check_within(case, by_engine, exact, judge.limits(case, trials=2, **readings))
     except AssertionError:
@@ -77,7 +78,7 @@ def check_within(case, by_engine, exact, limit):
 
 
 def has_metal(engine, case):
-    """Whether the Metal engine has this cell and direction."""
+    """Return whether this Metal engine can run the case's cell and direction."""
     sizes = (*case.arrays["source"].shape, case.hidden)
     options = {"dtype": mx.float32, "device": "gpu", "metal": True, "traced": False}
     options |= {"cell": CELLS[case.op], "bidirectional": case.bidirectional, "requested": engine}
@@ -98,7 +99,7 @@ def test_random_combinations(op, seed):
 
 
 def check_on_metal(op, count, seed):
-    """Random cases, each on one of the Metal engines that can run it, in turns; how many ran."""
+    """Check `count` random cases on Metal engines, in turn those that can run the case. Return how many cases ran."""
     rng, ran = np.random.default_rng(seed), 0
     with on_metal():
         for number in range(count):
@@ -124,8 +125,8 @@ def test_many_random_combinations_on_metal(op, count):
 
 @pytest.mark.parametrize("op", CASES)
 def test_gradients_of_the_forward_op_are_those_of_the_gradient_op(op):
-    """`mx.vjp` through h and the last states, in place of source_gradient, state_gradient and cell_gradient; also where
-    it computes steps again."""
+    """Compare `mx.vjp` of the forward op with the gradient op. The cotangents of h and of the last states are the
+    op's source_gradient, state_gradient and cell_gradient. Also with `checkpoint_every`."""
     rng = np.random.default_rng(3)
     for number in range(20):
         case = random_case(rng, op)
@@ -156,7 +157,7 @@ def test_gradients_of_the_forward_op_are_those_of_the_gradient_op(op):
 
 
 def last(case, states):
-    """[N, D H]: the state after each direction's last step."""
+    """Return [N, D H]: the state after the last step of each direction."""
     if not case.bidirectional:
         return states[0 if case.descriptor.get("reverse") else -1]
     forward, reverse = mx.split(states, 2, axis=-1)
@@ -201,9 +202,10 @@ def test_torch_lstm_by_chained_calls(layers, bidirectional, engine):
 
 
 def chain(case, stack, source, source_gradient, run):
-    """Layer after layer forward, and back with each layer's dsource as the source_gradient of the one below.
+    """Run a stack of layers forward, then back: each layer's dsource is the source_gradient of the layer below.
 
-    `run` gives all results of a case; forward its gradients go unused, for which zeros stand in.
+    `run` returns all results of a case. In the forward pass its gradients are not used, so the source_gradient is
+    zeros.
     """
     sources, found = [source], {}
     for weights in stack:
@@ -220,7 +222,8 @@ def chain(case, stack, source, source_gradient, run):
 
 
 def apple_weights(lstm, layer, D, gradient=False):
-    """A layer's W, R, b, or their gradients, forward first; R has an axis for the directions, b = b_ih + b_hh."""
+    """Return a torch layer's weights, or their gradients, by Apple's names, forward direction first. R has an axis
+    for the directions; b = b_ih + b_hh."""
 
     def parameters(kind):
         values = [getattr(lstm, f"{kind}_l{layer}{suffix}") for suffix in ("", "_reverse")[:D]]
@@ -234,13 +237,13 @@ def apple_weights(lstm, layer, D, gradient=False):
 
 
 def side_by_side(states, layers, D):
-    """[L D, N, H] of torch as a list of [N, D H]."""
+    """Split torch's states [L D, N, H] into a list with [N, D H] per layer."""
     rows = [states.detach()[n].numpy() for n in range(layers * D)]
     return [np.concatenate(rows[layer * D : layer * D + D], axis=-1) for layer in range(layers)]
 
 
 def call(op, arrays, **options):
-    """A forward call for training; of the arrays only those it takes."""
+    """Call a forward op for training. Cotangents in `arrays` are not passed."""
     given = {name: mx.array(array) for name, array in arrays.items() if name not in COTANGENTS[op]}
     return getattr(mpsgraph, op)(**given, **options)
 
@@ -323,7 +326,8 @@ def test_single_gate_state_after_the_activation():
 @pytest.mark.parametrize("both", [False, True])
 @pytest.mark.parametrize("op", CASES)
 def test_a_leading_axis_of_1_of_states_does_not_come_back(op, both):
-    """PyTorch hands over its states so, and adds the axis to their gradients itself."""
+    """Accept initial states with a leading axis of 1, as PyTorch passes them. Their gradients have no such axis:
+    PyTorch adds it."""
     case = draw(np.random.default_rng(0), op, bidirectional=both)
     led = {name: array[None] for name, array in case.arrays.items() if name in LEADING_ONE}
     plain, led = ours.run(case, "ops"), ours.run(case._replace(arrays=case.arrays | led), "ops")
@@ -357,7 +361,8 @@ def test_defaults_are_those_of_apple():
 @pytest.mark.parametrize("bidirectional", [False, True], ids=["uni", "bi"])
 @pytest.mark.parametrize("op", CASES)
 def test_every_wrong_layout_names_apples_argument_and_the_layout(op, bidirectional):
-    """Each argument in turn with an axis more, an axis less, and every axis one longer."""
+    """Pass each argument with an axis too many, an axis too few, and each axis one longer: the error names Apple's
+    argument and the expected layout."""
     rng = np.random.default_rng(0)
     flags = {"reset_after": True} if op == "gru" else {}
     case = draw(rng, op, (3, 2, 3, 4), absent=(), bidirectional=bidirectional, **flags)
@@ -372,7 +377,7 @@ def test_every_wrong_layout_names_apples_argument_and_the_layout(op, bidirection
         for size in wrong:
             with pytest.raises(ValueError, match=r"\[mpsgraph\." + op + r"_gradients\] .* must have layout \[") as info:
                 function(**arrays | {name: mx.zeros(size)}, descriptor=descriptor)
-            # The sizes come from these two: with one axis longer, it is the others that are found wrong.
+            # `source` and `recurrent_weight` define the sizes: if one of their axes is longer, another array is named.
             if name not in ("source", "recurrent_weight") or len(size) != len(shape):
                 assert title(name) in str(info.value) and f"[{', '.join(shapes[name])}]" in str(info.value)
 
@@ -390,7 +395,7 @@ def test_layout_without_input_weight():
 
 
 def refusals():
-    """(name, op, changed arguments, words of the error)."""
+    """Yield (name of the test, op, changed arguments, pattern of the error)."""
     bi = {"descriptor": mpsgraph.LSTMDescriptor(bidirectional=True)}
     yield "no cell", "lstm_gradients", {"cell_output_fwd": None}, r"cellOutputFwd\) must have layout \[T, N, H\]"
     yield "no z", "lstm_gradients", {"z_state": None}, r"zState\) must have layout \[T, N, 4H\]"

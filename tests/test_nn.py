@@ -1,4 +1,5 @@
-"""`mlx_lstm.nn.LSTM` is `mlx.nn.LSTM`: parameters, shapes, values, gradients, files. So are GRU and RNN."""
+"""Tests of `mlx_lstm.nn`: LSTM, GRU and RNN equal the layers of mlx.nn in parameters, shapes, values, gradients and
+files."""
 
 import itertools
 
@@ -18,7 +19,7 @@ STATES = [(), ("hidden",), ("cell",), ("hidden", "cell")]
 
 
 def pair(bias=True, **options):
-    """Our layer and MLX's with the same parameters."""
+    """Return (our LSTM, mlx.nn's LSTM with the same parameters)."""
     ours, theirs = nn.LSTM(D, H, bias, **options), reference.LSTM(D, H, bias)
     theirs.update(ours.parameters())
     return ours, theirs
@@ -29,8 +30,8 @@ def as_tuple(found):
 
 
 def loss_and_gradients(layer, x, states, cotangents, call=None):
-    """The loss, and the gradients of all parameters, x and the states, with all outputs of the layer, or of this call
-    of it, used."""
+    """Return the loss and the gradients of all parameters, x and the states. The loss uses all outputs of `call` (by
+    default the layer itself)."""
 
     def loss(parameters, x, states):
         layer.update(parameters)
@@ -56,7 +57,7 @@ def test_values_and_gradients(shape, given, bias, engine):
     got, expected = (loss_and_gradients(layer, x, states, cotangents) for layer in (ours, theirs))
     assert got.keys() == expected.keys()
     for name, value in expected.items():
-        # Sums over steps and batch in another order: some units of rounding of the largest term's size.
+        # Both sum over steps and batch, in different orders: a few rounding errors of the largest term's size.
         scale = max(1.0, np.abs(np.array(value)).max()) * np.sqrt(x.size)
         np.testing.assert_allclose(np.array(got[name]), np.array(value), rtol=0, atol=16 * 1.2e-7 * scale, err_msg=name)
 
@@ -88,7 +89,7 @@ def test_weight_files_load_both_ways(tmp_path, suffix):
 @pytest.mark.parametrize("x", [mx.float32, mx.float16, mx.bfloat16], ids=str)
 @pytest.mark.parametrize("parameters", [mx.float32, mx.float16, mx.bfloat16], ids=str)
 def test_dtypes_promote_as_in_mlx(parameters, x):
-    """The states' too, of which each may have its own."""
+    """Compare the outputs' dtypes with mlx.nn's where parameters, x and each of the states have different dtypes."""
     ours, theirs = pair()
     ours.set_dtype(parameters)
     theirs.set_dtype(parameters)
@@ -156,7 +157,7 @@ def test_inside_a_model_in_training_compiled_and_exported(tmp_path):
 
 @pytest.mark.parametrize("layer", ["LSTM", "GRU", "RNN"])
 def test_an_empty_batch(layer):
-    """Empty states and, of every parameter, a gradient of zeros, as in MLX."""
+    """An empty batch gives empty states and a zero gradient of every parameter, as in MLX."""
     ours = getattr(nn, layer)(D, H)
     for batch in ((0,), (2, 0)):
         expected = getattr(reference, layer)(D, H)(mx.zeros((*batch, 5, D)))  # it fails where a state is given
@@ -195,7 +196,8 @@ def test_numpy_s_integers_are_sizes(layer):
 @pytest.mark.parametrize("engine", ["numpy", "ops"])
 @pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
 def test_lengths_are_those_of_calls_with_each_item_alone(kind, engine):
-    """In values and all gradients; past an item's length the results are 0 and NaN in the input is never read."""
+    """Compare a call with `lengths` with one call per item, in values and all gradients. Outputs past an item's
+    length are 0, and NaN in the input there is never read."""
     mx.random.seed(3)
     layer = getattr(nn, kind)(D, H, engine=engine)
     names = ("hidden", "cell") if kind == "LSTM" else ("hidden",)
@@ -207,7 +209,7 @@ def test_lengths_are_those_of_calls_with_each_item_alone(kind, engine):
         padded[np.arange(5) >= ends[..., None]] = np.nan
 
         def alone(x, states=states, ends=ends, batch=batch, **given):
-            """Each item by itself, as long as it is."""
+            """Call the layer for each item by itself, cut to its length, and pad the outputs with zeros."""
             items = []
             for place in np.ndindex(batch):
                 n = int(ends[place])
@@ -260,7 +262,8 @@ QUANTIZED = {f"Quantized{kind}": {"group_size": 32} for kind in ("LSTM", "GRU", 
 @pytest.mark.parametrize("engine", [None, "ops"])
 @pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN", *QUANTIZED])
 def test_a_step_is_the_only_step_of_a_call(kind, engine):
-    """In values and gradients, to the bit: both come down to the same recurrence."""
+    """Compare `step` with a call for one time step to the bit, in values and gradients: both run the same
+    recurrence."""
     mx.random.seed(0)
     H = 32 if kind in QUANTIZED else 4
     layer = getattr(nn, kind)(D, H, **QUANTIZED.get(kind, {}))
@@ -399,7 +402,8 @@ def test_bad_arguments(case):
 
 @pytest.mark.parametrize("make", [nn.LSTM, nn.GRU, nn.RNN, torch.LSTM, torch.GRU, torch.RNN])
 def test_parameters_of_numpy_are_refused(make):
-    """MLX's modules take one as an attribute of theirs, and it is no parameter any more."""
+    """Raise ValueError if a parameter is not an mx.array. MLX's modules store such a value as a plain attribute, so
+    it is no longer a parameter."""
     for name in make(D, H).parameters():
         for wrong, kind in ((np.zeros(3), "ndarray"), ([0.0], "list"), (None, "NoneType")):
             layer = make(D, H)
@@ -414,7 +418,7 @@ LAYERS = {"GRU": {}, "RNN": {}, "RNN relu": {"nonlinearity": reference.relu}, "R
 
 
 def pair_of(layer, bias=True, **options):
-    """Our layer and MLX's with the same parameters."""
+    """Return (our layer, mlx.nn's layer with the same parameters)."""
     ours, theirs = (getattr(package, layer.split()[0])(D, H, bias, **LAYERS[layer]) for package in (nn, reference))
     ours.engine = options.get("engine")
     theirs.update(ours.parameters())

@@ -1,4 +1,5 @@
-"""The judge judged: finite differences, PyTorch in float64, TensorFlow's block ops, and properties stated in words."""
+"""Tests of the oracle: finite differences, torch in float64, TensorFlow's block ops, and known properties of the
+cells."""
 
 from decimal import Decimal
 
@@ -17,7 +18,7 @@ STEP = 1e-5
 
 
 def units(array):
-    """Every direction along one element."""
+    """Yield one direction per element of the array, with a 1 at this element."""
     for index in np.ndindex(array.shape):
         direction = np.zeros(array.shape)
         direction[index] = 1
@@ -25,12 +26,13 @@ def units(array):
 
 
 def few(array):
-    """Three random directions."""
+    """Return three random directions of the array's shape."""
     return np.random.default_rng(array.size).normal(size=(3, *array.shape))
 
 
 def check_gradients(case, cotangents, directions=units):
-    """Along each direction of each array the slope of sum(cotangent * output), by fourth-order central differences."""
+    """Compare the oracle's gradients with fourth-order central differences of sum(cotangent * output), along the
+    directions of each array."""
     frozen = clip_shift(**case) if case.get("cell_clip") else None
 
     def loss(name, value):
@@ -46,7 +48,7 @@ def check_gradients(case, cotangents, directions=units):
             far_below, below, above, far_above = (loss(name, case[name] + k * STEP * direction) for k in (-2, -1, 1, 2))
             expected.append((8 * (above - below) - (far_above - far_below)) / (12 * STEP))
             got.append(np.sum(gradient * direction))
-        # Rounding of the loss over STEP is about 1e-11 of its size; truncation, STEP**4, is below that.
+        # Rounding of the loss, divided by STEP, is about 1e-11 of the loss; truncation, STEP**4, is smaller.
         assert_within(name, got, np.array(expected), 1e-8 * max(size, np.abs(expected).max(initial=0)))
 
 
@@ -69,7 +71,7 @@ def test_gradients_of_random_combinations(seed, op, bidirectional):
 
 
 def test_both_directions_stand_side_by_side():
-    """Two runs of one direction each, put together as the ops' documentation says."""
+    """A bidirectional run equals two runs of one direction each, joined as the documentation of the ops says."""
     rng = np.random.default_rng(3)
     pair = [draw(rng, projection=True, peephole=True, mask=(T, B, "P"), reverse=reverse) for reverse in (False, True)]
     pair[1]["x"] = pair[0]["x"]
@@ -94,7 +96,7 @@ def test_both_directions_stand_side_by_side():
 @pytest.mark.parametrize("lengths", [None, [4, 1, 3]], ids=["full", "packed"])
 @pytest.mark.parametrize("name", ["lstm", "lstm_projection", "gru", "rnn_tanh", "rnn_relu"])
 def test_equals_torch(name, lengths, bidirectional):
-    """In float64: outputs, and all gradients from h, hT and cT."""
+    """Compare outputs, and all gradients from cotangents of h, hT and cT, with torch in float64."""
     torch = pytest.importorskip("torch")
     torch_layer = pytest.importorskip("torch_layers").torch_layer
     options = {"bidirectional": bidirectional, "lengths": lengths, "dtype": torch.float64}
@@ -107,7 +109,8 @@ def test_equals_torch(name, lengths, bidirectional):
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_equals_tensorflow_block_lstm(version):
-    """Peephole, clip and forget bias, forward and gradient; its icfo (V1) and ifco (V2) are igfo and ifgo here."""
+    """Compare forward and gradient with TensorFlow, with peephole, clip and forget bias. Its gate orders icfo (V1)
+    and ifco (V2) are igfo and ifgo here."""
     ops = pytest.importorskip("tensorflow").raw_ops
     order, forget_bias = {1: ("igfo", 0.75), 2: ("ifgo", 0.0)}[version]
     rng = np.random.default_rng(3)
@@ -138,7 +141,8 @@ def test_equals_tensorflow_block_lstm(version):
 
 
 def test_equals_tensorflow_gru_block_cell():
-    """Its reset comes before the product, its u is our z; chained over time, with the sums it leaves to its callers."""
+    """Compare a loop over time with TensorFlow's GRU cell. It resets before the product, its u is our z, and its
+    callers must sum the gradients of the weights."""
     ops = pytest.importorskip("tensorflow").raw_ops
     rng = np.random.default_rng(4)
     case = draw(rng, op="gru", reset="before", dtype=np.float32)
@@ -169,7 +173,8 @@ def test_equals_tensorflow_gru_block_cell():
 
 
 def test_sigmoid_has_all_its_digits():
-    """To four roundings of exp, 1 + e and the quotient, against decimal arithmetic; the derivative follows."""
+    """Compare sigmoid and its slope with decimal arithmetic. sigmoid may have four roundings: of exp, 1 + e and the
+    quotient."""
     x = np.linspace(-700, 40, 1481)
     exact = np.array([float(1 / (1 + (-Decimal(value)).exp())) for value in x.tolist()])
     s = ACTIVATIONS["sigmoid"](x, Arithmetic(np.float64))
@@ -181,7 +186,7 @@ def test_sigmoid_has_all_its_digits():
 
 @pytest.mark.parametrize("reset", ["after", "before"])
 def test_flip_z_is_an_update_gate_of_the_other_sign(reset):
-    """sigmoid(-a) = 1 - sigmoid(a): with the rows of z negated, flip_z gives the same h."""
+    """Since sigmoid(-a) = 1 - sigmoid(a), negating the rows of z and setting flip_z gives the same h."""
     case = draw(np.random.default_rng(5), op="gru", reset=reset, mask=(B, "P"))
     sign = np.repeat([1.0, -1.0, 1.0], H)
     negated = {"Wx": case["Wx"] * sign[:, None], "Wh": case["Wh"] * sign[:, None], "b": case["b"] * sign}
@@ -189,7 +194,8 @@ def test_flip_z_is_an_update_gate_of_the_other_sign(reset):
 
 
 def test_mask_of_a_gru_is_on_what_enters_the_products_only():
-    """With z = 1 for certain h_prev passes on unmasked; with z = 0, h is the candidate of the masked one."""
+    """A GRU's mask applies only to the h that enters the products. With z = 1, h is the unmasked h_prev; with z = 0,
+    h is the candidate computed from the masked h_prev."""
     case = draw(np.random.default_rng(6), op="gru", mask=(B, "P"), activations=("sigmoid", "hard_sigmoid", "identity"))
     for bias, reset in ((1e3, "after"), (-1e3, "after"), (-1e3, "before")):
         case |= {"b": np.repeat([1e3, bias, 0.0], H), "bhn": None, "reset": reset}  # r = 1
@@ -256,7 +262,7 @@ def test_unknown_arguments_are_refused():
 @pytest.mark.parametrize("op, options", [("lstm", {"peephole": True, "projection": True}), ("gru", {}), ("rnn", {})])
 @pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16, ml_dtypes.bfloat16])
 def test_closeness(dtype, op, options):
-    """The same formula in the dtype is within the derived bounds; wrong values, shapes, dtypes and NaN are not."""
+    """The bounds accept the same formula in the dtype, and refuse wrong values, shapes, dtypes and NaN."""
     rng = np.random.default_rng(11)
     case = draw(rng, op=op, mask=(B, "P"), dtype=dtype, bidirectional=op != "lstm", **options)
     cotangents = {name: value.astype(dtype) for name, value in draw_cotangents(rng, forward(**case)).items()}
@@ -286,7 +292,8 @@ def test_floats_are_those_of_the_dtypes():
 
 
 def test_bounds_allow_both_ways_to_blend():
-    """z a + (1 - z) b and b + z (a - b) in float32, with a much smaller than b where z is near 1."""
+    """The bounds accept z a + (1 - z) b and b + z (a - b) in float32, also where z is near 1 and a is much smaller
+    than b."""
     rng = np.random.default_rng(8)
     z = np.concatenate([rng.uniform(size=500), 1 - rng.uniform(size=500) * 1e-3]).astype(np.float32)
     a, b = (scale * rng.normal(size=1000).astype(np.float32) for scale in (np.float32(0.01), np.float32(3)))
@@ -304,7 +311,8 @@ def test_bounds_allow_both_ways_to_blend():
 
 @pytest.mark.parametrize("activation", KINKS)
 def test_kinks_are_as_near_as_rounding_comes(activation):
-    """Of sums whose terms cancel, and of those that are right next to a kink."""
+    """`keeps_off_kinks` refuses a sum that rounding can move across a kink: one whose terms cancel, and one right
+    next to the kink."""
     case = {"op": "rnn", "activation": activation, "Wx": np.ones((1, 2)), "Wh": np.zeros((1, 1))}
 
     def keeps_off(dtype, *terms):

@@ -1,4 +1,5 @@
-"""Test cases of other packages, translated: cases that the packages ship, and cases whose numbers their tests state.
+"""Test cases of other packages, translated into ours: cases that the packages ship, and cases whose expected numbers
+stand in their tests.
 
 If a package ships the cases, the test asserts their number. docs/verification.md has a table of all counts.
 """
@@ -27,7 +28,8 @@ engines = pytest.mark.parametrize("engine", ENGINES)
 
 
 def assert_equal(engine, case, expected, dtype=np.float32):
-    """Check outputs by name. Each of the two results has this dtype and may be off by its bound."""
+    """Assert by name that our outputs equal the expected ones within twice the error bound, as both have rounding
+    errors in this dtype."""
     outputs, limit = run(case, engine, dtype)[0], bounds(case, dtype)
     for name, value in expected.items():
         assert_within(name, outputs[name], np.asarray(value).astype(np.float64), 2 * limit[name])
@@ -39,8 +41,8 @@ ONNX = {"LSTM": ("lstm", "iofg"), "GRU": ("gru", "zrn"), "RNN": ("rnn", "h")}
 
 
 def onnx_case(onnx, found):
-    """Return (case, the expected outputs by our names) of an ONNX node. ONNX has the directions on axis 0 and two
-    biases in B."""
+    """Translate an ONNX node test. Return (case, expected outputs by our names). ONNX has the directions on axis 0
+    and two biases in B."""
     node, ((inputs, outputs),) = found.model.graph.node[0], found.data_sets
     attributes = {each.name: onnx.helper.get_attribute_value(each) for each in node.attribute}
     given = dict(zip(filter(None, node.input), inputs, strict=True))
@@ -94,7 +96,7 @@ def test_module_samples_of_torch():
     """Run every sample of torch's own tests of nn.LSTM, GRU and RNN, in training and evaluation mode, with and
     without gradients.
 
-    They run in a child process: what these samples import ends a process that has imported TensorFlow.
+    The samples run in a child process: their imports end a process that has imported TensorFlow.
     """
     pytest.importorskip("torch")
     pytest.importorskip("expecttest")
@@ -105,7 +107,7 @@ def test_module_samples_of_torch():
 
 
 def check_module_samples():
-    """Check all samples and print their number."""
+    """Check all samples of torch and return their number."""
     import torch
     from torch.testing._internal import common_modules
 
@@ -146,7 +148,8 @@ SUMS = {  # what TensorFlow's tests of CudnnRNN expect of ones everywhere: L, H,
 @engines
 @pytest.mark.parametrize("mode", SUMS)
 def test_sums_of_tensorflow(engine, mode):
-    """Inference, in which dropout has no effect; within the 1e-2 of TensorFlow's own test."""
+    """Check the sums of outputs that TensorFlow's own test states, within its 1e-2. The calls are inference, so
+    dropout has no effect."""
     (L, H, I, N, T), expected = SUMS[mode]
     with mx.stream(mx.cpu):
         params = mx.ones((cudnn.cudnn_rnn_params_size(L, H, I, rnn_mode=mode).item(),))
@@ -160,8 +163,8 @@ def test_sums_of_tensorflow(engine, mode):
 
 @engines
 def test_number_of_a_gru_without_an_input_product(engine):
-    """The number comes from a GPU with skip_input, params of 0, x = 1 and h = 0: sigmoid and tanh of 1, to the
-    printed digits."""
+    """Check a number that a GPU printed for skip_input with params of 0, x = 1 and h = 0. Our result must equal it
+    to the printed digits."""
     with mx.stream(mx.cpu):
         params = mx.zeros((cudnn.cudnn_rnn_params_size(1, 1, 1, rnn_mode="gru", input_mode="skip_input").item(),))
         options = {"rnn_mode": "gru", "input_mode": "skip_input", "is_training": False, "engine": engine}
@@ -171,8 +174,8 @@ def test_number_of_a_gru_without_an_input_product(engine):
 
 
 def tflite(arrays, x, width, cell_clip):
-    """Return the h [T, B, P] of TensorFlow Lite's LSTM over a sequence. `arrays` are in the order of the op's
-    inputs, `None` for an absent one."""
+    """Run TensorFlow Lite's LSTM over a sequence and return h [T, B, P]. `arrays` are in the order of the op's
+    inputs; None stands for an absent one."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     tensorflow = pytest.importorskip("tensorflow")
     flatbuffers = pytest.importorskip("flatbuffers")
@@ -214,8 +217,8 @@ def tflite(arrays, x, width, cell_clip):
 
 @engines
 def test_lstm_of_tensorflow_lite(engine):
-    """Cases with coupled gates (i = 1 - f, which is the sigmoid of -a_f) and without; peepholes; a projection; a
-    clip."""
+    """Compare with TensorFlow Lite for every combination of coupled gates (i = 1 - f, the sigmoid of -a_f),
+    peepholes, projection and clip."""
     count = 0
     for flags in np.ndindex(2, 2, 2, 2):
         coupled, peephole, projection, clip = map(bool, flags)
@@ -240,7 +243,7 @@ def test_lstm_of_tensorflow_lite(engine):
 
 
 # --- Cells of equinox, haiku and flax --------------------------------------------------------------------------------
-# A step each, from the formulas of their documentation: (parameters, x, state) to the next state, h last.
+# One step of each cell, by the formulas of its documentation: (parameters, x, state) -> next state, with h last.
 
 
 def sigmoid(x):
@@ -291,7 +294,8 @@ def flax_gru(p, x, h):
 
 
 def flax_minimal(p, x, h):
-    """Return flax's minimal gated unit, which has one gate in place of a GRU's two."""
+    """Compute one step of flax's minimal gated unit, which has one gate instead of a GRU's two. Return the next
+    state."""
     (W_f, W_n), (R_f, R_n), (b_f, b_n) = (np.split(p[k], 3)[1:] for k in ("Wx", "Wh", "b"))
     f = sigmoid(x @ W_f.T + b_f + h @ R_f.T)
     n = np.tanh(x @ W_n.T + b_n + f * (h @ R_n.T + p["bhn"]))
@@ -309,14 +313,14 @@ def flax_simple(p, x, h):
 
 
 def of_one_gate(case):
-    """Return GRU weights whose reset gate repeats the update gate's block."""
+    """Make the reset gate's weights equal to the update gate's, so that a GRU has one gate only."""
     H = case["Wh"].shape[1]
     for name in ("Wx", "Wh", "b"):
         case[name][:H] = case[name][H : 2 * H]
 
 
 def of_open_reset(case):
-    """Return GRU weights with an open reset gate: a hard sigmoid of 3 or more is 1."""
+    """Set a GRU's weights so that the reset gate is always 1: a hard sigmoid of 3 or more is 1."""
     H = case["Wh"].shape[1]
     case["Wx"][:H], case["Wh"][:H], case["b"][:H], case["bhn"][:] = 0, 0, 3, 0
 
@@ -367,8 +371,8 @@ STATES = {"states": (1, 1)}
 STATELESS_BIAS = {"unit_forget_bias": False}
 X23, X24, X36 = (2, 3, 4), (2, 4, 3), (3, 6, 4)
 
-# Kernels of 0.01, recurrent kernels of 0.02, biases of 0.03, x = 0, 1, 2, ...: the layer, H, the shape of x, what else,
-# and what Keras' tests expect of each item; units that are equal are written once.
+# Rows: layer, H, shape of x, further options, the output that Keras' tests expect for each item (equal units once).
+# All kernels are 0.01, recurrent kernels 0.02, biases 0.03; x is 0, 1, 2, ...
 KERAS = [
     ("LSTM", 3, X36, {}, [[0.6288687], [0.86899155], [0.9460773]]),
     ("LSTM", 3, X36, BACK, [[0.35622165], [0.74789524], [0.8872726]]),
@@ -417,7 +421,7 @@ KERAS = [
     ("SimpleRNN", 4, X24, {"mask": HOLES} | BACK, [[0.07376196], [0.43645123]]),
 ]  # fmt: skip
 
-# The same of both directions: how their outputs are merged comes first, the states of all last.
+# Rows for bidirectional layers: first how the two outputs are merged, last the expected states.
 BOTH = [
     ("concat", "SimpleRNN", X23, {}, [[0.39687276, 0.39687276, 0.10004295, 0.10004295],
                                       [0.7237238, 0.7237238, 0.53391594, 0.53391594]]),
@@ -442,10 +446,9 @@ PLAIN |= {"bias": True, "unit_forget_bias": True, "reset_after": True, "swapped"
 
 
 def keras_layer(kind, H, shape, engine, **options):
-    """Return the h [B, H] of a layer of Keras, or [B, T, H] with `sequences`, computed by ours on weights converted
-    by `mlx_lstm.keras`."""
+    """Run our layer on Keras weights converted by `mlx_lstm.keras`. Return h [B, H], or [B, T, H] with `sequences`."""
     o, (B, T, I) = SimpleNamespace(**PLAIN | options), shape
-    # A masked step changes nothing: each item's others go to the front, in the order in which they run.
+    # A masked step leaves the state unchanged, so move each item's unmasked steps to the front, in the order they run.
     on = np.ones((B, T), bool) if o.mask is None else np.array(o.mask, bool)
     order = [np.flatnonzero(row)[:: -1 if o.backwards else 1] for row in on]
     x = np.zeros((T, B, I), np.float32)
@@ -485,7 +488,7 @@ def keras_run(kind, x, H, o, states, **options):
 
 
 def assert_is(found, expected):
-    """Check a result within the 1e-5 of Keras' own tests."""
+    """Assert that a result is within 1e-5, the tolerance of Keras' own tests."""
     expected = np.broadcast_to(np.array(expected), found.shape)
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 

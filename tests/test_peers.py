@@ -1,4 +1,4 @@
-"""The recurrence against the layers of torch, keras and jax: values and gradients on the CPU."""
+"""Compare values and gradients on the CPU with the layers of torch, Keras and jax."""
 
 import os
 
@@ -14,7 +14,7 @@ DIRECTIONS = pytest.mark.parametrize("bidirectional", [False, True], ids=["one",
 
 
 def drawn(**options):
-    """Draw a float32 case and a cotangent for h alone."""
+    """Return a random float32 case and a cotangent of h only."""
     rng = np.random.default_rng(12)
     case = draw(rng, sizes=(*SIZES, H), dtype=np.float32, **options)
     width = case["h0"].shape[-1]
@@ -22,7 +22,8 @@ def drawn(**options):
 
 
 def assert_equal(engine, case, cotangents, expected):
-    """Check two float32 results, each of which may be off by its bound."""
+    """Assert that our results equal the expected ones within twice the error bound, as both are float32 results with
+    rounding errors."""
     limit = bounds(case, np.float32, cotangents)
     outputs, gradients = run(case, engine, np.float32, cotangents)
     for name, value in expected.items():
@@ -34,7 +35,7 @@ def assert_equal(engine, case, cotangents, expected):
 @pytest.mark.parametrize("name", ["lstm", "lstm_projection", "gru", "rnn_tanh", "rnn_relu"])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_torch(engine, name, lengths, bidirectional):
-    """All recurrent layers of torch.nn: outputs, last states and every gradient."""
+    """Compare all recurrent layers of torch.nn: outputs, last states and every gradient."""
     torch = pytest.importorskip("torch")
     torch_layer = pytest.importorskip("torch_layers").torch_layer
     sizes = (T, B, I, 5) if "projection" in name else SIZES
@@ -69,8 +70,8 @@ LAYERS = {  # keras' layer, its options, ours
 @pytest.mark.parametrize("word", LAYERS)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_keras(engine, word, direction):
-    """Keras' gate orders i, f, c, o and z, r, h are ifgo and zrn here. Going backwards, Keras does not realign its
-    outputs."""
+    """Compare with Keras. Its gate orders i, f, c, o and z, r, h are `ifgo` and `zrn` here. With go_backwards Keras
+    returns outputs in reversed order, ours are in the order of time."""
     os.environ.setdefault("KERAS_BACKEND", "jax")
     keras = pytest.importorskip("keras")
     theirs, options = LAYERS[word]
@@ -94,7 +95,8 @@ def test_keras(engine, word, direction):
 @pytest.mark.parametrize("lengths", [None, [7, 2, 4]], ids=["full", "ragged"])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_jax(engine, lengths, bidirectional):
-    """jax's plain reference of cuDNN's LSTM has flat weights; its padding is zero, as ours is."""
+    """Compare with jax's reference implementation of cuDNN's LSTM, which takes all weights as one vector. Padding of
+    outputs is 0 in both."""
     jax = pytest.importorskip("jax")
     rnn = pytest.importorskip("jax.experimental.rnn")
     case, cotangents = drawn(bidirectional=bidirectional)

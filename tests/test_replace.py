@@ -1,4 +1,4 @@
-"""`mlx_lstm.nn.replace` and `patched`: models of `mlx.nn` in the middle of training go on with our layers."""
+"""Tests of `mlx_lstm.nn.replace` and `patched`: a model of mlx.nn layers continues its training with our layers."""
 
 import threading
 import warnings
@@ -20,7 +20,7 @@ THEIRS = (mlx.nn.LSTM, mlx.nn.GRU, mlx.nn.RNN)
 
 
 def recurrent(tree):
-    """Its recurrent layers, hidden ones too, a shared one as often as it is there."""
+    """Return the recurrent layers of a model, nested ones too. A shared layer is returned once per place."""
     if isinstance(tree, (*OURS, *THEIRS)):
         return [tree]
     inside = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (list, tuple)) else []
@@ -28,7 +28,7 @@ def recurrent(tree):
 
 
 def train(model, optimizer, x, steps):
-    """Arrays by name: losses, the last outputs, then parameters and the optimizer's state."""
+    """Train for some steps. Return arrays by name: losses, the last outputs, parameters and the optimizer's state."""
     losses = []
 
     def loss(x):
@@ -45,7 +45,8 @@ def train(model, optimizer, x, steps):
 
 @pytest.mark.parametrize("client", TREES)
 def test_in_the_middle_of_training(client):
-    """Three steps with momentum and frozen parameters, then three more: as they are, in float64, and replaced."""
+    """Train three steps with momentum and frozen parameters. Compare three more steps of the unchanged model, of a
+    float64 copy, and of the model with replaced layers."""
     mx.random.seed(4)
     model, x = CLIENTS[client][0](), mx.random.normal((3, 5, D))
     layers = recurrent(model)
@@ -81,14 +82,14 @@ def test_in_the_middle_of_training(client):
 
 
 class Scaled(mlx.nn.LSTM):
-    """Computes something else."""
+    """A subclass of mlx.nn.LSTM that computes something else, so it must not be replaced."""
 
     def __call__(self, x, hidden=None, cell=None):
         return super().__call__(2 * x, hidden, cell)
 
 
 class Ours(mlx_lstm.nn.GRU):
-    """Of ours."""
+    """A subclass of our GRU."""
 
 
 def wave(x):
@@ -195,7 +196,8 @@ def test_patched(tmp_path):
 
 
 def test_blocks_of_patched_that_overlap():
-    """Begun in one order and ended in the other, or in two threads: MLX's constructors come back with the last."""
+    """Enter two `patched` contexts and leave them in another order, or in two threads. MLX's constructors are
+    restored when the last context ends."""
     constructors = [kind.__init__ for kind in THEIRS]
     first, second = patched(engine="numpy"), patched(engine="ops")
     first.__enter__()

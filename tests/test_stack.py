@@ -1,4 +1,5 @@
-"""`mlx_lstm.nn.stack`: in place of the loops that programs write, outputs, states and gradients; its own rules."""
+"""Tests of `mlx_lstm.nn.stack`: it replaces loops over layers with equal outputs, states and gradients; argument
+checks."""
 
 from types import SimpleNamespace
 
@@ -18,7 +19,7 @@ KINDS = ["LSTM", "GRU", "RNN"]
 
 
 def run(model, call, x):
-    """All outputs of `call`, and the gradients of x and of all parameters, by name."""
+    """Return by name all outputs of `call` and the gradients of x and of all parameters."""
 
     def loss(parameters, x):
         model.update(parameters)
@@ -43,7 +44,8 @@ def test_in_place_of_a_client_s_loop(client, B):
 
 
 def test_a_batch_where_a_client_s_loop_runs_through_it():
-    """Time first, a transducer's loop is right for one item; `stack` is for every one."""
+    """Run a transducer's loop that confuses batch and time: it is right for single items only. `stack` is right for
+    a batch."""
     mx.random.seed(3)
     model, x = Predictor(right=False), mx.random.normal((3, T, D))
     alone = [model(x[n : n + 1])[0] for n in range(3)]
@@ -58,7 +60,7 @@ def layers_of(kind, package=mlx.nn, ways=1, bias=True):
 
 
 def flat(found):
-    """Output and states as one list."""
+    """Return a result's output and states as one list of NumPy arrays."""
     output, last = found
     return [np.array(array) for array in (output, *(last if isinstance(last, tuple) else [last]))]
 
@@ -66,7 +68,8 @@ def flat(found):
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 def test_whoever_wrote_the_layer(kind, bias):
-    """MLX's, ours, an object or a dict of arrays: the same bits."""
+    """Pass layers of MLX, our layers, other objects with the same attributes, and dicts of arrays: the results are
+    equal to the bit."""
     (layers,) = layers_of(kind, bias=bias)
     x = mx.random.normal((2, T, D))
     expected = flat(stack(layers, x))
@@ -78,7 +81,7 @@ def test_whoever_wrote_the_layer(kind, bias):
 
 
 def torch_layer(kind, ahead, back):
-    """`mlx_lstm.torch`'s layer with the parameters of these."""
+    """Return a bidirectional layer of `mlx_lstm.torch` with the parameters of the layers `ahead` and `back`."""
     layer = getattr(mlx_lstm.torch, kind)(D, H, 2, batch_first=True, bidirectional=True)
     for n, each in enumerate(zip(ahead, back, strict=True)):
         for one, way in zip(each, ("", "_reverse"), strict=True):
@@ -160,7 +163,8 @@ def test_dtypes_modes_and_engines():
 @pytest.mark.parametrize("axes", [(3,), (2, 2), ()], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_between_and_the_sum_of_directions(kind, axes, engine):
-    """A norm, a residual connection, another width between layers, directions summed: as in a loop, with gradients."""
+    """Compare `stack` with a loop that has a norm, a residual connection and a wider linear layer between layers and
+    sums the directions; gradients included."""
     mx.random.seed(6)
     sizes = (D, H, H + 2)
 

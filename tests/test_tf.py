@@ -1,4 +1,5 @@
-"""`mlx_lstm.tf` against TensorFlow itself, rules on arguments included; gradients of all outputs against the oracle."""
+"""Tests of `mlx_lstm.tf` against TensorFlow: values, gradient ops and argument checks. The gradients of all outputs
+are compared with the oracle."""
 
 from contextlib import nullcontext
 from functools import cache
@@ -49,7 +50,7 @@ def assert_near(name, got, expected, atol=2e-6, rtol=1e-5):
 
 @cache
 def recorded(op, seed, dtype=np.float32, sizes=None):
-    """(case, TensorFlow's outputs, case of the gradient op, TensorFlow's gradients)."""
+    """Run TensorFlow's op and its gradient op. Return (case, outputs, case of the gradient op, gradients)."""
     case = draw(op, seed, dtype, sizes)
     outputs = theirs(op, case)
     given = gradient_case(op, case, outputs, draw_gradients(op, case, seed))
@@ -57,7 +58,8 @@ def recorded(op, seed, dtype=np.float32, sizes=None):
 
 
 def check(op, engine, seed, near=assert_near, **of_case):
-    """Both ops of the case within tolerance of TensorFlow's; past seq_len_max zeros, where TensorFlow has anything."""
+    """Assert that both ops equal TensorFlow's within the tolerance, and that outputs at t >= seq_len_max are 0
+    (TensorFlow leaves them undefined)."""
     case, outputs, given, gradients = recorded(op, seed, **of_case)
     for name, value in ours(op, case, engine).items():
         steps = case.get("seq_len_max")
@@ -68,7 +70,8 @@ def check(op, engine, seed, near=assert_near, **of_case):
 
 
 def test_no_engine_is_left_out():
-    """The lists above follow `engines.choose`: what runs today must not leave them unnoticed."""
+    """Assert which ops and engines ON_CPU and ON_METAL contain. `engines.choose` makes both lists, so an engine that
+    it wrongly refused would otherwise lose its tests unnoticed."""
     assert {(op, engine) for op in OPS for engine in CPU_ENGINES} == set(ON_CPU)
     lstm = {(op, engine) for op in LSTM_OPS for engine in METAL_ENGINES}
     assert lstm | {("gru_block_cell", "fused")} <= set(ON_METAL)
@@ -76,14 +79,15 @@ def test_no_engine_is_left_out():
 
 @pytest.mark.parametrize("op, engine", ON_CPU)
 def test_equals_tensorflow(op, engine):
-    """Over peephole, clip, forget bias, seq_len_max 0..T and sizes from 1 on: 330 cases of LSTMs, 60 of GRUs."""
+    """Compare random cases with TensorFlow: peephole, clip, forget bias, seq_len_max from 0 to T, sizes from 1. 110
+    cases per LSTM op, fewer for GRUs."""
     for seed in range(SEEDS.get(op, 110)):
         check(op, engine, seed)
 
 
 @pytest.mark.parametrize("op, engine", ON_METAL)
 def test_equals_tensorflow_on_metal(op, engine):
-    """The shaders under the emulator, ten cases each."""
+    """Compare ten random cases per Metal engine, run on the emulator, with TensorFlow."""
     with on_metal() as log:
         for seed in range(10):
             check(op, engine, seed, sizes=((3, 2, 1, 5), (4, 9, 3, 2))[seed % 2])
@@ -92,10 +96,11 @@ def test_equals_tensorflow_on_metal(op, engine):
 
 @pytest.mark.parametrize("op, engine", ON_CPU + ON_METAL)
 def test_half_equals_tensorflow(op, engine):
-    """TensorFlow rounds every operation to half and sums in half; ours is the more exact one.
+    """Compare float16 results with TensorFlow, which rounds every operation to float16 and sums in float16; our
+    results are more accurate.
 
-    Outputs: 2e-3 of the largest, for I + H up to 64. Gradients over a sequence: each may be as wrong as the case's
-    bound allows.
+    Outputs may differ by 2e-3 of the largest output, for I + H up to 64. Gradients over a sequence may differ by
+    twice the error bound derived from the case.
     """
 
     def near(name, got, expected):
@@ -111,7 +116,8 @@ def test_half_equals_tensorflow(op, engine):
 
 
 def limits_of_half(op, seed, of_case):
-    """How far from each other two right results may be, by the gradient's name."""
+    """Return {gradient name: largest allowed difference} for a sequence op: twice the error bound in float16, as
+    both results have rounding errors. A cell has no such limits: {}."""
     if op not in SEQUENCE_OPS:
         return {}
     case, _, given, _ = recorded(op, seed, **of_case)
@@ -124,7 +130,7 @@ def limits_of_half(op, seed, of_case):
 
 
 def near_by(limits, near):
-    """`near`, where there is no limit by name."""
+    """Return a comparison that uses the limit of `limits` for a name, and calls `near` for names without a limit."""
 
     def compare(name, got, expected):
         limit = limits.get(name.split(": ")[1])
@@ -134,7 +140,8 @@ def near_by(limits, near):
 
 
 def check_half_of_gru(engine, seed, near):
-    """TensorFlow has no such op in half: ours against its float32 one, of the same numbers."""
+    """Compare the float16 GRU cell with TensorFlow's float32 one on the same numbers: TensorFlow has no float16 GRU
+    cell."""
     half = draw("gru_block_cell", seed, np.float16, (1, 2, 4, 8))
     full = {name: array.astype(np.float32) for name, array in half.items()}
     expected = theirs("gru_block_cell", full)
@@ -149,7 +156,8 @@ def check_half_of_gru(engine, seed, near):
 
 @pytest.mark.parametrize("engine", CPU_ENGINES)
 def test_gradient_of_the_preactivations_equals_to_rounding(engine):
-    """dicfo and cs_prev_grad are sums of products: at most 16 roundings in each term, those of tanh included."""
+    """Compare dicfo and cs_prev_grad with TensorFlow. Both are sums of products with at most 16 roundings per term,
+    roundings of tanh included."""
     for seed in range(40):
         _, _, given, gradients = recorded("lstm_block_cell", seed)
         got, sizes = ours("lstm_block_cell_grad", given, engine), sizes_of_terms(given)
@@ -159,7 +167,7 @@ def test_gradient_of_the_preactivations_equals_to_rounding(engine):
 
 
 def sizes_of_terms(given):
-    """The formulas of dicfo and cs_prev_grad with every term taken positive."""
+    """Evaluate the formulas of dicfo and cs_prev_grad with the absolute value of every term."""
     v = {name: np.abs(np.asarray(value, np.float64)) for name, value in given.items()}
     i, f, o, ci, co = (v[name] for name in ("i", "f", "o", "ci", "co"))
     wci, wcf, wco = (v[name] * v["use_peephole"] for name in ("wci", "wcf", "wco"))
@@ -171,7 +179,8 @@ def sizes_of_terms(given):
 
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float64])
 def test_dtypes_that_tensorflow_has_not(dtype):
-    """bfloat16 within two of its roundings per number; float64 is checked closely below."""
+    """Check bfloat16 and float64, which TensorFlow's ops lack. bfloat16 may differ by two of its roundings; other
+    tests check float64 more closely."""
     for op in OPS:
         case, outputs, _, _ = recorded(op, 3)
         with mx.stream(mx.cpu):
@@ -187,7 +196,8 @@ def test_dtypes_that_tensorflow_has_not(dtype):
 @pytest.mark.parametrize("shown", ["each", "all"])
 @pytest.mark.parametrize("op, engine", ON_CPU)
 def test_gradient_of_every_output(op, engine, shown):
-    """mx.vjp in float64 from each output alone, and from all, within the bounds of the oracle's case."""
+    """Compare mx.vjp in float64 with the oracle, from each output alone and from all outputs, within bounds derived
+    from the case."""
     for seed in range(3):
         for names in [[name] for name in ALL_OUTPUTS[op]] if shown == "each" else [ALL_OUTPUTS[op]]:
             check_gradients(op, engine, seed, names, np.float64)
@@ -202,12 +212,13 @@ def test_gradient_of_every_output_on_metal(op, engine):
 
 
 def check_gradients(op, engine, seed, names, dtype, **more):
-    """By mx.vjp from the outputs named, against the oracle; with peepholes, a clip and an end before T."""
+    """Compare mx.vjp from the named outputs with the oracle. LSTM cases have peepholes and a clip; sequences have
+    seq_len_max < T."""
     fixed = {"cell_clip": 0.4, "use_peephole": True} if op in LSTM_OPS else {}
     fixed |= {"seq_len_max": 3 - seed} if op in SEQUENCE_OPS else {}
     case = draw(op, seed, dtype, SMALL, **fixed)
     given = draw_gradients(op, case, seed, names)
-    if op in SEQUENCE_OPS:  # past the end our outputs are constant zeros: what comes from there does not count
+    if op in SEQUENCE_OPS:  # t >= seq_len_max: our outputs are constant 0, their cotangents have no effect
         given = {name: np.nan_to_num(value) for name, value in given.items()}
     if op == "gru_block_cell":
         given = {"h": np.zeros_like(case["h_prev"])} | given
@@ -227,7 +238,8 @@ def check_gradients(op, engine, seed, names, dtype, **more):
 
 @pytest.mark.parametrize("op, engine", ON_CPU)
 def test_gradient_of_every_output_by_finite_differences(op, engine):
-    """The same without the oracle, along a random direction; without clip, which the gradient passes by."""
+    """Compare mx.vjp with central differences along a random direction. The cases have no clip, because the gradient
+    ignores clipping."""
     fixed = {"cell_clip": -1.0, "use_peephole": True} if op in LSTM_OPS else {}
     case = draw(op, 5, np.float64, SMALL, **fixed, **({"seq_len_max": 3} if op in SEQUENCE_OPS else {}))
     arrays = [name for name in case if name not in ATTRIBUTES]
@@ -249,7 +261,8 @@ def test_gradient_of_every_output_by_finite_differences(op, engine):
 
 @pytest.mark.parametrize("op, engine", ON_CPU)
 def test_gradient_by_mlx_equals_the_gradient_op(op, engine):
-    """From cs and h alone; of a cell the op is TensorFlow's sequence op of one step, or TensorFlow 1's formulas."""
+    """Compare mx.vjp from cs and h alone with TensorFlow. A cell is compared with TensorFlow's sequence op of one
+    step, or with the formulas of TensorFlow 1."""
     for seed in range(10):
         case, outputs, given, gradients = recorded(op, seed)
         named = {{"d_h": "h"}.get(name, name.removesuffix("_grad")): given[name] for name in GRADIENTS_OF[op]}
@@ -274,7 +287,8 @@ STATES = ("cs_prev", "h_prev", "w")
 
 
 def gru_gradients_of_tensorflow_1(given, d):
-    """The gradients of all arguments of GRUBlockCell from the outputs of its gradient op."""
+    """Return the gradients of all arguments of GRUBlockCell, computed from the outputs of its gradient op with the
+    formulas of TensorFlow 1."""
     x, h, d_ru, d_c = given["x"], given["h_prev"], d["d_r_bar_u_bar"], d["d_c_bar"]
     found = {"x": d["d_x"], "h_prev": d["d_h_prev"], "b_ru": d_ru.sum(axis=0), "b_c": d_c.sum(axis=0)}
     found["w_ru"] = np.concatenate([x, h], axis=1).T @ d_ru
@@ -283,7 +297,8 @@ def gru_gradients_of_tensorflow_1(given, d):
 
 
 def test_what_tensorflow_makes_of_its_own_gradients():
-    """What the docstrings say of TensorFlow's tape: gates dropped, V2 with the formula of V1, none for cells."""
+    """Check what our docstrings say about TensorFlow's tape: it ignores cotangents of gates, uses V1's formula for
+    V2, and has no gradients for cells."""
     tensorflow = pytest.importorskip("tensorflow")
 
     def tape(op, shown):
@@ -310,7 +325,8 @@ def test_what_tensorflow_makes_of_its_own_gradients():
 
 
 def test_forward_and_second_derivatives_through_co():
-    """co is computed beside the engine; with engine ops all derivatives are there."""
+    """Take forward and second derivatives through co. co is computed outside the engine; with the engine `ops` all
+    derivatives exist."""
     case = draw("block_lstm", 4, np.float64, SMALL, seq_len_max=3, cell_clip=-1.0)
     rng = np.random.default_rng(0)
     weight, along = (rng.normal(size=shape) for shape in ((3, 2, 4), case["w"].shape))
@@ -347,7 +363,8 @@ def test_under_mlx_compile(op):
     "op, sizes", [(op, sizes) for op in OPS for sizes in ("T", "N", "H", "I") if sizes != "T" or op in SEQUENCE_OPS]
 )
 def test_empty_axes(op, sizes):
-    """What TensorFlow accepts: T, N, I or H of 0, but N or H in a cell of an LSTM, and H in BlockLSTMGrad."""
+    """Accept the empty axes that TensorFlow accepts: T, N, I or H of 0, except N or H in an LSTM cell, and H in
+    BlockLSTMGrad."""
     empty = tuple(0 if name == sizes else size for name, size in zip("TNIH", SMALL, strict=True))
     case = draw(op, 0, sizes=empty, **({"seq_len_max": min(2, empty[0])} if op in SEQUENCE_OPS else {}))
     if op == "lstm_block_cell" and sizes in "NH":
@@ -396,7 +413,8 @@ def test_clips_that_are_none(clip):
 
 
 def test_defaults_names_and_order_are_the_raw_ops():
-    """Positional arguments in the op's order, its defaults, its outputs' names."""
+    """Compare each function's signature with TensorFlow's raw op: order of the arguments, defaults, names of the
+    outputs."""
     tensorflow = pytest.importorskip("tensorflow")
     from inspect import Parameter, signature
 
@@ -409,7 +427,7 @@ def test_defaults_names_and_order_are_the_raw_ops():
 
 
 def a_case(op):
-    """A right case of any of the eight ops, with peepholes."""
+    """Return a valid case of any of the eight ops, with peepholes where the op has them."""
     of = OF[op]
     fixed = {"use_peephole": True} if of in LSTM_OPS else {}
     fixed |= {"seq_len_max": 3} if of in SEQUENCE_OPS else {}
@@ -445,7 +463,7 @@ CHANGES = [  # op, argument, its new shape: what TensorFlow 2.21 refuses without
 
 @pytest.mark.parametrize("op, name, shape", CHANGES, ids=str)
 def test_texts_are_tensorflows(op, name, shape):
-    """TensorFlow says the same, but for its slip `w_ru_`."""
+    """Compare our error texts with TensorFlow's. Only TensorFlow's typing error `w_ru_` is not copied."""
     tensorflow = pytest.importorskip("tensorflow")
     case = a_case(op) | {name: np.ones(shape, np.float32)}
     with pytest.raises(tensorflow.errors.InvalidArgumentError) as there:
@@ -490,13 +508,14 @@ def test_more_is_refused_than_by_tensorflow(op, changes, text):
 
 @pytest.mark.parametrize("op", RAW)
 def test_every_wrong_shape_kind_and_dtype_is_refused(op):
-    """Each array with an axis more or less, and each axis one longer; then other dtypes and no array at all."""
+    """Pass each array with an axis too many or too few, with each axis one longer, with another dtype, and something
+    that is no array: all raise ValueError."""
     case = a_case(op)
     for name, array in case.items():
         if name in ATTRIBUTES:
             continue
         shapes = [array.shape[1:], (*array.shape, 1)]
-        free = 1 if name == "x" and op in SEQUENCE_OPS else 0  # of axes: x may have more steps than seq_len_max
+        free = 1 if name == "x" and op in SEQUENCE_OPS else 0  # axis 0 is free: x may have more steps than seq_len_max
         shapes += [tuple(n + (k == axis) for k, n in enumerate(array.shape)) for axis in range(free, array.ndim)]
         for shape in shapes:
             with pytest.raises(ValueError, match=rf"^\[{op}\] "):
@@ -547,11 +566,12 @@ WITH_GOLDENS = [(op, engine) for op in RAW for engine in (None, *engines_that_ru
 
 @pytest.mark.parametrize("op, engine", WITH_GOLDENS)
 def test_goldens(op, engine):
-    """What TensorFlow once returned, as `goldens/make_tf.py` recorded it; engine None on this machine's best device."""
+    """Compare with TensorFlow's outputs that `goldens/make_tf.py` recorded. Engine None uses this machine's best
+    device."""
     with np.load(GOLDENS / f"tf_{op}.npz") as file:
         recorded = {name: file[name] for name in file.files}
     cases = range(int(recorded["cases"]))
-    for n in cases if engine not in METAL_ENGINES else cases[::5]:  # of each dtype one: to emulate takes its time
+    for n in cases if engine not in METAL_ENGINES else cases[::5]:  # one case per dtype: the emulator is slow
         case, expected = (
             {name.split("/")[2]: value for name, value in recorded.items() if name.startswith(f"{n}/{part}/")}
             for part in ("in", "out")

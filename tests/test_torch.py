@@ -1,4 +1,5 @@
-"""`mlx_lstm.torch` is `torch.nn`'s LSTM, GRU, RNN and their cells: parameters, values, gradients, states, files."""
+"""Tests of `mlx_lstm.torch`: its layers and cells equal torch.nn's LSTM, GRU and RNN in parameters, values,
+gradients, states and files."""
 
 import itertools
 
@@ -27,7 +28,7 @@ STACKS = [
 
 
 def layers(kind, dtype=torch.float32, **options):
-    """torch's layer, and ours with its parameters."""
+    """Return (torch's layer, our layer with the same parameters)."""
     word, options = kind.partition("_")[0], KINDS[kind] | options
     torch.manual_seed(0)
     theirs = getattr(torch.nn, word)(I, H, **options, dtype=dtype)
@@ -38,7 +39,7 @@ def layers(kind, dtype=torch.float32, **options):
 
 
 def inputs(theirs, shape, given, rng):
-    """An input and, if they are given, first states."""
+    """Return a random input and, if `given`, random initial states (else an empty list)."""
     rows = theirs.num_layers * (1 + theirs.bidirectional)
     batch = () if len(shape) == 2 else (shape[0 if theirs.batch_first else 1],)
     widths = [theirs.proj_size or H] + [H] * isinstance(theirs, torch.nn.LSTM)
@@ -46,7 +47,8 @@ def inputs(theirs, shape, given, rng):
 
 
 def run_torch(layer, x, states, cotangents, lengths=None):
-    """Outputs, and the gradients of input, states and parameters; cotangents of the outputs' shapes are drawn."""
+    """Run torch's layer. Return outputs and the gradients of input, states and parameters by name. `cotangents`
+    draws an array of a shape."""
     dtype = next(layer.parameters()).dtype
     x, *states = (torch.tensor(array, dtype=dtype, requires_grad=True) for array in (x, *states))
     packed = x
@@ -69,7 +71,7 @@ def run_torch(layer, x, states, cotangents, lengths=None):
 
 
 def run_ours(layer, x, states, cotangents, lengths=None, dtype=mx.float32):
-    """The same from ours."""
+    """Run our layer. Return outputs and the gradients of input, states and parameters by name, as `run_torch` does."""
     names = ["x", *(f"{name}_0" for name, _ in zip("hc", states, strict=False))]
     arrays = dict(zip(names, (mx.array(array, dtype) for array in (x, *states)), strict=True)) | layer.parameters()
     words = list(arrays)
@@ -91,7 +93,8 @@ def run_ours(layer, x, states, cotangents, lengths=None, dtype=mx.float32):
 
 
 def drawing(seed):
-    """Cotangents: the same numbers for every run with this seed, in the order of the outputs."""
+    """Return a function that draws a cotangent of a shape. Equal seeds give equal cotangents, so two layers can be
+    compared."""
     rng = np.random.default_rng(seed)
     return lambda shape: rng.normal(size=tuple(shape))
 
@@ -115,7 +118,8 @@ FORMS = {
 @pytest.mark.parametrize("stack", STACKS, ids=lambda stack: "-".join(map(str, stack.values())))
 @pytest.mark.parametrize("kind", KINDS)
 def test_values_and_gradients_in_double_precision(kind, stack, form, engine):
-    """MLX's own float64 functions, which `ops` uses, are only as exact as float32."""
+    """Compare values and gradients with torch in float64. `ops` uses MLX's float64 functions, which are only as
+    accurate as float32."""
     shape, options, given, lengths = FORMS[form]
     theirs, layer = layers(kind, torch.float64, **stack, **options)
     layer.engine = engine
@@ -133,7 +137,8 @@ def test_values_and_gradients_in_double_precision(kind, stack, form, engine):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_float32(kind):
-    """As near to torch's result in float64 as torch's own float32 is, within a factor."""
+    """Compare float32 results with torch's float64 ones: our error may exceed torch's own float32 error by a small
+    factor only."""
     theirs, layer = layers(kind, num_layers=2, bidirectional=True)
     x, states = inputs(theirs, (9, 4, I), True, np.random.default_rng(3))
     rounded = run_torch(theirs, x, states, drawing(4))
@@ -147,7 +152,8 @@ def test_float32(kind):
 @pytest.mark.parametrize("options", [{}, {"bias": False}], ids=str)
 @pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN", "RNN_relu"])
 def test_cells(kind, options, batch):
-    """A loop over three steps, with all gradients; and the layer of the same weights."""
+    """Compare cells with torch's in a loop of three steps, with all gradients, and with our layer of the same
+    weights."""
     word, options = f"{kind.partition('_')[0]}Cell", options | KINDS[kind]
     theirs, cell = getattr(torch.nn, word)(I, H, **options).double(), getattr(ours, word)(I, H, **options)
     assert repr(cell) == repr(theirs)
@@ -259,7 +265,8 @@ def test_dropout_acts_between_layers_in_training_only():
 
 
 def test_the_key_of_a_call_decides_what_dropout_drops():
-    """Once for each layer, whatever the global generator holds, and inside a compiled function."""
+    """Draw a dropout mask per layer from the call's `key` only, also inside a compiled function. The global random
+    state has no effect."""
     layer = ours.RNN(I, H, num_layers=3, dropout=0.5)
     x, key, drops = mx.random.normal((6, 4, I)), mx.random.key(3), []
     expected = x
@@ -290,7 +297,8 @@ def test_the_key_of_a_call_decides_what_dropout_drops():
 
 @pytest.mark.parametrize("engine", ["numpy", "ops"])
 def test_what_dropout_leaves_is_divided_by_its_probability(engine):
-    """With 0.25 that is a factor of 4 / 3: unlike 0.5 and 1 it tells keeping from dropping."""
+    """Divide the remaining values by 1 - dropout. dropout=0.25 gives the factor 4 / 3, which shows errors that 0.5
+    would hide."""
     layer, x, key = (
         ours.GRU(I, H, num_layers=2, dropout=0.25, engine=engine),
         mx.random.normal((6, 4, I)),
@@ -321,7 +329,7 @@ def test_biases_of_two_dtypes_promote(kind):
         layer[name] = whole
     layer.set_dtype(mx.float16)
     layer.bias_hh_l0 = layer.bias_hh_l0.astype(mx.bfloat16)
-    assert layer(x.astype(mx.float16))[0].dtype == mx.float32  # to which both promote
+    assert layer(x.astype(mx.float16))[0].dtype == mx.float32  # float16 and bfloat16 promote to float32
 
 
 @pytest.mark.filterwarnings("error")
@@ -338,7 +346,8 @@ def test_infinite_biases_give_nan_without_a_warning(kind):
 @pytest.mark.parametrize("bidirectional", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_dropout_of_everything(kind, bidirectional):
-    """Zeros go up, and nothing comes down: values and gradients are torch's, which are not NaN."""
+    """With dropout=1 upper layers get zeros and lower layers get gradients of zero. Values and gradients equal
+    torch's and have no NaN."""
     theirs, layer = layers(kind, num_layers=2, dropout=1.0, bidirectional=bidirectional)
     x, states = inputs(theirs, (5, 3, I), False, np.random.default_rng(7))
     expected, got = (run(one, x, states, drawing(8)) for run, one in ((run_torch, theirs), (run_ours, layer)))
@@ -350,14 +359,14 @@ def test_dropout_of_everything(kind, bidirectional):
 @pytest.mark.parametrize("form", ["time first", "batch first", "lengths"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_empty_batch(kind, form):
-    """Empty outputs and, of every parameter, a gradient of zeros."""
+    """An empty batch gives empty outputs and a zero gradient of every parameter."""
     options = {"num_layers": 2, "bidirectional": True, "batch_first": form == "batch first"}
     theirs, layer = layers(kind, **options)
     shape = (0, 5, I) if options["batch_first"] else (5, 0, I)
     lengths = [] if form == "lengths" else None
     for given in (False, True):
         x, states = inputs(theirs, shape, given, np.random.default_rng(9))
-        expected = run_torch(theirs, x, states, drawing(1))  # which does not pack an empty batch
+        expected = run_torch(theirs, x, states, drawing(1))  # without lengths: torch cannot pack an empty batch
         got = run_ours(layer, x, states, drawing(1), lengths)
         assert got.keys() == expected.keys()
         for name, value in expected.items():
@@ -397,7 +406,8 @@ def test_numpy_s_numbers():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_steps_one_by_one_and_items_one_by_one(kind):
-    """A state carried from call to call gives the whole sequence's result; so does every item alone."""
+    """Run a sequence step by step with the states passed on, and item by item: both equal one call for the whole
+    batch."""
     layer = layers(kind, num_layers=2)[1]
     x, last, outputs = mx.random.normal((5, 3, I)), None, []
     whole, end = layer(x)
@@ -463,7 +473,7 @@ def test_dtypes():
 
 
 def changed(layer, input=None, **attributes):
-    """Call a layer after a change of attributes."""
+    """Change attributes of a layer, then call the layer."""
     for name, value in attributes.items():
         setattr(layer, name, value)
     layer(mx.zeros((2, 2, I)) if input is None else input)
@@ -560,7 +570,8 @@ def test_torch_s_arrays_in_the_other_layers_and_ops():
 
 
 def test_the_dialect_is_torch_s_own_signature():
-    """Names and order of the arguments, but for device and dtype, which MLX has elsewhere."""
+    """Compare names and order of the arguments with torch's, except `device` and `dtype`, which MLX handles in
+    another way."""
     import inspect
 
     base = [name for name in inspect.signature(torch.nn.modules.rnn.RNNBase.__init__).parameters if name != "mode"]

@@ -1,4 +1,5 @@
-"""The measured table of Metal engines: how it is made, when it counts, and which table counts otherwise."""
+"""Tests of the measured table of Metal engines: how it is measured and written, when it is used, and when the
+default table is."""
 
 import json
 import shutil
@@ -28,7 +29,7 @@ ENGINES = {"float32": {1: ((4, "stepwise"), (8, "fused")), 16: ((8, "ops"),)}}
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path, monkeypatch):
-    """The user's cache directory is a temporary one."""
+    """Use a temporary folder as the user's cache."""
     file = tmp_path / "cache" / "engines.json"
     monkeypatch.setattr(tuning, "cache_file", lambda: file)
     tuning.current.cache_clear()
@@ -38,7 +39,7 @@ def own_cache(tmp_path, monkeypatch):
 
 
 def written(file, engines=ENGINES, cuts=(), **other):
-    """Write a table's file, of a machine that differs from this one in `other`; return the file."""
+    """Write a table's file whose machine entries differ from this machine's in `other`. Return the file."""
     write(file, engines, [], cuts)
     content = json.loads(file.read_text())
     content["machine"] |= other
@@ -71,7 +72,8 @@ def test_below_the_first_row_the_first_row_counts():
 
 
 def test_an_engine_that_was_discarded_is_never_answered():
-    """It is chosen neither beyond a row nor where the row's engine cannot run; other rows have it; it can be forced."""
+    """`choose` never returns a discarded engine, neither beyond a row nor where the row's engine cannot run. Other
+    rows still use it, and a caller can force it."""
     table = Table("measured here", {"float32": {1: ((64, "fused"),), 16: ()}}, frozenset({("float32", 1, "stepwise")}))
     where = {"dtype": mx.float32, "device": "gpu", "metal": True, "traced": False, "table": table}
     at = {(B, H): choose(sizes=(3, B, 2, H), **where).engine for B in (1, 16) for H in (64, 65, 300)}
@@ -81,7 +83,8 @@ def test_an_engine_that_was_discarded_is_never_answered():
 
 
 def test_a_table_cannot_make_an_engine_run():
-    """An engine runs neither beyond its limits nor without Metal, whatever a table says; a forced engine is forced."""
+    """Whatever a table says, an engine is chosen only within its limits and with Metal. A requested engine is used
+    in spite of the table."""
     table = Table("measured here", {"float32": {1: ((1000, "fused"),)}})
     where = {"sizes": (3, 1, 2, 8), "dtype": mx.float32, "traced": False, "table": table}
     on_gpu = where | {"device": "gpu", "metal": True}
@@ -103,7 +106,8 @@ def test_a_file_of_this_machine_counts(own_cache):
 
 @pytest.mark.parametrize("folder", ["metal", "engines/metal"])
 def test_a_changed_file_changes_the_hash_of_the_kernels(tmp_path, folder):
-    """Change every file of the shaders and of the Metal engines in turn, on a copy of the package."""
+    """Change every file of the shaders and of the Metal engines in turn, on a copy of the package: the hash changes
+    each time."""
     package, before = tmp_path / "mlx_lstm", tuning.kernels_hash()
     shutil.copytree(Path(mlx_lstm.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(tuning.shader_folder(), package / "metal", dirs_exist_ok=True)
@@ -122,7 +126,8 @@ def test_a_changed_file_changes_the_hash_of_the_kernels(tmp_path, folder):
 
 @pytest.mark.parametrize("entry", ["chip", "architecture", "system", "mlx", "mlx_lstm", "kernels"])
 def test_a_file_of_another_machine_does_not(own_cache, entry):
-    """A file without the entry does not count either. The reason says what differs; there is no warning."""
+    """Ignore a table's file that has another value for an entry of the machine, or lacks it. The reason names the
+    entry; there is no warning."""
     written(own_cache, **{entry: "another"})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -166,11 +171,11 @@ def test_a_file_that_cannot_be_read_is_named_in_a_warning(tmp_path):
         assert tuning.load(tmp_path).engines == PREDICTED.engines  # a folder
 
 
-# --- The library goes by it ------------------------------------------------------------------------------------------
+# --- The library uses the table --------------------------------------------------------------------------------------
 
 
 def engines_that_run(monkeypatch):
-    """The engines' words, as calls choose them."""
+    """Record the reason of every choice of an engine. Return the list."""
     words, decide = [], choice.decide
 
     def noted(*arguments, **refused):
@@ -208,7 +213,7 @@ def test_a_program_may_name_another_file(tmp_path):
 
 
 def test_tune_measures_writes_and_counts(own_cache, capsys, monkeypatch):
-    """The whole command, with the emulator in place of a Mac; the times mean nothing."""
+    """Run the whole command with the emulator in place of a Mac. The times have no meaning."""
     monkeypatch.setattr(tune_module, "ROWS", (2,))
     monkeypatch.setattr(tune_module, "SPARE", (8,))
     with on_metal():
@@ -231,14 +236,15 @@ def test_tune_measures_writes_and_counts(own_cache, capsys, monkeypatch):
 
 @pytest.fixture
 def no_cuts(monkeypatch):
-    """Do not try other cuts."""
+    """Make `tune` try no other cuts."""
     monkeypatch.setattr(tune_module, "best_cut", lambda dtype, B, grid: None)
 
 
 @pytest.mark.parametrize("op", ["lstm", "gru", "rnn", "gru-before"])
 @pytest.mark.parametrize("rows", tune_module.ROWS)
 def test_however_it_is_cut_the_result_is_the_same(op, rows):
-    """Rows for which the cell has no tiling become fewer; spare registers only move weights out of registers."""
+    """Every cut gives the same result. Rows without a tiling for the cell are reduced; spare registers only move
+    weights out of registers."""
     reset = {"reset": "before"} if op == "gru-before" else {}
     function = {"lstm": lstm, "rnn": rnn}.get(op, gru)
     H, G = 8, {"lstm": 4, "rnn": 1}.get(op, 3)
@@ -266,7 +272,7 @@ def test_the_library_cuts_as_the_file_says(own_cache):
 
 
 def test_a_cut_counts_where_it_is_worth_it(monkeypatch, capsys):
-    """First the rows are tried, then the registers; a cut that is wrong or hardly faster does not count."""
+    """Try numbers of rows first, then of spare registers. A cut that is wrong or hardly faster is not used."""
     times = {None: 1.0, (1, 0): "discarded: wrong", (2, 0): 0.98, (4, 0): 0.9, (8, 0): 2.0}
     times |= {(4, 8): 0.89, (4, 16): 0.8, (4, 32): "discarded: no pipeline"}
     monkeypatch.setattr(tune_module, "measure", lambda contenders, *_: {cut: times[cut] for cut in contenders})

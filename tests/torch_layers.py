@@ -1,4 +1,5 @@
-"""One torch layer (LSTM, GRU, RNN; one direction or both) as a case of ours: its arrays, outputs and all gradients."""
+"""Run one torch layer (LSTM, GRU, RNN; one or two directions) and translate its arrays, outputs and gradients into
+our layout."""
 
 import numpy as np
 import torch
@@ -13,7 +14,7 @@ LAYERS = {  # name: torch's class, its options, ours
 
 
 def torch_layer(name, sizes, *, bidirectional, lengths, dtype):
-    """(case, cotangents, expected): expected has h, hT, cT and the gradient of each array, as torch finds them."""
+    """Return (case, cotangents, expected). `expected` has torch's h, hT, cT and the gradient of each array."""
     T, B, I, H = sizes
     kind, their_options, options = LAYERS[name]
     rng = np.random.default_rng(7)
@@ -43,7 +44,8 @@ def torch_layer(name, sizes, *, bidirectional, lengths, dtype):
 
 
 def weights_of(layer, of):
-    """{name: array} of `of` the layer's parameters in our layout; b is b_ih, and of b_hh what a GRU has as bhn is 0."""
+    """Return the parameters in our layout by our names, after `of` was applied to each. b is b_ih; a GRU's bhn is
+    the candidate's part of b_hh, the rest of b_hh is 0."""
     suffixes = ("", "_reverse") if layer.bidirectional else ("",)
     parts = {name: [of(p) for suffix in suffixes for p in parameters(layer, name, suffix)] for name in THEIRS}
     own_axis = np.stack if layer.bidirectional else lambda arrays: arrays[0]
@@ -62,12 +64,12 @@ THEIRS = {"Wx": "weight_ih", "Wh": "weight_hh", "b": "bias_ih", "b_hh": "bias_hh
 
 
 def parameters(layer, name, suffix):
-    """The layer's parameter of this name of ours and this direction, in a list; an empty one if there is none."""
+    """Return [torch's parameter for our name and this direction], or [] if the layer has none."""
     found = getattr(layer, f"{THEIRS[name]}_l0{suffix}", None)
     return [] if found is None else [found]
 
 
 def side_by_side(name, tensor):
-    """A sequence as it is; states [D, B, .] as [B, D .]."""
+    """Return a tensor as a NumPy array. States [D, B, .] become [B, D .]; a sequence keeps its shape."""
     array = tensor.detach().numpy()
     return array if name == "h" else np.concatenate(list(array), axis=-1)

@@ -1,6 +1,7 @@
-"""`make lint`: how many public names say their types. Fails below LEAST, and where a function lacks an annotation.
+"""Count the public names with type annotations (`make lint`). Fail if the share is below LEAST, or if a function
+lacks an annotation.
 
-The way to 100 % is barred by MLX: its `nn` is not among what `basedpyright --verifytypes` can read.
+100 % is impossible: `basedpyright --verifytypes` cannot read the types of MLX's `nn`.
 """
 
 import json
@@ -13,8 +14,8 @@ OPTIONS = ("--pythonpath", sys.executable, "--outputjson", "--ignoreexternal", "
 
 
 def main():
-    """Print what is wrong and the score; the exit code."""
-    # An editable install puts the shaders in a folder of the package's name, which would be found before the package.
+    """Print missing annotations and the share of typed names. Return the exit code."""
+    # An editable install has a folder `mlx_lstm` with shaders only. PYTHONPATH makes sure that the package comes first.
     path = os.environ | {"PYTHONPATH": "."}
     done = subprocess.run([sys.executable, "-m", "basedpyright", *OPTIONS], env=path, capture_output=True, text=True)
     types = json.loads(done.stdout)["typeCompleteness"]

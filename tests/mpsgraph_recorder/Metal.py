@@ -1,10 +1,10 @@
-"""Stands in for PyObjC's `Metal` on Linux: a device, a queue, and buffers of bytes."""
+"""Replacement for PyObjC's `Metal` on Linux: a device, a queue, and buffers of bytes."""
 
 MTLResourceStorageModeShared = 0
 
 
 class Buffer:
-    """An MTLBuffer, which CPU and GPU share."""
+    """An MTLBuffer whose memory CPU and GPU share."""
 
     def __init__(self, data):
         self.data = bytearray(data)

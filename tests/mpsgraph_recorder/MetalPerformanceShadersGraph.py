@@ -1,12 +1,12 @@
-"""Stands in for PyObjC's `MetalPerformanceShadersGraph` on Linux: the real names and argument counts of the RNN ops, a
-record of the calls, and results from the float64 oracle.
+"""Replacement for PyObjC's `MetalPerformanceShadersGraph` on Linux. It has the real names and argument counts of the
+RNN ops, records the calls, and returns results of the float64 oracle.
 
-The environment variable RECORDER, JSON, makes it misbehave:
-    {"plant": {"op": "lstm", "result": "dbias", "index": [3], "by": 0.1}}   a result is wrong at an index
-    {"crash": "gru"}            the op ends the process, as MPSGraph does for a shape it rejects
-    {"readings": {...}}         the oracle reads the formula otherwise: keywords of `judge.evaluated`
-    {"leading_ones": ["dbias"]} gradients with two axes of 1 ahead
-    {"results": 2}              training without produceCell leaves the cell out
+The environment variable RECORDER (JSON) makes it return errors on purpose:
+    {"plant": {"op": "lstm", "result": "dbias", "index": [3], "by": 0.1}}   this element of a result is wrong
+    {"crash": "gru"}            the op ends the process, as MPSGraph does for a shape that it rejects
+    {"readings": {...}}         the oracle uses another formula: keyword arguments of `judge.evaluated`
+    {"leading_ones": ["dbias"]} these gradients have two more axes of size 1 in front
+    {"results": 2}              training without produceCell does not return the cell states
 """
 
 import json
@@ -19,7 +19,7 @@ from mlx_lstm.compare import judge
 from mlx_lstm.compare.cases import COTANGENTS, RESULTS, CompareCase
 from mlx_lstm.mpsgraph.layouts import LEADING_ONE
 
-# MPSGraphRNNOps.h: every overload.
+# All overloads in Apple's header MPSGraphRNNOps.h.
 HEADER = """
 LSTMWithSourceTensor:recurrentWeight:inputWeight:bias:initState:initCell:mask:peephole:descriptor:name:
 LSTMWithSourceTensor:recurrentWeight:inputWeight:bias:initState:initCell:descriptor:name:
@@ -66,7 +66,7 @@ def end_process():
 
 
 def descriptor_class(name, flags, activations):
-    """A descriptor with Apple's setters, and no others."""
+    """Return a descriptor class with Apple's setters only, so that a misspelt property raises an error."""
 
     class Descriptor:
         def __init__(self):
@@ -156,7 +156,7 @@ def op_of(selector):
 
 
 def call(selector, *arguments):
-    """An RNN op: the tensors it returns, computed when the graph runs."""
+    """Record a call of an RNN op and return its result tensors. Their values are computed when the graph runs."""
     assert len(arguments) == selector.count(":"), selector
     op, backward = op_of(selector), "Gradients" in selector
     *tensors, descriptor, name = arguments
@@ -189,7 +189,7 @@ def call(selector, *arguments):
 
 
 def names_of_results(op, flags):
-    """What a forward op returns."""
+    """Return the names of a forward op's results."""
     if op == "lstm":
         cell = flags.get("produce_cell") or (flags.get("training") and FAULTS.get("results") != 2)
         return ["h", *(["c"] if cell else []), *(["z_state"] if flags.get("training") else [])]
@@ -207,7 +207,7 @@ def shape_of(result, case):
 
 
 def maker(case, given, result):
-    """The result's value from what is fed."""
+    """Return a function that computes the value of `result` from the fed arrays."""
 
     def make(feeds):
         arrays = {word: feeds[tensor].array() for word, tensor in given.items()}

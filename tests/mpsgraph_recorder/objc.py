@@ -1,4 +1,4 @@
-"""Stands in for PyObjC's `objc` on Linux."""
+"""Replacement for PyObjC's `objc` on Linux."""
 
 from contextlib import contextmanager
 
