@@ -143,7 +143,7 @@ def draw(
     deviations = dict.fromkeys(shapes, 0.7) | {"Wh": recurrent}
     arrays = {name: rng.normal(0, deviations[name], shape) for name, shape in shapes.items()}
     if keep:
-        # A 0 in keep makes the state 0, and an argument of relu may then be exactly on its kink: draw no 0 in this case.
+        # A 0 in keep makes the state 0, which may put an argument of relu exactly on its kink: then draw no 0.
         kinked = KINKS.keys() & {*options.get("activations", ()), options.get("activation")}
         factors = [1, *rng.uniform(-1, 1.5, 4), *([] if kinked else [0])]
         arrays["keep"] = rng.choice(factors, (T, B, 2) if bidirectional else (T, B))
