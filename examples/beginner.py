@@ -31,7 +31,7 @@ BATCH, LENGTH, HIDDEN = 32, 50, 128
 
 
 class Model(nn.Module):
-    """Characters in, a score for each possible next character out."""
+    """A model that reads characters and returns a score for each possible next character."""
 
     def __init__(self):
         super().__init__()
@@ -57,9 +57,9 @@ def train(steps):
     for step in range(1, steps + 1):
         starts = rng.integers(0, len(TRAINING) - LENGTH, BATCH)
         pieces = mx.array(TRAINING[starts[:, None] + np.arange(LENGTH + 1)])
-        loss, gradients = loss_and_gradients(model, pieces[:, :-1], pieces[:, 1:])  # the next one is the target
+        loss, gradients = loss_and_gradients(model, pieces[:, :-1], pieces[:, 1:])  # the target is the next character
         optimizer.update(model, gradients)
-        mx.eval(model.parameters(), optimizer.state)  # MLX computes here
+        mx.eval(model.parameters(), optimizer.state)  # MLX is lazy: it computes here
         curve.append(loss.item())
         if step % 50 == 0 or step == steps:
             print(f"step {step:4}: {loss.item():.2f} bits")
@@ -70,21 +70,21 @@ def write(model, text, length=300):
     """Return the text and its continuation: each character is drawn at random and becomes the next input."""
     logits, state = model(mx.array([[ALPHABET.index(character) for character in text]]))
     for _ in range(length):
-        code = mx.random.categorical(logits[:, -1] / 0.7)  # below 1: more careful
+        code = mx.random.categorical(logits[:, -1] / 0.7)  # a temperature below 1: likelier characters
         text += ALPHABET[code.item()]
         logits, state = model(code[None], state)
     return text
 
 
 def pairs():
-    """Return the table's bits on the test text: it knows how often each character followed each other one."""
+    """Return the bits of a table that predicts each character from how often it followed the one before."""
     counts = np.ones((len(ALPHABET), len(ALPHABET)))
     np.add.at(counts, (TRAINING[:-1], TRAINING[1:]), 1)
     return -np.log2((counts / counts.sum(axis=1, keepdims=True))[TEST[:-1], TEST[1:]]).mean()
 
 
 def main(steps=500):
-    """Train, write, compare, draw."""
+    """Train, write a text, compare with the table, and draw."""
     mx.random.seed(0)
     model, curve = train(steps)
     print(write(model, "The "))

@@ -61,12 +61,12 @@ from mlx_lstm.nn import LSTM, QuantizedLSTM
 
 CHECKPOINT = "checkpoint.safetensors"
 VALIDATION_ROWS = 16  # the validation text is read in so many rows at once, each from the zero state
-ALONE = Ranks()  # a process without others
+ALONE = Ranks()  # the only process of a run
 State = tuple[mx.array, mx.array]
 
 
 class Settings(NamedTuple):
-    """Everything that the result of a run depends on. Checkpoints store it, so --resume needs no other option."""
+    """All settings that the result of a run depends on. Checkpoints store them, so --resume needs no other option."""
 
     steps: int = 2200
     batch: int = 16
@@ -83,7 +83,7 @@ class Settings(NamedTuple):
     dtype: str = "float32"
 
 
-YOUNG = {"dtype": "float32"}  # settings that older checkpoints have not got, and what those then are: not written
+YOUNG = {"dtype": "float32"}  # settings missing in older checkpoints, and their values: not written
 DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16}  # float16 needs its loss scaled: see docs/training.md
 RANGES = {  # [lowest, limit) of the options that are numbers
     **dict.fromkeys(("steps", "batch", "window", "embedding", "hidden", "evaluations"), (1, math.inf)),
@@ -207,12 +207,13 @@ class Vocabulary(nn.Module):
 
 
 class CharLM(nn.Module):
-    """Codes [B, T] and a state in, logits [B * T, V] and the next state out, in float32; `dtype` inside."""
+    """A model that reads codes [B, T] and a state, and returns logits [B * T, V] and the next state, in float32.
+    Inside, it computes in `dtype`."""
 
     def __init__(self, size: int, settings: Settings):
         super().__init__()
         self.embedding = nn.Embedding(size, settings.embedding)
-        self.embedding.weight = mx.random.normal((size, settings.embedding))  # larger than MLX's: learns sooner
+        self.embedding.weight = mx.random.normal((size, settings.embedding))  # larger than MLX's: learns faster
         self.lstm = LSTM(settings.embedding, settings.hidden, engine=settings.engine)
         self.lstm.bias[settings.hidden : 2 * settings.hidden] += 1  # forget gates start open: faster at first
         self.vocabulary = Vocabulary(settings.hidden, size)
@@ -279,10 +280,8 @@ def sample(model: CharLM, corpus: Corpus, prompt: str, length: int, temperature:
 
 
 class Run:
-    """A model in training, with everything that the next step depends on; `save` and `load` keep all of it.
-
-    Of several processes each has all of it, and computes its own rows of each batch: `ranks`.
-    """
+    """A model in training, with everything that the next step depends on; `save` and `load` keep all of it. With
+    several processes (`ranks`) each one has all of it, and computes its own rows of each batch."""
 
     def __init__(self, settings: Settings, corpus: Corpus, ranks: Ranks = ALONE):
         self.settings, self.corpus, self.ranks = settings, corpus, ranks
@@ -307,8 +306,8 @@ class Run:
         self.state = self.model.zero_state(settings.batch)
         self.losses: list[float] = []  # bits per character of every step's window
         self.validation: list[tuple[int, float]] = []  # (step, bits per character)
-        self.wish: Callable[[], bool] = lambda: False  # whether this process wants an end after the step under way
-        self.stop = False  # whether any of them wanted one after the last step
+        self.wish: Callable[[], bool] = lambda: False  # whether this process wants to end after the current step
+        self.stop = False  # whether any process wanted an end after the last step
         self.gradient = nn.value_and_grad(self.model, window_loss)
 
     def train_step(self) -> float:
@@ -410,7 +409,7 @@ def read_checkpoint(path: Path) -> tuple[dict[str, mx.array], Settings, dict]:
         if path.exists() and not path.is_file():  # a pipe has no end
             raise ValueError("no regular file")
         arrays, about = mx.load(str(path), return_metadata=True)
-        mx.eval(arrays)  # the file may go
+        mx.eval(arrays)  # read all now, since the file may be removed
         settings, kept = (dict(json.loads(about[name])) for name in ("settings", "run"))
     except (KeyError, RuntimeError, TypeError, ValueError) as error:
         text = str(error).splitlines()[0] if str(error) else ""
@@ -424,7 +423,7 @@ def read_checkpoint(path: Path) -> tuple[dict[str, mx.array], Settings, dict]:
 
 
 def check_sizes(arrays: dict[str, mx.array], settings: Settings, symbols: int) -> None:
-    """ValueError unless the arrays have the settings' sizes: asked before a model of these sizes takes its memory."""
+    """Raise ValueError unless the arrays have the settings' sizes. The check comes before such a model is allocated."""
     H = settings.hidden
     shapes = {"model.embedding.weight": [symbols, settings.embedding], "model.lstm.Wh": [4 * H, H]}
     for name, shape in (shapes | {"state.hidden": [settings.batch, H]}).items():
@@ -436,7 +435,8 @@ def check_sizes(arrays: dict[str, mx.array], settings: Settings, symbols: int) -
 
 
 def check_progress(numbers: dict, steps: int, columns: int) -> None:
-    """ValueError unless the numbers of a checkpoint can be those of a run of so many steps on so many columns."""
+    """Raise ValueError unless the numbers of a checkpoint are possible for a run of so many steps on so many
+    columns."""
     for name, limit in {"step": steps, "position": columns}.items():
         if not 0 <= numbers[name] <= limit:
             raise ValueError(f"number {name} must lie in 0..{limit} but is {numbers[name]}")
@@ -448,7 +448,7 @@ def check_progress(numbers: dict, steps: int, columns: int) -> None:
 
 
 def check_alike(kind: str, found: dict, expected: dict, form: Callable[[Any], str]) -> None:
-    """ValueError unless both have the same names, and values of the same form."""
+    """Raise ValueError unless both dicts have the same names, and values of the same form."""
     for name in sorted(found.keys() ^ expected.keys()):
         raise ValueError(f"{kind} {name} is {'unknown' if name in found else 'missing'}")
     for name, value in found.items():
@@ -467,10 +467,8 @@ def broken_ranges(values: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 @contextlib.contextmanager
 def ctrl_c() -> Iterator[threading.Event]:
-    """Within the context the first Ctrl-C only sets the event, so no step is cut in two; a second one interrupts.
-
-    The same holds for SIGTERM, which a launcher sends to all processes when one has died.
-    """
+    """Within the context the first Ctrl-C only sets the event, so that no step is interrupted; a second Ctrl-C
+    interrupts. SIGTERM, which a launcher sends to all processes when one has died, does the same."""
     pressed = threading.Event()
     defaults = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
 
@@ -512,7 +510,7 @@ def train(run: Run, checkpoint: Path, console: Console, seconds: float | None = 
                     line = f"step {run.step:5d}   training {loss:.3f}   validation {run.evaluate():.3f} bits/char"
                     bar.console.print(f"{line}   {speed:,.0f} char/s")
                     run.save(checkpoint)
-        except Lost:  # before the step that failed changed anything
+        except Lost:  # the failed step has changed nothing
             run.save(checkpoint)
             raise
         run.save(checkpoint)
@@ -571,7 +569,7 @@ def arguments(argv: list[str] | None) -> tuple[argparse.Namespace, Settings | No
         return options, Settings(**given)
     if fixed := sorted(given.keys() - {"engine"}):
         parser.error(f"--resume takes {', '.join(fixed)} from the checkpoint.")
-    if not (options.out / CHECKPOINT).exists() and not options.distributed:  # then only the first one must have it
+    if not (options.out / CHECKPOINT).exists() and not options.distributed:  # distributed: the first process needs it
         parser.error(f"--resume found no {options.out / CHECKPOINT}.")
     return options, None
 
@@ -594,7 +592,7 @@ def report(run: Run, baseline: float, options: argparse.Namespace, console: Cons
 
 
 def quantized_bits(run: Run, widths: list[int]) -> Iterator[tuple[int, float]]:
-    """Yield validation bits per character with the LSTM's weights in so many bits; the model does not change."""
+    """Yield validation bits per character with the LSTM's weights in each number of bits. The model does not change."""
     trained, group = run.model.lstm, 64 if run.settings.hidden % 64 == 0 else 32
     for width in widths:
         run.model.lstm = QuantizedLSTM.from_layer(trained, group, width)
@@ -603,7 +601,7 @@ def quantized_bits(run: Run, widths: list[int]) -> Iterator[tuple[int, float]]:
 
 
 def start(settings: Settings | None, checkpoint: Path, corpus: Corpus, engine: str | None, ranks: Ranks) -> Run:
-    """Return a new run, or that of the checkpoint, equal in every process; only the first process needs the file."""
+    """Return a new run, or the checkpoint's run, equal in every process. Only the first process needs the file."""
     if ranks.rank == 0:
         run = Run(settings, corpus, ranks) if settings else Run.load(checkpoint, corpus, engine, ranks)
         if ranks.size == 1:

@@ -37,7 +37,7 @@ def data():
 
 
 class Classifier(nn.Module):
-    """Codes of the letters in, a score for each kind out."""
+    """A model that reads the codes of letters and returns a score for each kind."""
 
     def __init__(self, kinds):
         super().__init__()
@@ -84,7 +84,7 @@ def naive_bayes(training, test, kinds):
 
 
 def main(steps=1000):
-    """Train, compare, draw."""
+    """Train, compare with naive Bayes, and draw."""
     mx.random.seed(0)
     examples, kinds = data()
     training, test = examples[:-TEST], examples[-TEST:]

@@ -43,10 +43,10 @@ class Forecaster(nn.Module):
 
 def train(values, steps):
     model, rng, optimizer = Forecaster(), np.random.default_rng(0), optim.Adam(optim.cosine_decay(1e-2, steps))
-    step = nn.value_and_grad(model, lambda x, y: ((model(x)[0] - y)[:, LAGS:] ** 2).mean())  # before, it knows little
+    step = nn.value_and_grad(model, lambda x, y: ((model(x)[0] - y)[:, LAGS:] ** 2).mean())  # a start has no past
     for n in range(1, steps + 1):
         x = mx.array(values[rng.integers(0, len(values) - WINDOW, (24, 1)) + np.arange(WINDOW + 1)])
-        loss, gradients = step(x[:, :-1] + 0.01 * mx.random.normal((24, WINDOW)), x[:, 1:])  # its own are not exact
+        loss, gradients = step(x[:, :-1] + 0.01 * mx.random.normal((24, WINDOW)), x[:, 1:])  # forecasts have errors
         optimizer.update(model, gradients)
         mx.eval(model.parameters(), optimizer.state)
         if n % 50 == 0:
@@ -64,7 +64,7 @@ def forecast(model, past):
 
 
 def linear(values, past):
-    """Return the same from a least-squares model of each value on the LAGS values before it."""
+    """Return the AHEAD values after `past` from a least-squares model of each value on the LAGS values before it."""
     rows = np.lib.stride_tricks.sliding_window_view(values, LAGS + 1)
     weights = np.linalg.lstsq(rows[:, :-1], rows[:, -1], rcond=None)[0]
     for _ in range(AHEAD):
@@ -85,10 +85,10 @@ def plot(past, truth, forecasts):
 
 
 def main(steps=300):
-    """Train, forecast, plot, compare."""
+    """Train, forecast, plot and compare."""
     mx.random.seed(0)
     values = series(4000)
-    pieces = np.lib.stride_tricks.sliding_window_view(values[3000:], WINDOW + AHEAD)[::25]  # the test
+    pieces = np.lib.stride_tricks.sliding_window_view(values[3000:], WINDOW + AHEAD)[::25]  # test data
     past, truth = pieces[:, :WINDOW], pieces[:, WINDOW:]
     ours, lines = forecast(train(values[:3000], steps), past), linear(values[:3000], past)
     plot(past[0], truth[0], {"LSTM": ours[0], "linear": lines[0]})

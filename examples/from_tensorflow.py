@@ -71,7 +71,7 @@ class Text(NamedTuple):
 
 
 def train_in_keras(text: Text, settings: Settings) -> keras.Model:
-    """Return a new model after training."""
+    """Return a new Keras model after training."""
     keras.utils.set_random_seed(settings.seed)
     model = keras.Sequential(
         [
@@ -95,7 +95,7 @@ def loss_in_keras(model: keras.Model, windows: np.ndarray) -> float:
 
 
 class Model(nn.Module):
-    """The same model in MLX: codes [B, T] in, logits [B, T, size] out."""
+    """The Keras model in MLX: codes [B, T] in, logits [B, T, size] out."""
 
     def __init__(self, size: int, settings: Settings):
         super().__init__()
@@ -158,7 +158,7 @@ def compare_models(theirs: keras.Model, ours: Model, codes: np.ndarray) -> None:
 
 
 def compare_ops(theirs: keras.Model, codes: np.ndarray) -> None:
-    """Print the largest difference between TensorFlow's BlockLSTMV2 and ours. Its w is both kernels of Keras joined."""
+    """Print the largest difference between TensorFlow's BlockLSTMV2 and ours. Its w joins both kernels of Keras."""
     embedding, lstm, _ = theirs.layers
     kernel, recurrent_kernel, bias = lstm.get_weights()
     x = np.asarray(embedding(codes)).swapaxes(0, 1)

@@ -55,7 +55,7 @@ def run_torch(layer: torch.nn.RNNBase, x: np.ndarray, lengths: np.ndarray) -> di
 
 
 def run_mlx(layer: Layer, x: np.ndarray, lengths: np.ndarray) -> dict[str, np.ndarray]:
-    """Return the same from the MLX layer."""
+    """Return the output, the last h, and the gradients of the MLX layer, as `run_torch` does."""
 
     def sums(parameters: dict[str, mx.array], x: mx.array) -> tuple[mx.array, mx.array, mx.array]:
         layer.update(parameters)

@@ -21,7 +21,7 @@ GAMES, STEPS, HIDDEN = 64, 24, 32  # games at once, steps of a rollout
 
 
 class Corridors:
-    """All games. `act` returns the rewards (1 or -1 at an end, else 0) and which games end; those start again."""
+    """All games. `act` returns the rewards (1 or -1 at an end, else 0) and which games end; ended games start again."""
 
     def __init__(self, rng):
         self.rng, self.sign, self.left = rng, np.zeros(GAMES, int), np.zeros(GAMES, int)
@@ -57,14 +57,15 @@ def rollout(policy, games, state, rng, steps=STEPS, wipe=False):
         scores, state = policy.step(mx.array(seen := games.seen), state)
         right = rng.random(GAMES) < np.array(mx.sigmoid(scores))
         rewards, ends = games.act(right)
-        state = [states * mx.array(~(ends | wipe))[:, None] for states in state]  # the reset
+        state = [states * mx.array(~(ends | wipe))[:, None] for states in state]  # reset the states of ended games
         records.append((seen, np.array(scores), right, rewards, ends))
     arrays = (np.stack(values, axis=1) for values in zip(*records, strict=True))
     return dict(zip(("seen", "scores", "right", "rewards", "ends"), arrays, strict=True)), state
 
 
 def loss(policy, played, state):
-    """REINFORCE: an action that won gets more likely, one that lost less; only an episode's last action counts."""
+    """Return the REINFORCE loss: a winning action gets more likely, a losing one less. Only an episode's last action
+    counts."""
     played = {name: mx.array(values) for name, values in played.items()}
     keep = mx.concatenate([mx.ones((GAMES, 1), mx.bool_), ~played["ends"][:, :-1]], axis=1)  # False: a new episode
     scores = policy(played["seen"], state, keep)
@@ -74,7 +75,7 @@ def loss(policy, played, state):
 
 
 def main(rollouts=30):
-    """Train, play with the memory and without, draw."""
+    """Train, play with and without the memory, and draw."""
     mx.random.seed(0)
     rng = np.random.default_rng(0)
     policy, games, state = Policy(), Corridors(rng), [mx.zeros((GAMES, HIDDEN))] * 2

@@ -25,7 +25,7 @@ STEPS = 200
 
 
 class Stack(nn.Module):
-    """LSTM layers, each on the outputs of the one before."""
+    """LSTM layers; each reads the output of the layer before it."""
 
     def __init__(self, layers, units):
         super().__init__()
@@ -51,11 +51,11 @@ def stream(model, x):
 
 
 def main(layers=2, units=640, bits=0):
-    """Measure one width, or without `bits` all three, each in its own process."""
+    """Measure one width; without `bits` measure all three, each in its own process."""
     if units % 32:
         sys.exit(f"units must be a multiple of 32, a group of weights, but are {units}.")
     if not bits:
-        print("bits   weights   all arrays   a step   one in a hundred   off by", flush=True)  # the others print, too
+        print("bits   weights   all arrays   a step   one in a hundred   off by", flush=True)  # children print next
         for width in (32, 8, 4):
             subprocess.run([sys.executable, __file__, str(layers), str(units), str(width)], check=True)
         return

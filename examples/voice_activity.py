@@ -27,7 +27,7 @@ def syllable(rng, pitch, samples):
     """Return a vowel, half of the time after a hiss."""
     phase = 2 * np.pi * np.cumsum(pitch * (1 + 0.1 * np.linspace(*rng.uniform(-1, 1, 2), samples))) / RATE
     harmonics = np.arange(1, int(3400 / pitch))[:, None]
-    away = (harmonics * pitch - rng.uniform((250, 900, 2200), (800, 2000, 3000))) / 80  # from three formants
+    away = (harmonics * pitch - rng.uniform((250, 900, 2200), (800, 2000, 3000))) / 80  # distance from three formants
     sound = (1 / (1 + away**2)).sum(axis=1) @ np.sin(harmonics * phase) * np.sin(np.linspace(0, np.pi, samples)) ** 0.5
     hiss = samples // 4 * rng.integers(0, 2)
     return np.append(np.diff(rng.standard_normal(hiss + 1)), sound[hiss:]) / 2
@@ -64,7 +64,7 @@ class Detector(nn.Module):
 
 
 def stream(model, samples):
-    """Return the score of each frame, made as soon as its samples are there, and the milliseconds it took."""
+    """Return the score of each frame, computed as soon as its samples arrive, and the milliseconds it took."""
     heard, state, scores, times = np.zeros(2 * HOP), (None, None), [], [time.perf_counter()]
     for frame in samples.reshape(-1, HOP):
         state = model.lstm.step(mx.array(features(heard := np.append(heard[HOP:], frame))[0]), *state)
@@ -74,7 +74,7 @@ def stream(model, samples):
 
 
 def main(steps=80):
-    """Train, compare, stream, draw."""
+    """Train, compare with a threshold, stream, and draw."""
     mx.random.seed(0)
     sounds, active = map(np.stack, zip(*map(scene, [np.random.default_rng(0)] * 40), strict=True))
     frames = np.stack([features(np.pad(sound, (HOP, 0))) for sound in sounds])  # before the sound it was silent

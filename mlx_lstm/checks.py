@@ -1,7 +1,5 @@
-"""Checks of arguments at the public edge: `ValueError("[op] rule but got value")`, before any work.
-
-And warnings, each shown once, at the caller's line.
-"""
+"""Check arguments at the public interface, before any work: `ValueError("[op] rule but got value")`. Show each
+warning once, at the caller's line."""
 
 import math
 import sys
@@ -23,14 +21,14 @@ ARRAYS = ((np.ndarray, np), (mx.array, mx))
 
 
 class ArraySpec(NamedTuple):
-    """The shape and dtype of an array: stands for the array in checks."""
+    """The shape and dtype of an array, which can be checked in place of the array."""
 
     shape: tuple[int, ...]
     dtype: mx.Dtype
 
 
 def fail(op: str, rule: str, value: object) -> NoReturn:
-    """Raise the one kind of error this package has for a bad argument."""
+    """Raise the ValueError that this package raises for every bad argument."""
     raise ValueError(f"[{op}] {rule} but got {value}.")
 
 
@@ -60,7 +58,7 @@ def forget_warnings() -> None:
 def check_array(
     op: str, name: str, array: object, shape: Sequence[int | str], dtype: mx.Dtype | None = None, why: str = ""
 ) -> None:
-    """ValueError unless `array` is an MLX array, or an `ArraySpec`, of this shape and dtype.
+    """Raise ValueError unless `array` is an MLX array, or an `ArraySpec`, of this shape and dtype.
 
     shape: sizes, or letters for any size; dtype: `None` for any float; why: the reason for the shape, in the error.
     """
@@ -89,13 +87,13 @@ def instead_of(value: object) -> str:
 
 
 def check_sizes(op: str, name: str, array: mx.array | ArraySpec) -> None:
-    """ValueError if an axis of `array` is empty."""
+    """Raise ValueError if an axis of `array` is empty."""
     if 0 in array.shape:
         fail(op, f"{name} must have no empty axis, with which nothing is computed,", f"shape {list(array.shape)}")
 
 
 def check_option(op: str, name: str, value: object, allowed: Sequence[object]) -> None:
-    """ValueError unless `value` is one of `allowed`."""
+    """Raise ValueError unless `value` is one of `allowed`."""
     for one in allowed:
         # Arrays and dtypes of MLX raise when they are compared with values of other types.
         if isinstance(value, type(one)) and value == one:
@@ -104,13 +102,14 @@ def check_option(op: str, name: str, value: object, allowed: Sequence[object]) -
 
 
 def check_flag(op: str, name: str, value: object) -> None:
-    """ValueError unless `value` is True or False; other truthy values are refused."""
+    """Raise ValueError unless `value` is True or False; other truthy values are refused."""
     if not isinstance(value, bool):
         fail(op, f"{name} must be True or False", repr(value))
 
 
 def check_integer(op: str, name: str, value: object, *, least: int | None = None, why: str = "") -> int:
-    """Return an integer of any type as Python's. ValueError if it is none, or below `least`; `why` says the reason."""
+    """Return an integer of any type as Python's int. Raise ValueError if it is no integer or below `least`; `why` is
+    the reason."""
     if not isinstance(value, Integral) or isinstance(value, bool) or (least is not None and value < least):
         fail(op, f"{name} must be an integer{'' if least is None else f' of at least {least}'}{why}", repr(value))
     return int(value)
@@ -126,7 +125,7 @@ def check_every(op: str, every: Any) -> int | str | None:
 
 
 def check_number(op: str, name: str, value: object) -> float:
-    """Return a finite number of any type as Python's float. ValueError if it is none."""
+    """Return a finite number of any type as Python's float. Raise ValueError for anything else."""
     number = as_float(value)
     if number is None or not math.isfinite(number):
         fail(op, f"{name} must be a finite number", repr(value))
@@ -150,7 +149,7 @@ def check_lengths(
     if isinstance(lengths, (list, tuple)):
         if not all(isinstance(n, Integral) and not isinstance(n, bool) for n in lengths):
             fail(op, f"{name} must be integers", lengths)
-        # As Python's integers, which no comparison overflows.
+        # Python's integers do not overflow in comparisons.
         lengths = np.array([int(n) for n in lengths], object)
     elif not any(isinstance(lengths, kind) and of.issubdtype(lengths.dtype, of.integer) for kind, of in ARRAYS):
         kind = lengths.dtype if isinstance(lengths, (np.ndarray, mx.array)) else type(lengths).__name__

@@ -1,7 +1,7 @@
-"""Foreign files read with care, and own files written whole or not at all.
+"""Read foreign files safely, and write own files completely or not at all.
 
-A foreign file may lie about its kind, its sizes and its names. The sizes that it declares are compared with the bytes
-that it stores before memory is taken for them; `shown` makes its names fit to be printed.
+A foreign file may lie about its kind, its sizes and its names. The sizes that it declares are compared with the
+bytes that it stores before memory is allocated for them; `shown` makes its names safe to print.
 """
 
 import errno
@@ -29,25 +29,25 @@ DTYPES |= {"U64": "u8", "U32": "u4", "U16": "u2", "U8": "u1", "BOOL": "?"}
 """The dtypes of safetensors, and NumPy's. BF16, which NumPy lacks, is MLX's."""
 
 MOST_HEADER = 100_000_000
-"""Bytes of a safetensors header; the format has no longer ones."""
+"""The most bytes of a safetensors header that the format allows."""
 
 DAMAGE = (ArithmeticError, AttributeError, EOFError, LookupError, OSError, RuntimeError, SyntaxError, TypeError)
 DAMAGE += (ValueError, struct.error, zipfile.BadZipFile, zlib.error)
-"""What NumPy's and Python's readers raise at damaged bytes."""
+"""Errors that NumPy's and Python's readers raise at damaged bytes."""
 
 UNLINKABLE = (errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK)
-"""Errors of a file system without hard links."""
+"""Error numbers of a file system without hard links."""
 
 Result = TypeVar("Result")
 
 
 def broken(path: Path, why: str) -> NoReturn:
-    """Raise the error of a file that is not what its name says."""
+    """Raise the error of a file that is not of the kind that its name says."""
     raise ValueError(f"{path} is truncated or damaged: {why}.")
 
 
 def size_of(path: Path) -> int:
-    """Return the size of a regular file. What may never end, such as a pipe or a device, is refused.
+    """Return the size of a regular file. Refuse anything that may never end, such as a pipe or a device.
 
     Raises:
         FileNotFoundError, IsADirectoryError: there is no such file, or it is a folder.
@@ -62,12 +62,12 @@ def size_of(path: Path) -> int:
 
 
 def most_bytes(stored: int) -> int:
-    """Return how many bytes of arrays a file of `stored` bytes may hold. Weights hardly compress; bombs do."""
+    """Return how many bytes of arrays a file of `stored` bytes may hold. Weights hardly compress, but zip bombs do."""
     return 4 * stored + 32 * 2**20
 
 
 def check_expansion(path: Path, declared: int, stored: int) -> None:
-    """ValueError if a file declares far more bytes of arrays than it stores."""
+    """Raise ValueError if a file declares far more bytes of arrays than it stores."""
     if declared > most_bytes(stored):
         raise ValueError(f"{path} has {stored} bytes and declares {declared}: save it uncompressed, if it is honest.")
 
@@ -85,7 +85,7 @@ def shown(text: object, most: int = 80) -> str:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Return what JSON says. ValueError if it is none, nests too deep, or has a key twice."""
+    """Return the parsed JSON. Raise ValueError if the text is not JSON, nests too deep, or has a key twice."""
     try:
         return json.loads(text, object_pairs_hook=without_duplicates)
     except RecursionError:
@@ -120,7 +120,7 @@ def read_safetensors(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
         entries = {utf8(key): entry_of(entry) for key, entry in header.items()}
     except (ValueError, TypeError, KeyError, AttributeError):
         broken(path, "its header is none of safetensors")
-    # The arrays lie one after the other, as the format has them: no byte belongs to two, and none to nobody.
+    # The format stores arrays one after the other: each byte belongs to exactly one array.
     end = 0
     for key in sorted(entries, key=lambda key: entries[key][2:]):
         dtype, shape, start, stop = entries[key]
@@ -136,7 +136,7 @@ def read_safetensors(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def utf8(text: object) -> str:
-    """Return a text that UTF-8 can encode; JSON may hold halves of surrogate pairs."""
+    """Return a text after checking that UTF-8 can encode it; JSON may contain halves of surrogate pairs."""
     if not isinstance(text, str):
         raise TypeError("no text")
     text.encode()
@@ -161,10 +161,9 @@ def array_at(body: np.ndarray, dtype: str, shape: tuple[int, ...], start: int, s
 
 
 def open_zip(path: Path) -> zipfile.ZipFile:
-    """Open a zip file. ValueError if it is none, holds a name twice, or would take far more memory than it has bytes.
-
-    Only the methods that Python's and NumPy's writers use are allowed: those of the others expand without a bound.
-    """
+    """Open a zip file. Raise ValueError if it is no zip, holds a name twice, or would take far more memory than it
+    has bytes. Only the methods that Python's and NumPy's writers use are allowed, since other methods expand without
+    a bound."""
     size = size_of(path)
     try:
         archive = zipfile.ZipFile(path)
@@ -201,15 +200,15 @@ def read_npy(path: Path) -> np.ndarray:
 
 
 def array_of(path: Path, data: bytes, name: str) -> np.ndarray:
-    """Return the array in the bytes of an .npy file, once its header says as many bytes."""
+    """Return the array in the bytes of an .npy file, after checking that its header declares as many bytes."""
     headers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
     stream = io.BytesIO(data)
     try:
-        with warnings.catch_warnings():  # of Python's parser, about strange literals
+        with warnings.catch_warnings():  # Python's parser warns about strange literals
             warnings.simplefilter("ignore")
             shape, fortran, dtype = headers[np.lib.format.read_magic(stream)](stream)
         count = prod(shape)
-    except Exception:  # whatever NumPy's parser raises; its words would advise to trust the file
+    except Exception:  # any error of NumPy's parser, whose text would advise to trust the file
         broken(path, f"{shown(name)} is no array of numbers")
     start = stream.tell()
     if dtype.hasobject:

@@ -1,4 +1,4 @@
-"""The machine's name: chip, system, versions. How commands begin and end on it, and how they start Python again."""
+"""Describe the machine (chip, system, versions), start Python again as a child, and begin and end commands."""
 
 import os
 import platform
@@ -33,7 +33,7 @@ def system() -> str:
 
 def installed_version(*packages: str) -> str:
     """Return the version of the first of these packages that is installed, without importing it."""
-    from importlib.metadata import PackageNotFoundError, version  # takes longer than the rest of this package
+    from importlib.metadata import PackageNotFoundError, version  # slower than all other imports here
 
     for package in packages:
         with suppress(PackageNotFoundError):
@@ -54,7 +54,7 @@ def in_all_digits() -> None:
 
 
 def has_interpreter() -> bool:
-    """Whether sys.executable runs Python: not in a frozen application, nor where Python is embedded."""
+    """Return whether sys.executable runs Python. It does not in a frozen application or where Python is embedded."""
     return not getattr(sys, "frozen", False) and "python" in Path(sys.executable or "").name.lower()
 
 
@@ -90,7 +90,7 @@ def module_command(module: str, *arguments: str) -> list[str]:
 
 
 def absolute(paths: Iterable[object]) -> list[str]:
-    """Return the absolute ones among the entries of an import path."""
+    """Return the entries of an import path that are absolute."""
     return [path for path in paths if isinstance(path, str) and os.path.isabs(path)]
 
 
@@ -105,10 +105,9 @@ def check_files(options: object, *names: str) -> None:
 
 
 def run_command(main: Callable[[], int]) -> NoReturn:
-    """End the process with a command's exit code; quietly where nobody reads on, as after `| head`, or at Ctrl-C.
-
-    SIGTERM ends it as Ctrl-C does: what it writes is cleaned up. Characters that the terminal lacks are escaped.
-    """
+    """Run a command and end the process with its exit code. End without a message at Ctrl-C, or if nobody reads the
+    output any more, as after `| head`. SIGTERM ends it as Ctrl-C does, so that incomplete files are removed.
+    Characters that the terminal lacks are escaped."""
     code: object
     signal.signal(signal.SIGTERM, terminate)
     for stream in (sys.stdout, sys.stderr):
@@ -117,14 +116,14 @@ def run_command(main: Callable[[], int]) -> NoReturn:
     try:
         try:
             code = main()
-        except SystemExit as end:  # argparse's
+        except SystemExit as end:  # argparse raises it
             code = end.code
         sys.stdout.flush()
     except KeyboardInterrupt:
         code = 130
     except BrokenPipeError:
-        code = 141  # as of what SIGPIPE ends
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is flushed at the end
+        code = 141  # the exit code of a process that SIGPIPE ended
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for output that Python flushes at its end
     raise SystemExit(code)
 
 

@@ -60,7 +60,7 @@ __all__ += ["from_weights"]
 Self = TypeVar("Self", bound="Layers")
 
 MOST_LAYERS = 65536
-"""Far more layers than anybody runs; without a limit a wrong number would draw parameters until memory is full."""
+"""The most layers of a module. Without a limit a mistyped number would draw parameters until memory is full."""
 
 
 def __dir__() -> list[str]:
@@ -126,7 +126,7 @@ class Layers(nn.Module):
 
     @property
     def endings(self) -> tuple[str, ...]:
-        """The ends of the parameters' names, one per direction."""
+        """The endings of parameter names, one per direction."""
         return WAYS if self.bidirectional else WAYS[:1]
 
     def key(self, name: str, layer: int, ending: str) -> str:
@@ -183,7 +183,7 @@ class Layers(nn.Module):
         dtype = common_dtype([input, *first.values(), *(array for arrays in layers for array in arrays.values())])
         if not N:
             if lengths is not None:
-                check_lengths(self.op, lengths, N, L, traced=True)  # no values, whose range could be checked
+                check_lengths(self.op, lengths, N, L, traced=True)  # traced lengths have no values to check
             output = mx.zeros((*input.shape[:2], D * self.width), dtype)
             return output, {name: mx.zeros(shape, dtype) for name, shape in shapes.items()}
         if first:
@@ -253,7 +253,7 @@ class Layers(nn.Module):
     def _parameter(self, name: str) -> Weight:
         """Return a parameter. `QuantizedLayer` returns its weights as `Quantized`."""
         array: Any = self.get(name)
-        if not isinstance(array, mx.array):  # an array of NumPy, say, which MLX takes for no parameter
+        if not isinstance(array, mx.array):  # for example a NumPy array, which MLX does not count as a parameter
             check_array(self.op, name, getattr(self, name, array), ())
         return array
 
@@ -282,7 +282,8 @@ def check_key(op: str, key: object) -> None:
 
 
 def dropped(x: mx.array, probability: float, key: mx.array | None) -> tuple[mx.array, mx.array | None]:
-    """Return x whose elements stay with this probability, divided by it, and else are 0; and the next layer's key."""
+    """Return x after dropout, and the next layer's key. An element stays with this probability and is divided by it;
+    otherwise it becomes 0."""
     own = None
     if key is not None:
         key, own = mx.random.split(key)
@@ -596,7 +597,8 @@ class Cell(Layers):
         return name
 
     def one_step(self, cell: cells.Cell, input: mx.array, states: dict[str, Any]) -> Arrays:
-        """Return the states after one step by name; `states` holds those before by name, `None` for zeros."""
+        """Return the states after one step by name. `states` holds the states before the step by name, `None` for
+        zeros."""
         batched = not isinstance(input, mx.array) or input.ndim != 1
         check_array(self.op, "input", input, ["N", self.input_size] if batched else [self.input_size])
         why = f", as input is {'[N, I]' if batched else '[I]'} = {list(input.shape)},"

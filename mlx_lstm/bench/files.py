@@ -1,4 +1,4 @@
-"""The figures as files: CSV, a plot. No figure is written without its machine."""
+"""Write the figures as files: CSV and a plot. Every file names the machine."""
 
 import csv
 from collections.abc import Iterable, Mapping, Sequence

@@ -78,7 +78,8 @@ def seconds(call: Callable[..., mx.array], which: str, values: list[mx.array]) -
 
 @contextmanager
 def as_on_a_mac() -> Iterator[None]:
-    """Let the choice of engines find a GPU and Metal, and a kernel run without a trial. Nothing can run in here."""
+    """Make the choice of engines find a GPU and Metal, and let kernels run without a trial. Inside, graphs can only
+    be built, not evaluated."""
     before = [(choice, "current_device", choice.current_device), (mx.metal, "is_available", mx.metal.is_available)]
     choice.current_device = lambda: "gpu"
     mx.metal.is_available = lambda: True

@@ -23,7 +23,8 @@ CLOCK_TICK = 1 / os.sysconf("SC_CLK_TCK")
 
 
 class Plan(NamedTuple):
-    """How many turns a contender takes, the untimed runs at the start of each, the seconds of timed runs after them."""
+    """The turns of a contender: how many, the untimed runs at the start of each, and the seconds of timed runs after
+    them."""
 
     turns: int
     warmups: int
@@ -45,17 +46,18 @@ class Measurement(NamedTuple):
 
     @property
     def failed(self) -> bool:
-        """Whether it could not run, or was refused."""
+        """Return whether the task could not run, or its results were refused."""
         return self.status not in ("timed", "memory only")
 
     @property
     def samples(self) -> list[float]:
-        """The seconds of all timed runs."""
+        """Return the seconds of all timed runs."""
         return [seconds for turn in self.rounds for seconds in turn]
 
 
 class Ratio(NamedTuple):
-    """One's median time over the other's: the median over the rounds both took part in, the lowest, the highest."""
+    """The ratio of two contenders' median times: its median over the rounds that both took part in, the lowest, the
+    highest."""
 
     value: float
     low: float

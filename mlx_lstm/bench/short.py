@@ -1,4 +1,4 @@
-"""The short measurement of the command `check`: a training step of ours and of `mlx.nn.LSTM` at a few sizes."""
+"""The short measurement of the command `check`: a training step of our layer and of `mlx.nn.LSTM` at a few sizes."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any

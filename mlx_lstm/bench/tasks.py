@@ -1,4 +1,4 @@
-"""What a measurement consists of: sizes, passes, tasks, contenders; and the sizes of the case `lstm`."""
+"""The parts of a measurement: sizes, passes, tasks, contenders; and the sizes of the case `lstm`."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -10,7 +10,7 @@ PASSES = {"forward": ("h",), "backward": ("h", "dx", "dWx", "dWh", "db")}
 
 
 class Size(NamedTuple):
-    """Time steps T, batch B, input width I, hidden width H."""
+    """Sizes of a problem: time steps T, batch B, input width I, hidden width H."""
 
     T: int
     B: int
@@ -63,7 +63,7 @@ class Work(NamedTuple):
 
 
 class Contender(NamedTuple):
-    """Who takes part: the name in print, the module it needs, and the function that makes a task ready."""
+    """A participant: its name in print, the module that it needs, and the function that makes a task ready."""
 
     label: str
     needs: str

@@ -116,7 +116,7 @@ def best_cut(dtype: str, B: int, grid: Grid) -> Cut | None:
 
 
 def text_of(cut: Cut | None) -> str:
-    """Return a cut in words."""
+    """Describe a cut in words."""
     return f"rows {cut.rows} spare {cut.spare}" if cut else "by rule"
 
 
@@ -157,7 +157,7 @@ def measure(
                 if not refusal:
                     ready[name] = prepare(engine, size, dtype)
                     ready[name].run()
-        # Whatever a compiler or a driver raises: the engine does not work on this machine at this size.
+        # Catch everything that a compiler or a driver raises: the engine does not work on this machine at this size.
         except Exception as error:
             refusal = f"{type(error).__name__}: {error}".splitlines()[0]
             ready.pop(name, None)

@@ -90,19 +90,19 @@ class Worker:
         return time.perf_counter() - start, results
 
     def pause(self) -> None:
-        """Let the threads fall asleep, and note the time."""
+        """Wait until the threads have fallen asleep, then note the time."""
         time.sleep(SETTLE)
         self.idle_since = time.perf_counter(), time.process_time()
 
     def resume(self) -> None:
-        """Add up the time since `pause`, and the CPU time used in it."""
+        """Add the time since `pause`, and the CPU time used in it, to the totals."""
         wall, cpu = self.idle_since
         self.idle_wall += time.perf_counter() - wall
         self.idle_cpu += time.process_time() - cpu
 
 
 def release_memory() -> None:
-    """Return free memory to the system, where possible: reused, it would hide what a run needs (malloc: glibc only)."""
+    """Return free memory to the system (malloc: glibc only). A run that reused it would seem to need less memory."""
     gc.collect()
     mx.clear_cache()
     malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
@@ -128,7 +128,7 @@ class PeakMemory:
             self.start = highest_resident()
 
     def above_start(self) -> tuple[int, int]:
-        """Return (resident memory, MLX's count), in bytes."""
+        """Return (peak of resident memory, peak of MLX's count) above the values at the start, in bytes."""
         return max(highest_resident() - self.start, 0), mx.get_peak_memory() - self.mlx_start
 
 

@@ -1,6 +1,7 @@
-"""The first command on a new machine, `python -m mlx_lstm.check`: does every engine compute what it should?
+"""`python -m mlx_lstm.check`, the first command on a new machine: it checks that every engine computes correct
+results.
 
-`grid` says which cases are checked, `comparison` compares an engine with the float64 oracle, in a process where a crash
+`grid` defines the cases, `comparison` compares an engine with the float64 oracle in a child process, so that a crash
 does no harm, `report` prints and writes the findings, `further` runs the other commands of `--full`.
 """
 

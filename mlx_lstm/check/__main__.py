@@ -48,7 +48,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 class Selection:
-    """The cases and engines that are checked on this machine. ValueError if what was asked for cannot be."""
+    """The cases and engines to check on this machine. The constructor raises ValueError for a request that this
+    machine cannot meet."""
 
     def __init__(self, options: argparse.Namespace):
         self.device: str = choice.current_device()

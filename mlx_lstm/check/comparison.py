@@ -47,7 +47,7 @@ class Finding(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """The error as a part of its bound."""
+        """Return the error as a part of its bound."""
         return self.error / self.bound
 
 
@@ -85,7 +85,7 @@ def compare(prepared: Prepared, engine: str) -> Finding:
             results = as_numpy(outputs | {f"d{name}": gradient for name, gradient in gradients.items()})
             seconds = time.perf_counter() - start
             inferred = as_numpy(infer(case, engine, dtype, weights))
-    # Whatever a compiler or a driver raises is what the user wants to know.
+    # Catch everything: the user wants to see any error of a compiler or a driver.
     except Exception as error:
         return finding._replace(failure=f"{type(error).__name__}: {error}")
     without_training = [name for name in OUTPUTS[grid_case.op] if name != "gates"]

@@ -1,4 +1,4 @@
-"""The cases that are checked: together they run every kernel; with `full`, also every option."""
+"""The cases of `check`: together they run every kernel; with `full`, also every option."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -79,7 +79,7 @@ class GridCase(NamedTuple):
 
     @property
     def op(self) -> str:
-        """`lstm`, `gru` or `rnn`."""
+        """Return `lstm`, `gru` or `rnn`."""
         return self.options.get("op", "lstm")
 
     def draw(self) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -124,7 +124,8 @@ def grid(full: bool = False) -> list[GridCase]:
 
 
 def families() -> Iterator[GridCase]:
-    """Yield every layer at every batch size in float32, at two of them in 16 bits; with all arrays, or bare."""
+    """Yield every layer at every batch size in float32, and at two batch sizes in 16 bits. Some have all arrays, the
+    others are bare (see `layer`)."""
     for name in LAYERS:
         for B in BATCHES:
             yield layer(name, B, "float32", bare=B in (1, 66))
@@ -133,7 +134,7 @@ def families() -> Iterator[GridCase]:
 
 
 def layer(name: str, B: int, dtype: str, bare: bool) -> GridCase:
-    """Return a layer of a few units; `bare`: without states, and with a cotangent of h only."""
+    """Return a layer of a few units. A bare layer has no states, and a cotangent of h only."""
     options: dict[str, Any] = LAYERS[name] | BATCHES[B] | {"sizes": (STEPS, B, 3, 5, 3)}
     items = "1 item" if B == 1 else f"{B} items"
     if bare:
@@ -151,7 +152,7 @@ def wide() -> Iterator[GridCase]:
 
 
 def quantized() -> Iterator[GridCase]:
-    """Yield layers with quantized weights, which the products by lanes and those by tiles unpack."""
+    """Yield layers with quantized weights: some run the kernels that multiply by lanes, others those that use tiles."""
     four, eight, small = Packing(64, 4, "affine"), Packing(32, 8, "affine"), Packing(16, 4, "nvfp4")
     yield GridCase("lstm, 4 bits, 1 item", "float32", {"sizes": (3, 1, 64, 64, 64)}, packing=four)
     yield GridCase("gru, 8 bits, 9 items", "float32", {"op": "gru", "sizes": (3, 9, 32, 32, 32)}, packing=eight)

@@ -1,4 +1,4 @@
-"""The findings for people, a line per engine and per failure; and all of them as a file, written as they come."""
+"""The report of `check`: a line per engine and per failure, and a file with all findings, updated while they come."""
 
 import time
 from collections.abc import Iterable, Sequence

@@ -115,7 +115,7 @@ def check_options(options: argparse.Namespace) -> None:
 
 
 def present(names: list[str] | None) -> dict[str, Contender]:
-    """Return the contenders to run. ValueError if one that was asked for cannot."""
+    """Return the contenders to run. Raise ValueError if a requested one cannot run."""
     everyone = all_contenders()
     if names is None:
         return {name: one for name, one in everyone.items() if one.missing() is None}
@@ -129,13 +129,13 @@ def present(names: list[str] | None) -> dict[str, Contender]:
 
 
 def absent() -> dict[str, str]:
-    """Return by contender why it does not run here, and how to get it."""
+    """Return {contender: why it cannot run on this machine, and how to install what it needs}."""
     missing = {name: one.missing() for name, one in all_contenders().items()}
     return {name: f"{why}; it needs {HOW_TO_GET.get(name, '-')}" for name, why in missing.items() if why}
 
 
 def run_compare(contenders: dict[str, Contender], golden: Golden | None, options: argparse.Namespace) -> int:
-    """Run every case on every contender and report."""
+    """Run every case on every contender. Print the report and return the exit code."""
     cases = selected(golden.cases if golden else grid(lambda case: judge.kink_distance(case) > KINK_MARGIN), options)
     if not cases:
         print(f"no case has {' or '.join(options.cases)} in its name", file=sys.stderr)
@@ -154,7 +154,7 @@ def run_compare(contenders: dict[str, Contender], golden: Golden | None, options
 
 
 def run_arrays(dumps: list[Dump], contenders: dict[str, Contender], options: argparse.Namespace) -> int:
-    """Compare a dump; where it differs, say which reading of it explains that."""
+    """Compare a dump with the oracle. If they differ, print which reading of the dump explains the difference."""
     case, words = base_case(dumps[0])
     outcomes = {name: attempt(one, case) for name, one in contenders.items() if one.hindrance(case) is None}
     rows = list(rows_of(case, outcomes | {"yours": Outcome(dumps[0].results)}))
@@ -206,7 +206,8 @@ def show(
     golden: Golden | None = None,
     explanation: str = "",
 ) -> None:
-    """Print the verdict, its explanation, the machine, the pairs, what differs, a legend, and who is not here."""
+    """Print the verdict, its explanation, the machine, the compared pairs, the differences, a legend, and the
+    contenders that cannot run here."""
     out = screen(options)
     print(
         "\n".join([summary_text(rows, cases), *([explanation] if explanation else []), card_text(machine_card())]),
@@ -227,14 +228,14 @@ def show(
 
 
 def selected(cases: Iterable[CompareCase], options: argparse.Namespace) -> list[CompareCase]:
-    """Return the cases that were asked for."""
+    """Return the cases that --cases selects."""
     return [case for case in cases if not options.cases or any(text in case.name for text in options.cases)]
 
 
 def run_cases(
     cases: list[CompareCase], contenders: dict[str, Contender], golden: Golden | None
 ) -> tuple[list[ComparisonRow], dict[str, dict[str, Outcome]]]:
-    """Return all rows, and by case the outcomes by contender."""
+    """Return all rows of the comparison, and {case: {contender: outcome}}."""
     rows, outcomes = [], {}
     with Progress() as progress:
         for case in progress.each(cases, "cases"):
@@ -246,7 +247,7 @@ def run_cases(
 
 
 def attempt(contender: Contender, case: CompareCase) -> Outcome:
-    """Return a contender's outcome; an error is one, too."""
+    """Return a contender's outcome. An error becomes an outcome, too."""
     try:
         return contender.run(case)
     except Exception as error:
@@ -254,7 +255,7 @@ def attempt(contender: Contender, case: CompareCase) -> Outcome:
 
 
 def record(file: str, card: dict[str, str], cases: list[CompareCase], outcomes: dict[str, dict[str, Outcome]]) -> None:
-    """Write a golden: MPSGraph's results where it ran, else the oracle's, rounded to the dtype of the case."""
+    """Write a golden file: MPSGraph's results if it ran, else the oracle's, rounded to the case's dtype."""
     theirs = any("mpsgraph" in mine for mine in outcomes.values())
     results = {}
     for case in cases:
@@ -268,7 +269,7 @@ def record(file: str, card: dict[str, str], cases: list[CompareCase], outcomes: 
 
 
 def run_settle(contenders: dict[str, Contender], options: argparse.Namespace) -> int:
-    """Decide every open point by MPSGraph; without MPSGraph, list the points."""
+    """Settle every open point by a run of MPSGraph. Without MPSGraph, list the points."""
     card, here = machine_card(), "mpsgraph" in contenders
     nobody = Outcome({}, "not measured")
     findings, outcomes = [], {}

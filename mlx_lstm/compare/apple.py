@@ -1,5 +1,8 @@
-"""Run a case on Apple's MPSGraph, through PyObjC. Needs a Mac with the extra `compare`, and a process of its own: a
-shape that MPSGraph rejects ends the process."""
+"""Run a case on Apple's MPSGraph through PyObjC.
+
+This needs a Mac with the extra `compare`, and a separate process: MPSGraph ends the process for a shape that it
+rejects.
+"""
 
 import re
 from typing import Any
@@ -35,7 +38,7 @@ DTYPES = {"float32": "MPSDataTypeFloat32", "float16": "MPSDataTypeFloat16"}
 
 
 def arguments(selector: str) -> list[str]:
-    """Return a selector's tensor arguments in the dialect's spelling."""
+    """Return the tensor arguments of an Objective-C selector, in the dialect's spelling."""
     words = ["source", *selector.split(":")[1:-3]]
     return [re.sub("([A-Z])", lambda letter: f"_{letter[1].lower()}", word) for word in words]
 
@@ -75,7 +78,7 @@ def run(case: CompareCase) -> tuple[list[np.ndarray], list[np.ndarray]]:
 
 
 def make_descriptor(G: Any, case: CompareCase) -> Any:
-    """Return Apple's descriptor, with training and produce_cell unless the case says otherwise."""
+    """Return Apple's descriptor. training and produce_cell are set unless the case sets them."""
     descriptor = getattr(G, DESCRIPTORS[case.op]).descriptor()
     flags = {"training": True} | ({"produce_cell": True} if case.op == "lstm" else {})
     for name, value in (flags | case.descriptor).items():
@@ -91,13 +94,13 @@ def camel(name: str) -> str:
 
 
 def call(graph: Any, selector: str, tensors: dict[str, Any], descriptor: Any) -> list[Any]:
-    """Call an op and return its list of result tensors; arguments that the case does not have are nil."""
+    """Call an op and return its list of result tensors. Arguments that the case lacks are nil."""
     method = getattr(graph, selector.replace(":", "_"))
     return list(method(*(tensors.get(name) for name in arguments(selector)), descriptor, None))
 
 
 def shared_buffer(Metal: Any, device: Any, array: np.ndarray) -> Any:
-    """Return a buffer that CPU and GPU share, with the array's values."""
+    """Return a buffer in memory shared by CPU and GPU, with the array's values."""
     options = Metal.MTLResourceStorageModeShared
     return device.newBufferWithBytes_length_options_(array.tobytes(), array.nbytes, options)
 

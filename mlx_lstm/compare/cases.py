@@ -47,8 +47,8 @@ ACTIVATION_PROPERTIES = {
 
 
 class CompareCase(NamedTuple):
-    """A call: its name in reports, the op, the descriptor's properties that differ from Apple's defaults (training and
-    produce_cell are always set), and the arrays by argument, without those that the call does not pass."""
+    """A call of an MPSGraph op: its name in reports, the op, the descriptor's properties that differ from Apple's
+    defaults (training and produce_cell are always set), and the arrays by argument. Absent arguments have no array."""
 
     name: str
     op: str
@@ -57,23 +57,23 @@ class CompareCase(NamedTuple):
 
     @property
     def bidirectional(self) -> bool:
-        """Whether both directions run."""
+        """Return whether the case has both directions."""
         return self.descriptor.get("bidirectional", False)
 
     @property
     def directions(self) -> int:
-        """1 or 2."""
+        """Return the number of directions, 1 or 2."""
         return 2 if self.bidirectional else 1
 
     @property
     def hidden(self) -> int:
-        """H."""
+        """Return H, the number of hidden units."""
         return self.arrays["recurrent_weight"].shape[-1]
 
     @property
     def layers(self) -> list["CompareCase"]:
-        """The case of each layer. Arrays of layers above the first are named "bias_l1", "bias_l2" ...; they have no
-        source."""
+        """Return the case of each layer. Arrays of layers above the first are named "bias_l1", "bias_l2" ...; they
+        have no source."""
         count = 1 + sum(name.startswith("recurrent_weight_l") for name in self.arrays)
         if count == 1:
             return [self]
@@ -84,7 +84,7 @@ class CompareCase(NamedTuple):
 
     @property
     def gradients(self) -> list[str]:
-        """The case's arguments that have a gradient, in Apple's order; none without the gradient of h."""
+        """Return the arguments that have a gradient, in Apple's order. Without the gradient of h there are none."""
         if "source_gradient" not in self.arrays:
             return []
         upper = [name for name in self.arrays if name[-3:-1] == "_l"]
@@ -92,7 +92,7 @@ class CompareCase(NamedTuple):
 
     @property
     def results(self) -> list[str]:
-        """The names of all results, forward and back."""
+        """Return the names of all results, forward and gradients."""
         return [*RESULTS[self.op], *(f"d{name}" for name in self.gradients)]
 
 

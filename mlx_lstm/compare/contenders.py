@@ -1,6 +1,7 @@
-"""Who takes part: MPSGraph, torch, our engines. What each needs, which cases it can run, and how it runs one.
+"""The contenders: MPSGraph, torch, our engines. For each: what it needs, which cases it can run, and how it runs
+one.
 
-MPSGraph, torch on "mps" and our Metal engines run in a child process each: what they reject may end the process.
+MPSGraph, torch on "mps" and our Metal engines each run in a child process, because they may end the process.
 """
 
 import importlib.util
@@ -72,12 +73,12 @@ def no_pyobjc() -> str | None:
 
 
 def no_stack(case: CompareCase) -> str | None:
-    """Return why MPSGraph's ops cannot run a case."""
+    """Return why MPSGraph's ops cannot run a case: they have one layer only. None if they can."""
     return "an op is one layer" if len(case.layers) > 1 else None
 
 
 def no_torch() -> str | None:
-    """Return whether torch is missing, in words."""
+    """Return a text if torch is missing, else None."""
     return "no torch" if importlib.util.find_spec("torch") is None else None
 
 
@@ -115,7 +116,7 @@ def run_engine(word: str, case: CompareCase) -> Outcome:
 def in_a_child(
     name: str, missing: Callable[[], str | None], hindrance: Callable[[CompareCase], str | None]
 ) -> Contender:
-    """Return a contender that runs its cases in a child, which is started anew after a crash."""
+    """Return a contender that runs its cases in a child process. A new child is started after a crash."""
     children: list[Child] = []
     hangs: list[str] = []
 
@@ -166,8 +167,8 @@ def name_lists(case: CompareCase, forward: list[np.ndarray], backward: list[np.n
 
 
 def serve_cases(name: str) -> None:
-    """Answer requests in the child: run the case in one file, write the results to another. Our kernels have no trial:
-    their results are compared anyway."""
+    """Answer requests in the child process: run the case in one file and write the results to another. Our kernels
+    run without a trial, because their results are compared anyway."""
 
     def answer(case: str, results: str) -> dict[str, Any]:
         loaded = load_case(case)

@@ -1,4 +1,5 @@
-"""Arrays that somebody dumped from an app: their names, the layouts they may have, the case they make."""
+"""Arrays that a user dumped from an app: read their names, find layouts that fit their shapes, and make a case of
+them."""
 
 import difflib
 import math
@@ -21,14 +22,16 @@ ALWAYS = ("training", "produce_cell")
 
 
 class Dump(NamedTuple):
-    """Arrays from a file: the case with its arguments as they are there, the results, the sizes T, N, I, H, G, D."""
+    """Arrays from a file: a case with its arguments in the file's layouts, the results, and the sizes T, N, I, H, G,
+    D."""
 
     case: CompareCase
     results: Arrays
     sizes: dict[str, int]
 
     def groups(self, name: str) -> list[list[str]]:
-        """Return the documented layout of an argument or result, axis by axis in parts: [4H, H] is [[G, H], [K]]."""
+        """Return the documented layout of an argument or result: a list of letters for each axis. [4H, H] is [[G,
+        H], [K]]."""
         case, D = self.case, self.sizes["D"]
         expected = layouts(GATES[case.op], case.bidirectional, "input_weight" in case.arrays)
         alike = {"h": "cell_output_fwd", "c": "cell_output_fwd", "z_state": "z_state"}
@@ -66,13 +69,14 @@ def possible_layouts(dump: Dump, name: str, value: np.ndarray) -> list[Layout]:
             same = list(order) == sorted(order) and wanted == [size for size in shape if size > 1]
             words = "" if same else words_of(dumped, sizes)
             back = lambda v, lengths=lengths, inverse=inverse: v.reshape(lengths).transpose(inverse).reshape(shape)  # noqa: E731
-            # Layouts that only exchange axes come before those that change the inside of one.
+            # Sort key: layouts that only exchange whole axes come before layouts that reorder the parts of an axis.
             found.append((sum(group not in groups for group in dumped), (words, back)))
     return [layout for _, layout in sorted(found, key=lambda entry: (bool(entry[1][0]), entry[0]))]
 
 
 def grouped(lengths: list[int], wanted: list[int]) -> list[list[int]] | None:
-    """Divide `lengths` into consecutive groups whose products are `wanted`; return their places, None if impossible."""
+    """Divide `lengths` into consecutive groups whose products are `wanted`. Return the indices of each group, or
+    None if this is impossible."""
     found, n = [], 0
     for size in wanted:
         group = []
@@ -115,7 +119,7 @@ def load_dump(file: str, op: str, descriptor: str | None) -> list[Dump]:
 
 
 def read(file: str) -> Arrays:
-    """Return the arrays of a file or folder, by their names there."""
+    """Return the arrays of a file or folder, by the names in it."""
     path = Path(file)
     try:
         if path.is_dir():
@@ -137,7 +141,7 @@ def read(file: str) -> Arrays:
 
 
 def names_of(op: str) -> dict[str, str]:
-    """Return the names of all arguments and results of an op, by the words that a dump may use for them."""
+    """Return all names that a dump may use for an op's arguments and results, with the name that each stands for."""
     names = [*GRADIENTS[op], "mask", *COTANGENTS[op], *RESULTS[op], *(f"d{name}" for name in GRADIENTS[op])]
     others = {"output": "h", "output_fwd": "h"} | SAVED[op]
     return {name: name for name in names} | others
@@ -149,7 +153,8 @@ def folded(word: str) -> str:
 
 
 def known(word: str, table: dict[str, str], problem: str) -> str:
-    """Return the name that a word stands for; ValueError with the nearest words if there is none."""
+    """Return the argument or result that a word stands for. If there is none, raise ValueError with the nearest
+    words."""
     words = {folded(other): other for other in table}
     if folded(word) in words:
         return table[words[folded(word)]]
@@ -228,7 +233,7 @@ def reason_without_sizes(case: CompareCase) -> str:
 
 
 def shaped(dump: Dump) -> list[tuple[str, np.ndarray]]:
-    """Return the arguments whose layout is documented: all but the mask."""
+    """Return the arguments that have a documented layout: all but the mask."""
     return [(name, value) for name, value in dump.case.arrays.items() if name != "mask"]
 
 

@@ -1,4 +1,5 @@
-"""The experiments that decide what Apple's texts leave open: a case each, and the prediction of each reading."""
+"""Experiments for the questions that Apple's documentation leaves open: one case each, and what each reading
+predicts."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -24,7 +25,7 @@ def experiments() -> Iterator[Experiment]:
 
 
 def of_saved_state(rng: np.random.Generator) -> Iterator[Experiment]:
-    """E:zstate_and_cell, E:output_count."""
+    """Yield the experiments E:zstate_and_cell and E:output_count."""
     case = draw(rng, "lstm", SIZES, name="settle: saved state")
     readings = {
         "after the activations": result(case, "z_state"),
@@ -53,7 +54,7 @@ def preactivations(case: CompareCase, fl: Arithmetic, **readings: str) -> np.nda
 
 
 def of_gradients(rng: np.random.Generator) -> Iterator[Experiment]:
-    """E:grads: shapes; where the gradients of the last states enter."""
+    """Yield the experiments E:grads: shapes of gradients, and where the gradients of the last states enter."""
     for word, flags in {"one direction": {}, "both directions": {"bidirectional": True}}.items():
         case = draw(rng, "lstm", SIZES, name=f"settle: gradients, {word}", absent=("mask",), **flags)
         for tensor, name in {"dbias": "grads", "dpeephole": "peephole"}.items():
@@ -80,7 +81,7 @@ def of_gradients(rng: np.random.Generator) -> Iterator[Experiment]:
 
 
 def of_formula(rng: np.random.Generator) -> Iterator[Experiment]:
-    """E:peephole, E:hard_sigmoid, E:forget_gate_last."""
+    """Yield the experiments E:peephole, E:hard_sigmoid and E:forget_gate_last."""
     case = draw(rng, "lstm", SIZES, name="settle: peephole", absent=("mask",))
     for tensor in ("h", "dsource", "dpeephole"):
         readings = {"c[t-1]": result(case, tensor), "c[t]": result(case, tensor, output_peephole="current")}
@@ -102,7 +103,7 @@ def of_formula(rng: np.random.Generator) -> Iterator[Experiment]:
 
 
 def swapped(array: np.ndarray, axis: int) -> np.ndarray:
-    """Return the array with the second and the third of four blocks exchanged."""
+    """Return an array of four blocks with the second and third exchanged."""
     one, two, three, four = np.split(array, 4, axis=axis)
     return np.concatenate([one, three, two, four], axis=axis)
 
@@ -122,7 +123,8 @@ def oracle_result(case: CompareCase, fl: Arithmetic, tensor: str, **options: Any
 
 
 def of_masks(rng: np.random.Generator) -> Iterator[Experiment]:
-    """E:mask: a case for each layout of the mask. The dialect accepts masks that broadcast to [N, H] or [N, 2H]."""
+    """Yield the experiments E:mask: a case for each layout of the mask. The dialect accepts masks that broadcast to
+    [N, H] or [N, 2H]."""
     shapes: dict[tuple[int | str, ...], bool] = {("N", "DH"): True, ("DH",): True, (1, "DH"): True}
     shapes |= {(1, "N", "DH"): True, ("T", "N", "DH"): False}
     for word, flags in {"[N, H]": {}, "[N, 2H]": {"bidirectional": True}}.items():
@@ -135,7 +137,7 @@ def of_masks(rng: np.random.Generator) -> Iterator[Experiment]:
 def mask_experiment(
     rng: np.random.Generator, layout: str, letters: tuple[int | str, ...], taken: bool, flags: dict[str, Any]
 ) -> Experiment:
-    """Return the experiment whether MPSGraph accepts a mask of this layout and multiplies h[t-1] by it."""
+    """Return an experiment that asks whether MPSGraph accepts a mask of this layout and multiplies h[t-1] by it."""
     case = draw(rng, "lstm", SIZES, name=f"settle: mask {layout}", absent=("peephole",), mask_shape=letters, **flags)
     read = case
     if letters == (2, "N", "H"):
@@ -152,7 +154,7 @@ def mask_experiment(
 
 
 def of_directions(rng: np.random.Generator) -> Iterator[Experiment]:
-    """E:reverse."""
+    """Yield the experiments E:reverse."""
     case = draw(rng, "lstm", SIZES, name="settle: reverse", reverse=True)
     for tensor in ("h", "c", "z_state"):
         readings = {
@@ -163,7 +165,7 @@ def of_directions(rng: np.random.Generator) -> Iterator[Experiment]:
 
 
 def of_single_gate(rng: np.random.Generator) -> Iterator[Experiment]:
-    """E:single_gate, E:relu_at_zero."""
+    """Yield the experiments E:single_gate and E:relu_at_zero."""
     case = draw(rng, "single_gate_rnn", SIZES, name="settle: single gate", activation="tanh")
     readings = {"before the activation": result(case, "z_state"), "after the activation": value_of_h(case)}
     yield Experiment("single_gate", "zState of the single gate is", case, "before the activation", readings)
@@ -180,12 +182,13 @@ def of_single_gate(rng: np.random.Generator) -> Iterator[Experiment]:
 
 
 def value_of_h(case: CompareCase) -> Distance:
-    """Return the distance of zState from h."""
+    """Return a function that measures the distance of zState from h."""
     return value(case, "z_state", lambda fl: evaluated(case, fl)["h"])
 
 
 def of_gru(rng: np.random.Generator) -> Iterator[Experiment]:
-    """E:gru_flavours: the eight flavours, the contents of zState, the shapes of the bias gradients."""
+    """Yield the experiments E:gru_flavours: the eight variants of a GRU, the contents of zState, the shapes of the
+    bias gradients."""
     for number in range(8):
         names = ("reset_gate_first", "reset_after", "flip_z")
         flags: dict[str, Any] = {name: bool(number >> n & 1) for n, name in enumerate(names)}
@@ -208,7 +211,8 @@ def of_gru(rng: np.random.Generator) -> Iterator[Experiment]:
 
 
 def with_product(case: CompareCase, fl: Arithmetic) -> np.ndarray:
-    """Return [T, N, 3H]: z, r and the candidate's recurrent product, of a GRU without mask that resets after it."""
+    """Return [T, N, 3H]: z, r and the candidate's recurrent product, for a GRU without mask that resets after the
+    product."""
     results, H = evaluated(case, fl), case.hidden
     arrays = {name: fl.load(array) for name, array in case.arrays.items()}
     before = np.concatenate([arrays["init_state"][None], results["h"][:-1]])

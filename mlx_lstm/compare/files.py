@@ -1,4 +1,4 @@
-"""Cases and results as `.npz` files: for a child process, and as goldens, which have a checksum."""
+"""Read and write cases and results as `.npz` files: for a child process, and as golden files with a checksum."""
 
 import hashlib
 import json
@@ -15,7 +15,8 @@ from .judge import expected
 
 
 class Golden(NamedTuple):
-    """The results of one machine: its card, the contender that computed them, the cases, the results by case name."""
+    """Recorded results: the card of the machine, the contender that computed them, the cases, the results by case
+    name."""
 
     card: dict[str, str]
     contender: str
@@ -57,9 +58,9 @@ def save_golden(file: str, golden: Golden) -> None:
 
 
 def load_golden(file: str) -> Golden:
-    """Return what `save_golden` wrote. ValueError if it is no golden, or was changed since.
+    """Return what `save_golden` wrote. Raise ValueError if the file is no golden file or was changed.
 
-    The checksum tells of accidents only: whoever changes a file can seal it again. So each case is tried by the oracle.
+    The checksum detects accidents only, as anybody can compute a new one. So the oracle also evaluates each case.
     """
     try:
         arrays: dict[str, Any] = dict(read_npz(Path(file)))

@@ -1,4 +1,4 @@
-"""The cases of the command: each option alone, in every direction where it has another layout there."""
+"""The cases of the command: each option alone, and in every direction where the direction changes its layout."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -59,12 +59,12 @@ def descriptions() -> Iterator[tuple[str, str, dict[str, Any]]]:
                 if direction != "reverse" and (op == "lstm" or name != "peephole"):
                     yield op, f"{direction}, {name}", sizes | flags | {"absent": absent}
         for name in ACTIVATIONS:
-            # Gates without a bound let the states of five steps grow beyond float32.
+            # With unbounded gates the states would grow beyond float32 within five steps, so use two.
             short = {"sizes": (2, 3, 4, 6)} if name in ("none", "relu") else sizes
             yield op, f"every activation {name}", short | dict.fromkeys(ACTIVATION_PROPERTIES[op], name)
         yield op, "one of everything", {"sizes": (1, 1, 1, 1)}
-        # Over many steps a single gate with relu, Apple's default, lets the state grow without bound; recurrent weights
-        # with a norm above 1 let the errors grow.
+        # Over 64 steps relu, Apple's default for a single gate, would let the state grow without bound, and recurrent
+        # weights with a norm above 1 would let the errors grow.
         smooth = {"activation": "tanh"} if op == "single_gate_rnn" else {}
         yield op, "64 steps", {"sizes": (64, 2, 8, 16), "weights": 0.15} | smooth
         yield op, "float16", {"sizes": (5, 3, 4, 6), "dtype": np.float16} | smooth

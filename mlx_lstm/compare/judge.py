@@ -1,4 +1,4 @@
-"""The right results of a case, by the float64 oracle, and how far rounding may move them."""
+"""The exact results of a case, computed by the float64 oracle, and the errors that rounding may cause."""
 
 from typing import Any
 
@@ -26,7 +26,8 @@ def expected(case: CompareCase, **readings: str) -> Arrays:
 
 
 def limits(case: CompareCase, dtype: DTypeLike = np.float32, trials: int = TRIALS, **readings: str) -> dict[str, float]:
-    """Return how far rounding in `dtype` may move each result, as one number; fewer trials may give a smaller one."""
+    """Return for each result how far rounding in `dtype` may move it, as one number. Fewer trials may give a smaller
+    number."""
     return bounds_of(lambda fl: evaluated(case, fl, **readings), dtype, trials)
 
 

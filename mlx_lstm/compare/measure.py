@@ -1,4 +1,4 @@
-"""The comparison of one result with another: how far apart, how far they may be, where they first differ."""
+"""Compare one result with another: how far apart they are, how far they may be, and where they first differ."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -43,12 +43,12 @@ class ComparisonRow(NamedTuple):
 
     @property
     def failed(self) -> bool:
-        """Whether anything is wrong."""
+        """Return whether the verdict is anything but "ok"."""
         return self.verdict != "ok"
 
 
 def rows_of(case: CompareCase, outcomes: dict[str, Outcome]) -> Iterator[ComparisonRow]:
-    """Compare every contender with the oracle, and each engine of ours with each contender from outside."""
+    """Compare every contender with the oracle, and each of our engines with each contender that is not ours."""
     dtype = case.arrays["source"].dtype
     for name, outcome in outcomes.items():
         if outcome.problem:
@@ -67,7 +67,8 @@ def rows_of(case: CompareCase, outcomes: dict[str, Outcome]) -> Iterator[Compari
 def between(
     case: CompareCase, name: str, left: Arrays, other: str, right: Arrays, bounds: Arrays
 ) -> Iterator[ComparisonRow]:
-    """Compare the results that two contenders both have, within twice the bound of one, as the errors of both count."""
+    """Compare the results that two contenders both have. They may differ by twice the bound, as each may have an
+    error."""
     for tensor in (tensor for tensor in left if tensor in right):
         value, _ = without_leading_ones(right[tensor], left[tensor].shape)
         dtype = left[tensor].dtype

@@ -1,6 +1,8 @@
-"""Explanations of a dump that differs: other layouts, gate orders, properties and the open readings of Apple's texts.
+"""Explain a dump that differs from the oracle: other layouts, gate orders, properties, and the open readings of
+Apple's documentation.
 
-They are tried one by one, then in pairs. The nearest few are compared within bounds derived for each of them.
+The readings are tried one by one, then in pairs. The nearest few are compared within bounds derived for each of
+them.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -26,7 +28,8 @@ FLAGS = {"lstm": ("reverse",), "gru": ("reverse", "flip_z", "reset_after"), "sin
 
 
 class Change(NamedTuple):
-    """One thing read otherwise: its kind, its description, a function that changes the case, readings for the judge."""
+    """One change in the reading of a dump: its kind, its description, a function that changes the case, and readings
+    for the judge."""
 
     kind: str
     words: str
@@ -35,8 +38,8 @@ class Change(NamedTuple):
 
 
 class Form(NamedTuple):
-    """How a result may have been dumped: in words, the function that converts it to the documented layout, and the key
-    in `predicted` of the values it should have."""
+    """One possible form of a dumped result: its description, the function that converts it to the documented layout,
+    and the key in `predicted` of its expected values."""
 
     words: str
     back: Callable[[np.ndarray], np.ndarray]
@@ -44,7 +47,8 @@ class Form(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """An explanation of a dump: in words; the case; by result its error over its bound, and how it was dumped."""
+    """An explanation of a dump: its description, the case, for each result its error over its bound, and the form in
+    which it was dumped."""
 
     words: list[str]
     case: CompareCase
@@ -53,12 +57,13 @@ class Reading(NamedTuple):
 
     @property
     def fitting(self) -> int:
-        """How many results it explains."""
+        """Return how many results the reading explains."""
         return sum(distance <= 1 for distance in self.distances.values())
 
 
 def base_case(dump: Dump) -> tuple[CompareCase, list[str]]:
-    """Return the dump's case in the documented layouts, and in words which arrays had another one."""
+    """Return the dump's case converted to the documented layouts, and descriptions of the arrays that had another
+    layout."""
     arrays, words = dict(dump.case.arrays), []
     for name, value in arrays.items():
         if name != "mask":
@@ -82,7 +87,7 @@ def search(dumps: list[Dump]) -> tuple[Reading, bool]:
 
 
 def nearest(candidates: list[tuple[Dump, tuple[Change, ...]]], title: str) -> Reading:
-    """Rank the candidates, and return the first of the nearest that explains everything, else the one that explains
+    """Rank the candidates. Return the first of the nearest that explains all results, else the one that explains
     most."""
     with Progress() as progress:
         ranked = [(rank(*candidate), n) for n, candidate in enumerate(progress.each(candidates, title))]
@@ -95,7 +100,7 @@ def nearest(candidates: list[tuple[Dump, tuple[Change, ...]]], title: str) -> Re
 
 
 def applied(dump: Dump, chosen: Iterable[Change]) -> tuple[CompareCase, dict[str, str], list[str]]:
-    """Return the case after these changes, the readings for the judge, and the changes in words."""
+    """Return the case after these changes, the readings for the judge, and the descriptions of the changes."""
     case, words = base_case(dump)
     readings: dict[str, str] = {}
     for change in chosen:
@@ -107,12 +112,12 @@ def applied(dump: Dump, chosen: Iterable[Change]) -> tuple[CompareCase, dict[str
 
 
 def rank(dump: Dump, chosen: tuple[Change, ...]) -> float:
-    """Return how far a reading is from the dump, in float64: the mean logarithm of the results' relative errors."""
+    """Return the distance of a reading from the dump in float64: the mean logarithm of the results' relative errors."""
     case, readings, _ = applied(dump, chosen)
     alone = {name: value for name, value in dump.results.items() if name in RESULTS[case.op]}
     results, places = dump.results, {}
     if alone:
-        # Items of a batch do not mix in the forward op: a few tell as much as all.
+        # In the forward op items of a batch are independent, so comparing a few of them is enough.
         results = alone
         arrays = {name: value for name, value in case.arrays.items() if name not in COTANGENTS[case.op]}
         for name, value in arrays.items():
@@ -142,7 +147,7 @@ def rank(dump: Dump, chosen: tuple[Change, ...]) -> float:
 
 
 def judged(dump: Dump, chosen: tuple[Change, ...]) -> Reading:
-    """Return the reading, with every result's error as a part of the bound derived for it."""
+    """Return the reading with every result's error divided by the bound derived for it."""
     case, readings, words = applied(dump, chosen)
     try:
         exact, bound = exact_and_element_bounds(lambda fl: predicted(case, fl, readings), case.arrays["source"].dtype)
@@ -162,7 +167,7 @@ def judged(dump: Dump, chosen: tuple[Change, ...]) -> Reading:
 
 
 def forms_of(dump: Dump, case: CompareCase, name: str, value: np.ndarray) -> Iterator[Form]:
-    """Yield how a result may have been dumped, as documented first."""
+    """Yield the forms in which a result may have been dumped, the documented one first."""
     if name in ("h", "c") and value.shape == dump.shape(name)[1:]:
         yield Form("the last step alone", lambda v: v, f"last {name}")
     layouts = possible_layouts(dump, name, value)
@@ -220,7 +225,7 @@ def predicted(case: CompareCase, fl: Arithmetic, readings: dict[str, str]) -> Ar
 
 
 def changes(dump: Dump, few: bool = False) -> Iterator[Change]:
-    """Yield everything that may be read otherwise; `few`: without changes to one array's gates or one activation."""
+    """Yield all changes to try. `few` leaves out changes to one array's gates or to one activation."""
     case = base_case(dump)[0]
     yield from of_layouts(dump)
     yield from of_options(case)
@@ -254,7 +259,7 @@ def changes(dump: Dump, few: bool = False) -> Iterator[Change]:
 
 
 def of_layouts(dump: Dump) -> Iterator[Change]:
-    """Yield each argument in each other layout that its shape allows, and the directions exchanged."""
+    """Yield a change for each other layout that an argument's shape allows, and for exchanged directions."""
     case = dump.case
     for name, value in ((name, value) for name, value in case.arrays.items() if name != "mask"):
         for layout, back in possible_layouts(dump, name, value)[1:]:
@@ -265,7 +270,8 @@ def of_layouts(dump: Dump) -> Iterator[Change]:
 
 
 def of_options(case: CompareCase) -> Iterator[Change]:
-    """Yield the readings that Apple's texts leave open, as far as they are arguments of the dialect or of the case."""
+    """Yield the readings that Apple's documentation leaves open, if arguments of the dialect or of the case can
+    express them."""
     if "peephole" in case.arrays:
         yield Change("peephole", "the output gate peeps at c[t] (E:peephole)", readings={"output_peephole": "current"})
     if "hard_sigmoid" in case.descriptor.values():
@@ -290,12 +296,12 @@ def moved(case: CompareCase) -> CompareCase:
 
 
 def described(name: str, value: Any) -> Callable[[CompareCase], CompareCase]:
-    """Return the change of one property of the descriptor."""
+    """Return a function that changes one property of a case's descriptor."""
     return lambda case: case._replace(descriptor=case.descriptor | {name: value})
 
 
 def documented(case: CompareCase) -> str:
-    """Return the order of the gates according to the descriptor."""
+    """Return the documented order of the gates for the case's descriptor."""
     if case.descriptor.get("forget_gate_last"):
         return "izfo"
     return "rzo" if case.descriptor.get("reset_gate_first") else LETTERS[case.op]
@@ -318,7 +324,7 @@ def inverse(case: CompareCase, order: str) -> list[int]:
 
 
 def reorder(dump: Dump, case: CompareCase, names: list[str], order: str) -> Callable[[CompareCase], CompareCase]:
-    """Return the change of arrays from an order of the gates to the documented one."""
+    """Return a function that converts arrays from an order of the gates to the documented one."""
     places = {name: next(n for n, parts in enumerate(dump.groups(name)) if "G" in parts) for name in names}
 
     def apply(c: CompareCase) -> CompareCase:

@@ -1,4 +1,4 @@
-"""The report: the machine, which pairs agree, which results differ and where, a plot, JSON."""
+"""The report: the machine, which pairs agree, which results differ and where; a plot; JSON."""
 
 import math
 import subprocess
@@ -64,7 +64,8 @@ def pairs_text(rows: Sequence[ComparisonRow]) -> str:
 
 
 def failures_text(rows: Sequence[ComparisonRow]) -> str:
-    """Return what is wrong: each pair's failures once, and by tensor how many results differ, the worst, and where."""
+    """Return the failures as text: each pair's failures once, and for each tensor how many results differ, the worst
+    one, and where."""
     lines = []
     for pair in dict.fromkeys(row.pair for row in rows if row.tensor == "-"):
         failed = [row for row in rows if row.pair == pair and row.tensor == "-"]
@@ -73,7 +74,7 @@ def failures_text(rows: Sequence[ComparisonRow]) -> str:
         lines.append(f"{pair} failed in {len(failed)} cases{others}; first in {failed[0].case}:")
         lines.append(brief(failed[0].verdict))
     found: dict[tuple[str, str], list[ComparisonRow]] = {}
-    # A contender that differs from the oracle differs from the others, too: say that once.
+    # A contender that differs from the oracle also differs from the other contenders: report it once.
     wrong = {(row.case, row.tensor, row.pair.split(" - ")[0]) for row in rows if row.failed and "oracle" in row.pair}
     for row in rows:
         told = "oracle" not in row.pair and any((row.case, row.tensor, one) in wrong for one in row.pair.split(" - "))
@@ -93,7 +94,7 @@ def beginning(row: ComparisonRow) -> list[str]:
 
 
 def brief(text: str) -> str:
-    """Return the first line of an error and that of a compiler's first error, indented."""
+    """Return the first line of an error and, indented, the line of a compiler's first error."""
     lines = [line.strip() for line in text.splitlines() if line.strip()] or [text]
     compilers = [line for line in lines[1:] if "error:" in line][:1]
     first = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
@@ -101,7 +102,7 @@ def brief(text: str) -> str:
 
 
 def severity(row: ComparisonRow) -> tuple[bool, float]:
-    """Return the key of an order from right to wrong, then by error over bound."""
+    """Return a sorting key: right results before wrong ones, then by error over bound."""
     return row.failed, math.inf if math.isnan(row.over_bound) else row.over_bound
 
 
@@ -122,7 +123,7 @@ def figure(value: float) -> str:
 
 
 def settle_text(findings: Sequence[Finding], measured: bool) -> str:
-    """Return the open points and what MPSGraph does; without a measurement, the questions."""
+    """Return the open points and MPSGraph's answers as text. Without a measurement, return the questions."""
     if not measured:
         return table([["E:", "question", "ours"], *([one.name, one.question, one.default] for one in findings)])
     confirmed = sum(one.confirmed for one in findings)

@@ -28,7 +28,7 @@ def hindrance(case: CompareCase) -> str | None:
 
 
 def run(case: CompareCase, device: str) -> Arrays:
-    """Return the results that torch has: h and the gradients."""
+    """Run the case. Return the results that torch has: h and the gradients."""
     import torch
 
     layer = make_layer(case).to(device)

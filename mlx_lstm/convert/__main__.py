@@ -1,4 +1,4 @@
-"""`python -m mlx_lstm.convert SRC DST`: recurrent layers of one file into another, of any two kinds."""
+"""`python -m mlx_lstm.convert SRC DST`: convert the recurrent layers of a file into a file of any other kind."""
 
 import argparse
 import sys
@@ -17,17 +17,17 @@ from ._keys import STYLES, WAYS
 from .weights import describe, differences, stacked
 
 LOSSES = {"bx": "two biases are one now, their sum, which nothing splits again", "bh": ""}
-"""The text for a difference, where its name alone does not say enough."""
+"""Longer texts for differences whose name alone does not say enough."""
 
 LINE = 1000
-"""Characters of a printed line: a foreign file may have names of any length."""
+"""The most characters of a printed line, since a foreign file may have names of any length."""
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command; return its exit code."""
     options = make_parser().parse_args(argv)
     try:
-        with mx.stream(mx.cpu):  # where there is float64
+        with mx.stream(mx.cpu):  # only the CPU has float64
             lines = convert(options)
     except (ValueError, OSError, ImportError) as error:
         print(f"not converted: {shown(error, LINE)}", file=sys.stderr)
@@ -40,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def convert(options: argparse.Namespace) -> list[str]:
-    """Convert a file; return the lines to print. The new file is read again before it takes its place."""
+    """Convert a file and return the lines to print. The new file is read and compared before it replaces an old one."""
     source, target = options.source, options.target
     ending_of(target)
     if target.exists() and not options.force:
@@ -78,7 +78,7 @@ def convert(options: argparse.Namespace) -> list[str]:
 
 
 def model_of(options: argparse.Namespace) -> Model:
-    """Return what the source holds, as far as it is asked for."""
+    """Return the layers and arrays of the source file that the options ask for."""
     source = options.source
     words = {"keys": options.from_keys, "ways": tuple(options.ways or WAYS), "order": options.order}
     model = read(source, **words, nonlinearity=options.nonlinearity, external_data=options.external_data)
@@ -92,7 +92,7 @@ def model_of(options: argparse.Namespace) -> Model:
 
 
 def chosen(model: Model, options: argparse.Namespace) -> Model:
-    """Return the layers and arrays asked for, under the names asked for."""
+    """Return the layers and arrays that the options select, under the names that the options give them."""
     layers, keys = dict(model.layers), dict(model.keys)
     for wanted in [*(options.only or []), *(name for names in options.stack or [] for name in names.split(","))]:
         if wanted not in layers:
@@ -114,14 +114,16 @@ def chosen(model: Model, options: argparse.Namespace) -> Model:
 
 
 def renamed(name: str, old: str, new: str) -> str:
-    """Return a name with `new` in place of the beginning `old`. A layer's name is a key's beginning without the dot."""
+    """Return a name whose beginning `old` is replaced by `new`. A layer's name is the beginning of its keys, without
+    the dot."""
     if f"{name}." == old:
         return new.rstrip(".")
     return (new + name[len(old) :]).rstrip(".") if name.startswith(old) else name
 
 
 def comparison(model: Model, again: Model) -> list[str]:
-    """Return a line for each difference between the layers of the old file and of the new one, to the last bit."""
+    """Return a line for each difference between the layers of the old file and those of the new one. A single bit
+    counts."""
     before = [(name, layer) for name, weights in model.layers.items() for layer in weights.each()]
     after = [layer for weights in again.layers.values() for layer in weights.each()]
     if again.layers.keys() == model.layers.keys():  # in the new file's order
@@ -136,18 +138,18 @@ def comparison(model: Model, again: Model) -> list[str]:
 
 
 def title(name: str) -> str:
-    """Return a layer's name as it is printed."""
+    """Return a layer's name as the command prints it."""
     return shown(name) or "(no name)"
 
 
 def some(names: Iterable[str], most: int = 6) -> str:
-    """Return the first names as they are printed, and how many more there are."""
+    """Return the first names as the command prints them, and the number of the others."""
     names = list(names)
     return ", ".join(map(shown, names[:most])) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 class Parser(argparse.ArgumentParser):
-    """Says in one line what is wrong with an option, as for a wrong file."""
+    """A parser of options that reports an error in one line, as the command does for a wrong file."""
 
     def error(self, message: str) -> NoReturn:
         print(f"not converted: {message}; see --help", file=sys.stderr)
@@ -194,7 +196,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def prefix(text: str) -> str:
-    """Return the text of --prefix, once it has a "="."""
+    """Return the value of --prefix after checking that it contains "="."""
     if "=" not in text:
         raise argparse.ArgumentTypeError(f"{text!r} is not OLD=NEW")
     return text

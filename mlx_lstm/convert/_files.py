@@ -1,4 +1,4 @@
-"""Files of weights: reading all recurrent layers of one, and writing one whole or not at all."""
+"""Read all recurrent layers of a file of weights, and write such a file completely or not at all."""
 
 import json
 import os
@@ -23,11 +23,8 @@ METADATA = "mlx_lstm"
 
 
 class Model(NamedTuple):
-    """What a file holds.
-
-    layers: the `Weights` of the recurrent layers by name; rest: all other arrays by key, unchanged; keys: those of each
-    layer; notes: what was left out; metadata: a safetensors file's.
-    """
+    """The contents of a file. layers: the `Weights` of the recurrent layers by name; rest: all other arrays by key,
+    unchanged; keys: the keys of each layer; notes: what was left out; metadata: the metadata of a safetensors file."""
 
     layers: dict[str, Weights]
     rest: dict[str, Any]
@@ -82,7 +79,7 @@ def read(
     check_flag("convert", "external_data", external_data)
     path = Path(path)
     ending = ending_of(path)
-    size_of(path)  # raises where it is no regular file
+    size_of(path)  # raises unless it is a regular file
     options = {"keys": keys, "ways": ways, "order": order, "nonlinearity": nonlinearity}
     if ending in (".safetensors", ".npz"):
         arrays, metadata = read_safetensors(path) if ending == ".safetensors" else (read_npz(path), {})
@@ -100,7 +97,7 @@ def read(
 
 
 def check_names(keys: object, ways: object) -> None:
-    """ValueError unless `keys` is a text, and `ways` are two different ones."""
+    """Raise ValueError unless `keys` is a text and `ways` are two different names of directions."""
     if keys is not None and not isinstance(keys, str):
         fail("convert", 'keys must be a form such as "{name}.{array}"', repr(keys))
     names = ways if isinstance(ways, (list, tuple)) else ()
@@ -160,14 +157,14 @@ def write(
 
 
 def replace(path: Path, work: Callable[[Path], Any], force: bool) -> Any:
-    """Have `work` write a file that takes the place of `path` once it is whole. Its name has the same ending."""
+    """Let `work` write a temporary file with the same ending, which replaces `path` once it is complete."""
     if path.exists():
         size_of(path)  # a device is not replaced
     return write_whole(path, work, force=force, ending=ending_of(path))
 
 
 def write_to(path: Path, model: Model, style: str, keys: str | None, ways: Sequence[str] | None) -> None:
-    """Write a file of the kind that its ending says."""
+    """Write a file of the kind that its ending names."""
     ending = ending_of(path)
     if ending not in (".safetensors", ".npz"):
         writer = _onnx_file.write if ending == ".onnx" else _keras_file.write
@@ -194,11 +191,11 @@ INSTEAD = {
     ": rename it to .h5,": (".hdf5", ".hdf"),
     ": of a SavedModel save the weights by Keras, as .h5,": (".pb",),
 }
-"""What to do about files with other endings."""
+"""Advice for files with other endings."""
 
 
 def ending_of(path: Path) -> str:
-    """Return the ending that says the kind of file; ValueError with advice if it is none of these."""
+    """Return the ending that names the kind of file; raise ValueError with advice for an unknown ending."""
     for ending in ENDINGS:
         if path.name.endswith(ending):
             return ending
@@ -208,7 +205,7 @@ def ending_of(path: Path) -> str:
 
 
 def named(path: Path, work: Callable[[], Any]) -> Any:
-    """Return what `work` returns; its errors name the file, in place of "it"."""
+    """Return the result of `work()`. Its errors name the file in place of "it"."""
     try:
         return work()
     except ValueError as error:
@@ -218,12 +215,12 @@ def named(path: Path, work: Callable[[], Any]) -> Any:
         raise ValueError(f"{path} {text[3:]}" if text.startswith("it ") else f"{path}: {text}") from None
     except ImportError:
         raise
-    except DAMAGE as error:  # of words that are none: a damaged file's
+    except DAMAGE as error:  # a damaged file made a parser fail
         broken(path, f"{type(error).__name__}, {shown(error)}")
 
 
 def told_by(layers: Mapping[str, Weights]) -> dict[str, str]:
-    """Return the metadata that say the options of cells that are not the usual ones."""
+    """Return the metadata that store the cells' options, where these are not the defaults."""
     options = {name: weights.options for name, weights in layers.items()}
     options = {name: {key: o[key] for key in o if key != "bidirectional"} for name, o in options.items()}
     options = {name: found for name, found in options.items() if found}
@@ -231,7 +228,7 @@ def told_by(layers: Mapping[str, Weights]) -> dict[str, str]:
 
 
 def told_options(path: Path, metadata: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    """Return the options that `told_by` wrote, by layer."""
+    """Return the cells' options by layer, from the metadata that `told_by` returned."""
     try:
         return {str(name): dict(options) for name, options in parse_json(metadata.get(METADATA, "{}")).items()}
     except (ValueError, TypeError, AttributeError):
@@ -239,7 +236,7 @@ def told_options(path: Path, metadata: Mapping[str, str]) -> dict[str, dict[str,
 
 
 def write_safetensors(path: Path, arrays: Mapping[str, Any], metadata: Mapping[str, str]) -> None:
-    """Write eight bytes with the header's length, the header as JSON, the arrays one after the other."""
+    """Write a safetensors file: eight bytes with the header's length, the header as JSON, then the arrays."""
     names = {np.dtype(kind): name for name, kind in DTYPES.items()}
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     data, end = [], 0
@@ -262,7 +259,8 @@ def write_safetensors(path: Path, arrays: Mapping[str, Any], metadata: Mapping[s
 
 
 def write_npz(path: Path, arrays: Mapping[str, Any]) -> None:
-    """Write a zip of NumPy's arrays. A key becomes a file's name when somebody unpacks it, so it must be no path."""
+    """Write a zip of NumPy's arrays. A key becomes a file name when somebody unpacks the zip, so it must not be a
+    path."""
     for key in arrays:
         if key.startswith("..") or any(c in key for c in "/\\\0"):
             fail("convert", "keys in .npz must have no '/', '\\', '..' or NUL: take .safetensors,", repr(shown(key)))

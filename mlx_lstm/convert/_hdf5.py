@@ -1,4 +1,4 @@
-"""HDF5 files, read in a child process: HDF5 itself may hang or crash at a damaged file."""
+"""Read HDF5 files in a child process, because HDF5 itself may hang or crash at a damaged file."""
 
 import importlib.util
 import json
@@ -13,18 +13,19 @@ from ..files import most_bytes, size_of
 from ..machine import child_command, child_environment, has_interpreter
 
 SECONDS = 10
-"""How long the child may take, and a second more for each 10 MB. It takes half of one for a small file."""
+"""Seconds that the child may take, plus one for each 10 MB. For a small file it takes half a second."""
 
 
 class Contents(NamedTuple):
-    """What a HDF5 file holds: by path and name the texts in its attributes, by path its arrays, notes."""
+    """The contents of an HDF5 file. attributes: texts by path and attribute name; arrays: by path; notes: what was
+    left out."""
 
     attributes: dict[str, dict[str, list[str]]]
     arrays: dict[str, Any]
     notes: list[str]
 
     def texts(self, path: str, name: str) -> list[str]:
-        """Return an attribute's texts, which Keras cuts into numbered attributes if there are many."""
+        """Return an attribute's texts. Keras splits a long list into several numbered attributes."""
         here = self.attributes.get(path, {})
         if name in here:
             return here[name]
@@ -36,13 +37,13 @@ class Contents(NamedTuple):
 
 
 def load() -> None:
-    """ImportError if h5py is missing."""
+    """Raise ImportError if h5py is missing."""
     if importlib.util.find_spec("h5py") is None:
         raise ImportError(".keras and .h5 files need the package h5py: pip install '.[convert]'")
 
 
 def read(source: Path | bytes) -> Contents:
-    """Return the contents of a HDF5 file, or of one in memory. ValueError says what is wrong with it."""
+    """Return the contents of an HDF5 file, given by path or as bytes. ValueError says what is wrong with the file."""
     load()
     if not has_interpreter():
         raise ValueError("it is read in a process of its own, and no Python can be started here")
@@ -75,7 +76,7 @@ def parsed(output: bytes) -> Contents:
     for path, (dtype, shape) in about["arrays"].items():
         array = np.ndarray(shape, np.dtype(dtype), output, start)
         start += array.nbytes
-        # bfloat16, which neither HDF5 nor NumPy has, lies there as two bytes without a meaning.
+        # Neither HDF5 nor NumPy has bfloat16, so HDF5 stores it as two opaque bytes.
         short = dtype == "|V2"
         arrays[path] = mx.array(array.view(np.uint16)).view(mx.bfloat16) if short else array
     others = about["others"]

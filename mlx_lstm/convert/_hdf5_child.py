@@ -20,7 +20,7 @@ import h5py
 import numpy as np
 
 ATTRIBUTES = ("model_config", "keras_version", "layer_names", "weight_names", "name")
-"""What Keras says in attributes; long lists are cut, and a number follows the name."""
+"""The attributes that Keras writes; it splits long lists and appends numbers to their names."""
 
 
 LINKS_INSIDE = (0, 1)
@@ -31,7 +31,7 @@ Contents = tuple[dict[str, Texts], dict[str, np.ndarray], int]
 
 
 class Refused(ValueError):
-    """A file that is whole and may not be read."""
+    """The error of a file that is valid but must not be read."""
 
 
 def contents(file: Any, most: int) -> Contents:
@@ -54,10 +54,10 @@ def contents(file: Any, most: int) -> Contents:
         if item.external or item.is_virtual:
             raise Refused(f"{path} must lie in the file itself but is read from other files")
         numbers = item.dtype.kind in "fiub" and item.dtype.itemsize <= 8
-        if item.shape is None or not (numbers or item.dtype.str == "|V2"):  # V2: bfloat16 as Keras has it
+        if item.shape is None or not (numbers or item.dtype.str == "|V2"):  # V2: bfloat16 as Keras stores it
             others += 1
             return
-        # HDF5 fills what is not stored, and takes memory for a whole chunk.
+        # HDF5 fills values that are not stored, and allocates whole chunks, so declared sizes count.
         left -= item.nbytes
         if left < 0 or prod(item.chunks or (0,)) * item.dtype.itemsize > most:
             raise Refused(f"{path} must not declare far more bytes than the file has")
@@ -94,7 +94,7 @@ def answer(source: str | io.BytesIO, most: int) -> tuple[dict[str, Any], list[np
         return {"attributes": attributes, "arrays": headers, "others": others}, list(arrays.values())
     except Refused as error:
         return {"error": str(error)}, []
-    except Exception as error:  # whatever HDF5 raises, the file is at fault
+    except Exception as error:  # any error of HDF5 means a damaged file
         words = (str(error).splitlines() or [type(error).__name__])[0]
         return {"error": f"it is truncated or damaged: {words}"}, []
 
@@ -103,7 +103,7 @@ def main() -> None:
     """Read the file and print what it holds."""
     most, *path = sys.argv[1:]
     limit = 8 * int(most) + 2**29
-    with suppress(ValueError, OSError):  # where the system has a lower limit, or none
+    with suppress(ValueError, OSError):  # the system may have a lower limit, or no limits
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     line, arrays = answer(path[0] if path else io.BytesIO(sys.stdin.buffer.read()), int(most))
     out = sys.stdout.buffer

@@ -1,8 +1,10 @@
-"""Files of Keras: `.keras`, whole models in `.h5`, weights in `.weights.h5`. Needs h5py, not Keras.
+"""Read and write files of Keras: `.keras`, whole models in `.h5`, and weights in `.weights.h5`. This needs h5py, not
+Keras.
 
-In Keras 3 a layer's arrays lie under its class, counted in its container: `layers/lstm_1/cell/vars/0`; in `.h5` under
-its name: `model_weights/encoder/encoder/lstm_cell/kernel`. Options of the layers stand in the model's configuration,
-which `.weights.h5` lacks: there shapes tell the cell, and the usual options are taken.
+In Keras 3 a layer's arrays are stored under its class, counted in its container: `layers/lstm_1/cell/vars/0`. In
+`.h5` they are stored under its name: `model_weights/encoder/encoder/lstm_cell/kernel`. The model's configuration has
+the options of the layers. `.weights.h5` has no configuration: there the shapes identify the cell, and its options
+are assumed to be the defaults.
 """
 
 import io
@@ -25,17 +27,14 @@ from .weights import Weights
 
 CLASSES = {"lstm": "LSTM", "gru": "GRU", "rnn": "SimpleRNN"}
 VERSION = "3.0.0"
-"""The version of Keras that written files name: the first one with this format."""
+"""The version of Keras in written files: the first one with this format."""
 
 Found = tuple[dict[str, Weights], dict[str, Any], dict[str, list[str]], list[str]]
 
 
 class Known(NamedTuple):
-    """A layer in a model's configuration.
-
-    place: where Keras 3 puts its arrays; name: its own behind those of the models it is in; config: as Keras
-    serialized it.
-    """
+    """A layer in a model's configuration. place: the path of its arrays in Keras 3; name: the names of the models
+    that contain it, then its own; own: its own name; config: as Keras serialized it."""
 
     place: str
     name: str
@@ -44,7 +43,7 @@ class Known(NamedTuple):
 
 
 def load() -> Any:
-    """Return the package h5py, which writes; `_hdf5` reads."""
+    """Return the package h5py, which writes files here; `_hdf5` reads them in a child process."""
     _hdf5.load()
     import h5py
 
@@ -52,7 +51,7 @@ def load() -> Any:
 
 
 def read(path: Path) -> Found:
-    """Return the layers by name, the other arrays, the keys of each layer, notes."""
+    """Return a file's layers by name, its other arrays, the keys of each layer, and notes."""
     _hdf5.load()
     config = None
     if path.suffix == ".keras":
@@ -79,7 +78,7 @@ def read(path: Path) -> Found:
 
 
 def by_layer(file: _hdf5.Contents, root: str, layers: list[str]) -> dict[str, Any]:
-    """Return the arrays by "layer//their own name", of a file that lists them."""
+    """Return the arrays of a file that lists the names of its arrays, by "layer//array's own name"."""
     arrays = {}
     for layer in layers:
         for name in file.texts(root + layer, "weight_names"):
@@ -91,7 +90,7 @@ def by_layer(file: _hdf5.Contents, root: str, layers: list[str]) -> dict[str, An
 
 
 def walk(config: Mapping[str, Any], place: str, name: str) -> Iterator[Known]:
-    """Yield all layers of a configuration, also those of models in models."""
+    """Yield all layers of a model's configuration, including those of nested models."""
     inner = config.get("config")
     layers = inner.get("layers") if isinstance(inner, Mapping) else inner
     counts: Counter[str] = Counter()
@@ -111,15 +110,13 @@ def numbered(kind: str, counts: Counter[str]) -> str:
 
 
 def snake(name: str) -> str:
-    """Return a class's name as Keras has it in paths: SimpleRNN is simple_rnn."""
+    """Return a class's name as Keras writes it in paths: SimpleRNN becomes simple_rnn."""
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=.)(?=[A-Z][a-z])", "_", name).lower()
 
 
 class Direction(NamedTuple):
-    """One direction's arrays in a file.
-
-    place, name, own: the layer's, as in `Known`; way: "", "forward" or "backward"; keys: in Keras' order.
-    """
+    """The arrays of one direction in a file. place, name, own: of the layer, as in `Known`; way: "", "forward" or
+    "backward"; keys: in Keras' order."""
 
     place: str
     name: str
@@ -129,7 +126,7 @@ class Direction(NamedTuple):
 
 
 def names_in_new(file: _hdf5.Contents) -> list[Direction]:
-    """Return the directions in a file of Keras 3: an array lies in `cell/vars`, two matrices and maybe a bias."""
+    """Return the directions in a file of Keras 3, where `cell/vars` holds two matrices and maybe a bias."""
     groups: dict[str, list[str]] = {}
     for key in file.arrays:
         parent, _, last = key.rpartition("/")
@@ -143,7 +140,7 @@ def names_in_new(file: _hdf5.Contents) -> list[Direction]:
         place = place[: match.start()] if match else place
         parts = [part for part in place.split("/") if part]
         steps = ["/".join(parts[: n + 1]) for n, part in enumerate(parts) if part not in ("layers", "cell", "cells")]
-        # Younger files tell a layer's name; in others its last part of the path does.
+        # Newer files store a layer's name; in older files it is the last part of the path.
         names = [(file.texts(f"{step}/vars", "name") or [step.rpartition("/")[2]])[0] for step in steps]
         if all(np.ndim(file.arrays[key]) == 2 for key in keys[:2]) and len(keys) > 1:
             way = match[1] if match else ""
@@ -152,7 +149,7 @@ def names_in_new(file: _hdf5.Contents) -> list[Direction]:
 
 
 def names_in_legacy(arrays: Mapping[str, Any]) -> list[Direction]:
-    """Return the directions in a `.h5` file: what lies beside a `recurrent_kernel`."""
+    """Return the directions in an `.h5` file: a `recurrent_kernel` and the arrays in the same group."""
     directions: list[Direction] = []
     parents = dict.fromkeys(key.rpartition("/")[0] for key in arrays)
     taken: set[tuple[str, str]] = set()
@@ -175,7 +172,7 @@ def names_in_legacy(arrays: Mapping[str, Any]) -> list[Direction]:
         elif parts and parts[-1] == layer:
             parts = []
         name, own = ".".join([layer, *parts]), [layer, *parts][-1]
-        if (name, way) in taken:  # cells stacked in one layer
+        if (name, way) in taken:  # one layer with several stacked cells
             own = inner.rpartition("/")[2]
             name += f".{own}"
         taken.add((name, way))
@@ -184,7 +181,7 @@ def names_in_legacy(arrays: Mapping[str, Any]) -> list[Direction]:
 
 
 def gathered(arrays: Mapping[str, Any], directions: list[Direction], known: Mapping[str, Known], slope: str) -> Found:
-    """Return the layers out of their directions, in the model's order, and the arrays of no layer."""
+    """Return the layers, built from their directions, in the model's order, and the arrays that belong to no layer."""
     layers: dict[str, list[Direction]] = {}
     legacy = any("//" in key for key in arrays)
     for each in directions:
@@ -211,7 +208,7 @@ def gathered(arrays: Mapping[str, Any], directions: list[Direction], known: Mapp
 
 
 def can_tell(config: Mapping[str, Any]) -> bool:
-    """Whether a configuration is that of a layer with one cell."""
+    """Return whether a configuration describes a layer with one cell."""
     inner = config["config"]
     if config["class_name"] == "RNN":
         return isinstance(inner.get("cell"), Mapping) and inner["cell"].get("class_name") in KINDS
@@ -224,7 +221,7 @@ def natural(text: str) -> list[Any]:
 
 
 def plain(key: str) -> str:
-    """Return an array's key in files without folders."""
+    """Return an array's key for files without folders."""
     layer, _, name = key.rpartition("//")
     return (name if not layer or name.startswith(f"{layer}/") else f"{layer}/{name}").replace("/", ".")
 
@@ -233,16 +230,17 @@ def plain(key: str) -> str:
 
 
 class KerasLayer(NamedTuple):
-    """A layer of Keras: `spec`, as Keras serializes it; `ways`, the arrays of its directions."""
+    """A layer of Keras. spec: as Keras serializes it; ways: the arrays of its directions."""
 
     spec: dict[str, Any]
     ways: list[list[np.ndarray]]
 
 
 def write(path: Path, ending: str, layers: Mapping[str, Weights]) -> None:
-    """Write a model with these layers: of one stack a Sequential, of several a model of such, each with an input.
+    """Write a Keras model: one stack becomes a Sequential; several stacks become a model of Sequentials, each with
+    its own input.
 
-    HDF5 writes into memory. Where a disk is full it would leave an error that nobody can clean up.
+    HDF5 writes into memory first. On a full disk HDF5 itself would leave an error that no code can clean up.
     """
     h5py = load()
     layers = {name.replace("/", ".") or "recurrent": weights for name, weights in layers.items()}
@@ -266,7 +264,7 @@ def write(path: Path, ending: str, layers: Mapping[str, Weights]) -> None:
 
 
 def stack_of(name: str, weights: Weights) -> list[KerasLayer]:
-    """Return Keras' layers for a stack."""
+    """Return the layers of Keras for a stack."""
     stack = []
     for n, (layer, arrays) in enumerate(zip(weights.each(), to_keras(weights), strict=True)):
         kind = CLASSES[layer.cell.op]
@@ -305,7 +303,7 @@ def spec_of(kind: str, config: dict[str, Any], shape: list[int | None]) -> dict[
 
 
 def sequential(name: str, made: list[KerasLayer]) -> dict[str, Any]:
-    """Return a model of layers, each on the output of the one before, as Keras serializes it."""
+    """Return a model of layers, each of which reads the output of the one before, as Keras serializes it."""
     shape = made[0].spec["build_config"]["input_shape"]
     dtype = inner_config(made[0].spec)["dtype"]
     first = spec_of("InputLayer", {"batch_shape": shape, "dtype": dtype, "name": f"{name}_input"}, shape)
@@ -319,7 +317,7 @@ def inner_config(spec: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def functional(models: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    """Return a model of models, each on an input of its own, as Keras serializes it."""
+    """Return a model that contains several models, each with its own input, as Keras serializes it."""
     layers, inputs, outputs = [], [], []
     for name, spec in models.items():
         shape, own = spec["build_config"]["input_shape"], spec["config"]["name"]
@@ -331,12 +329,12 @@ def functional(models: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
         inputs.append([f"{name}_x", 0, 0])
         outputs.append([own, 0, 0])
     config = {"name": "recurrent_layers", "layers": layers, "input_layers": inputs, "output_layers": outputs}
-    module = "keras.src.models.functional"  # where each Keras 3 has it
+    module = "keras.src.models.functional"  # the same module in all versions of Keras 3
     return {"module": module, "class_name": "Functional", "config": config, "registered_name": None}
 
 
 def write_new(file: Any, made: Mapping[str, list[KerasLayer]]) -> None:
-    """Write the arrays where Keras 3 puts them: under each layer's class, counted in its container."""
+    """Write the arrays at Keras 3's paths: under each layer's class, counted in its container."""
     containers: Counter[str] = Counter()
     for layers in made.values():
         before = "" if len(made) == 1 else f"layers/{numbered('sequential', containers)}/"
@@ -351,7 +349,7 @@ def write_new(file: Any, made: Mapping[str, list[KerasLayer]]) -> None:
 
 
 def write_legacy(file: Any, made: Mapping[str, list[KerasLayer]], config: dict[str, Any]) -> None:
-    """Write as Keras does where a name ends in .h5: groups by layer, or by model, and lists of names."""
+    """Write an `.h5` file as Keras does: a group for each layer or model, and lists of names."""
     file.attrs["model_config"], file.attrs["keras_version"] = json.dumps(config), VERSION
     root = file.create_group("model_weights")
     groups = {name: each for name, each in made.items()} if len(made) > 1 else {}

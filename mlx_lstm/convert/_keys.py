@@ -1,4 +1,4 @@
-"""The keys of files of arrays: which layer, direction and array a key means, and the keys of written files."""
+"""Find the layer, direction and array that each key of a file means, and make the keys of written files."""
 
 import re
 from collections import Counter
@@ -40,12 +40,10 @@ PATH_WAY = re.compile(rf"(?<![A-Za-z])({'|'.join(WAY_WORDS)})(?![A-Za-z])")
 
 
 class Group(NamedTuple):
-    """The keys of one layer and direction.
-
-    own: the part of the keys before the array's word; name: the same without direction and layer; layer, way: their
-    numbers, None where the keys do not say them; numbered: whether the keys mark the layer's number as such (`_l0`);
-    keys: by the array's word; form: a key with NUL in place of that word.
-    """
+    """The keys of one layer and direction. own: the part of the keys before the array's word; name: that part
+    without direction and layer; layer, way: their numbers, None if the keys do not contain them; numbered: whether
+    the keys mark the layer's number as such (`_l0`); keys: by the array's word; form: a key with NUL in place of
+    that word."""
 
     own: str
     name: str
@@ -56,12 +54,13 @@ class Group(NamedTuple):
     form: str
 
     def title(self, leaf: str) -> str:
-        """Return the key of an array; the array may be missing."""
+        """Return the key of an array, also of a missing one."""
         return self.keys.get(leaf, self.form.replace("\0", leaf))
 
 
 def parse(key: str, pattern: re.Pattern[str] | None, ways: Sequence[str]) -> tuple[str, Group] | None:
-    """Return the array's word and its group, still without keys; None for a key of no recurrent layer."""
+    """Return the array's word in a key, and its group, whose `keys` are still empty; None if the key belongs to no
+    recurrent layer."""
     if pattern is not None:
         match = pattern.fullmatch(key) or pattern.fullmatch("." + key)
         if match is None:
@@ -90,13 +89,13 @@ def parse(key: str, pattern: re.Pattern[str] | None, ways: Sequence[str]) -> tup
 
 
 def merged(path: str, found: re.Match[str]) -> str:
-    """Return a path without the word for its direction and without one of the separators beside it."""
+    """Return a path without the word for its direction and without one of the separators next to that word."""
     before, after = path[: found.start()], path[found.end() :]
     return (before + after[1:] if not before or before[-1] == "." else before[:-1] + after).rstrip(".")
 
 
 def pattern_of(template: str, ways: Sequence[str]) -> re.Pattern[str]:
-    """Return the pattern of the keys that a template makes."""
+    """Return a pattern that matches the keys of a template."""
     fields = {"{name}": "(?P<name>.*?)", "{layer}": r"(?P<layer>\d+)", "{array}": f"(?P<array>{ANY_WORD})"}
     fields["{way}"] = f"(?P<way>{'|'.join(map(re.escape, ways))})"
     check_template(template)
@@ -104,20 +103,20 @@ def pattern_of(template: str, ways: Sequence[str]) -> re.Pattern[str]:
 
 
 def check_template(template: str) -> None:
-    """ValueError unless a template has {array}, and no unknown or repeated field."""
+    """Raise ValueError unless a template has {array}, and no unknown or repeated field."""
     fields = re.findall(r"\{(\w*)\}", template)
     if "array" not in fields or set(fields) - {"name", "layer", "way", "array"} or len(fields) != len(set(fields)):
         fail("convert", "keys must have {array}, and maybe {name}, {layer} and {way}, each once,", repr(template))
 
 
 def groups_of(keys: Iterable[str], template: str | None, ways: Sequence[str]) -> list[Group]:
-    """Return the groups of keys that have both matrices of a recurrent layer, or one of them."""
+    """Return the groups of keys that contain at least one matrix of a recurrent layer."""
     pattern, found = None if template is None else pattern_of(template, ways), {}
     for key in keys:
         if parsed := parse(key, pattern, ways):
             leaf, group = parsed
             found.setdefault((group.own, group.layer, group.way, group.form), group).keys[leaf] = key
-    sure = {*PARTNERS, *PARTNERS.values()} - {"kernel"}  # a dense layer has one, too
+    sure = {*PARTNERS, *PARTNERS.values()} - {"kernel"}  # a dense layer has a kernel, too
     return [group for group in found.values() if group.keys.keys() & sure]
 
 
@@ -130,10 +129,8 @@ def layers_of(
     order: str | None = None,
     nonlinearity: str | None = None,
 ) -> tuple[dict[str, Weights], dict[str, list[str]]]:
-    """Return all recurrent layers among a file's arrays, and the keys of each.
-
-    Layers whose keys number them, and that fit on one another, become one stack, as do both directions.
-    """
+    """Return all recurrent layers among a file's arrays, and the keys of each. Numbered layers whose sizes fit
+    become one stack, and both directions become one layer."""
     buckets: dict[str, list[Group]] = {}
     for group in groups_of(arrays, keys, ways):
         buckets.setdefault(group.name, []).append(group)
@@ -151,7 +148,7 @@ def layers_of(
 
 
 def names_counted_by(key: str, names: Container[str]) -> list[str]:
-    """Return those of the names that a key continues by a number: "a" and "a.1" for the key "a.12.weight"."""
+    """Return the names that a key continues by a number: "a" and "a.1" for the key "a.12.weight"."""
     counted = []
     for number in re.finditer(r"\d+(?=\.)", key):
         start, end = number.span()
@@ -168,16 +165,14 @@ MOST_DIGITS = 20
 def arranged(
     name: str, groups: list[Group], parts: dict[str, list[Arrays]], alone: bool
 ) -> list[tuple[str, dict[tuple[int, int], Group]]]:
-    """Return the groups of a name by (layer, direction): as one stack where they make one, else each by itself.
-
-    alone: no other module is counted with them, as in a list of all a model's layers.
-    """
+    """Return the groups of a name by (layer, direction): one stack if they fit together, else each group alone.
+    alone: no other module is counted with them, as it is in a list of all layers of a model."""
     whole = {(group.layer or 0, group.way or 0): group for group in groups}
     layers, ways = ({where[n] for where in whole} for n in range(2))
     full = len(whole) == len(groups) == len(layers) * len(ways) and ways in ({0}, {0, 1})
     full = full and layers == set(range(len(layers))) and len({group.way is None for group in groups}) == 1
     if full and len(ways) == 1 and groups[0].way == 0 and not groups[0].numbered:
-        full = False  # only one direction has a word for it, so the word is a name
+        full = False  # only one direction is marked, so that the mark is part of a name
     if groups[0].numbered or (
         full and fits(whole, parts, len(ways)) and (alone or (layers == {0} and groups[0].layer is None))
     ):
@@ -194,7 +189,7 @@ def arranged(
 
 
 def fits(whole: dict[tuple[int, int], Group], parts: dict[str, list[Arrays]], D: int) -> bool:
-    """Whether each layer reads an input as wide as the output of the layer below."""
+    """Return whether each layer reads an input as wide as the output of the layer below."""
     first = parts[whole[0, 0].form]
     width = first[0]["Wh"].shape[-1] * D * len(first)
     each = [(layer, part) for (layer, _), group in whole.items() for part in parts[group.form]]
@@ -203,10 +198,8 @@ def fits(whole: dict[tuple[int, int], Group], parts: dict[str, list[Arrays]], D:
 
 
 def words_of(group: Group, arrays: Mapping[str, Any], order: str | None) -> list[Arrays]:
-    """Return a group's arrays as `Weights` have them: of one direction, or of two that lie in the same arrays.
-
-    ValueError names a key that is missing or too much.
-    """
+    """Return a group's arrays under the names of `Weights`: for one direction, or for two that share arrays.
+    ValueError names a missing or unexpected key."""
     for one, other in PARTNERS.items():
         if (one in group.keys) != (other in group.keys):
             there, missing = (one, other) if one in group.keys else (other, one)
@@ -230,7 +223,7 @@ def words_of(group: Group, arrays: Mapping[str, Any], order: str | None) -> list
 
 
 def settled(group: Group, words: Arrays, order: str | None) -> Arrays:
-    """Return one direction's arrays in our gate order, with the biases as `Weights` have them."""
+    """Return one direction's arrays in our gate order, with the biases of `Weights`."""
     matrix = next(leaf for leaf in group.keys if ENTRIES[leaf] == "Wh")
     kind = OF_GATES[gates_of("convert", words, group.title(matrix))]
     if "bhn" in words and kind != "gru":
@@ -252,7 +245,7 @@ def settled(group: Group, words: Arrays, order: str | None) -> Arrays:
 
 
 def keras_words(group: Group, given: Arrays) -> Arrays:
-    """Return one direction's arrays out of Keras' kernel, recurrent_kernel and bias."""
+    """Return one direction's arrays, made from Keras' kernel, recurrent_kernel and bias."""
     R = given["recurrent_kernel"]
     kind = OF_GATES[gates_of("convert", {"Wh": R.T}, group.title("recurrent_kernel"))]
     if extra := given.keys() - set(KERAS_NAMES):
@@ -265,7 +258,7 @@ def keras_words(group: Group, given: Arrays) -> Arrays:
 def one_layer(
     where: dict[tuple[int, int], Group], parts: dict[str, list[Arrays]], options: Mapping[str, Any]
 ) -> Weights:
-    """Return the weights of a stack; its groups are given by (layer, direction)."""
+    """Return the weights of a stack from its groups by (layer, direction)."""
     directions = {
         (layer, way + d): arrays for (layer, way), group in where.items() for d, arrays in enumerate(parts[group.form])
     }
@@ -298,7 +291,7 @@ def one_layer(
 def keys_of(
     name: str, weights: Weights, style: str, *, keys: str | None = None, ways: Sequence[str] | None = None
 ) -> dict[str, mx.array]:
-    """Return a stack's arrays by the keys of a style, or of a template."""
+    """Return a stack's arrays by the keys of a style or of a template."""
     if keys is not None:
         check_template(keys)
     D, K = (1 if style == "ops" else weights.directions), len(weights.layers)
@@ -322,7 +315,8 @@ def keys_of(
 
 
 def in_style(weights: Weights, style: str) -> list[list[Arrays]]:
-    """Return by layer and direction the arrays in a style's words; in the style "ops" both directions share arrays."""
+    """Return by layer and direction the arrays under a style's names. In the style "ops" both directions share
+    arrays."""
     if style == "ops":
         return [[arrays] for arrays in to_ops(weights)]
     if style == "mlx":

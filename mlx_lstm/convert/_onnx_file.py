@@ -1,4 +1,4 @@
-"""Models of ONNX that hold LSTM, GRU and RNN nodes. Needs the package onnx."""
+"""Read and write ONNX models that contain LSTM, GRU and RNN nodes. This needs the package onnx."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +14,7 @@ from .weights import Weights, to_mlx
 
 INPUTS = {"X": 0, "W": 1, "R": 2, "B": 3, "sequence_lens": 4, "initial_h": 5, "initial_c": 6, "P": 7}
 MOST = 2**31 - 2**20
-"""Bytes of arrays in a written file: protobuf has no larger messages."""
+"""The most bytes of arrays in a written file, since protobuf has no larger messages."""
 
 OPSET, IR_VERSION = 14, 8
 """The versions that written files name: old enough for every runtime, and with all attributes that we write."""
@@ -30,13 +30,13 @@ def load() -> Any:
 
 
 def read(path: Path, external_data: bool) -> tuple[dict[str, Weights], dict[str, Any], dict[str, list[str]], list[str]]:
-    """Return the layers by their nodes' names, the other initializers, the keys of each layer, notes."""
+    """Return a file's layers by the names of their nodes, the other initializers, the keys of each layer, and notes."""
     onnx = load()
     try:
         model = onnx.load(path, load_external_data=False)
     except OSError:
         raise
-    except Exception as error:  # protobuf's, whose class has moved from release to release
+    except Exception as error:  # protobuf's error, whose class moved between releases
         raise ValueError(f"it is truncated or damaged: {shown(error)}") from None
     if not model.graph.node or not model.opset_import:
         raise ValueError("it is truncated or damaged, or no model: it has no nodes or no opset")
@@ -77,7 +77,7 @@ def read(path: Path, external_data: bool) -> tuple[dict[str, Weights], dict[str,
         H = layers[name].hidden_size
         for word in ("initial_h", "initial_c"):
             sizes = list(constants[names[word]].dims) if names.get(word) in constants else [H]
-            if sizes[-1:] != [H]:  # torch.onnx.export writes an LSTM with a projection so, and leaves that out
+            if sizes[-1:] != [H]:  # torch.onnx.export loses an LSTM's projection so
                 fail("convert", f"{word} of {name} must be of the width H = {H}: was there a projection?", sizes)
         keys[name] = [names[word] for word in arrays]
         used |= set(keys[name])
@@ -88,15 +88,13 @@ def read(path: Path, external_data: bool) -> tuple[dict[str, Weights], dict[str,
 
 
 def external_entries(tensor: Any) -> dict[str, str]:
-    """Return where a tensor's numbers lie: location, offset, length."""
+    """Return the place of a tensor's external data: location, offset and length."""
     return {each.key: each.value for each in tensor.external_data}
 
 
 def read_external(path: Path, tensor: Any, left: dict[str, int]) -> None:
-    """Put a tensor's numbers into it, from a file in the model's own folder; a link is not followed.
-
-    left: the bytes of each file that no tensor has had yet. Tensors that share bytes would take memory without bound.
-    """
+    """Load a tensor's external data from a file in the model's own folder; a link is refused. left: the bytes of
+    each file that no tensor has used yet. Tensors that share bytes could take memory without bound."""
     entries = external_entries(tensor)
     location = entries.get("location", "")
     file = path.parent / location
@@ -117,7 +115,7 @@ def read_external(path: Path, tensor: Any, left: dict[str, int]) -> None:
 
 
 def array_of(onnx: Any, tensor: Any, name: str) -> Any:
-    """Return a tensor's numbers; bfloat16 as MLX has it."""
+    """Return a tensor's data as an array; bfloat16 as an MLX array."""
     try:
         array = onnx.numpy_helper.to_array(tensor)
     except Exception as error:
@@ -150,7 +148,7 @@ def write(path: Path, ending: str, layers: Mapping[str, Weights]) -> None:
             for word in arrays:
                 names[INPUTS[word]] = f"{title}.{word}"
             names[0] = x
-            while not names[-1]:  # a node names no inputs behind its last one
+            while not names[-1]:  # a node omits trailing empty inputs
                 names.pop()
             nodes.append(make(op_type, names, [f"{title}.Y"], title, **attributes))
             nodes.append(make("Transpose", [f"{title}.Y"], [f"{title}.turned"], perm=[0, 2, 1, 3]))

@@ -26,11 +26,8 @@ CELLS: dict[str, Cell] = {"lstm": LSTMCell(), "gru": GRUCell(), "rnn_relu": RNNC
 
 
 class Layout(NamedTuple):
-    """The layout of a buffer.
-
-    mode: cuDNN's rnn_mode; L, D: layers and directions; I, H: sizes; P: the projection's width or 0; skip: whether
-    layer 0 has no input matrices.
-    """
+    """The layout of a parameter buffer. mode: cuDNN's rnn_mode; L, D: layers and directions; I, H: sizes; P: the
+    projection's width or 0; skip: whether layer 0 has no input matrices."""
 
     mode: str
     L: int
@@ -102,7 +99,8 @@ def layer_arrays(where: Layout, params: mx.array) -> list[dict[str, mx.array]]:
 
 
 def join_layers(where: Layout, layers: list[dict[str, mx.array]]) -> mx.array:
-    """Return the buffer of arrays, or of their gradients, which come as `layer_arrays` returns them. Copies once."""
+    """Return the buffer of the layers' arrays, or of their gradients, in the form that `layer_arrays` returns. The
+    data are copied once."""
     D = where.D
     rows = ([arrays[name].reshape(D, -1) for name in ("Wx", "Wh", "Wp") if name in arrays] for arrays in layers)
     matrices = [part[d] for parts in rows for d in range(D) for part in parts]

@@ -1,4 +1,4 @@
-"""The weights of Keras' layers."""
+"""Convert the weights of Keras' layers to `Weights` and back."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -66,10 +66,8 @@ def from_keras(*layers: Any) -> Weights:
 def from_arrays(
     op: str, ways: Sequence[Sequence[Any]], config: Mapping[str, Any] | None, name: str, *, slope: str = "x/6"
 ) -> Weights:
-    """Return the weights of a layer out of each direction's kernel, recurrent_kernel and maybe bias.
-
-    config: the layer as Keras serialized it; without one the shapes tell the cell. slope: of hard_sigmoid.
-    """
+    """Return the weights of a layer from each direction's kernel, recurrent_kernel and maybe bias. config: the layer
+    as Keras serialized it; if None, the shapes identify the cell. slope: the slope of hard_sigmoid."""
     inner = None if config is None else wrapped(op, config, name)
     cudnn = [of_cudnn(*way) for way in ways]
     ways = [each for each in cudnn if each] if all(cudnn) else ways
@@ -98,10 +96,9 @@ def from_arrays(
 
 
 def of_cudnn(kernel: Any, recurrent_kernel: Any, bias: Any = None) -> list[Any] | None:
-    """Return the arrays of a CuDNNLSTM or CuDNNGRU as an LSTM or GRU has them; None for those of any other layer.
-
-    These two have both biases in one row, and each gate's block in cuDNN's layout: [H, I] in the shape [I, H].
-    """
+    """Return the arrays of a CuDNNLSTM or CuDNNGRU in the layout of an LSTM or GRU; None for arrays of any other
+    layer. These two classes have both biases in one row, and each gate's block in cuDNN's layout: [H, I] under the
+    shape [I, H]."""
     shape = np.shape(recurrent_kernel)
     H, columns = shape if len(shape) == 2 else (0, 0)
     if not H or columns not in (3 * H, 4 * H) or [np.shape(kernel)[1:], np.shape(bias)] != [(columns,), (2 * columns,)]:
@@ -112,7 +109,7 @@ def of_cudnn(kernel: Any, recurrent_kernel: Any, bias: Any = None) -> list[Any] 
 
 
 def wrapped(op: str, config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Return the configuration whose options count: of the layer, or of the layer or cell inside it."""
+    """Return the configuration with the options of the cell: that of the layer, or of the layer or cell inside it."""
     if config["class_name"] == "Bidirectional":
         inner = config["config"]
         ahead, back = inner["layer"], inner.get("backward_layer") or inner["layer"]
@@ -160,10 +157,8 @@ def direction(
     biases: Sequence[Sequence[int]],
     of: str = "",
 ) -> Arrays:
-    """Return one direction's arrays for `Weights`, out of kernel [I, GH], recurrent_kernel [H, GH] and maybe bias.
-
-    biases: the shapes that the bias may have, the last size in multiples of H.
-    """
+    """Return one direction's arrays for `Weights` from kernel [I, GH], recurrent_kernel [H, GH] and maybe bias.
+    biases: the allowed shapes of the bias, with the last size in multiples of H."""
     G = {"lstm": 4, "gru": 3, "rnn": 1}[kind]
     shapes = [np.shape(array) for array in (kernel, recurrent_kernel, bias)]
     H = shapes[1][0] if len(shapes[1]) == 2 else 0
@@ -186,7 +181,7 @@ def direction(
 
 
 def times(G: int) -> str:
-    """Return a multiple of H as errors write it."""
+    """Return a multiple of H as error texts write it."""
     return "H" if G == 1 else f"{G}H"
 
 
@@ -207,7 +202,7 @@ def to_keras(weights: Weights) -> list[list[np.ndarray]]:
 
 
 def check_cell(op: str, weights: Weights) -> None:
-    """ValueError for options that a layer of Keras cannot have."""
+    """Raise ValueError for options that no layer of Keras has."""
     cell = weights.cell
     if isinstance(cell, LSTMCell):
         r, a = cell.activations[0], cell.activations[2]

@@ -1,4 +1,5 @@
-"""The parameters of MLX's layers, and the arguments of `mlx_lstm.lstm`, `gru` and `rnn`."""
+"""Convert the parameters of MLX's layers, and the arguments of `mlx_lstm.lstm`, `gru` and `rnn`, to `Weights` and
+back."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""The weights among the arguments of MPSGraph's ops."""
+"""Convert the weights among the arguments of MPSGraph's ops to `Weights` and back."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -83,14 +83,14 @@ def from_mpsgraph(
 
 
 def activation_names(op: str, descriptor: Any, names: Sequence[str], hard_sigmoid: str) -> tuple[str, ...]:
-    """Return the recurrence's names of these activations of a descriptor."""
+    """Return the recurrence's names for the activations of a descriptor."""
     check_option(op, "hard_sigmoid", hard_sigmoid, tuple(HARD_SIGMOIDS))
     words = ACTIVATIONS | {"hard_sigmoid": HARD_SIGMOIDS[hard_sigmoid]}
     return tuple(words[getattr(descriptor, name)] for name in names)
 
 
 def flipped(arrays: Arrays) -> Arrays:
-    """Return a GRU's arrays with the update gate's part negated: sigmoid(-a) is 1 - sigmoid(a)."""
+    """Return a GRU's arrays with the update gate's part negated, since sigmoid(-a) is 1 - sigmoid(a)."""
     parts = {name: mx.split(array, 3) for name, array in arrays.items()}
     return {name: mx.concatenate([r, -z, n]) for name, (r, z, n) in parts.items()}
 

@@ -1,4 +1,4 @@
-"""ONNX's nodes LSTM, GRU and RNN, and models that hold them."""
+"""Convert the weights of ONNX's nodes LSTM, GRU and RNN to `Weights` and back."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -58,7 +58,7 @@ def from_onnx(
 
 
 def from_node(op: str, op_type: str, inputs: Mapping[str, Any], attributes: Mapping[str, Any], name: Any) -> Weights:
-    """Return the weights of a node; `name` says what W, R, B, P are called in errors."""
+    """Return the weights of a node. `name` returns what error texts call W, R, B and P."""
     check_option(op, "op_type", op_type, tuple(OPS))
     kind = OPS[op_type]
     arrays = {word: to_mlx(array) for word, array in inputs.items() if array is not None}
@@ -98,7 +98,7 @@ def from_node(op: str, op_type: str, inputs: Mapping[str, Any], attributes: Mapp
 
 
 def cell_of_node(op: str, kind: str, attributes: dict[str, Any], D: int, peeps: bool) -> Cell:
-    """Return the cell that the attributes describe, and remove these from `attributes`."""
+    """Return the cell that a node's attributes describe, and remove these attributes from `attributes`."""
     for name in ("clip", "input_forget"):
         if attributes.pop(name, 0):
             fail(op, f"{name} must be absent, as ours have no such option,", "it")
@@ -128,7 +128,8 @@ def cell_of_node(op: str, kind: str, attributes: dict[str, Any], D: int, peeps: 
 
 
 def same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
-    """Whether two activations are the same; ONNX holds alpha and beta in float32."""
+    """Return whether two activations are the same. Alpha and beta are compared with a tolerance, since ONNX stores
+    float32."""
     pairs = zip(one[1:], other[1:], strict=True)
     near = (a == b or (a is not None and b is not None and abs(a - b) < 1e-7) for a, b in pairs)
     return one[0].lower() == other[0].lower() and all(near)
@@ -159,7 +160,7 @@ def to_onnx(weights: Weights) -> list[tuple[str, dict[str, mx.array], dict[str, 
 
 
 def activation_attributes(op: str, cell: Cell, D: int) -> dict[str, Any]:
-    """Return the attributes that say the activations; none for the default ones."""
+    """Return the attributes that name a cell's activations; none for the default ones."""
     if isinstance(cell, RNNCell):
         words = [cell.act]
     elif isinstance(cell, GRUCell):

@@ -1,4 +1,4 @@
-"""The weights among the arguments of TensorFlow's block ops."""
+"""Convert the weights among the arguments of TensorFlow's block ops to `Weights` and back."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The parameters of torch's layers."""
+"""Convert the parameters of torch's layers to `Weights` and back."""
 
 import re
 from collections.abc import Mapping
@@ -76,11 +76,9 @@ def assembled(
     *,
     lenient: bool = False,
 ) -> Weights:
-    """Return the weights of arrays given by (layer, direction); their shapes tell the cell.
-
-    title: what the arrays are called in errors; options: of the cell, as in `Weights.options`, those of other cells are
-    ignored; lenient: some layers may lack a bias that others have.
-    """
+    """Return the weights of a stack from arrays by (layer, direction); the arrays' shapes identify the cell. title:
+    returns what error texts call an array; options: the cell's options, as in `Weights.options`, where those of
+    other cells are ignored; lenient: some layers may lack a bias that others have."""
     K, D = (max((where[n] for where in parts), default=0) + 1 for n in range(2))
     present = {word for arrays in parts.values() for word in arrays} | {"Wx", "Wh"}
     present |= {"bx", "bh"} if present & {"bx", "bh"} else set()
@@ -102,7 +100,7 @@ def assembled(
 
 
 def gates_of(op: str, arrays: Mapping[str, mx.array], name: str) -> int:
-    """Return how many gates, blocks of H rows, Wh has. ValueError if its shape is that of no cell."""
+    """Return the number of gates (blocks of H rows) of Wh. Raise ValueError if no cell has its shape."""
     rows, columns = arrays["Wh"].shape if arrays["Wh"].ndim == 2 else (0, 1)
     if "Wp" in arrays and arrays["Wp"].ndim == 2:
         columns = arrays["Wp"].shape[1]

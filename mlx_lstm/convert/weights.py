@@ -1,4 +1,5 @@
-"""A stack of recurrent layers' weights in one form, to which each format has a reader and a writer; all gate orders."""
+"""The weights of a stack of recurrent layers in one form, which all formats are converted from and to; the gate
+orders of all formats."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ from ..recurrence import join_biases
 
 CELLS: dict[str, type[Cell]] = {"lstm": LSTMCell, "gru": GRUCell, "rnn": RNNCell}
 OF_GATES = {4: "lstm", 3: "gru", 1: "rnn"}
-"""By number of gates, each a block of H rows of the weights: the cell."""
+"""The cell by its number of gates, each of which is a block of H rows of the weights."""
 
 OURS = {"lstm": "ifgo", "gru": "rzn", "rnn": "h"}
 """The gate order of `Weights`, torch, MLX and cuDNN (which calls it i, f, c, o and r, u, n)."""
@@ -100,7 +101,7 @@ class Weights(NamedTuple):
 
 
 def cell_of(op: str, name: str, options: dict[str, Any]) -> Cell:
-    """Return a cell with these options, named as in `Weights.options`. ValueError for unknown ones."""
+    """Return a cell with these options, named as in `Weights.options`. Raise ValueError for unknown options."""
     options = {{"activation": "act"}.get(key, key): value for key, value in options.items()}
     if unknown := options.keys() - set(CELLS[name]._fields):
         fail(op, f"options must be those of a {name} cell", ", ".join(sorted(unknown)))
@@ -119,7 +120,8 @@ def cell_of(op: str, name: str, options: dict[str, Any]) -> Cell:
 
 
 def stacked(op: str, parts: Sequence[Weights]) -> Weights:
-    """Return several weights as one stack, each on the output of the one before. ValueError if they do not fit."""
+    """Return several weights as one stack, in which each layer reads the output of the one before. Raise ValueError
+    if their sizes do not fit."""
     if not isinstance(parts, Sequence) or not parts:
         fail(op, "parts must be a list of at least one Weights", repr(parts))
     first = check_weights(op, parts[0])
@@ -144,7 +146,8 @@ def describe(weights: Weights) -> str:
 
 
 def checked(op: str, weights: Weights, title: Title) -> Weights:
-    """Return the weights. ValueError, with `title` of the wrong array, unless all shapes fit together."""
+    """Return the weights after checking that all shapes fit together. `title` returns what the ValueError calls an
+    array."""
     G, D = weights.cell.gates, weights.directions
     first = weights.layers[0][0]
     for word in ("Wx", "Wh"):
@@ -174,7 +177,7 @@ def checked(op: str, weights: Weights, title: Title) -> Weights:
 
 
 def check_weights(op: str, weights: object) -> Weights:
-    """Return `weights`. ValueError unless they are `Weights`, which the readers of this package return."""
+    """Return `weights`. Raise ValueError unless they are `Weights`, which the readers of this package return."""
     if not isinstance(weights, Weights):
         rule = "weights must be a Weights, as convert.from_torch, from_mlx and their kin return,"
         fail(op, rule, type(weights).__name__)
@@ -191,11 +194,10 @@ def held(
     projection: bool = False,
     reverse: bool = False,
 ) -> Weights:
-    """Return the weights as a format can hold them, with the forget bias added to the bias.
-
-    ValueError for what the format cannot hold. The arguments say what it can: `options`, any option of an LSTM and a
-    GRU; `nonlinearity` of a plain RNN; `reset` of a GRU; a projection; a layer that runs in reverse.
-    """
+    """Return the weights in a form that a format can hold, with the forget bias added to the bias. Raise ValueError
+    if the format lacks an option of the cell. The arguments say what the format has: `options`, any option of an
+    LSTM and a GRU; `nonlinearity`, the activations of a plain RNN; `reset`, the kinds of GRU; a projection; a layer
+    that runs in reverse."""
     cell, refused = check_weights(op, weights).cell, {}
     if isinstance(cell, RNNCell):
         refused["activation"] = cell.act not in nonlinearity and cell.act
@@ -242,13 +244,13 @@ def one_bias(cell: Cell, arrays: Arrays) -> Arrays:
 
 
 def two_biases(arrays: Arrays) -> tuple[mx.array, mx.array]:
-    """Return `bx` and `bh`; a missing one is zeros."""
+    """Return `bx` and `bh`, with zeros for a missing one."""
     zeros = mx.zeros((arrays["Wx"].shape[0],), arrays["Wx"].dtype)
     return arrays.get("bx", zeros), arrays.get("bh", zeros)
 
 
 def from_one_bias(b: mx.array | None, bhn: mx.array | None) -> Arrays:
-    """Return two biases for `b` and `bhn`: b in `bx`, and of a GRU bhn in the candidate's part of `bh`."""
+    """Return two biases for `b` and `bhn`: `bx` is b, and the candidate's part of a GRU's `bh` is bhn."""
     biases = {} if b is None else {"bx": b}
     if bhn is None:
         return biases
@@ -257,7 +259,7 @@ def from_one_bias(b: mx.array | None, bhn: mx.array | None) -> Arrays:
 
 
 def reorder(array: mx.array, before: str, after: str, axis: int = 0) -> mx.array:
-    """Return an array with the gates' blocks on an axis in the order `after`; they come in the order `before`."""
+    """Return an array whose gate blocks along an axis are moved from the order `before` to the order `after`."""
     if before == after:
         return array
     blocks = dict(zip(before, mx.split(array, len(before), axis=axis), strict=True))
@@ -270,10 +272,8 @@ def rows_reordered(arrays: Arrays, before: str, after: str) -> Arrays:
 
 
 def gate_order(op: str, text: str, usual: str) -> str:
-    """Return a gate order in a vendor's letters as the recurrence spells it.
-
-    c and z of an LSTM are our g; u is our z, and h and c are our n, of a GRU.
-    """
+    """Return a vendor's gate order in the letters of the recurrence. An LSTM's c and z are our g. A GRU's u is our
+    z, and its h and c are our n."""
     letters = {4: {"c": "g", "z": "g"}, 3: {"u": "z", "h": "n", "c": "n"}, 1: {}}[len(usual)]
     order = "".join(letters.get(letter, letter) for letter in text.lower()) if isinstance(text, str) else ""
     if sorted(order) != sorted(usual):
@@ -288,16 +288,16 @@ def to_mlx(array: Any) -> mx.array:
         return array
     if hasattr(array, "detach"):  # a tensor of torch
         array = array.detach().cpu()
-        if str(array.dtype) == "torch.bfloat16":  # which NumPy does not know
+        if str(array.dtype) == "torch.bfloat16":  # NumPy has no bfloat16
             return mx.array(array.float().numpy()).astype(mx.bfloat16)
     array = np.asarray(array)
     if array.dtype.kind not in "fiub" and array.dtype.name != "bfloat16":
         fail("convert", "arrays must hold numbers", array.dtype)
-    return mx.array(array, mx.float64 if array.dtype == np.float64 else None)  # which would be float32 unless told
+    return mx.array(array, mx.float64 if array.dtype == np.float64 else None)  # MLX's default is float32
 
 
 def to_numpy(array: mx.array) -> np.ndarray:
-    """Return an array as NumPy's in float32, or in float64 if it has that."""
+    """Return an array as a NumPy array: float64 stays, any other dtype becomes float32."""
     return np.array(array if array.dtype == mx.float64 else array.astype(mx.float32))
 
 
@@ -307,10 +307,8 @@ def bits(array: mx.array) -> bytes:
 
 
 def differences(one: Weights, other: Weights) -> list[str]:
-    """Return what differs to the last bit: words such as "Wh", "bx", "activations", "float16 is now float32".
-
-    A missing bias counts as zeros.
-    """
+    """Return the names of what differs, even by one bit, such as "Wh", "bx", "activations", "float16 is now
+    float32". A missing bias counts as zeros."""
     check_weights("differences", one)
     check_weights("differences", other)
     if (len(one.layers), one.directions) != (len(other.layers), other.directions):

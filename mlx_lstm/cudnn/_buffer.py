@@ -1,4 +1,4 @@
-"""Checks of the ops' attributes and of the parameter buffer's size. The buffer's layout stands in `convert.cudnn`."""
+"""Check the ops' attributes and the size of the parameter buffer. `convert.cudnn` describes the buffer's layout."""
 
 from typing import NamedTuple
 
@@ -24,12 +24,12 @@ class Attributes(NamedTuple):
 
     @property
     def D(self) -> int:
-        """Directions."""
+        """Return the number of directions."""
         return 2 if self.direction == "bidirectional" else 1
 
 
 def layout(op: str, num_layers: int, num_units: int, input_size: int, attributes: Attributes) -> Layout:
-    """Check these arguments; return the layout of the parameter buffer that they describe."""
+    """Return the layout of the parameter buffer that these arguments describe, after checking them."""
     check_attributes(op, attributes)
     rnn_mode, input_mode, num_proj = attributes.rnn_mode, attributes.input_mode, attributes.num_proj
     counts = {"num_layers": num_layers, "num_units": num_units, "input_size": input_size}
@@ -57,7 +57,7 @@ def check_attributes(op: str, attributes: Attributes) -> None:
 
 
 def check_params(op: str, where: Layout, params: mx.array, dtype: mx.Dtype | None = None) -> None:
-    """Check the size of the buffer. The original does not, and ignores the rest of a longer buffer."""
+    """Check the size of the buffer. TensorFlow's op does not check it, and ignores the rest of a longer buffer."""
     check_array(op, "params", params, ["params_size"], dtype)
     if params.shape[0] != where.size:
         D = "both directions" if where.D == 2 else "one direction"

@@ -17,7 +17,7 @@ from ..engines.tracing import have_values, is_transforming
 from ..recurrence import by_layer, join_biases, of_layers
 from ._buffer import Attributes, Layout, check_params, layout
 
-# These lie in the reserve space as in the memory of the numpy engine, [T, ., N], so that packing them is a plain copy.
+# The reserve space stores these arrays as engine `numpy` does, [T, ., N], so that packing them is a plain copy.
 BATCH_LAST = ("gates", "c")
 
 OPS = {"lstm": recurrence.lstm, "gru": recurrence.gru, "rnn_relu": recurrence.rnn, "rnn_tanh": recurrence.rnn}
@@ -70,7 +70,7 @@ class Stack(NamedTuple):
             none: list[mx.array | None] = [None] * where.L
             factors = dropout_factors(where, x, self.attributes) if dropout else none
             if dropout and choice.current_device() == "cpu":
-                # They are constants. The engine would evaluate them with their graph, the bits they are drawn from.
+                # Evaluate the factors, which are constants: the engine would evaluate their graph with the random bits.
                 have_values([factor for factor in factors if factor is not None], transforming=False)
             options = {"lengths": lengths, "engine": self.engine, "training": is_training, "checkpoint_every": every}
             results = run_layers(where, params, x, first, factors, options)
@@ -79,7 +79,7 @@ class Stack(NamedTuple):
             if is_training:
                 shapes = [] if every else reserve_shapes(where, x, dropout)
                 return output, output_h, output_c, pack(shapes, results, input.dtype)
-            # Only where a gradient can be asked for; a graph without values stays plain, so that it can be exported.
+            # Refuse only a gradient that can be asked for: a graph without values stays plain and can be exported.
             inputs_used = [input, input_h, params, *([input_c] if where.mode == "lstm" else [])]
             if is_transforming() and have_values(inputs_used, transforming=True):
                 output, output_h, output_c = without_gradient(self.original, output, output_h, output_c)
@@ -116,27 +116,27 @@ class Stack(NamedTuple):
             return CudnnRNNBackpropOutput(self.sequence(dx), self.of_layers(where, gradients, "h0"), dc0, dparams)
 
     def swapped(self, shape: Sequence[Any]) -> list[Any]:
-        """Return the shape of a sequence [T, N, .] or of states [L D, N, .] in the caller's layout, or the reverse."""
+        """Convert the shape of a sequence [T, N, .] or of states [L D, N, .] to the caller's layout, or back."""
         first, second, *rest = shape
         return [first, second, *rest] if self.time_major else [second, first, *rest]
 
     def sequence(self, array: mx.array) -> mx.array:
-        """Return [T, N, .] out of the caller's layout, or the reverse."""
+        """Convert a sequence from the caller's layout to [T, N, .], or back."""
         return array if self.time_major else mx.swapaxes(array, 0, 1)
 
     def states(self, array: mx.array) -> mx.array:
-        """Return [L D, N, .] out of the caller's layout, or the reverse."""
+        """Convert states from the caller's layout to [L D, N, .], or back."""
         if self.batch_major_states == "reinterpret":
             return array.reshape(self.swapped(array.shape))
         return self.sequence(array)
 
     def by_layer(self, where: Layout, **states: mx.array) -> Arrays:
-        """Return the states of h [L, N, D S] and, of an lstm, those of c [L, N, D H], out of the caller's layout."""
+        """Return the states in the caller's layout as h [L, N, D S] and, for an lstm, c [L, N, D H]."""
         names = [name for name in states if where.mode == "lstm" or "c" not in name]
         return {name: by_layer(self.states(states[name]), where.D) for name in names}
 
     def of_layers(self, where: Layout, layers: list[Arrays], name: str) -> mx.array:
-        """Return the states of this name in the caller's layout, out of each layer's [N, D S]."""
+        """Return the states of this name in the caller's layout, from each layer's [N, D S]."""
         return self.states(of_layers([arrays[name] for arrays in layers], where.D))
 
     def check(self, inputs: Inputs, sequence_lengths: recurrence.Lengths) -> tuple[Layout, mx.array | None]:
@@ -267,7 +267,7 @@ def reserve_shapes(where: Layout, x: mx.array, dropout: float) -> list[dict[str,
 
 
 def pack(shapes: list[dict[str, tuple[int, int, int]]], results: list[dict[str, Any]], dtype: mx.Dtype) -> mx.array:
-    """Return the reserve space, out of each layer's results; without `shapes` it is empty."""
+    """Return the reserve space that holds each layer's results; without `shapes` it is empty."""
     named = [(name, arrays[name]) for layer, arrays in zip(shapes, results, strict=False) for name in layer]
     parts = [(mx.swapaxes(array, 1, 2) if name in BATCH_LAST else array).reshape(-1) for name, array in named]
     return mx.concatenate(parts) if parts else mx.zeros((0,), dtype)
@@ -288,7 +288,7 @@ def unpack(
 
 
 def without_gradient(original: str, *arrays: mx.array) -> tuple[mx.array, ...]:
-    """Return the arrays, from which a gradient is refused with TensorFlow's text."""
+    """Return the arrays in a form whose gradient is refused with TensorFlow's text."""
 
     @mx.custom_function
     def identity(*arrays: mx.array) -> tuple[mx.array, ...]:

@@ -1,5 +1,5 @@
-"""What layers compute around a call, by NumPy if the call itself computes on the CPU at once. An operation of MLX wakes
-another thread, which takes as long as a step of a small layer."""
+"""Compute a layer's small operations around a call by NumPy, if the call itself computes on the CPU at once. An
+operation of MLX wakes another thread, which takes as long as a step of a small layer."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,9 +17,9 @@ Run = Callable[..., Any]
 
 
 def computes_now(engine: str | None) -> bool:
-    """Return whether a call on this engine, None for the best one, computes on the CPU before it returns, with nobody
-    able to ask for a gradient."""
-    on_numpy = engine is None or (isinstance(engine, str) and engine == "numpy")  # an array is refused later
+    """Return whether a call on this engine computes on the CPU before it returns, while no gradient can be asked
+    for. None is the best engine."""
+    on_numpy = engine is None or (isinstance(engine, str) and engine == "numpy")  # other types are refused later
     return on_numpy and choice.current_device() == "cpu" and not is_transforming()
 
 
@@ -42,7 +42,8 @@ def by_numpy(function: Run, *arrays: mx.array) -> Any:
 
 
 def to_mlx(results: Any, dtype: mx.Dtype) -> Any:
-    """Return MLX arrays in place of NumPy's in lists and dicts. They are copies, as MLX does not take every view."""
+    """Return lists and dicts in which MLX arrays replace NumPy's. The arrays are copied, since MLX does not accept
+    every view."""
     if isinstance(results, np.ndarray):
         return mx.array(np.ascontiguousarray(results), dtype)
     if isinstance(results, dict):
@@ -51,6 +52,6 @@ def to_mlx(results: Any, dtype: mx.Dtype) -> Any:
 
 
 def derived(now: bool, kind: str, parameters: Any, derive: Callable[[Any], Any]) -> Any:
-    """Return `derive(parameters)` of a tree of parameters, from a cache where a call computes now. kind: distinguishes
-    what is derived in different ways from the same parameters."""
+    """Return `derive(parameters)` for a tree of parameters; where a call computes now, from a cache. kind: a name
+    that separates the different arrays derived from the same parameters."""
     return cached(kind, parameters, derive) if now else derive(parameters)

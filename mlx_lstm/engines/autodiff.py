@@ -43,7 +43,7 @@ def run(problem: Problem, arrays: Arrays, engine: str) -> dict[str, Any]:
     [B, T, .] with `batch_first`. x [B, I] is a single step.
     """
     dtype, batch_first = problem.dtype, problem.batch_first
-    if problem.plain and engine == "numpy":  # it takes and returns either order, without an operation of MLX
+    if problem.plain and engine == "numpy":  # engine `numpy` accepts both memory orders without an operation of MLX
         if dtype in HALVES:
             arrays = for_engine(engine, arrays)
         outputs: dict[str, Any] = numpy.forward(problem, arrays, batch_first, problem.wants_last)
@@ -87,7 +87,7 @@ def run_backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Ar
     arrays, saved, cotangents = (for_engine(engine, values) for values in (arrays, saved, cotangents))
     if engine != "numpy":
         gradients = backward(problem, arrays, engine, None, cotangents, saved, {})
-    elif problem.plain:  # nobody can ask for a derivative of the gradients
+    elif problem.plain:  # no derivative of the gradients can be asked for
         gradients = numpy.backward(problem, arrays, dict(saved), cotangents)
     else:
         gradients = with_graphs_kept(lambda: backward(problem, arrays, engine, None, cotangents, saved, {}))
@@ -111,8 +111,8 @@ def differentiable(problem: Problem, arrays: Arrays, engine: str, chunked: Chunk
     """
     names, sweeps = tuple(arrays), chunked or ENGINE_MODULES[engine]
     visible, hidden = saved_of(problem, engine) if chunked is None else chunked.saved_of(problem)
-    saved: Saved = {}  # what `hidden` names: the backward pass reads it, MLX never sees it
-    used = set() if problem.training else set(visible)  # the outputs that have a cotangent, as taps note
+    saved: Saved = {}  # arrays named in `hidden`: the backward pass reads them, MLX never sees them
+    used = set() if problem.training else set(visible)  # names of outputs that have a cotangent; taps add them
 
     def forward(*values: mx.array) -> tuple[mx.array, ...]:
         outputs = sweeps.forward(problem, dict(zip(names, values, strict=True)))
@@ -177,10 +177,11 @@ def tapped(names: list[str], values: list[mx.array], used: set[str], chunked: Ch
 
 
 def saved_of(problem: Problem, engine: str) -> tuple[list[str], list[str]]:
-    """Return the names of the outputs that MLX sees, and of those that are saved out of its sight.
+    """Return the names of the outputs that MLX sees, and of those that are saved where MLX does not see them.
 
-    All that the backward pass of `ops` reads must be seen, since MLX differentiates it again. The engine `numpy` keeps
-    gates in its own memory unless the caller wants them. Without training no engine but `ops` writes gates.
+    MLX must see all that the backward pass of `ops` reads, since it differentiates that pass again. The engine
+    `numpy` keeps gates in its own memory unless the caller wants them. Without training no engine but `ops` writes
+    gates.
     """
     visible: list[str] = [*problem.cell.outputs]
     if engine == "ops" or problem.return_gates or (engine != "numpy" and problem.training):
@@ -245,7 +246,7 @@ def engine_gradients(
             return numpy.backward(problem, arrays, saved, cotangents, as_factors=True)
         return chunked.backward(problem, arrays, saved, cotangents)
     floats, cotangents = (for_engine(engine, values) for values in (dequantized(problem.packing, arrays), cotangents))
-    if chunked or (saved.get("gates") is None and problem.cell.op != "rnn"):  # then `ops` computes all again
+    if chunked or (saved.get("gates") is None and problem.cell.op != "rnn"):  # then `ops` recomputes the forward pass
         saved = ops.forward(problem, floats)
     saved = {name: copied_to_mlx(a) if isinstance(a, np.ndarray) else a for name, a in saved.items() if a is not None}
     return ops.backward(problem, floats, saved, cotangents)
@@ -289,7 +290,7 @@ def with_quantized_constant(problem: Problem, arrays: Arrays) -> Arrays:
 
 
 def all_of(*values: mx.array) -> tuple[mx.array, ...]:
-    """Return the values."""
+    """Return all arguments: the identity function of several arrays."""
     return values
 
 

@@ -1,13 +1,16 @@
-"""A recurrence that an engine runs in chunks of time. For an engine's caller, `Chunked` stands in for the engine.
+"""Run a recurrence on an engine in chunks of time. To the engine's caller, `Chunked` looks like the engine.
 
 There are two reasons to divide a sequence:
-- `checkpoint_every`: the forward pass saves only the states at the start of each chunk, and the backward pass runs each
-  chunk forward again before it runs it back.
-- Length: the graph, the projected input and the products over all steps of a long sequence would be too large at once.
 
-Chunks run in one of two ways. If all arrays have values and the sequence is long, each chunk is evaluated before the
-next one starts, so that no graph grows. Else, as in `mx.compile`, all chunks are parts of one graph; there the input of
-a chunk waits for the results of the chunk before, so that MLX does not run them side by side.
+- `checkpoint_every`: the forward pass saves only the states at the start of each chunk, and the backward pass
+  runs each chunk forward again before it runs it back.
+- Length: the graph, the projected input and the products over all steps of a long sequence would be too large
+  at once.
+
+Chunks run in one of two modes. If all arrays have values and the sequence is long, each chunk is evaluated before
+the next one starts, so that no graph grows. Otherwise, for example in `mx.compile`, all chunks are parts of one
+graph. In that graph the input of a chunk waits for the results of the chunk before, so that MLX does not run chunks
+side by side.
 """
 
 from collections.abc import Iterator
@@ -48,11 +51,9 @@ def for_engine(engine: str, arrays: Arrays) -> Arrays:
 
 
 def divided(problem: Problem, arrays: Arrays, engine: str, module: Any) -> "Chunked | None":
-    """Return the engine in chunks, or None if to divide the sequence would be of no use.
-
-    It is of use if chunks are evaluated, which bounds the graph, or if a gradient may follow that recomputes them.
-    `numpy` without a gradient saves nothing anyway.
-    """
+    """Return the engine in chunks, or None if dividing the sequence has no benefit. It has one if chunks are
+    evaluated, which bounds the graph, or if a gradient may follow that recomputes them. `numpy` without a gradient
+    saves nothing anyway."""
     chunks, plain = problem.chunks, problem.plain
     if chunks is None or (plain and engine == "numpy"):
         return None
@@ -78,19 +79,19 @@ class Chunked:
         self.module: Any = module
         self.batch_first: bool = batch_first
         self.evaluates: bool = evaluates
-        # Of the sweep that runs: whether chunks are evaluated; whether the engine takes NumPy's arrays; what the next
-        # chunk waits for, where they are not evaluated.
+        # State of the current sweep: whether chunks are evaluated; whether the engine takes NumPy's arrays; the results
+        # that the next chunk waits for if they are not evaluated.
         self.eager: bool = evaluates
         self.takes_numpy: bool = False
         self.pending: list[Array] = []
-        # Sequences that MLX does not see, and the dtypes of what it sees: `stand_ins`.
+        # Sequences that MLX does not see, and the dtypes of their stand-ins: see `stand_ins`.
         self.held: Arrays = {}
         self.dtypes: dict[str, mx.Dtype] = {}
 
     # --- What MLX sees -----------------------------------------------------------------------------------------------
 
     def saved_of(self, problem: Problem) -> tuple[list[str], list[str]]:
-        """Return the names of the results that MLX sees, and of those that are saved out of its sight."""
+        """Return the names of the results that MLX sees, and of those that are saved where MLX does not see them."""
         visible = [name for name in problem.cell.outputs if name != "gates" or problem.return_gates]
         saved = self.results_saved(problem)
         return (visible, saved) if self.evaluates else (visible + saved, [])
@@ -98,8 +99,8 @@ class Chunked:
     def stand_ins(self, outputs: Arrays, visible: list[str]) -> Arrays:
         """Return what MLX sees: where chunks are evaluated, zeros without memory in place of sequences.
 
-        MLX keeps all results of a function while it keeps one of them. So the sequences are `held` here until a tap
-        shows them, and each of them lives as long as the caller has it.
+        MLX keeps all results of a function while it keeps one of them. So the real sequences are `held` here until a
+        tap returns them, and each sequence lives only as long as the caller holds it.
         """
         outputs = {name: outputs[name] for name in visible}
         if self.evaluates:
@@ -109,7 +110,8 @@ class Chunked:
         return outputs
 
     def stood_for(self, names: list[str], values: list[Array]) -> list[Array]:
-        """Return what stand-ins stand for, and let go of it; `values` themselves if they stand for nothing."""
+        """Return the arrays that stand-ins stand for, and release them; return `values` themselves if they are no
+        stand-ins."""
         if not self.held:
             return values
         return [self.held.pop(name, value) for name, value in zip(names, values, strict=True)]
@@ -122,12 +124,13 @@ class Chunked:
         return [*sequences, *(f"{name[0]}_starts" for name in states_of(problem))]
 
     def forward(self, problem: Problem, arrays: Arrays) -> Arrays:
-        """Return the outputs, in the dtype of x and with gates only if wanted, and `results_saved`, in the engine's."""
+        """Return the outputs in the dtype of x, with gates only if wanted, and `results_saved` in the engine's
+        dtype."""
         self.begin(problem, self.evaluates)
-        if self.engine != "numpy":  # it caches the matrices of quantized weights itself
+        if self.engine != "numpy":  # engine `numpy` caches dequantized weights itself
             arrays = dequantized(problem.packing, arrays)
         (T, B, H, P), D, dtype = problem[:4], problem.directions, arrays["x"].dtype
-        if self.engine == "numpy" and dtype.size > 2:  # at any length it allocates nothing but its outputs
+        if self.engine == "numpy" and dtype.size > 2:  # engine `numpy` allocates only its outputs at any length
             outputs = self.module.forward(problem._replace(training=False), arrays)
             return outputs | self.starts(problem, arrays, outputs)
         saved, widths, sequences = self.results_saved(problem) if problem.training else [], {"h": P, "c": H}, {}
@@ -225,7 +228,7 @@ class Chunked:
             gradients = self.module.backward(chunk, inputs, outputs, self.steps_of(d_by_step, start, stop) | after)
             after = {f"{name[0]}T": gradients.pop(name) for name in starts}
             for name, of_chunks in starts.items():
-                if of_chunks in cotangents:  # only in a second derivative
+                if of_chunks in cotangents:  # they have cotangents only in a second derivative
                     after[f"{name[0]}T"] += cotangents[of_chunks][n, ...]
             terms = {name: widened(gradient) for name, gradient in gradients.items() if name not in sequences}
             self.write(sequences, d, start, stop, gradients, after | terms)
@@ -248,10 +251,8 @@ class Chunked:
 
     @contextmanager
     def beside_the_engine(self) -> Iterator[None]:
-        """The context of all operations that are not the engine's.
-
-        With `numpy` they run on the CPU, since a GPU has no float64. NumPy's overflows pass silently, as MLX's do.
-        """
+        """Return the context of all operations outside of the engine. With `numpy` they run on the CPU, since a GPU
+        has no float64. NumPy's overflows raise no warning, as MLX's do not."""
         with mx.stream(mx.cpu) if self.engine == "numpy" else nullcontext(), np.errstate(all="ignore"):
             yield
 
@@ -410,19 +411,20 @@ def states_of(problem: Problem) -> list[str]:
 
 
 def widened(array: Array) -> Array:
-    """Return an array of 16 bits in float32, in which sums are made; any other as it is."""
+    """Return a 16-bit array as float32, in which sums are computed; return any other array as it is."""
     return array.astype(mx.float32) if array.itemsize == 2 else array
 
 
 def memory_of(array: Array) -> np.ndarray:
-    """Return a view of an evaluated array's memory; of bfloat16, which NumPy lacks, as integers of 16 bits."""
+    """Return a NumPy view of an evaluated array's memory. NumPy has no bfloat16, so such an array is viewed as
+    16-bit integers."""
     if array.dtype == mx.bfloat16:
         array = array.view(mx.uint16)
     return np.array(array, copy=False)
 
 
 def copied_to_mlx(memory: np.ndarray) -> Array:
-    """Return a copy of what `memory_of` returned, an array that belongs to no graph."""
+    """Return a copy of a view from `memory_of` as an MLX array that belongs to no graph."""
     if any(stride < 0 for stride in memory.strides):  # a reversed view, which MLX does not take
         memory = memory.copy()
     array = mx.array(memory, mx.float64 if memory.dtype == np.float64 else None)

@@ -1,4 +1,5 @@
-"""Sequences that dialects return besides h, in the memory order of the engines: tanh(c), and gates in one array."""
+"""Compute sequences that dialects return besides h, in the memory order of the engines: tanh(c), and all gates in
+one array."""
 
 import mlx.core as mx
 import numpy as np
@@ -27,13 +28,13 @@ tanh_by_numpy.jvp(lambda x, dx: dx * (1 - mx.square(mx.tanh(x))))
 
 
 def tanh(c: mx.array) -> mx.array:
-    """Return tanh of a sequence that an engine returned. On the CPU NumPy computes it, faster than MLX does."""
+    """Return tanh of a sequence that an engine returned. On the CPU NumPy computes it, which is faster than MLX."""
     by_numpy = choice.current_device() == "cpu" and c.dtype in (mx.float32, mx.float64) and have_values([c])
     return tanh_by_numpy(c) if by_numpy else mx.tanh(c)
 
 
 def joined(blocks: list[mx.array]) -> mx.array:
-    """Return gates [T, B, G H] in one array, from those of a dialect that has one array [T, B, H] for each gate."""
+    """Return gates [T, B, G H] in one array, joined from a dialect's arrays [T, B, H], one for each gate."""
     if choice.current_device() != "cpu":
         return mx.concatenate(blocks, axis=-1)
     # Engine `numpy` reads them feature-major, [T, G H, B], without a copy.

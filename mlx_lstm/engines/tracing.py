@@ -1,7 +1,8 @@
-"""Whether MLX is transforming a function, and how to evaluate arrays while it does.
+"""Find out whether MLX is transforming a function, and evaluate arrays while it does.
 
-MLX's transformations (grad, vjp, jvp, vmap, checkpoint, compile, export) run a function on tracers: arrays whose graph
-they read afterwards. Tracers of grad, vjp and jvp have values; those of vmap, compile and an export are placeholders.
+MLX's transformations (grad, vjp, jvp, vmap, checkpoint, compile, export) run a function on tracers: arrays whose
+graph they read afterwards. Tracers of grad, vjp and jvp have values; those of vmap, compile and an export are
+placeholders.
 """
 
 from collections.abc import Callable
@@ -16,7 +17,7 @@ custom_function: Callable[[Callable[..., Any]], Any] = mx.custom_function
 
 
 class Leaving(Exception):
-    """Raised to leave a transformation before its end."""
+    """Exception that ends a transformation early."""
 
 
 def stale_placeholder() -> mx.array:

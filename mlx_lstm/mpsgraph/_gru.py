@@ -1,4 +1,4 @@
-"""MPSGraph's GRU and GRUGradients; see `mpsgraph`."""
+"""Run MPSGraph's GRU and GRUGradients; `mpsgraph` describes what both have in common with the other ops."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -161,7 +161,7 @@ def gru_gradients(
 
 
 def translate(op: str, arrays: Given, descriptor: GRUDescriptor, hard_sigmoid: str, mask_layout: str) -> dict[str, Any]:
-    """Check Apple's arguments; return those of the recurrence."""
+    """Return the recurrence's arguments for Apple's arguments of a GRU, after checking them."""
     check_descriptor(op, descriptor, GRUDescriptor)
     arguments = translated(op, arrays, 3, WORDS, descriptor, mask_layout)
     if "bhn" in arguments and not descriptor.reset_after:

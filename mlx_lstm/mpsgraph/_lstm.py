@@ -1,4 +1,4 @@
-"""MPSGraph's LSTM and LSTMGradients; see `mpsgraph`."""
+"""Run MPSGraph's LSTM and LSTMGradients; `mpsgraph` describes what both have in common with the other ops."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -196,7 +196,7 @@ def lstm_gradients(
 def translate(
     op: str, arrays: Given, descriptor: LSTMDescriptor, output_peephole: str, hard_sigmoid: str, mask_layout: str
 ) -> dict[str, Any]:
-    """Check Apple's arguments; return those of the recurrence."""
+    """Return the recurrence's arguments for Apple's arguments of an LSTM, after checking them."""
     check_descriptor(op, descriptor, LSTMDescriptor)
     check_option(op, "output_peephole", output_peephole, ("previous", "current"))
     return translated(op, arrays, 4, WORDS, descriptor, mask_layout) | {

@@ -1,4 +1,5 @@
-"""MPSGraph's singleGateRNN and singleGateRNNGradients; see `mpsgraph`."""
+"""Run MPSGraph's singleGateRNN and singleGateRNNGradients; `mpsgraph` describes what both have in common with the
+other ops."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -145,7 +146,7 @@ def single_gate_rnn_gradients(
 def translate(
     op: str, arrays: Given, descriptor: SingleGateRNNDescriptor, z_state_holds: str, hard_sigmoid: str, mask_layout: str
 ) -> dict[str, Any]:
-    """Check Apple's arguments; return those of the recurrence."""
+    """Return the recurrence's arguments for Apple's arguments of a single-gate RNN, after checking them."""
     check_descriptor(op, descriptor, SingleGateRNNDescriptor)
     check_option(op, "z_state_holds", z_state_holds, tuple(Z_STATES))
     words = WORDS | {"z_state": Z_STATES[z_state_holds]}

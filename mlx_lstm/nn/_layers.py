@@ -57,7 +57,7 @@ class Layer(nn.Module):
         self.checkpoint_every = check_every(self.op, checkpoint_every)
         rows, scale = self._gates * H, 1.0 / math.sqrt(H)
         shapes = {"Wx": (rows, I), "Wh": (rows, H), "b": (rows,), "bhn": (H,)}
-        # MLX draws in this order, too: from the same seed come the same parameters.
+        # MLX draws in the same order, so that the same seed gives the same parameters.
         for name, argument in self._names.items():
             is_absent = argument in ("b", "bhn") and not bias
             setattr(self, name, None if is_absent else mx.random.uniform(-scale, scale, shapes[argument]))
@@ -83,7 +83,7 @@ class Layer(nn.Module):
     def _parameter(self, name: str) -> Weight:
         """Return a parameter. `QuantizedLayer` returns its weights as `Quantized`."""
         array: Any = self.get(name)
-        if not isinstance(array, mx.array):  # an array of NumPy, say, which MLX takes for no parameter
+        if not isinstance(array, mx.array):  # for example a NumPy array, which MLX does not count as a parameter
             check_array(self.op, name, getattr(self, name, array), ())
         return array
 
@@ -555,13 +555,13 @@ def activation_of(nonlinearity: object) -> str:
 
 
 def check_input(op: str, x: object, D: int, Wx: Weight, is_step: bool) -> None:
-    """Check that x is a layer's input: [..., L, D], of a step [..., D]."""
+    """Check that x is a layer's input [..., L, D], or the input [..., D] of a step."""
     if not isinstance(x, mx.array):
         fail(op, f"x must be an mlx.core.array{instead_of(x)}", type(x).__name__)
     if x.dtype == mx.complex64:
         fail(op, "x must be real", x.dtype)
     if x.ndim < 2 - is_step or x.shape[-1] != D or 0 in x.shape[-2 + is_step :]:
-        check_loaded(op, Wx)  # weights of the other kind change D, and are what has to be said then
+        check_loaded(op, Wx)  # first, since weights of the other kind change D
         axes, least = ("", "") if is_step else ("L, ", " with at least one step")
         fail(op, f"x must have shape [..., {axes}D = {D}]{least}", f"shape {list(x.shape)}")
 
@@ -598,12 +598,12 @@ def whole_state(op: str, array: object, name: str, shape: tuple[int, ...], x: mx
 
 
 def flat_lengths(op: str, lengths: Any, batch: tuple[int, ...]) -> Any:
-    """Return lengths [...] of a layer whose x has these batch axes, none or several, as [B]."""
+    """Return a layer's lengths [...], whose batch axes (none, one or several) are those of x, as [B]."""
     if lengths is None:
         return None
     try:
         array = lengths if isinstance(lengths, mx.array) else np.asarray(lengths)
-    except ValueError:  # rows of several lengths
+    except ValueError:  # nested lists of different lengths
         fail(op, f"lengths must have shape {list(batch)}", lengths)
     if array.shape != batch:
         fail(op, f"lengths must have shape {list(batch)}, one per item,", f"shape {list(array.shape)}")

@@ -1,4 +1,4 @@
-"""Quantizing of a whole model, with the recurrent layers in it."""
+"""Quantize a whole model, including its recurrent layers."""
 
 from collections.abc import Callable
 from functools import partial

@@ -21,7 +21,7 @@ OURS: Kinds = {nn.LSTM: LSTM, nn.GRU: GRU, nn.RNN: RNN}
 THEIRS: Kinds = {ours: theirs for theirs, ours in OURS.items()}
 
 _constructors: dict[type[nn.Module], Callable[..., None]] = {}
-"""The constructors that `patched` puts back."""
+"""MLX's own constructors, which `patched` restores."""
 
 _blocks: dict[object, Engine | None] = {}
 """The blocks of `patched` in progress in all threads, in the order in which they began, and the engine of each."""
@@ -167,7 +167,7 @@ def convert(layer: nn.Module, kinds: Kinds) -> str:
     if kind in THEIRS:
         layer.engine = layer.checkpoint_every = None
     else:
-        for name in ("engine", "checkpoint_every", "_engine_used"):  # what a layer of MLX has not
+        for name in ("engine", "checkpoint_every", "_engine_used"):  # attributes that a layer of MLX lacks
             layer.__dict__.pop(name, None)
     return ""
 

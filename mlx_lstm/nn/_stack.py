@@ -1,4 +1,4 @@
-"""Run lists of layers, which have MLX's parameters, as one."""
+"""Run lists of layers, which have MLX's parameters, as one layer."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -210,7 +210,8 @@ def check_x(x: object, D: int) -> None:
 
 
 def call_between(between: Between, n: int, x: mx.array, axes: tuple[int, ...], D: int) -> mx.array:
-    """Return what `between` makes of the output x of layer n, [B, T, D] of the next layer; `axes`: those of x but D."""
+    """Return the result of the caller's function `between` for the output x of layer n: [B, T, D], the input of the
+    next layer. `axes`: the axes of x without D."""
     result: object = between(n, x.reshape(*axes, -1))
     if not isinstance(result, mx.array) or result.shape != (*axes, D) or not mx.issubdtype(result.dtype, mx.floating):
         kind = f"{result.dtype}, shape {list(result.shape)}" if isinstance(result, mx.array) else type(result).__name__
@@ -219,7 +220,7 @@ def call_between(between: Between, n: int, x: mx.array, axes: tuple[int, ...], D
 
 
 class Depth(NamedTuple):
-    """A layer, or both layers of a depth with their directions joined, by the names of the recurrence's arguments."""
+    """One layer, or both directions of a layer joined, with arrays by the names of the recurrence's arguments."""
 
     kind: type[Layer]
     cell: Cell
@@ -280,7 +281,7 @@ def read(name: str, layer: Any) -> Depth:
         Wx, Wh = (shapes.get(key, ()) for key in list(kind._names)[:2])
         if held.keys() <= kind._names.keys() and len(Wx) == len(Wh) == 2 and Wx[0] == kind._gates * Wh[1]:
             for key in kind._names.keys() - held.keys():
-                if attributes.get(key) is not None:  # an array of NumPy, say
+                if attributes.get(key) is not None:  # for example a NumPy array
                     check_array(OP, f"{name}.{key}", attributes[key], ())
             arrays = {argument: held[key] for key, argument in kind._names.items() if key in held}
             own = (layer.engine, layer.checkpoint_every) if isinstance(layer, Layer) else (None, None)
@@ -290,7 +291,7 @@ def read(name: str, layer: Any) -> Depth:
 
 
 def cell_of(kind: type[Layer], layer: Any) -> Cell:
-    """Return the cell of a layer, which may be no layer of ours."""
+    """Return the cell of a layer, which may be a layer of MLX or of another package."""
     if kind is RNN:
         return RNNCell(activation_of(getattr(layer, "nonlinearity", nn.tanh)))
     return LSTMCell() if kind is LSTM else GRUCell()
@@ -314,7 +315,7 @@ def check_parameters(name: str, layer: Depth, D: int, H: int) -> None:
 
 
 def first_states(state: Any, names: tuple[str, ...], shape: tuple[int, ...]) -> Arrays:
-    """Return the caller's states by name, as far as there are any."""
+    """Return the caller's first states by name, without missing ones."""
     if len(names) == 1 or state is None:
         state = [state] * len(names)
     elif not isinstance(state, (tuple, list)) or len(state) != 2:

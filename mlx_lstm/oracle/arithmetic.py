@@ -1,8 +1,8 @@
-"""The judge's arithmetic: one operation in a dtype; the activations and their slopes.
+"""The oracle's arithmetic: one rounded operation in a dtype; activations and their slopes.
 
-The formulas are written over an `Arithmetic` called `fl`: `fl(...)` marks one rounded operation. In float64 it does
-nothing; in another dtype it rounds: "the same formula in that dtype". `closeness` replaces it by random errors to
-derive bounds.
+The formulas are written with an `Arithmetic` called `fl`: `fl(...)` marks one rounded operation. In float64 it does
+nothing; in another dtype it rounds, which gives "the same formula in that dtype". `closeness` passes an `Arithmetic`
+that adds random errors, in order to derive bounds.
 """
 
 from collections.abc import Callable
@@ -29,14 +29,16 @@ class Arithmetic:
         self.accumulator: type[np.floating] = np.float64 if self.dtype == np.float64 else np.float32
 
     def __call__(self, value: Array | float, units: int = 0) -> Array:
-        """Round the result of one operation. `units`: its own error in accumulator roundoffs, for `Noise` only."""
+        """Round the result of one operation. Only `Noise` uses `units`, the operation's own error in roundoffs of
+        the accumulator."""
         if self.dtype == np.float64:
             return np.asarray(value, np.float64)
         with np.errstate(over="ignore"):
             return np.asarray(value).astype(self.dtype).astype(np.float64)
 
     def load(self, value: Array) -> Array:
-        """Return an argument as the op receives it. The imaginary part of a weight is used by bounds only."""
+        """Return an argument as the op receives it. Only bounds use a weight's imaginary part (see
+        `closeness.bounds`)."""
         return self(np.real(value))
 
     def store(self, named: Tensors) -> Tensors:
@@ -48,7 +50,7 @@ class Arithmetic:
         return self(a.astype(self.accumulator, copy=False) @ b.astype(self.accumulator, copy=False))
 
     def total(self, terms: Array, axis: tuple[int, ...]) -> Array:
-        """Return the sum over `axis`, which stays with size 1."""
+        """Return the sum over `axis`; the axis stays, with size 1."""
         return self(terms.sum(axis=axis, keepdims=True, dtype=self.accumulator))
 
     def blend(self, z: Array, a: Array, b: Array) -> Array:
@@ -56,7 +58,7 @@ class Arithmetic:
         return self(self(z * a) + self(self(1.0 - z) * b))
 
     def start_step(self) -> None:
-        """Do nothing; called before each time step, for `Noise`."""
+        """Do nothing. `Noise` overrides this method, which is called before each time step."""
 
 
 def sigmoid(x: Array, fl: Arithmetic) -> Array:

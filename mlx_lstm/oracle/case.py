@@ -1,7 +1,9 @@
-"""What a *case* is: a dict with the argument names of the op and `op`, "lstm" (the default), "gru" or "rnn"; an absent
-argument is a missing key or None. One direction of it, completed, is what `recurrence` runs.
+"""Cases of the oracle. A *case* is a dict with the op's argument names and `op`: "lstm" (the default), "gru" or
+"rnn". An absent argument is a missing key or None. `recurrence` runs one direction of a case, completed with
+defaults.
 
-T time, B batch, I input, H hidden, P width of h (H without projection), G gates, D directions; GH axes in `gate_order`.
+T time, B batch, I input, H hidden, P width of h (H without projection), G gates, D directions; GH axes in
+`gate_order`.
 """
 
 from collections.abc import Mapping
@@ -52,9 +54,10 @@ def sides(case: Case) -> list[Case]:
 def side_of(case: Case, d: int) -> Case:
     """Return direction d's part of a bidirectional case.
 
-    x is shared, or [T,B,2GH] once projected; Wx [2GH,I], b [2GH], bhn [2H] hold the directions one after the other;
-    Wh [2,GH,P], Wp [2,P,H], peephole [2,4H] on an axis of their own; h0, c0 and a mask that is not shared side by side;
-    so a keep [T,B,2], while [T,B] and hold [T,B] are shared.
+    Wx [2GH,I], b [2GH], bhn [2H] and an x [T,B,2GH] that is already projected hold one direction after the other. Wh
+    [2,GH,P], Wp [2,P,H] and peephole [2,4H] have an axis for the directions. h0, c0, a mask and a keep [T,B,2] have
+    both directions on the last axis. Both directions share any other x, a mask of width 1, a keep [T,B] and hold
+    [T,B].
     """
     side = {**case, "bidirectional": False, "reverse": d == 1}
     for name in (n for n in ARRAYS if case.get(n) is not None):
@@ -69,7 +72,8 @@ def side_of(case: Case, d: int) -> Case:
 
 
 def is_shared(case: Case, name: str) -> bool:
-    """Return whether both directions use the whole array: x unless projected, a mask of width 1, a keep [T,B]."""
+    """Return whether both directions use the whole array: an x that is not projected, a mask of width 1, a keep
+    [T,B]."""
     if name == "keep":
         return np.ndim(case["keep"]) == 2
     if name == "mask":
@@ -78,7 +82,8 @@ def is_shared(case: Case, name: str) -> bool:
 
 
 def half(case: Case, array: Array, d: int) -> Array:
-    """Return direction d's half of an output, or of an array in its layout; all of it with one direction."""
+    """Return direction d's half of an output, or of an array in an output's layout. With one direction return the
+    whole array."""
     return np.split(np.asarray(array), 2, axis=-1)[d] if case.get("bidirectional") else array
 
 
@@ -100,8 +105,8 @@ def join_sides(case: Case, results: list[tuple[Tensors, Tensors]], fl: Arithmeti
 
 
 def complete(case: Case, fl: Arithmetic) -> Side:
-    """Return the case with sizes and defaults filled in: missing states are 0, a missing mask is 1, missing lengths T,
-    without hold no step is held."""
+    """Return the case with sizes and defaults filled in: absent states are 0, an absent mask is 1, absent lengths
+    are T, and an absent hold holds no step."""
     op = case.get("op", "lstm")
     options = OPTIONS[op] | COMMON
     unknown = set(case) - set(TAKEN[op]) - set(options) - {"op"}

@@ -1,7 +1,7 @@
-"""The judge's three cells: a step forward and a step backward of each. `recurrence` runs them over time.
+"""One step forward and one step backward of each cell. `recurrence` runs them over time.
 
-B batch, I input, H hidden, P width of h (H without projection), G gates: i f g o of an LSTM, r z n of a GRU, the one of
-a plain RNN is called h. GH axes are in `gate_order`. `p` is the completed case, see `case.complete`.
+B batch, I input, H hidden, P width of h (H without projection), G gates: i f g o of an LSTM, r z n of a GRU; a plain
+RNN's only gate is called h. GH axes are in `gate_order`. `p` is the completed case, see `case.complete`.
 """
 
 import numpy as np
@@ -32,13 +32,15 @@ def join(p: Side, named: Tensors) -> Array:
 
 
 def input_part(p: Side, x: Array, fl: Arithmetic) -> Array:
-    """Return the input's part of the preactivations, x Wx^T + b, [B,GH]; without Wx x itself is the product."""
+    """Return the input's part of the preactivations, x Wx^T + b, [B,GH]. Without Wx, x is already the product x
+    Wx^T."""
     a = x if p.Wx is None else fl.dot(x, p.Wx.T)
     return a if p.b is None else fl(a + p.b)
 
 
 def through(p: Side, gate: str, y: Array, gradient: Array, dgates: Array, fl: Arithmetic) -> Array:
-    """Return the gradient of a gate's preactivation from that of the gate `y`; dgates [B,GH] is added to the latter."""
+    """Return the gradient of a gate's preactivation. The gradient of the gate's value `y` is `gradient` plus the
+    cotangent in dgates [B,GH]."""
     return fl(fl(gradient + block(p, dgates, gate)) * SLOPES[p.act[gate]](y, fl))
 
 
@@ -71,19 +73,22 @@ def lstm_preactivations(p: Side, x: Array, h_in: Array, c_prev: Array, fl: Arith
 
 
 def peeps_ahead(p: Side) -> bool:
-    """Return whether the output gate sees the c of its own step through a peephole."""
+    """Return whether the output gate has a peephole to the c of the same step."""
     return p.peephole is not None and p.output_peephole == "current"
 
 
 def peeping_back(p: Side) -> str:
-    """Return the gates that see c_prev through a peephole."""
+    """Return the gates that have a peephole to c_prev."""
     return "" if p.peephole is None else "ifgo" if p.output_peephole == "previous" else "ifg"
 
 
 def lstm_step_back(p: Side, s: Step, dh: Array, dc: Array, dgates: Array, fl: Arithmetic) -> Step:
-    """Return the gradients of one step from the total dh [B,P], dc [B,H] of its h, c, and dgates [B,4H] of its gates.
+    """Return the gradients of one step. dh [B,P] and dc [B,H] are the total cotangents of the step's h and c, dgates
+    [B,4H] that of its gates.
 
-    h = m Wp^T      m = o act_out(c)      o = act(a_o + p_o c)      c = f c_prev + i g      (clip: straight through)
+        h = m Wp^T      m = o act_out(c)      o = act(a_o + p_o c)      c = f c_prev + i g
+
+    The gradient passes through a clip unchanged (straight-through).
     """
     y = blocks(p, s.gates)
     da = lambda k, gradient: through(p, k, y[k], gradient, dgates, fl)  # noqa: E731
@@ -125,7 +130,8 @@ def gru_step(p: Side, x: Array, h_in: Array, h_prev: Array, c_prev: Array, fl: A
 
 
 def gru_step_back(p: Side, s: Step, dh: Array, dc: Array, dgates: Array, fl: Arithmetic) -> Step:
-    """Return the gradients of one step from the total dh [B,H] of its h, and dgates [B,3H] of its gates."""
+    """Return the gradients of one step. dh [B,H] is the total cotangent of the step's h, dgates [B,3H] that of its
+    gates."""
     y = blocks(p, s.gates)
     da = lambda k, gradient: through(p, k, y[k], gradient, dgates, fl)  # noqa: E731
     of_z, of_rest = fl(dh * y["z"]), fl(dh * fl(1.0 - y["z"]))
@@ -155,7 +161,8 @@ def rnn_step(p: Side, x: Array, h_in: Array, h_prev: Array, c_prev: Array, fl: A
 
 
 def rnn_step_back(p: Side, s: Step, dh: Array, dc: Array, dgates: Array, fl: Arithmetic) -> Step:
-    """Return the gradients of one step from the total dh [B,H] of its h, and dgates [B,H] of its preactivation."""
+    """Return the gradients of one step. dh [B,H] is the total cotangent of the step's h, dgates [B,H] that of its
+    preactivation."""
     d = fl(fl(dh * SLOPES[p.activation](s.h, fl)) + dgates)
     return Step(dh_in=fl.dot(d, p.Wh), dh_direct=None, dc_prev=dc, to_sum=dict(da=d, drecurrent=d))
 

@@ -105,8 +105,8 @@ def bounds(case: Case, dtype: DTypeLike, cotangents: Cotangents | None = None) -
 
 
 def bounds_of(values: Values, dtype: DTypeLike, trials: int = TRIALS) -> dict[str, float]:
-    """Return bounds as `bounds` does, for what `values`, a function of an `Arithmetic`, returns by name. Fewer trials
-    never widen them."""
+    """Return {name: bound}, as `bounds` does, for the results of `values`, a function of an `Arithmetic`. Fewer
+    trials give equal or narrower bounds."""
     return exact_and_bounds(values, dtype, trials)[1]
 
 
@@ -124,8 +124,8 @@ def exact_and_bounds(values: Values, dtype: DTypeLike, trials: int = TRIALS) -> 
 
 
 def exact_and_element_bounds(values: Values, dtype: DTypeLike, trials: int = TRIALS) -> tuple[Tensors, Tensors]:
-    """Return what `values` computes in float64, and a bound on the error of each element: from its own moves instead of
-    the largest of the tensor, so narrower where an element is moved less."""
+    """Return what `values` computes in float64, and a bound on the error of each element. The bound comes from the
+    element's own moves, so it may be narrower than the tensor's."""
     exact, moved, underflow = sampled(values, dtype, trials)
     eps = float_of(dtype).eps
     return exact, {name: SAFETY * moved[name] + eps * np.abs(exact[name]) + underflow for name in exact}
@@ -198,7 +198,7 @@ class Noise(Arithmetic):
 
     def __call__(self, value: Array | float, units: int = 0) -> Array:
         limit = (self.unit + units * self.accumulator_unit) * np.abs(value) + self.underflow
-        # An exact zero stays zero: moving it would cross the kink of relu.
+        # Keep an exact zero: a moved zero would cross the kink of relu.
         return value + self.move(np.where(value == 0, 0.0, limit))
 
     def dot(self, a: Array, b: Array) -> Array:

@@ -1,6 +1,7 @@
-"""The judge: the ops of `mlx_lstm.recurrence` in NumPy float64, slow and obvious, with no code of the library.
+"""The ops of `mlx_lstm.recurrence` in NumPy float64: slow and simple, without any code of the library.
 
-`case` has the arguments and the letters of the sizes, `cells` the steps, `arithmetic` the operations, called `fl`.
+`case` defines the arguments and the letters of the sizes, `cells` the steps, `arithmetic` the operations, called
+`fl`.
 """
 
 from typing import Any
@@ -14,19 +15,20 @@ from .cells import STEPS, block
 
 
 def forward(*, dtype: DTypeLike = np.float64, frozen_clip: Array | None = None, **case: Any) -> Tensors:
-    """Return the outputs of the op with every operation in `dtype`: h [T,B,DP], gates [T,B,DGH], hT [B,DP], and c, cT.
+    """Return the outputs of the op: h [T,B,DP], gates [T,B,DGH], hT [B,DP], and for an LSTM c and cT. Every
+    operation is rounded to `dtype`.
 
-    `frozen_clip` [T,B,DH] replaces clipping by adding this constant: the straight-through gradient is the exact one of
-    c + const, so finite differences must freeze the constant at the base point (`clip_shift`).
+    `frozen_clip` [T,B,DH] replaces clipping by the addition of this constant. The straight-through gradient is the
+    exact gradient of c + constant, so finite differences must use the constant of the base point (`clip_shift`).
     """
     fl = Arithmetic(dtype)
     return fl.store(evaluate(case, None, fl, frozen_clip)[0])
 
 
 def backward(case: Case, cotangents: Cotangents, *, dtype: DTypeLike = np.float64) -> Tensors:
-    """Return the gradients of the arrays present in `case`, by argument name, each in its argument's shape.
+    """Return the gradients of the arrays in `case`, by argument name, each in its argument's shape.
 
-    `cotangents`: by output name, each in that output's shape; a missing one is zero.
+    `cotangents` has the cotangents by output name, each in that output's shape; an absent one is zero.
     """
     fl = Arithmetic(dtype)
     return fl.store(evaluate(case, cotangents, fl)[1])
@@ -49,7 +51,7 @@ def evaluate(
 
 
 def clip_shift(**case: Any) -> Array:
-    """Return what clipping added to c at each step, [T,B,DH]; 0 where it did not act."""
+    """Return the difference that clipping made to c at each step, [T,B,DH]; 0 where c was within the limits."""
     fl, shifts = Arithmetic(np.float64), []
     for p in (complete(side, fl) for side in sides(case)):
         shift = np.zeros((p.T, p.B, p.H))
@@ -60,7 +62,8 @@ def clip_shift(**case: Any) -> Array:
 
 
 def activation_arguments(*, fl: Arithmetic | None = None, **case: Any) -> list[tuple[str, Array]]:
-    """Return (name of an activation, its arguments) for each activation at each step, without held or ended items."""
+    """Return (name of an activation, its arguments) for each activation at each step. Items that are held or have
+    ended are left out."""
     fl, seen = fl or Arithmetic(np.float64), []
     for p in (complete(side, fl) for side in sides(case)):
         for t, s in unroll(p, fl)[1].items():
@@ -85,7 +88,7 @@ def kink_distance(**case: Any) -> float:
 
 
 def unroll(p: Side, fl: Arithmetic, frozen_clip: Array | None = None) -> tuple[Tensors, dict[int, Step]]:
-    """Run the recurrence; return the outputs and the tape: the step at each t."""
+    """Run the recurrence. Return the outputs and the tape, which has the step of each t."""
     step = STEPS[p.op][0]
     widths = {"h": p.P, "c": p.H, "gates": len(p.gate_order) * p.H}
     outputs = {name: np.zeros((p.T, p.B, width)) for name, width in widths.items()}
@@ -108,12 +111,13 @@ def unroll(p: Side, fl: Arithmetic, frozen_clip: Array | None = None) -> tuple[T
 
 
 def padded(on: Array, value: Array) -> Array:
-    """Return `value` where `on`, else 0, also where `value` is NaN: ended and held items are never read."""
+    """Return `value` where `on`, else 0. Use a selection, not a product: items that are held or have ended may
+    contain NaN."""
     return np.where(on, value, 0.0)
 
 
 def times_keep(p: Side, t: int, value: Array, fl: Arithmetic) -> Array:
-    """Return a state, or the gradient of one, times `keep` where the item has not ended."""
+    """Return a state or its gradient times `keep`. Items that have ended stay unchanged."""
     return value if p.keep is None else np.where(p.alive[t], fl(p.keep[t] * value), value)
 
 
@@ -148,7 +152,7 @@ def unroll_back(p: Side, tape: dict[int, Step], cotangents: Tensors, fl: Arithme
 
 
 def collect(p: Side, rows: list[tuple[int, Tensors]], dh0: Array, dc0: Array, fl: Arithmetic) -> Tensors:
-    """Return the gradients of all arguments from each step's row: (t, [B, ...] arrays by name)."""
+    """Return the gradients of all arguments, collected from one row per step: (t, [B, ...] arrays by name)."""
 
     def sequence(name: str, width: int) -> Array:
         out = np.zeros((p.T, p.B, width))
@@ -186,7 +190,7 @@ def collect(p: Side, rows: list[tuple[int, Tensors]], dh0: Array, dc0: Array, fl
 
 
 def unbroadcast(gradient: Array, shape: tuple[int, ...], fl: Arithmetic) -> Array:
-    """Return a [T,B,P] gradient summed over the axes along which an array of `shape` was broadcast."""
+    """Sum a [T,B,P] gradient over the axes along which an array of `shape` was broadcast."""
     aligned = (1,) * (3 - len(shape)) + tuple(shape)
     repeated = tuple(axis for axis in range(3) if aligned[axis] != gradient.shape[axis])
     return (fl.total(gradient, repeated) if repeated else gradient).reshape(shape)

@@ -1,7 +1,7 @@
-"""What the commands check, bench and compare and the tests stand on.
+"""Tools shared by the commands check, bench and compare, and by the tests.
 
 `cases` draws random calls of the ops, `judge` decides whether results are right, `report` describes the machine and
-prints tables, `progress` shows what is being done, `child` runs what may crash in a process of its own.
+prints tables, `progress` shows the current work, `child` runs code that may crash in a child process.
 """
 
 __all__: list[str] = []  # for this package's own commands and tests

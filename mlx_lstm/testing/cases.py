@@ -31,7 +31,7 @@ KINK_MARGIN = 1e-2
 ROUNDING_MARGIN = 1e-4
 """The same where only rounding in float32 must not cross the kink."""
 
-# Each entry of these tables is what `draw` takes besides sizes and dtype, for a batch of 2 (`at_batch` changes that).
+# Each entry of these tables has arguments of `draw` besides sizes and dtype, for a batch of 2 (see `at_batch`).
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "projected_x": {"projected_x": True},
@@ -143,7 +143,7 @@ def draw(
     deviations = dict.fromkeys(shapes, 0.7) | {"Wh": recurrent}
     arrays = {name: rng.normal(0, deviations[name], shape) for name, shape in shapes.items()}
     if keep:
-        # After a 0 in keep the state is 0, and an argument of relu may be exactly on its kink.
+        # A 0 in keep makes the state 0, which may put an argument of relu exactly on its kink: then draw no 0.
         kinked = KINKS.keys() & {*options.get("activations", ()), options.get("activation")}
         factors = [1, *rng.uniform(-1, 1.5, 4), *([] if kinked else [0])]
         arrays["keep"] = rng.choice(factors, (T, B, 2) if bidirectional else (T, B))

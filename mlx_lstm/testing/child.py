@@ -1,6 +1,6 @@
-"""A process of this package that answers requests, so that a crash or a kernel that hangs ends that process only.
+"""A child process of this package that answers requests. A crash or a hanging kernel ends only this process.
 
-Requests and answers are JSON objects, one a line, on the child's standard input and output.
+Requests and answers are JSON objects, one per line, on the child's standard input and output.
 """
 
 import json
@@ -22,7 +22,8 @@ LINES = 6
 
 
 class ChildError(RuntimeError):
-    """What a child could not do, and why. `lost`: it ended or hangs, so it can answer nothing more."""
+    """An error of a child process, with the reason. `lost`: the process ended or hangs, so it can answer no more
+    requests."""
 
     def __init__(self, text: str, lost: bool = False):
         super().__init__(text)
@@ -50,7 +51,8 @@ class Child:
         self.reader.start()
 
     def read(self) -> None:
-        """Pass the child's lines to `lines`, and "" when it has ended: a pipe cannot be read with a time limit."""
+        """Pass the child's lines to `lines`, and "" when it has ended. A thread does this, because a pipe has no
+        read with a time limit."""
         for line in self.answers:
             self.lines.put(line)
         self.lines.put("")
@@ -77,7 +79,7 @@ class Child:
         return reply["answer"]
 
     def said(self) -> str:
-        """Return what the child has written to stderr."""
+        """Return the text that the child has written to stderr."""
         self.errors.seek(0)
         return self.errors.read().strip()
 

@@ -1,4 +1,4 @@
-"""Whether results are right: each tensor against the float64 oracle, within a bound derived from the case."""
+"""Judge results: compare each tensor with the float64 oracle, within a bound derived from the case."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -52,5 +52,5 @@ class Judge(NamedTuple):
 
 
 def make_judge(values: Values, dtype: DTypeLike, elements: int) -> Judge:
-    """Return the judge of what `values` computes. `elements`: those of the case's largest tensor."""
+    """Return the judge of what `values` computes. `elements` is the number of elements of the case's largest tensor."""
     return Judge(*exact_and_bounds(values, dtype, TRIALS if elements < LARGE else FEW))

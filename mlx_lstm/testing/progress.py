@@ -1,4 +1,4 @@
-"""A line of the terminal that says what is being done, for how long, and how long it may still take."""
+"""A terminal line that shows the current work, its duration, and the estimated time left."""
 
 import shutil
 import sys
@@ -14,8 +14,8 @@ T = TypeVar("T")
 
 
 class Progress:
-    """A context in which a thread draws the line anew each second; nothing where `out`, by default stderr, is no
-    terminal. `title` stands before what `say` was given."""
+    """A context in which a thread redraws the line each second. It draws nothing if `out` (default: stderr) is no
+    terminal. `title` is printed before the text of `say`."""
 
     def __init__(self, out: TextIO | None = None) -> None:
         self.out: TextIO = sys.stderr if out is None else out
@@ -38,7 +38,7 @@ class Progress:
             self.thread.join()
 
     def say(self, text: str, left: float | None = None) -> None:
-        """Show what is being done from now on, and in how many seconds all of it may be done, if that is known."""
+        """Show a text from now on. `seconds` is the estimated time until all work is done, if known."""
         with self.lock:
             self.text = text
             self.end = None if left is None else time.monotonic() + left

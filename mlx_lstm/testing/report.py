@@ -1,4 +1,4 @@
-"""This machine in words, tables of text, and reports as JSON."""
+"""Describe this machine, format tables of text, and write reports as JSON."""
 
 import json
 import math
@@ -69,7 +69,7 @@ def table(lines: Sequence[Sequence[str]], left: int | None = None) -> str:
 
 
 def json_text(content: Any) -> str:
-    """Return a report as JSON: what is not finite is null, the user's home folder is ~."""
+    """Return a report as JSON. Numbers that are not finite become null, the user's home folder becomes ~."""
     return json.dumps(printable(content, str(Path.home())), indent=1)
 
 

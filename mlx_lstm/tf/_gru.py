@@ -1,4 +1,4 @@
-"""TensorFlow's GRU block ops."""
+"""Run one step of TensorFlow's GRU block cell, and its gradient."""
 
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ from ._checks import check_gru_block_cell
 
 
 class GRUBlockCellOutput(NamedTuple):
-    """r, u, c, h: each [N, H]; the gates after activation."""
+    """Outputs of `gru_block_cell`: r, u, c, h, each [N, H]; the gates after activation."""
 
     r: mx.array
     u: mx.array
@@ -21,7 +21,8 @@ class GRUBlockCellOutput(NamedTuple):
 
 
 class GRUBlockCellGradOutput(NamedTuple):
-    """d_x [N, I], d_h_prev [N, H]; of the preactivations d_c_bar [N, H] and d_r_bar_u_bar [N, 2H]."""
+    """Outputs of `gru_block_cell_grad`: d_x [N, I], d_h_prev [N, H], and the gradients of the preactivations,
+    d_c_bar [N, H] and d_r_bar_u_bar [N, 2H]."""
 
     d_x: mx.array
     d_h_prev: mx.array
@@ -124,10 +125,10 @@ def gru_block_cell_grad(
 
 
 def gru_arguments(names: Arrays) -> dict[str, Any]:
-    """Return the arguments of `gru` for one step with TensorFlow's arrays."""
+    """Return the arguments of `gru` for one step, from TensorFlow's arrays."""
     x, I = names["x"], names["x"].shape[-1]
     w = mx.concatenate([names["w_ru"], names["w_c"]], axis=1)
     arrays = {"x": x[None], "Wx": w[:I].T, "Wh": w[I:].T, "h0": names["h_prev"]}
-    if I == 0:  # the projected input of no features is 0
+    if I == 0:  # without features the projected input is 0
         arrays |= {"x": mx.zeros((1, x.shape[0], w.shape[1]), x.dtype), "Wx": None}
     return arrays | {"b": mx.concatenate([names["b_ru"], names["b_c"]]), "gate_order": "rzn", "reset": "before"}

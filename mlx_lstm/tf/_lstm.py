@@ -1,4 +1,4 @@
-"""TensorFlow's LSTM block ops."""
+"""Run TensorFlow's LSTM block ops, for one step or a sequence, and their gradients."""
 
 from typing import Any, NamedTuple
 
@@ -17,8 +17,8 @@ ICFO, IFCO = TF["icfo"], TF["ifco"]
 
 
 class BlockLSTMOutput(NamedTuple):
-    """i, cs, f, o, ci, co, h: each [T, N, H]; from `lstm_block_cell` [N, H]. All after activation; cs is clipped, co is
-    tanh(cs)."""
+    """Outputs of the LSTM ops: i, cs, f, o, ci, co, h, each [T, N, H]; from `lstm_block_cell` [N, H]. All are after
+    activation; cs is clipped, co is tanh(cs)."""
 
     i: mx.array
     cs: mx.array
@@ -30,7 +30,8 @@ class BlockLSTMOutput(NamedTuple):
 
 
 class LSTMBlockCellGradOutput(NamedTuple):
-    """cs_prev_grad [N, H]; dicfo [N, 4H], the gradient of the preactivations; wci_grad, wcf_grad, wco_grad [H]."""
+    """Outputs of `lstm_block_cell_grad`: cs_prev_grad [N, H]; dicfo [N, 4H], the gradient of the preactivations;
+    wci_grad, wcf_grad, wco_grad [H]."""
 
     cs_prev_grad: mx.array
     dicfo: mx.array
@@ -40,8 +41,8 @@ class LSTMBlockCellGradOutput(NamedTuple):
 
 
 class BlockLSTMGradOutput(NamedTuple):
-    """x_grad [T, N, I], cs_prev_grad, h_prev_grad [N, H], w_grad [I + H, 4H], wci_grad, wcf_grad, wco_grad [H], b_grad
-    [4H]."""
+    """Outputs of `block_lstm_grad`: x_grad [T, N, I], cs_prev_grad, h_prev_grad [N, H], w_grad [I + H, 4H],
+    wci_grad, wcf_grad, wco_grad [H], b_grad [4H]."""
 
     x_grad: mx.array
     cs_prev_grad: mx.array
@@ -364,7 +365,7 @@ def block_lstm_grad_v2(
 
 
 def lstm_names(*arrays: mx.array) -> Arrays:
-    """Return by name the arrays that are the first arguments of every LSTM op."""
+    """Return the first arguments of every LSTM op as a dict by name."""
     return dict(zip(("x", "cs_prev", "h_prev", "w", *PEEPHOLES, "b"), arrays, strict=True))
 
 
@@ -372,7 +373,7 @@ def lstm_arguments(order: str, names: Arrays, use_peephole: bool) -> dict[str, A
     """Return the arguments of `lstm` for TensorFlow's arrays with x [T, N, I]; the parts of w are views."""
     x, w, I = names["x"], names["w"], names["x"].shape[-1]
     arrays = {"x": x, "Wx": w[:I].T, "Wh": w[I:].T, "b": names["b"], "h0": names["h_prev"], "c0": names["cs_prev"]}
-    if I == 0:  # the projected input of no features is 0
+    if I == 0:  # without features the projected input is 0
         arrays |= {"x": mx.zeros((*x.shape[:-1], w.shape[1]), x.dtype), "Wx": None}
     if use_peephole:
         wci, wcf, wco = (names[name] for name in PEEPHOLES)
@@ -389,7 +390,7 @@ def run_lstm(
     cell_clip: float,
     options: dict[str, Any],
 ) -> BlockLSTMOutput:
-    """Return the outputs for x [T, N, I], of which `steps` steps run; `options`: engine and checkpoint_every."""
+    """Return the outputs for x [T, N, I] after running `steps` of its steps. `options`: engine and checkpoint_every."""
     x, cs_prev = names["x"], names["cs_prev"]
     T, N, H = x.shape[0], *cs_prev.shape
     if 0 in (steps, N, H):
@@ -405,7 +406,8 @@ def run_lstm(
 def run_lstm_gradients(
     op: str, order: str, limit: object, names: Arrays, saved: Arrays, use_peephole: bool, engine: Engine | None
 ) -> BlockLSTMGradOutput:
-    """Return the gradients. `saved`: the forward op's outputs and the gradients of cs and h; `limit`: seq_len_max."""
+    """Return the gradients of an LSTM over a sequence. `saved`: the forward op's outputs and the gradients of cs and
+    h; `limit`: seq_len_max."""
     steps = check_block_lstm_grad(op, limit, names | saved, use_peephole)
     x, I = names["x"], names["x"].shape[-1]
     if steps == 0 or x.shape[1] == 0:
@@ -435,6 +437,6 @@ def in_order(order: str, i: mx.array, f: mx.array, g: mx.array, o: mx.array) -> 
 
 
 def with_padding(sequence: mx.array, T: int) -> mx.array:
-    """Return a sequence of T steps, zeros after the steps of `sequence`."""
+    """Return a sequence of T steps, with zeros after the steps of `sequence`."""
     missing = T - sequence.shape[0]
     return mx.pad(sequence, [(0, missing), (0, 0), (0, 0)]) if missing else sequence
