@@ -374,9 +374,9 @@ class Run:
 
     @classmethod
     def load(cls, path: Path, corpus: Corpus, engine: str | None = None, ranks: Ranks = ALONE) -> Run:
-        """Return the run that `save` wrote. Another engine is the one setting that may change.
+        """Return the run that `save` wrote. The engine is the only setting that may change.
 
-        ValueError says what is wrong with a file that `save` has not written so, and what to do.
+        A ValueError says what is wrong with a damaged file, and what to do.
         """
         try:
             return cls.read(path, corpus, engine, ranks)
@@ -457,7 +457,7 @@ def check_alike(kind: str, found: dict, expected: dict, form: Callable[[Any], st
 
 
 def broken_ranges(values: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the name of each value outside of RANGES or DTYPES, and its rule."""
+    """Yield the name and the rule of each value outside of RANGES or DTYPES."""
     if (value := values.get("dtype", "float32")) not in DTYPES:
         yield "dtype", f"must be one of {', '.join(DTYPES)} but is {value}."
     for name, (lowest, limit) in RANGES.items():

@@ -38,7 +38,7 @@ _lock = Lock()
 
 
 def warn_once(text: str) -> None:
-    """Warn once in a process for each text, at the innermost line of the call stack that is not in this package."""
+    """Warn once per process for each text, at the innermost line of the call stack outside of this package."""
     with _lock:
         known = text in _said
         _said.add(text)
@@ -75,7 +75,7 @@ def check_array(
 
 
 def instead_of(value: object) -> str:
-    """Return what an error advises to pass in place of a value that is no MLX array."""
+    """Return the advice of an error text on what to pass in place of a value that is not an MLX array."""
     if type(value).__name__ == "PackedSequence":  # torch's, which is a tuple, too
         return ": pad it and use lengths,"
     first = value[0] if isinstance(value, (list, tuple)) and value else None
@@ -133,7 +133,8 @@ def check_number(op: str, name: str, value: object) -> float:
 
 
 def as_float(value: object) -> float | None:
-    """Return a number of any type as Python's float, infinite if it is too large for one; None if it is no number."""
+    """Return a number of any type as Python's float, infinite if it is too large; return None if the value is no
+    number."""
     if not isinstance(value, Real) or isinstance(value, bool):
         return None
     try:
@@ -145,7 +146,8 @@ def as_float(value: object) -> float | None:
 def check_lengths(
     op: str, lengths: Any, batch: int, longest: int, *, traced: bool, name: str = "lengths", shortest: int = 0
 ) -> mx.array:
-    """Return `lengths` as int32 [batch], each in shortest..longest. The values of a traced array cannot be checked."""
+    """Return `lengths` as int32 [batch], each checked to be in shortest..longest. The values of a traced array
+    cannot be checked."""
     if isinstance(lengths, (list, tuple)):
         if not all(isinstance(n, Integral) and not isinstance(n, bool) for n in lengths):
             fail(op, f"{name} must be integers", lengths)

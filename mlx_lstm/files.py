@@ -257,7 +257,7 @@ def write_whole(
 
 
 def link(partial: Path, path: Path) -> None:
-    """Give a file another name, which must be free: a rename would replace a file of this name."""
+    """Give a file another name, which must be unused. A rename would replace an existing file."""
     try:
         os.link(partial, path)
     except OSError as error:
@@ -269,7 +269,7 @@ def link(partial: Path, path: Path) -> None:
 
 
 def mode_of(path: Path) -> int:
-    """Return the mode of a file, or that of a new one."""
+    """Return the mode of a file, or a new file's mode if it does not exist."""
     try:
         return stat.S_IMODE(path.stat().st_mode)
     except FileNotFoundError:
@@ -277,7 +277,7 @@ def mode_of(path: Path) -> int:
 
 
 def new_mode() -> int:
-    """Return the mode that a new file gets. The umask can only be read by setting it, here to a strict one."""
+    """Return the mode of a new file. The umask can only be read by setting it, here to a strict one."""
     umask = os.umask(0o077)
     os.umask(umask)
     return 0o666 & ~umask

@@ -268,7 +268,8 @@ class Layers(nn.Module):
 
 
 def swapped(batched: bool, sequence: Any) -> Any:
-    """Return [N, L, .] as [L, N, .], and back; without a batch [L, .] as [L, 1, .], and back."""
+    """Swap the axes of time and batch, [N, L, .] and [L, N, .], in either direction. Without a batch, convert [L, .]
+    to [L, 1, .] or back."""
     if batched:
         return sequence.swapaxes(0, 1)
     return sequence[:, None] if sequence.ndim == 2 else sequence[:, 0]
@@ -587,7 +588,7 @@ class QuantizedRNN(QuantizedLayer, RNN):
 
 
 class Cell(Layers):
-    """Base of torch's cells: one layer, whose parameters' names have no ending, and one step per call."""
+    """Base of the cells: one layer that runs one step per call, and whose parameters' names have no ending."""
 
     def __init__(self, input_size: int, hidden_size: int, bias: bool, engine: Engine | None):
         super().__init__(input_size, hidden_size, 1, bias, False, 0.0, False, 0, None, engine)
@@ -720,7 +721,7 @@ class RNNCell(Cell):
 
 
 def pair(op: str, hx: Any) -> tuple[Any, Any]:
-    """Return both states of `hx`, `None` twice if there are none."""
+    """Return both states of `hx`, or `None` twice if `hx` is None."""
     if hx is None:
         return None, None
     if not (isinstance(hx, (tuple, list)) and len(hx) == 2):

@@ -121,7 +121,7 @@ def test_a_damaged_kernel_is_found(tmp_path, capsys, start, damage, engine, said
     assert [row["engine"] for row in report["comparisons"] if row["failure"]] == [engine]
 
 
-@pytest.mark.slow  # it waits
+@pytest.mark.slow  # slow because it waits
 def test_a_kernel_that_hangs_costs_a_few_processes_only(start, monkeypatch):
     start(DAMAGES["no end"])
     monkeypatch.setattr(comparison, "LOSSES", 1)

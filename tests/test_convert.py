@@ -638,8 +638,8 @@ def test_a_quantized_layer_is_refused():
 
 
 def test_layers_of_keras(keras):
-    """The child process converted layers of Keras there and back. Here its error messages about unsupported layers
-    are checked."""
+    """Layers of Keras that the child process converts there and back give the right layer of ours, and unsupported
+    layers give clear errors."""
     said = list(keras[1]["said"])
     assert said[0] == "GRU(6, 4, num_layers=2, batch_first=True, bidirectional=True)"
     expected = ["layers must be at least one", "must be LSTM, GRU, SimpleRNN or Bidirectional of Keras but got Dense"]

@@ -266,7 +266,7 @@ def test_skip_input_equals_identity_matrices(mode, D):
 
 
 def canonical(sizes, params, attributes):
-    """A float64 buffer's matrices and biases."""
+    """Split a parameter buffer of float64. Return its matrices and biases."""
     G, D = GATES[attributes["rnn_mode"]], 1 + (attributes["direction"] == "bidirectional")
     found = cudnn.cudnn_rnn_params_to_canonical(*sizes, to_mlx(params, np.float64), 2 * G * D * sizes[0], **attributes)
     return [[np.array(array) for array in arrays] for arrays in found]

@@ -54,8 +54,8 @@ def number(blocks):
 
 @pytest.mark.parametrize("block", PYTHON, ids=number(PYTHON))
 def test_python_block(block, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)  # some write files
-    if "import keras" in block.text:  # one backend per process, that of the other tests
+    monkeypatch.chdir(tmp_path)  # some blocks write files
+    if "import keras" in block.text:  # Keras has one backend per process: use that of the other tests
         monkeypatch.setenv("KERAS_BACKEND", "jax")
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
@@ -121,7 +121,7 @@ def test_options_in_prose():
     known = "".join(path.read_text() for path in commands)
     for page in PAGES:
         for option in re.findall(r"`(--[a-z-]+)", page.read_text()):
-            field = f"    {option[2:].replace('-', '_')}: "  # of an example's settings
+            field = f"    {option[2:].replace('-', '_')}: "  # a field of an example's settings
             assert option == "--help" or f'"{option}"' in known or field in known, f"{page}: {option}"
 
 
@@ -179,6 +179,6 @@ def test_every_public_name_has_one_entry():
     assert len(entries) == len(set(entries))
     modules = [importlib.import_module(name) for name in PUBLIC]
     public = {f"{module.__name__}.{name}" for module in modules for name in module.__all__ if name != "__version__"}
-    inner = {name for name in public if name in PUBLIC}  # a module has a page
+    inner = {name for name in public if name in PUBLIC}  # a module has a page, not an entry
     assert public - inner <= set(entries), sorted(public - inner - set(entries))
     assert {name.rpartition(".")[0] for name in entries} == set(PUBLIC)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FIGURES = {  # what finds our figure and the baseline's in the output; whether ours shows that the model learned
+FIGURES = {  # name: regex of our figure and the baseline's in the output; test that the model learned
     "beginner": (r"saw: (\S+) bits per character; a table of pairs: (\S+)", lambda ours, table: ours < table - 0.3),
     "classify": (r"other names: (\S+)%; naive Bayes: (\S+)%", lambda ours, bayes: ours > bayes),
     "forecast": (r"LSTM (\S+), linear (\S+),", lambda ours, linear: ours < linear / 2),
@@ -31,8 +31,8 @@ def figures(name, text):
 
 @pytest.mark.parametrize("name", FIGURES)
 def test_two_steps(name, tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "1")  # some examples set it, which no other test shall see
-    monkeypatch.syspath_prepend(ROOT / "examples")  # as when a user starts one: they import `support`
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "1")  # some examples set it: undo that after the test
+    monkeypatch.syspath_prepend(ROOT / "examples")  # examples import `support` from their folder
     spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
     spec.loader.exec_module(example := importlib.util.module_from_spec(spec))
     if name == "beginner":

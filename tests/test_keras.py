@@ -132,8 +132,10 @@ def test_steps_masked_in_the_middle(name, options):
         h, free = (np.array(call(**(dict(list(case.items())[1:]) | given)).h) for given in ({}, {"hold": None}))
     case |= {name: np.array(value) for name, value in weights.items()} | {"x": x}
     limit = 2 * bounds(case, np.float32)["h"]
-    zeroed = (words.T == 0)[..., None] & (both or "zero_output_for_mask" in options)  # which Bidirectional sets
-    turn = -1 if case["reverse"] else 1  # Keras' outputs then are in the order of processing
+    zeroed = (words.T == 0)[..., None] & (
+        both or "zero_output_for_mask" in options
+    )  # Bidirectional sets zero_output_for_mask
+    turn = -1 if case["reverse"] else 1  # Keras returns a reversed layer's outputs in the order of processing
     assert_within("h", np.where(zeroed, 0, h)[::turn], expected, limit)
     assert np.abs(free[::turn] - expected).max() > 0.01
 
@@ -164,7 +166,7 @@ def test_the_recipe_of_a_mask_for_each_gate(name, order):
     exec(f"import mlx.core as mx\n{after.partition('h = ')[0]}", scope)
     h = bounds({n: np.array(v) if isinstance(v, mx.array) else v for n, v in case.items()} | {"x": X}, np.float32)["h"]
     assert_within("h", np.array(scope["outputs"]), expected, 2 * h)
-    assert np.abs(expected - output_of(layer)).max() > 0.01  # the masks count
+    assert np.abs(expected - output_of(layer)).max() > 0.01  # the masks have an effect
 
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16])

@@ -82,7 +82,7 @@ def check_against_the_emulator(engine, size, dtype, **layer):
         *((engine, Size(3, B, 5, 40), np.float32) for engine in ENGINES for B in (1, 2, 6, 9, 40)),
         *((engine, Size(2, 2, 3, 24), np.float16) for engine in ENGINES),
         ("stepwise", Size(30, 2, 3, 8), np.float32),  # launches that join rows beside their step
-        ("fused", Size(2, 130, 3, 12), np.float32),  # in matrices
+        ("fused", Size(2, 130, 3, 12), np.float32),  # the kernel that multiplies matrices
         ("fused", Size(2, 17, 3, 112), np.float32),  # more weights than stay in registers, two rows a threadgroup
     ],
 )

@@ -147,7 +147,7 @@ def test_inside_a_model_in_training_compiled_and_exported(tmp_path):
         curves.append(losses)
     np.testing.assert_allclose(*curves, rtol=1e-4)
     assert curves[0][-1] < curves[0][0]
-    mx.eval(ours.parameters())  # what a compiled function captures must have its value
+    mx.eval(ours.parameters())  # a compiled function may capture evaluated arrays only
     np.testing.assert_allclose(np.array(mx.compile(ours)(x)), np.array(ours(x)), atol=1e-6)
     ours.eval()
     path = str(tmp_path / "model.mlxfn")
@@ -160,7 +160,7 @@ def test_an_empty_batch(layer):
     """An empty batch gives empty states and a zero gradient of every parameter, as in MLX."""
     ours = getattr(nn, layer)(D, H)
     for batch in ((0,), (2, 0)):
-        expected = getattr(reference, layer)(D, H)(mx.zeros((*batch, 5, D)))  # it fails where a state is given
+        expected = getattr(reference, layer)(D, H)(mx.zeros((*batch, 5, D)))  # MLX fails if a state is passed
         for states in ((), (mx.zeros((*batch, H)),), (mx.zeros((H,)),)):
             found = ours(mx.zeros((*batch, 5, D)), *states)
             for one, other in zip(*([o] if isinstance(o, mx.array) else o for o in (found, expected)), strict=True):

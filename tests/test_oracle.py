@@ -134,7 +134,7 @@ def test_equals_tensorflow_block_lstm(version):
     got |= {"x": grad.x_grad, "Wx": grad.w_grad[:I].numpy().T, "Wh": grad.w_grad[I:].numpy().T, "b": grad.b_grad}
     got |= {"h0": grad.h_prev_grad, "c0": grad.cs_prev_grad, "peephole": np.concatenate([peepholes[k] for k in order])}
     expected, limit = forward(**case) | backward(case, {"h": dh, "c": dc}), bounds(case, np.float32, {"h": dh, "c": dc})
-    expected["peephole"][block["g"]] = 0  # and so no such gradient
+    expected["peephole"][block["g"]] = 0  # so it has no gradient
     assert clip_shift(**case).any()
     for name, value in got.items():
         assert_within(name, np.asarray(value), expected[name], limit[name])
@@ -179,7 +179,7 @@ def test_sigmoid_has_all_its_digits():
     exact = np.array([float(1 / (1 + (-Decimal(value)).exp())) for value in x.tolist()])
     s = ACTIVATIONS["sigmoid"](x, Arithmetic(np.float64))
     assert_within("sigmoid", s / exact, np.ones_like(x), 4 * 2.0**-53)
-    s, exact = s[x < 0], exact[x < 0]  # 1 - s of an open gate cancels
+    s, exact = s[x < 0], exact[x < 0]  # leave out open gates, where 1 - s cancels
     slope = SLOPES["sigmoid"](s, Arithmetic(np.float64))
     assert_within("slope", slope / (exact * (1 - exact)), np.ones_like(s), 16 * 2.0**-53)
 
@@ -320,7 +320,7 @@ def test_kinks_are_as_near_as_rounding_comes(activation):
 
     for kink in KINKS[activation]:
         assert kink_distance(**case, x=np.array([[[2.0**24, 0.5 + kink - 2.0**24]]])) == 0.5
-        assert not keeps_off(np.float32, 2.0**24, 0.5 + kink - 2.0**24)  # float32 has even numbers alone there
+        assert not keeps_off(np.float32, 2.0**24, 0.5 + kink - 2.0**24)  # float32 has no odd numbers of this size
         assert keeps_off(np.float64, 2.0**18, 0.5 + kink - 2.0**18) and keeps_off(np.float32, 8, 0.5 + kink - 8)
         for dtype in (np.float32, np.float16):
             eps = max(kink, 1) * np.finfo(dtype).eps

@@ -80,7 +80,7 @@ def side_by_side(array):
 def test_nodes_of_onnx(engine):
     """Run all node tests of LSTM, GRU and RNN that the package onnx ships."""
     node = pytest.importorskip("onnx.backend.test.case.node")
-    for name in ONNX:  # a module of cases adds them to the list as it is imported
+    for name in ONNX:  # importing a module adds its cases to the list
         importlib.import_module(f"onnx.backend.test.case.node.{name.lower()}")
     found = [case for case in node._NodeTestCases if case.model.graph.node[0].op_type in ONNX]
     assert len({case.name for case in found}) == 18
@@ -137,7 +137,7 @@ def check_sample(torch, kind, sample, training):
 
 # --- TensorFlow ------------------------------------------------------------------------------------------------------
 
-SUMS = {  # what TensorFlow's tests of CudnnRNN expect of ones everywhere: L, H, I, N, T, the sum of all outputs
+SUMS = {  # mode: (L, H, I, N, T), sum of all outputs for arrays of ones, from TensorFlow's tests of CudnnRNN
     "lstm": ((4, 200, 200, 20, 10), 231833.22),
     "gru": ((4, 200, 200, 20, 10), 56000),
     "rnn_tanh": ((4, 200, 200, 20, 10), 56000),
@@ -207,7 +207,7 @@ def tflite(arrays, x, width, cell_clip):
     builder = flatbuffers.Builder(1024)
     builder.Finish(model.Pack(builder), b"TFL3")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that the interpreter moves elsewhere
+        warnings.simplefilter("ignore")  # TensorFlow Lite's interpreter warns that it will move
         interpreter = tensorflow.lite.Interpreter(model_content=bytes(builder.Output()))
     interpreter.allocate_tensors()
     interpreter.set_tensor(0, x)
@@ -330,7 +330,7 @@ def unchanged(case):
 
 
 OPEN = ("hard_sigmoid", "sigmoid", "tanh")
-CELLS = {  # their step, our options, what their sharing of weights is here
+CELLS = {  # name: step of the other package, our options, function that makes our weights share in the same way
     "equinox LSTMCell": (equinox_lstm, {}, unchanged),
     "equinox GRUCell": (equinox_gru, {"op": "gru"}, unchanged),
     "haiku LSTM": (haiku_lstm, {"gate_order": "igfo", "forget_bias": 1.0}, unchanged),

@@ -400,7 +400,7 @@ def test_quantize_a_model():
     assert (model.heads[2].group_size, model.heads[2].bits, model.lstm.bits) == (32, 8, 4)
     assert type(model.embed) is nn.Embedding and type(model.other["theirs"]) is nn.GRU
     assert type(model.heads[0]) is nn.QuantizedLinear and model(x).shape == (1, 3, 64)
-    mlx_lstm.nn.quantize(model, 64, 4)  # what is quantized stays, and so does a subclass
+    mlx_lstm.nn.quantize(model, 64, 4)  # quantized layers and subclasses stay unchanged
     assert type(model.embed) is nn.QuantizedEmbedding and type(model.other["sub"]) is Other and model.lstm.bits == 4
 
 

@@ -114,7 +114,7 @@ def test_the_model_itself_with_what_was_set_on_it(kind):
     found = layer(x)
     pairs = zip(found, expected, strict=True) if kind == "LSTM" else [(found, expected)]
     assert all(mx.allclose(one, other, atol=4e-6).item() for one, other in pairs)
-    assert silently(replace, layer, engine="ops").engine == "ops"  # a second time: nothing but the engine
+    assert silently(replace, layer, engine="ops").engine == "ops"  # the second time only the engine changes
     assert silently(replace, layer).engine == "ops"
     silently(replace, layer, back=True)
     assert type(layer) is getattr(mlx.nn, kind) and not hasattr(layer, "engine") and repr(layer) == text
@@ -123,7 +123,9 @@ def test_the_model_itself_with_what_was_set_on_it(kind):
 def test_containers_shared_layers_and_circles():
     policy = Policy()
     policy._self = policy
-    step = mlx.nn.value_and_grad(policy, lambda x: sum(out.sum() for out in policy(x)))  # made before, works after
+    step = mlx.nn.value_and_grad(
+        policy, lambda x: sum(out.sum() for out in policy(x))
+    )  # made before `replace`, works after it
     models = {"policy": policy, "more": (StackedLSTM(), [mlx.nn.Sequential(mlx.nn.RNN(D, H))])}
     assert silently(replace, models, engine="ops") is models
     (memory,), (same,) = policy.actor[0], policy.critic[0]

@@ -105,7 +105,7 @@ def test_equals_torch_s_stack_in_both_directions(kind, lengths):
     found = stack(ahead, x, state, reverse=back, lengths=lengths)
     for one, other in zip(flat(found), flat(expected), strict=True):
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-6)
-    if lengths:  # of the item without a step
+    if lengths:  # the item of length 0
         assert not found[0][1].any()
         np.testing.assert_array_equal(flat(found)[1][:, 1], flat((x, state))[1][:, 1])
 

@@ -169,7 +169,7 @@ def test_cells(kind, options, batch):
             states = step(each, tuple(states) if lstm_ else states[0])
             states = states if lstm_ else (states,)
             found.append(states)
-        return list(zip(*found, strict=True))  # those of each step, by state
+        return list(zip(*found, strict=True))  # for each state its values at all steps
 
     def of_ours(*values):
         parameters = dict(zip(theirs.state_dict(), values[len(given) :], strict=True))
@@ -258,7 +258,7 @@ def test_dropout_acts_between_layers_in_training_only():
     assert 0 < kept.sum().item() < kept.size
     np.testing.assert_allclose(np.array(got), np.array(by_hand(2 * kept)), rtol=0, atol=1e-6)
     mx.random.seed(3)
-    assert mx.array_equal(layer(x)[0], got)  # the seed decides
+    assert mx.array_equal(layer(x)[0], got)  # equal seeds give equal dropout masks
     assert not mx.array_equal(layer(x)[0], got)
     layer.eval()
     np.testing.assert_allclose(np.array(layer(x)[0]), np.array(by_hand(1)), rtol=0, atol=1e-6)
@@ -445,7 +445,7 @@ def test_joined_parameters_are_cached_while_they_are_the_same(monkeypatch):
             joined.clear()
             first, second = layer(x)[0], layer(x)[0]
             assert joined == [2] and len(weights._cached) == known + 1
-            derived = mx.vjp(lambda x: [layer(x)[0]], [x], [first])[0][0]  # in which nothing is cached
+            derived = mx.vjp(lambda x: [layer(x)[0]], [x], [first])[0][0]  # nothing is cached inside a vjp
             for other in (second, derived):
                 np.testing.assert_array_equal(np.array(other), np.array(first))
 

@@ -55,10 +55,10 @@ def written(file, engines=ENGINES, cuts=(), **other):
     [
         (mx.float32, 1, 4, "stepwise"),
         (mx.float32, 15, 5, "fused"),
-        (mx.float32, 15, 9, "stepwise"),  # beyond what the row says
+        (mx.float32, 15, 9, "stepwise"),  # H is larger than the row's last entry
         (mx.float32, 16, 8, "ops"),
         (mx.float32, 1000, 9, "stepwise"),
-        (mx.float16, 1, 4, "stepwise"),  # not in the table
+        (mx.float16, 1, 4, "stepwise"),  # a dtype that the table lacks
     ],
 )
 def test_a_table_decides(dtype, B, H, engine):
@@ -99,7 +99,7 @@ def test_a_table_cannot_make_an_engine_run():
 
 
 def test_a_file_of_this_machine_counts(own_cache):
-    assert tuning.load(own_cache) is PREDICTED  # not there
+    assert tuning.load(own_cache) is PREDICTED  # the file does not exist
     written(own_cache)
     assert tuning.load(own_cache) == Table(f"measured here, {own_cache}", ENGINES)
 

@@ -1,11 +1,12 @@
-"""The benchmark command, `python -m mlx_lstm.bench`: this package against MLX's own LSTM, torch and TensorFlow.
+"""The benchmark command, `python -m mlx_lstm.bench`: it compares this package with MLX's own LSTM, torch and
+TensorFlow.
 
-`cases` says what is measured, a file each, in the types of `tasks`; `judge` whether results may be compared at all.
-`worker` runs one contender alone in a process, `rounds` lets these processes take turns, `report` prints the figures,
-`files` writes them. `tune` measures for the library instead of for people, `host` what a call costs before it runs,
-`short` is the measurement of the command `check`.
+`cases` defines what is measured, one file each, with the types of `tasks`. `judge` decides whether results are
+right; only these are timed. `worker` runs one contender alone in a process, `rounds` lets these processes take
+turns, `report` prints the figures, `files` writes them. `tune` measures which engine the library should choose,
+`host` the cost of a call before it runs, `short` is the measurement of the command `check`.
 """
 
 from .tasks import Contender, Size, Task, Work
 
-__all__ = ["Contender", "Size", "Task", "Work"]  # what a contender of yours is made of
+__all__ = ["Contender", "Size", "Task", "Work"]  # the types that a user's own contender needs

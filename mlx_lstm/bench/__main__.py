@@ -73,7 +73,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def failures_text(rows: Iterable[Measurement]) -> str:
-    """Return one line for every contender and engine that failed: where it did first, and how often."""
+    """Return one line per contender and engine that failed: its first failure, and the number of failures."""
     failed: dict[str, list[Measurement]] = {}
     for row in rows:
         if row.failed:
@@ -91,7 +91,7 @@ def first_line(row: Measurement) -> str:
 
 
 def shortened(row: Measurement, printed: Collection[str]) -> Measurement:
-    """Return the row; if its status was printed before, with the first line of the status only."""
+    """Return the row. If its status was printed before, keep only the first line of the status."""
     return row._replace(status=f"{first_line(row)} (as above)") if row.status in printed else row
 
 
@@ -138,7 +138,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def size_option(text: str) -> Size:
-    """Return the size that an option names; argparse shows the text of this kind of error only."""
+    """Return the size that an option names. Raise argparse's own error, the only kind whose text argparse shows."""
     try:
         return parse_size(text)
     except ValueError as error:
@@ -172,7 +172,7 @@ def check_together(options: argparse.Namespace) -> None:
 
 
 def dashed(name: str) -> str:
-    """Return an option's name as it is written."""
+    """Return an option's name as it is typed on the command line."""
     return name.replace("_", "-")
 
 
@@ -224,7 +224,8 @@ def show_host(options: argparse.Namespace) -> int:
 
 
 def engines_for(size: Size, options: argparse.Namespace) -> list[str]:
-    """Return the engines to run at a size: those asked for, else the library's choice. ValueError if one cannot run."""
+    """Return the engines to run at a size: the requested ones, else the library's choice. Raise ValueError if one
+    cannot run."""
     case = CASES[options.case]
     where = {"sizes": size, "dtype": DTYPES[options.dtype], "device": options.device, "traced": False}
     where |= {"metal": has_metal(), "cell": case.cell, "bidirectional": case.bidirectional}

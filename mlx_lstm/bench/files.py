@@ -10,7 +10,7 @@ from .rounds import Measurement, label, name_of, peak_ratio, ratio
 
 
 def write_csv(file: str, groups: Iterable[Sequence[Measurement]], card: dict[str, str]) -> None:
-    """Write one line per measurement, the machine on every line."""
+    """Write one line per measurement. Every line has the machine card."""
     write_records(file, [csv_record(row, references(rows)) | card for rows in groups for row in rows])
 
 
@@ -23,7 +23,8 @@ def write_records(file: str, records: Sequence[Mapping[str, object]]) -> None:
 
 
 def csv_record(row: Measurement, compared: dict[str, Measurement]) -> dict[str, Any]:
-    """Return a measurement's figures by column. `compared`: the references measured with it, by contender."""
+    """Return a measurement's figures by column. `compared` has the reference measurements of the same size and pass,
+    by contender."""
     task, verdict = row.task, row.verdict
     record: dict[str, Any] = {"case": task.case} | task.size._asdict() | {"dtype": task.dtype, "pass": task.which}
     record |= {"contender": label(task), "engine": task.engine, "status": row.status}
@@ -41,7 +42,7 @@ def csv_record(row: Measurement, compared: dict[str, Measurement]) -> dict[str, 
 
 
 def plot(file: str, groups: Sequence[Sequence[Measurement]], card: dict[str, str]) -> None:
-    """Draw each contender's time over that of the first reference as bars, one panel per pass, logarithmic."""
+    """Plot each contender's time relative to the first reference: bars on a logarithmic axis, one panel per pass."""
     import matplotlib
 
     matplotlib.use("Agg")

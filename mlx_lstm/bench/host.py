@@ -1,7 +1,9 @@
-"""`--host`: what a call costs before anything runs: building the graph, ours and that of `mlx.nn.LSTM` in turns.
+"""`--host`: the cost of a call before anything runs, that is of building the graph, for our layers and `mlx.nn.LSTM`
+in turns.
 
-Needs no Metal: MLX lets custom kernels be called without it while it traces for an export, so the calls are timed in
-there; their own nodes cost what they cost anywhere. On a Mac the GPU waits during this time, unless it has work to do.
+This needs no Metal: while MLX traces for an export, custom kernels can be called without Metal, so the calls are
+timed during an export. Building a node costs the same there as elsewhere. On a Mac the GPU waits during this time,
+unless it has other work.
 """
 
 import ctypes
@@ -35,7 +37,7 @@ graph would be built in memory which the system has to map again; for a launch o
 
 
 class Cost(NamedTuple):
-    """Seconds of a layer's whole call, and per time step; and how many times that of `mlx.nn.LSTM`."""
+    """The cost of building a layer's graph: seconds per call, seconds per time step, and the ratio to `mlx.nn.LSTM`."""
 
     layer: str
     which: str
@@ -45,7 +47,7 @@ class Cost(NamedTuple):
 
 
 def layer_calls(size: Size, dtype: mx.Dtype) -> tuple[dict[str, Callable[..., mx.array]], list[mx.array]]:
-    """Return by layer a function that computes h from x, Wx, Wh and b, and these arrays."""
+    """Return ({layer: function that computes h from x, Wx, Wh and b}, these arrays)."""
     T, B, width, H = size
     layer = nn.LSTM(1, 1)
 
@@ -63,7 +65,8 @@ def layer_calls(size: Size, dtype: mx.Dtype) -> tuple[dict[str, Callable[..., mx
 
 
 def seconds(call: Callable[..., mx.array], which: str, values: list[mx.array]) -> float:
-    """Return the CPU time of building a forward pass, or one and the gradient of all arrays."""
+    """Return the CPU time of building the graph of a forward pass, or of a forward pass and the gradients of all
+    arrays."""
     if call.__name__ == "theirs":  # batch first
         values = [mx.swapaxes(values[0], 0, 1), *values[1:]]
     start = thread_time()

@@ -1,4 +1,4 @@
-"""The figures of a measurement as text."""
+"""Format the figures of a measurement as text."""
 
 from collections.abc import Iterable, Sequence
 
@@ -19,7 +19,7 @@ def card_text(card: dict[str, str]) -> str:
 
 
 def references(rows: Iterable[Measurement]) -> dict[str, Measurement]:
-    """Return the timed measurements that the others are compared with, by contender."""
+    """Return {contender: measurement} of the timed references, with which the other contenders are compared."""
     timed = {row.task.contender: row for row in rows if row.samples}
     names = dict.fromkeys(name for row in timed.values() for name in CASES[row.task.case].references)
     return {name: timed[name] for name in names if name in timed}
@@ -51,7 +51,7 @@ def time_cells(row: Measurement) -> list[str]:
 
 
 def milliseconds(seconds: float) -> str:
-    """Return a time in four digits, never as a power of ten."""
+    """Return a time with four digits, never in exponent notation."""
     return f"{1e3 * seconds:.4g}" if seconds < 10 else f"{1e3 * seconds:.0f}"
 
 
@@ -94,7 +94,7 @@ def checkpoint_lines(rows: Sequence[Measurement]) -> list[str]:
 
 
 def notes(rows: Iterable[Measurement]) -> list[str]:
-    """Return one line for everything that is not as it should be."""
+    """Return one line per problem of a measurement."""
     lines = []
     for row in rows:
         name = f"{label(row.task)} ({row.task.engine})"

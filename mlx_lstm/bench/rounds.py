@@ -1,4 +1,5 @@
-"""The measurement: every contender in its own process, checked first, then timed in turns, one working at a time."""
+"""The measurement: each contender has its own process. Its results are checked first, then the contenders are timed
+in turns, one at a time."""
 
 import json
 import os
@@ -77,14 +78,14 @@ def plan(seconds: float, rounds: int, once: float) -> Plan:
 
 
 def ratio(row: Measurement, reference: Measurement) -> Ratio | None:
-    """Return how many times the reference's time `row` took; None if either was not timed."""
+    """Return the ratio of `row`'s time to the reference's time. None if either was not timed."""
     pairs = zip(row.rounds, reference.rounds, strict=False)
     ratios = [statistics.median(ours) / statistics.median(theirs) for ours, theirs in pairs]
     return Ratio(statistics.median(ratios), min(ratios), max(ratios)) if ratios else None
 
 
 def needed_bytes(size: Size, which: str, dtype: str) -> int:
-    """Return the bytes a pass cannot do without: x, gates, h, c and, with `backward`, dx, dWx, dWh, db."""
+    """Return the smallest number of bytes of a pass: x, gates, h, c and, with `backward`, dx, dWx, dWh, db."""
     T, B, width, H = size
     numbers = T * B * (width + 6 * H)
     if which == "backward":
@@ -110,10 +111,10 @@ def measure(
     tasks: list[Task], judge: Judge, *, seconds: float, rounds: int, patience: float, progress: Progress | None = None
 ) -> list[Measurement]:
     """Check and time tasks of one size and pass against each other. With rounds = 0: check and memory only."""
-    progress = progress or Progress()  # which prints nothing until it is entered
+    progress = progress or Progress()  # prints nothing, as it is not entered
     rows: dict[Task, Measurement] = {}
     plans: dict[Task, Plan] = {}
-    turn_seconds: dict[Task, float] = {}  # what a turn will take, for the time left
+    turn_seconds: dict[Task, float] = {}  # expected seconds of a turn, to estimate the time left
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         children: dict[Task, Child] = {}
@@ -136,7 +137,7 @@ def measure(
 
 
 def close(task: Task, child: Child, rows: dict[Task, Measurement], progress: Progress) -> None:
-    """End a child. Print what it wrote to stderr, unless it failed: then its row says so."""
+    """End a child process. Print what it wrote to stderr, unless it failed: then its row has this text."""
     said = child.close()
     if said and task in rows and not rows[task].status.startswith("failed"):
         progress.print(said, sys.stderr)
@@ -194,7 +195,8 @@ def wait_until_quiet(patience: float) -> None:
 
 
 def busy_seconds() -> float:
-    """Return the CPU time that all processes have used so far, or a hypervisor took; 0 without /proc/stat."""
+    """Return the CPU time that all processes have used so far, with the time that a hypervisor took. 0 without
+    /proc/stat."""
     try:
         with open("/proc/stat") as file:
             user, nice, kernel, _, _, *others = map(int, file.readline().split()[1:9])

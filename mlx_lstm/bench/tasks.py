@@ -37,16 +37,16 @@ MEMORY_SIZE = Size(1024, 32, 128, 128)
 
 
 class Task(NamedTuple):
-    """One thing to run: a contender's name, its engine ("-" if it has none), the size, the pass, the dtype."""
+    """One run to measure: a contender's name, its engine ("-" if it has none), the size, the pass, the dtype."""
 
     contender: str
-    engine: Any  # a word of `ENGINES` where one runs
+    engine: Any  # one of `ENGINES`, or "-"
     size: Size
     which: str  # one of PASSES
     dtype: str = "float32"
-    device: str = "cpu"  # of the MLX contenders
+    device: str = "cpu"  # device of the MLX contenders
     case: str = "lstm"  # one of cases.CASES
-    every: int | str | None = None  # `checkpoint_every` of ours
+    every: int | str | None = None  # `checkpoint_every` of our contender
 
 
 class Work(NamedTuple):

@@ -1,5 +1,5 @@
-"""`--tune`: on this Mac, time the ways in which `fused` can cut a problem, then the two Metal engines against each
-other, and write the table from which the library then chooses."""
+"""`--tune`: on this Mac, time the possible cuts of `fused`, then both Metal engines against each other, and write
+the table that the library uses to choose an engine."""
 
 import json
 import statistics
@@ -98,7 +98,8 @@ def write(
 
 
 def best_cut(dtype: str, B: int, grid: Grid) -> Cut | None:
-    """Return the fastest cut of `fused` at this batch size, first of rows, then of spare registers; None: by rule."""
+    """Return the fastest cut of `fused` at this batch size: try rows first, then spare registers. None means the cut
+    of the built-in rule."""
     H = max((H for H in grid.units if H <= CUT_AT), default=min(grid.units))
     size, best = Size(grid.steps, B, H, H), None
     for step in ("rows", "spare"):
@@ -121,7 +122,7 @@ def text_of(cut: Cut | None) -> str:
 
 
 def measure_row(dtype: str, B: int, grid: Grid) -> list[dict[str, object]]:
-    """Measure each H of one dtype and batch size, ascending, until `fused` has lost twice in a row."""
+    """Measure each H of one dtype and batch size in ascending order, until `fused` has been slower twice in a row."""
     points: list[dict[str, object]] = []
     for H in grid.units:
         points.append(measure_point(Size(grid.steps, B, H, H), dtype, grid))
@@ -132,7 +133,8 @@ def measure_row(dtype: str, B: int, grid: Grid) -> list[dict[str, object]]:
 
 
 def measure_point(size: Size, dtype: str, grid: Grid) -> dict[str, object]:
-    """Return each engine's milliseconds for forward and backward, or why it is discarded; and the faster engine."""
+    """Return each engine's milliseconds for forward and backward, or the reason why it is discarded; and the faster
+    engine."""
     cut = tuning.cut(DTYPES[dtype], size.B)
     times = measure({engine: (engine, cut) for engine in METAL_ENGINES}, size, dtype, grid)
     right = {engine: time for engine, time in times.items() if not isinstance(time, str)}
@@ -146,8 +148,8 @@ Name = TypeVar("Name")
 def measure(
     contenders: Mapping[Name, tuple[str, Cut | None]], size: Size, dtype: str, grid: Grid
 ) -> dict[Name, float | str]:
-    """Return the milliseconds of each contender (engine, cut) for forward and backward, timed in turns; or why it is
-    discarded."""
+    """Return {(engine, cut): milliseconds for forward and backward, or the reason why it is discarded}. The
+    contenders are timed in turns."""
     times: dict[Name, float | str] = {}
     ready: dict[Name, Work] = {}
     for name, (engine, cut) in contenders.items():
@@ -171,8 +173,8 @@ def measure(
 
 
 def refusal_of(engine: str, size: Size, dtype: str) -> str:
-    """Return what is wrong with an engine's results: each must be within its bound of float64, and of `ops` within
-    twice that, as the errors of both count."""
+    """Return what is wrong with an engine's results. Each must be within its bound of float64, and within twice the
+    bound of the result of `ops`, as both have errors."""
     numbers = draw(size, dtype)
     judge = judge_layer(numbers, dtype, backward=True)
     names = PASSES["backward"]
@@ -200,18 +202,18 @@ def seconds_per_run(run: Callable[[], Any], seconds: float) -> float:
 
 
 def row_of(points: Sequence[Mapping[str, Any]]) -> tuning.Row:
-    """Return the row of a table: the largest H of each run of neighbours with the same engine."""
+    """Return the row of a table. Neighbouring H with the same engine become one entry with the largest of these H."""
     pairs = [(point["H"], point["engine"]) for point in points]
     following = [engine for _, engine in pairs[1:]] + [""]
     return tuple((H, engine) for (H, engine), after in zip(pairs, following, strict=True) if engine != after)
 
 
 def point_text(point: dict[str, object]) -> str:
-    """Return a measured point as a line."""
+    """Describe a measured point in a line."""
     each = "  ".join(f"{engine} {took(point[engine])}" for engine in METAL_ENGINES)
     return f"{point['dtype']} B = {point['B']} H = {point['H']}:  {each}  ->  {point['engine']}"
 
 
 def took(time: object) -> str:
-    """Return milliseconds as text, or why there are none."""
+    """Return milliseconds as text, or the reason why there are none."""
     return time if isinstance(time, str) else f"{time:.3f} ms"

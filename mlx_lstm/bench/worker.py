@@ -56,7 +56,8 @@ class Worker:
         self.idle_cpu: float = 0.0
 
     def check(self, file: str) -> dict[str, Any]:
-        """Run once and save the results. The memory is that of this first run, in bytes, above what the inputs take."""
+        """Run once and save the results. The memory is the peak of this first run in bytes, without the memory of
+        the inputs."""
         release_memory()
         memory = PeakMemory()
         once, results = self.run()
@@ -71,7 +72,7 @@ class Worker:
         return answer
 
     def time(self, seconds: float, warmups: int) -> dict[str, Any]:
-        """Return the seconds of each timed run; at least one."""
+        """Return the seconds of each timed run. There is at least one run."""
         self.resume()
         start = time.process_time()
         for _ in range(warmups):
@@ -111,10 +112,11 @@ def release_memory() -> None:
 
 
 class PeakMemory:
-    """The peak of the process's resident memory, and of MLX's own count, from here on.
+    """Measures the peak of the process's resident memory and of MLX's own count, from the construction on.
 
-    On Linux the kernel's mark is reset first, and the peak is above what is resident now. Elsewhere the mark cannot be
-    reset: the peak is above the mark so far, so too small by what building the inputs took for a moment.
+    On Linux the kernel's peak is reset first, so the result is the peak above the memory resident now. Elsewhere the
+    peak cannot be reset: the result is the increase over the earlier peak, which may be too small because building
+    the inputs needed memory for a moment.
     """
 
     def __init__(self) -> None:
@@ -133,7 +135,7 @@ class PeakMemory:
 
 
 def highest_resident() -> int:
-    """Return the peak of resident memory in bytes. On Linux `ru_maxrss` starts from that of the parent process."""
+    """Return the peak of resident memory in bytes. On Linux `ru_maxrss` starts at the peak of the parent process."""
     try:
         return linux_memory("VmHWM")
     except OSError:

@@ -52,7 +52,7 @@ class Finding(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """A case of the grid with its arrays, and the judge of its results. `weights` are the quantized ones."""
+    """A case of the grid with its arrays, and the judge of its results. `weights` has the quantized weights."""
 
     grid_case: GridCase
     case: dict[str, Any]
@@ -75,7 +75,7 @@ def prepare(grid_case: GridCase) -> Prepared:
 
 
 def compare(prepared: Prepared, engine: str) -> Finding:
-    """Run a case on an engine and judge the results; an error is a finding, too."""
+    """Run a case on an engine and judge the results. An error of the engine becomes a finding, too."""
     grid_case, case, cotangents, judge, weights = prepared
     finding, dtype = Finding(grid_case.name, grid_case.dtype, engine), DTYPES[grid_case.dtype]
     start = time.perf_counter()
@@ -131,7 +131,8 @@ def findings(work: Work, cases: list[GridCase], full: bool, patience: float = PA
 
 
 def serve_comparisons(which: str) -> None:
-    """Answer the requests of `findings`, in the child. Kernels have no trial: their results are judged."""
+    """Answer the requests of `findings` in the child process. Kernels run without a trial, because their results are
+    judged."""
     cases, prepared = grid(full=which == "full"), dict[int, Prepared]()
 
     def answer(n: int, engine: str) -> dict[str, Any]:

@@ -14,8 +14,8 @@ LIMIT = 3600  # seconds
 
 
 class Command(NamedTuple):
-    """A command line; the file that it writes (None: where --json says); why it cannot run here, or ""; the exit codes
-    with which it succeeds."""
+    """A command that `--full` runs: its command line, the file that it writes (None: the file named by --json), why
+    it cannot run here or "", and the exit codes of success."""
 
     line: tuple[str, ...]
     file: Path | None

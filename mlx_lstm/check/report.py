@@ -16,11 +16,11 @@ EVERY = 2.0  # seconds between two writes of the file
 
 
 class CannotWriteError(Exception):
-    """The report cannot be written, and why."""
+    """The report cannot be written. The text says why."""
 
 
 class Report:
-    """What the command found so far, and the file for it."""
+    """The findings of the command so far, and the file for them."""
 
     def __init__(self, file: Path, command: str, device: str):
         self.file = file
@@ -50,7 +50,7 @@ class Report:
         self.written = time.monotonic()
 
     def reasons(self) -> list[str]:
-        """Return what is wrong; nothing if all is right."""
+        """Return what is wrong, as a list; it is empty if all results are right."""
         reasons = []
         if wrong := [finding for finding in self.findings if finding.failure]:
             engines = ", ".join(dict.fromkeys(finding.engine for finding in wrong))

@@ -21,8 +21,8 @@ from .dump import Dump, possible_layouts
 from .experiments import preactivations, with_product
 from .judge import HARD_SIGMOIDS, evaluated, options
 
-NEAREST = 3  # how many of all readings are compared within bounds
-FEW = 2  # how many items of the batch the search looks at; they do not mix on the way forward
+NEAREST = 3  # number of readings that are compared within bounds
+FEW = 2  # batch items that the search compares; items are independent in the forward op
 LETTERS = {"lstm": "ifzo", "gru": "zro", "single_gate_rnn": "h"}
 FLAGS = {"lstm": ("reverse",), "gru": ("reverse", "flip_z", "reset_after"), "single_gate_rnn": ("reverse",)}
 
@@ -131,7 +131,7 @@ def rank(dump: Dump, chosen: tuple[Change, ...]) -> float:
     try:
         with np.errstate(all="ignore"):
             values = predicted(case, Arithmetic(np.float64), readings)
-    except ValueError:  # a mask that does not fit
+    except ValueError:  # the mask's shape does not fit
         return np.inf
     total = 0.0
     for name, value in results.items():

@@ -36,7 +36,7 @@ class Refused(ValueError):
 
 def contents(file: Any, most: int) -> Contents:
     """Return the attributes, the arrays by path, and the number of datasets that hold no numbers."""
-    # Before anything follows a link: h5py would open the file that it names.
+    # Refuse links to other files first, since h5py would open these files.
     if (path := file.id.links.visit(foreign, info=True)) is not None:
         raise Refused(f"{path.decode(errors='replace')} must lie in the file itself but is a link to another file")
     attributes: dict[str, Texts] = {"/": texts_of(file)}

@@ -170,7 +170,7 @@ def checked(op: str, weights: Weights, title: Title) -> Weights:
                 if word not in arrays:
                     fail(op, f"{title(k, d, word)} must be there", "no such array")
             for word, array in arrays.items():
-                # Only a wrong array needs its title, which takes longer than the check.
+                # The title takes longer than the check, so it is made for a wrong array only.
                 if list(array.shape) != shapes[word] or array.dtype not in FLOATS:
                     check_array(op, title(k, d, word), array, shapes[word], why=f", as H is {rows // G},")
     return weights

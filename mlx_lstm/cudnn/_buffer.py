@@ -12,7 +12,7 @@ DIRECTIONS = ("unidirectional", "bidirectional")
 
 
 class Attributes(NamedTuple):
-    """The attributes that all these ops have, as the caller passed them."""
+    """The attributes that all ops of `mlx_lstm.cudnn` have, as the caller passed them."""
 
     rnn_mode: str
     input_mode: str

@@ -1,4 +1,4 @@
-"""The ops that size, split and join cuDNN's parameter buffer."""
+"""Compute the size of cuDNN's parameter buffer, split it into arrays, and join arrays into it."""
 
 from collections.abc import Sequence
 from itertools import accumulate

@@ -1,7 +1,7 @@
-"""The ops that run a stack of layers, forward and backward, in their three versions.
+"""Run a stack of layers, forward and backward, by the ops of cuDNN's three versions.
 
-Every version is a `Stack` with its name in errors; V1 and V2 have all items as long as the input, no projection and
-time first.
+Every version is a `Stack` with its own name in errors. In V1 and V2 all items are as long as the input, there is no
+projection, and time is the first axis.
 """
 
 from typing import NamedTuple

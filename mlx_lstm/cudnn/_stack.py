@@ -106,7 +106,7 @@ class Stack(NamedTuple):
             options = {"lengths": lengths, "engine": self.engine}
             gradients = run_layers_backward(where, params, x, first, saved, dh, last, options)
             dx = gradients[0]["x"]
-            if where.skip:  # layer 0 read a copy of x for each gate and direction
+            if where.skip:  # layer 0 read a copy of x for each gate and direction: sum their gradients
                 dx = dx.reshape(*x.shape[:2], -1, where.H).sum(axis=2)
             if where.mode == "lstm":
                 dc0 = self.of_layers(where, gradients, "c0")

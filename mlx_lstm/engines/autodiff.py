@@ -80,9 +80,9 @@ def shown_of(problem: Problem) -> tuple[str, ...]:
 
 
 def run_backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays, engine: str) -> Arrays:
-    """Return the gradient of every array but lengths and quantized weights.
+    """Return the gradient of every array except lengths and quantized weights.
 
-    saved: the outputs h, c and gates of a forward pass. cotangents: those of some outputs.
+    saved: the outputs h, c and gates of a forward pass. cotangents: the cotangents of some outputs.
     """
     arrays, saved, cotangents = (for_engine(engine, values) for values in (arrays, saved, cotangents))
     if engine != "numpy":
@@ -163,7 +163,8 @@ def differentiable(problem: Problem, arrays: Arrays, engine: str, chunked: Chunk
 
 
 def tapped(names: list[str], values: list[mx.array], used: set[str], chunked: Chunked | None) -> tuple[mx.array, ...]:
-    """Return the values, through an identity that adds their names to `used` when a cotangent comes back through it."""
+    """Return the values through an identity function. When a cotangent comes back through it, the values' names are
+    added to `used`."""
     shows = values if chunked is None else chunked.stood_for(names, values)
 
     def note(primals: object, cotangents: tuple[mx.array, ...], outputs: object) -> tuple[mx.array, ...]:
@@ -231,11 +232,11 @@ def backward(
 def engine_gradients(
     problem: Problem, arrays: Arrays, engine: str, chunked: Chunked | None, cotangents: Arrays, saved: Any
 ) -> Arrays:
-    """Return the gradients that `numpy`, `fused` or `stepwise` computes, some of `numpy` as factors for
+    """Return the gradients that `numpy`, `fused` or `stepwise` computes. Some gradients of `numpy` are factors for
     `numpy.multiplied`.
 
-    Where the forward pass of `numpy` had values and the gradient has none, as in a Jacobian by mx.vmap, `ops` takes
-    over.
+    `ops` takes over where the forward pass of `numpy` had values and the backward pass has none, as in a Jacobian by
+    mx.vmap.
     """
     sweeps = chunked or ENGINE_MODULES[engine]
     if engine != "numpy":
@@ -253,8 +254,8 @@ def engine_gradients(
 
 
 def evaluated_gradients(problem: Problem, floats: Arrays, chunked: Chunked, cotangents: Arrays, saved: Any) -> Arrays:
-    """Return the gradients that `ops` computes chunk by chunk, out of MLX's graph, with the derivatives of the graph
-    that all steps together would have."""
+    """Return the gradients of `ops`, computed chunk by chunk outside of MLX's graph. Their derivatives are those of
+    one graph of all steps."""
     names = [name for name in floats if name != "lengths"]
     lengths = {"lengths": floats["lengths"]} if "lengths" in floats else {}
 
@@ -276,7 +277,7 @@ def evaluated_gradients(problem: Problem, floats: Arrays, chunked: Chunked, cota
 
 
 def with_quantized_constant(problem: Problem, arrays: Arrays) -> Arrays:
-    """Return the arrays; those of quantized weights raise an error where their gradient is asked for."""
+    """Return the arrays. Asking for the gradient of quantized weights raises an error."""
     names = packed_names(arrays)
     error = (
         f"[{problem.cell.op}] quantized weights have no gradient: freeze them, as layer.freeze() does, or "
@@ -315,8 +316,8 @@ def without_derivatives(function: Callable[..., tuple[mx.array, ...]], error: st
 def with_derivatives_of(
     plain: Callable[..., tuple[mx.array, ...]], function: Callable[..., tuple[mx.array, ...]]
 ) -> Any:
-    """Return `function` of at least two arrays, whose results are in no graph, with the derivatives of `plain`, its
-    equal as a graph."""
+    """Return `function` with the derivatives of `plain`. `function` takes at least two arrays and returns results in
+    no graph; `plain` computes the same as a graph."""
 
     def vmap(values: tuple[mx.array, ...], axes: Any) -> tuple[tuple[mx.array, ...], tuple[int, ...]]:
         mapped = with_derivatives_of(mx.vmap(plain, in_axes=axes), mx.vmap(function, in_axes=axes))
@@ -333,11 +334,12 @@ def with_derivatives_of(
 def tangents_of(
     function: Callable[..., Any], values: tuple[mx.array, ...], tangents: tuple[mx.array | None, ...]
 ) -> list[mx.array]:
-    """Return the tangents of a function's results, from those of the values that have one.
+    """Return the tangents of a function's results, from the tangents of those values that have one.
 
-    MLX's default rule calls mx.jvp by all values, with zeros for the others. But mx.jvp replaces a value that is a copy
-    made by an outer transformation, and no longer marked as its tracer, by what was copied. The outer derivative by
-    that value would silently be 0. Here the values without a tangent are constants, which mx.jvp does not touch.
+    MLX's default rule calls mx.jvp for all values, with zeros for the others. But a value may be a copy that an outer
+    transformation made and that is no longer marked as its tracer. mx.jvp replaces such a copy by the original, and
+    the outer derivative by that value would silently be 0. Here the values without a tangent are constants, which
+    mx.jvp does not touch.
     """
     moving = {n: tangent for n, tangent in enumerate(tangents) if tangent is not None}
 

@@ -36,10 +36,10 @@ HALVES = (mx.float16, mx.bfloat16)
 
 
 def for_engine(engine: str, arrays: Arrays) -> Arrays:
-    """Return the arrays in the dtype in which the engine takes them.
+    """Return the arrays in the engine's dtype.
 
-    The Metal shaders read 16 bits and widen them, but want c and its gradient in float32. The other engines get
-    float32. Quantized weights stay as they are.
+    The Metal shaders read 16-bit arrays and widen them, but take c and its gradient in float32. The other engines
+    get float32. Quantized weights stay as they are.
     """
     if engine in ("fused", "stepwise"):
         return {name: array.astype(mx.float32) if name in ("c", "cT") else array for name, array in arrays.items()}
@@ -257,12 +257,13 @@ class Chunked:
             yield
 
     def shared_by_steps(self, arrays: Arrays) -> Arrays:
-        """Return the arrays that all steps share, for the engine."""
+        """Return the arrays that all steps share, prepared for the engine."""
         others = {*with_steps(arrays), "h0", "c0"}
         return self.prepared({name: array for name, array in arrays.items() if name not in others})
 
     def by_step(self, arrays: Arrays) -> dict[str, Any]:
-        """Return the arrays that have a row for each step; in eager mode NumPy's views, which are free to slice."""
+        """Return the arrays that have a row for each step. In eager mode they are NumPy's views, which can be sliced
+        without a copy."""
         rows = {name: arrays[name] for name in with_steps(arrays)}
         if self.eager:
             mx.eval(rows)
@@ -270,7 +271,7 @@ class Chunked:
         return rows
 
     def steps_of(self, by_step: dict[str, Any], start: int, stop: int) -> dict[str, Any]:
-        """Return steps start..stop of what `by_step` returned, for the engine."""
+        """Return steps start..stop of a result of `by_step`, for the engine."""
         rows = {name: array[start:stop] for name, array in by_step.items()}
         if self.takes_numpy and all(array.itemsize > 2 for array in rows.values()):
             return rows
@@ -283,8 +284,8 @@ class Chunked:
     def prepared(self, arrays: Arrays) -> Arrays:
         """Prepare arrays for the engine. In eager mode copy them, so that they no longer hold MLX's graph.
 
-        MLX keeps the graph of whatever depends on what it traces, and while it derives a gradient every graph. Results
-        of `numpy` have none.
+        MLX keeps the graph of every array that depends on a tracer, and while it computes a gradient it keeps every
+        graph. Results of `numpy` have no graph.
         """
         if self.eager and self.engine != "numpy":
             mx.eval(arrays)
@@ -369,7 +370,7 @@ def plain_gradients(problem: Problem, arrays: Arrays, cotangents: Arrays) -> Arr
 
 
 def by_direction(problem: Problem, *values: Arrays) -> Iterator[tuple[int, Problem, list[Any]]]:
-    """Yield each direction: its number, its problem, its parts of the arrays."""
+    """Yield for each direction its number, its problem, and its parts of the arrays."""
     if not problem.bidirectional:
         yield 0, problem, list(values)
         return
@@ -432,6 +433,7 @@ def copied_to_mlx(memory: np.ndarray) -> Array:
 
 
 def after_all(array: Array, others: list[Array]) -> Array:
-    """Return the array, as a graph that waits for the others. `mx.depends` would do, but has no rule for mx.jvp."""
+    """Return the array as a graph node that waits for the others. `mx.depends` would do the same, but has no rule
+    for mx.jvp."""
     first = mx.stack([other[(0,) * other.ndim].astype(mx.float32) for other in others])
     return mx.where((first == first).any(), array, array)

@@ -40,11 +40,11 @@ PLACEHOLDER = stale_placeholder()
 
 
 class Probe(local):
-    """A compiled function of each thread, and how often Python has run it.
+    """A compiled function for each thread, and the number of times that Python has run it.
 
-    A compiled function leaves Python objects in a cache of the thread that called it. MLX frees the cache when the
-    thread has ended, and the process aborts if Python shuts down at that moment. As an attribute of a `local`, the
-    function is freed while its thread still runs Python, and takes what it left in the cache with it.
+    A compiled function leaves Python objects in a cache of the thread that called it. MLX frees that cache when the
+    thread has ended, and the process aborts if Python is shutting down at that moment. As an attribute of a `local`,
+    the function is freed while its thread still runs Python, and its objects in the cache are freed with it.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class Probe(local):
 
 
 def count_run(array: mx.array) -> list[mx.array]:
-    """Note that Python has run the compiled function. It has no outputs, so that nothing is computed."""
+    """Count that Python has run the compiled function. The function has no outputs, so that nothing is computed."""
     probe.runs += 1
     return []
 

@@ -1,4 +1,4 @@
-"""Shared by the MPSGraph ops: layouts of the arguments and their checks, masks, lists of gradients.
+"""Check the arguments of the MPSGraph ops and their layouts, convert masks, and make the lists of gradients.
 
 Sizes are Apple's: T time, N batch, I input, H hidden; D is 2 with `bidirectional`, else 1; G gates of the op.
 """
@@ -42,9 +42,9 @@ def layouts(G: int, bidirectional: bool, projects: bool) -> dict[str, list[str]]
 def translated(
     op: str, arrays: Given, G: int, words: dict[str, str], descriptor: Any, mask_layout: str
 ) -> dict[str, Any]:
-    """Check the layouts of the arrays; return them and the direction as arguments of the recurrence.
+    """Return the arrays and the direction as arguments of the recurrence, after checking the layouts.
 
-    `words` maps Apple's names to those of the recurrence.
+    `words` maps Apple's names to the recurrence's names.
     """
     present = check_layouts(op, arrays, G, descriptor.bidirectional)
     check_option(op, "mask_layout", mask_layout, MASK_LAYOUTS)
@@ -139,7 +139,7 @@ def check_descriptor(op: str, descriptor: Any, kind: type) -> None:
 
 
 def check_leading_ones(op: str, leading_ones: object, allowed: Sequence[str]) -> None:
-    """Check that `leading_ones` is a sequence of names out of `allowed`."""
+    """Check that `leading_ones` is a sequence of names that `allowed` contains."""
     if isinstance(leading_ones, str) or not isinstance(leading_ones, Sequence) or set(leading_ones) - set(allowed):
         fail(op, f"leading_ones must be a sequence out of {', '.join(map(repr, allowed))}", repr(leading_ones))
 

@@ -1,4 +1,4 @@
-"""Make a layer from weights of any format, with any option of the cell."""
+"""Make a layer with any option of the cell from weights of any format."""
 
 from functools import partial
 from typing import Any

@@ -40,7 +40,7 @@ class Layer(nn.Module):
     _names: ClassVar[dict[str, str]]  # from the parameters' names, input weight first, to the recurrence's arguments
 
     def __new__(cls: type[Self], *_: Any, **options: Any) -> Self:
-        """Refuse torch's options with a better text than Python has for an unknown keyword."""
+        """Refuse torch's options with a clearer error than Python's for an unknown keyword."""
         for name in options.keys() & set(OPTIONS_OF_TORCH):
             other = f"mlx_lstm.torch.{cls.__name__} has it, and mlx_lstm.nn.stack runs several layers and directions,"
             fail(cls.op, f"{name} is no option of this layer: {other}", f"{name}={options[name]!r}")

@@ -1,4 +1,4 @@
-"""Turn the recurrent layers of `mlx.nn` in a model into those of `mlx_lstm.nn`, and back."""
+"""Replace the recurrent layers of `mlx.nn` in a model by those of `mlx_lstm.nn`, or the reverse."""
 
 import functools
 import warnings
@@ -153,7 +153,7 @@ def modules_of(tree: object, name: str, seen: set[int]) -> Iterator[tuple[str, n
 
 
 def convert(layer: nn.Module, kinds: Kinds) -> str:
-    """Change the class of a layer by `kinds`; return "" or, if the layer has to stay as it is, the reason."""
+    """Change the class of a layer by `kinds`. Return "", or the reason if the layer has to stay as it is."""
     kind = kinds.get(type(layer))
     if kind is None:
         bases = [name_of(base) for base in kinds if isinstance(layer, base)]

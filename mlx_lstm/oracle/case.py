@@ -125,7 +125,7 @@ def complete(case: Case, fl: Arithmetic) -> Side:
     p.T, p.B = p.x.shape[:2]
     p.H, p.P = p.Wh.shape[0] // len(p.gate_order), p.Wh.shape[1]
     p.h0 = np.zeros((p.B, p.P)) if p.h0 is None else p.h0
-    p.c0 = np.zeros((p.B, p.H)) if p.c0 is None else p.c0  # carried along unused where there is no c
+    p.c0 = np.zeros((p.B, p.H)) if p.c0 is None else p.c0  # unused by cells without c
     p.mask_shape = np.shape(p.mask)
     p.mask = np.broadcast_to(1.0 if p.mask is None else p.mask, (p.T, p.B, p.P))
     p.keep_shape = np.shape(p.keep)
@@ -133,6 +133,8 @@ def complete(case: Case, fl: Arithmetic) -> Side:
     lengths = np.full(p.B, p.T) if p.lengths is None else np.asarray(p.lengths)
     hold = np.zeros((p.T, p.B)) if p.hold is None else np.asarray(p.hold)
     p.alive = [(t < lengths)[:, None] for t in range(p.T)]  # T of [B,1]: whether the item has not ended
-    p.active = [alive & (hold[t] == 0)[:, None] for t, alive in enumerate(p.alive)]  # and is not held
+    p.active = [
+        alive & (hold[t] == 0)[:, None] for t, alive in enumerate(p.alive)
+    ]  # the item has not ended and is not held
     p.times = list(range(p.T))[:: -1 if p.reverse else 1]
     return p

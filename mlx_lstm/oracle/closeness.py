@@ -181,7 +181,7 @@ class Noise(Arithmetic):
         self.unit: float = self.gain * unit
         self.accumulator_unit: float = self.gain * accumulated.eps / 2
         self.underflow: float = max(stored.smallest, accumulated.tiny)
-        self.seed: int | None = seed if systematic else None  # of every step
+        self.seed: int | None = seed if systematic else None  # repeated at every step
         self.rng: np.random.Generator = np.random.default_rng(seed)
 
     def start_step(self) -> None:

@@ -200,7 +200,7 @@ def at_batch(options: Mapping[str, Any], B: int) -> dict[str, Any]:
 
 
 def split(case: Case) -> tuple[str, dict[str, np.ndarray], dict[str, Any]]:
-    """Return (op, arrays, options) of a case; `arrays` are those it has, `options` all other arguments."""
+    """Split a case into (op, arrays, options). `options` has all arguments that are not arrays."""
     arrays = {name: case[name] for name in ARRAYS if case.get(name) is not None}
     options = {name: value for name, value in case.items() if name not in ARRAYS and name != "op"}
     return case.get("op", "lstm"), arrays, options

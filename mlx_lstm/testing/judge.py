@@ -15,8 +15,8 @@ FEW = 2
 
 
 class Verdict(NamedTuple):
-    """The tensor whose error is the largest part of its bound, that error and bound; why the results are refused, or
-    "" if all of them are right."""
+    """The judgement of results: the tensor whose error is the largest part of its bound, this error and bound, and
+    why the results are refused, or ""."""
 
     tensor: str
     error: float

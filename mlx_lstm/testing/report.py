@@ -26,7 +26,8 @@ THREAD_SETTINGS = (
 
 
 def machine_card(command: str, device: str) -> dict[str, str]:
-    """Return what a figure depends on besides the code: chip, cores, system, versions, threads, load, command."""
+    """Return the facts about this machine that a measured figure depends on: chip, cores, system, versions, threads,
+    load, command."""
     blas = np.show_config(mode="dicts")["Build Dependencies"]["blas"]
     set_here = [f"{name}={os.environ[name]}" for name in THREAD_SETTINGS if name in os.environ]
     return {
@@ -48,7 +49,7 @@ def machine_card(command: str, device: str) -> dict[str, str]:
 
 
 def blas_kernel() -> str:
-    """Return the kernel that NumPy's BLAS chose for this machine, as `threadpoolctl` says if it is installed."""
+    """Return the kernel that NumPy's BLAS selected for this machine. Without `threadpoolctl` the kernel is unknown."""
     try:
         from threadpoolctl import threadpool_info
     except ImportError:
@@ -58,8 +59,8 @@ def blas_kernel() -> str:
 
 
 def table(lines: Sequence[Sequence[str]], left: int | None = None) -> str:
-    """Return rows of cells, the first of them the header, as aligned columns without those that are empty. The first
-    `left` columns are aligned to the left, the others to the right; all to the left if None."""
+    """Format rows of cells as aligned columns; the first row is the header, and empty columns are left out. The
+    first `left` columns are aligned to the left, the others to the right; None aligns all to the left."""
     columns = [column for column in zip(*lines, strict=True) if any(column[1:])]
     aligned = []
     for n, column in enumerate(columns):

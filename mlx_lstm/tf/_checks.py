@@ -133,7 +133,8 @@ def check_cell(op: str, arrays: Arrays) -> tuple[int, int]:
 
 
 def check_peepholes(op: str, arrays: Arrays, H: int) -> None:
-    """Check wci, wcf, wco [H]. TensorFlow does so in BlockLSTM only; in other ops it reads beyond the array."""
+    """Check that wci, wcf and wco are [H]. TensorFlow checks it in BlockLSTM only; in other ops it reads beyond the
+    array."""
     for name in PEEPHOLES:
         check_size(op, f"{name}.dim_size(0) != cell_size", arrays[name].size, H)
 

@@ -1,1 +1,1 @@
-"""What the shaders cost on an Apple GPU, counted in the machine code of an independent compiler; see README.md."""
+"""Count what the shaders cost on an Apple GPU, in the machine code of an independent compiler; see README.md."""

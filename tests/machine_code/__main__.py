@@ -1,4 +1,5 @@
-"""The command line: `make machine-code`, or for one layer or for predictions `python -m machine_code --help`."""
+"""The command line: `make machine-code` renews the table; `python -m machine_code --help` explains the options for
+one layer and for predictions."""
 
 import argparse
 from pathlib import Path
@@ -25,7 +26,8 @@ control: branches, barriers, waits for loads. unknown: inner loops of unknown le
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Count and print; without options count the whole table and write it. With --model print predictions instead."""
+    """Count the instructions of kernels and print them. Without options count the whole table and write it. With
+    --model print predictions instead."""
     options = make_parser().parse_args(arguments)
     if options.model:
         return show_predictions(options)

@@ -1,7 +1,5 @@
-"""The instructions of our kernels on an Apple GPU: the table that `table.py` makes, and the line of a launch in it.
-
-They are counted in machine code for the M1 by Mesa's compiler, not by Apple's.
-"""
+"""The instructions of our kernels on an Apple GPU: read the table that `table.py` writes, and find the line of a
+launch in it. Mesa's compiler for the M1, not Apple's, made the machine code that was counted."""
 
 import csv
 import hashlib
@@ -105,8 +103,9 @@ def table() -> tuple[Counted, ...]:
 
 
 def kernel_of(launch: Launch, problem: Problem) -> Kernel:
-    """Return the key of the kernel of a launch with a recurrent product. A step that also joins rows has the key of the
-    step alone. Suffixes tell apart kernels of the same name: of inference, a projection, a GRU's reset before."""
+    """Return the key in the table of a launch with a recurrent product. A step that also joins rows has the key of
+    the step alone. Suffixes distinguish kernels of the same name: for inference, with a projection, and for a GRU
+    that resets before the product."""
     name = launch.name.removesuffix("_joining") + "_for_inference" * (not problem.training)
     name += "_projected" * (problem.P != problem.H)
     name += "_reset_before" * (isinstance(problem.cell, GRUCell) and problem.cell.reset == "before")
@@ -123,7 +122,7 @@ def kernel_of(launch: Launch, problem: Problem) -> Kernel:
         rows = fused_tiling(problem.cell, B, H, weights.bytes // elements, **sweep).rows
     else:
         rows = stepwise_rows(B)
-    # Threadgroups along the units share the weights of a product; each of those along the batch needs all of them.
+    # Threadgroups along the units divide the weights of a product; each threadgroup along the batch reads all of them.
     down = launch.groups[not per_step]
     needed = round(rows * elements * down / prod(launch.groups) / launch.threads, 2)
     per = "step" if per_step else "turn"
@@ -132,15 +131,15 @@ def kernel_of(launch: Launch, problem: Problem) -> Kernel:
 
 @cache
 def text_hash(text: str, threads: int) -> str:
-    """Return a short hash of what decides a kernel's machine code: its threads, and its text without comments, line
-    numbers and needless blanks."""
+    """Return a short hash of what determines a kernel's machine code: its number of threads, and its text without
+    comments, line numbers and extra spaces."""
     bare = " ".join(re.sub(r"//.*|^\s*#\s*line\b.*", "", text, flags=re.M).split())
     return hashlib.sha256(f"{bare} {threads}".encode()).hexdigest()[:12]
 
 
 def counted(launch: Launch, problem: Problem) -> tuple[Counted, bool]:
-    """Return the line of the table for a launch with a recurrent product, and whether it was counted in this very text.
-    Otherwise it is the nearest line, by kernel, dtype, rows of a threadgroup, H."""
+    """Return the table's line for a launch with a recurrent product, and whether this very text was counted.
+    Otherwise the line is the nearest one, by kernel, dtype, rows of a threadgroup, and H."""
     kernel = kernel_of(launch, problem)
     for line in table():
         if line.text == kernel.text:
@@ -155,8 +154,8 @@ def counted(launch: Launch, problem: Problem) -> tuple[Counted, bool]:
 
 
 def products(line: Counted) -> int:
-    """Return the multiply-adds of a turn that belong to the product, without those that unpack quantized weights. In a
-    product by lanes a turn takes 16 or 32 weights of each column, as the shader of that product says."""
+    """Return the multiply-adds of a turn that belong to the product, without those that unpack quantized weights. In
+    a product by lanes, a turn takes 16 or 32 weights of each column, as that product's shader says."""
     packed = re.search(r"_(affine|mxfp|nvfp)\d*_(\d)_bits$", line.kernel)
     if not packed:
         return line.multiply_adds
@@ -167,11 +166,11 @@ def products(line: Counted) -> int:
 
 
 def cycles_of(launch: Launch, problem: Problem, steps: int) -> tuple[float, float, Counted, bool]:
-    """Return, for a launch over so many time steps, the cycles that a quarter of a GPU core needs for one SIMD-group,
-    the spills among its instructions, the line of the table, and whether that line is this kernel's own.
+    """Return four values for a launch over so many time steps: the cycles that a quarter of a GPU core needs for one
+    SIMD-group, the spills among its instructions, the table's line, and whether that line is this kernel's own.
 
     The line of another size is scaled by the multiply-adds that are needed. Turns over quantized weights are rounded
-    up: a turn takes as long where some lanes have no weights.
+    up, since a turn takes as long when some lanes have no weights.
     """
     line, own = counted(launch, problem)
     needed = kernel_of(launch, problem).needed

@@ -1,6 +1,8 @@
-"""The launches of a function on a GPU, read from the graph that MLX builds: without a device, and nothing is computed.
+"""Read the launches of a function on a GPU from the graph that MLX builds. No device is needed, and nothing is
+computed.
 
-A graph names every primitive with the shapes of its inputs and outputs, and every Metal kernel with its grid and text.
+A graph names every primitive with the shapes of its inputs and outputs, and every Metal kernel with its grid and
+text.
 """
 
 import re
@@ -13,12 +15,12 @@ import mlx.core as mx
 from mlx_lstm.engines.metal import kernel as kernels
 
 VIEWS = {"Broadcast", "ExpandDims", "Flatten", "Reshape", "Slice", "Split", "Squeeze", "Transpose", "Unflatten"}
-"""Primitives that launch nothing, except a Reshape of an array that is not contiguous, which is a copy."""
+"""Primitives that launch nothing. An exception is a Reshape of an array that is not contiguous: it copies."""
 
 
 class Buffer(NamedTuple):
-    """An array that a launch reads or writes. bytes: the memory it takes, less than its shape says if it is broadcast.
-    constant: whether it is in Metal's constant memory, where a few sizes are."""
+    """An array that a launch reads or writes. bytes: the memory it takes, which is less than its shape says if it is
+    broadcast. constant: whether it is in Metal's constant memory, which holds a few sizes."""
 
     name: str
     shape: tuple[int, ...]
@@ -27,20 +29,21 @@ class Buffer(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """One launch. level: the launches on the longest chain of results that leads to this one, itself included."""
+    """One launch of a kernel or primitive. level: the number of launches on the longest chain of dependent launches
+    that ends in this one."""
 
     name: str
     reads: tuple[Buffer, ...]
     writes: tuple[Buffer, ...]
     level: int
-    # Of our own kernels only: the threadgroups, the threads of each, the text that MLX gives to Apple's compiler.
+    # Set for our own kernels only: threadgroups, threads of each, and the text that MLX gives to Apple's compiler.
     groups: tuple[int, int, int] = (1, 1, 1)
     threads: int = 0
     text: str = ""
 
     @property
     def ours(self) -> bool:
-        """Whether it is a kernel of ours."""
+        """Whether this launch runs one of our kernels."""
         return bool(self.text)
 
 
@@ -52,20 +55,20 @@ class Graph(NamedTuple):
 
     @property
     def depth(self) -> int:
-        """The launches that wait for one another."""
+        """The number of launches on the longest chain of launches that wait for one another."""
         return max((launch.level for launch in self.launches), default=0)
 
 
 def trace(function: Callable[..., list[mx.array]], arrays: list[mx.array]) -> Graph:
     """Return the launches of `function(*arrays)`. Only the shapes and dtypes of the arrays matter."""
     nodes: list[dict[str, Any]] = []
-    kernels.forget()  # a kernel that the tests' emulator built would evaluate its inputs
-    with mx.stream(mx.gpu if mx.is_available(mx.gpu) else mx.cpu):  # on a Mac a kernel runs on no other device
+    kernels.forget()  # a kernel of the tests' emulator would evaluate its inputs
+    with mx.stream(mx.gpu if mx.is_available(mx.gpu) else mx.cpu):  # on a Mac kernels run on the GPU only
         mx.export_function(nodes.append, function, *arrays)
     kernels.forget()
     primitives = [node for node in nodes if node.get("type") == "primitive"]
     levels: dict[str, int] = {}
-    repeated: dict[str, int] = {}  # by broadcast array: its elements in memory
+    repeated: dict[str, int] = {}  # for each broadcast array: its elements in memory
     scattered: set[str] = set()  # arrays that are not contiguous
     launches: list[Launch] = []
     for node in primitives:
@@ -98,8 +101,8 @@ def launches_of(node: dict[str, Any], level: int, name: str, repeated: dict[str,
 
 
 def launch_of_ours(node: dict[str, Any], level: int) -> Launch:
-    """Return the launch of one of our kernels. The names of its buffers are read from its text. An array that is bound
-    more than once under numbered names counts once."""
+    """Return the launch of one of our kernels, with the names of its buffers from its text. An array that is bound
+    several times under numbered names counts once."""
     full, source, grid_x, grid_y, grid_z, threads = node["arguments"][:6]
     name = re.sub(r"^custom_kernel_|_without_.*|__.*", "", full)
     declared = re.findall(r"(constant|device) [\w<>, ]+[*&] (\w+) \[\[buffer\(\d+\)\]\]", source)
@@ -114,7 +117,7 @@ def launch_of_ours(node: dict[str, Any], level: int) -> Launch:
 
 
 def is_scattered(node: dict[str, Any], scattered: set[str]) -> bool:
-    """Return whether the result of a view is not contiguous: in another order, with gaps or broadcast."""
+    """Return whether a view is not contiguous: in another order, with gaps, or broadcast."""
     inputs: list[tuple[str, tuple[int, ...], mx.Dtype | None]] = node["inputs"] or [("", (), None)]
     name, before, _ = inputs[0]
     after = node["outputs"][0][1]

@@ -1,4 +1,5 @@
-"""`--model`: the launches of our layers and of `mlx.nn.LSTM`, their bytes, and their predicted time on three chips."""
+"""`--model`: print the launches of our layers and of `mlx.nn.LSTM`, their bytes, and their predicted time on three
+chips."""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -25,26 +26,28 @@ launches, and the host, whose work a function of mx.compile saves. between launc
 
 
 class Prediction(NamedTuple):
-    """A line: the launches of one kind, or of a whole layer; their bytes; seconds and bound on each chip."""
+    """One line of the predictions: the launches of one kind, or of a whole layer; their bytes; seconds and bound on
+    each chip."""
 
     layer: str
     launch: str
     launches: int
     moved: float
     floor: float
-    apart: float  # bytes moved over their floor, apart from recurrent weights
+    apart: float  # ratio of bytes moved to their floor, without recurrent weights
     seconds: tuple[float, ...]
     bounds: tuple[str, ...]
 
     def over(self, other: "Prediction") -> str:
-        """Return "12.3, 4.5, 6.7": the seconds over those of another line, chip by chip."""
+        """Return the ratios of this line's seconds to another line's, for each chip: "12.3, 4.5, 6.7"."""
         return ", ".join(f"{mine / theirs:.1f}" for mine, theirs in zip(self.seconds, other.seconds, strict=True))
 
 
 def predict(
     size: Size, dtype: str, which: str, engines: Iterable[str], packing: Packing | None = None
 ) -> list[Prediction]:
-    """Return the lines of one size and pass, a layer's sum last. `packing`: how our weights are quantized."""
+    """Return the lines of one size and pass; the last line of a layer is its sum. `packing`: how our weights are
+    quantized."""
     lines: list[Prediction] = []
     for engine in engines:
         problem, graph = ours(size, DTYPES[dtype], engine, which, packing=packing)
@@ -58,7 +61,7 @@ def predict(
 
 
 def estimates(size: Size, dtype: str, which: str, engines: Iterable[str], packing: Packing | None = None) -> list[str]:
-    """Return one line about each kernel that is not in the table of machine code at this size."""
+    """Return one note about each kernel that is not in the table of machine code at this size."""
     notes: dict[str, None] = {}
     for engine in engines:
         problem, graph = ours(size, DTYPES[dtype], engine, which, packing=packing)
@@ -72,7 +75,7 @@ def estimates(size: Size, dtype: str, which: str, engines: Iterable[str], packin
 
 
 def line_of(layer: str, kind: str, launches: Sequence[Launch], problem: Problem) -> Prediction:
-    """Return the line of some launches: the sums over them."""
+    """Return one line with the sums over several launches."""
     moved = sum(moved_bytes(launch, problem) for launch in launches)
     floor = sum(floor_bytes(launch, problem) for launch in launches)
     parts = [[parts_of(launch, problem, chip) for launch in launches] for chip in CHIPS]
@@ -84,7 +87,7 @@ def line_of(layer: str, kind: str, launches: Sequence[Launch], problem: Problem)
 
 
 def longest(parts: Iterable[dict[str, float]]) -> str:
-    """Return the bound into which most of the time goes."""
+    """Return the bound that takes most of the time."""
     total: dict[str, float] = {}
     for each in parts:
         name = max(each, key=each.__getitem__)
@@ -104,7 +107,7 @@ def sums(layer: str, which: str, graph: Graph, problem: Problem) -> tuple[Predic
 
 
 def engines_at(size: Size, asked: list[str] | None) -> list[str]:
-    """Return the Metal engines that can run a size, of those asked for."""
+    """Return the Metal engines that can run a size, among those in `asked` unless it is empty."""
     refused = obstacles(LSTM, size.H, "gpu", True, False, False)
     return [engine for engine in METAL_ENGINES if engine not in refused and (not asked or engine in asked)]
 
@@ -129,7 +132,7 @@ def group_text(size: Size, dtype: str, which: str, lines: list[Prediction], pack
 
 
 def traffic_cells(line: Prediction) -> list[str]:
-    """Return the cells of launches, megabytes, and megabytes over their floor."""
+    """Return the cells of launches, megabytes, and the ratio of megabytes to their floor."""
     if not line.floor:
         return [""] * 5
     return [

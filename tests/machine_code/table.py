@@ -1,4 +1,4 @@
-"""The kernels that are counted, and the table of them: machine_code.csv."""
+"""Choose the kernels that are counted, and write their table: machine_code.csv."""
 
 import csv
 import hashlib
@@ -36,7 +36,8 @@ class Case(NamedTuple):
 
 
 def cases() -> Iterator[Case]:
-    """Yield layers that the default choice gives to each engine, and some beyond, to predict where the border is."""
+    """Yield the layers that the default choice gives to each engine, and some larger ones, to predict where the
+    border is."""
     wide = [(B, H) for B in (1, 32, 128) for H in (64, 96, 112, 128, 160, 192, 224, 256)] + [(64, 128)]
     narrow = [(B, H) for B in (1, 32, 128) for H in (96, 112, 128, 160, 192, 224, 256)]
     few = [(1, 128), (32, 128), (32, 160), (128, 128), (128, 160), (128, 224)]
@@ -75,7 +76,7 @@ def cases() -> Iterator[Case]:
 
 
 def kernels(chosen: Iterable[Case]) -> dict[Kernel, Launch]:
-    """Return the kernels with recurrent products of these layers, each with one launch."""
+    """Return the kernels with recurrent products that these layers launch, each with one of its launches."""
     launches = {}
     for case in chosen:
         size = Size(3, case.B, 8, case.H)
@@ -88,7 +89,8 @@ def kernels(chosen: Iterable[Case]) -> dict[Kernel, Launch]:
 
 
 def make(chosen: Iterable[Case]) -> list[Counted]:
-    """Compile the kernels of these layers and return their lines. A kernel of several sizes is compiled once."""
+    """Compile the kernels of these layers and return their lines in the table. A kernel that serves several sizes is
+    compiled once."""
     by_kernel = kernels(chosen)
     launches = {kernel.text: launch for kernel, launch in by_kernel.items()}
     with ThreadPoolExecutor(PROCESSES) as pool:
@@ -98,7 +100,7 @@ def make(chosen: Iterable[Case]) -> list[Counted]:
 
 
 def line_of(kernel: Kernel, printed: str) -> Counted:
-    """Return the line of a kernel from what the compiler printed."""
+    """Return the table's line of a kernel from the compiler's output."""
     counts = count(printed)
     kinds = {kind: counts.kinds[kind] for kind in (*WORDS, "control")}
     return Counted(
@@ -114,13 +116,13 @@ def line_of(kernel: Kernel, printed: str) -> Counted:
 
 
 def tool_hash() -> str:
-    """Return a short hash of the files that build the compiler and count."""
+    """Return a short hash of the files that build the compiler and count the instructions."""
     text = b"".join((HERE / name).read_bytes() for name in ("build.sh", "compiler.py", "count.py", "shim.h"))
     return hashlib.sha256(text).hexdigest()[:12]
 
 
 def write(lines: Iterable[Counted]) -> None:
-    """Write the table."""
+    """Write the table to its file."""
     with FILE.open("w", newline="", encoding="ascii") as file:
         file.write(f"# made by `make machine-code`, a tool of hash {tool_hash()}; instructions.py has the columns\n")
         writer = csv.writer(file, lineterminator="\n")

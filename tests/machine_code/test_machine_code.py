@@ -1,4 +1,5 @@
-"""The table of machine code belongs to the present shaders; how it is counted and read. No compiler runs."""
+"""Test that the table of machine code belongs to the present shaders, and how it is counted and read. No compiler
+runs."""
 
 import mlx.core as mx
 import pytest
@@ -16,7 +17,7 @@ RENEW = "the table is of other shaders, launches or another tool: `make machine-
 
 
 def test_the_table_is_not_stale():
-    """Every kernel has the text it was made from, and the tool is the one that made it."""
+    """The table has a line for the present text of every kernel, and the present tool made it."""
     named = {Kernel(*(getattr(line, name) for name in Kernel._fields)) for line in table()}
     assert named == set(kernels(cases())), RENEW
     assert tool_hash() in FILE.open().readline(), RENEW
@@ -62,12 +63,13 @@ STATISTICS = "SHADER-DB: k: 15 inst, 9 alu, 9 fscib, 4 ic, 99 bytes, 27 regs, 8 
 
 
 def test_counting():
-    """The first loop with multiply-adds counts, in the third program that is printed: the ones before are not final."""
+    """The first loop with multiply-adds is counted, in the third program of the output; the programs before are not
+    final."""
     found = count(STATISTICS + BEFORE * 2 + FINAL + BEFORE * 3)
     assert (found.registers, found.scratch, found.unknown) == (13.5, 16, 0)
     kinds = {"device_loads": 1, "multiply_adds": 1, "moves": 2, "integer": 2, "transcendental": 1, "spills": 1}
     assert found.kinds == kinds | {"shuffles": 1, "control": 2}
-    assert found.cycles == 12  # the shuffle takes two; exp2 and imad take 8 beside
+    assert found.cycles == 12  # the shuffle takes 2; exp2 and imad take 8 in a unit of their own, at the same time
     assert found.outside == 4
 
 
@@ -94,7 +96,7 @@ def test_a_program_that_was_not_understood_is_refused():
 
 
 def test_what_the_compiler_is_given():
-    """Attributes become variables; the head, line numbers and the word `kernel` are removed."""
+    """In the compiler's input, attributes are variables; the head, line numbers and the word `kernel` are removed."""
     (launch,) = kernels([Case("fused", "lstm", "bfloat16", 2, 8, which="forward")]).values()
     text = opencl(
         f'#line 1 "fused.metal"\n#define kernel kernel,max_total_threads_per_threadgroup(512)\n{launch.text}', 64
@@ -119,7 +121,8 @@ def sweep(size, engine="fused", dtype=mx.float32):
 
 @pytest.fixture
 def small(monkeypatch):
-    """A table of a few kernels with invented figures: 100 cycles a step or turn, 10 outside, 8 multiply-adds."""
+    """Replace the table by a few kernels with invented figures: 100 cycles per step or turn, 10 outside, 8
+    multiply-adds."""
     figures = dict.fromkeys(Counted._fields, 0) | {"cycles": 100, "outside": 10, "multiply_adds": 8, "spills": 2}
     sizes = [(B, 8, "fused", dtype) for B in (1, 32) for dtype in (mx.float32, mx.float16)]
     sizes += [(32, 40, "fused", mx.float32), (1, 8, "stepwise", mx.float32), (32, 8, "stepwise", mx.float32)]
@@ -136,13 +139,14 @@ def test_a_kernel_finds_its_own_line(small):
     assert cycles_of(launch, problem, 7) == (10 + 7 * 100, 7 * 2, line, True)
     problem, launch = sweep(Size(7, 32, 3, 300), "stepwise")
     line, own = counted(launch, problem)
-    assert own and line.H == 8  # its text does not know H
+    assert own and line.H == 8  # the text does not depend on H
     turns = kernel_of(launch, problem).needed / 8
     assert cycles_of(launch, problem, 1)[:2] == (10 + turns * 100, turns * 2)
 
 
 def test_another_one_the_nearest_in_proportion(small):
-    """The nearest line has the same kernel, then the width of dtype, the rows of a threadgroup, the nearest H."""
+    """A kernel that was not counted gets the cycles of the nearest line, scaled by the multiply-adds. The nearest
+    line has the same kernel, then the same width of dtype, rows of a threadgroup, and the nearest H."""
     for size, dtype, wanted in [
         ((32, 48), mx.float32, (32, 40, "float32")),
         ((32, 12), mx.float32, (32, 8, "float32")),
@@ -173,7 +177,7 @@ def default_kernels():
 
 @pytest.mark.parametrize("line", [*default_kernels()])
 def test_kernels_of_default_sizes_stay_within_the_budget(line):
-    """No register goes to memory; at most 2.7 instructions per multiply-add from H = 96 on."""
+    """Kernels of default sizes spill no register, and from H = 96 on take at most 2.7 instructions per multiply-add."""
     assert line.spills == line.scratch == 0 and line.unknown == 0
     assert line.H < 96 or line.instructions <= 2.7 * line.multiply_adds
 
@@ -191,8 +195,9 @@ def test_a_product_by_lanes(sweep):
 
 
 def test_packed_weights_take_registers_only():
-    """Of every width and mode. A step in one row takes at most 4 instructions a weight at 2, 4 and 8 bits, 5.5 at
-    other widths, whose weights are taken one by one, and of small floats; one in four rows 3.5 for each of them."""
+    """Kernels with quantized weights of every width and mode spill no register. A step of one row takes at most 4
+    instructions per weight at 2, 4 and 8 bits. It takes 5.5 at other widths, which are unpacked one by one, and for
+    small floats. A step of four rows takes 3.5 per weight and row."""
     lines = [line for line in table() if line.kernel.endswith("_bits")]
     assert len({line.kernel for line in lines}) >= 10 and not any(line.spills or line.scratch for line in lines)
     for line in [line for line in lines if line.rows < 8 and line.per == "turn"]:
@@ -201,8 +206,8 @@ def test_packed_weights_take_registers_only():
 
 
 def test_a_step_of_the_whole_sequence_with_packed_weights():
-    """At H = 128 and 256, where no lane has padding, at most 3.7 instructions a weight of 4 or 8 bits in one row, all
-    else of a step included; 4.4 of small floats."""
+    """At H = 128 and 256, where no lane has padding, a whole step of one row takes at most 3.7 instructions per
+    weight of 4 or 8 bits, and 4.4 per small float."""
     lines = [line for line in table() if line.kernel.startswith("lstm_fused") and line.kernel.endswith("_bits")]
     assert {line.H for line in lines} == {64, 96, 128, 160, 192, 224, 256}
     for line in [line for line in lines if line.rows == 1 and line.H in (128, 256)]:

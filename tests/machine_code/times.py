@@ -1,9 +1,9 @@
-"""Predictions: the bytes that a launch moves, and its time on a chip. No Mac measured any of it.
+"""Predict the bytes that a launch moves and its time on a chip. No Mac has measured these times.
 
-A launch takes the longest of its instructions, its memory traffic and its loads through caches, and in addition
-`DEPENDENT` if it waits for another launch, else `INDEPENDENT`. A function takes the sum of its launches, or the host's
-time to ask for them if that is longer, since the host prepares a call while the GPU works on the one before; and
-`ROUND_TRIP` once. `mlx.nn.LSTM` follows the same rule. Only recurrences without options are predicted.
+A launch takes the longest of three times: its instructions, its memory traffic, and its loads through caches.
+`DEPENDENT` is added if it waits for another launch, else `INDEPENDENT`. A function takes the sum of its launches. If
+the host needs longer to encode them, it takes the host's time, since the host prepares a call while the GPU works on
+the one before. `ROUND_TRIP` is added once. `mlx.nn.LSTM` follows the same rule.
 """
 
 from collections.abc import Iterable
@@ -32,7 +32,7 @@ LSTM = LSTMCell()
 
 
 class Chip(NamedTuple):
-    """GPU cores, clock in Hz, bytes per second of DRAM and of the system level cache, bytes of that cache."""
+    """A chip: GPU cores, clock in Hz, bytes per second of DRAM and of the system level cache, bytes of that cache."""
 
     name: str
     cores: int
@@ -43,7 +43,7 @@ class Chip(NamedTuple):
 
     @property
     def peak(self) -> float:
-        """float32 operations per second: 128 multiply-adds per core and cycle."""
+        """The peak of float32 operations per second: 128 multiply-adds per core and cycle."""
         return 256 * self.cores * self.clock
 
 
@@ -60,7 +60,7 @@ DEPENDENT = 2.7e-6
 (ml-explore/mlx#4521); other reports say 1.2 to 5.2."""
 
 INDEPENDENT = 0.5e-6
-"""The same for a launch that waits for none of those before it; published for one Mac's concurrent encoder."""
+"""Seconds from one tiny launch to the next that does not wait for it; published for one Mac's concurrent encoder."""
 
 HOST = {
     ("fused", "forward"): (81e-6, 0.0),
@@ -76,7 +76,7 @@ Measured at T, B, H = 64, 32, 256 with `python -m mlx_lstm.bench --host` on two 
 fraction of it. No Mac was measured."""
 
 ROUND_TRIP = 0.15e-3
-"""Seconds to hand over work and to wait for its end. Assumed."""
+"""Seconds to submit work and to wait for its end. Assumed."""
 
 REGISTER_FILE = 208 * 1024
 """Bytes of registers of a GPU core, published."""
@@ -91,7 +91,7 @@ DRAM, CACHE = 0.8, 0.65
 """The parts of the published bandwidths that a launch reaches. Assumed."""
 
 FROM_L2, FROM_L1 = 32, 64
-"""Bytes per core and cycle: metal-benchmarks."""
+"""Bytes per core and cycle from the L2 and L1 caches: metal-benchmarks."""
 
 ISSUE = 4
 """SIMD-groups that execute an instruction per cycle and core, each in a quarter of the core: metal-benchmarks."""
@@ -103,14 +103,14 @@ SPILL = 4 * 32
 
 
 def floor_bytes(launch: Launch, problem: Problem, *, weights: bool = True) -> float:
-    """Return the least bytes of a launch: each input read once as far as it is needed, each output written once.
-    `weights`: whether the recurrent weights of our kernels count."""
+    """Return the least bytes that a launch must move: the needed part of each input once, and each output once.
+    `weights`: whether to count our kernels' recurrent weights."""
     reads = sum(reads_of(buffer, launch, problem)[0] for buffer in counted(launch, weights))
     return reads + sum(buffer.bytes for buffer in launch.writes)
 
 
 def moved_bytes(launch: Launch, problem: Problem, *, weights: bool = True) -> float:
-    """Return the bytes of all loads from device memory, whatever cache serves them, and of all stores."""
+    """Return the bytes of all loads from device memory, whichever cache serves them, and of all stores."""
     reads = sum(reads_of(buffer, launch, problem)[1] for buffer in counted(launch, weights))
     return reads + sum(buffer.bytes for buffer in launch.writes)
 
@@ -122,30 +122,31 @@ def counted(launch: Launch, weights: bool) -> list[Buffer]:
 
 
 def reads_of(buffer: Buffer, launch: Launch, problem: Problem) -> tuple[float, float]:
-    """Return (bytes needed, bytes of all loads) of a buffer. MLX's own kernels count as reading it once."""
+    """Return (bytes needed, bytes of all loads) of a buffer. MLX's own kernels are assumed to read it once."""
     if launch.ours and "stepwise" in launch.name:
         return traffic.reads(buffer, launch, problem)
     if has_product(launch) and "fused" in launch.name and buffer.name in WEIGHTS:
         return buffer.bytes, buffer.bytes * times_read(launch, problem)
-    if launch.name == "recurrent_input" and buffer.name == "h":  # not the last h
+    if launch.name == "recurrent_input" and buffer.name == "h":  # every h but the last is read
         return traffic.twice(buffer.bytes * (1 - 1 / problem.T))
     return buffer.bytes, buffer.bytes
 
 
 def times_read(launch: Launch, problem: Problem) -> float:
-    """Return how often a kernel of `fused` reads each of its weights, on average."""
+    """Return how often a kernel of `fused` reads each weight, on average."""
     steps, tiling = launch.writes[0].shape[0], tiling_of(launch, problem, itemsize(launch))
     return ceil(problem.B / tiling.rows) * (tiling.resident_part + (1 - tiling.resident_part) * steps)
 
 
 def itemsize(launch: Launch) -> int:
-    """Return the bytes of an element of the arrays: of a kernel's first buffer that does not hold sizes."""
+    """Return the bytes of an element of a launch's arrays, from the kernel's first buffer that does not hold sizes."""
     first = next(buffer for buffer in launch.reads if not buffer.constant)
     return first.bytes // prod(first.shape)
 
 
 def tiling_of(launch: Launch, problem: Problem, size: int) -> FusedTiling:
-    """Return the tiling of a kernel of `fused`: its batch rows, the part of the weights resident in registers."""
+    """Return the tiling of a kernel of `fused`: its batch rows, and the part of the weights that is resident in
+    registers."""
     options = {"backward": "backward" in launch.name, "directions": problem.directions}
     packing = problem.packing if reads_packed(launch) else None
     return fused_tiling(problem.cell, problem.B, problem.H, size, packing=packing, **options)
@@ -155,26 +156,29 @@ def tiling_of(launch: Launch, problem: Problem, size: int) -> FusedTiling:
 
 
 def parts_of(launch: Launch, problem: Problem, chip: Chip) -> dict[str, float]:
-    """Return the seconds of a launch by each of its bounds; it takes the longest."""
+    """Return the seconds of a launch by each of its bounds. The launch takes the longest of them."""
     if has_product(launch):
         return parts_of_product(launch, problem, chip)
     parts = {"memory": memory_seconds(floor_bytes(launch, problem), chip)}
     if launch.name in ("Matmul", "AddMM"):
         rows, K = launch.reads[0].shape[-2:]
-        part = 0.75 if rows >= 512 else 0.6 if rows >= 64 else 0.4  # of the peak; 0.73 to 0.75 are published
+        part = 0.75 if rows >= 512 else 0.6 if rows >= 64 else 0.4  # share of the peak; 0.73 to 0.75 are published
         parts["instructions"] = 2 * prod(launch.writes[0].shape) * K / (part * chip.peak)
         parts["latency"] = PRODUCT_LATENCY
     return parts
 
 
 def memory_seconds(count: float, chip: Chip) -> float:
-    """Return the seconds to move bytes; arrays smaller than half of the system level cache stay in it."""
+    """Return the seconds to move so many bytes; arrays smaller than half of the system level cache stay in it."""
     return count / (CACHE * chip.cache if count < chip.cache_bytes / 2 else DRAM * chip.dram)
 
 
 def parts_of_product(launch: Launch, problem: Problem, chip: Chip) -> dict[str, float]:
-    """Return the same for a kernel with a recurrent product. The busiest core decides. Its threadgroups run together as
-    far as the core's registers hold theirs; the others run after them, with latencies of their own."""
+    """Return the seconds by each bound of a kernel with a recurrent product.
+
+    The busiest core decides. Its threadgroups run together as long as the core's registers suffice; the others run
+    after them, with latencies of their own.
+    """
     steps = launch.writes[0].shape[0] if "fused" in launch.name else 1
     cycles, spills, line, _ = cycles_of(launch, problem, steps)
     groups = prod(launch.groups)
@@ -197,7 +201,8 @@ def seconds_of(launch: Launch, problem: Problem, chip: Chip) -> float:
 
 
 def gpu_parts(graph: Graph, problem: Problem, chip: Chip) -> dict[str, float]:
-    """Return the GPU's seconds for a function: of its launches, by what bounds each, and of the gaps between them."""
+    """Return the GPU's seconds for a function: the seconds of its launches by their bound, and the gaps between
+    launches."""
     gaps = DEPENDENT * graph.depth + INDEPENDENT * (len(graph.launches) - graph.depth)
     seconds = {"launches": gaps}
     for launch in graph.launches:
@@ -259,7 +264,8 @@ def ours(
 def packed_shapes(
     name: str, shape: tuple[int, ...], dtype: mx.Dtype, packing: Packing | None
 ) -> dict[str, tuple[tuple[int, ...], mx.Dtype]]:
-    """Return the shapes and dtypes of a quantized weight's arrays, or the weight's if its rows are no whole groups."""
+    """Return the shapes and dtypes of a quantized weight's arrays. A weight whose rows are not a multiple of the
+    group stays as it is."""
     if packing is None or shape[-1] % packing.group_size:
         return {name: (shape, dtype)}
     groups, affine = (*shape[:-1], shape[-1] // packing.group_size), packing.mode == "affine"

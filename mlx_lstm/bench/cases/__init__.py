@@ -1,4 +1,4 @@
-"""The table of cases: which sizes, passes and contenders each has."""
+"""The table of benchmark cases, with the sizes, passes and contenders of each."""
 
 import importlib
 import importlib.util

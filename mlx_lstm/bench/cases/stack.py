@@ -42,7 +42,7 @@ def to_buffer(arrays: Tensors) -> np.ndarray:
 
 
 def from_buffer(buffer: np.ndarray, like: Tensors) -> Tensors:
-    """Return the arrays of such a buffer, in the shapes of `like`."""
+    """Split cuDNN's parameter buffer. Return the arrays, in the shapes of `like`."""
     arrays, start = {}, 0
     for pair in (("Wx", "Wh"), ("b", "bh")):
         for name in (name + suffix for suffix in ALL for name in pair):

@@ -35,7 +35,8 @@ def evaluate(cell: str, numbers: Tensors, fl: Arithmetic, *, backward: bool) -> 
 
 
 def layer(cell: str, numbers: Tensors, suffixes: tuple[str, str], fl: Arithmetic) -> Tensors:
-    """Return a layer's case for the oracle, without x. The two biases are added, but for that of a GRU's candidate."""
+    """Return a layer's case for the oracle, without x. The two biases are added, except the recurrent bias of a
+    GRU's candidate."""
     both = {name: [numbers[name + suffix] for suffix in suffixes] for name in ("Wx", "Wh", "b", "bh")}
     b, bh = (np.stack(both[name]).astype(np.float64) for name in ("b", "bh"))
     case = {"op": cell, "bidirectional": True, "Wx": np.concatenate(both["Wx"]), "Wh": np.stack(both["Wh"])}

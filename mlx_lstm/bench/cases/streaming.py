@@ -1,7 +1,7 @@
 """The case `streaming`: inference of T steps in T calls that pass their states on.
 
-The results of each call are evaluated before the next one. The LSTM, its numbers and its judge are those of the case
-`lstm`: step by step must give what the whole sequence does.
+The results of each call are evaluated before the next call. The LSTM, its numbers and its judge are those of the
+case `lstm`, as T single steps must give the result of the whole sequence.
 """
 
 from typing import Any
