@@ -74,7 +74,7 @@ def test_each_option_alone(option, engine, way):
 def test_each_option_in_sequences_that_are_cut_for_their_length(option):
     """Sequences that are divided for their length give the right results with each option. All values for the
     gradient are saved, chunk by chunk."""
-    with evaluating("evaluated"), patch.object(chunks, "GATES", {"ops": 1}):
+    with evaluating("evaluated"), patch.object(choice, "GATES", {"ops": 1}):
         assert_right(*draw_away_from_kinks(1, **EVERY_OPTION[option]), "ops")
 
 
@@ -99,7 +99,7 @@ def check_on_metal(number, engine, options, B):
     are evaluated one by one."""
     case, cotangents = draw_away_from_kinks(1, sizes=(4, B, 3, 2, 3), **options)
     every = (3, 2, None)[number % 3]
-    few = patch.object(chunks, "GATES", {"fused": 8 * B, "stepwise": 8 * B})
+    few = patch.object(choice, "GATES", {"fused": 8 * B, "stepwise": 8 * B})
     with on_metal(), few, evaluating(WAYS[number % 2] if every else "evaluated"):
         assert_right(case | ({"checkpoint_every": every} if every else {}), cotangents, engine)
 

@@ -3,6 +3,7 @@
 import mlx.core as mx
 import numpy as np
 
+from ..choice import current_device
 from ..packing import WEIGHTS, Packing, is_packed, packed_names
 from ..problem import Arrays
 from ..tracing import have_values, is_transforming
@@ -48,7 +49,10 @@ def times_input(packing: Packing | None, arrays: Arrays, rows: mx.array) -> mx.a
     if packing is None or not is_packed("Wx", arrays):
         return rows @ arrays["Wx"].T  # not mx.addmm: MLX 0.32.4 refuses it under mx.vmap over b alone
     scales, biases = scales_of(arrays, "Wx", rows.dtype)
-    # Placeholders may be those of mx.vmap, which has no rule for a quantized product.
-    if is_transforming() and not have_values([rows, *(array for name, array in arrays.items() if name[:2] == "Wx")]):
+    # Arrays without values may be those of mx.vmap, which has no rule for a quantized product. MLX does not tell them
+    # from those of mx.compile or an export, so only the CPU, where traced graphs are slow anyway, multiplies by the
+    # matrix; and only in mode affine, since an export cannot write the others' dequantization.
+    traced = packing.mode == "affine" and current_device() == "cpu" and is_transforming()
+    if traced and not have_values([rows, *(array for name, array in arrays.items() if name[:2] == "Wx")]):
         return rows @ matrix(packing, arrays, "Wx", rows.dtype).T
     return mx.quantized_matmul(rows, arrays["Wx"], scales, biases, **packing._asdict())
