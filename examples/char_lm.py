@@ -141,7 +141,7 @@ def documentation() -> str:
 
 
 def kneser_ney(counts: np.ndarray, lower: np.ndarray) -> np.ndarray:
-    """Turn counts [..., V] into probabilities; the mass discounted from each count goes to the lower order."""
+    """Return probabilities from counts [..., V]; the mass discounted from each count goes to the lower order."""
     once, twice = (counts == 1).sum(), (counts == 2).sum()
     discount = once / (once + 2 * twice) if once else 0.5
     total, kinds = counts.sum(-1, keepdims=True), (counts > 0).sum(-1, keepdims=True)

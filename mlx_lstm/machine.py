@@ -48,8 +48,9 @@ def shader_folder() -> Path:
 
 
 def in_all_digits() -> None:
-    """Let MLX compute its own float32 products with all digits, unless the user has set MLX_ENABLE_TF32. By default the
-    newest chips leave some out, which is an error to a judge in float64. Call it before the first operation of MLX."""
+    """Let MLX compute float32 products with full precision, unless the user has set MLX_ENABLE_TF32. By default the
+    newest chips use fewer digits, which a comparison with float64 would report as an error. Call this function
+    before the first operation of MLX."""
     os.environ.setdefault("MLX_ENABLE_TF32", "0")
 
 

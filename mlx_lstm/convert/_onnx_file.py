@@ -124,7 +124,7 @@ def array_of(onnx: Any, tensor: Any, name: str) -> Any:
 
 
 def write(path: Path, ending: str, layers: Mapping[str, Weights]) -> None:
-    """Write a model that has for each stack an input [T, N, I], a chain of nodes and an output [T, N, D H]."""
+    """Write a model that has, for each stack, an input [T, N, I], a chain of nodes and an output [T, N, D H]."""
     onnx = load()
     make, nodes, tensors, inputs, outputs = onnx.helper.make_node, [], [], [], []
     shape = onnx.numpy_helper.from_array(np.array([0, 0, -1], np.int64), "shape")

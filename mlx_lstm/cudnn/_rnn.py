@@ -25,8 +25,8 @@ class CudnnRNNOutput(NamedTuple):
 
 
 class CudnnRNNV2Output(NamedTuple):
-    """Outputs of `cudnn_rnn_v2` and `cudnn_rnn_v3`: those of `CudnnRNNOutput`, and host_reserved, int8 zeros without a
-    meaning here."""
+    """Outputs of `cudnn_rnn_v2` and `cudnn_rnn_v3`: those of `CudnnRNNOutput`, and host_reserved, int8 zeros that
+    have no use here."""
 
     output: mx.array
     output_h: mx.array

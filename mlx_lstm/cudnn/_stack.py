@@ -176,7 +176,7 @@ class Stack(NamedTuple):
 
 
 def dropout_factors(where: Layout, x: mx.array, attributes: Attributes) -> list[mx.array | None]:
-    """Return, for each layer but the last, the factors 0 or 1 / (1 - p) on its h [T, N, D S]; for the last None.
+    """Return each layer's dropout factors on its h [T, N, D S], which are 0 or 1 / (1 - p); None for the last layer.
 
     With p = 1 all factors are 0, without a division by 0.
     """

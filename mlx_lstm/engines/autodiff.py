@@ -200,9 +200,10 @@ def backward(
     outputs: Arrays,
     hidden: Saved,
 ) -> Arrays:
-    """Return the gradients of the arrays that have one, with the derivatives that the engine has.
+    """Return the gradients of the arrays that have one, with the derivatives that the engine supports.
 
-    outputs: those of the forward pass that MLX sees; hidden: what was saved besides.
+    outputs: the outputs of the forward pass that MLX sees; hidden: the arrays that were saved where MLX does not see
+    them.
     """
     if engine == "ops":
         floats = dequantized(problem.packing, arrays)

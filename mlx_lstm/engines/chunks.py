@@ -215,7 +215,7 @@ class Chunked:
         starts, sums = {name: f"{name[0]}_starts" for name in states_of(problem)}, {}
         shared = self.shared_by_steps(arrays)
         by_step, d_by_step, saved_by_step = (self.by_step(values) for values in (arrays, cotangents, saved))
-        # The cotangents of the states after the chunk, which the chunk after it returned.
+        # Cotangents of the states at the end of the current chunk: the caller's, then those of the later chunk.
         after = self.prepared({name: cotangents[name] for name in ("hT", "cT") if name in cotangents})
         for start, stop in reversed(self.bounds(problem)):
             chunk, n = problem._replace(T=stop - start), start // self.steps

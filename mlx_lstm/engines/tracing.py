@@ -101,11 +101,11 @@ def have_values(arrays: list[mx.array], transforming: bool | None = None) -> boo
 
 
 def with_graphs_kept(function: Callable[[], Any]) -> Any:
-    """Return `function()`. What it evaluates stays connected to the graph that it was computed by.
+    """Return `function()`. Arrays that it evaluates stay connected to the graph that computed them.
 
-    When an inner transformation ends, MLX unmarks the tracers it met, those of an outer one included. If such an array
-    is evaluated afterwards, MLX drops its graph, and the outer derivative silently becomes wrong. Only while MLX calls
-    a vjp rule does it keep all graphs. So `function` runs inside the vjp rule of an identity.
+    When an inner transformation ends, MLX unmarks the tracers it met, including those of an outer transformation. If
+    such an array is evaluated afterwards, MLX drops its graph, and the outer derivative silently becomes wrong. Only
+    while MLX calls a vjp rule does it keep all graphs. So `function` runs inside the vjp rule of an identity.
     """
     results = []
 

@@ -27,10 +27,11 @@ OP = "nn.from_weights"
 
 
 class Recurrence(nn.Module):
-    """Layers with any options of `mlx_lstm.lstm`, `gru` or `rnn`. `from_weights` makes one.
+    """A stack of layers with any options of `mlx_lstm.lstm`, `gru` or `rnn`; `from_weights` makes one.
 
-    Parameters: `layers`, a list with the arrays of each layer by the names of the op's arguments: `Wx`, `Wh`, `b`,
-    `bhn`, `Wp`, `peephole`, as far as there are any; of both directions joined, as the op takes them.
+    Parameters: `layers`, a list with the arrays of each layer by the names of the op's arguments: `Wx`, `Wh`, and,
+    where there are any, `b`, `bhn`, `Wp`, `peephole`. The arrays of both directions are joined, as the op takes
+    them.
     """
 
     engine_used = engine_used

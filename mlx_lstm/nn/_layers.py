@@ -547,7 +547,7 @@ class QuantizedRNN(QuantizedLayer, RNN):
 
 def activation_of(nonlinearity: object) -> str:
     """Return the name that a nonlinearity has in `mlx_lstm.rnn`."""
-    # A module, such as nn.Tanh(), cannot be looked up in a dict.
+    # Compare one by one, since a module such as nn.Tanh() is not hashable.
     for function, name in NONLINEARITIES.items():
         if nonlinearity is function:
             return name

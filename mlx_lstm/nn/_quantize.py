@@ -68,7 +68,7 @@ def quantize(
     def is_of_mlx(path: str, layer: nn.Module) -> bool | dict[str, Any]:
         return not quantizes(layer) and predicate(path, layer)
 
-    # First the layers that may be refused; the model changes only after that.
+    # Quantize the layers that may be refused first, so that an error leaves the model unchanged.
     each = partial(tree_map_with_path, is_leaf=nn.Module.is_module)
     each(quantize_ours, model.leaf_modules())
     quantize_mlx: Any = nn.quantize  # MLX's types do not say that a size may be None

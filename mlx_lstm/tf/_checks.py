@@ -18,7 +18,8 @@ PEEPHOLES = ("wci", "wcf", "wco")
 
 
 def check_lstm_block_cell(op: str, arrays: Arrays, use_peephole: bool) -> None:
-    """Check the arguments of LSTMBlockCell and, where `arrays` has `SAVED` and the gradients, of its Grad."""
+    """Check the arguments of LSTMBlockCell. If `arrays` has `SAVED` and the gradients, check those of its gradient
+    op."""
     check_flag(op, "use_peephole", use_peephole)
     check_kinds(op, arrays)
     ranks = {"b": 1} | dict.fromkeys(PEEPHOLES, 1)
@@ -71,7 +72,7 @@ def check_block_lstm_grad(op: str, seq_len_max: object, arrays: Arrays, use_peep
 
 
 def check_gru_block_cell(op: str, arrays: Arrays) -> None:
-    """Check the arguments of GRUBlockCell and, where `arrays` has r, u, c and d_h, of its Grad."""
+    """Check the arguments of GRUBlockCell. If `arrays` has r, u, c and d_h, check those of its gradient op."""
     check_kinds(op, arrays)
     check_ranks(op, arrays, {"b_ru": 1, "b_c": 1}, 2, "Rank of {name} must be {rank}, got {got}")
     N, I = arrays["x"].shape
@@ -113,7 +114,7 @@ def check_ranks(op: str, arrays: Arrays, ranks: dict[str, int], otherwise: int, 
 
 
 def check_matrices(op: str, arrays: Arrays, names: tuple[str, ...], dims: str, N: int, H: int) -> None:
-    """Check that the arrays of these names, as far as they are present, are [N, H]."""
+    """Check that the arrays of these names are [N, H]; names without an array are skipped."""
     for name in (name for name in names if name in arrays):
         check_size(op, f"{name}{dims}(0) != batch_size", arrays[name].shape[0], N)
         check_size(op, f"{name}{dims}(1) != cell_size", arrays[name].shape[1], H)

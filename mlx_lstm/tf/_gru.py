@@ -116,7 +116,7 @@ def gru_block_cell_grad(
             return GRUBlockCellGradOutput(mx.zeros_like(x), d_h_prev, d_h_prev, mx.concatenate([d_h_prev] * 2, axis=1))
         arrays = gru_arguments(names)
         Wx, gates = arrays["Wx"], joined([array[None] for array in (r, u, c)])
-        # Without Wx the gradient of x is that of the preactivations. Only the shapes of x and h are used in one step.
+        # Without Wx the gradient of x is the gradient of the preactivations. One step uses only the shapes of x and h.
         arrays |= {"x": gates, "Wx": None}
         d = gru_gradients(**arrays, gates=gates, h=d_h[None], dh=d_h[None], engine=engine)
         dz = d["x"][0]

@@ -165,7 +165,7 @@ def lstm_block_cell_grad(
     check_lstm_block_cell(op, names | saved | {"cs_grad": cs_grad, "h_grad": h_grad}, use_peephole)
     with on(stream, op):
         gates = joined([array[None] for array in in_order(ICFO, i, f, ci, o)])
-        # Without Wx the gradient of x is that of the preactivations; only the shape of x is used.
+        # Without Wx the gradient of x is the gradient of the preactivations, and only the shape of x is used.
         arrays = lstm_arguments(ICFO, names, use_peephole) | {"x": gates, "Wx": None}
         arrays |= {"gates": gates, "c": cs[None], "dh": h_grad[None], "dc": cs_grad[None]}
         d = lstm_gradients(**arrays, engine=engine)
