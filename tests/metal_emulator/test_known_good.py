@@ -1,4 +1,4 @@
-"""Kernels known to be right give the right values and no findings, in every order of threads."""
+"""Check that correct kernels give the right values and no findings, in every order of threads."""
 
 import mlx.core as mx
 import numpy as np
