@@ -1,4 +1,5 @@
-"""Random cases of the ops `lstm`, `gru`, `rnn`: those of `mlx_lstm.check`, and what only tests ask for."""
+"""Random cases of the ops `lstm`, `gru`, `rnn`: the cases of `mlx_lstm.testing.cases` and helpers that only the
+tests need."""
 
 from types import MappingProxyType
 
@@ -36,18 +37,18 @@ from mlx_lstm.testing.cases import (  # noqa: F401 (for the tests)
 
 KINDS = {op: {"op": op} for op in ("lstm", "gru", "rnn")}
 KINDS |= {f"{op}_both": {"op": op, **both} for op in ("lstm", "gru", "rnn")}
-"""Cells, of one direction and of both."""
+"""The three cells, each with one direction and with both."""
 EVERY_ARRAY = {kind: {"mask": (T, B, "P"), **options} for kind, options in KINDS.items()}
 for kind in ("lstm", "lstm_both"):
     EVERY_ARRAY[kind] |= {"projection": True, "peephole": True}
 
 GPU = mx.metal.is_available()
 METAL = mx.gpu if GPU else mx.cpu
-"""Where the Metal engines run in tests: on a Mac its GPU, elsewhere the emulator, whose arrays are the CPU's."""
+"""The device of the Metal engines in the tests: the GPU on a Mac, elsewhere the CPU, where the emulator runs."""
 
 
 def device_of(engine):
-    """Where an engine runs in tests."""
+    """Return the device that an engine runs on in the tests."""
     return METAL if engine in METAL_ENGINES else mx.cpu
 
 
@@ -55,16 +56,16 @@ OUTPUTS = OUTPUTS_OF["lstm"]
 
 
 def is_in_range(results):
-    """Whether float32 has all these numbers and their squares: within five steps a GRU whose gates have no bound can
-    leave its range."""
+    """Return whether float32 can hold all these numbers and their squares. A GRU whose gates are unbounded can leave
+    this range within five steps."""
     return all(np.abs(value).max(initial=0) < 1e18 for value in results.values())
 
 
 def combination(rng, sizes=SIZES, op="lstm", bidirectional=False):
-    """A random choice of every option of an op at once."""
+    """Draw a random value for every option of an op. Return the options."""
     T, B = sizes[:2]
     pick = lambda *values: values[rng.integers(len(values))]  # noqa: E731
-    own = rng.spawn(1)[0]  # so that older seeds still draw what they did
+    own = rng.spawn(1)[0]  # a separate generator, so that older seeds still draw the same options
     hold = own.random((T, B)) < own.random()
     states = ("b", "h0", "c0") if op == "lstm" else ("b", "h0")
     return {
@@ -114,28 +115,32 @@ MLX_DTYPE = {np.float32: mx.float32, np.float64: mx.float64, np.float16: mx.floa
 
 
 def to_mlx(array, dtype):
-    """A NumPy array (also bfloat16) as an MLX array of this NumPy dtype."""
+    """Convert a NumPy array (also bfloat16) to an MLX array. `dtype` is a NumPy dtype."""
     return cases.to_mlx(array, MLX_DTYPE[dtype])
 
 
 def to_numpy(array):
-    """An MLX array (also bfloat16) as a NumPy array of the same dtype."""
+    """Convert an MLX array (also bfloat16) to a NumPy array of the same dtype."""
     if array.dtype == mx.bfloat16:
         return np.array(array.astype(mx.float32)).astype(ml_dtypes.bfloat16)
     return np.array(array)
 
 
 def run(case, engine, dtype, cotangents=None, weights=MappingProxyType({})):
-    """(outputs, gradients) of the case's op by name, as NumPy arrays; only outputs with a cotangent are used. `weights`
-    are quantized ones in place of the case's."""
+    """Run the case's op on an engine. Return (outputs, gradients), two dicts of NumPy arrays by name.
+
+    The gradients use only the outputs that have a cotangent. `weights`: quantized weights that replace the case's
+    own.
+    """
     with mx.stream(device_of(engine)):
         found = cases.run(case, engine, MLX_DTYPE[dtype], cotangents, weights)
         return tuple({name: to_numpy(array) for name, array in part.items()} for part in found)
 
 
 def run_gradients(case, engine, dtype, cotangents, saved=None):
-    """The gradients of the op `lstm_gradients`, `gru_gradients` or `rnn_gradients` by name, after a forward pass, of
-    which it is given the outputs `saved`."""
+    """Run the op and then its gradient op (`lstm_gradients`, `gru_gradients` or `rnn_gradients`). Return the
+    gradients by name, as NumPy arrays. `saved`: names of the outputs of the forward pass that the gradient op
+    receives."""
     op, arrays, options = split(case)
     saved = saved or {"lstm": ("gates", "c", "h"), "gru": ("gates", "h"), "rnn": ("h",)}[op]
     with mx.stream(device_of(engine)):
@@ -149,7 +154,8 @@ def run_gradients(case, engine, dtype, cotangents, saved=None):
 
 
 def poison_scratch(monkeypatch):
-    """Scratch of the numpy engine starts as NaN: it has to be written before it is read."""
+    """Fill every scratch buffer of engine `numpy` with NaN, so that an element which is read before it is written
+    makes the result NaN."""
 
     def poisoned(*arguments):
         buffer = numpy_arrays.columns_buffer(*arguments)
@@ -161,9 +167,11 @@ def poison_scratch(monkeypatch):
 
 
 def elementwise_bounds(case, dtype, cotangents):
-    """`bounds` of each element by itself: what is small beside others must have right digits too.
+    """Return a rounding bound for each element of each result. A small element next to a large one is then judged by
+    its own size.
 
-    An element's moves may cancel in one trial, and no larger neighbour stands in for it: hence more trials.
+    `bounds` uses fewer trials, because it takes the largest error of a whole array. A single element's rounding
+    errors may cancel in one trial, so this function makes four times as many.
     """
     exact = joined(evaluate(case, cotangents, Arithmetic(np.float64)))
     moved = {name: np.zeros_like(value) for name, value in exact.items()}
@@ -176,5 +184,5 @@ def elementwise_bounds(case, dtype, cotangents):
 
 
 def joined(results):
-    """Outputs and gradients in one dict."""
+    """Merge outputs and gradients into one dict."""
     return results[0] | results[1]

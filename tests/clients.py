@@ -1,7 +1,8 @@
-"""Models as programs on `mlx.nn` build them, each with a loop over layers, and the call that replaces the loop.
+"""Models as programs on `mlx.nn` build them, each with its own loop over layers, and the call of `stack` that
+replaces this loop.
 
-All models read x [B, T, D] and return a tuple of arrays. `CLIENTS` has for each name the model and the same result
-computed by `stack` from the model's layers.
+All models read x [B, T, D] and return a tuple of arrays. `CLIENTS` holds for each name the model and a function that
+computes the same result by calling `stack` with the model's layers.
 """
 
 import mlx.core as mx
@@ -16,7 +17,8 @@ LENGTHS = [5, 2, 4]
 
 
 class StackedLSTM(nn.Module):
-    """The stack of an audio codec: layers in a list; it returns the last states of all."""
+    """A stack of LSTM layers as in an audio codec. The layers are in a list; the model also returns the last states
+    of all layers."""
 
     def __init__(self, layers=2, bias=True):
         super().__init__()
@@ -36,7 +38,8 @@ def stacked(model, x):
 
 
 class VoiceEncoder(nn.Module):
-    """A speaker's embedding: a stack of layers without biases, and a projection of the last h."""
+    """A model that computes a speaker's embedding: a stack of layers without biases, then a projection of the last
+    h."""
 
     def __init__(self):
         super().__init__()
@@ -51,7 +54,7 @@ class VoiceEncoder(nn.Module):
 
 
 class ByName(nn.Module):
-    """Layers stored as attributes with names of their own."""
+    """A model that stores each layer as an attribute with its own name."""
 
     def __init__(self):
         super().__init__()
@@ -64,11 +67,11 @@ class ByName(nn.Module):
 
 
 class Predictor(nn.Module):
-    """The prediction net of a transducer: layers in dicts, called step by step, with the states of all layers passed
-    along.
+    """The prediction network of a transducer. Its layers are in nested dicts; it calls them step by step and passes
+    the states of all layers on.
 
-    The original passes x as [T, B, D] to `mlx.nn`, which reads the axis before the last as time. With more than one
-    item it runs through the batch; `right` is without that error.
+    The original passes x as [T, B, D] to `mlx.nn`, which takes the axis before the last as time, and so runs through
+    the batch if there is more than one item. With `right` the model does not have this error.
     """
 
     def __init__(self, right=True):
@@ -98,7 +101,8 @@ def predicted(model, x):
 
 
 class BLSTM(nn.Module):
-    """A music separator: a list of layers for each direction, flips, and a skip connection around both layers."""
+    """A music separator: one list of layers per direction, reversed sequences, and a skip connection around both
+    layers."""
 
     def __init__(self):
         super().__init__()
@@ -113,7 +117,7 @@ class BLSTM(nn.Module):
 
 
 class StreamableLSTM(nn.Module):
-    """A music generator: channels before time, and a skip connection."""
+    """A music generator: its sequences have channels before time, and a skip connection goes around the layers."""
 
     def __init__(self):
         super().__init__()
@@ -127,7 +131,7 @@ class StreamableLSTM(nn.Module):
 
 
 class SqueezedGRU(nn.Module):
-    """A noise filter: GRUs between two dense layers; it returns the last states."""
+    """A noise filter: GRU layers between two dense layers. It also returns the last states."""
 
     def __init__(self):
         super().__init__()
@@ -148,7 +152,7 @@ def squeezed(model, x):
 
 
 class Detector(nn.Module):
-    """A voice detector: chunks of two steps through one layer, both states in one array [2, B, H]."""
+    """A voice detector: one layer runs over chunks of two steps. Both states are in one array [2, B, H]."""
 
     def __init__(self):
         super().__init__()
@@ -172,7 +176,7 @@ def detected(model, x):
 
 
 class Policy(nn.Module):
-    """An actor and a critic with lists of lists of layers, which share their memory."""
+    """An actor and a critic, both lists of lists of layers. They share one GRU layer."""
 
     def __init__(self):
         super().__init__()
@@ -184,7 +188,8 @@ class Policy(nn.Module):
 
 
 class WorldModel(nn.Module):
-    """A plain RNN layer reads, and a GRU carries the belief step by step. No file names one of the layers."""
+    """A plain RNN layer, then a GRU layer that is called step by step. Another RNN layer is a private attribute,
+    which MLX leaves out of weight files."""
 
     def __init__(self):
         super().__init__()
@@ -206,7 +211,7 @@ def believed(model, x):
 
 
 class Tagger(nn.Module):
-    """A tagger of words with both directions, for sentences of different lengths: one sentence at a time."""
+    """A bidirectional tagger of words that runs over one sentence at a time, since sentences differ in length."""
 
     def __init__(self):
         super().__init__()
@@ -222,7 +227,7 @@ class Tagger(nn.Module):
 
 
 class OwnLSTM(nn.Module):
-    """A codec's own LSTM class with MLX's parameter names, which runs step by step."""
+    """An LSTM layer written without `mlx.nn.LSTM`. It has the same parameter names and runs step by step."""
 
     def __init__(self, D):
         super().__init__()
@@ -243,7 +248,7 @@ class OwnLSTM(nn.Module):
 
 
 class Codec(nn.Module):
-    """Two layers of the codec's own class and a skip connection."""
+    """An audio codec with two layers of class `OwnLSTM` and a skip connection."""
 
     def __init__(self):
         super().__init__()
@@ -257,7 +262,8 @@ class Codec(nn.Module):
 
 
 class TwoBiases(nn.Module):
-    """A speech synthesizer's own class: both directions in one class, with two biases each."""
+    """A bidirectional LSTM layer of a speech synthesizer, written without `mlx.nn.LSTM`. Each direction has two
+    biases."""
 
     def __init__(self):
         super().__init__()
@@ -307,14 +313,15 @@ CLIENTS = {
     ),
 }
 OWN = ("codec of its own", "two biases")
-"""Those without a layer of `mlx.nn`."""
+"""The clients without a layer of `mlx.nn`."""
 
 
 def assert_same(got, rounded, exact):
-    """Check arrays by name: `got` must be as close to the float64 results as the same formula computed in its dtype.
+    """Check results by name: each must be as close to the float64 result as the same formula computed in the
+    result's dtype.
 
-    The bound is that of `closeness.assert_close`, except that the terms of every sum here have size 1 (states,
-    weights, cotangents), so that cancelling terms keep their rounding errors.
+    The bound is that of `closeness.assert_close`, with one difference: the terms of every sum here have size 1
+    (states, weights, cotangents), so sums whose terms cancel keep their rounding errors.
     """
     assert got.keys() == rounded.keys() == exact.keys()
     for name, value in exact.items():

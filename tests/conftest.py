@@ -1,4 +1,5 @@
-"""Options of the whole test run, also of one in several processes (`-n 2`), and what a Mac leaves out."""
+"""Command line options of the test run, also with several processes (`-n 2`). On a Mac, deselect the tests that
+cannot run there."""
 
 import json
 import sys
@@ -14,10 +15,10 @@ SHADERS = Path(__file__).parents[1] / "metal"
 EMULATOR = Path(__file__).parent / "metal_emulator"
 
 FROM_WORKERS = []
-"""What the emulator ran of metal/ in the processes of a run with -n: a file each."""
+"""Files of shader coverage, one from each worker process of a run with -n."""
 
 LEFT_OUT = Counter()
-"""Why tests are left out on a Mac, and how many."""
+"""The number of tests deselected on a Mac, by reason."""
 
 
 def pytest_addoption(parser):
@@ -31,13 +32,14 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    # On a Mac as elsewhere: what shall run on the GPU says so.
+    # The CPU on a Mac, too: tests that need the GPU choose it themselves.
     mx.set_default_device(mx.cpu)
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
-    """Leaves out what a Mac cannot run; `pytest_terminal_summary` says why."""
+    """On a Mac, deselect the tests that cannot run there and count the reasons. `pytest_terminal_summary` prints
+    them."""
     if sys.platform != "darwin":
         return
     kept, left_out = [], []
@@ -51,7 +53,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    """What the fuzz has tried, if it ran; what a Mac left out."""
+    """Print how many random cases `test_fuzz.py` tried, and which tests were deselected on a Mac."""
     tell_of_fuzz(terminalreporter, config.getoption("--fuzz-seed"))
     for reason, count in LEFT_OUT.items():
         terminalreporter.write_line(f"left out on a Mac: {count}, {reason}")
@@ -89,16 +91,16 @@ def pytest_sessionfinish(session):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node, error):
-    """Called where a worker of a run with -n has ended."""
+    """Collect the coverage file and the deselected tests of a worker process that has ended (`-n`)."""
     output = getattr(node, "workeroutput", {})
     if path := output.get("shader_coverage"):
         FROM_WORKERS.append(Path(path))
-    LEFT_OUT.clear()  # each worker collects everything
+    LEFT_OUT.clear()  # each worker collects all tests, so their counts must not be added
     LEFT_OUT.update(output.get("left_out", {}))
 
 
 def dump_coverage():
-    """A new file with what the emulator ran in this process: its path."""
+    """Write to a new file which shader lines the emulator executed in this process. Return the file's path."""
     from metal_emulator import coverage
 
     with tempfile.NamedTemporaryFile("w", suffix=".json", delete=False) as file:
@@ -107,7 +109,7 @@ def dump_coverage():
 
 
 def shader_coverage():
-    """What the emulator ran of metal/: (a line per file, whether a line is missing)."""
+    """Return (report, missed): one line of text per file of metal/, and whether any line was not executed."""
     from metal_emulator import coverage
 
     files = {path.name: path.read_text() for path in sorted(SHADERS.glob("*.metal"))}

@@ -1,6 +1,8 @@
-"""`python -m kernel_texts FOLDER` writes every kernel that `mlx_lstm.check --full` compiles as a complete .metal file.
+"""Write every kernel that `mlx_lstm.check --full` compiles to a complete .metal file: `python -m kernel_texts
+FOLDER`.
 
-The text is MLX's own, as Apple's compiler gets it, and needs no Metal to be made. That compiler needs no GPU:
+MLX generates the text exactly as Apple's compiler receives it; this needs neither Metal nor a Mac. Apple's compiler
+can then check the files on a Mac without using the GPU:
 
     PYTHONPATH=tests python -m kernel_texts kernels --compile "xcrun -sdk macosx metal -std=metal3.1 -c"
 """
@@ -30,7 +32,7 @@ from mlx_lstm.testing.report import first_line
 
 
 class Noted(EmulatedKernel):
-    """A kernel that notes its text in a dict when it is called, and returns zeros."""
+    """A kernel that is not run: a call stores the kernel's text in a dict and returns zeros."""
 
     def __init__(self, texts, **definition):
         super().__init__(**definition)
@@ -43,7 +45,8 @@ class Noted(EmulatedKernel):
 
 
 def kernel_texts(cases):
-    """Return the texts of all kernels that these cases need, in the order of their first launch, without any trial."""
+    """Return the texts of all kernels that these cases need, in the order of their first launch. No kernel has a
+    trial first."""
     texts = {}
     kernel.forget()
     with (
@@ -65,17 +68,17 @@ def kernel_texts(cases):
 
 
 def family(text):
-    """Return a kernel's name, without the options that make several texts of it."""
+    """Return a kernel's name without its options. Kernels whose texts differ only in options belong to one family."""
     return re.sub(r"_without_.*|__.*", "", name_of(text))
 
 
 def name_of(text):
-    """Return the name of the function that MLX launches."""
+    """Return the name of the kernel function that MLX launches."""
     return re.search(r"void custom_kernel_(\w+)\(", text)[1]
 
 
 def write(folder, texts):
-    """Write one file per kernel; return how many there are of each family."""
+    """Write one file per kernel. Return the number of kernels in each family."""
     folder.mkdir(parents=True, exist_ok=True)
     names = Counter()
     for text in texts:
@@ -86,7 +89,8 @@ def write(folder, texts):
 
 
 def compile_each(command, folder):
-    """Compile each file; return the compiler's text by refused file, and print each first error once to stderr."""
+    """Compile each file. Return the compiler's output for each refused file. Print each different first error to
+    stderr, with the number of kernels that have it."""
 
     def compiled(file):
         done = subprocess.run([*command, str(file), "-o", os.devnull], capture_output=True, text=True)
@@ -105,7 +109,7 @@ def compile_each(command, folder):
 
 
 def make_parser():
-    """Return the parser of the options."""
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser("python -m kernel_texts", description="Write every kernel as a .metal file.")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--short", action="store_true", help="only those that check compiles without --full")
@@ -114,7 +118,7 @@ def make_parser():
 
 
 def main():
-    """Write, print how many kernels there are of each family, and return the exit code."""
+    """Write the files, print the number of kernels in each family, and return the exit code."""
     options = make_parser().parse_args()
     names = write(options.folder, kernel_texts(grid(full=not options.short)))
     print("\n".join(f"{count:5} {name}" for name, count in sorted(names.items())))

@@ -1,4 +1,5 @@
-"""The library as on a Mac: its Metal shaders run on the GPU of this one, elsewhere on the emulator."""
+"""Run the library as on a Mac. The Metal shaders run on the GPU if this machine is a Mac, and in the emulator
+otherwise."""
 
 from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
@@ -22,9 +23,14 @@ WEIGHTS = ("Wh", "weights", "arranged", "peephole", "bhn")
 
 @contextmanager
 def on_metal(*, guarded=False, **emulator):
-    """Yields the log of launches. On the emulator, of which the others are options, a finding raises, and the stream in
-    effect counts as the GPU's. On a Mac the GPU has its own order of threads, and finds nothing. Kernels have a trial
-    before only if `guarded`."""
+    """Run the Metal engines inside the context. Yield the log of launches.
+
+    guarded: whether a kernel has a trial before its first use, as in production.
+
+    In the emulator a finding raises an error, and the stream in effect counts as the GPU's; `emulator` holds options
+    of `emulated_metal`. On a Mac these options have no effect: the GPU chooses the order of threads and reports no
+    findings.
+    """
     if GPU:
         with patch.object(_guard, "is_real", lambda: guarded), mx.stream(METAL), logged_metal() as log:
             yield log
@@ -39,7 +45,7 @@ def on_metal(*, guarded=False, **emulator):
 
 
 class Launch(NamedTuple):
-    """What the log of a GPU has in common with that of the emulator."""
+    """A launch on a real GPU, with the fields that it shares with the emulator's log."""
 
     name: str
     grid: tuple[int, int, int]
@@ -48,7 +54,8 @@ class Launch(NamedTuple):
 
 
 class LoggedKernel(EmulatedKernel):
-    """MLX's own kernel, not emulated: its launches are in a log, and its outputs start as NaN."""
+    """MLX's own Metal kernel, not emulated. Each launch is added to a log, and its outputs are NaN before the kernel
+    writes them."""
 
     def __init__(self, build, log, **definition):
         super().__init__(**definition)
@@ -57,14 +64,14 @@ class LoggedKernel(EmulatedKernel):
     def __call__(self, *, inputs, **call):
         text = self._capture(inputs, call).source
         self.log.append(Launch(self.definition["name"], tuple(call["grid"]), tuple(call["threadgroup"]), text))
-        # Halves are kept as integers of 16 bits, of which the largest is a NaN.
+        # float16 outputs are stored as 16-bit integers; 0xFFFF is a NaN in both 16-bit dtypes.
         poison = 0xFFFF if mx.uint16 in call["output_dtypes"] else float("nan")
         return self.own(inputs=inputs, **call, init_value=poison)
 
 
 @contextmanager
 def logged_metal():
-    """Yields the log of what `mx.fast.metal_kernel` launches."""
+    """Log the launches of all kernels that `mx.fast.metal_kernel` builds inside the context. Yield the log."""
     log, build = [], mx.fast.metal_kernel
     kernels.forget()
     try:
@@ -75,7 +82,8 @@ def logged_metal():
 
 
 def pretend():
-    """The rest of this process runs as on a Mac, but for what is in an `mx.stream`; for processes that tests start."""
+    """Make the rest of this process run as on a Mac, except inside an `mx.stream` context, which counts as the CPU.
+    For processes that tests start."""
     on_cpu, stream = [], mx.stream
 
     @contextmanager
@@ -102,12 +110,12 @@ BATCHES = (1, 2, 9)
 
 
 def options_at(option, B):
-    """Return an entry of EVERY_OPTION for a batch of B."""
+    """Return an entry of EVERY_OPTION with its shapes set for a batch of B."""
     return at_batch(EVERY_OPTION[option], B)
 
 
 def can_run(engine, options):
-    """Return whether `choose` lets this engine run these options on a Mac."""
+    """Return whether `choose` allows this engine with these options on a Mac."""
     cell = {"lstm": LSTMCell(), "gru": GRUCell(reset=options.get("reset", "after")), "rnn": RNNCell()}
     arguments = {name: options.get(name, False) for name in ("bidirectional", "projection")}
     arguments |= {"cell": cell[options.get("op", "lstm")], "device": "gpu", "metal": True, "traced": False}
@@ -118,13 +126,16 @@ def can_run(engine, options):
 
 
 def pairs(table):
-    """Return (engine, name) for every entry of a table of options that the engine runs."""
+    """Return (engine, name) for each engine and each entry of a table of options that the engine can run."""
     return [(engine, name) for engine in ENGINES for name in table if can_run(engine, table[name])]
 
 
 def in_turns(cases, choices, others=False):
-    """Return (*case, choice) for each case, a tuple; the choices take turns. With `others` the other choices follow,
-    marked as slow."""
+    """Combine each case with one choice, cycling through the choices. Return (*case, choice) for each case; a case
+    is a tuple.
+
+    With `others`, add the remaining combinations of case and choice, marked as slow.
+    """
     turns = [(case, n % len(choices), k) for n, case in enumerate(cases) for k in range(len(choices))]
     default = [(*case, choices[k]) for case, turn, k in turns if k == turn]
     slow = [pytest.param(*case, choices[k], marks=pytest.mark.slow) for case, turn, k in turns if k != turn]
@@ -132,8 +143,8 @@ def in_turns(cases, choices, others=False):
 
 
 def over_engines(table, choices):
-    """Return (engine, name, choice): over the two engines each name of the table meets every choice, and each engine
-    leaves out one choice per name."""
+    """Return (engine, name, choice) for the table's names and the choices. Each engine leaves out one choice per
+    name; together the two engines cover every choice."""
     turns = [(n, k, e) for n in range(len(table)) for k in range(len(choices) - 1) for e in range(len(ENGINES))]
     names = list(table)
     triples = [(ENGINES[e], names[n], choices[(n + k + e) % len(choices)]) for n, k, e in turns]
@@ -141,8 +152,11 @@ def over_engines(table, choices):
 
 
 def merged(case, option):
-    """Return the options of both, or None if they set an argument to different values. Activations may differ as long
-    as they differ from the default ones at different gates."""
+    """Merge two sets of options. Return None if they set an argument to different values.
+
+    Activations are compared gate by gate: two sets agree if they do not replace the default activation of the same
+    gate by different ones.
+    """
     both = case | option
     for name in case.keys() & option.keys():
         if case[name] == option[name]:
@@ -158,11 +172,12 @@ def merged(case, option):
 
 
 def crossed(table, fewest=7):
-    """Return cases that have several options of the table each, {"gru_both_3": {"op": "gru", "reset": ..., ...}}.
+    """Combine the table's options into few cases. Return {"gru_both_3": {"op": "gru", "reset": ..., ...}}.
 
-    Most options change a kernel's text, so a case for each option takes a compilation for each. Here every option of
-    the table goes to one case: the smallest one that agrees with it. A cell has at least `fewest` cases, since the
-    table has so many shapes of a mask, and a GRU with reset="before" at least 3. The first case has no option.
+    Most options change a kernel's text, so a case per option would cost a compilation per option. Here each option
+    of the table is added to one case: the smallest case that agrees with it. Each kind of cell has at least `fewest`
+    cases, because the table has that many shapes of a mask; a GRU with reset="before" has at least 3. The first case
+    of a kind has no other option.
     """
     groups = {}
     for option in table.values():
@@ -182,4 +197,4 @@ CROSSED = {
     for engine in ENGINES
     for name, case in crossed({key: value for key, value in EVERY_OPTION.items() if can_run(engine, value)}).items()
 }
-"""Every option that an engine runs, crossed with others: its cases by (engine, name)."""
+"""The cases of `crossed` for every option that an engine runs, by (engine, name)."""

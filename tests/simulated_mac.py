@@ -1,12 +1,15 @@
-"""`python -m pytest -p simulated_mac`, on Linux: the tests as a Mac runs them. The emulator is in place of MLX's own
-Metal kernels, the CPU of the GPU behind them; what only Linux has is hidden, and nobody else gets at the emulator."""
+"""Run the tests on Linux as a Mac would: `python -m pytest -p simulated_mac`.
+
+The emulator stands in for MLX's Metal kernels, and the CPU stands in for the GPU. Everything that only Linux has is
+hidden, and the tests have no access to the emulator themselves.
+"""
 
 import platform
 import subprocess
 import sys
 import sysconfig
 import threading
-import urllib.request  # noqa: F401 (a Mac's has parts that are not here)
+import urllib.request  # noqa: F401 (imported before the platform is changed: on a Mac it imports modules that Linux lacks)
 
 import mlx.core as mx
 from metal_emulator import dropin, runtime, toolchain
@@ -27,7 +30,7 @@ def as_set(device):
 
 
 class Stream:
-    """A stream of the GPU: work is the CPU's."""
+    """A stream that reports the GPU as its device and computes on the CPU."""
 
     def __init__(self):
         self.device = mx.Device(mx.gpu)
@@ -35,7 +38,8 @@ class Stream:
 
 
 class Within:
-    """`mx.stream`."""
+    """Replacement for the context manager `mx.stream`. It records whether the GPU was chosen and computes on the
+    CPU."""
 
     def __init__(self, where):
         self.gpu = isinstance(where, Stream) or where in (mx.gpu, mx.Device(mx.gpu))
@@ -53,7 +57,8 @@ class Within:
 
 
 class Kernel(dropin.EmulatedKernel):
-    """Refuses the CPU's streams and lets itself be traced, as MLX's own."""
+    """An emulated kernel that behaves like MLX's own: it refuses streams of the CPU and can be traced inside
+    transformations."""
 
     def __call__(self, **call):
         if call.get("stream", default_device()) not in (mx.gpu, mx.Device(mx.gpu)):
@@ -67,7 +72,8 @@ class Kernel(dropin.EmulatedKernel):
 
 
 def run(command, *arguments, **options):
-    """`subprocess.run`, but what names a Mac is not here."""
+    """Replacement for `subprocess.run`. Answers the commands that ask for a Mac's chip and system version; runs all
+    others."""
     if command[0] in ("/usr/sbin/sysctl", "/usr/bin/sw_vers"):
         return subprocess.CompletedProcess(command, 0, stdout="simulated\n", stderr="")
     return run_here(command, *arguments, **options)
@@ -78,9 +84,9 @@ def no_emulator(**options):
 
 
 def pytest_addoption(parser):
-    """Called before anything of the tests is imported."""
-    runtime.library(), toolchain.zig()  # what stands for the GPU keeps its tools
-    sysconfig.get_config_vars()  # a Mac's are not here
+    """Install the simulation. pytest calls this hook before it imports any test."""
+    runtime.library(), toolchain.zig()  # load the emulator's tools before they are hidden
+    sysconfig.get_config_vars()  # cached before the platform changes: a Mac's are missing on Linux
     sys.modules["ziglang"] = None
     sys.platform, platform.mac_ver, subprocess.run = "darwin", lambda: ("26.0", ("", "", ""), "arm64"), run
     emulated.__enter__()

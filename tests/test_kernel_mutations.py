@@ -1,4 +1,4 @@
-"""Damage to our shaders, one place at a time: what the tests of the kernels check must notice every one."""
+"""Damage our shaders in one place at a time. The checks that the kernel tests use must notice every damage."""
 
 from types import MappingProxyType
 from unittest.mock import patch
@@ -29,11 +29,11 @@ LAYERS = {
     "projection_unmasked": {"projection": True, "mask": None},
 }
 
-USERS = {  # shader file: (engine, layers) that use it, batch sizes at which they do
+USERS = {  # shader file: (the engines and layers that use it, the batch sizes at which they use it)
     "stepwise": ({"stepwise": ["projection"]}, (4, 9)),
     "stepwise_lanes": ({"stepwise": ["projection"]}, (3, 4)),
     "stepwise_tiles": ({"stepwise": ["projection", "gru"]}, (9, 33)),
-    "quantized": ({"stepwise": []}, ()),  # these have cases of their own
+    "quantized": ({"stepwise": []}, ()),  # the quantized files have cases of their own, below
     "stepwise_quantized": ({"stepwise": []}, ()),
     "stepwise_forward": ({"stepwise": ["projection", "gru"]}, (4, 9)),
     "stepwise_backward": ({"stepwise": ["projection", "gru"]}, (3, 9)),
@@ -51,87 +51,93 @@ USERS = {  # shader file: (engine, layers) that use it, batch sizes at which the
     "cell": ({"stepwise": ["projection"]}, (3,)),
     "cell_lstm": ({"stepwise": ["projection"], "fused": ["lstm"]}, (3, 19)),
 }
-PACKED = [  # how weights are packed, and sizes: by lanes, whole rows of them or a part, and in tiles, the last one half
+# (packing, sizes) for `stepwise`: products by lanes with whole or partly filled rows of lanes, and by tiles, the
+# last of them full or half empty.
+PACKED = [
     *[(packing, (2, 1, 2, H, H)) for packing, H in (((64, 3, "affine"), 64), ((32, 8, "affine"), 320))],
     *[(packing, (2, 8, 2, H, H)) for packing, H in (((64, 3, "affine"), 64), ((32, 8, "mxfp8"), 32))],
     *[((16, 4, "nvfp4"), (2, B, 2, 48, 48)) for B in (1, 8)],
     *[(packing, (2, 1, 2, 32, 32)) for packing in ((32, 4, "mxfp4"), (32, 1, "affine"))],
 ]
-FUSED_PACKED = [  # likewise: spans of each length, a group or a part of one
+# (packing, sizes) for `fused`: spans of each length, where a span is a whole group or a part of a group.
+FUSED_PACKED = [
     *[((64, 3, "affine"), (2, 1, 2, H, H)) for H in (64, 128, 256)],
     *[((32, bits, "affine"), (2, 17, 2, 32, 32)) for bits in (4, 5)],
-    *[((16, 4, "nvfp4"), (2, 1, 2, H, H)) for H in (48, 80, 512)],  # the latter two of plain cells
+    *[((16, 4, "nvfp4"), (2, 1, 2, H, H)) for H in (48, 80, 512)],  # H = 80 and 512 with a plain RNN cell
 ]
 BOTH_FORMS = ("cell_lstm", "fused", "fused_arrange")
-"""What serves the product in lanes and that in matrices."""
+"""Files that both the product in lanes and the product in matrices use."""
 
 BARRIERS = [file for file in USERS if "_barrier(" in kernels.shader_file(file)]
 
-HARMLESS = {  # damages that change nothing, and why
-    # The last numbers then come one by one.
+# Damages that change no result, each with the reason. No test can notice them.
+HARMLESS = {
+    # The loop after this one then adds the last numbers one by one.
     "for (; k + 3 < length; k += 128) accumulate<4>(rows, columns, 128, partial);  the bound of < is one less",
-    # The last tile then is copied as one that may end early; and one more, all of it padding.
+    # The code for a partly filled tile then copies the last full tile, or one tile more that is all padding.
     "for (; left >= 32; left -= 32) {  >= becomes >",
     "for (; left >= 32; left -= 32) {  the bound of >= is one more",
     "if (left > 0) {  > becomes >=",
-    # 24 is the last part either way.
+    # `part` ends at 24 with both bounds.
     "for (int part = 0; part < 32; part += 8 * SLICES) {  the bound of < is one less",
-    # No slice to add.
+    # With one slice the loop adds nothing.
     "if constexpr (SLICES > 1) {  // a thread adds up the sums of the cells it will compute  > becomes >=",
-    "for (int n = 1; n < 20; ++n) {  < becomes <=",  # no row begins there
-    "if (n < RESIDENT) weights = float4(resident[n]);  the bound of < is one less",  # one is read again instead of kept
-    # It is not GATE_N there.
+    "for (int n = 1; n < 20; ++n) {  < becomes <=",  # no row begins at entry 20
+    "if (n < RESIDENT) weights = float4(resident[n]);  the bound of < is one less",  # rereads one resident weight
+    # `lane` is never GATE_N in this branch.
     "return lane == Cell::GATE_N ? -1 : Cell::block(lane > Cell::GATE_N ? int(Cell::GATE_N) : lane);  > becomes >=",
-    # What is read for no product.
+    # The matrix that is read in excess enters no product.
     "if (part + 1 < PARTS) simdgroup_load(right[1], vectors + 64 * (part + 1), 8);  < becomes <=",
-    # The activation of the output is looked at too, and the gates then are computed one by one.
+    # The loop then also tests the output's activation; at worst it chooses the code that computes gates one by one.
     "for (int gate = 0; gate < gates; ++gate)  < becomes <=",
     "for (int n = 0; n < GATES; ++n) found = found || (activation_of(OPTIONS, n) == TANH && gate == n);  < becomes <=",
-    "return is_tanh && z < 0.3f ? near : far;  < becomes <=",  # both are right there
+    "return is_tanh && z < 0.3f ? near : far;  < becomes <=",  # both formulas are right at 0.3
     "const float y = fast::divide(1.0f, 1.0f + exp2(power > 126.0f ? 126.0f : power));  > becomes >=",
-    # At the bound both are the bound.
+    # At the bound both branches return the bound.
     "case RELU: return x < 0.0f ? 0.0f : x;  < becomes <=",
     "inline float within(float least, float x, float most) { return x < least ? least : x > most ? most : x; }"
     "  < becomes <=",
     "inline float within(float least, float x, float most) { return x < least ? least : x > most ? most : x; }"
     "  > becomes >=",
-    "if (t < length) {  < becomes <=",  # the last h, which meets a gradient of 0
-    # Weights come in groups, of which no part is beyond the end; and no lane has one where a turn begins at it.
+    "if (t < length) {  < becomes <=",  # reads the last h, which is multiplied by a gradient of 0
+    # K is a multiple of the group size, so no group is cut; a turn that begins at K has no weights for any lane.
     "for (int first = 0; first < COUNT; first += AT_ONCE) {  the bound of < is one less",
     "for (uint k = 0; k < uint(K); k += 8 * COUNT) {  < becomes <=",
     "for (uint k = 0; k < uint(K); k += 8 * COUNT) {  the bound of < is one less",
     "if (k + first < uint(K)) multiply(rows, weights, columns, place, part);  the bound of < is one less",
     "inline uint shifted(uint bits, int left) { return left < 0 ? bits >> -left : bits << left; }  < becomes <=",
-    "if (shift + BITS > 32) bits |= words[word + 1] << (32 - shift);  > becomes >=",  # what is masked away
-    # Both are the same there; powers of two; the first factor is slot 0's.
+    "if (shift + BITS > 32) bits |= words[word + 1] << (32 - shift);  > becomes >=",  # adds bits that are masked away
+    # SPAN equals SIZE at the bound, and both are powers of two; the first factor belongs to slot 0.
     "PIECE = SPAN < SIZE ? SPAN : SIZE,  < becomes <=",
     "PIECE = SPAN < SIZE ? SPAN : SIZE,  the bound of < is one less",
     "const int slot = factor < 0 ? place / Share::WORDS % SLOTS : factor / Share::FACTORS;  < becomes <=",
-    "if (n < RESIDENT) lane.words = lane.resident[n].words;  the bound of < is one less",  # as in the other kernels
-    # Groups of 32 begin with every tile; 16 is the only smaller one.
+    "if (n < RESIDENT) lane.words = lane.resident[n].words;  the bound of < is one less",  # rereads one resident word
+    # A group of 32 begins with every tile; 16 is the only smaller group size.
     "if (row.k % GROUP == 0 || GROUP < 32)  < becomes <=",
     "if (row.k % GROUP == 0 || GROUP < 32)  the bound of < is one less",
     "constexpr int SHARE = GROUP < 32 ? GROUP / 4 : 8;  < becomes <=",
     "constexpr int SHARE = GROUP < 32 ? GROUP / 4 : 8;  the bound of < is one less",
-    # 32 numbers have BITS words, so either condition does for whole tiles; bits begin with a word.
+    # 32 weights take BITS words, so for whole tiles either condition suffices; a group's bits begin at a word.
     "const uint own = 32 * place < BITS * numbers && place < BITS ? row.words[row.k / 32 * BITS + place] : 0u;"
     "  < becomes <=",
     "const uint own = 32 * place < BITS * numbers && place < BITS ? row.words[row.k / 32 * BITS + place] : 0u;"
     "  the bound of < is one less",
-    # dh of an item that has no step, which nothing reads.
+    # Computes dh of an item that has no step; nothing reads it.
     "if (s.n < 0 || s.t < length) sum = dh_sum(s, a, sums + cell, length, b, j, P);  < becomes <=",
 }
 
 
 def damages(file, kind):
-    """The mutations of a shader file that touch its barriers, or those that move a bound by one."""
+    """Yield the mutations of a shader file: with kind "barriers" those that change a barrier, otherwise those that
+    move a bound by one."""
     for mutation in mutations.mutations(kernels.shader_file(file)):
         if ("barrier" in mutation.description) == (kind == "barriers") and "index" not in mutation.description:
             yield mutation
 
 
 def trials(file, kind):
-    """(engine, case, cotangents, reference, bounds): small, and with every option that adds a bound."""
+    """Yield (engine, case, cotangents, reference, bounds), with quantized weights if the file needs them: small
+    cases with every option that adds a bound."""
     users, batches = USERS[file]
     batches = batches[:1] if kind == "barriers" else batches
     for engine, layer in ((word, layer) for word, layers in users.items() for layer in layers):
@@ -147,23 +153,23 @@ def trials(file, kind):
             case, cotangents, weights, ref, limit = quantized_case(packing, sizes=sizes, quantize=("Wh",), op=op)
             yield "fused" if "fused" in file else "stepwise", case, cotangents, ref, limit, weights
     if file == "stepwise":
-        yield trial("stepwise", (21, 1, 2, 2, 2), op="rnn")  # rows of fewer than 8 numbers, joined
+        yield trial("stepwise", (21, 1, 2, 2, 2), op="rnn")  # joins rows of fewer than 8 elements
     if file == "stepwise_lanes":
-        yield trial("stepwise", (2, 3, 2, 7, 7))  # three numbers more than fill vectors
+        yield trial("stepwise", (2, 3, 2, 7, 7))  # H = 7: three elements remain after the vectors of 4
     if file == "stepwise_rows":
-        for T in (20, 21):  # as many rows as are laid out without a join, and one more
+        for T in (20, 21):  # 20 rows need no join, 21 rows do
             yield trial("stepwise", (T, 3, 2, 5, 5), op="rnn")
     if file == "fused_lanes":
-        for last in ("relu", "tanh"):  # as the last of the gates that one exp2 and one reciprocal may serve
+        for last in ("relu", "tanh"):  # activations of the last gate with and without the shared exp2 and reciprocal
             yield trial("fused", (3, 3, 2, 5, 5), activations=("sigmoid", "sigmoid", "tanh", last, "tanh"))
     if file == "fused_matrix":
-        yield trial("fused", (3, 9, 2, 5, 5))  # one part, so that nothing was read for a second one
+        yield trial("fused", (3, 9, 2, 5, 5))  # H = 5 is one part, so that no registers hold a second part
     if file == "fused":
         yield trial("fused", (4, 3, 2, 10, 10), h0=None, c0=None)
     if file == "cell":
         kinks = ("hard_sigmoid", "relu", "tanh", "hard_sigmoid", "relu")
         yield trial("stepwise", (3, 3, 2, 20, 20), activations=kinks, forget_bias=1.5)
-        yield trial("stepwise", (3, 3, 2, 5, 5), elementwise_bounds, scale=1e-4, op="rnn")  # a tanh of small numbers
+        yield trial("stepwise", (3, 3, 2, 5, 5), elementwise_bounds, scale=1e-4, op="rnn")  # tanh of arguments near 0
 
 
 def trial(engine, sizes, bounds=bounds, scale=1, **options):
@@ -180,13 +186,14 @@ def trial(engine, sizes, bounds=bounds, scale=1, **options):
 
 
 def notice(file, engine, case, cotangents, ref, limit, weights=MappingProxyType({})):
-    """Raises if the emulator finds something, or a result is wrong, or what lies in the padding reaches one."""
+    """Run a trial. Raise if the emulator has a finding, if a result is wrong, or if a NaN from the padding reaches a
+    result."""
     with (
         on_metal(),
         limited(launch_steps=3),
-        patch.object(kernels_fused, "working_registers", lambda *_: 108),  # so that few vectors of weights are kept
+        patch.object(kernels_fused, "working_registers", lambda *_: 108),  # leaves registers for few resident weights
         patch.object(kernels_fused, "MATRIX_BATCH", 1 if "matrix" in file else 10 if file in BOTH_FORMS else 100),
-        # Where the backward sweep in matrices has one vector and a barrier more, or two.
+        # With 1 byte the backward sweep in matrices has a single buffer and one barrier more; otherwise two buffers.
         patch.object(kernels_fused, "THREADGROUP_BYTES", 1 if case.get("reverse") else 32768),
     ):
         outputs, gradients = run(case, engine, np.float32, cotangents, weights)
@@ -212,7 +219,9 @@ def unnoticed(file, kind):
     return set(missed) - HARMLESS
 
 
-PLANTED = {  # damages of other kinds: a shader file, a part of its text, another text, a trial
+# Damages that `mutations` does not make: (shader file, a part of its text, the replacement, a function that returns a
+# trial).
+PLANTED = {
     "every group joins the first one's part": (
         *("stepwise_rows", "(group.x - a.first[0]) * a.first[1] + ", ""),
         lambda: trial("stepwise", (30, 9, 2, 15, 15), op="rnn"),
