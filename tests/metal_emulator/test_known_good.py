@@ -41,7 +41,7 @@ def test_values_and_silence(name, dtype):
 @pytest.mark.parametrize("version", [310, 320, 400])
 def test_metal_versions(version):
     sample = samples.elementwise()
-    sample.source += f"static_assert(__METAL_VERSION__ == {version});\n"
+    sample.source += f'static_assert(__METAL_VERSION__ == {version}, "version");\n'
     with emulated_metal(metal_version=version):
         sample.run()
 
