@@ -222,10 +222,8 @@ def tile_of(problem: Problem, width: int) -> tuple[int, int]:
 def index_bits(problem: Problem) -> int:
     """Return the width of an index in bits: 64 if an array may have too many elements for 32 bits. With 64 bits a
     step takes twice the instructions outside of its product."""
-    width, gates = (
-        max(problem.H, problem.P),
-        problem.cell.gates + 3,
-    )  # 3 more: in a 16-bit row a float32 value takes two elements
+    # In a row of 16-bit elements each float32 value takes two, hence 3 arrays more than gates.
+    width, gates = max(problem.H, problem.P), problem.cell.gates + 3
     largest = problem.directions * gates * width * max(problem.T * problem.B, width)
     return 32 if largest < problem.limits.index else 64
 
