@@ -77,14 +77,14 @@ def write(model, text, length=300):
 
 
 def pairs():
-    """Return the bits of a table that predicts each character from how often it followed the one before."""
+    """Return the bits per character of a table that predicts each character from the character before it."""
     counts = np.ones((len(ALPHABET), len(ALPHABET)))
     np.add.at(counts, (TRAINING[:-1], TRAINING[1:]), 1)
     return -np.log2((counts / counts.sum(axis=1, keepdims=True))[TEST[:-1], TEST[1:]]).mean()
 
 
 def main(steps=500):
-    """Train, write a text, compare with the table, and draw."""
+    """Train the model, write a text, compare the model with a table of pairs, and draw the curve."""
     mx.random.seed(0)
     model, curve = train(steps)
     print(write(model, "The "))

@@ -7,19 +7,20 @@
     python examples/char_lm.py --dtype bfloat16                 # weights and activations of 16 bits
     mlx.launch -n 2 -- python examples/char_lm.py --distributed # the same batch, shared by two processes
 
-The text is `pydoc_data.topics`, part of every Python (its wording differs between versions). The first nine tenths
-are for training, the last tenth, one contiguous piece, for validation. Some documentation topics repeat passages of
-others: about one line in ten of the validation text also stands in the training text. The baseline, a Kneser-Ney
-trigram, reads the same split. The run leaves checkpoint.safetensors, loss.png and sample.txt in the folder `--out`.
+The text is `pydoc_data.topics`, part of every Python (its wording differs between versions). The first nine tenths are
+for training, the last tenth, one contiguous piece, for validation. Some documentation topics repeat passages of others:
+about one line in ten of the validation text is also in the training text. The baseline, a Kneser-Ney trigram, reads the
+same split. The run leaves checkpoint.safetensors, loss.png and sample.txt in the folder `--out`.
 
 How the sizes were chosen, with MLX's CPU wheel for Linux:
 
 - MLX's matrix product is more than ten times slower there than NumPy's, and twice as slow again with a transposed right
   operand. A plain vocabulary layer would cost more than the LSTM, so `product` uses NumPy.
-- Of a training step the LSTM takes three quarters, the vocabulary layer with the loss a sixth, AdamW with clipping a
-  twelfth.
+- In a training step the LSTM takes three quarters of the time, the vocabulary layer with the loss a sixth, AdamW with
+  clipping a twelfth.
 - In equal time 192 units in 16 rows learn more than 128 or 256 units, or than 32 rows with half the steps. This was
-  compared on the validation text, so that text is not quite unseen; the margin over the trigram is far larger.
+  compared on the validation text, so the validation text is not entirely unseen; but the advantage over the trigram is
+  far larger than this effect.
 - Nothing is compiled: mx.compile would unroll the LSTM's steps into one slow graph.
 - NumPy's BLAS has one thread, unless OPENBLAS_NUM_THREADS is set. The products of single time steps are so small that a
   second thread gains a third at best. On a busy machine the threads wait for each other, and a run takes ten times as
@@ -112,7 +113,7 @@ HELP = Settings(
 
 
 class Corpus(NamedTuple):
-    """The text as codes, which are indices into the alphabet; validation starts at `split`."""
+    """The text as codes, which are indices into the alphabet; the validation text starts at `split`."""
 
     alphabet: str
     codes: np.ndarray
@@ -120,7 +121,8 @@ class Corpus(NamedTuple):
 
     @classmethod
     def of(cls, text: str) -> Corpus:
-        """Split off the last tenth for validation, a multiple of VALIDATION_ROWS, so that every character is scored."""
+        """Make a corpus from a text. The last tenth is for validation, in a multiple of VALIDATION_ROWS characters,
+        so that every character is scored."""
         alphabet = "".join(sorted(set(text)))
         place = {character: code for code, character in enumerate(alphabet)}
         length = len(text) // 10 // VALIDATION_ROWS * VALIDATION_ROWS
@@ -141,7 +143,7 @@ def documentation() -> str:
 
 
 def kneser_ney(counts: np.ndarray, lower: np.ndarray) -> np.ndarray:
-    """Return probabilities from counts [..., V]; the mass discounted from each count goes to the lower order."""
+    """Return probabilities from counts [..., V]: a discount is taken from each count and given to the lower order."""
     once, twice = (counts == 1).sum(), (counts == 2).sum()
     discount = once / (once + 2 * twice) if once else 0.5
     total, kinds = counts.sum(-1, keepdims=True), (counts > 0).sum(-1, keepdims=True)
@@ -152,8 +154,9 @@ def kneser_ney(counts: np.ndarray, lower: np.ndarray) -> np.ndarray:
 def trigram(codes: np.ndarray, size: int) -> np.ndarray:
     """Return [V, V, V], the probability of each character after two others, by interpolated Kneser-Ney.
 
-    The lower orders count the contexts a character follows, not its occurrences; the lowest is uniform. It is tuned as
-    far as it goes: modified Kneser-Ney is 0.004 bits per character better on this text, Witten-Bell 0.01 worse.
+    The lower orders count the different contexts that a character follows, not its occurrences; the lowest order is
+    uniform. Other methods are hardly better: on this text modified Kneser-Ney needs 0.004 bits per character less,
+    Witten-Bell 0.01 more.
     """
     counts = np.zeros((size, size, size))
     np.add.at(counts, (codes[:-2], codes[1:-1], codes[2:]), 1)
@@ -174,7 +177,7 @@ def trigram_bits(corpus: Corpus) -> float:
 
 @mx.custom_function
 def product(x: mx.array, weight: mx.array) -> mx.array:
-    """Return x @ weight by NumPy's matrix product, also for gradients. The top of this file says why."""
+    """Return x @ weight, and its gradients, by NumPy's matrix product. The top of this file explains why."""
     return rounded(in_numpy(x) @ in_numpy(weight), x)
 
 
@@ -242,13 +245,14 @@ class CharLM(nn.Module):
 
 
 def window_loss(model: CharLM, codes: mx.array, targets: mx.array, *rest) -> tuple[mx.array, State]:
-    """Return the mean cross entropy in nats, and the state after the window."""
+    """Return the mean cross entropy of a window of steps in nats, and the state after the window."""
     logits, state = model(codes, *rest)
     return nn.losses.cross_entropy(logits, targets.reshape(-1), reduction="mean"), state
 
 
 def validation_bits(model: CharLM, corpus: Corpus, window: int = 256, ranks: Ranks = ALONE) -> float:
-    """Return bits per character over the whole validation text, without dropout; each process reads its rows."""
+    """Return the bits per character over the whole validation text, without dropout; each process reads its share of
+    the rows."""
     own = ranks.share(VALIDATION_ROWS)
     inputs = mx.array(corpus.codes[corpus.split - 1 : -1].reshape(VALIDATION_ROWS, -1)[own])
     targets = mx.array(corpus.codes[corpus.split :].reshape(VALIDATION_ROWS, -1)[own])
@@ -280,8 +284,8 @@ def sample(model: CharLM, corpus: Corpus, prompt: str, length: int, temperature:
 
 
 class Run:
-    """A model in training, with everything that the next step depends on; `save` and `load` keep all of it. With
-    several processes (`ranks`) each one has all of it, and computes its own rows of each batch."""
+    """A training run: the model and everything else that the next step depends on; `save` and `load` store all of
+    it. With several processes (`ranks`) each has a complete copy, and computes its own rows of each batch."""
 
     def __init__(self, settings: Settings, corpus: Corpus, ranks: Ranks = ALONE):
         self.settings, self.corpus, self.ranks = settings, corpus, ranks
@@ -341,7 +345,7 @@ class Run:
         return self.losses[-1]
 
     def evaluate(self) -> float:
-        """Append the validation bits per character of this step to the history."""
+        """Compute the validation bits per character after this step and append them to the history."""
         self.validation.append((self.step, validation_bits(self.model, self.corpus, ranks=self.ranks)))
         return self.validation[-1][1]
 
@@ -355,9 +359,11 @@ class Run:
         return place | {"losses": self.losses, "validation": self.validation}
 
     def save(self, path: Path) -> None:
-        """Write a checkpoint, then rename it, so that `path` is always a complete one, the old or the new.
+        """Write a checkpoint under another name, then rename it, so that `path` is always a complete checkpoint, old or
+        new.
 
-        Until then it lies next to `path` in a folder that no other user can open. Only the first process writes.
+        Until then the new file is next to `path`, in a folder that no other user can open. Only the first process
+        writes.
         """
         if self.ranks.rank > 0:
             return
@@ -404,7 +410,7 @@ class Run:
 
 
 def read_checkpoint(path: Path) -> tuple[dict[str, mx.array], Settings, dict]:
-    """Return the arrays, settings and numbers of a checkpoint; ValueError if it lacks them."""
+    """Return the arrays, settings and numbers of a checkpoint; raise ValueError if the file lacks them."""
     try:
         if path.exists() and not path.is_file():  # a pipe has no end
             raise ValueError("no regular file")
@@ -423,7 +429,8 @@ def read_checkpoint(path: Path) -> tuple[dict[str, mx.array], Settings, dict]:
 
 
 def check_sizes(arrays: dict[str, mx.array], settings: Settings, symbols: int) -> None:
-    """Raise ValueError unless the arrays have the settings' sizes. The check comes before such a model is allocated."""
+    """Raise ValueError unless a checkpoint's arrays have the sizes in its settings. This runs before a model of
+    these sizes is allocated."""
     H = settings.hidden
     shapes = {"model.embedding.weight": [symbols, settings.embedding], "model.lstm.Wh": [4 * H, H]}
     for name, shape in (shapes | {"state.hidden": [settings.batch, H]}).items():
@@ -435,8 +442,8 @@ def check_sizes(arrays: dict[str, mx.array], settings: Settings, symbols: int) -
 
 
 def check_progress(numbers: dict, steps: int, columns: int) -> None:
-    """Raise ValueError unless the numbers of a checkpoint are possible for a run of so many steps on so many
-    columns."""
+    """Raise ValueError unless a run of so many steps on so many columns of text can have the numbers in a
+    checkpoint."""
     for name, limit in {"step": steps, "position": columns}.items():
         if not 0 <= numbers[name] <= limit:
             raise ValueError(f"number {name} must lie in 0..{limit} but is {numbers[name]}")
@@ -448,7 +455,8 @@ def check_progress(numbers: dict, steps: int, columns: int) -> None:
 
 
 def check_alike(kind: str, found: dict, expected: dict, form: Callable[[Any], str]) -> None:
-    """Raise ValueError unless both dicts have the same names, and values of the same form."""
+    """Raise ValueError unless two dicts have the same names, and `form` gives the same result for both values of a
+    name."""
     for name in sorted(found.keys() ^ expected.keys()):
         raise ValueError(f"{kind} {name} is {'unknown' if name in found else 'missing'}")
     for name, value in found.items():
@@ -457,7 +465,7 @@ def check_alike(kind: str, found: dict, expected: dict, form: Callable[[Any], st
 
 
 def broken_ranges(values: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the name and the rule of each value outside of RANGES or DTYPES."""
+    """Yield the name of each setting with a wrong value, and the rule that it breaks."""
     if (value := values.get("dtype", "float32")) not in DTYPES:
         yield "dtype", f"must be one of {', '.join(DTYPES)} but is {value}."
     for name, (lowest, limit) in RANGES.items():
@@ -467,7 +475,7 @@ def broken_ranges(values: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 @contextlib.contextmanager
 def ctrl_c() -> Iterator[threading.Event]:
-    """Within the context the first Ctrl-C only sets the event, so that no step is interrupted; a second Ctrl-C
+    """Return a context in which the first Ctrl-C only sets an event, so that no step is interrupted; a second Ctrl-C
     interrupts. SIGTERM, which a launcher sends to all processes when one has died, does the same."""
     pressed = threading.Event()
     defaults = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
@@ -575,7 +583,7 @@ def arguments(argv: list[str] | None) -> tuple[argparse.Namespace, Settings | No
 
 
 def report(run: Run, baseline: float, options: argparse.Namespace, console: Console) -> None:
-    """Write the plot and the sampled text, and print both figures."""
+    """Write the plot and a sampled text, and print the bits per character of the model and of the baseline."""
     plot(run, baseline, options.out / "loss.png")
     measured = run.validation and run.validation[-1][0] == run.step
     bits = run.validation[-1][1] if measured else validation_bits(run.model, run.corpus)
@@ -601,7 +609,7 @@ def quantized_bits(run: Run, widths: list[int]) -> Iterator[tuple[int, float]]:
 
 
 def start(settings: Settings | None, checkpoint: Path, corpus: Corpus, engine: str | None, ranks: Ranks) -> Run:
-    """Return a new run, or the checkpoint's run, equal in every process. Only the first process needs the file."""
+    """Return a new run, or the run in the checkpoint, equal in every process. Only the first process reads the file."""
     if ranks.rank == 0:
         run = Run(settings, corpus, ranks) if settings else Run.load(checkpoint, corpus, engine, ranks)
         if ranks.size == 1:

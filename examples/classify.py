@@ -1,10 +1,10 @@
 """Text classification with padding: sequences of many lengths in one batch, read by a bidirectional LSTM.
 
-    python examples/classify.py  # half a minute; a number behind it is the number of steps
+    python examples/classify.py  # half a minute; an optional argument is the number of steps
 
-The task: name of a Unicode character in, its category out. GREEK SMALL LETTER ALPHA is a lower-case letter, CIRCLED
+The task: predict a Unicode character's category from its name. GREEK SMALL LETTER ALPHA is a lower-case letter, CIRCLED
 DIGIT ONE a number; Python's `unicodedata` has both. `lengths` says where each name ends, so the padding is never read.
-The last line compares with a naive Bayes classifier of the words, on names that neither has seen.
+The last line of the output compares with a naive Bayes classifier of words, on names not used for training.
 """
 
 import os
@@ -28,7 +28,7 @@ LONGEST, BATCH, HIDDEN, TEST = 40, 64, 64, 2000
 
 
 def data():
-    """Return names with their kinds in random order: the 10 most frequent kinds, without names that only count."""
+    """Return (name, kind) of characters in random order, and the 10 most frequent kinds; no names that only count."""
     found = [(unicodedata.name(chr(n), ""), unicodedata.category(chr(n))) for n in range(sys.maxunicode)]
     number = re.compile(r"-[0-9A-F]{4,}$|^HANGUL SYLLABLE")
     found = [(name, kind) for name, kind in found if 0 < len(name) <= LONGEST and not number.search(name)]
@@ -50,7 +50,7 @@ class Classifier(nn.Module):
 
 
 def batch_of(examples, kinds):
-    """Return codes [B, LONGEST], padded with any letter; lengths [B]; the numbers of the kinds [B]."""
+    """Return codes [B, LONGEST], padded at the end; lengths [B]; the indices of the kinds [B]."""
     codes = mx.array([[LETTERS.index(letter) for letter in name.ljust(LONGEST)] for name, _ in examples])
     return codes, mx.array([len(name) for name, _ in examples]), mx.array([kinds.index(kind) for _, kind in examples])
 
@@ -84,7 +84,7 @@ def naive_bayes(training, test, kinds):
 
 
 def main(steps=1000):
-    """Train, compare with naive Bayes, and draw."""
+    """Train the model, compare it with naive Bayes, and draw."""
     mx.random.seed(0)
     examples, kinds = data()
     training, test = examples[:-TEST], examples[-TEST:]

@@ -2,9 +2,9 @@
 
     python examples/forecast.py  # writes runs/forecast.png; needs `pip install matplotlib`
 
-The series is the Mackey-Glass equation, dx/dt = 0.2 x(t - 17) / (1 + x(t - 17)^10) - x(t) / 10. The last line has
-errors over 50 values of a part that was not used for training: of the LSTM, of a linear model of the last 20 values,
-and of the guess that nothing changes.
+The series is the Mackey-Glass equation, dx/dt = 0.2 x(t - 17) / (1 + x(t - 17)^10) - x(t) / 10. The last line of the
+output has errors over 50 values not used for training: of the LSTM, of a linear model of the last 20 values, and of the
+guess that nothing changes.
 """
 
 import os
@@ -24,7 +24,7 @@ WINDOW, AHEAD, LAGS = 100, 50, 20
 
 
 def series(length):
-    """Return values 2 time units apart, mean 0, deviation 1; the equation is solved in steps of 0.1."""
+    """Return values 2 time units apart, scaled to mean 0 and deviation 1. The equation is solved in steps of 0.1."""
     x = np.full(length * 20 + 1170, 1.2)
     for n in range(170, len(x)):
         x[n] = x[n - 1] + 0.1 * (0.2 * x[n - 170] / (1 + x[n - 170] ** 10) - 0.1 * x[n - 1])
@@ -64,7 +64,7 @@ def forecast(model, past):
 
 
 def linear(values, past):
-    """Return the AHEAD values after `past` from a least-squares model of each value on the LAGS values before it."""
+    """Return the AHEAD values after `past` from a linear model of each value on the LAGS values before it."""
     rows = np.lib.stride_tricks.sliding_window_view(values, LAGS + 1)
     weights = np.linalg.lstsq(rows[:, :-1], rows[:, -1], rcond=None)[0]
     for _ in range(AHEAD):
@@ -85,7 +85,7 @@ def plot(past, truth, forecasts):
 
 
 def main(steps=300):
-    """Train, forecast, plot and compare."""
+    """Train the model, forecast, plot, and compare the errors."""
     mx.random.seed(0)
     values = series(4000)
     pieces = np.lib.stride_tricks.sliding_window_view(values[3000:], WINDOW + AHEAD)[::25]  # test data

@@ -33,7 +33,7 @@ from mlx_lstm.keras import lstm_from_keras, lstm_to_keras
 
 
 class Settings(NamedTuple):
-    """Sizes of the model and of its training, for Keras and for MLX."""
+    """Sizes of the model and options of its training, for both Keras and MLX."""
 
     steps: int = 150
     batch: int = 32
@@ -45,7 +45,7 @@ class Settings(NamedTuple):
 
 
 class Text(NamedTuple):
-    """The text as codes; `held_out` [n, window + 1] are the windows of its last tenth."""
+    """The text as codes; `held_out` [n, window + 1] has windows of the last tenth of the text."""
 
     size: int
     codes: np.ndarray
@@ -60,7 +60,7 @@ class Text(NamedTuple):
         return cls(len(alphabet), codes[:split], codes[split : split + n * (window + 1)].reshape(n, window + 1))
 
     def windows(self, settings: Settings, seed: int) -> Iterator[np.ndarray]:
-        """Yield settings.steps batches [batch, window + 1] from random places of the text."""
+        """Yield as many batches [batch, window + 1] as settings.steps, from random places of the text."""
         rng = np.random.default_rng(seed)
         for _ in range(settings.steps):
             starts = rng.integers(0, len(self.codes) - settings.window, (settings.batch, 1))
@@ -71,7 +71,7 @@ class Text(NamedTuple):
 
 
 def train_in_keras(text: Text, settings: Settings) -> keras.Model:
-    """Return a new Keras model after training."""
+    """Train a new Keras model and return it."""
     keras.utils.set_random_seed(settings.seed)
     model = keras.Sequential(
         [
@@ -95,7 +95,7 @@ def loss_in_keras(model: keras.Model, windows: np.ndarray) -> float:
 
 
 class Model(nn.Module):
-    """The Keras model in MLX: codes [B, T] in, logits [B, T, size] out."""
+    """The Keras model's layers in MLX. Input: codes [B, T]; output: logits [B, T, size]."""
 
     def __init__(self, size: int, settings: Settings):
         super().__init__()
@@ -119,7 +119,7 @@ def from_keras(theirs: keras.Model, text: Text, settings: Settings) -> Model:
 
 
 def into_keras(model: Model, theirs: keras.Model) -> None:
-    """Put the weights of the MLX model into the Keras model."""
+    """Copy the weights of the MLX model into the Keras model."""
     embedding, lstm, dense = theirs.layers
     embedding.set_weights([np.array(model.embedding.weight)])
     lstm.set_weights(lstm_to_keras(model.lstm.Wx, model.lstm.Wh, model.lstm.bias))
@@ -131,7 +131,7 @@ def loss_in_mlx(model: Model, windows: mx.array) -> mx.array:
 
 
 def train_in_mlx(model: Model, text: Text, settings: Settings) -> list[float]:
-    """Train further; return the loss on the held-out text, before and during training."""
+    """Train the MLX model further; return the loss on the held-out text, before and during training."""
     optimizer, gradient = optim.Adam(settings.learning_rate), nn.value_and_grad(model, loss_in_mlx)
     held_out = mx.array(text.held_out)
     losses = [loss_in_mlx(model, held_out).item()]
@@ -158,7 +158,8 @@ def compare_models(theirs: keras.Model, ours: Model, codes: np.ndarray) -> None:
 
 
 def compare_ops(theirs: keras.Model, codes: np.ndarray) -> None:
-    """Print the largest difference between TensorFlow's BlockLSTMV2 and ours. Its w joins both kernels of Keras."""
+    """Print the largest difference between the results of TensorFlow's BlockLSTMV2 and of our op. The argument w
+    joins both kernels of Keras."""
     embedding, lstm, _ = theirs.layers
     kernel, recurrent_kernel, bias = lstm.get_weights()
     x = np.asarray(embedding(codes)).swapaxes(0, 1)

@@ -4,8 +4,8 @@
     python examples/from_torch.py --mode gru --layers 3
     python examples/from_torch.py --save lstm.safetensors
 
-The functions `from_torch` and `to_torch` do it. The rest runs both layers, with random weights, on the same batch of
-sequences of different lengths, and prints how far outputs and gradients differ. It needs `pip install torch`.
+The functions `from_torch` and `to_torch` convert the layers. The rest runs both layers, with random weights, on one
+batch of sequences of different lengths, and prints how far outputs and gradients differ. Needs `pip install torch`.
 """
 
 import argparse
@@ -23,26 +23,26 @@ NAMES = ["input_size", "hidden_size", "num_layers", "bias", "batch_first", "drop
 
 
 def from_torch(theirs: torch.nn.RNNBase) -> Layer:
-    """Return our layer with the sizes, options and weights of torch's."""
+    """Return a layer of mlx_lstm.torch with the sizes, options and weights of a torch layer."""
     weights = convert.from_torch(theirs)
     return mlx_lstm.torch.from_weights(weights, batch_first=theirs.batch_first, dropout=theirs.dropout)
 
 
 def to_torch(ours: Layer) -> torch.nn.RNNBase:
-    """Return torch's layer with the sizes, options and weights of ours."""
+    """Return a torch layer with the sizes, options and weights of a layer of mlx_lstm.torch."""
     theirs = getattr(torch.nn, type(ours).__name__)(**options(ours))
     theirs.load_state_dict({name: torch.from_numpy(np.array(value)) for name, value in ours.parameters().items()})
     return theirs
 
 
 def options(layer: Layer | torch.nn.RNNBase) -> dict[str, Any]:
-    """Return the arguments that both constructors take."""
+    """Return the constructor arguments of a layer that torch and mlx_lstm.torch both have."""
     more = {"LSTM": ["proj_size"], "RNN": ["nonlinearity"]}.get(type(layer).__name__, [])
     return {name: getattr(layer, name) for name in NAMES + more}
 
 
 def run_torch(layer: torch.nn.RNNBase, x: np.ndarray, lengths: np.ndarray) -> dict[str, np.ndarray]:
-    """Return the output, the last h, and the gradients of output.sum() + h.sum() by x and by the parameters."""
+    """Run a torch layer. Return output, last h, and the gradients of output.sum() + h.sum() by all inputs."""
     inputs = torch.tensor(x, requires_grad=True)
     packed = torch.nn.utils.rnn.pack_padded_sequence(inputs, torch.from_numpy(lengths), enforce_sorted=False)
     output, last = layer(packed)
@@ -55,7 +55,7 @@ def run_torch(layer: torch.nn.RNNBase, x: np.ndarray, lengths: np.ndarray) -> di
 
 
 def run_mlx(layer: Layer, x: np.ndarray, lengths: np.ndarray) -> dict[str, np.ndarray]:
-    """Return the output, the last h, and the gradients of the MLX layer, as `run_torch` does."""
+    """Run an MLX layer. Return the output, the last h, and the same gradients as `run_torch`."""
 
     def sums(parameters: dict[str, mx.array], x: mx.array) -> tuple[mx.array, mx.array, mx.array]:
         layer.update(parameters)
@@ -72,7 +72,7 @@ def run_mlx(layer: Layer, x: np.ndarray, lengths: np.ndarray) -> dict[str, np.nd
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Compare both layers; return 0 if the weights come back bit for bit."""
+    """Convert a torch layer to MLX and back, and compare. Return 0 if the weights come back bit for bit."""
     layers = {"lstm": torch.nn.LSTM, "gru": torch.nn.GRU, "rnn": torch.nn.RNN}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mode", choices=layers, default="lstm")

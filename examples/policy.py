@@ -1,10 +1,11 @@
 """Reinforcement learning: a policy with a memory, trained on rollouts in which episodes end and states are reset.
 
-    python examples/policy.py  # a number behind it is the number of rollouts
+    python examples/policy.py  # an optional argument is the number of rollouts
 
-The game: a sign says left or right, a corridor of random length follows, and at its end the sign's side wins. When an
-episode ends, the states of its game are reset to zero. Acting, step by step, multiplies the states by 0; the gradient,
-over a whole rollout at once, gets the same resets as `keep`.
+The game: a sign says left or right, a corridor of random length follows, and at the end of the corridor the player wins
+by turning to the side that the sign named. When an episode ends, the states of its game are reset to zero. While
+playing step by step, the program multiplies the states by 0; the gradient, over a whole rollout at once, gets the same
+resets by the argument `keep`.
 """
 
 import sys
@@ -21,7 +22,8 @@ GAMES, STEPS, HIDDEN = 64, 24, 32  # games at once, steps of a rollout
 
 
 class Corridors:
-    """All games. `act` returns the rewards (1 or -1 at an end, else 0) and which games end; ended games start again."""
+    """All games together. `act` plays one step and returns the rewards (1 or -1 at an end, else 0) and which games
+    end; these start again."""
 
     def __init__(self, rng):
         self.rng, self.sign, self.left = rng, np.zeros(GAMES, int), np.zeros(GAMES, int)
@@ -51,7 +53,7 @@ class Policy(nn.Module):
 
 
 def rollout(policy, games, state, rng, steps=STEPS, wipe=False):
-    """Play all games step by step. Return arrays [GAMES, steps] by name and the last states [GAMES, HIDDEN]."""
+    """Play some steps of all games. Return arrays [GAMES, steps] by name and the last states [GAMES, HIDDEN]."""
     records = []
     for _ in range(steps):
         scores, state = policy.step(mx.array(seen := games.seen), state)
@@ -64,8 +66,8 @@ def rollout(policy, games, state, rng, steps=STEPS, wipe=False):
 
 
 def loss(policy, played, state):
-    """Return the REINFORCE loss: a winning action gets more likely, a losing one less. Only an episode's last action
-    counts."""
+    """Return the REINFORCE loss: winning actions get more likely, losing ones less. Only the last action of an
+    episode counts."""
     played = {name: mx.array(values) for name, values in played.items()}
     keep = mx.concatenate([mx.ones((GAMES, 1), mx.bool_), ~played["ends"][:, :-1]], axis=1)  # False: a new episode
     scores = policy(played["seen"], state, keep)
@@ -75,7 +77,7 @@ def loss(policy, played, state):
 
 
 def main(rollouts=30):
-    """Train, play with and without the memory, and draw."""
+    """Train the policy, play with and without the memory, and draw the curve."""
     mx.random.seed(0)
     rng = np.random.default_rng(0)
     policy, games, state = Policy(), Corridors(rng), [mx.zeros((GAMES, HIDDEN))] * 2

@@ -25,7 +25,7 @@ STEPS = 200
 
 
 class Stack(nn.Module):
-    """LSTM layers; each reads the output of the layer before it."""
+    """A stack of LSTM layers; each layer reads the output of the layer before it."""
 
     def __init__(self, layers, units):
         super().__init__()
@@ -51,7 +51,8 @@ def stream(model, x):
 
 
 def main(layers=2, units=640, bits=0):
-    """Measure one width; without `bits` measure all three, each in its own process."""
+    """Measure the model with weights of `bits` bits; without `bits` measure three widths, each in a separate
+    process."""
     if units % 32:
         sys.exit(f"units must be a multiple of 32, a group of weights, but are {units}.")
     if not bits:

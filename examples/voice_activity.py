@@ -1,9 +1,9 @@
 """Streaming: voice activity detection, frame by frame, with the LSTM's states passed from one call to the next.
 
-    python examples/voice_activity.py  # a number behind it is the number of steps
+    python examples/voice_activity.py  # an optional argument is the number of steps
 
-The sound is synthetic: syllables with three formants, and hisses, in noise of changing level and color.
-The last lines compare with the best threshold on the energy, and streaming with one call for the whole sequence.
+The sound is synthetic: syllables with three formants, and hisses, in noise of changing level and color. The last output
+lines compare with the best threshold on the energy, and streaming with one call for all frames.
 """
 
 import os
@@ -24,7 +24,7 @@ RATE, HOP, SAMPLES, BANDS = 8000, 80, 32_000, 16  # samples in a second, in a fr
 
 
 def syllable(rng, pitch, samples):
-    """Return a vowel, half of the time after a hiss."""
+    """Return the sound of a vowel; in half of the cases a hiss comes before it."""
     phase = 2 * np.pi * np.cumsum(pitch * (1 + 0.1 * np.linspace(*rng.uniform(-1, 1, 2), samples))) / RATE
     harmonics = np.arange(1, int(3400 / pitch))[:, None]
     away = (harmonics * pitch - rng.uniform((250, 900, 2200), (800, 2000, 3000))) / 80  # distance from three formants
@@ -34,7 +34,7 @@ def syllable(rng, pitch, samples):
 
 
 def scene(rng):
-    """Return sound, and for each frame whether somebody speaks: from an utterance's first syllable to its last."""
+    """Return a sound, and for each frame whether somebody speaks: first to last syllable of an utterance."""
     place, sound, active = rng.integers(0, RATE), np.zeros(2 * SAMPLES), np.zeros(2 * SAMPLES, bool)
     while place < SAMPLES:
         start, pitch = place, rng.uniform(90, 220)
@@ -74,7 +74,7 @@ def stream(model, samples):
 
 
 def main(steps=80):
-    """Train, compare with a threshold, stream, and draw."""
+    """Train the detector, compare it with a threshold, run it as a stream, and draw the curve."""
     mx.random.seed(0)
     sounds, active = map(np.stack, zip(*map(scene, [np.random.default_rng(0)] * 40), strict=True))
     frames = np.stack([features(np.pad(sound, (HOP, 0))) for sound in sounds])  # before the sound it was silent

@@ -38,7 +38,7 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    """Say where a layer is, for those who look for it here."""
+    """Raise AttributeError; for LSTM, GRU and RNN the text says which modules have these layers."""
     if name in ("LSTM", "GRU", "RNN"):
         layers = f"mlx_lstm.nn.{name} is the layer as in mlx.nn, mlx_lstm.torch.{name} as in PyTorch"
         raise AttributeError(f"mlx_lstm has no {name}: {layers}; mlx_lstm.{name.lower()} is the function")

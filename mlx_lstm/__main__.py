@@ -1,4 +1,4 @@
-"""The command `mlx-lstm`, also `python -m mlx_lstm`: runs one of the commands below, or lists them."""
+"""The command `mlx-lstm`, or `python -m mlx_lstm`: run one of the package's commands, or list them."""
 
 import importlib
 import sys
@@ -15,7 +15,8 @@ COMMANDS = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command that the first argument names; return its exit code. Without one, print the list."""
+    """Run the command that the first argument names, and return its exit code. Without arguments print the list of
+    commands."""
     command, *rest = (sys.argv[1:] if arguments is None else arguments) or [""]
     if command in COMMANDS:
         return importlib.import_module(f"mlx_lstm.{command}.__main__").main(rest)
@@ -29,7 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run() -> NoReturn:
-    """End the process with the exit code of `main`."""
+    """Call `main` and end the process with its exit code."""
     run_command(main)
 
 

@@ -1,4 +1,4 @@
-"""Check arguments at the public interface, before any work: `ValueError("[op] rule but got value")`. Show each
+"""Check arguments of public functions before any work is done: `ValueError("[op] rule but got value")`. Show each
 warning once, at the caller's line."""
 
 import math
@@ -21,14 +21,14 @@ ARRAYS = ((np.ndarray, np), (mx.array, mx))
 
 
 class ArraySpec(NamedTuple):
-    """The shape and dtype of an array, which can be checked in place of the array."""
+    """The shape and dtype of an array; the checks accept it in place of an array."""
 
     shape: tuple[int, ...]
     dtype: mx.Dtype
 
 
 def fail(op: str, rule: str, value: object) -> NoReturn:
-    """Raise the ValueError that this package raises for every bad argument."""
+    """Raise a ValueError for a wrong argument, in the form that this package uses everywhere."""
     raise ValueError(f"[{op}] {rule} but got {value}.")
 
 
@@ -38,7 +38,8 @@ _lock = Lock()
 
 
 def warn_once(text: str) -> None:
-    """Warn once per process for each text, at the innermost line of the call stack outside of this package."""
+    """Show a warning once per process and text, at the innermost line of the call stack that is outside of this
+    package."""
     with _lock:
         known = text in _said
         _said.add(text)
@@ -51,7 +52,7 @@ def warn_once(text: str) -> None:
 
 
 def forget_warnings() -> None:
-    """Let each warning be shown again."""
+    """Forget which warnings were shown, so that each is shown again."""
     _said.clear()
 
 
@@ -75,7 +76,7 @@ def check_array(
 
 
 def instead_of(value: object) -> str:
-    """Return the advice of an error text on what to pass in place of a value that is not an MLX array."""
+    """Return advice for an error text: what to pass in place of a value that is not an MLX array."""
     if type(value).__name__ == "PackedSequence":  # torch's, which is a tuple, too
         return ": pad it and use lengths,"
     first = value[0] if isinstance(value, (list, tuple)) and value else None
@@ -108,15 +109,15 @@ def check_flag(op: str, name: str, value: object) -> None:
 
 
 def check_integer(op: str, name: str, value: object, *, least: int | None = None, why: str = "") -> int:
-    """Return an integer of any type as Python's int. Raise ValueError if it is no integer or below `least`; `why` is
-    the reason."""
+    """Check an integer of any type and return it as Python's int. Raise ValueError if it is no integer or below
+    `least`; `why`: the reason, for the error text."""
     if not isinstance(value, Integral) or isinstance(value, bool) or (least is not None and value < least):
         fail(op, f"{name} must be an integer{'' if least is None else f' of at least {least}'}{why}", repr(value))
     return int(value)
 
 
 def check_every(op: str, every: Any) -> int | str | None:
-    """Return the option `checkpoint_every`: a number of steps of any integer type as Python's, "auto" or None."""
+    """Check the option `checkpoint_every` and return it: a number of steps as Python's int, "auto", or None."""
     if every is None or (isinstance(every, str) and every == "auto"):
         return every
     if not isinstance(every, Integral) or isinstance(every, bool) or every < 1:
@@ -125,7 +126,7 @@ def check_every(op: str, every: Any) -> int | str | None:
 
 
 def check_number(op: str, name: str, value: object) -> float:
-    """Return a finite number of any type as Python's float. Raise ValueError for anything else."""
+    """Check a finite number of any type and return it as Python's float. Raise ValueError for anything else."""
     number = as_float(value)
     if number is None or not math.isfinite(number):
         fail(op, f"{name} must be a finite number", repr(value))
@@ -133,7 +134,7 @@ def check_number(op: str, name: str, value: object) -> float:
 
 
 def as_float(value: object) -> float | None:
-    """Return a number of any type as Python's float, infinite if it is too large; return None if the value is no
+    """Convert a number of any type to Python's float, infinite if it is too large; return None if the value is no
     number."""
     if not isinstance(value, Real) or isinstance(value, bool):
         return None
@@ -146,8 +147,8 @@ def as_float(value: object) -> float | None:
 def check_lengths(
     op: str, lengths: Any, batch: int, longest: int, *, traced: bool, name: str = "lengths", shortest: int = 0
 ) -> mx.array:
-    """Return `lengths` as int32 [batch], each checked to be in shortest..longest. The values of a traced array
-    cannot be checked."""
+    """Check that each length is in shortest..longest, and return `lengths` as int32 [batch]. The values of a traced
+    array cannot be checked."""
     if isinstance(lengths, (list, tuple)):
         if not all(isinstance(n, Integral) and not isinstance(n, bool) for n in lengths):
             fail(op, f"{name} must be integers", lengths)

@@ -1,6 +1,6 @@
-"""Read foreign files safely, and write own files completely or not at all.
+"""Read files from unknown sources safely, and write files completely or not at all.
 
-A foreign file may lie about its kind, its sizes and its names. The sizes that it declares are compared with the
+Such a file may declare a wrong format, wrong sizes or wrong names. The sizes that it declares are compared with the
 bytes that it stores before memory is allocated for them; `shown` makes its names safe to print.
 """
 
@@ -42,7 +42,7 @@ Result = TypeVar("Result")
 
 
 def broken(path: Path, why: str) -> NoReturn:
-    """Raise the error of a file that is not of the kind that its name says."""
+    """Raise the ValueError for a file that is truncated or damaged."""
     raise ValueError(f"{path} is truncated or damaged: {why}.")
 
 
@@ -51,7 +51,7 @@ def size_of(path: Path) -> int:
 
     Raises:
         FileNotFoundError, IsADirectoryError: there is no such file, or it is a folder.
-        ValueError: it is a pipe, a device, a socket.
+        ValueError: the path is a pipe, a device or a socket.
     """
     about = path.stat()
     if stat.S_ISDIR(about.st_mode):
@@ -62,7 +62,8 @@ def size_of(path: Path) -> int:
 
 
 def most_bytes(stored: int) -> int:
-    """Return how many bytes of arrays a file of `stored` bytes may hold. Weights hardly compress, but zip bombs do."""
+    """Return how many bytes of arrays a file of `stored` bytes may declare. Weights hardly compress, but zip bombs
+    do."""
     return 4 * stored + 32 * 2**20
 
 
@@ -73,7 +74,8 @@ def check_expansion(path: Path, declared: int, stored: int) -> None:
 
 
 def shown(text: object, most: int = 80) -> str:
-    """Return a foreign name as one may print it: on one line, without control characters, at most `most` characters.
+    """Return a name from a file in a form that is safe to print: one line, no control characters, at most `most`
+    characters.
 
     Example:
         >>> from mlx_lstm.files import shown
@@ -93,7 +95,8 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object as a dict; readers differ in which of two equal keys counts."""
+    """Return a JSON object as a dict. Raise ValueError for a key that appears twice, as readers differ on which one
+    counts."""
     found = dict(pairs)
     if len(found) < len(pairs):
         raise ValueError("it has a key twice")
@@ -104,7 +107,7 @@ def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def read_safetensors(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return a safetensors file's arrays by key, and its metadata. Arrays of NumPy are views of the file."""
+    """Return the arrays of a safetensors file by key, and the file's metadata. NumPy arrays are views of the file."""
     size = size_of(path)
     if size < 8:
         broken(path, f"it has {size} bytes")
@@ -136,7 +139,7 @@ def read_safetensors(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def utf8(text: object) -> str:
-    """Return a text after checking that UTF-8 can encode it; JSON may contain halves of surrogate pairs."""
+    """Check that UTF-8 can encode this text, and return it. JSON may contain halves of surrogate pairs."""
     if not isinstance(text, str):
         raise TypeError("no text")
     text.encode()
@@ -144,7 +147,7 @@ def utf8(text: object) -> str:
 
 
 def entry_of(entry: Any) -> tuple[str, tuple[int, ...], int, int]:
-    """Return dtype, shape, start and stop of an entry of a safetensors header."""
+    """Return the dtype, shape, start and stop in an entry of a safetensors header."""
     shape, (start, stop) = tuple(entry["shape"]), entry["data_offsets"]
     if not all(type(k) is int and 0 <= k < 2**63 for k in (*shape, start, stop)) or len(shape) > 32:
         raise ValueError("no sizes")
@@ -155,15 +158,15 @@ LITTLE = {name: np.dtype(kind).newbyteorder("<") for name, kind in DTYPES.items(
 
 
 def array_at(body: np.ndarray, dtype: str, shape: tuple[int, ...], start: int, stop: int) -> Any:
-    """Return the array in these bytes of a safetensors file."""
+    """Return the array whose bytes are body[start:stop], the data of a safetensors file."""
     array = body[start:stop].view(LITTLE[dtype]).reshape(shape)
     return mx.array(np.array(array)).view(mx.bfloat16) if dtype == "BF16" else array
 
 
 def open_zip(path: Path) -> zipfile.ZipFile:
-    """Open a zip file. Raise ValueError if it is no zip, holds a name twice, or would take far more memory than it
-    has bytes. Only the methods that Python's and NumPy's writers use are allowed, since other methods expand without
-    a bound."""
+    """Open a zip file. Raise ValueError if it is no zip file, holds a name twice, or would expand to far more bytes
+    than it has. Only compression methods that Python and NumPy write are allowed, since others can expand without a
+    bound."""
     size = size_of(path)
     try:
         archive = zipfile.ZipFile(path)
@@ -179,7 +182,7 @@ def open_zip(path: Path) -> zipfile.ZipFile:
 
 
 def member_of(path: Path, archive: zipfile.ZipFile, name: str) -> bytes:
-    """Return the bytes of a zip file's member."""
+    """Return the bytes of one member of a zip file."""
     try:
         return archive.read(name)
     except DAMAGE as error:
@@ -200,7 +203,8 @@ def read_npy(path: Path) -> np.ndarray:
 
 
 def array_of(path: Path, data: bytes, name: str) -> np.ndarray:
-    """Return the array in the bytes of an .npy file, after checking that its header declares as many bytes."""
+    """Return the array in the bytes of an .npy file, after checking that the header declares as many bytes as there
+    are."""
     headers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
     stream = io.BytesIO(data)
     try:
@@ -227,20 +231,22 @@ def array_of(path: Path, data: bytes, name: str) -> np.ndarray:
 def write_whole(
     path: Path, work: Callable[[Path], Result], *, force: bool = False, ending: str | None = None
 ) -> Result:
-    """Have `work` write a new file beside `path`, then give it that name; return what `work` returns.
+    """Call `work` to write a new file beside `path`, then rename the new file to `path`; return the result of `work`.
 
-    Whatever happens, `path` is the old file or the whole new one. The new one has the old one's mode.
+    At every moment `path` is either the old file or the complete new file. The new file gets the old file's
+    permissions.
 
     Args:
         path (Path): the file to write.
-        work (function): writes the file whose path it is given.
-        force (bool): replace a file that exists. Without it, one that appears meanwhile is kept, too.
+        work (function): is called with a path and writes a file there.
+        force (bool): replace a file that exists. Without it, a file that appears in the meantime is not replaced,
+            either.
         ending (str, optional): of the temporary name. Default: the last suffix of `path`.
 
     Raises:
         FileExistsError: `path` exists, without `force`.
     """
-    # Nobody can guess the name, and exclusive creation follows no link; until it is whole only its owner reads it.
+    # The name cannot be guessed, and exclusive creation follows no link. Only the owner may read the unfinished file.
     partial = path.with_name(f".{secrets.token_hex(16)}{path.suffix if ending is None else ending}")
     try:
         os.close(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
@@ -257,7 +263,7 @@ def write_whole(
 
 
 def link(partial: Path, path: Path) -> None:
-    """Give a file another name, which must be unused. A rename would replace an existing file."""
+    """Give a file the second name `path`, which must not exist. (A rename would replace an existing file.)"""
     try:
         os.link(partial, path)
     except OSError as error:
@@ -269,7 +275,7 @@ def link(partial: Path, path: Path) -> None:
 
 
 def mode_of(path: Path) -> int:
-    """Return the mode of a file, or a new file's mode if it does not exist."""
+    """Return the permission bits of a file, or those of a new file if it does not exist."""
     try:
         return stat.S_IMODE(path.stat().st_mode)
     except FileNotFoundError:
@@ -277,7 +283,8 @@ def mode_of(path: Path) -> int:
 
 
 def new_mode() -> int:
-    """Return the mode of a new file. The umask can only be read by setting it, here to a strict one."""
+    """Return the permission bits of a new file. The umask can only be read by setting it, here briefly to a strict
+    one."""
     umask = os.umask(0o077)
     os.umask(umask)
     return 0o666 & ~umask

@@ -66,9 +66,9 @@ def lstm_to_keras(Wx: mx.array, Wh: mx.array, b: mx.array | None = None) -> list
 def gru_from_keras(kernel: Any, recurrent_kernel: Any, bias: Any = None) -> dict[str, Any]:
     """Return the weights of a `keras.layers.GRU` as arguments of `mlx_lstm.gru`, and of `mlx_lstm.nn.GRU`.
 
-    A layer with `reset_after=True`, Keras' default, equals `gru` with its defaults; one with `reset_after=False` equals
-    `gru` with `reset="before"`. Keras' gate order z, r, h becomes r, z, n. With `reset_after=True` Keras has two
-    biases; those of z and r are only used as a sum, and become one.
+    A layer with `reset_after=True`, Keras' default, equals `gru` with default options; a layer with `reset_after=False`
+    equals `gru` with `reset="before"`. Keras' gate order z, r, h becomes r, z, n. With `reset_after=True` Keras has two
+    biases; for z and r only the sum of both is used, so that they become one bias.
 
     Args:
         kernel, recurrent_kernel, bias (array): `layer.get_weights()`: [I, 3H], [H, 3H]; [2, 3H], with
@@ -94,8 +94,8 @@ def gru_to_keras(
 ) -> list[np.ndarray]:
     """Return the list for `keras_layer.set_weights`, the inverse of `gru_from_keras`; in float32, float64 stays.
 
-    With `reset_after=True` the bias of z and r goes into the first of Keras' two biases, and the second is 0 there. So
-    the two biases of a Keras layer may come back as other numbers with the same sum, and the same outputs.
+    With `reset_after=True` the bias of z and r is stored in the first of Keras' two biases, and the second is 0 for
+    z and r. So the two biases of a Keras layer may come back as other numbers with the same sum, and the same outputs.
 
     Args:
         Wx, Wh, b, bhn (array): [3H, I], [3H, H], [3H], [H], gate order r, z, n; both biases `None` for a layer with
@@ -204,27 +204,28 @@ def bidirectional_to_keras(convert: Callable[..., list[np.ndarray]], arrays: Arr
 
 
 def one_direction(op: str, kind: str, weights: Sequence[Any], *biases: list[int]) -> Arrays:
-    """Return one direction's weights as arguments of the recurrence; `biases`: the shapes of a bias, last axis / H."""
+    """Return Keras' weights of one direction as arguments of the recurrence. `biases`: the shapes that a bias may
+    have, with the last axis divided by H."""
     arrays = direction(op, kind, *weights, biases=biases)
     cell = GRUCell(reset="after" if "bh" in arrays else "before") if kind == "gru" else CELLS[kind]()
     return {name: arrays[name] for name in ("Wx", "Wh")} | one_bias(cell, arrays)
 
 
 def into_keras(cell: Cell, Wx: mx.array, Wh: mx.array, b: mx.array | None, bhn: mx.array | None) -> list[np.ndarray]:
-    """Return kernel, recurrent kernel and bias as Keras has them."""
+    """Return kernel, recurrent kernel and bias in Keras' layout."""
     arrays = {"Wx": Wx, "Wh": Wh} | from_one_bias(b, bhn)
     return arrays_of(cell, arrays, b is not None or bhn is not None)
 
 
 def check_function(op: str, convert: object) -> None:
-    """Check that `convert`, which converts one direction, is a function."""
+    """Check that the argument `convert` of a bidirectional conversion is a function."""
     if not callable(convert):
         which = f"lstm_{op[14:]}, gru_{op[14:]} or rnn_{op[14:]}"
         fail(op, f"convert must be {which}", repr(convert))
 
 
 def check_ours(op: str, G: int, Wx: mx.array, Wh: mx.array, biases: dict[str, mx.array | None]) -> None:
-    """Check the shapes of Wx [GH, I], Wh [GH, H] and, as far as they are not None, of b [GH] and bhn [H]."""
+    """Check the shapes of Wx [GH, I] and Wh [GH, H], and of b [GH] and bhn [H] where they are not None."""
     check_array(op, "Wx", Wx, [times(G), "I"])
     H, more = divmod(Wx.shape[0], G)
     if more or not H:

@@ -1,4 +1,4 @@
-"""Describe the machine (chip, system, versions), start Python again as a child, and begin and end commands."""
+"""Describe the machine (chip, system, versions), start Python as a child process, and run commands to their end."""
 
 import os
 import platform
@@ -16,7 +16,7 @@ VERSION = "0.1.0"
 
 
 def chip() -> str:
-    """Return the processor's name."""
+    """Return the name of the processor."""
     if sys.platform == "darwin":
         found = subprocess.run(["/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string"], capture_output=True, text=True)
         return found.stdout.strip() or platform.processor()
@@ -32,7 +32,7 @@ def system() -> str:
 
 
 def installed_version(*packages: str) -> str:
-    """Return the version of the first of these packages that is installed, without importing it."""
+    """Return the version of the first of these packages that is installed; packages are not imported."""
     from importlib.metadata import PackageNotFoundError, version  # slower than all other imports here
 
     for package in packages:
@@ -42,7 +42,7 @@ def installed_version(*packages: str) -> str:
 
 
 def shader_folder() -> Path:
-    """Return the folder metal/. A wheel has it in the package, a checkout beside the package."""
+    """Return the path of the folder metal/, which a wheel has inside the package and a checkout beside the package."""
     package = Path(__file__).parent
     return package / "metal" if (package / "metal").is_dir() else package.parent / "metal"
 
@@ -50,21 +50,22 @@ def shader_folder() -> Path:
 def in_all_digits() -> None:
     """Let MLX compute float32 products with full precision, unless the user has set MLX_ENABLE_TF32. By default the
     newest chips use fewer digits, which a comparison with float64 would report as an error. Call this function
-    before the first operation of MLX."""
+    before MLX runs anything."""
     os.environ.setdefault("MLX_ENABLE_TF32", "0")
 
 
 def has_interpreter() -> bool:
-    """Return whether sys.executable runs Python. It does not in a frozen application or where Python is embedded."""
+    """Return whether sys.executable is a Python interpreter. In a frozen application, or where Python is embedded,
+    it is not."""
     return not getattr(sys, "frozen", False) and "python" in Path(sys.executable or "").name.lower()
 
 
 def child_command(code: str, *arguments: str) -> list[str]:
-    """Return the command that runs `code` in another process of this Python; the process gets `arguments` in sys.argv.
+    """Return a command line that runs `code` in another process of this Python, with `arguments` in sys.argv.
 
-    The child has this interpreter's flags and import path. Entries that depend on the working folder are left out ("",
-    which -c and -m put first, "." and other relative ones): nobody else's numpy.py is imported from there. The folder
-    of this package takes their place, at the end.
+    The child has this interpreter's flags and import path. Entries that depend on the working folder ("", "." and
+    other relative paths) are left out, so that no module of that folder, such as a numpy.py, is imported. The folder
+    of this package is added at the end.
     """
     flags = {"I": "isolated", "E": "ignore_environment", "s": "no_user_site", "S": "no_site"}
     given = [f"-{letter}" for letter, name in flags.items() if getattr(sys.flags, name)]
@@ -75,7 +76,7 @@ def child_command(code: str, *arguments: str) -> list[str]:
 
 
 def child_environment() -> dict[str, str]:
-    """Return the environment of a child: this one, without the entries of PYTHONPATH that depend on the working folder.
+    """Return the environment for a child process: this process's, but with absolute entries only in PYTHONPATH.
 
     Python reads PYTHONPATH before it runs the code of `child_command`: it looks there for `sitecustomize`.
     """
@@ -85,18 +86,18 @@ def child_environment() -> dict[str, str]:
 
 
 def module_command(module: str, *arguments: str) -> list[str]:
-    """Return what `python -m module` is, as a child: see `child_command`."""
+    """Return a command line that does the same as `python -m module`, for a child process: see `child_command`."""
     code = f"from runpy import run_module; run_module({module!r}, run_name='__main__', alter_sys=True)"
     return child_command(code, *arguments)
 
 
 def absolute(paths: Iterable[object]) -> list[str]:
-    """Return the entries of an import path that are absolute."""
+    """Return the absolute paths among the entries of an import path."""
     return [path for path in paths if isinstance(path, str) and os.path.isabs(path)]
 
 
 def check_files(options: object, *names: str) -> None:
-    """Raise ValueError if one of these options of a command names a file that cannot be written."""
+    """Raise ValueError if one of a command's options `names` is a file that cannot be written."""
     for name in names:
         path = Path(getattr(options, name) or "")
         if not path.parent.is_dir():
@@ -106,9 +107,9 @@ def check_files(options: object, *names: str) -> None:
 
 
 def run_command(main: Callable[[], int]) -> NoReturn:
-    """Run a command and end the process with its exit code. End without a message at Ctrl-C, or if nobody reads the
-    output any more, as after `| head`. SIGTERM ends it as Ctrl-C does, so that incomplete files are removed.
-    Characters that the terminal lacks are escaped."""
+    """Call `main` and end the process with its exit code. End without a message at Ctrl-C, or if nobody reads the
+    output any more, as after `| head`. SIGTERM is treated as Ctrl-C, so that incomplete files are removed.
+    Characters that the terminal cannot show are escaped."""
     code: object
     signal.signal(signal.SIGTERM, terminate)
     for stream in (sys.stdout, sys.stderr):
@@ -129,6 +130,6 @@ def run_command(main: Callable[[], int]) -> NoReturn:
 
 
 def terminate(signum: int, frame: object) -> NoReturn:
-    """Handle a signal by an exception, so that blocks with `finally` run; a second one ends the process at once."""
+    """Raise SystemExit for a signal, so that `finally` blocks run; a second signal ends the process at once."""
     signal.signal(signum, signal.SIG_DFL)
     raise SystemExit(128 + signum)

@@ -1,11 +1,11 @@
 """PyTorch's LSTM, GRU and RNN as MLX layers, with several layers and both directions; LSTMCell, GRUCell and RNNCell.
 
-Constructors, parameters and their names, initialisation, shapes and returns are those of `torch.nn`; a `lengths` of a
-call takes the place of torch's `PackedSequence`. Sizes: L time, N batch, D directions, K layers, H hidden, S the width
-of h (H, or `proj_size`).
+Constructors, parameters and their names, initialisation, shapes and results are as in `torch.nn`. The argument
+`lengths` of a call takes the place of torch's `PackedSequence`. Sizes: L time, N batch, D directions, K layers, H
+hidden, S the width of h (H, or `proj_size`).
 
-A `state_dict` loads as it is. From a file, `layer.load_weights("torch_layer.safetensors")`; from a layer in the same
-process, and back:
+A `state_dict` loads as it is. To load it from a file call `layer.load_weights("torch_layer.safetensors")`. To copy it
+from a torch layer in the same process, and back:
 
     layer.load_weights([(name, mx.array(value.numpy())) for name, value in torch_layer.state_dict().items()])
     torch_layer.load_state_dict({name: torch.from_numpy(np.array(value)) for name, value in layer.parameters().items()})
@@ -69,7 +69,8 @@ def __dir__() -> list[str]:
 
 
 class Layers(nn.Module):
-    """Base of `LSTM`, `GRU` and `RNN`: the parameters, the loop over the layers, the checks."""
+    """Base of `LSTM`, `GRU` and `RNN` with PyTorch's parameters; runs the layers one after another and checks
+    arguments."""
 
     op: str  # the layer's name in errors
     gates: int  # blocks of H rows in a weight
@@ -126,7 +127,7 @@ class Layers(nn.Module):
 
     @property
     def endings(self) -> tuple[str, ...]:
-        """The endings of parameter names, one per direction."""
+        """Return the endings of parameter names, one per direction."""
         return WAYS if self.bidirectional else WAYS[:1]
 
     def key(self, name: str, layer: int, ending: str) -> str:
@@ -135,7 +136,7 @@ class Layers(nn.Module):
 
     @property
     def width(self) -> int:
-        """The width of h in one direction, S."""
+        """Return S, the width of h in one direction."""
         return self.proj_size or self.hidden_size
 
     def shapes(self, layer: int) -> dict[str, tuple[int, ...]]:
@@ -163,9 +164,10 @@ class Layers(nn.Module):
         keep: mx.array | None,
         hold: Hold,
     ) -> tuple[mx.array, Arrays]:
-        """Run all layers, each with this `cell`; return the last layer's h and the last states [K D, N, .] by name.
+        """Run all layers with this `cell`; return the last layer's h, and the last states [K D, N, .] of all layers
+        by name.
 
-        `states` holds the first states by name, `None` for zeros.
+        `states` holds the first states by name; `None` stands for zeros.
         """
         check_array(self.op, "input", input, self.input_shape(input))
         batched, time_first = input.ndim == 3, input.ndim == 2 or not self.batch_first
@@ -210,14 +212,15 @@ class Layers(nn.Module):
         return output, small(partial(self.join_all, shapes), *by_name)
 
     def join_all(self, shapes: dict[str, list[int]], *states: Any) -> dict[str, Any]:
-        """Return the states by name, in these shapes; `states`: first h of each layer, then c of each layer."""
+        """Join the states of all layers and return them by name, in these shapes. `states`: h of each layer, then c
+        of each layer."""
         D, K = len(self.endings), self.num_layers
         return {
             name: join_states(D, shape, *states[n * K : (n + 1) * K]) for n, (name, shape) in enumerate(shapes.items())
         }
 
     def check_states(self, states: dict[str, Any], N: list[int], time_first: bool) -> dict[str, list[int]]:
-        """Return the shapes of the states, after checking that the caller's states have them."""
+        """Check the shapes of the states that the caller passed, and return the shapes by name."""
         rows, widths = self.num_layers * len(self.endings), {"h": self.width, "c": self.hidden_size}
         why = f", as input is {'[L, N, I]' if time_first else '[N, L, I]'}," if N else ""
         shapes = {name: [rows, *N, widths[name]] for name in states}
@@ -233,9 +236,9 @@ class Layers(nn.Module):
         return ["N", "L", self.input_size] if self.batch_first else ["L", "N", self.input_size]
 
     def arrays(self, layer: int, now: bool = False) -> Arrays:
-        """Return a layer's parameters as the recurrence has them: one bias, both directions in one array.
+        """Return a layer's parameters as the recurrence takes them: one bias, both directions in one array.
 
-        `now`: the call computes now, so that joined arrays can be cached.
+        `now`: the call computes now (not in a trace), so that joined arrays can be cached.
         """
         directions = []
         for ending in self.endings:
@@ -251,14 +254,15 @@ class Layers(nn.Module):
         return derived(now, self.op, directions, lambda both: join([self.with_one_bias(one, by_mlx) for one in both]))
 
     def _parameter(self, name: str) -> Weight:
-        """Return a parameter. `QuantizedLayer` returns its weights as `Quantized`."""
+        """Return the parameter of this name. A quantized layer returns a weight as `Quantized`."""
         array: Any = self.get(name)
         if not isinstance(array, mx.array):  # for example a NumPy array, which MLX does not count as a parameter
             check_array(self.op, name, getattr(self, name, array), ())
         return array
 
     def with_one_bias(self, arrays: dict[str, Any], small: Run) -> dict[str, Any]:
-        """Return the parameters of one direction by the names of the recurrence's arguments, both biases as one."""
+        """Return the parameters of one direction by the names of the recurrence's arguments, with torch's two biases
+        joined into one."""
         arrays = dict(arrays)
         biases: Any = {}
         if self.bias:
@@ -268,23 +272,22 @@ class Layers(nn.Module):
 
 
 def swapped(batched: bool, sequence: Any) -> Any:
-    """Swap the axes of time and batch, [N, L, .] and [L, N, .], in either direction. Without a batch, convert [L, .]
-    to [L, 1, .] or back."""
+    """Convert a sequence [N, L, .] to [L, N, .] or back. Without a batch, convert [L, .] to [L, 1, .] or back."""
     if batched:
         return sequence.swapaxes(0, 1)
     return sequence[:, None] if sequence.ndim == 2 else sequence[:, 0]
 
 
 def check_key(op: str, key: object) -> None:
-    """Check that `key` is a key of MLX's random numbers."""
+    """Check that `key` is a random key of MLX."""
     kind = f"{key.dtype}, shape {list(key.shape)}" if isinstance(key, mx.array) else type(key).__name__
     if kind != f"{mx.uint32}, shape [2]":
         fail(op, "key must be one of mx.random.key or mx.random.split", kind)
 
 
 def dropped(x: mx.array, probability: float, key: mx.array | None) -> tuple[mx.array, mx.array | None]:
-    """Return x after dropout, and the next layer's key. An element stays with this probability and is divided by it;
-    otherwise it becomes 0."""
+    """Apply dropout to x; return the result, and the key for the next layer. `probability`: of keeping an element,
+    which is then divided by it."""
     own = None
     if key is not None:
         key, own = mx.random.split(key)
@@ -302,8 +305,8 @@ class LSTM(Layers):
         c_t &= f \odot c_{t-1} + i \odot g \qquad h_t = o \odot \tanh(c_t), \text{ or } W_{hr} (o \odot \tanh(c_t))
 
     Parameters of layer k: `weight_ih_lk` [4H, I], from layer 1 on [4H, D S]; `weight_hh_lk` [4H, S]; `bias_ih_lk`,
-    `bias_hh_lk` [4H]; with a projection `weight_hr_lk` [S, H]. Those of the second direction have the ending
-    `_reverse`. Gate order i, f, g, o; all drawn from U(-1/sqrt(H), 1/sqrt(H)).
+    `bias_hh_lk` [4H]; with a projection `weight_hr_lk` [S, H]. The names of the second direction end in `_reverse`.
+    Gate order i, f, g, o; all drawn from U(-1/sqrt(H), 1/sqrt(H)).
 
     `layer.eval()` turns dropout off, takes less memory, and lets `mx.export_function` write the graph; in training mode
     that function ends in "Unable to serialize primitive CustomTransforms".
@@ -314,9 +317,9 @@ class LSTM(Layers):
         num_layers (int): K; a layer's input is the output of the one below. Default: 1.
         bias (bool): whether there are biases. Default: `True`.
         batch_first (bool): input and output are [N, L, .], not [L, N, .]; states are not affected. Default: `False`.
-        dropout (float): in training, the probability, in [0, 1], with which an element of a layer's output becomes 0 on
-            its way to the next layer; drawn from `mx.random`, or from the key of a call. Without effect on a single
-            layer. Default: 0.
+        dropout (float): in training, the probability, in [0, 1], with which an element of a layer's output becomes 0
+            before the next layer reads it; drawn from `mx.random`, or from the key of a call. It has no effect on a
+            single layer. Default: 0.
         bidirectional (bool): whether a second direction runs from the end to the start. Default: `False`.
         proj_size (int): width of a projected h, less than `hidden_size`; 0 for none. Default: 0.
         checkpoint_every (int or str, optional): in training, save the states of every K-th step only and compute the
@@ -360,7 +363,8 @@ class LSTM(Layers):
         super().__init__(input_size, hidden_size, num_layers, bias, batch_first, *options)
 
     def into_quantized(self, group_size: int | None = None, bits: int | None = None, mode: str = "affine") -> nn.Module:
-        """Return `QuantizedLSTM.from_layer` of this layer. `mlx_lstm.nn.quantize` calls it, `mlx.nn.quantize` not."""
+        """Return `QuantizedLSTM.from_layer(self, ...)`. Only `mlx_lstm.nn.quantize` calls this method;
+        `mlx.nn.quantize` ignores it."""
         return QuantizedLSTM.from_layer(self, group_size, bits, mode)
 
     def __call__(
@@ -377,16 +381,16 @@ class LSTM(Layers):
 
         Args:
             input (array): [L, N, I]; [N, L, I] with `batch_first`; or [L, I].
-            hx (tuple, optional): (h_0 [K D, N, S], c_0 [K D, N, H]), without N for an input without it; layer by layer,
-                in a layer the forward direction first. Default: zeros.
+            hx (tuple, optional): (h_0 [K D, N, S], c_0 [K D, N, H]), without N for an input without it; layers come in
+                order, and in each layer the forward direction comes first. Default: zeros.
             lengths (integer array or list, optional): [N], each in 0..L, in place of torch's packed sequences. Past its
-                length an item's output is 0 and its input is never read; its last state is that at its length, where
-                the second direction starts.
+                length an item's output is 0 and its input is never read; its last state is the state at step
+                `lengths[n] - 1`, where the second direction starts.
             key (array, optional): the random key of dropout, from `mx.random.key`: the same key drops the same
                 elements. Default: MLX's global generator; a compiled function takes `mx.random.state` as an input.
             keep (array, optional): [L, N], [N, L] with `batch_first`, or [L]: a factor on the states of every layer
                 before each step, in the layer's own order, as in `mlx_lstm.lstm`: 0 where an episode begins. torch has
-                neither this nor hold.
+                no keep and hold.
             hold (array or list, optional): in the same shape, steps that leave the states of every layer as they are.
 
         Returns:
@@ -407,8 +411,8 @@ class GRU(Layers):
         n &= \tanh(W_{ih} x_t + b_{ih} + r \odot (W_{hh} h_{t-1} + b_{hh})) \qquad
         h_t = (1 - z) \odot n + z \odot h_{t-1}
 
-    Parameters have the names of those of `LSTM`, with three blocks of H rows in the gate order r, z, n. Everything else
-    is as in `LSTM`, but there is no projection.
+    The parameters have the same names as in `LSTM`, with three blocks of H rows in the gate order r, z, n. Everything
+    else is as in `LSTM`, but there is no projection.
 
     Args:
         input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, checkpoint_every, engine: as in
@@ -442,7 +446,8 @@ class GRU(Layers):
         super().__init__(input_size, hidden_size, num_layers, bias, batch_first, *options)
 
     def into_quantized(self, group_size: int | None = None, bits: int | None = None, mode: str = "affine") -> nn.Module:
-        """Return `QuantizedGRU.from_layer` of this layer. `mlx_lstm.nn.quantize` calls it, `mlx.nn.quantize` not."""
+        """Return `QuantizedGRU.from_layer(self, ...)`. Only `mlx_lstm.nn.quantize` calls this method; `mlx.nn.quantize`
+        ignores it."""
         return QuantizedGRU.from_layer(self, group_size, bits, mode)
 
     def __call__(
@@ -475,8 +480,8 @@ class RNN(Layers):
 
     .. math:: h_t = s(W_{ih} x_t + b_{ih} + W_{hh} h_{t-1} + b_{hh})
 
-    Parameters have the names of those of `LSTM`, with one block of H rows. Everything else is as in `LSTM`, but there
-    is no projection.
+    The parameters have the same names as in `LSTM`, with one block of H rows. Everything else is as in `LSTM`, but
+    there is no projection.
 
     Args:
         input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, checkpoint_every, engine: as in
@@ -514,7 +519,8 @@ class RNN(Layers):
         self.nonlinearity: str = nonlinearity
 
     def into_quantized(self, group_size: int | None = None, bits: int | None = None, mode: str = "affine") -> nn.Module:
-        """Return `QuantizedRNN.from_layer` of this layer. `mlx_lstm.nn.quantize` calls it, `mlx.nn.quantize` not."""
+        """Return `QuantizedRNN.from_layer(self, ...)`. Only `mlx_lstm.nn.quantize` calls this method; `mlx.nn.quantize`
+        ignores it."""
         return QuantizedRNN.from_layer(self, group_size, bits, mode)
 
     def __call__(
@@ -535,11 +541,11 @@ class RNN(Layers):
 class QuantizedLSTM(QuantizedLayer, LSTM):
     """`LSTM` with quantized weights in all layers and directions.
 
-    Equals the `LSTM` whose weights are those that `mx.dequantize` returns. Use `from_layer(layer, group_size, bits,
-    mode)` or `mlx_lstm.nn.quantize` to make one. Parameters: those of `LSTM`; a quantized weight has `_scales` and
-    `_biases` under its name, for example `weight_hh_l0`, `weight_hh_l0_scales`, `weight_hh_l0_biases`. All parameters
-    are frozen. The width of h, H or `proj_size`, must be a multiple of the group. A `weight_ih_lk` or `weight_hr_lk`
-    whose number of columns is not a multiple stays a float weight.
+    The layer equals an `LSTM` with the weights that `mx.dequantize` returns. Use `from_layer(layer, group_size, bits,
+    mode)` or `mlx_lstm.nn.quantize` to make one. It has the parameters of `LSTM`; a quantized weight has two more
+    arrays whose names end in `_scales` and `_biases`, for example `weight_hh_l0`, `weight_hh_l0_scales`,
+    `weight_hh_l0_biases`. All parameters are frozen. The width of h (H, or `proj_size`) must be a multiple of
+    `group_size`. A `weight_ih_lk` or `weight_hr_lk` whose number of columns is not a multiple stays a float weight.
 
     Args:
         as in `LSTM`, and the keywords group_size, bits and mode, as in `mlx_lstm.nn.QuantizedLSTM`.
@@ -588,7 +594,8 @@ class QuantizedRNN(QuantizedLayer, RNN):
 
 
 class Cell(Layers):
-    """Base of the cells: one layer that runs one step per call, and whose parameters' names have no ending."""
+    """Base of `LSTMCell`, `GRUCell` and `RNNCell`: a layer that runs one step per call. Parameter names have no
+    ending."""
 
     def __init__(self, input_size: int, hidden_size: int, bias: bool, engine: Engine | None):
         super().__init__(input_size, hidden_size, 1, bias, False, 0.0, False, 0, None, engine)
@@ -598,8 +605,8 @@ class Cell(Layers):
         return name
 
     def one_step(self, cell: cells.Cell, input: mx.array, states: dict[str, Any]) -> Arrays:
-        """Return the states after one step by name. `states` holds the states before the step by name, `None` for
-        zeros."""
+        """Return the states after one step, by name. `states` holds the states before the step by name; `None`
+        stands for zeros."""
         batched = not isinstance(input, mx.array) or input.ndim != 1
         check_array(self.op, "input", input, ["N", self.input_size] if batched else [self.input_size])
         why = f", as input is {'[N, I]' if batched else '[I]'} = {list(input.shape)},"
@@ -625,7 +632,7 @@ class LSTMCell(Cell):
     """`torch.nn.LSTMCell` as an MLX layer: an `LSTM` of one layer and direction that runs one step per call.
 
     Parameters: `weight_ih` [4H, I], `weight_hh` [4H, H], `bias_ih`, `bias_hh` [4H]; gate order i, f, g, o. To run many
-    steps in one call, or to quantize, `from_weights(convert.from_torch(cell))` returns the layer with these weights.
+    steps in one call, or to quantize the weights, make a layer of them: `from_weights(convert.from_torch(cell))`.
 
     Args:
         input_size, hidden_size, bias, engine: as in `LSTM`.
@@ -721,7 +728,7 @@ class RNNCell(Cell):
 
 
 def pair(op: str, hx: Any) -> tuple[Any, Any]:
-    """Return both states of `hx`, or `None` twice if `hx` is None."""
+    """Return the states h and c of the argument `hx`, or `None` for both if `hx` is None."""
     if hx is None:
         return None, None
     if not (isinstance(hx, (tuple, list)) and len(hx) == 2):
@@ -733,7 +740,8 @@ def pair(op: str, hx: Any) -> tuple[Any, Any]:
 def from_weights(
     weights: Weights, *, batch_first: bool = False, dropout: float = 0.0, engine: Engine | None = None
 ) -> LSTM | GRU | RNN:
-    """Return the layer that has these weights. `mlx_lstm.convert.from_torch(layer)` reads them from a layer again.
+    """Return a layer with these weights. `mlx_lstm.convert.from_torch(layer)` does the reverse: it returns a layer's
+    weights.
 
     Args:
         weights (Weights): as a reader of `mlx_lstm.convert` returns them, such as `from_keras`.

@@ -1,13 +1,14 @@
-"""The pictures of the short examples."""
+"""Draw the pictures of the short examples."""
 
 import os
 from collections.abc import Mapping, Sequence
 
 
 def draw(name: str, title: str, lines: Mapping[str, Sequence[float]], x: Sequence[float] | None = None, **labels: str):
-    """Write runs/NAME.png: a line for each entry of `lines` over `x` (default: 1, 2, ...), a number for a level.
+    """Write runs/NAME.png: a curve over `x` (default: 1, 2, ...) for each entry of `lines`, or a horizontal line if the
+    entry is a number.
 
-    `labels` are Matplotlib's, such as `xlabel`. Without Matplotlib print how to get it.
+    `labels` are properties of Matplotlib's axes, such as `xlabel`. If Matplotlib is missing, print how to install it.
     """
     try:
         from matplotlib.figure import Figure

@@ -1,4 +1,5 @@
-"""Data-parallel training: each process computes its share of every batch. docs/distributed.md says how to start them.
+"""Data-parallel training: each process computes its share of every batch. docs/distributed.md explains how to start
+the processes.
 
 With one process the methods return their arguments.
 """
@@ -13,7 +14,8 @@ class Lost(Exception):
 
 
 class Ranks:
-    """Process `rank` of `size`. Every process must make the same calls in the same order, else all wait for ever."""
+    """The processes of a training; this one is number `rank` of `size`. All processes must make the same calls in
+    the same order, else they wait for ever."""
 
     def __init__(self, distributed: bool = False):
         try:
@@ -55,7 +57,7 @@ class Ranks:
         return total
 
     def first(self, data: bytes = b"") -> bytes:
-        """Return the data of process 0 in every process."""
+        """Send the data of process 0 to every process and return them."""
         size = self.sum(mx.array(len(data))).item()
         own = mx.array(np.frombuffer(data, np.uint8)) if self.rank == 0 else mx.zeros(size, mx.uint8)
         return np.array(self.sum(own)).tobytes()

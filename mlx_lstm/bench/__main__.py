@@ -1,4 +1,4 @@
-"""The command line of the benchmark: `python -m mlx_lstm.bench --help`."""
+"""The command line of the benchmark, `python -m mlx_lstm.bench`."""
 
 import argparse
 import importlib.util
@@ -36,14 +36,15 @@ APPLY = {
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line."""
+    """A parser of command-line options whose errors are one line."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}\n")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command. The exit code is 0, 1 if a contender failed or was refused, 2 for a wrong option."""
+    """Run the command. Return the exit code: 0, 1 if a contender failed or its results were wrong, 2 for a wrong
+    option."""
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = make_parser()
     options = parser.parse_args(arguments)
@@ -91,12 +92,13 @@ def first_line(row: Measurement) -> str:
 
 
 def shortened(row: Measurement, printed: Collection[str]) -> Measurement:
-    """Return the row. If its status was printed before, keep only the first line of the status."""
+    """Return a measurement for printing: if its status was printed before, only the first line of the status is
+    kept."""
     return row._replace(status=f"{first_line(row)} (as above)") if row.status in printed else row
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of the options."""
+    """Return the parser of the command line's options."""
     parser = Parser(
         "python -m mlx_lstm.bench",
         description="Time this package against mlx.nn.LSTM, torch and TensorFlow: the same numbers, results checked "
@@ -138,7 +140,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def size_option(text: str) -> Size:
-    """Return the size that an option names. Raise argparse's own error, the only kind whose text argparse shows."""
+    """Parse the size T,B,I,H of an option. For a wrong text raise argparse's own error, the only kind whose text
+    argparse prints."""
     try:
         return parse_size(text)
     except ValueError as error:
@@ -146,14 +149,14 @@ def size_option(text: str) -> Size:
 
 
 def every_option(text: str) -> int | str:
-    """Return the `checkpoint_every` that an option names."""
+    """Parse the value of --checkpoint-every: a number of steps or "auto"."""
     if text != "auto" and not (text.isdecimal() and int(text)):
         raise argparse.ArgumentTypeError(f"K must be a number of at least 1 or auto but got {text!r}")
     return text if text == "auto" else int(text)
 
 
 def check_together(options: argparse.Namespace) -> None:
-    """Raise ValueError for an option that this kind of run does not take."""
+    """Raise ValueError for an option that cannot be used in this kind of run."""
     kinds = [name for name in APPLY if name and getattr(options, name)]
     if len(kinds) > 1:
         raise ValueError(f"one of {' and '.join(f'--{name}' for name in kinds)} at a time")
@@ -172,12 +175,13 @@ def check_together(options: argparse.Namespace) -> None:
 
 
 def dashed(name: str) -> str:
-    """Return an option's name as it is typed on the command line."""
+    """Return the name of an option as typed on the command line, with - in place of _."""
     return name.replace("_", "-")
 
 
 def complete(options: argparse.Namespace) -> None:
-    """Give every option its value and check it. Raise ValueError if one is wrong."""
+    """Set all options that the user left out to their defaults, and check all values. Raise ValueError if one is
+    wrong."""
     options.case = options.case or "lstm"
     case = CASES[options.case]
     one = MEMORY_SIZE if options.memory else HOST_SIZE
@@ -209,7 +213,7 @@ def complete(options: argparse.Namespace) -> None:
 
 
 def show_host(options: argparse.Namespace) -> int:
-    """Print the cost of building the graph at every size."""
+    """Print the time that building the graph takes, at every size."""
     records = []
     with Progress() as progress:
         for size in options.sizes:
@@ -224,8 +228,8 @@ def show_host(options: argparse.Namespace) -> int:
 
 
 def engines_for(size: Size, options: argparse.Namespace) -> list[str]:
-    """Return the engines to run at a size: the requested ones, else the library's choice. Raise ValueError if one
-    cannot run."""
+    """Return the engines to run at a size: the requested ones, or the library's choice. Raise ValueError if an
+    engine cannot run."""
     case = CASES[options.case]
     where = {"sizes": size, "dtype": DTYPES[options.dtype], "device": options.device, "traced": False}
     where |= {"metal": has_metal(), "cell": case.cell, "bidirectional": case.bidirectional}
@@ -233,8 +237,8 @@ def engines_for(size: Size, options: argparse.Namespace) -> list[str]:
 
 
 def run(options: argparse.Namespace, progress: Progress, card: dict[str, str]) -> list[list[Measurement]]:
-    """Measure every size and pass; print each when it is done and add it to the CSV file. A contender's errors are
-    printed in full once."""
+    """Measure every size and pass; print each result when it is done and add it to the CSV file. A contender's
+    errors are printed in full once."""
     case, groups, printed = CASES[options.case], [], set[str]()
     for size in options.sizes:
         progress.title = f"{len(groups) + 1} of {len(options.sizes) * len(options.passes)}: {size}"

@@ -10,12 +10,12 @@ from .rounds import Measurement, label, name_of, peak_ratio, ratio
 
 
 def write_csv(file: str, groups: Iterable[Sequence[Measurement]], card: dict[str, str]) -> None:
-    """Write one line per measurement. Every line has the machine card."""
+    """Write a CSV file with a line per measurement. Every line also describes the machine (`card`)."""
     write_records(file, [csv_record(row, references(rows)) | card for rows in groups for row in rows])
 
 
 def write_records(file: str, records: Sequence[Mapping[str, object]]) -> None:
-    """Write one line per record; the keys of the first record are the header."""
+    """Write a CSV file with a line per record; the keys of the first record are the header."""
     with open(file, "w", newline="") as out:
         writer = csv.DictWriter(out, list(records[0]))
         writer.writeheader()
@@ -23,8 +23,8 @@ def write_records(file: str, records: Sequence[Mapping[str, object]]) -> None:
 
 
 def csv_record(row: Measurement, compared: dict[str, Measurement]) -> dict[str, Any]:
-    """Return a measurement's figures by column. `compared` has the reference measurements of the same size and pass,
-    by contender."""
+    """Return the figures of a measurement by column of the CSV file. `compared`: the reference measurements of the
+    same size and pass, by contender."""
     task, verdict = row.task, row.verdict
     record: dict[str, Any] = {"case": task.case} | task.size._asdict() | {"dtype": task.dtype, "pass": task.which}
     record |= {"contender": label(task), "engine": task.engine, "status": row.status}

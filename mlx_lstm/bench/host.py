@@ -1,9 +1,9 @@
-"""`--host`: the cost of a call before anything runs, that is of building the graph, for our layers and `mlx.nn.LSTM`
-in turns.
+"""Measure, for `--host`, the time that building the graph of a call takes, before anything runs. Our layers and
+`mlx.nn.LSTM` take turns.
 
 This needs no Metal: while MLX traces for an export, custom kernels can be called without Metal, so the calls are
-timed during an export. Building a node costs the same there as elsewhere. On a Mac the GPU waits during this time,
-unless it has other work.
+timed during an export. Building a node takes the same time there as elsewhere. On a Mac the GPU waits during this
+time, unless it has other work.
 """
 
 import ctypes
@@ -37,7 +37,7 @@ graph would be built in memory which the system has to map again; for a launch o
 
 
 class Cost(NamedTuple):
-    """The cost of building a layer's graph: seconds per call, seconds per time step, and the ratio to `mlx.nn.LSTM`."""
+    """The time to build a layer's graph: seconds per call, seconds per time step, and the ratio to `mlx.nn.LSTM`."""
 
     layer: str
     which: str
@@ -47,7 +47,7 @@ class Cost(NamedTuple):
 
 
 def layer_calls(size: Size, dtype: mx.Dtype) -> tuple[dict[str, Callable[..., mx.array]], list[mx.array]]:
-    """Return ({layer: function that computes h from x, Wx, Wh and b}, these arrays)."""
+    """Return a dict of functions by layer, each computing h from the arrays x, Wx, Wh and b, and these arrays."""
     T, B, width, H = size
     layer = nn.LSTM(1, 1)
 
@@ -65,7 +65,7 @@ def layer_calls(size: Size, dtype: mx.Dtype) -> tuple[dict[str, Callable[..., mx
 
 
 def seconds(call: Callable[..., mx.array], which: str, values: list[mx.array]) -> float:
-    """Return the CPU time of building the graph of a forward pass, or of a forward pass and the gradients of all
+    """Return the CPU time to build the graph of a forward pass, or of a forward pass and the gradients of all
     arrays."""
     if call.__name__ == "theirs":  # batch first
         values = [mx.swapaxes(values[0], 0, 1), *values[1:]]
@@ -81,8 +81,8 @@ def seconds(call: Callable[..., mx.array], which: str, values: list[mx.array]) -
 
 @contextmanager
 def as_on_a_mac() -> Iterator[None]:
-    """Make the choice of engines find a GPU and Metal, and let kernels run without a trial. Inside, graphs can only
-    be built, not evaluated."""
+    """Return a context in which engines are chosen as on a Mac with a GPU, and kernels run without a trial. Graphs
+    can only be built in it, not evaluated."""
     before = [(choice, "current_device", choice.current_device), (mx.metal, "is_available", mx.metal.is_available)]
     choice.current_device = lambda: "gpu"
     mx.metal.is_available = lambda: True
@@ -97,7 +97,7 @@ def as_on_a_mac() -> Iterator[None]:
 
 
 def measure_host(size: Size, dtype: str, rounds: int = ROUNDS) -> list[Cost]:
-    """Return the costs of all layers and both passes."""
+    """Return the time to build the graph, for all layers and both passes."""
     calls, arrays = layer_calls(size, DTYPES[dtype])
     times: dict[tuple[str, str], list[float]] = {
         (name, which): [] for which in ("forward", "backward") for name in calls
@@ -121,7 +121,7 @@ def measure_host(size: Size, dtype: str, rounds: int = ROUNDS) -> list[Cost]:
 
 
 def host_text(size: Size, dtype: str, costs: list[Cost]) -> str:
-    """Return the table of one size."""
+    """Return the times to build the graph at one size, as a table."""
     cells = [["layer", "pass", "us per call", "us per step", "over"]]
     for cost in costs:
         cells.append([cost.layer, cost.which, f"{1e6 * cost.call:.0f}", f"{1e6 * cost.step:.1f}", f"{cost.over:.2f}"])

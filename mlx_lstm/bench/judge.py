@@ -1,13 +1,15 @@
 """The judge of the case `lstm`: the float64 results of a layer and the bounds on errors, also of long sequences.
 
-A contender may sum a gradient of weights time step by time step and store the sum each time. `closeness` does not
-count these roundings; a sum that is stored T times gets u sqrt(T) |sum| more in its bound, as their signs differ.
+A contender may sum a gradient of weights time step by time step and store the sum each time. `closeness` does not count
+these roundings. So the bound of a sum that is stored T times grows by u sqrt(T) |sum|; the root is enough because the
+roundings have different signs.
 
 The results of a long sequence are computed in parts of PART steps that pass their states and gradients on, so that
-little more than the results is in memory. The runs with random errors, which take longest, see the first part only, and
-the bounds follow from theirs. An error in h or dx is forgotten within some steps, as the weights drawn here let states
-decay, so its bound is the same at any length. The gradient of a weight is a sum over T: each step adds its own error,
-and the error of the summation is sqrt(T) times the sum of the terms, so its bound grows as T sqrt(T).
+little more than the results is in memory. The runs with random errors, which take longest, use the first part only; the
+bounds of the whole sequence follow from the bounds of this part. An error in h or dx disappears within some steps, as
+the weights drawn here let states decay, so the bound of h and dx is the same at any length. The gradient of a weight is
+a sum over T: each step adds its own error, and the error of the summation is sqrt(T) times the sum of the terms, so its
+bound grows as T sqrt(T).
 """
 
 from collections.abc import Callable
@@ -26,8 +28,8 @@ PART = 128
 def judge_layer(
     numbers: Tensors, dtype: str, *, backward: bool, evaluate: Callable[..., Tensors] | None = None
 ) -> Judge:
-    """Return the judge of a layer with these numbers. `evaluate(numbers, arithmetic, backward=)` computes the results
-    of a layer that is not the LSTM of `evaluate_lstm`."""
+    """Return the judge of results for a layer with these numbers. `evaluate(numbers, arithmetic, backward=)`
+    computes the results if the layer is not the LSTM of `evaluate_lstm`."""
     T = len(numbers["dh"])
     first = numbers
     if evaluate is None and T > PART:
@@ -52,7 +54,8 @@ def evaluate_lstm(numbers: Tensors, fl: Arithmetic, *, backward: bool) -> Tensor
 
 
 def evaluate_in_parts(numbers: Tensors, *, backward: bool) -> Tensors:
-    """Return what `evaluate_lstm` does in float64, PART steps at a time: forward, then back from saved states."""
+    """Return the results of `evaluate_lstm` in float64, computed PART steps at a time: forward, then back from saved
+    states."""
     fl, (T, B, H), weights = Arithmetic(np.float64), numbers["dh"].shape, {n: numbers[n] for n in ("Wx", "Wh", "b")}
     states, results = dict.fromkeys(("h0", "c0"), np.zeros((B, H))), {"h": np.empty((T, B, H))}
     parts = []

@@ -14,19 +14,20 @@ THREADS_HINT = "OPENBLAS_NUM_THREADS=1 lets NumPy's BLAS use one thread, which d
 
 
 def card_text(card: dict[str, str]) -> str:
-    """Return the machine card, one line per entry."""
+    """Return the description of the machine, one line per entry."""
     return "\n".join(f"{name:12}{value}" for name, value in card.items())
 
 
 def references(rows: Iterable[Measurement]) -> dict[str, Measurement]:
-    """Return {contender: measurement} of the timed references, with which the other contenders are compared."""
+    """Return the timed measurements of the reference contenders, by contender. Other contenders are compared with
+    them."""
     timed = {row.task.contender: row for row in rows if row.samples}
     names = dict.fromkeys(name for row in timed.values() for name in CASES[row.task.case].references)
     return {name: timed[name] for name in names if name in timed}
 
 
 def group_text(rows: Sequence[Measurement]) -> str:
-    """Return the table of one size and pass, with a title above it and notes below."""
+    """Return the measurements of one size and pass as a table, with a title above and notes below."""
     task, compared = rows[0].task, references(rows)
     times = any(row.samples for row in rows)
     header = ["contender", "engine"]
@@ -44,14 +45,14 @@ def group_text(rows: Sequence[Measurement]) -> str:
 
 
 def time_cells(row: Measurement) -> list[str]:
-    """Return milliseconds: median, minimum, 20th and 80th percentile; and the number of runs."""
+    """Return the cells for times in milliseconds (median, minimum, 20th and 80th percentile) and the number of runs."""
     if not row.samples:
         return ["-"] * 5
     return [*(milliseconds(seconds) for seconds in spread(row).values()), str(len(row.samples))]
 
 
 def milliseconds(seconds: float) -> str:
-    """Return a time with four digits, never in exponent notation."""
+    """Format a time in milliseconds with four digits, never in exponent notation."""
     return f"{1e3 * seconds:.4g}" if seconds < 10 else f"{1e3 * seconds:.0f}"
 
 
@@ -62,12 +63,12 @@ def spread(row: Measurement) -> dict[str, float]:
 
 
 def ratio_cell(figures: Ratio | None) -> str:
-    """Return "1.23 (1.20-1.31)": the ratio and its range over the rounds."""
+    """Format a ratio of times and its range over the rounds: "1.23 (1.20-1.31)"."""
     return "-" if figures is None else f"{figures.value:.3g} ({figures.low:.3g}-{figures.high:.3g})"
 
 
 def check_cells(row: Measurement) -> list[str]:
-    """Return memory, the largest error as a part of its bound, and threads."""
+    """Return the cells for memory, the largest ratio of error to bound, and the number of threads."""
     peak, over_needed, verdict = row.peak, peak_ratio(row), row.verdict
     return [
         "-" if peak is None else f"{peak / MIB:.4g}",
@@ -94,7 +95,7 @@ def checkpoint_lines(rows: Sequence[Measurement]) -> list[str]:
 
 
 def notes(rows: Iterable[Measurement]) -> list[str]:
-    """Return one line per problem of a measurement."""
+    """Return one line per problem of the measurements."""
     lines = []
     for row in rows:
         name = f"{label(row.task)} ({row.task.engine})"

@@ -1,5 +1,5 @@
-"""The measurement: each contender has its own process. Its results are checked first, then the contenders are timed
-in turns, one at a time."""
+"""Measure contenders against each other. Each contender has its own process; its results are checked first; then the
+contenders are timed in turns, one at a time."""
 
 import json
 import os
@@ -24,8 +24,8 @@ CLOCK_TICK = 1 / os.sysconf("SC_CLK_TCK")
 
 
 class Plan(NamedTuple):
-    """The turns of a contender: how many, the untimed runs at the start of each, and the seconds of timed runs after
-    them."""
+    """The turns of one contender: their number, the untimed runs at the start of a turn, and the seconds of timed
+    runs in a turn."""
 
     turns: int
     warmups: int
@@ -33,7 +33,7 @@ class Plan(NamedTuple):
 
 
 class Measurement(NamedTuple):
-    """The results of one task. `status` is "timed", "memory only", or why there is no time."""
+    """The results of one task (a contender at a size). `status`: "timed", "memory only", or why there is no time."""
 
     task: Task
     status: str
@@ -47,7 +47,7 @@ class Measurement(NamedTuple):
 
     @property
     def failed(self) -> bool:
-        """Return whether the task could not run, or its results were refused."""
+        """Return whether the task could not run or had wrong results."""
         return self.status not in ("timed", "memory only")
 
     @property
@@ -57,8 +57,8 @@ class Measurement(NamedTuple):
 
 
 class Ratio(NamedTuple):
-    """The ratio of two contenders' median times: its median over the rounds that both took part in, the lowest, the
-    highest."""
+    """The ratio of two contenders' median times: the median, lowest and highest ratio over the rounds that both ran
+    in."""
 
     value: float
     low: float
@@ -66,10 +66,10 @@ class Ratio(NamedTuple):
 
 
 def plan(seconds: float, rounds: int, once: float) -> Plan:
-    """Plan the turns within a budget of seconds, for a contender that needs `once` for a run.
+    """Return the plan of a contender's turns within a budget of seconds; `once` is the time of one run.
 
-    A contender whose run fits into its share of a round warms up in every turn. A slower one has warmed up by its check
-    run: it runs once per turn, in as many rounds as its budget pays for, and in two at least.
+    A contender whose run fits into its share of a round warms up in every turn. A slower contender is warm after its
+    check run: it runs once per turn, in as many rounds as fit into the budget, and in at least two.
     """
     share = seconds / rounds
     if once <= share:
@@ -78,14 +78,14 @@ def plan(seconds: float, rounds: int, once: float) -> Plan:
 
 
 def ratio(row: Measurement, reference: Measurement) -> Ratio | None:
-    """Return the ratio of `row`'s time to the reference's time. None if either was not timed."""
+    """Return the ratio of `row`'s time to the time of `reference`; None if one of them was not timed."""
     pairs = zip(row.rounds, reference.rounds, strict=False)
     ratios = [statistics.median(ours) / statistics.median(theirs) for ours, theirs in pairs]
     return Ratio(statistics.median(ratios), min(ratios), max(ratios)) if ratios else None
 
 
 def needed_bytes(size: Size, which: str, dtype: str) -> int:
-    """Return the smallest number of bytes of a pass: x, gates, h, c and, with `backward`, dx, dWx, dWh, db."""
+    """Return the smallest number of bytes that a pass needs: x, gates, h, c and, with `backward`, dx, dWx, dWh, db."""
     T, B, width, H = size
     numbers = T * B * (width + 6 * H)
     if which == "backward":
@@ -94,7 +94,8 @@ def needed_bytes(size: Size, which: str, dtype: str) -> int:
 
 
 def peak_ratio(row: Measurement) -> float | None:
-    """Return the peak of memory over `needed_bytes`, of the case `lstm`; x exists before a run starts, so it is added.
+    """Return the peak of memory divided by `needed_bytes`, for the case `lstm`. x is added, since it exists before a
+    run.
 
     On the GPU take the larger of the two counts: resident memory may not include the GPU's, and MLX's own count does
     not include NumPy's.
@@ -110,7 +111,8 @@ def peak_ratio(row: Measurement) -> float | None:
 def measure(
     tasks: list[Task], judge: Judge, *, seconds: float, rounds: int, patience: float, progress: Progress | None = None
 ) -> list[Measurement]:
-    """Check and time tasks of one size and pass against each other. With rounds = 0: check and memory only."""
+    """Check and time the tasks of one size and pass against each other. With rounds = 0 only check them and measure
+    memory."""
     progress = progress or Progress()  # prints nothing, as it is not entered
     rows: dict[Task, Measurement] = {}
     plans: dict[Task, Plan] = {}
@@ -137,25 +139,26 @@ def measure(
 
 
 def close(task: Task, child: Child, rows: dict[Task, Measurement], progress: Progress) -> None:
-    """End a child process. Print what it wrote to stderr, unless it failed: then its row has this text."""
+    """End the child process of a task. Print what it wrote to stderr, unless the task failed: then its row has the
+    text."""
     said = child.close()
     if said and task in rows and not rows[task].status.startswith("failed"):
         progress.print(said, sys.stderr)
 
 
 def name_of(task: Task) -> str:
-    """Return a task's name in print: its contender, and the engine if it has one."""
+    """Return the name of a task for printing: its contender, and its engine if it has one."""
     return f"{label(task)} ({task.engine})".removesuffix(" (-)")
 
 
 def label(task: Task) -> str:
-    """Return the name of a task's contender in print, with its `checkpoint_every` if it has one."""
+    """Return the name of a task's contender for printing, with the task's `checkpoint_every` if there is one."""
     name = find_contender(task.contender, task.case).label
     return name if task.every is None else f"{name}, every {task.every}"
 
 
 def check(task: Task, child: Child, judge: Judge, file: str) -> tuple[Measurement, float]:
-    """Run a task once and judge its results; return (row, seconds a run takes)."""
+    """Run a task once and judge the results. Return the measurement and the seconds that a run takes."""
     try:
         answer = child.ask(do="check", file=file)
     except ChildError as error:
@@ -168,7 +171,7 @@ def check(task: Task, child: Child, judge: Judge, file: str) -> tuple[Measuremen
 
 
 def take_turn(row: Measurement, child: Child, plan: Plan, patience: float) -> Measurement:
-    """Return the row with one more turn of timed runs."""
+    """Let a contender take one more turn of timed runs; return the measurement with the new times."""
     wait_until_quiet(patience)
     wall, busy = time.perf_counter(), busy_seconds()
     try:
@@ -195,8 +198,8 @@ def wait_until_quiet(patience: float) -> None:
 
 
 def busy_seconds() -> float:
-    """Return the CPU time that all processes have used so far, with the time that a hypervisor took. 0 without
-    /proc/stat."""
+    """Return the CPU time that all processes together have used so far, with the time taken by a hypervisor; 0
+    without /proc/stat."""
     try:
         with open("/proc/stat") as file:
             user, nice, kernel, _, _, *others = map(int, file.readline().split()[1:9])

@@ -1,4 +1,4 @@
-"""The short measurement of the command `check`: a training step of our layer and of `mlx.nn.LSTM` at a few sizes."""
+"""The short benchmark in the command `check`: a training step of our layer and of `mlx.nn.LSTM` at a few sizes."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -19,14 +19,16 @@ SECONDS, ROUNDS, QUIET = 1.0, 3, 2.0
 
 
 def default_sizes(device: str, full: bool) -> tuple[Size, ...]:
-    """Return the benchmark's sizes; on a CPU every other one, as `mlx.nn.LSTM` takes minutes there."""
+    """Return the sizes to measure: the benchmark's sizes; on a CPU every second one, as `mlx.nn.LSTM` takes minutes
+    there."""
     return SIZES if full or device == "gpu" else SIZES[::2]
 
 
 def measure_sizes(
     engines: Sequence[str], sizes: Sequence[Size], device: str, full: bool, progress: Progress
 ) -> Iterator[list[Measurement]]:
-    """Yield the measurements of each size and pass, results checked first: backward, with `full` forward, too."""
+    """Yield the measurements of each size, with results checked first: the backward pass, with `full` also the
+    forward pass."""
     passes = [*PASSES] if full else ["backward"]
     for n, size in enumerate(sizes):
         progress.title = f"timing, size {n + 1} of {len(sizes)}: {size}"
@@ -41,12 +43,12 @@ def measure_sizes(
 
 
 def records(groups: Sequence[Sequence[Measurement]]) -> list[dict[str, Any]]:
-    """Return the figures of all measurements for a report."""
+    """Return the figures of all measurements as a list of dicts, for a report."""
     return [csv_record(row, references(rows)) for rows in groups for row in rows]
 
 
 def time_line(rows: Sequence[Measurement]) -> str:
-    """Return the milliseconds of one size and pass in a line."""
+    """Return the times of one size and pass, in milliseconds, in a line."""
     task, compared = rows[0].task, references(rows)
     cells = []
     for row in rows:

@@ -1,4 +1,4 @@
-"""The parts of a measurement: sizes, passes, tasks, contenders; and the sizes of the case `lstm`."""
+"""Types of a measurement: sizes, passes, tasks, contenders. Also the sizes of the case `lstm`."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ class Size(NamedTuple):
 
 
 def parse_size(text: str) -> Size:
-    """Return the size that "T,B,I,H" names."""
+    """Parse a size written as "T,B,I,H"."""
     try:
         size = Size(*(int(number) for number in text.split(",")))
     except (TypeError, ValueError):
@@ -37,7 +37,7 @@ MEMORY_SIZE = Size(1024, 32, 128, 128)
 
 
 class Task(NamedTuple):
-    """One run to measure: a contender's name, its engine ("-" if it has none), the size, the pass, the dtype."""
+    """One measurement to make: a contender's name, its engine ("-" if it has none), the size, the pass, the dtype."""
 
     contender: str
     engine: Any  # one of `ENGINES`, or "-"
@@ -50,11 +50,11 @@ class Task(NamedTuple):
 
 
 class Work(NamedTuple):
-    """A task made ready to run in this process.
+    """A task that is ready to run in this process.
 
-    `run` does it once and returns when every result is computed. `tensors` turns what `run` returned into float32 NumPy
-    arrays with the names in the case's `passes`: h [T, B, H], dx [T, B, I], dWx [4H, I], dWh [4H, H], db [4H] of the
-    case `lstm`. `threads` is the number that the framework says it uses.
+    `run` runs the task once and returns when every result is computed. `tensors` converts what `run` returned to
+    float32 NumPy arrays with the names in the case's `passes`; in the case `lstm` these are h [T, B, H], dx [T, B,
+    I], dWx [4H, I], dWh [4H, H], db [4H]. `threads` is the number of threads that the framework reports.
     """
 
     run: Callable[[], Any]
@@ -63,7 +63,8 @@ class Work(NamedTuple):
 
 
 class Contender(NamedTuple):
-    """A participant: its name in print, the module that it needs, and the function that makes a task ready."""
+    """An implementation to be measured: its name for printing, the module that it needs, and the function that
+    prepares a task."""
 
     label: str
     needs: str

@@ -1,5 +1,5 @@
-"""`--tune`: on this Mac, time the possible cuts of `fused`, then both Metal engines against each other, and write
-the table that the library uses to choose an engine."""
+"""Find, for `--tune`, the fastest engines on this Mac: time the possible cuts of `fused`, then both Metal engines
+against each other, and write the table from which the library chooses."""
 
 import json
 import statistics
@@ -24,11 +24,11 @@ from .tasks import PASSES, Size, Task, Work
 
 
 class Grid(NamedTuple):
-    """What is measured.
+    """What the command `--tune` measures.
 
-    units: each H, up to the largest of `fused`. batches: each B; a row of the table counts from its B up to the next.
-    steps, checked: time steps of a timed run, and of the check before. turns, seconds: turns of each engine, and the
-    seconds of a turn.
+    units: each H, up to the largest H of `fused`. batches: each B; a row of the table is used from this B up to the
+    next. steps, checked: time steps of a timed run, and of the check before it. turns, seconds: the number of turns
+    of each engine, and the seconds of a turn.
     """
 
     units: tuple[int, ...] = tuple(range(32, FUSED_LIMIT["lstm"] + 1, 32))
@@ -52,7 +52,8 @@ WORTH = 0.97
 
 
 def tune(file: str | None, grid: Grid = Grid()) -> int:  # noqa: B008 (a tuple)
-    """Measure, print, write. Return the exit code: 0, or 1 if this is no Mac or the file cannot be written."""
+    """Measure, print and write the table. Return the exit code: 0, or 1 if there is no Metal or the file cannot be
+    written."""
     if not has_metal():
         print(
             "nothing to tune: MLX has no Metal back end on this machine, and only Metal has two engines to choose from",
@@ -90,7 +91,7 @@ def write(
     measured: list[dict[str, object]],
     cuts: list[tuple[str, int, int, int]],
 ) -> None:
-    """Write a table, with the measurements behind it. Raise OSError if the file cannot be written."""
+    """Write the table to a file, with the measurements behind it. Raise OSError if the file cannot be written."""
     file.parent.mkdir(parents=True, exist_ok=True)
     content = {"machine": tuning.machine(), "engines": engines, "cuts": cuts, "measured": measured}
     text = json.dumps(content, indent=1) + "\n"
@@ -98,8 +99,8 @@ def write(
 
 
 def best_cut(dtype: str, B: int, grid: Grid) -> Cut | None:
-    """Return the fastest cut of `fused` at this batch size: try rows first, then spare registers. None means the cut
-    of the built-in rule."""
+    """Return the fastest cut (partition of the work) of `fused` at this batch size: try rows first, then spare
+    registers. None means the cut of the built-in rule."""
     H = max((H for H in grid.units if H <= CUT_AT), default=min(grid.units))
     size, best = Size(grid.steps, B, H, H), None
     for step in ("rows", "spare"):
@@ -117,12 +118,12 @@ def best_cut(dtype: str, B: int, grid: Grid) -> Cut | None:
 
 
 def text_of(cut: Cut | None) -> str:
-    """Describe a cut in words."""
+    """Return a cut as text."""
     return f"rows {cut.rows} spare {cut.spare}" if cut else "by rule"
 
 
 def measure_row(dtype: str, B: int, grid: Grid) -> list[dict[str, object]]:
-    """Measure each H of one dtype and batch size in ascending order, until `fused` has been slower twice in a row."""
+    """Measure one dtype and batch size for each H in ascending order, until `fused` was slower twice in a row."""
     points: list[dict[str, object]] = []
     for H in grid.units:
         points.append(measure_point(Size(grid.steps, B, H, H), dtype, grid))
@@ -133,7 +134,7 @@ def measure_row(dtype: str, B: int, grid: Grid) -> list[dict[str, object]]:
 
 
 def measure_point(size: Size, dtype: str, grid: Grid) -> dict[str, object]:
-    """Return each engine's milliseconds for forward and backward, or the reason why it is discarded; and the faster
+    """Return each engine's milliseconds for forward and backward, or why the engine was discarded; and the faster
     engine."""
     cut = tuning.cut(DTYPES[dtype], size.B)
     times = measure({engine: (engine, cut) for engine in METAL_ENGINES}, size, dtype, grid)
@@ -148,8 +149,8 @@ Name = TypeVar("Name")
 def measure(
     contenders: Mapping[Name, tuple[str, Cut | None]], size: Size, dtype: str, grid: Grid
 ) -> dict[Name, float | str]:
-    """Return {(engine, cut): milliseconds for forward and backward, or the reason why it is discarded}. The
-    contenders are timed in turns."""
+    """Return a dict from (engine, cut) to the milliseconds for forward and backward, or to the reason why it was
+    discarded. The contenders are timed in turns."""
     times: dict[Name, float | str] = {}
     ready: dict[Name, Work] = {}
     for name, (engine, cut) in contenders.items():
@@ -173,8 +174,8 @@ def measure(
 
 
 def refusal_of(engine: str, size: Size, dtype: str) -> str:
-    """Return what is wrong with an engine's results. Each must be within its bound of float64, and within twice the
-    bound of the result of `ops`, as both have errors."""
+    """Return what is wrong with an engine's results, or "". Each result must be within its bound of float64, and
+    within twice the bound of the result of `ops`, as both have errors."""
     numbers = draw(size, dtype)
     judge = judge_layer(numbers, dtype, backward=True)
     names = PASSES["backward"]
@@ -188,12 +189,12 @@ def refusal_of(engine: str, size: Size, dtype: str) -> str:
 
 
 def prepare(engine: str, size: Size, dtype: str) -> Work:
-    """Make ready a layer's forward and backward pass on an engine."""
+    """Return a layer's forward and backward pass on an engine, ready to run."""
     return prepare_ours(draw(size, dtype), Task("ours", engine, size, "backward", dtype, "gpu"))
 
 
 def seconds_per_run(run: Callable[[], Any], seconds: float) -> float:
-    """Return the mean time of as many runs as fit into `seconds`, at least one."""
+    """Call `run` as often as fits into `seconds`, at least once, and return the mean time of a call."""
     start, runs = time.perf_counter(), 0
     while not runs or time.perf_counter() - start < seconds:
         run()
@@ -202,18 +203,19 @@ def seconds_per_run(run: Callable[[], Any], seconds: float) -> float:
 
 
 def row_of(points: Sequence[Mapping[str, Any]]) -> tuning.Row:
-    """Return the row of a table. Neighbouring H with the same engine become one entry with the largest of these H."""
+    """Return a row of the table: (H, engine) pairs, where neighbouring H with the same engine become one pair with
+    the largest H."""
     pairs = [(point["H"], point["engine"]) for point in points]
     following = [engine for _, engine in pairs[1:]] + [""]
     return tuple((H, engine) for (H, engine), after in zip(pairs, following, strict=True) if engine != after)
 
 
 def point_text(point: dict[str, object]) -> str:
-    """Describe a measured point in a line."""
+    """Return a measured point as a line of text."""
     each = "  ".join(f"{engine} {took(point[engine])}" for engine in METAL_ENGINES)
     return f"{point['dtype']} B = {point['B']} H = {point['H']}:  {each}  ->  {point['engine']}"
 
 
 def took(time: object) -> str:
-    """Return milliseconds as text, or the reason why there are none."""
+    """Return a time in milliseconds as text, or the reason why there is no time."""
     return time if isinstance(time, str) else f"{time:.3f} ms"

@@ -1,4 +1,4 @@
-"""One contender alone in a process: answers requests of `rounds`.
+"""Run one contender alone in a process, which answers requests of `rounds`:
 
     {"do": "check", "file": F}                   run once, save the results to F (.npz); how long it took, peak memory
     {"do": "time", "seconds": S, "warmups": N}   run N times untimed, then timed until S seconds have passed: each
@@ -29,7 +29,8 @@ SHORT = 3.0  # seconds; a first run below this is mostly set-up, so a second one
 
 
 def serve_task(task: Task) -> None:
-    """Answer requests about a task until the parent closes the pipe. Kernels have no trial: results are judged."""
+    """Answer requests about a task until the parent closes the pipe. Kernels run without a trial, because results
+    are judged."""
     workers: list[Worker] = []
 
     def answer(do: str, **request: Any) -> dict[str, Any]:
@@ -42,7 +43,7 @@ def serve_task(task: Task) -> None:
 
 
 class Worker:
-    """A task made ready, with its libraries loaded and its threads started by a run of two steps."""
+    """A task ready to run. Its libraries are loaded, and a run of two steps has started its threads."""
 
     def __init__(self, task: Task):
         contender, draw = find_contender(task.contender, task.case), CASES[task.case].draw
@@ -56,8 +57,8 @@ class Worker:
         self.idle_cpu: float = 0.0
 
     def check(self, file: str) -> dict[str, Any]:
-        """Run once and save the results. The memory is the peak of this first run in bytes, without the memory of
-        the inputs."""
+        """Run the task once and save the results to a file. The memory in the answer is the peak of this first run
+        in bytes, without the memory of the inputs."""
         release_memory()
         memory = PeakMemory()
         once, results = self.run()
@@ -72,7 +73,7 @@ class Worker:
         return answer
 
     def time(self, seconds: float, warmups: int) -> dict[str, Any]:
-        """Return the seconds of each timed run. There is at least one run."""
+        """Run the task for some seconds, at least once, and return the seconds of each timed run."""
         self.resume()
         start = time.process_time()
         for _ in range(warmups):
@@ -85,25 +86,26 @@ class Worker:
         return {"samples": samples, "cpu": time.process_time() - start, "idle_cpu": idle_cpu}
 
     def run(self) -> tuple[float, Any]:
-        """Run once; return (seconds, results)."""
+        """Run the task once; return (seconds, results)."""
         start = time.perf_counter()
         results = self.work.run()
         return time.perf_counter() - start, results
 
     def pause(self) -> None:
-        """Wait until the threads have fallen asleep, then note the time."""
+        """Wait until the threads of the libraries have fallen asleep, then note the time."""
         time.sleep(SETTLE)
         self.idle_since = time.perf_counter(), time.process_time()
 
     def resume(self) -> None:
-        """Add the time since `pause`, and the CPU time used in it, to the totals."""
+        """Add the time since `pause`, and the CPU time used since then, to the totals."""
         wall, cpu = self.idle_since
         self.idle_wall += time.perf_counter() - wall
         self.idle_cpu += time.process_time() - cpu
 
 
 def release_memory() -> None:
-    """Return free memory to the system (malloc: glibc only). A run that reused it would seem to need less memory."""
+    """Return free memory to the system (malloc: glibc only). Otherwise the next run could reuse it and seem to need
+    less."""
     gc.collect()
     mx.clear_cache()
     malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
@@ -112,7 +114,7 @@ def release_memory() -> None:
 
 
 class PeakMemory:
-    """Measures the peak of the process's resident memory and of MLX's own count, from the construction on.
+    """Measures the peak of the process's resident memory and of MLX's own count since the object was made.
 
     On Linux the kernel's peak is reset first, so the result is the peak above the memory resident now. Elsewhere the
     peak cannot be reset: the result is the increase over the earlier peak, which may be too small because building
@@ -144,12 +146,12 @@ def highest_resident() -> int:
 
 
 def linux_memory(field: str) -> int:
-    """Return a figure of /proc/self/status, in bytes."""
+    """Return a field of /proc/self/status in bytes."""
     with open("/proc/self/status") as file:
         return next(1024 * int(line.split()[1]) for line in file if line.startswith(f"{field}:"))
 
 
 def task_from_json(text: str) -> Task:
-    """Return the task that `json.dumps(task)` wrote."""
+    """Convert JSON text that `json.dumps(task)` wrote back to a task."""
     contender, engine, size, *rest = json.loads(text)
     return Task(contender, engine, Size(*size), *rest)

@@ -1,4 +1,4 @@
-"""The command line: `python -m mlx_lstm.check --help`."""
+"""The command line of `mlx_lstm.check`, which checks that every engine computes right results on this machine."""
 
 import argparse
 import shlex
@@ -18,8 +18,8 @@ from .report import CannotWriteError, Report, card_line, engine_lines
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command. The exit code is 0, 1 if something is wrong or failed, 2 for what cannot be done here, 130 if
-    it was interrupted."""
+    """Run the command. Return the exit code: 0, 1 if a result is wrong or something failed, 2 for a request that
+    cannot be met here, 130 if interrupted."""
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = make_parser()
     options = parser.parse_args(arguments)
@@ -48,8 +48,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 class Selection:
-    """The cases and engines to check on this machine. The constructor raises ValueError for a request that this
-    machine cannot meet."""
+    """The cases and engines to check on this machine. The constructor raises ValueError for a request that cannot be
+    met here."""
 
     def __init__(self, options: argparse.Namespace):
         self.device: str = choice.current_device()
@@ -69,12 +69,12 @@ class Selection:
         self.work: Work = [(n, engine) for n, engine in pairs if not self.cases[n].hindrance(engine)]
 
     def hindrance(self, engine: str) -> str:
-        """Return why an engine can run none of the cases, or "" if it can run one."""
+        """Return why an engine can run none of the selected cases, or "" if it can run one."""
         reasons = [self.cases[n].hindrance(engine) for n in self.numbers]
         return reasons[0] if all(reasons) else ""
 
     def absent(self) -> list[str]:
-        """Return a line about the engines that cannot run here, and what a Mac would add."""
+        """Return a line about the engines that cannot run on this machine, and which of them would run on a Mac."""
         missing = [engine for engine in ENGINES if self.hindrances[engine]]
         if self.asked or not missing:
             return []
@@ -86,7 +86,8 @@ class Selection:
 
 
 def check(selection: Selection, report: Report, options: argparse.Namespace) -> None:
-    """Compare, time, and run the other commands of `--full`, printing a line about each and adding it to the report."""
+    """Compare and time the engines, and run the other commands of `--full`; print a line about each and add it to
+    the report."""
     print(card_line(report.machine), flush=True)
     with Progress() as progress:
         found = findings(selection.work, selection.cases, options.full)
@@ -107,7 +108,7 @@ def check(selection: Selection, report: Report, options: argparse.Namespace) -> 
 
 
 def time_engines(selection: Selection, report: Report, options: argparse.Namespace, progress: Progress) -> None:
-    """Time a training step at each size, without engines whose process ended or hung."""
+    """Time a training step at each size, without engines whose process ended or hung before."""
     sizes = short.default_sizes(selection.device, options.full) if options.sizes is None else options.sizes
     lost = {finding.engine for finding in report.findings if finding.lost}
     on_gpu = has_metal() and selection.device == "gpu"
@@ -120,7 +121,7 @@ def time_engines(selection: Selection, report: Report, options: argparse.Namespa
 
 
 def conclude(report: Report) -> int:
-    """Write the file, print the verdict, return the exit code."""
+    """Write the report's file, print the verdict and return the exit code."""
     reasons = report.reasons()
     right = f"RIGHT: all {len(report.findings)} comparisons are within their bounds"
     report.verdict = f"WRONG: {'; '.join(reasons)}" if reasons else right
@@ -131,7 +132,7 @@ def conclude(report: Report) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of the options."""
+    """Return the parser of the command line's options."""
     parser = argparse.ArgumentParser(
         "python -m mlx_lstm.check",
         description="Compile every kernel of this package, compare what each engine computes with float64, time it "

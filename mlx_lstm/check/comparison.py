@@ -1,6 +1,6 @@
-"""One case on one engine, compared with float64: all outputs and gradients, and the outputs without training.
+"""Compare one engine with float64 in one case: all outputs and gradients, and the outputs without training.
 
-The comparisons run in a child process, as a driver may end it and a kernel may hang.
+The comparisons run in a child process, because a driver may end the process and a kernel may hang.
 """
 
 import time
@@ -31,9 +31,9 @@ Work = list[tuple[int, str]]
 
 
 class Finding(NamedTuple):
-    """The result of a comparison. tensor, error, bound: the tensor whose error is the largest part of its bound.
-    seconds: of the first run, compilation included. failure: why it failed, "" if it did not. lost: whether the process
-    ended or hung."""
+    """The result of a comparison. tensor, error, bound: of the tensor with the largest ratio of error to bound.
+    seconds: of the first run, compilation included. failure: why the comparison failed, or "". lost: whether the
+    process ended or hung."""
 
     problem: str
     dtype: str
@@ -47,12 +47,12 @@ class Finding(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """Return the error as a part of its bound."""
+        """Return the error divided by its bound."""
         return self.error / self.bound
 
 
 class Prepared(NamedTuple):
-    """A case of the grid with its arrays, and the judge of its results. `weights` has the quantized weights."""
+    """A case of the grid with its arrays and the judge of its results. `weights`: the quantized weights."""
 
     grid_case: GridCase
     case: dict[str, Any]
@@ -98,7 +98,7 @@ def compare(prepared: Prepared, engine: str) -> Finding:
 
 
 def as_numpy(arrays: Mapping[str, mx.array]) -> Tensors:
-    """Compute the arrays and return them in float32."""
+    """Evaluate MLX arrays and return them as float32 NumPy arrays."""
     mx.eval(list(arrays.values()))
     return {name: np.array(array.astype(mx.float32)) for name, array in arrays.items()}
 
@@ -107,7 +107,7 @@ def as_numpy(arrays: Mapping[str, mx.array]) -> Tensors:
 
 
 def findings(work: Work, cases: list[GridCase], full: bool, patience: float = PATIENCE) -> Iterator[Finding]:
-    """Yield the finding of each comparison. After a crash or a hang the next one runs in a new process."""
+    """Yield the finding of each comparison. After a crash or a hang, go on with the next one in a new process."""
     child, lost = None, Counter[str]()
     try:
         for n, engine in work:
@@ -131,8 +131,8 @@ def findings(work: Work, cases: list[GridCase], full: bool, patience: float = PA
 
 
 def serve_comparisons(which: str) -> None:
-    """Answer the requests of `findings` in the child process. Kernels run without a trial, because their results are
-    judged."""
+    """In the child process, answer requests to compare an engine in a case. Kernels run without a trial, because
+    their results are judged."""
     cases, prepared = grid(full=which == "full"), dict[int, Prepared]()
 
     def answer(n: int, engine: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The other commands of this package that `--full` runs, each in a process of its own."""
+"""Run the other commands of this package, for `check --full`, each in a separate process."""
 
 import json
 import subprocess
@@ -14,8 +14,8 @@ LIMIT = 3600  # seconds
 
 
 class Command(NamedTuple):
-    """A command that `--full` runs: its command line, the file that it writes (None: the file named by --json), why
-    it cannot run here or "", and the exit codes of success."""
+    """A command that `check --full` runs: its command line, the file that it writes (None: the file named by
+    --json), why it cannot run here or "", and the exit codes that mean success."""
 
     line: tuple[str, ...]
     file: Path | None
@@ -24,7 +24,7 @@ class Command(NamedTuple):
 
 
 def commands(metal: bool) -> dict[str, Command]:
-    """Return the commands by their names in the report."""
+    """Return the commands that `check --full` runs, by their names in the report."""
     missing = no_pyobjc()
     apple = f"{missing}, of PyObjC: on a Mac pip install '.[compare]'" if missing else ""
     return {
@@ -35,8 +35,8 @@ def commands(metal: bool) -> dict[str, Command]:
 
 
 def run(name: str, command: Command) -> tuple[str, dict[str, Any]]:
-    """Run a command; return a line about it, and for the report whether it failed, its exit code, what it printed and
-    wrote."""
+    """Run a command. Return a line about it, and a dict for the report: whether it failed, its exit code, what it
+    printed and wrote."""
     if command.hindrance:
         return f"{name:11}not run: {command.hindrance}", {"failed": False, "not run": command.hindrance}
     module, *options = command.line

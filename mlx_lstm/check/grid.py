@@ -1,4 +1,4 @@
-"""The cases of `check`: together they run every kernel; with `full`, also every option."""
+"""The cases of the command `check`. Together they run every kernel and, with `full`, every option."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -61,9 +61,10 @@ KINKED = ("relu", "hard")
 
 
 class GridCase(NamedTuple):
-    """A case that is checked.
+    """A case that the command `check` compares with float64.
 
-    name, dtype: its name in reports, and that of its dtype.
+    name: used in reports.
+    dtype: the name of the dtype.
     options: the arguments of `testing.cases.draw`.
     with_cotangent: the outputs that have a cotangent; () for all.
     long: whether indices have 64 bits, as in arrays larger than a test can have.
@@ -79,18 +80,18 @@ class GridCase(NamedTuple):
 
     @property
     def op(self) -> str:
-        """Return `lstm`, `gru` or `rnn`."""
+        """Return the op's name: `lstm`, `gru` or `rnn`."""
         return self.options.get("op", "lstm")
 
     def draw(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return (case, cotangents), the same ones at every call."""
+        """Return (case, cotangents) with random arrays, which are the same at every call."""
         margin = ROUNDING_MARGIN if self.dtype == "float32" else KINK_MARGIN
         recurrent = 0.7 / self.options["sizes"][3] ** 0.5  # a norm above 1 would let rounding errors grow with time
         case, cotangents = draw_away_from_kinks(1, margin, **self.options, recurrent=recurrent, dtype=self.dtype)
         return case, {name: cotangents[name] for name in self.with_cotangent or cotangents}
 
     def quantized(self, case: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Quantized]]:
-        """Return the case with the values that its weights have after quantization, and the quantized weights."""
+        """Return the case with its weights rounded by quantization, and the quantized weights."""
         if self.packing is None:
             return case, {}
         weights, rounded, dtype = {}, dict(case), DTYPES[self.dtype]
@@ -109,12 +110,12 @@ class GridCase(NamedTuple):
         return hindrance(engine, (T, B, width, H), DTYPES[self.dtype], cell, packing=self.packing, **options, **machine)
 
     def limits(self) -> AbstractContextManager[object]:
-        """Return the context in which this case runs: with indices of 64 bits if it is `long`."""
+        """Return the context for running this case: with 64-bit indices if it is `long`."""
         return limited(index=1) if self.long else nullcontext()
 
 
 def grid(full: bool = False) -> list[GridCase]:
-    """Return the cases; `full` for those of every option, too."""
+    """Return the cases of the command `check`; with `full`, more cases for every option."""
     cases = [*families(), *wide(), *quantized()]
     if full:
         cases += [case for case in others() if case not in cases]
@@ -124,8 +125,8 @@ def grid(full: bool = False) -> list[GridCase]:
 
 
 def families() -> Iterator[GridCase]:
-    """Yield every layer at every batch size in float32, and at two batch sizes in 16 bits. Some have all arrays, the
-    others are bare (see `layer`)."""
+    """Yield every layer at every batch size in float32, and at two batch sizes in 16 bits. Some layers are bare (see
+    `layer`), the others have all arrays."""
     for name in LAYERS:
         for B in BATCHES:
             yield layer(name, B, "float32", bare=B in (1, 66))
@@ -134,7 +135,7 @@ def families() -> Iterator[GridCase]:
 
 
 def layer(name: str, B: int, dtype: str, bare: bool) -> GridCase:
-    """Return a layer of a few units. A bare layer has no states, and a cotangent of h only."""
+    """Return a case of a layer with a few units. A bare layer has no states, and a cotangent of h only."""
     options: dict[str, Any] = LAYERS[name] | BATCHES[B] | {"sizes": (STEPS, B, 3, 5, 3)}
     items = "1 item" if B == 1 else f"{B} items"
     if bare:
@@ -145,14 +146,15 @@ def layer(name: str, B: int, dtype: str, bare: bool) -> GridCase:
 
 
 def wide() -> Iterator[GridCase]:
-    """Yield layers of many units, whose weights do not all fit in registers."""
+    """Yield cases of layers with many units, whose weights do not all fit in registers."""
     for name, options in WIDE.items():
         yield GridCase(name, "float32", options)
     yield GridCase("lstm, 256 units", "float16", WIDE["lstm, 256 units"])
 
 
 def quantized() -> Iterator[GridCase]:
-    """Yield layers with quantized weights: some run the kernels that multiply by lanes, others those that use tiles."""
+    """Yield layers with quantized weights. Some run the kernels that multiply lane by lane, others the kernels with
+    tiles."""
     four, eight, small = Packing(64, 4, "affine"), Packing(32, 8, "affine"), Packing(16, 4, "nvfp4")
     yield GridCase("lstm, 4 bits, 1 item", "float32", {"sizes": (3, 1, 64, 64, 64)}, packing=four)
     yield GridCase("gru, 8 bits, 9 items", "float32", {"op": "gru", "sizes": (3, 9, 32, 32, 32)}, packing=eight)
@@ -163,8 +165,8 @@ def quantized() -> Iterator[GridCase]:
 
 
 def others() -> Iterator[GridCase]:
-    """Yield the rarer cases: all batch sizes in 16 bits, with all arrays and bare; sizes of 1; indices of 64 bits; wide
-    layers in 16 bits; every kind of quantized weights; each option alone, batch sizes and dtypes in turns."""
+    """Yield the rarer cases: all batch sizes in 16 bits, with all arrays and bare; sizes of 1; indices of 64 bits;
+    wide layers in 16 bits; every kind of quantized weights; each option alone, with changing batch sizes and dtypes."""
     for name in LAYERS:
         yield from (layer(name, B, dtype, bare) for dtype in DTYPES for B in BATCHES for bare in (False, True))
         one = LAYERS[name] | {"sizes": (1, 1, 1, 1, 1)}

@@ -1,4 +1,4 @@
-"""The report of `check`: a line per engine and per failure, and a file with all findings, updated while they come."""
+"""The report of the command `check`: printed lines about each engine and each failure, and a file with all findings."""
 
 import time
 from collections.abc import Iterable, Sequence
@@ -16,11 +16,11 @@ EVERY = 2.0  # seconds between two writes of the file
 
 
 class CannotWriteError(Exception):
-    """The report cannot be written. The text says why."""
+    """The file of the report cannot be written; the text says why."""
 
 
 class Report:
-    """The findings of the command so far, and the file for them."""
+    """All findings of the command so far. `save` writes them to a file."""
 
     def __init__(self, file: Path, command: str, device: str):
         self.file = file
@@ -32,13 +32,13 @@ class Report:
         self.written: float = 0.0
 
     def add(self, finding: Finding) -> None:
-        """Add a finding, and write the file if that was not done just before."""
+        """Add a finding; write the file unless it was written a moment ago."""
         self.findings.append(finding)
         if time.monotonic() - self.written > EVERY:
             self.save()
 
     def save(self) -> None:
-        """Write everything as JSON. An interrupted write leaves the file as it was before."""
+        """Write all findings as JSON. If the write is interrupted, the old file stays."""
         comparisons = [finding._asdict() for finding in self.findings]
         content = {"machine": self.machine, "verdict": self.verdict, "comparisons": comparisons}
         part = self.file.with_name(f"{self.file.name}.part")
@@ -50,7 +50,7 @@ class Report:
         self.written = time.monotonic()
 
     def reasons(self) -> list[str]:
-        """Return what is wrong, as a list; it is empty if all results are right."""
+        """Return a list of what is wrong; it is empty if all results are right."""
         reasons = []
         if wrong := [finding for finding in self.findings if finding.failure]:
             engines = ", ".join(dict.fromkeys(finding.engine for finding in wrong))
@@ -61,13 +61,13 @@ class Report:
 
 
 def card_line(card: dict[str, str]) -> str:
-    """Return the machine in a line."""
+    """Return the description of the machine in a line."""
     versions = f"MLX {card['mlx']}, Python {card['python']}, NumPy {card['numpy']}"
     return f"mlx_lstm {card['mlx_lstm']} on {card['chip']}, {card['system']}, {versions}, kernels {card['kernels']}"
 
 
 def engine_lines(engine: str, findings: Sequence[Finding]) -> list[str]:
-    """Return the line of an engine, and below it each failure once."""
+    """Return a line about an engine, and below it a line for each different failure."""
     wrong = [finding for finding in findings if finding.failure]
     right = [finding for finding in findings if not finding.failure]
     dtypes = ", ".join(dict.fromkeys(finding.dtype for finding in findings))
@@ -83,7 +83,7 @@ def engine_lines(engine: str, findings: Sequence[Finding]) -> list[str]:
 
 
 def failure_lines(wrong: Iterable[Finding]) -> list[str]:
-    """Return one line for all findings with the same error, and one for all wrong numbers of a layer."""
+    """Return one line for all findings with the same error, and one for all wrong results of a layer."""
     groups: dict[tuple[str, str], list[Finding]] = {}
     for finding in wrong:
         layer = finding.problem.partition(",")[0] if finding.tensor else ""

@@ -1,4 +1,5 @@
-"""The command line of the comparison: `python -m mlx_lstm.compare --help`."""
+"""The command line of `mlx_lstm.compare`, which compares the MPSGraph ops with Apple's MPSGraph, torch and the
+oracle."""
 
 import argparse
 import importlib.util
@@ -45,14 +46,14 @@ APPLY = {
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line, without the usage."""
+    """A parser of command-line options whose errors are one line, without the usage."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}\n")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command. The exit code is 0, 1 if something differs or failed, 2 if it could not do what was asked."""
+    """Run the command. Return the exit code: 0, 1 if something differs or failed, 2 if a request cannot be met here."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments[:1] == ["--worker"]:
         serve_cases(*arguments[1:])
@@ -78,7 +79,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of the options."""
+    """Return the parser of the command line's options."""
     parser = Parser(
         "python -m mlx_lstm.compare",
         description="Compare this package's MPSGraph ops with Apple's MPSGraph, torch and a float64 oracle: every "
@@ -101,7 +102,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def check_options(options: argparse.Namespace) -> None:
-    """Raise ValueError for an option that does not go with another, or needs a package that is not here."""
+    """Raise ValueError for an option that cannot be used with another option, or that needs a missing package."""
     chosen = [name for name, value in vars(options).items() if value]
     for mode in (mode for mode in APPLY if mode in chosen):
         for name in chosen:
@@ -115,7 +116,7 @@ def check_options(options: argparse.Namespace) -> None:
 
 
 def present(names: list[str] | None) -> dict[str, Contender]:
-    """Return the contenders to run. Raise ValueError if a requested one cannot run."""
+    """Return the contenders (implementations to compare) to run. Raise ValueError if a requested one cannot run."""
     everyone = all_contenders()
     if names is None:
         return {name: one for name, one in everyone.items() if one.missing() is None}
@@ -129,7 +130,7 @@ def present(names: list[str] | None) -> dict[str, Contender]:
 
 
 def absent() -> dict[str, str]:
-    """Return {contender: why it cannot run on this machine, and how to install what it needs}."""
+    """Return a dict from each contender that cannot run here to the reason and how to install what it needs."""
     missing = {name: one.missing() for name, one in all_contenders().items()}
     return {name: f"{why}; it needs {HOW_TO_GET.get(name, '-')}" for name, why in missing.items() if why}
 
@@ -174,7 +175,7 @@ def run_arrays(dumps: list[Dump], contenders: dict[str, Contender], options: arg
 
 
 def reading_text(reading: Reading, pairs: bool) -> str:
-    """Return the reading that explains a dump, or the nearest one and which results it leaves open."""
+    """Return as text the reading that explains a dump, or the nearest one and the results that it does not explain."""
     by_form: dict[str, list[str]] = {}
     for name, form in reading.forms.items():
         if form and reading.distances[name] <= 1:
@@ -195,7 +196,7 @@ def reading_text(reading: Reading, pairs: bool) -> str:
 
 
 def screen(options: argparse.Namespace) -> TextIO:
-    """Return where the report for people goes: stdout, or stderr if stdout is for the JSON."""
+    """Return the stream for the printed report: stdout, or stderr if the JSON goes to stdout."""
     return sys.stderr if options.json == "-" else sys.stdout
 
 
@@ -206,7 +207,7 @@ def show(
     golden: Golden | None = None,
     explanation: str = "",
 ) -> None:
-    """Print the verdict, its explanation, the machine, the compared pairs, the differences, a legend, and the
+    """Print the verdict, an explanation, the machine, the compared pairs, the differences, a legend, and the
     contenders that cannot run here."""
     out = screen(options)
     print(
@@ -228,14 +229,14 @@ def show(
 
 
 def selected(cases: Iterable[CompareCase], options: argparse.Namespace) -> list[CompareCase]:
-    """Return the cases that --cases selects."""
+    """Return the cases whose names contain one of the texts of the option --cases."""
     return [case for case in cases if not options.cases or any(text in case.name for text in options.cases)]
 
 
 def run_cases(
     cases: list[CompareCase], contenders: dict[str, Contender], golden: Golden | None
 ) -> tuple[list[ComparisonRow], dict[str, dict[str, Outcome]]]:
-    """Return all rows of the comparison, and {case: {contender: outcome}}."""
+    """Run and compare all cases. Return the rows of the comparison, and {case: {contender: outcome}}."""
     rows, outcomes = [], {}
     with Progress() as progress:
         for case in progress.each(cases, "cases"):
@@ -247,7 +248,7 @@ def run_cases(
 
 
 def attempt(contender: Contender, case: CompareCase) -> Outcome:
-    """Return a contender's outcome. An error becomes an outcome, too."""
+    """Run a case on a contender and return the outcome. An exception becomes an outcome, too."""
     try:
         return contender.run(case)
     except Exception as error:
@@ -255,7 +256,7 @@ def attempt(contender: Contender, case: CompareCase) -> Outcome:
 
 
 def record(file: str, card: dict[str, str], cases: list[CompareCase], outcomes: dict[str, dict[str, Outcome]]) -> None:
-    """Write a golden file: MPSGraph's results if it ran, else the oracle's, rounded to the case's dtype."""
+    """Write a golden file with MPSGraph's results if it ran, else the oracle's results rounded to the case's dtype."""
     theirs = any("mpsgraph" in mine for mine in outcomes.values())
     results = {}
     for case in cases:
@@ -269,7 +270,7 @@ def record(file: str, card: dict[str, str], cases: list[CompareCase], outcomes: 
 
 
 def run_settle(contenders: dict[str, Contender], options: argparse.Namespace) -> int:
-    """Settle every open point by a run of MPSGraph. Without MPSGraph, list the points."""
+    """Run MPSGraph on every open point of its documentation, to settle it. Without MPSGraph, list the points."""
     card, here = machine_card(), "mpsgraph" in contenders
     nobody = Outcome({}, "not measured")
     findings, outcomes = [], {}

@@ -38,13 +38,14 @@ DTYPES = {"float32": "MPSDataTypeFloat32", "float16": "MPSDataTypeFloat16"}
 
 
 def arguments(selector: str) -> list[str]:
-    """Return the tensor arguments of an Objective-C selector, in the dialect's spelling."""
+    """Return the names of the tensor arguments in an Objective-C selector, converted to Python's spelling."""
     words = ["source", *selector.split(":")[1:-3]]
     return [re.sub("([A-Z])", lambda letter: f"_{letter[1].lower()}", word) for word in words]
 
 
 def run(case: CompareCase) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Return the lists that the forward op and, if the case has cotangents, the gradient op return."""
+    """Run a case on MPSGraph. Return the list of results of the forward op and that of the gradient op, which is
+    empty if the case has no cotangents."""
     import Metal
     import MetalPerformanceShadersGraph as G
     import objc
@@ -78,7 +79,7 @@ def run(case: CompareCase) -> tuple[list[np.ndarray], list[np.ndarray]]:
 
 
 def make_descriptor(G: Any, case: CompareCase) -> Any:
-    """Return Apple's descriptor. training and produce_cell are set unless the case sets them."""
+    """Return Apple's descriptor object for a case. training and produce_cell are True unless the case sets them."""
     descriptor = getattr(G, DESCRIPTORS[case.op]).descriptor()
     flags = {"training": True} | ({"produce_cell": True} if case.op == "lstm" else {})
     for name, value in (flags | case.descriptor).items():
@@ -89,27 +90,27 @@ def make_descriptor(G: Any, case: CompareCase) -> Any:
 
 
 def camel(name: str) -> str:
-    """Return hard_sigmoid as HardSigmoid."""
+    """Convert a name from snake case: hard_sigmoid becomes HardSigmoid."""
     return "".join(word.capitalize() for word in name.split("_"))
 
 
 def call(graph: Any, selector: str, tensors: dict[str, Any], descriptor: Any) -> list[Any]:
-    """Call an op and return its list of result tensors. Arguments that the case lacks are nil."""
+    """Call an op of a graph and return the list of its result tensors. Arguments that the case lacks are nil."""
     method = getattr(graph, selector.replace(":", "_"))
     return list(method(*(tensors.get(name) for name in arguments(selector)), descriptor, None))
 
 
 def shared_buffer(Metal: Any, device: Any, array: np.ndarray) -> Any:
-    """Return a buffer in memory shared by CPU and GPU, with the array's values."""
+    """Return a Metal buffer in memory shared by CPU and GPU, with the array's values."""
     options = Metal.MTLResourceStorageModeShared
     return device.newBufferWithBytes_length_options_(array.tobytes(), array.nbytes, options)
 
 
 def tensor_data(G: Any, buffer: Any, shape: Any, dtype: int) -> Any:
-    """Return a buffer in the form in which MPSGraph takes and returns arrays."""
+    """Return a Metal buffer as the MPSGraphTensorData with which MPSGraph takes and returns arrays."""
     return G.MPSGraphTensorData.alloc().initWithMTLBuffer_shape_dataType_(buffer, list(shape), dtype)
 
 
 def read(buffer: Any, like: np.ndarray) -> np.ndarray:
-    """Return a copy of a buffer's values."""
+    """Return a copy of a Metal buffer's values, in the dtype and shape of `like`."""
     return np.frombuffer(bytes(buffer.contents().as_buffer(like.nbytes)), like.dtype).reshape(like.shape)

@@ -1,6 +1,6 @@
-"""The cases that are compared: calls of MPSGraph's ops with random arrays, forward with all results, and the gradients.
+"""The cases of the comparison: calls of MPSGraph's ops with random arrays, forward and gradients.
 
-Names are those of the dialect: arguments in Python's spelling, a result's gradient "d" + the argument's name.
+Names are as in `mlx_lstm.mpsgraph`: arguments in Python's spelling; a gradient is called "d" + the argument's name.
 """
 
 from collections.abc import Callable, Iterable
@@ -72,8 +72,8 @@ class CompareCase(NamedTuple):
 
     @property
     def layers(self) -> list["CompareCase"]:
-        """Return the case of each layer. Arrays of layers above the first are named "bias_l1", "bias_l2" ...; they
-        have no source."""
+        """Return a case for each layer of a stack. Arrays of layers above the first are named "bias_l1", "bias_l2" and
+        so on; these layers have no source of their own."""
         count = 1 + sum(name.startswith("recurrent_weight_l") for name in self.arrays)
         if count == 1:
             return [self]
@@ -84,7 +84,7 @@ class CompareCase(NamedTuple):
 
     @property
     def gradients(self) -> list[str]:
-        """Return the arguments that have a gradient, in Apple's order. Without the gradient of h there are none."""
+        """Return the names of the arguments that have a gradient, in Apple's order; none without the gradient of h."""
         if "source_gradient" not in self.arrays:
             return []
         upper = [name for name in self.arrays if name[-3:-1] == "_l"]
@@ -132,7 +132,8 @@ def draw(
 def draw_stack(
     rng: np.random.Generator, op: str, sizes: tuple[int, int, int, int], count: int, **chosen: Any
 ) -> CompareCase:
-    """A case of `count` layers, each the source of the next: h, and the gradients of source and weights."""
+    """Return a random case of `count` layers, each the source of the next. Results: h, the gradients of source and
+    weights."""
     absent = ("peephole", "mask", "init_state", "init_cell", "state_gradient", "cell_gradient")
     case = draw(rng, op, sizes, absent=absent, **chosen)
     T, N, _, H = sizes
@@ -144,7 +145,7 @@ def draw_stack(
 
 
 def through_layers(case: CompareCase, run: Callable[[CompareCase], Arrays]) -> Arrays:
-    """Run the layers of a stack one after the other, forward and back, and return the results of the stack."""
+    """Call `run` for each layer of a stack, forward and then backward, and return the results of the stack."""
     layers = case.layers
     if len(layers) == 1:
         return run(case)

@@ -1,5 +1,5 @@
-"""The contenders: MPSGraph, torch, our engines. For each: what it needs, which cases it can run, and how it runs
-one.
+"""The contenders, which are the implementations to compare: MPSGraph, torch, our engines. Each says what it needs
+and which cases it can run.
 
 MPSGraph, torch on "mps" and our Metal engines each run in a child process, because they may end the process.
 """
@@ -37,8 +37,8 @@ CELLS: dict[str, Cell] = {"lstm": LSTMCell(), "gru": GRUCell(), "single_gate_rnn
 
 
 class Outcome(NamedTuple):
-    """The results of a case by name, or the problem that prevented them. `lists`: the lists that MPSGraph's forward op
-    and gradient op returned."""
+    """The results of a contender for a case by name, or the problem that prevented them. `lists`: the lists that
+    MPSGraph's forward op and gradient op returned."""
 
     results: Arrays
     problem: str = ""
@@ -46,8 +46,8 @@ class Outcome(NamedTuple):
 
 
 class Contender(NamedTuple):
-    """`missing` returns what the contender lacks on this machine, or None; `hindrance` why it cannot run a case, or
-    None; `run` runs a case; `close` ends its child, if it has one."""
+    """An implementation to compare. `missing` returns what it lacks on this machine, or None; `hindrance` why it
+    cannot run a case, or None; `run` runs a case; `close` ends its child process, if it has one."""
 
     name: str
     missing: Callable[[], str | None]
@@ -67,13 +67,13 @@ def all_contenders() -> dict[str, Contender]:
 
 
 def no_pyobjc() -> str | None:
-    """Return which module of PyObjC is missing."""
+    """Return which modules of PyObjC are missing, as text; None if all are there."""
     absent = [name for name in PYOBJC if importlib.util.find_spec(name) is None]
     return f"no {', '.join(absent)}" if absent else None
 
 
 def no_stack(case: CompareCase) -> str | None:
-    """Return why MPSGraph's ops cannot run a case: they have one layer only. None if they can."""
+    """Return why MPSGraph's ops cannot run a case (they run one layer only), or None if they can."""
     return "an op is one layer" if len(case.layers) > 1 else None
 
 
@@ -83,7 +83,7 @@ def no_torch() -> str | None:
 
 
 def no_torch_mps() -> str | None:
-    """Return why torch cannot use MPS here."""
+    """Return why torch cannot use MPS on this machine, or None if it can."""
     if no_torch():
         return no_torch()
     import torch
@@ -92,7 +92,8 @@ def no_torch_mps() -> str | None:
 
 
 def engine(word: str) -> Contender:
-    """Return one of our engines as a contender; `numpy` runs on the CPU, the others on the device in effect."""
+    """Return the contender that runs one of our engines. `numpy` runs on the CPU, other engines on the current
+    device."""
 
     def missing() -> str | None:
         return hindrance(word, (1, 1, 1, 1), mx.float32, LSTMCell()) or None
@@ -150,12 +151,13 @@ def in_a_child(
 
 
 def numbered(arrays: Arrays, kind: str) -> list[str]:
-    """Return the keys "forward 0", "forward 1" ... in order."""
+    """Return the keys of one kind, "forward 0", "forward 1" ..., in the order of their numbers."""
     return sorted((key for key in arrays if key.startswith(kind)), key=lambda key: int(key.split()[1]))
 
 
 def name_lists(case: CompareCase, forward: list[np.ndarray], backward: list[np.ndarray]) -> Outcome:
-    """Return MPSGraph's results by name, if its lists are as long as Apple documents them."""
+    """Return MPSGraph's results by name. If its lists are not as long as Apple documents, return them with a
+    problem."""
     names = [*RESULTS[case.op]], [f"d{name}" for name in case.gradients]
     counts = [len(forward), len(backward)]
     if counts != [len(part) for part in names]:
@@ -167,8 +169,8 @@ def name_lists(case: CompareCase, forward: list[np.ndarray], backward: list[np.n
 
 
 def serve_cases(name: str) -> None:
-    """Answer requests in the child process: run the case in one file and write the results to another. Our kernels
-    run without a trial, because their results are compared anyway."""
+    """In the child process, answer requests to run the case in one file and write the results to another. Our
+    kernels run without a trial, because their results are compared anyway."""
 
     def answer(case: str, results: str) -> dict[str, Any]:
         loaded = load_case(case)

@@ -1,5 +1,5 @@
-"""Arrays that a user dumped from an app: read their names, find layouts that fit their shapes, and make a case of
-them."""
+"""Read arrays that a user saved from an app (a dump): find out what their names and layouts mean, and make a case
+from them."""
 
 import difflib
 import math
@@ -22,16 +22,16 @@ ALWAYS = ("training", "produce_cell")
 
 
 class Dump(NamedTuple):
-    """Arrays from a file: a case with its arguments in the file's layouts, the results, and the sizes T, N, I, H, G,
-    D."""
+    """The arrays of a file: a case whose arguments have the file's layouts, the results, and the sizes T, N, I, H,
+    G, D."""
 
     case: CompareCase
     results: Arrays
     sizes: dict[str, int]
 
     def groups(self, name: str) -> list[list[str]]:
-        """Return the documented layout of an argument or result: a list of letters for each axis. [4H, H] is [[G,
-        H], [K]]."""
+        """Return the documented layout of an argument or result: a list of size letters for each axis. [4H, H] is
+        [[G, H], [K]]."""
         case, D = self.case, self.sizes["D"]
         expected = layouts(GATES[case.op], case.bidirectional, "input_weight" in case.arrays)
         alike = {"h": "cell_output_fwd", "c": "cell_output_fwd", "z_state": "z_state"}
@@ -54,7 +54,8 @@ Layout = tuple[str, Callable[[np.ndarray], np.ndarray]]
 
 
 def possible_layouts(dump: Dump, name: str, value: np.ndarray) -> list[Layout]:
-    """Return the layouts that an array of this shape may have, the documented one first."""
+    """Return the layouts that explain an array's shape, the documented layout first. A layout is a description and a
+    function that converts the array to the documented layout."""
     groups, sizes, shape = dump.groups(name), dump.sizes, dump.shape(name)
     if value.size != math.prod(shape):
         return []
@@ -76,7 +77,7 @@ def possible_layouts(dump: Dump, name: str, value: np.ndarray) -> list[Layout]:
 
 def grouped(lengths: list[int], wanted: list[int]) -> list[list[int]] | None:
     """Divide `lengths` into consecutive groups whose products are `wanted`. Return the indices of each group, or
-    None if this is impossible."""
+    None if no such groups exist."""
     found, n = [], 0
     for size in wanted:
         group = []
@@ -90,7 +91,7 @@ def grouped(lengths: list[int], wanted: list[int]) -> list[list[int]] | None:
 
 
 def words_of(groups: Iterable[Iterable[str]], sizes: dict[str, int]) -> str:
-    """Return a layout such as "[H, 4H]": D and G as numbers; K is the H of h[t-1], printed H'."""
+    """Return a layout as text, such as "[H, 4H]". D and G are printed as numbers; K, the H of h[t-1], is printed H'."""
     spelled = []
     for group in groups:
         text = " x ".join(str(sizes[part]) if part in "DG" else "H'" if part == "K" else part for part in group)
@@ -101,9 +102,9 @@ def words_of(groups: Iterable[Iterable[str]], sizes: dict[str, int]) -> str:
 
 
 def load_dump(file: str, op: str, descriptor: str | None) -> list[Dump]:
-    """Load a folder of .npy files, an .npz or a .safetensors file; return one dump for each possible choice of sizes.
+    """Load a folder of .npy files, an .npz or a .safetensors file; return a dump for each possible choice of sizes.
 
-    ValueError names the array that is unknown, missing or has a shape that no layout explains.
+    A ValueError names an array that is unknown, missing, or has a shape that no layout explains.
     """
     table = names_of(op)
     arguments: Arrays = {}
@@ -119,7 +120,7 @@ def load_dump(file: str, op: str, descriptor: str | None) -> list[Dump]:
 
 
 def read(file: str) -> Arrays:
-    """Return the arrays of a file or folder, by the names in it."""
+    """Return the arrays of a file or folder, by the names that they have there."""
     path = Path(file)
     try:
         if path.is_dir():
@@ -141,20 +142,20 @@ def read(file: str) -> Arrays:
 
 
 def names_of(op: str) -> dict[str, str]:
-    """Return all names that a dump may use for an op's arguments and results, with the name that each stands for."""
+    """Return a dict from each name that a dump may use for an op's arguments and results to the name used here."""
     names = [*GRADIENTS[op], "mask", *COTANGENTS[op], *RESULTS[op], *(f"d{name}" for name in GRADIENTS[op])]
     others = {"output": "h", "output_fwd": "h"} | SAVED[op]
     return {name: name for name in names} | others
 
 
 def folded(word: str) -> str:
-    """Return a name without its spelling: recurrentWeight and recurrent_weight are the same."""
+    """Return a name in lower case without underscores, so that recurrentWeight and recurrent_weight are equal."""
     return word.replace("_", "").lower()
 
 
 def known(word: str, table: dict[str, str], problem: str) -> str:
-    """Return the argument or result that a word stands for. If there is none, raise ValueError with the nearest
-    words."""
+    """Return the argument or result that a name in a dump stands for. For an unknown name raise ValueError with the
+    most similar names."""
     words = {folded(other): other for other in table}
     if folded(word) in words:
         return table[words[folded(word)]]
@@ -164,7 +165,7 @@ def known(word: str, table: dict[str, str], problem: str) -> str:
 
 
 def read_descriptor(op: str, text: str | None) -> dict[str, Any]:
-    """Return a descriptor's properties from JSON, in Apple's spelling or Python's."""
+    """Return the properties of a descriptor from JSON text, with names in Apple's or in Python's spelling."""
     try:
         content = parse_json(text or "{}")
         if not isinstance(content, dict):
@@ -181,7 +182,7 @@ def read_descriptor(op: str, text: str | None) -> dict[str, Any]:
 
 
 def check_arrays(op: str, arguments: Arrays, results: Arrays) -> None:
-    """Raise ValueError for an array that is missing or has another dtype."""
+    """Raise ValueError if an array is missing or has the wrong dtype."""
     for name in ("source", "recurrent_weight"):
         if name not in arguments:
             raise ValueError(f"{title(name)} is missing: without it {op} cannot run")
@@ -197,7 +198,8 @@ def check_arrays(op: str, arguments: Arrays, results: Arrays) -> None:
 
 
 def understood(case: CompareCase, results: Arrays) -> list[Dump]:
-    """Return the dump with each choice of sizes that explains all shapes, those with most documented layouts first."""
+    """Return a dump for each choice of sizes that explains all shapes; choices with most documented layouts come
+    first."""
     dumps = [dump for both in (case.bidirectional, not case.bidirectional) for dump in sized(case, results, both)]
     fitting = [dump for dump in dumps if all(possible_layouts(dump, name, value) for name, value in shaped(dump))]
     if not fitting:
@@ -215,7 +217,8 @@ def understood(case: CompareCase, results: Arrays) -> list[Dump]:
 
 
 def reason_without_sizes(case: CompareCase) -> str:
-    """Return which array keeps the sizes from being found: recurrentWeight, then source, then inputWeight."""
+    """Return as text which array's shape makes it impossible to find the sizes: recurrentWeight, source or
+    inputWeight."""
     arrays, G, D = case.arrays, GATES[case.op], case.directions
     rows = f"{G}H" if G > 1 else "H"
     R, source = arrays["recurrent_weight"], arrays["source"]
@@ -233,12 +236,12 @@ def reason_without_sizes(case: CompareCase) -> str:
 
 
 def shaped(dump: Dump) -> list[tuple[str, np.ndarray]]:
-    """Return the arguments that have a documented layout: all but the mask."""
+    """Return the arguments that have a documented layout, which are all but the mask, as (name, array)."""
     return [(name, value) for name, value in dump.case.arrays.items() if name != "mask"]
 
 
 def sized(case: CompareCase, results: Arrays, both: bool) -> Iterator[Dump]:
-    """Yield the dump with the sizes that the element counts of the weights and the axes of the source allow."""
+    """Yield a dump for each choice of sizes that fits the element counts of the weights and the axes of the source."""
     G, D, arrays = GATES[case.op], 2 if both else 1, case.arrays
     H = math.isqrt(arrays["recurrent_weight"].size // (D * G))
     if arrays["recurrent_weight"].size != D * G * H * H or arrays["source"].ndim != 3:

@@ -1,5 +1,5 @@
-"""Experiments for the questions that Apple's documentation leaves open: one case each, and what each reading
-predicts."""
+"""Experiments on the points that Apple's documentation leaves open: for each a case, and the result that each
+reading of the documentation predicts."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -18,14 +18,14 @@ SIZES = (3, 2, 3, 4)  # T, N, I, H
 
 
 def experiments() -> Iterator[Experiment]:
-    """Yield all experiments; their names are those in the dialect's docstrings."""
+    """Yield all experiments. Their names appear as "E:name" in the docstrings of `mlx_lstm.mpsgraph`."""
     rng = np.random.default_rng(5)
     for group in (of_saved_state, of_gradients, of_formula, of_masks, of_directions, of_single_gate, of_gru):
         yield from group(rng)
 
 
 def of_saved_state(rng: np.random.Generator) -> Iterator[Experiment]:
-    """Yield the experiments E:zstate_and_cell and E:output_count."""
+    """Yield the experiments on what is saved for the gradient: E:zstate_and_cell and E:output_count."""
     case = draw(rng, "lstm", SIZES, name="settle: saved state")
     readings = {
         "after the activations": result(case, "z_state"),
@@ -44,7 +44,7 @@ def of_saved_state(rng: np.random.Generator) -> Iterator[Experiment]:
 
 
 def preactivations(case: CompareCase, fl: Arithmetic, **readings: str) -> np.ndarray:
-    """Return the gates' preactivations [T, N, D G H]."""
+    """Return the preactivations of the gates, [T, N, D G H], computed by the oracle."""
     parts = []
     for side in sides(call_of(case, **readings)):
         p = complete(side, fl)
@@ -81,7 +81,7 @@ def of_gradients(rng: np.random.Generator) -> Iterator[Experiment]:
 
 
 def of_formula(rng: np.random.Generator) -> Iterator[Experiment]:
-    """Yield the experiments E:peephole, E:hard_sigmoid and E:forget_gate_last."""
+    """Yield the experiments on the LSTM's formula: E:peephole, E:hard_sigmoid and E:forget_gate_last."""
     case = draw(rng, "lstm", SIZES, name="settle: peephole", absent=("mask",))
     for tensor in ("h", "dsource", "dpeephole"):
         readings = {"c[t-1]": result(case, tensor), "c[t]": result(case, tensor, output_peephole="current")}
@@ -103,18 +103,18 @@ def of_formula(rng: np.random.Generator) -> Iterator[Experiment]:
 
 
 def swapped(array: np.ndarray, axis: int) -> np.ndarray:
-    """Return an array of four blocks with the second and third exchanged."""
+    """Return an array with the second and third of its four blocks along an axis exchanged."""
     one, two, three, four = np.split(array, 4, axis=axis)
     return np.concatenate([one, three, two, four], axis=axis)
 
 
 def in_order(case: CompareCase, fl: Arithmetic, gate_order: str, tensor: str) -> np.ndarray:
-    """Return a result of the oracle with another order of the gates everywhere."""
+    """Return a result of the oracle with another gate order in all arrays."""
     return oracle_result(case, fl, tensor, gate_order=gate_order)
 
 
 def oracle_result(case: CompareCase, fl: Arithmetic, tensor: str, **options: Any) -> np.ndarray:
-    """Return a result of the oracle with some of its own options changed."""
+    """Return a result of the oracle, computed with these options in place of the case's."""
     cotangents = {"h": case.arrays["source_gradient"]}
     cotangents |= {"hT": case.arrays["state_gradient"], "cT": case.arrays["cell_gradient"]}
     outputs, gradients = evaluate(call_of(case) | options, cotangents, fl)
@@ -123,8 +123,8 @@ def oracle_result(case: CompareCase, fl: Arithmetic, tensor: str, **options: Any
 
 
 def of_masks(rng: np.random.Generator) -> Iterator[Experiment]:
-    """Yield the experiments E:mask: a case for each layout of the mask. The dialect accepts masks that broadcast to
-    [N, H] or [N, 2H]."""
+    """Yield the experiments E:mask: a case for each layout of the mask. `mlx_lstm.mpsgraph` accepts masks that
+    broadcast to [N, H] or [N, 2H]."""
     shapes: dict[tuple[int | str, ...], bool] = {("N", "DH"): True, ("DH",): True, (1, "DH"): True}
     shapes |= {(1, "N", "DH"): True, ("T", "N", "DH"): False}
     for word, flags in {"[N, H]": {}, "[N, 2H]": {"bidirectional": True}}.items():
@@ -137,7 +137,7 @@ def of_masks(rng: np.random.Generator) -> Iterator[Experiment]:
 def mask_experiment(
     rng: np.random.Generator, layout: str, letters: tuple[int | str, ...], taken: bool, flags: dict[str, Any]
 ) -> Experiment:
-    """Return an experiment that asks whether MPSGraph accepts a mask of this layout and multiplies h[t-1] by it."""
+    """Return an experiment on whether MPSGraph accepts a mask of this layout and multiplies h[t-1] by it."""
     case = draw(rng, "lstm", SIZES, name=f"settle: mask {layout}", absent=("peephole",), mask_shape=letters, **flags)
     read = case
     if letters == (2, "N", "H"):
@@ -154,7 +154,7 @@ def mask_experiment(
 
 
 def of_directions(rng: np.random.Generator) -> Iterator[Experiment]:
-    """Yield the experiments E:reverse."""
+    """Yield the experiments E:reverse: whether results in reverse are aligned with the source or with the steps."""
     case = draw(rng, "lstm", SIZES, name="settle: reverse", reverse=True)
     for tensor in ("h", "c", "z_state"):
         readings = {
@@ -165,7 +165,7 @@ def of_directions(rng: np.random.Generator) -> Iterator[Experiment]:
 
 
 def of_single_gate(rng: np.random.Generator) -> Iterator[Experiment]:
-    """Yield the experiments E:single_gate and E:relu_at_zero."""
+    """Yield the experiments on the single-gate RNN: E:single_gate and E:relu_at_zero."""
     case = draw(rng, "single_gate_rnn", SIZES, name="settle: single gate", activation="tanh")
     readings = {"before the activation": result(case, "z_state"), "after the activation": value_of_h(case)}
     yield Experiment("single_gate", "zState of the single gate is", case, "before the activation", readings)
@@ -211,8 +211,8 @@ def of_gru(rng: np.random.Generator) -> Iterator[Experiment]:
 
 
 def with_product(case: CompareCase, fl: Arithmetic) -> np.ndarray:
-    """Return [T, N, 3H]: z, r and the candidate's recurrent product, for a GRU without mask that resets after the
-    product."""
+    """Return [T, N, 3H]: the gates z and r and the candidate's recurrent product, for a GRU without mask that resets
+    after the product."""
     results, H = evaluated(case, fl), case.hidden
     arrays = {name: fl.load(array) for name, array in case.arrays.items()}
     before = np.concatenate([arrays["init_state"][None], results["h"][:-1]])

@@ -1,4 +1,5 @@
-"""Read and write cases and results as `.npz` files: for a child process, and as golden files with a checksum."""
+"""Write and read cases and results as `.npz` files: for a child process, and as golden files (recorded results) with
+a checksum."""
 
 import hashlib
 import json
@@ -15,8 +16,8 @@ from .judge import expected
 
 
 class Golden(NamedTuple):
-    """Recorded results: the card of the machine, the contender that computed them, the cases, the results by case
-    name."""
+    """Recorded results: the description of the machine, the contender that computed them, the cases, and the results
+    by case name."""
 
     card: dict[str, str]
     contender: str
@@ -25,18 +26,18 @@ class Golden(NamedTuple):
 
 
 def save_case(file: str, case: CompareCase) -> None:
-    """Write one case."""
+    """Write a case to an .npz file."""
     meta = {"name": case.name, "op": case.op, "descriptor": case.descriptor}
     save_arrays(file, case.arrays | {"meta": as_json(meta)})
 
 
 def save_arrays(file: str, arrays: dict[str, Any]) -> None:
-    """Write arrays by name."""
+    """Write arrays by name to an .npz file."""
     np.savez(file, **arrays)
 
 
 def load_case(file: str) -> CompareCase:
-    """Return the case that `save_case` wrote."""
+    """Read a case from a file that `save_case` wrote."""
     with np.load(file) as data:
         arrays = dict(data)
     meta = json.loads(str(arrays.pop("meta")))
@@ -44,7 +45,7 @@ def load_case(file: str) -> CompareCase:
 
 
 def save_golden(file: str, golden: Golden) -> None:
-    """Write a golden with its checksum."""
+    """Write a golden file, which holds recorded results, with a checksum."""
     arrays: dict[str, Any] = {}
     meta = []
     for n, case in enumerate(golden.cases):
@@ -58,7 +59,7 @@ def save_golden(file: str, golden: Golden) -> None:
 
 
 def load_golden(file: str) -> Golden:
-    """Return what `save_golden` wrote. Raise ValueError if the file is no golden file or was changed.
+    """Read a golden file. Raise ValueError if the file is no golden file or was changed.
 
     The checksum detects accidents only, as anybody can compute a new one. So the oracle also evaluates each case.
     """
@@ -90,7 +91,8 @@ MOST_NUMBERS = 2**22
 
 
 def checked_case(entry: dict[str, Any], arrays: Arrays, results: Arrays) -> CompareCase:
-    """Return a golden's case, once the oracle computes it and the results have the oracle's shapes."""
+    """Return a case of a golden file, after checking that the oracle can compute it and that the results have the
+    right shapes."""
     name, op = shown(entry["name"], 200), entry["op"]
     if op not in GATES:
         raise ValueError(f"case {name} has the unknown op {shown(op)}")
@@ -110,7 +112,7 @@ def checked_case(entry: dict[str, Any], arrays: Arrays, results: Arrays) -> Comp
 
 
 def checksum(arrays: Mapping[str, np.ndarray]) -> str:
-    """Return the SHA-256 of names, dtypes, shapes and bytes, in the order of the names."""
+    """Return the SHA-256 of the arrays' names, dtypes, shapes and bytes, in the order of the names."""
     total = hashlib.sha256()
     for name in sorted(arrays):
         array = np.ascontiguousarray(arrays[name])
@@ -120,5 +122,5 @@ def checksum(arrays: Mapping[str, np.ndarray]) -> str:
 
 
 def as_json(value: Any) -> np.ndarray:
-    """Return a value's JSON text as an array."""
+    """Return a value as JSON text in a NumPy array, which an .npz file can hold."""
     return np.array(json.dumps(value, sort_keys=True))

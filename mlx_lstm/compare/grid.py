@@ -1,4 +1,5 @@
-"""The cases of the command: each option alone, and in every direction where the direction changes its layout."""
+"""The cases of the command `compare`: each option alone, and in every direction if the option's layout depends on
+it."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,14 +23,14 @@ WITHOUT = {
 
 
 def grid(off_kinks: Callable[[CompareCase], bool], seed: int = 0) -> list[CompareCase]:
-    """Return the cases of the command. `off_kinks` tells whether a random case is far enough from kinks."""
+    """Return the cases of the command `compare`. `off_kinks` returns whether a random case is far enough from kinks."""
     rng = np.random.default_rng(seed)
     single = [draw_until(off_kinks, rng, op, name=f"{op}: {name}", **chosen) for op, name, chosen in descriptions()]
     return [*single, *stacks(rng)]
 
 
 def stacks(rng: np.random.Generator) -> Iterator[CompareCase]:
-    """Yield cases of more than one layer, as torch has them."""
+    """Yield cases of several layers, which torch can run."""
     flags = {
         "lstm": {},
         "gru": {"reset_gate_first": True, "reset_after": True},
@@ -41,7 +42,7 @@ def stacks(rng: np.random.Generator) -> Iterator[CompareCase]:
 
 
 def draw_until(accept: Callable[[CompareCase], bool], rng: np.random.Generator, op: str, **chosen: Any) -> CompareCase:
-    """Return a random case that `accept` accepts."""
+    """Draw random cases until the function `accept` accepts one, and return it."""
     for _ in range(1000):
         case = draw(rng, op, **chosen)
         if accept(case):
@@ -50,7 +51,7 @@ def draw_until(accept: Callable[[CompareCase], bool], rng: np.random.Generator, 
 
 
 def descriptions() -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Yield (op, name, the arguments of `draw`) of each case of one layer."""
+    """Yield (op, name, arguments of `draw`) for each case of one layer."""
     sizes = {"sizes": (5, 3, 4, 6)}
     for op in GATES:
         for direction, flags in DIRECTIONS.items():

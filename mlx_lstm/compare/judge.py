@@ -21,7 +21,7 @@ HARD_SIGMOIDS = {"x/5": "hard_sigmoid", "x/6": "hard_sigmoid_sixth"}
 
 
 def expected(case: CompareCase, **readings: str) -> Arrays:
-    """Return all results in float64, by name, in the layouts of MPSGraph. `readings`: see `options`."""
+    """Return all results of a case in float64, by name, in the layouts of MPSGraph. `readings`: see `options`."""
     return evaluated(case, Arithmetic(np.float64), **readings)
 
 
@@ -40,12 +40,12 @@ def exact_and_limits(
 
 
 def evaluated(case: CompareCase, fl: Arithmetic, **readings: str) -> Arrays:
-    """Return all results in this arithmetic."""
+    """Return all results of a case, computed by the oracle in the arithmetic `fl`."""
     return through_layers(case, lambda layer: of_layer(layer, fl, **readings))
 
 
 def of_layer(case: CompareCase, fl: Arithmetic, **readings: str) -> Arrays:
-    """Return the results of one layer in this arithmetic."""
+    """Return the results of one layer, computed by the oracle in the arithmetic `fl`."""
     cotangents = {COTANGENTS[name]: array for name, array in case.arrays.items() if name in COTANGENTS}
     outputs, gradients = evaluate(call_of(case, **readings), cotangents, fl)
     results = {name: outputs[word] for name, word in OUTPUTS.items() if word in outputs}
@@ -53,12 +53,13 @@ def of_layer(case: CompareCase, fl: Arithmetic, **readings: str) -> Arrays:
 
 
 def kink_distance(case: CompareCase, **readings: str) -> float:
-    """Return how near an argument of relu or hard_sigmoid comes to a kink, where rounding makes a gradient jump."""
+    """Return the smallest distance of an argument of relu or hard_sigmoid from a kink, where rounding makes
+    gradients jump."""
     return distance(**call_of(case, **readings))
 
 
 def call_of(case: CompareCase, **readings: str) -> dict[str, Any]:
-    """Return the case as the oracle takes it."""
+    """Convert a case to arguments of the oracle."""
     arrays = {WORDS[name]: array for name, array in case.arrays.items() if name in WORDS}
     bidirectional, reverse = case.bidirectional, case.descriptor.get("reverse", False)
     directions = {"bidirectional": bidirectional, "reverse": reverse and not bidirectional}
@@ -66,7 +67,7 @@ def call_of(case: CompareCase, **readings: str) -> dict[str, Any]:
 
 
 def options(case: CompareCase, *, output_peephole: str = "previous", hard_sigmoid: str = "x/5") -> dict[str, Any]:
-    """Return the descriptor as options of the oracle. The readings are keywords of `mpsgraph.lstm`."""
+    """Convert the descriptor of a case to options of the oracle. The readings are keywords of `mpsgraph.lstm`."""
     d, words = case.descriptor, {"none": "identity", "hard_sigmoid": HARD_SIGMOIDS[hard_sigmoid]}
 
     def activations(**properties: str) -> tuple[str, ...]:

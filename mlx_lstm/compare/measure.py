@@ -17,12 +17,12 @@ FROM_OUTSIDE = ("mpsgraph", "torch-mps", "golden", "yours")
 
 
 class ComparisonRow(NamedTuple):
-    """One result of one pair of contenders.
+    """The comparison of one result of two contenders.
 
-    verdict: "ok", or what is wrong. max_abs, max_rel, ulp: the largest error: absolute, relative, in units of the last
-    place. over_bound: the largest error as a part of its element's bound, right up to 1; bound: that element's bound.
-    first: the index of the first value beyond its bound, in the order of memory; step: its time step.
-    by_time: `over_bound` of each time step.
+    verdict: "ok", or what is wrong. max_abs, max_rel, ulp: the largest error: absolute, relative, in units of the
+    last place. over_bound: the largest ratio of an element's error to its bound, right up to 1; bound: the bound of
+    this element. first: the index of the first value beyond its bound, in the order of memory; step: the time step
+    of this value. by_time: `over_bound` of each time step.
     """
 
     case: str
@@ -48,7 +48,7 @@ class ComparisonRow(NamedTuple):
 
 
 def rows_of(case: CompareCase, outcomes: dict[str, Outcome]) -> Iterator[ComparisonRow]:
-    """Compare every contender with the oracle, and each of our engines with each contender that is not ours."""
+    """Compare every contender with the oracle, and each of our engines with each other contender."""
     dtype = case.arrays["source"].dtype
     for name, outcome in outcomes.items():
         if outcome.problem:
@@ -67,8 +67,8 @@ def rows_of(case: CompareCase, outcomes: dict[str, Outcome]) -> Iterator[Compari
 def between(
     case: CompareCase, name: str, left: Arrays, other: str, right: Arrays, bounds: Arrays
 ) -> Iterator[ComparisonRow]:
-    """Compare the results that two contenders both have. They may differ by twice the bound, as each may have an
-    error."""
+    """Compare the results that two contenders have in common. They may differ by twice the bound, as each may have
+    an error."""
     for tensor in (tensor for tensor in left if tensor in right):
         value, _ = without_leading_ones(right[tensor], left[tensor].shape)
         dtype = left[tensor].dtype
@@ -84,7 +84,7 @@ def compare(
     bound: np.ndarray | float,
     dtype: np.dtype,
 ) -> ComparisonRow:
-    """Compare one result with another. `bound` is one number, or one for each element."""
+    """Compare a result with a reference. `bound` is one number, or one for each element."""
     shape = value.shape
     value, note = without_leading_ones(value, reference.shape)
     row = ComparisonRow(case.name, tensor, pair, "ok", shape, value.dtype.name, note=note)
@@ -114,7 +114,7 @@ def compare(
 
 
 def without_leading_ones(value: np.ndarray, shape: tuple[int, ...]) -> tuple[np.ndarray, str]:
-    """Return the value without axes of 1 before an expected shape, and a note if there were any."""
+    """Return an array without additional leading axes of 1, and a note if there were any."""
     added = value.ndim - len(shape)
     if added > 0 and value.shape == (1,) * added + tuple(shape):
         return value.reshape(shape), f"{added} leading axes of 1"

@@ -1,4 +1,4 @@
-"""Run a case on our dialect: the forward op with all results, then the gradient op on them."""
+"""Run a case on `mlx_lstm.mpsgraph`: the forward op with all results, then the gradient op on these results."""
 
 from typing import Any
 
@@ -22,12 +22,13 @@ SAVED = {
 
 
 def run(case: CompareCase, engine: str | None = None, **options: Any) -> Arrays:
-    """Return all results by name, on an engine or the one the library chooses. `options`: keywords of the dialect."""
+    """Return all results of a case by name. engine: None for the library's choice; options: keywords of
+    `mlx_lstm.mpsgraph`."""
     return through_layers(case, lambda layer: run_layer(layer, engine, **options))
 
 
 def run_layer(case: CompareCase, engine: str | None, **options: Any) -> Arrays:
-    """Return the results of one layer."""
+    """Run one layer of a case and return the results by name."""
     arrays = {name: mx.array(array) for name, array in case.arrays.items()}
     descriptor = make_descriptor(case)
     inputs = {name: array for name, array in arrays.items() if name not in COTANGENTS[case.op]}
@@ -44,5 +45,5 @@ def run_layer(case: CompareCase, engine: str | None, **options: Any) -> Arrays:
 
 
 def make_descriptor(case: CompareCase) -> object:
-    """Return the case's descriptor, with training (and produce_cell)."""
+    """Return the descriptor of a case, with training (and for an LSTM produce_cell) turned on."""
     return DESCRIPTORS[case.op](training=True, **case.descriptor)

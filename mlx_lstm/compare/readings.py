@@ -1,7 +1,7 @@
-"""Explain a dump that differs from the oracle: other layouts, gate orders, properties, and the open readings of
+"""Explain a dump that differs from the oracle: by other layouts, gate orders or properties, or by another reading of
 Apple's documentation.
 
-The readings are tried one by one, then in pairs. The nearest few are compared within bounds derived for each of
+The readings are tried one by one, then in pairs. The nearest ones are compared within bounds derived for each of
 them.
 """
 
@@ -28,8 +28,8 @@ FLAGS = {"lstm": ("reverse",), "gru": ("reverse", "flip_z", "reset_after"), "sin
 
 
 class Change(NamedTuple):
-    """One change in the reading of a dump: its kind, its description, a function that changes the case, and readings
-    for the judge."""
+    """One change in the interpretation of a dump: its kind, its description, a function that changes the case, and
+    readings for the judge."""
 
     kind: str
     words: str
@@ -38,8 +38,8 @@ class Change(NamedTuple):
 
 
 class Form(NamedTuple):
-    """One possible form of a dumped result: its description, the function that converts it to the documented layout,
-    and the key in `predicted` of its expected values."""
+    """A form in which a result may have been dumped: its description, the function that converts the result to the
+    documented layout, and the key in `predicted` of the expected values."""
 
     words: str
     back: Callable[[np.ndarray], np.ndarray]
@@ -47,8 +47,8 @@ class Form(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """An explanation of a dump: its description, the case, for each result its error over its bound, and the form in
-    which it was dumped."""
+    """An explanation of a dump: its description, the case, each result's error divided by its bound, and the form in
+    which each result was dumped."""
 
     words: list[str]
     case: CompareCase
@@ -62,8 +62,8 @@ class Reading(NamedTuple):
 
 
 def base_case(dump: Dump) -> tuple[CompareCase, list[str]]:
-    """Return the dump's case converted to the documented layouts, and descriptions of the arrays that had another
-    layout."""
+    """Convert a dump's case to the documented layouts; return it with descriptions of the arrays that had other
+    layouts."""
     arrays, words = dict(dump.case.arrays), []
     for name, value in arrays.items():
         if name != "mask":
@@ -74,7 +74,7 @@ def base_case(dump: Dump) -> tuple[CompareCase, list[str]]:
 
 
 def search(dumps: list[Dump]) -> tuple[Reading, bool]:
-    """Return the reading that explains most results, and whether pairs of changes were tried."""
+    """Return the reading that explains the most results, and whether pairs of changes were tried."""
     best = judged(dumps[0], ())
     if best.fitting < len(best.distances):
         alone = [(dump, chosen) for dump in dumps for chosen in [(), *((one,) for one in changes(dump))]]
@@ -87,8 +87,8 @@ def search(dumps: list[Dump]) -> tuple[Reading, bool]:
 
 
 def nearest(candidates: list[tuple[Dump, tuple[Change, ...]]], title: str) -> Reading:
-    """Rank the candidates. Return the first of the nearest that explains all results, else the one that explains
-    most."""
+    """Rank the candidates by distance. Among the nearest, return the first that explains all results, else the one
+    that explains most."""
     with Progress() as progress:
         ranked = [(rank(*candidate), n) for n, candidate in enumerate(progress.each(candidates, title))]
     readings = []
@@ -100,7 +100,8 @@ def nearest(candidates: list[tuple[Dump, tuple[Change, ...]]], title: str) -> Re
 
 
 def applied(dump: Dump, chosen: Iterable[Change]) -> tuple[CompareCase, dict[str, str], list[str]]:
-    """Return the case after these changes, the readings for the judge, and the descriptions of the changes."""
+    """Apply changes to a dump's case. Return the case, the readings for the judge, and the descriptions of the
+    changes."""
     case, words = base_case(dump)
     readings: dict[str, str] = {}
     for change in chosen:
@@ -112,7 +113,7 @@ def applied(dump: Dump, chosen: Iterable[Change]) -> tuple[CompareCase, dict[str
 
 
 def rank(dump: Dump, chosen: tuple[Change, ...]) -> float:
-    """Return the distance of a reading from the dump in float64: the mean logarithm of the results' relative errors."""
+    """Return the distance of a reading from the dump in float64: the mean logarithm of all results' relative errors."""
     case, readings, _ = applied(dump, chosen)
     alone = {name: value for name, value in dump.results.items() if name in RESULTS[case.op]}
     results, places = dump.results, {}
@@ -147,7 +148,7 @@ def rank(dump: Dump, chosen: tuple[Change, ...]) -> float:
 
 
 def judged(dump: Dump, chosen: tuple[Change, ...]) -> Reading:
-    """Return the reading with every result's error divided by the bound derived for it."""
+    """Return a reading of the dump, with the error of each result divided by the bound derived for it."""
     case, readings, words = applied(dump, chosen)
     try:
         exact, bound = exact_and_element_bounds(lambda fl: predicted(case, fl, readings), case.arrays["source"].dtype)
@@ -167,7 +168,7 @@ def judged(dump: Dump, chosen: tuple[Change, ...]) -> Reading:
 
 
 def forms_of(dump: Dump, case: CompareCase, name: str, value: np.ndarray) -> Iterator[Form]:
-    """Yield the forms in which a result may have been dumped, the documented one first."""
+    """Yield the forms in which a result may have been dumped; the documented form comes first."""
     if name in ("h", "c") and value.shape == dump.shape(name)[1:]:
         yield Form("the last step alone", lambda v: v, f"last {name}")
     layouts = possible_layouts(dump, name, value)
@@ -200,7 +201,7 @@ OTHERWISE = {
 
 
 def predicted(case: CompareCase, fl: Arithmetic, readings: dict[str, str]) -> Arrays:
-    """Return all results as documented, and other values that may have been dumped in their place."""
+    """Return all results as documented, and other values that an app may have dumped in their place."""
     results = evaluated(case, fl, **readings)
     more = {"z_state before": preactivations(case, fl, **readings)} if case.op != "single_gate_rnn" else {}
     if case.op == "single_gate_rnn":
@@ -225,7 +226,7 @@ def predicted(case: CompareCase, fl: Arithmetic, readings: dict[str, str]) -> Ar
 
 
 def changes(dump: Dump, few: bool = False) -> Iterator[Change]:
-    """Yield all changes to try. `few` leaves out changes to one array's gates or to one activation."""
+    """Yield all changes to try. `few` leaves out changes to the gates of one array or to one activation."""
     case = base_case(dump)[0]
     yield from of_layouts(dump)
     yield from of_options(case)
@@ -259,7 +260,8 @@ def changes(dump: Dump, few: bool = False) -> Iterator[Change]:
 
 
 def of_layouts(dump: Dump) -> Iterator[Change]:
-    """Yield a change for each other layout that an argument's shape allows, and for exchanged directions."""
+    """Yield a change for each layout, besides the documented one, that an argument's shape allows, and for exchanged
+    directions."""
     case = dump.case
     for name, value in ((name, value) for name, value in case.arrays.items() if name != "mask"):
         for layout, back in possible_layouts(dump, name, value)[1:]:
@@ -270,8 +272,8 @@ def of_layouts(dump: Dump) -> Iterator[Change]:
 
 
 def of_options(case: CompareCase) -> Iterator[Change]:
-    """Yield the readings that Apple's documentation leaves open, if arguments of the dialect or of the case can
-    express them."""
+    """Yield changes for the points that Apple's documentation leaves open, where options of `mlx_lstm.mpsgraph` or
+    changes to the case can express them."""
     if "peephole" in case.arrays:
         yield Change("peephole", "the output gate peeps at c[t] (E:peephole)", readings={"output_peephole": "current"})
     if "hard_sigmoid" in case.descriptor.values():
@@ -288,7 +290,7 @@ def of_options(case: CompareCase) -> Iterator[Change]:
 
 
 def moved(case: CompareCase) -> CompareCase:
-    """Return the case with the state's gradient added to that of h at the last time."""
+    """Return the case with the gradient of the last state added to the gradient of h at the last time step instead."""
     arrays = {name: array for name, array in case.arrays.items() if name != "state_gradient"}
     arrays["source_gradient"] = case.arrays["source_gradient"].copy()
     arrays["source_gradient"][-1] += case.arrays["state_gradient"]
@@ -296,35 +298,35 @@ def moved(case: CompareCase) -> CompareCase:
 
 
 def described(name: str, value: Any) -> Callable[[CompareCase], CompareCase]:
-    """Return a function that changes one property of a case's descriptor."""
+    """Return a function that sets one property in the descriptor of a case."""
     return lambda case: case._replace(descriptor=case.descriptor | {name: value})
 
 
 def documented(case: CompareCase) -> str:
-    """Return the documented order of the gates for the case's descriptor."""
+    """Return the gate order that Apple documents for the descriptor of this case, as letters."""
     if case.descriptor.get("forget_gate_last"):
         return "izfo"
     return "rzo" if case.descriptor.get("reset_gate_first") else LETTERS[case.op]
 
 
 def orders(case: CompareCase) -> list[str]:
-    """Return all orders of the gates but the documented one."""
+    """Return all gate orders except the documented one."""
     return ["".join(order) for order in permutations(documented(case)) if "".join(order) != documented(case)]
 
 
 def spelled(order: str) -> str:
-    """Return an order as Apple writes it, with the property that gives it."""
+    """Return a gate order as Apple writes it, with the property that selects it."""
     names = {"izfo": " (forgetGateLast)", "rzo": " (resetGateFirst)"}
     return f"[{', '.join(order)}]{names.get(order, '')}"
 
 
 def inverse(case: CompareCase, order: str) -> list[int]:
-    """Return the place in `order` of each gate of the documented order."""
+    """Return for each gate of the documented order its position in `order`."""
     return [order.index(gate) for gate in documented(case)]
 
 
 def reorder(dump: Dump, case: CompareCase, names: list[str], order: str) -> Callable[[CompareCase], CompareCase]:
-    """Return a function that converts arrays from an order of the gates to the documented one."""
+    """Return a function that converts these arrays of a case from the gate order `order` to the documented one."""
     places = {name: next(n for n, parts in enumerate(dump.groups(name)) if "G" in parts) for name in names}
 
     def apply(c: CompareCase) -> CompareCase:
@@ -335,13 +337,13 @@ def reorder(dump: Dump, case: CompareCase, names: list[str], order: str) -> Call
 
 
 def reordered(array: np.ndarray, axis: int, sizes: dict[str, int], index: list[int]) -> np.ndarray:
-    """Return an array with the blocks of an axis [D] G H in another order."""
+    """Return an array with the G blocks of an axis of length [D] G H in another order."""
     parts = np.moveaxis(array, axis, 0).reshape(-1, sizes["G"], sizes["H"], *np.delete(array.shape, axis))
     return np.moveaxis(parts[:, index].reshape(-1, *np.delete(array.shape, axis)), 0, axis)
 
 
 def exchanged(dump: Dump, case: CompareCase) -> CompareCase:
-    """Return the case with the halves of everything that has two directions exchanged."""
+    """Return a case with the two directions exchanged in all arrays."""
     arrays = dict(case.arrays)
     for name in arrays:
         if name == "mask":

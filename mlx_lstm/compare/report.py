@@ -1,4 +1,4 @@
-"""The report: the machine, which pairs agree, which results differ and where; a plot; JSON."""
+"""Format the result of the comparison: the machine, which pairs agree, which results differ and where; a plot; JSON."""
 
 import math
 import subprocess
@@ -22,7 +22,7 @@ LEGEND_OF_TWO = "The bound between two contenders is twice that against the orac
 
 
 def machine_card() -> dict[str, str]:
-    """Return what results depend on besides the code."""
+    """Return a dict of everything, besides the code, that results depend on: chip, system, versions."""
     packages = ("mlx", "numpy", "torch", "pyobjc-core", "pyobjc-framework-MetalPerformanceShadersGraph")
     card = {"chip": chip(), "system": system(), "macOS build": macos_build(), "python": sys.version.split()[0]}
     card |= {"mlx_lstm": __version__} | {package: installed_version(package) for package in packages}
@@ -30,20 +30,20 @@ def machine_card() -> dict[str, str]:
 
 
 def macos_build() -> str:
-    """Return macOS's build, such as 25A354; "-" on another system."""
+    """Return the build number of macOS, such as 25A354; "-" on another system."""
     if sys.platform != "darwin":
         return "-"
     return subprocess.run(["/usr/bin/sw_vers", "-buildVersion"], capture_output=True, text=True).stdout.strip()
 
 
 def card_text(card: dict[str, str]) -> str:
-    """Return the card in a line, without what is not installed."""
+    """Return the description of the machine in a line, without packages that are not installed."""
     named = [f"{name} {value}" for name, value in card.items() if value not in ("-", "not installed")]
     return ", ".join(named).removeprefix("chip ").replace(", system ", ", ")
 
 
 def summary_text(rows: Sequence[ComparisonRow], cases: int) -> str:
-    """Return the verdict in a line."""
+    """Return the verdict of all comparisons in a line."""
     differ = sum(row.failed and row.tensor != "-" for row in rows)
     failed = sum(row.tensor == "-" for row in rows)
     words = [f"{differ} differ{'s' if differ == 1 else ''}" if differ else ""]
@@ -53,7 +53,7 @@ def summary_text(rows: Sequence[ComparisonRow], cases: int) -> str:
 
 
 def pairs_text(rows: Sequence[ComparisonRow]) -> str:
-    """Return one line per pair: how many comparisons, how many differ, and the worst of them."""
+    """Return a line per pair of contenders: the number of comparisons, how many differ, and the worst one."""
     lines = [["pair", "comparisons", "differ", "error/bound", "worst"]]
     for pair in dict.fromkeys(row.pair for row in rows if row.tensor != "-"):
         mine = [row for row in rows if row.pair == pair and row.tensor != "-"]
@@ -64,8 +64,8 @@ def pairs_text(rows: Sequence[ComparisonRow]) -> str:
 
 
 def failures_text(rows: Sequence[ComparisonRow]) -> str:
-    """Return the failures as text: each pair's failures once, and for each tensor how many results differ, the worst
-    one, and where."""
+    """Return the failures as text: each pair's failed calls once, and for each tensor how many results differ, the
+    worst one, and where."""
     lines = []
     for pair in dict.fromkeys(row.pair for row in rows if row.tensor == "-"):
         failed = [row for row in rows if row.pair == pair and row.tensor == "-"]
@@ -89,12 +89,12 @@ def failures_text(rows: Sequence[ComparisonRow]) -> str:
 
 
 def beginning(row: ComparisonRow) -> list[str]:
-    """Return the index and the time step of the first value beyond its bound."""
+    """Return, as text, the index and the time step of the first value beyond its bound."""
     return ["" if row.first is None else str(list(row.first)), "" if row.step is None else str(row.step)]
 
 
 def brief(text: str) -> str:
-    """Return the first line of an error and, indented, the line of a compiler's first error."""
+    """Return the first line of an error text and, indented, the first error line of a compiler in it."""
     lines = [line.strip() for line in text.splitlines() if line.strip()] or [text]
     compilers = [line for line in lines[1:] if "error:" in line][:1]
     first = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
@@ -102,12 +102,12 @@ def brief(text: str) -> str:
 
 
 def severity(row: ComparisonRow) -> tuple[bool, float]:
-    """Return a sorting key: right results before wrong ones, then by error over bound."""
+    """Return a key that sorts right results before wrong ones, then by error over bound."""
     return row.failed, math.inf if math.isnan(row.over_bound) else row.over_bound
 
 
 def rows_text(rows: Sequence[ComparisonRow]) -> str:
-    """Return every row with every figure."""
+    """Return a table of all comparisons with all figures."""
     names = ["tensor", "pair", "case", "shape", "dtype", "max abs", "max rel", "ULP", "error/bound"]
     lines = [[*names, "verdict", "first at", "step", "note"]]
     for row in rows:
@@ -118,12 +118,13 @@ def rows_text(rows: Sequence[ComparisonRow]) -> str:
 
 
 def figure(value: float) -> str:
-    """Return a number in two digits; "-" for NaN."""
+    """Format a number with two digits; "-" for NaN."""
     return "-" if math.isnan(value) else f"{value:.2g}"
 
 
 def settle_text(findings: Sequence[Finding], measured: bool) -> str:
-    """Return the open points and MPSGraph's answers as text. Without a measurement, return the questions."""
+    """Return the open points of Apple's documentation with MPSGraph's answers, as text; without measurements, the
+    questions."""
     if not measured:
         return table([["E:", "question", "ours"], *([one.name, one.question, one.default] for one in findings)])
     confirmed = sum(one.confirmed for one in findings)
@@ -136,7 +137,7 @@ def settle_text(findings: Sequence[Finding], measured: bool) -> str:
 
 
 def write_json(file: str, content: dict[str, Any]) -> None:
-    """Write the report for machines; "-" is stdout."""
+    """Write the report as JSON to a file; "-" is stdout."""
     if file == "-":
         print(json_text(content))
         return
@@ -145,8 +146,8 @@ def write_json(file: str, content: dict[str, Any]) -> None:
 
 
 def plot(file: str, rows: Sequence[ComparisonRow], card: dict[str, str]) -> None:
-    """Draw error over bound, with a line at 1: a bar for the worst of each tensor and pair; below, over time, the
-    longest cases."""
+    """Draw the ratio of error to bound, with a line at 1: a bar for the worst ratio of each tensor and pair; below,
+    the ratio over time in the longest cases."""
     from matplotlib.figure import Figure
 
     longest = max((len(row.by_time) for row in rows), default=0)
@@ -173,7 +174,7 @@ def plot(file: str, rows: Sequence[ComparisonRow], card: dict[str, str]) -> None
 
 
 def bars(axis: Any, rows: Sequence[ComparisonRow], colors: dict[str, str]) -> None:
-    """Draw the worst error over bound of each tensor, one bar per pair with its value above it."""
+    """Draw the worst ratio of error to bound of each tensor: one bar per pair, with the value above the bar."""
     tensors = list(dict.fromkeys(row.tensor for row in rows if row.tensor != "-"))
     for n, (pair, color) in enumerate(colors.items()):
         worst = {}

@@ -1,4 +1,5 @@
-"""Settle an open point by an experiment: compare MPSGraph's result with the prediction of each reading."""
+"""Settle a point that Apple's documentation leaves open: compare MPSGraph's result with the prediction of each
+reading."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -17,8 +18,8 @@ Distance = Callable[[Outcome], float]
 
 
 class Experiment(NamedTuple):
-    """An experiment: its question, the case that answers it, the reading that is the dialect's default, and all
-    readings."""
+    """An experiment: the question, the case that answers it, the reading that `mlx_lstm.mpsgraph` takes by default,
+    and all readings."""
 
     name: str
     question: str
@@ -29,7 +30,7 @@ class Experiment(NamedTuple):
 
 class Finding(NamedTuple):
     """The answer of an experiment. verdict: the reading that fits, or why none does; confirmed: whether this is the
-    dialect's default; distances: the distance of each reading from the result."""
+    default reading; distances: the distance of each reading from the result."""
 
     name: str
     question: str
@@ -40,7 +41,7 @@ class Finding(NamedTuple):
 
 
 def settle(experiment: Experiment, outcome: Outcome) -> Finding:
-    """Return the finding: which of the readings fits an outcome."""
+    """Return the finding: which of an experiment's readings fits an outcome."""
     distances = {reading: distance(outcome) for reading, distance in experiment.readings.items()}
     fits = [reading for reading, distance in distances.items() if distance <= 1]
     if len(fits) == 1:
@@ -57,8 +58,8 @@ def settle(experiment: Experiment, outcome: Outcome) -> Finding:
 
 
 def value(case: CompareCase, tensor: str, reading: Callable[[Arithmetic], np.ndarray]) -> Distance:
-    """Return a function that measures the distance of a result from what a reading computes, within a bound derived
-    for this reading."""
+    """Return a function that measures the distance of a result from the values that `reading` computes, as a part of
+    the bound derived for this reading."""
 
     def distance(outcome: Outcome) -> float:
         if tensor not in outcome.results:
@@ -73,16 +74,17 @@ def value(case: CompareCase, tensor: str, reading: Callable[[Arithmetic], np.nda
 
 
 def result(case: CompareCase, tensor: str, **readings: str) -> Distance:
-    """Return a function that measures the distance of a result from the oracle's with these readings of the formula."""
+    """Return a function that measures the distance of a result from the oracle's result under these readings."""
     return value(case, tensor, lambda fl: evaluated(case, fl, **readings)[tensor])
 
 
 def shape(tensor: str, leading: int, case: CompareCase) -> Distance:
-    """Return a function: 0 if a gradient has its argument's shape after `leading` axes of 1, else infinity."""
+    """Return a function of an outcome: 0 if a gradient has its argument's shape after `leading` axes of 1, else
+    infinity."""
     wanted = (1,) * leading + case.arrays[tensor.removeprefix("d")].shape
     return lambda outcome: 0.0 if tensor in outcome.results and outcome.results[tensor].shape == wanted else np.inf
 
 
 def count(results: int) -> Distance:
-    """Return a function: 0 if the forward op returned this number of results, else infinity."""
+    """Return a function of an outcome: 0 if the forward op returned this number of results, else infinity."""
     return lambda outcome: 0.0 if len(outcome.lists[0]) == results else np.inf

@@ -1,4 +1,4 @@
-"""Run a case on torch's layers, one or a stack, on the CPU or on "mps", where torch itself calls MPSGraph."""
+"""Run a case on torch's layers, one layer or a stack, on the CPU or on "mps", where torch itself calls MPSGraph."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from .cases import GATES, Arrays, CompareCase
 
 
 def hindrance(case: CompareCase) -> str | None:
-    """Return why torch's layer cannot run a case; None if it can."""
+    """Return why torch's layer cannot run this case; None if it can."""
     changed = {name for name, value in case.descriptor.items() if value is not False} - {"bidirectional"}
     if "reverse" in changed:
         return "no reverse alone"
@@ -28,7 +28,7 @@ def hindrance(case: CompareCase) -> str | None:
 
 
 def run(case: CompareCase, device: str) -> Arrays:
-    """Run the case. Return the results that torch has: h and the gradients."""
+    """Run a case on torch's layer. Return the results that torch has: h and the gradients."""
     import torch
 
     layer = make_layer(case).to(device)
@@ -53,7 +53,8 @@ def run(case: CompareCase, device: str) -> Arrays:
 
 
 def make_layer(case: CompareCase) -> Any:
-    """Return torch's layer with the case's weights: b_ih is the bias, b_hh zero but for the GRU's secondary bias."""
+    """Return torch's layer with the weights of a case: b_ih is the bias; b_hh is zero, except a GRU's secondary
+    bias."""
     import torch
 
     layers, H, zeros_like = case.layers, case.hidden, case.arrays["source"].dtype
@@ -80,7 +81,7 @@ def make_layer(case: CompareCase) -> Any:
 
 
 def gradients_of_layer(case: CompareCase, layer: Any, n: int) -> dict[str, Any]:
-    """Return the gradients of layer n's weights in the layouts of MPSGraph."""
+    """Return the gradients of the weights of layer n, in the layouts of MPSGraph."""
     import torch
 
     def parameters(name: str) -> list[Any]:
@@ -107,7 +108,7 @@ def state(case: CompareCase, name: str, device: str) -> Any:
 
 
 def side_by_side(value: Any) -> Any:
-    """Return [N, D H] from [D, N, H]."""
+    """Convert a tensor from [D, N, H] to [N, D H]."""
     import torch
 
     return torch.cat(list(value), dim=-1)

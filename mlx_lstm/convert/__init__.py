@@ -1,9 +1,9 @@
-"""Weights of recurrent layers from one format into another: torch, MLX, Keras, TensorFlow, cuDNN, ONNX, MPSGraph.
+"""Convert weights of recurrent layers between formats: torch, MLX, Keras, TensorFlow, cuDNN, ONNX, MPSGraph.
 
 Every reader, `from_...`, returns `Weights`: the arrays of a stack of layers in one form. Every writer, `to_...`, takes
-`Weights`. Conversions reorder gates, transpose matrices, and sum two biases where a format has one. What a format
-cannot hold is refused by name. `mlx_lstm.torch.from_weights` makes a layer of them. `read` and `write` convert
-files, as does the command `python -m mlx_lstm.convert SRC DST`.
+`Weights`. Conversions reorder gates, transpose matrices, and sum two biases where a format has one. If a format cannot
+hold an option, a ValueError names the option. `mlx_lstm.torch.from_weights` makes a layer from `Weights`. `read` and
+`write` convert files, as does the command `python -m mlx_lstm.convert SRC DST`.
 """
 
 from ._files import Model, read, write

@@ -24,7 +24,7 @@ LINE = 1000
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command; return its exit code."""
+    """Run the command line and return the exit code."""
     options = make_parser().parse_args(argv)
     try:
         with mx.stream(mx.cpu):  # only the CPU has float64
@@ -78,7 +78,7 @@ def convert(options: argparse.Namespace) -> list[str]:
 
 
 def model_of(options: argparse.Namespace) -> Model:
-    """Return the layers and arrays of the source file that the options ask for."""
+    """Read the source file with the command's options; return its layers and arrays."""
     source = options.source
     words = {"keys": options.from_keys, "ways": tuple(options.ways or WAYS), "order": options.order}
     model = read(source, **words, nonlinearity=options.nonlinearity, external_data=options.external_data)
@@ -92,7 +92,7 @@ def model_of(options: argparse.Namespace) -> Model:
 
 
 def chosen(model: Model, options: argparse.Namespace) -> Model:
-    """Return the layers and arrays that the options select, under the names that the options give them."""
+    """Return the layers and arrays that the command's options select, renamed as the options say."""
     layers, keys = dict(model.layers), dict(model.keys)
     for wanted in [*(options.only or []), *(name for names in options.stack or [] for name in names.split(","))]:
         if wanted not in layers:
@@ -114,16 +114,14 @@ def chosen(model: Model, options: argparse.Namespace) -> Model:
 
 
 def renamed(name: str, old: str, new: str) -> str:
-    """Return a name whose beginning `old` is replaced by `new`. A layer's name is the beginning of its keys, without
-    the dot."""
+    """Return `name` with its beginning `old` replaced by `new`. `old` may end in a dot that a layer's name lacks."""
     if f"{name}." == old:
         return new.rstrip(".")
     return (new + name[len(old) :]).rstrip(".") if name.startswith(old) else name
 
 
 def comparison(model: Model, again: Model) -> list[str]:
-    """Return a line for each difference between the layers of the old file and those of the new one. A single bit
-    counts."""
+    """Return a line for each difference, even of a single bit, between the layers of the old file and the new one."""
     before = [(name, layer) for name, weights in model.layers.items() for layer in weights.each()]
     after = [layer for weights in again.layers.values() for layer in weights.each()]
     if again.layers.keys() == model.layers.keys():  # in the new file's order
@@ -138,18 +136,18 @@ def comparison(model: Model, again: Model) -> list[str]:
 
 
 def title(name: str) -> str:
-    """Return a layer's name as the command prints it."""
+    """Return a layer's name for printing; "(no name)" if it is empty."""
     return shown(name) or "(no name)"
 
 
 def some(names: Iterable[str], most: int = 6) -> str:
-    """Return the first names as the command prints them, and the number of the others."""
+    """Return the first few names for printing, and the number of the other names."""
     names = list(names)
     return ", ".join(map(shown, names[:most])) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser of options that reports an error in one line, as the command does for a wrong file."""
+    """A parser of command-line options that reports an error in one line."""
 
     def error(self, message: str) -> NoReturn:
         print(f"not converted: {message}; see --help", file=sys.stderr)
@@ -157,7 +155,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command's options."""
+    """Return the parser of the command line's options."""
     parser = Parser(
         "python -m mlx_lstm.convert",
         formatter_class=argparse.RawDescriptionHelpFormatter,

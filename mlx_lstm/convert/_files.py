@@ -24,7 +24,8 @@ METADATA = "mlx_lstm"
 
 class Model(NamedTuple):
     """The contents of a file. layers: the `Weights` of the recurrent layers by name; rest: all other arrays by key,
-    unchanged; keys: the keys of each layer; notes: what was left out; metadata: the metadata of a safetensors file."""
+    unchanged; keys: the keys of each layer; notes: texts on what was not read; metadata: the metadata of a
+    safetensors file."""
 
     layers: dict[str, Weights]
     rest: dict[str, Any]
@@ -48,21 +49,22 @@ def read(
     """Return all recurrent layers of a file, and its other arrays.
 
     Args:
-        path (str or Path): a file that ends in `.safetensors` or `.npz`, in the keys of torch, MLX, Keras or
+        path (str or Path): a file that ends in `.safetensors` or `.npz`, with keys as in torch, MLX, Keras or
             `mlx_lstm.lstm`; `.keras`, `.h5`, `.weights.h5` (with h5py); or `.onnx` (with onnx).
-        keys (str, optional): a form that the keys of arrays have, `"{name}.{layer}.{array}_{way}"`. Default: it is
-            found out; directions are called forward, fwd, backward, bwd, back or reverse.
-        ways (sequence of str): what both directions are called in keys of such a form.
-        order (str, optional): the gates' order in a file of arrays, `"icfo"`, if it is not that of its words.
-        nonlinearity (str, optional): that of plain RNNs, if the file does not say it. Default: tanh.
-        external_data (bool): read the files that an `.onnx` file names for its arrays, from its own folder only.
-            Default: `False`, it is refused.
+        keys (str, optional): the template of the arrays' keys, such as `"{name}.{layer}.{array}_{way}"`. Default:
+            detected; directions may be called forward, fwd, backward, bwd, back or reverse.
+        ways (sequence of str): the names of the two directions in the keys, for the template's `{way}`.
+        order (str, optional): the gate order in a file of arrays, such as `"icfo"`, if it is not the usual order for
+            such keys.
+        nonlinearity (str, optional): the nonlinearity of plain RNNs, if the file does not name it. Default: tanh.
+        external_data (bool): read the files that an `.onnx` file names for its arrays, from the folder of the file
+            only. Default: `False`: a file with external data raises a ValueError.
 
     Returns:
         Model: `layers`, `rest`, `keys`, `notes`, `metadata`.
 
     Raises:
-        ValueError: the file is truncated, of another kind, or its arrays do not fit; it says which.
+        ValueError: the file is truncated, of another kind, or its arrays do not fit; the text says which.
         ImportError: h5py or onnx is missing.
 
     Example:
@@ -97,7 +99,7 @@ def read(
 
 
 def check_names(keys: object, ways: object) -> None:
-    """Raise ValueError unless `keys` is a text and `ways` are two different names of directions."""
+    """Check that `keys` is None or a text and that `ways` holds two different names of directions."""
     if keys is not None and not isinstance(keys, str):
         fail("convert", 'keys must be a form such as "{name}.{array}"', repr(keys))
     names = ways if isinstance(ways, (list, tuple)) else ()
@@ -114,21 +116,23 @@ def write(
     ways: Sequence[str] | None = None,
     force: bool = False,
 ) -> None:
-    """Write a file of these recurrent layers, of the kind that its ending says, whole or not at all.
+    """Write these recurrent layers to a file, whose ending selects the format. The file is written completely or not at
+    all.
 
     Args:
-        path (str or Path): as in `read`; `.keras` and `.h5` become whole models of Keras with these layers, `.onnx` a
-            model with a chain of nodes for each. Other arrays go into `.safetensors` and `.npz` only.
+        path (str or Path): as in `read`; `.keras` and `.h5` become complete Keras models of these layers, `.onnx` a
+            model with a chain of nodes for each name. Other arrays are written to `.safetensors` and `.npz` only.
         model (Model or dict): what `read` returns, or `Weights` by name.
-        style (str): the words of `.safetensors` and `.npz`: `"torch"`, `"mlx"`, `"two-biases"`, `"keras"`, `"ops"`.
-        keys (str, optional): a form for the keys, as in `read`; `"{name}.{layer}.{way}.{array}"`.
-        ways (sequence of str, optional): what both directions are called. Default: as in the style, or forward and
+        style (str): whose names the keys have in `.safetensors` and `.npz`: `"torch"`, `"mlx"`, `"two-biases"`,
+            `"keras"`, `"ops"`.
+        keys (str, optional): a template for the keys, as in `read`, such as `"{name}.{layer}.{way}.{array}"`.
+        ways (sequence of str, optional): the names of the two directions. Default: as in the style, or forward and
             backward.
         force (bool): replace a file that exists. Default: `False`.
 
     Raises:
         ValueError: the file exists, or the format has no place for an option.
-        FileExistsError: somebody else wrote the file meanwhile.
+        FileExistsError: another process wrote the file in the meantime.
         ImportError: h5py or onnx is missing.
 
     Example:
@@ -157,14 +161,14 @@ def write(
 
 
 def replace(path: Path, work: Callable[[Path], Any], force: bool) -> Any:
-    """Let `work` write a temporary file with the same ending, which replaces `path` once it is complete."""
+    """Call `work` with a temporary path of the same ending; then let the finished file replace `path`."""
     if path.exists():
         size_of(path)  # a device is not replaced
     return write_whole(path, work, force=force, ending=ending_of(path))
 
 
 def write_to(path: Path, model: Model, style: str, keys: str | None, ways: Sequence[str] | None) -> None:
-    """Write a file of the kind that its ending names."""
+    """Write a file in the format that its ending names."""
     ending = ending_of(path)
     if ending not in (".safetensors", ".npz"):
         writer = _onnx_file.write if ending == ".onnx" else _keras_file.write
@@ -195,7 +199,8 @@ INSTEAD = {
 
 
 def ending_of(path: Path) -> str:
-    """Return the ending that names the kind of file; raise ValueError with advice for an unknown ending."""
+    """Return the ending of a file's name, which selects the format; raise ValueError with advice for an unknown
+    ending."""
     for ending in ENDINGS:
         if path.name.endswith(ending):
             return ending
@@ -205,7 +210,7 @@ def ending_of(path: Path) -> str:
 
 
 def named(path: Path, work: Callable[[], Any]) -> Any:
-    """Return the result of `work()`. Its errors name the file in place of "it"."""
+    """Return the result of `work()`. In the text of its ValueError replace "it" by the file's name."""
     try:
         return work()
     except ValueError as error:
@@ -220,7 +225,7 @@ def named(path: Path, work: Callable[[], Any]) -> Any:
 
 
 def told_by(layers: Mapping[str, Weights]) -> dict[str, str]:
-    """Return the metadata that store the cells' options, where these are not the defaults."""
+    """Return metadata for a safetensors file that hold the options of all cells, where they are not the defaults."""
     options = {name: weights.options for name, weights in layers.items()}
     options = {name: {key: o[key] for key in o if key != "bidirectional"} for name, o in options.items()}
     options = {name: found for name, found in options.items() if found}
@@ -228,7 +233,7 @@ def told_by(layers: Mapping[str, Weights]) -> dict[str, str]:
 
 
 def told_options(path: Path, metadata: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    """Return the cells' options by layer, from the metadata that `told_by` returned."""
+    """Read the cells' options, by layer, from the metadata of a safetensors file."""
     try:
         return {str(name): dict(options) for name, options in parse_json(metadata.get(METADATA, "{}")).items()}
     except (ValueError, TypeError, AttributeError):
@@ -259,8 +264,8 @@ def write_safetensors(path: Path, arrays: Mapping[str, Any], metadata: Mapping[s
 
 
 def write_npz(path: Path, arrays: Mapping[str, Any]) -> None:
-    """Write a zip of NumPy's arrays. A key becomes a file name when somebody unpacks the zip, so it must not be a
-    path."""
+    """Write arrays as an .npz file, a zip of NumPy files. A key becomes a file name when the zip is unpacked, so a
+    key that contains a path is refused."""
     for key in arrays:
         if key.startswith("..") or any(c in key for c in "/\\\0"):
             fail("convert", "keys in .npz must have no '/', '\\', '..' or NUL: take .safetensors,", repr(shown(key)))

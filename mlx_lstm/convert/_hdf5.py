@@ -17,15 +17,15 @@ SECONDS = 10
 
 
 class Contents(NamedTuple):
-    """The contents of an HDF5 file. attributes: texts by path and attribute name; arrays: by path; notes: what was
-    left out."""
+    """The contents of an HDF5 file. attributes: texts by path and attribute name; arrays: by path; notes: texts on
+    what was not read."""
 
     attributes: dict[str, dict[str, list[str]]]
     arrays: dict[str, Any]
     notes: list[str]
 
     def texts(self, path: str, name: str) -> list[str]:
-        """Return an attribute's texts. Keras splits a long list into several numbered attributes."""
+        """Return the texts of an object's attribute. Keras splits a long list into several numbered attributes."""
         here = self.attributes.get(path, {})
         if name in here:
             return here[name]
@@ -37,13 +37,14 @@ class Contents(NamedTuple):
 
 
 def load() -> None:
-    """Raise ImportError if h5py is missing."""
+    """Raise ImportError if the package h5py is missing."""
     if importlib.util.find_spec("h5py") is None:
         raise ImportError(".keras and .h5 files need the package h5py: pip install '.[convert]'")
 
 
 def read(source: Path | bytes) -> Contents:
-    """Return the contents of an HDF5 file, given by path or as bytes. ValueError says what is wrong with the file."""
+    """Return the contents of an HDF5 file. `source` is a path or the file's bytes. Raise ValueError if the file is
+    damaged."""
     load()
     if not has_interpreter():
         raise ValueError("it is read in a process of its own, and no Python can be started here")
@@ -67,7 +68,7 @@ def read(source: Path | bytes) -> Contents:
 
 
 def parsed(output: bytes) -> Contents:
-    """Return what the child printed: a line of JSON, then the arrays' bytes."""
+    """Parse the output of the child process: a line of JSON, then the arrays' bytes."""
     start = output.index(b"\n") + 1
     about = json.loads(output[:start])
     if "error" in about:

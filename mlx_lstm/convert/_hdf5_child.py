@@ -1,11 +1,12 @@
 """The process that reads a HDF5 file for `_hdf5`, run as a script: `_hdf5_child.py MOST [PATH]`, else from stdin.
 
-HDF5 trusts its files: a damaged one may hang, crash, or take all memory. Here that harms nobody. This script imports
-nothing of the package, which would take longer than all the rest.
+HDF5 does not validate its files: a damaged file may make it hang, crash, or take all memory. In a child process this
+does no harm. This script imports nothing from the package, since that import would take longer than all other work.
 
 The output: a line of JSON, {"attributes": ..., "arrays": ..., "others": ...} or {"error": ...}, then the arrays' bytes
-one after the other. `attributes` holds by object and name a list of texts, `arrays` by path [dtype, shape], `others`
-the number of datasets that hold no numbers. MOST: the bytes that all arrays may have.
+one after the other. `attributes` maps an object's path and an attribute's name to a list of texts; `arrays` maps a path
+to [dtype, shape]; `others` is the number of datasets that hold no numbers. MOST: the largest number of bytes that all
+arrays together may have.
 """
 
 import io
@@ -35,7 +36,7 @@ class Refused(ValueError):
 
 
 def contents(file: Any, most: int) -> Contents:
-    """Return the attributes, the arrays by path, and the number of datasets that hold no numbers."""
+    """Return the attributes and the arrays of an HDF5 file by path, and the number of datasets that hold no numbers."""
     # Refuse links to other files first, since h5py would open these files.
     if (path := file.id.links.visit(foreign, info=True)) is not None:
         raise Refused(f"{path.decode(errors='replace')} must lie in the file itself but is a link to another file")
@@ -68,12 +69,12 @@ def contents(file: Any, most: int) -> Contents:
 
 
 def foreign(path: bytes, info: Any) -> bytes | None:
-    """Return the path of a link to another file, which ends the visit."""
+    """Return the path if this link points to another file, which ends the visit of all links; else None."""
     return None if info.type in LINKS_INSIDE else path
 
 
 def texts_of(item: Any) -> Texts:
-    """Return the texts in the attributes that Keras writes, by name."""
+    """Return the texts, by attribute name, in the attributes of a group or dataset that Keras writes."""
     found = {}
     for name in item.attrs:
         if name.rstrip("0123456789") in ATTRIBUTES:
@@ -86,7 +87,8 @@ def texts_of(item: Any) -> Texts:
 
 
 def answer(source: str | io.BytesIO, most: int) -> tuple[dict[str, Any], list[np.ndarray]]:
-    """Return the output's line and the arrays whose bytes follow it. `source` is a path or a file in memory."""
+    """Return the header line of the output, and the arrays whose bytes follow it. `source`: a path or a file in
+    memory."""
     try:
         with h5py.File(source, "r") as file:
             attributes, arrays, others = contents(file, most)
@@ -100,7 +102,7 @@ def answer(source: str | io.BytesIO, most: int) -> tuple[dict[str, Any], list[np
 
 
 def main() -> None:
-    """Read the file and print what it holds."""
+    """Read the HDF5 file and print its contents."""
     most, *path = sys.argv[1:]
     limit = 8 * int(most) + 2**29
     with suppress(ValueError, OSError):  # the system may have a lower limit, or no limits

@@ -1,10 +1,10 @@
 """Read and write files of Keras: `.keras`, whole models in `.h5`, and weights in `.weights.h5`. This needs h5py, not
 Keras.
 
-In Keras 3 a layer's arrays are stored under its class, counted in its container: `layers/lstm_1/cell/vars/0`. In
-`.h5` they are stored under its name: `model_weights/encoder/encoder/lstm_cell/kernel`. The model's configuration has
-the options of the layers. `.weights.h5` has no configuration: there the shapes identify the cell, and its options
-are assumed to be the defaults.
+In Keras 3 the path of a layer's arrays contains the layer's class and its number in the container:
+`layers/lstm_1/cell/vars/0`. In `.h5` the path contains the layer's name:
+`model_weights/encoder/encoder/lstm_cell/kernel`. The model's configuration has the options of the layers. `.weights.h5`
+has no configuration: there the shapes identify the cell, and its options are assumed to be the defaults.
 """
 
 import io
@@ -34,7 +34,7 @@ Found = tuple[dict[str, Weights], dict[str, Any], dict[str, list[str]], list[str
 
 class Known(NamedTuple):
     """A layer in a model's configuration. place: the path of its arrays in Keras 3; name: the names of the models
-    that contain it, then its own; own: its own name; config: as Keras serialized it."""
+    that contain the layer, then the layer's name; own: the layer's name alone; config: as Keras serialized it."""
 
     place: str
     name: str
@@ -43,7 +43,7 @@ class Known(NamedTuple):
 
 
 def load() -> Any:
-    """Return the package h5py, which writes files here; `_hdf5` reads them in a child process."""
+    """Import and return the package h5py, which writes the files here; `_hdf5` reads them in a child process."""
     _hdf5.load()
     import h5py
 
@@ -51,7 +51,8 @@ def load() -> Any:
 
 
 def read(path: Path) -> Found:
-    """Return a file's layers by name, its other arrays, the keys of each layer, and notes."""
+    """Read a Keras file. Return its layers by name, all other arrays, the keys of each layer, and notes on what was
+    not read."""
     _hdf5.load()
     config = None
     if path.suffix == ".keras":
@@ -78,7 +79,7 @@ def read(path: Path) -> Found:
 
 
 def by_layer(file: _hdf5.Contents, root: str, layers: list[str]) -> dict[str, Any]:
-    """Return the arrays of a file that lists the names of its arrays, by "layer//array's own name"."""
+    """Return the arrays of a file that lists its arrays by layer, under keys "layer//array"."""
     arrays = {}
     for layer in layers:
         for name in file.texts(root + layer, "weight_names"):
@@ -90,7 +91,7 @@ def by_layer(file: _hdf5.Contents, root: str, layers: list[str]) -> dict[str, An
 
 
 def walk(config: Mapping[str, Any], place: str, name: str) -> Iterator[Known]:
-    """Yield all layers of a model's configuration, including those of nested models."""
+    """Yield all layers in a model's configuration, also the layers of nested models."""
     inner = config.get("config")
     layers = inner.get("layers") if isinstance(inner, Mapping) else inner
     counts: Counter[str] = Counter()
@@ -104,18 +105,18 @@ def walk(config: Mapping[str, Any], place: str, name: str) -> Iterator[Known]:
 
 
 def numbered(kind: str, counts: Counter[str]) -> str:
-    """Return the name that Keras 3 gives the next layer of a kind in its container: lstm, lstm_1, lstm_2."""
+    """Return the name that Keras 3 gives the next layer of a class in a container: lstm, lstm_1, lstm_2."""
     counts[kind] += 1
     return kind if counts[kind] == 1 else f"{kind}_{counts[kind] - 1}"
 
 
 def snake(name: str) -> str:
-    """Return a class's name as Keras writes it in paths: SimpleRNN becomes simple_rnn."""
+    """Return the name of a class as Keras writes it in paths: SimpleRNN becomes simple_rnn."""
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=.)(?=[A-Z][a-z])", "_", name).lower()
 
 
 class Direction(NamedTuple):
-    """The arrays of one direction in a file. place, name, own: of the layer, as in `Known`; way: "", "forward" or
+    """The arrays of one direction in a file. place, name, own: of its layer, as in `Known`; way: "", "forward" or
     "backward"; keys: in Keras' order."""
 
     place: str
@@ -126,7 +127,7 @@ class Direction(NamedTuple):
 
 
 def names_in_new(file: _hdf5.Contents) -> list[Direction]:
-    """Return the directions in a file of Keras 3, where `cell/vars` holds two matrices and maybe a bias."""
+    """Return the directions in a Keras 3 file, where a group `cell/vars` holds two matrices and maybe a bias."""
     groups: dict[str, list[str]] = {}
     for key in file.arrays:
         parent, _, last = key.rpartition("/")
@@ -149,7 +150,7 @@ def names_in_new(file: _hdf5.Contents) -> list[Direction]:
 
 
 def names_in_legacy(arrays: Mapping[str, Any]) -> list[Direction]:
-    """Return the directions in an `.h5` file: a `recurrent_kernel` and the arrays in the same group."""
+    """Return the directions in an `.h5` file: each is a `recurrent_kernel` with the other arrays of its group."""
     directions: list[Direction] = []
     parents = dict.fromkeys(key.rpartition("/")[0] for key in arrays)
     taken: set[tuple[str, str]] = set()
@@ -181,7 +182,7 @@ def names_in_legacy(arrays: Mapping[str, Any]) -> list[Direction]:
 
 
 def gathered(arrays: Mapping[str, Any], directions: list[Direction], known: Mapping[str, Known], slope: str) -> Found:
-    """Return the layers, built from their directions, in the model's order, and the arrays that belong to no layer."""
+    """Build layers from the directions. Return them in the model's order, and the arrays that belong to no layer."""
     layers: dict[str, list[Direction]] = {}
     legacy = any("//" in key for key in arrays)
     for each in directions:
@@ -208,7 +209,7 @@ def gathered(arrays: Mapping[str, Any], directions: list[Direction], known: Mapp
 
 
 def can_tell(config: Mapping[str, Any]) -> bool:
-    """Return whether a configuration describes a layer with one cell."""
+    """Return whether this configuration of a layer describes a single recurrent cell, maybe inside a Bidirectional."""
     inner = config["config"]
     if config["class_name"] == "RNN":
         return isinstance(inner.get("cell"), Mapping) and inner["cell"].get("class_name") in KINDS
@@ -216,12 +217,12 @@ def can_tell(config: Mapping[str, Any]) -> bool:
 
 
 def natural(text: str) -> list[Any]:
-    """Return a sort key that orders numbers by their size."""
+    """Return a sort key that puts "lstm_2" before "lstm_10"."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", text)]
 
 
 def plain(key: str) -> str:
-    """Return an array's key for files without folders."""
+    """Return an array's key for a file format without folders: dots in place of slashes."""
     layer, _, name = key.rpartition("//")
     return (name if not layer or name.startswith(f"{layer}/") else f"{layer}/{name}").replace("/", ".")
 
@@ -230,7 +231,7 @@ def plain(key: str) -> str:
 
 
 class KerasLayer(NamedTuple):
-    """A layer of Keras. spec: as Keras serializes it; ways: the arrays of its directions."""
+    """A layer to be written. spec: its description as Keras serializes it; ways: the arrays of its directions."""
 
     spec: dict[str, Any]
     ways: list[list[np.ndarray]]
@@ -240,7 +241,7 @@ def write(path: Path, ending: str, layers: Mapping[str, Weights]) -> None:
     """Write a Keras model: one stack becomes a Sequential; several stacks become a model of Sequentials, each with
     its own input.
 
-    HDF5 writes into memory first. On a full disk HDF5 itself would leave an error that no code can clean up.
+    HDF5 writes into memory first, because on a full disk HDF5 fails in a way from which no code can recover.
     """
     h5py = load()
     layers = {name.replace("/", ".") or "recurrent": weights for name, weights in layers.items()}
@@ -264,7 +265,7 @@ def write(path: Path, ending: str, layers: Mapping[str, Weights]) -> None:
 
 
 def stack_of(name: str, weights: Weights) -> list[KerasLayer]:
-    """Return the layers of Keras for a stack."""
+    """Return the Keras layers for a stack of weights."""
     stack = []
     for n, (layer, arrays) in enumerate(zip(weights.each(), to_keras(weights), strict=True)):
         kind = CLASSES[layer.cell.op]
@@ -283,7 +284,7 @@ def stack_of(name: str, weights: Weights) -> list[KerasLayer]:
 
 
 def config_of(weights: Weights, dtype: str, use_bias: bool) -> dict[str, Any]:
-    """Return the arguments of a layer's constructor."""
+    """Return the arguments of a Keras layer's constructor for these weights."""
     words = {ours: theirs for theirs, ours in ACTIVATIONS.items()}
     cell = weights.cell
     names = [cell.act] if isinstance(cell, RNNCell) else [cell.activations[2], cell.activations[0]]
@@ -297,13 +298,13 @@ def config_of(weights: Weights, dtype: str, use_bias: bool) -> dict[str, Any]:
 
 
 def spec_of(kind: str, config: dict[str, Any], shape: list[int | None]) -> dict[str, Any]:
-    """Return a layer as Keras serializes it."""
+    """Return the description of a layer as Keras serializes it."""
     spec = {"module": "keras.layers", "class_name": kind, "config": config, "registered_name": None}
     return spec | ({"build_config": {"input_shape": shape}} if kind != "InputLayer" else {})
 
 
 def sequential(name: str, made: list[KerasLayer]) -> dict[str, Any]:
-    """Return a model of layers, each of which reads the output of the one before, as Keras serializes it."""
+    """Return the description of a Sequential model of these layers, as Keras serializes it."""
     shape = made[0].spec["build_config"]["input_shape"]
     dtype = inner_config(made[0].spec)["dtype"]
     first = spec_of("InputLayer", {"batch_shape": shape, "dtype": dtype, "name": f"{name}_input"}, shape)
@@ -312,12 +313,13 @@ def sequential(name: str, made: list[KerasLayer]) -> dict[str, Any]:
 
 
 def inner_config(spec: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the configuration of a layer, or of the one that a Bidirectional wraps."""
+    """Return the configuration of a layer; for a Bidirectional, that of the layer inside."""
     return spec["config"]["layer"]["config"] if spec["class_name"] == "Bidirectional" else spec["config"]
 
 
 def functional(models: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    """Return a model that contains several models, each with its own input, as Keras serializes it."""
+    """Return the description of a model that contains several models, each with its own input, as Keras serializes
+    it."""
     layers, inputs, outputs = [], [], []
     for name, spec in models.items():
         shape, own = spec["build_config"]["input_shape"], spec["config"]["name"]
@@ -334,7 +336,7 @@ def functional(models: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def write_new(file: Any, made: Mapping[str, list[KerasLayer]]) -> None:
-    """Write the arrays at Keras 3's paths: under each layer's class, counted in its container."""
+    """Write the arrays at the paths of Keras 3, which contain each layer's class and its number in the container."""
     containers: Counter[str] = Counter()
     for layers in made.values():
         before = "" if len(made) == 1 else f"layers/{numbered('sequential', containers)}/"
@@ -349,7 +351,7 @@ def write_new(file: Any, made: Mapping[str, list[KerasLayer]]) -> None:
 
 
 def write_legacy(file: Any, made: Mapping[str, list[KerasLayer]], config: dict[str, Any]) -> None:
-    """Write an `.h5` file as Keras does: a group for each layer or model, and lists of names."""
+    """Write an `.h5` file as Keras does: a group for each layer or model, and lists of the arrays' names."""
     file.attrs["model_config"], file.attrs["keras_version"] = json.dumps(config), VERSION
     root = file.create_group("model_weights")
     groups = {name: each for name, each in made.items()} if len(made) > 1 else {}
@@ -372,5 +374,5 @@ def write_legacy(file: Any, made: Mapping[str, list[KerasLayer]], config: dict[s
 
 
 def inner_class(spec: Mapping[str, Any]) -> str:
-    """Return the class of a layer, or of the one that a Bidirectional wraps."""
+    """Return the class of a layer; for a Bidirectional, the class of the layer inside."""
     return spec["config"]["layer"]["class_name"] if spec["class_name"] == "Bidirectional" else spec["class_name"]

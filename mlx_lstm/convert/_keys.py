@@ -1,4 +1,4 @@
-"""Find the layer, direction and array that each key of a file means, and make the keys of written files."""
+"""Find out which layer, direction and array each key of a file means, and make the keys for a file to be written."""
 
 import re
 from collections import Counter
@@ -54,13 +54,13 @@ class Group(NamedTuple):
     form: str
 
     def title(self, leaf: str) -> str:
-        """Return the key of an array, also of a missing one."""
+        """Return the key of an array of this group; also for an array that is missing."""
         return self.keys.get(leaf, self.form.replace("\0", leaf))
 
 
 def parse(key: str, pattern: re.Pattern[str] | None, ways: Sequence[str]) -> tuple[str, Group] | None:
-    """Return the array's word in a key, and its group, whose `keys` are still empty; None if the key belongs to no
-    recurrent layer."""
+    """Return the word for the array in a key, and the key's group, still without `keys`. Return None if the key
+    belongs to no recurrent layer."""
     if pattern is not None:
         match = pattern.fullmatch(key) or pattern.fullmatch("." + key)
         if match is None:
@@ -89,13 +89,13 @@ def parse(key: str, pattern: re.Pattern[str] | None, ways: Sequence[str]) -> tup
 
 
 def merged(path: str, found: re.Match[str]) -> str:
-    """Return a path without the word for its direction and without one of the separators next to that word."""
+    """Return a path without the word for the direction, which `found` matched, and without one separator next to it."""
     before, after = path[: found.start()], path[found.end() :]
     return (before + after[1:] if not before or before[-1] == "." else before[:-1] + after).rstrip(".")
 
 
 def pattern_of(template: str, ways: Sequence[str]) -> re.Pattern[str]:
-    """Return a pattern that matches the keys of a template."""
+    """Return a regular expression that matches the keys of a template such as "{name}.{layer}.{array}"."""
     fields = {"{name}": "(?P<name>.*?)", "{layer}": r"(?P<layer>\d+)", "{array}": f"(?P<array>{ANY_WORD})"}
     fields["{way}"] = f"(?P<way>{'|'.join(map(re.escape, ways))})"
     check_template(template)
@@ -103,14 +103,15 @@ def pattern_of(template: str, ways: Sequence[str]) -> re.Pattern[str]:
 
 
 def check_template(template: str) -> None:
-    """Raise ValueError unless a template has {array}, and no unknown or repeated field."""
+    """Raise ValueError unless a template of keys has {array}, and no unknown or repeated field."""
     fields = re.findall(r"\{(\w*)\}", template)
     if "array" not in fields or set(fields) - {"name", "layer", "way", "array"} or len(fields) != len(set(fields)):
         fail("convert", "keys must have {array}, and maybe {name}, {layer} and {way}, each once,", repr(template))
 
 
 def groups_of(keys: Iterable[str], template: str | None, ways: Sequence[str]) -> list[Group]:
-    """Return the groups of keys that contain at least one matrix of a recurrent layer."""
+    """Sort the keys into groups, one per layer and direction; return the groups that have a matrix of a recurrent
+    layer."""
     pattern, found = None if template is None else pattern_of(template, ways), {}
     for key in keys:
         if parsed := parse(key, pattern, ways):
@@ -130,7 +131,7 @@ def layers_of(
     nonlinearity: str | None = None,
 ) -> tuple[dict[str, Weights], dict[str, list[str]]]:
     """Return all recurrent layers among a file's arrays, and the keys of each. Numbered layers whose sizes fit
-    become one stack, and both directions become one layer."""
+    become one stack, and two directions become one layer."""
     buckets: dict[str, list[Group]] = {}
     for group in groups_of(arrays, keys, ways):
         buckets.setdefault(group.name, []).append(group)
@@ -148,7 +149,7 @@ def layers_of(
 
 
 def names_counted_by(key: str, names: Container[str]) -> list[str]:
-    """Return the names that a key continues by a number: "a" and "a.1" for the key "a.12.weight"."""
+    """Return the names that a key continues with a number: "a" and "a.1" for the key "a.12.weight"."""
     counted = []
     for number in re.finditer(r"\d+(?=\.)", key):
         start, end = number.span()
@@ -165,8 +166,8 @@ MOST_DIGITS = 20
 def arranged(
     name: str, groups: list[Group], parts: dict[str, list[Arrays]], alone: bool
 ) -> list[tuple[str, dict[tuple[int, int], Group]]]:
-    """Return the groups of a name by (layer, direction): one stack if they fit together, else each group alone.
-    alone: no other module is counted with them, as it is in a list of all layers of a model."""
+    """Return groups of one name as stacks: one stack if all groups fit together, else each group alone. A stack maps
+    (layer, direction) to a group. alone: no other kind of module is numbered together with these layers."""
     whole = {(group.layer or 0, group.way or 0): group for group in groups}
     layers, ways = ({where[n] for where in whole} for n in range(2))
     full = len(whole) == len(groups) == len(layers) * len(ways) and ways in ({0}, {0, 1})
@@ -189,7 +190,7 @@ def arranged(
 
 
 def fits(whole: dict[tuple[int, int], Group], parts: dict[str, list[Arrays]], D: int) -> bool:
-    """Return whether each layer reads an input as wide as the output of the layer below."""
+    """Return whether the input of each layer is as wide as the output of the layer below."""
     first = parts[whole[0, 0].form]
     width = first[0]["Wh"].shape[-1] * D * len(first)
     each = [(layer, part) for (layer, _), group in whole.items() for part in parts[group.form]]
@@ -198,7 +199,7 @@ def fits(whole: dict[tuple[int, int], Group], parts: dict[str, list[Arrays]], D:
 
 
 def words_of(group: Group, arrays: Mapping[str, Any], order: str | None) -> list[Arrays]:
-    """Return a group's arrays under the names of `Weights`: for one direction, or for two that share arrays.
+    """Return a group's arrays by the names that `Weights` uses: for one direction, or for two that share arrays.
     ValueError names a missing or unexpected key."""
     for one, other in PARTNERS.items():
         if (one in group.keys) != (other in group.keys):
@@ -223,7 +224,7 @@ def words_of(group: Group, arrays: Mapping[str, Any], order: str | None) -> list
 
 
 def settled(group: Group, words: Arrays, order: str | None) -> Arrays:
-    """Return one direction's arrays in our gate order, with the biases of `Weights`."""
+    """Return one direction's arrays in the gate order and with the biases that `Weights` uses."""
     matrix = next(leaf for leaf in group.keys if ENTRIES[leaf] == "Wh")
     kind = OF_GATES[gates_of("convert", words, group.title(matrix))]
     if "bhn" in words and kind != "gru":
@@ -245,7 +246,7 @@ def settled(group: Group, words: Arrays, order: str | None) -> Arrays:
 
 
 def keras_words(group: Group, given: Arrays) -> Arrays:
-    """Return one direction's arrays, made from Keras' kernel, recurrent_kernel and bias."""
+    """Convert one direction's kernel, recurrent_kernel and bias of Keras to the arrays of `Weights`."""
     R = given["recurrent_kernel"]
     kind = OF_GATES[gates_of("convert", {"Wh": R.T}, group.title("recurrent_kernel"))]
     if extra := given.keys() - set(KERAS_NAMES):
@@ -258,7 +259,7 @@ def keras_words(group: Group, given: Arrays) -> Arrays:
 def one_layer(
     where: dict[tuple[int, int], Group], parts: dict[str, list[Arrays]], options: Mapping[str, Any]
 ) -> Weights:
-    """Return the weights of a stack from its groups by (layer, direction)."""
+    """Return the weights of a stack. `where` maps (layer, direction) to the group of keys."""
     directions = {
         (layer, way + d): arrays for (layer, way), group in where.items() for d, arrays in enumerate(parts[group.form])
     }
@@ -291,7 +292,7 @@ def one_layer(
 def keys_of(
     name: str, weights: Weights, style: str, *, keys: str | None = None, ways: Sequence[str] | None = None
 ) -> dict[str, mx.array]:
-    """Return a stack's arrays by the keys of a style or of a template."""
+    """Return a stack's arrays by key, with keys in a style such as "torch" or by a template."""
     if keys is not None:
         check_template(keys)
     D, K = (1 if style == "ops" else weights.directions), len(weights.layers)
@@ -315,8 +316,8 @@ def keys_of(
 
 
 def in_style(weights: Weights, style: str) -> list[list[Arrays]]:
-    """Return by layer and direction the arrays under a style's names. In the style "ops" both directions share
-    arrays."""
+    """Return a list of layers, each a list of directions, each a dict of arrays by the names of a style. In the
+    style "ops" both directions share arrays."""
     if style == "ops":
         return [[arrays] for arrays in to_ops(weights)]
     if style == "mlx":

@@ -21,7 +21,7 @@ OPSET, IR_VERSION = 14, 8
 
 
 def load() -> Any:
-    """Return the package onnx."""
+    """Import and return the package onnx; raise ImportError with advice if it is missing."""
     try:
         import onnx
     except ImportError as error:
@@ -30,7 +30,7 @@ def load() -> Any:
 
 
 def read(path: Path, external_data: bool) -> tuple[dict[str, Weights], dict[str, Any], dict[str, list[str]], list[str]]:
-    """Return a file's layers by the names of their nodes, the other initializers, the keys of each layer, and notes."""
+    """Read an ONNX file. Return its layers by node name, the other initializers, the keys of each layer, and notes."""
     onnx = load()
     try:
         model = onnx.load(path, load_external_data=False)
@@ -88,13 +88,13 @@ def read(path: Path, external_data: bool) -> tuple[dict[str, Weights], dict[str,
 
 
 def external_entries(tensor: Any) -> dict[str, str]:
-    """Return the place of a tensor's external data: location, offset and length."""
+    """Return a dict with the location, offset and length of a tensor's external data."""
     return {each.key: each.value for each in tensor.external_data}
 
 
 def read_external(path: Path, tensor: Any, left: dict[str, int]) -> None:
     """Load a tensor's external data from a file in the model's own folder; a link is refused. left: the bytes of
-    each file that no tensor has used yet. Tensors that share bytes could take memory without bound."""
+    each file that no tensor has read yet. Each byte is read once, or tensors that share bytes could fill the memory."""
     entries = external_entries(tensor)
     location = entries.get("location", "")
     file = path.parent / location
@@ -115,7 +115,7 @@ def read_external(path: Path, tensor: Any, left: dict[str, int]) -> None:
 
 
 def array_of(onnx: Any, tensor: Any, name: str) -> Any:
-    """Return a tensor's data as an array; bfloat16 as an MLX array."""
+    """Return a tensor's data as a NumPy array, or as an MLX array if it is bfloat16."""
     try:
         array = onnx.numpy_helper.to_array(tensor)
     except Exception as error:
@@ -124,7 +124,8 @@ def array_of(onnx: Any, tensor: Any, name: str) -> Any:
 
 
 def write(path: Path, ending: str, layers: Mapping[str, Weights]) -> None:
-    """Write a model that has, for each stack, an input [T, N, I], a chain of nodes and an output [T, N, D H]."""
+    """Write a model that has, for each stack of layers, an input [T, N, I], a chain of nodes and an output [T, N, D
+    H]."""
     onnx = load()
     make, nodes, tensors, inputs, outputs = onnx.helper.make_node, [], [], [], []
     shape = onnx.numpy_helper.from_array(np.array([0, 0, -1], np.int64), "shape")

@@ -1,14 +1,14 @@
 """cuDNN's parameter buffer: its layout, its reader and its writer.
 
 The buffer is dense and one-dimensional. With L layers of D directions (1, or 2: forward, backward) and G gates,
-all matrices come first and all biases after them, by layer, in a layer by direction, in a direction
+all matrices come first and all biases after them, ordered by layer, then by direction, and for each direction
 
     W_g [H, in] for each gate, R_g [H, S] for each gate, Pr [P, H] with a projection
     bW_g [H]    for each gate, bR_g [H]   for each gate
 
-in is the input's size I for layer 0 (0 with skip_input, which has no matrices there), D S for the others; S, the width
-of h, is P = num_proj, or H = num_units without projection. Gates: lstm i, f, c, o; gru r, u, n; rnn_relu and rnn_tanh
-their only one. Keras, jax and PyTorch rely on this packing; the original calls the buffer opaque.
+in is the input's size I for layer 0 (0 with skip_input, where layer 0 has no input matrices), D S for the other layers;
+S, the width of h, is P = num_proj, or H = num_units without projection. Gates: lstm i, f, c, o; gru r, u, n; rnn_relu
+and rnn_tanh have one. Keras, jax and PyTorch rely on this layout; TensorFlow's documentation calls the buffer opaque.
 """
 
 from itertools import accumulate
@@ -26,8 +26,8 @@ CELLS: dict[str, Cell] = {"lstm": LSTMCell(), "gru": GRUCell(), "rnn_relu": RNNC
 
 
 class Layout(NamedTuple):
-    """The layout of a parameter buffer. mode: cuDNN's rnn_mode; L, D: layers and directions; I, H: sizes; P: the
-    projection's width or 0; skip: whether layer 0 has no input matrices."""
+    """The layout of a parameter buffer. mode: cuDNN's rnn_mode; L, D: numbers of layers and directions; I, H: sizes
+    of input and h; P: the projection's width or 0; skip: whether layer 0 has no input matrices."""
 
     mode: str
     L: int
@@ -39,12 +39,12 @@ class Layout(NamedTuple):
 
     @property
     def G(self) -> int:
-        """The number of gates."""
+        """Return the number of gates."""
         return GATES[self.mode]
 
     @property
     def S(self) -> int:
-        """The width of one direction's h."""
+        """Return the width of h in one direction."""
         return self.P or self.H
 
     def columns(self, layer: int) -> int:
@@ -52,12 +52,13 @@ class Layout(NamedTuple):
         return self.D * self.S if layer else 0 if self.skip else self.I
 
     def matrices(self, layer: int) -> list[tuple[int, int]]:
-        """Return the shapes of one direction's matrices, all gates as one: W [G H, in], R [G H, S], Pr [P, H]."""
+        """Return the shapes of one direction's matrices in a layer, all gates in one: W [G H, in], R [G H, S], Pr
+        [P, H]."""
         rows = self.G * self.H
         return [(rows, self.columns(layer)), (rows, self.S)] + ([(self.P, self.H)] if self.P else [])
 
     def canonical(self) -> tuple[list[tuple[int, int]], list[tuple[int]]]:
-        """Return the shapes of all matrices and of all biases, one per gate, in the buffer's order."""
+        """Return the shapes of all matrices and of all biases, one per gate, in the order of the buffer."""
         weights = []
         for layer in range(self.L):
             W, R, *projection = self.matrices(layer)
@@ -67,12 +68,13 @@ class Layout(NamedTuple):
 
     @property
     def counts(self) -> tuple[int, int]:
-        """The numbers of matrices and of biases that `canonical` returns."""
+        """Return the number of matrices and the number of biases in the buffer, one per gate."""
         return self.L * self.D * (2 * self.G + bool(self.P)), self.L * self.D * 2 * self.G
 
     @property
     def size(self) -> int:
-        """The number of elements. Layers above the first are alike, so that a huge L costs no time."""
+        """Return the number of elements of the buffer. All layers above the first have one size, so a huge L costs
+        no time."""
         first, other = (sum(map(prod, self.matrices(layer))) for layer in range(2))
         return self.D * (first + (self.L - 1) * other) + self.counts[1] * self.H
 
@@ -82,7 +84,7 @@ def layer_arrays(where: Layout, params: mx.array) -> list[dict[str, mx.array]]:
 
     `Wx` (unless skipped), `Wh`, `Wp` (with a projection), `bW` and `bR` [D, G H].
 
-    Views of the buffer, but for the `Wx` of two directions, between which the other matrices lie.
+    All are views of the buffer, except the `Wx` of two directions: other matrices lie between its halves.
     """
     D, GH = where.D, where.G * where.H
     blocks = [[prod(shape) for shape in where.matrices(layer)] for layer in range(where.L)]
@@ -99,8 +101,8 @@ def layer_arrays(where: Layout, params: mx.array) -> list[dict[str, mx.array]]:
 
 
 def join_layers(where: Layout, layers: list[dict[str, mx.array]]) -> mx.array:
-    """Return the buffer of the layers' arrays, or of their gradients, in the form that `layer_arrays` returns. The
-    data are copied once."""
+    """Join the layers' arrays, or their gradients, into a parameter buffer; each layer as `layer_arrays` returns it.
+    The data are copied once."""
     D = where.D
     rows = ([arrays[name].reshape(D, -1) for name in ("Wx", "Wh", "Wp") if name in arrays] for arrays in layers)
     matrices = [part[d] for parts in rows for d in range(D) for part in parts]
@@ -121,9 +123,9 @@ def from_cudnn(
 
     Args:
         params (array): [params_size].
-        num_layers, num_units, input_size (int): the sizes, which the buffer does not tell.
+        num_layers, num_units, input_size (int): the sizes, which cannot be read from the buffer.
         rnn_mode (str): `"lstm"`, `"gru"`, `"rnn_tanh"` or `"rnn_relu"`. Default: `"lstm"`.
-        bidirectional (bool): whether it holds both directions. Default: `False`.
+        bidirectional (bool): whether the buffer holds both directions. Default: `False`.
         num_proj (int): the projection's width, of an lstm. Default: 0, none.
 
     Returns:
@@ -157,9 +159,9 @@ def from_cudnn(
 
 
 def to_cudnn(weights: Weights) -> tuple[mx.array, dict[str, Any]]:
-    """Return the buffer, and the keywords with which `from_cudnn` reads it.
+    """Return cuDNN's parameter buffer, and the keywords with which `from_cudnn` reads it.
 
-    A single bias goes into the input's, as in `to_torch`; a missing one is zeros.
+    A single bias becomes the bias of the input's product, as in `to_torch`; a missing bias becomes zeros.
 
     Returns:
         tuple: the buffer [params_size], and num_layers, num_units, input_size, rnn_mode, bidirectional, num_proj.

@@ -35,16 +35,17 @@ ACTIVATIONS |= {"hard_sigmoid": "hard_sigmoid_sixth"}
 
 
 def from_keras(*layers: Any) -> Weights:
-    """Return the weights of layers of Keras: `LSTM`, `GRU`, `SimpleRNN`, `Bidirectional`. Each reads the one before.
+    """Return the weights of a stack of Keras layers: `LSTM`, `GRU`, `SimpleRNN`, `Bidirectional`.
 
     Args:
-        layers: built layers of Keras 3, all of one kind; `keras` itself is not needed.
+        layers: built layers of Keras 3, all of one kind; each reads the output of the layer before. The package `keras`
+            is not imported.
 
     Returns:
         Weights: in the dtypes of the layers; the GRU's two biases stay apart.
 
     Raises:
-        ValueError: another layer, an activation that we lack, or layers that do not fit on one another.
+        ValueError: a layer of another class, an activation that this package lacks, or layers whose sizes do not fit.
     """
     op = "from_keras"
     if not layers:
@@ -96,9 +97,8 @@ def from_arrays(
 
 
 def of_cudnn(kernel: Any, recurrent_kernel: Any, bias: Any = None) -> list[Any] | None:
-    """Return the arrays of a CuDNNLSTM or CuDNNGRU in the layout of an LSTM or GRU; None for arrays of any other
-    layer. These two classes have both biases in one row, and each gate's block in cuDNN's layout: [H, I] under the
-    shape [I, H]."""
+    """Convert the arrays of a CuDNNLSTM or CuDNNGRU to the layout of an LSTM or GRU; return None for any other
+    layer. The two classes have both biases in one row, and store each gate's block [H, I] under the shape [I, H]."""
     shape = np.shape(recurrent_kernel)
     H, columns = shape if len(shape) == 2 else (0, 0)
     if not H or columns not in (3 * H, 4 * H) or [np.shape(kernel)[1:], np.shape(bias)] != [(columns,), (2 * columns,)]:
@@ -109,7 +109,7 @@ def of_cudnn(kernel: Any, recurrent_kernel: Any, bias: Any = None) -> list[Any] 
 
 
 def wrapped(op: str, config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Return the configuration with the options of the cell: that of the layer, or of the layer or cell inside it."""
+    """Return the configuration that has the cell's options: of the layer itself, or of the layer or cell inside it."""
     if config["class_name"] == "Bidirectional":
         inner = config["config"]
         ahead, back = inner["layer"], inner.get("backward_layer") or inner["layer"]
@@ -157,8 +157,8 @@ def direction(
     biases: Sequence[Sequence[int]],
     of: str = "",
 ) -> Arrays:
-    """Return one direction's arrays for `Weights` from kernel [I, GH], recurrent_kernel [H, GH] and maybe bias.
-    biases: the allowed shapes of the bias, with the last size in multiples of H."""
+    """Return one direction's arrays for `Weights`, from kernel [I, GH], recurrent_kernel [H, GH] and maybe bias.
+    biases: the allowed shapes of the bias, with the last axis divided by H."""
     G = {"lstm": 4, "gru": 3, "rnn": 1}[kind]
     shapes = [np.shape(array) for array in (kernel, recurrent_kernel, bias)]
     H = shapes[1][0] if len(shapes[1]) == 2 else 0
@@ -181,15 +181,15 @@ def direction(
 
 
 def times(G: int) -> str:
-    """Return a multiple of H as error texts write it."""
+    """Return a multiple of H for an error text: H, 3H, 4H."""
     return "H" if G == 1 else f"{G}H"
 
 
 def to_keras(weights: Weights) -> list[list[np.ndarray]]:
     """Return for each layer the arrays that `keras_layer.set_weights` takes, in float32; float64 stays.
 
-    A layer with both directions is a `Bidirectional`. A GRU that resets after the product has two biases there, of
-    which a single bias fills the first; in the other cells two biases become their sum.
+    A layer with both directions is a `Bidirectional`. A GRU that resets after the product has two biases in Keras; a
+    single bias becomes the first. In all other cells two biases become their sum.
 
     Raises:
         ValueError: Keras' layers have no place for an option of the cell.
@@ -202,7 +202,7 @@ def to_keras(weights: Weights) -> list[list[np.ndarray]]:
 
 
 def check_cell(op: str, weights: Weights) -> None:
-    """Raise ValueError for options that no layer of Keras has."""
+    """Raise ValueError if the cell has an option that no layer of Keras has."""
     cell = weights.cell
     if isinstance(cell, LSTMCell):
         r, a = cell.activations[0], cell.activations[2]

@@ -39,16 +39,16 @@ def from_mlx(layers: Any, reverse: Any = None, *, nonlinearity: str = "tanh") ->
     """Return the weights of layers of `mlx.nn` or `mlx_lstm.nn`: LSTM, GRU, RNN; or of dicts with such arrays.
 
     Args:
-        layers: one layer, or a list of layers, each on the output of the one before.
-        reverse (optional): as many that read from the end to the start, beside those of `layers`; as in
+        layers: one layer, or a list of layers; each reads the output of the layer before.
+        reverse (optional): as many layers again, which read their input from the end to the start; as in
             `mlx_lstm.nn.stack`.
-        nonlinearity (str): that of a plain RNN, as `mlx_lstm.rnn` names it. Default: `"tanh"`.
+        nonlinearity (str): the nonlinearity of a plain RNN, as `mlx_lstm.rnn` names it. Default: `"tanh"`.
 
     Returns:
         Weights: the arrays as they are.
 
     Raises:
-        ValueError: an array is missing or none of MLX's, a shape does not fit.
+        ValueError: an array is missing or is no MLX array, or a shape does not fit.
 
     Example:
         >>> import mlx.nn
@@ -92,14 +92,15 @@ def from_mlx(layers: Any, reverse: Any = None, *, nonlinearity: str = "tanh") ->
 def to_mlx(weights: Weights) -> list[list[Arrays]]:
     """Return the parameters of layers of `mlx.nn` and `mlx_lstm.nn`, for `layer.update`.
 
-    Two biases become their sum, which cannot be split again. A GRU has the candidate's second bias apart, in `bhn`.
+    Two biases become their sum, which cannot be split again. A GRU has the candidate's second bias as a separate array,
+    `bhn`.
 
     Args:
-        weights (Weights): of a cell that MLX has; of a plain RNN the layer wants its nonlinearity.
+        weights (Weights): of a cell that MLX has. Pass the nonlinearity of a plain RNN to the layer yourself.
 
     Returns:
-        list: by layer and direction a dict: `Wx`, `Wh` and, if there is a bias, `bias`; of a GRU `b` and `bhn`; of a
-        plain RNN `Wxh`, `Whh`, `bias`.
+        list: a list per layer, with a dict per direction. An LSTM has `Wx`, `Wh` and, if there is a bias, `bias`; a GRU
+        has `Wx`, `Wh`, `b`, `bhn`; a plain RNN has `Wxh`, `Whh`, `bias`.
 
     Raises:
         ValueError: MLX's layers have no place for an option of the cell.
@@ -113,12 +114,13 @@ def to_mlx(weights: Weights) -> list[list[Arrays]]:
 def from_ops(
     op: str, layers: Sequence[Mapping[str, Any]], *, bidirectional: bool = False, reverse: bool = False, **options: Any
 ) -> Weights:
-    """Return the weights of calls of `mlx_lstm.lstm`, `gru` or `rnn`.
+    """Return `Weights` made from the arguments of calls of `mlx_lstm.lstm`, `gru` or `rnn`, one call per layer.
 
     Args:
         op (str): `"lstm"`, `"gru"` or `"rnn"`.
-        layers (list of dict): of each layer `Wx`, `Wh`, maybe `b`, `bhn`, `Wp`, `peephole`, both directions in one.
-        bidirectional, reverse, options: the keywords of the call, `gate_order` too.
+        layers (list of dict): for each layer `Wx`, `Wh`, maybe `b`, `bhn`, `Wp`, `peephole`, both directions in one
+            array.
+        bidirectional, reverse, options: the keywords of the call, `gate_order` included.
 
     Returns:
         Weights: in the gate order i, f, g, o or r, z, n.
@@ -160,8 +162,8 @@ def to_ops(weights: Weights) -> list[Arrays]:
     """Return the arguments of `mlx_lstm.lstm`, `gru` or `rnn` by layer; `weights.options` are the keywords for them.
 
     Returns:
-        list of dict: `Wx`, `Wh` and, where there are any, `b`, `bhn`, `Wp`, `peephole`; with both directions as
-        `bidirectional=True` takes them. Nothing is refused. Two biases become their sum.
+        list of dict: `Wx`, `Wh` and, where the layer has them, `b`, `bhn`, `Wp`, `peephole`. Two directions are joined
+        as `bidirectional=True` takes them. Any `Weights` can be converted. Two biases become their sum.
 
     Example:
         >>> import mlx.core as mx

@@ -1,4 +1,4 @@
-"""Convert the weights among the arguments of MPSGraph's ops to `Weights` and back."""
+"""Convert weights between the arguments of MPSGraph's ops and `Weights`."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -35,14 +35,15 @@ def from_mpsgraph(
     output_peephole: str = "previous",
     hard_sigmoid: str = "x/5",
 ) -> Weights:
-    """Return the weights of calls of `mlx_lstm.mpsgraph.lstm`, `gru` or `single_gate_rnn`, each on the one before.
+    """Return the weights of calls of `mlx_lstm.mpsgraph.lstm`, `gru` or `single_gate_rnn`; each reads the output of the
+    call before.
 
-    A GRU with `flip_z` becomes one without: its update gate's weights change their sign.
+    A GRU with `flip_z` becomes a GRU without `flip_z`: the weights of the update gate are negated.
 
     Args:
-        layers (list of dict): of each call `input_weight`, `recurrent_weight`, maybe `bias`, `secondary_bias`,
-            `peephole`, in the layouts there.
-        descriptor: that of the calls.
+        layers (list of dict): for each call `input_weight`, `recurrent_weight`, maybe `bias`, `secondary_bias`,
+            `peephole`, in the layouts of these ops.
+        descriptor: the descriptor of the calls.
         output_peephole, hard_sigmoid (str): as in `mlx_lstm.mpsgraph.lstm`.
 
     Returns:
@@ -83,22 +84,24 @@ def from_mpsgraph(
 
 
 def activation_names(op: str, descriptor: Any, names: Sequence[str], hard_sigmoid: str) -> tuple[str, ...]:
-    """Return the recurrence's names for the activations of a descriptor."""
+    """Convert the activations in a descriptor to the names that the recurrence uses."""
     check_option(op, "hard_sigmoid", hard_sigmoid, tuple(HARD_SIGMOIDS))
     words = ACTIVATIONS | {"hard_sigmoid": HARD_SIGMOIDS[hard_sigmoid]}
     return tuple(words[getattr(descriptor, name)] for name in names)
 
 
 def flipped(arrays: Arrays) -> Arrays:
-    """Return a GRU's arrays with the update gate's part negated, since sigmoid(-a) is 1 - sigmoid(a)."""
+    """Return a GRU's arrays with the part of the update gate negated, since sigmoid(-a) is 1 - sigmoid(a)."""
     parts = {name: mx.split(array, 3) for name, array in arrays.items()}
     return {name: mx.concatenate([r, -z, n]) for name, (r, z, n) in parts.items()}
 
 
 def to_mpsgraph(weights: Weights) -> tuple[list[Arrays], dict[str, Any]]:
-    """Return the arrays of a call for each layer, and those properties of the descriptor that are not the default.
+    """Return for each layer the arrays for a call of Apple's op, and the properties of the descriptor that differ from
+    the default.
 
-    The gates are in the order of the default, i, f, z, o or z, r, o. `mpsgraph.LSTMDescriptor(**properties)` makes it.
+    The gates have Apple's default order, i, f, z, o or z, r, o. `mpsgraph.LSTMDescriptor(**properties)` makes the
+    descriptor of an LSTM.
 
     Returns:
         tuple: (list of dict by Apple's names, dict of properties).

@@ -1,4 +1,4 @@
-"""Convert the weights of ONNX's nodes LSTM, GRU and RNN to `Weights` and back."""
+"""Convert the weights of the ONNX nodes LSTM, GRU and RNN to `Weights` and back."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -31,18 +31,20 @@ ACTIVATIONS = {
 def from_onnx(
     op_type: str, W: Any, R: Any, B: Any = None, P: Any = None, attributes: Mapping[str, Any] | None = None
 ) -> Weights:
-    """Return the weights of an ONNX node. `sequence_lens`, `initial_h` and `initial_c` are no weights: a call has them.
+    """Return the weights of an ONNX node. `sequence_lens`, `initial_h` and `initial_c` are no weights; pass them to a
+    call.
 
     Args:
         op_type (str): `"LSTM"`, `"GRU"` or `"RNN"`.
         W, R (array): [D, GH, I], [D, GH, H]; gates in the order i, o, f, c of an LSTM and z, r, h of a GRU.
         B (array, optional): both biases side by side, [D, 2GH].
         P (array, optional): peepholes of i, o, f, [D, 3H].
-        attributes (dict, optional): the node's. What our cells cannot do is refused by name: `clip`, `input_forget`,
-            activations that `mlx_lstm.lstm` has not or that differ by direction. `layout` does not touch the weights.
+        attributes (dict, optional): the node's attributes. A ValueError names an attribute that this package does not
+            support: `clip`, `input_forget`, activations that `mlx_lstm.lstm` does not have or that differ by direction.
+            `layout` has no effect on the weights.
 
     Returns:
-        Weights: of one layer, with `linear_before_reset=0`, ONNX' default, of a GRU that resets before the product.
+        Weights: of one layer. With `linear_before_reset=0`, ONNX' default, a GRU resets before the product.
 
     Example:
         >>> import mlx.core as mx
@@ -58,7 +60,7 @@ def from_onnx(
 
 
 def from_node(op: str, op_type: str, inputs: Mapping[str, Any], attributes: Mapping[str, Any], name: Any) -> Weights:
-    """Return the weights of a node. `name` returns what error texts call W, R, B and P."""
+    """Return the weights of an ONNX node. `name` is a function from W, R, B, P to the names for error texts."""
     check_option(op, "op_type", op_type, tuple(OPS))
     kind = OPS[op_type]
     arrays = {word: to_mlx(array) for word, array in inputs.items() if array is not None}
@@ -98,7 +100,8 @@ def from_node(op: str, op_type: str, inputs: Mapping[str, Any], attributes: Mapp
 
 
 def cell_of_node(op: str, kind: str, attributes: dict[str, Any], D: int, peeps: bool) -> Cell:
-    """Return the cell that a node's attributes describe, and remove these attributes from `attributes`."""
+    """Return the cell that an ONNX node's attributes describe, and remove these attributes from the dict
+    `attributes`."""
     for name in ("clip", "input_forget"):
         if attributes.pop(name, 0):
             fail(op, f"{name} must be absent, as ours have no such option,", "it")
@@ -128,7 +131,7 @@ def cell_of_node(op: str, kind: str, attributes: dict[str, Any], D: int, peeps: 
 
 
 def same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
-    """Return whether two activations are the same. Alpha and beta are compared with a tolerance, since ONNX stores
+    """Return whether two activations are equal. Alpha and beta may differ by a rounding error, since ONNX stores
     float32."""
     pairs = zip(one[1:], other[1:], strict=True)
     near = (a == b or (a is not None and b is not None and abs(a - b) < 1e-7) for a, b in pairs)
@@ -160,7 +163,7 @@ def to_onnx(weights: Weights) -> list[tuple[str, dict[str, mx.array], dict[str, 
 
 
 def activation_attributes(op: str, cell: Cell, D: int) -> dict[str, Any]:
-    """Return the attributes that name a cell's activations; none for the default ones."""
+    """Return the attributes of an ONNX node that name the cell's activations; none if they are the defaults."""
     if isinstance(cell, RNNCell):
         words = [cell.act]
     elif isinstance(cell, GRUCell):
@@ -182,7 +185,7 @@ def activation_attributes(op: str, cell: Cell, D: int) -> dict[str, Any]:
 
 
 def node_arrays(op: str, kind: str, arrays: Arrays, use_bias: bool) -> Arrays:
-    """Return the arrays W, R, B, P of one direction."""
+    """Return one direction's arrays in ONNX' gate order: W, R and maybe B and P."""
     ours, theirs = OURS[kind], ONNX[kind]
     inputs = {"W": reorder(arrays["Wx"], ours, theirs), "R": reorder(arrays["Wh"], ours, theirs)}
     if use_bias:

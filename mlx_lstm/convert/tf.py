@@ -1,4 +1,4 @@
-"""Convert the weights among the arguments of TensorFlow's block ops to `Weights` and back."""
+"""Convert weights between the arguments of TensorFlow's block ops and `Weights`."""
 
 from typing import Any
 
@@ -22,11 +22,12 @@ def from_tf(
         b (array): [4H].
         wci, wcf, wco (array, optional): peepholes of i, f, o, [H]; all or none.
         order (str): `"icfo"`, or `"ifco"`, which the V2 ops have. Default: `"icfo"`.
-        forget_bias (float): what the op adds to the forget gate. Default: 1, as there; the V2 ops add 0.
-        cell_clip (float, optional): the bound on the cell state. Default: none; that of the ops is 3.
+        forget_bias (float): what the op adds to the forget gate. Default: 1, as in the op; the V2 ops add 0.
+        cell_clip (float, optional): the bound on the cell state. Default: none; the default of TensorFlow's ops is 3.
 
     Returns:
-        Weights: of one layer, in the gate order i, f, g, o, the forget bias beside the bias.
+        Weights: of one layer, in the gate order i, f, g, o. The forget bias is an option of the cell, not part of the
+        bias.
 
     Example:
         >>> import mlx.core as mx
@@ -59,10 +60,12 @@ def from_tf(
 
 
 def to_tf(weights: Weights, *, order: str = "icfo") -> dict[str, Any]:
-    """Return the arguments of `from_tf`: `w`, `b`, the peepholes if there are any, `forget_bias`, `cell_clip`.
+    """Return a dict of TensorFlow's arrays and options, the arguments of `from_tf`: `w`, `b`, the peepholes if the
+    layer has any, `forget_bias`, `cell_clip`.
 
     Raises:
-        ValueError: the weights are not those of one LSTM layer in one direction, or the block ops lack an option of it.
+        ValueError: the weights are not of one LSTM layer in one direction, or the block ops lack an option of the
+            layer.
     """
     op = "to_tf"
     check_option(op, "order", order, tuple(TF))
@@ -106,7 +109,7 @@ def from_tf_gru(w_ru: Any, w_c: Any, b_ru: Any, b_c: Any) -> Weights:
 
 
 def to_tf_gru(weights: Weights) -> dict[str, mx.array]:
-    """Return the arguments of `from_tf_gru`: `w_ru`, `w_c`, `b_ru`, `b_c`."""
+    """Return a dict of TensorFlow's arrays, the arguments of `from_tf_gru`: `w_ru`, `w_c`, `b_ru`, `b_c`."""
     op = "to_tf_gru"
     cell = check_weights(op, weights).cell
     if not isinstance(cell, GRUCell) or len(weights.layers) != 1 or weights.directions != 1:

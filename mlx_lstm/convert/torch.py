@@ -18,20 +18,21 @@ WAYS = ("", "_reverse")
 
 
 def from_torch(arrays: Any, *, prefix: str = "", nonlinearity: str = "tanh") -> Weights:
-    """Return the weights of a layer of torch: `LSTM`, `GRU` or `RNN`, or the cell of one, read as a layer.
+    """Return the weights of a layer of torch: `LSTM`, `GRU` or `RNN`, or a cell such as `LSTMCell`, read as one layer.
 
     Any number of layers, both directions, a projection, and layers without a bias are read.
 
     Args:
         arrays: a layer or cell of torch or of `mlx_lstm.torch`, or a dict of arrays by torch's names: a `state_dict`.
-        prefix (str): only the dict's keys that begin so, without it: `"encoder.lstm."`. Default: all.
-        nonlinearity (str): that of a plain RNN, which its arrays do not tell; a layer says its own. Default: `"tanh"`.
+        prefix (str): read only the keys that begin with it, such as `"encoder.lstm."`. Default: all keys.
+        nonlinearity (str): the nonlinearity of a plain RNN in a dict of arrays; a layer has it as an attribute.
+            Default: `"tanh"`.
 
     Returns:
         Weights: the arrays as they are, in their dtypes.
 
     Raises:
-        ValueError: a key is missing or none of torch's, a shape does not fit.
+        ValueError: a key is missing or is no key of torch, or a shape does not fit.
 
     Example:
         >>> from mlx_lstm import convert, torch
@@ -76,9 +77,9 @@ def assembled(
     *,
     lenient: bool = False,
 ) -> Weights:
-    """Return the weights of a stack from arrays by (layer, direction); the arrays' shapes identify the cell. title:
-    returns what error texts call an array; options: the cell's options, as in `Weights.options`, where those of
-    other cells are ignored; lenient: some layers may lack a bias that others have."""
+    """Build the `Weights` of a stack from arrays by (layer, direction); the shapes identify the cell. title: a
+    function that returns the name of an array for error texts; options: the cell's options, as in `Weights.options`,
+    where options of other cells are ignored; lenient: some layers may lack a bias that others have."""
     K, D = (max((where[n] for where in parts), default=0) + 1 for n in range(2))
     present = {word for arrays in parts.values() for word in arrays} | {"Wx", "Wh"}
     present |= {"bx", "bh"} if present & {"bx", "bh"} else set()
@@ -100,7 +101,7 @@ def assembled(
 
 
 def gates_of(op: str, arrays: Mapping[str, mx.array], name: str) -> int:
-    """Return the number of gates (blocks of H rows) of Wh. Raise ValueError if no cell has its shape."""
+    """Return the number of gates, which are blocks of H rows of Wh. Raise ValueError if no cell has this number."""
     rows, columns = arrays["Wh"].shape if arrays["Wh"].ndim == 2 else (0, 1)
     if "Wp" in arrays and arrays["Wp"].ndim == 2:
         columns = arrays["Wp"].shape[1]
@@ -113,12 +114,12 @@ def gates_of(op: str, arrays: Mapping[str, mx.array], name: str) -> int:
 def to_torch(weights: Weights, *, prefix: str = "") -> dict[str, mx.array]:
     """Return the parameters of a layer of `mlx_lstm.torch`, and of torch, by their names.
 
-    A single bias goes into `bias_ih`, and `bias_hh` is 0; of a GRU `bias_hh` has the candidate's second bias, which the
+    A single bias becomes `bias_ih`, and `bias_hh` is 0. In a GRU `bias_hh` holds the candidate's second bias, which the
     reset gate multiplies. Arrays stay as they are; TensorFlow's forget bias is added to the bias.
 
     Args:
         weights (Weights): of a cell that torch has.
-        prefix (str): what the names begin with. Default: nothing.
+        prefix (str): is put before each name. Default: an empty string.
 
     Returns:
         dict: arrays by torch's names, for `layer.load_weights(list(found.items()))`; for torch's own

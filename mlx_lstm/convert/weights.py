@@ -1,5 +1,5 @@
-"""The weights of a stack of recurrent layers in one form, which all formats are converted from and to; the gate
-orders of all formats."""
+"""The class `Weights`: a stack of recurrent layers in one form, to and from which all formats are converted. The
+gate orders of all formats."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -39,15 +39,16 @@ Title = Callable[[int, int, str], str]
 
 
 class Weights(NamedTuple):
-    """The weights of one or more recurrent layers, each on the output of the one below, in one form for all formats.
+    """The weights of a stack of recurrent layers, in one form for all formats. Each layer reads the output of the layer
+    below.
 
-    `cell` says what is computed; its gate order is always i, f, g, o or r, z, n.
+    `cell` has the formula and its options. The gate order is always i, f, g, o or r, z, n.
 
     `layers[layer][direction]` holds arrays by name, the forward direction first: `Wx` [GH, I], `Wh` [GH, P] and, where
-    there are any, `bx` and `bh` [GH], the biases of the input's and of the recurrent product, `Wp` [P, H], `peephole`
-    [4H].
+    the layer has them, `bx` [GH], the bias of the input's product, `bh` [GH], the bias of the recurrent product, `Wp`
+    [P, H], and `peephole` [4H].
 
-    `reverse`: the only direction goes from the end to the start.
+    `reverse`: the layers have one direction, which runs from the end to the start.
     """
 
     cell: Cell
@@ -59,32 +60,33 @@ class Weights(NamedTuple):
 
     @property
     def directions(self) -> int:
-        """The number of directions: 1 or 2."""
+        """Return the number of directions: 1 or 2."""
         return len(self.layers[0])
 
     @property
     def input_size(self) -> int:
-        """The number of features that the first layer reads."""
+        """Return the number of features that the first layer reads."""
         return self.layers[0][0]["Wx"].shape[1]
 
     @property
     def hidden_size(self) -> int:
-        """The number of units, H."""
+        """Return the number of units, H."""
         return self.layers[0][0]["Wx"].shape[0] // self.cell.gates
 
     @property
     def proj_size(self) -> int:
-        """The width of a projected h; 0 without a projection."""
+        """Return the width of a projected h; 0 without a projection."""
         return self.layers[0][0]["Wp"].shape[0] if "Wp" in self.layers[0][0] else 0
 
     @property
     def has_bias(self) -> bool:
-        """Whether any layer has a bias."""
+        """Return whether any layer has a bias."""
         return any(name in arrays for layer in self.layers for arrays in layer for name in ("bx", "bh"))
 
     @property
     def options(self) -> dict[str, Any]:
-        """The keywords of `mlx_lstm.lstm`, `gru` or `rnn` for these weights, without those at their default."""
+        """Return the keywords of `mlx_lstm.lstm`, `gru` or `rnn` for these weights, without options at their
+        default."""
         default = type(self.cell)()
         options = {name: value for name, value in self.cell._asdict().items() if value != getattr(default, name)}
         options = {{"act": "activation"}.get(name, name): value for name, value in options.items()}
@@ -92,16 +94,16 @@ class Weights(NamedTuple):
         return options | ({"reverse": True} if self.reverse else {})
 
     def map(self, change: Callable[[Arrays], Arrays]) -> "Weights":
-        """Return the weights with `change` applied to each direction's arrays."""
+        """Return a copy of the weights with the function `change` applied to the arrays of each direction."""
         return self._replace(layers=[[change(arrays) for arrays in layer] for layer in self.layers])
 
     def each(self) -> list["Weights"]:
-        """Return the layers, each as weights of its own."""
+        """Return a list with a separate `Weights` for each layer."""
         return [self._replace(layers=[layer]) for layer in self.layers]
 
 
 def cell_of(op: str, name: str, options: dict[str, Any]) -> Cell:
-    """Return a cell with these options, named as in `Weights.options`. Raise ValueError for unknown options."""
+    """Return a cell with these options, named as in `Weights.options`. Raise ValueError for an unknown option."""
     options = {{"activation": "act"}.get(key, key): value for key, value in options.items()}
     if unknown := options.keys() - set(CELLS[name]._fields):
         fail(op, f"options must be those of a {name} cell", ", ".join(sorted(unknown)))
@@ -120,8 +122,8 @@ def cell_of(op: str, name: str, options: dict[str, Any]) -> Cell:
 
 
 def stacked(op: str, parts: Sequence[Weights]) -> Weights:
-    """Return several weights as one stack, in which each layer reads the output of the one before. Raise ValueError
-    if their sizes do not fit."""
+    """Join several `Weights` into one stack, in which each layer reads the output of the layer before. Raise
+    ValueError if their sizes do not fit."""
     if not isinstance(parts, Sequence) or not parts:
         fail(op, "parts must be a list of at least one Weights", repr(parts))
     first = check_weights(op, parts[0])
@@ -134,7 +136,7 @@ def stacked(op: str, parts: Sequence[Weights]) -> Weights:
 
 
 def describe(weights: Weights) -> str:
-    """Return a summary of weights: cell, sizes, layers, directions, options."""
+    """Return a short text on weights: cell, sizes, layers, directions, options."""
     words = {"lstm": "LSTM", "gru": "GRU", "rnn": "RNN"}[weights.cell.op]
     sizes = f"{words}, {weights.input_size} -> {weights.hidden_size}"
     sizes += f", projected to {weights.proj_size}" if weights.proj_size else ""
@@ -146,8 +148,8 @@ def describe(weights: Weights) -> str:
 
 
 def checked(op: str, weights: Weights, title: Title) -> Weights:
-    """Return the weights after checking that all shapes fit together. `title` returns what the ValueError calls an
-    array."""
+    """Check that the shapes of all arrays fit together, and return the weights. `title`: a function that returns the
+    name of an array for error texts."""
     G, D = weights.cell.gates, weights.directions
     first = weights.layers[0][0]
     for word in ("Wx", "Wh"):
@@ -177,7 +179,7 @@ def checked(op: str, weights: Weights, title: Title) -> Weights:
 
 
 def check_weights(op: str, weights: object) -> Weights:
-    """Return `weights`. Raise ValueError unless they are `Weights`, which the readers of this package return."""
+    """Check that `weights` is a `Weights`, as the readers of this package return it, and return it."""
     if not isinstance(weights, Weights):
         rule = "weights must be a Weights, as convert.from_torch, from_mlx and their kin return,"
         fail(op, rule, type(weights).__name__)
@@ -194,10 +196,10 @@ def held(
     projection: bool = False,
     reverse: bool = False,
 ) -> Weights:
-    """Return the weights in a form that a format can hold, with the forget bias added to the bias. Raise ValueError
-    if the format lacks an option of the cell. The arguments say what the format has: `options`, any option of an
-    LSTM and a GRU; `nonlinearity`, the activations of a plain RNN; `reset`, the kinds of GRU; a projection; a layer
-    that runs in reverse."""
+    """Check that a format can store these weights; return them with the forget bias added to the bias. Raise
+    ValueError if the format lacks an option of the cell. The arguments say what the format can store: `options`, any
+    option of an LSTM and a GRU; `nonlinearity`, the activations of a plain RNN; `reset`, the kinds of GRU; a
+    projection; a layer that runs in reverse."""
     cell, refused = check_weights(op, weights).cell, {}
     if isinstance(cell, RNNCell):
         refused["activation"] = cell.act not in nonlinearity and cell.act
@@ -233,7 +235,7 @@ def with_forget_bias(arrays: Arrays, forget_bias: float) -> Arrays:
 def one_bias(cell: Cell, arrays: Arrays) -> Arrays:
     """Return `b`, the sum of both biases, and `bhn` of a GRU that resets after the product.
 
-    A bias of 0 leaves the other one as it is, to the last bit.
+    If one bias is 0, the sum equals the other bias to the last bit.
     """
     if "bx" not in arrays and "bh" not in arrays:
         return {}
@@ -244,13 +246,14 @@ def one_bias(cell: Cell, arrays: Arrays) -> Arrays:
 
 
 def two_biases(arrays: Arrays) -> tuple[mx.array, mx.array]:
-    """Return `bx` and `bh`, with zeros for a missing one."""
+    """Return the biases `bx` and `bh` of one direction; a missing one is zeros."""
     zeros = mx.zeros((arrays["Wx"].shape[0],), arrays["Wx"].dtype)
     return arrays.get("bx", zeros), arrays.get("bh", zeros)
 
 
 def from_one_bias(b: mx.array | None, bhn: mx.array | None) -> Arrays:
-    """Return two biases for `b` and `bhn`: `bx` is b, and the candidate's part of a GRU's `bh` is bhn."""
+    """Convert the recurrence's biases `b` and `bhn` to `bx` and `bh`: `bx` is b, and the candidate's part of a GRU's
+    `bh` is bhn."""
     biases = {} if b is None else {"bx": b}
     if bhn is None:
         return biases
@@ -272,8 +275,8 @@ def rows_reordered(arrays: Arrays, before: str, after: str) -> Arrays:
 
 
 def gate_order(op: str, text: str, usual: str) -> str:
-    """Return a vendor's gate order in the letters of the recurrence. An LSTM's c and z are our g. A GRU's u is our
-    z, and its h and c are our n."""
+    """Convert a vendor's gate order to the letters of the recurrence. An LSTM's c or z becomes g. A GRU's u becomes
+    z, and h or c becomes n."""
     letters = {4: {"c": "g", "z": "g"}, 3: {"u": "z", "h": "n", "c": "n"}, 1: {}}[len(usual)]
     order = "".join(letters.get(letter, letter) for letter in text.lower()) if isinstance(text, str) else ""
     if sorted(order) != sorted(usual):
@@ -283,7 +286,7 @@ def gate_order(op: str, text: str, usual: str) -> str:
 
 
 def to_mlx(array: Any) -> mx.array:
-    """Return an array of torch, Keras or NumPy as MLX's, in its dtype; an MLX array as it is."""
+    """Convert an array of torch, Keras or NumPy to an MLX array of the same dtype; return an MLX array as it is."""
     if isinstance(array, mx.array):
         return array
     if hasattr(array, "detach"):  # a tensor of torch
@@ -307,8 +310,8 @@ def bits(array: mx.array) -> bytes:
 
 
 def differences(one: Weights, other: Weights) -> list[str]:
-    """Return the names of what differs, even by one bit, such as "Wh", "bx", "activations", "float16 is now
-    float32". A missing bias counts as zeros."""
+    """Return a list of what differs between two weights, even by one bit: names such as "Wh", "bx", "activations",
+    or "float16 is now float32". A missing bias counts as zeros."""
     check_weights("differences", one)
     check_weights("differences", other)
     if (len(one.layers), one.directions) != (len(other.layers), other.directions):

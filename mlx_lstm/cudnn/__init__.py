@@ -1,16 +1,18 @@
 """TensorFlow's CudnnRNN ops without cuDNN: stacks of LSTM, GRU or plain RNN layers.
 
-Names, argument order, shapes and outputs are those of TensorFlow's raw ops, "the original"; attributes are keywords.
-`checkpoint_every`, `engine` and `stream` are additions. Sizes: T time, N batch, I input, H num_units, S the width of h
-(H, or num_proj), L layers, D directions, G gates. The layout of the parameter buffer stands in `convert.cudnn`.
+Names, argument order, shapes and outputs are as in TensorFlow's raw ops (called "the original" here); attributes are
+keywords. `checkpoint_every`, `engine` and `stream` are additions. Sizes: T time, N batch, I input, H num_units, S the
+width of h (H, or num_proj), L layers, D directions, G gates. `convert.cudnn` describes the layout of the parameter
+buffer.
 
 Wrong arguments raise a ValueError. Four things differ from the original: the length of params is checked; the backward
-ops are pure functions; dropout draws from MLX's random numbers, see `cudnn_rnn`; time_major=False, see `cudnn_rnn_v3`.
+ops are pure functions; dropout uses MLX's random numbers (see `cudnn_rnn`); and states have another layout with
+time_major=False (see `cudnn_rnn_v3`).
 
 The reserve space is what forward saves for the backward ops: one array of the input's dtype. For each layer in turn it
-holds the gates [T, D G H, N] (not of a plain layer), the c of an LSTM [T, D H, N], and, of every layer but the last, h
-[T, N, D S] and, with dropout, the factors on that h [T, N, D S]. Nothing changes it. Without training it is a scalar;
-with `checkpoint_every` it is empty, [0].
+holds the gates [T, D G H, N] (of LSTM and GRU) and c [T, D H, N] (of an LSTM); for every layer but the last also h [T,
+N, D S] and, with dropout, the factors on this h [T, N, D S]. No op changes it. Without training it is a scalar; with
+`checkpoint_every` it is empty, [0].
 """
 
 from ._params import CudnnRNNParamsToCanonicalOutput as CudnnRNNParamsToCanonicalOutput

@@ -29,7 +29,7 @@ class Attributes(NamedTuple):
 
 
 def layout(op: str, num_layers: int, num_units: int, input_size: int, attributes: Attributes) -> Layout:
-    """Return the layout of the parameter buffer that these arguments describe, after checking them."""
+    """Check the sizes and attributes of a call, and return the layout of the parameter buffer for them."""
     check_attributes(op, attributes)
     rnn_mode, input_mode, num_proj = attributes.rnn_mode, attributes.input_mode, attributes.num_proj
     counts = {"num_layers": num_layers, "num_units": num_units, "input_size": input_size}
@@ -46,7 +46,7 @@ def layout(op: str, num_layers: int, num_units: int, input_size: int, attributes
 
 
 def check_attributes(op: str, attributes: Attributes) -> None:
-    """Check all attributes but num_proj, whose rule depends on the sizes."""
+    """Check all attributes except num_proj, whose rule depends on the sizes."""
     check_option(op, "rnn_mode", attributes.rnn_mode, tuple(GATES))
     check_option(op, "input_mode", attributes.input_mode, INPUT_MODES)
     check_option(op, "direction", attributes.direction, DIRECTIONS)
@@ -57,7 +57,8 @@ def check_attributes(op: str, attributes: Attributes) -> None:
 
 
 def check_params(op: str, where: Layout, params: mx.array, dtype: mx.Dtype | None = None) -> None:
-    """Check the size of the buffer. TensorFlow's op does not check it, and ignores the rest of a longer buffer."""
+    """Check the size of the parameter buffer. TensorFlow's op does not check it, and ignores the rest of a longer
+    buffer."""
     check_array(op, "params", params, ["params_size"], dtype)
     if params.shape[0] != where.size:
         D = "both directions" if where.D == 2 else "one direction"

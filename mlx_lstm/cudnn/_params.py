@@ -12,7 +12,7 @@ from ._buffer import Attributes, Layout, check_params, layout
 
 
 class CudnnRNNParamsToCanonicalOutput(NamedTuple):
-    """The arrays of a parameter buffer: matrices, and biases [H], in the buffer's order."""
+    """The arrays of a parameter buffer in the buffer's order: `weights`, the matrices, and `biases`, each [H]."""
 
     weights: list[mx.array]
     biases: list[mx.array]
@@ -35,7 +35,8 @@ def cudnn_rnn_params_size(
 ) -> mx.array:
     """Return the number of elements of the parameter buffer: TensorFlow's CudnnRNNParamsSize.
 
-    Equals the number of parameters of a `torch.nn.LSTM`, `GRU` or `RNN`. With skip_input layer 0 has no input matrices.
+    It equals the number of parameters of a `torch.nn.LSTM`, `GRU` or `RNN`. With skip_input layer 0 has no input
+    matrices.
 
     Args:
         num_layers, num_units, input_size (int): L, H, I.
@@ -202,7 +203,7 @@ def cudnn_rnn_canonical_to_params_v2(
 
     Args:
         num_proj (int): P, for an lstm only; 0 for no projection. Default: 0.
-        All others, and the output: as in `cudnn_rnn_canonical_to_params`.
+        All other arguments, and the result: as in `cudnn_rnn_canonical_to_params`.
 
     Example:
         >>> import mlx.core as mx
@@ -218,7 +219,8 @@ def cudnn_rnn_canonical_to_params_v2(
 
 
 def to_canonical(op: str, where: Layout, params: mx.array, counts: dict[str, int]) -> CudnnRNNParamsToCanonicalOutput:
-    """Split the buffer; `counts` holds the caller's numbers of weights and maybe of biases, by argument's name."""
+    """Split the parameter buffer into one array per gate. `counts` holds the caller's numbers of weights and maybe
+    of biases, by the argument's name."""
     check_params(op, where, params)
     weights, biases = where.canonical()
     for (name, number), shapes in zip(counts.items(), (weights, biases), strict=False):
@@ -230,7 +232,7 @@ def to_canonical(op: str, where: Layout, params: mx.array, counts: dict[str, int
 
 
 def from_canonical(op: str, where: Layout, weights: Sequence[mx.array], biases: Sequence[mx.array]) -> mx.array:
-    """Join the arrays into the buffer, after checking their number and sizes."""
+    """Check the number and the sizes of the arrays, one per gate, and join them into the parameter buffer."""
     both = {"weights": weights, "biases": biases}
     for (name, arrays), count in zip(both.items(), where.counts, strict=True):
         if not isinstance(arrays, Sequence) or len(arrays) != count:

@@ -1,7 +1,7 @@
 """Run a stack of layers, forward and backward, by the ops of cuDNN's three versions.
 
-Every version is a `Stack` with its own name in errors. In V1 and V2 all items are as long as the input, there is no
-projection, and time is the first axis.
+Every version makes a `Stack`, which does the work, with the version's name for errors. In V1 and V2 all items are as
+long as the input, there is no projection, and time is the first axis.
 """
 
 from typing import NamedTuple
@@ -15,8 +15,8 @@ from ._stack import CudnnRNNBackpropOutput, Stack
 
 
 class CudnnRNNOutput(NamedTuple):
-    """Outputs of `cudnn_rnn`: output [T, N, D S], output_h [L D, N, S], output_c [L D, N, H] (a scalar 0 unless lstm),
-    reserve_space."""
+    """Outputs of `cudnn_rnn`: output [T, N, D S], output_h [L D, N, S], output_c [L D, N, H] (a scalar 0 unless
+    rnn_mode is lstm), reserve_space."""
 
     output: mx.array
     output_h: mx.array
@@ -25,7 +25,7 @@ class CudnnRNNOutput(NamedTuple):
 
 
 class CudnnRNNV2Output(NamedTuple):
-    """Outputs of `cudnn_rnn_v2` and `cudnn_rnn_v3`: those of `CudnnRNNOutput`, and host_reserved, int8 zeros that
+    """Outputs of `cudnn_rnn_v2` and `cudnn_rnn_v3`: the outputs of `cudnn_rnn`, and host_reserved, int8 zeros that
     have no use here."""
 
     output: mx.array
@@ -66,18 +66,19 @@ def cudnn_rnn(
                             n = \tanh(W_n x_t + b_{W,n} + r \odot (R_n h_{t-1} + b_{R,n})) \\
                           & h_t = u \odot h_{t-1} + (1 - u) \odot n
 
-    `mx.grad` returns what `cudnn_rnn_backprop` returns for the outputs: the same bits in float32 and float64. In 16
-    bits the backward op reads gates that were rounded on their way into the reserve space.
+    `mx.grad` and `cudnn_rnn_backprop` return the same gradients, in float32 and float64 to the last bit. In 16 bits the
+    backward op reads gates that were rounded when they were stored in the reserve space.
 
     Dropout acts on the output of each layer but the last: an element becomes 0 with probability `dropout`, the others
     are divided by 1 - dropout. The numbers come from `mlx.core.random`, with a key made of seed and seed2 and split for
-    the layers: the same seeds drop the same elements in every call. cuDNN's generator has other numbers and continues
-    from call to call; to have that, pass another seed2 in every call.
+    the layers: the same seeds drop the same elements in every call. cuDNN's generator gives other numbers and drops
+    other elements in each call; for this pass another seed2 in each call.
 
     Args:
-        input (array): [T, N, I]. float32, float16, bfloat16 or float64; the others have its dtype.
-        input_h (array): the first h, [L D, N, S]; layer by layer, in a layer the forward direction first.
-        input_c (array): the first c of an lstm, [L D, N, H]; in other modes ignored, and may be anything.
+        input (array): [T, N, I]. float32, float16, bfloat16 or float64; all other arrays must have the dtype of input.
+        input_h (array): the first h, [L D, N, S]. Layers come in order; in each layer the forward direction comes
+            first.
+        input_c (array): the first c of an lstm, [L D, N, H]; ignored in other modes, where any value may be passed.
         params (array): all weights and biases, [params_size], see `convert.cudnn`. A longer buffer is refused; the
             original ignores the rest of it.
         rnn_mode (str): `"lstm"`, `"gru"`, `"rnn_tanh"` or `"rnn_relu"`. Default: `"lstm"`.
@@ -86,8 +87,8 @@ def cudnn_rnn(
         direction (str): `"unidirectional"` or `"bidirectional"`. Default: `"unidirectional"`.
         dropout (float): the probability to drop, in [0, 1]. Default: 0.
         seed, seed2 (int): their low 32 bits are the high and the low half of dropout's seed. Default: 0.
-        is_training (bool): with `False` nothing is dropped, there is no reserve space, and a gradient is refused
-            (except MLX's own where `mx.compile`, `mx.vmap` or an export traces the graph). Default: `True`.
+        is_training (bool): with `False` nothing is dropped, there is no reserve space, and asking for a gradient raises
+            an error (except MLX's own where `mx.compile`, `mx.vmap` or an export traces the graph). Default: `True`.
         checkpoint_every (int or str, optional): for `mx.grad`, in every layer as in `mlx_lstm.lstm`; the dropped
             elements are the same. The backward op cannot be called then, as the reserve space is empty, [0]. Default:
             `None`.
@@ -179,19 +180,20 @@ def cudnn_rnn_v3(
     states after the item's own last step, where the backward direction starts. The lengths need no order.
 
     With time_major=False input and output are [N, T, I] and [N, T, D S], and input_h, input_c, output_h and output_c
-    are [N, L D, S], [N, L D, H]. The original documents the latter and checks it, but passes their memory to cuDNN as
-    if it were [L D, N, S]: with more than one layer or direction and more than one item, items and layers mix.
+    are [N, L D, S], [N, L D, H]. The original documents and checks these shapes of the states, but passes the memory of
+    the states to cuDNN as if they were [L D, N, S]: with more than one layer or direction and more than one item, it
+    mixes items and layers.
 
     Args:
         sequence_lengths (int32 array or list): [N], each in 1..T. The range of an MLX array is not checked under
             `mx.compile`.
         num_proj (int): the width of a projected h, at most H; 0 for none; lstm only. Default: 0.
         time_major (bool): whether time comes before the batch. Default: `True`.
-        batch_major_states (str): an addition, for time_major=False. `"transpose"`: the states of item n stand at [n],
-            as the original documents. `"reinterpret"`: the states are the memory of [L D, N, S] in another shape, as
-            the original treats them. Default: `"transpose"`.
-        All others: as in `cudnn_rnn`. Here auto_select compares I with H. The original compares I with num_proj where
-            there is one, which contradicts its CudnnRNNParamsSize.
+        batch_major_states (str): an addition, for time_major=False. `"transpose"`: the states of item n are at index
+            [n], as the original documents. `"reinterpret"`: the states are the memory of [L D, N, S] in another shape,
+            as the original treats them. Default: `"transpose"`.
+        All other arguments: as in `cudnn_rnn`. Here auto_select compares I with H. The original compares I with
+            num_proj where there is one, which contradicts its CudnnRNNParamsSize.
 
     Returns:
         CudnnRNNV2Output: the outputs of `cudnn_rnn_v2`; host_reserved is always a scalar.
@@ -235,22 +237,23 @@ def cudnn_rnn_backprop(
     """Return the gradient of `cudnn_rnn` from its outputs: TensorFlow's CudnnRNNBackprop.
 
     No gate is computed again, and reserve_space does not change, so that two calls give the same bits. (The original
-    writes into it.) A `dropout` that is not 0 says that the dropout factors are in reserve_space.
+    writes into it.) If `dropout` is not 0, the dropout factors are read from reserve_space.
 
     Args:
-        input, input_h, input_c, params: as `cudnn_rnn` had them.
+        input, input_h, input_c, params: the arguments of the call of `cudnn_rnn`.
         output, output_h, output_c, reserve_space (array): the outputs of `cudnn_rnn` with is_training. output_h and
             output_c are not read.
         output_backprop, output_h_backprop, output_c_backprop (array): the gradients of the outputs, in their shapes;
             output_c_backprop is ignored where there is no c.
-        The attributes, engine, stream: as `cudnn_rnn` had them.
+        All attributes, engine, stream: the arguments of the call of `cudnn_rnn`.
 
     Returns:
         CudnnRNNBackpropOutput: the gradients; params_backprop is laid out as params. Without a c input_c_backprop is
         zero.
 
     Raises:
-        ValueError: as `cudnn_rnn`; or reserve_space comes from a call with `is_training=False` or `checkpoint_every`.
+        ValueError: as in `cudnn_rnn`; or reserve_space comes from a call with `is_training=False` or
+            `checkpoint_every`.
 
     Example:
         >>> import mlx.core as mx
@@ -294,8 +297,8 @@ def cudnn_rnn_backprop_v2(
     """Return the gradient of `cudnn_rnn_v2` from its outputs: TensorFlow's CudnnRNNBackpropV2.
 
     Args:
-        host_reserved (array): that of `cudnn_rnn_v2`; not read.
-        All others, and the outputs: as in `cudnn_rnn_backprop`.
+        host_reserved (array): the output host_reserved of `cudnn_rnn_v2`; it is not read.
+        All other arguments, and the outputs: as in `cudnn_rnn_backprop`.
 
     Example:
         >>> import mlx.core as mx
@@ -343,9 +346,9 @@ def cudnn_rnn_backprop_v3(
     """Return the gradient of `cudnn_rnn_v3` from its outputs: TensorFlow's CudnnRNNBackpropV3.
 
     Args:
-        host_reserved (array): that of `cudnn_rnn_v3`; not read.
-        sequence_lengths, num_proj, time_major, batch_major_states: as `cudnn_rnn_v3` had them.
-        All others: as in `cudnn_rnn_backprop`.
+        host_reserved (array): the output host_reserved of `cudnn_rnn_v3`; it is not read.
+        sequence_lengths, num_proj, time_major, batch_major_states: the arguments of the call of `cudnn_rnn_v3`.
+        All other arguments: as in `cudnn_rnn_backprop`.
 
     Returns:
         CudnnRNNBackpropOutput: the gradients, each in the layout of its array.

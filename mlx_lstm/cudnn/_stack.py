@@ -1,4 +1,5 @@
-"""Run a stack of layers, one call of the recurrence per layer; pack and unpack the reserve space."""
+"""Run a stack of layers, one call of the recurrence per layer. Store results in the reserve space and read them
+again."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -29,7 +30,8 @@ Outputs = tuple[mx.array, mx.array, mx.array]
 
 
 class CudnnRNNBackpropOutput(NamedTuple):
-    """Outputs of the backward ops: the gradients of the four arrays, each in the shape of its array."""
+    """Outputs of the backward ops: the gradients of input, input_h, input_c and params, each in the shape of its
+    array."""
 
     input_backprop: mx.array
     input_h_backprop: mx.array
@@ -38,10 +40,10 @@ class CudnnRNNBackpropOutput(NamedTuple):
 
 
 class Stack(NamedTuple):
-    """The attributes of one call. `forward` and `backward` check them with the arrays and run the layers.
+    """The attributes of one call of a cuDNN op. `forward` and `backward` check all arguments and run the layers.
 
-    Between these and the recurrence everything is time-major, and states are [L, N, D S]: both directions of a layer
-    side by side. `op` is the name in errors, `original` TensorFlow's name of the forward op.
+    Between these methods and the recurrence everything is time-major, and states are [L, N, D S]: both directions of
+    a layer side by side. `op` is the name for errors, `original` TensorFlow's name of the forward op.
     """
 
     op: str
@@ -59,7 +61,7 @@ class Stack(NamedTuple):
         is_training: bool,
         checkpoint_every: int | str | None,
     ) -> tuple[mx.array, mx.array, mx.array, mx.array]:
-        """Return output, output_h, output_c and reserve_space."""
+        """Run all layers and return output, output_h, output_c and reserve_space."""
         check_flag(self.op, "is_training", is_training)
         every = check_every(self.op, checkpoint_every)
         with on(self.stream, self.op):
@@ -93,7 +95,8 @@ class Stack(NamedTuple):
         cotangents: Outputs,
         reserve_space: mx.array,
     ) -> CudnnRNNBackpropOutput:
-        """Return the gradients of the four arrays, from those of output, output_h and output_c."""
+        """Return the gradients of input, input_h, input_c and params. `cotangents`: of output, output_h and
+        output_c."""
         with on(self.stream, self.op):
             where, lengths = self.check(inputs, sequence_lengths)
             input, input_h, input_c, params = inputs
@@ -131,16 +134,17 @@ class Stack(NamedTuple):
         return self.sequence(array)
 
     def by_layer(self, where: Layout, **states: mx.array) -> Arrays:
-        """Return the states in the caller's layout as h [L, N, D S] and, for an lstm, c [L, N, D H]."""
+        """Convert states in the caller's layout to h [L, N, D S] and, for an lstm, c [L, N, D H]."""
         names = [name for name in states if where.mode == "lstm" or "c" not in name]
         return {name: by_layer(self.states(states[name]), where.D) for name in names}
 
     def of_layers(self, where: Layout, layers: list[Arrays], name: str) -> mx.array:
-        """Return the states of this name in the caller's layout, from each layer's [N, D S]."""
+        """Return the states h0, c0, hT or cT (`name`) in the caller's layout, from arrays [N, D S] of each layer."""
         return self.states(of_layers([arrays[name] for arrays in layers], where.D))
 
     def check(self, inputs: Inputs, sequence_lengths: recurrence.Lengths) -> tuple[Layout, mx.array | None]:
-        """Check arrays and attributes. Return the layout of the buffer, and the lengths, or None where all are T."""
+        """Check arrays and attributes. Return the layout of the parameter buffer, and the lengths, or None if all
+        are T."""
         op, attributes, (input, input_h, input_c, params) = self.op, self.attributes, inputs
         check_flag(op, "time_major", self.time_major)
         check_option(op, "batch_major_states", self.batch_major_states, ("transpose", "reinterpret"))
@@ -165,7 +169,7 @@ class Stack(NamedTuple):
         return where, lengths if traced or (lengths < T).any().item() else None
 
     def check_outputs(self, where: Layout, input: mx.array, outputs: Outputs, cotangents: Outputs) -> None:
-        """Check that outputs and cotangents have the shapes of a forward pass's outputs."""
+        """Check that the outputs, and the gradients of the outputs, have the shapes of a forward pass's outputs."""
         T, N, _ = self.swapped(input.shape)
         shapes = {"output": [T, N, where.D * where.S], "output_h": [where.L * where.D, N, where.S]}
         if where.mode == "lstm":
@@ -176,7 +180,8 @@ class Stack(NamedTuple):
 
 
 def dropout_factors(where: Layout, x: mx.array, attributes: Attributes) -> list[mx.array | None]:
-    """Return each layer's dropout factors on its h [T, N, D S], which are 0 or 1 / (1 - p); None for the last layer.
+    """Return for each layer the dropout factors on h [T, N, D S], which are 0 or 1 / (1 - p); None for the last
+    layer.
 
     With p = 1 all factors are 0, without a division by 0.
     """
@@ -190,7 +195,8 @@ def dropout_factors(where: Layout, x: mx.array, attributes: Attributes) -> list[
 def run_layers(
     where: Layout, params: mx.array, x: mx.array, first: Arrays, factors: list[mx.array | None], options: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    """Return each layer's outputs, and the dropout factors on its h."""
+    """Run all layers; return for each a dict of the outputs of the recurrence and the dropout factors on the layer's
+    h."""
     results, has_gates = [], options["training"] and options["checkpoint_every"] is None and where.G > 1
     for layer, weights in enumerate(layer_arrays(where, params)):
         arrays = layer_arguments(where, layer, weights, x, first)
@@ -210,7 +216,7 @@ def run_layers_backward(
     last: Arrays,
     options: dict[str, Any],
 ) -> list[Arrays]:
-    """Return each layer's gradients, from what was saved for it.
+    """Return each layer's gradients, computed from the arrays that forward saved for the layer.
 
     dh is the cotangent of the last layer's h; `last` holds the cotangents of all layers' last states.
     """
@@ -226,12 +232,12 @@ def run_layers_backward(
 
 
 def scaled(h: mx.array, factors: mx.array | None) -> mx.array:
-    """Return h, or its gradient, times the dropout factors."""
+    """Return h, or the gradient of h, times the dropout factors; unchanged if they are None."""
     return h if factors is None else h * factors
 
 
 def layer_arguments(where: Layout, layer: int, weights: Arrays, x: mx.array, states: Arrays) -> dict[str, Any]:
-    """Return a layer's arrays and options by the names of the recurrence's arguments."""
+    """Return a layer's arrays and options as arguments of the recurrence."""
     arrays: dict[str, Any] = {name: weights[name] for name in ("Wh", "Wp") if name in weights}
     arrays |= {name: rows[layer] for name, rows in states.items()}
     biases = join_biases(weights["bW"], weights["bR"], gru=where.mode == "gru")
@@ -244,9 +250,10 @@ def layer_arguments(where: Layout, layer: int, weights: Arrays, x: mx.array, sta
 
 
 def buffer_gradients(where: Layout, gradients: Arrays) -> Arrays:
-    """Return a layer's gradients by the names of the buffer's arrays.
+    """Return a layer's gradients by the names of the arrays in the parameter buffer.
 
-    The forward pass adds bW and bR, so both get the gradient of the sum. A GRU's candidate has its own bR, bhn.
+    The forward pass adds bW and bR, so both get the gradient of the sum. A GRU's candidate has a separate bR, called
+    bhn in the recurrence.
     """
     db = gradients["b"].reshape(where.D, -1)
     parts = {name: gradients[name] for name in ("Wx", "Wh", "Wp") if name in gradients} | {"bW": db, "bR": db}
@@ -256,7 +263,7 @@ def buffer_gradients(where: Layout, gradients: Arrays) -> Arrays:
 
 
 def reserve_shapes(where: Layout, x: mx.array, dropout: float) -> list[dict[str, tuple[int, int, int]]]:
-    """Return the shapes of the arrays in the reserve space, in their order, by layer and name, for x [T, N, .]."""
+    """Return for each layer the shapes of the arrays in the reserve space by name, in order, for x [T, N, .]."""
     T, N, _ = x.shape
     widths = {} if where.mode.startswith("rnn") else {"gates": where.D * where.G * where.H}
     if where.mode == "lstm":
@@ -267,7 +274,7 @@ def reserve_shapes(where: Layout, x: mx.array, dropout: float) -> list[dict[str,
 
 
 def pack(shapes: list[dict[str, tuple[int, int, int]]], results: list[dict[str, Any]], dtype: mx.Dtype) -> mx.array:
-    """Return the reserve space that holds each layer's results; without `shapes` it is empty."""
+    """Store each layer's results in a reserve space and return it; without `shapes` it is empty."""
     named = [(name, arrays[name]) for layer, arrays in zip(shapes, results, strict=False) for name in layer]
     parts = [(mx.swapaxes(array, 1, 2) if name in BATCH_LAST else array).reshape(-1) for name, array in named]
     return mx.concatenate(parts) if parts else mx.zeros((0,), dtype)
@@ -276,7 +283,7 @@ def pack(shapes: list[dict[str, tuple[int, int, int]]], results: list[dict[str, 
 def unpack(
     op: str, original: str, shapes: list[dict[str, tuple[int, int, int]]], reserve_space: mx.array, dtype: mx.Dtype
 ) -> list[Arrays]:
-    """Return each layer's arrays in the reserve space, as views."""
+    """Return the arrays of each layer that the reserve space holds, as views."""
     if isinstance(reserve_space, mx.array) and reserve_space.ndim == 0:
         raise ValueError(f"To use {original} in gradients, is_training must be set to True.")
     sizes = [prod(shape) for layer in shapes for shape in layer.values()]
@@ -288,7 +295,7 @@ def unpack(
 
 
 def without_gradient(original: str, *arrays: mx.array) -> tuple[mx.array, ...]:
-    """Return the arrays in a form whose gradient is refused with TensorFlow's text."""
+    """Return the same arrays, but raise TensorFlow's error if their gradient is asked for."""
 
     @mx.custom_function
     def identity(*arrays: mx.array) -> tuple[mx.array, ...]:

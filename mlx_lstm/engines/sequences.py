@@ -1,4 +1,4 @@
-"""Compute sequences that dialects return besides h, in the memory order of the engines: tanh(c), and all gates in
+"""Compute the sequences that dialects return besides h, in the memory order of the engine: tanh(c), and all gates in
 one array."""
 
 import mlx.core as mx

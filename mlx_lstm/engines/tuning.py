@@ -59,7 +59,7 @@ class Table(NamedTuple):
         return beyond, f"H = {H} > {row[-1][0]} {where}" if row else f"H = {H} {where}"
 
     def trusts(self, engine: str, dtype: mx.Dtype | str, B: int) -> bool:
-        """Return whether an engine may run at an H of this row that was not measured: not if a measured H failed."""
+        """Return whether an engine may run at an unmeasured H of this row. It may not if it failed at a measured H."""
         name, least, _ = self.row_at(dtype, B)
         return (name, least, engine) not in self.discarded
 
@@ -150,7 +150,7 @@ def failures(measured: list[dict[str, Any]]) -> Iterator[tuple[str, int, str]]:
 
 
 def checked_row(row: Any) -> Row:
-    """Return a row, once its form is checked."""
+    """Check the form of a row and return it."""
     pairs = tuple([(H, engine) for H, engine in row])
     if not all(type(H) is int and engine in ("fused", "stepwise", "ops") for H, engine in pairs):
         raise ValueError(f"a row is pairs of H and engine but got {row}")
@@ -160,7 +160,7 @@ def checked_row(row: Any) -> Row:
 
 
 def checked_cut(rows: Any, spare: Any) -> Cut:
-    """Return a cut, once its form is checked."""
+    """Check the form of a cut and return it."""
     if rows not in (1, 2, 4, 8) or type(spare) is not int or spare < 0:
         raise ValueError(f"a cut is rows 1, 2, 4 or 8 and registers to spare but got {rows}, {spare}")
     return Cut(rows, spare)
@@ -183,7 +183,7 @@ def cut(dtype: mx.Dtype, B: int) -> Cut | None:
 
 @contextmanager
 def trying(cut: Cut | None) -> Iterator[None]:
-    """Let `fused` cut in this way in here, whatever the table says; None: by its own rules."""
+    """Make `fused` use this cut inside the context, whatever the table says; with None it uses its own rules."""
     _tried.append(cut)
     try:
         yield

@@ -1,7 +1,7 @@
-"""The verdicts on kernels: what came of each one's trial on this machine, in a file for all processes.
+"""The verdicts on kernels: the result of each kernel's trial on this machine, in a file that all processes share.
 
-The file lies beside the table of engines. It holds the verdicts of a few machines by their names; a machine with
-another system, MLX or kernels is another one.
+The file is next to the table of engines. It holds the verdicts of a few environments by name; another system, MLX
+version or kernel text is another environment.
 """
 
 import json
@@ -25,14 +25,15 @@ def file() -> Path:
 
 
 def find(trial: str) -> str | None:
-    """Return why a trial's kernels are refused here, `""` if they are not, None if nobody has tried them."""
+    """Return the recorded verdict on a trial's kernels: the reason for which they are refused, `""` if they are
+    right, None if there was no trial."""
     if trial not in _known:
         _known.update(read().get(names(), {}))
     return _known.get(trial)
 
 
 def record(trial: str, verdict: str) -> None:
-    """Let a verdict count, in this process and, if the file can be written, in others."""
+    """Record a verdict for this process and, if the file can be written, for other processes."""
     _known[trial] = verdict
     content = read()
     mine = content.pop(names(), {}) | {trial: verdict}
@@ -44,23 +45,24 @@ def record(trial: str, verdict: str) -> None:
 
 
 def is_recorded(reason: str) -> bool:
-    """Return whether a verdict with this reason counts on this machine, in further processes, too."""
+    """Return whether a verdict with this reason is recorded for this machine, so that further processes use it, too."""
     return reason in _known.values()
 
 
 def forget() -> None:
-    """Drop the verdicts that this process knows; the file stays."""
+    """Forget the verdicts that this process has read or recorded. The file remains."""
     _known.clear()
     _broken.clear()
 
 
 def names() -> str:
-    """Return this machine's name: its chip, system, versions, and kernels."""
+    """Return the name of this environment: its chip, system, versions and kernels."""
     return ", ".join(f"{name} {value}" for name, value in tuning.machine().items())
 
 
 def read() -> dict[str, dict[str, str]]:
-    """Return the file's verdicts by machine and trial: none if it is missing, and none, with a warning, if broken."""
+    """Return the file's verdicts by environment and trial. Return none if the file is missing; if it is broken, also
+    warn."""
     path = file()
     try:
         size_of(path)

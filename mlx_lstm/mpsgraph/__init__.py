@@ -1,12 +1,12 @@
 """The recurrent ops of Apple's MPSGraph on MLX arrays: forward and gradient of its LSTM, GRU and single-gate RNN.
 
-Arguments, layouts, defaults, results and their order are those of `MPSGraphRNNOps.h`, in Python's spelling. Sizes: T
-time, N batch, I input, H hidden; every array has the dtype of source. The gradient ops return what `mx.grad` returns
-for the forward ops.
+Arguments, layouts, defaults, results and their order are as in Apple's header `MPSGraphRNNOps.h`, with names in
+Python's spelling. Sizes: T time, N batch, I input, H hidden; every array has the dtype of source. The gradient ops
+return what `mx.grad` returns for the forward ops.
 
-Differs from MPSGraph: a descriptor is optional, activations are named by strings, results are MLX arrays, and a wrong
-layout raises `ValueError`. Where Apple's texts leave a point open, the default is the most literal reading of them, and
-the other readings are keywords. "E:name" in a docstring names an experiment that decides the point on a Mac:
+Differences from MPSGraph: a descriptor is optional, activations are named by strings, results are MLX arrays, and a
+wrong layout raises `ValueError`. Where Apple's texts are unclear, the default is the most literal reading of the text,
+and keywords select the other readings. "E:name" in a docstring names an experiment that decides the point on a Mac:
 `python -m mlx_lstm.compare --settle` runs all of them. No result has been compared with MPSGraph yet: not measured.
 
     E:zstate_and_cell  that zState holds the LSTM's activated gates, and the cell states are those before g

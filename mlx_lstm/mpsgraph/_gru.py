@@ -1,4 +1,5 @@
-"""Run MPSGraph's GRU and GRUGradients; `mpsgraph` describes what both have in common with the other ops."""
+"""Run MPSGraph's GRU and GRUGradients. The docstring of `mlx_lstm.mpsgraph` describes what all its ops have in
+common."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,8 +31,8 @@ class GRUDescriptor:
         training (bool): `gru` returns what `gru_gradients` needs.
         reset_gate_first (bool): the gate order on every axis of three blocks is r, z, o, not z, r, o.
         reset_after (bool): r multiplies the recurrent product of o, not the h that enters it.
-        flip_z (bool): z is the weight of o, not of h[t-1]. So says the text on the op, and so its users find it; the
-            text on the property says the opposite. E:gru_flavours decides.
+        flip_z (bool): z is the weight of o, not of h[t-1]. Apple's text on the op says so, and so do users of the op;
+            Apple's text on the property says the opposite. E:gru_flavours decides.
         update_gate_activation, reset_gate_activation, output_gate_activation (str): the activations of z, r, o, as in
             `LSTMDescriptor`.
     """
@@ -134,12 +135,12 @@ def gru_gradients(
         source_gradient, state_gradient: as in `mpsgraph.lstm_gradients`.
         z_state (array): the second result of `gru` with training, [T, N, 3H]; twice as wide with bidirectional.
         output_fwd (array): the first result of `gru`, [T, N, H]; twice as wide with bidirectional.
-        leading_ones (sequence of str): those of `"bias"`, `"secondary_bias"` whose gradients get two leading axes of 1.
-            E:gru_flavours decides. Default: none, every gradient has its argument's shape.
+        leading_ones (sequence of str): names out of `"bias"`, `"secondary_bias"`: these gradients get two leading axes
+            of 1. E:gru_flavours decides. Default: none, every gradient has its argument's shape.
 
     Returns:
         list: the gradients of source, recurrent_weight, input_weight, bias, init_state, secondary_bias, in this order,
-        without those of arguments that are None. mask has no gradient. That of init_state is [N, H], as in
+        without gradients of arguments that are None. mask has no gradient. The gradient of init_state is [N, H], as in
         `mpsgraph.lstm_gradients`.
 
     Example:
@@ -161,7 +162,7 @@ def gru_gradients(
 
 
 def translate(op: str, arrays: Given, descriptor: GRUDescriptor, hard_sigmoid: str, mask_layout: str) -> dict[str, Any]:
-    """Return the recurrence's arguments for Apple's arguments of a GRU, after checking them."""
+    """Check Apple's arguments of a GRU, and return the arguments of the recurrence for them."""
     check_descriptor(op, descriptor, GRUDescriptor)
     arguments = translated(op, arrays, 3, WORDS, descriptor, mask_layout)
     if "bhn" in arguments and not descriptor.reset_after:

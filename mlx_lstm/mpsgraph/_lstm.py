@@ -1,4 +1,5 @@
-"""Run MPSGraph's LSTM and LSTMGradients; `mpsgraph` describes what both have in common with the other ops."""
+"""Run MPSGraph's LSTM and LSTMGradients. The docstring of `mlx_lstm.mpsgraph` describes what all its ops have in
+common."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,8 +34,8 @@ class LSTMDescriptor:
         training (bool): `lstm` returns what `lstm_gradients` needs.
         forget_gate_last (bool): the gate order on every axis of four blocks is i, z, f, o, not i, f, z, o.
         input_gate_activation, forget_gate_activation, cell_gate_activation, output_gate_activation, activation (str):
-            the activations of i, f, z, o, and g, the one between c and h; each one of `"none"`, `"relu"`, `"tanh"`,
-            `"sigmoid"`, `"hard_sigmoid"`.
+            the activations of i, f, z, o, and g, the activation between c and h; each is one of `"none"`, `"relu"`,
+            `"tanh"`, `"sigmoid"`, `"hard_sigmoid"`.
     """
 
     reverse: bool = False
@@ -77,13 +78,14 @@ def lstm(
         h_t &= o_t \odot g(c_t)
 
     Args:
-        source (array): [T, N, I]; without input_weight [T, N, 4H], added to the gates as it is.
+        source (array): [T, N, I]; without input_weight [T, N, 4H], which is added to the gates directly.
         recurrent_weight (array): R, [4H, H].
         input_weight (array, optional): W, [4H, I].
         bias (array, optional): [4H].
         init_state (array, optional): h before the first step, [N, H] or [1, N, H]. Default: zeros.
-        init_cell (array, optional): c before the first step, likewise.
-        mask (array, optional): m, broadcastable to [N, H]; multiplies h on its way into the recurrent product only.
+        init_cell (array, optional): c before the first step, in the same shapes. Default: zeros.
+        mask (array, optional): m, broadcastable to [N, H]; multiplies the h that enters the recurrent product, and
+            nothing else.
         peephole (array, optional): p, [4H].
         descriptor (LSTMDescriptor, optional): Default: `LSTMDescriptor()`. With bidirectional, the forward direction
             first: source without input_weight [T, N, 8H], recurrent_weight [2, 4H, H], input_weight [8H, I], bias [8H],
@@ -92,11 +94,11 @@ def lstm(
             older MPSLSTMDescriptor. E:peephole decides.
         hard_sigmoid (str): hard_sigmoid is clip(x/5 + 0.5, 0, 1), `"x/5"`, as in Apple's other frameworks, or
             clip(x/6 + 0.5, 0, 1), `"x/6"`; MPSGraph's texts do not say. E:hard_sigmoid decides.
-        mask_layout (str): the layout of mask, which Apple's texts do not say. `"channels"`: as above. `"directions"`:
-            with bidirectional, broadcastable to [2, N, H]. `"steps"`: broadcastable to [T, N, H] or [T, N, 2H], one per
-            step. The last two need a mask. E:mask decides.
+        mask_layout (str): the layout of mask, which Apple's texts do not say. `"channels"`: as described under mask.
+            `"directions"`: with bidirectional, broadcastable to [2, N, H]. `"steps"`: broadcastable to [T, N, H] or [T,
+            N, 2H], one per step. The last two need a mask. E:mask decides.
         training_returns_cell (bool): whether training returns the cell states even without produce_cell. Apple's texts
-            contradict one another; those on the gradient say `True`. E:output_count decides.
+            contradict one another; the texts on the gradient say `True`. E:output_count decides.
         checkpoint_every, engine, stream: as in `mlx_lstm.lstm`. checkpoint_every is for `mx.grad`; c and zState take
             memory as long as the caller holds them.
 
@@ -152,27 +154,27 @@ def lstm_gradients(
 ) -> list[mx.array]:
     """`LSTMGradientsWithSourceTensor:recurrentWeight:sourceGradient:zState:cellOutputFwd:stateGradient:cellGradient:...`
 
-    Of the forward pass only z_state and cell_output_fwd are needed: no gate is computed again.
+    Only two results of the forward pass are needed, z_state and cell_output_fwd. No gate is computed again.
 
     Args:
         source, recurrent_weight, input_weight, bias, init_state, init_cell, mask, peephole, descriptor,
             output_peephole, hard_sigmoid, mask_layout, engine, stream: the arguments of `lstm`. Without input_weight
             only the shape of source is used; produce_cell and training are not used.
-        source_gradient (array): the gradient of h, [T, N, H]. It and all arrays below are twice as wide with
-            bidirectional.
+        source_gradient (array): the gradient of h, [T, N, H]. This array and the following arrays are twice as wide
+            with bidirectional.
         z_state (array): the third result of `lstm` with training, [T, N, 4H].
-        cell_output_fwd (array): the second result, [T, N, H].
+        cell_output_fwd (array): the second result of `lstm`, the cell states, [T, N, H].
         state_gradient (array, optional): a gradient of h, added at the last step of each direction, [N, H] or
             [1, N, H]: at the last time step, or at the first with reverse and for the second half with bidirectional.
-        cell_gradient (array, optional): such a gradient of c.
-        leading_ones (sequence of str): those of `"bias"`, `"peephole"` whose gradients get two leading axes of 1.
+        cell_gradient (array, optional): a gradient of c, in the shape and at the steps of state_gradient.
+        leading_ones (sequence of str): names out of `"bias"`, `"peephole"`: these gradients get two leading axes of 1.
             PyTorch receives [1, 1, 8H] for bias from Apple's op with bidirectional, and squeezes it; with one direction
             it takes any shape. E:grads and E:peephole decide. Default: none, every gradient has its argument's shape.
 
     Returns:
         list: the gradients of source, recurrent_weight, input_weight, bias, peephole, init_state, init_cell, in this
-        order, without those of arguments that are None. mask has no gradient. The gradients of the states are [N, H]
-        even if the states are [1, N, H], as PyTorch receives them from Apple's op.
+        order, without gradients of arguments that are None. mask has no gradient. The gradients of the states are [N,
+        H] even if the states are [1, N, H], as PyTorch receives them from Apple's op.
 
     Example:
         >>> import mlx.core as mx
@@ -196,7 +198,7 @@ def lstm_gradients(
 def translate(
     op: str, arrays: Given, descriptor: LSTMDescriptor, output_peephole: str, hard_sigmoid: str, mask_layout: str
 ) -> dict[str, Any]:
-    """Return the recurrence's arguments for Apple's arguments of an LSTM, after checking them."""
+    """Check Apple's arguments of an LSTM, and return the arguments of the recurrence for them."""
     check_descriptor(op, descriptor, LSTMDescriptor)
     check_option(op, "output_peephole", output_peephole, ("previous", "current"))
     return translated(op, arrays, 4, WORDS, descriptor, mask_layout) | {

@@ -1,5 +1,5 @@
-"""Run MPSGraph's singleGateRNN and singleGateRNNGradients; `mpsgraph` describes what both have in common with the
-other ops."""
+"""Run MPSGraph's singleGateRNN and singleGateRNNGradients. The docstring of `mlx_lstm.mpsgraph` describes what all
+its ops have in common."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ class SingleGateRNNDescriptor:
     Args:
         reverse, bidirectional (bool): as in `LSTMDescriptor`.
         training (bool): `single_gate_rnn` returns what `single_gate_rnn_gradients` needs.
-        activation (str): the activation of h, as in `LSTMDescriptor`. Default: `"relu"`, as in Apple's.
+        activation (str): the activation of h, as in `LSTMDescriptor`. Default: `"relu"`, as in Apple's descriptor.
     """
 
     reverse: bool = False
@@ -116,12 +116,13 @@ def single_gate_rnn_gradients(
         source_gradient, state_gradient: as in `mpsgraph.lstm_gradients`.
         z_state (array): the second result of `single_gate_rnn` with training, [T, N, H]; twice as wide with
             bidirectional.
-        leading_ones (sequence of str): `("bias",)` if the gradient of bias shall get two leading axes of 1.
+        leading_ones (sequence of str): `("bias",)` if the gradient of bias is to get two leading axes of 1.
             E:single_gate decides. Default: none, every gradient has its argument's shape.
 
     Returns:
-        list: the gradients of source, recurrent_weight, input_weight, bias, init_state, in this order, without those of
-        arguments that are None. mask has no gradient. That of init_state is [N, H], as in `mpsgraph.lstm_gradients`.
+        list: the gradients of source, recurrent_weight, input_weight, bias, init_state, in this order, without
+        gradients of arguments that are None. mask has no gradient. The gradient of init_state is [N, H], as in
+        `mpsgraph.lstm_gradients`.
 
     Example:
         >>> import mlx.core as mx
@@ -146,7 +147,7 @@ def single_gate_rnn_gradients(
 def translate(
     op: str, arrays: Given, descriptor: SingleGateRNNDescriptor, z_state_holds: str, hard_sigmoid: str, mask_layout: str
 ) -> dict[str, Any]:
-    """Return the recurrence's arguments for Apple's arguments of a single-gate RNN, after checking them."""
+    """Check Apple's arguments of a single-gate RNN, and return the arguments of the recurrence for them."""
     check_descriptor(op, descriptor, SingleGateRNNDescriptor)
     check_option(op, "z_state_holds", z_state_holds, tuple(Z_STATES))
     words = WORDS | {"z_state": Z_STATES[z_state_holds]}

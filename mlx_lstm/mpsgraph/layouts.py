@@ -27,7 +27,7 @@ LEADING_ONE = ("init_state", "init_cell", "state_gradient", "cell_gradient")
 
 
 def layouts(G: int, bidirectional: bool, projects: bool) -> dict[str, list[str]]:
-    """Return the layout of each argument: for each axis T, N, I, a number, or a multiple of H."""
+    """Return the layout of each argument: a list with T, N, I, a number or a multiple of H for each axis."""
     D = 2 if bidirectional else 1
     own = ["2"] if bidirectional else []
     H, DH, GH, DGH = ("H" if n == 1 else f"{n}H" for n in (1, D, G, D * G))
@@ -42,7 +42,7 @@ def layouts(G: int, bidirectional: bool, projects: bool) -> dict[str, list[str]]
 def translated(
     op: str, arrays: Given, G: int, words: dict[str, str], descriptor: Any, mask_layout: str
 ) -> dict[str, Any]:
-    """Return the arrays and the direction as arguments of the recurrence, after checking the layouts.
+    """Check the layouts, and return the arrays and the direction as arguments of the recurrence.
 
     `words` maps Apple's names to the recurrence's names.
     """
@@ -58,7 +58,7 @@ def translated(
 
 
 def check_layouts(op: str, arrays: Given, G: int, bidirectional: bool) -> dict[str, Any]:
-    """Check the layout of every array but the mask; return the arrays that are not None, states without a leading 1."""
+    """Check the layout of every array but the mask. Return the arrays that are not None, with states as [N, .]."""
     present: dict[str, Any] = {name: array for name, array in arrays.items() if array is not None or name in REQUIRED}
     expected = layouts(G, bidirectional, "input_weight" in present)
     for name in present.keys() & set(REQUIRED):
@@ -91,7 +91,7 @@ def size_of(axis: str, sizes: dict[str, int]) -> int:
 
 
 def wrong_layout(op: str, name: str, layout: list[str], sizes: dict[str, int], value: str) -> NoReturn:
-    """Raise an error that names the argument, its layout and, where `sizes` are known, its shape."""
+    """Raise an error with the argument's name and layout, and the shape it must have if `sizes` are known."""
     rule = f"{title(name)} must have layout [{', '.join(layout)}]"
     fail(op, rule + (f" = {[size_of(axis, sizes) for axis in layout]}" if sizes else ""), value)
 
@@ -103,7 +103,8 @@ def title(name: str) -> str:
 
 
 def check_mask(op: str, arrays: Arrays, bidirectional: bool, mask_layout: str) -> mx.array:
-    """Check the mask; return it for the recurrence: broadcastable to [N, D H], or with "steps" to [T, N, D H]."""
+    """Check the mask and convert it for the recurrence: broadcastable to [N, D H], or, with mask_layout "steps", to
+    [T, N, D H]."""
     mask, source, H = arrays["mask"], arrays["source"], arrays["recurrent_weight"].shape[-1]
     check_array(op, "mask", mask, list(getattr(mask, "shape", ())), source.dtype)
     (T, N, _), D, DH = source.shape, 2 if bidirectional else 1, "2H" if bidirectional else "H"
@@ -127,7 +128,7 @@ def check_mask(op: str, arrays: Arrays, bidirectional: bool, mask_layout: str) -
 
 
 def check_descriptor(op: str, descriptor: Any, kind: type) -> None:
-    """Check that the descriptor is of its op's class, its flags are bools, its activations are among Apple's."""
+    """Check that the descriptor has the op's class, that its flags are bools and its activations are among Apple's."""
     if not isinstance(descriptor, kind):
         fail(op, f"descriptor must be a {kind.__name__}", type(descriptor).__name__)
     for field in fields(descriptor):
@@ -147,10 +148,10 @@ def check_leading_ones(op: str, leading_ones: object, allowed: Sequence[str]) ->
 def gradient_list(
     gradients: Arrays, words: dict[str, str], arrays: Given, leading_ones: Sequence[str]
 ) -> list[mx.array]:
-    """Return Apple's list of gradients: in the order of `words`, without those of arguments that are None.
+    """Return Apple's list of gradients: in the order of `words`, without gradients of arguments that are None.
 
-    A gradient has the layout of its argument, a state's gradient without a leading 1; gradients of the names in
-    `leading_ones` get two leading axes of 1. `words` maps Apple's names to those of the recurrence.
+    A gradient has the layout of its argument; the gradient of a state has no leading 1. Gradients of the names in
+    `leading_ones` get two leading axes of 1. `words` maps Apple's names to the recurrence's names.
     """
     present = {name: gradients[word] for name, word in words.items() if arrays.get(name) is not None}
     return [array[None, None] if name in leading_ones else array for name, array in present.items()]

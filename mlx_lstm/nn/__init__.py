@@ -1,8 +1,8 @@
-"""Layers for MLX models, in the place of those of `mlx.nn`.
+"""Layers for MLX models that take the place of the recurrent layers of `mlx.nn`.
 
-`replace` puts them into a model, `patched` into a model that other code builds. `stack` runs lists of layers as one:
-several layers, both directions, lengths, last states. `from_weights` makes a layer with any option from weights of any
-format. `quantize` quantizes the layers of a model, recurrent ones included.
+`replace` puts these layers into a model; `patched` does so in a model that other code builds. `stack` runs lists of
+layers as one: several layers, both directions, lengths, last states. `from_weights` makes a layer with any option from
+weights of any format. `quantize` quantizes the layers of a model, recurrent ones included.
 """
 
 from ._from_weights import from_weights

@@ -30,7 +30,7 @@ class Recurrence(nn.Module):
     """A stack of layers with any options of `mlx_lstm.lstm`, `gru` or `rnn`; `from_weights` makes one.
 
     Parameters: `layers`, a list with the arrays of each layer by the names of the op's arguments: `Wx`, `Wh`, and,
-    where there are any, `b`, `bhn`, `Wp`, `peephole`. The arrays of both directions are joined, as the op takes
+    where the layer has them, `b`, `bhn`, `Wp`, `peephole`. The arrays of both directions are joined, as the op takes
     them.
     """
 
@@ -63,9 +63,9 @@ class Recurrence(nn.Module):
 
         Args:
             x (array): [B, T, I].
-            state (optional): of an LSTM a tuple (h_0 [K D, B, P], c_0 [K D, B, H]), else h_0, for K layers of D
-                directions; layer by layer, in a layer the forward direction first. P is H, or the projection's width.
-                Default: zeros.
+            state (optional): a tuple (h_0 [K D, B, P], c_0 [K D, B, H]) for an LSTM, else h_0, for K layers of D
+                directions. Layers come in order; in each layer the forward direction comes first. P is H, or the
+                projection's width. Default: zeros.
             lengths (integer array or list, optional): [B], each in 0..T, as in `mlx_lstm.lstm`.
             keep (array, optional): [B, T], as in `mlx_lstm.nn.stack`.
             hold (array or list, optional): [B, T], as in `mlx_lstm.nn.stack`.
@@ -109,9 +109,9 @@ def from_weights(
 ) -> Recurrence:
     """Return a trainable layer with these weights, whatever options their cell has.
 
-    For weights that `LSTM`, `GRU` and `RNN` cannot hold: several layers, both directions, a GRU that resets before the
-    product (ONNX's default), peepholes, a clip, other activations, a projection. Equals `mlx_lstm.lstm`, `gru` or `rnn`
-    with `weights.options`, layer after layer.
+    Use it for weights that `LSTM`, `GRU` and `RNN` cannot hold: several layers, both directions, a GRU that resets
+    before the product (ONNX's default), peepholes, a clip, other activations, a projection. The layer equals
+    `mlx_lstm.lstm`, `gru` or `rnn` with `weights.options`, called for one layer after another.
 
     Args:
         weights (Weights): as a reader of `mlx_lstm.convert` returns them, such as `from_onnx`.

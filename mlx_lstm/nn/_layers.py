@@ -1,7 +1,7 @@
-"""The layers of `mlx.nn` on the recurrence, with float weights and with quantized ones.
+"""The recurrent layers of `mlx.nn`, computed by `mlx_lstm.recurrence`, with float or quantized weights.
 
-`Layer` is the base of all: constructor, checks, and the call of the recurrence. A class adds its cell, and the names
-that its parameters have in `mlx.nn`.
+`Layer` is the base class: it has the constructor, the checks, and the call of the recurrence. A subclass adds its cell,
+and the names that its parameters have in `mlx.nn`.
 """
 
 import math
@@ -40,7 +40,7 @@ class Layer(nn.Module):
     _names: ClassVar[dict[str, str]]  # from the parameters' names, input weight first, to the recurrence's arguments
 
     def __new__(cls: type[Self], *_: Any, **options: Any) -> Self:
-        """Refuse torch's options with a clearer error than Python's for an unknown keyword."""
+        """Raise an error for options that only `mlx_lstm.torch` has, with a text that says where to find them."""
         for name in options.keys() & set(OPTIONS_OF_TORCH):
             other = f"mlx_lstm.torch.{cls.__name__} has it, and mlx_lstm.nn.stack runs several layers and directions,"
             fail(cls.op, f"{name} is no option of this layer: {other}", f"{name}={options[name]!r}")
@@ -77,18 +77,19 @@ class Layer(nn.Module):
         return f"input_dims={D}, hidden_size={self.hidden_size}, {more}bias={has_bias}"
 
     def _cell(self) -> Cell:
-        """Return what the recurrence runs at each step."""
+        """Return the cell: the formula that the recurrence computes at each step."""
         raise NotImplementedError
 
     def _parameter(self, name: str) -> Weight:
-        """Return a parameter. `QuantizedLayer` returns its weights as `Quantized`."""
+        """Return the parameter of this name. A quantized layer returns a weight as `Quantized`."""
         array: Any = self.get(name)
         if not isinstance(array, mx.array):  # for example a NumPy array, which MLX does not count as a parameter
             check_array(self.op, name, getattr(self, name, array), ())
         return array
 
     def _arrays(self) -> dict[str, Any]:
-        """Return the parameters by the names of the recurrence's arguments, without biases that are `None`."""
+        """Return the parameters as a dict by the names of the recurrence's arguments, without biases that are
+        `None`."""
         arrays = {}
         for name, argument in self._names.items():
             if argument in ("Wx", "Wh") or getattr(self, name) is not None:
@@ -105,7 +106,8 @@ class Layer(nn.Module):
         *,
         is_step: bool = False,
     ) -> list[mx.array]:
-        """Return as many states as `states` has, at every step: [..., L, H]; of a step, with x [..., D], [..., H].
+        """Run the recurrence and return as many states as `states` has, at every step: [..., L, H]. With `is_step`,
+        x is [..., D] and the results are [..., H].
 
         `states` holds the first h and c by the caller's names for them. The results have the dtype to which x, the
         parameters and the states promote.
@@ -147,8 +149,9 @@ class Layer(nn.Module):
 class LSTM(Layer):
     r"""An LSTM layer: `mlx.nn.LSTM` with one fused, differentiable recurrence in place of a graph per step.
 
-    Equals `mlx.nn.LSTM` in constructor, parameters, initialisation, shapes and returns; weight files of either load
-    into the other. The input has shape NLD or LD: optional batch axes (any number), sequence length, features.
+    The layer equals `mlx.nn.LSTM` in constructor, parameters, initialisation, shapes and results; a weight file of one
+    layer loads into the other. The input has shape NLD or LD: optional batch axes (any number), sequence length,
+    features.
 
     .. math::
 
@@ -208,7 +211,8 @@ class LSTM(Layer):
         super().__init__(input_size, hidden_size, bias, checkpoint_every, engine)
 
     def into_quantized(self, group_size: int | None = None, bits: int | None = None, mode: str = "affine") -> nn.Module:
-        """Return `QuantizedLSTM.from_layer` of this layer. `mlx_lstm.nn.quantize` calls it, `mlx.nn.quantize` not."""
+        """Return `QuantizedLSTM.from_layer(self, ...)`. Only `mlx_lstm.nn.quantize` calls this method;
+        `mlx.nn.quantize` ignores it."""
         return QuantizedLSTM.from_layer(self, group_size, bits, mode)
 
     def __call__(
@@ -225,11 +229,13 @@ class LSTM(Layer):
 
         Args:
             x (array): [..., L, D]; any number of batch axes, none included.
-            hidden (array, optional): the hidden state to start from, [..., H]. May be given alone. Default: zeros.
-            cell (array, optional): the cell state to start from, [..., H]. May be given alone. Default: zeros.
+            hidden (array, optional): the hidden state to start from, [..., H]; also without the other state. Default:
+                zeros.
+            cell (array, optional): the cell state to start from, [..., H]; also without the other state. Default:
+                zeros.
             lengths (integer array or list, optional): [...], one per item, each in 0..L, for sequences that are padded
                 to L. Past an item's length both results are 0 and the input is never read. The last state of item n is
-                at step `lengths[n] - 1`. The original has neither this nor keep and hold.
+                at step `lengths[n] - 1`. `mlx.nn.LSTM` has no lengths, keep and hold.
             keep (array, optional): [..., L], a factor on both states before each step, as in `mlx_lstm.lstm`: 0 where
                 an episode begins.
             hold (array or list, optional): [..., L], steps that leave both states as they are, as in `mlx_lstm.lstm`.
@@ -256,16 +262,16 @@ class LSTM(Layer):
         *,
         keep: mx.array | None = None,
     ) -> tuple[mx.array, mx.array]:
-        """Return the hidden and the cell state after one step, for input that comes in step by step: frames of sound,
-        moves of a game, the text that a model writes.
+        """Return the hidden and the cell state after one step, for input that arrives one step at a time: frames of
+        sound, moves of a game, or text that a model generates.
 
         Equals a call with `x[..., None, :]` whose results lose their axis of time; `engine_used`, gradients and
-        `mx.compile` are those of a call. On a CPU it takes less time. The original has no such method.
+        `mx.compile` work as for a call. On a CPU it takes less time than a call. `mlx.nn.LSTM` has no such method.
 
         Args:
             x (array): [..., D], without an axis of time; any number of batch axes, none included.
-            hidden (array, optional): the hidden state before, [..., H]. May be given alone. Default: zeros.
-            cell (array, optional): the cell state before, [..., H]. May be given alone. Default: zeros.
+            hidden (array, optional): the hidden state before, [..., H]; also without the other state. Default: zeros.
+            cell (array, optional): the cell state before, [..., H]; also without the other state. Default: zeros.
             keep (array, optional): [...], a factor on both states before the step: 0 where an episode begins.
 
         Returns:
@@ -290,8 +296,8 @@ class LSTM(Layer):
 class GRU(Layer):
     r"""A GRU layer: `mlx.nn.GRU` with one fused, differentiable recurrence in place of a graph per step.
 
-    Equals `mlx.nn.GRU` in constructor, parameters, initialisation, shapes and returns. What the docstring of `LSTM`
-    says of the shape of the input, of several layers and of evaluation mode holds here, too.
+    The layer equals `mlx.nn.GRU` in constructor, parameters, initialisation, shapes and results. Input shapes, several
+    layers and evaluation mode are as described for `LSTM`.
 
     .. math::
 
@@ -340,7 +346,8 @@ class GRU(Layer):
         super().__init__(input_size, hidden_size, bias, checkpoint_every, engine)
 
     def into_quantized(self, group_size: int | None = None, bits: int | None = None, mode: str = "affine") -> nn.Module:
-        """Return `QuantizedGRU.from_layer` of this layer. `mlx_lstm.nn.quantize` calls it, `mlx.nn.quantize` not."""
+        """Return `QuantizedGRU.from_layer(self, ...)`. Only `mlx_lstm.nn.quantize` calls this method; `mlx.nn.quantize`
+        ignores it."""
         return QuantizedGRU.from_layer(self, group_size, bits, mode)
 
     def __call__(
@@ -366,7 +373,7 @@ class GRU(Layer):
         return self._run(x, {"hidden": hidden}, lengths, keep, hold)[0]
 
     def step(self, x: mx.array, hidden: mx.array | None = None, *, keep: mx.array | None = None) -> mx.array:
-        """Return the hidden state after one step; `LSTM.step` says more.
+        """Return the hidden state after one step, for input that arrives one step at a time, as in `LSTM.step`.
 
         Args:
             x (array): [..., D], without an axis of time; any number of batch axes, none included.
@@ -392,8 +399,8 @@ class GRU(Layer):
 class RNN(Layer):
     r"""A plain recurrent layer: `mlx.nn.RNN` with one fused, differentiable recurrence in place of a graph per step.
 
-    Equals `mlx.nn.RNN` in constructor, parameters, initialisation, shapes and returns. What the docstring of `LSTM`
-    says of the shape of the input, of several layers and of evaluation mode holds here, too.
+    The layer equals `mlx.nn.RNN` in constructor, parameters, initialisation, shapes and results. Input shapes, several
+    layers and evaluation mode are as described for `LSTM`.
 
     .. math:: h_t = s(W_{xh} x_t + W_{hh} h_{t-1} + b)
 
@@ -402,7 +409,7 @@ class RNN(Layer):
     Args:
         input_size, hidden_size, bias, checkpoint_every, engine: as in `LSTM`.
         nonlinearity (callable, optional): s, one of `NONLINEARITIES`: MLX's tanh, relu or sigmoid. Other functions,
-            which the original takes, are an error. Default: tanh.
+            which `mlx.nn.RNN` accepts, raise a ValueError. Default: tanh.
 
     Raises:
         ValueError: an argument breaks a rule.
@@ -442,7 +449,8 @@ class RNN(Layer):
         return super()._extra_repr(f"nonlinearity={self.nonlinearity}, ")
 
     def into_quantized(self, group_size: int | None = None, bits: int | None = None, mode: str = "affine") -> nn.Module:
-        """Return `QuantizedRNN.from_layer` of this layer. `mlx_lstm.nn.quantize` calls it, `mlx.nn.quantize` not."""
+        """Return `QuantizedRNN.from_layer(self, ...)`. Only `mlx_lstm.nn.quantize` calls this method; `mlx.nn.quantize`
+        ignores it."""
         return QuantizedRNN.from_layer(self, group_size, bits, mode)
 
     def __call__(
@@ -468,14 +476,15 @@ class RNN(Layer):
 class QuantizedLSTM(QuantizedLayer, LSTM):
     """`LSTM` with quantized weights, as `mlx.nn.QuantizedLinear` is `Linear` with quantized weights.
 
-    Equals the `LSTM` whose weights are those that `mx.dequantize` returns. The weights stay packed in memory: 4 bits,
-    with float32 scales and biases for groups of 64, are 5 / 32 of the bytes of float32. Use `from_layer(layer,
-    group_size, bits, mode)` to make one, or `quantize` for a whole model; the constructor draws random weights, for a
-    file to be loaded into.
+    The layer equals an `LSTM` with the weights that `mx.dequantize` returns. The weights stay quantized in memory: 4
+    bits, with float32 scales and biases for groups of 64, take 5 / 32 of the bytes of float32. Use `from_layer(layer,
+    group_size, bits, mode)` to make one, or `quantize` for a whole model. The constructor draws random weights; call it
+    to load a weight file into the layer.
 
     Parameters: `Wx` and `Wh` as `mx.quantize` packs them, uint32; for each `Wx_scales`, `Wh_scales` and, in mode
     "affine", `Wx_biases`, `Wh_biases`; `bias` [4H] as in `LSTM`. All are frozen, as in `mlx.nn.QuantizedLinear`; after
-    `layer.unfreeze(keys="bias")` the bias is trained. Packed weights have no gradient: to ask for one is an error.
+    `layer.unfreeze(keys="bias")` the bias is trained. Quantized weights have no gradient: asking for one raises a
+    ValueError.
 
     If D is not a multiple of the group, `Wx` stays a float weight: a call reads it once, and `Wh` at every step.
 
@@ -546,7 +555,7 @@ class QuantizedRNN(QuantizedLayer, RNN):
 
 
 def activation_of(nonlinearity: object) -> str:
-    """Return the name that a nonlinearity has in `mlx_lstm.rnn`."""
+    """Return the name in `mlx_lstm.rnn` of a nonlinearity, which is a function of MLX."""
     # Compare one by one, since a module such as nn.Tanh() is not hashable.
     for function, name in NONLINEARITIES.items():
         if nonlinearity is function:
@@ -567,9 +576,9 @@ def check_input(op: str, x: object, D: int, Wx: Weight, is_step: bool) -> None:
 
 
 def check_loaded(op: str, Wx: Weight) -> None:
-    """Check that a quantized layer holds a quantized input weight, and a float layer a float one.
+    """Check that a quantized layer holds a quantized input weight, and a float layer a float weight.
 
-    `load_weights(file, strict=False)` loads any file into any layer.
+    A mismatch can come from `load_weights(file, strict=False)`, which loads any file into any layer.
     """
     if isinstance(Wx, Quantized) and Wx.packed.dtype != mx.uint32:
         rule = "a quantized layer must hold packed weights, uint32: load float ones before it is quantized,"
@@ -579,7 +588,7 @@ def check_loaded(op: str, Wx: Weight) -> None:
 
 
 def whole_state(op: str, array: object, name: str, shape: tuple[int, ...], x: mx.array) -> mx.array:
-    """Return a first state, broadcast over the batch axes of x to `shape` [..., H]."""
+    """Return a first state broadcast to `shape` [..., H], where ... are the batch axes of x."""
     if not isinstance(array, mx.array):
         both = isinstance(array, tuple) and op.endswith("LSTM")
         instead = ": pass hidden and cell, not a tuple," if both else instead_of(array)
@@ -598,7 +607,7 @@ def whole_state(op: str, array: object, name: str, shape: tuple[int, ...], x: mx
 
 
 def flat_lengths(op: str, lengths: Any, batch: tuple[int, ...]) -> Any:
-    """Return a layer's lengths [...], whose batch axes (none, one or several) are those of x, as [B]."""
+    """Check a layer's lengths, whose axes are the batch axes of x (none, one or several), and return them as [B]."""
     if lengths is None:
         return None
     try:

@@ -21,11 +21,11 @@ def quantize(
 ) -> None:
     """Quantize a model in place, as `mlx.nn.quantize`, including the layers of `mlx_lstm.nn` and `mlx_lstm.torch`.
 
-    Equals `mlx.nn.quantize` in its arguments and for all other layers. That function itself leaves the layers of
-    `mlx_lstm` as they are, so that weight files keep fitting the model. Not quantized are the cells of
-    `mlx_lstm.torch`; the recurrent layers of `mlx.nn`, unless `replace` has turned them into those of `mlx_lstm.nn`;
-    and subclasses, which may compute something else. A layer that several modules share stays shared. If a layer is
-    refused, the model stays as it was.
+    This function has the arguments of `mlx.nn.quantize` and does the same with all other layers. `mlx.nn.quantize`
+    itself leaves the layers of `mlx_lstm` unchanged, so that weight files still fit the model. This function does not
+    quantize the cells of `mlx_lstm.torch`, the recurrent layers of `mlx.nn` (call `replace` first), and subclasses,
+    which may compute something else. A layer that several modules share stays shared. If a layer cannot be quantized,
+    the model stays as it was.
 
     To load quantized weights, first quantize a model of the same sizes in the same way, as with MLX:
     `quantize(model, 64, 4)`, `model.load_weights(file)`.
@@ -33,8 +33,8 @@ def quantize(
     Args:
         model (Module): a module that has such layers; to quantize a single layer use `from_layer` of its quantized
             class.
-        group_size (int, optional): as in `mx.quantize`; see `QuantizedLSTM`. Default: that of the mode.
-        bits (int, optional): bits of a weight; see `QuantizedLSTM`. Default: that of the mode.
+        group_size (int, optional): as in `mx.quantize`; see `QuantizedLSTM`. Default: depends on the mode.
+        bits (int, optional): bits of a weight; see `QuantizedLSTM`. Default: depends on the mode.
         mode (str): as in `mx.quantize`; see `QuantizedLSTM`. Default: `"affine"`.
         quantize_input (bool): for `mlx.nn.Linear` only, passed on. Default: `False`.
         class_predicate (callable, optional): called with a layer's path and the layer. The layer is quantized if the
@@ -78,5 +78,6 @@ def quantize(
 
 
 def quantizes(layer: object) -> bool:
-    """Return whether a layer of `mlx_lstm` can be quantized. A subclass has no `into_quantized` of its own."""
+    """Return whether this layer of `mlx_lstm` can be quantized: only if its class itself, not a base, defines
+    `into_quantized`."""
     return "into_quantized" in vars(type(layer))

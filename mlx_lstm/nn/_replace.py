@@ -30,16 +30,16 @@ _lock = Lock()
 
 
 def replace(model: M, *, back: bool = False, engine: Engine | None = None) -> M:
-    """Turn every `mlx.nn.LSTM`, `GRU` and `RNN` of a model into that of `mlx_lstm.nn`, in place.
+    """Turn every `mlx.nn.LSTM`, `GRU` and `RNN` of a model, in place, into the layer of the same name in `mlx_lstm.nn`.
 
-    The layers stay the same objects, and only their class changes. So parameters, their names, what is frozen,
-    training or evaluation mode and an optimizer's state stay, and so does a layer that several modules share. Layers
-    are found in modules, dicts, lists and tuples of any depth, hidden ones (`_name`) included; the model may itself be
-    a layer.
+    The layers stay the same objects; only their class changes. So the parameters, their names, frozen parameters,
+    training or evaluation mode, an optimizer's state and layers shared by several modules stay as they are. Layers are
+    found in modules, dicts, lists and tuples of any depth, hidden ones (`_name`) included; the model may itself be a
+    layer.
 
-    A subclass, which may compute something else, is left as it is, and so is an `RNN` whose nonlinearity is none of
-    `NONLINEARITIES`; a warning names them. Another warning says so if the model has no such layer at all, for example
-    because its layers are classes of its own. Functions that `mx.compile` has traced before do not change.
+    A subclass, which may compute something else, is left as it is, and so is an `RNN` whose nonlinearity is not in
+    `NONLINEARITIES`; a warning names such layers. Another warning says so if the model has no such layer at all, for
+    example because its layers are classes of its own. Functions that `mx.compile` has traced before do not change.
 
     Args:
         model (Module): or a dict, list or tuple of modules.
@@ -87,17 +87,18 @@ def replace(model: M, *, back: bool = False, engine: Engine | None = None) -> M:
 def patched(*, engine: Engine | None = None) -> Iterator[None]:
     """Make every `mlx.nn.LSTM`, `GRU` and `RNN` that is built inside the block one of `mlx_lstm.nn`, as `replace` does.
 
-    For code that builds and runs a model at once. The constructors of `mlx.nn` are replaced until the block ends: in
-    every thread, and however the class was imported, also before the block. Blocks may overlap, nested or in several
-    threads; the constructors are MLX's own again when the last one ends. What `replace` leaves as it is, is left here,
-    too, with a warning at the line that built it.
+    This is for code that builds a model and runs it immediately. The constructors of `mlx.nn` are replaced until the
+    block ends: in every thread, and however the class was imported, also before the block. Blocks may overlap, nested
+    or in several threads; the constructors are MLX's own again when the last one ends. A layer that `replace` would
+    leave as it is stays unchanged, with a warning at the line that built it.
 
     Args:
-        engine (str, optional): force an engine in the layers built inside the block, as in `mlx_lstm.lstm`. Of several
-            blocks in progress the latest that has one decides. Default: the best for the stream's device.
+        engine (str, optional): force an engine in the layers built inside the block, as in `mlx_lstm.lstm`. If several
+            blocks are active, the engine of the latest block that names one is used. Default: the best for the stream's
+            device.
 
     Raises:
-        ValueError: engine is none.
+        ValueError: there is no such engine.
 
     Example:
         >>> import mlx.nn
@@ -126,7 +127,7 @@ def patched(*, engine: Engine | None = None) -> Iterator[None]:
 
 
 def converting(constructor: Callable[..., None]) -> Callable[..., None]:
-    """Return a constructor that builds a layer of MLX and converts it, if that is possible."""
+    """Wrap a constructor of `mlx.nn`: the new constructor converts the layer that it builds, where this is possible."""
 
     @functools.wraps(constructor)
     def construct(self: nn.Module, *args: Any, **options: Any) -> None:
@@ -142,7 +143,7 @@ def converting(constructor: Callable[..., None]) -> Callable[..., None]:
 
 
 def modules_of(tree: object, name: str, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield every module in a tree with its path, each once; `seen` collects the ids of what was visited."""
+    """Yield each module of a tree once, with its path. `seen` collects the ids of the objects visited so far."""
     if not isinstance(tree, (dict, list, tuple)) or id(tree) in seen:
         return
     seen.add(id(tree))
@@ -153,7 +154,8 @@ def modules_of(tree: object, name: str, seen: set[int]) -> Iterator[tuple[str, n
 
 
 def convert(layer: nn.Module, kinds: Kinds) -> str:
-    """Change the class of a layer by `kinds`. Return "", or the reason if the layer has to stay as it is."""
+    """Change the class of a layer to the class that `kinds` maps it to. Return an empty string, or the reason why
+    the layer stays as it is."""
     kind = kinds.get(type(layer))
     if kind is None:
         bases = [name_of(base) for base in kinds if isinstance(layer, base)]
@@ -173,5 +175,5 @@ def convert(layer: nn.Module, kinds: Kinds) -> str:
 
 
 def name_of(kind: type[nn.Module]) -> str:
-    """Return a layer's class as users write it."""
+    """Return the name of a layer's class as users write it, for example mlx.nn.LSTM."""
     return f"{'mlx' if kind in OURS else 'mlx_lstm'}.nn.{kind.__name__}"

@@ -1,4 +1,4 @@
-"""Run lists of layers, which have MLX's parameters, as one layer."""
+"""Run lists of layers as one layer; each layer has the parameters of a recurrent layer of `mlx.nn`."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -101,44 +101,44 @@ def stack(
     checkpoint_every: int | str | None = None,
     engine: Engine | None = None,
 ) -> tuple[mx.array, Any]:
-    """Run layers on layers, in one direction or both, from their parameters.
+    """Run a stack of recurrent layers, in one or both directions, from their parameters.
 
-    The layers may be those of `mlx.nn`, of `mlx_lstm.nn`, or any objects that have such parameters. For models that
-    keep their layers in lists, or in attributes of their own: the layers stay where they are, and so do the names in a
-    weight file. Equals a loop that calls each layer with the output of the one before. Where `reverse` is given, too,
-    both layers of a depth read the same input, and their outputs are concatenated: forward first, reversed second.
+    The layers may be those of `mlx.nn`, of `mlx_lstm.nn`, or any objects that have such parameters. Use it for models
+    that hold their layers in lists or in attributes: the layers stay where they are, so the names in a weight file do
+    not change. The result equals a loop that calls each layer with the output of the layer before. With `reverse` the
+    two layers of a depth read the same input, and their outputs are concatenated: forward first, reversed second.
 
-    An object is read as it stands; its own `__call__` never runs. An LSTM has `Wx` [4H, D], `Wh` [4H, H] and maybe
-    `bias` [4H], gate order i, f, g, o; a GRU `Wx` [3H, D], `Wh` [3H, H] and maybe `b` [3H], `bhn` [H], gate order r, z,
-    n; a plain RNN `Wxh` [H, D], `Whh` [H, H], maybe `bias` [H] and `nonlinearity`. An object with other arrays or
-    modules is an error. A dict with such arrays will do. A quantized layer of `mlx_lstm.nn` is read with its packed
-    weights.
+    Only the attributes of an object are read; its own `__call__` never runs. An LSTM has `Wx` [4H, D], `Wh` [4H, H] and
+    maybe `bias` [4H], gate order i, f, g, o; a GRU `Wx` [3H, D], `Wh` [3H, H] and maybe `b` [3H], `bhn` [H], gate order
+    r, z, n; a plain RNN `Wxh` [H, D], `Whh` [H, H], maybe `bias` [H] and `nonlinearity`. An object with other arrays or
+    modules is an error. A dict with such arrays is accepted, too. A quantized layer of `mlx_lstm.nn` is run with its
+    quantized weights.
 
     Args:
         layers (list): K layers, all of one kind and one H; the first one reads x. From layer 1 on D is H, or 2H with
-            both directions concatenated. May be empty if `reverse` is not.
+            both directions concatenated. The list may be empty if `reverse` is not.
         x (array): [B, T, D]; as in the layers, any number of batch axes, none included.
-        state (optional): of LSTMs a tuple (h_0, c_0), else h_0; each [K, B, H], with both directions [2K, B, H]: layer
-            by layer, in a layer the forward direction first. Default: zeros.
+        state (optional): a tuple (h_0, c_0) for LSTMs, else h_0; each [K, B, H], with both directions [2K, B, H].
+            Layers come in order; in each layer the forward direction comes first. Default: zeros.
         reverse (list, optional): K layers that read their input from its end to its start.
         between (callable, optional): `between(n, x)` gets the output of layer n and returns the input of layer n + 1,
             [B, T, D] with D features as that layer reads, for n = 0..K-2: dropout, norms, residual connections.
         merge (str): the output of both directions of a layer is their concatenation, `"concat"`, or their sum, `"sum"`,
             [B, T, H]. Default: `"concat"`.
         lengths (integer array or list, optional): [B], each in 0..T. Past its length an item's output is 0 and its
-            input is never read; its last state is that at its length, where the reversed layers start.
+            input is never read; its last state is the state at step `lengths[n] - 1`, where the reversed layers start.
         keep (array, optional): [B, T], a factor on the states of every layer before each step, in the layer's own
             order, as in `mlx_lstm.lstm`: 0 where an episode begins.
         hold (array or list, optional): [B, T], steps that leave the states of every layer as they are, as in
             `mlx_lstm.lstm`.
         checkpoint_every (int or str, optional): in training, save the states of every K-th step only, as in
-            `mlx_lstm.lstm`. Default: that of a layer of `mlx_lstm.nn`, else `None`.
-        engine (str, optional): force an engine, as in `mlx_lstm.lstm`. Default: that of a layer of `mlx_lstm.nn`, else
-            the best for the stream's device.
+            `mlx_lstm.lstm`. Default: the layer's own option if it is a layer of `mlx_lstm.nn`, else `None`.
+        engine (str, optional): force an engine, as in `mlx_lstm.lstm`. Default: the layer's own option if it is a layer
+            of `mlx_lstm.nn`, else the best for the stream's device.
 
     Returns:
-        tuple: the output [B, T, H], of both directions concatenated [B, T, 2H], and the last states, shaped as `state`:
-        of LSTMs (h_n, c_n), else h_n; in the dtype to which x, states and parameters promote.
+        tuple: the output [B, T, H], or [B, T, 2H] with both directions concatenated, and the last states, shaped as
+        `state`: (h_n, c_n) for LSTMs, else h_n; in the dtype to which x, states and parameters promote.
 
     Raises:
         ValueError: an argument breaks a rule.
@@ -210,8 +210,8 @@ def check_x(x: object, D: int) -> None:
 
 
 def call_between(between: Between, n: int, x: mx.array, axes: tuple[int, ...], D: int) -> mx.array:
-    """Return the result of the caller's function `between` for the output x of layer n: [B, T, D], the input of the
-    next layer. `axes`: the axes of x without D."""
+    """Call the caller's function `between` with the output x of layer n, and return the result, the input of the
+    next layer, as [B, T, D]. `axes`: all axes of x but the last."""
     result: object = between(n, x.reshape(*axes, -1))
     if not isinstance(result, mx.array) or result.shape != (*axes, D) or not mx.issubdtype(result.dtype, mx.floating):
         kind = f"{result.dtype}, shape {list(result.shape)}" if isinstance(result, mx.array) else type(result).__name__
@@ -220,7 +220,7 @@ def call_between(between: Between, n: int, x: mx.array, axes: tuple[int, ...], D
 
 
 class Depth(NamedTuple):
-    """One layer, or both directions of a layer joined, with arrays by the names of the recurrence's arguments."""
+    """One layer, or the two directions of one layer joined; the arrays have the names of the recurrence's arguments."""
 
     kind: type[Layer]
     cell: Cell
@@ -233,9 +233,10 @@ class Depth(NamedTuple):
 def read_depths(
     layers: Sequence[Any], reverse: Sequence[Any], engine: Engine | None, merge: str, any_width: bool
 ) -> list[Depth]:
-    """Return all layers, after checking that they fit on one another.
+    """Read the parameters of all layers, and check that each layer fits the layer before.
 
-    `engine` replaces that of each layer; `any_width`: layers from 1 on may read any number of features.
+    `engine` replaces the engines of the layers; with `any_width` the layers from 1 on may read any number of
+    features.
     """
     for name, side in (("layers", layers), ("reverse", reverse)):
         if not isinstance(side, (list, tuple)):
@@ -268,7 +269,8 @@ def read_depths(
 
 
 def read(name: str, layer: Any) -> Depth:
-    """Return a layer of the kind that its parameters show; `name` is for errors."""
+    """Return a layer's parameters and its kind (LSTM, GRU or RNN), which their names and shapes show. `name` is for
+    error texts."""
     attributes: dict[str, Any] = getattr(layer, "__dict__", {}) | (layer if isinstance(layer, dict) else {})
     held = {key: value for key, value in attributes.items() if isinstance(value, (mx.array, nn.Module))}
     held = {key: value for key, value in held.items() if key[0] != "_"}
@@ -298,7 +300,7 @@ def cell_of(kind: type[Layer], layer: Any) -> Cell:
 
 
 def packings(layer: Depth) -> dict[str, tuple[int | str, ...]]:
-    """Return group size, bits and mode of each quantized weight."""
+    """Return a dict from the name of each quantized weight to its group size, bits and mode."""
     return {name: tuple(array.packing) for name, array in layer.arrays.items() if isinstance(array, Quantized)}
 
 
@@ -315,7 +317,7 @@ def check_parameters(name: str, layer: Depth, D: int, H: int) -> None:
 
 
 def first_states(state: Any, names: tuple[str, ...], shape: tuple[int, ...]) -> Arrays:
-    """Return the caller's first states by name, without missing ones."""
+    """Return the first states that the caller passed, as a dict by name, after checking their shapes."""
     if len(names) == 1 or state is None:
         state = [state] * len(names)
     elif not isinstance(state, (tuple, list)) or len(state) != 2:

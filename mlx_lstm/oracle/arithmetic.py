@@ -1,8 +1,8 @@
 """The oracle's arithmetic: one rounded operation in a dtype; activations and their slopes.
 
 The formulas are written with an `Arithmetic` called `fl`: `fl(...)` marks one rounded operation. In float64 it does
-nothing; in another dtype it rounds, which gives "the same formula in that dtype". `closeness` passes an `Arithmetic`
-that adds random errors, in order to derive bounds.
+nothing. In another dtype it rounds, so that the same formula is computed in that dtype. `closeness` passes an
+`Arithmetic` that adds random errors, in order to derive bounds.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ ACTIVATION_UNITS = 8
 class Arithmetic:
     """Arithmetic of one dtype. Values are float64 arrays, and each operation's result is rounded to `dtype`.
 
-    That equals computing in `dtype`, as float64 has more than twice the digits of the narrower dtypes. A dot product or
+    This equals computing in `dtype`, since float64 has more than twice the digits of the other dtypes. A dot product or
     a sum is one operation: accumulated in float32 (in float64 if `dtype` is float64), then rounded once.
     """
 
@@ -29,20 +29,20 @@ class Arithmetic:
         self.accumulator: type[np.floating] = np.float64 if self.dtype == np.float64 else np.float32
 
     def __call__(self, value: Array | float, units: int = 0) -> Array:
-        """Round the result of one operation. Only `Noise` uses `units`, the operation's own error in roundoffs of
-        the accumulator."""
+        """Round the result of one operation to the dtype. Only `Noise` uses `units`, the operation's own error in
+        roundoffs of the accumulator."""
         if self.dtype == np.float64:
             return np.asarray(value, np.float64)
         with np.errstate(over="ignore"):
             return np.asarray(value).astype(self.dtype).astype(np.float64)
 
     def load(self, value: Array) -> Array:
-        """Return an argument as the op receives it. Only bounds use a weight's imaginary part (see
-        `closeness.bounds`)."""
+        """Return an argument rounded to the dtype, as the op receives it. Only bounds use the imaginary part of a
+        weight (see `closeness.bounds`)."""
         return self(np.real(value))
 
     def store(self, named: Tensors) -> Tensors:
-        """Return a dict of results in the dtype."""
+        """Convert a dict of results to the dtype."""
         return {name: value.astype(self.dtype) for name, value in named.items()}
 
     def dot(self, a: Array, b: Array) -> Array:
@@ -50,11 +50,11 @@ class Arithmetic:
         return self(a.astype(self.accumulator, copy=False) @ b.astype(self.accumulator, copy=False))
 
     def total(self, terms: Array, axis: tuple[int, ...]) -> Array:
-        """Return the sum over `axis`; the axis stays, with size 1."""
+        """Return the sum over `axis`, rounded once; the axis stays, with size 1."""
         return self(terms.sum(axis=axis, keepdims=True, dtype=self.accumulator))
 
     def blend(self, z: Array, a: Array, b: Array) -> Array:
-        """Return z a + (1 - z) b."""
+        """Return z a + (1 - z) b, each operation rounded."""
         return self(self(z * a) + self(self(1.0 - z) * b))
 
     def start_step(self) -> None:
@@ -62,7 +62,7 @@ class Arithmetic:
 
 
 def sigmoid(x: Array, fl: Arithmetic) -> Array:
-    """Return 1 / (1 + exp(-x)), from an exponential that never overflows."""
+    """Return 1 / (1 + exp(-x)), computed from an exponential that cannot overflow."""
     e = fl(np.exp(-np.abs(x)))
     return fl(np.where(x >= 0, 1.0, e) / fl(1.0 + e), ACTIVATION_UNITS)
 

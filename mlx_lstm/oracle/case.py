@@ -1,4 +1,4 @@
-"""Cases of the oracle. A *case* is a dict with the op's argument names and `op`: "lstm" (the default), "gru" or
+"""Arguments of the oracle. A *case* is a dict with the op's argument names and `op`: "lstm" (the default), "gru" or
 "rnn". An absent argument is a missing key or None. `recurrence` runs one direction of a case, completed with
 defaults.
 
@@ -47,7 +47,7 @@ COMMON = {
 
 
 def sides(case: Case) -> list[Case]:
-    """Return the case of each direction that runs."""
+    """Return the case of each direction that runs, one or two."""
     return [side_of(case, d) for d in range(2)] if case.get("bidirectional") else [case]
 
 
@@ -82,8 +82,8 @@ def is_shared(case: Case, name: str) -> bool:
 
 
 def half(case: Case, array: Array, d: int) -> Array:
-    """Return direction d's half of an output, or of an array in an output's layout. With one direction return the
-    whole array."""
+    """Return the half of direction d of an output, or of an array in an output's layout. With one direction return
+    the whole array."""
     return np.split(np.asarray(array), 2, axis=-1)[d] if case.get("bidirectional") else array
 
 

@@ -1,7 +1,7 @@
-"""One step forward and one step backward of each cell. `recurrence` runs them over time.
+"""One time step of each cell, forward and backward. `recurrence` runs the steps over time.
 
-B batch, I input, H hidden, P width of h (H without projection), G gates: i f g o of an LSTM, r z n of a GRU; a plain
-RNN's only gate is called h. GH axes are in `gate_order`. `p` is the completed case, see `case.complete`.
+B batch, I input, H hidden, P width of h (H without projection), G gates: i f g o of an LSTM, r z n of a GRU; the
+only gate of a plain RNN is called h. GH axes are in `gate_order`. `p` is the completed case, see `case.complete`.
 """
 
 import numpy as np
@@ -11,43 +11,43 @@ from .case import Side, Step
 
 
 def block(p: Side, array: Array, gate: str) -> Array:
-    """Return the [..., H] block of `gate` in a [..., GH] array."""
+    """Return the [..., H] block of one gate in a [..., GH] array."""
     start = p.H * p.gate_order.index(gate)
     return array[..., start : start + p.H]
 
 
 def blocks(p: Side, array: Array) -> Tensors:
-    """Return a [..., GH] array as a dict of [..., H] by gate."""
+    """Split a [..., GH] array into a dict from gate to a [..., H] array."""
     return {k: block(p, array, k) for k in p.gate_order}
 
 
 def rows(p: Side, gate: str) -> Array:
-    """Return the [H,P] rows of `gate` in Wh [GH,P]."""
+    """Return the [H,P] rows of one gate in the matrix Wh [GH,P]."""
     return block(p, p.Wh.T, gate).T
 
 
 def join(p: Side, named: Tensors) -> Array:
-    """Return [..., GH] in gate_order from a dict of [..., H] by gate."""
+    """Join a dict from gate to [..., H] into one array [..., GH], in gate_order."""
     return np.concatenate([named[k] for k in p.gate_order], axis=-1)
 
 
 def input_part(p: Side, x: Array, fl: Arithmetic) -> Array:
-    """Return the input's part of the preactivations, x Wx^T + b, [B,GH]. Without Wx, x is already the product x
-    Wx^T."""
+    """Return the part of the preactivations that the input gives, x Wx^T + b, [B,GH]. Without Wx, x is already the
+    product x Wx^T."""
     a = x if p.Wx is None else fl.dot(x, p.Wx.T)
     return a if p.b is None else fl(a + p.b)
 
 
 def through(p: Side, gate: str, y: Array, gradient: Array, dgates: Array, fl: Arithmetic) -> Array:
     """Return the gradient of a gate's preactivation. The gradient of the gate's value `y` is `gradient` plus the
-    cotangent in dgates [B,GH]."""
+    gate's block of the cotangent dgates [B,GH]."""
     return fl(fl(gradient + block(p, dgates, gate)) * SLOPES[p.act[gate]](y, fl))
 
 
 def lstm_step(
     p: Side, x: Array, h_in: Array, h_prev: Array, c_prev: Array, fl: Arithmetic, shift: Array | None
 ) -> Step:
-    """Run one step from x [B,I] (or [B,4H] if projected already), masked h_in [B,P] and c_prev [B,H]."""
+    """Run one LSTM step from x [B,I] (or [B,4H] if projected already), masked h_in [B,P] and c_prev [B,H]."""
     a = lstm_preactivations(p, x, h_in, c_prev, fl)
     gates = {k: ACTIVATIONS[p.act[k]](a[k], fl) for k in "ifg"}
     c_raw = fl(fl(gates["f"] * c_prev) + fl(gates["i"] * gates["g"]))
@@ -64,7 +64,7 @@ def lstm_step(
 
 
 def lstm_preactivations(p: Side, x: Array, h_in: Array, c_prev: Array, fl: Arithmetic) -> Tensors:
-    """Return the preactivations [B,H] by gate, without the output gate's peephole at the current c."""
+    """Return an LSTM's preactivations [B,H] by gate, without the output gate's peephole to the c of the same step."""
     a = blocks(p, fl(input_part(p, x, fl) + fl.dot(h_in, p.Wh.T)))
     a["f"] = fl(a["f"] + fl(p.forget_bias))
     for k in peeping_back(p):
@@ -84,7 +84,7 @@ def peeping_back(p: Side) -> str:
 
 def lstm_step_back(p: Side, s: Step, dh: Array, dc: Array, dgates: Array, fl: Arithmetic) -> Step:
     """Return the gradients of one step. dh [B,P] and dc [B,H] are the total cotangents of the step's h and c, dgates
-    [B,4H] that of its gates.
+    [B,4H] the cotangent of the step's gates.
 
         h = m Wp^T      m = o act_out(c)      o = act(a_o + p_o c)      c = f c_prev + i g
 
@@ -130,8 +130,8 @@ def gru_step(p: Side, x: Array, h_in: Array, h_prev: Array, c_prev: Array, fl: A
 
 
 def gru_step_back(p: Side, s: Step, dh: Array, dc: Array, dgates: Array, fl: Arithmetic) -> Step:
-    """Return the gradients of one step. dh [B,H] is the total cotangent of the step's h, dgates [B,3H] that of its
-    gates."""
+    """Return the gradients of one GRU step. dh [B,H] is the total cotangent of the step's h, dgates [B,3H] the
+    cotangent of the step's gates."""
     y = blocks(p, s.gates)
     da = lambda k, gradient: through(p, k, y[k], gradient, dgates, fl)  # noqa: E731
     of_z, of_rest = fl(dh * y["z"]), fl(dh * fl(1.0 - y["z"]))
@@ -155,14 +155,15 @@ def gru_step_back(p: Side, s: Step, dh: Array, dc: Array, dgates: Array, fl: Ari
 
 
 def rnn_step(p: Side, x: Array, h_in: Array, h_prev: Array, c_prev: Array, fl: Arithmetic, shift: Array | None) -> Step:
-    """Run one step from x [B,I] (or [B,H] if projected already) and masked h_in [B,H]; `gates` is the preactivation."""
+    """Run one step of a plain RNN from x [B,I] (or [B,H] if projected already) and masked h_in [B,H]; `gates` is the
+    preactivation."""
     a = fl(input_part(p, x, fl) + fl.dot(h_in, p.Wh.T))
     return Step(h=ACTIVATIONS[p.activation](a, fl), c=c_prev, gates=a, a={"h": a})
 
 
 def rnn_step_back(p: Side, s: Step, dh: Array, dc: Array, dgates: Array, fl: Arithmetic) -> Step:
-    """Return the gradients of one step. dh [B,H] is the total cotangent of the step's h, dgates [B,H] that of its
-    preactivation."""
+    """Return the gradients of one step of a plain RNN. dh [B,H] is the total cotangent of the step's h, dgates [B,H]
+    the cotangent of the preactivation."""
     d = fl(fl(dh * SLOPES[p.activation](s.h, fl)) + dgates)
     return Step(dh_in=fl.dot(d, p.Wh), dh_direct=None, dc_prev=dc, to_sum=dict(da=d, drecurrent=d))
 

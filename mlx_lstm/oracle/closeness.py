@@ -1,4 +1,4 @@
-"""The one tolerance policy: a result may differ from the float64 oracle by what rounding explains, and by no more.
+"""The tolerances of all tests: a result may differ from the float64 oracle only as much as rounding explains.
 
 `assert_close` compares with the error of the same formula in the same dtype; `bounds` derives a limit from the case
 alone, which `assert_within` enforces. No number here is fitted to a result: if a check fails, look for the error.
@@ -21,7 +21,8 @@ SAFETY = 4
 
 
 class Float(NamedTuple):
-    """The numbers that describe rounding in a dtype: the gap above 1, the smallest normal and smallest subnormal."""
+    """Constants of a floating-point dtype: the gap above 1 (eps), the smallest normal and the smallest subnormal
+    number."""
 
     eps: float
     tiny: float
@@ -37,14 +38,16 @@ FLOATS = {
 
 
 def float_of(dtype: DTypeLike) -> Float:
-    """Return the `Float` of a dtype or its name; NumPy itself has no bfloat16."""
+    """Return the constants (`Float`) of a dtype or of the name of a dtype; NumPy itself has no bfloat16."""
     return FLOATS[dtype if isinstance(dtype, str) else np.dtype(dtype).name]
 
 
 def assert_close(name: str, got: ArrayLike, same_dtype: ArrayLike, ref64: Array, *, factor: float = 2.0) -> None:
-    """Assert that `got` is at most `factor` times as wrong as the same formula in that dtype, plus a rounding floor.
+    """Assert that the error of `got` is at most `factor` times the error of the same formula in that dtype, plus a
+    small floor for rounding.
 
-    max|got - ref64| <= factor * max|same_dtype - ref64| + 4 eps * max|ref64|. NaN, another shape or dtype fail.
+    max|got - ref64| <= factor * max|same_dtype - ref64| + 4 eps * max|ref64|. NaN, another shape or another dtype
+    fails.
     """
     same_dtype = np.asarray(same_dtype)
     if np.asarray(got).dtype != same_dtype.dtype:
@@ -54,7 +57,8 @@ def assert_close(name: str, got: ArrayLike, same_dtype: ArrayLike, ref64: Array,
 
 
 def assert_within(name: str, got: ArrayLike, ref64: ArrayLike, bound: Array | float) -> None:
-    """Assert |got - ref64| <= bound, a number or one per element; values that are not finite and other shapes fail."""
+    """Assert |got - ref64| <= bound; the bound is one number or one per element. Fail for values that are not finite
+    and for other shapes."""
     got, ref64 = np.asarray(got), np.asarray(ref64)
     if got.shape != ref64.shape:
         raise AssertionError(f"{name}: shape {got.shape}, expected {ref64.shape}")
@@ -70,14 +74,15 @@ def assert_within(name: str, got: ArrayLike, ref64: ArrayLike, bound: Array | fl
 
 
 def bounds(case: Case, dtype: DTypeLike, cotangents: Cotangents | None = None) -> dict[str, float]:
-    """Return how far a right implementation in `dtype` may be from the oracle: {name: bound of the largest error}.
+    """Return {name: bound of the largest error} of a right implementation in `dtype`, compared with the oracle.
 
     There is a bound for all outputs, and for all gradients if cotangents are given. It depends only on the case, whose
     arrays must have values of `dtype` and keep relu and hard_sigmoid off their kinks, where rounding makes a gradient
     jump.
 
-    First-order error analysis says  error = sum over operations of (sensitivity to its result) * (error of its result).
-    The errors have known limits, with u the unit roundoff of `dtype` and v that of the accumulator (`Arithmetic`):
+    First-order error analysis says error = sum over operations of (sensitivity to its result) * (error of its result).
+    The errors have known limits, with u the unit roundoff of `dtype` and v the unit roundoff of the accumulator
+    (`Arithmetic`):
 
         + - * /, storing        u |result|
         activation              4 ulp = 8 v |result|, then stored
@@ -89,12 +94,12 @@ def bounds(case: Case, dtype: DTypeLike, cotangents: Cotangents | None = None) -
                                 either is right, so the larger
         underflow               the smallest subnormal of `dtype`, or the smallest normal of the accumulator if larger
 
-    The sensitivities must be those of the true Jacobian, which cancels: a bound from absolute values grows
-    exponentially in T and allows everything. So the sum is sampled (as CESTAC does): the float64 oracle is evaluated
-    with every result moved up or down by a random half to whole of its limit. Half of the trials repeat the same moves
-    at each time step, as an activation's bias would. The largest move over TRIALS is about twice the root of the sum of
-    squares of the terms; SAFETY times it covers 36 equal terms all against us. Another eps max|result| is added for
-    when all moves cancel.
+    The sensitivities must come from the true Jacobian, whose terms cancel: a bound from absolute values grows
+    exponentially in T and would allow any result. So the sum is sampled (as CESTAC does): the float64 oracle is
+    evaluated with every result moved up or down by a random half to whole of its limit. Half of the trials repeat the
+    same moves at each time step, as an activation's bias would. The largest move over TRIALS is about twice the root of
+    the sum of squares of the terms; SAFETY times this move covers 36 equal terms of the same sign. Another eps
+    max|result| is added for when all moves cancel.
     """
 
     def values(fl: Arithmetic) -> Tensors:
@@ -105,8 +110,8 @@ def bounds(case: Case, dtype: DTypeLike, cotangents: Cotangents | None = None) -
 
 
 def bounds_of(values: Values, dtype: DTypeLike, trials: int = TRIALS) -> dict[str, float]:
-    """Return {name: bound}, as `bounds` does, for the results of `values`, a function of an `Arithmetic`. Fewer
-    trials give equal or narrower bounds."""
+    """Return {name: bound} for the results of `values`, a function of an `Arithmetic`; see `bounds`. Fewer trials
+    give equal or narrower bounds."""
     return exact_and_bounds(values, dtype, trials)[1]
 
 
@@ -116,7 +121,7 @@ def largest(array: ArrayLike) -> float:
 
 
 def exact_and_bounds(values: Values, dtype: DTypeLike, trials: int = TRIALS) -> tuple[Tensors, dict[str, float]]:
-    """Return what `values` computes in float64, and the bound on the largest error of each."""
+    """Return the results of `values` in float64 by name, and a bound on the largest error of each."""
     exact, moved, underflow = sampled(values, dtype, trials)
     eps = float_of(dtype).eps
     bounds = {name: SAFETY * largest(moved[name]) + eps * largest(exact[name]) + underflow for name in exact}
@@ -124,16 +129,16 @@ def exact_and_bounds(values: Values, dtype: DTypeLike, trials: int = TRIALS) -> 
 
 
 def exact_and_element_bounds(values: Values, dtype: DTypeLike, trials: int = TRIALS) -> tuple[Tensors, Tensors]:
-    """Return what `values` computes in float64, and a bound on the error of each element. The bound comes from the
-    element's own moves, so it may be narrower than the tensor's."""
+    """Return the results of `values` in float64 by name, and a bound on the error of each element. The bound comes
+    from the moves of this element alone, so it may be narrower than the bound of the tensor."""
     exact, moved, underflow = sampled(values, dtype, trials)
     eps = float_of(dtype).eps
     return exact, {name: SAFETY * moved[name] + eps * np.abs(exact[name]) + underflow for name in exact}
 
 
 def sampled(values: Values, dtype: DTypeLike, trials: int) -> tuple[Tensors, Tensors, float]:
-    """Return what `values` computes in float64, the largest move of each element over the trials, and the error that
-    underflow may add."""
+    """Return the results of `values` in float64, the largest move of each element over all trials with random
+    errors, and the error that underflow may add."""
     exact = values(Arithmetic(np.float64))
     moved = {name: np.zeros(np.shape(value)) for name, value in exact.items()}
     for trial in range(trials):
@@ -148,8 +153,8 @@ def keeps_off_kinks(case: Case, dtype: DTypeLike) -> bool:
     jumps and has no bounds.
 
     An argument must be farther from a kink than its own bound, `gain` times as large as in the trials of `bounds`, and
-    the activation's own error: at most that of a result of 1, to which a hard sigmoid rises within 2 |kink|. An exact 0
-    does not count, as in `kink_distance`.
+    farther than the activation's own error, which is at most the error of a result of 1, since a hard sigmoid rises to
+    1 within 2 |kink|. An exact 0 does not count, as in `kink_distance`.
     """
     names = [name for name, _ in activation_arguments(**case)]
     if not KINKS.keys() & set(names):

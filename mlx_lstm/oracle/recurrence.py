@@ -1,4 +1,4 @@
-"""The ops of `mlx_lstm.recurrence` in NumPy float64: slow and simple, without any code of the library.
+"""The ops of `mlx_lstm.recurrence` in NumPy float64: slow and simple, without code of the engines.
 
 `case` defines the arguments and the letters of the sizes, `cells` the steps, `arithmetic` the operations, called
 `fl`.
@@ -28,7 +28,7 @@ def forward(*, dtype: DTypeLike = np.float64, frozen_clip: Array | None = None, 
 def backward(case: Case, cotangents: Cotangents, *, dtype: DTypeLike = np.float64) -> Tensors:
     """Return the gradients of the arrays in `case`, by argument name, each in its argument's shape.
 
-    `cotangents` has the cotangents by output name, each in that output's shape; an absent one is zero.
+    `cotangents` has the cotangents by output name, each in the shape of the output; an absent cotangent is zero.
     """
     fl = Arithmetic(dtype)
     return fl.store(evaluate(case, cotangents, fl)[1])
@@ -37,7 +37,8 @@ def backward(case: Case, cotangents: Cotangents, *, dtype: DTypeLike = np.float6
 def evaluate(
     case: Case, cotangents: Cotangents | None, fl: Arithmetic, frozen_clip: Array | None = None
 ) -> tuple[Tensors, Tensors]:
-    """Return (outputs, gradients) in the arithmetic `fl`, as float64 arrays; no gradients if cotangents is None."""
+    """Run a case in the arithmetic `fl`. Return (outputs, gradients) as float64 arrays; no gradients if cotangents
+    is None."""
     results = []
     for d, side in enumerate(sides(case)):
         p = complete(side, fl)
@@ -51,7 +52,7 @@ def evaluate(
 
 
 def clip_shift(**case: Any) -> Array:
-    """Return the difference that clipping made to c at each step, [T,B,DH]; 0 where c was within the limits."""
+    """Return the change that clipping made to c at each step, [T,B,DH]; 0 where c was within the limits."""
     fl, shifts = Arithmetic(np.float64), []
     for p in (complete(side, fl) for side in sides(case)):
         shift = np.zeros((p.T, p.B, p.H))
@@ -62,8 +63,8 @@ def clip_shift(**case: Any) -> Array:
 
 
 def activation_arguments(*, fl: Arithmetic | None = None, **case: Any) -> list[tuple[str, Array]]:
-    """Return (name of an activation, its arguments) for each activation at each step. Items that are held or have
-    ended are left out."""
+    """Return a list of (name of an activation, its arguments), for each activation at each step. Items that are held
+    or have ended are left out."""
     fl, seen = fl or Arithmetic(np.float64), []
     for p in (complete(side, fl) for side in sides(case)):
         for t, s in unroll(p, fl)[1].items():
@@ -88,7 +89,8 @@ def kink_distance(**case: Any) -> float:
 
 
 def unroll(p: Side, fl: Arithmetic, frozen_clip: Array | None = None) -> tuple[Tensors, dict[int, Step]]:
-    """Run the recurrence. Return the outputs and the tape, which has the step of each t."""
+    """Run one direction of a case over time. Return the outputs, and the tape: a dict from t to the values of step
+    t."""
     step = STEPS[p.op][0]
     widths = {"h": p.P, "c": p.H, "gates": len(p.gate_order) * p.H}
     outputs = {name: np.zeros((p.T, p.B, width)) for name, width in widths.items()}
@@ -111,13 +113,13 @@ def unroll(p: Side, fl: Arithmetic, frozen_clip: Array | None = None) -> tuple[T
 
 
 def padded(on: Array, value: Array) -> Array:
-    """Return `value` where `on`, else 0. Use a selection, not a product: items that are held or have ended may
-    contain NaN."""
+    """Return `value` where `on` is true, else 0. This selects instead of multiplying, because items that are held or
+    have ended may contain NaN."""
     return np.where(on, value, 0.0)
 
 
 def times_keep(p: Side, t: int, value: Array, fl: Arithmetic) -> Array:
-    """Return a state or its gradient times `keep`. Items that have ended stay unchanged."""
+    """Return a state, or the gradient of a state, times `keep`. Items that have ended stay unchanged."""
     return value if p.keep is None else np.where(p.alive[t], fl(p.keep[t] * value), value)
 
 
@@ -152,7 +154,7 @@ def unroll_back(p: Side, tape: dict[int, Step], cotangents: Tensors, fl: Arithme
 
 
 def collect(p: Side, rows: list[tuple[int, Tensors]], dh0: Array, dc0: Array, fl: Arithmetic) -> Tensors:
-    """Return the gradients of all arguments, collected from one row per step: (t, [B, ...] arrays by name)."""
+    """Return the gradients of all arguments. `rows` has for each step t the gradients [B, ...] of that step by name."""
 
     def sequence(name: str, width: int) -> Array:
         out = np.zeros((p.T, p.B, width))
@@ -190,7 +192,8 @@ def collect(p: Side, rows: list[tuple[int, Tensors]], dh0: Array, dc0: Array, fl
 
 
 def unbroadcast(gradient: Array, shape: tuple[int, ...], fl: Arithmetic) -> Array:
-    """Sum a [T,B,P] gradient over the axes along which an array of `shape` was broadcast."""
+    """Sum a [T,B,P] gradient over the axes along which an array of `shape` was broadcast, and return it in this
+    shape."""
     aligned = (1,) * (3 - len(shape)) + tuple(shape)
     repeated = tuple(axis for axis in range(3) if aligned[axis] != gradient.shape[axis])
     return (fl.total(gradient, repeated) if repeated else gradient).reshape(shape)

@@ -28,11 +28,11 @@ def check_call(
     batch_first: bool = False,
     one_step: bool = False,
 ) -> tuple[Arrays, Packing | None, Sizes]:
-    """Check the arguments of a call. Return its arrays, how its quantized weights are packed, and (T, B, H, P) of one
-    direction.
+    """Check the arguments of a call. Return its arrays, the packing of its quantized weights (None if there are
+    none), and the sizes (T, B, H, P) of one direction.
 
-    inputs: arrays and `Quantized` weights; the arrays of the latter get names of their own, as in `Quantized.arrays`.
-    one_step: x is [B, I], without an axis of time.
+    inputs: arrays and `Quantized` weights by argument name. The parts of a `Quantized` weight are returned as
+    separate arrays, under the names of `Quantized.arrays`. one_step: x is [B, I], without a time axis.
     """
     for name, flag in flags.items():
         if not isinstance(flag, bool):
@@ -49,7 +49,8 @@ def check_call(
 
 
 def unpacked(op: str, inputs: dict[str, Any]) -> tuple[Arrays, Packing]:
-    """Return the inputs with the arrays of each `Quantized` in its place, and how these are packed."""
+    """Return the inputs with each `Quantized` weight replaced by its arrays, and the packing that all quantized
+    weights share."""
     quantized = {name: value for name, value in inputs.items() if isinstance(value, Quantized)}
     arrays = {name: value for name, value in inputs.items() if name not in quantized}
     packings: dict[Packing, str] = {}
@@ -73,24 +74,25 @@ def unpacked(op: str, inputs: dict[str, Any]) -> tuple[Arrays, Packing]:
 
 
 def common_dtype(values: Iterable[Any]) -> mx.Dtype:
-    """Return the dtype to which arrays and weights promote. A quantized weight counts as its biases, if it has any."""
+    """Return the dtype to which all arrays and weights promote. A quantized weight counts with the dtype of its
+    biases, and not at all without biases."""
     arrays = [value.biases if isinstance(value, Quantized) else value for value in values]
     return mx.result_type(*[array for array in arrays if array is not None])
 
 
 def in_dtype(values: dict[str, Any], dtype: mx.Dtype) -> dict[str, Any]:
-    """Return the arrays in this dtype, and quantized weights as they are."""
+    """Return the values with every array cast to this dtype. Quantized weights stay as they are."""
     return {name: value if isinstance(value, Quantized) else value.astype(dtype) for name, value in values.items()}
 
 
 def in_common_dtype(values: dict[str, Any]) -> tuple[dict[str, Any], mx.Dtype]:
-    """Return the arrays in the dtype to which all promote, and that dtype."""
+    """Cast all arrays to the dtype to which they promote together. Return the arrays and this dtype."""
     dtype = common_dtype(values.values())
     return in_dtype(values, dtype), dtype
 
 
 def check_packing(op: str, group_size: object, bits: object, mode: object) -> None:
-    """Check that `mx.quantize` has this mode, with this group size and these bits."""
+    """Check that `mx.quantize` supports this mode with this group size and this number of bits."""
     check_option(op, "mode", mode, tuple(WIDTHS))
     groups, widths = WIDTHS[cast(str, mode)]
     for name, value, allowed in (("group_size", group_size, groups), ("bits", bits, widths)):
@@ -108,9 +110,9 @@ def check_shapes(
     specs: tuple[NamedSpec, ...],
     packing: Packing | None = None,
 ) -> Sizes:
-    """Check shapes and dtypes of a call's arrays. Return (T, B, H, P) of one direction.
+    """Check the shapes and dtypes of a call's arrays. Return the sizes (T, B, H, P) of one direction.
 
-    The result is cached, as the checks take as long as one step of a small layer.
+    The result is cached, because the checks take as long as one step of a small layer.
     """
     arrays = {name: ArraySpec(shape, dtype) for name, shape, dtype in specs}
     if packing is not None:
@@ -147,7 +149,8 @@ def check_shapes(
 
 
 def matrices_of(op: str, arrays: dict[str, ArraySpec], packing: Packing) -> dict[str, ArraySpec]:
-    """Return the shapes and dtypes of the matrices that quantized weights stand for, once their parts are checked."""
+    """Check the arrays of all quantized weights. Return the shape and dtype that each weight has as a dequantized
+    matrix."""
     dtype, matrices = arrays["x"].dtype, {}
     if dtype == mx.float64:
         fail(op, "x must be float32, float16 or bfloat16 where weights are quantized", dtype)
@@ -177,7 +180,7 @@ def matrices_of(op: str, arrays: dict[str, ArraySpec], packing: Packing) -> dict
 
 
 def check_mask(op: str, mask: ArraySpec, shape: tuple[int, int, int], dtype: mx.Dtype, many: str) -> None:
-    """Check that the mask broadcasts to [T, B, P] without enlarging it."""
+    """Check that the mask broadcasts to `shape`, [T, B, width of h], and has no larger axis."""
     check_array(op, "mask", mask, mask.shape, dtype)
     try:
         fits = np.broadcast_shapes(mask.shape, shape) == shape
@@ -190,8 +193,8 @@ def check_mask(op: str, mask: ArraySpec, shape: tuple[int, int, int], dtype: mx.
 
 
 def check_sequences(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays, op: str) -> None:
-    """Check that the saved outputs which a gradient op needs are there, and that they and the cotangents have the
-    outputs' shapes."""
+    """Check the sequences that a gradient op gets: the saved outputs that it needs are present, and the saved
+    outputs and the cotangents have the shapes of the outputs."""
     T, B, D, dtype = problem.T, problem.B, problem.directions, arrays["x"].dtype
     G, H, P = problem.cell.gates, problem.H, problem.P
     shapes = {"h": [T, B, D * P], "c": [T, B, D * H], "gates": [T, B, D * G * H], "hT": [B, D * P], "cT": [B, D * H]}
@@ -208,7 +211,7 @@ def check_sequences(problem: Problem, arrays: Arrays, saved: Arrays, cotangents:
 
 
 def once(check: Check) -> Check:
-    """Cache a check, which takes as long as a step of a small layer."""
+    """Cache the results of a check function, because one check takes as long as a step of a small layer."""
     cached = lru_cache(maxsize=256, typed=True)(check)
 
     def checked(*arguments: Any, **named: Any) -> Any:
@@ -229,7 +232,7 @@ def check_lstm(
     forget_bias: float,
     op: str = "lstm",
 ) -> LSTMCell:
-    """Return the LSTM cell that these options describe."""
+    """Check the options of an LSTM. Return the cell that they describe."""
     check_gate_order(op, gate_order, "ifgo")
     check_activations(op, activations, "five names: those of i, f, g, o and of the output", 5)
     check_option(op, "output_peephole", output_peephole, ("current", "previous"))
@@ -243,7 +246,7 @@ def check_lstm(
 def check_gru(
     gate_order: str, activations: Sequence[str], reset: str, flip_z: bool, has_bhn: bool, op: str = "gru"
 ) -> GRUCell:
-    """Return the GRU cell that these options describe."""
+    """Check the options of a GRU. Return the cell that they describe."""
     check_gate_order(op, gate_order, "rzn")
     check_activations(op, activations, "three names: those of r, z, n", 3)
     check_option(op, "reset", reset, ("after", "before"))
@@ -255,19 +258,20 @@ def check_gru(
 
 
 def check_rnn(activation: str, op: str = "rnn") -> RNNCell:
-    """Return the plain cell that this option describes."""
+    """Check the activation of a plain RNN. Return the cell with this activation."""
     check_option(op, "activation", activation, ACTIVATIONS)
     return RNNCell(activation)
 
 
 def check_gate_order(op: str, gate_order: object, gates: str) -> None:
-    """Check that `gate_order` is a permutation of `gates`."""
+    """Check that `gate_order` is a text with each letter of `gates` exactly once."""
     if not isinstance(gate_order, str) or sorted(gate_order) != sorted(gates):
         fail(op, f"gate_order must be a permutation of {gates!r}", repr(gate_order))
 
 
 def check_activations(op: str, activations: object, rule: str, count: int) -> None:
-    """Check that `activations` is a sequence of `count` names of `ACTIVATIONS`."""
+    """Check that `activations` is a sequence of `count` names, each a key of `ACTIVATIONS`. `rule` describes it in
+    the error."""
     if isinstance(activations, str) or not isinstance(activations, Sequence) or len(activations) != count:
         fail(op, f"activations must be {rule}", repr(activations))
     for name in activations:

@@ -1,4 +1,5 @@
-"""The way of a call from the caller's arguments to an engine: check, describe as a `Problem`, choose, run."""
+"""Run one call of a recurrence: check the caller's arguments, describe them as a `Problem`, choose an engine and run
+it."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -29,13 +30,13 @@ engine='ops' says that the graph is wanted."""
 
 
 class Call(NamedTuple):
-    """One call as the caller asks for it: the cell, the options and the flags, not yet checked against the arrays.
+    """The options of one call as the caller passed them: the cell and the flags, not yet checked against the arrays.
 
-    What an engine is told of it, checked and without arrays, is a `Problem`.
+    A `Problem` is what an engine gets instead: it is checked and describes the arrays, too.
 
-    batch_first: x and the sequences are [B, T, .], keep and hold [B, T]. Only `forward` knows it.
-    lengths_checked: the lengths are this package's own, so that their range is not looked at.
-    one_step: x is [B, I], without an axis of time.
+    batch_first: x and the sequences are [B, T, .], keep and hold are [B, T]. Only `forward` supports it.
+    lengths_checked: the lengths were computed by this package, so their range needs no check. one_step: x is [B, I],
+    without a time axis.
     """
 
     cell: Cell
@@ -53,9 +54,11 @@ class Call(NamedTuple):
     def forward(
         self, weights_and_arrays: dict[str, Any], *, return_gates: bool, training: bool, wants_last: bool = True
     ) -> tuple[dict[str, Any], Choice]:
-        """Return the outputs, with their gradient, and the choice of the engine that ran.
+        """Run the forward pass. Return the outputs, which MLX can differentiate, and the choice of the engine that
+        ran.
 
-        gates is None unless wanted; hT and cT are missing unless wanted.
+        The output `gates` is None without `return_gates`. The last states hT and cT are missing without
+        `wants_last`.
         """
         op = self.cell.op
         if self.checkpoint_every is not None:
@@ -71,13 +74,13 @@ class Call(NamedTuple):
                 return run(problem, arrays, choice.engine), choice
             steps, call = self.steps(sizes, op)
             inner = call.with_lengths(steps.to_engine(arrays), sizes, op)
-            # With held steps the last states are read from the sequences.
+            # With `hold` the engine's last states are not those of the call: the call reads them from the sequences.
             inner_last = wants_last and self.hold is None
             problem, choice = call.plan(inner, [], sizes, packing, return_gates, training, inner_last)
             return steps.outputs(run(problem, inner, choice.engine), arrays, wants_last), choice
 
     def backward(self, weights_and_arrays: dict[str, Any], saved: Arrays, cotangents: Arrays) -> Arrays:
-        """Return the gradients of the arrays; quantized weights have none."""
+        """Return the gradients of all float arrays of the call. Quantized weights have no gradient."""
         op = f"{self.cell.op}_gradients"
         flags = {"reverse": self.reverse}
         arrays, packing, sizes = check_call(op, weights_and_arrays, self.cell, self.bidirectional, flags)
@@ -90,7 +93,8 @@ class Call(NamedTuple):
     def run_backward(
         self, arrays: Arrays, saved: Arrays, cotangents: Arrays, sizes: Sizes, packing: Packing | None
     ) -> Arrays:
-        """Return the gradients, once `keep` and `hold` are as an engine takes them."""
+        """Return the gradients of a call without `hold`, whose `keep` already has the shape [T, B, D] that engines
+        take."""
         arrays = self.with_lengths(arrays, sizes, f"{self.cell.op}_gradients")
         names, others = tuple(cotangents), [*saved.values(), *cotangents.values()]
         problem, choice = self.plan(arrays, others, sizes, packing, "gates" in names, True, True, names)
@@ -101,17 +105,18 @@ class Call(NamedTuple):
     def backward_of_steps(
         self, arrays: Arrays, saved: Arrays, cotangents: Arrays, sizes: Sizes, packing: Packing | None, op: str
     ) -> Arrays:
-        """Return the gradients of a call with keep or hold.
+        """Return the gradients of a call with `keep` or `hold`.
 
-        The engine's gradient op becomes the vjp of a custom function; MLX differentiates what `Steps` does before and
-        after it.
+        The engine's gradient op becomes the vjp of a custom function. MLX differentiates the operations of `Steps`
+        before and after that function.
         """
         (steps, call), x = self.steps(sizes, op), arrays["x"]
         width = (2 if self.bidirectional else 1) * sizes[3]
         saved, cotangents = steps.saved(saved), cotangents or {"h": mx.zeros((*x.shape[:2], width), x.dtype)}
         quantized = packed_names(arrays)
         names = [n for n, array in arrays.items() if mx.issubdtype(array.dtype, mx.floating) and n not in quantized]
-        # The engine's outputs that have a cotangent: with hold the last states are read from h and c.
+        # The engine's outputs that have a cotangent. With `hold` the cotangents of hT and cT become part of those of h
+        # and c.
         shown = tuple({name[0] if self.hold is not None and name != "gates" else name: 0 for name in cotangents})
         like = {name: saved.get(name, cotangents.get(name)) for name in shown}
 
@@ -135,7 +140,7 @@ class Call(NamedTuple):
         return dict(zip(names, gradients, strict=True))
 
     def steps(self, sizes: Sizes, op: str) -> tuple[Steps, "Call"]:
-        """Return what keep and hold do to this call's steps, and the call without them that an engine runs."""
+        """Return the `Steps` that apply keep and hold, and this call without `hold`, as an engine can run it."""
         T, B = sizes[:2]
         lengths = whole_lengths(op, self.lengths, B, T, checked=self.lengths_checked)
         hold = None if self.hold is None else check_hold(op, self.hold, T, B, self.batch_first)
@@ -144,7 +149,7 @@ class Call(NamedTuple):
         return steps, self._replace(hold=None, lengths=steps.engine_lengths(), lengths_checked=True)
 
     def with_lengths(self, arrays: Arrays, sizes: Sizes, op: str) -> Arrays:
-        """Return the arrays with the checked lengths among them, if there are any."""
+        """Check the lengths of the call. Return the arrays with the lengths added, if the call has any."""
         lengths = whole_lengths(op, self.lengths, sizes[1], sizes[0], checked=self.lengths_checked)
         return arrays if lengths is None else arrays | {"lengths": lengths}
 
@@ -159,14 +164,15 @@ class Call(NamedTuple):
         wants_last: bool,
         cotangents: tuple[str, ...] | None = None,
     ) -> tuple[Problem, Choice]:
-        """Return the problem, and the choice of its engine.
+        """Return the problem that describes this call, and the choice of its engine.
 
-        Nothing is evaluated for an engine that trains and does without values. `others`: arrays besides `arrays` that
-        the engine `numpy` would need the values of.
+        Arrays are evaluated only where the engine `numpy` or inference may need their values. `others`: further
+        arrays whose values the engine `numpy` would read.
         """
         dtype, device = arrays["x"].dtype, choice.current_device()
-        # Engine `numpy` and inference ask whether MLX transforms the arrays. If it does not, nobody can ask for a
-        # gradient, and the graph stays plain. The other engines train without any value.
+        # The engine `numpy` and inference need to know whether MLX transforms the arrays (grad, compile, vmap). If MLX
+        # does not, nobody can ask for a gradient, and the graph stays plain. The other engines train without knowing
+        # any value.
         free = traced = False
         may_be_numpy = self.engine is None or (isinstance(self.engine, str) and self.engine == "numpy")
         if not training or (device == "cpu" and may_be_numpy):
@@ -207,8 +213,8 @@ class Call(NamedTuple):
 
 
 def whole_lengths(op: str, lengths: Lengths, batch: int, longest: int, *, checked: bool = False) -> mx.array | None:
-    """Return a caller's lengths as int32 [batch], checked. The range of arrays without values, and of those already
-    `checked`, is not looked at."""
+    """Check a caller's lengths. Return them as an int32 array [batch], or None if there are none. The range is not
+    checked for arrays without values (inside mx.compile) or if `checked` is true."""
     if lengths is None:
         return None
     unknown = isinstance(lengths, mx.array) and (checked or not have_values([lengths]))
@@ -217,22 +223,24 @@ def whole_lengths(op: str, lengths: Lengths, batch: int, longest: int, *, checke
 
 @property
 def engine_used(layer: object) -> Choice | None:
-    """The engine of the layer's latest call and the reason, `Choice(engine, reason)`; None before the first call.
+    """The engine that ran in the layer's latest call, with the reason: `Choice(engine, reason)`. None before the
+    first call.
 
-    In a compiled function it is the engine of its tracing. A layer sets `_engine_used` in its `vars`, past MLX, which
-    would count a tuple among the parameters.
+    For a compiled function it is the engine chosen while MLX traced the function. A layer stores `_engine_used`
+    directly in its `vars`, because MLX would count a tuple attribute among the parameters.
     """
     return getattr(layer, "_engine_used", None)
 
 
 def given(**arrays: Any) -> dict[str, Any]:
-    """Return the arrays that are not None, and x and Wh in any case; a check refuses them later if they are None."""
+    """Return the arguments that are not None. x and Wh are always included, so that a later check can report a None
+    there."""
     return {name: array for name, array in arrays.items() if array is not None or name in ("x", "Wh")}
 
 
 def h_of(problem: Problem, saved: Arrays) -> mx.array:
-    """Return h [T, B, D H], computed from an LSTM's gates and c where nothing is projected, or from the preactivations
-    of a plain cell."""
+    """Compute the output h [T, B, D H] that the caller did not pass: from the gates and c of an LSTM without
+    projection, or from the preactivations of a plain RNN."""
     cell, D, H, gates = problem.cell, problem.directions, problem.H, saved["gates"]
     if isinstance(cell, RNNCell):
         return activate(cell.act, gates)

@@ -1,8 +1,8 @@
-"""The child process that runs trials of Metal kernels for the guard.
+"""The child process that runs trials of Metal kernels: small test runs before the kernels' first use on a machine.
 
-One child serves all trials of a process, since starting one takes seconds, and it knows which kernels it has already
-found right. It reads a trial per line from its standard input and ends when that closes, so with its parent at the
-latest. `_judge.main` is its other side.
+One child serves all trials of a process, because starting a process takes seconds and the child remembers which
+kernels it has already found correct. It reads one trial per line from its standard input. It ends when this input
+closes, at the latest when its parent ends. The code that runs in the child is `_judge.main`.
 """
 
 import json
@@ -37,20 +37,21 @@ TRANSIENT += ("timed out", "discarded", "victim", "no space left")
 
 
 class Verdict(NamedTuple):
-    """Why an engine's kernels are refused, empty if they are right, and whether that counts for this machine or only
-    for this process."""
+    """The result of a trial. reason: why the engine's kernels are refused, empty if they are correct. lasting:
+    whether the verdict is stored for this machine or counts only in this process."""
 
     reason: str
     lasting: bool = True
 
 
 def verdict_of(reason: str) -> Verdict:
-    """Return the verdict with this reason; a fault that may not come again does not last."""
+    """Return the verdict with this reason. It is not lasting if the reason names a fault that may not come again,
+    such as "out of memory"."""
     return Verdict(reason, not any(word in reason.lower() for word in TRANSIENT))
 
 
 class Ended(Exception):
-    """The child ended, or was ended, before it gave an answer. `began`: whether the trial had started."""
+    """Raised when the child process ended before it gave an answer. `began`: whether the trial had already started."""
 
     def __init__(self, code: int, message: str, began: bool):
         super().__init__(message)
@@ -58,7 +59,8 @@ class Ended(Exception):
 
 
 class Hangs(Exception):
-    """The child gave no answer in time and was killed. `began`: whether the trial had started."""
+    """Raised when the child process gave no answer in time and was killed. `began`: whether the trial had already
+    started."""
 
     def __init__(self, began: bool):
         super().__init__()
@@ -66,7 +68,7 @@ class Hangs(Exception):
 
 
 class Child:
-    """A running child. OSError if it cannot be started."""
+    """A running child process for trials. Creating it raises OSError if the process cannot be started."""
 
     def __init__(self, command: list[str]):
         pipe = subprocess.PIPE
@@ -76,30 +78,31 @@ class Child:
         )
         self.lines: Queue[str | None] = Queue()
         self.errors: deque[str] = deque(maxlen=20)
-        # Two threads read the pipes, since reading a pipe has no time limit. None stands for the end of the output.
+        # Two threads read the pipes, because a read from a pipe has no time limit. None in the queue marks the end of
+        # the output.
         self.readers: list[Thread] = [Thread(target=read, daemon=True) for read in (self.read_lines, self.read_errors)]
         for reader in self.readers:
             reader.start()
 
     def read_lines(self) -> None:
-        """Pass the lines of standard output on, and the end of it as None."""
+        """Put the child's standard output into the queue `lines`, line by line, and None at the end of the output."""
         for line in output(self.process.stdout):
             self.lines.put(line.rstrip("\n"))
         self.lines.put(None)
 
     def read_errors(self) -> None:
-        """Remember the last lines of standard error that are not blank."""
+        """Store the last non-blank lines of the child's standard error in `errors`."""
         self.errors.extend(line.strip() for line in output(self.process.stderr) if line.strip())
 
     def serves(self) -> bool:
-        """Return whether the child can take a trial: it runs, and belongs to this process rather than to one that was
-        forked from its owner."""
+        """Return whether the child can take a trial: it still runs, and this process started it. After a fork the
+        child belongs to the parent process."""
         return self.owner == os.getpid() and self.process.poll() is None
 
     def ask(self, engine: str, trial: str) -> str:
-        """Send a trial and return the reason for which its kernels are refused, empty if they are right.
+        """Send a trial to the child. Return the reason to refuse its kernels, or an empty text if they are correct.
 
-        Raises `Ended` if the child ends before that, and `Hangs` if it takes too long.
+        Raises `Ended` if the child ends before it answers, and `Hangs` if the answer takes too long.
         """
         began = False
         try:
@@ -130,7 +133,7 @@ class Child:
                 began = True
 
     def kill(self) -> int:
-        """End the child. Return its exit code, or 0 for one that waits for its GPU and does not even die."""
+        """Kill the child process. Return its exit code, or 0 if it does not even die because it waits for its GPU."""
         if self.process.poll() is None and self.lines.empty():
             self.process.kill()
         try:
@@ -143,12 +146,12 @@ class Child:
 
 
 def output(pipe: IO[str] | None) -> IO[str]:
-    """Return a pipe, which `Popen` was told to make."""
+    """Return the pipe of a process that was started with pipes, so that it is not None."""
     assert pipe is not None
     return pipe
 
 
 def tell_waiting(engine: str) -> None:
-    """Say on standard error what a call waits for."""
+    """Print on standard error that the call waits for the trial of an engine's kernels."""
     text = f"mlx_lstm: trying the Metal kernels of engine {engine!r}, once on this machine, before their first use ..."
     print(text, file=sys.stderr, flush=True)

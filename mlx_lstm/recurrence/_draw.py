@@ -1,4 +1,5 @@
-"""Draw the random arrays of a trial, as arrays of MLX and as a case of the oracle."""
+"""Draw the random arrays of a trial (a small test run of Metal kernels), as MLX arrays and as input of the float64
+oracle."""
 
 from typing import Any, NamedTuple
 
@@ -25,8 +26,11 @@ HALVINGS = 30
 
 
 class Drawn(NamedTuple):
-    """A case of the oracle, the same case as arrays of MLX (quantized weights included), and whether all sums keep off
-    the kinks of the activations, so that the gradients have bounds."""
+    """The random inputs of a trial.
+
+    case: arguments for the float64 oracle. arrays: the same arrays for MLX, quantized weights included. smooth:
+    whether all sums keep away from the kinks of the activations, so that the gradients have error bounds.
+    """
 
     case: dict[str, Any]
     arrays: dict[str, mx.array]
@@ -34,11 +38,11 @@ class Drawn(NamedTuple):
 
 
 def draw(problem: Problem, rng: np.random.Generator) -> Drawn:
-    """Draw random arrays whose sums lie off the kinks of all activations.
+    """Draw random arrays for a trial such that no preactivation is near a kink of its activation.
 
-    Every preactivation is a fixed offset of 0.5 to 0.7 (`steer`), at which no activation has a kink, plus random terms.
-    The random terms are halved until every sum keeps off the kinks by more than rounding can move it, and the states of
-    unbounded activations stay small over all steps.
+    Every preactivation is a fixed offset of 0.5 to 0.7 (`steer`), where no activation has a kink, plus random terms.
+    The random terms are halved until rounding can move no sum across a kink, and until the states of unbounded
+    activations stay small over all steps.
     """
     parts = draw_parts(problem, rng)
     margin = 16 * float_of(dtype_word(problem)).eps
@@ -54,10 +58,11 @@ def draw(problem: Problem, rng: np.random.Generator) -> Drawn:
 
 
 def draw_parts(problem: Problem, rng: np.random.Generator) -> Tensors:
-    """Return random arrays for all names, and `steer` [D G H], the offset of every preactivation.
+    """Return random arrays for all names of the problem, and `steer` [D G H], the offset of every preactivation.
 
-    The offset is positive. The candidate's has a random sign for each unit, so that h takes both signs. That is
-    a GRU's candidate, a plain cell's gate, or an LSTM's candidate, whose c0 gets the same sign, so that c keeps it.
+    Most offsets are positive. The offset of the candidate (gate g of an LSTM, n of a GRU, the only gate of a plain
+    RNN) has a random sign for each unit, so that h takes both signs. An LSTM's c0 gets the same signs, so that c
+    keeps its sign.
     """
     T, B, H, P = problem[:4]
     cell, D, G = problem.cell, 2 if problem.bidirectional else 1, problem.cell.gates
@@ -87,8 +92,8 @@ def draw_parts(problem: Problem, rng: np.random.Generator) -> Tensors:
 
 
 def assembled(problem: Problem, parts: Tensors, scale: float) -> tuple[dict[str, Any], dict[str, mx.array]]:
-    """Return the oracle's case and the arrays, rounded to the problem's dtype. All terms of the sums but `steer` are
-    multiplied by `scale`."""
+    """Return the arguments of the oracle and the MLX arrays, rounded to the problem's dtype. `scale` multiplies all
+    terms of the preactivations except `steer`."""
     values = {name: parts[name].copy() for name in problem.names if name in parts}
     for name in {"Wx", "Wh", "b", "bhn", "peephole"} & values.keys():
         values[name] *= scale
@@ -112,15 +117,15 @@ def assembled(problem: Problem, parts: Tensors, scale: float) -> tuple[dict[str,
 
 
 def of_weight(name: str, weight: mx.array, packing: Packing) -> dict[str, mx.array]:
-    """Return the arrays of a weight after quantization."""
+    """Quantize a weight matrix. Return the arrays of the quantized weight: integers, scales and biases."""
     return Quantized(*mx.quantize(weight, *packing), **packing._asdict()).arrays(name)
 
 
 def rounded(array: Array, dtype: mx.Dtype) -> Array:
-    """Round an array to the dtype. Return it in float64."""
+    """Round a NumPy array to the dtype. Return the result in float64."""
     return float64(mx.array(array.astype(np.float32)).astype(dtype))
 
 
 def float64(array: mx.array) -> Array:
-    """Return an array of any dtype as a float64 array of NumPy."""
+    """Return an MLX array of any dtype as a float64 NumPy array."""
     return np.array(array.astype(mx.float32)).astype(np.float64)

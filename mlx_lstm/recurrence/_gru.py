@@ -13,9 +13,10 @@ from ._call import Call, Hold, Lengths, given
 
 
 class GRUOutput(NamedTuple):
-    """The outputs of `gru`: sequences h [T, B, H], gates [T, B, 3H]; the last state hT [B, H].
+    """The outputs of `gru`: the sequences h [T, B, H] and gates [T, B, 3H], and the last state hT [B, H].
 
-    With both directions the last axis is twice as wide: forward first, then reverse.
+    With `bidirectional` the last axis of each output is twice as wide: first the forward direction, then the reverse
+    one.
     """
 
     h: mx.array

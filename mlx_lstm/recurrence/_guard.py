@@ -1,8 +1,8 @@
-"""The guard: try Metal kernels before their first use on a machine.
+"""The guard: test Metal kernels in a small trial run before their first use on a machine.
 
-A trial runs in a child process; its verdict counts on this machine until the chip, the system, MLX or the kernels
-change. An engine that fails is refused: the next engine takes over, with a warning; a caller who forced the engine gets
-the reason as an error.
+A trial runs in a child process. Its verdict stays valid on this machine until the chip, the system, MLX or the
+kernels change. An engine whose kernels fail is refused: another engine takes over, with a warning. If the caller
+forced the refused engine, the reason is raised as an error.
 """
 
 from collections import defaultdict
@@ -31,9 +31,11 @@ _hung: dict[str, str] = {}
 
 
 def guarded(chosen: Choice, problem: Problem, best: Callable[..., Choice]) -> Choice:
-    """Return the choice of an engine whose kernels are right on this machine: `chosen`, or the engine that takes over.
+    """Return the choice of an engine whose kernels are correct on this machine: `chosen`, or another engine if
+    `chosen` is refused.
 
-    best: returns the choice without the engines that are `refused`; ValueError if a forced engine is among them.
+    best: a function that chooses again without the `refused` engines. It raises ValueError if the caller forced one
+    of them.
     """
     refused: dict[str, str] = {}
     if _unguarded:
@@ -47,9 +49,9 @@ def guarded(chosen: Choice, problem: Problem, best: Callable[..., Choice]) -> Ch
 
 @contextmanager
 def unguarded() -> Iterator[None]:
-    """Run kernels without a trial in here, in every thread, even those whose trial failed.
+    """Run Metal kernels without a trial inside this context, in all threads, even kernels whose trial failed.
 
-    It serves commands that judge each result themselves and show what a compiler says.
+    Commands use it that compare each result with an oracle themselves, or that show the compiler's messages.
     """
     _unguarded.append(True)
     try:
@@ -60,15 +62,15 @@ def unguarded() -> Iterator[None]:
 
 @cache
 def is_real() -> bool:
-    """Return whether there is a GPU; an emulator's does not count."""
+    """Return whether this machine has a GPU that MLX can use. The emulated GPU of the tests does not count."""
     return mx.is_available(mx.gpu)
 
 
 @lru_cache(4096)
 def refusal(engine: str, problem: Problem) -> str:
-    """Return why an engine's kernels for a call are refused on this machine, or an empty text.
+    """Return why this machine refuses an engine's kernels for a problem, or an empty text if it does not.
 
-    Kernels that nobody has tried are tried, once, however many threads or processes ask.
+    Kernels without a verdict are tried once, however many threads or processes ask at the same time.
     """
     if not is_real():
         return ""
@@ -93,7 +95,8 @@ def refusal(engine: str, problem: Problem) -> str:
 
 @contextmanager
 def one_process_at_a_time() -> Iterator[None]:
-    """Let the processes of a user make their trials one after the other, where the system has file locks."""
+    """Hold a file lock, so that the processes of a user run their trials one after the other. Without file locks on
+    this system, do nothing."""
     try:
         import fcntl
 
@@ -110,7 +113,7 @@ def one_process_at_a_time() -> Iterator[None]:
 
 
 def forget() -> None:
-    """Drop what this process knows of verdicts, and its child; the file of verdicts stays."""
+    """Clear all verdicts that this process has cached, and end its child process. The file of verdicts stays."""
     refusal.cache_clear()
     verdicts.forget()
     tell.cache_clear()
@@ -122,7 +125,8 @@ def forget() -> None:
 
 @cache
 def tell(engine: str, following: str, reason: str) -> None:
-    """Warn that an engine is refused, once in a process for each reason."""
+    """Warn that an engine is refused and which engine takes over. The warning appears once per process for each
+    reason."""
     machine = tuning.machine()
     where = f"{machine['chip']}, {machine['system']}, MLX {machine['mlx']}"
     lasts = verdicts.is_recorded(reason)
@@ -132,14 +136,16 @@ def tell(engine: str, following: str, reason: str) -> None:
 
 
 def command() -> list[str] | None:
-    """Return the command of a child; None where the executable is no interpreter, as in a frozen application."""
+    """Return the command that starts the child process for trials. Return None if the executable is not a Python
+    interpreter, as in a frozen application."""
     if not has_interpreter():
         return None
     return child_command("from mlx_lstm.recurrence._judge import main; main()")
 
 
 def try_out(trial: Trial) -> Verdict:
-    """Return the verdict on a trial, made in the child process, or in this process where no child can be started."""
+    """Run a trial in the child process and return its verdict. If no child can be started, run the trial in this
+    process."""
     words = command()
     verdict = by_child(words, trial) if words else None
     if verdict is None:
@@ -151,7 +157,8 @@ def try_out(trial: Trial) -> Verdict:
 
 
 def by_child(words: list[str], trial: Trial) -> Verdict | None:
-    """Return the verdict of the child on a trial; None if no child can be started or none comes as far as the trial."""
+    """Return the verdict of the child process on a trial. Return None if no child can be started, or if the child
+    ends before it begins the trial."""
     for _ in range(2):  # a second time after the child was ended from outside
         with _child_lock:
             new = not (_children and _children[-1].serves())
@@ -170,7 +177,7 @@ def by_child(words: list[str], trial: Trial) -> Verdict | None:
 
 
 def asked(words: list[str], trial: Trial) -> Verdict:
-    """Ask the child of this process, which is started if there is none."""
+    """Send a trial to the child of this process and return the verdict. Start the child first if none is running."""
     if not (_children and _children[-1].serves()):
         _children[:] = [Child(words)]
     try:

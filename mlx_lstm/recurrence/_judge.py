@@ -1,6 +1,8 @@
-"""Run a trial of Metal kernels, forward and backward, and compare its results with the float64 oracle.
+"""Run a trial of Metal kernels (a small test run before their first use) and compare the results with the float64
+oracle.
 
-The guard starts this module in a child process, since a fault of the GPU may end or hang the process it occurs in.
+The guard starts this module in a child process, because a fault of the GPU may end or hang the process in which it
+occurs.
 """
 
 import json
@@ -24,7 +26,7 @@ from ._trial import SMALL, Trial, dtype_word, trial_from
 
 
 def main() -> None:
-    """Serve trials, one per line of standard input, until it closes: run each and print its verdict."""
+    """Read one trial per line from standard input, run it and print its verdict, until the input closes."""
     recorder = Recorder(mx.fast.metal_kernel)
     mx.fast.metal_kernel = recorder.kernel
     right: set[Text] = set()
@@ -44,15 +46,17 @@ since Metal binds arrays of fewer than 8 elements in another address space."""
 
 
 class Recorder:
-    """Stands in for `mx.fast.metal_kernel`, so that the kernels of a trial are known before they are compiled."""
+    """A replacement for `mx.fast.metal_kernel` that can record the sources of all kernels of a trial without
+    compiling them."""
 
     def __init__(self, build: Callable[..., Any]):
-        """build: the original `mx.fast.metal_kernel`."""
+        """Create a recorder. build: the original `mx.fast.metal_kernel`."""
         self.build: Callable[..., Any] = build
         self.texts: set[Text] | None = None
 
     def kernel(self, **definition: Any) -> Callable[..., Any]:
-        """Return a kernel that is built at its first launch. While texts are recorded it returns zeros."""
+        """Return a kernel that is built at its first launch. While the recorder records, a launch only records the
+        kernel's source and returns zeros."""
         built: list[Callable[..., Any]] = []
 
         def launch(*, inputs: list[Any], **call: Any) -> Any:
@@ -69,7 +73,8 @@ class Recorder:
         return launch
 
     def texts_of(self, trial: Trial) -> set[Text]:
-        """Return the texts of all kernels that a trial launches, without launching one; empty if that fails."""
+        """Return the sources of all kernels that a trial launches, without launching any. Return an empty set if
+        recording fails."""
         with self.recording() as texts:
             drawn = draw(trial.problem, np.random.default_rng(0))
             outputs, _ = evaluate(drawn.case, None, Arithmetic(np.float64))
@@ -82,7 +87,7 @@ class Recorder:
 
     @contextmanager
     def recording(self) -> Iterator[set[Text]]:
-        """Record the texts of the kernels that are launched in here."""
+        """Record the sources of all kernels launched inside this context."""
         self.texts = texts = set()
         try:
             yield texts
@@ -91,7 +96,7 @@ class Recorder:
 
 
 def verdict(trial: Trial) -> str:
-    """Return why the kernels are refused, or an empty text if they are right."""
+    """Run a trial. Return why its kernels are refused, or an empty text if they are correct."""
     problem, rng = trial.problem, np.random.default_rng(0)
     drawn = draw(problem, rng)
     outputs, _ = evaluate(drawn.case, None, Arithmetic(np.float64))
@@ -110,7 +115,8 @@ def verdict(trial: Trial) -> str:
 
 
 def first_lines(error: Exception) -> str:
-    """Return the first line of an error and, if it is another one, the line of the compiler's first error."""
+    """Return the first line of an error's text, and the first line with a compiler's error message if the text has
+    one."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
     compiler_lines = [line for line in lines[1:] if "error:" in line][:1]
     return " ".join([f"{type(error).__name__}:", lines[0], *compiler_lines])
@@ -119,7 +125,7 @@ def first_lines(error: Exception) -> str:
 def sets_of_cotangents(problem: Problem) -> list[tuple[str, ...]]:
     """Return the sets of outputs that get a cotangent in a trial: all outputs, and h alone, as in most losses.
 
-    A kernel that only another set of cotangents would select is not tried.
+    Kernels that only another set of cotangents would select are not tried.
     """
     shown = shown_of(problem)
     if problem.cotangents is not None:
@@ -128,8 +134,8 @@ def sets_of_cotangents(problem: Problem) -> list[tuple[str, ...]]:
 
 
 def results(problem: Problem, drawn: Drawn, cotangents: Tensors, engine: str) -> Tensors:
-    """Run the problem on an engine. Return the outputs that have a cotangent and, unless it is plain, the gradients
-    under the names d + array."""
+    """Run the problem on an engine. Return the outputs named in `cotangents` and, unless the problem is inference
+    without gradient (`plain`), the gradients, each under the name d + name of its array."""
     packed = {name: drawn.arrays[name] for name in packed_names(drawn.arrays)}  # they have no gradient
     arrays = {name: array for name, array in drawn.arrays.items() if name not in packed}
     lengths = {"lengths": mx.array(drawn.case["lengths"], mx.int32)} if "lengths" in problem.names else {}
@@ -158,11 +164,12 @@ def results(problem: Problem, drawn: Drawn, cotangents: Tensors, engine: str) ->
 
 
 def wrong(problem: Problem, drawn: Drawn, cotangents: Tensors, got: Tensors, bounds: dict[str, float]) -> str:
-    """Return the first result that is wrong, with its error, or an empty text.
+    """Return a text that describes the first wrong result, with its error, or an empty text if all results are
+    right.
 
-    A result is wrong if its error exceeds both its derived bound and twice the error of `ops`: on some GPUs MLX's own
-    products, which both engines use, are less precise than float32. `bounds` is filled by the first call, for a loss of
-    all outputs; a loss of fewer outputs rounds less.
+    A result is wrong if its error exceeds both its derived error bound and twice the error of the engine `ops`. On
+    some GPUs MLX's own products, which both engines use, are less precise than float32. The first call fills
+    `bounds` for a loss of all outputs; later calls reuse them, because a loss of fewer outputs rounds less.
     """
     gradients = drawn.smooth and not problem.plain
 
@@ -178,7 +185,7 @@ def wrong(problem: Problem, drawn: Drawn, cotangents: Tensors, got: Tensors, bou
         few = min(array.size for array in got.values()) >= 64
         exact, limits = exact_and_bounds(values, dtype_word(problem), 2 if few else TRIALS)
         bounds |= limits
-    # Without bounds, as next to a kink, a gradient must at least be a number.
+    # A gradient near a kink of an activation has no error bound. It must at least not be NaN.
     for name in got.keys() - exact.keys():
         if np.isnan(got[name]).any():
             return f"{name}: NaN"
@@ -194,5 +201,5 @@ def wrong(problem: Problem, drawn: Drawn, cotangents: Tensors, got: Tensors, bou
 
 
 def distance(got: Array, exact: Array) -> float:
-    """Return the largest error; infinity if the shapes differ."""
+    """Return the largest absolute difference of two arrays, or infinity if their shapes differ."""
     return largest(got - exact) if got.shape == exact.shape else np.inf

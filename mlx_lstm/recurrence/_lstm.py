@@ -13,9 +13,11 @@ from ._call import Call, Hold, Lengths, given
 
 
 class LSTMOutput(NamedTuple):
-    """The outputs of `lstm`: sequences h [T, B, P], c [T, B, H], gates [T, B, 4H]; last states hT [B, P], cT [B, H].
+    """The outputs of `lstm`: the sequences h [T, B, P], c [T, B, H] and gates [T, B, 4H], and the last states hT [B,
+    P] and cT [B, H].
 
-    With both directions the last axis is twice as wide: forward first, then reverse.
+    With `bidirectional` the last axis of each output is twice as wide: first the forward direction, then the reverse
+    one.
     """
 
     h: mx.array

@@ -1,4 +1,4 @@
-"""Base of the quantized layers of `mlx_lstm.nn` and `mlx_lstm.torch`."""
+"""Base class of the quantized layers of `mlx_lstm.nn` and `mlx_lstm.torch`."""
 
 from typing import Any, TypeVar, cast
 
@@ -16,7 +16,8 @@ RECURRENT = ("Wh", "weight_hh")
 
 
 class QuantizedLayer(nn.Module):
-    """Base of `QuantizedLSTM` and the like, before the class of the float layer."""
+    """Base class of quantized layers such as `QuantizedLSTM`. In their list of bases it stands before the class of
+    the float layer."""
 
     op: str  # the layer's name in errors
     of: type[nn.Module]  # the float layer's class
@@ -36,7 +37,7 @@ class QuantizedLayer(nn.Module):
         bits: int | None = None,
         mode: str = "affine",
     ) -> Layer:
-        """Return the quantized layer of a float one, which stays as it is."""
+        """Return a quantized copy of a float layer. The float layer stays unchanged."""
         if type(layer) not in cls.kinds:  # a subclass may compute something else
             rule = f"layer must be of the class {cls.of.__module__.removesuffix('._layers')}.{cls.of.__name__}"
             fail(cls.op, rule, f"{type(layer).__module__}.{type(layer).__qualname__}")
@@ -46,7 +47,7 @@ class QuantizedLayer(nn.Module):
         return new
 
     def take_over(self, layer: nn.Module) -> None:
-        """Take over a layer's parameters and attributes, but not which parameters are frozen."""
+        """Copy the parameters and attributes of a layer, but not the information which parameters are frozen."""
         nn.Module.__init__(self)
         state = {name: value for name, value in vars(layer).items() if name not in ("_no_grad", "_engine_used")}
         vars(self).update({"engine": None, "checkpoint_every": None} | state)  # which a layer of MLX has not
@@ -54,11 +55,13 @@ class QuantizedLayer(nn.Module):
             self[name] = value
 
     def pack(self, group_size: int | None, bits: int | None, mode: str) -> None:
-        """Quantize the weights and freeze all parameters.
+        """Quantize the weights of this layer and freeze all its parameters.
 
-        A weight whose columns are not a multiple of the group stays as it is; a recurrent one is refused then.
+        A weight whose number of columns is not a multiple of the group size stays a float matrix; for a recurrent
+        weight this is an error.
         """
-        # Not DEFAULTS.get: a list, which has no hash, is refused below.
+        # Not DEFAULTS.get(mode): a mode without a hash, such as a list, would raise TypeError here. It is refused
+        # below.
         defaults = next((sizes for name, sizes in DEFAULTS.items() if name == mode), (64, 4))
         group_size = defaults[0] if group_size is None else group_size
         bits = defaults[1] if bits is None else bits
@@ -79,7 +82,7 @@ class QuantizedLayer(nn.Module):
         return f"{super()._extra_repr()}, group_size={self.group_size}, bits={self.bits}, mode={self.mode}"
 
     def _parameter(self, name: str) -> Weight:
-        """Return a parameter of the float layer; a weight that is quantized as `Quantized`."""
+        """Return a parameter of the layer: a `Quantized` object for a quantized weight, else the array."""
         array = cast(Any, super())._parameter(name)
         if f"{name}_scales" not in self:
             return array

@@ -84,7 +84,7 @@ def recurrent(
     order, forms = range(T)[::-1] if reverse else range(T), []
 
     def at(t: int, state: Any) -> tuple[Any, Any]:
-        """Run the step at t and check its results."""
+        """Run the user's step at time t and check what it returns."""
         state = state if before is None else times(before[t], state)
         results = step(tree_map(lambda _, rows: rows[t], x, x_at), state)
         if not isinstance(results, tuple) or len(results) != 2:
@@ -105,8 +105,8 @@ def recurrent(
 def over_steps(
     keep: Any, hold: Any, T: int, B: int, ends: mx.array | None, reverse: bool
 ) -> tuple[Array | None, list[Array] | None, list[Array] | None]:
-    """Return which steps run, [T, B], and the factors on the state before and after each step, T times [B]. None stands
-    for all steps and for no factor."""
+    """Return (live, before, after): which steps run, bool [T, B], and the factors on the state before and after each
+    step, lists of T arrays [B]. None stands for "all steps run" and for "no factor"."""
     options = whole_steps(OP, keep, hold, (T, B), "[T, B]")
     held = options["hold"] != 0 if "hold" in options else None
     steps = Steps(T, B, (reverse,), False, ends, held)
@@ -119,18 +119,18 @@ def over_steps(
     if held is None:
         return live, by_time(keep), None
     turn = slice(None, None, -1 if reverse else 1)
-    # `factors` counts in the order of processing.
+    # `factors` takes and returns steps in their processing order, so a reversed direction is flipped before and after.
     before, after = (by_time(factor[turn]) for factor in factors(keep[turn], steps.live()[turn]))
     return live, before, after
 
 
 def times(keep: Array, state: Any) -> Any:
-    """Multiply each array of a state by the factor [B] of its item."""
+    """Multiply each array of a state by `keep` [B], one factor per batch item."""
     return tree_map(lambda array: array * keep.reshape(-1, *[1] * (array.ndim - 1)).astype(array.dtype), state)
 
 
 def time_and_batch(x: Any) -> tuple[int, int]:
-    """Return (T, B), read from the first array of x."""
+    """Return the sizes (T, B) of x, read from its first array."""
     arrays: Any = [array for _, array in tree_flatten(x)]
     if not arrays:
         fail(OP, "x must have an array", x)
@@ -142,8 +142,8 @@ def time_and_batch(x: Any) -> tuple[int, int]:
 
 
 def form(tree: Any, name: str, begin: tuple[int | str, ...]) -> Any:
-    """Return the dtype and shape of each array of a tree, as text, once the shapes are found to begin with `begin` (a
-    letter stands for any size)."""
+    """Return a tree with the dtype and shape of each array as text. Raise an error if a shape does not begin with
+    `begin`, in which a letter stands for any size."""
 
     def of(array: Any) -> str:
         if not isinstance(array, mx.array):
@@ -160,7 +160,7 @@ def form(tree: Any, name: str, begin: tuple[int | str, ...]) -> Any:
 
 
 def shown(value: Any) -> str:
-    """Return the dtype and shape of an array, or the type of another value, as text."""
+    """Describe a value for an error text: the dtype and shape of an array, or the type of any other value."""
     if not isinstance(value, mx.array):
         return f"{type(value).__name__}{f' of {len(value)}' if isinstance(value, (tuple, list)) else ''}"
     return f"{str(value.dtype).removeprefix('mlx.core.')} {list(value.shape)}"

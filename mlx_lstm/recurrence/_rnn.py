@@ -12,9 +12,11 @@ from ._call import Call, Hold, Lengths, given
 
 
 class RNNOutput(NamedTuple):
-    """The outputs of `rnn`: sequences h and gates (the preactivations), both [T, B, H]; the last state hT [B, H].
+    """The outputs of `rnn`: the sequences h and gates (the preactivations), both [T, B, H], and the last state hT
+    [B, H].
 
-    With both directions the last axis is twice as wide: forward first, then reverse.
+    With `bidirectional` the last axis of each output is twice as wide: first the forward direction, then the reverse
+    one.
     """
 
     h: mx.array

@@ -1,4 +1,5 @@
-"""Translate states, biases and directions between stacks of layers, as torch and cuDNN have them, and single calls."""
+"""Translate the states and biases of layer stacks (as torch and cuDNN store them) to single calls of the recurrence,
+and join the arrays of two directions."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -58,35 +59,39 @@ def join_directions(forward: Mapping[str, mx.array | None], reverse: Mapping[str
 
 
 def by_layer(states: Any, D: int) -> Any:
-    """Return the states [L D, N, .] of a stack of L layers as [L, N, D .]: both directions of a layer side by side."""
+    """Reshape the states [L D, N, .] of a stack of L layers to [L, N, D .], so that both directions of a layer lie
+    side by side."""
     rows, N, width = states.shape
     return states.reshape(rows // D, D, N, width).swapaxes(1, 2).reshape(rows // D, N, D * width)
 
 
 def of_layers(states: Sequence[Any], D: int) -> Any:
-    """Return the states [L D, N, .] of a stack from the states [N, D .] of each layer; the inverse of `by_layer`."""
+    """Return the states [L D, N, .] of a stack of L layers, built from a list of the states [N, D .] of each layer.
+    It is the inverse of `by_layer`."""
     L, (N, width) = len(states), states[0].shape
     return library(states[0]).stack(states).reshape(L, N, D, width // D).swapaxes(1, 2).reshape(L * D, N, width // D)
 
 
 def split_states(D: int, states: Any) -> list[Any]:
-    """Return the states [N, D .] of each layer of a stack, from [L D, ..., .]; N is the product of the axes between."""
+    """Split the states [L D, ..., .] of a stack into a list of the states [N, D .] of each layer. N is the product
+    of the axes in between."""
     if len(states) == 1:
         return [states.reshape(-1, states.shape[-1])]
     return list(by_layer(states.reshape(states.shape[0], -1, states.shape[-1]), D))
 
 
 def join_states(D: int, shape: Sequence[int], *states: Any) -> Any:
-    """Return the states of a stack, in this shape, from those of each layer; the inverse of `split_states`."""
+    """Join the states [N, D .] of all layers into one array of this shape. It is the inverse of `split_states`."""
     if len(states) == D == 1:
         return states[0].reshape(shape)
     return of_layers(states, D).reshape(shape)
 
 
 def join_biases(bW: Any, bR: Any, *, gru: bool) -> dict[str, Any]:
-    """Return `b`, the sum of the biases bW of the input's product and bR of the recurrent product, both [.., G H].
+    """Return the bias `b` of a call: the sum of bW, the bias of the input's product, and bR, the bias of the
+    recurrent product, both [.., G H].
 
-    A GRU also gets `bhn`: the candidate's part of bR, which the reset gate multiplies and which is not part of the sum.
+    A GRU also gets `bhn`, the candidate's part of bR: the reset gate multiplies it, so it is not part of the sum.
     The candidate must be the last gate.
     """
     if not gru:
@@ -97,5 +102,5 @@ def join_biases(bW: Any, bR: Any, *, gru: bool) -> dict[str, Any]:
 
 
 def library(array: mx.array | np.ndarray) -> Any:
-    """Return `mx` or `np`, whichever the array belongs to: the functions above work on both."""
+    """Return the module `mx` or `np`, whichever the array belongs to. The callers work on arrays of both."""
     return mx if isinstance(array, mx.array) else np

@@ -1,8 +1,8 @@
 """The options `keep` (a factor on the carried state) and `hold` (steps that leave the state unchanged).
 
-No engine implements `hold`. The steps of an item that are not held are gathered to the front, in the order of time, and
-run as a shorter item; `Steps` then scatters the outputs back. Engines implement `keep` as [T, B, D], one factor per
-direction, 1 where an item has ended.
+No engine implements `hold`. `Steps` gathers the steps of a batch item that are not held to the front, in the order
+of time. The engine runs them as a shorter item, and `Steps` scatters the outputs back. Engines implement `keep` as
+an array [T, B, D], one factor per direction, which is 1 where an item has ended.
 """
 
 from typing import Any, NamedTuple
@@ -25,13 +25,13 @@ def check_keep(op: str, keep: ArraySpec, T: int, B: int, D: int, batch_first: bo
 
 
 def check_keep_dtype(op: str, keep: ArraySpec | mx.array) -> None:
-    """Check that `keep` has a real dtype."""
+    """Check that `keep` does not have a complex dtype."""
     if keep.dtype == mx.complex64:
         fail(op, "keep must be real, an integer or bool", keep.dtype)
 
 
 def check_hold(op: str, hold: Any, T: int, B: int, batch_first: bool) -> mx.array:
-    """Return `hold` as bool [T, B], once its type, dtype and shape are checked."""
+    """Check the type, dtype and shape of `hold`. Return it as bool [T, B]."""
     array = hold_array(op, hold)
     axes, sizes = ("[B, T]", (B, T)) if batch_first else ("[T, B]", (T, B))
     if not broadcasts(array.shape, sizes):
@@ -41,7 +41,7 @@ def check_hold(op: str, hold: Any, T: int, B: int, batch_first: bool) -> mx.arra
 
 
 def hold_array(op: str, hold: Any) -> mx.array:
-    """Return `hold` as an array of bool or integers."""
+    """Return `hold` as an MLX array of bool or integers. Raise an error for other types and dtypes."""
     if not isinstance(hold, (list, np.ndarray, mx.array)):
         fail(op, f"hold must be an mlx.core.array{instead_of(hold)}", type(hold).__name__)
     if isinstance(hold, mx.array):
@@ -57,9 +57,10 @@ def hold_array(op: str, hold: Any) -> mx.array:
 
 
 def whole_steps(op: str, keep: Any, hold: Any, shape: tuple[int, ...], axes: str) -> dict[str, mx.array]:
-    """Return a layer's keep and hold, if given, broadcast to `shape`, the axes of x without the features.
+    """Check the options `keep` and `hold` of a layer. Return those that are not None, broadcast to `shape`: the
+    shape of x without the features.
 
-    axes: the names of these axes, for errors.
+    axes: the names of these axes, for error texts.
     """
     if keep is hold is None:
         return {}
@@ -77,15 +78,16 @@ def whole_steps(op: str, keep: Any, hold: Any, shape: tuple[int, ...], axes: str
 
 
 def broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
-    """Return whether an array with this shape broadcasts to a shape with the same number of axes."""
+    """Return whether an array of this shape broadcasts to the shape `to`, which must have the same number of axes."""
     return len(shape) == len(to) and all(size in (1, wanted) for size, wanted in zip(shape, to, strict=True))
 
 
 class Steps(NamedTuple):
-    """The steps of a call with `keep` or `hold`.
+    """The steps of a call with the option `keep` or `hold`.
 
-    T, B: sizes. backwards: for each direction whether it is the reverse one. batch_first: sequences are [B, T, .].
-    lengths [B], or None. hold [T, B] bool: the steps that are held, or None.
+    T, B: the number of time steps and the batch size. backwards: for each direction, whether it runs in reverse.
+    batch_first: sequences are [B, T, .]. lengths: [B], or None. hold: bool [T, B], true at steps that leave the
+    state unchanged, or None.
     """
 
     T: int
@@ -96,21 +98,22 @@ class Steps(NamedTuple):
     hold: mx.array | None
 
     def alive(self) -> Array:
-        """Return [T, B]: whether an item has not ended."""
+        """Return a bool array [T, B]: whether the batch item has not yet ended at this step."""
         times = mx.broadcast_to(mx.arange(self.T)[:, None], (self.T, self.B))
         return times < (self.T if self.lengths is None else self.lengths)
 
     def live(self) -> Array:
-        """Return [T, B]: whether a step runs, since it is neither held nor past an end."""
+        """Return a bool array [T, B]: whether this step runs. It does not if it is held or past the item's end."""
         # Not `a & b`: mx.vmap in MLX 0.32.4 loses the mapped axis if only b is mapped.
         return self.alive() if self.hold is None else mx.where(self.hold, False, self.alive())
 
     def engine_lengths(self) -> mx.array | None:
-        """Return the number of steps that an engine runs for each item; None if all."""
+        """Return the number of steps [B] that an engine runs for each batch item, or None if it runs all steps."""
         return self.lengths if self.hold is None else self.live().astype(mx.int32).sum(axis=0)
 
     def to_engine(self, arrays: Arrays) -> Arrays:
-        """Return the arrays for an engine: keep at full shape, the steps that run gathered to the front."""
+        """Return the arrays as an engine takes them: `keep` as [T, B, D], and with `hold` the running steps gathered
+        to the front."""
         inner = dict(arrays)
         if "keep" in arrays:
             inner["keep"] = self.whole_keep(arrays)
@@ -119,7 +122,7 @@ class Steps(NamedTuple):
         live, (order, ran) = self.live(), self.compact()
         inner["x"] = self.taken(arrays["x"], order, self.batch_first)
         if "keep" in arrays:
-            # The factors of held steps are multiplied into that of the next step that runs.
+            # The factor of the next running step includes the factors of the held steps before it.
             inner["keep"] = mx.where(ran, self.taken(self.each_direction(inner["keep"], live, 0), order), 1)
         if masks_differ(arrays):
             mask = arrays["mask"]
@@ -127,21 +130,21 @@ class Steps(NamedTuple):
         return inner
 
     def compact(self) -> tuple[Array, Array]:
-        """Return the gather order [T, B], which has the steps that run first, and which of its places hold these,
-        [T, B, 1]."""
+        """Return (order, ran). order [T, B]: the time indices of an item with the running steps first. ran [T, B,
+        1]: whether this place of the order holds a running step."""
         times, live = mx.arange(self.T)[:, None], self.live()
         order = mx.argsort(mx.where(live, times, times + self.T), axis=0)
         return order, (times < live.astype(mx.int32).sum(axis=0))[..., None]
 
     def saved(self, saved: Arrays) -> Arrays:
-        """Return the saved sequences of the call as its engine had them, the steps that ran in front."""
+        """Return the saved sequences as the engine had them, with the running steps in front and zeros behind."""
         if self.hold is None:
             return saved
         order, ran = self.compact()
         return {name: mx.where(ran, self.taken(array, order), 0) for name, array in saved.items()}
 
     def outputs(self, inner: dict[str, Any], arrays: Arrays, wants_last: bool) -> dict[str, Any]:
-        """Return the call's outputs from the engine's outputs (h, c, gates) and the call's arrays."""
+        """Return the outputs of the call, computed from the engine's outputs (h, c, gates) and the call's arrays."""
         if self.hold is None:
             return inner
         live = self.live()
@@ -170,37 +173,40 @@ class Steps(NamedTuple):
         return outputs
 
     def or_zero(self, sequence: Array, times: Array, selected: Array) -> Array:
-        """Return the steps `times` [T, B] of a sequence where `selected` [T, B], else 0.
+        """Return a sequence gathered at the time indices `times` [T, B], and 0 where `selected` [T, B] is false.
 
-        It gathers from a row of zeros instead of using mx.where, whose gradient is a product that lets NaN through.
+        It gathers from an appended row of zeros instead of using mx.where, whose gradient multiplies by 0 and so
+        lets NaN through.
         """
         rows = mx.concatenate([sequence, mx.zeros((1, *sequence.shape[1:]), sequence.dtype)])
         return self.taken(rows, mx.where(selected, times, self.T))
 
     def carried(self, states: Array, first: Array, live: Array, ran: Array, back: bool) -> Array:
-        """Return [T, B, .]: one direction's latest state at each step. `ran` [T, B] counts the steps run by then."""
+        """Return [T, B, .]: the latest state of one direction at every step, held steps included. `ran` [T, B]
+        counts the steps that have run up to each time index."""
         if not back:
             return self.taken(mx.concatenate([first, states]), ran)
         before = ran - live.astype(mx.int32)  # the engine's index of this step, or of the next one that runs
         return self.taken(mx.concatenate([states, first]), mx.where(before == ran[-1], self.T, before))
 
     def part(self, array: Array, d: int) -> Array:
-        """Return the part of direction d of an array with the directions side by side."""
+        """Return direction d's part of an array that has both directions side by side on its last axis."""
         return array if len(self.backwards) == 1 else half(array, d)
 
     def in_call(self, sequence: Array) -> Array:
-        """Return a sequence [T, B, .] with the axes in the order of the call."""
+        """Return a sequence [T, B, .] in the axis order of the call: [B, T, .] with `batch_first`."""
         return mx.swapaxes(sequence, 0, 1) if self.batch_first else sequence
 
     def whole_keep(self, arrays: Arrays) -> Array:
-        """Return keep as [T, B, D], 1 where an item has ended."""
+        """Return `keep` as [T, B, D], with 1 where an item has ended."""
         keep = arrays["keep"].astype(arrays["x"].dtype)
         keep = keep[..., None] if keep.ndim == 2 else keep
         keep = mx.broadcast_to(self.in_call(keep), (self.T, self.B, len(self.backwards)))
         return keep if self.lengths is None else mx.where(self.alive()[..., None], keep, 1)
 
     def each_direction(self, keep: Array, live: Array, which: int) -> Array:
-        """Return [T, B, D]: result number `which` of `factors` for each direction, in its order of processing."""
+        """Call `factors` for each direction in its processing order. Return its result number `which` (0: before, 1:
+        after each step) as [T, B, D]."""
         each = []
         for d, back in enumerate(self.backwards):
             turn = slice(None, None, -1 if back else 1)
@@ -208,17 +214,19 @@ class Steps(NamedTuple):
         return mx.stack(each, axis=-1)
 
     def taken(self, sequence: Array, times: Array, batch_first: bool = False) -> Array:
-        """Return the steps of a sequence that `times` [T, B] names for each item."""
+        """Gather the steps of a sequence. `times` [T, B] are the time indices to take for each batch item."""
         items = mx.arange(self.B)
         rows = times.T + sequence.shape[1] * items[:, None] if batch_first else times * self.B + items
         return mx.take(sequence.reshape(-1, sequence.shape[-1]), rows, axis=0)
 
 
 def factors(keep: Array, live: Array) -> tuple[Array, Array]:
-    """Return the factors on the state before and after each step, [T, B] each, for steps in their order of processing.
+    """Return the factors on the state before and after each step, two arrays [T, B], for steps in their processing
+    order.
 
-    Held steps pass their factor on. So the factor before a step is the product of keep over all steps since the last
-    one that ran, this step included; the factor after a held step is the same product, after another step 1.
+    A held step passes its factor on to the next step. So the factor before a step is the product of keep over all
+    steps since the last one that ran, including this step. The factor after a held step is the same product; after
+    any other step it is 1.
     """
     # A parallel scan in log2(T) rounds: each round doubles the number of held steps that a product covers. `closed`
     # says that a product already reaches back to a step that ran.
@@ -231,5 +239,5 @@ def factors(keep: Array, live: Array) -> tuple[Array, Array]:
 
 
 def shifted(array: Array, steps: int, first: int) -> Array:
-    """Return the array [T, B] shifted to later steps; `first` fills the front."""
+    """Return the array [T, B] shifted to later time steps by `steps`. `first` fills the front."""
     return mx.concatenate([mx.full((steps, array.shape[1]), first, array.dtype), array[:-steps]])

@@ -1,4 +1,5 @@
-"""The trial that stands for a call: the smallest problem that runs the same kernels."""
+"""Find the trial for a call: the smallest problem that runs the same Metal kernels, so that they can be tested
+quickly."""
 
 import json
 from typing import Any, NamedTuple
@@ -27,8 +28,8 @@ CELLS = {"lstm": cells.LSTMCell, "gru": cells.GRUCell, "rnn": cells.RNNCell}
 
 
 class Trial(NamedTuple):
-    """An engine and the problem to try it on. Its limits are lowered where the call's sizes exceed them, so that this
-    small problem runs the kernels of the large one."""
+    """An engine and the small problem on which its kernels are tested. Where the call's sizes exceed a limit, the
+    problem has a lower limit, so that it runs the kernels of the large call."""
 
     engine: str
     problem: Problem
@@ -41,7 +42,7 @@ class Trial(NamedTuple):
 
 
 def trial_from(text: str) -> Trial:
-    """Return the trial of a `text`."""
+    """Return the trial that a line of JSON describes; the inverse of `Trial.text`."""
     content = json.loads(text)
     fields = content["problem"]
     op, *options = fields["cell"]
@@ -54,15 +55,15 @@ def trial_from(text: str) -> Trial:
 
 
 def dtype_word(problem: Problem) -> str:
-    """Return the dtype's name."""
+    """Return the name of the problem's dtype, such as "float32"."""
     return str(problem.dtype).removeprefix("mlx.core.")
 
 
 def trial_of(engine: str, problem: Problem) -> Trial:
-    """Return the trial that stands for a call."""
+    """Return the smallest trial that runs the same kernels as this engine and problem."""
     if problem.chunks is not None:
-        # Two chunks, each the smallest that runs the same kernels. A chunk that is not recomputed is evaluated, which
-        # the engine does above `unchunked` steps.
+        # The trial has two chunks, each the smallest problem that runs the same kernels. A chunk that is not recomputed
+        # is evaluated, which the engine does only for more than `unchunked` steps.
         one = trial_of(engine, problem._replace(T=problem.chunks.steps, chunks=None)).problem
         limits = one.limits if problem.chunks.recomputes else one.limits._replace(unchunked=0)
         return Trial(engine, one._replace(T=2 * one.T, chunks=problem.chunks._replace(steps=one.T), limits=limits))
@@ -89,15 +90,16 @@ def trial_of(engine: str, problem: Problem) -> Trial:
 
 
 def as_small(size: int, each: int, steps: int) -> int:
-    """Return this number of steps, or one with which an array of `each` numbers a step lies in the address space of an
-    array of this size."""
+    """Return a number of steps with which an array of `each` numbers per step lies in the same Metal address space
+    as an array of `size` numbers. This is `steps` itself if it fits."""
     if (size < SMALL) == (steps * each < SMALL):
         return steps
     return max(1, (SMALL - 1) // each) if size < SMALL else SMALL
 
 
 def without_numbers(cell: Cell) -> Cell:
-    """Return the cell with fixed numbers in place of those that kernels are told at run time."""
+    """Return the cell with fixed values for the cell clip and the forget bias. Kernels read both at run time, so the
+    values do not change the kernel."""
     if not isinstance(cell, LSTMCell):
         return cell
     clip, bias = (0.5 if cell.cell_clip is not None else None), (-0.25 if cell.forget_bias else 0.0)
@@ -105,7 +107,8 @@ def without_numbers(cell: Cell) -> Cell:
 
 
 def smallest_fused(problem: Problem) -> tuple[int, int, int]:
-    """Return B, H, P with the smallest batch that is cut in the same way."""
+    """Return (B, H, P) of the trial of a whole-sequence kernel: the smallest batch with the same tiling, and the
+    call's H and P."""
     names, bare = set(problem.names), fused.readable(problem, problem.names, problem.dtype)
     inputs = {"peephole", "bhn", "mask", "keep", "lengths"} & names
     if "keep" in inputs:  # a plain cell's kernels have it in the mask alone
@@ -120,11 +123,11 @@ def smallest_fused(problem: Problem) -> tuple[int, int, int]:
 
 
 def smallest_stepwise(problem: Problem) -> tuple[int, int, int]:
-    """Return B, H, P with the fewest elements whose products are cut in the same way."""
+    """Return (B, H, P) of the trial of the stepwise kernels: the fewest elements whose products have the same tiles."""
 
     def smallest(B: int, width: int, weight: str) -> int | None:
-        """Return the smallest width of the same remainder whose product has the same tile; of quantized rows, whole
-        groups."""
+        """Return the smallest width with the same remainder modulo 32 and the same tile as `width`, or None. For a
+        quantized weight the width is a whole number of groups."""
         group = problem.packing.group_size if problem.packing and is_packed(weight, problem.names) else 1
         wanted, least = tile_of(problem, width), width % 32 + (32 if width % 32 < SMALL else 0)
         widths = [width] if width < 32 else [*(w for w in range(least, width, 32) if w % group == 0), width]
@@ -139,7 +142,8 @@ def smallest_stepwise(problem: Problem) -> tuple[int, int, int]:
 
 
 def batches(problem: Problem) -> list[int]:
-    """Return the batch sizes that a trial may have: only the call's own where that makes small arrays."""
+    """Return the batch sizes that a trial may have. If the call's arrays are so small that Metal binds them in
+    another address space, only the call's own batch size qualifies."""
     if problem.B < SMALL and min(problem.H, problem.P) < SMALL:
         return [problem.B]
     return [B for B in BATCHES if "lengths" not in problem.names or (B < SMALL) == (problem.B < SMALL)]

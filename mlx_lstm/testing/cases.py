@@ -1,6 +1,7 @@
-"""Random cases of the ops `lstm`, `gru`, `rnn`: tables of options, random arrays, and how an engine runs a case.
+"""Draw random calls of the ops `lstm`, `gru`, `rnn`, called cases, and run them on an engine.
 
-A case is a dict of an op's keyword arguments, arrays among them as NumPy's, and `op`, the op's name (default: `lstm`).
+A case is a dict of an op's keyword arguments, with arrays as NumPy arrays, and `op`, the op's name (default:
+`lstm`).
 """
 
 import sys
@@ -118,10 +119,10 @@ def draw(
     **options: Any,
 ) -> dict[str, Any]:
     """Return a case of random arrays. `dtype` is a NumPy dtype, or the name of an MLX dtype: then the arrays are
-    float32 with values that this dtype has.
+    float32 with values that this dtype can represent.
 
     `sizes` are T, B, I, H, P. `mask` is the mask's shape, in which "P" stands for the width of h (of both directions).
-    `keep` adds one, with some values of 0 and 1. `recurrent` is the standard deviation of Wh.
+    `keep` adds a random array `keep`, some of whose values are 0 and 1. `recurrent` is the standard deviation of Wh.
     """
     T, B, I, H, P = sizes
     D, G, own = (2, len(GATES[op]), (2,)) if bidirectional else (1, len(GATES[op]), ())
@@ -154,14 +155,15 @@ def draw(
 
 
 def stored(arrays: dict[str, Any], dtype: DTypeLike) -> dict[str, Any]:
-    """Return the arrays in a NumPy dtype; for the name of an MLX dtype, as float32 with values that this dtype has."""
+    """Return the arrays in a NumPy dtype; for the name of an MLX dtype, as float32 with values that this dtype can
+    represent."""
     if not isinstance(dtype, str):
         return {name: array.astype(dtype) for name, array in arrays.items()}
     return as_represented({name: array.astype(np.float32) for name, array in arrays.items()}, dtype)
 
 
 def as_represented(arrays: Tensors, dtype: str) -> Tensors:
-    """Return float32 arrays rounded to values that the MLX dtype of this name has."""
+    """Return float32 arrays rounded to values that the MLX dtype of this name can represent."""
     if dtype == "float32":
         return arrays
     return {name: np.array(mx.array(a).astype(DTYPES[dtype]).astype(mx.float32)) for name, a in arrays.items()}
@@ -170,14 +172,14 @@ def as_represented(arrays: Tensors, dtype: str) -> Tensors:
 def draw_cotangents(
     rng: np.random.Generator, outputs: Mapping[str, np.ndarray], dtype: DTypeLike = np.float64
 ) -> dict[str, np.ndarray]:
-    """Return a random cotangent for each of these outputs."""
+    """Return a random cotangent for each output, by name."""
     return stored({name: rng.normal(size=value.shape) for name, value in outputs.items()}, dtype)
 
 
 def draw_away_from_kinks(
     seed: int, margin: float = KINK_MARGIN, **options: Any
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Return (case, cotangents), drawn again until no argument of relu or hard_sigmoid is within `margin` of a kink."""
+    """Draw (case, cotangents) repeatedly until no argument of relu or hard_sigmoid is within `margin` of a kink."""
     rng = np.random.default_rng(seed)
     dtype = options.get("dtype", np.float64)
     for _ in range(200):
@@ -188,7 +190,7 @@ def draw_away_from_kinks(
 
 
 def at_batch(options: Mapping[str, Any], B: int) -> dict[str, Any]:
-    """Return an entry of the tables for a batch of B instead of 2."""
+    """Return an entry of the tables of options, which are for a batch of 2, converted to a batch of B."""
     changed = dict(options)
     if "lengths" in changed:
         changed["lengths"] = (changed["lengths"] * B)[:B]
@@ -200,7 +202,7 @@ def at_batch(options: Mapping[str, Any], B: int) -> dict[str, Any]:
 
 
 def split(case: Case) -> tuple[str, dict[str, np.ndarray], dict[str, Any]]:
-    """Split a case into (op, arrays, options). `options` has all arguments that are not arrays."""
+    """Split a case into (op, arrays, options). `options` has all arguments that are no arrays."""
     arrays = {name: case[name] for name in ARRAYS if case.get(name) is not None}
     options = {name: value for name, value in case.items() if name not in ARRAYS and name != "op"}
     return case.get("op", "lstm"), arrays, options
@@ -221,8 +223,8 @@ def run(
 ) -> tuple[dict[str, mx.array], dict[str, mx.array]]:
     """Run the case's op on an engine and return (outputs, gradients) by name.
 
-    With cotangents only the outputs that have one are computed; without, there are no gradients. `weights` replace the
-    case's arrays of the same names by quantized ones, which have no gradient.
+    With cotangents only the outputs that have a cotangent are computed; without cotangents there are no gradients.
+    `weights` are quantized weights, without gradients, that replace the case's arrays of the same names.
     """
     op, arrays, options = split(case)
     arrays, options = {name: arrays[name] for name in arrays if name not in weights}, {**options, **weights}
@@ -253,14 +255,14 @@ def infer(
 
 
 def has_metal() -> bool:
-    """Return whether MLX can run Metal kernels here. MLX for macOS has its back end even where there is no GPU."""
+    """Return whether MLX can run Metal kernels on this machine. MLX for macOS has the back end even without a GPU."""
     return mx.metal.is_available() and (sys.platform != "darwin" or mx.is_available(mx.gpu))
 
 
 def hindrance(engine: str, sizes: tuple[int, int, int, int], dtype: mx.Dtype, cell: Cell, **options: Any) -> str:
     """Return why an engine cannot run a recurrence of sizes (T, B, I, H) on this machine, or "" if it can.
 
-    `options` are arguments of `engines.choose`. `device` and `metal` are this machine's unless given; for `numpy` the
+    `options` are arguments of `engines.choose`. By default `device` and `metal` describe this machine; for `numpy` the
     device is always the CPU.
     """
     options = {"device": choice.current_device(), "metal": has_metal(), "traced": False} | options

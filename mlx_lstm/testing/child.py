@@ -1,4 +1,4 @@
-"""A child process of this package that answers requests. A crash or a hanging kernel ends only this process.
+"""A child process of this package that answers requests. A crash or a hanging kernel ends only the child process.
 
 Requests and answers are JSON objects, one per line, on the child's standard input and output.
 """
@@ -22,8 +22,8 @@ LINES = 6
 
 
 class ChildError(RuntimeError):
-    """An error of a child process, with the reason. `lost`: the process ended or hangs, so it can answer no more
-    requests."""
+    """A request to a child process failed, for the reason in the text. `lost`: the child ended or hangs, so it can
+    answer no more requests."""
 
     def __init__(self, text: str, lost: bool = False):
         super().__init__(text)
@@ -31,7 +31,8 @@ class ChildError(RuntimeError):
 
 
 class Child:
-    """A child runs `python -m MODULE ARGUMENTS`, which calls `serve`. It ends when its parent closes it or ends."""
+    """A child process that runs `python -m MODULE ARGUMENTS`, which calls `serve`. It ends when its parent closes it
+    or ends."""
 
     def __init__(self, module: str, *arguments: str):
         self.errors: IO[str] = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 (see close)
@@ -51,15 +52,15 @@ class Child:
         self.reader.start()
 
     def read(self) -> None:
-        """Pass the child's lines to `lines`, and "" when it has ended. A thread does this, because a pipe has no
-        read with a time limit."""
+        """Put each line of the child's output into the queue `lines`, and "" when the child has ended. A thread runs
+        this, because a pipe has no read with a time limit."""
         for line in self.answers:
             self.lines.put(line)
         self.lines.put("")
 
     def ask(self, patience: float | None = None, **request: Any) -> dict[str, Any]:
-        """Send a request and return the answer. ChildError if the child could not do it, ended, or has not answered
-        after `patience` seconds; a child that ended or hangs is closed."""
+        """Send a request to the child and return the answer. Raise ChildError if the child could not do it, ended,
+        or has not answered after `patience` seconds; a child that ended or hangs is closed."""
         with suppress(BrokenPipeError):  # the child ended: `read` says so
             self.requests.write(json.dumps(request) + "\n")
             self.requests.flush()
@@ -84,7 +85,7 @@ class Child:
         return self.errors.read().strip()
 
     def close(self) -> str:
-        """End the child and return what it wrote to stderr. A child that is still working is killed."""
+        """End the child process and return what it wrote to stderr. A child that is still working is killed."""
         if self.errors.closed:
             return ""
         with suppress(BrokenPipeError):
@@ -104,12 +105,12 @@ class Child:
 
 
 def ended(code: int) -> str:
-    """Return in words how a process ended."""
+    """Return as text how a process with this exit code ended."""
     return f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
 
 
 def excerpt(text: str) -> str:
-    """Return at most LINES lines: the first two, then those that name an error, else the last ones."""
+    """Return at most LINES lines of a text: the first two, then lines that name an error, else the last lines."""
     lines = [line.rstrip()[:200] for line in text.splitlines() if line.strip()]
     if len(lines) <= LINES:
         return "\n".join(lines)
@@ -118,7 +119,8 @@ def excerpt(text: str) -> str:
 
 
 def serve(answer: Callable[..., dict[str, Any]]) -> None:
-    """Answer the parent's requests until it closes the pipe. What libraries print goes to stderr."""
+    """In the child process, answer the parent's requests until it closes the pipe. What libraries print goes to
+    stderr."""
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for line in sys.stdin:

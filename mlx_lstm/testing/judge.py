@@ -1,4 +1,5 @@
-"""Judge results: compare each tensor with the float64 oracle, within a bound derived from the case."""
+"""Judge results: compare each tensor with the float64 oracle. The error must be within a bound derived from the
+case."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -15,8 +16,8 @@ FEW = 2
 
 
 class Verdict(NamedTuple):
-    """The judgement of results: the tensor whose error is the largest part of its bound, this error and bound, and
-    why the results are refused, or ""."""
+    """The judgement of results: the tensor with the largest ratio of error to bound, this error and bound, and why
+    the results are refused, or ""."""
 
     tensor: str
     error: float
@@ -25,19 +26,20 @@ class Verdict(NamedTuple):
 
 
 class Judge(NamedTuple):
-    """The float64 results of a case, and the bound on the largest error of each."""
+    """The float64 results of a case by name, and for each a bound on the largest error."""
 
     exact: Tensors
     bounds: dict[str, float]
 
     def judge(self, results: Tensors, names: Iterable[str]) -> Verdict:
-        """Compare the results of these names with the exact ones; a missing one is refused."""
+        """Compare the results of these names with the exact results; a missing result is refused."""
         verdicts = [self.judge_tensor(name, results.get(name)) for name in names]
         refused = [verdict for verdict in verdicts if verdict.refusal]
         return max(refused or verdicts, key=lambda verdict: verdict.error / verdict.bound)
 
     def judge_tensor(self, name: str, result: np.ndarray | None) -> Verdict:
-        """Compare one tensor. Refuse NaN, another shape, and a bound so wide that zeros would pass."""
+        """Compare one result with the exact one. Refuse NaN, another shape, and a bound so wide that zeros would
+        pass."""
         exact, bound = self.exact[name], self.bounds[name]
         if result is None or result.shape != exact.shape:
             shape = None if result is None else list(result.shape)
@@ -52,5 +54,6 @@ class Judge(NamedTuple):
 
 
 def make_judge(values: Values, dtype: DTypeLike, elements: int) -> Judge:
-    """Return the judge of what `values` computes. `elements` is the number of elements of the case's largest tensor."""
+    """Return the judge of the results that `values` computes. `elements`: the number of elements of the largest
+    tensor."""
     return Judge(*exact_and_bounds(values, dtype, TRIALS if elements < LARGE else FEW))

@@ -1,4 +1,4 @@
-"""A terminal line that shows the current work, its duration, and the estimated time left."""
+"""Show the current work, its duration and the estimated time left in a line of the terminal."""
 
 import shutil
 import sys
@@ -14,8 +14,8 @@ T = TypeVar("T")
 
 
 class Progress:
-    """A context in which a thread redraws the line each second. It draws nothing if `out` (default: stderr) is no
-    terminal. `title` is printed before the text of `say`."""
+    """A context that shows a line of progress, which a thread redraws each second. It shows nothing if `out`
+    (default: stderr) is no terminal. `title` is printed before the text of `say`."""
 
     def __init__(self, out: TextIO | None = None) -> None:
         self.out: TextIO = sys.stderr if out is None else out
@@ -38,14 +38,14 @@ class Progress:
             self.thread.join()
 
     def say(self, text: str, left: float | None = None) -> None:
-        """Show a text from now on. `seconds` is the estimated time until all work is done, if known."""
+        """Show this text from now on. `left`: the estimated seconds until all work is done, if known."""
         with self.lock:
             self.text = text
             self.end = None if left is None else time.monotonic() + left
             self.draw()
 
     def each(self, items: Sequence[T], title: str) -> Iterator[T]:
-        """Yield the items, counting them."""
+        """Yield the items, and show the number of the current item and the estimated time left."""
         start = time.monotonic()
         for n, item in enumerate(items):
             passed = time.monotonic() - start
@@ -54,13 +54,13 @@ class Progress:
         self.say("")
 
     def print(self, text: str, file: TextIO | None = None) -> None:
-        """Print a text in place of the line, which comes back below it at the next `say`."""
+        """Print a text in place of the progress line, which comes back below the text at the next `say`."""
         self.say("")
         with self.lock:
             print(text, file=file, flush=True)
 
     def redraw(self) -> None:
-        """Draw the line once a second until the context ends, then erase it."""
+        """Draw the progress line once a second until the context ends, then erase the line."""
         while not self.ended.wait(1):
             with self.lock:
                 self.draw()
@@ -68,7 +68,7 @@ class Progress:
         self.out.flush()
 
     def draw(self) -> None:
-        """Draw the line as it is now."""
+        """Draw the progress line in its current state."""
         if not self.thread.is_alive():
             return
         line = "  ".join([clock(time.monotonic() - self.start), self.title, self.text]) if self.text else ""
@@ -79,5 +79,5 @@ class Progress:
 
 
 def clock(seconds: float) -> str:
-    """Return seconds as minutes:seconds."""
+    """Format seconds as minutes:seconds."""
     return f"{int(seconds) // 60}:{int(seconds) % 60:02}"

@@ -1,4 +1,4 @@
-"""Describe this machine, format tables of text, and write reports as JSON."""
+"""Describe this machine, format tables, and write reports as JSON."""
 
 import json
 import math
@@ -26,8 +26,8 @@ THREAD_SETTINGS = (
 
 
 def machine_card(command: str, device: str) -> dict[str, str]:
-    """Return the facts about this machine that a measured figure depends on: chip, cores, system, versions, threads,
-    load, command."""
+    """Return a dict of everything about this machine that measured times depend on: chip, cores, system, versions,
+    threads, load, command."""
     blas = np.show_config(mode="dicts")["Build Dependencies"]["blas"]
     set_here = [f"{name}={os.environ[name]}" for name in THREAD_SETTINGS if name in os.environ]
     return {
@@ -60,7 +60,7 @@ def blas_kernel() -> str:
 
 def table(lines: Sequence[Sequence[str]], left: int | None = None) -> str:
     """Format rows of cells as aligned columns; the first row is the header, and empty columns are left out. The
-    first `left` columns are aligned to the left, the others to the right; None aligns all to the left."""
+    first `left` columns are aligned to the left, the others to the right; with None all are aligned to the left."""
     columns = [column for column in zip(*lines, strict=True) if any(column[1:])]
     aligned = []
     for n, column in enumerate(columns):
@@ -70,12 +70,12 @@ def table(lines: Sequence[Sequence[str]], left: int | None = None) -> str:
 
 
 def json_text(content: Any) -> str:
-    """Return a report as JSON. Numbers that are not finite become null, the user's home folder becomes ~."""
+    """Return a report as JSON text. Numbers that are not finite become null; the user's home folder becomes ~."""
     return json.dumps(printable(content, str(Path.home())), indent=1)
 
 
 def printable(value: Any, home: str) -> Any:
-    """Return the value without numbers that JSON does not have, and without the path of the home folder."""
+    """Return a value without numbers that JSON lacks, and without the path of the home folder."""
     if isinstance(value, dict):
         return {str(key): printable(part, home) for key, part in value.items()}
     if isinstance(value, list | tuple):
@@ -89,8 +89,8 @@ WIDTH = 160  # of the line that `first_line` returns
 
 
 def first_line(text: str) -> str:
-    """Return the line of an error that says most: a compiler's first error, else the first line, with the next one if
-    the first announces it by a colon."""
+    """Return the most useful line of an error text: a compiler's first error, else the first line, joined with the
+    next one if it ends in a colon."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     first = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])
     line = next((line for line in lines if "error:" in line), first)

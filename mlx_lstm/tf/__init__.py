@@ -1,11 +1,12 @@
 """TensorFlow's recurrent block ops on MLX arrays, with TensorFlow's results, and differentiable.
 
-`lstm_block_cell`, `block_lstm`, `block_lstm_v2`, `gru_block_cell` and their `_grad` are `tf.raw_ops.LSTMBlockCell` and
-so on: the same arguments in the same order, also by name, the same defaults, and tuples of the same outputs. They run
-on every engine. Sizes are T time, N batch, I input, H cell. w [I + H, 4H] has the input's rows first; its columns and
-b are in the order i, c, f, o (ICFO), in the V2 ops i, f, c, o (IFCO), where c is the cell input `ci`.
+`lstm_block_cell`, `block_lstm`, `block_lstm_v2`, `gru_block_cell` and their gradient ops (names with `_grad`) equal
+`tf.raw_ops.LSTMBlockCell` and so on: the same arguments in the same order, also by name, the same defaults, and tuples
+of the same outputs. They run on every engine. Sizes are T time, N batch, I input, H cell. w [I + H, 4H] has the input's
+rows first; its columns and b are in the order i, c, f, o (ICFO), in the V2 ops i, f, c, o (IFCO), where c is the cell
+input `ci`.
 
-All ops here differ from TensorFlow's in this:
+All ops of this package differ from TensorFlow's ops in these points:
 
 - MLX differentiates the four forward ops; a loss may use any of their outputs.
 - Arrays are MLX arrays of one dtype: float32, float16, and as an extension bfloat16 and, on the CPU, float64. Arrays of
@@ -13,8 +14,8 @@ All ops here differ from TensorFlow's in this:
 - Wrong arguments raise a ValueError, with TensorFlow's text where TensorFlow has one. So do arguments with which
   TensorFlow ends the process or reads out of bounds: `seq_len_max` out of range, ranks, lengths of peepholes, sizes of
   activations.
-- The keywords `engine`, `stream` and, in the ops over a sequence, `checkpoint_every` are those of `mlx_lstm.lstm`.
-  TensorFlow's `name` is absent.
+- The keywords `engine`, `stream` and, in the ops over a sequence, `checkpoint_every` work as in `mlx_lstm.lstm`.
+  TensorFlow's argument `name` is absent.
 """
 
 from ._gru import GRUBlockCellGradOutput as GRUBlockCellGradOutput

@@ -1,7 +1,8 @@
-"""Checks of the arguments of `mlx_lstm.tf`: TensorFlow's rules in TensorFlow's words, and rules that it does not check.
+"""Checks of the arguments of `mlx_lstm.tf`: TensorFlow's rules with TensorFlow's error texts, and rules that TensorFlow
+does not check.
 
-Ranks are checked before sizes, so that no missing axis is read. Where an argument breaks several rules at once,
-TensorFlow may name another rule.
+Ranks are checked before sizes, because a size cannot be read from a missing axis. Where an argument breaks several
+rules at once, TensorFlow may name another rule.
 """
 
 from typing import NoReturn
@@ -18,8 +19,7 @@ PEEPHOLES = ("wci", "wcf", "wco")
 
 
 def check_lstm_block_cell(op: str, arrays: Arrays, use_peephole: bool) -> None:
-    """Check the arguments of LSTMBlockCell. If `arrays` has `SAVED` and the gradients, check those of its gradient
-    op."""
+    """Check the arguments of LSTMBlockCell, or of its gradient op if `arrays` also has the names in `SAVED`."""
     check_flag(op, "use_peephole", use_peephole)
     check_kinds(op, arrays)
     ranks = {"b": 1} | dict.fromkeys(PEEPHOLES, 1)
@@ -72,7 +72,7 @@ def check_block_lstm_grad(op: str, seq_len_max: object, arrays: Arrays, use_peep
 
 
 def check_gru_block_cell(op: str, arrays: Arrays) -> None:
-    """Check the arguments of GRUBlockCell. If `arrays` has r, u, c and d_h, check those of its gradient op."""
+    """Check the arguments of GRUBlockCell, or of its gradient op if `arrays` also has r, u, c and d_h."""
     check_kinds(op, arrays)
     check_ranks(op, arrays, {"b_ru": 1, "b_c": 1}, 2, "Rank of {name} must be {rank}, got {got}")
     N, I = arrays["x"].shape
@@ -92,7 +92,7 @@ def reject(op: str, text: str) -> NoReturn:
 
 
 def check_size(op: str, rule: str, got: int, expected: int) -> None:
-    """Check a size; the error has TensorFlow's form: rule, value, expected value."""
+    """Check that a size is the expected one; the error has TensorFlow's form: rule, value, expected value."""
     if got != expected:
         reject(op, f"{rule}: {got} vs. {expected}")
 
@@ -106,7 +106,8 @@ def check_kinds(op: str, arrays: Arrays) -> None:
 
 
 def check_ranks(op: str, arrays: Arrays, ranks: dict[str, int], otherwise: int, text: str) -> None:
-    """Check the rank of every array: `ranks` by name, else `otherwise`. `text` is the error."""
+    """Check the rank of every array: `ranks[name]` if there is one, else `otherwise`. `text` is the template of the
+    error."""
     for name, array in arrays.items():
         rank = ranks.get(name, otherwise)
         if array.ndim != rank:
@@ -114,14 +115,14 @@ def check_ranks(op: str, arrays: Arrays, ranks: dict[str, int], otherwise: int, 
 
 
 def check_matrices(op: str, arrays: Arrays, names: tuple[str, ...], dims: str, N: int, H: int) -> None:
-    """Check that the arrays of these names are [N, H]; names without an array are skipped."""
+    """Check that the arrays of these names have shape [N, H]; names without an array are skipped."""
     for name in (name for name in names if name in arrays):
         check_size(op, f"{name}{dims}(0) != batch_size", arrays[name].shape[0], N)
         check_size(op, f"{name}{dims}(1) != cell_size", arrays[name].shape[1], H)
 
 
 def check_cell(op: str, arrays: Arrays) -> tuple[int, int]:
-    """Check cs_prev and h_prev [N, H], where H is that of cs_prev, w [I + H, 4H] and b [4H]; return N and H."""
+    """Check cs_prev [N, H], h_prev [N, H], w [I + H, 4H] and b [4H]; return N and H."""
     (N, I), H = arrays["x"].shape[-2:], arrays["cs_prev"].shape[1]
     check_size(op, "cs_prev.dims(0) != batch_size", arrays["cs_prev"].shape[0], N)
     check_size(op, "h_prev.dims(0) != batch_size", arrays["h_prev"].shape[0], N)
@@ -134,7 +135,7 @@ def check_cell(op: str, arrays: Arrays) -> tuple[int, int]:
 
 
 def check_peepholes(op: str, arrays: Arrays, H: int) -> None:
-    """Check that wci, wcf and wco are [H]. TensorFlow checks it in BlockLSTM only; in other ops it reads beyond the
+    """Check that wci, wcf and wco are [H]. TensorFlow checks this in BlockLSTM only; its other ops read beyond the
     array."""
     for name in PEEPHOLES:
         check_size(op, f"{name}.dim_size(0) != cell_size", arrays[name].size, H)
@@ -152,14 +153,14 @@ def check_steps(op: str, seq_len_max: object) -> int:
 
 
 def check_range(op: str, steps: int, T: int) -> int:
-    """Check that 0 <= steps <= T, where TensorFlow up to 2.21 ends the process."""
+    """Check that 0 <= steps <= T and return steps. TensorFlow up to 2.21 ends the process for other values."""
     if not 0 <= steps <= T:
         reject(op, f"seq_len_max must be between 0 and {T} but is {steps}")
     return steps
 
 
 def check_attributes(op: str, forget_bias: object, cell_clip: object) -> tuple[float, float]:
-    """Check forget_bias, a finite number, and cell_clip, any number; return both as floats."""
+    """Check that forget_bias is a finite number and cell_clip any number; return both as floats."""
     clip = as_float(cell_clip)
     if clip is None:
         fail(op, "cell_clip must be a number", repr(cell_clip))

@@ -46,7 +46,7 @@ def gru_block_cell(
         r, u = sigmoid([x, h_prev] w_ru + b_ru)      c = tanh([x, r h_prev] w_c + b_c)      h = u h_prev + (1 - u) c
 
     The gradient is exact for a loss of any of the four outputs. TensorFlow 2 has no gradient for this op; for a loss of
-    h this is the gradient that TensorFlow 1 had registered.
+    h alone, the gradient equals the one that TensorFlow 1 had registered.
 
     Args:
         x (array): [N, I].
@@ -125,7 +125,7 @@ def gru_block_cell_grad(
 
 
 def gru_arguments(names: Arrays) -> dict[str, Any]:
-    """Return the arguments of `gru` for one step, from TensorFlow's arrays."""
+    """Convert TensorFlow's arrays to the arguments of `mlx_lstm.gru` for one step."""
     x, I = names["x"], names["x"].shape[-1]
     w = mx.concatenate([names["w_ru"], names["w_c"]], axis=1)
     arrays = {"x": x[None], "Wx": w[:I].T, "Wh": w[I:].T, "h0": names["h_prev"]}

@@ -17,8 +17,8 @@ ICFO, IFCO = TF["icfo"], TF["ifco"]
 
 
 class BlockLSTMOutput(NamedTuple):
-    """Outputs of the LSTM ops: i, cs, f, o, ci, co, h, each [T, N, H]; from `lstm_block_cell` [N, H]. All are after
-    activation; cs is clipped, co is tanh(cs)."""
+    """Outputs of the LSTM ops: i, cs, f, o, ci, co, h, each [T, N, H]; from `lstm_block_cell` [N, H]. The gates are
+    values after activation; cs is clipped, and co is tanh(cs)."""
 
     i: mx.array
     cs: mx.array
@@ -77,13 +77,14 @@ def lstm_block_cell(
         cs = clip(i ci + f cs_prev)      o = sigmoid(o + cs wco)      co = tanh(cs)      h = o co
 
     The gradient is exact for a loss of any of the seven outputs, and passes the clip unchanged. TensorFlow 2 has no
-    gradient for this op; for a loss of cs and h this is the gradient that TensorFlow 1 had registered.
+    gradient for this op; for a loss of cs and h, the gradient equals the one that TensorFlow 1 had registered.
 
     Args:
         x (array): [N, I].
         cs_prev, h_prev (array): cell state and h of the step before, [N, H].
         w (array): [I + H, 4H].
-        wci, wcf, wco (array): peepholes of i, f, o, [H]. Without `use_peephole` not used, and of any length.
+        wci, wcf, wco (array): peepholes of i, f, o, [H]. Without `use_peephole` they are not used and may have any
+            length.
         b (array): [4H].
         forget_bias (float): added to f's preactivation. Default: 1.
         cell_clip (float): bound on |cs|; no bound if it is 0, negative or NaN. Default: 3, which TensorFlow's layers
@@ -137,9 +138,9 @@ def lstm_block_cell_grad(
 ) -> LSTMBlockCellGradOutput:
     """Return the gradient of `lstm_block_cell`; equals `tf.raw_ops.LSTMBlockCellGrad`.
 
-    The op stops at the preactivations. TensorFlow 1 computed the rest from dicfo: [x_grad, h_prev_grad] = dicfo w^T,
-    w_grad = [x, h_prev]^T dicfo, and b_grad = the sum of dicfo over N. `mx.grad` of `lstm_block_cell` returns these at
-    once. The clip passes gradients unchanged.
+    The op returns the gradient of the preactivations (dicfo), not of x, h_prev, w and b. TensorFlow 1 computed these
+    from dicfo: [x_grad, h_prev_grad] = dicfo w^T, w_grad = [x, h_prev]^T dicfo, and b_grad = the sum of dicfo over N.
+    `mx.grad` of `lstm_block_cell` returns them directly. The clip passes gradients unchanged.
 
     Differs from TensorFlow: co is computed again from cs; peepholes enter once on every device (TensorFlow's
     CUDA source adds them twice), and always enter (where TensorFlow reuses their memory, it reads zeros).
@@ -194,7 +195,7 @@ def block_lstm(
 
     Differs from TensorFlow: at steps t >= seq_len_max all seven outputs are 0. TensorFlow sets only cs and h to 0 there
     and leaves the other outputs unwritten. The gradient is exact for a loss of any of the seven outputs; TensorFlow's
-    ignores the cotangents of i, f, o, ci and co. Both pass the clip unchanged.
+    ignores the cotangents of i, f, o, ci and co. Both gradients pass the clip unchanged.
 
     Args:
         seq_len_max (int or integer array of rank 0): the number of steps to run, 0..T, for the whole batch. x is never
@@ -202,8 +203,8 @@ def block_lstm(
         x (array): [T, N, I].
         cs_prev, h_prev (array): the states before the first step, [N, H].
         w, wci, wcf, wco, b, forget_bias, cell_clip, use_peephole: as in `lstm_block_cell`.
-        checkpoint_every (int or str, optional): for `mx.grad`, as in `mlx_lstm.lstm`. It frees what the gradient saves,
-            not the seven outputs, which take memory as long as the caller holds them.
+        checkpoint_every (int or str, optional): for `mx.grad`, as in `mlx_lstm.lstm`. It saves memory for the gradient
+            only: the seven outputs take memory as long as the caller holds them.
 
     Returns:
         BlockLSTMOutput: i, cs, f, o, ci, co, h, each [T, N, H]. T, N, H or I may be 0.
@@ -253,9 +254,8 @@ def block_lstm_grad(
 ) -> BlockLSTMGradOutput:
     """Return the gradient of `block_lstm`; equals `tf.raw_ops.BlockLSTMGrad`.
 
-    Nothing at t >= seq_len_max is read, and x_grad is 0 there; with seq_len_max = 0 all gradients are 0, those of the
-    states, too. The gradient passes the clip unchanged, and forget_bias is not in its formula; so neither is an
-    argument.
+    Nothing at t >= seq_len_max is read, and x_grad is 0 there; with seq_len_max = 0 all gradients are 0, also the
+    gradients of the states. The gradient does not depend on cell_clip and forget_bias; so they are no arguments.
 
     Differs from TensorFlow: co is computed again from cs; w's gradient is one product over all steps, and 0 with N = 0,
     where TensorFlow leaves it unwritten.
@@ -305,7 +305,7 @@ def block_lstm_v2(
 ) -> BlockLSTMOutput:
     """Run `block_lstm` in gate order IFCO, without forget bias and by default without clip: `tf.raw_ops.BlockLSTMV2`.
 
-    Keras' LSTM is this with w = [kernel; recurrent_kernel] and b = bias.
+    With w = [kernel; recurrent_kernel] and b = bias this op computes Keras' LSTM.
 
     Differs from TensorFlow: zeros at t >= seq_len_max as in `block_lstm`; the gradient is exact for a loss of any
     output. TensorFlow's tape is wrong for this op: it takes the formula of BlockLSTM, which has another gate order.
@@ -365,12 +365,12 @@ def block_lstm_grad_v2(
 
 
 def lstm_names(*arrays: mx.array) -> Arrays:
-    """Return the first arguments of every LSTM op as a dict by name."""
+    """Return the arguments that all LSTM ops have in common (x, cs_prev, ..., b) as a dict by name."""
     return dict(zip(("x", "cs_prev", "h_prev", "w", *PEEPHOLES, "b"), arrays, strict=True))
 
 
 def lstm_arguments(order: str, names: Arrays, use_peephole: bool) -> dict[str, Any]:
-    """Return the arguments of `lstm` for TensorFlow's arrays with x [T, N, I]; the parts of w are views."""
+    """Convert TensorFlow's arrays, with x [T, N, I], to the arguments of `mlx_lstm.lstm`; Wx and Wh are views of w."""
     x, w, I = names["x"], names["w"], names["x"].shape[-1]
     arrays = {"x": x, "Wx": w[:I].T, "Wh": w[I:].T, "b": names["b"], "h0": names["h_prev"], "c0": names["cs_prev"]}
     if I == 0:  # without features the projected input is 0
@@ -390,7 +390,7 @@ def run_lstm(
     cell_clip: float,
     options: dict[str, Any],
 ) -> BlockLSTMOutput:
-    """Return the outputs for x [T, N, I] after running `steps` of its steps. `options`: engine and checkpoint_every."""
+    """Run the first `steps` steps of x [T, N, I] and return all outputs. `options`: engine and checkpoint_every."""
     x, cs_prev = names["x"], names["cs_prev"]
     T, N, H = x.shape[0], *cs_prev.shape
     if 0 in (steps, N, H):
@@ -424,7 +424,7 @@ def run_lstm_gradients(
 
 
 def peephole_gradients(order: str, gradients: Arrays, names: Arrays) -> list[mx.array]:
-    """Return the gradients of wci, wcf, wco; zeros in their shapes if the op has no peepholes."""
+    """Return the gradients of wci, wcf and wco; zeros of their shapes if the op runs without peepholes."""
     if "peephole" not in gradients:
         return [mx.zeros_like(names[name]) for name in PEEPHOLES]
     blocks = dict(zip(order, mx.split(gradients["peephole"], 4), strict=True))
@@ -432,11 +432,11 @@ def peephole_gradients(order: str, gradients: Arrays, names: Arrays) -> list[mx.
 
 
 def in_order(order: str, i: mx.array, f: mx.array, g: mx.array, o: mx.array) -> list[mx.array]:
-    """Return the arrays of the four gates in gate order."""
+    """Return the arrays of the gates i, f, g and o as a list in the gate order `order`."""
     return [{"i": i, "f": f, "g": g, "o": o}[gate] for gate in order]
 
 
 def with_padding(sequence: mx.array, T: int) -> mx.array:
-    """Return a sequence of T steps, with zeros after the steps of `sequence`."""
+    """Pad a sequence with zeros at its end to T steps."""
     missing = T - sequence.shape[0]
     return mx.pad(sequence, [(0, missing), (0, 0), (0, 0)]) if missing else sequence

@@ -1,1 +1,2 @@
-"""Count what the shaders cost on an Apple GPU, in the machine code of an independent compiler; see README.md."""
+"""Count the instructions of our Metal kernels in the machine code of Mesa's compiler for Apple's GPUs. README.md
+says how."""

@@ -1,5 +1,5 @@
-"""The command line: `make machine-code` renews the table; `python -m machine_code --help` explains the options for
-one layer and for predictions."""
+"""The command line of this package. `make machine-code` counts all kernels and writes machine_code.csv. `python -m
+machine_code --help` explains the options that count one layer or predict its time."""
 
 import argparse
 from pathlib import Path
@@ -26,8 +26,8 @@ control: branches, barriers, waits for loads. unknown: inner loops of unknown le
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Count the instructions of kernels and print them. Without options count the whole table and write it. With
-    --model print predictions instead."""
+    """Count the instructions of kernels and print them. Without the option --size count all kernels of the table and
+    write machine_code.csv. With --model print predicted times instead."""
     options = make_parser().parse_args(arguments)
     if options.model:
         return show_predictions(options)
@@ -49,7 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of the options."""
+    """Return the parser of the command line's options."""
     parser = argparse.ArgumentParser(
         "python -m machine_code",
         description="Count the instructions of our kernels, or (--model) predict the time of a layer on a Mac.",
@@ -70,7 +70,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def show_predictions(options: argparse.Namespace) -> int:
-    """Print a table of predictions for every size and pass."""
+    """Print one table of predicted times for every size and pass."""
     records, packing = [], Packing(64, options.bits, "affine") if options.bits else None
     for size in options.sizes:
         for which in options.passes:
@@ -85,7 +85,7 @@ def show_predictions(options: argparse.Namespace) -> int:
 
 
 def cells_of(line: Counted) -> list[str]:
-    """Return the cells of one line of the table, as printed."""
+    """Return the printed cells of one line of the table of machine code."""
     ratio = line.instructions / line.multiply_adds if line.multiply_adds else 0.0
     values = line._asdict() | {"ratio": f"{ratio:.2f}"}
     return [f"{values[name]:g}" if isinstance(values[name], float) else str(values[name]) for name in COLUMNS]

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Build Mesa's compiler for Apple's GPUs (AGX: M1, M2) as a command that reads SPIR-V and prints machine code.
-# Debian 12, about two minutes on two cores; nothing where it is built already. Prints the path of the command.
+# Needs Debian 12 and takes about two minutes on two cores. Does nothing if the command exists. Prints its path.
 set -euo pipefail
 home="${1:-${XDG_CACHE_HOME:-$HOME/.cache}/mlx-lstm/agx}"
 command="$home/build/src/asahi/clc/asahi_clc"
@@ -11,7 +11,7 @@ $root apt-get update -qq
 $root apt-get install -y -qq --no-install-recommends llvm-15-dev libclang-15-dev libclang-cpp15-dev libclc-15-dev \
   libclc-15 libllvmspirvlib-15-dev llvm-spirv-15 clang-15 spirv-tools libdrm-dev ninja-build flex bison pkg-config \
   libexpat1-dev zlib1g-dev libelf-dev g++ cmake libxml2-dev > apt.log
-# Mesa 25.0 is in Debian 13: its source comes from the same archive, through apt with a list of its own.
+# Download the source of Mesa 25.0. It belongs to Debian 13 (trixie), so apt gets a separate list of sources here.
 if [ ! -d mesa ]; then
   archive=$(grep -h -m1 '^URIs' /etc/apt/sources.list.d/debian.sources | sed 's/URIs: *//')
   mkdir -p apt/lists/partial apt/cache/archives/partial
@@ -22,8 +22,9 @@ if [ ! -d mesa ]; then
   apt-get "${options[@]}" source --download-only -qq mesa
   mkdir mesa.part && tar xf mesa_*.orig.tar.xz -C mesa.part --strip-components=1 && mv mesa.part mesa
 fi
-# Changes to its offline compiler: functions and parameters without a name get one, kernels may spill, nothing is
-# written, and a shuffle is one instruction, as it is for a fixed distance or within a quad (Mesa makes four of any).
+# Change Mesa's offline compiler. Functions and parameters without a name get one. Kernels may spill registers. The
+# compiler exits after printing the machine code and writes no file. A shuffle becomes one instruction, as hardware
+# needs for a fixed distance or within a quad of lanes; unchanged Mesa makes four instructions of any shuffle.
 python3 - <<'PYTHON'
 from pathlib import Path
 

@@ -1,4 +1,5 @@
-"""The text MLX generates for a kernel -> C++ for OpenCL -> LLVM -> SPIR-V -> machine code of the M1's GPU."""
+"""Compile the source that MLX generates for a Metal kernel to machine code of the M1's GPU. The steps: Metal to C++
+for OpenCL (here), to LLVM (clang), to SPIR-V (llvm-spirv), to machine code (Mesa's compiler)."""
 
 import os
 import re
@@ -30,7 +31,8 @@ CLANG = (
     "-emit-llvm -S"
 )
 
-# Inlining, scalars out of arrays, unrolling: LLVM's. No instcombine, whose odd integer widths SPIR-V does not have.
+# LLVM passes: inline functions, turn small arrays into scalars, unroll loops. The pass instcombine is left out, since
+# it creates integers of unusual bit widths, which SPIR-V does not support.
 PASSES = (
     "forceattrs,always-inline,function(sroa,early-cse<memssa>,simplifycfg,loop-simplify,lcssa,loop(loop-rotate,indvars),"
     "loop-unroll<O2;full-unroll-max=64>,sroa,early-cse<memssa>,sccp,simplifycfg,loop-simplify,lcssa,loop(indvars),"
@@ -39,16 +41,17 @@ PASSES = (
 
 
 def machine_code(text: str, threads: int) -> str:
-    """What Mesa prints while it compiles a kernel for so many threads in a threadgroup: statistics and programs."""
+    """Return what Mesa's compiler prints for a kernel: statistics and the programs. text: the kernel's Metal source.
+    threads: the number of threads per threadgroup, which decides how many registers a thread gets."""
     with TemporaryDirectory() as folder:
         source, code, spirv = (f"{folder}/kernel{end}" for end in (".clcpp", ".ll", ".spv"))
         Path(source).write_text(opencl(text, threads))
         run(LLVM / "clang", *CLANG.split(), source, "-o", code)
-        # What is called with a struct that is local to the kernel is internal. LLVM does not unroll a loop around the
-        # only call of an internal function, since it expects that to be inlined first.
+        # A function that is called with a struct local to the kernel is internal. LLVM does not unroll a loop around
+        # the only call of an internal function: it expects the function to be inlined first. So change the linkage.
         Path(code).write_text(Path(code).read_text().replace("define internal ", "define linkonce_odr "))
         run(LLVM / "opt", "-S", "-force-attribute=alwaysinline", f"-passes={PASSES}", code, "-o", code)
-        # The way to SPIR-V knows neither.
+        # Remove LLVM's freeze, lifetime and noalias, which the translator to SPIR-V does not support.
         llvm = re.sub(r"= freeze (\S+|<[^>]*>) (\S+)$", r"= bitcast \1 \2 to \1", Path(code).read_text(), flags=re.M)
         Path(code).write_text(re.sub(r"^.*@llvm\.(?:lifetime|experimental\.noalias).*$\n", "", llvm, flags=re.M))
         run(LLVM / "opt", "-passes=lowerswitch", code, "-o", code)
@@ -58,7 +61,7 @@ def machine_code(text: str, threads: int) -> str:
 
 
 def run(*command: str | Path, env: dict[str, str] | None = None) -> str:
-    """What a command prints, first on stderr, then on stdout. RuntimeError says how it failed."""
+    """Run a command and return its stderr followed by its stdout. Raise RuntimeError if the command fails."""
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=env)
     if done.returncode:
         raise RuntimeError(f"{Path(command[0]).name}: {done.stderr[:2000]}")
@@ -66,7 +69,7 @@ def run(*command: str | Path, env: dict[str, str] | None = None) -> str:
 
 
 def opencl(text: str, threads: int) -> str:
-    """The kernel in C++ for OpenCL."""
+    """Return the source of a Metal kernel, translated to C++ for OpenCL."""
     code = lowering.blank_comments(text)
     signature = next(lowering.SIGNATURE.finditer(code))
     start = code.find("{", signature.end())
@@ -78,7 +81,7 @@ def opencl(text: str, threads: int) -> str:
             buffers.append(f"{kind} {parameter.name}")
         else:
             attributes.append(attribute(parameter))
-    # MLX writes the word `kernel` itself; what the launch makes of it has no meaning here.
+    # The source redefines the word `kernel` to set a limit of threads. OpenCL does not support it: delete the lines.
     word = re.compile(r"^\s*#\s*(?:define|undef)\s+kernel\b.*$", re.M)
     head, body = (word.sub("", part) for part in (text[: signature.start()], body))
     size = f"__attribute__((reqd_work_group_size({threads}, 1, 1)))"
@@ -89,7 +92,8 @@ def opencl(text: str, threads: int) -> str:
 
 
 def attribute(parameter: lowering.Parameter) -> str:
-    """The declaration of what Metal hands to a thread."""
+    """Return the C++ declaration of a variable for one kernel parameter whose value Metal provides, such as the
+    position of the thread in the grid."""
     scalar, axes = re.match(r"(?:const\s+)?(u?short|u?int)([23])?$", parameter.type).groups()
     form = ATTRIBUTES[parameter.attribute]
     each = [f"({scalar}){form % axis if '%' in form else form}" for axis in range(int(axes or 1))]

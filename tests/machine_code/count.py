@@ -1,6 +1,9 @@
-"""Instructions by kind in what Mesa prints of a kernel: of its first loop with multiply-adds, and of the rest.
+"""Count the instructions of one kernel by kind, from the machine code that Mesa's compiler prints. Instructions of
+the product loop and of the rest of the kernel are counted separately.
 
-That loop is the one over time, or the one that a product is: with a loop in it that turns nobody knows how often, that.
+The product loop computes the recurrent product. It is the first outermost loop with multiply-adds, such as the loop
+over time. If this loop contains other loops with multiply-adds whose number of iterations is unknown, the product
+loop is the one among them with most multiply-adds.
 """
 
 import re
@@ -28,7 +31,8 @@ WORDS = {
 PRODUCT = {(word, "multiply_adds") for word in WORDS["multiply_adds"].split()}
 
 KINDS = {word: kind for kind, words in WORDS.items() for word in words.split()}
-"""The kind of each instruction; what is not here steers: branches, barriers, waits for loads."""
+"""The kind of each instruction. An instruction that is missing here has the kind "control": branches, barriers, waits
+for loads."""
 
 COMPLEX = {"exp2": 4, "log2": 4, "rcp": 6, "rsqrt": 8, "srsqrt": 8, "convert": 4, "imad": 4, "bfi": 4, "bfeil": 4}
 COMPLEX |= {
@@ -42,25 +46,31 @@ COMPLEX |= {
     "bitrev": 4,
     "popcount": 4,
 }
-"""Cycles per SIMD-group of what a core's quarter executes beside the rest in a unit of its own: published for the M1
-(philipturner/metal-benchmarks at 936d911)."""
+"""Cycles per SIMD-group of the instructions that a separate unit executes, at the same time as the other instructions.
+Each quarter of a GPU core has one such unit. Published for the M1 (philipturner/metal-benchmarks at 936d911)."""
 
 SLOW = {"simd_reduce": 14.5, "quad_reduce": 6, "simd_prefix": 12.6, "quad_prefix": 3.2}
 SLOW |= {word: 2 for word in WORDS["shuffles"].split() if "shuffle" in word}
-"""Cycles of other instructions that take more than one, from the same place."""
+"""Cycles per SIMD-group of the other instructions that take more than one cycle (philipturner/metal-benchmarks)."""
 
 
 Block = tuple[int, list[str], list[int]]
-"""A block of the program: its number, instructions, the blocks that may follow."""
+"""A block of the program: its number, its instructions, and the numbers of the blocks that may run after it."""
 
 Span = tuple[int, int]
-"""A loop: its first and last block."""
+"""A loop of the program: the numbers of its first and last block."""
 
 
 class Count(NamedTuple):
-    """A kernel: registers of 32 bits, scratch bytes; of the loop that counts the instructions by kind, the loops within
-    it of which nobody knows how often they turn, and the cycles that a quarter of a core needs for a SIMD-group: one
-    per instruction, of some more, or those of COMPLEX if these are the longer ones; the cycles outside of it."""
+    """The counted figures of one kernel.
+
+    registers: registers of 32 bits per thread. scratch: bytes of memory per thread for registers that did not fit.
+    kinds: the number of instructions of each kind in the product loop. unknown: the number of loops inside the
+    product loop whose number of iterations is unknown. cycles, outside: the cycles that a quarter of a GPU core
+    needs for one SIMD-group, inside and outside the product loop. Cycles are the larger of two sums: over all
+    instructions (one cycle each, more for those in SLOW), and over the instructions in COMPLEX, which a separate
+    unit executes.
+    """
 
     registers: float
     scratch: int
@@ -71,7 +81,7 @@ class Count(NamedTuple):
 
 
 def count(printed: str) -> Count:
-    """What a kernel costs, from all that `machine_code` returns."""
+    """Return the figures of a kernel. printed: the whole output of `machine_code`."""
     found = re.search(r"(\d+) inst,.*? (\d+) regs,.*? (\d+) scratch", printed)
     total, halves, scratch = map(int, found.groups())
     blocks = program(printed)
@@ -90,8 +100,8 @@ def count(printed: str) -> Count:
 
 
 def program(printed: str) -> list[Block]:
-    """The final program. It is the third that is printed, after two of what goes into the allocation of registers; what
-    runs once per launch comes later."""
+    """Return the blocks of the final program. It is the third program in the compiler's output: the first two are
+    inputs of register allocation. A later program runs once per launch."""
     starts = [match.start() for match in re.finditer(r"^block0 \{", printed, re.M)]
     text = printed[starts[2] : starts[3] if len(starts) > 3 else None]
     found = []
@@ -103,16 +113,17 @@ def program(printed: str) -> list[Block]:
 
 
 def loops(blocks: list[Block]) -> list[Span]:
-    """The loops, in their order."""
-    ends: dict[int, int] = {}  # first block: last one that goes back to it
+    """Return the first and last block of every loop of a program, sorted."""
+    ends: dict[int, int] = {}  # for each loop: first block -> last block that jumps back to it
     for number, _, following in blocks:
         ends |= {first: max(number, ends.get(first, 0)) for first in following if first <= number}
     return sorted(ends.items())
 
 
 def product_loop(blocks: list[Block], spans: list[Span]) -> Span | None:
-    """The first outermost loop with multiply-adds or, as long as it has loops with some that turn nobody knows how
-    often, the one of them with most."""
+    """Return the product loop as the module's docstring defines it, or None if no loop has multiply-adds. Go inwards
+    while the loop contains loops with multiply-adds and an unknown number of iterations, each time to the one with
+    most multiply-adds."""
     often = {span: sum(words_of(blocks, span, spans)[word] for word in PRODUCT) for span in spans}
     products = [span for span in spans if often[span]]
     outer = (span for span in products if not any(within(span, other) for other in spans))
@@ -124,12 +135,13 @@ def product_loop(blocks: list[Block], spans: list[Span]) -> Span | None:
 
 
 def within(span: Span, other: Span) -> bool:
-    """Whether a loop is part of another one."""
+    """Return whether the loop `span` lies inside the loop `other`."""
     return span != other and other[0] <= span[0] and span[1] <= other[1]
 
 
 def turns(blocks: list[Block], span: Span) -> int:
-    """How often a loop turns that counts up to a number; 0 if nobody knows. It starts at less than one step."""
+    """Return the number of iterations of a loop whose counter is compared with a constant, or 0 if the number is
+    unknown. The counter is assumed to start below one step."""
     lines = [line for number, lines, _ in blocks if span[0] <= number <= span[1] for line in lines]
     end = next(
         (re.match(r"while_icmp (r\d+)[lh]?, #(\d+)", line) for line in reversed(lines) if "while_" in line), None
@@ -141,7 +153,8 @@ def turns(blocks: list[Block], span: Span) -> int:
 
 
 def words_of(blocks: list[Block], span: Span, spans: list[Span], once: Span | None = None) -> Counter:
-    """How often a turn of a loop executes each (word, kind) of instructions; of the loop `once` a turn only."""
+    """Return how often one iteration of the loop `span` executes each (instruction name, kind). Instructions of
+    inner loops count once per iteration of the inner loop, except in the loop `once`, of which one iteration counts."""
     within_it = [(inner, turns(blocks, inner) or 1) for inner in spans if within(inner, span) and inner != once]
     found = Counter()
     for number, lines, _ in blocks:
@@ -153,14 +166,14 @@ def words_of(blocks: list[Block], span: Span, spans: list[Span], once: Span | No
 
 
 def cycles(words: Counter) -> int:
-    """Those of a quarter of a core."""
+    """Return the cycles that a quarter of a GPU core needs for these instructions of one SIMD-group."""
     simple = sum(number * SLOW.get(word, 1) for (word, _), number in words.items())
     return round(max(simple, sum(number * COMPLEX.get(word, 0) for (word, _), number in words.items())))
 
 
 def kind_of(line: str) -> tuple[str, str]:
-    """An instruction's word and its kind. The compiler copies by `bitop a`, and exchanges two registers by three xor
-    of one with the other."""
+    """Return the name and the kind of an instruction. Two patterns count as moves: the compiler copies a register by
+    `bitop a`, and swaps two registers by three xor instructions."""
     target, word, operands = re.match(r"(?:(.*?) = )?(\w+)\s*(.*)", line).groups()
     if word == "xor":
         return word, "moves" if target in operands.split(", ") else "integer"

@@ -1,5 +1,5 @@
-"""The instructions of our kernels on an Apple GPU: read the table that `table.py` writes, and find the line of a
-launch in it. Mesa's compiler for the M1, not Apple's, made the machine code that was counted."""
+"""Read machine_code.csv, the table of our kernels' instructions on an Apple GPU, and find the line of a launch in
+it. The instructions were counted in machine code of Mesa's compiler for the M1, not of Apple's compiler."""
 
 import csv
 import hashlib
@@ -18,32 +18,35 @@ from .launches import Launch
 
 WEIGHTS = {"Wh", "Wp", "arranged", "weights"}
 WEIGHTS |= {f"{name}_{part}" for name in ("Wh", "Wp") for part in ("scales", "biases")}
-"""Names of a kernel's buffers with recurrent weights, and with the scales and biases of quantized ones."""
-
+"""Names of the buffers that hold recurrent weights, or scales and biases of quantized recurrent weights."""
 
 KINDS = {"float32": "float", "float16": "half", "bfloat16": "bfloat16_t"}
-"""The dtypes of arrays, as the kernels call them."""
+"""The name of each dtype in the source of our Metal kernels."""
 
 
 def has_product(launch: Launch) -> bool:
-    """Return whether the kernel of a launch computes a recurrent product; one that arranges weights does not."""
+    """Return whether the launch runs one of our kernels that computes a recurrent product. The kernel that only
+    rearranges weights for `fused` does not compute one."""
     reads = any(buffer.name in WEIGHTS for buffer in launch.reads)
     return launch.ours and reads and "_fused_arrange" not in launch.name
 
 
 def reads_packed(launch: Launch) -> bool:
-    """Return whether a kernel with a recurrent product reads quantized weights."""
+    """Return whether the kernel of this launch reads quantized weights. The launch must have a recurrent product."""
     return "packed_weights<" in launch.text or "PackedVector<FIELD" in launch.text
 
 
 class Counted(NamedTuple):
-    """A line of the table: a kernel, its dtype, the sizes it was compiled for, and the instructions of one lane.
+    """A line of machine_code.csv: a kernel, its dtype, the sizes it was compiled for, and the instructions of one
+    lane.
 
-    per: they are counted per time step of a sweep ("step"), or per iteration of the loop of a product ("turn").
-    rows, threads: batch rows and threads of a threadgroup. needed: multiply-adds of a lane's share of one product.
-    registers: of 32 bits. scratch: bytes of memory per thread. spills: loads and stores there.
-    cycles: of a quarter of a GPU core for `instructions`; outside: those once per launch.
-    unknown: inner loops whose number of iterations is not a constant, counted once. text: a hash of the kernel's text.
+    per: what one iteration of the counted loop is: a time step ("step"), or one turn of the loop over a product's
+    terms ("turn"). rows, threads: batch rows and threads of a threadgroup. needed: multiply-adds of a lane's share
+    of one product. registers: registers of 32 bits per thread. scratch: bytes of memory per thread for registers
+    that did not fit. spills: loads and stores of that memory. cycles: cycles of a quarter of a GPU core for one
+    SIMD-group and `instructions`. outside: cycles of the instructions that run once per launch. unknown: inner loops
+    whose number of iterations is not a constant; their instructions are counted once. text: a hash of the kernel's
+    source.
     """
 
     kernel: str
@@ -77,7 +80,7 @@ class Counted(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """The key of a line of the table, computed from a launch; fields as in `Counted`."""
+    """The key of a line of machine_code.csv, computed from a launch. The fields mean the same as in `Counted`."""
 
     kernel: str
     dtype: str
@@ -95,7 +98,7 @@ FILE = Path(__file__).with_name("machine_code.csv")
 
 @cache
 def table() -> tuple[Counted, ...]:
-    """Return the lines of the table, as `make machine-code` wrote it."""
+    """Return the lines of machine_code.csv."""
     with FILE.open(encoding="ascii") as file:
         lines = csv.DictReader(line for line in file if not line.startswith("#"))
         types = {"kernel": str, "dtype": str, "per": str, "text": str, "needed": float, "registers": float}
@@ -103,9 +106,12 @@ def table() -> tuple[Counted, ...]:
 
 
 def kernel_of(launch: Launch, problem: Problem) -> Kernel:
-    """Return the key in the table of a launch with a recurrent product. A step that also joins rows has the key of
-    the step alone. Suffixes distinguish kernels of the same name: for inference, with a projection, and for a GRU
-    that resets before the product."""
+    """Return the key in machine_code.csv of a launch with a recurrent product.
+
+    A stepwise kernel that also joins arrays of earlier time steps (`_joining`) gets the key of the kernel that does
+    not. Suffixes distinguish kernels of the same name: for inference, with a projection, for a GRU that resets
+    before the product, and with quantized weights.
+    """
     name = launch.name.removesuffix("_joining") + "_for_inference" * (not problem.training)
     name += "_projected" * (problem.P != problem.H)
     name += "_reset_before" * (isinstance(problem.cell, GRUCell) and problem.cell.reset == "before")
@@ -122,7 +128,8 @@ def kernel_of(launch: Launch, problem: Problem) -> Kernel:
         rows = fused_tiling(problem.cell, B, H, weights.bytes // elements, **sweep).rows
     else:
         rows = stepwise_rows(B)
-    # Threadgroups along the units divide the weights of a product; each threadgroup along the batch reads all of them.
+    # Threadgroups along the hidden units divide the weights of a product among them. Threadgroups along the batch
+    # do not: each of them reads all its units' weights.
     down = launch.groups[not per_step]
     needed = round(rows * elements * down / prod(launch.groups) / launch.threads, 2)
     per = "step" if per_step else "turn"
@@ -131,15 +138,16 @@ def kernel_of(launch: Launch, problem: Problem) -> Kernel:
 
 @cache
 def text_hash(text: str, threads: int) -> str:
-    """Return a short hash of what determines a kernel's machine code: its number of threads, and its text without
-    comments, line numbers and extra spaces."""
+    """Return a short hash of what determines a kernel's machine code: the number of threads per threadgroup, and the
+    source without comments, line numbers and extra spaces."""
     bare = " ".join(re.sub(r"//.*|^\s*#\s*line\b.*", "", text, flags=re.M).split())
     return hashlib.sha256(f"{bare} {threads}".encode()).hexdigest()[:12]
 
 
 def counted(launch: Launch, problem: Problem) -> tuple[Counted, bool]:
-    """Return the table's line for a launch with a recurrent product, and whether this very text was counted.
-    Otherwise the line is the nearest one, by kernel, dtype, rows of a threadgroup, and H."""
+    """Return (line, own): the line of machine_code.csv for a launch with a recurrent product, and whether it was
+    counted from exactly this kernel's source. Otherwise it is the line of the most similar kernel, compared by name,
+    dtype, batch rows per threadgroup, and H."""
     kernel = kernel_of(launch, problem)
     for line in table():
         if line.text == kernel.text:
@@ -154,8 +162,9 @@ def counted(launch: Launch, problem: Problem) -> tuple[Counted, bool]:
 
 
 def products(line: Counted) -> int:
-    """Return the multiply-adds of a turn that belong to the product, without those that unpack quantized weights. In
-    a product by lanes, a turn takes 16 or 32 weights of each column, as that product's shader says."""
+    """Return how many multiply-adds of one loop iteration belong to the product. Multiply-adds that unpack quantized
+    weights are left out. Kernels for few batch rows handle 16 or 32 weights of each column per iteration, as their
+    shader says."""
     packed = re.search(r"_(affine|mxfp|nvfp)\d*_(\d)_bits$", line.kernel)
     if not packed:
         return line.multiply_adds
@@ -166,11 +175,12 @@ def products(line: Counted) -> int:
 
 
 def cycles_of(launch: Launch, problem: Problem, steps: int) -> tuple[float, float, Counted, bool]:
-    """Return four values for a launch over so many time steps: the cycles that a quarter of a GPU core needs for one
-    SIMD-group, the spills among its instructions, the table's line, and whether that line is this kernel's own.
+    """Return (cycles, spills, line, own) for a launch over `steps` time steps. cycles: the cycles that a quarter of
+    a GPU core needs for one SIMD-group. spills: how many loads and stores of spilled registers are among its
+    instructions. line, own: see `counted`.
 
-    The line of another size is scaled by the multiply-adds that are needed. Turns over quantized weights are rounded
-    up, since a turn takes as long when some lanes have no weights.
+    If the line belongs to another size, the cycles are scaled by the number of multiply-adds needed. With quantized
+    weights the number of iterations is rounded up, since an iteration takes as long when some lanes have no weights.
     """
     line, own = counted(launch, problem)
     needed = kernel_of(launch, problem).needed

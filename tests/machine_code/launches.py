@@ -1,8 +1,7 @@
-"""Read the launches of a function on a GPU from the graph that MLX builds. No device is needed, and nothing is
-computed.
+"""List the kernel launches of a function from the graph that MLX builds. This needs no GPU and computes nothing.
 
-A graph names every primitive with the shapes of its inputs and outputs, and every Metal kernel with its grid and
-text.
+MLX exports the graph as nodes. A node names its primitive and the shapes of its inputs and outputs. The node of a
+Metal kernel also has the kernel's grid and source.
 """
 
 import re
@@ -15,12 +14,12 @@ import mlx.core as mx
 from mlx_lstm.engines.metal import kernel as kernels
 
 VIEWS = {"Broadcast", "ExpandDims", "Flatten", "Reshape", "Slice", "Split", "Squeeze", "Transpose", "Unflatten"}
-"""Primitives that launch nothing. An exception is a Reshape of an array that is not contiguous: it copies."""
+"""Primitives that launch no kernel. One exception: a Reshape of an array that is not contiguous launches a copy."""
 
 
 class Buffer(NamedTuple):
-    """An array that a launch reads or writes. bytes: the memory it takes, which is less than its shape says if it is
-    broadcast. constant: whether it is in Metal's constant memory, which holds a few sizes."""
+    """An array that a launch reads or writes. bytes: the memory of the array; a broadcast array takes less than its
+    shape says. constant: whether the array is in Metal's constant memory, which our kernels use for a few sizes."""
 
     name: str
     shape: tuple[int, ...]
@@ -29,26 +28,26 @@ class Buffer(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """One launch of a kernel or primitive. level: the number of launches on the longest chain of dependent launches
-    that ends in this one."""
+    """One launch of a kernel or of an MLX primitive. level: the length of the longest chain of dependent launches
+    that ends in this launch."""
 
     name: str
     reads: tuple[Buffer, ...]
     writes: tuple[Buffer, ...]
     level: int
-    # Set for our own kernels only: threadgroups, threads of each, and the text that MLX gives to Apple's compiler.
+    # Only for our own kernels: number of threadgroups, threads per threadgroup, and the source that MLX compiles.
     groups: tuple[int, int, int] = (1, 1, 1)
     threads: int = 0
     text: str = ""
 
     @property
     def ours(self) -> bool:
-        """Whether this launch runs one of our kernels."""
+        """Whether this launch runs one of our own Metal kernels."""
         return bool(self.text)
 
 
 class Graph(NamedTuple):
-    """The launches of a function in the order of the graph, and the number of nodes in the graph."""
+    """The launches of a function in the order of MLX's graph. nodes: the number of primitives in the graph."""
 
     launches: tuple[Launch, ...]
     nodes: int
@@ -62,14 +61,16 @@ class Graph(NamedTuple):
 def trace(function: Callable[..., list[mx.array]], arrays: list[mx.array]) -> Graph:
     """Return the launches of `function(*arrays)`. Only the shapes and dtypes of the arrays matter."""
     nodes: list[dict[str, Any]] = []
-    kernels.forget()  # a kernel of the tests' emulator would evaluate its inputs
-    with mx.stream(mx.gpu if mx.is_available(mx.gpu) else mx.cpu):  # on a Mac kernels run on the GPU only
+    kernels.forget()  # drop cached kernels: the tests' emulator would evaluate the inputs
+    with mx.stream(
+        mx.gpu if mx.is_available(mx.gpu) else mx.cpu
+    ):  # on a Mac, Metal kernels can only be built for the GPU
         mx.export_function(nodes.append, function, *arrays)
     kernels.forget()
     primitives = [node for node in nodes if node.get("type") == "primitive"]
     levels: dict[str, int] = {}
-    repeated: dict[str, int] = {}  # for each broadcast array: its elements in memory
-    scattered: set[str] = set()  # arrays that are not contiguous
+    repeated: dict[str, int] = {}  # broadcast array: number of its elements in memory
+    scattered: set[str] = set()  # names of arrays that are not contiguous
     launches: list[Launch] = []
     for node in primitives:
         names = [name for name, *_ in node["inputs"]]
@@ -88,7 +89,7 @@ def trace(function: Callable[..., list[mx.array]], arrays: list[mx.array]) -> Gr
 
 
 def launches_of(node: dict[str, Any], level: int, name: str, repeated: dict[str, int]) -> list[Launch]:
-    """Return the launches of one primitive. A Concatenate copies its inputs one by one."""
+    """Return the launches of one primitive. Concatenate launches one copy per input."""
     if name == "CustomKernel":
         return [launch_of_ours(node, level)]
     reads, writes = (
@@ -101,8 +102,8 @@ def launches_of(node: dict[str, Any], level: int, name: str, repeated: dict[str,
 
 
 def launch_of_ours(node: dict[str, Any], level: int) -> Launch:
-    """Return the launch of one of our kernels, with the names of its buffers from its text. An array that is bound
-    several times under numbered names counts once."""
+    """Return the launch of one of our Metal kernels. The buffers' names come from the kernel's source. If one array
+    is bound to several buffers whose names differ only in a number, its bytes count once."""
     full, source, grid_x, grid_y, grid_z, threads = node["arguments"][:6]
     name = re.sub(r"^custom_kernel_|_without_.*|__.*", "", full)
     declared = re.findall(r"(constant|device) [\w<>, ]+[*&] (\w+) \[\[buffer\(\d+\)\]\]", source)
@@ -117,7 +118,7 @@ def launch_of_ours(node: dict[str, Any], level: int) -> Launch:
 
 
 def is_scattered(node: dict[str, Any], scattered: set[str]) -> bool:
-    """Return whether a view is not contiguous: in another order, with gaps, or broadcast."""
+    """Return whether the output of a view primitive is not contiguous: transposed, with gaps, or broadcast."""
     inputs: list[tuple[str, tuple[int, ...], mx.Dtype | None]] = node["inputs"] or [("", (), None)]
     name, before, _ = inputs[0]
     after = node["outputs"][0][1]

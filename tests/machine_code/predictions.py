@@ -1,5 +1,5 @@
-"""`--model`: print the launches of our layers and of `mlx.nn.LSTM`, their bytes, and their predicted time on three
-chips."""
+"""Print predictions for the option --model: the launches of our layers and of `mlx.nn.LSTM`, the bytes they move,
+and their time on three Apple chips."""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -26,28 +26,28 @@ launches, and the host, whose work a function of mx.compile saves. between launc
 
 
 class Prediction(NamedTuple):
-    """One line of the predictions: the launches of one kind, or of a whole layer; their bytes; seconds and bound on
-    each chip."""
+    """One printed line: the predicted figures of all launches with the same name, or of a whole layer. moved, floor:
+    the bytes moved, and the least possible. seconds, bounds: for each chip the predicted time, and what limits it."""
 
     layer: str
     launch: str
     launches: int
     moved: float
     floor: float
-    apart: float  # ratio of bytes moved to their floor, without recurrent weights
+    apart: float  # moved / floor, both without our recurrent weights
     seconds: tuple[float, ...]
     bounds: tuple[str, ...]
 
     def over(self, other: "Prediction") -> str:
-        """Return the ratios of this line's seconds to another line's, for each chip: "12.3, 4.5, 6.7"."""
+        """Return how many times longer this line takes than another line, for each chip: "12.3, 4.5, 6.7"."""
         return ", ".join(f"{mine / theirs:.1f}" for mine, theirs in zip(self.seconds, other.seconds, strict=True))
 
 
 def predict(
     size: Size, dtype: str, which: str, engines: Iterable[str], packing: Packing | None = None
 ) -> list[Prediction]:
-    """Return the lines of one size and pass; the last line of a layer is its sum. `packing`: how our weights are
-    quantized."""
+    """Return the predicted lines of all layers for one size and pass. `packing`: how our layers' weights are
+    quantized. The last line of each layer is the whole layer."""
     lines: list[Prediction] = []
     for engine in engines:
         problem, graph = ours(size, DTYPES[dtype], engine, which, packing=packing)
@@ -61,7 +61,8 @@ def predict(
 
 
 def estimates(size: Size, dtype: str, which: str, engines: Iterable[str], packing: Packing | None = None) -> list[str]:
-    """Return one note about each kernel that is not in the table of machine code at this size."""
+    """Return one note about each kernel whose instructions were not counted at this size: the note names the kernel
+    from which they are estimated."""
     notes: dict[str, None] = {}
     for engine in engines:
         problem, graph = ours(size, DTYPES[dtype], engine, which, packing=packing)
@@ -75,7 +76,7 @@ def estimates(size: Size, dtype: str, which: str, engines: Iterable[str], packin
 
 
 def line_of(layer: str, kind: str, launches: Sequence[Launch], problem: Problem) -> Prediction:
-    """Return one line with the sums over several launches."""
+    """Return one line of predictions with the sums over several launches of a layer."""
     moved = sum(moved_bytes(launch, problem) for launch in launches)
     floor = sum(floor_bytes(launch, problem) for launch in launches)
     parts = [[parts_of(launch, problem, chip) for launch in launches] for chip in CHIPS]
@@ -87,7 +88,8 @@ def line_of(layer: str, kind: str, launches: Sequence[Launch], problem: Problem)
 
 
 def longest(parts: Iterable[dict[str, float]]) -> str:
-    """Return the bound that takes most of the time."""
+    """Return the name of the limit (instructions, memory, ...) that takes most of the time in total. `parts`: for
+    each launch, the seconds by each limit."""
     total: dict[str, float] = {}
     for each in parts:
         name = max(each, key=each.__getitem__)
@@ -96,7 +98,8 @@ def longest(parts: Iterable[dict[str, float]]) -> str:
 
 
 def sums(layer: str, which: str, graph: Graph, problem: Problem) -> tuple[Prediction, Prediction]:
-    """Return the line of the time between the launches of a layer, and the line of the whole layer."""
+    """Return (between, whole): the line with the time between the launches of a layer, and the line of the whole
+    layer."""
     work, host = line_of(layer, "all", graph.launches, problem), host_seconds(layer, which, problem.T)
     total = tuple(total_seconds(graph, problem, chip, host) for chip in CHIPS)
     between = tuple(whole - part for whole, part in zip(total, work.seconds, strict=True))
@@ -107,13 +110,14 @@ def sums(layer: str, which: str, graph: Graph, problem: Problem) -> tuple[Predic
 
 
 def engines_at(size: Size, asked: list[str] | None) -> list[str]:
-    """Return the Metal engines that can run a size, among those in `asked` unless it is empty."""
+    """Return the Metal engines that can run a layer of this size. If `asked` is not empty, return only engines in
+    it."""
     refused = obstacles(LSTM, size.H, "gpu", True, False, False)
     return [engine for engine in METAL_ENGINES if engine not in refused and (not asked or engine in asked)]
 
 
 def group_text(size: Size, dtype: str, which: str, lines: list[Prediction], packing: Packing | None = None) -> str:
-    """Return the table of one size and pass."""
+    """Return the printed table of predictions for one size and pass, with a title and notes."""
     cells = [["layer", "launch", "launches", "moved MB", "floor MB", "moved/floor", "apart from weights"]]
     cells[0] += [*(f"{chip.name}, predicted ms" for chip in CHIPS), "bound by"]
     for line in lines:
@@ -132,7 +136,8 @@ def group_text(size: Size, dtype: str, which: str, lines: list[Prediction], pack
 
 
 def traffic_cells(line: Prediction) -> list[str]:
-    """Return the cells of launches, megabytes, and the ratio of megabytes to their floor."""
+    """Return a line's printed cells that precede the times: number of launches, megabytes moved, least possible
+    megabytes, and two ratios. The cells are empty if the line has no launches."""
     if not line.floor:
         return [""] * 5
     return [
@@ -145,7 +150,7 @@ def traffic_cells(line: Prediction) -> list[str]:
 
 
 def csv_records(size: Size, dtype: str, which: str, lines: Iterable[Prediction]) -> list[dict[str, object]]:
-    """Return the lines as records, each with its size."""
+    """Return the predicted lines as records for a CSV file. Each record also holds the layer's size, dtype and pass."""
     records = []
     for line in lines:
         record: dict[str, object] = size._asdict() | {"dtype": dtype, "pass": which} | line._asdict()

@@ -1,12 +1,12 @@
-// Metal's library in C++ for OpenCL, by cost: a kernel that is compiled with it executes what Metal's would, but for the
-// results, as nothing is run. What is made of several instructions in hardware is made of the same ones here.
+// Replaces Metal's standard library when a kernel is compiled as C++ for OpenCL. Only the cost has to be right, since the
+// kernel never runs: functions take about as many instructions as on an Apple GPU, but some return other values.
 #pragma OPENCL EXTENSION cl_khr_fp16 : enable
 #define __METAL_VERSION__ 320
 #define device __global
 #define constant __constant
 #define threadgroup __local
 #define thread __private
-// Words of OpenCL that are none of Metal.
+// OpenCL reserves these words, Metal does not: rename them in the kernel.
 #define local local_
 #define global global_
 #define private private_
@@ -27,7 +27,7 @@ typedef uchar uint8_t; typedef ulong uint64_t; typedef __SIZE_TYPE__ size_t;
 VECTORS(char) VECTORS(uchar) VECTORS(short) VECTORS(ushort) VECTORS(int) VECTORS(uint) VECTORS(long) VECTORS(ulong)
 VECTORS(half) VECTORS(float)
 typedef half float16_t;
-// No GPU of this compiler has bfloat: a number of 16 bits whose conversions are an instruction each.
+// The M1's GPU does not support bfloat. Replace it by a 16-bit integer, whose conversions take one instruction each.
 typedef short bfloat; typedef short bfloat16_t; typedef short2 bfloat2; typedef short4 bfloat4;
 typedef uint packed_uint2 __attribute__((ext_vector_type(2), aligned(4)));
 typedef uint packed_uint4 __attribute__((ext_vector_type(4), aligned(4)));
@@ -55,7 +55,7 @@ using ::ushort2; using ::uint2; using ::uint3; using ::uint4; using ::int2; usin
 
 enum class mem_flags : uint { mem_none = 0, mem_device = 1, mem_threadgroup = 2 };
 EMU_INLINE void threadgroup_barrier(mem_flags) { barrier(1); }
-EMU_INLINE void simdgroup_barrier(mem_flags) {}  // no barrier between threadgroups' SIMD-groups; this compiler has no less
+EMU_INLINE void simdgroup_barrier(mem_flags) {}  // empty: OpenCL only has the costlier barrier of a whole threadgroup
 
 template <typename T> EMU_INLINE T simd_shuffle(T v, ushort lane) { return sub_group_shuffle(v, lane); }
 template <typename T> EMU_INLINE T simd_shuffle_xor(T v, ushort mask) { return sub_group_shuffle_xor(v, mask); }
@@ -87,7 +87,7 @@ template <typename V> EMU_INLINE float dot(V a, V b) {
   for (int n = 1; n < emu_shape<V>::size; ++n) sum += a[n] * b[n];
   return sum;
 }
-// exp and tanh are made of exp2 and a reciprocal, as in hardware.
+// exp, log and tanh are computed from exp2, log2 and a division, as with fast mathematics in hardware.
 EMU_INLINE float exp2(float x) { return native_exp2(x); }
 EMU_INLINE float exp(float x) { return native_exp2(1.44269504f * x); }
 EMU_INLINE float log2(float x) { return native_log2(x); }
@@ -102,8 +102,9 @@ EMU_INLINE float divide(float x, float y) { return x * native_recip(y); }
 namespace precise { using metal::exp; using metal::exp2; using metal::tanh; using metal::sqrt; using metal::log; using metal::divide; }
 namespace fast { using metal::exp; using metal::exp2; using metal::tanh; using metal::sqrt; using metal::log; using metal::divide; }
 
-// 8 x 8 matrices, which this compiler lacks: loads and stores as they are, a product as the 16 multiply-adds per lane
-// that it comes to. Published for M1: 17 to 20 cycles per product and SIMD-group, against one for a multiply-add.
+// Metal's 8 x 8 matrices, which this compiler does not support. Loads and stores access the same memory as Metal's.
+// A product is replaced by 16 multiply-adds per lane, its share of the work. Published for the M1: a matrix product
+// takes 17 to 20 cycles per SIMD-group, a multiply-add takes one.
 template <typename T, int C, int R>
 struct simdgroup_matrix {
   vec<T, 2> elements;

@@ -1,4 +1,4 @@
-"""Choose the kernels that are counted, and write their table: machine_code.csv."""
+"""Choose the kernels whose instructions are counted, compile them, and write machine_code.csv."""
 
 import csv
 import hashlib
@@ -22,8 +22,9 @@ CELLS = {"lstm": LSTMCell(), "gru": GRUCell(), "rnn": RNNCell(), "gru-before": G
 
 
 class Case(NamedTuple):
-    """A layer whose kernels are counted. which: "backward" for both passes, "forward" for inference only. projected:
-    the width of a projected h, else 0. packing: how quantized weights are packed."""
+    """A layer whose kernels are counted. which: "backward" for both passes of training, "forward" for inference
+    only. projected: the size P of a projected h, or 0 without projection. packing: how the weights are quantized, or
+    None."""
 
     engine: str
     cell: str
@@ -36,8 +37,8 @@ class Case(NamedTuple):
 
 
 def cases() -> Iterator[Case]:
-    """Yield the layers that the default choice gives to each engine, and some larger ones, to predict where the
-    border is."""
+    """Yield the layers whose kernels are counted: for each engine the sizes that it gets by default, and some larger
+    ones. The larger ones serve to predict up to which size `fused` is faster than `stepwise`."""
     wide = [(B, H) for B in (1, 32, 128) for H in (64, 96, 112, 128, 160, 192, 224, 256)] + [(64, 128)]
     narrow = [(B, H) for B in (1, 32, 128) for H in (96, 112, 128, 160, 192, 224, 256)]
     few = [(1, 128), (32, 128), (32, 160), (128, 128), (128, 160), (128, 224)]
@@ -76,7 +77,8 @@ def cases() -> Iterator[Case]:
 
 
 def kernels(chosen: Iterable[Case]) -> dict[Kernel, Launch]:
-    """Return the kernels with recurrent products that these layers launch, each with one of its launches."""
+    """Return {key: launch} for all kernels with a recurrent product that these layers launch. A kernel that is
+    launched several times gets its first launch."""
     launches = {}
     for case in chosen:
         size = Size(3, case.B, 8, case.H)
@@ -89,8 +91,8 @@ def kernels(chosen: Iterable[Case]) -> dict[Kernel, Launch]:
 
 
 def make(chosen: Iterable[Case]) -> list[Counted]:
-    """Compile the kernels of these layers and return their lines in the table. A kernel that serves several sizes is
-    compiled once."""
+    """Compile the kernels of these layers and return their lines of machine_code.csv. A kernel whose source is the
+    same for several sizes is compiled once."""
     by_kernel = kernels(chosen)
     launches = {kernel.text: launch for kernel, launch in by_kernel.items()}
     with ThreadPoolExecutor(PROCESSES) as pool:
@@ -100,7 +102,7 @@ def make(chosen: Iterable[Case]) -> list[Counted]:
 
 
 def line_of(kernel: Kernel, printed: str) -> Counted:
-    """Return the table's line of a kernel from the compiler's output."""
+    """Return a kernel's line of machine_code.csv. printed: the compiler's output for the kernel."""
     counts = count(printed)
     kinds = {kind: counts.kinds[kind] for kind in (*WORDS, "control")}
     return Counted(
@@ -116,13 +118,14 @@ def line_of(kernel: Kernel, printed: str) -> Counted:
 
 
 def tool_hash() -> str:
-    """Return a short hash of the files that build the compiler and count the instructions."""
+    """Return a short hash of the files that build the compiler and count the instructions. The header of
+    machine_code.csv contains the hash, so that a test notices a table made by older files."""
     text = b"".join((HERE / name).read_bytes() for name in ("build.sh", "compiler.py", "count.py", "shim.h"))
     return hashlib.sha256(text).hexdigest()[:12]
 
 
 def write(lines: Iterable[Counted]) -> None:
-    """Write the table to its file."""
+    """Write these lines to machine_code.csv."""
     with FILE.open("w", newline="", encoding="ascii") as file:
         file.write(f"# made by `make machine-code`, a tool of hash {tool_hash()}; instructions.py has the columns\n")
         writer = csv.writer(file, lineterminator="\n")

@@ -1,5 +1,5 @@
-"""Test that the table of machine code belongs to the present shaders, and how it is counted and read. No compiler
-runs."""
+"""Test that machine_code.csv belongs to the current shaders, and that instructions are counted and looked up
+correctly. No test runs the compiler."""
 
 import mlx.core as mx
 import pytest
@@ -17,7 +17,8 @@ RENEW = "the table is of other shaders, launches or another tool: `make machine-
 
 
 def test_the_table_is_not_stale():
-    """The table has a line for the present text of every kernel, and the present tool made it."""
+    """machine_code.csv has a line for the current source of every kernel, and the current version of the counting
+    tool wrote it."""
     named = {Kernel(*(getattr(line, name) for name in Kernel._fields)) for line in table()}
     assert named == set(kernels(cases())), RENEW
     assert tool_hash() in FILE.open().readline(), RENEW
@@ -63,17 +64,18 @@ STATISTICS = "SHADER-DB: k: 15 inst, 9 alu, 9 fscib, 4 ic, 99 bytes, 27 regs, 8 
 
 
 def test_counting():
-    """The first loop with multiply-adds is counted, in the third program of the output; the programs before are not
-    final."""
+    """`count` counts the first loop with multiply-adds in the third program of the compiler's output. The first two
+    programs are not final."""
     found = count(STATISTICS + BEFORE * 2 + FINAL + BEFORE * 3)
     assert (found.registers, found.scratch, found.unknown) == (13.5, 16, 0)
     kinds = {"device_loads": 1, "multiply_adds": 1, "moves": 2, "integer": 2, "transcendental": 1, "spills": 1}
     assert found.kinds == kinds | {"shuffles": 1, "control": 2}
-    assert found.cycles == 12  # the shuffle takes 2; exp2 and imad take 8 in a unit of their own, at the same time
+    assert found.cycles == 12  # the shuffle takes 2; exp2 and imad take 8 in a separate unit, at the same time
     assert found.outside == 4
 
 
 def test_a_loop_within_turns_as_often_as_it_counts():
+    """Instructions of an inner loop count once per iteration, or once if the number of iterations is unknown."""
     lines = "   r12 = iadd r12, #4, #0\n   while_icmp r12, #32, #0, n=1\n} -> block3 block4  from block2"
     nested = FINAL.replace("} -> block4  from block2", lines)
     found = count(STATISTICS.replace("15 inst", "17 inst") + BEFORE * 2 + nested)
@@ -83,7 +85,7 @@ def test_a_loop_within_turns_as_often_as_it_counts():
 
 
 def test_a_product_within_is_the_loop_that_counts():
-    """An inner loop of unknown length with multiply-adds counts as the product's loop."""
+    """If an inner loop with multiply-adds has an unknown number of iterations, `count` counts the inner loop only."""
     lines = "   r1 = ffma r2, r3, r1\n   while_icmp r12, r4, #0, n=1\n} -> block3 block4  from block2"
     nested = FINAL.replace("} -> block4  from block2", lines)
     found = count(STATISTICS.replace("15 inst", "17 inst") + BEFORE * 2 + nested)
@@ -91,12 +93,14 @@ def test_a_product_within_is_the_loop_that_counts():
 
 
 def test_a_program_that_was_not_understood_is_refused():
+    """`count` raises ValueError if the statistics state another number of instructions than the program has."""
     with pytest.raises(ValueError, match="15 instructions"):
         count(STATISTICS + BEFORE * 3)
 
 
 def test_what_the_compiler_is_given():
-    """In the compiler's input, attributes are variables; the head, line numbers and the word `kernel` are removed."""
+    """The translation to OpenCL turns Metal's attributes into variables. It removes line numbers and redefinitions
+    of the word `kernel`."""
     (launch,) = kernels([Case("fused", "lstm", "bfloat16", 2, 8, which="forward")]).values()
     text = opencl(
         f'#line 1 "fused.metal"\n#define kernel kernel,max_total_threads_per_threadgroup(512)\n{launch.text}', 64
@@ -107,6 +111,7 @@ def test_what_the_compiler_is_given():
 
 
 def test_comments_and_lines_are_not_part_of_a_text():
+    """The hash of a kernel depends on its code and its number of threads, not on comments, line numbers or spaces."""
     plain = "float f() {\n  return 1.0f;\n}\n"
     assert text_hash(plain, 64) == text_hash('#line 7 "a.metal"\nfloat f() {  // one\n return 1.0f; }', 64)
     assert text_hash(plain, 64) != text_hash(plain, 32)
@@ -114,15 +119,15 @@ def test_comments_and_lines_are_not_part_of_a_text():
 
 
 def sweep(size, engine="fused", dtype=mx.float32):
-    """Return (problem, launch) of a forward sweep that saves gates."""
+    """Return (problem, launch) of a forward pass that saves gates for the gradient."""
     problem, graph = ours(size, dtype, engine, "backward")
     return problem, next(launch for launch in graph.launches if "forward" in launch.name)
 
 
 @pytest.fixture
 def small(monkeypatch):
-    """Replace the table by a few kernels with invented figures: 100 cycles per step or turn, 10 outside, 8
-    multiply-adds."""
+    """Replace the table of machine code by a few kernels with invented figures: 100 cycles per step or per iteration
+    of a product, 10 cycles outside of the loop, 8 multiply-adds, 2 spills."""
     figures = dict.fromkeys(Counted._fields, 0) | {"cycles": 100, "outside": 10, "multiply_adds": 8, "spills": 2}
     sizes = [(B, 8, "fused", dtype) for B in (1, 32) for dtype in (mx.float32, mx.float16)]
     sizes += [(32, 40, "fused", mx.float32), (1, 8, "stepwise", mx.float32), (32, 8, "stepwise", mx.float32)]
@@ -133,20 +138,21 @@ def small(monkeypatch):
 
 
 def test_a_kernel_finds_its_own_line(small):
+    """A kernel whose source was counted gets its own line, and cycles in proportion to its steps or iterations."""
     problem, launch = sweep(Size(7, 32, 5, 40))
     line, own = counted(launch, problem)
     assert own and (line.B, line.H, line.dtype, line.rows, line.per) == (32, 40, "float32", 2, "step")
     assert cycles_of(launch, problem, 7) == (10 + 7 * 100, 7 * 2, line, True)
     problem, launch = sweep(Size(7, 32, 3, 300), "stepwise")
     line, own = counted(launch, problem)
-    assert own and line.H == 8  # the text does not depend on H
+    assert own and line.H == 8  # the kernel's source does not depend on H, so the line of H = 8 fits H = 300
     turns = kernel_of(launch, problem).needed / 8
     assert cycles_of(launch, problem, 1)[:2] == (10 + turns * 100, turns * 2)
 
 
 def test_another_one_the_nearest_in_proportion(small):
-    """A kernel that was not counted gets the cycles of the nearest line, scaled by the multiply-adds. The nearest
-    line has the same kernel, then the same width of dtype, rows of a threadgroup, and the nearest H."""
+    """A kernel that was not counted gets the cycles of the most similar counted kernel, scaled by the multiply-adds.
+    Similarity compares in this order: kernel, 16 or 32 bits, dtype, batch rows per threadgroup, H."""
     for size, dtype, wanted in [
         ((32, 48), mx.float32, (32, 40, "float32")),
         ((32, 12), mx.float32, (32, 8, "float32")),
@@ -161,13 +167,14 @@ def test_another_one_the_nearest_in_proportion(small):
 
 
 def test_instructions_of_every_kind_add_up():
+    """In every line of machine_code.csv the instructions of all kinds add up to the column `instructions`."""
     kinds = Counted._fields[Counted._fields.index("multiply_adds") : Counted._fields.index("unknown")]
     for line in table():
         assert sum(getattr(line, kind) for kind in kinds) == line.instructions
 
 
 def default_kernels():
-    """Yield every line of the table that the default choice may give to `fused`."""
+    """Yield the lines of machine_code.csv for `fused` kernels at sizes where `fused` may be chosen by default."""
     for line in table():
         row = PREDICTED.engines[line.dtype]
         (largest, _), *_ = row[max(least for least in row if least <= line.B)]
@@ -177,27 +184,30 @@ def default_kernels():
 
 @pytest.mark.parametrize("line", [*default_kernels()])
 def test_kernels_of_default_sizes_stay_within_the_budget(line):
-    """Kernels of default sizes spill no register, and from H = 96 on take at most 2.7 instructions per multiply-add."""
+    """Kernels at sizes where `fused` is the default spill no register. From H = 96 on they take at most 2.7
+    instructions per multiply-add."""
     assert line.spills == line.scratch == 0 and line.unknown == 0
     assert line.H < 96 or line.instructions <= 2.7 * line.multiply_adds
 
 
 @pytest.mark.parametrize(("kernel", "most"), [("lstm_fused_forward", 750), ("lstm_fused_backward", 850)])
 def test_a_step_of_the_usual_size(kernel, most):
+    """A time step of a `fused` LSTM at B = 32, H = 128 in float32 takes at most this many instructions per lane."""
     (line,) = (one for one in table() if one[:4] == (kernel, "float32", 32, 128))
     assert line.instructions <= most
 
 
 @pytest.mark.parametrize("sweep", ["forward", "backward"])
 def test_a_product_by_lanes(sweep):
+    """At batch size 4 a `stepwise` LSTM spills no register and takes at most 4 instructions per multiply-add."""
     (line,) = (one for one in table() if one[:4] == (f"lstm_stepwise_{sweep}", "float32", 4, 256))
     assert line.instructions <= 4 * line.multiply_adds and not line.spills
 
 
 def test_packed_weights_take_registers_only():
-    """Kernels with quantized weights of every width and mode spill no register. A step of one row takes at most 4
-    instructions per weight at 2, 4 and 8 bits. It takes 5.5 at other widths, which are unpacked one by one, and for
-    small floats. A step of four rows takes 3.5 per weight and row."""
+    """Kernels with quantized weights spill no register. With one batch row they take at most 4 instructions per
+    weight at 2, 4 or 8 bits, else 5.5 (other bits, small floats, other cells). With four batch rows they take at
+    most 3.5 per weight and row."""
     lines = [line for line in table() if line.kernel.endswith("_bits")]
     assert len({line.kernel for line in lines}) >= 10 and not any(line.spills or line.scratch for line in lines)
     for line in [line for line in lines if line.rows < 8 and line.per == "turn"]:
@@ -206,8 +216,8 @@ def test_packed_weights_take_registers_only():
 
 
 def test_a_step_of_the_whole_sequence_with_packed_weights():
-    """At H = 128 and 256, where no lane has padding, a whole step of one row takes at most 3.7 instructions per
-    weight of 4 or 8 bits, and 4.4 per small float."""
+    """At H = 128 and 256 no lane of `fused` has padding. There a time step of one batch row takes at most 3.7
+    instructions per weight of 4 or 8 bits, and 4.4 per small float."""
     lines = [line for line in table() if line.kernel.startswith("lstm_fused") and line.kernel.endswith("_bits")]
     assert {line.H for line in lines} == {64, 96, 128, 160, 192, 224, 256}
     for line in [line for line in lines if line.rows == 1 and line.H in (128, 256)]:

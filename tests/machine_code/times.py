@@ -1,9 +1,9 @@
-"""Predict the bytes that a launch moves and its time on a chip. No Mac has measured these times.
+"""Predict how many bytes a launch moves and how long it takes on an Apple chip. No Mac has measured these times.
 
-A launch takes the longest of three times: its instructions, its memory traffic, and its loads through caches.
-`DEPENDENT` is added if it waits for another launch, else `INDEPENDENT`. A function takes the sum of its launches. If
-the host needs longer to encode them, it takes the host's time, since the host prepares a call while the GPU works on
-the one before. `ROUND_TRIP` is added once. `mlx.nn.LSTM` follows the same rule.
+A launch takes the longest of these: its instructions, its memory traffic, and its loads through caches. The gap
+before a launch is `DEPENDENT` seconds if it waits for another launch, else `INDEPENDENT`. A function takes the sum
+of launches and gaps, or the host's time to encode them if that is longer: the host prepares one call while the GPU
+computes the previous one. `ROUND_TRIP` is added once. The same rules apply to `mlx.nn.LSTM`.
 """
 
 from collections.abc import Iterable
@@ -32,7 +32,8 @@ LSTM = LSTMCell()
 
 
 class Chip(NamedTuple):
-    """A chip: GPU cores, clock in Hz, bytes per second of DRAM and of the system level cache, bytes of that cache."""
+    """An Apple chip. clock: in Hz. dram, cache: bytes per second of DRAM and of the system level cache. cache_bytes:
+    the size of this cache."""
 
     name: str
     cores: int
@@ -43,24 +44,26 @@ class Chip(NamedTuple):
 
     @property
     def peak(self) -> float:
-        """The peak of float32 operations per second: 128 multiply-adds per core and cycle."""
+        """The peak number of float32 operations per second. A core does 128 multiply-adds per cycle; one counts as
+        two operations."""
         return 256 * self.cores * self.clock
 
 
 CHIPS = (
-    # Cores, clocks, caches: metal-benchmarks (P. Turner); the M4 Max's clock follows from its published 18.4 TFLOP/s.
-    # DRAM: Apple. Cache bandwidth of M1: Chips and Cheese; of the others twice that of DRAM, an estimate.
+    # Cores, clocks and cache sizes: metal-benchmarks (P. Turner). The M4 Max's clock is computed from its published
+    # 18.4 TFLOP/s. DRAM bandwidths: Apple. The M1's cache bandwidth: Chips and Cheese. The other two cache bandwidths
+    # are estimated as twice the bandwidth of DRAM.
     Chip("M1", 8, 1.278e9, 68e9, 134e9, 8e6),
     Chip("M2 Max", 38, 1.398e9, 400e9, 800e9, 48e6),
     Chip("M4 Max", 40, 1.80e9, 546e9, 1.09e12, 48e6),
 )
 
 DEPENDENT = 2.7e-6
-"""Seconds from one tiny launch to the next that waits for it: 2.4 to 2.75 us published for MLX on an M3 Ultra
-(ml-explore/mlx#4521); other reports say 1.2 to 5.2."""
+"""Seconds from one tiny launch to the next one that waits for it. 2.4 to 2.75 us are published for MLX on an M3 Ultra
+(ml-explore/mlx#4521); other reports say 1.2 to 5.2 us."""
 
 INDEPENDENT = 0.5e-6
-"""Seconds from one tiny launch to the next that does not wait for it; published for one Mac's concurrent encoder."""
+"""Seconds from one tiny launch to the next one if the next one does not wait for it. Published for one Mac."""
 
 HOST = {
     ("fused", "forward"): (81e-6, 0.0),
@@ -70,83 +73,86 @@ HOST = {
     ("mlx.nn.LSTM", "forward"): (0.0, 7.8e-6),
     ("mlx.nn.LSTM", "backward"): (0.0, 26.5e-6),
 }
-"""Seconds of the host per call and per time step, to build the graph of a pass, "backward" with its forward pass.
-Measured at T, B, H = 64, 32, 256 with `python -m mlx_lstm.bench --host` on two cores of an AMD EPYC (Zen 5), mlx
-0.32.4, in the quietest of five runs; how a call of `stepwise` divides is assumed; inside `mx.compile` a step is a
-fraction of it. No Mac was measured."""
+"""(seconds per call, seconds per time step) that the host needs to build the graph of a pass; "backward" includes the
+forward pass. Measured at T, B, H = 64, 32, 256 with `python -m mlx_lstm.bench --host` on two cores of an AMD EPYC (Zen
+5), mlx 0.32.4, in the quietest of five runs. How the time of `stepwise` divides into call and steps is assumed. Inside
+`mx.compile` a step takes only a fraction of this time. No Mac was measured."""
 
 ROUND_TRIP = 0.15e-3
-"""Seconds to submit work and to wait for its end. Assumed."""
+"""Seconds to submit work to the GPU and to wait for its end. Assumed, not measured."""
 
 REGISTER_FILE = 208 * 1024
-"""Bytes of registers of a GPU core, published."""
+"""Bytes of registers in one GPU core, as published."""
 
 STEP_LATENCY = 0.6e-6
-"""Seconds of a step of `fused` besides its product: a barrier, the activations one after the other. Assumed."""
+"""Seconds that a time step of `fused` takes besides its product, for a barrier and the activations. Assumed."""
 
 PRODUCT_LATENCY = 1.2e-6
-"""Seconds of the smallest matrix product beyond those of an empty launch. Assumed."""
+"""Seconds that the smallest matrix product takes longer than an empty launch. Assumed."""
 
 DRAM, CACHE = 0.8, 0.65
-"""The parts of the published bandwidths that a launch reaches. Assumed."""
+"""The fractions of the published bandwidths of DRAM and cache that a launch reaches. Assumed."""
 
 FROM_L2, FROM_L1 = 32, 64
-"""Bytes per core and cycle from the L2 and L1 caches: metal-benchmarks."""
+"""Bytes per cycle that a GPU core loads from its L2 and L1 caches (published in metal-benchmarks)."""
 
 ISSUE = 4
-"""SIMD-groups that execute an instruction per cycle and core, each in a quarter of the core: metal-benchmarks."""
+"""Instructions per cycle that a GPU core executes: one SIMD-group in each quarter of the core (metal-benchmarks)."""
 
 SPILL = 4 * 32
-"""Bytes that a SIMD-group moves by a load or store of a spilled register."""
+"""Bytes that one load or store of a spilled register moves: 4 bytes for each of the 32 lanes of a SIMD-group."""
 
 # --- Bytes -----------------------------------------------------------------------------------------------------------
 
 
 def floor_bytes(launch: Launch, problem: Problem, *, weights: bool = True) -> float:
-    """Return the least bytes that a launch must move: the needed part of each input once, and each output once.
-    `weights`: whether to count our kernels' recurrent weights."""
+    """Return the least bytes that a launch must move: the needed part of each input is read once, each output is
+    written once. `weights`: whether to include our kernels' recurrent weights."""
     reads = sum(reads_of(buffer, launch, problem)[0] for buffer in counted(launch, weights))
     return reads + sum(buffer.bytes for buffer in launch.writes)
 
 
 def moved_bytes(launch: Launch, problem: Problem, *, weights: bool = True) -> float:
-    """Return the bytes of all loads from device memory, whichever cache serves them, and of all stores."""
+    """Return the bytes of all loads and stores of a launch, whether or not a cache serves the loads. `weights`:
+    whether to include our kernels' recurrent weights."""
     reads = sum(reads_of(buffer, launch, problem)[1] for buffer in counted(launch, weights))
     return reads + sum(buffer.bytes for buffer in launch.writes)
 
 
 def counted(launch: Launch, weights: bool) -> list[Buffer]:
-    """Return the buffers that a launch reads from device memory."""
+    """Return the buffers that a launch reads from device memory. `weights`: whether to include recurrent weights."""
     reads = (buffer for buffer in launch.reads if not buffer.constant)
     return [buffer for buffer in reads if weights or buffer.name not in WEIGHTS]
 
 
 def reads_of(buffer: Buffer, launch: Launch, problem: Problem) -> tuple[float, float]:
-    """Return (bytes needed, bytes of all loads) of a buffer. MLX's own kernels are assumed to read it once."""
+    """Return (bytes needed, bytes of all loads) of a buffer that a launch reads. MLX's own kernels are assumed to
+    read a buffer once."""
     if launch.ours and "stepwise" in launch.name:
         return traffic.reads(buffer, launch, problem)
     if has_product(launch) and "fused" in launch.name and buffer.name in WEIGHTS:
         return buffer.bytes, buffer.bytes * times_read(launch, problem)
-    if launch.name == "recurrent_input" and buffer.name == "h":  # every h but the last is read
+    if launch.name == "recurrent_input" and buffer.name == "h":  # reads every time step of h except the last
         return traffic.twice(buffer.bytes * (1 - 1 / problem.T))
     return buffer.bytes, buffer.bytes
 
 
 def times_read(launch: Launch, problem: Problem) -> float:
-    """Return how often a kernel of `fused` reads each weight, on average."""
+    """Return how often a `fused` kernel reads each weight, on average. Resident weights are read once, the others
+    once per time step, and every group of batch rows reads its own copy."""
     steps, tiling = launch.writes[0].shape[0], tiling_of(launch, problem, itemsize(launch))
     return ceil(problem.B / tiling.rows) * (tiling.resident_part + (1 - tiling.resident_part) * steps)
 
 
 def itemsize(launch: Launch) -> int:
-    """Return the bytes of an element of a launch's arrays, from the kernel's first buffer that does not hold sizes."""
+    """Return the bytes per element of a launch's arrays. The first buffer outside of constant memory decides."""
     first = next(buffer for buffer in launch.reads if not buffer.constant)
     return first.bytes // prod(first.shape)
 
 
 def tiling_of(launch: Launch, problem: Problem, size: int) -> FusedTiling:
-    """Return the tiling of a kernel of `fused`: its batch rows, and the part of the weights that is resident in
-    registers."""
+    """Return the tiling of a `fused` kernel: batch rows per threadgroup, and the part of the weights that is
+    resident in registers. `size`: bytes per element of the arrays."""
     options = {"backward": "backward" in launch.name, "directions": problem.directions}
     packing = problem.packing if reads_packed(launch) else None
     return fused_tiling(problem.cell, problem.B, problem.H, size, packing=packing, **options)
@@ -156,28 +162,30 @@ def tiling_of(launch: Launch, problem: Problem, size: int) -> FusedTiling:
 
 
 def parts_of(launch: Launch, problem: Problem, chip: Chip) -> dict[str, float]:
-    """Return the seconds of a launch by each of its bounds. The launch takes the longest of them."""
+    """Return the predicted seconds of a launch by each limit: instructions, memory, and so on. The longest one is
+    the launch's time."""
     if has_product(launch):
         return parts_of_product(launch, problem, chip)
     parts = {"memory": memory_seconds(floor_bytes(launch, problem), chip)}
     if launch.name in ("Matmul", "AddMM"):
         rows, K = launch.reads[0].shape[-2:]
-        part = 0.75 if rows >= 512 else 0.6 if rows >= 64 else 0.4  # share of the peak; 0.73 to 0.75 are published
+        part = 0.75 if rows >= 512 else 0.6 if rows >= 64 else 0.4  # fraction of the peak; published: 0.73 to 0.75
         parts["instructions"] = 2 * prod(launch.writes[0].shape) * K / (part * chip.peak)
         parts["latency"] = PRODUCT_LATENCY
     return parts
 
 
 def memory_seconds(count: float, chip: Chip) -> float:
-    """Return the seconds to move so many bytes; arrays smaller than half of the system level cache stay in it."""
+    """Return the predicted seconds to move `count` bytes. Arrays smaller than half of the system level cache are
+    read from the cache, others from DRAM."""
     return count / (CACHE * chip.cache if count < chip.cache_bytes / 2 else DRAM * chip.dram)
 
 
 def parts_of_product(launch: Launch, problem: Problem, chip: Chip) -> dict[str, float]:
-    """Return the seconds by each bound of a kernel with a recurrent product.
+    """Return the predicted seconds of a kernel with a recurrent product, by each limit.
 
-    The busiest core decides. Its threadgroups run together as long as the core's registers suffice; the others run
-    after them, with latencies of their own.
+    The core with most threadgroups decides. It runs as many threadgroups at the same time as its registers can hold.
+    The other threadgroups run after them, and their latency is added.
     """
     steps = launch.writes[0].shape[0] if "fused" in launch.name else 1
     cycles, spills, line, _ = cycles_of(launch, problem, steps)
@@ -187,7 +195,7 @@ def parts_of_product(launch: Launch, problem: Problem, chip: Chip) -> dict[str, 
     simdgroups = per_core * launch.threads / 32
     latency = ceil(per_core / together) * (steps * STEP_LATENCY if "fused" in launch.name else PRODUCT_LATENCY)
     others = moved_bytes(launch, problem, weights=False)
-    weights = (moved_bytes(launch, problem) - others) * per_core / groups  # through one core
+    weights = (moved_bytes(launch, problem) - others) * per_core / groups  # bytes that the busiest core loads
     near = others * per_core / groups + simdgroups * spills * SPILL
     parts = {"instructions": simdgroups * cycles / ISSUE, "weights": weights / FROM_L2, "caches": near / FROM_L1}
     return {name: value / chip.clock + latency for name, value in parts.items()} | {
@@ -196,13 +204,13 @@ def parts_of_product(launch: Launch, problem: Problem, chip: Chip) -> dict[str, 
 
 
 def seconds_of(launch: Launch, problem: Problem, chip: Chip) -> float:
-    """Return the seconds of a launch."""
+    """Return the predicted seconds of a launch on a chip."""
     return max(parts_of(launch, problem, chip).values())
 
 
 def gpu_parts(graph: Graph, problem: Problem, chip: Chip) -> dict[str, float]:
-    """Return the GPU's seconds for a function: the seconds of its launches by their bound, and the gaps between
-    launches."""
+    """Return the predicted seconds of the GPU for a function. Each launch's time is added to the limit that decides
+    it (instructions, memory, ...); the key "launches" holds the gaps between launches."""
     gaps = DEPENDENT * graph.depth + INDEPENDENT * (len(graph.launches) - graph.depth)
     seconds = {"launches": gaps}
     for launch in graph.launches:
@@ -213,13 +221,14 @@ def gpu_parts(graph: Graph, problem: Problem, chip: Chip) -> dict[str, float]:
 
 
 def host_seconds(layer: str, which: str, T: int) -> float:
-    """Return the seconds of the host for a pass of an engine or of `mlx.nn.LSTM`."""
+    """Return the seconds that the host needs to build the graph of a pass. layer: one of our engines, or
+    "mlx.nn.LSTM"."""
     call, step = HOST[layer, which]
     return call + T * step
 
 
 def total_seconds(graph: Graph, problem: Problem, chip: Chip, host: float) -> float:
-    """Return the seconds from the call of a function to its end, if the host needs `host` seconds."""
+    """Return the predicted seconds from the call of a function to its end. host: the seconds that the host needs."""
     return max(sum(gpu_parts(graph, problem, chip).values()), host) + ROUND_TRIP
 
 
@@ -236,8 +245,9 @@ def ours(
     projected: int = 0,
     packing: Packing | None = None,
 ) -> tuple[Problem, Graph]:
-    """Return the problem and the launches of a layer on an engine. which: the pass; "backward" includes the
-    forward pass it needs. projected: the width of a projected h, else 0. packing: how quantized weights are packed."""
+    """Return the `Problem` and the launches of one layer on one of our engines. which: the pass; "backward" includes
+    the forward pass. projected: the size P of a projected h, or 0 without projection. packing: how the weights are
+    quantized."""
     T, B, width, H = size
     D, own, rows = (2, (2,), 2 * cell.gates * H) if bidirectional else (1, (), cell.gates * H)
     P = projected or H
@@ -250,7 +260,7 @@ def ours(
     problem = Problem(T, B, H, P, cell, training=backward, bidirectional=bidirectional, packing=packing)
     module = ENGINE_MODULES[engine]
 
-    # MLX cannot export a function that contains our gradient, so the sweeps are called one by one.
+    # MLX cannot export a function that contains our custom gradient, so call the forward and backward pass directly.
     def sweeps(dh: mx.array, *values: mx.array) -> list[mx.array]:
         arrays = dict(zip(given, values, strict=True))
         saved = module.forward(problem, arrays)
@@ -264,8 +274,8 @@ def ours(
 def packed_shapes(
     name: str, shape: tuple[int, ...], dtype: mx.Dtype, packing: Packing | None
 ) -> dict[str, tuple[tuple[int, ...], mx.Dtype]]:
-    """Return the shapes and dtypes of a quantized weight's arrays. A weight whose rows are not a multiple of the
-    group stays as it is."""
+    """Return {name: (shape, dtype)} of the arrays of a quantized weight. A weight is not quantized if its row length
+    is not a multiple of the group size."""
     if packing is None or shape[-1] % packing.group_size:
         return {name: (shape, dtype)}
     groups, affine = (*shape[:-1], shape[-1] // packing.group_size), packing.mode == "affine"
@@ -275,7 +285,8 @@ def packed_shapes(
 
 
 def of_mlx(size: Size, dtype: mx.Dtype, which: str) -> tuple[Problem, Graph]:
-    """Return the problem and the launches of `mlx.nn.LSTM`."""
+    """Return the `Problem` and the launches of one layer of `mlx.nn.LSTM`. which: the pass; "backward" includes the
+    forward pass."""
     T, B, width, H = size
     layer = nn.LSTM(1, 1)
 
@@ -296,8 +307,8 @@ def of_mlx(size: Size, dtype: mx.Dtype, which: str) -> tuple[Problem, Graph]:
 def fused_wins(
     dtype: mx.Dtype, B: int, H: int, T: int = 32, which: str = "backward", packing: Packing | None = None
 ) -> bool:
-    """Return whether `fused` is predicted to take no longer than `stepwise` for a pass of an LSTM on two of the three
-    chips; False where one of its kernels spills."""
+    """Return whether `fused` is predicted to be at least as fast as `stepwise` for a pass of an LSTM on two of the
+    three chips. Return False if a kernel of `fused` spills registers."""
     layers = {engine: ours(Size(T, B, H, H), dtype, engine, which, packing=packing) for engine in METAL_ENGINES}
     problem, graph = layers["fused"]
     if any(counted_line(launch, problem)[0].spills for launch in graph.launches if has_product(launch)):
@@ -313,7 +324,8 @@ def fused_wins(
 
 
 def fused_until(dtype: mx.Dtype, batches: Iterable[int]) -> int:
-    """Return the largest multiple of 32 up to which `fused` wins a training step at each of these batch sizes."""
+    """Return the largest H, a multiple of 32, up to which `fused` is predicted to be at least as fast as `stepwise`
+    in training, at each of these batch sizes."""
     largest = 0
     while largest < FUSED_LIMIT["lstm"] and all(fused_wins(dtype, B, largest + 32) for B in batches):
         largest += 32

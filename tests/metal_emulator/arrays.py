@@ -1,4 +1,4 @@
-"""MLX arrays <-> the raw memory a kernel sees."""
+"""Conversion between MLX arrays and the raw memory that a kernel reads and writes."""
 
 import ml_dtypes
 import mlx.core as mx
@@ -15,7 +15,7 @@ def numpy_dtype(dtype: mx.Dtype) -> np.dtype:
 
 
 def to_numpy(array: mx.array) -> np.ndarray:
-    """Returns the values; a view with MLX's own strides where possible."""
+    """Returns the array's values: a view with MLX's own strides where NumPy can make one, otherwise a copy."""
     if array.dtype == mx.bfloat16:
         return (
             np.array(array.view(mx.uint16), copy=False).view(_BFLOAT16)
@@ -26,7 +26,8 @@ def to_numpy(array: mx.array) -> np.ndarray:
 
 
 def memory_of(values: np.ndarray, row_contiguous: bool) -> tuple[np.ndarray, tuple[int, ...]]:
-    """Returns the elements as they lie in memory and the strides in elements; gaps of a strided view hold 0xFF."""
+    """Returns the elements in memory order and the strides in elements. If the view is strided, the elements between
+    its values are filled with bytes 0xFF."""
     if row_contiguous or values.size == 0:
         values = np.ascontiguousarray(values)
         return values.reshape(-1), tuple(s // values.itemsize for s in values.strides)
@@ -40,7 +41,7 @@ def memory_of(values: np.ndarray, row_contiguous: bool) -> tuple[np.ndarray, tup
 
 
 def to_mlx(raw: np.ndarray, shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
-    """Returns an MLX array of raw bytes."""
+    """Returns an MLX array of this shape and dtype with the raw bytes as its values."""
     if dtype == mx.bfloat16:
         return mx.array(raw.view(np.uint16).reshape(shape)).view(mx.bfloat16)
     return mx.array(raw.view(numpy_dtype(dtype)).reshape(shape))

@@ -1,7 +1,9 @@
-"""Which lines of a kernel ran: clang's --coverage notes (which lines each basic block has) and its edge counters.
+"""Computes which lines of a kernel ran, from clang's --coverage notes (the lines of each basic block) and its edge
+counters.
 
-Counters sit on the edges outside a spanning tree; the rest follows because as much flows into a block as out of it.
-The counters are placed before any optimisation, so two branches that the compiler merges are still told apart.
+clang counts only the edges outside a spanning tree of the flow graph. The counts of the tree's edges follow, because
+each block is left as often as it is entered. clang adds the counters before any optimisation, so two branches that
+the compiler merges later are still counted separately.
 """
 
 import struct
@@ -16,7 +18,8 @@ _ON_TREE = 1
 
 @dataclass
 class FunctionBlocks:
-    """Flow graph of one compiled function. arcs: (from, to, on the spanning tree); lines: block -> lines."""
+    """Flow graph of one compiled function. arcs: (from, to, whether the arc is on the spanning tree); lines: the
+    lines of each block."""
 
     identity: int
     blocks: int = 0
@@ -39,7 +42,11 @@ class FunctionBlocks:
         return ran
 
     def _solve_tree(self, known: dict[int, int]) -> None:
-        """A tree has leaves: some block always has exactly one unknown arc, whose count balances the block."""
+        """Computes the counts of the arcs on the spanning tree and adds them to `known`.
+
+        A tree has leaves, so at any time some block has exactly one arc of unknown count. The block's balance of
+        known counts gives it.
+        """
         at: dict[int, list[int]] = defaultdict(list)
         for i, (start, end, _) in enumerate(self.arcs):
             at[start].append(i)
@@ -49,7 +56,7 @@ class FunctionBlocks:
         for i, count in known.items():
             balance[self.arcs[i][0]] -= count
             balance[self.arcs[i][1]] += count
-        # Block 0 is the entry and block 1 the exit: only their sum is balanced.
+        # Block 0 is the entry and block 1 the exit: flow is not conserved in them, so they cannot give an arc's count.
         todo = [b for b in balance if b > 1 and len(unknown[b]) == 1]
         while todo:
             block = todo.pop()
@@ -67,7 +74,7 @@ class FunctionBlocks:
 
 
 def read_notes(path: Path, source: str = "kernel.metal") -> list[FunctionBlocks]:
-    """Reads a .gcno file, keeping the lines of `source`."""
+    """Reads a .gcno file. Keeps only the lines of the file `source`."""
     data = path.read_bytes()
     words = struct.unpack(f"<{len(data) // 4}I", data[: len(data) // 4 * 4])
     functions: list[FunctionBlocks] = []

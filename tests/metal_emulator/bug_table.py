@@ -1,4 +1,4 @@
-"""The form of a planted bug: a kernel with exactly one bug, and the kind of finding that must catch it."""
+"""The table of planted bugs: each is a kernel with exactly one bug and the kind of finding that must report it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +14,8 @@ DEVICE_ONLY = "threadgroup_barrier(mem_flags::mem_device);"
 
 @dataclass(frozen=True)
 class Bug:
-    """category: what sort of mistake; kind: of the finding expected."""
+    """A planted bug. category: the sort of mistake; kind: the kind of the expected finding, None if no check can
+    find the bug; skew: as in `emulated_metal`."""
 
     name: str
     category: str
@@ -27,7 +28,7 @@ BUGS: list[Bug] = []
 
 
 def replace_nth(text: str, old: str, new: str, nth: int = 0) -> str:
-    """Replaces one occurrence."""
+    """Replaces the occurrence with this number (from 0) of a text."""
     parts = text.split(old)
     if len(parts) < nth + 2:
         raise ValueError(f"occurrence {nth} of {old!r} is not in the text")
@@ -35,7 +36,7 @@ def replace_nth(text: str, old: str, new: str, nth: int = 0) -> str:
 
 
 def changed(name, category, kind, make, old, new, nth=0, where="source", **sizes) -> None:
-    """Adds a bug made by replacing text of a sample kernel."""
+    """Adds a bug to the table: a sample kernel in which a part of the text is replaced."""
 
     def build() -> Sample:
         sample = make(**sizes)
@@ -46,7 +47,8 @@ def changed(name, category, kind, make, old, new, nth=0, where="source", **sizes
 
 
 def written(name, category, kind, source, shapes=((64,),), threads=64, group=32, arrays=(X,), skew=0, **more) -> None:
-    """Adds a bug as a small kernel of its own. `i`: position in the grid; `l`: lane."""
+    """Adds a bug to the table: a small kernel written for it. In its text `i` is the position in the grid and `l`
+    the lane."""
     start = "const uint i = thread_position_in_grid.x, l = thread_index_in_simdgroup;\n"
 
     def build() -> Sample:

@@ -1,4 +1,5 @@
-"""Kernel text -> loaded, checked machine code. Results are kept on disk under the hash of everything they depend on."""
+"""Compiles a kernel's text to machine code with checks, and loads it. Results are cached on disk under the hash of
+everything that they depend on."""
 
 import json
 import re
@@ -22,8 +23,8 @@ from .toolchain import cache_folder, digest, front_end, precompiled_shim, publis
 
 @dataclass
 class CompiledKernel:
-    """A kernel ready to run. buffers: names in binding order; counted: of each function what its counters have counted
-    in all launches."""
+    """A kernel ready to run. buffers: the buffers' names in binding order; counted: for each function the sums of
+    its coverage counters over all launches."""
 
     source: str
     path: Path
@@ -32,26 +33,29 @@ class CompiledKernel:
 
     @cached_property
     def image(self) -> runtime.Image:
-        """The kernel in memory."""
+        """The kernel's machine code, loaded into memory."""
         return runtime.Image(self.path)
 
     @cached_property
     def lines(self) -> LineTable:
-        """Addresses to lines of the kernel text."""
+        """Table from addresses to lines of the kernel text."""
         return read_line_table(self.path)
 
     @cached_property
     def functions(self) -> dict[int, FunctionBlocks]:
-        """Flow graphs by clang's function number."""
+        """Flow graphs of the kernel's functions, by clang's number of the function."""
         return {f.identity: f for f in read_notes(self.path.with_suffix(".gcno"))}
 
     def executable_lines(self) -> set[int]:
-        """Returns the lines of the kernel text that this instantiation has code for."""
+        """Returns the lines of the kernel text for which this instantiation has code."""
         return set().union(*(f.executable() for f in self.functions.values()))
 
     def executed_lines(self) -> set[int]:
-        """Returns the lines of the kernel text that ran. What flows into a block flows out of it in sums, too, so that
-        one look at the sums of all launches serves for a look at each."""
+        """Returns the lines of the kernel text that ran in any launch.
+
+        The counters' sums over all launches satisfy the same flow equations as the counters of one launch, so that
+        the equations are solved once, for the sums.
+        """
         pairs = zip(self.image.counter_arrays(), self.counted, strict=True) if self.counted else ()
         ran = [
             self.functions[n].executed(sums.tolist()) for (n, _), sums in pairs if n in self.functions and sums.any()
@@ -59,7 +63,8 @@ class CompiledKernel:
         return set().union(*ran)
 
     def collect_coverage(self, keep: bool) -> None:
-        """Reads and clears the counters after a launch; `keep` is false if it was stopped half way."""
+        """Adds the counters of a launch to the sums and clears them. With `keep` false the counters are only
+        cleared, as after an aborted launch."""
         live = [values for _, values in self.image.counter_arrays()]
         if keep:
             self.counted = [a + b for a, b in zip(self.counted or [0] * len(live), live, strict=True)]
@@ -79,7 +84,8 @@ def _shim(metal_version: int, fast_math: bool) -> Path:
 
 @cache
 def _rules_text() -> str:
-    """What a cached result depends on besides the text, the shim and the options."""
+    """Returns the text of the modules that a cached result depends on besides the kernel's text, the shim and the
+    options."""
     here = Path(__file__).parent
     return (here / "lowering.py").read_text() + (here / "msl_rules.py").read_text()
 
@@ -88,7 +94,7 @@ _loaded: dict[str, CompiledKernel] = {}
 
 
 def compile_kernel(name: str, source: str, metal_version: int = 310, fast_math: bool = False) -> CompiledKernel:
-    """Compiles the text MLX would hand to Apple's compiler; raises KernelError if it is not valid MSL."""
+    """Compiles the text that MLX would pass to Apple's compiler. Raises KernelError if the text is not valid MSL."""
     shim = _shim(metal_version, fast_math)
     key = digest(source, shim.name, _rules_text())
     if key in _loaded:
@@ -106,12 +112,12 @@ def compile_kernel(name: str, source: str, metal_version: int = 310, fast_math: 
 
 
 def compiled_kernels() -> list[CompiledKernel]:
-    """Returns every kernel used by this process."""
+    """Returns all kernels that this process has compiled or loaded."""
     return list(_loaded.values())
 
 
 def forget(kernel: CompiledKernel) -> None:
-    """Drops a kernel from those used by this process; compiled again, it counts as new."""
+    """Removes a kernel from the list of this process. If its text is compiled again, it counts as new."""
     for key in [key for key, loaded in _loaded.items() if loaded is kernel]:
         del _loaded[key]
 
@@ -122,8 +128,9 @@ _CONSTANT = re.compile(r"^(using \w+|constexpr (?:int|bool) \w+) = [^;]*;", re.M
 def _rules_key(source: str, shim: Path) -> str:
     """Returns a name for a kernel's text without the values of its constants, its types and its own name.
 
-    The rules of `ast_rules` are about what a text says. Instantiations that differ in a number or in a type say the
-    same, so one of them is asked for all; the dump would take a sixth of the time to compile.
+    The rules of `ast_rules` depend on the text only. Instantiations that differ in a number or a type give the same
+    answer, so one instantiation is checked for all of them. Dumping the syntax tree of each would add a sixth to the
+    time of compilation.
     """
     code = _CONSTANT.sub(r"\1;", blank_comments(source))
     code = re.sub(r"\bcustom_kernel_\w+|\b(?:float|half|bfloat16_t)\b", "", code)

@@ -1,10 +1,11 @@
-"""Line coverage of shader files, over everything this process has run on the emulator.
+"""Line coverage of shader files, over all kernels that this process has run in the emulator.
 
 Executable lines of a file are
   - the lines for which some compiled instantiation has a basic block, and
-  - the first line of every statement of which no line is in any instantiation (templates that are never instantiated,
-    branches of `if constexpr` nobody takes): see `source_lines.statements` for what counts as a statement.
-Executed are the lines of the blocks that ran, counted before any optimisation. A launch that was stopped by a finding
+  - the first line of every statement that no instantiation has code for (templates that are never instantiated,
+    branches of `if constexpr` that are never taken). `source_lines.statements` defines what counts as a statement.
+
+Executed lines are the lines of the blocks that ran, counted before any optimisation. A launch that a finding stopped
 does not count.
 """
 
@@ -20,14 +21,14 @@ from .source_lines import map_lines, statements
 
 @dataclass
 class FileCoverage:
-    """Lines of one shader file."""
+    """The executed and the missed lines of one shader file."""
 
     executed: set[int] = field(default_factory=set)
     missed: set[int] = field(default_factory=set)
 
 
 def collected() -> dict[str, dict[str, list[int]]]:
-    """Returns what this process has run: kernel text -> executable and executed lines of it."""
+    """Returns {kernel text: {"executable": lines, "executed": lines}} for all kernels that this process has run."""
     found: dict[str, dict[str, list[int]]] = {}
     for kernel in compiled_kernels():
         entry = {"executable": sorted(kernel.executable_lines()), "executed": sorted(kernel.executed_lines())}
@@ -37,7 +38,7 @@ def collected() -> dict[str, dict[str, list[int]]]:
 
 @contextmanager
 def set_aside() -> Iterator[None]:
-    """What runs inside does not count: for texts that are wrong on purpose."""
+    """Excludes the launches inside the context from the coverage. For kernels that are damaged on purpose."""
     before = {id(kernel): kernel.counted for kernel in compiled_kernels()}
     yield
     for kernel in compiled_kernels():
@@ -48,12 +49,12 @@ def set_aside() -> Iterator[None]:
 
 
 def dump(path: Path) -> None:
-    """Writes what this process has run, for `merge` in another one."""
+    """Writes the coverage of this process to a file that another process reads with `merge`."""
     path.write_text(json.dumps(collected()))
 
 
 def merge(paths: Iterable[Path]) -> dict[str, dict[str, list[int]]]:
-    """Returns the union of several dumps."""
+    """Returns the union of the coverage in several files written by `dump`."""
     found: dict[str, dict[str, list[int]]] = {}
     for path in paths:
         found = _union(found, json.loads(path.read_text()))
@@ -69,11 +70,12 @@ def _union(a: dict, b: dict) -> dict:
 
 
 def report(files: dict[str, str], data: dict[str, dict[str, list[int]]] | None = None) -> dict[str, FileCoverage]:
-    """Attributes lines of kernel texts to the files they were assembled from.
+    """Attributes the lines of kernel texts to the shader files that the texts were assembled from. Returns the
+    coverage by file.
 
     Args:
         files: name -> text of the shader files.
-        data: of `merge`; by default what this process has run.
+        data: result of `merge`; by default the coverage of this process.
     """
     executable: dict[str, set[int]] = {name: set() for name in files}
     executed: dict[str, set[int]] = {name: set() for name in files}
@@ -92,7 +94,7 @@ def report(files: dict[str, str], data: dict[str, dict[str, list[int]]] | None =
 
 
 def format_report(coverage: dict[str, FileCoverage]) -> str:
-    """Returns one line per file: share of executed lines and the missed ones."""
+    """Returns one line of text per file: the share of executed lines, and the missed lines."""
     lines = []
     for name, c in coverage.items():
         total = len(c.executed) + len(c.missed)

@@ -1,4 +1,4 @@
-"""`mx.fast.metal_kernel` that runs on the emulator, so that library code runs through it unchanged."""
+"""A replacement for `mx.fast.metal_kernel` that runs kernels in the emulator, so that library code needs no changes."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +19,8 @@ _mlx_metal_kernel = mx.fast.metal_kernel
 
 @dataclass(frozen=True)
 class Dispatch:
-    """One launch in the log. text_bytes: header + body as the library passed them; source_bytes: all MLX generated."""
+    """One launch in the log. text_bytes: size of header and body as the library passed them; source_bytes: size of
+    the whole text that MLX generated."""
 
     name: str
     grid: tuple[int, int, int]
@@ -33,7 +34,8 @@ class Dispatch:
     seconds: float
 
     def device_bytes(self, leave_out: Sequence[str] = ()) -> dict[str, int]:
-        """Returns the bytes read, written, and those counted once each, without the buffers named (weights)."""
+        """Returns the sums over all buffers of the bytes read and written, with each access counted and with each
+        byte counted once. Buffers named in `leave_out` do not count."""
         kept = [t for name, t in self.traffic.items() if name not in leave_out]
         fields = ("bytes_read", "bytes_written", "distinct_read", "distinct_written")
         return {f: sum(getattr(t, f) for t in kept) for f in fields}
@@ -41,7 +43,7 @@ class Dispatch:
 
 @dataclass
 class Session:
-    """An active `emulated_metal`."""
+    """An active `emulated_metal` context: its options and its log."""
 
     options: Options
     metal_version: int
@@ -53,7 +55,8 @@ _active: list[Session] = []
 
 
 class EmulatedKernel:
-    """What the drop-in `metal_kernel` returns. Without an active context a call goes to MLX's own kernel."""
+    """The kernel object that the replaced `metal_kernel` returns. Outside of an `emulated_metal` context a call goes
+    to MLX's own kernel."""
 
     def __init__(self, **definition: Any):
         self.definition = definition
@@ -78,13 +81,14 @@ class EmulatedKernel:
         self._log(session, captured, grid, threadgroup, result)
         if result.findings and session.raise_on_findings:
             raise KernelError(name, result.findings)
-        if not result.outputs:  # never ran
+        if not result.outputs:  # the kernel never ran
             result.outputs = [np.full(b.size * b.dtype.itemsize, 0xFF, np.uint8) for b in buffers if b.output]
         typed = zip(result.outputs, call["output_shapes"], call["output_dtypes"], strict=True)
         return [to_mlx(raw, tuple(shape), dtype) for raw, shape, dtype in typed]
 
     def _capture(self, arrays: list[mx.array], call: dict[str, Any]) -> Captured:
-        """MLX's text depends on types, scalars and small arrays only, so one trace serves many calls."""
+        """Returns the text that MLX generates for this call. The text depends only on dtypes, the number of
+        dimensions and which arrays are small, so one trace serves many calls."""
         template = call.get("template")
         inputs = tuple((str(a.dtype), a.ndim, a.size < 8) for a in arrays)
         key = (inputs, repr(template), repr(call["output_dtypes"]), len(call["output_shapes"]))
@@ -141,7 +145,7 @@ def metal_kernel(
     atomic_outputs: bool = False,
     **options: Any,
 ) -> EmulatedKernel:
-    """Same arguments as `mx.fast.metal_kernel`."""
+    """Builds an emulated kernel. Takes the same arguments as `mx.fast.metal_kernel`."""
     return EmulatedKernel(
         name=name,
         input_names=input_names,
@@ -157,8 +161,8 @@ def metal_kernel(
 def install() -> None:
     """Makes `mx.fast.metal_kernel` build emulated kernels from now on.
 
-    For a conftest: kernels the library builds and keeps then work inside every later `emulated_metal`, and behave
-    as MLX's own outside.
+    Use it in a conftest: kernels that the library builds and caches then work in every later `emulated_metal`, and
+    behave as MLX's own kernels outside of it.
     """
     mx.fast.metal_kernel = metal_kernel
 
@@ -177,18 +181,19 @@ def emulated_metal(
     pretend_available: bool = False,
     on_enter: Sequence[Callable[[], Any]] = (),
 ) -> Iterator[list[Dispatch]]:
-    """Runs every `mx.fast.metal_kernel` called inside on the emulator; yields the log of launches.
+    """Runs every `mx.fast.metal_kernel` called inside the context in the emulator. Yields the log of launches.
 
     Args:
-        order: in which order threads run: "forward", "reverse" or "random" (with `seed`).
-        noise: moves results of math functions within the bounds the specification allows.
-        skew: elements by which inputs are displaced from the start of an aligned block.
-        strict_exit: report simdgroup operations after some lanes returned.
-        require_all_written: report output elements nobody wrote (unless the call has `init_value`).
+        order: the order in which threads run: "forward", "reverse" or "random" (with `seed`).
+        noise: whether results of math functions are changed at random within the error that the specification allows.
+        skew: number of elements by which inputs are moved from a 16-byte boundary.
+        strict_exit: whether a simdgroup operation after some lanes have returned is a finding.
+        require_all_written: whether an unwritten output element is a finding (unless the call has `init_value`).
         metal_version: 310, 320 or 400, the value of `__METAL_VERSION__`.
-        raise_on_findings: raise KernelError at the first launch with findings; else they are only logged.
-        pretend_available: let `mx.metal.is_available()` return True inside.
-        on_enter: called on entry and on exit, e.g. `build_kernel.cache_clear` for kernels cached before `install`.
+        raise_on_findings: whether the first launch with findings raises KernelError; else they are only logged.
+        pretend_available: whether `mx.metal.is_available()` returns True inside.
+        on_enter: functions called on entry and on exit, e.g. `build_kernel.cache_clear` for kernels that were cached
+            before `install`.
     """
     if order not in ("forward", "reverse", "random"):
         raise ValueError(f"[emulated_metal] order must be forward, reverse or random but got {order!r}")

@@ -1,4 +1,4 @@
-"""What a check reports, and the error that carries it."""
+"""A finding, which is what a check reports, and the error that carries findings."""
 
 import re
 from dataclasses import dataclass, replace
@@ -42,7 +42,7 @@ class Finding:
 
 
 class KernelError(Exception):
-    """A kernel that does not compile or has findings; `findings` lists them."""
+    """Raised for a kernel that does not compile or has findings. `findings` lists them."""
 
     def __init__(self, name: str, findings: list[Finding]):
         super().__init__(f"kernel {name}:\n  " + "\n  ".join(map(str, findings)))
@@ -50,7 +50,8 @@ class KernelError(Exception):
 
 
 def place_of(source: str, line: int) -> str:
-    """Returns "file:line" of a line of a kernel text, by the directives `#line N "file"` above it; "" without one."""
+    """Returns "file:line" of the shader for a line of a kernel text, according to the directives `#line N "file"`
+    above the line; "" if there is none."""
     number = None
     for distance, above in enumerate(reversed(source.split("\n")[: max(line - 1, 0)])):
         if m := LINE_DIRECTIVE.match(above):
@@ -61,7 +62,8 @@ def place_of(source: str, line: int) -> str:
 
 
 def with_places(finding: Finding, source: str) -> Finding:
-    """Returns the finding with file and line of the shader, also in its text, where a text says "line 12"."""
+    """Returns the finding with the shader's file and line in `place` and `other_place`. In its text, "line 12" is
+    replaced likewise."""
     text = re.sub(r"\bline (\d+)", lambda m: place_of(source, int(m.group(1))) or m.group(), finding.text)
     places = {"place": place_of(source, finding.line), "other_place": place_of(source, finding.other_line)}
     return replace(finding, text=text, **places)

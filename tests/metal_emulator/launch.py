@@ -1,4 +1,4 @@
-"""One launch: buffers in, threads run, findings and counters out."""
+"""Launches a kernel: binds buffers, runs the threads, and returns outputs, findings and counters."""
 
 import ctypes
 import re
@@ -16,7 +16,8 @@ _POISON = {2: (np.uint16, 0x7FFF), 4: (np.uint32, 0x7FFFFFFF)}
 
 @dataclass
 class Options:
-    """How to run. skew: elements by which inputs are displaced from 16-byte alignment, as MLX views may be."""
+    """Options of a launch, as in `emulated_metal`. skew: number of elements by which inputs are moved from a 16-byte
+    boundary, since an MLX view need not be aligned either."""
 
     order: str = "forward"
     seed: int = 1
@@ -29,7 +30,7 @@ class Options:
 
 @dataclass
 class Buffer:
-    """An argument to bind. data: bytes to start with (None: an output full of NaN)."""
+    """An argument to bind to a kernel. data: its initial content; None for an output that starts as NaN."""
 
     name: str
     dtype: np.dtype
@@ -41,7 +42,8 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes a launch moved through one buffer: all accesses, and each byte counted once."""
+    """Bytes that a launch moved through one buffer: with every access counted, and with each byte counted once
+    (`distinct_`)."""
 
     size: int
     bytes_read: int
@@ -52,7 +54,7 @@ class Traffic:
 
 @dataclass
 class Result:
-    """What a launch did. outputs: raw arrays in binding order; traffic: by buffer name."""
+    """The result of a launch. outputs: raw arrays in binding order; traffic: by buffer name."""
 
     outputs: list[np.ndarray]
     findings: list[Finding]
@@ -80,7 +82,7 @@ def _bind(kernel: CompiledKernel, buffers: list[Buffer], options: Options) -> li
 
 
 def _array_name(source_line: str, column: int) -> str:
-    """Returns the identifier the index expression at a column belongs to."""
+    """Returns the identifier before or at a column of a line: the array whose index expression is there."""
     before = source_line[: max(column, 1)]
     start = len(before)
     while start > 0 and (before[start - 1].isalnum() or before[start - 1] == "_"):
@@ -118,7 +120,8 @@ def _unwritten(buffer: Buffer, traffic: runtime.CTraffic) -> list[Finding]:
 
 
 def _poisoned(kernel: CompiledKernel, index: int, buffer: Buffer, values: np.ndarray) -> list[Finding]:
-    """An output element that holds the pattern of uninitialised memory was computed from some."""
+    """Returns a finding if an output element holds the NaN pattern of uninitialised memory: the element was computed
+    from uninitialised values."""
     is_float = buffer.dtype.kind == "f" or buffer.dtype.name == "bfloat16"
     if not is_float or buffer.dtype.itemsize not in _POISON:
         return []

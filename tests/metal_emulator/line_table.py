@@ -1,6 +1,7 @@
-"""Address -> line of the kernel text, from the DWARF 4 line table of a compiled kernel.
+"""Reads the DWARF 4 line table of a compiled kernel, which maps addresses to lines of the kernel text.
 
-Shim functions carry no debug information, so their code bears the line of the call: the plain table is enough.
+Functions of the shim have no debug information, so their code has the line of the call in the kernel. The plain
+table is therefore enough.
 """
 
 import bisect
@@ -53,13 +54,15 @@ class _State:
 
 @dataclass
 class LineTable:
-    """Rows (address, line), sorted; line 0 where the code belongs to no line of the kernel text."""
+    """Rows of (address, line), sorted by address. The line is 0 where the code belongs to no line of the kernel
+    text."""
 
     addresses: list[int] = field(default_factory=list)
     lines: list[int] = field(default_factory=list)
 
     def line(self, address: int) -> int:
-        """Returns the line at or, where the compiler gives none, the nearest one before an address."""
+        """Returns the line of an address. If the compiler gives none, returns the line of the nearest address before
+        it that has one."""
         i = bisect.bisect_right(self.addresses, address) - 1
         while i > 0 and self.lines[i] == 0:
             i -= 1
@@ -67,7 +70,7 @@ class LineTable:
 
 
 def read_line_table(path: Path, source: str = "kernel.metal") -> LineTable:
-    """Reads the table of a shared library, keeping the lines of `source`."""
+    """Reads the line table of a shared library. Keeps only the lines of the file `source`."""
     data, rows = _section(path.read_bytes(), ".debug_line"), []
     reader = _Reader(data)
     while reader.position < len(data):

@@ -1,4 +1,4 @@
-"""Small damages to a kernel, each of which a good test must notice: barriers, bounds and index offsets."""
+"""Makes small damages to a kernel's barriers, bounds and index offsets. Good tests notice each of them."""
 
 import re
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ _SWAPPED = {"<": "<=", "<=": "<", ">": ">=", ">=": ">"}
 
 @dataclass(frozen=True)
 class Mutation:
-    """description names the change and its line; text is the whole damaged text."""
+    """A damaged kernel. description: the change and its line; text: the whole damaged text."""
 
     description: str
     line: int
@@ -27,7 +27,7 @@ class Mutation:
 
 
 def mutations(text: str) -> Iterator[Mutation]:
-    """Yields every mutation of a kernel text (a header or a body; lines count from its start)."""
+    """Yields every mutation of a kernel text (a header or a body). Lines are counted from the start of the text."""
     code = blank_comments(text)
     for edits in (_barriers(code), _comparisons(code), _subscripts(code)):
         for start, end, new, what in edits:
@@ -56,7 +56,8 @@ def _barriers(code: str) -> Iterator[Edit]:
 
 
 def _conditions(code: str) -> Iterator[tuple[int, int]]:
-    """Parts of the code that decide how far something runs: guards, and the middle of a for header."""
+    """Yields the ranges of the code that are conditions: of `if` and `while`, of conditional expressions, and the
+    middle part of a `for` header."""
     for m in _CONDITION.finditer(code):
         end = matching(code, m.end(), "(", ")") - 1
         if m.group().startswith("for"):
@@ -86,7 +87,8 @@ def _comparisons(code: str) -> Iterator[Edit]:
 
 
 def _subscripts(code: str) -> Iterator[Edit]:
-    """Existing +-1 in an index vanishes; every index that is not a declaration moves by one."""
+    """Yields edits of indices: an existing +1 or -1 is dropped, and each index outside a declaration becomes one
+    more and one less."""
     for m in re.finditer(r"(?<=[\w\])])\[(?!\[)", code):
         end = matching(code, m.end(), "[", "]") - 1
         inside = code[m.end() : end]

@@ -1,4 +1,4 @@
-"""Planted bugs that show while a kernel runs (and a few that the compiler already sees)."""
+"""Planted bugs that appear while a kernel runs (the compiler already rejects a few of them)."""
 
 import numpy as np
 
@@ -265,6 +265,6 @@ def _limits() -> None:
 
 
 def add_bugs() -> None:
-    """Fills the table."""
+    """Adds all bugs of this module to the table."""
     for add in (_synchronisation, _simdgroup, _bounds, _pointers, _initialisation, _arithmetic, _limits):
         add()

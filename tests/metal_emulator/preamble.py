@@ -1,6 +1,7 @@
-"""The text MLX puts in front of every custom kernel, `metal::utils()`, rebuilt from the headers in the mlx wheel.
+"""The text `metal::utils()` that MLX puts before every custom kernel, rebuilt from the headers in the mlx wheel.
 
-Same procedure as MLX's make_compiled_preamble.sh: headers in include order, local includes and #pragma once dropped.
+The procedure is that of MLX's make_compiled_preamble.sh: headers in include order, without local includes and
+#pragma once.
 """
 
 import re

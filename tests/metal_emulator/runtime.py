@@ -1,4 +1,4 @@
-"""The runtime library as Python sees it: structures, images, and one launch at a time."""
+"""The interface to the runtime library from Python: its structures and functions, and compiled kernels in memory."""
 
 import ctypes
 from ctypes import POINTER, c_char, c_char_p, c_int64, c_uint32, c_uint64, c_void_p
@@ -32,7 +32,7 @@ ORDERS = {"forward": 0, "reverse": 1, "random": 2}
 
 
 class CFinding(ctypes.Structure):
-    """`Finding` in runtime/findings.h."""
+    """The structure `Finding` of runtime/findings.h."""
 
     _fields_ = [(n, c_uint32) for n in ("kind", "thread", "other_thread", "group", "line", "column")] + [
         ("pc", c_uint64),
@@ -44,9 +44,10 @@ class CFinding(ctypes.Structure):
 
 
 class Counters(ctypes.Structure):
-    """`Counters` in runtime/base.h, summed over all threadgroups of a launch.
+    """The structure `Counters` of runtime/base.h: sums over all threadgroups of a launch.
 
-    Barriers, simdgroup and matrix operations count once per group or simdgroup that executes them, not per thread.
+    A threadgroup barrier counts once per threadgroup. Simdgroup barriers, simdgroup operations and matrix operations
+    count once per simdgroup.
     """
 
     _fields_ = [
@@ -68,7 +69,7 @@ class Counters(ctypes.Structure):
 
 
 class CTraffic(ctypes.Structure):
-    """`Traffic` in runtime/host.h."""
+    """The structure `Traffic` of runtime/host.h."""
 
     _fields_ = [
         (n, c_uint64)
@@ -77,14 +78,14 @@ class CTraffic(ctypes.Structure):
 
 
 class CCoverage(ctypes.Structure):
-    """`CoverageCounters` in runtime/hooks.h."""
+    """The structure `CoverageCounters` of runtime/hooks.h."""
 
     _fields_ = [("values", POINTER(c_uint64)), ("count", c_uint32), ("function", c_uint32)]
 
 
 @cache
 def library() -> ctypes.CDLL:
-    """Returns the runtime; its symbols are visible to the kernels loaded later."""
+    """Returns the loaded runtime library. Kernels that are loaded later can use its symbols."""
     lib = ctypes.CDLL(str(runtime_library()), mode=ctypes.RTLD_GLOBAL)
     lib.emu_reset.argtypes = [c_uint64] * 4
     lib.emu_options.argtypes = [c_uint32] * 5
@@ -116,7 +117,7 @@ def _own_range() -> tuple[int, int]:
 
 
 class Image:
-    """A compiled kernel in memory."""
+    """A compiled kernel, loaded into memory."""
 
     def __init__(self, path: Path):
         lib = library()
@@ -134,10 +135,11 @@ class Image:
             self.high = max(self.high, address + ctypes.sizeof(values))
 
     def counter_arrays(self) -> list[tuple[int, np.ndarray]]:
-        """Returns (function number, live counters) of every function."""
+        """Returns (function number, coverage counters) of every function. The counters are views of the kernel's
+        memory."""
         return self._counters
 
     def reset_runtime(self) -> None:
-        """Makes the runtime forget the last launch and accept this image's constant data."""
+        """Makes the runtime forget the last launch, and allow reads of this kernel's constant data."""
         if library().emu_reset(self.low, self.high, *_own_range()):
             raise MemoryError("metal_emulator: cannot reserve address space")

@@ -1,4 +1,5 @@
-"""Evaluates MSL expressions for the tests of the shim: many per kernel, one output row per expression."""
+"""Evaluates MSL expressions for the tests of the shim. One kernel evaluates many expressions and writes one output
+row for each."""
 
 import mlx.core as mx
 import numpy as np
@@ -15,7 +16,8 @@ P = np.linspace(0.1, 4, 64, dtype=np.float32)
 
 
 def evaluate(expressions: list[str], arrays: list[np.ndarray], setup: str = "", dtype=mx.float32) -> np.ndarray:
-    """Returns one row per expression; inside, `v`, `w` are this thread's elements and `l` is its lane."""
+    """Returns one row of values per expression. In an expression `v` and `w` are the thread's elements of the first
+    two arrays, and `l` is its lane."""
     names = "vwxyz"
     lines = ["const uint i = thread_position_in_grid.x, l = thread_index_in_simdgroup;"]
     lines += [f"const T {names[k]} = a{k}[i];" for k in range(len(arrays))]
@@ -33,7 +35,7 @@ def check(table: dict[str, np.ndarray], arrays: list[np.ndarray], rtol: float = 
 
 
 def rows(values: np.ndarray) -> np.ndarray:
-    """Repeats a value per simdgroup for its lanes."""
+    """Repeats each simdgroup's value for its 32 lanes."""
     return np.repeat(values, 32)
 
 

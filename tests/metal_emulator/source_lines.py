@@ -1,4 +1,4 @@
-"""Statements of a shader file, and where its lines occur in the text MLX hands to the compiler."""
+"""Finds the statements of a shader file, and the lines of a kernel text that come from it."""
 
 import re
 
@@ -21,8 +21,8 @@ _DECLARATION = re.compile(
 
 
 def map_lines(kernel_text: str, files: dict[str, str]) -> dict[int, tuple[str, int]]:
-    """Returns kernel line -> (file, line) for every kernel line that comes from one of the files, by the directives
-    `#line N "file"`."""
+    """Returns kernel line -> (file, line) for every line of the kernel text that comes from one of the files,
+    according to the directives `#line N "file"`."""
     mapped, file, line = {}, None, 0
     counts = {name: text.count("\n") + 1 for name, text in files.items()}
     for number, text in enumerate(kernel_text.split("\n"), start=1):
@@ -54,11 +54,12 @@ def statements(text: str) -> list[tuple[int, int]]:
 
 
 def _chunks(code: str) -> list[tuple[int, int, str, int]]:
-    """Splits at `;` and block brackets; gives (start, end, text, number of enclosing function or control blocks)."""
+    """Splits the code at `;` and at the brackets of blocks. Returns (start, end, text, number of enclosing function
+    or control blocks) for each part."""
     chunks, blocks, enums, start, parentheses, i = [], [], [], 0, 0, 0
 
     def finish(end: int) -> None:
-        if enums and enums[-1]:  # its constants are no statements
+        if enums and enums[-1]:  # the constants of an enum are no statements
             return
         for first, last in _without_control(code, start, end):
             chunks.append((first, last - 1, " ".join(code[first:last].split()), sum(blocks)))
@@ -94,7 +95,8 @@ def _chunks(code: str) -> list[tuple[int, int, str, int]]:
 
 
 def _without_control(code: str, start: int, end: int) -> list[tuple[int, int]]:
-    """Separates the headers of control statements from the statement behind them."""
+    """Separates headers of control statements, such as `if (...)`, from the statement after them. Returns the range
+    of each."""
     parts = []
     while m := _HEADER.match(code, start, end):
         header = matching(code, m.end(), "(", ")") if code[m.end() - 1] == "(" else m.end()

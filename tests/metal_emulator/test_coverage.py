@@ -1,4 +1,4 @@
-"""Executed lines are attributed to the shader files the kernel text was assembled from."""
+"""Check that executed lines are attributed to the shader files from which the kernel text was assembled."""
 
 import numpy as np
 import pytest

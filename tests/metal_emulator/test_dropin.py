@@ -1,4 +1,5 @@
-"""The drop-in `mx.fast.metal_kernel`: logs, counters, gradients, strides, cached kernels, rules about the host."""
+"""Check the replacement for `mx.fast.metal_kernel`: log, counters, gradients, strides, cached kernels, and the
+machines it supports."""
 
 from functools import cache
 

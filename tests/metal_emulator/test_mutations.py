@@ -1,4 +1,4 @@
-"""Mutations: which there are, and that the emulator or the values notice those of small kernels."""
+"""Check which mutations are made, and that the emulator or wrong values reveal the mutations of small kernels."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Every planted bug is caught, by the kind of finding its table entry names."""
+"""Check that every planted bug is reported by the kind of finding that its table entry names."""
 
 import pytest
 
@@ -16,7 +16,7 @@ MISSED = [bug for bug in BUGS if bug.kind is None]
 def test_bug(bug):
     with emulated_metal(skew=bug.skew):
         if bug.kind is None:
-            bug.build().run()  # the day this raises, move the entry to the caught ones
+            bug.build().run()  # if this raises, the bug is found now: set its kind in the table
             return
         with pytest.raises(KernelError) as caught:
             bug.build().run()

@@ -1,4 +1,4 @@
-"""Types, vector loads, matrices, atomics and thread attributes of the shim against NumPy."""
+"""Check the shim's types, vector loads, matrices, atomics and thread attributes against NumPy."""
 
 import mlx.core as mx
 import numpy as np

@@ -1,4 +1,4 @@
-"""Math, integer and vector functions of the shim against NumPy."""
+"""Check the shim's math, integer and vector functions against NumPy."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Simdgroup and quadgroup functions of the shim against NumPy."""
+"""Check the shim's simdgroup and quadgroup functions against NumPy."""
 
 import numpy as np
 

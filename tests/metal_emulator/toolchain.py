@@ -1,4 +1,5 @@
-"""Clang, the linker and the cache. Both tools are the ones embedded in zig (`pip install ziglang==0.17.0`)."""
+"""Runs clang and the linker, and manages the cache of their results. Both tools are embedded in zig (`pip install
+ziglang==0.17.0`)."""
 
 import hashlib
 import os
@@ -34,7 +35,7 @@ _WARNINGS = [
     "-Wc++20-extensions",
     "-Wpre-c++17-compat",
 ]
-# Loads and stores call the runtime (hooks.h), undefined behaviour calls it too, counters record the executed lines.
+# Each load and store calls the runtime (hooks.h), undefined behaviour does, too, and counters record executed lines.
 _CHECKS = [
     "-O1",
     "-fno-vectorize",
@@ -50,8 +51,8 @@ _CHECKS = [
     "-gline-tables-only",
     "-gdwarf-4",
 ]
-# A kernel runs for milliseconds, so the time of its compilation counts. These choose the code generation of -O0 behind
-# the optimiser of -O1: a fifth less time to compile.
+# A kernel runs for milliseconds, so the time to compile it matters. With these options clang generates code as with
+# -O0 after optimising as with -O1, which takes a fifth less time.
 _QUICK_CODE = [
     "-mllvm",
     "-fast-isel",
@@ -65,13 +66,13 @@ _QUICK_CODE = [
 
 
 def require_supported_host() -> None:
-    """Raises on hosts the runtime is not written for."""
+    """Raises an error on a machine that the runtime does not support."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
         raise RuntimeError(f"metal_emulator needs Linux on x86-64 but runs on {sys.platform} {platform.machine()}")
 
 
 def cache_folder() -> Path:
-    """Returns the folder for compiled kernels; several processes may use it at once."""
+    """Returns the folder for compiled kernels. Several processes can use it at the same time."""
     base = os.environ.get("XDG_CACHE_HOME") or (Path.home() / ".cache")
     try:
         folder = Path(base) / "metal_emulator"
@@ -83,19 +84,19 @@ def cache_folder() -> Path:
 
 
 def digest(*parts: str) -> str:
-    """Returns a name for content."""
+    """Returns a hash of the texts, used as a file name in the cache."""
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
 
 def sources_text(folder: str) -> str:
-    """Returns all files of runtime/ or shim/, for cache keys."""
+    """Returns the texts of all files of runtime/ or shim/, joined, for cache keys."""
     return "\0".join(f.read_text() for f in sorted((HERE / folder).glob("*")))
 
 
 @cache
 def zig() -> str:
     """Returns the path of the zig executable."""
-    import ziglang  # which a Mac lacks, where kernels' texts are made but not emulated
+    import ziglang  # imported here, since a Mac has no ziglang: there kernels' texts are made but not emulated
 
     return str(Path(ziglang.__file__).parent / "zig")
 
@@ -119,7 +120,7 @@ def shim_folder() -> Path:
 
 
 def front_end(metal_version: int, fast_math: bool) -> list[str]:
-    """Returns clang's options for reading MSL as C++ for OpenCL and generating checked code."""
+    """Returns clang's command line for compiling MSL as C++ for OpenCL to code with checks."""
     math = ["-DEMU_FAST_MATH"] if fast_math else []
     language = ["-x", "clcpp", "-cl-std=clc++2021", "-cl-no-stdinc", "-Xclang", f"-cl-ext={_EXTENSIONS}"]
     defines = ["-D__METAL__=1", f"-D__METAL_VERSION__={metal_version}", "-D__METAL_MACOS__=1", *math]
@@ -128,7 +129,7 @@ def front_end(metal_version: int, fast_math: bool) -> list[str]:
 
 
 def run_tool(command: list[str], what: str) -> str:
-    """Runs a command that must succeed; returns its standard output."""
+    """Runs a command and returns its standard output. Raises an error if the command fails."""
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{what} failed:\n{done.stderr}")
@@ -136,14 +137,14 @@ def run_tool(command: list[str], what: str) -> str:
 
 
 def publish(temporary: Path, final: Path) -> Path:
-    """Moves a finished file to its place in one step, so that other processes never see half of it."""
+    """Moves a finished file to its final path in one step, so that other processes never see an incomplete file."""
     os.replace(temporary, final)
     return final
 
 
 @cache
 def runtime_library() -> Path:
-    """Returns the compiled runtime."""
+    """Returns the path of the compiled runtime. Compiles it if it is not in the cache."""
     require_supported_host()
     final = cache_folder() / f"runtime-{digest(sources_text('runtime'), zig())}.so"
     if not final.exists():
@@ -159,7 +160,8 @@ def runtime_library() -> Path:
 
 
 def precompiled_shim(text: str, options: list[str]) -> Path:
-    """Returns the precompiled form of the shim plus `text`, MLX's lowered preamble."""
+    """Returns the precompiled header of the shim and `text`, which is MLX's lowered preamble. Compiles it if it is
+    not in the cache."""
     final = cache_folder() / f"shim-{digest(text, sources_text('shim'), *options)}.pch"
     if not final.exists():
         with tempfile.TemporaryDirectory(dir=cache_folder()) as folder:

@@ -17,16 +17,16 @@ __all__ = ["CASES", "BenchCase", "find_contender", "is_installed"]
 
 
 class BenchCase(NamedTuple):
-    """One job for several contenders.
+    """A benchmark case: one computation that several contenders run.
 
     sizes: the sizes measured by default.
     passes: the names of the tensors that "forward" and "backward" compute, where the case has that pass.
     default_passes: the passes measured by default.
     contenders: by their name on the command line.
-    references: the contenders whose time every other time is divided by.
+    references: the contenders by whose time all other times are divided.
     draw: draw(size, dtype) returns the numbers.
     judge: judge(numbers, dtype, backward=) returns the judge of the results.
-    cell, bidirectional: what the library chooses an engine for.
+    cell, bidirectional: the cell and the directions, for which the library chooses an engine.
     """
 
     sizes: tuple[Size, ...]
@@ -41,7 +41,7 @@ class BenchCase(NamedTuple):
 
 
 def two_layers(cell: str) -> BenchCase:
-    """Return the case of two bidirectional layers of a cell."""
+    """Return the case of a stack of two bidirectional layers with this cell, "lstm" or "gru"."""
     return BenchCase(
         stack.SIZES,
         stack.PASSES,
@@ -89,7 +89,7 @@ CASES = {
 
 
 def find_contender(name: str, case: str = "lstm") -> Contender:
-    """Return a contender of a case by its name, or a user's own by "module:attribute"."""
+    """Return a contender of a case by its name, or a contender that a user wrote by "module:attribute"."""
     known = CASES[case].contenders
     if name in known:
         return known[name]
@@ -100,5 +100,5 @@ def find_contender(name: str, case: str = "lstm") -> Contender:
 
 
 def is_installed(contender: Contender) -> bool:
-    """Return whether the module that the contender needs is installed, without importing it."""
+    """Return whether the module that a contender needs is installed; the module is not imported."""
     return importlib.util.find_spec(contender.needs) is not None

@@ -1,6 +1,7 @@
-"""The case `block_lstm`: `mlx_lstm.tf` against TensorFlow's raw ops on the CPU, with all outputs of both ops computed.
+"""The benchmark case `block_lstm`: `mlx_lstm.tf` against TensorFlow's raw ops on the CPU, computing all outputs of
+both ops.
 
-The LSTM and its numbers are those of the case `lstm`, and so is its judge. The ops add 1 to the forget gate's
+The LSTM, its numbers and its judge are the same as in the case `lstm`, but the ops add 1 to the forget gate's
 preactivation; there is no clip and no peephole.
 """
 
@@ -22,7 +23,7 @@ ICFO = "igfo"  # TensorFlow's gate order in our letters
 
 
 def judge_block_lstm(numbers: Tensors, dtype: str, *, backward: bool) -> Judge:
-    """Return the judge of the ops' results: the LSTM of `numbers` with the forget bias added to b."""
+    """Return the judge of results: the LSTM of `numbers` with the forget bias added to b."""
     b = numbers["b"].copy()
     H = len(b) // 4
     b[H : 2 * H] += FORGET_BIAS
@@ -30,13 +31,14 @@ def judge_block_lstm(numbers: Tensors, dtype: str, *, backward: bool) -> Judge:
 
 
 def in_order(blocks: np.ndarray, order: str, new_order: str) -> np.ndarray:
-    """Return the four blocks on axis 0 in another gate order."""
+    """Return an array whose four gate blocks along axis 0 are moved to another gate order."""
     parts = dict(zip(order, np.split(blocks, 4), strict=True))
     return np.concatenate([parts[gate] for gate in new_order])
 
 
 def op_arrays(numbers: Tensors) -> Tensors:
-    """Return the ops' arguments: x [T, B, I], w [I + H, 4H], b [4H], zeros as states and peepholes, the cotangents."""
+    """Return the arguments of the TensorFlow ops: x [T, B, I], w [I + H, 4H], b [4H], zeros as states and peepholes,
+    the cotangents."""
     T, B, H = numbers["dh"].shape
     weights = np.concatenate([numbers["Wx"], numbers["Wh"]], axis=1)
     zeros = {name: np.zeros((B, H), np.float32) for name in ("cs_prev", "h_prev")}
@@ -47,7 +49,7 @@ def op_arrays(numbers: Tensors) -> Tensors:
 
 
 def named_results(h: np.ndarray, gradients: Tensors, width: int) -> Tensors:
-    """Return h, dx, dWx, dWh, db in the layouts of the case `lstm`."""
+    """Return h, dx, dWx, dWh, db by name, in the layouts of the case `lstm`."""
     if not gradients:
         return {"h": h}
     dw = in_order(gradients["w_grad"].T, ICFO, "ifgo")
@@ -60,7 +62,7 @@ NEEDED = ("x_grad", "w_grad", "b_grad")
 
 
 def prepare_ours(numbers: Tensors, task: Task) -> Work:
-    """Make ready `mlx_lstm.tf.block_lstm` and `block_lstm_grad`."""
+    """Return `mlx_lstm.tf.block_lstm` and `block_lstm_grad` on these numbers, ready to run."""
     from mlx_lstm import tf
 
     arrays = {name: mx.array(array).astype(DTYPES[task.dtype]) for name, array in op_arrays(numbers).items()}
@@ -87,7 +89,8 @@ def prepare_ours(numbers: Tensors, task: Task) -> Work:
 
 
 def prepare_tensorflow(numbers: Tensors, task: Task) -> Work:
-    """Make ready `tf.raw_ops.BlockLSTM` and `BlockLSTMGrad` on the CPU, called one after the other."""
+    """Return `tf.raw_ops.BlockLSTM` and `BlockLSTMGrad` on the CPU on these numbers, ready to run one after the
+    other."""
     import tensorflow as tf
 
     tf.config.set_visible_devices([], "GPU")

@@ -1,4 +1,4 @@
-"""The case `lstm`: one layer of ours, of MLX and of torch."""
+"""The benchmark case `lstm`: one LSTM layer of this package, of MLX and of torch."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +12,8 @@ from ..tasks import PASSES, Contender, Size, Task, Work
 
 
 def draw(size: Size, dtype: str, seed: int = 0) -> Tensors:
-    """Return x, Wx, Wh, b, time-major and in gate order ifgo, and the cotangent dh of h: float32 values `dtype` has."""
+    """Return random x, Wx, Wh, b, time-major and in gate order ifgo, and the cotangent dh of h, as float32 arrays
+    with values that `dtype` can represent."""
     rng = np.random.default_rng(seed)
     T, B, width, H = size
 
@@ -30,7 +31,7 @@ def draw(size: Size, dtype: str, seed: int = 0) -> Tensors:
 
 
 def prepare_ours(numbers: Tensors, task: Task) -> Work:
-    """Make ready this package's `lstm`, time-major, on the task's engine. The pass "forward" is inference."""
+    """Return this package's `lstm`, time-major, on the task's engine, ready to run. The pass "forward" is inference."""
     from mlx_lstm import lstm
 
     def forward(x: mx.array, Wx: mx.array, Wh: mx.array, b: mx.array) -> mx.array:
@@ -41,7 +42,8 @@ def prepare_ours(numbers: Tensors, task: Task) -> Work:
 
 
 def prepare_mlx(numbers: Tensors, task: Task) -> Work:
-    """Make ready `mlx.nn.LSTM`, which is batch-major: x and dh are laid out [B, T, .] for it beforehand."""
+    """Return `mlx.nn.LSTM`, ready to run. It is batch-major: x and dh are converted to [B, T, .] before the timed
+    runs."""
     import mlx.nn as nn
 
     layer = nn.LSTM(task.size.I, task.size.H)
@@ -54,7 +56,8 @@ def prepare_mlx(numbers: Tensors, task: Task) -> Work:
 
 
 def mlx_work(forward: Callable[..., mx.array], numbers: Tensors, task: Task, *, batch_major: bool) -> Work:
-    """Make ready a function (x, Wx, Wh, b) -> h in MLX. Its gradients come from `mx.vjp`, without a loss."""
+    """Return an MLX function from (x, Wx, Wh, b) to h, ready to run on these numbers. Gradients come from `mx.vjp`,
+    without a loss."""
     arrays = {name: numbers[name] for name in ("x", "Wx", "Wh", "b", "dh")}
     if batch_major:
         arrays |= {name: np.ascontiguousarray(arrays[name].swapaxes(0, 1)) for name in ("x", "dh")}
@@ -83,9 +86,9 @@ def mlx_work(forward: Callable[..., mx.array], numbers: Tensors, task: Task, *, 
 
 
 def prepare_torch(numbers: Tensors, task: Task) -> Work:
-    """Make ready `torch.nn.LSTM` on the CPU, time-major. bias_ih = b; bias_hh = 0 and needs no gradient.
+    """Return `torch.nn.LSTM` on the CPU, time-major, ready to run. bias_ih = b; bias_hh = 0 and needs no gradient.
 
-    Forward runs under `no_grad`; gradients come from `torch.autograd.grad`, which adds them to no `.grad` first.
+    Forward runs under `no_grad`; gradients come from `torch.autograd.grad`, which does not add them to `.grad`.
     """
     import torch
 

@@ -1,4 +1,5 @@
-"""The cases `cudnn_lstm` and `cudnn_gru`: two bidirectional layers, `mlx_lstm.cudnn` against torch on the CPU."""
+"""The benchmark cases `cudnn_lstm` and `cudnn_gru`: two bidirectional layers, `mlx_lstm.cudnn` against torch on the
+CPU."""
 
 from typing import Any
 
@@ -21,7 +22,8 @@ PASSES = {
 
 
 def draw(cell: str, size: Size, dtype: str, seed: int = 0) -> Tensors:
-    """Return x [T, B, I], dh [T, B, 2H], and for every layer and direction Wx, Wh, b, bh in torch's gate order."""
+    """Return random x [T, B, I], dh [T, B, 2H], and for every layer and direction Wx, Wh, b, bh in torch's gate
+    order."""
     rng = np.random.default_rng(seed)
     T, B, width, H = size
     G = CELLS[cell].gates
@@ -36,13 +38,13 @@ def draw(cell: str, size: Size, dtype: str, seed: int = 0) -> Tensors:
 
 
 def to_buffer(arrays: Tensors) -> np.ndarray:
-    """Return cuDNN's parameter buffer: all matrices by layer and direction, then all biases."""
+    """Join arrays into cuDNN's parameter buffer: all matrices by layer and direction, then all biases."""
     parts = [(name, suffix) for pair in (("Wx", "Wh"), ("b", "bh")) for suffix in ALL for name in pair]
     return np.concatenate([arrays[name + suffix].ravel() for name, suffix in parts])
 
 
 def from_buffer(buffer: np.ndarray, like: Tensors) -> Tensors:
-    """Split cuDNN's parameter buffer. Return the arrays, in the shapes of `like`."""
+    """Split cuDNN's parameter buffer into arrays with the names and shapes of `like`."""
     arrays, start = {}, 0
     for pair in (("Wx", "Wh"), ("b", "bh")):
         for name in (name + suffix for suffix in ALL for name in pair):
@@ -53,7 +55,7 @@ def from_buffer(buffer: np.ndarray, like: Tensors) -> Tensors:
 
 
 def prepare_ours(cell: str, numbers: Tensors, task: Task) -> Work:
-    """Make ready `mlx_lstm.cudnn.cudnn_rnn` under `mx.vjp`, as torch's layer is under its autograd."""
+    """Return `mlx_lstm.cudnn.cudnn_rnn` on these numbers, ready to run; gradients come from `mx.vjp`."""
     from mlx_lstm.cudnn import cudnn_rnn
 
     state = np.zeros((4, task.size.B, task.size.H), np.float32)
@@ -89,7 +91,7 @@ TORCH_NAMES = {"Wx": "weight_ih", "Wh": "weight_hh", "b": "bias_ih", "bh": "bias
 
 
 def prepare_torch(cell: str, numbers: Tensors, task: Task) -> Work:
-    """Make ready `torch.nn.LSTM` or `torch.nn.GRU` on the CPU, time-major."""
+    """Return `torch.nn.LSTM` or `torch.nn.GRU` on the CPU, time-major, ready to run."""
     import torch
 
     dtype = getattr(torch, task.dtype)
@@ -118,7 +120,7 @@ def prepare_torch(cell: str, numbers: Tensors, task: Task) -> Work:
 
 
 def contenders(cell: str) -> dict[str, Contender]:
-    """Return the contenders of one cell."""
+    """Return the contenders for a stack of this cell, by name."""
 
     def ours(numbers: Tensors, task: Task) -> Work:
         return prepare_ours(cell, numbers, task)

@@ -1,6 +1,7 @@
-"""The float64 judge of two bidirectional layers, LSTM or GRU, in the form of torch and cuDNN, with two biases each.
+"""Compute in float64 the results of two bidirectional layers, LSTM or GRU, with two biases each as in torch and
+cuDNN.
 
-A layer and direction is named as torch names it: "_l0", "_l0_reverse", "_l1", "_l1_reverse".
+Each layer and direction has the ending of torch's names: "_l0", "_l0_reverse", "_l1", "_l1_reverse".
 """
 
 from functools import partial
@@ -16,7 +17,7 @@ SUFFIXES = (("_l0", "_l0_reverse"), ("_l1", "_l1_reverse"))
 
 
 def judge_stack(cell: str, numbers: Tensors, dtype: str, *, backward: bool) -> Judge:
-    """Return the judge of a stack of this cell, "lstm" or "gru"."""
+    """Return the judge of results for a stack of this cell, "lstm" or "gru"."""
     return judge_layer(numbers, dtype, backward=backward, evaluate=partial(evaluate, cell))
 
 
@@ -35,7 +36,7 @@ def evaluate(cell: str, numbers: Tensors, fl: Arithmetic, *, backward: bool) -> 
 
 
 def layer(cell: str, numbers: Tensors, suffixes: tuple[str, str], fl: Arithmetic) -> Tensors:
-    """Return a layer's case for the oracle, without x. The two biases are added, except the recurrent bias of a
+    """Return the oracle's case of one layer, without x. The two biases are added, except the recurrent bias of a
     GRU's candidate."""
     both = {name: [numbers[name + suffix] for suffix in suffixes] for name in ("Wx", "Wh", "b", "bh")}
     b, bh = (np.stack(both[name]).astype(np.float64) for name in ("b", "bh"))
@@ -48,7 +49,7 @@ def layer(cell: str, numbers: Tensors, suffixes: tuple[str, str], fl: Arithmetic
 
 
 def gradients_by_direction(gradients: Tensors, suffixes: tuple[str, str]) -> Tensors:
-    """Return dWx, dWh, db, dbh of each direction, from a layer's gradients as the oracle gives them."""
+    """Return dWx, dWh, db, dbh of each direction by name, from the oracle's gradients of a layer."""
     named = {}
     for d, suffix in enumerate(suffixes):
         dWx, db = (np.split(gradients[name], 2)[d] for name in ("Wx", "b"))

@@ -1,7 +1,7 @@
-"""The case `streaming`: inference of T steps in T calls that pass their states on.
+"""The benchmark case `streaming`: inference of T steps in T calls, each of which continues from the last call's states.
 
-The results of each call are evaluated before the next call. The LSTM, its numbers and its judge are those of the
-case `lstm`, as T single steps must give the result of the whole sequence.
+The results of each call are evaluated before the next call. The LSTM, its numbers and its judge are the same as in the
+case `lstm`, because T single steps must give the result of the whole sequence.
 """
 
 from typing import Any
@@ -18,8 +18,8 @@ PASSES = {"forward": ("h",)}
 
 
 def in_mlx(layer: Any, weights: Tensors, call: Any, state: Any, numbers: Tensors, task: Task, axis: int | None) -> Work:
-    """Make ready a layer of MLX's. call(frame, state) returns (h, next state). `axis` is the axis of a frame that has
-    its one time step; None if it has no such axis."""
+    """Return an MLX layer that runs step by step, ready to run. call(frame, state) returns (h, next state). `axis`:
+    the axis of time in a frame, of size 1; None if a frame has no such axis."""
     layer.update({name: mx.array(array) for name, array in weights.items()})
     layer.set_dtype(DTYPES[task.dtype])
     layer.eval()
@@ -43,7 +43,7 @@ def in_mlx(layer: Any, weights: Tensors, call: Any, state: Any, numbers: Tensors
 
 
 def prepare_ours(numbers: Tensors, task: Task) -> Work:
-    """Make ready `mlx_lstm.nn.LSTM`, called by its method `step`."""
+    """Return `mlx_lstm.nn.LSTM`, called by its method `step`, ready to run."""
     from mlx_lstm.nn import LSTM
 
     layer = LSTM(task.size.I, task.size.H, engine=task.engine)
@@ -56,7 +56,7 @@ def prepare_ours(numbers: Tensors, task: Task) -> Work:
 
 
 def prepare_mlx(numbers: Tensors, task: Task) -> Work:
-    """Make ready `mlx.nn.LSTM`, which returns the states of all steps: the last ones are passed on."""
+    """Return `mlx.nn.LSTM`, ready to run. It returns the states of all steps; the last ones go to the next call."""
     from mlx.nn import LSTM
 
     layer = LSTM(task.size.I, task.size.H)
@@ -69,18 +69,18 @@ def prepare_mlx(numbers: Tensors, task: Task) -> Work:
 
 
 def mlx_weights(numbers: Tensors) -> Tensors:
-    """Return the numbers under the names of MLX's parameters."""
+    """Return the weights by the names of the parameters of `mlx.nn.LSTM`."""
     return {"Wx": numbers["Wx"], "Wh": numbers["Wh"], "bias": numbers["b"]}
 
 
 def torch_weights(numbers: Tensors) -> Tensors:
-    """Return the numbers under the names of torch's parameters; bias_hh = 0."""
+    """Return the weights by the names of torch's parameters; bias_hh = 0."""
     b = numbers["b"]
     return {"weight_ih_l0": numbers["Wx"], "weight_hh_l0": numbers["Wh"], "bias_ih_l0": b, "bias_hh_l0": 0 * b}
 
 
 def prepare_ours_torch(numbers: Tensors, task: Task) -> Work:
-    """Make ready `mlx_lstm.torch.LSTM`, on the engine that it chooses."""
+    """Return `mlx_lstm.torch.LSTM`, on the engine that it chooses, ready to run."""
     from mlx_lstm.torch import LSTM
 
     layer = LSTM(task.size.I, task.size.H)
@@ -88,7 +88,7 @@ def prepare_ours_torch(numbers: Tensors, task: Task) -> Work:
 
 
 def prepare_torch(numbers: Tensors, task: Task) -> Work:
-    """Make ready `torch.nn.LSTM` on the CPU, under `inference_mode`."""
+    """Return `torch.nn.LSTM` on the CPU, under `inference_mode`, ready to run."""
     import torch
 
     dtype = getattr(torch, task.dtype)

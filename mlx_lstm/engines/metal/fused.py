@@ -40,8 +40,8 @@ SWEEPS = ("forward", "backward")
 
 
 def forward(problem: Problem, arrays: Arrays) -> Arrays:
-    """Return h [T, B, D H], gates [T, B, D G H], hT [B, D H], of an LSTM c [T, B, D H] and cT [B, D H] in float32;
-    gates only if the problem saves or returns them."""
+    """Return h [T, B, D H], gates [T, B, D G H] and hT [B, D H]; for an LSTM also c [T, B, D H] and cT [B, D H], in
+    float32. Gates are returned only if the problem saves or returns them."""
     dtype, mask = arrays["x"].dtype, whole_mask(problem, arrays)
     sweep = forward_sweep(problem, dtype, tuple(arrays), mask is not None and mask.shape[0] > 1)
     inputs: Inputs = {"mask": mask, "numbers": sweep.numbers}
@@ -100,7 +100,8 @@ def backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays
 
 
 class Part(NamedTuple):
-    """A launch of a sweep over some of its steps: `sizes` says which; the names of its inputs and outputs."""
+    """A launch of a sweep over some of its steps: the launch, its array of sizes, and the names of its inputs and
+    outputs."""
 
     launch: Launch
     sizes: mx.array
@@ -109,11 +110,12 @@ class Part(NamedTuple):
 
 
 class Sweep(NamedTuple):
-    """What a sweep launches: `arrange` puts Wh in lane order, then the parts in the order of processing.
+    """The launches of a sweep: `arrange` puts Wh in lane order, then `parts` run in the order of processing.
 
-    options: the arrays that the parts read as the caller passed them, in row order; numbers: an LSTM's forget bias and
-    limit; quantized: whether the parts read quantized weights; of a sweep backward, few: whether the gradients after it
-    take few launches; takes_product: whether it reads the candidate's recurrent product.
+    options: the names of the caller's arrays that the parts read, in row order; numbers: an LSTM's forget bias and
+    cell limit; quantized: whether the parts read quantized weights; few (backward only): whether the gradients after
+    the sweep take few launches; takes_product (backward only): whether the sweep reads the candidate's recurrent
+    product.
     """
 
     arrange: Launch
@@ -146,8 +148,8 @@ def run(problem: Problem, sweep: Sweep, inputs: Inputs, carried: dict[str, str])
 
 
 def joined(problem: Problem, pieces: list[mx.array]) -> mx.array:
-    """Return a sequence from those of its parts, in the order of the steps forward. In a reverse direction that is not
-    the order of time."""
+    """Return a sequence, joined from the sequences of its parts in the order of the forward steps. In a reverse
+    direction this is the reverse of the order of time."""
     if problem.bidirectional:
         forward, reverse = ([half(piece, d) for piece in pieces] for d in range(2))
         return mx.concatenate([mx.concatenate(forward), mx.concatenate(reverse[::-1])], axis=-1)
@@ -184,8 +186,8 @@ INPUTS = {
 
 @cached
 def forward_sweep(problem: Problem, dtype: mx.Dtype, names: tuple[str, ...], masks_differ: bool) -> Sweep:
-    """Return what the forward sweep launches for arrays of these names. masks_differ: whether each step has a mask of
-    its own."""
+    """Return the launches of the forward sweep for arrays of these names. masks_differ: whether each step has its
+    own mask."""
     bare, has_c = readable(problem, names, dtype), problem.cell.op == "lstm"
     there = {name: name in names for name in ("h0", "c0", "lengths")} | {"z": True, "arranged": True, "sizes": True}
     there |= {"mask": "mask" in names or "keep" in names, "numbers": has_c}
@@ -204,7 +206,7 @@ def forward_sweep(problem: Problem, dtype: mx.Dtype, names: tuple[str, ...], mas
 def backward_sweep(
     problem: Problem, dtype: mx.Dtype, names: tuple[str, ...], masks_differ: bool, cotangents: tuple[str, ...]
 ) -> Sweep:
-    """Return what the backward sweep launches for arrays and cotangents of these names."""
+    """Return the launches of the backward sweep for arrays and cotangents of these names."""
     cell, has_c = problem.cell, problem.cell.op == "lstm"
     few, product, bare = is_plain(problem, names), takes_product(cell), readable(problem)
     there = {"states": True, "arranged": True, "sizes": True, "lengths": "lengths" in names, "q": product}
@@ -221,15 +223,18 @@ def backward_sweep(
 
 
 def options_of(problem: Problem, names: Collection[str]) -> tuple[str, ...]:
-    """Return which arrays of a call both sweeps read as they are. A plain cell has `keep` in the mask alone."""
+    """Return the names of the caller's arrays that both sweeps read unchanged (peephole, bhn, keep). A plain cell
+    reads no `keep`, as its mask already includes it."""
     options = ("peephole", "bhn") if problem.cell.op == "rnn" else ("peephole", "bhn", "keep")
     return tuple(name for name in options if name in names)
 
 
 def readable(problem: Problem, names: Collection[str] = (), dtype: mx.Dtype = mx.float32) -> Problem:
-    """Return the problem with a packing only if the kernels of a forward sweep read quantized weights. The product in
-    matrices gets floats, dequantized once: predicted to take half to four fifths of the time. Not so for 16 bits, which
-    would round them."""
+    """Return the problem without its packing if the forward kernels cannot read quantized weights.
+
+    The product in matrices gets float weights, dequantized once: predicted to take half to four fifths of the time.
+    16-bit arrays would round dequantized weights, so that they use the product in lanes.
+    """
     if problem.packing is None:
         return problem
     bare = problem._replace(packing=None)
@@ -239,13 +244,13 @@ def readable(problem: Problem, names: Collection[str] = (), dtype: mx.Dtype = mx
 
 
 def numbers_of(cell: Cell) -> mx.array | None:
-    """Return an LSTM's forget bias and limit."""
+    """Return the array of an LSTM's forget bias and cell limit."""
     return constant((cell.forget_bias, cell.cell_clip or 0.0), mx.float32) if isinstance(cell, LSTMCell) else None
 
 
 def division(problem: Problem, masks_differ: bool) -> list[tuple[int, mx.array]]:
-    """Return the number of steps and the sizes of every launch, in the order of processing; metal/fused.metal lists the
-    sizes. Fewer than 8, for Metal's constant memory."""
+    """Return the number of steps and the array of sizes of each launch, in the order of processing;
+    metal/fused.metal lists the sizes. The array has fewer than 8 elements, so that MLX binds it in constant memory."""
     T, B, D = problem.T, problem.B, problem.directions
     groups = D * B // tiling_of("forward", problem, mx.float32).rows
     steps = max(1, problem.limits.launch_steps // max(1, groups // FEWEST_CORES))
@@ -255,16 +260,17 @@ def division(problem: Problem, masks_differ: bool) -> list[tuple[int, mx.array]]
 
 
 def index_of(problem: Problem) -> mx.Dtype:
-    """Return the integer that counts the elements of a launch's arrays; those with all gates are the largest."""
+    """Return the dtype of the indices into a launch's arrays, of which the arrays with all gates are the largest."""
     elements = problem.T * problem.B * problem.directions * problem.cell.gates * problem.H
     return mx.uint32 if elements < problem.limits.index else mx.uint64
 
 
 def outputs_of(sweep: str, problem: Problem, dtype: mx.Dtype, keep: bool, steps: int, saves_d: bool) -> Outputs:
-    """Return the outputs of a sweep's shader, in the order of its fields; None for what it shall not write.
+    """Return shape and dtype of each output of a sweep's shader, in the order of its fields; None for an output that
+    it does not write.
 
-    Backward saves_d asks for d_out [steps, B, D G H], dz as the recurrent product had it; with `keep` there is carry
-    [steps, B, D H], as in `engines.ops.sweep.sweep_backward`.
+    With `saves_d` the backward sweep writes d_out [steps, B, D G H], the cotangent of the recurrent product; with
+    `keep` it writes carry [steps, B, D H], as in `engines.ops.sweep.sweep_backward`.
     """
     B, H, D, cell = problem.B, problem.H, problem.directions, problem.cell
     wide, all_gates = (steps, B, D * H), ((steps, B, D * cell.gates * H), dtype)
@@ -289,7 +295,7 @@ def prepared_part(
     *,
     saves_d: bool = False,
 ) -> Part:
-    """Return the launch of a sweep's shader over so many steps, with the inputs that are present."""
+    """Return the launch of a sweep's shader over `steps` steps, for the inputs that are present."""
     inputs = {name: name in present for name in INPUTS[sweep]}
     outputs = outputs_of(sweep, problem, dtype, "keep" in present, steps, saves_d)
     op, D, back = problem.cell.op, problem.directions, sweep == "backward"
@@ -321,7 +327,7 @@ def prepared_part(
 
 
 def packing_template(problem: Problem) -> Template:
-    """Return how weights are quantized, as template numbers."""
+    """Return the template numbers that say how weights are quantized."""
     packing = problem.packing or Packing(1, 32, "")
     return {"FIELD": field_of(packing), "GROUP": packing.group_size, "BIASED": packing.mode == "affine"}
 
@@ -383,29 +389,28 @@ matrices): sums, operands, weights on their way, states, indices. From the machi
 what remains at H = 96 to 256 with as many resident weights as it does not spill. Apple's compiler may differ."""
 
 PACKED_REGISTERS = {1: 12, 2: 20, 4: 40}
-"""Registers that it needs more if weights are quantized, by batch rows, likewise: numbers on their way, sums of x."""
+"""Additional registers of a thread if weights are quantized, by batch rows: loaded values and sums of x. From the same
+source as WORKING_REGISTERS."""
 
 OPTION_REGISTERS = {"mask": 4, "keep": 4, "lengths": 8, "peephole": 4, "bhn": 4}
-"""Registers that it needs more for an input that may be absent, likewise."""
+"""Additional registers of a thread for each optional input. From the same source as WORKING_REGISTERS."""
 
 MATRIX_BATCH = 65
-"""The smallest batch, of both directions together, for the form in 8 x 8 matrices. It needs 8 items per threadgroup, so
-smaller batches would leave GPU cores without work. From a model of the hardware, not measured."""
+"""The smallest batch, summed over both directions, that is multiplied in 8 x 8 matrices. A threadgroup then has 8
+items, so that smaller batches would leave GPU cores without work. From a model of the hardware, not measured."""
 
 THREADGROUP_BYTES = 32768
-"""Metal's limit."""
+"""Metal's limit on the threadgroup memory of a threadgroup."""
 
 
 class FusedTiling(NamedTuple):
-    """How `fused` cuts a problem.
+    """How `fused` divides a recurrence among threads.
 
-    matrices: whether it multiplies in 8 x 8 matrices.
-    units: hidden units that share lanes.
-    rows, threads: batch rows and threads of a threadgroup.
-    vectors, bytes: buffers of its rows' vectors, 2 if they alternate, and their bytes of threadgroup memory.
-    weights, resident: vectors of 4 weights of a lane, and how many of them stay in registers.
-    resident_part: resident / weights.
-    registers: of a thread.
+    matrices: whether it multiplies in 8 x 8 matrices. units: hidden units that share lanes. rows, threads: batch
+    rows and threads of a threadgroup. vectors, bytes: the number of buffers for the vectors of its rows (2: double
+    buffer), and their bytes of threadgroup memory. weights, resident: vectors of 4 weights that a lane multiplies,
+    and how many of them stay in registers. resident_part: resident / weights. registers: registers of a thread that
+    are used.
     """
 
     matrices: bool
@@ -433,7 +438,7 @@ def fused_tiling(
     packing: Packing | None = None,
 ) -> FusedTiling:
     """Return the tiling of one sweep. more: registers that its options need; cut: a measured choice; packing: how
-    quantized weights are packed, forward, where a vector is four words of them."""
+    the weights of a forward sweep are quantized (a vector of a lane is then four words)."""
     lanes, gates = LANES[cell.op], cell.gates
     sweep = "backward" if backward else "forward"
     wanted = cut.rows if cut else rows_for(cell, B, H, directions)
@@ -452,7 +457,7 @@ def fused_tiling(
     if packing:
         span, weights = packed_share(packing, H, lanes * units, slots)
         lengths, itemsize = [span * lanes * units], 4
-        # Sums of a group besides those of all groups; what stays between two products.
+        # Registers for the sums of one group besides the sums of all groups, and for values between two products.
         more += slots * rows * (span > packing.group_size) + 8 * two_products(cell)
     one = 4 * rows * piece * sum(-(-length // piece) for length in lengths)
     vectors = 1 if len(lengths) > 1 or (matrices and backward and 2 * one > THREADGROUP_BYTES) else 2
@@ -466,8 +471,8 @@ def fused_tiling(
 
 
 def packed_share(packing: Packing, H: int, lanes: int, slots: int) -> tuple[int, int]:
-    """Return a lane's share of rows of quantized weights that so many lanes share: the weights of each row, and the
-    vectors of all rows; metal/fused_quantized.metal has the same rule."""
+    """Return a lane's share of quantized weights if this many lanes share each row: the weights of one row, and the
+    vectors of all its rows. metal/fused_quantized.metal has the same rule."""
     span = max(8, 2 ** (-(-H // lanes) - 1).bit_length())
     pieces = max(1, span // packing.group_size)
     words = span * field_of(packing) // 32 + pieces * (2 if packing.mode == "affine" else 1)
@@ -475,27 +480,28 @@ def packed_share(packing: Packing, H: int, lanes: int, slots: int) -> tuple[int,
 
 
 def rows_for(cell: Cell, B: int, H: int, directions: int) -> int:
-    """Return the batch rows of a threadgroup, 8 in matrices. More rows share a stream of weights, as far as there are
-    items for all cores."""
+    """Return the batch rows of a threadgroup, 8 in matrices. More rows share each weight that is read; fewer rows
+    give enough threadgroups for all cores."""
     matrices = directions * B >= MATRIX_BATCH and fits_matrices(cell, H)
     return 8 if matrices else 1 if B <= 16 else 2 if B <= 64 else 4
 
 
 def rows_of(cell: Cell, sweep: str, wanted: int, threads: int, packed: bool) -> int:
-    """Return the batch rows of a threadgroup that multiplies in lanes: those wanted, as far as there are registers."""
+    """Return the batch rows of a threadgroup that multiplies in lanes: `wanted` rows, or fewer if the registers do
+    not suffice."""
     most = registers_of(threads)
     possible = [rows for rows in WORKING_REGISTERS[cell.op, sweep] if rows <= wanted]
     return max(rows for rows in possible if rows == 1 or working_registers(cell, sweep, rows, packed) <= most)
 
 
 def working_registers(cell: Cell, sweep: str, rows: int, packed: bool) -> int:
-    """Return the registers that a thread needs besides its resident weights, without options."""
+    """Return the number of registers that a thread needs without resident weights and without optional inputs."""
     return WORKING_REGISTERS[cell.op, sweep][rows] + (PACKED_REGISTERS[rows] if packed else 0)
 
 
 def tiling_of(sweep: str, problem: Problem, dtype: mx.Dtype, names: Collection[str] = ()) -> FusedTiling:
-    """Return the tiling of a sweep of a problem; with the names of its inputs, as these need registers, that of the
-    very launch."""
+    """Return the tiling of a sweep of a problem. With the names of the launch's inputs it is the tiling of that
+    launch, because some inputs need registers."""
     more = sum(count for name, count in OPTION_REGISTERS.items() if name in names)
     packing = problem.packing if sweep == "forward" else None
     return fused_tiling(
@@ -509,16 +515,18 @@ def tiling_of(sweep: str, problem: Problem, dtype: mx.Dtype, names: Collection[s
 
 
 def two_products(cell: Cell) -> bool:
-    """Return whether a step has two products, one after the other: a GRU whose reset comes before the candidate's."""
+    """Return whether a step has two products, one after the other, as in a GRU whose reset comes before the
+    candidate's product."""
     return isinstance(cell, GRUCell) and cell.reset == "before"
 
 
 def registers_of(threads: int) -> int:
-    """Return the registers that a thread can have in a threadgroup of so many threads."""
+    """Return the number of registers that a thread can have in a threadgroup of this many threads."""
     return REGISTERS[min(most for most in REGISTERS if most >= threads)]
 
 
 def fits_matrices(cell: Cell, H: int) -> bool:
-    """Return whether `fused` can multiply in matrices. A threadgroup has at most 32 simdgroups, of 8 units each; a GRU
-    whose reset comes before the candidate's product has two products per step, which only the product in lanes has."""
+    """Return whether `fused` can multiply in 8 x 8 matrices. A threadgroup has at most 32 simdgroups, of 8 units
+    each. A GRU whose reset comes before the candidate's product has two products per step, which only the kernel in
+    lanes computes."""
     return H <= 256 and not two_products(cell)

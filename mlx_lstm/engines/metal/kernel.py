@@ -1,8 +1,8 @@
-"""How a Metal kernel gets its text, its arrays and its launches. The only place that calls `metal_kernel`.
+"""Build the kernels of the Metal engines: their texts, arrays and launches. No other module calls `metal_kernel`.
 
-A kernel's text is the shader files it needs and a body: the template's numbers, the struct of its arrays, one call of a
-shader. It is built at its first launch and cached. MLX writes and hashes the whole text at every call; that takes 2 to
-3 us, hardly more for 20 KB than for 50 B.
+A kernel's text is the shader files it needs and a body: the template's numbers, the struct of its arrays and one
+call of a shader. It is built at its first launch and cached. MLX writes and hashes the whole text at every call;
+that takes 2 to 3 us, hardly more for 20 KB than for 50 B.
 """
 
 import re
@@ -37,15 +37,15 @@ _clear_caches: list[Callable[[], None]] = []
 
 
 def cached(function: Function) -> Function:
-    """Cache what a function builds, until `forget`."""
+    """Cache what a function builds until `forget` is called."""
     with_cache = lru_cache(maxsize=1024)(function)
     _clear_caches.append(with_cache.cache_clear)
     return cast(Function, with_cache)
 
 
 def forget() -> None:
-    """Let all kernels be built again. A kernel built in an emulator evaluates its inputs, one built by MLX cannot run
-    in an emulator."""
+    """Drop all cached kernels, so that they are built again. A kernel built in the emulator evaluates its inputs,
+    and a kernel built by MLX cannot run in the emulator."""
     for clear in _clear_caches:
         clear()
 
@@ -55,13 +55,14 @@ def forget() -> None:
 
 @lru_cache(1024)
 def constant(numbers: tuple[float, ...], dtype: mx.Dtype) -> mx.array:
-    """Return an array of a few numbers, made once."""
+    """Return an array of a few numbers, made once per process and cached."""
     return mx.array(numbers, dtype)
 
 
 def contiguous(array: mx.array | None) -> mx.array | None:
-    """Return the array in row order. MLX copies what is not, for every launch that reads it; so this copies it once for
-    several launches, and an array of one launch needs nothing. (`mx.contiguous` cannot be exported.)"""
+    """Return the array in row order. MLX would copy an array in another order for each launch that reads it. Use
+    this function where several launches read the array, so that it is copied once. (`mx.contiguous` cannot be
+    exported.)"""
     return None if array is None else array.reshape(-1).reshape(array.shape)
 
 
@@ -88,8 +89,8 @@ def shader_file(name: str) -> str:
 
 
 class Definition(NamedTuple):
-    """A top-level part of a shader file, without comments and indentation: the line it begins at, the names that it
-    defines, all words in it."""
+    """A top-level definition of a shader file, without comments and indentation: the line it begins at, the names it
+    defines, and all words in it."""
 
     file: str
     line: int
@@ -104,7 +105,7 @@ DEFINED = re.compile(r"\b(?:struct|enum|using)\s+(\w+)|\bconstexpr\s+\w+\s+(\w+)
 
 @lru_cache(512)
 def definitions(file: str, text: str) -> list[Definition]:
-    """Return the top-level definitions of a shader file: what stands between blank lines outside of braces."""
+    """Return the top-level definitions of a shader file. Blank lines outside of braces separate them."""
     found: list[Definition] = []
     lines = [line.strip() for line in re.sub(r"//.*", "", text).split("\n")] + [""]
     first = depth = 0
@@ -126,8 +127,9 @@ def definitions(file: str, text: str) -> list[Definition]:
 
 
 def header(shaders: Iterable[str], body: str) -> str:
-    """Return the definitions of these files that a body needs, in their order: those that define a word of the body or
-    of another one that is needed. Directives name file and line to compilers, profilers and the tests' emulator."""
+    """Return the definitions of these files that a body needs, in the order of the files: those that define a word
+    of the body or of another needed definition. `#line` directives name file and line for compilers, profilers and
+    the tests' emulator."""
     every = [definition for name in shaders for definition in definitions(f"{name}.metal", shader_file(name))]
     words, left = set(re.findall(r"\w+", body)), every
     while needed := [definition for definition in left if not words.isdisjoint(definition.names)]:
@@ -144,8 +146,8 @@ def header(shaders: Iterable[str], body: str) -> str:
 
 
 def fields_of(names: Iterable[str], present: Collection[str]) -> dict[str, str]:
-    """Return what a body hands on as the array of each name: the array, `absent` if it is not `present`, or the three
-    arrays of a quantized weight, which are one to a shader; the template then has its BITS and GROUP."""
+    """Return the text for each field of a struct of arrays: the array's name, or `absent` if the array is not
+    `present`. A quantized weight has three arrays in one field, and the template then has its BITS and GROUP."""
     fields = {name: name if name in present else "absent" for name in names if not name.endswith(PARTS)}
     for name in fields:
         if is_packed(name, present):
@@ -170,9 +172,9 @@ many threads with the most registers a thread can have."""
 
 
 def limited(header: str, source: str, threads: int) -> tuple[str, str]:
-    """Return header and source of a kernel that is compiled for so many threads in a threadgroup. Otherwise the
-    compiler may give a thread more registers than that leaves, and MLX refuses the launch. MLX writes the attribute
-    `kernel` itself, between the two."""
+    """Return header and source of a kernel that is compiled for this number of threads per threadgroup. Without it
+    the compiler may use so many registers per thread that MLX refuses the launch. MLX itself writes the attribute
+    `kernel`, between header and source."""
     if threads <= NEVER_REFUSED:
         return header, source
     limit = f"#define kernel kernel,max_total_threads_per_threadgroup({threads})\n"
@@ -228,11 +230,12 @@ def prepare(
     threads: int,
     index: str = "",
 ) -> Launch:
-    """Return a launch of a shader on groups x threads threads. It may be called any number of times with `inputs`, the
-    arrays that are there.
+    """Return a launch of a shader on groups x threads threads. It can be called any number of times with `inputs`,
+    the list of the present arrays.
 
-    shader: the kernel's name; shaders: the files it needs, in their order; inputs: the names of all arrays that the
-    shader may read, and which are there; outputs: likewise; body: what follows the template's declarations.
+    shader: the kernel's name; shaders: the files it needs, in order; inputs: the name of each array that the shader
+    may read, and whether it is present; outputs: shape and dtype of each output, None if it is not written; body:
+    the text after the template's declarations.
     """
     given = tuple(name for name, is_there in inputs.items() if is_there)
     written = {name: output for name, output in outputs.items() if output is not None}

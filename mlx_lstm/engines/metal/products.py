@@ -19,8 +19,8 @@ THREADS = 256
 
 
 def project(problem: Problem, arrays: Arrays, launches: int = 2) -> mx.array:
-    """Return `engines.ops.sweep.project`, in one launch unless Wx is quantized and, if several launches read it, in row
-    order."""
+    """Return `engines.ops.sweep.project`: one launch, unless Wx is quantized. The result is in row order if several
+    launches read it, so that it is copied once at most."""
     x, Wx, b = arrays["x"], arrays.get("Wx"), arrays.get("b")
     if Wx is not None and b is not None and (problem.packing is None or not is_packed("Wx", arrays)):
         return mx.addmm(b, x, Wx.T)
@@ -29,19 +29,22 @@ def project(problem: Problem, arrays: Arrays, launches: int = 2) -> mx.array:
 
 
 def is_plain(problem: Problem, names: Collection[str]) -> bool:
-    """Return whether `gradients_in_few_launches` has the gradients of all arrays of these names."""
+    """Return whether `gradients_in_few_launches` can compute the gradients of all arrays of these names. It cannot
+    with a mask, `keep`, a peephole or a GRU whose reset comes before the candidate's product."""
     rare = "mask" in names or "keep" in names or "peephole" in names
     return not rare and not (isinstance(problem.cell, GRUCell) and problem.cell.reset == "before")
 
 
 def takes_product(cell: Cell) -> bool:
-    """Return whether the sweep backward needs the candidate's recurrent product: a GRU that resets after it does."""
+    """Return whether the backward sweep reads the candidate's recurrent product, which a GRU multiplies by r if its
+    reset comes after the product."""
     return isinstance(cell, GRUCell) and cell.reset == "after"
 
 
 def recurrent_input(problem: Problem, arrays: Arrays, h: mx.array, mask: mx.array | None) -> Arrays:
-    """Return h_in [D, T, B, P], the operand of the recurrent product of every step, mask * h_prev; 0 past an item's
-    end. And ones [1, T * B] if sums of 16-bit rows will be products with them. `mask`: a `whole_mask`."""
+    """Return h_in [D, T, B, P], the operand of the recurrent product of every step: mask * h_prev, and 0 past an
+    item's end. Also return ones [1, T * B] if sums over 16-bit rows will be products with them. `mask`: a
+    `whole_mask`."""
     inputs = {"h": h, "h0": arrays.get("h0"), "mask": mask, "lengths": arrays.get("lengths")}
     sums = h.dtype != mx.float32 and ("b" in arrays or "bhn" in arrays)
     names, values = [], []
@@ -58,7 +61,8 @@ def recurrent_input(problem: Problem, arrays: Arrays, h: mx.array, mask: mx.arra
 def input_launch(
     problem: Problem, dtype: mx.Dtype, names: tuple[str, ...], masks_differ: bool, sums: bool
 ) -> tuple[Launch, mx.array]:
-    """Return the launch of `recurrent_input` with inputs of these names, and its sizes. sums: with ones."""
+    """Return the launch of `recurrent_input` for inputs of these names, and the array of its sizes. sums: whether it
+    also writes ones."""
     T, B, P, D = problem.T, problem.B, problem.P, problem.directions
     inputs = {name: name in (*names, "sizes") for name in ("h", "h0", "mask", "lengths", "sizes")}
     outputs: Outputs = {"h_in": ((D, T, B, P), dtype), "ones": ((1, T * B), dtype) if sums else None}
@@ -72,7 +76,8 @@ def input_launch(
 
 
 def candidates(problem: Problem, arrays: Arrays, h_in: mx.array) -> mx.array:
-    """Return q [D, T, B, H], what r multiplies in a GRU at every step: one product over all rows."""
+    """Return q [D, T, B, H], the recurrent product of a GRU's candidate, which r multiplies at every step. Computed
+    as one product over all rows."""
     D, T, B, H = h_in.shape
     Wh, bhn = arrays["Wh"].reshape(D, 3 * H, H), arrays.get("bhn")
     rows, Wh_n = h_in.reshape(D, T * B, H), mx.swapaxes(Wh[:, problem.cell.block("n", H)], 1, 2)
@@ -81,8 +86,12 @@ def candidates(problem: Problem, arrays: Arrays, h_in: mx.array) -> mx.array:
 
 
 def gradients_in_few_launches(problem: Problem, arrays: Arrays, sweep: Arrays) -> Arrays:
-    """Return the gradient of every array, from what `recurrent_input` returns, dz and d_out [T, B, D G H] (dz as the
-    recurrent product had it), dh0, dc0; of a projection dh [T, B, D P] and m [D, T, B, H], what it multiplied."""
+    """Return the gradient of every array.
+
+    sweep: what `recurrent_input` returns, and the results of the backward sweep: dz and d_out [T, B, D G H] (d_out
+    is the cotangent of the recurrent product, if it differs from dz), dh0, dc0; with a projection dh [T, B, D P] and
+    m [D, T, B, H], the operand of the projection.
+    """
     (D, T, B, P), H, ones = sweep["h_in"].shape, problem.H, sweep.get("ones")
     d = sweep.get("d_out", sweep["dz"]).reshape(T * B, D, -1)
     gradients = {"Wh": (d.transpose(1, 2, 0) @ sweep["h_in"].reshape(D, T * B, P)).reshape(arrays["Wh"].shape)}
@@ -105,6 +114,6 @@ def gradients_in_few_launches(problem: Problem, arrays: Arrays, sweep: Arrays) -
 
 
 def column_sums(rows: mx.array, ones: mx.array | None) -> mx.array:
-    """Return the sums of all rows, accumulated in float32. Those of 16-bit numbers are a product with `ones` [1, rows],
-    which needs no copy of them."""
+    """Return the sum of all rows, accumulated in float32. The sum of 16-bit rows is a product with `ones` [1, rows],
+    so that they need not be copied to float32."""
     return rows.sum(axis=0) if ones is None else (ones @ rows).reshape(-1)

@@ -1,9 +1,9 @@
-"""The rows that the launches of a sweep write, and which of them are joined when.
+"""The rows that the launches of a `stepwise` sweep write, and which of them a launch joins.
 
-Each launch of a sweep writes one row, an array of its own: MLX has no output that several launches write. At the end
-one launch lays all rows out in time, but it can read only some 20 arrays, 10 of each kind if a projection makes rows of
-another kind. So launches in later steps copy 8 arrays into one, beside their own work, as often as it takes. Every row
-is copied about once per level of joins, log8(T / 20) times.
+MLX gives each launch its own outputs, so each step writes one row as an array of its own. A last launch lays out all
+rows in time, but it can read only some 20 arrays (10 of each kind if a projection writes rows of another kind).
+Therefore launches of later steps also join 8 arrays into one, as often as needed. Each row is copied about once per
+level of joins, log8(T / 20) times.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ LEFT = 20
 
 
 class Join(NamedTuple):
-    """The neighbours among the arrays so far that a launch joins: the first, and how many rows each of them has."""
+    """A join of neighbouring arrays: the index of the first array, and the number of rows of each."""
 
     first: int
     steps: tuple[int, ...]
@@ -29,10 +29,11 @@ class Join(NamedTuple):
 
 @lru_cache(64)
 def joins(T: int, left: int) -> tuple[tuple[Join | None, ...], tuple[int, ...]]:
-    """Return what each of T launches joins, so that at most `left` arrays remain, and how many rows each of these has.
+    """Return the join of each of T launches (None for no join), such that at most `left` arrays remain, and the
+    number of rows of each remaining array.
 
-    The level of an array is the number of joins that its oldest rows went through. A launch joins neighbours of one
-    level; near the end the shortest neighbours, if too many arrays would be left.
+    The level of an array is the number of joins that its oldest rows went through. A launch joins neighbours of the
+    same level; near the end it joins the shortest neighbours if too many arrays would remain.
     """
     levels = next(level for level in range(T) if left * JOINED**level >= T)
     plan: list[Join | None] = []
@@ -50,7 +51,8 @@ def joins(T: int, left: int) -> tuple[tuple[Join | None, ...], tuple[int, ...]]:
 
 
 def due(pieces: list[tuple[int, int]], to_come: int, left: int, levels: int) -> int | None:
-    """Return where the arrays begin that the next launch joins, if any; `to_come`: launches left, with that one."""
+    """Return the index of the first array that the next launch joins, or None. `to_come`: the number of launches
+    left, including the next one."""
     count = len(pieces)
     for first in range(count - JOINED + 1):
         level = pieces[first][0]
@@ -74,7 +76,6 @@ class Rows:
 
 
 def starts_of(steps: tuple[int, ...], count: int) -> tuple[int, ...]:
-    """Return count + 1 numbers: the row that each array begins at, and where the last one ends; missing ones are
-    empty."""
+    """Return count + 1 numbers: the first row of each array, and the end of the last one. Missing arrays are empty."""
     starts = tuple(accumulate(steps, initial=0))
     return starts + starts[-1:] * (count + 1 - len(starts))

@@ -38,8 +38,8 @@ from .rows import JOINED, LEFT, Join, Rows, starts_of
 
 
 def forward(problem: Problem, arrays: Arrays) -> Arrays:
-    """Return h [T, B, D P], gates [T, B, D G H], hT [B, D P]; of an LSTM c [T, B, D H], cT [B, D H], float32. Gates
-    only if the problem saves or returns them."""
+    """Return h [T, B, D P], gates [T, B, D G H] and hT [B, D P]; for an LSTM also c [T, B, D H] and cT [B, D H], in
+    float32. Gates are returned only if the problem saves or returns them."""
     T, H, P, cell, Wp = problem.T, problem.H, problem.P, problem.cell, arrays.get("Wp")
     mask, z = whole_mask(problem, arrays), project(problem, arrays)
     row = nothing(row_type(z.dtype))
@@ -96,9 +96,12 @@ def sweep_backward(
     *,
     wants_m: bool,
 ) -> Arrays:
-    """Return the results of the steps in reverse: dz [T, B, D G H]; dh0 [B, D P] and dc0 [B, D H] if there is an h0, a
-    c0; with a projection dh [T, B, D P] and, if wanted, m [D, T, B, H], what it multiplied; of a GRU that resets after
-    its product d_out [T, B, D 3H], dz as that product had it."""
+    """Return the results of the backward steps: dz [T, B, D G H]; with h0 dh0 [B, D P]; with c0 dc0 [B, D H]; with
+    `keep` carry [T, B, D H], as in `engines.ops.sweep.sweep_backward`.
+
+    With a projection also dh [T, B, D P] and, if the gradient of Wp is wanted, m [D, T, B, H], the operand of the
+    projection. For a GRU whose reset comes after the product also d_out [T, B, D 3H], the cotangent of this product.
+    """
     T, B, H, P = problem[:4]
     D, cell = problem.directions, problem.cell
     state, before, projects = "c" if cell.op == "lstm" else "h", resets_before(problem), "Wp" in arrays
@@ -140,8 +143,9 @@ def sweep_backward(
 
 
 def options(problem: Problem, arrays: Arrays, more: tuple[str, ...]) -> Inputs:
-    """Return what the launches of a sweep read as the caller passed it, in row order. A plain cell has `keep` in the
-    mask alone."""
+    """Return the inputs of all step launches of a sweep that the caller passed: lengths, h0, c0, keep and the arrays
+    named in `more`, in row order. A plain cell reads no `keep`, as its mask already includes it. The input `step`
+    stands for the step's number."""
     names = ("h0", "c0", *more) if problem.cell.op == "rnn" else ("h0", "c0", "keep", *more)
     inputs: Inputs = {"step": step_number(0), "lengths": arrays.get("lengths")}
     for name in names:
@@ -151,7 +155,7 @@ def options(problem: Problem, arrays: Arrays, more: tuple[str, ...]) -> Inputs:
 
 
 def rows_of(problem: Problem, projects: bool) -> tuple[Rows, Rows]:
-    """Return where the rows of a sweep's cells go, and those of what a projection makes or gets."""
+    """Return two empty `Rows`: one for the rows of a sweep's cells, one for the rows of its projection."""
     left = problem.limits.rows_left // 2 if projects else problem.limits.rows_left
     return Rows(problem.T, left), Rows(problem.T, left)
 
@@ -167,14 +171,15 @@ def quantized_parts(arrays: Arrays, dtype: mx.Dtype) -> Inputs:
 
 
 def sizes(problem: Problem, mask: mx.array | None, width: int, K: int) -> mx.array:
-    """Return what a launch is told of sizes; metal/stepwise.metal lists them. Fewer than 8, for Metal's constant
-    memory."""
+    """Return the array of sizes that a launch reads; metal/stepwise.metal lists them. It has fewer than 8 elements,
+    so that MLX binds it in constant memory."""
     differ = mask is not None and mask.shape[0] > 1
     return constant((problem.T, problem.B, width, K, problem.directions, problem.reverse, differ), mx.int32)
 
 
 def nothing(dtype: mx.Dtype) -> mx.array:
-    """Return what stands for the row before the first, which is never read; made without a launch."""
+    """Return the array that stands for the row before the first step. No kernel reads its values, so that it needs
+    no launch."""
     return constant((0,) * 8, dtype)
 
 
@@ -186,7 +191,7 @@ def transposed(weights: mx.array) -> mx.array | None:
 # --- Sizes ---
 
 UNITS = {"lstm": 8, "gru": 8, "rnn": 32}
-"""Hidden units of a threadgroup, forward."""
+"""Hidden units of a threadgroup in the forward sweep, by op."""
 
 SLICES = {8: 4, 16: 2}
 """Simdgroups that share eight columns of the product in tiles, by the columns there are; as metal/stepwise_tiles.metal
@@ -206,8 +211,9 @@ def stepwise_rows(B: int) -> int:
 
 
 def tile_of(problem: Problem, width: int) -> tuple[int, int]:
-    """Return rows and columns of a threadgroup's product of `width` columns, if the cells need one each: by lanes 8
-    columns, else the largest tile that makes enough threadgroups."""
+    """Return the rows and columns of the part of a product that a threadgroup computes, if each unit needs one of
+    the `width` columns. By lanes a threadgroup has 8 columns; by tiles it has the largest tile that leaves enough
+    threadgroups."""
     rows = stepwise_rows(problem.B)
     if rows < 8:
         return rows, 8
@@ -217,37 +223,40 @@ def tile_of(problem: Problem, width: int) -> tuple[int, int]:
 
 
 def index_bits(problem: Problem) -> int:
-    """Return the bits of an index: 64 if an array may have more elements than 32 bits count. With those a step takes
-    twice the instructions besides its product."""
-    width, gates = max(problem.H, problem.P), problem.cell.gates + 3  # a row of 16-bit numbers has two for a float
+    """Return the width of an index in bits: 64 if an array may have too many elements for 32 bits. With 64 bits a
+    step takes twice the instructions outside of its product."""
+    # In a row of 16-bit elements each float32 value takes two, hence 3 arrays more than gates.
+    width, gates = max(problem.H, problem.P), problem.cell.gates + 3
     largest = problem.directions * gates * width * max(problem.T * problem.B, width)
     return 32 if largest < problem.limits.index else 64
 
 
 def index_type(problem: Problem) -> str:
-    """Return Metal's type of an index."""
+    """Return the name of an index's type in Metal."""
     return "int" if index_bits(problem) == 32 else "long"
 
 
 def named(name: str, problem: Problem) -> str:
-    """Return a kernel's name, apart from that of the one with other indices."""
+    """Return the kernel's name with a suffix if its indices have 64 bits, since kernels of the same name must have
+    the same text."""
     return name if index_bits(problem) == 32 else f"{name}__64"
 
 
 def row_type(dtype: mx.Dtype) -> mx.Dtype:
-    """Return the dtype of a row that holds floats and arrays of this dtype."""
+    """Return the dtype of a row that holds both float32 values and values of the arrays' dtype. With 16-bit arrays
+    it is uint16, and a float32 value takes two elements."""
     return mx.float32 if dtype == mx.float32 else mx.uint16
 
 
 def row_length(problem: Problem, width: int, arrays: int, carries: bool, dtype: mx.Dtype) -> int:
-    """Return the numbers of a row: `arrays` arrays [B, D width], and one of floats if it carries something. 8 at least,
-    as Metal binds fewer in another address space."""
+    """Return the number of elements of a row: `arrays` arrays [B, D width], and one of float32 values if the row
+    also carries c or its cotangent. At least 8, since Metal binds smaller arrays in another address space."""
     words = 4 // dtype.size if carries else 0
     return max(8, problem.B * problem.directions * width * (arrays + words))
 
 
 def resets_before(problem: Problem) -> bool:
-    """Return whether a step is two launches: a GRU whose reset comes before the candidate's product."""
+    """Return whether a step takes two launches, as for a GRU whose reset comes before the candidate's product."""
     return isinstance(problem.cell, GRUCell) and problem.cell.reset == "before"
 
 
@@ -255,12 +264,13 @@ def resets_before(problem: Problem) -> bool:
 
 
 class StepKernel:
-    """A shader around a product, which writes an array of `output` numbers and their dtype; more threadgroups of it may
-    join arrays of earlier steps.
+    """The kernel of one step: a shader that computes a product and writes one array. A variant of its launch has
+    more threadgroups, which join arrays of earlier steps.
 
-    present: the names of the arrays that are there; fields: those that the shader may read; tile: rows and columns of a
-    threadgroup's product; units: how many there are, and how many a threadgroup has; saves: whether the row has the
-    gates, of a shader that asks for it; cell: whether the shader takes a cell.
+    present: the names of the arrays of this call; fields: the names of the arrays that the shader can read; tile:
+    rows and columns of the product that a threadgroup computes; units: the number of units in all and per
+    threadgroup; output: the written array's number of elements and dtype; saves: whether the row includes the gates,
+    None for a shader without this choice; cell: whether the shader computes a cell.
     """
 
     def __init__(
@@ -312,7 +322,8 @@ class StepKernel:
     def prepare(
         self, name: str, body: str, joined: int = 0, more_groups: int = 0, pieces: tuple[str, ...] = ()
     ) -> Launch:
-        """Return a launch of the shader; joined: how many numbers it also joins of some pieces, with more groups."""
+        """Return a launch of the shader. joined: the number of elements of the joined array, if the launch also
+        joins `pieces` with `more_groups` threadgroups."""
         outputs: Outputs = {"after": ((self.output[0],), self.output[1])}
         if joined:
             outputs["joined"] = (joined,), self.output[1]
@@ -322,13 +333,14 @@ class StepKernel:
         return prepare(name, self.files, inputs, outputs, self.template, body, groups, self.threads, index)
 
     def joining(self, steps: tuple[int, ...]) -> tuple[Launch, list[mx.array]]:
-        """Return the launch that also joins arrays of so many rows, and the sizes it is told."""
+        """Return the launch that also joins arrays, and the arrays of sizes it reads. steps: the number of rows of
+        each joined array."""
         if steps not in self.joins:
             self.joins[steps] = self.prepare_join(steps)
         return self.joins[steps]
 
     def prepare_join(self, steps: tuple[int, ...]) -> tuple[Launch, list[mx.array]]:
-        """Return `joining`, made."""
+        """Build what `joining` returns and caches."""
         length, total = self.output[0], sum(steps)
         more = max(1, min(64, length * total // (8 * self.threads)))
         pieces = tuple(f"p{n}" for n in range(JOINED))
@@ -352,14 +364,14 @@ SHADERS = {
     "stepwise_gru_reset_backward": ("stepwise_gru",),
     "stepwise_dh": ("stepwise_backward",),
 }
-"""The files of each shader of a step, besides those that all have."""
+"""The files that each shader of a step needs besides the files that all of them need."""
 
 LANE = "simdgroup_index_in_threadgroup, thread_index_in_simdgroup"
 
 
 class StepLaunch:
-    """The launch of a kernel at every step of a sweep. The arrays it writes become rows of `rows`, some of which it
-    joins when that is due."""
+    """A callable that launches a kernel at each step of a sweep. It appends each written array to `rows`, and uses
+    the joining launch at the steps where `rows` prescribes a join."""
 
     def __init__(self, kernel: StepKernel, inputs: list[mx.array], rows: Rows | None = None):
         self.kernel: StepKernel = kernel
@@ -368,7 +380,7 @@ class StepLaunch:
         self.inputs: list[mx.array] = inputs
 
     def __call__(self, n: int, **changed: mx.array) -> mx.array:
-        """Return the array of step n; `changed`: the inputs that are not those of the step before."""
+        """Launch step n and return the array it writes. `changed`: the inputs that differ from the previous step's."""
         inputs, rows = self.inputs, self.rows
         inputs[0] = step_number(n)
         for name, array in changed.items():
@@ -381,7 +393,8 @@ class StepLaunch:
         return row
 
     def join(self, pieces: list[mx.array], join: Join) -> mx.array:
-        """Return the array of a step whose launch also makes one array of some pieces, and put that in their place."""
+        """Launch a step that also joins some pieces, and replace these pieces by the joined array. Return the step's
+        own array."""
         due = slice(join.first, join.first + len(join.steps))
         arrays = pieces[due] + pieces[due.stop - 1 : due.stop] * (JOINED - len(join.steps))
         launch, sizes = self.kernel.joining(join.steps)
@@ -391,12 +404,13 @@ class StepLaunch:
 
 @cache
 def step_number(n: int) -> mx.array:
-    """Return the number of a step, as its launch gets it."""
+    """Return the number of a step as the array that a launch reads."""
     return mx.array(n, mx.int32)
 
 
 def there(inputs: Inputs) -> tuple[Arrays, mx.Dtype]:
-    """Return the inputs that are not absent, and the dtype of the arrays, which quantized weights do not have."""
+    """Return the inputs that are present, and the dtype of the arrays. The dtype is read from z or the arranged
+    weights, as quantized weights are integers."""
     present = {name: array for name, array in inputs.items() if array is not None}
     return present, present["z" if "z" in present else "weights"].dtype
 
@@ -405,19 +419,21 @@ Make = Callable[[Problem, mx.Dtype, tuple[str, ...], bool], StepKernel]
 
 
 def each_step(make: Make, problem: Problem, inputs: Inputs, rows: Rows | None = None) -> StepLaunch:
-    """Return what launches a kernel at every step, with these inputs; the arrays it writes become `rows`, if any."""
+    """Return a callable that launches the kernel of `make` at each step with these inputs. `rows` collects the
+    written arrays, if given."""
     present, dtype = there(inputs)
     kernel = make(problem, dtype, tuple(present), rows is not None)
     return StepLaunch(kernel, [present[name] for name in kernel.names], rows)
 
 
-# The kernels of a step. Each function takes the problem, the dtype of the arrays, the names of the arrays that are
-# there (of which the shader's fields take those they need), and whether the arrays it writes become rows.
+# The kernels of a step. Each function takes the problem, the dtype of the arrays, the names of the arrays of this call
+# (the shader reads those among its fields), and whether the arrays that the kernel writes become rows.
 
 
 @cached
 def forward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _: bool) -> StepKernel:
-    """Return the kernel of the row of each step; metal/stepwise_forward.metal has the inputs and what is in it."""
+    """Return the kernel that writes the row of each forward step; metal/stepwise_forward.metal lists its inputs and
+    the row's content."""
     H, cell, units = problem.H, problem.cell, UNITS[problem.cell.op]
     saves = problem.training or problem.return_gates
     length = row_length(problem, H, 1 + cell.gates if saves else 1, "c" in cell.outputs, dtype)
@@ -433,7 +449,8 @@ def forward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], 
 
 @cached
 def gru_reset_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _: bool) -> StepKernel:
-    """Return the kernel of r * mask * h_before, r, z [3, B, D H] of each step, flat; metal/stepwise_gru.metal."""
+    """Return the first kernel of a GRU step with the reset before the product. It writes r * mask * h_before, r and
+    z, flat, of shape [3, B, D H]; metal/stepwise_gru.metal."""
     return StepKernel(
         *(problem, dtype, present, "stepwise_gru_reset"),
         "step z before Wh Wh_scales Wh_biases h0 mask lengths sizes",
@@ -445,7 +462,8 @@ def gru_reset_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...]
 
 @cached
 def gru_candidate_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _: bool) -> StepKernel:
-    """Return the kernel of the row of each step, from that of `gru_reset_kernel`; metal/stepwise_gru.metal."""
+    """Return the second kernel of a GRU step with the reset before the product. It reads the array of
+    `gru_reset_kernel` and writes the step's row; metal/stepwise_gru.metal."""
     saves = problem.training or problem.return_gates
     return StepKernel(
         *(problem, dtype, present, "stepwise_gru_candidate"),
@@ -459,7 +477,7 @@ def gru_candidate_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, 
 
 @cached
 def project_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _: bool) -> StepKernel:
-    """Return the kernel of a row with h [B, D P] of each step; metal/stepwise_forward.metal."""
+    """Return the kernel that projects a step: it writes a row with h [B, D P]; metal/stepwise_forward.metal."""
     tile = tile_of(problem, problem.P)
     return StepKernel(
         *(problem, dtype, present, "stepwise_project"),
@@ -473,8 +491,8 @@ def project_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], 
 
 @cached
 def backward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _: bool) -> StepKernel:
-    """Return the kernel of the row of each step backward; metal/stepwise_backward.metal has the inputs and what is in
-    it."""
+    """Return the kernel that writes the row of each backward step; metal/stepwise_backward.metal lists its inputs
+    and the row's content."""
     tile, arrays = tile_of(problem, problem.H), problem.cell.gates + ("keep" in present)
     return StepKernel(
         *(problem, dtype, present, "stepwise_backward"),
@@ -487,7 +505,8 @@ def backward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...],
 
 @cached
 def gru_reset_backward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _: bool) -> StepKernel:
-    """Return the kernel of the row of each step backward, from that of `backward_kernel`; metal/stepwise_gru.metal."""
+    """Return the second kernel of a backward GRU step with the reset before the product. It reads the row of
+    `backward_kernel` and writes the step's row; metal/stepwise_gru.metal."""
     tile, arrays = tile_of(problem, problem.H), 3 + ("keep" in present)
     return StepKernel(
         *(problem, dtype, present, "stepwise_gru_reset_backward"),
@@ -500,7 +519,7 @@ def gru_reset_backward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[
 
 @cached
 def dh_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], has_rows: bool) -> StepKernel:
-    """Return the kernel of a row with dh_t [B, D P] of each step or, without rows, of dh0, flat;
+    """Return the kernel that computes dh [B, D P]: as a row for each step, or without rows once, flat, as dh0;
     metal/stepwise_backward.metal."""
     tile = tile_of(problem, problem.P)
     return StepKernel(
@@ -515,14 +534,15 @@ def dh_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], has_r
 # --- The launch after a sweep ---
 
 Kind = tuple[Rows, int]
-"""Rows that hold the same, and the width of the units in them."""
+"""The rows of one kind (of the cells or of the projection), and their number of units: H or P."""
 
 Layout = tuple[tuple[tuple[int, ...], int, int], ...]
-"""Of each kind of rows: how many are in each array, the numbers of one, the width of its units."""
+"""For each kind of rows: the number of rows in each array, the number of elements of a row, and its number of units."""
 
 
 class Sequences(NamedTuple):
-    """A launch over the rows that a sweep left: the names of its inputs and outputs; what it is told of the rows."""
+    """A launch that lays out the rows of a sweep in time: the names of its inputs and outputs, and the arrays of
+    sizes that describe the rows."""
 
     launch: Launch
     inputs: list[str]
@@ -537,7 +557,7 @@ def after_sweep(
     kinds: list[Kind],
     names: frozenset[str],
 ) -> Arrays:
-    """Return the results of a launch after a sweep over all kinds of rows: those in `names`."""
+    """Launch the kernel of `make` after a sweep over its rows of all kinds. Return the results in `names`."""
     left: list[mx.array] = []
     for rows, _ in kinds:
         left += rows.pieces
@@ -558,7 +578,8 @@ def prepare_sequences(
     template: Template,
     body: str,
 ) -> Sequences:
-    """Return the launch of shaders over rows of all kinds, with a thread per item, unit, step and direction."""
+    """Return the launch of a shader that reads rows of all kinds, with one thread per item, unit, step and
+    direction."""
     starts = starts_of(sum((steps for steps, _, _ in layout), ()), LEFT)
     numbers = [number for n, (_, size, width) in enumerate(layout) for number in (size, width, n * problem.T)]
     sizes = {"starts": mx.array(starts, mx.int32), "kinds": mx.array(numbers, mx.int32)}
@@ -579,7 +600,8 @@ def prepare_sequences(
 def outputs_launch(
     problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], layout: Layout, names: frozenset[str]
 ) -> Sequences:
-    """Those of h, c, gates, hT, cT in `names`, out of the rows of a sweep: the cells' and, if it projects, h's."""
+    """Return the launch that writes the outputs in `names` (of h, c, gates, hT, cT) from the rows of a forward
+    sweep: the rows of the cells and, with a projection, the rows of h."""
     (T, B, H, P), D, gates = problem[:4], problem.directions, problem.cell.gates
     shapes = {
         "c": ((T, B, D * H), mx.float32),
@@ -596,7 +618,7 @@ def outputs_launch(
     if len(layout) == 1:
         body = struct_of(fields) + f"stepwise_outputs<GATES, CARRIES, S>(rows, kinds, a, {end}"
     else:
-        # Rows of the cells have all but h, rows of the projection nothing but h.
+        # The rows of the cells hold everything except h; the rows of the projection hold only h.
         body = struct_of(fields | dict.fromkeys(("h0", "h", "hT"), "absent"))
         body += struct_of(fields | dict.fromkeys(("c0", "c", "cT", "gates"), "absent"), "Projected", "projected")
         body += f"stepwise_outputs<GATES, CARRIES, S>(rows, kinds, a, {end}"
@@ -609,8 +631,9 @@ def outputs_launch(
 def gradients_launch(
     problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], layout: Layout, names: frozenset[str]
 ) -> Sequences:
-    """dz and those of dc0, d_out, carry in `names`, out of the rows of a sweep backward. If it projects also dh, of
-    rows of its own, and, if that is in `names`, m: what the projection multiplied."""
+    """Return the launch that writes dz, and of dc0, d_out, carry those in `names`, from the rows of a backward
+    sweep. With a projection it also writes dh, from rows of its own, and, if in `names`, m, the operand of the
+    projection."""
     (T, B, H, P), D, cell, projects = problem[:4], problem.directions, problem.cell, len(layout) > 1
     shapes = {
         "dz": ((T, B, D * cell.gates * H), dtype),
@@ -636,7 +659,7 @@ def gradients_launch(
     start, end = "stepwise_gradients<{}>(rows, kinds", "thread_position_in_grid);\n"
     body = struct_of(fields) + f"{start.format('GATES, CANDIDATE, RESET, CARRIES, S')}, a, {end}"
     if projects:
-        # dh lies in rows of its own, as dz of a single gate.
+        # The rows of dh have the layout of dz with a single gate, so the same shader reads them.
         of_dh = fields | dict.fromkeys(("gates", "dc0", "d_out", "carry", "m"), "absent") | {"dz": "dh"}
         body += struct_of(of_dh, "Projected", "projected")
         body += f"{start.format('1, 0, 0, false, S')} + 3, projected, {end}"

@@ -1,4 +1,4 @@
-// Names every part of the runtime uses: integer types, limits, the export macro and the state of the running dispatch.
+// Names that every part of the runtime uses: integer types, limits, the export macro and the state of the dispatch.
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
@@ -16,7 +16,7 @@ typedef uint64_t u64;
 static const u32 kMaxThreads = 1024;  // per threadgroup, Apple's limit
 static const u32 kLanes = 32;         // threads per simdgroup
 static const u32 kMaxSimdgroups = kMaxThreads / kLanes;
-static const u32 kSlotBytes = 64;     // what one lane can publish in a simdgroup operation
+static const u32 kSlotBytes = 64;     // bytes that a lane can exchange in one simdgroup operation
 
 enum Order { kForward, kReverse, kRandom };
 // The two memories a barrier can order. The flag bits are MSL's: mem_device = 1, mem_threadgroup = 2.
@@ -31,7 +31,7 @@ struct Dispatch {
   u32 group_index;               // linear index of the running group
   u32 threads, simdgroups;       // in the running group
   u32 order, random_state, strict_exit, threadgroup_limit, noise;
-  u32 aborted;                   // a finding after which going on makes no sense
+  u32 aborted;                   // set by a finding after which the dispatch cannot continue
   u32 epoch[kMemories];          // advances at each threadgroup barrier that names the memory
   u32 group_epoch[kMemories];    // epoch at which the running group started
   u32 simd_epoch[kMemories][kMaxSimdgroups];  // the same for simdgroup barriers

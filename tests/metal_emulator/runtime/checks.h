@@ -1,4 +1,5 @@
-// What happens at every load and store: bounds, initialisation, and races by barrier epochs.
+// The checks of every load and store: bounds, initialisation, and races. A race is found by comparing barrier epochs,
+// the numbers of barriers so far.
 //
 // Two accesses of different threads to one granule, at least one of them a write, are ordered only if
 //   - the epoch of that memory advanced in between (threadgroup_barrier naming that memory), or
@@ -22,6 +23,7 @@ struct Access {
   const char* name;
 };
 
+// Reports a race of this access with the last write of the granule.
 static inline void check_against_write(const Cell* cell, const Access& a, u64 offset) {
   if (a.atomic && (cell->flags & kAtomicWrite)) return;
   bool other_group = a.memory == kDeviceMemory && cell->write_epoch < dispatch.group_epoch[kDeviceMemory];
@@ -34,6 +36,7 @@ static inline void check_against_write(const Cell* cell, const Access& a, u64 of
               dispatch.image_base + cell->write_pc, cell->writer, a.name, offset);
 }
 
+// Reports a race of this write with earlier reads of the granule.
 static inline void check_against_reads(const Cell* cell, const Access& a, u64 offset) {
   if (a.atomic && (cell->flags & kAtomicRead)) return;
   bool other_group = a.memory == kDeviceMemory &&
@@ -56,6 +59,7 @@ static inline void note_write(Cell* cell, const Access& a) {
   cell->flags = (cell->flags & ~kAtomicWrite) | kInitialised | kWritten | (a.atomic ? kAtomicWrite : 0);
 }
 
+// Records a read. A cell names one reader only; flags say if there were others in the same epoch.
 static inline void note_read(Cell* cell, const Access& a) {
   u32 epoch = dispatch.epoch[a.memory], simd_epoch = dispatch.simd_epoch[a.memory][current->simdgroup];
   u8 flags = cell->flags;
@@ -67,7 +71,8 @@ static inline void note_read(Cell* cell, const Access& a) {
   if (fresh && a.memory == kDeviceMemory && (flags & kRead) && cell->read_epoch < dispatch.group_epoch[kDeviceMemory])
     flags |= kOtherGroupRead;
   bool one_simdgroup = !(flags & kManySimdgroups) && cell->reader / kLanes == current->simdgroup;
-  // A simdgroup barrier since the last read of the same simdgroup orders all earlier reads before what follows here.
+  // All earlier reads came from this simdgroup, and a simdgroup barrier orders them before this read: they need no
+  // further check, so that the record starts again with this read.
   bool restart = fresh || (one_simdgroup && cell->read_simd_epoch < simd_epoch);
   if (restart) {
     flags &= ~(kManyReaders | kManySimdgroups | kAtomicRead);
@@ -105,7 +110,7 @@ static void outside_region(const Region* region, u64 address, bool write, u64 pc
   int64_t offset = (int64_t)(address - region->base);
   place(add_finding(kOutOfBounds, pc, 0, "%s outside the buffer of %llu bytes", write ? "write" : "read",
                     (unsigned long long)region->size), region->name, offset);
-  // Beyond half a guard page on either side the memory may not even exist: stop here.
+  // Farther than half a guard page from the buffer the memory may not exist, so that the access would crash.
   int64_t far = (int64_t)kPage / 2;
   if (offset < -far || offset > (int64_t)region->size + far) abort_dispatch();
 }
@@ -161,7 +166,8 @@ static void shared_access(u64 address, u32 size, bool write, bool atomic, u64 pc
   if (LIKELY(address - arena < kArenaBytes)) return device_access(address, size, write, atomic, pc);
   if (LIKELY(address - threadgroup_arena < kThreadgroupArena)) return threadgroup_access(address, size, write, atomic, pc);
   counters.accesses--;
-  // Constant tables, slots, and coverage counters whose address the optimiser computes. Kernels have no variables here.
+  // Not a buffer or threadgroup variable. The kernel's image and this library are allowed: they hold constant tables,
+  // slots of simdgroup operations and coverage counters, and no variables of a kernel.
   for (int i = 0; i < 2; i++) if (address - image_low[i] < image_high[i] - image_low[i]) return;
   add_finding(kWildPointer, pc, 0, "%s at %llx, which is no memory of this thread", write ? "write" : "read",
               (unsigned long long)address);
@@ -173,7 +179,8 @@ static inline void check_access(u64 address, u32 size, bool write, u64 pc) {
   shared_access(address, size, write, false, pc);
 }
 
-// For accesses the compiler takes to be aligned. A misaligned vector would be a trap on this machine: stop before it.
+// For accesses that the compiler assumes to be aligned. A misaligned vector access would crash here, so that the
+// dispatch is aborted before it.
 static inline void check_aligned_access(u64 address, u32 size, bool write, u64 pc) {
   check_access(address, size, write, pc);
   if (LIKELY(!(address & (size - 1))) || !current) return;

@@ -1,5 +1,6 @@
-// Every Metal thread is a fiber: a stack of its own and a hand-written switch. A lane that has to wait hands over
-// directly to the next lane of its simdgroup; the scheduler is only entered when no lane can go on.
+// Every Metal thread is a fiber: it has its own stack, and emu_switch exchanges the stack pointers of two fibers. A
+// lane that has to wait switches directly to the next lane of its simdgroup. Control returns to the scheduler only when
+// no lane of the simdgroup can continue.
 #pragma once
 #include <sys/mman.h>
 
@@ -31,6 +32,7 @@ struct Pass {
 };
 static Pass pass;
 
+// Saves the callee-saved registers on the current stack and its stack pointer in *save, then continues on stack `to`.
 EXPORT void emu_switch(void** save, void* to);
 #if defined(__x86_64__)
 asm(".text\n.globl emu_switch\n.type emu_switch,@function\n"
@@ -42,6 +44,7 @@ asm(".text\n.globl emu_switch\n.type emu_switch,@function\n"
 #error "metal_emulator: fibers are written for x86-64 only"
 #endif
 
+// Returns the next lane of the pass that can run; null if there is none or the dispatch was aborted.
 static Fiber* next_ready() {
   if (dispatch.aborted) return nullptr;
   while (pass.next < pass.count) {
@@ -51,7 +54,8 @@ static Fiber* next_ready() {
   return nullptr;
 }
 
-// Leaves the running fiber in `state`; returns when the scheduler has made it ready and its turn has come.
+// Stops the running fiber in `state` and switches to the next one. Returns once the scheduler has set the fiber's state
+// to kReady and a pass reaches the fiber again.
 static void leave(State state) {
   Fiber* fiber = current;
   fiber->state = state;
@@ -60,17 +64,20 @@ static void leave(State state) {
   emu_switch(&fiber->stack_pointer, current ? current->stack_pointer : scheduler_stack);
 }
 
+// The first function on every fiber's stack: runs the kernel, then marks the thread as finished. It never returns.
 static void fiber_main() {
   dispatch.entry();
   leave(kFinished);
   __builtin_trap();
 }
 
+// Reserves the stacks of all fibers. The lowest page of each is a guard page: an overflow then raises a signal.
 static void allocate_stacks() {
   stacks = (u64)mmap(0, kMaxThreads * kStackBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   for (u32 i = 0; i < kMaxThreads; i++) mprotect((void*)(stacks + i * kStackBytes), kStackGuard, PROT_NONE);
 }
 
+// Prepares a fiber so that the first switch to it starts fiber_main.
 static void start_fiber(u32 thread) {
   Fiber* fiber = &fibers[thread];
   const u32* size = dispatch.edge_group;
@@ -86,7 +93,7 @@ static void start_fiber(u32 thread) {
   // Stagger the stacks so that the same variable of all threads does not fall into one cache set.
   u64 top = (fiber->stack_low + kStackBytes - 256 - (thread % 61) * 192) & ~63ull;
   u64* frame = (u64*)top;
-  *--frame = 0;                  // fiber_main starts with the stack as a call leaves it: 16 n + 8
+  *--frame = 0;                  // stands for a return address: a function expects the stack pointer at 16 n + 8
   *--frame = (u64)fiber_main;
   for (int i = 0; i < 6; i++) *--frame = 0;
   fiber->stack_pointer = frame;

@@ -1,4 +1,4 @@
-// The list of findings of a dispatch. One entry per (kind, place, other place): the first occurrence is kept.
+// The list of findings of a dispatch. Findings of the same kind at the same two places are listed once: the first one.
 #pragma once
 #include <stdarg.h>
 #include <stdio.h>
@@ -47,13 +47,14 @@ static Finding* add_finding(Kind kind, u64 pc, u64 other_pc, const char* format,
   return finding;
 }
 
+// Adds to a finding the buffer or variable and the byte in it that it is about.
 static void place(Finding* finding, const char* name, int64_t offset) {
   if (!finding) return;
   snprintf(finding->name, sizeof finding->name, "%s", name);
   finding->offset = offset;
 }
 
-// Ends the dispatch: the running fiber never comes back.
+// Ends the dispatch. The running fiber is never continued.
 static void abort_dispatch() {
   dispatch.aborted = 1;
   if (current) leave(kFinished);

@@ -1,6 +1,6 @@
-// The entry points clang's instrumentation calls. Only the names are the sanitizers'; the sanitizer runtimes themselves
-// are not linked. -fsanitize=thread reports loads and stores, -fsanitize=bounds,... reports undefined behaviour,
-// --coverage registers its counters.
+// The functions that clang's instrumentation calls. They have the names of the sanitizers' functions, but the
+// sanitizers' own runtimes are not linked. -fsanitize=thread reports loads and stores, -fsanitize=bounds,... reports
+// undefined behaviour, and --coverage registers its counters.
 #pragma once
 #include "checks.h"
 
@@ -35,7 +35,7 @@ EXPORT void emu_atomic_access(u64 address, u32 size, u32 read, u32 write) {
   if (write) shared_access(address, size, true, true, CALLER_PC);
 }
 
-// Every UBSan handler gets a record that starts with the place in the source.
+// The record that clang passes to every handler of undefined behaviour starts with this place in the source.
 struct SourcePlace {
   const char* file;
   u32 line, column;
@@ -78,7 +78,8 @@ EXPORT void __ubsan_handle_builtin_unreachable(void* data) {
   abort_dispatch();
 }
 
-// --coverage: the image's constructor hands us a function that announces every counter array. host.h calls it once.
+// --coverage: the constructor of a kernel's image passes a function to llvm_gcov_init. emu_coverage_arrays (host.h)
+// calls it once; it then calls the functions below for each counter array.
 static void (*coverage_writeout)();
 struct CoverageCounters {
   u64* values;

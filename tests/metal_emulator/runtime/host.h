@@ -1,4 +1,4 @@
-// What Python calls (../runtime.py) and what the kernel's entry stub asks for (../lowering.py).
+// The functions that Python calls (../runtime.py), and those that the kernel's entry function calls (../lowering.py).
 #pragma once
 #include <signal.h>
 
@@ -35,7 +35,8 @@ EXPORT u32 emu_attribute(u32 which, u32 axis) {
   }
 }
 
-// A crash inside a kernel becomes a finding. The handler runs on its own stack and leaves through the scheduler.
+// A crash inside a kernel becomes a finding. The signal handler runs on its own stack; it does not return but switches
+// to the scheduler.
 static const int kSignals[] = {SIGSEGV, SIGBUS, SIGILL, SIGFPE};
 static struct sigaction previous_action[4];
 static u8 signal_stack[65536];
@@ -87,13 +88,14 @@ EXPORT void emu_options(u32 order, u32 seed, u32 noise, u32 strict_exit, u32 thr
   dispatch.strict_exit = strict_exit;
   dispatch.threadgroup_limit = threadgroup_limit;
 }
-// Returns the address the kernel will see, 0 if there is no room.
+// Adds a buffer and returns its address, 0 if there is no room.
 EXPORT u64 emu_add_buffer(u32 index, const char* name, u64 size, u32 granule, u32 read_only, u32 initialised, u32 skew) {
   Region* region = index < kMaxBuffers ? add_region(name, size, granule, read_only, initialised, skew) : nullptr;
   if (!region) return 0;
   buffer_region[index] = region;
   return buffers[index] = region->base;
 }
+// Runs the kernel over the grid, one threadgroup after the other. Returns whether the dispatch was aborted.
 EXPORT int emu_run(void (*entry)(), u64 image_base, const u32* grid, const u32* group) {
   dispatch.entry = entry;
   dispatch.image_base = image_base;
@@ -145,14 +147,14 @@ EXPORT void emu_traffic(u32 index, Traffic* result) {
     else if (!result->unwritten++) result->first_unwritten = i;
   }
 }
-// Who wrote a granule of an output last.
+// Returns the address of the code that last wrote this byte of an output, and the thread in *thread.
 EXPORT u64 emu_last_writer(u32 index, u64 offset, u32* thread) {
   const Region* region = buffer_region[index];
   const Cell* cell = &region->cells[offset >> region->shift];
   *thread = cell->writer;
   return dispatch.image_base + cell->write_pc;
 }
-// Counter arrays of the image loaded last; their addresses stay valid as long as the image is loaded.
+// Returns the coverage counters of the image that was loaded last. Their addresses are valid while the image is loaded.
 EXPORT u32 emu_coverage_arrays(const CoverageCounters** list) {
   coverage_count = 0;
   if (coverage_writeout) coverage_writeout();

@@ -1,5 +1,5 @@
-// MSL's float functions on top of libm. With noise on, each result is moved by a random number of units in the last
-// place within the bound the Metal specification allows, to size tolerances.
+// MSL's float functions, computed by libm. With the option `noise` each result is changed at random by as many units in
+// the last place as the Metal specification allows. Tests use it to see whether their tolerances suffice.
 #pragma once
 #include <math.h>
 #include <xmmintrin.h>

@@ -1,9 +1,11 @@
-// Where kernels may read and write: device buffers (regions of one arena), threadgroup variables, constant data of the
-// kernel image. Every granule of 1, 2 or 4 bytes of writable memory has a shadow cell (checks.h).
+// The memory that kernels may access: device buffers (regions of one arena), threadgroup variables, and constant data
+// of the kernel's image. Each granule (1, 2 or 4 bytes, the size of an element) of writable memory has a shadow cell,
+// which records its last accesses for checks.h.
 #pragma once
 #include "findings.h"
 
-// Who touched a granule last. Times are barrier epochs, so two accesses can be compared without a happens-before graph.
+// The last accesses to a granule: epoch, address of the code, and thread. Epochs count barriers, so that two accesses
+// can be compared by their numbers alone.
 struct Cell {
   u32 write_epoch, write_simd_epoch, write_pc;
   u32 read_epoch, read_simd_epoch, read_pc;
@@ -41,7 +43,7 @@ static Region regions[kMaxRegions];
 static u32 region_count;
 static u64 image_low[2], image_high[2];    // kernel image and this library: constant data
 
-// Threadgroup variables keep their place for the whole dispatch; a new group only poisons them again.
+// A threadgroup variable keeps its address for the whole dispatch. Each new threadgroup fills it with NaN bytes again.
 struct Variable {
   u32 offset, size, shift, group_serial;
   char name[64];
@@ -75,6 +77,7 @@ static bool reserve_memory() {
   return arena && shadow && page_owner && threadgroup_arena && threadgroup_cells && variable_owner;
 }
 
+// Makes the reserved address space usable up to `used` bytes.
 static void open_up_to(u64 base, u64* open, u64 used) {
   if (used <= *open) return;
   u64 target = (used + (1 << 22)) & ~((u64)(1 << 22) - 1);
@@ -82,6 +85,7 @@ static void open_up_to(u64 base, u64* open, u64 used) {
   *open = target;
 }
 
+// Returns zeroed shadow memory.
 static void* take_shadow(u64 bytes) {
   void* p = (void*)(shadow + shadow_used);
   shadow_used += (bytes + 63) & ~63ull;
@@ -89,6 +93,7 @@ static void* take_shadow(u64 bytes) {
   return memset(p, 0, bytes);
 }
 
+// Removes the buffers and variables of the last dispatch. Large memory is returned to the system.
 static void clear_memory() {
   memset(page_owner, 0, (arena_used / kPage + 2) * sizeof(u16));
   for (u32 i = 0; i < variable_count; i++) memset(variable_owner + variables[i].offset, 0, variables[i].size);
@@ -101,7 +106,8 @@ static void clear_memory() {
 
 static void copy_name(char* to, const char* from) { snprintf(to, 64, "%s", from); }
 
-// `skew` displaces the start, as for an MLX view that is aligned to its element only.
+// Adds a device buffer. `skew`: bytes by which its start is moved from an aligned address, since an MLX view is aligned
+// only to its element.
 static Region* add_region(const char* name, u64 size, u32 granule, bool read_only, bool initialised, u32 skew) {
   u64 pages = (size + skew + kPage - 1) / kPage + 1;
   u64 start = arena_used + kPage;
@@ -119,7 +125,7 @@ static Region* add_region(const char* name, u64 size, u32 granule, bool read_onl
   else region->cells = (Cell*)take_shadow(cells * sizeof(Cell));
   if (!read_only && initialised) for (u64 i = 0; i < cells; i++) region->cells[i].flags = kInitialised;
   for (u64 page = start / kPage - 1; page < arena_used / kPage; page++) page_owner[page] = (u16)region_count;
-  memset((void*)(region->base - 4096), 0xFF, 4096);  // what an access just outside the buffer reads: NaN
+  memset((void*)(region->base - 4096), 0xFF, 4096);  // an access just outside the buffer reads NaN
   memset((void*)region->base, 0xFF, size + 4096);
   return region;
 }
@@ -144,7 +150,8 @@ static Variable* add_variable(u32 id, u32 size, u32 alignment, u32 granule, cons
   return variable;
 }
 
-// The kernel asks for a threadgroup variable by its id: same address for all threads of the group, poisoned by the first.
+// Returns the address of a threadgroup variable, the same for all threads of a group. The first thread that asks for it
+// fills it with NaN bytes.
 EXPORT u64 emu_threadgroup_variable(u32 id, u32 size, u32 alignment, u32 granule, const char* name, u32 line) {
   Variable* variable = variable_of(id);
   if (!variable) variable = add_variable(id, size, alignment < 16 ? 16 : alignment, granule, name);

@@ -3,14 +3,15 @@
 // switches back to the stack of the scheduler.
 //
 // Three loops, one inside the other:
-//   run_threadgroup   runs every simdgroup, then lets all threads pass the threadgroup barrier; until all have returned.
-//   run_simdgroup     runs every lane, then completes the simdgroup operation the lanes wait for; until each lane waits at
-//                     a threadgroup barrier or has returned.
-//   next_ready        (fibers.h) gives the next lane of this pass that can run. A fiber that stops switches straight
-//                     to it, and only the last one returns to run_simdgroup.
-// Threads that wait at different places are reported as a divergence: on a GPU they would hang or compute nonsense.
+//   run_threadgroup   runs every simdgroup, then lets all threads pass the threadgroup barrier; repeats this until all
+//                     threads have returned.
+//   run_simdgroup     runs every lane, then completes the simdgroup operation that the lanes wait for; repeats this
+//                     until each lane waits at a threadgroup barrier or has returned.
+//   next_ready        (fibers.h) returns the next lane of this pass that can run. A fiber that stops switches directly
+//                     to this lane; only the last fiber of a pass switches back to run_simdgroup.
+// Threads that wait at different places are reported as a divergence: on a GPU they would hang or give wrong results.
 //
-// The order of the threads is an option (forward, reverse, random). A correct kernel gives the same bits in each.
+// The order of the threads is an option (forward, reverse, random). A correct kernel gives the same bits in any order.
 #pragma once
 #include "simdgroup.h"
 #include "memory.h"
@@ -29,7 +30,7 @@ EXPORT void emu_barrier(u32 threadgroup_wide, u32 flags, u32 line) {
   leave(threadgroup_wide ? kAtThreadgroupBarrier : kAtSimdgroupBarrier);
 }
 
-// Fills `items` with 0 ... count - 1 in the order asked for; kRandom shuffles them (Fisher-Yates).
+// Fills `items` with 0 ... count - 1 in the order that the dispatch asks for; kRandom shuffles them (Fisher-Yates).
 template <typename T>
 static void arrange(T* items, u32 count) {
   for (u32 i = 0; i < count; i++) items[i] = (T)(dispatch.order == kReverse ? count - 1 - i : i);
@@ -42,6 +43,7 @@ static void arrange(T* items, u32 count) {
   }
 }
 
+// Returns whether two fibers wait at the same barrier or simdgroup operation.
 static bool waits_for_the_same(const Fiber* a, const Fiber* b) {
   return a->state == b->state && a->line == b->line && a->operation == b->operation && a->flags == b->flags;
 }
@@ -67,8 +69,9 @@ static void report_divergent_lanes(Fiber* waiting, u32 first, u32 end) {
   }
 }
 
-// Lets the lanes that wait for the same simdgroup operation or barrier as `waiting` go on. Metal requires all lanes that
-// have not returned to arrive; whoever is elsewhere is reported, and the operation is completed without it.
+// Completes the simdgroup operation or barrier that `waiting` waits for, and makes all lanes ready that wait for the
+// same one. Metal requires all lanes that have not returned to arrive; a lane that waits elsewhere is reported, and the
+// operation is completed without it.
 static void release_lanes(Fiber* waiting, u32 first, u32 end) {
   u32 mask = 0, waits = 0, done = 0, elsewhere = 0;
   for (u32 i = first; i < end; i++) {
@@ -87,8 +90,8 @@ static void release_lanes(Fiber* waiting, u32 first, u32 end) {
   if (waiting->state == kAtSimdOperation) {
     complete_operation(waiting, mask);
   } else {
-    // An epoch counts the barriers that order this memory. The race check (checks.h) calls two accesses by different
-    // threads ordered only if their epochs differ, so a barrier without a memory's flag leaves its epoch as it is.
+    // An epoch counts the barriers that order a memory. To the race check (checks.h) two accesses by different threads
+    // are ordered only if their epochs differ. A barrier without a memory's flag therefore leaves its epoch unchanged.
     counters.simdgroup_barriers++;
     if (waiting->flags & 2) dispatch.simd_epoch[kThreadgroupMemory][waiting->simdgroup]++;
     if (waiting->flags & 1) dispatch.simd_epoch[kDeviceMemory][waiting->simdgroup]++;
@@ -120,7 +123,8 @@ static void run_simdgroup(u32 simdgroup) {
   }
 }
 
-// Every thread has returned or waits at a threadgroup barrier. Returns false when the group is done.
+// Makes all threads ready that wait at a threadgroup barrier. Called when every thread has returned or waits at one.
+// Returns false if the threadgroup has ended.
 static bool pass_threadgroup_barrier() {
   Fiber *waiting = nullptr, *other = nullptr;
   u32 done = 0;
@@ -136,10 +140,11 @@ static bool pass_threadgroup_barrier() {
   if (other) {
     snprintf(text, sizeof text, "threads wait at different threadgroup barriers (line %u and line %u)", waiting->line, other->line);
     report_divergence(waiting, (u64)waiting->line << 32 | other->line, 4, text, other->thread);
-    dispatch.aborted = 1;  // no order of the two barriers is right
+    dispatch.aborted = 1;  // the emulator cannot know which barrier comes first
     return false;
   }
-  // Reported, but the others go on: one launch then shows all places where threads return too early.
+  // The remaining threads continue after this report, so that one launch shows all places where threads return too
+  // early.
   if (done) {
     snprintf(text, sizeof text, "%u of %u threads have returned before threadgroup_barrier", done, dispatch.threads);
     report_divergence(waiting, waiting->line, 3, text, kNobody);
@@ -151,7 +156,8 @@ static bool pass_threadgroup_barrier() {
   return true;
 }
 
-// Runs one threadgroup to its end. `edge_group` is its size, smaller than the others' at the edge of the grid.
+// Runs one threadgroup until all its threads have returned. `edge_group` is its size; threadgroups at the edge of the
+// grid are smaller than the others.
 static void run_threadgroup() {
   dispatch.threads = dispatch.edge_group[0] * dispatch.edge_group[1] * dispatch.edge_group[2];
   dispatch.simdgroups = (dispatch.threads + kLanes - 1) / kLanes;
@@ -159,8 +165,8 @@ static void run_threadgroup() {
   counters.threads += dispatch.threads;
   group_serial++;
   group_bytes = 0;
-  // Epochs never go back: accesses of an earlier threadgroup have smaller epochs than all of this one, so the race check
-  // can tell them apart.
+  // Epochs only grow, over all threadgroups. Accesses by an earlier threadgroup have smaller epochs than this one's
+  // first epoch, so that the race check can tell them apart.
   for (int memory = 0; memory < kMemories; memory++) dispatch.group_epoch[memory] = ++dispatch.epoch[memory];
   for (u32 i = 0; i < dispatch.threads; i++) start_fiber(i);
   do {

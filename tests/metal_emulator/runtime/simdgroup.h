@@ -1,6 +1,6 @@
-// What lanes of a simdgroup exchange. A lane publishes up to 64 bytes in its slot and waits for the others; when all
-// have arrived the scheduler calls complete_operation, then every lane reads the slots it needs (shim/simd.h).
-// Slots are double buffered: a fast lane may publish the next value while a slow one still reads this one.
+// Simdgroup operations: lanes exchange values. A lane writes up to 64 bytes to its slot and waits for the others. When
+// all have arrived, the scheduler calls complete_operation; then every lane reads the slots it needs (shim/simd.h).
+// Slots are double-buffered: a lane may write its next value while another lane still reads the current ones.
 #pragma once
 #include "findings.h"
 
@@ -10,6 +10,8 @@ enum Operation { kFirstMatrixOperation = 100, kMatrixLoad = 100, kMatrixStore = 
 static u8 slots[kMaxSimdgroups][2][kLanes][kSlotBytes] __attribute__((aligned(64)));
 static u32 active_lanes[kMaxSimdgroups][2];
 
+// Writes the lane's value to its slot, waits for the simdgroup, and returns the slots of all lanes. *active: the lanes
+// that took part, as bits.
 EXPORT void* emu_exchange(u32 operation, const void* data, u32 size, u32 line, u32* active) {
   Fiber* fiber = current;
   u32 parity = fiber->exchanges & 1;
@@ -39,7 +41,8 @@ EXPORT void emu_bad_index(const char* name, u64 index, u64 extent, u32 line) {
 static inline u32 matrix_row(u32 lane) { return (lane >> 2 & 4) + (lane >> 1 & 3); }
 static inline u32 matrix_column(u32 lane) { return (lane >> 2 & 2) * 2 + (lane & 1) * 2; }
 
-// Slot of a lane: its two elements of A, B and C as floats; the result goes to elements 6 and 7.
+// Computes C + A B. The slot of a lane holds its two elements of A, B and C as floats; the lane's two elements of the
+// result are stored behind them, as elements 6 and 7.
 static void multiply_matrices(u8 (*slot)[kSlotBytes]) {
   float a[8][8], b[8][8], c[8][8];
   for (u32 lane = 0; lane < kLanes; lane++) {
@@ -67,7 +70,8 @@ static void matrix_finding(const Fiber* fiber, const char* what, u32 place_code)
   if (finding) finding->line = fiber->line, finding->thread = fiber->thread;
 }
 
-// All lanes that take part have published. `fiber` is one of them.
+// Called when all lanes in `mask` have written their slots; `fiber` is one of them. Computes matrix products, and
+// checks the arguments of matrix operations.
 static void complete_operation(const Fiber* fiber, u32 mask) {
   u32 parity = fiber->exchanges & 1;
   u8 (*slot)[kSlotBytes] = slots[fiber->simdgroup][parity];
