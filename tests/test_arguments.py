@@ -1,4 +1,5 @@
-"""Every argument of every op given wrongly: a ValueError that names op, argument, rule and value, before any work."""
+"""Tests that every op rejects wrong arguments: before any work it raises a ValueError that names the op, the
+argument, the rule and the value."""
 
 from fractions import Fraction
 
@@ -19,7 +20,8 @@ KINDS = [(op, both) for op in OPS for both in (False, True)]
 
 
 def right(word, both=False):
-    """Return {name: shape} for every array that an op takes."""
+    """Return {name: correct shape} for every array that the op `word` takes. `both` means that the op is
+    bidirectional."""
     op = word.removesuffix("_gradients")
     G, D, own, width = GATES[op], 2 if both else 1, (2,) if both else (), P if op == "lstm" else H
     shapes = {"x": (T, B, I), "Wx": (D * G * H, I), "Wh": (*own, G * H, width), "b": (D * G * H,)}
@@ -50,14 +52,14 @@ def refused(word, both=False, **changed):
 
 
 def wrong_shapes(word, both):
-    """Yield (name, shape) with wrong shapes: an axis less, an axis more, each axis one longer, empty, or the layout of
-    one direction."""
+    """Yield (array name, wrong shape) pairs. A wrong shape has one axis too few or too many, an axis that is longer
+    by 1 or empty, or it belongs to the other number of directions."""
     other = right(word, not both)
     for name, shape in right(word, both).items():
         shapes = [shape[1:], (1, *shape), other[name]]
         shapes += [(*shape[:n], size + 1, *shape[n + 1 :]) for n, size in enumerate(shape)]
         shapes += [(*shape[:n], 0, *shape[n + 1 :]) for n in range(len(shape))]
-        if name == "mask":  # which may be broadcast, and have an axis of time
+        if name == "mask":  # a mask may be broadcast and may have a time axis
             shapes = [
                 (B + 1, shape[1]),
                 (B, shape[1] + 1),
@@ -75,7 +77,7 @@ def wrong_shapes(word, both):
 
 @pytest.fixture
 def no_work(monkeypatch):
-    """Fail the test if an engine runs at all."""
+    """Make the test fail if an engine runs, because arguments must be checked before any work."""
 
     def refuse(*_):
         raise AssertionError("work was done before the arguments were checked")
@@ -97,7 +99,8 @@ def test_right_arguments_are_taken(word, both):
 
 @pytest.mark.parametrize("word, both", KINDS)
 def test_wrong_shape(no_work, word, both):
-    """The sizes come from x and Wh, so that a wrong x or Wh may be reported under another array's name."""
+    """A wrong shape raises an error that names the array. A wrong x or Wh may be reported under another array's
+    name, because all sizes are taken from x and Wh."""
     for name, shape in wrong_shapes(word, both):
         message = refused(word, both, **{name: mx.zeros(shape)})
         assert "shape" in message, (name, shape)
@@ -238,7 +241,7 @@ def test_numbers_of_any_type():
 
 @pytest.mark.parametrize("none", [0, -0.0, -1, np.float32(-3), None])
 def test_a_clip_of_0_or_less_is_none(none):
-    """TensorFlow's block ops have the same rule."""
+    """A `cell_clip` of 0, below 0, or None means that the cell state is not clipped, as in TensorFlow's block ops."""
     arrays = {name: 3 * mx.random.normal(shape) for name, shape in right("lstm").items()}
     got, clipped = (recurrence.lstm(**arrays, cell_clip=clip) for clip in (none, 1.0))
     assert mx.array_equal(got.c, recurrence.lstm(**arrays).c) and mx.abs(got.c).max() > 1 == mx.abs(clipped.c).max()

@@ -1,4 +1,5 @@
-"""Tests of the benchmark command: which results it times, what it computes from times, what it prints and writes."""
+"""Tests of the benchmark command `python -m mlx_lstm.bench`: how it checks results, computes statistics, prints
+tables and writes CSV files."""
 
 import csv
 import importlib.util
@@ -75,7 +76,8 @@ ABORTS = Contender("aborts", "mlx", abort)
 
 @pytest.fixture
 def planted(tmp_path, monkeypatch):
-    """Write the module `planted` with wrong contenders. It can be imported here and in worker processes."""
+    """Write a Python module `planted` that defines contenders (implementations to time), most of them wrong or
+    failing. This process and its worker processes can import the module."""
     Path(tmp_path, "planted.py").write_text(PLANTED)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.syspath_prepend(tmp_path)
@@ -90,8 +92,8 @@ def timed(contender, *rounds, **found):
 
 
 def test_judge_evaluates_an_lstm_and_its_gradient():
-    """Compare the judge's gradient of sum(h dh) with difference quotients of the judge's forward pass, along a
-    random direction of every array."""
+    """The judge (float64 reference) computes the right gradient of sum(h * dh): it agrees with difference quotients
+    of the judge's forward pass along a random direction of every array."""
     rng = np.random.default_rng(1)
     numbers = {name: array.astype(np.float64) for name, array in draw(TINY, "float32").items()}
     exact = evaluate_lstm(numbers, DOUBLE, backward=True)
@@ -102,7 +104,7 @@ def test_judge_evaluates_an_lstm_and_its_gradient():
             @ numbers["dh"].ravel()
             for step in (1e-5, -1e-5)
         ]
-        # The difference quotient's own error: step^2 = 1e-10 times the third derivative, plus rounding, 1e-16 / step.
+        # The difference quotient's error is step^2 = 1e-10 times the third derivative, plus the rounding 1e-16 / step.
         assert (ends[0] - ends[1]) / 2e-5 == pytest.approx((exact[f"d{name}"] * direction).sum(), rel=1e-7, abs=1e-8)
 
 
@@ -120,8 +122,8 @@ def test_every_contender_agrees_and_the_bound_is_tight(dtype):
 
 @pytest.mark.parametrize("cell", ["lstm", "gru"])
 def test_judge_of_a_stack_evaluates_it_and_its_gradient(cell):
-    """Compare the judge's gradients of two bidirectional layers with difference quotients, along a random direction
-    of every array."""
+    """The judge (float64 reference) computes the right gradients of two bidirectional layers: they agree with
+    difference quotients along a random direction of every array."""
     rng = np.random.default_rng(1)
     numbers = CASES[f"cudnn_{cell}"].draw(Size(3, 2, 3, 2), "float32")
     numbers = {name: array.astype(np.float64) for name, array in numbers.items()}
@@ -137,8 +139,8 @@ def test_judge_of_a_stack_evaluates_it_and_its_gradient(cell):
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_case_agrees_is_judged_tightly_and_uses_every_tensor(case):
-    """Run every contender on the same numbers: the judge accepts all results, and refuses each tensor that is
-    multiplied by 1.001."""
+    """The judge (float64 reference with error bounds) accepts the results of all contenders on the same numbers. It
+    refuses each tensor that is multiplied by 1.001."""
     size, passes = TINY, CASES[case].passes
     numbers = CASES[case].draw(size, "float32")
     judge = CASES[case].judge(numbers, "float32", backward="backward" in passes)
@@ -163,8 +165,8 @@ def test_parameter_buffer_is_packed_and_unpacked():
 
 
 def test_the_judge_of_a_long_sequence(monkeypatch):
-    """Evaluate a long sequence in parts: the exact results stay the same. Bounds from the first part are about the
-    same for h and dx, and not smaller for gradients of weights. An error of a thousandth is still refused."""
+    """The judge (float64 reference with error bounds) may evaluate a long sequence in parts. Its reference stays the
+    same up to rounding, its error bounds change by less than a factor of 3, and it still refuses an error of 0.1 %."""
     size = Size(90, 3, 4, 8)
     numbers = draw(size, "float32")
     monkeypatch.setattr(judging, "PART", size.T)
@@ -202,8 +204,8 @@ def test_judge_refuses():
 
 
 def test_a_disagreement_is_not_timed(planted, capsys, tmp_path):
-    """Run contenders that are wrong by a thousandth, raise an error, or end their process. Only the right one is
-    timed."""
+    """The benchmark does not time contenders that are wrong by 0.1 %, raise an error, or end their process. It times
+    the correct contender."""
     file = tmp_path / "figures.csv"
     others = [f"planted:{name}" for name in ("WRONG", "BROKEN", "ENDS")]
     arguments = ["--sizes", str(TINY), "--passes", "backward", "--engine", "ops", "--csv", str(file), *FEW]
@@ -219,8 +221,8 @@ def test_a_disagreement_is_not_timed(planted, capsys, tmp_path):
 
 
 def test_a_compilers_errors_are_printed_and_the_others_measured(planted, capfd):
-    """Print a compiler's errors once per worker, whether the worker reports the errors or they end its process.
-    Other contenders are measured."""
+    """The benchmark prints a long compiler error in full only once per contender, even if the error ends the worker
+    process. The other contenders are still measured."""
     contenders = [f"planted:{name}" for name in ("NO_PIPELINE", "ABORTS", "RIGHT")]
     assert main(["--memory", "--sizes", "2,1,1,1", str(TINY), *FEW[4:], "--contenders", *contenders]) == 1
     said = capfd.readouterr()
@@ -246,8 +248,8 @@ class Terminal(io.StringIO):
 
 
 def test_progress_is_a_line_of_a_terminal(capsys):
-    """Erase the progress line before other text is printed and at the end. Without a terminal there is no progress
-    line."""
+    """The progress line is erased before other text is printed and at the end. An output that is not a terminal gets
+    no progress line."""
     with Progress(Terminal()) as progress:
         progress.title = "1 of 8"
         progress.say("torch: round 2")
@@ -260,8 +262,8 @@ def test_progress_is_a_line_of_a_terminal(capsys):
 
 
 def test_ratio():
-    """Compute the ratio from the rounds that both contenders took part in: medians 2, 6, 5 over 1, 2, 5. A round on
-    a slower machine does not change it."""
+    """The ratio of two contenders uses only rounds in which both were timed: here the medians 2, 6, 5 divided by 1,
+    2, 5. A round in which the machine is slower for both does not change the ratio."""
     row, reference = timed("ours", (2.0, 1.0, 9.0), (6.0,), (5.0,)), timed("torch", (1.0,), (2.0,), (5.0,), (2.0,))
     assert ratio(row, reference) == (2.0, 1.0, 3.0)
     assert ratio(row, timed("torch")) is None
@@ -275,7 +277,8 @@ def test_plan_keeps_to_the_budget():
 
 
 def test_needed_bytes():
-    """Count the numbers of a pass: x 60, gates 480, h 120, c 120; backward adds dx 60, dWx 128, dWh 256, db 32."""
+    """The needed memory is the size of all arrays of a pass. The forward pass has 780 numbers: x 60, gates 480, h
+    120, c 120. The backward pass adds 476: dx 60, dWx 128, dWh 256, db 32."""
     assert needed_bytes(TINY, "forward", "float32") == 4 * 780
     assert needed_bytes(TINY, "backward", "float16") == 2 * (780 + 476)
     assert peak_ratio(timed("ours", peak=3 * 4 * 1256 - 240)) == pytest.approx(3)
@@ -287,7 +290,7 @@ def test_a_turn_notes_what_other_processes_used(others, disturbed, monkeypatch):
         def ask(self, **request):
             return {"samples": [0.1], "cpu": 5.0, "idle_cpu": 0.0}
 
-    readings = iter([10.0, 15.0 + others])  # before the turn, after it
+    readings = iter([10.0, 15.0 + others])  # busy CPU seconds of the machine before and after the turn
     monkeypatch.setattr(rounds, "busy_seconds", lambda: next(readings))
     row = take_turn(timed("ours"), Answer(), Plan(1, 0, 0.0), patience=0)
     assert (row.rounds, row.disturbed) == (((0.1,),), disturbed)
@@ -323,7 +326,8 @@ def test_machine_card():
 
 
 def test_the_card_names_the_kernel_of_the_blas(monkeypatch):
-    """The machine card names the BLAS kernel if `threadpoolctl` is installed, and the settings that select a kernel."""
+    """The machine card (a description of this machine) names the BLAS kernel if the package `threadpoolctl` is
+    installed. It also names the environment variables that select a BLAS kernel."""
     found = [{"internal_api": "openblas", "architecture": "SkylakeX"}, {"internal_api": "openmp"}]
     monkeypatch.setitem(sys.modules, "threadpoolctl", SimpleNamespace(threadpool_info=lambda: found))
     monkeypatch.setenv("OPENBLAS_CORETYPE", "Haswell")
@@ -334,7 +338,8 @@ def test_the_card_names_the_kernel_of_the_blas(monkeypatch):
 
 
 def test_group_text():
-    """The table has figures, ratios to both references, engines, and the reason why a row has no figures."""
+    """The printed table shows times, engines, and ratios to both reference implementations. The lines below the
+    table report disturbances and say why a row was not timed."""
     rows = [
         timed("ours", (0.002,), (0.004,), peak=2**20, idle_cpu=0.5),
         timed("mlx", (0.01,), (0.03,)),
@@ -351,7 +356,8 @@ def test_group_text():
 
 
 def test_a_checkpointed_row_is_compared_with_saving_every_step():
-    """Print memory, and time if measured, of a checkpointed row relative to the same engine without checkpoints."""
+    """The report compares a run with `checkpoint_every` with a run of the same engine that saves every step: memory,
+    and time if it was measured."""
     few = task("ours")._replace(every="auto")
     rows = [
         timed("ours", (0.002,), (0.004,), peak=1000),
@@ -373,8 +379,8 @@ def test_plot(tmp_path):
 
 
 def test_command(tmp_path, capsys):
-    """Run all installed contenders at a tiny size. The command prints the machine card and a table, and writes a CSV
-    line per contender with the machine in it."""
+    """The command times all installed contenders at a tiny size. It prints the machine card (a description of the
+    machine) and a table. It writes one CSV row per contender, which includes the machine card."""
     file = tmp_path / "figures.csv"
     assert main(["--sizes", str(TINY), "--passes", "backward", "--engine", "numpy", "--csv", str(file), *FEW]) == 0
     printed = capsys.readouterr().out
@@ -398,7 +404,8 @@ def test_command_of_another_case(tmp_path, capsys):
 
 
 def test_host_command(tmp_path, capsys):
-    """Measure both passes of every layer that can run a size. Only the order of magnitude of the times is checked."""
+    """The option --host measures the forward and backward pass of every layer that supports the size. The test
+    checks only the order of magnitude of the times."""
     path = tmp_path / "host.csv"
     assert main(["--host", "--sizes", "16,2,8,8", "16,2,8,300", "--csv", str(path)]) == 0
     text = capsys.readouterr().out
@@ -409,7 +416,8 @@ def test_host_command(tmp_path, capsys):
 
 
 def test_memory_command(tmp_path, capsys):
-    """Measure memory, for our layer also with `--checkpoint-every auto`, which must need less."""
+    """The option --memory measures peak memory. Our layer needs less memory with `--checkpoint-every auto` than
+    without it."""
     file = tmp_path / "figures.csv"
     arguments = ["--memory", "--contenders", "ours", "--engine", "ops", "--checkpoint-every", "auto", *FEW[4:]]
     assert main([*arguments, "--sizes", "300,2,16,16", "--csv", str(file)]) == 0
@@ -420,8 +428,8 @@ def test_memory_command(tmp_path, capsys):
 
 
 def test_times_of_gradients_that_compute_steps_again(tmp_path):
-    """Time our gradient with and without `--checkpoint-every`. The forward pass has one row only, because it saves
-    nothing."""
+    """The command times our gradient with and without `--checkpoint-every`. Our forward pass has only one row,
+    because it saves no steps for a gradient."""
     pytest.importorskip("matplotlib")
     file, bars = tmp_path / "figures.csv", tmp_path / "bars.png"
     arguments = ["--sizes", str(TINY), "--engine", "numpy", "--contenders", "ours", "mlx", "--checkpoint-every", "2"]

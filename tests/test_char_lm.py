@@ -1,5 +1,5 @@
-"""Test the character language model of examples/ in one process: exact resume, complete checkpoints, Ctrl-C, the
-baseline, the command. tests/test_distributed.py tests it in several processes."""
+"""Tests of the character language model examples/char_lm.py in one process: bit-exact resume, complete checkpoints,
+Ctrl-C, the trigram baseline and the command line. tests/test_distributed.py tests it in several processes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def load_example():
     environment = dict(os.environ)
     with patch.object(sys, "path", [str(SCRIPT.parent), *sys.path]):  # the script imports a module from its own folder
         spec.loader.exec_module(module)
-    os.environ.clear()  # undo the example's limit on NumPy's threads
+    os.environ.clear()  # undo the example's setting of NumPy's threads
     os.environ.update(environment)
     return module
 
@@ -56,7 +56,7 @@ def new_run(corpus, **options):
 
 
 def everything(run) -> dict[str, bytes]:
-    """Return all arrays that the next step depends on, by name, as bytes."""
+    """Return the bytes of all arrays that the next training step depends on, by array name."""
     trees = {"model": run.model.parameters(), "optimizer": run.optimizer.state, "state": run.state, "key": run.key}
     return {name: np.array(array).tobytes() for name, array in tree_flatten(trees)}
 
@@ -78,7 +78,7 @@ def test_resume_is_bit_exact(corpus, tmp_path, options):
     for _ in range(10):
         first.train_step()
     first.save(tmp_path / "c.safetensors")
-    mx.random.seed(999)  # the run must not depend on the global generator
+    mx.random.seed(999)  # the run must not depend on MLX's global random generator
     second = char_lm.Run.load(tmp_path / "c.safetensors", corpus)
     assert second.settings == straight.settings
     for _ in range(10):
@@ -88,7 +88,8 @@ def test_resume_is_bit_exact(corpus, tmp_path, options):
 
 
 def test_dropout_follows_the_key(corpus):
-    """Another key gives another dropout. Otherwise the test of an exact resume would not show that the key is saved."""
+    """Different random keys give different dropout. Otherwise the test of exact resume could not notice a key that
+    is missing in the checkpoint."""
     one, other = new_run(corpus, dropout=0.5), new_run(corpus, dropout=0.5)
     other.key = mx.random.key(12345)
     one.train_step(), other.train_step()
@@ -96,8 +97,8 @@ def test_dropout_follows_the_key(corpus):
 
 
 def changed(part, **values):
-    """Return a function that damages a checkpoint's metadata: it changes values of one part, and removes those given
-    as `...`."""
+    """Return a function that damages the metadata of a checkpoint file: it changes the named values in one part of
+    the metadata. The value `...` (Ellipsis) removes a name."""
 
     def damage(path, whole, arrays, about):
         kept = json.loads(about[part]) | values
@@ -108,8 +109,8 @@ def changed(part, **values):
 
 
 def other(**values):
-    """Return a function that damages a checkpoint's arrays. Keywords are array names, with _ for dots; values are
-    functions of the array. A function that returns None removes the array."""
+    """Return a function that damages the arrays of a checkpoint file. Each keyword is an array name with _ in place
+    of dots. Its value is a function that maps the array to the damaged array, or to None to remove the array."""
 
     def damage(path, whole, arrays, about):
         named = {name.replace("_", "."): value for name, value in values.items()}
@@ -301,7 +302,7 @@ def test_trigram_probabilities(corpus):
     assert probability.min() > 0 and np.allclose(probability.sum(-1), 1)
     q, u = corpus.encode("qu")
     i = corpus.encode("i")[0]
-    assert probability[q, u, i] > 0.95  # "qui" in every line, no other character after "qu"
+    assert probability[q, u, i] > 0.95  # in this text "i" always follows "qu"
     assert np.log2(size) > char_lm.trigram_bits(corpus) > 0.2
 
 
@@ -333,14 +334,15 @@ def finish(process: subprocess.Popen, code: int) -> str:
 
 
 def contents(out: Path) -> tuple[dict[str, bytes], dict[str, str]]:
-    """Return a checkpoint's arrays as bytes, and its metadata. MLX chooses the order of the arrays in the file."""
+    """Return (arrays as bytes by name, metadata) of a checkpoint. Files cannot be compared directly, because MLX
+    chooses the order of their arrays."""
     arrays, about = mx.load(str(out / "checkpoint.safetensors"), return_metadata=True)
     return {name: np.array(array).tobytes() for name, array in arrays.items()}, about
 
 
 def test_quantized(tmp_path, capsys):
-    """`--quantize` measures the trained weights in fewer bits, and the checkpoint keeps the full weights. Invalid
-    widths are refused before training."""
+    """`--quantize` evaluates the trained weights with fewer bits, and the checkpoint keeps the full weights. A
+    hidden size that cannot be quantized is refused before training."""
     sizes = ["--hidden=32", "--embedding=4", "--batch=2", "--window=8", "--seed=1", "--length=5", "--prompt=1"]
     given = [*sizes, "--steps=2", f"--out={tmp_path}", "--quantize", "8", "2"]
     assert char_lm.main(given) == 0
@@ -433,7 +435,7 @@ def test_an_engine_that_cannot_run_ends_in_a_line(tmp_path, monkeypatch, capsys,
 
 
 def test_a_folder_that_cannot_be_ends_in_a_line(tmp_path, monkeypatch, capsys):
-    """An output folder that cannot be created ends the command with one line, before the first step."""
+    """The command ends with a one-line error before the first training step if it cannot create the output folder."""
     monkeypatch.setattr(char_lm, "documentation", lambda: TEXT)
     (tmp_path / "file").touch()
     assert char_lm.main(["--hidden=8", "--batch=2", "--prompt=1", f"--out={tmp_path / 'file' / 'run'}"]) == 2
@@ -466,13 +468,14 @@ def test_bfloat16_is_in_the_weights_and_activations_and_nowhere_else(corpus):
     run.train_step(), run.evaluate()
     assert set(seen) == {mx.bfloat16}
     kept = tree_flatten([run.model.parameters(), run.optimizer.state, run.state])
-    assert {array.dtype for _, array in kept} == {mx.float32, mx.uint64}  # uint64: the optimizer's count of steps
+    assert {array.dtype for _, array in kept} == {mx.float32, mx.uint64}  # uint64 counts the optimizer's steps
 
 
 def test_the_loss_of_bfloat16_is_off_by_no_more_than_its_roundings(corpus):
-    """The loss in bfloat16 differs from the float64 loss with the same rounded weights by a derived bound. These
-    values are rounded: the LSTM's outputs, their products with the dropout mask, and the vocabulary layer's sums
-    before and after the bias. The loss changes by at most twice the change of a logit."""
+    """The bfloat16 loss differs from the float64 loss with the same rounded weights by at most a derived bound. The
+    bound counts three roundings: of the LSTM's outputs, of their products with the dropout mask, and of the
+    vocabulary layer's sums before and after the bias. The loss changes by at most twice the largest change of a
+    logit."""
     run = new_run(corpus, dtype="bfloat16", dropout=0.3)
     window, dropped = run.settings.window, dropout_of(run)
     codes, targets = run.inputs[:, :window], run.targets[:, :window]
@@ -493,7 +496,7 @@ def test_the_loss_of_bfloat16_is_off_by_no_more_than_its_roundings(corpus):
 
 
 def with_outputs(model, codes, targets, state, dropped):
-    """Return the loss, the logits, and the input of the vocabulary layer."""
+    """Return (loss, logits, input of the vocabulary layer) of the language model for one window of text."""
     outputs = model.lstm(model.embedding(codes), *state)[0] * dropped
     logits = model.vocabulary(outputs.reshape(-1, outputs.shape[-1]))
     return char_lm.window_loss(model, codes, targets, state, dropped)[0], logits, outputs.reshape(-1, outputs.shape[-1])
@@ -511,9 +514,12 @@ def test_bfloat16_learns(corpus, tmp_path):
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_training_step_on_metal_equals_that_on_the_cpu(engine, corpus):
-    """One training step with dropout, cross entropy, clipping and AdamW gives the right loss, state and parameters.
-    A gradient may differ by twice the CPU engine's error plus a rounding. AdamW's update grows with the gradient, so
-    the updates at both ends of that interval enclose the parameter."""
+    """One training step on a Metal engine agrees with float64 in loss, state and parameters. The step has dropout,
+    cross entropy, gradient clipping and AdamW.
+
+    A gradient may have twice the error of the CPU engine plus rounding. AdamW's update grows with the gradient, so
+    the updates for the smallest and the largest allowed gradient enclose each parameter.
+    """
     options = {"batch": 3, "window": 6, "embedding": 5, "hidden": 9, "dropout": 0.3, "weight_decay": 0.1}
     run, cpu, exact = (new_run(corpus, engine=word, **options) for word in (engine, "numpy", "numpy"))
     start = {name: np.array(array, np.float64) for name, array in tree_flatten(run.model.parameters())}
@@ -536,7 +542,8 @@ def test_a_training_step_on_metal_equals_that_on_the_cpu(engine, corpus):
             start[name] * (1 - rate * decay) - rate * g / (np.abs(g) + 1e-8)
             for g in (gradients[name] + error, gradients[name] - error)
         )
-        # AdamW's bias corrections 1 - 0.9 and 1 / sqrt(1 - 0.999) are differences of numbers near 1, each rounded.
+        # AdamW's bias corrections are 1 - 0.9 and 1 / sqrt(1 - 0.999). The rounding of 0.9 and 0.999 gives these small
+        # differences a large relative error.
         correction = eps / 2 * (1 / 0.1 + 0.5 / 0.001)
         floor = 8 * eps * (np.abs(start[name]) + rate) + correction * rate
         got = np.array(array)
@@ -544,14 +551,14 @@ def test_a_training_step_on_metal_equals_that_on_the_cpu(engine, corpus):
 
 
 def exact_gradients(run):
-    """Return (loss in bits, state, clipped gradients by name) of a run's next step in float64. The cross entropy and
-    its gradient are computed here."""
+    """Return (loss in bits, recurrent state, clipped gradients by name) of a run's next training step, computed in
+    float64. The cross entropy and its gradient are computed here with NumPy."""
     settings, model = run.settings, run.model
     codes, targets = run.inputs[:, : settings.window], np.array(run.targets[:, : settings.window]).reshape(-1)
     model.set_dtype(mx.float64)
     dropped = dropout_of(run).astype(mx.float64)
     state = tuple(array.astype(mx.float64) for array in run.state)
-    with patch.object(char_lm, "product", mx.matmul):  # the example's own product goes through NumPy in float32
+    with patch.object(char_lm, "product", mx.matmul):  # the example's own `product` computes in float32
         logits, last = model(codes, state, dropped)
         logits = np.array(logits)
         shifted = np.exp(logits - logits.max(1, keepdims=True))
@@ -565,20 +572,21 @@ def exact_gradients(run):
 
 
 def gradients_of(run):
-    """Return the clipped gradients, by name, of a run's next step. The run does not take the step."""
+    """Return the clipped gradients, by parameter name, of a run's next training step. The run is not changed."""
     window = slice(0, run.settings.window)
     inputs = run.inputs[:, window], run.targets[:, window]
     return clipped(run.gradient(run.model, *inputs, run.state, dropout_of(run))[1], run.settings.clip)
 
 
 def dropout_of(run):
-    """Return the dropout factors of a run's next step."""
+    """Return the array of dropout factors for a run's next training step."""
     keep, (_, draw) = 1 - run.settings.dropout, mx.random.split(run.key)
     return mx.random.bernoulli(keep, (run.settings.batch, 1, run.settings.hidden), draw) / keep
 
 
 def clipped(gradients, limit):
-    """Return gradients by name in float64, scaled down to the norm `limit` if they exceed it."""
+    """Return {name: gradient in float64}. If the norm of all gradients together exceeds `limit`, they are scaled
+    down to this norm."""
     named = {name: np.array(array).astype(np.float64) for name, array in tree_flatten(gradients)}
     norm = np.sqrt(sum((array**2).sum() for array in named.values()))
     return {name: array * min(1.0, limit / norm) for name, array in named.items()}

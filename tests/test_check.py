@@ -1,4 +1,5 @@
-"""Tests of `python -m mlx_lstm.check`: what it prints, writes and returns, on Linux and on a simulated Mac."""
+"""Tests of `python -m mlx_lstm.check`, which compares engines with a reference: its printed lines, JSON file and
+exit code, on Linux and on a simulated Mac."""
 
 import importlib
 import json
@@ -51,14 +52,15 @@ ENGINE_MODULES["ops"].forward = lambda *arguments: time.sleep(100)
 
 @pytest.fixture(autouse=True)
 def in_haste(monkeypatch):
-    """Shorten all timings, because times have no meaning in a test."""
+    """Make all time measurements as short as possible, because times have no meaning in a test."""
     for name, value in {"SECONDS": 0.01, "ROUNDS": 1, "QUIET": 0.0}.items():
         monkeypatch.setattr(short, name, value)
 
 
 @pytest.fixture
 def start(tmp_path, monkeypatch):
-    """Return a function that makes child processes run some lines of Python when they start."""
+    """Return a function that takes lines of Python code. Each child process that starts later runs these lines
+    first."""
 
     def begin(lines):
         Path(tmp_path, "sitecustomize.py").write_text(lines)
@@ -68,7 +70,7 @@ def start(tmp_path, monkeypatch):
 
 
 def run(tmp_path, capsys, *arguments):
-    """Run the command. Return (exit code, printed lines, content of the JSON file)."""
+    """Run the check command in this process. Return (exit code, printed lines, content of the JSON file)."""
     file = tmp_path / "check.json"
     code = command.main([*arguments, "--file", str(file)])
     return code, capsys.readouterr().out.splitlines(), json.loads(file.read_text())
@@ -76,8 +78,8 @@ def run(tmp_path, capsys, *arguments):
 
 @pytest.mark.not_on_a_mac("a Mac is simulated, or is to be missing")
 def test_on_linux(tmp_path, capsys):
-    """Check the engines that run on Linux. The command says what a Mac would add, prints times, and writes the file;
-    no optional package is needed."""
+    """On Linux the command checks the engines that can run there, says what a Mac would add, prints times and writes
+    the JSON file. It needs no optional package."""
     code, lines, report = run(tmp_path, capsys, "--problems", "gru, 17 items", "--sizes", "3,2,3,4")
     assert code == 0 and lines[0].startswith("mlx_lstm ") and len(lines) == 7
     assert [line[:32] for line in lines[1:3]] == [f"{word:11}1 of 1 problems right" for word in ("numpy", "ops")]
@@ -110,7 +112,8 @@ def test_as_on_a_mac(tmp_path, capsys, start):
     ],
 )
 def test_a_damaged_kernel_is_found(tmp_path, capsys, start, damage, engine, said):
-    """Damage a kernel: the exit code is 1, a line says what is wrong, and the other engines are still checked."""
+    """After a kernel is damaged, the exit code is 1 and a printed line says what is wrong. The other engines are
+    still checked."""
     start(f"import on_metal; on_metal.pretend()\n{DAMAGES[damage]}")
     with on_metal():
         code, lines, report = run(tmp_path, capsys, "--problems", "rnn, 17 items", "--sizes")
@@ -121,7 +124,7 @@ def test_a_damaged_kernel_is_found(tmp_path, capsys, start, damage, engine, said
     assert [row["engine"] for row in report["comparisons"] if row["failure"]] == [engine]
 
 
-@pytest.mark.slow  # slow because it waits
+@pytest.mark.slow  # slow because it waits for a timeout
 def test_a_kernel_that_hangs_costs_a_few_processes_only(start, monkeypatch):
     start(DAMAGES["no end"])
     monkeypatch.setattr(comparison, "LOSSES", 1)
@@ -145,7 +148,8 @@ def test_an_engine_that_was_asked_for_has_to_run(capsys):
 
 
 def test_a_file_that_cannot_be_written(capsys):
-    """Report a file that cannot be written before any comparison, because its folder is missing or not writable."""
+    """If the JSON file cannot be written, the command says so before any comparison. Its folder may be missing or
+    not writable."""
     with pytest.raises(SystemExit) as info:
         command.main(["--file", "/proc/nothing/x.json"])
     assert info.value.code == 2 and "--file: no folder /proc/nothing" in capsys.readouterr().err
@@ -155,7 +159,8 @@ def test_a_file_that_cannot_be_written(capsys):
 
 
 def test_an_interrupted_check_keeps_what_it_found(tmp_path, capsys, monkeypatch):
-    """Press Ctrl-C during the second comparison: the file has the first finding, and the exit code is 130."""
+    """After Ctrl-C during the second comparison, the JSON file contains the result of the first comparison, and the
+    exit code is 130."""
 
     def interrupted(work, cases, full):
         yield Finding("rnn, 17 items", "float32", "numpy", tensor="h", error=0.1, failure=str(Path.home() / "x"))
@@ -198,15 +203,16 @@ def test_failures_are_told_once():
 
 @pytest.mark.parametrize("full", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_every_problem_shows_something(full):
-    """For each case the bounds refuse zeros as results and accept the results of `ops`. A default run of the tests
-    takes every ninth case."""
+    """For each check case (random inputs and options), the error bounds refuse zeros as results and accept the
+    results of engine `ops`. A default test run takes every ninth case."""
     for case in grid(full)[:: 1 if full else 9]:
         finding = compare(prepare(case), "ops")
         assert not finding.failure, finding
 
 
 def test_every_file_of_the_shaders_is_compiled():
-    """The default cases compile code of every shader file, but no 64-bit indices: only --full does that."""
+    """The default cases compile code from every Metal shader file. Only the cases of --full compile kernels with
+    64-bit indices."""
     texts = kernel_texts(grid())
     named = set(re.findall(r'#line \d+ "(\w+\.metal)"', "".join(texts)))
     assert named == {path.name for path in ROOT.glob("metal/*.metal")}
@@ -235,8 +241,8 @@ def test_a_text_that_a_compiler_refuses_is_named(tmp_path, capsys):
 
 @pytest.mark.not_on_a_mac("a Mac is simulated, or is to be missing")
 def test_what_full_adds(capsys, tmp_path, monkeypatch):
-    """A command of --full that cannot run on this machine says why. Otherwise its last line, exit code and file are
-    reported."""
+    """The option --full runs other commands of the package. If such a command cannot run on this machine, the check
+    prints why. Otherwise it reports the command's last line, exit code and output file."""
     for name, line in further.commands(metal=False).items():
         assert further.run(name, line)[0].startswith(f"{name:11}not run: ")
     assert set(further.commands(metal=True)) == {"tune", "compare", "settle"}
@@ -249,7 +255,8 @@ def test_what_full_adds(capsys, tmp_path, monkeypatch):
 
 
 def test_the_workflows_call_what_is_there():
-    """Assert that every command in .github/workflows is a module of this package with options that it has."""
+    """Every command of this package in .github/workflows is an existing module and uses only options that the module
+    accepts."""
     text = "".join(path.read_text() for path in ROOT.glob(".github/workflows/*.yml"))
     lines = re.findall(r"python -m mlx_lstm\.(\w+) ([^|\n]*)", text)
     assert {name for name, _ in lines} == {"check", "bench", "compare"}

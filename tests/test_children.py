@@ -1,5 +1,5 @@
-"""Test the child processes that the library starts: they have the parent's flags and import path, and import nothing
-from the working folder."""
+"""Tests of the child processes that the library starts: a child has its parent's interpreter flags and import path,
+and it imports nothing from the working folder."""
 
 import os
 import subprocess
@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 TRAPS = ("numpy", "mlx_lstm", "mlx", "json", "runpy", "h5py", "argparse", "sitecustomize", "usercustomize")
-"""Names of trap modules in the hostile folder; each one records when it is imported."""
+"""Names of the trap modules in the working folder. A trap module writes its name to a file when it is imported."""
 
 CHILDREN = {
     "any": """
@@ -58,7 +58,7 @@ line, found = further.run("x", further.Command(("compare", "--cases", "none such
 assert found["exit code"] == 2 and "no case has" in found["printed"], found
 """,
 }
-"""For each kind of child: code in which the library starts such a child, and checks that it ran."""
+"""For each kind of child process: code that lets the library start the child and asserts that the child ran."""
 
 PARENTS = {
     "a script": ((), ""),
@@ -71,18 +71,18 @@ PARENTS = {
     "an empty entry in PYTHONPATH": ((), "os.environ['PYTHONPATH'] = os.pathsep + os.environ['PYTHONPATH']"),
     "a relative one in PYTHONPATH": ((), "os.environ['PYTHONPATH'] = '.' + os.pathsep + os.environ['PYTHONPATH']"),
 }
-"""For each kind of parent: its interpreter's flags, and code that it runs before it starts a child."""
+"""For each kind of parent process: (interpreter flags, code that the parent runs before it starts a child)."""
 
 
 def start_from_a_hostile_folder(tmp_path, kinds, flags, before):
-    """Run a parent process whose working folder holds traps. Return its error text, if it failed, and the names of
-    the traps that were imported."""
+    """Run a parent process in a working folder that contains trap modules. Return (error text if the parent failed,
+    names of the trap modules that were imported)."""
     hostile, script = tmp_path / "hostile", tmp_path / "parent.py"
     hostile.mkdir()
     for name in TRAPS:
         (hostile / f"{name}.py").write_text(f"open({str(tmp_path / 'sprung')!r}, 'a').write('{name} ')")
     code = "".join(CHILDREN[kind] for kind in kinds)
-    # The parent finds the library under any flags, since only the children are tested.
+    # The parent adds the library's folder to sys.path itself, because the test is about the children only.
     script.write_text(f"import os, sys\nsys.path.insert(0, {str(ROOT)!r})\nimport numpy, mlx_lstm\n{before}\n{code}")
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, *flags, str(script)]
@@ -101,7 +101,7 @@ def test_whatever_the_parent_s_path_is(parent, tmp_path):
     assert start_from_a_hostile_folder(tmp_path, ["any"], *PARENTS[parent]) == ("", "")
 
 
-@pytest.mark.slow  # 9 x 6 processes, a second each
+@pytest.mark.slow  # slow: 9 x 6 processes take a second each
 @pytest.mark.parametrize("parent", PARENTS)
 def test_every_child_of_every_parent(parent, tmp_path):
     assert start_from_a_hostile_folder(tmp_path, list(CHILDREN), *PARENTS[parent]) == ("", "")

@@ -1,5 +1,5 @@
-"""Test sequences in chunks of time: gradients that recompute steps, and long sequences that are evaluated chunk by
-chunk."""
+"""Tests of sequences that are divided into chunks of time steps: gradients that recompute steps, and long sequences
+that are evaluated chunk by chunk."""
 
 from contextlib import nullcontext
 from itertools import product
@@ -29,17 +29,19 @@ WAYS = ["evaluated", "lazy"]
 
 
 def where(engine):
-    """Return the context in which an engine runs: the emulator for the Metal engines, else none."""
+    """Return a context manager in which an engine can run: the Metal emulator for a Metal engine, otherwise an empty
+    context."""
     return on_metal() if engine in METAL_ENGINES else nullcontext()
 
 
 def evaluating(way):
-    """Return the context in which chunks are evaluated one by one, also of short sequences, or in which none are."""
+    """Return a context manager that sets how chunks are evaluated: one by one, even in short sequences, if `way` is
+    evaluated, or all together in one lazy graph."""
     return limited(unchunked=0 if way == "evaluated" else 10**6)
 
 
 def assert_right(case, cotangents, engine, dtype=np.float32, **emulator):
-    """Assert that outputs and gradients lie within the bounds derived from the case."""
+    """Assert that an engine's outputs and gradients agree with the float64 oracle within derived error bounds."""
     case = {n: v.astype(dtype) if n in ARRAYS and v is not None else v for n, v in case.items()}
     cotangents = {name: value.astype(dtype) for name, value in cotangents.items()}
     known = {name: value for name, value in case.items() if name != "checkpoint_every"}
@@ -52,8 +54,8 @@ def assert_right(case, cotangents, engine, dtype=np.float32, **emulator):
 
 
 def every_so_many(values, rarely):
-    """Return parameters for pytest. All but every `rarely`-th one are marked slow, so that a default run leaves them
-    out."""
+    """Return pytest parameters made from tuples of values. All but every `rarely`-th parameter are marked slow, so
+    that a default run skips them."""
     return [pytest.param(*v, marks=[] if n % rarely == 0 else pytest.mark.slow) for n, v in enumerate(values)]
 
 
@@ -63,7 +65,8 @@ TURNS = [(option, *run) for n, option in enumerate(EVERY_OPTION) for run in RUNS
 
 @pytest.mark.parametrize("option, engine, way", every_so_many(TURNS, 3))
 def test_each_option_alone(option, engine, way):
-    """Each option gives the right results in two chunks and in four, where the last chunk may be shorter."""
+    """Each single option gives the right results if the sequence is divided into two or four chunks. The last chunk
+    may be shorter than the others."""
     number = list(EVERY_OPTION).index(option)
     case, cotangents = draw_away_from_kinks(1, **EVERY_OPTION[option])
     with evaluating(way):
@@ -72,19 +75,20 @@ def test_each_option_alone(option, engine, way):
 
 @pytest.mark.parametrize("option", every_so_many([(option,) for option in EVERY_OPTION], 11))
 def test_each_option_in_sequences_that_are_cut_for_their_length(option):
-    """Sequences that are divided for their length give the right results with each option. All values for the
-    gradient are saved, chunk by chunk."""
+    """A sequence that the engine divides because of its length gives the right results with each option. All values
+    for the gradient are saved, chunk by chunk."""
     with evaluating("evaluated"), patch.object(choice, "GATES", {"ops": 1}):
         assert_right(*draw_away_from_kinks(1, **EVERY_OPTION[option]), "ops")
 
 
-# With the batches of test_kernels, whose kernels these cases share.
+# The batch sizes are those of test_kernels.py, so that both files share compiled kernels.
 ON_METAL = [(n, *case) for n, case in enumerate(in_turns(list(CROSSED), BATCHES))]
 
 
 @pytest.mark.parametrize("number, engine, name, B", ON_METAL[::5])
 def test_options_crossed_on_metal(number, engine, name, B):
-    """Chunks are recomputed or saved, lazily or one by one, in turns."""
+    """Combined options give the right results on Metal engines, both for chunks that are recomputed and for chunks
+    that are saved. The chunks are evaluated together or one by one."""
     check_on_metal(number // 5, engine, at_batch(CROSSED[engine, name], B), B)
 
 
@@ -95,8 +99,8 @@ def test_each_option_on_metal(engine, option, B):
 
 
 def check_on_metal(number, engine, options, B):
-    """Assert right results on a Metal engine. `number` selects how the sequence is divided, and whether the chunks
-    are evaluated one by one."""
+    """Assert that a Metal engine gives the right results. `number` selects how the sequence is divided, and whether
+    its chunks are evaluated one by one."""
     case, cotangents = draw_away_from_kinks(1, sizes=(4, B, 3, 2, 3), **options)
     every = (3, 2, None)[number % 3]
     few = patch.object(choice, "GATES", {"fused": 8 * B, "stepwise": 8 * B})
@@ -106,7 +110,7 @@ def check_on_metal(number, engine, options, B):
 
 @pytest.mark.parametrize("kind, engine, seed", every_so_many(product(KINDS, ENGINES, range(4)), 4))
 def test_random_combinations(kind, engine, seed):
-    """Random options with chunks of a random length give the right results."""
+    """Random combinations of options, in chunks of a random length, give the right results."""
     sizes, rng = (5, 3, 2, 3, 3), np.random.default_rng([seed, ENGINES.index(engine), *kind.encode()])
     options = combination(rng, sizes, **KINDS[kind])
     options["activations" if kind[0] != "r" else "activation"] = {
@@ -126,7 +130,8 @@ def test_random_combinations(kind, engine, seed):
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("option", ["plain", "lengths_reverse", "gru", "lstm_both"])
 def test_half_precision(option, dtype, engine, way):
-    """In 16 bits, chunks give the bits of one undivided sequence, or those of sums in another order."""
+    """In float16 and bfloat16, an engine with chunks has at most twice the error of a NumPy computation in the same
+    dtype without chunks. The error is the distance from the float64 result."""
     import ml_dtypes
 
     dtype = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}[dtype]
@@ -151,7 +156,8 @@ WHOLE = product(["plain", "lengths_reverse", "gru", "rnn", "lstm_both"], ENGINES
 
 @pytest.mark.parametrize("option, engine", every_so_many(WHOLE, 3))
 def test_outputs_are_those_of_one_piece_to_the_bit(option, engine):
-    """Divided launches pass their states on: the outputs equal those of one launch, on Metal to the last bit."""
+    """A sequence divided into several launches gives the outputs of a single launch. On Metal both are equal bit for
+    bit."""
     case, _ = draw_away_from_kinks(
         3,
         sizes=(7, 3, 2, 5, 5),
@@ -174,7 +180,8 @@ def test_outputs_are_those_of_one_piece_to_the_bit(option, engine):
 
 @pytest.mark.parametrize("engine, dtype", [("ops", "float32"), ("numpy", "float16"), ("numpy", "bfloat16")])
 def test_a_reversed_view(engine, dtype):
-    """A reversed view of x is divided as any other array. NumPy sees negative strides, which MLX does not take."""
+    """A reversed view of x is divided into chunks like any other array. In NumPy such a view has negative strides,
+    which MLX does not accept."""
     draw = lambda *shape: mx.random.normal(shape).astype(getattr(mx, dtype))  # noqa: E731
     x, Wx, Wh = draw(7, 2, 3), draw(8, 3), draw(8, 2)
     with mx.stream(mx.cpu), limited(unchunked=0):
@@ -186,7 +193,7 @@ def test_a_reversed_view(engine, dtype):
 
 @pytest.mark.filterwarnings("error")
 def test_sums_over_chunks_overflow_without_a_warning():
-    """Two chunks with gradients of 2e38 each sum to infinity, and no warning is shown."""
+    """The gradients of two chunks, 2e38 each, add up to infinity in float32, and no warning is shown."""
     x, Wx, Wh = mx.ones((2, 1, 1)), mx.ones((1, 1)), mx.zeros((1, 1))
     with mx.stream(mx.cpu), limited(unchunked=0):
         call = lambda W: rnn(x, W, Wh, activation="identity", engine="ops", checkpoint_every=1).h  # noqa: E731
@@ -198,7 +205,8 @@ def test_sums_over_chunks_overflow_without_a_warning():
 
 
 def small(kind, **options):
-    """Return (arrays, loss) in float64 of a small case; the loss depends on all outputs."""
+    """Return (arrays, loss) of a small case in float64. `loss` is a function of the arrays that depends on all
+    outputs of the recurrence."""
     case, cotangents = draw_away_from_kinks(9, sizes=(4, 2, 2, 2, 2), **KINDS[kind])
     op, arrays, more = split(case)
     weights = {name: to_mlx(array, np.float64) for name, array in cotangents.items() if name != "gates"}
@@ -225,8 +233,8 @@ GRAPHS = [(kind, *run) for kind in ("lstm", "gru", "lstm_both") for run in produ
 
 @pytest.mark.parametrize("kind, every, way", every_so_many(GRAPHS, 3))
 def test_transformations_of_ops(kind, every, way):
-    """With engine `ops`, chunks give the right gradients of gradients, forward mode, vmap on either side, compile
-    and checkpoint."""
+    """With engine `ops`, a sequence in chunks gives the right results under second derivatives, forward mode,
+    compile and checkpoint, and under vmap inside and outside a gradient."""
     with mx.stream(mx.cpu):
         arrays, loss = small(kind, engine="ops")
         n = len(arrays)
@@ -253,7 +261,8 @@ def test_transformations_of_ops(kind, every, way):
 
 @pytest.mark.parametrize("kind", ["lstm", "gru", "rnn"])
 def test_transformations_of_numpy(kind):
-    """With engine `numpy`, a transformation of chunks that needs another engine gets one, or is refused."""
+    """With engine `numpy` and a sequence in chunks, gradients, compile and vmap give the right results. Second
+    derivatives and forward mode raise an error."""
     with mx.stream(mx.cpu):
         arrays, loss = small(kind)
         n, every = len(arrays), {"checkpoint_every": 2}
@@ -275,7 +284,7 @@ def test_transformations_of_numpy(kind):
 
 
 def peak_of(function):
-    """Return MLX's peak memory during a call, above the memory before it."""
+    """Return by how many bytes MLX's peak memory during a call exceeds the memory in use before the call."""
     mx.clear_cache()
     mx.reset_peak_memory()
     before = mx.get_active_memory()
@@ -285,7 +294,8 @@ def peak_of(function):
 
 @pytest.mark.parametrize("engine, T", [("numpy", 400), ("ops", 400), ("compiled", 400)])
 def test_little_is_kept(engine, T):
-    """A gradient that needs h alone holds h, dx and one chunk in memory; c, which nobody uses, is freed."""
+    """With `checkpoint_every`, a gradient that needs only h has little in memory: h, dx and one chunk. The unused
+    output c is freed, except in a compiled graph."""
     B, H, compiled = 8, 16, engine == "compiled"
     x, Wx, Wh, dh = (mx.random.normal(shape) for shape in ((T, B, H), (4 * H, H), (4 * H, H), (T, B, H)))
     mx.eval(x, Wx, Wh, dh)
@@ -297,17 +307,17 @@ def test_little_is_kept(engine, T):
 
     with mx.stream(mx.cpu):
         few, all_of_it = peak_of(lambda: step("auto")), peak_of(lambda: step(None))
-    # The unit is one sequence as wide as h. Memory holds h and dx; a compiled graph also holds c. One chunk is added:
-    # a chunk of `numpy` has T / 8 steps with 4 sequences: c and h, two of each. A chunk of `ops` has sqrt(T) steps with
-    # 16 arrays as wide as the gates (4 H). The factor 1.25 covers the rest.
+    # Memory is counted in arrays of the size of x, h or c. In memory are h, dx, one chunk and, in a compiled graph, c.
+    # A chunk of `numpy` has T / 8 steps and 4 arrays: two for c and two for h. A chunk of `ops` has at most sqrt(T)
+    # steps and 16 arrays as wide as the gates (4 H). The factor 1.25 covers all other memory.
     of_chunk = 4 / 8 if engine == "numpy" else 16 * 4 / T**0.5
     assert few < 1.25 * (2 + compiled + of_chunk) * x.nbytes
-    assert few < 0.9 * all_of_it  # MLX's count lacks NumPy's memory, which holds most saved arrays
+    assert few < 0.9 * all_of_it  # MLX does not count NumPy's memory, where most saved arrays are
 
 
 def test_long_sequences_of_ops_take_little_beside_what_is_kept():
-    """A long sequence builds no graph of all its steps. The operating system measures that memory, since MLX's own
-    count leaves graphs out."""
+    """Engine `ops` never builds a graph of all steps of a long sequence. The test measures the memory of the
+    process, because MLX's own count does not include graphs."""
     T = 2000
     x, Wx, Wh = mx.random.normal((T, 1, 2)), mx.random.normal((8, 2)), mx.random.normal((8, 2))
     mx.eval(x, Wx, Wh)
@@ -323,7 +333,8 @@ def test_long_sequences_of_ops_take_little_beside_what_is_kept():
 
 @pytest.mark.parametrize("make", [ours.LSTM, ours.GRU, ours.RNN, theirs.LSTM, theirs.GRU, theirs.RNN])
 def test_layers_pass_it_on(make):
-    """Layers pass `checkpoint_every` on, from the constructor or set later, and the gradients stay the same."""
+    """Layers pass the option `checkpoint_every` on to the recurrence, whether it is set in the constructor or later.
+    The gradients stay the same."""
     mx.random.seed(1)
     layer, x = make(3, 4), mx.random.normal((5, 9, 3))
 
@@ -364,8 +375,8 @@ DIALECTS += [f"{op}{' training' * training}" for op in ("lstm", "gru", "single_g
 
 
 def of_dialect(name):
-    """Return a dialect's op as a function of x [T, N, H], with all its optional arrays in float64, and the op's name
-    in errors."""
+    """Return (function, op name in error messages) for an op in the style of TensorFlow, cuDNN or MPSGraph. The
+    function takes x [T, N, H]; all other arrays of the op are fixed random float64 arrays."""
     rng, (op, _, training) = np.random.default_rng(2), name.partition(" ")
     array = lambda *shape: to_mlx(rng.normal(0, 0.5, shape), np.float64)  # noqa: E731
     if op.startswith("block"):
@@ -385,7 +396,8 @@ def of_dialect(name):
 
 @pytest.mark.parametrize("name", DIALECTS)
 def test_dialects_pass_it_on(name):
-    """Ops of dialects pass `checkpoint_every` on. The gradients equal those without it, with the same dropout."""
+    """The ops in the style of TensorFlow, cuDNN and MPSGraph pass the option `checkpoint_every` on to the
+    recurrence. The gradients equal those without the option, with the same dropout."""
     with mx.stream(mx.cpu):
         (call, op), x, seen, build = of_dialect(name), mx.ones((T, N, H), mx.float64), [], chunks.Chunked.__init__
         loss = lambda x, **more: sum((mx.cos(mx.arange(a.size)) * a.flatten()).sum() for a in call(x, **more))  # noqa: E731
@@ -412,8 +424,8 @@ def test_a_stack_of_a_dialect_keeps_little():
 
     with mx.stream(mx.cpu):
         few, all_of_it = peak_of(lambda: step("auto")), peak_of(lambda: step(None))
-    # The unit is one sequence as wide as h. Each layer has h, the gradient of h and the gradient of its input. Between
-    # two layers there are 3 more for dropout. One chunk takes 4 / 8.
+    # Memory is counted in arrays of the size of h. Each layer has three: h, the gradient of h and the gradient of the
+    # layer's input. Dropout adds three between two layers. One chunk takes as much as 4 / 8 of an array.
     assert few < 1.25 * (3 * L + 3 * (L - 1) + 4 / 8) * x.nbytes
     assert few < 0.6 * all_of_it
 
@@ -428,11 +440,12 @@ def test_a_wrong_number_is_refused(every):
 
 
 def test_what_auto_is():
-    """ "auto" is near sqrt(T). For engine `numpy` it is at least as many steps as its products take at a time, but at
-    most an eighth of the sequence."""
+    """The value "auto" of `checkpoint_every` gives chunks of about sqrt(T) steps, or a quarter of that with engine
+    `ops`. Engine `numpy` takes as many steps as fill one matrix product if they are more than sqrt(T), but then at
+    most T / 8."""
 
     def chosen(engine, T, B, width, every):
-        """Return the chunks of a plain cell of this width, which has one gate."""
+        """Return the chunks that are chosen for a plain RNN cell (one gate) whose input and hidden size are `width`."""
         return choice.chunks_of(engine, Problem(T, B, width, width, RNNCell()), every)
 
     assert [chosen("fused", T, 2, 8, "auto").steps for T in (1, 2, 9, 10, 4096)] == [1, 2, 3, 4, 64]

@@ -1,4 +1,5 @@
-"""Tests of `python -m mlx_lstm.compare` on Linux. A recorder replaces MPSGraph and returns the oracle's results."""
+"""Tests of `python -m mlx_lstm.compare` on Linux. Apple's MPSGraph is replaced by a recorder, which notes the calls
+and returns the results of the float64 oracle."""
 
 import importlib.util
 import json
@@ -23,7 +24,7 @@ MODULES = ("Metal", "MetalPerformanceShadersGraph", "objc")
 
 @pytest.fixture
 def on_path(monkeypatch):
-    """Import the recorder in place of PyObjC, in this process and in child processes."""
+    """Make the MPSGraph recorder importable in place of PyObjC, in this process and in child processes."""
     monkeypatch.syspath_prepend(str(RECORDER))
     paths = [str(RECORDER), str(RECORDER.parents[1])]
     monkeypatch.setenv("PYTHONPATH", ":".join(paths))
@@ -36,8 +37,8 @@ def on_path(monkeypatch):
 
 @pytest.fixture
 def recorder(on_path, monkeypatch):
-    """Import the recorder in this process only. Where MPSGraph would end the process, the recorder raises
-    RuntimeError."""
+    """Use the MPSGraph recorder in this process, without child processes. Where MPSGraph would end the process, the
+    recorder raises RuntimeError."""
 
     def end_process():
         raise RuntimeError("MPSGraph would end the process")
@@ -56,7 +57,7 @@ def recorder(on_path, monkeypatch):
 
 
 def run(tmp_path, *arguments):
-    """Run the command. Return (exit code, the JSON report)."""
+    """Run the compare command in this process. Return (exit code, content of the JSON report)."""
     file = tmp_path / "report.json"
     code = command.main([*arguments, "--json", str(file)])
     return code, json.loads(file.read_text())
@@ -98,7 +99,8 @@ def test_float16_reaches_mpsgraph_as_such(recorder):
 
 
 def test_everything_agrees_in_processes_of_their_own(tmp_path, on_path):
-    """Run the command without patches: it starts child processes, which call the recorder. All contenders agree."""
+    """The unpatched command starts child processes that call the MPSGraph recorder. All contenders (implementations
+    to compare) agree with each other and with the oracle."""
     names = ["lstm: uni, mask", "gru: bi, no bias", "single_gate_rnn: one of"]
     code, report = run(tmp_path, "--contenders", "mpsgraph", "ops", "--all", "--cases", *names)
     rows = report["rows"]
@@ -145,7 +147,8 @@ def test_lists_of_another_length_are_reported(tmp_path, recorder, monkeypatch):
 
 
 def test_every_case_on_linux(tmp_path, capsys):
-    """Run all cases with engines and torch on the CPU. The report names the contenders that only a Mac can run."""
+    """On Linux, the CPU engines and torch agree with the float64 oracle in all cases. The report names the
+    contenders (implementations) that can run only on a Mac."""
     code, report = run(tmp_path, "--plot", str(tmp_path / "errors.png"))
     pairs = {row["pair"] for row in report["rows"]}
     assert code == 0 and {"numpy - oracle", "ops - oracle"} <= pairs
@@ -157,7 +160,8 @@ def test_every_case_on_linux(tmp_path, capsys):
 
 
 def test_metal_engines(tmp_path, monkeypatch):
-    """Run each Metal engine in a child process that simulates a Mac. Kernels run without a trial."""
+    """Each Metal engine agrees with the oracle in a child process that simulates a Mac. The child skips the trial, a
+    small test run of kernels before their first use."""
     trial = "from mlx_lstm.recurrence import _guard; _guard.is_real = lambda: True; _guard.refusal = None"
     (tmp_path / "sitecustomize.py").write_text(f"import on_metal; on_metal.pretend(); {trial}")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{RECORDER.parent}:{RECORDER.parents[1]}")
@@ -333,7 +337,7 @@ def test_what_torch_cannot_run():
 
 
 def test_an_error_of_every_case_is_printed_once(capsys, monkeypatch):
-    """Print a long compiler error once, although the kernel fails in every case."""
+    """A long compiler error is printed only once per engine, although it occurs in every case."""
     compiler = "[metal::Device] Unable to build metal library from source\n" + "\n".join(
         f"program_source:{n}:5: error: no member named 'x'" for n in range(70)
     )
@@ -367,8 +371,8 @@ def test_options_that_do_not_apply(capsys, arguments, words):
 
 
 def test_stacks_of_layers(tmp_path, on_path, monkeypatch, capsys):
-    """Compare stacks of layers. torch on the CPU replaces torch on "mps"; MPSGraph is not asked, because its ops run
-    one layer only."""
+    """The command compares stacks of layers. In this test torch on the CPU replaces torch on the Mac's GPU. MPSGraph
+    is not called, because its ops run one layer only."""
     monkeypatch.setattr(contenders, "no_torch_mps", lambda: None)
     handed = []
 

@@ -1,5 +1,5 @@
-"""Tests of `python -m mlx_lstm.compare --arrays`: dumps of other programs, correct and wrong ones, and the
-explanations printed."""
+"""Tests of `python -m mlx_lstm.compare --arrays`, which checks a dump (arrays recorded by another program) and
+explains its differences. The dumps here are correct, or wrong in a known way."""
 
 import re
 
@@ -17,7 +17,8 @@ LSTM = {"absent": ("mask", "peephole")}
 
 
 def dumped(op="lstm", seed=0, readings=(), **options):
-    """Return arrays and results by Apple's names, as an app would dump them that follows Apple's documentation."""
+    """Return inputs and results of an op under Apple's array names, as an app would record them. The results follow
+    Apple's documentation; `readings` selects other interpretations of unclear parts."""
     case = draw(np.random.default_rng(seed), op, (2, 3, 5, 6), **(LSTM | options))
     results = judge.expected(case, **dict(readings))
     everything = case.arrays | {name: value.astype(np.float32) for name, value in results.items()}
@@ -25,7 +26,7 @@ def dumped(op="lstm", seed=0, readings=(), **options):
 
 
 def told(tmp_path, capsys, arrays, *options, op="lstm"):
-    """Compare a dump. Return (exit code, the printed text)."""
+    """Write the arrays to a file and run the command on the file. Return (exit code, printed text)."""
     np.savez(tmp_path / "dump.npz", **arrays)
     try:
         arguments = ["--arrays", str(tmp_path / "dump.npz"), "--op", op, "--contenders", "ops", *options]
@@ -37,7 +38,7 @@ def told(tmp_path, capsys, arrays, *options, op="lstm"):
 
 
 def turned(arrays, index, *names):
-    """Return the arrays. Those in `names` have their blocks in another order."""
+    """Return a copy of `arrays`. In the arrays called `names`, the gates' blocks are reordered by `index`."""
     axes = {name: -1 if name == "zState" else 0 for name in names}
     blocks = {name: np.split(arrays[name], len(index), axis) for name, axis in axes.items()}
     return arrays | {name: np.concatenate([blocks[name][k] for k in index], axes[name]) for name in names}
@@ -58,7 +59,8 @@ def test_a_right_dump(tmp_path, capsys):
 
 @pytest.mark.parametrize("form", ["folder", "safetensors"])
 def test_other_files(tmp_path, form):
-    """Read other file formats. The dump has h as its only result, and no gradients."""
+    """The command reads arrays from a folder of .npy files and from a safetensors file. In this test h is the only
+    result, and there are no gradients."""
     arrays = without(dumped(), *BACK, "zState")
     del arrays["c"]
     if form == "folder":
@@ -131,8 +133,8 @@ def test_other_words_for_h(tmp_path, capsys, word):
 
 @pytest.mark.parametrize("size", [(2, 3, 5, 6), (5, 3, 4, 6), (20, 4, 8, 16)])
 def test_float16_errors_of_one_percent_are_found(tmp_path, capsys, size):
-    """Report an error of 1 % in the largest h: the bound of one element is narrower than the bound of the whole
-    tensor."""
+    """An error of 1 % in the largest element of a float16 array h is reported. Each element has its own error bound,
+    which is narrower than a bound for the whole array."""
     case = draw(np.random.default_rng(0), "lstm", size, weights=0.7 / size[3] ** 0.5, dtype=np.float16, **LSTM)
     h = judge.expected(case)["h"]
     arrays = {name: array for name, array in case.arrays.items() if not name.endswith("gradient")}

@@ -1,5 +1,5 @@
-"""Test `mlx_lstm.convert`: each format there and back without a changed bit, the same outputs as the original
-library, and files that other programs wrote."""
+"""Tests of `mlx_lstm.convert`: conversion to a format and back keeps every bit, converted weights give the outputs
+of the original library, and files written by other programs can be read."""
 
 import importlib
 import json
@@ -34,8 +34,8 @@ def numbers(*shape, dtype=np.float32, rng=RNG):
 def weights_of(
     cell, layers=1, directions=1, *, biases="xh", proj=0, peephole=False, dtype=np.float32, reverse=False, rng=RNG
 ):
-    """Return random weights of a cell. `biases` names the biases: "x" for the input product, "h" for the recurrent
-    product, "xh" for both."""
+    """Return random weights of a cell. `biases` says which biases exist: "x" for the input product, "h" for the
+    recurrent product, "xh" for both."""
     rows, found = cell.gates * H, []
     for k in range(layers):
         found.append([])
@@ -52,8 +52,8 @@ def weights_of(
 
 
 def one_bias(weights):
-    """Return the weights as a format with a single bias holds them: bh is 0, except in the candidate's part of a GRU
-    that resets after the product."""
+    """Return the weights with bh set to 0, as a format with a single bias stores them. In a GRU that resets after
+    the product, the candidate's part of bh stays."""
     gru = isinstance(weights.cell, GRUCell) and weights.cell.reset == "after"
 
     def change(arrays):
@@ -170,7 +170,7 @@ def test_other_dtypes(dtype):
 
 
 def test_a_bias_of_zero_keeps_the_signs_of_the_other():
-    """A bias of -0 stays -0 when the other bias is 0, although the sum -0 + 0 is +0."""
+    """If one bias is -0 and the other is 0, the converted bias is -0, although the sum -0 + 0 is +0."""
     for cell in (LSTMCell(), GRUCell()):
         zeros = {"bx": -mx.zeros((cell.gates * H,)), "bh": mx.zeros((cell.gates * H,))}
         weights = weights_of(cell, biases="").map(lambda arrays, zeros=zeros: arrays | zeros)
@@ -193,21 +193,24 @@ def test_two_biases_become_their_sum():
 
 
 def case_of(arrays, one, x):
-    """Return one layer as a case for the oracle. arrays: the arguments of the op; one: the layer's weights, for the
-    options; x: its input."""
+    """Return one layer as a case for the float64 oracle: a dict of arrays and options. `arrays` are the op's array
+    arguments, `one` is the layer's `Weights` with its options, and `x` is the layer's input."""
     return {name: np.array(array) for name, array in arrays.items()} | {"x": x, "op": one.cell.op} | one.options
 
 
 def through_layers(weights, x, fl):
-    """Return the oracle's output of a stack of layers."""
+    """Return {"h": output} of a stack of layers, computed by the oracle in the arithmetic `fl`."""
     for arrays, one in zip(convert.to_ops(weights), weights.each(), strict=True):
         x = evaluate(case_of(arrays, one, x), None, fl)[0]["h"]
     return {"h": x}
 
 
 def assert_outputs(weights, x, expected, states=None):
-    """Assert that each layer's output agrees with the original's. A layer reads the original's output of the layer
-    below. Both results are float32, and each may differ from the exact one by the derived bound."""
+    """Assert that our output of each layer agrees with `expected`, the original library's output. Each layer's input
+    is the original's output of the layer below.
+
+    Our output and the original's are float32, so each may differ from the exact output by the derived error bound.
+    """
     for arrays, one, h in zip(convert.to_ops(weights), weights.each(), expected, strict=True):
         case = case_of(arrays, one, x) | (states or {})
         given = {name: mx.array(array) for name, array in (states or {}).items()}
@@ -226,7 +229,8 @@ def test_outputs_of_torch():
     made += [torch.nn.GRU(I, H, bidirectional=True), torch.nn.RNN(I, H, nonlinearity="relu")]
     for theirs in made:
         weights, expected, K = convert.from_torch(theirs), [], theirs.num_layers
-        for layer in range(1, K + 1):  # a layer's output is that of a torch module cut off above it
+        # To get the output of each layer, run a torch module that has only the layers up to this one.
+        for layer in range(1, K + 1):
             options = {"proj_size": P} if theirs.proj_size else {}
             options |= {"nonlinearity": "relu"} if theirs.mode == "RNN_RELU" else {}
             part = type(theirs)(I, H, layer, bias=theirs.bias, bidirectional=theirs.bidirectional, **options)
@@ -265,11 +269,11 @@ def test_outputs_of_mlx():
 
 
 def test_outputs_of_tensorflow():
-    """Converted weights give the outputs that TensorFlow's own ops gave; tests/goldens/make_tf.py recorded them."""
+    """Converted weights give the outputs of TensorFlow's own ops, which tests/goldens/make_tf.py recorded."""
     for op in ("block_lstm", "block_lstm_v2", "gru_block_cell"):
         cases = [
             case for case in golden(op) if case[0]["x"].dtype == np.float32
-        ]  # in 16 bits TensorFlow sums in another order
+        ]  # in 16-bit dtypes TensorFlow adds in another order
         assert len(cases) > 3
         for given, wanted in cases:
             steps = int(given.pop("seq_len_max", 1))
@@ -293,7 +297,7 @@ def test_outputs_of_tensorflow():
 
 
 def golden(op):
-    """Return the recorded cases of a TensorFlow op as a list of (arguments, results)."""
+    """Return the recorded calls of a TensorFlow op as a list of ({argument: array}, {result: array})."""
     with np.load(ROOT / "tests" / "goldens" / f"tf_{op}.npz") as file:
         found = {}
         for name in file.files:
@@ -304,8 +308,8 @@ def golden(op):
 
 
 def test_files_of_onnx(tmp_path):
-    """Read the node tests of LSTM, GRU and RNN that the package onnx ships, with their weights stored in the model.
-    Our writer then returns these weights without a changed bit."""
+    """The LSTM, GRU and RNN test models of the package onnx can be read after the test has stored their weights in
+    the model files. Our writer then returns these weights bit for bit."""
     onnx, node = pytest.importorskip("onnx"), pytest.importorskip("onnx.backend.test.case.node")
     for name in ("lstm", "gru", "rnn"):
         importlib.import_module(f"onnx.backend.test.case.node.{name}")
@@ -340,13 +344,13 @@ def test_files_of_onnx(tmp_path):
 
 
 def side_by_side(Y):
-    """Return ONNX's outputs [T, D, B, H] as [T, B, D H]."""
+    """Return ONNX's output [T, D, B, H] as an array [T, B, D * H], with D directions side by side."""
     return np.concatenate(list(np.moveaxis(Y, 1, 0)), axis=-1)
 
 
 @pytest.mark.parametrize("name", ["lstm", "gru", "no bias", "peephole", "gru before"])
 def test_models_of_onnx(name, tmp_path):
-    """ONNX's reference evaluator computes the right outputs from the models that we write."""
+    """ONNX's reference evaluator computes the right outputs from the ONNX models that `convert.write` writes."""
     reference = pytest.importorskip("onnx.reference")
     weights, path = EVERY[name], tmp_path / "m.onnx"
     other = weights_of(RNNCell(), 2, 2)
@@ -365,11 +369,11 @@ def test_models_of_onnx(name, tmp_path):
     assert_outputs(weights, x, found)
 
 
-@pytest.mark.filterwarnings("ignore")  # of torch's: this exporter is the older of two
+@pytest.mark.filterwarnings("ignore")  # torch warns about this older ONNX exporter
 @pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
 def test_what_torch_exports(kind, tmp_path):
-    """torch exports one ONNX node per layer, with gates in ONNX's order. Converted into one stack, the arrays equal
-    torch's state_dict."""
+    """ONNX files exported by torch, with one node per layer, can be converted into one stack of layers. The
+    converted arrays equal torch's state_dict."""
     torch = pytest.importorskip("torch")
     layer = getattr(torch.nn, kind)(I, H, num_layers=2, bidirectional=True)
     path, target = tmp_path / "m.onnx", tmp_path / "m.safetensors"
@@ -382,8 +386,8 @@ def test_what_torch_exports(kind, tmp_path):
 
 
 def test_a_node_whose_projection_was_lost(tmp_path):
-    """Refuse an LSTM node as the newer exporter of torch 2.13 writes it for a layer with a projection: hidden_size
-    is the width of the projection, but c_0 is as wide as c."""
+    """An ONNX LSTM node that lost its projection is refused. The newer exporter of torch 2.13 writes such nodes:
+    hidden_size is the size of the projection, but the initial cell state is as wide as before the projection."""
     onnx = pytest.importorskip("onnx")
     shapes = {"W": (1, 4 * P, I), "R": (1, 4 * P, P), "h": (1, B, P), "c": (1, B, H)}
     node = onnx.helper.make_node("LSTM", ["x", "W", "R", "", "", "h", "c"], ["y"], "lstm", hidden_size=P)
@@ -441,7 +445,8 @@ def test_what_a_format_cannot_hold():
 
 @pytest.mark.parametrize("value", [None, {}, mlx_lstm.nn.LSTM(3, 4)], ids=["None", "dict", "layer"])
 def test_what_is_no_weights_is_told_so(value, tmp_path):
-    """Every writer refuses a layer, or a dict of arrays, that no reader has converted to `Weights`."""
+    """Every writer raises an error for None, a layer or a dict of arrays, because it needs a `Weights` object, as
+    readers such as from_torch return."""
     for writer in (name for name in dir(convert) if name.startswith("to_")):
         with pytest.raises(
             ValueError, match=rf"^\[{writer}\] weights must be a Weights, as convert.from_torch, .* but got"
@@ -454,7 +459,7 @@ def test_what_is_no_weights_is_told_so(value, tmp_path):
 def test_other_things_than_layers_are_refused(tmp_path):
     class Theirs:
         def parameters(self):
-            """Return a generator of parameters, as torch does."""
+            """Return an iterator over the parameters, as a module of torch does."""
             return iter(())
 
     with pytest.raises(ValueError, match=r"^\[from_mlx\] layers\[0\] must hold Wh or Whh but got NoneType"):
@@ -518,7 +523,7 @@ def test_flip_z_changes_signs():
 
 
 def same_file(path, layers, **options):
-    """Assert that a file holds these layers, under any names."""
+    """Assert that a file contains the weights of these layers, in this order and under any names."""
     found = [each for weights in convert.read(path, **options).layers.values() for each in weights.each()]
     wanted = [each for weights in layers.values() for each in weights.each()]
     for one, other in zip(wanted, found, strict=True):
@@ -530,7 +535,7 @@ def test_files_of_arrays(ending, tmp_path):
     styles = {"torch": PLAIN | PROJECTED, "two-biases": PLAIN | PROJECTED, "mlx": PLAIN, "keras": PLAIN | BEFORE}
     for style, cases in (styles | {"ops": EVERY}).items():
         for n, (name, weights) in enumerate(cases.items()):
-            told = style == "keras" and name == "gru before"  # the bias's shape tells the option
+            told = style == "keras" and name == "gru before"  # Keras's bias shape tells `reset`
             if ending == "npz" and weights.options.keys() - {"bidirectional"} and not told:
                 continue  # .npz has no metadata to store the options
             two = style in ("torch", "two-biases") or (style == "keras" and weights.cell.op == "gru")
@@ -554,7 +559,7 @@ def test_all_dtypes_of_safetensors(tmp_path):
     assert again.metadata == {"format": "pt"}
     assert all(again.rest[kind].dtype == np.dtype(kind) and (again.rest[kind] == rest[kind]).all() for kind in rest)
     by_mlx = dict(mlx.nn.LSTM(3, 4).parameters()) | {"x": mx.ones((2,))}
-    mx.save_safetensors(str(tmp_path / "mlx.safetensors"), by_mlx)  # MLX writes "__metadata__": null
+    mx.save_safetensors(str(tmp_path / "mlx.safetensors"), by_mlx)  # here MLX writes "__metadata__": null
     assert convert.read(tmp_path / "mlx.safetensors").rest.keys() == {"x"}
     with pytest.raises(ValueError, match=r"bfloat16, which \.npz does not have"):
         convert.write(tmp_path / "w.npz", {"": halves})
@@ -568,13 +573,13 @@ OURS = {
     "two": {"g": PLAIN["gru"], "before": BEFORE["gru before"]},
     "rest": {"relu": OTHERS["relu"], "rnn": one_bias(PLAIN["rnn"]), "bare": PLAIN["no bias"]},
 }
-"""Models that we write for Keras, by name: the layers of each."""
+"""Models that the tests write for Keras: {model name: {layer name: weights}}."""
 
 
 @pytest.fixture(scope="module")
 def keras(tmp_path_factory):
-    """Let Keras read our files and write its own, in the process tests/keras_files.py. Return the folder with the
-    files and the outputs of Keras."""
+    """Run Keras in the child process tests/keras_files.py, which reads our files and writes files of its own. Return
+    (folder with the files, {name: output of Keras})."""
     pytest.importorskip("tensorflow"), pytest.importorskip("keras"), pytest.importorskip("h5py")
     folder = tmp_path_factory.mktemp("keras")
     for case, layers in OURS.items():
@@ -614,7 +619,8 @@ def test_files_of_keras(ending, keras):
 @pytest.mark.parametrize("case", OURS)
 @pytest.mark.parametrize("ending", [".keras", ".h5"])
 def test_keras_runs_what_is_written(case, ending, keras):
-    """Keras computes the right outputs from our files, and loads our `.weights.h5` into the same model."""
+    """Keras reads our files and computes the right outputs from them. It also loads our `.weights.h5` files into
+    models with the same layers."""
     folder, outputs = keras
     path = folder / f"ours_{case}{ending}"
     same_file(path, OURS[case])
@@ -638,8 +644,8 @@ def test_a_quantized_layer_is_refused():
 
 
 def test_layers_of_keras(keras):
-    """Layers of Keras that the child process converts there and back give the right layer of ours, and unsupported
-    layers give clear errors."""
+    """Keras layers that the child process converts become the right layer of ours. Unsupported Keras layers raise
+    clear errors."""
     said = list(keras[1]["said"])
     assert said[0] == "GRU(6, 4, num_layers=2, batch_first=True, bidirectional=True)"
     expected = ["layers must be at least one", "must be LSTM, GRU, SimpleRNN or Bidirectional of Keras but got Dense"]
@@ -651,7 +657,8 @@ def test_layers_of_keras(keras):
 
 
 def test_a_file_of_keras_2(tmp_path):
-    """Read a file of Keras 2: array names end in :0, the root lists the layers, and hard_sigmoid has another slope."""
+    """A file of Keras 2 is read correctly. Unlike in Keras 3, array names end in :0, the root group lists the
+    layers, and hard_sigmoid has another slope."""
     h5py = pytest.importorskip("h5py")
     weights = weights_of(LSTMCell(), 1, 2, biases="x")
     arrays = iter(convert.to_keras(weights)[0])
@@ -675,8 +682,8 @@ def test_a_file_of_keras_2(tmp_path):
 
 
 def in_cudnn_s_layout(arrays):
-    """Return one direction's arrays as CuDNNLSTM and CuDNNGRU store them: each gate's matrix in cuDNN's memory
-    order, under the transposed shape."""
+    """Return the arrays of one direction in the layout of Keras's CuDNNLSTM and CuDNNGRU: each gate's matrix has
+    cuDNN's memory order but the transposed shape."""
     ours, theirs = {4: ("ifgo", "ifgo"), 3: ("rzn", "zrn")}[arrays["Wx"].shape[0] // H]
     blocks = {
         name: dict(zip(ours, np.split(np.array(array), len(ours)), strict=True)) for name, array in arrays.items()
@@ -710,10 +717,11 @@ def test_cudnn_layers_of_keras_2(cell, directions, tmp_path):
     assert_same(weights, convert.read(tmp_path / "old.h5").layers["x"])
 
 
-@pytest.mark.slow  # it imports TensorFlow
+@pytest.mark.slow  # slow because it imports TensorFlow
 @pytest.mark.parametrize("cell", [LSTMCell(), GRUCell()], ids=["LSTM", "GRU"])
 def test_cudnn_layers_as_keras_2_reads_them(cell):
-    """Convert arrays of CuDNN layers as TensorFlow's copy of Keras 2 does."""
+    """TensorFlow's copy of Keras 2 converts the arrays of a CuDNN layer to the same arrays that `convert.to_keras`
+    returns."""
     pytest.importorskip("tensorflow")
     original = importlib.import_module("tensorflow.python.keras.saving.hdf5_format")._convert_rnn_weights
     weights = weights_of(cell)
@@ -739,7 +747,7 @@ KEYS = {
     "codec of its own": {"lstm": 2},
     "two biases": {"": 1},
 }
-"""For each client: the names of its recurrent stacks, and how many layers each stack has."""
+"""For each model in tests/clients.py: {name of a recurrent stack in its weights file: number of layers}."""
 
 
 @pytest.mark.parametrize("name", KEYS)
@@ -817,13 +825,13 @@ def test_wrong_arguments_are_named(message):
 
 
 def saved(path, arrays):
-    """Write a file of these arrays, unchanged, and return its path."""
+    """Write a file that contains exactly these arrays, and return its path."""
     convert.write(path, convert.Model({}, arrays, {}, [], {}))
     return path
 
 
 def refusal(capsys, *arguments):
-    """Run the command, assert that it converts nothing, and return its one line of error."""
+    """Run the convert command, assert that it converts nothing, and return its one-line error message."""
     assert main([str(argument) for argument in arguments]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("not converted: ") and err.count("\n") == 1
@@ -867,7 +875,8 @@ def test_missing_and_surplus_keys_are_named(tmp_path, capsys):
 
 
 def test_shuffled_files_are_refused(tmp_path, capsys):
-    """Refuse arrays under each other's keys, wherever the shapes differ, and files whose bytes are shuffled."""
+    """Reading a file raises an error if two arrays of different shapes have exchanged their keys, or if the bytes of
+    the file are shuffled."""
     arrays = convert.to_torch(weights_of(LSTMCell(), 2, 2))
     keys, told = list(arrays), 0
     for one in keys:
@@ -904,7 +913,7 @@ def test_truncated_files_are_refused(ending, tmp_path, capsys):
 
 
 def test_a_damaged_name_is_refused(tmp_path, capsys):
-    """Refuse names that are not valid text; onnx and h5py return them as bytes."""
+    """Files with names that are not valid UTF-8 are refused. The packages onnx and h5py return such names as bytes."""
     for ending, word in ((".onnx", b"hidden_size"), (".weights.h5", b"lstm")):
         path = tmp_path / f"a{ending}"
         convert.write(path, {"rnn": PLAIN["one layer"]})
@@ -990,7 +999,8 @@ def test_nothing_is_left_where_writing_fails(tmp_path, capsys, monkeypatch):
 
 
 def test_command(tmp_path):
-    """Run the command as a user does: convert a model of torch to MLX's names, and back."""
+    """The command, run in its own process, converts a file with torch's array names to MLX's names. It refuses a
+    truncated file with a one-line error."""
     path = tmp_path / "torch.safetensors"
     rest = {"decoder.head.weight": numbers(2, 8), "decoder.steps": np.arange(2)}
     model = {"encoder.lstm": PLAIN["lstm"], "encoder.gru": one_bias(PLAIN["gru"])}
@@ -1018,7 +1028,8 @@ def test_command(tmp_path):
 
 
 def test_stacks_and_orders(tmp_path, capsys):
-    """Join single layers into one stack of layers, and reorder gates from TensorFlow's order."""
+    """The command joins single layers into one stack of layers (--stack) and reorders gates that are in TensorFlow's
+    order (--order)."""
     layers = {f"lstm{n}": weights for n, weights in enumerate(one_bias(PLAIN["lstm"]).each())}
     path, target = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
     convert.write(path, layers, style="mlx")
@@ -1035,7 +1046,8 @@ def test_stacks_and_orders(tmp_path, capsys):
 
 @pytest.mark.parametrize("layers", [1, 2])
 def test_mlx_names_are_those_of_two_lists(layers, tmp_path):
-    """A model with one list of layers per direction loads what `--to mlx` writes, and `stack` runs it."""
+    """A model with one list of layers per direction can load the file that `--to mlx` writes. `nn.stack` then
+    computes the right output with these layers."""
     path, target = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
     weights = one_bias(weights_of(LSTMCell(), layers, 2))
     convert.write(path, {"encoder": weights})

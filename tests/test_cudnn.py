@@ -1,5 +1,5 @@
-"""Tests of `mlx_lstm.cudnn`: values and gradients against torch and jax; the parameter buffer, dropout, layouts,
-errors."""
+"""Tests of `mlx_lstm.cudnn`: values and gradients against torch and jax, the parameter buffer, dropout, array
+layouts and errors."""
 
 import ml_dtypes
 import mlx.core as mx
@@ -18,7 +18,8 @@ from mlx_lstm.oracle.closeness import assert_within, bounds_of
 
 
 def assert_double(got, expected):
-    """Assert that every array is float64 and differs by at most 1e-12 times max(1, the largest expected element)."""
+    """Assert that all arrays in `got` are float64 and close to `expected`. They may differ by 1e-12 times max(1, the
+    largest expected element)."""
     for name, value in expected.items():
         assert got[name].dtype == np.float64 and got[name].shape == value.shape, name
         limit = 1e-12 * max(1.0, np.abs(value).max())
@@ -28,8 +29,8 @@ def assert_double(got, expected):
 @pytest.mark.parametrize("engine", [None, "ops"], ids=["default", "ops"])
 @pytest.mark.parametrize("seeds", [range(k, k + 32) for k in range(0, 320, 32)], ids=lambda seeds: str(seeds[0]))
 def test_float64_equals_torch(seeds, engine):
-    """Compare every output and gradient of random cases (all modes, 1-4 layers, one or two directions, projections,
-    ragged lengths) with torch in float64."""
+    """All outputs and gradients of random cases equal torch's in float64, up to rounding. The cases have all modes,
+    1 to 4 layers, one or two directions, projections, and sequences of different lengths."""
     for seed in seeds:
         case = draw(seed)
         for got, expected in zip(ours(case, np.float64, engine), by_torch(case), strict=True):
@@ -37,8 +38,8 @@ def test_float64_equals_torch(seeds, engine):
 
 
 def check(seed, dtype, *engines, **fixed):
-    """Assert that a random case's outputs and gradients are within bounds derived from the case. Also check the
-    gradients that mx.vjp gives when the steps are computed again (`checkpoint_every`)."""
+    """Assert that the outputs and gradients of a random cuDNN call lie within error bounds derived for this call.
+    The gradients of mx.vjp with recomputed steps (`checkpoint_every`) are checked, too."""
     every = (None, 2, 1, "auto")[seed % 4]
     case = draw_for(seed, dtype, **fixed)
     exact, limit = by_oracle(case), bounds_of(lambda fl: by_oracle(case, fl), dtype)
@@ -78,7 +79,8 @@ def test_many_more(seeds, dtype):
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16], ids=["float16", "bfloat16"])
 @pytest.mark.parametrize("mode", ["lstm", "gru", "rnn_tanh"])
 def test_16_bits_within_bounds(mode, dtype):
-    """Check 16-bit dtypes. relu is left out: in 16 bits too many arguments are within rounding of its kink."""
+    """In 16-bit dtypes, outputs and gradients lie within derived error bounds. Mode rnn_relu is not tested: in 16
+    bits too many inputs of relu are so near 0 that rounding changes its gradient."""
     for seed in range(4):
         check(seed, dtype, None, mode=mode)
 
@@ -94,8 +96,8 @@ ON_METAL = {
 
 @pytest.mark.parametrize("case", ON_METAL)
 def test_metal_within_bounds(case):
-    """Check two layers with ragged lengths on the emulator, for every Metal engine and cell that `engines.choose`
-    allows."""
+    """On the Metal emulator, two layers with sequences of different lengths give results within derived error
+    bounds, for every Metal engine and cell that `engines.choose` allows."""
     engine, fixed = ON_METAL[case]
     with on_metal():
         check(21, np.float32, engine, L=2, T=3, N=3, I=4, H=3, lengths=np.array([2, 3, 1]), **fixed)
@@ -103,8 +105,8 @@ def test_metal_within_bounds(case):
 
 @pytest.mark.parametrize(("L", "D", "lengths"), [(1, 1, None), (2, 2, [5, 2, 3])], ids=["one", "two, ragged"])
 def test_jax_reads_the_same_buffer(L, D, lengths):
-    """Let jax unpack our parameter buffer unchanged. Its reference implementation of cuDNN's LSTM must give the same
-    values and gradients."""
+    """jax reads our parameter buffer unchanged, and its reference implementation of cuDNN's LSTM gives the same
+    outputs and gradients."""
     jax = pytest.importorskip("jax")
     rnn = pytest.importorskip("jax.experimental.rnn")
     case = draw(L, mode="lstm", L=L, D=D, T=5, N=3, I=4, H=3, P=0, lengths=lengths and np.array(lengths))
@@ -133,7 +135,7 @@ def arrays_of(case, dtype=np.float64):
 
 
 def by_grad(case, dtype, **options):
-    """Return the gradients of the inputs by name, computed by mx.vjp."""
+    """Return {input name: gradient} of `cudnn_rnn_v3`, computed by mx.vjp."""
 
     def outputs_of(*inputs):
         out = cudnn.cudnn_rnn_v3(*inputs, lengths_of(case), **case.attributes, **options)
@@ -149,7 +151,7 @@ def by_grad(case, dtype, **options):
 @pytest.mark.parametrize("D", [1, 2])
 @pytest.mark.parametrize("mode", MODES)
 def test_grad_equals_backprop(mode, D, attributes, dtype):
-    """Compare the gradients of mx.vjp with those of the backward op to the bit: both run the same computation."""
+    """The gradients of mx.vjp equal those of the backward op bit for bit, because both run the same computation."""
     for seed, lengths in enumerate((None, np.array([1, 4, 3]))):
         input_mode = "skip_input" if attributes == "skip_input" else "linear_input"
         case = draw(seed, mode=mode, L=3, D=D, T=4, N=3, I=3, H=3, input_mode=input_mode, lengths=lengths)
@@ -162,7 +164,7 @@ def test_grad_equals_backprop(mode, D, attributes, dtype):
 @pytest.mark.parametrize("mode", MODES)
 def test_grad_of_what_is_computed_again(mode, D):
     """With `checkpoint_every` and dropout, mx.vjp gives the same gradients as without `checkpoint_every`. The
-    reserve space is then empty, so the backward op raises an error."""
+    reserve space (values saved for the gradient) is then empty, so the backward op raises an error."""
     case = draw(D, mode=mode, L=3, D=D, T=5, N=3, I=3, H=3, lengths=np.array([5, 1, 4]))
     given = ATTRIBUTES["dropout"] | {"checkpoint_every": 2}
     _, expected = ours(case, np.float64, **ATTRIBUTES["dropout"])
@@ -178,7 +180,7 @@ def test_grad_of_what_is_computed_again(mode, D):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_backprop_is_pure(mode):
-    """Call the backward op twice: both results are equal to the bit, and the reserve space is not modified."""
+    """Two calls of the backward op give the same results bit for bit, and the op does not change the reserve space."""
     case = draw(3, mode=mode, L=2, D=2, T=3, N=2)
     inputs, cotangents = arrays_of(case), [to_mlx(case.cotangents[name], np.float64) for name in OUTPUTS]
     options = case.attributes | {"dropout": 0.5, "seed2": 1}
@@ -193,8 +195,8 @@ def test_backprop_is_pure(mode):
 
 @pytest.mark.parametrize("version", ["", "_v2", "_v3"])
 def test_without_training(version):
-    """With is_training=False nothing is dropped and nothing is saved for the gradient. Asking for a gradient raises
-    TensorFlow's error."""
+    """With is_training=False no value is dropped, and no value is saved for the gradient. A request for a gradient
+    raises TensorFlow's error."""
     case = draw(4, mode="lstm", L=2, D=1, T=3, N=2, P=0, lengths=None)
     inputs = arrays_of(case)
     given = [*inputs.values()] + ([lengths_of(case)] if version == "_v3" else [])
@@ -204,7 +206,7 @@ def test_without_training(version):
         np.testing.assert_array_equal(np.array(getattr(out, name)), np.array(getattr(plain, name)))
     assert out.reserve_space.shape == ()
     message = f"^To use CudnnRNN{version.upper().strip('_')} in gradients, is_training must be set to True.$"
-    for n in range(4):  # input, input_h, input_c, params
+    for n in range(4):  # n is the index of input, input_h, input_c or params
         change = lambda array, n=n: [*given[:n], array, *given[n + 1 :]]  # noqa: E731
         with pytest.raises(ValueError, match=message):
             mx.grad(lambda array, change=change: forward(*change(array), is_training=False).output.sum())(given[n])
@@ -266,7 +268,7 @@ def test_skip_input_equals_identity_matrices(mode, D):
 
 
 def canonical(sizes, params, attributes):
-    """Split a parameter buffer of float64. Return its matrices and biases."""
+    """Return (matrices, biases), two lists of NumPy arrays, from a float64 parameter buffer."""
     G, D = GATES[attributes["rnn_mode"]], 1 + (attributes["direction"] == "bidirectional")
     found = cudnn.cudnn_rnn_params_to_canonical(*sizes, to_mlx(params, np.float64), 2 * G * D * sizes[0], **attributes)
     return [[np.array(array) for array in arrays] for arrays in found]
@@ -277,7 +279,8 @@ def packed(weights, biases):
 
 
 def test_skip_input_as_published_for_a_gpu():
-    """tensorflow#8311: a GRU with skip_input, parameters and state of zero and x = 1 gives 0.20482421 on a GPU."""
+    """A GRU with skip_input, zero parameters, zero state and x = 1 gives 0.20482421, as TensorFlow's issue 8311
+    reports for a GPU."""
     params = mx.zeros((cudnn.cudnn_rnn_params_size(1, 2, 2, rnn_mode="gru", input_mode="skip_input").item(),))
     out = cudnn.cudnn_rnn(
         mx.ones((1, 1, 2)), mx.zeros((1, 1, 2)), mx.zeros(()), params, rnn_mode="gru", input_mode="skip_input"
@@ -294,8 +297,8 @@ def test_auto_select_is_linear_where_the_sizes_differ():
 @pytest.mark.parametrize("states", ["transpose", "reinterpret"])
 @pytest.mark.parametrize("mode", ["lstm", "gru"])
 def test_batch_major(mode, states):
-    """Compare batch-major calls with time-major ones. The states are either transposed, or reinterpreted: the same
-    memory with another shape, as TensorFlow does it."""
+    """Calls with batch-major arrays give the same results as calls with time-major arrays. The states are either
+    transposed or, as in TensorFlow, reinterpreted: the same memory gets another shape."""
     case = draw(8, mode=mode, L=2, D=2, T=3, N=3, lengths=np.array([3, 1, 2]))
     names = {"input", "output"}
 
@@ -317,8 +320,8 @@ def test_batch_major(mode, states):
 @pytest.mark.parametrize("p", [0, 0.3, 0.9])
 @pytest.mark.parametrize("mode", ["lstm", "gru", "rnn_tanh"])
 def test_dropout_has_the_gradient_of_its_mask(mode, p):
-    """Compare the gradients under dropout with central differences in random directions. Equal seeds give equal
-    dropout masks in all evaluations."""
+    """The gradients with dropout agree with central differences in random directions. All evaluations have the same
+    dropout mask, because their seeds are equal."""
     case = draw(9, mode=mode, L=3, D=2, T=4, N=3, H=3)
     attributes = {"dropout": p, "seed": 3, "seed2": 4}
     rng, step = np.random.default_rng(0), 1e-5
@@ -333,31 +336,31 @@ def test_dropout_has_the_gradient_of_its_mask(mode, p):
         direction = {name: rng.normal(size=v.shape) * (name == only) for name, v in case.inputs.items()}
         slope = (loss(direction, step) - loss(direction, -step)) / (2 * step)
         expected = (gradients[only] * direction[only]).sum()
-        # The difference quotient's error: a third derivative of about 1 times step squared, plus rounding / step.
+        # The difference quotient's error is about step squared (the third derivative is about 1) + rounding / step.
         np.testing.assert_allclose(slope, expected, rtol=1e-6, atol=1e-6, err_msg=only)
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_dropout_of_1_drops_all(mode):
-    """With dropout=1 every layer above the first gets zeros as its input, as in torch. No mask is drawn, neither by
-    torch nor here."""
+    """With dropout=1 every layer above the first gets zeros as its input, as in torch. Neither torch nor our op
+    draws a random mask then."""
     pytest.importorskip("torch")
     case = draw(14, mode=mode, L=3, D=2, T=4, N=3, P=0)
     for got, expected in zip(ours(case, np.float64, dropout=1), by_torch(case, dropout=1.0), strict=True):
         for name, value in expected.items():
-            # Both compute in float64, but sum in different orders.
+            # Our op and torch both compute in float64, but add in different orders.
             np.testing.assert_allclose(got[name], value, rtol=0, atol=1e-12 * max(1.0, np.abs(value).max()))
 
 
 def test_dropout_between_layers_only():
-    """A stack with dropout equals single layers with the same dropout factors applied between the layers. Also check
-    the mean and the independence of the factors."""
+    """A stack with dropout equals single layers, if the test multiplies by the same dropout factors between them.
+    The factors have the right mean and are independent."""
     p, L, D, T, N, H = 0.3, 4, 2, 20, 30, 8
     case = draw(10, mode="rnn_tanh", L=L, D=D, T=T, N=N, I=3, H=H, lengths=None)
     inputs = arrays_of(case)
     given = dict(rnn_mode="rnn_tanh", direction="bidirectional", dropout=p, seed=1, seed2=2)
     out = cudnn.cudnn_rnn(**inputs, **given)
-    # For each plain RNN layer the reserve space has h, then the dropout factors.
+    # For each layer except the last, the reserve space contains h and then the dropout factors.
     reserve = np.array(out.reserve_space).reshape(L - 1, 2, T, N, D * H)
     states, factors = reserve[:, 0], reserve[:, 1]
     x = inputs["input"]
@@ -390,7 +393,8 @@ def test_dropout_between_layers_only():
 
 
 def test_seeds():
-    """Seeds may be any integers. The low 32 bits of `seed` and of `seed2` together make the random key."""
+    """Seeds may be any integers. The random key consists of the low 32 bits of `seed` and the low 32 bits of
+    `seed2`."""
     shape, rows = (4, 3, 5), {"input_h": mx.zeros((2, 3, 5)), "input_c": mx.zeros((2, 3, 5))}
     size = cudnn.cudnn_rnn_params_size(2, 5, 5).item()
     inputs = {"input": mx.zeros(shape), **rows, "params": mx.random.normal((size,), key=mx.random.key(0))}
@@ -413,8 +417,8 @@ def test_seeds():
 
 @pytest.mark.parametrize("mode", MODES)
 def test_canonical_arrays_and_back(mode):
-    """Split the buffer into arrays: they equal torch's parameters, gate by gate, in cuDNN's order. Joined again they
-    equal the buffer."""
+    """The arrays that are split from a parameter buffer equal torch's parameters, gate by gate, in cuDNN's order.
+    Joining the arrays gives the same buffer again."""
     torch = pytest.importorskip("torch")
     for L, D, P in [(1, 1, 0), (2, 2, 0)] + [(2, 2, 2)] * (mode == "lstm"):
         I, H, G = 4, 5, GATES[mode]
@@ -450,7 +454,8 @@ def test_params_size():
 
 
 def test_sizes_beyond_any_memory():
-    """Count the parameters of very large layers in 64 bits, without a list of their arrays."""
+    """The number of parameters of very large layers is computed in 64 bits, without a list of their arrays in
+    memory."""
     largest = cudnn.cudnn_rnn_params_size(1, 16384, 16384, S=mx.int64)
     assert largest.item() == 8 * 16384 * 16385 > 2**31
     with pytest.raises(

@@ -1,5 +1,5 @@
-"""The character language model in several processes: it learns what one process learns, and leaves a checkpoint when
-a process dies."""
+"""Tests of the character language model (examples/char_lm.py) in several processes: together they learn what one
+process learns, and a checkpoint remains when a process dies."""
 
 import contextlib
 import json
@@ -26,7 +26,8 @@ SETTINGS = char_lm.Settings(**SIZES, steps=50)
 OPTIONS = [f"--{name}={value}" for name, value in SIZES.items()] + ["--steps=50", "--prompt=1", "--length=1"]
 CORPUS = char_lm.Corpus.of(TEXT)
 
-# The example on a short text; at a step it may get a signal. Arguments: text, step, signal, those of the example.
+# Code of a process that trains the example on a short text and sends itself a signal at one step.
+# Its arguments are the text, the step, the signal's number and the example's own options.
 PROCESS = f"""
 import os, sys
 sys.path.insert(0, {str(SCRIPT.parent)!r})
@@ -52,8 +53,8 @@ def free_ports(count):
 
 
 def together(size, folder, *options, texts=None, at=-1, number=0, to=None):
-    """Run `size` processes, each in its own folder. At step `at` process number `to` gets the signal. Return exit
-    codes and what each process printed."""
+    """Run `size` processes of the example, each with its own output folder. At step `at` the process with rank `to`
+    sends itself the signal `number`. Return (exit codes, printed text of each process)."""
     hosts = folder / "hosts.json"
     hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in free_ports(size)]))
     started = []
@@ -70,14 +71,15 @@ def together(size, folder, *options, texts=None, at=-1, number=0, to=None):
 
 
 def kept(folder):
-    """Return step, losses and validation of a checkpoint."""
+    """Return (step, training losses, validation losses) from a checkpoint."""
     _, about = mx.load(str(folder / "checkpoint.safetensors"), return_metadata=True)
     run = json.loads(about["run"])
     return run["step"], np.array(run["losses"]), np.array([bits for _, bits in run["validation"]])
 
 
 def curve(dtype, corpus, evaluations):
-    """Return losses and validation of a single process, in float32 or exactly in float64."""
+    """Return (training losses, validation losses) of a single process that trains in the given dtype: float32, or
+    float64 as the exact reference."""
     run = char_lm.Run(SETTINGS, corpus)
     run.model.set_dtype(dtype)
     run.optimizer.init(run.model.trainable_parameters())
@@ -92,8 +94,8 @@ def curve(dtype, corpus, evaluations):
 
 
 def assert_same_curve(losses, validation, corpus=CORPUS):
-    """Check a curve whose sums were made in another order: its distance from the exact curve is at most twice that
-    of one process, and a few roundings of a loss."""
+    """Assert that the losses of several processes agree with those of one process. The several processes add in
+    another order, so their error may be twice the float32 error of one process, plus a few roundings."""
     exact, one = (curve(dtype, corpus, len(validation)) for dtype in (mx.float64, mx.float32))
     for got, alone, ref in zip((losses, validation), one, exact, strict=True):
         assert got.shape == ref.shape
@@ -102,7 +104,8 @@ def assert_same_curve(losses, validation, corpus=CORPUS):
 
 
 def test_three_processes_learn_what_one_learns(tmp_path):
-    """Three processes share eight rows, so their shares are not equal."""
+    """Three processes learn what one process learns. They share the eight sequences of a batch, so their shares are
+    not equal."""
     codes, said = together(3, tmp_path, *OPTIONS)
     assert codes == [0, 0, 0], said
     step, *curves = kept(tmp_path / "0")
@@ -127,7 +130,8 @@ def test_two_processes_as_a_user_starts_them(tmp_path):
 
 
 def test_killed_processes_leave_a_checkpoint_that_any_number_of_them_resumes(tmp_path):
-    """One process runs to step 10; of three, one dies at 25; of two, the first dies at 35; one finishes."""
+    """Any number of processes can resume the checkpoint of killed processes. One process saves at step 10. One of
+    three processes is then killed at step 25, the first of two at step 35, and one process finishes."""
     run, path = char_lm.Run(SETTINGS, CORPUS), tmp_path / "0" / "checkpoint.safetensors"
     for _ in range(10):
         run.train_step()

@@ -1,5 +1,5 @@
-"""Tests of README.md and docs/: each Python block runs by itself and prints the output shown below it; commands and
-links exist."""
+"""Tests of README.md and docs/: each Python block runs on its own and prints the output shown below it, and the
+commands and links are valid."""
 
 import contextlib
 import importlib
@@ -22,7 +22,8 @@ FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 class Block(NamedTuple):
-    """A fenced code block of a page. `output` is the text block directly after it, or None."""
+    """A fenced code block of a Markdown page. `output` is the content of the text block that directly follows it, or
+    None."""
 
     page: str
     line: int
@@ -48,14 +49,15 @@ PYTHON = [block for block in BLOCKS if block.language == "python"]
 
 
 def number(blocks):
-    """Return test ids that contain the number of a block and the count of all blocks."""
+    """Return pytest ids for code blocks. Each id contains the block's number, the number of all blocks, the page and
+    the line."""
     return [f"{n}of{len(blocks)}-{block.page}-line{block.line}" for n, block in enumerate(blocks, 1)]
 
 
 @pytest.mark.parametrize("block", PYTHON, ids=number(PYTHON))
 def test_python_block(block, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)  # some blocks write files
-    if "import keras" in block.text:  # Keras has one backend per process: use that of the other tests
+    monkeypatch.chdir(tmp_path)  # some blocks write files into the working folder
+    if "import keras" in block.text:  # one process can use only one Keras backend, and the other tests use jax
         monkeypatch.setenv("KERAS_BACKEND", "jax")
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
@@ -64,7 +66,7 @@ def test_python_block(block, tmp_path, monkeypatch):
 
 
 def test_types_of_the_blocks(tmp_path):
-    """Run the type checker on every Python block of the docs: it must report no error."""
+    """The type checker basedpyright reports no error in any Python block of the docs."""
     for block in PYTHON:
         name = re.sub(r"\W", "_", f"{block.page.removesuffix('.md')}_line{block.line}")
         (tmp_path / f"{name}.py").write_text(block.text)
@@ -83,8 +85,8 @@ COMMANDS += [line for page in PAGES + OTHER_PAGES for line in INLINE.findall(pag
 
 @pytest.mark.parametrize("line", dict.fromkeys(COMMANDS))
 def test_command(line):
-    """Assert that the make targets, extras, files and options of a command in the docs exist. The command itself
-    does not run."""
+    """The make targets, pip extras, files and options of each command in the docs exist. The test does not run the
+    command itself."""
     for part in line.split("&&"):
         words = [word for word in shlex.split(part, comments=True) if not re.fullmatch(r"[A-Z_]+=\S+", word)]
         if words and Path(words[0]).name not in UNCHECKED:
@@ -116,17 +118,17 @@ def check_command(program, *words):
 
 
 def test_options_in_prose():
-    """Assert that every option in backticks is an option of a command or of an example."""
+    """Every command-line option in backticks in the docs is an option of a command or of an example."""
     commands = [*ROOT.glob("mlx_lstm/*/__main__.py"), *ROOT.glob("tests/*/__main__.py"), *ROOT.glob("examples/*.py")]
     known = "".join(path.read_text() for path in commands)
     for page in PAGES:
         for option in re.findall(r"`(--[a-z-]+)", page.read_text()):
-            field = f"    {option[2:].replace('-', '_')}: "  # a field of an example's settings
+            field = f"    {option[2:].replace('-', '_')}: "  # how an example's settings class declares it
             assert option == "--help" or f'"{option}"' in known or field in known, f"{page}: {option}"
 
 
 def anchors(path: Path) -> set[str]:
-    """Return the anchors that GitHub makes for a page's headings."""
+    """Return the link anchors that GitHub makes for the headings of a Markdown page."""
     headings = re.findall(r"^#+ (.*)$", FENCE.sub("", path.read_text()), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -141,7 +143,7 @@ def test_links_lead_to_files_and_headings(page):
 
 
 def test_places_in_contributing_exist():
-    """Assert that every path in backticks in CONTRIBUTING.md exists in the repository or in the package."""
+    """Every path in backticks in CONTRIBUTING.md exists in the repository or in the package mlx_lstm."""
     page = (ROOT / "CONTRIBUTING.md").read_text()
     paths = re.findall(r"`((?:\.?\w+/)+\w*(?:\.\w+)?|\w+\.(?:py|md))`", page)
     assert len(paths) > 80
@@ -154,7 +156,8 @@ def test_the_readme_stays_short():
 
 
 def test_names_in_prose_exist():
-    """Assert that every name in backticks such as `mlx_lstm.tf.block_lstm` is an existing module or object."""
+    """Every name in backticks in the docs that begins with `mlx_lstm.`, such as `mlx_lstm.tf.block_lstm`, is an
+    existing module or object."""
     for page in PAGES:
         for name in re.findall(r"`(mlx_lstm(?:\.\w+)+)", page.read_text()):
             found, *rest = name.split(".")
@@ -172,13 +175,13 @@ ENTRY = re.compile(r"\.\. (?:autoclass|autofunction|py:data):: (\S+)\n(?:   :mod
 
 
 def test_every_public_name_has_one_entry():
-    """Assert that docs/api has exactly one entry for each public class and function, under its full name as Sphinx
-    indexes it."""
+    """docs/api has exactly one entry for each public class and function. The entry has the full name under which
+    Sphinx indexes it."""
     pages = (ROOT / "docs" / "api").glob("*.md")
     entries = [".".join(filter(None, entry[::-1])) for page in pages for entry in ENTRY.findall(page.read_text())]
     assert len(entries) == len(set(entries))
     modules = [importlib.import_module(name) for name in PUBLIC]
     public = {f"{module.__name__}.{name}" for module in modules for name in module.__all__ if name != "__version__"}
-    inner = {name for name in public if name in PUBLIC}  # a module has a page, not an entry
+    inner = {name for name in public if name in PUBLIC}  # a public module has a page instead of an entry
     assert public - inner <= set(entries), sorted(public - inner - set(entries))
     assert {name.rpartition(".")[0] for name in entries} == set(PUBLIC)

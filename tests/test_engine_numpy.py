@@ -1,5 +1,5 @@
-"""Test that engine `numpy` agrees with engine `ops` to float64 rounding, with any strides and chunks, and test what
-only `numpy` has."""
+"""Tests that engine `numpy` agrees with engine `ops` up to float64 rounding, for arrays with any strides and any
+number of chunks. Other tests check the memory, the cache and the floating-point warnings of engine `numpy`."""
 
 import tracemalloc
 
@@ -23,7 +23,7 @@ SAVED = {"lstm": ("gates", "c", "h"), "gru": ("gates", "h"), "rnn": ("h",)}
 
 
 def cut(array):
-    """Return an MLX float64 array that is a strided view of a larger one, with NaN between its elements."""
+    """Return the array as a strided view (MLX, float64) of a larger array that has NaN between the elements."""
     wide = np.full([2 * n for n in array.shape], np.nan)
     wide[tuple(slice(None, None, 2) for _ in array.shape)] = array
     return mx.array(wide, mx.float64)[tuple(slice(None, None, 2) for _ in array.shape)]
@@ -34,7 +34,7 @@ def whole(array):
 
 
 def spoil_padding(sequence, lengths):
-    """Write NaN into the padding of a sequence [T, B, .], which no engine may read."""
+    """Overwrite the padding of a sequence [T, B, features] with NaN, because no engine may read the padding."""
     if lengths is not None:
         sequence[np.arange(len(sequence))[:, None] >= np.array(lengths)] = np.nan
 
@@ -49,8 +49,8 @@ def assert_agrees(got, expected):
 
 
 def check(word, arrays, options, wanted=None, lay=whole, seed=0):
-    """Assert that engines `numpy` and `ops` give the same outputs, gradients through `mx.vjp`, and results of the
-    `*_gradients` ops. `wanted`: the names of the outputs that have a cotangent; None for all."""
+    """Assert that engines `numpy` and `ops` give the same outputs, the same gradients through `mx.vjp`, and the same
+    results of the `*_gradients` ops. `wanted` names the outputs that have a cotangent; None means all outputs."""
     op, gradients_of = OPS[word]
     with mx.stream(mx.cpu):
         names, values = list(arrays), [lay(array) for array in arrays.values()]
@@ -81,7 +81,8 @@ def check(word, arrays, options, wanted=None, lay=whole, seed=0):
 
 
 def every_option(rng, word, sizes):
-    """Return random options of every kind; lengths and masks also at their limits."""
+    """Return random options of every kind for an op. The lengths and the mask's shape are sometimes extreme, for
+    example all lengths 0."""
     T, B, *_ = sizes
     options = combination(rng, sizes, word, bidirectional=bool(rng.integers(2)))
     if word == "gru":  # with unbounded r and z, h would grow without bound
@@ -95,14 +96,14 @@ def every_option(rng, word, sizes):
 @pytest.mark.parametrize("seed", range(40))
 @pytest.mark.parametrize("word", OPS)
 def test_agrees_with_ops(monkeypatch, word, seed):
-    """`numpy` agrees with `ops` for random options, narrow and wide batches, several chunks of time, and any
-    strides."""
+    """Engine `numpy` agrees with engine `ops` for random options, narrow and wide batches, several chunks of time,
+    and arrays with any strides."""
     rng = np.random.default_rng(seed)
     T, B, I, H = (int(rng.choice(sizes)) for sizes in ([1, 2, 5, 8], [1, 2, 5, 16, 17], [1, 3], [1, 2, 5]))
     monkeypatch.setattr(engine_numpy_arrays, "CHUNK_ROWS", int(rng.choice([3 * B, 1024])))
     monkeypatch.setattr(
         engine_numpy_products, "AHEAD_ROWS", int(rng.choice([2 * B, 256]))
-    )  # with and without copied weights
+    )  # tests the engine with and without copied weights
     poison_scratch(monkeypatch)
     sizes = T, B, I, H, 3
     _, arrays, options = split(draw(rng, sizes=sizes, **every_option(rng, word, sizes)))
@@ -115,8 +116,8 @@ def test_agrees_with_ops(monkeypatch, word, seed):
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("word", OPS)
 def test_wide_batches_agree_with_ops(monkeypatch, word, seed, copied):
-    """Wide batches agree with `ops`, with one product per step on copied weights, and with one input product for
-    several steps."""
+    """Engine `numpy` agrees with engine `ops` for wide batches. Engine `numpy` then computes one recurrent product
+    per step, with or without copied weights, and one input product for several steps."""
     rng = np.random.default_rng(seed)
     T, B, I, H = 5 + seed % 2, 16 + seed % 3, 3, 5
     monkeypatch.setattr(engine_numpy_products, "AHEAD_ROWS", 2 * B)
@@ -132,8 +133,8 @@ def test_wide_batches_agree_with_ops(monkeypatch, word, seed, copied):
 @pytest.mark.parametrize("T, B", [(1, 32), (2, 16)])
 @pytest.mark.parametrize("word", OPS)
 def test_few_steps_of_a_wide_batch_agree_with_ops(monkeypatch, word, T, B):
-    """One or two steps of a wide batch agree with `ops`. Each step writes h where the next step's product reads it,
-    even if a block has room for one step only."""
+    """Engine `numpy` agrees with engine `ops` for one or two steps of a wide batch. Each step writes h where the
+    next step's product reads it, even if a block of steps has room for one step only."""
     monkeypatch.setattr(engine_numpy_products, "AHEAD_ROWS", 16)
     lengths = np.arange(B) % (T + 1)
     _, arrays, options = split(draw(np.random.default_rng(0), op=word, sizes=(T, B, 3, 5, 5)))
@@ -143,8 +144,8 @@ def test_few_steps_of_a_wide_batch_agree_with_ops(monkeypatch, word, T, B):
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("word", OPS)
 def test_what_a_step_reads_and_writes_is_contiguous(monkeypatch, word, training):
-    """Every array that a step reads or writes is contiguous. Activations that write with strides make a pass up to
-    three times slower."""
+    """Every array that a step of engine `numpy` reads or writes is contiguous. With strided outputs, activations
+    would take up to three times as long."""
     _, drawn, options = split(draw(np.random.default_rng(0), op=word, sizes=(4, 3, 2, 5, 5)))
     kind, contiguous = {"lstm": LSTMCell, "gru": GRUCell, "rnn": RNNCell}[word], []
     step = engine_numpy_sweep.STEPS[kind][0]
@@ -164,12 +165,12 @@ def test_what_a_step_reads_and_writes_is_contiguous(monkeypatch, word, training)
         mx.eval(mx.grad(output)(*arrays) if training else output(*arrays))
     assert len(contiguous) == 4 * (5 if training and word != "rnn" else 4) and all(
         contiguous
-    )  # the fifth array is gates, written only if they are saved
+    )  # the fifth array holds the gates and exists only if they are saved
 
 
 def test_a_limit_that_changes_from_call_to_call_leaves_nothing_behind():
-    """Calls with a new `cell_clip` or `forget_bias` each time do not grow the cache: its key is the gate order and
-    the activations."""
+    """Calls with a new `cell_clip` or `forget_bias` each time do not fill the engine's cache, because the cache key
+    is only the gate order and the activations."""
     _, drawn, _ = split(draw(np.random.default_rng(0), sizes=(2, 1, 2, 2, 2)))
     arrays = {name: whole(array) for name, array in drawn.items()}
     sizes = set()
@@ -183,8 +184,8 @@ def test_a_limit_that_changes_from_call_to_call_leaves_nothing_behind():
 @pytest.mark.parametrize("batch_major", [False, True])
 @pytest.mark.parametrize("word", OPS)
 def test_no_sequence_is_copied(monkeypatch, word, batch_major):
-    """The memory that NumPy allocates stays far below one sequence, in the forward pass and in gradients of saved
-    arrays of any layout. Outputs are in MLX's memory."""
+    """NumPy allocates much less memory than one sequence takes, in the forward pass and in the gradient, for arrays
+    of any layout. Outputs do not count, because they are in MLX's memory."""
     monkeypatch.setattr(engine_numpy_arrays, "CHUNK_ROWS", 32)
     T, B, I, H = 256, 16, 8, 8
     op, gradients_of = OPS[word]
@@ -205,13 +206,14 @@ def test_no_sequence_is_copied(monkeypatch, word, batch_major):
             peak = tracemalloc.get_traced_memory()[1]
         finally:
             tracemalloc.stop()
-    assert peak < 8 * T * B * H / 2  # half of h of one direction, in float64
+    assert peak < 8 * T * B * H / 2  # half the size of one direction's h in float64
 
 
 @pytest.mark.parametrize("word, options", [*((word, {}) for word in OPS), ("gru", {"reset": "before"})], ids=str)
 def test_gradients_of_many_calls_are_not_in_memory_at_once(word, options):
-    """A training step that calls the op once per time step has the gradients of engine `ops` and takes at most twice
-    its memory. With all gradients in memory at once it would take four times as much."""
+    """If a loss calls the op once per time step, engine `numpy` gives the same gradients as engine `ops` and takes
+    at most twice the memory of `ops`. It would take four times as much if the gradients of all calls were in memory
+    at once."""
     T, H, rng = 40, 384 if word == "rnn" else 256, np.random.default_rng(0)
     G = {"lstm": 4, "gru": 3, "rnn": 1}[word]
     with mx.stream(mx.cpu):
@@ -241,7 +243,7 @@ def test_gradients_of_many_calls_are_not_in_memory_at_once(word, options):
 @pytest.mark.parametrize("both", [False, True])
 @pytest.mark.parametrize("word", OPS)
 def test_what_numpy_shall_do_of_an_error_is_the_caller_s_affair(word, both):
-    """Underflow in products and in tanh raises no error, even if the caller has set np.errstate to raise."""
+    """Underflow in products and in tanh raises no error, even if the caller has set np.errstate(all="raise")."""
     case = draw(np.random.default_rng(0), op=word, bidirectional=both)
     case = {name: value * 1e-25 if name in ARRAYS else value for name, value in case.items()}
     with np.errstate(all="raise"):
@@ -259,7 +261,8 @@ LIMITS = [("lstm", {"cell_clip": 1e300}), ("lstm", {"forget_bias": 1e300}), *((w
 @pytest.mark.parametrize("both", [False, True])
 @pytest.mark.parametrize("word, options", LIMITS, ids=lambda value: str(value))
 def test_infinity_and_nan_raise_no_warning(word, options, both, padding):
-    """Infinity or NaN in the padding raises no warning, and neither does a limit that is too large for float32."""
+    """Infinity or NaN in the padding raises no warning. A `cell_clip` or `forget_bias` that is too large for float32
+    raises no warning either."""
     rng, lengths = np.random.default_rng(4), [2, 5, 0, 4]
     _, drawn, both = split(draw(rng, op=word, sizes=(5, 4, 3, 6, 6), bidirectional=both))
     drawn["x"][np.arange(5)[:, None] >= lengths] = padding
@@ -276,7 +279,8 @@ def test_infinity_and_nan_raise_no_warning(word, options, both, padding):
 @pytest.mark.parametrize("engine", ["numpy", "ops"])
 @pytest.mark.parametrize("activation", ["identity", "relu"])
 def test_an_infinite_candidate_makes_an_infinite_h(engine, activation, flip_z):
-    """An infinite candidate gives an infinite h: the formula is z h + (1 - z) n, since n + z (h - n) would be NaN."""
+    """An infinite candidate n gives an infinite h, because the engines compute z h + (1 - z) n. The formula n + z (h
+    - n) would give NaN."""
     with mx.stream(mx.cpu):
         x = mx.array([[[0.5, 0.5, np.inf]]])
         options = {"flip_z": flip_z, "activations": ("sigmoid", "sigmoid", activation)}

@@ -1,4 +1,5 @@
-"""The choice of engine, as a table: every machine tests every machine's choice."""
+"""Tests of the choice of engine. A table lists the expected engine for each kind of machine. The tests check all
+kinds of machines on any machine."""
 
 import re
 from contextlib import nullcontext
@@ -22,12 +23,12 @@ LINUX = {"device": "cpu", "metal": False}
 CUDA = {"device": "gpu", "metal": False}
 TRACED = "inside mx.compile, mx.vmap or an export"
 HALF, BRAIN, DOUBLE = {"dtype": mx.float16}, {"dtype": mx.bfloat16}, {"dtype": mx.float64}
-WIDE, NARROW = (PREDICTED.engines[name][1][-1][0] for name in ("float32", "float16"))  # the largest H of `fused`
+WIDE, NARROW = (PREDICTED.engines[name][1][-1][0] for name in ("float32", "float16"))  # the largest H with `fused`
 CELLS = (LSTMCell(), GRUCell(), GRUCell(reset="before"), RNNCell())
 KINDS = [{"cell": cell, "bidirectional": both} for cell in CELLS for both in (False, True)]
 
 TABLE = [
-    # machine, other arguments, H, engine asked for, engine or the reason of the refusal
+    # (machine, other arguments, H, requested engine, expected engine or expected error message)
     (LINUX, {}, 128, None, "numpy"),
     (LINUX, {}, 128, "numpy", "numpy"),
     (LINUX, {}, 128, "ops", "ops"),
@@ -108,7 +109,8 @@ def test_refusals_name_the_op():
 
 
 def test_a_stream_argument_is_where_it_runs():
-    """The stream argument decides, as for any op of MLX; without one the default device does."""
+    """An op runs on the stream that its argument `stream` names, like any op of MLX. Without the argument, the op
+    runs on the default device."""
     arrays = [mx.zeros(shape) for shape in ((2, 1, 1), (4, 1), (4, 1))]
     for stream in (None, mx.cpu, mx.new_stream(mx.cpu)):
         assert lstm(*arrays, stream=stream).h.shape == (2, 1, 1)
@@ -117,7 +119,8 @@ def test_a_stream_argument_is_where_it_runs():
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("op", ["lstm", "gru", "rnn"])
 def test_an_activation_that_an_engine_does_not_know_is_an_error(monkeypatch, engine, op):
-    """The activation was added to the list of names only, not to the engines' tables."""
+    """An activation raises an error in every engine if it is only in the list of valid names and not in the engines'
+    tables."""
     monkeypatch.setattr(_arguments, "ACTIVATIONS", (*ACTIVATIONS, "swish"))
     named = {
         "lstm": {"activations": ["swish"] * 5},

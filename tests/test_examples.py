@@ -1,5 +1,5 @@
-"""Run the short examples for a few steps. The slow tests run them in full and compare them with their baselines.
-Check that the gallery shows every example."""
+"""Tests of the short examples: each example runs for a few steps and is in the gallery. Slow tests run the examples
+in full and compare them with their baselines."""
 
 import importlib.util
 import os
@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FIGURES = {  # name: regex of our figure and the baseline's in the output; test that the model learned
+# {example: (regex for our model's figure and the baseline's figure in the output, test whether the model learned)}
+FIGURES = {
     "beginner": (r"saw: (\S+) bits per character; a table of pairs: (\S+)", lambda ours, table: ours < table - 0.3),
     "classify": (r"other names: (\S+)%; naive Bayes: (\S+)%", lambda ours, bayes: ours > bayes),
     "forecast": (r"LSTM (\S+), linear (\S+),", lambda ours, linear: ours < linear / 2),
@@ -21,8 +22,8 @@ FIGURES = {  # name: regex of our figure and the baseline's in the output; test 
 
 
 def figures(name, text):
-    """Return [our figure, the baseline's figure] from an example's output. Assert that differences printed as
-    `apart` are at most 2e-5 (rounding)."""
+    """Return [our model's figure, the baseline's figure] from the output of an example. Assert that each number
+    printed before the word `apart`, a difference of two computations, is at most 2e-5."""
     (result,) = re.findall(FIGURES[name][0], text)
     assert all(float(apart) <= 2e-5 for apart in re.findall(r"(\S+) apart", text))
     assert ("apart" in text) == (name in ("policy", "voice_activity"))
@@ -31,8 +32,8 @@ def figures(name, text):
 
 @pytest.mark.parametrize("name", FIGURES)
 def test_two_steps(name, tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "1")  # some examples set it: undo that after the test
-    monkeypatch.syspath_prepend(ROOT / "examples")  # examples import `support` from their folder
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "1")  # an example may change it; monkeypatch restores it
+    monkeypatch.syspath_prepend(ROOT / "examples")  # examples import the module `support` from there
     spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
     spec.loader.exec_module(example := importlib.util.module_from_spec(spec))
     if name == "beginner":
@@ -67,8 +68,8 @@ def test_it_is_short(name):
 
 
 def test_quantized_streaming():
-    """Run the example, which measures each bit width in its own process. Fewer bits take less memory and have larger
-    errors."""
+    """The example quantized_streaming runs and shows that fewer bits take less memory and have larger errors. It
+    measures each number of bits in a separate process."""
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(ROOT / "examples" / "quantized_streaming.py"), "2", "64"]
     run = subprocess.run(command, capture_output=True, text=True, env=environment)
@@ -79,7 +80,7 @@ def test_quantized_streaming():
 
 
 def test_the_gallery_has_every_example():
-    """Assert that docs/gallery.md has a link to every example and the picture of every example that draws one."""
+    """docs/gallery.md has a link to every example, and the picture of every example that draws one."""
     page = (ROOT / "docs" / "gallery.md").read_text()
     for path in (ROOT / "examples").glob("*.py"):
         assert f"[examples/{path.name}](../examples/{path.name})" in page

@@ -138,7 +138,7 @@ def test_a_layer_trains_on_the_next_engine(monkeypatch, own_cache):
 
 
 def test_who_judges_results_has_no_trial(monkeypatch):
-    """Inside `unguarded` a kernel runs although its trial failed."""
+    """Check that inside `unguarded` a kernel runs although its trial failed."""
     monkeypatch.setattr(_guard, "try_out", lambda trial: WRONG)
     forced, x, weights = layer_and_data(engine="fused")
     with on_metal(guarded=True):
@@ -259,13 +259,15 @@ def test_what_a_child_tells(code, monkeypatch):
 
 
 def test_a_child_that_cannot_begin_says_nothing(monkeypatch):
-    """The guard then tries the kernels in this process."""
+    """Check that a child process that cannot import its code gives no verdict. The guard then tries the kernels in
+    this process."""
     assert in_python("import nothing_of_the_kind", monkeypatch) is None
 
 
 def test_a_hang_refuses_the_engine_in_this_process_only(monkeypatch, said, capfd):
-    """A second trial would cost a minute more. A child that hangs before the trial begins does not send the trial into
-    the user's process, where it might hang, too."""
+    """Check that a trial that hangs refuses the engine in this process without a second trial, which would cost
+    another minute. If the child hangs before the trial begins, the trial must not move to the user's process, where
+    it might hang, too."""
     monkeypatch.setattr(_child, "SECONDS", 2)
     monkeypatch.setattr(_child, "PATIENCE", 0.5)
     monkeypatch.setattr(_guard, "is_real", lambda: True)
@@ -296,7 +298,8 @@ def test_one_child_tries_each_kernel_once(tmp_path, monkeypatch):
 
 
 def test_where_no_process_can_be_started(monkeypatch, tried):
-    """The executable of a frozen application is no interpreter; on other systems it may be missing."""
+    """Check that the trial runs in this process where no child process can be started, and that a frozen application
+    starts none, since its executable is no interpreter."""
     with on_metal():
         assert _guard.by_child(["/nowhere/python"], trial_of("fused", problem())) is None
         assert _guard.try_out(trial_of("fused", problem())) == RIGHT
@@ -343,7 +346,7 @@ def time_passes():
 
 
 def test_inside_transformations(monkeypatch, said, tmp_path):
-    """Where a trial fails during tracing, `ops` takes over in the traced graph."""
+    """Check that `ops` takes over in the traced graph if a trial fails while MLX traces the call."""
     monkeypatch.setattr(_guard, "try_out", lambda trial: WRONG)
     layer, x, _ = layer_and_data()
     plain = layer(x)[0]
@@ -363,7 +366,7 @@ def test_inside_transformations(monkeypatch, said, tmp_path):
 
 
 def test_a_trial_in_this_process_inside_of_compile(said, tried):
-    """The arrays of a trial have values even inside mx.compile, so its results are judged."""
+    """Check that a trial's results are judged even inside mx.compile: its arrays are not traced and have values."""
     layer, x, _ = layer_and_data()
     with on_metal(guarded=True), fault("wrong", ".*fused_forward|.*stepwise_outputs"):
         compiled = mx.compile(lambda x: layer(x)[0])(x)
@@ -415,7 +418,7 @@ def test_a_verdict_is_kept_for_this_machine(own_cache, monkeypatch):
 
 
 def test_the_verdicts_of_other_environments_stay(own_cache, monkeypatch):
-    """The file keeps the verdicts of the environments that were used last."""
+    """Check that the file keeps the verdicts of the environments that were used last."""
     trials, real = counted(monkeypatch), verdicts.names()
     for n in range(verdicts.MACHINES + 1):
         monkeypatch.setattr(verdicts, "names", lambda n=n: f"{real} {n}")
@@ -532,7 +535,7 @@ def test_a_trial_runs_the_kernels_of_any_call(number):
 
 
 def test_large_calls_have_small_trials():
-    """The trial of a large call has small sizes, and lower limits where the call exceeds them."""
+    """Check that the trial of a large call has small sizes, and lower limits where the call exceeds a limit."""
     trial = trial_of("fused", problem(T=100000, B=512, H=128, P=128))
     assert trial.problem[:4] == (3, 65, 128, 128) and trial.problem.limits == Limits(index=0, launch_steps=2)
     trial = trial_of("stepwise", problem(T=100000, B=512, H=1024, P=1024))
@@ -560,8 +563,8 @@ def test_kernels_of_large_calls_run_in_small_trials():
 
 
 def test_launches_of_one_limit_never_serve_another():
-    """Two trials in one process that differ only in their limits run different kernels, in either order, although they
-    share the caches of launches."""
+    """Check that two trials in one process that differ only in their limits run different kernels, in either order.
+    They share the caches of launches."""
     for engine, word in (("fused", "using Index = ulong"), ("stepwise", "using Index = long")):
         wide = trial_of(engine, problem(T=2**26, B=3))
         narrow = wide._replace(problem=wide.problem._replace(limits=Limits()))
@@ -589,7 +592,8 @@ def every_cell():
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
 def test_a_trial_keeps_off_kinks(dtype):
-    """Gradients next to a kink have no bounds and would not be judged."""
+    """Check that a trial's arrays stay away from kinks of the activations. Gradients next to a kink have no bounds
+    and would not be judged."""
     for cell in every_cell():
         names = ("x", "Wx", "Wh", "b", "h0") + (("c0", "peephole") if cell.op == "lstm" else ())
         drawn = _draw.draw(problem(T=10, B=9, cell=cell, dtype=dtype, names=names), np.random.default_rng(0))
@@ -599,7 +603,7 @@ def test_a_trial_keeps_off_kinks(dtype):
 @pytest.mark.parametrize("T", [3, 22, 64])
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16], ids=str)
 def test_the_numbers_of_a_trial_stay_in_range(dtype, T):
-    """A trial that overflowed would refuse kernels that are right."""
+    """Check that the numbers of a trial do not overflow, since a trial that overflows would refuse correct kernels."""
     for cell in every_cell():
         drawn = _draw.draw(problem(T=T, B=2, H=4, P=4, cell=cell, dtype=dtype), np.random.default_rng(0))
         outputs, _ = evaluate(drawn.case, None, Arithmetic(np.float64))
@@ -607,7 +611,7 @@ def test_the_numbers_of_a_trial_stay_in_range(dtype, T):
 
 
 def test_a_gradient_that_is_no_number_is_wrong(monkeypatch):
-    """A NaN is refused even where a gradient has no bounds, next to a kink."""
+    """Check that a NaN in a gradient is refused even next to a kink, where gradients have no bounds."""
     real_draw, real = _judge.draw, _judge.results
     monkeypatch.setattr(_judge, "draw", lambda *given: real_draw(*given)._replace(smooth=False))
     spoilt = {"dx": np.nan}
@@ -621,7 +625,8 @@ def test_a_gradient_that_is_no_number_is_wrong(monkeypatch):
 
 
 def test_less_precise_products_of_mlx_are_no_fault(monkeypatch):
-    """On GPUs whose float32 products are less precise, an engine may be as far off as `ops`, no further."""
+    """Check that an engine may be as far from the oracle as `ops` is, but no farther. Some GPUs compute float32
+    products less precisely."""
     real, off = _judge.results, {"ops": 1.001, "fused": 1.0015}
     monkeypatch.setattr(_judge, "results", lambda *given: {name: a * off[given[3]] for name, a in real(*given).items()})
     with on_metal():

@@ -1,5 +1,6 @@
-"""A child that runs trials as on a Mac: `python trial_on_metal.py FAULT KERNEL` with a fault in a kernel, or
-`python trial_on_metal.py counted FILE` with the names of all launches written to a file."""
+"""Child process for tests of the kernel trial, a small run of new kernels before their first real use. `python
+trial_on_metal.py FAULT KERNEL` runs the trial on a simulated Mac with a fault in the named kernels. `python
+trial_on_metal.py counted FILE` writes the names of all launched kernels to a file."""
 
 import os
 import re
@@ -21,10 +22,11 @@ LAUNCH_FAILS = "[metal_kernel] Thread group size (1024) is greater than the maxi
 
 @contextmanager
 def fault(kind, kernel):
-    """Plant a fault in a kernel: its text does not compile, its launch is refused, its results are 1 % off, it hangs,
-    or it ends the process.
+    """Plant a fault in the matching kernels: the source does not compile, the launch raises an error, the results
+    are 1 % too large, the launch hangs, or the launch aborts the process.
 
-    kernel: a regular expression for the kernel's name without the template.
+    kernel: a regular expression for the whole kernel name. A part that begins with `_without_` or `__` is removed
+    from the name first.
     """
     real = mx.fast.metal_kernel
 
@@ -45,7 +47,7 @@ def fault(kind, kernel):
                 os.abort()
             try:
                 outputs = built(**arguments)
-            except KernelError as error:  # as MLX says it
+            except KernelError as error:  # raise what MLX raises for a compiler error
                 found = error.findings[0]
                 raise RuntimeError(f"{BUILD_FAILS}\nprogram_source:{found.line}:1: error: {found.text}\n") from None
             return [output * 1.01 for output in outputs] if kind == "wrong" else outputs
@@ -58,7 +60,7 @@ def fault(kind, kernel):
 
 @contextmanager
 def counted(file):
-    """Write the name of each launched kernel to a file."""
+    """Append the name of each launched kernel to a file."""
     real = mx.fast.metal_kernel
 
     def metal_kernel(**definition):

@@ -24,13 +24,13 @@ def computes_now(engine: str | None) -> bool:
 
 
 def by_mlx(function: Run, *arrays: mx.array) -> Any:
-    """Return function(*arrays)."""
+    """Return function(*arrays), computed by MLX. Has the same signature as `by_numpy`."""
     return function(*arrays)
 
 
 def by_numpy(function: Run, *arrays: mx.array) -> Any:
-    """Return function(*arrays), computed on NumPy's views if the arrays are small and of one dtype that NumPy has. The
-    function has to accept both kinds of arrays."""
+    """Return function(*arrays), computed on NumPy's views if the arrays are small and share a dtype that NumPy has;
+    otherwise computed by MLX. The function must accept both kinds of arrays."""
     dtypes, dtype = [array.dtype for array in arrays], arrays[0].dtype
     if dtypes.count(dtype) < len(dtypes) or dtype not in (mx.float32, mx.float64):
         return function(*arrays)

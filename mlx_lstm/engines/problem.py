@@ -70,7 +70,8 @@ def limited(
     rows_left: int | None = None,
     unchunked: int | None = None,
 ) -> Iterator[None]:
-    """Give the calls inside other limits. None leaves one as it is. Every cache has the limits in its key."""
+    """Run the calls inside the context with other limits; None leaves a limit unchanged. The limits are part of
+    every cache's key."""
     changes = {"index": index, "launch_steps": launch_steps, "rows_left": rows_left, "unchunked": unchunked}
     limits = limits_in_effect.get()._replace(**{name: size for name, size in changes.items() if size is not None})
     token = limits_in_effect.set(limits)

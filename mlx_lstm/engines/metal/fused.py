@@ -40,8 +40,8 @@ SWEEPS = ("forward", "backward")
 
 
 def forward(problem: Problem, arrays: Arrays) -> Arrays:
-    """Return h [T, B, D H], gates [T, B, D G H], hT [B, D H], of an LSTM c [T, B, D H] and cT [B, D H] in float32;
-    gates only if the problem saves or returns them."""
+    """Return h [T, B, D H], gates [T, B, D G H] and hT [B, D H]; for an LSTM also c [T, B, D H] and cT [B, D H], in
+    float32. Gates are returned only if the problem saves or returns them."""
     dtype, mask = arrays["x"].dtype, whole_mask(problem, arrays)
     sweep = forward_sweep(problem, dtype, tuple(arrays), mask is not None and mask.shape[0] > 1)
     inputs: Inputs = {"mask": mask, "numbers": sweep.numbers}
@@ -186,8 +186,8 @@ INPUTS = {
 
 @cached
 def forward_sweep(problem: Problem, dtype: mx.Dtype, names: tuple[str, ...], masks_differ: bool) -> Sweep:
-    """Return what the forward sweep launches for arrays of these names. masks_differ: whether each step has a mask of
-    its own."""
+    """Return the launches of the forward sweep for arrays of these names. masks_differ: whether each step has its
+    own mask."""
     bare, has_c = readable(problem, names, dtype), problem.cell.op == "lstm"
     there = {name: name in names for name in ("h0", "c0", "lengths")} | {"z": True, "arranged": True, "sizes": True}
     there |= {"mask": "mask" in names or "keep" in names, "numbers": has_c}
@@ -206,7 +206,7 @@ def forward_sweep(problem: Problem, dtype: mx.Dtype, names: tuple[str, ...], mas
 def backward_sweep(
     problem: Problem, dtype: mx.Dtype, names: tuple[str, ...], masks_differ: bool, cotangents: tuple[str, ...]
 ) -> Sweep:
-    """Return what the backward sweep launches for arrays and cotangents of these names."""
+    """Return the launches of the backward sweep for arrays and cotangents of these names."""
     cell, has_c = problem.cell, problem.cell.op == "lstm"
     few, product, bare = is_plain(problem, names), takes_product(cell), readable(problem)
     there = {"states": True, "arranged": True, "sizes": True, "lengths": "lengths" in names, "q": product}
@@ -223,7 +223,8 @@ def backward_sweep(
 
 
 def options_of(problem: Problem, names: Collection[str]) -> tuple[str, ...]:
-    """Return which arrays of a call both sweeps read as they are. A plain cell has `keep` in the mask alone."""
+    """Return the names of the caller's arrays that both sweeps read unchanged (peephole, bhn, keep). A plain cell
+    reads no `keep`, as its mask already includes it."""
     options = ("peephole", "bhn") if problem.cell.op == "rnn" else ("peephole", "bhn", "keep")
     return tuple(name for name in options if name in names)
 
@@ -403,15 +404,13 @@ THREADGROUP_BYTES = 32768
 
 
 class FusedTiling(NamedTuple):
-    """How `fused` cuts a problem.
+    """How `fused` divides a recurrence among threads.
 
-    matrices: whether it multiplies in 8 x 8 matrices.
-    units: hidden units that share lanes.
-    rows, threads: batch rows and threads of a threadgroup.
-    vectors, bytes: buffers of its rows' vectors, 2 if they alternate, and their bytes of threadgroup memory.
-    weights, resident: vectors of 4 weights of a lane, and how many of them stay in registers.
-    resident_part: resident / weights.
-    registers: of a thread.
+    matrices: whether it multiplies in 8 x 8 matrices. units: hidden units that share lanes. rows, threads: batch
+    rows and threads of a threadgroup. vectors, bytes: the number of buffers for the vectors of its rows (2: double
+    buffer), and their bytes of threadgroup memory. weights, resident: vectors of 4 weights that a lane multiplies,
+    and how many of them stay in registers. resident_part: resident / weights. registers: registers of a thread that
+    are used.
     """
 
     matrices: bool
@@ -496,7 +495,7 @@ def rows_of(cell: Cell, sweep: str, wanted: int, threads: int, packed: bool) -> 
 
 
 def working_registers(cell: Cell, sweep: str, rows: int, packed: bool) -> int:
-    """Return the registers that a thread needs besides its resident weights, without options."""
+    """Return the number of registers that a thread needs without resident weights and without optional inputs."""
     return WORKING_REGISTERS[cell.op, sweep][rows] + (PACKED_REGISTERS[rows] if packed else 0)
 
 
@@ -516,16 +515,18 @@ def tiling_of(sweep: str, problem: Problem, dtype: mx.Dtype, names: Collection[s
 
 
 def two_products(cell: Cell) -> bool:
-    """Return whether a step has two products, one after the other: a GRU whose reset comes before the candidate's."""
+    """Return whether a step has two products, one after the other, as in a GRU whose reset comes before the
+    candidate's product."""
     return isinstance(cell, GRUCell) and cell.reset == "before"
 
 
 def registers_of(threads: int) -> int:
-    """Return the registers that a thread can have in a threadgroup of so many threads."""
+    """Return the number of registers that a thread can have in a threadgroup of this many threads."""
     return REGISTERS[min(most for most in REGISTERS if most >= threads)]
 
 
 def fits_matrices(cell: Cell, H: int) -> bool:
-    """Return whether `fused` can multiply in matrices. A threadgroup has at most 32 simdgroups, of 8 units each; a GRU
-    whose reset comes before the candidate's product has two products per step, which only the product in lanes has."""
+    """Return whether `fused` can multiply in 8 x 8 matrices. A threadgroup has at most 32 simdgroups, of 8 units
+    each. A GRU whose reset comes before the candidate's product has two products per step, which only the kernel in
+    lanes computes."""
     return H <= 256 and not two_products(cell)

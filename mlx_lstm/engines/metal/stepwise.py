@@ -38,8 +38,8 @@ from .rows import JOINED, LEFT, Join, Rows, starts_of
 
 
 def forward(problem: Problem, arrays: Arrays) -> Arrays:
-    """Return h [T, B, D P], gates [T, B, D G H], hT [B, D P]; of an LSTM c [T, B, D H], cT [B, D H], float32. Gates
-    only if the problem saves or returns them."""
+    """Return h [T, B, D P], gates [T, B, D G H] and hT [B, D P]; for an LSTM also c [T, B, D H] and cT [B, D H], in
+    float32. Gates are returned only if the problem saves or returns them."""
     T, H, P, cell, Wp = problem.T, problem.H, problem.P, problem.cell, arrays.get("Wp")
     mask, z = whole_mask(problem, arrays), project(problem, arrays)
     row = nothing(row_type(z.dtype))
@@ -96,9 +96,12 @@ def sweep_backward(
     *,
     wants_m: bool,
 ) -> Arrays:
-    """Return the results of the steps in reverse: dz [T, B, D G H]; dh0 [B, D P] and dc0 [B, D H] if there is an h0, a
-    c0; with a projection dh [T, B, D P] and, if wanted, m [D, T, B, H], what it multiplied; of a GRU that resets after
-    its product d_out [T, B, D 3H], dz as that product had it."""
+    """Return the results of the backward steps: dz [T, B, D G H]; with h0 dh0 [B, D P]; with c0 dc0 [B, D H]; with
+    `keep` carry [T, B, D H], as in `engines.ops.sweep.sweep_backward`.
+
+    With a projection also dh [T, B, D P] and, if the gradient of Wp is wanted, m [D, T, B, H], the operand of the
+    projection. For a GRU whose reset comes after the product also d_out [T, B, D 3H], the cotangent of this product.
+    """
     T, B, H, P = problem[:4]
     D, cell = problem.directions, problem.cell
     state, before, projects = "c" if cell.op == "lstm" else "h", resets_before(problem), "Wp" in arrays

@@ -1,1 +1,1 @@
-"""Engine `numpy`: the recurrence on the CPU, in place."""
+"""Engine `numpy`: run the recurrence on the CPU with NumPy, writing directly into the memory of MLX arrays."""

@@ -1,4 +1,4 @@
-"""Activations of engine `numpy` and their slopes, in place."""
+"""The activations of the engine `numpy` and their derivatives, written into given output arrays."""
 
 from collections.abc import Callable
 from functools import cache, partial
@@ -18,7 +18,7 @@ InPlace = Callable[[np.ndarray, np.ndarray], object]
 
 
 def sigmoid(x: np.ndarray, out: np.ndarray) -> None:
-    """Write 1 / (1 + exp(-x)). Through tanh a nearly closed gate would lose all its digits."""
+    """Write 1 / (1 + exp(-x)) to `out`. The formula through tanh would lose all digits of a nearly closed gate."""
     np.negative(x, out=out)
     np.exp(out, out=out)
     np.add(out, ONE, out=out)
@@ -26,14 +26,14 @@ def sigmoid(x: np.ndarray, out: np.ndarray) -> None:
 
 
 def hard_sigmoid(rise: float, x: np.ndarray, out: np.ndarray) -> None:
-    """Write clip(rise x + 0.5, 0, 1)."""
+    """Write clip(rise x + 0.5, 0, 1) to `out`."""
     np.multiply(x, rise, out=out)
     out += 0.5
     np.clip(out, 0, 1, out=out)
 
 
 def hard_sigmoid_slope(rise: float, y: np.ndarray, out: np.ndarray) -> None:
-    """Write the slope of `hard_sigmoid` where its output is y."""
+    """Write to `out` the derivative of `hard_sigmoid`, computed from its output y."""
     np.copyto(out, (y > 0) & (y < 1))
     out *= rise
 
@@ -50,12 +50,13 @@ ACTIVATIONS: dict[str, tuple[InPlace, InPlace]] = {
 
 @cache
 def activation(name: str) -> tuple[InPlace, InPlace]:
-    """Return the activation of this name and its slope, as `ACTIVATIONS` has them."""
+    """Return the activation of this name and its derivative, both from `ACTIVATIONS`."""
     return known("numpy", ACTIVATIONS, name)
 
 
 class Run(NamedTuple):
-    """Neighbouring gates with the same activation, and their rows on an axis of all gates."""
+    """A group of neighbouring gates with the same activation, which one NumPy call can compute. rows: the rows of
+    these gates on the gate axis."""
 
     name: str
     activate: InPlace
@@ -65,11 +66,12 @@ class Run(NamedTuple):
 
 @cache
 def runs(order: str, activations: tuple[str, ...], H: int, gates: str) -> list[Run]:
-    """Return the runs of the gates in `gates`, which may be a part of a cell's gates.
+    """Return the groups of neighbouring gates with the same activation, for the gates in `gates` (all gates of the
+    cell, or some).
 
-    order: the cell's gates as they lie on the axis, such as "ifgo". activations: one per gate, in the order i, f, g, o
-    or r, z, n. No other option of the cell is an argument, so that one that changes at every call does not fill the
-    cache.
+    order: the cell's gates in their order in memory, such as "ifgo". activations: one per gate, in the order i, f,
+    g, o or r, z, n. Only these options are arguments, and no number such as the clip, so that numbers that change at
+    every call do not fill the cache.
     """
     activation_of = dict(zip("ifgo" if len(order) == 4 else "rzn", activations, strict=False))
     result, stop = [], 0
@@ -82,5 +84,5 @@ def runs(order: str, activations: tuple[str, ...], H: int, gates: str) -> list[R
 
 @cache
 def gate_blocks(order: str, H: int) -> dict[str, slice]:
-    """Return the rows of each gate on an axis of all gates."""
+    """Return a dict from each gate to its rows on an axis that holds all gates."""
     return {gate: slice(n * H, (n + 1) * H) for n, gate in enumerate(order)}

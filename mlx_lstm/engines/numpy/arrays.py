@@ -1,6 +1,6 @@
-"""How the arrays of engine `numpy` lie in memory: views of MLX's arrays, new arrays, scratch, contiguous copies.
+"""The arrays of the engine `numpy` in memory: views of MLX arrays, new arrays, scratch memory and contiguous copies.
 
-Within a step every array is feature-major, [GH, B] or [H, B]: time, then features, then batch.
+Within a step every array is feature-major: [GH, B] or [H, B], with G gates, H hidden units and B batch items.
 """
 
 from collections.abc import Callable
@@ -32,19 +32,19 @@ WIDE_BATCH = 16
 
 
 def view(array: mx.array | Array) -> Array:
-    """Return NumPy's view of an evaluated array's memory."""
+    """Return a NumPy view of the memory of an evaluated MLX array."""
     return np.array(array, copy=False)
 
 
 def views(arrays: Arrays) -> Views:
-    """Evaluate all arrays, and return NumPy's views of their memory."""
+    """Evaluate all arrays. Return NumPy views of their memory."""
     mx.eval(list(arrays.values()))
     return {name: np.array(array, copy=False) for name, array in arrays.items()}
 
 
 class NewArray:
-    """A new array: NumPy writes its `memory`, then `to_mlx` returns it as an MLX array. Its first contents are
-    arbitrary."""
+    """A new MLX array that NumPy fills: NumPy writes to `memory`, then `to_mlx` returns the MLX array. Its memory is
+    not initialized."""
 
     def __init__(self, dtype: np.dtype, shape: tuple[int, ...]):
         self.dtype: mx.Dtype = mx.float64 if dtype == np.float64 else mx.float32
@@ -52,12 +52,13 @@ class NewArray:
         self.memory: Array = np.empty(shape, dtype) if self.array is None else view(self.array)
 
     def to_mlx(self) -> mx.array:
-        """Return the MLX array."""
+        """Return the MLX array with the contents of `memory`."""
         return mx.array(self.memory, self.dtype) if self.array is None else self.array
 
 
 class NewSequence(NewArray):
-    """A new sequence. `memory` is a view [T, B, .] of it; the MLX array is [T, B, .], or [B, T, .] with `batch_first`.
+    """A new sequence that NumPy fills. `memory` is a NumPy view [T, B, .]. The MLX array is [T, B, .], or [B, T, .]
+    with `batch_first`.
 
     order: the order of the axes in memory, TIME_MAJOR, BATCH_MAJOR or FEATURE_MAJOR.
     """
@@ -65,15 +66,15 @@ class NewSequence(NewArray):
     def __init__(self, dtype: np.dtype, shape: tuple[int, int, int], order: Order, batch_first: bool = False):
         T, B, _ = shape
         self.returned: Order = BATCH_MAJOR if batch_first else TIME_MAJOR
-        # With a single item, or a single step unless feature-major, both orders are the same memory. The order of the
-        # MLX array then saves the transpose.
+        # For B = 1, or for T = 1 unless feature-major, both orders give the same memory. Using the order of the MLX
+        # array then saves the transpose.
         self.order: Order = self.returned if B == 1 or (T == 1 and order != FEATURE_MAJOR) else order
         super().__init__(dtype, (shape[self.order[0]], shape[self.order[1]], shape[self.order[2]]))
         self.as_allocated: Array = self.memory
         self.memory = self.memory.transpose(self.order)  # each order is its own inverse
 
     def to_mlx(self) -> mx.array:
-        """Return the MLX array."""
+        """Return the MLX array, [T, B, .] or [B, T, .]."""
         array = mx.array(self.as_allocated, self.dtype) if self.array is None else self.array
         if self.order == self.returned:
             return array
@@ -82,14 +83,14 @@ class NewSequence(NewArray):
 
 
 def order_of(sequence: Array) -> Order:
-    """Return BATCH_MAJOR or TIME_MAJOR, whichever a sequence [T, B, .] lies in. Results for a caller with batch-major
-    arrays are written batch-major, so that none of them is strided."""
+    """Return the memory order of a sequence [T, B, .]: BATCH_MAJOR or TIME_MAJOR. The results for a caller with
+    batch-major arrays are written batch-major, too, so that the caller gets contiguous arrays."""
     return BATCH_MAJOR if sequence.strides[0] < sequence.strides[1] else TIME_MAJOR
 
 
 def steps_of(sequence: Array) -> Callable[[int], Array]:
-    """Return a function of t that gives step t of a sequence [T, B, .] as a contiguous [., B]: a view if the sequence
-    is feature-major, else a copy, valid until step t + 2 or t - 2 is asked for."""
+    """Return a function of t that gives step t of a sequence [T, B, .] as a contiguous array [., B]. For a
+    feature-major sequence it is a view; else it is a copy that stays valid until step t + 2 or t - 2 is requested."""
     sequence = sequence.transpose(FEATURE_MAJOR)
     if sequence[0].flags.c_contiguous:
         return sequence.__getitem__
@@ -104,8 +105,8 @@ def steps_of(sequence: Array) -> Callable[[int], Array]:
 
 
 def matrix(a: Array) -> Array:
-    """Return `a` if BLAS can read it, which needs one of the last two axes contiguous; else a copy. Of any other array
-    NumPy's product would be a slow loop."""
+    """Return `a` itself if BLAS can read it, which requires one of its last two axes to be contiguous; else a
+    contiguous copy. For any other layout NumPy would use a slow loop instead of BLAS."""
     rows, columns = a.strides[-2:]
     size = a.itemsize
     fits = (columns == size and rows >= size * a.shape[-1]) or (rows == size and columns >= size * a.shape[-2])
@@ -113,26 +114,26 @@ def matrix(a: Array) -> Array:
 
 
 def transposed(weights: Array, problem: Problem) -> Array:
-    """Return the transpose of a matrix [GH, P] for a product at every step. It is a copy if it multiplies a wide batch
-    often enough to pay for that: BLAS then runs up to a quarter faster."""
+    """Return the transpose of the matrix [GH, P] for a product at every step. It is copied if the batch is wide and
+    the product repeated often enough: with a contiguous transpose BLAS runs up to a quarter faster."""
     often = problem.B >= WIDE_BATCH and 2 * weights.shape[1] <= problem.T * problem.B
     return np.ascontiguousarray(weights.T) if often and weights.size <= COPIED_NUMBERS else matrix(weights).T
 
 
 def chunk_steps(problem: Problem) -> int:
-    """Return how many steps a product over time takes at once in the backward pass."""
+    """Return how many time steps the backward pass puts into one matrix product over time."""
     return min(problem.T, max(1, CHUNK_ROWS // problem.B))
 
 
 def columns_buffer(rows: int, columns: int, B: int, dtype: np.dtype) -> Array:
-    """Return scratch memory [rows, columns], used B columns at a time. In a wide batch its rows are contiguous, in a
-    narrow one its columns."""
+    """Return scratch memory [rows, columns] that is used B columns at a time. For a wide batch its rows are
+    contiguous; for a narrow batch its columns are."""
     if B >= WIDE_BATCH:
-        # Without 16 columns more than needed, rows whose distance is a power of two would share cache sets.
+        # 16 extra columns: otherwise rows whose distance is a power of two would share cache sets.
         return np.empty((rows, columns + 16), dtype)[:, :columns]
     return np.empty((columns, rows), dtype).T
 
 
 def first_state(v: Views, name: str, shape: tuple[int, int], dtype: np.dtype) -> Array:
-    """Return a contiguous copy [., B] of a state v[name] [B, .], zeros if it is absent."""
+    """Return the state v[name] [B, .] as a contiguous copy [., B]. If it is absent, return zeros of this shape."""
     return np.array(v[name].T, order="C") if name in v else np.zeros(shape, dtype)

@@ -1,7 +1,8 @@
-"""The GRU cell of engine `numpy`: one step forward and one step back, in place, each with its scratch memory.
+"""The GRU cell of the engine `numpy`: one step forward and one step backward, in place, with preallocated scratch
+memory.
 
-The equations are those of `engines.ops.cells.gru_step` and `gru_step_backward`. Every array of a step is feature-major,
-[3H, B] or [H, B], so that each gate is one contiguous block.
+The equations are those of `engines.ops.cells.gru_step` and `gru_step_backward`. Every array of a step is
+feature-major, [3H, B] or [H, B], so that each gate is one contiguous block.
 """
 
 import numpy as np
@@ -15,17 +16,19 @@ from .products import SeparateProducts, WeightGradients
 
 
 def reset_and_update(blocks: dict[str, slice]) -> list[slice]:
-    """Return the rows of gates r and z: one slice if they are neighbours, else two."""
+    """Return the rows of the gates r and z: a list of one slice if the two blocks are neighbours, else of two
+    slices."""
     first, second = sorted((blocks["r"], blocks["z"]), key=lambda rows: rows.start)
     return [slice(first.start, second.stop)] if first.stop == second.start else [first, second]
 
 
 class GRUStep:
-    """One step forward. The preactivations [3H, B] become the gates in place."""
+    """One step of the GRU forward. It overwrites the preactivations [3H, B] with the gates."""
 
     def __init__(self, problem: Problem, cell: GRUCell, v: Views, mask: Array | None):
         (_, B, H, _), dtype, order, activations = problem[:4], v["Wh"].dtype, cell.gate_order, cell.activations
-        # r multiplies a part of the recurrent product, or what enters it: it cannot be joined with that of the input.
+        # r multiplies the recurrent product of the candidate, or the h that enters it. So this product cannot be joined
+        # with that of the input.
         self.products: SeparateProducts = SeparateProducts(problem, v, mask)
         self.weights: Array = self.products.weights
         self.after: bool = cell.reset == "after"
@@ -46,12 +49,13 @@ class GRUStep:
     def __call__(
         self, h_in: Array, inputs: Array, h_prev: Array, _c_prev: Array, gates: Array | None, _c: Array, h: Array
     ) -> None:
-        """Write h [H, B] and, unless None, gates [3H, B].
+        """Write the new h [H, B] and, unless `gates` is None, the gates [3H, B].
 
-        h_in, inputs: what the products give for this step, h_in [H, B] is the h that enters; h_prev [H, B].
+        h_in [H, B]: the h that enters the recurrent product. inputs: the input's part of the preactivations. h_prev
+        [H, B]: the h before the step.
         """
         n, z = self.n, self.z
-        # r and z; with reset "after" the same product also gives Wh_n h in the rows of n.
+        # Compute r and z. With reset "after" the same product also gives Wh_n h, in the rows of n.
         if self.after:
             np.matmul(self.weights, h_in, out=self.gates)
         for rows in self.rz:
@@ -69,7 +73,7 @@ class GRUStep:
             np.matmul(self.Wh_n, np.multiply(self.r, h_in, out=self.scratch), out=n)
         n += inputs[self.block["n"]]
         self.activate_n(n, n)
-        # h = z old + (1 - z) new, as new + z (old - new): two passes less.
+        # h = z old + (1 - z) new, computed as new + z (old - new), which takes two passes less.
         old, new = (n, h_prev) if self.flip else (h_prev, n)
         np.subtract(old, new, out=h)
         h *= z
@@ -81,16 +85,17 @@ class GRUStep:
 
 
 class GRUStepBackward:
-    """One step back, and what the gradients of the recurrent weights need of it.
+    """One step of the GRU backward. It also collects what the gradients of the recurrent weights need.
 
-    Of a chunk of time, `dz` [3H, n] collects the gradient of the preactivations, n = steps x B. With reset "after" the
-    rows of n hold during the chunk the gradient of q = Wh_n h + bhn instead, which the products with Wh need; `dz_n`
-    [H, n] has that of the preactivation, and `end_chunk` moves it. `inner` [H, n] is q, computed again by one product
-    per chunk; or with reset "before" r * h. `by_column` lists all arrays with these columns.
+    The steps run in chunks of time, with n = steps x B columns. `dz` [3H, n] collects the gradient of the
+    preactivations. With reset "after" the candidate's rows of `dz` first hold the gradient of q = Wh_n h + bhn,
+    which the products with Wh need, and `dz_n` [H, n] holds the gradient of the preactivation; `end_chunk` copies it
+    to `dz`. `inner` [H, n] is q, recomputed by one product per chunk, or with reset "before" r * h. `by_column`
+    lists all arrays with these n columns.
     """
 
     def __init__(self, problem: Problem, cell: GRUCell, v: Views, saved: Views):
-        """saved: gates [T, B, 3H]."""
+        """Allocate the scratch memory. saved: the saved outputs, with gates [T, B, 3H]."""
         (_, B, H, _), dtype = problem[:4], v["Wh"].dtype
         self.after: bool = cell.reset == "after"
         self.flip: bool = cell.flip_z
@@ -112,8 +117,8 @@ class GRUStepBackward:
         self.by_column: list[Array] = [self.dz, self.dz_n, self.inner]
 
     def begin_chunk(self, start: int, h_prev: Array, h_in: Array) -> None:
-        """Take what the steps from `start` on began with: h_prev [steps, B, H], and h_in [n, H], which is h_prev times
-        the mask."""
+        """Set the states before the steps of a chunk that begins at step `start`: h_prev [steps, B, H], and h_in [n,
+        H], which is h_prev times the mask. With reset "after" compute q of all steps."""
         self.start, self.h_prev, self.h_in = start, h_prev, h_in
         if self.after:
             q = np.matmul(self.Wh_n, matrix(h_in).T, out=self.inner[:, : len(h_in)])
@@ -130,10 +135,11 @@ class GRUStepBackward:
         _dc: Array,
         dgates: Array | None,
     ) -> None:
-        """Write step t's columns of dz, and `direct`. Turn dh [H, B], the gradient of h, into that of the h in the
+        """Compute step t backward: write its columns of dz, and `direct`, the part of the gradient of h_prev that
+        bypasses the product. Overwrite dh [H, B], the gradient of the new h, with the gradient of the h in the
         recurrent product.
 
-        dgates [3H, B]: what arrives at the gates from outside.
+        dgates [3H, B]: the cotangent of the gates, or None.
         """
         gates, block, h_prev = self.gates_at(t), self.block, self.h_prev[t - self.start].T
         r, z, n = gates[block["r"]], gates[block["z"]], gates[block["n"]]
@@ -141,7 +147,7 @@ class GRUStepBackward:
         np.multiply(gates, gates, out=slopes)
         for _, _, slope, rows in self.runs:
             slope(gates[rows], slopes[rows])
-        # h = new + z (old - new), to z, n and h_prev.
+        # The gradients of z, n and h_prev through h = new + z (old - new).
         np.subtract(*((n, h_prev) if self.flip else (h_prev, n)), out=self.dy_z)
         self.dy_z *= dh
         to_old, to_new = (self.dy_n, self.direct) if self.flip else (self.direct, self.dy_n)
@@ -150,7 +156,7 @@ class GRUStepBackward:
         if dgates is not None:
             for gate, dy in (("z", self.dy_z), ("n", self.dy_n)):
                 dy += dgates[block[gate]]
-        # n to r and, with reset "before", to the h in the product.
+        # The gradient of n goes on to r and, with reset "before", to the h in the candidate's product.
         dz, dz_n, inner = self.dz[:, columns], self.dz_n[:, columns], self.inner[:, columns]
         np.multiply(self.dy_n, slopes[block["n"]], out=dz_n)
         if self.after:
@@ -174,7 +180,8 @@ class GRUStepBackward:
                 dh += np.matmul(self.Wh_T[:, rows], dz[rows], out=self.scratch)
 
     def end_chunk(self, products: WeightGradients, h_in: Array) -> None:
-        """Add the products of a chunk, from h_in [n, H], the h that entered each step's product."""
+        """Add the weight gradients of a chunk to `products`. h_in [n, H]: the h that entered the recurrent product
+        of each step."""
         n, rows = len(h_in), self.block["n"]
         dz, h_in = self.dz[:, :n], matrix(h_in)
         if self.after:

@@ -1,4 +1,5 @@
-"""The LSTM cell of engine `numpy`: one step forward and one step back, in place, each with its scratch memory.
+"""The LSTM cell of the engine `numpy`: one step forward and one step backward, in place, with preallocated scratch
+memory.
 
 The equations are those of `engines.ops.cells.lstm_step` and `lstm_step_backward`. Every array of a step is
 feature-major, [4H, B] or [H, B], so that each gate is one contiguous block.
@@ -18,35 +19,37 @@ from .products import JoinedProduct, SeparateProducts, WeightGradients, input_pr
 
 @cache
 def reciprocal_gates(activations: tuple[str, ...]) -> str:
-    """Return the gates of which a step computes the reciprocal 1 + exp(-z), to divide by it: one pass less than to
-    compute sigmoid(z) and multiply. These are all gates but g, or none."""
+    """Return the gates for which a step computes the reciprocal, 1 + exp(-z), and then divides by it. This saves a
+    pass over memory compared with computing sigmoid(z) and multiplying. The result is "ifo" if these three are
+    sigmoids and g is not, else empty."""
     i, f, g, o, _ = activations
     return "ifo" if i == f == o == "sigmoid" != g else ""
 
 
 def reciprocal_sigmoid(z: Array, out: Array) -> None:
-    """Write 1 + exp(-z), infinity where exp overflows."""
+    """Write 1 + exp(-z), the reciprocal of sigmoid(z), to `out`. It is infinite where exp overflows."""
     np.negative(z, out=out)
     np.exp(out, out=out)
     np.add(out, ONE, out=out)
 
 
 def reciprocal_sigmoid_negated(negated_z: Array, out: Array) -> None:
-    """Write 1 + exp(-z) where -z is given."""
+    """Write 1 + exp(-z) to `out`, from the negated preactivation -z."""
     np.exp(negated_z, out=out)
     np.add(out, ONE, out=out)
 
 
 def peephole_columns(cell: LSTMCell, v: Views, H: int, B: int) -> dict[str, Array]:
-    """Return the peephole weights of each gate, repeated over the batch to [H, B]: contiguous operands for every
-    step."""
+    """Return the peephole weights of each gate, repeated over the batch to contiguous arrays [H, B]. Return an empty
+    dict without peepholes."""
     if "peephole" not in v:
         return {}
     return {gate: np.repeat(v["peephole"][cell.block(gate, H), None], B, axis=1) for gate in cell.gate_order}
 
 
 class LSTMStep:
-    """One step forward. The preactivations z [4H, B] become the gates in place, or their reciprocals."""
+    """One step of the LSTM forward. It overwrites the preactivations z [4H, B] with the gates, or with the
+    reciprocals of gates."""
 
     def __init__(self, problem: Problem, cell: LSTMCell, v: Views, mask: Array | None):
         (_, B, H, _), dtype = problem[:4], v["Wh"].dtype
@@ -56,21 +59,22 @@ class LSTMStep:
         self.weights: Array = self.products.weights
         self.z: Array = np.empty((4 * H, B), dtype)
         self.scratch: Array = np.empty((H, B), dtype)
-        # Multiplies with a gate, or divides by its reciprocal.
+        # apply_gate(x, y): multiply x by a gate, or divide x by the reciprocal of the gate.
         self.apply_gate: np.ufunc = np.divide if reciprocal else np.multiply
         blocks = gate_blocks(order, H)
         self.gate: dict[str, Array] = {gate: self.z[rows] for gate, rows in blocks.items()}
         self.peephole: dict[str, Array] = peephole_columns(cell, v, H, B)
         for gate in negated if self.peephole else "":
             np.negative(self.peephole[gate], out=self.peephole[gate])
-        # A gate o that peeps at the new c is late: it is computed when c is there.
+        # If gate o has a peephole that reads the new c, o is computed late: after c.
         late = "o" if self.peephole and cell.output_peephole == "current" else ""
         self.early: list[tuple[InPlace, Array]] = self.activations(cell, order, "ifg" if late else "ifgo")
         self.late: list[tuple[InPlace, Array]] = self.activations(cell, order, late)
         self.peeps_early: str = ("ifg" if late else "ifgo") if self.peephole else ""
         self.clip: float | None = cell.cell_clip
         self.output: InPlace = activation(cell.activations[4])[0]
-        # How z becomes the saved gates, which lie in the cell's own order: (is a reciprocal, rows of z, saved rows).
+        # How z is copied to the saved gates, which are in the cell's own order: (whether z holds reciprocals, rows of
+        # z, rows of the saved gates).
         self.saves: list[tuple[bool, Array, slice]] = []
         own = gate_blocks(cell.gate_order, H)
         for inverse, run in groupby(cell.gate_order, key=lambda gate: gate in reciprocal):
@@ -82,7 +86,8 @@ class LSTMStep:
             self.m: Array = np.empty((H, B), dtype)  # o * output(c), which Wp projects to h
 
     def activations(self, cell: LSTMCell, order: str, gates: str) -> list[tuple[InPlace, Array]]:
-        """Return what to call on which rows of z for these gates."""
+        """Return pairs (function, rows of z) that compute these gates in place: the function is the activation, or
+        the reciprocal of the sigmoid."""
         sigmoid = reciprocal_sigmoid_negated if self.products.negated else reciprocal_sigmoid
         reciprocal = self.apply_gate is np.divide
         return [
@@ -100,12 +105,13 @@ class LSTMStep:
         c: Array,
         h: Array,
     ) -> None:
-        """Write c [H, B], h [P, B] and, unless None, gates [4H, B].
+        """Write the new c [H, B] and h [P, B] and, unless `gates` is None, the gates [4H, B].
 
-        operand, inputs: what the products give for this step; c_prev [H, B].
+        operand: the array that `weights` multiplies. inputs: the input's part of the preactivations, None if the
+        product includes it. c_prev [H, B]: the c before the step.
         """
         gate, scratch, apply_gate = self.gate, self.scratch, self.apply_gate
-        # The preactivations, and in their place the gates, or 1 / gate of those that `apply_gate` divides by.
+        # Compute the preactivations and overwrite them with the gates, or with 1 / gate if `apply_gate` divides.
         np.matmul(self.weights, operand, out=self.z)
         if inputs is not None:
             self.z += inputs
@@ -136,17 +142,17 @@ class LSTMStep:
 
 
 class LSTMStepBackward:
-    """One step back, and what the gradients of the recurrent weights need of it.
+    """One step of the LSTM backward. It also collects what the gradients of the recurrent weights need.
 
-    Of a chunk of time, `dz` [4H, n] collects the gradient of the preactivations, n = steps x B. `by_column` lists all
-    arrays that do so, with the same columns.
+    The steps run in chunks of time, with n = steps x B columns. `dz` [4H, n] collects the gradient of the
+    preactivations of a chunk. `by_column` lists all arrays with these n columns.
     """
 
     direct: Array | None = None
     """The part of the gradient of h_prev that bypasses the recurrent product: of an LSTM there is none."""
 
     def __init__(self, problem: Problem, cell: LSTMCell, v: Views, saved: Views):
-        """saved: gates [T, B, 4H]."""
+        """Allocate the scratch memory. saved: the saved outputs, with gates [T, B, 4H]."""
         (_, B, H, P), dtype = problem[:4], v["Wh"].dtype
         self.gates_at = steps_of(saved["gates"])
         self.Wh_T: Array = transposed(v["Wh"], problem)
@@ -175,10 +181,10 @@ class LSTMStepBackward:
     def __call__(
         self, t: int, columns: slice, c_prev: Array, c: Array, dh: Array, dc: Array, dgates: Array | None
     ) -> None:
-        """Write step t's columns of dz. Turn dh, the gradient of h, into that of the h in the recurrent product, and
-        dc, that of c, into that of c_prev.
+        """Compute step t backward: write its columns of dz. Overwrite dh, the gradient of the new h, with the
+        gradient of the h in the recurrent product, and dc, the gradient of the new c, with the gradient of c_prev.
 
-        c_prev, c, dc [H, B]; dh [P, B]; dgates [4H, B]: what arrives at the gates from outside.
+        c_prev, c, dc are [H, B], dh is [P, B]. dgates [4H, B]: the cotangent of the gates, or None.
         """
         gates, block, s, slopes, dy, scratch = self.gates_at(t), self.block, self.s, self.slopes, self.dy, self.scratch
         i, f, g, o = gates[block["i"]], gates[block["f"]], gates[block["g"]], gates[block["o"]]
@@ -192,7 +198,7 @@ class LSTMStepBackward:
             dm = np.matmul(self.Wp_T, dh, out=self.dm)
             self.dh[:, columns] = dh
             np.multiply(s, o, out=self.m[:, columns])
-        # m to o and c.
+        # The gradient of m goes on to o and c.
         np.multiply(dm, s, out=self.dy_o)
         np.multiply(s, s, out=scratch)
         self.output_slope(s, scratch)
@@ -201,7 +207,7 @@ class LSTMStepBackward:
         if self.peephole and self.o_sees_current:
             dz_o = self.dy_o if dgates is None else self.dy_o + dgates[block["o"]]
             dc += dz_o * slopes[block["o"]] * self.peephole["o"]
-        # c = f c_prev + i g, to the gates and to c_prev.
+        # The gradient of c goes on to the gates and c_prev through c = f c_prev + i g.
         np.multiply(dc, g, out=self.dy_i)
         np.multiply(dc, c_prev, out=self.dy_f)
         np.multiply(dc, i, out=self.dy_g)
@@ -215,7 +221,8 @@ class LSTMStepBackward:
         np.matmul(self.Wh_T, dz, out=dh)
 
     def through_peepholes(self, dz: Array, c_prev: Array, c: Array, dc: Array) -> None:
-        """Add to dc what the gates that peeped at c_prev send back, and to the peephole gradient every gate's term."""
+        """Add this step's terms to the peephole gradient, and add to dc the gradient of c_prev that comes through
+        the peepholes."""
         for gate, rows in self.block.items():
             current = gate == "o" and self.o_sees_current
             self.dpeephole[rows] += np.multiply(dz[rows], c if current else c_prev, out=self.scratch)
@@ -223,7 +230,8 @@ class LSTMStepBackward:
                 dc += np.multiply(dz[rows], self.peephole[gate], out=self.scratch)
 
     def end_chunk(self, products: WeightGradients, h_in: Array) -> None:
-        """Add the products of a chunk, from h_in [n, P], the h that entered each step's product."""
+        """Add the weight gradients of a chunk to `products`. h_in [n, P]: the h that entered the recurrent product
+        of each step."""
         n = len(h_in)
         products.accumulate("Wh", self.dz[:, :n], matrix(h_in))
         if self.Wp_T is not None:

@@ -1,7 +1,7 @@
-"""The matrix products of engine `numpy` that span several steps, for one direction.
+"""The matrix products of the engine `numpy` that span several time steps, for one direction.
 
-Forward, the input's part of the preactivations: for a block of steps ahead (`SeparateProducts`), or as part of each
-step's own product (`JoinedProduct`). Backward, the gradients of the weights (`WeightGradients`).
+Forward: the input's part of the preactivations, computed for a block of steps ahead (`SeparateProducts`) or within
+each step's own product (`JoinedProduct`). Backward: the gradients of the weights (`WeightGradients`).
 """
 
 import numpy as np
@@ -18,8 +18,8 @@ in the cache when their steps come."""
 def input_products(
     problem: Problem, v: Views, mask: Array | None, reciprocal: str
 ) -> "JoinedProduct | SeparateProducts":
-    """Return the faster of both: one product per step if the batch is wide, and if there are enough rows to pay for the
-    copy that it makes of the weights. reciprocal: see `JoinedProduct`."""
+    """Return the faster of `JoinedProduct` and `SeparateProducts`. `JoinedProduct` is faster for a wide batch with
+    enough rows (steps x batch) to pay for its copy of the weights. reciprocal: see `JoinedProduct`."""
     T, B = problem[:2]
     if "Wx" in v and B >= WIDE_BATCH:
         width = v["Wx"].shape[1] + v["Wh"].shape[1]
@@ -29,20 +29,21 @@ def input_products(
 
 
 class SeparateProducts:
-    """Wx @ x for a block of steps ahead, as one product; then each step computes Wh @ h and adds its part.
+    """Compute Wx @ x for a block of steps ahead, as one product. Each step then computes Wh @ h and adds its part of
+    the result.
 
-    A caller takes steps in blocks: block n holds steps n * block .. (n + 1) * block - 1, and `load` comes before the
-    first of its steps. For step t, with i = t % len(h_buffers):
-        h_buffers[i] [P, B]   h before the step; the caller lets the step before write there
-        h_rows[i] [P, B]      h as it enters the product: h_buffers[i], or with a mask where the caller writes mask * h
-        operands[i] [K, B]    what the step multiplies `weights` [GH, K] with: here the same array as h_rows[i]
+    The caller processes steps in blocks: block n holds the steps n * block to (n + 1) * block - 1. It calls `load`
+    before the first step of each block. For step t, with i = t % len(h_buffers):
+        h_buffers[i] [P, B]   h before the step; the previous step writes it there
+        h_rows[i] [P, B]      h as it enters the product: h_buffers[i], or with a mask a buffer for mask * h
+        operands[i] [K, B]    the array that `weights` [GH, K] multiplies in the step: here the same array as h_rows[i]
     """
 
     negated: str = ""
     """Gates whose rows have the opposite sign: none, see `JoinedProduct`."""
 
     def __init__(self, problem: Problem, v: Views, mask: Array | None):
-        """mask [T, B, P]."""
+        """Copy or view the weights and allocate the buffers. mask: [T, B, P], or None."""
         dtype, (T, B, H, P), cell = v["Wh"].dtype, problem[:4], problem.cell
         rows = cell.gates * H
         self.order: str = cell.gate_order
@@ -55,8 +56,8 @@ class SeparateProducts:
             self.block = min(T, max(1, AHEAD_ROWS // B))
         else:
             self.block = chunk_steps(problem)
-        # Over enough rows of a wide batch Wx is copied with the bias as one more column, and x with ones beside it.
-        # This saves a pass over the preactivations; in fewer rows the copy would cost more.
+        # For many rows of a wide batch the bias is appended to Wx as one more column, and ones are appended to x. This
+        # saves a pass over the preactivations. For fewer rows copying Wx would cost more.
         self.padded: Array | None = None  # [block, B, I + 1]: x and 1
         if Wx is not None and bias is not None and B >= WIDE_BATCH and T * B >= 2 * AHEAD_ROWS:
             Wx = np.concatenate([Wx, bias[:, None]], axis=1)
@@ -67,13 +68,14 @@ class SeparateProducts:
             self.ahead: Array = columns_buffer(rows, self.block * B, B, dtype)  # the inputs of a block
         elif bias is not None:
             self.bias, self.ahead = np.repeat(bias[:, None], B, axis=1), np.empty((rows, B), dtype)
-        # h before a step and h after it: two buffers, which change places at every step.
+        # Two buffers, one for h before a step and one for h after it. They swap at every step.
         self.h_buffers: list[Array] = [np.empty((P, B), dtype) for _ in range(2)]
         self.h_rows: list[Array] = self.h_buffers if mask is None else 2 * [np.empty((P, B), dtype)]
         self.operands: list[Array] = self.h_rows
 
     def load(self, start: int) -> Array:
-        """Return the inputs [GH, n B] of the block of n steps that begins at `start`, the bias included."""
+        """Return the input's part of the preactivations [GH, n B], bias included, for the block of n steps that
+        begins at `start`."""
         if self.Wx is None:
             x = self.x[start].T
             return x if self.bias is None else np.add(x, self.bias, out=self.ahead)
@@ -89,16 +91,17 @@ class SeparateProducts:
 
 
 class JoinedProduct:
-    """[Wx b Wh] @ [x; 1; h], one product per step: faster than `SeparateProducts` if the weights are small.
+    """Compute [Wx b Wh] @ [x; 1; h], one product per step. It is faster than `SeparateProducts` if the weights are
+    small.
 
-    For callers as `SeparateProducts`, but an operand is a column [x; 1; h] of which the h rows are a part.
+    Callers use it like `SeparateProducts`, except that an operand is a column [x; 1; h], whose last rows are h.
 
-    reciprocal: gates of which the step computes 1 + exp(-z). Their rows come first in `weights`, so that they are one
-    contiguous block of z, and have the opposite sign, so that the step need not negate them.
+    reciprocal: the gates for which the step computes 1 + exp(-z). Their rows come first in `weights`, so that they
+    form one contiguous block of z. The rows are negated, so that the step need not negate z.
     """
 
     def __init__(self, problem: Problem, v: Views, mask: Array | None, reciprocal: str):
-        """mask [T, B, P]."""
+        """Copy the weights into one matrix and allocate the columns [x; 1; h]. mask: [T, B, P], or None."""
         (T, B, H, P), cell, Wx, bias = problem[:4], problem.cell, v["Wx"], bias_of(problem, v)
         self.negated: str = reciprocal
         self.order: str = "".join(sorted(cell.gate_order, key=lambda gate: gate not in reciprocal))
@@ -110,7 +113,7 @@ class JoinedProduct:
             if gate in reciprocal:
                 np.negative(rows, out=rows)
         self.x: Array = v["x"]
-        # At least two columns, as a step writes h into the next one while it still reads its own.
+        # At least two columns: a step writes h into the next column while it still reads its own.
         self.block: int = max(2, min(T, AHEAD_ROWS // B))
         columns = np.ones((self.block, self.weights.shape[1], B), Wx.dtype)
         self.x_rows: Array = columns[:, : Wx.shape[1]]
@@ -119,13 +122,14 @@ class JoinedProduct:
         self.h_buffers: list[Array] = self.h_rows if mask is None else [np.empty((P, B), Wx.dtype) for _ in range(2)]
 
     def load(self, start: int) -> None:
-        """Copy x of the block of steps that begins at `start` into the columns; there is nothing left to add."""
+        """Copy x of the block of steps that begins at `start` into the columns [x; 1; h]. Return None, because the
+        caller has no input part to add."""
         x = self.x[start : start + self.block]
         np.copyto(self.x_rows[: len(x)], x.transpose(0, 2, 1))
 
 
 def bias_of(problem: Problem, v: Views) -> Array | None:
-    """Return the bias [GH] with an LSTM's forget bias added, None if there is neither."""
+    """Return the bias [GH] with an LSTM's forget bias added. Return None if the call has neither."""
     cell, H = problem.cell, problem.H
     forget_bias = cell.forget_bias if isinstance(cell, LSTMCell) else 0
     if not forget_bias:
@@ -140,28 +144,32 @@ FACTORED_NUMBERS = 2**17
 
 
 def factored_names(problem: Problem, v: Views) -> list[str]:
-    """Return the names of weights that are much larger than the factors of their gradients, which have one row for
-    each step and item."""
+    """Return the names of the weights whose gradients are kept as two factors instead of their product, because the
+    factors (one row per step and batch item) are much smaller."""
     if problem.bidirectional or 4 * problem.T * problem.B > problem.H:
         return []
     return [name for name in ("Wx", "Wh", "Wp") if name in v and v[name].size >= FACTORED_NUMBERS]
 
 
 class WeightGradients:
-    """Gradients that are products over steps and batch, summed over chunks of time."""
+    """Weight gradients of one direction: matrix products over steps and batch, summed over chunks of time."""
 
     def __init__(self, out: Views, written: set[int], factored: list[str]):
-        """out: the gradients' memory, without those that nobody wants. written: the first steps of the chunks of dx
-        that the other direction has written; both directions share it. factored: names of gradients that are returned
-        as factors; there is a single chunk then."""
+        """Prepare the gradients of one direction.
+
+        out: the memory of the requested gradients. written: the first steps of those chunks of dx that a direction
+        has already written; both directions share this set. factored: names of gradients that are returned as two
+        factors; the sweep then has a single chunk.
+        """
         self.out: Views = out
         self.written: set[int] = written
-        # By name and first row: the factors left [n, rows], transposed, and right [n, columns], copied.
+        # For each name and first row: the factors left [n, rows] and right [n, columns], both copied.
         self.factors: dict[str, dict[int, tuple[Array, Array]]] = {name: {} for name in factored}
         self.begun: set[tuple[str, int]] = set()  # (name, first row) of what the first chunk has written
 
     def accumulate(self, name: str, left: Array, right: Array, rows: slice = slice(None)) -> None:
-        """Add left @ right to these rows of a gradient, if it is wanted. The first chunk writes, the others add."""
+        """Add left @ right to these rows of the gradient `name`, if that gradient is requested. The first chunk
+        writes the product, later chunks add theirs."""
         if name in self.factors:
             self.factors[name][rows.start or 0] = np.array(left.T, order="C"), np.array(right, order="C")
             return
@@ -175,8 +183,9 @@ class WeightGradients:
             self.begun.add((name, rows.start))
 
     def write_input(self, start: int, stop: int, dz: Array, Wx: Array | None) -> None:
-        """Write the gradient of x in steps start..stop from dz [GH, n]; the second direction adds to it. Without Wx, x
-        is projected already and each direction has a part of its own."""
+        """Write the gradient of x for the steps from `start` to `stop`, computed from dz [GH, n]. The second
+        direction adds its part to that of the first. Without Wx, x is already projected, and each direction has its
+        own part of the gradient."""
         dx = self.out["x"][start:stop]
         if Wx is None:
             dx[...] = dz.T.reshape(dx.shape)

@@ -1,7 +1,7 @@
-"""The plain RNN cell of engine `numpy`: one step forward and one step back, in place.
+"""The plain RNN cell of the engine `numpy`: one step forward and one step backward, in place.
 
-The equations are those of `engines.ops.cells.rnn_step` and `rnn_step_backward`. Every array of a step is feature-major,
-[H, B].
+The equations are those of `engines.ops.cells.rnn_step` and `rnn_step_backward`. Every array of a step is
+feature-major, [H, B].
 """
 
 import numpy as np
@@ -14,7 +14,7 @@ from .products import JoinedProduct, SeparateProducts, WeightGradients, input_pr
 
 
 class RNNStep:
-    """One step forward."""
+    """One step of the plain RNN forward: h = s(preactivation)."""
 
     def __init__(self, problem: Problem, cell: RNNCell, v: Views, mask: Array | None):
         self.products: JoinedProduct | SeparateProducts = input_products(problem, v, mask, reciprocal="")
@@ -32,8 +32,11 @@ class RNNStep:
         _c: Array,
         h: Array,
     ) -> None:
-        """Write h [H, B] and, unless None, the preactivation to gates [H, B]. operand, inputs: what the products give
-        for this step."""
+        """Write the new h [H, B] and, unless `gates` is None, the preactivation [H, B] to `gates`.
+
+        operand: the array that `weights` multiplies. inputs: the input's part of the preactivation, None if the
+        product includes it.
+        """
         z = np.matmul(self.weights, operand, out=self.z)
         if inputs is not None:
             z += inputs
@@ -43,16 +46,17 @@ class RNNStep:
 
 
 class RNNStepBackward:
-    """One step back, and what the gradients of the recurrent weights need of it.
+    """One step of the plain RNN backward. It also collects what the gradient of the recurrent weights needs.
 
-    Of a chunk of time, `dz` [H, n] collects the gradient of the preactivations, n = steps x B.
+    The steps run in chunks of time, with n = steps x B columns. `dz` [H, n] collects the gradient of the
+    preactivations of a chunk.
     """
 
     direct: Array | None = None
     """The part of the gradient of h_prev that bypasses the recurrent product: of a plain cell there is none."""
 
     def __init__(self, problem: Problem, cell: RNNCell, v: Views, saved: Views):
-        """saved: h [T, B, H]."""
+        """Allocate the scratch memory. saved: the saved outputs, with h [T, B, H]."""
         (_, B, H, _), dtype = problem[:4], v["Wh"].dtype
         self.activation_slope: InPlace = activation(cell.act)[1]
         self.h_at = steps_of(saved["h"])
@@ -71,9 +75,10 @@ class RNNStepBackward:
         _dc: Array,
         dgates: Array | None,
     ) -> None:
-        """Write step t's columns of dz. Turn dh [H, B], the gradient of h, into that of the h in the recurrent product.
+        """Compute step t backward: write its columns of dz. Overwrite dh [H, B], the gradient of the new h, with the
+        gradient of the h in the recurrent product.
 
-        dgates [H, B]: what arrives at the preactivation from outside.
+        dgates [H, B]: the cotangent of the preactivation, or None.
         """
         h, dz = self.h_at(t), self.dz[:, columns]
         np.multiply(h, h, out=self.slope)
@@ -84,5 +89,6 @@ class RNNStepBackward:
         np.matmul(self.Wh_T, dz, out=dh)
 
     def end_chunk(self, products: WeightGradients, h_in: Array) -> None:
-        """Add the product of a chunk, from h_in [n, H], the h that entered each step's product."""
+        """Add the gradient of Wh of a chunk to `products`. h_in [n, H]: the h that entered the recurrent product of
+        each step."""
         products.accumulate("Wh", self.dz[:, : len(h_in)], matrix(h_in))

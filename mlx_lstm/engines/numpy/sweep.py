@@ -1,10 +1,10 @@
-"""Engine `numpy`: the recurrence on the CPU, in place on MLX's own memory, with NumPy's BLAS.
+"""Engine `numpy`: run the recurrence on the CPU with NumPy's BLAS, writing directly into the memory of MLX arrays.
 
-The equations are those of `engines.ops.cells`, here written into preallocated buffers. Within a step every array is
-feature-major, [GH, B] or [H, B]: the large matrix then comes first in the recurrent product, which BLAS runs up to
-twice as fast, and every gate is one contiguous block. So gates and c are allocated as [T, D G H, B] and [T, D H, B],
-and callers get transposed views of them; h is returned in the memory order of x. Each direction writes its own rows and
-columns of the arrays that both share. float32 and float64 only: the caller casts.
+The equations are those of `engines.ops.cells`, written into preallocated buffers. Within a step every array is
+feature-major, [GH, B] or [H, B]. The large matrix is then the left factor of the recurrent product, which runs up to
+twice as fast in BLAS, and every gate is one contiguous block. Therefore gates and c are allocated as [T, D G H, B]
+and [T, D H, B], and callers get transposed views of them; h has the memory order of x. Each direction writes its own
+rows and columns of the arrays that both share. Only float32 and float64 are supported: the caller casts.
 """
 
 from collections.abc import Callable
@@ -49,12 +49,12 @@ STEPS: dict[type, tuple[Callable[..., Any], Callable[..., Any]]] = {
 
 
 def forward(problem: Problem, arrays: Arrays, batch_first: bool = False, wants_last: bool = True) -> Saved:
-    """Return the cell's outputs: h [T, B, D P], gates [T, B, D G H], hT [B, D P]; of an LSTM also c [T, B, D H] and
-    cT [B, D H].
+    """Run the forward pass. Return the cell's outputs by name: h [T, B, D P], gates [T, B, D G H], hT [B, D P]; for
+    an LSTM also c [T, B, D H] and cT [B, D H].
 
-    Gates that the caller does not want are an array of NumPy's, or None if not `training` or of a plain cell, whose
-    gradient does without. With `batch_first` x, h, c and gates are [B, T, .]. Without `wants_last` there is no hT and
-    cT. For a single step, x [B, I], there is nothing but hT and cT.
+    If the caller does not request gates but trains, `gates` is a NumPy array for the backward pass; it is None for
+    inference and for a plain RNN, whose gradient does not need it. With `batch_first` x, h, c and gates are [B, T,
+    .]. Without `wants_last`, hT and cT are missing. For a single step, x [B, I], the only outputs are hT and cT.
     """
     packing = problem.packing
     v = views(arrays if packing is None else with_float_weights(packing, arrays))
@@ -75,7 +75,8 @@ def forward(problem: Problem, arrays: Arrays, batch_first: bool = False, wants_l
     if problem.return_gates:
         sequences["gates"] = NewSequence(dtype, (T, B, rows), FEATURE_MAJOR, batch_first)
     elif problem.training and not isinstance(problem.cell, RNNCell):
-        # MLX would write its own memory once before we do; gates that it need not see are allocated by NumPy.
+        # MLX initializes the memory of its arrays, which costs an additional write. Gates that MLX need not see are
+        # therefore allocated by NumPy.
         hidden = np.empty((T, rows, B), dtype).transpose(FEATURE_MAJOR)
     out = {name: array.memory for name, array in sequences.items()}
     if hidden is not None:
@@ -91,8 +92,11 @@ def forward(problem: Problem, arrays: Arrays, batch_first: bool = False, wants_l
 
 
 def backward(problem: Problem, arrays: Arrays, saved: Saved, cotangents: Arrays, as_factors: bool = False) -> Arrays:
-    """Return the gradients of all arrays but quantized weights, from the cotangents of some outputs, by the outputs'
-    names, and from what `forward` returned. as_factors: factors, for `multiplied`, in place of some gradients."""
+    """Return the gradients of all arrays except quantized weights.
+
+    saved: what `forward` returned. cotangents: those of some outputs, by output name. as_factors: return some weight
+    gradients as two factors, which `multiplied` then multiplies.
+    """
     if saved.get("gates") is None and not isinstance(problem.cell, RNNCell):
         saved = forward(problem._replace(training=True), arrays)
     packing = problem.packing
@@ -120,11 +124,12 @@ def backward(problem: Problem, arrays: Arrays, saved: Saved, cotangents: Arrays,
 
 
 def multiplied(gradients: Arrays) -> Arrays:
-    """Return the gradients with products of MLX, not computed yet, in place of the factors that `backward` returned.
+    """Return the gradients, with each pair of factors from `backward` replaced by a lazy MLX product.
 
-    Factors are named "Wh 0", "Wh 1" and so on: left [n, rows] and right [n, columns] in turn, one pair for each block
-    of rows of the gradient. A program that calls a layer at every time step sums the gradients of all calls. MLX
-    computes lazy products one by one as it sums them; computed before, all would be in memory at once.
+    The factors are named "Wh 0", "Wh 1" and so on: left [n, rows] and right [n, columns] in turn, one pair for each
+    block of the gradient's rows. A program that calls a layer at every time step sums the gradients of all calls.
+    MLX computes lazy products one by one while it sums them; products computed immediately would all be in memory at
+    once.
     """
     blocks: dict[str, list[mx.array]] = {}
     factors = iter([name for name in gradients if " " in name])
@@ -135,25 +140,28 @@ def multiplied(gradients: Arrays) -> Arrays:
 
 
 def each_direction(problem: Problem) -> list[tuple[int | None, Problem]]:
-    """Return (d, problem of direction d) for both directions, or (None, problem) if there is one.
+    """Return [(0, problem of direction 0), (1, problem of direction 1)], or [(None, problem)] for a single
+    direction.
 
-    Callers run them one after the other: BLAS has threads of its own. What a thread for each direction would gain is
-    not measured; they would have to take turns where both add to dx and to the gradient of a shared mask.
+    Callers run the directions one after the other, because BLAS uses threads itself. The gain from one thread per
+    direction is not measured; the threads would have to take turns where both add to dx and to the gradient of a
+    shared mask.
 
-    They run under `np.errstate(all="ignore")`, whatever the user's np.seterr says: infinity and NaN in padding,
-    overflow of exp in a sigmoid that is 0, and underflow are no errors, as in MLX's own ops.
+    Callers run them under `np.errstate(all="ignore")`, whatever the user's np.seterr says. Infinity and NaN in
+    padding, overflow of exp in a sigmoid that is 0, and underflow are no errors, as in MLX's own operations.
     """
     return [(d, one_direction(problem, d)) for d in range(2)] if problem.bidirectional else [(None, problem)]
 
 
 def of_direction(d: int | None, values: Views, projects: bool | None = None) -> Views:
-    """Return direction d's part of all arrays, or all arrays if d is None. projects: as for `part`."""
+    """Return direction d's part of all arrays, or all arrays unchanged if d is None. projects: see
+    `directions.part`."""
     return values if d is None else part(values, d, projects)
 
 
 def sweep_forward(problem: Problem, v: Views, out: Views) -> None:
-    """Run the steps of one direction: write h [T, B, P], c [T, B, H], gates [T, B, GH], hT [B, P] and cT [B, H], as far
-    as they are in `out`."""
+    """Run all steps of one direction. Write the outputs that `out` contains: h [T, B, P], c [T, B, H], gates [T, B,
+    GH], hT [B, P] and cT [B, H]."""
     dtype, (T, B, H, _), keep, mask = v["Wh"].dtype, problem[:4], v.get("keep"), step_mask(v, problem)
     step = STEPS[type(problem.cell)][0](problem, problem.cell, v, mask)
     products, (lengths, shortest) = step.products, ends(problem, v)
@@ -211,10 +219,11 @@ def sweep_forward(problem: Problem, v: Views, out: Views) -> None:
 
 
 class BackwardSweep:
-    """The steps of one direction in reverse, a chunk of time at a time, and after each chunk its products over rows.
+    """The backward pass of one direction: it runs the steps in reverse in chunks of time, and after each chunk the
+    matrix products over its steps.
 
-    From step to step it carries dh [P, B] and dc [H, B], or [0, B] if the cell has no c: the gradients of the state
-    after the step, without what arrives at it from outside.
+    The steps carry dh [P, B] and dc [H, B] ([0, B] for a cell without c): the gradients of the state after a step,
+    without the cotangents of the outputs h and c at that step.
     """
 
     def __init__(
@@ -227,8 +236,8 @@ class BackwardSweep:
         dv: Views,
         out: Views,
     ):
-        """saved: the outputs h, c, gates. dv: the cotangents of outputs. out: the gradients' memory. written, factored:
-        as for `WeightGradients`."""
+        """Prepare the sweep. saved: the outputs h, c, gates. dv: the cotangents of outputs. out: the gradients'
+        memory. written, factored: see `WeightGradients`."""
         dtype, (_, B, H, P) = v["Wh"].dtype, problem[:4]
         self.problem, self.v, self.dv, self.out, self.h = problem, v, dv, out, saved["h"]
         self.lengths, self.shortest = ends(problem, v)
@@ -242,7 +251,7 @@ class BackwardSweep:
         self.dc: Array = first_state(dv, "cT", (H if has_c else 0, B), dtype)
 
     def run(self) -> None:
-        """Run all steps, then write the gradients of the first states and the peepholes."""
+        """Run all steps, then write the gradients of the first states and of the peephole weights."""
         T, chunk, out = self.problem.T, chunk_steps(self.problem), self.out
         bounds = [(start, min(start + chunk, T)) for start in range(0, T, chunk)]
         for start, stop in bounds if self.problem.reverse else reversed(bounds):
@@ -254,7 +263,7 @@ class BackwardSweep:
             np.sum(self.step.dpeephole, axis=1, out=out["peephole"])
 
     def run_chunk(self, start: int, stop: int) -> None:
-        """Run steps start..stop back, then their products."""
+        """Run the steps from `start` to `stop` backward, then add their weight gradients."""
         problem, v, dv, step, dh, dc, keep = (
             self.problem,
             self.v,
@@ -278,7 +287,7 @@ class BackwardSweep:
                 for array in step.by_column:
                     array[:, columns] = 0
                 continue
-            # The gradients of ended items pass this step by: they are put back after it.
+            # An ended item skips this step: its gradients are saved here and restored after the step.
             passing: Any = None if live is None else (dh.copy(), dc.copy())
             if "h" in dv:
                 dh += dv["h"][t].T
@@ -310,15 +319,16 @@ class BackwardSweep:
         self.products.accumulate("b", dz, np.ones(n, dz.dtype))
 
     def through_mask(self, t: int, h_prev: Array, live: Array | None) -> None:
-        """Turn dh, the gradient of mask * h_prev, into that of h_prev [B, P], and add to the mask's gradient."""
+        """Turn dh, the gradient of mask * h_prev, into the gradient of h_prev [B, P], and add this step's term to
+        the gradient of the mask."""
         dmask, terms = self.out["mask"], self.dh.T * h_prev
         terms = terms if live is None else np.where(live[:, None], terms, 0)
         add_unbroadcast(terms, dmask if dmask.ndim < 3 or dmask.shape[0] == 1 else dmask[t])
         self.dh *= self.mask[t].T
 
     def through_keep(self, t: int, h_before: Array, c_before: Array | None, live: Array | None) -> None:
-        """Turn dh and dc, the gradients of keep times the state before the step, into those of this state, and write
-        step t of the gradient of `keep`."""
+        """Multiply dh and dc, the gradients of keep * state, by keep, so that they become the gradients of the state
+        before the step. Write step t of the gradient of `keep`."""
         keep, terms = self.v["keep"][t].T, (self.dh * h_before.T).sum(axis=0)
         if c_before is not None:
             terms += (self.dc * c_before).sum(axis=0)
@@ -327,8 +337,8 @@ class BackwardSweep:
         self.dc *= keep
 
     def h_before(self, start: int, stop: int) -> Array:
-        """Return [steps, B, P]: the h that each of steps start..stop began with, before it was multiplied by keep. It
-        is a view if the first state is not among them."""
+        """Return [steps, B, P]: the h before each of the steps from `start` to `stop`, not yet multiplied by keep.
+        The result is a view unless it contains the first state."""
         problem, states, first = self.problem, self.h, self.v.get("h0", 0)
         if not problem.reverse and start > 0:
             return states[start - 1 : stop - 1]
@@ -339,7 +349,7 @@ class BackwardSweep:
             rows[0] = first
             rows[1:] = states[: stop - 1]
             return rows
-        # Reversed, an item begins with its last step, which is not the last of all if it is shorter.
+        # In reverse an item begins with its own last step, which is earlier than step T - 1 if the item is shorter.
         inner = min(stop, problem.T - 1)
         rows[: inner - start] = states[start + 1 : inner + 1]
         rows[inner - start :] = first
@@ -348,7 +358,7 @@ class BackwardSweep:
         return rows
 
     def c_before(self, t: int) -> Array:
-        """Return the c [H, B] that step t began with, before it was multiplied by keep."""
+        """Return the c [H, B] before step t, not yet multiplied by keep."""
         problem, last = self.problem, t + 1 if self.problem.reverse else t - 1
         if not 0 <= last < problem.T:
             return self.c0
@@ -358,7 +368,8 @@ class BackwardSweep:
         return c
 
     def without_padding(self, sequence: Array, start: int, stop: int) -> Array:
-        """Return steps start..stop of a sequence [T, B, .], 0 where an item has ended: 0 * NaN would spoil a sum."""
+        """Return the steps from `start` to `stop` of a sequence [T, B, .], with 0 where a batch item has ended. A
+        NaN in the padding would spoil a sum even if it were multiplied by 0."""
         if stop <= self.shortest:
             return sequence[start:stop]
         live = np.arange(start, stop)[:, None] < self.lengths
@@ -366,19 +377,20 @@ class BackwardSweep:
 
 
 def ends(problem: Problem, v: Views) -> tuple[Array, int]:
-    """Return the lengths [B] and the smallest one: the first step, if any, in which an item has ended."""
+    """Return (lengths, shortest): the length of each batch item, [B], and the smallest length. No item has ended
+    before step `shortest`."""
     if "lengths" not in v:
         return np.full(problem.B, problem.T), problem.T
     return v["lengths"], int(v["lengths"].min())
 
 
 def step_mask(v: Views, problem: Problem) -> Array | None:
-    """Return the mask on h_prev as a view [T, B, P], None if there is none."""
+    """Return the mask on h_prev as a view [T, B, P], or None if the call has no mask."""
     return np.broadcast_to(v["mask"], (problem.T, problem.B, problem.P)) if "mask" in v else None
 
 
 def add_unbroadcast(term: Array, total: Array) -> None:
-    """Add term [B, P] to total, whose shape broadcasts to [B, P]: summed over the axes of size 1."""
+    """Sum `term` [B, P] over the axes along which `total` would broadcast to [B, P], and add the sum to `total`."""
     lead = total.ndim - 2
     shape = total.shape[lead:] if lead > 0 else (1,) * -lead + total.shape
     axes = tuple(axis for axis, size in enumerate(shape) if size == 1)

@@ -1,9 +1,11 @@
 """Cache of arrays derived from parameters, such as dequantized weights.
 
-An entry is valid while the parameters are the same, unmodified arrays. It holds arrays that share the parameters'
-memory, so that MLX can neither free this memory nor write to it: a parameter that MLX changes lies somewhere else.
-What is written through a NumPy view of a parameter, as in `np.asarray(layer.Wh)[0] = 1`, is not seen: MLX knows nothing
-of it. Assign a new array instead.
+An entry is valid while the parameters are the same, unmodified arrays. The entry holds arrays that share the
+parameters' memory, so that MLX can neither free nor overwrite that memory: a parameter that MLX modifies gets new
+memory, and the cache notices the new address.
+
+The cache does not notice writes through a NumPy view of a parameter, as in `np.asarray(layer.Wh)[0] = 1`. Assign a
+new array instead.
 """
 
 from collections.abc import Callable, Hashable
@@ -20,8 +22,12 @@ from .arrays import view
 
 
 class Entry(NamedTuple):
-    """One derived value. `shared` are the parameters it was derived from, as arrays of the cache's own; `key` says
-    where these lie. The first parameter is held by a weak reference, which removes the entry when it dies."""
+    """One cached value.
+
+    first: a weak reference to the first parameter; when that parameter dies, the entry is removed. key: the
+    addresses, shapes, strides and dtypes of the parameters. shared: arrays that share the parameters' memory. value:
+    what was derived from them.
+    """
 
     first: "ref[mx.array]"
     key: Hashable
@@ -34,10 +40,11 @@ _cached: dict[int, Entry] = {}
 
 
 def cached(kind: Hashable, parameters: Any, derive: Callable[[Any], Any]) -> Any:
-    """Return `derive(parameters)`, from the cache if `parameters` are the same arrays as at the latest call.
+    """Return `derive(parameters)`, from the cache if `parameters` are the same unmodified arrays as in the latest
+    call.
 
-    parameters: a tree of evaluated or lazy arrays, and of other hashable values. kind: distinguishes what is derived in
-    different ways from the same parameters.
+    kind: a key that distinguishes different values derived from the same parameters. parameters: a tree of evaluated
+    or lazy arrays, and of other hashable values.
     """
     arrays = [leaf for _, leaf in tree_flatten(parameters) if isinstance(leaf, mx.array)]
     mx.eval(arrays)
@@ -45,8 +52,8 @@ def cached(kind: Hashable, parameters: Any, derive: Callable[[Any], Any]) -> Any
     entry = _cached.get(id(first))
     if entry and entry.first() is first and entry.key == key_of(kind, parameters):
         return entry.value
-    # The key is that of the shared arrays, which are also what the value is derived from: should another thread replace
-    # a parameter meanwhile, key and value still belong together.
+    # The key is computed from the shared arrays, and the value is derived from them, too. So key and value belong
+    # together even if another thread replaces a parameter meanwhile.
     shared = tree_map(lambda leaf: mx.stop_gradient(leaf) if isinstance(leaf, mx.array) else leaf, parameters)
     mx.eval(shared)
     value = derive(shared)
@@ -57,8 +64,8 @@ def cached(kind: Hashable, parameters: Any, derive: Callable[[Any], Any]) -> Any
 
 
 def key_of(kind: Hashable, parameters: Any) -> Hashable:
-    """Return what tells evaluated parameters apart: the address, shape, strides and dtype of each array. The address
-    alone does not: a transposed or broadcast view begins where its array does."""
+    """Return a key that identifies evaluated parameters: the address, shape, strides and dtype of each array. The
+    address alone is not enough: a transposed or broadcast view begins at the same address as its array."""
     key: list[Hashable] = [kind]
     for path, leaf in tree_flatten(parameters):
         if isinstance(leaf, mx.array):
@@ -71,7 +78,8 @@ def key_of(kind: Hashable, parameters: Any) -> Hashable:
 
 
 def with_float_weights(packing: Packing, arrays: Arrays) -> Arrays:
-    """Return the arrays with a matrix in the dtype of x in place of each quantized weight, its scales and biases."""
+    """Return the arrays with each quantized weight (integers, scales and biases) replaced by its dequantized matrix
+    in the dtype of x."""
     dtype, quantized = arrays["x"].dtype, packed_names(arrays)
     floats = {name: array for name, array in arrays.items() if name not in quantized}
     for name in WEIGHTS:

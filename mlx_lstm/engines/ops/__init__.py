@@ -1,1 +1,1 @@
-"""Engine `ops`: the recurrence in plain MLX."""
+"""Engine `ops`: run the recurrence as a graph of ordinary MLX operations."""

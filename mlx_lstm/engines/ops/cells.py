@@ -1,4 +1,5 @@
-"""The cells in plain MLX, one step forward and one step back. Here the equations are written down in Python."""
+"""The cells in plain MLX operations, one step forward and one step backward. These functions are the Python
+definition of the equations."""
 
 from collections.abc import Callable
 from functools import partial
@@ -11,9 +12,12 @@ from ..problem import Array
 
 
 class StepGradients(NamedTuple):
-    """The gradients of one step: dz [B, GH] of the preactivations' input part; dh [B, P] of the h in the recurrent
-    product, which is h_prev times the mask; of an LSTM dc [B, H] of c_prev; of a GRU direct [B, H], the part of the
-    gradient of h_prev that bypasses the product."""
+    """The gradients that one step of a cell sends back.
+
+    dz [B, GH]: the gradient of the input's part of the preactivations. dh [B, P]: that of mask * h_prev, which
+    enters the recurrent product. dc [B, H]: that of c_prev, for an LSTM only. direct [B, H]: for a GRU only, the
+    part of the gradient of h_prev that bypasses the product.
+    """
 
     dz: Array
     dh: Array
@@ -22,25 +26,26 @@ class StepGradients(NamedTuple):
 
 
 def activate(name: str, x: Array) -> Array:
-    """Return the activation of this name, applied to x."""
+    """Return the activation `name`, applied to x."""
     return known("ops", ACTIVATIONS, name)[0](x)
 
 
 def slope(name: str, y: Array) -> Array:
-    """Return the derivative of the activation of this name, computed from its output y."""
+    """Return the derivative of the activation `name`, computed from its output y."""
     return known("ops", ACTIVATIONS, name)[1](y)
 
 
 def sigmoid(x: Array) -> Array:
-    """Return 1 / (1 + exp(-x)), to the precision of the dtype."""
+    """Return 1 / (1 + exp(-x)), precise to the dtype of x."""
     return double_sigmoid(x) if x.dtype == mx.float64 else mx.sigmoid(x)
 
 
 def double_sigmoid(x: Array) -> Array:
-    """Return the sigmoid of a float64 array, through cosh and sinh. MLX 0.32.4 computes mx.sigmoid and mx.exp of
-    float64 only to the precision of float32."""
+    """Return the sigmoid of a float64 array, computed with cosh and sinh, because MLX 0.32.4 computes mx.sigmoid and
+    mx.exp of float64 only to the precision of float32."""
     negative = x < 0
-    # Not mx.abs, whose derivative at 0 is 0. Beyond 709 cosh overflows and exp(-x) leaves the normal numbers.
+    # Not mx.abs, whose derivative at 0 is 0. The limit is 709: for larger x cosh overflows, and exp(-x) is too small
+    # for a normal number.
     size = mx.minimum(mx.where(negative, -x, x), 709)
     small = mx.where(size >= 709, 0, 1 / (1 + mx.cosh(size) + mx.sinh(size)))  # NaN stays
     return mx.where(negative, small, 1 - small)
@@ -70,32 +75,33 @@ UNBOUNDED = ("identity", "relu")
 
 
 def constant(value: float, like: Array) -> Array:
-    """Return a scalar in the dtype of `like`. MLX 0.32.0 rounds a Python float to float32, even next to a float64
-    array."""
+    """Return a scalar array in the dtype of `like`. MLX 0.32.0 would round a Python float to float32, even next to a
+    float64 array."""
     return mx.array(value, like.dtype)
 
 
 def clip_straight_through(c: Array, limit: float) -> Array:
-    """Return clip(c, -limit, limit). Its gradient is that of c itself, as in TensorFlow's block ops, but 0 where c is
-    infinite."""
+    """Return clip(c, -limit, limit). The gradient ignores the clip, as in TensorFlow's block ops: it passes to c
+    unchanged, except that it is 0 where c is infinite."""
     bound = constant(limit, c)
     zero = mx.where(mx.isinf(c), 0, c - mx.stop_gradient(c))  # 0 with the gradient of c; inf - inf would be NaN
     return mx.stop_gradient(mx.clip(c, -bound, bound)) + zero
 
 
 def by_gate(cell: LSTMCell | GRUCell, array: Array | None) -> dict[str, Array]:
-    """Return the part of each gate of an array [.., GH]; an empty dict if the array is None."""
+    """Return a dict from each gate to its part of an array [.., GH]. Return an empty dict if the array is None."""
     return {} if array is None else dict(zip(cell.gate_order, mx.split(array, cell.gates, axis=-1), strict=True))
 
 
 def lstm_step(cell: LSTMCell, a: Array, c_prev: Array, peephole: Array | None) -> tuple[Array, Array, Array]:
-    """Return gates [B, 4H], c [B, H] and m [B, H], which is h or what is projected to h.
+    """Run one step of an LSTM. Return the gates [B, 4H], the new c [B, H] and m [B, H]; m is h, or the vector that
+    is projected to h.
 
-    a [B, 4H]: the preactivations. c_prev [B, H].
+    a [B, 4H]: the preactivations. c_prev [B, H]: the c before the step.
 
-    i = s_i(a_i + p_i c_prev)   f = s_f(a_f + forget_bias + p_f c_prev)   g = s_g(a_g + p_g c_prev)
-    c = f c_prev + i g, clipped                  o = s_o(a_o + p_o c)  or  s_o(a_o + p_o c_prev)
-    m = o s_output(c)
+      i = s_i(a_i + p_i c_prev)   f = s_f(a_f + forget_bias + p_f c_prev)   g = s_g(a_g + p_g c_prev)
+      c = f c_prev + i g, clipped                  o = s_o(a_o + p_o c)  or  s_o(a_o + p_o c_prev)
+      m = o s_output(c)
     """
     z, p, y = by_gate(cell, a), by_gate(cell, peephole), {}
     if cell.forget_bias:
@@ -126,9 +132,11 @@ def lstm_step_backward(
     dc: Array,
     dgates: Array | None,
 ) -> tuple[Array, Array]:
-    """Return dz [B, 4H], the gradient of the preactivations, and that of c_prev [B, H].
+    """Run one step of an LSTM backward. Return dz [B, 4H], the gradient of the preactivations, and the gradient of
+    c_prev [B, H].
 
-    dm, dc [B, H], dgates [B, 4H]: the gradients of m, c and the gates. The clip of c lets gradients pass unchanged.
+    dm [B, H], dc [B, H], dgates [B, 4H]: the gradients of m, of the new c and of the gates. The clip of c lets
+    gradients pass unchanged.
     """
     y, p, dy = by_gate(cell, gates), by_gate(cell, peephole), by_gate(cell, dgates)
 
@@ -151,13 +159,13 @@ def lstm_step_backward(
 
 
 def gru_step(cell: GRUCell, a: Array, h_in: Array, h: Array, Wh: Array, bhn: Array | None) -> tuple[Array, Array]:
-    """Return gates [B, 3H] and the new h [B, H].
+    """Run one step of a GRU. Return the gates [B, 3H] and the new h [B, H].
 
     a [B, 3H]: the input's part of the preactivations. h_in [B, H]: h times the mask.
 
-    r = s_r(a_r + h_in Wh_r^T)   z = s_z(a_z + h_in Wh_z^T)
-    n = s_n(a_n + r (h_in Wh_n^T + bhn))  or, with reset "before",  s_n(a_n + (r h_in) Wh_n^T)
-    h = z h + (1 - z) n,  or with flip_z  (1 - z) h + z n
+      r = s_r(a_r + h_in Wh_r^T)   z = s_z(a_z + h_in Wh_z^T)
+      n = s_n(a_n + r (h_in Wh_n^T + bhn))  or, with reset "before",  s_n(a_n + (r h_in) Wh_n^T)
+      h_new = z h + (1 - z) n,  or with flip_z  (1 - z) h + z n
     """
     z, y, H = by_gate(cell, a), {}, h.shape[-1]
     for gate in "rz":
@@ -174,17 +182,19 @@ def gru_step(cell: GRUCell, a: Array, h_in: Array, h: Array, Wh: Array, bhn: Arr
 
 
 def gru_candidate(h_in: Array, Wh_n: Array, bhn: Array | None) -> Array:
-    """Return h_in Wh_n^T + bhn, which r multiplies if the reset comes after the product."""
+    """Return h_in Wh_n^T + bhn, the recurrent product of a GRU's candidate. If the reset comes after this product, r
+    multiplies it."""
     return h_in @ Wh_n.T if bhn is None else h_in @ Wh_n.T + bhn
 
 
 def gru_step_backward(
     cell: GRUCell, gates: Array, h_in: Array, h: Array, Wh: Array, q: Array | None, dh: Array, dgates: Array | None
 ) -> StepGradients:
-    """Return the gradients of a step, from those of the new h [B, H] and of the gates [B, 3H].
+    """Return the gradients of one GRU step, computed from dh [B, H] and dgates [B, 3H], the gradients of the new h
+    and of the gates.
 
-    h_in, h [B, H]: what the step began with, with and without the mask. q [B, H]: what `gru_candidate` returns, None
-    if the reset comes before the product.
+    h [B, H]: the state before the step. h_in [B, H]: h times the mask. q [B, H]: the result of `gru_candidate`, or
+    None if the reset comes before that product.
     """
     y, dy = by_gate(cell, gates), by_gate(cell, dgates)
     W = {gate: Wh[cell.block(gate, h.shape[-1])] for gate in "rzn"}
@@ -208,7 +218,7 @@ def gru_step_backward(
 
 
 def rnn_step(cell: RNNCell, a: Array, h_in: Array, Wh: Array) -> tuple[Array, Array]:
-    """Return the preactivation and h = s(a + h_in Wh^T), both [B, H].
+    """Run one step of a plain RNN. Return the preactivation and h = s(a + h_in Wh^T), both [B, H].
 
     a [B, H]: the input's part of the preactivation. h_in [B, H]: h_prev times the mask.
     """
@@ -217,7 +227,8 @@ def rnn_step(cell: RNNCell, a: Array, h_in: Array, Wh: Array) -> tuple[Array, Ar
 
 
 def rnn_step_backward(cell: RNNCell, h: Array, Wh: Array, dh: Array, dgates: Array | None) -> StepGradients:
-    """Return the gradients of a step, from those of the new h and of the preactivation, both [B, H]."""
+    """Return the gradients of one step of a plain RNN, computed from dh and dgates [B, H], the gradients of the new
+    h and of the preactivation."""
     dz = dh * slope(cell.act, h)
     dz = dz if dgates is None else dz + dgates
     return StepGradients(dz, dz @ Wh)

@@ -1,4 +1,4 @@
-"""Quantized weights in plain MLX: dequantized, or multiplied as they are."""
+"""Quantized weights in plain MLX operations: dequantize them, or multiply by them directly."""
 
 import mlx.core as mx
 import numpy as np
@@ -10,7 +10,8 @@ from ..tracing import have_values, is_transforming
 
 
 def dequantized(packing: Packing | None, arrays: Arrays) -> Arrays:
-    """Return the arrays with a matrix in the dtype of x in place of each quantized weight, its scales and biases."""
+    """Return the arrays with each quantized weight (integers, scales and biases) replaced by its dequantized matrix
+    in the dtype of x."""
     if packing is None:
         return arrays
     dtype, quantized = arrays["x"].dtype, packed_names(arrays)
@@ -19,15 +20,18 @@ def dequantized(packing: Packing | None, arrays: Arrays) -> Arrays:
 
 
 def matrix(packing: Packing, arrays: Arrays, name: str, dtype: mx.Dtype) -> mx.array:
-    """Return the matrix of one quantized weight."""
+    """Return the dequantized matrix of the quantized weight `name`, in this dtype."""
     scales, biases = scales_of(arrays, name, dtype)
     return mx.dequantize(arrays[name], scales, biases, **packing._asdict(), dtype=dtype)
 
 
 def judged(packing: Packing, arrays: Arrays, name: str) -> np.ndarray:
-    """Return the matrix of one quantized weight as the oracle takes it, in float64. In mode "affine" it is complex: a
-    kernel may sum the parts of an element separately, as metal/quantized.metal describes, and the imaginary part is the
-    sum of their absolute values, from which the oracle derives its bound."""
+    """Return the matrix of one quantized weight in the form that the float64 oracle takes.
+
+    In mode "affine" the matrix is complex. The real part is the weight. A kernel may sum the parts of a weight
+    separately (see metal/quantized.metal); the imaginary part is the sum of the absolute values of these parts, from
+    which the oracle derives its error bound.
+    """
     values = np.array(matrix(packing, arrays, name, mx.float32)).astype(np.float64)
     scales, biases = scales_of(arrays, name, mx.float32)
     if biases is None:
@@ -38,20 +42,20 @@ def judged(packing: Packing, arrays: Arrays, name: str) -> np.ndarray:
 
 
 def scales_of(arrays: Arrays, name: str, dtype: mx.Dtype) -> tuple[mx.array, mx.array | None]:
-    """Return a quantized weight's scales and biases in this dtype. Without biases the scales have 8 bits, and stay as
-    they are."""
+    """Return the scales and biases of a quantized weight, cast to this dtype. In a mode without biases the scales
+    are 8-bit codes and are not cast."""
     scales, biases = arrays[f"{name}_scales"], arrays.get(f"{name}_biases")
     return (scales, None) if biases is None else (scales.astype(dtype), biases.astype(dtype))
 
 
 def times_input(packing: Packing | None, arrays: Arrays, rows: mx.array) -> mx.array:
-    """Return rows @ Wx^T."""
+    """Return rows @ Wx^T, for a float matrix Wx or a quantized one."""
     if packing is None or not is_packed("Wx", arrays):
         return rows @ arrays["Wx"].T  # not mx.addmm: MLX 0.32.4 refuses it under mx.vmap over b alone
     scales, biases = scales_of(arrays, "Wx", rows.dtype)
-    # Arrays without values may be those of mx.vmap, which has no rule for a quantized product. MLX does not tell them
-    # from those of mx.compile or an export, so only the CPU, where traced graphs are slow anyway, multiplies by the
-    # matrix; and only in mode affine, since an export cannot write the others' dequantization.
+    # Arrays without values may come from mx.vmap, which does not support quantized products. MLX cannot tell them from
+    # arrays of mx.compile or of an export. So the matrix is used only on the CPU, where traced graphs are slow anyway,
+    # and only in mode affine, because an export cannot write the dequantization of the other modes.
     traced = packing.mode == "affine" and current_device() == "cpu" and is_transforming()
     if traced and not have_values([rows, *(array for name, array in arrays.items() if name[:2] == "Wx")]):
         return rows @ matrix(packing, arrays, "Wx", rows.dtype).T

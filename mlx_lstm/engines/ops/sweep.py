@@ -1,8 +1,9 @@
-"""Engine `ops`: the recurrence in plain MLX, forward and backward written out. The readable definition.
+"""Engine `ops`: the recurrence in plain MLX operations, with forward and backward written out as readable formulas.
 
-Runs on any device and inside `mx.compile`, `mx.vmap` and exports. Sizes: T time, B batch, I input, H hidden, P the
-width of h (H, or the projection's), G gates of the cell, D directions. Two directions run one after the other, each on
-its part of the arrays. Every function takes and returns MLX arrays; nothing is evaluated.
+It runs on any device and inside `mx.compile`, `mx.vmap` and exports. Sizes: T time steps, B batch items, I input
+features, H hidden units, P the width of h (H, or the width of the projection), G gates of the cell, D directions.
+Two directions run one after the other, each on its part of the arrays. Every function takes and returns MLX arrays;
+nothing is evaluated.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -19,8 +20,8 @@ from .packed import dequantized, times_input
 
 
 def forward(problem: Problem, arrays: Arrays) -> Arrays:
-    """Return the cell's outputs: h [T, B, D P], gates [T, B, D G H], hT [B, D P]; of an LSTM also c [T, B, D H] and
-    cT [B, D H]."""
+    """Run the forward pass. Return the cell's outputs by name: h [T, B, D P], gates [T, B, D G H], hT [B, D P]; for
+    an LSTM also c [T, B, D H] and cT [B, D H]."""
     z, arrays = project(problem, arrays), dequantized(problem.packing, arrays)
     if not problem.bidirectional:
         return sweep_forward(problem, arrays, z)
@@ -28,7 +29,8 @@ def forward(problem: Problem, arrays: Arrays) -> Arrays:
 
 
 def sweep_forward(problem: Problem, arrays: Arrays, z: Array) -> Arrays:
-    """Run the steps of one direction on z [T, B, G H], the input's part of the preactivations. Return the outputs."""
+    """Run all steps of one direction. Return the outputs by name. z [T, B, G H]: the input's part of the
+    preactivations."""
     z_at = by_time(z)
 
     def step_at(t: int, state: tuple[Array, Array]) -> tuple[Arrays, tuple[Array, Array]]:
@@ -48,11 +50,11 @@ def over_time(
     steps: Iterable[int],
     live_at: Callable[[int], Array | None],
 ) -> tuple[Any, Any]:
-    """Run `step_at(t, state) -> (output, state)` for each t of `steps`. Return the outputs, stacked to [T, B, .] in the
-    order of time, and the last state; both are arrays or trees of arrays.
+    """Run `step_at(t, state) -> (output, state)` for each t of `steps`. Return the outputs, stacked to [T, B, .] in
+    the order of time, and the last state. Both are arrays or trees of arrays.
 
-    live_at(t): which items [B] have not ended at step t, None if none has. The output of an item that has ended is 0,
-    and its state stays.
+    live_at(t): a bool array [B], true for batch items that have not ended at step t, or None if all still run. For
+    an item that has ended the output is 0 and the state stays unchanged.
     """
     outputs = {}
     for t in steps:
@@ -66,18 +68,18 @@ def over_time(
 
 
 def choose_items(live: Array, tree: Any, other: Any) -> Any:
-    """Return the arrays [B, .] of `tree` for the items of the batch that are live, those of `other` for the rest."""
+    """Take the rows of `tree` for the batch items where `live` is true, and the rows of `other` for the rest."""
     return tree_map(lambda a, b: mx.where(live.reshape(-1, *[1] * (a.ndim - 1)), a, b), tree, other)
 
 
 def live_items(arrays: Arrays, t: int) -> Array | None:
-    """Return which items have not ended at step t, [B, 1]; None without lengths."""
+    """Return a bool array [B, 1], true for batch items that have not ended at step t. Return None without lengths."""
     lengths = arrays.get("lengths")
     return None if lengths is None else (lengths > t)[:, None]
 
 
 def by_time(sequence: Array) -> list[Array]:
-    """Return the steps [B, .] of a sequence [T, B, .]."""
+    """Split a sequence [T, B, .] into a list of its T steps [B, .]."""
     # sequence[t] would fail under mx.compile(shapeless=True), which silently keeps the first call's shape of it.
     return [row.squeeze(0) for row in mx.split(sequence, sequence.shape[0])]
 
@@ -85,12 +87,12 @@ def by_time(sequence: Array) -> list[Array]:
 def step(problem: Problem, arrays: Arrays, z: Array, h_in: Array, h: Array, c: Array) -> tuple[Array, Array, Array]:
     """Run one step of the problem's cell. Return (gates, c, h).
 
-    z [B, G H]: the input's part of the preactivations. h_in: h times the mask. c: returned as it is if the cell has
-    none.
+    z [B, G H]: the input's part of the preactivations. h_in: h times the mask. c: the cell state of an LSTM; other
+    cells return it unchanged.
     """
     cell, Wh, Wp = problem.cell, arrays["Wh"], arrays.get("Wp")
     if isinstance(cell, LSTMCell):
-        # Neither here nor in the cells mx.addmm: MLX 0.32.4 refuses it under vmap over x alone.
+        # No mx.addmm here and in the cells: MLX 0.32.4 refuses it under vmap over x alone.
         gates, c, m = cells.lstm_step(cell, z + h_in @ Wh.T, c, arrays.get("peephole"))
         return gates, c, m if Wp is None else m @ Wp.T
     if isinstance(cell, GRUCell):
@@ -101,8 +103,10 @@ def step(problem: Problem, arrays: Arrays, z: Array, h_in: Array, h: Array, c: A
 
 
 def backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays) -> Arrays:
-    """Return the gradients of all arrays, none of them quantized, from the cotangents of some outputs, by the outputs'
-    names, and from the outputs h, c and gates in `saved`."""
+    """Return the gradients of all arrays, none of which is quantized.
+
+    saved: the outputs h, c and gates of the forward pass. cotangents: those of some outputs, by output name.
+    """
     if problem.bidirectional:
         parts = [[part(values, d) for values in (arrays, saved, cotangents)] for d in range(2)]
         sweep = join([sweep_backward(one_direction(problem, d), *values) for d, values in enumerate(parts)])
@@ -112,11 +116,13 @@ def backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays
 
 
 def sweep_backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays) -> Arrays:
-    """Run the steps of one direction in reverse. Return what the gradients are computed from afterwards:
+    """Run all steps of one direction in reverse. Return the arrays from which `gradients_after_sweep` computes the
+    gradients:
 
-    dz [T, B, G H]: the gradient of the preactivations. dh0 [B, P]. Of an LSTM dc0 [B, H], and dh [T, B, P]: the
-    gradient of h, which that of the projection needs. With `keep`, but not of a plain cell, carry [T, B, H]: the
-    gradient of keep * c, or of a GRU the part of the gradient of keep * h that bypasses the recurrent product.
+    dz [T, B, G H]: the gradient of the preactivations. dh0 [B, P]: the gradient of h0. For an LSTM also dc0 [B, H],
+    and dh [T, B, P], the gradient of h, from which the gradient of the projection is computed. With the option
+    `keep`, for an LSTM or GRU, also carry [T, B, H]: the gradient of keep * c (LSTM), or the part of the gradient of
+    keep * h that bypasses the recurrent product (GRU).
     """
     h0, c0 = initial_states(problem, arrays)
     starts = {name: times_keep(arrays, states) for name, states in states_before(problem, arrays, saved).items()}
@@ -124,8 +130,8 @@ def sweep_backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: 
     dh, dc = cotangents.get("hT", mx.zeros_like(h0)), cotangents.get("cT", mx.zeros_like(c0))
     by_step: dict[str, dict[int, Array]] = {"dz": {}, "dh": {}, "carry": {}}
     for t in reversed(problem.steps()):
-        # What arrives at step t's outputs: from the step after it, and from outside. Not [t]: in MLX the gradient of an
-        # array's element by its index alone has no forward mode.
+        # Gradients of step t's outputs: from the step after it, plus the cotangents. Indexed as [t, ...], not [t]: in
+        # MLX the gradient of indexing with a number alone has no forward mode.
         dh_t = dh + cotangents["h"][t, ...] if "h" in cotangents else dh
         dc_t = dc + cotangents["c"][t, ...] if "c" in cotangents else dc
         dgates = cotangents["gates"][t, ...] if "gates" in cotangents else None
@@ -136,7 +142,7 @@ def sweep_backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: 
         if live is not None:
             dz, dh_t = mx.where(live, dz, 0), mx.where(live, dh_t, 0)
         by_step["dz"][t], by_step["dh"][t] = dz, dh_t
-        # To the state before the step: through the mask, past the product, through `keep`.
+        # Continue to the state before the step: through the mask, past the product, then through `keep`.
         dh_new = times_mask(arrays, back.dh, t)
         dh_new = dh_new if back.direct is None else dh_new + back.direct
         dc_new = dc if back.dc is None else back.dc
@@ -158,7 +164,8 @@ def step_backward(
 ) -> cells.StepGradients:
     """Return the gradients of step t of the problem's cell.
 
-    before: the state h, c that the step began with, and q of `gru_candidates`. after: h, c and gates after it.
+    before: h and c before the step, and q of `gru_candidates`. after: h, c and the gates after the step. dh, dc,
+    dgates: the gradients of the arrays h, c and gates in `after`.
     """
     cell, Wh, Wp = problem.cell, arrays["Wh"], arrays.get("Wp")
     if isinstance(cell, LSTMCell):
@@ -173,8 +180,8 @@ def step_backward(
 
 
 def gradients_after_sweep(problem: Problem, arrays: Arrays, saved: Arrays, sweep: Arrays) -> Arrays:
-    """Return the gradients of all arrays from what `sweep_backward` returned: dz [T, B, D G H], dh0, dc0, with a
-    projection dh [T, B, D P], with `keep` carry [T, B, D H]."""
+    """Return the gradients of all arrays, computed from the arrays that `sweep_backward` returns for each direction:
+    dz [T, B, D G H], dh0, dc0, with a projection dh [T, B, D P], with `keep` carry [T, B, D H]."""
     gradients = input_gradients(problem, arrays, sweep["dz"])
     if problem.bidirectional:
         each = [[part(values, d) for values in (arrays, saved, sweep)] for d in range(2)]
@@ -187,7 +194,8 @@ def gradients_after_sweep(problem: Problem, arrays: Arrays, saved: Arrays, sweep
 
 
 def input_gradients(problem: Problem, arrays: Arrays, dz: Array) -> Arrays:
-    """Return the gradients of x, Wx and b from dz [T, B, D G H]: one matrix product each over all T * B rows."""
+    """Return the gradients of x, Wx and b, computed from dz [T, B, D G H]. Each is one matrix product or sum over
+    all T * B rows."""
     x, Wx = arrays["x"], arrays.get("Wx")
     gradients = {"x": dz}
     if Wx is not None:
@@ -201,8 +209,8 @@ def input_gradients(problem: Problem, arrays: Arrays, dz: Array) -> Arrays:
 
 
 def recurrent_gradients(problem: Problem, arrays: Arrays, saved: Arrays, sweep: Arrays) -> Arrays:
-    """Return one direction's gradients of Wh, bhn, peephole, mask, keep and Wp: a product over all T * B rows or a sum
-    each."""
+    """Return one direction's gradients of Wh, bhn, peephole, mask, keep and Wp. Each is a product or a sum over all
+    T * B rows."""
     cell, mask, h, dz, lengths = problem.cell, arrays.get("mask"), saved["h"], sweep["dz"], arrays.get("lengths")
     before = states_before(problem, arrays, saved)
     h_prev = times_keep(arrays, before["h"])
@@ -215,7 +223,7 @@ def recurrent_gradients(problem: Problem, arrays: Arrays, saved: Arrays, sweep: 
     if isinstance(cell, LSTMCell) and "peephole" in arrays:
         gradients["peephole"] = peephole_gradient(cell, dz, times_keep(arrays, before["c"]), saved["c"])
     if {"mask", "keep"} & arrays.keys():
-        # dh_in is the gradient of mask * keep * h; from there through the mask, then through `keep`.
+        # dh_in is the gradient of mask * keep * h. The gradient continues through the mask, then through `keep`.
         if dh_in is None:
             dh_in = (flat(dz) @ arrays["Wh"]).reshape(h_prev.shape)
         if mask is not None:
@@ -230,10 +238,11 @@ def recurrent_gradients(problem: Problem, arrays: Arrays, saved: Arrays, sweep: 
 
 
 def keep_gradient(before: Arrays, dh: Array, carry: Array | None) -> Array:
-    """Return the gradient of `keep` [T, B, 1].
+    """Return the gradient of the option `keep`, [T, B, 1].
 
-    before: the states h and c before each step. dh [T, B, P]: the gradient of keep * h through the recurrent product.
-    carry [T, B, H]: that of keep * c, or of a GRU that of keep * h past the product.
+    before: the states h and c before each step. dh [T, B, P]: the gradient of keep * h through the recurrent
+    product. carry [T, B, H]: the gradient of keep * c (LSTM), or the part of the gradient of keep * h that bypasses
+    the recurrent product (GRU).
     """
     gradient = total(dh * before["h"], axis=-1)
     if carry is not None:
@@ -244,9 +253,11 @@ def keep_gradient(before: Arrays, dh: Array, carry: Array | None) -> Array:
 def gru_recurrent_gradients(
     cell: GRUCell, arrays: Arrays, gates: Array, h_in: Array, dz: Array
 ) -> tuple[Arrays, Array | None]:
-    """Return a GRU's gradients of Wh and bhn, and that of h_in [T, B, H]; None if neither mask nor `keep` needs it."""
+    """Return the gradients of Wh and bhn of a GRU, and the gradient of h_in [T, B, H]. The latter is None if the
+    call has neither a mask nor `keep`."""
     d, r = cells.by_gate(cell, dz), cells.by_gate(cell, gates)["r"]
-    # What each gate's rows of Wh multiply; and d["n"] becomes the gradient of that product.
+    # seen: the array that each gate's rows of Wh multiply. Below, d["n"] becomes the gradient of the candidate's
+    # product.
     seen = dict.fromkeys("rz", h_in) | {"n": h_in if cell.reset == "after" else r * h_in}
     if cell.reset == "after":
         d["n"] = d["n"] * r
@@ -261,8 +272,8 @@ def gru_recurrent_gradients(
 
 
 def gru_candidates(problem: Problem, arrays: Arrays, h_prev: Array) -> Arrays:
-    """Return {"q": the recurrent product of the candidate at every step}, [T, B, H], as one product over all T * B
-    rows; an empty dict unless the cell is a GRU that resets after this product."""
+    """Return {"q": the recurrent product of the candidate at every step, [T, B, H]}, computed as one product over
+    all T * B rows. Return an empty dict unless the cell is a GRU whose reset comes after this product."""
     cell = problem.cell
     if not isinstance(cell, GRUCell) or cell.reset != "after":
         return {}
@@ -272,14 +283,15 @@ def gru_candidates(problem: Problem, arrays: Arrays, h_prev: Array) -> Arrays:
 
 
 def peephole_gradient(cell: LSTMCell, dz: Array, c_prev: Array, c: Array) -> Array:
-    """Return the gradient of the peephole weights [4H], in gate order: over steps and batch the sum of dz times the
-    cell state that each gate peeped at."""
+    """Return the gradient of the peephole weights [4H], in gate order. It sums over steps and batch the products of
+    dz and the cell state that each gate's peephole reads."""
     seen = {gate: c if gate == "o" and cell.output_peephole == "current" else c_prev for gate in "ifgo"}
     return mx.concatenate([total(block * seen[gate], axis=(0, 1)) for gate, block in cells.by_gate(cell, dz).items()])
 
 
 def project(problem: Problem, arrays: Arrays) -> Array:
-    """Return the input's part of the preactivations, [T, B, D G H]: one matrix product over all T * B rows."""
+    """Return the input's part of the preactivations [T, B, D G H], computed as one matrix product over all T * B
+    rows."""
     x, b = arrays["x"], arrays.get("b")
     if "Wx" not in arrays:
         return x if b is None else x + b
@@ -288,41 +300,42 @@ def project(problem: Problem, arrays: Arrays) -> Array:
 
 
 def initial_states(problem: Problem, arrays: Arrays) -> tuple[Array, Array]:
-    """Return h0 [B, P] and c0 [B, H], zeros where they are absent."""
+    """Return h0 [B, P] and c0 [B, H], with zeros for an absent one."""
     B, dtype, widths = problem.B, arrays["x"].dtype, {"h0": problem.P, "c0": problem.H}
     h0, c0 = (arrays[name] if name in arrays else mx.zeros((B, width), dtype) for name, width in widths.items())
     return h0, c0
 
 
 def states_before(problem: Problem, arrays: Arrays, saved: Arrays) -> Arrays:
-    """Return h [T, B, P] and, of an LSTM, c [T, B, H] before each step, before it multiplies them by `keep`."""
+    """Return h [T, B, P] and, for an LSTM, c [T, B, H] before each step, not yet multiplied by `keep`."""
     first = dict(zip("hc", initial_states(problem, arrays), strict=True))
     lengths = arrays.get("lengths")
     return {name: before_each_step(problem, saved[name], first[name], lengths) for name in "hc" if name in saved}
 
 
 def before_each_step(problem: Problem, states: Array, first: Array, lengths: Array | None) -> Array:
-    """Return the state [T, B, .] before each step, from the states after each step and the first one."""
+    """Return the state before each step, [T, B, .]. states [T, B, .]: the state after each step. first [B, .]: the
+    first state."""
     first = first[None]
     if not problem.reverse:
         return mx.concatenate([first, states[:-1]])
     shifted = mx.concatenate([states[1:], first])
     if lengths is None:
         return shifted
-    # A reversed item begins with its last step, which is not the last of all if it is shorter.
+    # In reverse an item begins with its own last step, which is earlier than step T - 1 if the item is shorter.
     begins = mx.arange(problem.T)[:, None, None] == lengths[:, None] - 1
     return mx.where(begins, first, shifted)
 
 
 def times_keep(arrays: Arrays, states: Array, t: int | slice = slice(None)) -> Array:
-    """Return states times `keep`, where there is one: at step t [B, .], or [T, B, .] at all steps. Their gradients pass
-    it in the same way."""
+    """Return states times `keep`, or the states unchanged without `keep`: [B, .] at step t, or [T, B, .] for all
+    steps. Gradients of the states are multiplied by the same function."""
     return states * arrays["keep"][t, ...] if "keep" in arrays else states
 
 
 def times_mask(arrays: Arrays, h: Array, t: int) -> Array:
-    """Return h [B, P] times the mask of step t, where there is one: what enters the recurrent product. Its gradient
-    passes the mask in the same way."""
+    """Return h [B, P] times the mask of step t, or h unchanged without a mask. The gradient of h is multiplied by
+    the same function."""
     if "mask" not in arrays:
         return h
     mask = arrays["mask"]  # for all steps ([B, P] or less) or one per step ([T or 1, B or 1, P or 1])
@@ -330,30 +343,31 @@ def times_mask(arrays: Arrays, h: Array, t: int) -> Array:
 
 
 def without_padding(lengths: Array | None, sequence: Array) -> Array:
-    """Return a sequence [T, B, .], 0 where an item has ended: what lies there must not reach a sum, and 0 * NaN would
-    spoil it."""
+    """Return a sequence [T, B, .] with 0 where a batch item has ended. The padding must not enter a sum: a NaN there
+    would spoil it even if multiplied by 0."""
     if lengths is None:
         return sequence
     return of_live(mx.arange(sequence.shape[0])[:, None] < lengths, sequence)
 
 
 def of_live(live: Array, sequence: Array) -> Array:
-    """Return a sequence [T, B, .], 0 where `live` [T, B] is false."""
+    """Return a sequence [T, B, .] with 0 where the bool array `live` [T, B] is false."""
     return mx.where(live.reshape(*live.shape, *[1] * (sequence.ndim - 2)), sequence, mx.array(0, sequence.dtype))
 
 
 def sum_to_shape(x: Array, shape: tuple[int, ...]) -> Array:
-    """Return x summed over the axes along which an array of this shape would be broadcast to x's."""
+    """Sum x over the axes along which an array of this shape would broadcast to the shape of x. The result has this
+    shape."""
     added = x.ndim - len(shape)
     axes = [added + axis for axis, size in enumerate(shape) if size == 1 and x.shape[added + axis] > 1]
     return total(x, axis=[*range(added), *axes]).reshape(shape) if added or axes else x
 
 
 def total(x: Array, axis: int | Sequence[int]) -> Array:
-    """Return the sum over axes; 16-bit numbers are summed in float32."""
+    """Return the sum of x over `axis`. 16-bit numbers are summed in float32."""
     return (x.astype(mx.float32) if x.dtype in (mx.float16, mx.bfloat16) else x).sum(axis=axis)
 
 
 def flat(x: Array) -> Array:
-    """Return [T, B, .] as rows [T * B, .]."""
+    """Reshape [T, B, .] to rows [T * B, .]."""
     return x.reshape(-1, x.shape[-1])
