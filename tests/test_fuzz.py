@@ -46,9 +46,8 @@ from mlx_lstm.oracle import evaluate, forward
 from mlx_lstm.oracle.arithmetic import ACTIVATION_UNITS
 from mlx_lstm.oracle.closeness import TRIALS, assert_within, exact_and_bounds, float_of, keeps_off_kinks
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.* encountered in:RuntimeWarning"
-)  # NumPy warns of infinities, which are intended
+# Infinities are part of the tests, and NumPy warns of them.
+pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
 
 PARTS = 20
 """Number of parts into which the cases are split, so that several processes can share them."""
@@ -115,9 +114,8 @@ def first_order(exact, limit, dtype):
 def in_range(exact, dtype):
     """Raise UnfitError if the square of a value, with some margin, would overflow the dtype."""
     room = np.sqrt(float(ml_dtypes.finfo(dtype).max)) / 16
-    if not all(
-        np.abs(value).max(initial=0) < room for value in exact.values()
-    ):  # `not all`, because comparisons with NaN are false
+    # Comparisons with NaN are false, so NaN raises, too.
+    if not all(np.abs(value).max(initial=0) < room for value in exact.values()):
         raise UnfitError
 
 
@@ -335,10 +333,9 @@ def threads(rng):
         together = list(pool.map(lambda arguments: joined(run(*arguments)), work * 3))
     for number, results in enumerate(together):
         for name, value in results.items():
+            # In float64, because NumPy treats two NaN of bfloat16 as unequal.
             found, expected = (array.astype(np.float64) for array in (value, alone[number % 4][name]))
-            np.testing.assert_array_equal(
-                found, expected, err_msg=name
-            )  # in float64, as NumPy calls two NaN of bfloat16 unequal
+            np.testing.assert_array_equal(found, expected, err_msg=name)
 
 
 # --- The layers, and the vendors' ops --------------------------------------------------------------------------------

@@ -135,9 +135,8 @@ def test_steps_masked_in_the_middle(name, options):
         h, free = (np.array(call(**(dict(list(case.items())[1:]) | given)).h) for given in ({}, {"hold": None}))
     case |= {name: np.array(value) for name, value in weights.items()} | {"x": x}
     limit = 2 * bounds(case, np.float32)["h"]
-    zeroed = (words.T == 0)[..., None] & (
-        both or "zero_output_for_mask" in options
-    )  # Keras' Bidirectional always sets zero_output_for_mask
+    # Keras' Bidirectional always sets zero_output_for_mask.
+    zeroed = (words.T == 0)[..., None] & (both or "zero_output_for_mask" in options)
     turn = -1 if case["reverse"] else 1  # Keras returns a reversed layer's outputs in the order of processing
     assert_within("h", np.where(zeroed, 0, h)[::turn], expected, limit)
     assert np.abs(free[::turn] - expected).max() > 0.01

@@ -214,9 +214,8 @@ def test_forward_mode_of_the_gradient_op_is_right_or_refused():
 
         (slope,) = mx.jvp(lambda dh: number(dh, "ops"), [model.dh], [out.h])[1]
         above, below = (number(model.dh + k * out.h, "ops") for k in (0.5, -0.5))
-        assert slope.item() == pytest.approx(
-            (above - below).item(), rel=1e-9
-        )  # central differences of a quadratic function are exact
+        # Central differences of a quadratic function are exact.
+        assert slope.item() == pytest.approx((above - below).item(), rel=1e-9)
         for engine in ("numpy", None):
             with pytest.raises(RuntimeError, match="has no second derivative: use engine='ops'"):
                 mx.jvp(lambda dh, engine=engine: number(dh, engine), [model.dh], [out.h])

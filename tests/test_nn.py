@@ -480,9 +480,8 @@ def test_gru_and_rnn_parameters_files_dtypes_and_export(layer, tmp_path):
     ours.set_dtype(mx.float32)
     mx.eval(ours.parameters())
     np.testing.assert_allclose(np.array(mx.compile(ours)(x)), np.array(ours(x)), atol=1e-6)
-    with pytest.raises(
-        ValueError, match="Unable to serialize primitive CustomTransforms"
-    ):  # docs/engines.md cites this error
+    # docs/engines.md cites this error.
+    with pytest.raises(ValueError, match="Unable to serialize primitive CustomTransforms"):
         mx.export_function(str(tmp_path / "layer.mlxfn"), ours, x)
     ours.eval()
     mx.export_function(str(tmp_path / "layer.mlxfn"), ours, x)

@@ -280,9 +280,8 @@ def test_gradient_of_the_gradient_op_is_right_or_refused(kind):
 
         along = (mx.grad(lambda dh: number(dh, "ops"))(dh) * seen).sum().item()
         step = lambda k: number(dh + k * seen, "ops").item()  # noqa: E731
-        assert along == pytest.approx(
-            (step(1) - step(-1)) / 2, rel=1e-9
-        )  # central differences of a quadratic function are exact
+        # Central differences of a quadratic function are exact.
+        assert along == pytest.approx((step(1) - step(-1)) / 2, rel=1e-9)
         with pytest.raises(RuntimeError, match="second derivative"):
             mx.eval(mx.grad(lambda dh: number(dh, "numpy"))(dh))
 
