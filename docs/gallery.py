@@ -32,8 +32,9 @@ EXAMPLES = {  # in the order of the page: what each draws in runs/, if anything
 }
 HEAD = """# Gallery: the examples, what they print and draw
 
-`.venv/bin/python docs/gallery.py` makes this page and its pictures by running every example. Times in the outputs are
-those of one run on two shared cores, so they say little about speed; [speed](speed.md) has measured figures.
+This page shows every example with its command, its output and its picture. `.venv/bin/python docs/gallery.py` generates
+the page by running the examples. The times in the outputs are from one run on two shared cores of a Linux machine, so
+they say little about speed; the page [speed](speed.md) has measured figures.
 """
 
 

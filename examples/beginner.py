@@ -3,9 +3,10 @@
     python examples/beginner.py        # half a minute
     python examples/beginner.py 2000   # more steps: better text
 
-The text is part of every Python, so nothing is downloaded. The last line compares the model with a table that counts
-which character follows which. The unit is bits per character: lower is better, and each bit less halves the number of
-characters that the model hesitates between. examples/char_lm.py is a complete run, with checkpoints and validation.
+The training text comes with every Python, so nothing is downloaded. The last printed line compares the model with a
+table that counts which character follows which. The unit is bits per character. Lower is better: one bit less means
+that the model hesitates between half as many characters. examples/char_lm.py is a more complete program, with
+checkpoints and validation.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""A character language model: embedding -> LSTM -> softmax over all characters, on the text of Python's documentation.
+"""A character language model: an embedding, an LSTM and a softmax predict the next character of Python's documentation.
 
     python examples/char_lm.py                                  # a minute and a half on a CPU core, less on a quiet one
     python examples/char_lm.py --resume                         # continues after Ctrl-C, with the same bits
@@ -7,10 +7,11 @@
     python examples/char_lm.py --dtype bfloat16                 # weights and activations of 16 bits
     mlx.launch -n 2 -- python examples/char_lm.py --distributed # the same batch, shared by two processes
 
-The text is `pydoc_data.topics`, part of every Python (its wording differs between versions). The first nine tenths are
-for training, the last tenth, one contiguous piece, for validation. Some documentation topics repeat passages of others:
-about one line in ten of the validation text is also in the training text. The baseline, a Kneser-Ney trigram, reads the
-same split. The run leaves checkpoint.safetensors, loss.png and sample.txt in the folder `--out`.
+The text is `pydoc_data.topics`, which comes with every Python (its wording differs between versions). The model trains
+on the first nine tenths of the text. The last tenth, one contiguous piece, is for validation. Some documentation topics
+repeat passages of others: about one line in ten of the validation text also occurs in the training text. The baseline
+is a Kneser-Ney trigram, a model that counts triples of characters, with the same training and validation text. The run
+writes checkpoint.safetensors, loss.png and sample.txt into the folder `--out`.
 
 How the sizes were chosen, with MLX's CPU wheel for Linux:
 

@@ -1,10 +1,10 @@
-"""Text classification with padding: sequences of many lengths in one batch, read by a bidirectional LSTM.
+"""Text classification with padding: a bidirectional LSTM classifies sequences of many lengths in one batch.
 
     python examples/classify.py  # half a minute; an optional argument is the number of steps
 
-The task: predict a Unicode character's category from its name. GREEK SMALL LETTER ALPHA is a lower-case letter, CIRCLED
-DIGIT ONE a number; Python's `unicodedata` has both. `lengths` says where each name ends, so the padding is never read.
-The last line of the output compares with a naive Bayes classifier of words, on names not used for training.
+The model reads the name of a Unicode character and predicts the character's category. For example, GREEK SMALL LETTER
+ALPHA is a lower-case letter. The argument `lengths` says where each name ends, so the LSTM never reads the padding. The
+last printed line compares the model with a naive Bayes classifier on names that neither has seen.
 """
 
 import os

@@ -1,10 +1,10 @@
-"""Time series forecast: an LSTM learns the next value of a chaotic series, then continues from its own values.
+"""Time series forecast: an LSTM learns to predict the next value of a chaotic series.
 
     python examples/forecast.py  # writes runs/forecast.png; needs `pip install matplotlib`
 
-The series is the Mackey-Glass equation, dx/dt = 0.2 x(t - 17) / (1 + x(t - 17)^10) - x(t) / 10. The last line of the
-output has errors over 50 values not used for training: of the LSTM, of a linear model of the last 20 values, and of the
-guess that nothing changes.
+After training, the LSTM continues the series from its own predictions. The series follows the Mackey-Glass equation,
+dx/dt = 0.2 x(t - 17) / (1 + x(t - 17)^10) - x(t) / 10. The last printed line has the errors over 50 values not used for
+training: of the LSTM, of a linear model of 20 values, and of the guess "no change".
 """
 
 import os

@@ -1,12 +1,13 @@
-"""Keras to MLX and back: an LSTM trained by Keras on TensorFlow is trained further in MLX.
+"""Keras to MLX and back: Keras trains an LSTM on TensorFlow, then MLX trains it further.
 
     python examples/from_tensorflow.py                      # needs tensorflow and keras
     python examples/from_tensorflow.py --hidden 256 --steps 400
 
-The model predicts the next character of Python's documentation (`pydoc_data.topics`, part of every Python): an
-embedding, an LSTM, a dense layer. Keras trains it for `--steps` steps. Then its weights move into MLX layers, which
-give the same logits, and MLX trains it for as many steps more. At the end the weights go back, and Keras computes the
-same loss as MLX. Training reads the first nine tenths of the text; the loss is measured on the last tenth.
+The model predicts the next character of Python's documentation (`pydoc_data.topics`, which comes with every Python): it
+has an embedding, an LSTM and a dense layer. Keras trains it for `--steps` steps. Then its weights move into MLX layers,
+which compute the same logits, and MLX trains the model for the same number of steps. At the end the weights go back to
+Keras, which computes the same loss as MLX. Training reads the first nine tenths of the text; the loss is measured on
+the last tenth.
 """
 
 from __future__ import annotations

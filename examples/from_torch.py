@@ -1,11 +1,11 @@
-"""PyTorch to MLX and back: an LSTM, GRU or RNN of any depth. Constructors and names of weights are the same.
+"""PyTorch to MLX and back: an LSTM, GRU or RNN with any number of layers, converted in both directions.
 
     python examples/from_torch.py                        # an LSTM of two layers in both directions
     python examples/from_torch.py --mode gru --layers 3
     python examples/from_torch.py --save lstm.safetensors
 
-The functions `from_torch` and `to_torch` convert the layers. The rest runs both layers, with random weights, on one
-batch of sequences of different lengths, and prints how far outputs and gradients differ. Needs `pip install torch`.
+The functions `from_torch` and `to_torch` convert the layer. The rest of the program runs both layers, with random
+weights, on the same sequences of different lengths and prints how much outputs and gradients differ. It needs torch.
 """
 
 import argparse

@@ -1,11 +1,11 @@
-"""Reinforcement learning: a policy with a memory, trained on rollouts in which episodes end and states are reset.
+"""Reinforcement learning: a policy with memory learns a game; its states are reset when an episode ends.
 
     python examples/policy.py  # an optional argument is the number of rollouts
 
-The game: a sign says left or right, a corridor of random length follows, and at the end of the corridor the player wins
-by turning to the side that the sign named. When an episode ends, the states of its game are reset to zero. While
-playing step by step, the program multiplies the states by 0; the gradient, over a whole rollout at once, gets the same
-resets by the argument `keep`.
+The game: a sign says left or right, then follows a corridor of random length, and at its end the player must choose the
+sign's side to win. When an episode ends, the states of that game are reset to zero. While the policy plays, step by
+step, the program multiplies the states by 0. When it computes the gradient of a whole rollout at once, the option
+`keep` makes the same resets.
 """
 
 import sys

@@ -1,10 +1,12 @@
-"""Quantized weights of 8 and 4 bits, one step at a time: time of a step, memory of the model, error of the outputs.
+"""Quantized weights of 8 and 4 bits, one step at a time: time, memory and error of a model.
 
     python examples/quantized_streaming.py            # two LSTM layers of 640 units
     python examples/quantized_streaming.py 2 256
 
-Each width runs in a process of its own. On a CPU the engine `numpy` dequantizes the weights once and caches the
-matrices, so memory holds both. The Metal engines read the quantized weights themselves.
+The example measures two LSTM layers with weights of 32, 8 and 4 bits: the time of a step, the memory, and the error of
+the outputs. Each number of bits runs in a separate process. On a CPU the engine `numpy` dequantizes the weights once
+and caches the matrices, so memory holds both the quantized weights and the matrices. The Metal engines read the
+quantized weights themselves.
 """
 
 import os

@@ -1,9 +1,9 @@
-"""Streaming: voice activity detection, frame by frame, with the LSTM's states passed from one call to the next.
+"""Streaming: an LSTM detects voice activity frame by frame; each call passes its states to the next.
 
     python examples/voice_activity.py  # an optional argument is the number of steps
 
-The sound is synthetic: syllables with three formants, and hisses, in noise of changing level and color. The last output
-lines compare with the best threshold on the energy, and streaming with one call for all frames.
+The sound is synthetic: syllables with three formants (resonances) and hisses, in noise. The last lines compare the LSTM
+with the best threshold on the energy, and compare streaming with one call for the whole sequence.
 """
 
 import os

@@ -384,8 +384,9 @@ class LSTM(Layers):
             hx (tuple, optional): (h_0 [K D, N, S], c_0 [K D, N, H]), without N for an input without it; layers come in
                 order, and in each layer the forward direction comes first. Default: zeros.
             lengths (integer array or list, optional): [N], each in 0..L, in place of torch's packed sequences. Past its
-                length an item's output is 0 and its input is never read; its last state is the state at step
-                `lengths[n] - 1`, where the second direction starts.
+                length an item's output is 0 and its input is never read; its last state is the state after its last
+                step (`lengths[n] - 1`), where the second direction starts. The last state of the second direction is
+                the state at step 0.
             key (array, optional): the random key of dropout, from `mx.random.key`: the same key drops the same
                 elements. Default: MLX's global generator; a compiled function takes `mx.random.state` as an input.
             keep (array, optional): [L, N], [N, L] with `batch_first`, or [L]: a factor on the states of every layer

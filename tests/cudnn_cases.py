@@ -1,4 +1,5 @@
-"""Random stacks of layers for the cuDNN ops, and functions that run them with `mlx_lstm`, torch and the oracle."""
+"""Random stacks of layers for the tests of cuDNN's ops, and functions that run them with `mlx_lstm`, torch and the
+oracle."""
 
 from typing import NamedTuple
 
@@ -17,8 +18,8 @@ OUTPUTS = ("output", "output_h", "output_c")
 
 
 class Case(NamedTuple):
-    """A random call of a cuDNN op: sizes, attributes, lengths; float64 arrays under the op's argument names: inputs,
-    and cotangents of the outputs."""
+    """A random call of a cuDNN op: sizes, attributes and lengths. `inputs` and the outputs' `cotangents` are dicts
+    of float64 arrays under the op's argument names."""
 
     mode: str
     L: int
@@ -44,17 +45,17 @@ class Case(NamedTuple):
 
     @property
     def outputs(self):
-        """Return the names of the outputs that have a meaning in this mode (only an LSTM has output_c)."""
+        """The names of the outputs that have a meaning in this mode. Only an LSTM has output_c."""
         return OUTPUTS if self.mode == "lstm" else OUTPUTS[:2]
 
 
 def draw(seed, **fixed):
-    """Return a random case. `fixed` sets fields that are not to be drawn."""
+    """Return a random case. Fields given in `fixed` are not random."""
     rng = np.random.default_rng(seed)
     pick = lambda *values: values[rng.integers(len(values))]  # noqa: E731
     sizes = {"mode": pick(*MODES), "L": pick(1, 1, 2, 3, 4), "D": pick(1, 2), "T": pick(1, 2, 3, 5)}
     sizes |= {"N": pick(1, 2, 3, 5), "I": pick(1, 3, 4), "H": pick(2, 3, 5)} | fixed
-    # torch requires P < H.
+    # The projection size P must be less than H, as torch requires.
     sizes.setdefault("P", pick(0, 0, 1, sizes["H"] - 1) if sizes["mode"] == "lstm" else 0)
     T, N = sizes["T"], sizes["N"]
     sizes.setdefault("lengths", pick(None, rng.integers(1, T + 1, N), np.full(N, T)))
@@ -70,12 +71,13 @@ def draw(seed, **fixed):
 
 
 def lengths_of(case):
-    """Return `sequence_lengths` for the op. A case without lengths gets T for every item."""
+    """Return the argument `sequence_lengths` of the op. If the case has no lengths, every sequence has length T."""
     return mx.array(np.full(case.N, case.T) if case.lengths is None else case.lengths).astype(mx.int32)
 
 
 def ours(case, dtype, engine=None, stream=None, **attributes):
-    """Run `cudnn_rnn_v3` and its backward op. Return (outputs, gradients): NumPy arrays under the ops' names."""
+    """Run our `cudnn_rnn_v3` and its backward op. Return (outputs, gradients), two dicts of NumPy arrays under the
+    ops' names."""
     with mx.stream(mx.cpu):
         given = {name: to_mlx(array, dtype) for name, array in case.inputs.items()}
         cotangents = [to_mlx(case.cotangents[name], dtype) for name in OUTPUTS]
@@ -88,8 +90,8 @@ def ours(case, dtype, engine=None, stream=None, **attributes):
 
 
 def by_torch(case, **more):
-    """Run the case with torch in float64. Return (outputs, gradients) under the ops' names; `more` are options of
-    torch's constructor."""
+    """Run the case with torch in float64. Return (outputs, gradients), two dicts of NumPy arrays under the cuDNN
+    ops' names. `more` are options of the torch layer's constructor."""
     import torch
 
     kind = {"lstm": torch.nn.LSTM, "gru": torch.nn.GRU}.get(case.mode, torch.nn.RNN)
@@ -124,20 +126,21 @@ def by_torch(case, **more):
 
 
 def torch_arrays(layers):
-    """Return the parameters of a torch layer in the order of cuDNN's buffer: all matrices, then all biases."""
+    """Return the parameters of a torch layer in the order of cuDNN's flat parameter buffer: all matrices, then all
+    biases."""
     return [getattr(layers, name) for name in torch_names(layers)]
 
 
 def torch_names(layers):
-    """Return the names of a torch layer's parameters in the order of cuDNN's buffer."""
+    """Return the names of a torch layer's parameters in the order of cuDNN's flat parameter buffer."""
     suffixes = [f"l{n}{way}" for n in range(layers.num_layers) for way in ("", "_reverse")[: 1 + layers.bidirectional]]
     matrices = ("weight_ih", "weight_hh") + (("weight_hr",) if getattr(layers, "proj_size", 0) else ())
     return [f"{kind}_{suffix}" for kinds in (matrices, ("bias_ih", "bias_hh")) for suffix in suffixes for kind in kinds]
 
 
 def by_oracle(case, fl=None):
-    """Return outputs and gradients under the ops' names, computed by the oracle in the arithmetic `fl` (float64 by
-    default)."""
+    """Return the oracle's outputs and gradients in one dict under the cuDNN ops' names. The oracle computes in the
+    arithmetic `fl` (float64 by default)."""
     fl = fl or Arithmetic(np.float64)
     layers, x = [], case.inputs["input"]
     for layer in range(case.L):
@@ -158,7 +161,7 @@ def by_oracle(case, fl=None):
 
 
 def layer_case(case, layer, x, fl):
-    """Return one layer of the stack as a case of the oracle."""
+    """Return the oracle's arguments for one layer of the stack, whose input is `x`."""
     D, H, GH = case.D, case.H, GATES[case.mode] * case.H
     matrices, biases = arrays_in(case, case.inputs["params"])
     W, R, *Pr = ([matrices[layer * D + d][n] for d in range(D)] for n in range(2 + (case.P > 0)))
@@ -180,8 +183,8 @@ def layer_case(case, layer, x, fl):
 
 
 def arrays_in(case, params):
-    """Split the parameter buffer. Return the matrices [W, R, Pr] and the biases [bW, bR] of every layer and
-    direction."""
+    """Split the flat parameter buffer. Return (matrices, biases): for every layer and direction a list [W, R] or [W,
+    R, projection], and a list [input bias, recurrent bias]."""
     GH, start, matrices, biases = GATES[case.mode] * case.H, 0, [], []
     shapes = [
         [(GH, case.I if n < case.D else case.D * case.S), (GH, case.S)] + [(case.P, case.H)] * (case.P > 0)
@@ -197,7 +200,7 @@ def arrays_in(case, params):
 
 
 def buffer_of(case, gradients):
-    """Return the gradient of the parameter buffer, joined from the oracle's gradients of all layers."""
+    """Return the gradient of the flat parameter buffer, concatenated from the oracle's gradients of all layers."""
     matrices, biases, D = [], [], case.D
     for layer in gradients:
         for d in range(D):
@@ -210,18 +213,20 @@ def buffer_of(case, gradients):
 
 
 def side_by_side(case, states, layer):
-    """Return one layer's states as [B, D S], taken from the states [L D, B, S] of the stack."""
+    """Return the states [B, D S] of one layer, taken from the states [L D, B, S] of a stack of L layers with D
+    directions."""
     return np.concatenate(list(states[layer * case.D : (layer + 1) * case.D]), axis=-1)
 
 
 def stacked(case, layers, name):
-    """Return states [L D, B, S] of the stack, joined from each layer's states [B, D S]."""
+    """Return the states [L D, B, S] of a stack of L layers with D directions, joined from the states [B, D S] of
+    each layer."""
     return np.concatenate([np.split(layer[name], case.D, axis=-1) for layer in layers])
 
 
 def draw_for(seed, dtype, **fixed):
-    """Return a random case whose values are representable in `dtype`, and in which no argument of relu is within
-    rounding of its kink."""
+    """Return a random case whose values are representable in `dtype`. No argument of relu is so close to the kink at
+    0 that rounding could move it across."""
     for attempt in range(100):
         case = draw(seed + 10**6 * attempt, **fixed)
         rounded = [{n: v.astype(dtype).astype(np.float64) for n, v in named.items()} for named in case[-2:]]
@@ -232,7 +237,7 @@ def draw_for(seed, dtype, **fixed):
 
 
 def kink_distance(case):
-    """Return the smallest distance of an argument of relu from 0."""
+    """Return the smallest distance of any argument of an activation from 0, the kink of relu."""
     fl, x, nearest = Arithmetic(np.float64), case.inputs["input"], np.inf
     for layer in range(case.L):
         here = layer_case(case, layer, x, fl)

@@ -1,7 +1,9 @@
-"""Keras in its own process, as Keras has one backend per process: `python tests/keras_files.py FOLDER`.
+"""Write Keras models and their outputs for tests: `python tests/keras_files.py FOLDER`. Keras has one backend per
+process, so this runs in a separate process.
 
-The command writes a model with every recurrent layer of Keras as files, and each layer's output. It also runs the
-models `ours_*` found in the folder, and converts Keras layers to ours and back. `test_convert.py` reads the results.
+The command saves a model with every recurrent layer of Keras as files, and the output of each layer. It also runs
+the models `ours_*` (written by `mlx_lstm`) of the folder, and converts Keras layers to ours and back.
+`test_convert.py` reads the results.
 """
 
 import sys
@@ -17,7 +19,8 @@ layers = keras.layers
 
 
 def draw(layer, seed=3):
-    """Set random weights. Keras initializes biases to 0, which would hide errors."""
+    """Set the float32 weights of a layer to random numbers. Keras itself initializes most biases to 0, which would
+    hide errors."""
     rng = np.random.default_rng(seed)
     arrays = [
         rng.normal(0, 0.5, array.shape).astype("float32") if array.dtype == np.float32 else array
@@ -27,7 +30,8 @@ def draw(layer, seed=3):
 
 
 def whole():
-    """Return (the model, a model that returns each layer's output by name)."""
+    """Return (the model with all layers, a second model with the same weights that returns a dict: layer name ->
+    output)."""
     more = {"return_sequences": True}
     inner = [
         layers.Bidirectional(layers.GRU(H, **more), name="both"),
@@ -55,8 +59,8 @@ def time_first(array):
 
 
 def there_and_back():
-    """Convert two layers of Keras into one of ours and back, and compare the weights. Return the error messages of
-    layers that cannot be converted."""
+    """Convert two Keras layers into one of ours and back, and check that the weights stay the same. Return our
+    layer's repr, followed by the error messages for layers that cannot be converted."""
     stack = [layers.Bidirectional(layers.GRU(H, return_sequences=True)) for _ in range(2)]
     stack[1](stack[0](np.zeros((B, T, I), np.float32)))
     for n, layer in enumerate(stack):
@@ -77,7 +81,7 @@ def there_and_back():
 
 
 def main(folder):
-    """Write the files and the results into `folder`."""
+    """Write the model files and the outputs of all layers into `folder`."""
     x = np.random.default_rng(0).normal(0, 0.5, (B, T, I)).astype("float32")
     model, every = whole()
     for name in ("m.keras", "m.h5"):

@@ -1,9 +1,9 @@
-"""Test mutated files of all kinds with the command `python -m mlx_lstm.convert`: it prints one line, in bounded
-memory and time.
+"""Run `python -m mlx_lstm.convert` on randomly damaged (mutated) files of all formats. The command must print one
+line and stay within limits of memory and time.
 
-Run as a script, this file is the child process that converts mutated files one after the other: `test_file_fuzz.py
-KIND FOLDER FIRST LAST`. To be fast, the child reads HDF5 in its own process. A file at which HDF5 hangs or crashes
-is then converted by the whole command.
+`test_file_fuzz.py KIND FOLDER FIRST LAST` runs this file as the child process, which converts many mutated files one
+after the other. For speed, the child reads HDF5 in its own process. A file at which HDF5 hangs or crashes is later
+converted by the complete command.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ NUMBERS = (0, 1, 0x7F, 0x80, 0xFF, 2**15, 2**16 - 1, 2**31 - 1, 2**32 - 1, 2**40
 
 
 def mutated(data, rng):
-    """Return the data with a few random changes, such as damage or an attacker would make."""
+    """Return a copy of the bytes `data` with one to four random changes, as damage or an attacker could make them."""
     data = bytearray(data)
     for _ in range(int(rng.integers(1, 5))):
         place, end = (int(n) for n in sorted(rng.integers(0, max(1, len(data)), 2)))
@@ -55,8 +55,8 @@ def mutated(data, rng):
 
 
 def mutant(path, n):
-    """Return the n-th mutated file of a kind. In zip files often a member is mutated instead, and the checksums are
-    right."""
+    """Return the bytes of the n-th mutated version of the file `path`. In zip files often only one member is
+    mutated, so that all checksums stay right."""
     data, rng = path.read_bytes(), np.random.default_rng([n, KINDS.index("".join(path.suffixes))])
     if path.suffix not in (".npz", ".keras") or rng.random() < 0.4:
         return mutated(data, rng)
@@ -71,8 +71,8 @@ def mutant(path, n):
 
 
 def convert_all(kind, folder, first, last):
-    """Convert mutated files one after the other, as the child process. Print each file's number before it, and a
-    list of errors after it."""
+    """Convert the mutated files `first` to `last` - 1 one after the other; the child process runs this function.
+    Print each file's number before its conversion, and the exit code and a list of errors after it."""
     import json
 
     import h5py  # noqa: F401 (before memory is measured)
@@ -120,8 +120,8 @@ def convert_all(kind, folder, first, last):
 
 
 def fuzz(kind, folder, count):
-    """Convert `count` mutated files of a kind. Return (accepted, refused, [number and error], [numbers at which HDF5
-    hung or crashed])."""
+    """Convert `count` mutated files of one kind in child processes. Return (counts by exit code, [(file number,
+    error)], [file numbers at which HDF5 hung or crashed])."""
     counts, wrong, lost, first = {"0": 0, "2": 0}, [], [], 0
     while first < count:
         command = [sys.executable, __file__, kind, str(folder), str(first), str(count)]
@@ -158,7 +158,7 @@ def fuzz(kind, folder, count):
         environment = os.environ | {"PYTHONPATH": str(ROOT)}
         done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=2 * SECONDS)
         refused = done.returncode == 2 and not done.stdout and done.stderr.count("\n") == 1
-        if not refused and done.returncode != 0:  # a success means that the machine was only busy
+        if not refused and done.returncode != 0:  # a success means that the child was only slow on a busy machine
             wrong.append((n, f"whole command: {done.returncode} {done.stderr[-300:]}"))
     return counts, wrong, lost
 

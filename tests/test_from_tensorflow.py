@@ -1,4 +1,4 @@
-"""Run `examples/from_tensorflow.py` with small sizes, as a user would."""
+"""Tests of `examples/from_tensorflow.py`, run with small sizes as a user would run it."""
 
 import os
 import re
@@ -13,7 +13,8 @@ SMALL = {"steps": 31, "batch": 8, "window": 12, "embedding": 8, "hidden": 16, "l
 
 
 def test_same_outputs_then_a_falling_loss_then_back():
-    """Run the example in its own process: Keras has one backend per process, and the other tests use Keras with jax."""
+    """The example's outputs agree with Keras, its loss falls during training, and the weights convert back to Keras.
+    It runs in its own process: Keras has one backend per process, and the other tests use Keras with jax."""
     pytest.importorskip("tensorflow"), pytest.importorskip("keras")
     options = [f"--{name}={value}" for name, value in SMALL.items()]
     command = [sys.executable, str(ROOT / "examples" / "from_tensorflow.py"), *options]
@@ -26,4 +27,4 @@ def test_same_outputs_then_a_falling_loss_then_back():
         assert float(difference) <= 2e-6 + 1e-5 * float(largest)
     at_keras, *in_mlx, back, last = (float(number) for number in re.findall(r": (\d\.\d{4})", run.stdout))
     assert len(in_mlx) == 4 and at_keras > in_mlx[0] > in_mlx[1] > in_mlx[2]
-    assert abs(back - last) <= 1e-4 and last == in_mlx[3]  # that of the last step
+    assert abs(back - last) <= 1e-4 and last == in_mlx[3]  # the loss after the last training step

@@ -1,4 +1,5 @@
-"""Tests of `examples/from_torch.py`: weights convert both ways to the bit; outputs and gradients are equal."""
+"""Tests of `examples/from_torch.py`: weights convert from torch and back bit for bit, and outputs and gradients
+agree with torch."""
 
 import importlib.util
 import re
@@ -42,7 +43,8 @@ def test_there_and_back(example, name):
         assert np.array_equal(np.array(ours[name]), one.detach().numpy())
     rng = np.random.default_rng(0)
     x, lengths = rng.standard_normal((6, 3, layer.input_size), np.float32), np.array([2, 6, 1])
-    # torch's own error is its float32 result minus its float64 one. Ours may be twice as large, plus a few last bits.
+    # torch's own error is its float32 result minus its float64 result. Our error may be twice as large, plus a few
+    # roundings.
     exact = example.run_torch(layer.double(), x.astype(np.float64), lengths)
     rounded = example.run_torch(again, x, lengths)
     got = example.run_mlx(ours, x, lengths)

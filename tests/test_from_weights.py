@@ -1,4 +1,5 @@
-"""`mlx_lstm.nn.from_weights`: a layer with any option of the cell equals the op with that option, layer after layer."""
+"""Tests of `mlx_lstm.nn.from_weights`: a stack of layers with any option of the cell gives the same results as one
+call of the op per layer with this option."""
 
 import mlx.core as mx
 import numpy as np
@@ -20,7 +21,7 @@ OPTIONS = {
 
 
 def arrays_of(op, n, D, options):
-    """Random arguments of layer n for the op."""
+    """Return random weights and biases of layer n as arguments of the op."""
     G, own = {"lstm": 4, "gru": 3, "rnn": 1}[op], (2,) if D == 2 else ()
     has_all = "cell_clip" in options
     width = P if has_all else H
@@ -33,7 +34,8 @@ def arrays_of(op, n, D, options):
 
 
 def run_op(op, layers, x, states, D, lengths, keep, options):
-    """Output and last states by calls of the op: the loop that a program would write."""
+    """Return [output, last states] of a stack of layers, computed by one call of the op per layer, as a user's
+    program would do it."""
     x, last = mx.swapaxes(x, 0, 1), []
     for n, arrays in enumerate(layers):
         first = {}
@@ -57,7 +59,8 @@ def test_equals_the_op_with_all_gradients(case, D, engine):
     ops = [arrays_of(op, n, D, options) for n in range(2)]
     weights = convert.from_ops(op, ops, bidirectional=D == 2, **options)
     layer = nn.from_weights(weights, engine=engine)
-    # The layer's own order of gates: its parameters are arguments of the op with `weights.options`.
+    # The layer may store the gates in another order. `weights.options` are the options with which the op accepts the
+    # layer's parameters as arguments.
     keywords = {name: value for name, value in weights.options.items() if name != "bidirectional"}
     widths = {"h": P if "cell_clip" in options else H} | ({"c": H} if op == "lstm" else {})
     states = {name: mx.random.normal((2 * D, B, width)) for name, width in widths.items()}

@@ -1,9 +1,10 @@
-"""Random cases of everything public against the float64 oracle.
+"""Compare random cases of everything public with the float64 oracle.
 
-`--fuzz N` runs N cases. They differ every day unless `--fuzz-seed` gives the seed.
+`--fuzz N` runs N cases. The cases differ every day unless `--fuzz-seed` gives the seed.
 
-A case is made of a number and the seed of the run: which surface it tests, its options, dtype, arrays and their
-memory layout, and the engine. A case that fails is added to FAILED_ONCE, which every run repeats.
+The seed of the run and the case's number determine a case: the public API under test, its options, dtype, arrays and
+their memory layout, and the engine. A case that failed is added to FAILED_ONCE, and every run repeats the cases of
+this list.
 """
 
 from collections import Counter
@@ -45,27 +46,29 @@ from mlx_lstm.oracle import evaluate, forward
 from mlx_lstm.oracle.arithmetic import ACTIVATION_UNITS
 from mlx_lstm.oracle.closeness import TRIALS, assert_within, exact_and_bounds, float_of, keeps_off_kinks
 
-pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # NumPy's, of infinities
+# Infinities are part of the tests, and NumPy warns of them.
+pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
 
 PARTS = 20
-"""So that processes share the cases."""
+"""Number of parts into which the cases are split, so that several processes can share them."""
 
-FAILED_ONCE = [(20261122, 275), (20261122, 1065)]  # a clip of an infinite c in `ops` made NaN
-FAILED_ONCE += [(20261123, 856)]  # sums of 1e15 next to the kinks of hard sigmoids
-"""(seed, number) of cases that a change of the library or of the judge made right."""
+FAILED_ONCE = [(20261122, 275), (20261122, 1065)]  # engine `ops` returned NaN for a clipped infinite c
+FAILED_ONCE += [(20261123, 856)]  # sums of the size 1e15 came too close to the kinks of hard sigmoids
+"""(seed, number) of each case that failed before a fix of the library or of the comparison with the oracle."""
 
 SIZES = [[1, 2, 3, 5], [1, 2, 3, 16, 17], [1, 3, 8], [1, 2, 5], [1, 3]]
 LARGE = (33, 20, 9, 40, 17)
 DTYPES = (np.float32, np.float32, np.float32, np.float64, np.float16, ml_dtypes.bfloat16)
 SMOOTH = ("identity", "tanh", "sigmoid")
-"""Activations in 16 bits: rounding to half moves arguments across the kinks of the others."""
+"""Activations for 16-bit dtypes. With other activations, rounding to 16 bits moves arguments across their kinks."""
 
 ENGINES = ("numpy", "numpy", "ops", "ops", None)
 METAL_PAIRS = pairs(EVERY_OPTION)
 
 
 class UnfitError(Exception):
-    """The drawn case leaves the range of its dtype or comes too close to a kink."""
+    """Raised if a drawn case leaves the range of its dtype or comes too close to a kink of an activation (e.g. 0 for
+    relu)."""
 
 
 def pick(rng, values):
@@ -76,9 +79,11 @@ def pick(rng, values):
 
 
 def judged(values, dtype, *found):
-    """Check results by name against the bounds of `values`, a function of an `Arithmetic`.
+    """Check that each dict of results in `found` lies within the error bounds around the exact values. `values`
+    computes the exact results in a given `Arithmetic`.
 
-    The bounds take most of the time. The bounds of two trials lie within those of all trials and nearly always hold.
+    Computing the error bounds takes most of the time. Therefore two random trials are used first: their bounds are
+    at most as wide as the bounds of all trials, and nearly all results lie within them.
     """
     for trials in (2, TRIALS):
         exact, limit = exact_and_bounds(values, dtype, trials)
@@ -98,17 +103,19 @@ def judged(values, dtype, *found):
 
 
 def first_order(exact, limit, dtype):
-    """Raise UnfitError if the case amplifies errors so much that the bounds say too little. The trials move float64
-    numbers by 2^27 of its roundings, which must stay a first-order change."""
+    """Raise UnfitError if the case amplifies float64 rounding errors so much that the error bounds say too little.
+    The trials for the bounds perturb numbers by 2^27 float64 roundings, which must change the results only to first
+    order."""
     sizes = {name: max(1.0, np.abs(value).max(initial=0)) for name, value in exact.items()}
     if dtype == np.float64 and any(limit[name] > 2.0**-28 * size for name, size in sizes.items()):
         raise UnfitError
 
 
 def in_range(exact, dtype):
-    """Raise UnfitError if a product of two results could overflow."""
+    """Raise UnfitError if the square of a value, with some margin, would overflow the dtype."""
     room = np.sqrt(float(ml_dtypes.finfo(dtype).max)) / 16
-    if not all(np.abs(value).max(initial=0) < room for value in exact.values()):  # NaN compares false
+    # Comparisons with NaN are false, so NaN raises, too.
+    if not all(np.abs(value).max(initial=0) < room for value in exact.values()):
         raise UnfitError
 
 
@@ -116,8 +123,8 @@ def in_range(exact, dtype):
 
 
 class Giver:
-    """Makes MLX arrays with random memory layouts, and knows what they must hold afterwards. `give` replaces
-    `cases.to_mlx`."""
+    """Converts NumPy arrays to MLX arrays with random memory layouts and later checks that nobody changed them. The
+    method `give` replaces `cases.to_mlx`."""
 
     def __init__(self, rng):
         self.rng, self.seen, self.held = rng, {}, []
@@ -128,7 +135,7 @@ class Giver:
         if key not in self.seen:
             self.seen[key] = pick(self.rng, FORMS)(self.rng, array, dtype)
             self.held.append((self.seen[key], array))
-        return self.seen[key]  # two arguments of the same values are one array
+        return self.seen[key]  # two arguments with equal values share one array
 
     def assert_unchanged(self):
         for given, array in self.held:
@@ -140,7 +147,7 @@ def unevaluated(rng, array, dtype):
 
 
 def strided(rng, array, dtype):
-    """Return the array as a part of a larger one, forwards or backwards along each axis."""
+    """Return the array as a strided part of a larger array; some axes run backwards in memory."""
     steps, back = rng.integers(1, 4, array.ndim), rng.random(array.ndim) < 0.3
     wide = np.full([n * step for n, step in zip(array.shape, steps, strict=True)], np.nan)
     cut = tuple(slice(None, None, step) for step in steps)
@@ -150,20 +157,20 @@ def strided(rng, array, dtype):
 
 
 def permuted(rng, array, dtype):
-    """Return the array with its axes in another order in memory."""
+    """Return the array with its axes in random order in memory."""
     order = rng.permutation(array.ndim)
     return mx.contiguous(to_mlx(array.transpose(order), dtype)).transpose(*np.argsort(order).tolist())
 
 
 def offset(rng, array, dtype):
-    """Return the array at an offset from the start of its memory."""
+    """Return the array as a slice that starts behind the start of a larger buffer."""
     before = int(rng.integers(1, 9))
     flat = np.concatenate([np.full(before, np.nan), array.ravel().astype(np.float64), [np.nan]])
     return to_mlx(flat, dtype)[before:-1].reshape(array.shape)
 
 
 def repeated(rng, array, dtype):
-    """Return the array with equal rows stored once (stride 0)."""
+    """Return the array with stride 0 along its first axis if all its rows are equal; otherwise return it unchanged."""
     if array.ndim and (array == array[:1]).all():
         return mx.broadcast_to(to_mlx(array[:1], dtype), array.shape)
     return to_mlx(array, dtype)
@@ -176,7 +183,8 @@ FORMS = [lambda rng, array, dtype: to_mlx(array, dtype), unevaluated, strided, p
 
 
 def drawn(rng, dtype, sizes, **options):
-    """Draw a case and some cotangents; sometimes rows or arrays are equal, or all but one element are 0."""
+    """Return a random (case, cotangents); the cotangents are given for some of the outputs. Sometimes the rows of an
+    array are equal, two arrays are equal, or an array is scaled to tiny numbers."""
     case = draw(rng, sizes=sizes, dtype=dtype, **options)
     arrays = [value for value in case.values() if isinstance(value, np.ndarray) and value.dtype == dtype]
     if rng.random() < 0.2:
@@ -195,7 +203,7 @@ def drawn(rng, dtype, sizes, **options):
 
 
 def any_options(rng, dtype, sizes):
-    """Draw all options of a cell at once."""
+    """Return a random combination of all options of a random cell. In 16-bit dtypes the activations are smooth."""
     options = combination(rng, sizes, **pick(rng, list(KINDS.values())))
     if float_of(dtype).eps > 1e-4:
         options |= {"activation": pick(rng, SMOOTH)} if "activation" in options else {}
@@ -205,7 +213,7 @@ def any_options(rng, dtype, sizes):
 
 
 def any_case(rng, least=1):
-    """Draw (case, cotangents, dtype) with at least this batch size."""
+    """Return a random (case, cotangents, dtype) with a batch of at least `least` sequences."""
     dtype = pick(rng, DTYPES)
     sizes = LARGE if rng.random() < 0.03 else tuple(pick(rng, values) for values in SIZES)
     sizes = (sizes[0], max(least, sizes[1]), *sizes[2:])
@@ -213,7 +221,8 @@ def any_case(rng, least=1):
 
 
 def metal_case(rng, least=1):
-    """Draw (engine, case, cotangents, dtype) for a Metal engine, with one option, so that few kernels are compiled."""
+    """Return a random (engine, case, cotangents, dtype) for a Metal engine. The case has only one option, so that
+    few kernels must be compiled."""
     engine, option = pick(rng, METAL_PAIRS)
     kinks = "relu" in option or "hard" in option
     dtype = np.float32 if kinks else pick(rng, (np.float32, np.float16, ml_dtypes.bfloat16))
@@ -222,7 +231,8 @@ def metal_case(rng, least=1):
 
 
 def recurrence_on_cpu(rng):
-    """Check `lstm`, `gru` and `rnn` through `mx.vjp`, their gradient ops, and inference."""
+    """Check `lstm`, `gru` and `rnn` on the CPU: their outputs without a gradient, their gradients by `mx.vjp`, and
+    their gradient ops."""
     case, cotangents, dtype = any_case(rng)
     engine, giver = pick(rng, ENGINES), Giver(rng)
     with patch("cases.to_mlx", giver.give):
@@ -233,7 +243,8 @@ def recurrence_on_cpu(rng):
 
 
 def inferred(rng, case, engine, dtype, giver):
-    """Return the outputs without a gradient, from arrays that nobody else holds or in a compiled function."""
+    """Return the outputs computed without a gradient, either in a compiled function or from temporary arrays that
+    only the op holds."""
     op, arrays, options = split(case)
     options |= {"engine": engine, "return_gates": True, "training": pick(rng, (False, True))}
 
@@ -242,7 +253,7 @@ def inferred(rng, case, engine, dtype, giver):
         return [getattr(out, name) for name in OUTPUTS_OF[op]]
 
     with mx.stream(mx.cpu):
-        if engine != "numpy" and rng.random() < 0.01:  # MLX calls a C++ compiler
+        if engine != "numpy" and rng.random() < 0.01:  # rare, because MLX calls a slow C++ compiler
             outputs = mx.compile(outputs_of)(*(giver.give(array, dtype) for array in arrays.values()))
         else:
             outputs = outputs_of(*(to_mlx(array, dtype) * 1 for array in arrays.values()))
@@ -260,12 +271,12 @@ def recurrence_on_metal(rng):
 
 TROUBLE = {"huge or tiny": (1e30, -1e30, 1e-38), "infinite": (np.inf, -np.inf), "not a number": (np.nan,)}
 PER_ITEM = {"x": 1, "h": 1, "c": 1, "gates": 1, "hT": 0, "cT": 0, "h0": 0, "c0": 0}
-"""Outputs, and gradients of arrays, that belong to the items of a batch, and the axis on which these are."""
+"""Names of the outputs and gradients with a batch axis, and the index of this axis."""
 
 
 def item_in_trouble(rng, metal=False):
-    """Check that infinities, NaN, huge and tiny numbers of one item, or of its cotangents, change no bit of another
-    item."""
+    """Check that infinities, NaN, huge and tiny numbers in one sequence of the batch, or in its cotangents, do not
+    change a single bit of the other sequences."""
     engine, case, cotangents, dtype = metal_case(rng, 2) if metal else (pick(rng, ENGINES), *any_case(rng, 2))
     kind, item = pick(rng, list(TROUBLE)), int(rng.integers(case["x"].shape[1]))
     given = [name for name in ("x", "h0", "c0") if case.get(name) is not None]
@@ -283,7 +294,8 @@ def item_in_trouble(rng, metal=False):
 
 
 def spoil(rng, name, array, item, kind):
-    """Overwrite some of the item's numbers, or none."""
+    """Return a copy of the array in which none, some or all numbers of one sequence of the batch are replaced by
+    NaN, infinite, huge or tiny numbers."""
     array = array.copy()
     own = array.swapaxes(0, PER_ITEM[name])[item]
     some = rng.random(own.shape) < pick(rng, (0.0, 0.2, 1.0))
@@ -293,11 +305,11 @@ def spoil(rng, name, array, item, kind):
 
 
 def assert_same_pattern(case, item, found):
-    """Check that the outputs are NaN exactly where the oracle's are.
+    """Check that the outputs of one sequence are NaN exactly where the oracle's outputs are NaN.
 
-    Infinities are not compared on Metal, where the sigmoid of minus infinity is 2^-126, whose product with infinity
-    is not NaN. They are not compared for a GRU either: z h + (1 - z) n and n + z (h - n) are both right and differ
-    at infinity.
+    Infinities are not compared on Metal: there the sigmoid of minus infinity is 2^-126, whose product with infinity
+    is not NaN. Infinities are not compared for a GRU either: z h + (1 - z) n and n + z (h - n) are both correct
+    formulas, and they differ at infinity.
     """
     with np.errstate(all="ignore"):
         exact = forward(**case)
@@ -311,7 +323,7 @@ def item_in_trouble_on_metal(rng):
 
 
 def threads(rng):
-    """Check that four threads at once get the same bits as each thread alone."""
+    """Check that calls in four concurrent threads give bit for bit the same results as the same calls alone."""
     work = []
     while len(work) < 4:
         case, cotangents, dtype = any_case(rng)
@@ -321,8 +333,9 @@ def threads(rng):
         together = list(pool.map(lambda arguments: joined(run(*arguments)), work * 3))
     for number, results in enumerate(together):
         for name, value in results.items():
+            # In float64, because NumPy treats two NaN of bfloat16 as unequal.
             found, expected = (array.astype(np.float64) for array in (value, alone[number % 4][name]))
-            np.testing.assert_array_equal(found, expected, err_msg=name)  # which calls NaN of bfloat16 unequal
+            np.testing.assert_array_equal(found, expected, err_msg=name)
 
 
 # --- The layers, and the vendors' ops --------------------------------------------------------------------------------
@@ -335,8 +348,8 @@ NAMES_OF_NN = {
 
 
 def layers_of_nn(rng):
-    """Check `nn.LSTM`, `GRU` and `RNN` with any batch axes: outputs and the gradients of input, states and
-    parameters."""
+    """Check the outputs of `nn.LSTM`, `nn.GRU` and `nn.RNN` with any number of batch axes, and the gradients of
+    input, states and parameters."""
     op, dtype = pick(rng, list(NAMES_OF_NN)), pick(rng, DTYPES)
     kind, names, states = NAMES_OF_NN[op]
     batch, (T, _, I, H, _) = pick(rng, ((), (1,), (3,), (2, 3), (16,))), (pick(rng, values) for values in SIZES)
@@ -370,7 +383,7 @@ def layers_of_nn(rng):
 
 
 def a_stack(rng):
-    """Draw a case of cuDNN's ops and its dtype."""
+    """Return (a random case of cuDNN's ops, its dtype)."""
     dtype = pick(rng, DTYPES)
     modes = [mode for mode in cudnn_cases.MODES if mode != "rnn_relu" or float_of(dtype).eps < 1e-4]
     return cudnn_cases.draw_for(int(rng.integers(10**6)), dtype, mode=pick(rng, modes)), dtype
@@ -386,7 +399,8 @@ def ops_of_cudnn(rng):
 
 
 def layers_of_torch(rng):
-    """Check `torch.LSTM`, `GRU` and `RNN` with the stack of cuDNN's op, in torch's parameters."""
+    """Check `mlx_lstm.torch.LSTM`, `GRU` and `RNN` on a random case of cuDNN's ops. The flat parameter buffer of
+    cuDNN is split into torch's parameters."""
     case, dtype = a_stack(rng)
     kind, options = case.mode[:3].upper() if case.mode.startswith("rnn") else case.mode.upper(), {}
     options |= {"nonlinearity": case.mode[4:]} if kind == "RNN" else {}
@@ -420,7 +434,7 @@ def layers_of_torch(rng):
 
 
 def ops_of_tensorflow(rng):
-    """Check an op of TensorFlow through `mx.vjp`, and its gradient op."""
+    """Check one of TensorFlow's ops: its outputs, its gradients by `mx.vjp`, and its gradient op."""
     op, dtype = pick(rng, tf_cases.OPS), pick(rng, (np.float32, np.float64, np.float16))
     engine, seed, giver = pick(rng, ENGINES), int(rng.integers(10**6)), Giver(rng)
     case = tf_cases.draw(op, seed, dtype)
@@ -441,12 +455,13 @@ def ops_of_tensorflow(rng):
 
 
 def prefixed(gradients):
-    """Return the gradients by the names of the op's arguments. A GRU has an output c, but no argument of that name."""
+    """Return the gradients under the names of the op's arguments with a d in front. Without the d the gradient c of
+    a GRU op would have the name of the output c."""
     return {f"d{name}": value for name, value in gradients.items()}
 
 
 def tensorflows(op, said, cotangents, fl):
-    """Return the oracle's outputs and gradients under TensorFlow's names."""
+    """Return the oracle's outputs and gradients in one dict under TensorFlow's names."""
     outputs, gradients = evaluate(said, cotangents, fl)
     gates = np.split(outputs["gates"], 3 if op == "gru_block_cell" else 4, axis=-1)
     if op == "gru_block_cell":
@@ -471,7 +486,8 @@ def ops_of_mpsgraph(rng):
 
 
 def weights_of_keras(rng):
-    """Check that Keras' weights convert to ours and back to the bit, and that a layer runs on them."""
+    """Check that weights convert from Keras to ours and back bit for bit, and that our op computes the right outputs
+    with the converted weights."""
     op, dtype = pick(rng, ("lstm", "gru")), pick(rng, (np.float32, np.float64))
     options = {"reset": pick(rng, ("after", "before"))} if op == "gru" else {}
     T, B, I, H = (pick(rng, values) for values in SIZES[:4])
@@ -494,7 +510,7 @@ def weights_of_keras(rng):
 
 
 def weights_converted(rng):
-    """Check that weights survive three formats in a row, to the bit."""
+    """Check that weights are bit for bit the same after conversions to three random formats and back."""
     cell = pick(rng, (LSTMCell(), GRUCell(), GRUCell(reset="before"), RNNCell(), RNNCell("relu")))
     projected = isinstance(cell, LSTMCell) and rng.random() < 0.3
     formats = ["ops"] + ["torch", "layer", "cudnn"] * (cell != GRUCell(reset="before"))
@@ -510,7 +526,7 @@ def weights_converted(rng):
 
 # --- The run ---------------------------------------------------------------------------------------------------------
 
-SURFACES = {  # how often, out of a hundred
+SURFACES = {  # checking function: how many of a hundred cases it gets
     recurrence_on_cpu: 36,
     recurrence_on_metal: 1,
     item_in_trouble: 15,
@@ -527,7 +543,8 @@ SURFACES = {  # how often, out of a hundred
 
 
 def run_case(seed, number):
-    """Run a case and return the name of its surface. An unfit case is drawn again."""
+    """Run one random case and return the name of the function that checked it. A case that raises UnfitError is
+    drawn again."""
     surface = np.random.default_rng([seed, number]).choice(list(SURFACES), p=np.array([*SURFACES.values()]) / 100)
     for attempt in range(1000):
         try:
@@ -541,7 +558,8 @@ def run_case(seed, number):
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(PARTS))
 def test_random_cases(request, record_property, part):
-    """All failures of a share of the cases are reported, not only the first."""
+    """Random cases agree with the oracle. Each part runs its share of the cases and reports all failures, not only
+    the first."""
     seed, count = request.config.getoption("--fuzz-seed"), request.config.getoption("--fuzz")
     tried, failures = Counter(), []
     for number in range(part, count, PARTS):
@@ -560,7 +578,8 @@ def test_cases_that_failed_once():
 
 @pytest.mark.parametrize("surface", SURFACES)
 def test_each_surface_once(surface):
-    """Each surface runs in every test run, so that the fuzz itself keeps working."""
+    """Each checking function passes on one random case. It runs in every test run, so that errors in the fuzz test
+    itself are noticed."""
     number = 0
     while True:
         try:

@@ -1,5 +1,5 @@
-"""Test files that lie about their contents. Each file attacks one weakness; the reader prints one line of error, in
-bounded memory and time."""
+"""Tests with files that lie about their contents. Each file attacks one weakness of the reader. The reader must
+print one line of error and stay within limits of memory and time."""
 
 import bz2
 import io
@@ -37,7 +37,8 @@ def layer(H=4, I=3):
 
 
 def refusal(capsys, *arguments):
-    """Run the command, assert that it converts nothing, and return its one printable line of error."""
+    """Run the convert command, assert that it converts nothing, and return its only line of error, which must be
+    printable."""
     assert main([str(argument) for argument in arguments]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("not converted: ") and err.count("\n") == 1 and err[:-1].isprintable()
@@ -46,8 +47,8 @@ def refusal(capsys, *arguments):
 
 
 def peak_memory(*arguments):
-    """Run the command in a process with a limit of memory. Return (exit code, stderr, MB used above those of the
-    imports)."""
+    """Run the convert command in a process with limited memory. Return (exit code, stderr, MB of memory used in
+    addition to the imports)."""
     code = """
 import resource, sys
 from mlx_lstm.convert.__main__ import main
@@ -71,7 +72,7 @@ sys.exit(code)
 
 
 def keras_file(path, change):
-    """Write a .weights.h5 or .keras file of one layer, then let `change` alter its HDF5 contents."""
+    """Write a .weights.h5 or .keras file of one layer and let `change` alter its HDF5 contents."""
     convert.write(path, {"lstm": layer()})
     if path.suffix == ".h5":
         with h5py.File(path, "r+") as file:
@@ -193,8 +194,8 @@ def test_onnx_reads_other_files_only_if_asked(tmp_path, capsys):
 
 
 def test_temporary_names_follow_no_link(tmp_path, monkeypatch):
-    """A link planted under a temporary name leads to no write into the user's file: names are not predictable, and a
-    name that exists is refused."""
+    """A symbolic link planted under a temporary name never makes the program overwrite another file of the user:
+    temporary names are unpredictable, and an existing name is refused."""
     victim, target = tmp_path / "victim", tmp_path / "out.npz"
     victim.write_text("mine")
     convert.write(tmp_path / "in.npz", {"lstm": layer()})
@@ -260,8 +261,8 @@ def test_many_kills_during_writes(number, tmp_path):
 
 
 def kill_during_writes(folder, number, times):
-    """Kill a command that replaces a file again and again. The file is always whole, and after SIGTERM no temporary
-    file is left."""
+    """Check that a file is always complete when the command that replaces it repeatedly is killed. After SIGTERM no
+    temporary file is left."""
     source, target = folder / "in.safetensors", folder / "out.safetensors"
     rest = {"large": np.zeros(2_000_000, "f4")}
     convert.write(source, convert.Model({"lstm": layer()}, rest, {}, [], {}))
@@ -326,7 +327,7 @@ def zip_of(method):
 
 
 def npz_that_lies_about_its_size(path):
-    """Write an .npz whose bzip2 member expands to 200 MB, while the zip directory says 100 bytes."""
+    """Write an .npz file whose bzip2 member expands to 200 MB, although the zip directory declares 100 bytes."""
     data = bz2.compress(bytes(200 * MB))
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("x.npy", data)
@@ -352,7 +353,7 @@ def overlapping(path):
 
 
 def safetensors(path, entries, data=b""):
-    """Write a safetensors file with this header, a dict or bytes."""
+    """Write a safetensors file with the header `entries` (a dict or bytes) and the bytes `data`."""
     text = entries if isinstance(entries, bytes) else json.dumps(entries).encode()
     path.write_bytes(len(text).to_bytes(8, "little") + text + data)
 
@@ -398,7 +399,7 @@ def test_no_memory_is_one_line(tmp_path, capsys, monkeypatch):
 
 
 def test_hdf5_that_does_not_end(tmp_path, capsys, monkeypatch):
-    """Report a child process that never ends or crashes while it reads HDF5."""
+    """A child process that hangs or crashes while it reads HDF5 leads to one line of error."""
     path = tmp_path / "m.weights.h5"
     convert.write(path, {"lstm": layer()})
     monkeypatch.setattr(_hdf5, "SECONDS", 0.5)
@@ -414,7 +415,8 @@ def test_hdf5_that_does_not_end(tmp_path, capsys, monkeypatch):
 
 
 def test_reading_keys_takes_linear_time(tmp_path):
-    """Reading twice as many layers takes about twice as many calls of Python functions, counted by a profiler."""
+    """Reading twice as many layers takes at most 2.1 times as many Python function calls and returns, counted by a
+    profiler."""
     counts = []
     for n in (500, 1000):
         arrays = {}
@@ -460,7 +462,8 @@ def test_keys_forge_no_line(tmp_path, capsys):
 
 
 def golden(tmp_path, change):
-    """Write a recorded golden file whose contents `change` alters before its checksum is made; return the path."""
+    """Write a golden file (recorded results of a contender) whose contents `change` alters before the checksum is
+    computed. Return the path."""
     from mlx_lstm.compare import judge
     from mlx_lstm.compare.grid import grid
 
@@ -592,7 +595,7 @@ def npz_with(path, members):
 
 
 def npy(array=None, header=b"", pickled=False):
-    """Return the bytes of an .npy file: of an array, or of a header alone."""
+    """Return the bytes of an .npy file with the given array, or with only the given header."""
     out = io.BytesIO()
     if array is not None:
         np.lib.format.write_array(out, array, allow_pickle=pickled)
@@ -652,8 +655,8 @@ def test_pipes_and_devices_are_refused(ending, tmp_path, capsys):
 
 @pytest.mark.parametrize("ending", [".safetensors", ".npz", ".keras", ".h5", ".weights.h5", ".onnx"])
 def test_a_full_disk(ending, tmp_path):
-    """When the disk is full, print one line and leave no file. A limit on the size of files stands in for the full
-    disk."""
+    """When the disk is full, the command prints one line of error and leaves no file. A limit on the size of files
+    simulates the full disk."""
     source = tmp_path / "in.safetensors"
     convert.write(source, {"lstm": layer(H=64)})
     code = f"""
@@ -670,7 +673,7 @@ sys.exit(main([{str(source)!r}, {str(tmp_path / f"out{ending}")!r}]))
 
 
 def test_a_bfloat16_array_of_keras(tmp_path):
-    """Read a bfloat16 array of Keras, which HDF5 stores as two opaque bytes per number."""
+    """A bfloat16 array of Keras, which HDF5 stores as two opaque bytes per number, is read as bfloat16."""
     path = tmp_path / "m.weights.h5"
     wanted = mx.array([1.5, -2.0], mx.bfloat16)
 

@@ -1,5 +1,5 @@
-"""Tests of `mlx_lstm.keras`: Keras layers and ours with the same weights give the same outputs; weights convert both
-ways."""
+"""Tests of `mlx_lstm.keras`: Keras layers and our layers with the same weights give the same outputs, and weights
+convert from Keras to ours and back."""
 
 import os
 import re
@@ -19,7 +19,8 @@ X = np.random.default_rng(5).normal(size=(T, B, I)).astype(np.float32)
 
 
 def layer_of(name, **options):
-    """Return a built Keras layer with random weights, biases included (Keras initializes biases to 0)."""
+    """Return a built Keras layer with random weights and biases. (Keras itself initializes most biases to 0, which
+    could hide errors.)"""
     os.environ.setdefault("KERAS_BACKEND", "jax")
     theirs = pytest.importorskip("keras")
     both, name = name.startswith("Bidirectional "), name.removeprefix("Bidirectional ")
@@ -32,12 +33,13 @@ def layer_of(name, **options):
 
 
 def output_of(layer):
-    """Return the output of a Keras layer for X as [T, B, H]."""
+    """Return the output of a Keras layer for the input X as a float64 array [T, B, H]."""
     return np.asarray(layer(X.swapaxes(0, 1))).swapaxes(0, 1).astype(np.float64)
 
 
 def within(got, expected, case):
-    """Assert that two float32 outputs differ by at most twice the error bound, as each may have this error."""
+    """Assert that our output and Keras' output, both float32, differ by at most twice the error bound: each of them
+    may have an error as large as the bound."""
     case = {name: np.array(value) if isinstance(value, mx.array) else value for name, value in case.items()} | {"x": X}
     assert_within("h", np.array(got), expected, 2 * bounds(case, np.float32)["h"])
 
@@ -92,8 +94,8 @@ WRAPPED += [pytest.param(*gru, marks=pytest.mark.slow) for gru in GRUS]
 
 @pytest.mark.parametrize("name, op, theirs, ours", WRAPPED)
 def test_bidirectional_from_keras_and_back(name, op, theirs, ours):
-    """Convert bidirectional layers of Keras to ours and back. Each direction is a layer, so this also tests
-    `rnn_from_keras`."""
+    """Bidirectional layers of Keras convert to ours and back without any change, and the outputs agree. Each
+    direction is converted as one layer, so this also tests `rnn_from_keras`."""
     layer, from_keras = layer_of(f"Bidirectional {name}", **theirs), getattr(keras, f"{op}_from_keras")
     weights, options = keras.bidirectional_from_keras(from_keras, layer.get_weights()), ours | {"bidirectional": True}
     assert "b" in weights or not theirs.get("use_bias", True)
@@ -114,8 +116,9 @@ MASKED += [pytest.param(*case, marks=pytest.mark.slow) for case in [*RARER, ("Bi
 
 @pytest.mark.parametrize("name, options", MASKED, ids=str)
 def test_steps_masked_in_the_middle(name, options):
-    """Compare Keras' masking by an embedding with `mask_zero` with our `hold`: masked steps before the first word,
-    between words, and a text without words. Without the mask the same weights give other outputs."""
+    """Our option `hold` gives the same outputs as Keras' masking by an embedding with `mask_zero`. Steps are masked
+    before the first word and between words, and one text has no words. Without `hold` the same weights give other
+    outputs."""
     layer, theirs = layer_of(name, **options), pytest.importorskip("keras")
     words = np.array([[0, 3, 0, 0, 5, 1, 0], [2, 2, 0, 6, 0, 4, 4], [0] * T])
     embedding = theirs.layers.Embedding(7, I, mask_zero=True)
@@ -132,9 +135,8 @@ def test_steps_masked_in_the_middle(name, options):
         h, free = (np.array(call(**(dict(list(case.items())[1:]) | given)).h) for given in ({}, {"hold": None}))
     case |= {name: np.array(value) for name, value in weights.items()} | {"x": x}
     limit = 2 * bounds(case, np.float32)["h"]
-    zeroed = (words.T == 0)[..., None] & (
-        both or "zero_output_for_mask" in options
-    )  # Bidirectional sets zero_output_for_mask
+    # Keras' Bidirectional always sets zero_output_for_mask.
+    zeroed = (words.T == 0)[..., None] & (both or "zero_output_for_mask" in options)
     turn = -1 if case["reverse"] else 1  # Keras returns a reversed layer's outputs in the order of processing
     assert_within("h", np.where(zeroed, 0, h)[::turn], expected, limit)
     assert np.abs(free[::turn] - expected).max() > 0.01
@@ -143,8 +145,8 @@ def test_steps_masked_in_the_middle(name, options):
 @pytest.mark.slow
 @pytest.mark.parametrize("name, order", [("LSTM", "ifgo"), ("GRU", "zrn")])
 def test_the_recipe_of_a_mask_for_each_gate(name, order):
-    """Run the blocks of docs/recipes.md about a mask per gate, with the weights and masks of a Keras layer in
-    training."""
+    """The code of docs/recipes.md for one dropout mask per gate gives the outputs of a Keras layer in training with
+    the same weights and masks."""
     layer, op = layer_of(name, recurrent_dropout=0.5), name.lower()
     masks = {
         gate: mask.astype(np.float32)
@@ -166,12 +168,13 @@ def test_the_recipe_of_a_mask_for_each_gate(name, order):
     exec(f"import mlx.core as mx\n{after.partition('h = ')[0]}", scope)
     h = bounds({n: np.array(v) if isinstance(v, mx.array) else v for n, v in case.items()} | {"x": X}, np.float32)["h"]
     assert_within("h", np.array(scope["outputs"]), expected, 2 * h)
-    assert np.abs(expected - output_of(layer)).max() > 0.01  # the masks have an effect
+    assert np.abs(expected - output_of(layer)).max() > 0.01  # without the masks the output differs
 
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16])
 def test_dtypes_stay(dtype):
-    """Convert weights from Keras and back without any change. Converting to Keras widens 16-bit weights to float32."""
+    """Weights convert from Keras and back without any change. The conversion to Keras widens 16-bit weights to
+    float32."""
     rng, back = np.random.default_rng(1), np.promote_types(dtype, np.float32)
     shapes = {"lstm": [(I, 4 * H), (H, 4 * H), (4 * H,)], "rnn": [(I, H), (H, H), (H,)]}
     shapes["gru"] = [(I, 3 * H), (H, 3 * H), (3 * H,)]

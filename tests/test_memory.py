@@ -1,4 +1,4 @@
-"""Test the peak memory of a training step, as the operating system measures it in a child process."""
+"""Tests of the peak memory of a training step, measured by the operating system in a child process."""
 
 import subprocess
 import sys
@@ -38,8 +38,8 @@ print((peak() - before) / (4 * floats))
 @pytest.mark.parametrize("directions", [1, 2])
 @pytest.mark.parametrize("word", ["lstm", "gru", "rnn"])
 def test_peak_is_near_what_backpropagation_through_time_must_hold(word, directions):
-    """The peak is at most 1.3 times the arrays that backpropagation needs: x, gates, h, c, dx, the weights, their
-    gradients and the cotangent of h."""
+    """The peak memory is at most 1.3 times the size of the arrays that backpropagation needs: x, gates, h, c, dx,
+    the weights, their gradients and the cotangent of h."""
     command = [sys.executable, "-c", STEP, word, str(directions)]
     printed = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1], check=True).stdout
     assert float(printed) < 1.3

@@ -1,5 +1,5 @@
-"""Tests of the predictions of `bench --model`: launches and bytes equal the emulator's counts; thresholds and
-constants."""
+"""Tests of the performance model of `bench --model`: predicted launches and bytes equal the emulator's counts, and
+the thresholds between engines follow from predicted times."""
 
 import csv
 import re
@@ -43,15 +43,15 @@ ON_THE_EMULATOR = pytest.mark.not_on_a_mac("bytes: the emulator counts them")
 
 
 def seen_by_the_emulator(size, dtype, engine, **layer):
-    """Run a training step on the emulator. Return three counters by kernel: launches, bytes moved, bytes touched.
-    Buffers that hold sizes are not counted."""
+    """Run a training step on the Metal emulator. Return three counters by kernel name: launches, bytes moved (every
+    access counts) and bytes touched (each address counts once). Buffers that hold sizes are not counted."""
     rng = np.random.default_rng(0)
     case = draw(rng, sizes=(*size, size.H), dtype=dtype, **layer)
     case = {name: value for name, value in case.items() if name not in ("h0", "c0", "bhn")}
     cotangents = draw_cotangents(rng, forward(**case), dtype)
     with on_metal() as log:
         run(case, engine, dtype, {"h": cotangents["h"]})
-    counts = Counter(), Counter(), Counter()  # by name: launches, bytes moved, bytes touched
+    counts = Counter(), Counter(), Counter()  # each by kernel name: launches, bytes moved, bytes touched
     for dispatch in log:
         name = re.sub("_joining|_without.*|__.*", "", dispatch.name)
         sizes = re.findall(r"constant [\w ]+[*&] (\w+) \[\[buffer", dispatch.source)
@@ -71,7 +71,7 @@ def check_against_the_emulator(engine, size, dtype, **layer):
     for name in launches:
         alike = [launch for launch in predicted if launch.name.replace("_joining", "") == name]
         assert sum(floor_bytes(launch, problem) for launch in alike) == pytest.approx(touched[name], rel=0.01)
-        # The model also counts the weights that pad a row to a multiple of 4, hence the tolerance.
+        # The tolerance is larger here: the model also counts the weights that pad a row to a multiple of 4.
         assert sum(moved_bytes(launch, problem) for launch in alike) == pytest.approx(moved[name], rel=0.02)
 
 
@@ -81,9 +81,9 @@ def check_against_the_emulator(engine, size, dtype, **layer):
     [
         *((engine, Size(3, B, 5, 40), np.float32) for engine in ENGINES for B in (1, 2, 6, 9, 40)),
         *((engine, Size(2, 2, 3, 24), np.float16) for engine in ENGINES),
-        ("stepwise", Size(30, 2, 3, 8), np.float32),  # launches that join rows beside their step
-        ("fused", Size(2, 130, 3, 12), np.float32),  # the kernel that multiplies matrices
-        ("fused", Size(2, 17, 3, 112), np.float32),  # more weights than stay in registers, two rows a threadgroup
+        ("stepwise", Size(30, 2, 3, 8), np.float32),  # some launches also join rows of earlier steps
+        ("fused", Size(2, 130, 3, 12), np.float32),  # a large batch: `fused` takes its kernel with matrix products
+        ("fused", Size(2, 17, 3, 112), np.float32),  # not all weights fit in registers; two batch rows per threadgroup
     ],
 )
 def test_launches_and_bytes_are_those_of_the_emulator(engine, size, dtype):
@@ -103,8 +103,8 @@ def test_launches_and_bytes_of_other_cells_and_of_both_directions(engine, layer,
 
 
 def test_what_counts_as_a_launch():
-    """A view needs no launch; a copy of a non-contiguous array does. The depth counts launches that wait for each
-    other."""
+    """A view needs no kernel launch, but a copy of a non-contiguous array does. The depth of the graph is the
+    longest chain of launches that wait for each other."""
 
     def function(a, b):
         flat = a.T.reshape(-1)  # a copy
@@ -127,14 +127,14 @@ def test_a_bias_counts_as_it_lies_in_memory():
 
 
 BATCHES = {1: (1, 8, 16), 17: (17, 32, 64), 65: (65, 128, 256)}
-"""The batch sizes that are tested for each row."""
+"""Keys: the smallest batch size of each row of the default thresholds. Values: the batch sizes tested for the row."""
 
 
 @pytest.mark.parametrize("least", BATCHES)
 @pytest.mark.parametrize(("dtype", "rows"), [(mx.float32, WIDE), (mx.float16, NARROW)])
 def test_the_default_thresholds_are_those_of_the_model(dtype, rows, least):
-    """Each threshold is the largest multiple of 32 at which `fused` wins on two of three chips, at every B of its
-    row."""
+    """Each default threshold is the largest multiple of 32 for H at which the model predicts that `fused` wins at
+    every tested batch size of its table row."""
     assert list(rows) == list(BATCHES)
     ((threshold, engine),) = rows[least]
     last = threshold == FUSED_LIMIT["lstm"]
@@ -146,8 +146,9 @@ def test_the_default_thresholds_are_those_of_the_model(dtype, rows, least):
 
 @pytest.mark.parametrize(("bits", "rows"), [(4, OF_4), (8, OF_8)])
 def test_the_thresholds_of_quantized_weights_are_those_of_the_model(bits, rows):
-    """Thresholds hold for a forward pass of 100 steps at the first batch size of each row, with groups of 64 if they
-    divide H, else of 32."""
+    """For quantized weights, each default threshold is the largest H at which the model predicts that `fused` wins.
+    The prediction is for a forward pass of 100 steps at the first batch size of each table row, with quantization
+    groups of 64 if 64 divides H, otherwise of 32."""
     for B, ((threshold, engine),) in rows.items():
         packing = {H: Packing(64 if H % 64 == 0 else 32, bits, "affine") for H in (threshold, threshold + 32)}
         wins = {H: fused_wins(mx.float32, B, H, 100, "forward", packing[H]) for H in packing if H <= 256}
@@ -155,7 +156,7 @@ def test_the_thresholds_of_quantized_weights_are_those_of_the_model(bits, rows):
 
 
 def test_the_default_table_has_every_dtype_of_the_shaders():
-    """The default table has every dtype of the shaders, and docs/engines.md shows the same table."""
+    """The default table of engines has every dtype of the shaders, and docs/engines.md shows the same thresholds."""
     assert PREDICTED.engines == {"float32": WIDE, "float16": NARROW, "bfloat16": NARROW}
     page = (Path(__file__).parents[1] / "docs/engines.md").read_text()
     for names, rows in (("float32", WIDE), ("float16, bfloat16", NARROW)):
@@ -163,8 +164,8 @@ def test_the_default_table_has_every_dtype_of_the_shaders():
 
 
 def test_the_rule_against_what_was_published_of_mlx():
-    """Predict published times within a factor of 2: 34 us a step compiled, 58 us not, at N = 1, H = 512, on an
-    unnamed Mac (ml-explore/mlx#1419)."""
+    """The model predicts published times of `mlx.nn.LSTM` within a factor of 2. At N = 1, H = 512 on an unnamed Mac
+    one step took 34 us compiled and 58 us not compiled (ml-explore/mlx#1419)."""
     problem, graph = of_mlx(Size(300, 1, 512, 512), mx.float32, "forward")
     host = host_seconds("mlx.nn.LSTM", "forward", 300)
     steps = [1e6 * total_seconds(graph, problem, chip, host) / 300 for chip in CHIPS]
@@ -176,8 +177,8 @@ def test_the_rule_against_what_was_published_of_mlx():
 
 @pytest.mark.parametrize("B", [1, 32])
 def test_a_sweep_takes_what_its_instructions_take(B):
-    """The predicted time follows from the instructions on the busiest core, whose four quarters execute one
-    SIMD-group instruction per cycle each, plus latencies."""
+    """The predicted time of a recurrence kernel is longer than the time of its instructions alone. Each of the four
+    quarters of a GPU core executes one SIMD-group instruction per cycle, and latencies are added."""
     problem, graph = ours(Size(50, B, 64, 64), mx.float32, "fused", "backward")
     for launch in graph.launches:
         if has_product(launch):
@@ -198,7 +199,8 @@ def test_the_host_is_a_bound():
 
 
 def test_model_command(tmp_path, capsys):
-    """The command calls every time predicted. The time of a layer is the sum of its lines."""
+    """`bench --model` marks every time as predicted. The predicted time of a layer is the sum of the times of its
+    lines."""
     file = tmp_path / "model.csv"
     assert main(["--model", "--sizes", "5,3,4,8", "--passes", "backward", "--csv", str(file)]) == 0
     printed = capsys.readouterr().out

@@ -1,4 +1,5 @@
-"""Tests of `mlx_lstm.mpsgraph` against the float64 oracle, `mx.grad` and torch; argument checks and keywords."""
+"""Tests of `mlx_lstm.mpsgraph`: results against the float64 oracle, `mx.grad` and torch, and checks of the
+arguments."""
 
 import mlx.core as mx
 import numpy as np
@@ -21,19 +22,20 @@ from mlx_lstm.engines.cells import GRUCell, LSTMCell, RNNCell
 from mlx_lstm.mpsgraph.layouts import ACTIVATIONS, LEADING_ONE, layouts, title
 from mlx_lstm.oracle.closeness import assert_within, bounds_of
 
-ROUNDING_MARGIN = 1e-4  # how far arguments of relu and hard_sigmoid stay from their kinks
+ROUNDING_MARGIN = 1e-4  # smallest distance of relu and hard_sigmoid arguments from the kinks
 CELLS = {"lstm": LSTMCell(), "gru": GRUCell(), "single_gate_rnn": RNNCell()}
 CASES = {"lstm": 100, "gru": 30, "single_gate_rnn": 30}
-"""In each of ten parts."""
+"""The number of random cases of each op in each of ten parts."""
 
 OPTIONAL = ("input_weight", "bias", "peephole", "init_state", "init_cell", "secondary_bias", "mask")
 OPTIONAL += ("state_gradient", "cell_gradient")
 FLAGS = {"lstm": ("forget_gate_last",), "gru": ("reset_gate_first", "reset_after", "flip_z"), "single_gate_rnn": ()}
-"""The flags of each op besides the directions, produce_cell and training."""
+"""The flags of each op, without those for directions, produce_cell and training."""
 
 
 def combination(rng, op):
-    """Draw all arguments of `draw` at random: direction, flags, activations, absent arguments, mask."""
+    """Return random keyword arguments for `draw`: direction, flags, activations, absent arguments, shape of the
+    mask, and sizes."""
 
     def pick(*values):
         return values[rng.integers(len(values))]
@@ -49,7 +51,8 @@ def combination(rng, op):
 
 
 def random_case(rng, op):
-    """Return a case with random options and arrays. No argument of an activation is within rounding of a kink."""
+    """Return a case with random options and arrays. No argument of an activation is so close to a kink that rounding
+    could move it across."""
     for _ in range(200):
         case = draw(rng, op, **combination(rng, op))
         if judge.kink_distance(case) > ROUNDING_MARGIN:
@@ -58,13 +61,14 @@ def random_case(rng, op):
 
 
 def check(case, by_engine, **readings):
-    """Assert that all results exist, have the right shape and dtype, and are within the rounding bounds of the
-    oracle's."""
+    """Assert that every engine returns all results of the case in float32, and that they differ from the oracle's by
+    at most the error bounds."""
     for results in by_engine.values():
         assert list(results) == case.results
         assert {value.dtype for value in results.values()} == {np.dtype(np.float32)}
     exact = judge.expected(case, **readings)
-    # Bounds take most of the time. Those of two trials are narrower but nearly always hold; if not, use all trials.
+    # Computing the error bounds takes most of the time. The bounds from two random trials are narrower, and nearly all
+    # results lie within them. Only if a result does not, compute the bounds from all trials.
     try:
         check_within(case, by_engine, exact, judge.limits(case, trials=2, **readings))
     except AssertionError:
@@ -78,7 +82,7 @@ def check_within(case, by_engine, exact, limit):
 
 
 def has_metal(engine, case):
-    """Return whether this Metal engine can run the case's cell and direction."""
+    """Return whether the Metal engine supports the cell and the direction of the case."""
     sizes = (*case.arrays["source"].shape, case.hidden)
     options = {"dtype": mx.float32, "device": "gpu", "metal": True, "traced": False}
     options |= {"cell": CELLS[case.op], "bidirectional": case.bidirectional, "requested": engine}
@@ -99,7 +103,8 @@ def test_random_combinations(op, seed):
 
 
 def check_on_metal(op, count, seed):
-    """Check `count` random cases on Metal engines, in turn those that can run the case. Return how many cases ran."""
+    """Check `count` random cases on the Metal engines that support them; successive cases use different engines.
+    Return the number of cases that ran."""
     rng, ran = np.random.default_rng(seed), 0
     with on_metal():
         for number in range(count):
@@ -125,8 +130,9 @@ def test_many_random_combinations_on_metal(op, count):
 
 @pytest.mark.parametrize("op", CASES)
 def test_gradients_of_the_forward_op_are_those_of_the_gradient_op(op):
-    """Compare `mx.vjp` of the forward op with the gradient op. The cotangents of h and of the last states are the
-    op's source_gradient, state_gradient and cell_gradient. Also with `checkpoint_every`."""
+    """`mx.vjp` of the forward op, with and without `checkpoint_every`, gives the gradients that the gradient op
+    defines. The cotangents of h and of the last states are the gradient op's source_gradient, state_gradient and
+    cell_gradient."""
     rng = np.random.default_rng(3)
     for number in range(20):
         case = random_case(rng, op)
@@ -157,7 +163,7 @@ def test_gradients_of_the_forward_op_are_those_of_the_gradient_op(op):
 
 
 def last(case, states):
-    """Return [N, D H]: the state after the last step of each direction."""
+    """Return [N, D H]: the state after the last step of each of the D directions."""
     if not case.bidirectional:
         return states[0 if case.descriptor.get("reverse") else -1]
     forward, reverse = mx.split(states, 2, axis=-1)
@@ -202,10 +208,11 @@ def test_torch_lstm_by_chained_calls(layers, bidirectional, engine):
 
 
 def chain(case, stack, source, source_gradient, run):
-    """Run a stack of layers forward, then back: each layer's dsource is the source_gradient of the layer below.
+    """Run a stack of layers forward, then backward: the dsource of a layer is the source_gradient of the layer
+    below.
 
-    `run` returns all results of a case. In the forward pass its gradients are not used, so the source_gradient is
-    zeros.
+    `run` returns all results of a case, gradients included. In the forward pass the gradients are not used, so
+    source_gradient is zero there.
     """
     sources, found = [source], {}
     for weights in stack:
@@ -222,8 +229,8 @@ def chain(case, stack, source, source_gradient, run):
 
 
 def apple_weights(lstm, layer, D, gradient=False):
-    """Return a torch layer's weights, or their gradients, by Apple's names, forward direction first. R has an axis
-    for the directions; b = b_ih + b_hh."""
+    """Return the weights of a torch layer, or their gradients, under Apple's names, the forward direction first.
+    With two directions, the recurrent weight has a leading axis for them. The bias is b_ih + b_hh."""
 
     def parameters(kind):
         values = [getattr(lstm, f"{kind}_l{layer}{suffix}") for suffix in ("", "_reverse")[:D]]
@@ -237,13 +244,13 @@ def apple_weights(lstm, layer, D, gradient=False):
 
 
 def side_by_side(states, layers, D):
-    """Split torch's states [L D, N, H] into a list with [N, D H] per layer."""
+    """Split torch's states [L D, N, H] (L layers, D directions) into a list of L arrays [N, D H]."""
     rows = [states.detach()[n].numpy() for n in range(layers * D)]
     return [np.concatenate(rows[layer * D : layer * D + D], axis=-1) for layer in range(layers)]
 
 
 def call(op, arrays, **options):
-    """Call a forward op for training. Cotangents in `arrays` are not passed."""
+    """Call a forward op for training with `arrays`, except the cotangents in them."""
     given = {name: mx.array(array) for name, array in arrays.items() if name not in COTANGENTS[op]}
     return getattr(mpsgraph, op)(**given, **options)
 
@@ -326,8 +333,8 @@ def test_single_gate_state_after_the_activation():
 @pytest.mark.parametrize("both", [False, True])
 @pytest.mark.parametrize("op", CASES)
 def test_a_leading_axis_of_1_of_states_does_not_come_back(op, both):
-    """Accept initial states with a leading axis of 1, as PyTorch passes them. Their gradients have no such axis:
-    PyTorch adds it."""
+    """Initial states may have a leading axis of size 1, as PyTorch passes them. Their gradients do not have this
+    axis: PyTorch adds it itself."""
     case = draw(np.random.default_rng(0), op, bidirectional=both)
     led = {name: array[None] for name, array in case.arrays.items() if name in LEADING_ONE}
     plain, led = ours.run(case, "ops"), ours.run(case._replace(arrays=case.arrays | led), "ops")
@@ -361,7 +368,7 @@ def test_defaults_are_those_of_apple():
 @pytest.mark.parametrize("bidirectional", [False, True], ids=["uni", "bi"])
 @pytest.mark.parametrize("op", CASES)
 def test_every_wrong_layout_names_apples_argument_and_the_layout(op, bidirectional):
-    """Pass each argument with an axis too many, an axis too few, and each axis one longer: the error names Apple's
+    """An argument with one axis too many, one too few, or one axis longer by one raises an error that names Apple's
     argument and the expected layout."""
     rng = np.random.default_rng(0)
     flags = {"reset_after": True} if op == "gru" else {}
@@ -377,7 +384,8 @@ def test_every_wrong_layout_names_apples_argument_and_the_layout(op, bidirection
         for size in wrong:
             with pytest.raises(ValueError, match=r"\[mpsgraph\." + op + r"_gradients\] .* must have layout \[") as info:
                 function(**arrays | {name: mx.zeros(size)}, descriptor=descriptor)
-            # `source` and `recurrent_weight` define the sizes: if one of their axes is longer, another array is named.
+            # `source` and `recurrent_weight` define the sizes. If one of their axes is longer, the error names another
+            # array, which no longer fits.
             if name not in ("source", "recurrent_weight") or len(size) != len(shape):
                 assert title(name) in str(info.value) and f"[{', '.join(shapes[name])}]" in str(info.value)
 
@@ -395,7 +403,7 @@ def test_layout_without_input_weight():
 
 
 def refusals():
-    """Yield (name of the test, op, changed arguments, pattern of the error)."""
+    """Yield (name of the test, op, changed arguments, pattern of the expected error)."""
     bi = {"descriptor": mpsgraph.LSTMDescriptor(bidirectional=True)}
     yield "no cell", "lstm_gradients", {"cell_output_fwd": None}, r"cellOutputFwd\) must have layout \[T, N, H\]"
     yield "no z", "lstm_gradients", {"z_state": None}, r"zState\) must have layout \[T, N, 4H\]"

@@ -1,5 +1,5 @@
-"""Test derivatives in nestings of MLX's transformations: they are right or refused, and with engine `ops` right in
-all."""
+"""Tests of derivatives inside nestings of MLX's transformations. Every engine gives the right derivative or refuses;
+the engine `ops` never refuses."""
 
 import os
 import re
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:inside mx.compile")
 DOCS = Path(__file__).parents[1] / "docs" / "engines.md"
 PARTS = 20
 
-RUNS = {  # (options of the call, longest sequence that is not evaluated in chunks)
+RUNS = {  # name: (options of the call, longest sequence that is not evaluated in chunks of time; None: the default)
     "numpy": ({"engine": "numpy"}, None),
     "the CPU's default": ({}, None),
     "numpy, checkpoint_every": ({"engine": "numpy", "checkpoint_every": 2}, None),
@@ -41,13 +41,13 @@ RUNS = {  # (options of the call, longest sequence that is not evaluated in chun
 
 
 class UnfitError(Exception):
-    """The nesting cannot be judged: MLX does not differentiate the plain loop in it (`checkpoint` in some nestings),
-    or it is too steep for finite differences."""
+    """Raised for a nesting whose right result is unknown: MLX cannot differentiate even the plain loop in it
+    (`checkpoint` in some nestings), or its slope is too steep for finite differences."""
 
 
 def outcome(model, run, loss_of, expected):
-    """Return "right" or "refused" for a nesting on one engine; AssertionError if it is neither. `loss_of` returns
-    the nesting, as a function of theta, of a loss."""
+    """Return "right" or "refused" for a nesting run as `RUNS[run]`; raise AssertionError for any other outcome.
+    `loss_of` takes a loss and returns the nested function of theta."""
     options, unchunked = RUNS[run]
     try:
         with mx.stream(mx.cpu), limited(unchunked=unchunked):
@@ -61,8 +61,8 @@ def outcome(model, run, loss_of, expected):
 
 
 def judged(model, names, runs, inner=None):
-    """Return the outcome of a nesting for each run. With `inner`, the result of an inner nesting of another
-    recurrence changes the input."""
+    """Return the outcome of a nesting for each run. With `inner`, another recurrence in an inner nesting is
+    differentiated first, and its result changes the input."""
 
     def loss_of(loss):
         if inner is None:
@@ -100,7 +100,7 @@ COLUMNS = {"`ops`": "ops", "`numpy`": "numpy", "the CPU's default": "the CPU's d
 
 
 def table():
-    """Return (titles, cells by row name) of the table of derivatives in docs/engines.md."""
+    """Return (column titles, cells by row name) of the table of derivatives in docs/engines.md."""
     text = DOCS.read_text().split("## Derivatives", 1)[1].split("\n## ", 1)[0]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
     return rows[0], {row[0]: row[1:] for row in rows[2:]}
@@ -120,8 +120,8 @@ def test_the_table_of_derivatives(row):
 @pytest.mark.parametrize("row", ROWS)
 @pytest.mark.parametrize("engine", ["fused", "stepwise"])
 def test_the_table_of_derivatives_with_metal(engine, row):
-    """The documented derivatives hold for the Metal engines. The graph of a kernel is only built, while MLX exports
-    a function, and never evaluated, so that no GPU is needed."""
+    """The documented derivatives hold for the Metal engines. No GPU is needed: the graph is built while MLX exports
+    a function, and it is never evaluated."""
     model, found = Model(), []
 
     def loss(theta):
@@ -151,13 +151,13 @@ def test_the_table_of_derivatives_with_metal(engine, row):
 # --- Nestings that were wrong ----------------------------------------------------------------------------------------
 
 WRONG_ONCE = [
-    ("jacobian", "grad"),  # the refusal was lost under mx.vmap: 0
+    ("jacobian", "grad"),  # the result was 0: the refusal was lost under mx.vmap
     ("jacobian", "value_and_grad"),
     ("jacobian", "jvp"),
     ("jacobian", "jacobian"),
-    ("grad", "jvp"),  # forward mode through the gradient: 0
+    ("grad", "jvp"),  # the result was 0: forward mode through the gradient
     ("jvp", "grad"),
-    ("twice", "jacobian"),  # gates of float64 in 32 bits
+    ("twice", "jacobian"),  # float64 gates had been rounded to float32
 ]
 
 
@@ -168,8 +168,8 @@ def test_nestings_that_were_wrong(names):
 
 @pytest.mark.parametrize("inner", ["grad", "value_and_grad", "jvp"])
 def test_a_derivative_of_something_else_first(inner):
-    """A gradient is right although the input was computed by an earlier derivative. MLX then no longer marks that
-    input as traced, and drops its graph where an engine evaluates it."""
+    """A gradient is right although an earlier derivative computed the input. MLX then no longer marks the input as
+    traced, and it drops the input's graph when an engine evaluates the input."""
     found = judged(Model(), ("grad",), RUNS, inner=(inner,))
     assert set(found.values()) == {"right"}
 
@@ -177,7 +177,8 @@ def test_a_derivative_of_something_else_first(inner):
 @pytest.mark.parametrize("op", ["lstm", "gru", "rnn"])
 @pytest.mark.parametrize("moved, seen", [("x", "Wh"), ("Wh", "h0"), ("b", "b")])
 def test_second_derivatives_by_two_arrays(op, moved, seen):
-    """Forward mode by one array, followed by a derivative by another array, is right while all others are constant."""
+    """A second derivative is right if forward mode differentiates by one array and the outer derivative by another,
+    while all other arrays are constant."""
     model = Model(op)
     with mx.stream(mx.cpu):
         arrays = model.arrays(model.theta)
@@ -213,9 +214,8 @@ def test_forward_mode_of_the_gradient_op_is_right_or_refused():
 
         (slope,) = mx.jvp(lambda dh: number(dh, "ops"), [model.dh], [out.h])[1]
         above, below = (number(model.dh + k * out.h, "ops") for k in (0.5, -0.5))
-        assert slope.item() == pytest.approx(
-            (above - below).item(), rel=1e-9
-        )  # central differences of a square are exact
+        # Central differences of a quadratic function are exact.
+        assert slope.item() == pytest.approx((above - below).item(), rel=1e-9)
         for engine in ("numpy", None):
             with pytest.raises(RuntimeError, match="has no second derivative: use engine='ops'"):
                 mx.jvp(lambda dh, engine=engine: number(dh, engine), [model.dh], [out.h])
@@ -224,7 +224,8 @@ def test_forward_mode_of_the_gradient_op_is_right_or_refused():
 @pytest.mark.parametrize("engine", [None, "ops"])
 @pytest.mark.parametrize("training", [True, False])
 def test_vmap_over_the_input_of_quantized_weights(engine, training):
-    """mx.vmap over x works with quantized weights, although MLX has no vmap of its quantized product."""
+    """mx.vmap over x works with quantized weights, although MLX does not support vmap for its product with quantized
+    weights."""
     draw = lambda *shape: mx.array(np.random.default_rng(sum(shape)).normal(size=shape), mx.float32)  # noqa: E731
     Wx, Wh = (Quantized(*mx.quantize(draw(128, 32 + 0 * n), 32, 8), group_size=32, bits=8) for n in range(2))
     xs = draw(3, 4, 2, 32)
@@ -257,8 +258,8 @@ with ThreadPoolExecutor(4) as pool:
 
 @pytest.mark.parametrize("count", [3, pytest.param(50, marks=pytest.mark.slow)])
 def test_a_process_ends_after_calls_in_threads(count):
-    """A process ends without an error after calls in threads. No object of this package is left in MLX's caches of a
-    thread, which MLX may free while Python shuts down."""
+    """A process that called layers in threads ends without an error. MLX's per-thread caches keep no object of this
+    package; MLX may free such an object while Python shuts down."""
     for _ in range(count):
         ended = subprocess.run([sys.executable, "-c", SERVER], capture_output=True, text=True, env=dict(os.environ))
         assert (ended.returncode, ended.stderr) == (0, "")
@@ -271,7 +272,8 @@ FAILED_ONCE = []
 
 
 def random_nesting(seed, number):
-    """Draw and judge a nesting; return how often it was right and refused. An unfit nesting is drawn anew."""
+    """Check one random nesting. Return a Counter of the outcomes "right" and "refused" over three runs. A nesting
+    that raises UnfitError is drawn again."""
     for attempt in range(100):
         try:
             return one_nesting(np.random.default_rng([seed, number, attempt]))
@@ -287,13 +289,13 @@ def one_nesting(rng):
     model = Model(op, (T, B, int(rng.choice([1, 2])), 2), bool(rng.random() < 0.3), lengths, int(rng.integers(10**6)))
     names = [name for name in WRAPPERS if name != "compile"]
     drawn = [str(name) for name in rng.choice(names, int(rng.integers(1, 4)))]
-    if rng.random() < 0.02:  # rare, since MLX calls a slow C++ compiler
+    if rng.random() < 0.02:  # rare, because MLX calls a slow C++ compiler
         drawn.insert(int(rng.integers(len(drawn) + 1)), "compile")
     inner = tuple(str(name) for name in rng.choice(names, int(rng.integers(1, 3)))) if rng.random() < 0.3 else None
     runs = [str(run) for run in rng.choice(list(RUNS), 3, replace=False)]
     try:
         judge = judge_by_differences(model, drawn)
-    except (RuntimeError, ValueError) as error:  # MLX has no forward mode of some nestings of checkpoint
+    except (RuntimeError, ValueError) as error:  # MLX does not support forward mode for some nestings of checkpoint
         judge = str(error)
     if judge is not None and "Not implemented for" not in judge:
         raise AssertionError(judge)
@@ -301,10 +303,10 @@ def one_nesting(rng):
 
 
 def judge_by_differences(model, names):
-    """Check the judge, which is forward mode of the nested plain loop, by finite differences. Return None if they
-    agree, else an error text.
+    """Check the reference value, which is forward mode of the nested plain loop, by finite differences. Return None
+    if they agree, otherwise an error text.
 
-    The steps are not smaller because MLX computes sin and cos of float64 with the digits of float32.
+    The steps are not smaller because MLX computes sin and cos of float64 only with float32 accuracy.
     """
     number = nested(model, model.plain, names)
     with mx.stream(mx.cpu):
@@ -334,7 +336,7 @@ def test_nestings_that_failed_once():
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(PARTS))
 def test_many_random_nestings(request, record_property, part):
-    """Judge many random nestings, and report all failures together."""
+    """Many random nestings give the right derivative or refuse. All failures are reported together."""
     seed, count = request.config.getoption("--fuzz-seed"), request.config.getoption("--fuzz")
     tried, failures = Counter(), []
     for number in range(part, count, PARTS):

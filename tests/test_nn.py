@@ -1,5 +1,5 @@
-"""Tests of `mlx_lstm.nn`: LSTM, GRU and RNN equal the layers of mlx.nn in parameters, shapes, values, gradients and
-files."""
+"""Tests of `mlx_lstm.nn`: LSTM, GRU and RNN have the same parameters, shapes, values, gradients and weight files as
+the layers of mlx.nn."""
 
 import itertools
 
@@ -19,7 +19,7 @@ STATES = [(), ("hidden",), ("cell",), ("hidden", "cell")]
 
 
 def pair(bias=True, **options):
-    """Return (our LSTM, mlx.nn's LSTM with the same parameters)."""
+    """Return (our LSTM layer, the LSTM layer of mlx.nn with the same parameters)."""
     ours, theirs = nn.LSTM(D, H, bias, **options), reference.LSTM(D, H, bias)
     theirs.update(ours.parameters())
     return ours, theirs
@@ -30,8 +30,8 @@ def as_tuple(found):
 
 
 def loss_and_gradients(layer, x, states, cotangents, call=None):
-    """Return the loss and the gradients of all parameters, x and the states. The loss uses all outputs of `call` (by
-    default the layer itself)."""
+    """Return the loss and the gradients of all parameters, of x and of the states. The loss is the sum of all
+    outputs of `call` (by default the layer), weighted with `cotangents`."""
 
     def loss(parameters, x, states):
         layer.update(parameters)
@@ -57,7 +57,8 @@ def test_values_and_gradients(shape, given, bias, engine):
     got, expected = (loss_and_gradients(layer, x, states, cotangents) for layer in (ours, theirs))
     assert got.keys() == expected.keys()
     for name, value in expected.items():
-        # Both sum over steps and batch, in different orders: a few rounding errors of the largest term's size.
+        # Our layer and MLX's sum over steps and batch in different orders. The tolerance is a few rounding errors of
+        # the largest term.
         scale = max(1.0, np.abs(np.array(value)).max()) * np.sqrt(x.size)
         np.testing.assert_allclose(np.array(got[name]), np.array(value), rtol=0, atol=16 * 1.2e-7 * scale, err_msg=name)
 
@@ -89,7 +90,7 @@ def test_weight_files_load_both_ways(tmp_path, suffix):
 @pytest.mark.parametrize("x", [mx.float32, mx.float16, mx.bfloat16], ids=str)
 @pytest.mark.parametrize("parameters", [mx.float32, mx.float16, mx.bfloat16], ids=str)
 def test_dtypes_promote_as_in_mlx(parameters, x):
-    """Compare the outputs' dtypes with mlx.nn's where parameters, x and each of the states have different dtypes."""
+    """Outputs have the same dtypes as in mlx.nn when the parameters, x and each of the states have different dtypes."""
     ours, theirs = pair()
     ours.set_dtype(parameters)
     theirs.set_dtype(parameters)
@@ -147,7 +148,7 @@ def test_inside_a_model_in_training_compiled_and_exported(tmp_path):
         curves.append(losses)
     np.testing.assert_allclose(*curves, rtol=1e-4)
     assert curves[0][-1] < curves[0][0]
-    mx.eval(ours.parameters())  # a compiled function may capture evaluated arrays only
+    mx.eval(ours.parameters())  # a compiled function may capture only evaluated arrays
     np.testing.assert_allclose(np.array(mx.compile(ours)(x)), np.array(ours(x)), atol=1e-6)
     ours.eval()
     path = str(tmp_path / "model.mlxfn")
@@ -157,10 +158,10 @@ def test_inside_a_model_in_training_compiled_and_exported(tmp_path):
 
 @pytest.mark.parametrize("layer", ["LSTM", "GRU", "RNN"])
 def test_an_empty_batch(layer):
-    """An empty batch gives empty states and a zero gradient of every parameter, as in MLX."""
+    """An empty batch gives empty outputs and a zero gradient of every parameter, as in MLX."""
     ours = getattr(nn, layer)(D, H)
     for batch in ((0,), (2, 0)):
-        expected = getattr(reference, layer)(D, H)(mx.zeros((*batch, 5, D)))  # MLX fails if a state is passed
+        expected = getattr(reference, layer)(D, H)(mx.zeros((*batch, 5, D)))  # without a state, with which MLX fails
         for states in ((), (mx.zeros((*batch, H)),), (mx.zeros((H,)),)):
             found = ours(mx.zeros((*batch, 5, D)), *states)
             for one, other in zip(*([o] if isinstance(o, mx.array) else o for o in (found, expected)), strict=True):
@@ -196,8 +197,8 @@ def test_numpy_s_integers_are_sizes(layer):
 @pytest.mark.parametrize("engine", ["numpy", "ops"])
 @pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
 def test_lengths_are_those_of_calls_with_each_item_alone(kind, engine):
-    """Compare a call with `lengths` with one call per item, in values and all gradients. Outputs past an item's
-    length are 0, and NaN in the input there is never read."""
+    """A call with `lengths` gives the values and gradients of separate calls for each sequence of the batch. Outputs
+    after the end of a sequence are 0, and NaN in the input there is never read."""
     mx.random.seed(3)
     layer = getattr(nn, kind)(D, H, engine=engine)
     names = ("hidden", "cell") if kind == "LSTM" else ("hidden",)
@@ -209,7 +210,7 @@ def test_lengths_are_those_of_calls_with_each_item_alone(kind, engine):
         padded[np.arange(5) >= ends[..., None]] = np.nan
 
         def alone(x, states=states, ends=ends, batch=batch, **given):
-            """Call the layer for each item by itself, cut to its length, and pad the outputs with zeros."""
+            """Call the layer for each sequence separately, cut to its length, and pad the outputs with zeros."""
             items = []
             for place in np.ndindex(batch):
                 n = int(ends[place])
@@ -262,8 +263,8 @@ QUANTIZED = {f"Quantized{kind}": {"group_size": 32} for kind in ("LSTM", "GRU", 
 @pytest.mark.parametrize("engine", [None, "ops"])
 @pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN", *QUANTIZED])
 def test_a_step_is_the_only_step_of_a_call(kind, engine):
-    """Compare `step` with a call for one time step to the bit, in values and gradients: both run the same
-    recurrence."""
+    """`layer.step` gives bit for bit the same values and gradients as a call of the layer on a sequence of one time
+    step."""
     mx.random.seed(0)
     H = 32 if kind in QUANTIZED else 4
     layer = getattr(nn, kind)(D, H, **QUANTIZED.get(kind, {}))
@@ -402,14 +403,14 @@ def test_bad_arguments(case):
 
 @pytest.mark.parametrize("make", [nn.LSTM, nn.GRU, nn.RNN, torch.LSTM, torch.GRU, torch.RNN])
 def test_parameters_of_numpy_are_refused(make):
-    """Raise ValueError if a parameter is not an mx.array. MLX's modules store such a value as a plain attribute, so
-    it is no longer a parameter."""
+    """A layer raises ValueError if a parameter is not an mx.array. MLX's modules would store such a value as a plain
+    attribute, which is no longer a parameter."""
     for name in make(D, H).parameters():
         for wrong, kind in ((np.zeros(3), "ndarray"), ([0.0], "list"), (None, "NoneType")):
             layer = make(D, H)
             setattr(layer, name, wrong)
             if kind == "NoneType" and name.startswith("b") and "torch" not in layer.op:
-                continue  # without a bias
+                continue  # None is allowed here: it means no bias
             with pytest.raises(ValueError, match=rf"{name[0]}\w* must be an mlx.core.array.* but got {kind}"):
                 layer(mx.zeros((2, 5, D)))
 
@@ -418,7 +419,7 @@ LAYERS = {"GRU": {}, "RNN": {}, "RNN relu": {"nonlinearity": reference.relu}, "R
 
 
 def pair_of(layer, bias=True, **options):
-    """Return (our layer, mlx.nn's layer with the same parameters)."""
+    """Return (our layer, the layer of mlx.nn with the same parameters) for a name in `LAYERS`."""
     ours, theirs = (getattr(package, layer.split()[0])(D, H, bias, **LAYERS[layer]) for package in (nn, reference))
     ours.engine = options.get("engine")
     theirs.update(ours.parameters())
@@ -479,7 +480,8 @@ def test_gru_and_rnn_parameters_files_dtypes_and_export(layer, tmp_path):
     ours.set_dtype(mx.float32)
     mx.eval(ours.parameters())
     np.testing.assert_allclose(np.array(mx.compile(ours)(x)), np.array(ours(x)), atol=1e-6)
-    with pytest.raises(ValueError, match="Unable to serialize primitive CustomTransforms"):  # docs/engines.md cites it
+    # docs/engines.md cites this error.
+    with pytest.raises(ValueError, match="Unable to serialize primitive CustomTransforms"):
         mx.export_function(str(tmp_path / "layer.mlxfn"), ours, x)
     ours.eval()
     mx.export_function(str(tmp_path / "layer.mlxfn"), ours, x)

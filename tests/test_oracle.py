@@ -1,5 +1,5 @@
-"""Tests of the oracle: finite differences, torch in float64, TensorFlow's block ops, and known properties of the
-cells."""
+"""Tests of the float64 oracle against finite differences, torch in float64, TensorFlow's block ops, and known
+properties of the cells."""
 
 from decimal import Decimal
 
@@ -18,7 +18,7 @@ STEP = 1e-5
 
 
 def units(array):
-    """Yield one direction per element of the array, with a 1 at this element."""
+    """Yield for each element of the array a direction that is 1 at this element and 0 elsewhere."""
     for index in np.ndindex(array.shape):
         direction = np.zeros(array.shape)
         direction[index] = 1
@@ -26,13 +26,13 @@ def units(array):
 
 
 def few(array):
-    """Return three random directions of the array's shape."""
+    """Return three random directions with the shape of the array."""
     return np.random.default_rng(array.size).normal(size=(3, *array.shape))
 
 
 def check_gradients(case, cotangents, directions=units):
-    """Compare the oracle's gradients with fourth-order central differences of sum(cotangent * output), along the
-    directions of each array."""
+    """Compare the oracle's gradients with fourth-order central differences of sum(cotangent * output) along several
+    directions for each array."""
     frozen = clip_shift(**case) if case.get("cell_clip") else None
 
     def loss(name, value):
@@ -48,7 +48,8 @@ def check_gradients(case, cotangents, directions=units):
             far_below, below, above, far_above = (loss(name, case[name] + k * STEP * direction) for k in (-2, -1, 1, 2))
             expected.append((8 * (above - below) - (far_above - far_below)) / (12 * STEP))
             got.append(np.sum(gradient * direction))
-        # Rounding of the loss, divided by STEP, is about 1e-11 of the loss; truncation, STEP**4, is smaller.
+        # The rounding error of the loss, divided by STEP, is about 1e-11 of the loss. The truncation error, of order
+        # STEP**4, is smaller.
         assert_within(name, got, np.array(expected), 1e-8 * max(size, np.abs(expected).max(initial=0)))
 
 
@@ -71,7 +72,8 @@ def test_gradients_of_random_combinations(seed, op, bidirectional):
 
 
 def test_both_directions_stand_side_by_side():
-    """A bidirectional run equals two runs of one direction each, joined as the documentation of the ops says."""
+    """The results of a bidirectional run are the concatenated results of two runs, one per direction, as the
+    documentation of the ops says."""
     rng = np.random.default_rng(3)
     pair = [draw(rng, projection=True, peephole=True, mask=(T, B, "P"), reverse=reverse) for reverse in (False, True)]
     pair[1]["x"] = pair[0]["x"]
@@ -96,7 +98,7 @@ def test_both_directions_stand_side_by_side():
 @pytest.mark.parametrize("lengths", [None, [4, 1, 3]], ids=["full", "packed"])
 @pytest.mark.parametrize("name", ["lstm", "lstm_projection", "gru", "rnn_tanh", "rnn_relu"])
 def test_equals_torch(name, lengths, bidirectional):
-    """Compare outputs, and all gradients from cotangents of h, hT and cT, with torch in float64."""
+    """Outputs, and all gradients for cotangents of h, hT and cT, agree with torch in float64."""
     torch = pytest.importorskip("torch")
     torch_layer = pytest.importorskip("torch_layers").torch_layer
     options = {"bidirectional": bidirectional, "lengths": lengths, "dtype": torch.float64}
@@ -109,14 +111,14 @@ def test_equals_torch(name, lengths, bidirectional):
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_equals_tensorflow_block_lstm(version):
-    """Compare forward and gradient with TensorFlow, with peephole, clip and forget bias. Its gate orders icfo (V1)
-    and ifco (V2) are igfo and ifgo here."""
+    """Outputs and gradients agree with TensorFlow's BlockLSTM ops, with peepholes, clip and forget bias.
+    TensorFlow's gate orders icfo (version 1) and ifco (version 2) are called igfo and ifgo here."""
     ops = pytest.importorskip("tensorflow").raw_ops
     order, forget_bias = {1: ("igfo", 0.75), 2: ("ifgo", 0.0)}[version]
     rng = np.random.default_rng(3)
     case = draw(rng, peephole=True, dtype=np.float32, cell_clip=0.5, gate_order=order, forget_bias=forget_bias)
     block = {k: slice(n * H, (n + 1) * H) for n, k in enumerate(order)}
-    case["peephole"][block["g"]] = 0  # the cell input has no peephole
+    case["peephole"][block["g"]] = 0  # TensorFlow's gate g (cell input) has no peephole
     args = {"seq_len_max": T, "x": case["x"], "cs_prev": case["c0"], "h_prev": case["h0"], "b": case["b"]}
     args |= {"w": np.concatenate([case["Wx"], case["Wh"]], axis=1).T, "use_peephole": True}
     args |= {f"wc{k}": case["peephole"][block[k]] for k in "ifo"}
@@ -134,15 +136,15 @@ def test_equals_tensorflow_block_lstm(version):
     got |= {"x": grad.x_grad, "Wx": grad.w_grad[:I].numpy().T, "Wh": grad.w_grad[I:].numpy().T, "b": grad.b_grad}
     got |= {"h0": grad.h_prev_grad, "c0": grad.cs_prev_grad, "peephole": np.concatenate([peepholes[k] for k in order])}
     expected, limit = forward(**case) | backward(case, {"h": dh, "c": dc}), bounds(case, np.float32, {"h": dh, "c": dc})
-    expected["peephole"][block["g"]] = 0  # so it has no gradient
+    expected["peephole"][block["g"]] = 0  # TensorFlow has no gradient for the missing peephole
     assert clip_shift(**case).any()
     for name, value in got.items():
         assert_within(name, np.asarray(value), expected[name], limit[name])
 
 
 def test_equals_tensorflow_gru_block_cell():
-    """Compare a loop over time with TensorFlow's GRU cell. It resets before the product, its u is our z, and its
-    callers must sum the gradients of the weights."""
+    """A loop over time with TensorFlow's GRU cell gives the oracle's outputs and gradients. TensorFlow's cell resets
+    before the product, its u is our z, and its callers must sum the weight gradients over time."""
     ops = pytest.importorskip("tensorflow").raw_ops
     rng = np.random.default_rng(4)
     case = draw(rng, op="gru", reset="before", dtype=np.float32)
@@ -173,20 +175,20 @@ def test_equals_tensorflow_gru_block_cell():
 
 
 def test_sigmoid_has_all_its_digits():
-    """Compare sigmoid and its slope with decimal arithmetic. sigmoid may have four roundings: of exp, 1 + e and the
-    quotient."""
+    """sigmoid and its slope agree with decimal arithmetic. sigmoid may have four rounding errors: those of exp
+    (two), of 1 + e and of the quotient."""
     x = np.linspace(-700, 40, 1481)
     exact = np.array([float(1 / (1 + (-Decimal(value)).exp())) for value in x.tolist()])
     s = ACTIVATIONS["sigmoid"](x, Arithmetic(np.float64))
     assert_within("sigmoid", s / exact, np.ones_like(x), 4 * 2.0**-53)
-    s, exact = s[x < 0], exact[x < 0]  # leave out open gates, where 1 - s cancels
+    s, exact = s[x < 0], exact[x < 0]  # without x >= 0, where 1 - s loses digits by cancellation
     slope = SLOPES["sigmoid"](s, Arithmetic(np.float64))
     assert_within("slope", slope / (exact * (1 - exact)), np.ones_like(s), 16 * 2.0**-53)
 
 
 @pytest.mark.parametrize("reset", ["after", "before"])
 def test_flip_z_is_an_update_gate_of_the_other_sign(reset):
-    """Since sigmoid(-a) = 1 - sigmoid(a), negating the rows of z and setting flip_z gives the same h."""
+    """Negated weights of the gate z together with flip_z give the same h, because sigmoid(-a) = 1 - sigmoid(a)."""
     case = draw(np.random.default_rng(5), op="gru", reset=reset, mask=(B, "P"))
     sign = np.repeat([1.0, -1.0, 1.0], H)
     negated = {"Wx": case["Wx"] * sign[:, None], "Wh": case["Wh"] * sign[:, None], "b": case["b"] * sign}
@@ -194,11 +196,11 @@ def test_flip_z_is_an_update_gate_of_the_other_sign(reset):
 
 
 def test_mask_of_a_gru_is_on_what_enters_the_products_only():
-    """A GRU's mask applies only to the h that enters the products. With z = 1, h is the unmasked h_prev; with z = 0,
-    h is the candidate computed from the masked h_prev."""
+    """A GRU's mask applies only to the h that enters the matrix products. With z = 1, h is the unmasked previous h;
+    with z = 0, h is the candidate computed from the masked previous h."""
     case = draw(np.random.default_rng(6), op="gru", mask=(B, "P"), activations=("sigmoid", "hard_sigmoid", "identity"))
     for bias, reset in ((1e3, "after"), (-1e3, "after"), (-1e3, "before")):
-        case |= {"b": np.repeat([1e3, bias, 0.0], H), "bhn": None, "reset": reset}  # r = 1
+        case |= {"b": np.repeat([1e3, bias, 0.0], H), "bhn": None, "reset": reset}  # the bias 1e3 makes r = 1
         h_prev = np.concatenate([case["h0"][None], forward(**case)["h"][:-1]])
         candidate = case["x"] @ case["Wx"][2 * H :].T + (h_prev * case["mask"]) @ case["Wh"][2 * H :].T
         assert_within("h", forward(**case)["h"], h_prev if bias > 0 else candidate, 1e-12)
@@ -262,7 +264,8 @@ def test_unknown_arguments_are_refused():
 @pytest.mark.parametrize("op, options", [("lstm", {"peephole": True, "projection": True}), ("gru", {}), ("rnn", {})])
 @pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16, ml_dtypes.bfloat16])
 def test_closeness(dtype, op, options):
-    """The bounds accept the same formula in the dtype, and refuse wrong values, shapes, dtypes and NaN."""
+    """The error bounds accept the oracle's formula computed in the dtype itself, and refuse wrong values, shapes,
+    dtypes and NaN."""
     rng = np.random.default_rng(11)
     case = draw(rng, op=op, mask=(B, "P"), dtype=dtype, bidirectional=op != "lstm", **options)
     cotangents = {name: value.astype(dtype) for name, value in draw_cotangents(rng, forward(**case)).items()}
@@ -292,8 +295,8 @@ def test_floats_are_those_of_the_dtypes():
 
 
 def test_bounds_allow_both_ways_to_blend():
-    """The bounds accept z a + (1 - z) b and b + z (a - b) in float32, also where z is near 1 and a is much smaller
-    than b."""
+    """The error bounds accept both z a + (1 - z) b and b + z (a - b) in float32, even where z is near 1 and a is
+    much smaller than b."""
     rng = np.random.default_rng(8)
     z = np.concatenate([rng.uniform(size=500), 1 - rng.uniform(size=500) * 1e-3]).astype(np.float32)
     a, b = (scale * rng.normal(size=1000).astype(np.float32) for scale in (np.float32(0.01), np.float32(3)))
@@ -311,8 +314,8 @@ def test_bounds_allow_both_ways_to_blend():
 
 @pytest.mark.parametrize("activation", KINKS)
 def test_kinks_are_as_near_as_rounding_comes(activation):
-    """`keeps_off_kinks` refuses a sum that rounding can move across a kink: one whose terms cancel, and one right
-    next to the kink."""
+    """`keeps_off_kinks` returns False for a sum that rounding can move across a kink: a sum whose terms nearly
+    cancel, and a sum right next to the kink."""
     case = {"op": "rnn", "activation": activation, "Wx": np.ones((1, 2)), "Wh": np.zeros((1, 1))}
 
     def keeps_off(dtype, *terms):

@@ -1,4 +1,5 @@
-"""Tests of the package as shipped: the wheel's contents, its metadata, and the modules that an import loads."""
+"""Tests of the package as it is shipped: the contents and metadata of the wheel, public names, and the modules that
+an import loads."""
 
 import importlib
 import inspect
@@ -127,8 +128,8 @@ def test_every_page_has_the_version():
 
 
 def test_commands_end_quietly_where_nobody_reads_on():
-    """End a command without a message when the reader of its output closes the pipe, as `head` does. Every command
-    uses `machine.run_command` for this."""
+    """A command ends without a message when the reader of its output closes the pipe, as `head` does. Every command
+    uses `machine.run_command` for this purpose."""
     code = "from mlx_lstm.machine import run_command; run_command(lambda: print('a line\\n' * 10**5))"
     words = [sys.executable, "-c", code]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT) as process:

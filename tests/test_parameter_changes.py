@@ -1,6 +1,6 @@
-"""Test the cache of arrays derived from parameters, while the parameters change in every way that MLX has. The
-result always equals that with an empty cache. Layers: both directions of `torch` layers and of `nn.stack`, and
-quantized layers."""
+"""Tests of the cache of arrays derived from parameters. The parameters change in every way that MLX allows, and each
+result must equal the result with an empty cache. The models are bidirectional `torch` layers and `nn.stack` calls,
+and quantized layers."""
 
 import gc
 from concurrent.futures import ThreadPoolExecutor
@@ -63,8 +63,8 @@ def first_column_everywhere(rng, array):
 
 
 def part_of_a_larger_one(rng, array):
-    """Return a view of a larger array that holds the same rows: from its start, from its second row, or every second
-    row."""
+    """Return a view of a larger array that contains the same rows. The view takes the first rows, the rows from the
+    second on, or every second row."""
     wide = mx.concatenate([array, array[::-1]])
     mx.eval(wide)
     return (wide[: len(array)], wide[1 : 1 + len(array)], wide[::2])[rng.integers(3)]
@@ -79,7 +79,8 @@ def fewer_rows(rng, array):
 
 
 def new_values(rng, array):
-    """Return the rows in reverse order in new memory, which may be memory that the old array has just freed."""
+    """Return the rows in reverse order in new memory. The new memory may be memory that the old array has just
+    freed."""
     return array[::-1] + mx.zeros_like(array)
 
 
@@ -102,10 +103,11 @@ CHANGES = (
 
 
 def change(rng, modules, old, alone):
-    """Change one parameter of one module.
+    """Change one random parameter of one random module.
 
-    `old` holds parameters of earlier changes, by module and name. With `alone` no other thread reads the module
-    meanwhile, so that a parameter may be missing for a moment, and new values may still be lazy.
+    `old` maps (module id, parameter name) to an earlier array, which may be assigned again. `alone` says that no
+    other thread reads the module during the change; only then may a parameter be missing for a moment or new values
+    be lazy.
     """
     module = modules[rng.integers(len(modules))]
     name = str(rng.choice(list(module.parameters())))
@@ -118,7 +120,7 @@ def change(rng, modules, old, alone):
     elif kind == len(CHANGES):  # in place: the same array object gets new values
         array = module[name]
         array[int(rng.integers(len(array)))] = 1
-    elif kind == len(CHANGES) + 1:  # a former array comes back
+    elif kind == len(CHANGES) + 1:  # an earlier array of this parameter comes back
         module[name] = old.get((id(module), name), module[name])
     elif kind == len(CHANGES) + 2:  # two parameters are swapped
         own = module.parameters()
@@ -134,7 +136,7 @@ def change(rng, modules, old, alone):
 
 
 def result(call, x):
-    """Return the output of a call, or the text of its error."""
+    """Return the output of a call as a NumPy array, or the text of its ValueError."""
     try:
         found = call(x)
         mx.eval(found)
@@ -144,8 +146,8 @@ def result(call, x):
 
 
 def check_changes(seed, count):
-    """Make `count` changes one after the other, some while other threads call the layer, and compare each result
-    with that of an empty cache."""
+    """Make `count` random changes, some while other threads call the layer. After each change, check that the result
+    equals the result with an empty cache."""
     rng = np.random.default_rng(seed)
     with mx.stream(mx.cpu), ThreadPoolExecutor(3) as threads:
         modules, width, call = MODELS[seed % len(MODELS)](rng)
@@ -197,7 +199,8 @@ def both_directions():
     ],
 )
 def test_a_view_of_a_parameter_s_memory_is_another_parameter(name, changed):
-    """A view that begins at the address of the cached parameter does not get the parameter's cached arrays."""
+    """A view that begins at the same address as a cached parameter does not get the arrays that were cached for the
+    parameter."""
     with mx.stream(mx.cpu):
         layer, x = both_directions()
         mx.eval(layer(x))
@@ -227,8 +230,8 @@ def test_what_else_is_made_of_the_same_arrays_has_an_entry_of_its_own():
 
 
 def test_a_value_is_made_of_the_arrays_its_key_names():
-    """A cached value is derived from the arrays as they were at the lookup, although the parameters change
-    meanwhile."""
+    """A cached value is derived from the arrays as they were at the lookup, even if a parameter changes during the
+    derivation."""
     with mx.stream(mx.cpu):
         array = mx.ones((3,))
 

@@ -1,7 +1,8 @@
-"""Test cases of other packages, translated into ours: cases that the packages ship, and cases whose expected numbers
-stand in their tests.
+"""Test cases of other packages, run with our ops: cases that the packages ship as data, and expected numbers from
+the source of their tests.
 
-If a package ships the cases, the test asserts their number. docs/verification.md has a table of all counts.
+Where a package ships the cases, the test also asserts how many there are. docs/verification.md has a table of all
+counts.
 """
 
 import importlib
@@ -28,8 +29,8 @@ engines = pytest.mark.parametrize("engine", ENGINES)
 
 
 def assert_equal(engine, case, expected, dtype=np.float32):
-    """Assert by name that our outputs equal the expected ones within twice the error bound, as both have rounding
-    errors in this dtype."""
+    """Assert that our outputs differ from the expected outputs by at most twice the error bound, because both have
+    rounding errors in this dtype."""
     outputs, limit = run(case, engine, dtype)[0], bounds(case, dtype)
     for name, value in expected.items():
         assert_within(name, outputs[name], np.asarray(value).astype(np.float64), 2 * limit[name])
@@ -41,8 +42,8 @@ ONNX = {"LSTM": ("lstm", "iofg"), "GRU": ("gru", "zrn"), "RNN": ("rnn", "h")}
 
 
 def onnx_case(onnx, found):
-    """Translate an ONNX node test. Return (case, expected outputs by our names). ONNX has the directions on axis 0
-    and two biases in B."""
+    """Convert an ONNX node test. Return (case, expected outputs under our names). In ONNX the directions are axis 0,
+    and B contains two biases."""
     node, ((inputs, outputs),) = found.model.graph.node[0], found.data_sets
     attributes = {each.name: onnx.helper.get_attribute_value(each) for each in node.attribute}
     given = dict(zip(filter(None, node.input), inputs, strict=True))
@@ -64,7 +65,11 @@ def onnx_case(onnx, found):
     if "P" in given:
         i, o, f = np.split(given["P"][0], 3)
         case["peephole"] = np.concatenate([i, o, f, 0 * i])
-    turned = {"Y": (2, 0, 1, 3), "Y_h": (1, 0, 2), "Y_c": (1, 0, 2)}  # T, D, B or D, B in front
+    turned = {
+        "Y": (2, 0, 1, 3),
+        "Y_h": (1, 0, 2),
+        "Y_c": (1, 0, 2),
+    }  # layout 1 moves B of [T, D, B, H] or [D, B, H] to the front
     if batch_first:
         wanted = {name: value.transpose(np.argsort(turned[name])) for name, value in wanted.items()}
     words = {"Y": "h", "Y_h": "hT", "Y_c": "cT"}
@@ -72,15 +77,15 @@ def onnx_case(onnx, found):
 
 
 def side_by_side(array):
-    """Return [.., D, B, H] as [.., B, D H]."""
+    """Convert an array [.., D, B, H] (D directions) to [.., B, D H]."""
     return np.concatenate(np.split(array, array.shape[-3], axis=-3), axis=-1).squeeze(-3)
 
 
 @engines
 def test_nodes_of_onnx(engine):
-    """Run all node tests of LSTM, GRU and RNN that the package onnx ships."""
+    """All node tests of LSTM, GRU and RNN in the package onnx pass."""
     node = pytest.importorskip("onnx.backend.test.case.node")
-    for name in ONNX:  # importing a module adds its cases to the list
+    for name in ONNX:  # importing the module adds its test cases to ONNX's list of cases
         importlib.import_module(f"onnx.backend.test.case.node.{name.lower()}")
     found = [case for case in node._NodeTestCases if case.model.graph.node[0].op_type in ONNX]
     assert len({case.name for case in found}) == 18
@@ -93,10 +98,10 @@ def test_nodes_of_onnx(engine):
 
 
 def test_module_samples_of_torch():
-    """Run every sample of torch's own tests of nn.LSTM, GRU and RNN, in training and evaluation mode, with and
-    without gradients.
+    """All samples of torch's own tests of nn.LSTM, GRU and RNN give torch's results, in training and evaluation
+    mode, and drawn with and without requires_grad.
 
-    The samples run in a child process: their imports end a process that has imported TensorFlow.
+    The samples run in a child process, because their imports crash a process that has imported TensorFlow.
     """
     pytest.importorskip("torch")
     pytest.importorskip("expecttest")
@@ -107,7 +112,7 @@ def test_module_samples_of_torch():
 
 
 def check_module_samples():
-    """Check all samples of torch and return their number."""
+    """Check all samples of torch's own tests and return how many there are."""
     import torch
     from torch.testing._internal import common_modules
 
@@ -137,7 +142,8 @@ def check_sample(torch, kind, sample, training):
 
 # --- TensorFlow ------------------------------------------------------------------------------------------------------
 
-SUMS = {  # mode: (L, H, I, N, T), sum of all outputs for arrays of ones, from TensorFlow's tests of CudnnRNN
+# Sizes of TensorFlow's tests of CudnnRNN, and the sum of all outputs that they expect if all arrays are ones.
+SUMS = {  # mode: ((layers, H, I, N, T), sum)
     "lstm": ((4, 200, 200, 20, 10), 231833.22),
     "gru": ((4, 200, 200, 20, 10), 56000),
     "rnn_tanh": ((4, 200, 200, 20, 10), 56000),
@@ -148,8 +154,8 @@ SUMS = {  # mode: (L, H, I, N, T), sum of all outputs for arrays of ones, from T
 @engines
 @pytest.mark.parametrize("mode", SUMS)
 def test_sums_of_tensorflow(engine, mode):
-    """Check the sums of outputs that TensorFlow's own test states, within its 1e-2. The calls are inference, so
-    dropout has no effect."""
+    """The sums of all outputs agree with the numbers in TensorFlow's own test within its tolerance of 1e-2. The
+    calls are inference, so dropout has no effect."""
     (L, H, I, N, T), expected = SUMS[mode]
     with mx.stream(mx.cpu):
         params = mx.ones((cudnn.cudnn_rnn_params_size(L, H, I, rnn_mode=mode).item(),))
@@ -163,8 +169,8 @@ def test_sums_of_tensorflow(engine, mode):
 
 @engines
 def test_number_of_a_gru_without_an_input_product(engine):
-    """Check a number that a GPU printed for skip_input with params of 0, x = 1 and h = 0. Our result must equal it
-    to the printed digits."""
+    """The output of a cuDNN GRU with skip_input, params of 0, x = 1 and h = 0 agrees with the number that a GPU
+    printed, to all printed digits."""
     with mx.stream(mx.cpu):
         params = mx.zeros((cudnn.cudnn_rnn_params_size(1, 1, 1, rnn_mode="gru", input_mode="skip_input").item(),))
         options = {"rnn_mode": "gru", "input_mode": "skip_input", "is_training": False, "engine": engine}
@@ -175,7 +181,7 @@ def test_number_of_a_gru_without_an_input_product(engine):
 
 def tflite(arrays, x, width, cell_clip):
     """Run TensorFlow Lite's LSTM over a sequence and return h [T, B, P]. `arrays` are in the order of the op's
-    inputs; None stands for an absent one."""
+    inputs; None means an absent input."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     tensorflow = pytest.importorskip("tensorflow")
     flatbuffers = pytest.importorskip("flatbuffers")
@@ -207,7 +213,7 @@ def tflite(arrays, x, width, cell_clip):
     builder = flatbuffers.Builder(1024)
     builder.Finish(model.Pack(builder), b"TFL3")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # TensorFlow Lite's interpreter warns that it will move
+        warnings.simplefilter("ignore")  # TensorFlow warns that the interpreter will move to another package
         interpreter = tensorflow.lite.Interpreter(model_content=bytes(builder.Output()))
     interpreter.allocate_tensors()
     interpreter.set_tensor(0, x)
@@ -217,8 +223,8 @@ def tflite(arrays, x, width, cell_clip):
 
 @engines
 def test_lstm_of_tensorflow_lite(engine):
-    """Compare with TensorFlow Lite for every combination of coupled gates (i = 1 - f, the sigmoid of -a_f),
-    peepholes, projection and clip."""
+    """Our LSTM agrees with TensorFlow Lite for every combination of coupled gates, peepholes, projection and clip.
+    Coupled gates have i = 1 - f, which is the sigmoid of the negated argument of f."""
     count = 0
     for flags in np.ndindex(2, 2, 2, 2):
         coupled, peephole, projection, clip = map(bool, flags)
@@ -243,7 +249,8 @@ def test_lstm_of_tensorflow_lite(engine):
 
 
 # --- Cells of equinox, haiku and flax --------------------------------------------------------------------------------
-# One step of each cell, by the formulas of its documentation: (parameters, x, state) -> next state, with h last.
+# Each function computes one step of a cell with the formulas of the package's documentation:
+# (parameters, x, *state) -> next state, a tuple that ends with h.
 
 
 def sigmoid(x):
@@ -294,8 +301,8 @@ def flax_gru(p, x, h):
 
 
 def flax_minimal(p, x, h):
-    """Compute one step of flax's minimal gated unit, which has one gate instead of a GRU's two. Return the next
-    state."""
+    """Compute one step of flax's minimal gated unit, which has one gate where a GRU has two. Return a tuple with the
+    next state."""
     (W_f, W_n), (R_f, R_n), (b_f, b_n) = (np.split(p[k], 3)[1:] for k in ("Wx", "Wh", "b"))
     f = sigmoid(x @ W_f.T + b_f + h @ R_f.T)
     n = np.tanh(x @ W_n.T + b_n + f * (h @ R_n.T + p["bhn"]))
@@ -313,14 +320,15 @@ def flax_simple(p, x, h):
 
 
 def of_one_gate(case):
-    """Make the reset gate's weights equal to the update gate's, so that a GRU has one gate only."""
+    """Copy the weights of the GRU's update gate to its reset gate, so that both gates are equal."""
     H = case["Wh"].shape[1]
     for name in ("Wx", "Wh", "b"):
         case[name][:H] = case[name][H : 2 * H]
 
 
 def of_open_reset(case):
-    """Set a GRU's weights so that the reset gate is always 1: a hard sigmoid of 3 or more is 1."""
+    """Set a GRU's weights so that the reset gate is always 1: its activation is a hard sigmoid, which is 1 for
+    arguments of 3 and more."""
     H = case["Wh"].shape[1]
     case["Wx"][:H], case["Wh"][:H], case["b"][:H], case["bhn"][:] = 0, 0, 3, 0
 
@@ -330,7 +338,7 @@ def unchanged(case):
 
 
 OPEN = ("hard_sigmoid", "sigmoid", "tanh")
-CELLS = {  # name: step of the other package, our options, function that makes our weights share in the same way
+CELLS = {  # name: (step function of the other package, our options, function that restricts our weights as there)
     "equinox LSTMCell": (equinox_lstm, {}, unchanged),
     "equinox GRUCell": (equinox_gru, {"op": "gru"}, unchanged),
     "haiku LSTM": (haiku_lstm, {"gate_order": "igfo", "forget_bias": 1.0}, unchanged),
@@ -371,8 +379,9 @@ STATES = {"states": (1, 1)}
 STATELESS_BIAS = {"unit_forget_bias": False}
 X23, X24, X36 = (2, 3, 4), (2, 4, 3), (3, 6, 4)
 
-# Rows: layer, H, shape of x, further options, the output that Keras' tests expect for each item (equal units once).
-# All kernels are 0.01, recurrent kernels 0.02, biases 0.03; x is 0, 1, 2, ...
+# One test of Keras per row: (layer, H, shape of x, options, expected output of each sequence of the batch). If all
+# units have the same output, it is listed once. Kernels are 0.01, recurrent kernels 0.02, biases 0.03.
+# x is 0, 1, 2, ...
 KERAS = [
     ("LSTM", 3, X36, {}, [[0.6288687], [0.86899155], [0.9460773]]),
     ("LSTM", 3, X36, BACK, [[0.35622165], [0.74789524], [0.8872726]]),
@@ -421,7 +430,7 @@ KERAS = [
     ("SimpleRNN", 4, X24, {"mask": HOLES} | BACK, [[0.07376196], [0.43645123]]),
 ]  # fmt: skip
 
-# Rows for bidirectional layers: first how the two outputs are merged, last the expected states.
+# Bidirectional layers: (merge mode of the two outputs, layer, shape of x, options, expected output). H is 2.
 BOTH = [
     ("concat", "SimpleRNN", X23, {}, [[0.39687276, 0.39687276, 0.10004295, 0.10004295],
                                       [0.7237238, 0.7237238, 0.53391594, 0.53391594]]),
@@ -446,9 +455,11 @@ PLAIN |= {"bias": True, "unit_forget_bias": True, "reset_after": True, "swapped"
 
 
 def keras_layer(kind, H, shape, engine, **options):
-    """Run our layer on Keras weights converted by `mlx_lstm.keras`. Return h [B, H], or [B, T, H] with `sequences`."""
+    """Run our op with weights in Keras' layout, converted by `mlx_lstm.keras`. Return h [B, H], or [B, T, H] with
+    the option `sequences`."""
     o, (B, T, I) = SimpleNamespace(**PLAIN | options), shape
-    # A masked step leaves the state unchanged, so move each item's unmasked steps to the front, in the order they run.
+    # A masked step leaves the state unchanged. So move the unmasked steps of each sequence to the front, in the order
+    # in which Keras runs them.
     on = np.ones((B, T), bool) if o.mask is None else np.array(o.mask, bool)
     order = [np.flatnonzero(row)[:: -1 if o.backwards else 1] for row in on]
     x = np.zeros((T, B, I), np.float32)
@@ -488,7 +499,7 @@ def keras_run(kind, x, H, o, states, **options):
 
 
 def assert_is(found, expected):
-    """Assert that a result is within 1e-5, the tolerance of Keras' own tests."""
+    """Assert that a result differs from the expected numbers by at most the tolerance of Keras' own tests, 1e-5."""
     expected = np.broadcast_to(np.array(expected), found.shape)
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 

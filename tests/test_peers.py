@@ -1,4 +1,4 @@
-"""Compare values and gradients on the CPU with the layers of torch, Keras and jax."""
+"""Tests that compare outputs and gradients on the CPU with the layers of torch, Keras and jax."""
 
 import os
 
@@ -14,7 +14,7 @@ DIRECTIONS = pytest.mark.parametrize("bidirectional", [False, True], ids=["one",
 
 
 def drawn(**options):
-    """Return a random float32 case and a cotangent of h only."""
+    """Return a random float32 (case, cotangents) with a cotangent for h only."""
     rng = np.random.default_rng(12)
     case = draw(rng, sizes=(*SIZES, H), dtype=np.float32, **options)
     width = case["h0"].shape[-1]
@@ -22,8 +22,8 @@ def drawn(**options):
 
 
 def assert_equal(engine, case, cotangents, expected):
-    """Assert that our results equal the expected ones within twice the error bound, as both are float32 results with
-    rounding errors."""
+    """Assert that our results differ from the expected results by at most twice the error bound, because both are
+    float32 results with rounding errors."""
     limit = bounds(case, np.float32, cotangents)
     outputs, gradients = run(case, engine, np.float32, cotangents)
     for name, value in expected.items():
@@ -35,7 +35,7 @@ def assert_equal(engine, case, cotangents, expected):
 @pytest.mark.parametrize("name", ["lstm", "lstm_projection", "gru", "rnn_tanh", "rnn_relu"])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_torch(engine, name, lengths, bidirectional):
-    """Compare all recurrent layers of torch.nn: outputs, last states and every gradient."""
+    """Outputs, last states and every gradient agree with all recurrent layers of torch.nn."""
     torch = pytest.importorskip("torch")
     torch_layer = pytest.importorskip("torch_layers").torch_layer
     sizes = (T, B, I, 5) if "projection" in name else SIZES
@@ -46,8 +46,8 @@ def test_torch(engine, name, lengths, bidirectional):
 
 
 def keras_weights(case, d):
-    """Return direction d's weights in Keras' layout: kernels transposed; a GRU that resets after the product has two
-    rows of biases."""
+    """Return the weights of direction d as Keras stores them: transposed matrices, and for a GRU with reset after
+    the product a bias of two rows."""
     both = case.get("bidirectional", False)
     Wh = case["Wh"][d] if both else case["Wh"]
     Wx, b = (np.split(case[name], 1 + both)[d] for name in ("Wx", "b"))
@@ -57,7 +57,7 @@ def keras_weights(case, d):
 
 
 HARD = ("hard_sigmoid_sixth", "hard_sigmoid_sixth", "tanh", "hard_sigmoid_sixth", "tanh")
-LAYERS = {  # keras' layer, its options, ours
+LAYERS = {  # name that begins with Keras' class: (options of the Keras layer, options of our op)
     "LSTM": ({}, {}),
     "GRU": ({}, {"op": "gru", "gate_order": "zrn"}),
     "GRU reset before": ({"reset_after": False}, {"op": "gru", "gate_order": "zrn", "reset": "before"}),
@@ -70,8 +70,8 @@ LAYERS = {  # keras' layer, its options, ours
 @pytest.mark.parametrize("word", LAYERS)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_keras(engine, word, direction):
-    """Compare with Keras. Its gate orders i, f, c, o and z, r, h are `ifgo` and `zrn` here. With go_backwards Keras
-    returns outputs in reversed order, ours are in the order of time."""
+    """Outputs agree with Keras. Keras' gate orders i, f, c, o and z, r, h are called `ifgo` and `zrn` here. With
+    go_backwards, Keras returns the outputs in reversed order; our outputs are in the order of time."""
     os.environ.setdefault("KERAS_BACKEND", "jax")
     keras = pytest.importorskip("keras")
     theirs, options = LAYERS[word]
@@ -95,8 +95,8 @@ def test_keras(engine, word, direction):
 @pytest.mark.parametrize("lengths", [None, [7, 2, 4]], ids=["full", "ragged"])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_jax(engine, lengths, bidirectional):
-    """Compare with jax's reference implementation of cuDNN's LSTM, which takes all weights as one vector. Padding of
-    outputs is 0 in both."""
+    """Outputs and gradients agree with jax's reference implementation of cuDNN's LSTM. In both, outputs after the
+    end of a sequence are 0."""
     jax = pytest.importorskip("jax")
     rnn = pytest.importorskip("jax.experimental.rnn")
     case, cotangents = drawn(bidirectional=bidirectional)

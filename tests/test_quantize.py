@@ -1,5 +1,5 @@
-"""Tests of quantized weights in the ops on CPU engines, in the layers and in models. test_quantized_kernels.py tests
-the Metal engines."""
+"""Tests of quantized weights in the ops on the CPU engines, in layers and in models. test_quantized_kernels.py has
+the tests for the Metal engines."""
 
 from functools import cache
 from unittest.mock import patch
@@ -65,8 +65,8 @@ def test_cells_directions_options(engine, option):
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("option", ["lstm_reverse", "lstm_projection_both", "gru_both", "rnn"])
 def test_steps_that_a_gradient_computes_again(engine, option):
-    """Check gradients with `checkpoint_every` on quantized weights. Initial states are absent: their default dtype
-    must not come from the quantized weights, which are integers."""
+    """Gradients with `checkpoint_every` are right with quantized weights. The initial states are absent here: their
+    default dtype must not be the integer dtype of the quantized weights."""
     case, cotangents, weights, _, _ = of_option(option)
     case = {name: value for name, value in case.items() if name not in ("h0", "c0")}
     exact, limits = forward(**case) | backward(case, cotangents), bounds(case, np.float32, cotangents)
@@ -107,7 +107,7 @@ def test_dequantized_weights_are_cached_while_they_are_the_same_arrays(monkeypat
     lstm(x, None, Wh, engine="numpy")
     assert len(made) == 1 and len(weights._cached) == before + 1
     scales = Wh.scales
-    scales *= 2  # the same object, another array
+    scales *= 2  # in place: the same Python object with new values
     biases = Wh.biases
     biases *= 2
     second = lstm(x, None, Wh, engine="numpy").h
@@ -201,14 +201,14 @@ LAYERS = {
 
 
 def kind_of(name):
-    """Return the quantized class of a layer name such as `LSTM` or `torch LSTM`."""
+    """Return the quantized class for a layer name such as `LSTM` or `torch LSTM`."""
     module, _, kind = name.rpartition(" ")
     return getattr(mlx_lstm.torch if module == "torch" else mlx_lstm.nn, f"Quantized{kind}")
 
 
 def float_layer(layer):
-    """Replace the matrices of `layer` by their values after quantization with groups of 32 and 8 bits. Return the
-    layer."""
+    """Quantize the matrices of `layer` with groups of 32 and 8 bits, and replace them by their dequantized values.
+    Return the layer."""
     for name, value in layer.items():
         if isinstance(value, mx.array) and value.ndim == 2 and value.shape[1] % 32 == 0:
             layer[name] = matrix_of(packed(value, 32, 8, "affine"))
@@ -216,7 +216,7 @@ def float_layer(layer):
 
 
 def arrays_of(result):
-    """Return all arrays of a layer's result as a list."""
+    """Return all arrays in the result of a layer as a list."""
     return [array for _, array in tree_flatten(result)]
 
 
@@ -235,8 +235,8 @@ def test_layers_are_those_on_dequantized_weights(name):
 
 
 def test_parameters_stay_where_they_are_looked_for(tmp_path):
-    """Quantized parameters have MLX's names, can be saved to a file, and load into a layer that the constructor
-    makes."""
+    """Quantized parameters have the names that MLX uses. They can be saved to a file and loaded into a new quantized
+    layer."""
     layer = mlx_lstm.nn.QuantizedLSTM.from_layer(mlx_lstm.nn.LSTM(64, 64).eval(), bits=3)
     assert not layer.training and layer.trainable_parameters() == {}
     parts = [f"{name}{end}" for name in ("Wh", "Wx") for end in ("", "_biases", "_scales")]
@@ -265,7 +265,7 @@ def test_what_is_not_quantized_is_trained():
 
 
 class Other(mlx_lstm.nn.LSTM):
-    """A subclass of our LSTM."""
+    """A subclass of our LSTM, which must not be quantized."""
 
 
 @pytest.mark.parametrize(
@@ -324,8 +324,8 @@ def test_constructors_say_which_layer_refuses(room, kind):
     ],
 )
 def test_weights_of_the_other_kind_are_told_so(first, second, message, tmp_path):
-    """Load float weights into a quantized layer or the reverse with strict=False, which MLX allows: the call raises
-    a clear error."""
+    """MLX can load float weights into a quantized layer, or quantized weights into a float layer, with strict=False.
+    The next call of the layer then raises a clear error."""
     first(64, 64).save_weights(file := str(tmp_path / "weights.safetensors"))
     (layer := second(64, 64)).load_weights(file, strict=False)
     with pytest.raises(ValueError, match=rf"^\[nn.{second.__name__}\] {message}"):
@@ -334,8 +334,8 @@ def test_weights_of_the_other_kind_are_told_so(first, second, message, tmp_path)
 
 @pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
 def test_a_stack_reads_packed_weights(kind):
-    """Compare a bidirectional stack of quantized layers with float layers of the same values to the bit. The first
-    layer's Wx stays a float matrix: 5 columns cannot be quantized."""
+    """A bidirectional stack of quantized layers gives bit for bit the results of float layers with the dequantized
+    values. Wx of the first layer stays a float matrix, because 5 columns cannot be quantized."""
     layers = [getattr(mlx_lstm.nn, kind)(D, 32) for D in (5, 64, 5, 64)]
     quantized = [kind_of(kind).from_layer(layer, group_size=32, bits=8) for layer in layers]
     x, floats = mx.random.normal((2, 3, 5)), [float_layer(layer) for layer in layers]
@@ -357,7 +357,7 @@ def test_a_stack_reads_packed_weights(kind):
 
 
 class Model(nn.Module):
-    """A model of our layers and MLX's layers, with one layer shared."""
+    """A model with our layers and MLX's layers, in which one layer is used in two places."""
 
     def __init__(self):
         super().__init__()
@@ -370,8 +370,8 @@ class Model(nn.Module):
 
 
 def test_mlx_leaves_our_layers_alone(tmp_path):
-    """mlx.nn.quantize does not quantize our layers. A file of such a model loads into a model quantized by
-    mlx_lstm.nn.quantize without our layers, and the reverse."""
+    """mlx.nn.quantize does not quantize our layers. A weight file of such a model loads into a model quantized by
+    mlx_lstm.nn.quantize with our layers left out, and the reverse."""
     model, x = Model(), mx.array([[1, 2, 3]])
     nn.quantize(model)
     assert type(model.lstm) is mlx_lstm.nn.LSTM and type(model.heads[2]) is mlx_lstm.torch.GRU
@@ -415,7 +415,7 @@ def test_a_model_stays_as_it_was_where_a_layer_is_refused():
 
 @pytest.mark.parametrize("name", [name for name in clients.CLIENTS if name not in clients.OWN])
 def test_clients_models(name):
-    """Replace the layers of typical models by ours, then quantize them: outputs equal those of float layers with the
+    """Typical models whose layers are replaced by ours and then quantized give the outputs of float layers with the
     dequantized weights."""
     with patch.object(clients, "D", 32), patch.object(clients, "H", 32):
         model = clients.CLIENTS[name][0]()
@@ -437,7 +437,7 @@ def test_clients_models(name):
 
 
 def test_float_layers_pay_nothing():
-    """A layer without quantized weights passes its own arrays to the op, without any conversion."""
+    """A layer without quantized weights passes its weight arrays to the op without any conversion."""
     layer = mlx_lstm.nn.RNN(3, 4)
     with patch.object(mlx_lstm.recurrence.Call, "forward", side_effect=InterruptedError) as forward:
         with pytest.raises(InterruptedError):

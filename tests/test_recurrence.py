@@ -1,4 +1,5 @@
-"""The recurrence on every CPU engine against the float64 oracle: all options, all outputs, all gradients."""
+"""Tests of the recurrence ops on every CPU engine against the float64 oracle: all options, all outputs, all
+gradients."""
 
 import warnings
 from functools import cache, partial
@@ -44,19 +45,21 @@ SINGLE_AND_DOUBLE = pytest.mark.parametrize("dtype", [np.float32, np.float64], i
 
 
 def judged(case, cotangents, dtype):
-    """Return the case and cotangents in `dtype`, the oracle's results, and the bounds of the rounding errors."""
+    """Return (case in `dtype`, cotangents in `dtype`, the oracle's exact results, the bounds for rounding errors)."""
     case = {n: v.astype(dtype) if n in ARRAYS and v is not None else v for n, v in case.items()}
     cotangents = {name: value.astype(dtype) for name, value in cotangents.items()}
     return case, cotangents, forward(**case) | backward(case, cotangents), bounds(case, dtype, cotangents)
 
 
 def check(case, engine, dtype, cotangents):
-    """Check outputs and gradients of a case within the bounds derived from it."""
+    """Check that outputs and gradients of a case differ from the oracle's by at most the error bounds derived from
+    the case."""
     check_judged(judged(case, cotangents, dtype), engine, dtype)
 
 
 def check_judged(judgement, engine, dtype):
-    """Check the results of mx.vjp and of the gradient ops within the bounds."""
+    """Check that the results of mx.vjp and of the gradient ops are within the error bounds. `judgement` comes from
+    `judged`."""
     case, cotangents, ref, limit = judgement
     outputs, gradients = run(case, engine, dtype, cotangents)
     assert set(gradients) == {name for name in ARRAYS if case.get(name) is not None}
@@ -84,7 +87,8 @@ def test_each_option_alone(option, engine, dtype):
 )
 @pytest.mark.parametrize("engine", ENGINES)
 def test_each_output_alone(engine, kind, output):
-    """Each output in turn is the only one with a cotangent, also with a projection and a mask."""
+    """Gradients are right when only one output has a cotangent, for each output in turn, also with a projection and
+    a mask."""
     case, cotangents = draw_away_from_kinks(2, **EVERY_ARRAY[kind])
     check(case, engine, np.float32, {output: cotangents[output]})
 
@@ -103,7 +107,8 @@ sizes = st.tuples(
 
 
 def check_combination(kind, engine, dtype, seed, sizes, shown):
-    """Check one combination of options. The bits of `shown` say which outputs have a cotangent; none set means all."""
+    """Check one random combination of options. Bit n of `shown` says whether the n-th output has a cotangent; if no
+    bit is set, all outputs have one."""
     options = combination(np.random.default_rng(seed), sizes, **KINDS[kind])
     case, cotangents = draw_away_from_kinks(seed, ROUNDING_MARGIN, sizes=sizes, **options)
     given = {name: value for n, (name, value) in enumerate(cotangents.items()) if shown >> n & 1}
@@ -154,13 +159,13 @@ def in_half(option, word):
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("option", [name for name in EVERY_OPTION if "relu" not in name and "hard" not in name])
 def test_half_precision_is_no_worse_than_twice_its_formula(option, engine, word):
-    """Activations with kinks are left out: rounding to half precision moves arguments across a kink in any
-    implementation."""
+    """The error in a 16-bit dtype is at most about twice the error of the oracle's formula computed in this dtype.
+    Activations with kinks are left out: rounding to 16 bits moves arguments across a kink in any implementation."""
     case, cotangents, ref, same = in_half(option, word)
     outputs, gradients = run(case, engine, HALVES[word], cotangents)
     for name, value in (outputs | gradients).items():
         assert_close(name, value, same[name], ref[name])
-    # What goes into these was rounded to half on the way, as in the formula.
+    # The gradient ops get saved outputs that were rounded to 16 bits, as in the oracle's formula in this dtype.
     for name, value in run_gradients(case, engine, HALVES[word], cotangents).items():
         assert_close(name, value, same[name], ref[name])
 
@@ -168,8 +173,8 @@ def test_half_precision_is_no_worse_than_twice_its_formula(option, engine, word)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_lengths_of_nothing_and_of_all_steps(engine, kind):
-    """An item of all T steps equals one without lengths, to the bit; an item of length 0 passes its state and the
-    gradient through."""
+    """A sequence whose length is T gives bit for bit the result without lengths. A sequence of length 0 returns its
+    initial state, and the gradient of its last state passes through unchanged."""
     case, cotangents = draw_away_from_kinks(3, **KINDS[kind])
     T, B = case["x"].shape[:2]
     whole, whole_lengths = (run(case | given, engine, np.float64, cotangents) for given in ({}, {"lengths": [T] * B}))
@@ -189,7 +194,8 @@ WITHOUT_H += [f"rnn_{name}" for name in ("relu", "sigmoid", "lengths", "both_rel
 
 @pytest.mark.parametrize("option", WITHOUT_H)
 def test_gradient_ops_make_h_themselves_where_it_is_not_given(option):
-    """h is computed from the cell state and the output gate, or from a plain cell's preactivations."""
+    """Without the argument h, a gradient op recomputes h from the cell state and the output gate, or for a plain RNN
+    from the preactivations."""
     case, cotangents, ref, limit = judged_option(option, np.float64)
     saved = ("gates",) if case.get("op") == "rnn" else ("gates", "c")
     for name, value in run_gradients(case, "numpy", np.float64, cotangents, saved).items():
@@ -200,7 +206,8 @@ def test_gradient_ops_make_h_themselves_where_it_is_not_given(option):
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("B", [3, 20])
 def test_numpy_engine_in_chunks_of_time(monkeypatch, B, reverse, lengths):
-    """The products run over several chunks of time, the last one shorter, for narrow and wide batches, with a mask."""
+    """Results are right when the engine `numpy` splits its matrix products into several chunks of time steps, the
+    last one shorter. Narrow and wide batches are tested, with a mask."""
     monkeypatch.setattr(engine_numpy_arrays, "CHUNK_ROWS", 3 * B)
     sizes = (7, B, 2, 3, 2)
     lengths = None if lengths is None else np.arange(B) % 8
@@ -211,7 +218,8 @@ def test_numpy_engine_in_chunks_of_time(monkeypatch, B, reverse, lengths):
 @pytest.mark.parametrize("activations", [None, ("relu", "sigmoid", "tanh", "identity", "hard_sigmoid")])
 @pytest.mark.parametrize("T", [1, 33, 31], ids=["one step", "Wx copied", "Wx read"])
 def test_numpy_engine_over_a_wide_batch(T, activations):
-    """From 512 rows on the engine joins Wx and the bias in a copy."""
+    """Results are right above and below 512 rows (time steps times batch). From 512 rows on, the engine `numpy`
+    joins Wx and the bias in a copy."""
     options = {} if activations is None else {"activations": activations}
     drawn = draw_away_from_kinks(4, ROUNDING_MARGIN, sizes=(T, 16, 3, 5, 5), forget_bias=0.5, mask=("P",), **options)
     check(*with_engine(drawn))
@@ -223,7 +231,8 @@ def with_engine(drawn, engine="numpy"):
 
 
 def test_batch_major_memory_comes_back_as_it_went_in():
-    """A transposed x is read without a copy, and h and dx are written in the same memory order."""
+    """A transposed x (batch first in memory) is read without a copy, and h and dx are written in the same memory
+    order."""
     rng = np.random.default_rng(0)
     case = draw(rng, sizes=(5, 3, 4, 2, 2))
     x = mx.swapaxes(mx.contiguous(mx.swapaxes(to_mlx(case["x"], np.float32), 0, 1)), 0, 1)
@@ -238,7 +247,8 @@ def test_batch_major_memory_comes_back_as_it_went_in():
 
 @pytest.mark.parametrize("reverse", [False, True])
 def test_scratch_of_the_numpy_engine_is_written_before_it_is_read(monkeypatch, reverse):
-    """The scratch memory starts as NaN; some steps lie past the end of every item."""
+    """Results are right although the scratch memory is filled with NaN before the call. Some steps lie after the end
+    of every sequence."""
     poison_scratch(monkeypatch)
     options = {"projection": True, "lengths": [2, 0], "mask": ("P",), "reverse": reverse}
     check(*with_engine(draw_away_from_kinks(3, **options)))
@@ -246,8 +256,8 @@ def test_scratch_of_the_numpy_engine_is_written_before_it_is_read(monkeypatch, r
 
 @cache
 def nearly_closed(op, dtype, sizes):
-    """Return what `judged` returns, with elementwise bounds. The biases of all sigmoid gates run from -8 to -30 over a
-    c0 of 1e4."""
+    """Return the same as `judged`, with elementwise error bounds. The sigmoid gates are nearly closed: their biases
+    are between -30 and -8. An LSTM's c0 is of the size 1e4."""
     rng, gates = np.random.default_rng(7), {"lstm": "ifgo", "gru": "rzn", "rnn": "h"}[op]
     case = draw(rng, op=op, sizes=sizes, **({"activation": "sigmoid"} if op == "rnn" else {}))
     closed = np.repeat([gate not in "gn" for gate in gates], sizes[3])
@@ -255,13 +265,13 @@ def nearly_closed(op, dtype, sizes):
     if op == "lstm":
         case["c0"] *= 1e4
     case, cotangents, ref, _ = judged(case, draw_cotangents(rng, forward(**case)), dtype)
-    # What is stored in 16 bits is computed in float32, and rounded where it leaves.
+    # 16-bit arrays are computed in float32, and only the results are rounded to 16 bits.
     half = dtype in HALVES.values()
     limit = elementwise_bounds(case, np.float32 if half else dtype, cotangents)
     if half:
         limit = {name: value + float_of(dtype).eps / 2 * np.abs(ref[name]) for name, value in limit.items()}
-    # These bounds are relative. Each of three additions may be wrong by a rounding of about -30, which is 30 units of
-    # its exponential; beside that the activation's own 12 are few.
+    # The bounds are small relative to the tiny gates. An argument near -30 is a sum of three terms; each rounding error
+    # of it changes exp by up to 30 relative roundings. The activation itself adds about 12, so 3 * 40 are enough.
     sigmoids, allowed = (np.abs(values["h" if op == "rnn" else "gates"][..., closed]) for values in (ref, limit))
     assert (allowed < SAFETY * 3 * 40 * float_of(dtype).eps / 2 * sigmoids).all() and sigmoids.min() < 1e-11
     return case, cotangents, ref, limit
@@ -272,7 +282,8 @@ def nearly_closed(op, dtype, sizes):
 @pytest.mark.parametrize("op", ["lstm", "gru", "rnn"])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_what_a_nearly_closed_gate_lets_through_has_all_its_digits(engine, op, dtype, sizes):
-    """Outputs and all gradients are right element by element, down to 1e-13 of their neighbours."""
+    """Outputs and all gradients are accurate element by element, even where an element is 1e-13 times its
+    neighbours."""
     case, cotangents, ref, limit = nearly_closed(op, dtype, sizes)
     outputs, gradients = run(case, engine, dtype, cotangents)
     for name, value in (outputs | gradients).items():
@@ -282,7 +293,8 @@ def test_what_a_nearly_closed_gate_lets_through_has_all_its_digits(engine, op, d
 @SINGLE_AND_DOUBLE
 @pytest.mark.parametrize("engine", ENGINES)
 def test_gates_closed_beyond_the_range_of_exp(engine, dtype):
-    """The gates are 0, and no warning says that exp overflowed. The backward pass recomputes a sigmoid of c."""
+    """Gates with arguments of -1e4 are 0, and NumPy does not warn that exp overflowed. The backward pass recomputes
+    a sigmoid of c."""
     case, cotangents = draw_away_from_kinks(3, activations=("sigmoid", "sigmoid", "tanh", "sigmoid", "sigmoid"))
     case |= {"b": np.full_like(case["b"], -1e4), "c0": np.full_like(case["c0"], -1e4)}
     with warnings.catch_warnings():
@@ -292,7 +304,7 @@ def test_gates_closed_beyond_the_range_of_exp(engine, dtype):
 
 @pytest.mark.parametrize("way", [*ENGINES, "compiled"])
 def test_a_cell_state_that_is_infinite_is_clipped(way):
-    """c is infinite in the argument, or overflows within a step; NaN stays NaN."""
+    """cell_clip clips an infinite c, whether c0 is infinite or c overflows within a step. NaN stays NaN."""
     options = {"cell_clip": 1.5, "training": way != "compiled", "engine": None if way == "compiled" else way}
 
     def cells(x, c0, **more):
@@ -310,7 +322,8 @@ def test_a_cell_state_that_is_infinite_is_clipped(way):
 
 
 def test_sigmoid_of_engine_ops_in_float64():
-    """The derivatives are tested, too: MLX takes forward mode and second order through the formula."""
+    """The float64 sigmoid of the engine `ops` and its derivatives are accurate. Derivatives are tested because MLX
+    differentiates the formula itself for forward mode and second order."""
     x = np.concatenate([np.linspace(-150, 0, 997), np.linspace(0, 40, 101)])
     e = np.exp(-np.abs(x))
     s, rest = np.where(x < 0, e, 1) / (1 + e), np.where(x < 0, 1, e) / (1 + e)
@@ -320,14 +333,14 @@ def test_sigmoid_of_engine_ops_in_float64():
         along = mx.jvp(sigmoid, [point], [mx.ones_like(point)])[1][0]
         second = mx.grad(lambda x: slope(x).sum())(point)
         found = sigmoid(point), along, slope(point), second
-    # At most 16 roundings each; that of 1 - 2 s is one of 1.
+    # Each value has at most 16 rounding errors. 1 - 2 s is rounded relative to 1, hence the size without this factor.
     expected = s, s * rest, s * rest, s * rest * (rest - s)
     for got, exact, size in zip(found, expected, (s, *[s * rest] * 3), strict=True):
         assert_within("sigmoid", np.array(got), exact, 16 * 2.0**-53 * size)
 
 
 def cut(array):
-    """Return the array as a part of a larger one, so that no stride is trivial."""
+    """Return the array as every second element of a larger array, so that all strides are nontrivial."""
     wide = np.full([2 * n for n in array.shape], np.nan)
     wide[tuple(slice(None, None, 2) for _ in array.shape)] = array
     return mx.array(wide, mx.float64)[tuple(slice(None, None, 2) for _ in array.shape)]
@@ -382,8 +395,8 @@ def test_sizes_are_those_of_the_docstring(kind):
 
 @pytest.mark.parametrize("op", OUTPUTS_OF)
 def test_two_directions_are_joined(op):
-    """The joined results and gradients of two runs, one per direction, equal those of a call with both directions, to
-    the bit."""
+    """`join_directions` of the results of two runs, one per direction, equals bit for bit the results of a
+    bidirectional call. Gradients agree to rounding."""
     rng, more = np.random.default_rng(7), {"projection": True, "peephole": True} if op == "lstm" else {}
     pair = [split(draw(rng, op=op, mask=(*SIZES[:2], "P"), **more))[1] for _ in range(2)]
     x = to_mlx(pair[0].pop("x"), np.float64)
@@ -403,7 +416,8 @@ def test_two_directions_are_joined(op):
         whole = back(x, **arrays, **recurrence.join_directions(*given), engine="ops", bidirectional=True)
         expected = recurrence.join_directions(*parts) | {"x": dx}
         for name, gradient in whole.items():
-            # One product over both directions' gates in place of two: sums of float64 in another order.
+            # The bidirectional call computes one matrix product for both directions. So the float64 sums have another
+            # order.
             np.testing.assert_allclose(gradient, expected[name], rtol=0, atol=1e-13, err_msg=name)
 
 

@@ -1,5 +1,5 @@
-"""`recurrent`, which runs a cell written by the user: the oracle's cells written as steps, a cell written in torch,
-trees of arrays, MLX's transformations, and refused arguments."""
+"""Tests of `recurrent`, which runs a cell written by the user: the oracle's cells as step functions, a cell also
+written in torch, trees of arrays, MLX's transformations, and refused arguments."""
 
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ from cases import draw_away_from_kinks, split, to_mlx
 
 import mlx_lstm
 from mlx_lstm import recurrent
-from mlx_lstm.engines.ops.cells import sigmoid  # MLX has float32's digits in float64
+from mlx_lstm.engines.ops.cells import sigmoid  # MLX's own sigmoid has only float32 accuracy in float64
 from mlx_lstm.oracle import evaluate
 from mlx_lstm.oracle.arithmetic import Arithmetic
 from mlx_lstm.oracle.closeness import assert_within, bounds
@@ -22,7 +22,7 @@ LENGTHS = [3, 0, 5]
 
 @pytest.fixture(autouse=True)
 def on_cpu():
-    """Run on the CPU, since a GPU has no float64."""
+    """Run every test on the CPU, because a GPU does not support float64."""
     with mx.stream(mx.cpu):
         yield
 
@@ -49,7 +49,7 @@ def gru_step(Wh, bhn):
 
 
 def by_steps(op, arrays, **options):
-    """Return the outputs of `op` by name."""
+    """Return the outputs of `op` by name, computed by `recurrent` with a step function for this cell."""
     z = arrays["x"] @ arrays["Wx"].T + arrays["b"]
     options |= {"keep": arrays["keep"]} if "keep" in arrays else {}
     if op == "gru":
@@ -102,14 +102,15 @@ def normalised_weights(rng):
 
 
 def norm(x):
-    """Return `mx.fast.layer_norm` without weights; in float64 it is only float32-accurate."""
+    """Return the layer normalisation of x without weights. `mx.fast.layer_norm` is not used because it has only
+    float32 accuracy in float64."""
     centred = x - x.mean(axis=-1, keepdims=True)
     return centred / mx.sqrt(mx.square(centred).mean(axis=-1, keepdims=True) + mx.array(1e-5, x.dtype))
 
 
 def normalised_by_torch(x, h, c, w, lengths, reverse):
-    """Return the outputs of an LSTM with layer normalisation of its products and of c, computed by torch, one item
-    and step at a time."""
+    """Return (outputs, last h, last c) of an LSTM with layer normalisation of its products and of c. torch computes
+    one sequence and one step at a time."""
     norm = torch.nn.functional.layer_norm
     outputs, states = torch.zeros(T, B, H, dtype=torch.float64), []
     for n, length in enumerate(lengths):
@@ -163,7 +164,7 @@ def test_layer_normalisation_as_in_torch(reverse):
 
 @pytest.fixture
 def case():
-    """Return (arrays, loss) of a cell whose step also multiplies the input by its weights."""
+    """Return (arrays, loss) for a cell whose step function also multiplies the input by weights."""
     rng = np.random.default_rng(7)
     shapes = {"x": (T, B, I), "Wx": (H, I), "Wh": (H, H), "h0": (B, H)}
     arrays = {name: mx.array(rng.normal(size=shape), mx.float32) for name, shape in shapes.items()}
@@ -225,8 +226,8 @@ HOLD = np.array([[1, 0, 0], [0, 1, 0], [0, 0, 1], [1, 0, 1], [0, 0, 0]])
 
 
 def item_by_item(step, x, state, keep, lengths, reverse):
-    """Return what `recurrent` documents for keep and hold, computed in a loop over the steps that run, one item at a
-    time."""
+    """Return what the documentation of `recurrent` says for keep and hold, computed by a loop over the steps of one
+    sequence at a time."""
     outputs, last, nothing = [], [], mx.zeros((1, H), mx.float64)
     for n, length in enumerate(lengths):
         of_item, (h, count), found = x[:, n : n + 1], [array[n : n + 1] for array in state], {}
@@ -244,7 +245,8 @@ def item_by_item(step, x, state, keep, lengths, reverse):
 @pytest.mark.parametrize("lengths", [None, LENGTHS])
 @pytest.mark.parametrize("whole", [False, True], ids=["factors", "bool"])
 def test_keep_and_hold_are_a_loop_over_the_steps_that_run(whole, lengths, reverse):
-    """The state has floats and integers; nothing is read where an item is held or has ended."""
+    """keep and hold give the results of a loop that skips held steps. The state has floats and integers. The input
+    is NaN at held steps and after the end of a sequence, so these steps must not be read."""
     rng = np.random.default_rng(10)
     factors = rng.integers(0, 3, (T, B)) / 2
     x, h, keep = (
@@ -283,7 +285,7 @@ def test_keep_and_hold_are_a_loop_over_the_steps_that_run(whole, lengths, revers
 
 
 class State(NamedTuple):
-    """A state of three arrays: the sum so far, the number of steps, and whether there was a step."""
+    """A state of three arrays: the sum so far, the number of steps, and the flag of the latest step."""
 
     total: mx.array
     count: mx.array
@@ -292,7 +294,8 @@ class State(NamedTuple):
 
 @pytest.mark.parametrize("reverse", [False, True])
 def test_trees_of_any_dtype_and_rank(reverse):
-    """Running sums over trees: outputs and states equal NumPy's, one item at a time."""
+    """`recurrent` computes running sums over trees of arrays with any dtype and rank. Outputs and last states equal
+    NumPy's."""
     rng = np.random.default_rng(8)
     image, token = rng.normal(size=(T, B, 2, 3, 1)).astype(np.float16), rng.integers(1, 9, (T, B))
 

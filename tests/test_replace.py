@@ -1,4 +1,5 @@
-"""Tests of `mlx_lstm.nn.replace` and `patched`: a model of mlx.nn layers continues its training with our layers."""
+"""Tests of `mlx_lstm.nn.replace` and `patched`, which exchange the mlx.nn layers of a model for ours, even in the
+middle of training."""
 
 import threading
 import warnings
@@ -20,7 +21,8 @@ THEIRS = (mlx.nn.LSTM, mlx.nn.GRU, mlx.nn.RNN)
 
 
 def recurrent(tree):
-    """Return the recurrent layers of a model, nested ones too. A shared layer is returned once per place."""
+    """Return the recurrent layers of a model, including nested layers. A layer used in several places is returned
+    several times."""
     if isinstance(tree, (*OURS, *THEIRS)):
         return [tree]
     inside = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (list, tuple)) else []
@@ -28,7 +30,8 @@ def recurrent(tree):
 
 
 def train(model, optimizer, x, steps):
-    """Train for some steps. Return arrays by name: losses, the last outputs, parameters and the optimizer's state."""
+    """Train the model for some steps. Return by name the losses, the final outputs, the parameters and the state of
+    the optimizer."""
     losses = []
 
     def loss(x):
@@ -45,8 +48,9 @@ def train(model, optimizer, x, steps):
 
 @pytest.mark.parametrize("client", TREES)
 def test_in_the_middle_of_training(client):
-    """Train three steps with momentum and frozen parameters. Compare three more steps of the unchanged model, of a
-    float64 copy, and of the model with replaced layers."""
+    """Training continues with the same results after the layers are replaced. After three steps with momentum and
+    frozen parameters, three more steps run with the unchanged model, a float64 copy, and the model with replaced
+    layers."""
     mx.random.seed(4)
     model, x = CLIENTS[client][0](), mx.random.normal((3, 5, D))
     layers = recurrent(model)
@@ -82,14 +86,14 @@ def test_in_the_middle_of_training(client):
 
 
 class Scaled(mlx.nn.LSTM):
-    """A subclass of mlx.nn.LSTM that computes something else, so it must not be replaced."""
+    """A subclass of mlx.nn.LSTM that computes something else and must not be replaced."""
 
     def __call__(self, x, hidden=None, cell=None):
         return super().__call__(2 * x, hidden, cell)
 
 
 class Ours(mlx_lstm.nn.GRU):
-    """A subclass of our GRU."""
+    """A subclass of our GRU, which must not be replaced."""
 
 
 def wave(x):
@@ -114,7 +118,7 @@ def test_the_model_itself_with_what_was_set_on_it(kind):
     found = layer(x)
     pairs = zip(found, expected, strict=True) if kind == "LSTM" else [(found, expected)]
     assert all(mx.allclose(one, other, atol=4e-6).item() for one, other in pairs)
-    assert silently(replace, layer, engine="ops").engine == "ops"  # the second time only the engine changes
+    assert silently(replace, layer, engine="ops").engine == "ops"  # a second call only changes the engine
     assert silently(replace, layer).engine == "ops"
     silently(replace, layer, back=True)
     assert type(layer) is getattr(mlx.nn, kind) and not hasattr(layer, "engine") and repr(layer) == text
@@ -123,9 +127,8 @@ def test_the_model_itself_with_what_was_set_on_it(kind):
 def test_containers_shared_layers_and_circles():
     policy = Policy()
     policy._self = policy
-    step = mlx.nn.value_and_grad(
-        policy, lambda x: sum(out.sum() for out in policy(x))
-    )  # made before `replace`, works after it
+    # Made before `replace` and called after it.
+    step = mlx.nn.value_and_grad(policy, lambda x: sum(out.sum() for out in policy(x)))
     models = {"policy": policy, "more": (StackedLSTM(), [mlx.nn.Sequential(mlx.nn.RNN(D, H))])}
     assert silently(replace, models, engine="ops") is models
     (memory,), (same,) = policy.actor[0], policy.critic[0]
@@ -198,8 +201,8 @@ def test_patched(tmp_path):
 
 
 def test_blocks_of_patched_that_overlap():
-    """Enter two `patched` contexts and leave them in another order, or in two threads. MLX's constructors are
-    restored when the last context ends."""
+    """Two `patched` contexts may overlap: one may end before the other, or they may run in two threads. MLX's
+    constructors are restored when the last context ends."""
     constructors = [kind.__init__ for kind in THEIRS]
     first, second = patched(engine="numpy"), patched(engine="ops")
     first.__enter__()

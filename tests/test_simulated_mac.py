@@ -1,4 +1,5 @@
-"""Test, on Linux, how the test suite runs on a Mac with a GPU: see `simulated_mac`."""
+"""Tests, on Linux, of how the test suite runs on a Mac with a GPU. The pytest plugin `simulated_mac` simulates the
+Mac."""
 
 import os
 import re
@@ -20,8 +21,8 @@ pytestmark = pytest.mark.not_on_a_mac("there is a real one")
 
 
 def test_kernels_run_on_the_gpu_and_what_is_left_out_is_named():
-    """On a simulated Mac, tests that need the emulator are left out with a reason, no test is skipped, and the
-    others pass."""
+    """On a simulated Mac the kernel tests pass and none is skipped. Tests that need the emulator are left out, and
+    the output names the reason."""
     command = [sys.executable, "-m", "pytest", "-p", "simulated_mac", "-p", "no:cacheprovider", "-q", "-k", SAMPLE]
     command += ["--no-skips", "--shader-coverage", *(f"tests/{name}" for name in FILES)]
     paths = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}

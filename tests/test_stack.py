@@ -1,5 +1,5 @@
-"""Tests of `mlx_lstm.nn.stack`: it replaces loops over layers with equal outputs, states and gradients; argument
-checks."""
+"""Tests of `mlx_lstm.nn.stack`: outputs, states and gradients equal those of a loop over the layers, and bad
+arguments are refused."""
 
 from types import SimpleNamespace
 
@@ -19,7 +19,7 @@ KINDS = ["LSTM", "GRU", "RNN"]
 
 
 def run(model, call, x):
-    """Return by name all outputs of `call` and the gradients of x and of all parameters."""
+    """Return all outputs of `call` and the gradients of x and of all parameters, by name."""
 
     def loss(parameters, x):
         model.update(parameters)
@@ -44,8 +44,8 @@ def test_in_place_of_a_client_s_loop(client, B):
 
 
 def test_a_batch_where_a_client_s_loop_runs_through_it():
-    """Run a transducer's loop that confuses batch and time: it is right for single items only. `stack` is right for
-    a batch."""
+    """The loop of the transducer model confuses the batch axis with time, so it is right only for a batch of one
+    sequence. `stack` is right for any batch."""
     mx.random.seed(3)
     model, x = Predictor(right=False), mx.random.normal((3, T, D))
     alone = [model(x[n : n + 1])[0] for n in range(3)]
@@ -60,7 +60,7 @@ def layers_of(kind, package=mlx.nn, ways=1, bias=True):
 
 
 def flat(found):
-    """Return a result's output and states as one list of NumPy arrays."""
+    """Return the output and the last states in `found` as one list of NumPy arrays."""
     output, last = found
     return [np.array(array) for array in (output, *(last if isinstance(last, tuple) else [last]))]
 
@@ -68,8 +68,8 @@ def flat(found):
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 def test_whoever_wrote_the_layer(kind, bias):
-    """Pass layers of MLX, our layers, other objects with the same attributes, and dicts of arrays: the results are
-    equal to the bit."""
+    """`stack` accepts layers of MLX, our layers, other objects with the same attributes, and dicts of arrays. The
+    results are equal bit for bit."""
     (layers,) = layers_of(kind, bias=bias)
     x = mx.random.normal((2, T, D))
     expected = flat(stack(layers, x))
@@ -81,7 +81,8 @@ def test_whoever_wrote_the_layer(kind, bias):
 
 
 def torch_layer(kind, ahead, back):
-    """Return a bidirectional layer of `mlx_lstm.torch` with the parameters of the layers `ahead` and `back`."""
+    """Return a bidirectional layer of `mlx_lstm.torch` with the parameters of the layers `ahead` (forward direction)
+    and `back` (reverse direction)."""
     layer = getattr(mlx_lstm.torch, kind)(D, H, 2, batch_first=True, bidirectional=True)
     for n, each in enumerate(zip(ahead, back, strict=True)):
         for one, way in zip(each, ("", "_reverse"), strict=True):
@@ -105,7 +106,7 @@ def test_equals_torch_s_stack_in_both_directions(kind, lengths):
     found = stack(ahead, x, state, reverse=back, lengths=lengths)
     for one, other in zip(flat(found), flat(expected), strict=True):
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-6)
-    if lengths:  # the item of length 0
+    if lengths:  # sequence 1 has length 0: zero outputs, unchanged states
         assert not found[0][1].any()
         np.testing.assert_array_equal(flat(found)[1][:, 1], flat((x, state))[1][:, 1])
 
@@ -163,8 +164,8 @@ def test_dtypes_modes_and_engines():
 @pytest.mark.parametrize("axes", [(3,), (2, 2), ()], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_between_and_the_sum_of_directions(kind, axes, engine):
-    """Compare `stack` with a loop that has a norm, a residual connection and a wider linear layer between layers and
-    sums the directions; gradients included."""
+    """`stack` with `between` and merge='sum' gives the outputs and gradients of a loop over the layers that sums
+    both directions and has a norm, a residual connection and a wider linear layer between layers."""
     mx.random.seed(6)
     sizes = (D, H, H + 2)
 

@@ -1,5 +1,5 @@
-"""The options `keep` and `hold`: against loops of torch's cells, inside MLX's transformations, and with NaN where
-nothing is read. The sweeps over options test them, too."""
+"""Tests of the options `keep` (a factor on the previous state) and `hold` (a step that leaves the state unchanged):
+against loops of torch's cells, inside MLX's transformations, and with NaN in values that must not be read."""
 
 from contextlib import nullcontext
 from functools import partial
@@ -22,17 +22,18 @@ SIZES = (T, B, I, H, H)
 
 
 def resets(rng):
-    """Return factors that are mostly 1, sometimes 0 or another number."""
+    """Return random factors [T, B] for `keep`: mostly 1, sometimes 0 or 0.6."""
     return rng.choice([1.0, 1.0, 0.0, 0.6], (T, B))
 
 
 def held(rng):
-    """Return which steps are held: some of the first item, all of the second, the last ones of the third."""
+    """Return which steps are held, as bool [T, B]: some steps of the first sequence, all steps of the second, the
+    last steps of the third."""
     return np.stack([rng.random(T) < 0.5, np.ones(T, bool), np.arange(T) > 3], axis=1)
 
 
 def cell_of_torch(op, case):
-    """Return torch's cell with the weights of a case, and the tensors that receive gradients."""
+    """Return (torch's cell with the weights of the case, a dict of all tensors that receive gradients)."""
     torch = pytest.importorskip("torch")
     G = {"lstm": 4, "gru": 3, "rnn": 1}[op]
     cell = {"lstm": torch.nn.LSTMCell, "gru": torch.nn.GRUCell, "rnn": torch.nn.RNNCell}[op](I, H, dtype=torch.float64)
@@ -46,7 +47,8 @@ def cell_of_torch(op, case):
 
 
 def loop_of_torch(op, case, cotangents):
-    """Return outputs and gradients of the loop that people write: reset the state, step, restore the held items."""
+    """Return (outputs, gradients) of the loop that users write with torch: multiply the state by keep, run the cell,
+    restore the state where hold is set."""
     torch = pytest.importorskip("torch")
     cell, tensors = cell_of_torch(op, case)
     state = [tensors[name] for name in ("h0", "c0") if name in tensors]
@@ -71,7 +73,7 @@ def loop_of_torch(op, case, cotangents):
 @pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
 @pytest.mark.parametrize("op", ["lstm", "gru", "rnn"])
 def test_equals_a_loop_of_torch(op, reverse, holds):
-    """All outputs and gradients, the gradient of keep included, agree for both engines of the CPU."""
+    """Outputs and gradients, including the gradient of keep, agree with a loop of torch's cell on both CPU engines."""
     rng = np.random.default_rng(3)
     case = draw(rng, op=op, sizes=SIZES, reverse=reverse) | {"keep": resets(rng)}
     case |= {"hold": held(rng)} if holds else {}
@@ -87,8 +89,8 @@ def test_equals_a_loop_of_torch(op, reverse, holds):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("engine", ["numpy", "ops", "stepwise", "fused"])
 def test_nothing_is_read_at_held_steps(engine, kind):
-    """NaN at held steps in x, masks and the cotangent of gates, and past an item's end in all arrays, changes no
-    bit; gates are 0 there."""
+    """NaN changes no bit of any result if it is in x, masks or the cotangent of gates at held steps, or in any array
+    after the end of a sequence. The gates are 0 at these steps."""
     rng = np.random.default_rng(0)
     hold, lengths = held(rng), [T - 1, T, 5]
     ended = np.arange(T)[:, None] >= lengths
@@ -109,8 +111,8 @@ def test_nothing_is_read_at_held_steps(engine, kind):
 
 
 def test_what_may_be_given():
-    """keep and hold may be bool, integers or floats of another dtype, arrays that broadcast, or lists; keep may have
-    a factor for each direction."""
+    """keep may be bool, integers or floats of another dtype, may broadcast, and may have an axis for the directions.
+    hold may be an array or a list of bool or integers."""
     rng = np.random.default_rng(1)
     case = draw(rng, sizes=SIZES, dtype=np.float32)
     _, arrays, _ = split(case)
@@ -135,7 +137,8 @@ def test_what_may_be_given():
 
 
 def saved(arrays, keep):
-    """Return what `lstm_gradients` needs of the outputs."""
+    """Return the arguments of `lstm_gradients` besides the op's own arrays: the saved gates, c and h, and a
+    cotangent of ones for h."""
     out = lstm(**arrays, keep=keep, return_gates=True)
     return {"gates": out.gates, "c": out.c, "h": out.h, "dh": mx.ones_like(out.h)}
 
@@ -157,7 +160,7 @@ def test_each_direction_has_its_own_keep():
 
 @pytest.mark.parametrize("op", [lstm, gru, rnn])
 def test_inside_transformations(op):
-    """mx.compile, mx.vmap over every array, and an export give the results of the plain call."""
+    """mx.compile of the gradient and mx.vmap over x, keep and hold give the results of plain calls."""
     rng = np.random.default_rng(4)
     case = draw(rng, op=op.__name__, sizes=SIZES, dtype=np.float32)
     _, arrays, _ = split(case)
@@ -193,7 +196,7 @@ def test_an_export_has_them(tmp_path):
 
 @pytest.mark.parametrize("word", ["lstm", "gru_gradients"])
 def test_what_is_refused(word):
-    """A wrong argument is refused by its name, before any work."""
+    """A wrong keep or hold raises ValueError, and the message names the argument."""
     G = {"lstm": 4, "gru": 3}[word.removesuffix("_gradients")]
     arrays = {"x": mx.zeros((T, B, I)), "Wx": mx.zeros((G * H, I)), "Wh": mx.zeros((G * H, H))}
     if G == 3:
@@ -231,7 +234,8 @@ EVERY_LAYER = {
 
 @pytest.mark.parametrize("name", EVERY_LAYER)
 def test_layers_refuse_by_their_own_names(name):
-    """A layer's error has the layer's name, not that of the recurrence."""
+    """The error message of a layer begins with the name of the layer, not with the name of the op that the layer
+    calls."""
     layer = EVERY_LAYER[name]()[0]
     wrong = {"keep": mx.ones((B, T), mx.complex64), "hold": mx.ones((B, T))}
     if "nn" not in name or "stack" in name:
@@ -243,8 +247,8 @@ def test_layers_refuse_by_their_own_names(name):
 
 @pytest.mark.parametrize("name", EVERY_LAYER)
 def test_layers(name):
-    """An item with a reset equals two items in a row, and held steps can be left out; also without a batch axis and
-    with two."""
+    """In every layer, a sequence with a reset gives the results of two separate sequences, and a held step repeats
+    the output of the step before. This also holds without a batch axis and with two batch axes."""
     layer, output_of = EVERY_LAYER[name]()
     x = mx.random.normal((B, T, I), key=mx.random.key(0))
     keep, hold = mx.ones((B, T), mx.bool_), mx.zeros((B, T), mx.bool_)

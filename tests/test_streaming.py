@@ -1,5 +1,5 @@
-"""Sequences in pieces, with states passed from call to call: the result equals that of the whole sequence, memory
-stays flat, and on the CPU a step waits for no operation of MLX."""
+"""Tests of long sequences in pieces, with states passed from call to call. Results equal those of the whole
+sequence, memory does not grow, and on the CPU a single step runs no operation of MLX."""
 
 import io
 import subprocess
@@ -17,12 +17,12 @@ from mlx_lstm.oracle import evaluate
 from mlx_lstm.oracle.closeness import assert_within, exact_and_bounds
 
 T, I, H = 40, 5, 6
-OPTIONS = {"LSTM": {}, "GRU": {"op": "gru"}, "RNN": {"op": "rnn"}}  # of the oracle
+OPTIONS = {"LSTM": {}, "GRU": {"op": "gru"}, "RNN": {"op": "rnn"}}  # options of the oracle for each layer class
 
 
 def of_nn(kind, engine, by_step=False):
-    """Return (a call (x [T, B, I], states) -> (h, states), arrays and options of each layer as the oracle has them)
-    for `mlx_lstm.nn`."""
+    """Return (call, layers) for a layer of `mlx_lstm.nn`. `call` maps (x [T, B, I], states) to (h, states); `layers`
+    lists the arrays and options of each layer as arguments of the oracle."""
     layer = getattr(nn, kind)(I, H, engine=engine)
 
     def call(x, states):
@@ -45,7 +45,8 @@ def of_nn(kind, engine, by_step=False):
 
 
 def of_torch(kind, engine, **options):
-    """Return the same as `of_nn` for `mlx_lstm.torch`."""
+    """Return (call, layers) for a layer of `mlx_lstm.torch`. `call` maps (x [T, B, I], states) to (h, states);
+    `layers` lists the arrays and options of each layer as arguments of the oracle."""
     layer = getattr(like_torch, kind)(I, H, engine=engine, **options)
 
     def call(x, states):
@@ -65,7 +66,8 @@ FACES = {
 
 
 def exactly(layers, x, states):
-    """Return a function of an arithmetic that computes h and the last states of all layers, for `exact_and_bounds`."""
+    """Return a function for `exact_and_bounds` that computes h and the last states of the stack of layers in a given
+    arithmetic."""
 
     def values(fl):
         h, last = x, []
@@ -146,8 +148,8 @@ for face in (nn, torch):
 
 @pytest.mark.parametrize("steps", [1000, pytest.param(20_000, marks=pytest.mark.slow)])
 def test_single_steps_are_flat_in_memory(steps):
-    """If each step left a state of 1 KiB behind, the process would grow by 1,000 KiB and more. MLX's own count must
-    not change by a byte."""
+    """Memory does not grow over many single steps. A leak of one state (1 KiB) per step would let the process grow
+    by at least 1,000 KiB. The memory that MLX counts must not change by a byte."""
     command = [sys.executable, "-c", STEPS, str(steps)]
     printed = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1], check=True).stdout
     growth = [[int(number) for number in line.split()] for line in printed.splitlines()]
@@ -156,8 +158,8 @@ def test_single_steps_are_flat_in_memory(steps):
 
 
 def steps_of(kind):
-    """Yield calls of one step each, states in and out: of a layer, float and quantized, and of a stack of two
-    layers."""
+    """Return a dict of functions that run one step each, state -> (output, state). They cover float and quantized
+    layers, cells, and stacks of two layers."""
     lists = [[getattr(nn, kind)(n, 32) for n in (I, 32)], [getattr(nn, kind)(n, 32) for n in (I, 64)]]
     quantized = getattr(nn, f"Quantized{kind}").from_layer(lists[0][0], 32)
     both, cell = {"num_layers": 2, "bidirectional": True}, getattr(like_torch, f"{kind}Cell")(I, 32)
@@ -190,8 +192,8 @@ def as_list(state):
 
 @pytest.mark.parametrize("kind", OPTIONS)
 def test_a_step_on_the_cpu_waits_for_no_operation_of_mlx(kind, monkeypatch):
-    """From the second call on, no array that is evaluated on the way or returned is the result of an operation of
-    MLX."""
+    """From the second step on, no array that is evaluated during the step or returned by it is the result of an MLX
+    operation."""
 
     def operations(arrays):
         text = io.StringIO()

@@ -1,5 +1,5 @@
-"""Tests of `mlx_lstm.tf` against TensorFlow: values, gradient ops and argument checks. The gradients of all outputs
-are compared with the oracle."""
+"""Tests of `mlx_lstm.tf` against TensorFlow: outputs, gradient ops and checks of the arguments. Gradients from every
+output are compared with the float64 oracle."""
 
 from contextlib import nullcontext
 from functools import cache
@@ -37,7 +37,7 @@ from mlx_lstm.oracle.closeness import assert_within, bounds, largest
 CPU_ENGINES = ("numpy", "ops")
 ON_CPU = [(op, engine) for op in OPS for engine in engines_that_run(op, CPU_ENGINES)]
 ON_METAL = [(op, engine) for op in OPS for engine in engines_that_run(op, METAL_ENGINES)]
-SEEDS = {"gru_block_cell": 60}  # cases of this op; every other op has 110
+SEEDS = {"gru_block_cell": 60}  # number of random cases; every other op has 110
 ALL_OUTPUTS = {op: ("i", "cs", "f", "o", "ci", "co", "h") for op in LSTM_OPS} | {"gru_block_cell": ("r", "u", "c", "h")}
 OF = {gradient: op for op, gradient in GRADIENT.items()} | {op: op for op in OPS}
 SMALL = (3, 2, 3, 4)  # T, N, I, H
@@ -50,7 +50,7 @@ def assert_near(name, got, expected, atol=2e-6, rtol=1e-5):
 
 @cache
 def recorded(op, seed, dtype=np.float32, sizes=None):
-    """Run TensorFlow's op and its gradient op. Return (case, outputs, case of the gradient op, gradients)."""
+    """Run TensorFlow's op and its gradient op. Return (case, outputs, arguments of the gradient op, gradients)."""
     case = draw(op, seed, dtype, sizes)
     outputs = theirs(op, case)
     given = gradient_case(op, case, outputs, draw_gradients(op, case, seed))
@@ -58,8 +58,8 @@ def recorded(op, seed, dtype=np.float32, sizes=None):
 
 
 def check(op, engine, seed, near=assert_near, **of_case):
-    """Assert that both ops equal TensorFlow's within the tolerance, and that outputs at t >= seq_len_max are 0
-    (TensorFlow leaves them undefined)."""
+    """Assert that our op and our gradient op agree with TensorFlow's by the comparison `near`. Our outputs at steps
+    t >= seq_len_max must be 0; TensorFlow leaves them undefined."""
     case, outputs, given, gradients = recorded(op, seed, **of_case)
     for name, value in ours(op, case, engine).items():
         steps = case.get("seq_len_max")
@@ -70,8 +70,8 @@ def check(op, engine, seed, near=assert_near, **of_case):
 
 
 def test_no_engine_is_left_out():
-    """Assert which ops and engines ON_CPU and ON_METAL contain. `engines.choose` makes both lists, so an engine that
-    it wrongly refused would otherwise lose its tests unnoticed."""
+    """ON_CPU and ON_METAL contain the expected pairs of op and engine. `engines.choose` makes both lists, so an
+    engine that it wrongly refused would otherwise lose its tests unnoticed."""
     assert {(op, engine) for op in OPS for engine in CPU_ENGINES} == set(ON_CPU)
     lstm = {(op, engine) for op in LSTM_OPS for engine in METAL_ENGINES}
     assert lstm | {("gru_block_cell", "fused")} <= set(ON_METAL)
@@ -79,15 +79,15 @@ def test_no_engine_is_left_out():
 
 @pytest.mark.parametrize("op, engine", ON_CPU)
 def test_equals_tensorflow(op, engine):
-    """Compare random cases with TensorFlow: peephole, clip, forget bias, seq_len_max from 0 to T, sizes from 1. 110
-    cases per LSTM op, fewer for GRUs."""
+    """Random cases agree with TensorFlow: with and without peephole and clip, with a forget bias, seq_len_max from 0
+    to T, sizes from 1. There are 110 cases per LSTM op and 60 for the GRU."""
     for seed in range(SEEDS.get(op, 110)):
         check(op, engine, seed)
 
 
 @pytest.mark.parametrize("op, engine", ON_METAL)
 def test_equals_tensorflow_on_metal(op, engine):
-    """Compare ten random cases per Metal engine, run on the emulator, with TensorFlow."""
+    """Ten random cases per op and Metal engine, run on the emulator, agree with TensorFlow."""
     with on_metal() as log:
         for seed in range(10):
             check(op, engine, seed, sizes=((3, 2, 1, 5), (4, 9, 3, 2))[seed % 2])
@@ -96,8 +96,8 @@ def test_equals_tensorflow_on_metal(op, engine):
 
 @pytest.mark.parametrize("op, engine", ON_CPU + ON_METAL)
 def test_half_equals_tensorflow(op, engine):
-    """Compare float16 results with TensorFlow, which rounds every operation to float16 and sums in float16; our
-    results are more accurate.
+    """float16 results are close to TensorFlow's. TensorFlow rounds every operation to float16 and sums in float16,
+    so our results are more accurate.
 
     Outputs may differ by 2e-3 of the largest output, for I + H up to 64. Gradients over a sequence may differ by
     twice the error bound derived from the case.
@@ -116,8 +116,8 @@ def test_half_equals_tensorflow(op, engine):
 
 
 def limits_of_half(op, seed, of_case):
-    """Return {gradient name: largest allowed difference} for a sequence op: twice the error bound in float16, as
-    both results have rounding errors. A cell has no such limits: {}."""
+    """Return {gradient name: largest allowed difference} for a float16 sequence op: twice the error bound, because
+    both results have rounding errors. Return {} for a cell op."""
     if op not in SEQUENCE_OPS:
         return {}
     case, _, given, _ = recorded(op, seed, **of_case)
@@ -130,7 +130,8 @@ def limits_of_half(op, seed, of_case):
 
 
 def near_by(limits, near):
-    """Return a comparison that uses the limit of `limits` for a name, and calls `near` for names without a limit."""
+    """Return a comparison function that uses the tolerance in `limits` for the names in it, and calls `near` for all
+    other names."""
 
     def compare(name, got, expected):
         limit = limits.get(name.split(": ")[1])
@@ -140,8 +141,8 @@ def near_by(limits, near):
 
 
 def check_half_of_gru(engine, seed, near):
-    """Compare the float16 GRU cell with TensorFlow's float32 one on the same numbers: TensorFlow has no float16 GRU
-    cell."""
+    """Compare our float16 GRU cell with TensorFlow's float32 GRU cell on the same numbers, because TensorFlow does
+    not support a float16 GRU cell."""
     half = draw("gru_block_cell", seed, np.float16, (1, 2, 4, 8))
     full = {name: array.astype(np.float32) for name, array in half.items()}
     expected = theirs("gru_block_cell", full)
@@ -156,8 +157,8 @@ def check_half_of_gru(engine, seed, near):
 
 @pytest.mark.parametrize("engine", CPU_ENGINES)
 def test_gradient_of_the_preactivations_equals_to_rounding(engine):
-    """Compare dicfo and cs_prev_grad with TensorFlow. Both are sums of products with at most 16 roundings per term,
-    roundings of tanh included."""
+    """dicfo and cs_prev_grad agree with TensorFlow. Each of them is a sum of products; at most 16 roundings per term
+    are allowed, including those of tanh."""
     for seed in range(40):
         _, _, given, gradients = recorded("lstm_block_cell", seed)
         got, sizes = ours("lstm_block_cell_grad", given, engine), sizes_of_terms(given)
@@ -167,7 +168,8 @@ def test_gradient_of_the_preactivations_equals_to_rounding(engine):
 
 
 def sizes_of_terms(given):
-    """Evaluate the formulas of dicfo and cs_prev_grad with the absolute value of every term."""
+    """Return the values of the formulas of dicfo and cs_prev_grad with the absolute value of every term, as the
+    scale for rounding errors."""
     v = {name: np.abs(np.asarray(value, np.float64)) for name, value in given.items()}
     i, f, o, ci, co = (v[name] for name in ("i", "f", "o", "ci", "co"))
     wci, wcf, wco = (v[name] * v["use_peephole"] for name in ("wci", "wcf", "wco"))
@@ -179,8 +181,8 @@ def sizes_of_terms(given):
 
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float64])
 def test_dtypes_that_tensorflow_has_not(dtype):
-    """Check bfloat16 and float64, which TensorFlow's ops lack. bfloat16 may differ by two of its roundings; other
-    tests check float64 more closely."""
+    """The ops support bfloat16 and float64, which TensorFlow's ops do not. The tolerance of 0.05 is chosen for
+    bfloat16; other tests check float64 more closely."""
     for op in OPS:
         case, outputs, _, _ = recorded(op, 3)
         with mx.stream(mx.cpu):
@@ -196,8 +198,8 @@ def test_dtypes_that_tensorflow_has_not(dtype):
 @pytest.mark.parametrize("shown", ["each", "all"])
 @pytest.mark.parametrize("op, engine", ON_CPU)
 def test_gradient_of_every_output(op, engine, shown):
-    """Compare mx.vjp in float64 with the oracle, from each output alone and from all outputs, within bounds derived
-    from the case."""
+    """mx.vjp in float64 agrees with the oracle within the error bounds, from each output alone and from all outputs
+    together."""
     for seed in range(3):
         for names in [[name] for name in ALL_OUTPUTS[op]] if shown == "each" else [ALL_OUTPUTS[op]]:
             check_gradients(op, engine, seed, names, np.float64)
@@ -212,13 +214,13 @@ def test_gradient_of_every_output_on_metal(op, engine):
 
 
 def check_gradients(op, engine, seed, names, dtype, **more):
-    """Compare mx.vjp from the named outputs with the oracle. LSTM cases have peepholes and a clip; sequences have
-    seq_len_max < T."""
+    """Compare mx.vjp from the outputs `names` with the oracle. LSTM cases have peepholes and a clip, and sequence
+    ops have seq_len_max = 3 - seed."""
     fixed = {"cell_clip": 0.4, "use_peephole": True} if op in LSTM_OPS else {}
     fixed |= {"seq_len_max": 3 - seed} if op in SEQUENCE_OPS else {}
     case = draw(op, seed, dtype, SMALL, **fixed)
     given = draw_gradients(op, case, seed, names)
-    if op in SEQUENCE_OPS:  # t >= seq_len_max: our outputs are constant 0, their cotangents have no effect
+    if op in SEQUENCE_OPS:  # outputs at t >= seq_len_max are constant 0, so their cotangents have no effect
         given = {name: np.nan_to_num(value) for name, value in given.items()}
     if op == "gru_block_cell":
         given = {"h": np.zeros_like(case["h_prev"])} | given
@@ -238,8 +240,8 @@ def check_gradients(op, engine, seed, names, dtype, **more):
 
 @pytest.mark.parametrize("op, engine", ON_CPU)
 def test_gradient_of_every_output_by_finite_differences(op, engine):
-    """Compare mx.vjp with central differences along a random direction. The cases have no clip, because the gradient
-    ignores clipping."""
+    """mx.vjp agrees with central differences along a random direction. The cases have no clip, because the gradient
+    ignores clipping, as in TensorFlow."""
     fixed = {"cell_clip": -1.0, "use_peephole": True} if op in LSTM_OPS else {}
     case = draw(op, 5, np.float64, SMALL, **fixed, **({"seq_len_max": 3} if op in SEQUENCE_OPS else {}))
     arrays = [name for name in case if name not in ATTRIBUTES]
@@ -261,8 +263,8 @@ def test_gradient_of_every_output_by_finite_differences(op, engine):
 
 @pytest.mark.parametrize("op, engine", ON_CPU)
 def test_gradient_by_mlx_equals_the_gradient_op(op, engine):
-    """Compare mx.vjp from cs and h alone with TensorFlow. A cell is compared with TensorFlow's sequence op of one
-    step, or with the formulas of TensorFlow 1."""
+    """mx.vjp from cs and h agrees with TensorFlow's gradients. For a cell op, these come from TensorFlow's sequence
+    op of one step (LSTM) or from the formulas of TensorFlow 1 (GRU)."""
     for seed in range(10):
         case, outputs, given, gradients = recorded(op, seed)
         named = {{"d_h": "h"}.get(name, name.removesuffix("_grad")): given[name] for name in GRADIENTS_OF[op]}
@@ -287,8 +289,8 @@ STATES = ("cs_prev", "h_prev", "w")
 
 
 def gru_gradients_of_tensorflow_1(given, d):
-    """Return the gradients of all arguments of GRUBlockCell, computed from the outputs of its gradient op with the
-    formulas of TensorFlow 1."""
+    """Return the gradients of all arguments of GRUBlockCell, computed with the formulas of TensorFlow 1 from the
+    outputs `d` of its gradient op."""
     x, h, d_ru, d_c = given["x"], given["h_prev"], d["d_r_bar_u_bar"], d["d_c_bar"]
     found = {"x": d["d_x"], "h_prev": d["d_h_prev"], "b_ru": d_ru.sum(axis=0), "b_c": d_c.sum(axis=0)}
     found["w_ru"] = np.concatenate([x, h], axis=1).T @ d_ru
@@ -297,8 +299,8 @@ def gru_gradients_of_tensorflow_1(given, d):
 
 
 def test_what_tensorflow_makes_of_its_own_gradients():
-    """Check what our docstrings say about TensorFlow's tape: it ignores cotangents of gates, uses V1's formula for
-    V2, and has no gradients for cells."""
+    """TensorFlow's tape behaves as our docstrings say: it ignores cotangents of gates, uses the formula of version 1
+    for the version 2 op, and does not support gradients of cell ops."""
     tensorflow = pytest.importorskip("tensorflow")
 
     def tape(op, shown):
@@ -325,8 +327,8 @@ def test_what_tensorflow_makes_of_its_own_gradients():
 
 
 def test_forward_and_second_derivatives_through_co():
-    """Take forward and second derivatives through co. co is computed outside the engine; with the engine `ops` all
-    derivatives exist."""
+    """Forward-mode and second derivatives through the output co are right with the engine `ops`. co is computed
+    outside the engine."""
     case = draw("block_lstm", 4, np.float64, SMALL, seq_len_max=3, cell_clip=-1.0)
     rng = np.random.default_rng(0)
     weight, along = (rng.normal(size=shape) for shape in ((3, 2, 4), case["w"].shape))
@@ -363,8 +365,8 @@ def test_under_mlx_compile(op):
     "op, sizes", [(op, sizes) for op in OPS for sizes in ("T", "N", "H", "I") if sizes != "T" or op in SEQUENCE_OPS]
 )
 def test_empty_axes(op, sizes):
-    """Accept the empty axes that TensorFlow accepts: T, N, I or H of 0, except N or H in an LSTM cell, and H in
-    BlockLSTMGrad."""
+    """An empty axis (T, N, I or H of 0) is accepted where TensorFlow accepts it. It is refused for N or H in an LSTM
+    cell, and for H in the gradient of a sequence op."""
     empty = tuple(0 if name == sizes else size for name, size in zip("TNIH", SMALL, strict=True))
     case = draw(op, 0, sizes=empty, **({"seq_len_max": min(2, empty[0])} if op in SEQUENCE_OPS else {}))
     if op == "lstm_block_cell" and sizes in "NH":
@@ -413,7 +415,7 @@ def test_clips_that_are_none(clip):
 
 
 def test_defaults_names_and_order_are_the_raw_ops():
-    """Compare each function's signature with TensorFlow's raw op: order of the arguments, defaults, names of the
+    """Each function has the signature of TensorFlow's raw op: the same order of arguments, defaults, and names of
     outputs."""
     tensorflow = pytest.importorskip("tensorflow")
     from inspect import Parameter, signature
@@ -427,7 +429,7 @@ def test_defaults_names_and_order_are_the_raw_ops():
 
 
 def a_case(op):
-    """Return a valid case of any of the eight ops, with peepholes where the op has them."""
+    """Return a valid case of any of the eight ops. The LSTM ops use peepholes."""
     of = OF[op]
     fixed = {"use_peephole": True} if of in LSTM_OPS else {}
     fixed |= {"seq_len_max": 3} if of in SEQUENCE_OPS else {}
@@ -435,7 +437,7 @@ def a_case(op):
     return case if op == of else gradient_case(of, case, ours(of, case, None), draw_gradients(of, case, 0))
 
 
-CHANGES = [  # op, argument, its new shape: what TensorFlow 2.21 refuses without ending the process
+CHANGES = [  # (op, argument, wrong shape) that TensorFlow 2.21 refuses with an error, without crashing the process
     *[("lstm_block_cell", *change) for change in (("cs_prev", (3, 4)), ("h_prev", (3, 4)), ("h_prev", (2, 5)))],
     *[("lstm_block_cell", *change) for change in (("w", (6, 16)), ("w", (7, 15)), ("b", (15,)), ("x", (2, 3, 1)))],
     *[("lstm_block_cell", *change) for change in (("wci", (4, 1)), ("wcf", ()), ("wco", (1, 4)), ("b", (16, 1)))],
@@ -463,7 +465,8 @@ CHANGES = [  # op, argument, its new shape: what TensorFlow 2.21 refuses without
 
 @pytest.mark.parametrize("op, name, shape", CHANGES, ids=str)
 def test_texts_are_tensorflows(op, name, shape):
-    """Compare our error texts with TensorFlow's. Only TensorFlow's typing error `w_ru_` is not copied."""
+    """Our error texts equal TensorFlow's. The only difference is TensorFlow's typing error `w_ru_`, which is not
+    copied."""
     tensorflow = pytest.importorskip("tensorflow")
     case = a_case(op) | {name: np.ones(shape, np.float32)}
     with pytest.raises(tensorflow.errors.InvalidArgumentError) as there:
@@ -475,7 +478,9 @@ def test_texts_are_tensorflows(op, name, shape):
     assert text.removeprefix(f"[{op}] ") + " [" in there.value.message.replace("w_ru_ ", "w_ru ") + " ["
 
 
-STRICTER = [  # calls on which TensorFlow 2.21 crashes, reads past an array or returns garbage; texts of newer versions
+# Calls on which TensorFlow 2.21 crashes, reads past the end of an array or returns garbage. The error texts are those
+# of newer versions of TensorFlow where they have one.
+STRICTER = [  # (op, changed arguments or shapes, our error text)
     *[(op, {"seq_len_max": steps}, f"seq_len_max must be between 0 and 3 but is {steps}") for op in
       ("block_lstm", "block_lstm_v2", "block_lstm_grad", "block_lstm_grad_v2") for steps in (-1, 4)],
     ("block_lstm", {"seq_len_max": mx.array([3])}, "`seq_len_max_tensor` must be rank 0 but is rank 1"),
@@ -508,8 +513,8 @@ def test_more_is_refused_than_by_tensorflow(op, changes, text):
 
 @pytest.mark.parametrize("op", RAW)
 def test_every_wrong_shape_kind_and_dtype_is_refused(op):
-    """Pass each array with an axis too many or too few, with each axis one longer, with another dtype, and something
-    that is no array: all raise ValueError."""
+    """An array with an axis too many or too few, with one axis longer by one, with another dtype, or a value that is
+    not an array, raises ValueError."""
     case = a_case(op)
     for name, array in case.items():
         if name in ATTRIBUTES:
@@ -566,8 +571,8 @@ WITH_GOLDENS = [(op, engine) for op in RAW for engine in (None, *engines_that_ru
 
 @pytest.mark.parametrize("op, engine", WITH_GOLDENS)
 def test_goldens(op, engine):
-    """Compare with TensorFlow's outputs that `goldens/make_tf.py` recorded. Engine None uses this machine's best
-    device."""
+    """Our results agree with the TensorFlow results that `goldens/make_tf.py` recorded. Engine None runs on the best
+    device of this machine."""
     with np.load(GOLDENS / f"tf_{op}.npz") as file:
         recorded = {name: file[name] for name in file.files}
     cases = range(int(recorded["cases"]))

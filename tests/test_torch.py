@@ -1,5 +1,5 @@
-"""Tests of `mlx_lstm.torch`: its layers and cells equal torch.nn's LSTM, GRU and RNN in parameters, values,
-gradients, states and files."""
+"""Tests of `mlx_lstm.torch`: layers and cells have the same parameters, values, gradients, states and weight files
+as torch.nn's LSTM, GRU and RNN."""
 
 import itertools
 
@@ -28,7 +28,7 @@ STACKS = [
 
 
 def layers(kind, dtype=torch.float32, **options):
-    """Return (torch's layer, our layer with the same parameters)."""
+    """Return (torch's layer, our layer with the same parameters) for a name in `KINDS`."""
     word, options = kind.partition("_")[0], KINDS[kind] | options
     torch.manual_seed(0)
     theirs = getattr(torch.nn, word)(I, H, **options, dtype=dtype)
@@ -39,7 +39,7 @@ def layers(kind, dtype=torch.float32, **options):
 
 
 def inputs(theirs, shape, given, rng):
-    """Return a random input and, if `given`, random initial states (else an empty list)."""
+    """Return (random input, random initial states). The list of states is empty unless `given` is true."""
     rows = theirs.num_layers * (1 + theirs.bidirectional)
     batch = () if len(shape) == 2 else (shape[0 if theirs.batch_first else 1],)
     widths = [theirs.proj_size or H] + [H] * isinstance(theirs, torch.nn.LSTM)
@@ -47,8 +47,8 @@ def inputs(theirs, shape, given, rng):
 
 
 def run_torch(layer, x, states, cotangents, lengths=None):
-    """Run torch's layer. Return outputs and the gradients of input, states and parameters by name. `cotangents`
-    draws an array of a shape."""
+    """Run torch's layer. Return the outputs and the gradients of input, states and parameters by name. The function
+    `cotangents` maps a shape to a random array."""
     dtype = next(layer.parameters()).dtype
     x, *states = (torch.tensor(array, dtype=dtype, requires_grad=True) for array in (x, *states))
     packed = x
@@ -71,7 +71,8 @@ def run_torch(layer, x, states, cotangents, lengths=None):
 
 
 def run_ours(layer, x, states, cotangents, lengths=None, dtype=mx.float32):
-    """Run our layer. Return outputs and the gradients of input, states and parameters by name, as `run_torch` does."""
+    """Run our layer. Return the outputs and the gradients of input, states and parameters under the same names as
+    `run_torch`."""
     names = ["x", *(f"{name}_0" for name, _ in zip("hc", states, strict=False))]
     arrays = dict(zip(names, (mx.array(array, dtype) for array in (x, *states)), strict=True)) | layer.parameters()
     words = list(arrays)
@@ -93,8 +94,8 @@ def run_ours(layer, x, states, cotangents, lengths=None, dtype=mx.float32):
 
 
 def drawing(seed):
-    """Return a function that draws a cotangent of a shape. Equal seeds give equal cotangents, so two layers can be
-    compared."""
+    """Return a function that maps a shape to a random cotangent. Equal seeds give equal cotangents, so that two
+    layers can be compared."""
     rng = np.random.default_rng(seed)
     return lambda shape: rng.normal(size=tuple(shape))
 
@@ -118,8 +119,8 @@ FORMS = {
 @pytest.mark.parametrize("stack", STACKS, ids=lambda stack: "-".join(map(str, stack.values())))
 @pytest.mark.parametrize("kind", KINDS)
 def test_values_and_gradients_in_double_precision(kind, stack, form, engine):
-    """Compare values and gradients with torch in float64. `ops` uses MLX's float64 functions, which are only as
-    accurate as float32."""
+    """Values and gradients in float64 agree with torch. The tolerance is wider for the engine `ops`, because MLX's
+    float64 functions have only float32 accuracy."""
     shape, options, given, lengths = FORMS[form]
     theirs, layer = layers(kind, torch.float64, **stack, **options)
     layer.engine = engine
@@ -137,8 +138,8 @@ def test_values_and_gradients_in_double_precision(kind, stack, form, engine):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_float32(kind):
-    """Compare float32 results with torch's float64 ones: our error may exceed torch's own float32 error by a small
-    factor only."""
+    """The error of our float32 results, measured against torch in float64, exceeds the error of torch's float32
+    results by at most a small factor."""
     theirs, layer = layers(kind, num_layers=2, bidirectional=True)
     x, states = inputs(theirs, (9, 4, I), True, np.random.default_rng(3))
     rounded = run_torch(theirs, x, states, drawing(4))
@@ -152,8 +153,8 @@ def test_float32(kind):
 @pytest.mark.parametrize("options", [{}, {"bias": False}], ids=str)
 @pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN", "RNN_relu"])
 def test_cells(kind, options, batch):
-    """Compare cells with torch's in a loop of three steps, with all gradients, and with our layer of the same
-    weights."""
+    """Cells agree with torch's cells in a loop of three steps, including all gradients, and with our layer of the
+    same weights."""
     word, options = f"{kind.partition('_')[0]}Cell", options | KINDS[kind]
     theirs, cell = getattr(torch.nn, word)(I, H, **options).double(), getattr(ours, word)(I, H, **options)
     assert repr(cell) == repr(theirs)
@@ -169,7 +170,7 @@ def test_cells(kind, options, batch):
             states = step(each, tuple(states) if lstm_ else states[0])
             states = states if lstm_ else (states,)
             found.append(states)
-        return list(zip(*found, strict=True))  # for each state its values at all steps
+        return list(zip(*found, strict=True))  # one tuple per state (h, c) with its values at all steps
 
     def of_ours(*values):
         parameters = dict(zip(theirs.state_dict(), values[len(given) :], strict=True))
@@ -265,8 +266,8 @@ def test_dropout_acts_between_layers_in_training_only():
 
 
 def test_the_key_of_a_call_decides_what_dropout_drops():
-    """Draw a dropout mask per layer from the call's `key` only, also inside a compiled function. The global random
-    state has no effect."""
+    """The argument `key` alone determines the dropout masks of all layers, also inside a compiled function. The
+    global random state has no effect and does not change."""
     layer = ours.RNN(I, H, num_layers=3, dropout=0.5)
     x, key, drops = mx.random.normal((6, 4, I)), mx.random.key(3), []
     expected = x
@@ -297,8 +298,8 @@ def test_the_key_of_a_call_decides_what_dropout_drops():
 
 @pytest.mark.parametrize("engine", ["numpy", "ops"])
 def test_what_dropout_leaves_is_divided_by_its_probability(engine):
-    """Divide the remaining values by 1 - dropout. dropout=0.25 gives the factor 4 / 3, which shows errors that 0.5
-    would hide."""
+    """Dropout divides the remaining values by 1 - dropout. The test uses dropout=0.25 (factor 4 / 3), because 0.5
+    could hide an error."""
     layer, x, key = (
         ours.GRU(I, H, num_layers=2, dropout=0.25, engine=engine),
         mx.random.normal((6, 4, I)),
@@ -346,8 +347,8 @@ def test_infinite_biases_give_nan_without_a_warning(kind):
 @pytest.mark.parametrize("bidirectional", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_dropout_of_everything(kind, bidirectional):
-    """With dropout=1 upper layers get zeros and lower layers get gradients of zero. Values and gradients equal
-    torch's and have no NaN."""
+    """With dropout=1, upper layers get zeros, and the gradients of lower layers are zero where they come from upper
+    layers. Values and gradients agree with torch and have no NaN."""
     theirs, layer = layers(kind, num_layers=2, dropout=1.0, bidirectional=bidirectional)
     x, states = inputs(theirs, (5, 3, I), False, np.random.default_rng(7))
     expected, got = (run(one, x, states, drawing(8)) for run, one in ((run_torch, theirs), (run_ours, layer)))
@@ -406,8 +407,8 @@ def test_numpy_s_numbers():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_steps_one_by_one_and_items_one_by_one(kind):
-    """Run a sequence step by step with the states passed on, and item by item: both equal one call for the whole
-    batch."""
+    """A call for the whole batch equals calls for single time steps with the states passed on, and calls for single
+    sequences."""
     layer = layers(kind, num_layers=2)[1]
     x, last, outputs = mx.random.normal((5, 3, I)), None, []
     whole, end = layer(x)
@@ -438,7 +439,7 @@ def test_joined_parameters_are_cached_while_they_are_the_same(monkeypatch):
         for update in (
             lambda: None,
             lambda: layer.update({"bias_hh_l0_reverse": layer.bias_hh_l0_reverse + 1}),
-            lambda: layer.weight_hh_l0.__imul__(2),  # the same object
+            lambda: layer.weight_hh_l0.__imul__(2),  # in place: the same Python object with new values
             lambda: layer.update({"weight_ih_l0": layer.weight_ih_l0 + 1}),
         ):
             update()
@@ -473,7 +474,7 @@ def test_dtypes():
 
 
 def changed(layer, input=None, **attributes):
-    """Change attributes of a layer, then call the layer."""
+    """Set attributes of a layer, then call the layer."""
     for name, value in attributes.items():
         setattr(layer, name, value)
     layer(mx.zeros((2, 2, I)) if input is None else input)
@@ -570,8 +571,8 @@ def test_torch_s_arrays_in_the_other_layers_and_ops():
 
 
 def test_the_dialect_is_torch_s_own_signature():
-    """Compare names and order of the arguments with torch's, except `device` and `dtype`, which MLX handles in
-    another way."""
+    """Constructors have torch's argument names in torch's order, except `device` and `dtype`, for which MLX has
+    other means."""
     import inspect
 
     base = [name for name in inspect.signature(torch.nn.modules.rnn.RNNBase.__init__).parameters if name != "mode"]

@@ -1,4 +1,4 @@
-"""Test the recurrence under MLX's transformations: grad of grad, jvp, compile, vmap, checkpoint, export."""
+"""Tests of the recurrence ops under MLX's transformations: grad of grad, jvp, compile, vmap, checkpoint, export."""
 
 import warnings
 from pathlib import Path
@@ -19,8 +19,8 @@ ALL_KINDS = pytest.mark.parametrize("kind", KINDS)
 
 
 def small(kind, dtype=np.float32):
-    """Return (arrays, call, loss) of a small case: all arrays that a kind of cell can have, the op as a function of
-    these arrays, and a number made of its outputs."""
+    """Return (arrays, call, loss) of a small case. `arrays` has all arrays that the cell supports, `call` is the op
+    as a function of these arrays, and `loss` is a number computed from the outputs."""
     case, cotangents = draw_away_from_kinks(9, sizes=(2, 2, 2, 2, 3), **EVERY_ARRAY[kind] | {"mask": ("P",)})
     op, arrays, options = split(case)
     weights = {name: to_mlx(array, dtype) for name, array in cotangents.items()}
@@ -47,7 +47,7 @@ def assert_trees_close(got, expected):
 
 @ALL_KINDS
 def test_gradient_under_mlx_transformations(kind):
-    """grad, value_and_grad, checkpoint, vmap of grad and grad of vmap give the same gradients."""
+    """grad, value_and_grad, checkpoint, vmap of grad, and grad of vmap give the same gradients."""
     arrays, _, loss = small(kind)
     n = len(arrays)
     plain = gradient(loss, n)(*arrays)
@@ -61,7 +61,7 @@ def test_gradient_under_mlx_transformations(kind):
 
 @ALL_KINDS
 def test_vmap_over_one_argument(kind):
-    """mx.vmap over any one argument, with the others shared, gives the outputs of single calls."""
+    """mx.vmap over any single argument, while the others are shared, gives the outputs of separate calls."""
     arrays, call, _ = small(kind)
     case, _ = draw_away_from_kinks(9, sizes=(2, 2, 2, 2, 3), **EVERY_ARRAY[kind] | {"mask": ("P",)})
     expected = np.array(call(*arrays).h)
@@ -75,7 +75,8 @@ def test_vmap_over_one_argument(kind):
 @pytest.mark.parametrize("training", [True, False])
 @ALL_KINDS
 def test_vmap_over_lengths(kind, training, engine):
-    """mx.vmap over lengths, alone or with x, gives the outputs of single calls; so do vmap of grad and grad of vmap."""
+    """mx.vmap over lengths, alone or together with x, gives the outputs of separate calls. vmap of grad and grad of
+    vmap give the gradients of separate calls."""
     arrays, call, _ = small(kind)
     lengths = mx.array([[2, 1], [0, 2], [1, 1]])
 
@@ -97,8 +98,8 @@ def test_vmap_over_lengths(kind, training, engine):
 @pytest.mark.parametrize("training", [True, False])
 @ALL_KINDS
 def test_a_backward_pass_of_which_only_the_gradient_is_traced(kind, training):
-    """A backward pass is right if the forward pass has run on the CPU and only the cotangents are traced: in a
-    Jacobian row by row, and in a compiled gradient."""
+    """A backward pass is right if the forward pass already ran on the CPU and only the cotangents are traced, as in
+    a Jacobian row by row and in a compiled gradient."""
     arrays, call, _ = small(kind)
 
     def pull(cotangent):
@@ -112,8 +113,8 @@ def test_a_backward_pass_of_which_only_the_gradient_is_traced(kind, training):
 
 
 def test_what_is_evaluated(monkeypatch):
-    """An engine other than `numpy` evaluates no arrays, except the arguments of an inference call inside a
-    transformation."""
+    """The engine `ops` does not evaluate arrays. The only exception is an inference call inside a transformation,
+    which evaluates its arguments."""
     asked = []
     for name in ("eval", "async_eval"):
         real = getattr(mx, name)
@@ -148,7 +149,7 @@ TRANSFORMATIONS = {
 
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
 def test_whether_mlx_transforms_is_known(name):
-    """`is_transforming` is true inside each transformation and false after it, in a new thread, too."""
+    """`is_transforming` is true inside each of MLX's transformations and false after it, also in a new thread."""
     found = []
     TRANSFORMATIONS[name](lambda x: (found.append(is_transforming()), x)[1])
     assert found and all(found)
@@ -179,8 +180,8 @@ def test_whether_mlx_transforms_is_known_where_nothing_is_compiled():
 
 @ALL_KINDS
 def test_compiled_for_any_shape_is_refused(kind):
-    """MLX refuses a recurrence compiled with shapeless=True, since it cannot infer the shapes; it never returns a
-    wrong shape."""
+    """MLX raises an error for a recurrence compiled with shapeless=True, because it cannot infer the output shapes.
+    It never returns a wrong shape."""
     arrays, call, _ = small(kind)
     compiled = mx.compile(lambda x: call(x, *arrays[1:], training=False).h, shapeless=True)
     with pytest.raises(ValueError, match="cannot infer output shapes"):
@@ -196,8 +197,8 @@ def test_vmap_over_the_bias_of_a_plain_layer_alone():
 
 @ALL_KINDS
 def test_compiled_with_lengths_as_an_argument(kind):
-    """A compiled function takes lengths as an argument, and they may change from call to call. Their range goes
-    unchecked, since a traced array has no values."""
+    """A compiled function may take lengths as an argument that changes from call to call. The range of lengths is
+    not checked there, because a traced array has no values."""
     arrays, _, loss = small(kind)
     count = len(arrays)
     compiled = mx.compile(lambda n, *arrays: gradient(lambda *a: loss(*a, lengths=n), count)(*arrays))
@@ -207,7 +208,8 @@ def test_compiled_with_lengths_as_an_argument(kind):
 
 
 def test_compiled_gradient_without_training():
-    """Without training, a compiled gradient is MLX's own derivative of the graph, and equals the eager one."""
+    """With training=False, the compiled gradient, which is MLX's own derivative of the graph, equals the eager
+    gradient."""
     arrays, call, _ = small("rnn")
     untrained = gradient(lambda *arrays: call(*arrays, training=False).h.sum(), len(arrays))
     assert_trees_close(mx.compile(untrained)(*arrays), untrained(*arrays))
@@ -236,9 +238,9 @@ def test_inference_gives_the_same_and_its_gradient_too(option, engine):
 @pytest.mark.parametrize("shown", [None, ("h",)], ids=["every output", "h"])
 @ALL_KINDS
 def test_second_derivative_is_right_or_refused(kind, shown):
-    """The second derivative is right with `ops` and refused with `numpy`. It is the derivative of the squared
-    gradient of every array, in float64, along a random direction of all arrays at once. If only some outputs have a
-    gradient, the backward pass reads others that have one in the second derivative only."""
+    """The second derivative is right with the engine `ops` and refused with `numpy`. The test differentiates the
+    squared gradients of all arrays in float64 along a random direction. With a loss of only h, the backward pass
+    also reads other outputs, which have a gradient in the second derivative only."""
     options = {} if shown is None else {"shown": shown}
     rng = np.random.default_rng(1)
     with mx.stream(mx.cpu):
@@ -262,8 +264,8 @@ def test_second_derivative_is_right_or_refused(kind, shown):
 
 @ALL_KINDS
 def test_gradient_of_the_gradient_op_is_right_or_refused(kind):
-    """`lstm_gradients`, `gru_gradients` and `rnn_gradients`, which are linear in dh, have a gradient with `ops` and
-    refuse it with `numpy`."""
+    """The gradient ops `lstm_gradients`, `gru_gradients` and `rnn_gradients` can be differentiated by dh with the
+    engine `ops`, and refuse it with `numpy`."""
     case, _ = draw_away_from_kinks(9, **EVERY_ARRAY[kind])
     op, arrays, options = split(case)
     with mx.stream(mx.cpu):
@@ -278,7 +280,8 @@ def test_gradient_of_the_gradient_op_is_right_or_refused(kind):
 
         along = (mx.grad(lambda dh: number(dh, "ops"))(dh) * seen).sum().item()
         step = lambda k: number(dh + k * seen, "ops").item()  # noqa: E731
-        assert along == pytest.approx((step(1) - step(-1)) / 2, rel=1e-9)  # central differences of a square are exact
+        # Central differences of a quadratic function are exact.
+        assert along == pytest.approx((step(1) - step(-1)) / 2, rel=1e-9)
         with pytest.raises(RuntimeError, match="second derivative"):
             mx.eval(mx.grad(lambda dh: number(dh, "numpy"))(dh))
 
@@ -299,7 +302,7 @@ def test_forward_mode_is_right_or_refused(kind):
 
 @ALL_KINDS
 def test_two_gradients_of_one_forward(kind):
-    """Several outputs of one call, each used with its own cotangent, give gradients that add up."""
+    """If several outputs of one call have separate cotangents, the gradients of x add up."""
     arrays, call, _ = small(kind)
 
     def both(x):
@@ -314,15 +317,15 @@ def test_two_gradients_of_one_forward(kind):
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_that_have_values_inside_a_gradient_still_get_theirs(kind, training):
-    """Traced weights get their gradient although they were evaluated, used twice and mixed with constants. MLX then
-    no longer marks them as traced."""
+    """Traced weights get their gradients although they were evaluated inside the gradient, after which MLX no longer
+    marks them as traced. The weights are used twice and mixed with constants."""
     arrays, _, loss = small(kind)
 
     def twice(*values, engine=None):
         mx.eval(*values)
         return loss(*values, training=training, engine=engine) + loss(*values, training=training, engine=engine)
 
-    for n in range(len(arrays)):  # a gradient by one array; the others are constants
+    for n in range(len(arrays)):  # the gradient by one array, while the others are constants
         one = mx.grad(twice, argnums=n)(*arrays)
         assert_trees_close([one], [mx.grad(lambda *v: twice(*v, engine="ops"), argnums=n)(*arrays)])
 
@@ -353,8 +356,8 @@ def test_works_under_nn_value_and_grad():
 
 
 def test_on_the_cpu_a_compiled_function_warns_once_and_mlx_can_let_it_run_as_it_is():
-    """A compiled function on the CPU warns once, at the caller's line, and not if the caller asked for `ops`.
-    mx.disable_compile() lets `numpy` run it."""
+    """A compiled function on the CPU warns once, at the line of the caller, and does not warn if the caller
+    requested the engine `ops`. With mx.disable_compile(), the engine `numpy` runs."""
     forget_warnings()
     arrays, call, _ = small("lstm")
 

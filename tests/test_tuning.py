@@ -1,5 +1,5 @@
-"""Tests of the measured table of Metal engines: how it is measured and written, when it is used, and when the
-default table is."""
+"""Tests of the measured table of Metal engines: its measurement, its file, when the library uses it, and when the
+default table is used instead."""
 
 import json
 import shutil
@@ -29,7 +29,7 @@ ENGINES = {"float32": {1: ((4, "stepwise"), (8, "fused")), 16: ((8, "ops"),)}}
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path, monkeypatch):
-    """Use a temporary folder as the user's cache."""
+    """Use a temporary folder as the user's cache folder. Yield the path of the table's file."""
     file = tmp_path / "cache" / "engines.json"
     monkeypatch.setattr(tuning, "cache_file", lambda: file)
     tuning.current.cache_clear()
@@ -39,7 +39,8 @@ def own_cache(tmp_path, monkeypatch):
 
 
 def written(file, engines=ENGINES, cuts=(), **other):
-    """Write a table's file whose machine entries differ from this machine's in `other`. Return the file."""
+    """Write a file with the table `engines`. `other` replaces entries that describe the machine on which the table
+    was measured. Return the path."""
     write(file, engines, [], cuts)
     content = json.loads(file.read_text())
     content["machine"] |= other
@@ -58,7 +59,7 @@ def written(file, engines=ENGINES, cuts=(), **other):
         (mx.float32, 15, 9, "stepwise"),  # H is larger than the row's last entry
         (mx.float32, 16, 8, "ops"),
         (mx.float32, 1000, 9, "stepwise"),
-        (mx.float16, 1, 4, "stepwise"),  # a dtype that the table lacks
+        (mx.float16, 1, 4, "stepwise"),  # the table does not have this dtype
     ],
 )
 def test_a_table_decides(dtype, B, H, engine):
@@ -72,8 +73,8 @@ def test_below_the_first_row_the_first_row_counts():
 
 
 def test_an_engine_that_was_discarded_is_never_answered():
-    """`choose` never returns a discarded engine, neither beyond a row nor where the row's engine cannot run. Other
-    rows still use it, and a caller can force it."""
+    """`choose` never selects an engine that the table marks as discarded, neither for H beyond the table row's last
+    entry nor where the row's engine cannot run. Other rows still use the engine, and a caller can request it."""
     table = Table("measured here", {"float32": {1: ((64, "fused"),), 16: ()}}, frozenset({("float32", 1, "stepwise")}))
     where = {"dtype": mx.float32, "device": "gpu", "metal": True, "traced": False, "table": table}
     at = {(B, H): choose(sizes=(3, B, 2, H), **where).engine for B in (1, 16) for H in (64, 65, 300)}
@@ -83,8 +84,8 @@ def test_an_engine_that_was_discarded_is_never_answered():
 
 
 def test_a_table_cannot_make_an_engine_run():
-    """Whatever a table says, an engine is chosen only within its limits and with Metal. A requested engine is used
-    in spite of the table."""
+    """`choose` selects an engine only within its limits and only with Metal, whatever the table says. A requested
+    engine is used in spite of the table."""
     table = Table("measured here", {"float32": {1: ((1000, "fused"),)}})
     where = {"sizes": (3, 1, 2, 8), "dtype": mx.float32, "traced": False, "table": table}
     on_gpu = where | {"device": "gpu", "metal": True}
@@ -106,8 +107,8 @@ def test_a_file_of_this_machine_counts(own_cache):
 
 @pytest.mark.parametrize("folder", ["metal", "engines/metal"])
 def test_a_changed_file_changes_the_hash_of_the_kernels(tmp_path, folder):
-    """Change every file of the shaders and of the Metal engines in turn, on a copy of the package: the hash changes
-    each time."""
+    """`kernels_hash` changes when any file of the shaders or of the Metal engines changes. The files of a copy of
+    the package are changed one after the other."""
     package, before = tmp_path / "mlx_lstm", tuning.kernels_hash()
     shutil.copytree(Path(mlx_lstm.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(tuning.shader_folder(), package / "metal", dirs_exist_ok=True)
@@ -126,8 +127,8 @@ def test_a_changed_file_changes_the_hash_of_the_kernels(tmp_path, folder):
 
 @pytest.mark.parametrize("entry", ["chip", "architecture", "system", "mlx", "mlx_lstm", "kernels"])
 def test_a_file_of_another_machine_does_not(own_cache, entry):
-    """Ignore a table's file that has another value for an entry of the machine, or lacks it. The reason names the
-    entry; there is no warning."""
+    """A table's file is ignored without a warning if an entry that describes its machine differs from this machine.
+    The reason of the choice names this entry."""
     written(own_cache, **{entry: "another"})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -168,14 +169,14 @@ def test_a_broken_file_is_named_in_a_warning(own_cache, text):
 
 def test_a_file_that_cannot_be_read_is_named_in_a_warning(tmp_path):
     with pytest.warns(UserWarning, match="is not a table"):
-        assert tuning.load(tmp_path).engines == PREDICTED.engines  # a folder
+        assert tuning.load(tmp_path).engines == PREDICTED.engines  # the path is a folder
 
 
 # --- The library uses the table --------------------------------------------------------------------------------------
 
 
 def engines_that_run(monkeypatch):
-    """Record the reason of every choice of an engine. Return the list."""
+    """Record the result of every choice of an engine. Return the list of results, which grows with each choice."""
     words, decide = [], choice.decide
 
     def noted(*arguments, **refused):
@@ -213,7 +214,8 @@ def test_a_program_may_name_another_file(tmp_path):
 
 
 def test_tune_measures_writes_and_counts(own_cache, capsys, monkeypatch):
-    """Run the whole command with the emulator in place of a Mac. The times have no meaning."""
+    """`tune` measures engines and writes the table, which the library then uses. The emulator replaces the GPU, so
+    the times have no meaning."""
     monkeypatch.setattr(tune_module, "ROWS", (2,))
     monkeypatch.setattr(tune_module, "SPARE", (8,))
     with on_metal():
@@ -236,15 +238,15 @@ def test_tune_measures_writes_and_counts(own_cache, capsys, monkeypatch):
 
 @pytest.fixture
 def no_cuts(monkeypatch):
-    """Make `tune` try no other cuts."""
+    """Make `tune` skip its trials of other cuts (batch rows per threadgroup and spare registers)."""
     monkeypatch.setattr(tune_module, "best_cut", lambda dtype, B, grid: None)
 
 
 @pytest.mark.parametrize("op", ["lstm", "gru", "rnn", "gru-before"])
 @pytest.mark.parametrize("rows", tune_module.ROWS)
 def test_however_it_is_cut_the_result_is_the_same(op, rows):
-    """Every cut gives the same result. Rows without a tiling for the cell are reduced; spare registers only move
-    weights out of registers."""
+    """Every cut (batch rows per threadgroup, spare registers) gives the same gradients. If the cell does not support
+    the number of rows, fewer rows are used; spare registers only move weights out of registers."""
     reset = {"reset": "before"} if op == "gru-before" else {}
     function = {"lstm": lstm, "rnn": rnn}.get(op, gru)
     H, G = 8, {"lstm": 4, "rnn": 1}.get(op, 3)
@@ -268,11 +270,14 @@ def test_the_library_cuts_as_the_file_says(own_cache):
     assert [tuning.current().cut(mx.float32, B) for B in (1, 15, 16, 99)] == [None, None, (1, 8), (1, 8)]
     with on_metal(), patch.object(fused, "rows_of", wraps=fused.rows_of) as rows_of:
         mx.eval(lstm(*(mx.zeros(shape) for shape in ((2, 20, 1), (8, 1), (8, 2)))).h)
-    assert {call.args[2] for call in rows_of.call_args_list} == {1}  # by rule 2
+    assert {call.args[2] for call in rows_of.call_args_list} == {
+        1
+    }  # the measured cut says 1 row; 2 is the default here
 
 
 def test_a_cut_counts_where_it_is_worth_it(monkeypatch, capsys):
-    """Try numbers of rows first, then of spare registers. A cut that is wrong or hardly faster is not used."""
+    """`best_cut` first tries numbers of batch rows, then numbers of spare registers. It never selects a cut that
+    gives wrong results or is hardly faster."""
     times = {None: 1.0, (1, 0): "discarded: wrong", (2, 0): 0.98, (4, 0): 0.9, (8, 0): 2.0}
     times |= {(4, 8): 0.89, (4, 16): 0.8, (4, 32): "discarded: no pipeline"}
     monkeypatch.setattr(tune_module, "measure", lambda contenders, *_: {cut: times[cut] for cut in contenders})

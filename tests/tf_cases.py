@@ -1,7 +1,8 @@
-"""Random cases of TensorFlow's block ops, and functions that run them with TensorFlow, `mlx_lstm` and the oracle.
+"""Random cases for TensorFlow's block ops, and functions that run them with TensorFlow, `mlx_lstm` and the oracle.
 
-A case is a dict of NumPy arrays and attributes under the raw op's argument names. Values at t >= seq_len_max are NaN
-in x, in the forward op's outputs and in the cotangents: an op that reads them fails.
+A case is a dict of NumPy arrays and attributes under the argument names of TensorFlow's op. For sequence ops, x, the
+saved outputs and the cotangents are NaN at steps t >= seq_len_max, so that an op that reads these steps fails the
+test.
 """
 
 import os
@@ -37,7 +38,7 @@ ATTRIBUTES = ("seq_len_max", "forget_bias", "cell_clip", "use_peephole")
 
 
 def draw(op, seed, dtype=np.float32, sizes=None, **fixed):
-    """Return a random case of the forward op. `fixed` sets options that are not to be drawn."""
+    """Return a random case of the forward op. Arguments given in `fixed` are not random."""
     rng = np.random.default_rng(seed)
     pick = lambda *values: values[rng.integers(len(values))]  # noqa: E731
     T, N, I, H = sizes or (pick(1, 2, 6), pick(1, 2, 3, 8), pick(1, 3, 5, 16), pick(1, 2, 5, 17))
@@ -66,7 +67,8 @@ def draw(op, seed, dtype=np.float32, sizes=None, **fixed):
 
 
 def draw_gradients(op, case, seed, outputs=None):
-    """Return random cotangents by name: of `outputs`, or of those that the gradient op takes."""
+    """Return random cotangents by name: for the outputs named in `outputs`, or by default for the cotangents that
+    the gradient op takes."""
     rng = np.random.default_rng(1000 + seed)
     like = case["h_prev"] if op not in SEQUENCE_OPS else np.zeros((len(case["x"]), *case["h_prev"].shape))
     given = {name: rng.normal(size=like.shape).astype(case["x"].dtype) for name in outputs or gradients_of(op)}
@@ -80,8 +82,8 @@ def gradients_of(op):
 
 
 def gradient_case(op, case, outputs, given):
-    """Return the case of the gradient op: the forward op's arrays, the outputs that the gradient op reads (NaN at t
-    >= seq_len_max) and the cotangents."""
+    """Return the arguments of the gradient op: the arrays of the forward op, those outputs of the forward op that
+    the gradient op reads (NaN at steps t >= seq_len_max), and the cotangents."""
     wanted = {"gru_block_cell": "r u c", "lstm_block_cell": "i cs f o ci co"}.get(op, "i cs f o ci co h").split()
     kept = {name: np.array(outputs[name]) for name in wanted}
     if op in SEQUENCE_OPS:
@@ -92,8 +94,8 @@ def gradient_case(op, case, outputs, given):
 
 
 def theirs(op, case):
-    """Run TensorFlow's op and return its outputs by name as NumPy arrays. The op gets copies, because it may reuse
-    its arguments' memory."""
+    """Run TensorFlow's op and return its outputs by name as NumPy arrays. The op gets copies of the arrays, because
+    it may overwrite its arguments."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     import tensorflow
 
@@ -102,22 +104,22 @@ def theirs(op, case):
 
 
 def ours(op, case, engine, stream=None):
-    """Run our op and return its outputs by name as NumPy arrays."""
+    """Run the op of `mlx_lstm.tf` and return its outputs by name as NumPy arrays."""
     with mx.stream(stream or device_of(engine)):
         arrays = {name: as_mlx(name, value) for name, value in case.items()}
         return {name: to_numpy(value) for name, value in getattr(tf, op)(**arrays, engine=engine)._asdict().items()}
 
 
 def as_mlx(name, value):
-    """Return a floating-point NumPy array as an MLX array. Return attributes and everything else unchanged."""
+    """Convert a floating-point NumPy array to an MLX array. Return an attribute or any other value unchanged."""
     if name in ATTRIBUTES or not isinstance(value, np.ndarray) or value.dtype.kind != "f":
         return value
     return to_mlx(value, value.dtype.type)
 
 
 def ours_by_autodiff(op, case, given, engine, **more):
-    """Return the gradients of all arrays of the case, computed by `mx.vjp` from the cotangents `given`. `more` are
-    options of our op."""
+    """Return the gradients of all arrays of the case, computed by `mx.vjp` of our op from the cotangents `given`.
+    `more` are further options of our op."""
     with mx.stream(device_of(engine)):
         arrays = {name: as_mlx(name, value) for name, value in case.items() if name not in ATTRIBUTES}
         options = {name: value for name, value in case.items() if name in ATTRIBUTES} | more
@@ -132,7 +134,7 @@ def ours_by_autodiff(op, case, given, engine, **more):
 
 
 def engines_that_run(op, engines):
-    """Return those of `engines` that can run the op's cell. Metal engines are tried as on a Mac."""
+    """Return the names in `engines` whose engine supports the op's cell. Metal engines are chosen as if on a Mac."""
     cell = GRUCell(reset="before") if op == "gru_block_cell" else LSTMCell()
     found = []
     for engine in engines:
@@ -146,7 +148,7 @@ def engines_that_run(op, engines):
 
 
 def oracle_case(op, case):
-    """Translate a TensorFlow case into a case of `mlx_lstm.oracle`."""
+    """Convert a TensorFlow case to the arguments of `mlx_lstm.oracle`."""
     x, I = case["x"], case["x"].shape[-1]
     if op == "gru_block_cell":
         w, b = np.concatenate([case["w_ru"], case["w_c"]], axis=1), np.concatenate([case["b_ru"], case["b_c"]])
@@ -170,8 +172,8 @@ def order_of(op):
 
 
 def cotangents_for_oracle(op, outputs, given):
-    """Translate cotangents of the op's outputs into cotangents of the oracle's outputs. `outputs` are the oracle's
-    outputs."""
+    """Convert cotangents of TensorFlow's outputs (`given`) to cotangents of the oracle's outputs. `outputs` are the
+    outputs computed by the oracle."""
     given = {name: np.asarray(value, np.float64) for name, value in given.items()}
     if op == "gru_block_cell":
         gates = np.concatenate([given.get(name, 0 * given["h"]) for name in "ruc"], axis=-1)
@@ -184,8 +186,8 @@ def cotangents_for_oracle(op, outputs, given):
 
 
 def gradients_from_oracle(op, gradients):
-    """Translate the oracle's gradients into gradients of the op's arrays. Peepholes appear only if the case has
-    them."""
+    """Convert the oracle's gradients to gradients of the op's arrays. Gradients of peepholes are present only if the
+    case has peepholes."""
     w = np.concatenate([gradients["Wx"], gradients["Wh"]], axis=1).T
     found = {"x": gradients["x"] if op in SEQUENCE_OPS else gradients["x"][0], "h_prev": gradients["h0"]}
     if op == "gru_block_cell":

@@ -1,10 +1,10 @@
-"""Run one torch layer (LSTM, GRU, RNN; one or two directions) and translate its arrays, outputs and gradients into
-our layout."""
+"""Run a single torch layer (LSTM, GRU or RNN; one or two directions) and convert its arrays, outputs and gradients
+to the layout of `mlx_lstm`."""
 
 import numpy as np
 import torch
 
-LAYERS = {  # name: torch's class, its options, ours
+LAYERS = {  # name: (torch's class, options of the class, options of our op)
     "lstm": (torch.nn.LSTM, {}, {}),
     "lstm_projection": (torch.nn.LSTM, {"proj_size": 4}, {}),
     "gru": (torch.nn.GRU, {}, {"op": "gru"}),
@@ -14,7 +14,8 @@ LAYERS = {  # name: torch's class, its options, ours
 
 
 def torch_layer(name, sizes, *, bidirectional, lengths, dtype):
-    """Return (case, cotangents, expected). `expected` has torch's h, hT, cT and the gradient of each array."""
+    """Return (case, cotangents, expected). `case` has the arguments for the oracle; `expected` has torch's h, hT, cT
+    and the gradient of each array."""
     T, B, I, H = sizes
     kind, their_options, options = LAYERS[name]
     rng = np.random.default_rng(7)
@@ -36,7 +37,7 @@ def torch_layer(name, sizes, *, bidirectional, lengths, dtype):
     case |= options | {"b": case["b"] + b_hh, "x": x.detach().numpy(), "bidirectional": bidirectional}
     case |= {} if lengths is None else {"lengths": lengths}
     expected = weights_of(layer, lambda parameter: parameter.grad.numpy()) | {"x": x.grad.numpy()}
-    del expected["b_hh"]  # the two biases have the same gradient
+    del expected["b_hh"]  # b_ih and b_hh are summed, so their gradients are equal
     for name, state in states.items():
         case[name], expected[name] = side_by_side(name, state), side_by_side(name, state.grad)
     expected |= {name: side_by_side(name, value) for name, value in outputs.items()}
@@ -44,8 +45,8 @@ def torch_layer(name, sizes, *, bidirectional, lengths, dtype):
 
 
 def weights_of(layer, of):
-    """Return the parameters in our layout by our names, after `of` was applied to each. b is b_ih; a GRU's bhn is
-    the candidate's part of b_hh, the rest of b_hh is 0."""
+    """Return the function `of` applied to each parameter of the torch layer, in our layout and under our names. b is
+    b_ih. For a GRU, bhn is the candidate's part of b_hh, and this part of b_hh becomes 0."""
     suffixes = ("", "_reverse") if layer.bidirectional else ("",)
     parts = {name: [of(p) for suffix in suffixes for p in parameters(layer, name, suffix)] for name in THEIRS}
     own_axis = np.stack if layer.bidirectional else lambda arrays: arrays[0]
@@ -64,12 +65,13 @@ THEIRS = {"Wx": "weight_ih", "Wh": "weight_hh", "b": "bias_ih", "b_hh": "bias_hh
 
 
 def parameters(layer, name, suffix):
-    """Return [torch's parameter for our name and this direction], or [] if the layer has none."""
+    """Return [the torch parameter with our name `name` for one direction], or [] if the layer has no such parameter."""
     found = getattr(layer, f"{THEIRS[name]}_l0{suffix}", None)
     return [] if found is None else [found]
 
 
 def side_by_side(name, tensor):
-    """Return a tensor as a NumPy array. States [D, B, .] become [B, D .]; a sequence keeps its shape."""
+    """Return a tensor as a NumPy array. States [D, B, H] become [B, D H] (D: number of directions); a sequence h
+    keeps its shape."""
     array = tensor.detach().numpy()
     return array if name == "h" else np.concatenate(list(array), axis=-1)

@@ -229,10 +229,8 @@ class LSTM(Layer):
 
         Args:
             x (array): [..., L, D]; any number of batch axes, none included.
-            hidden (array, optional): the hidden state to start from, [..., H]; also without the other state. Default:
-                zeros.
-            cell (array, optional): the cell state to start from, [..., H]; also without the other state. Default:
-                zeros.
+            hidden (array, optional): the hidden state to start from, [..., H], with or without `cell`. Default: zeros.
+            cell (array, optional): the cell state to start from, [..., H], with or without `hidden`. Default: zeros.
             lengths (integer array or list, optional): [...], one per item, each in 0..L, for sequences that are padded
                 to L. Past an item's length both results are 0 and the input is never read. The last state of item n is
                 at step `lengths[n] - 1`. `mlx.nn.LSTM` has no lengths, keep and hold.
@@ -270,8 +268,8 @@ class LSTM(Layer):
 
         Args:
             x (array): [..., D], without an axis of time; any number of batch axes, none included.
-            hidden (array, optional): the hidden state before, [..., H]; also without the other state. Default: zeros.
-            cell (array, optional): the cell state before, [..., H]; also without the other state. Default: zeros.
+            hidden (array, optional): the hidden state before, [..., H], with or without `cell`. Default: zeros.
+            cell (array, optional): the cell state before, [..., H], with or without `hidden`. Default: zeros.
             keep (array, optional): [...], a factor on both states before the step: 0 where an episode begins.
 
         Returns:

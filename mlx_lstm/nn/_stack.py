@@ -126,7 +126,8 @@ def stack(
         merge (str): the output of both directions of a layer is their concatenation, `"concat"`, or their sum, `"sum"`,
             [B, T, H]. Default: `"concat"`.
         lengths (integer array or list, optional): [B], each in 0..T. Past its length an item's output is 0 and its
-            input is never read; its last state is the state at step `lengths[n] - 1`, where the reversed layers start.
+            input is never read; its last state is the state after its last step (`lengths[n] - 1`), where the reversed
+            layers start. The last state of a reversed layer is the state at step 0.
         keep (array, optional): [B, T], a factor on the states of every layer before each step, in the layer's own
             order, as in `mlx_lstm.lstm`: 0 where an episode begins.
         hold (array or list, optional): [B, T], steps that leave the states of every layer as they are, as in

@@ -1,10 +1,10 @@
-"""Replacement for PyObjC's `Metal` on Linux: a device, a queue, and buffers of bytes."""
+"""Linux replacement for PyObjC's `Metal`, for tests: a device, a command queue, and buffers that hold bytes."""
 
 MTLResourceStorageModeShared = 0
 
 
 class Buffer:
-    """An MTLBuffer whose memory CPU and GPU share."""
+    """An MTLBuffer in memory that CPU and GPU share."""
 
     def __init__(self, data):
         self.data = bytearray(data)

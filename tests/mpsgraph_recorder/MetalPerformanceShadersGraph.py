@@ -1,5 +1,5 @@
-"""Replacement for PyObjC's `MetalPerformanceShadersGraph` on Linux. It has the real names and argument counts of the
-RNN ops, records the calls, and returns results of the float64 oracle.
+"""Linux replacement for PyObjC's `MetalPerformanceShadersGraph`, for tests. It has the RNN ops with Apple's names
+and argument counts, records every call, and returns the results of the float64 oracle.
 
 The environment variable RECORDER (JSON) makes it return errors on purpose:
     {"plant": {"op": "lstm", "result": "dbias", "index": [3], "by": 0.1}}   this element of a result is wrong
@@ -19,7 +19,7 @@ from mlx_lstm.compare import judge
 from mlx_lstm.compare.cases import COTANGENTS, RESULTS, CompareCase
 from mlx_lstm.mpsgraph.layouts import LEADING_ONE
 
-# All overloads in Apple's header MPSGraphRNNOps.h.
+# The selectors of all RNN ops in Apple's header MPSGraphRNNOps.h.
 HEADER = """
 LSTMWithSourceTensor:recurrentWeight:inputWeight:bias:initState:initCell:mask:peephole:descriptor:name:
 LSTMWithSourceTensor:recurrentWeight:inputWeight:bias:initState:initCell:descriptor:name:
@@ -55,7 +55,7 @@ MPSGraphRNNActivationNone, MPSGraphRNNActivationRelu, MPSGraphRNNActivationTanh 
 MPSGraphRNNActivationSigmoid, MPSGraphRNNActivationHardSigmoid = 3, 4
 
 CALLS = []
-"""(selector, {argument: tensor or None}, descriptor) of every call of an RNN op."""
+"""One tuple for each call of an RNN op: (selector, {argument: tensor or None}, descriptor)."""
 
 SIZES = {MPSDataTypeFloat32: np.float32, MPSDataTypeFloat16: np.float16}
 FAULTS = json.loads(os.environ.get("RECORDER", "{}"))
@@ -66,7 +66,8 @@ def end_process():
 
 
 def descriptor_class(name, flags, activations):
-    """Return a descriptor class with Apple's setters only, so that a misspelt property raises an error."""
+    """Return a descriptor class that has only the setters of Apple's class, so that a misspelt property raises an
+    error."""
 
     class Descriptor:
         def __init__(self):
@@ -156,7 +157,7 @@ def op_of(selector):
 
 
 def call(selector, *arguments):
-    """Record a call of an RNN op and return its result tensors. Their values are computed when the graph runs."""
+    """Record a call of an RNN op and return its result tensors, whose values are computed later when the graph runs."""
     assert len(arguments) == selector.count(":"), selector
     op, backward = op_of(selector), "Gradients" in selector
     *tensors, descriptor, name = arguments
@@ -189,7 +190,7 @@ def call(selector, *arguments):
 
 
 def names_of_results(op, flags):
-    """Return the names of a forward op's results."""
+    """Return the names of the results that a forward op returns with these descriptor flags."""
     if op == "lstm":
         cell = flags.get("produce_cell") or (flags.get("training") and FAULTS.get("results") != 2)
         return ["h", *(["c"] if cell else []), *(["z_state"] if flags.get("training") else [])]
@@ -207,7 +208,7 @@ def shape_of(result, case):
 
 
 def maker(case, given, result):
-    """Return a function that computes the value of `result` from the fed arrays."""
+    """Return a function that computes the array `result` from the arrays fed to the graph."""
 
     def make(feeds):
         arrays = {word: feeds[tensor].array() for word, tensor in given.items()}

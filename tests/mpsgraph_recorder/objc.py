@@ -1,4 +1,4 @@
-"""Replacement for PyObjC's `objc` on Linux."""
+"""Linux replacement for PyObjC's `objc`, for tests."""
 
 from contextlib import contextmanager
 
