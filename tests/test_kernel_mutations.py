@@ -1,4 +1,5 @@
-"""Damage our shaders in one place at a time. The checks that the kernel tests use must notice every damage."""
+"""Tests of the kernel tests: each test damages our shaders in one place at a time, and the checks that the kernel
+tests use must notice every damage."""
 
 from types import MappingProxyType
 from unittest.mock import patch
@@ -33,7 +34,7 @@ USERS = {  # shader file: (the engines and layers that use it, the batch sizes a
     "stepwise": ({"stepwise": ["projection"]}, (4, 9)),
     "stepwise_lanes": ({"stepwise": ["projection"]}, (3, 4)),
     "stepwise_tiles": ({"stepwise": ["projection", "gru"]}, (9, 33)),
-    "quantized": ({"stepwise": []}, ()),  # the quantized files have cases of their own, below
+    "quantized": ({"stepwise": []}, ()),  # `trials` makes separate cases for the quantized files
     "stepwise_quantized": ({"stepwise": []}, ()),
     "stepwise_forward": ({"stepwise": ["projection", "gru"]}, (4, 9)),
     "stepwise_backward": ({"stepwise": ["projection", "gru"]}, (3, 9)),
@@ -51,26 +52,26 @@ USERS = {  # shader file: (the engines and layers that use it, the batch sizes a
     "cell": ({"stepwise": ["projection"]}, (3,)),
     "cell_lstm": ({"stepwise": ["projection"], "fused": ["lstm"]}, (3, 19)),
 }
-# (packing, sizes) for `stepwise`: products by lanes with whole or partly filled rows of lanes, and by tiles, the
-# last of them full or half empty.
+# (packing, sizes) of the cases for `stepwise`: products by the lanes of a SIMD group, all lanes busy or not, and
+# products by tiles, the last tile full or half empty.
 PACKED = [
     *[(packing, (2, 1, 2, H, H)) for packing, H in (((64, 3, "affine"), 64), ((32, 8, "affine"), 320))],
     *[(packing, (2, 8, 2, H, H)) for packing, H in (((64, 3, "affine"), 64), ((32, 8, "mxfp8"), 32))],
     *[((16, 4, "nvfp4"), (2, B, 2, 48, 48)) for B in (1, 8)],
     *[(packing, (2, 1, 2, 32, 32)) for packing in ((32, 4, "mxfp4"), (32, 1, "affine"))],
 ]
-# (packing, sizes) for `fused`: spans of each length, where a span is a whole group or a part of a group.
+# (packing, sizes) of the cases for `fused`, with several values of SPAN in metal/fused_quantized.metal.
 FUSED_PACKED = [
     *[((64, 3, "affine"), (2, 1, 2, H, H)) for H in (64, 128, 256)],
     *[((32, bits, "affine"), (2, 17, 2, 32, 32)) for bits in (4, 5)],
     *[((16, 4, "nvfp4"), (2, 1, 2, H, H)) for H in (48, 80, 512)],  # H = 80 and 512 with a plain RNN cell
 ]
 BOTH_FORMS = ("cell_lstm", "fused", "fused_arrange")
-"""Files that both the product in lanes and the product in matrices use."""
+"""Shader files used by both kinds of products: by lanes and by 8 x 8 matrices."""
 
 BARRIERS = [file for file in USERS if "_barrier(" in kernels.shader_file(file)]
 
-# Damages that change no result, each with the reason. No test can notice them.
+# Damages that change no result, so that no test can notice them. Comments give the reasons.
 HARMLESS = {
     # The loop after this one then adds the last numbers one by one.
     "for (; k + 3 < length; k += 128) accumulate<4>(rows, columns, 128, partial);  the bound of < is one less",
@@ -86,7 +87,7 @@ HARMLESS = {
     "if (n < RESIDENT) weights = float4(resident[n]);  the bound of < is one less",  # rereads one resident weight
     # `lane` is never GATE_N in this branch.
     "return lane == Cell::GATE_N ? -1 : Cell::block(lane > Cell::GATE_N ? int(Cell::GATE_N) : lane);  > becomes >=",
-    # The matrix that is read in excess enters no product.
+    # The additional matrix that is read enters no product.
     "if (part + 1 < PARTS) simdgroup_load(right[1], vectors + 64 * (part + 1), 8);  < becomes <=",
     # The loop then also tests the output's activation; at worst it chooses the code that computes gates one by one.
     "for (int gate = 0; gate < gates; ++gate)  < becomes <=",
@@ -106,7 +107,7 @@ HARMLESS = {
     "for (uint k = 0; k < uint(K); k += 8 * COUNT) {  the bound of < is one less",
     "if (k + first < uint(K)) multiply(rows, weights, columns, place, part);  the bound of < is one less",
     "inline uint shifted(uint bits, int left) { return left < 0 ? bits >> -left : bits << left; }  < becomes <=",
-    "if (shift + BITS > 32) bits |= words[word + 1] << (32 - shift);  > becomes >=",  # adds bits that are masked away
+    "if (shift + BITS > 32) bits |= words[word + 1] << (32 - shift);  > becomes >=",  # the extra bits are masked out
     # SPAN equals SIZE at the bound, and both are powers of two; the first factor belongs to slot 0.
     "PIECE = SPAN < SIZE ? SPAN : SIZE,  < becomes <=",
     "PIECE = SPAN < SIZE ? SPAN : SIZE,  the bound of < is one less",
@@ -122,22 +123,22 @@ HARMLESS = {
     "  < becomes <=",
     "const uint own = 32 * place < BITS * numbers && place < BITS ? row.words[row.k / 32 * BITS + place] : 0u;"
     "  the bound of < is one less",
-    # Computes dh of an item that has no step; nothing reads it.
+    # Computes dh of a sequence that has already ended; nothing reads this dh.
     "if (s.n < 0 || s.t < length) sum = dh_sum(s, a, sums + cell, length, b, j, P);  < becomes <=",
 }
 
 
 def damages(file, kind):
-    """Yield the mutations of a shader file: with kind "barriers" those that change a barrier, otherwise those that
-    move a bound by one."""
+    """Yield mutations of a shader file. With kind "barriers" they change a barrier, otherwise they move a bound (an
+    index limit in a comparison) by one."""
     for mutation in mutations.mutations(kernels.shader_file(file)):
         if ("barrier" in mutation.description) == (kind == "barriers") and "index" not in mutation.description:
             yield mutation
 
 
 def trials(file, kind):
-    """Yield (engine, case, cotangents, reference, bounds), with quantized weights if the file needs them: small
-    cases with every option that adds a bound."""
+    """Yield (engine, case, cotangents, exact results, error bounds): small cases with every option that adds an
+    index limit to the shader. A sixth element has quantized weights if the file needs them."""
     users, batches = USERS[file]
     batches = batches[:1] if kind == "barriers" else batches
     for engine, layer in ((word, layer) for word, layers in users.items() for layer in layers):
@@ -186,12 +187,12 @@ def trial(engine, sizes, bounds=bounds, scale=1, **options):
 
 
 def notice(file, engine, case, cotangents, ref, limit, weights=MappingProxyType({})):
-    """Run a trial. Raise if the emulator has a finding, if a result is wrong, or if a NaN from the padding reaches a
-    result."""
+    """Run one case on a kernel. Raise if the emulator reports an error, if a result is wrong, or if NaN from steps
+    after the end of a sequence reaches a result."""
     with (
         on_metal(),
         limited(launch_steps=3),
-        patch.object(kernels_fused, "working_registers", lambda *_: 108),  # leaves registers for few resident weights
+        patch.object(kernels_fused, "working_registers", lambda *_: 108),  # few weights fit in registers
         patch.object(kernels_fused, "MATRIX_BATCH", 1 if "matrix" in file else 10 if file in BOTH_FORMS else 100),
         # With 1 byte the backward sweep in matrices has a single buffer and one barrier more; otherwise two buffers.
         patch.object(kernels_fused, "THREADGROUP_BYTES", 1 if case.get("reverse") else 32768),
@@ -219,8 +220,8 @@ def unnoticed(file, kind):
     return set(missed) - HARMLESS
 
 
-# Damages that `mutations` does not make: (shader file, a part of its text, the replacement, a function that returns a
-# trial).
+# Damages that `mutations` does not make: (shader file, a part of its source, the replacement, a function that returns a
+# case for `notice`).
 PLANTED = {
     "every group joins the first one's part": (
         *("stepwise_rows", "(group.x - a.first[0]) * a.first[1] + ", ""),
