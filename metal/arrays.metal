@@ -1,15 +1,16 @@
-// The arrays of a kernel, and arrays that a caller may lack.
+// The struct of a kernel's arrays, and helpers for arrays that a caller does not have.
 //
-// A kernel gets its arrays in one struct, `a`. The launch writes the struct's type into the text
-// (mlx_lstm/engines/metal/kernel.py): a field per array, with the type of its buffer, or Absent for an array that the
-// caller does not have. The functions below take either type, so code for an absent array compiles to nothing.
-// MLX binds an array of fewer than 8 elements as `constant`, others as `device`; hence fields of any pointer type.
+// A kernel gets its arrays in one struct, `a`. The launcher (mlx_lstm/engines/metal/kernel.py) generates the struct's
+// type into the kernel's source: one field per array, with the type of its buffer, or Absent for an array that the
+// caller does not have. The functions below are overloaded for both types, so code for an absent array compiles to
+// nothing. Fields may be `constant` or `device` pointers, because MLX binds an array of fewer than 8 elements as
+// `constant` and others as `device`.
 
-// The type and the value that stand for an absent array.
+// Absent is the type, and `absent` the value, of an array that the caller does not have.
 enum Absent { absent };
 
-// The type of a field: the type of a kernel's parameter, without the address space that the parameter itself is in,
-// which a field may not have. For decltype only.
+// Deduce the type of a struct field from a kernel's parameter: the parameter's type without an address space, which a
+// field may not have. Use it in decltype only.
 template <class A> A as_field(A parameter);
 
 inline bool is_present(Absent) { return false; }
@@ -19,6 +20,6 @@ template <class A> bool is_present(A) { return true; }
 template <class V> V value_at(Absent, long, V otherwise) { return otherwise; }
 template <class A, class V> V value_at(A array, long index, V) { return V(array[index]); }
 
-// Set array[index] to the value, unless the array is absent.
+// Store the value in array[index]. Do nothing if the array is absent.
 inline void store(Absent, long, float) {}
 template <class A> void store(device A* array, long index, float value) { array[index] = A(value); }

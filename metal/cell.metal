@@ -1,41 +1,44 @@
-// What all cells share: their options as one number, their activations, and what a cell's struct must have.
+// What all cells share: the options in one integer, the activations, and the members that a cell's struct must have.
 //
-// A cell is a struct template with one number, OPTIONS; mlx_lstm/engines/metal/kernel.py:cell_number writes it:
-//   bits 0-7    the block of each gate among the blocks of H on a gate axis, two bits a gate
-//   bits 8-22   the activation of each gate, then that of the output, three bits each
+// A cell is a struct template with one integer parameter, OPTIONS, which mlx_lstm/engines/metal/kernel.py:cell_number
+// computes:
+//   bits 0-7    the position of each gate's block on a gate axis, two bits per gate
+//   bits 8-22   the activation of each gate, then the activation of the output, three bits each
 //   bits 23-    the cell's own options, listed in its file
-// Gates count in the order i, f, g, o (LSTM), r, z, n (GRU); the plain cell has the one gate 0.
+// Gates are numbered in the order i, f, g, o (LSTM) or r, z, n (GRU). The plain RNN cell has one gate, number 0.
 //
-// Kernels are templates over the struct, here called Cell, and use of it
+// Kernels are templates over the struct, called Cell there. They use these members:
 //   GATES          the number of gates; a gate axis has GATES blocks of H numbers
-//   block(gate)    the block that holds a gate
+//   block(gate)    the position of a gate's block
 //   HAS_C          whether the cell has a state c besides h
-//   PASSES_H       whether a part of h reaches the next h past the products
-//   CONSTANTS      numbers that a unit reads once per launch (peephole, bhn); constants(...) reads them
+//   PASSES_H       whether a part of h reaches the next h without the recurrent product
+//   CONSTANTS      how many numbers a unit reads once per launch (peephole, bhn); constants(...) reads them
 //   forward        one step of one unit of one batch item: sums of products, preactivations -> gates, state, h
-//   backward       the same step in reverse: gradients of h and c -> those of the preactivations and of the state
-//            before
-//   SEGMENTS       parts in which a step backward multiplies dz with Wh: 1, all gates at once, or one part a gate
-//   product_gradient   the gradient of a gate's recurrent product, where it is not that of the preactivation
-// All arithmetic is float, whatever the arrays store.
+//   backward       the same step in reverse: gradients of h and c -> gradients of the preactivations and of the state
+//                  before the step
+//   SEGMENTS       the number of parts in which the backward step multiplies dz with Wh: 1 for all gates, or one
+//                  part per gate
+//   product_gradient   the gradient of a gate's recurrent product; for a GRU's candidate it differs from the gradient
+//                      of the preactivation
+// All arithmetic is in float, whatever type the arrays store.
 
 enum Activation { IDENTITY, RELU, TANH, SIGMOID, HARD_SIGMOID, HARD_SIGMOID_SIXTH };
 
 constexpr int block_of(int options, int gate) { return (options >> (2 * gate)) & 3; }
 constexpr int activation_of(int options, int gate) { return (options >> (8 + 3 * gate)) & 7; }
 
-// The slope of a hard sigmoid.
+// Return the slope of a hard sigmoid's linear part: 0.2 or 1/6.
 inline float rise(int name) { return name == HARD_SIGMOID ? 0.2f : 1.0f / 6.0f; }
 
-// Clamp x. NaN stays NaN, which Metal's own clamp and max would drop.
+// Clamp x to least ... most. NaN stays NaN; Metal's own clamp and max would drop it.
 inline float within(float least, float x, float most) { return x < least ? least : x > most ? most : x; }
 
-// Return sigmoid(x), or tanh(x) if is_tanh. Both take one exp2 and one reciprocal, and neighbouring lanes may differ in
-// is_tanh without a branch: sigmoid(x) = 1 / (1 + 2^(-x log2 e)), tanh(x) = 2 sigmoid(2 x) - 1. Near 0 the latter loses
-// digits, so there tanh is a polynomial fitted to it. Either is right to about 3 units in the last place.
+// Return sigmoid(x), or tanh(x) if is_tanh. Both use one exp2 and one reciprocal, so neighbouring lanes may differ in
+// is_tanh without a branch: sigmoid(x) = 1 / (1 + 2^(-x log2 e)), tanh(x) = 2 sigmoid(2 x) - 1. Near 0 the second
+// formula loses digits, so a polynomial approximates tanh there. Errors are at most about 3 units in the last place.
 inline float squash(bool is_tanh, float x) {
   const float power = x * (is_tanh ? -2.88539008f : -1.44269504f);
-  // 126: above 2^126 a reciprocal need not be right. NaN stays NaN.
+  // Limit the exponent to 126: above 2^126 the reciprocal may be inexact. NaN stays NaN.
   const float y = fast::divide(1.0f, 1.0f + exp2(power > 126.0f ? 126.0f : power));
   const float z = x * x;
   const float near = x + x * z * (-0.333329466f + z * (0.13320725f + z * (-0.0526718108f + z * 0.0164375759f)));

@@ -4,11 +4,11 @@
 //   c = f c_prev + i g, clipped to +-limit
 //   o = s_o(a_o + p_o c)  or  s_o(a_o + p_o c_prev)
 //   m = o s_output(c)
-// m is h, or what a projection multiplies. metal/README.md has the derivation of the backward equations. The clip
-// counts as the identity there.
+// m is h, or the vector that a projection multiplies. metal/README.md has the backward equations, in which the clip
+// counts as the identity.
 //
-// Own options: bits 23-24 the peephole (none, o sees the new c, o sees c_prev), bit 25 whether c is clipped.
-// Constants of a unit: its peephole weights p, in the order i, f, g, o.
+// The cell's own options: bits 23-24 are the peephole (none, o sees the new c, o sees c_prev); bit 25 says whether c is
+// clipped. The constants of a unit are its peephole weights p, in the order i, f, g, o.
 template <int OPTIONS>
 struct LSTMCell {
   enum { GATE_I, GATE_F, GATE_G, GATE_O, OUTPUT, GATES = 4, CONSTANTS = 4, SEGMENTS = 1, HAS_C = 1, PASSES_H = 0 };
@@ -17,15 +17,15 @@ struct LSTMCell {
   static constexpr int block(int gate) { return block_of(OPTIONS, gate); }
   static constexpr int activation(int gate) { return activation_of(OPTIONS, gate); }
 
-  // Read the peephole weights [D, 4H] of a unit.
+  // Read the four peephole weights p of one unit from the array [D, 4H].
   template <class Index, class Arrays>
   static void constants(thread const Arrays& a, int direction, int H, int unit, thread float (&p)[4]) {
     for (int gate = 0; gate < 4; ++gate)
       p[gate] = value_at(a.peephole, (Index(4) * direction + block(gate)) * H + unit, 0.0f);
   }
 
-  // Return a gate's preactivation with its forget bias and peephole. a: the preactivation so far; p: the gate's
-  // peephole weight; c: the state that the gate sees.
+  // Return a gate's preactivation with its forget bias and peephole added. a: the preactivation so far. p: the gate's
+  // peephole weight. c: the cell state that this peephole reads.
   static float preactivation(int gate, float a, float p, float c, float forget_bias) {
     a += gate == GATE_F ? forget_bias : 0.0f;
     return a + (PEEPHOLE == NO_PEEPHOLE ? 0.0f : p * c);
@@ -41,8 +41,9 @@ struct LSTMCell {
     return CLIPS ? within(-limit, c, limit) : c;
   }
 
-  // Compute a step and return m. sums: the recurrent products; y: in the input's part of the preactivations, out the
-  // gates; c: in c_prev, out c. The fourth number, h_prev, is for other cells.
+  // Compute one step and return m. sums: the recurrent products. y: on entry the input's part of the preactivations, on
+  // return the gates. c: on entry c_prev, on return the new c. The unnamed float parameter is h_prev, which only other
+  // cells need.
   static float forward(
       thread const float (&sums)[4], thread const float (&p)[4], float forget_bias, float limit, float,
       thread float& c, thread float (&y)[4]) {
@@ -55,18 +56,21 @@ struct LSTMCell {
     return y[GATE_O] * activate(activation(OUTPUT), c);
   }
 
-  // Return the gradient of c. dc: that from later steps and from outside; dm: that of m; s: s_output(c).
+  // Return the gradient of the new c. dc: the gradient from later steps plus the cotangent of c. dm: the gradient of m.
+  // s: s_output(c).
   static float state_backward(float dc, float dm, float o, float s) {
     return dc + dm * o * slope(activation(OUTPUT), s);
   }
 
-  // Return the gradient of a gate's preactivation. dy: the gradient that the gate has from outside. The gate is a
-  // factor of m (gate o) or of c: d is the gradient of that, `other` the other factor. slope: of the gate's activation.
+  // Return the gradient of a gate's preactivation. dy: the cotangent of the gate. The gate is one factor of a product,
+  // which is m for gate o and a term of c for the other gates. d: the gradient of that product. other: its other
+  // factor. slope: the derivative of the gate's activation.
   static float gate_backward(float dy, float d, float other, float slope) { return (dy + d * other) * slope; }
 
-  // Compute a step in reverse. y: the gates; dm: in the gradient of m, out 0, as no h_prev is reached but through the
-  // product; dc: in the gradient of c, out that of c_prev; dz: in the gradients that the gates have from outside, out
-  // those of the preactivations. The fifth number, q, is for other cells.
+  // Compute one step in reverse. y: the gates. dm: on entry the gradient of m, on return 0, because h_prev is used only
+  // in the recurrent product. dc: on entry the gradient of the new c, on return that of c_prev. dz: on entry the
+  // cotangents of the gates, on return the gradients of the preactivations. The unnamed float parameter is q, which
+  // only a GRU needs.
   static void backward(
       thread const float (&y)[4], thread const float (&p)[4], float c_prev, float c, float, thread float& dm,
       thread float& dc, thread float (&dz)[4]) {

@@ -1,5 +1,5 @@
-// The plain cell: one hidden unit of one batch item, forward and backward. h = s(a). What is stored as its only gate is
-// a itself, so that the layout of gates is that of the other cells.
+// The plain RNN cell: one hidden unit of one batch item, forward and backward: h = s(a). The preactivation a is stored
+// as the cell's only gate, so that all cells share the layout of gates.
 template <int OPTIONS>
 struct RNNCell {
   enum { GATES = 1, CONSTANTS = 1, SEGMENTS = 1, HAS_C = 0, PASSES_H = 0 };
@@ -10,7 +10,7 @@ struct RNNCell {
   template <class Index, class Arrays>
   static void constants(thread const Arrays&, int, int, int, thread float (&p)[1]) { p[0] = 0.0f; }
 
-  // Compute a step and return h. y: in the input's part of the preactivation, out the preactivation.
+  // Compute one step and return h. y: on entry the input's part of the preactivation, on return the preactivation.
   static float forward(
       thread const float (&sums)[1], thread const float (&)[1], float, float, float, thread float&,
       thread float (&y)[1]) {
@@ -18,8 +18,8 @@ struct RNNCell {
     return activate(activation(0), y[0]);
   }
 
-  // Compute a step in reverse. h: the new one; dh: in its gradient, out 0, as h_prev is reached through the product
-  // only; da: in the gradient that the preactivation has from outside, out the whole one.
+  // Compute one step in reverse. h: the new h. dh: on entry the gradient of the new h, on return 0, because h_prev is
+  // used only in the recurrent product. da: on entry the cotangent of the preactivation, on return its whole gradient.
   static void backward(
       thread const float (&)[1], thread const float (&)[1], float, float h, float, thread float& dh, thread float&,
       thread float (&da)[1]) {

@@ -1,23 +1,25 @@
-// What the kernels that run a whole sequence in one launch share: the sweep, places in arrays, weights in registers.
+// What the kernels that run a whole sequence in one launch share: the loop over time, positions in arrays, weights in
+// registers.
 //
-// A threadgroup owns ROWS batch items of one direction, which no other threadgroup needs, and walks all their steps.
-// With D directions and G gates, the blocks of H on a gate axis in the cell's gate order:
+// A threadgroup owns ROWS batch items of one direction and runs all their steps. No other threadgroup needs these
+// items. Shapes, with D directions and G gates; the blocks of H on a gate axis have the cell's gate order:
 //   z, gates, dz  [T, B, D G H]     h  [T, B, D H]        h0, hT  [B, D H]     lengths   [B]
 //   mask          [T or 1, B, D H]  c  [T, B, D H] float  c0, cT  [B, D H]     peephole  [D, 4H]     bhn  [D H]
 //   keep          [T, B, D]
-//   arranged      [D, simdgroups, COUNT, 32 lanes, 4]: Wh [D, G H, H] in lane order, by fused_arrange.metal
+//   arranged      [D, simdgroups, COUNT, 32 lanes, 4]: the weights Wh [D, G H, H] in the order in which lanes read
+//                 them, written by fused_arrange.metal
 //   sizes         start, stop: the steps of this launch, counted in the order of processing; T, B, D;
 //                 whether the only direction is the reverse one; whether every step has a mask of its own
-// `mask` already includes `keep`. Outputs with a time axis hold the launch's own steps only.
+// `mask` already includes `keep`. Outputs with a time axis contain only the steps of this launch.
 //
-// A lane's weights are COUNT vectors of 4, in the order in which it needs them. The first RESIDENT stay in registers
-// for all steps, the others are read at every step. Units and numbers past the end are padding: their weights are 0,
-// nothing of them is stored. In lanes, batch items past the last one are the last one again, computed twice and written
-// twice.
+// A lane's weights are COUNT vectors of 4, in the order in which the lane needs them. The first RESIDENT vectors stay
+// in registers for all steps; the others are read again at every step. Units and numbers past the end are padding:
+// their weights are 0 and their results are not stored. In the kernels with the product in lanes, the rows past the
+// last batch item repeat this item; both copies write the same results.
 //
-// Index is the unsigned integer that counts the elements of a launch's arrays: of 32 bits, where that is enough.
+// Index is the unsigned integer type that counts the elements of a launch's arrays: 32 bits if that is enough, else 64.
 
-// A launch's part of a sweep in one direction: what `sizes` says, and the direction.
+// The part of a sequence that a launch processes in one direction: the values of `sizes`, and the direction.
 struct Sweep {
   int start, stop, T, B, D, direction;
   bool reverse, masks_differ;
@@ -29,25 +31,26 @@ inline void read_sizes(const constant int* sizes, uint direction, thread Sweep& 
   sweep.masks_differ = sizes[6] != 0;
 }
 
-// Return the time index of step n, and the first time index of the launch.
+// time_of returns the time index of step n; first_time returns the smallest time index of the launch.
 inline int time_of(thread const Sweep& sweep, int n) { return sweep.reverse ? sweep.T - 1 - n : n; }
 inline int first_time(thread const Sweep& sweep) { return sweep.reverse ? sweep.T - sweep.stop : sweep.start; }
 
-// Return the place of `unit` in H-block `block` of item b in [B, D blocks H], and the distance of two time indices.
+// place_in returns the position of `unit` in H-block `block` of batch item b, in an array [B, D blocks H]. time_step
+// returns the distance between neighbouring time indices in an array [T, B, D blocks H].
 inline long place_in(thread const Sweep& sweep, int b, int blocks, int block, int H, int unit) {
   return ((long(b) * sweep.D + sweep.direction) * blocks + block) * H + unit;
 }
 inline long time_step(thread const Sweep& sweep, int blocks, int H) { return long(sweep.B) * sweep.D * blocks * H; }
 
-// The places of a unit of a batch item at a step, or their distances from those of the step before. In arrays of the
-// launch's own steps: `state` in [., B, D H], `gate` in [., B, D G H]. In arrays of all steps: `mask`, `keep`, and `q`
-// in [D, T, B, H].
+// Positions of one unit of one batch item at a step, in several arrays; or the distances of these positions from one
+// step to the next. `state` ([., B, D H]) and `gate` ([., B, D G H]) count in arrays that contain the launch's own
+// steps only. `mask`, `keep` and `q` ([D, T, B, H]) count in arrays that contain all steps.
 template <class Index>
 struct Place {
   Index state, gate, mask, keep, q;
 };
 
-// Find the places of the launch's first step or, BACK, of its last one, where a sweep backward begins.
+// Compute the positions of the launch's first step or, if BACK, of its last step, where the backward pass begins.
 template <bool BACK, class Index>
 void first_place(
     thread const Sweep& sweep, int b, int blocks, int block, int H, int unit, thread Place<Index>& place) {
@@ -60,8 +63,8 @@ void first_place(
   place.q = Index(((sweep.direction * sweep.T + t) * sweep.B + b) * H + unit);
 }
 
-// Find the distances from one processed step to the next. Index is unsigned: a negative distance wraps around, and so
-// does the sum, to the right place.
+// Compute the distances from one processed step to the next. Index is unsigned, so a negative distance wraps around;
+// adding it wraps around again and gives the correct position.
 template <bool BACK, class Index>
 void between_steps(thread const Sweep& sweep, int blocks, int H, thread Place<Index>& step) {
   const long sign = sweep.reverse != BACK ? -1 : 1, states = sign * time_step(sweep, 1, H);
@@ -79,27 +82,27 @@ void advance(thread Place<Index>& place, thread const Place<Index>& step) {
 // Return whether an item of this length has not ended at time index t.
 template <class L> bool is_live(L lengths, int t, int length) { return !is_present(lengths) || t < length; }
 
-// Return the weight vectors of lane `index` of a threadgroup of `threads`. Neighbours lie 32 apart, as the 32 lanes of
-// a simdgroup read theirs side by side.
+// Return a pointer to the first weight vector of lane `index` of a threadgroup of `threads`. The vectors of one lane
+// lie 32 apart, because the 32 lanes of a simdgroup read theirs side by side.
 template <int COUNT, class V, class W>
 const device V* vectors_of_lane(W arranged, int direction, uint index, uint threads) {
   const uint simdgroup = direction * threads / 32 + index / 32;
   return (const device V*)arranged + simdgroup * (32 * COUNT) + index % 32;
 }
 
-// Read the first RESIDENT vectors, which then stay in registers.
+// Load the first RESIDENT weight vectors into registers, where they stay for all steps.
 template <int RESIDENT, class V, int SIZE>
 void load_resident(const device V* streamed, thread V (&resident)[SIZE]) {
 #pragma clang loop unroll(full)
   for (int n = 0; n < RESIDENT; ++n) resident[n] = streamed[32 * n];
 }
 
-// Return 0 in a form that the compiler cannot know (B is not negative). Added to the weight pointer after each step, so
-// that the weights that are not resident are read again each step: loads of a known, unchanged address would be hoisted
-// out of the loop over time and their registers spilled.
+// Return 0, but in a way that the compiler cannot know (B is never negative). It is added to the weight pointer after
+// each step, so that the non-resident weights are read again at each step. Otherwise the compiler would move these
+// loads out of the loop over time and spill the registers.
 inline int opaque_zero(thread const Sweep& sweep) { return sweep.B >> 31; }
 
-// Return number n of the vectors in threadgroup memory from `row` on.
+// Return a reference to float n, counted from vector `row` of the threadgroup memory.
 inline threadgroup float& number_at(threadgroup float4* vectors, int row, int n) {
   return ((threadgroup float*)(vectors + row))[n];
 }
@@ -109,21 +112,24 @@ void fill_with_zeros(threadgroup V* vectors, int count, uint index, uint threads
   for (int n = int(index); n < count; n += int(threads)) vectors[n] = V(0.0f);
 }
 
-// Return what lane n of the N lanes of a unit holds.
+// Return the value that lane n has in `mine`, out of the N lanes that share a unit.
 template <int N>
 float of_lane(float mine, int n) { return N > 1 ? quad_broadcast(mine, ushort(n)) : mine; }
 
-// --- A unit of a batch item in a sweep backward: its state, and what it reads of a step besides the gates ---
+// --- The backward pass of one unit of one batch item: its state, and the values it reads at each step besides the
+// gates ---
 //
-// Arrays, besides those of fused.metal: the gradients from outside, in the shapes of what they belong to (dh, dgates,
-// dhT and of an LSTM dc, dcT), and
-//   states, states0  [T, B, D H] and [B, D H]: c after each step and before the first; h of a cell without c
+// Arrays in addition to those listed at the top: the cotangents of the outputs (dh, dgates, dhT and, for an LSTM, dc,
+// dcT), each in the shape of its output, and
+//   states, states0  [T, B, D H] and [B, D H]: c after each step and before the first step; h if there is no c
 //   q                [D, T, B, H]: the candidate's recurrent product of a GRU
-// So a unit reads up to four numbers of a step: the state before it, dh, dc or q, the mask. Each of four lanes reads
-// one of them and hands it to the others; a lane that has its unit alone reads all four.
+// At each step a unit reads up to four numbers: the state before the step, dh, dc or q, and the mask. If four lanes
+// share a unit, each lane reads one of the numbers and shares it with the others. If a lane has its unit alone, it
+// reads all four.
 //
-// at: the unit's places; dh, dc: the gradients from later steps; now: the state after the step; y, d: a lane's gate and
-// its gradient; past: what of dh reaches h_prev past the product; mask: the factor on the product.
+// Fields of Item. at: the unit's positions. dh, dc: the gradients from later steps. now: the state after the step. y,
+// d: the lane's gate and its gradient. past: the part of the gradient of h_prev that bypasses the product. mask: the
+// factor on the product.
 template <class Index>
 struct Item {
   Place<Index> at;
@@ -131,7 +137,8 @@ struct Item {
   float dh, dc, now, y, d, past, mask;
 };
 
-// Begin with the gradients of the final states. b may be past the last item: then the length is 0, and nothing is live.
+// Initialize an item with the cotangents of the final states. If b is past the last batch item, the length is 0, so
+// that no step counts.
 template <class Index, class Arrays>
 void begin_item(
     thread const Sweep& sweep, thread const Arrays& a, int b, int gates, int block, int H, int unit, bool real,
@@ -143,8 +150,9 @@ void begin_item(
   item.dc = real ? value_at(a.dcT, place, 0.0f) : 0.0f;
 }
 
-// Read the numbers of step n of ROWS items: lane k of N reads number k, or the only lane all. earlier: what lies before
-// the launch's first time index in [T, B, D H], in which two time indices are `step` apart.
+// Read the numbers of step n for ROWS items. If N lanes share a unit, lane k reads number k; if N is 1, the lane reads
+// all four. earlier: the number of elements before the launch's first time index in an array [T, B, D H]. step: the
+// distance between two time indices there.
 template <int N, int ROWS, class Index, class Arrays>
 void read_step(
     thread const Sweep& sweep, thread const Arrays& a, int n, int lane, thread const Item<Index>* items, Index earlier,
@@ -154,11 +162,12 @@ void read_step(
   const Index before = earlier + (sweep.reverse ? step : -step);
 #pragma clang loop unroll(full)
   for (int r = 0; r < ROWS; ++r) number[r][0] = 0.0f;
-  // The state after the step before.
+  // Number 0: the state before this step, which is the state after the previous step.
   if (lane == 0 && n > 0)
 #pragma clang loop unroll(full)
     for (int r = 0; r < ROWS; ++r) number[r][0] = float(a.states[items[r].at.state + before]);
-  // At an item's first step that is states0: at its last time index where it runs in reverse, which lengths tell.
+  // At an item's first step this state is states0. In reverse an item starts at its own last time index, which depends
+  // on its length.
   if (lane == 0 && (is_present(a.lengths) || (is_present(a.states0) && n == 0)))
 #pragma clang loop unroll(full)
     for (int r = 0; r < ROWS; ++r)
@@ -178,8 +187,8 @@ void read_step(
     for (int r = 0; r < ROWS; ++r) number[r][3 * OWN] = value_at(a.mask, items[r].at.mask, 1.0f);
 }
 
-// Give all lanes of a unit the numbers that read_step read: the state before, and dc or q, in `before` and `dc_or_q`.
-// Without an array these are 0, the mask is 1.
+// Share the numbers that read_step read with all lanes of the unit: the state before the step in `before`, and dc or q
+// in `dc_or_q`. A number whose array is absent is 0; an absent mask is 1.
 template <int N, class Index, class Arrays>
 void share_step(
     thread const float (&number)[N == 1 ? 4 : 1], thread const Arrays& a, thread Item<Index>& item,

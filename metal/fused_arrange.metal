@@ -1,11 +1,11 @@
 // Copies Wh [D, G H, H] into `arranged` [D, simdgroups, COUNT, 32 lanes, 4]: the order in which the lanes of the
-// whole-sequence kernels read their weights, with zeros as padding. A lane's vectors then lie at fixed distances, those
-// of neighbouring lanes side by side, and reading them takes neither guards nor addresses. Runs once per sweep; one
-// thread per vector, in the order of `arranged`.
+// whole-sequence kernels read their weights, with zeros as padding. The vectors of one lane then lie at fixed
+// distances, and those of neighbouring lanes side by side, so that reading them needs no bounds checks and no address
+// arithmetic. The kernel runs once per pass, with one thread per vector.
 
-// Return weight k of those that a unit's product sums, 0 for padding. Forward: number k of row `unit` of H-block
-// `block` of Wh. BACK: number k of column `unit`, of the rows that `block` names: an H-block, all rows, or all but
-// those of the candidate, the last gate.
+// Return weight k of the sum that a unit computes in its product, or 0 for padding. Forward this is number k of row
+// `unit` in H-block `block` of Wh. Backward (BACK) it is number k of column `unit`, over the rows that `block` selects:
+// one H-block, all rows (ALL), or all rows except those of the candidate, the last gate (BUT_CANDIDATE).
 constant constexpr int ALL = -1, BUT_CANDIDATE = -2;
 template <class Cell, int H, bool BACK, class W>
 float weight_of(W Wh, int unit, int block, int k) {
@@ -18,9 +18,10 @@ float weight_of(W Wh, int unit, int block, int k) {
   return float(Wh[row * H + unit]);
 }
 
-// Find whose weights a vector of lane `index` has in the product in lanes (fused_lanes.metal): the unit, the block and
-// the first k. A vector is a run of 4 of a row; a run's rows follow one another, slot by slot: first those of the
-// lane's own unit, then those of others (unit = slot ^ own). Of two products backward the candidate's is the first.
+// Find which weights belong into a vector of lane `index` for the product in lanes (fused_lanes.metal): the unit, the
+// block and the first k. A vector holds 4 neighbouring weights of one row. The vectors of a run of 4 follow one another
+// slot by slot: first the rows of the lane's own unit, then those of the other units (unit = slot ^ own). If a backward
+// step has two products, the vectors of the candidate's product come first.
 template <class Cell, int H, int UNITS, bool BACK>
 void place_in_lanes(int index, int vector, thread int& unit, thread int& block, thread int& k) {
   constexpr int LANES = Lanes<Cell>::LANES, GROUP = LANES * UNITS, PER = BACK ? 1 : int(Cell::GATES);
@@ -35,8 +36,8 @@ void place_in_lanes(int index, int vector, thread int& unit, thread int& block, 
   }
 }
 
-// The same in the product in 8 x 8 matrices (fused_matrix.metal): a vector is the lane's two numbers of a matrix and
-// the two of the next one, which lie 8 further.
+// Find which weights belong into a vector of lane `index` for the product in 8 x 8 matrices (fused_matrix.metal). A
+// vector holds the lane's two numbers of one matrix and its two numbers of the next matrix, whose k is 8 larger.
 template <class Cell, bool BACK>
 void place_in_matrices(int index, int vector, thread int& unit, thread int& block, thread int& k) {
   constexpr int PER = BACK ? 1 : int(Cell::GATES);
@@ -60,10 +61,10 @@ void fused_arrange(thread const Arrays& a, uint2 place, uint threads) {
 
 // --- Quantized weights ---
 //
-// In the order that fused_quantized.metal describes, for the sweep forward. Padding rows and columns are zeros; what
-// fills a lane's last vector nobody reads.
+// For the forward kernel, quantized weights are copied into the order that fused_quantized.metal describes. Padding
+// rows and columns are zeros. No kernel reads the words that fill up a lane's last vector.
 
-// Return the BITS bits of number k of a row.
+// Return the BITS bits of weight k of a row of packed words.
 template <int BITS>
 uint bits_of(const device uint* words, int k) {
   const int word = k * BITS / 32, shift = k * BITS % 32;
@@ -72,12 +73,14 @@ uint bits_of(const device uint* words, int k) {
   return bits & ((1u << BITS) - 1);
 }
 
-// Return word `number` of lane `index`: weights in fields of FIELD bits, or a scale or bias as a float.
+// Return word `number` of lane `index`: several weights in fields of FIELD bits, or one scale or bias as the bits of a
+// float.
 template <class Cell, int H, int UNITS, class V, int FIELD, int BITS, int SIZE, class A, class B>
 uint word_of_lane(Packed<BITS, SIZE, A, B> Wh, long direction, int index, int number) {
   constexpr int GATES = Cell::GATES, GROUP = Lanes<Cell>::LANES * UNITS, SLOTS = UNITS * GATES, PER_WORD = 32 / FIELD;
   using Share = LaneShare<V, H, GROUP, SLOTS>;
-  // A piece is OF_WEIGHTS words of weights, then each slot's factors: so factor < 0 says that the word is of weights.
+  // A piece is OF_WEIGHTS words of weights, then the scale and bias of each slot. So factor < 0 means that the word
+  // holds weights.
   const int piece = number / Share::EACH, place = number % Share::EACH, factor = place - int(Share::OF_WEIGHTS);
   const int slot = factor < 0 ? place / Share::WORDS % SLOTS : factor / Share::FACTORS;
   int unit, block, k;

@@ -1,22 +1,26 @@
-// The steps of fused_forward.metal in reverse, with the product in lanes: from the gradients that h, c, gates, hT, cT
-// have from outside to dz, dh0, dc0. fused.metal has the arrays, fused_lanes.metal the lanes.
+// The backward pass over a whole sequence, with the product in lanes: it computes dz, dh0, dc0 from the cotangents of
+// h, c, gates, hT, cT. fused.metal describes the arrays, fused_lanes.metal the lanes.
 //
-//   dh_t = mask_next * (d_next Wh) + keep_next * what reaches h_t past the product + dh[t]
+//   dh_t = mask_next * (d_next Wh) + keep_next * (the part of the gradient that bypasses the product) + dh[t]
 //   d_t, ... = cell_backward(dh_t, ...)
 //
-// d is dz, but for a GRU's candidate, whose product has the gradient dz_n r. Outputs besides dz, dh0, dc0:
+// "next" is the step that the forward pass processes after t. d is the gradient of the recurrent products. It equals
+// dz, except for a GRU's candidate, where it is dz_n r. Outputs besides dz, dh0, dc0:
 //   d_out   [T, B, D G H] or absent: d
-//   carry   [T, B, D H] float or absent: what reaches keep * c, or keep * h past the product
+//   carry   [T, B, D H] float or absent: the gradient of keep * c, or the part of the gradient of keep * h that
+//                                         bypasses the product
 //
-// `vectors` in threadgroup memory has d of the step, the operand of the product: a double buffer
-// [2][ROWS][padded G H]. A cell with two products has dz_n [ROWS][padded H] first, for r's gradient, and dz_r, dz_z
-// [ROWS][padded 2 H] behind it. Every lane of a unit keeps the unit's dh, dc and state in registers, and of the gates
-// its own.
+// `vectors` in threadgroup memory holds d of the current step, the operand of the product, as a double buffer
+// [2][ROWS][padded G H]. A cell with two products (GRU, reset before) has dz_n [ROWS][padded H] first, from which r's
+// gradient is computed, and then dz_r, dz_z [ROWS][padded 2 H]. Every lane of a unit keeps the unit's dh, dc and state
+// in registers, and its own gate.
 //
-// Barriers: one a step, between the writes of d and the product that reads them; the halves alternate, so no lane
-// overwrites what another still reads. With two products one more, between r's gradient and the second product.
+// Barriers: one per step, between writing d and the product that reads it. The halves of the double buffer alternate,
+// so no lane overwrites numbers that another lane still reads. With two products there is a second barrier, between r's
+// gradient and the second product.
 
-// Sum products of the columns of a group's units with the vectors, by batch item: a lane gets those of its unit.
+// Compute the products of the vectors with the columns of the group's units. sum[r]: the result for batch item r and
+// the lane's own unit.
 template <class Cell, int UNITS, int ROWS, int RUNS, int FROM, int RESIDENT, class V>
 void products_of_columns(
     thread float (&sum)[ROWS], thread const V* resident, const device V* streamed, threadgroup const float4* x) {
@@ -30,9 +34,10 @@ void products_of_columns(
   }
 }
 
-// Between the two products of a GRU that resets before: from the sum of the first, the gradient of r h, make r's
-// gradient and the second product's operand. Lanes 0 and 1 (r, z) write it to `vectors`, [ROWS][ROW]: without the
-// candidate's block, so blocks behind it move up by one.
+// Run between the two products of a GRU whose reset comes before the product. sum: the result of the first product,
+// which is the gradient of r h. Compute r's gradient from it, and write the operand of the second product to `vectors`,
+// [ROWS][ROW], with lanes 0 and 1 (r, z). This operand has no block for the candidate, so blocks behind the candidate's
+// move up by one.
 template <class Cell, int H, int ROWS, int ROW, class S, class Index, class Arrays>
 void reset_back(
     thread Item<Index> (&items)[ROWS], thread const float (&sum)[ROWS], int lane, int unit, bool real, int t,

@@ -1,19 +1,20 @@
-// A recurrence over a whole sequence, forward, with the product in lanes. fused.metal has the arrays and their layouts,
-// fused_lanes.metal says which lane does what.
+// The forward pass over a whole sequence in one launch, with the product in lanes. fused.metal describes the arrays and
+// their layouts, fused_lanes.metal which lane does what.
 //
 //   a_t = z_t + (mask_t * h_prev) Wh^T;   gates, state, h = cell(a_t, keep_t * h_prev, keep_t * state)
 //
-// `vectors` is a double buffer in threadgroup memory, [2][ROWS][padded H]: the masked h that the step reads in one
-// half, the masked h that it writes for the next step in the other. A cell with two products (GRU, reset before) has
-// its masked h in half 0 and the second product's operand r * mask * h_prev in half 1. The lane WRITER of a unit has
-// the unit's h and c in registers. `gates` may be absent. z, which MLX's product makes, has all time
-// indices: `earlier` is what lies before those of the launch.
+// `vectors` in threadgroup memory is a double buffer [2][ROWS][padded H]: one half holds the masked h that the step
+// reads, the other the masked h that it writes for the next step. A cell with two products (GRU, reset before) has its
+// masked h in half 0 and the operand of the second product, r * mask * h_prev, in half 1. One lane of each unit,
+// WRITER, has the unit's h and c in registers. `gates` may be absent. z contains all time indices; `earlier` is the
+// number of its elements before the launch's first time index.
 //
-// Barriers: one a step, after the new h is written and before any lane reads it; as the halves alternate, no lane then
-// overwrites what another still reads. With two products one more, between r h and the second product.
+// Barriers: one per step, after the new h is written and before any lane reads it. The halves alternate, so no lane
+// overwrites numbers that another lane still reads. With two products there is a second barrier, between writing r h
+// and the second product.
 
-// Compute the recurrent product of ROWS items, in sums[row][slot], and add it up over the lanes of the group; then
-// Lanes<Cell>::sum_of_unit says which lane has which gate. WANTED: which of the gates, by bits.
+// Compute the recurrent product for ROWS batch items in sums[row][slot], and sum it over the lanes of the group.
+// Afterwards Lanes<Cell>::sum_of_unit defines which lane has which gate. WANTED: the gates to compute, one bit each.
 template <class Cell, int UNITS, int ROWS, int RUNS, int WANTED, int RESIDENT, class V>
 void add_products(
     thread float (&sums)[ROWS][UNITS * Cell::GATES], thread const V* resident, const device V* streamed,
@@ -88,7 +89,8 @@ void fused_forward(
       const float factor = value_at(a.keep, at[r].keep, 1.0f);
       float state = factor * c_now[r];
       const S m = S(Unit::forward(lane, p, forget_bias, limit, factor * h_now[r], sums[r], state, y[r]));
-      // Past an item's end the state stays and the outputs are 0: selected, as what was computed may be NaN.
+      // Past an item's end the state stays and the outputs are 0. They are selected, not multiplied by 0, because the
+      // computed values may be NaN.
       h_now[r] = live ? float(m) : h_now[r];
       c_now[r] = live ? state : c_now[r];
       if (has_gate) store(a.gates, at[r].gate, live ? y[r] : 0.0f);

@@ -1,5 +1,5 @@
-// The GRU in lanes: four to a unit. Lanes 0, 1, 2 have the gates r, z, n; lane 2 has h. Backward lane 3 has the
-// gradient of the candidate's recurrent product, which is not that of n's preactivation.
+// The GRU step with four lanes per unit. Lanes 0, 1, 2 have the gates r, z, n, and lane 2 has h. In the backward pass
+// lane 3 has the gradient of the candidate's recurrent product, which differs from that of n's preactivation.
 template <int OPTIONS>
 struct Lanes<GRUCell<OPTIONS>> {
   using Cell = GRUCell<OPTIONS>;
@@ -11,14 +11,14 @@ struct Lanes<GRUCell<OPTIONS>> {
   }
   static constexpr int slot_block(int n, int) { return Cell::block(n); }
 
-  // Return bhn [D H] of the unit, in all its lanes.
+  // Return the unit's bias bhn, from the array [D H]. All lanes of the unit get the same value.
   template <class Arrays>
   static float constant_of(thread const Arrays& a, int direction, int, int H, int unit) {
     return value_at(a.bhn, long(direction) * H + unit, 0.0f);
   }
 
-  // Sum over the lanes of a unit. Out in slot 0 the sum of r in lanes 0 and 2, that of z in lanes 1 and 3; in slot 2
-  // that of n, in all lanes.
+  // Sum the products over the lanes of a unit. Afterwards slot 0 holds the sum of gate r in lanes 0 and 2, and that of
+  // gate z in lanes 1 and 3. Slot 2 holds the sum of gate n in all lanes.
   template <int WANTED>
   static void sum_of_unit(thread float* slots, int lane) {
     if constexpr ((WANTED & 1) != 0) {
@@ -30,8 +30,9 @@ struct Lanes<GRUCell<OPTIONS>> {
     if (WANTED & 4) slots[2] = sum_over_lanes<LANES>(slots[2]);
   }
 
-  // Compute a step and return h, in lane 2. y: in the lane's z, out its gate; bhn: the unit's. Lane 2 computes r's
-  // activation a second time, as lane 0 does, and takes r and z from the lanes at 2 and at 3.
+  // Compute one step and return the new h in lane 2. y: on entry the lane's part of z, on return its gate. bhn: the
+  // unit's bias. Lane 2 computes the activation of r a second time, like lane 0. It gets r from lane ^ 2 and z from
+  // lane ^ 3.
   static float forward(
       int gate, float bhn, float, float, float h_prev, thread const float* sums, thread float&, thread float& y) {
     const float a = y + sums[0];
@@ -42,10 +43,11 @@ struct Lanes<GRUCell<OPTIONS>> {
     return Cell::state(z, n, h_prev);
   }
 
-  // Compute a step in reverse, every lane all of it. y: the lane's gate; q: the candidate's recurrent product; dh: in
-  // the gradient of h, out what of it reaches h_prev past the products; d: in the gradient that the gate has from
-  // outside, out that of its preactivation, in lane 3 that of the candidate's product. Where the reset comes before,
-  // the gradient of r waits for that product.
+  // Compute one step in reverse; every lane computes all of it. y: the lane's gate. q: the candidate's recurrent
+  // product. dh: on entry the gradient of the new h, on return the part of the gradient of h_prev that bypasses the
+  // products. d: on entry the cotangent of the lane's gate, on return the gradient of its preactivation, and in lane 3
+  // that of the candidate's product. If the reset comes before the product, the gradient of r is computed later,
+  // because it needs that product.
   static void backward(
       int gate, float y, float, float h_prev, float q, float, thread float& dh, thread float&, thread float& d) {
     const float r = of_lane<LANES>(y, Cell::GATE_R), z = of_lane<LANES>(y, Cell::GATE_Z);

@@ -1,46 +1,52 @@
-// The recurrent product of the whole-sequence kernels in lanes: who has which weights, and sums over lanes.
+// The recurrent product of the whole-sequence kernels, distributed over lanes: which lane has which weights, and sums
+// over lanes.
 //
-// LANES adjacent lanes (4; 1 of a plain cell) share a hidden unit; GROUP = LANES UNITS adjacent lanes share UNITS
-// units: lane s of a group is lane s % LANES of unit s / LANES. The lanes of a group split every row of weights that
-// their units need into runs of 4: lane s has runs s, s + GROUP, ... So each number of the vector is read by one lane
-// of a group, times UNITS GATES weights, and the lanes add up their sums.
+// LANES adjacent lanes (4, or 1 for the plain RNN cell) share a hidden unit. A group of GROUP = LANES UNITS adjacent
+// lanes shares UNITS units: lane s of a group is lane s % LANES of unit s / LANES. The lanes of a group split every
+// weight row of their units into runs of 4 numbers: lane s has the runs s, s + GROUP, ... So each number of the vector
+// is read by one lane of a group and multiplied by UNITS GATES weights. Then the lanes add up their sums.
 //
-// A lane's slot n belongs to unit n / GATES ^ (its own unit): exclusive or, not plus. So in every addition the number
-// that a lane gives and the number that it takes stand in the same slots of all lanes: one shuffle and one addition.
+// Slot n of a lane belongs to unit (n / GATES) ^ (the lane's own unit), an exclusive or. So in every addition the
+// number that a lane sends and the number that it receives are in the same slots of all lanes: one shuffle and one
+// addition.
 //
-// What the lanes of a unit do with their sums is in Lanes<Cell>, of fused_lstm.metal, fused_gru.metal, fused_rnn.metal:
-//   LANES, WRITER     the lanes of a unit; the one that has the unit's state and writes it
-//   TWO_PRODUCTS      whether a step has two products, one after the other; FIRST: the gates of the first, by bits
+// Lanes<Cell>, in fused_lstm.metal, fused_gru.metal and fused_rnn.metal, defines how the lanes of a unit compute a
+// step:
+//   LANES, WRITER     the number of lanes of a unit; the lane that has the unit's state and writes it
+//   TWO_PRODUCTS      whether a step has two products, one after the other; FIRST: the first product's gates, as bits
 //   gate_block(lane)  the H-block of z, gates, dz that a lane has, or -1
-//   operand_block(lane)   backward, the H-block of the product's operand that a lane writes, or -1
+//   operand_block(lane)   in the backward pass, the H-block of the product's operand that a lane writes, or -1
 //   slot_block(n, lane)   the H-block of Wh whose row a lane has in slot n of its own unit
-//   constant          a lane's own number of what a unit reads once per launch
+//   constant_of       the lane's number of those that a unit reads once per launch
 //   sum_of_unit       sums over the lanes of a unit
-//   forward, backward a step, each lane its own gate
+//   forward, backward one step; each lane computes its own gate
 template <class Cell> struct Lanes;
 
 template <int LENGTH, int GROUP>
 constant constexpr int RUNS_OF = (LENGTH + 4 * GROUP - 1) / (4 * GROUP);
 
-// A lane's share of SLOTS rows of LENGTH weights in COUNT vectors V: of every row SPAN neighbours at a time, RUNS runs
-// of 4 in all. fused_quantized.metal says it of quantized weights.
+// A lane's share of SLOTS rows of LENGTH weights, stored as COUNT vectors of type V. The lane has SPAN neighbouring
+// numbers of every row at a time, and RUNS runs of 4 numbers in total. fused_quantized.metal specializes this struct
+// for quantized weights.
 template <class V, int LENGTH, int GROUP, int SLOTS>
 struct LaneShare {
   enum { SPAN = 4, RUNS = RUNS_OF<LENGTH, GROUP>, COUNT = RUNS * SLOTS };
 };
 
-// Return the place in threadgroup memory of number n of a row that lanes share in spans: lane after lane a run of each.
+// Return the position in threadgroup memory of number n of a row that lanes share in spans of SPAN numbers. Memory
+// holds the first run of 4 of each lane, lane after lane, then the second run of each lane, and so on.
 template <int SPAN, int GROUP>
 int place_in_row(int n) { return SPAN == 4 ? n : (n % SPAN / 4 * GROUP + n / SPAN) * 4 + n % 4; }
 
-// Whether one `squash` can compute the first GATES gates, each in its own lane.
+// SQUASHES: whether one call of `squash` can compute the first GATES gates, each in its own lane. All must be tanh or
+// sigmoid.
 template <int OPTIONS, int GATE>
 constant constexpr bool SQUASHED = activation_of(OPTIONS, GATE) == TANH || activation_of(OPTIONS, GATE) == SIGMOID;
 template <int OPTIONS, int GATES>
 constant constexpr bool SQUASHES = SQUASHED<OPTIONS, 0> && (GATES < 2 || SQUASHED<OPTIONS, 1>) &&
                                    (GATES < 3 || SQUASHED<OPTIONS, 2>) && (GATES < 4 || SQUASHED<OPTIONS, 3>);
 
-// Return whether a lane's gate is a tanh, by comparisons with constants: cheaper than to shift OPTIONS by the lane.
+// Return whether a lane's gate is a tanh. Comparisons with constants are cheaper than shifting OPTIONS by the lane.
 template <int OPTIONS, int GATES>
 bool is_tanh(int gate) {
   bool found = false;
@@ -49,23 +55,25 @@ bool is_tanh(int gate) {
   return found;
 }
 
-// Return the activation of a lane's own gate, one of the first GATES.
+// Return the activation of x for a lane's own gate, which is one of the first GATES gates.
 template <int OPTIONS, int GATES>
 float activate_own(int gate, float x) {
   if constexpr (SQUASHES<OPTIONS, GATES>) return squash(is_tanh<OPTIONS, GATES>(gate), x);
   else return activate(activation_of(OPTIONS, gate), x);
 }
 
-// Return its slope, from its output y: 1 - y^2 = (1 - y)(y + 1) of a tanh, (1 - y) y of a sigmoid.
+// Return the derivative of the activation of a lane's own gate, from its output y: 1 - y^2 = (1 - y)(y + 1) for a tanh,
+// (1 - y) y for a sigmoid.
 template <int OPTIONS, int GATES>
 float slope_own(int gate, float y) {
   if constexpr (SQUASHES<OPTIONS, GATES>) return (1.0f - y) * (y + (is_tanh<OPTIONS, GATES>(gate) ? 1.0f : 0.0f));
   else return slope(activation_of(OPTIONS, gate), y);
 }
 
-// Add to sums[row][slot] a lane's share of the product of SLOTS rows of weights with ROWS vectors x in threadgroup
-// memory, STRIDE apart. The lane has one vector of weights per run and slot, from its vector FROM on: below RESIDENT in
-// registers, the others are read. Of slot v, product v % PER of a unit counts where its bit in WANTED is set.
+// Add a lane's share of a product to sums[row][slot]. The product multiplies SLOTS rows of weights with ROWS vectors x
+// in threadgroup memory, which are STRIDE apart. The lane has one weight vector per run and slot, beginning with its
+// vector FROM. Vectors with an index below RESIDENT are in registers; the others are read. Slot v is computed only if
+// bit v % PER of WANTED is set.
 template <int ROWS, int SLOTS, int RUNS, int GROUP, int FROM, int PER, int WANTED, int RESIDENT, int STRIDE, class V>
 void add_product(
     thread float (&sums)[ROWS][SLOTS], thread const V* resident, const device V* streamed,
@@ -93,9 +101,10 @@ void add_product(
   }
 }
 
-// Add up a group's numbers for UNITS units of N lanes, PER of each unit: a lane gets those of its own unit, summed over
-// the lanes that have its place within their units. Halves the slots in each turn: a lane hands the upper half, which
-// belongs to units on the other side, to the lane there and adds what it gets to its lower half.
+// Sum the slots over the lanes of a group with UNITS units of N lanes each, where each unit has PER slots. Afterwards a
+// lane has the slots of its own unit, summed over all lanes with the same index within their units. Each round halves
+// the slots: a lane sends the upper half, which belongs to the other lane's units, and adds what it receives to its
+// lower half.
 template <int UNITS, int PER, int WANTED, int N>
 void sum_over_units(thread float (&values)[UNITS * PER]) {
 #pragma clang loop unroll(full)
@@ -105,7 +114,7 @@ void sum_over_units(thread float (&values)[UNITS * PER]) {
       if ((WANTED >> (n % PER)) & 1) values[n] += simd_shuffle_xor(values[n + units * PER], ushort(units * N));
 }
 
-// Return the sum of a number over the N lanes of a unit, in all of them.
+// Return the sum of `value` over the N lanes of a unit. All these lanes get the sum.
 template <int N>
 float sum_over_lanes(float value) {
 #pragma clang loop unroll(full)

@@ -1,4 +1,4 @@
-// The LSTM in lanes: four to a unit. Lane n computes gate n; lane 3 (gate o) has c and h.
+// The LSTM step with four lanes per unit. Lane n computes gate n; lane 3 (gate o) also has c and h.
 template <int OPTIONS>
 struct Lanes<LSTMCell<OPTIONS>> {
   using Cell = LSTMCell<OPTIONS>;
@@ -8,14 +8,14 @@ struct Lanes<LSTMCell<OPTIONS>> {
   static constexpr int operand_block(int lane) { return Cell::block(lane); }
   static constexpr int slot_block(int n, int lane) { return Cell::block(n ^ lane); }
 
-  // Return the peephole weight [D, 4H] of a lane's gate.
+  // Return the peephole weight of the lane's gate, from the array [D, 4H].
   template <class Arrays>
   static float constant_of(thread const Arrays& a, int direction, int lane, int H, int unit) {
     return value_at(a.peephole, (4l * direction + Cell::block(lane)) * H + unit, 0.0f);
   }
 
-  // Sum over the lanes of a unit. Slot n of a lane is gate n ^ lane; out in slot 0 the whole sum of the lane's own
-  // gate.
+  // Sum the products over the lanes of a unit. On entry slot n of a lane belongs to gate n ^ lane. On return slot 0
+  // holds the whole sum of the lane's own gate.
   template <int WANTED>
   static void sum_of_unit(thread float* slots, int) {
     slots[0] += simd_shuffle_xor(slots[2], 2);
@@ -23,8 +23,9 @@ struct Lanes<LSTMCell<OPTIONS>> {
     slots[0] += simd_shuffle_xor(slots[1], 1);
   }
 
-  // Compute a step and return h, in the last lane. y: in the lane's z, out its gate; c: in c_prev, out c, in the last
-  // lane: from there its xor-neighbours at 3, 2, 1 are i, f, g. What the other lanes compute for c nobody reads.
+  // Compute one step and return h in the last lane. y: on entry the lane's part of z, on return its gate. c: in the
+  // last lane, on entry c_prev and on return the new c. The last lane gets the gates i, f, g from lane ^ 3, lane ^ 2
+  // and lane ^ 1. The values of c in the other lanes are not used.
   static float forward(
       int gate, float p, float forget_bias, float limit, float, thread const float* sums, thread float& c,
       thread float& y) {
@@ -35,10 +36,10 @@ struct Lanes<LSTMCell<OPTIONS>> {
     return y * activate(Cell::activation(Cell::OUTPUT), c);
   }
 
-  // Compute a step in reverse, the equations of LSTMCell::backward with the gates spread over the lanes. y, p: the
-  // lane's gate and peephole weight; c: the new one; dc_outside: the gradient that it has from outside; dh: in the
-  // gradient of h, out 0; dc: in the gradient of c from later steps, out that of c_prev; d: in the gradient that the
-  // lane's gate has from outside, out that of its preactivation.
+  // Compute one step in reverse: the equations of LSTMCell::backward, with one gate per lane. y, p: the lane's gate and
+  // peephole weight. c: the new c. dc_outside: the cotangent of c. dh: on entry the gradient of h, on return 0. dc: on
+  // entry the gradient of c from later steps, on return that of c_prev. d: on entry the cotangent of the lane's gate,
+  // on return the gradient of its preactivation.
   static void backward(
       int gate, float y, float p, float c_prev, float dc_outside, float c, thread float& dh, thread float& dc,
       thread float& d) {
@@ -46,7 +47,8 @@ struct Lanes<LSTMCell<OPTIONS>> {
     dc = Cell::state_backward(dc + dc_outside, dh, of_lane<LANES>(y, Cell::GATE_O), s);
     if constexpr (Cell::PEEPHOLE == Cell::O_SEES_CURRENT)
       dc += of_lane<LANES>(p * Cell::gate_backward(d, dh, s, own_slope), Cell::GATE_O);
-    // The other factor beside a gate: of i it is g, of g it is i, two lanes apart; of f c_prev; of o s_output(c).
+    // The factor by which each gate is multiplied: g for i and i for g (from the lane two away), c_prev for f,
+    // s_output(c) for o.
     const float neighbour = simd_shuffle_xor(y, Cell::GATE_I ^ Cell::GATE_G);
     const float factor = gate == Cell::GATE_F ? c_prev : neighbour;
     d = Cell::gate_backward(d, gate == Cell::GATE_O ? dh : dc, gate == Cell::GATE_O ? s : factor, own_slope);

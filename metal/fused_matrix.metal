@@ -1,20 +1,21 @@
-// The whole-sequence kernels for wide batches, in 8 x 8 matrices; fused.metal has the arrays.
+// The whole-sequence kernels for wide batches, with products of 8 x 8 matrices. fused.metal describes the arrays.
 //
-// A threadgroup owns 8 batch items of one direction, each of its simdgroups 8 hidden units. The product is weights
-// times vectors: the left matrix has 8 rows of weights, one per unit, the right one 8 numbers of each item, so the sum
-// has a unit per row and an item per column. Of each 8 x 8 matrix a lane holds one row and two neighbouring columns
-// (row_of, column_of): so it has one unit of two items, e = 0 and 1, whose cells it computes alone. A vector of 4
-// weights serves two matrices, one after the other. `vectors` in threadgroup memory has the product's right side,
+// A threadgroup owns 8 batch items of one direction; each of its simdgroups owns 8 hidden units. The product is weights
+// times vectors: the left matrix holds 8 rows of weights, one per unit, and the right matrix holds 8 numbers of each
+// item. So the result has one row per unit and one column per item. A lane holds two neighbouring numbers of one row of
+// each 8 x 8 matrix (row_of, column_of): one unit of two items, e = 0 and 1, whose cells the lane computes alone. A
+// vector of 4 weights serves two matrices in turn. `vectors` in threadgroup memory holds the right side of the product,
 // [length, padded to 8][8 items].
 
 template <int LENGTH> constant constexpr int PARTS_OF = (LENGTH + 7) / 8;
 
-// Return where a lane's two numbers stand in a matrix: its row and the first of its columns.
+// row_of and column_of return the position of a lane's two numbers in an 8 x 8 matrix: the row, and the first of two
+// columns.
 inline int row_of(int lane) { return (lane >> 2 & 4) + (lane >> 1 & 3); }
 inline int column_of(int lane) { return (lane >> 2 & 2) * 2 + (lane & 1) * 2; }
 
-// Add the products of TILES matrix rows of weights with the vectors. The parts of tile m go in turns to
-// total[m CHAINS] ... total[m CHAINS + CHAINS - 1], so that an addition need not wait for the one before.
+// Add the products of TILES rows of weight matrices with the vectors. The partial products of tile m go in turn to
+// total[m CHAINS] ... total[m CHAINS + CHAINS - 1], so that an addition need not wait for the previous one.
 template <int TILES, int CHAINS, int RESIDENT, int LENGTH, class V>
 void product_of_matrices(
     thread simdgroup_float8x8 (&total)[TILES * CHAINS], thread const V* resident, const device V* streamed,
@@ -42,9 +43,9 @@ void product_of_matrices(
   }
 }
 
-// Forward: the equation of fused_forward.metal. `vectors` is a double buffer [2][padded H][8 items]: the masked h that
-// the step reads, and the one that it writes for the next step. One barrier a step, between these writes and their
-// reads.
+// The forward pass, with the equation of fused_forward.metal. `vectors` is a double buffer [2][padded H][8 items]: one
+// half holds the masked h that the step reads, the other the masked h that it writes for the next step. One barrier per
+// step separates these writes from the reads.
 template <class Cell, int H, int RESIDENT, class Index, class S, class Arrays>
 void fused_matrix_forward(
     thread const Arrays& a, threadgroup float* vectors, uint2 group, uint index, uint threads, uint lane) {
@@ -115,8 +116,8 @@ void fused_matrix_forward(
   }
 }
 
-// Sum products of the columns of 8 units with the vectors: of a lane's unit and two items. In 4 chains, as none waits
-// for another.
+// Compute the products of the vectors with the columns of 8 units. sum[e]: the result for the lane's unit and its item
+// e. Four independent sums, added at the end, so that no addition waits for another.
 template <int RESIDENT, int LENGTH, class V>
 void product_of_columns(
     thread float (&sum)[2], thread const V* resident, const device V* streamed, threadgroup const float* vectors) {
@@ -132,9 +133,10 @@ void product_of_columns(
   }
 }
 
-// Backward: arrays and equation of fused_backward.metal. `vectors` [VECTORS][padded G H][8 items] has d of the step: a
-// double buffer or, where threadgroup memory does not hold two, one. Barriers: one a step, between the writes of d and
-// the product; of one buffer another, between the product and the next step's writes.
+// The backward pass, with the arrays and the equation of fused_backward.metal. `vectors` [VECTORS][padded G H][8 items]
+// holds d of the current step: VECTORS is 2 (a double buffer), or 1 if threadgroup memory has no space for two.
+// Barriers: one per step, between writing d and the product; with a single buffer a second one, between the product and
+// the writes of the next step.
 template <class Cell, int H, int RESIDENT, int VECTORS, class Index, class S, class Arrays>
 void fused_matrix_backward(
     thread const Arrays& a, threadgroup float* vectors, uint2 group, uint index, uint threads, uint lane) {

@@ -1,10 +1,11 @@
-// Quantized weights in the lanes of the whole-sequence kernel forward, in the order that fused_arrange.metal
-// makes. quantized.metal says what the numbers are.
+// Quantized weights in the forward whole-sequence kernel with the product in lanes. fused_arrange.metal writes them in
+// the order described here; quantized.metal describes the format of the weights.
 //
-// A lane has SPAN neighbours of every row instead of runs of 4, in PIECES pieces of one group of SIZE each. An integer
-// of up to 4 bits has a field of 4 bits, a larger one a field of 8; eight neighbours fill WORDS = FIELD / 4 words. The
-// lane's words in the order in which it needs them: eight weights of every slot, then the next eight of every slot;
-// behind each piece every slot's scale and, if BIASED, bias, as floats.
+// Instead of runs of 4, a lane has SPAN neighbouring weights of every row, in PIECES pieces; each piece lies in one
+// quantization group of SIZE weights. An integer of up to 4 bits takes a field of 4 bits, a larger one a field of 8
+// bits, so eight neighbours fill WORDS = FIELD / 4 words. A lane's words are in the order in which it needs them: eight
+// weights of every slot, then the next eight of every slot, and behind each piece the scale and, if BIASED, the bias of
+// every slot, as floats.
 
 template <int FIELD, int SIZE, bool BIASED>
 struct PackedVector {
@@ -15,7 +16,7 @@ template <int FIELD, int SIZE, bool BIASED, int LENGTH, int GROUP, int SLOTS>
 struct LaneShare<PackedVector<FIELD, SIZE, BIASED>, LENGTH, GROUP, SLOTS> {
   enum {
     NEEDED = (LENGTH + GROUP - 1) / GROUP,
-    // A power of two, so that a span is part of a group, or groups are part of it.
+    // SPAN is a power of two, so that a span is a part of one group, or consists of whole groups.
     SPAN = NEEDED <= 8 ? 8 : NEEDED <= 16 ? 16 : NEEDED <= 32 ? 32 : NEEDED <= 64 ? 64 : 128,
     RUNS = SPAN / 4,
     PIECE = SPAN < SIZE ? SPAN : SIZE,
@@ -36,7 +37,8 @@ void load_resident(
   for (int n = 0; n < RESIDENT; ++n) resident[n].words = streamed[32 * n].words;
 }
 
-// A lane's words: its vectors, and the one that was read last.
+// A reader of a lane's words: resident: the vectors in registers; streamed: all vectors in memory; words, vector: the
+// vector read last and its index.
 template <class V>
 struct Words {
   thread const V* resident;
@@ -45,7 +47,7 @@ struct Words {
   int vector;
 };
 
-// Return a word. Words that follow one another read their vector once.
+// Return word number `word` of a lane. Consecutive words of the same vector read this vector only once.
 template <int RESIDENT, class V>
 uint word_at(thread Words<V>& lane, int word) {
   const int n = word / 4;
@@ -57,12 +59,12 @@ uint word_at(thread Words<V>& lane, int word) {
   return lane.words[word % 4];
 }
 
-// The type that tells quantized.metal whether there are biases.
+// Select the type of biases for the functions of quantized.metal: float, or Absent if the weights have no biases.
 template <bool BIASED> struct Biases { using type = float; };
 template <> struct Biases<false> { using type = Absent; };
 
-// Add to products[row][slot] the products of eight weights of every slot with eight numbers of x, and to x_sums those
-// numbers. `first`: the first of the weights' words.
+// Add to products[row][slot] the products of eight weights of every slot with eight numbers of x, and add these eight
+// numbers to x_sums[row]. first: the index of the first of the weights' words.
 template <int ROWS, int SLOTS, int GROUP, int PER, int WANTED, int RESIDENT, int STRIDE, int FIELD, int SIZE,
     bool BIASED>
 void add_eight(
@@ -91,8 +93,8 @@ void add_eight(
   }
 }
 
-// Does what add_product of fused_lanes.metal does, RUNS runs of 4 being a span: per piece the sums of numbers times x
-// and of x, which the group's scale and bias make products of weights.
+// The add_product of fused_lanes.metal for quantized weights; RUNS runs of 4 make one span. For each piece, sum (number
+// times x) and (x). The group's scale and bias then turn both sums into the product of weights and x.
 template <int ROWS, int SLOTS, int RUNS, int GROUP, int FROM, int PER, int WANTED, int RESIDENT, int STRIDE, int FIELD,
     int SIZE, bool BIASED>
 void add_product(

@@ -1,4 +1,4 @@
-// The plain cell in lanes: one to a unit.
+// The plain RNN step with one lane per unit.
 template <int OPTIONS>
 struct Lanes<RNNCell<OPTIONS>> {
   using Cell = RNNCell<OPTIONS>;
@@ -14,15 +14,15 @@ struct Lanes<RNNCell<OPTIONS>> {
   template <int WANTED>
   static void sum_of_unit(thread float*, int) {}
 
-  // Compute a step and return h. y: in z, out the preactivation.
+  // Compute one step and return h. y: on entry the unit's part of z, on return the preactivation.
   static float forward(
       int, float, float, float, float, thread const float* sums, thread float&, thread float& y) {
     y += sums[0];
     return activate(Cell::activation(0), y);
   }
 
-  // Compute a step in reverse. h: the new one; dh: in its gradient, out 0; d: in the gradient that the preactivation
-  // has from outside, out the whole one.
+  // Compute one step in reverse. h: the new h. dh: on entry the gradient of h, on return 0. d: on entry the cotangent
+  // of the preactivation, on return its whole gradient.
   static void backward(
       int, float, float, float, float, float h, thread float& dh, thread float&, thread float& d) {
     d = dh * slope(Cell::activation(0), h) + d;

@@ -1,17 +1,17 @@
-// Quantized weights as mx.quantize packs them, BITS to a weight: GROUP neighbours of a row share a scale and, in mode
-// affine, a bias.
+// Quantized weights as mx.quantize packs them, with BITS bits per weight. GROUP neighbouring weights of a row share a
+// scale and, in mode affine, a bias.
 //
 //   words   [rows, K BITS / 32] of 32 bits: the weights of a row as one string of bits, each with its lowest bit first
-//   scales  [rows, K / GROUP]: numbers, or 8 bits: powers of two (groups of 32), or floats of 8 bits (groups of 16)
+//   scales  [rows, K / GROUP]: floats, or 8 bits: powers of two (groups of 32) or 8-bit floats (groups of 16)
 //   biases  [rows, K / GROUP], or absent
-// A weight is scale * q + bias of an integer q (mode affine), or scale * q of a float q of 4 or 8 bits (the others,
-// which have no biases: so the type of `biases`, Absent or not, selects between the two below).
+// In mode affine a weight is scale * q + bias of an integer q. In the other modes it is scale * q of a float q of 4 or
+// 8 bits, without biases. So the type of `biases`, Absent or not, selects between the two modes below.
 //
-// A product makes no weights. It puts the bits of q into the mantissa of a half with a fixed exponent. Of an integer q
-// that half is the number 2^BITS + q; of a small float q it is q / FACTOR. Both are exact, and cost a shift and masks
-// for two weights. Scale, bias and the constants are applied once per group:
-//   sum of w x = scale * (sum of number x - 2^BITS * sum of x) + bias * sum of x     or     scale * FACTOR * sum of
-//            number x
+// A product does not compute the weights. It puts the bits of q into the mantissa of a half with a fixed exponent. For
+// an integer q this half is the number 2^BITS + q; for a small float q it is q / FACTOR. Both are exact and cost one
+// shift and masks for two weights. Scale, bias and constants are applied once per group:
+//   affine:  sum of w x = scale * (sum of number x - 2^BITS * sum of x) + bias * sum of x
+//   others:  sum of w x = scale * FACTOR * sum of number x
 
 template <int BITS, int GROUP, class A, class B>
 struct Packed {
@@ -23,17 +23,17 @@ struct Packed {
 template <int BITS, int GROUP, class W, class A, class B>
 Packed<BITS, GROUP, A, B> packed_weights(W words, A scales, B biases) { return {words, scales, biases}; }
 
-// Small floats have a sign, 2 bits of exponent, 1 of mantissa (4 bits), or 1, 4, 3 (8 bits). Their exponent and
-// mantissa become the lowest bits of a half's exponent and the highest of its mantissa: FACTOR is what that divides
-// them by.
+// A small float has 1 sign bit, then 2 exponent bits and 1 mantissa bit (BITS = 4), or 4 exponent bits and 3 mantissa
+// bits (BITS = 8). Exponent and mantissa are moved to the lowest bits of a half's exponent and the highest bits of its
+// mantissa. This divides the value by FACTOR.
 template <int BITS> constant constexpr int MANTISSA = BITS == 4 ? 1 : 3;
 template <int BITS> constant constexpr float FACTOR = BITS == 4 ? 16384.0f : 256.0f;
 
 inline uint shifted(uint bits, int left) { return left < 0 ? bits >> -left : bits << left; }
 
-// Return a word with the halves of two weights whose bits begin at `first` in either half of `word`: integers shifted
-// to the top of the mantissa under the exponent of 2^BITS; small floats with exponent and mantissa moved together and
-// the sign moved to the half's sign.
+// Return a word with two halves, made of two weights whose bits begin at bit `first` of the lower and of the upper half
+// of `word`. Integers are shifted to the top of the mantissa, under the exponent of 2^BITS. For small floats exponent
+// and mantissa move together, and the sign moves to the half's sign.
 template <int BITS> uint with_exponents(uint bits) {
   constexpr uint MASK = ((1u << BITS) - 1) << (10 - BITS), EXPONENT = (15 + BITS) << 10;
   return (bits & (MASK << 16 | MASK)) | (EXPONENT << 16 | EXPONENT);
@@ -47,8 +47,9 @@ template <int BITS> uint halves_of(uint word, int first, Absent) {
   return (shifted(word, LOWEST - first) & (MASK << 16 | MASK)) | (shifted(word, 16 - BITS - first) & 0x80008000u);
 }
 
-// Return the number of weight e of those in `words`. Two weights that begin in the same place of either half of a word
-// are made at once, which the compiler sees in the unrolled loops; of widths that do not divide 16 each is made alone.
+// Return the number (see the top of this file) of weight e in `words`. If BITS divides 16, two weights that begin at
+// the same bit of either half of a word are converted at once; in unrolled loops the compiler then merges both
+// conversions. Otherwise each weight is converted alone.
 template <int BITS, int WORDS, class B>
 float number_at(thread const uint (&words)[WORDS], int e, B biases) {
   const int word = BITS * e / 32, first = BITS * e % 32;
@@ -62,7 +63,8 @@ float number_at(thread const uint (&words)[WORDS], int e, B biases) {
   }
 }
 
-// Return what a group adds to a product, from its sums of number x and of x.
+// Return what a quantization group adds to a product. product: the group's sum of number times x; x_sum: the group's
+// sum of x.
 template <int BITS> float of_group(float product, float, float scale, float, Absent) {
   return scale * (FACTOR<BITS> * product);
 }
@@ -70,21 +72,22 @@ template <int BITS, class B> float of_group(float product, float x_sum, float sc
   return scale * (product - float(1 << BITS) * x_sum) + bias * x_sum;
 }
 
-// Return a small float, by way of a half; `exponent` and `mantissa` are its bits of each.
+// Convert the bits of a small float to a float, through a half. `exponent` and `mantissa`: how many bits it has of
+// each.
 inline float small_float(uint bits, int exponent, int mantissa) {
   const uint magnitude = bits & ((1u << (exponent + mantissa)) - 1);
   const float value = float(as_type<half>(ushort(magnitude << (10 - mantissa)))) * (exponent == 2 ? 16384.0f : 256.0f);
   return bits >> (exponent + mantissa) & 1 ? -value : value;
 }
 
-// Return a scale. Of 8 bits: in groups of 16 a float (1, 4, 3), in groups of 32 the exponent of a float; 0x400000 is
-// 2^-127, which a float holds as a denormal.
+// Return a scale as a float. A scale of 8 bits is a small float with 4 exponent and 3 mantissa bits in groups of 16. In
+// groups of 32 it is the exponent of a float; for 0 that is 2^-127, the denormal float with the bits 0x400000.
 template <int GROUP> float scale_of(uchar bits) {
   return GROUP == 16 ? small_float(bits, 4, 3) : as_type<float>(bits == 0 ? 0x400000u : uint(bits) << 23);
 }
 template <int GROUP, class S> float scale_of(S scale) { return float(scale); }
 
-// Return q as a number.
+// Return the value of q as a float: a small float if there are no biases, else an integer.
 template <int BITS> float number_of(uint q, Absent) { return BITS == 4 ? small_float(q, 2, 1) : small_float(q, 4, 3); }
 template <int BITS, class B> float number_of(uint q, B) { return float(q); }
 

@@ -1,8 +1,9 @@
-// What went into the recurrent product of every step, mask * h_prev, for the gradient of Wh; 0 past an item's end. And
-// a 1 per row, where sums over all rows will be products. Thread (k, t, d) has number k % H of item k / H.
+// Compute the input of the recurrent product at every step, mask * h_prev, from which the gradient of Wh is computed.
+// It is 0 past an item's end. Also write a 1 per row into `ones`, so that sums over all rows can be computed as
+// products. Thread (k, t, d) computes number k % H of batch item k / H, at time index t in direction d.
 //
 //   h     [T, B, D H]         h0  [B, D H]               lengths  [B]
-//   mask  [T or 1, B, D H]    h_in  [D, T, B, H], out    ones  [T, B], out, may be absent
+//   mask  [T or 1, B, D H]    h_in  [D, T, B, H], output  ones  [T, B], output, may be absent
 //   sizes  T, B, D, H, whether the only direction is the reverse one, whether every step has a mask of its own
 template <class S, class Arrays>
 void recurrent_input(thread const Arrays& a, uint3 thread_index) {

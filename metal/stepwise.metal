@@ -1,17 +1,19 @@
-// What the kernels that run one time step per launch share: the step, its place in sequences, operands of the product.
+// What the kernels that run one time step per launch share: the step, positions in sequences, and reading the operands
+// of a product.
 //
-// A launch writes one row: an array of its own, as MLX has no output that several launches write. A row holds what a
-// unit carries to the next step in float [B, D H] (c, or its gradient), if the cell carries something, and behind it
-// arrays of S in the layout of one step, [B, D width]. It is an array of X: float, or ushort if S has 16 bits, of which
-// a float takes two. A row has at least 8 numbers, as Metal would bind a shorter one as `constant`.
+// A launch writes one "row": a separate array, because in MLX several launches cannot write to the same output. A row
+// begins with the floats that a unit carries to the next step, [B, D H] (c, or its gradient), if the cell carries any.
+// Behind them are arrays of the dtype S in the layout of one step, [B, D width]. The element type X of a row is float,
+// or ushort if S has 16 bits; a float then takes two elements. A row has at least 8 elements, because Metal would bind
+// a shorter array as `constant`.
 //
 //   sizes  T, B, H, K (the length of the product), D, whether the only direction is the reverse one, whether every step
 //          has a mask of its own
 //
-// Index, the integer that counts the elements of an array, is declared before these files: int, or long where an array
-// may have 2^31 elements.
+// Index, the integer type that counts the elements of an array, is declared before these files: int, or long if an
+// array may have 2^31 elements.
 
-// A step of one direction: step n of the sweep, at time index t. d: the direction, 0 or 1.
+// One step of one direction: step n in the order of processing, at time index t. d: the direction, 0 or 1.
 struct Step {
   int n, t, T, B, H, K, D, d, own_mask;
   bool reverse;
@@ -23,33 +25,35 @@ inline Step step_of(int n, const constant int* sizes, uint direction) {
   return {n, t, sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], int(direction), sizes[6], reverse};
 }
 
-// Return where item b of time index t begins in [T, B, D width].
+// Return the position of batch item b at time index t in an array [T, B, D width].
 inline Index place(thread const Step& s, int t, int b, int width) {
   return ((Index(t) * s.B + b) * s.D + s.d) * width;
 }
 
-// Return whether an item starts from h0 and c0. At n = 0 all do, also those that end before T and run in reverse: they
-// have no other state yet.
+// Return whether an item's state before this step is h0 and c0. At n = 0 this holds for all items. Items that run in
+// reverse and end before T also begin there: they have no other state yet.
 inline bool is_first(thread const Step& s, int length) { return s.n == 0 || (s.reverse && s.t + 1 == length); }
 
-// --- The part of a step that a threadgroup computes ---
+// --- The part of a step that one threadgroup computes ---
 
-// The batch rows from b0 on, the units from j0 on; `sums` and `tiles` are threadgroup memory: the results of the
-// product, [Product::ROWS, Product::COLUMNS], and what the product needs besides.
+// A threadgroup's part of the output: the batch items from b0 on and the units from j0 on. `sums` and `tiles` are
+// threadgroup memory: `sums` [Product::ROWS, Product::COLUMNS] gets the result of the product, `tiles` is its scratch
+// memory.
 struct Block {
   int b0, j0, simdgroup, lane;
   threadgroup float* sums;
   threadgroup float* tiles;
 };
 
-// A gate axis of one block, for products of weights that are not Wh as it lies.
+// A gate axis with a single block, for products with weights other than Wh in its usual layout.
 struct OneBlock {
   static constexpr int block(int) { return 0; }
 };
 
 // --- Reading several neighbours at a time ---
 
-// The type of four neighbours of S wherever they lie; other vectors have to be aligned.
+// The vector type for four neighbouring elements of type S at any address. Other vector types require aligned
+// addresses.
 template <class S> struct Neighbours {};
 template <> struct Neighbours<float> { using four = packed_float4; };
 template <> struct Neighbours<half> { using four = packed_half4; };
@@ -57,7 +61,8 @@ template <> struct Neighbours<half> { using four = packed_half4; };
 template <> struct Neighbours<bfloat> { using four = packed_bfloat4; };
 #endif
 
-// Read N neighbours, or `otherwise` if the array is absent. An array that Metal binds as `constant` is read one by one.
+// Read N neighbouring elements, or N times `otherwise` if the array is absent. A `constant` array is read one element
+// at a time.
 template <int N> void take(Absent, int, float otherwise, thread float (&values)[N]) {
 #pragma clang loop unroll(full)
   for (int e = 0; e < N; ++e) values[e] = otherwise;
@@ -79,17 +84,15 @@ template <int N, class S> void take(const constant S* array, int index, float, t
   for (int e = 0; e < N; ++e) values[e] = float(array[index + e]);
 }
 
-// Return the array from an element on.
+// Return the pointer to element `index` of the array.
 inline Absent from(Absent array, Index) { return array; }
 template <class A> A from(A array, Index index) { return array + index; }
 
-// --- Operands of a product ---
-//
-// A product multiplies batch rows x with rows of weights. Both are read through row types: find_row and find_column set
-// a row up, move() advances it along K, operands_at() reads N numbers of it. So one product serves for x that is stored
-// as it is, for mask * h, and for r * dz; and for weights that are quantized.
+// A product multiplies rows of x, one per batch item, with rows of weights. Both are read through row types with three
+// functions: find_row or find_column initializes a row, move() advances it along K, and operands_at() reads N of its
+// numbers. So one product serves for a stored x, for mask * h and for r * dz, and for float and quantized weights.
 
-// A row that lies in an array.
+// A row of operands that is stored in an array.
 template <class A>
 struct ItemsRow {
   A values;
@@ -103,7 +106,7 @@ void operands_at(thread const ItemsRow<A>& row, int k, thread float (&values)[N]
 template <class A>
 void move(thread ItemsRow<A>& row, int n) { row.values += n; }
 
-// Batch rows that lie in an array: row b at b * pitch.
+// Operands that are stored in an array: the row of batch item b begins at b * pitch.
 template <class S>
 struct Items {
   using Row = ItemsRow<const device S*>;
@@ -121,22 +124,22 @@ Items<S> items_of(thread const Step& s, const device S* values, int width) {
   return {values + place(s, 0, 0, width), Index(s.D) * width};
 }
 
-// How a product reads weights of type W, [., K]: AT_ONCE numbers per lane.
+// How a product reads weights of type W, [., K]: AT_ONCE neighbouring numbers per lane.
 template <class W> struct Columns {
   using Row = ItemsRow<W>;
   enum { AT_ONCE = 4 };
 };
 
-// Return the weights from a row on.
+// Return the pointer to row `row` of the weights.
 template <class W> W rows_from(W weights, Index row, int K) { return weights + row * K; }
 
-// Set a column of the product up: a row of weights, from number `first` on, and `own` further in this lane.
+// Initialize one column of the product, which is a row of weights. The lane begins to read at number first + own.
 template <class W>
 void find_column(W weights, Index row, int K, int first, int own, int, thread ItemsRow<W>& column) {
   column.values = weights + row * K + first + own;
 }
 
-// Return the factor on h[b, j], of `width`, as it enters the product of the step at t.
+// Return the mask's factor on h[b, j] in the product of the step at time index t. width: the width of h.
 template <class M>
 float mask_at(thread const Step& s, M mask, int t, int b, int j, int width) {
   return value_at(mask, place(s, s.own_mask * t, b, width) + j, 1.0f);
@@ -144,11 +147,11 @@ float mask_at(thread const Step& s, M mask, int t, int b, int j, int width) {
 
 // --- Rows ---
 
-// Return how many numbers of a row the floats of so many units take.
+// Return how many elements at the beginning of a row hold the carried floats of this many units.
 template <class S, bool CARRIES>
 Index carried(Index units) { return CARRIES ? Index(sizeof(float) / sizeof(S)) * units : 0; }
 
-// Read and write a float that is carried: two numbers of a row of ushort.
+// Read or write one of a row's carried floats. In a row of ushort a float takes two elements.
 inline float carry_at(const device float* row, Index index) { return row[index]; }
 inline float carry_at(const device ushort* row, Index index) {
   return as_type<float>(ushort2(row[2 * index], row[2 * index + 1]));
@@ -160,7 +163,7 @@ inline void set_carry(device ushort* row, Index index, float value) {
   row[2 * index + 1] = words.y;
 }
 
-// Fill a row of fewer than 8 numbers up.
+// Fill a row that uses fewer than 8 elements with zeros, up to 8.
 template <class X>
 void pad_row(device X* row, Index used, uint3 group, int thread_index) {
   if (thread_index == 0 && group.x + group.y + group.z == 0)

@@ -1,28 +1,27 @@
-// One time step of a recurrence, backward, in one launch: the product and the cell's backward.
+// One time step of a recurrence, backward, in one launch: the product and the backward step of the cell.
 //
-//   dh_t = mask_next * (dz_next Wh) + the gradient h[t] has from outside;   dz_t, carry = cell_backward(dh_t,
-//            carry_next)
+//   dh_t = mask_next * (dz_next Wh) + the cotangent of h[t];   dz_t, carry = cell_backward(dh_t, carry_next)
 //
-// "next" is an item's step processed after t in the forward sweep; after its last one dhT takes the place of the
-// product. With a projection stepwise_dh computes dh_t [B, D P], and the product here is dm = dh_t Wp.
+// "next" is the step of an item that the forward pass processes after t. After an item's last step, dhT replaces the
+// product. With a projection, the kernel stepwise_dh computes dh_t [B, D P], and the product here is dm = dh_t Wp.
 //
-//   before    the row of the step processed after t, written by the launch before
-//   after     this step's row, written: the carry (the gradient of c[t-1], or of h[t-1] past the products) and dz
-//             [B, D G H]. Past an item's end both are passed on as they are. With `keep` there is behind them the carry
-//             before it was multiplied by keep [B, D H], of S; 0 past an item's end
+//   before    the row that the previous launch wrote, for the step processed after t in the forward pass
+//   after     the row that this launch writes: the carry (the gradient of c[t-1], or the part of the gradient of h[t-1]
+//             that bypasses the products) and dz [B, D G H]. Past an item's end both are copied from `before`. With
+//             `keep`, behind dz is the carry before the multiplication by keep, [B, D H] of S; 0 past an item's end
 //   dh_now    [B, D P]      a row with dh_t, with a projection only
 //   weights   [D, H, K]     the transposed Wh, K = G H, or the transposed Wp, K = P
-//   gates     [T, B, D G H]     states  [T, B, D H]  c, or h of a cell without c     states0  [B, D H]  what starts it
+//   gates     [T, B, D G H]     states  [T, B, D H]: c, or h if there is no c     states0  [B, D H]: the first state
 //   q         [D, T, B, H]  the candidate's recurrent products of a GRU        peephole [D, 4H]
 //   mask      [T or 1, B, D P], including keep       keep  [T, B, D]  lengths [B]
-//   dh, dc, dgates, dhT, dcT    the gradients from outside, in the shapes of what they belong to
+//   dh, dc, dgates, dhT, dcT    the cotangents of the outputs, each in the shape of its output
 //
-// A threadgroup computes Product::ROWS rows of COLUMNS units: first the product, by all its threads, into `sums`
-// [ROWS][COLUMNS] in threadgroup memory; then every thread some cells. The product ends with the barrier between the
-// two.
+// A threadgroup computes COLUMNS units of Product::ROWS batch items. First all its threads compute the product, into
+// `sums` [ROWS][COLUMNS] in threadgroup memory; then every thread computes some cells. The product ends with a barrier
+// between the two parts.
 
-// The operand of the product: dz of the row before, or dh_t of an LSTM with a projection. Of a GRU's candidate, where
-// the reset comes after its product, dz is multiplied by r.
+// A row of the product's operand: dz of the row `before`, or dh_t of an LSTM with a projection. If the reset of a GRU
+// comes after its candidate's product, the candidate's dz is multiplied by r.
 template <class S, class Arrays>
 struct FollowingRow {
   const device S* dz;
@@ -30,7 +29,8 @@ struct FollowingRow {
   bool candidate;
 };
 
-// H: the hidden units of a block of dz.
+// The operand of the product, from which find_row makes a row for each batch item. H: the length of a gate's block of
+// dz.
 template <class Cell, class S, class Arrays>
 struct Following {
   using Row = FollowingRow<S, Arrays>;
@@ -40,14 +40,15 @@ struct Following {
   int H;
 };
 
-// Return the time index of an item's step processed after s; -1 if there is none.
+// Return the time index of the step of this item that is processed after s in the forward pass, or -1 if there is none.
 inline int next_step(thread const Step& s, int length) {
   const int t = s.reverse ? min(s.t, length) - 1 : s.t + 1;
   return t < length ? t : -1;
 }
 
-// Find the part of dz that a segment of K multiplies. One segment: all gates as they lie. A GRU has a segment per gate:
-// in the order of memory, so that the candidate's can be multiplied by r; or r and z only where the reset comes before.
+// Find the part of dz that one segment of K multiplies. With one segment these are all gates. A GRU has one segment per
+// gate, in the order of memory, so that the candidate's can be multiplied by r; or segments for r and z only, if the
+// reset comes before the product.
 template <class Cell, class S, class Arrays>
 void find_row(thread const Following<Cell, S, Arrays>& x, int b, int segment, thread FollowingRow<S, Arrays>& row) {
   thread const Step& s = *x.s;
@@ -86,7 +87,7 @@ const device S* either(Absent, const device S* dz) { return dz; }
 template <class S, class X>
 const device S* either(const device X* row, const device S*) { return (const device S*)row; }
 
-// Return the gradient of h_t[b, j], of `width`: what the next step sends back, and what comes from outside.
+// Return the gradient of h_t[b, j]: the gradient from the next step plus the cotangent. width: the width of h.
 template <class Arrays>
 float dh_sum(
     thread const Step& s, thread const Arrays& a, threadgroup const float* sum, int length, int b, int j, int width) {
@@ -107,7 +108,7 @@ void stepwise_backward(
   const device S* dz_before = (const device S*)a.before + start;
   const Following<Cell, S, Arrays> x = {either(a.dh_now, dz_before), &a, &s, H};
   const Block own = {b0, j0, simdgroup, lane, sums, tiles};
-  // The first launch has no row before it: no product, but of dh_t.
+  // The first launch has no row before it. So it has no product, except that of dh_t with Wp.
   const bool begins = s.n + 1 == s.T;
   if (!begins || is_present(a.dh_now))
     Product::template product<OneBlock, 0, COLUMNS, Cell::SEGMENTS>(
@@ -135,7 +136,7 @@ void stepwise_backward(
       const float factor = value_at(a.keep, place(s, s.t, b, 1), 1.0f);
       carry += value_at(a.dc, now, 0.0f);
       if (is_present(a.keep)) before *= factor;
-      // The carry is dc or, of a cell that passes h on, a part of dh.
+      // The carry is dc or, for a cell with PASSES_H, the part of dh that bypasses the product.
       float dh_or_past = Cell::PASSES_H ? carry + dh_t : dh_t;
       Cell::template constants<Index>(a, s.d, H, j, p);
       const float q = value_at(a.q, ((Index(s.d) * s.T + s.t) * B + b) * H + j, 0.0f);
@@ -151,8 +152,9 @@ void stepwise_backward(
   pad_row(a.after, start + units * (is_present(a.keep) ? GATES + 1 : GATES), group, 32 * simdgroup + lane);
 }
 
-// dh_t [B, D P], the gradient of h_t, from dz of the row before. With a projection it is a launch of every step, which
-// writes it as a row of S, 0 past an item's end. At n = -1 it is dh0, of any cell, an array of S.
+// Compute dh_t [B, D P], the gradient of h_t, from dz of the previous row. With a projection every step has a launch of
+// this kernel, which writes dh_t as a row of S, 0 past an item's end. For every cell, a launch with n = -1 computes
+// dh0, an array of S.
 template <class Cell, class Product, class S, class Arrays>
 void stepwise_dh(
     thread const Arrays& a, threadgroup float* sums, threadgroup float* tiles, uint3 group, int simdgroup, int lane) {

@@ -3,19 +3,19 @@
 //   gates, state, h = cell(z_t, (mask_t * h_before) Wh^T, keep_t * state_before);   `mask` already includes `keep`
 //
 //   z         [T, B, D G H]  the input's part of the preactivations, blocks in the cell's gate order
-//   before    the row of the step processed before
-//   after     this step's row, written: c (if the cell has one), m [B, D H] (h, if nothing is projected) and, if SAVES,
-//             the gates [B, D G H]; 0 past an item's end
-//   h_before  [B, D K]       a row with h of the step before, if it is projected and so in no row of the cells
+//   before    the row of the step processed before this one
+//   after     the row that this launch writes: c (if the cell has one), m [B, D H] (h, if not projected) and,
+//             if SAVES, the gates [B, D G H]; 0 past an item's end
+//   h_before  [B, D K]       with a projection, a row with h of the step before; the cells' rows then contain no h
 //   Wh        [D, G H, K]    peephole  [D, 4H]     bhn  [D H]
-//   h0, c0    [B, D K], [B, D H]: what an item starts from, at t = 0 or, reversed, at its end
+//   h0, c0    [B, D K], [B, D H]: the first states of an item, at t = 0 or, in reverse, at its end
 //   mask      [T or 1, B, D K]     keep     [T, B, D]      lengths  [B]      numbers  forget_bias, limit
 //
-// A threadgroup computes Product::ROWS rows of UNITS units, all their gates: first the product, by all its threads,
-// into `sums` [ROWS][gates][UNITS] in threadgroup memory; then every thread some cells. The product ends with the
-// barrier that stands between the two. Product: ByLanes, ByTiles or QuantizedByLanes.
+// A threadgroup computes all gates of UNITS units of Product::ROWS batch items. First all its threads compute the
+// product, into `sums` [ROWS][gates][UNITS] in threadgroup memory; then every thread computes some cells. The product
+// ends with a barrier between the two parts. Product is ByLanes, ByTiles or QuantizedByLanes.
 
-// The operand mask * h_before of the product of a step forward.
+// A row of the operand of the forward product: mask * h_before, of one batch item.
 template <class S, class Arrays>
 struct PreviousRow {
   const device S* h;
@@ -61,7 +61,7 @@ void operands_at(thread const PreviousRow<S, Arrays>& row, int k, thread float (
   for (int e = 0; e < N; ++e) values[e] *= factors[e];
 }
 
-// Return h of the step before: behind c in its row, or in a row of its own where it is projected.
+// Return the h of the previous step: it lies behind c in the cells' row or, with a projection, in a separate row.
 template <class S, bool CARRIES, class X>
 const device S* h_of(thread const Step& s, const device X* row, Absent) {
   return (const device S*)row + carried<S, CARRIES>(Index(s.B) * s.D * s.H);
@@ -92,7 +92,7 @@ void stepwise_forward(
       y[gate] = float(a.z[place(s, s.t, b, GATES * H) + Cell::block(gate) * H + j]);
       q[gate] = sums[r * COLUMNS + gate * UNITS + cell % UNITS];
     }
-    // `state` is c or, of a cell that passes h on, h: so it stands for both arguments of the cell.
+    // `state` is c or, for a cell with PASSES_H, h. So it is passed to the cell both as h_prev and as c.
     if constexpr (CARRIES)
       state = starts ? value_at(a.c0, at, 0.0f) : carry_at(a.before, at);
     else if constexpr (Cell::PASSES_H != 0)
@@ -109,8 +109,8 @@ void stepwise_forward(
   pad_row(a.after, start + units * (SAVES ? 1 + GATES : 1), group, 32 * simdgroup + lane);
 }
 
-// A launch more where h is projected: h [B, D P] = m Wp^T of a step, a row of S, from m in the row of its launch
-// before. Wp [D, P, H].
+// The additional launch of each step with a projection: h [B, D P] = m Wp^T, written as a row of S. m is read from the
+// row of the launch before. Wp [D, P, H].
 template <class Product, class S, class Arrays>
 void stepwise_project(
     thread const Arrays& a, threadgroup float* sums, threadgroup float* tiles, uint3 group, int simdgroup, int lane) {

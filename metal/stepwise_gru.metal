@@ -1,8 +1,8 @@
-// The GRU whose reset comes before the candidate's product: a step is two launches, forward and backward.
+// One step of a GRU whose reset comes before the candidate's product, in two launches, forward and backward.
 
-// First launch forward: r, z, and r * mask * h_before.
-//   reset_row  [3, B, D H]: r * mask * h_before, r, z; written as `after`
-// The other arrays are those of stepwise_forward.metal.
+// First launch of a forward step: compute r, z, and r * mask * h_before.
+//   reset_row  [3, B, D H]: r * mask * h_before, r, z; this launch writes it as `after`
+// stepwise_forward.metal describes the other arrays.
 template <class Cell, class Product, class S, class Arrays>
 void stepwise_gru_reset(
     thread const Arrays& a, threadgroup float* sums, threadgroup float* tiles, uint3 group, int simdgroup, int lane) {
@@ -32,7 +32,7 @@ void stepwise_gru_reset(
   pad_row(a.after, 3 * units, group, 32 * simdgroup + lane);
 }
 
-// Second launch forward: n and h. `after` and the other arrays are those of stepwise_forward.metal.
+// Second launch of a forward step: compute n and h. stepwise_forward.metal describes `after` and the other arrays.
 template <class Cell, class Product, bool SAVES, class S, class Arrays>
 void stepwise_gru_candidate(
     thread const Arrays& a, threadgroup float* sums, threadgroup float* tiles, uint3 group, int simdgroup, int lane) {
@@ -62,10 +62,11 @@ void stepwise_gru_candidate(
   pad_row(a.after, units * (SAVES ? 4 : 1), group, 32 * simdgroup + lane);
 }
 
-// Second launch backward: the gradient of r, and of h_before through the candidate's product.
-//   now_row  the row that stepwise_backward wrote for this step; `after`: the same with these two in it
+// Second launch of a backward step: compute the gradient of r, and the gradient of h_before through the candidate's
+// product.
+//   now_row  the row that stepwise_backward wrote for this step; `after`: a copy of it that includes both gradients
 //   weights  [D, H, H], the transposed Wh of the candidate
-// What stands behind dz where there is `keep` is copied. The other arrays are those of stepwise_backward.metal.
+// With `keep`, the numbers behind dz are copied. stepwise_backward.metal describes the other arrays.
 template <class Cell, class Product, class S, class Arrays>
 void stepwise_gru_reset_backward(
     thread const Arrays& a, threadgroup float* sums, threadgroup float* tiles, uint3 group, int simdgroup, int lane) {

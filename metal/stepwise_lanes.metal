@@ -1,17 +1,17 @@
-// The recurrent product of a step for few batch rows: a matrix-vector product per row, bound by the stream of weights.
+// The recurrent product of a step for few batch items: one matrix-vector product per item. Reading the weights limits
+// its speed.
 //
 //   sums[r, n] = sum over k of x(b0 + r, k) weights[row(n), k]
 //   row(n) = Gates::block(FIRST + n / UNITS) H + j0 + n % UNITS
 //
-//   x        what find_row(x, b, segment, row) finds a row of operands in: the numbers of batch row b in one of
-//            SEGMENTS equal parts of K
+//   x        the operand: find_row(x, b, segment, row) finds the numbers of batch item b in one of SEGMENTS parts of K
 //   weights  [., K], H rows per gate
-//   sums     [ROWS, COLUMNS], in threadgroup memory; a barrier at the end stands between the writes of the simdgroups
-//            and the reads of the cells
+//   sums     [ROWS, COLUMNS], in threadgroup memory; a barrier at the end separates the writes of the simdgroups from
+//            the reads of the cells
 // Each of the 8 simdgroups computes every eighth column for all rows. Its lanes split K, four numbers at a time, and
-// add up at the end. Rows and units past the end are those before it again, which nobody reads.
+// add up their sums at the end. Rows and units past the end repeat the last ones; their results are not used.
 
-// Multiply N numbers of every row with as many of every column; both move on by `step`.
+// Multiply N numbers of every row with N numbers of every column, and advance rows and columns by `step`.
 template <int N, int ROWS, int OWN, class R, class C>
 void accumulate(thread R (&rows)[ROWS], thread C (&columns)[OWN], int step, thread float (&partial)[OWN][ROWS]) {
   float operands[ROWS][N], w[OWN][N];
@@ -32,11 +32,12 @@ void accumulate(thread R (&rows)[ROWS], thread C (&columns)[OWN], int step, thre
   }
 }
 
-// Multiply every row with every column, from number k on to `length`.
+// Multiply every row with every column, from number k to `length`.
 template <int ROWS, int OWN, class R, class W>
 void add_products(
     thread R (&rows)[ROWS], thread ItemsRow<W> (&columns)[OWN], int k, int length, thread float (&partial)[OWN][ROWS]) {
-  // Whole vectors of 4, 32 lanes side by side; then, in one lane, the numbers that fill no vector.
+  // First whole vectors of 4, 32 lanes side by side. Then one lane multiplies the remaining numbers that do not fill a
+  // vector.
   for (; k + 3 < length; k += 128) accumulate<4>(rows, columns, 128, partial);
   for (; k < length; ++k) accumulate<1>(rows, columns, 1, partial);
 }

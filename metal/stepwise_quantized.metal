@@ -1,10 +1,11 @@
-// The recurrent product of a step forward with quantized weights; quantized.metal says what the numbers are.
+// The recurrent product of a forward step with quantized weights. quantized.metal describes the format of the weights.
 //
-// By lanes (few batch rows) eight lanes form a team: a team computes every eighth column for all rows; its lanes split
-// K, TAKEN neighbours at a time, which one scale belongs to, and weights are never made: only sums of numbers times x.
-// In tiles (many rows) weights become numbers in registers on their way into the tile of stepwise_tiles.metal.
+// With few batch items the product runs by lanes. Eight lanes form a team; a team computes every eighth column for all
+// rows. Its lanes split K; each takes TAKEN neighbouring weights at a time, which share one scale. The weights
+// themselves are never computed, only sums of their numbers times x. With many batch items the product runs in tiles:
+// weights are dequantized in registers on their way into the tile of stepwise_tiles.metal.
 
-// Return the weights from a row on.
+// Return the quantized weights from row `row` on.
 template <int BITS, int GROUP, class A, class B>
 Packed<BITS, GROUP, A, B> rows_from(Packed<BITS, GROUP, A, B> weights, Index row, int K) {
   const Index groups = row * (K / GROUP);
@@ -13,11 +14,12 @@ Packed<BITS, GROUP, A, B> rows_from(Packed<BITS, GROUP, A, B> weights, Index row
 
 // --- By lanes ---
 
-// How many weights a lane takes at a time, whole words of them: fewer if it multiplies them with several rows.
+// TAKEN: how many weights a lane takes at a time, a whole number of words. It is smaller if the lane multiplies them
+// with several rows.
 template <int BITS, int GROUP, int ROWS>
 constant constexpr int TAKEN = GROUP == 16 || (ROWS > 1 && BITS % 2 == 0) ? 16 : 32;
 
-// Read a lane's words.
+// Read WORDS neighbouring words, as vectors of four where possible.
 template <int WORDS>
 void take_words(const device uint* words, thread uint (&taken)[WORDS]) {
   if constexpr (WORDS % 4 == 0) {
@@ -29,27 +31,27 @@ void take_words(const device uint* words, thread uint (&taken)[WORDS]) {
   }
 }
 
-// Return the sum of a number over N neighbouring lanes, in all of them. `first`: the distance to begin with, as those
-// below it are summed already.
+// Return the sum of `value` over N neighbouring lanes; all of them get it. `first`: the distance of the first addition.
+// Lanes closer than that have already been summed.
 template <int N> float sum_of_team(float value, int first) {
 #pragma clang loop unroll(full)
   for (int distance = first; distance < N; distance *= 2) value += simd_shuffle_xor(value, ushort(distance));
   return value;
 }
 
-// Where a lane's words of a column begin, and the scale of their group.
+// The positions of one column in a lane: its next word of weights, and the scale of its quantization group.
 struct PackedColumn {
   Index words, group;
 };
 
-// A lane's sums over the weights that it takes at a time, of every row and column: of number x, and of x; and the scale
-// and bias, which only the first of the lanes of a group reads.
+// A lane's sums over the weights that it takes at a time: of number times x for every row and column, and of x. Also
+// the scale and the bias, which only the first lane of a quantization group reads.
 template <int ROWS, int OWN>
 struct PartialSums {
   float products[OWN][ROWS], x_sums[ROWS], scales[OWN], biases[OWN];
 };
 
-// Multiply the weights that a lane takes with its numbers of every row.
+// Multiply the weights that a lane takes at a time with its numbers of every row, and add the products to `part`.
 template <int ROWS, int OWN, int BITS, int GROUP, class A, class B, class R>
 void multiply(
     thread R (&rows)[ROWS], Packed<BITS, GROUP, A, B> weights, thread PackedColumn (&columns)[OWN], uint place,
@@ -133,7 +135,7 @@ struct QuantizedByLanes {
 
 // --- In tiles ---
 
-// A row of quantized weights, from number k on, as lane `lane` reads it; factors: scale and bias of the group at k.
+// A row of quantized weights from number k on, as lane `lane` reads it. factors: the scale and bias of the group at k.
 template <int BITS, int GROUP, class A, class B>
 struct PackedRow {
   const device uint* words;
@@ -162,16 +164,16 @@ void find_column(
   column.lane = lane;
 }
 
-// Return the weight that q stands for.
+// Return the weight, computed from q and the factors (scale, bias).
 inline float weight_of(float q, float2 factors, Absent) { return factors.x * q; }
 template <class B> float weight_of(float q, float2 factors, B) { return factors.x * q + factors.y; }
 
-// Return the bias that lane `leader` has.
+// Return the bias that lane `leader` has, or 0 if there are no biases.
 inline float of_leader(float, int, Absent) { return 0.0f; }
 template <class B> float of_leader(float bias, int leader, B) { return simd_shuffle(bias, ushort(leader)); }
 
-// Return scale and bias of the group that begins with lane `leader`, which alone reads them, if that is `inside` the
-// row.
+// Return the scale and bias of the group that begins with lane `leader`. Only this lane reads them, and only if the
+// group is `inside` the row.
 template <int BITS, int GROUP, class A, class B>
 float2 factors_of(thread const PackedRow<BITS, GROUP, A, B>& row, int k, bool inside, int leader) {
   float scale = 0.0f, bias = 0.0f;
@@ -182,9 +184,9 @@ float2 factors_of(thread const PackedRow<BITS, GROUP, A, B>& row, int k, bool in
   return float2(simd_shuffle(scale, ushort(leader)), of_leader(bias, leader, row.biases));
 }
 
-// Make four weights of the 32 that eight lanes share from row.k on, each lane those of its own place; zeros past the
-// end of the row. 32 weights are BITS words: the first BITS of the eight lanes read one each and hand them round; a
-// group's first lane reads its scale, where the group begins.
+// Dequantize the 32 weights from row.k on with eight lanes: each lane computes the four weights of its own place, and
+// zeros past the end of the row. 32 weights are BITS words. The first BITS of the eight lanes read one word each and
+// share it. Where a group begins, the group's first lane reads its scale and bias.
 template <bool WHOLE, int BITS, int GROUP, class A, class B>
 void part_of(thread PackedRow<BITS, GROUP, A, B>& row, int left, thread float (&values)[4]) {
   const int place = row.lane % 8, first = row.lane - place, bit = 4 * BITS * place;

@@ -1,13 +1,13 @@
-// What becomes of the rows that the launches of a sweep write: joined on the way, laid out in time at the end. No
-// barriers: each thread reads and writes numbers of its own.
+// Kernels for the rows that the launches of a pass write: some rows are joined during the pass, and all are copied into
+// sequences at its end. No barriers: each thread reads and writes only its own numbers.
 
-// --- Joins ---
-//
-// Rows of several launches become one array on the way: a launch in a later step copies them, beside its own work.
+// During the pass, rows of several launches are joined into one array. A launch of a later step copies them, in
+// addition to its own work.
 //
 //   pieces  arrays of one or more rows
-//   starts  the number of `joined` at which each begins, and where the last one ends
-//   first   the first threadgroup along x that joins; threads of a threadgroup, and of all threadgroups that join
+//   starts  the element of `joined` at which each array begins, and the element at which the last one ends
+//   first   three numbers: the first threadgroup along x that joins; the threads of a threadgroup; the threads of all
+//           threadgroups that join
 template <class X>
 struct Pieces {
   const device X* rows[8];
@@ -22,20 +22,21 @@ void stepwise_join(thread const Pieces<X>& pieces, thread const Arrays& a, uint3
       a.joined[k] = pieces.rows[n][k - a.starts[n]];
 }
 
-// --- The launch after a sweep ---
+// --- The launch after all steps ---
 //
-// The rows become sequences. Thread (k, n, d) has unit k % width of item k / width in the row of step n, direction d.
+// It copies the rows into sequences. Thread (k, n, d) copies unit k % width of batch item k / width, from the row of
+// step n, in direction d.
 //
-//   rows    what is left of the rows at the end, in the order of the launches: up to 20 arrays of one or more rows
-//   starts  at which row each array begins, and where the last one ends
-//   kind    of rows: how many numbers each has, the width of its units, and which row is the first of the kind. With a
-//           projection there are two kinds: the cells' rows, then those with h, or dh
+//   rows    the arrays that contain the rows, in the order of the launches: up to 20 arrays of one or more rows
+//   starts  the index of the first row of each array, and the index at which the last array ends
+//   kind    a kind of rows: the elements per row, the width of its units, and the index of its first row. With a
+//           projection there are two kinds: first the rows of the cells, then the rows with h or dh
 template <class X>
 struct Rows {
   const device X* pieces[20];
 };
 
-// Return row m of its kind.
+// Return a pointer to row m of the rows of this kind.
 template <class X>
 const device X* row_of(thread const Rows<X>& rows, const device int* starts, const constant int* kind, int m) {
   const device X* piece = rows.pieces[0];
@@ -52,9 +53,9 @@ const device X* row_of(thread const Rows<X>& rows, const device int* starts, con
   return piece + (m - first) * Index(kind[0]);
 }
 
-// The outputs of a sweep forward; stepwise_forward.metal has the arrays. hT, cT are those of an item's last step, h0
-// and c0 where it has none. Any output may be absent. A projection's h is in rows of their own, with neither GATES nor
-// a carry.
+// Copy the outputs of a forward pass from its rows; stepwise_forward.metal describes the arrays. hT and cT are the
+// states after an item's last step, or h0 and c0 if it has no step. Any output may be absent. With a projection h lies
+// in separate rows, which have no gates and no carry.
 template <int GATES, bool CARRIES, class S, class X, class Arrays>
 void stepwise_outputs(
     thread const Rows<X>& rows, const constant int* kind, thread const Arrays& a, uint3 thread_index) {
@@ -79,15 +80,16 @@ void stepwise_outputs(
         float(arrays[units + place(s, 0, b, GATES * width) + gate * width + j]));
 }
 
-// Set array[index] to what a row carries there, unless the array is absent.
+// Store a row's carried float `index` in array[index]. Do nothing if the array is absent.
 template <class X> void store_carry(Absent, Index, const device X*) {}
 template <class A, class X>
 void store_carry(device A* array, Index index, const device X* row) { array[index] = A(carry_at(row, index)); }
 
-// The results of a sweep backward: dz [T, B, D G width], 0 past an item's end, and dc0 [B, D width], what an LSTM
-// carries past an item's first step. d_out is dz as a GRU's recurrent products have it: that of the candidate, the gate
-// at block CANDIDATE, times r, the gate at block RESET. carry [T, B, D width] is what stands behind dz. These three may
-// be absent. dh of a projection is in rows of their own, as dz of a single gate.
+// Copy the results of a backward pass from its rows: dz [T, B, D G width], 0 past an item's end, and dc0 [B, D width],
+// the carry after the last processed step. d_out is the gradient of a GRU's recurrent products: dz, with the
+// candidate's part (block CANDIDATE) multiplied by the gate r (block RESET). carry [T, B, D width] is copied from
+// behind dz. dc0, d_out and carry may be absent. With a projection dh lies in separate rows, as the dz of a single
+// gate.
 template <int GATES, int CANDIDATE, int RESET, bool CARRIES, class S, class X, class Arrays>
 void stepwise_gradients(
     thread const Rows<X>& rows, const constant int* kind, thread const Arrays& a, uint3 thread_index) {
@@ -110,8 +112,8 @@ void stepwise_gradients(
   }
 }
 
-// What a projection multiplied at every step, m = o * s_output(c) [D, T, B, H]; 0 past an item's end. Reads gates
-// [T, B, D 4H] and c [T, B, D H], as `states`.
+// Compute the input of the projection at every step, m = o * s_output(c) [D, T, B, H]; 0 past an item's end. It reads
+// gates [T, B, D 4H] and c [T, B, D H] (as `states`).
 template <class Cell, class S, class Arrays>
 void stepwise_projected(thread const Arrays& a, uint3 thread_index) {
   const Step s = step_of(int(thread_index.y), a.sizes, thread_index.z);

@@ -1,21 +1,22 @@
-// The recurrent product of a step for many batch rows: the equation of stepwise_lanes.metal in 8 x 8 matrices.
+// The recurrent product of a step for many batch items: the equation of stepwise_lanes.metal, computed with 8 x 8
+// matrices.
 //
-// In turns along K the threads copy 32 columns of K as float into `tiles`, in threadgroup memory: ROWS rows of
-// operands, then COLUMNS rows of weights, PITCH floats apart; eight threads a row, four numbers a thread. Simdgroup s
-// computes columns 8 s ... 8 s + 7 for all rows. With fewer than 32 columns SLICES simdgroups share a block of eight
-// columns, and each has some of the matrices of every tile. sums [SLICES, ROWS, COLUMNS]: the first slice is the
-// result; with several slices a thread may read only the sums of the cells thread_index, thread_index + THREADS, ...,
-// which it added up.
+// The product proceeds along K in rounds of 32 columns. In each round the threads copy these columns as float into
+// `tiles` in threadgroup memory: ROWS rows of operands, then COLUMNS rows of weights, PITCH floats apart. Eight threads
+// copy a row, four numbers per thread. Simdgroup s computes columns 8 s ... 8 s + 7 for all rows. If COLUMNS is below
+// 32, SLICES simdgroups share a block of eight columns, and each multiplies some of the matrices of every tile. sums is
+// [SLICES, ROWS, COLUMNS]; at the end its first slice holds the result. With several slices, a thread may read only the
+// sums of the cells thread_index, thread_index + THREADS, ..., because it has added up these itself.
 //
-// Barriers: in a turn one between the copies and their products, one between the products and the next turn's copies;
-// at the end one between the sums of all simdgroups and their reads.
+// Barriers: in each round one between the copies and the products, and one between the products and the next round's
+// copies; at the end one between the writes of all simdgroups and the reads of the sums.
 //
-// Rows and units past the end are the last ones again, which nobody reads; past the end of K are zeros.
+// Rows and units past the end repeat the last ones; their results are not used. Numbers past the end of K are zeros.
 
-// 36, not 32: the rows of a tile then begin in different banks of threadgroup memory.
+// 36, not 32, so that the rows of a tile begin in different banks of threadgroup memory.
 constant constexpr int PITCH = 36;
 
-// Read four numbers of a row. Of one that is not WHOLE only `left` are there; the others are zeros.
+// Read four numbers of a row. If the row is not WHOLE, only `left` numbers exist; the others are set to 0.
 template <bool WHOLE, class R>
 void part_of(thread const R& row, int left, thread float (&values)[4]) {
   if constexpr (WHOLE) {
@@ -30,8 +31,8 @@ void part_of(thread const R& row, int left, thread float (&values)[4]) {
   }
 }
 
-// Copy 32 columns of COUNT rows. A thread copies four numbers of every AT_ONCE-th row, from its row `first` on, into
-// `own` and on, and moves on by 32.
+// Copy 32 columns of COUNT rows into a tile. A thread copies four numbers of every AT_ONCE-th row, beginning with row
+// `first`, to `own`, and advances its rows by 32.
 template <bool WHOLE, int COUNT, int AT_ONCE, int OWN, class R>
 void copy_tile(thread R (&rows)[OWN], int left, threadgroup float* own, int first) {
 #pragma clang loop unroll(full)
@@ -44,9 +45,10 @@ void copy_tile(thread R (&rows)[OWN], int left, threadgroup float* own, int firs
   }
 }
 
-// Add rows 8 r ... 8 r + 7 of the operands times this simdgroup's columns to total[r]. A lane has two neighbours of
-// each matrix: of one row in the left one, where `operands` begins for it, and of one column in the right one, which is
-// the transposed tile of weights.
+// Multiply rows 8 r ... 8 r + 7 of the operands with this simdgroup's columns, and add the result to total[r]. A lane
+// holds two neighbouring numbers of each 8 x 8 matrix: two of one row of the left matrix, the operands, and two of one
+// row of the right matrix, which is the transposed tile of weights. `operands` and `weights` point to the lane's first
+// number.
 template <int ROWS, int SLICES>
 void multiply_tile(
     threadgroup const float* operands, threadgroup const float* weights, thread simdgroup_float8x8 (&total)[ROWS / 8]) {
@@ -76,7 +78,7 @@ struct ByTiles {
     const int lane = block.lane, thread_index = 32 * block.simdgroup + lane, first = thread_index / 8;
     const int k0 = 4 * (lane % 8), length = K / SEGMENTS;
     const int eight = block.simdgroup % (COLUMNS / 8), slice = block.simdgroup / (COLUMNS / 8);
-    // This lane's place in an 8 x 8 matrix: its row and the first of its two columns.
+    // This lane's position in an 8 x 8 matrix: its row and the first of its two columns.
     const int row = (lane >> 2 & 4) + (lane >> 1 & 3), pair = (lane >> 2 & 2) * 2 + (lane & 1) * 2;
     threadgroup float* weight_tile = block.tiles + ROWS * PITCH;
     threadgroup const float* own = block.tiles + row * PITCH + 8 * slice + pair;

@@ -1,4 +1,4 @@
-"""Write the figures as files: CSV and a plot. Every file names the machine."""
+"""Write the figures of the benchmark to files: a CSV file and a plot. Every file describes the machine."""
 
 import csv
 from collections.abc import Iterable, Mapping, Sequence

@@ -32,8 +32,8 @@ turns in one process, by the CPU time of the thread. Memory is mapped before, as
 over: how many times that of {THEIRS}."""
 
 TRIM_THRESHOLD = -1
-"""The number of glibc's option for how much freed memory malloc keeps. By default it keeps hardly any, so that every
-graph would be built in memory which the system has to map again; for a launch of ours that takes twice its own time."""
+"""glibc's number for the option of mallopt that sets how much freed memory malloc keeps. By default malloc keeps hardly
+any. The system then has to map memory for every new graph, which takes longer than to build a launch of our kernels."""
 
 
 class Cost(NamedTuple):
@@ -67,7 +67,7 @@ def layer_calls(size: Size, dtype: mx.Dtype) -> tuple[dict[str, Callable[..., mx
 def seconds(call: Callable[..., mx.array], which: str, values: list[mx.array]) -> float:
     """Return the CPU time to build the graph of a forward pass, or of a forward pass and the gradients of all
     arrays."""
-    if call.__name__ == "theirs":  # batch first
+    if call.__name__ == "theirs":  # `mlx.nn.LSTM` takes [B, T, I]
         values = [mx.swapaxes(values[0], 0, 1), *values[1:]]
     start = thread_time()
     if which == "forward":
@@ -81,12 +81,12 @@ def seconds(call: Callable[..., mx.array], which: str, values: list[mx.array]) -
 
 @contextmanager
 def as_on_a_mac() -> Iterator[None]:
-    """Return a context in which engines are chosen as on a Mac with a GPU, and kernels run without a trial. Graphs
-    can only be built in it, not evaluated."""
+    """Return a context in which engines are chosen as on a Mac with a GPU, and kernels need no small test before
+    their first use. Inside it graphs can only be built, not evaluated."""
     before = [(choice, "current_device", choice.current_device), (mx.metal, "is_available", mx.metal.is_available)]
     choice.current_device = lambda: "gpu"
     mx.metal.is_available = lambda: True
-    kernel.forget()  # a kernel that the tests' emulator built would evaluate its inputs
+    kernel.forget()  # drop cached kernels: those of the tests' emulator would evaluate their inputs
     try:
         with recurrence.unguarded(), mx.stream(mx.gpu if mx.is_available(mx.gpu) else mx.cpu):
             yield
@@ -97,7 +97,7 @@ def as_on_a_mac() -> Iterator[None]:
 
 
 def measure_host(size: Size, dtype: str, rounds: int = ROUNDS) -> list[Cost]:
-    """Return the time to build the graph, for all layers and both passes."""
+    """Return, for all layers and both passes, the time that the host takes to build the graph of a call."""
     calls, arrays = layer_calls(size, DTYPES[dtype])
     times: dict[tuple[str, str], list[float]] = {
         (name, which): [] for which in ("forward", "backward") for name in calls
@@ -109,7 +109,7 @@ def measure_host(size: Size, dtype: str, rounds: int = ROUNDS) -> list[Cost]:
                 times[name, which] += [seconds(calls[name], which, list(values)) for _ in range(CALLS)]
         return [values[0]]
 
-    with suppress(AttributeError):  # macOS has no such option
+    with suppress(AttributeError):  # only glibc has mallopt
         ctypes.CDLL(None).mallopt(TRIM_THRESHOLD, 2**30)
     with as_on_a_mac():
         mx.export_function(lambda node: None, timed, *arrays)

@@ -28,8 +28,8 @@ PART = 128
 def judge_layer(
     numbers: Tensors, dtype: str, *, backward: bool, evaluate: Callable[..., Tensors] | None = None
 ) -> Judge:
-    """Return the judge of results for a layer with these numbers. `evaluate(numbers, arithmetic, backward=)`
-    computes the results if the layer is not the LSTM of `evaluate_lstm`."""
+    """Return a `Judge`, which compares results with float64, for a layer with these arrays. The layer is an LSTM,
+    unless `evaluate(numbers, arithmetic, backward=)` computes the results of another layer."""
     T = len(numbers["dh"])
     first = numbers
     if evaluate is None and T > PART:
@@ -69,7 +69,7 @@ def evaluate_in_parts(numbers: Tensors, *, backward: bool) -> Tensors:
     if not backward:
         return results
     results |= {f"d{name}": np.zeros(numbers[name].shape) for name in ("x", "Wx", "Wh", "b")}
-    cotangents: Tensors = {}  # of the last states of a part: gradients of the first states of the next one
+    cotangents: Tensors = {}  # cotangents of a part's last states = gradients of the next part's first states
     for steps, part in reversed(parts):
         gradients = evaluate_lstm(part | cotangents, fl, backward=True)
         cotangents = {"dhT": gradients["dh0"], "dcT": gradients["dc0"]}

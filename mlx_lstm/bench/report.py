@@ -9,7 +9,7 @@ from .cases import CASES
 from .rounds import Measurement, Ratio, label, peak_ratio, ratio
 
 MIB = 2**20
-IDLE_LIMIT = 0.05  # part of a core that a waiting process may use before the report says so
+IDLE_LIMIT = 0.05  # fraction of a core; the report mentions a waiting process that uses more
 THREADS_HINT = "OPENBLAS_NUM_THREADS=1 lets NumPy's BLAS use one thread, which disturbs less"
 
 
@@ -19,8 +19,8 @@ def card_text(card: dict[str, str]) -> str:
 
 
 def references(rows: Iterable[Measurement]) -> dict[str, Measurement]:
-    """Return the timed measurements of the reference contenders, by contender. Other contenders are compared with
-    them."""
+    """Return the timed measurements of the reference contenders by name. The times of the other contenders are
+    divided by the times of the references."""
     timed = {row.task.contender: row for row in rows if row.samples}
     names = dict.fromkeys(name for row in timed.values() for name in CASES[row.task.case].references)
     return {name: timed[name] for name in names if name in timed}
@@ -80,7 +80,8 @@ def check_cells(row: Measurement) -> list[str]:
 
 
 def checkpoint_lines(rows: Sequence[Measurement]) -> list[str]:
-    """Return one line per checkpointed row: its memory and time relative to the same engine without checkpoints."""
+    """Return one line per measurement with gradient checkpointing: its memory and time, relative to the same engine
+    without checkpointing."""
     lines, by_task = [], {row.task: row for row in rows}
     for row in rows:
         whole = by_task.get(row.task._replace(every=None))

@@ -1,5 +1,5 @@
-"""Measure contenders against each other. Each contender has its own process; its results are checked first; then the
-contenders are timed in turns, one at a time."""
+"""Measure contenders (implementations to compare) against each other. Each contender runs in a separate process. Its
+results are checked first; then the contenders are timed in turns, one at a time."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from ..testing.progress import Progress
 from .cases import CASES, find_contender
 from .tasks import Size, Task
 
-QUIET = 0.2  # cores that other processes may use in a turn; above, the turn counts as disturbed
+QUIET = 0.2  # cores that other processes may use; a turn in which they use more counts as disturbed
 CLOCK_TICK = 1 / os.sysconf("SC_CLK_TCK")
 
 
@@ -42,7 +42,7 @@ class Measurement(NamedTuple):
     peak: int | None = None
     mlx_peak: int | None = None
     threads: int | None = None
-    idle_cpu: float = 0.0  # part of a core used while it should have been idle
+    idle_cpu: float = 0.0  # fraction of a core used while the process should have been idle
     disturbed: int = 0  # turns in which other processes used more than QUIET cores
 
     @property
@@ -66,10 +66,11 @@ class Ratio(NamedTuple):
 
 
 def plan(seconds: float, rounds: int, once: float) -> Plan:
-    """Return the plan of a contender's turns within a budget of seconds; `once` is the time of one run.
+    """Return the plan of a contender's turns within a budget of `seconds`. `once` is the time of one run.
 
-    A contender whose run fits into its share of a round warms up in every turn. A slower contender is warm after its
-    check run: it runs once per turn, in as many rounds as fit into the budget, and in at least two.
+    A fast contender, whose run fits into its share of a round, warms up in every turn. A slower contender is warm
+    after the run that checks its results. It runs once per turn, in as many rounds as fit into the budget, and in at
+    least two.
     """
     share = seconds / rounds
     if once <= share:
@@ -78,7 +79,7 @@ def plan(seconds: float, rounds: int, once: float) -> Plan:
 
 
 def ratio(row: Measurement, reference: Measurement) -> Ratio | None:
-    """Return the ratio of `row`'s time to the time of `reference`; None if one of them was not timed."""
+    """Return how many times as long `row` took as `reference`. Return None if one of them was not timed."""
     pairs = zip(row.rounds, reference.rounds, strict=False)
     ratios = [statistics.median(ours) / statistics.median(theirs) for ours, theirs in pairs]
     return Ratio(statistics.median(ratios), min(ratios), max(ratios)) if ratios else None
@@ -113,7 +114,7 @@ def measure(
 ) -> list[Measurement]:
     """Check and time the tasks of one size and pass against each other. With rounds = 0 only check them and measure
     memory."""
-    progress = progress or Progress()  # prints nothing, as it is not entered
+    progress = progress or Progress()  # a context that is not entered prints nothing
     rows: dict[Task, Measurement] = {}
     plans: dict[Task, Plan] = {}
     turn_seconds: dict[Task, float] = {}  # expected seconds of a turn, to estimate the time left
@@ -124,7 +125,7 @@ def measure(
             progress.say(f"{name_of(task)}: checked")
             children[task] = Child("mlx_lstm.bench", "--worker", json.dumps(task))
             stack.callback(close, task, children[task], rows, progress)
-            wait_until_quiet(patience)  # the check tells how long a run takes, so how many turns there are
+            wait_until_quiet(patience)  # the check measures how long a run takes, which decides the number of turns
             rows[task], once = check(task, children[task], judge, str(Path(folder, "results.npz")))
             if not rows[task].failed and rounds:
                 plans[task] = plan(seconds, rounds, once)
@@ -152,13 +153,14 @@ def name_of(task: Task) -> str:
 
 
 def label(task: Task) -> str:
-    """Return the name of a task's contender for printing, with the task's `checkpoint_every` if there is one."""
+    """Return the name of a task's contender for printing, with the value of `checkpoint_every` if the task has one."""
     name = find_contender(task.contender, task.case).label
     return name if task.every is None else f"{name}, every {task.every}"
 
 
 def check(task: Task, child: Child, judge: Judge, file: str) -> tuple[Measurement, float]:
-    """Run a task once and judge the results. Return the measurement and the seconds that a run takes."""
+    """Run a task once and compare the results with float64. Return (the measurement, the seconds that one run
+    takes)."""
     try:
         answer = child.ask(do="check", file=file)
     except ChildError as error:

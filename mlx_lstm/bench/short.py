@@ -15,7 +15,7 @@ from .rounds import Measurement, label, measure, ratio
 from .tasks import PASSES, SIZES, Size, Task
 
 SECONDS, ROUNDS, QUIET = 1.0, 3, 2.0
-"""Seconds of each contender, its turns, and how long a turn waits for other processes to pause."""
+"""Seconds to time each contender, its number of turns, and the seconds a turn waits for other processes to pause."""
 
 
 def default_sizes(device: str, full: bool) -> tuple[Size, ...]:

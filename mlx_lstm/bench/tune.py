@@ -42,13 +42,16 @@ class Grid(NamedTuple):
 
 ROWS = (1, 2, 4, 8)
 SPARE = (8, 16, 32)
-"""What is tried: batch rows of a threadgroup of `fused` (8: in matrices), and registers that stay without weights."""
+"""The cuts of `fused` to try. ROWS: batch rows per threadgroup (8 uses matrix instructions). SPARE: registers per
+thread that hold no weights."""
 
 CUT_AT = 128
-"""The H at which the cuts are timed, or the next smaller one: the largest at which `fused` is predicted to win."""
+"""The H at which cuts are timed, or the next smaller H that is measured. It is the largest H at which `fused` is
+predicted to be the faster engine."""
 
 WORTH = 0.97
-"""Another cut takes the place of the one by rule if it needs at most this part of its time: measurements are noisy."""
+"""A measured cut replaces the cut of the built-in rule if it takes at most this fraction of its time. The fraction is
+below 1, since measured times vary."""
 
 
 def tune(file: str | None, grid: Grid = Grid()) -> int:  # noqa: B008 (a tuple)
@@ -99,8 +102,9 @@ def write(
 
 
 def best_cut(dtype: str, B: int, grid: Grid) -> Cut | None:
-    """Return the fastest cut (partition of the work) of `fused` at this batch size: try rows first, then spare
-    registers. None means the cut of the built-in rule."""
+    """Return the fastest cut of `fused` at this batch size, or None for the cut that the built-in rule chooses. A
+    cut says how many batch rows a threadgroup has and how many registers hold no weights. Row counts are tried
+    first."""
     H = max((H for H in grid.units if H <= CUT_AT), default=min(grid.units))
     size, best = Size(grid.steps, B, H, H), None
     for step in ("rows", "spare"):
@@ -123,7 +127,8 @@ def text_of(cut: Cut | None) -> str:
 
 
 def measure_row(dtype: str, B: int, grid: Grid) -> list[dict[str, object]]:
-    """Measure one dtype and batch size for each H in ascending order, until `fused` was slower twice in a row."""
+    """Measure one dtype and batch size for each H in ascending order. Stop when `fused` was slower than `stepwise`
+    twice in a row."""
     points: list[dict[str, object]] = []
     for H in grid.units:
         points.append(measure_point(Size(grid.steps, B, H, H), dtype, grid))
@@ -174,8 +179,8 @@ def measure(
 
 
 def refusal_of(engine: str, size: Size, dtype: str) -> str:
-    """Return what is wrong with an engine's results, or "". Each result must be within its bound of float64, and
-    within twice the bound of the result of `ops`, as both have errors."""
+    """Return what is wrong with an engine's results, or "". Each result must be within its bound of the float64
+    result, and within twice the bound of the result of the engine `ops`, since both engines have errors."""
     numbers = draw(size, dtype)
     judge = judge_layer(numbers, dtype, backward=True)
     names = PASSES["backward"]
@@ -203,8 +208,7 @@ def seconds_per_run(run: Callable[[], Any], seconds: float) -> float:
 
 
 def row_of(points: Sequence[Mapping[str, Any]]) -> tuning.Row:
-    """Return a row of the table: (H, engine) pairs, where neighbouring H with the same engine become one pair with
-    the largest H."""
+    """Return a row of the table: pairs (largest H, engine). Neighbouring H with the same engine become one pair."""
     pairs = [(point["H"], point["engine"]) for point in points]
     following = [engine for _, engine in pairs[1:]] + [""]
     return tuple((H, engine) for (H, engine), after in zip(pairs, following, strict=True) if engine != after)

@@ -29,8 +29,8 @@ SHORT = 3.0  # seconds; a first run below this is mostly set-up, so a second one
 
 
 def serve_task(task: Task) -> None:
-    """Answer requests about a task until the parent closes the pipe. Kernels run without a trial, because results
-    are judged."""
+    """Answer requests about a task until the parent closes the pipe. Kernels run without the usual small test before
+    their first use, because the results are compared with float64 anyway."""
     workers: list[Worker] = []
 
     def answer(do: str, **request: Any) -> dict[str, Any]:
@@ -43,7 +43,8 @@ def serve_task(task: Task) -> None:
 
 
 class Worker:
-    """A task ready to run. Its libraries are loaded, and a run of two steps has started its threads."""
+    """A task that is ready to be timed: its libraries are loaded, and a run of two time steps has started their
+    threads."""
 
     def __init__(self, task: Task):
         contender, draw = find_contender(task.contender, task.case), CASES[task.case].draw
@@ -57,7 +58,7 @@ class Worker:
         self.idle_cpu: float = 0.0
 
     def check(self, file: str) -> dict[str, Any]:
-        """Run the task once and save the results to a file. The memory in the answer is the peak of this first run
+        """Run the task once and save its results to a file. The answer contains the peak of memory during this run
         in bytes, without the memory of the inputs."""
         release_memory()
         memory = PeakMemory()
@@ -132,7 +133,8 @@ class PeakMemory:
             self.start = highest_resident()
 
     def above_start(self) -> tuple[int, int]:
-        """Return (peak of resident memory, peak of MLX's count) above the values at the start, in bytes."""
+        """Return (resident memory, MLX's own count): the peaks since this object was made, minus the values at that
+        time, in bytes."""
         return max(highest_resident() - self.start, 0), mx.get_peak_memory() - self.mlx_start
 
 

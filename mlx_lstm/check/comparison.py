@@ -1,4 +1,5 @@
-"""Compare one engine with float64 in one case: all outputs and gradients, and the outputs without training.
+"""Compare one engine with the float64 oracle in one case: all outputs and gradients, and the outputs without
+training.
 
 The comparisons run in a child process, because a driver may end the process and a kernel may hang.
 """
@@ -21,13 +22,13 @@ from ..testing.judge import Judge, make_judge
 from .grid import GridCase, grid
 
 PATIENCE = 180.0
-"""Seconds to wait for a comparison. Apple's compiler takes parts of one, the emulator of the tests takes several."""
+"""Seconds to wait for a comparison. Apple's compiler takes less than a second, the tests' emulator several seconds."""
 
 LOSSES = 3
-"""How many processes an engine may end; then it is not run again."""
+"""How many child processes an engine may crash. After that it is not run again."""
 
 Work = list[tuple[int, str]]
-"""What to compare: (the number of a case in the grid, an engine)."""
+"""The comparisons to make, each as (number of a case in the grid, engine)."""
 
 
 class Finding(NamedTuple):
@@ -52,7 +53,8 @@ class Finding(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """A case of the grid with its arrays and the judge of its results. `weights`: the quantized weights."""
+    """A case of the grid with its arrays drawn. judge: compares results with the float64 oracle. weights: the
+    quantized weights."""
 
     grid_case: GridCase
     case: dict[str, Any]
@@ -107,7 +109,8 @@ def as_numpy(arrays: Mapping[str, mx.array]) -> Tensors:
 
 
 def findings(work: Work, cases: list[GridCase], full: bool, patience: float = PATIENCE) -> Iterator[Finding]:
-    """Yield the finding of each comparison. After a crash or a hang, go on with the next one in a new process."""
+    """Yield the finding of each comparison in `work`. After a crash or a hang, the next comparison runs in a new
+    child process."""
     child, lost = None, Counter[str]()
     try:
         for n, engine in work:
@@ -131,13 +134,13 @@ def findings(work: Work, cases: list[GridCase], full: bool, patience: float = PA
 
 
 def serve_comparisons(which: str) -> None:
-    """In the child process, answer requests to compare an engine in a case. Kernels run without a trial, because
-    their results are judged."""
+    """In the child process, answer requests to compare an engine with the float64 oracle. Kernels run without the
+    usual small test before their first use, because all results are compared anyway."""
     cases, prepared = grid(full=which == "full"), dict[int, Prepared]()
 
     def answer(n: int, engine: str) -> dict[str, Any]:
         if n not in prepared:
-            prepared.clear()  # the engines of one case follow one another
+            prepared.clear()  # requests for one case come one after another, so older cases are not needed
             prepared[n] = prepare(cases[n])
         return compare(prepared[n], engine)._asdict()
 

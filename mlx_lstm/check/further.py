@@ -10,7 +10,7 @@ from ..compare.contenders import no_pyobjc
 from ..engines import tuning
 from ..machine import child_environment, module_command
 
-LIMIT = 3600  # seconds
+LIMIT = 3600  # seconds that a command may take
 
 
 class Command(NamedTuple):
@@ -24,7 +24,8 @@ class Command(NamedTuple):
 
 
 def commands(metal: bool) -> dict[str, Command]:
-    """Return the commands that `check --full` runs, by their names in the report."""
+    """Return the commands that `check --full` runs, by their names in the report. `metal`: whether this machine can
+    run Metal kernels."""
     missing = no_pyobjc()
     apple = f"{missing}, of PyObjC: on a Mac pip install '.[compare]'" if missing else ""
     return {

@@ -33,21 +33,23 @@ LAYERS: dict[str, dict[str, Any]] = {
 }
 
 BATCHES: dict[int, dict[str, Any]] = {1: {}, 4: {"bidirectional": True}, 17: {"reverse": True}, 66: {}}
-"""Batch sizes that select different kernels, each with a direction. `stepwise` multiplies by lanes below 8 items and in
-small tiles below 32; `fused` multiplies in matrices from 65 items on."""
+"""Batch sizes that select different kernels, each with options for the direction. `stepwise` computes a product lane by
+lane for less than 8 batch rows and in small tiles for less than 32; `fused` uses matrix instructions from 65 on."""
 
 STEPS = 24
-"""So many that `stepwise` has to join rows before its last launch, which takes 20 arrays of them."""
+"""Time steps of a case. So many that `stepwise` has to join the outputs of steps into one array before its last launch,
+which can join only 20 arrays."""
 
 BARE: dict[str, dict[str, None]] = {
     "lstm": {"h0": None, "c0": None},
     "gru": {"h0": None, "bhn": None},
     "rnn": {"h0": None},
 }
-"""The arrays that are missing in a call without states."""
+"""The arguments that are None in a call without initial states, by op."""
 
 WIDE: dict[str, dict[str, Any]] = {
-    # Weights entirely in registers; partly; a threadgroup of 1024 threads, Metal's limit. Sizes are T, B, I, H, P.
+    # Layers with all weights in registers, with a part of them, and with 1024 threads per threadgroup, Metal's limit.
+    # Sizes are T, B, I, H, P.
     "lstm, 128 units": {"sizes": (2, 17, 8, 128, 128)},
     "lstm, 256 units": {"sizes": (2, 66, 8, 256, 256)},
     "gru, 128 units": {"op": "gru", "sizes": (2, 17, 8, 128, 128)},
@@ -55,9 +57,9 @@ WIDE: dict[str, dict[str, Any]] = {
 }
 
 UNBOUNDED = ("relu_gates", "identity_gates")
-"""Options without a bound on h: with many items one of them leaves the range of float16."""
+"""Options under which h has no bound: with many batch rows one value leaves the range of float16."""
 KINKED = ("relu", "hard")
-"""Options with kinks: with many items one of them is nearer to a kink than 16 bits can tell."""
+"""Options whose activations have kinks: with many batch rows one argument is too near to a kink for a 16-bit dtype."""
 
 
 class GridCase(NamedTuple):
@@ -110,12 +112,13 @@ class GridCase(NamedTuple):
         return hindrance(engine, (T, B, width, H), DTYPES[self.dtype], cell, packing=self.packing, **options, **machine)
 
     def limits(self) -> AbstractContextManager[object]:
-        """Return the context for running this case: with 64-bit indices if it is `long`."""
+        """Return the context in which this case has to run. If `long` is set, kernels use 64-bit indices in it."""
         return limited(index=1) if self.long else nullcontext()
 
 
 def grid(full: bool = False) -> list[GridCase]:
-    """Return the cases of the command `check`; with `full`, more cases for every option."""
+    """Return the cases that the command `check` compares with float64. With `full`, cases for every option are
+    added."""
     cases = [*families(), *wide(), *quantized()]
     if full:
         cases += [case for case in others() if case not in cases]
@@ -125,8 +128,8 @@ def grid(full: bool = False) -> list[GridCase]:
 
 
 def families() -> Iterator[GridCase]:
-    """Yield every layer at every batch size in float32, and at two batch sizes in 16 bits. Some layers are bare (see
-    `layer`), the others have all arrays."""
+    """Yield a case for every kind of layer at every batch size in float32, and at two batch sizes in 16 bits. Some
+    layers are bare (see `layer`); the others have all arrays."""
     for name in LAYERS:
         for B in BATCHES:
             yield layer(name, B, "float32", bare=B in (1, 66))
@@ -135,7 +138,7 @@ def families() -> Iterator[GridCase]:
 
 
 def layer(name: str, B: int, dtype: str, bare: bool) -> GridCase:
-    """Return a case of a layer with a few units. A bare layer has no states, and a cotangent of h only."""
+    """Return a case of a small layer. A bare layer has no initial states, and a cotangent of h only."""
     options: dict[str, Any] = LAYERS[name] | BATCHES[B] | {"sizes": (STEPS, B, 3, 5, 3)}
     items = "1 item" if B == 1 else f"{B} items"
     if bare:

@@ -67,7 +67,7 @@ def card_line(card: dict[str, str]) -> str:
 
 
 def engine_lines(engine: str, findings: Sequence[Finding]) -> list[str]:
-    """Return a line about an engine, and below it a line for each different failure."""
+    """Return a line about an engine, followed by one line for each different failure."""
     wrong = [finding for finding in findings if finding.failure]
     right = [finding for finding in findings if not finding.failure]
     dtypes = ", ".join(dict.fromkeys(finding.dtype for finding in findings))

@@ -35,14 +35,14 @@ from .report import (
 from .settle import settle
 
 KINK_MARGIN = 1e-3
-"""How far arguments of relu and hard_sigmoid stay from their kinks."""
+"""The least distance of arguments of relu and hard_sigmoid from their kinks, where gradients jump."""
 
 APPLY = {
     "arrays": ("op", "descriptor", "contenders", "all", "json", "plot"),
     "settle": ("json",),
     "golden": ("contenders", "cases", "all", "json", "plot", "record"),
 }
-"""The options that each of these three allows beside it. Without one of the three, all but them are allowed."""
+"""The options that may be combined with each of these three options."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -130,7 +130,8 @@ def present(names: list[str] | None) -> dict[str, Contender]:
 
 
 def absent() -> dict[str, str]:
-    """Return a dict from each contender that cannot run here to the reason and how to install what it needs."""
+    """Return {contender: reason} for the implementations that cannot run here. The reason says how to install what
+    is missing."""
     missing = {name: one.missing() for name, one in all_contenders().items()}
     return {name: f"{why}; it needs {HOW_TO_GET.get(name, '-')}" for name, why in missing.items() if why}
 
@@ -155,7 +156,8 @@ def run_compare(contenders: dict[str, Contender], golden: Golden | None, options
 
 
 def run_arrays(dumps: list[Dump], contenders: dict[str, Contender], options: argparse.Namespace) -> int:
-    """Compare a dump with the oracle. If they differ, print which reading of the dump explains the difference."""
+    """Compare arrays that a user saved from an app (a dump) with the float64 oracle. If they differ, print which
+    reading (interpretation of layouts, options and documentation) explains the difference."""
     case, words = base_case(dumps[0])
     outcomes = {name: attempt(one, case) for name, one in contenders.items() if one.hindrance(case) is None}
     rows = list(rows_of(case, outcomes | {"yours": Outcome(dumps[0].results)}))
@@ -175,7 +177,8 @@ def run_arrays(dumps: list[Dump], contenders: dict[str, Contender], options: arg
 
 
 def reading_text(reading: Reading, pairs: bool) -> str:
-    """Return as text the reading that explains a dump, or the nearest one and the results that it does not explain."""
+    """Return the text about the reading (one interpretation of the saved arrays) that explains all results. If none
+    does, describe the nearest reading and the results that it does not explain."""
     by_form: dict[str, list[str]] = {}
     for name, form in reading.forms.items():
         if form and reading.distances[name] <= 1:
@@ -207,8 +210,8 @@ def show(
     golden: Golden | None = None,
     explanation: str = "",
 ) -> None:
-    """Print the verdict, an explanation, the machine, the compared pairs, the differences, a legend, and the
-    contenders that cannot run here."""
+    """Print the whole report: verdict, explanation, machine, compared pairs, differences, legend, and the contenders
+    (implementations) that cannot run here."""
     out = screen(options)
     print(
         "\n".join([summary_text(rows, cases), *([explanation] if explanation else []), card_text(machine_card())]),
@@ -256,7 +259,8 @@ def attempt(contender: Contender, case: CompareCase) -> Outcome:
 
 
 def record(file: str, card: dict[str, str], cases: list[CompareCase], outcomes: dict[str, dict[str, Outcome]]) -> None:
-    """Write a golden file with MPSGraph's results if it ran, else the oracle's results rounded to the case's dtype."""
+    """Write a golden file, which records results for later comparisons. The results are MPSGraph's if it ran, else
+    the float64 oracle's, rounded to the case's dtype."""
     theirs = any("mpsgraph" in mine for mine in outcomes.values())
     results = {}
     for case in cases:
@@ -270,7 +274,8 @@ def record(file: str, card: dict[str, str], cases: list[CompareCase], outcomes: 
 
 
 def run_settle(contenders: dict[str, Contender], options: argparse.Namespace) -> int:
-    """Run MPSGraph on every open point of its documentation, to settle it. Without MPSGraph, list the points."""
+    """Run MPSGraph on every open point of its documentation and print the answers. Without MPSGraph, list the
+    points."""
     card, here = machine_card(), "mpsgraph" in contenders
     nobody = Outcome({}, "not measured")
     findings, outcomes = [], {}

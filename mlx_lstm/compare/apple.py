@@ -24,7 +24,7 @@ BACKWARD = {
     "single_gate_rnn": "singleGateRNNGradientsWithSourceTensor:recurrentWeight:sourceGradient:zState:stateGradient:"
     "inputWeight:bias:initState:mask:descriptor:name:",
 }
-"""The selectors with every argument."""
+"""For each op the Objective-C selector of its gradient method, the variant that takes every argument."""
 
 DESCRIPTORS = {
     "lstm": "MPSGraphLSTMDescriptor",
@@ -32,7 +32,7 @@ DESCRIPTORS = {
     "single_gate_rnn": "MPSGraphSingleGateRNNDescriptor",
 }
 SAVED = {"z_state": -1, "cell_output_fwd": 1, "output_fwd": 0}
-"""The place in the list of forward results of each argument of the gradient ops."""
+"""The index in the list of forward results, for each argument of the gradient ops that is a forward result."""
 
 DTYPES = {"float32": "MPSDataTypeFloat32", "float16": "MPSDataTypeFloat16"}
 

@@ -14,7 +14,7 @@ from ..mpsgraph.layouts import layouts, size_of
 Arrays = dict[str, np.ndarray]
 
 GATES = {"lstm": 4, "gru": 3, "single_gate_rnn": 1}
-"""The ops, and the number of gates of each."""
+"""The number of gates of each op."""
 
 RESULTS = {"lstm": ("h", "c", "z_state"), "gru": ("h", "z_state"), "single_gate_rnn": ("h", "z_state")}
 """The results of a forward op for training (and produce_cell), in its order."""
@@ -92,7 +92,7 @@ class CompareCase(NamedTuple):
 
     @property
     def results(self) -> list[str]:
-        """Return the names of all results, forward and gradients."""
+        """Return the names of all results of the case: of the forward op and of the gradient op."""
         return [*RESULTS[self.op], *(f"d{name}" for name in self.gradients)]
 
 
@@ -132,8 +132,8 @@ def draw(
 def draw_stack(
     rng: np.random.Generator, op: str, sizes: tuple[int, int, int, int], count: int, **chosen: Any
 ) -> CompareCase:
-    """Return a random case of `count` layers, each the source of the next. Results: h, the gradients of source and
-    weights."""
+    """Return a random case of `count` layers, where each layer's output is the source of the next layer. Its results
+    are h and the gradients of source and weights."""
     absent = ("peephole", "mask", "init_state", "init_cell", "state_gradient", "cell_gradient")
     case = draw(rng, op, sizes, absent=absent, **chosen)
     T, N, _, H = sizes

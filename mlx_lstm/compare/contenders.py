@@ -30,15 +30,15 @@ HOW_TO_GET = {
     "fused": "a Mac: MLX has Metal only there",
     "stepwise": "a Mac: MLX has Metal only there",
 }
-TIMEOUT = 300.0  # seconds; MPSGraph compiles a graph in less than one
-HANGS = 3  # how many cases may hang in a child; then its contender runs no more
+TIMEOUT = 300.0  # seconds to wait for a case; MPSGraph compiles a graph in less than one second
+HANGS = 3  # a contender runs no more after this number of cases that hung
 
 CELLS: dict[str, Cell] = {"lstm": LSTMCell(), "gru": GRUCell(), "single_gate_rnn": RNNCell()}
 
 
 class Outcome(NamedTuple):
-    """The results of a contender for a case by name, or the problem that prevented them. `lists`: the lists that
-    MPSGraph's forward op and gradient op returned."""
+    """What a contender (an implementation) returned for a case: the results by name, or the problem that prevented
+    them. `lists`: the lists of results that MPSGraph's forward op and gradient op returned."""
 
     results: Arrays
     problem: str = ""
@@ -170,7 +170,7 @@ def name_lists(case: CompareCase, forward: list[np.ndarray], backward: list[np.n
 
 def serve_cases(name: str) -> None:
     """In the child process, answer requests to run the case in one file and write the results to another. Our
-    kernels run without a trial, because their results are compared anyway."""
+    kernels run without the usual small test before their first use, because all results are compared anyway."""
 
     def answer(case: str, results: str) -> dict[str, Any]:
         loaded = load_case(case)

@@ -18,12 +18,12 @@ from .cases import COTANGENTS, GATES, GRADIENTS, RESULTS, Arrays, CompareCase
 from .ours import DESCRIPTORS, SAVED
 
 ALWAYS = ("training", "produce_cell")
-"""Properties of a descriptor that change no value."""
+"""Properties of a descriptor that do not change the values of results."""
 
 
 class Dump(NamedTuple):
-    """The arrays of a file: a case whose arguments have the file's layouts, the results, and the sizes T, N, I, H,
-    G, D."""
+    """Arrays that a user saved from an app, together with the sizes T, N, I, H, G, D that explain their shapes. The
+    arguments are in `case`, in the layouts of the file; the results are separate."""
 
     case: CompareCase
     results: Arrays
@@ -50,12 +50,12 @@ class Dump(NamedTuple):
 
 
 Layout = tuple[str, Callable[[np.ndarray], np.ndarray]]
-"""A layout in words, "" for the documented one, and the function that converts an array to the documented one."""
+"""(description, function): a layout in words, "" for the documented one, and the conversion to the documented one."""
 
 
 def possible_layouts(dump: Dump, name: str, value: np.ndarray) -> list[Layout]:
-    """Return the layouts that explain an array's shape, the documented layout first. A layout is a description and a
-    function that converts the array to the documented layout."""
+    """Return the layouts that explain the shape of an array, the documented layout first. A layout is a description
+    and a function that converts the array to the documented layout."""
     groups, sizes, shape = dump.groups(name), dump.sizes, dump.shape(name)
     if value.size != math.prod(shape):
         return []
@@ -198,8 +198,8 @@ def check_arrays(op: str, arguments: Arrays, results: Arrays) -> None:
 
 
 def understood(case: CompareCase, results: Arrays) -> list[Dump]:
-    """Return a dump for each choice of sizes that explains all shapes; choices with most documented layouts come
-    first."""
+    """Return one `Dump` for each choice of sizes that explains the shapes of all arrays. Choices under which most
+    arrays have the documented layout come first."""
     dumps = [dump for both in (case.bidirectional, not case.bidirectional) for dump in sized(case, results, both)]
     fitting = [dump for dump in dumps if all(possible_layouts(dump, name, value) for name, value in shaped(dump))]
     if not fitting:
@@ -241,7 +241,8 @@ def shaped(dump: Dump) -> list[tuple[str, np.ndarray]]:
 
 
 def sized(case: CompareCase, results: Arrays, both: bool) -> Iterator[Dump]:
-    """Yield a dump for each choice of sizes that fits the element counts of the weights and the axes of the source."""
+    """Yield a `Dump` for each choice of sizes that fits the number of elements of the weights and the axes of the
+    source."""
     G, D, arrays = GATES[case.op], 2 if both else 1, case.arrays
     H = math.isqrt(arrays["recurrent_weight"].size // (D * G))
     if arrays["recurrent_weight"].size != D * G * H * H or arrays["source"].ndim != 3:

@@ -1,5 +1,5 @@
-"""Experiments on the points that Apple's documentation leaves open: for each a case, and the result that each
-reading of the documentation predicts."""
+"""Experiments on points that Apple's documentation leaves open. Each experiment has a case to run on MPSGraph, and
+the result that each reading (interpretation) of the documentation predicts."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -25,7 +25,7 @@ def experiments() -> Iterator[Experiment]:
 
 
 def of_saved_state(rng: np.random.Generator) -> Iterator[Experiment]:
-    """Yield the experiments on what is saved for the gradient: E:zstate_and_cell and E:output_count."""
+    """Yield two experiments on what MPSGraph saves for the gradient: E:zstate_and_cell and E:output_count."""
     case = draw(rng, "lstm", SIZES, name="settle: saved state")
     readings = {
         "after the activations": result(case, "z_state"),
@@ -54,7 +54,7 @@ def preactivations(case: CompareCase, fl: Arithmetic, **readings: str) -> np.nda
 
 
 def of_gradients(rng: np.random.Generator) -> Iterator[Experiment]:
-    """Yield the experiments E:grads: shapes of gradients, and where the gradients of the last states enter."""
+    """Yield the experiments E:grads: which shapes gradients have, and where the gradients of the last states enter."""
     for word, flags in {"one direction": {}, "both directions": {"bidirectional": True}}.items():
         case = draw(rng, "lstm", SIZES, name=f"settle: gradients, {word}", absent=("mask",), **flags)
         for tensor, name in {"dbias": "grads", "dpeephole": "peephole"}.items():
@@ -182,7 +182,7 @@ def of_single_gate(rng: np.random.Generator) -> Iterator[Experiment]:
 
 
 def value_of_h(case: CompareCase) -> Distance:
-    """Return a function that measures the distance of zState from h."""
+    """Return a function that measures how far MPSGraph's zState is from h."""
     return value(case, "z_state", lambda fl: evaluated(case, fl)["h"])
 
 
@@ -211,8 +211,8 @@ def of_gru(rng: np.random.Generator) -> Iterator[Experiment]:
 
 
 def with_product(case: CompareCase, fl: Arithmetic) -> np.ndarray:
-    """Return [T, N, 3H]: the gates z and r and the candidate's recurrent product, for a GRU without mask that resets
-    after the product."""
+    """Return [T, N, 3H]: the gates z and r, and the recurrent product of the candidate. The case is a GRU without
+    mask that resets after the product."""
     results, H = evaluated(case, fl), case.hidden
     arrays = {name: fl.load(array) for name, array in case.arrays.items()}
     before = np.concatenate([arrays["init_state"][None], results["h"][:-1]])

@@ -87,7 +87,7 @@ def load_golden(file: str) -> Golden:
 
 
 MOST_NUMBERS = 2**22
-"""The largest product of the sizes of source and recurrent weight in a golden; recorded cases have up to 2**20."""
+"""The largest product of the sizes of source and recurrent weight in a golden file; recorded cases have up to 2**20."""
 
 
 def checked_case(entry: dict[str, Any], arrays: Arrays, results: Arrays) -> CompareCase:

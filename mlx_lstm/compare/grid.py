@@ -19,7 +19,7 @@ WITHOUT = {
     "mask": ("peephole",),
     "peephole": ("mask",),
 }
-"""The absent arguments by the name of the case. Cases that are not here have neither mask nor peephole."""
+"""The arguments that a case leaves out, by the name of the case. Cases not listed here have no mask and no peephole."""
 
 
 def grid(off_kinks: Callable[[CompareCase], bool], seed: int = 0) -> list[CompareCase]:

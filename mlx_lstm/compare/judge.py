@@ -1,4 +1,4 @@
-"""The exact results of a case, computed by the float64 oracle, and the errors that rounding may cause."""
+"""Compute the exact results of a case with the float64 oracle, and bounds on the errors that rounding may cause."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from .cases import Arrays, CompareCase, through_layers
 
 WORDS = {"source": "x", "recurrent_weight": "Wh", "input_weight": "Wx", "bias": "b", "init_state": "h0"}
 WORDS |= {"init_cell": "c0", "peephole": "peephole", "mask": "mask", "secondary_bias": "bhn"}
-"""The oracle's names of MPSGraph's arguments; both lay out two directions in the same way."""
+"""The oracle's name for each argument of MPSGraph. Both have the same layout for two directions."""
 
 OUTPUTS = {"h": "h", "c": "c", "z_state": "gates"}
 COTANGENTS = {"source_gradient": "h", "state_gradient": "hT", "cell_gradient": "cT"}
@@ -21,7 +21,8 @@ HARD_SIGMOIDS = {"x/5": "hard_sigmoid", "x/6": "hard_sigmoid_sixth"}
 
 
 def expected(case: CompareCase, **readings: str) -> Arrays:
-    """Return all results of a case in float64, by name, in the layouts of MPSGraph. `readings`: see `options`."""
+    """Return all results of a case in float64 by name, in MPSGraph's layouts. `readings`: how to interpret the
+    points that Apple's documentation leaves open, see `options`."""
     return evaluated(case, Arithmetic(np.float64), **readings)
 
 
@@ -34,8 +35,8 @@ def limits(case: CompareCase, dtype: DTypeLike = np.float32, trials: int = TRIAL
 def exact_and_limits(
     case: CompareCase, dtype: DTypeLike = np.float32, trials: int = TRIALS, **readings: str
 ) -> tuple[Arrays, Arrays]:
-    """Return all results in float64, and how far rounding in `dtype` may move each of their elements. Fewer trials may
-    give narrower bounds."""
+    """Return (exact, limits): all results in float64, and for each element how far rounding in `dtype` may move it.
+    Fewer trials may give narrower limits."""
     return exact_and_element_bounds(lambda fl: evaluated(case, fl, **readings), dtype, trials)
 
 
@@ -67,7 +68,8 @@ def call_of(case: CompareCase, **readings: str) -> dict[str, Any]:
 
 
 def options(case: CompareCase, *, output_peephole: str = "previous", hard_sigmoid: str = "x/5") -> dict[str, Any]:
-    """Convert the descriptor of a case to options of the oracle. The readings are keywords of `mpsgraph.lstm`."""
+    """Convert the descriptor of a case to options of the oracle. output_peephole, hard_sigmoid: how to interpret two
+    points that Apple's documentation leaves open; the values mean the same as in `mpsgraph.lstm`."""
     d, words = case.descriptor, {"none": "identity", "hard_sigmoid": HARD_SIGMOIDS[hard_sigmoid]}
 
     def activations(**properties: str) -> tuple[str, ...]:

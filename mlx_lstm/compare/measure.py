@@ -106,7 +106,7 @@ def compare(
         bound=float(bound[worst]),
         by_time=tuple(float(step.max()) for step in parts) if tensor in SEQUENCES else (),
     )
-    beyond = np.argwhere(~(error <= bound))  # NaN compares false
+    beyond = np.argwhere(~(error <= bound))  # negated, so that NaN counts as beyond
     if not len(beyond):
         return row
     first = tuple(int(n) for n in beyond[0])

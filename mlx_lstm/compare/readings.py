@@ -1,8 +1,7 @@
-"""Explain a dump that differs from the oracle: by other layouts, gate orders or properties, or by another reading of
-Apple's documentation.
+"""Explain why arrays that a user saved from an app (a dump) differ from the float64 oracle. A *reading* is one
+interpretation: other layouts, gate orders or properties, or another meaning of Apple's documentation.
 
-The readings are tried one by one, then in pairs. The nearest ones are compared within bounds derived for each of
-them.
+The readings are tried one by one, then in pairs. The nearest ones are compared within error bounds derived for each.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -22,19 +21,19 @@ from .experiments import preactivations, with_product
 from .judge import HARD_SIGMOIDS, evaluated, options
 
 NEAREST = 3  # number of readings that are compared within bounds
-FEW = 2  # batch items that the search compares; items are independent in the forward op
+FEW = 2  # sequences of the batch that the search compares; the forward op computes each independently
 LETTERS = {"lstm": "ifzo", "gru": "zro", "single_gate_rnn": "h"}
 FLAGS = {"lstm": ("reverse",), "gru": ("reverse", "flip_z", "reset_after"), "single_gate_rnn": ("reverse",)}
 
 
 class Change(NamedTuple):
-    """One change in the interpretation of a dump: its kind, its description, a function that changes the case, and
-    readings for the judge."""
+    """One change in how saved arrays are interpreted. kind: the group of changes it belongs to. The rest: a
+    description, a function that changes the case, and keywords for the oracle (`judge.options`)."""
 
     kind: str
     words: str
     apply: Callable[[CompareCase], CompareCase] = lambda case: case
-    readings: dict[str, str] = {}  # noqa: RUF012  nobody writes into it
+    readings: dict[str, str] = {}  # noqa: RUF012  this default is never changed
 
 
 class Form(NamedTuple):
@@ -47,8 +46,8 @@ class Form(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """An explanation of a dump: its description, the case, each result's error divided by its bound, and the form in
-    which each result was dumped."""
+    """One interpretation of saved arrays: its description, the case, each result's error divided by its bound, and
+    the form in which each result was saved."""
 
     words: list[str]
     case: CompareCase
@@ -57,7 +56,7 @@ class Reading(NamedTuple):
 
     @property
     def fitting(self) -> int:
-        """Return how many results the reading explains."""
+        """Return how many saved results this interpretation explains."""
         return sum(distance <= 1 for distance in self.distances.values())
 
 
@@ -74,7 +73,8 @@ def base_case(dump: Dump) -> tuple[CompareCase, list[str]]:
 
 
 def search(dumps: list[Dump]) -> tuple[Reading, bool]:
-    """Return the reading that explains the most results, and whether pairs of changes were tried."""
+    """Return (reading, pairs): the interpretation of the saved arrays that explains most results, and whether pairs
+    of changes were tried."""
     best = judged(dumps[0], ())
     if best.fitting < len(best.distances):
         alone = [(dump, chosen) for dump in dumps for chosen in [(), *((one,) for one in changes(dump))]]
@@ -87,8 +87,8 @@ def search(dumps: list[Dump]) -> tuple[Reading, bool]:
 
 
 def nearest(candidates: list[tuple[Dump, tuple[Change, ...]]], title: str) -> Reading:
-    """Rank the candidates by distance. Among the nearest, return the first that explains all results, else the one
-    that explains most."""
+    """Rank the candidates by their distance from the saved arrays. Among the nearest, return the first one that
+    explains all results. If none does, return the one that explains most."""
     with Progress() as progress:
         ranked = [(rank(*candidate), n) for n, candidate in enumerate(progress.each(candidates, title))]
     readings = []
@@ -100,8 +100,8 @@ def nearest(candidates: list[tuple[Dump, tuple[Change, ...]]], title: str) -> Re
 
 
 def applied(dump: Dump, chosen: Iterable[Change]) -> tuple[CompareCase, dict[str, str], list[str]]:
-    """Apply changes to a dump's case. Return the case, the readings for the judge, and the descriptions of the
-    changes."""
+    """Apply changes to a dump's case. Return (the changed case, keywords for `judge.options`, descriptions of the
+    changes)."""
     case, words = base_case(dump)
     readings: dict[str, str] = {}
     for change in chosen:
@@ -113,12 +113,13 @@ def applied(dump: Dump, chosen: Iterable[Change]) -> tuple[CompareCase, dict[str
 
 
 def rank(dump: Dump, chosen: tuple[Change, ...]) -> float:
-    """Return the distance of a reading from the dump in float64: the mean logarithm of all results' relative errors."""
+    """Return how far the saved results are from float64 under this interpretation: the mean logarithm of the
+    relative errors of all results."""
     case, readings, _ = applied(dump, chosen)
     alone = {name: value for name, value in dump.results.items() if name in RESULTS[case.op]}
     results, places = dump.results, {}
     if alone:
-        # In the forward op items of a batch are independent, so comparing a few of them is enough.
+        # The forward op computes the sequences of a batch independently, so comparing a few of them is enough.
         results = alone
         arrays = {name: value for name, value in case.arrays.items() if name not in COTANGENTS[case.op]}
         for name, value in arrays.items():
@@ -148,7 +149,8 @@ def rank(dump: Dump, chosen: tuple[Change, ...]) -> float:
 
 
 def judged(dump: Dump, chosen: tuple[Change, ...]) -> Reading:
-    """Return a reading of the dump, with the error of each result divided by the bound derived for it."""
+    """Return the interpretation as a `Reading`, with the error of each saved result divided by the bound derived for
+    it."""
     case, readings, words = applied(dump, chosen)
     try:
         exact, bound = exact_and_element_bounds(lambda fl: predicted(case, fl, readings), case.arrays["source"].dtype)
@@ -201,7 +203,7 @@ OTHERWISE = {
 
 
 def predicted(case: CompareCase, fl: Arithmetic, readings: dict[str, str]) -> Arrays:
-    """Return all results as documented, and other values that an app may have dumped in their place."""
+    """Return all results as documented, and under other names the values that an app may have saved in their place."""
     results = evaluated(case, fl, **readings)
     more = {"z_state before": preactivations(case, fl, **readings)} if case.op != "single_gate_rnn" else {}
     if case.op == "single_gate_rnn":
@@ -226,7 +228,8 @@ def predicted(case: CompareCase, fl: Arithmetic, readings: dict[str, str]) -> Ar
 
 
 def changes(dump: Dump, few: bool = False) -> Iterator[Change]:
-    """Yield all changes to try. `few` leaves out changes to the gates of one array or to one activation."""
+    """Yield all changes of interpretation to try. `few` leaves out changes to the gates of one array or to one
+    activation."""
     case = base_case(dump)[0]
     yield from of_layouts(dump)
     yield from of_options(case)

@@ -123,8 +123,8 @@ def figure(value: float) -> str:
 
 
 def settle_text(findings: Sequence[Finding], measured: bool) -> str:
-    """Return the open points of Apple's documentation with MPSGraph's answers, as text; without measurements, the
-    questions."""
+    """Return as text the open points of Apple's documentation with MPSGraph's answers, or only the questions if
+    nothing was measured."""
     if not measured:
         return table([["E:", "question", "ours"], *([one.name, one.question, one.default] for one in findings)])
     confirmed = sum(one.confirmed for one in findings)

@@ -1,5 +1,5 @@
 """Settle a point that Apple's documentation leaves open: compare MPSGraph's result with the prediction of each
-reading."""
+reading (interpretation) of the documentation."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -14,12 +14,13 @@ from .judge import evaluated
 from .measure import without_leading_ones
 
 Distance = Callable[[Outcome], float]
-"""Returns how far an outcome is from a reading, as a part of what rounding explains: up to 1 the reading fits."""
+"""A function that returns the distance of an outcome from the prediction of a reading (an interpretation of the
+documentation), divided by the error that rounding may cause. The reading fits up to 1."""
 
 
 class Experiment(NamedTuple):
-    """An experiment: the question, the case that answers it, the reading that `mlx_lstm.mpsgraph` takes by default,
-    and all readings."""
+    """An experiment on an open point of Apple's documentation: the question, the case that answers it, the reading
+    (interpretation) that `mlx_lstm.mpsgraph` takes by default, and all readings."""
 
     name: str
     question: str
@@ -41,7 +42,7 @@ class Finding(NamedTuple):
 
 
 def settle(experiment: Experiment, outcome: Outcome) -> Finding:
-    """Return the finding: which of an experiment's readings fits an outcome."""
+    """Return which reading (interpretation of Apple's documentation) fits the result of running an experiment."""
     distances = {reading: distance(outcome) for reading, distance in experiment.readings.items()}
     fits = [reading for reading, distance in distances.items() if distance <= 1]
     if len(fits) == 1:
@@ -74,7 +75,8 @@ def value(case: CompareCase, tensor: str, reading: Callable[[Arithmetic], np.nda
 
 
 def result(case: CompareCase, tensor: str, **readings: str) -> Distance:
-    """Return a function that measures the distance of a result from the oracle's result under these readings."""
+    """Return a function that measures the distance of a result from the oracle's result. `readings`: how the oracle
+    interprets the open points, see `judge.options`."""
     return value(case, tensor, lambda fl: evaluated(case, fl, **readings)[tensor])
 
 

@@ -1,5 +1,5 @@
-"""The oracle: each recurrence and its gradient in NumPy float64, and the largest errors that a correct result may
-have."""
+"""The oracle: a slow NumPy float64 implementation of each recurrence and its gradient, and bounds on the errors that
+a correct result may have. Tests and commands compare all other results with it."""
 
 from .case import ARRAYS, OUTPUTS, Case
 from .recurrence import activation_arguments, backward, clip_shift, evaluate, forward, kink_distance

@@ -1,8 +1,9 @@
-"""The oracle's arithmetic: one rounded operation in a dtype; activations and their slopes.
+"""The arithmetic of the float64 oracle: operations that are rounded to a dtype, activations, and slopes of
+activations.
 
-The formulas are written with an `Arithmetic` called `fl`: `fl(...)` marks one rounded operation. In float64 it does
-nothing. In another dtype it rounds, so that the same formula is computed in that dtype. `closeness` passes an
-`Arithmetic` that adds random errors, in order to derive bounds.
+The oracle's formulas take an `Arithmetic` called `fl`; `fl(...)` marks the rounding of one operation. For float64
+`fl` does nothing. For another dtype it rounds, so that the same formula is computed in that dtype. `closeness`
+passes an `Arithmetic` that adds random errors, in order to derive bounds on the errors of results.
 """
 
 from collections.abc import Callable
@@ -14,7 +15,7 @@ Array = np.ndarray
 Tensors = dict[str, Array]
 
 ACTIVATION_UNITS = 8
-"""Unit roundoffs by which an activation may be wrong before it is stored: 4 units of the last place."""
+"""The error that an activation may have before it is stored: 8 unit roundoffs, which are 4 units of the last place."""
 
 
 class Arithmetic:
@@ -29,16 +30,16 @@ class Arithmetic:
         self.accumulator: type[np.floating] = np.float64 if self.dtype == np.float64 else np.float32
 
     def __call__(self, value: Array | float, units: int = 0) -> Array:
-        """Round the result of one operation to the dtype. Only `Noise` uses `units`, the operation's own error in
-        roundoffs of the accumulator."""
+        """Round the result of one operation to the dtype. `units`: the operation's own error, counted in unit
+        roundoffs of the accumulator's dtype; only the subclass `Noise` uses it."""
         if self.dtype == np.float64:
             return np.asarray(value, np.float64)
         with np.errstate(over="ignore"):
             return np.asarray(value).astype(self.dtype).astype(np.float64)
 
     def load(self, value: Array) -> Array:
-        """Return an argument rounded to the dtype, as the op receives it. Only bounds use the imaginary part of a
-        weight (see `closeness.bounds`)."""
+        """Return an argument of the op, rounded to the dtype. The subclass `Noise` also accepts a complex weight,
+        whose imaginary part describes quantization (see `closeness.bounds`)."""
         return self(np.real(value))
 
     def store(self, named: Tensors) -> Tensors:
@@ -46,19 +47,19 @@ class Arithmetic:
         return {name: value.astype(self.dtype) for name, value in named.items()}
 
     def dot(self, a: Array, b: Array) -> Array:
-        """Return a [M,K] @ b [K,N]."""
+        """Return the matrix product a [M,K] @ b [K,N], rounded once."""
         return self(a.astype(self.accumulator, copy=False) @ b.astype(self.accumulator, copy=False))
 
     def total(self, terms: Array, axis: tuple[int, ...]) -> Array:
-        """Return the sum over `axis`, rounded once; the axis stays, with size 1."""
+        """Return the sum of `terms` over the axes `axis`, rounded once. The summed axes stay, with size 1."""
         return self(terms.sum(axis=axis, keepdims=True, dtype=self.accumulator))
 
     def blend(self, z: Array, a: Array, b: Array) -> Array:
-        """Return z a + (1 - z) b, each operation rounded."""
+        """Return z a + (1 - z) b, where each operation is rounded."""
         return self(self(z * a) + self(self(1.0 - z) * b))
 
     def start_step(self) -> None:
-        """Do nothing. `Noise` overrides this method, which is called before each time step."""
+        """Do nothing. The oracle calls this method before each time step; the subclass `Noise` overrides it."""
 
 
 def sigmoid(x: Array, fl: Arithmetic) -> Array:
@@ -76,7 +77,7 @@ ACTIVATIONS: dict[str, Activation] = {
     "hard_sigmoid": lambda x, fl: np.clip(fl(fl(fl(0.2) * x) + 0.5), 0.0, 1.0),
     "hard_sigmoid_sixth": lambda x, fl: np.clip(fl(fl(fl(1 / 6) * x) + 0.5), 0.0, 1.0),
 }
-SLOPES: dict[str, Activation] = {  # from the activation's output y
+SLOPES: dict[str, Activation] = {  # derivatives of the activations, as functions of the output y
     "identity": lambda y, fl: np.ones_like(y),
     "relu": lambda y, fl: np.where(y > 0, 1.0, 0.0),
     "tanh": lambda y, fl: fl(1.0 - fl(y * y)),

@@ -1,9 +1,9 @@
-"""Arguments of the oracle. A *case* is a dict with the op's argument names and `op`: "lstm" (the default), "gru" or
-"rnn". An absent argument is a missing key or None. `recurrence` runs one direction of a case, completed with
-defaults.
+"""The arguments of the float64 oracle. A *case* is a dict with the argument names of the op `lstm`, `gru` or `rnn`
+as keys. Its key `op` names the op (default: "lstm"). An absent argument is a missing key or None. `recurrence` runs
+one direction of a case, completed with defaults.
 
-T time, B batch, I input, H hidden, P width of h (H without projection), G gates, D directions; GH axes in
-`gate_order`.
+Letters in shapes: T time, B batch, I input, H hidden, P width of h (H without projection), G gates, D directions. An
+axis GH holds the gates in the order `gate_order`.
 """
 
 from collections.abc import Mapping
@@ -43,11 +43,11 @@ COMMON = {
     "lengths": None,
     "hold": None,
     "engine": None,
-}  # an engine is ignored
+}  # the oracle accepts an engine's name but ignores it
 
 
 def sides(case: Case) -> list[Case]:
-    """Return the case of each direction that runs, one or two."""
+    """Return one case per direction that the case runs: one, or two if it is bidirectional."""
     return [side_of(case, d) for d in range(2)] if case.get("bidirectional") else [case]
 
 
@@ -72,8 +72,8 @@ def side_of(case: Case, d: int) -> Case:
 
 
 def is_shared(case: Case, name: str) -> bool:
-    """Return whether both directions use the whole array: an x that is not projected, a mask of width 1, a keep
-    [T,B]."""
+    """Return whether both directions use this array as a whole. They share an x that is not projected, a mask of
+    width 1 and a keep of shape [T,B]."""
     if name == "keep":
         return np.ndim(case["keep"]) == 2
     if name == "mask":
@@ -82,14 +82,14 @@ def is_shared(case: Case, name: str) -> bool:
 
 
 def half(case: Case, array: Array, d: int) -> Array:
-    """Return the half of direction d of an output, or of an array in an output's layout. With one direction return
-    the whole array."""
+    """Return the part of an array that belongs to direction d. The array is an output, or has the layout of an
+    output. With one direction return the whole array."""
     return np.split(np.asarray(array), 2, axis=-1)[d] if case.get("bidirectional") else array
 
 
 def join_sides(case: Case, results: list[tuple[Tensors, Tensors]], fl: Arithmetic) -> tuple[Tensors, Tensors]:
-    """Join the (outputs, gradients) of both directions: outputs side by side, gradients in the layout of their arrays.
-    The gradient of a shared array is the sum."""
+    """Join the (outputs, gradients) of both directions. Outputs are joined along the last axis; each gradient gets
+    the layout of its argument. The gradient of an array that both directions share is the sum of both gradients."""
     (outputs, gradients), (outputs_reverse, gradients_reverse) = results
     outputs = {name: np.concatenate([value, outputs_reverse[name]], axis=-1) for name, value in outputs.items()}
     joined = {}
@@ -105,8 +105,8 @@ def join_sides(case: Case, results: list[tuple[Tensors, Tensors]], fl: Arithmeti
 
 
 def complete(case: Case, fl: Arithmetic) -> Side:
-    """Return the case with sizes and defaults filled in: absent states are 0, an absent mask is 1, absent lengths
-    are T, and an absent hold holds no step."""
+    """Return the case with sizes and defaults filled in. Defaults: an absent state is 0, an absent mask is 1, absent
+    lengths are T, and without `hold` no step is held."""
     op = case.get("op", "lstm")
     options = OPTIONS[op] | COMMON
     unknown = set(case) - set(TAKEN[op]) - set(options) - {"op"}
@@ -125,16 +125,15 @@ def complete(case: Case, fl: Arithmetic) -> Side:
     p.T, p.B = p.x.shape[:2]
     p.H, p.P = p.Wh.shape[0] // len(p.gate_order), p.Wh.shape[1]
     p.h0 = np.zeros((p.B, p.P)) if p.h0 is None else p.h0
-    p.c0 = np.zeros((p.B, p.H)) if p.c0 is None else p.c0  # unused by cells without c
+    p.c0 = np.zeros((p.B, p.H)) if p.c0 is None else p.c0  # a GRU and a plain RNN do not use c0
     p.mask_shape = np.shape(p.mask)
     p.mask = np.broadcast_to(1.0 if p.mask is None else p.mask, (p.T, p.B, p.P))
     p.keep_shape = np.shape(p.keep)
     p.keep = None if p.keep is None else p.keep.reshape(p.T, p.B, 1)
     lengths = np.full(p.B, p.T) if p.lengths is None else np.asarray(p.lengths)
     hold = np.zeros((p.T, p.B)) if p.hold is None else np.asarray(p.hold)
-    p.alive = [(t < lengths)[:, None] for t in range(p.T)]  # T of [B,1]: whether the item has not ended
-    p.active = [
-        alive & (hold[t] == 0)[:, None] for t, alive in enumerate(p.alive)
-    ]  # the item has not ended and is not held
+    p.alive = [(t < lengths)[:, None] for t in range(p.T)]  # for each t [B,1]: whether the sequence has not ended
+    # For each t [B,1]: whether the sequence has not ended and is not held.
+    p.active = [alive & (hold[t] == 0)[:, None] for t, alive in enumerate(p.alive)]
     p.times = list(range(p.T))[:: -1 if p.reverse else 1]
     return p

@@ -1,7 +1,8 @@
-"""One time step of each cell, forward and backward. `recurrence` runs the steps over time.
+"""One time step of each cell (LSTM, GRU, plain RNN), forward and backward. `recurrence` runs the steps over time.
 
-B batch, I input, H hidden, P width of h (H without projection), G gates: i f g o of an LSTM, r z n of a GRU; the
-only gate of a plain RNN is called h. GH axes are in `gate_order`. `p` is the completed case, see `case.complete`.
+Letters in shapes: B batch, I input, H hidden, P width of h (H without projection), G gates. The gates are i f g o of
+an LSTM and r z n of a GRU; the only gate of a plain RNN is called h. An axis GH holds the gates in the order
+`gate_order`. `p` is the case with all defaults filled in, see `case.complete`.
 """
 
 import numpy as np
@@ -32,15 +33,14 @@ def join(p: Side, named: Tensors) -> Array:
 
 
 def input_part(p: Side, x: Array, fl: Arithmetic) -> Array:
-    """Return the part of the preactivations that the input gives, x Wx^T + b, [B,GH]. Without Wx, x is already the
-    product x Wx^T."""
+    """Return the input's part of the preactivations: x Wx^T + b [B,GH]. Without Wx, x is already the product x Wx^T."""
     a = x if p.Wx is None else fl.dot(x, p.Wx.T)
     return a if p.b is None else fl(a + p.b)
 
 
 def through(p: Side, gate: str, y: Array, gradient: Array, dgates: Array, fl: Arithmetic) -> Array:
-    """Return the gradient of a gate's preactivation. The gradient of the gate's value `y` is `gradient` plus the
-    gate's block of the cotangent dgates [B,GH]."""
+    """Return the gradient of a gate's preactivation. y: the gate's value. The gradient of y is the sum of `gradient`
+    and of the gate's block in the cotangent `dgates` [B,GH]."""
     return fl(fl(gradient + block(p, dgates, gate)) * SLOPES[p.act[gate]](y, fl))
 
 
@@ -73,12 +73,12 @@ def lstm_preactivations(p: Side, x: Array, h_in: Array, c_prev: Array, fl: Arith
 
 
 def peeps_ahead(p: Side) -> bool:
-    """Return whether the output gate has a peephole to the c of the same step."""
+    """Return whether the LSTM's output gate has a peephole to the c of the same time step."""
     return p.peephole is not None and p.output_peephole == "current"
 
 
 def peeping_back(p: Side) -> str:
-    """Return the gates that have a peephole to c_prev."""
+    """Return the letters of the gates that have a peephole to the previous step's c."""
     return "" if p.peephole is None else "ifgo" if p.output_peephole == "previous" else "ifg"
 
 
@@ -110,7 +110,7 @@ def lstm_step_back(p: Side, s: Step, dh: Array, dc: Array, dgates: Array, fl: Ar
 
 
 def gru_step(p: Side, x: Array, h_in: Array, h_prev: Array, c_prev: Array, fl: Arithmetic, shift: Array | None) -> Step:
-    """Run one step from x [B,I] (or [B,3H] if projected already), masked h_in and unmasked h_prev [B,H].
+    """Run one GRU step from x [B,I] (or [B,3H] if projected already), masked h_in and unmasked h_prev [B,H].
 
     r, z = act(a + h_in Wh^T)
     n = act(a_n + r (h_in Wh_n^T + bhn)),  or with reset "before"  act(a_n + (r h_in) Wh_n^T)
@@ -120,7 +120,7 @@ def gru_step(p: Side, x: Array, h_in: Array, h_prev: Array, c_prev: Array, fl: A
     for k in "rz":
         a[k] = fl(a[k] + fl.dot(h_in, rows(p, k).T))
         y[k] = ACTIVATIONS[p.act[k]](a[k], fl)
-    entered = h_in if p.reset == "after" else fl(y["r"] * h_in)  # what the candidate's product sees
+    entered = h_in if p.reset == "after" else fl(y["r"] * h_in)  # operand of the candidate's recurrent product
     q = fl.dot(entered, rows(p, "n").T)
     q = q if p.bhn is None else fl(q + p.bhn)
     a["n"] = fl(a["n"] + (fl(y["r"] * q) if p.reset == "after" else q))
@@ -149,7 +149,8 @@ def gru_step_back(p: Side, s: Step, dh: Array, dc: Array, dgates: Array, fl: Ari
         dh_in = fl(dentered * y["r"])
     for k in "rz":
         dh_in = fl(dh_in + fl.dot(d[k], rows(p, k)))
-    drecurrent = join(p, d | {"n": drecurrent_n})  # gradients of the recurrent products; `da`, of the input's part
+    # Gradients of the recurrent products. The entry `da` below has the gradients of the input's part x Wx^T + b.
+    drecurrent = join(p, d | {"n": drecurrent_n})
     to_sum = dict(da=join(p, d), drecurrent=drecurrent, entered=s.entered, dbhn=drecurrent_n)
     return Step(dh_in=dh_in, dh_direct=to_h, dc_prev=dc, to_sum=to_sum)
 

@@ -38,7 +38,8 @@ FLOATS = {
 
 
 def float_of(dtype: DTypeLike) -> Float:
-    """Return the constants (`Float`) of a dtype or of the name of a dtype; NumPy itself has no bfloat16."""
+    """Return the rounding constants (`Float`) of a dtype. The dtype may be a name, since NumPy does not have
+    bfloat16."""
     return FLOATS[dtype if isinstance(dtype, str) else np.dtype(dtype).name]
 
 
@@ -57,8 +58,8 @@ def assert_close(name: str, got: ArrayLike, same_dtype: ArrayLike, ref64: Array,
 
 
 def assert_within(name: str, got: ArrayLike, ref64: ArrayLike, bound: Array | float) -> None:
-    """Assert |got - ref64| <= bound; the bound is one number or one per element. Fail for values that are not finite
-    and for other shapes."""
+    """Assert |got - ref64| <= bound, where `bound` is one number or one number per element. Values that are not
+    finite and another shape fail."""
     got, ref64 = np.asarray(got), np.asarray(ref64)
     if got.shape != ref64.shape:
         raise AssertionError(f"{name}: shape {got.shape}, expected {ref64.shape}")
@@ -66,7 +67,7 @@ def assert_within(name: str, got: ArrayLike, ref64: ArrayLike, bound: Array | fl
         rule = "the reference must be finite float64 and the bound finite"
         raise AssertionError(f"{name}: {rule}, got {ref64.dtype}, {bound}")
     error = np.abs(got.astype(np.float64) - ref64)
-    if not (error <= bound).all():  # NaN compares false
+    if not (error <= bound).all():  # negated, so that NaN fails too
         worst = tuple(int(n) for n in np.unravel_index(np.argmax(error - bound), error.shape))
         values = f"got {got[worst]!s}, expected {ref64[worst]:.9g}"
         allowed = np.broadcast_to(bound, error.shape)[worst]
@@ -121,7 +122,7 @@ def largest(array: ArrayLike) -> float:
 
 
 def exact_and_bounds(values: Values, dtype: DTypeLike, trials: int = TRIALS) -> tuple[Tensors, dict[str, float]]:
-    """Return the results of `values` in float64 by name, and a bound on the largest error of each."""
+    """Return (results of `values` in float64 by name, one bound per result on its largest error)."""
     exact, moved, underflow = sampled(values, dtype, trials)
     eps = float_of(dtype).eps
     bounds = {name: SAFETY * largest(moved[name]) + eps * largest(exact[name]) + underflow for name in exact}
@@ -129,32 +130,33 @@ def exact_and_bounds(values: Values, dtype: DTypeLike, trials: int = TRIALS) -> 
 
 
 def exact_and_element_bounds(values: Values, dtype: DTypeLike, trials: int = TRIALS) -> tuple[Tensors, Tensors]:
-    """Return the results of `values` in float64 by name, and a bound on the error of each element. The bound comes
-    from the moves of this element alone, so it may be narrower than the bound of the tensor."""
+    """Return (results of `values` in float64 by name, one bound per element on its error). The bound of an element
+    comes from the changes of this element alone, so it may be narrower than the bound of the whole tensor."""
     exact, moved, underflow = sampled(values, dtype, trials)
     eps = float_of(dtype).eps
     return exact, {name: SAFETY * moved[name] + eps * np.abs(exact[name]) + underflow for name in exact}
 
 
 def sampled(values: Values, dtype: DTypeLike, trials: int) -> tuple[Tensors, Tensors, float]:
-    """Return the results of `values` in float64, the largest move of each element over all trials with random
-    errors, and the error that underflow may add."""
+    """Return (exact, moved, underflow): the results of `values` in float64; for each element the largest change over
+    all trials, each of which adds random errors to the operations; and the error that underflow may add."""
     exact = values(Arithmetic(np.float64))
     moved = {name: np.zeros(np.shape(value)) for name, value in exact.items()}
     for trial in range(trials):
         noise = Noise(dtype, seed=trial, systematic=trial % 2 == 1)
         for name, value in values(noise).items():
-            moved[name] = np.maximum(moved[name], np.abs(value - exact[name]) / noise.gain)  # NaN stays
+            moved[name] = np.maximum(moved[name], np.abs(value - exact[name]) / noise.gain)  # np.maximum keeps NaN
     return exact, moved, noise.underflow
 
 
 def keeps_off_kinks(case: Case, dtype: DTypeLike) -> bool:
-    """Return whether no rounding in `dtype` takes an argument of relu or a hard sigmoid across a kink, where a gradient
-    jumps and has no bounds.
+    """Return whether no rounding in `dtype` can move an argument of relu or a hard sigmoid across a kink. At a kink
+    the gradient jumps, so it has no error bound.
 
-    An argument must be farther from a kink than its own bound, `gain` times as large as in the trials of `bounds`, and
-    farther than the activation's own error, which is at most the error of a result of 1, since a hard sigmoid rises to
-    1 within 2 |kink|. An exact 0 does not count, as in `kink_distance`.
+    An argument must be farther from a kink than the sum of two errors. The first is the argument's own bound,
+    multiplied by `gain` as in the trials of `bounds`. The second is the error of the activation itself: at most the
+    error of a result of 1, because a hard sigmoid rises to 1 within 2 |kink|. An argument that is exactly 0 does not
+    count, as in `kink_distance`.
     """
     names = [name for name, _ in activation_arguments(**case)]
     if not KINKS.keys() & set(names):
@@ -172,9 +174,11 @@ def keeps_off_kinks(case: Case, dtype: DTypeLike) -> bool:
 
 
 class Noise(Arithmetic):
-    """float64 arithmetic that moves every result by a random part of the error that it may have in `dtype`.
+    """float64 arithmetic that adds a random error to every result, as large as the error that an operation in
+    `dtype` may have.
 
-    For `dtype` float64 the moves are `gain` times larger than the errors, to stand out from the oracle's own rounding.
+    If `dtype` is float64, the added errors are `gain` times larger than real ones, to stand out from the oracle's
+    own rounding.
     """
 
     def __init__(self, dtype: DTypeLike, seed: int, systematic: bool):
@@ -186,7 +190,7 @@ class Noise(Arithmetic):
         self.unit: float = self.gain * unit
         self.accumulator_unit: float = self.gain * accumulated.eps / 2
         self.underflow: float = max(stored.smallest, accumulated.tiny)
-        self.seed: int | None = seed if systematic else None  # repeated at every step
+        self.seed: int | None = seed if systematic else None  # with a seed, the random errors repeat at every time step
         self.rng: np.random.Generator = np.random.default_rng(seed)
 
     def start_step(self) -> None:
@@ -197,7 +201,7 @@ class Noise(Arithmetic):
         return np.asarray(value).astype(np.complex128 if np.iscomplexobj(value) else np.float64)
 
     def move(self, limit: Array) -> Array:
-        """Return random values of size limit / 2 to limit, with random signs."""
+        """Return random errors with random signs, whose sizes are between limit / 2 and limit."""
         part = self.rng.uniform(-1.0, 1.0, np.shape(limit))
         return limit * (part + np.copysign(1.0, part)) / 2
 

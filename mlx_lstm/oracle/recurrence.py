@@ -1,7 +1,8 @@
-"""The ops of `mlx_lstm.recurrence` in NumPy float64: slow and simple, without code of the engines.
+"""The ops of `mlx_lstm.recurrence` in NumPy float64. The code is slow and simple, and shares nothing with the
+engines.
 
-`case` defines the arguments and the letters of the sizes, `cells` the steps, `arithmetic` the operations, called
-`fl`.
+Other modules of this package: `case` defines the arguments and the letters in shapes, `cells` defines one time step
+of each cell, `arithmetic` defines the rounded operations, called `fl`.
 """
 
 from typing import Any
@@ -37,8 +38,8 @@ def backward(case: Case, cotangents: Cotangents, *, dtype: DTypeLike = np.float6
 def evaluate(
     case: Case, cotangents: Cotangents | None, fl: Arithmetic, frozen_clip: Array | None = None
 ) -> tuple[Tensors, Tensors]:
-    """Run a case in the arithmetic `fl`. Return (outputs, gradients) as float64 arrays; no gradients if cotangents
-    is None."""
+    """Run a case in the arithmetic `fl`. Return (outputs, gradients) as float64 arrays. If cotangents is None, there
+    are no gradients."""
     results = []
     for d, side in enumerate(sides(case)):
         p = complete(side, fl)
@@ -63,8 +64,8 @@ def clip_shift(**case: Any) -> Array:
 
 
 def activation_arguments(*, fl: Arithmetic | None = None, **case: Any) -> list[tuple[str, Array]]:
-    """Return a list of (name of an activation, its arguments), for each activation at each step. Items that are held
-    or have ended are left out."""
+    """Return a list of (activation's name, its arguments), one entry for each activation at each time step.
+    Sequences of the batch that are held at this step, or have ended, are left out."""
     fl, seen = fl or Arithmetic(np.float64), []
     for p in (complete(side, fl) for side in sides(case)):
         for t, s in unroll(p, fl)[1].items():
@@ -89,8 +90,8 @@ def kink_distance(**case: Any) -> float:
 
 
 def unroll(p: Side, fl: Arithmetic, frozen_clip: Array | None = None) -> tuple[Tensors, dict[int, Step]]:
-    """Run one direction of a case over time. Return the outputs, and the tape: a dict from t to the values of step
-    t."""
+    """Run one direction of a case over time. Return (outputs, tape). The tape is a dict from t to the values of time
+    step t."""
     step = STEPS[p.op][0]
     widths = {"h": p.P, "c": p.H, "gates": len(p.gate_order) * p.H}
     outputs = {name: np.zeros((p.T, p.B, width)) for name, width in widths.items()}
@@ -113,13 +114,14 @@ def unroll(p: Side, fl: Arithmetic, frozen_clip: Array | None = None) -> tuple[T
 
 
 def padded(on: Array, value: Array) -> Array:
-    """Return `value` where `on` is true, else 0. This selects instead of multiplying, because items that are held or
-    have ended may contain NaN."""
+    """Return `value` where `on` is true, else 0. Selecting is necessary instead of multiplying, because sequences
+    that are held or have ended may contain NaN."""
     return np.where(on, value, 0.0)
 
 
 def times_keep(p: Side, t: int, value: Array, fl: Arithmetic) -> Array:
-    """Return a state, or the gradient of a state, times `keep`. Items that have ended stay unchanged."""
+    """Return a state, or the gradient of a state, times the argument `keep` at time t. Sequences of the batch that
+    have ended stay unchanged."""
     return value if p.keep is None else np.where(p.alive[t], fl(p.keep[t] * value), value)
 
 
@@ -154,7 +156,8 @@ def unroll_back(p: Side, tape: dict[int, Step], cotangents: Tensors, fl: Arithme
 
 
 def collect(p: Side, rows: list[tuple[int, Tensors]], dh0: Array, dc0: Array, fl: Arithmetic) -> Tensors:
-    """Return the gradients of all arguments. `rows` has for each step t the gradients [B, ...] of that step by name."""
+    """Return the gradients of all arguments. `rows`: for each time step a pair (t, gradients [B, ...] of this step
+    by name)."""
 
     def sequence(name: str, width: int) -> Array:
         out = np.zeros((p.T, p.B, width))

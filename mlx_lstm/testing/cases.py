@@ -28,9 +28,10 @@ MASKS = [(T, B, "P"), (B, "P"), (1, "P"), ("P",), (T, 1, 1), (1,), ()]
 HOLD = [[0, 1], [1, 0], [0, 1], [1, 1]]
 ACTIVATIONS = ("identity", "relu", "tanh", "sigmoid", "hard_sigmoid", "hard_sigmoid_sixth")
 KINK_MARGIN = 1e-2
-"""How far preactivations stay from a kink of their activation: a thousand steps of a finite difference."""
+"""The least distance of preactivations from a kink of their activation, so that finite differences do not cross it: a
+thousand times their step."""
 ROUNDING_MARGIN = 1e-4
-"""The same where only rounding in float32 must not cross the kink."""
+"""The least distance of preactivations from a kink where only rounding in float32 must not cross it."""
 
 # Each entry of these tables has arguments of `draw` besides sizes and dtype, for a batch of 2 (see `at_batch`).
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -93,11 +94,11 @@ BIDIRECTIONAL = {
 
 CELLS = {f"gru_{name}": {"op": "gru", **option} for name, option in GRU.items()}
 CELLS |= {f"rnn_{name}": {"op": "rnn", **option} for name, option in RNN.items()}
-"""Like OPTIONS, which are an LSTM's, for the other two cells."""
+"""The options that tests draw for a GRU and a plain RNN. OPTIONS has those of an LSTM."""
 BOTH = {
     f"{op}_both_{name}": {"op": op, **option} for op, table in BIDIRECTIONAL.items() for name, option in table.items()
 }
-"""Like OPTIONS, for all cells with both directions."""
+"""The options that tests draw for bidirectional layers of all cells, in the format of OPTIONS."""
 EVERY_OPTION = OPTIONS | CELLS | BOTH
 
 GATES = {"lstm": "ifgo", "gru": "rzn", "rnn": "h"}
@@ -155,8 +156,8 @@ def draw(
 
 
 def stored(arrays: dict[str, Any], dtype: DTypeLike) -> dict[str, Any]:
-    """Return the arrays in a NumPy dtype; for the name of an MLX dtype, as float32 with values that this dtype can
-    represent."""
+    """Return the arrays converted to a dtype. For the name of an MLX dtype the arrays are float32 with values that
+    the MLX dtype can represent."""
     if not isinstance(dtype, str):
         return {name: array.astype(dtype) for name, array in arrays.items()}
     return as_represented({name: array.astype(np.float32) for name, array in arrays.items()}, dtype)
@@ -190,7 +191,7 @@ def draw_away_from_kinks(
 
 
 def at_batch(options: Mapping[str, Any], B: int) -> dict[str, Any]:
-    """Return an entry of the tables of options, which are for a batch of 2, converted to a batch of B."""
+    """Return an entry of the tables of options, converted from a batch of 2 to a batch of B."""
     changed = dict(options)
     if "lengths" in changed:
         changed["lengths"] = (changed["lengths"] * B)[:B]
@@ -202,7 +203,7 @@ def at_batch(options: Mapping[str, Any], B: int) -> dict[str, Any]:
 
 
 def split(case: Case) -> tuple[str, dict[str, np.ndarray], dict[str, Any]]:
-    """Split a case into (op, arrays, options). `options` has all arguments that are no arrays."""
+    """Split a case into (op, arrays, options). `options` has all arguments that are not arrays."""
     arrays = {name: case[name] for name in ARRAYS if case.get(name) is not None}
     options = {name: value for name, value in case.items() if name not in ARRAYS and name != "op"}
     return case.get("op", "lstm"), arrays, options

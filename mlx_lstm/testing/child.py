@@ -1,4 +1,5 @@
-"""A child process of this package that answers requests. A crash or a hanging kernel ends only the child process.
+"""Start a child process of this package and send it requests. If code crashes or a kernel hangs, only the child is
+lost.
 
 Requests and answers are JSON objects, one per line, on the child's standard input and output.
 """
@@ -18,7 +19,7 @@ from typing import IO, Any
 from ..machine import child_environment, module_command
 
 LINES = 6
-"""How many lines a failed child's report has at most: a compiler may have said pages."""
+"""The largest number of lines in the report of a failed child. A compiler may have printed pages."""
 
 
 class ChildError(RuntimeError):
@@ -31,8 +32,8 @@ class ChildError(RuntimeError):
 
 
 class Child:
-    """A child process that runs `python -m MODULE ARGUMENTS`, which calls `serve`. It ends when its parent closes it
-    or ends."""
+    """A child process that runs `python -m MODULE ARGUMENTS`. The module has to call `serve`. The child ends when
+    the parent calls `close` or ends."""
 
     def __init__(self, module: str, *arguments: str):
         self.errors: IO[str] = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 (see close)
@@ -94,7 +95,7 @@ class Child:
             self.process.wait(timeout=2)
         except subprocess.TimeoutExpired:
             self.process.kill()
-            with suppress(subprocess.TimeoutExpired):  # while it waits for its GPU even a killed process may not end
+            with suppress(subprocess.TimeoutExpired):  # even a killed process may not end while it waits for the GPU
                 self.process.wait(timeout=5)
         self.reader.join(timeout=1)
         if not self.reader.is_alive():
@@ -105,7 +106,7 @@ class Child:
 
 
 def ended(code: int) -> str:
-    """Return as text how a process with this exit code ended."""
+    """Return as text how a process ended: its exit code, or the signal that killed it."""
     return f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
 
 

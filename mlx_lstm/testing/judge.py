@@ -1,5 +1,5 @@
-"""Judge results: compare each tensor with the float64 oracle. The error must be within a bound derived from the
-case."""
+"""Decide whether results are right: compare each tensor with the float64 oracle. The error must be within a bound
+that is derived from the inputs alone."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -11,13 +11,13 @@ from ..oracle.arithmetic import Tensors
 from ..oracle.closeness import TRIALS, Values, exact_and_bounds, largest
 
 LARGE = 100_000
-"""From so many elements of a tensor on, the maximum over its elements is well sampled in FEW trials."""
+"""The number of elements from which on FEW trials with random errors find the largest error of a tensor well."""
 FEW = 2
 
 
 class Verdict(NamedTuple):
-    """The judgement of results: the tensor with the largest ratio of error to bound, this error and bound, and why
-    the results are refused, or ""."""
+    """The outcome of comparing results with the float64 oracle. tensor, error, bound: the tensor with the largest
+    ratio of error to bound, with both figures. refusal: why the results are refused, or ""."""
 
     tensor: str
     error: float
@@ -26,20 +26,21 @@ class Verdict(NamedTuple):
 
 
 class Judge(NamedTuple):
-    """The float64 results of a case by name, and for each a bound on the largest error."""
+    """The float64 results of a case by name, and for each result a bound on its largest error. The methods compare
+    other results with them."""
 
     exact: Tensors
     bounds: dict[str, float]
 
     def judge(self, results: Tensors, names: Iterable[str]) -> Verdict:
-        """Compare the results of these names with the exact results; a missing result is refused."""
+        """Compare the results of these names with the float64 results. A missing result is refused."""
         verdicts = [self.judge_tensor(name, results.get(name)) for name in names]
         refused = [verdict for verdict in verdicts if verdict.refusal]
         return max(refused or verdicts, key=lambda verdict: verdict.error / verdict.bound)
 
     def judge_tensor(self, name: str, result: np.ndarray | None) -> Verdict:
-        """Compare one result with the exact one. Refuse NaN, another shape, and a bound so wide that zeros would
-        pass."""
+        """Compare one result with the float64 result. Refuse NaN, another shape, and a bound so wide that zeros
+        would pass."""
         exact, bound = self.exact[name], self.bounds[name]
         if result is None or result.shape != exact.shape:
             shape = None if result is None else list(result.shape)
@@ -54,6 +55,6 @@ class Judge(NamedTuple):
 
 
 def make_judge(values: Values, dtype: DTypeLike, elements: int) -> Judge:
-    """Return the judge of the results that `values` computes. `elements`: the number of elements of the largest
-    tensor."""
+    """Return a `Judge` for the results that `values` computes. `elements`: the number of elements of the largest
+    tensor, which decides how many trials with random errors are needed."""
     return Judge(*exact_and_bounds(values, dtype, TRIALS if elements < LARGE else FEW))

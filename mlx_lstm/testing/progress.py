@@ -8,14 +8,14 @@ from collections.abc import Iterator, Sequence
 from typing import TextIO, TypeVar
 
 ERASE = "\r\x1b[2K"
-EARLY = 3.0  # seconds from the first item on before the first estimate of what is left
+EARLY = 3.0  # seconds of work before the first estimate of the time left
 
 T = TypeVar("T")
 
 
 class Progress:
-    """A context that shows a line of progress, which a thread redraws each second. It shows nothing if `out`
-    (default: stderr) is no terminal. `title` is printed before the text of `say`."""
+    """A context that shows a line of progress in the terminal; a thread redraws the line each second. Nothing is
+    shown if `out` (default: stderr) is not a terminal. `title` is printed before the text of `say`."""
 
     def __init__(self, out: TextIO | None = None) -> None:
         self.out: TextIO = sys.stderr if out is None else out

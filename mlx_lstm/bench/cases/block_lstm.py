@@ -19,11 +19,12 @@ from ..tasks import Contender, Size, Task, Work
 
 SIZES = tuple(Size(T, 32, H, H) for T in (64, 256) for H in (128, 256, 512))
 FORGET_BIAS = 1.0
-ICFO = "igfo"  # TensorFlow's gate order in our letters
+ICFO = "igfo"  # TensorFlow calls this gate order icfo (its c is our g)
 
 
 def judge_block_lstm(numbers: Tensors, dtype: str, *, backward: bool) -> Judge:
-    """Return the judge of results: the LSTM of `numbers` with the forget bias added to b."""
+    """Return a `Judge`, which compares results with float64. The results are those of the LSTM with the forget bias
+    added to b."""
     b = numbers["b"].copy()
     H = len(b) // 4
     b[H : 2 * H] += FORGET_BIAS

@@ -17,7 +17,8 @@ SUFFIXES = (("_l0", "_l0_reverse"), ("_l1", "_l1_reverse"))
 
 
 def judge_stack(cell: str, numbers: Tensors, dtype: str, *, backward: bool) -> Judge:
-    """Return the judge of results for a stack of this cell, "lstm" or "gru"."""
+    """Return a `Judge`, which compares results with float64, for two bidirectional layers of this cell, "lstm" or
+    "gru"."""
     return judge_layer(numbers, dtype, backward=backward, evaluate=partial(evaluate, cell))
 
 
@@ -36,8 +37,8 @@ def evaluate(cell: str, numbers: Tensors, fl: Arithmetic, *, backward: bool) -> 
 
 
 def layer(cell: str, numbers: Tensors, suffixes: tuple[str, str], fl: Arithmetic) -> Tensors:
-    """Return the oracle's case of one layer, without x. The two biases are added, except the recurrent bias of a
-    GRU's candidate."""
+    """Return the arguments for the float64 oracle of one layer, without x. The two biases are added, except the
+    recurrent bias of a GRU's candidate, which stays separate."""
     both = {name: [numbers[name + suffix] for suffix in suffixes] for name in ("Wx", "Wh", "b", "bh")}
     b, bh = (np.stack(both[name]).astype(np.float64) for name in ("b", "bh"))
     case = {"op": cell, "bidirectional": True, "Wx": np.concatenate(both["Wx"]), "Wh": np.stack(both["Wh"])}
