@@ -1,5 +1,5 @@
-"""Tests of the guard, which tries Metal kernels on small problems before their first use. The tests plant faults in
-kernels; most trials run in child processes, as on a Mac."""
+"""Tests of the guard, which runs Metal kernels on small problems (a trial run) before their first use. The tests
+plant faults in kernels; most trial runs take place in child processes, as on a Mac."""
 
 import json
 import re
@@ -38,7 +38,8 @@ RIGHT, WRONG = _child.Verdict(""), _child.Verdict(BROKEN)
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path, monkeypatch):
-    """Use a temporary folder as the user's cache. Yield the path of the file with the results of trials."""
+    """Use a temporary folder as the user's cache. Yield the path of the file that stores the results of trial runs
+    of kernels."""
     monkeypatch.setattr(tuning, "cache_file", lambda: tmp_path / "cache" / "engines.json")
     current = tuning.current
     current.cache_clear()
@@ -59,7 +60,8 @@ def said(monkeypatch):
 
 @pytest.fixture
 def tried(monkeypatch):
-    """Run trials in this process, where the tests plant faults. Return a list that records the engine of each trial."""
+    """Run the trial runs of kernels in this process, where the tests plant faults. Return a list that records the
+    engine of each trial run."""
     engines, verdict = [], _judge.verdict
     monkeypatch.setattr(_guard, "command", lambda: None)
     monkeypatch.setattr(_judge, "verdict", lambda trial: (engines.append(trial.engine), verdict(trial))[1])
@@ -106,8 +108,8 @@ def assert_trained(layer, x, weights):
 
 def test_a_layer_trains_on_the_next_engine(monkeypatch, own_cache):
     """If a kernel does not compile, the layer trains on the next engine with one warning, and a caller who requests
-    the faulty engine gets the reason as an error. There is no further trial, in this process or another, until the
-    kernels change."""
+    the faulty engine gets the reason as an error. The kernel is not tried again, in this process or another, until
+    the kernels change."""
     started, real = [], _guard.by_child
     monkeypatch.setattr(_guard, "by_child", lambda *given: (started.append(given[1].engine), real(*given))[1])
     monkeypatch.setattr(_guard, "command", lambda: [sys.executable, SCRIPT, "compile", "lstm_fused_forward"])
@@ -141,7 +143,7 @@ def test_a_layer_trains_on_the_next_engine(monkeypatch, own_cache):
 
 
 def test_who_judges_results_has_no_trial(monkeypatch):
-    """Inside `unguarded` a kernel runs although its trial failed."""
+    """Inside the context `unguarded`, a kernel is used although its trial run failed."""
     monkeypatch.setattr(_guard, "try_out", lambda trial: WRONG)
     forced, x, weights = layer_and_data(engine="fused")
     with on_metal(guarded=True):
@@ -180,7 +182,7 @@ FAMILIES = {  # a kernel: (the engines that have it, what needs it)
 
 
 def assert_right_without(kernel, monkeypatch, said, kind):
-    """Check that the op returns right results from the next engine, with one warning per refused engine. The faulty
+    """Check that the op computes right results with the next engine, with one warning per refused engine. The faulty
     kernel would end the test if it ran."""
     engines, options = FAMILIES[kernel]
     options = dict(options)
@@ -226,8 +228,8 @@ HANGING = ("lstm_fused_forward", "recurrent_input", "gru_stepwise_backward")
     "kernel, kind", [(kernel, kind) for kernel in FAMILIES for kind in FAULTS if kind != "hangs" or kernel in HANGING]
 )
 def test_any_fault_in_any_kernel(kernel, kind, monkeypatch, said):
-    """Every kind of fault in any kernel makes the library use the next engine. The trials run in child processes, as
-    on a Mac."""
+    """Every kind of fault in any kernel makes the library use the next engine. The trial runs of kernels take place
+    in child processes, as on a Mac."""
     monkeypatch.setattr(_child, "SECONDS", 30 if kind == "hangs" else 600)
     monkeypatch.setattr(_guard, "command", lambda: [sys.executable, SCRIPT, kind, kernel])
     assert_right_without(kernel, monkeypatch, said, "refused")
@@ -251,7 +253,7 @@ PROCESSES = {  # what a child does once it says that the trial has begun: the ve
 
 
 def in_python(code, monkeypatch):
-    """Return the result of a trial in a child process that runs this Python code."""
+    """Return the result of a trial run in a child process that executes the Python source `code`."""
     monkeypatch.setattr(_child, "SECONDS", 5)
     return _guard.by_child(
         [sys.executable, "-c", f"import os, signal, sys, time; {code}"], trial_of("fused", problem())
@@ -264,14 +266,14 @@ def test_what_a_child_tells(code, monkeypatch):
 
 
 def test_a_child_that_cannot_begin_says_nothing(monkeypatch):
-    """A child process that fails at its imports gives no result. The guard then tries the kernels in the user's
-    process."""
+    """A child process that fails at its imports gives no result of the trial run. The guard then tries the kernels
+    in the user's process."""
     assert in_python("import nothing_of_the_kind", monkeypatch) is None
 
 
 def test_a_hang_refuses_the_engine_in_this_process_only(monkeypatch, said, capfd):
-    """A trial that hangs refuses the engine in this process only, without a second trial, which would cost another
-    minute. No trial runs in the user's process then, because it might hang there, too."""
+    """A trial run that hangs makes the guard refuse the engine in this process only. There is no second trial run,
+    which would cost another minute, and none in the user's process, where the kernel might hang, too."""
     monkeypatch.setattr(_child, "SECONDS", 2)
     monkeypatch.setattr(_child, "PATIENCE", 0.5)
     monkeypatch.setattr(_guard, "is_real", lambda: True)
@@ -289,7 +291,8 @@ def test_a_hang_refuses_the_engine_in_this_process_only(monkeypatch, said, capfd
 
 
 def test_one_child_tries_each_kernel_once(tmp_path, monkeypatch):
-    """One child process runs all trials. A trial of kernels that were already found right launches nothing."""
+    """A single child process runs all trial runs of kernels. Kernels that were already found right are not launched
+    again."""
     log = tmp_path / "launches"
     monkeypatch.setattr(_guard, "command", lambda: [sys.executable, SCRIPT, "counted", str(log)])
     first = _guard.try_out(trial_of("fused", problem()))
@@ -302,8 +305,8 @@ def test_one_child_tries_each_kernel_once(tmp_path, monkeypatch):
 
 
 def test_where_no_process_can_be_started(monkeypatch, tried):
-    """The trial runs in the user's process if no child process can be started. A frozen application does not start
-    one, because its executable is not a Python interpreter."""
+    """The trial run takes place in the user's process if no child process can be started. A frozen application does
+    not start a child process, because its executable is not a Python interpreter."""
     with on_metal():
         assert _guard.by_child(["/nowhere/python"], trial_of("fused", problem())) is None
         assert _guard.try_out(trial_of("fused", problem())) == RIGHT
@@ -350,7 +353,7 @@ def time_passes():
 
 
 def test_inside_transformations(monkeypatch, said, tmp_path):
-    """If a trial fails while MLX traces a call, the engine `ops` takes over in the traced graph."""
+    """If the trial run of a kernel fails while MLX traces a call, the engine `ops` takes over in the traced graph."""
     monkeypatch.setattr(_guard, "try_out", lambda trial: WRONG)
     layer, x, _ = layer_and_data()
     plain = layer(x)[0]
@@ -370,8 +373,8 @@ def test_inside_transformations(monkeypatch, said, tmp_path):
 
 
 def test_a_trial_in_this_process_inside_of_compile(said, tried):
-    """The results of a trial are checked even inside mx.compile, because the trial's arrays are not traced and have
-    values."""
+    """The results of a kernel's trial run are checked even inside mx.compile, because the arrays of the trial run
+    are not traced and have values."""
     layer, x, _ = layer_and_data()
     with on_metal(guarded=True), fault("wrong", ".*fused_forward|.*stepwise_outputs"):
         compiled = mx.compile(lambda x: layer(x)[0])(x)
@@ -388,7 +391,7 @@ def test_an_emulator_is_no_reason_for_a_trial(monkeypatch):
 
 
 def test_a_gradient_op_is_tried_with_its_gradients(tried):
-    """The trial for a gradient op has cotangents for the same outputs as the caller's call."""
+    """The trial run for a gradient op has cotangents for the same outputs as the caller's call."""
     seen = []
     case = draw(np.random.default_rng(1), sizes=(3, 2, 3, 9, 9), dtype=np.float32)
     arrays = {name: mx.array(case[name]) for name in ("x", "Wx", "Wh", "b")}
@@ -404,7 +407,8 @@ def test_a_gradient_op_is_tried_with_its_gradients(tried):
 
 
 def counted(monkeypatch, verdict=""):
-    """Replace every trial by the fixed result `verdict`. Return the list of the trials requested from now on."""
+    """Replace every trial run of kernels by the fixed result `verdict`. Return a list that records the trial runs
+    requested from now on."""
     trials = []
     monkeypatch.setattr(_guard, "is_real", lambda: True)
     monkeypatch.setattr(_guard, "try_out", lambda trial: (trials.append(trial), _child.Verdict(verdict))[1])
@@ -423,7 +427,8 @@ def test_a_verdict_is_kept_for_this_machine(own_cache, monkeypatch):
 
 
 def test_the_verdicts_of_other_environments_stay(own_cache, monkeypatch):
-    """The file keeps the results of trials for the environments (machine and versions) that were used last."""
+    """The file keeps the results of kernels' trial runs for the environments (machine and versions) that were used
+    last."""
     trials, real = counted(monkeypatch), verdicts.names()
     for n in range(verdicts.MACHINES + 1):
         monkeypatch.setattr(verdicts, "names", lambda n=n: f"{real} {n}")
@@ -501,7 +506,8 @@ def texts_of(engine, sizes, dtype, packing=None, **options):
 
 
 def assert_tries_the_same(engine, sizes, dtype=np.float32, **options):
-    """Check that the trials run every kernel that the call runs, with the same source, and find all kernels right."""
+    """Check that the trial runs use every kernel that the call uses, with the same source, and find all kernels
+    right."""
     forms, wanted = texts_of(engine, sizes, dtype, **options)
     with on_metal() as log:
         assert [_judge.verdict(trial_of(engine, form)) for form in forms] == [""] * len(forms)
@@ -515,8 +521,8 @@ def test_a_trial_runs_the_kernels_of_the_call(call):
 
 
 def test_a_trial_is_cut_as_the_call():
-    """The trial uses the same cut (batch rows per threadgroup, spare registers) as the call, if `--tune` measured
-    one."""
+    """The trial run divides its work into threadgroups in the same way as the call, if `--tune` measured a better
+    division for this machine."""
     with tuning.trying(Cut(8, 4)):
         assert_tries_the_same("fused", (2, 5, 3, 9, 9))
 
@@ -527,8 +533,8 @@ SHAPES = [(1, 1, 2), (22, 5, 9), (4, 9, 24), (12, 40, 9)]
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(pairs(EVERY_OPTION))))
 def test_a_trial_runs_the_kernels_of_any_call(number):
-    """For every option, the trials run the kernels of the call. Each option has one of four shapes and one of three
-    dtypes."""
+    """For every option, the trial runs use the kernels of the call. Each option is tested with one of four shapes
+    and one of three dtypes."""
     engine, option = pairs(EVERY_OPTION)[number]
     T, B, H = SHAPES[number % len(SHAPES)]
     options = dict(EVERY_OPTION[option])
@@ -543,8 +549,8 @@ def test_a_trial_runs_the_kernels_of_any_call(number):
 
 
 def test_large_calls_have_small_trials():
-    """The trial of a large call has small sizes. Where the call exceeds an index or launch limit, the trial has a
-    lower limit, so that it runs the same kernels."""
+    """The trial run for a large call has small sizes. If the call exceeds an index limit or the limit of steps per
+    launch, the trial run has a lower limit, so that it uses the same kernels."""
     trial = trial_of("fused", problem(T=100000, B=512, H=128, P=128))
     assert trial.problem[:4] == (3, 65, 128, 128) and trial.problem.limits == Limits(index=0, launch_steps=2)
     trial = trial_of("stepwise", problem(T=100000, B=512, H=1024, P=1024))
@@ -560,8 +566,8 @@ def test_large_calls_have_small_trials():
 
 
 def test_kernels_of_large_calls_run_in_small_trials():
-    """The small trial of a large call runs kernels with 64-bit indices and splits a pass over the steps into several
-    launches."""
+    """The small trial run for a large call uses kernels with 64-bit indices and several launches per pass over the
+    time steps."""
     for engine in ("fused", "stepwise"):
         trial = trial_of(engine, problem(T=2**26, B=3))
         with on_metal() as log:
@@ -573,8 +579,8 @@ def test_kernels_of_large_calls_run_in_small_trials():
 
 
 def test_launches_of_one_limit_never_serve_another():
-    """Two trials in one process that differ only in their limits run different kernels in either order, although
-    they share the caches of launches."""
+    """Two trial runs in one process that differ only in their index and launch limits use different kernels in
+    either order, although they share the caches of launches."""
     for engine, word in (("fused", "using Index = ulong"), ("stepwise", "using Index = long")):
         wide = trial_of(engine, problem(T=2**26, B=3))
         narrow = wide._replace(problem=wide.problem._replace(limits=Limits()))
@@ -602,8 +608,8 @@ def every_cell():
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
 def test_a_trial_keeps_off_kinks(dtype):
-    """The random arrays of a trial keep the arguments of activations away from kinks. Next to a kink gradients have
-    no error bounds and could not be checked."""
+    """The random arrays of a trial run keep the arguments of activations away from kinks (e.g. 0 for relu). Next to
+    a kink a gradient has no error bound and cannot be checked."""
     for cell in every_cell():
         names = ("x", "Wx", "Wh", "b", "h0") + (("c0", "peephole") if cell.op == "lstm" else ())
         drawn = _draw.draw(problem(T=10, B=9, cell=cell, dtype=dtype, names=names), np.random.default_rng(0))
@@ -613,7 +619,7 @@ def test_a_trial_keeps_off_kinks(dtype):
 @pytest.mark.parametrize("T", [3, 22, 64])
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16], ids=str)
 def test_the_numbers_of_a_trial_stay_in_range(dtype, T):
-    """The results of a trial do not overflow. A trial that overflows would refuse correct kernels."""
+    """The results of a kernel's trial run do not overflow. A trial run that overflows would refuse correct kernels."""
     for cell in every_cell():
         drawn = _draw.draw(problem(T=T, B=2, H=4, P=4, cell=cell, dtype=dtype), np.random.default_rng(0))
         outputs, _ = evaluate(drawn.case, None, Arithmetic(np.float64))
@@ -621,7 +627,8 @@ def test_the_numbers_of_a_trial_stay_in_range(dtype, T):
 
 
 def test_a_gradient_that_is_no_number_is_wrong(monkeypatch):
-    """A trial refuses NaN in a gradient even next to a kink, where gradients have no error bounds."""
+    """The trial run refuses a kernel that returns NaN in a gradient, even next to a kink of an activation, where
+    gradients have no error bounds."""
     real_draw, real = _judge.draw, _judge.results
     monkeypatch.setattr(_judge, "draw", lambda *given: real_draw(*given)._replace(smooth=False))
     spoilt = {"dx": np.nan}
@@ -635,8 +642,8 @@ def test_a_gradient_that_is_no_number_is_wrong(monkeypatch):
 
 
 def test_less_precise_products_of_mlx_are_no_fault(monkeypatch):
-    """A trial accepts an engine that is as far from the oracle as the engine `ops`, but not much farther. Some GPUs
-    compute float32 products less precisely."""
+    """The trial run accepts an engine whose results are as far from the oracle as those of the engine `ops`, but not
+    much farther. Some GPUs compute float32 products less precisely."""
     real, off = _judge.results, {"ops": 1.001, "fused": 1.0015}
     monkeypatch.setattr(_judge, "results", lambda *given: {name: a * off[given[3]] for name, a in real(*given).items()})
     with on_metal():

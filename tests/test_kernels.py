@@ -43,8 +43,8 @@ HALVES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 
 
 def check(case, engine, cotangents, **emulator):
-    """Run a case in float32 and check that outputs and gradients differ from the oracle's by at most the error
-    bounds. Return (results by name, log of the kernel launches)."""
+    """Run a case in float32 and check that outputs and gradients differ from the float64 oracle's by at most the
+    error bounds. Return (results by name, log of the kernel launches)."""
     case = {n: v.astype(np.float32) if n in ARRAYS and v is not None else v for n, v in case.items()}
     cotangents = {name: value.astype(np.float32) for name, value in cotangents.items()}
     ref = forward(**case) | backward(case, cotangents)
@@ -223,8 +223,8 @@ def test_arrays_too_large_for_indices_of_32_bits(layer, B):
 
 
 def found_on_metal(shaders, body, count, inputs):
-    """Run `body`, which calls functions of metal/, in a single GPU thread. Return the integers that it writes to the
-    output `found`."""
+    """Run Metal source `body`, which calls functions of metal/, in a single GPU thread. Return the integers that the
+    source stores in the output `found`."""
     with on_metal(), mx.stream(mx.cpu):
         header, names = "using Index = long;\n" + kernels.header(shaders, body), list(inputs)
         kernel = mx.fast.metal_kernel("places", names, ["found"], f"device int64_t* to = found;\n{body}", header)
@@ -319,8 +319,8 @@ def test_small_numbers_have_all_their_digits(engine, op, B):
 @pytest.mark.parametrize("op", ["lstm", "gru", "rnn"])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_what_a_nearly_closed_gate_lets_through_has_all_its_digits(engine, op, B):
-    """Each element has a small relative error when the biases of the sigmoid gates lie between -30 and -8, some at
-    30."""
+    """Each element has a small relative error when sigmoid gates are nearly closed (biases from -30 to -8) or fully
+    open (bias 30)."""
     rng, gates = np.random.default_rng(7), {"lstm": "ifgo", "gru": "rzn", "rnn": "h"}[op]
     options = {"activation": "sigmoid"} if op == "rnn" else {}
     case = draw(rng, op=op, sizes=(4, B, 3, 10, 10), dtype=np.float32, **options)

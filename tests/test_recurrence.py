@@ -52,14 +52,14 @@ def judged(case, cotangents, dtype):
 
 
 def check(case, engine, dtype, cotangents):
-    """Check that outputs and gradients of a case differ from the oracle's by at most the error bounds derived from
-    the case."""
+    """Check that outputs and gradients of a case (dict of arrays and options) differ from the oracle's by at most
+    the error bounds."""
     check_judged(judged(case, cotangents, dtype), engine, dtype)
 
 
 def check_judged(judgement, engine, dtype):
-    """Check that the results of mx.vjp and of the gradient ops are within the error bounds. `judgement` comes from
-    `judged`."""
+    """Check that the results of mx.vjp and of the gradient ops are within the error bounds. `judgement` is a result
+    of `judged`: case, cotangents, exact results and bounds."""
     case, cotangents, ref, limit = judgement
     outputs, gradients = run(case, engine, dtype, cotangents)
     assert set(gradients) == {name for name in ARRAYS if case.get(name) is not None}
