@@ -1,4 +1,4 @@
-"""Compare random cases of everything public with the float64 oracle.
+"""Compare random calls of the whole public API with the float64 oracle.
 
 `--fuzz N` runs N cases. The cases differ every day unless `--fuzz-seed` gives the seed.
 
@@ -183,8 +183,8 @@ FORMS = [lambda rng, array, dtype: to_mlx(array, dtype), unevaluated, strided, p
 
 
 def drawn(rng, dtype, sizes, **options):
-    """Return a random (case, cotangents); the cotangents are given for some of the outputs. Sometimes the rows of an
-    array are equal, two arrays are equal, or an array is scaled to tiny numbers."""
+    """Return a random (case, cotangents): a dict of arrays and options, and cotangents for some of the outputs.
+    Sometimes rows of an array are equal, two arrays are equal, or an array has tiny numbers."""
     case = draw(rng, sizes=sizes, dtype=dtype, **options)
     arrays = [value for value in case.values() if isinstance(value, np.ndarray) and value.dtype == dtype]
     if rng.random() < 0.2:
@@ -213,7 +213,8 @@ def any_options(rng, dtype, sizes):
 
 
 def any_case(rng, least=1):
-    """Return a random (case, cotangents, dtype) with a batch of at least `least` sequences."""
+    """Return a random (case, cotangents, dtype) with a batch of at least `least` sequences. A case is a dict of
+    arrays and options."""
     dtype = pick(rng, DTYPES)
     sizes = LARGE if rng.random() < 0.03 else tuple(pick(rng, values) for values in SIZES)
     sizes = (sizes[0], max(least, sizes[1]), *sizes[2:])
@@ -221,8 +222,8 @@ def any_case(rng, least=1):
 
 
 def metal_case(rng, least=1):
-    """Return a random (engine, case, cotangents, dtype) for a Metal engine. The case has only one option, so that
-    few kernels must be compiled."""
+    """Return a random (engine, case, cotangents, dtype) for a Metal engine. The case (a dict of arrays and options)
+    has only one option, so that few kernels must be compiled."""
     engine, option = pick(rng, METAL_PAIRS)
     kinks = "relu" in option or "hard" in option
     dtype = np.float32 if kinks else pick(rng, (np.float32, np.float16, ml_dtypes.bfloat16))
@@ -294,8 +295,8 @@ def item_in_trouble(rng, metal=False):
 
 
 def spoil(rng, name, array, item, kind):
-    """Return a copy of the array in which none, some or all numbers of one sequence of the batch are replaced by
-    NaN, infinite, huge or tiny numbers."""
+    """Return a copy of the array with NaN, infinite, huge or tiny numbers in one sequence of the batch. They replace
+    none, some or all numbers of this sequence."""
     array = array.copy()
     own = array.swapaxes(0, PER_ITEM[name])[item]
     some = rng.random(own.shape) < pick(rng, (0.0, 0.2, 1.0))
@@ -383,7 +384,7 @@ def layers_of_nn(rng):
 
 
 def a_stack(rng):
-    """Return (a random case of cuDNN's ops, its dtype)."""
+    """Return (a random case for cuDNN's ops, its dtype). The case is a stack of layers with options and arrays."""
     dtype = pick(rng, DTYPES)
     modes = [mode for mode in cudnn_cases.MODES if mode != "rnn_relu" or float_of(dtype).eps < 1e-4]
     return cudnn_cases.draw_for(int(rng.integers(10**6)), dtype, mode=pick(rng, modes)), dtype
@@ -455,8 +456,8 @@ def ops_of_tensorflow(rng):
 
 
 def prefixed(gradients):
-    """Return the gradients under the names of the op's arguments with a d in front. Without the d the gradient c of
-    a GRU op would have the name of the output c."""
+    """Return the gradients under the names of the op's arguments with a prefix d, e.g. "dh". The prefix keeps
+    gradients apart from outputs of the same name."""
     return {f"d{name}": value for name, value in gradients.items()}
 
 
@@ -510,7 +511,7 @@ def weights_of_keras(rng):
 
 
 def weights_converted(rng):
-    """Check that weights are bit for bit the same after conversions to three random formats and back."""
+    """Check that weights are bit for bit the same after three conversions to random formats and back."""
     cell = pick(rng, (LSTMCell(), GRUCell(), GRUCell(reset="before"), RNNCell(), RNNCell("relu")))
     projected = isinstance(cell, LSTMCell) and rng.random() < 0.3
     formats = ["ops"] + ["torch", "layer", "cudnn"] * (cell != GRUCell(reset="before"))

@@ -1,4 +1,5 @@
-"""The guard at the first use of a Metal engine: kernels with faults, trials in processes of their own as on a Mac."""
+"""Tests of the guard, which runs Metal kernels on small problems (a trial run) before their first use. The tests
+plant faults in kernels; most trial runs take place in child processes, as on a Mac."""
 
 import json
 import re
@@ -37,7 +38,8 @@ RIGHT, WRONG = _child.Verdict(""), _child.Verdict(BROKEN)
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path, monkeypatch):
-    """Use a temporary folder as the user's cache. Yield the path of its file of verdicts."""
+    """Use a temporary folder as the user's cache. Yield the path of the file that stores the results of trial runs
+    of kernels."""
     monkeypatch.setattr(tuning, "cache_file", lambda: tmp_path / "cache" / "engines.json")
     current = tuning.current
     current.cache_clear()
@@ -49,7 +51,8 @@ def own_cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def said(monkeypatch):
-    """Record all warnings as texts. `pytest.warns` would show a repeated warning once."""
+    """Record the texts of all warnings in a list. `pytest.warns` is not used, because it could show a repeated
+    warning only once."""
     texts = []
     monkeypatch.setattr(warnings, "warn", lambda text, **how: texts.append(str(text)))
     return texts
@@ -57,7 +60,8 @@ def said(monkeypatch):
 
 @pytest.fixture
 def tried(monkeypatch):
-    """Run trials in this process, where the tests plant faults, and record the engines tried."""
+    """Run the trial runs of kernels in this process, where the tests plant faults. Return a list that records the
+    engine of each trial run."""
     engines, verdict = [], _judge.verdict
     monkeypatch.setattr(_guard, "command", lambda: None)
     monkeypatch.setattr(_judge, "verdict", lambda trial: (engines.append(trial.engine), verdict(trial))[1])
@@ -65,30 +69,31 @@ def tried(monkeypatch):
 
 
 def prefer(monkeypatch, engine):
-    """Make the table of engines prefer this engine at every size."""
+    """Make the library prefer this engine at every size."""
     table = Table("measured here", {word: {1: ((1000, engine),)} for word in ("float32", "float16", "bfloat16")})
     monkeypatch.setattr(tuning, "current", lambda: table)
 
 
 def in_a_new_process():
-    """Forget what this process knows, as if it had just started."""
+    """Clear everything that the guard remembers in this process, as if the process had just started."""
     _guard.forget()
 
 
 def layer_and_data(**options):
-    """Return a layer of 9 units, a batch of sequences, and the weights of a loss."""
+    """Return (layer, input, loss weights): an LSTM layer of 9 units, a batch of sequences, and the weights of the
+    outputs in a loss."""
     mx.random.seed(1)
     return mlx_lstm.nn.LSTM(3, 9, **options), mx.random.normal((2, 4, 3)), mx.random.normal((2, 4, 9))
 
 
 def gradients(layer, x, weights):
-    """Return the gradients of a weighted sum of the layer's outputs."""
+    """Return the gradients of the layer's parameters. The loss is a weighted sum of the layer's outputs."""
     loss = mlx.nn.value_and_grad(layer, lambda x: (layer(x)[0] * weights).sum())
     return loss(x)[1]
 
 
 def assert_trained(layer, x, weights):
-    """Check the layer's gradients against the oracle, within the derived bounds."""
+    """Check that the layer's gradients differ from the oracle's by at most the error bounds."""
     found = gradients(layer, x, weights)
     arrays = {"x": mx.swapaxes(x, 0, 1), "Wx": layer.Wx, "Wh": layer.Wh, "b": layer.bias}
     case = {name: np.array(array) for name, array in arrays.items()}
@@ -102,9 +107,9 @@ def assert_trained(layer, x, weights):
 
 
 def test_a_layer_trains_on_the_next_engine(monkeypatch, own_cache):
-    """A kernel does not compile; trials run in child processes. The layer trains on the next engine with one warning, a
-    caller who forces the engine gets the reason, and there is no further trial, in this process or another, until the
-    kernels change."""
+    """If a kernel does not compile, the layer trains on the next engine with one warning, and a caller who requests
+    the faulty engine gets the reason as an error. The kernel is not tried again, in this process or another, until
+    the kernels change."""
     started, real = [], _guard.by_child
     monkeypatch.setattr(_guard, "by_child", lambda *given: (started.append(given[1].engine), real(*given))[1])
     monkeypatch.setattr(_guard, "command", lambda: [sys.executable, SCRIPT, "compile", "lstm_fused_forward"])
@@ -138,7 +143,7 @@ def test_a_layer_trains_on_the_next_engine(monkeypatch, own_cache):
 
 
 def test_who_judges_results_has_no_trial(monkeypatch):
-    """Check that inside `unguarded` a kernel runs although its trial failed."""
+    """Inside the context `unguarded`, a kernel is used although its trial run failed."""
     monkeypatch.setattr(_guard, "try_out", lambda trial: WRONG)
     forced, x, weights = layer_and_data(engine="fused")
     with on_metal(guarded=True):
@@ -177,8 +182,8 @@ FAMILIES = {  # a kernel: (the engines that have it, what needs it)
 
 
 def assert_right_without(kernel, monkeypatch, said, kind):
-    """Check that the op returns right results from the next engine, with one warning per refused engine. If the faulty
-    kernel ran, it would end the test."""
+    """Check that the op computes right results with the next engine, with one warning per refused engine. The faulty
+    kernel would end the test if it ran."""
     engines, options = FAMILIES[kernel]
     options = dict(options)
     sizes = (options.pop("T", 3), options.pop("B", 2), 3, 9, 5)
@@ -205,7 +210,8 @@ IN_PROCESS = ("compile", "refused", "wrong")
 
 @pytest.mark.parametrize("kernel", FAMILIES)
 def test_a_fault_in_any_kernel(kernel, monkeypatch, said, tried):
-    """Each kernel gets one of the three faults that cannot end the process."""
+    """A fault in any kernel makes the library use the next engine. Each kernel gets one of the three faults that do
+    not end the process."""
     kind = IN_PROCESS[list(FAMILIES).index(kernel) % len(IN_PROCESS)]
     assert_right_without(kernel, monkeypatch, said, kind)
     assert "wrong numbers" in said[0] if kind == "wrong" else "trial on this machine failed" in said[0]
@@ -213,7 +219,7 @@ def test_a_fault_in_any_kernel(kernel, monkeypatch, said, tried):
     assert len(tried) == len(set(tried))
 
 
-# Whatever hangs, it is waited for.
+# A test waits until a hanging trial times out, so only these kernels get the fault `hangs`.
 HANGING = ("lstm_fused_forward", "recurrent_input", "gru_stepwise_backward")
 
 
@@ -222,7 +228,8 @@ HANGING = ("lstm_fused_forward", "recurrent_input", "gru_stepwise_backward")
     "kernel, kind", [(kernel, kind) for kernel in FAMILIES for kind in FAULTS if kind != "hangs" or kernel in HANGING]
 )
 def test_any_fault_in_any_kernel(kernel, kind, monkeypatch, said):
-    """Each kernel gets every fault; the trials run in child processes, as on a Mac."""
+    """Every kind of fault in any kernel makes the library use the next engine. The trial runs of kernels take place
+    in child processes, as on a Mac."""
     monkeypatch.setattr(_child, "SECONDS", 30 if kind == "hangs" else 600)
     monkeypatch.setattr(_guard, "command", lambda: [sys.executable, SCRIPT, kind, kernel])
     assert_right_without(kernel, monkeypatch, said, "refused")
@@ -246,7 +253,7 @@ PROCESSES = {  # what a child does once it says that the trial has begun: the ve
 
 
 def in_python(code, monkeypatch):
-    """Return the verdict of a child that runs this code."""
+    """Return the result of a trial run in a child process that executes the Python source `code`."""
     monkeypatch.setattr(_child, "SECONDS", 5)
     return _guard.by_child(
         [sys.executable, "-c", f"import os, signal, sys, time; {code}"], trial_of("fused", problem())
@@ -259,15 +266,14 @@ def test_what_a_child_tells(code, monkeypatch):
 
 
 def test_a_child_that_cannot_begin_says_nothing(monkeypatch):
-    """Check that a child process that cannot import its code gives no verdict. The guard then tries the kernels in
-    this process."""
+    """A child process that fails at its imports gives no result of the trial run. The guard then tries the kernels
+    in the user's process."""
     assert in_python("import nothing_of_the_kind", monkeypatch) is None
 
 
 def test_a_hang_refuses_the_engine_in_this_process_only(monkeypatch, said, capfd):
-    """Check that a trial that hangs refuses the engine in this process without a second trial, which would cost
-    another minute. If the child hangs before the trial begins, the trial must not move to the user's process, where
-    it might hang, too."""
+    """A trial run that hangs makes the guard refuse the engine in this process only. There is no second trial run,
+    which would cost another minute, and none in the user's process, where the kernel might hang, too."""
     monkeypatch.setattr(_child, "SECONDS", 2)
     monkeypatch.setattr(_child, "PATIENCE", 0.5)
     monkeypatch.setattr(_guard, "is_real", lambda: True)
@@ -285,12 +291,13 @@ def test_a_hang_refuses_the_engine_in_this_process_only(monkeypatch, said, capfd
 
 
 def test_one_child_tries_each_kernel_once(tmp_path, monkeypatch):
-    """Further trials go to the child that runs, and those of kernels already found right launch nothing."""
+    """A single child process runs all trial runs of kernels. Kernels that were already found right are not launched
+    again."""
     log = tmp_path / "launches"
     monkeypatch.setattr(_guard, "command", lambda: [sys.executable, SCRIPT, "counted", str(log)])
     first = _guard.try_out(trial_of("fused", problem()))
     launches, child = log.read_text(), _guard._children[-1].process.pid
-    # A longer sequence and evaluation in training mode have the same kernels; a reversed one has the same text.
+    # A longer and reversed sequence uses kernels with the same source, so nothing is launched again.
     assert first == _guard.try_out(trial_of("fused", problem(T=50, reverse=True))) == RIGHT
     assert log.read_text() == launches and _guard._children[-1].process.pid == child
     assert _guard.try_out(trial_of("fused", problem(H=10, P=10))) == RIGHT
@@ -298,8 +305,8 @@ def test_one_child_tries_each_kernel_once(tmp_path, monkeypatch):
 
 
 def test_where_no_process_can_be_started(monkeypatch, tried):
-    """Check that the trial runs in this process where no child process can be started, and that a frozen application
-    starts none, since its executable is no interpreter."""
+    """The trial run takes place in the user's process if no child process can be started. A frozen application does
+    not start a child process, because its executable is not a Python interpreter."""
     with on_metal():
         assert _guard.by_child(["/nowhere/python"], trial_of("fused", problem())) is None
         assert _guard.try_out(trial_of("fused", problem())) == RIGHT
@@ -313,7 +320,7 @@ def test_where_no_process_can_be_started(monkeypatch, tried):
 
 
 def problem(**options):
-    """Return the problem of a small layer, with these fields changed."""
+    """Return the description (`Problem`) of a small LSTM call, with the fields in `options` changed."""
     usual = {"T": 3, "B": 2, "H": 9, "P": 9, "cell": LSTMCell(), "dtype": mx.float32, "names": ("x", "Wx", "Wh", "b")}
     return Problem(**usual | options)
 
@@ -341,12 +348,12 @@ def test_eight_threads_make_one_trial(monkeypatch, said):
 
 
 def time_passes():
-    """Wait long enough for other threads to arrive."""
+    """Wait 0.2 seconds, long enough for other threads to arrive."""
     threading.Event().wait(0.2)
 
 
 def test_inside_transformations(monkeypatch, said, tmp_path):
-    """Check that `ops` takes over in the traced graph if a trial fails while MLX traces the call."""
+    """If the trial run of a kernel fails while MLX traces a call, the engine `ops` takes over in the traced graph."""
     monkeypatch.setattr(_guard, "try_out", lambda trial: WRONG)
     layer, x, _ = layer_and_data()
     plain = layer(x)[0]
@@ -366,7 +373,8 @@ def test_inside_transformations(monkeypatch, said, tmp_path):
 
 
 def test_a_trial_in_this_process_inside_of_compile(said, tried):
-    """Check that a trial's results are judged even inside mx.compile: its arrays are not traced and have values."""
+    """The results of a kernel's trial run are checked even inside mx.compile, because the arrays of the trial run
+    are not traced and have values."""
     layer, x, _ = layer_and_data()
     with on_metal(guarded=True), fault("wrong", ".*fused_forward|.*stepwise_outputs"):
         compiled = mx.compile(lambda x: layer(x)[0])(x)
@@ -383,7 +391,7 @@ def test_an_emulator_is_no_reason_for_a_trial(monkeypatch):
 
 
 def test_a_gradient_op_is_tried_with_its_gradients(tried):
-    """The trial gives a cotangent to the same outputs as the caller."""
+    """The trial run for a gradient op has cotangents for the same outputs as the caller's call."""
     seen = []
     case = draw(np.random.default_rng(1), sizes=(3, 2, 3, 9, 9), dtype=np.float32)
     arrays = {name: mx.array(case[name]) for name in ("x", "Wx", "Wh", "b")}
@@ -399,7 +407,8 @@ def test_a_gradient_op_is_tried_with_its_gradients(tried):
 
 
 def counted(monkeypatch, verdict=""):
-    """Replace trials by this verdict. Return the list of trials made from now on."""
+    """Replace every trial run of kernels by the fixed result `verdict`. Return a list that records the trial runs
+    requested from now on."""
     trials = []
     monkeypatch.setattr(_guard, "is_real", lambda: True)
     monkeypatch.setattr(_guard, "try_out", lambda trial: (trials.append(trial), _child.Verdict(verdict))[1])
@@ -418,7 +427,8 @@ def test_a_verdict_is_kept_for_this_machine(own_cache, monkeypatch):
 
 
 def test_the_verdicts_of_other_environments_stay(own_cache, monkeypatch):
-    """Check that the file keeps the verdicts of the environments that were used last."""
+    """The file keeps the results of kernels' trial runs for the environments (machine and versions) that were used
+    last."""
     trials, real = counted(monkeypatch), verdicts.names()
     for n in range(verdicts.MACHINES + 1):
         monkeypatch.setattr(verdicts, "names", lambda n=n: f"{real} {n}")
@@ -482,7 +492,8 @@ CALLS = {  # T, B, I, H, P and options of a call with as many kernels as can be
 
 
 def texts_of(engine, sizes, dtype, packing=None, **options):
-    """Return the problems of a call with its gradient, and the texts of all kernels that it runs."""
+    """Return (problems, sources): the problems of a call with its gradient, and the source of every kernel that the
+    call runs."""
     case = draw(np.random.default_rng(1), sizes=sizes, dtype=dtype, **options)
     cotangents = draw_cotangents(np.random.default_rng(2), forward(**case), dtype)
     names = [name for name in ("Wx", "Wh", "Wp") if packing and name in case]
@@ -495,7 +506,8 @@ def texts_of(engine, sizes, dtype, packing=None, **options):
 
 
 def assert_tries_the_same(engine, sizes, dtype=np.float32, **options):
-    """Check that the trials run every kernel text that the call runs, and find it right."""
+    """Check that the trial runs use every kernel that the call uses, with the same source, and find all kernels
+    right."""
     forms, wanted = texts_of(engine, sizes, dtype, **options)
     with on_metal() as log:
         assert [_judge.verdict(trial_of(engine, form)) for form in forms] == [""] * len(forms)
@@ -509,7 +521,8 @@ def test_a_trial_runs_the_kernels_of_the_call(call):
 
 
 def test_a_trial_is_cut_as_the_call():
-    """A cut that `--tune` measured applies to the trial, too."""
+    """The trial run divides its work into threadgroups in the same way as the call, if `--tune` measured a better
+    division for this machine."""
     with tuning.trying(Cut(8, 4)):
         assert_tries_the_same("fused", (2, 5, 3, 9, 9))
 
@@ -520,7 +533,8 @@ SHAPES = [(1, 1, 2), (22, 5, 9), (4, 9, 24), (12, 40, 9)]
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(pairs(EVERY_OPTION))))
 def test_a_trial_runs_the_kernels_of_any_call(number):
-    """Every option is tried, each with one of four shapes and one of three dtypes."""
+    """For every option, the trial runs use the kernels of the call. Each option is tested with one of four shapes
+    and one of three dtypes."""
     engine, option = pairs(EVERY_OPTION)[number]
     T, B, H = SHAPES[number % len(SHAPES)]
     options = dict(EVERY_OPTION[option])
@@ -535,7 +549,8 @@ def test_a_trial_runs_the_kernels_of_any_call(number):
 
 
 def test_large_calls_have_small_trials():
-    """Check that the trial of a large call has small sizes, and lower limits where the call exceeds a limit."""
+    """The trial run for a large call has small sizes. If the call exceeds an index limit or the limit of steps per
+    launch, the trial run has a lower limit, so that it uses the same kernels."""
     trial = trial_of("fused", problem(T=100000, B=512, H=128, P=128))
     assert trial.problem[:4] == (3, 65, 128, 128) and trial.problem.limits == Limits(index=0, launch_steps=2)
     trial = trial_of("stepwise", problem(T=100000, B=512, H=1024, P=1024))
@@ -544,14 +559,15 @@ def test_large_calls_have_small_trials():
     assert trial_of("stepwise", problem(T=64, B=5, H=1000, P=1000)).problem[:4] == (10, 3, 8, 8)
     packed = {"packing": Packing(64, 4, "affine"), "names": ("x", "Wh", "Wh_scales", "Wh_biases")}
     assert trial_of("stepwise", problem(T=64, B=5, H=1024, P=1024, **packed)).problem[:4] == (10, 3, 64, 64)
-    # Neither the numbers of a cell nor the order of the arrays make another kernel.
+    # Kernels depend neither on numbers such as cell_clip nor on the order of the arrays.
     assert trial_of("fused", problem(names=("x", "Wh"))) == trial_of("fused", problem(names=("Wh", "x")))
     cells = [LSTMCell(cell_clip=clip, forget_bias=1.0 + clip) for clip in (1.0, 2.0)]
     assert len({trial_of("fused", problem(cell=cell)) for cell in cells}) == 1
 
 
 def test_kernels_of_large_calls_run_in_small_trials():
-    """The trial runs kernels with indices of 64 bits and several launches of a sweep."""
+    """The small trial run for a large call uses kernels with 64-bit indices and several launches per pass over the
+    time steps."""
     for engine in ("fused", "stepwise"):
         trial = trial_of(engine, problem(T=2**26, B=3))
         with on_metal() as log:
@@ -563,8 +579,8 @@ def test_kernels_of_large_calls_run_in_small_trials():
 
 
 def test_launches_of_one_limit_never_serve_another():
-    """Check that two trials in one process that differ only in their limits run different kernels, in either order.
-    They share the caches of launches."""
+    """Two trial runs in one process that differ only in their index and launch limits use different kernels in
+    either order, although they share the caches of launches."""
     for engine, word in (("fused", "using Index = ulong"), ("stepwise", "using Index = long")):
         wide = trial_of(engine, problem(T=2**26, B=3))
         narrow = wide._replace(problem=wide.problem._replace(limits=Limits()))
@@ -579,7 +595,7 @@ def test_launches_of_one_limit_never_serve_another():
 
 
 def every_cell():
-    """Yield cells with every activation in every place."""
+    """Yield cells that have every activation function for every gate and output."""
     for name in ACTIVATIONS:
         yield RNNCell(name)
         yield from (GRUCell(activations=gates) for gates in [(name, name, "tanh"), ("sigmoid", "sigmoid", name)])
@@ -592,8 +608,8 @@ def every_cell():
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
 def test_a_trial_keeps_off_kinks(dtype):
-    """Check that a trial's arrays stay away from kinks of the activations. Gradients next to a kink have no bounds
-    and would not be judged."""
+    """The random arrays of a trial run keep the arguments of activations away from kinks (e.g. 0 for relu). Next to
+    a kink a gradient has no error bound and cannot be checked."""
     for cell in every_cell():
         names = ("x", "Wx", "Wh", "b", "h0") + (("c0", "peephole") if cell.op == "lstm" else ())
         drawn = _draw.draw(problem(T=10, B=9, cell=cell, dtype=dtype, names=names), np.random.default_rng(0))
@@ -603,7 +619,7 @@ def test_a_trial_keeps_off_kinks(dtype):
 @pytest.mark.parametrize("T", [3, 22, 64])
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16], ids=str)
 def test_the_numbers_of_a_trial_stay_in_range(dtype, T):
-    """Check that the numbers of a trial do not overflow, since a trial that overflows would refuse correct kernels."""
+    """The results of a kernel's trial run do not overflow. A trial run that overflows would refuse correct kernels."""
     for cell in every_cell():
         drawn = _draw.draw(problem(T=T, B=2, H=4, P=4, cell=cell, dtype=dtype), np.random.default_rng(0))
         outputs, _ = evaluate(drawn.case, None, Arithmetic(np.float64))
@@ -611,7 +627,8 @@ def test_the_numbers_of_a_trial_stay_in_range(dtype, T):
 
 
 def test_a_gradient_that_is_no_number_is_wrong(monkeypatch):
-    """Check that a NaN in a gradient is refused even next to a kink, where gradients have no bounds."""
+    """The trial run refuses a kernel that returns NaN in a gradient, even next to a kink of an activation, where
+    gradients have no error bounds."""
     real_draw, real = _judge.draw, _judge.results
     monkeypatch.setattr(_judge, "draw", lambda *given: real_draw(*given)._replace(smooth=False))
     spoilt = {"dx": np.nan}
@@ -625,8 +642,8 @@ def test_a_gradient_that_is_no_number_is_wrong(monkeypatch):
 
 
 def test_less_precise_products_of_mlx_are_no_fault(monkeypatch):
-    """Check that an engine may be as far from the oracle as `ops` is, but no farther. Some GPUs compute float32
-    products less precisely."""
+    """The trial run accepts an engine whose results are as far from the oracle as those of the engine `ops`, but not
+    much farther. Some GPUs compute float32 products less precisely."""
     real, off = _judge.results, {"ops": 1.001, "fused": 1.0015}
     monkeypatch.setattr(_judge, "results", lambda *given: {name: a * off[given[3]] for name, a in real(*given).items()})
     with on_metal():

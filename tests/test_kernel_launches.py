@@ -1,5 +1,5 @@
-"""Check the launches of the Metal engines: thread counts, numbers of launches, kernel texts, bytes moved, and what a
-call leaves behind."""
+"""Tests of the launches of the Metal engines: thread counts, numbers of launches, kernel source, bytes moved, and
+what a call leaves in memory."""
 
 import gc
 import re
@@ -60,8 +60,8 @@ def test_the_order_of_threads_does_not_change_a_bit(layer, B):
 @pytest.mark.parametrize("itemsize", [2, 4])
 @pytest.mark.parametrize("cell", [LSTMCell(), GRUCell(), GRUCell(reset="before"), RNNCell()], ids=str)
 def test_fused_stays_within_the_limits_of_metal(cell, itemsize):
-    """Check that `fused` needs at most 1024 threads and 32 KB of threadgroup memory at every size for which the
-    choice of engine allows it."""
+    """`fused` needs at most 1024 threads and 32 KB of threadgroup memory at every size for which the automatic
+    choice of the engine may select it."""
     for H in range(1, FUSED_LIMIT[cell.op] + 1):
         for B, D in ((1, 1), (17, 1), (64, 1), (65, 1), (1000, 1), (33, 2)):
             for sweep in (False, True):
@@ -71,8 +71,8 @@ def test_fused_stays_within_the_limits_of_metal(cell, itemsize):
 
 
 def test_a_kernel_is_compiled_for_its_threads():
-    """Check that a kernel's text states the thread count. Without it the compiler may use too many registers per
-    thread, and MLX refuses the launch."""
+    """The source of a kernel with many threads declares the thread count. Otherwise the compiler could use too many
+    registers per thread, and MLX would refuse the launch."""
     for H, op, threads in ((20, "lstm", 0), (100, "lstm", 416), (100, "gru", 416), (400, "rnn", 416)):
         for launch in launches_of((1, 1, 2, H, 2), "fused", op=op):
             found = re.findall(r"#define kernel kernel,max_total_threads_per_threadgroup\((\d+)\)", launch.source)
@@ -80,8 +80,8 @@ def test_a_kernel_is_compiled_for_its_threads():
 
 
 def test_a_name_has_one_text():
-    """Check that kernels of the same name have the same text. MLX caches compiled code by name and compiles again
-    whenever the text of a name changes."""
+    """Kernels with the same name have the same source. MLX caches compiled kernels by name, and compiles again when
+    the source for a name changes."""
     texts = {}
     for layer, options in LIMITED.items():
         options = {name: value for name, value in options.items() if name != "peephole"}
@@ -106,8 +106,8 @@ CELLS = {cell.op: cell for cell in (LSTMCell(), GRUCell(), RNNCell())}
 
 
 def graph_of(engine, T, projection=False, dtype=mx.float32, op="lstm", D=1):
-    """Count the launches of the forward and backward sweep by MLX primitive, copies included. A concatenation counts
-    once per input, because it copies its inputs one by one."""
+    """Return how many launches the forward and the backward pass need, counted by MLX primitive, copies included. A
+    concatenation counts once per input, because it copies its inputs one by one."""
     B, I, H, P, cell, own = 2, 3, 8, 4, CELLS[op], (2,) if D == 2 else ()
     width, rows = P if projection else H, D * cell.gates * H
     shapes = {"x": (T, B, I), "Wx": (rows, I), "Wh": (*own, rows // D, width), "b": (rows,), "h0": (B, D * width)}
@@ -137,8 +137,8 @@ def graph_of(engine, T, projection=False, dtype=mx.float32, op="lstm", D=1):
 
 
 def launches_of_node(node, memory):
-    """Count the launches of one primitive, including copies of arrays that are not in row order. `memory`: NumPy
-    arrays with the shape and strides of each array of the graph."""
+    """Return how many launches one primitive needs, including copies of arrays that are not contiguous. `memory`
+    maps the name of each array of the graph to a NumPy array with its shape and strides."""
     name, arguments = node["name"], node["arguments"]
     given = [memory[word] for word, *_ in node["inputs"]]
     views = {
@@ -154,7 +154,7 @@ def launches_of_node(node, memory):
     if name in views:
         try:
             memory[node["outputs"][0][0]] = views[name]()
-        except ValueError:  # MLX copies in the cases in which NumPy cannot return a view
+        except ValueError:  # MLX copies exactly where NumPy cannot return a view
             return Counter({f"{name} that copies": 1})
         return Counter()
     if name == "CustomKernel":
@@ -165,8 +165,8 @@ def launches_of_node(node, memory):
 @pytest.mark.parametrize("op", CELLS)
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16], ids=str)
 def test_launches_of_fused_with_those_of_mlx(op, dtype):
-    """Check that a call of `fused` with its gradient takes at most 12 launches (a GRU 14), copies included, for any
-    T and for one or both directions."""
+    """A call of `fused` with its gradient needs at most 12 launches (a GRU 14), copies included, for any number of
+    steps T and for one or two directions."""
     count = graph_of("fused", 9, dtype=dtype, op=op)
     assert count.total() <= (14 if op == "gru" else 12), count
     assert graph_of("fused", 3, dtype=dtype, op=op) == count
@@ -177,8 +177,8 @@ def test_launches_of_fused_with_those_of_mlx(op, dtype):
 @pytest.mark.parametrize("op", CELLS)
 @pytest.mark.parametrize("T", [1, 3, 9, 30, 200])
 def test_launches_of_stepwise_with_those_of_mlx(op, T):
-    """Check that a call of `stepwise` with its gradient takes at most 2T + 10 launches (a GRU 2T + 15), copies
-    included, for one or both directions."""
+    """A call of `stepwise` with its gradient needs at most 2T + 10 launches for T steps (a GRU 2T + 15), copies
+    included, for one or two directions."""
     if op != "lstm" and T > 30:
         return
     for dtype in (mx.float32, mx.float16):
@@ -190,8 +190,8 @@ def test_launches_of_stepwise_with_those_of_mlx(op, T):
 
 @pytest.mark.parametrize("T", [1, 3, 9, 30, 200])
 def test_launches_of_stepwise_with_a_projection(T):
-    """Check that a projection adds one launch per step and sweep and two for its own gradient: at most 4T + 12 in
-    all."""
+    """With a projection, `stepwise` needs one more launch per step and pass, and two for the gradient of the
+    projection: at most 4T + 12 launches for T steps."""
     for dtype in (mx.float32, mx.float16):
         for D in (1, 2):
             count = graph_of("stepwise", T, True, dtype, D=D)
@@ -200,8 +200,8 @@ def test_launches_of_stepwise_with_a_projection(T):
 
 @pytest.mark.parametrize(("left", "again"), [(LEFT, 0.6), (LEFT // 2, 1.1)])
 def test_rows_are_few_at_the_end_of_a_sweep(left, again):
-    """Check that at most `left` arrays of rows remain after a sweep for any T, and that each row is copied about
-    once per level of joins."""
+    """For any number of steps T, at most `left` arrays remain after a pass over the steps. Each row is copied about
+    once per level of concatenations."""
     for T in (*range(1, 700), 1280, 1281, 5000, 10241):
         found, rows = joins(T, left)
         copied = [sum(join.steps) for join in found if join]
@@ -212,10 +212,11 @@ def test_rows_are_few_at_the_end_of_a_sweep(left, again):
 
 
 def test_launches():
-    """Check the exact numbers of our launches.
+    """A call has exactly the documented number of launches of our kernels.
 
-    `fused` has two per sweep, one of which arranges the weights, and one between the sweeps. `stepwise` has one per
-    step (two with a projection), one after each sweep, one for the input of the recurrent products and one for dh0.
+    `fused` has two launches per pass, one of which arranges the weights, and one launch between the passes.
+    `stepwise` has one launch per step (two with a projection), one after each pass, one for the input of the
+    recurrent products and one for dh0.
     """
     assert [len(launches_of((T, 2, 3, 4, 2), "fused")) for T in (1, 9)] == [5, 5]
     assert [len(launches_of((T, 2, 3, 4, 2), "stepwise")) for T in (1, 9)] == [6, 22]
@@ -233,8 +234,8 @@ LIMITED = {
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_line_of_a_kernel_is_that_of_its_file(engine):
-    """Check that `#line` directives map each line of a kernel's text to its shader file. The line holds the same
-    code without comments, or nothing if the kernel does not need this code."""
+    """`#line` directives map each line of a kernel's source to its shader file. The line has the same code without
+    comments, or it is empty if the kernel does not need this code."""
     files = {path.name: path.read_text() for path in shader_folder().glob("*.metal")}
     for launch in launches_of((2, 2, 3, 4, 2), engine):
         text = launch.source.split("\n")
@@ -247,7 +248,7 @@ def test_a_line_of_a_kernel_is_that_of_its_file(engine):
 
 
 def test_shaders_have_few_parameters_and_short_functions():
-    """Check that each function of metal/ has at most 12 template parameters, 10 parameters and 80 lines."""
+    """Each function in metal/ has at most 12 template parameters, 10 parameters and 80 lines."""
     seen = 0
     for path in shader_folder().glob("*.metal"):
         code = blank_comments(path.read_text())
@@ -268,7 +269,7 @@ def test_shaders_have_few_parameters_and_short_functions():
 
 @pytest.mark.parametrize("op", CELLS)
 def test_stepwise_stays_within_the_limits_of_metal(op):
-    """Check that every instantiation of `stepwise` needs at most 1024 threads and 32 KB of threadgroup memory. Both
+    """Every instantiation of `stepwise` needs at most 1024 threads and 32 KB of threadgroup memory. Both numbers
     depend only on the batch size and the cell."""
     seen = set()
 
@@ -290,8 +291,8 @@ def test_stepwise_stays_within_the_limits_of_metal(op):
 
 @pytest.mark.parametrize("D", [1, 2])
 def test_a_step_back_has_threadgroups_for_many_cores(D):
-    """Check the tiles of a backward step. At B = 32 and H = 256 they are small enough to give 32 threadgroups, as
-    many as a forward step has; larger problems use larger tiles, which read less."""
+    """The tiles of a backward step are small enough for many GPU cores: at B = 32 and H = 256 there are at least 32
+    threadgroups. Larger problems use larger tiles, which read less memory."""
     for B, H, groups, tile in ((32, 256, 32, (16, 16)), (8, 256, 32, (8, 8)), (128, 1024, 128, (32, 32))):
         problem = Problem(1, B, H, H, LSTMCell(), bidirectional=D == 2)
         rows, columns = kernels_stepwise.tile_of(problem, H)
@@ -315,8 +316,8 @@ COUNTED = {
 @pytest.mark.not_on_a_mac("bytes: the emulator counts them")
 @pytest.mark.parametrize("options", COUNTED.values(), ids=COUNTED)
 def test_fused_moves_hardly_more_than_every_array_once(options):
-    """Check that each launch of `fused` moves at most 1.15 times the size of its arrays, not counting weights and
-    the sizes in constant memory."""
+    """Each launch of `fused` moves at most 1.15 times the size of its arrays. Weights and the sizes in constant
+    memory are not counted."""
     left_out = (*WEIGHTS, "sizes")
     options = dict(options)
     with patch.object(kernels_fused, "MATRIX_BATCH", 1 if options.pop("wide", False) else 100):
@@ -379,7 +380,7 @@ def test_metal_kernel_is_called_in_one_place():
 
 
 def test_fused_writes_no_gates_in_inference():
-    """Check that `fused` writes no gates with training=False, and that a gradient computes them again."""
+    """With training=False, `fused` writes no gates, and a gradient computes them again."""
     case = draw(np.random.default_rng(0), dtype=np.float32)
     cotangents = {"h": np.ones((4, 2, 2), np.float32)}
     with on_metal() as log:
@@ -393,8 +394,8 @@ def test_fused_writes_no_gates_in_inference():
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_call_leaves_nothing_to_the_garbage_collector(engine):
-    """Check that graph, gradient and all arrays that they hold are freed with the last reference, without the
-    garbage collector."""
+    """The graph, the gradient and all their arrays are freed when the last reference is deleted, without the garbage
+    collector."""
     arrays, found = [mx.ones(shape) for shape in ((3, 2, 4), (16, 4), (16, 4))], []
 
     def call(*arrays):

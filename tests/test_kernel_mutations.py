@@ -1,4 +1,5 @@
-"""Damage our shaders in one place at a time. The checks that the kernel tests use must notice every damage."""
+"""Tests of the kernel tests. Each test damages our shaders in one place at a time and checks that the comparison
+with the oracle or the emulator notices every damage."""
 
 from types import MappingProxyType
 from unittest.mock import patch
@@ -33,7 +34,7 @@ USERS = {  # shader file: (the engines and layers that use it, the batch sizes a
     "stepwise": ({"stepwise": ["projection"]}, (4, 9)),
     "stepwise_lanes": ({"stepwise": ["projection"]}, (3, 4)),
     "stepwise_tiles": ({"stepwise": ["projection", "gru"]}, (9, 33)),
-    "quantized": ({"stepwise": []}, ()),  # the quantized files have cases of their own, below
+    "quantized": ({"stepwise": []}, ()),  # `trials` makes separate cases for the quantized files
     "stepwise_quantized": ({"stepwise": []}, ()),
     "stepwise_forward": ({"stepwise": ["projection", "gru"]}, (4, 9)),
     "stepwise_backward": ({"stepwise": ["projection", "gru"]}, (3, 9)),
@@ -51,93 +52,97 @@ USERS = {  # shader file: (the engines and layers that use it, the batch sizes a
     "cell": ({"stepwise": ["projection"]}, (3,)),
     "cell_lstm": ({"stepwise": ["projection"], "fused": ["lstm"]}, (3, 19)),
 }
-# (packing, sizes) for `stepwise`: products by lanes with whole or partly filled rows of lanes, and by tiles, the
-# last of them full or half empty.
+# (packing, sizes) of the cases for `stepwise`: products by the lanes of a SIMD group, all lanes busy or not, and
+# products by tiles, the last tile full or half empty.
 PACKED = [
     *[(packing, (2, 1, 2, H, H)) for packing, H in (((64, 3, "affine"), 64), ((32, 8, "affine"), 320))],
     *[(packing, (2, 8, 2, H, H)) for packing, H in (((64, 3, "affine"), 64), ((32, 8, "mxfp8"), 32))],
     *[((16, 4, "nvfp4"), (2, B, 2, 48, 48)) for B in (1, 8)],
     *[(packing, (2, 1, 2, 32, 32)) for packing in ((32, 4, "mxfp4"), (32, 1, "affine"))],
 ]
-# (packing, sizes) for `fused`: spans of each length, where a span is a whole group or a part of a group.
+# (packing, sizes) of the cases for `fused`, with several values of SPAN in metal/fused_quantized.metal.
 FUSED_PACKED = [
     *[((64, 3, "affine"), (2, 1, 2, H, H)) for H in (64, 128, 256)],
     *[((32, bits, "affine"), (2, 17, 2, 32, 32)) for bits in (4, 5)],
     *[((16, 4, "nvfp4"), (2, 1, 2, H, H)) for H in (48, 80, 512)],  # H = 80 and 512 with a plain RNN cell
 ]
 BOTH_FORMS = ("cell_lstm", "fused", "fused_arrange")
-"""Files that both the product in lanes and the product in matrices use."""
+"""Shader files used by both kinds of products: by lanes and by 8 x 8 matrices."""
 
 BARRIERS = [file for file in USERS if "_barrier(" in kernels.shader_file(file)]
 
-# Damages that change no result, each with the reason. No test can notice them.
+# Damages that change no result, so that no test can notice them. Comments give the reasons.
 HARMLESS = {
-    # The loop after this one then adds the last numbers one by one.
+    # With the smaller bound, the next loop adds the last numbers one by one.
     "for (; k + 3 < length; k += 128) accumulate<4>(rows, columns, 128, partial);  the bound of < is one less",
-    # The code for a partly filled tile then copies the last full tile, or one tile more that is all padding.
+    # With these changes, the code for a partly filled tile copies the last full tile, or an additional tile of padding.
     "for (; left >= 32; left -= 32) {  >= becomes >",
     "for (; left >= 32; left -= 32) {  the bound of >= is one more",
     "if (left > 0) {  > becomes >=",
-    # `part` ends at 24 with both bounds.
+    # The last value of `part` is 24 with the original and with the changed bound.
     "for (int part = 0; part < 32; part += 8 * SLICES) {  the bound of < is one less",
-    # With one slice the loop adds nothing.
+    # With one slice, the loop inside this block adds nothing.
     "if constexpr (SLICES > 1) {  // a thread adds up the sums of the cells it will compute  > becomes >=",
-    "for (int n = 1; n < 20; ++n) {  < becomes <=",  # no row begins at entry 20
-    "if (n < RESIDENT) weights = float4(resident[n]);  the bound of < is one less",  # rereads one resident weight
+    "for (int n = 1; n < 20; ++n) {  < becomes <=",  # entry 20 is never the start of a row
+    # With the smaller bound, one resident weight is read from memory again.
+    "if (n < RESIDENT) weights = float4(resident[n]);  the bound of < is one less",
     # `lane` is never GATE_N in this branch.
     "return lane == Cell::GATE_N ? -1 : Cell::block(lane > Cell::GATE_N ? int(Cell::GATE_N) : lane);  > becomes >=",
-    # The matrix that is read in excess enters no product.
+    # With <=, an additional matrix is read, but it is not part of any product.
     "if (part + 1 < PARTS) simdgroup_load(right[1], vectors + 64 * (part + 1), 8);  < becomes <=",
-    # The loop then also tests the output's activation; at worst it chooses the code that computes gates one by one.
+    # With <=, the loop also tests the activation of the output. At worst it chooses the slower code, which computes
+    # gates one by one.
     "for (int gate = 0; gate < gates; ++gate)  < becomes <=",
     "for (int n = 0; n < GATES; ++n) found = found || (activation_of(OPTIONS, n) == TANH && gate == n);  < becomes <=",
     "return is_tanh && z < 0.3f ? near : far;  < becomes <=",  # both formulas are right at 0.3
     "const float y = fast::divide(1.0f, 1.0f + exp2(power > 126.0f ? 126.0f : power));  > becomes >=",
-    # At the bound both branches return the bound.
+    # If x equals the bound, both branches return the bound.
     "case RELU: return x < 0.0f ? 0.0f : x;  < becomes <=",
     "inline float within(float least, float x, float most) { return x < least ? least : x > most ? most : x; }"
     "  < becomes <=",
     "inline float within(float least, float x, float most) { return x < least ? least : x > most ? most : x; }"
     "  > becomes >=",
     "if (t < length) {  < becomes <=",  # reads the last h, which is multiplied by a gradient of 0
-    # K is a multiple of the group size, so no group is cut; a turn that begins at K has no weights for any lane.
+    # K is a multiple of the group size, so no group is cut. A loop pass that begins at K has no weights for any lane.
     "for (int first = 0; first < COUNT; first += AT_ONCE) {  the bound of < is one less",
     "for (uint k = 0; k < uint(K); k += 8 * COUNT) {  < becomes <=",
     "for (uint k = 0; k < uint(K); k += 8 * COUNT) {  the bound of < is one less",
     "if (k + first < uint(K)) multiply(rows, weights, columns, place, part);  the bound of < is one less",
     "inline uint shifted(uint bits, int left) { return left < 0 ? bits >> -left : bits << left; }  < becomes <=",
-    "if (shift + BITS > 32) bits |= words[word + 1] << (32 - shift);  > becomes >=",  # adds bits that are masked away
-    # SPAN equals SIZE at the bound, and both are powers of two; the first factor belongs to slot 0.
+    "if (shift + BITS > 32) bits |= words[word + 1] << (32 - shift);  > becomes >=",  # the extra bits are masked out
+    # If SPAN equals SIZE, both branches give the same PIECE (SPAN and SIZE are powers of two). The first factor belongs
+    # to slot 0.
     "PIECE = SPAN < SIZE ? SPAN : SIZE,  < becomes <=",
     "PIECE = SPAN < SIZE ? SPAN : SIZE,  the bound of < is one less",
     "const int slot = factor < 0 ? place / Share::WORDS % SLOTS : factor / Share::FACTORS;  < becomes <=",
-    "if (n < RESIDENT) lane.words = lane.resident[n].words;  the bound of < is one less",  # rereads one resident word
-    # A group of 32 begins with every tile; 16 is the only smaller group size.
+    # With the smaller bound, one resident word is read from memory again.
+    "if (n < RESIDENT) lane.words = lane.resident[n].words;  the bound of < is one less",
+    # With groups of 32, every tile begins a group. The only smaller group size is 16.
     "if (row.k % GROUP == 0 || GROUP < 32)  < becomes <=",
     "if (row.k % GROUP == 0 || GROUP < 32)  the bound of < is one less",
     "constexpr int SHARE = GROUP < 32 ? GROUP / 4 : 8;  < becomes <=",
     "constexpr int SHARE = GROUP < 32 ? GROUP / 4 : 8;  the bound of < is one less",
-    # 32 weights take BITS words, so for whole tiles either condition suffices; a group's bits begin at a word.
+    # 32 weights need BITS words, so either condition suffices for whole tiles. The bits of a group begin at a word.
     "const uint own = 32 * place < BITS * numbers && place < BITS ? row.words[row.k / 32 * BITS + place] : 0u;"
     "  < becomes <=",
     "const uint own = 32 * place < BITS * numbers && place < BITS ? row.words[row.k / 32 * BITS + place] : 0u;"
     "  the bound of < is one less",
-    # Computes dh of an item that has no step; nothing reads it.
+    # With <=, the thread also computes dh of a sequence that has already ended, but nothing reads this dh.
     "if (s.n < 0 || s.t < length) sum = dh_sum(s, a, sums + cell, length, b, j, P);  < becomes <=",
 }
 
 
 def damages(file, kind):
-    """Yield the mutations of a shader file: with kind "barriers" those that change a barrier, otherwise those that
-    move a bound by one."""
+    """Yield changed versions of a shader file. With kind "barriers" a barrier is changed; otherwise the limit in a
+    comparison of indices is moved by one."""
     for mutation in mutations.mutations(kernels.shader_file(file)):
         if ("barrier" in mutation.description) == (kind == "barriers") and "index" not in mutation.description:
             yield mutation
 
 
 def trials(file, kind):
-    """Yield (engine, case, cotangents, reference, bounds), with quantized weights if the file needs them: small
-    cases with every option that adds a bound."""
+    """Yield the arguments of `notice`: (engine, case, cotangents, exact results, error bounds), and quantized
+    weights if the file needs them. The cases are small and have every option that adds an index limit to the shader."""
     users, batches = USERS[file]
     batches = batches[:1] if kind == "barriers" else batches
     for engine, layer in ((word, layer) for word, layers in users.items() for layer in layers):
@@ -186,14 +191,15 @@ def trial(engine, sizes, bounds=bounds, scale=1, **options):
 
 
 def notice(file, engine, case, cotangents, ref, limit, weights=MappingProxyType({})):
-    """Run a trial. Raise if the emulator has a finding, if a result is wrong, or if a NaN from the padding reaches a
-    result."""
+    """Run one case with the current shaders. Raise if the emulator reports an error, if a result is wrong, or if NaN
+    from steps after the end of a sequence reaches a result."""
     with (
         on_metal(),
         limited(launch_steps=3),
-        patch.object(kernels_fused, "working_registers", lambda *_: 108),  # leaves registers for few resident weights
+        patch.object(kernels_fused, "working_registers", lambda *_: 108),  # few weights fit in registers
         patch.object(kernels_fused, "MATRIX_BATCH", 1 if "matrix" in file else 10 if file in BOTH_FORMS else 100),
-        # With 1 byte the backward sweep in matrices has a single buffer and one barrier more; otherwise two buffers.
+        # With a limit of 1 byte, the backward kernel with matrix products has a single buffer and one more barrier.
+        # Otherwise it has a double buffer.
         patch.object(kernels_fused, "THREADGROUP_BYTES", 1 if case.get("reverse") else 32768),
     ):
         outputs, gradients = run(case, engine, np.float32, cotangents, weights)
@@ -219,8 +225,8 @@ def unnoticed(file, kind):
     return set(missed) - HARMLESS
 
 
-# Damages that `mutations` does not make: (shader file, a part of its text, the replacement, a function that returns a
-# trial).
+# Damages that `mutations` does not make: (shader file, a part of its source, the replacement, a function that returns a
+# case for `notice`).
 PLANTED = {
     "every group joins the first one's part": (
         *("stepwise_rows", "(group.x - a.first[0]) * a.first[1] + ", ""),

@@ -1,5 +1,5 @@
-"""Compare the Metal engines with the float64 oracle. The emulator (on a Mac: the GPU) runs their shaders; every
-output buffer starts as NaN."""
+"""Tests of the Metal engines against the float64 oracle. The emulator, or on a Mac the GPU, runs the shaders. Every
+output buffer starts as NaN, so that a missing write is noticed."""
 
 import re
 from collections import Counter
@@ -43,8 +43,8 @@ HALVES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 
 
 def check(case, engine, cotangents, **emulator):
-    """Run a case in float32 and check that outputs and gradients are within the bounds derived from the case. Return
-    (results by name, launches)."""
+    """Run a case in float32 and check that outputs and gradients differ from the float64 oracle's by at most the
+    error bounds. Return (results by name, log of the kernel launches)."""
     case = {n: v.astype(np.float32) if n in ARRAYS and v is not None else v for n, v in case.items()}
     cotangents = {name: value.astype(np.float32) for name, value in cotangents.items()}
     ref = forward(**case) | backward(case, cotangents)
@@ -57,8 +57,8 @@ def check(case, engine, cotangents, **emulator):
 
 
 def assert_right(engine, outputs, gradients, ref, limit, dtype=np.float32):
-    """Check the dtype and the error bound of every result. An error message names the engine, the pass and the
-    array."""
+    """Check the dtype of every result and its distance from the exact value. An error message names the engine, the
+    pass and the array."""
     for of_pass, arrays in (("forward", outputs), ("backward, gradient of", gradients)):
         for name, value in arrays.items():
             label = f"{engine}, {of_pass} {name}"
@@ -68,16 +68,16 @@ def assert_right(engine, outputs, gradients, ref, limit, dtype=np.float32):
 
 @pytest.mark.parametrize("engine, name, B", in_turns(list(CROSSED), BATCHES))
 def test_options_crossed(engine, name, B):
-    """Check the outputs and gradients of every option, several options per case. A batch of 9 runs `fused` in 8 x 8
-    matrices."""
+    """Outputs and gradients are right for every option. Each case has several options, so that all options take few
+    cases. With a batch of 9, `fused` uses its kernel with 8 x 8 matrix products."""
     check_option(engine, at_batch(CROSSED[engine, name], B), B)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine, option, B", over_engines(OPTIONS | CELLS | BOTH, BATCHES))
 def test_each_option_alone(engine, option, B):
-    """Check the outputs and gradients of each option in a case of its own. A batch of 9 runs `fused` in 8 x 8
-    matrices."""
+    """Outputs and gradients are right for each option in a separate case. With a batch of 9, `fused` uses its kernel
+    with 8 x 8 matrix products."""
     check_option(engine, options_at(option, B), B)
 
 
@@ -91,8 +91,8 @@ def with_engine(engine, drawn):
     return case, engine, cotangents
 
 
-# Options whose results stay in the range of float16. With unbounded gates or outputs, or with more items, they leave
-# it.
+# Options whose results stay in the range of float16. With unbounded gates or outputs, or with larger batches, results
+# would overflow.
 BOUNDED = [pair for pair, case in CROSSED.items() if not {"relu", "identity"} & {*case.get("activations", ())[:1]}]
 UNBOUNDED = ("relu_gates", "identity_gates")
 WIDE = [pair for pair in pairs(OPTIONS | CELLS | BOTH) if pair[0] == "fused" and not pair[1].endswith(UNBOUNDED)]
@@ -109,7 +109,8 @@ def test_half_precision_crossed(engine, name, word):
     in_turns([("stepwise", option) for option in TILED] + WIDE[::14], [*HALVES]),
 )
 def test_half_precision_of_many_items(engine, option, word):
-    """Check float16 and bfloat16 with a batch of 9: `stepwise` multiplies by tiles, `fused` in 8 x 8 matrices."""
+    """float16 and bfloat16 results are right with a batch of 9, for which `stepwise` computes matrix products by
+    tiles and `fused` by 8 x 8 matrices."""
     check_half(engine, options_at(option, 9), 9, word)
 
 
@@ -125,7 +126,8 @@ def test_half_precision(engine, option, word, B):
 
 
 def check_half(engine, options, B, word):
-    """Check a case in a 16-bit dtype. A batch of 9 runs `fused` in 8 x 8 matrices."""
+    """Check the results of a case in a 16-bit dtype. With a batch of 9, `fused` uses its kernel with 8 x 8 matrix
+    products."""
     dtype = HALVES[word]
     case, cotangents = draw_away_from_kinks(5, sizes=(4, B, 3, 5, 3), dtype=dtype, **options)
     ref, limit = forward(**case) | backward(case, cotangents), bounds(case, dtype, cotangents)
@@ -137,7 +139,7 @@ def check_half(engine, options, B, word):
 @pytest.mark.parametrize("output", OUTPUTS)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_each_output_alone(engine, output):
-    """Check the gradients when only one output has a cotangent."""
+    """Gradients are right when only one output has a cotangent."""
     case, cotangents = draw_away_from_kinks(
         2, mask=("P",), peephole=True, lengths=[3, 0], projection=engine == "stepwise"
     )
@@ -145,7 +147,7 @@ def test_each_output_alone(engine, output):
 
 
 SHAPES = [
-    # T, B, I, H, P
+    # Time steps T, batch size B, input size I, hidden size H, projection size P.
     (1, 1, 1, 1, 1),
     (2, 1, 3, 1, 1),
     (1, 3, 2, 5, 2),
@@ -162,8 +164,8 @@ SHAPES = [
 @pytest.mark.parametrize("sizes", SHAPES, ids=str)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_odd_shapes(engine, sizes):
-    """Check sizes of one, primes, one more than a tile's edge, arrays of fewer than 8 elements, and every batch size
-    at which the rows per threadgroup change."""
+    """Results are right for sizes of one, prime sizes, sizes one larger than a tile, arrays of fewer than 8
+    elements, and every batch size at which the number of batch rows per threadgroup changes."""
     T, B = sizes[:2]
     options = {"mask": (T, B, "P"), "peephole": True, "reverse": True, "projection": engine == "stepwise"}
     check(*with_engine(engine, draw_away_from_kinks(3, ROUNDING_MARGIN, sizes=sizes, **options)))
@@ -190,15 +192,15 @@ def test_odd_shapes_of_both_directions(engine, layer, sizes):
 @pytest.mark.parametrize("sizes", [(1, 1, 1, 1, 1), (1, 1, 2, 2, 1), (2, 1, 1, 3, 2)], ids=str)
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_a_projection_of_few_numbers(sizes, way):
-    """Check a projection whose arrays have fewer than 8 elements; MLX binds such arrays in the constant address
-    space. The case has no other options, so that the gradients take few launches."""
+    """A projection is right when its arrays have fewer than 8 elements, which MLX binds in Metal's constant address
+    space. The case has no other options, so that the gradients need few launches."""
     check(*with_engine("stepwise", draw_away_from_kinks(3, sizes=sizes, projection=True, **way)))
 
 
 @pytest.mark.parametrize("layer, B, H", [("projection", 2, 3), ("rnn", 2, 3), ("rnn", 9, 15)])
 def test_more_steps_than_arrays_that_a_launch_may_read(layer, B, H):
-    """Check `stepwise` with more rows than its last launch can read. Earlier launches then join rows, and two
-    threadgroups join the longest ones."""
+    """`stepwise` is right for a sequence with more steps than its last launch can read as separate arrays. Earlier
+    launches then concatenate some of these arrays, and two threadgroups concatenate the longest ones."""
     options = {"projection": True} if layer == "projection" else LAYERS[layer]
     drawn = draw_away_from_kinks(3, ROUNDING_MARGIN, sizes=(30, B, 2, H, 3), **options)
     _, log = check(*with_engine("stepwise", drawn))
@@ -221,7 +223,8 @@ def test_arrays_too_large_for_indices_of_32_bits(layer, B):
 
 
 def found_on_metal(shaders, body, count, inputs):
-    """Run a body that calls functions of metal/ in one thread. Return the integers it writes to the output `found`."""
+    """Run Metal source `body`, which calls functions of metal/, in a single GPU thread. Return the integers that the
+    source stores in the output `found`."""
     with on_metal(), mx.stream(mx.cpu):
         header, names = "using Index = long;\n" + kernels.header(shaders, body), list(inputs)
         kernel = mx.fast.metal_kernel("places", names, ["found"], f"device int64_t* to = found;\n{body}", header)
@@ -233,7 +236,8 @@ def found_on_metal(shaders, body, count, inputs):
 
 @pytest.mark.parametrize("T, B", [(70001, 601), (5, 2**21 + 1)])
 def test_places_that_32_bits_do_not_count(T, B):
-    """Check the offsets that the shaders compute for arrays of more than 2**31 elements. No such array is allocated."""
+    """The shaders compute right offsets for arrays of more than 2**31 elements. The test does not allocate such
+    arrays."""
     H, G, length = 1021, 4, 2**31 - 9
     t, b, at = T - 1, B - 1, ((T - 1) * B + B - 1) * 2 + 1
     step = f"const Step s = {{0, {t}, {T}, {B}, {H}, {H}, 2, 1, 1, false}};\n"
@@ -248,7 +252,7 @@ find_row(items, {b}, 0, row);
 """
     shaders = ("arrays", "cell", "stepwise", "stepwise_rows")
     inputs = {"piece": [0] * 8, "starts": [0] * 20 + [T], "kind": (length, H, 0)}
-    # Offsets in arrays of both directions. The last of the 20 pieces has all T rows.
+    # The expected offsets are for arrays of two directions. The last of the 20 pieces has all T rows.
     expected = [at * G * H, (b * 2 + 1) * H, t * length, 2 * at * H]
     assert found_on_metal(shaders, step + rows + body, 4, inputs) == expected
     body = f"""
@@ -275,7 +279,7 @@ between_steps<false>(sweep, {G}, {H}, next);
     ids=str,
 )
 def test_nan_stays_nan(engine, options):
-    """Check that NaN in x reaches h. Metal's own max and clamp would return a number instead."""
+    """NaN in x reaches h. Metal's own max and clamp would replace NaN by a number."""
     case = draw(np.random.default_rng(0), sizes=(3, 2, 2, 3, 3), dtype=np.float32, **options)
     case["x"][1, 0] = np.nan
     with on_metal():
@@ -304,7 +308,7 @@ def test_fused_with_weights_that_do_not_fit_in_registers(H, dtype):
 @pytest.mark.parametrize("op", ["lstm", "gru", "rnn"])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_small_numbers_have_all_their_digits(engine, op, B):
-    """Check the relative error of each element where tanh(x) is nearly x. The formula 2 sigmoid(2 x) - 1 would lose
+    """Each element has a small relative error where tanh(x) is nearly x. The formula 2 sigmoid(2 x) - 1 would lose
     all digits there."""
     case = draw(np.random.default_rng(3), op=op, sizes=(4, B, 3, 10, 10), dtype=np.float32)
     scale = {"x": 1e-4, "b": 1e-5, "bhn": 1e-5, "h0": 1e-4, "c0": 1e-4}
@@ -315,7 +319,8 @@ def test_small_numbers_have_all_their_digits(engine, op, B):
 @pytest.mark.parametrize("op", ["lstm", "gru", "rnn"])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_what_a_nearly_closed_gate_lets_through_has_all_its_digits(engine, op, B):
-    """Check the relative error of each element with biases of all sigmoid gates between -30 and -8, some of them 30."""
+    """Each element has a small relative error when sigmoid gates are nearly closed (biases from -30 to -8) or fully
+    open (bias 30)."""
     rng, gates = np.random.default_rng(7), {"lstm": "ifgo", "gru": "rzn", "rnn": "h"}[op]
     options = {"activation": "sigmoid"} if op == "rnn" else {}
     case = draw(rng, op=op, sizes=(4, B, 3, 10, 10), dtype=np.float32, **options)
@@ -326,7 +331,8 @@ def test_what_a_nearly_closed_gate_lets_through_has_all_its_digits(engine, op, B
 
 
 def judge_each_element(case, engine):
-    """Check a case like `check`, but with one bound per element. A batch of 9 runs `fused` in 8 x 8 matrices."""
+    """Check that every element of outputs and gradients is within its own error bound. With a batch of 9, `fused`
+    uses its kernel with 8 x 8 matrix products."""
     cotangents = draw_cotangents(np.random.default_rng(5), forward(**case), np.float32)
     ref, limit = forward(**case) | backward(case, cotangents), elementwise_bounds(case, np.float32, cotangents)
     with on_metal(), patch.object(kernels_fused, "MATRIX_BATCH", 9):
@@ -341,8 +347,8 @@ def judge_each_element(case, engine):
 @pytest.mark.parametrize("sweep", kernels_fused.SWEEPS)
 @pytest.mark.parametrize("layer", [*LAYERS, "both"])
 def test_every_weight_is_arranged_once(layer, sweep, matrices):
-    """Check that the weights in lane order contain each weight of a direction once, and that all other elements are
-    0 (padding)."""
+    """The weights in lane order contain each weight of a direction exactly once. All other elements are padding and
+    0."""
     cell = {"gru": GRUCell(gate_order="znr"), "gru_before": GRUCell("nrz", reset="before"), "rnn": RNNCell()}
     cell, D = cell.get(layer, LSTMCell("ofgi")), 2 if layer == "both" else 1
     for H in (1, 33, 40):
@@ -359,7 +365,8 @@ def test_every_weight_is_arranged_once(layer, sweep, matrices):
 @pytest.mark.parametrize("matrices", [False, True])
 @pytest.mark.parametrize("layer", LAYERS)
 def test_wide_indices_change_nothing(layer, matrices):
-    """Check that 64-bit indices, which only arrays too large for a test need, give the same bits as 32-bit indices."""
+    """64-bit indices give bit for bit the same results as 32-bit indices. Only arrays that are too large for a test
+    need 64-bit indices, so the test lowers the limit."""
     options = {"mask": (5, 3, "P"), "lengths": [5, 2, 0], "bidirectional": True, **LAYERS[layer]}
     case, cotangents = draw_away_from_kinks(4, sizes=(5, 3, 2, 5, 5), dtype=np.float32, **options)
     found = []
@@ -399,7 +406,8 @@ drawn = {
 @given(**drawn)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_options_in_random_combination(engine, seed, sizes, op, both, shown):
-    """Check random combinations of options and sizes. A batch of 8 or more runs `fused` in 8 x 8 matrices."""
+    """Random combinations of options and sizes give right results. With a batch of 8 or more, `fused` uses its
+    kernel with 8 x 8 matrix products."""
     options = combination(np.random.default_rng(seed), sizes, op, both)
     if op == "lstm":
         options["projection"] &= engine == "stepwise"
@@ -428,8 +436,8 @@ def test_options_in_many_random_combinations(engine, seed, sizes, op, both, show
     in_turns(product(("lstm", "gru", "rnn"), [SHAPES[n] for n in (0, 3, 4, 5, 6)]), [1, 2], others=True),
 )
 def test_odd_shapes_in_matrices(layer, sizes, directions):
-    """Check `fused` in 8 x 8 matrices with odd sizes. With one direction d is double-buffered in threadgroup memory;
-    with two directions it has a single buffer."""
+    """`fused` with 8 x 8 matrix products is right for odd sizes. With one direction, d (the gradients of the gates)
+    has a double buffer in threadgroup memory; with two directions a single buffer."""
     options = {"mask": (*sizes[:2], "P"), "bidirectional": directions == 2, **LAYERS[layer]}
     with (
         patch.object(kernels_fused, "MATRIX_BATCH", 1),
@@ -463,7 +471,7 @@ def test_fused_in_several_launches(monkeypatch, layer, way, lengths, matrices):
 
 @pytest.mark.parametrize("matrices", [False, True])
 def test_h_is_rounded_to_half_at_every_step(matrices):
-    """Check that one launch over all steps gives the same bits as one launch per step, which reads h in 16 bits."""
+    """One launch over all steps gives bit for bit the same result as one launch per step, which reads h in 16 bits."""
     case, found = draw(np.random.default_rng(6), sizes=(7, 3, 2, 5, 5), dtype=np.float16, mask=(7, 3, "P")), []
     batch = patch.object(kernels_fused, "MATRIX_BATCH", 1 if matrices else 100)
     for steps in (1, 100):

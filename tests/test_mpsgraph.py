@@ -1,5 +1,5 @@
-"""Tests of `mlx_lstm.mpsgraph`: results against the float64 oracle, `mx.grad` and torch, and checks of the
-arguments."""
+"""Tests of `mlx_lstm.mpsgraph`, our version of Apple's RNN ops in MPSGraph. Results are compared with the float64
+oracle, `mx.grad` and torch; wrong arguments are refused."""
 
 import mlx.core as mx
 import numpy as np
@@ -51,8 +51,8 @@ def combination(rng, op):
 
 
 def random_case(rng, op):
-    """Return a case with random options and arrays. No argument of an activation is so close to a kink that rounding
-    could move it across."""
+    """Return a case (dict of arrays and options) with random options. No argument of an activation is so close to a
+    kink (e.g. 0 for relu) that rounding could move it across."""
     for _ in range(200):
         case = draw(rng, op, **combination(rng, op))
         if judge.kink_distance(case) > ROUNDING_MARGIN:
@@ -208,10 +208,10 @@ def test_torch_lstm_by_chained_calls(layers, bidirectional, engine):
 
 
 def chain(case, stack, source, source_gradient, run):
-    """Run a stack of layers forward, then backward: the dsource of a layer is the source_gradient of the layer
-    below.
+    """Run a stack of layers forward, then backward. In the backward pass, the dsource of one layer is the
+    source_gradient of the layer below.
 
-    `run` returns all results of a case, gradients included. In the forward pass the gradients are not used, so
+    `run` returns all results of a case, gradients included. The forward pass does not use the gradients, so
     source_gradient is zero there.
     """
     sources, found = [source], {}

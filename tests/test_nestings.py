@@ -1,5 +1,5 @@
-"""Tests of derivatives inside nestings of MLX's transformations. Every engine gives the right derivative or refuses;
-the engine `ops` never refuses."""
+"""Tests of derivatives inside nested transformations of MLX, such as `grad` of `vmap`. Every engine gives the right
+derivative or refuses; the engine `ops` never refuses."""
 
 import os
 import re
@@ -61,8 +61,8 @@ def outcome(model, run, loss_of, expected):
 
 
 def judged(model, names, runs, inner=None):
-    """Return the outcome of a nesting for each run. With `inner`, another recurrence in an inner nesting is
-    differentiated first, and its result changes the input."""
+    """Return the outcome of a nesting of transformations for each entry of `runs`. With `inner`, another recurrence
+    is differentiated first, in an inner nesting, and the result changes the input."""
 
     def loss_of(loss):
         if inner is None:

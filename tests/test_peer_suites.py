@@ -327,8 +327,8 @@ def of_one_gate(case):
 
 
 def of_open_reset(case):
-    """Set a GRU's weights so that the reset gate is always 1: its activation is a hard sigmoid, which is 1 for
-    arguments of 3 and more."""
+    """Change a GRU's weights so that the reset gate is always 1. The activation of this gate is a hard sigmoid,
+    which is 1 for arguments of 3 and more."""
     H = case["Wh"].shape[1]
     case["Wx"][:H], case["Wh"][:H], case["b"][:H], case["bhn"][:] = 0, 0, 3, 0
 

@@ -1,5 +1,5 @@
-"""Check the Metal kernels with quantized weights in the emulator: their results, the bytes they read, and which
-engine is chosen."""
+"""Tests of the Metal kernels with quantized weights, run in the emulator: results, the bytes that the kernels read,
+and the choice of the engine."""
 
 import math
 import re
@@ -50,8 +50,8 @@ def test_cells_directions_options(name, engine):
     [pytest.param(p, id=str(p), marks=pytest.mark.slow if p[0] in (64, 128) and p[1] != 4 else []) for p in PACKINGS],
 )
 def test_every_mode_width_and_group_is_read_once_a_step(packing):
-    """Check that a step of `stepwise` with one item, multiplied by lanes, reads each byte of quantized weights,
-    scales and biases once."""
+    """For a batch of one sequence, a step of `stepwise` reads each byte of quantized weights, scales and biases
+    exactly once. The lanes of a SIMD group share each product here."""
     group = packing[0]
     H = {16: 48, 32: 64, 64: 64, 128: 128}[group]
     with on_metal() as log:
@@ -66,8 +66,8 @@ def test_every_mode_width_and_group_is_read_once_a_step(packing):
 
 @pytest.mark.parametrize("packing", [(64, 4, "affine"), (32, 3, "affine")], ids=str)
 def test_a_tile_reads_each_byte_once(packing):
-    """Check that a step of `stepwise` multiplied by tiles reads each byte of quantized weights once if one
-    threadgroup has all items."""
+    """A step of `stepwise` that multiplies by tiles reads each byte of quantized weights exactly once if one
+    threadgroup has the whole batch."""
     with on_metal() as log:
         check_quantized("stepwise", quantized_case(packing, sizes=(2, 8, packing[0], 128, 128)))
     for launch in [launch for launch in log if "stepwise_forward" in launch.name]:
@@ -82,8 +82,8 @@ FEW = [(32, 1, "affine"), (64, 4, "affine"), (128, 5, "affine"), (32, 8, "mxfp8"
     "packing", [pytest.param(p, id=str(p), marks=[] if p in FEW else pytest.mark.slow) for p in PACKINGS]
 )
 def test_fused_reads_every_mode_width_and_group_once_a_call(packing):
-    """Check that `fused` reads quantized weights once per call: one launch arranges them in lane order, and the
-    sweep keeps them in registers for all steps."""
+    """`fused` reads quantized weights once per call: one launch arranges them in lane order, and the forward kernel
+    keeps them in registers for all steps."""
     H = {16: 48, 32: 64, 64: 64, 128: 128}[packing[0]]
     with on_metal() as log:
         check_quantized("fused", quantized_case(packing, sizes=(3, 1, packing[0], H, H)))
@@ -96,9 +96,9 @@ def test_fused_reads_every_mode_width_and_group_once_a_call(packing):
 
 @pytest.mark.parametrize("op, B, rows", [("lstm", 17, 2), ("gru", 65, 4)])
 def test_fused_reads_what_registers_do_not_hold_at_every_step(op, B, rows):
-    """Check the bytes that `fused` reads if few quantized weights fit in registers: the resident ones once per
-    threadgroup, the others once per threadgroup and step. The arrays are float16, since `fused` then never
-    multiplies quantized weights in matrices."""
+    """If only some quantized weights fit in registers, `fused` reads these once per threadgroup and all others once
+    per threadgroup and step. The arrays are float16, for which `fused` never uses matrix products with quantized
+    weights."""
     with on_metal() as log, patch.object(fused, "working_registers", lambda *_: 116):
         check_quantized("fused", quantized_case((32, 4, "affine"), np.float16, (2, B, 32, 64, 64), op=op), np.float16)
     (sweep,) = (launch for launch in log if "fused_forward" in launch.name)
@@ -109,7 +109,7 @@ def test_fused_reads_what_registers_do_not_hold_at_every_step(op, B, rows):
 
 
 def test_a_batch_in_matrices_has_its_weights_unpacked():
-    """Check that `fused` dequantizes the weights of float32 arrays before it multiplies in 8 x 8 matrices."""
+    """For float32 arrays, `fused` dequantizes the weights before it computes 8 x 8 matrix products."""
     with on_metal() as log, patch.object(fused, "MATRIX_BATCH", 3):
         check_quantized("fused", quantized_case((32, 4, "affine"), sizes=(2, 3, 32, 32, 32)))
     assert {"fused_arrange_quantized" in launch.name for launch in log} == {False}
@@ -127,7 +127,7 @@ def test_16_bits(B, packing, dtype, engine):
     "bits, B, largest", [(2, 1, 192), (4, 1, 192), (4, 2, 256), (5, 1, 160), (8, 1, 160), (8, 40, 192)]
 )
 def test_who_reads_them(bits, B, largest):
-    """Check up to which H `fused` is chosen for quantized weights, for float32 and float16 arrays."""
+    """`fused` is chosen for quantized weights up to the expected H, for float32 and float16 arrays."""
     here = {"device": "gpu", "metal": True, "traced": False, "packing": Packing(32, bits, "affine")}
     for dtype in (mx.float32, mx.float16):
         found = {H: choose(sizes=(8, B, 32, H), dtype=dtype, **here) for H in (32, largest, largest + 32)}
@@ -138,8 +138,8 @@ def test_who_reads_them(bits, B, largest):
 
 @pytest.mark.parametrize("packing", [(64, 4, "affine"), (16, 4, "nvfp4")], ids=str)
 def test_predictions_know_the_bytes(packing):
-    """Check that the predicted bytes of a step count quantized weights, scales and biases once, as measured in the
-    emulator by the tests above."""
+    """The predicted bytes of a step count quantized weights, scales and biases once, as the tests above measure in
+    the emulator."""
     problem, graph = ours(Size(3, 1, 64, 64), mx.float32, "stepwise", "forward", packing=Packing(*packing))
     step = next(launch for launch in graph.launches if "stepwise_forward" in launch.name)
     count = moved_bytes(step, problem) - moved_bytes(step, problem, weights=False)

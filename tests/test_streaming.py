@@ -1,5 +1,5 @@
 """Tests of long sequences in pieces, with states passed from call to call. Results equal those of the whole
-sequence, memory does not grow, and on the CPU a single step runs no operation of MLX."""
+sequence, memory does not grow, and on the CPU a single step evaluates no operation of MLX."""
 
 import io
 import subprocess
@@ -148,8 +148,8 @@ for face in (nn, torch):
 
 @pytest.mark.parametrize("steps", [1000, pytest.param(20_000, marks=pytest.mark.slow)])
 def test_single_steps_are_flat_in_memory(steps):
-    """Memory does not grow over many single steps. A leak of one state (1 KiB) per step would let the process grow
-    by at least 1,000 KiB. The memory that MLX counts must not change by a byte."""
+    """Memory does not grow over many calls of one time step. A leak of one state (1 KiB) per call would make the
+    process grow by at least 1,000 KiB. The memory that MLX counts must not change by a byte."""
     command = [sys.executable, "-c", STEPS, str(steps)]
     printed = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1], check=True).stdout
     growth = [[int(number) for number in line.split()] for line in printed.splitlines()]

@@ -238,9 +238,9 @@ def test_inference_gives_the_same_and_its_gradient_too(option, engine):
 @pytest.mark.parametrize("shown", [None, ("h",)], ids=["every output", "h"])
 @ALL_KINDS
 def test_second_derivative_is_right_or_refused(kind, shown):
-    """The second derivative is right with the engine `ops` and refused with `numpy`. The test differentiates the
-    squared gradients of all arrays in float64 along a random direction. With a loss of only h, the backward pass
-    also reads other outputs, which have a gradient in the second derivative only."""
+    """The second derivative is right with the engine `ops` and refused with `numpy`. The test differentiates the sum
+    of all squared gradients. If the loss uses only h, the backward pass also reads outputs that have a gradient only
+    in the second derivative."""
     options = {} if shown is None else {"shown": shown}
     rng = np.random.default_rng(1)
     with mx.stream(mx.cpu):

@@ -1,5 +1,5 @@
-"""Tests of the measured table of Metal engines: its measurement, its file, when the library uses it, and when the
-default table is used instead."""
+"""Tests of the table that says which Metal engine is fastest on this machine: how it is measured and stored, when
+the library uses it, and when the default table is used instead."""
 
 import json
 import shutil
@@ -39,8 +39,8 @@ def own_cache(tmp_path, monkeypatch):
 
 
 def written(file, engines=ENGINES, cuts=(), **other):
-    """Write a file with the table `engines`. `other` replaces entries that describe the machine on which the table
-    was measured. Return the path."""
+    """Write a file with the table `engines` of preferred engines. `other` replaces entries that describe the machine
+    on which the table was measured. Return the path."""
     write(file, engines, [], cuts)
     content = json.loads(file.read_text())
     content["machine"] |= other
@@ -238,15 +238,16 @@ def test_tune_measures_writes_and_counts(own_cache, capsys, monkeypatch):
 
 @pytest.fixture
 def no_cuts(monkeypatch):
-    """Make `tune` skip its trials of other cuts (batch rows per threadgroup and spare registers)."""
+    """Make `tune` skip its measurements of other divisions of the work (batch rows per threadgroup, spare
+    registers)."""
     monkeypatch.setattr(tune_module, "best_cut", lambda dtype, B, grid: None)
 
 
 @pytest.mark.parametrize("op", ["lstm", "gru", "rnn", "gru-before"])
 @pytest.mark.parametrize("rows", tune_module.ROWS)
 def test_however_it_is_cut_the_result_is_the_same(op, rows):
-    """Every cut (batch rows per threadgroup, spare registers) gives the same gradients. If the cell does not support
-    the number of rows, fewer rows are used; spare registers only move weights out of registers."""
+    """Every division of the work (batch rows per threadgroup, spare registers) gives the same gradients. If the cell
+    does not support a number of rows, fewer rows are used. Spare registers only move weights out of registers."""
     reset = {"reset": "before"} if op == "gru-before" else {}
     function = {"lstm": lstm, "rnn": rnn}.get(op, gru)
     H, G = 8, {"lstm": 4, "rnn": 1}.get(op, 3)
@@ -276,8 +277,8 @@ def test_the_library_cuts_as_the_file_says(own_cache):
 
 
 def test_a_cut_counts_where_it_is_worth_it(monkeypatch, capsys):
-    """`best_cut` first tries numbers of batch rows, then numbers of spare registers. It never selects a cut that
-    gives wrong results or is hardly faster."""
+    """`best_cut` first tries numbers of batch rows per threadgroup, then numbers of spare registers. It never
+    selects a choice that gives wrong results or is hardly faster."""
     times = {None: 1.0, (1, 0): "discarded: wrong", (2, 0): 0.98, (4, 0): 0.9, (8, 0): 2.0}
     times |= {(4, 8): 0.89, (4, 16): 0.8, (4, 32): "discarded: no pipeline"}
     monkeypatch.setattr(tune_module, "measure", lambda contenders, *_: {cut: times[cut] for cut in contenders})

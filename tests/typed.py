@@ -14,7 +14,8 @@ OPTIONS = ("--pythonpath", sys.executable, "--outputjson", "--ignoreexternal", "
 
 
 def main():
-    """Print the missing annotations and the share of typed names. Return True, which is exit code 1, on failure."""
+    """Print the missing annotations and the share of typed names. Return True (exit code 1) on failure, otherwise
+    False."""
     # An editable install contains a folder `mlx_lstm` with only the shaders. PYTHONPATH makes the checker find the
     # source package first.
     # `--verifytypes` looks for packages with the `python` on PATH, whatever `--pythonpath` says.

@@ -32,7 +32,8 @@ APPLY = {
     "host": ("case", "sizes", "dtype", "csv"),
     "tune": ("case", "tune_file"),
 }
-"""The options that each kind of run takes, by the option that asks for that kind; "" is a measurement of times."""
+"""The options that may be used in each kind of run. The key is the option that starts the kind of run, or "" for a
+normal measurement of times."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -74,7 +75,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def failures_text(rows: Iterable[Measurement]) -> str:
-    """Return one line per contender and engine that failed: its first failure, and the number of failures."""
+    """Return as text one line for each implementation and engine that failed: its first failure, and the number of
+    its failures."""
     failed: dict[str, list[Measurement]] = {}
     for row in rows:
         if row.failed:
@@ -87,13 +89,12 @@ def failures_text(rows: Iterable[Measurement]) -> str:
 
 
 def first_line(row: Measurement) -> str:
-    """Return the first line of a status, which may hold a compiler's errors."""
+    """Return the first line of a measurement's status. A status may contain many lines of a compiler's errors."""
     return row.status.partition("\n")[0]
 
 
 def shortened(row: Measurement, printed: Collection[str]) -> Measurement:
-    """Return a measurement for printing: if its status was printed before, only the first line of the status is
-    kept."""
+    """Return a measurement for printing. If the text of its status was printed before, keep only the first line."""
     return row._replace(status=f"{first_line(row)} (as above)") if row.status in printed else row
 
 
@@ -140,8 +141,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def size_option(text: str) -> Size:
-    """Parse the size T,B,I,H of an option. For a wrong text raise argparse's own error, the only kind whose text
-    argparse prints."""
+    """Parse an option's value of the form T,B,I,H and return the `Size`. For a wrong value raise argparse's own
+    error, since argparse prints the text of no other error."""
     try:
         return parse_size(text)
     except ValueError as error:
@@ -156,7 +157,7 @@ def every_option(text: str) -> int | str:
 
 
 def check_together(options: argparse.Namespace) -> None:
-    """Raise ValueError for an option that cannot be used in this kind of run."""
+    """Raise ValueError if an option cannot be used in this kind of run (measurement, --tune or --host)."""
     kinds = [name for name in APPLY if name and getattr(options, name)]
     if len(kinds) > 1:
         raise ValueError(f"one of {' and '.join(f'--{name}' for name in kinds)} at a time")
@@ -180,7 +181,7 @@ def dashed(name: str) -> str:
 
 
 def complete(options: argparse.Namespace) -> None:
-    """Set all options that the user left out to their defaults, and check all values. Raise ValueError if one is
+    """Set every option that the user left out to its default, and check all values. Raise ValueError if a value is
     wrong."""
     options.case = options.case or "lstm"
     case = CASES[options.case]
@@ -213,7 +214,7 @@ def complete(options: argparse.Namespace) -> None:
 
 
 def show_host(options: argparse.Namespace) -> int:
-    """Print the time that building the graph takes, at every size."""
+    """Print, for every size, the time that the host takes to build the graph of a call."""
     records = []
     with Progress() as progress:
         for size in options.sizes:
@@ -228,8 +229,8 @@ def show_host(options: argparse.Namespace) -> int:
 
 
 def engines_for(size: Size, options: argparse.Namespace) -> list[str]:
-    """Return the engines to run at a size: the requested ones, or the library's choice. Raise ValueError if an
-    engine cannot run."""
+    """Return the engines to measure at a size: those that the user requested, or the one that the library chooses.
+    Raise ValueError if a requested engine cannot run."""
     case = CASES[options.case]
     where = {"sizes": size, "dtype": DTYPES[options.dtype], "device": options.device, "traced": False}
     where |= {"metal": has_metal(), "cell": case.cell, "bidirectional": case.bidirectional}
@@ -237,8 +238,8 @@ def engines_for(size: Size, options: argparse.Namespace) -> list[str]:
 
 
 def run(options: argparse.Namespace, progress: Progress, card: dict[str, str]) -> list[list[Measurement]]:
-    """Measure every size and pass; print each result when it is done and add it to the CSV file. A contender's
-    errors are printed in full once."""
+    """Measure every size and pass. Print each result when it is done and add it to the CSV file. The errors of an
+    implementation are printed in full only once."""
     case, groups, printed = CASES[options.case], [], set[str]()
     for size in options.sizes:
         progress.title = f"{len(groups) + 1} of {len(options.sizes) * len(options.passes)}: {size}"

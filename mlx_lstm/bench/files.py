@@ -10,7 +10,8 @@ from .rounds import Measurement, label, name_of, peak_ratio, ratio
 
 
 def write_csv(file: str, groups: Iterable[Sequence[Measurement]], card: dict[str, str]) -> None:
-    """Write a CSV file with a line per measurement. Every line also describes the machine (`card`)."""
+    """Write a CSV file with one line per measurement. Each line also contains the description of the machine
+    (`card`)."""
     write_records(file, [csv_record(row, references(rows)) | card for rows in groups for row in rows])
 
 
@@ -23,8 +24,8 @@ def write_records(file: str, records: Sequence[Mapping[str, object]]) -> None:
 
 
 def csv_record(row: Measurement, compared: dict[str, Measurement]) -> dict[str, Any]:
-    """Return the figures of a measurement by column of the CSV file. `compared`: the reference measurements of the
-    same size and pass, by contender."""
+    """Return one line of the CSV file as a dict: the figures of a measurement by column. `compared`: the
+    measurements of the reference implementations at the same size and pass, by name."""
     task, verdict = row.task, row.verdict
     record: dict[str, Any] = {"case": task.case} | task.size._asdict() | {"dtype": task.dtype, "pass": task.which}
     record |= {"contender": label(task), "engine": task.engine, "status": row.status}
@@ -42,7 +43,8 @@ def csv_record(row: Measurement, compared: dict[str, Measurement]) -> dict[str, 
 
 
 def plot(file: str, groups: Sequence[Sequence[Measurement]], card: dict[str, str]) -> None:
-    """Plot each contender's time relative to the first reference: bars on a logarithmic axis, one panel per pass."""
+    """Plot the time of each implementation relative to the first reference: bars on a logarithmic axis, one panel
+    per pass."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -37,7 +37,8 @@ any. The system then has to map memory for every new graph, which takes longer t
 
 
 class Cost(NamedTuple):
-    """The time to build a layer's graph: seconds per call, seconds per time step, and the ratio to `mlx.nn.LSTM`."""
+    """The time that the host takes to build a layer's graph. call, step: seconds per call and seconds per time step.
+    over: the time divided by the time of `mlx.nn.LSTM`."""
 
     layer: str
     which: str
@@ -47,7 +48,8 @@ class Cost(NamedTuple):
 
 
 def layer_calls(size: Size, dtype: mx.Dtype) -> tuple[dict[str, Callable[..., mx.array]], list[mx.array]]:
-    """Return a dict of functions by layer, each computing h from the arrays x, Wx, Wh and b, and these arrays."""
+    """Return (functions, arrays). `functions` has one function per layer, by name; each computes h from the arrays
+    x, Wx, Wh and b."""
     T, B, width, H = size
     layer = nn.LSTM(1, 1)
 
@@ -65,8 +67,8 @@ def layer_calls(size: Size, dtype: mx.Dtype) -> tuple[dict[str, Callable[..., mx
 
 
 def seconds(call: Callable[..., mx.array], which: str, values: list[mx.array]) -> float:
-    """Return the CPU time to build the graph of a forward pass, or of a forward pass and the gradients of all
-    arrays."""
+    """Return the CPU time to build the graph of one pass. The pass is a forward pass, or a forward pass with the
+    gradients of all arrays."""
     if call.__name__ == "theirs":  # `mlx.nn.LSTM` takes [B, T, I]
         values = [mx.swapaxes(values[0], 0, 1), *values[1:]]
     start = thread_time()
@@ -121,7 +123,7 @@ def measure_host(size: Size, dtype: str, rounds: int = ROUNDS) -> list[Cost]:
 
 
 def host_text(size: Size, dtype: str, costs: list[Cost]) -> str:
-    """Return the times to build the graph at one size, as a table."""
+    """Return a table of the times to build the graphs at one size, as text."""
     cells = [["layer", "pass", "us per call", "us per step", "over"]]
     for cost in costs:
         cells.append([cost.layer, cost.which, f"{1e6 * cost.call:.0f}", f"{1e6 * cost.step:.1f}", f"{cost.over:.2f}"])

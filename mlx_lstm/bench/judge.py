@@ -45,7 +45,8 @@ def judge_layer(
 
 
 def evaluate_lstm(numbers: Tensors, fl: Arithmetic, *, backward: bool) -> Tensors:
-    """Return h of an LSTM, with `backward` also dx, dWx, dWh, db; with states h0 and c0 also hT, cT, dh0, dc0."""
+    """Return the results of an LSTM by name: h, and with `backward` also dx, dWx, dWh, db. If the inputs contain the
+    states h0 and c0, hT and cT are added, and with `backward` dh0 and dc0."""
     case = {name: numbers[name] for name in ("x", "Wx", "Wh", "b", "h0", "c0") if name in numbers}
     cotangents = {name: numbers[f"d{name}"] for name in ("h", "hT", "cT") if f"d{name}" in numbers}
     outputs, gradients = evaluate_case(case, cotangents if backward else None, fl)
@@ -54,8 +55,8 @@ def evaluate_lstm(numbers: Tensors, fl: Arithmetic, *, backward: bool) -> Tensor
 
 
 def evaluate_in_parts(numbers: Tensors, *, backward: bool) -> Tensors:
-    """Return the results of `evaluate_lstm` in float64, computed PART steps at a time: forward, then back from saved
-    states."""
+    """Return the results of `evaluate_lstm` in float64, computed PART time steps at a time to save memory. The
+    forward pass saves the states between parts, from which the backward pass starts each part again."""
     fl, (T, B, H), weights = Arithmetic(np.float64), numbers["dh"].shape, {n: numbers[n] for n in ("Wx", "Wh", "b")}
     states, results = dict.fromkeys(("h0", "c0"), np.zeros((B, H))), {"h": np.empty((T, B, H))}
     parts = []

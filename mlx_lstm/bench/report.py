@@ -1,4 +1,4 @@
-"""Format the figures of a measurement as text."""
+"""Format the results of the benchmark as text."""
 
 from collections.abc import Iterable, Sequence
 
@@ -14,7 +14,7 @@ THREADS_HINT = "OPENBLAS_NUM_THREADS=1 lets NumPy's BLAS use one thread, which d
 
 
 def card_text(card: dict[str, str]) -> str:
-    """Return the description of the machine, one line per entry."""
+    """Return the description of the machine as text, one line per entry."""
     return "\n".join(f"{name:12}{value}" for name, value in card.items())
 
 
@@ -27,7 +27,7 @@ def references(rows: Iterable[Measurement]) -> dict[str, Measurement]:
 
 
 def group_text(rows: Sequence[Measurement]) -> str:
-    """Return the measurements of one size and pass as a table, with a title above and notes below."""
+    """Return the table of all measurements of one size and pass, with a title above and notes below."""
     task, compared = rows[0].task, references(rows)
     times = any(row.samples for row in rows)
     header = ["contender", "engine"]
@@ -45,7 +45,8 @@ def group_text(rows: Sequence[Measurement]) -> str:
 
 
 def time_cells(row: Measurement) -> list[str]:
-    """Return the cells for times in milliseconds (median, minimum, 20th and 80th percentile) and the number of runs."""
+    """Return the printed cells of a measurement's times: median, minimum, 20th and 80th percentile in milliseconds,
+    and the number of runs."""
     if not row.samples:
         return ["-"] * 5
     return [*(milliseconds(seconds) for seconds in spread(row).values()), str(len(row.samples))]
@@ -57,7 +58,7 @@ def milliseconds(seconds: float) -> str:
 
 
 def spread(row: Measurement) -> dict[str, float]:
-    """Return median, min, p20 and p80 of the seconds of all runs."""
+    """Return the median, minimum, 20th and 80th percentile of the seconds of all runs."""
     p20, median, p80 = np.percentile(row.samples, [20, 50, 80])
     return {"median": float(median), "min": min(row.samples), "p20": float(p20), "p80": float(p80)}
 
@@ -68,7 +69,7 @@ def ratio_cell(figures: Ratio | None) -> str:
 
 
 def check_cells(row: Measurement) -> list[str]:
-    """Return the cells for memory, the largest ratio of error to bound, and the number of threads."""
+    """Return the printed cells of a measurement's memory, largest ratio of error to bound, and number of threads."""
     peak, over_needed, verdict = row.peak, peak_ratio(row), row.verdict
     return [
         "-" if peak is None else f"{peak / MIB:.4g}",
@@ -96,7 +97,7 @@ def checkpoint_lines(rows: Sequence[Measurement]) -> list[str]:
 
 
 def notes(rows: Iterable[Measurement]) -> list[str]:
-    """Return one line per problem of the measurements."""
+    """Return one line of text for each problem in the measurements, such as disturbance by other processes."""
     lines = []
     for row in rows:
         name = f"{label(row.task)} ({row.task.engine})"

@@ -24,8 +24,8 @@ CLOCK_TICK = 1 / os.sysconf("SC_CLK_TCK")
 
 
 class Plan(NamedTuple):
-    """The turns of one contender: their number, the untimed runs at the start of a turn, and the seconds of timed
-    runs in a turn."""
+    """How one implementation is timed. The fields are the number of turns, the untimed runs at the start of a turn,
+    and the seconds of timed runs in a turn."""
 
     turns: int
     warmups: int
@@ -33,7 +33,8 @@ class Plan(NamedTuple):
 
 
 class Measurement(NamedTuple):
-    """The results of one task (a contender at a size). `status`: "timed", "memory only", or why there is no time."""
+    """The results of one task, which is an implementation at a size. `status`: "timed", "memory only", or why there
+    is no time."""
 
     task: Task
     status: str
@@ -57,8 +58,8 @@ class Measurement(NamedTuple):
 
 
 class Ratio(NamedTuple):
-    """The ratio of two contenders' median times: the median, lowest and highest ratio over the rounds that both ran
-    in."""
+    """How many times as long one implementation took as another: median, lowest and highest ratio over the rounds in
+    which both ran."""
 
     value: float
     low: float
@@ -86,7 +87,8 @@ def ratio(row: Measurement, reference: Measurement) -> Ratio | None:
 
 
 def needed_bytes(size: Size, which: str, dtype: str) -> int:
-    """Return the smallest number of bytes that a pass needs: x, gates, h, c and, with `backward`, dx, dWx, dWh, db."""
+    """Return the smallest number of bytes that a pass must hold in memory: x, gates, h, c and, with `backward`, dx,
+    dWx, dWh, db."""
     T, B, width, H = size
     numbers = T * B * (width + 6 * H)
     if which == "backward":
@@ -95,11 +97,11 @@ def needed_bytes(size: Size, which: str, dtype: str) -> int:
 
 
 def peak_ratio(row: Measurement) -> float | None:
-    """Return the peak of memory divided by `needed_bytes`, for the case `lstm`. x is added, since it exists before a
-    run.
+    """Return the peak of memory divided by `needed_bytes`. It exists for the case `lstm` only. The size of x is
+    added to the peak, since x exists before a run.
 
-    On the GPU take the larger of the two counts: resident memory may not include the GPU's, and MLX's own count does
-    not include NumPy's.
+    On the GPU take the larger of two counts: resident memory may not include the GPU's memory, and MLX's own count
+    does not include NumPy's memory.
     """
     if row.peak is None or row.task.case != "lstm":
         return None
@@ -112,8 +114,8 @@ def peak_ratio(row: Measurement) -> float | None:
 def measure(
     tasks: list[Task], judge: Judge, *, seconds: float, rounds: int, patience: float, progress: Progress | None = None
 ) -> list[Measurement]:
-    """Check and time the tasks of one size and pass against each other. With rounds = 0 only check them and measure
-    memory."""
+    """Check and time the tasks of one size and pass against each other. With rounds = 0 only check the results and
+    measure the memory."""
     progress = progress or Progress()  # a context that is not entered prints nothing
     rows: dict[Task, Measurement] = {}
     plans: dict[Task, Plan] = {}
@@ -140,8 +142,8 @@ def measure(
 
 
 def close(task: Task, child: Child, rows: dict[Task, Measurement], progress: Progress) -> None:
-    """End the child process of a task. Print what it wrote to stderr, unless the task failed: then its row has the
-    text."""
+    """End the child process of a task. Print what the child wrote to stderr, unless the task failed: then the
+    measurement already contains this text."""
     said = child.close()
     if said and task in rows and not rows[task].status.startswith("failed"):
         progress.print(said, sys.stderr)
@@ -173,7 +175,7 @@ def check(task: Task, child: Child, judge: Judge, file: str) -> tuple[Measuremen
 
 
 def take_turn(row: Measurement, child: Child, plan: Plan, patience: float) -> Measurement:
-    """Let a contender take one more turn of timed runs; return the measurement with the new times."""
+    """Time an implementation for one more turn. Return the measurement with the new times added."""
     wait_until_quiet(patience)
     wall, busy = time.perf_counter(), busy_seconds()
     try:

@@ -1,4 +1,5 @@
-"""The short benchmark in the command `check`: a training step of our layer and of `mlx.nn.LSTM` at a few sizes."""
+"""The short benchmark that is part of the command `check`: it times a training step of our layer and of
+`mlx.nn.LSTM` at a few sizes."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -19,16 +20,16 @@ SECONDS, ROUNDS, QUIET = 1.0, 3, 2.0
 
 
 def default_sizes(device: str, full: bool) -> tuple[Size, ...]:
-    """Return the sizes to measure: the benchmark's sizes; on a CPU every second one, as `mlx.nn.LSTM` takes minutes
-    there."""
+    """Return the sizes to measure: the sizes of the full benchmark. On a CPU return only every second one, since
+    `mlx.nn.LSTM` takes minutes there."""
     return SIZES if full or device == "gpu" else SIZES[::2]
 
 
 def measure_sizes(
     engines: Sequence[str], sizes: Sequence[Size], device: str, full: bool, progress: Progress
 ) -> Iterator[list[Measurement]]:
-    """Yield the measurements of each size, with results checked first: the backward pass, with `full` also the
-    forward pass."""
+    """Yield the measurements of each size, after the results were checked. The backward pass is measured; with
+    `full` also the forward pass."""
     passes = [*PASSES] if full else ["backward"]
     for n, size in enumerate(sizes):
         progress.title = f"timing, size {n + 1} of {len(sizes)}: {size}"
@@ -48,7 +49,7 @@ def records(groups: Sequence[Sequence[Measurement]]) -> list[dict[str, Any]]:
 
 
 def time_line(rows: Sequence[Measurement]) -> str:
-    """Return the times of one size and pass, in milliseconds, in a line."""
+    """Return one line of text with the times of one size and pass in milliseconds."""
     task, compared = rows[0].task, references(rows)
     cells = []
     for row in rows:

@@ -1,4 +1,5 @@
-"""Types of a measurement: sizes, passes, tasks, contenders. Also the sizes of the case `lstm`."""
+"""Types for the benchmark: sizes, passes, tasks and contenders (implementations to measure). Also the sizes of the
+case `lstm`."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -6,7 +7,7 @@ from typing import Any, NamedTuple
 from ..oracle.arithmetic import Tensors
 
 PASSES = {"forward": ("h",), "backward": ("h", "dx", "dWx", "dWh", "db")}
-"""The tensors that each pass computes. `backward` includes the forward pass it needs."""
+"""The names of the tensors that each pass computes. The pass `backward` includes the forward pass."""
 
 
 class Size(NamedTuple):
@@ -63,7 +64,7 @@ class Work(NamedTuple):
 
 
 class Contender(NamedTuple):
-    """An implementation to be measured: its name for printing, the module that it needs, and the function that
+    """An implementation to measure: its printed name, the module that must be installed, and the function that
     prepares a task."""
 
     label: str

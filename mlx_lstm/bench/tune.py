@@ -55,8 +55,8 @@ below 1, since measured times vary."""
 
 
 def tune(file: str | None, grid: Grid = Grid()) -> int:  # noqa: B008 (a tuple)
-    """Measure, print and write the table. Return the exit code: 0, or 1 if there is no Metal or the file cannot be
-    written."""
+    """Measure which Metal engine is faster, print the table and write it to a file. Return the exit code: 0, or 1 if
+    there is no Metal or the file cannot be written."""
     if not has_metal():
         print(
             "nothing to tune: MLX has no Metal back end on this machine, and only Metal has two engines to choose from",
@@ -122,7 +122,7 @@ def best_cut(dtype: str, B: int, grid: Grid) -> Cut | None:
 
 
 def text_of(cut: Cut | None) -> str:
-    """Return a cut as text."""
+    """Return the description of a cut of `fused` (batch rows per threadgroup, spare registers) as text."""
     return f"rows {cut.rows} spare {cut.spare}" if cut else "by rule"
 
 
@@ -139,8 +139,8 @@ def measure_row(dtype: str, B: int, grid: Grid) -> list[dict[str, object]]:
 
 
 def measure_point(size: Size, dtype: str, grid: Grid) -> dict[str, object]:
-    """Return each engine's milliseconds for forward and backward, or why the engine was discarded; and the faster
-    engine."""
+    """Measure both Metal engines at one size. Return the milliseconds of each engine for forward and backward, or
+    why its figure was discarded, and the name of the faster engine."""
     cut = tuning.cut(DTYPES[dtype], size.B)
     times = measure({engine: (engine, cut) for engine in METAL_ENGINES}, size, dtype, grid)
     right = {engine: time for engine, time in times.items() if not isinstance(time, str)}
@@ -154,8 +154,8 @@ Name = TypeVar("Name")
 def measure(
     contenders: Mapping[Name, tuple[str, Cut | None]], size: Size, dtype: str, grid: Grid
 ) -> dict[Name, float | str]:
-    """Return a dict from (engine, cut) to the milliseconds for forward and backward, or to the reason why it was
-    discarded. The contenders are timed in turns."""
+    """Time the entries of `contenders` (name: (engine, cut)) in turns. Return for each name the milliseconds of a
+    forward and backward pass, or the reason why the entry was discarded."""
     times: dict[Name, float | str] = {}
     ready: dict[Name, Work] = {}
     for name, (engine, cut) in contenders.items():
@@ -215,7 +215,7 @@ def row_of(points: Sequence[Mapping[str, Any]]) -> tuning.Row:
 
 
 def point_text(point: dict[str, object]) -> str:
-    """Return a measured point as a line of text."""
+    """Return one line of text about a measured size: the times of both engines and the faster one."""
     each = "  ".join(f"{engine} {took(point[engine])}" for engine in METAL_ENGINES)
     return f"{point['dtype']} B = {point['B']} H = {point['H']}:  {each}  ->  {point['engine']}"
 

@@ -74,7 +74,8 @@ class Worker:
         return answer
 
     def time(self, seconds: float, warmups: int) -> dict[str, Any]:
-        """Run the task for some seconds, at least once, and return the seconds of each timed run."""
+        """Run the task for this number of seconds, at least once, after `warmups` untimed runs. Return the seconds
+        of each timed run."""
         self.resume()
         start = time.process_time()
         for _ in range(warmups):
@@ -93,20 +94,21 @@ class Worker:
         return time.perf_counter() - start, results
 
     def pause(self) -> None:
-        """Wait until the threads of the libraries have fallen asleep, then note the time."""
+        """Wait until the threads of the libraries have stopped spinning. Then note the time and the CPU time used so
+        far."""
         time.sleep(SETTLE)
         self.idle_since = time.perf_counter(), time.process_time()
 
     def resume(self) -> None:
-        """Add the time since `pause`, and the CPU time used since then, to the totals."""
+        """Add the time since `pause` to the idle time, and the CPU time used since then to the idle CPU time."""
         wall, cpu = self.idle_since
         self.idle_wall += time.perf_counter() - wall
         self.idle_cpu += time.process_time() - cpu
 
 
 def release_memory() -> None:
-    """Return free memory to the system (malloc: glibc only). Otherwise the next run could reuse it and seem to need
-    less."""
+    """Return free memory to the system. Otherwise the next run could reuse the memory and would seem to need less.
+    malloc's memory is returned with glibc only."""
     gc.collect()
     mx.clear_cache()
     malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
@@ -115,11 +117,11 @@ def release_memory() -> None:
 
 
 class PeakMemory:
-    """Measures the peak of the process's resident memory and of MLX's own count since the object was made.
+    """Measures two peaks of memory since the object was made: the process's resident memory, and MLX's own count.
 
-    On Linux the kernel's peak is reset first, so the result is the peak above the memory resident now. Elsewhere the
-    peak cannot be reset: the result is the increase over the earlier peak, which may be too small because building
-    the inputs needed memory for a moment.
+    On Linux the kernel's peak is reset first, so the result is the peak above the memory that is resident now. Other
+    systems cannot reset the peak. There the result is the increase over the earlier peak, which may be too small,
+    because building the inputs needed memory for a moment.
     """
 
     def __init__(self) -> None:

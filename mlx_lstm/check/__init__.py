@@ -5,4 +5,4 @@ results.
 does no harm, `report` prints and writes the findings, `further` runs the other commands of `--full`.
 """
 
-__all__: list[str] = []  # a command
+__all__: list[str] = []  # nothing to import: this package is a command

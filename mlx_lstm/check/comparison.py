@@ -105,7 +105,7 @@ def as_numpy(arrays: Mapping[str, mx.array]) -> Tensors:
     return {name: np.array(array.astype(mx.float32)) for name, array in arrays.items()}
 
 
-# --- In a process of its own -----------------------------------------------------------------------------------------
+# --- In a child process ----------------------------------------------------------------------------------------------
 
 
 def findings(work: Work, cases: list[GridCase], full: bool, patience: float = PATIENCE) -> Iterator[Finding]:

@@ -116,7 +116,8 @@ def check_options(options: argparse.Namespace) -> None:
 
 
 def present(names: list[str] | None) -> dict[str, Contender]:
-    """Return the contenders (implementations to compare) to run. Raise ValueError if a requested one cannot run."""
+    """Return the contenders (implementations to compare) to run, by name. Raise ValueError if one that the user
+    requested cannot run here."""
     everyone = all_contenders()
     if names is None:
         return {name: one for name, one in everyone.items() if one.missing() is None}
@@ -137,7 +138,8 @@ def absent() -> dict[str, str]:
 
 
 def run_compare(contenders: dict[str, Contender], golden: Golden | None, options: argparse.Namespace) -> int:
-    """Run every case on every contender. Print the report and return the exit code."""
+    """Run every case on every implementation (contender) and compare the results. Print the report and return the
+    exit code."""
     cases = selected(golden.cases if golden else grid(lambda case: judge.kink_distance(case) > KINK_MARGIN), options)
     if not cases:
         print(f"no case has {' or '.join(options.cases)} in its name", file=sys.stderr)
@@ -239,7 +241,8 @@ def selected(cases: Iterable[CompareCase], options: argparse.Namespace) -> list[
 def run_cases(
     cases: list[CompareCase], contenders: dict[str, Contender], golden: Golden | None
 ) -> tuple[list[ComparisonRow], dict[str, dict[str, Outcome]]]:
-    """Run and compare all cases. Return the rows of the comparison, and {case: {contender: outcome}}."""
+    """Run all cases on all implementations and compare the results. Return (comparisons, {case: {implementation:
+    outcome}})."""
     rows, outcomes = [], {}
     with Progress() as progress:
         for case in progress.each(cases, "cases"):
@@ -251,7 +254,7 @@ def run_cases(
 
 
 def attempt(contender: Contender, case: CompareCase) -> Outcome:
-    """Run a case on a contender and return the outcome. An exception becomes an outcome, too."""
+    """Run a case on an implementation (contender) and return the outcome. An exception becomes an outcome, too."""
     try:
         return contender.run(case)
     except Exception as error:

@@ -44,7 +44,7 @@ def arguments(selector: str) -> list[str]:
 
 
 def run(case: CompareCase) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Run a case on MPSGraph. Return the list of results of the forward op and that of the gradient op, which is
+    """Run a case on MPSGraph. Return (results of the forward op, results of the gradient op). The second list is
     empty if the case has no cotangents."""
     import Metal
     import MetalPerformanceShadersGraph as G
@@ -95,7 +95,8 @@ def camel(name: str) -> str:
 
 
 def call(graph: Any, selector: str, tensors: dict[str, Any], descriptor: Any) -> list[Any]:
-    """Call an op of a graph and return the list of its result tensors. Arguments that the case lacks are nil."""
+    """Call an op of an MPSGraph and return the list of its result tensors. Optional arguments that the case does not
+    have are nil."""
     method = getattr(graph, selector.replace(":", "_"))
     return list(method(*(tensors.get(name) for name in arguments(selector)), descriptor, None))
 
@@ -107,7 +108,7 @@ def shared_buffer(Metal: Any, device: Any, array: np.ndarray) -> Any:
 
 
 def tensor_data(G: Any, buffer: Any, shape: Any, dtype: int) -> Any:
-    """Return a Metal buffer as the MPSGraphTensorData with which MPSGraph takes and returns arrays."""
+    """Wrap a Metal buffer as MPSGraphTensorData, the type in which MPSGraph takes and returns arrays."""
     return G.MPSGraphTensorData.alloc().initWithMTLBuffer_shape_dataType_(buffer, list(shape), dtype)
 
 

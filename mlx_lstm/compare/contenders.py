@@ -67,7 +67,7 @@ def all_contenders() -> dict[str, Contender]:
 
 
 def no_pyobjc() -> str | None:
-    """Return which modules of PyObjC are missing, as text; None if all are there."""
+    """Return the names of the missing modules of PyObjC as text, or None if all are installed."""
     absent = [name for name in PYOBJC if importlib.util.find_spec(name) is None]
     return f"no {', '.join(absent)}" if absent else None
 
@@ -117,7 +117,8 @@ def run_engine(word: str, case: CompareCase) -> Outcome:
 def in_a_child(
     name: str, missing: Callable[[], str | None], hindrance: Callable[[CompareCase], str | None]
 ) -> Contender:
-    """Return a contender that runs its cases in a child process. A new child is started after a crash."""
+    """Return a contender (an implementation) that runs its cases in a child process. After a crash a new child is
+    started."""
     children: list[Child] = []
     hangs: list[str] = []
 
@@ -151,7 +152,7 @@ def in_a_child(
 
 
 def numbered(arrays: Arrays, kind: str) -> list[str]:
-    """Return the keys of one kind, "forward 0", "forward 1" ..., in the order of their numbers."""
+    """Return the keys "forward 0", "forward 1", ... (or another kind of key) of a dict, sorted by their numbers."""
     return sorted((key for key in arrays if key.startswith(kind)), key=lambda key: int(key.split()[1]))
 
 

@@ -30,8 +30,8 @@ class Dump(NamedTuple):
     sizes: dict[str, int]
 
     def groups(self, name: str) -> list[list[str]]:
-        """Return the documented layout of an argument or result: a list of size letters for each axis. [4H, H] is
-        [[G, H], [K]]."""
+        """Return the documented layout of an argument or result: for each axis a list of size letters. The layout
+        [4H, H] is [[G, H], [K]], where K is the H of h[t-1]."""
         case, D = self.case, self.sizes["D"]
         expected = layouts(GATES[case.op], case.bidirectional, "input_weight" in case.arrays)
         alike = {"h": "cell_output_fwd", "c": "cell_output_fwd", "z_state": "z_state"}
@@ -102,9 +102,10 @@ def words_of(groups: Iterable[Iterable[str]], sizes: dict[str, int]) -> str:
 
 
 def load_dump(file: str, op: str, descriptor: str | None) -> list[Dump]:
-    """Load a folder of .npy files, an .npz or a .safetensors file; return a dump for each possible choice of sizes.
+    """Load arrays that a user saved from an app: a folder of .npy files, an .npz or a .safetensors file. Return one
+    `Dump` for each possible choice of sizes.
 
-    A ValueError names an array that is unknown, missing, or has a shape that no layout explains.
+    Raise ValueError if an array is unknown, missing, or has a shape that no layout explains.
     """
     table = names_of(op)
     arguments: Arrays = {}
@@ -142,7 +143,7 @@ def read(file: str) -> Arrays:
 
 
 def names_of(op: str) -> dict[str, str]:
-    """Return a dict from each name that a dump may use for an op's arguments and results to the name used here."""
+    """Return a dict from each name that a user may give to an op's argument or result, to the name in this package."""
     names = [*GRADIENTS[op], "mask", *COTANGENTS[op], *RESULTS[op], *(f"d{name}" for name in GRADIENTS[op])]
     others = {"output": "h", "output_fwd": "h"} | SAVED[op]
     return {name: name for name in names} | others
@@ -154,8 +155,8 @@ def folded(word: str) -> str:
 
 
 def known(word: str, table: dict[str, str], problem: str) -> str:
-    """Return the argument or result that a name in a dump stands for. For an unknown name raise ValueError with the
-    most similar names."""
+    """Return the argument or result that a name in a user's file stands for. For an unknown name raise ValueError
+    with the most similar names."""
     words = {folded(other): other for other in table}
     if folded(word) in words:
         return table[words[folded(word)]]
@@ -182,7 +183,7 @@ def read_descriptor(op: str, text: str | None) -> dict[str, Any]:
 
 
 def check_arrays(op: str, arguments: Arrays, results: Arrays) -> None:
-    """Raise ValueError if an array is missing or has the wrong dtype."""
+    """Raise ValueError if an array that the op needs is missing, or if an array has the wrong dtype."""
     for name in ("source", "recurrent_weight"):
         if name not in arguments:
             raise ValueError(f"{title(name)} is missing: without it {op} cannot run")
@@ -217,8 +218,8 @@ def understood(case: CompareCase, results: Arrays) -> list[Dump]:
 
 
 def reason_without_sizes(case: CompareCase) -> str:
-    """Return as text which array's shape makes it impossible to find the sizes: recurrentWeight, source or
-    inputWeight."""
+    """Return which array has a shape from which no sizes can be found: recurrentWeight, source or inputWeight. The
+    reason is text for an error message."""
     arrays, G, D = case.arrays, GATES[case.op], case.directions
     rows = f"{G}H" if G > 1 else "H"
     R, source = arrays["recurrent_weight"], arrays["source"]

@@ -81,7 +81,7 @@ def of_gradients(rng: np.random.Generator) -> Iterator[Experiment]:
 
 
 def of_formula(rng: np.random.Generator) -> Iterator[Experiment]:
-    """Yield the experiments on the LSTM's formula: E:peephole, E:hard_sigmoid and E:forget_gate_last."""
+    """Yield the experiments on the formula of the LSTM: E:peephole, E:hard_sigmoid and E:forget_gate_last."""
     case = draw(rng, "lstm", SIZES, name="settle: peephole", absent=("mask",))
     for tensor in ("h", "dsource", "dpeephole"):
         readings = {"c[t-1]": result(case, tensor), "c[t]": result(case, tensor, output_peephole="current")}
@@ -103,18 +103,18 @@ def of_formula(rng: np.random.Generator) -> Iterator[Experiment]:
 
 
 def swapped(array: np.ndarray, axis: int) -> np.ndarray:
-    """Return an array with the second and third of its four blocks along an axis exchanged."""
+    """Return an array whose second and third of four gate blocks along an axis are exchanged."""
     one, two, three, four = np.split(array, 4, axis=axis)
     return np.concatenate([one, three, two, four], axis=axis)
 
 
 def in_order(case: CompareCase, fl: Arithmetic, gate_order: str, tensor: str) -> np.ndarray:
-    """Return a result of the oracle with another gate order in all arrays."""
+    """Return a result of the oracle after changing the gate order of all arrays."""
     return oracle_result(case, fl, tensor, gate_order=gate_order)
 
 
 def oracle_result(case: CompareCase, fl: Arithmetic, tensor: str, **options: Any) -> np.ndarray:
-    """Return a result of the oracle, computed with these options in place of the case's."""
+    """Return one result of the oracle. `options` replace the options that follow from the case."""
     cotangents = {"h": case.arrays["source_gradient"]}
     cotangents |= {"hT": case.arrays["state_gradient"], "cT": case.arrays["cell_gradient"]}
     outputs, gradients = evaluate(call_of(case) | options, cotangents, fl)
@@ -154,7 +154,8 @@ def mask_experiment(
 
 
 def of_directions(rng: np.random.Generator) -> Iterator[Experiment]:
-    """Yield the experiments E:reverse: whether results in reverse are aligned with the source or with the steps."""
+    """Yield the experiments E:reverse: with `reverse`, are results in the order of the source or in the order of
+    computation?"""
     case = draw(rng, "lstm", SIZES, name="settle: reverse", reverse=True)
     for tensor in ("h", "c", "z_state"):
         readings = {

@@ -16,8 +16,8 @@ from .judge import expected
 
 
 class Golden(NamedTuple):
-    """Recorded results: the description of the machine, the contender that computed them, the cases, and the results
-    by case name."""
+    """The contents of a golden file (results recorded for later comparisons). The fields are the machine's
+    description, the implementation that computed the results, the cases, and the results by case name."""
 
     card: dict[str, str]
     contender: str
@@ -59,9 +59,10 @@ def save_golden(file: str, golden: Golden) -> None:
 
 
 def load_golden(file: str) -> Golden:
-    """Read a golden file. Raise ValueError if the file is no golden file or was changed.
+    """Read a golden file, which holds recorded results. Raise ValueError if the file is not a golden file or was
+    changed.
 
-    The checksum detects accidents only, as anybody can compute a new one. So the oracle also evaluates each case.
+    The checksum only detects accidents, since anybody can compute a new one. So the oracle also evaluates each case.
     """
     try:
         arrays: dict[str, Any] = dict(read_npz(Path(file)))
@@ -91,8 +92,8 @@ MOST_NUMBERS = 2**22
 
 
 def checked_case(entry: dict[str, Any], arrays: Arrays, results: Arrays) -> CompareCase:
-    """Return a case of a golden file, after checking that the oracle can compute it and that the results have the
-    right shapes."""
+    """Return a case that was read from a golden file. Raise ValueError unless the oracle can compute the case and
+    the recorded results have the right shapes."""
     name, op = shown(entry["name"], 200), entry["op"]
     if op not in GATES:
         raise ValueError(f"case {name} has the unknown op {shown(op)}")

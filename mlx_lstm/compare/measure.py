@@ -10,19 +10,19 @@ from .cases import Arrays, CompareCase
 from .contenders import Outcome
 
 SEQUENCES = ("h", "c", "z_state", "dsource")
-"""The results whose first axis is time."""
+"""The names of the results whose first axis is time."""
 
 OURS = ("fused", "stepwise", "numpy", "ops")
 FROM_OUTSIDE = ("mpsgraph", "torch-mps", "golden", "yours")
 
 
 class ComparisonRow(NamedTuple):
-    """The comparison of one result of two contenders.
+    """The comparison of one result between two implementations.
 
-    verdict: "ok", or what is wrong. max_abs, max_rel, ulp: the largest error: absolute, relative, in units of the
-    last place. over_bound: the largest ratio of an element's error to its bound, right up to 1; bound: the bound of
-    this element. first: the index of the first value beyond its bound, in the order of memory; step: the time step
-    of this value. by_time: `over_bound` of each time step.
+    verdict: "ok", or what is wrong. max_abs, max_rel, ulp: the largest error, absolute, relative, and in units of
+    the last place. over_bound: the largest ratio of an element's error to its bound; the result is right up to 1.
+    bound: the bound of this element. first: the index of the first value beyond its bound. step: the time step of
+    this value. by_time: `over_bound` of each time step.
     """
 
     case: str
@@ -48,7 +48,8 @@ class ComparisonRow(NamedTuple):
 
 
 def rows_of(case: CompareCase, outcomes: dict[str, Outcome]) -> Iterator[ComparisonRow]:
-    """Compare every contender with the oracle, and each of our engines with each other contender."""
+    """Yield the comparisons of a case: every implementation with the oracle, and each of our engines with each other
+    implementation."""
     dtype = case.arrays["source"].dtype
     for name, outcome in outcomes.items():
         if outcome.problem:
@@ -67,8 +68,8 @@ def rows_of(case: CompareCase, outcomes: dict[str, Outcome]) -> Iterator[Compari
 def between(
     case: CompareCase, name: str, left: Arrays, other: str, right: Arrays, bounds: Arrays
 ) -> Iterator[ComparisonRow]:
-    """Compare the results that two contenders have in common. They may differ by twice the bound, as each may have
-    an error."""
+    """Compare the results that two implementations have in common. They may differ by twice the bound, since both
+    may have an error."""
     for tensor in (tensor for tensor in left if tensor in right):
         value, _ = without_leading_ones(right[tensor], left[tensor].shape)
         dtype = left[tensor].dtype
@@ -114,7 +115,7 @@ def compare(
 
 
 def without_leading_ones(value: np.ndarray, shape: tuple[int, ...]) -> tuple[np.ndarray, str]:
-    """Return an array without additional leading axes of 1, and a note if there were any."""
+    """Return (array without its additional leading axes of size 1, a note if there were any)."""
     added = value.ndim - len(shape)
     if added > 0 and value.shape == (1,) * added + tuple(shape):
         return value.reshape(shape), f"{added} leading axes of 1"

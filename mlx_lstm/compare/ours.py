@@ -18,12 +18,12 @@ SAVED = {
     "gru": {"z_state": "z_state", "output_fwd": "h"},
     "single_gate_rnn": {"z_state": "z_state"},
 }
-"""The arguments of the gradient ops that are results of the forward ops: {argument: result}."""
+"""{argument of the gradient op: result of the forward op}, for the arguments that are such results."""
 
 
 def run(case: CompareCase, engine: str | None = None, **options: Any) -> Arrays:
-    """Return all results of a case by name. engine: None for the library's choice; options: keywords of
-    `mlx_lstm.mpsgraph`."""
+    """Return all results of a case by name, computed by `mlx_lstm.mpsgraph`. engine: None for the library's choice.
+    options: keywords of the functions in `mlx_lstm.mpsgraph`."""
     return through_layers(case, lambda layer: run_layer(layer, engine, **options))
 
 

@@ -37,8 +37,8 @@ class Change(NamedTuple):
 
 
 class Form(NamedTuple):
-    """A form in which a result may have been dumped: its description, the function that converts the result to the
-    documented layout, and the key in `predicted` of the expected values."""
+    """A form in which an app may have saved a result: a description, the function that converts the result to the
+    documented layout, and the key of the expected values in the dict that `predicted` returns."""
 
     words: str
     back: Callable[[np.ndarray], np.ndarray]
@@ -61,8 +61,8 @@ class Reading(NamedTuple):
 
 
 def base_case(dump: Dump) -> tuple[CompareCase, list[str]]:
-    """Convert a dump's case to the documented layouts; return it with descriptions of the arrays that had other
-    layouts."""
+    """Return (case, descriptions): the saved case converted to the documented layouts, and a description of each
+    array that had another layout."""
     arrays, words = dict(dump.case.arrays), []
     for name, value in arrays.items():
         if name != "mask":
@@ -170,7 +170,7 @@ def judged(dump: Dump, chosen: tuple[Change, ...]) -> Reading:
 
 
 def forms_of(dump: Dump, case: CompareCase, name: str, value: np.ndarray) -> Iterator[Form]:
-    """Yield the forms in which a result may have been dumped; the documented form comes first."""
+    """Yield the forms in which an app may have saved a result. The documented form comes first."""
     if name in ("h", "c") and value.shape == dump.shape(name)[1:]:
         yield Form("the last step alone", lambda v: v, f"last {name}")
     layouts = possible_layouts(dump, name, value)
@@ -199,7 +199,7 @@ OTHERWISE = {
     "by step": "in the order of the steps",
     "halved": "its second direction in the order of the steps",
 }
-"""Keys are suffixes of the names in `predicted`; values describe what was dumped instead of the documented result."""
+"""Keys: endings of the names that `predicted` returns. Values: what the app saved instead of the documented result."""
 
 
 def predicted(case: CompareCase, fl: Arithmetic, readings: dict[str, str]) -> Arrays:
@@ -275,8 +275,8 @@ def of_layouts(dump: Dump) -> Iterator[Change]:
 
 
 def of_options(case: CompareCase) -> Iterator[Change]:
-    """Yield changes for the points that Apple's documentation leaves open, where options of `mlx_lstm.mpsgraph` or
-    changes to the case can express them."""
+    """Yield changes for the points that Apple's documentation leaves open. Options of `mlx_lstm.mpsgraph` or changes
+    to the case can express these."""
     if "peephole" in case.arrays:
         yield Change("peephole", "the output gate peeps at c[t] (E:peephole)", readings={"output_peephole": "current"})
     if "hard_sigmoid" in case.descriptor.values():
@@ -293,7 +293,8 @@ def of_options(case: CompareCase) -> Iterator[Change]:
 
 
 def moved(case: CompareCase) -> CompareCase:
-    """Return the case with the gradient of the last state added to the gradient of h at the last time step instead."""
+    """Return a case without a gradient of the last state. This gradient is added to the gradient of h at the last
+    time step instead."""
     arrays = {name: array for name, array in case.arrays.items() if name != "state_gradient"}
     arrays["source_gradient"] = case.arrays["source_gradient"].copy()
     arrays["source_gradient"][-1] += case.arrays["state_gradient"]

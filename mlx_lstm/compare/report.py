@@ -1,4 +1,5 @@
-"""Format the result of the comparison: the machine, which pairs agree, which results differ and where; a plot; JSON."""
+"""Format the result of the comparison: the machine, which implementations agree, which results differ and where.
+Also write a plot and a JSON file."""
 
 import math
 import subprocess
@@ -53,7 +54,8 @@ def summary_text(rows: Sequence[ComparisonRow], cases: int) -> str:
 
 
 def pairs_text(rows: Sequence[ComparisonRow]) -> str:
-    """Return a line per pair of contenders: the number of comparisons, how many differ, and the worst one."""
+    """Return one line of text for each pair of implementations: the number of comparisons, how many differ, and the
+    worst one."""
     lines = [["pair", "comparisons", "differ", "error/bound", "worst"]]
     for pair in dict.fromkeys(row.pair for row in rows if row.tensor != "-"):
         mine = [row for row in rows if row.pair == pair and row.tensor != "-"]
@@ -64,8 +66,8 @@ def pairs_text(rows: Sequence[ComparisonRow]) -> str:
 
 
 def failures_text(rows: Sequence[ComparisonRow]) -> str:
-    """Return the failures as text: each pair's failed calls once, and for each tensor how many results differ, the
-    worst one, and where."""
+    """Return the failures as text. Calls that failed are listed once per pair of implementations. For each tensor
+    follow the number of results that differ, the worst one, and the place of its first wrong value."""
     lines = []
     for pair in dict.fromkeys(row.pair for row in rows if row.tensor == "-"):
         failed = [row for row in rows if row.pair == pair and row.tensor == "-"]
@@ -102,7 +104,8 @@ def brief(text: str) -> str:
 
 
 def severity(row: ComparisonRow) -> tuple[bool, float]:
-    """Return a key that sorts right results before wrong ones, then by error over bound."""
+    """Return a sort key for a comparison: right results come before wrong ones, then those with the smaller ratio of
+    error to bound."""
     return row.failed, math.inf if math.isnan(row.over_bound) else row.over_bound
 
 
@@ -146,8 +149,8 @@ def write_json(file: str, content: dict[str, Any]) -> None:
 
 
 def plot(file: str, rows: Sequence[ComparisonRow], card: dict[str, str]) -> None:
-    """Draw the ratio of error to bound, with a line at 1: a bar for the worst ratio of each tensor and pair; below,
-    the ratio over time in the longest cases."""
+    """Draw the ratio of error to bound, with a line at 1. Bars show the worst ratio of each tensor and pair of
+    implementations. Below, curves show the ratio over time in the longest cases."""
     from matplotlib.figure import Figure
 
     longest = max((len(row.by_time) for row in rows), default=0)
@@ -174,7 +177,8 @@ def plot(file: str, rows: Sequence[ComparisonRow], card: dict[str, str]) -> None
 
 
 def bars(axis: Any, rows: Sequence[ComparisonRow], colors: dict[str, str]) -> None:
-    """Draw the worst ratio of error to bound of each tensor: one bar per pair, with the value above the bar."""
+    """Draw the worst ratio of error to bound of each tensor: one bar per pair of implementations, with its value
+    above."""
     tensors = list(dict.fromkeys(row.tensor for row in rows if row.tensor != "-"))
     for n, (pair, color) in enumerate(colors.items()):
         worst = {}

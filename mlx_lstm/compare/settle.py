@@ -30,8 +30,9 @@ class Experiment(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """The answer of an experiment. verdict: the reading that fits, or why none does; confirmed: whether this is the
-    default reading; distances: the distance of each reading from the result."""
+    """The result of an experiment on an open point of Apple's documentation. verdict: the reading (interpretation)
+    that fits, or why none fits. confirmed: whether it is our default reading. distances: the distance of each
+    reading from MPSGraph's result."""
 
     name: str
     question: str
@@ -59,8 +60,8 @@ def settle(experiment: Experiment, outcome: Outcome) -> Finding:
 
 
 def value(case: CompareCase, tensor: str, reading: Callable[[Arithmetic], np.ndarray]) -> Distance:
-    """Return a function that measures the distance of a result from the values that `reading` computes, as a part of
-    the bound derived for this reading."""
+    """Return a function that measures the distance of a result from the values that `reading` computes, divided by
+    the bound that is derived for these values."""
 
     def distance(outcome: Outcome) -> float:
         if tensor not in outcome.results:

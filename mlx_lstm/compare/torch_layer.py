@@ -28,7 +28,7 @@ def hindrance(case: CompareCase) -> str | None:
 
 
 def run(case: CompareCase, device: str) -> Arrays:
-    """Run a case on torch's layer. Return the results that torch has: h and the gradients."""
+    """Run a case on torch's layer. Return the results that torch can compute: h and the gradients."""
     import torch
 
     layer = make_layer(case).to(device)
@@ -98,7 +98,8 @@ def gradients_of_layer(case: CompareCase, layer: Any, n: int) -> dict[str, Any]:
 
 
 def state(case: CompareCase, name: str, device: str) -> Any:
-    """Return a state [N, D H] of the case in torch's layout [D, N, H]; zeros without gradient if the case has none."""
+    """Return a state [N, D H] of the case in torch's layout [D, N, H]. If the case has no such state, return zeros
+    that need no gradient."""
     import torch
 
     N, width = case.arrays["source"].shape[1], case.directions * case.hidden

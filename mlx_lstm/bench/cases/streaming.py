@@ -18,8 +18,8 @@ PASSES = {"forward": ("h",)}
 
 
 def in_mlx(layer: Any, weights: Tensors, call: Any, state: Any, numbers: Tensors, task: Task, axis: int | None) -> Work:
-    """Return an MLX layer that runs step by step, ready to run. call(frame, state) returns (h, next state). `axis`:
-    the axis of time in a frame, of size 1; None if a frame has no such axis."""
+    """Return an MLX layer that runs one time step per call, ready to be timed. `call(frame, state)` must return (h,
+    next state). `axis`: the axis of time (of size 1) in a frame, or None if a frame has no such axis."""
     layer.update({name: mx.array(array) for name, array in weights.items()})
     layer.set_dtype(DTYPES[task.dtype])
     layer.eval()
@@ -56,7 +56,8 @@ def prepare_ours(numbers: Tensors, task: Task) -> Work:
 
 
 def prepare_mlx(numbers: Tensors, task: Task) -> Work:
-    """Return `mlx.nn.LSTM`, ready to run. It returns the states of all steps; the last ones go to the next call."""
+    """Return `mlx.nn.LSTM`, ready to be timed. It returns the states of all time steps; the states of the last step
+    are the inputs of the next call."""
     from mlx.nn import LSTM
 
     layer = LSTM(task.size.I, task.size.H)
