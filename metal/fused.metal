@@ -102,7 +102,7 @@ void load_resident(const device V* streamed, thread V (&resident)[SIZE]) {
 // loads out of the loop over time and spill the registers.
 inline int opaque_zero(thread const Sweep& sweep) { return sweep.B >> 31; }
 
-// Return a reference to float n, counted from vector `row` of the threadgroup memory.
+// Return a reference to float number n of the threadgroup memory, counted from vector number `row`.
 inline threadgroup float& number_at(threadgroup float4* vectors, int row, int n) {
   return ((threadgroup float*)(vectors + row))[n];
 }
@@ -187,8 +187,8 @@ void read_step(
     for (int r = 0; r < ROWS; ++r) number[r][3 * OWN] = value_at(a.mask, items[r].at.mask, 1.0f);
 }
 
-// Share the numbers that read_step read with all lanes of the unit: the state before the step in `before`, and dc or q
-// in `dc_or_q`. A number whose array is absent is 0; an absent mask is 1.
+// Share the numbers that read_step has read with all lanes of the unit. On return `before` is the state before the
+// step, and `dc_or_q` is dc or q. A number whose array is absent is 0; an absent mask is 1.
 template <int N, class Index, class Arrays>
 void share_step(
     thread const float (&number)[N == 1 ? 4 : 1], thread const Arrays& a, thread Item<Index>& item,

@@ -83,7 +83,7 @@ void fused_backward(
     begin_item(sweep, a, min(int(group.x) * ROWS + r, sweep.B - 1), GATES, block, H, unit, real, items[r]);
     items[r].now = of_lane<LANES>(real && lane == 0 ? float(a.states[items[r].at.state + earlier]) : 0.0f, 0);
   }
-  threadgroup_barrier(mem_flags::mem_threadgroup);  // between the zeros of all threads and d of the units
+  threadgroup_barrier(mem_flags::mem_threadgroup);  // separates the zeros of all threads from d of the units
   for (int n = sweep.stop - 1; n >= sweep.start; --n) {
     const int t = time_of(sweep, n);
     threadgroup float4* current = vectors + (TWO ? 0 : n & 1) * HALF;
@@ -113,12 +113,12 @@ void fused_backward(
         number_at(current, r * ROW, (TWO ? 0 : row * H) + unit) = float(result);
       }
     }
-    threadgroup_barrier(mem_flags::mem_threadgroup);  // between d of all units and the product of it
+    threadgroup_barrier(mem_flags::mem_threadgroup);  // separates d of all units from the product that reads it
     if constexpr (TWO) {
       products_of_columns<Cell, UNITS, ROWS, FIRST, 0, RESIDENT>(sum, resident, streamed, current + s);
       reset_back<Cell, H, ROWS, GROUP * RUNS, S>(items, sum, lane, unit, real, t, a, vectors + HALF);
       current = vectors + HALF;
-      threadgroup_barrier(mem_flags::mem_threadgroup);  // between dz_r, dz_z of all units and the second product
+      threadgroup_barrier(mem_flags::mem_threadgroup);  // separates dz_r, dz_z of all units from the second product
     }
     constexpr int FROM = TWO ? FIRST * UNITS : 0;
     products_of_columns<Cell, UNITS, ROWS, RUNS, FROM, RESIDENT>(sum, resident, streamed, current + s);

@@ -50,7 +50,7 @@ void fused_forward(
   V resident[RESIDENT == 0 ? 1 : RESIDENT];
   load_resident<RESIDENT>(streamed, resident);
   fill_with_zeros(vectors, 2 * HALF, index, threads);
-  threadgroup_barrier(mem_flags::mem_threadgroup);  // between the zeros of all threads and the units' own h
+  threadgroup_barrier(mem_flags::mem_threadgroup);  // separates the zeros of all threads from the units' own h
   const float p = real ? Unit::constant_of(a, sweep.direction, lane, H, unit) : 0.0f;
   float h_now[ROWS], c_now[ROWS];
   int length[ROWS];
@@ -66,7 +66,7 @@ void fused_forward(
     const int row = (TWO ? 0 : sweep.start & 1) * HALF + r * ROW;
     if (writes) number_at(vectors, row, own) = h_now[r] * value_at(a.mask, at[r].mask, 1.0f);
   }
-  threadgroup_barrier(mem_flags::mem_threadgroup);  // between the first h and the first product
+  threadgroup_barrier(mem_flags::mem_threadgroup);  // separates the first h from the first product
   for (int n = sweep.start; n < sweep.stop; ++n) {
     threadgroup float4* before = vectors + (TWO ? 0 : n & 1) * HALF;
     threadgroup float4* after = vectors + (TWO ? 0 : ~n & 1) * HALF;
@@ -80,7 +80,7 @@ void fused_forward(
         const float reset = simd_shuffle_xor(Cell::reset(y[r] + sums[r][0]), 2);
         if (writes) number_at(vectors + HALF, r * ROW, own) = reset * number_at(before, r * ROW, own);
       }
-      threadgroup_barrier(mem_flags::mem_threadgroup);  // between r h of all units and the product of it
+      threadgroup_barrier(mem_flags::mem_threadgroup);  // separates r h of all units from the product that reads it
       add_products<Cell, UNITS, ROWS, RUNS, 4, RESIDENT>(sums, resident, streamed, vectors + HALF + s, lane);
     }
 #pragma clang loop unroll(full)
@@ -100,7 +100,7 @@ void fused_forward(
         number_at(after, r * ROW, own) = h_now[r] * value_at(a.mask, at[r].mask + next.mask, 1.0f);
       advance(at[r], next);
     }
-    threadgroup_barrier(mem_flags::mem_threadgroup);  // between the new h of all units and the next step's product
+    threadgroup_barrier(mem_flags::mem_threadgroup);  // separates the new h of all units from the next step's product
     streamed += opaque_zero(sweep);
   }
 #pragma clang loop unroll(full)

@@ -62,7 +62,7 @@ void fused_matrix_forward(
   vec<S, 4> resident[RESIDENT == 0 ? 1 : RESIDENT];
   load_resident<RESIDENT>(streamed, resident);
   fill_with_zeros(vectors, 2 * HALF, index, threads);
-  threadgroup_barrier(mem_flags::mem_threadgroup);  // between the zeros of all threads and the units' own h
+  threadgroup_barrier(mem_flags::mem_threadgroup);  // separates the zeros of all threads from the units' own h
   int length[2];
   float p[Cell::CONSTANTS] = {}, h_now[2], c_now[2];
   bool real[2];
@@ -79,7 +79,7 @@ void fused_matrix_forward(
     if (real[e])
       vectors[(sweep.start & 1) * HALF + 8 * unit + column + e] = h_now[e] * value_at(a.mask, at[e].mask, 1.0f);
   }
-  threadgroup_barrier(mem_flags::mem_threadgroup);  // between the first h and the first product
+  threadgroup_barrier(mem_flags::mem_threadgroup);  // separates the first h from the first product
   for (int n = sweep.start; n < sweep.stop; ++n) {
     simdgroup_float8x8 total[GATES];
 #pragma clang loop unroll(full)
@@ -106,7 +106,7 @@ void fused_matrix_forward(
       if (!is_present(a.mask) || n + 1 < sweep.stop)  // after the launch's last step there is no mask to read
         vectors[(~n & 1) * HALF + 8 * unit + column + e] = h_now[e] * value_at(a.mask, at[e].mask, 1.0f);
     }
-    threadgroup_barrier(mem_flags::mem_threadgroup);  // between the new h of all units and the next step's product
+    threadgroup_barrier(mem_flags::mem_threadgroup);  // separates the new h of all units from the next step's product
     streamed += opaque_zero(sweep);
   }
   for (int e = 0; e < 2; ++e) {
@@ -162,7 +162,7 @@ void fused_matrix_backward(
     begin_item(sweep, a, b0 + e, GATES, 0, H, unit, real[e], items[e]);
     items[e].now = real[e] ? float(a.states[items[e].at.state + earlier]) : 0.0f;
   }
-  threadgroup_barrier(mem_flags::mem_threadgroup);  // between the zeros of all threads and d of the units
+  threadgroup_barrier(mem_flags::mem_threadgroup);  // separates the zeros of all threads from d of the units
   for (int n = sweep.stop - 1; n >= sweep.start; --n) {
     threadgroup float* current = vectors + (VECTORS > 1 ? n & 1 : 0) * HALF;
 #pragma clang loop unroll(full)
@@ -194,7 +194,7 @@ void fused_matrix_backward(
         current[8 * (block + unit) + column + e] = float(operand);
       }
     }
-    threadgroup_barrier(mem_flags::mem_threadgroup);  // between d of all units and the product of it
+    threadgroup_barrier(mem_flags::mem_threadgroup);  // separates d of all units from the product that reads it
     float sum[2];
     product_of_columns<RESIDENT, K>(sum, resident, streamed, current);
 #pragma clang loop unroll(full)
@@ -203,7 +203,7 @@ void fused_matrix_backward(
       if (real[e] && live) items[e].dh = sum[e] * items[e].mask + items[e].past;
       advance(items[e].at, next);
     }
-    if (VECTORS == 1) threadgroup_barrier(mem_flags::mem_threadgroup);  // between the product and the next d
+    if (VECTORS == 1) threadgroup_barrier(mem_flags::mem_threadgroup);  // separates the product from the next d
     streamed += opaque_zero(sweep);
   }
 #pragma clang loop unroll(full)

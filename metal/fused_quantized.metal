@@ -37,8 +37,8 @@ void load_resident(
   for (int n = 0; n < RESIDENT; ++n) resident[n].words = streamed[32 * n].words;
 }
 
-// A reader of a lane's words: resident: the vectors in registers; streamed: all vectors in memory; words, vector: the
-// vector read last and its index.
+// State for reading a lane's words. resident: the vectors in registers. streamed: all vectors, in memory. words,
+// vector: the vector read last and its index.
 template <class V>
 struct Words {
   thread const V* resident;
@@ -64,7 +64,7 @@ template <bool BIASED> struct Biases { using type = float; };
 template <> struct Biases<false> { using type = Absent; };
 
 // Add to products[row][slot] the products of eight weights of every slot with eight numbers of x, and add these eight
-// numbers to x_sums[row]. first: the index of the first of the weights' words.
+// numbers to x_sums[row]. first: the index of the first word of the weights.
 template <int ROWS, int SLOTS, int GROUP, int PER, int WANTED, int RESIDENT, int STRIDE, int FIELD, int SIZE,
     bool BIASED>
 void add_eight(
@@ -93,8 +93,9 @@ void add_eight(
   }
 }
 
-// The add_product of fused_lanes.metal for quantized weights; RUNS runs of 4 make one span. For each piece, sum (number
-// times x) and (x). The group's scale and bias then turn both sums into the product of weights and x.
+// Add a lane's share of a product with quantized weights to sums[row][slot], like the add_product of fused_lanes.metal;
+// RUNS runs of 4 make one span. For each piece, sum number times x, and x alone. The scale and the bias of the
+// quantization group then turn these two sums into the product of weights and x.
 template <int ROWS, int SLOTS, int RUNS, int GROUP, int FROM, int PER, int WANTED, int RESIDENT, int STRIDE, int FIELD,
     int SIZE, bool BIASED>
 void add_product(

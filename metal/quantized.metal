@@ -47,9 +47,9 @@ template <int BITS> uint halves_of(uint word, int first, Absent) {
   return (shifted(word, LOWEST - first) & (MASK << 16 | MASK)) | (shifted(word, 16 - BITS - first) & 0x80008000u);
 }
 
-// Return the number (see the top of this file) of weight e in `words`. If BITS divides 16, two weights that begin at
-// the same bit of either half of a word are converted at once; in unrolled loops the compiler then merges both
-// conversions. Otherwise each weight is converted alone.
+// Return the number that represents weight e of `words`: 2^BITS + q for an integer q, or q / FACTOR for a small float
+// q. If BITS divides 16, two weights that begin at the same bit of either half of a word are converted at once; in
+// unrolled loops the compiler then merges both conversions. Otherwise each weight is converted alone.
 template <int BITS, int WORDS, class B>
 float number_at(thread const uint (&words)[WORDS], int e, B biases) {
   const int word = BITS * e / 32, first = BITS * e % 32;
@@ -63,8 +63,8 @@ float number_at(thread const uint (&words)[WORDS], int e, B biases) {
   }
 }
 
-// Return what a quantization group adds to a product. product: the group's sum of number times x; x_sum: the group's
-// sum of x.
+// Return what one quantization group adds to the product of weights and x. product: the group's sum of
+// number_at(weight) times x. x_sum: the group's sum of x.
 template <int BITS> float of_group(float product, float, float scale, float, Absent) {
   return scale * (FACTOR<BITS> * product);
 }

@@ -147,11 +147,13 @@ float mask_at(thread const Step& s, M mask, int t, int b, int j, int width) {
 
 // --- Rows ---
 
-// Return how many elements at the beginning of a row hold the carried floats of this many units.
+// Return how many elements the carried floats of this many units take at the beginning of a row (the array that one
+// launch writes).
 template <class S, bool CARRIES>
 Index carried(Index units) { return CARRIES ? Index(sizeof(float) / sizeof(S)) * units : 0; }
 
-// Read or write one of a row's carried floats. In a row of ushort a float takes two elements.
+// Read or write one of the floats that a row (the array that one launch writes) carries to the next step. In a row of
+// ushort a float takes two elements.
 inline float carry_at(const device float* row, Index index) { return row[index]; }
 inline float carry_at(const device ushort* row, Index index) {
   return as_type<float>(ushort2(row[2 * index], row[2 * index + 1]));
@@ -163,7 +165,7 @@ inline void set_carry(device ushort* row, Index index, float value) {
   row[2 * index + 1] = words.y;
 }
 
-// Fill a row that uses fewer than 8 elements with zeros, up to 8.
+// If a row (the array that one launch writes) uses fewer than 8 elements, fill it up to 8 with zeros.
 template <class X>
 void pad_row(device X* row, Index used, uint3 group, int thread_index) {
   if (thread_index == 0 && group.x + group.y + group.z == 0)

@@ -20,8 +20,8 @@
 // `sums` [ROWS][COLUMNS] in threadgroup memory; then every thread computes some cells. The product ends with a barrier
 // between the two parts.
 
-// A row of the product's operand: dz of the row `before`, or dh_t of an LSTM with a projection. If the reset of a GRU
-// comes after its candidate's product, the candidate's dz is multiplied by r.
+// One row of the product's operand: dz of one batch item from the previous launch, or dh_t of an LSTM with a
+// projection. If the reset of a GRU comes after its candidate's product, the candidate's dz is multiplied by r.
 template <class S, class Arrays>
 struct FollowingRow {
   const device S* dz;
@@ -81,7 +81,7 @@ void operands_at(thread const FollowingRow<S, Arrays>& row, int k, thread float 
   for (int e = 0; e < N; ++e) values[e] *= r[e];
 }
 
-// Return the row dh_now if there is one, else dz.
+// Return the array dh_now if it is present, else dz.
 template <class S>
 const device S* either(Absent, const device S* dz) { return dz; }
 template <class S, class X>
@@ -108,7 +108,8 @@ void stepwise_backward(
   const device S* dz_before = (const device S*)a.before + start;
   const Following<Cell, S, Arrays> x = {either(a.dh_now, dz_before), &a, &s, H};
   const Block own = {b0, j0, simdgroup, lane, sums, tiles};
-  // The first launch has no row before it. So it has no product, except that of dh_t with Wp.
+  // The first launch has no previous launch whose dz it could multiply. So it has no product, except that of dh_t with
+  // Wp.
   const bool begins = s.n + 1 == s.T;
   if (!begins || is_present(a.dh_now))
     Product::template product<OneBlock, 0, COLUMNS, Cell::SEGMENTS>(
@@ -152,9 +153,9 @@ void stepwise_backward(
   pad_row(a.after, start + units * (is_present(a.keep) ? GATES + 1 : GATES), group, 32 * simdgroup + lane);
 }
 
-// Compute dh_t [B, D P], the gradient of h_t, from dz of the previous row. With a projection every step has a launch of
-// this kernel, which writes dh_t as a row of S, 0 past an item's end. For every cell, a launch with n = -1 computes
-// dh0, an array of S.
+// Compute dh_t [B, D P], the gradient of h_t, from the dz that the previous launch wrote. With a projection every step
+// has a launch of this kernel; it writes dh_t with the dtype S, and 0 past an item's end. For every cell, a launch with
+// n = -1 computes dh0.
 template <class Cell, class Product, class S, class Arrays>
 void stepwise_dh(
     thread const Arrays& a, threadgroup float* sums, threadgroup float* tiles, uint3 group, int simdgroup, int lane) {

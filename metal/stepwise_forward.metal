@@ -61,7 +61,8 @@ void operands_at(thread const PreviousRow<S, Arrays>& row, int k, thread float (
   for (int e = 0; e < N; ++e) values[e] *= factors[e];
 }
 
-// Return the h of the previous step: it lies behind c in the cells' row or, with a projection, in a separate row.
+// Return the h of the previous step. It lies behind c in the array that the previous launch wrote or, with a
+// projection, in a separate array.
 template <class S, bool CARRIES, class X>
 const device S* h_of(thread const Step& s, const device X* row, Absent) {
   return (const device S*)row + carried<S, CARRIES>(Index(s.B) * s.D * s.H);
@@ -109,8 +110,8 @@ void stepwise_forward(
   pad_row(a.after, start + units * (SAVES ? 1 + GATES : 1), group, 32 * simdgroup + lane);
 }
 
-// The additional launch of each step with a projection: h [B, D P] = m Wp^T, written as a row of S. m is read from the
-// row of the launch before. Wp [D, P, H].
+// Compute h [B, D P] = m Wp^T of one step, with a projection Wp [D, P, H]: an additional launch of each step. m is read
+// from `before`, the array that the step's first launch wrote.
 template <class Product, class S, class Arrays>
 void stepwise_project(
     thread const Arrays& a, threadgroup float* sums, threadgroup float* tiles, uint3 group, int simdgroup, int lane) {

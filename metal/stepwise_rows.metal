@@ -1,5 +1,6 @@
-// Kernels for the rows that the launches of a pass write: some rows are joined during the pass, and all are copied into
-// sequences at its end. No barriers: each thread reads and writes only its own numbers.
+// Kernels for the "rows", the arrays that the launches of a pass write, one row per launch. Some rows are joined during
+// the pass, and all are copied into sequences at its end. No barriers: each thread reads and writes only its own
+// numbers.
 
 // During the pass, rows of several launches are joined into one array. A launch of a later step copies them, in
 // addition to its own work.
@@ -36,7 +37,7 @@ struct Rows {
   const device X* pieces[20];
 };
 
-// Return a pointer to row m of the rows of this kind.
+// Return a pointer to row m of this kind. A row is the array that one launch wrote.
 template <class X>
 const device X* row_of(thread const Rows<X>& rows, const device int* starts, const constant int* kind, int m) {
   const device X* piece = rows.pieces[0];
@@ -80,7 +81,8 @@ void stepwise_outputs(
         float(arrays[units + place(s, 0, b, GATES * width) + gate * width + j]));
 }
 
-// Store a row's carried float `index` in array[index]. Do nothing if the array is absent.
+// Store the carried float `index` of `row` (the array that one launch wrote) in array[index]. Do nothing if the array
+// is absent.
 template <class X> void store_carry(Absent, Index, const device X*) {}
 template <class A, class X>
 void store_carry(device A* array, Index index, const device X* row) { array[index] = A(carry_at(row, index)); }

@@ -93,8 +93,8 @@ class Call(NamedTuple):
     def run_backward(
         self, arrays: Arrays, saved: Arrays, cotangents: Arrays, sizes: Sizes, packing: Packing | None
     ) -> Arrays:
-        """Return the gradients of a call without `hold`, whose `keep` already has the shape [T, B, D] that engines
-        take."""
+        """Return the gradients of a call without the option `hold`, whose array `keep` already has the shape [T, B,
+        D] that engines take."""
         arrays = self.with_lengths(arrays, sizes, f"{self.cell.op}_gradients")
         names, others = tuple(cotangents), [*saved.values(), *cotangents.values()]
         problem, choice = self.plan(arrays, others, sizes, packing, "gates" in names, True, True, names)
@@ -140,7 +140,8 @@ class Call(NamedTuple):
         return dict(zip(names, gradients, strict=True))
 
     def steps(self, sizes: Sizes, op: str) -> tuple[Steps, "Call"]:
-        """Return the `Steps` that apply keep and hold, and this call without `hold`, as an engine can run it."""
+        """Return a `Steps` object, which applies keep and hold, and a copy of this call without `hold`, which an
+        engine can run."""
         T, B = sizes[:2]
         lengths = whole_lengths(op, self.lengths, B, T, checked=self.lengths_checked)
         hold = None if self.hold is None else check_hold(op, self.hold, T, B, self.batch_first)

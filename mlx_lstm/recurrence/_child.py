@@ -39,8 +39,8 @@ TRANSIENT += ("timed out", "discarded", "victim", "no space left")
 
 
 class Verdict(NamedTuple):
-    """The result of a trial. reason: why the engine's kernels are refused, empty if they are correct. lasting:
-    whether the verdict is stored for this machine or counts only in this process."""
+    """The result of a trial of an engine's kernels. reason: why the kernels are refused; empty if they are correct.
+    lasting: True if the verdict is stored for this machine, False if it counts only in this process."""
 
     reason: str
     lasting: bool = True

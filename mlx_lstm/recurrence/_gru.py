@@ -132,7 +132,7 @@ def gru_gradients(
     Args:
         x, Wx, Wh, b, h0 and all options: as in the call of `gru`.
         gates (array): [T, B, 3H], as `gru` returned them.
-        h (array): [T, B, H], likewise.
+        h (array): [T, B, H], as `gru` returned it.
         dh, dgates, dhT (array, optional): the gradients of the outputs, in their shapes. Default: zeros.
 
     Example:

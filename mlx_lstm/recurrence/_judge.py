@@ -125,7 +125,7 @@ def first_lines(error: Exception) -> str:
 def sets_of_cotangents(problem: Problem) -> list[tuple[str, ...]]:
     """Return the sets of outputs that get a cotangent in a trial: all outputs, and h alone, as in most losses.
 
-    Kernels that only another set of cotangents would select are not tried.
+    A trial does not cover kernels that run only for another set of cotangents.
     """
     shown = shown_of(problem)
     if problem.cotangents is not None:

@@ -86,7 +86,7 @@ def lstm(
         mask (array, optional): factor on h[t-1] as it enters the recurrent product; broadcastable to [B, P], or to
             [T, B, P] for a mask per step. All gates share it. It leaves the carried c as it is; `keep` and `hold` act
             on that. A mask per gate, as in Keras' recurrent_dropout, needs a product per gate, which the kernels do not
-            have: docs/recipes.md shows how to write it.
+            support: docs/recipes.md shows how to write it.
         keep (array, optional): factor on the carried state before a step: on h[t-1] and c[t-1] wherever the equations
             have them. Broadcastable to [T, B], or with both directions to [T, B, 2], one factor for each; bool,
             integers or floats. 0 resets an item: pass `keep=~done` if an episode ended before step t. The first step's
@@ -95,8 +95,8 @@ def lstm(
             carried unchanged (`keep` still applies) and its input is not read. h and c repeat the state, gates are 0.
             The other steps are gathered to the front and run with `lengths`, which copies x and each output. Steps
             past an item's end are not held.
-        cell_clip (float, optional): bound on |c[t]|; no bound if 0 or less. The gradient passes through unchanged. Both
-            as in TensorFlow's block ops.
+        cell_clip (float, optional): limit on |c[t]|; no limit if 0 or less. The gradient passes through unchanged.
+            TensorFlow's block ops define both rules in the same way.
         forget_bias (float): added to the forget gate's preactivation. Default: 0.
         reverse (bool): process t = T-1 ... 0; outputs stay aligned with the input. Default: `False`.
         bidirectional (bool): run both directions. Then, the forward direction first, Wx is [8H, I], b [8H], Wh
@@ -189,8 +189,9 @@ def lstm_gradients(
         x, Wx, Wh, b, h0, c0 and all options: as in the call of `lstm`. A clip and a forget bias are not among them,
             since the formulas do not contain them. With `Wx=None` only the shape of x matters.
         gates (array): [T, B, 4H], as `lstm` returned them.
-        c (array): [T, B, H], likewise.
-        h (array, optional): [T, B, P], likewise; required with a projection. Default: computed from gates and c.
+        c (array): [T, B, H], as `lstm` returned it.
+        h (array, optional): [T, B, P], as `lstm` returned it. Required with a projection. Default: computed from
+            gates and c.
         dh, dc, dgates, dhT, dcT (array, optional): the gradients of the outputs, in their shapes. Default: zeros.
 
     Returns:

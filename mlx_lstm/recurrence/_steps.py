@@ -194,7 +194,7 @@ class Steps(NamedTuple):
         return array if len(self.backwards) == 1 else half(array, d)
 
     def in_call(self, sequence: Array) -> Array:
-        """Return a sequence [T, B, .] in the axis order of the call: [B, T, .] with `batch_first`."""
+        """Return a sequence [T, B, .] in the axis order of the call, which is [B, T, .] with `batch_first`."""
         return mx.swapaxes(sequence, 0, 1) if self.batch_first else sequence
 
     def whole_keep(self, arrays: Arrays) -> Array:
@@ -205,8 +205,8 @@ class Steps(NamedTuple):
         return keep if self.lengths is None else mx.where(self.alive()[..., None], keep, 1)
 
     def each_direction(self, keep: Array, live: Array, which: int) -> Array:
-        """Call `factors` for each direction in its processing order. Return its result number `which` (0: before, 1:
-        after each step) as [T, B, D]."""
+        """Call `factors` for each direction, with the steps in its processing order. Return one of the two results
+        as [T, B, D]: the factors before each step (which = 0) or after each step (which = 1)."""
         each = []
         for d, back in enumerate(self.backwards):
             turn = slice(None, None, -1 if back else 1)

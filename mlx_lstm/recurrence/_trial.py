@@ -30,8 +30,8 @@ CELLS = {"lstm": cells.LSTMCell, "gru": cells.GRUCell, "rnn": cells.RNNCell}
 
 
 class Trial(NamedTuple):
-    """An engine and the small problem on which its kernels are tested. Where the call's sizes exceed a limit, the
-    problem has a lower limit, so that it runs the kernels of the large call."""
+    """An engine and the small problem on which its kernels are tested. The small problem has lower limits where the
+    call's sizes exceed the normal limits, so that it runs the same kernels as the large call."""
 
     engine: str
     problem: Problem
@@ -92,8 +92,9 @@ def trial_of(engine: str, problem: Problem) -> Trial:
 
 
 def as_small(size: int, each: int, steps: int) -> int:
-    """Return a number of steps with which an array of `each` numbers per step lies in the same Metal address space
-    as an array of `size` numbers. This is `steps` itself if it fits."""
+    """Return a number of steps, close to `steps`, with which an array of `each` numbers per step lies in the same
+    Metal address space as an array of `size` numbers. Metal has separate address spaces for arrays below and above 8
+    elements."""
     if (size < SMALL) == (steps * each < SMALL):
         return steps
     return max(1, (SMALL - 1) // each) if size < SMALL else SMALL
@@ -144,8 +145,8 @@ def smallest_stepwise(problem: Problem) -> tuple[int, int, int]:
 
 
 def batches(problem: Problem) -> list[int]:
-    """Return the batch sizes that a trial may have. If the call's arrays are so small that Metal binds them in
-    another address space, only the call's own batch size qualifies."""
+    """Return the batch sizes that a trial may use. Metal binds arrays of fewer than 8 elements in another address
+    space; if the call has such arrays, the trial uses the call's own batch size."""
     if problem.B < SMALL and min(problem.H, problem.P) < SMALL:
         return [problem.B]
     return [B for B in BATCHES if "lengths" not in problem.names or (B < SMALL) == (problem.B < SMALL)]

@@ -23,7 +23,7 @@ def reset_and_update(blocks: dict[str, slice]) -> list[slice]:
 
 
 class GRUStep:
-    """One step of the GRU forward. It overwrites the preactivations [3H, B] with the gates."""
+    """Compute one forward step of a GRU. Calling the object overwrites the preactivations [3H, B] with the gates."""
 
     def __init__(self, problem: Problem, cell: GRUCell, v: Views, mask: Array | None):
         (_, B, H, _), dtype, order, activations = problem[:4], v["Wh"].dtype, cell.gate_order, cell.activations
@@ -85,7 +85,7 @@ class GRUStep:
 
 
 class GRUStepBackward:
-    """One step of the GRU backward. It also collects what the gradients of the recurrent weights need.
+    """Compute one backward step of a GRU, and collect what the gradients of the recurrent weights need.
 
     The steps run in chunks of time, with n = steps x B columns. `dz` [3H, n] collects the gradient of the
     preactivations. With reset "after" the candidate's rows of `dz` first hold the gradient of q = Wh_n h + bhn,
@@ -147,7 +147,7 @@ class GRUStepBackward:
         np.multiply(gates, gates, out=slopes)
         for _, _, slope, rows in self.runs:
             slope(gates[rows], slopes[rows])
-        # The gradients of z, n and h_prev through h = new + z (old - new).
+        # Propagate the gradient of h = new + z (old - new) to z, n and h_prev.
         np.subtract(*((n, h_prev) if self.flip else (h_prev, n)), out=self.dy_z)
         self.dy_z *= dh
         to_old, to_new = (self.dy_n, self.direct) if self.flip else (self.direct, self.dy_n)
@@ -156,7 +156,7 @@ class GRUStepBackward:
         if dgates is not None:
             for gate, dy in (("z", self.dy_z), ("n", self.dy_n)):
                 dy += dgates[block[gate]]
-        # The gradient of n goes on to r and, with reset "before", to the h in the candidate's product.
+        # Propagate the gradient of n to r and, with reset "before", to the h in the candidate's product.
         dz, dz_n, inner = self.dz[:, columns], self.dz_n[:, columns], self.inner[:, columns]
         np.multiply(self.dy_n, slopes[block["n"]], out=dz_n)
         if self.after:

@@ -48,8 +48,8 @@ def peephole_columns(cell: LSTMCell, v: Views, H: int, B: int) -> dict[str, Arra
 
 
 class LSTMStep:
-    """One step of the LSTM forward. It overwrites the preactivations z [4H, B] with the gates, or with the
-    reciprocals of gates."""
+    """Compute one forward step of an LSTM. Calling the object overwrites the preactivations z [4H, B] with the
+    gates, or with the reciprocals of gates."""
 
     def __init__(self, problem: Problem, cell: LSTMCell, v: Views, mask: Array | None):
         (_, B, H, _), dtype = problem[:4], v["Wh"].dtype
@@ -73,8 +73,8 @@ class LSTMStep:
         self.peeps_early: str = ("ifg" if late else "ifgo") if self.peephole else ""
         self.clip: float | None = cell.cell_clip
         self.output: InPlace = activation(cell.activations[4])[0]
-        # How z is copied to the saved gates, which are in the cell's own order: (whether z holds reciprocals, rows of
-        # z, rows of the saved gates).
+        # How z is copied to the saved gates, which are in the cell's own order: tuples (whether these rows of z hold
+        # reciprocals, the rows of z, the rows of the saved gates).
         self.saves: list[tuple[bool, Array, slice]] = []
         own = gate_blocks(cell.gate_order, H)
         for inverse, run in groupby(cell.gate_order, key=lambda gate: gate in reciprocal):
@@ -142,7 +142,7 @@ class LSTMStep:
 
 
 class LSTMStepBackward:
-    """One step of the LSTM backward. It also collects what the gradients of the recurrent weights need.
+    """Compute one backward step of an LSTM, and collect what the gradients of the recurrent weights need.
 
     The steps run in chunks of time, with n = steps x B columns. `dz` [4H, n] collects the gradient of the
     preactivations of a chunk. `by_column` lists all arrays with these n columns.
@@ -191,14 +191,14 @@ class LSTMStepBackward:
         np.multiply(gates, gates, out=slopes)
         for _, _, slope, rows in self.runs:
             slope(gates[rows], slopes[rows])
-        # Gradient of m, where m = o * output(c), and h = m or, with a projection, h = Wp m.
+        # Compute s = output(c) and dm, the gradient of m = o * s. h is m or, with a projection, Wp m.
         self.output(c, s)
         dm = dh
         if self.Wp_T is not None:
             dm = np.matmul(self.Wp_T, dh, out=self.dm)
             self.dh[:, columns] = dh
             np.multiply(s, o, out=self.m[:, columns])
-        # The gradient of m goes on to o and c.
+        # Propagate dm, the gradient of m, to gate o and to c.
         np.multiply(dm, s, out=self.dy_o)
         np.multiply(s, s, out=scratch)
         self.output_slope(s, scratch)
@@ -207,7 +207,7 @@ class LSTMStepBackward:
         if self.peephole and self.o_sees_current:
             dz_o = self.dy_o if dgates is None else self.dy_o + dgates[block["o"]]
             dc += dz_o * slopes[block["o"]] * self.peephole["o"]
-        # The gradient of c goes on to the gates and c_prev through c = f c_prev + i g.
+        # Propagate the gradient of c = f c_prev + i g to the gates and to c_prev.
         np.multiply(dc, g, out=self.dy_i)
         np.multiply(dc, c_prev, out=self.dy_f)
         np.multiply(dc, i, out=self.dy_g)

@@ -163,7 +163,8 @@ class WeightGradients:
         """
         self.out: Views = out
         self.written: set[int] = written
-        # For each name and first row: the factors left [n, rows] and right [n, columns], both copied.
+        # A dict for each name: from the gradient's first row to its factors left [n, rows] and right [n, columns], both
+        # copied.
         self.factors: dict[str, dict[int, tuple[Array, Array]]] = {name: {} for name in factored}
         self.begun: set[tuple[str, int]] = set()  # (name, first row) of what the first chunk has written
 

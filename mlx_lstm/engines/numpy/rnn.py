@@ -14,7 +14,7 @@ from .products import JoinedProduct, SeparateProducts, WeightGradients, input_pr
 
 
 class RNNStep:
-    """One step of the plain RNN forward: h = s(preactivation)."""
+    """Compute one forward step of a plain RNN: h = s(preactivation)."""
 
     def __init__(self, problem: Problem, cell: RNNCell, v: Views, mask: Array | None):
         self.products: JoinedProduct | SeparateProducts = input_products(problem, v, mask, reciprocal="")
@@ -46,7 +46,7 @@ class RNNStep:
 
 
 class RNNStepBackward:
-    """One step of the plain RNN backward. It also collects what the gradient of the recurrent weights needs.
+    """Compute one backward step of a plain RNN, and collect what the gradient of the recurrent weights needs.
 
     The steps run in chunks of time, with n = steps x B columns. `dz` [H, n] collects the gradient of the
     preactivations of a chunk.

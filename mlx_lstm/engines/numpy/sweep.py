@@ -154,8 +154,8 @@ def each_direction(problem: Problem) -> list[tuple[int | None, Problem]]:
 
 
 def of_direction(d: int | None, values: Views, projects: bool | None = None) -> Views:
-    """Return direction d's part of all arrays, or all arrays unchanged if d is None. projects: see
-    `directions.part`."""
+    """Return direction d's part of all arrays, or all arrays unchanged if d is None. projects: whether the call has
+    a Wx; None if Wx would be among these arrays."""
     return values if d is None else part(values, d, projects)
 
 

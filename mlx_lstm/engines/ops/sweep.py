@@ -1,9 +1,9 @@
 """Engine `ops`: the recurrence in plain MLX operations, with forward and backward written out as readable formulas.
 
-It runs on any device and inside `mx.compile`, `mx.vmap` and exports. Sizes: T time steps, B batch items, I input
-features, H hidden units, P the width of h (H, or the width of the projection), G gates of the cell, D directions.
-Two directions run one after the other, each on its part of the arrays. Every function takes and returns MLX arrays;
-nothing is evaluated.
+The engine runs on any device and inside `mx.compile`, `mx.vmap` and exports. Sizes: T time steps, B batch items, I
+input features, H hidden units, P the width of h (H, or the width of the projection), G gates of the cell, D
+directions. Two directions run one after the other, each on its part of the arrays. Every function takes and returns
+MLX arrays; nothing is evaluated.
 """
 
 from collections.abc import Callable, Iterable, Sequence
