@@ -1,5 +1,5 @@
-"""Run `python -m mlx_lstm.convert` on randomly damaged (mutated) files of all formats. The command must print one
-line and stay within limits of memory and time.
+"""Run `python -m mlx_lstm.convert` on randomly damaged (mutated) files of all formats. For a file that it refuses,
+the command must print one line of error. It must stay within limits of memory and time.
 
 `test_file_fuzz.py KIND FOLDER FIRST LAST` runs this file as the child process, which converts many mutated files one
 after the other. For speed, the child reads HDF5 in its own process. A file at which HDF5 hangs or crashes is later

@@ -43,8 +43,8 @@ def test_there_and_back(example, name):
         assert np.array_equal(np.array(ours[name]), one.detach().numpy())
     rng = np.random.default_rng(0)
     x, lengths = rng.standard_normal((6, 3, layer.input_size), np.float32), np.array([2, 6, 1])
-    # torch's own error is its float32 result minus its float64 result. Our error may be twice as large, plus a few
-    # roundings.
+    # torch's own rounding error is the difference of its float32 and float64 results. Our error may be twice as large,
+    # plus a few roundings.
     exact = example.run_torch(layer.double(), x.astype(np.float64), lengths)
     rounded = example.run_torch(again, x, lengths)
     got = example.run_mlx(ours, x, lengths)

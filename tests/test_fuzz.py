@@ -1,4 +1,4 @@
-"""Compare random cases of everything public with the float64 oracle.
+"""Compare random calls of the whole public API with the float64 oracle.
 
 `--fuzz N` runs N cases. The cases differ every day unless `--fuzz-seed` gives the seed.
 

@@ -297,7 +297,7 @@ def test_one_child_tries_each_kernel_once(tmp_path, monkeypatch):
     monkeypatch.setattr(_guard, "command", lambda: [sys.executable, SCRIPT, "counted", str(log)])
     first = _guard.try_out(trial_of("fused", problem()))
     launches, child = log.read_text(), _guard._children[-1].process.pid
-    # A longer and reversed sequence uses kernels with the same source.
+    # A longer and reversed sequence uses kernels with the same source, so nothing is launched again.
     assert first == _guard.try_out(trial_of("fused", problem(T=50, reverse=True))) == RIGHT
     assert log.read_text() == launches and _guard._children[-1].process.pid == child
     assert _guard.try_out(trial_of("fused", problem(H=10, P=10))) == RIGHT

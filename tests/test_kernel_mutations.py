@@ -1,5 +1,5 @@
-"""Tests of the kernel tests: each test damages our shaders in one place at a time, and the checks that the kernel
-tests use must notice every damage."""
+"""Tests of the kernel tests. Each test damages our shaders in one place at a time and checks that the comparison
+with the oracle or the emulator notices every damage."""
 
 from types import MappingProxyType
 from unittest.mock import patch
@@ -88,7 +88,7 @@ HARMLESS = {
     "if (n < RESIDENT) weights = float4(resident[n]);  the bound of < is one less",
     # `lane` is never GATE_N in this branch.
     "return lane == Cell::GATE_N ? -1 : Cell::block(lane > Cell::GATE_N ? int(Cell::GATE_N) : lane);  > becomes >=",
-    # The additional matrix that is read enters no product.
+    # With <=, an additional matrix is read, but it is not part of any product.
     "if (part + 1 < PARTS) simdgroup_load(right[1], vectors + 64 * (part + 1), 8);  < becomes <=",
     # With <=, the loop also tests the activation of the output. At worst it chooses the slower code, which computes
     # gates one by one.
@@ -110,7 +110,8 @@ HARMLESS = {
     "if (k + first < uint(K)) multiply(rows, weights, columns, place, part);  the bound of < is one less",
     "inline uint shifted(uint bits, int left) { return left < 0 ? bits >> -left : bits << left; }  < becomes <=",
     "if (shift + BITS > 32) bits |= words[word + 1] << (32 - shift);  > becomes >=",  # the extra bits are masked out
-    # If SPAN equals SIZE, both branches are equal, and both are powers of two. The first factor belongs to slot 0.
+    # If SPAN equals SIZE, both branches give the same PIECE (SPAN and SIZE are powers of two). The first factor belongs
+    # to slot 0.
     "PIECE = SPAN < SIZE ? SPAN : SIZE,  < becomes <=",
     "PIECE = SPAN < SIZE ? SPAN : SIZE,  the bound of < is one less",
     "const int slot = factor < 0 ? place / Share::WORDS % SLOTS : factor / Share::FACTORS;  < becomes <=",
@@ -126,7 +127,7 @@ HARMLESS = {
     "  < becomes <=",
     "const uint own = 32 * place < BITS * numbers && place < BITS ? row.words[row.k / 32 * BITS + place] : 0u;"
     "  the bound of < is one less",
-    # Computes dh of a sequence that has already ended; nothing reads this dh.
+    # With <=, the thread also computes dh of a sequence that has already ended, but nothing reads this dh.
     "if (s.n < 0 || s.t < length) sum = dh_sum(s, a, sums + cell, length, b, j, P);  < becomes <=",
 }
 
@@ -197,7 +198,8 @@ def notice(file, engine, case, cotangents, ref, limit, weights=MappingProxyType(
         limited(launch_steps=3),
         patch.object(kernels_fused, "working_registers", lambda *_: 108),  # few weights fit in registers
         patch.object(kernels_fused, "MATRIX_BATCH", 1 if "matrix" in file else 10 if file in BOTH_FORMS else 100),
-        # With 1 byte the backward sweep in matrices has a single buffer and one barrier more; otherwise two buffers.
+        # With a limit of 1 byte, the backward kernel with matrix products has a single buffer and one more barrier.
+        # Otherwise it has a double buffer.
         patch.object(kernels_fused, "THREADGROUP_BYTES", 1 if case.get("reverse") else 32768),
     ):
         outputs, gradients = run(case, engine, np.float32, cotangents, weights)

@@ -147,7 +147,7 @@ def test_each_output_alone(engine, output):
 
 
 SHAPES = [
-    # T, B, I, H, P
+    # Time steps T, batch size B, input size I, hidden size H, projection size P.
     (1, 1, 1, 1, 1),
     (2, 1, 3, 1, 1),
     (1, 3, 2, 5, 2),

@@ -1,5 +1,5 @@
-"""Tests of `mlx_lstm.mpsgraph`: results against the float64 oracle, `mx.grad` and torch, and checks of the
-arguments."""
+"""Tests of `mlx_lstm.mpsgraph`, our version of Apple's RNN ops in MPSGraph. Results are compared with the float64
+oracle, `mx.grad` and torch; wrong arguments are refused."""
 
 import mlx.core as mx
 import numpy as np

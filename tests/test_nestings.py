@@ -1,5 +1,5 @@
-"""Tests of derivatives inside nestings of MLX's transformations. Every engine gives the right derivative or refuses;
-the engine `ops` never refuses."""
+"""Tests of derivatives inside nested transformations of MLX, such as `grad` of `vmap`. Every engine gives the right
+derivative or refuses; the engine `ops` never refuses."""
 
 import os
 import re

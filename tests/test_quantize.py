@@ -415,8 +415,8 @@ def test_a_model_stays_as_it_was_where_a_layer_is_refused():
 
 @pytest.mark.parametrize("name", [name for name in clients.CLIENTS if name not in clients.OWN])
 def test_clients_models(name):
-    """Typical models whose layers are replaced by ours and then quantized give the outputs of float layers with the
-    dequantized weights."""
+    """In typical models, the layers are replaced by ours and then quantized. The outputs equal those of float layers
+    with the dequantized weights."""
     with patch.object(clients, "D", 32), patch.object(clients, "H", 32):
         model = clients.CLIENTS[name][0]()
         mlx_lstm.nn.replace(model)

@@ -270,8 +270,8 @@ def nearly_closed(op, dtype, sizes):
     limit = elementwise_bounds(case, np.float32 if half else dtype, cotangents)
     if half:
         limit = {name: value + float_of(dtype).eps / 2 * np.abs(ref[name]) for name, value in limit.items()}
-    # The bounds are small relative to the tiny gates. An argument near -30 is a sum of three terms; each rounding error
-    # of it changes exp by up to 30 relative roundings. The activation itself adds about 12, so 3 * 40 are enough.
+    # The bounds must be small relative to the tiny gates. The argument of a gate, near -30, is a result of three
+    # additions. Each rounding error of the argument changes the gate by up to 30 roundings; the activation adds 12.
     sigmoids, allowed = (np.abs(values["h" if op == "rnn" else "gates"][..., closed]) for values in (ref, limit))
     assert (allowed < SAFETY * 3 * 40 * float_of(dtype).eps / 2 * sigmoids).all() and sigmoids.min() < 1e-11
     return case, cotangents, ref, limit

@@ -1,5 +1,5 @@
-"""Tests of `mlx_lstm.nn.stack`: outputs, states and gradients equal those of a loop over the layers, and bad
-arguments are refused."""
+"""Tests of `mlx_lstm.nn.stack`, which runs a list of recurrent layers. Outputs, states and gradients equal those of
+a loop over the layers, and bad arguments are refused."""
 
 from types import SimpleNamespace
 

@@ -1,5 +1,5 @@
 """Tests of long sequences in pieces, with states passed from call to call. Results equal those of the whole
-sequence, memory does not grow, and on the CPU a single step runs no operation of MLX."""
+sequence, memory does not grow, and on the CPU a single step evaluates no operation of MLX."""
 
 import io
 import subprocess

@@ -478,8 +478,8 @@ def test_texts_are_tensorflows(op, name, shape):
     assert text.removeprefix(f"[{op}] ") + " [" in there.value.message.replace("w_ru_ ", "w_ru ") + " ["
 
 
-# Calls on which TensorFlow 2.21 crashes, reads past the end of an array or returns garbage. The error texts are those
-# of newer versions of TensorFlow where they have one.
+# Calls on which TensorFlow 2.21 crashes, reads past the end of an array or returns garbage, but which we refuse. The
+# error texts are those of newer versions of TensorFlow, if they refuse the call.
 STRICTER = [  # (op, changed arguments or shapes, our error text)
     *[(op, {"seq_len_max": steps}, f"seq_len_max must be between 0 and 3 but is {steps}") for op in
       ("block_lstm", "block_lstm_v2", "block_lstm_grad", "block_lstm_grad_v2") for steps in (-1, 4)],

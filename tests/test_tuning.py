@@ -1,5 +1,5 @@
-"""Tests of the measured table of Metal engines: its measurement, its file, when the library uses it, and when the
-default table is used instead."""
+"""Tests of the table that says which Metal engine is fastest on this machine: how it is measured and stored, when
+the library uses it, and when the default table is used instead."""
 
 import json
 import shutil

@@ -1,9 +1,9 @@
-"""The recurrence: an LSTM, GRU or plain RNN layer over a sequence, with its own gradient. All others call it.
+"""Run an LSTM, GRU or plain RNN layer over a sequence, with its own gradient. All layers call these functions.
 
 For users, and exported by `mlx_lstm`:
 
-- `lstm`, `gru` and `rnn` run forward and carry their gradient; `lstm_gradients`, `gru_gradients` and `rnn_gradients`
-  are that gradient as an op, for callers that saved the outputs; `recurrent` runs a cell written by the user.
+- `lstm`, `gru` and `rnn` run forward, and MLX can differentiate them. `lstm_gradients`, `gru_gradients` and
+  `rnn_gradients` return the gradients from saved outputs. `recurrent` runs a cell written by the user.
 - `Quantized` is a weight as `mx.quantize` packs it; `join_directions` joins the arrays of two directions.
 
 For the layers and dialects above this module:
@@ -13,7 +13,7 @@ For the layers and dialects above this module:
 - `by_layer`, `of_layers`, `split_states`, `join_states` and `join_biases` translate the states and biases of stacks of
   layers. `common_dtype`, `in_dtype` and `in_common_dtype` bring arrays into one dtype. `whole_steps` checks keep and
   hold of a layer, `whole_lengths` its lengths.
-- `unguarded` lets kernels run without a trial, for commands that judge every result themselves.
+- `unguarded` lets Metal kernels run without a prior test run, for commands that check every result themselves.
 """
 
 from ..engines.packing import Quantized

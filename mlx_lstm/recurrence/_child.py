@@ -19,21 +19,23 @@ from typing import IO, NamedTuple
 from ..machine import child_environment
 
 STARTED, ANSWER = "trial started", "trial says "
-"""The child prints the first, with the number of kernels, before it runs a trial; it begins the line of the verdict
-with the second."""
+"""Markers in the output of the child process. It prints STARTED before it runs a trial. It begins the line with the
+trial's verdict with ANSWER."""
 
 SECONDS = 60
-"""A trial that takes longer counts as hanging. It is expected to take about a second; not measured."""
+"""Time limit of a trial in seconds: a trial that takes longer counts as hanging. A trial should take about one
+second, which is not measured."""
 
 PATIENCE = 3
-"""Seconds after which a line on standard error says what the process is waiting for."""
+"""Seconds that a call waits for a trial before it prints on standard error what it waits for."""
 
 ENDED_BY_OTHERS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL, signal.SIGHUP)
-"""Signals that end a process which did nothing wrong."""
+"""Signals with which a user or the system ends a process. A child that ends with one of them says nothing about its
+kernels."""
 
 TRANSIENT = ("out of memory", "outofmemory", "insufficient memory", "memoryerror", "unable to allocate", "timeout")
 TRANSIENT += ("timed out", "discarded", "victim", "no space left")
-"""Words in the text of a fault that may not come again. It counts for this process only."""
+"""Words in the error texts of temporary faults. A verdict with such a text counts in this process only."""
 
 
 class Verdict(NamedTuple):
@@ -111,7 +113,7 @@ class Child:
             stdin.write(trial + "\n")
             stdin.flush()
         except OSError:
-            pass  # the child has ended; reading says how
+            pass  # the child has ended: reading its output below finds the exit code
         asked, told = monotonic(), False
         while True:
             limit = SECONDS if told else min(PATIENCE, SECONDS)

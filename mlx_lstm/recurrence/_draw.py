@@ -16,13 +16,14 @@ from ..oracle.closeness import float_of, largest
 from ._trial import dtype_word
 
 WIDTH = 3
-"""The features of x in a trial."""
+"""The number of input features of x in a trial with float weights."""
 
 LARGEST = 100.0
-"""The bound on all outputs of a trial; float16 overflows at 65,504."""
+"""Limit on the absolute values of all outputs of a trial, far below 65,504, where float16 overflows."""
 
 HALVINGS = 30
-"""How often the arrays are scaled by a half before a trial goes without judged gradients."""
+"""How often the random terms of a trial are halved, at most. If their sums are then still near kinks, the trial does
+not compare its gradients with the oracle."""
 
 
 class Drawn(NamedTuple):

@@ -27,7 +27,8 @@ _child_lock = Lock()
 _children: list[Child] = []
 _unguarded: list[bool] = []
 _hung: dict[str, str] = {}
-"""The engines that hung in this process, and the reason that says so: each further trial would cost a minute."""
+"""For each engine whose kernels hung in this process: the reason for refusing it. It is not tried again, because
+another trial would take a minute."""
 
 
 def guarded(chosen: Choice, problem: Problem, best: Callable[..., Choice]) -> Choice:
@@ -159,7 +160,7 @@ def try_out(trial: Trial) -> Verdict:
 def by_child(words: list[str], trial: Trial) -> Verdict | None:
     """Return the verdict of the child process on a trial. Return None if no child can be started, or if the child
     ends before it begins the trial."""
-    for _ in range(2):  # a second time after the child was ended from outside
+    for _ in range(2):  # try a second time if a user or the system killed the child
         with _child_lock:
             new = not (_children and _children[-1].serves())
             try:

@@ -41,8 +41,8 @@ def main() -> None:
 
 
 Text = tuple[Any, ...]
-"""What the compiler sees of a kernel: its name, source and header, and of each array the dtype and whether it is small,
-since Metal binds arrays of fewer than 8 elements in another address space."""
+"""Everything that determines a compiled kernel: its name, source and header, and for each array the dtype and
+whether it has fewer than 8 elements (Metal binds such arrays in another address space)."""
 
 
 class Recorder:
@@ -81,7 +81,7 @@ class Recorder:
             for names in sets_of_cotangents(trial.problem):
                 try:
                     results(trial.problem, drawn, {name: outputs[name] for name in names}, trial.engine)
-                except Exception:  # the trial itself will say what is wrong
+                except Exception:  # the trial itself will report the error
                     return set()
         return texts
 
@@ -136,7 +136,7 @@ def sets_of_cotangents(problem: Problem) -> list[tuple[str, ...]]:
 def results(problem: Problem, drawn: Drawn, cotangents: Tensors, engine: str) -> Tensors:
     """Run the problem on an engine. Return the outputs named in `cotangents` and, unless the problem is inference
     without gradient (`plain`), the gradients, each under the name d + name of its array."""
-    packed = {name: drawn.arrays[name] for name in packed_names(drawn.arrays)}  # they have no gradient
+    packed = {name: drawn.arrays[name] for name in packed_names(drawn.arrays)}  # quantized weights have no gradient
     arrays = {name: array for name, array in drawn.arrays.items() if name not in packed}
     lengths = {"lengths": mx.array(drawn.case["lengths"], mx.int32)} if "lengths" in problem.names else {}
     sequences = ("h", "c", "gates") if problem.batch_first else ()

@@ -12,7 +12,7 @@ from ._arguments import check_packing
 Layer = TypeVar("Layer", bound="QuantizedLayer")
 
 RECURRENT = ("Wh", "weight_hh")
-"""Beginnings of the names of recurrent weights, in MLX and in torch."""
+"""Prefixes of the parameter names of recurrent weights, in MLX and in torch."""
 
 
 class QuantizedLayer(nn.Module):
@@ -50,7 +50,7 @@ class QuantizedLayer(nn.Module):
         """Copy the parameters and attributes of a layer, but not the information which parameters are frozen."""
         nn.Module.__init__(self)
         state = {name: value for name, value in vars(layer).items() if name not in ("_no_grad", "_engine_used")}
-        vars(self).update({"engine": None, "checkpoint_every": None} | state)  # which a layer of MLX has not
+        vars(self).update({"engine": None, "checkpoint_every": None} | state)  # MLX's own layers do not have these two
         for name, value in layer.items():
             self[name] = value
 

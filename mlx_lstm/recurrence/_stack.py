@@ -12,7 +12,8 @@ from ..engines.directions import OWN_AXIS, ROWS, is_shared, join
 
 OUTPUTS = ("h", "c", "gates", "hT", "cT")
 JOINED = (*ROWS, *OWN_AXIS, "h0", "c0", "mask", "x", *OUTPUTS, *(f"d{name}" for name in OUTPUTS))
-"""Names of the arguments and outputs of which each direction has an array of its own."""
+"""Names of the arguments and outputs that `join_directions` accepts: each direction has a separate array of this
+name."""
 
 
 def join_directions(forward: Mapping[str, mx.array | None], reverse: Mapping[str, mx.array | None]) -> dict[str, Any]:

@@ -228,8 +228,8 @@ def factors(keep: Array, live: Array) -> tuple[Array, Array]:
     steps since the last one that ran, including this step. The factor after a held step is the same product; after
     any other step it is 1.
     """
-    # A parallel scan in log2(T) rounds: each round doubles the number of held steps that a product covers. `closed`
-    # says that a product already reaches back to a step that ran.
+    # A parallel scan in log2(T) rounds: each round doubles the number of held steps that each element of `product`
+    # covers. `closed` is true where a product already reaches back to a step that ran.
     product, closed, distance = mx.where(live, 1, keep), live, 1
     while distance < len(keep):
         product = mx.where(closed, product, product * shifted(product, distance, 1))

@@ -16,13 +16,15 @@ from ..engines.problem import Chunks, Cut, Limits, Problem
 
 STEPS = 3
 JOINING_STEPS, JOINING_LEFT = 10, 9
-"""For a trial with joins: its steps, and how many rows may be left, so that one launch joins as many as it can."""
+"""For a trial of kernels that join the output arrays of several steps into one: the number of steps, and the limit
+on separate arrays. With these values one launch joins as many arrays as it can."""
 
 SMALL = 8
-"""Arrays of fewer elements lie in another address space of Metal, which makes another kernel."""
+"""Metal binds arrays with fewer elements than this in another address space, which makes a different kernel."""
 
 BATCHES = (1, 3, 9, 17, 31, 33, 65, 128, 256, 512, 1024)
-"""Batch sizes of trials: one from every range in which the kernels stay the same, mostly one more than its edge."""
+"""Batch sizes of trials: one from every range of batch sizes that use the same kernels, mostly near the lower end of
+the range."""
 
 CELLS = {"lstm": cells.LSTMCell, "gru": cells.GRUCell, "rnn": cells.RNNCell}
 
@@ -111,7 +113,7 @@ def smallest_fused(problem: Problem) -> tuple[int, int, int]:
     call's H and P."""
     names, bare = set(problem.names), fused.readable(problem, problem.names, problem.dtype)
     inputs = {"peephole", "bhn", "mask", "keep", "lengths"} & names
-    if "keep" in inputs:  # a plain cell's kernels have it in the mask alone
+    if "keep" in inputs:  # every mask includes keep, and the kernels of a plain RNN read only the mask
         inputs = inputs - ({"keep"} if problem.cell.op == "rnn" else set()) | {"mask"}
 
     def tilings(B: int) -> list[object]:

@@ -10,11 +10,11 @@ import numpy as np
 from ..cells import HARD_SIGMOIDS, known
 
 ONE = np.ones((), np.float32)
-"""1 as an operand of NumPy. It would turn Python's 1 into an array at every call, which takes half as long as the
-addition itself in a small step."""
+"""The number 1 as a NumPy array. From Python's 1 NumPy would create an array at every call, which takes half as long
+as the addition itself in a small step."""
 
 InPlace = Callable[[np.ndarray, np.ndarray], object]
-"""A function that reads its first array and writes its second one, which may be the same."""
+"""Type of a function that reads its first array and writes its second array. Both may be the same array."""
 
 
 def sigmoid(x: np.ndarray, out: np.ndarray) -> None:
@@ -22,7 +22,7 @@ def sigmoid(x: np.ndarray, out: np.ndarray) -> None:
     np.negative(x, out=out)
     np.exp(out, out=out)
     np.add(out, ONE, out=out)
-    np.divide(ONE, out, out=out)  # vectorised, which np.reciprocal is not
+    np.divide(ONE, out, out=out)  # np.divide is vectorized, np.reciprocal is not
 
 
 def hard_sigmoid(rise: float, x: np.ndarray, out: np.ndarray) -> None:
@@ -45,7 +45,8 @@ ACTIVATIONS: dict[str, tuple[InPlace, InPlace]] = {
     "sigmoid": (sigmoid, lambda y, out: np.subtract(y, out, out=out)),
     **{name: (partial(hard_sigmoid, rise), partial(hard_sigmoid_slope, rise)) for name, rise in HARD_SIGMOIDS.items()},
 }
-"""Each activation and its slope. A slope is computed from the activation's output y, with y * y already in `out`."""
+"""For each name (activation, derivative). The derivative is computed from the activation's output y; `out` must
+already contain y * y."""
 
 
 @cache

@@ -18,17 +18,19 @@ Order = tuple[int, int, int]
 TIME_MAJOR, BATCH_MAJOR, FEATURE_MAJOR = (0, 1, 2), (1, 0, 2), (0, 2, 1)  # orders of the axes of [T, B, .] in memory
 
 MLX_ALLOCATES = 2**13
-"""Smallest size, in numbers, of a new array that MLX allocates. A smaller one NumPy allocates and MLX copies, after
-which MLX has its values at once: to wait for an array that MLX makes takes 20 to 40 us, as long as a small step."""
+"""New arrays with at least this many elements are allocated by MLX, smaller ones by NumPy and then copied to MLX.
+Waiting for an array that MLX allocates takes 20 to 40 us, as long as a small step; the copy takes less."""
 
 CHUNK_ROWS = 1024
-"""Rows (steps x batch) that a product over time takes at once in the backward pass. This bounds the scratch memory."""
+"""The largest number of rows (steps x batch) of one matrix product over time in the backward pass, at least one
+step. It limits the scratch memory."""
 
 COPIED_NUMBERS = 2**20
-"""Largest size of a weight matrix of which a copy in another layout pays off."""
+"""The largest number of elements of a weight matrix for which a copy in another layout saves time."""
 
 WIDE_BATCH = 16
-"""Smallest batch in which a step's [4H, B] block has rows long enough for BLAS and for contiguous access."""
+"""The smallest batch size B that counts as wide: the rows of a step's array [4H, B] are then long enough for BLAS
+and contiguous access to be fast."""
 
 
 def view(array: mx.array | Array) -> Array:
@@ -71,7 +73,7 @@ class NewSequence(NewArray):
         self.order: Order = self.returned if B == 1 or (T == 1 and order != FEATURE_MAJOR) else order
         super().__init__(dtype, (shape[self.order[0]], shape[self.order[1]], shape[self.order[2]]))
         self.as_allocated: Array = self.memory
-        self.memory = self.memory.transpose(self.order)  # each order is its own inverse
+        self.memory = self.memory.transpose(self.order)  # each of the three orders is its own inverse permutation
 
     def to_mlx(self) -> mx.array:
         """Return the MLX array, [T, B, .] or [B, T, .]."""

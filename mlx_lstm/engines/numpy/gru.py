@@ -64,7 +64,7 @@ class GRUStep:
             self.gates[rows] += inputs[rows]
         for activate, rows in self.early:
             activate(rows, rows)
-        # n
+        # Compute the candidate n.
         if self.after:
             if self.bhn is not None:
                 n += self.bhn
@@ -78,7 +78,7 @@ class GRUStep:
         np.subtract(old, new, out=h)
         h *= z
         h += new
-        if self.unbounded and (infinite := np.isinf(n)).any():  # of which the form above makes inf - inf
+        if self.unbounded and (infinite := np.isinf(n)).any():  # the formula above would give inf - inf
             np.copyto(h, z * old + (ONE - z) * new, where=infinite)
         if gates is not None:
             np.copyto(gates, self.gates)
@@ -105,7 +105,7 @@ class GRUStepBackward:
         self.rz: list[slice] = reset_and_update(self.block)
         Wh = matrix(v["Wh"])
         self.Wh_T, self.Wh_n, self.bhn = Wh.T, Wh[self.block["n"]], v.get("bhn")
-        self.slopes: Array = np.empty((3 * H, B), dtype)  # of the gates
+        self.slopes: Array = np.empty((3 * H, B), dtype)  # the derivatives of the gates' activations
         self.dy: Array = np.empty((3 * H, B), dtype)  # the gradient of the gates
         self.dy_r, self.dy_z, self.dy_n = (self.dy[self.block[gate]] for gate in "rzn")
         self.direct: Array = np.empty((H, B), dtype)  # the gradient of h_prev that bypasses the recurrent product

@@ -149,7 +149,7 @@ class LSTMStepBackward:
     """
 
     direct: Array | None = None
-    """The part of the gradient of h_prev that bypasses the recurrent product: of an LSTM there is none."""
+    """The part of the gradient of h_prev that bypasses the recurrent product. An LSTM has none."""
 
     def __init__(self, problem: Problem, cell: LSTMCell, v: Views, saved: Views):
         """Allocate the scratch memory. saved: the saved outputs, with gates [T, B, 4H]."""
@@ -163,7 +163,7 @@ class LSTMStepBackward:
         self.peephole: dict[str, Array] = peephole_columns(cell, v, H, B)
         if self.peephole:
             self.dpeephole: Array = np.zeros((4 * H, B), dtype)  # summed over the batch after the last step
-        self.slopes: Array = np.empty((4 * H, B), dtype)  # of the gates
+        self.slopes: Array = np.empty((4 * H, B), dtype)  # the derivatives of the gates' activations
         self.dy: Array = np.empty((4 * H, B), dtype)  # the gradient of the gates
         self.dy_i, self.dy_f, self.dy_g, self.dy_o = (self.dy[self.block[gate]] for gate in "ifgo")
         self.s: Array = np.empty((H, B), dtype)  # output(c)
@@ -191,7 +191,7 @@ class LSTMStepBackward:
         np.multiply(gates, gates, out=slopes)
         for _, _, slope, rows in self.runs:
             slope(gates[rows], slopes[rows])
-        # m = o * output(c), and h = m or, with a projection, Wp m.
+        # Gradient of m, where m = o * output(c), and h = m or, with a projection, h = Wp m.
         self.output(c, s)
         dm = dh
         if self.Wp_T is not None:

@@ -11,8 +11,8 @@ from ..problem import Problem
 from .arrays import COPIED_NUMBERS, WIDE_BATCH, Array, Views, chunk_steps, columns_buffer, matrix
 
 AHEAD_ROWS = 256
-"""Rows (steps x batch) of x that are multiplied or copied ahead of their steps in a wide batch: few enough to be still
-in the cache when their steps come."""
+"""For a wide batch: how many rows (steps x batch) of x are multiplied or copied before their steps run. They are few
+enough to stay in the CPU's cache until then."""
 
 
 def input_products(
@@ -40,7 +40,7 @@ class SeparateProducts:
     """
 
     negated: str = ""
-    """Gates whose rows have the opposite sign: none, see `JoinedProduct`."""
+    """The gates whose rows of `weights` are negated. Here there are none; `JoinedProduct` has some."""
 
     def __init__(self, problem: Problem, v: Views, mask: Array | None):
         """Copy or view the weights and allocate the buffers. mask: [T, B, P], or None."""
@@ -65,7 +65,7 @@ class SeparateProducts:
         self.Wx: Array | None = Wx
         self.bias: Array | None = bias  # [GH]; without Wx [GH, B], as large as what it is added to
         if Wx is not None:
-            self.ahead: Array = columns_buffer(rows, self.block * B, B, dtype)  # the inputs of a block
+            self.ahead: Array = columns_buffer(rows, self.block * B, B, dtype)  # the input parts of a block of steps
         elif bias is not None:
             self.bias, self.ahead = np.repeat(bias[:, None], B, axis=1), np.empty((rows, B), dtype)
         # Two buffers, one for h before a step and one for h after it. They swap at every step.
@@ -140,7 +140,7 @@ def bias_of(problem: Problem, v: Views) -> Array | None:
 
 
 FACTORED_NUMBERS = 2**17
-"""Smallest size of a weight gradient of which the factors are worth more than the product."""
+"""The smallest number of elements of a weight gradient that may be returned as two factors instead of their product."""
 
 
 def factored_names(problem: Problem, v: Views) -> list[str]:

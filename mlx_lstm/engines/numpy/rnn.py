@@ -53,7 +53,7 @@ class RNNStepBackward:
     """
 
     direct: Array | None = None
-    """The part of the gradient of h_prev that bypasses the recurrent product: of a plain cell there is none."""
+    """The part of the gradient of h_prev that bypasses the recurrent product. A plain RNN has none."""
 
     def __init__(self, problem: Problem, cell: RNNCell, v: Views, saved: Views):
         """Allocate the scratch memory. saved: the saved outputs, with h [T, B, H]."""

@@ -45,7 +45,7 @@ STEPS: dict[type, tuple[Callable[..., Any], Callable[..., Any]]] = {
     GRUCell: (GRUStep, GRUStepBackward),
     RNNCell: (RNNStep, RNNStepBackward),
 }
-"""The step forward and the step back of each cell."""
+"""For each cell the class of a forward step and the class of a backward step."""
 
 
 def forward(problem: Problem, arrays: Arrays, batch_first: bool = False, wants_last: bool = True) -> Saved:
@@ -108,8 +108,8 @@ def backward(problem: Problem, arrays: Arrays, saved: Saved, cotangents: Arrays,
     new["x"] = NewSequence(v["x"].dtype, v["x"].shape, order_of(v["x"]))
     out = {name: array.memory for name, array in new.items()}
     for name in {"mask", "keep"} & out.keys():
-        out[name].fill(0)  # steps add to them, or write where items are live
-    projects = "Wx" in v  # among the gradients Wx is missing if it is quantized
+        out[name].fill(0)  # the steps add to the mask's gradient, and write keep's only where a step runs
+    projects = "Wx" in v  # read from v: among the gradients Wx is missing if it is quantized
     written: set[int] = set()
     factors: Arrays = {}
     with np.errstate(all="ignore"):
@@ -172,7 +172,7 @@ def sweep_forward(problem: Problem, v: Views, out: Views) -> None:
     else:  # of width 0, so that the loop below serves every cell
         c, c_prev = np.empty((T, 0, B)), np.empty((0, B))
     c_kept = np.empty(c.shape[1:], dtype)  # keep * c_prev
-    ragged = c if shortest == T else np.empty((2, *c.shape[1:]), dtype)  # c after t steps, with that of ended items
+    ragged = c if shortest == T else np.empty((2, *c.shape[1:]), dtype)  # c after a step, ended items included
     times, onwards = problem.steps(), -1 if problem.reverse else 1
     h_prev = buffers[times[0] % len(buffers)]
     h_prev[...] = v["h0"].T if "h0" in v else 0
@@ -187,7 +187,7 @@ def sweep_forward(problem: Problem, v: Views, out: Views) -> None:
             np.copyto(h_new, h_prev)
             h_prev = h_new
             continue
-        if not start <= t < stop:  # another block, from its last step on if the sweep is reversed
+        if not start <= t < stop:  # load another block; in reverse its last step comes first
             start = t - t % block
             stop = start + block
             inputs = products.load(start)
@@ -342,7 +342,7 @@ class BackwardSweep:
         problem, states, first = self.problem, self.h, self.v.get("h0", 0)
         if not problem.reverse and start > 0:
             return states[start - 1 : stop - 1]
-        if problem.reverse and stop < self.shortest:  # all items go on beyond these steps
+        if problem.reverse and stop < self.shortest:  # every item has a step beyond these
             return states[start + 1 : stop + 1]
         rows = np.empty((stop - start, *states.shape[1:]), states.dtype)
         if not problem.reverse:

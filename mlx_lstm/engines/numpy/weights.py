@@ -36,7 +36,7 @@ class Entry(NamedTuple):
 
 
 _cached: dict[int, Entry] = {}
-"""By the `id` of the first parameter: one entry each, that of the latest call."""
+"""The cache: a dict from the `id` of the first parameter to the entry of the latest call with this parameter."""
 
 
 def cached(kind: Hashable, parameters: Any, derive: Callable[[Any], Any]) -> Any:

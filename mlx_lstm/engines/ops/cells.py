@@ -68,10 +68,10 @@ ACTIVATIONS: dict[str, tuple[Callable[[Array], Array], Callable[[Array], Array]]
     "sigmoid": (sigmoid, lambda y: y * (1 - y)),
     **{name: (partial(hard_sigmoid, rise), partial(hard_sigmoid_slope, rise)) for name, rise in HARD_SIGMOIDS.items()},
 }
-"""Each activation and its derivative, written in its output."""
+"""For each name (activation, derivative). The derivative is a function of the activation's output."""
 
 UNBOUNDED = ("identity", "relu")
-"""Activations whose output may be infinite."""
+"""The names of the activations whose output may be infinite."""
 
 
 def constant(value: float, like: Array) -> Array:
@@ -176,7 +176,7 @@ def gru_step(cell: GRUCell, a: Array, h_in: Array, h: Array, Wh: Array, bhn: Arr
     n = y["n"] = activate(cell.activation("n"), z["n"] + recurrent)
     old, new = (n, h) if cell.flip_z else (h, n)
     h_new = new + y["z"] * (old - new)
-    if cell.activation("n") in UNBOUNDED:  # of an infinite n the form above makes inf - inf
+    if cell.activation("n") in UNBOUNDED:  # the formula above would give inf - inf for an infinite n
         h_new = mx.where(mx.isinf(n), y["z"] * old + (1 - y["z"]) * new, h_new)
     return mx.concatenate([y[gate] for gate in cell.gate_order], axis=-1), h_new
 

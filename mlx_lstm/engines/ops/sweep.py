@@ -80,7 +80,7 @@ def live_items(arrays: Arrays, t: int) -> Array | None:
 
 def by_time(sequence: Array) -> list[Array]:
     """Split a sequence [T, B, .] into a list of its T steps [B, .]."""
-    # sequence[t] would fail under mx.compile(shapeless=True), which silently keeps the first call's shape of it.
+    # Not sequence[t]: under mx.compile(shapeless=True) MLX would silently keep the first call's shape of sequence[t].
     return [row.squeeze(0) for row in mx.split(sequence, sequence.shape[0])]
 
 
