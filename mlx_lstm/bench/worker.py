@@ -24,8 +24,8 @@ from ..testing.child import serve
 from .cases import CASES, find_contender
 from .tasks import Size, Task, Work
 
-SETTLE = 0.25  # seconds; the threads of NumPy's OpenBLAS spin for 0.1 s after their last work, those of torch for less
-SHORT = 3.0  # seconds; a first run below this is mostly set-up, so a second one tells how long a run takes
+SETTLE = 0.25  # seconds to wait until threads sleep; those of NumPy's OpenBLAS spin for 0.1 s, those of torch for less
+SHORT = 3.0  # seconds; a first run that takes less is mostly set-up, so a second run is timed instead
 
 
 def serve_task(task: Task) -> None:

@@ -25,16 +25,16 @@ PATIENCE = 180.0
 """Seconds to wait for a comparison. Apple's compiler takes less than a second, the tests' emulator several seconds."""
 
 LOSSES = 3
-"""How many child processes an engine may crash. After that it is not run again."""
+"""How many child processes an engine may crash or block. After that it is not run again."""
 
 Work = list[tuple[int, str]]
 """The comparisons to make, each as (number of a case in the grid, engine)."""
 
 
 class Finding(NamedTuple):
-    """The result of a comparison. tensor, error, bound: of the tensor with the largest ratio of error to bound.
-    seconds: of the first run, compilation included. failure: why the comparison failed, or "". lost: whether the
-    process ended or hung."""
+    """The result of comparing an engine with float64 in a case. tensor, error, bound: the tensor with the largest ratio
+    of error to bound, its error and its bound. seconds: the time of the first run, compilation included. failure: why
+    the comparison failed, or "". lost: whether the child process ended or hung."""
 
     problem: str
     dtype: str

@@ -1,7 +1,8 @@
 """The tolerances of all tests: a result may differ from the float64 oracle only as much as rounding explains.
 
-`assert_close` compares with the error of the same formula in the same dtype; `bounds` derives a limit from the case
-alone, which `assert_within` enforces. No number here is fitted to a result: if a check fails, look for the error.
+`assert_close` allows a multiple of the error of the same formula in the same dtype. `bounds` derives a limit from the
+inputs alone, which `assert_within` enforces. No number in this file is fitted to the results of an engine: if a check
+fails, look for the error in the engine.
 """
 
 from collections.abc import Callable
@@ -75,32 +76,33 @@ def assert_within(name: str, got: ArrayLike, ref64: ArrayLike, bound: Array | fl
 
 
 def bounds(case: Case, dtype: DTypeLike, cotangents: Cotangents | None = None) -> dict[str, float]:
-    """Return {name: bound of the largest error} of a right implementation in `dtype`, compared with the oracle.
+    """Return {name: bound}: the largest error of each result that a right implementation in `dtype` may have.
 
-    There is a bound for all outputs, and for all gradients if cotangents are given. It depends only on the case, whose
-    arrays must have values of `dtype` and keep relu and hard_sigmoid off their kinks, where rounding makes a gradient
-    jump.
+    There is a bound for each output, and for each gradient if cotangents are given. The bounds depend only on the case.
+    Its arrays must have values of `dtype` and keep relu and hard_sigmoid off their kinks, where rounding makes a
+    gradient jump.
 
-    First-order error analysis says error = sum over operations of (sensitivity to its result) * (error of its result).
-    The errors have known limits, with u the unit roundoff of `dtype` and v the unit roundoff of the accumulator
-    (`Arithmetic`):
+    First-order error analysis says that the error of a result is the sum, over all operations, of the operation's error
+    times the result's sensitivity to this error. The errors have known limits, with u the unit roundoff of `dtype` and
+    v the unit roundoff of the accumulator (`Arithmetic`):
 
         + - * /, storing        u |result|
         activation              4 ulp = 8 v |result|, then stored
         dot, sum of K terms     v sqrt(K) sum|terms|, in any order, then stored (Higham and Mary, SIAM J. Sci. Comput.,
                                 2019: roundings are not all of one sign, so the K of the worst case becomes sqrt(K))
-        dot with packed weights the same of 3 K terms: a kernel may sum scale (2^bits + q) x, -scale 2^bits x and bias x
-                                apart; their absolute values, without x, are the imaginary part of such a weight
+        dot, quantized weights  the same for 3 K terms: a kernel may sum scale (2^bits + q) x, -scale 2^bits x and
+                                bias x separately; the absolute values of these factors of x are added up in the
+                                imaginary part of a quantized weight
         z a + (1 - z) b         u (|z a| + 2 |(1 - z) b| + |result|), or as b + z (a - b): u (2 |z (a - b)| + |result|);
                                 either is right, so the larger
         underflow               the smallest subnormal of `dtype`, or the smallest normal of the accumulator if larger
 
     The sensitivities must come from the true Jacobian, whose terms cancel: a bound from absolute values grows
     exponentially in T and would allow any result. So the sum is sampled (as CESTAC does): the float64 oracle is
-    evaluated with every result moved up or down by a random half to whole of its limit. Half of the trials repeat the
-    same moves at each time step, as an activation's bias would. The largest move over TRIALS is about twice the root of
-    the sum of squares of the terms; SAFETY times this move covers 36 equal terms of the same sign. Another eps
-    max|result| is added for when all moves cancel.
+    evaluated with a random error added to every operation, between half of its limit and the whole limit, of either
+    sign. Half of the trials repeat the same errors at each time step, as an activation's bias would. The largest change
+    of a result over TRIALS is about twice the root of the sum of squares of the terms. SAFETY times this change covers
+    36 equal terms of the same sign. Another eps max|result| is added in case all random errors cancel.
     """
 
     def values(fl: Arithmetic) -> Tensors:

@@ -119,11 +119,12 @@ def draw(
     recurrent: float = 0.7,
     **options: Any,
 ) -> dict[str, Any]:
-    """Return a case of random arrays. `dtype` is a NumPy dtype, or the name of an MLX dtype: then the arrays are
-    float32 with values that this dtype can represent.
+    """Return a case (a dict of random arrays and options for the op). `dtype` is a NumPy dtype or the name of an MLX
+    dtype. For an MLX dtype the arrays are float32 with values that this dtype can represent.
 
-    `sizes` are T, B, I, H, P. `mask` is the mask's shape, in which "P" stands for the width of h (of both directions).
-    `keep` adds a random array `keep`, some of whose values are 0 and 1. `recurrent` is the standard deviation of Wh.
+    sizes: T, B, I, H, P. mask: the shape of the mask, in which "P" stands for the width of h (of both directions).
+    keep: whether to add a random array `keep`, some of whose values are 0 and 1. recurrent: the standard deviation of
+    Wh.
     """
     T, B, I, H, P = sizes
     D, G, own = (2, len(GATES[op]), (2,)) if bidirectional else (1, len(GATES[op]), ())
@@ -145,7 +146,7 @@ def draw(
     deviations = dict.fromkeys(shapes, 0.7) | {"Wh": recurrent}
     arrays = {name: rng.normal(0, deviations[name], shape) for name, shape in shapes.items()}
     if keep:
-        # A 0 in keep makes the state 0, which may put an argument of relu exactly on its kink: then draw no 0.
+        # A 0 in keep makes the state 0, which may put an argument of relu exactly on its kink. So draw no 0 with relu.
         kinked = KINKS.keys() & {*options.get("activations", ()), options.get("activation")}
         factors = [1, *rng.uniform(-1, 1.5, 4), *([] if kinked else [0])]
         arrays["keep"] = rng.choice(factors, (T, B, 2) if bidirectional else (T, B))

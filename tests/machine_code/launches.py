@@ -62,9 +62,8 @@ def trace(function: Callable[..., list[mx.array]], arrays: list[mx.array]) -> Gr
     """Return the launches of `function(*arrays)`. Only the shapes and dtypes of the arrays matter."""
     nodes: list[dict[str, Any]] = []
     kernels.forget()  # drop cached kernels: the tests' emulator would evaluate the inputs
-    with mx.stream(
-        mx.gpu if mx.is_available(mx.gpu) else mx.cpu
-    ):  # on a Mac, Metal kernels can only be built for the GPU
+    # On a Mac, Metal kernels can only be built for the GPU.
+    with mx.stream(mx.gpu if mx.is_available(mx.gpu) else mx.cpu):
         mx.export_function(nodes.append, function, *arrays)
     kernels.forget()
     primitives = [node for node in nodes if node.get("type") == "primitive"]

@@ -232,7 +232,7 @@ def total_seconds(graph: Graph, problem: Problem, chip: Chip, host: float) -> fl
     return max(sum(gpu_parts(graph, problem, chip).values()), host) + ROUND_TRIP
 
 
-# --- What is predicted -----------------------------------------------------------------------------------------------
+# --- Layers to predict -----------------------------------------------------------------------------------------------
 
 
 def ours(

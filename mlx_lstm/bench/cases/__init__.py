@@ -1,4 +1,4 @@
-"""The table of benchmark cases, with the sizes, passes and contenders of each."""
+"""The benchmark cases, each with its sizes, passes and contenders (implementations to measure)."""
 
 import importlib
 import importlib.util
@@ -17,15 +17,15 @@ __all__ = ["CASES", "BenchCase", "find_contender", "is_installed"]
 
 
 class BenchCase(NamedTuple):
-    """A benchmark case: one computation that several contenders run.
+    """A benchmark case: one computation that several contenders (implementations) run.
 
     sizes: the sizes measured by default.
-    passes: the names of the tensors that "forward" and "backward" compute, where the case has that pass.
+    passes: the names of the tensors that each pass ("forward", "backward") of the case computes.
     default_passes: the passes measured by default.
-    contenders: by their name on the command line.
+    contenders: the implementations, by their name on the command line.
     references: the contenders by whose time all other times are divided.
-    draw: draw(size, dtype) returns the numbers.
-    judge: judge(numbers, dtype, backward=) returns the judge of the results.
+    draw: draw(size, dtype) returns random inputs.
+    judge: judge(inputs, dtype, backward=) returns a `Judge`, which compares results with float64.
     cell, bidirectional: the cell and the directions, for which the library chooses an engine.
     """
 
