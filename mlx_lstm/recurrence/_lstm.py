@@ -183,7 +183,7 @@ def lstm_gradients(
 ) -> Arrays:
     """Return the gradients of `lstm`, computed from the outputs of a forward pass.
 
-    They equal those of `mx.vjp` for the same arguments. No gate is recomputed. Errors are those of `lstm`.
+    The results equal those of `mx.vjp` for the same arguments. No gate is recomputed. Errors: as for `lstm`.
 
     Args:
         x, Wx, Wh, b, h0, c0 and all options: as in the call of `lstm`. A clip and a forget bias are not among them,

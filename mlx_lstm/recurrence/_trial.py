@@ -92,9 +92,9 @@ def trial_of(engine: str, problem: Problem) -> Trial:
 
 
 def as_small(size: int, each: int, steps: int) -> int:
-    """Return a number of steps, close to `steps`, with which an array of `each` numbers per step lies in the same
-    Metal address space as an array of `size` numbers. Metal has separate address spaces for arrays below and above 8
-    elements."""
+    """Return `steps`, or another number of steps if `steps` does not fit: an array of `each` numbers per step must
+    lie in the same Metal address space as an array of `size` numbers. Metal has separate address spaces for arrays
+    below and above 8 elements."""
     if (size < SMALL) == (steps * each < SMALL):
         return steps
     return max(1, (SMALL - 1) // each) if size < SMALL else SMALL
