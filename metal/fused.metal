@@ -162,12 +162,12 @@ void read_step(
   const Index before = earlier + (sweep.reverse ? step : -step);
 #pragma clang loop unroll(full)
   for (int r = 0; r < ROWS; ++r) number[r][0] = 0.0f;
-  // Number 0: the state before this step, which is the state after the previous step.
+  // Read number 0, the state before this step: the state that the previous step stored.
   if (lane == 0 && n > 0)
 #pragma clang loop unroll(full)
     for (int r = 0; r < ROWS; ++r) number[r][0] = float(a.states[items[r].at.state + before]);
-  // At an item's first step this state is states0. In reverse an item starts at its own last time index, which depends
-  // on its length.
+  // At a batch item's first step, the state before it is states0. In reverse an item starts at its own last time index,
+  // which depends on its length.
   if (lane == 0 && (is_present(a.lengths) || (is_present(a.states0) && n == 0)))
 #pragma clang loop unroll(full)
     for (int r = 0; r < ROWS; ++r)

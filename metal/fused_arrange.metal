@@ -1,7 +1,7 @@
-// Copies Wh [D, G H, H] into `arranged` [D, simdgroups, COUNT, 32 lanes, 4]: the order in which the lanes of the
-// whole-sequence kernels read their weights, with zeros as padding. The vectors of one lane then lie at fixed
-// distances, and those of neighbouring lanes side by side, so that reading them needs no bounds checks and no address
-// arithmetic. The kernel runs once per pass, with one thread per vector.
+// Copy the recurrent weights Wh [D, G H, H] into `arranged` [D, simdgroups, COUNT, 32 lanes, 4]: the order in which the
+// lanes of the whole-sequence kernels read them, with zeros as padding. The vectors of one lane then lie at fixed
+// distances, and the vectors of neighbouring lanes side by side. So a lane needs no bounds checks and no address
+// arithmetic to read them. The kernel runs once per pass, with one thread per vector.
 
 // Return weight k of the sum that a unit computes in its product, or 0 for padding. Forward this is number k of row
 // `unit` in H-block `block` of Wh. Backward (BACK) it is number k of column `unit`, over the rows that `block` selects:
@@ -79,8 +79,8 @@ template <class Cell, int H, int UNITS, class V, int FIELD, int BITS, int SIZE, 
 uint word_of_lane(Packed<BITS, SIZE, A, B> Wh, long direction, int index, int number) {
   constexpr int GATES = Cell::GATES, GROUP = Lanes<Cell>::LANES * UNITS, SLOTS = UNITS * GATES, PER_WORD = 32 / FIELD;
   using Share = LaneShare<V, H, GROUP, SLOTS>;
-  // A piece is OF_WEIGHTS words of weights, then the scale and bias of each slot. So factor < 0 means that the word
-  // holds weights.
+  // A piece of a lane's words is OF_WEIGHTS words of weights, then the scale and bias of each slot. So factor < 0 means
+  // that this word holds weights.
   const int piece = number / Share::EACH, place = number % Share::EACH, factor = place - int(Share::OF_WEIGHTS);
   const int slot = factor < 0 ? place / Share::WORDS % SLOTS : factor / Share::FACTORS;
   int unit, block, k;
@@ -98,7 +98,7 @@ uint word_of_lane(Packed<BITS, SIZE, A, B> Wh, long direction, int index, int nu
   return word;
 }
 
-// Copies quantized Wh into `arranged` [D, simdgroups, COUNT, 32 lanes, 4 words].
+// Copy the quantized recurrent weights Wh into `arranged` [D, simdgroups, COUNT, 32 lanes, 4 words].
 template <class Cell, int H, int UNITS, int COUNT, int FIELD, class V, class Arrays>
 void fused_arrange_quantized(thread const Arrays& a, uint2 place, uint threads) {
   const int index = int(place.x) / (32 * COUNT) * 32 + int(place.x) % 32, vector = int(place.x) / 32 % COUNT;

@@ -16,7 +16,8 @@ template <int FIELD, int SIZE, bool BIASED, int LENGTH, int GROUP, int SLOTS>
 struct LaneShare<PackedVector<FIELD, SIZE, BIASED>, LENGTH, GROUP, SLOTS> {
   enum {
     NEEDED = (LENGTH + GROUP - 1) / GROUP,
-    // SPAN is a power of two, so that a span is a part of one group, or consists of whole groups.
+    // SPAN is a power of two. So a span (the neighbouring weights of a row that a lane has) lies in one quantization
+    // group, or consists of whole groups.
     SPAN = NEEDED <= 8 ? 8 : NEEDED <= 16 ? 16 : NEEDED <= 32 ? 32 : NEEDED <= 64 ? 64 : 128,
     RUNS = SPAN / 4,
     PIECE = SPAN < SIZE ? SPAN : SIZE,
