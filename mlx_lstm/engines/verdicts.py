@@ -22,7 +22,7 @@ _broken: set[Path] = set()
 
 
 def file() -> Path:
-    """Return the file's path."""
+    """Return the path of the file that holds the verdicts."""
     return tuning.cache_file().with_name("verdicts.json")
 
 
