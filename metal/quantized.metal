@@ -48,8 +48,9 @@ template <int BITS> uint halves_of(uint word, int first, Absent) {
 }
 
 // Return the number that represents weight e of `words`: 2^BITS + q for an integer q, or q / FACTOR for a small float
-// q. If BITS divides 16, two weights that begin at the same bit of either half of a word are converted at once; in
-// unrolled loops the compiler then merges both conversions. Otherwise each weight is converted alone.
+// q. If BITS divides 16, one call of halves_of converts two weights: one from the lower half of a word and one
+// from the upper half. The calls for these two weights are equal, so the compiler computes only one of them in an
+// unrolled loop. For other BITS each weight is converted alone.
 template <int BITS, int WORDS, class B>
 float number_at(thread const uint (&words)[WORDS], int e, B biases) {
   const int word = BITS * e / 32, first = BITS * e % 32;
@@ -80,8 +81,9 @@ inline float small_float(uint bits, int exponent, int mantissa) {
   return bits >> (exponent + mantissa) & 1 ? -value : value;
 }
 
-// Return a scale as a float. A scale of 8 bits is a small float with 4 exponent and 3 mantissa bits in groups of 16. In
-// groups of 32 it is the exponent of a float; for 0 that is 2^-127, the denormal float with the bits 0x400000.
+// Return a scale as a float. If GROUP is 16, the 8 bits are a small float with 4 exponent bits and 3 mantissa bits. If
+// GROUP is 32, the 8 bits are the exponent of a power of two. Exponent 0 means 2^-127, which is a denormal float with
+// the bits 0x400000.
 template <int GROUP> float scale_of(uchar bits) {
   return GROUP == 16 ? small_float(bits, 4, 3) : as_type<float>(bits == 0 ? 0x400000u : uint(bits) << 23);
 }

@@ -1,9 +1,10 @@
-"""Engine `fused`: the recurrence on the GPU, the whole sequence in one launch of a Metal shader per sweep.
+"""Engine `fused`: run the recurrence on the GPU, with all steps of a pass in one launch of a Metal shader.
 
-A threadgroup owns a few batch items of one direction and walks their steps with the recurrent weights in its registers.
-The products over all T * B rows stay MLX's own. h and gates are stored in the dtype of the arrays, c in float32;
-arithmetic is float32. All results are lazy, so the engine also runs inside `mx.compile` and exports. It has no
-projection. Quantized recurrent weights stay quantized, in registers as far as these go, except in matrices.
+A threadgroup computes all steps of a few batch items in one direction and keeps the recurrent weights in its
+registers. MLX computes the products over all T * B rows. h and gates are stored in the dtype of the arrays, c in
+float32; all arithmetic is in float32. All results are lazy, so the engine also runs inside `mx.compile` and exports.
+It does not support a projection. Quantized recurrent weights stay quantized; a kernel that multiplies 8 x 8 matrices
+gets dequantized weights instead.
 """
 
 from collections.abc import Collection
@@ -40,8 +41,8 @@ SWEEPS = ("forward", "backward")
 
 
 def forward(problem: Problem, arrays: Arrays) -> Arrays:
-    """Return h [T, B, D H], gates [T, B, D G H] and hT [B, D H]; for an LSTM also c [T, B, D H] and cT [B, D H], in
-    float32. Gates are returned only if the problem saves or returns them."""
+    """Run the forward pass. Return h [T, B, D H], gates [T, B, D G H] and hT [B, D H]; for an LSTM also c [T, B, D
+    H] and cT [B, D H], both in float32. Gates are returned only if the problem saves or returns them."""
     dtype, mask = arrays["x"].dtype, whole_mask(problem, arrays)
     sweep = forward_sweep(problem, dtype, tuple(arrays), mask is not None and mask.shape[0] > 1)
     inputs: Inputs = {"mask": mask, "numbers": sweep.numbers}
@@ -63,9 +64,10 @@ def forward(problem: Problem, arrays: Arrays) -> Arrays:
 
 
 def backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays) -> Arrays:
-    """Return the gradient of every array, from those of the outputs that have one (keys h, c, gates, hT, cT).
+    """Run the backward pass. Return the gradients of all arrays, by name.
 
-    Gates that were not saved are computed again.
+    saved: the outputs of the forward pass. cotangents: the gradients of some outputs, with the keys h, c, gates, hT,
+    cT. If the gates were not saved, the forward pass runs again to compute them.
     """
     cell, has_c = problem.cell, problem.cell.op == "lstm"
     if saved.get("gates") is None and cell.op != "rnn":
@@ -100,8 +102,8 @@ def backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays
 
 
 class Part(NamedTuple):
-    """A launch of a sweep over some of its steps: the launch, its array of sizes, and the names of its inputs and
-    outputs."""
+    """One launch of a forward or backward pass, which runs some of its steps: the launch, its array of sizes, and
+    the names of its inputs and outputs."""
 
     launch: Launch
     sizes: mx.array
@@ -110,12 +112,13 @@ class Part(NamedTuple):
 
 
 class Sweep(NamedTuple):
-    """The launches of a sweep: `arrange` puts Wh in lane order, then `parts` run in the order of processing.
+    """The launches of a forward or backward pass. `arrange` copies Wh into the order in which lanes read it; then
+    `parts` run in the order of processing.
 
-    options: the names of the caller's arrays that the parts read, in row order; numbers: an LSTM's forget bias and
-    cell limit; quantized: whether the parts read quantized weights; few (backward only): whether the gradients after
-    the sweep take few launches; takes_product (backward only): whether the sweep reads the candidate's recurrent
-    product.
+    options: the names of the caller's arrays that the parts read, in row order. numbers: the array of an LSTM's
+    forget bias and cell limit. quantized: whether the parts read quantized weights. few: whether the gradients after
+    the backward steps can be computed in few launches. takes_product: whether the backward steps read the recurrent
+    product of a GRU's candidate.
     """
 
     arrange: Launch
@@ -128,8 +131,8 @@ class Sweep(NamedTuple):
 
 
 def run(problem: Problem, sweep: Sweep, inputs: Inputs, carried: dict[str, str]) -> Arrays:
-    """Launch the parts of a sweep and return its results. `carried`: the results that are inputs of the next part, and
-    under which names."""
+    """Launch the parts of a pass, one after the other, and return their results. carried: pairs of names, from a
+    result of one part to the input of the next part."""
     pieces: list[Arrays] = []
     for part in sweep.parts:
         inputs["sizes"] = part.sizes
@@ -148,8 +151,8 @@ def run(problem: Problem, sweep: Sweep, inputs: Inputs, carried: dict[str, str])
 
 
 def joined(problem: Problem, pieces: list[mx.array]) -> mx.array:
-    """Return a sequence, joined from the sequences of its parts in the order of the forward steps. In a reverse
-    direction this is the reverse of the order of time."""
+    """Return one sequence, joined from the sequences of all parts. `pieces` are in the order of the forward steps.
+    In a reverse direction this is the reverse of the order of time."""
     if problem.bidirectional:
         forward, reverse = ([half(piece, d) for piece in pieces] for d in range(2))
         return mx.concatenate([mx.concatenate(forward), mx.concatenate(reverse[::-1])], axis=-1)
@@ -186,8 +189,8 @@ INPUTS = {
 
 @cached
 def forward_sweep(problem: Problem, dtype: mx.Dtype, names: tuple[str, ...], masks_differ: bool) -> Sweep:
-    """Return the launches of the forward sweep for arrays of these names. masks_differ: whether each step has its
-    own mask."""
+    """Return the launches of the forward pass for arrays of these names. masks_differ: whether each step has its own
+    mask."""
     bare, has_c = readable(problem, names, dtype), problem.cell.op == "lstm"
     there = {name: name in names for name in ("h0", "c0", "lengths")} | {"z": True, "arranged": True, "sizes": True}
     there |= {"mask": "mask" in names or "keep" in names, "numbers": has_c}
@@ -206,7 +209,8 @@ def forward_sweep(problem: Problem, dtype: mx.Dtype, names: tuple[str, ...], mas
 def backward_sweep(
     problem: Problem, dtype: mx.Dtype, names: tuple[str, ...], masks_differ: bool, cotangents: tuple[str, ...]
 ) -> Sweep:
-    """Return the launches of the backward sweep for arrays and cotangents of these names."""
+    """Return the launches of the backward pass for arrays and cotangents of these names. masks_differ: whether each
+    step has its own mask."""
     cell, has_c = problem.cell, problem.cell.op == "lstm"
     few, product, bare = is_plain(problem, names), takes_product(cell), readable(problem)
     there = {"states": True, "arranged": True, "sizes": True, "lengths": "lengths" in names, "q": product}
@@ -223,17 +227,18 @@ def backward_sweep(
 
 
 def options_of(problem: Problem, names: Collection[str]) -> tuple[str, ...]:
-    """Return the names of the caller's arrays that both sweeps read unchanged (peephole, bhn, keep). A plain cell
-    reads no `keep`, as its mask already includes it."""
+    """Return the names of the caller's arrays that the forward and the backward pass read unchanged (peephole, bhn,
+    keep). A plain RNN does not read `keep`, because its mask already includes `keep`."""
     options = ("peephole", "bhn") if problem.cell.op == "rnn" else ("peephole", "bhn", "keep")
     return tuple(name for name in options if name in names)
 
 
 def readable(problem: Problem, names: Collection[str] = (), dtype: mx.Dtype = mx.float32) -> Problem:
-    """Return the problem without its packing if the forward kernels cannot read quantized weights.
+    """Return the problem, but without its packing if the forward kernels cannot read quantized weights.
 
-    The product in matrices gets float weights, dequantized once: predicted to take half to four fifths of the time.
-    16-bit arrays would round dequantized weights, so that they use the product in lanes.
+    The kernel that multiplies 8 x 8 matrices gets float32 weights, which are dequantized once. Such a launch is
+    predicted to take half to four fifths of the time of a launch that reads quantized weights. Dequantized weights
+    of 16-bit arrays would be rounded, so these arrays use the product in lanes and keep the weights quantized.
     """
     if problem.packing is None:
         return problem
@@ -244,12 +249,12 @@ def readable(problem: Problem, names: Collection[str] = (), dtype: mx.Dtype = mx
 
 
 def numbers_of(cell: Cell) -> mx.array | None:
-    """Return the array of an LSTM's forget bias and cell limit."""
+    """Return the array of two numbers that an LSTM's kernel reads: the forget bias and the limit of the cell state."""
     return constant((cell.forget_bias, cell.cell_clip or 0.0), mx.float32) if isinstance(cell, LSTMCell) else None
 
 
 def division(problem: Problem, masks_differ: bool) -> list[tuple[int, mx.array]]:
-    """Return the number of steps and the array of sizes of each launch, in the order of processing;
+    """Return, for each launch in the order of processing, its number of steps and its array of sizes.
     metal/fused.metal lists the sizes. The array has fewer than 8 elements, so that MLX binds it in constant memory."""
     T, B, D = problem.T, problem.B, problem.directions
     groups = D * B // tiling_of("forward", problem, mx.float32).rows
@@ -260,17 +265,18 @@ def division(problem: Problem, masks_differ: bool) -> list[tuple[int, mx.array]]
 
 
 def index_of(problem: Problem) -> mx.Dtype:
-    """Return the dtype of the indices into a launch's arrays, of which the arrays with all gates are the largest."""
+    """Return the dtype that kernels use for indices into a launch's arrays: 64 bits if the largest array, the one
+    with all gates, has too many elements for 32 bits."""
     elements = problem.T * problem.B * problem.directions * problem.cell.gates * problem.H
     return mx.uint32 if elements < problem.limits.index else mx.uint64
 
 
 def outputs_of(sweep: str, problem: Problem, dtype: mx.Dtype, keep: bool, steps: int, saves_d: bool) -> Outputs:
-    """Return shape and dtype of each output of a sweep's shader, in the order of its fields; None for an output that
-    it does not write.
+    """Return the shape and dtype of each output of a shader, in the order of its fields. An entry is None if the
+    launch does not write this output.
 
-    With `saves_d` the backward sweep writes d_out [steps, B, D G H], the cotangent of the recurrent product; with
-    `keep` it writes carry [steps, B, D H], as in `engines.ops.sweep.sweep_backward`.
+    With `saves_d` the backward pass writes d_out [steps, B, D G H], the gradient of the recurrent product. With
+    `keep` it writes carry [steps, B, D H], which `engines.ops.sweep.sweep_backward` defines.
     """
     B, H, D, cell = problem.B, problem.H, problem.directions, problem.cell
     wide, all_gates = (steps, B, D * H), ((steps, B, D * cell.gates * H), dtype)
@@ -295,7 +301,8 @@ def prepared_part(
     *,
     saves_d: bool = False,
 ) -> Part:
-    """Return the launch of a sweep's shader over `steps` steps, for the inputs that are present."""
+    """Return one launch that runs `steps` steps of a forward or backward pass. present: the names of the inputs that
+    this call has."""
     inputs = {name: name in present for name in INPUTS[sweep]}
     outputs = outputs_of(sweep, problem, dtype, "keep" in present, steps, saves_d)
     op, D, back = problem.cell.op, problem.directions, sweep == "backward"
@@ -327,19 +334,21 @@ def prepared_part(
 
 
 def packing_template(problem: Problem) -> Template:
-    """Return the template numbers that say how weights are quantized."""
+    """Return the template arguments that say how weights are quantized."""
     packing = problem.packing or Packing(1, 32, "")
     return {"FIELD": field_of(packing), "GROUP": packing.group_size, "BIASED": packing.mode == "affine"}
 
 
 def arrange(sweep: str, problem: Problem, Wh: mx.array) -> mx.array:
-    """Return Wh in lane order for a sweep, [D, simdgroups, vectors, 32, 4]; metal/fused_arrange.metal."""
+    """Return Wh in the order in which lanes read it, [D, simdgroups, vectors, 32, 4]. metal/fused_arrange.metal
+    defines this order."""
     return arrange_launch(sweep, problem, Wh.dtype)(inputs=[Wh])[0]
 
 
 @cached
 def arrange_launch(sweep: str, problem: Problem, dtype: mx.Dtype) -> Launch:
-    """Return the launch that arranges a sweep's weights."""
+    """Return the launch that copies the weights of a forward or backward pass into the order in which lanes read
+    them."""
     op, D, tiling = problem.cell.op, problem.directions, tiling_of(sweep, problem, dtype)
     outputs: Outputs = {"arranged": ((D, tiling.threads // 32, tiling.weights, 32, 4), dtype)}
     template: Template = {"OPTIONS": cell_number(problem.cell), "H": problem.H, "UNITS": tiling.units}
@@ -406,11 +415,11 @@ THREADGROUP_BYTES = 32768
 class FusedTiling(NamedTuple):
     """How `fused` divides a recurrence among threads.
 
-    matrices: whether it multiplies in 8 x 8 matrices. units: hidden units that share lanes. rows, threads: batch
-    rows and threads of a threadgroup. vectors, bytes: the number of buffers for the vectors of its rows (2: double
-    buffer), and their bytes of threadgroup memory. weights, resident: vectors of 4 weights that a lane multiplies,
-    and how many of them stay in registers. resident_part: resident / weights. registers: registers of a thread that
-    are used.
+    matrices: whether the kernel multiplies 8 x 8 matrices. units: the number of hidden units that share a group of
+    lanes. rows, threads: the batch items and the threads of a threadgroup. vectors: how many buffers in threadgroup
+    memory hold the operand of the product (2: a double buffer). bytes: the size of these buffers. weights: how many
+    vectors of 4 weights a lane multiplies at each step. resident: how many of these vectors stay in registers.
+    resident_part: resident / weights. registers: the registers that a thread uses.
     """
 
     matrices: bool
@@ -437,13 +446,17 @@ def fused_tiling(
     cut: Cut | None = None,
     packing: Packing | None = None,
 ) -> FusedTiling:
-    """Return the tiling of one sweep. more: registers that its options need; cut: a measured choice; packing: how
-    the weights of a forward sweep are quantized (a vector of a lane is then four words)."""
+    """Return how one pass is divided among threads.
+
+    more: the number of registers that the options of the call need. cut: a measured choice of rows and registers, or
+    None. packing: how the weights of a forward pass are quantized, or None; a vector of a lane is then four words of
+    packed weights.
+    """
     lanes, gates = LANES[cell.op], cell.gates
     sweep = "backward" if backward else "forward"
     wanted = cut.rows if cut else rows_for(cell, B, H, directions)
     matrices = wanted == 8 and fits_matrices(cell, H) and packing is None
-    # The length of each product of a step.
+    # A step has one or two products. lengths: how many terms each output of a product sums.
     lengths = [H, 2 * H] if backward and two_products(cell) else [gates * H if backward else H]
     if matrices:
         units, rows, threads, piece, slots = 8, 8, 32 * -(-H // 8), 8, 1 if backward else gates
@@ -461,7 +474,7 @@ def fused_tiling(
         more += slots * rows * (span > packing.group_size) + 8 * two_products(cell)
     one = 4 * rows * piece * sum(-(-length // piece) for length in lengths)
     vectors = 1 if len(lengths) > 1 or (matrices and backward and 2 * one > THREADGROUP_BYTES) else 2
-    # A vector of 4 weights takes as many registers as a weight has bytes.
+    # Weights are loaded 4 at a time. A register has 4 bytes, so 4 weights of n bytes take n registers.
     working = working_registers(cell, sweep, rows, packing is not None) + more
     resident = max(0, min(weights, (registers_of(threads) - working - (cut.spare if cut else 0)) // itemsize))
     used = working + resident * itemsize
@@ -471,8 +484,8 @@ def fused_tiling(
 
 
 def packed_share(packing: Packing, H: int, lanes: int, slots: int) -> tuple[int, int]:
-    """Return a lane's share of quantized weights if this many lanes share each row: the weights of one row, and the
-    vectors of all its rows. metal/fused_quantized.metal has the same rule."""
+    """Return what a lane gets of quantized weights if `lanes` lanes share each row: the number of weights of one
+    row, and the number of vectors for all its rows. metal/fused_quantized.metal computes the same numbers."""
     span = max(8, 2 ** (-(-H // lanes) - 1).bit_length())
     pieces = max(1, span // packing.group_size)
     words = span * field_of(packing) // 32 + pieces * (2 if packing.mode == "affine" else 1)
@@ -480,28 +493,28 @@ def packed_share(packing: Packing, H: int, lanes: int, slots: int) -> tuple[int,
 
 
 def rows_for(cell: Cell, B: int, H: int, directions: int) -> int:
-    """Return the batch rows of a threadgroup, 8 in matrices. More rows share each weight that is read; fewer rows
-    give enough threadgroups for all cores."""
+    """Return how many batch items a threadgroup computes; 8 if it multiplies 8 x 8 matrices. With more items, each
+    weight is read for more of them. With fewer items, there are enough threadgroups for all cores."""
     matrices = directions * B >= MATRIX_BATCH and fits_matrices(cell, H)
     return 8 if matrices else 1 if B <= 16 else 2 if B <= 64 else 4
 
 
 def rows_of(cell: Cell, sweep: str, wanted: int, threads: int, packed: bool) -> int:
-    """Return the batch rows of a threadgroup that multiplies in lanes: `wanted` rows, or fewer if the registers do
-    not suffice."""
+    """Return how many batch items a threadgroup computes if it multiplies in lanes: `wanted`, or fewer if the
+    registers do not suffice for that many."""
     most = registers_of(threads)
     possible = [rows for rows in WORKING_REGISTERS[cell.op, sweep] if rows <= wanted]
     return max(rows for rows in possible if rows == 1 or working_registers(cell, sweep, rows, packed) <= most)
 
 
 def working_registers(cell: Cell, sweep: str, rows: int, packed: bool) -> int:
-    """Return the number of registers that a thread needs without resident weights and without optional inputs."""
+    """Return the number of registers that a thread needs besides those for resident weights and optional inputs."""
     return WORKING_REGISTERS[cell.op, sweep][rows] + (PACKED_REGISTERS[rows] if packed else 0)
 
 
 def tiling_of(sweep: str, problem: Problem, dtype: mx.Dtype, names: Collection[str] = ()) -> FusedTiling:
-    """Return the tiling of a sweep of a problem. With the names of the launch's inputs it is the tiling of that
-    launch, because some inputs need registers."""
+    """Return how a pass of this problem is divided among threads. names: the inputs of a launch, or None. Some
+    inputs need registers, so the division of a launch depends on its inputs."""
     more = sum(count for name, count in OPTION_REGISTERS.items() if name in names)
     packing = problem.packing if sweep == "forward" else None
     return fused_tiling(
@@ -521,12 +534,12 @@ def two_products(cell: Cell) -> bool:
 
 
 def registers_of(threads: int) -> int:
-    """Return the number of registers that a thread can have in a threadgroup of this many threads."""
+    """Return the number of registers that each thread can have in a threadgroup of `threads` threads."""
     return REGISTERS[min(most for most in REGISTERS if most >= threads)]
 
 
 def fits_matrices(cell: Cell, H: int) -> bool:
-    """Return whether `fused` can multiply in 8 x 8 matrices. A threadgroup has at most 32 simdgroups, of 8 units
-    each. A GRU whose reset comes before the candidate's product has two products per step, which only the kernel in
-    lanes computes."""
+    """Return whether `fused` can multiply 8 x 8 matrices for this cell and H. A threadgroup has at most 32
+    simdgroups with 8 units each. A GRU whose reset comes before the candidate's product is not supported, because it
+    has two products per step."""
     return H <= 256 and not two_products(cell)

@@ -1,8 +1,8 @@
-"""Build the kernels of the Metal engines: their texts, arrays and launches. No other module calls `metal_kernel`.
+"""Build the kernels of the Metal engines: their source, arrays and launches. No other module calls `metal_kernel`.
 
-A kernel's text is the shader files it needs and a body: the template's numbers, the struct of its arrays and one
-call of a shader. It is built at its first launch and cached. MLX writes and hashes the whole text at every call;
-that takes 2 to 3 us, hardly more for 20 KB than for 50 B.
+The source of a kernel consists of the shader definitions that it needs and a body: the template arguments, the
+struct of its arrays and one call of a shader. A kernel is built at its first launch and cached. At every call MLX
+writes and hashes the whole source. This takes 2 to 3 us, and hardly more for 20 KB than for 50 B.
 """
 
 import re
@@ -37,7 +37,7 @@ _clear_caches: list[Callable[[], None]] = []
 
 
 def cached(function: Function) -> Function:
-    """Cache what a function builds until `forget` is called."""
+    """Decorate a function that builds something: cache its results until `forget` is called."""
     with_cache = lru_cache(maxsize=1024)(function)
     _clear_caches.append(with_cache.cache_clear)
     return cast(Function, with_cache)
@@ -55,20 +55,19 @@ def forget() -> None:
 
 @lru_cache(1024)
 def constant(numbers: tuple[float, ...], dtype: mx.Dtype) -> mx.array:
-    """Return an array of a few numbers, made once per process and cached."""
+    """Return an array of a few numbers. It is made once per process and cached."""
     return mx.array(numbers, dtype)
 
 
 def contiguous(array: mx.array | None) -> mx.array | None:
-    """Return the array in row order. MLX would copy an array in another order for each launch that reads it. Use
-    this function where several launches read the array, so that it is copied once. (`mx.contiguous` cannot be
-    exported.)"""
+    """Return the array in row order. MLX copies an array in another order for each launch that reads it. With this
+    function an array that several launches read is copied only once. (`mx.contiguous` cannot be exported.)"""
     return None if array is None else array.reshape(-1).reshape(array.shape)
 
 
 def whole_mask(problem: Problem, arrays: Arrays) -> mx.array | None:
-    """Return the factor on h as it enters the recurrent product, mask times `keep`: [T, B, D P], or [1, B, D P] if all
-    steps share it. None if there is neither."""
+    """Return the factor on h in the recurrent product, which is mask times `keep`: [T, B, D P], or [1, B, D P] if
+    all steps share it. Return None if the call has neither a mask nor `keep`."""
     mask, keep = arrays.get("mask"), arrays.get("keep")
     if keep is not None:
         keep = mx.repeat(keep, problem.P, axis=-1)
@@ -84,13 +83,13 @@ def whole_mask(problem: Problem, arrays: Arrays) -> mx.array | None:
 
 @cache
 def shader_file(name: str) -> str:
-    """Return the text of a file of metal/."""
+    """Return the contents of a file in the folder metal/."""
     return (shader_folder() / f"{name}.metal").read_text(encoding="ascii")
 
 
 class Definition(NamedTuple):
-    """A top-level definition of a shader file, without comments and indentation: the line it begins at, the names it
-    defines, and all words in it."""
+    """A top-level definition in a shader file, without comments and indentation: the number of its first line, the
+    names it defines, and all words in it."""
 
     file: str
     line: int
@@ -127,9 +126,9 @@ def definitions(file: str, text: str) -> list[Definition]:
 
 
 def header(shaders: Iterable[str], body: str) -> str:
-    """Return the definitions of these files that a body needs, in the order of the files: those that define a word
-    of the body or of another needed definition. `#line` directives name file and line for compilers, profilers and
-    the tests' emulator."""
+    """Return the definitions in these files that a body needs, in the order of the files. A definition is needed if
+    it defines a word of the body or of another needed definition. `#line` directives tell compilers, profilers and
+    the tests' emulator the file and line."""
     every = [definition for name in shaders for definition in definitions(f"{name}.metal", shader_file(name))]
     words, left = set(re.findall(r"\w+", body)), every
     while needed := [definition for definition in left if not words.isdisjoint(definition.names)]:
@@ -146,8 +145,9 @@ def header(shaders: Iterable[str], body: str) -> str:
 
 
 def fields_of(names: Iterable[str], present: Collection[str]) -> dict[str, str]:
-    """Return the text for each field of a struct of arrays: the array's name, or `absent` if the array is not
-    `present`. A quantized weight has three arrays in one field, and the template then has its BITS and GROUP."""
+    """Return, for each field of a struct of arrays, its source: the array's name, or `absent` if the name is not in
+    `present`. A quantized weight has three arrays in one field, and the template parameters then include BITS and
+    GROUP."""
     fields = {name: name if name in present else "absent" for name in names if not name.endswith(PARTS)}
     for name in fields:
         if is_packed(name, present):
@@ -161,7 +161,8 @@ PARTS = ("_scales", "_biases")
 
 
 def struct_of(fields: Mapping[str, str], name: str = "Arrays", variable: str = "a") -> str:
-    """Return the text of a struct with these fields and of a variable of it. metal/arrays.metal says what it is for."""
+    """Return the source of a struct with these fields, and of a variable of this struct. metal/arrays.metal explains
+    the struct."""
     declared = "".join(f"decltype(as_field({value})) {field};\n" for field, value in fields.items())
     return f"struct {name} {{\n{declared}}};\nconst {name} {variable} = {{{', '.join(fields.values())}}};\n"
 
@@ -172,9 +173,9 @@ many threads with the most registers a thread can have."""
 
 
 def limited(header: str, source: str, threads: int) -> tuple[str, str]:
-    """Return header and source of a kernel that is compiled for this number of threads per threadgroup. Without it
-    the compiler may use so many registers per thread that MLX refuses the launch. MLX itself writes the attribute
-    `kernel`, between header and source."""
+    """Return the header and source of a kernel that is compiled for this number of threads per threadgroup. Without
+    this limit the compiler may use so many registers per thread that MLX refuses the launch. MLX itself writes the
+    attribute `kernel` between header and source; a macro of that name adds the limit."""
     if threads <= NEVER_REFUSED:
         return header, source
     limit = f"#define kernel kernel,max_total_threads_per_threadgroup({threads})\n"
@@ -197,11 +198,11 @@ def build(
     threads: int,
     index: str = "",
 ) -> Launch:
-    """Build the kernel of this text. Its name tells apart all texts of one shader, as MLX caches compiled code by name:
-    by the names of arrays that are `missing`, and by the template.
+    """Build a kernel. MLX caches compiled code by the kernel's name, so each source needs a different name. The name
+    contains the shader, the arrays that are `missing`, and the template arguments.
 
-    The template's numbers are written into the text: as MLX's own arguments they would cost 0.8 us at every call.
-    `index`: the type Index that the files of `stepwise` expect to be declared.
+    The template arguments are written into the source, because passing them to MLX would cost 0.8 us at every call.
+    index: the name of the integer type that the files of `stepwise` use as `Index`.
     """
     words: list[str] = []
     declared = ""
@@ -230,12 +231,12 @@ def prepare(
     threads: int,
     index: str = "",
 ) -> Launch:
-    """Return a launch of a shader on groups x threads threads. It can be called any number of times with `inputs`,
-    the list of the present arrays.
+    """Return a launch of a shader on groups x threads threads. The launch can be called any number of times with
+    `inputs`, the list of the arrays that this call has.
 
-    shader: the kernel's name; shaders: the files it needs, in order; inputs: the name of each array that the shader
-    may read, and whether it is present; outputs: shape and dtype of each output, None if it is not written; body:
-    the text after the template's declarations.
+    shader: the kernel's name. shaders: the files that it needs, in order. inputs: the name of each array that the
+    shader can read, and whether this call has it. outputs: the shape and dtype of each output, or None if it is not
+    written. body: the source after the declarations of the template arguments.
     """
     given = tuple(name for name, is_there in inputs.items() if is_there)
     written = {name: output for name, output in outputs.items() if output is not None}
@@ -261,7 +262,7 @@ STRUCTS = {"lstm": "LSTMCell<OPTIONS>", "gru": "GRUCell<OPTIONS>", "rnn": "RNNCe
 
 @cache
 def cell_number(cell: Cell, peephole: bool = False) -> int:
-    """Return the options of a cell as the template number OPTIONS; metal/cell.metal has its bits."""
+    """Return the options of a cell as one integer, the template argument OPTIONS. metal/cell.metal lists its bits."""
     if isinstance(cell, LSTMCell):
         order, gates, activations = cell.gate_order, "ifgo", cell.activations
         sees = (1 if cell.output_peephole == "current" else 2) if peephole else 0

@@ -1,8 +1,9 @@
-"""The products of a Metal engine around its sweeps, which are MLX's own: the input's before, the gradients' after.
+"""The matrix products of the Metal engines that span all time steps. MLX computes them: the input's product before
+the steps, and the gradients of the weights after the backward steps.
 
-The gradients take few launches: a product per weight, for both directions at once. Their definition is
-`engines.ops.sweep.gradients_after_sweep`, which also serves what is rarer: a mask, `keep`, a peephole, a GRU whose
-reset comes before the candidate's product.
+The gradients take few launches: one product per weight, for both directions at once.
+`engines.ops.sweep.gradients_after_sweep` defines the gradients. It also computes the rarer cases: a mask, `keep`, a
+peephole, or a GRU whose reset comes before the candidate's product.
 """
 
 from collections.abc import Collection
@@ -19,8 +20,9 @@ THREADS = 256
 
 
 def project(problem: Problem, arrays: Arrays, launches: int = 2) -> mx.array:
-    """Return `engines.ops.sweep.project`: one launch, unless Wx is quantized. The result is in row order if several
-    launches read it, so that it is copied once at most."""
+    """Return the input's part of the preactivations, as `engines.ops.sweep.project` defines it. This takes one
+    launch, unless Wx is quantized. If several launches read the result, it is put in row order here, so that it is
+    copied at most once."""
     x, Wx, b = arrays["x"], arrays.get("Wx"), arrays.get("b")
     if Wx is not None and b is not None and (problem.packing is None or not is_packed("Wx", arrays)):
         return mx.addmm(b, x, Wx.T)
@@ -29,22 +31,22 @@ def project(problem: Problem, arrays: Arrays, launches: int = 2) -> mx.array:
 
 
 def is_plain(problem: Problem, names: Collection[str]) -> bool:
-    """Return whether `gradients_in_few_launches` can compute the gradients of all arrays of these names. It cannot
-    with a mask, `keep`, a peephole or a GRU whose reset comes before the candidate's product."""
+    """Return whether `gradients_in_few_launches` can compute the gradients of all arrays with these names. It does
+    not support a mask, `keep`, a peephole, or a GRU whose reset comes before the candidate's product."""
     rare = "mask" in names or "keep" in names or "peephole" in names
     return not rare and not (isinstance(problem.cell, GRUCell) and problem.cell.reset == "before")
 
 
 def takes_product(cell: Cell) -> bool:
-    """Return whether the backward sweep reads the candidate's recurrent product, which a GRU multiplies by r if its
-    reset comes after the product."""
+    """Return whether the backward steps read the recurrent product of a GRU's candidate. They do if the reset comes
+    after this product, because r then multiplies it."""
     return isinstance(cell, GRUCell) and cell.reset == "after"
 
 
 def recurrent_input(problem: Problem, arrays: Arrays, h: mx.array, mask: mx.array | None) -> Arrays:
-    """Return h_in [D, T, B, P], the operand of the recurrent product of every step: mask * h_prev, and 0 past an
-    item's end. Also return ones [1, T * B] if sums over 16-bit rows will be products with them. `mask`: a
-    `whole_mask`."""
+    """Return h_in [D, T, B, P], the operand of the recurrent product at every step: mask * h_prev, and 0 past an
+    item's end. Also return an array of ones [1, T * B] if it will be needed to sum 16-bit rows (`column_sums`).
+    mask: the result of `whole_mask`."""
     inputs = {"h": h, "h0": arrays.get("h0"), "mask": mask, "lengths": arrays.get("lengths")}
     sums = h.dtype != mx.float32 and ("b" in arrays or "bhn" in arrays)
     names, values = [], []
@@ -61,8 +63,8 @@ def recurrent_input(problem: Problem, arrays: Arrays, h: mx.array, mask: mx.arra
 def input_launch(
     problem: Problem, dtype: mx.Dtype, names: tuple[str, ...], masks_differ: bool, sums: bool
 ) -> tuple[Launch, mx.array]:
-    """Return the launch of `recurrent_input` for inputs of these names, and the array of its sizes. sums: whether it
-    also writes ones."""
+    """Return the launch of the shader `recurrent_input` for inputs with these names, and its array of sizes. sums:
+    whether the shader also writes the array of ones."""
     T, B, P, D = problem.T, problem.B, problem.P, problem.directions
     inputs = {name: name in (*names, "sizes") for name in ("h", "h0", "mask", "lengths", "sizes")}
     outputs: Outputs = {"h_in": ((D, T, B, P), dtype), "ones": ((1, T * B), dtype) if sums else None}
@@ -76,8 +78,8 @@ def input_launch(
 
 
 def candidates(problem: Problem, arrays: Arrays, h_in: mx.array) -> mx.array:
-    """Return q [D, T, B, H], the recurrent product of a GRU's candidate, which r multiplies at every step. Computed
-    as one product over all rows."""
+    """Return q [D, T, B, H], the recurrent product of a GRU's candidate at all steps. It is computed as one product
+    over all T * B rows. q is not yet multiplied by r."""
     D, T, B, H = h_in.shape
     Wh, bhn = arrays["Wh"].reshape(D, 3 * H, H), arrays.get("bhn")
     rows, Wh_n = h_in.reshape(D, T * B, H), mx.swapaxes(Wh[:, problem.cell.block("n", H)], 1, 2)
@@ -86,11 +88,11 @@ def candidates(problem: Problem, arrays: Arrays, h_in: mx.array) -> mx.array:
 
 
 def gradients_in_few_launches(problem: Problem, arrays: Arrays, sweep: Arrays) -> Arrays:
-    """Return the gradient of every array.
+    """Return the gradients of all arrays, by name.
 
-    sweep: what `recurrent_input` returns, and the results of the backward sweep: dz and d_out [T, B, D G H] (d_out
-    is the cotangent of the recurrent product, if it differs from dz), dh0, dc0; with a projection dh [T, B, D P] and
-    m [D, T, B, H], the operand of the projection.
+    sweep: the results of `recurrent_input` and of the backward steps. The backward steps give dz and d_out [T, B, D
+    G H] (d_out is the gradient of the recurrent product, if it is not the same as dz), dh0 and dc0. With a
+    projection they also give dh [T, B, D P] and m [D, T, B, H], the operand of the projection.
     """
     (D, T, B, P), H, ones = sweep["h_in"].shape, problem.H, sweep.get("ones")
     d = sweep.get("d_out", sweep["dz"]).reshape(T * B, D, -1)

@@ -1,9 +1,9 @@
-"""The rows that the launches of a `stepwise` sweep write, and which of them a launch joins.
+"""The rows that the launches of a `stepwise` pass write, and the plan that says which launches join rows.
 
-MLX gives each launch its own outputs, so each step writes one row as an array of its own. A last launch lays out all
-rows in time, but it can read only some 20 arrays (10 of each kind if a projection writes rows of another kind).
-Therefore launches of later steps also join 8 arrays into one, as often as needed. Each row is copied about once per
-level of joins, log8(T / 20) times.
+In MLX each launch writes new arrays, so each step writes one separate array, called a row. A last launch copies all
+rows into sequences. But this launch can read only some 20 arrays (10 of each kind if a projection writes a second
+kind of row). Therefore some launches of later steps also join 8 arrays into one. Each number is copied about log8(T
+/ 20) times.
 """
 
 from collections.abc import Iterator
@@ -29,11 +29,11 @@ class Join(NamedTuple):
 
 @lru_cache(64)
 def joins(T: int, left: int) -> tuple[tuple[Join | None, ...], tuple[int, ...]]:
-    """Return the join of each of T launches (None for no join), such that at most `left` arrays remain, and the
-    number of rows of each remaining array.
+    """Plan the joins of T launches, so that at most `left` arrays remain. Return the join of each launch (None for
+    no join), and the number of rows in each remaining array.
 
     The level of an array is the number of joins that its oldest rows went through. A launch joins neighbours of the
-    same level; near the end it joins the shortest neighbours if too many arrays would remain.
+    same level. Near the end it joins the shortest neighbours if too many arrays would remain.
     """
     levels = next(level for level in range(T) if left * JOINED**level >= T)
     plan: list[Join | None] = []
@@ -51,8 +51,8 @@ def joins(T: int, left: int) -> tuple[tuple[Join | None, ...], tuple[int, ...]]:
 
 
 def due(pieces: list[tuple[int, int]], to_come: int, left: int, levels: int) -> int | None:
-    """Return the index of the first array that the next launch joins, or None. `to_come`: the number of launches
-    left, including the next one."""
+    """Return the index of the first array that the next launch joins, or None if it joins nothing. to_come: how many
+    launches are left, including the next one."""
     count = len(pieces)
     for first in range(count - JOINED + 1):
         level = pieces[first][0]
@@ -65,8 +65,9 @@ def due(pieces: list[tuple[int, int]], to_come: int, left: int, levels: int) -> 
 
 
 class Rows:
-    """The rows of one kind that T launches of a sweep write: `pieces`, arrays of one or more rows, in the order of the
-    launches; `joins`, what each launch joins; `steps`, the rows of each array at the end, when `left` may be left."""
+    """The rows of one kind (one array per launch) that T launches of a pass write. pieces: arrays of one or more
+    rows, in the order of the launches. joins: what each launch joins. steps: the number of rows in each array at the
+    end, when at most `left` arrays remain."""
 
     def __init__(self, T: int, left: int = LEFT):
         plan, steps = joins(T, left)
@@ -76,6 +77,7 @@ class Rows:
 
 
 def starts_of(steps: tuple[int, ...], count: int) -> tuple[int, ...]:
-    """Return count + 1 numbers: the first row of each array, and the end of the last one. Missing arrays are empty."""
+    """Return count + 1 numbers: the index of the first row in each array, and the index at which the last array
+    ends. If there are fewer than `count` arrays, the missing ones are empty."""
     starts = tuple(accumulate(steps, initial=0))
     return starts + starts[-1:] * (count + 1 - len(starts))

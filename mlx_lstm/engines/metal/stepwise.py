@@ -1,8 +1,9 @@
-"""Engine `stepwise`: the recurrence on the GPU, one launch of a Metal shader per time step and sweep.
+"""Engine `stepwise`: run the recurrence on the GPU, with one launch of a Metal shader per time step.
 
-A launch computes the recurrent product and the cell of a step, of both directions if both run; a projection is one
-launch more. Each launch writes one row, an array of its own (`rows`); one launch at the end of a sweep lays the rows
-out in time. All else is as in `fused`.
+One launch computes the recurrent product and the cell of a step. If both directions run, it computes both. A
+projection needs one more launch per step. Each launch writes a separate array, called a row (see `rows`). One launch
+at the end of a pass copies all rows into sequences in the order of time. Dtypes, laziness and quantized weights are
+as in the module `fused`.
 """
 
 from collections.abc import Callable, Collection
@@ -38,8 +39,8 @@ from .rows import JOINED, LEFT, Join, Rows, starts_of
 
 
 def forward(problem: Problem, arrays: Arrays) -> Arrays:
-    """Return h [T, B, D P], gates [T, B, D G H] and hT [B, D P]; for an LSTM also c [T, B, D H] and cT [B, D H], in
-    float32. Gates are returned only if the problem saves or returns them."""
+    """Run the forward pass. Return h [T, B, D P], gates [T, B, D G H] and hT [B, D P]; for an LSTM also c [T, B, D
+    H] and cT [B, D H], both in float32. Gates are returned only if the problem saves or returns them."""
     T, H, P, cell, Wp = problem.T, problem.H, problem.P, problem.cell, arrays.get("Wp")
     mask, z = whole_mask(problem, arrays), project(problem, arrays)
     row = nothing(row_type(z.dtype))
@@ -71,8 +72,11 @@ def forward(problem: Problem, arrays: Arrays) -> Arrays:
 
 
 def backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays) -> Arrays:
-    """Return the gradient of every array, from those of the outputs that have one; gates that were not saved are
-    computed again."""
+    """Run the backward pass. Return the gradients of all arrays, by name.
+
+    saved: the outputs of the forward pass. cotangents: the gradients of some outputs. If the gates were not saved,
+    the forward pass runs again to compute them.
+    """
     if saved.get("gates") is None and problem.cell.op != "rnn":
         saved = forward(problem._replace(training=True), arrays)
     few, product, mask = is_plain(problem, arrays), takes_product(problem.cell), whole_mask(problem, arrays)
@@ -96,11 +100,13 @@ def sweep_backward(
     *,
     wants_m: bool,
 ) -> Arrays:
-    """Return the results of the backward steps: dz [T, B, D G H]; with h0 dh0 [B, D P]; with c0 dc0 [B, D H]; with
-    `keep` carry [T, B, D H], as in `engines.ops.sweep.sweep_backward`.
+    """Run the backward steps. Return dz [T, B, D G H], the gradient of the preactivations; with h0 also dh0 [B, D
+    P]; with c0 also dc0 [B, D H]; with `keep` also carry [T, B, D H], which `engines.ops.sweep.sweep_backward`
+    defines.
 
-    With a projection also dh [T, B, D P] and, if the gradient of Wp is wanted, m [D, T, B, H], the operand of the
-    projection. For a GRU whose reset comes after the product also d_out [T, B, D 3H], the cotangent of this product.
+    With a projection the result also has dh [T, B, D P] and, if `wants_m`, the operand m [D, T, B, H] of the
+    projection. For a GRU whose reset comes after the product it also has d_out [T, B, D 3H], the gradient of the
+    recurrent product.
     """
     T, B, H, P = problem[:4]
     D, cell = problem.directions, problem.cell
@@ -143,9 +149,9 @@ def sweep_backward(
 
 
 def options(problem: Problem, arrays: Arrays, more: tuple[str, ...]) -> Inputs:
-    """Return the inputs of all step launches of a sweep that the caller passed: lengths, h0, c0, keep and the arrays
-    named in `more`, in row order. A plain cell reads no `keep`, as its mask already includes it. The input `step`
-    stands for the step's number."""
+    """Return the inputs that all launches of a pass read unchanged, in row order: lengths, h0, c0, keep and the
+    arrays named in `more`, if the caller passed them. A plain RNN does not read `keep`, because its mask already
+    includes `keep`. The input `step` is a stand-in for the number of the step."""
     names = ("h0", "c0", *more) if problem.cell.op == "rnn" else ("h0", "c0", "keep", *more)
     inputs: Inputs = {"step": step_number(0), "lengths": arrays.get("lengths")}
     for name in names:
@@ -155,7 +161,8 @@ def options(problem: Problem, arrays: Arrays, more: tuple[str, ...]) -> Inputs:
 
 
 def rows_of(problem: Problem, projects: bool) -> tuple[Rows, Rows]:
-    """Return two empty `Rows`: one for the rows of a sweep's cells, one for the rows of its projection."""
+    """Return two empty `Rows`: one for the arrays that the cells of a pass write, one for the arrays that its
+    projection writes."""
     left = problem.limits.rows_left // 2 if projects else problem.limits.rows_left
     return Rows(problem.T, left), Rows(problem.T, left)
 
@@ -171,20 +178,20 @@ def quantized_parts(arrays: Arrays, dtype: mx.Dtype) -> Inputs:
 
 
 def sizes(problem: Problem, mask: mx.array | None, width: int, K: int) -> mx.array:
-    """Return the array of sizes that a launch reads; metal/stepwise.metal lists them. It has fewer than 8 elements,
-    so that MLX binds it in constant memory."""
+    """Return the array of sizes that a launch reads; metal/stepwise.metal lists these sizes. The array has fewer
+    than 8 elements, so that MLX binds it in constant memory."""
     differ = mask is not None and mask.shape[0] > 1
     return constant((problem.T, problem.B, width, K, problem.directions, problem.reverse, differ), mx.int32)
 
 
 def nothing(dtype: mx.Dtype) -> mx.array:
-    """Return the array that stands for the row before the first step. No kernel reads its values, so that it needs
-    no launch."""
+    """Return an array that stands for the row before the first step, because each launch needs such an input. No
+    kernel reads its values, so no launch has to fill it."""
     return constant((0,) * 8, dtype)
 
 
 def transposed(weights: mx.array) -> mx.array | None:
-    """Return [.., n, m] as [.., m, n], in row order."""
+    """Return the transpose [.., m, n] of matrices [.., n, m], in row order."""
     return contiguous(mx.swapaxes(weights, -1, -2))
 
 
@@ -206,14 +213,15 @@ without work costs more than operands and weights that are read more often. Not 
 
 
 def stepwise_rows(B: int) -> int:
-    """Return the batch rows of a threadgroup. Below 8 the product runs by lanes, else in 8 x 8 matrices."""
+    """Return how many batch items a threadgroup computes. With fewer than 8, the product is computed in lanes;
+    otherwise with 8 x 8 matrices."""
     return 1 if B == 1 else 4 if B < 8 else 8 if B < 32 else 32
 
 
 def tile_of(problem: Problem, width: int) -> tuple[int, int]:
-    """Return the rows and columns of the part of a product that a threadgroup computes, if each unit needs one of
-    the `width` columns. By lanes a threadgroup has 8 columns; by tiles it has the largest tile that leaves enough
-    threadgroups."""
+    """Return the number of rows and columns of a product that one threadgroup computes. Each unit needs one of the
+    `width` columns. If the product runs in lanes, a threadgroup has 8 columns. Otherwise it has the largest tile
+    that leaves enough threadgroups for the GPU's cores."""
     rows = stepwise_rows(problem.B)
     if rows < 8:
         return rows, 8
@@ -223,40 +231,43 @@ def tile_of(problem: Problem, width: int) -> tuple[int, int]:
 
 
 def index_bits(problem: Problem) -> int:
-    """Return the width of an index in bits: 64 if an array may have too many elements for 32 bits. With 64 bits a
-    step takes twice the instructions outside of its product."""
-    # In a row of 16-bit elements each float32 value takes two, hence 3 arrays more than gates.
+    """Return how many bits an array index has: 64 if an array may have too many elements for 32 bits. With 64 bits a
+    step needs twice as many instructions outside of its product."""
+    # A row (the array of one launch) holds the gates, m and a float32 c. In 16-bit elements c takes two, so 3 more.
     width, gates = max(problem.H, problem.P), problem.cell.gates + 3
     largest = problem.directions * gates * width * max(problem.T * problem.B, width)
     return 32 if largest < problem.limits.index else 64
 
 
 def index_type(problem: Problem) -> str:
-    """Return the name of an index's type in Metal."""
+    """Return the name of the Metal type that kernels use for array indices."""
     return "int" if index_bits(problem) == 32 else "long"
 
 
 def named(name: str, problem: Problem) -> str:
-    """Return the kernel's name with a suffix if its indices have 64 bits, since kernels of the same name must have
-    the same text."""
+    """Return the kernel's name, with a suffix if its array indices have 64 bits. Kernels with the same name must
+    have the same source."""
     return name if index_bits(problem) == 32 else f"{name}__64"
 
 
 def row_type(dtype: mx.Dtype) -> mx.Dtype:
-    """Return the dtype of a row that holds both float32 values and values of the arrays' dtype. With 16-bit arrays
-    it is uint16, and a float32 value takes two elements."""
+    """Return the dtype of a row (the array that one launch writes). A row holds both float32 values and values in
+    the dtype of the arrays. If the arrays have 16 bits, the row's dtype is uint16, and a float32 value takes two
+    elements."""
     return mx.float32 if dtype == mx.float32 else mx.uint16
 
 
 def row_length(problem: Problem, width: int, arrays: int, carries: bool, dtype: mx.Dtype) -> int:
-    """Return the number of elements of a row: `arrays` arrays [B, D width], and one of float32 values if the row
-    also carries c or its cotangent. At least 8, since Metal binds smaller arrays in another address space."""
+    """Return the number of elements of a row, the array that one launch writes. It contains `arrays` arrays [B, D
+    width]. If `carries`, it also contains c or the gradient of c as float32. The number is at least 8, because Metal
+    binds smaller arrays in another address space."""
     words = 4 // dtype.size if carries else 0
     return max(8, problem.B * problem.directions * width * (arrays + words))
 
 
 def resets_before(problem: Problem) -> bool:
-    """Return whether a step takes two launches, as for a GRU whose reset comes before the candidate's product."""
+    """Return whether a step needs two launches. Only a GRU whose reset comes before the candidate's product needs
+    two."""
     return isinstance(problem.cell, GRUCell) and problem.cell.reset == "before"
 
 
@@ -264,13 +275,13 @@ def resets_before(problem: Problem) -> bool:
 
 
 class StepKernel:
-    """The kernel of one step: a shader that computes a product and writes one array. A variant of its launch has
-    more threadgroups, which join arrays of earlier steps.
+    """The kernel of one step: a shader that computes a product and writes one array. A second variant of its launch
+    has additional threadgroups, which join the arrays that earlier steps wrote.
 
-    present: the names of the arrays of this call; fields: the names of the arrays that the shader can read; tile:
-    rows and columns of the product that a threadgroup computes; units: the number of units in all and per
-    threadgroup; output: the written array's number of elements and dtype; saves: whether the row includes the gates,
-    None for a shader without this choice; cell: whether the shader computes a cell.
+    present: the names of the arrays that this call has. fields: the names of all arrays that the shader can read.
+    tile: the rows and columns of the product that a threadgroup computes. units: the number of units in all, and per
+    threadgroup. output: the number of elements of the written array, and its dtype. saves: whether this array
+    includes the gates, or None if the shader has no such choice. cell: whether the shader computes a cell.
     """
 
     def __init__(
@@ -333,14 +344,14 @@ class StepKernel:
         return prepare(name, self.files, inputs, outputs, self.template, body, groups, self.threads, index)
 
     def joining(self, steps: tuple[int, ...]) -> tuple[Launch, list[mx.array]]:
-        """Return the launch that also joins arrays, and the arrays of sizes it reads. steps: the number of rows of
-        each joined array."""
+        """Return the launch that also joins arrays of earlier steps, and the arrays of sizes that it reads. steps:
+        how many rows each joined array contains."""
         if steps not in self.joins:
             self.joins[steps] = self.prepare_join(steps)
         return self.joins[steps]
 
     def prepare_join(self, steps: tuple[int, ...]) -> tuple[Launch, list[mx.array]]:
-        """Build what `joining` returns and caches."""
+        """Build the launch and the arrays that `joining` returns and caches."""
         length, total = self.output[0], sum(steps)
         more = max(1, min(64, length * total // (8 * self.threads)))
         pieces = tuple(f"p{n}" for n in range(JOINED))
@@ -370,8 +381,8 @@ LANE = "simdgroup_index_in_threadgroup, thread_index_in_simdgroup"
 
 
 class StepLaunch:
-    """A callable that launches a kernel at each step of a sweep. It appends each written array to `rows`, and uses
-    the joining launch at the steps where `rows` prescribes a join."""
+    """A callable that launches a kernel at each step of a pass. It appends each written array to `rows`. At the
+    steps where `rows` plans a join, it uses the launch that also joins arrays."""
 
     def __init__(self, kernel: StepKernel, inputs: list[mx.array], rows: Rows | None = None):
         self.kernel: StepKernel = kernel
@@ -380,7 +391,8 @@ class StepLaunch:
         self.inputs: list[mx.array] = inputs
 
     def __call__(self, n: int, **changed: mx.array) -> mx.array:
-        """Launch step n and return the array it writes. `changed`: the inputs that differ from the previous step's."""
+        """Launch step n and return the array that it writes. changed: the inputs that are not the same as at the
+        previous step."""
         inputs, rows = self.inputs, self.rows
         inputs[0] = step_number(n)
         for name, array in changed.items():
@@ -393,8 +405,8 @@ class StepLaunch:
         return row
 
     def join(self, pieces: list[mx.array], join: Join) -> mx.array:
-        """Launch a step that also joins some pieces, and replace these pieces by the joined array. Return the step's
-        own array."""
+        """Launch a step that also joins some of `pieces`, and replace these by the joined array. Return the array
+        that the step itself writes."""
         due = slice(join.first, join.first + len(join.steps))
         arrays = pieces[due] + pieces[due.stop - 1 : due.stop] * (JOINED - len(join.steps))
         launch, sizes = self.kernel.joining(join.steps)
@@ -404,13 +416,13 @@ class StepLaunch:
 
 @cache
 def step_number(n: int) -> mx.array:
-    """Return the number of a step as the array that a launch reads."""
+    """Return the number of a step, as an array that a launch can read."""
     return mx.array(n, mx.int32)
 
 
 def there(inputs: Inputs) -> tuple[Arrays, mx.Dtype]:
-    """Return the inputs that are present, and the dtype of the arrays. The dtype is read from z or the arranged
-    weights, as quantized weights are integers."""
+    """Return the inputs that are not None, and the dtype of the call's arrays. The dtype is that of z or of the
+    copied weights, because quantized weights are integers."""
     present = {name: array for name, array in inputs.items() if array is not None}
     return present, present["z" if "z" in present else "weights"].dtype
 
@@ -419,8 +431,8 @@ Make = Callable[[Problem, mx.Dtype, tuple[str, ...], bool], StepKernel]
 
 
 def each_step(make: Make, problem: Problem, inputs: Inputs, rows: Rows | None = None) -> StepLaunch:
-    """Return a callable that launches the kernel of `make` at each step with these inputs. `rows` collects the
-    written arrays, if given."""
+    """Return a callable that launches, at each step, the kernel that `make` builds for these inputs. If `rows` is
+    given, the written arrays are appended to `rows`."""
     present, dtype = there(inputs)
     kernel = make(problem, dtype, tuple(present), rows is not None)
     return StepLaunch(kernel, [present[name] for name in kernel.names], rows)
@@ -432,8 +444,8 @@ def each_step(make: Make, problem: Problem, inputs: Inputs, rows: Rows | None = 
 
 @cached
 def forward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _: bool) -> StepKernel:
-    """Return the kernel that writes the row of each forward step; metal/stepwise_forward.metal lists its inputs and
-    the row's content."""
+    """Return the kernel of a forward step. It writes one row, the step's array; metal/stepwise_forward.metal lists
+    its inputs and the contents of the row."""
     H, cell, units = problem.H, problem.cell, UNITS[problem.cell.op]
     saves = problem.training or problem.return_gates
     length = row_length(problem, H, 1 + cell.gates if saves else 1, "c" in cell.outputs, dtype)
@@ -449,8 +461,8 @@ def forward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], 
 
 @cached
 def gru_reset_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _: bool) -> StepKernel:
-    """Return the first kernel of a GRU step with the reset before the product. It writes r * mask * h_before, r and
-    z, flat, of shape [3, B, D H]; metal/stepwise_gru.metal."""
+    """Return the first kernel of a step of a GRU whose reset comes before the product. It writes one array [3, B, D
+    H] with r * mask * h_before, r and z. The shader is in metal/stepwise_gru.metal."""
     return StepKernel(
         *(problem, dtype, present, "stepwise_gru_reset"),
         "step z before Wh Wh_scales Wh_biases h0 mask lengths sizes",
@@ -462,8 +474,8 @@ def gru_reset_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...]
 
 @cached
 def gru_candidate_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _: bool) -> StepKernel:
-    """Return the second kernel of a GRU step with the reset before the product. It reads the array of
-    `gru_reset_kernel` and writes the step's row; metal/stepwise_gru.metal."""
+    """Return the second kernel of a step of a GRU whose reset comes before the product. It reads the array that the
+    kernel of `gru_reset_kernel` wrote, and writes the step's row. The shader is in metal/stepwise_gru.metal."""
     saves = problem.training or problem.return_gates
     return StepKernel(
         *(problem, dtype, present, "stepwise_gru_candidate"),
@@ -477,7 +489,8 @@ def gru_candidate_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, 
 
 @cached
 def project_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _: bool) -> StepKernel:
-    """Return the kernel that projects a step: it writes a row with h [B, D P]; metal/stepwise_forward.metal."""
+    """Return the kernel that computes the projection of a step. It writes a row with h [B, D P]. The shader is in
+    metal/stepwise_forward.metal."""
     tile = tile_of(problem, problem.P)
     return StepKernel(
         *(problem, dtype, present, "stepwise_project"),
@@ -491,8 +504,8 @@ def project_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], 
 
 @cached
 def backward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _: bool) -> StepKernel:
-    """Return the kernel that writes the row of each backward step; metal/stepwise_backward.metal lists its inputs
-    and the row's content."""
+    """Return the kernel of a backward step. It writes one row, the step's array; metal/stepwise_backward.metal lists
+    its inputs and the contents of the row."""
     tile, arrays = tile_of(problem, problem.H), problem.cell.gates + ("keep" in present)
     return StepKernel(
         *(problem, dtype, present, "stepwise_backward"),
@@ -505,8 +518,8 @@ def backward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...],
 
 @cached
 def gru_reset_backward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], _: bool) -> StepKernel:
-    """Return the second kernel of a backward GRU step with the reset before the product. It reads the row of
-    `backward_kernel` and writes the step's row; metal/stepwise_gru.metal."""
+    """Return the second kernel of a backward step of a GRU whose reset comes before the product. It reads the array
+    that the kernel of `backward_kernel` wrote, and writes the step's row. The shader is in metal/stepwise_gru.metal."""
     tile, arrays = tile_of(problem, problem.H), 3 + ("keep" in present)
     return StepKernel(
         *(problem, dtype, present, "stepwise_gru_reset_backward"),
@@ -519,8 +532,8 @@ def gru_reset_backward_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[
 
 @cached
 def dh_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], has_rows: bool) -> StepKernel:
-    """Return the kernel that computes dh [B, D P]: as a row for each step, or without rows once, flat, as dh0;
-    metal/stepwise_backward.metal."""
+    """Return the kernel that computes dh [B, D P], the gradient of h. If `has_rows`, it writes a row at each step;
+    otherwise it runs once and writes dh0. The shader is in metal/stepwise_backward.metal."""
     tile = tile_of(problem, problem.P)
     return StepKernel(
         *(problem, dtype, present, "stepwise_dh"),
@@ -541,8 +554,8 @@ Layout = tuple[tuple[tuple[int, ...], int, int], ...]
 
 
 class Sequences(NamedTuple):
-    """A launch that lays out the rows of a sweep in time: the names of its inputs and outputs, and the arrays of
-    sizes that describe the rows."""
+    """The launch after all steps, which copies the rows of a pass into sequences: the names of its inputs and
+    outputs, and the arrays of sizes that describe the rows."""
 
     launch: Launch
     inputs: list[str]
@@ -557,7 +570,8 @@ def after_sweep(
     kinds: list[Kind],
     names: frozenset[str],
 ) -> Arrays:
-    """Launch the kernel of `make` after a sweep over its rows of all kinds. Return the results in `names`."""
+    """Launch the kernel that `make` builds, after all steps of a pass. It reads all rows of the pass. Return the
+    results named in `names`."""
     left: list[mx.array] = []
     for rows, _ in kinds:
         left += rows.pieces
@@ -578,7 +592,7 @@ def prepare_sequences(
     template: Template,
     body: str,
 ) -> Sequences:
-    """Return the launch of a shader that reads rows of all kinds, with one thread per item, unit, step and
+    """Return the launch of a shader that reads all rows of a pass. It has one thread per batch item, unit, step and
     direction."""
     starts = starts_of(sum((steps for steps, _, _ in layout), ()), LEFT)
     numbers = [number for n, (_, size, width) in enumerate(layout) for number in (size, width, n * problem.T)]
@@ -600,8 +614,8 @@ def prepare_sequences(
 def outputs_launch(
     problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], layout: Layout, names: frozenset[str]
 ) -> Sequences:
-    """Return the launch that writes the outputs in `names` (of h, c, gates, hT, cT) from the rows of a forward
-    sweep: the rows of the cells and, with a projection, the rows of h."""
+    """Return the launch that copies the outputs in `names` (some of h, c, gates, hT, cT) from the rows of a forward
+    pass: the rows that the cells wrote and, with a projection, the rows with h."""
     (T, B, H, P), D, gates = problem[:4], problem.directions, problem.cell.gates
     shapes = {
         "c": ((T, B, D * H), mx.float32),
@@ -631,9 +645,9 @@ def outputs_launch(
 def gradients_launch(
     problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], layout: Layout, names: frozenset[str]
 ) -> Sequences:
-    """Return the launch that writes dz, and of dc0, d_out, carry those in `names`, from the rows of a backward
-    sweep. With a projection it also writes dh, from rows of its own, and, if in `names`, m, the operand of the
-    projection."""
+    """Return the launch that copies dz, and those of dc0, d_out and carry that are in `names`, from the rows of a
+    backward pass. With a projection it also copies dh from separate rows. If m, the operand of the projection, is in
+    `names`, it computes m, too."""
     (T, B, H, P), D, cell, projects = problem[:4], problem.directions, problem.cell, len(layout) > 1
     shapes = {
         "dz": ((T, B, D * cell.gates * H), dtype),

@@ -180,8 +180,8 @@ class GRUStepBackward:
                 dh += np.matmul(self.Wh_T[:, rows], dz[rows], out=self.scratch)
 
     def end_chunk(self, products: WeightGradients, h_in: Array) -> None:
-        """Add the weight gradients of a chunk to `products`. h_in [n, H]: the h that entered the recurrent product
-        of each step."""
+        """Add the terms of one chunk of time steps to the weight gradients in `products`. h_in [n, H]: the h that
+        entered the recurrent product at each step of the chunk."""
         n, rows = len(h_in), self.block["n"]
         dz, h_in = self.dz[:, :n], matrix(h_in)
         if self.after:

@@ -230,8 +230,8 @@ class LSTMStepBackward:
                 dc += np.multiply(dz[rows], self.peephole[gate], out=self.scratch)
 
     def end_chunk(self, products: WeightGradients, h_in: Array) -> None:
-        """Add the weight gradients of a chunk to `products`. h_in [n, P]: the h that entered the recurrent product
-        of each step."""
+        """Add the terms of one chunk of time steps to the weight gradients in `products`. h_in [n, P]: the h that
+        entered the recurrent product at each step of the chunk."""
         n = len(h_in)
         products.accumulate("Wh", self.dz[:, :n], matrix(h_in))
         if self.Wp_T is not None:

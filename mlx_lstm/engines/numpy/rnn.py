@@ -89,6 +89,6 @@ class RNNStepBackward:
         np.matmul(self.Wh_T, dz, out=dh)
 
     def end_chunk(self, products: WeightGradients, h_in: Array) -> None:
-        """Add the gradient of Wh of a chunk to `products`. h_in [n, H]: the h that entered the recurrent product of
-        each step."""
+        """Add the term of one chunk of time steps to the gradient of Wh in `products`. h_in [n, H]: the h that
+        entered the recurrent product at each step of the chunk."""
         products.accumulate("Wh", self.dz[:, : len(h_in)], matrix(h_in))

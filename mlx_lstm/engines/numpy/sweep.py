@@ -337,8 +337,9 @@ class BackwardSweep:
         self.dc *= keep
 
     def h_before(self, start: int, stop: int) -> Array:
-        """Return [steps, B, P]: the h before each of the steps from `start` to `stop`, not yet multiplied by keep.
-        The result is a view unless it contains the first state."""
+        """Return h before each of the steps from `start` to `stop`, [steps, B, P]. The option `keep` (a factor on
+        the state before a step) is not applied yet. The result is a view of the saved h, or a copy if it contains
+        the first state."""
         problem, states, first = self.problem, self.h, self.v.get("h0", 0)
         if not problem.reverse and start > 0:
             return states[start - 1 : stop - 1]
@@ -358,7 +359,7 @@ class BackwardSweep:
         return rows
 
     def c_before(self, t: int) -> Array:
-        """Return the c [H, B] before step t, not yet multiplied by keep."""
+        """Return c [H, B] before step t. The option `keep` (a factor on the state before a step) is not applied yet."""
         problem, last = self.problem, t + 1 if self.problem.reverse else t - 1
         if not 0 <= last < problem.T:
             return self.c0

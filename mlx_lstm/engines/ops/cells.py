@@ -182,8 +182,8 @@ def gru_step(cell: GRUCell, a: Array, h_in: Array, h: Array, Wh: Array, bhn: Arr
 
 
 def gru_candidate(h_in: Array, Wh_n: Array, bhn: Array | None) -> Array:
-    """Return h_in Wh_n^T + bhn, the recurrent product of a GRU's candidate. If the reset comes after this product, r
-    multiplies it."""
+    """Return h_in Wh_n^T + bhn, the recurrent product of a GRU's candidate. The result is not yet multiplied by r:
+    if the reset comes after the product, the caller multiplies it."""
     return h_in @ Wh_n.T if bhn is None else h_in @ Wh_n.T + bhn
 
 
