@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 
 NO_UNITS = ", as weights are drawn from +-1/sqrt(hidden_size),"
-"""The reason why layers must have units, in errors."""
+"""A part of error texts: the reason why a layer must have at least one unit."""
 
 FLOATS = (mx.float32, mx.float16, mx.bfloat16, mx.float64)
 ARRAYS = ((np.ndarray, np), (mx.array, mx))

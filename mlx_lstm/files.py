@@ -26,7 +26,7 @@ from .checks import fail
 
 DTYPES = {"F64": "f8", "F32": "f4", "F16": "f2", "I64": "i8", "I32": "i4", "I16": "i2", "I8": "i1"}
 DTYPES |= {"U64": "u8", "U32": "u4", "U16": "u2", "U8": "u1", "BOOL": "?"}
-"""The dtypes of safetensors, and NumPy's. BF16, which NumPy lacks, is MLX's."""
+"""The names of dtypes in safetensors files, and NumPy's codes for them. NumPy does not support BF16: MLX reads it."""
 
 MOST_HEADER = 100_000_000
 """The most bytes of a safetensors header that the format allows."""
@@ -36,7 +36,7 @@ DAMAGE += (ValueError, struct.error, zipfile.BadZipFile, zlib.error)
 """Errors that NumPy's and Python's readers raise at damaged bytes."""
 
 UNLINKABLE = (errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK)
-"""Error numbers of a file system without hard links."""
+"""Error numbers that `os.link` may give on a file system without hard links."""
 
 Result = TypeVar("Result")
 
@@ -139,7 +139,8 @@ def read_safetensors(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def utf8(text: object) -> str:
-    """Check that UTF-8 can encode this text, and return it. JSON may contain halves of surrogate pairs."""
+    """Check that UTF-8 can encode this text, and return it. JSON may contain half of a
+    surrogate pair, which UTF-8 cannot encode."""
     if not isinstance(text, str):
         raise TypeError("no text")
     text.encode()

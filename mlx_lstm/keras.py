@@ -51,7 +51,8 @@ def lstm_from_keras(kernel: Any, recurrent_kernel: Any, bias: Any = None) -> dic
 
 
 def lstm_to_keras(Wx: mx.array, Wh: mx.array, b: mx.array | None = None) -> list[np.ndarray]:
-    """Return the list for `keras_layer.set_weights`, the inverse of `lstm_from_keras`; in float32, float64 stays.
+    """Return the list for `keras_layer.set_weights`, the inverse of `lstm_from_keras`. The arrays are float32;
+    float64 stays float64.
 
     Args:
         Wx, Wh, b (array): [4H, I], [4H, H], [4H], gate order i, f, g, o; `None` for a layer with `use_bias=False`.
@@ -92,7 +93,8 @@ def gru_from_keras(kernel: Any, recurrent_kernel: Any, bias: Any = None) -> dict
 def gru_to_keras(
     Wx: mx.array, Wh: mx.array, b: mx.array | None = None, bhn: mx.array | None = None, *, reset_after: bool = True
 ) -> list[np.ndarray]:
-    """Return the list for `keras_layer.set_weights`, the inverse of `gru_from_keras`; in float32, float64 stays.
+    """Return the list for `keras_layer.set_weights`, the inverse of `gru_from_keras`. The arrays are float32;
+    float64 stays float64.
 
     With `reset_after=True` the bias of z and r is stored in the first of Keras' two biases, and the second is 0 for
     z and r. So the two biases of a Keras layer may come back as other numbers with the same sum, and the same outputs.
@@ -137,7 +139,8 @@ def rnn_from_keras(kernel: Any, recurrent_kernel: Any, bias: Any = None) -> dict
 
 
 def rnn_to_keras(Wx: mx.array, Wh: mx.array, b: mx.array | None = None) -> list[np.ndarray]:
-    """Return the list for `keras_layer.set_weights`, the inverse of `rnn_from_keras`; in float32, float64 stays.
+    """Return the list for `keras_layer.set_weights`, the inverse of `rnn_from_keras`. The arrays are float32;
+    float64 stays float64.
 
     Args:
         Wx, Wh, b (array): [H, I], [H, H], [H]; `None` for a layer with `use_bias=False`.

@@ -286,8 +286,8 @@ def check_key(op: str, key: object) -> None:
 
 
 def dropped(x: mx.array, probability: float, key: mx.array | None) -> tuple[mx.array, mx.array | None]:
-    """Apply dropout to x; return the result, and the key for the next layer. `probability`: of keeping an element,
-    which is then divided by it."""
+    """Apply dropout to x; return the result, and the random key for the next layer. probability: the probability with
+    which an element is kept; a kept element is divided by it."""
     own = None
     if key is not None:
         key, own = mx.random.split(key)
@@ -309,7 +309,7 @@ class LSTM(Layers):
     Gate order i, f, g, o; all drawn from U(-1/sqrt(H), 1/sqrt(H)).
 
     `layer.eval()` turns dropout off, takes less memory, and lets `mx.export_function` write the graph; in training mode
-    that function ends in "Unable to serialize primitive CustomTransforms".
+    that function fails with "Unable to serialize primitive CustomTransforms".
 
     Args:
         input_size (int): size of the features, I.

@@ -45,12 +45,12 @@ class Case(NamedTuple):
 
     @property
     def outputs(self):
-        """The names of the outputs that have a meaning in this mode. Only an LSTM has output_c."""
+        """Return the names of the op's outputs that have a meaning in this mode. Only an LSTM has output_c."""
         return OUTPUTS if self.mode == "lstm" else OUTPUTS[:2]
 
 
 def draw(seed, **fixed):
-    """Return a random case. Fields given in `fixed` are not random."""
+    """Return a random case. The fields given in `fixed` get these values and are not random."""
     rng = np.random.default_rng(seed)
     pick = lambda *values: values[rng.integers(len(values))]  # noqa: E731
     sizes = {"mode": pick(*MODES), "L": pick(1, 1, 2, 3, 4), "D": pick(1, 2), "T": pick(1, 2, 3, 5)}
@@ -200,7 +200,8 @@ def arrays_in(case, params):
 
 
 def buffer_of(case, gradients):
-    """Return the gradient of the flat parameter buffer, concatenated from the oracle's gradients of all layers."""
+    """Return the gradient of cuDNN's flat parameter buffer: the oracle's gradients of all layers, joined in the
+    buffer's order."""
     matrices, biases, D = [], [], case.D
     for layer in gradients:
         for d in range(D):

@@ -30,8 +30,8 @@ def draw(layer, seed=3):
 
 
 def whole():
-    """Return (the model with all layers, a second model with the same weights that returns a dict: layer name ->
-    output)."""
+    """Return two models with the same weights: the complete model, and a model that returns a dict {layer name:
+    output}."""
     more = {"return_sequences": True}
     inner = [
         layers.Bidirectional(layers.GRU(H, **more), name="both"),

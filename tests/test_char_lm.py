@@ -302,7 +302,7 @@ def test_trigram_probabilities(corpus):
     assert probability.min() > 0 and np.allclose(probability.sum(-1), 1)
     q, u = corpus.encode("qu")
     i = corpus.encode("i")[0]
-    assert probability[q, u, i] > 0.95  # in this text "i" always follows "qu"
+    assert probability[q, u, i] > 0.95  # in this text the letter after "qu" is always "i"
     assert np.log2(size) > char_lm.trigram_bits(corpus) > 0.2
 
 
@@ -341,8 +341,8 @@ def contents(out: Path) -> tuple[dict[str, bytes], dict[str, str]]:
 
 
 def test_quantized(tmp_path, capsys):
-    """`--quantize` evaluates the trained weights with fewer bits, and the checkpoint keeps the full weights. A
-    hidden size that cannot be quantized is refused before training."""
+    """The option `--quantize` evaluates the trained weights with fewer bits. The checkpoint keeps the full weights.
+    A hidden size that cannot be quantized is refused before training."""
     sizes = ["--hidden=32", "--embedding=4", "--batch=2", "--window=8", "--seed=1", "--length=5", "--prompt=1"]
     given = [*sizes, "--steps=2", f"--out={tmp_path}", "--quantize", "8", "2"]
     assert char_lm.main(given) == 0
@@ -468,7 +468,7 @@ def test_bfloat16_is_in_the_weights_and_activations_and_nowhere_else(corpus):
     run.train_step(), run.evaluate()
     assert set(seen) == {mx.bfloat16}
     kept = tree_flatten([run.model.parameters(), run.optimizer.state, run.state])
-    assert {array.dtype for _, array in kept} == {mx.float32, mx.uint64}  # uint64 counts the optimizer's steps
+    assert {array.dtype for _, array in kept} == {mx.float32, mx.uint64}  # uint64: the optimizer's step counter
 
 
 def test_the_loss_of_bfloat16_is_off_by_no_more_than_its_roundings(corpus):
@@ -482,7 +482,7 @@ def test_the_loss_of_bfloat16_is_off_by_no_more_than_its_roundings(corpus):
     (loss, _), gradients = run.gradient(run.model, codes, targets, run.state, dropped)
 
     model, half = run.model, 2.0**-9
-    model.dtype = mx.float32  # the model no longer rounds to bfloat16
+    model.dtype = mx.float32  # from here on the model does not round to bfloat16
     for dtype in (mx.bfloat16, mx.float64):
         model.set_dtype(dtype)
     state = tuple(array.astype(mx.float64) for array in run.state)
@@ -490,7 +490,8 @@ def test_the_loss_of_bfloat16_is_off_by_no_more_than_its_roundings(corpus):
     with patch.object(char_lm, "product", mx.matmul):
         exact, logits, outputs = (np.array(array) for array in with_outputs(model, codes, targets, state, dropped))
     sums = np.abs(outputs) @ np.abs(np.array(model.vocabulary.weight))
-    error = 1.01 * half * (3 * sums + np.abs(logits)).max()  # 1.01 covers second-order terms and float32 rounding
+    # The factor 1.01 covers products of rounding errors and the float32 rounding.
+    error = 1.01 * half * (3 * sums + np.abs(logits)).max()
     assert 0 < abs(loss.item() - exact) <= 2 * error
     assert all(mx.isfinite(array).all() and array.dtype == mx.float32 for _, array in tree_flatten(gradients))
 
@@ -542,8 +543,8 @@ def test_a_training_step_on_metal_equals_that_on_the_cpu(engine, corpus):
             start[name] * (1 - rate * decay) - rate * g / (np.abs(g) + 1e-8)
             for g in (gradients[name] + error, gradients[name] - error)
         )
-        # AdamW's bias corrections are 1 - 0.9 and 1 / sqrt(1 - 0.999). The rounding of 0.9 and 0.999 gives these small
-        # differences a large relative error.
+        # AdamW divides by 1 - 0.9 and by sqrt(1 - 0.999) in its first step. The rounding of 0.9 and 0.999 gives these
+        # small differences a large relative error.
         correction = eps / 2 * (1 / 0.1 + 0.5 / 0.001)
         floor = 8 * eps * (np.abs(start[name]) + rate) + correction * rate
         got = np.array(array)

@@ -148,7 +148,7 @@ def test_lists_of_another_length_are_reported(tmp_path, recorder, monkeypatch):
 
 def test_every_case_on_linux(tmp_path, capsys):
     """On Linux, the CPU engines and torch agree with the float64 oracle in all cases. The report names the
-    contenders (implementations) that can run only on a Mac."""
+    contenders (implementations to compare) that can run only on a Mac."""
     code, report = run(tmp_path, "--plot", str(tmp_path / "errors.png"))
     pairs = {row["pair"] for row in report["rows"]}
     assert code == 0 and {"numpy - oracle", "ops - oracle"} <= pairs

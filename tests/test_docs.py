@@ -156,8 +156,8 @@ def test_the_readme_stays_short():
 
 
 def test_names_in_prose_exist():
-    """Every name in backticks in the docs that begins with `mlx_lstm.`, such as `mlx_lstm.tf.block_lstm`, is an
-    existing module or object."""
+    """Every name in backticks in the docs that begins with `mlx_lstm.` is an existing module or object. An example
+    is `mlx_lstm.tf.block_lstm`."""
     for page in PAGES:
         for name in re.findall(r"`(mlx_lstm(?:\.\w+)+)", page.read_text()):
             found, *rest = name.split(".")

@@ -17,7 +17,8 @@ from ._keys import STYLES, WAYS
 from .weights import describe, differences, stacked
 
 LOSSES = {"bx": "two biases are one now, their sum, which nothing splits again", "bh": ""}
-"""Longer texts for differences whose name alone does not say enough."""
+"""Texts to print for some differences between the old and the new file, by name. Nothing is printed for
+an empty text."""
 
 LINE = 1000
 """The most characters of a printed line, since a foreign file may have names of any length."""
@@ -114,7 +115,8 @@ def chosen(model: Model, options: argparse.Namespace) -> Model:
 
 
 def renamed(name: str, old: str, new: str) -> str:
-    """Return `name` with its beginning `old` replaced by `new`. `old` may end in a dot that a layer's name lacks."""
+    """Return `name` with its beginning `old` replaced by `new`. If `old` is "encoder.", the layer named "encoder" is
+    renamed, too."""
     if f"{name}." == old:
         return new.rstrip(".")
     return (new + name[len(old) :]).rstrip(".") if name.startswith(old) else name
@@ -124,7 +126,7 @@ def comparison(model: Model, again: Model) -> list[str]:
     """Return a line for each difference, even of a single bit, between the layers of the old file and the new one."""
     before = [(name, layer) for name, weights in model.layers.items() for layer in weights.each()]
     after = [layer for weights in again.layers.values() for layer in weights.each()]
-    if again.layers.keys() == model.layers.keys():  # in the new file's order
+    if again.layers.keys() == model.layers.keys():  # put the layers into the new file's order
         place = {name: n for n, name in enumerate(again.layers)}
         before.sort(key=lambda pair: place[pair[0]])
     lines = []

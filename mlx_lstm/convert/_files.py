@@ -163,7 +163,7 @@ def write(
 def replace(path: Path, work: Callable[[Path], Any], force: bool) -> Any:
     """Call `work` with a temporary path of the same ending; then let the finished file replace `path`."""
     if path.exists():
-        size_of(path)  # a device is not replaced
+        size_of(path)  # raises for a device, which must not be replaced
     return write_whole(path, work, force=force, ending=ending_of(path))
 
 
@@ -195,7 +195,7 @@ INSTEAD = {
     ": rename it to .h5,": (".hdf5", ".hdf"),
     ": of a SavedModel save the weights by Keras, as .h5,": (".pb",),
 }
-"""Advice for files with other endings."""
+"""Advice that an error text gives for files in formats that are not supported, and the endings of these files."""
 
 
 def ending_of(path: Path) -> str:
@@ -210,7 +210,8 @@ def ending_of(path: Path) -> str:
 
 
 def named(path: Path, work: Callable[[], Any]) -> Any:
-    """Return the result of `work()`. In the text of its ValueError replace "it" by the file's name."""
+    """Return the result of `work()`. If `work` raises a ValueError whose text does not begin with the file's path, put
+    the path before the text, or in place of its first word if this is "it"."""
     try:
         return work()
     except ValueError as error:
@@ -225,7 +226,8 @@ def named(path: Path, work: Callable[[], Any]) -> Any:
 
 
 def told_by(layers: Mapping[str, Weights]) -> dict[str, str]:
-    """Return metadata for a safetensors file that hold the options of all cells, where they are not the defaults."""
+    """Return metadata for a safetensors file: the options of the cells that differ from the defaults, by layer, as
+    JSON."""
     options = {name: weights.options for name, weights in layers.items()}
     options = {name: {key: o[key] for key in o if key != "bidirectional"} for name, o in options.items()}
     options = {name: found for name, found in options.items() if found}

@@ -13,7 +13,7 @@ from ..files import most_bytes, size_of
 from ..machine import child_command, child_environment, has_interpreter
 
 SECONDS = 10
-"""Seconds that the child may take, plus one for each 10 MB. For a small file it takes half a second."""
+"""Time limit of the child process in seconds; one second is added for each 10 MB. A small file takes half a second."""
 
 
 class Contents(NamedTuple):
@@ -53,7 +53,7 @@ def read(source: Path | bytes) -> Contents:
     script = str(Path(__file__).with_name("_hdf5_child.py"))
     code = "from runpy import run_path; run_path(sys.argv.pop(1), run_name='__main__')"
     command = child_command(code, script, str(most_bytes(size)), *path)
-    # A file may name a filter for which HDF5 would load a library: "::" forbids that.
+    # A file may name a compression filter for which HDF5 would load a library. The value "::" forbids this.
     environment = child_environment() | {"HDF5_PLUGIN_PRELOAD": "::", "OPENBLAS_NUM_THREADS": "1"}
     limit = SECONDS + size / 10_000_000
     try:

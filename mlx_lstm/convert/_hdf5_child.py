@@ -21,7 +21,7 @@ import h5py
 import numpy as np
 
 ATTRIBUTES = ("model_config", "keras_version", "layer_names", "weight_names", "name")
-"""The attributes that Keras writes; it splits long lists and appends numbers to their names."""
+"""The attributes that are read. Keras splits a long list into several attributes and adds a number to each name."""
 
 
 LINKS_INSIDE = (0, 1)
@@ -58,7 +58,7 @@ def contents(file: Any, most: int) -> Contents:
         if item.shape is None or not (numbers or item.dtype.str == "|V2"):  # V2: bfloat16 as Keras stores it
             others += 1
             return
-        # HDF5 fills values that are not stored, and allocates whole chunks, so declared sizes count.
+        # HDF5 allocates memory for the declared sizes, even where the file stores nothing. So these sizes are limited.
         left -= item.nbytes
         if left < 0 or prod(item.chunks or (0,)) * item.dtype.itemsize > most:
             raise Refused(f"{path} must not declare far more bytes than the file has")
@@ -69,7 +69,7 @@ def contents(file: Any, most: int) -> Contents:
 
 
 def foreign(path: bytes, info: Any) -> bytes | None:
-    """Return the path if this link points to another file, which ends the visit of all links; else None."""
+    """Return the path of a link that points to another file, else None. A path ends h5py's visit of all links."""
     return None if info.type in LINKS_INSIDE else path
 
 

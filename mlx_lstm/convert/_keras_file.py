@@ -27,7 +27,7 @@ from .weights import Weights
 
 CLASSES = {"lstm": "LSTM", "gru": "GRU", "rnn": "SimpleRNN"}
 VERSION = "3.0.0"
-"""The version of Keras in written files: the first one with this format."""
+"""The Keras version that written files name: the first version with this format."""
 
 Found = tuple[dict[str, Weights], dict[str, Any], dict[str, list[str]], list[str]]
 
@@ -116,8 +116,8 @@ def snake(name: str) -> str:
 
 
 class Direction(NamedTuple):
-    """The arrays of one direction in a file. place, name, own: of its layer, as in `Known`; way: "", "forward" or
-    "backward"; keys: in Keras' order."""
+    """The arrays of one direction in a file. place, name, own: as in `Known`, of the layer that has this direction;
+    way: "", "forward" or "backward"; keys: the keys of the arrays, in Keras' order."""
 
     place: str
     name: str
@@ -182,7 +182,8 @@ def names_in_legacy(arrays: Mapping[str, Any]) -> list[Direction]:
 
 
 def gathered(arrays: Mapping[str, Any], directions: list[Direction], known: Mapping[str, Known], slope: str) -> Found:
-    """Build layers from the directions. Return them in the model's order, and the arrays that belong to no layer."""
+    """Build layers from the directions. Return them in the model's order, and the arrays that belong to no layer.
+    slope: the slope of hard_sigmoid, "x/5" or "x/6"."""
     layers: dict[str, list[Direction]] = {}
     legacy = any("//" in key for key in arrays)
     for each in directions:

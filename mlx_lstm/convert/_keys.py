@@ -30,7 +30,8 @@ ENTRIES = {"weight_ih": "Wx", "Wx": "Wx", "Wxh": "Wx", "kernel": "Wx"}
 ENTRIES |= {"weight_hh": "Wh", "Wh": "Wh", "Whh": "Wh", "recurrent_kernel": "Wh"}
 ENTRIES |= {"weight_hr": "Wp", "Wp": "Wp", "peephole": "peephole", "bias_ih": "bx", "bias_hh": "bh"}
 ENTRIES |= {"bias": "b", "b": "b", "bhn": "bhn"}
-"""The words of all formats for an array, and its name in `Weights`; b and bhn are one bias and a GRU's second."""
+"""The words for arrays in the keys of all formats, and the arrays' names in `Weights`. Two names are not in
+`Weights`: b, a single bias, and bhn, the candidate's second bias in a GRU."""
 
 PARTNERS = {"weight_ih": "weight_hh", "Wx": "Wh", "Wxh": "Whh", "kernel": "recurrent_kernel"}
 TORCH_LEAF = re.compile(r"(weight_ih|weight_hh|weight_hr|bias_ih|bias_hh)(?:_l(\d+))(_reverse)?")
@@ -54,13 +55,13 @@ class Group(NamedTuple):
     form: str
 
     def title(self, leaf: str) -> str:
-        """Return the key of an array of this group; also for an array that is missing."""
+        """Return the key of the array with this word. If the array is missing, return the key that it would have."""
         return self.keys.get(leaf, self.form.replace("\0", leaf))
 
 
 def parse(key: str, pattern: re.Pattern[str] | None, ways: Sequence[str]) -> tuple[str, Group] | None:
-    """Return the word for the array in a key, and the key's group, still without `keys`. Return None if the key
-    belongs to no recurrent layer."""
+    """Return (word, group): the word for the array in a key, and the key's group, whose field `keys` is still empty.
+    Return None if the key belongs to no recurrent layer."""
     if pattern is not None:
         match = pattern.fullmatch(key) or pattern.fullmatch("." + key)
         if match is None:
@@ -117,7 +118,7 @@ def groups_of(keys: Iterable[str], template: str | None, ways: Sequence[str]) ->
         if parsed := parse(key, pattern, ways):
             leaf, group = parsed
             found.setdefault((group.own, group.layer, group.way, group.form), group).keys[leaf] = key
-    sure = {*PARTNERS, *PARTNERS.values()} - {"kernel"}  # a dense layer has a kernel, too
+    sure = {*PARTNERS, *PARTNERS.values()} - {"kernel"}  # "kernel" proves nothing: a dense layer has one, too
     return [group for group in found.values() if group.keys.keys() & sure]
 
 
@@ -149,7 +150,8 @@ def layers_of(
 
 
 def names_counted_by(key: str, names: Container[str]) -> list[str]:
-    """Return the names that a key continues with a number: "a" and "a.1" for the key "a.12.weight"."""
+    """Return those of `names` with which the key begins if a number follows them: for the key "a.12.weight" the
+    names "a" and "a.1"."""
     counted = []
     for number in re.finditer(r"\d+(?=\.)", key):
         start, end = number.span()
@@ -160,20 +162,21 @@ def names_counted_by(key: str, names: Container[str]) -> list[str]:
 
 
 MOST_DIGITS = 20
-"""Digits of a layer's number that are looked at; a key may be one long number."""
+"""The most digits of a number in a key that are examined: a key of a foreign file may be one very long number."""
 
 
 def arranged(
     name: str, groups: list[Group], parts: dict[str, list[Arrays]], alone: bool
 ) -> list[tuple[str, dict[tuple[int, int], Group]]]:
-    """Return groups of one name as stacks: one stack if all groups fit together, else each group alone. A stack maps
-    (layer, direction) to a group. alone: no other kind of module is numbered together with these layers."""
+    """Return the groups of one name as stacks: one stack if all groups fit together, else a separate stack for each
+    layer. A stack maps (layer, direction) to a group. alone: True if no other array in the file is numbered together
+    with these layers, as the other modules of a Sequential would be."""
     whole = {(group.layer or 0, group.way or 0): group for group in groups}
     layers, ways = ({where[n] for where in whole} for n in range(2))
     full = len(whole) == len(groups) == len(layers) * len(ways) and ways in ({0}, {0, 1})
     full = full and layers == set(range(len(layers))) and len({group.way is None for group in groups}) == 1
     if full and len(ways) == 1 and groups[0].way == 0 and not groups[0].numbered:
-        full = False  # only one direction is marked, so that the mark is part of a name
+        full = False  # all keys have a word such as "forward": it is part of a name, not a direction
     if groups[0].numbered or (
         full and fits(whole, parts, len(ways)) and (alone or (layers == {0} and groups[0].layer is None))
     ):
@@ -199,8 +202,8 @@ def fits(whole: dict[tuple[int, int], Group], parts: dict[str, list[Arrays]], D:
 
 
 def words_of(group: Group, arrays: Mapping[str, Any], order: str | None) -> list[Arrays]:
-    """Return a group's arrays by the names that `Weights` uses: for one direction, or for two that share arrays.
-    ValueError names a missing or unexpected key."""
+    """Return a list of dicts of arrays, by the names that `Weights` uses: one dict, or two if both directions share
+    the group's arrays. Raise a ValueError that names a missing or unexpected key."""
     for one, other in PARTNERS.items():
         if (one in group.keys) != (other in group.keys):
             there, missing = (one, other) if one in group.keys else (other, one)
@@ -298,7 +301,8 @@ def keys_of(
     D, K = (1 if style == "ops" else weights.directions), len(weights.layers)
     usual = "{name}.{way}.{layer}.{array}" if D == 2 else "{name}.{layer}.{array}"
     template = keys or ("{name}.{array}_l{layer}{way}" if style == "torch" else usual)
-    # With both directions MLX has two lists of layers, also for one layer: see `mlx_lstm.nn.stack`.
+    # A single layer needs no layer number in its keys. There are two exceptions: torch always has a number (`_l0`), and
+    # for both directions MLX has two lists of layers (see `mlx_lstm.nn.stack`), whose keys contain the list index.
     if K == 1 and keys is None and style != "torch" and not (style == "mlx" and D == 2):
         template = template.replace(".{layer}", "")
     words = ways or (torch.WAYS if style == "torch" and keys is None else WAYS)

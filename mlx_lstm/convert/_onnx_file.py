@@ -14,10 +14,10 @@ from .weights import Weights, to_mlx
 
 INPUTS = {"X": 0, "W": 1, "R": 2, "B": 3, "sequence_lens": 4, "initial_h": 5, "initial_c": 6, "P": 7}
 MOST = 2**31 - 2**20
-"""The most bytes of arrays in a written file, since protobuf has no larger messages."""
+"""The most bytes of arrays in a written file, because protobuf cannot store more."""
 
 OPSET, IR_VERSION = 14, 8
-"""The versions that written files name: old enough for every runtime, and with all attributes that we write."""
+"""The ONNX versions that written files name: old enough for every runtime, new enough for all written attributes."""
 
 
 def load() -> Any:
@@ -77,7 +77,7 @@ def read(path: Path, external_data: bool) -> tuple[dict[str, Weights], dict[str,
         H = layers[name].hidden_size
         for word in ("initial_h", "initial_c"):
             sizes = list(constants[names[word]].dims) if names.get(word) in constants else [H]
-            if sizes[-1:] != [H]:  # torch.onnx.export loses an LSTM's projection so
+            if sizes[-1:] != [H]:  # torch.onnx.export drops an LSTM's projection, but not its width in the states
                 fail("convert", f"{word} of {name} must be of the width H = {H}: was there a projection?", sizes)
         keys[name] = [names[word] for word in arrays]
         used |= set(keys[name])
@@ -93,8 +93,9 @@ def external_entries(tensor: Any) -> dict[str, str]:
 
 
 def read_external(path: Path, tensor: Any, left: dict[str, int]) -> None:
-    """Load a tensor's external data from a file in the model's own folder; a link is refused. left: the bytes of
-    each file that no tensor has read yet. Each byte is read once, or tensors that share bytes could fill the memory."""
+    """Load a tensor's external data from a file in the model's own folder; a link is refused. left: for each file,
+    the number of bytes that no tensor has read yet. No byte may be read twice: otherwise many tensors that share
+    bytes could fill the memory."""
     entries = external_entries(tensor)
     location = entries.get("location", "")
     file = path.parent / location

@@ -52,13 +52,14 @@ class Layout(NamedTuple):
         return self.D * self.S if layer else 0 if self.skip else self.I
 
     def matrices(self, layer: int) -> list[tuple[int, int]]:
-        """Return the shapes of one direction's matrices in a layer, all gates in one: W [G H, in], R [G H, S], Pr
-        [P, H]."""
+        """Return the shapes of one direction's matrices in a layer, with the rows of all gates in one matrix: W [G
+        H, in], R [G H, S] and, with a projection, Pr [P, H]."""
         rows = self.G * self.H
         return [(rows, self.columns(layer)), (rows, self.S)] + ([(self.P, self.H)] if self.P else [])
 
     def canonical(self) -> tuple[list[tuple[int, int]], list[tuple[int]]]:
-        """Return the shapes of all matrices and of all biases, one per gate, in the order of the buffer."""
+        """Return (shapes of all matrices, shapes of all biases) in the order of the buffer. Each gate has a separate
+        W, R, bW and bR; a projection is one matrix."""
         weights = []
         for layer in range(self.L):
             W, R, *projection = self.matrices(layer)
@@ -68,13 +69,14 @@ class Layout(NamedTuple):
 
     @property
     def counts(self) -> tuple[int, int]:
-        """Return the number of matrices and the number of biases in the buffer, one per gate."""
+        """Return (number of matrices, number of biases) in the buffer. Each gate has two matrices, W and R, and two
+        biases; a projection adds one matrix per layer and direction."""
         return self.L * self.D * (2 * self.G + bool(self.P)), self.L * self.D * 2 * self.G
 
     @property
     def size(self) -> int:
-        """Return the number of elements of the buffer. All layers above the first have one size, so a huge L costs
-        no time."""
+        """Return the number of elements of the buffer. The layers above layer 0 all have the same size, so the time
+        to compute it does not grow with L."""
         first, other = (sum(map(prod, self.matrices(layer))) for layer in range(2))
         return self.D * (first + (self.L - 1) * other) + self.counts[1] * self.H
 

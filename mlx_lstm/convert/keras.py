@@ -26,12 +26,12 @@ from .weights import (
 
 KINDS = {"LSTM": "lstm", "GRU": "gru", "SimpleRNN": "rnn", "LSTMCell": "lstm", "GRUCell": "gru", "SimpleRNNCell": "rnn"}
 KINDS |= {"CuDNNLSTM": "lstm", "CuDNNGRU": "gru"}
-"""Keras' layers and cells, and our cells; the last two are layers of Keras 2."""
+"""Keras' classes of layers and cells, and this package's names of the cells. The last two are in Keras 2 only."""
 
 NAMES = ("kernel", "recurrent_kernel", "bias")
 ACTIVATIONS = {"linear": "identity", "relu": "relu", "tanh": "tanh", "sigmoid": "sigmoid"}
 ACTIVATIONS |= {"hard_sigmoid": "hard_sigmoid_sixth"}
-"""Keras' activations, and ours. In Keras 2 the slope of hard_sigmoid was 0.2."""
+"""Keras' names of activations, and ours. The slope of hard_sigmoid is 1/6 in Keras 3, 0.2 in Keras 2."""
 
 
 def from_keras(*layers: Any) -> Weights:
@@ -186,7 +186,8 @@ def times(G: int) -> str:
 
 
 def to_keras(weights: Weights) -> list[list[np.ndarray]]:
-    """Return for each layer the arrays that `keras_layer.set_weights` takes, in float32; float64 stays.
+    """Return for each layer the arrays that `keras_layer.set_weights` takes: float64 stays, all other dtypes become
+    float32.
 
     A layer with both directions is a `Bidirectional`. A GRU that resets after the product has two biases in Keras; a
     single bias becomes the first. In all other cells two biases become their sum.

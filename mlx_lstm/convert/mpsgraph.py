@@ -21,7 +21,7 @@ PROPERTIES = {
     "gru": ("reset_gate_activation", "update_gate_activation", "output_gate_activation"),
     "rnn": ("activation",),
 }
-"""The descriptor's activations, in the order of the recurrence's."""
+"""The names of the descriptor's activations, in the order in which `mlx_lstm.lstm` and `gru` take activations."""
 
 HARD_SIGMOIDS = {"x/5": "hard_sigmoid", "x/6": "hard_sigmoid_sixth"}
 

@@ -15,7 +15,7 @@ GATES = {"lstm": 4, "gru": 3, "rnn": 1}
 PEEPHOLES = "iof"
 DIRECTIONS = ("forward", "reverse", "bidirectional")
 DEFAULTS = {"lstm": ("Sigmoid", "Tanh", "Tanh"), "gru": ("Sigmoid", "Tanh"), "rnn": ("Tanh",)}
-"""The default activations f, g, h of one direction."""
+"""ONNX' default activations for one direction, in ONNX' order. For an LSTM: gates, candidate, output."""
 
 ACTIVATIONS = {
     "identity": ("Affine", 1.0, 0.0),
@@ -25,7 +25,7 @@ ACTIVATIONS = {
     "hard_sigmoid": ("HardSigmoid", 0.2, 0.5),
     "hard_sigmoid_sixth": ("HardSigmoid", 1 / 6, 0.5),
 }
-"""Our activations, and ONNX' with alpha and beta."""
+"""This package's names of activations, and for each one ONNX' name, alpha and beta."""
 
 
 def from_onnx(

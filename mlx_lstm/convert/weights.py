@@ -29,13 +29,13 @@ MPSGRAPH = {"lstm": ("ifgo", "igfo"), "gru": ("zrn", "rzn"), "rnn": ("h", "h")}
 
 CHOICES = {"act": ACTIVATIONS, "reset": ("after", "before"), "output_peephole": ("current", "previous")}
 CHOICES |= {"flip_z": (False,), "gate_order": tuple(OURS.values())}
-"""The allowed values of the cells' options that are words."""
+"""The cell options whose value is a text, and the allowed values."""
 
 WORDS = {"Wx": "GH", "Wh": "GH", "bx": "GH", "bh": "GH", "peephole": "GH", "Wp": "P"}
-"""The arrays of one direction, and what their rows are: G gates of H units, or P."""
+"""One direction's arrays, and their number of rows: GH, for G gates of H units, or P, the width of a projected h."""
 
 Title = Callable[[int, int, str], str]
-"""A function of layer, direction and name in `WORDS`: what a format calls that array, for errors."""
+"""A function (layer, direction, name in `WORDS`) that returns the name of an array in a format, for error texts."""
 
 
 class Weights(NamedTuple):
@@ -241,7 +241,8 @@ def one_bias(cell: Cell, arrays: Arrays) -> Arrays:
         return {}
     bx, bh = two_biases(arrays)
     after = isinstance(cell, GRUCell) and cell.reset == "after"
-    b = join_biases(bx, mx.where(bh == 0, mx.array(-0.0, bh.dtype), bh), gru=after)["b"]  # -0 + 0 would be 0
+    # A 0 in bh is added as -0.0: x + -0.0 equals x to the last bit even for x = -0.0, but -0.0 + 0.0 is 0.0.
+    b = join_biases(bx, mx.where(bh == 0, mx.array(-0.0, bh.dtype), bh), gru=after)["b"]
     return {"b": b} | ({"bhn": bh[bh.shape[0] // 3 * 2 :]} if after else {})
 
 

@@ -166,7 +166,7 @@ class LSTM(Layer):
 
     In evaluation mode (`layer.eval()`) a call saves nothing for the gradient, so it takes less memory; a gradient
     then costs another forward pass. A graph that MLX traces consists of plain MLX ops, which `mx.export_function` can
-    write. In training mode that function ends in MLX's "Unable to serialize primitive CustomTransforms".
+    write. In training mode that function fails with MLX's "Unable to serialize primitive CustomTransforms".
 
     Args:
         input_size (int): size of the features, D.
@@ -263,8 +263,9 @@ class LSTM(Layer):
         """Return the hidden and the cell state after one step, for input that arrives one step at a time: frames of
         sound, moves of a game, or text that a model generates.
 
-        Equals a call with `x[..., None, :]` whose results lose their axis of time; `engine_used`, gradients and
-        `mx.compile` work as for a call. On a CPU it takes less time than a call. `mlx.nn.LSTM` has no such method.
+        The results equal those of a call with `x[..., None, :]`, without the axis of time. `engine_used`, gradients
+        and `mx.compile` work as for a call. On a CPU a step takes less time than a call.
+        `mlx.nn.LSTM` has no such method.
 
         Args:
             x (array): [..., D], without an axis of time; any number of batch axes, none included.

@@ -6,13 +6,14 @@ For users, and exported by `mlx_lstm`:
   `rnn_gradients` return the gradients from saved outputs. `recurrent` runs a cell written by the user.
 - `Quantized` is a weight as `mx.quantize` packs it; `join_directions` joins the arrays of two directions.
 
-For the layers and dialects above this module:
+For the modules above this one: the layers, and the functions in the style of other libraries:
 
 - `Call` checks arguments, chooses an engine and runs it. `engine_used` is the property of a layer that returns the
-  choice of its latest call; `QuantizedLayer` is the base of layers with quantized weights.
+  engine of its latest call; `QuantizedLayer` is the base of layers with quantized weights.
 - `by_layer`, `of_layers`, `split_states`, `join_states` and `join_biases` translate the states and biases of stacks of
-  layers. `common_dtype`, `in_dtype` and `in_common_dtype` bring arrays into one dtype. `whole_steps` checks keep and
-  hold of a layer, `whole_lengths` its lengths.
+  layers. `common_dtype`, `in_dtype` and `in_common_dtype` bring arrays into one dtype. `whole_steps` checks a
+  layer's options `keep` (a factor on the state) and `hold` (steps that leave the state unchanged), `whole_lengths` its
+  option `lengths`.
 - `unguarded` lets Metal kernels run without a prior test run, for commands that check every result themselves.
 """
 

@@ -28,8 +28,9 @@ def check_call(
     batch_first: bool = False,
     one_step: bool = False,
 ) -> tuple[Arrays, Packing | None, Sizes]:
-    """Check the arguments of a call. Return its arrays, the packing of its quantized weights (None if there are
-    none), and the sizes (T, B, H, P) of one direction.
+    """Check the arguments of a call. Return (arrays, packing, sizes): its arrays; the group size, bits and mode of
+    its quantized weights, or None if there are none; and the sizes (T, B, H, P) of one direction: steps, batch,
+    units, width of h.
 
     inputs: arrays and `Quantized` weights by argument name. The parts of a `Quantized` weight are returned as
     separate arrays, under the names of `Quantized.arrays`. one_step: x is [B, I], without a time axis.
@@ -49,8 +50,8 @@ def check_call(
 
 
 def unpacked(op: str, inputs: dict[str, Any]) -> tuple[Arrays, Packing]:
-    """Return the inputs with each `Quantized` weight replaced by its arrays, and the packing that all quantized
-    weights share."""
+    """Return (arrays, packing): the inputs with each `Quantized` weight replaced by its arrays, and the group size,
+    bits and mode, which must be the same for all quantized weights."""
     quantized = {name: value for name, value in inputs.items() if isinstance(value, Quantized)}
     arrays = {name: value for name, value in inputs.items() if name not in quantized}
     packings: dict[Packing, str] = {}
@@ -62,7 +63,7 @@ def unpacked(op: str, inputs: dict[str, Any]) -> tuple[Arrays, Packing]:
                 check_array(op, f"{name}.{part}", array, ())
         try:
             packings.setdefault(value.packing, name)
-        except TypeError:  # a field without a hash, such as a list
+        except TypeError:  # a field such as a list cannot be in a key: check_packing names it in an error
             check_packing(op, *value.packing)
         arrays |= value.arrays(name)
     packing = next(iter(packings))
@@ -74,8 +75,8 @@ def unpacked(op: str, inputs: dict[str, Any]) -> tuple[Arrays, Packing]:
 
 
 def common_dtype(values: Iterable[Any]) -> mx.Dtype:
-    """Return the dtype to which all arrays and weights promote. A quantized weight counts with the dtype of its
-    biases, and not at all without biases."""
+    """Return the dtype to which all arrays promote together. For a quantized weight this is decided by the dtype of
+    its biases; a quantized weight without biases is ignored."""
     arrays = [value.biases if isinstance(value, Quantized) else value for value in values]
     return mx.result_type(*[array for array in arrays if array is not None])
 
@@ -149,8 +150,8 @@ def check_shapes(
 
 
 def matrices_of(op: str, arrays: dict[str, ArraySpec], packing: Packing) -> dict[str, ArraySpec]:
-    """Check the arrays of all quantized weights. Return the shape and dtype that each weight has as a dequantized
-    matrix."""
+    """Check the arrays of all quantized weights. Return for each quantized weight the shape and dtype of its
+    dequantized matrix."""
     dtype, matrices = arrays["x"].dtype, {}
     if dtype == mx.float64:
         fail(op, "x must be float32, float16 or bfloat16 where weights are quantized", dtype)
@@ -180,7 +181,8 @@ def matrices_of(op: str, arrays: dict[str, ArraySpec], packing: Packing) -> dict
 
 
 def check_mask(op: str, mask: ArraySpec, shape: tuple[int, int, int], dtype: mx.Dtype, many: str) -> None:
-    """Check that the mask broadcasts to `shape`, [T, B, width of h], and has no larger axis."""
+    """Check that the mask broadcasts to `shape`, which is [T, B, width of h], without enlarging `shape`. many: "2"
+    with both directions, else an empty text; a part of the error text."""
     check_array(op, "mask", mask, mask.shape, dtype)
     try:
         fits = np.broadcast_shapes(mask.shape, shape) == shape
@@ -193,8 +195,9 @@ def check_mask(op: str, mask: ArraySpec, shape: tuple[int, int, int], dtype: mx.
 
 
 def check_sequences(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays, op: str) -> None:
-    """Check the sequences that a gradient op gets: the saved outputs that it needs are present, and the saved
-    outputs and the cotangents have the shapes of the outputs."""
+    """Check the arrays that a gradient op gets besides the arguments of the forward pass: the outputs that the
+    forward pass saved, and the gradients of the outputs (cotangents). The saved outputs that the op needs must be
+    given, and all shapes must be those of the outputs."""
     T, B, D, dtype = problem.T, problem.B, problem.directions, arrays["x"].dtype
     G, H, P = problem.cell.gates, problem.H, problem.P
     shapes = {"h": [T, B, D * P], "c": [T, B, D * H], "gates": [T, B, D * G * H], "hT": [B, D * P], "cT": [B, D * H]}
@@ -217,7 +220,7 @@ def once(check: Check) -> Check:
     def checked(*arguments: Any, **named: Any) -> Any:
         try:
             return cached(*arguments, **named)
-        except TypeError:  # an argument without a hash, such as a list
+        except TypeError:  # the cache cannot store an argument without a hash, such as a list
             return check(*arguments, **named)
 
     return cast(Check, checked)
@@ -270,8 +273,8 @@ def check_gate_order(op: str, gate_order: object, gates: str) -> None:
 
 
 def check_activations(op: str, activations: object, rule: str, count: int) -> None:
-    """Check that `activations` is a sequence of `count` names, each a key of `ACTIVATIONS`. `rule` describes it in
-    the error."""
+    """Check that `activations` is a sequence of `count` names, each a key of `ACTIVATIONS`. rule: a description of a
+    valid sequence, for the error text."""
     if isinstance(activations, str) or not isinstance(activations, Sequence) or len(activations) != count:
         fail(op, f"activations must be {rule}", repr(activations))
     for name in activations:

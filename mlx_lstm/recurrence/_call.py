@@ -31,10 +31,9 @@ engine='ops' says that the graph is wanted."""
 
 class Call(NamedTuple):
     """The options of one call as the caller passed them: the cell and the flags, not yet checked against the arrays.
+    An engine gets a `Problem` instead, which is checked and also describes the arrays.
 
-    A `Problem` is what an engine gets instead: it is checked and describes the arrays, too.
-
-    batch_first: x and the sequences are [B, T, .], keep and hold are [B, T]. Only `forward` supports it.
+    batch_first: x and the sequences are [B, T, features], keep and hold are [B, T]. Only `forward` supports it.
     lengths_checked: the lengths were computed by this package, so their range needs no check. one_step: x is [B, I],
     without a time axis.
     """
@@ -74,7 +73,8 @@ class Call(NamedTuple):
                 return run(problem, arrays, choice.engine), choice
             steps, call = self.steps(sizes, op)
             inner = call.with_lengths(steps.to_engine(arrays), sizes, op)
-            # With `hold` the engine's last states are not those of the call: the call reads them from the sequences.
+            # With `hold` the engine does not run the held steps. So `steps.outputs` reads the last states of the call
+            # from the sequences h and c, not from the engine.
             inner_last = wants_last and self.hold is None
             problem, choice = call.plan(inner, [], sizes, packing, return_gates, training, inner_last)
             return steps.outputs(run(problem, inner, choice.engine), arrays, wants_last), choice
@@ -115,8 +115,8 @@ class Call(NamedTuple):
         saved, cotangents = steps.saved(saved), cotangents or {"h": mx.zeros((*x.shape[:2], width), x.dtype)}
         quantized = packed_names(arrays)
         names = [n for n, array in arrays.items() if mx.issubdtype(array.dtype, mx.floating) and n not in quantized]
-        # The engine's outputs that have a cotangent. With `hold` the cotangents of hT and cT become part of those of h
-        # and c.
+        # `shown` lists the engine's outputs that have a cotangent (a gradient that the caller passes). With `hold` the
+        # last states hT and cT are read from h and c, so their cotangents become part of the cotangents of h and c.
         shown = tuple({name[0] if self.hold is not None and name != "gates" else name: 0 for name in cotangents})
         like = {name: saved.get(name, cotangents.get(name)) for name in shown}
 
@@ -171,9 +171,8 @@ class Call(NamedTuple):
         arrays whose values the engine `numpy` would read.
         """
         dtype, device = arrays["x"].dtype, choice.current_device()
-        # The engine `numpy` and inference need to know whether MLX transforms the arrays (grad, compile, vmap). If MLX
-        # does not, nobody can ask for a gradient, and the graph stays plain. The other engines train without knowing
-        # any value.
+        # `free`: MLX transforms nothing now (no grad, compile or vmap), so nobody can ask for a gradient. `traced`: MLX
+        # traces the arrays, so they have no values. Only inference and the engine `numpy` need to know this.
         free = traced = False
         may_be_numpy = self.engine is None or (isinstance(self.engine, str) and self.engine == "numpy")
         if not training or (device == "cpu" and may_be_numpy):
@@ -234,8 +233,8 @@ def engine_used(layer: object) -> Choice | None:
 
 
 def given(**arrays: Any) -> dict[str, Any]:
-    """Return the arguments that are not None. x and Wh are always included, so that a later check can report a None
-    there."""
+    """Return the arguments that are not None. x and Wh are always included: if one of them is None, a later check
+    raises an error that names it."""
     return {name: array for name, array in arrays.items() if array is not None or name in ("x", "Wh")}
 
 

@@ -19,23 +19,24 @@ from typing import IO, NamedTuple
 from ..machine import child_environment
 
 STARTED, ANSWER = "trial started", "trial says "
-"""Markers in the output of the child process. It prints STARTED before it runs a trial. It begins the line with the
-trial's verdict with ANSWER."""
+"""The beginnings of lines that the child process prints: STARTED before it runs a trial (a small test run of kernels),
+ANSWER before the result of the trial."""
 
 SECONDS = 60
-"""Time limit of a trial in seconds: a trial that takes longer counts as hanging. A trial should take about one
-second, which is not measured."""
+"""Time limit of a trial in seconds. If a trial takes longer, the child process is killed and the kernels are refused.
+We expect about one second for a trial, but have not measured it."""
 
 PATIENCE = 3
 """Seconds that a call waits for a trial before it prints on standard error what it waits for."""
 
 ENDED_BY_OTHERS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL, signal.SIGHUP)
-"""Signals with which a user or the system ends a process. A child that ends with one of them says nothing about its
-kernels."""
+"""Signals with which a user or the system ends a process. If the child ends with one of them, this does not mean that
+its kernels are wrong."""
 
 TRANSIENT = ("out of memory", "outofmemory", "insufficient memory", "memoryerror", "unable to allocate", "timeout")
 TRANSIENT += ("timed out", "discarded", "victim", "no space left")
-"""Words in the error texts of temporary faults. A verdict with such a text counts in this process only."""
+"""Words in the error texts of temporary faults. After such an error the kernels are refused in this process only, and
+the next process tries them again."""
 
 
 class Verdict(NamedTuple):
@@ -135,7 +136,7 @@ class Child:
                 began = True
 
     def kill(self) -> int:
-        """Kill the child process. Return its exit code, or 0 if it does not even die because it waits for its GPU."""
+        """Kill the child process. Return its exit code, or 0 if it cannot be killed because it waits for its GPU."""
         if self.process.poll() is None and self.lines.empty():
             self.process.kill()
         try:
@@ -148,7 +149,8 @@ class Child:
 
 
 def output(pipe: IO[str] | None) -> IO[str]:
-    """Return the pipe of a process that was started with pipes, so that it is not None."""
+    """Return the pipe. It is never None, because the process was started with pipes; the type checker cannot know
+    this."""
     assert pipe is not None
     return pipe
 

@@ -22,15 +22,16 @@ LARGEST = 100.0
 """Limit on the absolute values of all outputs of a trial, far below 65,504, where float16 overflows."""
 
 HALVINGS = 30
-"""How often the random terms of a trial are halved, at most. If their sums are then still near kinks, the trial does
-not compare its gradients with the oracle."""
+"""The most times that `draw` halves the random terms. If a preactivation is then still near a kink of its activation (a
+point where the derivative jumps), the trial does not compare its gradients with the oracle."""
 
 
 class Drawn(NamedTuple):
     """The random inputs of a trial.
 
-    case: arguments for the float64 oracle. arrays: the same arrays for MLX, quantized weights included. smooth:
-    whether all sums keep away from the kinks of the activations, so that the gradients have error bounds.
+    case: arguments for the float64 oracle. arrays: the same arrays for MLX, quantized weights included. smooth: True
+    if all outputs are small and no preactivation is near a kink of its activation (a point where the derivative
+    jumps). Only then are the gradients compared with the oracle.
     """
 
     case: dict[str, Any]
@@ -39,11 +40,12 @@ class Drawn(NamedTuple):
 
 
 def draw(problem: Problem, rng: np.random.Generator) -> Drawn:
-    """Draw random arrays for a trial such that no preactivation is near a kink of its activation.
+    """Draw random arrays for a trial such that no preactivation is near a kink of its activation (a point where the
+    derivative jumps).
 
     Every preactivation is a fixed offset of 0.5 to 0.7 (`steer`), where no activation has a kink, plus random terms.
-    The random terms are halved until rounding can move no sum across a kink, and until the states of unbounded
-    activations stay small over all steps.
+    The random terms are halved until two conditions hold: rounding cannot move a preactivation across a kink, and
+    the states stay small over all steps, also with unbounded activations.
     """
     parts = draw_parts(problem, rng)
     margin = 16 * float_of(dtype_word(problem)).eps
@@ -93,8 +95,8 @@ def draw_parts(problem: Problem, rng: np.random.Generator) -> Tensors:
 
 
 def assembled(problem: Problem, parts: Tensors, scale: float) -> tuple[dict[str, Any], dict[str, mx.array]]:
-    """Return the arguments of the oracle and the MLX arrays, rounded to the problem's dtype. `scale` multiplies all
-    terms of the preactivations except `steer`."""
+    """Return (case, arrays): the arguments of the oracle and the MLX arrays, rounded to the problem's dtype. `scale`
+    multiplies all terms of the preactivations except the offset `steer`."""
     values = {name: parts[name].copy() for name in problem.names if name in parts}
     for name in {"Wx", "Wh", "b", "bhn", "peephole"} & values.keys():
         values[name] *= scale

@@ -26,7 +26,8 @@ from ._trial import SMALL, Trial, dtype_word, trial_from
 
 
 def main() -> None:
-    """Read one trial per line from standard input, run it and print its verdict, until the input closes."""
+    """Read one trial per line from standard input, run it and print its verdict, until the input closes. A trial is
+    not run if earlier trials have found all its kernels correct."""
     recorder = Recorder(mx.fast.metal_kernel)
     mx.fast.metal_kernel = recorder.kernel
     right: set[Text] = set()
@@ -123,9 +124,10 @@ def first_lines(error: Exception) -> str:
 
 
 def sets_of_cotangents(problem: Problem) -> list[tuple[str, ...]]:
-    """Return the sets of outputs that get a cotangent in a trial: all outputs, and h alone, as in most losses.
+    """Return the sets of outputs that get a gradient (a cotangent) in a trial: all outputs, and h alone, as in most
+    losses.
 
-    A trial does not cover kernels that run only for another set of cotangents.
+    A trial does not cover kernels that run only for another set of outputs.
     """
     shown = shown_of(problem)
     if problem.cotangents is not None:
@@ -134,8 +136,8 @@ def sets_of_cotangents(problem: Problem) -> list[tuple[str, ...]]:
 
 
 def results(problem: Problem, drawn: Drawn, cotangents: Tensors, engine: str) -> Tensors:
-    """Run the problem on an engine. Return the outputs named in `cotangents` and, unless the problem is inference
-    without gradient (`plain`), the gradients, each under the name d + name of its array."""
+    """Run the problem on an engine. Return the outputs named in `cotangents`, and the gradients under names such as
+    "dWx". For inference without a gradient (`plain`) return the outputs only."""
     packed = {name: drawn.arrays[name] for name in packed_names(drawn.arrays)}  # quantized weights have no gradient
     arrays = {name: array for name, array in drawn.arrays.items() if name not in packed}
     lengths = {"lengths": mx.array(drawn.case["lengths"], mx.int32)} if "lengths" in problem.names else {}
@@ -167,9 +169,10 @@ def wrong(problem: Problem, drawn: Drawn, cotangents: Tensors, got: Tensors, bou
     """Return a text that describes the first wrong result, with its error, or an empty text if all results are
     right.
 
-    A result is wrong if its error exceeds both its derived error bound and twice the error of the engine `ops`. On
-    some GPUs MLX's own products, which both engines use, are less precise than float32. The first call fills
-    `bounds` for a loss of all outputs; later calls reuse them, because a loss of fewer outputs rounds less.
+    A result is wrong if its error exceeds both its error bound and twice the error of the engine `ops`. The second
+    condition is needed because MLX's own products, which both engines use, are less precise than float32 on some
+    GPUs. The first call, for a loss of all outputs, fills `bounds`. Later calls reuse the bounds, because the
+    gradients of fewer outputs have smaller rounding errors.
     """
     gradients = drawn.smooth and not problem.plain
 
@@ -181,7 +184,8 @@ def wrong(problem: Problem, drawn: Drawn, cotangents: Tensors, got: Tensors, bou
     if bounds:
         exact = values(Arithmetic(np.float64))
     else:
-        # The bounds come from perturbed evaluations. Two of them are enough for arrays of 64 elements and more.
+        # The error bounds come from repeated evaluations with random rounding. Two evaluations are enough if every
+        # array has at least 64 elements.
         few = min(array.size for array in got.values()) >= 64
         exact, limits = exact_and_bounds(values, dtype_word(problem), 2 if few else TRIALS)
         bounds |= limits

@@ -183,11 +183,11 @@ def lstm_gradients(
 ) -> Arrays:
     """Return the gradients of `lstm`, computed from the outputs of a forward pass.
 
-    The results equal those of `mx.vjp` for the same arguments. No gate is recomputed. Errors: as for `lstm`.
+    The results equal those of `mx.vjp` for the same arguments. No gate is recomputed. The errors are those of `lstm`.
 
     Args:
-        x, Wx, Wh, b, h0, c0 and all options: as in the call of `lstm`. A clip and a forget bias are not among them,
-            since the formulas do not contain them. With `Wx=None` only the shape of x matters.
+        x, Wx, Wh, b, h0, c0 and all options: as in the call of `lstm`, except cell_clip and forget_bias: the
+            formulas of the gradient do not contain them. With `Wx=None` only the shape of x matters.
         gates (array): [T, B, 4H], as `lstm` returned them.
         c (array): [T, B, H], as `lstm` returned it.
         h (array, optional): [T, B, P], as `lstm` returned it. Required with a projection. Default: computed from

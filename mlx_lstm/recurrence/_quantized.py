@@ -16,8 +16,8 @@ RECURRENT = ("Wh", "weight_hh")
 
 
 class QuantizedLayer(nn.Module):
-    """Base class of quantized layers such as `QuantizedLSTM`. In their list of bases it stands before the class of
-    the float layer."""
+    """Base class of quantized layers such as `QuantizedLSTM`. The class of a quantized layer inherits from this
+    class first, then from the class of the float layer."""
 
     op: str  # the layer's name in errors
     of: type[nn.Module]  # the float layer's class
@@ -60,8 +60,8 @@ class QuantizedLayer(nn.Module):
         A weight whose number of columns is not a multiple of the group size stays a float matrix; for a recurrent
         weight this is an error.
         """
-        # Not DEFAULTS.get(mode): a mode without a hash, such as a list, would raise TypeError here. It is refused
-        # below.
+        # Not DEFAULTS.get(mode): a mode without a hash, such as a list, would raise TypeError here.
+        # `check_packing` below raises a clear error for it.
         defaults = next((sizes for name, sizes in DEFAULTS.items() if name == mode), (64, 4))
         group_size = defaults[0] if group_size is None else group_size
         bits = defaults[1] if bits is None else bits

@@ -60,29 +60,30 @@ def join_directions(forward: Mapping[str, mx.array | None], reverse: Mapping[str
 
 
 def by_layer(states: Any, D: int) -> Any:
-    """Reshape the states [L D, N, .] of a stack of L layers to [L, N, D .], so that both directions of a layer lie
-    side by side."""
+    """Reshape the states [L D, N, width] of L layers with D directions, for N sequences, to [L, N, D width], so that
+    both directions of a layer lie side by side."""
     rows, N, width = states.shape
     return states.reshape(rows // D, D, N, width).swapaxes(1, 2).reshape(rows // D, N, D * width)
 
 
 def of_layers(states: Sequence[Any], D: int) -> Any:
-    """Return the states [L D, N, .] of a stack of L layers, built from a list of the states [N, D .] of each layer.
-    It is the inverse of `by_layer`."""
+    """Join a list of the states [N, D width] of each layer into one array [L D, N, width] for L layers with D
+    directions. It is the inverse of `by_layer`."""
     L, (N, width) = len(states), states[0].shape
     return library(states[0]).stack(states).reshape(L, N, D, width // D).swapaxes(1, 2).reshape(L * D, N, width // D)
 
 
 def split_states(D: int, states: Any) -> list[Any]:
-    """Split the states [L D, ..., .] of a stack into a list of the states [N, D .] of each layer. N is the product
-    of the axes in between."""
+    """Split the states [L D, ..., width] of L layers with D directions into a list of the states [N, D width] of
+    each layer. N is the product of the axes in between."""
     if len(states) == 1:
         return [states.reshape(-1, states.shape[-1])]
     return list(by_layer(states.reshape(states.shape[0], -1, states.shape[-1]), D))
 
 
 def join_states(D: int, shape: Sequence[int], *states: Any) -> Any:
-    """Join the states [N, D .] of all layers into one array of this shape. It is the inverse of `split_states`."""
+    """Join the states [N, D width] of all layers into one array of the given shape. It is the inverse of
+    `split_states`."""
     if len(states) == D == 1:
         return states[0].reshape(shape)
     return of_layers(states, D).reshape(shape)

@@ -98,12 +98,13 @@ class Steps(NamedTuple):
     hold: mx.array | None
 
     def alive(self) -> Array:
-        """Return a bool array [T, B]: whether the batch item has not yet ended at this step."""
+        """Return a bool array [T, B] that is true where the sequence of a batch item has not yet ended."""
         times = mx.broadcast_to(mx.arange(self.T)[:, None], (self.T, self.B))
         return times < (self.T if self.lengths is None else self.lengths)
 
     def live(self) -> Array:
-        """Return a bool array [T, B]: whether this step runs. It does not if it is held or past the item's end."""
+        """Return a bool array [T, B] that is true where a step runs: where it is not held, and the item has not
+        ended."""
         # Not `a & b`: mx.vmap in MLX 0.32.4 loses the mapped axis if only b is mapped.
         return self.alive() if self.hold is None else mx.where(self.hold, False, self.alive())
 
@@ -130,8 +131,8 @@ class Steps(NamedTuple):
         return inner
 
     def compact(self) -> tuple[Array, Array]:
-        """Return (order, ran). order [T, B]: the time indices of an item with the running steps first. ran [T, B,
-        1]: whether this place of the order holds a running step."""
+        """Return (order, ran). order [T, B]: for each item the time indices 0..T-1, the running steps first, then
+        the others. ran [T, B, 1]: true where `order` has a running step."""
         times, live = mx.arange(self.T)[:, None], self.live()
         order = mx.argsort(mx.where(live, times, times + self.T), axis=0)
         return order, (times < live.astype(mx.int32).sum(axis=0))[..., None]

@@ -65,7 +65,7 @@ def trial_of(engine: str, problem: Problem) -> Trial:
     """Return the smallest trial that runs the same kernels as this engine and problem."""
     if problem.chunks is not None:
         # The trial has two chunks, each the smallest problem that runs the same kernels. A chunk that is not recomputed
-        # is evaluated, which the engine does only for more than `unchunked` steps.
+        # is evaluated, which the engine does only for more than `unchunked` steps. So the trial sets this limit to 0.
         one = trial_of(engine, problem._replace(T=problem.chunks.steps, chunks=None)).problem
         limits = one.limits if problem.chunks.recomputes else one.limits._replace(unchunked=0)
         return Trial(engine, one._replace(T=2 * one.T, chunks=problem.chunks._replace(steps=one.T), limits=limits))
@@ -126,7 +126,8 @@ def smallest_fused(problem: Problem) -> tuple[int, int, int]:
 
 
 def smallest_stepwise(problem: Problem) -> tuple[int, int, int]:
-    """Return (B, H, P) of the trial of the stepwise kernels: the fewest elements whose products have the same tiles."""
+    """Return (B, H, P) of the trial of the stepwise kernels: the smallest sizes whose matrix products use the same
+    tiles as those of the call."""
 
     def smallest(B: int, width: int, weight: str) -> int | None:
         """Return the smallest width with the same remainder modulo 32 and the same tile as `width`, or None. For a
