@@ -48,7 +48,7 @@ METAL = mx.gpu if GPU else mx.cpu
 
 
 def device_of(engine):
-    """Return the device that an engine runs on in the tests."""
+    """Return the device (CPU or GPU) on which the tests run an engine."""
     return METAL if engine in METAL_ENGINES else mx.cpu
 
 
@@ -65,7 +65,8 @@ def combination(rng, sizes=SIZES, op="lstm", bidirectional=False):
     """Draw a random value for every option of an op. Return the options."""
     T, B = sizes[:2]
     pick = lambda *values: values[rng.integers(len(values))]  # noqa: E731
-    own = rng.spawn(1)[0]  # a separate generator, so that older seeds still draw the same options
+    # A separate generator draws the options that were added later. An old seed still draws the same other options.
+    own = rng.spawn(1)[0]
     hold = own.random((T, B)) < own.random()
     states = ("b", "h0", "c0") if op == "lstm" else ("b", "h0")
     return {
@@ -129,8 +130,8 @@ def to_numpy(array):
 def run(case, engine, dtype, cotangents=None, weights=MappingProxyType({})):
     """Run the case's op on an engine. Return (outputs, gradients), two dicts of NumPy arrays by name.
 
-    The gradients use only the outputs that have a cotangent. `weights`: quantized weights that replace the case's
-    own.
+    The gradients belong to the outputs that have a cotangent. `weights`: quantized weights that replace weights of
+    the case.
     """
     with mx.stream(device_of(engine)):
         found = cases.run(case, engine, MLX_DTYPE[dtype], cotangents, weights)
@@ -167,11 +168,12 @@ def poison_scratch(monkeypatch):
 
 
 def elementwise_bounds(case, dtype, cotangents):
-    """Return a rounding bound for each element of each result. A small element next to a large one is then judged by
-    its own size.
+    """Return a rounding error bound for each element of each result, so that a small element next to a large one
+    gets a small bound.
 
-    `bounds` uses fewer trials, because it takes the largest error of a whole array. A single element's rounding
-    errors may cancel in one trial, so this function makes four times as many.
+    A bound comes from repeated evaluations with random rounding errors, called trials. In one trial the errors of a
+    single element may cancel. Therefore this function runs four times as many trials as `bounds`, which takes the
+    largest error of a whole array.
     """
     exact = joined(evaluate(case, cotangents, Arithmetic(np.float64)))
     moved = {name: np.zeros_like(value) for name, value in exact.items()}

@@ -1,8 +1,7 @@
-"""Models as programs on `mlx.nn` build them, each with its own loop over layers, and the call of `stack` that
-replaces this loop.
+"""Models as other programs build them with `mlx.nn`, each with its own loop over layers. For each model, a function
+computes the same result with one call of `stack`, which replaces the loop.
 
-All models read x [B, T, D] and return a tuple of arrays. `CLIENTS` holds for each name the model and a function that
-computes the same result by calling `stack` with the model's layers.
+All models read x [B, T, D] and return a tuple of arrays. `CLIENTS` maps a name to the model and this function.
 """
 
 import mlx.core as mx
@@ -17,7 +16,7 @@ LENGTHS = [5, 2, 4]
 
 
 class StackedLSTM(nn.Module):
-    """A stack of LSTM layers as in an audio codec. The layers are in a list; the model also returns the last states
+    """A stack of LSTM layers as in an audio codec. The layers are in a list. The model also returns the last states
     of all layers."""
 
     def __init__(self, layers=2, bias=True):
@@ -67,11 +66,12 @@ class ByName(nn.Module):
 
 
 class Predictor(nn.Module):
-    """The prediction network of a transducer. Its layers are in nested dicts; it calls them step by step and passes
-    the states of all layers on.
+    """The prediction network of a transducer. Its layers are in nested dicts. The network calls the layers step by
+    step and passes the states of all layers to the next step.
 
-    The original passes x as [T, B, D] to `mlx.nn`, which takes the axis before the last as time, and so runs through
-    the batch if there is more than one item. With `right` the model does not have this error.
+    The original program has an error, which `right=False` reproduces. It passes x as [T, B, D] to `mlx.nn`, which
+    takes the axis before the last as time. If the batch has several sequences, the layers therefore run along the
+    batch.
     """
 
     def __init__(self, right=True):
@@ -317,12 +317,9 @@ OWN = ("codec of its own", "two biases")
 
 
 def assert_same(got, rounded, exact):
-    """Check results by name: each must be as close to the float64 result as the same formula computed in the
-    result's dtype.
-
-    The bound is that of `closeness.assert_close`, with one difference: the terms of every sum here have size 1
-    (states, weights, cotangents), so sums whose terms cancel keep their rounding errors.
-    """
+    """Check that each result is as close to the float64 result as the same formula computed in the result's dtype.
+    The error bound is the one of `closeness.assert_close` with one change: the terms of every sum have size 1, so a
+    sum whose terms cancel keeps their rounding errors."""
     assert got.keys() == rounded.keys() == exact.keys()
     for name, value in exact.items():
         assert got[name].dtype == rounded[name].dtype, name

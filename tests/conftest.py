@@ -1,5 +1,5 @@
-"""Command line options of the test run, also with several processes (`-n 2`). On a Mac, deselect the tests that
-cannot run there."""
+"""Command line options of the test run, for one or several processes (`-n 2`). On a Mac, this file deselects the
+tests that cannot run there."""
 
 import json
 import sys
@@ -32,7 +32,7 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    # The CPU on a Mac, too: tests that need the GPU choose it themselves.
+    # Use the CPU on a Mac, too. Tests that need the GPU select it themselves.
     mx.set_default_device(mx.cpu)
 
 
@@ -95,7 +95,8 @@ def pytest_testnodedown(node, error):
     output = getattr(node, "workeroutput", {})
     if path := output.get("shader_coverage"):
         FROM_WORKERS.append(Path(path))
-    LEFT_OUT.clear()  # each worker collects all tests, so their counts must not be added
+    # Each worker process collects all tests, so one worker's counts are enough. Adding them would count tests twice.
+    LEFT_OUT.clear()
     LEFT_OUT.update(output.get("left_out", {}))
 
 

@@ -45,12 +45,12 @@ class Case(NamedTuple):
 
     @property
     def outputs(self):
-        """The names of the outputs that have a meaning in this mode. Only an LSTM has output_c."""
+        """Return the names of the op's outputs that have a meaning in this mode. Only an LSTM has output_c."""
         return OUTPUTS if self.mode == "lstm" else OUTPUTS[:2]
 
 
 def draw(seed, **fixed):
-    """Return a random case. Fields given in `fixed` are not random."""
+    """Return a random case. The fields given in `fixed` get these values and are not random."""
     rng = np.random.default_rng(seed)
     pick = lambda *values: values[rng.integers(len(values))]  # noqa: E731
     sizes = {"mode": pick(*MODES), "L": pick(1, 1, 2, 3, 4), "D": pick(1, 2), "T": pick(1, 2, 3, 5)}
@@ -183,8 +183,8 @@ def layer_case(case, layer, x, fl):
 
 
 def arrays_in(case, params):
-    """Split the flat parameter buffer. Return (matrices, biases): for every layer and direction a list [W, R] or [W,
-    R, projection], and a list [input bias, recurrent bias]."""
+    """Split the flat parameter buffer. Return (matrices, biases), two lists with one entry per layer and direction.
+    The entries are [W, R] or [W, R, projection], and [input bias, recurrent bias]."""
     GH, start, matrices, biases = GATES[case.mode] * case.H, 0, [], []
     shapes = [
         [(GH, case.I if n < case.D else case.D * case.S), (GH, case.S)] + [(case.P, case.H)] * (case.P > 0)
@@ -200,7 +200,8 @@ def arrays_in(case, params):
 
 
 def buffer_of(case, gradients):
-    """Return the gradient of the flat parameter buffer, concatenated from the oracle's gradients of all layers."""
+    """Return the gradient of cuDNN's flat parameter buffer: the oracle's gradients of all layers, joined in the
+    buffer's order."""
     matrices, biases, D = [], [], case.D
     for layer in gradients:
         for d in range(D):

@@ -1,8 +1,7 @@
 """Write every kernel that `mlx_lstm.check --full` compiles to a complete .metal file: `python -m kernel_texts
-FOLDER`.
+FOLDER`. MLX generates the source exactly as Apple's compiler receives it. Neither Metal nor a Mac is needed.
 
-MLX generates the text exactly as Apple's compiler receives it; this needs neither Metal nor a Mac. Apple's compiler
-can then check the files on a Mac without using the GPU:
+Apple's compiler can then check the files on a Mac without using the GPU:
 
     PYTHONPATH=tests python -m kernel_texts kernels --compile "xcrun -sdk macosx metal -std=metal3.1 -c"
 """
@@ -32,7 +31,7 @@ from mlx_lstm.testing.report import first_line
 
 
 class Noted(EmulatedKernel):
-    """A kernel that is not run: a call stores the kernel's text in a dict and returns zeros."""
+    """A kernel that does not run. A call stores the kernel's source in a dict and returns zeros."""
 
     def __init__(self, texts, **definition):
         super().__init__(**definition)
@@ -45,8 +44,8 @@ class Noted(EmulatedKernel):
 
 
 def kernel_texts(cases):
-    """Return the texts of all kernels that these cases need, in the order of their first launch. No kernel has a
-    trial first."""
+    """Return the sources of all kernels that these cases launch, in the order of their first launch. The usual small
+    test run before a kernel's first use is left out."""
     texts = {}
     kernel.forget()
     with (
@@ -68,7 +67,7 @@ def kernel_texts(cases):
 
 
 def family(text):
-    """Return a kernel's name without its options. Kernels whose texts differ only in options belong to one family."""
+    """Return a kernel's name without its options. Kernels whose sources differ only in options belong to one family."""
     return re.sub(r"_without_.*|__.*", "", name_of(text))
 
 

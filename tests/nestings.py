@@ -1,9 +1,9 @@
-"""Derivatives of a recurrence inside any nesting of MLX's transformations, compared with the same recurrence as a
-loop in plain MLX.
+"""Compare derivatives of a recurrence inside any nesting of MLX's transformations with those of the same recurrence
+written as a loop in plain MLX.
 
-A `loss` is a function of one vector, theta. All arrays of the recurrence are slices of theta, so that each of them
-is computed inside the transformation. A wrapper applies one of MLX's transformations to a loss and returns a new
-loss. A nesting is a list of wrappers, the innermost first.
+A `loss` is a function of one vector, theta. All arrays of the recurrence are slices of theta, so that each array is
+computed inside the transformation. A wrapper applies one of MLX's transformations to a loss and returns a new loss.
+A nesting is a list of wrappers, the innermost first.
 """
 
 import mlx.core as mx
@@ -39,8 +39,8 @@ STEPS = {"lstm": (lstm_step, 4), "gru": (gru_step, 3), "rnn": (rnn_step, 1)}
 
 
 class Model:
-    """A small recurrence: its op, its sizes (T, B, I, H), reverse and lengths. Provides its loss on any engine and
-    as a loop in plain MLX."""
+    """A small recurrence with random arrays: an LSTM, GRU or RNN of sizes (T, B, I, H). `loss` computes its loss
+    with `mlx_lstm`, and `plain` computes the same loss by a loop in plain MLX."""
 
     def __init__(self, op="lstm", sizes=(3, 2, 2, 2), reverse=False, lengths=None, seed=0):
         T, B, I, H = sizes
@@ -60,7 +60,7 @@ class Model:
         return (h * h * self.dh).sum() + (hT * hT).sum()
 
     def loss(self, **options):
-        """Return the loss as a function of theta, computed by `mlx_lstm` with these options."""
+        """Return a function of theta: the loss, computed by `mlx_lstm` with these options."""
         options |= {"reverse": self.reverse, "lengths": self.lengths}
 
         def loss(theta):
@@ -70,8 +70,8 @@ class Model:
         return loss
 
     def plain(self, theta):
-        """Compute the loss as a loop in plain MLX. The loop uses no indexing, because MLX has no forward-mode
-        derivative of the gradient of indexing."""
+        """Return the loss, computed by a loop in plain MLX. The loop uses no indexing, because MLX has no
+        forward-mode derivative of the gradient of indexing."""
         a, T = self.arrays(theta), self.sizes[0]
         rows = [row.squeeze(0) @ a["Wx"].T for row in mx.split(a["x"], T)]
         h, c, hs = a["h0"], a.get("c0", a["h0"]), {}
@@ -83,13 +83,13 @@ class Model:
         return self.number(mx.stack([hs[t] for t in range(T)]), h)
 
     def other(self, theta):
-        """Compute a loss that contains no recurrence."""
+        """Return another loss, which contains no recurrence."""
         return 0.1 * (mx.sin(theta) * theta * self.weights).sum()
 
 
 def jacobian_rows(loss, theta):
-    """Return the gradient times 1 and times 0.5. Computed by an mx.vmap over the cotangent only; theta is not
-    mapped."""
+    """Return two rows: the gradient of the loss times 1, and times 0.5. mx.vmap maps the backward pass over these
+    two factors. Theta is the same for both rows."""
     pull = lambda d: mx.vjp(lambda theta: [loss(theta)], [theta], [d])[1][0]  # noqa: E731
     return mx.vmap(pull)(mx.array([1.0, 0.5], mx.float64))
 

@@ -1,5 +1,5 @@
-"""Run the library as on a Mac. The Metal shaders run on the GPU if this machine is a Mac, and in the emulator
-otherwise."""
+"""Run the library as on a Mac. On a Mac the Metal shaders run on the GPU. On other machines they run in the
+emulator."""
 
 from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
@@ -23,13 +23,13 @@ WEIGHTS = ("Wh", "weights", "arranged", "peephole", "bhn")
 
 @contextmanager
 def on_metal(*, guarded=False, **emulator):
-    """Run the Metal engines inside the context. Yield the log of launches.
+    """Make the Metal engines usable inside the context. Yield the log of kernel launches.
 
-    guarded: whether a kernel has a trial before its first use, as in production.
+    guarded: whether each new kernel is tested in a small run before its first use, as in production. emulator:
+    options of `emulated_metal`. They have no effect on a Mac, where the GPU chooses the order of threads.
 
-    In the emulator a finding raises an error, and the stream in effect counts as the GPU's; `emulator` holds options
-    of `emulated_metal`. On a Mac these options have no effect: the GPU chooses the order of threads and reports no
-    findings.
+    Without a Mac, a defect that the emulator finds in a kernel raises an error, and the library treats the current
+    stream as a stream of the GPU.
     """
     if GPU:
         with patch.object(_guard, "is_real", lambda: guarded), mx.stream(METAL), logged_metal() as log:
@@ -45,7 +45,7 @@ def on_metal(*, guarded=False, **emulator):
 
 
 class Launch(NamedTuple):
-    """A launch on a real GPU, with the fields that it shares with the emulator's log."""
+    """A kernel launch on a real GPU. The emulator's log has the same fields, and more."""
 
     name: str
     grid: tuple[int, int, int]
@@ -54,8 +54,8 @@ class Launch(NamedTuple):
 
 
 class LoggedKernel(EmulatedKernel):
-    """MLX's own Metal kernel, not emulated. Each launch is added to a log, and its outputs are NaN before the kernel
-    writes them."""
+    """A kernel that MLX runs on a real GPU. Each launch is added to a log. Its outputs are filled with NaN before
+    the kernel runs, so that a test notices elements that the kernel does not write."""
 
     def __init__(self, build, log, **definition):
         super().__init__(**definition)
@@ -64,7 +64,8 @@ class LoggedKernel(EmulatedKernel):
     def __call__(self, *, inputs, **call):
         text = self._capture(inputs, call).source
         self.log.append(Launch(self.definition["name"], tuple(call["grid"]), tuple(call["threadgroup"]), text))
-        # float16 outputs are stored as 16-bit integers; 0xFFFF is a NaN in both 16-bit dtypes.
+        # Fill the outputs with NaN. Kernels store 16-bit floats as uint16; the bits 0xFFFF are a NaN in float16 and in
+        # bfloat16.
         poison = 0xFFFF if mx.uint16 in call["output_dtypes"] else float("nan")
         return self.own(inputs=inputs, **call, init_value=poison)
 
@@ -82,8 +83,8 @@ def logged_metal():
 
 
 def pretend():
-    """Make the rest of this process run as on a Mac, except inside an `mx.stream` context, which counts as the CPU.
-    For processes that tests start."""
+    """Make the rest of this process run as on a Mac. Code inside an `mx.stream` context is still treated as running
+    on the CPU. Tests call this function in child processes."""
     on_cpu, stream = [], mx.stream
 
     @contextmanager
@@ -104,18 +105,18 @@ pretended = ExitStack()
 
 # --- What to run -----------------------------------------------------------------------------------------------------
 
-# The batch size selects the kernels: rows per threadgroup, and whether a product is computed by lanes, by tiles or in
-# matrices.
+# Batch sizes that use different kernels. The number of batch rows per threadgroup depends on the batch size, and so do
+# the three ways to compute a product: by single lanes, by tiles, or by 8 x 8 matrices.
 BATCHES = (1, 2, 9)
 
 
 def options_at(option, B):
-    """Return an entry of EVERY_OPTION with its shapes set for a batch of B."""
+    """Return the options of an entry of EVERY_OPTION, with array shapes for a batch of B sequences."""
     return at_batch(EVERY_OPTION[option], B)
 
 
 def can_run(engine, options):
-    """Return whether `choose` allows this engine with these options on a Mac."""
+    """Return whether this Metal engine supports these options on a Mac, according to `choose`."""
     cell = {"lstm": LSTMCell(), "gru": GRUCell(reset=options.get("reset", "after")), "rnn": RNNCell()}
     arguments = {name: options.get(name, False) for name in ("bidirectional", "projection")}
     arguments |= {"cell": cell[options.get("op", "lstm")], "device": "gpu", "metal": True, "traced": False}
@@ -126,15 +127,16 @@ def can_run(engine, options):
 
 
 def pairs(table):
-    """Return (engine, name) for each engine and each entry of a table of options that the engine can run."""
+    """Return (engine, name) for each Metal engine and each name in `table` (name: options) whose options the engine
+    supports."""
     return [(engine, name) for engine in ENGINES for name in table if can_run(engine, table[name])]
 
 
 def in_turns(cases, choices, others=False):
-    """Combine each case with one choice, cycling through the choices. Return (*case, choice) for each case; a case
-    is a tuple.
+    """Give each test case (a tuple) one of the choices, taken in turn: the first case the first choice, and so on.
+    Return a list of (*case, choice).
 
-    With `others`, add the remaining combinations of case and choice, marked as slow.
+    With `others`, also return the other combinations of a case and a choice, marked as slow tests.
     """
     turns = [(case, n % len(choices), k) for n, case in enumerate(cases) for k in range(len(choices))]
     default = [(*case, choices[k]) for case, turn, k in turns if k == turn]
@@ -143,8 +145,8 @@ def in_turns(cases, choices, others=False):
 
 
 def over_engines(table, choices):
-    """Return (engine, name, choice) for the table's names and the choices. Each engine leaves out one choice per
-    name; together the two engines cover every choice."""
+    """Return a list of (engine, name, choice) for test parameters. Each engine gets all choices but one for each
+    name of `table`. The engines leave out different choices, so that together they cover every choice."""
     turns = [(n, k, e) for n in range(len(table)) for k in range(len(choices) - 1) for e in range(len(ENGINES))]
     names = list(table)
     triples = [(ENGINES[e], names[n], choices[(n + k + e) % len(choices)]) for n, k, e in turns]
@@ -152,10 +154,10 @@ def over_engines(table, choices):
 
 
 def merged(case, option):
-    """Merge two sets of options. Return None if they set an argument to different values.
+    """Return the union of two sets of options, or None if they set the same argument to different values.
 
-    Activations are compared gate by gate: two sets agree if they do not replace the default activation of the same
-    gate by different ones.
+    Activations are compared gate by gate. They can be merged unless both sets replace the default activation of the
+    same gate, by different activations.
     """
     both = case | option
     for name in case.keys() & option.keys():
@@ -172,12 +174,12 @@ def merged(case, option):
 
 
 def crossed(table, fewest=7):
-    """Combine the table's options into few cases. Return {"gru_both_3": {"op": "gru", "reset": ..., ...}}.
+    """Combine the options in `table` into few test cases. Return {"gru_both_3": {"op": "gru", "reset": ..., ...}}.
 
-    Most options change a kernel's text, so a case per option would cost a compilation per option. Here each option
-    of the table is added to one case: the smallest case that agrees with it. Each kind of cell has at least `fewest`
-    cases, because the table has that many shapes of a mask; a GRU with reset="before" has at least 3. The first case
-    of a kind has no other option.
+    Most options change the source of a kernel, so a test case per option would compile a kernel per option. Instead,
+    each option is added to the smallest case that it can be merged with. Each kind of cell has at least `fewest`
+    cases, or 3 for a GRU with reset="before", because the options of a kind include that many shapes of a mask. The
+    first case of a kind has no other option.
     """
     groups = {}
     for option in table.values():

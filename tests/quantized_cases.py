@@ -1,4 +1,5 @@
-"""Cases with quantized weights. Every engine must return the results for the matrices that `mx.dequantize` returns."""
+"""Test cases with quantized weights. Every engine must return the same results, up to rounding, as with the matrices
+that `mx.dequantize` returns."""
 
 import mlx.core as mx
 import numpy as np
@@ -24,7 +25,7 @@ def packed(matrix, group_size, bits, mode):
 def matrix_of(weight):
     """Return the matrix that `mx.dequantize` returns for a quantized weight, with scales and biases in float32."""
     scales, biases = weight.scales, weight.biases
-    if biases is not None:  # with 16-bit scales MLX would compute in 16 bits
+    if biases is not None:  # convert them, because with 16-bit scales MLX would compute in 16 bits
         scales, biases = scales.astype(mx.float32), biases.astype(mx.float32)
     how = {"group_size": weight.group_size, "bits": weight.bits, "mode": weight.mode, "dtype": mx.float32}
     return mx.dequantize(weight.packed, scales, biases, **how)
@@ -33,8 +34,9 @@ def matrix_of(weight):
 def quantized_case(
     packing=(32, 4, "affine"), dtype=np.float32, sizes=(3, 2, 32, 32, 32), quantize=WEIGHTS, seed=0, **options
 ):
-    """Draw a case with quantized weights for sizes T, B, I, H, P. Return (case, cotangents, quantized weights, the
-    oracle's results, bounds). The case contains the dequantized weights."""
+    """Draw random arrays for sizes T, B, I, H, P and quantize the weights. Return (case, cotangents, quantized
+    weights, exact results, error bounds). The case holds the arrays and options, with dequantized weights. The exact
+    results are those of the float64 oracle."""
     with mx.stream(mx.cpu):
         case, cotangents = draw_away_from_kinks(seed, 1e-3, sizes=sizes, recurrent=0.2, **options)
         case, cotangents = (
@@ -48,8 +50,8 @@ def quantized_case(
 
 
 def check_quantized(engine, prepared, dtype=np.float32):
-    """Run the case on an engine with its quantized weights. Check that outputs and gradients are within the rounding
-    bounds of this dtype."""
+    """Run the engine with the quantized weights of `prepared`, a result of `quantized_case`. Check that outputs and
+    gradients are within the error bounds for this dtype."""
     case, cotangents, weights, exact, limits = prepared
     outputs, gradients = run(case, engine, dtype, cotangents, weights)
     assert set(gradients) == {name for name in ARRAYS if case.get(name) is not None} - set(weights)

@@ -1,7 +1,7 @@
-"""Run the tests on Linux as a Mac would: `python -m pytest -p simulated_mac`.
+"""Run the tests on Linux as they would run on a Mac: `python -m pytest -p simulated_mac`.
 
-The emulator stands in for MLX's Metal kernels, and the CPU stands in for the GPU. Everything that only Linux has is
-hidden, and the tests have no access to the emulator themselves.
+The emulator replaces MLX's Metal kernels, and the CPU replaces the GPU. Tools that exist only on Linux are hidden.
+The tests cannot use the emulator directly.
 """
 
 import platform

@@ -20,7 +20,7 @@ KINDS = [(op, both) for op in OPS for both in (False, True)]
 
 
 def right(word, both=False):
-    """Return {name: correct shape} for every array that the op `word` takes. `both` means that the op is
+    """Return {name: correct shape} for every array argument of the op called `word`. `both` means that the op is
     bidirectional."""
     op = word.removesuffix("_gradients")
     G, D, own, width = GATES[op], 2 if both else 1, (2,) if both else (), P if op == "lstm" else H
@@ -52,14 +52,15 @@ def refused(word, both=False, **changed):
 
 
 def wrong_shapes(word, both):
-    """Yield (array name, wrong shape) pairs. A wrong shape has one axis too few or too many, an axis that is longer
-    by 1 or empty, or it belongs to the other number of directions."""
+    """Yield (array name, wrong shape) pairs. A wrong shape has one axis too few or too many, has an axis that is
+    empty or longer by 1, or is the shape for the other number of directions."""
     other = right(word, not both)
     for name, shape in right(word, both).items():
         shapes = [shape[1:], (1, *shape), other[name]]
         shapes += [(*shape[:n], size + 1, *shape[n + 1 :]) for n, size in enumerate(shape)]
         shapes += [(*shape[:n], 0, *shape[n + 1 :]) for n in range(len(shape))]
-        if name == "mask":  # a mask may be broadcast and may have a time axis
+        # For a mask, some of these shapes are correct: it may be broadcast and may have a time axis.
+        if name == "mask":
             shapes = [
                 (B + 1, shape[1]),
                 (B, shape[1] + 1),

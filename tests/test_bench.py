@@ -139,8 +139,8 @@ def test_judge_of_a_stack_evaluates_it_and_its_gradient(cell):
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_case_agrees_is_judged_tightly_and_uses_every_tensor(case):
-    """The judge (float64 reference with error bounds) accepts the results of all contenders on the same numbers. It
-    refuses each tensor that is multiplied by 1.001."""
+    """The judge (float64 reference with error bounds) accepts the results of all contenders (implementations to
+    time) on the same numbers. After any result tensor is multiplied by 1.001, the judge refuses the results."""
     size, passes = TINY, CASES[case].passes
     numbers = CASES[case].draw(size, "float32")
     judge = CASES[case].judge(numbers, "float32", backward="backward" in passes)
@@ -204,8 +204,8 @@ def test_judge_refuses():
 
 
 def test_a_disagreement_is_not_timed(planted, capsys, tmp_path):
-    """The benchmark does not time contenders that are wrong by 0.1 %, raise an error, or end their process. It times
-    the correct contender."""
+    """The benchmark does not time a contender (an implementation) that is wrong by 0.1 %, raises an error, or ends
+    its process. It times the correct contender."""
     file = tmp_path / "figures.csv"
     others = [f"planted:{name}" for name in ("WRONG", "BROKEN", "ENDS")]
     arguments = ["--sizes", str(TINY), "--passes", "backward", "--engine", "ops", "--csv", str(file), *FEW]
@@ -262,8 +262,8 @@ def test_progress_is_a_line_of_a_terminal(capsys):
 
 
 def test_ratio():
-    """The ratio of two contenders uses only rounds in which both were timed: here the medians 2, 6, 5 divided by 1,
-    2, 5. A round in which the machine is slower for both does not change the ratio."""
+    """The ratio of two contenders (timed implementations) uses only rounds in which both were timed: here the
+    medians 2, 6, 5 divided by 1, 2, 5. A round in which the machine is slower for both does not change the ratio."""
     row, reference = timed("ours", (2.0, 1.0, 9.0), (6.0,), (5.0,)), timed("torch", (1.0,), (2.0,), (5.0,), (2.0,))
     assert ratio(row, reference) == (2.0, 1.0, 3.0)
     assert ratio(row, timed("torch")) is None
@@ -290,7 +290,7 @@ def test_a_turn_notes_what_other_processes_used(others, disturbed, monkeypatch):
         def ask(self, **request):
             return {"samples": [0.1], "cpu": 5.0, "idle_cpu": 0.0}
 
-    readings = iter([10.0, 15.0 + others])  # busy CPU seconds of the machine before and after the turn
+    readings = iter([10.0, 15.0 + others])  # CPU seconds that all programs have used, before and after the timing
     monkeypatch.setattr(rounds, "busy_seconds", lambda: next(readings))
     row = take_turn(timed("ours"), Answer(), Plan(1, 0, 0.0), patience=0)
     assert (row.rounds, row.disturbed) == (((0.1,),), disturbed)
@@ -338,8 +338,8 @@ def test_the_card_names_the_kernel_of_the_blas(monkeypatch):
 
 
 def test_group_text():
-    """The printed table shows times, engines, and ratios to both reference implementations. The lines below the
-    table report disturbances and say why a row was not timed."""
+    """The printed table shows times, engines, and the ratios of our times to those of both reference
+    implementations. The lines below the table report disturbances and say why a row was not timed."""
     rows = [
         timed("ours", (0.002,), (0.004,), peak=2**20, idle_cpu=0.5),
         timed("mlx", (0.01,), (0.03,)),
@@ -428,8 +428,8 @@ def test_memory_command(tmp_path, capsys):
 
 
 def test_times_of_gradients_that_compute_steps_again(tmp_path):
-    """The command times our gradient with and without `--checkpoint-every`. Our forward pass has only one row,
-    because it saves no steps for a gradient."""
+    """The command times our gradient with and without `--checkpoint-every`. Our forward pass has only one table row,
+    because the option changes only what is saved for a gradient."""
     pytest.importorskip("matplotlib")
     file, bars = tmp_path / "figures.csv", tmp_path / "bars.png"
     arguments = ["--sizes", str(TINY), "--engine", "numpy", "--contenders", "ours", "mlx", "--checkpoint-every", "2"]

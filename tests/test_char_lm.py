@@ -78,7 +78,7 @@ def test_resume_is_bit_exact(corpus, tmp_path, options):
     for _ in range(10):
         first.train_step()
     first.save(tmp_path / "c.safetensors")
-    mx.random.seed(999)  # the run must not depend on MLX's global random generator
+    mx.random.seed(999)  # must change nothing: the run does not use MLX's global random generator
     second = char_lm.Run.load(tmp_path / "c.safetensors", corpus)
     assert second.settings == straight.settings
     for _ in range(10):
@@ -302,7 +302,7 @@ def test_trigram_probabilities(corpus):
     assert probability.min() > 0 and np.allclose(probability.sum(-1), 1)
     q, u = corpus.encode("qu")
     i = corpus.encode("i")[0]
-    assert probability[q, u, i] > 0.95  # in this text "i" always follows "qu"
+    assert probability[q, u, i] > 0.95  # in this text the letter after "qu" is always "i"
     assert np.log2(size) > char_lm.trigram_bits(corpus) > 0.2
 
 
@@ -341,8 +341,8 @@ def contents(out: Path) -> tuple[dict[str, bytes], dict[str, str]]:
 
 
 def test_quantized(tmp_path, capsys):
-    """`--quantize` evaluates the trained weights with fewer bits, and the checkpoint keeps the full weights. A
-    hidden size that cannot be quantized is refused before training."""
+    """The option `--quantize` evaluates the trained weights with fewer bits. The checkpoint keeps the full weights.
+    A hidden size that cannot be quantized is refused before training."""
     sizes = ["--hidden=32", "--embedding=4", "--batch=2", "--window=8", "--seed=1", "--length=5", "--prompt=1"]
     given = [*sizes, "--steps=2", f"--out={tmp_path}", "--quantize", "8", "2"]
     assert char_lm.main(given) == 0
@@ -468,21 +468,21 @@ def test_bfloat16_is_in_the_weights_and_activations_and_nowhere_else(corpus):
     run.train_step(), run.evaluate()
     assert set(seen) == {mx.bfloat16}
     kept = tree_flatten([run.model.parameters(), run.optimizer.state, run.state])
-    assert {array.dtype for _, array in kept} == {mx.float32, mx.uint64}  # uint64 counts the optimizer's steps
+    assert {array.dtype for _, array in kept} == {mx.float32, mx.uint64}  # uint64: the optimizer's step counter
 
 
 def test_the_loss_of_bfloat16_is_off_by_no_more_than_its_roundings(corpus):
     """The bfloat16 loss differs from the float64 loss with the same rounded weights by at most a derived bound. The
-    bound counts three roundings: of the LSTM's outputs, of their products with the dropout mask, and of the
-    vocabulary layer's sums before and after the bias. The loss changes by at most twice the largest change of a
-    logit."""
+    bound counts the roundings of three values: the LSTM's outputs, their products with the dropout mask, and the
+    vocabulary layer's sums before and after the bias. If every logit changes by at most e, the loss changes by at
+    most 2e."""
     run = new_run(corpus, dtype="bfloat16", dropout=0.3)
     window, dropped = run.settings.window, dropout_of(run)
     codes, targets = run.inputs[:, :window], run.targets[:, :window]
     (loss, _), gradients = run.gradient(run.model, codes, targets, run.state, dropped)
 
     model, half = run.model, 2.0**-9
-    model.dtype = mx.float32  # the model no longer rounds to bfloat16
+    model.dtype = mx.float32  # from here on the model does not round to bfloat16
     for dtype in (mx.bfloat16, mx.float64):
         model.set_dtype(dtype)
     state = tuple(array.astype(mx.float64) for array in run.state)
@@ -490,7 +490,8 @@ def test_the_loss_of_bfloat16_is_off_by_no_more_than_its_roundings(corpus):
     with patch.object(char_lm, "product", mx.matmul):
         exact, logits, outputs = (np.array(array) for array in with_outputs(model, codes, targets, state, dropped))
     sums = np.abs(outputs) @ np.abs(np.array(model.vocabulary.weight))
-    error = 1.01 * half * (3 * sums + np.abs(logits)).max()  # 1.01 covers second-order terms and float32 rounding
+    # The factor 1.01 covers products of rounding errors and the float32 rounding.
+    error = 1.01 * half * (3 * sums + np.abs(logits)).max()
     assert 0 < abs(loss.item() - exact) <= 2 * error
     assert all(mx.isfinite(array).all() and array.dtype == mx.float32 for _, array in tree_flatten(gradients))
 
@@ -515,11 +516,8 @@ def test_bfloat16_learns(corpus, tmp_path):
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_training_step_on_metal_equals_that_on_the_cpu(engine, corpus):
     """One training step on a Metal engine agrees with float64 in loss, state and parameters. The step has dropout,
-    cross entropy, gradient clipping and AdamW.
-
-    A gradient may have twice the error of the CPU engine plus rounding. AdamW's update grows with the gradient, so
-    the updates for the smallest and the largest allowed gradient enclose each parameter.
-    """
+    cross entropy, gradient clipping and AdamW. A gradient may have twice the CPU engine's error, plus rounding. Each
+    parameter must lie between two values: AdamW's updates for the smallest and for the largest allowed gradient."""
     options = {"batch": 3, "window": 6, "embedding": 5, "hidden": 9, "dropout": 0.3, "weight_decay": 0.1}
     run, cpu, exact = (new_run(corpus, engine=word, **options) for word in (engine, "numpy", "numpy"))
     start = {name: np.array(array, np.float64) for name, array in tree_flatten(run.model.parameters())}
@@ -542,8 +540,8 @@ def test_a_training_step_on_metal_equals_that_on_the_cpu(engine, corpus):
             start[name] * (1 - rate * decay) - rate * g / (np.abs(g) + 1e-8)
             for g in (gradients[name] + error, gradients[name] - error)
         )
-        # AdamW's bias corrections are 1 - 0.9 and 1 / sqrt(1 - 0.999). The rounding of 0.9 and 0.999 gives these small
-        # differences a large relative error.
+        # AdamW divides by 1 - 0.9 and by sqrt(1 - 0.999) in its first step. The rounding of 0.9 and 0.999 gives these
+        # small differences a large relative error.
         correction = eps / 2 * (1 / 0.1 + 0.5 / 0.001)
         floor = 8 * eps * (np.abs(start[name]) + rate) + correction * rate
         got = np.array(array)

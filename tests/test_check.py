@@ -60,7 +60,7 @@ def in_haste(monkeypatch):
 @pytest.fixture
 def start(tmp_path, monkeypatch):
     """Return a function that takes lines of Python code. Each child process that starts later runs these lines
-    first."""
+    before anything else."""
 
     def begin(lines):
         Path(tmp_path, "sitecustomize.py").write_text(lines)
@@ -203,7 +203,7 @@ def test_failures_are_told_once():
 
 @pytest.mark.parametrize("full", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_every_problem_shows_something(full):
-    """For each check case (random inputs and options), the error bounds refuse zeros as results and accept the
+    """The error bounds of every check case (random inputs and options) refuse zeros as results and accept the
     results of engine `ops`. A default test run takes every ninth case."""
     for case in grid(full)[:: 1 if full else 9]:
         finding = compare(prepare(case), "ops")

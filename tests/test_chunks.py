@@ -35,8 +35,8 @@ def where(engine):
 
 
 def evaluating(way):
-    """Return a context manager that sets how chunks are evaluated: one by one, even in short sequences, if `way` is
-    evaluated, or all together in one lazy graph."""
+    """Return a context manager that sets how chunks are evaluated. If `way` is "evaluated", chunks are evaluated one
+    by one, even in short sequences. Otherwise all chunks form one lazy graph."""
     return limited(unchunked=0 if way == "evaluated" else 10**6)
 
 
@@ -54,8 +54,8 @@ def assert_right(case, cotangents, engine, dtype=np.float32, **emulator):
 
 
 def every_so_many(values, rarely):
-    """Return pytest parameters made from tuples of values. All but every `rarely`-th parameter are marked slow, so
-    that a default run skips them."""
+    """Return pytest parameters made from tuples of values. A default run takes every `rarely`-th parameter. The
+    other parameters are marked slow."""
     return [pytest.param(*v, marks=[] if n % rarely == 0 else pytest.mark.slow) for n, v in enumerate(values)]
 
 
@@ -75,8 +75,8 @@ def test_each_option_alone(option, engine, way):
 
 @pytest.mark.parametrize("option", every_so_many([(option,) for option in EVERY_OPTION], 11))
 def test_each_option_in_sequences_that_are_cut_for_their_length(option):
-    """A sequence that the engine divides because of its length gives the right results with each option. All values
-    for the gradient are saved, chunk by chunk."""
+    """Each option gives the right results in a sequence that the engine divides into chunks because it is long. Each
+    chunk saves all its values for the gradient."""
     with evaluating("evaluated"), patch.object(choice, "GATES", {"ops": 1}):
         assert_right(*draw_away_from_kinks(1, **EVERY_OPTION[option]), "ops")
 
@@ -156,8 +156,8 @@ WHOLE = product(["plain", "lengths_reverse", "gru", "rnn", "lstm_both"], ENGINES
 
 @pytest.mark.parametrize("option, engine", every_so_many(WHOLE, 3))
 def test_outputs_are_those_of_one_piece_to_the_bit(option, engine):
-    """A sequence divided into several launches gives the outputs of a single launch. On Metal both are equal bit for
-    bit."""
+    """A sequence divided into several launches gives the same outputs as a single launch: on Metal bit for bit, on
+    other engines up to rounding."""
     case, _ = draw_away_from_kinks(
         3,
         sizes=(7, 3, 2, 5, 5),
@@ -174,7 +174,7 @@ def test_outputs_are_those_of_one_piece_to_the_bit(option, engine):
         if engine in METAL_ENGINES:
             np.testing.assert_array_equal(parts[name], value, err_msg=name)
             np.testing.assert_array_equal(long[name], value, err_msg=name)
-        else:  # BLAS may round a product of fewer rows differently
+        else:  # not bit for bit: BLAS may round a product of fewer rows differently
             np.testing.assert_allclose(parts[name], value, atol=1e-6, err_msg=name)
 
 
@@ -294,8 +294,8 @@ def peak_of(function):
 
 @pytest.mark.parametrize("engine, T", [("numpy", 400), ("ops", 400), ("compiled", 400)])
 def test_little_is_kept(engine, T):
-    """With `checkpoint_every`, a gradient that needs only h has little in memory: h, dx and one chunk. The unused
-    output c is freed, except in a compiled graph."""
+    """With `checkpoint_every`, a gradient that needs only h keeps little in memory: h, dx and one chunk of steps.
+    The unused output c is freed, except in a compiled graph."""
     B, H, compiled = 8, 16, engine == "compiled"
     x, Wx, Wh, dh = (mx.random.normal(shape) for shape in ((T, B, H), (4 * H, H), (4 * H, H), (T, B, H)))
     mx.eval(x, Wx, Wh, dh)
@@ -312,12 +312,13 @@ def test_little_is_kept(engine, T):
     # steps and 16 arrays as wide as the gates (4 H). The factor 1.25 covers all other memory.
     of_chunk = 4 / 8 if engine == "numpy" else 16 * 4 / T**0.5
     assert few < 1.25 * (2 + compiled + of_chunk) * x.nbytes
-    assert few < 0.9 * all_of_it  # MLX does not count NumPy's memory, where most saved arrays are
+    # The factor is not smaller, because MLX does not count the memory of NumPy, which holds most saved arrays.
+    assert few < 0.9 * all_of_it
 
 
 def test_long_sequences_of_ops_take_little_beside_what_is_kept():
-    """Engine `ops` never builds a graph of all steps of a long sequence. The test measures the memory of the
-    process, because MLX's own count does not include graphs."""
+    """Engine `ops` never builds a graph of all steps of a long sequence. The test measures the memory of the whole
+    process, because MLX's count does not include the memory of graphs."""
     T = 2000
     x, Wx, Wh = mx.random.normal((T, 1, 2)), mx.random.normal((8, 2)), mx.random.normal((8, 2))
     mx.eval(x, Wx, Wh)
@@ -440,9 +441,9 @@ def test_a_wrong_number_is_refused(every):
 
 
 def test_what_auto_is():
-    """The value "auto" of `checkpoint_every` gives chunks of about sqrt(T) steps, or a quarter of that with engine
-    `ops`. Engine `numpy` takes as many steps as fill one matrix product if they are more than sqrt(T), but then at
-    most T / 8."""
+    """The value "auto" of `checkpoint_every` gives chunks of about sqrt(T) steps for T steps, and of a quarter of
+    that with engine `ops`. With engine `numpy`, a chunk has as many steps as fill one matrix product, if that is
+    more than sqrt(T), but at most T / 8."""
 
     def chosen(engine, T, B, width, every):
         """Return the chunks that are chosen for a plain RNN cell (one gate) whose input and hidden size are `width`."""

@@ -148,7 +148,7 @@ def test_lists_of_another_length_are_reported(tmp_path, recorder, monkeypatch):
 
 def test_every_case_on_linux(tmp_path, capsys):
     """On Linux, the CPU engines and torch agree with the float64 oracle in all cases. The report names the
-    contenders (implementations) that can run only on a Mac."""
+    contenders (implementations to compare) that can run only on a Mac."""
     code, report = run(tmp_path, "--plot", str(tmp_path / "errors.png"))
     pairs = {row["pair"] for row in report["rows"]}
     assert code == 0 and {"numpy - oracle", "ops - oracle"} <= pairs
@@ -371,8 +371,8 @@ def test_options_that_do_not_apply(capsys, arguments, words):
 
 
 def test_stacks_of_layers(tmp_path, on_path, monkeypatch, capsys):
-    """The command compares stacks of layers. In this test torch on the CPU replaces torch on the Mac's GPU. MPSGraph
-    is not called, because its ops run one layer only."""
+    """The command compares stacks of layers. In this test torch runs on the CPU instead of the Mac's GPU. The
+    command does not call MPSGraph here, because its ops run only one layer."""
     monkeypatch.setattr(contenders, "no_torch_mps", lambda: None)
     handed = []
 

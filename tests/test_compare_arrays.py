@@ -38,7 +38,7 @@ def told(tmp_path, capsys, arrays, *options, op="lstm"):
 
 
 def turned(arrays, index, *names):
-    """Return a copy of `arrays`. In the arrays called `names`, the gates' blocks are reordered by `index`."""
+    """Return a copy of `arrays`. In the arrays called `names`, the blocks of the gates are put in the order `index`."""
     axes = {name: -1 if name == "zState" else 0 for name in names}
     blocks = {name: np.split(arrays[name], len(index), axis) for name, axis in axes.items()}
     return arrays | {name: np.concatenate([blocks[name][k] for k in index], axes[name]) for name in names}

@@ -34,8 +34,8 @@ def numbers(*shape, dtype=np.float32, rng=RNG):
 def weights_of(
     cell, layers=1, directions=1, *, biases="xh", proj=0, peephole=False, dtype=np.float32, reverse=False, rng=RNG
 ):
-    """Return random weights of a cell. `biases` says which biases exist: "x" for the input product, "h" for the
-    recurrent product, "xh" for both."""
+    """Return random weights of a cell. `biases` says which biases exist: "x" is the bias of the input product, "h"
+    of the recurrent product; "xh" means both."""
     rows, found = cell.gates * H, []
     for k in range(layers):
         found.append([])
@@ -45,15 +45,16 @@ def weights_of(
             arrays = {name: numbers(*shape, dtype=dtype, rng=rng) for name, shape in shapes.items()}
             if peephole:
                 p = np.array(numbers(4, H, rng=rng))
-                p[2] = 0  # the candidate has no peephole
+                p[2] = 0  # block 2 is the candidate, which has no peephole
                 arrays["peephole"] = mx.array(p.reshape(-1))
             found[-1].append(arrays)
     return convert.Weights(cell, found, reverse)
 
 
 def one_bias(weights):
-    """Return the weights with bh set to 0, as a format with a single bias stores them. In a GRU that resets after
-    the product, the candidate's part of bh stays."""
+    """Return the weights with the recurrent bias bh set to 0, as a format with a single bias stores them. A GRU that
+    resets after the recurrent product keeps the candidate's part of bh, because this part cannot be added to the
+    other bias."""
     gru = isinstance(weights.cell, GRUCell) and weights.cell.reset == "after"
 
     def change(arrays):
@@ -206,10 +207,11 @@ def through_layers(weights, x, fl):
 
 
 def assert_outputs(weights, x, expected, states=None):
-    """Assert that our output of each layer agrees with `expected`, the original library's output. Each layer's input
-    is the original's output of the layer below.
+    """Assert that our output of each layer agrees with `expected`, the outputs of the original library. The input of
+    each layer is the original library's output of the layer below.
 
-    Our output and the original's are float32, so each may differ from the exact output by the derived error bound.
+    Both outputs are float32. Each may differ from the exact output by the derived error bound, so they may differ by
+    twice the bound.
     """
     for arrays, one, h in zip(convert.to_ops(weights), weights.each(), expected, strict=True):
         case = case_of(arrays, one, x) | (states or {})
@@ -271,9 +273,8 @@ def test_outputs_of_mlx():
 def test_outputs_of_tensorflow():
     """Converted weights give the outputs of TensorFlow's own ops, which tests/goldens/make_tf.py recorded."""
     for op in ("block_lstm", "block_lstm_v2", "gru_block_cell"):
-        cases = [
-            case for case in golden(op) if case[0]["x"].dtype == np.float32
-        ]  # in 16-bit dtypes TensorFlow adds in another order
+        # Only float32 is compared: in 16-bit dtypes TensorFlow adds in another order and rounds differently.
+        cases = [case for case in golden(op) if case[0]["x"].dtype == np.float32]
         assert len(cases) > 3
         for given, wanted in cases:
             steps = int(given.pop("seq_len_max", 1))
@@ -350,7 +351,7 @@ def side_by_side(Y):
 
 @pytest.mark.parametrize("name", ["lstm", "gru", "no bias", "peephole", "gru before"])
 def test_models_of_onnx(name, tmp_path):
-    """ONNX's reference evaluator computes the right outputs from the ONNX models that `convert.write` writes."""
+    """The ONNX models that `convert.write` writes give the right outputs in ONNX's reference evaluator."""
     reference = pytest.importorskip("onnx.reference")
     weights, path = EVERY[name], tmp_path / "m.onnx"
     other = weights_of(RNNCell(), 2, 2)
@@ -523,7 +524,8 @@ def test_flip_z_changes_signs():
 
 
 def same_file(path, layers, **options):
-    """Assert that a file contains the weights of these layers, in this order and under any names."""
+    """Assert that a file contains the weights of these layers in this order. The layers may have any names in the
+    file."""
     found = [each for weights in convert.read(path, **options).layers.values() for each in weights.each()]
     wanted = [each for weights in layers.values() for each in weights.each()]
     for one, other in zip(wanted, found, strict=True):
@@ -535,7 +537,7 @@ def test_files_of_arrays(ending, tmp_path):
     styles = {"torch": PLAIN | PROJECTED, "two-biases": PLAIN | PROJECTED, "mlx": PLAIN, "keras": PLAIN | BEFORE}
     for style, cases in (styles | {"ops": EVERY}).items():
         for n, (name, weights) in enumerate(cases.items()):
-            told = style == "keras" and name == "gru before"  # Keras's bias shape tells `reset`
+            told = style == "keras" and name == "gru before"  # the option `reset` follows from Keras's bias shape
             if ending == "npz" and weights.options.keys() - {"bidirectional"} and not told:
                 continue  # .npz has no metadata to store the options
             two = style in ("torch", "two-biases") or (style == "keras" and weights.cell.op == "gru")
@@ -559,7 +561,7 @@ def test_all_dtypes_of_safetensors(tmp_path):
     assert again.metadata == {"format": "pt"}
     assert all(again.rest[kind].dtype == np.dtype(kind) and (again.rest[kind] == rest[kind]).all() for kind in rest)
     by_mlx = dict(mlx.nn.LSTM(3, 4).parameters()) | {"x": mx.ones((2,))}
-    mx.save_safetensors(str(tmp_path / "mlx.safetensors"), by_mlx)  # here MLX writes "__metadata__": null
+    mx.save_safetensors(str(tmp_path / "mlx.safetensors"), by_mlx)  # this file has "__metadata__": null
     assert convert.read(tmp_path / "mlx.safetensors").rest.keys() == {"x"}
     with pytest.raises(ValueError, match=r"bfloat16, which \.npz does not have"):
         convert.write(tmp_path / "w.npz", {"": halves})
@@ -606,7 +608,8 @@ def test_files_of_keras(ending, keras):
     x = outputs["x"]
     for name in LAYERS:
         weights = model.layers[name]
-        if ending == ".weights.h5" and name in ("before", "plain"):  # .weights.h5 does not store the activations
+        if ending == ".weights.h5" and name in ("before", "plain"):
+            # .weights.h5 does not store the activations, so they are taken from the .keras file.
             weights = weights._replace(cell=convert.read(folder / "m.keras").layers[name].cell)
         assert_outputs(weights, x, [outputs[f"m/{name}"]])
         x = outputs[f"m/{name}"]

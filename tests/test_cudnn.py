@@ -151,7 +151,7 @@ def by_grad(case, dtype, **options):
 @pytest.mark.parametrize("D", [1, 2])
 @pytest.mark.parametrize("mode", MODES)
 def test_grad_equals_backprop(mode, D, attributes, dtype):
-    """The gradients of mx.vjp equal those of the backward op bit for bit, because both run the same computation."""
+    """The gradients of mx.vjp equal the backward op's gradients bit for bit, because both run the same computation."""
     for seed, lengths in enumerate((None, np.array([1, 4, 3]))):
         input_mode = "skip_input" if attributes == "skip_input" else "linear_input"
         case = draw(seed, mode=mode, L=3, D=D, T=4, N=3, I=3, H=3, input_mode=input_mode, lengths=lengths)
@@ -195,8 +195,8 @@ def test_backprop_is_pure(mode):
 
 @pytest.mark.parametrize("version", ["", "_v2", "_v3"])
 def test_without_training(version):
-    """With is_training=False no value is dropped, and no value is saved for the gradient. A request for a gradient
-    raises TensorFlow's error."""
+    """With is_training=False there is no dropout, and the op saves nothing for the gradient. A request for a
+    gradient raises TensorFlow's error."""
     case = draw(4, mode="lstm", L=2, D=1, T=3, N=2, P=0, lengths=None)
     inputs = arrays_of(case)
     given = [*inputs.values()] + ([lengths_of(case)] if version == "_v3" else [])
@@ -206,7 +206,7 @@ def test_without_training(version):
         np.testing.assert_array_equal(np.array(getattr(out, name)), np.array(getattr(plain, name)))
     assert out.reserve_space.shape == ()
     message = f"^To use CudnnRNN{version.upper().strip('_')} in gradients, is_training must be set to True.$"
-    for n in range(4):  # n is the index of input, input_h, input_c or params
+    for n in range(4):  # index of the argument to differentiate: input, input_h, input_c or params
         change = lambda array, n=n: [*given[:n], array, *given[n + 1 :]]  # noqa: E731
         with pytest.raises(ValueError, match=message):
             mx.grad(lambda array, change=change: forward(*change(array), is_training=False).output.sum())(given[n])
@@ -336,7 +336,7 @@ def test_dropout_has_the_gradient_of_its_mask(mode, p):
         direction = {name: rng.normal(size=v.shape) * (name == only) for name, v in case.inputs.items()}
         slope = (loss(direction, step) - loss(direction, -step)) / (2 * step)
         expected = (gradients[only] * direction[only]).sum()
-        # The difference quotient's error is about step squared (the third derivative is about 1) + rounding / step.
+        # `slope` is a difference quotient. Its error is about step**2 + rounding / step (third derivative about 1).
         np.testing.assert_allclose(slope, expected, rtol=1e-6, atol=1e-6, err_msg=only)
 
 
@@ -353,8 +353,8 @@ def test_dropout_of_1_drops_all(mode):
 
 
 def test_dropout_between_layers_only():
-    """A stack with dropout equals single layers, if the test multiplies by the same dropout factors between them.
-    The factors have the right mean and are independent."""
+    """A stack with dropout gives the same result as single layers, if the test multiplies by the stack's dropout
+    factors between the layers. The factors have the right mean and are independent."""
     p, L, D, T, N, H = 0.3, 4, 2, 20, 30, 8
     case = draw(10, mode="rnn_tanh", L=L, D=D, T=T, N=N, I=3, H=H, lengths=None)
     inputs = arrays_of(case)
@@ -378,7 +378,7 @@ def test_dropout_between_layers_only():
     np.testing.assert_allclose(values, [0, 1 / (1 - p)], rtol=1e-15)
     kept = (factors > 0).reshape(L - 1, T, -1) - (1 - p)
     deviation = np.sqrt(p * (1 - p))
-    # The limit is five standard deviations of the mean of independent draws.
+    # The mean of independent draws may differ from the expected mean by five standard deviations.
     assert abs(kept.mean()) < 5 * deviation / np.sqrt(kept.size)
     for one, two in [
         (kept[0], kept[1]),

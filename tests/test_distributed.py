@@ -26,8 +26,8 @@ SETTINGS = char_lm.Settings(**SIZES, steps=50)
 OPTIONS = [f"--{name}={value}" for name, value in SIZES.items()] + ["--steps=50", "--prompt=1", "--length=1"]
 CORPUS = char_lm.Corpus.of(TEXT)
 
-# Code of a process that trains the example on a short text and sends itself a signal at one step.
-# Its arguments are the text, the step, the signal's number and the example's own options.
+# Code of a process that trains the example on a short text and sends itself a signal at one step. The process's
+# arguments are the text, the step, the signal's number and the example's own options.
 PROCESS = f"""
 import os, sys
 sys.path.insert(0, {str(SCRIPT.parent)!r})
@@ -71,7 +71,7 @@ def together(size, folder, *options, texts=None, at=-1, number=0, to=None):
 
 
 def kept(folder):
-    """Return (step, training losses, validation losses) from a checkpoint."""
+    """Return (step, training losses, validation losses), read from a checkpoint."""
     _, about = mx.load(str(folder / "checkpoint.safetensors"), return_metadata=True)
     run = json.loads(about["run"])
     return run["step"], np.array(run["losses"]), np.array([bits for _, bits in run["validation"]])

@@ -81,11 +81,11 @@ def check(word, arrays, options, wanted=None, lay=whole, seed=0):
 
 
 def every_option(rng, word, sizes):
-    """Return random options of every kind for an op. The lengths and the mask's shape are sometimes extreme, for
-    example all lengths 0."""
+    """Return a random value for every option of an op. The sequence lengths and the mask's shape are sometimes
+    extreme, for example all lengths 0."""
     T, B, *_ = sizes
     options = combination(rng, sizes, word, bidirectional=bool(rng.integers(2)))
-    if word == "gru":  # with unbounded r and z, h would grow without bound
+    if word == "gru":  # unbounded gates r and z would let h grow without limit
         options["activations"] = (*rng.choice(["tanh", "sigmoid", *HARD_SIGMOIDS], 2), options["activations"][2])
     for name, limits in {"lengths": ([T] * B, [0] * B), "mask": ((T, 1, 1), ())}.items():
         if rng.random() < 0.4:
@@ -101,9 +101,8 @@ def test_agrees_with_ops(monkeypatch, word, seed):
     rng = np.random.default_rng(seed)
     T, B, I, H = (int(rng.choice(sizes)) for sizes in ([1, 2, 5, 8], [1, 2, 5, 16, 17], [1, 3], [1, 2, 5]))
     monkeypatch.setattr(engine_numpy_arrays, "CHUNK_ROWS", int(rng.choice([3 * B, 1024])))
-    monkeypatch.setattr(
-        engine_numpy_products, "AHEAD_ROWS", int(rng.choice([2 * B, 256]))
-    )  # tests the engine with and without copied weights
+    # The engine copies its weights or not, depending on this limit. Both ways are tested.
+    monkeypatch.setattr(engine_numpy_products, "AHEAD_ROWS", int(rng.choice([2 * B, 256])))
     poison_scratch(monkeypatch)
     sizes = T, B, I, H, 3
     _, arrays, options = split(draw(rng, sizes=sizes, **every_option(rng, word, sizes)))
@@ -133,8 +132,9 @@ def test_wide_batches_agree_with_ops(monkeypatch, word, seed, copied):
 @pytest.mark.parametrize("T, B", [(1, 32), (2, 16)])
 @pytest.mark.parametrize("word", OPS)
 def test_few_steps_of_a_wide_batch_agree_with_ops(monkeypatch, word, T, B):
-    """Engine `numpy` agrees with engine `ops` for one or two steps of a wide batch. Each step writes h where the
-    next step's product reads it, even if a block of steps has room for one step only."""
+    """Engine `numpy` agrees with engine `ops` for one or two steps of a wide batch. Engine `numpy` writes each
+    step's h into the buffer from which the next step's product reads. This test covers buffers that have room for
+    one step only."""
     monkeypatch.setattr(engine_numpy_products, "AHEAD_ROWS", 16)
     lengths = np.arange(B) % (T + 1)
     _, arrays, options = split(draw(np.random.default_rng(0), op=word, sizes=(T, B, 3, 5, 5)))
@@ -163,9 +163,8 @@ def test_what_a_step_reads_and_writes_is_contiguous(monkeypatch, word, training)
             return OPS[word][0](**dict(zip(drawn, values, strict=True)), **options, training=training).h.sum()
 
         mx.eval(mx.grad(output)(*arrays) if training else output(*arrays))
-    assert len(contiguous) == 4 * (5 if training and word != "rnn" else 4) and all(
-        contiguous
-    )  # the fifth array holds the gates and exists only if they are saved
+    # Each of 4 steps has 4 arrays, and a fifth for the gates if they are saved for the gradient.
+    assert len(contiguous) == 4 * (5 if training and word != "rnn" else 4) and all(contiguous)
 
 
 def test_a_limit_that_changes_from_call_to_call_leaves_nothing_behind():
@@ -206,7 +205,7 @@ def test_no_sequence_is_copied(monkeypatch, word, batch_major):
             peak = tracemalloc.get_traced_memory()[1]
         finally:
             tracemalloc.stop()
-    assert peak < 8 * T * B * H / 2  # half the size of one direction's h in float64
+    assert peak < 8 * T * B * H / 2  # half the bytes of one direction's h in float64
 
 
 @pytest.mark.parametrize("word, options", [*((word, {}) for word in OPS), ("gru", {"reset": "before"})], ids=str)
@@ -279,8 +278,8 @@ def test_infinity_and_nan_raise_no_warning(word, options, both, padding):
 @pytest.mark.parametrize("engine", ["numpy", "ops"])
 @pytest.mark.parametrize("activation", ["identity", "relu"])
 def test_an_infinite_candidate_makes_an_infinite_h(engine, activation, flip_z):
-    """An infinite candidate n gives an infinite h, because the engines compute z h + (1 - z) n. The formula n + z (h
-    - n) would give NaN."""
+    """An infinite candidate n of a GRU gives an infinite h, because the engines compute z h + (1 - z) n. The formula
+    n + z (h - n) would give NaN."""
     with mx.stream(mx.cpu):
         x = mx.array([[[0.5, 0.5, np.inf]]])
         options = {"flip_z": flip_z, "activations": ("sigmoid", "sigmoid", activation)}

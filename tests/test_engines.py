@@ -23,7 +23,8 @@ LINUX = {"device": "cpu", "metal": False}
 CUDA = {"device": "gpu", "metal": False}
 TRACED = "inside mx.compile, mx.vmap or an export"
 HALF, BRAIN, DOUBLE = {"dtype": mx.float16}, {"dtype": mx.bfloat16}, {"dtype": mx.float64}
-WIDE, NARROW = (PREDICTED.engines[name][1][-1][0] for name in ("float32", "float16"))  # the largest H with `fused`
+# The largest hidden sizes H for which `fused` is chosen at batch size 1: WIDE in float32, NARROW in float16.
+WIDE, NARROW = (PREDICTED.engines[name][1][-1][0] for name in ("float32", "float16"))
 CELLS = (LSTMCell(), GRUCell(), GRUCell(reset="before"), RNNCell())
 KINDS = [{"cell": cell, "bidirectional": both} for cell in CELLS for both in (False, True)]
 
@@ -119,8 +120,8 @@ def test_a_stream_argument_is_where_it_runs():
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("op", ["lstm", "gru", "rnn"])
 def test_an_activation_that_an_engine_does_not_know_is_an_error(monkeypatch, engine, op):
-    """An activation raises an error in every engine if it is only in the list of valid names and not in the engines'
-    tables."""
+    """Every engine raises an error for an activation that is missing in the engine's own table, even if the argument
+    check accepts the activation's name."""
     monkeypatch.setattr(_arguments, "ACTIVATIONS", (*ACTIVATIONS, "swish"))
     named = {
         "lstm": {"activations": ["swish"] * 5},

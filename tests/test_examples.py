@@ -22,8 +22,8 @@ FIGURES = {
 
 
 def figures(name, text):
-    """Return [our model's figure, the baseline's figure] from the output of an example. Assert that each number
-    printed before the word `apart`, a difference of two computations, is at most 2e-5."""
+    """Return [our model's figure, the baseline's figure] from the output of an example. A number before the word
+    `apart` is the difference of two computations; assert that it is at most 2e-5."""
     (result,) = re.findall(FIGURES[name][0], text)
     assert all(float(apart) <= 2e-5 for apart in re.findall(r"(\S+) apart", text))
     assert ("apart" in text) == (name in ("policy", "voice_activity"))
@@ -32,8 +32,8 @@ def figures(name, text):
 
 @pytest.mark.parametrize("name", FIGURES)
 def test_two_steps(name, tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "1")  # an example may change it; monkeypatch restores it
-    monkeypatch.syspath_prepend(ROOT / "examples")  # examples import the module `support` from there
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "1")  # if an example changes this, monkeypatch restores it
+    monkeypatch.syspath_prepend(ROOT / "examples")  # examples import `support` from this folder
     spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
     spec.loader.exec_module(example := importlib.util.module_from_spec(spec))
     if name == "beginner":

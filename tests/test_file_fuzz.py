@@ -28,7 +28,7 @@ NUMBERS = (0, 1, 0x7F, 0x80, 0xFF, 2**15, 2**16 - 1, 2**31 - 1, 2**32 - 1, 2**40
 
 
 def mutated(data, rng):
-    """Return a copy of the bytes `data` with one to four random changes, as damage or an attacker could make them."""
+    """Return a copy of the bytes `data` with one to four random changes, like those by damage or by an attacker."""
     data = bytearray(data)
     for _ in range(int(rng.integers(1, 5))):
         place, end = (int(n) for n in sorted(rng.integers(0, max(1, len(data)), 2)))
@@ -55,8 +55,8 @@ def mutated(data, rng):
 
 
 def mutant(path, n):
-    """Return the bytes of the n-th mutated version of the file `path`. In zip files often only one member is
-    mutated, so that all checksums stay right."""
+    """Return the bytes of the n-th mutated version of the file `path`. For a zip file, often the content of one
+    member is mutated and packed again, so that all checksums stay right."""
     data, rng = path.read_bytes(), np.random.default_rng([n, KINDS.index("".join(path.suffixes))])
     if path.suffix not in (".npz", ".keras") or rng.random() < 0.4:
         return mutated(data, rng)
@@ -120,8 +120,8 @@ def convert_all(kind, folder, first, last):
 
 
 def fuzz(kind, folder, count):
-    """Convert `count` mutated files of one kind in child processes. Return (counts by exit code, [(file number,
-    error)], [file numbers at which HDF5 hung or crashed])."""
+    """Convert `count` mutated files of one kind in child processes. Return (number of files for each exit code,
+    [(file number, error)], [file numbers at which HDF5 hung or crashed])."""
     counts, wrong, lost, first = {"0": 0, "2": 0}, [], [], 0
     while first < count:
         command = [sys.executable, __file__, kind, str(folder), str(first), str(count)]
@@ -158,7 +158,8 @@ def fuzz(kind, folder, count):
         environment = os.environ | {"PYTHONPATH": str(ROOT)}
         done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=2 * SECONDS)
         refused = done.returncode == 2 and not done.stdout and done.stderr.count("\n") == 1
-        if not refused and done.returncode != 0:  # a success means that the child was only slow on a busy machine
+        # Exit code 0 is not an error: HDF5 did not hang, the child was only slow on a busy machine.
+        if not refused and done.returncode != 0:
             wrong.append((n, f"whole command: {done.returncode} {done.stderr[-300:]}"))
     return counts, wrong, lost
 

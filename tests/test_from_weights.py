@@ -34,8 +34,7 @@ def arrays_of(op, n, D, options):
 
 
 def run_op(op, layers, x, states, D, lengths, keep, options):
-    """Return [output, last states] of a stack of layers, computed by one call of the op per layer, as a user's
-    program would do it."""
+    """Return [output, last states] of a stack of layers. Each layer is one call of the op, as in a user's own loop."""
     x, last = mx.swapaxes(x, 0, 1), []
     for n, arrays in enumerate(layers):
         first = {}

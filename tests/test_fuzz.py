@@ -46,14 +46,16 @@ from mlx_lstm.oracle import evaluate, forward
 from mlx_lstm.oracle.arithmetic import ACTIVATION_UNITS
 from mlx_lstm.oracle.closeness import TRIALS, assert_within, exact_and_bounds, float_of, keeps_off_kinks
 
-# Infinities are part of the tests, and NumPy warns of them.
+# Some tests use infinities. NumPy's warnings about them are ignored.
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
 
 PARTS = 20
 """Number of parts into which the cases are split, so that several processes can share them."""
 
-FAILED_ONCE = [(20261122, 275), (20261122, 1065)]  # engine `ops` returned NaN for a clipped infinite c
-FAILED_ONCE += [(20261123, 856)]  # sums of the size 1e15 came too close to the kinks of hard sigmoids
+# In the first two cases, engine `ops` returned NaN for a clipped infinite c.
+FAILED_ONCE = [(20261122, 275), (20261122, 1065)]
+# In the third case, sums as large as 1e15 came too close to the kinks of hard sigmoids.
+FAILED_ONCE += [(20261123, 856)]
 """(seed, number) of each case that failed before a fix of the library or of the comparison with the oracle."""
 
 SIZES = [[1, 2, 3, 5], [1, 2, 3, 16, 17], [1, 3, 8], [1, 2, 5], [1, 3]]
@@ -75,15 +77,16 @@ def pick(rng, values):
     return values[rng.integers(len(values))]
 
 
-# --- The judgement ---------------------------------------------------------------------------------------------------
+# --- Comparison with the oracle --------------------------------------------------------------------------------------
 
 
 def judged(values, dtype, *found):
     """Check that each dict of results in `found` lies within the error bounds around the exact values. `values`
     computes the exact results in a given `Arithmetic`.
 
-    Computing the error bounds takes most of the time. Therefore two random trials are used first: their bounds are
-    at most as wide as the bounds of all trials, and nearly all results lie within them.
+    An error bound comes from repeated evaluations with random rounding errors, called trials. The trials take most
+    of the test's time. Therefore the results are first compared with bounds from two trials, which are never wider
+    than the bounds from all trials. All trials run only if a result lies outside.
     """
     for trials in (2, TRIALS):
         exact, limit = exact_and_bounds(values, dtype, trials)
@@ -103,9 +106,9 @@ def judged(values, dtype, *found):
 
 
 def first_order(exact, limit, dtype):
-    """Raise UnfitError if the case amplifies float64 rounding errors so much that the error bounds say too little.
-    The trials for the bounds perturb numbers by 2^27 float64 roundings, which must change the results only to first
-    order."""
+    """Raise UnfitError if the case amplifies float64 rounding errors so much that the error bounds are not reliable.
+    The bounds come from evaluations with errors of 2^27 float64 roundings. These bounds are valid only if the
+    results change in proportion to the errors."""
     sizes = {name: max(1.0, np.abs(value).max(initial=0)) for name, value in exact.items()}
     if dtype == np.float64 and any(limit[name] > 2.0**-28 * size for name, size in sizes.items()):
         raise UnfitError
@@ -114,17 +117,17 @@ def first_order(exact, limit, dtype):
 def in_range(exact, dtype):
     """Raise UnfitError if the square of a value, with some margin, would overflow the dtype."""
     room = np.sqrt(float(ml_dtypes.finfo(dtype).max)) / 16
-    # Comparisons with NaN are false, so NaN raises, too.
+    # The condition is written with `not`: a comparison with NaN is false, so NaN raises the error, too.
     if not all(np.abs(value).max(initial=0) < room for value in exact.values()):
         raise UnfitError
 
 
-# --- How arrays are given --------------------------------------------------------------------------------------------
+# --- Memory layouts of the arguments ---------------------------------------------------------------------------------
 
 
 class Giver:
-    """Converts NumPy arrays to MLX arrays with random memory layouts and later checks that nobody changed them. The
-    method `give` replaces `cases.to_mlx`."""
+    """Converts NumPy arrays to MLX arrays with random memory layouts. Later it checks that no op changed the arrays.
+    The method `give` replaces `cases.to_mlx`."""
 
     def __init__(self, rng):
         self.rng, self.seen, self.held = rng, {}, []
@@ -203,7 +206,8 @@ def drawn(rng, dtype, sizes, **options):
 
 
 def any_options(rng, dtype, sizes):
-    """Return a random combination of all options of a random cell. In 16-bit dtypes the activations are smooth."""
+    """Return a random combination of all options of a random cell. In 16-bit dtypes only activations without kinks
+    are drawn."""
     options = combination(rng, sizes, **pick(rng, list(KINDS.values())))
     if float_of(dtype).eps > 1e-4:
         options |= {"activation": pick(rng, SMOOTH)} if "activation" in options else {}
@@ -254,7 +258,7 @@ def inferred(rng, case, engine, dtype, giver):
         return [getattr(out, name) for name in OUTPUTS_OF[op]]
 
     with mx.stream(mx.cpu):
-        if engine != "numpy" and rng.random() < 0.01:  # rare, because MLX calls a slow C++ compiler
+        if engine != "numpy" and rng.random() < 0.01:  # rarely, because MLX calls a slow C++ compiler
             outputs = mx.compile(outputs_of)(*(giver.give(array, dtype) for array in arrays.values()))
         else:
             outputs = outputs_of(*(to_mlx(array, dtype) * 1 for array in arrays.values()))
@@ -296,7 +300,7 @@ def item_in_trouble(rng, metal=False):
 
 def spoil(rng, name, array, item, kind):
     """Return a copy of the array with NaN, infinite, huge or tiny numbers in one sequence of the batch. They replace
-    none, some or all numbers of this sequence."""
+    none, some or all of this sequence's numbers."""
     array = array.copy()
     own = array.swapaxes(0, PER_ITEM[name])[item]
     some = rng.random(own.shape) < pick(rng, (0.0, 0.2, 1.0))
@@ -308,8 +312,8 @@ def spoil(rng, name, array, item, kind):
 def assert_same_pattern(case, item, found):
     """Check that the outputs of one sequence are NaN exactly where the oracle's outputs are NaN.
 
-    Infinities are not compared on Metal: there the sigmoid of minus infinity is 2^-126, whose product with infinity
-    is not NaN. Infinities are not compared for a GRU either: z h + (1 - z) n and n + z (h - n) are both correct
+    Cases with infinities are not checked on Metal: there the sigmoid of minus infinity is 2^-126, whose product with
+    infinity is not NaN. They are not checked for a GRU either: z h + (1 - z) n and n + z (h - n) are both correct
     formulas, and they differ at infinity.
     """
     with np.errstate(all="ignore"):
@@ -334,12 +338,12 @@ def threads(rng):
         together = list(pool.map(lambda arguments: joined(run(*arguments)), work * 3))
     for number, results in enumerate(together):
         for name, value in results.items():
-            # In float64, because NumPy treats two NaN of bfloat16 as unequal.
+            # Compare in float64, because NumPy treats two NaN of bfloat16 as unequal.
             found, expected = (array.astype(np.float64) for array in (value, alone[number % 4][name]))
             np.testing.assert_array_equal(found, expected, err_msg=name)
 
 
-# --- The layers, and the vendors' ops --------------------------------------------------------------------------------
+# --- The layers and the vendors' ops ---------------------------------------------------------------------------------
 
 NAMES_OF_NN = {
     "lstm": ("LSTM", {"b": "bias"}, ("hidden", "cell")),
@@ -511,7 +515,7 @@ def weights_of_keras(rng):
 
 
 def weights_converted(rng):
-    """Check that weights are bit for bit the same after three conversions to random formats and back."""
+    """Check that three conversions, each to a random format and back, keep the weights bit for bit."""
     cell = pick(rng, (LSTMCell(), GRUCell(), GRUCell(reset="before"), RNNCell(), RNNCell("relu")))
     projected = isinstance(cell, LSTMCell) and rng.random() < 0.3
     formats = ["ops"] + ["torch", "layer", "cudnn"] * (cell != GRUCell(reset="before"))
@@ -525,9 +529,10 @@ def weights_converted(rng):
     test_convert.assert_same(made, weights)
 
 
-# --- The run ---------------------------------------------------------------------------------------------------------
+# --- Running the random cases ----------------------------------------------------------------------------------------
 
-SURFACES = {  # checking function: how many of a hundred cases it gets
+# {checking function: how many of a hundred random cases it checks}
+SURFACES = {
     recurrence_on_cpu: 36,
     recurrence_on_metal: 1,
     item_in_trouble: 15,
@@ -544,8 +549,8 @@ SURFACES = {  # checking function: how many of a hundred cases it gets
 
 
 def run_case(seed, number):
-    """Run one random case and return the name of the function that checked it. A case that raises UnfitError is
-    drawn again."""
+    """Run one random case and return the name of the function that checked it. If the case is unusable (UnfitError),
+    draw another one."""
     surface = np.random.default_rng([seed, number]).choice(list(SURFACES), p=np.array([*SURFACES.values()]) / 100)
     for attempt in range(1000):
         try:
@@ -559,8 +564,8 @@ def run_case(seed, number):
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(PARTS))
 def test_random_cases(request, record_property, part):
-    """Random cases agree with the oracle. Each part runs its share of the cases and reports all failures, not only
-    the first."""
+    """Random cases agree with the oracle. Each of the 20 parts runs its share of the cases. A part reports all
+    failures, not only the first."""
     seed, count = request.config.getoption("--fuzz-seed"), request.config.getoption("--fuzz")
     tried, failures = Counter(), []
     for number in range(part, count, PARTS):
@@ -579,8 +584,8 @@ def test_cases_that_failed_once():
 
 @pytest.mark.parametrize("surface", SURFACES)
 def test_each_surface_once(surface):
-    """Each checking function passes on one random case. It runs in every test run, so that errors in the fuzz test
-    itself are noticed."""
+    """Each checking function of this file passes on one random case. This test is not marked slow, so that every
+    test run notices errors in the checking functions themselves."""
     number = 0
     while True:
         try:

@@ -51,8 +51,8 @@ def own_cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def said(monkeypatch):
-    """Record the texts of all warnings in a list. `pytest.warns` is not used, because it could show a repeated
-    warning only once."""
+    """Record the texts of all warnings and return them as a list. `pytest.warns` is not used, because it could show
+    a repeated warning only once."""
     texts = []
     monkeypatch.setattr(warnings, "warn", lambda text, **how: texts.append(str(text)))
     return texts
@@ -60,8 +60,8 @@ def said(monkeypatch):
 
 @pytest.fixture
 def tried(monkeypatch):
-    """Run the trial runs of kernels in this process, where the tests plant faults. Return a list that records the
-    engine of each trial run."""
+    """Let the guard test new kernels in this process, where the tests plant faults. Return a list that records the
+    engine of each trial run (a small test run of kernels)."""
     engines, verdict = [], _judge.verdict
     monkeypatch.setattr(_guard, "command", lambda: None)
     monkeypatch.setattr(_judge, "verdict", lambda trial: (engines.append(trial.engine), verdict(trial))[1])
@@ -69,7 +69,7 @@ def tried(monkeypatch):
 
 
 def prefer(monkeypatch, engine):
-    """Make the library prefer this engine at every size."""
+    """Make the library choose this engine for every size of layer."""
     table = Table("measured here", {word: {1: ((1000, engine),)} for word in ("float32", "float16", "bfloat16")})
     monkeypatch.setattr(tuning, "current", lambda: table)
 
@@ -103,11 +103,11 @@ def assert_trained(layer, x, weights):
         assert_within(name, np.array(found[name]), exact[word], limit[word])
 
 
-# --- What becomes of a fault -----------------------------------------------------------------------------------------
+# --- Faults in kernels -----------------------------------------------------------------------------------------------
 
 
 def test_a_layer_trains_on_the_next_engine(monkeypatch, own_cache):
-    """If a kernel does not compile, the layer trains on the next engine with one warning, and a caller who requests
+    """If a kernel does not compile, the layer gives one warning and trains on the next engine. A caller who requests
     the faulty engine gets the reason as an error. The kernel is not tried again, in this process or another, until
     the kernels change."""
     started, real = [], _guard.by_child
@@ -143,7 +143,8 @@ def test_a_layer_trains_on_the_next_engine(monkeypatch, own_cache):
 
 
 def test_who_judges_results_has_no_trial(monkeypatch):
-    """Inside the context `unguarded`, a kernel is used although its trial run failed."""
+    """Inside the context `unguarded`, a kernel is used although its trial run (small test run before its first use)
+    failed."""
     monkeypatch.setattr(_guard, "try_out", lambda trial: WRONG)
     forced, x, weights = layer_and_data(engine="fused")
     with on_metal(guarded=True):
@@ -155,7 +156,8 @@ def test_who_judges_results_has_no_trial(monkeypatch):
 
 
 PROJECTED, BEFORE, BATCH, LONG = {"projection": True}, {"op": "gru", "reset": "before"}, {"B": 65}, {"T": 22}
-FAMILIES = {  # a kernel: (the engines that have it, what needs it)
+# {kernel: (the engines that use the kernel, options of a call that needs the kernel)}
+FAMILIES = {
     "lstm_fused_arrange": ("fused", {}),
     "lstm_fused_forward": ("fused", {}),
     "lstm_fused_backward": ("fused", {}),
@@ -219,7 +221,7 @@ def test_a_fault_in_any_kernel(kernel, monkeypatch, said, tried):
     assert len(tried) == len(set(tried))
 
 
-# A test waits until a hanging trial times out, so only these kernels get the fault `hangs`.
+# Only these kernels get the fault `hangs`: it is slow to test, because the test waits for a timeout.
 HANGING = ("lstm_fused_forward", "recurrent_input", "gru_stepwise_backward")
 
 
@@ -228,8 +230,8 @@ HANGING = ("lstm_fused_forward", "recurrent_input", "gru_stepwise_backward")
     "kernel, kind", [(kernel, kind) for kernel in FAMILIES for kind in FAULTS if kind != "hangs" or kernel in HANGING]
 )
 def test_any_fault_in_any_kernel(kernel, kind, monkeypatch, said):
-    """Every kind of fault in any kernel makes the library use the next engine. The trial runs of kernels take place
-    in child processes, as on a Mac."""
+    """Whatever fault a kernel has, the library uses the next engine. The trial runs of kernels take place in child
+    processes, as on a Mac."""
     monkeypatch.setattr(_child, "SECONDS", 30 if kind == "hangs" else 600)
     monkeypatch.setattr(_guard, "command", lambda: [sys.executable, SCRIPT, kind, kernel])
     assert_right_without(kernel, monkeypatch, said, "refused")
@@ -237,7 +239,8 @@ def test_any_fault_in_any_kernel(kernel, kind, monkeypatch, said):
     assert words.get(kind, "failed") in said[0]
 
 
-PROCESSES = {  # what a child does once it says that the trial has begun: the verdict, and whether it lasts
+# {what a child process does after the start of a trial run: (the guard's verdict, whether later processes reuse it)}
+PROCESSES = {
     "time.sleep(3600)": ("its trial on this machine gave no answer in 5 seconds", False),
     "os.abort()": ("its trial on this machine ended with exit code -6: no message", True),
     "sys.exit('[METAL] error')": ("its trial on this machine ended with exit code 1: [METAL] error", True),
@@ -291,8 +294,8 @@ def test_a_hang_refuses_the_engine_in_this_process_only(monkeypatch, said, capfd
 
 
 def test_one_child_tries_each_kernel_once(tmp_path, monkeypatch):
-    """A single child process runs all trial runs of kernels. Kernels that were already found right are not launched
-    again."""
+    """A single child process runs the trial runs of all kernels. It does not launch kernels again that were already
+    found right."""
     log = tmp_path / "launches"
     monkeypatch.setattr(_guard, "command", lambda: [sys.executable, SCRIPT, "counted", str(log)])
     first = _guard.try_out(trial_of("fused", problem()))
@@ -316,7 +319,7 @@ def test_where_no_process_can_be_started(monkeypatch, tried):
     assert _guard.command() is None
 
 
-# --- When it tries ---------------------------------------------------------------------------------------------------
+# --- When the guard runs a trial run ---------------------------------------------------------------------------------
 
 
 def problem(**options):
@@ -391,7 +394,7 @@ def test_an_emulator_is_no_reason_for_a_trial(monkeypatch):
 
 
 def test_a_gradient_op_is_tried_with_its_gradients(tried):
-    """The trial run for a gradient op has cotangents for the same outputs as the caller's call."""
+    """The trial run of a gradient op's kernels has cotangents for the same outputs as the user's call."""
     seen = []
     case = draw(np.random.default_rng(1), sizes=(3, 2, 3, 9, 9), dtype=np.float32)
     arrays = {name: mx.array(case[name]) for name in ("x", "Wx", "Wh", "b")}
@@ -403,7 +406,7 @@ def test_a_gradient_op_is_tried_with_its_gradients(tried):
     assert seen == [("gates", "hT")] * 2 and tried == ["fused", "fused", "stepwise"]
 
 
-# --- What is kept ----------------------------------------------------------------------------------------------------
+# --- Stored results of trial runs ------------------------------------------------------------------------------------
 
 
 def counted(monkeypatch, verdict=""):
@@ -427,8 +430,8 @@ def test_a_verdict_is_kept_for_this_machine(own_cache, monkeypatch):
 
 
 def test_the_verdicts_of_other_environments_stay(own_cache, monkeypatch):
-    """The file keeps the results of kernels' trial runs for the environments (machine and versions) that were used
-    last."""
+    """The cache file keeps the results of the kernels' trial runs for several environments (machine and versions):
+    the ones used last."""
     trials, real = counted(monkeypatch), verdicts.names()
     for n in range(verdicts.MACHINES + 1):
         monkeypatch.setattr(verdicts, "names", lambda n=n: f"{real} {n}")
@@ -444,7 +447,8 @@ def test_another_process_may_have_tried_meanwhile(own_cache, monkeypatch):
     before = own_cache.read_text()
     _guard.refusal("fused", problem(H=10, P=10))
     other = own_cache.read_text()
-    own_cache.write_text(before)  # as another process wrote it that knew of no other
+    # Simulate another process that has overwritten the file and did not know of the second trial run.
+    own_cache.write_text(before)
     verdicts.record("mine", "")
     assert len(trials) == 2 and set(json.loads(own_cache.read_text())[verdicts.names()]) >= {"mine"}
     own_cache.write_text(other)
@@ -471,10 +475,11 @@ def test_a_folder_that_cannot_be_written_is_no_error(monkeypatch, said):
     assert len(trials) == 1 and not said
 
 
-# --- What is tried ---------------------------------------------------------------------------------------------------
+# --- Kernels that a trial run covers ---------------------------------------------------------------------------------
 
 
-CALLS = {  # T, B, I, H, P and options of a call with as many kernels as can be
+# Calls that together use as many kernels as possible: {name: (engine, (T, B, I, H, P), options)}
+CALLS = {
     "fused lanes": ("fused", (5, 16, 3, 20, 20), {}),
     "fused two rows": ("fused", (2, 20, 3, 9, 9), {"lengths": [2, 1] * 10}),
     "fused small": ("fused", (4, 1, 3, 2, 2), {"op": "gru"}),
@@ -492,8 +497,8 @@ CALLS = {  # T, B, I, H, P and options of a call with as many kernels as can be
 
 
 def texts_of(engine, sizes, dtype, packing=None, **options):
-    """Return (problems, sources): the problems of a call with its gradient, and the source of every kernel that the
-    call runs."""
+    """Return (problems, sources): the descriptions (`Problem`) of a call with its gradient, and the source of every
+    kernel that the call runs."""
     case = draw(np.random.default_rng(1), sizes=sizes, dtype=dtype, **options)
     cotangents = draw_cotangents(np.random.default_rng(2), forward(**case), dtype)
     names = [name for name in ("Wx", "Wh", "Wp") if packing and name in case]
@@ -506,8 +511,8 @@ def texts_of(engine, sizes, dtype, packing=None, **options):
 
 
 def assert_tries_the_same(engine, sizes, dtype=np.float32, **options):
-    """Check that the trial runs use every kernel that the call uses, with the same source, and find all kernels
-    right."""
+    """Check two things: the trial runs (small test runs of kernels) use every kernel that the call uses, with the
+    same source, and they find no wrong result."""
     forms, wanted = texts_of(engine, sizes, dtype, **options)
     with on_metal() as log:
         assert [_judge.verdict(trial_of(engine, form)) for form in forms] == [""] * len(forms)
@@ -521,8 +526,8 @@ def test_a_trial_runs_the_kernels_of_the_call(call):
 
 
 def test_a_trial_is_cut_as_the_call():
-    """The trial run divides its work into threadgroups in the same way as the call, if `--tune` measured a better
-    division for this machine."""
+    """The trial run of a kernel divides its work into threadgroups in the same way as the user's call, if `--tune`
+    measured a better division for this machine."""
     with tuning.trying(Cut(8, 4)):
         assert_tries_the_same("fused", (2, 5, 3, 9, 9))
 
@@ -549,8 +554,9 @@ def test_a_trial_runs_the_kernels_of_any_call(number):
 
 
 def test_large_calls_have_small_trials():
-    """The trial run for a large call has small sizes. If the call exceeds an index limit or the limit of steps per
-    launch, the trial run has a lower limit, so that it uses the same kernels."""
+    """The trial run (small test run of kernels) for a large call has small sizes. A call beyond an index limit or
+    the limit of steps per launch uses other kernels. The trial run then gets lower limits, so that it uses the same
+    kernels as the call."""
     trial = trial_of("fused", problem(T=100000, B=512, H=128, P=128))
     assert trial.problem[:4] == (3, 65, 128, 128) and trial.problem.limits == Limits(index=0, launch_steps=2)
     trial = trial_of("stepwise", problem(T=100000, B=512, H=1024, P=1024))
@@ -579,8 +585,8 @@ def test_kernels_of_large_calls_run_in_small_trials():
 
 
 def test_launches_of_one_limit_never_serve_another():
-    """Two trial runs in one process that differ only in their index and launch limits use different kernels in
-    either order, although they share the caches of launches."""
+    """Two trial runs that differ only in their index and launch limits use different kernels, although both run in
+    one process and share the caches of launches. The order of the trial runs does not matter."""
     for engine, word in (("fused", "using Index = ulong"), ("stepwise", "using Index = long")):
         wide = trial_of(engine, problem(T=2**26, B=3))
         narrow = wide._replace(problem=wide.problem._replace(limits=Limits()))
@@ -595,7 +601,7 @@ def test_launches_of_one_limit_never_serve_another():
 
 
 def every_cell():
-    """Yield cells that have every activation function for every gate and output."""
+    """Yield cells that together have every activation function for every gate and output."""
     for name in ACTIVATIONS:
         yield RNNCell(name)
         yield from (GRUCell(activations=gates) for gates in [(name, name, "tanh"), ("sigmoid", "sigmoid", name)])
@@ -642,8 +648,8 @@ def test_a_gradient_that_is_no_number_is_wrong(monkeypatch):
 
 
 def test_less_precise_products_of_mlx_are_no_fault(monkeypatch):
-    """The trial run accepts an engine whose results are as far from the oracle as those of the engine `ops`, but not
-    much farther. Some GPUs compute float32 products less precisely."""
+    """Some GPUs compute float32 products less precisely. The trial run therefore accepts results of an engine that
+    are about as far from the oracle as the results of engine `ops`. It refuses results that are much farther away."""
     real, off = _judge.results, {"ops": 1.001, "fused": 1.0015}
     monkeypatch.setattr(_judge, "results", lambda *given: {name: a * off[given[3]] for name, a in real(*given).items()})
     with on_metal():
@@ -652,7 +658,7 @@ def test_less_precise_products_of_mlx_are_no_fault(monkeypatch):
         assert "wrong numbers" in _judge.verdict(trial_of("fused", problem()))
 
 
-# --- What a layer says -----------------------------------------------------------------------------------------------
+# --- Warnings of layers ----------------------------------------------------------------------------------------------
 
 
 def test_a_layer_says_what_ran():

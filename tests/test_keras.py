@@ -116,9 +116,9 @@ MASKED += [pytest.param(*case, marks=pytest.mark.slow) for case in [*RARER, ("Bi
 
 @pytest.mark.parametrize("name, options", MASKED, ids=str)
 def test_steps_masked_in_the_middle(name, options):
-    """Our option `hold` gives the same outputs as Keras' masking by an embedding with `mask_zero`. Steps are masked
-    before the first word and between words, and one text has no words. Without `hold` the same weights give other
-    outputs."""
+    """With the option `hold` (steps that keep the state), our ops give the same outputs as Keras' masking by an
+    embedding with `mask_zero`. Masked steps come before the first word and between words; one text has no words.
+    Without `hold` the outputs differ."""
     layer, theirs = layer_of(name, **options), pytest.importorskip("keras")
     words = np.array([[0, 3, 0, 0, 5, 1, 0], [2, 2, 0, 6, 0, 4, 4], [0] * T])
     embedding = theirs.layers.Embedding(7, I, mask_zero=True)
@@ -135,9 +135,10 @@ def test_steps_masked_in_the_middle(name, options):
         h, free = (np.array(call(**(dict(list(case.items())[1:]) | given)).h) for given in ({}, {"hold": None}))
     case |= {name: np.array(value) for name, value in weights.items()} | {"x": x}
     limit = 2 * bounds(case, np.float32)["h"]
-    # Keras' Bidirectional always sets zero_output_for_mask.
+    # Keras returns 0 at masked steps if zero_output_for_mask is set. Its Bidirectional always sets this option.
     zeroed = (words.T == 0)[..., None] & (both or "zero_output_for_mask" in options)
-    turn = -1 if case["reverse"] else 1  # Keras returns a reversed layer's outputs in the order of processing
+    # A reversed layer of Keras returns the last time step first. Our op returns the first time step first.
+    turn = -1 if case["reverse"] else 1
     assert_within("h", np.where(zeroed, 0, h)[::turn], expected, limit)
     assert np.abs(free[::turn] - expected).max() > 0.01
 

@@ -60,8 +60,8 @@ def test_the_order_of_threads_does_not_change_a_bit(layer, B):
 @pytest.mark.parametrize("itemsize", [2, 4])
 @pytest.mark.parametrize("cell", [LSTMCell(), GRUCell(), GRUCell(reset="before"), RNNCell()], ids=str)
 def test_fused_stays_within_the_limits_of_metal(cell, itemsize):
-    """`fused` needs at most 1024 threads and 32 KB of threadgroup memory at every size for which the automatic
-    choice of the engine may select it."""
+    """`fused` needs at most 1024 threads and 32 KB of threadgroup memory at every size for which the library may
+    choose this engine by itself."""
     for H in range(1, FUSED_LIMIT[cell.op] + 1):
         for B, D in ((1, 1), (17, 1), (64, 1), (65, 1), (1000, 1), (33, 2)):
             for sweep in (False, True):
@@ -80,8 +80,8 @@ def test_a_kernel_is_compiled_for_its_threads():
 
 
 def test_a_name_has_one_text():
-    """Kernels with the same name have the same source. MLX caches compiled kernels by name, and compiles again when
-    the source for a name changes."""
+    """Two kernels with the same name always have the same source. MLX caches compiled kernels by name and compiles
+    again when the source for a name changes."""
     texts = {}
     for layer, options in LIMITED.items():
         options = {name: value for name, value in options.items() if name != "peephole"}
@@ -106,8 +106,8 @@ CELLS = {cell.op: cell for cell in (LSTMCell(), GRUCell(), RNNCell())}
 
 
 def graph_of(engine, T, projection=False, dtype=mx.float32, op="lstm", D=1):
-    """Return how many launches the forward and the backward pass need, counted by MLX primitive, copies included. A
-    concatenation counts once per input, because it copies its inputs one by one."""
+    """Return the number of launches of the forward and the backward pass, by MLX primitive. Copies of arrays are
+    launches, too. A concatenation has one launch per input, because MLX copies the inputs one by one."""
     B, I, H, P, cell, own = 2, 3, 8, 4, CELLS[op], (2,) if D == 2 else ()
     width, rows = P if projection else H, D * cell.gates * H
     shapes = {"x": (T, B, I), "Wx": (rows, I), "Wh": (*own, rows // D, width), "b": (rows,), "h0": (B, D * width)}
@@ -137,8 +137,8 @@ def graph_of(engine, T, projection=False, dtype=mx.float32, op="lstm", D=1):
 
 
 def launches_of_node(node, memory):
-    """Return how many launches one primitive needs, including copies of arrays that are not contiguous. `memory`
-    maps the name of each array of the graph to a NumPy array with its shape and strides."""
+    """Return how many launches one MLX primitive needs. Copies of arrays that are not contiguous are launches, too.
+    `memory` maps the name of each array of the graph to a NumPy array with the same shape and strides."""
     name, arguments = node["name"], node["arguments"]
     given = [memory[word] for word, *_ in node["inputs"]]
     views = {
@@ -154,7 +154,7 @@ def launches_of_node(node, memory):
     if name in views:
         try:
             memory[node["outputs"][0][0]] = views[name]()
-        except ValueError:  # MLX copies exactly where NumPy cannot return a view
+        except ValueError:  # NumPy cannot return a view; MLX copies the array in the same cases
             return Counter({f"{name} that copies": 1})
         return Counter()
     if name == "CustomKernel":
@@ -165,8 +165,8 @@ def launches_of_node(node, memory):
 @pytest.mark.parametrize("op", CELLS)
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16], ids=str)
 def test_launches_of_fused_with_those_of_mlx(op, dtype):
-    """A call of `fused` with its gradient needs at most 12 launches (a GRU 14), copies included, for any number of
-    steps T and for one or two directions."""
+    """A call of `fused` with its gradient needs at most 12 kernel launches (a GRU 14), MLX's copies included. This
+    holds for any number of steps T and for one or two directions."""
     count = graph_of("fused", 9, dtype=dtype, op=op)
     assert count.total() <= (14 if op == "gru" else 12), count
     assert graph_of("fused", 3, dtype=dtype, op=op) == count
@@ -177,8 +177,8 @@ def test_launches_of_fused_with_those_of_mlx(op, dtype):
 @pytest.mark.parametrize("op", CELLS)
 @pytest.mark.parametrize("T", [1, 3, 9, 30, 200])
 def test_launches_of_stepwise_with_those_of_mlx(op, T):
-    """A call of `stepwise` with its gradient needs at most 2T + 10 launches for T steps (a GRU 2T + 15), copies
-    included, for one or two directions."""
+    """A call of `stepwise` with its gradient needs at most 2T + 10 kernel launches for T steps (a GRU 2T + 15),
+    MLX's copies included. This holds for one or two directions."""
     if op != "lstm" and T > 30:
         return
     for dtype in (mx.float32, mx.float16):
@@ -200,8 +200,9 @@ def test_launches_of_stepwise_with_a_projection(T):
 
 @pytest.mark.parametrize(("left", "again"), [(LEFT, 0.6), (LEFT // 2, 1.1)])
 def test_rows_are_few_at_the_end_of_a_sweep(left, again):
-    """For any number of steps T, at most `left` arrays remain after a pass over the steps. Each row is copied about
-    once per level of concatenations."""
+    """For any number of time steps T, at most `left` arrays remain after a pass over the steps, because launches
+    concatenate the arrays of several steps. Each step's row of numbers is copied about once per level of
+    concatenation."""
     for T in (*range(1, 700), 1280, 1281, 5000, 10241):
         found, rows = joins(T, left)
         copied = [sum(join.steps) for join in found if join]
@@ -212,11 +213,11 @@ def test_rows_are_few_at_the_end_of_a_sweep(left, again):
 
 
 def test_launches():
-    """A call has exactly the documented number of launches of our kernels.
+    """A call with its gradient has exactly the documented number of launches of our kernels.
 
-    `fused` has two launches per pass, one of which arranges the weights, and one launch between the passes.
-    `stepwise` has one launch per step (two with a projection), one after each pass, one for the input of the
-    recurrent products and one for dh0.
+    `fused` has two launches in the forward and two in the backward pass: one copies the weights into the kernel's
+    order, one computes all steps. One more launch lies between the passes. `stepwise` has one launch per step (two
+    with a projection), one after each pass, one for the input of the recurrent products and one for dh0.
     """
     assert [len(launches_of((T, 2, 3, 4, 2), "fused")) for T in (1, 9)] == [5, 5]
     assert [len(launches_of((T, 2, 3, 4, 2), "stepwise")) for T in (1, 9)] == [6, 22]
@@ -269,8 +270,8 @@ def test_shaders_have_few_parameters_and_short_functions():
 
 @pytest.mark.parametrize("op", CELLS)
 def test_stepwise_stays_within_the_limits_of_metal(op):
-    """Every instantiation of `stepwise` needs at most 1024 threads and 32 KB of threadgroup memory. Both numbers
-    depend only on the batch size and the cell."""
+    """Every variant of the `stepwise` kernels needs at most 1024 threads and 32 KB of threadgroup memory. Both
+    numbers depend only on the batch size and the cell."""
     seen = set()
 
     def prepare(name, shaders, inputs, outputs, template, body, groups, threads, index):
@@ -316,8 +317,8 @@ COUNTED = {
 @pytest.mark.not_on_a_mac("bytes: the emulator counts them")
 @pytest.mark.parametrize("options", COUNTED.values(), ids=COUNTED)
 def test_fused_moves_hardly_more_than_every_array_once(options):
-    """Each launch of `fused` moves at most 1.15 times the size of its arrays. Weights and the sizes in constant
-    memory are not counted."""
+    """Each launch of `fused` reads and writes at most 1.15 times as many bytes as its arrays have. Weights and the
+    sizes in constant memory are not counted."""
     left_out = (*WEIGHTS, "sizes")
     options = dict(options)
     with patch.object(kernels_fused, "MATRIX_BATCH", 1 if options.pop("wide", False) else 100):

@@ -30,7 +30,8 @@ LAYERS = {
     "projection_unmasked": {"projection": True, "mask": None},
 }
 
-USERS = {  # shader file: (the engines and layers that use it, the batch sizes at which they use it)
+# {shader file: ({engine: layers} that use the file, the batch sizes at which they use the file)}
+USERS = {
     "stepwise": ({"stepwise": ["projection"]}, (4, 9)),
     "stepwise_lanes": ({"stepwise": ["projection"]}, (3, 4)),
     "stepwise_tiles": ({"stepwise": ["projection", "gru"]}, (9, 33)),
@@ -52,15 +53,16 @@ USERS = {  # shader file: (the engines and layers that use it, the batch sizes a
     "cell": ({"stepwise": ["projection"]}, (3,)),
     "cell_lstm": ({"stepwise": ["projection"], "fused": ["lstm"]}, (3, 19)),
 }
-# (packing, sizes) of the cases for `stepwise`: products by the lanes of a SIMD group, all lanes busy or not, and
-# products by tiles, the last tile full or half empty.
+# Quantized cases for `stepwise`: ((group size, bits, mode), (T, B, I, H, P)). The lanes of a SIMD group compute some
+# products, with all lanes busy or not. Tiles compute the others, with the last tile full or half empty.
 PACKED = [
     *[(packing, (2, 1, 2, H, H)) for packing, H in (((64, 3, "affine"), 64), ((32, 8, "affine"), 320))],
     *[(packing, (2, 8, 2, H, H)) for packing, H in (((64, 3, "affine"), 64), ((32, 8, "mxfp8"), 32))],
     *[((16, 4, "nvfp4"), (2, B, 2, 48, 48)) for B in (1, 8)],
     *[(packing, (2, 1, 2, 32, 32)) for packing in ((32, 4, "mxfp4"), (32, 1, "affine"))],
 ]
-# (packing, sizes) of the cases for `fused`, with several values of SPAN in metal/fused_quantized.metal.
+# Quantized cases for `fused`: ((group size, bits, mode), (T, B, I, H, P)). They differ in the constant SPAN of
+# metal/fused_quantized.metal.
 FUSED_PACKED = [
     *[((64, 3, "affine"), (2, 1, 2, H, H)) for H in (64, 128, 256)],
     *[((32, bits, "affine"), (2, 17, 2, 32, 32)) for bits in (4, 5)],
@@ -71,7 +73,7 @@ BOTH_FORMS = ("cell_lstm", "fused", "fused_arrange")
 
 BARRIERS = [file for file in USERS if "_barrier(" in kernels.shader_file(file)]
 
-# Damages that change no result, so that no test can notice them. Comments give the reasons.
+# Damages that change no result, so that no test can notice them. The comment above each damage gives the reason.
 HARMLESS = {
     # N is a multiple of 4, so the last value of `e` is N - 4 with the original and with the changed bound.
     "for (int e = 0; e < N; e += 4) {  the bound of < is one less",
@@ -81,14 +83,15 @@ HARMLESS = {
     "for (; left >= 32; left -= 32) {  >= becomes >",
     "for (; left >= 32; left -= 32) {  the bound of >= is one more",
     "if (left > 0) {  > becomes >=",
-    # The last value of `part` is 24 with the original and with the changed bound.
+    # The loop has the same passes with both bounds: the last value of `part` is 24.
     "for (int part = 0; part < 32; part += 8 * SLICES) {  the bound of < is one less",
     # With one slice, the loop inside this block adds nothing.
     "if constexpr (SLICES > 1) {  // a thread adds up the sums of the cells it will compute  > becomes >=",
-    "for (int n = 1; n < 20; ++n) {  < becomes <=",  # entry 20 is never the start of a row
+    # With <=, the loop also looks at entry 20, which is never the start of a row.
+    "for (int n = 1; n < 20; ++n) {  < becomes <=",
     # With the smaller bound, one resident weight is read from memory again.
     "if (n < RESIDENT) weights = float4(resident[n]);  the bound of < is one less",
-    # `lane` is never GATE_N in this branch.
+    # In this branch `lane` is never GATE_N, so > and >= give the same value.
     "return lane == Cell::GATE_N ? -1 : Cell::block(lane > Cell::GATE_N ? int(Cell::GATE_N) : lane);  > becomes >=",
     # With <=, an additional matrix is read, but it is not part of any product.
     "if (part + 1 < PARTS) simdgroup_load(right[1], vectors + 64 * (part + 1), 8);  < becomes <=",
@@ -96,7 +99,8 @@ HARMLESS = {
     # gates one by one.
     "for (int gate = 0; gate < gates; ++gate)  < becomes <=",
     "for (int n = 0; n < GATES; ++n) found = found || (activation_of(OPTIONS, n) == TANH && gate == n);  < becomes <=",
-    "return is_tanh && z < 0.3f ? near : far;  < becomes <=",  # both formulas are right at 0.3
+    # At 0.3 both formulas are precise enough.
+    "return is_tanh && z < 0.3f ? near : far;  < becomes <=",
     "const float y = fast::divide(1.0f, 1.0f + exp2(power > 126.0f ? 126.0f : power));  > becomes >=",
     # If x equals the bound, both branches return the bound.
     "case RELU: return x < 0.0f ? 0.0f : x;  < becomes <=",
@@ -104,22 +108,25 @@ HARMLESS = {
     "  < becomes <=",
     "inline float within(float least, float x, float most) { return x < least ? least : x > most ? most : x; }"
     "  > becomes >=",
-    "if (t < length) {  < becomes <=",  # reads the last h, which is multiplied by a gradient of 0
-    # K is a multiple of the group size, so no group is cut. A loop pass that begins at K has no weights for any lane.
+    # With <=, the thread also reads the last h, but multiplies it by a gradient of 0.
+    "if (t < length) {  < becomes <=",
+    # K is a multiple of the group size, so the last group is complete and a smaller bound skips no weight. A loop pass
+    # that begins at K has no weights for any lane.
     "for (int first = 0; first < COUNT; first += AT_ONCE) {  the bound of < is one less",
     "for (uint k = 0; k < uint(K); k += 8 * COUNT) {  < becomes <=",
     "for (uint k = 0; k < uint(K); k += 8 * COUNT) {  the bound of < is one less",
     "if (k + first < uint(K)) multiply(rows, weights, columns, place, part);  the bound of < is one less",
     "inline uint shifted(uint bits, int left) { return left < 0 ? bits >> -left : bits << left; }  < becomes <=",
-    "if (shift + BITS > 32) bits |= words[word + 1] << (32 - shift);  > becomes >=",  # the extra bits are masked out
-    # If SPAN equals SIZE, both branches give the same PIECE (SPAN and SIZE are powers of two). The first factor belongs
-    # to slot 0.
+    # With >=, bits of the next word are added, but a later mask removes them.
+    "if (shift + BITS > 32) bits |= words[word + 1] << (32 - shift);  > becomes >=",
+    # If SPAN equals SIZE, both branches give the same PIECE. SPAN and SIZE are powers of two.
     "PIECE = SPAN < SIZE ? SPAN : SIZE,  < becomes <=",
     "PIECE = SPAN < SIZE ? SPAN : SIZE,  the bound of < is one less",
+    # The changed condition matters only for factor 0, which belongs to slot 0 in both branches.
     "const int slot = factor < 0 ? place / Share::WORDS % SLOTS : factor / Share::FACTORS;  < becomes <=",
     # With the smaller bound, one resident word is read from memory again.
     "if (n < RESIDENT) lane.words = lane.resident[n].words;  the bound of < is one less",
-    # With groups of 32, every tile begins a group. The only smaller group size is 16.
+    # Tiles have 32 weights, so with groups of 32 every tile begins a group. The only smaller group size is 16.
     "if (row.k % GROUP == 0 || GROUP < 32)  < becomes <=",
     "if (row.k % GROUP == 0 || GROUP < 32)  the bound of < is one less",
     "constexpr int SHARE = GROUP < 32 ? GROUP / 4 : 8;  < becomes <=",
@@ -145,16 +152,17 @@ UNSEEN = {
 
 
 def damages(file, kind):
-    """Yield changed versions of a shader file. With kind "barriers" a barrier is changed; otherwise the limit in a
-    comparison of indices is moved by one."""
+    """Yield changed versions of a shader file, each with one change. With kind "barriers" a barrier is changed.
+    Otherwise the limit in a comparison of indices is moved by one."""
     for mutation in mutations.mutations(kernels.shader_file(file)):
         if ("barrier" in mutation.description) == (kind == "barriers") and "index" not in mutation.description:
             yield mutation
 
 
 def trials(file, kind):
-    """Yield the arguments of `notice`: (engine, case, cotangents, exact results, error bounds), and quantized
-    weights if the file needs them. The cases are small and have every option that adds an index limit to the shader."""
+    """Yield the arguments of `notice`, one tuple per small test case: (engine, case, cotangents, exact results,
+    error bounds) and, if the shader file needs them, quantized weights. The cases have every option that adds an
+    index limit to the shader."""
     users, batches = USERS[file]
     batches = batches[:1] if kind == "barriers" else batches
     for engine, layer in ((word, layer) for word, layers in users.items() for layer in layers):
@@ -170,14 +178,15 @@ def trials(file, kind):
             case, cotangents, weights, ref, limit = quantized_case(packing, sizes=sizes, quantize=("Wh",), op=op)
             yield "fused" if "fused" in file else "stepwise", case, cotangents, ref, limit, weights
     if file == "stepwise":
-        yield trial("stepwise", (21, 1, 2, 2, 2), op="rnn")  # joins rows of fewer than 8 elements
+        yield trial("stepwise", (21, 1, 2, 2, 2), op="rnn")  # concatenates rows of fewer than 8 numbers
     if file == "stepwise_lanes":
         yield trial("stepwise", (2, 3, 2, 7, 7))  # H = 7: three elements remain after the vectors of 4
     if file == "stepwise_rows":
-        for T in (20, 21):  # 20 rows need no join, 21 rows do
+        for T in (20, 21):  # the rows of 20 steps need no concatenation, those of 21 steps do
             yield trial("stepwise", (T, 3, 2, 5, 5), op="rnn")
     if file == "fused_lanes":
-        for last in ("relu", "tanh"):  # activations of the last gate with and without the shared exp2 and reciprocal
+        # The last gate's activation tanh shares one exp2 and one reciprocal with the other gates; relu does not.
+        for last in ("relu", "tanh"):
             yield trial("fused", (3, 3, 2, 5, 5), activations=("sigmoid", "sigmoid", "tanh", last, "tanh"))
     if file == "fused_matrix":
         yield trial("fused", (3, 9, 2, 5, 5))  # H = 5 is one part, so that no registers hold a second part
@@ -203,12 +212,13 @@ def trial(engine, sizes, bounds=bounds, scale=1, **options):
 
 
 def notice(file, engine, case, cotangents, ref, limit, weights=MappingProxyType({})):
-    """Run one case with the current shaders. Raise if the emulator reports an error, if a result is wrong, or if NaN
-    from steps after the end of a sequence reaches a result."""
+    """Run one case with the current shaders. Raise an error if the emulator reports one, if a result is wrong, or if
+    NaN from the padding after the end of a sequence reaches a result."""
     with (
         on_metal(),
         limited(launch_steps=3),
-        patch.object(kernels_fused, "working_registers", lambda *_: 108),  # few weights fit in registers
+        # With so many working registers, only few weights fit in the remaining registers.
+        patch.object(kernels_fused, "working_registers", lambda *_: 108),
         patch.object(kernels_fused, "MATRIX_BATCH", 1 if "matrix" in file else 10 if file in BOTH_FORMS else 100),
         # With a limit of 1 byte, the backward kernel with matrix products has a single buffer and one more barrier.
         # Otherwise it has a double buffer.
@@ -237,8 +247,8 @@ def unnoticed(file, kind):
     return set(missed) - HARMLESS - UNSEEN
 
 
-# Damages that `mutations` does not make: (shader file, a part of its source, the replacement, a function that returns a
-# case for `notice`).
+# Damages that `mutations` does not make: {description: (shader file, a part of the file's source, the replacement, a
+# function that returns the arguments of `notice`)}.
 PLANTED = {
     "every group joins the first one's part": (
         *("stepwise_rows", "(group.x - a.first[0]) * a.first[1] + ", ""),

@@ -68,15 +68,15 @@ def assert_right(engine, outputs, gradients, ref, limit, dtype=np.float32):
 
 @pytest.mark.parametrize("engine, name, B", in_turns(list(CROSSED), BATCHES))
 def test_options_crossed(engine, name, B):
-    """Outputs and gradients are right for every option. Each case has several options, so that all options take few
-    cases. With a batch of 9, `fused` uses its kernel with 8 x 8 matrix products."""
+    """Outputs and gradients are right for every option. Each case combines several options, so that a few cases
+    cover all options. With a batch of 9, `fused` uses its kernel with 8 x 8 matrix products."""
     check_option(engine, at_batch(CROSSED[engine, name], B), B)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine, option, B", over_engines(OPTIONS | CELLS | BOTH, BATCHES))
 def test_each_option_alone(engine, option, B):
-    """Outputs and gradients are right for each option in a separate case. With a batch of 9, `fused` uses its kernel
+    """Outputs and gradients are right when a case has only one option. With a batch of 9, `fused` uses its kernel
     with 8 x 8 matrix products."""
     check_option(engine, options_at(option, B), B)
 
@@ -91,8 +91,7 @@ def with_engine(engine, drawn):
     return case, engine, cotangents
 
 
-# Options whose results stay in the range of float16. With unbounded gates or outputs, or with larger batches, results
-# would overflow.
+# The cases for 16 bits have no unbounded gates (relu, identity), whose results would overflow float16.
 BOUNDED = [pair for pair, case in CROSSED.items() if not {"relu", "identity"} & {*case.get("activations", ())[:1]}]
 UNBOUNDED = ("relu_gates", "identity_gates")
 WIDE = [pair for pair in pairs(OPTIONS | CELLS | BOTH) if pair[0] == "fused" and not pair[1].endswith(UNBOUNDED)]
@@ -147,7 +146,7 @@ def test_each_output_alone(engine, output):
 
 
 SHAPES = [
-    # Time steps T, batch size B, input size I, hidden size H, projection size P.
+    # (time steps T, batch size B, input size I, hidden size H, projection size P)
     (1, 1, 1, 1, 1),
     (2, 1, 3, 1, 1),
     (1, 3, 2, 5, 2),
@@ -164,8 +163,8 @@ SHAPES = [
 @pytest.mark.parametrize("sizes", SHAPES, ids=str)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_odd_shapes(engine, sizes):
-    """Results are right for sizes of one, prime sizes, sizes one larger than a tile, arrays of fewer than 8
-    elements, and every batch size at which the number of batch rows per threadgroup changes."""
+    """Results are right for sizes of one, prime sizes, sizes one larger than a tile, and arrays of fewer than 8
+    elements. The batch sizes cover every number of sequences that one threadgroup computes."""
     T, B = sizes[:2]
     options = {"mask": (T, B, "P"), "peephole": True, "reverse": True, "projection": engine == "stepwise"}
     check(*with_engine(engine, draw_away_from_kinks(3, ROUNDING_MARGIN, sizes=sizes, **options)))
@@ -252,7 +251,8 @@ find_row(items, {b}, 0, row);
 """
     shaders = ("arrays", "cell", "stepwise", "stepwise_rows")
     inputs = {"piece": [0] * 8, "starts": [0] * 20 + [T], "kind": (length, H, 0)}
-    # The expected offsets are for arrays of two directions. The last of the 20 pieces has all T rows.
+    # The expected offsets are for arrays of two directions. The kernel reads up to 20 arrays; here all T rows are in
+    # the last one.
     expected = [at * G * H, (b * 2 + 1) * H, t * length, 2 * at * H]
     assert found_on_metal(shaders, step + rows + body, 4, inputs) == expected
     body = f"""
@@ -308,8 +308,8 @@ def test_fused_with_weights_that_do_not_fit_in_registers(H, dtype):
 @pytest.mark.parametrize("op", ["lstm", "gru", "rnn"])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_small_numbers_have_all_their_digits(engine, op, B):
-    """Each element has a small relative error where tanh(x) is nearly x. The formula 2 sigmoid(2 x) - 1 would lose
-    all digits there."""
+    """Each element has a small relative error even for tiny inputs x, where tanh(x) is nearly x. The formula 2
+    sigmoid(2 x) - 1 would lose all digits there."""
     case = draw(np.random.default_rng(3), op=op, sizes=(4, B, 3, 10, 10), dtype=np.float32)
     scale = {"x": 1e-4, "b": 1e-5, "bhn": 1e-5, "h0": 1e-4, "c0": 1e-4}
     judge_each_element(case | {n: case[n] * np.float32(s) for n, s in scale.items() if n in case}, engine)
@@ -425,7 +425,7 @@ def test_options_in_random_combination(engine, seed, sizes, op, both, shown):
 @pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(**drawn)
-@example(seed=1447, sizes=(5, 8, 3, 5, 1), op="gru", both=False, shown={"h"})  # h grows to 1e73
+@example(seed=1447, sizes=(5, 8, 3, 5, 1), op="gru", both=False, shown={"h"})  # in this case h grows to 1e73
 @pytest.mark.parametrize("engine", ENGINES)
 def test_options_in_many_random_combinations(engine, seed, sizes, op, both, shown):
     test_options_in_random_combination.hypothesis.inner_test(engine, seed, sizes, op, both, shown)

@@ -22,7 +22,7 @@ from mlx_lstm.engines.cells import GRUCell, LSTMCell, RNNCell
 from mlx_lstm.mpsgraph.layouts import ACTIVATIONS, LEADING_ONE, layouts, title
 from mlx_lstm.oracle.closeness import assert_within, bounds_of
 
-ROUNDING_MARGIN = 1e-4  # smallest distance of relu and hard_sigmoid arguments from the kinks
+ROUNDING_MARGIN = 1e-4  # smallest allowed distance of relu and hard_sigmoid arguments from their kinks
 CELLS = {"lstm": LSTMCell(), "gru": GRUCell(), "single_gate_rnn": RNNCell()}
 CASES = {"lstm": 100, "gru": 30, "single_gate_rnn": 30}
 """The number of random cases of each op in each of ten parts."""
@@ -67,8 +67,8 @@ def check(case, by_engine, **readings):
         assert list(results) == case.results
         assert {value.dtype for value in results.values()} == {np.dtype(np.float32)}
     exact = judge.expected(case, **readings)
-    # Computing the error bounds takes most of the time. The bounds from two random trials are narrower, and nearly all
-    # results lie within them. Only if a result does not, compute the bounds from all trials.
+    # Error bounds come from repeated evaluations with random rounding (trials), which take most of the test's time.
+    # Bounds from two trials are never wider than those from all trials. All trials run only if a result lies outside.
     try:
         check_within(case, by_engine, exact, judge.limits(case, trials=2, **readings))
     except AssertionError:
@@ -208,11 +208,11 @@ def test_torch_lstm_by_chained_calls(layers, bidirectional, engine):
 
 
 def chain(case, stack, source, source_gradient, run):
-    """Run a stack of layers forward, then backward. In the backward pass, the dsource of one layer is the
-    source_gradient of the layer below.
+    """Run a stack of layers forward, then backward. In the backward pass, the dsource (gradient of the input) of one
+    layer is the source_gradient (cotangent of h) of the layer below.
 
-    `run` returns all results of a case, gradients included. The forward pass does not use the gradients, so
-    source_gradient is zero there.
+    `run` returns all results of a case, gradients included. In the forward pass only h is used, so source_gradient
+    is zero there.
     """
     sources, found = [source], {}
     for weights in stack:
@@ -229,8 +229,8 @@ def chain(case, stack, source, source_gradient, run):
 
 
 def apple_weights(lstm, layer, D, gradient=False):
-    """Return the weights of a torch layer, or their gradients, under Apple's names, the forward direction first.
-    With two directions, the recurrent weight has a leading axis for them. The bias is b_ih + b_hh."""
+    """Return the weights of a torch layer, or their gradients, under Apple's names. With two directions, the forward
+    direction comes first, and the recurrent weight has a leading axis for the directions. The bias is b_ih + b_hh."""
 
     def parameters(kind):
         values = [getattr(lstm, f"{kind}_l{layer}{suffix}") for suffix in ("", "_reverse")[:D]]
@@ -250,7 +250,7 @@ def side_by_side(states, layers, D):
 
 
 def call(op, arrays, **options):
-    """Call a forward op for training with `arrays`, except the cotangents in them."""
+    """Call a forward op for training. It gets all of `arrays` except the cotangents."""
     given = {name: mx.array(array) for name, array in arrays.items() if name not in COTANGENTS[op]}
     return getattr(mpsgraph, op)(**given, **options)
 
@@ -285,7 +285,7 @@ def test_hard_sigmoid_of_slope_a_sixth(op):
 def test_layouts_of_a_mask(op):
     rng = np.random.default_rng(2)
     case = draw(rng, op, (3, 2, 3, 4), absent=(), bidirectional=True)
-    mask = case.arrays["mask"]  # [N, 2H]
+    mask = case.arrays["mask"]  # shape [N, 2H]: both directions side by side
     plain = ours.run(case, "ops")
     stacked = np.stack(np.split(mask, 2, axis=-1))
     same = {"directions": stacked, "steps": np.broadcast_to(mask, (3, *mask.shape))}

@@ -46,7 +46,8 @@ class UnfitError(Exception):
 
 
 def outcome(model, run, loss_of, expected):
-    """Return "right" or "refused" for a nesting run as `RUNS[run]`; raise AssertionError for any other outcome.
+    """Evaluate a nested function of the loss with the options `RUNS[run]`. Return "right" if the value is close to
+    `expected`, or "refused" if the call raises an error that engines may raise. Otherwise raise AssertionError.
     `loss_of` takes a loss and returns the nested function of theta."""
     options, unchunked = RUNS[run]
     try:
@@ -61,8 +62,9 @@ def outcome(model, run, loss_of, expected):
 
 
 def judged(model, names, runs, inner=None):
-    """Return the outcome of a nesting of transformations for each entry of `runs`. With `inner`, another recurrence
-    is differentiated first, in an inner nesting, and the result changes the input."""
+    """Return {run: "right" or "refused"} for a nesting of transformations and each run of `runs`. With `inner`,
+    theta is first multiplied by a factor that depends on another nested derivative, so that a differentiation has
+    already happened when the recurrence runs."""
 
     def loss_of(loss):
         if inner is None:
@@ -151,13 +153,13 @@ def test_the_table_of_derivatives_with_metal(engine, row):
 # --- Nestings that were wrong ----------------------------------------------------------------------------------------
 
 WRONG_ONCE = [
-    ("jacobian", "grad"),  # the result was 0: the refusal was lost under mx.vmap
+    ("jacobian", "grad"),  # a bug gave 0: the engine's error was lost under mx.vmap
     ("jacobian", "value_and_grad"),
     ("jacobian", "jvp"),
     ("jacobian", "jacobian"),
-    ("grad", "jvp"),  # the result was 0: forward mode through the gradient
+    ("grad", "jvp"),  # a bug gave 0 for forward mode through the gradient
     ("jvp", "grad"),
-    ("twice", "jacobian"),  # float64 gates had been rounded to float32
+    ("twice", "jacobian"),  # a bug rounded float64 gates to float32
 ]
 
 
@@ -168,8 +170,8 @@ def test_nestings_that_were_wrong(names):
 
 @pytest.mark.parametrize("inner", ["grad", "value_and_grad", "jvp"])
 def test_a_derivative_of_something_else_first(inner):
-    """A gradient is right although an earlier derivative computed the input. MLX then no longer marks the input as
-    traced, and it drops the input's graph when an engine evaluates the input."""
+    """A gradient is right although an earlier derivative computed the input. In this case MLX no longer marks the
+    input as traced, and it drops the input's graph when an engine evaluates the input."""
     found = judged(Model(), ("grad",), RUNS, inner=(inner,))
     assert set(found.values()) == {"right"}
 
@@ -177,8 +179,8 @@ def test_a_derivative_of_something_else_first(inner):
 @pytest.mark.parametrize("op", ["lstm", "gru", "rnn"])
 @pytest.mark.parametrize("moved, seen", [("x", "Wh"), ("Wh", "h0"), ("b", "b")])
 def test_second_derivatives_by_two_arrays(op, moved, seen):
-    """A second derivative is right if forward mode differentiates by one array and the outer derivative by another,
-    while all other arrays are constant."""
+    """A second derivative is right if forward mode differentiates with respect to one array and the outer derivative
+    with respect to another. All other arrays are constant."""
     model = Model(op)
     with mx.stream(mx.cpu):
         arrays = model.arrays(model.theta)
@@ -214,7 +216,7 @@ def test_forward_mode_of_the_gradient_op_is_right_or_refused():
 
         (slope,) = mx.jvp(lambda dh: number(dh, "ops"), [model.dh], [out.h])[1]
         above, below = (number(model.dh + k * out.h, "ops") for k in (0.5, -0.5))
-        # Central differences of a quadratic function are exact.
+        # `number` is a quadratic function of dh, so its central difference has no error besides rounding.
         assert slope.item() == pytest.approx((above - below).item(), rel=1e-9)
         for engine in ("numpy", None):
             with pytest.raises(RuntimeError, match="has no second derivative: use engine='ops'"):

@@ -161,7 +161,9 @@ def test_an_empty_batch(layer):
     """An empty batch gives empty outputs and a zero gradient of every parameter, as in MLX."""
     ours = getattr(nn, layer)(D, H)
     for batch in ((0,), (2, 0)):
-        expected = getattr(reference, layer)(D, H)(mx.zeros((*batch, 5, D)))  # without a state, with which MLX fails
+        expected = getattr(reference, layer)(D, H)(
+            mx.zeros((*batch, 5, D))
+        )  # no state is passed: MLX fails for an empty batch with a state
         for states in ((), (mx.zeros((*batch, H)),), (mx.zeros((H,)),)):
             found = ours(mx.zeros((*batch, 5, D)), *states)
             for one, other in zip(*([o] if isinstance(o, mx.array) else o for o in (found, expected)), strict=True):

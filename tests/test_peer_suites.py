@@ -338,7 +338,7 @@ def unchanged(case):
 
 
 OPEN = ("hard_sigmoid", "sigmoid", "tanh")
-CELLS = {  # name: (step function of the other package, our options, function that restricts our weights as there)
+CELLS = {  # name: (step function of the other package, our options, function that makes our cell equal to it)
     "equinox LSTMCell": (equinox_lstm, {}, unchanged),
     "equinox GRUCell": (equinox_gru, {"op": "gru"}, unchanged),
     "haiku LSTM": (haiku_lstm, {"gate_order": "igfo", "forget_bias": 1.0}, unchanged),

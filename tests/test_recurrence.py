@@ -45,7 +45,8 @@ SINGLE_AND_DOUBLE = pytest.mark.parametrize("dtype", [np.float32, np.float64], i
 
 
 def judged(case, cotangents, dtype):
-    """Return (case in `dtype`, cotangents in `dtype`, the oracle's exact results, the bounds for rounding errors)."""
+    """Return (case in `dtype`, cotangents in `dtype`, the oracle's exact results, the allowed rounding errors). A
+    case is a dict of arrays and options."""
     case = {n: v.astype(dtype) if n in ARRAYS and v is not None else v for n, v in case.items()}
     cotangents = {name: value.astype(dtype) for name, value in cotangents.items()}
     return case, cotangents, forward(**case) | backward(case, cotangents), bounds(case, dtype, cotangents)
@@ -333,14 +334,16 @@ def test_sigmoid_of_engine_ops_in_float64():
         along = mx.jvp(sigmoid, [point], [mx.ones_like(point)])[1][0]
         second = mx.grad(lambda x: slope(x).sum())(point)
         found = sigmoid(point), along, slope(point), second
-    # Each value has at most 16 rounding errors. 1 - 2 s is rounded relative to 1, hence the size without this factor.
+    # Allow 16 rounding errors for each value. The second derivative s (1 - s) (1 - 2 s) is measured relative to
+    # s (1 - s), because 1 - 2 s is rounded relative to 1.
     expected = s, s * rest, s * rest, s * rest * (rest - s)
     for got, exact, size in zip(found, expected, (s, *[s * rest] * 3), strict=True):
         assert_within("sigmoid", np.array(got), exact, 16 * 2.0**-53 * size)
 
 
 def cut(array):
-    """Return the array as every second element of a larger array, so that all strides are nontrivial."""
+    """Return an MLX array with the same values that is a view of a larger array. Its elements are every second one
+    along each axis, so they are not adjacent in memory."""
     wide = np.full([2 * n for n in array.shape], np.nan)
     wide[tuple(slice(None, None, 2) for _ in array.shape)] = array
     return mx.array(wide, mx.float64)[tuple(slice(None, None, 2) for _ in array.shape)]

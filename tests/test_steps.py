@@ -1,5 +1,6 @@
-"""Tests of the options `keep` (a factor on the previous state) and `hold` (a step that leaves the state unchanged):
-against loops of torch's cells, inside MLX's transformations, and with NaN in values that must not be read."""
+"""Tests of the options `keep` (a factor on the previous state) and `hold` (a step that leaves the state unchanged).
+They are compared with loops of torch's cells, used inside MLX's transformations, and tested with NaN in values that
+must not be read."""
 
 from contextlib import nullcontext
 from functools import partial
@@ -27,8 +28,8 @@ def resets(rng):
 
 
 def held(rng):
-    """Return which steps are held, as bool [T, B]: some steps of the first sequence, all steps of the second, the
-    last steps of the third."""
+    """Return a bool array [T, B] that says which steps are held: some steps of the first sequence, all steps of the
+    second, and the last steps of the third."""
     return np.stack([rng.random(T) < 0.5, np.ones(T, bool), np.arange(T) > 3], axis=1)
 
 

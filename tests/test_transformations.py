@@ -98,8 +98,8 @@ def test_vmap_over_lengths(kind, training, engine):
 @pytest.mark.parametrize("training", [True, False])
 @ALL_KINDS
 def test_a_backward_pass_of_which_only_the_gradient_is_traced(kind, training):
-    """A backward pass is right if the forward pass already ran on the CPU and only the cotangents are traced, as in
-    a Jacobian row by row and in a compiled gradient."""
+    """A backward pass is right if the forward pass already ran on the CPU and only the cotangents are traced. This
+    happens when mx.vmap computes a Jacobian row by row, and when only the backward pass is compiled."""
     arrays, call, _ = small(kind)
 
     def pull(cotangent):
@@ -280,7 +280,7 @@ def test_gradient_of_the_gradient_op_is_right_or_refused(kind):
 
         along = (mx.grad(lambda dh: number(dh, "ops"))(dh) * seen).sum().item()
         step = lambda k: number(dh + k * seen, "ops").item()  # noqa: E731
-        # Central differences of a quadratic function are exact.
+        # `step` is a quadratic function of k, so its central difference has no error besides rounding.
         assert along == pytest.approx((step(1) - step(-1)) / 2, rel=1e-9)
         with pytest.raises(RuntimeError, match="second derivative"):
             mx.eval(mx.grad(lambda dh: number(dh, "numpy"))(dh))

@@ -84,8 +84,8 @@ def test_an_engine_that_was_discarded_is_never_answered():
 
 
 def test_a_table_cannot_make_an_engine_run():
-    """`choose` selects an engine only within its limits and only with Metal, whatever the table says. A requested
-    engine is used in spite of the table."""
+    """`choose` selects an engine only within the engine's limits and only with Metal, whatever the table says. If
+    the caller requests an engine, the table has no effect."""
     table = Table("measured here", {"float32": {1: ((1000, "fused"),)}})
     where = {"sizes": (3, 1, 2, 8), "dtype": mx.float32, "traced": False, "table": table}
     on_gpu = where | {"device": "gpu", "metal": True}
@@ -238,8 +238,7 @@ def test_tune_measures_writes_and_counts(own_cache, capsys, monkeypatch):
 
 @pytest.fixture
 def no_cuts(monkeypatch):
-    """Make `tune` skip its measurements of other divisions of the work (batch rows per threadgroup, spare
-    registers)."""
+    """Make `tune` skip its measurements of how to divide the work (batch rows per threadgroup, registers left free)."""
     monkeypatch.setattr(tune_module, "best_cut", lambda dtype, B, grid: None)
 
 
@@ -273,7 +272,7 @@ def test_the_library_cuts_as_the_file_says(own_cache):
         mx.eval(lstm(*(mx.zeros(shape) for shape in ((2, 20, 1), (8, 1), (8, 2)))).h)
     assert {call.args[2] for call in rows_of.call_args_list} == {
         1
-    }  # the measured cut says 1 row; 2 is the default here
+    }  # the file says 1 batch row per threadgroup; the default would be 2
 
 
 def test_a_cut_counts_where_it_is_worth_it(monkeypatch, capsys):

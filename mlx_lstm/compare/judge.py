@@ -27,8 +27,8 @@ def expected(case: CompareCase, **readings: str) -> Arrays:
 
 
 def limits(case: CompareCase, dtype: DTypeLike = np.float32, trials: int = TRIALS, **readings: str) -> dict[str, float]:
-    """Return for each result how far rounding in `dtype` may move it, as one number. Fewer trials may give a smaller
-    number."""
+    """Return for each result how far rounding in `dtype` may move its values, as one number. `trials`: the number of
+    evaluations with random errors that find this number; with fewer it may be smaller."""
     return bounds_of(lambda fl: evaluated(case, fl, **readings), dtype, trials)
 
 
@@ -36,7 +36,7 @@ def exact_and_limits(
     case: CompareCase, dtype: DTypeLike = np.float32, trials: int = TRIALS, **readings: str
 ) -> tuple[Arrays, Arrays]:
     """Return (exact, limits): all results in float64, and for each element how far rounding in `dtype` may move it.
-    Fewer trials may give narrower limits."""
+    `trials`: the number of evaluations with random errors; with fewer the limits may be narrower."""
     return exact_and_element_bounds(lambda fl: evaluated(case, fl, **readings), dtype, trials)
 
 

@@ -42,7 +42,7 @@ class Launch(NamedTuple):
 
     @property
     def ours(self) -> bool:
-        """Whether this launch runs one of our own Metal kernels."""
+        """Return whether this launch runs one of our own Metal kernels."""
         return bool(self.text)
 
 
@@ -54,7 +54,7 @@ class Graph(NamedTuple):
 
     @property
     def depth(self) -> int:
-        """The number of launches on the longest chain of launches that wait for one another."""
+        """Return the length of the longest chain of launches in which each launch waits for the one before it."""
         return max((launch.level for launch in self.launches), default=0)
 
 

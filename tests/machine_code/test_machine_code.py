@@ -75,7 +75,8 @@ def test_counting():
 
 
 def test_a_loop_within_turns_as_often_as_it_counts():
-    """Instructions of an inner loop count once per iteration, or once if the number of iterations is unknown."""
+    """If the number of iterations of an inner loop is known, its instructions are counted once per iteration.
+    Otherwise they are counted once."""
     lines = "   r12 = iadd r12, #4, #0\n   while_icmp r12, #32, #0, n=1\n} -> block3 block4  from block2"
     nested = FINAL.replace("} -> block4  from block2", lines)
     found = count(STATISTICS.replace("15 inst", "17 inst") + BEFORE * 2 + nested)
@@ -119,7 +120,8 @@ def test_comments_and_lines_are_not_part_of_a_text():
 
 
 def sweep(size, engine="fused", dtype=mx.float32):
-    """Return (problem, launch) of a forward pass that saves gates for the gradient."""
+    """Return (problem, launch) for the forward pass of training. problem: the layer's cell, sizes and dtype. launch:
+    the kernel launch with the recurrent product."""
     problem, graph = ours(size, dtype, engine, "backward")
     return problem, next(launch for launch in graph.launches if "forward" in launch.name)
 

@@ -145,7 +145,8 @@ def times_read(launch: Launch, problem: Problem) -> float:
 
 
 def itemsize(launch: Launch) -> int:
-    """Return the bytes per element of a launch's arrays. The first buffer outside of constant memory decides."""
+    """Return the bytes per element of a launch's arrays. All arrays have the dtype of the first buffer that is not
+    in constant memory."""
     first = next(buffer for buffer in launch.reads if not buffer.constant)
     return first.bytes // prod(first.shape)
 

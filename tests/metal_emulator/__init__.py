@@ -1,4 +1,4 @@
-"""Runs MLX's Metal kernels on the CPU and checks every memory access. See README.md."""
+"""Run MLX's Metal kernels on the CPU and check every memory access. See README.md."""
 
 from .dropin import Dispatch, emulated_metal, install
 from .findings import Finding, KernelError

@@ -8,14 +8,14 @@ _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
 def numpy_dtype(dtype: mx.Dtype) -> np.dtype:
-    """Returns the NumPy type of an MLX type; bfloat16 comes from ml_dtypes."""
+    """Return the NumPy type of an MLX type; bfloat16 comes from ml_dtypes."""
     if dtype == mx.bfloat16:
         return _BFLOAT16
     return np.dtype(str(dtype).split(".")[-1].removesuffix("_"))
 
 
 def to_numpy(array: mx.array) -> np.ndarray:
-    """Returns the array's values: a view with MLX's own strides where NumPy can make one, otherwise a copy."""
+    """Return the array's values: a view with MLX's own strides where NumPy can make one, otherwise a copy."""
     if array.dtype == mx.bfloat16:
         return (
             np.array(array.view(mx.uint16), copy=False).view(_BFLOAT16)
@@ -26,7 +26,7 @@ def to_numpy(array: mx.array) -> np.ndarray:
 
 
 def memory_of(values: np.ndarray, row_contiguous: bool) -> tuple[np.ndarray, tuple[int, ...]]:
-    """Returns the elements in memory order and the strides in elements. If the view is strided, the elements between
+    """Return the elements in memory order and the strides in elements. If the view is strided, the elements between
     its values are filled with bytes 0xFF."""
     if row_contiguous or values.size == 0:
         values = np.ascontiguousarray(values)
@@ -41,7 +41,7 @@ def memory_of(values: np.ndarray, row_contiguous: bool) -> tuple[np.ndarray, tup
 
 
 def to_mlx(raw: np.ndarray, shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
-    """Returns an MLX array of this shape and dtype with the raw bytes as its values."""
+    """Return an MLX array of this shape and dtype with the raw bytes as its values."""
     if dtype == mx.bfloat16:
         return mx.array(raw.view(np.uint16).reshape(shape)).view(mx.bfloat16)
     return mx.array(raw.view(numpy_dtype(dtype)).reshape(shape))

@@ -1,5 +1,5 @@
-"""Computes which lines of a kernel ran, from clang's --coverage notes (the lines of each basic block) and its edge
-counters.
+"""Compute which lines of a kernel ran. clang's --coverage option provides the lines of each basic block and counters
+of the jumps between blocks (edges).
 
 clang counts only the edges outside a spanning tree of the flow graph. The counts of the tree's edges follow, because
 each block is left as often as it is entered. clang adds the counters before any optimisation, so two branches that
@@ -18,8 +18,8 @@ _ON_TREE = 1
 
 @dataclass
 class FunctionBlocks:
-    """Flow graph of one compiled function. arcs: (from, to, whether the arc is on the spanning tree); lines: the
-    lines of each block."""
+    """The flow graph of one compiled function. arcs: the jumps between blocks as (from, to, whether the arc is on
+    the spanning tree). lines: the lines of each block."""
 
     identity: int
     blocks: int = 0
@@ -27,11 +27,12 @@ class FunctionBlocks:
     lines: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
 
     def executable(self) -> set[int]:
-        """Returns all lines of the function."""
+        """Return all lines of the function."""
         return set().union(*self.lines.values())
 
     def executed(self, counters: list[int]) -> set[int]:
-        """Returns the lines of the blocks that ran, given the counters of the arcs outside the tree."""
+        """Return the lines of the blocks that ran. `counters`: the counts of the arcs that are not on the spanning
+        tree."""
         values = iter(counters)
         known = {i: next(values) for i, arc in enumerate(self.arcs) if not arc[2]}
         self._solve_tree(known)
@@ -42,10 +43,10 @@ class FunctionBlocks:
         return ran
 
     def _solve_tree(self, known: dict[int, int]) -> None:
-        """Computes the counts of the arcs on the spanning tree and adds them to `known`.
+        """Compute the counts of the arcs on the spanning tree and add them to `known`.
 
-        A tree has leaves, so at any time some block has exactly one arc of unknown count. The block's balance of
-        known counts gives it.
+        A tree has leaves, so there is always a block with exactly one arc of unknown count. A block is left as often
+        as it is entered, which gives this count.
         """
         at: dict[int, list[int]] = defaultdict(list)
         for i, (start, end, _) in enumerate(self.arcs):
@@ -56,7 +57,8 @@ class FunctionBlocks:
         for i, count in known.items():
             balance[self.arcs[i][0]] -= count
             balance[self.arcs[i][1]] += count
-        # Block 0 is the entry and block 1 the exit: flow is not conserved in them, so they cannot give an arc's count.
+        # Start with blocks that have one arc of unknown count. Leave out block 0 (entry) and block 1 (exit): they are
+        # not left as often as they are entered.
         todo = [b for b in balance if b > 1 and len(unknown[b]) == 1]
         while todo:
             block = todo.pop()
@@ -74,7 +76,7 @@ class FunctionBlocks:
 
 
 def read_notes(path: Path, source: str = "kernel.metal") -> list[FunctionBlocks]:
-    """Reads a .gcno file. Keeps only the lines of the file `source`."""
+    """Read a .gcno file. Keep only the lines of the file `source`."""
     data = path.read_bytes()
     words = struct.unpack(f"<{len(data) // 4}I", data[: len(data) // 4 * 4])
     functions: list[FunctionBlocks] = []

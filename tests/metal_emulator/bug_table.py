@@ -1,4 +1,5 @@
-"""The table of planted bugs: each is a kernel with exactly one bug and the kind of finding that must report it."""
+"""The table of planted bugs. Each entry is a kernel with exactly one bug, and the kind of finding that must report
+the bug."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,8 +15,8 @@ DEVICE_ONLY = "threadgroup_barrier(mem_flags::mem_device);"
 
 @dataclass(frozen=True)
 class Bug:
-    """A planted bug. category: the sort of mistake; kind: the kind of the expected finding, None if no check can
-    find the bug; skew: as in `emulated_metal`."""
+    """A planted bug. category: the sort of mistake. kind: the kind of the expected finding, or None if no check can
+    find the bug. skew: number of elements by which inputs are moved from a 16-byte boundary."""
 
     name: str
     category: str
@@ -28,7 +29,8 @@ BUGS: list[Bug] = []
 
 
 def replace_nth(text: str, old: str, new: str, nth: int = 0) -> str:
-    """Replaces the occurrence with this number (from 0) of a text."""
+    """Return `text` with one occurrence of `old` replaced by `new`: the first for nth = 0, the second for nth = 1,
+    and so on."""
     parts = text.split(old)
     if len(parts) < nth + 2:
         raise ValueError(f"occurrence {nth} of {old!r} is not in the text")
@@ -36,7 +38,7 @@ def replace_nth(text: str, old: str, new: str, nth: int = 0) -> str:
 
 
 def changed(name, category, kind, make, old, new, nth=0, where="source", **sizes) -> None:
-    """Adds a bug to the table: a sample kernel in which a part of the text is replaced."""
+    """Add a bug to the table: a sample kernel in which a part of the source is replaced."""
 
     def build() -> Sample:
         sample = make(**sizes)
@@ -47,8 +49,8 @@ def changed(name, category, kind, make, old, new, nth=0, where="source", **sizes
 
 
 def written(name, category, kind, source, shapes=((64,),), threads=64, group=32, arrays=(X,), skew=0, **more) -> None:
-    """Adds a bug to the table: a small kernel written for it. In its text `i` is the position in the grid and `l`
-    the lane."""
+    """Add a bug to the table: a small kernel written for this bug. In its source, `i` is the thread's position in
+    the grid and `l` is its lane."""
     start = "const uint i = thread_position_in_grid.x, l = thread_index_in_simdgroup;\n"
 
     def build() -> Sample:

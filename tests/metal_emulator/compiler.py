@@ -1,5 +1,5 @@
-"""Compiles a kernel's text to machine code with checks, and loads it. Results are cached on disk under the hash of
-everything that they depend on."""
+"""Compile a kernel's source to machine code with checks, and load this code. Results are cached on disk. The cache
+key is a hash of everything that the result depends on."""
 
 import json
 import re
@@ -47,11 +47,11 @@ class CompiledKernel:
         return {f.identity: f for f in read_notes(self.path.with_suffix(".gcno"))}
 
     def executable_lines(self) -> set[int]:
-        """Returns the lines of the kernel text for which this instantiation has code."""
+        """Return the lines of the kernel text for which this instantiation has code."""
         return set().union(*(f.executable() for f in self.functions.values()))
 
     def executed_lines(self) -> set[int]:
-        """Returns the lines of the kernel text that ran in any launch.
+        """Return the lines of the kernel text that ran in any launch.
 
         The counters' sums over all launches satisfy the same flow equations as the counters of one launch, so that
         the equations are solved once, for the sums.
@@ -63,8 +63,8 @@ class CompiledKernel:
         return set().union(*ran)
 
     def collect_coverage(self, keep: bool) -> None:
-        """Adds the counters of a launch to the sums and clears them. With `keep` false the counters are only
-        cleared, as after an aborted launch."""
+        """Add the counters of a launch to the sums, then set the counters to 0. If `keep` is false, for example
+        after an aborted launch, do not add them."""
         live = [values for _, values in self.image.counter_arrays()]
         if keep:
             self.counted = [a + b for a, b in zip(self.counted or [0] * len(live), live, strict=True)]
@@ -84,8 +84,8 @@ def _shim(metal_version: int, fast_math: bool) -> Path:
 
 @cache
 def _rules_text() -> str:
-    """Returns the text of the modules that a cached result depends on besides the kernel's text, the shim and the
-    options."""
+    """Return the source of the modules lowering.py and msl_rules.py. It is part of every cache key, because cached
+    results depend on these modules."""
     here = Path(__file__).parent
     return (here / "lowering.py").read_text() + (here / "msl_rules.py").read_text()
 
@@ -94,7 +94,7 @@ _loaded: dict[str, CompiledKernel] = {}
 
 
 def compile_kernel(name: str, source: str, metal_version: int = 310, fast_math: bool = False) -> CompiledKernel:
-    """Compiles the text that MLX would pass to Apple's compiler. Raises KernelError if the text is not valid MSL."""
+    """Compile the source that MLX would pass to Apple's compiler. Raise KernelError if the source is not valid MSL."""
     shim = _shim(metal_version, fast_math)
     key = digest(source, shim.name, _rules_text())
     if key in _loaded:
@@ -112,12 +112,12 @@ def compile_kernel(name: str, source: str, metal_version: int = 310, fast_math: 
 
 
 def compiled_kernels() -> list[CompiledKernel]:
-    """Returns all kernels that this process has compiled or loaded."""
+    """Return all kernels that this process has compiled or loaded."""
     return list(_loaded.values())
 
 
 def forget(kernel: CompiledKernel) -> None:
-    """Removes a kernel from the list of this process. If its text is compiled again, it counts as new."""
+    """Remove a kernel from the list of this process. If its text is compiled again, it counts as new."""
     for key in [key for key, loaded in _loaded.items() if loaded is kernel]:
         del _loaded[key]
 
@@ -126,11 +126,11 @@ _CONSTANT = re.compile(r"^(using \w+|constexpr (?:int|bool) \w+) = [^;]*;", re.M
 
 
 def _rules_key(source: str, shim: Path) -> str:
-    """Returns a name for a kernel's text without the values of its constants, its types and its own name.
+    """Return a key that is the same for all kernels whose sources differ only in the kernel's name, in types and in
+    values of constants.
 
-    The rules of `ast_rules` depend on the text only. Instantiations that differ in a number or a type give the same
-    answer, so one instantiation is checked for all of them. Dumping the syntax tree of each would add a sixth to the
-    time of compilation.
+    The result of `ast_rules` is the same for all of them, so only one is checked. To dump the syntax tree of each
+    kernel would make compilation a sixth slower.
     """
     code = _CONSTANT.sub(r"\1;", blank_comments(source))
     code = re.sub(r"\bcustom_kernel_\w+|\b(?:float|half|bfloat16_t)\b", "", code)

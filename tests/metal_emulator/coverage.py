@@ -28,7 +28,7 @@ class FileCoverage:
 
 
 def collected() -> dict[str, dict[str, list[int]]]:
-    """Returns {kernel text: {"executable": lines, "executed": lines}} for all kernels that this process has run."""
+    """Return {kernel text: {"executable": lines, "executed": lines}} for all kernels that this process has run."""
     found: dict[str, dict[str, list[int]]] = {}
     for kernel in compiled_kernels():
         entry = {"executable": sorted(kernel.executable_lines()), "executed": sorted(kernel.executed_lines())}
@@ -38,7 +38,8 @@ def collected() -> dict[str, dict[str, list[int]]]:
 
 @contextmanager
 def set_aside() -> Iterator[None]:
-    """Excludes the launches inside the context from the coverage. For kernels that are damaged on purpose."""
+    """Exclude launches inside the context from the coverage. This is meant for kernels that a test damages on
+    purpose."""
     before = {id(kernel): kernel.counted for kernel in compiled_kernels()}
     yield
     for kernel in compiled_kernels():
@@ -49,12 +50,12 @@ def set_aside() -> Iterator[None]:
 
 
 def dump(path: Path) -> None:
-    """Writes the coverage of this process to a file that another process reads with `merge`."""
+    """Write the coverage of this process to a file that another process reads with `merge`."""
     path.write_text(json.dumps(collected()))
 
 
 def merge(paths: Iterable[Path]) -> dict[str, dict[str, list[int]]]:
-    """Returns the union of the coverage in several files written by `dump`."""
+    """Return the union of the coverage in several files written by `dump`."""
     found: dict[str, dict[str, list[int]]] = {}
     for path in paths:
         found = _union(found, json.loads(path.read_text()))
@@ -70,8 +71,8 @@ def _union(a: dict, b: dict) -> dict:
 
 
 def report(files: dict[str, str], data: dict[str, dict[str, list[int]]] | None = None) -> dict[str, FileCoverage]:
-    """Attributes the lines of kernel texts to the shader files that the texts were assembled from. Returns the
-    coverage by file.
+    """Return the coverage of each shader file, by file name. The lines of kernel sources are assigned to the shader
+    files from which the sources were assembled.
 
     Args:
         files: name -> text of the shader files.
@@ -94,7 +95,7 @@ def report(files: dict[str, str], data: dict[str, dict[str, list[int]]] | None =
 
 
 def format_report(coverage: dict[str, FileCoverage]) -> str:
-    """Returns one line of text per file: the share of executed lines, and the missed lines."""
+    """Return one line of text per file: the share of executed lines, and the missed lines."""
     lines = []
     for name, c in coverage.items():
         total = len(c.executed) + len(c.missed)

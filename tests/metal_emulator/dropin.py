@@ -34,8 +34,8 @@ class Dispatch:
     seconds: float
 
     def device_bytes(self, leave_out: Sequence[str] = ()) -> dict[str, int]:
-        """Returns the sums over all buffers of the bytes read and written, with each access counted and with each
-        byte counted once. Buffers named in `leave_out` do not count."""
+        """Return by name the bytes read and written in all buffers except those named in `leave_out`. The values
+        `distinct_...` count each byte once; the other values count every access."""
         kept = [t for name, t in self.traffic.items() if name not in leave_out]
         fields = ("bytes_read", "bytes_written", "distinct_read", "distinct_written")
         return {f: sum(getattr(t, f) for t in kept) for f in fields}
@@ -87,8 +87,8 @@ class EmulatedKernel:
         return [to_mlx(raw, tuple(shape), dtype) for raw, shape, dtype in typed]
 
     def _capture(self, arrays: list[mx.array], call: dict[str, Any]) -> Captured:
-        """Returns the text that MLX generates for this call. The text depends only on dtypes, the number of
-        dimensions and which arrays are small, so one trace serves many calls."""
+        """Return the source that MLX generates for this call. The source depends only on dtypes, on the number of
+        dimensions, and on which arrays are small. So one trace serves many calls."""
         template = call.get("template")
         inputs = tuple((str(a.dtype), a.ndim, a.size < 8) for a in arrays)
         key = (inputs, repr(template), repr(call["output_dtypes"]), len(call["output_shapes"]))
@@ -145,7 +145,7 @@ def metal_kernel(
     atomic_outputs: bool = False,
     **options: Any,
 ) -> EmulatedKernel:
-    """Builds an emulated kernel. Takes the same arguments as `mx.fast.metal_kernel`."""
+    """Return an emulated kernel. The arguments are those of `mx.fast.metal_kernel`."""
     return EmulatedKernel(
         name=name,
         input_names=input_names,
@@ -159,7 +159,7 @@ def metal_kernel(
 
 
 def install() -> None:
-    """Makes `mx.fast.metal_kernel` build emulated kernels from now on.
+    """Make `mx.fast.metal_kernel` build emulated kernels from now on.
 
     Use it in a conftest: kernels that the library builds and caches then work in every later `emulated_metal`, and
     behave as MLX's own kernels outside of it.
@@ -181,7 +181,7 @@ def emulated_metal(
     pretend_available: bool = False,
     on_enter: Sequence[Callable[[], Any]] = (),
 ) -> Iterator[list[Dispatch]]:
-    """Runs every `mx.fast.metal_kernel` called inside the context in the emulator. Yields the log of launches.
+    """Run every `mx.fast.metal_kernel` called inside the context in the emulator. Yield the log of launches.
 
     Args:
         order: the order in which threads run: "forward", "reverse" or "random" (with `seed`).

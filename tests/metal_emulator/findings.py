@@ -50,8 +50,8 @@ class KernelError(Exception):
 
 
 def place_of(source: str, line: int) -> str:
-    """Returns "file:line" of the shader for a line of a kernel text, according to the directives `#line N "file"`
-    above the line; "" if there is none."""
+    """Return "file:line" of the shader for a line of a kernel's source, according to the directives `#line N "file"`
+    above the line. Return "" if there is no such directive."""
     number = None
     for distance, above in enumerate(reversed(source.split("\n")[: max(line - 1, 0)])):
         if m := LINE_DIRECTIVE.match(above):
@@ -62,13 +62,13 @@ def place_of(source: str, line: int) -> str:
 
 
 def with_places(finding: Finding, source: str) -> Finding:
-    """Returns the finding with the shader's file and line in `place` and `other_place`. In its text, "line 12" is
-    replaced likewise."""
+    """Return the finding with `place` and `other_place` set to the shader's file and line. "line 12" in the
+    finding's text is also replaced by the shader's file and line."""
     text = re.sub(r"\bline (\d+)", lambda m: place_of(source, int(m.group(1))) or m.group(), finding.text)
     places = {"place": place_of(source, finding.line), "other_place": place_of(source, finding.other_line)}
     return replace(finding, text=text, **places)
 
 
 def compile_error(text: str, line: int = 0) -> Finding:
-    """Returns the finding for a kernel text that is not valid MSL."""
+    """Return the finding for a kernel text that is not valid MSL."""
     return Finding("compile", text, line=line)

@@ -1,4 +1,4 @@
-"""Launches a kernel: binds buffers, runs the threads, and returns outputs, findings and counters."""
+"""Launch a kernel: bind buffers, run the threads, and return outputs, findings and counters."""
 
 import ctypes
 import re
@@ -16,8 +16,8 @@ _POISON = {2: (np.uint16, 0x7FFF), 4: (np.uint32, 0x7FFFFFFF)}
 
 @dataclass
 class Options:
-    """Options of a launch, as in `emulated_metal`. skew: number of elements by which inputs are moved from a 16-byte
-    boundary, since an MLX view need not be aligned either."""
+    """The options of a launch, which `emulated_metal` explains. skew: number of elements by which inputs are moved
+    from a 16-byte boundary. Views of MLX arrays may also begin anywhere."""
 
     order: str = "forward"
     seed: int = 1
@@ -42,8 +42,8 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that a launch moved through one buffer: with every access counted, and with each byte counted once
-    (`distinct_`)."""
+    """The bytes that a launch read and wrote in one buffer. The fields `distinct_...` count each byte once; the
+    other fields count every access."""
 
     size: int
     bytes_read: int
@@ -82,7 +82,8 @@ def _bind(kernel: CompiledKernel, buffers: list[Buffer], options: Options) -> li
 
 
 def _array_name(source_line: str, column: int) -> str:
-    """Returns the identifier before or at a column of a line: the array whose index expression is there."""
+    """Return the name of the array whose index expression is at this column of a source line. The name stands before
+    or at the column."""
     before = source_line[: max(column, 1)]
     start = len(before)
     while start > 0 and (before[start - 1].isalnum() or before[start - 1] == "_"):
@@ -120,8 +121,8 @@ def _unwritten(buffer: Buffer, traffic: runtime.CTraffic) -> list[Finding]:
 
 
 def _poisoned(kernel: CompiledKernel, index: int, buffer: Buffer, values: np.ndarray) -> list[Finding]:
-    """Returns a finding if an output element holds the NaN pattern of uninitialised memory: the element was computed
-    from uninitialised values."""
+    """Return a finding if an output element holds the NaN pattern with which memory was filled. Such an element was
+    computed from uninitialised values."""
     is_float = buffer.dtype.kind == "f" or buffer.dtype.name == "bfloat16"
     if not is_float or buffer.dtype.itemsize not in _POISON:
         return []
@@ -139,7 +140,7 @@ def _poisoned(kernel: CompiledKernel, index: int, buffer: Buffer, values: np.nda
 def launch(
     kernel: CompiledKernel, buffers: list[Buffer], grid: tuple[int, ...], threadgroup: tuple[int, ...], options: Options
 ) -> Result:
-    """Runs a kernel over a grid of threads."""
+    """Run a kernel over a grid of threads."""
     group = [min(g, t) for g, t in zip(grid, threadgroup, strict=True)]
     limits = re.findall(r"\bmax_total_threads_per_threadgroup\((\d+)\)", kernel.source)
     most = min([1024, *map(int, limits)])

@@ -1,4 +1,4 @@
-"""Reads the DWARF 4 line table of a compiled kernel, which maps addresses to lines of the kernel text.
+"""Read the DWARF 4 line table of a compiled kernel, which maps addresses to lines of the kernel text.
 
 Functions of the shim have no debug information, so their code has the line of the call in the kernel. The plain
 table is therefore enough.
@@ -61,8 +61,8 @@ class LineTable:
     lines: list[int] = field(default_factory=list)
 
     def line(self, address: int) -> int:
-        """Returns the line of an address. If the compiler gives none, returns the line of the nearest address before
-        it that has one."""
+        """Return the source line of an address. If the compiler gives none, return the line of the nearest address
+        before it that has one."""
         i = bisect.bisect_right(self.addresses, address) - 1
         while i > 0 and self.lines[i] == 0:
             i -= 1
@@ -70,7 +70,7 @@ class LineTable:
 
 
 def read_line_table(path: Path, source: str = "kernel.metal") -> LineTable:
-    """Reads the line table of a shared library. Keeps only the lines of the file `source`."""
+    """Read the line table of a shared library. Keep only the lines of the file `source`."""
     data, rows = _section(path.read_bytes(), ".debug_line"), []
     reader = _Reader(data)
     while reader.position < len(data):

@@ -1,4 +1,5 @@
-"""Makes small damages to a kernel's barriers, bounds and index offsets. Good tests notice each of them."""
+"""Make small changes that damage a kernel: to its barriers, conditions and indices. Good tests fail for each damaged
+kernel."""
 
 import re
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ _SWAPPED = {"<": "<=", "<=": "<", ">": ">=", ">=": ">"}
 
 @dataclass(frozen=True)
 class Mutation:
-    """A damaged kernel. description: the change and its line; text: the whole damaged text."""
+    """A damaged kernel. description: what was changed, and in which line. text: the whole damaged source."""
 
     description: str
     line: int
@@ -27,7 +28,8 @@ class Mutation:
 
 
 def mutations(text: str) -> Iterator[Mutation]:
-    """Yields every mutation of a kernel text (a header or a body). Lines are counted from the start of the text."""
+    """Yield every mutation (damaged version) of a kernel's header or body. Lines are counted from the start of
+    `text`."""
     code = blank_comments(text)
     for edits in (_barriers(code), _comparisons(code), _subscripts(code)):
         for start, end, new, what in edits:
@@ -56,8 +58,8 @@ def _barriers(code: str) -> Iterator[Edit]:
 
 
 def _conditions(code: str) -> Iterator[tuple[int, int]]:
-    """Yields the ranges of the code that are conditions: of `if` and `while`, of conditional expressions, and the
-    middle part of a `for` header."""
+    """Yield the start and end of each condition in the code: of `if` and `while`, of `a ? b : c`, and of `for`
+    loops."""
     for m in _CONDITION.finditer(code):
         end = matching(code, m.end(), "(", ")") - 1
         if m.group().startswith("for"):
@@ -87,8 +89,8 @@ def _comparisons(code: str) -> Iterator[Edit]:
 
 
 def _subscripts(code: str) -> Iterator[Edit]:
-    """Yields edits of indices: an existing +1 or -1 is dropped, and each index outside a declaration becomes one
-    more and one less."""
+    """Yield changes of array indices. An existing +1 or -1 is removed. Each index outside a declaration becomes one
+    larger, and one smaller."""
     for m in re.finditer(r"(?<=[\w\])])\[(?!\[)", code):
         end = matching(code, m.end(), "[", "]") - 1
         inside = code[m.end() : end]

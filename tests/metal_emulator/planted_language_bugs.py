@@ -1,4 +1,4 @@
-"""Planted bugs that are not valid MSL. clang or a rule of msl_rules.py must reject their text."""
+"""Planted bugs that are not valid MSL. clang, or a rule of msl_rules.py, must reject their source."""
 
 import mlx.core as mx
 
@@ -129,6 +129,6 @@ def _missing_features() -> None:
 
 
 def add_bugs() -> None:
-    """Adds all bugs of this module to the table."""
+    """Add all bugs of this module to the table."""
     for add in (_address_spaces, _language, _missing_features):
         add()

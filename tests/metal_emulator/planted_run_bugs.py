@@ -265,6 +265,6 @@ def _limits() -> None:
 
 
 def add_bugs() -> None:
-    """Adds all bugs of this module to the table."""
+    """Add all bugs of this module to the table."""
     for add in (_synchronisation, _simdgroup, _bounds, _pointers, _initialisation, _arithmetic, _limits):
         add()

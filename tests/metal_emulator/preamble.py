@@ -1,7 +1,7 @@
-"""The text `metal::utils()` that MLX puts before every custom kernel, rebuilt from the headers in the mlx wheel.
+"""Rebuild `metal::utils()`, the source that MLX puts before every custom kernel, from the headers in the mlx wheel.
 
-The procedure is that of MLX's make_compiled_preamble.sh: headers in include order, without local includes and
-#pragma once.
+The procedure is that of MLX's script make_compiled_preamble.sh: join the headers in the order in which they are
+included, without local #include lines and #pragma once.
 """
 
 import re
@@ -16,7 +16,7 @@ _LOCAL_INCLUDE = re.compile(r'^#include "(.*?\.h)"', re.M)
 
 @cache
 def preamble_text() -> str:
-    """Returns the preamble of the installed MLX version."""
+    """Return the preamble of the installed MLX version."""
     root = Path(mx.__file__).parent / "include"
     texts: dict[str, str] = {}
 
@@ -27,7 +27,7 @@ def preamble_text() -> str:
         text = (root / path).read_text()
         for included in _LOCAL_INCLUDE.findall(text):
             visit(included)
-        del texts[path]  # insert after what it includes
+        del texts[path]  # move it after the headers that it includes
         texts[path] = text
 
     visit(_TOP)

@@ -1,4 +1,5 @@
-"""The interface to the runtime library from Python: its structures and functions, and compiled kernels in memory."""
+"""The Python interface to the runtime library (runtime/*.h): its structures, its functions, and compiled kernels in
+memory."""
 
 import ctypes
 from ctypes import POINTER, c_char, c_char_p, c_int64, c_uint32, c_uint64, c_void_p
@@ -85,7 +86,7 @@ class CCoverage(ctypes.Structure):
 
 @cache
 def library() -> ctypes.CDLL:
-    """Returns the loaded runtime library. Kernels that are loaded later can use its symbols."""
+    """Return the loaded runtime library. Kernels that are loaded later can use its symbols."""
     lib = ctypes.CDLL(str(runtime_library()), mode=ctypes.RTLD_GLOBAL)
     lib.emu_reset.argtypes = [c_uint64] * 4
     lib.emu_options.argtypes = [c_uint32] * 5
@@ -135,11 +136,11 @@ class Image:
             self.high = max(self.high, address + ctypes.sizeof(values))
 
     def counter_arrays(self) -> list[tuple[int, np.ndarray]]:
-        """Returns (function number, coverage counters) of every function. The counters are views of the kernel's
+        """Return (function number, coverage counters) of every function. The counters are views of the kernel's
         memory."""
         return self._counters
 
     def reset_runtime(self) -> None:
-        """Makes the runtime forget the last launch, and allow reads of this kernel's constant data."""
+        """Make the runtime forget the last launch, and allow reads of this kernel's constant data."""
         if library().emu_reset(self.low, self.high, *_own_range()):
             raise MemoryError("metal_emulator: cannot reserve address space")

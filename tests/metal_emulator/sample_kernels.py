@@ -1,7 +1,7 @@
-"""Kernels that are known to be right. The emulator must report nothing for them, and the planted bugs are made from
-them.
+"""Correct kernels. The emulator must report nothing for them. The planted bugs are made by changes of these kernels.
 
-Each kernel is the text that the library would pass to `mx.fast.metal_kernel`, with the same equation in NumPy.
+Each kernel is the source that the library would pass to `mx.fast.metal_kernel`. A NumPy function next to it computes
+the same result.
 """
 
 from dataclasses import dataclass, field
@@ -34,7 +34,7 @@ class Sample:
     keep_types: bool = False
 
     def build(self):
-        """Returns the kernel object."""
+        """Return the kernel object."""
         names = self.input_names or [f"a{i}" for i in range(len(self.arrays))]
         outputs = self.output_names or [f"o{i}" for i in range(len(self.output_shapes))]
         return mx.fast.metal_kernel(
@@ -47,7 +47,7 @@ class Sample:
         )
 
     def run(self) -> list[np.ndarray]:
-        """Launches the kernel; returns the outputs as float32."""
+        """Launch the kernel and return the outputs as float32."""
         inputs = [mx.array(a) if self.keep_types else mx.array(a).astype(self.dtype) for a in self.arrays]
         outputs = self.build()(
             inputs=inputs,
@@ -63,12 +63,12 @@ class Sample:
 
 
 def random(*shape: int, seed: int = 0) -> np.ndarray:
-    """Returns random float32 values with a standard normal distribution."""
+    """Return random float32 values with a standard normal distribution."""
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
 def sigmoid(x: np.ndarray) -> np.ndarray:
-    """Returns 1 / (1 + exp(-x))."""
+    """Return 1 / (1 + exp(-x))."""
     return 1 / (1 + np.exp(-x))
 
 
@@ -81,7 +81,7 @@ out[i] = static_cast<T>(float(x[i]) * float(scale[0]) + 1.0f);
 
 
 def elementwise(size: int = 100, dtype: mx.Dtype = mx.float32) -> Sample:
-    """Returns a kernel with one thread per element; its scale is in `constant` memory."""
+    """Return a kernel with one thread per element; its scale is in `constant` memory."""
     arrays = [random(size), np.array([2.0], np.float32)]
     grid = (-(-size // 32) * 32, 1, 1)
     sample = Sample(ELEMENTWISE, arrays, [(size,)], grid, (32, 1, 1), dtype=dtype)
@@ -132,7 +132,8 @@ dc_out[n * H + j] = static_cast<T>(dc * a.f);
 
 
 def pointwise_forward(N: int = 3, H: int = 40, dtype: mx.Dtype = mx.float32) -> Sample:
-    """Returns a kernel for one LSTM step, without products. Grid (H, N): one thread per unit and row."""
+    """Return a kernel for one LSTM step that gets the preactivations, so that it computes no matrix product. The
+    grid is (H, N): one thread per hidden unit and batch row."""
     sample = Sample(
         POINTWISE_FORWARD, [random(N, 4 * H), random(N, H, seed=1)], [(N, H), (N, H)], (64, N, 1), (32, 1, 1)
     )
@@ -142,7 +143,7 @@ def pointwise_forward(N: int = 3, H: int = 40, dtype: mx.Dtype = mx.float32) -> 
 
 
 def pointwise_backward(N: int = 3, H: int = 40, dtype: mx.Dtype = mx.float32) -> Sample:
-    """Returns a kernel for the gradients of one LSTM step with respect to z and c."""
+    """Return a kernel for the gradients of one LSTM step with respect to z and c."""
     arrays = [random(N, 4 * H), *(random(N, H, seed=s) for s in (1, 2, 3))]
     sample = Sample(POINTWISE_BACKWARD, arrays, [(N, 4 * H), (N, H)], (64, N, 1), (32, 1, 1))
     sample.header, sample.dtype = LSTM_MATH, dtype
@@ -151,14 +152,14 @@ def pointwise_backward(N: int = 3, H: int = 40, dtype: mx.Dtype = mx.float32) ->
 
 
 def pointwise_forward_equation(z: np.ndarray, c: np.ndarray) -> list[np.ndarray]:
-    """Returns h and c of one LSTM step, computed by NumPy."""
+    """Return h and c of one LSTM step, computed by NumPy."""
     i, f, g, o = np.split(z.astype(np.float64), 4, axis=-1)
     cell = sigmoid(f) * c + sigmoid(i) * np.tanh(g)
     return [sigmoid(o) * np.tanh(cell), cell]
 
 
 def pointwise_backward_equation(z, c, dh, dc_in) -> list[np.ndarray]:
-    """Returns dz and dc of one LSTM step, computed by NumPy."""
+    """Return dz and dc of one LSTM step, computed by NumPy."""
     i, f, g, o = np.split(z.astype(np.float64), 4, axis=-1)
     i, f, g, o = sigmoid(i), sigmoid(f), np.tanh(g), sigmoid(o)
     t = np.tanh(f * c + i * g)
@@ -226,7 +227,7 @@ for (uint k = tid; k < 8 * H; k += 32 * SG) c_last[row0 * H + k] = static_cast<T
 
 
 def persistent(T: int = 3, N: int = 16, H: int = 32, SG: int = 2, dtype: mx.Dtype = mx.float32) -> Sample:
-    """Returns a kernel that runs a whole LSTM sequence in one launch, with SG simdgroups per threadgroup. N and H
+    """Return a kernel that runs a whole LSTM sequence in one launch, with SG simdgroups per threadgroup. N and H
     must be multiples of 8."""
     arrays = [random(T, N, 4 * H), random(4 * H, H, seed=1) / np.sqrt(H), random(N, H, seed=2), random(N, H, seed=3)]
     sample = Sample(PERSISTENT, arrays, [(T, N, H), (N, H)], (32 * SG * (N // 8), 1, 1), (32 * SG, 1, 1))
@@ -237,7 +238,7 @@ def persistent(T: int = 3, N: int = 16, H: int = 32, SG: int = 2, dtype: mx.Dtyp
 
 
 def persistent_equation(z, R, h, c) -> list[np.ndarray]:
-    """Returns h of all steps and the last c of an LSTM, computed by NumPy."""
+    """Return h of all steps and the last c of an LSTM, computed by NumPy."""
     rows = []
     for step in z.astype(np.float64):
         h, c = pointwise_forward_equation(step + h @ R.T.astype(np.float64), c)
@@ -263,7 +264,7 @@ simdgroup_store(result, C + row * N + column, N);
 
 
 def matmul(M: int = 16, N: int = 24, K: int = 40, dtype: mx.Dtype = mx.float32) -> Sample:
-    """Returns a kernel for the product of two matrices. M, N and K must be multiples of 8."""
+    """Return a kernel for the product of two matrices. M, N and K must be multiples of 8."""
     sample = Sample(MATMUL, [random(M, K), random(K, N, seed=1)], [(M, N)], (32 * (N // 8), M // 8, 1), (32, 1, 1))
     sample.header = "#include <metal_simdgroup_matrix>\nusing namespace metal;\n"
     sample.dtype, sample.template = dtype, [("K", K), ("N", N)]
@@ -290,7 +291,7 @@ if (tid == 0) {
 
 
 def row_sums(rows: int = 3, width: int = 100, SG: int = 4, dtype: mx.Dtype = mx.float32) -> Sample:
-    """Returns a kernel that sums each row, with one threadgroup of SG simdgroups per row."""
+    """Return a kernel that sums each row, with one threadgroup of SG simdgroups per row."""
     sample = Sample(ROW_SUMS, [random(rows, width)], [(rows,)], (32 * SG * rows, 1, 1), (32 * SG, 1, 1))
     sample.dtype, sample.template = dtype, [("W", width), ("SG", SG)]
     sample.input_names, sample.output_names = ["x"], ["out"]

@@ -1,5 +1,5 @@
-"""Evaluates MSL expressions for the tests of the shim. One kernel evaluates many expressions and writes one output
-row for each."""
+"""Evaluate MSL expressions for the tests of the shim, which implements MSL's functions on the CPU. One kernel
+evaluates many expressions and writes one output row for each."""
 
 import mlx.core as mx
 import numpy as np
@@ -16,8 +16,8 @@ P = np.linspace(0.1, 4, 64, dtype=np.float32)
 
 
 def evaluate(expressions: list[str], arrays: list[np.ndarray], setup: str = "", dtype=mx.float32) -> np.ndarray:
-    """Returns one row of values per expression. In an expression `v` and `w` are the thread's elements of the first
-    two arrays, and `l` is its lane."""
+    """Return an array with one row per expression and one value per thread. In an expression, `v` and `w` are the
+    thread's elements of the first two arrays, and `l` is its lane."""
     names = "vwxyz"
     lines = ["const uint i = thread_position_in_grid.x, l = thread_index_in_simdgroup;"]
     lines += [f"const T {names[k]} = a{k}[i];" for k in range(len(arrays))]
@@ -35,7 +35,7 @@ def check(table: dict[str, np.ndarray], arrays: list[np.ndarray], rtol: float = 
 
 
 def rows(values: np.ndarray) -> np.ndarray:
-    """Repeats each simdgroup's value for its 32 lanes."""
+    """Repeat the value of each simdgroup 32 times, once for each of its lanes."""
     return np.repeat(values, 32)
 
 

@@ -1,4 +1,4 @@
-"""Finds the statements of a shader file, and the lines of a kernel text that come from it."""
+"""Find the statements of a shader file, and the lines of a kernel's source that come from the file."""
 
 import re
 
@@ -21,7 +21,7 @@ _DECLARATION = re.compile(
 
 
 def map_lines(kernel_text: str, files: dict[str, str]) -> dict[int, tuple[str, int]]:
-    """Returns kernel line -> (file, line) for every line of the kernel text that comes from one of the files,
+    """Return {kernel line: (file, line)} for every line of the kernel's source that comes from one of the files,
     according to the directives `#line N "file"`."""
     mapped, file, line = {}, None, 0
     counts = {name: text.count("\n") + 1 for name, text in files.items()}
@@ -36,7 +36,7 @@ def map_lines(kernel_text: str, files: dict[str, str]) -> dict[int, tuple[str, i
 
 
 def statements(text: str) -> list[tuple[int, int]]:
-    """Returns (first, last) line of every statement that must produce code when its function is compiled.
+    """Return (first, last) line of every statement that must produce code when its function is compiled.
 
     Not counted: what lies outside functions, declarations without a value, constexpr, enum, using, static_assert,
     labels, break, continue, else, `if constexpr` itself, brackets, preprocessor lines and what macros expand to.
@@ -54,12 +54,12 @@ def statements(text: str) -> list[tuple[int, int]]:
 
 
 def _chunks(code: str) -> list[tuple[int, int, str, int]]:
-    """Splits the code at `;` and at the brackets of blocks. Returns (start, end, text, number of enclosing function
+    """Split the code at `;` and at the brackets of blocks. Return (start, end, text, number of enclosing function
     or control blocks) for each part."""
     chunks, blocks, enums, start, parentheses, i = [], [], [], 0, 0, 0
 
     def finish(end: int) -> None:
-        if enums and enums[-1]:  # the constants of an enum are no statements
+        if enums and enums[-1]:  # the constants of an enum are not statements
             return
         for first, last in _without_control(code, start, end):
             chunks.append((first, last - 1, " ".join(code[first:last].split()), sum(blocks)))
@@ -80,7 +80,7 @@ def _chunks(code: str) -> list[tuple[int, int, str, int]]:
                 blocks.append(not _SCOPE.match(header))
                 enums.append(header.startswith("enum"))
                 start = i + 1
-            else:  # a braced list inside an expression
+            else:  # a list in braces inside an expression: not a block
                 i = _behind_list(code, i)
                 continue
         elif char == "}" and parentheses == 0:
@@ -95,8 +95,8 @@ def _chunks(code: str) -> list[tuple[int, int, str, int]]:
 
 
 def _without_control(code: str, start: int, end: int) -> list[tuple[int, int]]:
-    """Separates headers of control statements, such as `if (...)`, from the statement after them. Returns the range
-    of each."""
+    """Separate headers of control statements, such as `if (...)`, from the statement after them. Return (start, end)
+    of each part."""
     parts = []
     while m := _HEADER.match(code, start, end):
         header = matching(code, m.end(), "(", ")") if code[m.end() - 1] == "(" else m.end()

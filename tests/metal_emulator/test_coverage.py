@@ -1,4 +1,4 @@
-"""Check that executed lines are attributed to the shader files from which the kernel text was assembled."""
+"""Test that executed lines are assigned to the shader files from which the kernel's source was assembled."""
 
 import numpy as np
 import pytest

@@ -1,5 +1,5 @@
-"""Check the replacement for `mx.fast.metal_kernel`: log, counters, gradients, strides, cached kernels, and the
-machines it supports."""
+"""Test the replacement for `mx.fast.metal_kernel`: log, counters, gradients, strides, cached kernels, and supported
+machines."""
 
 from functools import cache
 
@@ -131,7 +131,7 @@ def test_cached_kernels_need_a_hook_or_install():
 
     x = mx.arange(8, dtype=mx.float32)
     call = {"grid": (8, 1, 1), "threadgroup": (8, 1, 1), "output_shapes": [(8,)], "output_dtypes": [mx.float32]}
-    build()  # MLX's own
+    build()  # caches MLX's own kernel, because no emulation is active
     with emulated_metal(on_enter=[build.cache_clear]) as log:
         build()(inputs=[x], **call)
         build()(inputs=[x], **call)

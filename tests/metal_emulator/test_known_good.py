@@ -1,4 +1,4 @@
-"""Check that correct kernels give the right values and no findings, in every order of threads."""
+"""Test that correct kernels give the right values and no findings, in every order of threads."""
 
 import mlx.core as mx
 import numpy as np
@@ -8,7 +8,7 @@ from metal_emulator import emulated_metal
 from metal_emulator import sample_kernels as samples
 
 ORDERS = ("forward", "reverse", "random")
-# One rounding to T of values of size <= 4 per step; float: a few dozen additions.
+# 16-bit dtypes: one rounding per step of values up to 4. float32: the rounding errors of a few dozen additions.
 TOLERANCE = {mx.float32: 1e-5, mx.float16: 4e-3, mx.bfloat16: 6e-2}
 CASES = {
     "elementwise": (samples.elementwise, lambda x, s: [x * s + 1]),

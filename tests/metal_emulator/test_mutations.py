@@ -1,4 +1,5 @@
-"""Check which mutations are made, and that the emulator or wrong values reveal the mutations of small kernels."""
+"""Test which mutations (small damages to a kernel) are made. Test that the emulator or wrong values reveal them in
+small kernels."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Check that every planted bug is reported by the kind of finding that its table entry names."""
+"""Test that the emulator reports every planted bug with the kind of finding that the bug's table entry names."""
 
 import pytest
 

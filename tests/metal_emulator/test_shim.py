@@ -1,4 +1,5 @@
-"""Check the shim's types, vector loads, matrices, atomics and thread attributes against NumPy."""
+"""Test the shim's types, vector loads, matrices, atomics and thread attributes against NumPy. The shim implements
+MSL on the CPU."""
 
 import mlx.core as mx
 import numpy as np

@@ -1,4 +1,4 @@
-"""Check the shim's math, integer and vector functions against NumPy."""
+"""Test the shim's math, integer and vector functions against NumPy. The shim implements MSL on the CPU."""
 
 import numpy as np
 import pytest

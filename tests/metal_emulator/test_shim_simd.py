@@ -1,4 +1,4 @@
-"""Check the shim's simdgroup and quadgroup functions against NumPy."""
+"""Test the shim's simdgroup and quadgroup functions against NumPy. The shim implements MSL on the CPU."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""Runs clang and the linker, and manages the cache of their results. Both tools are embedded in zig (`pip install
+"""Run clang and the linker, and manage the cache of their results. Both tools come with zig (`pip install
 ziglang==0.17.0`)."""
 
 import hashlib
@@ -31,11 +31,12 @@ _WARNINGS = [
     "-Wvla",
     "-Wdouble-promotion",
     "-Wframe-larger-than=65536",
-    # MSL 3 is C++14; msl_rules.py says which warnings of these are errors.
+    # MSL 3 is based on C++14. These options warn about newer C++; msl_rules.py decides which warnings are errors.
     "-Wc++20-extensions",
     "-Wpre-c++17-compat",
 ]
-# Each load and store calls the runtime (hooks.h), undefined behaviour does, too, and counters record executed lines.
+# With these options the compiled kernel calls the runtime (hooks.h) at each load, each store and each undefined
+# behaviour.
 _CHECKS = [
     "-O1",
     "-fno-vectorize",
@@ -66,13 +67,13 @@ _QUICK_CODE = [
 
 
 def require_supported_host() -> None:
-    """Raises an error on a machine that the runtime does not support."""
+    """Raise an error on a machine that the runtime does not support."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
         raise RuntimeError(f"metal_emulator needs Linux on x86-64 but runs on {sys.platform} {platform.machine()}")
 
 
 def cache_folder() -> Path:
-    """Returns the folder for compiled kernels. Several processes can use it at the same time."""
+    """Return the folder for compiled kernels. Several processes can use it at the same time."""
     base = os.environ.get("XDG_CACHE_HOME") or (Path.home() / ".cache")
     try:
         folder = Path(base) / "metal_emulator"
@@ -84,29 +85,30 @@ def cache_folder() -> Path:
 
 
 def digest(*parts: str) -> str:
-    """Returns a hash of the texts, used as a file name in the cache."""
+    """Return a hash of the texts. The cache uses the hash as a file name."""
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
 
 def sources_text(folder: str) -> str:
-    """Returns the texts of all files of runtime/ or shim/, joined, for cache keys."""
+    """Return the joined texts of all files in the folder runtime/ or shim/. The cache keys contain a hash of them."""
     return "\0".join(f.read_text() for f in sorted((HERE / folder).glob("*")))
 
 
 @cache
 def zig() -> str:
-    """Returns the path of the zig executable."""
-    import ziglang  # imported here, since a Mac has no ziglang: there kernels' texts are made but not emulated
+    """Return the path of the zig executable."""
+    import ziglang  # not at the top of the file: on a Mac without ziglang, the other functions still work
 
     return str(Path(ziglang.__file__).parent / "zig")
 
 
 @cache
 def shim_folder() -> Path:
-    """Returns a copy of shim/ in the cache, under the hash of its content, and makes it if it is missing.
+    """Return the path of a copy of shim/ in the cache. Make the copy if it is missing.
 
-    A precompiled header refers to its sources by path, and the path is part of every kernel's key. With the copy's path
-    all checkouts of the project share their compiled kernels, and none breaks when another checkout goes.
+    A precompiled header refers to its sources by path, and this path is part of the cache key of every kernel. All
+    checkouts of the project use the copy's path, so they share their compiled kernels. The copy remains when a
+    checkout is deleted.
     """
     final = cache_folder() / f"shim-{digest(sources_text('shim'))}"
     if not final.is_dir():
@@ -120,7 +122,7 @@ def shim_folder() -> Path:
 
 
 def front_end(metal_version: int, fast_math: bool) -> list[str]:
-    """Returns clang's command line for compiling MSL as C++ for OpenCL to code with checks."""
+    """Return clang's command line to compile MSL, treated as C++ for OpenCL, to code with checks."""
     math = ["-DEMU_FAST_MATH"] if fast_math else []
     language = ["-x", "clcpp", "-cl-std=clc++2021", "-cl-no-stdinc", "-Xclang", f"-cl-ext={_EXTENSIONS}"]
     defines = ["-D__METAL__=1", f"-D__METAL_VERSION__={metal_version}", "-D__METAL_MACOS__=1", *math]
@@ -129,7 +131,7 @@ def front_end(metal_version: int, fast_math: bool) -> list[str]:
 
 
 def run_tool(command: list[str], what: str) -> str:
-    """Runs a command and returns its standard output. Raises an error if the command fails."""
+    """Run a command and return its standard output. Raise an error if the command fails."""
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{what} failed:\n{done.stderr}")
@@ -137,14 +139,14 @@ def run_tool(command: list[str], what: str) -> str:
 
 
 def publish(temporary: Path, final: Path) -> Path:
-    """Moves a finished file to its final path in one step, so that other processes never see an incomplete file."""
+    """Move a finished file to its final path in one step, so that other processes never see an incomplete file."""
     os.replace(temporary, final)
     return final
 
 
 @cache
 def runtime_library() -> Path:
-    """Returns the path of the compiled runtime. Compiles it if it is not in the cache."""
+    """Return the path of the compiled runtime. Compile it if it is not in the cache."""
     require_supported_host()
     final = cache_folder() / f"runtime-{digest(sources_text('runtime'), zig())}.so"
     if not final.exists():
@@ -160,8 +162,8 @@ def runtime_library() -> Path:
 
 
 def precompiled_shim(text: str, options: list[str]) -> Path:
-    """Returns the precompiled header of the shim and `text`, which is MLX's lowered preamble. Compiles it if it is
-    not in the cache."""
+    """Return the precompiled header that contains the shim and `text` (MLX's preamble, already translated for
+    clang). Compile the header if it is not in the cache."""
     final = cache_folder() / f"shim-{digest(text, sources_text('shim'), *options)}.pch"
     if not final.exists():
         with tempfile.TemporaryDirectory(dir=cache_folder()) as folder:
