@@ -13,7 +13,7 @@ import os
 import sys
 from pydoc_data.topics import topics
 
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # before NumPy: its threads would wait for each other at every step
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # set before NumPy is imported: more threads would be slower
 
 import mlx.core as mx
 import mlx.nn as nn

@@ -46,7 +46,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # before NumPy is imported; the reason stands above
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # must be set before NumPy is imported; the docstring says why
 
 from pydoc_data import topics
 
@@ -62,7 +62,7 @@ from support.ranks import Lost, Ranks
 from mlx_lstm.nn import LSTM, QuantizedLSTM
 
 CHECKPOINT = "checkpoint.safetensors"
-VALIDATION_ROWS = 16  # the validation text is read in so many rows at once, each from the zero state
+VALIDATION_ROWS = 16  # the validation text is read in this number of rows at once, each from a zero state
 ALONE = Ranks()  # the only process of a run
 State = tuple[mx.array, mx.array]
 
@@ -85,8 +85,8 @@ class Settings(NamedTuple):
     dtype: str = "float32"
 
 
-YOUNG = {"dtype": "float32"}  # settings missing in older checkpoints, and their values: not written
-DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16}  # float16 needs its loss scaled: see docs/training.md
+YOUNG = {"dtype": "float32"}  # values of settings that older checkpoints lack; a checkpoint leaves them out
+DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16}  # no float16: it needs a scaled loss, see docs/training.md
 RANGES = {  # [lowest, limit) of the options that are numbers
     **dict.fromkeys(("steps", "batch", "window", "embedding", "hidden", "evaluations"), (1, math.inf)),
     **dict.fromkeys(("learning_rate", "weight_decay", "clip", "seconds", "temperature", "length"), (0, math.inf)),
@@ -217,7 +217,7 @@ class CharLM(nn.Module):
     def __init__(self, size: int, settings: Settings):
         super().__init__()
         self.embedding = nn.Embedding(size, settings.embedding)
-        self.embedding.weight = mx.random.normal((size, settings.embedding))  # larger than MLX's: learns faster
+        self.embedding.weight = mx.random.normal((size, settings.embedding))  # larger than MLX's default: learns faster
         self.lstm = LSTM(settings.embedding, settings.hidden, engine=settings.engine)
         self.lstm.bias[settings.hidden : 2 * settings.hidden] += 1  # forget gates start open: faster at first
         self.vocabulary = Vocabulary(settings.hidden, size)
@@ -227,10 +227,11 @@ class CharLM(nn.Module):
         return tuple(mx.zeros((batch, self.lstm.hidden_size)) for _ in range(2))
 
     def __call__(self, codes: mx.array, state: State, dropped: mx.array | None = None) -> tuple[mx.array, State]:
-        """Return logits and state. `dropped` [B, 1, H] multiplies the LSTM's outputs: one draw for a whole window."""
+        """Return logits and state. `dropped` [B, 1, H] is the dropout mask of the LSTM's outputs, the same at all
+        steps."""
         if self.dtype == mx.float32:
             return self.forward(codes, state, dropped)
-        weights = self.parameters()  # float32, for the optimizer, whose steps are finer than 16 bits
+        weights = self.parameters()  # kept in float32: the optimizer's steps are finer than 16 bits
         self.set_dtype(self.dtype)
         dropped = None if dropped is None else dropped.astype(self.dtype)
         logits, state = self.forward(codes, tuple(array.astype(self.dtype) for array in state), dropped)
@@ -413,7 +414,7 @@ class Run:
 def read_checkpoint(path: Path) -> tuple[dict[str, mx.array], Settings, dict]:
     """Return the arrays, settings and numbers of a checkpoint; raise ValueError if the file lacks them."""
     try:
-        if path.exists() and not path.is_file():  # a pipe has no end
+        if path.exists() and not path.is_file():  # reading a pipe might never end
             raise ValueError("no regular file")
         arrays, about = mx.load(str(path), return_metadata=True)
         mx.eval(arrays)  # read all now, since the file may be removed
@@ -519,7 +520,7 @@ def train(run: Run, checkpoint: Path, console: Console, seconds: float | None = 
                     line = f"step {run.step:5d}   training {loss:.3f}   validation {run.evaluate():.3f} bits/char"
                     bar.console.print(f"{line}   {speed:,.0f} char/s")
                     run.save(checkpoint)
-        except Lost:  # the failed step has changed nothing
+        except Lost:  # the failed step has not changed the run
             run.save(checkpoint)
             raise
         run.save(checkpoint)
@@ -578,7 +579,7 @@ def arguments(argv: list[str] | None) -> tuple[argparse.Namespace, Settings | No
         return options, Settings(**given)
     if fixed := sorted(given.keys() - {"engine"}):
         parser.error(f"--resume takes {', '.join(fixed)} from the checkpoint.")
-    if not (options.out / CHECKPOINT).exists() and not options.distributed:  # distributed: the first process needs it
+    if not (options.out / CHECKPOINT).exists() and not options.distributed:  # else only process 0 reads it
         parser.error(f"--resume found no {options.out / CHECKPOINT}.")
     return options, None
 
@@ -601,7 +602,7 @@ def report(run: Run, baseline: float, options: argparse.Namespace, console: Cons
 
 
 def quantized_bits(run: Run, widths: list[int]) -> Iterator[tuple[int, float]]:
-    """Yield validation bits per character with the LSTM's weights in each number of bits. The model does not change."""
+    """Yield (width, validation bits per character) with the LSTM's weights quantized to each width, in bits."""
     trained, group = run.model.lstm, 64 if run.settings.hidden % 64 == 0 else 32
     for width in widths:
         run.model.lstm = QuantizedLSTM.from_layer(trained, group, width)
@@ -610,7 +611,8 @@ def quantized_bits(run: Run, widths: list[int]) -> Iterator[tuple[int, float]]:
 
 
 def start(settings: Settings | None, checkpoint: Path, corpus: Corpus, engine: str | None, ranks: Ranks) -> Run:
-    """Return a new run, or the run in the checkpoint, equal in every process. Only the first process reads the file."""
+    """Return a new run, or the run in the checkpoint, the same in every process. Only the first process reads the
+    file."""
     if ranks.rank == 0:
         run = Run(settings, corpus, ranks) if settings else Run.load(checkpoint, corpus, engine, ranks)
         if ranks.size == 1:
@@ -636,10 +638,10 @@ def main(argv: list[str] | None = None) -> int:
         run = start(settings, checkpoint, corpus, getattr(options, "engine", None), ranks)
         run.model(mx.zeros((1, 1), mx.int32), run.model.zero_state(1))
         if options.quantize:
-            QuantizedLSTM.from_layer(run.model.lstm, 32)  # can be
+            QuantizedLSTM.from_layer(run.model.lstm, 32)  # raises an error now if the layer cannot be quantized
         if ranks.rank == 0:
             options.out.mkdir(parents=True, exist_ok=True)
-    except (ValueError, OSError, Lost) as error:  # of a checkpoint, an engine, a folder
+    except (ValueError, OSError, Lost) as error:  # a wrong checkpoint, engine or folder
         print(f"{Path(__file__).name}: error: {error}", file=sys.stderr)
         return 2
     corpus.encode(options.prompt)

@@ -13,7 +13,7 @@ import sys
 import unicodedata
 from collections import Counter
 
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # before NumPy: its threads would wait for each other at every step
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # set before NumPy is imported: more threads would be slower
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -28,7 +28,7 @@ LONGEST, BATCH, HIDDEN, TEST = 40, 64, 64, 2000
 
 
 def data():
-    """Return (name, kind) of characters in random order, and the 10 most frequent kinds; no names that only count."""
+    """Return (name, kind) of characters in random order, without numbered names, and the 10 most frequent kinds."""
     found = [(unicodedata.name(chr(n), ""), unicodedata.category(chr(n))) for n in range(sys.maxunicode)]
     number = re.compile(r"-[0-9A-F]{4,}$|^HANGUL SYLLABLE")
     found = [(name, kind) for name, kind in found if 0 < len(name) <= LONGEST and not number.search(name)]

@@ -10,7 +10,7 @@ training: of the LSTM, of a linear model of 20 values, and of the guess "no chan
 import os
 import sys
 
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # before NumPy: its threads would wait for each other at every step
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # set before NumPy is imported: more threads would be slower
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -43,10 +43,10 @@ class Forecaster(nn.Module):
 
 def train(values, steps):
     model, rng, optimizer = Forecaster(), np.random.default_rng(0), optim.Adam(optim.cosine_decay(1e-2, steps))
-    step = nn.value_and_grad(model, lambda x, y: ((model(x)[0] - y)[:, LAGS:] ** 2).mean())  # a start has no past
+    step = nn.value_and_grad(model, lambda x, y: ((model(x)[0] - y)[:, LAGS:] ** 2).mean())  # after LAGS steps
     for n in range(1, steps + 1):
         x = mx.array(values[rng.integers(0, len(values) - WINDOW, (24, 1)) + np.arange(WINDOW + 1)])
-        loss, gradients = step(x[:, :-1] + 0.01 * mx.random.normal((24, WINDOW)), x[:, 1:])  # forecasts have errors
+        loss, gradients = step(x[:, :-1] + 0.01 * mx.random.normal((24, WINDOW)), x[:, 1:])  # noise, as in forecasts
         optimizer.update(model, gradients)
         mx.eval(model.parameters(), optimizer.state)
         if n % 50 == 0:

@@ -4,8 +4,8 @@
 
 The game: a sign says left or right, then follows a corridor of random length, and at its end the player must choose the
 sign's side to win. When an episode ends, the states of that game are reset to zero. While the policy plays, step by
-step, the program multiplies the states by 0. When it computes the gradient of a whole rollout at once, the option
-`keep` makes the same resets.
+step, the program multiplies the states by 0. When it computes the gradient of a whole rollout at once, the argument
+`keep` (a factor on the states, 0 or 1 for each step) makes the same resets.
 """
 
 import sys
@@ -22,8 +22,8 @@ GAMES, STEPS, HIDDEN = 64, 24, 32  # games at once, steps of a rollout
 
 
 class Corridors:
-    """All games together. `act` plays one step and returns the rewards (1 or -1 at an end, else 0) and which games
-    end; these start again."""
+    """All games together. `act` plays one step and returns the rewards (1 or -1 at an end, else 0) and which games end.
+    A game that ends starts again."""
 
     def __init__(self, rng):
         self.rng, self.sign, self.left = rng, np.zeros(GAMES, int), np.zeros(GAMES, int)
@@ -72,7 +72,7 @@ def loss(policy, played, state):
     keep = mx.concatenate([mx.ones((GAMES, 1), mx.bool_), ~played["ends"][:, :-1]], axis=1)  # False: a new episode
     scores = policy(played["seen"], state, keep)
     surprise = nn.losses.binary_cross_entropy(scores, played["right"].astype(mx.float32), reduction="none")
-    apart = mx.abs(scores - played["scores"]).max()  # from the scores while acting, step by step
+    apart = mx.abs(scores - played["scores"]).max()  # from the scores of single steps
     return (surprise * played["rewards"]).sum() / GAMES, apart
 
 

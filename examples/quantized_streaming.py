@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # before NumPy: its threads would wait for each other at every step
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # set before NumPy is imported: more threads would be slower
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -53,12 +53,12 @@ def stream(model, x):
 
 
 def main(layers=2, units=640, bits=0):
-    """Measure the model with weights of `bits` bits; without `bits` measure three widths, each in a separate
-    process."""
+    """Measure the model with weights of `bits` bits; without `bits` measure weights of 32, 8 and 4 bits, each in a
+    separate process."""
     if units % 32:
         sys.exit(f"units must be a multiple of 32, a group of weights, but are {units}.")
     if not bits:
-        print("bits   weights   all arrays   a step   one in a hundred   off by", flush=True)  # children print next
+        print("bits   weights   all arrays   a step   one in a hundred   off by", flush=True)  # then children print
         for width in (32, 8, 4):
             subprocess.run([sys.executable, __file__, str(layers), str(units), str(width)], check=True)
         return

@@ -10,7 +10,7 @@ import os
 import sys
 import time
 
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # before NumPy: its threads would wait for each other at every step
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # set before NumPy is imported: more threads would be slower
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -34,7 +34,7 @@ def syllable(rng, pitch, samples):
 
 
 def scene(rng):
-    """Return a sound, and for each frame whether somebody speaks: first to last syllable of an utterance."""
+    """Return a sound, and for each frame whether somebody speaks; an utterance includes its short pauses."""
     place, sound, active = rng.integers(0, RATE), np.zeros(2 * SAMPLES), np.zeros(2 * SAMPLES, bool)
     while place < SAMPLES:
         start, pitch = place, rng.uniform(90, 220)
@@ -48,7 +48,7 @@ def scene(rng):
 
 
 def features(samples):
-    """Return log energies [frames, BANDS]: a window of two frames (160 samples) for each row, 80 samples apart."""
+    """Return log energies [frames, BANDS]. Each row describes 160 samples; the next row starts 80 samples later."""
     frames = np.lib.stride_tricks.sliding_window_view(samples, 2 * HOP)[::HOP] * np.hanning(2 * HOP)
     power = np.abs(np.fft.rfft(frames)[:, 1:]) ** 2
     return np.log10(1e-3 + power.reshape(len(frames), BANDS, -1).mean(axis=-1)).astype(np.float32)

@@ -25,7 +25,7 @@ class Ranks:
         self.rank, self.size = (self.group.rank(), self.group.size()) if self.group else (0, 1)
 
     def share(self, rows: int) -> slice:
-        """Return the slice of `rows` that this process computes; the shares are equal up to one row."""
+        """Return the slice of `rows` that this process computes; shares differ by at most one row."""
         return slice(rows * self.rank // self.size, rows * (self.rank + 1) // self.size)
 
     def join(self, means, parts, rows: int):
@@ -46,10 +46,10 @@ class Ranks:
         return tree_unflatten(list(joined))
 
     def sum(self, array: mx.array) -> mx.array:
-        """Return the sum over all processes, with the same bits in each."""
+        """Return the sum of `array` over all processes, bit for bit the same in every process."""
         if self.size == 1:
             return array
-        mx.eval(array)  # an error here is this process' own; one below means that another process is lost
+        mx.eval(array)  # an error here is from this process; an error below means that another one is lost
         try:
             mx.eval(total := mx.distributed.all_sum(array, group=self.group))
         except RuntimeError as error:

@@ -1,9 +1,9 @@
 """Measure, for `--host`, the time that building the graph of a call takes, before anything runs. Our layers and
 `mlx.nn.LSTM` take turns.
 
-This needs no Metal: while MLX traces for an export, custom kernels can be called without Metal, so the calls are
-timed during an export. Building a node takes the same time there as elsewhere. On a Mac the GPU waits during this
-time, unless it has other work.
+This needs no Metal: while MLX traces for an export, custom kernels can be called without Metal, so the calls are timed
+during an export. Building a graph node takes the same time during an export as in a normal call. On a Mac the GPU waits
+while the graph is built, unless it has other work.
 """
 
 import ctypes
@@ -32,8 +32,8 @@ turns in one process, by the CPU time of the thread. Memory is mapped before, as
 over: how many times that of {THEIRS}."""
 
 TRIM_THRESHOLD = -1
-"""glibc's number for the option of mallopt that sets how much freed memory malloc keeps. By default malloc keeps hardly
-any. The system then has to map memory for every new graph, which takes longer than to build a launch of our kernels."""
+"""The number of the option in glibc's function mallopt that sets how much freed memory malloc keeps. By default malloc
+keeps hardly any. The system then maps new memory for every graph, which takes longer than to build a kernel launch."""
 
 
 class Cost(NamedTuple):

@@ -1,8 +1,8 @@
 """Check results of the benchmark case `lstm`: compute a layer in float64, and bounds on errors.
 
-An implementation may sum a gradient of weights time step by time step and store the sum each time. `closeness` does not
-count these roundings. So the bound of a sum that is stored T times grows by u sqrt(T) |sum|, with u the unit roundoff.
-The root is enough because the roundings have different signs.
+An implementation may sum a gradient of weights time step by time step and store the sum each time. The bounds of
+`closeness` do not include these roundings. So this module adds SAFETY u sqrt(T) |sum| to the bound of a sum that is
+stored T times, with u the unit roundoff. sqrt(T) is enough, not T, because the roundings have different signs.
 
 The results of a long sequence are computed in parts of PART steps that pass their states and gradients on, so that
 little more than the results is in memory. The runs with random errors, which take longest, use the first part only; the

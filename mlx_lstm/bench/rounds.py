@@ -19,7 +19,7 @@ from ..testing.progress import Progress
 from .cases import CASES, find_contender
 from .tasks import Size, Task
 
-QUIET = 0.2  # cores that other processes may use; a turn in which they use more counts as disturbed
+QUIET = 0.2  # cores that other processes may use; a turn in which they use more is called disturbed
 CLOCK_TICK = 1 / os.sysconf("SC_CLK_TCK")
 
 
@@ -116,7 +116,7 @@ def measure(
 ) -> list[Measurement]:
     """Check and time the tasks of one size and pass against each other. With rounds = 0 only check the results and
     measure the memory."""
-    progress = progress or Progress()  # a context that is not entered prints nothing
+    progress = progress or Progress()  # a Progress that is not entered by `with` prints nothing
     rows: dict[Task, Measurement] = {}
     plans: dict[Task, Plan] = {}
     turn_seconds: dict[Task, float] = {}  # expected seconds of a turn, to estimate the time left

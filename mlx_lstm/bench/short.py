@@ -20,7 +20,7 @@ SECONDS, ROUNDS, QUIET = 1.0, 3, 2.0
 
 
 def default_sizes(device: str, full: bool) -> tuple[Size, ...]:
-    """Return the sizes to measure: the sizes of the full benchmark. On a CPU return only every second one, since
+    """Return the sizes to measure: the sizes of the full benchmark. On a CPU return only every second size, since
     `mlx.nn.LSTM` takes minutes there."""
     return SIZES if full or device == "gpu" else SIZES[::2]
 

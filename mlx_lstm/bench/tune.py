@@ -1,5 +1,6 @@
-"""Find, for `--tune`, the fastest engines on this Mac: time the possible cuts of `fused`, then both Metal engines
-against each other, and write the table from which the library chooses."""
+"""Find, for `--tune`, the fastest engines on this Mac. First time the possible cuts of the engine `fused`: the numbers
+of batch rows per threadgroup and of registers without weights. Then time both Metal engines, `fused` and `stepwise`,
+against each other. Write the table from which the library chooses the engine."""
 
 import json
 import statistics
@@ -54,7 +55,7 @@ WORTH = 0.97
 below 1, since measured times vary."""
 
 
-def tune(file: str | None, grid: Grid = Grid()) -> int:  # noqa: B008 (a tuple)
+def tune(file: str | None, grid: Grid = Grid()) -> int:  # noqa: B008 (the default is a tuple and never changes)
     """Measure which Metal engine is faster, print the table and write it to a file. Return the exit code: 0, or 1 if
     there is no Metal or the file cannot be written."""
     if not has_metal():
@@ -102,9 +103,9 @@ def write(
 
 
 def best_cut(dtype: str, B: int, grid: Grid) -> Cut | None:
-    """Return the fastest cut of `fused` at this batch size, or None for the cut that the built-in rule chooses. A
-    cut says how many batch rows a threadgroup has and how many registers hold no weights. Row counts are tried
-    first."""
+    """Return the fastest cut of `fused` at this batch size, or None for the cut that the built-in rule chooses. A cut
+    says how many batch rows a threadgroup has and how many registers hold no weights. The number of rows is chosen
+    first, then the number of registers."""
     H = max((H for H in grid.units if H <= CUT_AT), default=min(grid.units))
     size, best = Size(grid.steps, B, H, H), None
     for step in ("rows", "spare"):
@@ -165,7 +166,8 @@ def measure(
                 if not refusal:
                     ready[name] = prepare(engine, size, dtype)
                     ready[name].run()
-        # Catch everything that a compiler or a driver raises: the engine does not work on this machine at this size.
+        # Catch every exception: a compiler or a driver may raise any type. The engine then does not work on this
+        # machine at this size.
         except Exception as error:
             refusal = f"{type(error).__name__}: {error}".splitlines()[0]
             ready.pop(name, None)

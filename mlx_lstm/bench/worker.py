@@ -4,8 +4,9 @@
     {"do": "time", "seconds": S, "warmups": N}   run N times untimed, then timed until S seconds have passed: each
                                                  run's seconds, and the CPU time of the whole turn
 
-Between requests the process waits in a blocking read. It answers only once its threads have stopped spinning (SETTLE),
-and says with every answer how much CPU time it used while it should have been idle.
+Between requests the process waits in a blocking read. It answers only after SETTLE seconds, when its threads have
+stopped spinning (waiting in a busy loop). Every answer also contains the CPU time that the process used while it should
+have been idle.
 """
 
 import ctypes

@@ -37,8 +37,8 @@ BATCHES: dict[int, dict[str, Any]] = {1: {}, 4: {"bidirectional": True}, 17: {"r
 lane for less than 8 batch rows and in small tiles for less than 32; `fused` uses matrix instructions from 65 on."""
 
 STEPS = 24
-"""Time steps of a case. So many that `stepwise` has to join the outputs of steps into one array before its last launch,
-which can join only 20 arrays."""
+"""Time steps of a case. The last kernel launch of `stepwise` can join the outputs of only 20 steps. With more steps, as
+here, `stepwise` has to join outputs before, too."""
 
 BARE: dict[str, dict[str, None]] = {
     "lstm": {"h0": None, "c0": None},
@@ -48,8 +48,8 @@ BARE: dict[str, dict[str, None]] = {
 """The arguments that are None in a call without initial states, by op."""
 
 WIDE: dict[str, dict[str, Any]] = {
-    # Layers with all weights in registers, with a part of them, and with 1024 threads per threadgroup, Metal's limit.
-    # Sizes are T, B, I, H, P.
+    # Some of these layers keep all weights in registers, others only a part of the weights. The last has 1024 threads
+    # per threadgroup, Metal's limit. Sizes are T, B, I, H, P (P: the width of h).
     "lstm, 128 units": {"sizes": (2, 17, 8, 128, 128)},
     "lstm, 256 units": {"sizes": (2, 66, 8, 256, 256)},
     "gru, 128 units": {"op": "gru", "sizes": (2, 17, 8, 128, 128)},
@@ -57,9 +57,10 @@ WIDE: dict[str, dict[str, Any]] = {
 }
 
 UNBOUNDED = ("relu_gates", "identity_gates")
-"""Options under which h has no bound: with many batch rows one value leaves the range of float16."""
+"""Options under which h can grow without limit. With a large batch one of its values leaves the range of float16."""
 KINKED = ("relu", "hard")
-"""Options whose activations have kinks: with many batch rows one argument is too near to a kink for a 16-bit dtype."""
+"""Options whose activations have kinks (jumps of the slope). With a large batch one argument is so near to a kink that
+rounding to 16 bits could move it across."""
 
 
 class GridCase(NamedTuple):
@@ -88,7 +89,7 @@ class GridCase(NamedTuple):
     def draw(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return (case, cotangents) with random arrays, which are the same at every call."""
         margin = ROUNDING_MARGIN if self.dtype == "float32" else KINK_MARGIN
-        recurrent = 0.7 / self.options["sizes"][3] ** 0.5  # a norm above 1 would let rounding errors grow with time
+        recurrent = 0.7 / self.options["sizes"][3] ** 0.5  # with a norm above 1, rounding errors would grow with time
         case, cotangents = draw_away_from_kinks(1, margin, **self.options, recurrent=recurrent, dtype=self.dtype)
         return case, {name: cotangents[name] for name in self.with_cotangent or cotangents}
 

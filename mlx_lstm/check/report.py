@@ -11,7 +11,7 @@ from ..engines import tuning
 from ..testing.report import first_line, json_text, machine_card
 from .comparison import Finding
 
-SHOWN = 8  # most failures that are printed for an engine; the file has all
+SHOWN = 8  # the largest number of failures printed per engine; the file has all failures
 EVERY = 2.0  # seconds between two writes of the file
 
 

@@ -73,7 +73,7 @@ class CompareCase(NamedTuple):
     @property
     def layers(self) -> list["CompareCase"]:
         """Return a case for each layer of a stack. Arrays of layers above the first are named "bias_l1", "bias_l2" and
-        so on; these layers have no source of their own."""
+        so on; these layers have no array `source`, since they read the layer below."""
         count = 1 + sum(name.startswith("recurrent_weight_l") for name in self.arrays)
         if count == 1:
             return [self]

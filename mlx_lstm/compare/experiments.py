@@ -114,7 +114,8 @@ def in_order(case: CompareCase, fl: Arithmetic, gate_order: str, tensor: str) ->
 
 
 def oracle_result(case: CompareCase, fl: Arithmetic, tensor: str, **options: Any) -> np.ndarray:
-    """Return one result of the oracle. `options` replace the options that follow from the case."""
+    """Return one result of the oracle. The keywords `options` replace options of the oracle that the case's descriptor
+    would set."""
     cotangents = {"h": case.arrays["source_gradient"]}
     cotangents |= {"hT": case.arrays["state_gradient"], "cT": case.arrays["cell_gradient"]}
     outputs, gradients = evaluate(call_of(case) | options, cotangents, fl)
@@ -183,7 +184,7 @@ def of_single_gate(rng: np.random.Generator) -> Iterator[Experiment]:
 
 
 def value_of_h(case: CompareCase) -> Distance:
-    """Return a function that measures how far MPSGraph's zState is from h."""
+    """Return a function that measures how far MPSGraph's zState is from the float64 oracle's h."""
     return value(case, "z_state", lambda fl: evaluated(case, fl)["h"])
 
 

@@ -23,7 +23,8 @@ WITHOUT = {
 
 
 def grid(off_kinks: Callable[[CompareCase], bool], seed: int = 0) -> list[CompareCase]:
-    """Return the cases of the command `compare`. `off_kinks` returns whether a random case is far enough from kinks."""
+    """Return the cases of the command `compare`. `off_kinks` returns whether a random case is far enough from kinks,
+    where the slope of relu or hard_sigmoid jumps."""
     rng = np.random.default_rng(seed)
     single = [draw_until(off_kinks, rng, op, name=f"{op}: {name}", **chosen) for op, name, chosen in descriptions()]
     return [*single, *stacks(rng)]

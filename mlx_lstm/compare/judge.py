@@ -13,7 +13,7 @@ from .cases import Arrays, CompareCase, through_layers
 
 WORDS = {"source": "x", "recurrent_weight": "Wh", "input_weight": "Wx", "bias": "b", "init_state": "h0"}
 WORDS |= {"init_cell": "c0", "peephole": "peephole", "mask": "mask", "secondary_bias": "bhn"}
-"""The oracle's name for each argument of MPSGraph. Both have the same layout for two directions."""
+"""The oracle's name for each argument of MPSGraph. For two directions, the oracle and MPSGraph use the same layouts."""
 
 OUTPUTS = {"h": "h", "c": "c", "z_state": "gates"}
 COTANGENTS = {"source_gradient": "h", "state_gradient": "hT", "cell_gradient": "cT"}
@@ -27,8 +27,8 @@ def expected(case: CompareCase, **readings: str) -> Arrays:
 
 
 def limits(case: CompareCase, dtype: DTypeLike = np.float32, trials: int = TRIALS, **readings: str) -> dict[str, float]:
-    """Return for each result how far rounding in `dtype` may move it, as one number. Fewer trials may give a smaller
-    number."""
+    """Return for each result how far rounding in `dtype` may move its values, as one number. `trials`: the number of
+    evaluations with random errors that find this number; with fewer it may be smaller."""
     return bounds_of(lambda fl: evaluated(case, fl, **readings), dtype, trials)
 
 
@@ -36,7 +36,7 @@ def exact_and_limits(
     case: CompareCase, dtype: DTypeLike = np.float32, trials: int = TRIALS, **readings: str
 ) -> tuple[Arrays, Arrays]:
     """Return (exact, limits): all results in float64, and for each element how far rounding in `dtype` may move it.
-    Fewer trials may give narrower limits."""
+    `trials`: the number of evaluations with random errors; with fewer the limits may be narrower."""
     return exact_and_element_bounds(lambda fl: evaluated(case, fl, **readings), dtype, trials)
 
 

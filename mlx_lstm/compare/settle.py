@@ -15,7 +15,7 @@ from .measure import without_leading_ones
 
 Distance = Callable[[Outcome], float]
 """A function that returns the distance of an outcome from the prediction of a reading (an interpretation of the
-documentation), divided by the error that rounding may cause. The reading fits up to 1."""
+documentation), divided by the error that rounding may cause. The reading fits if the function returns at most 1."""
 
 
 class Experiment(NamedTuple):

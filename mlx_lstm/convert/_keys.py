@@ -193,7 +193,8 @@ def arranged(
 
 
 def fits(whole: dict[tuple[int, int], Group], parts: dict[str, list[Arrays]], D: int) -> bool:
-    """Return whether the input of each layer is as wide as the output of the layer below."""
+    """Return whether the layers fit together as a stack: all have the same number of units, and the input of each layer
+    is as wide as the output of the layer below."""
     first = parts[whole[0, 0].form]
     width = first[0]["Wh"].shape[-1] * D * len(first)
     each = [(layer, part) for (layer, _), group in whole.items() for part in parts[group.form]]

@@ -36,7 +36,7 @@ def read(path: Path, external_data: bool) -> tuple[dict[str, Weights], dict[str,
         model = onnx.load(path, load_external_data=False)
     except OSError:
         raise
-    except Exception as error:  # protobuf's error, whose class moved between releases
+    except Exception as error:  # protobuf raises an error whose class differs between releases
         raise ValueError(f"it is truncated or damaged: {shown(error)}") from None
     if not model.graph.node or not model.opset_import:
         raise ValueError("it is truncated or damaged, or no model: it has no nodes or no opset")
@@ -112,7 +112,7 @@ def read_external(path: Path, tensor: Any, left: dict[str, int]) -> None:
     with file.open("rb") as stream:
         stream.seek(offset)
         tensor.raw_data = stream.read(length)
-    tensor.data_location = 0  # in the model itself
+    tensor.data_location = 0  # 0: the data are in the model itself
 
 
 def array_of(onnx: Any, tensor: Any, name: str) -> Any:

@@ -22,7 +22,7 @@ OURS = {"lstm": "ifgo", "gru": "rzn", "rnn": "h"}
 KERAS = {"lstm": "ifgo", "gru": "zrn", "rnn": "h"}
 ONNX = {"lstm": "iofg", "gru": "zrn", "rnn": "h"}
 TF = {"icfo": "igfo", "ifco": "ifgo"}
-"""TensorFlow's orders of an LSTM as the recurrence spells them: its c is our g."""
+"""TensorFlow's gate orders of an LSTM, and the same orders in our letters: TensorFlow's c is g here."""
 
 MPSGRAPH = {"lstm": ("ifgo", "igfo"), "gru": ("zrn", "rzn"), "rnn": ("h", "h")}
 """MPSGraph's gate orders: (flag off, flag on); the flag is `forget_gate_last` or `reset_gate_first`."""
@@ -271,7 +271,8 @@ def reorder(array: mx.array, before: str, after: str, axis: int = 0) -> mx.array
 
 
 def rows_reordered(arrays: Arrays, before: str, after: str) -> Arrays:
-    """Return one direction's arrays with their rows in another gate order; `Wp` has no gates."""
+    """Return one direction's arrays with their rows in another gate order. `Wp` stays as it is, since its
+    rows do not belong to gates."""
     return {name: reorder(a, before, after) if WORDS[name] == "GH" else a for name, a in arrays.items()}
 
 

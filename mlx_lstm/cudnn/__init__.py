@@ -11,8 +11,8 @@ time_major=False (see `cudnn_rnn_v3`).
 
 The reserve space is what forward saves for the backward ops: one array of the input's dtype. For each layer in turn it
 holds the gates [T, D G H, N] (of LSTM and GRU) and c [T, D H, N] (of an LSTM); for every layer but the last also h [T,
-N, D S] and, with dropout, the factors on this h [T, N, D S]. No op changes it. Without training it is a scalar; with
-`checkpoint_every` it is empty, [0].
+N, D S] and, with dropout, the factors on this h [T, N, D S]. No op changes it. Without training the reserve space is a
+scalar; with `checkpoint_every` it is empty, [0].
 """
 
 from ._params import CudnnRNNParamsToCanonicalOutput as CudnnRNNParamsToCanonicalOutput
@@ -35,7 +35,8 @@ from ._rnn import (
 )
 from ._stack import CudnnRNNBackpropOutput as CudnnRNNBackpropOutput
 
-# The classes of the outputs are public, too, but not in this list: help() would show them before the ops.
+# The classes of the outputs are public, too. They are not in this list, because help() would then show them before the
+# ops.
 __all__ = ["cudnn_rnn", "cudnn_rnn_backprop", "cudnn_rnn_backprop_v2", "cudnn_rnn_backprop_v3"]
 __all__ += ["cudnn_rnn_canonical_to_params", "cudnn_rnn_canonical_to_params_v2", "cudnn_rnn_params_size"]
 __all__ += ["cudnn_rnn_params_to_canonical", "cudnn_rnn_params_to_canonical_v2", "cudnn_rnn_v2", "cudnn_rnn_v3"]

@@ -1,7 +1,7 @@
 """Run a stack of layers, forward and backward, by the ops of cuDNN's three versions.
 
-Every version makes a `Stack`, which does the work, with the version's name for errors. In V1 and V2 all items are as
-long as the input, there is no projection, and time is the first axis.
+Every op makes a `Stack`, which does the work and uses the op's name in errors. In V1 and V2 all sequences of the batch
+have length T, there is no projection, and time is the first axis.
 """
 
 from typing import NamedTuple
@@ -70,9 +70,9 @@ def cudnn_rnn(
     backward op reads gates that were rounded when they were stored in the reserve space.
 
     Dropout acts on the output of each layer but the last: an element becomes 0 with probability `dropout`, the others
-    are divided by 1 - dropout. The numbers come from `mlx.core.random`, with a key made of seed and seed2 and split for
-    the layers: the same seeds drop the same elements in every call. cuDNN's generator gives other numbers and drops
-    other elements in each call; for this pass another seed2 in each call.
+    are divided by 1 - dropout. The random numbers come from `mlx.core.random`; their key is made of seed and seed2. So
+    the same seeds drop the same elements in every call. cuDNN has another generator and drops other elements in each
+    call. To drop other elements in each call here, pass another seed2 each time.
 
     Args:
         input (array): [T, N, I]. float32, float16, bfloat16 or float64; all other arrays must have the dtype of input.
@@ -88,7 +88,8 @@ def cudnn_rnn(
         dropout (float): the probability to drop, in [0, 1]. Default: 0.
         seed, seed2 (int): their low 32 bits are the high and the low half of dropout's seed. Default: 0.
         is_training (bool): with `False` nothing is dropped, there is no reserve space, and asking for a gradient raises
-            an error (except MLX's own where `mx.compile`, `mx.vmap` or an export traces the graph). Default: `True`.
+            an error. Exception: in a graph that `mx.compile`, `mx.vmap` or an export traces, MLX computes the gradient
+            itself. Default: `True`.
         checkpoint_every (int or str, optional): for `mx.grad`, in every layer as in `mlx_lstm.lstm`; the dropped
             elements are the same. The backward op cannot be called then, as the reserve space is empty, [0]. Default:
             `None`.
@@ -137,7 +138,7 @@ def cudnn_rnn_v2(
     """Run `cudnn_rnn` with the same arguments and one more output, host_reserved: TensorFlow's CudnnRNNV2.
 
     Returns:
-        CudnnRNNV2Output: the outputs of `cudnn_rnn`, and host_reserved, int8, in training [2] and else a scalar.
+        CudnnRNNV2Output: the outputs of `cudnn_rnn`, and host_reserved, int8, of shape [2] in training, else a scalar.
 
     Example:
         >>> import mlx.core as mx
@@ -174,15 +175,16 @@ def cudnn_rnn_v3(
     engine: Engine | None = None,
     stream: Stream = None,
 ) -> CudnnRNNV2Output:
-    """Run `cudnn_rnn` with a length per item, a projection, and time or batch first: TensorFlow's CudnnRNNV3.
+    """Run `cudnn_rnn` with a length per sequence, a projection, and time or batch first: TensorFlow's CudnnRNNV3.
 
-    Past its length an item's output is 0, its input is never read and its gradient is 0; output_h and output_c are the
-    states after the item's own last step, where the backward direction starts. The lengths need no order.
+    An item is a sequence of the batch. Past an item's length its output is 0, its input is never read and the gradient
+    of its input is 0. output_h and output_c are the states after the last step of each item; the backward direction
+    starts at this step. The lengths may be in any order.
 
     With time_major=False input and output are [N, T, I] and [N, T, D S], and input_h, input_c, output_h and output_c
     are [N, L D, S], [N, L D, H]. The original documents and checks these shapes of the states, but passes the memory of
-    the states to cuDNN as if they were [L D, N, S]: with more than one layer or direction and more than one item, it
-    mixes items and layers.
+    the states to cuDNN as if they were [L D, N, S]: with more than one layer or direction and more than one item, the
+    original mixes items and layers.
 
     Args:
         sequence_lengths (int32 array or list): [N], each in 1..T. The range of an MLX array is not checked under
@@ -236,8 +238,8 @@ def cudnn_rnn_backprop(
 ) -> CudnnRNNBackpropOutput:
     """Return the gradient of `cudnn_rnn` from its outputs: TensorFlow's CudnnRNNBackprop.
 
-    No gate is computed again, and reserve_space does not change, so that two calls give the same bits. (The original
-    writes into it.) If `dropout` is not 0, the dropout factors are read from reserve_space.
+    No gate is computed again. This op does not change reserve_space (the original writes into it), so two calls return
+    the same gradients bit for bit. If `dropout` is not 0, the dropout factors are read from reserve_space.
 
     Args:
         input, input_h, input_c, params: the arguments of the call of `cudnn_rnn`.

@@ -18,7 +18,8 @@ from ..engines.tracing import have_values, is_transforming
 from ..recurrence import by_layer, join_biases, of_layers
 from ._buffer import Attributes, Layout, check_params, layout
 
-# The reserve space stores these arrays as engine `numpy` does, [T, ., N], so that packing them is a plain copy.
+# The reserve space stores these arrays with the batch last, [T, ., N]. The engine `numpy` has them in memory in this
+# order, so packing copies them without a transpose.
 BATCH_LAST = ("gates", "c")
 
 OPS = {"lstm": recurrence.lstm, "gru": recurrence.gru, "rnn_relu": recurrence.rnn, "rnn_tanh": recurrence.rnn}
@@ -72,7 +73,8 @@ class Stack(NamedTuple):
             none: list[mx.array | None] = [None] * where.L
             factors = dropout_factors(where, x, self.attributes) if dropout else none
             if dropout and choice.current_device() == "cpu":
-                # Evaluate the factors, which are constants: the engine would evaluate their graph with the random bits.
+                # The factors are constants, so evaluate them here, once. Otherwise the engine would have to evaluate
+                # their graph, which contains the random bits.
                 have_values([factor for factor in factors if factor is not None], transforming=False)
             options = {"lengths": lengths, "engine": self.engine, "training": is_training, "checkpoint_every": every}
             results = run_layers(where, params, x, first, factors, options)
@@ -81,7 +83,9 @@ class Stack(NamedTuple):
             if is_training:
                 shapes = [] if every else reserve_shapes(where, x, dropout)
                 return output, output_h, output_c, pack(shapes, results, input.dtype)
-            # Refuse only a gradient that can be asked for: a graph without values stays plain and can be exported.
+            # Let a gradient raise an error, but only if the arrays have values. While `mx.compile` or an export traces
+            # the op they have none; then leave the graph as it is, since it could not be exported with the error's
+            # custom function.
             inputs_used = [input, input_h, params, *([input_c] if where.mode == "lstm" else [])]
             if is_transforming() and have_values(inputs_used, transforming=True):
                 output, output_h, output_c = without_gradient(self.original, output, output_h, output_c)
@@ -95,8 +99,8 @@ class Stack(NamedTuple):
         cotangents: Outputs,
         reserve_space: mx.array,
     ) -> CudnnRNNBackpropOutput:
-        """Return the gradients of input, input_h, input_c and params. `cotangents`: of output, output_h and
-        output_c."""
+        """Return the gradients of input, input_h, input_c and params. `cotangents` has the gradients of output,
+        output_h and output_c."""
         with on(self.stream, self.op):
             where, lengths = self.check(inputs, sequence_lengths)
             input, input_h, input_c, params = inputs
@@ -109,7 +113,7 @@ class Stack(NamedTuple):
             options = {"lengths": lengths, "engine": self.engine}
             gradients = run_layers_backward(where, params, x, first, saved, dh, last, options)
             dx = gradients[0]["x"]
-            if where.skip:  # layer 0 read a copy of x for each gate and direction: sum their gradients
+            if where.skip:  # each gate and direction of layer 0 read its own copy of x: sum the copies' gradients
                 dx = dx.reshape(*x.shape[:2], -1, where.H).sum(axis=2)
             if where.mode == "lstm":
                 dc0 = self.of_layers(where, gradients, "c0")
@@ -186,7 +190,7 @@ def dropout_factors(where: Layout, x: mx.array, attributes: Attributes) -> list[
     With p = 1 all factors are 0, without a division by 0.
     """
     high, low = (int(seed) % 2**32 for seed in (attributes.seed, attributes.seed2))
-    stays = 1 - float(attributes.dropout)  # the probability of an element to stay
+    stays = 1 - float(attributes.dropout)  # the probability that an element is kept
     shape, scale = (*x.shape[:2], where.D * where.S), mx.array(1 / stays if stays else 0, x.dtype)
     keys = mx.random.split(mx.random.key(high << 32 | low), where.L - 1) if where.L > 1 else []
     return [*(mx.random.bernoulli(stays, shape, key).astype(x.dtype) * scale for key in keys), None]
@@ -263,7 +267,8 @@ def buffer_gradients(where: Layout, gradients: Arrays) -> Arrays:
 
 
 def reserve_shapes(where: Layout, x: mx.array, dropout: float) -> list[dict[str, tuple[int, int, int]]]:
-    """Return for each layer the shapes of the arrays in the reserve space by name, in order, for x [T, N, .]."""
+    """Return for each layer a dict from name to shape of the layer's arrays in the reserve space, in order. x: the op's
+    input, [T, N, .]."""
     T, N, _ = x.shape
     widths = {} if where.mode.startswith("rnn") else {"gates": where.D * where.G * where.H}
     if where.mode == "lstm":
@@ -274,7 +279,7 @@ def reserve_shapes(where: Layout, x: mx.array, dropout: float) -> list[dict[str,
 
 
 def pack(shapes: list[dict[str, tuple[int, int, int]]], results: list[dict[str, Any]], dtype: mx.Dtype) -> mx.array:
-    """Store each layer's results in a reserve space and return it; without `shapes` it is empty."""
+    """Store each layer's results in one array, the reserve space, and return this array; it is empty if `shapes` is."""
     named = [(name, arrays[name]) for layer, arrays in zip(shapes, results, strict=False) for name in layer]
     parts = [(mx.swapaxes(array, 1, 2) if name in BATCH_LAST else array).reshape(-1) for name, array in named]
     return mx.concatenate(parts) if parts else mx.zeros((0,), dtype)

@@ -1,5 +1,5 @@
-"""Compute a layer's small operations around a call by NumPy, if the call itself computes on the CPU at once. An
-operation of MLX wakes another thread, which takes as long as a step of a small layer."""
+"""Let NumPy compute the small operations of a layer around a call, if the call itself runs on the CPU immediately.
+An operation of MLX wakes another thread. That takes as long as a step of a small layer."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,12 +13,12 @@ from .numpy.weights import cached
 from .tracing import is_transforming
 
 Run = Callable[..., Any]
-"""`by_mlx` or `by_numpy`: called with a function and arrays, it returns what the function returns for them."""
+"""Type of `by_mlx` and `by_numpy`: called with a function and arrays, they return the results of the function."""
 
 
 def computes_now(engine: str | None) -> bool:
-    """Return whether a call on this engine computes on the CPU before it returns, while no gradient can be asked
-    for. None is the best engine."""
+    """Return whether a call on this engine computes its results on the CPU before it returns, and nobody can ask for
+    a gradient. engine: a name, or None for the best engine."""
     on_numpy = engine is None or (isinstance(engine, str) and engine == "numpy")  # other types are refused later
     return on_numpy and choice.current_device() == "cpu" and not is_transforming()
 
@@ -42,8 +42,8 @@ def by_numpy(function: Run, *arrays: mx.array) -> Any:
 
 
 def to_mlx(results: Any, dtype: mx.Dtype) -> Any:
-    """Return lists and dicts in which MLX arrays replace NumPy's. The arrays are copied, since MLX does not accept
-    every view."""
+    """Return the lists and dicts with NumPy arrays replaced by MLX arrays. The arrays are copied, because MLX does
+    not accept every view."""
     if isinstance(results, np.ndarray):
         return mx.array(np.ascontiguousarray(results), dtype)
     if isinstance(results, dict):
@@ -52,6 +52,6 @@ def to_mlx(results: Any, dtype: mx.Dtype) -> Any:
 
 
 def derived(now: bool, kind: str, parameters: Any, derive: Callable[[Any], Any]) -> Any:
-    """Return `derive(parameters)` for a tree of parameters; where a call computes now, from a cache. kind: a name
-    that separates the different arrays derived from the same parameters."""
+    """Return `derive(parameters)` for a tree of parameters. If `now` (the call computes immediately), the result
+    comes from a cache. kind: a name that separates different results for the same parameters."""
     return cached(kind, parameters, derive) if now else derive(parameters)

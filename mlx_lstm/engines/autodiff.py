@@ -32,15 +32,17 @@ from .tracing import custom_function, have_values, with_graphs_kept
 ENGINE_MODULES = {"fused": fused, "stepwise": stepwise, "numpy": numpy, "ops": ops}
 
 TAPS = (("h",), ("c",), ("gates",), ("hT", "cT"))
-"""Outputs that share a tap. A tap costs the host as much as two launches, and the last states are small: the zeros that
-stand in for one of them cost less than a tap of its own."""
+"""Groups of outputs that share a tap (an identity function through which a cotangent comes back). A tap costs the
+host as much time as two launches. hT and cT are small, so zeros in place of a missing cotangent cost less than a
+second tap."""
 
 
 def run(problem: Problem, arrays: Arrays, engine: str) -> dict[str, Any]:
-    """Return the outputs by name that the caller wants; gates None if unwanted.
+    """Run a recurrence on an engine. Return the outputs that the caller wants, by name; gates are None if the caller
+    does not want them.
 
-    They have the engine's backward pass as their gradient, unless the problem is `plain`. x and the sequences are
-    [B, T, .] with `batch_first`. x [B, I] is a single step.
+    The gradient of the outputs is the engine's backward pass, unless the problem is `plain` (nobody can ask for a
+    gradient). x and the sequences are [B, T, .] with `batch_first`. For a single step x is [B, I].
     """
     dtype, batch_first = problem.dtype, problem.batch_first
     if problem.plain and engine == "numpy":  # engine `numpy` accepts both memory orders without an operation of MLX
@@ -72,7 +74,7 @@ def run(problem: Problem, arrays: Arrays, engine: str) -> dict[str, Any]:
 
 
 def shown_of(problem: Problem) -> tuple[str, ...]:
-    """Return the names of the outputs that the caller wants."""
+    """Return the names of the outputs that the caller wants to get."""
     unwanted = () if problem.wants_last else ("hT", "cT")
     if not problem.return_gates:
         unwanted += ("gates",)
@@ -80,7 +82,7 @@ def shown_of(problem: Problem) -> tuple[str, ...]:
 
 
 def run_backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays, engine: str) -> Arrays:
-    """Return the gradient of every array except lengths and quantized weights.
+    """Run the backward pass of an engine. Return the gradients of all arrays except lengths and quantized weights.
 
     saved: the outputs h, c and gates of a forward pass. cotangents: the cotangents of some outputs.
     """
@@ -95,19 +97,20 @@ def run_backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Ar
 
 
 def with_gradient(problem: Problem, arrays: Arrays) -> list[str]:
-    """Return the names of the arrays that have a gradient: all but lengths and those of quantized weights."""
+    """Return the names of the arrays that have a gradient: all arrays except lengths and the arrays of quantized
+    weights."""
     quantized = [] if problem.packing is None else packed_names(arrays)
     return [name for name in arrays if name != "lengths" and name not in quantized]
 
 
 def differentiable(problem: Problem, arrays: Arrays, engine: str, chunked: Chunked | None) -> Arrays:
-    """Return the engine's outputs by name, with its backward pass as their gradient.
+    """Return the engine's outputs by name. Their gradient is the engine's backward pass.
 
-    A custom function has to get every array as an argument: to MLX, an array that it reads besides is a constant. MLX
-    would not map it, and its gradient would be 0.
+    A custom function of MLX must get every array as an argument. MLX treats any other array that the function reads
+    as a constant: MLX does not map it, and its gradient is 0.
 
-    None of the functions in here refers to the custom function. So graph, gradient and all that they hold go with the
-    last reference to the outputs, and wait for no garbage collector.
+    None of the functions inside refers to the custom function. So the graph, the gradient function and all arrays
+    that they hold are freed with the last reference to the outputs, without waiting for the garbage collector.
     """
     names, sweeps = tuple(arrays), chunked or ENGINE_MODULES[engine]
     visible, hidden = saved_of(problem, engine) if chunked is None else chunked.saved_of(problem)
@@ -163,8 +166,8 @@ def differentiable(problem: Problem, arrays: Arrays, engine: str, chunked: Chunk
 
 
 def tapped(names: list[str], values: list[mx.array], used: set[str], chunked: Chunked | None) -> tuple[mx.array, ...]:
-    """Return the values through an identity function. When a cotangent comes back through it, the values' names are
-    added to `used`."""
+    """Return the values after an identity function (a tap). When a cotangent comes back through the tap, the names
+    of the values are added to `used`."""
     shows = values if chunked is None else chunked.stood_for(names, values)
 
     def note(primals: object, cotangents: tuple[mx.array, ...], outputs: object) -> tuple[mx.array, ...]:
@@ -178,10 +181,11 @@ def tapped(names: list[str], values: list[mx.array], used: set[str], chunked: Ch
 
 
 def saved_of(problem: Problem, engine: str) -> tuple[list[str], list[str]]:
-    """Return the names of the outputs that MLX sees, and of those that are saved where MLX does not see them.
+    """Return two lists: the names of the outputs that MLX sees, and the names of the outputs that are saved where
+    MLX does not see them.
 
-    MLX must see all that the backward pass of `ops` reads, since it differentiates that pass again. The engine
-    `numpy` keeps gates in its own memory unless the caller wants them. Without training no engine but `ops` writes
+    MLX must see everything that the backward pass of `ops` reads, because MLX differentiates that pass again. The
+    engine `numpy` keeps gates in its own memory unless the caller wants them. Without training only `ops` computes
     gates.
     """
     visible: list[str] = [*problem.cell.outputs]
@@ -200,9 +204,9 @@ def backward(
     outputs: Arrays,
     hidden: Saved,
 ) -> Arrays:
-    """Return the gradients of the arrays that have one, with the derivatives that the engine supports.
+    """Return the gradients of the arrays that have one. The gradients have all derivatives that the engine supports.
 
-    outputs: the outputs of the forward pass that MLX sees; hidden: the arrays that were saved where MLX does not see
+    outputs: the outputs of the forward pass that MLX sees. hidden: the arrays that were saved where MLX does not see
     them.
     """
     if engine == "ops":
@@ -233,11 +237,11 @@ def backward(
 def engine_gradients(
     problem: Problem, arrays: Arrays, engine: str, chunked: Chunked | None, cotangents: Arrays, saved: Any
 ) -> Arrays:
-    """Return the gradients that `numpy`, `fused` or `stepwise` computes. Some gradients of `numpy` are factors for
-    `numpy.multiplied`.
+    """Return the gradients that the engine `numpy`, `fused` or `stepwise` computes. Some gradients of `numpy` are
+    pairs of factors, which `numpy.multiplied` multiplies.
 
-    `ops` takes over where the forward pass of `numpy` had values and the backward pass has none, as in a Jacobian by
-    mx.vmap.
+    If the arrays had values in the forward pass of `numpy` but have none in the backward pass, the engine `ops`
+    computes the gradients. This happens in a Jacobian by mx.vmap.
     """
     sweeps = chunked or ENGINE_MODULES[engine]
     if engine != "numpy":
@@ -255,8 +259,8 @@ def engine_gradients(
 
 
 def evaluated_gradients(problem: Problem, floats: Arrays, chunked: Chunked, cotangents: Arrays, saved: Any) -> Arrays:
-    """Return the gradients of `ops`, computed chunk by chunk outside of MLX's graph. Their derivatives are those of
-    one graph of all steps."""
+    """Return the gradients of the engine `ops`, computed chunk by chunk outside of MLX's graph. The derivatives of
+    these gradients come from one graph of all steps."""
     names = [name for name in floats if name != "lengths"]
     lengths = {"lengths": floats["lengths"]} if "lengths" in floats else {}
 
@@ -278,7 +282,7 @@ def evaluated_gradients(problem: Problem, floats: Arrays, chunked: Chunked, cota
 
 
 def with_quantized_constant(problem: Problem, arrays: Arrays) -> Arrays:
-    """Return the arrays. Asking for the gradient of quantized weights raises an error."""
+    """Return the arrays unchanged, but so that asking for the gradient of a quantized weight raises an error."""
     names = packed_names(arrays)
     error = (
         f"[{problem.cell.op}] quantized weights have no gradient: freeze them, as layer.freeze() does, or "
@@ -292,12 +296,13 @@ def with_quantized_constant(problem: Problem, arrays: Arrays) -> Arrays:
 
 
 def all_of(*values: mx.array) -> tuple[mx.array, ...]:
-    """Return all arguments: the identity function of several arrays."""
+    """Return all arguments. This is the identity function of several arrays."""
     return values
 
 
 def without_derivatives(function: Callable[..., tuple[mx.array, ...]], error: str) -> Any:
-    """Return a function of at least two arrays that raises `error` where a derivative of it is asked for."""
+    """Return a function that computes the same as `function`, which takes at least two arrays. Asking for a
+    derivative of the returned function raises `error`."""
 
     def refuse(*arguments: object) -> NoReturn:
         raise RuntimeError(error)
@@ -317,8 +322,8 @@ def without_derivatives(function: Callable[..., tuple[mx.array, ...]], error: st
 def with_derivatives_of(
     plain: Callable[..., tuple[mx.array, ...]], function: Callable[..., tuple[mx.array, ...]]
 ) -> Any:
-    """Return `function` with the derivatives of `plain`. `function` takes at least two arrays and returns results in
-    no graph; `plain` computes the same as a graph."""
+    """Return a function that computes the results with `function` and their derivatives with `plain`. `function`
+    takes at least two arrays; its results have no graph. `plain` computes the same results as a graph."""
 
     def vmap(values: tuple[mx.array, ...], axes: Any) -> tuple[tuple[mx.array, ...], tuple[int, ...]]:
         mapped = with_derivatives_of(mx.vmap(plain, in_axes=axes), mx.vmap(function, in_axes=axes))
@@ -335,12 +340,12 @@ def with_derivatives_of(
 def tangents_of(
     function: Callable[..., Any], values: tuple[mx.array, ...], tangents: tuple[mx.array | None, ...]
 ) -> list[mx.array]:
-    """Return the tangents of a function's results, from the tangents of those values that have one.
+    """Return the tangents of a function's results, computed from the tangents of those values that have one.
 
-    MLX's default rule calls mx.jvp for all values, with zeros for the others. But a value may be a copy that an outer
-    transformation made and that is no longer marked as its tracer. mx.jvp replaces such a copy by the original, and
-    the outer derivative by that value would silently be 0. Here the values without a tangent are constants, which
-    mx.jvp does not touch.
+    MLX's default rule calls mx.jvp for all values, with zeros as the tangents of the others. But a value may be a
+    copy that an outer transformation made and that is no longer marked as its tracer. mx.jvp replaces such a copy by
+    the original, and the outer derivative by this value would silently be 0. Here the values without a tangent are
+    constants, which mx.jvp does not touch.
     """
     moving = {n: tangent for n, tangent in enumerate(tangents) if tangent is not None}
 

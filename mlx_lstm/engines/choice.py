@@ -1,5 +1,5 @@
-"""Choose the engine of a recurrence, with a reason. The choice is a pure function, so that every machine can test the
-choice of every other."""
+"""Choose the engine that runs a recurrence, with a reason. The choice is a pure function of its arguments, so the
+choice for one machine can be tested on any other."""
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -17,8 +17,9 @@ from .problem import Chunks, Problem
 from .tuning import PACKED, PREDICTED, Table
 
 ENGINES = ("fused", "stepwise", "numpy", "ops")
-"""`fused`: our Metal shaders, the sequence in one launch. `stepwise`: our Metal shaders, a launch per time step.
-`numpy`: the CPU engine, in place on MLX's own memory. `ops`: a plain MLX graph, any device, and the definition."""
+"""The engines. `fused`: our Metal shaders, with the whole sequence in one launch. `stepwise`: our Metal shaders,
+with one launch per time step. `numpy`: on the CPU, writing into the memory of MLX arrays. `ops`: a graph of MLX
+operations, which runs on any device and defines the correct results."""
 
 Engine = Literal["fused", "stepwise", "numpy", "ops"]
 """The type of an option `engine`."""
@@ -28,21 +29,24 @@ METAL_ENGINES = ("fused", "stepwise")
 LSTM = LSTMCell()
 
 FUSED_LIMIT = {"lstm": 256, "gru": 256, "rnn": 1024}
-"""The largest H `fused` can run: its threadgroups have 4 threads per unit, of a plain cell 1; Metal's limit is 1024."""
+"""The largest H that `fused` supports, by op. A threadgroup has 4 threads per hidden unit (1 for a plain RNN), and
+Metal allows at most 1024 threads."""
 
 LONGEST = {"numpy": 0, "ops": 256, "stepwise": 4096, "fused": 4096}
-"""Steps up to which nothing is evaluated while a graph is built. 0: `numpy` evaluates in any case. A step of `ops`
-takes about 40 KB of the host's memory, forward and back; a step of `stepwise` is a launch and a row in each sweep."""
+"""The largest number of steps for which an engine builds one graph of the whole sequence. 0: `numpy` does not build
+a graph. A step of `ops` takes about 40 KB of the host's memory, forward and backward. A step of `stepwise` takes a
+launch and an array in each of the two passes."""
 
 GATES = {"ops": 2**20, "stepwise": 2**24, "fused": 2**24}
-"""Gates (steps x batch x G H) of a chunk at most, if the sequence is divided for its length. On the GPU this is 64 MB
-in float32. A product of so many gates by weights of width 512 takes the smallest GPU 7 ms by its peak, not measured;
-macOS ends a launch that keeps the GPU from the display for too long. `ops` has a lower limit: while MLX derives a
-gradient, it holds all arrays of a chunk, about 16 times as much."""
+"""If a sequence is divided because of its length: the largest number of gates (steps x batch x G H) in one chunk. On
+the GPU this is 64 MB in float32. At peak speed the smallest GPU multiplies so many gates by weights of width 512 in
+7 ms (not measured). macOS ends a launch that keeps the GPU from the display for too long. `ops` has a lower limit:
+while MLX derives a gradient, it keeps all arrays of a chunk, about 16 times as much."""
 
 ROWS = 1024
-"""Rows (steps x batch) of a recomputed chunk of `numpy` at least. What it prepares for each chunk is then small beside
-the steps. Its products take as many rows at a time, so that shorter chunks would save little."""
+"""The smallest number of rows (steps x batch) in a chunk that `numpy` recomputes. At this size the fixed cost of a
+chunk is small compared with its steps. The products of `numpy` take this many rows at a time, so shorter chunks
+would save little memory."""
 
 NONE: Mapping[str, str] = MappingProxyType({})
 """No engine is refused."""
@@ -124,7 +128,7 @@ def decide(
     *,
     refused: Mapping[str, str] = NONE,
 ) -> Choice:
-    """Return what `choose` returns, for a problem that was checked."""
+    """Return what `choose` returns, for a problem whose arguments have already been checked."""
     check_engine(op, requested)
     B, H, dtype, packing = problem.B, problem.H, problem.dtype, problem.packing
     check_device(op, dtype, device)
@@ -155,7 +159,7 @@ def check_engine(op: str, engine: Any) -> Engine | None:
 
 
 def check_device(op: str, dtype: mx.Dtype, device: str) -> None:
-    """Raise an error unless the stream's device computes in this dtype."""
+    """Raise an error if the device of the stream does not support this dtype."""
     if device != "cpu" and dtype == mx.float64:
         raise ValueError(f"[{op}] float64 needs the CPU, stream=mx.cpu, but the stream's device is {device}.")
 
@@ -168,7 +172,7 @@ def obstacles(
     traced: bool,
     projection: bool,
 ) -> dict[str, str]:
-    """Return the reason for each engine that cannot run."""
+    """Return a dict from each engine that cannot run here to the reason."""
     reasons = {}
     if traced:
         reasons["numpy"] = "inside mx.compile, mx.vmap or an export the arrays have no values yet"
@@ -186,9 +190,11 @@ def obstacles(
 
 
 def divide(problem: Problem, engine: str, every: int | str | None) -> Problem:
-    """Return the problem with what depends on its engine: the cut of `fused` and the chunks in time.
+    """Return the problem completed with the options that depend on its engine: the cut of `fused` (a measured choice
+    of rows and registers) and the chunks in time.
 
-    every: the option `checkpoint_every`. A gradient op gets all that a chunk would recompute, so it has no chunks.
+    every: the option `checkpoint_every`. A gradient op has no chunks, because it already gets all arrays that a
+    chunk would recompute.
     """
     cut = tuning.cut(problem.dtype, problem.B) if engine == "fused" else None
     chunks = chunks_of(engine, problem, every) if problem.cotangents is None else None
@@ -196,7 +202,8 @@ def divide(problem: Problem, engine: str, every: int | str | None) -> Problem:
 
 
 def chunks_of(engine: str, problem: Problem, every: int | str | None) -> Chunks | None:
-    """Return how a call is divided, or None if it is not. every: the option `checkpoint_every`."""
+    """Return how a call is divided into chunks of time, or None if it is not divided. every: the option
+    `checkpoint_every`."""
     T, B, width = problem.T, problem.B, problem.cell.gates * problem.H
     if every is not None:
         # T / K saved states and a chunk of K steps are smallest together near K = sqrt(T). A step of `ops` takes about
@@ -210,7 +217,7 @@ def chunks_of(engine: str, problem: Problem, every: int | str | None) -> Chunks 
 
 
 def longest_whole(engine: str, problem: Problem) -> int:
-    """Return the steps up to which an engine builds one graph for the sequence."""
+    """Return the largest number of steps for which an engine builds one graph of the whole sequence."""
     return LONGEST[engine] if problem.limits.unchunked is None else problem.limits.unchunked
 
 
@@ -220,7 +227,7 @@ NOWHERE: AbstractContextManager[None] = nullcontext()
 
 
 def on(stream: Stream, op: str = "stream") -> AbstractContextManager[object]:
-    """Return the context of a stream; without one, a context that changes nothing."""
+    """Return the context manager that selects a stream. For None, return one that does nothing."""
     if stream is None:
         return NOWHERE
     try:
@@ -230,5 +237,5 @@ def on(stream: Stream, op: str = "stream") -> AbstractContextManager[object]:
 
 
 def current_device() -> str:
-    """Return `"cpu"` or `"gpu"`, the device of the stream in effect."""
+    """Return `"cpu"` or `"gpu"`: the device of the current stream."""
     return "cpu" if mx.default_device() == mx.cpu else "gpu"

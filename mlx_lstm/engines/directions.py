@@ -26,14 +26,15 @@ Array = TypeVar("Array", mx.array, np.ndarray)
 
 
 def one_direction(problem: Problem, d: int) -> Problem:
-    """Return the problem of one direction: 0 forward, 1 reverse."""
+    """Return the problem of one direction: d = 0 is the forward direction, d = 1 the reverse one."""
     return problem._replace(bidirectional=False, reverse=d == 1)
 
 
 def part(arrays: dict[str, Array], d: int, projects: bool | None = None) -> dict[str, Array]:
-    """Return direction d's part of every array, as views. The arrays are arguments, outputs or cotangents.
+    """Return the parts of all arrays that belong to direction d, as views. The arrays are arguments, outputs or
+    cotangents.
 
-    projects: whether the call has a Wx; None if Wx would be among these arrays.
+    projects: whether the call has a Wx. None means that Wx would be among these arrays.
     """
     if projects is None:
         projects = "Wx" in arrays
@@ -41,7 +42,7 @@ def part(arrays: dict[str, Array], d: int, projects: bool | None = None) -> dict
 
 
 def part_of(name: str, array: Array, d: int, projects: bool) -> Array:
-    """Return direction d's part of one array."""
+    """Return the part of one array that belongs to direction d."""
     if name == "lengths" or (name == "x" and projects) or (name == "mask" and is_shared(array)):
         return array
     if base(name) in OWN_AXIS:
@@ -53,18 +54,19 @@ def part_of(name: str, array: Array, d: int, projects: bool) -> Array:
 
 
 def half(array: Array, d: int) -> Array:
-    """Return direction d's half of the last axis."""
+    """Return the half of the last axis that belongs to direction d."""
     n = array.shape[-1] // 2
     return array[..., d * n : (d + 1) * n]
 
 
 def join(parts: list[Arrays]) -> Arrays:
-    """Join the arguments, outputs or cotangents of both directions. Arrays that the directions share are not passed."""
+    """Join the arguments, outputs or cotangents of both directions into one array per name. The caller does not pass
+    arrays that the directions share."""
     return {name: join_of(name, [part[name] for part in parts]) for name in parts[0]}
 
 
 def join_of(name: str, parts: list[Any]) -> Any:
-    """Join the arrays, or the quantized weights, of one name."""
+    """Join the arrays (or the quantized weights) that both directions have under one name."""
     if isinstance(parts[0], Quantized):
         joined = join([part.arrays(name) for part in parts])
         return parts[0]._replace(**dict(zip(("packed", "scales", "biases"), joined.values(), strict=False)))
@@ -74,17 +76,18 @@ def join_of(name: str, parts: list[Any]) -> Any:
 
 
 def base(name: str) -> str:
-    """Return the name of the weight that an array belongs to: "Wh" for "Wh_scales"."""
+    """Return the name of the weight to which an array belongs: "Wh" for "Wh_scales"."""
     return name.partition("_")[0]
 
 
 def join_gradients(parts: list[Arrays], arrays: Arrays) -> Arrays:
-    """Join the gradients of both directions. Arrays that the directions share get the sum."""
+    """Join the gradients of both directions into one array per name. For an array that the directions share, return
+    the sum of both gradients."""
     shared = {"x": "Wx" in arrays, "mask": "mask" in arrays and is_shared(arrays["mask"])}
     both = {name: [part[name] for part in parts] for name in parts[0]}
     return {name: pair[0] + pair[1] if shared.get(name) else join_of(name, pair) for name, pair in both.items()}
 
 
 def is_shared(mask: mx.array | np.ndarray) -> bool:
-    """Return whether both directions have the same mask, broadcast over the width of h."""
+    """Return whether both directions have the same mask, because the mask is broadcast over the width of h."""
     return mask.ndim == 0 or mask.shape[-1] == 1

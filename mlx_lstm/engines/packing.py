@@ -1,4 +1,5 @@
-"""Quantized weights: `Quantized`, which the caller passes, and `Packing`, which an engine is told."""
+"""Quantized weights: the class `Quantized`, with which callers pass them, and `Packing`, which tells an engine their
+format."""
 
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
@@ -11,17 +12,18 @@ WIDTHS: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "mxfp8": ((32,), (8,)),
     "nvfp4": ((16,), (4,)),
 }
-"""The modes of `mx.quantize`, each with its group sizes and bits per weight."""
+"""For each mode of `mx.quantize`: the group sizes and the bits per weight that it supports."""
 
 DEFAULTS = {"affine": (64, 4), "mxfp4": (32, 4), "mxfp8": (32, 8), "nvfp4": (16, 4)}
-"""The default group size and bits of each mode, as in MLX."""
+"""The default group size and bits per weight of each mode, as in MLX."""
 
 WEIGHTS = ("Wx", "Wh", "Wp")
-"""The arrays that may be quantized."""
+"""The names of the arrays that may be quantized."""
 
 
 class Packing(NamedTuple):
-    """How weights are quantized, as in `mx.quantize`: weights that share a scale, bits per weight, mode."""
+    """How weights are quantized, as in `mx.quantize`: how many weights share a scale, the bits per weight, and the
+    mode."""
 
     group_size: int
     bits: int
@@ -55,34 +57,36 @@ class Quantized(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the matrix."""
+        """The shape of the dequantized matrix."""
         return *self.packed.shape[:-1], self.packed.shape[-1] * 32 // self.bits
 
     @property
     def packing(self) -> Packing:
-        """Group size, bits and mode."""
+        """The group size, the bits per weight and the mode."""
         return Packing(self.group_size, self.bits, self.mode)
 
     def arrays(self, name: str) -> dict[str, mx.array]:
-        """Return its arrays under an engine's names: `name`, `name_scales` and, if there are any, `name_biases`."""
+        """Return the arrays of the quantized weight by the names that engines use: `name`, `name_scales` and, if it
+        has biases, `name_biases`."""
         arrays = {name: self.packed, f"{name}_scales": self.scales, f"{name}_biases": self.biases}
         return {key: array for key, array in arrays.items() if array is not None}
 
 
 Weight = mx.array | Quantized
-"""A matrix, quantized or not."""
+"""Type of a matrix that may be quantized."""
 
 
 def is_packed(name: str, arrays: Collection[str]) -> bool:
-    """Return whether an array is quantized; `arrays`: the names of all arrays."""
+    """Return whether the weight `name` is quantized. arrays: the names of all arrays of the call."""
     return f"{name}_scales" in arrays
 
 
 def packed_names(arrays: Mapping[str, object]) -> list[str]:
-    """Return the names of all arrays of quantized weights: packed integers, scales and biases."""
+    """Return the names of all arrays that belong to quantized weights: packed integers, scales and biases."""
     return [name for name in arrays if is_packed(name, arrays) or name.endswith(("_scales", "_biases"))]
 
 
 def field_of(packing: Packing) -> int:
-    """Return the bits per weight after `fused` has repacked quantized weights for its lanes."""
+    """Return how many bits a quantized weight takes after `fused` has copied the weights into the order in which its
+    lanes read them."""
     return 4 if packing.bits <= 4 else 8

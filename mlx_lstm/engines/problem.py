@@ -22,20 +22,20 @@ from .packing import Packing
 
 Array = mx.array
 Arrays = dict[str, Array]
-"""Arguments, results, cotangents or gradients, by the names above."""
+"""Arguments, results, cotangents or gradients of a call, by the names that the module's docstring lists."""
 
 
 class Cut(NamedTuple):
-    """A measured choice for `fused`: the batch rows of a threadgroup (8: multiply in matrices), and how many registers
-    of a thread stay free of weights, besides those it needs."""
+    """A measured choice for `fused`: the batch items of a threadgroup (8: it multiplies 8 x 8 matrices), and how
+    many of a thread's spare registers hold no weights."""
 
     rows: int
     spare: int = 0
 
 
 class Chunks(NamedTuple):
-    """How a sequence is divided in time: the steps of a chunk, and whether the gradient recomputes each chunk from the
-    saved state at its start. If it does, only these states are saved."""
+    """How a sequence is divided in time. It says how many steps a chunk has, and whether the backward pass
+    recomputes each chunk. If it does, the forward pass saves only the state at the start of each chunk."""
 
     steps: int
     recomputes: bool
@@ -60,7 +60,7 @@ class Limits(NamedTuple):
 
 LIMITS = Limits()
 limits_in_effect: ContextVar[Limits] = ContextVar("limits_in_effect", default=LIMITS)
-"""The limits that new calls take. Only checks and tests change them, by `limited`."""
+"""The limits for new calls. Only checks and tests change them, with `limited`."""
 
 
 @contextmanager
@@ -70,8 +70,8 @@ def limited(
     rows_left: int | None = None,
     unchunked: int | None = None,
 ) -> Iterator[None]:
-    """Run the calls inside the context with other limits; None leaves a limit unchanged. The limits are part of
-    every cache's key."""
+    """Run the calls inside the context with other limits. A limit that is None stays unchanged. The limits are part
+    of the key of every cache, so kernels for different limits are not confused."""
     changes = {"index": index, "launch_steps": launch_steps, "rows_left": rows_left, "unchunked": unchunked}
     limits = limits_in_effect.get()._replace(**{name: size for name, size in changes.items() if size is not None})
     token = limits_in_effect.set(limits)
@@ -124,15 +124,16 @@ class Problem(NamedTuple):
 
     @property
     def directions(self) -> int:
-        """1 or 2: the factor on the width of every array both directions share."""
+        """The number of directions, 1 or 2. The last axis of an array that both directions share is wider by this
+        factor."""
         return 2 if self.bidirectional else 1
 
     def steps(self) -> range:
-        """The time indices of one direction, in the order they are processed."""
+        """The time indices of one direction, in the order in which they are processed."""
         return range(self.T - 1, -1, -1) if self.reverse else range(self.T)
 
 
 def masks_differ(arrays: Arrays) -> bool:
-    """Whether there is a mask, and each step has one of its own."""
+    """Return whether the call has a mask that differs from step to step."""
     mask = arrays.get("mask")
     return mask is not None and mask.ndim == 3 and mask.shape[0] > 1

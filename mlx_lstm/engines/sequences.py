@@ -11,8 +11,8 @@ from .tracing import custom_function, have_values
 
 @custom_function
 def tanh_by_numpy(x: mx.array) -> mx.array:
-    """Return tanh of a float32 or float64 array that has a value, in its memory order. It has a gradient and a
-    forward-mode derivative."""
+    """Return tanh of a float32 or float64 array that has a value, in the memory order of this array. The function
+    has a gradient and a forward-mode derivative."""
     mx.eval(x)
     y = view(x)
     order = sorted(range(y.ndim), key=lambda axis: -y.strides[axis])
@@ -28,13 +28,14 @@ tanh_by_numpy.jvp(lambda x, dx: dx * (1 - mx.square(mx.tanh(x))))
 
 
 def tanh(c: mx.array) -> mx.array:
-    """Return tanh of a sequence that an engine returned. On the CPU NumPy computes it, which is faster than MLX."""
+    """Return tanh of a sequence that an engine returned. On the CPU NumPy computes it, because NumPy is faster than
+    MLX there."""
     by_numpy = choice.current_device() == "cpu" and c.dtype in (mx.float32, mx.float64) and have_values([c])
     return tanh_by_numpy(c) if by_numpy else mx.tanh(c)
 
 
 def joined(blocks: list[mx.array]) -> mx.array:
-    """Return gates [T, B, G H] in one array, joined from a dialect's arrays [T, B, H], one for each gate."""
+    """Return the gates [T, B, G H] in one array. blocks: one array [T, B, H] per gate."""
     if choice.current_device() != "cpu":
         return mx.concatenate(blocks, axis=-1)
     # Engine `numpy` reads them feature-major, [T, G H, B], without a copy.

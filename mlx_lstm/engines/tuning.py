@@ -1,7 +1,7 @@
-"""Tables that say which Metal engine is faster at which sizes, and how `fused` cuts its problems.
+"""Tables that say which Metal engine is faster at which sizes, and how `fused` divides its work.
 
-One table is predicted. `python -m mlx_lstm.bench --tune` measures another on a user's Mac and writes it to a file. The
-file is used only with the chip, system, versions and kernels that it was measured with.
+One table is predicted by a model. `python -m mlx_lstm.bench --tune` measures another table on a user's Mac and
+writes it to a file. This file is used only with the chip, system, versions and kernels with which it was measured.
 """
 
 import hashlib
@@ -59,16 +59,19 @@ class Table(NamedTuple):
         return beyond, f"H = {H} > {row[-1][0]} {where}" if row else f"H = {H} {where}"
 
     def trusts(self, engine: str, dtype: mx.Dtype | str, B: int) -> bool:
-        """Return whether an engine may run at an unmeasured H of this row. It may not if it failed at a measured H."""
+        """Return whether an engine may run at a value of H that was not measured, for this dtype and batch size. It
+        may not if it failed at a measured H."""
         name, least, _ = self.row_at(dtype, B)
         return (name, least, engine) not in self.discarded
 
     def cut(self, dtype: mx.Dtype, B: int) -> Cut | None:
-        """Return how `fused` shall cut a problem with a batch of B; None: by its own rules."""
+        """Return the measured cut for a batch of B (how `fused` divides its work), or None if `fused` shall use its
+        own rules."""
         return self.cuts.get(self.row_at(dtype, B)[:2]) if self.cuts else None
 
     def row_at(self, dtype: mx.Dtype | str, B: int) -> tuple[str, int, Row]:
-        """Return the row for a batch of B: the dtype's name, the row's least batch size, and its entries."""
+        """Return the row of the table for a batch of B: the name of the dtype, the least batch size of the row, and
+        the entries of the row."""
         name = str(dtype).removeprefix("mlx.core.")
         batches = self.engines.get(name) or {1: ()}
         least = max((least for least in batches if least <= B), default=min(batches))
@@ -89,14 +92,14 @@ chips need no more time up to there, in groups of 64. Not measured."""
 
 
 def cache_file() -> Path:
-    """Return the default path of a measured table."""
+    """Return the default path of the file with a measured table."""
     caches = Path.home() / ("Library/Caches" if sys.platform == "darwin" else ".cache")
     return caches / "mlx-lstm" / "engines.json"
 
 
 @cache
 def machine() -> dict[str, str]:
-    """Return what a measured table depends on: the chip, the system, the versions and the kernels."""
+    """Return everything on which a measured table depends: the chip, the system, the versions and the kernels."""
     chip = mx.device_info(mx.gpu if mx.is_available(mx.gpu) else mx.cpu)
     return {
         "chip": str(chip.get("device_name", "unknown")),
@@ -109,7 +112,7 @@ def machine() -> dict[str, str]:
 
 
 def kernels_hash() -> str:
-    """Return a short hash of the shaders and of the modules that launch them."""
+    """Return a short hash of the source of the shaders and of the modules that launch them."""
     files = [*shader_folder().glob("*.metal"), *(Path(__file__).parent / "metal").glob("*.py")]
     text = hashlib.sha256()
     for file in sorted(files, key=lambda file: file.name):
@@ -118,9 +121,10 @@ def kernels_hash() -> str:
 
 
 def load(file: Path) -> Table:
-    """Return the table in a file if it was measured on this machine, else the predicted one, whose `source` says why.
+    """Return the table in a file if it was measured on this machine. Otherwise return the predicted table, whose
+    `source` says why.
 
-    A broken file causes a warning; a missing one does not.
+    A broken file causes a warning; a missing file does not.
     """
     try:
         size_of(file)
@@ -143,14 +147,15 @@ def load(file: Path) -> Table:
 
 
 def failures(measured: list[dict[str, Any]]) -> Iterator[tuple[str, int, str]]:
-    """Yield (dtype, B, engine) of every discarded point. `--tune` writes a reason in place of its milliseconds."""
+    """Yield (dtype, B, engine) for every measurement that was discarded. For these `--tune` writes a reason instead
+    of milliseconds."""
     for point in measured:
         words = (name for name in ("fused", "stepwise") if isinstance(point[name], str))
         yield from ((str(point["dtype"]), int(point["B"]), name) for name in words)
 
 
 def checked_row(row: Any) -> Row:
-    """Check the form of a row and return it."""
+    """Return a row of a table from a file. Raise an error if its form is wrong."""
     pairs = tuple([(H, engine) for H, engine in row])
     if not all(type(H) is int and engine in ("fused", "stepwise", "ops") for H, engine in pairs):
         raise ValueError(f"a row is pairs of H and engine but got {row}")
@@ -160,7 +165,7 @@ def checked_row(row: Any) -> Row:
 
 
 def checked_cut(rows: Any, spare: Any) -> Cut:
-    """Check the form of a cut and return it."""
+    """Return a cut from a file. Raise an error if its form is wrong."""
     if rows not in (1, 2, 4, 8) or type(spare) is not int or spare < 0:
         raise ValueError(f"a cut is rows 1, 2, 4 or 8 and registers to spare but got {rows}, {spare}")
     return Cut(rows, spare)
@@ -172,18 +177,18 @@ _tried: list[Cut | None] = []
 
 @cache
 def current() -> Table:
-    """Return the table of this process. The file is read at the first call."""
+    """Return the table that this process uses. The first call reads it from the file."""
     return load(_chosen[-1] if _chosen else cache_file())
 
 
 def cut(dtype: mx.Dtype, B: int) -> Cut | None:
-    """Return how `fused` cuts a problem in this process; None: by its own rules."""
+    """Return how `fused` divides its work in this process, or None if it uses its own rules."""
     return _tried[-1] if _tried else current().cut(dtype, B)
 
 
 @contextmanager
 def trying(cut: Cut | None) -> Iterator[None]:
-    """Make `fused` use this cut inside the context, whatever the table says; with None it uses its own rules."""
+    """Make `fused` use this cut inside the context, whatever the table says. With None it uses its own rules."""
     _tried.append(cut)
     try:
         yield
@@ -192,7 +197,7 @@ def trying(cut: Cut | None) -> Iterator[None]:
 
 
 def use(file: str | Path | None) -> Table:
-    """Use the table in this file from now on in this process, or with `None` the one in the user's cache."""
+    """Use the table in this file in this process from now on. With None, use the table in the user's cache folder."""
     _chosen[:] = [] if file is None else [Path(file)]
     current.cache_clear()
     return current()

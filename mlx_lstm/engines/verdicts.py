@@ -1,7 +1,8 @@
-"""The verdicts on kernels: the result of each kernel's trial on this machine, in a file that all processes share.
+"""The verdicts on kernels. A verdict is the result of a test run of kernels on this machine, before their first use.
+All processes share a file of verdicts.
 
-The file is next to the table of engines. It holds the verdicts of a few environments by name; another system, MLX
-version or kernel text is another environment.
+The file is next to the table that says which engine is faster. It holds the verdicts for a few environments. An
+environment is a system with its versions of macOS, MLX and the kernels' source.
 """
 
 import json
@@ -13,20 +14,21 @@ from ..files import parse_json, shown, size_of, write_whole
 from . import tuning
 
 MACHINES = 8
-"""Machines whose verdicts the file keeps: environments with another MLX, say, and the kernels before a change."""
+"""How many environments the file keeps. Another version of MLX, or the kernels before a change, is a different
+environment."""
 
 _known: dict[str, str] = {}
 _broken: set[Path] = set()
 
 
 def file() -> Path:
-    """Return the file's path."""
+    """Return the path of the file that holds the verdicts."""
     return tuning.cache_file().with_name("verdicts.json")
 
 
 def find(trial: str) -> str | None:
-    """Return the recorded verdict on a trial's kernels: the reason for which they are refused, `""` if they are
-    right, None if there was no trial."""
+    """Return the recorded verdict on the kernels of one test run: the reason why they are refused, `""` if they are
+    correct, or None if they were not tested."""
     if trial not in _known:
         _known.update(read().get(names(), {}))
     return _known.get(trial)
@@ -45,7 +47,7 @@ def record(trial: str, verdict: str) -> None:
 
 
 def is_recorded(reason: str) -> bool:
-    """Return whether a verdict with this reason is recorded for this machine, so that further processes use it, too."""
+    """Return whether a verdict with this reason is recorded for this machine, so that other processes use it, too."""
     return reason in _known.values()
 
 
@@ -56,13 +58,13 @@ def forget() -> None:
 
 
 def names() -> str:
-    """Return the name of this environment: its chip, system, versions and kernels."""
+    """Return the name of this environment, made of its chip, system, versions and kernels."""
     return ", ".join(f"{name} {value}" for name, value in tuning.machine().items())
 
 
 def read() -> dict[str, dict[str, str]]:
-    """Return the file's verdicts by environment and trial. Return none if the file is missing; if it is broken, also
-    warn."""
+    """Return the verdicts in the file, by environment and test run. Return an empty dict if the file is missing or
+    broken. If it is broken, also warn."""
     path = file()
     try:
         size_of(path)

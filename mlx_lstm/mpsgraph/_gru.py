@@ -73,8 +73,8 @@ def gru(
         h_t &= z \odot h_{t-1} + (1 - z) \odot o
 
     with reset_after :math:`o = s_o(((h_{t-1} \odot m) R_o^T + b_2) \odot r + x_t W_o^T + b_o)`, and with flip_z
-    :math:`h_t = (1 - z) \odot h_{t-1} + z \odot o`. `torch.nn.GRU` of one layer is reset_gate_first and reset_after
-    with bias [b_ir + b_hr, b_iz + b_hz, b_in] and secondary_bias b_hn.
+    :math:`h_t = (1 - z) \odot h_{t-1} + z \odot o`. To compute a `torch.nn.GRU` of one layer, set reset_gate_first and
+    reset_after, and pass [b_ir + b_hr, b_iz + b_hz, b_in] as bias and b_hn as secondary_bias.
 
     Args:
         source, recurrent_weight, input_weight, bias, init_state, mask: as in `mpsgraph.lstm`, with 3H for every 4H and

@@ -18,7 +18,7 @@ GRADIENTS = {"source": "x", "recurrent_weight": "Wh", "input_weight": "Wx", "bia
 
 WORDS = GRADIENTS | {"mask": "mask", "source_gradient": "dh", "state_gradient": "dhT"}
 Z_STATES = {"preactivations": "gates", "activations": "h"}
-"""What zState may hold, and its name in the recurrence."""
+"""What zState may hold, and the name of the recurrence's output with these values."""
 
 
 @dataclass(kw_only=True)

@@ -21,7 +21,7 @@ Step = SimpleNamespace  # the inputs and results of one time step
 
 ARRAYS = ("x", "Wx", "Wh", "b", "h0", "c0", "peephole", "mask", "keep", "Wp", "bhn")
 OUTPUTS = {"lstm": ("h", "c", "gates", "hT", "cT"), "gru": ("h", "gates", "hT"), "rnn": ("h", "gates", "hT")}
-TAKEN = {  # the arrays that each op has
+TAKEN = {  # the names of the arrays that each op takes
     "lstm": ("x", "Wx", "Wh", "b", "h0", "c0", "peephole", "mask", "keep", "Wp"),
     "gru": ("x", "Wx", "Wh", "b", "h0", "mask", "keep", "bhn"),
     "rnn": ("x", "Wx", "Wh", "b", "h0", "mask", "keep"),
@@ -56,8 +56,8 @@ def side_of(case: Case, d: int) -> Case:
 
     Wx [2GH,I], b [2GH], bhn [2H] and an x [T,B,2GH] that is already projected hold one direction after the other. Wh
     [2,GH,P], Wp [2,P,H] and peephole [2,4H] have an axis for the directions. h0, c0, a mask and a keep [T,B,2] have
-    both directions on the last axis. Both directions share any other x, a mask of width 1, a keep [T,B] and hold
-    [T,B].
+    both directions on the last axis. Both directions share any other x, a mask of width 1, a keep [T,B] and hold [T,B].
+    (keep: the factor on the states that a step carries on; hold: where a step leaves the states unchanged.)
     """
     side = {**case, "bidirectional": False, "reverse": d == 1}
     for name in (n for n in ARRAYS if case.get(n) is not None):
@@ -125,7 +125,7 @@ def complete(case: Case, fl: Arithmetic) -> Side:
     p.T, p.B = p.x.shape[:2]
     p.H, p.P = p.Wh.shape[0] // len(p.gate_order), p.Wh.shape[1]
     p.h0 = np.zeros((p.B, p.P)) if p.h0 is None else p.h0
-    p.c0 = np.zeros((p.B, p.H)) if p.c0 is None else p.c0  # a GRU and a plain RNN do not use c0
+    p.c0 = np.zeros((p.B, p.H)) if p.c0 is None else p.c0  # zeros also for a GRU and a plain RNN, which do not use c0
     p.mask_shape = np.shape(p.mask)
     p.mask = np.broadcast_to(1.0 if p.mask is None else p.mask, (p.T, p.B, p.P))
     p.keep_shape = np.shape(p.keep)

@@ -100,9 +100,10 @@ def bounds(case: Case, dtype: DTypeLike, cotangents: Cotangents | None = None) -
     The sensitivities must come from the true Jacobian, whose terms cancel: a bound from absolute values grows
     exponentially in T and would allow any result. So the sum is sampled (as CESTAC does): the float64 oracle is
     evaluated with a random error added to every operation, between half of its limit and the whole limit, of either
-    sign. Half of the trials repeat the same errors at each time step, as an activation's bias would. The largest change
-    of a result over TRIALS is about twice the root of the sum of squares of the terms. SAFETY times this change covers
-    36 equal terms of the same sign. Another eps max|result| is added in case all random errors cancel.
+    sign. Each such evaluation is a trial. Half of the trials repeat the same errors at each time step, as an
+    activation's bias would. The largest change of a result over all trials (their number is TRIALS) is about twice the
+    root of the sum of squares of the terms. SAFETY times this change covers 36 equal terms of the same sign. Another
+    eps max|result| is added in case all random errors cancel.
     """
 
     def values(fl: Arithmetic) -> Tensors:
@@ -113,8 +114,8 @@ def bounds(case: Case, dtype: DTypeLike, cotangents: Cotangents | None = None) -
 
 
 def bounds_of(values: Values, dtype: DTypeLike, trials: int = TRIALS) -> dict[str, float]:
-    """Return {name: bound} for the results of `values`, a function of an `Arithmetic`; see `bounds`. Fewer trials
-    give equal or narrower bounds."""
+    """Return {name: bound} for the results of `values`, a function of an `Arithmetic`; see `bounds`. `trials`: the
+    number of evaluations with random errors; fewer give equal or narrower bounds."""
     return exact_and_bounds(values, dtype, trials)[1]
 
 

@@ -120,8 +120,8 @@ def padded(on: Array, value: Array) -> Array:
 
 
 def times_keep(p: Side, t: int, value: Array, fl: Arithmetic) -> Array:
-    """Return a state, or the gradient of a state, times the argument `keep` at time t. Sequences of the batch that
-    have ended stay unchanged."""
+    """Return a state, or the gradient of a state, times the argument `keep` (the factor on the carried state) at time
+    t. Sequences of the batch that have ended stay unchanged."""
     return value if p.keep is None else np.where(p.alive[t], fl(p.keep[t] * value), value)
 
 

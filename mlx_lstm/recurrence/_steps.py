@@ -187,7 +187,9 @@ class Steps(NamedTuple):
         counts the steps that have run up to each time index."""
         if not back:
             return self.taken(mx.concatenate([first, states]), ran)
-        before = ran - live.astype(mx.int32)  # the engine's index of this step, or of the next one that runs
+        # The number of running steps before this time: in the engine's output the index of this step, if it runs, or
+        # else of the next running step.
+        before = ran - live.astype(mx.int32)
         return self.taken(mx.concatenate([states, first]), mx.where(before == ran[-1], self.T, before))
 
     def part(self, array: Array, d: int) -> Array:

@@ -123,8 +123,8 @@ def draw(
     dtype. For an MLX dtype the arrays are float32 with values that this dtype can represent.
 
     sizes: T, B, I, H, P. mask: the shape of the mask, in which "P" stands for the width of h (of both directions).
-    keep: whether to add a random array `keep`, some of whose values are 0 and 1. recurrent: the standard deviation of
-    Wh.
+    keep: whether to add a random array `keep` (factors on the carried states), some of whose values are 0 and 1.
+    recurrent: the standard deviation of Wh.
     """
     T, B, I, H, P = sizes
     D, G, own = (2, len(GATES[op]), (2,)) if bidirectional else (1, len(GATES[op]), ())

@@ -11,7 +11,8 @@ from ..oracle.arithmetic import Tensors
 from ..oracle.closeness import TRIALS, Values, exact_and_bounds, largest
 
 LARGE = 100_000
-"""The number of elements from which on FEW trials with random errors find the largest error of a tensor well."""
+"""From this number of elements on, FEW evaluations with random errors are enough to find the largest error of a
+tensor."""
 FEW = 2
 
 
@@ -56,5 +57,5 @@ class Judge(NamedTuple):
 
 def make_judge(values: Values, dtype: DTypeLike, elements: int) -> Judge:
     """Return a `Judge` for the results that `values` computes. `elements`: the number of elements of the largest
-    tensor, which decides how many trials with random errors are needed."""
+    tensor, which decides how many evaluations with random errors are needed."""
     return Judge(*exact_and_bounds(values, dtype, TRIALS if elements < LARGE else FEW))

@@ -33,6 +33,7 @@ from ._lstm import (
     lstm_block_cell_grad,
 )
 
-# The classes of the outputs are public, too, but not in this list: help() would show them before the ops.
+# The classes of the outputs are public, too. They are not in this list, because help() would then show them before the
+# ops.
 __all__ = ["block_lstm", "block_lstm_grad", "block_lstm_grad_v2", "block_lstm_v2", "gru_block_cell"]
 __all__ += ["gru_block_cell_grad", "lstm_block_cell", "lstm_block_cell_grad"]

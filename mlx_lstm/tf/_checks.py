@@ -1,8 +1,8 @@
 """Checks of the arguments of `mlx_lstm.tf`: TensorFlow's rules with TensorFlow's error texts, and rules that TensorFlow
 does not check.
 
-Ranks are checked before sizes, because a size cannot be read from a missing axis. Where an argument breaks several
-rules at once, TensorFlow may name another rule.
+Ranks are checked before sizes, because a size cannot be read from a missing axis. If the arguments break several rules
+at once, TensorFlow's error may name another rule than the error of this package.
 """
 
 from typing import NoReturn
@@ -92,7 +92,7 @@ def reject(op: str, text: str) -> NoReturn:
 
 
 def check_size(op: str, rule: str, got: int, expected: int) -> None:
-    """Check that a size is the expected one; the error has TensorFlow's form: rule, value, expected value."""
+    """Check that the size `got` equals `expected`. The error text has TensorFlow's form: rule, size, expected size."""
     if got != expected:
         reject(op, f"{rule}: {got} vs. {expected}")
 
@@ -106,8 +106,8 @@ def check_kinds(op: str, arrays: Arrays) -> None:
 
 
 def check_ranks(op: str, arrays: Arrays, ranks: dict[str, int], otherwise: int, text: str) -> None:
-    """Check the rank of every array: `ranks[name]` if there is one, else `otherwise`. `text` is the template of the
-    error."""
+    """Check that the rank of every array is `ranks[name]`, or `otherwise` if `ranks` lacks the name. `text` is the
+    template of the error text."""
     for name, array in arrays.items():
         rank = ranks.get(name, otherwise)
         if array.ndim != rank:
@@ -160,7 +160,7 @@ def check_range(op: str, steps: int, T: int) -> int:
 
 
 def check_attributes(op: str, forget_bias: object, cell_clip: object) -> tuple[float, float]:
-    """Check that forget_bias is a finite number and cell_clip any number; return both as floats."""
+    """Check that forget_bias is a finite number and that cell_clip is a number; return both as floats."""
     clip = as_float(cell_clip)
     if clip is None:
         fail(op, "cell_clip must be a number", repr(cell_clip))

@@ -12,7 +12,7 @@ from ._checks import check_gru_block_cell
 
 
 class GRUBlockCellOutput(NamedTuple):
-    """Outputs of `gru_block_cell`: r, u, c, h, each [N, H]; the gates after activation."""
+    """Outputs of `gru_block_cell`: r, u, c, h, each [N, H]. The gates r, u, c are values after activation."""
 
     r: mx.array
     u: mx.array
@@ -90,9 +90,9 @@ def gru_block_cell_grad(
 ) -> GRUBlockCellGradOutput:
     """Return the gradient of `gru_block_cell`; equals `tf.raw_ops.GRUBlockCellGrad`.
 
-    The op returns no gradient of weights and biases. TensorFlow 1 computed them as d_w_ru = [x, h_prev]^T
+    The op returns no gradients of weights and biases. TensorFlow 1 computed these gradients as d_w_ru = [x, h_prev]^T
     d_r_bar_u_bar, d_w_c = [x, r h_prev]^T d_c_bar, and the sums over N of d_r_bar_u_bar and d_c_bar; `mx.grad` of
-    `gru_block_cell` returns them. With H = 0 d_x is 0; TensorFlow leaves it unwritten.
+    `gru_block_cell` returns them. With H = 0 d_x is 0; TensorFlow leaves d_x unwritten.
 
     Args:
         x, h_prev, w_ru, w_c, b_ru, b_c: the arguments of `gru_block_cell`. Only the shapes of x, b_ru, b_c are used.
@@ -116,7 +116,8 @@ def gru_block_cell_grad(
             return GRUBlockCellGradOutput(mx.zeros_like(x), d_h_prev, d_h_prev, mx.concatenate([d_h_prev] * 2, axis=1))
         arrays = gru_arguments(names)
         Wx, gates = arrays["Wx"], joined([array[None] for array in (r, u, c)])
-        # Without Wx the gradient of x is the gradient of the preactivations. One step uses only the shapes of x and h.
+        # Without Wx, `gru_gradients` takes x as the input's part of the preactivations and returns the gradient of the
+        # preactivations. For one step it uses only the shapes of x and h, so any array of the right shape will do.
         arrays |= {"x": gates, "Wx": None}
         d = gru_gradients(**arrays, gates=gates, h=d_h[None], dh=d_h[None], engine=engine)
         dz = d["x"][0]
@@ -129,6 +130,6 @@ def gru_arguments(names: Arrays) -> dict[str, Any]:
     x, I = names["x"], names["x"].shape[-1]
     w = mx.concatenate([names["w_ru"], names["w_c"]], axis=1)
     arrays = {"x": x[None], "Wx": w[:I].T, "Wh": w[I:].T, "h0": names["h_prev"]}
-    if I == 0:  # without features the projected input is 0
+    if I == 0:  # with I = 0 the input's part of the preactivations is 0
         arrays |= {"x": mx.zeros((1, x.shape[0], w.shape[1]), x.dtype), "Wx": None}
     return arrays | {"b": mx.concatenate([names["b_ru"], names["b_c"]]), "gate_order": "rzn", "reset": "before"}

@@ -76,8 +76,9 @@ def lstm_block_cell(
         i = sigmoid(i)   ci = tanh(ci)   f = sigmoid(f + forget_bias)
         cs = clip(i ci + f cs_prev)      o = sigmoid(o + cs wco)      co = tanh(cs)      h = o co
 
-    The gradient is exact for a loss of any of the seven outputs, and passes the clip unchanged. TensorFlow 2 has no
-    gradient for this op; for a loss of cs and h, the gradient equals the one that TensorFlow 1 had registered.
+    The gradient is exact for a loss of any of the seven outputs, except that it passes through the clip unchanged.
+    TensorFlow 2 has no gradient for this op; for a loss of cs and h, the gradient equals the one that TensorFlow 1 had
+    registered.
 
     Args:
         x (array): [N, I].
@@ -166,7 +167,8 @@ def lstm_block_cell_grad(
     check_lstm_block_cell(op, names | saved | {"cs_grad": cs_grad, "h_grad": h_grad}, use_peephole)
     with on(stream, op):
         gates = joined([array[None] for array in in_order(ICFO, i, f, ci, o)])
-        # Without Wx the gradient of x is the gradient of the preactivations, and only the shape of x is used.
+        # Without Wx, `lstm_gradients` takes x as the input's part of the preactivations and returns the gradient of the
+        # preactivations. It uses only the shape of x.
         arrays = lstm_arguments(ICFO, names, use_peephole) | {"x": gates, "Wx": None}
         arrays |= {"gates": gates, "c": cs[None], "dh": h_grad[None], "dc": cs_grad[None]}
         d = lstm_gradients(**arrays, engine=engine)
@@ -195,11 +197,12 @@ def block_lstm(
 
     Differs from TensorFlow: at steps t >= seq_len_max all seven outputs are 0. TensorFlow sets only cs and h to 0 there
     and leaves the other outputs unwritten. The gradient is exact for a loss of any of the seven outputs; TensorFlow's
-    ignores the cotangents of i, f, o, ci and co. Both gradients pass the clip unchanged.
+    gradient ignores the cotangents of i, f, o, ci and co. Both gradients pass through the clip unchanged.
 
     Args:
         seq_len_max (int or integer array of rank 0): the number of steps to run, 0..T, for the whole batch. x is never
-            read after them. The last state is that at seq_len_max - 1. Inside `mx.compile` it has to be an int.
+            read after them. The last state is the state at step seq_len_max - 1. Inside `mx.compile` seq_len_max has to
+            be an int.
         x (array): [T, N, I].
         cs_prev, h_prev (array): the states before the first step, [N, H].
         w, wci, wcf, wco, b, forget_bias, cell_clip, use_peephole: as in `lstm_block_cell`.
@@ -255,10 +258,11 @@ def block_lstm_grad(
     """Return the gradient of `block_lstm`; equals `tf.raw_ops.BlockLSTMGrad`.
 
     Nothing at t >= seq_len_max is read, and x_grad is 0 there; with seq_len_max = 0 all gradients are 0, also the
-    gradients of the states. The gradient does not depend on cell_clip and forget_bias; so they are no arguments.
+    gradients of the states. The gradient does not depend on cell_clip and forget_bias, so the op does not have these
+    arguments.
 
-    Differs from TensorFlow: co is computed again from cs; w's gradient is one product over all steps, and 0 with N = 0,
-    where TensorFlow leaves it unwritten.
+    Differs from TensorFlow: co is computed again from cs. The gradient of w is one matrix product over all steps. With
+    N = 0 it is 0; TensorFlow leaves it unwritten.
 
     Args:
         seq_len_max, x, cs_prev, h_prev, w, wci, wcf, wco, b: the arguments of `block_lstm`. Only the shape of b is
@@ -307,8 +311,9 @@ def block_lstm_v2(
 
     With w = [kernel; recurrent_kernel] and b = bias this op computes Keras' LSTM.
 
-    Differs from TensorFlow: zeros at t >= seq_len_max as in `block_lstm`; the gradient is exact for a loss of any
-    output. TensorFlow's tape is wrong for this op: it takes the formula of BlockLSTM, which has another gate order.
+    Differs from TensorFlow: all outputs are 0 at t >= seq_len_max, as in `block_lstm`. The gradient is exact for a loss
+    of any output. TensorFlow's own gradient of this op is wrong: it uses the formula of BlockLSTM, which has another
+    gate order.
 
     Args:
         seq_len_max, x, cs_prev, h_prev, w, wci, wcf, wco, b, cell_clip, use_peephole, checkpoint_every: as in
@@ -357,7 +362,7 @@ def block_lstm_grad_v2(
     engine: Engine | None = None,
     stream: Stream = None,
 ) -> BlockLSTMGradOutput:
-    """Return the gradient of `block_lstm_v2`: `block_lstm_grad` in gate order IFCO; `tf.raw_ops.BlockLSTMGradV2`."""
+    """Return the gradient of `block_lstm_v2`, in gate order IFCO; equals `tf.raw_ops.BlockLSTMGradV2`."""
     names = lstm_names(x, cs_prev, h_prev, w, wci, wcf, wco, b)
     saved = {"i": i, "cs": cs, "f": f, "o": o, "ci": ci, "co": co, "h": h, "cs_grad": cs_grad, "h_grad": h_grad}
     with on(stream, "block_lstm_grad_v2"):
@@ -373,7 +378,7 @@ def lstm_arguments(order: str, names: Arrays, use_peephole: bool) -> dict[str, A
     """Convert TensorFlow's arrays, with x [T, N, I], to the arguments of `mlx_lstm.lstm`; Wx and Wh are views of w."""
     x, w, I = names["x"], names["w"], names["x"].shape[-1]
     arrays = {"x": x, "Wx": w[:I].T, "Wh": w[I:].T, "b": names["b"], "h0": names["h_prev"], "c0": names["cs_prev"]}
-    if I == 0:  # without features the projected input is 0
+    if I == 0:  # with I = 0 the input's part of the preactivations is 0
         arrays |= {"x": mx.zeros((*x.shape[:-1], w.shape[1]), x.dtype), "Wx": None}
     if use_peephole:
         wci, wcf, wco = (names[name] for name in PEEPHOLES)

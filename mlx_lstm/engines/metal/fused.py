@@ -162,20 +162,22 @@ def joined(problem: Problem, pieces: list[mx.array]) -> mx.array:
 # --- Launches ---
 
 FEWEST_CORES = 8
-"""The GPU cores that at least are there. Threadgroups beyond them wait for each other, so a launch with many has fewer
-steps."""
+"""The smallest number of cores that a GPU has. Threadgroups beyond this number may have to wait for each other, so a
+launch with more threadgroups runs fewer steps."""
 
 LANES = {"lstm": 4, "gru": 4, "rnn": 1}
-"""Lanes of a simdgroup that share a hidden unit; metal/fused_lstm.metal and so on say what each does."""
+"""The number of lanes of a simdgroup that share a hidden unit, by op. metal/fused_lstm.metal, fused_gru.metal and
+fused_rnn.metal say what each lane does."""
 
 VECTOR = "PackedVector<FIELD, GROUP, BIASED>"
-"""What the lanes of a sweep read quantized weights as."""
+"""The Metal type as which lanes read quantized weights."""
 
 LANE_FILES, QUANTIZED_FILES = ("fused_lanes",), ("quantized", "fused_quantized")
 """The files of the product in lanes, and of quantized weights in it."""
 
 ARRANGE_FILES = ("fused_matrix", "fused_arrange")
-"""The files of the launches that arrange weights, for either product."""
+"""The shader files of the launches that copy weights into the order in which lanes read them. They serve the product
+in lanes and the product of 8 x 8 matrices."""
 
 INPUTS = {
     "forward": ("z", "h0", "c0", "arranged", "peephole", "bhn", "mask", "keep", "lengths", "sizes", "numbers"),
@@ -184,7 +186,7 @@ INPUTS = {
         *("dh", "dc", "q", "dgates", "dhT", "dcT", "sizes"),
     ),
 }
-"""The arrays that a sweep's shader may read, in the order of its fields."""
+"""The arrays that the shader of the forward and of the backward pass can read, in the order of its fields."""
 
 
 @cached
@@ -383,7 +385,8 @@ def arrange_quantized(problem: Problem, names: tuple[str, ...], dtype: mx.Dtype)
 # --- Tiling ---
 
 REGISTERS = {384: 128, 448: 116, 512: 104, 576: 92, 640: 80, 704: 72, 768: 68, 832: 60, 896: 56, 1024: 52}
-"""Registers of 32 bits that a thread can have, by the most threads of its threadgroup: published for the M1."""
+"""For the largest number of threads of a threadgroup: how many 32-bit registers each thread can have. These numbers
+are published for the M1."""
 
 WORKING_REGISTERS = {
     ("lstm", "forward"): {1: 44, 2: 64, 8: 60},
@@ -393,23 +396,26 @@ WORKING_REGISTERS = {
     ("rnn", "forward"): {1: 36, 2: 56, 4: 92, 8: 56},
     ("rnn", "backward"): {1: 44, 2: 60, 4: 92, 8: 56},
 }
-"""Registers that a thread needs besides its resident weights, by cell, sweep and batch rows of a threadgroup (8: in
-matrices): sums, operands, weights on their way, states, indices. From the machine code of Mesa's compiler for the M1:
-what remains at H = 96 to 256 with as many resident weights as it does not spill. Apple's compiler may differ."""
+"""The number of registers that a thread needs besides its resident weights, by cell, pass and batch items of a
+threadgroup (8: it multiplies 8 x 8 matrices). They hold sums, operands, loaded weights, states and indices. The
+numbers come from machine code that Mesa's compiler generates for the M1, at H = 96 to 256. Apple's compiler may
+differ."""
 
 PACKED_REGISTERS = {1: 12, 2: 20, 4: 40}
-"""Additional registers of a thread if weights are quantized, by batch rows: loaded values and sums of x. From the same
-source as WORKING_REGISTERS."""
+"""The number of additional registers of a thread if weights are quantized, by batch items of a threadgroup. They
+hold loaded values and sums of x. The numbers come from the same source as WORKING_REGISTERS."""
 
 OPTION_REGISTERS = {"mask": 4, "keep": 4, "lengths": 8, "peephole": 4, "bhn": 4}
-"""Additional registers of a thread for each optional input. From the same source as WORKING_REGISTERS."""
+"""The number of additional registers of a thread for each optional input. The numbers come from the same source as
+WORKING_REGISTERS."""
 
 MATRIX_BATCH = 65
-"""The smallest batch, summed over both directions, that is multiplied in 8 x 8 matrices. A threadgroup then has 8
-items, so that smaller batches would leave GPU cores without work. From a model of the hardware, not measured."""
+"""The smallest batch, summed over both directions, for which the kernel multiplies 8 x 8 matrices. A threadgroup
+then computes 8 items, so smaller batches would leave GPU cores without work. Predicted by a model of the hardware,
+not measured."""
 
 THREADGROUP_BYTES = 32768
-"""Metal's limit on the threadgroup memory of a threadgroup."""
+"""Metal's limit on the memory of one threadgroup, in bytes."""
 
 
 class FusedTiling(NamedTuple):

@@ -18,16 +18,16 @@ from ..packing import is_packed
 from ..problem import Arrays, Problem
 
 Inputs = dict[str, "mx.array | None"]
-"""The inputs of kernels by their names; None, like a missing name, for an array that is absent."""
+"""The inputs of kernels by name. None, or a missing name, means that the array is absent."""
 
 Outputs = dict[str, tuple[tuple[int, ...], mx.Dtype] | None]
-"""The shape and dtype of each output of a shader; None for one that it shall not write."""
+"""The shape and dtype of each output of a shader, or None if the shader shall not write this output."""
 
 Template = dict[str, int | bool | mx.Dtype]
-"""The numbers and types that a body declares by name, for the shader's template arguments."""
+"""The template arguments of a shader by name: numbers and types."""
 
 Launch = Callable[..., list[mx.array]]
-"""Called with `inputs`, a list of arrays, it returns the list of outputs."""
+"""Type of a launch: called with `inputs`, a list of arrays, it returns the list of outputs."""
 
 # --- Caches ---
 
@@ -99,7 +99,7 @@ class Definition(NamedTuple):
 
 
 DEFINED = re.compile(r"\b(?:struct|enum|using)\s+(\w+)|\bconstexpr\s+\w+\s+(\w+)|\b(\w+)\(")
-"""What a definition defines: a type, a constant, or a function. In the text outside of braces."""
+"""Finds the name of a definition in the source outside of braces: a type, a constant or a function."""
 
 
 @lru_cache(512)
@@ -157,7 +157,7 @@ def fields_of(names: Iterable[str], present: Collection[str]) -> dict[str, str]:
 
 
 PARTS = ("_scales", "_biases")
-"""How the names of the arrays end that belong to a quantized weight."""
+"""The endings of the names of a quantized weight's scales and biases."""
 
 
 def struct_of(fields: Mapping[str, str], name: str = "Arrays", variable: str = "a") -> str:
@@ -168,8 +168,8 @@ def struct_of(fields: Mapping[str, str], name: str = "Arrays", variable: str = "
 
 
 NEVER_REFUSED = 384
-"""Threads of a threadgroup that no kernel is too large for: the published register files of Apple's GPUs hold that
-many threads with the most registers a thread can have."""
+"""A number of threads per threadgroup for which Metal never refuses a kernel. According to the published sizes, the
+register files of Apple's GPUs hold this many threads, even if each thread uses the largest number of registers."""
 
 
 def limited(header: str, source: str, threads: int) -> tuple[str, str]:
@@ -254,7 +254,7 @@ def prepare(
 # --- Cells ---
 
 ACTIVATIONS = {"identity": 0, "relu": 1, "tanh": 2, "sigmoid": 3, "hard_sigmoid": 4, "hard_sigmoid_sixth": 5}
-"""The numbers of metal/cell.metal."""
+"""The number of each activation, as in metal/cell.metal."""
 
 STRUCTS = {"lstm": "LSTMCell<OPTIONS>", "gru": "GRUCell<OPTIONS>", "rnn": "RNNCell<OPTIONS>"}
 """The struct of each cell, by its op; the files cell_*.metal define them."""

@@ -14,10 +14,10 @@ from typing import NamedTuple
 import mlx.core as mx
 
 JOINED = 8
-"""Arrays that a launch joins."""
+"""How many arrays one launch joins."""
 
 LEFT = 20
-"""Arrays that may be left at the end, of all kinds of rows. Metal binds up to 31 to a launch."""
+"""How many arrays may be left after the last step, with rows of all kinds. Metal binds up to 31 arrays to a launch."""
 
 
 class Join(NamedTuple):

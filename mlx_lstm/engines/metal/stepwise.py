@@ -198,18 +198,19 @@ def transposed(weights: mx.array) -> mx.array | None:
 # --- Sizes ---
 
 UNITS = {"lstm": 8, "gru": 8, "rnn": 32}
-"""Hidden units of a threadgroup in the forward sweep, by op."""
+"""How many hidden units a threadgroup computes in the forward pass, by op."""
 
 SLICES = {8: 4, 16: 2}
-"""Simdgroups that share eight columns of the product in tiles, by the columns there are; as metal/stepwise_tiles.metal
-has it."""
+"""How many simdgroups share eight columns of the product in tiles, by the number of columns.
+metal/stepwise_tiles.metal computes the same number."""
 
 TILES = {8: ((8, 32), (8, 16), (8, 8)), 32: ((32, 32), (16, 32), (16, 16))}
-"""Rows and columns of a threadgroup's product in tiles if the cells need one column each, by `stepwise_rows`."""
+"""The sizes (rows, columns) that the part of a threadgroup can have in a product in tiles, if a cell needs one
+column. The key is the number of rows that `stepwise_rows` returns."""
 
 FEWEST_GROUPS = 32
-"""Threadgroups that are worth smaller ones: GPUs have 8 to 40 cores, and a product is a chain of loads, so that a core
-without work costs more than operands and weights that are read more often. Not measured."""
+"""The number of threadgroups below which smaller tiles are used. GPUs have 8 to 40 cores. A core without work costs
+more time than reading operands and weights more often. Not measured."""
 
 
 def stepwise_rows(B: int) -> int:
@@ -375,7 +376,7 @@ SHADERS = {
     "stepwise_gru_reset_backward": ("stepwise_gru",),
     "stepwise_dh": ("stepwise_backward",),
 }
-"""The files that each shader of a step needs besides the files that all of them need."""
+"""The files that each shader of a step needs, in addition to the files that all of them need."""
 
 LANE = "simdgroup_index_in_threadgroup, thread_index_in_simdgroup"
 
