@@ -88,7 +88,8 @@ def cudnn_rnn(
         dropout (float): the probability to drop, in [0, 1]. Default: 0.
         seed, seed2 (int): their low 32 bits are the high and the low half of dropout's seed. Default: 0.
         is_training (bool): with `False` nothing is dropped, there is no reserve space, and asking for a gradient raises
-            an error (except MLX's own where `mx.compile`, `mx.vmap` or an export traces the graph). Default: `True`.
+            an error. Exception: in a graph that `mx.compile`, `mx.vmap` or an export traces, MLX computes the gradient
+            itself. Default: `True`.
         checkpoint_every (int or str, optional): for `mx.grad`, in every layer as in `mlx_lstm.lstm`; the dropped
             elements are the same. The backward op cannot be called then, as the reserve space is empty, [0]. Default:
             `None`.
