@@ -66,11 +66,12 @@ class ByName(nn.Module):
 
 
 class Predictor(nn.Module):
-    """The prediction network of a transducer. Its layers are in nested dicts; it calls them step by step and passes
-    the states of all layers on.
+    """The prediction network of a transducer. Its layers are in nested dicts. The network calls the layers step by
+    step and passes the states of all layers to the next step.
 
-    The original passes x as [T, B, D] to `mlx.nn`, which takes the axis before the last as time, and so runs through
-    the batch if there is more than one item. With `right` the model does not have this error.
+    The original program has an error, which `right=False` reproduces. It passes x as [T, B, D] to `mlx.nn`, which
+    takes the axis before the last as time. If the batch has several sequences, the layers therefore run along the
+    batch.
     """
 
     def __init__(self, right=True):

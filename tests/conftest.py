@@ -95,7 +95,8 @@ def pytest_testnodedown(node, error):
     output = getattr(node, "workeroutput", {})
     if path := output.get("shader_coverage"):
         FROM_WORKERS.append(Path(path))
-    LEFT_OUT.clear()  # each worker collects all tests, so their counts must not be added
+    # Each worker process collects all tests, so one worker's counts are enough. Adding them would count tests twice.
+    LEFT_OUT.clear()
     LEFT_OUT.update(output.get("left_out", {}))
 
 

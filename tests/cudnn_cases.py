@@ -183,8 +183,8 @@ def layer_case(case, layer, x, fl):
 
 
 def arrays_in(case, params):
-    """Split the flat parameter buffer. Return (matrices, biases): for every layer and direction a list [W, R] or [W,
-    R, projection], and a list [input bias, recurrent bias]."""
+    """Split the flat parameter buffer. Return (matrices, biases), two lists with one entry per layer and direction.
+    The entries are [W, R] or [W, R, projection], and [input bias, recurrent bias]."""
     GH, start, matrices, biases = GATES[case.mode] * case.H, 0, [], []
     shapes = [
         [(GH, case.I if n < case.D else case.D * case.S), (GH, case.S)] + [(case.P, case.H)] * (case.P > 0)

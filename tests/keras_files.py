@@ -59,8 +59,8 @@ def time_first(array):
 
 
 def there_and_back():
-    """Convert two Keras layers into one of ours and back, and check that the weights stay the same. Return our
-    layer's repr, followed by the error messages for layers that cannot be converted."""
+    """Convert two Keras layers into one of ours and back. Check that the weights stay the same. Return a list: our
+    layer's repr, then the error message for each layer that cannot be converted."""
     stack = [layers.Bidirectional(layers.GRU(H, return_sequences=True)) for _ in range(2)]
     stack[1](stack[0](np.zeros((B, T, I), np.float32)))
     for n, layer in enumerate(stack):

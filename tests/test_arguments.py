@@ -59,7 +59,8 @@ def wrong_shapes(word, both):
         shapes = [shape[1:], (1, *shape), other[name]]
         shapes += [(*shape[:n], size + 1, *shape[n + 1 :]) for n, size in enumerate(shape)]
         shapes += [(*shape[:n], 0, *shape[n + 1 :]) for n in range(len(shape))]
-        if name == "mask":  # a mask may be broadcast and may have a time axis
+        # For a mask, some of these shapes are correct: it may be broadcast and may have a time axis.
+        if name == "mask":
             shapes = [
                 (B + 1, shape[1]),
                 (B, shape[1] + 1),

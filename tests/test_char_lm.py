@@ -78,7 +78,7 @@ def test_resume_is_bit_exact(corpus, tmp_path, options):
     for _ in range(10):
         first.train_step()
     first.save(tmp_path / "c.safetensors")
-    mx.random.seed(999)  # the run must not depend on MLX's global random generator
+    mx.random.seed(999)  # must change nothing: the run does not use MLX's global random generator
     second = char_lm.Run.load(tmp_path / "c.safetensors", corpus)
     assert second.settings == straight.settings
     for _ in range(10):
@@ -473,9 +473,9 @@ def test_bfloat16_is_in_the_weights_and_activations_and_nowhere_else(corpus):
 
 def test_the_loss_of_bfloat16_is_off_by_no_more_than_its_roundings(corpus):
     """The bfloat16 loss differs from the float64 loss with the same rounded weights by at most a derived bound. The
-    bound counts three roundings: of the LSTM's outputs, of their products with the dropout mask, and of the
-    vocabulary layer's sums before and after the bias. The loss changes by at most twice the largest change of a
-    logit."""
+    bound counts the roundings of three values: the LSTM's outputs, their products with the dropout mask, and the
+    vocabulary layer's sums before and after the bias. If every logit changes by at most e, the loss changes by at
+    most 2e."""
     run = new_run(corpus, dtype="bfloat16", dropout=0.3)
     window, dropped = run.settings.window, dropout_of(run)
     codes, targets = run.inputs[:, :window], run.targets[:, :window]
@@ -516,11 +516,8 @@ def test_bfloat16_learns(corpus, tmp_path):
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_training_step_on_metal_equals_that_on_the_cpu(engine, corpus):
     """One training step on a Metal engine agrees with float64 in loss, state and parameters. The step has dropout,
-    cross entropy, gradient clipping and AdamW.
-
-    A gradient may have twice the error of the CPU engine plus rounding. AdamW's update grows with the gradient, so
-    the updates for the smallest and the largest allowed gradient enclose each parameter.
-    """
+    cross entropy, gradient clipping and AdamW. A gradient may have twice the CPU engine's error, plus rounding. Each
+    parameter must lie between two values: AdamW's updates for the smallest and for the largest allowed gradient."""
     options = {"batch": 3, "window": 6, "embedding": 5, "hidden": 9, "dropout": 0.3, "weight_decay": 0.1}
     run, cpu, exact = (new_run(corpus, engine=word, **options) for word in (engine, "numpy", "numpy"))
     start = {name: np.array(array, np.float64) for name, array in tree_flatten(run.model.parameters())}

@@ -207,10 +207,11 @@ def through_layers(weights, x, fl):
 
 
 def assert_outputs(weights, x, expected, states=None):
-    """Assert that our output of each layer agrees with `expected`, the original library's output. Each layer's input
-    is the original's output of the layer below.
+    """Assert that our output of each layer agrees with `expected`, the outputs of the original library. The input of
+    each layer is the original library's output of the layer below.
 
-    Our output and the original's are float32, so each may differ from the exact output by the derived error bound.
+    Both outputs are float32. Each may differ from the exact output by the derived error bound, so they may differ by
+    twice the bound.
     """
     for arrays, one, h in zip(convert.to_ops(weights), weights.each(), expected, strict=True):
         case = case_of(arrays, one, x) | (states or {})
@@ -560,7 +561,7 @@ def test_all_dtypes_of_safetensors(tmp_path):
     assert again.metadata == {"format": "pt"}
     assert all(again.rest[kind].dtype == np.dtype(kind) and (again.rest[kind] == rest[kind]).all() for kind in rest)
     by_mlx = dict(mlx.nn.LSTM(3, 4).parameters()) | {"x": mx.ones((2,))}
-    mx.save_safetensors(str(tmp_path / "mlx.safetensors"), by_mlx)  # here MLX writes "__metadata__": null
+    mx.save_safetensors(str(tmp_path / "mlx.safetensors"), by_mlx)  # this file has "__metadata__": null
     assert convert.read(tmp_path / "mlx.safetensors").rest.keys() == {"x"}
     with pytest.raises(ValueError, match=r"bfloat16, which \.npz does not have"):
         convert.write(tmp_path / "w.npz", {"": halves})

@@ -123,7 +123,8 @@ def test_options_in_prose():
     known = "".join(path.read_text() for path in commands)
     for page in PAGES:
         for option in re.findall(r"`(--[a-z-]+)", page.read_text()):
-            field = f"    {option[2:].replace('-', '_')}: "  # how an example's settings class declares it
+            # The examples declare an option as a field of their settings class, e.g. `    batch_size: `.
+            field = f"    {option[2:].replace('-', '_')}: "
             assert option == "--help" or f'"{option}"' in known or field in known, f"{page}: {option}"
 
 
@@ -182,6 +183,6 @@ def test_every_public_name_has_one_entry():
     assert len(entries) == len(set(entries))
     modules = [importlib.import_module(name) for name in PUBLIC]
     public = {f"{module.__name__}.{name}" for module in modules for name in module.__all__ if name != "__version__"}
-    inner = {name for name in public if name in PUBLIC}  # a public module has a page instead of an entry
+    inner = {name for name in public if name in PUBLIC}  # public modules, which have a page instead of an entry
     assert public - inner <= set(entries), sorted(public - inner - set(entries))
     assert {name.rpartition(".")[0] for name in entries} == set(PUBLIC)

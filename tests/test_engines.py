@@ -23,7 +23,7 @@ LINUX = {"device": "cpu", "metal": False}
 CUDA = {"device": "gpu", "metal": False}
 TRACED = "inside mx.compile, mx.vmap or an export"
 HALF, BRAIN, DOUBLE = {"dtype": mx.float16}, {"dtype": mx.bfloat16}, {"dtype": mx.float64}
-# The largest hidden sizes H for which `fused` is chosen: WIDE in float32, NARROW in float16.
+# The largest hidden sizes H for which `fused` is chosen at batch size 1: WIDE in float32, NARROW in float16.
 WIDE, NARROW = (PREDICTED.engines[name][1][-1][0] for name in ("float32", "float16"))
 CELLS = (LSTMCell(), GRUCell(), GRUCell(reset="before"), RNNCell())
 KINDS = [{"cell": cell, "bidirectional": both} for cell in CELLS for both in (False, True)]

@@ -32,8 +32,8 @@ def figures(name, text):
 
 @pytest.mark.parametrize("name", FIGURES)
 def test_two_steps(name, tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "1")  # an example may change it; monkeypatch restores it
-    monkeypatch.syspath_prepend(ROOT / "examples")  # examples import the module `support` from there
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "1")  # if an example changes this, monkeypatch restores it
+    monkeypatch.syspath_prepend(ROOT / "examples")  # examples import `support` from this folder
     spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
     spec.loader.exec_module(example := importlib.util.module_from_spec(spec))
     if name == "beginner":

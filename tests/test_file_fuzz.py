@@ -55,8 +55,8 @@ def mutated(data, rng):
 
 
 def mutant(path, n):
-    """Return the bytes of the n-th mutated version of the file `path`. In zip files often only one member is
-    mutated, so that all checksums stay right."""
+    """Return the bytes of the n-th mutated version of the file `path`. For a zip file, often the content of one
+    member is mutated and packed again, so that all checksums stay right."""
     data, rng = path.read_bytes(), np.random.default_rng([n, KINDS.index("".join(path.suffixes))])
     if path.suffix not in (".npz", ".keras") or rng.random() < 0.4:
         return mutated(data, rng)

@@ -312,8 +312,8 @@ def spoil(rng, name, array, item, kind):
 def assert_same_pattern(case, item, found):
     """Check that the outputs of one sequence are NaN exactly where the oracle's outputs are NaN.
 
-    Infinities are not compared on Metal: there the sigmoid of minus infinity is 2^-126, whose product with infinity
-    is not NaN. Infinities are not compared for a GRU either: z h + (1 - z) n and n + z (h - n) are both correct
+    Cases with infinities are not checked on Metal: there the sigmoid of minus infinity is 2^-126, whose product with
+    infinity is not NaN. They are not checked for a GRU either: z h + (1 - z) n and n + z (h - n) are both correct
     formulas, and they differ at infinity.
     """
     with np.errstate(all="ignore"):
@@ -338,7 +338,7 @@ def threads(rng):
         together = list(pool.map(lambda arguments: joined(run(*arguments)), work * 3))
     for number, results in enumerate(together):
         for name, value in results.items():
-            # In float64, because NumPy treats two NaN of bfloat16 as unequal.
+            # Compare in float64, because NumPy treats two NaN of bfloat16 as unequal.
             found, expected = (array.astype(np.float64) for array in (value, alone[number % 4][name]))
             np.testing.assert_array_equal(found, expected, err_msg=name)
 

@@ -107,7 +107,7 @@ def assert_trained(layer, x, weights):
 
 
 def test_a_layer_trains_on_the_next_engine(monkeypatch, own_cache):
-    """If a kernel does not compile, the layer trains on the next engine with one warning, and a caller who requests
+    """If a kernel does not compile, the layer gives one warning and trains on the next engine. A caller who requests
     the faulty engine gets the reason as an error. The kernel is not tried again, in this process or another, until
     the kernels change."""
     started, real = [], _guard.by_child
@@ -585,8 +585,8 @@ def test_kernels_of_large_calls_run_in_small_trials():
 
 
 def test_launches_of_one_limit_never_serve_another():
-    """Two trial runs in one process that differ only in their index and launch limits use different kernels in
-    either order, although they share the caches of launches."""
+    """Two trial runs that differ only in their index and launch limits use different kernels, although both run in
+    one process and share the caches of launches. The order of the trial runs does not matter."""
     for engine, word in (("fused", "using Index = ulong"), ("stepwise", "using Index = long")):
         wide = trial_of(engine, problem(T=2**26, B=3))
         narrow = wide._replace(problem=wide.problem._replace(limits=Limits()))
@@ -648,8 +648,8 @@ def test_a_gradient_that_is_no_number_is_wrong(monkeypatch):
 
 
 def test_less_precise_products_of_mlx_are_no_fault(monkeypatch):
-    """The trial run accepts an engine whose results are as far from the oracle as those of the engine `ops`, but not
-    much farther. Some GPUs compute float32 products less precisely."""
+    """Some GPUs compute float32 products less precisely. The trial run therefore accepts results of an engine that
+    are about as far from the oracle as the results of engine `ops`. It refuses results that are much farther away."""
     real, off = _judge.results, {"ops": 1.001, "fused": 1.0015}
     monkeypatch.setattr(_judge, "results", lambda *given: {name: a * off[given[3]] for name, a in real(*given).items()})
     with on_metal():

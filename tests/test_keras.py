@@ -137,7 +137,8 @@ def test_steps_masked_in_the_middle(name, options):
     limit = 2 * bounds(case, np.float32)["h"]
     # Keras returns 0 at masked steps if zero_output_for_mask is set. Its Bidirectional always sets this option.
     zeroed = (words.T == 0)[..., None] & (both or "zero_output_for_mask" in options)
-    turn = -1 if case["reverse"] else 1  # Keras returns a reversed layer's outputs in the order of processing
+    # A reversed layer of Keras returns the last time step first. Our op returns the first time step first.
+    turn = -1 if case["reverse"] else 1
     assert_within("h", np.where(zeroed, 0, h)[::turn], expected, limit)
     assert np.abs(free[::turn] - expected).max() > 0.01
 

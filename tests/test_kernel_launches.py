@@ -106,8 +106,8 @@ CELLS = {cell.op: cell for cell in (LSTMCell(), GRUCell(), RNNCell())}
 
 
 def graph_of(engine, T, projection=False, dtype=mx.float32, op="lstm", D=1):
-    """Return how many launches the forward and the backward pass need, counted by MLX primitive, copies included. A
-    concatenation counts once per input, because it copies its inputs one by one."""
+    """Return the number of launches of the forward and the backward pass, by MLX primitive. Copies of arrays are
+    launches, too. A concatenation has one launch per input, because MLX copies the inputs one by one."""
     B, I, H, P, cell, own = 2, 3, 8, 4, CELLS[op], (2,) if D == 2 else ()
     width, rows = P if projection else H, D * cell.gates * H
     shapes = {"x": (T, B, I), "Wx": (rows, I), "Wh": (*own, rows // D, width), "b": (rows,), "h0": (B, D * width)}
@@ -137,8 +137,8 @@ def graph_of(engine, T, projection=False, dtype=mx.float32, op="lstm", D=1):
 
 
 def launches_of_node(node, memory):
-    """Return how many launches one primitive needs, including copies of arrays that are not contiguous. `memory`
-    maps the name of each array of the graph to a NumPy array with its shape and strides."""
+    """Return how many launches one MLX primitive needs. Copies of arrays that are not contiguous are launches, too.
+    `memory` maps the name of each array of the graph to a NumPy array with the same shape and strides."""
     name, arguments = node["name"], node["arguments"]
     given = [memory[word] for word, *_ in node["inputs"]]
     views = {
@@ -154,7 +154,7 @@ def launches_of_node(node, memory):
     if name in views:
         try:
             memory[node["outputs"][0][0]] = views[name]()
-        except ValueError:  # MLX copies exactly where NumPy cannot return a view
+        except ValueError:  # NumPy cannot return a view; MLX copies the array in the same cases
             return Counter({f"{name} that copies": 1})
         return Counter()
     if name == "CustomKernel":
@@ -317,8 +317,8 @@ COUNTED = {
 @pytest.mark.not_on_a_mac("bytes: the emulator counts them")
 @pytest.mark.parametrize("options", COUNTED.values(), ids=COUNTED)
 def test_fused_moves_hardly_more_than_every_array_once(options):
-    """Each launch of `fused` moves at most 1.15 times the size of its arrays. Weights and the sizes in constant
-    memory are not counted."""
+    """Each launch of `fused` reads and writes at most 1.15 times as many bytes as its arrays have. Weights and the
+    sizes in constant memory are not counted."""
     left_out = (*WEIGHTS, "sizes")
     options = dict(options)
     with patch.object(kernels_fused, "MATRIX_BATCH", 1 if options.pop("wide", False) else 100):

@@ -110,7 +110,8 @@ HARMLESS = {
     "  > becomes >=",
     # With <=, the thread also reads the last h, but multiplies it by a gradient of 0.
     "if (t < length) {  < becomes <=",
-    # K is a multiple of the group size, so no group is cut. A loop pass that begins at K has no weights for any lane.
+    # K is a multiple of the group size, so the last group is complete and a smaller bound skips no weight. A loop pass
+    # that begins at K has no weights for any lane.
     "for (int first = 0; first < COUNT; first += AT_ONCE) {  the bound of < is one less",
     "for (uint k = 0; k < uint(K); k += 8 * COUNT) {  < becomes <=",
     "for (uint k = 0; k < uint(K); k += 8 * COUNT) {  the bound of < is one less",
@@ -118,10 +119,10 @@ HARMLESS = {
     "inline uint shifted(uint bits, int left) { return left < 0 ? bits >> -left : bits << left; }  < becomes <=",
     # With >=, bits of the next word are added, but a later mask removes them.
     "if (shift + BITS > 32) bits |= words[word + 1] << (32 - shift);  > becomes >=",
-    # If SPAN equals SIZE, both branches give the same PIECE (SPAN and SIZE are powers of two). The first factor belongs
-    # to slot 0.
+    # If SPAN equals SIZE, both branches give the same PIECE. SPAN and SIZE are powers of two.
     "PIECE = SPAN < SIZE ? SPAN : SIZE,  < becomes <=",
     "PIECE = SPAN < SIZE ? SPAN : SIZE,  the bound of < is one less",
+    # The changed condition matters only for factor 0, which belongs to slot 0 in both branches.
     "const int slot = factor < 0 ? place / Share::WORDS % SLOTS : factor / Share::FACTORS;  < becomes <=",
     # With the smaller bound, one resident word is read from memory again.
     "if (n < RESIDENT) lane.words = lane.resident[n].words;  the bound of < is one less",

@@ -51,7 +51,7 @@ def seen_by_the_emulator(size, dtype, engine, **layer):
     cotangents = draw_cotangents(rng, forward(**case), dtype)
     with on_metal() as log:
         run(case, engine, dtype, {"h": cotangents["h"]})
-    counts = Counter(), Counter(), Counter()  # each by kernel name: launches, bytes moved, bytes touched
+    counts = Counter(), Counter(), Counter()  # by kernel name: launches, bytes moved, bytes touched
     for dispatch in log:
         name = re.sub("_joining|_without.*|__.*", "", dispatch.name)
         sizes = re.findall(r"constant [\w ]+[*&] (\w+) \[\[buffer", dispatch.source)
