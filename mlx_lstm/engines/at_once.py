@@ -19,7 +19,7 @@ Run = Callable[..., Any]
 def computes_now(engine: str | None) -> bool:
     """Return whether a call on this engine computes its results on the CPU before it returns, and nobody can ask for
     a gradient. engine: a name, or None for the best engine."""
-    on_numpy = engine is None or (isinstance(engine, str) and engine == "numpy")  # other types are refused later
+    on_numpy = engine is None or (isinstance(engine, str) and engine == "numpy")  # other types raise an error later
     return on_numpy and choice.current_device() == "cpu" and not is_transforming()
 
 

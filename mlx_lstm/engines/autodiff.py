@@ -1,7 +1,7 @@
 """A recurrence on an engine as MLX sees it: its outputs, with the engine's backward pass as their gradient.
 
-MLX derives, maps and compiles graphs of its own operations. The sweep of an engine is not such a graph, so each run is
-an `mx.custom_function` that tells MLX what to do instead:
+MLX differentiates, maps and compiles graphs of its own operations. The steps of an engine other than `ops` are not such
+a graph. So each run is an `mx.custom_function` that tells MLX what to do instead:
 
     asked for           engine `ops`                                  engines `numpy`, `fused`, `stepwise`
     the gradient        its backward pass, a graph again              their backward pass
@@ -9,8 +9,8 @@ an `mx.custom_function` that tells MLX what to do instead:
     forward mode        that of the graph of the forward pass         refused
     mx.vmap             that of these graphs                          never here: choose a graph, or MLX refuses kernels
 
-A refusal has to survive mx.vmap: MLX's default rule maps the function inside and drops all the other rules. See
-`without_derivatives`.
+A derivative that is refused must also be refused inside mx.vmap. But the default rule of MLX for mx.vmap drops all
+other rules of a custom function; `without_derivatives` keeps them.
 """
 
 from collections.abc import Callable
@@ -114,7 +114,7 @@ def differentiable(problem: Problem, arrays: Arrays, engine: str, chunked: Chunk
     """
     names, sweeps = tuple(arrays), chunked or ENGINE_MODULES[engine]
     visible, hidden = saved_of(problem, engine) if chunked is None else chunked.saved_of(problem)
-    saved: Saved = {}  # arrays named in `hidden`: the backward pass reads them, MLX never sees them
+    saved: Saved = {}  # the arrays named in `hidden`, which only the backward pass sees
     used = set() if problem.training else set(visible)  # names of outputs that have a cotangent; taps add them
 
     def forward(*values: mx.array) -> tuple[mx.array, ...]:
@@ -126,13 +126,13 @@ def differentiable(problem: Problem, arrays: Arrays, engine: str, chunked: Chunk
         return tuple([outputs[name] for name in visible])
 
     def vjp(primals: tuple[mx.array, ...], d_outputs: Any, outputs: Any) -> tuple[mx.array, ...]:
-        # MLX hands zeros for an output without a cotangent and does not say so. They are left out.
+        # For an output without a cotangent MLX passes zeros. These zeros are left out, as `used` does not contain them.
         cotangents = {name: d for name, d in zip(visible, d_outputs, strict=True) if name in used}
         # A second derivative also reaches the outputs past the taps, through the backward pass, which reads them.
         used.update(visible)
         given, shown = dict(zip(names, primals, strict=True)), dict(zip(visible, outputs, strict=True))
         gradients = backward(problem, given, engine, chunked, cotangents, shown, saved)
-        # MLX wants an array for each argument. Nobody can have asked for the gradients of the others.
+        # MLX needs an array for each argument. Arguments without a gradient get zeros, which nobody can have asked for.
         return tuple([gradients[name] if name in gradients else mx.zeros_like(given[name]) for name in names])
 
     def jvp(primals: tuple[mx.array, ...], tangents: tuple[mx.array | None, ...]) -> tuple[mx.array, ...]:
@@ -217,7 +217,7 @@ def backward(
             return chunked.backward(problem, floats, outputs | hidden, cotangents)
         return evaluated_gradients(problem, floats, chunked, cotangents, outputs | hidden)
     wanted = with_gradient(problem, arrays)
-    names: list[str] = []  # of the results: gradients, or factors of gradients
+    names: list[str] = []  # the names of the results: gradients, or factors of gradients
 
     def gradients_of(*values: mx.array) -> tuple[mx.array, ...]:
         rest = iter(values)
@@ -230,7 +230,7 @@ def backward(
     values = (*arrays.values(), *cotangents.values(), *outputs.values())
     results = without_derivatives(gradients_of, error)(*values)
     gradients = dict(zip(names, results, strict=True))
-    # MLX computes all results of a custom function together: products that shall stay lazy are no part of it.
+    # MLX computes all results of a custom function together. So products that shall stay lazy are outside of it.
     return numpy.multiplied(gradients) if engine == "numpy" else gradients
 
 

@@ -33,12 +33,12 @@ OUTPUTS: tuple[str, ...] = ("h", "gates", "hT")
 
 
 class LSTMCell(NamedTuple):
-    """The LSTM cell's options. The equations stand in `engines.ops.cells.lstm_step`.
+    """The options of an LSTM cell. `engines.ops.cells.lstm_step` has the equations.
 
     gate_order: the order of the four H-blocks on every 4H axis.
-    activations: of i, f, g, o and the output, in this order, whatever gate_order is.
+    activations: the activations of i, f, g, o and the output, in this order for every gate_order.
     output_peephole: whether the peephole of o reads c[t] ("current") or c[t-1] ("previous").
-    cell_clip: bound on |c[t]|, or None. forget_bias: added to the preactivation of f.
+    cell_clip: the largest |c[t]|, or None for no limit. forget_bias: a number added to the preactivation of f.
     """
 
     gate_order: str = "ifgo"
@@ -59,10 +59,10 @@ class LSTMCell(NamedTuple):
 
 
 class GRUCell(NamedTuple):
-    """The GRU cell's options. The equations stand in `engines.ops.cells.gru_step`.
+    """The options of a GRU cell. `engines.ops.cells.gru_step` has the equations.
 
     gate_order: the order of the three H-blocks on every 3H axis: reset r, update z, candidate n.
-    activations: of r, z, n, in this order, whatever gate_order is.
+    activations: the activations of r, z, n, in this order for every gate_order.
     reset: whether r multiplies the candidate's recurrent product ("after") or the h that enters it ("before").
     flip_z: z is the weight of n in h[t]; otherwise it is the weight of h[t-1].
     """

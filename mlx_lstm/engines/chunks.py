@@ -61,7 +61,7 @@ def divided(problem: Problem, arrays: Arrays, engine: str, module: Any) -> "Chun
     evaluates = longest_whole(engine, problem) < problem.T and have_values(list(arrays.values()))
     if not evaluates and (plain or not chunks.recomputes):
         return None
-    # Without training a gradient is unlikely, so that none of its arrays are saved.
+    # Without training a gradient is unlikely, so its arrays are not saved but recomputed.
     recomputes = chunks.recomputes or not problem.training
     return Chunked(Chunks(chunks.steps, recomputes), engine, module, problem.batch_first, evaluates)
 
@@ -83,8 +83,8 @@ class Chunked:
         self.module: Any = module
         self.batch_first: bool = batch_first
         self.evaluates: bool = evaluates
-        # State of the current sweep: whether chunks are evaluated; whether the engine takes NumPy's arrays; the results
-        # that the next chunk waits for if they are not evaluated.
+        # State of the current pass: whether chunks are evaluated; whether the engine takes NumPy arrays; the results
+        # for which the next chunk waits if chunks are not evaluated.
         self.eager: bool = evaluates
         self.takes_numpy: bool = False
         self.pending: list[Array] = []
@@ -200,7 +200,7 @@ class Chunked:
             problem, self.evaluates and have_values([*arrays.values(), *cotangents.values()], transforming=False)
         )
         sequences = {}
-        for name in with_steps(arrays):  # both directions add to one gradient, in float32
+        for name in with_steps(arrays):  # both directions are added up in float32
             dtype = widened(arrays[name]).dtype if problem.bidirectional else arrays[name].dtype
             sequences[name] = SequenceBuffer(arrays[name].shape, dtype, self.batch_first, self.eager)
         with self.beside_the_engine():
@@ -225,7 +225,7 @@ class Chunked:
         starts, sums = {name: f"{name[0]}_starts" for name in states_of(problem)}, {}
         shared = self.shared_by_steps(arrays)
         by_step, d_by_step, saved_by_step = (self.by_step(values) for values in (arrays, cotangents, saved))
-        # Cotangents of the states at the end of the current chunk: the caller's, then those of the later chunk.
+        # The cotangents of the states at the end of a chunk: first the caller's, then the ones from the later chunk.
         after = self.prepared({name: cotangents[name] for name in ("hT", "cT") if name in cotangents})
         for start, stop in reversed(self.bounds(problem)):
             chunk, n = problem._replace(T=stop - start), start // self.steps
@@ -238,7 +238,7 @@ class Chunked:
             gradients = self.module.backward(chunk, inputs, outputs, self.steps_of(d_by_step, start, stop) | after)
             after = {f"{name[0]}T": gradients.pop(name) for name in starts}
             for name, of_chunks in starts.items():
-                if of_chunks in cotangents:  # they have cotangents only in a second derivative
+                if of_chunks in cotangents:  # true only in a second derivative
                     after[f"{name[0]}T"] += cotangents[of_chunks][n, ...]
             terms = {name: widened(gradient) for name, gradient in gradients.items() if name not in sequences}
             self.write(sequences, d, start, stop, gradients, after | terms)
@@ -446,7 +446,7 @@ def memory_of(array: Array) -> np.ndarray:
 def copied_to_mlx(memory: np.ndarray) -> Array:
     """Return a view from `memory_of` as an MLX array. The values are copied, so the array does not belong to a
     graph."""
-    if any(stride < 0 for stride in memory.strides):  # a reversed view, which MLX does not take
+    if any(stride < 0 for stride in memory.strides):  # MLX does not accept a reversed view
         memory = memory.copy()
     array = mx.array(memory, mx.float64 if memory.dtype == np.float64 else None)
     return array.view(mx.bfloat16) if array.dtype == mx.uint16 else array

@@ -6,10 +6,10 @@ With D = 2 directions, the forward one first, and G gates:
                                     keep [T, B, D]
                                     x [T, B, D G H] where it is projected already
     one after the other, axis 0     Wx [D G H, I]   b [D G H]   bhn [D H]
-    on an axis of their own         Wh [D, G H, P]   Wp [D, P, H]   peephole [D, 4H]
+    on a separate first axis        Wh [D, G H, P]   Wp [D, P, H]   peephole [D, 4H]
 
-With one direction D is 1, and that axis of their own is absent. x [T, B, I] and lengths belong to
-both. The scales and biases of a quantized weight lie as it does.
+With one direction D is 1, and Wh, Wp and peephole do not have the separate axis. Both directions read the same x
+[T, B, I] and lengths. The scales and biases of a quantized weight are arranged like the weight.
 """
 
 from typing import Any, TypeVar

@@ -33,11 +33,11 @@ class Packing(NamedTuple):
 class Quantized(NamedTuple):
     """A weight matrix as `mx.quantize` packs it, for `Wx`, `Wh` and `Wp` of `lstm`, `gru` and `rnn`.
 
-    Equals the matrix `mx.dequantize(packed, scales, biases, group_size, bits, mode)`, scales and biases in float32.
-    Its rows are a multiple of group_size long. `packed` [.., columns * bits / 32] holds unsigned integers of 32 bits;
-    `scales` and, in mode "affine", `biases` [.., columns / group_size] are of any float dtype, in the other modes of 8
-    bits, without biases. All quantized weights of a call are packed in the same way. They have no gradient: to ask for
-    one is an error.
+    It stands for the matrix `mx.dequantize(packed, scales, biases, group_size, bits, mode)` with scales and biases in
+    float32. The number of columns is a multiple of group_size. `packed` [.., columns * bits / 32] holds unsigned 32-bit
+    integers. In mode "affine" `scales` and `biases` [.., columns / group_size] have any float dtype. In the other modes
+    `scales` has 8 bits, and there are no biases. All quantized weights of a call have the same format. They have no
+    gradient: asking for their gradient raises an error.
 
     Example:
         >>> import mlx.core as mx

@@ -42,14 +42,15 @@ class Chunks(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """Sizes from which on an engine launches other kernels. A trial lowers them, so that a small call runs the kernels
-    of a large one.
+    """The sizes above which an engine launches different kernels. A test run of kernels (before their first use) lowers
+    these limits, so that a small call runs the kernels of a large call.
 
-    index: an array of so many elements is indexed with 64 bits instead of 32.
-    launch_steps: steps of one launch of `fused` at most. macOS ends a launch that keeps the GPU from the display for
-        too long. At the predicted 1 to 10 microseconds a step up to H = 128 this is 4 to 40 ms; not measured.
-    rows_left: arrays of rows that a sweep of `stepwise` may leave for its last launch; Metal binds up to 31 to one.
-    unchunked: steps up to which a sequence is not divided into chunks; None: the limit of each engine.
+    index: arrays with at least this many elements are indexed with 64 bits instead of 32.
+    launch_steps: the largest number of steps in one launch of `fused`. macOS ends a launch that keeps the GPU from the
+        display for too long. A model predicts 1 to 10 microseconds per step up to H = 128, so 4 to 40 ms per launch.
+        Not measured.
+    rows_left: how many arrays the steps of `stepwise` may leave for the last launch. Metal binds up to 31 arrays.
+    unchunked: the largest number of steps that are not divided into chunks, or None for the limit of the engine.
     """
 
     index: int = 2**31
@@ -82,23 +83,24 @@ def limited(
 
 
 class Problem(NamedTuple):
-    """One recurrence without its arrays: static and hashable, everything that selects kernels and launches.
+    """The description of one recurrence without its arrays. It is hashable and contains everything that selects kernels
+    and launches.
 
     T, B, H, P: the sizes of one direction.
     cell: the cell and its options.
     dtype: the dtype of the arrays.
-    names: the names of the arrays.
-    masks_differ: whether each step has a mask of its own.
-    reverse, bidirectional: the direction, or whether both run.
+    names: the names of the arrays that the call has.
+    masks_differ: whether each step has a different mask.
+    reverse, bidirectional: whether the only direction is the reverse one, and whether both directions run.
     batch_first: whether x and the sequences are [B, T, .].
-    training: whether forward saves what a gradient needs.
-    plain: whether the graph stays without our gradient, since nobody can ask for one.
+    training: whether the forward pass saves the arrays that the backward pass needs.
+    plain: whether the outputs need no gradient function, because nobody can ask for a gradient.
     return_gates, wants_last: whether the caller wants `gates`, and `hT`, `cT`.
     cotangents: the outputs that have a cotangent, for a gradient op; None for a forward op.
-    cut: a measured cut of `fused`; None: its own rules.
-    chunks: how the sequence is divided; None: it is not.
-    packing: how the quantized weights are packed; None: no weight is quantized.
-    limits: sizes from which on other kernels run.
+    cut: a measured choice of how `fused` divides its work, or None if `fused` uses its own rules.
+    chunks: how the sequence is divided in time, or None if it is not divided.
+    packing: how weights are quantized, or None if no weight is quantized.
+    limits: the sizes above which different kernels run.
     """
 
     T: int

@@ -18,7 +18,7 @@ def tanh_by_numpy(x: mx.array) -> mx.array:
     order = sorted(range(y.ndim), key=lambda axis: -y.strides[axis])
     y = y.transpose(order)
     new = NewArray(y.dtype, y.shape)
-    with np.errstate(all="ignore"):  # as in engine `numpy`: underflow is no error
+    with np.errstate(all="ignore"):  # underflow is not an error, as in engine `numpy`
         np.tanh(y, out=new.memory)
     return mx.transpose(new.to_mlx(), [order.index(axis) for axis in range(y.ndim)])
 

@@ -25,14 +25,15 @@ Row = tuple[tuple[int, str], ...]
 
 
 class Table(NamedTuple):
-    """The faster engine by dtype, batch size and H. All cells and both directions use the figures of an LSTM with one
-    direction.
+    """A table of the faster Metal engine by dtype, batch size and H. The numbers are for an LSTM with one direction.
+    They are used for all cells, and for two directions.
 
-    source: where the figures come from, for the reason of a choice.
-    engines: for a dtype and the least batch size of a row, pairs of (largest H, engine) with H ascending; `stepwise`
-        beyond the last.
-    discarded: (dtype, least batch size, engine) with a wrong or failed point in the measurement.
-    cuts: how `fused` cuts, by dtype and least batch size, where that was faster than its own rules.
+    source: where the numbers come from, as text for the reason of a choice.
+    engines: for each dtype and the least batch size of a row, pairs (largest H, engine) with H ascending. `stepwise` is
+        the faster engine for H above the last pair.
+    discarded: every (dtype, least batch size, engine) for which a measurement failed or gave a wrong result.
+    cuts: how `fused` divides its work, by dtype and least batch size, where a measured choice is faster than the rules
+        of `fused`.
     """
 
     source: str
@@ -81,14 +82,16 @@ class Table(NamedTuple):
 WIDE = {1: ((128, "fused"),), 17: ((128, "fused"),), 65: ((160, "fused"),)}
 NARROW = {1: ((192, "fused"),), 17: ((192, "fused"),), 65: ((224, "fused"),)}
 PREDICTED = Table("predicted", {"float32": WIDE, "float16": NARROW, "bfloat16": NARROW})
-"""The largest multiple of 32 up to which `fused` is predicted to need no more time than `stepwise` for forward and
-backward, on two of three chips and at every B of the row, and up to which no kernel of `fused` spills. A new row begins
-where `fused` takes more items to a threadgroup. From `fused_until` in tests/machine_code/times.py. Not measured."""
+"""The predicted table: up to these values of H `fused` is the faster engine. The model predicts that `fused` needs
+no more time than `stepwise` for forward and backward, on two of three chips and for every B of the row, and that no
+kernel of `fused` spills registers. H is a multiple of 32. A new row begins at the B from which a threadgroup of
+`fused` takes more items. `fused_until` in tests/machine_code/times.py computes the values. Not measured."""
 
 OF_4, OF_8 = {1: ((192, "fused"),), 2: ((256, "fused"),)}, {1: ((160, "fused"),), 2: ((192, "fused"),)}
 PACKED = Table("predicted", {"weights of 4 bits": OF_4, "weights of 8 bits": OF_8})
-"""The same for the step forward with packed weights, by the bits that a lane of `fused` has for each: two of the three
-chips need no more time up to there, in groups of 64. Not measured."""
+"""The predicted table for a forward pass with quantized weights, by the bits per weight in the lanes of `fused`. Up
+to these values of H, with groups of 64 weights, `fused` is predicted to need no more time than `stepwise` on two of
+three chips. Not measured."""
 
 
 def cache_file() -> Path:

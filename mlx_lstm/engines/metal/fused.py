@@ -143,7 +143,7 @@ def run(problem: Problem, sweep: Sweep, inputs: Inputs, carried: dict[str, str])
                 inputs[as_input] = pieces[-1][name]
     results = pieces[-1]
     if len(pieces) > 1:
-        in_order = pieces[::-1] if "dz" in results else pieces  # of the steps forward
+        in_order = pieces[::-1] if "dz" in results else pieces  # the order of the forward steps
         for name in results:
             if name not in carried:
                 results[name] = joined(problem, [piece[name] for piece in in_order])
@@ -476,7 +476,8 @@ def fused_tiling(
     if packing:
         span, weights = packed_share(packing, H, lanes * units, slots)
         lengths, itemsize = [span * lanes * units], 4
-        # Registers for the sums of one group besides the sums of all groups, and for values between two products.
+        # Additional registers: for the sums of one quantization group, if a lane has several groups; and for the values
+        # that stay in registers between the two products of a step.
         more += slots * rows * (span > packing.group_size) + 8 * two_products(cell)
     one = 4 * rows * piece * sum(-(-length // piece) for length in lengths)
     vectors = 1 if len(lengths) > 1 or (matrices and backward and 2 * one > THREADGROUP_BYTES) else 2

@@ -136,7 +136,7 @@ def header(shaders: Iterable[str], body: str) -> str:
         left = [definition for definition in left if definition not in needed]
     text, file, line = "", "", 0
     for each in (definition for definition in every if definition not in left):
-        # A few empty lines are shorter than a directive.
+        # A few empty lines are shorter than a #line directive, and both give the next line its correct number.
         gap = each.line - line
         text += "\n" * gap if each.file == file and gap < 20 else f'#line {each.line} "{each.file}"\n'
         text += f"{each.text}\n"

@@ -37,7 +37,7 @@ def joins(T: int, left: int) -> tuple[tuple[Join | None, ...], tuple[int, ...]]:
     """
     levels = next(level for level in range(T) if left * JOINED**level >= T)
     plan: list[Join | None] = []
-    pieces: list[tuple[int, int]] = []  # level, rows
+    pieces: list[tuple[int, int]] = []  # (level, number of rows)
     for to_come in range(T, 0, -1):
         first = due(pieces, to_come, left, levels)
         if first is None:

@@ -78,7 +78,7 @@ class GRUStep:
         np.subtract(old, new, out=h)
         h *= z
         h += new
-        if self.unbounded and (infinite := np.isinf(n)).any():  # the formula above would give inf - inf
+        if self.unbounded and (infinite := np.isinf(n)).any():  # for infinite n the formula above gives NaN
             np.copyto(h, z * old + (ONE - z) * new, where=infinite)
         if gates is not None:
             np.copyto(gates, self.gates)

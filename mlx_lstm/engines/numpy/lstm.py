@@ -162,7 +162,7 @@ class LSTMStepBackward:
         self.o_sees_current: bool = cell.output_peephole == "current"
         self.peephole: dict[str, Array] = peephole_columns(cell, v, H, B)
         if self.peephole:
-            self.dpeephole: Array = np.zeros((4 * H, B), dtype)  # summed over the batch after the last step
+            self.dpeephole: Array = np.zeros((4 * H, B), dtype)  # it is summed over the batch after the last step
         self.slopes: Array = np.empty((4 * H, B), dtype)  # the derivatives of the gates' activations
         self.dy: Array = np.empty((4 * H, B), dtype)  # the gradient of the gates
         self.dy_i, self.dy_f, self.dy_g, self.dy_o = (self.dy[self.block[gate]] for gate in "ifgo")

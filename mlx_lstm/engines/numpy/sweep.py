@@ -81,7 +81,7 @@ def forward(problem: Problem, arrays: Arrays, batch_first: bool = False, wants_l
     out = {name: array.memory for name, array in sequences.items()}
     if hidden is not None:
         out["gates"] = hidden
-    if single:  # h and c have one step, and lie where the last states do
+    if single:  # h and c have one step and share the memory of hT and cT
         out |= {name: last[f"{name}T"].memory[None] for name in widths}
     else:
         out |= {name: array.memory for name, array in last.items()}
@@ -179,7 +179,7 @@ def sweep_forward(problem: Problem, v: Views, out: Views) -> None:
     inputs, start, stop, inputs_t = None, 0, 0, None
     for t in times:
         gates_t, c_t = None if gates is None else gates[t], c[t]
-        h_new = buffers[(t + onwards) % len(buffers)]  # where the next step reads h
+        h_new = buffers[(t + onwards) % len(buffers)]  # the array from which the next step reads h
         live = None if t < shortest else lengths > t  # [B]: items that have not ended; None: all
         if live is not None and not live.any():
             for output in (h[t], c_t) if gates_t is None else (h[t], c_t, gates_t):
@@ -343,7 +343,7 @@ class BackwardSweep:
         problem, states, first = self.problem, self.h, self.v.get("h0", 0)
         if not problem.reverse and start > 0:
             return states[start - 1 : stop - 1]
-        if problem.reverse and stop < self.shortest:  # every item has a step beyond these
+        if problem.reverse and stop < self.shortest:  # no item starts within these steps
             return states[start + 1 : stop + 1]
         rows = np.empty((stop - start, *states.shape[1:]), states.dtype)
         if not problem.reverse:
@@ -364,7 +364,7 @@ class BackwardSweep:
         if not 0 <= last < problem.T:
             return self.c0
         c: Any = self.c_at(last)
-        if problem.reverse and last >= self.shortest:  # items of this length begin with step t
+        if problem.reverse and last >= self.shortest:  # items of length t + 1 start with step t
             c = np.where(self.lengths == last, self.c0, c)
         return c
 

@@ -84,7 +84,7 @@ def clip_straight_through(c: Array, limit: float) -> Array:
     """Return clip(c, -limit, limit). The gradient ignores the clip, as in TensorFlow's block ops: it passes to c
     unchanged, except that it is 0 where c is infinite."""
     bound = constant(limit, c)
-    zero = mx.where(mx.isinf(c), 0, c - mx.stop_gradient(c))  # 0 with the gradient of c; inf - inf would be NaN
+    zero = mx.where(mx.isinf(c), 0, c - mx.stop_gradient(c))  # 0 in value, but with the gradient of c
     return mx.stop_gradient(mx.clip(c, -bound, bound)) + zero
 
 
@@ -176,7 +176,7 @@ def gru_step(cell: GRUCell, a: Array, h_in: Array, h: Array, Wh: Array, bhn: Arr
     n = y["n"] = activate(cell.activation("n"), z["n"] + recurrent)
     old, new = (n, h) if cell.flip_z else (h, n)
     h_new = new + y["z"] * (old - new)
-    if cell.activation("n") in UNBOUNDED:  # the formula above would give inf - inf for an infinite n
+    if cell.activation("n") in UNBOUNDED:  # for an infinite n the formula above gives inf - inf, NaN
         h_new = mx.where(mx.isinf(n), y["z"] * old + (1 - y["z"]) * new, h_new)
     return mx.concatenate([y[gate] for gate in cell.gate_order], axis=-1), h_new
 

@@ -253,11 +253,11 @@ def keep_gradient(before: Arrays, dh: Array, carry: Array | None) -> Array:
 def gru_recurrent_gradients(
     cell: GRUCell, arrays: Arrays, gates: Array, h_in: Array, dz: Array
 ) -> tuple[Arrays, Array | None]:
-    """Return the gradients of Wh and bhn of a GRU, and the gradient of h_in [T, B, H]. The latter is None if the
-    call has neither a mask nor `keep`."""
+    """Return the gradients of Wh and bhn of a GRU, and the gradient of h_in [T, B, H]. The gradient of h_in is None
+    if the call has neither a mask nor `keep`, because only their gradients need it."""
     d, r = cells.by_gate(cell, dz), cells.by_gate(cell, gates)["r"]
-    # seen: the array that each gate's rows of Wh multiply. Below, d["n"] becomes the gradient of the candidate's
-    # product.
+    # seen: for each gate, the array that the gate's rows of Wh multiply. Below, d["n"] becomes the gradient of the
+    # candidate's product.
     seen = dict.fromkeys("rz", h_in) | {"n": h_in if cell.reset == "after" else r * h_in}
     if cell.reset == "after":
         d["n"] = d["n"] * r
