@@ -46,7 +46,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # before NumPy is imported; the reason stands above
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # must be set before NumPy is imported; the docstring says why
 
 from pydoc_data import topics
 
@@ -62,7 +62,7 @@ from support.ranks import Lost, Ranks
 from mlx_lstm.nn import LSTM, QuantizedLSTM
 
 CHECKPOINT = "checkpoint.safetensors"
-VALIDATION_ROWS = 16  # the validation text is read in so many rows at once, each from the zero state
+VALIDATION_ROWS = 16  # the validation text is read in this number of rows at once, each from a zero state
 ALONE = Ranks()  # the only process of a run
 State = tuple[mx.array, mx.array]
 
@@ -520,7 +520,7 @@ def train(run: Run, checkpoint: Path, console: Console, seconds: float | None = 
                     line = f"step {run.step:5d}   training {loss:.3f}   validation {run.evaluate():.3f} bits/char"
                     bar.console.print(f"{line}   {speed:,.0f} char/s")
                     run.save(checkpoint)
-        except Lost:  # the failed step has changed nothing
+        except Lost:  # the failed step has not changed the run
             run.save(checkpoint)
             raise
         run.save(checkpoint)
@@ -611,7 +611,8 @@ def quantized_bits(run: Run, widths: list[int]) -> Iterator[tuple[int, float]]:
 
 
 def start(settings: Settings | None, checkpoint: Path, corpus: Corpus, engine: str | None, ranks: Ranks) -> Run:
-    """Return a new run, or the run in the checkpoint, equal in every process. Only the first process reads the file."""
+    """Return a new run, or the run in the checkpoint, the same in every process. Only the first process reads the
+    file."""
     if ranks.rank == 0:
         run = Run(settings, corpus, ranks) if settings else Run.load(checkpoint, corpus, engine, ranks)
         if ranks.size == 1:

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 os.environ["KERAS_BACKEND"] = "tensorflow"  # read when keras is imported
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # for the products of single time steps two threads are no faster
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # the products of single steps are too small for two threads
 
 import keras
 import mlx.core as mx
@@ -159,8 +159,8 @@ def compare_models(theirs: keras.Model, ours: Model, codes: np.ndarray) -> None:
 
 
 def compare_ops(theirs: keras.Model, codes: np.ndarray) -> None:
-    """Print the largest difference between the results of TensorFlow's BlockLSTMV2 and of our op. The argument w
-    joins both kernels of Keras."""
+    """Print the largest difference between the results of TensorFlow's BlockLSTMV2 and of our op. The op's argument w
+    is both kernels of Keras, joined."""
     embedding, lstm, _ = theirs.layers
     kernel, recurrent_kernel, bias = lstm.get_weights()
     x = np.asarray(embedding(codes)).swapaxes(0, 1)

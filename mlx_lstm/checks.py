@@ -77,7 +77,7 @@ def check_array(
 
 def instead_of(value: object) -> str:
     """Return advice for an error text: what to pass in place of a value that is not an MLX array."""
-    if type(value).__name__ == "PackedSequence":  # torch's, which is a tuple, too
+    if type(value).__name__ == "PackedSequence":  # torch's class, a subclass of tuple: tested before tuples
         return ": pad it and use lengths,"
     first = value[0] if isinstance(value, (list, tuple)) and value else None
     if isinstance(first, mx.array) and first.dtype == mx.uint32:
@@ -88,7 +88,7 @@ def instead_of(value: object) -> str:
 
 
 def check_sizes(op: str, name: str, array: mx.array | ArraySpec) -> None:
-    """Raise ValueError if an axis of `array` is empty."""
+    """Raise ValueError if an axis of `array` has the size 0."""
     if 0 in array.shape:
         fail(op, f"{name} must have no empty axis, with which nothing is computed,", f"shape {list(array.shape)}")
 
@@ -152,7 +152,7 @@ def check_lengths(
     if isinstance(lengths, (list, tuple)):
         if not all(isinstance(n, Integral) and not isinstance(n, bool) for n in lengths):
             fail(op, f"{name} must be integers", lengths)
-        # Python's integers do not overflow in comparisons.
+        # The dtype `object` keeps Python's integers: a huge length is reported, and does not overflow as in int64.
         lengths = np.array([int(n) for n in lengths], object)
     elif not any(isinstance(lengths, kind) and of.issubdtype(lengths.dtype, of.integer) for kind, of in ARRAYS):
         kind = lengths.dtype if isinstance(lengths, (np.ndarray, mx.array)) else type(lengths).__name__

@@ -69,11 +69,11 @@ def __dir__() -> list[str]:
 
 
 class Layers(nn.Module):
-    """Base of `LSTM`, `GRU` and `RNN` with PyTorch's parameters; runs the layers one after another and checks
-    arguments."""
+    """Base class of `LSTM`, `GRU` and `RNN`, with PyTorch's parameter names. It checks the arguments and runs the
+    layers one after another."""
 
     op: str  # the layer's name in errors
-    gates: int  # blocks of H rows in a weight
+    gates: int  # number of gates: a weight matrix has H rows for each gate
     engine: Engine | None
     checkpoint_every: int | str | None
     engine_used = engine_used
@@ -185,7 +185,7 @@ class Layers(nn.Module):
         dtype = common_dtype([input, *first.values(), *(array for arrays in layers for array in arrays.values())])
         if not N:
             if lengths is not None:
-                check_lengths(self.op, lengths, N, L, traced=True)  # traced lengths have no values to check
+                check_lengths(self.op, lengths, N, L, traced=True)  # checks the shape only: there are no values
             output = mx.zeros((*input.shape[:2], D * self.width), dtype)
             return output, {name: mx.zeros(shape, dtype) for name, shape in shapes.items()}
         if first:
@@ -246,7 +246,7 @@ class Layers(nn.Module):
             for name, shape in self.shapes(layer).items():
                 key = self.key(name, layer, ending)
                 arrays[name] = array = self._parameter(key)
-                if array.shape != shape:  # a bias [1] would broadcast to the other bias
+                if array.shape != shape:  # else a bias of shape [1] would broadcast in the sum of both biases
                     fail(self.op, f"{key} must have shape {list(shape)}", f"shape {list(array.shape)}")
             directions.append(arrays)
         if len(directions) == 1:

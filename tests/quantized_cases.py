@@ -18,7 +18,7 @@ WEIGHTS = ("Wx", "Wh", "Wp")
 
 
 def packed(matrix, group_size, bits, mode):
-    """Quantize an MLX array with `mx.quantize`."""
+    """Return the quantized weight of an MLX matrix, computed by `mx.quantize`."""
     return Quantized(*mx.quantize(matrix, group_size, bits, mode), group_size=group_size, bits=bits, mode=mode)
 
 

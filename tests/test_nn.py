@@ -199,8 +199,8 @@ def test_numpy_s_integers_are_sizes(layer):
 @pytest.mark.parametrize("engine", ["numpy", "ops"])
 @pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
 def test_lengths_are_those_of_calls_with_each_item_alone(kind, engine):
-    """A call with `lengths` gives the values and gradients of separate calls for each sequence of the batch. Outputs
-    after the end of a sequence are 0, and NaN in the input there is never read."""
+    """A call with `lengths` gives the same values and gradients as separate calls for each sequence of the batch.
+    Outputs after the end of a sequence are 0, and the input there is never read, so it may be NaN."""
     mx.random.seed(3)
     layer = getattr(nn, kind)(D, H, engine=engine)
     names = ("hidden", "cell") if kind == "LSTM" else ("hidden",)

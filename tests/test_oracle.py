@@ -18,7 +18,7 @@ STEP = 1e-5
 
 
 def units(array):
-    """Yield for each element of the array a direction that is 1 at this element and 0 elsewhere."""
+    """Yield one direction for each element of the array: an array of zeros with a 1 at this element."""
     for index in np.ndindex(array.shape):
         direction = np.zeros(array.shape)
         direction[index] = 1
@@ -31,8 +31,8 @@ def few(array):
 
 
 def check_gradients(case, cotangents, directions=units):
-    """Compare the oracle's gradients with fourth-order central differences of sum(cotangent * output) along several
-    directions for each array."""
+    """Compare the oracle's gradients of sum(cotangent * output) with finite differences (fourth-order central
+    differences), along several directions for each array."""
     frozen = clip_shift(**case) if case.get("cell_clip") else None
 
     def loss(name, value):
@@ -188,7 +188,8 @@ def test_sigmoid_has_all_its_digits():
 
 @pytest.mark.parametrize("reset", ["after", "before"])
 def test_flip_z_is_an_update_gate_of_the_other_sign(reset):
-    """Negated weights of the gate z together with flip_z give the same h, because sigmoid(-a) = 1 - sigmoid(a)."""
+    """A GRU with `flip_z` (h = z n + (1 - z) h instead of (1 - z) n + z h) and negated weights of the gate z gives
+    the same h, because sigmoid(-a) = 1 - sigmoid(a)."""
     case = draw(np.random.default_rng(5), op="gru", reset=reset, mask=(B, "P"))
     sign = np.repeat([1.0, -1.0, 1.0], H)
     negated = {"Wx": case["Wx"] * sign[:, None], "Wh": case["Wh"] * sign[:, None], "b": case["b"] * sign}

@@ -1,7 +1,7 @@
-"""Test cases of other packages, run with our ops: cases that the packages ship as data, and expected numbers from
-the source of their tests.
+"""Test cases of other packages, run with our ops. Some packages ship their cases as data. For the others, the
+expected numbers are copied from the source of their tests.
 
-Where a package ships the cases, the test also asserts how many there are. docs/verification.md has a table of all
+If a package ships its cases, the test also asserts how many there are. docs/verification.md has a table of all
 counts.
 """
 
@@ -98,8 +98,8 @@ def test_nodes_of_onnx(engine):
 
 
 def test_module_samples_of_torch():
-    """All samples of torch's own tests of nn.LSTM, GRU and RNN give torch's results, in training and evaluation
-    mode, and drawn with and without requires_grad.
+    """All samples in torch's own tests of nn.LSTM, GRU and RNN give torch's results. They run in training and
+    evaluation mode, with and without requires_grad.
 
     The samples run in a child process, because their imports crash a process that has imported TensorFlow.
     """
@@ -169,8 +169,8 @@ def test_sums_of_tensorflow(engine, mode):
 
 @engines
 def test_number_of_a_gru_without_an_input_product(engine):
-    """The output of a cuDNN GRU with skip_input, params of 0, x = 1 and h = 0 agrees with the number that a GPU
-    printed, to all printed digits."""
+    """The output of a cuDNN GRU with skip_input (x is added without a product with Wx), params of 0, x = 1 and h = 0
+    agrees with the number that a GPU printed, to all printed digits."""
     with mx.stream(mx.cpu):
         params = mx.zeros((cudnn.cudnn_rnn_params_size(1, 1, 1, rnn_mode="gru", input_mode="skip_input").item(),))
         options = {"rnn_mode": "gru", "input_mode": "skip_input", "is_training": False, "engine": engine}

@@ -1,5 +1,5 @@
-"""Tests of the Metal kernels with quantized weights, run in the emulator: results, the bytes that the kernels read,
-and the choice of the engine."""
+"""Tests of the Metal kernels with quantized weights, run in the emulator. They check the results, the bytes that the
+kernels read, and the choice of the engine."""
 
 import math
 import re
@@ -66,8 +66,8 @@ def test_every_mode_width_and_group_is_read_once_a_step(packing):
 
 @pytest.mark.parametrize("packing", [(64, 4, "affine"), (32, 3, "affine")], ids=str)
 def test_a_tile_reads_each_byte_once(packing):
-    """A step of `stepwise` that multiplies by tiles reads each byte of quantized weights exactly once if one
-    threadgroup has the whole batch."""
+    """If one threadgroup computes the whole batch, a step of `stepwise` that computes its product in tiles reads
+    each byte of quantized weights exactly once."""
     with on_metal() as log:
         check_quantized("stepwise", quantized_case(packing, sizes=(2, 8, packing[0], 128, 128)))
     for launch in [launch for launch in log if "stepwise_forward" in launch.name]:
@@ -82,8 +82,8 @@ FEW = [(32, 1, "affine"), (64, 4, "affine"), (128, 5, "affine"), (32, 8, "mxfp8"
     "packing", [pytest.param(p, id=str(p), marks=[] if p in FEW else pytest.mark.slow) for p in PACKINGS]
 )
 def test_fused_reads_every_mode_width_and_group_once_a_call(packing):
-    """`fused` reads quantized weights once per call: one launch arranges them in lane order, and the forward kernel
-    keeps them in registers for all steps."""
+    """`fused` reads quantized weights once per call. A first launch sorts them into the order in which the lanes
+    read them. The forward kernel then keeps them in registers for all steps."""
     H = {16: 48, 32: 64, 64: 64, 128: 128}[packing[0]]
     with on_metal() as log:
         check_quantized("fused", quantized_case(packing, sizes=(3, 1, packing[0], H, H)))

@@ -88,8 +88,8 @@ def test_each_option_alone(option, engine, dtype):
 )
 @pytest.mark.parametrize("engine", ENGINES)
 def test_each_output_alone(engine, kind, output):
-    """Gradients are right when only one output has a cotangent, for each output in turn, also with a projection and
-    a mask."""
+    """Gradients are right when only one output has a cotangent. Each output is tested in turn, also with a
+    projection and a mask."""
     case, cotangents = draw_away_from_kinks(2, **EVERY_ARRAY[kind])
     check(case, engine, np.float32, {output: cotangents[output]})
 
@@ -232,8 +232,8 @@ def with_engine(drawn, engine="numpy"):
 
 
 def test_batch_major_memory_comes_back_as_it_went_in():
-    """A transposed x (batch first in memory) is read without a copy, and h and dx are written in the same memory
-    order."""
+    """If x is a transposed view, with the batch axis first in memory, it is read without a copy. h and dx are
+    written in the same memory order as x."""
     rng = np.random.default_rng(0)
     case = draw(rng, sizes=(5, 3, 4, 2, 2))
     x = mx.swapaxes(mx.contiguous(mx.swapaxes(to_mlx(case["x"], np.float32), 0, 1)), 0, 1)

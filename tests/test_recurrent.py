@@ -1,5 +1,5 @@
-"""Tests of `recurrent`, which runs a cell written by the user: the oracle's cells as step functions, a cell also
-written in torch, trees of arrays, MLX's transformations, and refused arguments."""
+"""Tests of `recurrent`, which runs a cell written by the user as a step function. They cover the oracle's cells, a
+cell also written in torch, trees of arrays, MLX's transformations, and refused arguments."""
 
 from typing import NamedTuple
 
@@ -49,7 +49,7 @@ def gru_step(Wh, bhn):
 
 
 def by_steps(op, arrays, **options):
-    """Return the outputs of `op` by name, computed by `recurrent` with a step function for this cell."""
+    """Return {name: output} of an LSTM, GRU or RNN, computed by `recurrent` with a step function for this cell."""
     z = arrays["x"] @ arrays["Wx"].T + arrays["b"]
     options |= {"keep": arrays["keep"]} if "keep" in arrays else {}
     if op == "gru":
@@ -226,8 +226,9 @@ HOLD = np.array([[1, 0, 0], [0, 1, 0], [0, 0, 1], [1, 0, 1], [0, 0, 0]])
 
 
 def item_by_item(step, x, state, keep, lengths, reverse):
-    """Return what the documentation of `recurrent` says for keep and hold, computed by a loop over the steps of one
-    sequence at a time."""
+    """Return the outputs and states that the documentation of `recurrent` specifies for `keep` (a factor on the
+    previous state) and `hold` (steps at which the cell does not run). They are computed by loops over the sequences
+    and their steps."""
     outputs, last, nothing = [], [], mx.zeros((1, H), mx.float64)
     for n, length in enumerate(lengths):
         of_item, (h, count), found = x[:, n : n + 1], [array[n : n + 1] for array in state], {}
@@ -245,8 +246,9 @@ def item_by_item(step, x, state, keep, lengths, reverse):
 @pytest.mark.parametrize("lengths", [None, LENGTHS])
 @pytest.mark.parametrize("whole", [False, True], ids=["factors", "bool"])
 def test_keep_and_hold_are_a_loop_over_the_steps_that_run(whole, lengths, reverse):
-    """keep and hold give the results of a loop that skips held steps. The state has floats and integers. The input
-    is NaN at held steps and after the end of a sequence, so these steps must not be read."""
+    """`keep` (a factor on the previous state) and `hold` (steps at which the cell does not run) give the results of
+    a loop that skips held steps. The input is NaN at held steps and after the end of a sequence, so these steps must
+    not be read."""
     rng = np.random.default_rng(10)
     factors = rng.integers(0, 3, (T, B)) / 2
     x, h, keep = (

@@ -1,5 +1,4 @@
-"""Tests, on Linux, of how the test suite runs on a Mac with a GPU. The pytest plugin `simulated_mac` simulates the
-Mac."""
+"""Test on Linux how the test suite runs on a Mac with a GPU. The pytest plugin `simulated_mac` simulates the Mac."""
 
 import os
 import re

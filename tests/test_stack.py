@@ -44,8 +44,8 @@ def test_in_place_of_a_client_s_loop(client, B):
 
 
 def test_a_batch_where_a_client_s_loop_runs_through_it():
-    """The loop of the transducer model confuses the batch axis with time, so it is right only for a batch of one
-    sequence. `stack` is right for any batch."""
+    """`stack` is right for any batch size. The loop in the transducer model, which `stack` replaces, takes the batch
+    axis for the time axis, so it is right only for a batch of one sequence."""
     mx.random.seed(3)
     model, x = Predictor(right=False), mx.random.normal((3, T, D))
     alone = [model(x[n : n + 1])[0] for n in range(3)]
@@ -164,8 +164,9 @@ def test_dtypes_modes_and_engines():
 @pytest.mark.parametrize("axes", [(3,), (2, 2), ()], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_between_and_the_sum_of_directions(kind, axes, engine):
-    """`stack` with `between` and merge='sum' gives the outputs and gradients of a loop over the layers that sums
-    both directions and has a norm, a residual connection and a wider linear layer between layers."""
+    """`stack` with the options `between` and merge='sum' equals a loop over the layers that adds both directions.
+    Between the layers, both apply a norm, a residual connection and a wider linear layer. Outputs and gradients are
+    compared."""
     mx.random.seed(6)
     sizes = (D, H, H + 2)
 

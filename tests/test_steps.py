@@ -23,7 +23,7 @@ SIZES = (T, B, I, H, H)
 
 
 def resets(rng):
-    """Return random factors [T, B] for `keep`: mostly 1, sometimes 0 or 0.6."""
+    """Return random factors [T, B] for the option `keep`: mostly 1 (keep the state), sometimes 0 (reset it) or 0.6."""
     return rng.choice([1.0, 1.0, 0.0, 0.6], (T, B))
 
 

@@ -1,5 +1,5 @@
-"""Tests of long sequences in pieces, with states passed from call to call. Results equal those of the whole
-sequence, memory does not grow, and on the CPU a single step evaluates no operation of MLX."""
+"""Tests of long sequences that are computed in pieces, with states passed from call to call. The results equal those
+of the whole sequence, and memory does not grow. On the CPU, a single step evaluates no operation of MLX."""
 
 import io
 import subprocess
@@ -66,8 +66,8 @@ FACES = {
 
 
 def exactly(layers, x, states):
-    """Return a function for `exact_and_bounds` that computes h and the last states of the stack of layers in a given
-    arithmetic."""
+    """Return a function that computes h and the last states of the stack of layers in a given arithmetic.
+    `exact_and_bounds` calls the function to get the exact values and the error bounds."""
 
     def values(fl):
         h, last = x, []
@@ -192,8 +192,8 @@ def as_list(state):
 
 @pytest.mark.parametrize("kind", OPTIONS)
 def test_a_step_on_the_cpu_waits_for_no_operation_of_mlx(kind, monkeypatch):
-    """From the second step on, no array that is evaluated during the step or returned by it is the result of an MLX
-    operation."""
+    """From the second step on, no operation of MLX runs on the CPU: no array that a step evaluates or returns is the
+    result of an MLX operation."""
 
     def operations(arrays):
         text = io.StringIO()

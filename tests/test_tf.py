@@ -58,7 +58,7 @@ def recorded(op, seed, dtype=np.float32, sizes=None):
 
 
 def check(op, engine, seed, near=assert_near, **of_case):
-    """Assert that our op and our gradient op agree with TensorFlow's by the comparison `near`. Our outputs at steps
+    """Check with the comparison `near` that our op and our gradient op agree with TensorFlow's. Our outputs at steps
     t >= seq_len_max must be 0; TensorFlow leaves them undefined."""
     case, outputs, given, gradients = recorded(op, seed, **of_case)
     for name, value in ours(op, case, engine).items():
@@ -299,8 +299,8 @@ def gru_gradients_of_tensorflow_1(given, d):
 
 
 def test_what_tensorflow_makes_of_its_own_gradients():
-    """TensorFlow's tape behaves as our docstrings say: it ignores cotangents of gates, uses the formula of version 1
-    for the version 2 op, and does not support gradients of cell ops."""
+    """TensorFlow's own gradients behave as our docstrings say: they ignore cotangents of gates, use the formula of
+    version 1 for the version 2 op, and are not available for cell ops."""
     tensorflow = pytest.importorskip("tensorflow")
 
     def tape(op, shown):

@@ -113,8 +113,8 @@ def test_a_backward_pass_of_which_only_the_gradient_is_traced(kind, training):
 
 
 def test_what_is_evaluated(monkeypatch):
-    """The engine `ops` does not evaluate arrays. The only exception is an inference call inside a transformation,
-    which evaluates its arguments."""
+    """The engine `ops` does not evaluate arrays. The only exception is a call with training=False inside a
+    transformation, which evaluates its arguments."""
     asked = []
     for name in ("eval", "async_eval"):
         real = getattr(mx, name)
@@ -317,8 +317,8 @@ def test_two_gradients_of_one_forward(kind):
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_that_have_values_inside_a_gradient_still_get_theirs(kind, training):
-    """Traced weights get their gradients although they were evaluated inside the gradient, after which MLX no longer
-    marks them as traced. The weights are used twice and mixed with constants."""
+    """Weights get their gradients although they were evaluated inside the gradient function. After an evaluation MLX
+    no longer marks them as traced. The weights are used twice and mixed with constants."""
     arrays, _, loss = small(kind)
 
     def twice(*values, engine=None):

@@ -134,7 +134,8 @@ def ours_by_autodiff(op, case, given, engine, **more):
 
 
 def engines_that_run(op, engines):
-    """Return the names in `engines` whose engine supports the op's cell. Metal engines are chosen as if on a Mac."""
+    """Return the names in `engines` that support the cell of this op. Metal engines are included if they would
+    support it on a Mac."""
     cell = GRUCell(reset="before") if op == "gru_block_cell" else LSTMCell()
     found = []
     for engine in engines:

@@ -45,8 +45,8 @@ def torch_layer(name, sizes, *, bidirectional, lengths, dtype):
 
 
 def weights_of(layer, of):
-    """Return the function `of` applied to each parameter of the torch layer, in our layout and under our names. b is
-    b_ih. For a GRU, bhn is the candidate's part of b_hh, and this part of b_hh becomes 0."""
+    """Apply the function `of` to each parameter of the torch layer. Return the results in our layout and under our
+    names. b is b_ih. For a GRU, bhn is the candidate's part of b_hh, and this part of b_hh becomes 0."""
     suffixes = ("", "_reverse") if layer.bidirectional else ("",)
     parts = {name: [of(p) for suffix in suffixes for p in parameters(layer, name, suffix)] for name in THEIRS}
     own_axis = np.stack if layer.bidirectional else lambda arrays: arrays[0]

@@ -75,8 +75,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def failures_text(rows: Iterable[Measurement]) -> str:
-    """Return as text one line for each implementation and engine that failed: its first failure, and the number of
-    its failures."""
+    """Return as text one line for each implementation and engine that failed: its first failure, and how many more
+    there are."""
     failed: dict[str, list[Measurement]] = {}
     for row in rows:
         if row.failed:

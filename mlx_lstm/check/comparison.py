@@ -25,7 +25,7 @@ PATIENCE = 180.0
 """Seconds to wait for a comparison. Apple's compiler takes less than a second, the tests' emulator several seconds."""
 
 LOSSES = 3
-"""How many child processes an engine may crash or block. After that it is not run again."""
+"""An engine that has crashed or blocked this number of child processes is not run again."""
 
 Work = list[tuple[int, str]]
 """The comparisons to make, each as (number of a case in the grid, engine)."""

@@ -31,7 +31,7 @@ HOW_TO_GET = {
     "stepwise": "a Mac: MLX has Metal only there",
 }
 TIMEOUT = 300.0  # seconds to wait for a case; MPSGraph compiles a graph in less than one second
-HANGS = 3  # a contender runs no more after this number of cases that hung
+HANGS = 3  # after this number of cases that hung, a contender (an implementation) is not run again
 
 CELLS: dict[str, Cell] = {"lstm": LSTMCell(), "gru": GRUCell(), "single_gate_rnn": RNNCell()}
 
@@ -46,8 +46,9 @@ class Outcome(NamedTuple):
 
 
 class Contender(NamedTuple):
-    """An implementation to compare. `missing` returns what it lacks on this machine, or None; `hindrance` why it
-    cannot run a case, or None; `run` runs a case; `close` ends its child process, if it has one."""
+    """An implementation to compare. `missing` returns what the implementation needs but this machine lacks, or None.
+    `hindrance` returns why it cannot run a case, or None. `run` runs a case. `close` ends its child process, if it has
+    one."""
 
     name: str
     missing: Callable[[], str | None]
@@ -92,8 +93,8 @@ def no_torch_mps() -> str | None:
 
 
 def engine(word: str) -> Contender:
-    """Return the contender that runs one of our engines. `numpy` runs on the CPU, other engines on the current
-    device."""
+    """Return the contender (implementation to compare) that runs one of our engines. `numpy` runs on the CPU, other
+    engines on the current device."""
 
     def missing() -> str | None:
         return hindrance(word, (1, 1, 1, 1), mx.float32, LSTMCell()) or None

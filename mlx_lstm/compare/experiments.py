@@ -184,7 +184,7 @@ def of_single_gate(rng: np.random.Generator) -> Iterator[Experiment]:
 
 
 def value_of_h(case: CompareCase) -> Distance:
-    """Return a function that measures how far MPSGraph's zState is from h."""
+    """Return a function that measures how far MPSGraph's zState is from the float64 oracle's h."""
     return value(case, "z_state", lambda fl: evaluated(case, fl)["h"])
 
 

@@ -13,7 +13,7 @@ from .cases import Arrays, CompareCase, through_layers
 
 WORDS = {"source": "x", "recurrent_weight": "Wh", "input_weight": "Wx", "bias": "b", "init_state": "h0"}
 WORDS |= {"init_cell": "c0", "peephole": "peephole", "mask": "mask", "secondary_bias": "bhn"}
-"""The oracle's name for each argument of MPSGraph. Both have the same layout for two directions."""
+"""The oracle's name for each argument of MPSGraph. For two directions, the oracle and MPSGraph use the same layouts."""
 
 OUTPUTS = {"h": "h", "c": "c", "z_state": "gates"}
 COTANGENTS = {"source_gradient": "h", "state_gradient": "hT", "cell_gradient": "cT"}

@@ -27,13 +27,13 @@ FLAGS = {"lstm": ("reverse",), "gru": ("reverse", "flip_z", "reset_after"), "sin
 
 
 class Change(NamedTuple):
-    """One change in how saved arrays are interpreted. kind: the group of changes it belongs to. The rest: a
-    description, a function that changes the case, and keywords for the oracle (`judge.options`)."""
+    """One change in how saved arrays are interpreted. kind: the group of the change. words: its description. apply: a
+    function that changes the case. readings: keywords for the oracle (`judge.options`)."""
 
     kind: str
     words: str
     apply: Callable[[CompareCase], CompareCase] = lambda case: case
-    readings: dict[str, str] = {}  # noqa: RUF012  this default is never changed
+    readings: dict[str, str] = {}  # noqa: RUF012  the default dict is never changed
 
 
 class Form(NamedTuple):
@@ -199,11 +199,13 @@ OTHERWISE = {
     "by step": "in the order of the steps",
     "halved": "its second direction in the order of the steps",
 }
-"""Keys: endings of the names that `predicted` returns. Values: what the app saved instead of the documented result."""
+"""What an app may have saved instead of the documented result, as text. Keys: the word at the end of a name that
+`predicted` returns."""
 
 
 def predicted(case: CompareCase, fl: Arithmetic, readings: dict[str, str]) -> Arrays:
-    """Return all results as documented, and under other names the values that an app may have saved in their place."""
+    """Return by name all results as documented, and what an app may have saved instead of them. "c squashed", for
+    example, is c after the last activation."""
     results = evaluated(case, fl, **readings)
     more = {"z_state before": preactivations(case, fl, **readings)} if case.op != "single_gate_rnn" else {}
     if case.op == "single_gate_rnn":
@@ -325,7 +327,7 @@ def spelled(order: str) -> str:
 
 
 def inverse(case: CompareCase, order: str) -> list[int]:
-    """Return for each gate of the documented order its position in `order`."""
+    """Return a list with the position in `order` of each gate of the documented order."""
     return [order.index(gate) for gate in documented(case)]
 
 

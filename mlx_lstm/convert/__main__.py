@@ -41,7 +41,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def convert(options: argparse.Namespace) -> list[str]:
-    """Convert a file and return the lines to print. The new file is read and compared before it replaces an old one."""
+    """Convert a file and return the lines to print. The new file is read back before it replaces an old file. The last
+    lines say how the layers in the new file differ from those of the source."""
     source, target = options.source, options.target
     ending_of(target)
     if target.exists() and not options.force:
@@ -93,7 +94,8 @@ def model_of(options: argparse.Namespace) -> Model:
 
 
 def chosen(model: Model, options: argparse.Namespace) -> Model:
-    """Return the layers and arrays that the command's options select, renamed as the options say."""
+    """Return the layers and arrays that the command's options select, joined into stacks and renamed as
+    the options say."""
     layers, keys = dict(model.layers), dict(model.keys)
     for wanted in [*(options.only or []), *(name for names in options.stack or [] for name in names.split(","))]:
         if wanted not in layers:

@@ -19,7 +19,7 @@ from .weights import Weights, check_weights
 ENDINGS = (".safetensors", ".npz", ".weights.h5", ".h5", ".keras", ".onnx")
 
 METADATA = "mlx_lstm"
-"""The key of a safetensors file's metadata that holds the options of the layers' cells, as JSON."""
+"""The key, in the metadata of a safetensors file, under which the options of the layers' cells are stored as JSON."""
 
 
 class Model(NamedTuple):

@@ -77,7 +77,7 @@ def parsed(output: bytes) -> Contents:
     for path, (dtype, shape) in about["arrays"].items():
         array = np.ndarray(shape, np.dtype(dtype), output, start)
         start += array.nbytes
-        # Neither HDF5 nor NumPy has bfloat16, so HDF5 stores it as two opaque bytes.
+        # Neither HDF5 nor NumPy supports bfloat16. Each number is stored as two bytes of no type, dtype V2.
         short = dtype == "|V2"
         arrays[path] = mx.array(array.view(np.uint16)).view(mx.bfloat16) if short else array
     others = about["others"]

@@ -74,7 +74,7 @@ def foreign(path: bytes, info: Any) -> bytes | None:
 
 
 def texts_of(item: Any) -> Texts:
-    """Return the texts, by attribute name, in the attributes of a group or dataset that Keras writes."""
+    """Return the attributes in `ATTRIBUTES` of a group or dataset: a list of texts by attribute name."""
     found = {}
     for name in item.attrs:
         if name.rstrip("0123456789") in ATTRIBUTES:

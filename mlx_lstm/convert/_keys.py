@@ -155,7 +155,7 @@ def names_counted_by(key: str, names: Container[str]) -> list[str]:
     counted = []
     for number in re.finditer(r"\d+(?=\.)", key):
         start, end = number.span()
-        # A number may follow a dot or a letter, and a name may end in the first digits of it.
+        # The name may end before the number, with or without a dot between them, or after some of its digits.
         dot = [start - 1] if key[:start].endswith(".") else []
         counted += [key[:k] for k in [*dot, *range(start, end)][:MOST_DIGITS] if key[:k] in names]
     return counted
@@ -193,7 +193,8 @@ def arranged(
 
 
 def fits(whole: dict[tuple[int, int], Group], parts: dict[str, list[Arrays]], D: int) -> bool:
-    """Return whether the input of each layer is as wide as the output of the layer below."""
+    """Return whether the layers fit together as a stack: all have the same number of units, and the input of each layer
+    is as wide as the output of the layer below."""
     first = parts[whole[0, 0].form]
     width = first[0]["Wh"].shape[-1] * D * len(first)
     each = [(layer, part) for (layer, _), group in whole.items() for part in parts[group.form]]

@@ -36,11 +36,11 @@ def read(path: Path, external_data: bool) -> tuple[dict[str, Weights], dict[str,
         model = onnx.load(path, load_external_data=False)
     except OSError:
         raise
-    except Exception as error:  # protobuf's error, whose class moved between releases
+    except Exception as error:  # protobuf raises an error whose class differs between releases
         raise ValueError(f"it is truncated or damaged: {shown(error)}") from None
     if not model.graph.node or not model.opset_import:
         raise ValueError("it is truncated or damaged, or no model: it has no nodes or no opset")
-    # Weights are initializers, or the outputs of Constant nodes, as torch's exporter writes some.
+    # torch's exporter stores some weights as initializers and others as Constant nodes, so both are read.
     held = {each.name: each for each in model.graph.initializer}
     constants = held | {
         node.output[0]: node.attribute[0].t
@@ -112,7 +112,7 @@ def read_external(path: Path, tensor: Any, left: dict[str, int]) -> None:
     with file.open("rb") as stream:
         stream.seek(offset)
         tensor.raw_data = stream.read(length)
-    tensor.data_location = 0  # in the model itself
+    tensor.data_location = 0  # 0: the data are in the model itself
 
 
 def array_of(onnx: Any, tensor: Any, name: str) -> Any:

@@ -14,7 +14,7 @@ from .weights import MPSGRAPH, OURS, Weights, held, reorder
 ACTIVATIONS = {
     "none": "identity", "relu": "relu", "tanh": "tanh", "sigmoid": "sigmoid", "hard_sigmoid": "hard_sigmoid",
 }  # fmt: skip
-"""The names in Apple's enum MPSGraphRNNActivation, in its order, and the recurrence's names."""
+"""The names in Apple's enum MPSGraphRNNActivation, in its order, and the names that `mlx_lstm.lstm` uses."""
 
 PROPERTIES = {
     "lstm": (*(f"{gate}_gate_activation" for gate in ("input", "forget", "cell", "output")), "activation"),
@@ -122,7 +122,9 @@ def to_mpsgraph(weights: Weights) -> tuple[list[Arrays], dict[str, Any]]:
         arguments = {}
         for name, array in arrays.items():
             axis = 1 if weights.directions == 2 and name in ("Wh", "peephole") else 0
-            if name != "bhn" and weights.directions == 2 and axis == 0:  # two directions, one below the other
+            if (
+                name != "bhn" and weights.directions == 2 and axis == 0
+            ):  # the rows of two directions, one below the other
                 array = mx.concatenate([reorder(half, OURS[cell.op], order) for half in mx.split(array, 2)])
             elif name != "bhn":
                 array = reorder(array, OURS[cell.op], order, axis)

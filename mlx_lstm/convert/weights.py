@@ -22,7 +22,7 @@ OURS = {"lstm": "ifgo", "gru": "rzn", "rnn": "h"}
 KERAS = {"lstm": "ifgo", "gru": "zrn", "rnn": "h"}
 ONNX = {"lstm": "iofg", "gru": "zrn", "rnn": "h"}
 TF = {"icfo": "igfo", "ifco": "ifgo"}
-"""TensorFlow's orders of an LSTM as the recurrence spells them: its c is our g."""
+"""TensorFlow's gate orders of an LSTM, and the same orders in our letters: TensorFlow's c is g here."""
 
 MPSGRAPH = {"lstm": ("ifgo", "igfo"), "gru": ("zrn", "rzn"), "rnn": ("h", "h")}
 """MPSGraph's gate orders: (flag off, flag on); the flag is `forget_gate_last` or `reset_gate_first`."""
@@ -172,7 +172,7 @@ def checked(op: str, weights: Weights, title: Title) -> Weights:
                 if word not in arrays:
                     fail(op, f"{title(k, d, word)} must be there", "no such array")
             for word, array in arrays.items():
-                # The title takes longer than the check, so it is made for a wrong array only.
+                # To make the title takes longer than this check. So the title is made for a wrong array only.
                 if list(array.shape) != shapes[word] or array.dtype not in FLOATS:
                     check_array(op, title(k, d, word), array, shapes[word], why=f", as H is {rows // G},")
     return weights
@@ -271,7 +271,8 @@ def reorder(array: mx.array, before: str, after: str, axis: int = 0) -> mx.array
 
 
 def rows_reordered(arrays: Arrays, before: str, after: str) -> Arrays:
-    """Return one direction's arrays with their rows in another gate order; `Wp` has no gates."""
+    """Return one direction's arrays with their rows in another gate order. `Wp` stays as it is, since its
+    rows do not belong to gates."""
     return {name: reorder(a, before, after) if WORDS[name] == "GH" else a for name, a in arrays.items()}
 
 
@@ -306,7 +307,7 @@ def to_numpy(array: mx.array) -> np.ndarray:
 
 
 def bits(array: mx.array) -> bytes:
-    """Return an array's bytes."""
+    """Return the bytes of an array, so that two arrays can be compared bit for bit."""
     return np.array(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array).tobytes()
 
 

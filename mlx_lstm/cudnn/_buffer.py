@@ -57,7 +57,7 @@ def check_attributes(op: str, attributes: Attributes) -> None:
 
 
 def check_params(op: str, where: Layout, params: mx.array, dtype: mx.Dtype | None = None) -> None:
-    """Check the size of the parameter buffer. TensorFlow's op does not check it, and ignores the rest of a longer
+    """Check the size of the parameter buffer. TensorFlow's op does not check the size, and ignores the rest of a longer
     buffer."""
     check_array(op, "params", params, ["params_size"], dtype)
     if params.shape[0] != where.size:

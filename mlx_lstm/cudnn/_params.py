@@ -84,13 +84,14 @@ def cudnn_rnn_params_to_canonical(
     Args:
         num_layers, num_units, input_size (int): L, H, I.
         params (array): the buffer, [params_size].
-        num_params (int): the number of weights, and of biases: per layer and direction 8 of each for lstm, 6 for gru,
-            2 for the others.
+        num_params (int): the number of weight arrays, which is also the number of biases. Per layer and direction it is
+            8 for lstm, 6 for gru, 2 for the others.
         rnn_mode, input_mode, direction, dropout, seed, seed2: as in `cudnn_rnn`. The last three change nothing.
 
     Returns:
-        CudnnRNNParamsToCanonicalOutput: weights, for each layer and direction W_g [H, in] of every gate, then R_g
-        [H, S]; and biases [H] in the same order. With skip_input the W_g of layer 0 are [H, 0]; the original fails.
+        CudnnRNNParamsToCanonicalOutput: weights, for each layer and direction W_g [H, in] of every gate, then R_g [H,
+        S]; and biases [H] in the same order. With skip_input the W_g of layer 0 are [H, 0]; the original op fails in
+        this case.
 
     Example:
         >>> import mlx.core as mx
@@ -219,8 +220,8 @@ def cudnn_rnn_canonical_to_params_v2(
 
 
 def to_canonical(op: str, where: Layout, params: mx.array, counts: dict[str, int]) -> CudnnRNNParamsToCanonicalOutput:
-    """Split the parameter buffer into one array per gate. `counts` holds the caller's numbers of weights and maybe
-    of biases, by the argument's name."""
+    """Split the parameter buffer into one array per gate. `counts` has the numbers of weights and biases that the
+    caller passed, by argument name."""
     check_params(op, where, params)
     weights, biases = where.canonical()
     for (name, number), shapes in zip(counts.items(), (weights, biases), strict=False):

@@ -83,8 +83,9 @@ class Stack(NamedTuple):
             if is_training:
                 shapes = [] if every else reserve_shapes(where, x, dropout)
                 return output, output_h, output_c, pack(shapes, results, input.dtype)
-            # Raise an error for a gradient only where `mx.grad` may ask for one. An export traces the op with arrays
-            # without values; there add nothing to the graph, because an added function could not be exported.
+            # Let a gradient raise an error, but only if the arrays have values. While `mx.compile` or an export traces
+            # the op they have none; then leave the graph as it is, since it could not be exported with the error's
+            # custom function.
             inputs_used = [input, input_h, params, *([input_c] if where.mode == "lstm" else [])]
             if is_transforming() and have_values(inputs_used, transforming=True):
                 output, output_h, output_c = without_gradient(self.original, output, output_h, output_c)

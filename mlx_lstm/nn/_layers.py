@@ -36,8 +36,8 @@ class Layer(nn.Module):
     engine: Engine | None
     checkpoint_every: int | str | None
     engine_used = engine_used
-    _gates: int  # blocks of H rows in a weight
-    _names: ClassVar[dict[str, str]]  # from the parameters' names, input weight first, to the recurrence's arguments
+    _gates: int  # number of gates: a weight matrix has H rows for each gate
+    _names: ClassVar[dict[str, str]]  # {parameter: argument of the recurrence}, the input weight first
 
     def __new__(cls: type[Self], *_: Any, **options: Any) -> Self:
         """Raise an error for options that only `mlx_lstm.torch` has, with a text that says where to find them."""
@@ -569,7 +569,7 @@ def check_input(op: str, x: object, D: int, Wx: Weight, is_step: bool) -> None:
     if x.dtype == mx.complex64:
         fail(op, "x must be real", x.dtype)
     if x.ndim < 2 - is_step or x.shape[-1] != D or 0 in x.shape[-2 + is_step :]:
-        check_loaded(op, Wx)  # first, since weights of the other kind change D
+        check_loaded(op, Wx)  # first: packed weights in a float layer, or the reverse, give a wrong D
         axes, least = ("", "") if is_step else ("L, ", " with at least one step")
         fail(op, f"x must have shape [..., {axes}D = {D}]{least}", f"shape {list(x.shape)}")
 

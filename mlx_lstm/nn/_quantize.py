@@ -68,10 +68,10 @@ def quantize(
     def is_of_mlx(path: str, layer: nn.Module) -> bool | dict[str, Any]:
         return not quantizes(layer) and predicate(path, layer)
 
-    # Quantize the layers that may be refused first, so that an error leaves the model unchanged.
+    # Quantize the layers of `mlx_lstm` first, because they may raise an error. The model is then still unchanged.
     each = partial(tree_map_with_path, is_leaf=nn.Module.is_module)
     each(quantize_ours, model.leaf_modules())
-    quantize_mlx: Any = nn.quantize  # MLX's types do not say that a size may be None
+    quantize_mlx: Any = nn.quantize  # Any: MLX's type annotations do not allow None for a size
     more = {"quantize_input": True} if quantize_input else {}
     quantize_mlx(model, group_size, bits, mode=mode, class_predicate=is_of_mlx, **more)
     model.update_modules(each(lambda _, layer: quantized.get(id(layer), layer), model.leaf_modules()))

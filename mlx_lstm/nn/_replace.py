@@ -24,7 +24,7 @@ _constructors: dict[type[nn.Module], Callable[..., None]] = {}
 """MLX's own constructors, which `patched` restores."""
 
 _blocks: dict[object, Engine | None] = {}
-"""The blocks of `patched` in progress in all threads, in the order in which they began, and the engine of each."""
+"""The active `with patched()` blocks of all threads, in the order in which they began, each with its engine."""
 
 _lock = Lock()
 

@@ -1,5 +1,6 @@
 """The oracle: a slow NumPy float64 implementation of each recurrence and its gradient, and bounds on the errors that
-a correct result may have. Tests and commands compare all other results with it."""
+a correct result may have. Tests and commands compare the results of all engines and other libraries with the oracle's
+results."""
 
 from .case import ARRAYS, OUTPUTS, Case
 from .recurrence import activation_arguments, backward, clip_shift, evaluate, forward, kink_distance

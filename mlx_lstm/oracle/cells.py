@@ -47,7 +47,8 @@ def through(p: Side, gate: str, y: Array, gradient: Array, dgates: Array, fl: Ar
 def lstm_step(
     p: Side, x: Array, h_in: Array, h_prev: Array, c_prev: Array, fl: Arithmetic, shift: Array | None
 ) -> Step:
-    """Run one LSTM step from x [B,I] (or [B,4H] if projected already), masked h_in [B,P] and c_prev [B,H]."""
+    """Run one LSTM step from x [B,I] (or x Wx^T [B,4H]), h_in [B,P], which is h_prev times the mask, and c_prev [B,H].
+    With `shift` [B,H], add it to c instead of clipping c."""
     a = lstm_preactivations(p, x, h_in, c_prev, fl)
     gates = {k: ACTIVATIONS[p.act[k]](a[k], fl) for k in "ifg"}
     c_raw = fl(fl(gates["f"] * c_prev) + fl(gates["i"] * gates["g"]))
@@ -110,7 +111,7 @@ def lstm_step_back(p: Side, s: Step, dh: Array, dc: Array, dgates: Array, fl: Ar
 
 
 def gru_step(p: Side, x: Array, h_in: Array, h_prev: Array, c_prev: Array, fl: Arithmetic, shift: Array | None) -> Step:
-    """Run one GRU step from x [B,I] (or [B,3H] if projected already), masked h_in and unmasked h_prev [B,H].
+    """Run one GRU step from x [B,I] (or x Wx^T [B,3H]), h_prev [B,H], and h_in, which is h_prev times the mask.
 
     r, z = act(a + h_in Wh^T)
     n = act(a_n + r (h_in Wh_n^T + bhn)),  or with reset "before"  act(a_n + (r h_in) Wh_n^T)
@@ -120,7 +121,7 @@ def gru_step(p: Side, x: Array, h_in: Array, h_prev: Array, c_prev: Array, fl: A
     for k in "rz":
         a[k] = fl(a[k] + fl.dot(h_in, rows(p, k).T))
         y[k] = ACTIVATIONS[p.act[k]](a[k], fl)
-    entered = h_in if p.reset == "after" else fl(y["r"] * h_in)  # operand of the candidate's recurrent product
+    entered = h_in if p.reset == "after" else fl(y["r"] * h_in)  # what the matrix of the candidate n multiplies
     q = fl.dot(entered, rows(p, "n").T)
     q = q if p.bhn is None else fl(q + p.bhn)
     a["n"] = fl(a["n"] + (fl(y["r"] * q) if p.reset == "after" else q))
@@ -149,15 +150,16 @@ def gru_step_back(p: Side, s: Step, dh: Array, dc: Array, dgates: Array, fl: Ari
         dh_in = fl(dentered * y["r"])
     for k in "rz":
         dh_in = fl(dh_in + fl.dot(d[k], rows(p, k)))
-    # Gradients of the recurrent products. The entry `da` below has the gradients of the input's part x Wx^T + b.
+    # Gradients of the recurrent products. For the candidate n they differ from the gradients of the input's part x Wx^T
+    # + b, which are the entry `da` below.
     drecurrent = join(p, d | {"n": drecurrent_n})
     to_sum = dict(da=join(p, d), drecurrent=drecurrent, entered=s.entered, dbhn=drecurrent_n)
     return Step(dh_in=dh_in, dh_direct=to_h, dc_prev=dc, to_sum=to_sum)
 
 
 def rnn_step(p: Side, x: Array, h_in: Array, h_prev: Array, c_prev: Array, fl: Arithmetic, shift: Array | None) -> Step:
-    """Run one step of a plain RNN from x [B,I] (or [B,H] if projected already) and masked h_in [B,H]; `gates` is the
-    preactivation."""
+    """Run one step of a plain RNN from x [B,I] (or x Wx^T [B,H]) and h_in [B,H], which is h_prev times the mask. In the
+    result, `gates` is the preactivation."""
     a = fl(input_part(p, x, fl) + fl.dot(h_in, p.Wh.T))
     return Step(h=ACTIVATIONS[p.activation](a, fl), c=c_prev, gates=a, a={"h": a})
 

@@ -52,7 +52,7 @@ def guarded(chosen: Choice, problem: Problem, best: Callable[..., Choice]) -> Ch
 def unguarded() -> Iterator[None]:
     """Run Metal kernels without a trial inside this context, in all threads, even kernels whose trial failed.
 
-    Commands use it that compare each result with an oracle themselves, or that show the compiler's messages.
+    It is for commands that compare each result with an oracle themselves, or that show the compiler's messages.
     """
     _unguarded.append(True)
     try:
@@ -150,7 +150,7 @@ def try_out(trial: Trial) -> Verdict:
     words = command()
     verdict = by_child(words, trial) if words else None
     if verdict is None:
-        from ._judge import verdict as judge  # imports the oracle, which few processes need
+        from ._judge import verdict as judge  # imported here: few processes need the oracle
 
         reason = judge(trial)
         verdict = verdict_of(reason and f"{reason} (tried in this process, as no other could be started)")
@@ -185,7 +185,7 @@ def asked(words: list[str], trial: Trial) -> Verdict:
         return verdict_of(_children[-1].ask(trial.engine, trial.text()))
     except Hangs as hang:
         _children.clear()
-        # The user's process must not run kernels that hang, not even to try them.
+        # The reason is stored in `_hung`, so that this process does not try again kernels that hang.
         what = "gave no answer" if hang.began else "did not begin"
         _hung[trial.engine] = f"its trial on this machine {what} in {_child.SECONDS} seconds"
         return Verdict(_hung[trial.engine], lasting=False)

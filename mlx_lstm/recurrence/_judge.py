@@ -109,7 +109,7 @@ def verdict(trial: Trial) -> str:
             got = results(problem, drawn, wanted, trial.engine)
             if reason := wrong(problem, drawn, wanted, got, bounds):
                 return f"its trial on this machine gave wrong numbers: {reason}"
-    # Any error counts as a refusal: a compiler or a driver may raise any type.
+    # The kernels are refused after any error, because a compiler or a driver may raise an error of any type.
     except Exception as error:
         return f"its trial on this machine failed: {first_lines(error)}"
     return ""

@@ -187,7 +187,9 @@ class Steps(NamedTuple):
         counts the steps that have run up to each time index."""
         if not back:
             return self.taken(mx.concatenate([first, states]), ran)
-        before = ran - live.astype(mx.int32)  # the engine's index of this step, or of the next one that runs
+        # The number of running steps before this time: in the engine's output the index of this step, if it runs, or
+        # else of the next running step.
+        before = ran - live.astype(mx.int32)
         return self.taken(mx.concatenate([states, first]), mx.where(before == ran[-1], self.T, before))
 
     def part(self, array: Array, d: int) -> Array:
@@ -215,7 +217,8 @@ class Steps(NamedTuple):
         return mx.stack(each, axis=-1)
 
     def taken(self, sequence: Array, times: Array, batch_first: bool = False) -> Array:
-        """Gather the steps of a sequence. `times` [T, B] are the time indices to take for each batch item."""
+        """Gather the steps of a sequence. For each batch item `times` [T, B] has the time indices of the steps to
+        take."""
         items = mx.arange(self.B)
         rows = times.T + sequence.shape[1] * items[:, None] if batch_first else times * self.B + items
         return mx.take(sequence.reshape(-1, sequence.shape[-1]), rows, axis=0)

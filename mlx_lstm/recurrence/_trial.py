@@ -114,7 +114,7 @@ def smallest_fused(problem: Problem) -> tuple[int, int, int]:
     call's H and P."""
     names, bare = set(problem.names), fused.readable(problem, problem.names, problem.dtype)
     inputs = {"peephole", "bhn", "mask", "keep", "lengths"} & names
-    if "keep" in inputs:  # every mask includes keep, and the kernels of a plain RNN read only the mask
+    if "keep" in inputs:  # kernels read a mask that includes keep; those of a plain RNN read no separate keep
         inputs = inputs - ({"keep"} if problem.cell.op == "rnn" else set()) | {"mask"}
 
     def tilings(B: int) -> list[object]:

@@ -19,7 +19,7 @@ from typing import IO, Any
 from ..machine import child_environment, module_command
 
 LINES = 6
-"""The largest number of lines in the report of a failed child. A compiler may have printed pages."""
+"""The largest number of lines quoted from what a failed child printed. A compiler may have printed pages."""
 
 
 class ChildError(RuntimeError):

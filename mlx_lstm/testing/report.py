@@ -85,7 +85,7 @@ def printable(value: Any, home: str) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-WIDTH = 160  # most characters of the line that `first_line` returns
+WIDTH = 160  # the largest number of characters that `first_line` returns
 
 
 def first_line(text: str) -> str:

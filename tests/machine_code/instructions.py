@@ -1,5 +1,5 @@
-"""Read machine_code.csv, the table of our kernels' instructions on an Apple GPU, and find the line of a launch in
-it. The instructions were counted in machine code of Mesa's compiler for the M1, not of Apple's compiler."""
+"""Read machine_code.csv, the table of instructions of our kernels on an Apple GPU. Find the line of the table for a
+kernel launch. The instructions were counted in machine code of Mesa's compiler for the M1, not of Apple's compiler."""
 
 import csv
 import hashlib
@@ -32,7 +32,8 @@ def has_product(launch: Launch) -> bool:
 
 
 def reads_packed(launch: Launch) -> bool:
-    """Return whether the kernel of this launch reads quantized weights. The launch must have a recurrent product."""
+    """Return whether the kernel of this launch reads quantized weights. The launch must be one with a recurrent
+    product."""
     return "packed_weights<" in launch.text or "PackedVector<FIELD" in launch.text
 
 

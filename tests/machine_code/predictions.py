@@ -76,7 +76,7 @@ def estimates(size: Size, dtype: str, which: str, engines: Iterable[str], packin
 
 
 def line_of(layer: str, kind: str, launches: Sequence[Launch], problem: Problem) -> Prediction:
-    """Return one line of predictions with the sums over several launches of a layer."""
+    """Return one printed line of predictions: the sums over several launches of a layer that have the same name."""
     moved = sum(moved_bytes(launch, problem) for launch in launches)
     floor = sum(floor_bytes(launch, problem) for launch in launches)
     parts = [[parts_of(launch, problem, chip) for launch in launches] for chip in CHIPS]
@@ -98,8 +98,8 @@ def longest(parts: Iterable[dict[str, float]]) -> str:
 
 
 def sums(layer: str, which: str, graph: Graph, problem: Problem) -> tuple[Prediction, Prediction]:
-    """Return (between, whole): the line with the time between the launches of a layer, and the line of the whole
-    layer."""
+    """Return (between, whole). between: the line for the time that passes between the launches of a layer. whole:
+    the line for the whole layer."""
     work, host = line_of(layer, "all", graph.launches, problem), host_seconds(layer, which, problem.T)
     total = tuple(total_seconds(graph, problem, chip, host) for chip in CHIPS)
     between = tuple(whole - part for whole, part in zip(total, work.seconds, strict=True))

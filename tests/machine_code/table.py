@@ -37,8 +37,8 @@ class Case(NamedTuple):
 
 
 def cases() -> Iterator[Case]:
-    """Yield the layers whose kernels are counted: for each engine the sizes that it gets by default, and some larger
-    ones. The larger ones serve to predict up to which size `fused` is faster than `stepwise`."""
+    """Yield the layers whose kernels are counted. For each engine, these are the sizes for which it is the default,
+    and some larger sizes. The larger sizes serve to predict up to which size `fused` is faster than `stepwise`."""
     wide = [(B, H) for B in (1, 32, 128) for H in (64, 96, 112, 128, 160, 192, 224, 256)] + [(64, 128)]
     narrow = [(B, H) for B in (1, 32, 128) for H in (96, 112, 128, 160, 192, 224, 256)]
     few = [(1, 128), (32, 128), (32, 160), (128, 128), (128, 160), (128, 224)]
@@ -77,8 +77,8 @@ def cases() -> Iterator[Case]:
 
 
 def kernels(chosen: Iterable[Case]) -> dict[Kernel, Launch]:
-    """Return {key: launch} for all kernels with a recurrent product that these layers launch. A kernel that is
-    launched several times gets its first launch."""
+    """Return {key: launch} for all kernels with a recurrent product that these layers launch. If a kernel is
+    launched several times, the value is its first launch."""
     launches = {}
     for case in chosen:
         size = Size(3, case.B, 8, case.H)

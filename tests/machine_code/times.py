@@ -120,7 +120,8 @@ def moved_bytes(launch: Launch, problem: Problem, *, weights: bool = True) -> fl
 
 
 def counted(launch: Launch, weights: bool) -> list[Buffer]:
-    """Return the buffers that a launch reads from device memory. `weights`: whether to include recurrent weights."""
+    """Return the buffers that a launch reads from device memory, which excludes Metal's constant memory. `weights`:
+    whether to include recurrent weights."""
     reads = (buffer for buffer in launch.reads if not buffer.constant)
     return [buffer for buffer in reads if weights or buffer.name not in WEIGHTS]
 
@@ -163,8 +164,8 @@ def tiling_of(launch: Launch, problem: Problem, size: int) -> FusedTiling:
 
 
 def parts_of(launch: Launch, problem: Problem, chip: Chip) -> dict[str, float]:
-    """Return the predicted seconds of a launch by each limit: instructions, memory, and so on. The longest one is
-    the launch's time."""
+    """Return {limit: predicted seconds} of a launch, for limits such as instructions and memory. The launch takes
+    the longest of these times."""
     if has_product(launch):
         return parts_of_product(launch, problem, chip)
     parts = {"memory": memory_seconds(floor_bytes(launch, problem), chip)}
@@ -183,10 +184,10 @@ def memory_seconds(count: float, chip: Chip) -> float:
 
 
 def parts_of_product(launch: Launch, problem: Problem, chip: Chip) -> dict[str, float]:
-    """Return the predicted seconds of a kernel with a recurrent product, by each limit.
+    """Return {limit: predicted seconds} of a kernel with a recurrent product.
 
-    The core with most threadgroups decides. It runs as many threadgroups at the same time as its registers can hold.
-    The other threadgroups run after them, and their latency is added.
+    The core that gets the most threadgroups determines the time. It runs as many threadgroups at the same time as
+    fit in its registers. The other threadgroups wait for them, so each further round adds its latency.
     """
     steps = launch.writes[0].shape[0] if "fused" in launch.name else 1
     cycles, spills, line, _ = cycles_of(launch, problem, steps)
@@ -222,14 +223,15 @@ def gpu_parts(graph: Graph, problem: Problem, chip: Chip) -> dict[str, float]:
 
 
 def host_seconds(layer: str, which: str, T: int) -> float:
-    """Return the seconds that the host needs to build the graph of a pass. layer: one of our engines, or
-    "mlx.nn.LSTM"."""
+    """Return the seconds that the CPU needs to build the graph of a pass. layer: "fused", "stepwise" or
+    "mlx.nn.LSTM". which: the pass."""
     call, step = HOST[layer, which]
     return call + T * step
 
 
 def total_seconds(graph: Graph, problem: Problem, chip: Chip, host: float) -> float:
-    """Return the predicted seconds from the call of a function to its end. host: the seconds that the host needs."""
+    """Return the predicted seconds from the call of a function to its end. host: the seconds that the CPU needs to
+    build the graph."""
     return max(sum(gpu_parts(graph, problem, chip).values()), host) + ROUND_TRIP
 
 
@@ -308,8 +310,8 @@ def of_mlx(size: Size, dtype: mx.Dtype, which: str) -> tuple[Problem, Graph]:
 def fused_wins(
     dtype: mx.Dtype, B: int, H: int, T: int = 32, which: str = "backward", packing: Packing | None = None
 ) -> bool:
-    """Return whether `fused` is predicted to be at least as fast as `stepwise` for a pass of an LSTM on two of the
-    three chips. Return False if a kernel of `fused` spills registers."""
+    """Return whether `fused` is predicted to take at most the time of `stepwise` for a pass of an LSTM, on at least
+    two of the three chips. Return False if a kernel of `fused` spills registers."""
     layers = {engine: ours(Size(T, B, H, H), dtype, engine, which, packing=packing) for engine in METAL_ENGINES}
     problem, graph = layers["fused"]
     if any(counted_line(launch, problem)[0].spills for launch in graph.launches if has_product(launch)):

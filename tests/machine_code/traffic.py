@@ -39,14 +39,16 @@ def itemsize(launch: Launch) -> int:
 
 
 def is_piece(buffer: Buffer) -> bool:
-    """Return whether a buffer holds the results of some earlier time steps, which the launch joins into one array."""
+    """Return whether a buffer is one of the inputs that the launch joins into one array. Each of these inputs holds
+    the results of some time steps."""
     return re.fullmatch(r"p(iece)?\d+", buffer.name) is not None
 
 
 def reads(buffer: Buffer, launch: Launch, problem: Problem) -> tuple[float, float]:
-    """Return (bytes needed, bytes of all loads) of a buffer that a `stepwise` kernel reads."""
+    """Return (bytes needed, bytes of all loads) of a buffer that a `stepwise` kernel reads. Loads may read a byte
+    more than once."""
     kind = kind_of(launch)
-    if buffer.name in ("starts", "kinds"):  # these hold only a few sizes
+    if buffer.name in ("starts", "kinds"):  # arrays of a few sizes, too small to count
         return 0, 0
     if kind in ("outputs", "gradients"):
         return of_sequences(buffer, launch, kind, problem)
@@ -60,27 +62,29 @@ def reads(buffer: Buffer, launch: Launch, problem: Problem) -> tuple[float, floa
 
 
 def product(problem: Problem, kind: str) -> tuple[int, int, float, float]:
-    """Return how the matrix product of one time step is divided: (threadgroups along the units, threadgroups along
-    the batch, reads of each element of the operand, reads of each weight)."""
+    """Return (threadgroups along the hidden units, threadgroups along the batch, how often each element of the
+    operand is read, how often each weight is read) for the matrix product of one time step. The operand is the array
+    that the weights multiply, such as h."""
     forward = stepwise_rows(problem.B), UNITS[problem.cell.op]
     rows, units = forward if kind == "forward" else tile_of(problem, problem.H)
     across, down = ceil(problem.H / units), ceil(problem.B / rows)
-    # With fewer than 8 batch rows, each of the eight SIMD-groups reads the operand. Lanes past the end of the batch
-    # or of the units read the last rows and units again.
+    # With fewer than 8 batch rows, each of the eight SIMD-groups of a threadgroup reads the operand. Lanes
+    # past the end of the batch or of the units read the last rows and units again, so these reads count, too.
     readers = 8 if rows < 8 else 1
     return across, down, readers * across * down * rows / problem.B, down * across * units / problem.H
 
 
 def weights(buffer: Buffer, kind: str, problem: Problem) -> tuple[float, float]:
-    """Return (bytes needed, bytes of all loads) of the weights. The first step of the backward pass has no product."""
+    """Return (bytes needed, bytes of all loads) of the recurrent weights. They are averages over all time steps: the
+    first step of the backward pass needs no product, so it reads no weights."""
     *_, times = product(problem, kind)
     steps = (problem.T - 1) / problem.T if kind == "backward" else 1
     return steps * buffer.bytes, steps * times * buffer.bytes
 
 
 def row_before(buffer: Buffer, kind: str, problem: Problem, size: int) -> tuple[float, float]:
-    """Return (bytes needed, bytes of all loads) of the array that the previous time step wrote. It holds the operand
-    of the product, and values such as c that are passed on from step to step."""
+    """Return (bytes needed, bytes of all loads) of the array that the previous time step wrote. The array holds the
+    vector to be multiplied by the weights, and values such as c that are passed on from step to step."""
     op, units = problem.cell.op, problem.B * problem.directions * problem.H
     if buffer.bytes < units * size:  # a tiny placeholder array: the first step has no predecessor
         return 0, 0
@@ -94,8 +98,8 @@ def row_before(buffer: Buffer, kind: str, problem: Problem, size: int) -> tuple[
 
 
 def step_of(buffer: Buffer, kind: str, problem: Problem) -> tuple[float, float]:
-    """Return (bytes needed, bytes of all loads) of an array of a whole sequence. A launch reads one time step of it;
-    a backward launch also reads parts of the step before."""
+    """Return (bytes needed, bytes of all loads) of an array that holds a whole sequence. A launch reads one time
+    step of the array; a backward launch may also read a part of the step before."""
     T, op = problem.T, problem.cell.op
     step, later = buffer.bytes / T, (T - 1) / T
     if buffer.name == "states":

@@ -1,4 +1,4 @@
-"""Conversion between MLX arrays and the raw memory that a kernel reads and writes."""
+"""Convert between MLX arrays and the raw memory that a kernel reads and writes."""
 
 import ml_dtypes
 import mlx.core as mx
@@ -26,8 +26,8 @@ def to_numpy(array: mx.array) -> np.ndarray:
 
 
 def memory_of(values: np.ndarray, row_contiguous: bool) -> tuple[np.ndarray, tuple[int, ...]]:
-    """Return the elements in memory order and the strides in elements. If the view is strided, the elements between
-    its values are filled with bytes 0xFF."""
+    """Return (elements in memory order, strides in elements). If the view has gaps, the bytes between its values are
+    filled with 0xFF."""
     if row_contiguous or values.size == 0:
         values = np.ascontiguousarray(values)
         return values.reshape(-1), tuple(s // values.itemsize for s in values.strides)
@@ -41,7 +41,7 @@ def memory_of(values: np.ndarray, row_contiguous: bool) -> tuple[np.ndarray, tup
 
 
 def to_mlx(raw: np.ndarray, shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
-    """Return an MLX array of this shape and dtype with the raw bytes as its values."""
+    """Return an MLX array of this shape and dtype. Its values are the raw bytes."""
     if dtype == mx.bfloat16:
         return mx.array(raw.view(np.uint16).reshape(shape)).view(mx.bfloat16)
     return mx.array(raw.view(numpy_dtype(dtype)).reshape(shape))

@@ -33,28 +33,28 @@ class CompiledKernel:
 
     @cached_property
     def image(self) -> runtime.Image:
-        """The kernel's machine code, loaded into memory."""
+        """Return the kernel's machine code, loaded into memory."""
         return runtime.Image(self.path)
 
     @cached_property
     def lines(self) -> LineTable:
-        """Table from addresses to lines of the kernel text."""
+        """Return the table that maps addresses to lines of the kernel's source."""
         return read_line_table(self.path)
 
     @cached_property
     def functions(self) -> dict[int, FunctionBlocks]:
-        """Flow graphs of the kernel's functions, by clang's number of the function."""
+        """Return {number: flow graph} for the kernel's functions. clang gives each function its number."""
         return {f.identity: f for f in read_notes(self.path.with_suffix(".gcno"))}
 
     def executable_lines(self) -> set[int]:
-        """Return the lines of the kernel text for which this instantiation has code."""
+        """Return the lines of the kernel's source for which this instantiation has code."""
         return set().union(*(f.executable() for f in self.functions.values()))
 
     def executed_lines(self) -> set[int]:
-        """Return the lines of the kernel text that ran in any launch.
+        """Return the lines of the kernel's source that ran in any launch.
 
-        The counters' sums over all launches satisfy the same flow equations as the counters of one launch, so that
-        the equations are solved once, for the sums.
+        The counters' sums over all launches satisfy the same flow equations as the counters of one launch. So the
+        equations are solved only once, for the sums.
         """
         pairs = zip(self.image.counter_arrays(), self.counted, strict=True) if self.counted else ()
         ran = [
@@ -117,7 +117,8 @@ def compiled_kernels() -> list[CompiledKernel]:
 
 
 def forget(kernel: CompiledKernel) -> None:
-    """Remove a kernel from the list of this process. If its text is compiled again, it counts as new."""
+    """Remove a kernel from the list of kernels of this process. If the kernel is compiled again, it is counted as a
+    new one."""
     for key in [key for key, loaded in _loaded.items() if loaded is kernel]:
         del _loaded[key]
 

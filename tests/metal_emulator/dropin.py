@@ -19,8 +19,8 @@ _mlx_metal_kernel = mx.fast.metal_kernel
 
 @dataclass(frozen=True)
 class Dispatch:
-    """One launch in the log. text_bytes: size of header and body as the library passed them; source_bytes: size of
-    the whole text that MLX generated."""
+    """A kernel launch in the log. text_bytes: size of the header and body that the library passed to MLX.
+    source_bytes: size of the whole source that MLX generated from them."""
 
     name: str
     grid: tuple[int, int, int]
@@ -55,8 +55,8 @@ _active: list[Session] = []
 
 
 class EmulatedKernel:
-    """The kernel object that the replaced `metal_kernel` returns. Outside of an `emulated_metal` context a call goes
-    to MLX's own kernel."""
+    """The kernel object that the replaced `metal_kernel` returns. Inside an `emulated_metal` context a call runs in
+    the emulator. Outside, a call runs MLX's own kernel."""
 
     def __init__(self, **definition: Any):
         self.definition = definition

@@ -1,4 +1,4 @@
-"""A finding, which is what a check reports, and the error that carries findings."""
+"""Define a finding (a defect that a check of the emulator reports) and the error that contains findings."""
 
 import re
 from dataclasses import dataclass, replace
@@ -70,5 +70,5 @@ def with_places(finding: Finding, source: str) -> Finding:
 
 
 def compile_error(text: str, line: int = 0) -> Finding:
-    """Return the finding for a kernel text that is not valid MSL."""
+    """Return the finding for a kernel whose source is not valid MSL."""
     return Finding("compile", text, line=line)

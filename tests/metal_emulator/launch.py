@@ -30,7 +30,7 @@ class Options:
 
 @dataclass
 class Buffer:
-    """An argument to bind to a kernel. data: its initial content; None for an output that starts as NaN."""
+    """An argument of a kernel. data: the initial content, or None for an output, which is filled with NaN."""
 
     name: str
     dtype: np.dtype
@@ -140,7 +140,7 @@ def _poisoned(kernel: CompiledKernel, index: int, buffer: Buffer, values: np.nda
 def launch(
     kernel: CompiledKernel, buffers: list[Buffer], grid: tuple[int, ...], threadgroup: tuple[int, ...], options: Options
 ) -> Result:
-    """Run a kernel over a grid of threads."""
+    """Run a kernel over a grid of threads and return its outputs, findings and counters."""
     group = [min(g, t) for g, t in zip(grid, threadgroup, strict=True)]
     limits = re.findall(r"\bmax_total_threads_per_threadgroup\((\d+)\)", kernel.source)
     most = min([1024, *map(int, limits)])

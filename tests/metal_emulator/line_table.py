@@ -1,7 +1,7 @@
-"""Read the DWARF 4 line table of a compiled kernel, which maps addresses to lines of the kernel text.
+"""Read the DWARF 4 line table of a compiled kernel. The table maps addresses to lines of the kernel's source.
 
-Functions of the shim have no debug information, so their code has the line of the call in the kernel. The plain
-table is therefore enough.
+Functions of the shim have no debug information. An address in the code of such a function gets the line of its call
+in the kernel.
 """
 
 import bisect
@@ -54,8 +54,8 @@ class _State:
 
 @dataclass
 class LineTable:
-    """Rows of (address, line), sorted by address. The line is 0 where the code belongs to no line of the kernel
-    text."""
+    """A table of (address, line), sorted by address. The line is 0 for code that belongs to no line of the kernel's
+    source."""
 
     addresses: list[int] = field(default_factory=list)
     lines: list[int] = field(default_factory=list)

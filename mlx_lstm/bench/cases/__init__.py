@@ -26,7 +26,7 @@ class BenchCase(NamedTuple):
     references: the contenders by whose time all other times are divided.
     draw: draw(size, dtype) returns random inputs.
     judge: judge(inputs, dtype, backward=) returns a `Judge`, which compares results with float64.
-    cell, bidirectional: the cell and the directions, for which the library chooses an engine.
+    cell, bidirectional: the cell, and whether there are two directions. The choice of an engine depends on both.
     """
 
     sizes: tuple[Size, ...]

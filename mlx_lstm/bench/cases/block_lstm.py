@@ -1,8 +1,8 @@
 """The benchmark case `block_lstm`: `mlx_lstm.tf` against TensorFlow's raw ops on the CPU, computing all outputs of
 both ops.
 
-The LSTM, its numbers and its judge are the same as in the case `lstm`, but the ops add 1 to the forget gate's
-preactivation; there is no clip and no peephole.
+The LSTM, its numbers and its judge are the same as in the case `lstm`, except that TensorFlow's ops add 1 to the forget
+gate's preactivation. There is no clip and no peephole.
 """
 
 import os

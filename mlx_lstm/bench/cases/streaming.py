@@ -19,7 +19,8 @@ PASSES = {"forward": ("h",)}
 
 def in_mlx(layer: Any, weights: Tensors, call: Any, state: Any, numbers: Tensors, task: Task, axis: int | None) -> Work:
     """Return an MLX layer that runs one time step per call, ready to be timed. `call(frame, state)` must return (h,
-    next state). `axis`: the axis of time (of size 1) in a frame, or None if a frame has no such axis."""
+    next state). A frame is the input of one step. `axis`: the frame's axis of time (of size 1), or None if it has
+    none."""
     layer.update({name: mx.array(array) for name, array in weights.items()})
     layer.set_dtype(DTYPES[task.dtype])
     layer.eval()

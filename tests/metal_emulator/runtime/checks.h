@@ -59,7 +59,8 @@ static inline void note_write(Cell* cell, const Access& a) {
   cell->flags = (cell->flags & ~kAtomicWrite) | kInitialised | kWritten | (a.atomic ? kAtomicWrite : 0);
 }
 
-// Records a read. A cell names one reader only; flags say if there were others in the same epoch.
+// Records a read in the cell of the memory location. A cell stores only one reader; its flags say whether other threads
+// read in the same epoch.
 static inline void note_read(Cell* cell, const Access& a) {
   u32 epoch = dispatch.epoch[a.memory], simd_epoch = dispatch.simd_epoch[a.memory][current->simdgroup];
   u8 flags = cell->flags;
@@ -110,7 +111,7 @@ static void outside_region(const Region* region, u64 address, bool write, u64 pc
   int64_t offset = (int64_t)(address - region->base);
   place(add_finding(kOutOfBounds, pc, 0, "%s outside the buffer of %llu bytes", write ? "write" : "read",
                     (unsigned long long)region->size), region->name, offset);
-  // Farther than half a guard page from the buffer the memory may not exist, so that the access would crash.
+  // Memory farther than half a page from the buffer may not exist, and the access would crash.
   int64_t far = (int64_t)kPage / 2;
   if (offset < -far || offset > (int64_t)region->size + far) abort_dispatch();
 }
@@ -166,8 +167,8 @@ static void shared_access(u64 address, u32 size, bool write, bool atomic, u64 pc
   if (LIKELY(address - arena < kArenaBytes)) return device_access(address, size, write, atomic, pc);
   if (LIKELY(address - threadgroup_arena < kThreadgroupArena)) return threadgroup_access(address, size, write, atomic, pc);
   counters.accesses--;
-  // Not a buffer or threadgroup variable. The kernel's image and this library are allowed: they hold constant tables,
-  // slots of simdgroup operations and coverage counters, and no variables of a kernel.
+  // The address is not in a buffer or a threadgroup variable. Allow addresses in the kernel's machine code file and in
+  // this library. They hold constant tables, simdgroup slots and coverage counters, but no variables of a kernel.
   for (int i = 0; i < 2; i++) if (address - image_low[i] < image_high[i] - image_low[i]) return;
   add_finding(kWildPointer, pc, 0, "%s at %llx, which is no memory of this thread", write ? "write" : "read",
               (unsigned long long)address);
@@ -179,8 +180,8 @@ static inline void check_access(u64 address, u32 size, bool write, u64 pc) {
   shared_access(address, size, write, false, pc);
 }
 
-// For accesses that the compiler assumes to be aligned. A misaligned vector access would crash here, so that the
-// dispatch is aborted before it.
+// Checks an access that the compiler assumes to be aligned. A misaligned vector access would crash the process, so the
+// launch is aborted before the access.
 static inline void check_aligned_access(u64 address, u32 size, bool write, u64 pc) {
   check_access(address, size, write, pc);
   if (LIKELY(!(address & (size - 1))) || !current) return;

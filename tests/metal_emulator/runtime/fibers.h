@@ -44,7 +44,7 @@ asm(".text\n.globl emu_switch\n.type emu_switch,@function\n"
 #error "metal_emulator: fibers are written for x86-64 only"
 #endif
 
-// Returns the next lane of the pass that can run; null if there is none or the dispatch was aborted.
+// Returns the next lane of the pass that can run, or null if there is no such lane or the launch was aborted.
 static Fiber* next_ready() {
   if (dispatch.aborted) return nullptr;
   while (pass.next < pass.count) {
@@ -93,7 +93,7 @@ static void start_fiber(u32 thread) {
   // Stagger the stacks so that the same variable of all threads does not fall into one cache set.
   u64 top = (fiber->stack_low + kStackBytes - 256 - (thread % 61) * 192) & ~63ull;
   u64* frame = (u64*)top;
-  *--frame = 0;                  // stands for a return address: a function expects the stack pointer at 16 n + 8
+  *--frame = 0;                  // in place of a return address: a function expects the stack pointer at 16 n + 8
   *--frame = (u64)fiber_main;
   for (int i = 0; i < 6; i++) *--frame = 0;
   fiber->stack_pointer = frame;

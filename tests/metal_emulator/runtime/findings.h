@@ -26,7 +26,8 @@ static Finding findings[kMaxFindings];
 static u32 finding_count;
 static const u32 kNobody = ~0u;
 
-// Returns the new finding for the caller to complete, or null when the same one is already listed.
+// Adds a finding to the list and returns it, so that the caller can fill in the rest. Returns null if the same finding
+// is already in the list.
 __attribute__((format(printf, 4, 5)))
 static Finding* add_finding(Kind kind, u64 pc, u64 other_pc, const char* format, ...) {
   for (u32 i = 0; i < finding_count; i++)
@@ -47,14 +48,14 @@ static Finding* add_finding(Kind kind, u64 pc, u64 other_pc, const char* format,
   return finding;
 }
 
-// Adds to a finding the buffer or variable and the byte in it that it is about.
+// Stores in a finding the name of a buffer or variable, and the offset in bytes at which the defect occurred.
 static void place(Finding* finding, const char* name, int64_t offset) {
   if (!finding) return;
   snprintf(finding->name, sizeof finding->name, "%s", name);
   finding->offset = offset;
 }
 
-// Ends the dispatch. The running fiber is never continued.
+// Ends the launch. The running fiber (the thread that called this function) never continues.
 static void abort_dispatch() {
   dispatch.aborted = 1;
   if (current) leave(kFinished);

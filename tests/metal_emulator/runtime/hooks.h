@@ -35,7 +35,7 @@ EXPORT void emu_atomic_access(u64 address, u32 size, u32 read, u32 write) {
   if (write) shared_access(address, size, true, true, CALLER_PC);
 }
 
-// The record that clang passes to every handler of undefined behaviour starts with this place in the source.
+// A position in the source. The record that clang passes to each handler of undefined behaviour begins with it.
 struct SourcePlace {
   const char* file;
   u32 line, column;
@@ -54,7 +54,7 @@ EXPORT void __ubsan_handle_local_out_of_bounds() {
 }
 EXPORT void __ubsan_handle_divrem_overflow(void* data, u64 value, u64) {
   undefined(data, kArithmetic, "integer division by zero or overflow", value);
-  abort_dispatch();  // the division itself would trap
+  abort_dispatch();  // before the division, which would crash the process
 }
 EXPORT void __ubsan_handle_add_overflow(void* data, u64 v, u64) { undefined(data, kArithmetic, "signed overflow in +", v); }
 EXPORT void __ubsan_handle_sub_overflow(void* data, u64 v, u64) { undefined(data, kArithmetic, "signed overflow in -", v); }

@@ -11,7 +11,7 @@ static Region* buffer_region[kMaxBuffers];
 
 EXPORT u64 emu_buffer(u32 index) { return buffers[index]; }
 
-// Values of MSL's thread attributes; the numbers are ATTRIBUTES in ../lowering.py.
+// Returns the value of one of MSL's thread attributes. ATTRIBUTES in ../lowering.py lists their numbers (`which`).
 EXPORT u32 emu_attribute(u32 which, u32 axis) {
   const Dispatch& d = dispatch;
   switch (which) {
@@ -71,7 +71,7 @@ static void release_signals() {
   sigaltstack(&previous_stack, nullptr);
 }
 
-// ---- called from Python, in this order: reset, options, add_buffer..., run, then the queries
+// ---- Functions that Python calls, in this order: reset, options, add_buffer..., run, then those that return results
 EXPORT int emu_reset(u64 low0, u64 high0, u64 low1, u64 high1) {
   if (!reserve_memory()) return -1;
   clear_memory();
@@ -88,7 +88,7 @@ EXPORT void emu_options(u32 order, u32 seed, u32 noise, u32 strict_exit, u32 thr
   dispatch.strict_exit = strict_exit;
   dispatch.threadgroup_limit = threadgroup_limit;
 }
-// Adds a buffer and returns its address, 0 if there is no room.
+// Adds a buffer and returns its address, or 0 if there is not enough memory.
 EXPORT u64 emu_add_buffer(u32 index, const char* name, u64 size, u32 granule, u32 read_only, u32 initialised, u32 skew) {
   Region* region = index < kMaxBuffers ? add_region(name, size, granule, read_only, initialised, skew) : nullptr;
   if (!region) return 0;

@@ -16,7 +16,7 @@ static inline float noisy(float value, u32 bound) {
   return value;
 }
 
-// name, expression, bound of the precise variant, bound of the fast variant
+// Parameters: name, expression, allowed error of the precise variant, allowed error of the fast variant.
 #define UNARY(name, expression, precise_bound, fast_bound)                                   \
   EXPORT float emu_precise_##name(float x) { return noisy((expression), precise_bound); }     \
   EXPORT float emu_fast_##name(float x) { return noisy((expression), fast_bound); }
@@ -53,7 +53,8 @@ EXPORT float emu_fma(float x, float y, float z) { return fmaf(x, y, z); }
 EXPORT float emu_ldexp(float x, int e) { return ldexpf(x, e); }
 EXPORT float emu_frexp(float x, int* e) { return frexpf(x, e); }
 
-// compiler-rt's float -> bfloat conversion: round to nearest even, the value is returned in the low half of xmm0.
+// Converts a float to bfloat16, rounded to nearest even. clang calls this function of compiler-rt and expects the
+// result in the lowest bits of the register xmm0.
 EXPORT __m128 __truncsfbf2(float x) {
   u32 bits;
   memcpy(&bits, &x, 4);

@@ -4,8 +4,8 @@
 #pragma once
 #include "findings.h"
 
-// The last accesses to a granule: epoch, address of the code, and thread. Epochs count barriers, so that two accesses
-// can be compared by their numbers alone.
+// The last accesses to a granule (1, 2 or 4 bytes): epoch, address of the code, and thread. An epoch is the number of
+// barriers so far. Accesses with different epochs have a barrier between them.
 struct Cell {
   u32 write_epoch, write_simd_epoch, write_pc;
   u32 read_epoch, read_simd_epoch, read_pc;
@@ -63,7 +63,7 @@ static u64 reserve(u64 bytes, int protection) {
 
 static u32 shift_of(u32 granule) { return granule == 1 ? 0 : granule == 2 ? 1 : 2; }
 
-// Reserves address space once; memory is committed as buffers need it and reused by the next dispatch.
+// Reserves address space once per process. Memory is allocated when buffers need it, and the next launch reuses it.
 static bool reserve_memory() {
   if (arena) return true;
   const int usable = PROT_READ | PROT_WRITE;
@@ -93,7 +93,7 @@ static void* take_shadow(u64 bytes) {
   return memset(p, 0, bytes);
 }
 
-// Removes the buffers and variables of the last dispatch. Large memory is returned to the system.
+// Removes the buffers and variables of the last launch. Large memory is returned to the operating system.
 static void clear_memory() {
   memset(page_owner, 0, (arena_used / kPage + 2) * sizeof(u16));
   for (u32 i = 0; i < variable_count; i++) memset(variable_owner + variables[i].offset, 0, variables[i].size);
@@ -106,8 +106,8 @@ static void clear_memory() {
 
 static void copy_name(char* to, const char* from) { snprintf(to, 64, "%s", from); }
 
-// Adds a device buffer. `skew`: bytes by which its start is moved from an aligned address, since an MLX view is aligned
-// only to its element.
+// Adds a device buffer. `skew`: bytes by which its start is moved from a 16-byte boundary, because views of MLX arrays
+// may begin at any element.
 static Region* add_region(const char* name, u64 size, u32 granule, bool read_only, bool initialised, u32 skew) {
   u64 pages = (size + skew + kPage - 1) / kPage + 1;
   u64 start = arena_used + kPage;

@@ -30,7 +30,7 @@ EXPORT void emu_barrier(u32 threadgroup_wide, u32 flags, u32 line) {
   leave(threadgroup_wide ? kAtThreadgroupBarrier : kAtSimdgroupBarrier);
 }
 
-// Fills `items` with 0 ... count - 1 in the order that the dispatch asks for; kRandom shuffles them (Fisher-Yates).
+// Fills `items` with the numbers 0 ... count - 1 in the order that the launch's options request. kRandom shuffles them.
 template <typename T>
 static void arrange(T* items, u32 count) {
   for (u32 i = 0; i < count; i++) items[i] = (T)(dispatch.order == kReverse ? count - 1 - i : i);
@@ -48,7 +48,8 @@ static bool waits_for_the_same(const Fiber* a, const Fiber* b) {
   return a->state == b->state && a->line == b->line && a->operation == b->operation && a->flags == b->flags;
 }
 
-// `key` and `other_key` identify the finding: add_finding returns null for one that is already reported.
+// Reports that threads wait at different places. `key` and `other_key` identify the finding: add_finding returns null
+// if this finding is already reported.
 static void report_divergence(Fiber* fiber, u64 key, u64 other_key, const char* text, u32 other_thread) {
   Finding* finding = add_finding(kDivergence, key, other_key, "%s", text);
   if (!finding) return;
@@ -57,7 +58,7 @@ static void report_divergence(Fiber* fiber, u64 key, u64 other_key, const char* 
   finding->other_thread = other_thread;
 }
 
-// Reports the first lane of the simdgroup that waits for something else than `waiting` does.
+// Reports the first lane of the simdgroup that waits at another place than the lane `waiting`.
 static void report_divergent_lanes(Fiber* waiting, u32 first, u32 end) {
   for (u32 i = first; i < end; i++) {
     Fiber* other = &fibers[i];

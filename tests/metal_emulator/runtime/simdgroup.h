@@ -10,8 +10,8 @@ enum Operation { kFirstMatrixOperation = 100, kMatrixLoad = 100, kMatrixStore = 
 static u8 slots[kMaxSimdgroups][2][kLanes][kSlotBytes] __attribute__((aligned(64)));
 static u32 active_lanes[kMaxSimdgroups][2];
 
-// Writes the lane's value to its slot, waits for the simdgroup, and returns the slots of all lanes. *active: the lanes
-// that took part, as bits.
+// Writes the lane's value to its slot, waits for the other lanes, and returns the slots of all lanes. Bit n of *active
+// says whether lane n took part.
 EXPORT void* emu_exchange(u32 operation, const void* data, u32 size, u32 line, u32* active) {
   Fiber* fiber = current;
   u32 parity = fiber->exchanges & 1;
