@@ -347,8 +347,8 @@ def judge_each_element(case, engine):
 @pytest.mark.parametrize("sweep", kernels_fused.SWEEPS)
 @pytest.mark.parametrize("layer", [*LAYERS, "both"])
 def test_every_weight_is_arranged_once(layer, sweep, matrices):
-    """The weights in the order of the GPU lanes contain each weight of a direction exactly once. All other elements
-    are padding and 0."""
+    """The library copies the weights into the order in which the `fused` kernel reads them. The copy contains each
+    weight of a direction exactly once. All other elements are padding and 0."""
     cell = {"gru": GRUCell(gate_order="znr"), "gru_before": GRUCell("nrz", reset="before"), "rnn": RNNCell()}
     cell, D = cell.get(layer, LSTMCell("ofgi")), 2 if layer == "both" else 1
     for H in (1, 33, 40):

@@ -179,7 +179,8 @@ def test_the_rule_against_what_was_published_of_mlx():
 @pytest.mark.parametrize("B", [1, 32])
 def test_a_sweep_takes_what_its_instructions_take(B):
     """The predicted time of a recurrence kernel is longer than the time of its instructions alone, because the model
-    also adds latencies. Each of the four quarters of a GPU core executes one SIMD-group instruction per cycle."""
+    adds latencies to the instructions' time. Each of the four quarters of a GPU core executes one SIMD-group
+    instruction per cycle."""
     problem, graph = ours(Size(50, B, 64, 64), mx.float32, "fused", "backward")
     for launch in graph.launches:
         if has_product(launch):
