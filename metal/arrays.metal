@@ -1,10 +1,10 @@
-// The struct of a kernel's arrays, and helpers for arrays that a caller does not have.
+// Helpers for the arrays of a kernel, some of which the caller may not have.
 //
-// A kernel gets its arrays in one struct, `a`. The launcher (mlx_lstm/engines/metal/kernel.py) generates the struct's
-// type into the kernel's source: one field per array, with the type of its buffer, or Absent for an array that the
-// caller does not have. The functions below are overloaded for both types, so code for an absent array compiles to
-// nothing. Fields may be `constant` or `device` pointers, because MLX binds an array of fewer than 8 elements as
-// `constant` and others as `device`.
+// A kernel gets its arrays in one struct, `a`. The launcher (mlx_lstm/engines/metal/kernel.py) generates this struct:
+// it has one field per array, with the type of the array's buffer, or Absent for an array that the caller does not
+// have. The functions below are overloaded for both types, so code for an absent array compiles to nothing. Fields may
+// be `constant` or `device` pointers, because MLX binds an array of fewer than 8 elements as `constant` and others as
+// `device`.
 
 // Absent is the type, and `absent` the value, of an array that the caller does not have.
 enum Absent { absent };

@@ -27,10 +27,11 @@ enum Activation { IDENTITY, RELU, TANH, SIGMOID, HARD_SIGMOID, HARD_SIGMOID_SIXT
 constexpr int block_of(int options, int gate) { return (options >> (2 * gate)) & 3; }
 constexpr int activation_of(int options, int gate) { return (options >> (8 + 3 * gate)) & 7; }
 
-// Return the slope of a hard sigmoid's linear part: 0.2 or 1/6.
+// Return the slope of the linear part of the hard sigmoid with number `name`: 0.2 or 1/6.
 inline float rise(int name) { return name == HARD_SIGMOID ? 0.2f : 1.0f / 6.0f; }
 
-// Clamp x to least ... most. NaN stays NaN; Metal's own clamp and max would drop it.
+// Return x, limited to the range from `least` to `most`. NaN stays NaN, but Metal's functions clamp and max would
+// replace NaN by a number.
 inline float within(float least, float x, float most) { return x < least ? least : x > most ? most : x; }
 
 // Return sigmoid(x), or tanh(x) if is_tanh. Both use one exp2 and one reciprocal, so neighbouring lanes may differ in
@@ -38,7 +39,7 @@ inline float within(float least, float x, float most) { return x < least ? least
 // formula loses digits, so a polynomial approximates tanh there. Errors are at most about 3 units in the last place.
 inline float squash(bool is_tanh, float x) {
   const float power = x * (is_tanh ? -2.88539008f : -1.44269504f);
-  // Limit the exponent to 126: above 2^126 the reciprocal may be inexact. NaN stays NaN.
+  // The exponent is limited to 126, because the reciprocal of numbers above 2^126 may be inexact. NaN stays NaN.
   const float y = fast::divide(1.0f, 1.0f + exp2(power > 126.0f ? 126.0f : power));
   const float z = x * x;
   const float near = x + x * z * (-0.333329466f + z * (0.13320725f + z * (-0.0526718108f + z * 0.0164375759f)));
@@ -56,7 +57,7 @@ inline float activate(int name, float x) {
   }
 }
 
-// Return the derivative of an activation, computed from its output y.
+// Return the derivative of the activation with number `name`, computed from the activation's output y.
 inline float slope(int name, float y) {
   switch (name) {
     case IDENTITY: return 1.0f;

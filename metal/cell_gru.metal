@@ -28,7 +28,7 @@ struct GRUCell {
     return activate(activation(GATE_N), a + (RESETS_BEFORE ? q : r * q));
   }
 
-  // Return the new h.
+  // Return the new h, computed from the gates z and n and the h before the step.
   static float state(float z, float n, float h_prev) {
     return FLIPS_Z ? h_prev + z * (n - h_prev) : n + z * (h_prev - n);
   }
@@ -44,8 +44,8 @@ struct GRUCell {
     return state(y[GATE_Z], y[GATE_N], h_prev);
   }
 
-  // update_backward and candidate_backward return the gradients of the preactivations of z and n. dh: the gradient of
-  // the new h. dy: the cotangent of the gate itself.
+  // update_backward returns the gradient of z's preactivation, candidate_backward that of n's preactivation. dh: the
+  // gradient of the new h. dy: the cotangent of gate z or n.
   static float update_backward(float z, float n, float h_prev, float dh, float dy) {
     return (dy + dh * (FLIPS_Z ? n - h_prev : h_prev - n)) * slope(activation(GATE_Z), z);
   }
@@ -56,8 +56,8 @@ struct GRUCell {
   // Return the part of the gradient of h_prev that bypasses the recurrent products.
   static float past_products(float z, float dh) { return dh * (FLIPS_Z ? 1.0f - z : z); }
 
-  // Return the gradient of r's preactivation. dr: the gradient of r, which is its cotangent plus dz_n q, or, if the
-  // reset comes before the product, plus the masked h times the gradient of r h.
+  // Return the gradient of r's preactivation. dr: the gradient of r, which is the cotangent of r plus one term. The
+  // term is dz_n q or, if the reset comes before the product, the masked h times the gradient of r h.
   static float reset_backward(float r, float dr) { return dr * slope(activation(GATE_R), r); }
 
   // Compute one step in reverse. y: the gates. dh: on entry the gradient of the new h, on return the part of the

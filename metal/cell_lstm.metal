@@ -4,8 +4,8 @@
 //   c = f c_prev + i g, clipped to +-limit
 //   o = s_o(a_o + p_o c)  or  s_o(a_o + p_o c_prev)
 //   m = o s_output(c)
-// m is h, or the vector that a projection multiplies. metal/README.md has the backward equations, in which the clip
-// counts as the identity.
+// m is h, or the vector that a projection multiplies. metal/README.md has the backward equations, in which the
+// derivative of the clip is 1.
 //
 // The cell's own options: bits 23-24 are the peephole (none, o sees the new c, o sees c_prev); bit 25 says whether c is
 // clipped. The constants of a unit are its peephole weights p, in the order i, f, g, o.
@@ -24,8 +24,8 @@ struct LSTMCell {
       p[gate] = value_at(a.peephole, (Index(4) * direction + block(gate)) * H + unit, 0.0f);
   }
 
-  // Return a gate's preactivation with its forget bias and peephole added. a: the preactivation so far. p: the gate's
-  // peephole weight. c: the cell state that this peephole reads.
+  // Return a gate's preactivation: a, plus the peephole term p c and, for gate f, the forget bias. a: the parts of the
+  // preactivation from the input and from h. p: the gate's peephole weight. c: the cell state that the peephole reads.
   static float preactivation(int gate, float a, float p, float c, float forget_bias) {
     a += gate == GATE_F ? forget_bias : 0.0f;
     return a + (PEEPHOLE == NO_PEEPHOLE ? 0.0f : p * c);
@@ -35,7 +35,7 @@ struct LSTMCell {
     return activate(activation(gate), preactivation(gate, a, p, c, forget_bias));
   }
 
-  // Return the new c.
+  // Return the new c, computed from the gates i, f, g and the c before the step. It is clipped if the cell has a limit.
   static float state(float i, float f, float g, float c_prev, float limit) {
     const float c = f * c_prev + i * g;
     return CLIPS ? within(-limit, c, limit) : c;
@@ -68,8 +68,8 @@ struct LSTMCell {
   static float gate_backward(float dy, float d, float other, float slope) { return (dy + d * other) * slope; }
 
   // Compute one step in reverse. y: the gates. dm: on entry the gradient of m, on return 0, because h_prev is used only
-  // in the recurrent product. dc: on entry the gradient of the new c, on return that of c_prev. dz: on entry the
-  // cotangents of the gates, on return the gradients of the preactivations. The unnamed float parameter is q, which
+  // in the recurrent product. dc: on entry the gradient of the new c, on return the gradient of c_prev. dz: on entry
+  // the cotangents of the gates, on return the gradients of the preactivations. The unnamed float parameter is q, which
   // only a GRU needs.
   static void backward(
       thread const float (&y)[4], thread const float (&p)[4], float c_prev, float c, float, thread float& dm,

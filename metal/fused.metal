@@ -19,7 +19,8 @@
 //
 // Index is the unsigned integer type that counts the elements of a launch's arrays: 32 bits if that is enough, else 64.
 
-// The part of a sequence that a launch processes in one direction: the values of `sizes`, and the direction.
+// The part of a sequence that one launch processes in one direction. The fields are the values of `sizes`, and the
+// direction.
 struct Sweep {
   int start, stop, T, B, D, direction;
   bool reverse, masks_differ;
@@ -97,9 +98,9 @@ void load_resident(const device V* streamed, thread V (&resident)[SIZE]) {
   for (int n = 0; n < RESIDENT; ++n) resident[n] = streamed[32 * n];
 }
 
-// Return 0, but in a way that the compiler cannot know (B is never negative). It is added to the weight pointer after
-// each step, so that the non-resident weights are read again at each step. Otherwise the compiler would move these
-// loads out of the loop over time and spill the registers.
+// Return 0, but so that the compiler does not know it (B is never negative). The kernels add this 0 to the weight
+// pointer after each step, so that weights that are not in registers are read again at each step. Otherwise the
+// compiler would move these loads out of the loop over time and spill the registers.
 inline int opaque_zero(thread const Sweep& sweep) { return sweep.B >> 31; }
 
 // Return a reference to float number n of the threadgroup memory, counted from vector number `row`.
@@ -112,7 +113,7 @@ void fill_with_zeros(threadgroup V* vectors, int count, uint index, uint threads
   for (int n = int(index); n < count; n += int(threads)) vectors[n] = V(0.0f);
 }
 
-// Return the value that lane n has in `mine`, out of the N lanes that share a unit.
+// N lanes share a unit. Return the value of `mine` in lane n of these lanes.
 template <int N>
 float of_lane(float mine, int n) { return N > 1 ? quad_broadcast(mine, ushort(n)) : mine; }
 
@@ -137,8 +138,8 @@ struct Item {
   float dh, dc, now, y, d, past, mask;
 };
 
-// Initialize an item with the cotangents of the final states. If b is past the last batch item, the length is 0, so
-// that no step counts.
+// Initialize dh and dc of a batch item with the cotangents of the final states. If b is past the last batch item, the
+// length is 0, so that every step is past the item's end.
 template <class Index, class Arrays>
 void begin_item(
     thread const Sweep& sweep, thread const Arrays& a, int b, int gates, int block, int H, int unit, bool real,
@@ -162,12 +163,12 @@ void read_step(
   const Index before = earlier + (sweep.reverse ? step : -step);
 #pragma clang loop unroll(full)
   for (int r = 0; r < ROWS; ++r) number[r][0] = 0.0f;
-  // Read number 0, the state before this step: the state that the previous step stored.
+  // Lane 0 reads the state before this step. At steps after the first it is the state that the previous step stored.
   if (lane == 0 && n > 0)
 #pragma clang loop unroll(full)
     for (int r = 0; r < ROWS; ++r) number[r][0] = float(a.states[items[r].at.state + before]);
-  // At a batch item's first step, the state before it is states0. In reverse an item starts at its own last time index,
-  // which depends on its length.
+  // At a batch item's first step, the state before the step is states0. In reverse an item's first step is at its own
+  // last time index, which depends on its length. So the first step is not n = 0 for every item.
   if (lane == 0 && (is_present(a.lengths) || (is_present(a.states0) && n == 0)))
 #pragma clang loop unroll(full)
     for (int r = 0; r < ROWS; ++r)

@@ -1,7 +1,7 @@
 // Copy the recurrent weights Wh [D, G H, H] into `arranged` [D, simdgroups, COUNT, 32 lanes, 4]: the order in which the
-// lanes of the whole-sequence kernels read them, with zeros as padding. The vectors of one lane then lie at fixed
-// distances, and the vectors of neighbouring lanes side by side. So a lane needs no bounds checks and no address
-// arithmetic to read them. The kernel runs once per pass, with one thread per vector.
+// lanes of the whole-sequence kernels read them, with zeros as padding. In the new order the vectors of one lane lie at
+// fixed distances, and the vectors of neighbouring lanes lie side by side. So a lane needs no bounds checks and no
+// address arithmetic to read them. The kernel runs once per pass, with one thread per vector.
 
 // Return weight k of the sum that a unit computes in its product, or 0 for padding. Forward this is number k of row
 // `unit` in H-block `block` of Wh. Backward (BACK) it is number k of column `unit`, over the rows that `block` selects:
@@ -18,7 +18,7 @@ float weight_of(W Wh, int unit, int block, int k) {
   return float(Wh[row * H + unit]);
 }
 
-// Find which weights belong into a vector of lane `index` for the product in lanes (fused_lanes.metal): the unit, the
+// Find which weights belong in a vector of lane `index` for the product in lanes (fused_lanes.metal): the unit, the
 // block and the first k. A vector holds 4 neighbouring weights of one row. The vectors of a run of 4 follow one another
 // slot by slot: first the rows of the lane's own unit, then those of the other units (unit = slot ^ own). If a backward
 // step has two products, the vectors of the candidate's product come first.
@@ -36,7 +36,7 @@ void place_in_lanes(int index, int vector, thread int& unit, thread int& block, 
   }
 }
 
-// Find which weights belong into a vector of lane `index` for the product in 8 x 8 matrices (fused_matrix.metal). A
+// Find which weights belong in a vector of lane `index` for the product in 8 x 8 matrices (fused_matrix.metal). A
 // vector holds the lane's two numbers of one matrix and its two numbers of the next matrix, whose k is 8 larger.
 template <class Cell, bool BACK>
 void place_in_matrices(int index, int vector, thread int& unit, thread int& block, thread int& k) {
@@ -61,8 +61,8 @@ void fused_arrange(thread const Arrays& a, uint2 place, uint threads) {
 
 // --- Quantized weights ---
 //
-// For the forward kernel, quantized weights are copied into the order that fused_quantized.metal describes. Padding
-// rows and columns are zeros. No kernel reads the words that fill up a lane's last vector.
+// For the forward kernel, the code below copies quantized weights into the order that fused_quantized.metal describes.
+// Padding rows and columns are zeros. No kernel reads the words that fill up a lane's last vector.
 
 // Return the BITS bits of weight k of a row of packed words.
 template <int BITS>

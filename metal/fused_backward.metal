@@ -19,8 +19,8 @@
 // so no lane overwrites numbers that another lane still reads. With two products there is a second barrier, between r's
 // gradient and the second product.
 
-// Compute the products of the vectors with the columns of the group's units. sum[r]: the result for batch item r and
-// the lane's own unit.
+// Multiply the operand in `vectors` with the columns of Wh that belong to the units of this group of lanes. sum[r]: the
+// result for batch item r and the lane's own unit.
 template <class Cell, int UNITS, int ROWS, int RUNS, int FROM, int RESIDENT, class V>
 void products_of_columns(
     thread float (&sum)[ROWS], thread const V* resident, const device V* streamed, threadgroup const float4* x) {

@@ -17,8 +17,8 @@ struct Lanes<GRUCell<OPTIONS>> {
     return value_at(a.bhn, long(direction) * H + unit, 0.0f);
   }
 
-  // Sum the products over the lanes of a unit. Afterwards slot 0 holds the sum of gate r in lanes 0 and 2, and that of
-  // gate z in lanes 1 and 3. Slot 2 holds the sum of gate n in all lanes.
+  // Sum the products over the lanes of a unit. Afterwards slot 0 holds the sum of gate r in lanes 0 and 2, and the
+  // sum of gate z in lanes 1 and 3. Slot 2 holds the sum of gate n in all lanes.
   template <int WANTED>
   static void sum_of_unit(thread float* slots, int lane) {
     if constexpr ((WANTED & 1) != 0) {
@@ -31,8 +31,7 @@ struct Lanes<GRUCell<OPTIONS>> {
   }
 
   // Compute one step and return the new h in lane 2. y: on entry the lane's part of z, on return its gate. bhn: the
-  // unit's bias. Lane 2 computes the activation of r a second time, like lane 0. It gets r from lane ^ 2 and z from
-  // lane ^ 3.
+  // unit's bias. Lane 2 gets r from lane 0 (lane ^ 2) and z from lane 1 (lane ^ 3).
   static float forward(
       int gate, float bhn, float, float, float h_prev, thread const float* sums, thread float&, thread float& y) {
     const float a = y + sums[0];

@@ -38,15 +38,16 @@ struct LaneShare {
 template <int SPAN, int GROUP>
 int place_in_row(int n) { return SPAN == 4 ? n : (n % SPAN / 4 * GROUP + n / SPAN) * 4 + n % 4; }
 
-// SQUASHES: whether one call of `squash` can compute the first GATES gates, each in its own lane. All must be tanh or
-// sigmoid.
+// SQUASHED: whether the function `squash` can compute the activation of gate GATE, which must be tanh or sigmoid.
+// SQUASHES: whether `squash` can compute the activations of the first GATES gates, one gate per lane.
 template <int OPTIONS, int GATE>
 constant constexpr bool SQUASHED = activation_of(OPTIONS, GATE) == TANH || activation_of(OPTIONS, GATE) == SIGMOID;
 template <int OPTIONS, int GATES>
 constant constexpr bool SQUASHES = SQUASHED<OPTIONS, 0> && (GATES < 2 || SQUASHED<OPTIONS, 1>) &&
                                    (GATES < 3 || SQUASHED<OPTIONS, 2>) && (GATES < 4 || SQUASHED<OPTIONS, 3>);
 
-// Return whether a lane's gate is a tanh. Comparisons with constants are cheaper than shifting OPTIONS by the lane.
+// Return whether the activation of a lane's gate is tanh. This compares with constants, because shifting OPTIONS by the
+// lane's number would cost more.
 template <int OPTIONS, int GATES>
 bool is_tanh(int gate) {
   bool found = false;
@@ -62,8 +63,8 @@ float activate_own(int gate, float x) {
   else return activate(activation_of(OPTIONS, gate), x);
 }
 
-// Return the derivative of the activation of a lane's own gate, from its output y: 1 - y^2 = (1 - y)(y + 1) for a tanh,
-// (1 - y) y for a sigmoid.
+// Return the derivative of the activation of a lane's own gate. y is the gate. The derivative is 1 - y^2 = (1 - y)(y +
+// 1) for a tanh, (1 - y) y for a sigmoid.
 template <int OPTIONS, int GATES>
 float slope_own(int gate, float y) {
   if constexpr (SQUASHES<OPTIONS, GATES>) return (1.0f - y) * (y + (is_tanh<OPTIONS, GATES>(gate) ? 1.0f : 0.0f));

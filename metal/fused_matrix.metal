@@ -117,7 +117,7 @@ void fused_matrix_forward(
 }
 
 // Compute the products of the vectors with the columns of 8 units. sum[e]: the result for the lane's unit and its item
-// e. Four independent sums, added at the end, so that no addition waits for another.
+// e. The function computes four independent sums and adds them at the end, so that no addition waits for another.
 template <int RESIDENT, int LENGTH, class V>
 void product_of_columns(
     thread float (&sum)[2], thread const V* resident, const device V* streamed, threadgroup const float* vectors) {

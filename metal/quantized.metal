@@ -8,8 +8,8 @@
 // 8 bits, without biases. So the type of `biases`, Absent or not, selects between the two modes below.
 //
 // A product does not compute the weights. It puts the bits of q into the mantissa of a half with a fixed exponent. For
-// an integer q this half is the number 2^BITS + q; for a small float q it is q / FACTOR. Both are exact and cost one
-// shift and masks for two weights. Scale, bias and constants are applied once per group:
+// an integer q this half is the number 2^BITS + q; for a small float q it is q / FACTOR. Both numbers are exact. One
+// shift and a few masks convert two weights. Scale, bias and constants are applied once per group:
 //   affine:  sum of w x = scale * (sum of number x - 2^BITS * sum of x) + bias * sum of x
 //   others:  sum of w x = scale * FACTOR * sum of number x
 
@@ -73,8 +73,8 @@ template <int BITS, class B> float of_group(float product, float x_sum, float sc
   return scale * (product - float(1 << BITS) * x_sum) + bias * x_sum;
 }
 
-// Convert the bits of a small float to a float, through a half. `exponent` and `mantissa`: how many bits it has of
-// each.
+// Convert the bits of a small float to a float, through a half. exponent: how many exponent bits the small float has.
+// mantissa: how many mantissa bits it has.
 inline float small_float(uint bits, int exponent, int mantissa) {
   const uint magnitude = bits & ((1u << (exponent + mantissa)) - 1);
   const float value = float(as_type<half>(ushort(magnitude << (10 - mantissa)))) * (exponent == 2 ? 16384.0f : 256.0f);
@@ -93,7 +93,7 @@ template <int GROUP, class S> float scale_of(S scale) { return float(scale); }
 template <int BITS> float number_of(uint q, Absent) { return BITS == 4 ? small_float(q, 2, 1) : small_float(q, 4, 3); }
 template <int BITS, class B> float number_of(uint q, B) { return float(q); }
 
-// Return BITS bits of `words`, from bit `first` on.
+// Return the BITS bits of `words` that begin at bit `first`.
 template <int BITS, int WORDS>
 uint bits_at(thread const uint (&words)[WORDS], int first) {
   const int word = first / 32, shift = first % 32;

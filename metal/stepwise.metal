@@ -34,8 +34,6 @@ inline Index place(thread const Step& s, int t, int b, int width) {
 // reverse and end before T also begin there: they have no other state yet.
 inline bool is_first(thread const Step& s, int length) { return s.n == 0 || (s.reverse && s.t + 1 == length); }
 
-// --- The part of a step that one threadgroup computes ---
-
 // A threadgroup's part of the output: the batch items from b0 on and the units from j0 on. `sums` and `tiles` are
 // threadgroup memory: `sums` [Product::ROWS, Product::COLUMNS] gets the result of the product, `tiles` is its scratch
 // memory.
@@ -45,12 +43,10 @@ struct Block {
   threadgroup float* tiles;
 };
 
-// A gate axis with a single block, for products with weights other than Wh in its usual layout.
+// The layout of weights with a single block of rows, such as Wp or the transposed Wh: block 0 is the only one.
 struct OneBlock {
   static constexpr int block(int) { return 0; }
 };
-
-// --- Reading several neighbours at a time ---
 
 // The vector type for four neighbouring elements of type S at any address. Other vector types require aligned
 // addresses.
@@ -84,7 +80,7 @@ template <int N, class S> void take(const constant S* array, int index, float, t
   for (int e = 0; e < N; ++e) values[e] = float(array[index + e]);
 }
 
-// Return the pointer to element `index` of the array.
+// Return a pointer to element `index` of the array, or `absent` if the array is absent.
 inline Absent from(Absent array, Index) { return array; }
 template <class A> A from(A array, Index index) { return array + index; }
 
@@ -124,7 +120,7 @@ Items<S> items_of(thread const Step& s, const device S* values, int width) {
   return {values + place(s, 0, 0, width), Index(s.D) * width};
 }
 
-// How a product reads weights of type W, [., K]: AT_ONCE neighbouring numbers per lane.
+// How a product reads weights [., K] of type W: each lane reads AT_ONCE neighbouring numbers at a time.
 template <class W> struct Columns {
   using Row = ItemsRow<W>;
   enum { AT_ONCE = 4 };
@@ -144,8 +140,6 @@ template <class M>
 float mask_at(thread const Step& s, M mask, int t, int b, int j, int width) {
   return value_at(mask, place(s, s.own_mask * t, b, width) + j, 1.0f);
 }
-
-// --- Rows ---
 
 // Return how many elements the carried floats of this many units take at the beginning of a row (the array that one
 // launch writes).

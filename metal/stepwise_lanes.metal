@@ -36,8 +36,8 @@ void accumulate(thread R (&rows)[ROWS], thread C (&columns)[OWN], int step, thre
 template <int ROWS, int OWN, class R, class W>
 void add_products(
     thread R (&rows)[ROWS], thread ItemsRow<W> (&columns)[OWN], int k, int length, thread float (&partial)[OWN][ROWS]) {
-  // First whole vectors of 4, 32 lanes side by side. Then one lane multiplies the remaining numbers that do not fill a
-  // vector.
+  // First the 32 lanes multiply whole vectors of 4, side by side. Then one lane multiplies the remaining numbers, which
+  // do not fill a vector.
   for (; k + 3 < length; k += 128) accumulate<4>(rows, columns, 128, partial);
   for (; k < length; ++k) accumulate<1>(rows, columns, 1, partial);
 }

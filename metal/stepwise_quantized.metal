@@ -12,7 +12,7 @@ Packed<BITS, GROUP, A, B> rows_from(Packed<BITS, GROUP, A, B> weights, Index row
   return {weights.words + row * (K * BITS / 32), weights.scales + groups, from(weights.biases, groups)};
 }
 
-// --- By lanes ---
+// --- The product in lanes ---
 
 // TAKEN: how many weights a lane takes at a time, a whole number of words. It is smaller if the lane multiplies them
 // with several rows.
@@ -31,8 +31,8 @@ void take_words(const device uint* words, thread uint (&taken)[WORDS]) {
   }
 }
 
-// Return the sum of `value` over N neighbouring lanes; all of them get it. `first`: the distance of the first addition.
-// Lanes closer than that have already been summed.
+// Return the sum of `value` over N neighbouring lanes; all N lanes get the sum. first: the distance between the two
+// lanes of the first addition. Lanes that are closer than `first` have already been summed.
 template <int N> float sum_of_team(float value, int first) {
 #pragma clang loop unroll(full)
   for (int distance = first; distance < N; distance *= 2) value += simd_shuffle_xor(value, ushort(distance));
@@ -44,8 +44,9 @@ struct PackedColumn {
   Index words, group;
 };
 
-// A lane's sums over the weights that it takes at a time: of number times x for every row and column, and of x. Also
-// the scale and the bias, which only the first lane of a quantization group reads.
+// The sums that a lane computes from the weights that it takes at a time: for every row and column the sum of number
+// times x, and for every row the sum of x. The struct also has the scale and the bias, which only the first lane of a
+// quantization group reads.
 template <int ROWS, int OWN>
 struct PartialSums {
   float products[OWN][ROWS], x_sums[ROWS], scales[OWN], biases[OWN];
@@ -133,7 +134,7 @@ struct QuantizedByLanes {
   }
 };
 
-// --- In tiles ---
+// --- The product in tiles ---
 
 // A row of quantized weights from number k on, as lane `lane` reads it. factors: the scale and bias of the group at k.
 template <int BITS, int GROUP, class A, class B>

@@ -1,6 +1,6 @@
 // Kernels for the "rows", the arrays that the launches of a pass write, one row per launch. Some rows are joined during
-// the pass, and all are copied into sequences at its end. No barriers: each thread reads and writes only its own
-// numbers.
+// the pass, and all are copied into sequences at its end. The kernels need no barriers, because each thread reads and
+// writes only its own numbers.
 
 // During the pass, rows of several launches are joined into one array. A launch of a later step copies them, in
 // addition to its own work.

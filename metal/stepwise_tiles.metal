@@ -13,7 +13,8 @@
 //
 // Rows and units past the end repeat the last ones; their results are not used. Numbers past the end of K are zeros.
 
-// 36, not 32, so that the rows of a tile begin in different banks of threadgroup memory.
+// The distance between the rows of a tile is 36 instead of 32, so that the rows begin in different banks of threadgroup
+// memory.
 constant constexpr int PITCH = 36;
 
 // Read four numbers of a row. If the row is not WHOLE, only `left` numbers exist; the others are set to 0.

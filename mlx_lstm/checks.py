@@ -77,7 +77,7 @@ def check_array(
 
 def instead_of(value: object) -> str:
     """Return advice for an error text: what to pass in place of a value that is not an MLX array."""
-    if type(value).__name__ == "PackedSequence":  # torch's, which is a tuple, too
+    if type(value).__name__ == "PackedSequence":  # torch's class, a subclass of tuple: tested before tuples
         return ": pad it and use lengths,"
     first = value[0] if isinstance(value, (list, tuple)) and value else None
     if isinstance(first, mx.array) and first.dtype == mx.uint32:

@@ -213,7 +213,7 @@ def array_of(path: Path, data: bytes, name: str) -> np.ndarray:
             warnings.simplefilter("ignore")
             shape, fortran, dtype = headers[np.lib.format.read_magic(stream)](stream)
         count = prod(shape)
-    except Exception:  # any error of NumPy's parser, whose text would advise to trust the file
+    except Exception:  # NumPy's parser may raise any error. Its text is not shown: it advises to trust the file
         broken(path, f"{shown(name)} is no array of numbers")
     start = stream.tell()
     if dtype.hasobject:

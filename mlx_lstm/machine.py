@@ -33,7 +33,7 @@ def system() -> str:
 
 def installed_version(*packages: str) -> str:
     """Return the version of the first of these packages that is installed; packages are not imported."""
-    from importlib.metadata import PackageNotFoundError, version  # slower than all other imports here
+    from importlib.metadata import PackageNotFoundError, version  # imported here, because it takes long
 
     for package in packages:
         with suppress(PackageNotFoundError):
@@ -125,7 +125,7 @@ def run_command(main: Callable[[], int]) -> NoReturn:
         code = 130
     except BrokenPipeError:
         code = 141  # the exit code of a process that SIGPIPE ended
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for output that Python flushes at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that Python's last flush does not fail
     raise SystemExit(code)
 
 

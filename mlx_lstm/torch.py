@@ -69,8 +69,8 @@ def __dir__() -> list[str]:
 
 
 class Layers(nn.Module):
-    """Base of `LSTM`, `GRU` and `RNN` with PyTorch's parameters; runs the layers one after another and checks
-    arguments."""
+    """Base class of `LSTM`, `GRU` and `RNN`, with PyTorch's parameter names. It checks the arguments and runs the
+    layers one after another."""
 
     op: str  # the layer's name in errors
     gates: int  # number of gates: a weight matrix has H rows for each gate

@@ -32,7 +32,8 @@ DESCRIPTORS = {
     "single_gate_rnn": "MPSGraphSingleGateRNNDescriptor",
 }
 SAVED = {"z_state": -1, "cell_output_fwd": 1, "output_fwd": 0}
-"""The index in the list of forward results, for each argument of the gradient ops that is a forward result."""
+"""Some arguments of the gradient ops are results of the forward op: for each such argument, its index in the forward
+op's list of results."""
 
 DTYPES = {"float32": "MPSDataTypeFloat32", "float16": "MPSDataTypeFloat16"}
 

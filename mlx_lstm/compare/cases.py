@@ -17,7 +17,7 @@ GATES = {"lstm": 4, "gru": 3, "single_gate_rnn": 1}
 """The number of gates of each op."""
 
 RESULTS = {"lstm": ("h", "c", "z_state"), "gru": ("h", "z_state"), "single_gate_rnn": ("h", "z_state")}
-"""The results of a forward op for training (and produce_cell), in its order."""
+"""The results of a forward op with training (for an LSTM also produce_cell) turned on, in the op's order."""
 
 _WEIGHTS = ("source", "recurrent_weight", "input_weight", "bias")
 GRADIENTS = {
@@ -25,7 +25,7 @@ GRADIENTS = {
     "gru": (*_WEIGHTS, "init_state", "secondary_bias"),
     "single_gate_rnn": (*_WEIGHTS, "init_state"),
 }
-"""The arguments with a gradient, in the order of Apple's lists."""
+"""The arguments that have a gradient, in the order in which Apple's gradient op returns the gradients."""
 
 COTANGENTS = {
     "lstm": ("source_gradient", "state_gradient", "cell_gradient"),

@@ -30,8 +30,8 @@ class Dump(NamedTuple):
     sizes: dict[str, int]
 
     def groups(self, name: str) -> list[list[str]]:
-        """Return the documented layout of an argument or result: for each axis a list of size letters. The layout
-        [4H, H] is [[G, H], [K]], where K is the H of h[t-1]."""
+        """Return the documented layout of an argument or result: for each axis a list of letters, whose product is the
+        size of the axis. For example, [4H, H] is [[G, H], [K]] with G = 4 gates; K is the H of h[t-1]."""
         case, D = self.case, self.sizes["D"]
         expected = layouts(GATES[case.op], case.bidirectional, "input_weight" in case.arrays)
         alike = {"h": "cell_output_fwd", "c": "cell_output_fwd", "z_state": "z_state"}
@@ -70,7 +70,8 @@ def possible_layouts(dump: Dump, name: str, value: np.ndarray) -> list[Layout]:
             same = list(order) == sorted(order) and wanted == [size for size in shape if size > 1]
             words = "" if same else words_of(dumped, sizes)
             back = lambda v, lengths=lengths, inverse=inverse: v.reshape(lengths).transpose(inverse).reshape(shape)  # noqa: E731
-            # Sort key: layouts that only exchange whole axes come before layouts that reorder the parts of an axis.
+            # The number is a sort key: it counts the axes that the documented layout does not have. So a layout that
+            # only exchanges whole axes (number 0) comes before other layouts.
             found.append((sum(group not in groups for group in dumped), (words, back)))
     return [layout for _, layout in sorted(found, key=lambda entry: (bool(entry[1][0]), entry[0]))]
 
@@ -91,7 +92,8 @@ def grouped(lengths: list[int], wanted: list[int]) -> list[list[int]] | None:
 
 
 def words_of(groups: Iterable[Iterable[str]], sizes: dict[str, int]) -> str:
-    """Return a layout as text, such as "[H, 4H]". D and G are printed as numbers; K, the H of h[t-1], is printed H'."""
+    """Return a layout as text, such as "[H, 4H]". D (directions) and G (gates) are printed as numbers; K, the H of
+    h[t-1], is printed H'."""
     spelled = []
     for group in groups:
         text = " x ".join(str(sizes[part]) if part in "DG" else "H'" if part == "K" else part for part in group)

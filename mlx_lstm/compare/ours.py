@@ -18,7 +18,7 @@ SAVED = {
     "gru": {"z_state": "z_state", "output_fwd": "h"},
     "single_gate_rnn": {"z_state": "z_state"},
 }
-"""{argument of the gradient op: result of the forward op}, for the arguments that are such results."""
+"""Some arguments of the gradient op are results of the forward op: {argument's name: result's name}."""
 
 
 def run(case: CompareCase, engine: str | None = None, **options: Any) -> Arrays:

@@ -327,7 +327,7 @@ def spelled(order: str) -> str:
 
 
 def inverse(case: CompareCase, order: str) -> list[int]:
-    """Return for each gate of the documented order its position in `order`."""
+    """Return a list with the position in `order` of each gate of the documented order."""
     return [order.index(gate) for gate in documented(case)]
 
 

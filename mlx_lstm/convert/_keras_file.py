@@ -173,7 +173,7 @@ def names_in_legacy(arrays: Mapping[str, Any]) -> list[Direction]:
         elif parts and parts[-1] == layer:
             parts = []
         name, own = ".".join([layer, *parts]), [layer, *parts][-1]
-        if (name, way) in taken:  # one layer with several stacked cells
+        if (name, way) in taken:  # the layer has several stacked cells: add the cell's name
             own = inner.rpartition("/")[2]
             name += f".{own}"
         taken.add((name, way))
@@ -314,7 +314,7 @@ def sequential(name: str, made: list[KerasLayer]) -> dict[str, Any]:
 
 
 def inner_config(spec: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the configuration of a layer; for a Bidirectional, that of the layer inside."""
+    """Return the configuration of a layer; for a Bidirectional, the configuration of the layer inside."""
     return spec["config"]["layer"]["config"] if spec["class_name"] == "Bidirectional" else spec["config"]
 
 

@@ -155,7 +155,7 @@ def names_counted_by(key: str, names: Container[str]) -> list[str]:
     counted = []
     for number in re.finditer(r"\d+(?=\.)", key):
         start, end = number.span()
-        # A number may follow a dot or a letter, and a name may end in the first digits of it.
+        # The name may end before the number, with or without a dot between them, or after some of its digits.
         dot = [start - 1] if key[:start].endswith(".") else []
         counted += [key[:k] for k in [*dot, *range(start, end)][:MOST_DIGITS] if key[:k] in names]
     return counted

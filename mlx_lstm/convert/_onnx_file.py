@@ -40,7 +40,7 @@ def read(path: Path, external_data: bool) -> tuple[dict[str, Weights], dict[str,
         raise ValueError(f"it is truncated or damaged: {shown(error)}") from None
     if not model.graph.node or not model.opset_import:
         raise ValueError("it is truncated or damaged, or no model: it has no nodes or no opset")
-    # Weights are initializers, or the outputs of Constant nodes, as torch's exporter writes some.
+    # torch's exporter stores some weights as initializers and others as Constant nodes, so both are read.
     held = {each.name: each for each in model.graph.initializer}
     constants = held | {
         node.output[0]: node.attribute[0].t

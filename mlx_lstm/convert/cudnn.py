@@ -26,8 +26,8 @@ CELLS: dict[str, Cell] = {"lstm": LSTMCell(), "gru": GRUCell(), "rnn_relu": RNNC
 
 
 class Layout(NamedTuple):
-    """The layout of a parameter buffer. mode: cuDNN's rnn_mode; L, D: numbers of layers and directions; I, H: sizes
-    of input and h; P: the projection's width or 0; skip: whether layer 0 has no input matrices."""
+    """The layout of a parameter buffer. mode: cuDNN's rnn_mode; L, D: the numbers of layers and directions; I: the
+    input size; H: the number of units; P: the projection's width or 0; skip: whether layer 0 has no input matrices."""
 
     mode: str
     L: int
@@ -69,8 +69,8 @@ class Layout(NamedTuple):
 
     @property
     def counts(self) -> tuple[int, int]:
-        """Return (number of matrices, number of biases) in the buffer. Each gate has two matrices, W and R, and two
-        biases; a projection adds one matrix per layer and direction."""
+        """Return (number of matrices, number of biases) in the buffer. In each layer and direction each gate has two
+        matrices, W and R, and two biases; a projection adds one matrix."""
         return self.L * self.D * (2 * self.G + bool(self.P)), self.L * self.D * 2 * self.G
 
     @property
@@ -103,8 +103,8 @@ def layer_arrays(where: Layout, params: mx.array) -> list[dict[str, mx.array]]:
 
 
 def join_layers(where: Layout, layers: list[dict[str, mx.array]]) -> mx.array:
-    """Join the layers' arrays, or their gradients, into a parameter buffer; each layer as `layer_arrays` returns it.
-    The data are copied once."""
+    """Join the arrays of all layers, or their gradients, into a parameter buffer. layers: a dict of arrays for each
+    layer, as `layer_arrays` returns it. The data are copied once."""
     D = where.D
     rows = ([arrays[name].reshape(D, -1) for name in ("Wx", "Wh", "Wp") if name in arrays] for arrays in layers)
     matrices = [part[d] for parts in rows for d in range(D) for part in parts]

@@ -109,7 +109,8 @@ def of_cudnn(kernel: Any, recurrent_kernel: Any, bias: Any = None) -> list[Any] 
 
 
 def wrapped(op: str, config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Return the configuration that has the cell's options: of the layer itself, or of the layer or cell inside it."""
+    """Return the configuration in which Keras stores the cell's options: the configuration of the layer itself, or
+    of the layer or cell inside a Bidirectional or RNN."""
     if config["class_name"] == "Bidirectional":
         inner = config["config"]
         ahead, back = inner["layer"], inner.get("backward_layer") or inner["layer"]

@@ -14,7 +14,7 @@ from .weights import MPSGRAPH, OURS, Weights, held, reorder
 ACTIVATIONS = {
     "none": "identity", "relu": "relu", "tanh": "tanh", "sigmoid": "sigmoid", "hard_sigmoid": "hard_sigmoid",
 }  # fmt: skip
-"""The names in Apple's enum MPSGraphRNNActivation, in its order, and the recurrence's names."""
+"""The names in Apple's enum MPSGraphRNNActivation, in its order, and the names that `mlx_lstm.lstm` uses."""
 
 PROPERTIES = {
     "lstm": (*(f"{gate}_gate_activation" for gate in ("input", "forget", "cell", "output")), "activation"),

@@ -11,7 +11,7 @@ from ..engines.problem import Arrays
 from .weights import OF_GATES, Title, Weights, cell_of, checked, held, to_mlx, two_biases
 
 NAMES = {"weight_ih": "Wx", "weight_hh": "Wh", "bias_ih": "bx", "bias_hh": "bh", "weight_hr": "Wp"}
-"""torch's names of arrays, in its order, and those of `Weights`."""
+"""torch's names of arrays, in torch's order, and the names in `Weights`."""
 
 KEYS = {ours: theirs for theirs, ours in NAMES.items()}
 WAYS = ("", "_reverse")

@@ -172,7 +172,7 @@ def checked(op: str, weights: Weights, title: Title) -> Weights:
                 if word not in arrays:
                     fail(op, f"{title(k, d, word)} must be there", "no such array")
             for word, array in arrays.items():
-                # The title takes longer than the check, so it is made for a wrong array only.
+                # To make the title takes longer than this check. So the title is made for a wrong array only.
                 if list(array.shape) != shapes[word] or array.dtype not in FLOATS:
                     check_array(op, title(k, d, word), array, shapes[word], why=f", as H is {rows // G},")
     return weights
@@ -307,7 +307,7 @@ def to_numpy(array: mx.array) -> np.ndarray:
 
 
 def bits(array: mx.array) -> bytes:
-    """Return an array's bytes."""
+    """Return the bytes of an array, so that two arrays can be compared bit for bit."""
     return np.array(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array).tobytes()
 
 

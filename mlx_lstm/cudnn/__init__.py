@@ -11,8 +11,8 @@ time_major=False (see `cudnn_rnn_v3`).
 
 The reserve space is what forward saves for the backward ops: one array of the input's dtype. For each layer in turn it
 holds the gates [T, D G H, N] (of LSTM and GRU) and c [T, D H, N] (of an LSTM); for every layer but the last also h [T,
-N, D S] and, with dropout, the factors on this h [T, N, D S]. No op changes it. Without training the reserve space is a
-scalar; with `checkpoint_every` it is empty, [0].
+N, D S] and, with dropout, the factors on this h [T, N, D S]. No op changes the reserve space. Without training the
+reserve space is a scalar; with `checkpoint_every` it is empty, [0].
 """
 
 from ._params import CudnnRNNParamsToCanonicalOutput as CudnnRNNParamsToCanonicalOutput

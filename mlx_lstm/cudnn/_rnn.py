@@ -66,8 +66,8 @@ def cudnn_rnn(
                             n = \tanh(W_n x_t + b_{W,n} + r \odot (R_n h_{t-1} + b_{R,n})) \\
                           & h_t = u \odot h_{t-1} + (1 - u) \odot n
 
-    `mx.grad` and `cudnn_rnn_backprop` return the same gradients, in float32 and float64 to the last bit. In 16 bits the
-    backward op reads gates that were rounded when they were stored in the reserve space.
+    `mx.grad` and `cudnn_rnn_backprop` return the same gradients, in float32 and float64 bit for bit. In 16 bits they
+    may differ slightly: the backward op reads gates that were rounded when they were stored in the reserve space.
 
     Dropout acts on the output of each layer but the last: an element becomes 0 with probability `dropout`, the others
     are divided by 1 - dropout. The random numbers come from `mlx.core.random`; their key is made of seed and seed2. So
@@ -82,23 +82,25 @@ def cudnn_rnn(
         params (array): all weights and biases, [params_size], see `convert.cudnn`. A longer buffer is refused; the
             original ignores the rest of it.
         rnn_mode (str): `"lstm"`, `"gru"`, `"rnn_tanh"` or `"rnn_relu"`. Default: `"lstm"`.
-        input_mode (str): `"linear_input"`; `"skip_input"`, where layer 0 has no W, takes x_t for every W x_t and needs
-            I = H; `"auto_select"`, which is skip_input where I = H and else linear_input. Default: `"linear_input"`.
+        input_mode (str): `"linear_input"`: every layer multiplies its input by W. `"skip_input"`: layer 0 has no W and
+            uses x_t in place of W x_t; I must equal H. `"auto_select"`: skip_input if I = H, else linear_input.
+            Default: `"linear_input"`.
         direction (str): `"unidirectional"` or `"bidirectional"`. Default: `"unidirectional"`.
-        dropout (float): the probability to drop, in [0, 1]. Default: 0.
+        dropout (float): the probability that an element is dropped, in [0, 1]. Default: 0.
         seed, seed2 (int): their low 32 bits are the high and the low half of dropout's seed. Default: 0.
         is_training (bool): with `False` nothing is dropped, there is no reserve space, and asking for a gradient raises
             an error. Exception: in a graph that `mx.compile`, `mx.vmap` or an export traces, MLX computes the gradient
             itself. Default: `True`.
-        checkpoint_every (int or str, optional): for `mx.grad`, in every layer as in `mlx_lstm.lstm`; the dropped
-            elements are the same. The backward op cannot be called then, as the reserve space is empty, [0]. Default:
-            `None`.
+        checkpoint_every (int or str, optional): gradient checkpointing for `mx.grad`, in every layer as in
+            `mlx_lstm.lstm`; it does not change which elements are dropped. The reserve space is then empty, [0], so the
+            backward op cannot be called. Default: `None`.
         engine (str, optional): as in `mlx_lstm.lstm`. Default: the best for the stream's device and the sizes.
         stream (Stream or Device, optional): where to run, as for any MLX op.
 
     Returns:
-        CudnnRNNOutput: output, both directions side by side, aligned with the input; output_h and output_c, the states
-        after the last step processed; reserve_space. float16 and bfloat16 are computed as in `mlx_lstm.lstm`.
+        CudnnRNNOutput: output, with both directions side by side and each in the input's time order; output_h and
+        output_c, the states after the last step of each direction; reserve_space. float16 and bfloat16 are computed as
+        in `mlx_lstm.lstm`.
 
     Raises:
         ValueError: an argument breaks a rule, a forced engine cannot run, or a gradient was asked for with

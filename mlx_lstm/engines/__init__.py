@@ -1,4 +1,5 @@
-"""How a recurrence runs: which engine, and why; its gradient in MLX; an engine per folder."""
+"""The engines that run a recurrence: one folder per engine, the choice of an engine, and the gradient of a
+recurrence in MLX."""
 
 from .choice import ENGINES, FUSED_LIMIT, METAL_ENGINES, Choice, choose
 

@@ -1,4 +1,4 @@
-"""The three recurrent cells without their arrays: gates, gate order, activations and options."""
+"""The options of the three recurrent cells: gate order, activations and others. The cells have no arrays."""
 
 from collections.abc import Mapping
 from typing import NamedTuple, TypeVar
@@ -14,19 +14,20 @@ HARD_SIGMOIDS = {"hard_sigmoid": 0.2, "hard_sigmoid_sixth": 1 / 6}
 
 
 def known(engine: str, table: Mapping[str, Entry], name: str) -> Entry:
-    """Return the entry of an engine's own table for an activation; ValueError if the table has none."""
+    """Return the entry for an activation in `table`, an engine's table of activations. Raise a ValueError if the
+    table has no such entry."""
     if name not in table:
         raise ValueError(f"[activation] engine={engine!r} must know the activation but got {name!r}.")
     return table[name]
 
 
 def gate_block(cell: "Cell", gate: str, hidden: int) -> slice:
-    """Return the rows of a gate on an axis of all gates, such as the 4H of an LSTM."""
+    """Return the rows of one gate on an axis that holds all gates, such as the axis 4H of an LSTM."""
     start = cell.gate_order.index(gate) * hidden
     return slice(start, start + hidden)
 
 
-# Names with a type of their own: an annotation in a NamedTuple would make a field.
+# These constants are typed here, because an annotation inside a NamedTuple would make a field.
 LSTM_OUTPUTS: tuple[str, ...] = ("h", "c", "gates", "hT", "cT")
 OUTPUTS: tuple[str, ...] = ("h", "gates", "hT")
 
@@ -46,14 +47,14 @@ class LSTMCell(NamedTuple):
     cell_clip: float | None = None
     forget_bias: float = 0.0
 
-    # Every cell has these: the op's name, the number of gates, the outputs of an engine.
+    # Every cell has these attributes: the op's name, the number of gates, the names of an engine's outputs.
     op = "lstm"
     gates = 4
     outputs = LSTM_OUTPUTS
     block = gate_block
 
     def activation(self, gate: str) -> str:
-        """Return the activation of gate "i", "f", "g" or "o", or of the "output"."""
+        """Return the name of the activation of gate "i", "f", "g" or "o", or of the "output"."""
         return self.activations[4 if gate == "output" else "ifgo".index(gate)]
 
 
@@ -77,12 +78,12 @@ class GRUCell(NamedTuple):
     block = gate_block
 
     def activation(self, gate: str) -> str:
-        """Return the activation of gate "r", "z" or "n"."""
+        """Return the name of the activation of gate "r", "z" or "n"."""
         return self.activations["rzn".index(gate)]
 
 
 class RNNCell(NamedTuple):
-    """The plain cell's option. Its one "gate" is the preactivation: h = act(gate)."""
+    """The option of the plain RNN cell. Its only "gate" is the preactivation: h = act(gate)."""
 
     act: str = "tanh"
 

@@ -147,7 +147,7 @@ def decide(
         return Choice(engine, reason)
     if "stepwise" in reasons:
         return Choice("ops", reasons["numpy" if device == "cpu" else "stepwise"])
-    # `fused` was preferred and cannot run. Where a measurement discarded `stepwise`, the plain graph takes over.
+    # `fused` is preferred but cannot run. If a measurement has discarded `stepwise`, too, `ops` runs.
     return Choice("stepwise" if table.trusts("stepwise", dtype, B) else "ops", reasons[engine])
 
 
@@ -206,10 +206,10 @@ def chunks_of(engine: str, problem: Problem, every: int | str | None) -> Chunks 
     `checkpoint_every`."""
     T, B, width = problem.T, problem.B, problem.cell.gates * problem.H
     if every is not None:
-        # T / K saved states and a chunk of K steps are smallest together near K = sqrt(T). A step of `ops` takes about
-        # 16 times the memory of a state, so its K is a quarter of that.
+        # K steps per chunk. The T / K saved states and one chunk of K steps together need the least memory near
+        # K = sqrt(T). A step of `ops` needs about 16 times the memory of a state, so its K is sqrt(T) / 4.
         auto = isqrt((T - 1) // (16 if engine == "ops" else 1)) + 1
-        if engine == "numpy":  # gates and states of T / 8 steps are less than half of h and dx
+        if engine == "numpy":  # the gates and states of T / 8 steps take less than half the memory of h and dx
             auto = max(auto, min(ROWS // B, T // 8))
         return Chunks(min(auto if isinstance(every, str) else every, T), recomputes=True)
     longest, gates = longest_whole(engine, problem), B * width

@@ -1,16 +1,17 @@
-"""Run a recurrence on an engine in chunks of time. To the engine's caller, `Chunked` looks like the engine.
+"""Run a recurrence on an engine in chunks of time. The class `Chunked` has the same methods as an engine, so its
+caller need not know about chunks.
 
 There are two reasons to divide a sequence:
 
 - `checkpoint_every`: the forward pass saves only the states at the start of each chunk, and the backward pass
-  runs each chunk forward again before it runs it back.
+  runs each chunk forward again before it runs the chunk backward.
 - Length: the graph, the projected input and the products over all steps of a long sequence would be too large
   at once.
 
 Chunks run in one of two modes. If all arrays have values and the sequence is long, each chunk is evaluated before
-the next one starts, so that no graph grows. Otherwise, for example in `mx.compile`, all chunks are parts of one
-graph. In that graph the input of a chunk waits for the results of the chunk before, so that MLX does not run chunks
-side by side.
+the next one starts, so that the graph stays small (eager mode). Otherwise, for example in `mx.compile`, all chunks
+are parts of one graph. In that graph the input of a chunk waits for the results of the chunk before, so that MLX
+does not run chunks side by side.
 """
 
 from collections.abc import Iterator
@@ -32,14 +33,14 @@ from .tracing import have_values
 SEQUENCES = ("h", "c", "gates")
 
 HALVES = (mx.float16, mx.bfloat16)
-"""Dtypes that engines compute with in float32."""
+"""The 16-bit dtypes. Engines compute with them in float32."""
 
 
 def for_engine(engine: str, arrays: Arrays) -> Arrays:
-    """Return the arrays in the engine's dtype.
+    """Return the arrays in the dtypes that the engine reads.
 
-    The Metal shaders read 16-bit arrays and widen them, but take c and its gradient in float32. The other engines
-    get float32. Quantized weights stay as they are.
+    The Metal shaders read 16-bit arrays, but need c and its gradient in float32. The other engines get float32
+    instead of 16-bit arrays. Quantized weights stay unchanged.
     """
     if engine in ("fused", "stepwise"):
         return {name: array.astype(mx.float32) if name in ("c", "cT") else array for name, array in arrays.items()}
@@ -51,9 +52,9 @@ def for_engine(engine: str, arrays: Arrays) -> Arrays:
 
 
 def divided(problem: Problem, arrays: Arrays, engine: str, module: Any) -> "Chunked | None":
-    """Return the engine in chunks, or None if dividing the sequence has no benefit. It has one if chunks are
-    evaluated, which bounds the graph, or if a gradient may follow that recomputes them. `numpy` without a gradient
-    saves nothing anyway."""
+    """Return an object that runs the engine in chunks, or None if dividing the sequence has no benefit. There are
+    two benefits: chunks that are evaluated keep the graph small, and a backward pass that recomputes chunks saves
+    memory. `numpy` without a gradient needs neither."""
     chunks, plain = problem.chunks, problem.plain
     if chunks is None or (plain and engine == "numpy"):
         return None
@@ -66,14 +67,17 @@ def divided(problem: Problem, arrays: Arrays, engine: str, module: Any) -> "Chun
 
 
 class Chunked:
-    """An engine that runs a sequence chunk by chunk. `forward` and `backward` are called as an engine's are.
+    """An engine that runs a sequence chunk by chunk. Its methods `forward` and `backward` are called like an
+    engine's functions.
 
-    `forward` returns, besides the engine's outputs, the states at the start of each of N chunks, h_starts [N, B, D P]
-    and c_starts [N, B, D H], in the order of time.
+    In addition to the engine's outputs `forward` returns the states at the start of each of N chunks, h_starts [N,
+    B, D P] and c_starts [N, B, D H], in the order of time.
     """
 
     def __init__(self, chunks: Chunks, engine: str, module: Any, batch_first: bool, evaluates: bool):
-        """module: the engine's sweeps. batch_first: whether sequences are batch-major in memory."""
+        """Prepare a run in chunks. module: the module of the engine, with the functions `forward` and `backward`.
+        batch_first: whether sequences are batch-major in memory. evaluates: whether each chunk is evaluated before
+        the next one."""
         self.steps, self.recomputes = chunks
         self.engine: str = engine
         self.module: Any = module
@@ -91,16 +95,19 @@ class Chunked:
     # --- What MLX sees -----------------------------------------------------------------------------------------------
 
     def saved_of(self, problem: Problem) -> tuple[list[str], list[str]]:
-        """Return the names of the results that MLX sees, and of those that are saved where MLX does not see them."""
+        """Return two lists: the names of the results that MLX sees, and the names of the results that are saved
+        where MLX does not see them."""
         visible = [name for name in problem.cell.outputs if name != "gates" or problem.return_gates]
         saved = self.results_saved(problem)
         return (visible, saved) if self.evaluates else (visible + saved, [])
 
     def stand_ins(self, outputs: Arrays, visible: list[str]) -> Arrays:
-        """Return what MLX sees: where chunks are evaluated, zeros without memory in place of sequences.
+        """Return the outputs that MLX sees. If chunks are evaluated, the sequences are replaced by stand-ins: zeros
+        that take no memory.
 
-        MLX keeps all results of a function while it keeps one of them. So the real sequences are `held` here until a
-        tap returns them, and each sequence lives only as long as the caller holds it.
+        MLX keeps all results of a function as long as it keeps one of them. So the real sequences are `held` here
+        until a tap (an identity function after the outputs) returns them. Then each sequence lives only as long as
+        the caller holds it.
         """
         outputs = {name: outputs[name] for name in visible}
         if self.evaluates:
@@ -110,8 +117,8 @@ class Chunked:
         return outputs
 
     def stood_for(self, names: list[str], values: list[Array]) -> list[Array]:
-        """Return the arrays that stand-ins stand for, and release them; return `values` themselves if they are no
-        stand-ins."""
+        """Return the sequences for which the stand-ins were made, and release them here. If there are no stand-ins,
+        return `values` unchanged."""
         if not self.held:
             return values
         return [self.held.pop(name, value) for name, value in zip(names, values, strict=True)]
@@ -124,8 +131,8 @@ class Chunked:
         return [*sequences, *(f"{name[0]}_starts" for name in states_of(problem))]
 
     def forward(self, problem: Problem, arrays: Arrays) -> Arrays:
-        """Return the outputs in the dtype of x, with gates only if wanted, and `results_saved` in the engine's
-        dtype."""
+        """Run the forward pass. Return the outputs in the dtype of x, with gates only if the caller wants them, and
+        the results named by `results_saved` in the dtype of the engine."""
         self.begin(problem, self.evaluates)
         if self.engine != "numpy":  # engine `numpy` caches dequantized weights itself
             arrays = dequantized(problem.packing, arrays)
@@ -151,7 +158,7 @@ class Chunked:
         return results | {name: sequence.array for name, sequence in sequences.items()}
 
     def starts(self, problem: Problem, arrays: Arrays, outputs: Arrays) -> Arrays:
-        """Return h_starts and c_starts, read from the outputs of all steps."""
+        """Return h_starts and c_starts, the states at the start of each chunk, read from the outputs of all steps."""
         by_d = []
         for d, own, (own_arrays,) in by_direction(problem, arrays):
             first: Arrays = dict(zip(("h0", "c0"), initial_states(own, own_arrays), strict=True))
@@ -167,7 +174,8 @@ class Chunked:
         return join(by_d) if problem.bidirectional else by_d[0]
 
     def sweep_forward(self, d: int, problem: Problem, arrays: Arrays, sequences: dict[str, "SequenceBuffer"]) -> Arrays:
-        """Run the chunks of direction d, write the sequences, and return the last states and those at each start."""
+        """Run the chunks of direction d forward and write their parts of the sequences. Return the last states and
+        the states at the start of each chunk."""
         shared, by_step, starts = self.shared_by_steps(arrays), self.by_step(arrays), {}
         h0, c0 = initial_states(problem, arrays)
         states = {"h0": h0, "c0": widened(c0)}  # engines return c in float32
@@ -186,7 +194,8 @@ class Chunked:
         return last | {f"{name[0]}_starts": mx.stack([each[name] for each in in_time]) for name in states}
 
     def backward(self, problem: Problem, arrays: Arrays, saved: dict[str, Any], cotangents: Arrays) -> Arrays:
-        """Return the gradient of every array, in the array's dtype. saved: `results_saved`."""
+        """Run the backward pass. Return the gradients of all arrays, each in the dtype of its array. saved: the
+        results named by `results_saved`."""
         self.begin(
             problem, self.evaluates and have_values([*arrays.values(), *cotangents.values()], transforming=False)
         )
@@ -211,7 +220,8 @@ class Chunked:
         saved: Arrays,
         cotangents: Arrays,
     ) -> Arrays:
-        """Run the chunks of direction d in reverse. Write the gradients of sequences, return those of other arrays."""
+        """Run the chunks of direction d backward. Write the gradients of sequences, and return the gradients of the
+        other arrays."""
         starts, sums = {name: f"{name[0]}_starts" for name in states_of(problem)}, {}
         shared = self.shared_by_steps(arrays)
         by_step, d_by_step, saved_by_step = (self.by_step(values) for values in (arrays, cotangents, saved))
@@ -238,32 +248,33 @@ class Chunked:
         return sums | {name: after[f"{name[0]}T"] for name in starts if name in arrays}
 
     def bounds(self, problem: Problem) -> list[tuple[int, int]]:
-        """Return (start, stop) of the chunks of one direction, in the order they are processed."""
+        """Return (start, stop) of each chunk of one direction, in the order in which the chunks are processed."""
         bounds = [(start, min(start + self.steps, problem.T)) for start in range(0, problem.T, self.steps)]
         return bounds[::-1] if problem.reverse else bounds
 
     # --- Arrays between chunks ---------------------------------------------------------------------------------------
 
     def begin(self, problem: Problem, eager: bool) -> None:
-        """Begin a sweep of one or both directions."""
+        """Begin a pass over the chunks of one or both directions. eager: whether each chunk is evaluated before the
+        next one starts."""
         self.eager, self.pending = eager, []
         self.takes_numpy = self.engine == "numpy" and problem.packing is None
 
     @contextmanager
     def beside_the_engine(self) -> Iterator[None]:
-        """Return the context of all operations outside of the engine. With `numpy` they run on the CPU, since a GPU
-        has no float64. NumPy's overflows raise no warning, as MLX's do not."""
+        """Return the context for all operations outside of the engine. With `numpy` these operations run on the CPU,
+        because a GPU does not support float64. NumPy's overflow warnings are off, because MLX does not warn either."""
         with mx.stream(mx.cpu) if self.engine == "numpy" else nullcontext(), np.errstate(all="ignore"):
             yield
 
     def shared_by_steps(self, arrays: Arrays) -> Arrays:
-        """Return the arrays that all steps share, prepared for the engine."""
+        """Return the arrays that are the same at all steps, prepared for the engine."""
         others = {*with_steps(arrays), "h0", "c0"}
         return self.prepared({name: array for name, array in arrays.items() if name not in others})
 
     def by_step(self, arrays: Arrays) -> dict[str, Any]:
-        """Return the arrays that have a row for each step. In eager mode they are NumPy's views, which can be sliced
-        without a copy."""
+        """Return the arrays that have one row per step. In eager mode (each chunk is evaluated) they are NumPy
+        views, which can be sliced without a copy."""
         rows = {name: arrays[name] for name in with_steps(arrays)}
         if self.eager:
             mx.eval(rows)
@@ -271,7 +282,7 @@ class Chunked:
         return rows
 
     def steps_of(self, by_step: dict[str, Any], start: int, stop: int) -> dict[str, Any]:
-        """Return steps start..stop of a result of `by_step`, for the engine."""
+        """Return the steps from `start` to `stop` of arrays that `by_step` returned, prepared for the engine."""
         rows = {name: array[start:stop] for name, array in by_step.items()}
         if self.takes_numpy and all(array.itemsize > 2 for array in rows.values()):
             return rows
@@ -282,9 +293,10 @@ class Chunked:
         return for_engine(self.engine, rows)
 
     def prepared(self, arrays: Arrays) -> Arrays:
-        """Prepare arrays for the engine. In eager mode copy them, so that they no longer hold MLX's graph.
+        """Prepare arrays for the engine. In eager mode (each chunk is evaluated) copy them, so that they no longer
+        hold MLX's graph.
 
-        MLX keeps the graph of every array that depends on a tracer, and while it computes a gradient it keeps every
+        MLX keeps the graph of every array that depends on a tracer, and while MLX computes a gradient it keeps every
         graph. Results of `numpy` have no graph.
         """
         if self.eager and self.engine != "numpy":
@@ -295,7 +307,8 @@ class Chunked:
     def write(
         self, sequences: dict[str, "SequenceBuffer"], d: int, start: int, stop: int, results: Arrays, others: Arrays
     ) -> None:
-        """Write a chunk's part of the sequences. In eager mode evaluate it and the other results before."""
+        """Write the part of one chunk into the sequences. In eager mode, first evaluate this part and the other
+        results of the chunk."""
         rows = {name: results[name].astype(sequence.dtype) for name, sequence in sequences.items()}
         if self.eager:
             mx.eval(rows, others)
@@ -305,7 +318,8 @@ class Chunked:
             self.pending = [*others.values(), *(sequence.memory for sequence in sequences.values())]
 
     def added(self, sums: dict[str, Any], terms: Arrays) -> dict[str, Any]:
-        """Return the sums over chunks with one chunk's terms added. In eager mode they are NumPy's arrays."""
+        """Return the sums over chunks, with the terms of one more chunk added. In eager mode (each chunk is
+        evaluated) the sums are NumPy arrays."""
         if not self.eager:
             return {name: term + sums[name] if sums else term for name, term in terms.items()}
         if not sums:
@@ -316,10 +330,10 @@ class Chunked:
 
 
 class SequenceBuffer:
-    """A sequence [T, B, .] of one direction or both that chunks write into.
+    """A sequence [T, B, .] of one direction or of both, into which chunks write their parts.
 
-    In memory it is [B, T, .] with `batch_first`. In eager mode NumPy writes the rows: where MLX keeps its graph, it
-    would copy the whole sequence for each chunk.
+    With `batch_first` its memory is [B, T, .]. In eager mode (each chunk is evaluated) NumPy writes the rows. MLX
+    would copy the whole sequence for each chunk while it keeps its graph.
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: mx.Dtype, batch_first: bool, eager: bool):
@@ -333,7 +347,8 @@ class SequenceBuffer:
             self.view = memory_of(self.memory)
 
     def write(self, d: int, start: int, stop: int, rows: Array) -> None:
-        """Write rows start..stop of direction d: its half, or, if both directions share the sequence, a term of it."""
+        """Write rows for the steps from `start` to `stop` of direction d. They fill this direction's half of the
+        last axis. If both directions share the sequence, they are added to it."""
         first = 0 if rows.shape[-1] == self.width else d * rows.shape[-1]
         steps, columns = slice(start, stop), slice(first, first + rows.shape[-1])
         at = (slice(None), steps, columns) if self.batch_first else (steps, slice(None), columns)
@@ -344,7 +359,7 @@ class SequenceBuffer:
 
     @property
     def array(self) -> Array:
-        """The sequence [T, B, .]."""
+        """The sequence as an MLX array [T, B, .]."""
         return mx.swapaxes(self.memory, 0, 1) if self.batch_first else self.memory
 
 
@@ -352,7 +367,8 @@ class SequenceBuffer:
 
 
 def plain_outputs(problem: Problem, arrays: Arrays, chunked: Chunked) -> Arrays:
-    """Return the outputs of `ops` that MLX sees, as a graph which MLX can derive. Evaluated chunks have none."""
+    """Return the outputs of the engine `ops` that MLX sees, as a graph that MLX can differentiate. Chunks that were
+    evaluated have no such graph."""
     if not chunked.evaluates:
         return chunked.forward(problem, arrays)
     outputs = ops.forward(problem, for_engine("ops", arrays))
@@ -360,7 +376,8 @@ def plain_outputs(problem: Problem, arrays: Arrays, chunked: Chunked) -> Arrays:
 
 
 def plain_gradients(problem: Problem, arrays: Arrays, cotangents: Arrays) -> Arrays:
-    """Return the gradients of `ops`, as a graph of all steps, in the dtypes of the arrays."""
+    """Return the gradients that the engine `ops` computes, as a graph of all steps. Each gradient has the dtype of
+    its array."""
     inputs = for_engine("ops", arrays)
     gradients = ops.backward(problem, inputs, ops.forward(problem, inputs), for_engine("ops", cotangents))
     return {name: gradient.astype(arrays[name].dtype) for name, gradient in gradients.items()}
@@ -370,7 +387,7 @@ def plain_gradients(problem: Problem, arrays: Arrays, cotangents: Arrays) -> Arr
 
 
 def by_direction(problem: Problem, *values: Arrays) -> Iterator[tuple[int, Problem, list[Any]]]:
-    """Yield for each direction its number, its problem, and its parts of the arrays."""
+    """Yield (direction, problem, arrays) for each direction: its number, its problem, and its parts of the arrays."""
     if not problem.bidirectional:
         yield 0, problem, list(values)
         return
@@ -381,9 +398,10 @@ def by_direction(problem: Problem, *values: Arrays) -> Iterator[tuple[int, Probl
 def state_before(
     problem: Problem, states: np.ndarray, first: np.ndarray, lengths: Array | None, start: int, stop: int
 ) -> np.ndarray:
-    """Return the state [B, .] that steps start..stop start from. states: the state after each step; first: the first.
+    """Return the state [B, .] before the steps from `start` to `stop`. states: the state after each step. first: the
+    first state.
 
-    The state of an item that has ended before the chunk is arbitrary.
+    The state of an item that has ended before these steps is arbitrary.
     """
     last = stop if problem.reverse else start - 1
     if not 0 <= last < problem.T:
@@ -394,38 +412,40 @@ def state_before(
 
 
 def lengths_of(arrays: Arrays, start: int, stop: int) -> Arrays:
-    """Return the arrays with the lengths of steps start..stop: 0 for an item that ended before, all if it goes on."""
+    """Return the arrays with `lengths` counted within the steps from `start` to `stop`: 0 for an item that ended
+    before, stop - start for an item that goes on."""
     if "lengths" not in arrays:
         return arrays
     return arrays | {"lengths": mx.clip(arrays["lengths"] - start, 0, stop - start)}
 
 
 def with_steps(arrays: Arrays) -> list[str]:
-    """Return the names of the arrays that have a row for each step."""
+    """Return the names of the arrays that have one row per step."""
     always = ("x", "keep", *SEQUENCES)
     return [name for name in arrays if name in always or (name == "mask" and masks_differ(arrays))]
 
 
 def states_of(problem: Problem) -> list[str]:
-    """Return the names of a cell's first states."""
+    """Return the names of the first states of a cell: h0 and, for an LSTM, c0."""
     return ["h0", "c0"] if "c" in problem.cell.outputs else ["h0"]
 
 
 def widened(array: Array) -> Array:
-    """Return a 16-bit array as float32, in which sums are computed; return any other array as it is."""
+    """Return a 16-bit array as float32, because sums need float32. Return any other array unchanged."""
     return array.astype(mx.float32) if array.itemsize == 2 else array
 
 
 def memory_of(array: Array) -> np.ndarray:
-    """Return a NumPy view of an evaluated array's memory. NumPy has no bfloat16, so such an array is viewed as
-    16-bit integers."""
+    """Return a NumPy view of the memory of an evaluated array. NumPy has no bfloat16, so the view of a bfloat16
+    array has 16-bit integers."""
     if array.dtype == mx.bfloat16:
         array = array.view(mx.uint16)
     return np.array(array, copy=False)
 
 
 def copied_to_mlx(memory: np.ndarray) -> Array:
-    """Return a copy of a view from `memory_of` as an MLX array that belongs to no graph."""
+    """Return a view from `memory_of` as an MLX array. The values are copied, so the array does not belong to a
+    graph."""
     if any(stride < 0 for stride in memory.strides):  # a reversed view, which MLX does not take
         memory = memory.copy()
     array = mx.array(memory, mx.float64 if memory.dtype == np.float64 else None)
@@ -433,7 +453,7 @@ def copied_to_mlx(memory: np.ndarray) -> Array:
 
 
 def after_all(array: Array, others: list[Array]) -> Array:
-    """Return the array as a graph node that waits for the others. `mx.depends` would do the same, but has no rule
-    for mx.jvp."""
+    """Return the array as a node of the graph that waits for the other arrays. `mx.depends` would do the same, but
+    mx.jvp does not support it."""
     first = mx.stack([other[(0,) * other.ndim].astype(mx.float32) for other in others])
     return mx.where((first == first).any(), array, array)

@@ -1,8 +1,8 @@
-"""Find out whether MLX is transforming a function, and evaluate arrays while it does.
+"""Find out whether MLX is transforming a function, and evaluate arrays during a transformation.
 
 MLX's transformations (grad, vjp, jvp, vmap, checkpoint, compile, export) run a function on tracers: arrays whose
-graph they read afterwards. Tracers of grad, vjp and jvp have values; those of vmap, compile and an export are
-placeholders.
+graph MLX reads afterwards. Tracers of grad, vjp and jvp have values. Tracers of vmap, compile and an export are
+placeholders without values.
 """
 
 from collections.abc import Callable
@@ -17,13 +17,15 @@ custom_function: Callable[[Callable[..., Any]], Any] = mx.custom_function
 
 
 class Leaving(Exception):
-    """Exception that ends a transformation early."""
+    """Exception that ends a transformation of MLX early."""
 
 
 def stale_placeholder() -> mx.array:
-    """Return a placeholder of an `mx.vmap` that an exception ended, so that MLX never unmarked it as a tracer.
+    """Return a placeholder of an `mx.vmap` that an exception ended. Because of the exception, MLX never removed the
+    mark that makes this array a tracer.
 
-    MLX takes such an array for a tracer exactly while any transformation runs in the thread that asks.
+    MLX treats such an array as a tracer only while a transformation runs in the current thread. `is_transforming`
+    uses this.
     """
     leaked: list[mx.array] = []
 

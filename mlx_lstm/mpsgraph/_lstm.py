@@ -97,8 +97,8 @@ def lstm(
         mask_layout (str): the layout of mask, which Apple's texts do not say. `"channels"`: as described under mask.
             `"directions"`: with bidirectional, broadcastable to [2, N, H]. `"steps"`: broadcastable to [T, N, H] or [T,
             N, 2H], one per step. The last two need a mask. E:mask decides.
-        training_returns_cell (bool): whether training returns the cell states even without produce_cell. Apple's texts
-            contradict one another; the texts on the gradient say `True`. E:output_count decides.
+        training_returns_cell (bool): whether, with training, the cell states are returned even without produce_cell.
+            Apple's texts contradict one another; the texts about the gradient op mean `True`. E:output_count decides.
         checkpoint_every, engine, stream: as in `mlx_lstm.lstm`. checkpoint_every is for `mx.grad`; c and zState take
             memory as long as the caller holds them.
 
@@ -164,8 +164,8 @@ def lstm_gradients(
             with bidirectional.
         z_state (array): the third result of `lstm` with training, [T, N, 4H].
         cell_output_fwd (array): the second result of `lstm`, the cell states, [T, N, H].
-        state_gradient (array, optional): a gradient of h, added at the last step of each direction, [N, H] or
-            [1, N, H]: at the last time step, or at the first with reverse and for the second half with bidirectional.
+        state_gradient (array, optional): a gradient of h, [N, H] or [1, N, H], added at the last step that each
+            direction computes. This step is the last time step; for a reverse direction it is the first time step.
         cell_gradient (array, optional): a gradient of c, in the shape and at the steps of state_gradient.
         leading_ones (sequence of str): names out of `"bias"`, `"peephole"`: these gradients get two leading axes of 1.
             PyTorch receives [1, 1, 8H] for bias from Apple's op with bidirectional, and squeezes it; with one direction

@@ -23,7 +23,7 @@ Given = dict[str, mx.array | None]
 """An op's arrays by their names in Python; None for arguments that the caller left out."""
 
 LEADING_ONE = ("init_state", "init_cell", "state_gradient", "cell_gradient")
-"""Arguments that may have a leading axis of 1, as PyTorch passes them to Apple's ops."""
+"""Arguments that may have a leading axis of 1, because PyTorch passes them to Apple's ops with this axis."""
 
 
 def layouts(G: int, bidirectional: bool, projects: bool) -> dict[str, list[str]]:

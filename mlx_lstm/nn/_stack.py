@@ -211,8 +211,8 @@ def check_x(x: object, D: int) -> None:
 
 
 def call_between(between: Between, n: int, x: mx.array, axes: tuple[int, ...], D: int) -> mx.array:
-    """Call the caller's function `between` with the output x of layer n, and return the result, the input of the
-    next layer, as [B, T, D]. `axes`: all axes of x but the last."""
+    """Call the caller's function `between` with the output x of layer n. Return its result, which is the input of
+    the next layer, as [B, T, D]. axes: the sizes of all axes of x but the last."""
     result: object = between(n, x.reshape(*axes, -1))
     if not isinstance(result, mx.array) or result.shape != (*axes, D) or not mx.issubdtype(result.dtype, mx.floating):
         kind = f"{result.dtype}, shape {list(result.shape)}" if isinstance(result, mx.array) else type(result).__name__
@@ -284,7 +284,7 @@ def read(name: str, layer: Any) -> Depth:
         Wx, Wh = (shapes.get(key, ()) for key in list(kind._names)[:2])
         if held.keys() <= kind._names.keys() and len(Wx) == len(Wh) == 2 and Wx[0] == kind._gates * Wh[1]:
             for key in kind._names.keys() - held.keys():
-                if attributes.get(key) is not None:  # for example a NumPy array
+                if attributes.get(key) is not None:  # raise an error for it: it may be a NumPy array
                     check_array(OP, f"{name}.{key}", attributes[key], ())
             arrays = {argument: held[key] for key, argument in kind._names.items() if key in held}
             own = (layer.engine, layer.checkpoint_every) if isinstance(layer, Layer) else (None, None)

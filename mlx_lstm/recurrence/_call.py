@@ -93,8 +93,8 @@ class Call(NamedTuple):
     def run_backward(
         self, arrays: Arrays, saved: Arrays, cotangents: Arrays, sizes: Sizes, packing: Packing | None
     ) -> Arrays:
-        """Return the gradients of a call without the option `hold`, whose array `keep` already has the shape [T, B,
-        D] that engines take."""
+        """Return the gradients of a call without the option `hold` (steps that leave the state unchanged). If there
+        is an array `keep` (a factor on the state), it already has the shape [T, B, D] that engines take."""
         arrays = self.with_lengths(arrays, sizes, f"{self.cell.op}_gradients")
         names, others = tuple(cotangents), [*saved.values(), *cotangents.values()]
         problem, choice = self.plan(arrays, others, sizes, packing, "gates" in names, True, True, names)
@@ -140,8 +140,8 @@ class Call(NamedTuple):
         return dict(zip(names, gradients, strict=True))
 
     def steps(self, sizes: Sizes, op: str) -> tuple[Steps, "Call"]:
-        """Return a `Steps` object, which applies keep and hold, and a copy of this call without `hold`, which an
-        engine can run."""
+        """Return (steps, call): an object that applies the options `keep` and `hold` before and after an engine
+        runs, and a copy of this call without `hold`, which an engine can run."""
         T, B = sizes[:2]
         lengths = whole_lengths(op, self.lengths, B, T, checked=self.lengths_checked)
         hold = None if self.hold is None else check_hold(op, self.hold, T, B, self.batch_first)

@@ -150,7 +150,7 @@ def try_out(trial: Trial) -> Verdict:
     words = command()
     verdict = by_child(words, trial) if words else None
     if verdict is None:
-        from ._judge import verdict as judge  # imports the oracle, which few processes need
+        from ._judge import verdict as judge  # imported here: few processes need the oracle
 
         reason = judge(trial)
         verdict = verdict_of(reason and f"{reason} (tried in this process, as no other could be started)")

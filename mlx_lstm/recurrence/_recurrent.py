@@ -105,8 +105,8 @@ def recurrent(
 def over_steps(
     keep: Any, hold: Any, T: int, B: int, ends: mx.array | None, reverse: bool
 ) -> tuple[Array | None, list[Array] | None, list[Array] | None]:
-    """Return (live, before, after): which steps run, bool [T, B], and the factors on the state before and after each
-    step, lists of T arrays [B]. None stands for "all steps run" and for "no factor"."""
+    """Return (live, before, after). live, bool [T, B]: which steps run, or None if all do. before, after: lists of T
+    factors [B], by which the state is multiplied before and after each step, or None."""
     options = whole_steps(OP, keep, hold, (T, B), "[T, B]")
     held = options["hold"] != 0 if "hold" in options else None
     steps = Steps(T, B, (reverse,), False, ends, held)

@@ -217,7 +217,8 @@ class Steps(NamedTuple):
         return mx.stack(each, axis=-1)
 
     def taken(self, sequence: Array, times: Array, batch_first: bool = False) -> Array:
-        """Gather the steps of a sequence. `times` [T, B] are the time indices to take for each batch item."""
+        """Gather the steps of a sequence. For each batch item `times` [T, B] has the time indices of the steps to
+        take."""
         items = mx.arange(self.B)
         rows = times.T + sequence.shape[1] * items[:, None] if batch_first else times * self.B + items
         return mx.take(sequence.reshape(-1, sequence.shape[-1]), rows, axis=0)

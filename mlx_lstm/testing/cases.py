@@ -31,9 +31,11 @@ KINK_MARGIN = 1e-2
 """The least distance of preactivations from a kink of their activation, so that finite differences do not cross it: a
 thousand times their step."""
 ROUNDING_MARGIN = 1e-4
-"""The least distance of preactivations from a kink where only rounding in float32 must not cross it."""
+"""The least distance of preactivations from a kink in tests where only float32 rounding, no finite difference, moves
+them."""
 
-# Each entry of these tables has arguments of `draw` besides sizes and dtype, for a batch of 2 (see `at_batch`).
+# Each entry of these tables has arguments of `draw` except sizes and dtype. Shapes in it are for a batch of 2;
+# `at_batch` converts them to other batch sizes.
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "projected_x": {"projected_x": True},
