@@ -1,5 +1,5 @@
 """Write Keras models and their outputs for tests: `python tests/keras_files.py FOLDER`. Keras has one backend per
-process, so this runs in a separate process.
+process, so this file runs in a separate process.
 
 The command saves a model with every recurrent layer of Keras as files, and the output of each layer. It also runs
 the models `ours_*` (written by `mlx_lstm`) of the folder, and converts Keras layers to ours and back.

@@ -165,8 +165,9 @@ def test_parameter_buffer_is_packed_and_unpacked():
 
 
 def test_the_judge_of_a_long_sequence(monkeypatch):
-    """The judge (float64 reference with error bounds) may evaluate a long sequence in parts. Its reference stays the
-    same up to rounding, its error bounds change by less than a factor of 3, and it still refuses an error of 0.1 %."""
+    """The judge (float64 reference with error bounds) may evaluate a long sequence in parts. The reference then
+    stays the same up to rounding, and the error bounds change by less than a factor of 3. The judge still refuses an
+    error of 0.1 %."""
     size = Size(90, 3, 4, 8)
     numbers = draw(size, "float32")
     monkeypatch.setattr(judging, "PART", size.T)
@@ -356,8 +357,8 @@ def test_group_text():
 
 
 def test_a_checkpointed_row_is_compared_with_saving_every_step():
-    """The report compares a run with `checkpoint_every` with a run of the same engine that saves every step: memory,
-    and time if it was measured."""
+    """The report compares two runs of the same engine: one with `checkpoint_every`, one that saves every time step
+    for the gradient. It compares the memory, and the time if both times were measured."""
     few = task("ours")._replace(every="auto")
     rows = [
         timed("ours", (0.002,), (0.004,), peak=1000),
@@ -379,8 +380,9 @@ def test_plot(tmp_path):
 
 
 def test_command(tmp_path, capsys):
-    """The command times all installed contenders at a tiny size. It prints the machine card (a description of the
-    machine) and a table. It writes one CSV row per contender, which includes the machine card."""
+    """The command times all installed contenders (implementations) at a tiny size. It prints the machine card (a
+    description of the machine) and a table. It writes a CSV file with one row per contender. Each row includes the
+    machine card."""
     file = tmp_path / "figures.csv"
     assert main(["--sizes", str(TINY), "--passes", "backward", "--engine", "numpy", "--csv", str(file), *FEW]) == 0
     printed = capsys.readouterr().out

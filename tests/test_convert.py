@@ -387,8 +387,9 @@ def test_what_torch_exports(kind, tmp_path):
 
 
 def test_a_node_whose_projection_was_lost(tmp_path):
-    """An ONNX LSTM node that lost its projection is refused. The newer exporter of torch 2.13 writes such nodes:
-    hidden_size is the size of the projection, but the initial cell state is as wide as before the projection."""
+    """An ONNX LSTM node that lost its projection is refused. The newer exporter of torch 2.13 writes such nodes.
+    Their hidden_size is the size of the projection, but their initial cell state has the size of the cell before the
+    projection."""
     onnx = pytest.importorskip("onnx")
     shapes = {"W": (1, 4 * P, I), "R": (1, 4 * P, P), "h": (1, B, P), "c": (1, B, H)}
     node = onnx.helper.make_node("LSTM", ["x", "W", "R", "", "", "h", "c"], ["y"], "lstm", hidden_size=P)

@@ -342,8 +342,8 @@ def test_dropout_has_the_gradient_of_its_mask(mode, p):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_dropout_of_1_drops_all(mode):
-    """With dropout=1 every layer above the first gets zeros as its input, as in torch. Neither torch nor our op
-    draws a random mask then."""
+    """With dropout=1 every layer above the first gets zeros as its input, as in torch. Torch and our op then give
+    the same outputs and gradients, because neither draws a random mask."""
     pytest.importorskip("torch")
     case = draw(14, mode=mode, L=3, D=2, T=4, N=3, P=0)
     for got, expected in zip(ours(case, np.float64, dropout=1), by_torch(case, dropout=1.0), strict=True):

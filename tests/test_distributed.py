@@ -104,8 +104,8 @@ def assert_same_curve(losses, validation, corpus=CORPUS):
 
 
 def test_three_processes_learn_what_one_learns(tmp_path):
-    """Three processes learn what one process learns. They share the eight sequences of a batch, so their shares are
-    not equal."""
+    """Three processes learn what one process learns, although the eight sequences of a batch cannot be divided
+    equally among three processes."""
     codes, said = together(3, tmp_path, *OPTIONS)
     assert codes == [0, 0, 0], said
     step, *curves = kept(tmp_path / "0")

@@ -261,8 +261,8 @@ def test_many_kills_during_writes(number, tmp_path):
 
 
 def kill_during_writes(folder, number, times):
-    """Check that a file is always complete when the command that replaces it repeatedly is killed. After SIGTERM no
-    temporary file is left."""
+    """Kill a command that replaces a file again and again. Check that the file is complete after every kill, and
+    that SIGTERM leaves no temporary file."""
     source, target = folder / "in.safetensors", folder / "out.safetensors"
     rest = {"large": np.zeros(2_000_000, "f4")}
     convert.write(source, convert.Model({"lstm": layer()}, rest, {}, [], {}))

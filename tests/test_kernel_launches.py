@@ -235,8 +235,8 @@ LIMITED = {
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_line_of_a_kernel_is_that_of_its_file(engine):
-    """`#line` directives map each line of a kernel's source to its shader file. The line has the same code without
-    comments, or it is empty if the kernel does not need this code."""
+    """`#line` directives map each line of a kernel's source to a line of a shader file. Both lines have the same
+    code, without comments. If the kernel does not need this code, its line is empty."""
     files = {path.name: path.read_text() for path in shader_folder().glob("*.metal")}
     for launch in launches_of((2, 2, 3, 4, 2), engine):
         text = launch.source.split("\n")
@@ -292,8 +292,8 @@ def test_stepwise_stays_within_the_limits_of_metal(op):
 
 @pytest.mark.parametrize("D", [1, 2])
 def test_a_step_back_has_threadgroups_for_many_cores(D):
-    """The tiles of a backward step are small enough for many GPU cores: at B = 32 and H = 256 there are at least 32
-    threadgroups. Larger problems use larger tiles, which read less memory."""
+    """The tiles of a backward step are small enough to keep many GPU cores busy: at B = 32 and H = 256 there are at
+    least 32 threadgroups. Larger problems use larger tiles, which read less memory."""
     for B, H, groups, tile in ((32, 256, 32, (16, 16)), (8, 256, 32, (8, 8)), (128, 1024, 128, (32, 32))):
         problem = Problem(1, B, H, H, LSTMCell(), bidirectional=D == 2)
         rows, columns = kernels_stepwise.tile_of(problem, H)

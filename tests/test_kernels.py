@@ -108,8 +108,8 @@ def test_half_precision_crossed(engine, name, word):
     in_turns([("stepwise", option) for option in TILED] + WIDE[::14], [*HALVES]),
 )
 def test_half_precision_of_many_items(engine, option, word):
-    """float16 and bfloat16 results are right with a batch of 9, for which `stepwise` computes matrix products by
-    tiles and `fused` by 8 x 8 matrices."""
+    """float16 and bfloat16 results are right with a batch of 9. At this size `stepwise` computes matrix products by
+    tiles, and `fused` computes them by 8 x 8 matrices."""
     check_half(engine, options_at(option, 9), 9, word)
 
 
@@ -347,8 +347,8 @@ def judge_each_element(case, engine):
 @pytest.mark.parametrize("sweep", kernels_fused.SWEEPS)
 @pytest.mark.parametrize("layer", [*LAYERS, "both"])
 def test_every_weight_is_arranged_once(layer, sweep, matrices):
-    """The weights in lane order contain each weight of a direction exactly once. All other elements are padding and
-    0."""
+    """The library copies the weights into the order in which the `fused` kernel reads them. The copy contains each
+    weight of a direction exactly once. All other elements are padding and 0."""
     cell = {"gru": GRUCell(gate_order="znr"), "gru_before": GRUCell("nrz", reset="before"), "rnn": RNNCell()}
     cell, D = cell.get(layer, LSTMCell("ofgi")), 2 if layer == "both" else 1
     for H in (1, 33, 40):
@@ -436,8 +436,8 @@ def test_options_in_many_random_combinations(engine, seed, sizes, op, both, show
     in_turns(product(("lstm", "gru", "rnn"), [SHAPES[n] for n in (0, 3, 4, 5, 6)]), [1, 2], others=True),
 )
 def test_odd_shapes_in_matrices(layer, sizes, directions):
-    """`fused` with 8 x 8 matrix products is right for odd sizes. With one direction, d (the gradients of the gates)
-    has a double buffer in threadgroup memory; with two directions a single buffer."""
+    """`fused` with 8 x 8 matrix products is right for odd sizes. With one direction, the gradients d of the gates
+    have a double buffer in threadgroup memory. With two directions they have a single buffer."""
     options = {"mask": (*sizes[:2], "P"), "bidirectional": directions == 2, **LAYERS[layer]}
     with (
         patch.object(kernels_fused, "MATRIX_BATCH", 1),
@@ -471,7 +471,8 @@ def test_fused_in_several_launches(monkeypatch, layer, way, lengths, matrices):
 
 @pytest.mark.parametrize("matrices", [False, True])
 def test_h_is_rounded_to_half_at_every_step(matrices):
-    """One launch over all steps gives bit for bit the same result as one launch per step, which reads h in 16 bits."""
+    """One launch over all steps gives bit for bit the same result as one launch per step. Separate launches pass h
+    on in 16 bits, so a launch over all steps must round h to 16 bits at every step, too."""
     case, found = draw(np.random.default_rng(6), sizes=(7, 3, 2, 5, 5), dtype=np.float16, mask=(7, 3, "P")), []
     batch = patch.object(kernels_fused, "MATRIX_BATCH", 1 if matrices else 100)
     for steps in (1, 100):

@@ -148,8 +148,8 @@ def test_the_default_thresholds_are_those_of_the_model(dtype, rows, least):
 @pytest.mark.parametrize(("bits", "rows"), [(4, OF_4), (8, OF_8)])
 def test_the_thresholds_of_quantized_weights_are_those_of_the_model(bits, rows):
     """For quantized weights, each default threshold is the largest H at which the model predicts that `fused` wins.
-    The prediction is for a forward pass of 100 steps at the first batch size of each table row, with quantization
-    groups of 64 if 64 divides H, otherwise of 32."""
+    The prediction is for a forward pass of 100 steps at the first batch size of each table row. A quantization group
+    has 64 weights if 64 divides H, otherwise 32."""
     for B, ((threshold, engine),) in rows.items():
         packing = {H: Packing(64 if H % 64 == 0 else 32, bits, "affine") for H in (threshold, threshold + 32)}
         wins = {H: fused_wins(mx.float32, B, H, 100, "forward", packing[H]) for H in packing if H <= 256}
@@ -179,7 +179,8 @@ def test_the_rule_against_what_was_published_of_mlx():
 @pytest.mark.parametrize("B", [1, 32])
 def test_a_sweep_takes_what_its_instructions_take(B):
     """The predicted time of a recurrence kernel is longer than the time of its instructions alone, because the model
-    also adds latencies. Each of the four quarters of a GPU core executes one SIMD-group instruction per cycle."""
+    adds latencies to the instructions' time. Each of the four quarters of a GPU core executes one SIMD-group
+    instruction per cycle."""
     problem, graph = ours(Size(50, B, 64, 64), mx.float32, "fused", "backward")
     for launch in graph.launches:
         if has_product(launch):

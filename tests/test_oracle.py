@@ -265,8 +265,8 @@ def test_unknown_arguments_are_refused():
 @pytest.mark.parametrize("op, options", [("lstm", {"peephole": True, "projection": True}), ("gru", {}), ("rnn", {})])
 @pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16, ml_dtypes.bfloat16])
 def test_closeness(dtype, op, options):
-    """The error bounds accept the oracle's formula computed in the dtype itself, and refuse wrong values, shapes,
-    dtypes and NaN."""
+    """The error bounds accept results that the oracle's own formula gives when it is computed in the tested dtype.
+    They refuse wrong values, shapes, dtypes and NaN."""
     rng = np.random.default_rng(11)
     case = draw(rng, op=op, mask=(B, "P"), dtype=dtype, bidirectional=op != "lstm", **options)
     cotangents = {name: value.astype(dtype) for name, value in draw_cotangents(rng, forward(**case)).items()}
@@ -296,8 +296,8 @@ def test_floats_are_those_of_the_dtypes():
 
 
 def test_bounds_allow_both_ways_to_blend():
-    """The error bounds accept both z a + (1 - z) b and b + z (a - b) in float32, even where z is near 1 and a is
-    much smaller than b."""
+    """The error bounds accept two formulas in float32, z a + (1 - z) b and b + z (a - b). They accept both even
+    where z is near 1 and a is much smaller than b."""
     rng = np.random.default_rng(8)
     z = np.concatenate([rng.uniform(size=500), 1 - rng.uniform(size=500) * 1e-3]).astype(np.float32)
     a, b = (scale * rng.normal(size=1000).astype(np.float32) for scale in (np.float32(0.01), np.float32(3)))

@@ -158,8 +158,8 @@ def test_single_steps_are_flat_in_memory(steps):
 
 
 def steps_of(kind):
-    """Return a dict of functions that run one step each, state -> (output, state). They cover float and quantized
-    layers, cells, and stacks of two layers."""
+    """Return {name: function}. Each function runs one time step, state -> (output, state). The functions cover float
+    and quantized layers, cells, and stacks of two layers."""
     lists = [[getattr(nn, kind)(n, 32) for n in (I, 32)], [getattr(nn, kind)(n, 32) for n in (I, 64)]]
     quantized = getattr(nn, f"Quantized{kind}").from_layer(lists[0][0], 32)
     both, cell = {"num_layers": 2, "bidirectional": True}, getattr(like_torch, f"{kind}Cell")(I, 32)

@@ -153,8 +153,8 @@ def test_float32(kind):
 @pytest.mark.parametrize("options", [{}, {"bias": False}], ids=str)
 @pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN", "RNN_relu"])
 def test_cells(kind, options, batch):
-    """Cells agree with torch's cells in a loop of three steps, including all gradients, and with our layer of the
-    same weights."""
+    """Three steps of our cells, in a loop, agree with three steps of torch's cells and with one call of our layer
+    with the same weights. All gradients are compared, too."""
     word, options = f"{kind.partition('_')[0]}Cell", options | KINDS[kind]
     theirs, cell = getattr(torch.nn, word)(I, H, **options).double(), getattr(ours, word)(I, H, **options)
     assert repr(cell) == repr(theirs)
@@ -407,8 +407,8 @@ def test_numpy_s_numbers():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_steps_one_by_one_and_items_one_by_one(kind):
-    """A call for the whole batch equals calls for single time steps with the states passed on, and calls for single
-    sequences."""
+    """One call for the whole batch gives the same results as calls for single time steps, with the states passed on,
+    and as calls for single sequences."""
     layer = layers(kind, num_layers=2)[1]
     x, last, outputs = mx.random.normal((5, 3, I)), None, []
     whole, end = layer(x)
@@ -571,8 +571,8 @@ def test_torch_s_arrays_in_the_other_layers_and_ops():
 
 
 def test_the_dialect_is_torch_s_own_signature():
-    """Constructors have torch's argument names in torch's order, except `device` and `dtype`, for which MLX has
-    other means."""
+    """The constructors have torch's argument names in torch's order. Only `device` and `dtype` are missing, because
+    MLX sets them in other ways."""
     import inspect
 
     base = [name for name in inspect.signature(torch.nn.modules.rnn.RNNBase.__init__).parameters if name != "mode"]

@@ -39,8 +39,8 @@ def own_cache(tmp_path, monkeypatch):
 
 
 def written(file, engines=ENGINES, cuts=(), **other):
-    """Write a file with the table `engines` of preferred engines. `other` replaces entries that describe the machine
-    on which the table was measured. Return the path."""
+    """Write a table's file and return its path. `engines`: the preferred engines. `other`: replacements for the
+    entries that describe the machine on which the table was measured."""
     write(file, engines, [], cuts)
     content = json.loads(file.read_text())
     content["machine"] |= other
@@ -127,8 +127,8 @@ def test_a_changed_file_changes_the_hash_of_the_kernels(tmp_path, folder):
 
 @pytest.mark.parametrize("entry", ["chip", "architecture", "system", "mlx", "mlx_lstm", "kernels"])
 def test_a_file_of_another_machine_does_not(own_cache, entry):
-    """A table's file is ignored without a warning if an entry that describes its machine differs from this machine.
-    The reason of the choice names this entry."""
+    """The library ignores a table's file, without a warning, if an entry of the file describes another machine. The
+    reason that is given for the choice of an engine names this entry."""
     written(own_cache, **{entry: "another"})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -245,8 +245,9 @@ def no_cuts(monkeypatch):
 @pytest.mark.parametrize("op", ["lstm", "gru", "rnn", "gru-before"])
 @pytest.mark.parametrize("rows", tune_module.ROWS)
 def test_however_it_is_cut_the_result_is_the_same(op, rows):
-    """Every division of the work (batch rows per threadgroup, spare registers) gives the same gradients. If the cell
-    does not support a number of rows, fewer rows are used. Spare registers only move weights out of registers."""
+    """Gradients do not depend on how `fused` divides its work: on the number of batch rows per threadgroup, and on
+    the number of registers that it does not fill with weights. If the cell does not support a number of rows, fewer
+    rows are used."""
     reset = {"reset": "before"} if op == "gru-before" else {}
     function = {"lstm": lstm, "rnn": rnn}.get(op, gru)
     H, G = 8, {"lstm": 4, "rnn": 1}.get(op, 3)
@@ -276,8 +277,8 @@ def test_the_library_cuts_as_the_file_says(own_cache):
 
 
 def test_a_cut_counts_where_it_is_worth_it(monkeypatch, capsys):
-    """`best_cut` first tries numbers of batch rows per threadgroup, then numbers of spare registers. It never
-    selects a choice that gives wrong results or is hardly faster."""
+    """`best_cut` first tries several numbers of batch rows per threadgroup, then several numbers of registers left
+    free. It never selects a choice that gives wrong results or that is hardly faster."""
     times = {None: 1.0, (1, 0): "discarded: wrong", (2, 0): 0.98, (4, 0): 0.9, (8, 0): 2.0}
     times |= {(4, 8): 0.89, (4, 16): 0.8, (4, 32): "discarded: no pipeline"}
     monkeypatch.setattr(tune_module, "measure", lambda contenders, *_: {cut: times[cut] for cut in contenders})

@@ -72,9 +72,9 @@ def gru(
         gate_order (str): order of the three H-blocks on every 3H axis, a permutation of reset, update and candidate
             gate. Default: `"rzn"`.
         activations (sequence of str): the activations of r, z, n, in this order; the names are those of `lstm`.
-        reset (str): whether r multiplies the recurrent product of the candidate, `"after"`, or the h that enters this
-            product, `"before"`. Default: `"after"`.
-        flip_z (bool): use z as the weight of n, so that h = (1 - z) h + z n. Default: `False`.
+        reset (str): with `"after"` r multiplies the recurrent product of the candidate; with `"before"` r multiplies
+            the h that enters this product. Default: `"after"`.
+        flip_z (bool): use z as the weight of n, so that h[t] = (1 - z) h[t-1] + z n. Default: `False`.
         mask (array, optional): factor on h[t-1] as it enters the recurrent products; broadcastable to [B, H], or to
             [T, B, H] for a mask per step. All gates share it. The term z h[t-1] is not masked; `keep` acts on both.
         keep, hold, reverse, bidirectional, lengths, return_gates, training, checkpoint_every, engine, stream: as in

@@ -81,8 +81,8 @@ def lstm(
             the output, each one of `"identity"`, `"relu"`, `"tanh"`, `"sigmoid"`, `"hard_sigmoid"`
             (clip(0.2 x + 0.5, 0, 1)), `"hard_sigmoid_sixth"` (clip(x / 6 + 0.5, 0, 1)).
         peephole (array, optional): peephole weights, [4H]; zeros for a gate without a peephole.
-        output_peephole (str): whether the peephole of o reads c[t], `"current"`, or c[t-1], `"previous"`. Default:
-            `"current"`.
+        output_peephole (str): with `"current"` the peephole of o reads c[t]; with `"previous"` it reads c[t-1].
+            Default: `"current"`.
         mask (array, optional): factor on h[t-1] as it enters the recurrent product; broadcastable to [B, P], or to
             [T, B, P] for a mask per step. All gates share it. It leaves the carried c as it is; `keep` and `hold` act
             on that. A mask per gate, as in Keras' recurrent_dropout, needs a product per gate, which the kernels do not
@@ -97,11 +97,11 @@ def lstm(
             past an item's end are not held.
         cell_clip (float, optional): limit on |c[t]|; no limit if 0 or less. The gradient passes through unchanged.
             TensorFlow's block ops define both rules in the same way.
-        forget_bias (float): added to the forget gate's preactivation. Default: 0.
+        forget_bias (float): a number that is added to the forget gate's preactivation. Default: 0.
         reverse (bool): process t = T-1 ... 0; outputs stay aligned with the input. Default: `False`.
-        bidirectional (bool): run both directions. Then, the forward direction first, Wx is [8H, I], b [8H], Wh
-            [2, 4H, P], Wp [2, P, H], peephole [2, 4H], h0 [B, 2P], c0 [B, 2H], a mask that is not shared [.., 2P], a
-            projected x [T, B, 8H], and all outputs are twice as wide. Default: `False`.
+        bidirectional (bool): run both directions. The arrays then hold the forward direction first: Wx [8H, I], b [8H],
+            Wh [2, 4H, P], Wp [2, P, H], peephole [2, 4H], h0 [B, 2P], c0 [B, 2H], a mask that is not shared [.., 2P],
+            a projected x [T, B, 8H]. All outputs are twice as wide. Default: `False`.
         lengths (integer array or list, optional): [B], each in 0..T. Past its end an item's outputs are 0, its state is
             carried unchanged and its input is not read; with `reverse` the item starts at its end. Under `mx.compile`
             the range is not checked.

@@ -64,8 +64,8 @@ STATISTICS = "SHADER-DB: k: 15 inst, 9 alu, 9 fscib, 4 ic, 99 bytes, 27 regs, 8 
 
 
 def test_counting():
-    """`count` counts the first loop with multiply-adds in the third program of the compiler's output. The first two
-    programs are not final."""
+    """`count` reads the third program in the compiler's output, because the first two programs are not final. It
+    counts the instructions of the first loop that contains multiply-adds."""
     found = count(STATISTICS + BEFORE * 2 + FINAL + BEFORE * 3)
     assert (found.registers, found.scratch, found.unknown) == (13.5, 16, 0)
     kinds = {"device_loads": 1, "multiply_adds": 1, "moves": 2, "integer": 2, "transcendental": 1, "spills": 1}
@@ -94,7 +94,8 @@ def test_a_product_within_is_the_loop_that_counts():
 
 
 def test_a_program_that_was_not_understood_is_refused():
-    """`count` raises ValueError if the statistics state another number of instructions than the program has."""
+    """`count` raises ValueError if the compiler's statistics give another number of instructions than the printed
+    program has."""
     with pytest.raises(ValueError, match="15 instructions"):
         count(STATISTICS + BEFORE * 3)
 
