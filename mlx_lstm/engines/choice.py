@@ -89,7 +89,7 @@ def choose(
         requested (str): the engine that the caller forces. Default: `None`, the best that can run.
         table (Table): the faster Metal engine by dtype, batch and H. Default: the predicted table.
         op (str): the op that an error names. Default: `"lstm"`.
-        refused (mapping): engines that failed their trial on this machine, each with the reason. Default: none.
+        refused (mapping): engines whose kernels failed a test run on this machine, each with the reason. Default: none.
         packing (Packing): how the recurrent weights are quantized. Default: `None`, they are not.
 
     Raises:

@@ -123,7 +123,7 @@ class Chunked:
             return values
         return [self.held.pop(name, value) for name, value in zip(names, values, strict=True)]
 
-    # --- The sweeps --------------------------------------------------------------------------------------------------
+    # --- The forward and the backward pass ---------------------------------------------------------------------------
 
     def results_saved(self, problem: Problem) -> list[str]:
         """Return the names of the results of `forward` that `backward` reads."""

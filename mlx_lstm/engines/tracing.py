@@ -55,7 +55,7 @@ class Probe(local):
 
 
 def count_run(array: mx.array) -> list[mx.array]:
-    """Count that Python has run the compiled function. The function has no outputs, so that nothing is computed."""
+    """Count one more run of the compiled function in Python. The function returns nothing, so MLX computes nothing."""
     probe.runs += 1
     return []
 
@@ -66,15 +66,16 @@ probe = Probe()
 def is_transforming() -> bool:
     """Return whether MLX is transforming a function in this thread.
 
-    MLX does not say. But it runs a compiled function in Python if an argument is a tracer, and otherwise only once, to
-    compile it. Asking takes a microsecond outside of transformations; an evaluation would wake another thread.
+    MLX has no function that tells. But MLX runs a compiled function in Python if an argument is a tracer. Otherwise
+    it runs the function in Python only once, to compile it. Outside of transformations this test takes a
+    microsecond. A test by an evaluation would take longer, because it wakes another thread.
     """
     before = probe.runs
     probe.compiled(PLACEHOLDER)
     if probe.runs == before:
         return False
-    # Python also runs the first call in a thread, and every call under mx.disable_compile(). The placeholder has no
-    # value, so that mx.eval raises in any case; the error says whether it counts as a tracer.
+    # Python also runs the function at the first call in a thread, and at every call under mx.disable_compile(). mx.eval
+    # of the placeholder tells these cases apart: it raises a ValueError during a transformation, else a RuntimeError.
     try:
         mx.eval(PLACEHOLDER)
     except RuntimeError:
@@ -85,10 +86,11 @@ def is_transforming() -> bool:
 
 
 def have_values(arrays: list[mx.array], transforming: bool | None = None) -> bool:
-    """Evaluate the arrays, and return whether none of them is a placeholder of `mx.compile`, `mx.vmap` or an export.
+    """Evaluate the arrays. Return False if one of them is a placeholder of `mx.compile`, `mx.vmap` or an export,
+    which has no value; else True.
 
-    transforming: whether MLX is transforming a function, if the caller knows. A vjp rule passes False: MLX keeps all
-        graphs while it calls one.
+    transforming: whether MLX is transforming a function, or None if the caller does not know. A vjp rule passes False,
+        because MLX keeps all graphs while it calls a vjp rule.
     """
     try:
         if is_transforming() if transforming is None else transforming:
@@ -103,11 +105,13 @@ def have_values(arrays: list[mx.array], transforming: bool | None = None) -> boo
 
 
 def with_graphs_kept(function: Callable[[], Any]) -> Any:
-    """Return `function()`. Arrays that it evaluates stay connected to the graph that computed them.
+    """Call `function` and return its result. Arrays that it evaluates stay connected to the graph that computed
+    them.
 
-    When an inner transformation ends, MLX unmarks the tracers it met, including those of an outer transformation. If
-    such an array is evaluated afterwards, MLX drops its graph, and the outer derivative silently becomes wrong. Only
-    while MLX calls a vjp rule does it keep all graphs. So `function` runs inside the vjp rule of an identity.
+    When an inner transformation ends, MLX removes the tracer mark of all tracers that it met, including tracers of
+    an outer transformation. If such an array is evaluated afterwards, MLX drops its graph, and the outer derivative
+    silently becomes wrong. MLX keeps all graphs only while it calls a vjp rule. So `function` runs inside the vjp
+    rule of an identity function.
     """
     results = []
 

@@ -37,7 +37,7 @@ from .products import candidates, gradients_in_few_launches, is_plain, project, 
 
 SWEEPS = ("forward", "backward")
 
-# --- Sweeps ---
+# --- The forward and the backward pass ---
 
 
 def forward(problem: Problem, arrays: Arrays) -> Arrays:
@@ -131,8 +131,8 @@ class Sweep(NamedTuple):
 
 
 def run(problem: Problem, sweep: Sweep, inputs: Inputs, carried: dict[str, str]) -> Arrays:
-    """Launch the parts of a pass, one after the other, and return their results. carried: pairs of names, from a
-    result of one part to the input of the next part."""
+    """Launch the parts of a pass, one after the other, and return their results. carried: a dict from a result of
+    one part to the name of the input that gets it in the next part."""
     pieces: list[Arrays] = []
     for part in sweep.parts:
         inputs["sizes"] = part.sizes

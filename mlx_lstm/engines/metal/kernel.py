@@ -78,7 +78,7 @@ def whole_mask(problem: Problem, arrays: Arrays) -> mx.array | None:
     return contiguous(mx.broadcast_to(mask, (steps, problem.B, problem.directions * problem.P)))
 
 
-# --- Texts ---
+# --- The source of kernels ---
 
 
 @cache

@@ -35,7 +35,7 @@ from .kernel import (
 from .products import candidates, gradients_in_few_launches, is_plain, project, recurrent_input, takes_product
 from .rows import JOINED, LEFT, Join, Rows, starts_of
 
-# --- Sweeps ---
+# --- The forward and the backward pass ---
 
 
 def forward(problem: Problem, arrays: Arrays) -> Arrays:
@@ -272,7 +272,7 @@ def resets_before(problem: Problem) -> bool:
     return isinstance(problem.cell, GRUCell) and problem.cell.reset == "before"
 
 
-# --- A launch of every step ---
+# --- The launches of a step ---
 
 
 class StepKernel:
@@ -439,8 +439,8 @@ def each_step(make: Make, problem: Problem, inputs: Inputs, rows: Rows | None = 
     return StepLaunch(kernel, [present[name] for name in kernel.names], rows)
 
 
-# The kernels of a step. Each function takes the problem, the dtype of the arrays, the names of the arrays of this call
-# (the shader reads those among its fields), and whether the arrays that the kernel writes become rows.
+# The functions below return the kernels of a step. Their arguments are the problem, the dtype of the arrays, the names
+# of the arrays that the call has, and whether the kernel writes one row (array) per step.
 
 
 @cached
@@ -545,7 +545,7 @@ def dh_kernel(problem: Problem, dtype: mx.Dtype, present: tuple[str, ...], has_r
     )
 
 
-# --- The launch after a sweep ---
+# --- The launch after all steps ---
 
 Kind = tuple[Rows, int]
 """The rows of one kind (of the cells or of the projection), and their number of units: H or P."""

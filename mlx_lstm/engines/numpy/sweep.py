@@ -236,8 +236,9 @@ class BackwardSweep:
         dv: Views,
         out: Views,
     ):
-        """Prepare the sweep. saved: the outputs h, c, gates. dv: the cotangents of outputs. out: the gradients'
-        memory. written, factored: see `WeightGradients`."""
+        """Prepare the backward pass of one direction. v: the arrays of the call. saved: the outputs h, c and gates
+        of the forward pass. dv: the cotangents of some outputs. out: the memory for the gradients. written,
+        factored: see `WeightGradients`."""
         dtype, (_, B, H, P) = v["Wh"].dtype, problem[:4]
         self.problem, self.v, self.dv, self.out, self.h = problem, v, dv, out, saved["h"]
         self.lengths, self.shortest = ends(problem, v)
@@ -378,8 +379,8 @@ class BackwardSweep:
 
 
 def ends(problem: Problem, v: Views) -> tuple[Array, int]:
-    """Return (lengths, shortest): the length of each batch item, [B], and the smallest length. No item has ended
-    before step `shortest`."""
+    """Return (lengths, shortest): the length of each batch item, [B], and the smallest of these lengths. Before step
+    `shortest` no item has ended."""
     if "lengths" not in v:
         return np.full(problem.B, problem.T), problem.T
     return v["lengths"], int(v["lengths"].min())

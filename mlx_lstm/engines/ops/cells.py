@@ -89,7 +89,8 @@ def clip_straight_through(c: Array, limit: float) -> Array:
 
 
 def by_gate(cell: LSTMCell | GRUCell, array: Array | None) -> dict[str, Array]:
-    """Return a dict from each gate to its part of an array [.., GH]. Return an empty dict if the array is None."""
+    """Return a dict from each gate to its part of an array [.., GH] with all gates. Return an empty dict if the
+    array is None."""
     return {} if array is None else dict(zip(cell.gate_order, mx.split(array, cell.gates, axis=-1), strict=True))
 
 
@@ -227,8 +228,8 @@ def rnn_step(cell: RNNCell, a: Array, h_in: Array, Wh: Array) -> tuple[Array, Ar
 
 
 def rnn_step_backward(cell: RNNCell, h: Array, Wh: Array, dh: Array, dgates: Array | None) -> StepGradients:
-    """Return the gradients of one step of a plain RNN, computed from dh and dgates [B, H], the gradients of the new
-    h and of the preactivation."""
+    """Return the gradients of one step of a plain RNN. dh, dgates [B, H]: the gradients of the new h and of the
+    preactivation."""
     dz = dh * slope(cell.act, h)
     dz = dz if dgates is None else dz + dgates
     return StepGradients(dz, dz @ Wh)

@@ -209,8 +209,8 @@ def input_gradients(problem: Problem, arrays: Arrays, dz: Array) -> Arrays:
 
 
 def recurrent_gradients(problem: Problem, arrays: Arrays, saved: Arrays, sweep: Arrays) -> Arrays:
-    """Return one direction's gradients of Wh, bhn, peephole, mask, keep and Wp. Each is a product or a sum over all
-    T * B rows."""
+    """Return the gradients of Wh, bhn, peephole, mask, keep and Wp for one direction. Each gradient is one product
+    or one sum over all T * B rows."""
     cell, mask, h, dz, lengths = problem.cell, arrays.get("mask"), saved["h"], sweep["dz"], arrays.get("lengths")
     before = states_before(problem, arrays, saved)
     h_prev = times_keep(arrays, before["h"])
@@ -351,7 +351,7 @@ def without_padding(lengths: Array | None, sequence: Array) -> Array:
 
 
 def of_live(live: Array, sequence: Array) -> Array:
-    """Return a sequence [T, B, .] with 0 where the bool array `live` [T, B] is false."""
+    """Return a sequence [T, B, .] with 0 at every step and item for which the bool array `live` [T, B] is false."""
     return mx.where(live.reshape(*live.shape, *[1] * (sequence.ndim - 2)), sequence, mx.array(0, sequence.dtype))
 
 
