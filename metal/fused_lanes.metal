@@ -63,8 +63,8 @@ float activate_own(int gate, float x) {
   else return activate(activation_of(OPTIONS, gate), x);
 }
 
-// Return the derivative of the activation of a lane's own gate. y is the gate. The derivative is 1 - y^2 = (1 - y)(y +
-// 1) for a tanh, (1 - y) y for a sigmoid.
+// Return the derivative of the activation of a lane's own gate. y is the gate. The derivative is
+// 1 - y^2 = (1 - y)(y + 1) for tanh, and (1 - y) y for sigmoid.
 template <int OPTIONS, int GATES>
 float slope_own(int gate, float y) {
   if constexpr (SQUASHES<OPTIONS, GATES>) return (1.0f - y) * (y + (is_tanh<OPTIONS, GATES>(gate) ? 1.0f : 0.0f));
