@@ -79,8 +79,8 @@ template <class Cell, int H, int UNITS, class V, int FIELD, int BITS, int SIZE, 
 uint word_of_lane(Packed<BITS, SIZE, A, B> Wh, long direction, int index, int number) {
   constexpr int GATES = Cell::GATES, GROUP = Lanes<Cell>::LANES * UNITS, SLOTS = UNITS * GATES, PER_WORD = 32 / FIELD;
   using Share = LaneShare<V, H, GROUP, SLOTS>;
-  // A piece of a lane's words is OF_WEIGHTS words of weights, then the scale and bias of each slot. So factor < 0 means
-  // that this word holds weights.
+  // The words of a lane lie in pieces of EACH words: first OF_WEIGHTS words with weights, then the scale and bias of
+  // each slot. `factor` counts from the first scale, so factor < 0 means that this word holds weights.
   const int piece = number / Share::EACH, place = number % Share::EACH, factor = place - int(Share::OF_WEIGHTS);
   const int slot = factor < 0 ? place / Share::WORDS % SLOTS : factor / Share::FACTORS;
   int unit, block, k;

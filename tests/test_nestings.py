@@ -84,7 +84,7 @@ def judged(model, names, runs, inner=None):
 
 ROWS = {
     "the gradient: `grad`, `vjp`, `value_and_grad`": ("grad",),
-    "its gradient: `grad` of `grad`": ("grad", "grad"),
+    "the second derivative: `grad` of `grad`": ("grad", "grad"),
     "forward mode: `jvp`": ("jvp",),
     "forward over reverse: `jvp` of `grad`": ("grad", "jvp"),
     "reverse over forward: `grad` of `jvp`": ("jvp", "grad"),
@@ -95,7 +95,7 @@ ROWS = {
     "`grad` of `grad` of `vmap`": ("vmap", "grad", "grad"),
     "`jvp` of `vmap`": ("vmap", "jvp"),
     "a Jacobian: `vmap` over the cotangent of `vjp`": ("jacobian",),
-    "its derivative": ("jacobian", "grad"),
+    "the derivative of a Jacobian": ("jacobian", "grad"),
     "the gradient after a `grad` or `jvp` of something else": ("after another", "grad"),
 }
 COLUMNS = {"`ops`": "ops", "`numpy`": "numpy", "the CPU's default": "the CPU's default"}

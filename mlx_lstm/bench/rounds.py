@@ -114,8 +114,8 @@ def peak_ratio(row: Measurement) -> float | None:
 def measure(
     tasks: list[Task], judge: Judge, *, seconds: float, rounds: int, patience: float, progress: Progress | None = None
 ) -> list[Measurement]:
-    """Check and time the tasks of one size and pass against each other. With rounds = 0 only check the results and
-    measure the memory."""
+    """Check the results of all tasks that have the same size and the same pass (forward or backward), then time them
+    in turns. With rounds = 0 only check the results and measure the memory."""
     progress = progress or Progress()  # a Progress that is not entered by `with` prints nothing
     rows: dict[Task, Measurement] = {}
     plans: dict[Task, Plan] = {}

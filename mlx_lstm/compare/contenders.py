@@ -153,7 +153,7 @@ def in_a_child(
 
 
 def numbered(arrays: Arrays, kind: str) -> list[str]:
-    """Return the keys "forward 0", "forward 1", ... (or another kind of key) of a dict, sorted by their numbers."""
+    """Return the keys of a dict that consist of `kind` and a number, such as "forward 0", sorted by the number."""
     return sorted((key for key in arrays if key.startswith(kind)), key=lambda key: int(key.split()[1]))
 
 

@@ -1,13 +1,14 @@
-"""A recurrence on an engine as MLX sees it: its outputs, with the engine's backward pass as their gradient.
+"""Run an engine so that MLX takes the gradient from the engine's own backward pass.
 
 MLX differentiates, maps and compiles graphs of its own operations. The steps of an engine other than `ops` are not such
 a graph. So each run is an `mx.custom_function` that tells MLX what to do instead:
 
-    asked for           engine `ops`                                  engines `numpy`, `fused`, `stepwise`
-    the gradient        its backward pass, a graph again              their backward pass
-    its derivatives     those of this graph, of any order             refused
-    forward mode        that of the graph of the forward pass         refused
-    mx.vmap             that of these graphs                          never here: choose a graph, or MLX refuses kernels
+    MLX asks for           engine `ops`                                engines `numpy`, `fused`, `stepwise`
+    the gradient           runs its backward pass, which is a graph    run their backward pass
+    a second derivative    differentiates that graph, to any order     refuse
+    forward mode           differentiates the forward graph            refuse
+    mx.vmap                maps both graphs                            do not come here: `numpy` is replaced by `ops`
+                                                                       before, and MLX refuses to map a Metal kernel
 
 A derivative that is refused must also be refused inside mx.vmap. But the default rule of MLX for mx.vmap drops all
 other rules of a custom function; `without_derivatives` keeps them.

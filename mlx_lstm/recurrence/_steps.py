@@ -208,8 +208,8 @@ class Steps(NamedTuple):
         return keep if self.lengths is None else mx.where(self.alive()[..., None], keep, 1)
 
     def each_direction(self, keep: Array, live: Array, which: int) -> Array:
-        """Call `factors` for each direction, with the steps in its processing order. Return one of the two results
-        as [T, B, D]: the factors before each step (which = 0) or after each step (which = 1)."""
+        """Return the factors on the state of each direction, [T, B, D]: before each step (which = 0) or after each step
+        (which = 1). The function `factors` computes them from `keep` and the steps that run, in processing order."""
         each = []
         for d, back in enumerate(self.backwards):
             turn = slice(None, None, -1 if back else 1)

@@ -208,9 +208,9 @@ def test_a_product_by_lanes(sweep):
 
 
 def test_packed_weights_take_registers_only():
-    """Kernels with quantized weights spill no register. With one batch row they take at most 4 instructions per
-    weight at 2, 4 or 8 bits, else 5.5 (other bits, small floats, other cells). With four batch rows they take at
-    most 3.5 per weight and row."""
+    """Kernels with quantized weights spill no register. The limits are in instructions per weight. With one batch
+    row: 4 for an LSTM with integer weights of 2, 4 or 8 bits, and 5.5 for other bit widths, for float formats such as
+    mxfp4 and for the other cells. With four batch rows: 3.5 per weight and row."""
     lines = [line for line in table() if line.kernel.endswith("_bits")]
     assert len({line.kernel for line in lines}) >= 10 and not any(line.spills or line.scratch for line in lines)
     for line in [line for line in lines if line.rows < 8 and line.per == "turn"]:
