@@ -210,9 +210,9 @@ def test_no_sequence_is_copied(monkeypatch, word, batch_major):
 
 @pytest.mark.parametrize("word, options", [*((word, {}) for word in OPS), ("gru", {"reset": "before"})], ids=str)
 def test_gradients_of_many_calls_are_not_in_memory_at_once(word, options):
-    """If a loss calls the op once per time step, engine `numpy` gives the same gradients as engine `ops` and takes
-    at most twice the memory of `ops`. It would take four times as much if the gradients of all calls were in memory
-    at once."""
+    """If a loss calls the op once per time step, engine `numpy` gives the same gradients as engine `ops`, and its peak
+    memory is below half of the memory that the weights' gradients of all calls would take at once. The peak varies from
+    run to run, since another thread of MLX releases arrays."""
     T, H, rng = 40, 384 if word == "rnn" else 256, np.random.default_rng(0)
     G = {"lstm": 4, "gru": 3, "rnn": 1}[word]
     with mx.stream(mx.cpu):
@@ -226,17 +226,17 @@ def test_gradients_of_many_calls_are_not_in_memory_at_once(word, options):
                 total = total + h.square().sum()
             return total
 
-        peaks, gradients = {}, {}
-        for engine in ("ops", "numpy"):
-            mx.clear_cache()
-            mx.reset_peak_memory()
-            before = mx.get_active_memory()
-            gradients[engine] = mx.grad(loss, argnums=(0, 1))(Wx, Wh, engine)
-            mx.eval(gradients[engine])
-            peaks[engine] = mx.get_peak_memory() - before
+        gradients = {"ops": mx.grad(loss, argnums=(0, 1))(Wx, Wh, "ops")}
+        mx.eval(gradients)
+        mx.clear_cache()
+        mx.reset_peak_memory()
+        before = mx.get_active_memory()
+        gradients["numpy"] = mx.grad(loss, argnums=(0, 1))(Wx, Wh, "numpy")
+        mx.eval(gradients["numpy"])
+        peak = mx.get_peak_memory() - before
         for got, expected in zip(gradients["numpy"], gradients["ops"], strict=True):
             np.testing.assert_allclose(got, expected, rtol=0, atol=1e-5 * np.abs(np.array(expected)).max())
-        assert peaks["numpy"] < 2 * peaks["ops"]
+        assert peak < T * (Wx.nbytes + Wh.nbytes) / 2
 
 
 @pytest.mark.parametrize("both", [False, True])
