@@ -10,7 +10,7 @@ import mlx.core as mx
 from ..checks import check_every, check_lengths, warn_once
 from ..engines import METAL_ENGINES, Choice, choice, tuning
 from ..engines.autodiff import run, run_backward
-from ..engines.cells import Cell, RNNCell
+from ..engines.cells import AnyCell, RNNCell
 from ..engines.choice import NOWHERE, Stream, on
 from ..engines.ops.cells import activate
 from ..engines.packing import Packing, packed_names
@@ -38,7 +38,7 @@ class Call(NamedTuple):
     without a time axis.
     """
 
-    cell: Cell
+    cell: AnyCell
     reverse: bool = False
     bidirectional: bool = False
     lengths: Lengths = None
