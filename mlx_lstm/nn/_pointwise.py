@@ -6,6 +6,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 
 from ..checks import NO_UNITS, check_array, check_every, check_flag, check_integer, fail
 from ..engines.choice import Engine, check_engine
@@ -130,7 +131,7 @@ class Pointwise(nn.Module):
         if keep is not None:
             options["keep"] = mx.swapaxes(mx.broadcast_to(keep, x.shape[:2]), 0, 1)
         if hold is not None:
-            options["hold"] = mx.swapaxes(mx.broadcast_to(mx.array(hold), x.shape[:2]), 0, 1)
+            options["hold"] = mx.swapaxes(mx.broadcast_to(mx.array(np.asarray(hold)), x.shape[:2]), 0, 1)
         by_time = [mx.swapaxes(array, 0, 1) if array.ndim == 3 else array for array in inputs]
         h, last = pointwise(
             *(self._cell, mx.swapaxes(x, 0, 1), self.Wx, self.Wh, self.bias, state),

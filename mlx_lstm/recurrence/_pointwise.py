@@ -210,7 +210,7 @@ def apart_again(joined: Array | None, n: int, D: int) -> list[Array]:
     if joined is None or n < 2:
         return [] if joined is None else [joined]
     if D == 1:
-        return mx.split(joined, n, axis=-1)
+        return list(mx.split(joined, n, axis=-1))
     *sizes, width = joined.shape
     parts = mx.split(joined.reshape(*sizes, 2, width // 2), n, axis=-1)
     return [part.reshape(*sizes, width // n) for part in parts]

@@ -32,7 +32,6 @@ COMPOSED: dict[str, str] = {
     "sigmoid_of_negated": "exp({0}, {out}); add({out}, one, {out}); divide(one, {out}, {out})",
     "rsqrt": "sqrt({0}, {out}); divide(one, {out}, {out})",
     "float": "copyto({out}, {0})",
-
     "select": "copyto({out}, {2}); copyto({out}, {1}, where={0})",
     # max(a, b) + log(1 + e) with e = exp(-|a - b|), and log(1 + e) = log(u) + (e - (u - 1)) / u with u = 1 + e. NumPy's
     # own logaddexp takes one number at a time. fmin replaces the NaN of two equal infinities.
@@ -258,8 +257,8 @@ class PointwiseStep:
         c: Array,
         h: Array,
     ) -> None:
-        """Write the new states c [C H, B] and h [H, B], and unless it is None, `saved` [K H, B]. The other arguments are
-        those of `LSTMStep`."""
+        """Write the new states c [C H, B] and h [H, B] and, unless it is None, `saved` [K H, B]. The other arguments
+        are those of `LSTMStep`."""
         if self.weights is not None:
             np.matmul(self.weights, operand, out=self.z)
             if inputs is not None and not self.apart:

@@ -4,6 +4,8 @@ Forward: the input's part of the preactivations, computed for a block of steps a
 each step's own product (`JoinedProduct`). Backward: the gradients of the weights (`WeightGradients`).
 """
 
+from typing import Any
+
 import numpy as np
 
 from ..cells import LSTMCell
@@ -48,7 +50,7 @@ class SeparateProducts:
         rows = cell.gates * H
         self.order: str = cell.gate_order
         self.x: Array = v["x"]
-        self.weights: Array | None = matrix(v["Wh"]) if "Wh" in v else None  # None: a cell without a product of h
+        self.weights: Any = matrix(v["Wh"]) if "Wh" in v else None  # None: a cell without a product of h
         Wx, bias = matrix(v["Wx"]) if "Wx" in v else None, bias_of(problem, v)
         if Wx is None:
             self.block: int = 1

@@ -50,7 +50,7 @@ def values_of(
 
 def blocks(array: Array | None, count: int) -> list[Array]:
     """Return the blocks of H of an array [..., count * H]."""
-    return [] if array is None or count == 0 else mx.split(array, count, axis=-1)
+    return [] if array is None or count == 0 else list(mx.split(array, count, axis=-1))
 
 
 def pointwise_step(

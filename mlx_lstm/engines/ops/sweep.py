@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_map
 
-from ..cells import GRUCell, LSTMCell, PointwiseCell
+from ..cells import GRUCell, LSTMCell, PointwiseCell, RNNCell
 from ..directions import half, join, join_gradients, one_direction, part
 from ..problem import Array, Arrays, Problem
 from . import cells
@@ -188,6 +188,7 @@ def step_backward(
     if isinstance(cell, GRUCell):
         h_in = times_mask(arrays, before["h"], t)
         return cells.gru_step_backward(cell, after["gates"], h_in, before["h"], Wh, before.get("q"), dh, dgates)
+    assert isinstance(cell, RNNCell)
     return cells.rnn_step_backward(cell, after["h"], Wh, dh, dgates)
 
 
