@@ -205,6 +205,8 @@ def exported(function: Callable[..., Any], given: list[mx.array]) -> Exported:
 def absorb(graph: Graph, function: Callable[..., Any], given: list[mx.array], names: list[str]) -> list[int]:
     """Add a function to a graph. Return the nodes of its results. names: the names of its arguments."""
     content = exported(function, given)
+    if any(item.get("name") == "RandomBits" for item in content):  # before operations on the key, such as Split
+        raise NotPointwise("RandomBits")
     again = exported(function, given)  # while `content` lives, so that new constants of both have different addresses
     captured = captured_arrays(content, again)
     found: dict[str, int | None] = {}  # by the keys of MLX's graph; None: an array of different numbers
