@@ -9,6 +9,7 @@ import numpy as np
 
 from mlx_lstm import recurrence
 from mlx_lstm.engines import METAL_ENGINES
+from mlx_lstm.engines.choice import has_metal
 from mlx_lstm.engines.numpy import arrays as numpy_arrays
 from mlx_lstm.engines.numpy import gru as numpy_gru
 from mlx_lstm.engines.numpy import lstm as numpy_lstm
@@ -42,7 +43,7 @@ EVERY_ARRAY = {kind: {"mask": (T, B, "P"), **options} for kind, options in KINDS
 for kind in ("lstm", "lstm_both"):
     EVERY_ARRAY[kind] |= {"projection": True, "peephole": True}
 
-GPU = mx.metal.is_available()
+GPU = has_metal()
 METAL = mx.gpu if GPU else mx.cpu
 """The device of the Metal engines in the tests: the GPU on a Mac, elsewhere the CPU, where the emulator runs."""
 

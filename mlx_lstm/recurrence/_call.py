@@ -201,7 +201,7 @@ class Call(NamedTuple):
             packing=packing,
             limits=limits_in_effect.get(),
         )
-        metal = mx.metal.is_available()
+        metal = choice.has_metal()
         op = self.cell.op if cotangents is None else f"{self.cell.op}_gradients"
         table = tuning.current() if metal else tuning.PREDICTED
         best = partial(choice.decide, problem, table, op, self.engine, device, metal, traced)
