@@ -22,7 +22,7 @@ from .machine import child_environment
 LINES = 6
 """The largest number of lines quoted from what a failed child printed. A compiler may have printed pages."""
 
-KEPT = 100
+KEPT = 5000
 """How many of the first and of the last lines of a child's stderr are stored."""
 
 

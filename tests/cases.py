@@ -128,13 +128,13 @@ def to_numpy(array):
     return np.array(array)
 
 
-def run(case, engine, dtype, cotangents=None, weights=MappingProxyType({})):
+def run(case, engine, dtype, cotangents=None, weights=MappingProxyType({}), device=None):
     """Run the case's op on an engine. Return (outputs, gradients), two dicts of NumPy arrays by name.
 
     The gradients belong to the outputs that have a cotangent. `weights`: quantized weights that replace weights of
-    the case.
+    the case. `device`: where to run instead of the engine's usual device in the tests.
     """
-    with mx.stream(device_of(engine)):
+    with mx.stream(device or device_of(engine)):
         found = cases.run(case, engine, MLX_DTYPE[dtype], cotangents, weights)
         return tuple({name: to_numpy(array) for name, array in part.items()} for part in found)
 

@@ -92,7 +92,10 @@ def pytest_addoption(parser):
 
 
 def install():
-    """Simulate the Mac in this process, and in the Python processes that it starts."""
+    """Simulate the Mac in this process, and in the Python processes that it starts. A process of pytest-xdist calls
+    this function twice, at its start and as pytest."""
+    if sys.platform == "darwin":
+        return
     folder = str(Path(__file__).with_name("simulated_mac_children"))
     paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path not in ("", folder)]
     os.environ["PYTHONPATH"] = os.pathsep.join([folder, *paths])

@@ -16,7 +16,7 @@ import mlx.core as mx
 import mlx.nn
 import numpy as np
 import pytest
-from cases import draw, draw_cotangents, run
+from cases import METAL, draw, draw_cotangents, run
 from on_metal import EVERY_OPTION, on_metal, pairs
 from quantized_cases import packed
 from trial_on_metal import FAULTS, fault
@@ -199,7 +199,7 @@ def assert_right_without(kernel, monkeypatch, said, kind):
         chosen, real = [], _call.guarded
         monkeypatch.setattr(_call, "guarded", lambda *given: (chosen.append(real(*given)), chosen[-1])[1])
         for _ in range(2):
-            outputs, found = run(case, None, np.float32, cotangents)
+            outputs, found = run(case, None, np.float32, cotangents, device=METAL)
         left = {"fused": "stepwise", "stepwise": "ops", "fused stepwise": "ops"}[engines]
         assert chosen[-1].engine == left
         with pytest.raises(ValueError, match="cannot run: its trial on this machine"):
@@ -368,7 +368,7 @@ def test_eight_threads_make_one_trial(monkeypatch, said):
     barrier = threading.Barrier(8)
 
     def work():
-        with mx.stream(mx.cpu):
+        with mx.stream(METAL):
             barrier.wait()
             results.append(np.array(layer(x)[0]))
 
