@@ -81,7 +81,6 @@ def by_child(command: list[str], trials: list[Trial]) -> list[Verdict]:
             except OSError as error:
                 raise CannotBegin(str(error)) from None
             except ChildError as end:
-                _children.clear()
                 if end.code is not None and -end.code in ENDED_BY_OTHERS:
                     continue
                 attempt.note_end(end)
@@ -151,9 +150,12 @@ class Attempt:
         it began: then its imports failed, and no trial is to blame."""
         if not self.began and end.code is not None and end.code >= 0:
             raise CannotBegin(str(end))
-        said = str(end).splitlines()[-1]
-        verdict = verdict_of(f"its trial on this machine ended with exit code {end.code}: {said}")
-        self.verdicts.append(verdict if self.began else verdict._replace(lasting=False))
+        said = _children[-1].said() or "it said nothing"
+        how = f"ended with exit code {end.code}: {said.splitlines()[-1]}"
+        if end.code is None:
+            how = f"gave a broken answer: {str(end).splitlines()[-1]}"
+        verdict = verdict_of(f"its trial on this machine {how}")
+        self.verdicts.append(verdict if self.began and end.code else verdict._replace(lasting=False))
 
 
 def tell_waiting(engine: str, kernels: int | None) -> None:
