@@ -590,7 +590,7 @@ def test_the_dialect_is_torch_s_own_signature():
 def test_dropout_inside_of_a_checkpoint_needs_a_key():
     """Inside `mx.checkpoint` the gradient of a layer with dropout is right with a `key`. Without a key MLX draws other
     elements in the recomputation, so the gradient is wrong."""
-    layer = mlx_lstm.torch.LSTM(3, 4, num_layers=2, dropout=0.5)
+    layer = ours.LSTM(3, 4, num_layers=2, dropout=0.5)
     x = mx.random.normal((9, 5, 3), key=mx.random.key(1))
     differences = []
     for key in (mx.random.key(2), None):
