@@ -106,7 +106,8 @@ def recurrent(
         x, live, before = sequences
         own = () if parameters is None else (parameters,)
         x_at = tree_map(lambda array: by_time(array if live is None else of_live(live, array)), x)
-        steps = len(tree_flatten(x)[0][1])
+        arrays: Any = tree_flatten(x)
+        steps = len(arrays[0][1])
         live_at = [None] * steps if live is None else by_time(live)
         before_at = None if before is None else by_time(before)
 
