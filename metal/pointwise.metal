@@ -23,6 +23,9 @@
 template <int COUNT, int LANES>
 constant constexpr int REGISTERS_OF = COUNT == 0 ? 1 : (COUNT + LANES - 1) / LANES;
 
+// A cell without a product has no weights: the pointer is never read.
+template <int COUNT, class V> const device V* vectors_of_lane(Absent, int, uint, uint) { return (const device V*)0; }
+
 // Load a lane's blocks of row `row` of an array [rows, COUNT H]. Lanes past the last block load the last one.
 template <int COUNT, int LANES, int H, class Index, class A>
 void load_blocks(A array, Index row, int lane, int unit, thread float (&values)[REGISTERS_OF<COUNT, LANES>]) {
@@ -78,7 +81,8 @@ inline float own_log1p(float x) {
 
 // A Taylor polynomial near 0, where exp(x) - 1 loses digits.
 inline float own_expm1(float x) {
-  const float near = x + x * x * (0.5f + x * (0.166666667f + x * (0.0416666667f + x * (8.33333333e-3f + x * 1.38888889e-3f))));
+  const float tail = 0.0416666667f + x * (8.33333333e-3f + x * 1.38888889e-3f);
+  const float near = x + x * x * (0.5f + x * (0.166666667f + x * tail));
   return x * x < 0.04f ? near : exp(x) - 1.0f;
 }
 

@@ -1,5 +1,5 @@
-// The backward pass of a cell of the user's own over a whole sequence. pointwise.metal describes the cell and the arrays
-// of the forward pass. Further arrays:
+// The backward pass of a cell of the user's own over a whole sequence. pointwise.metal describes the cell and the
+// arrays of the forward pass. Further arrays:
 //   dh [T, B, H], dc [T, B, C H] float, dhT, dcT    cotangents, in the shapes of their outputs
 //   d        [T, B, D H]       gradients: first those of the products, then those parts of the input's that differ
 //   du       [T, B, U H]       gradients of the inputs of each step
@@ -28,8 +28,8 @@ void load_states_before(
   else load_blocks<C, Cell::LANES, H>(a.c, row, lane, unit, c);
 }
 
-// Store the results of one step of batch item r to row `row`: d, du and carry, zeros if the item has ended; and d of the
-// products to `current`, the operand of the product.
+// Store the results of one step of batch item r to row `row`: d, du and carry, zeros if the item has ended. Store d of
+// the products to `current`, the operand of the product with Wh.
 template <class Cell, int H, int ROWS, int ROW, class S, class Index, class Arrays>
 void store_step(
     thread const Arrays& a, bool live, bool real, int lane, int unit, int r, Index row,
@@ -84,7 +84,8 @@ void pointwise_backward(thread const Arrays& a, threadgroup float4* vectors, uin
   const int s = int(index) % GROUP, lane = s % LANES, own = int(index) / LANES;
   const bool real = H % (32 / LANES) == 0 || own < H;
   const int unit = real ? own : 0;
-  const device vec<S, 4>* streamed = vectors_of_lane<P == 0 ? 1 : RUNS * UNITS, vec<S, 4>>(a.arranged, 0, index, threads);
+  const device vec<S, 4>* streamed =
+      vectors_of_lane<P == 0 ? 1 : RUNS * UNITS, vec<S, 4>>(a.arranged, 0, index, threads);
   vec<S, 4> resident[RESIDENT == 0 ? 1 : RESIDENT];
   load_resident<RESIDENT>(streamed, resident);
   fill_with_zeros(vectors, 2 * HALF, index, threads);

@@ -197,8 +197,10 @@ def obstacles(
         reasons["stepwise"] = "a cell of your own has no kernel of a single step"
         numbers = cell.gates + cell.graph.states + cell.graph.inputs + cell.graph.params
         lanes = 4 if cell.recurrent else 1
-        if H > 1024 // lanes:
-            reasons["fused"] = f"H = {H} > {1024 // lanes}, and a threadgroup has at most 1024 threads, {lanes} per unit"
+        if 1024 // lanes < H:
+            reasons["fused"] = (
+                f"H = {H} > {1024 // lanes}, and a threadgroup has at most 1024 threads, {lanes} per unit"
+            )
         elif numbers > FUSED_NUMBERS:
             reasons["fused"] = f"its gates, states, inputs and params are {numbers} > {FUSED_NUMBERS} numbers per unit"
     elif projection:

@@ -111,7 +111,13 @@ def forward_text(cell: PointwiseCell) -> str:
     count = -(-graph.gates // lanes)
     for j in range(count):
         own = [f"sums[{k}]" for k in range(lanes * j, min(lanes * (j + 1), graph.gates))]
-        product = "" if not cell.recurrent or graph.apart else " + sums[0]" if scatters(cell) else f" + ({of_lane(own, lanes)})"
+        product = (
+            ""
+            if not cell.recurrent or graph.apart
+            else " + sums[0]"
+            if scatters(cell)
+            else f" + ({of_lane(own, lanes)})"
+        )
         lines.append(f"const float a{j} = z[{j}]{product};")
     if graph.apart:
         uniform |= {number[f"p{k}"]: f"sums[{k}]" for k in range(graph.gates) if f"p{k}" in number}
@@ -264,7 +270,11 @@ def sweep_of(sweep: str, problem: Problem, dtype: mx.Dtype, names: tuple[str, ..
     own."""
     back, pieces = sweep == "backward", division(problem, differ)
     first = {*names, "sizes"}
-    later = first | ({"dhT", "dcT"} if back else {"h0", "c0"}) if problem.cell.carried else first | {"dhT" if back else "h0"}
+    later = (
+        first | ({"dhT", "dcT"} if back else {"h0", "c0"})
+        if problem.cell.carried
+        else first | {"dhT" if back else "h0"}
+    )
     ordered = reversed(pieces) if back else pieces
     return tuple(
         prepared_part(sweep, problem, dtype, later if n else first, steps, sizes)
@@ -282,8 +292,6 @@ def prepared_part(
     outputs = outputs_of(sweep, problem, dtype, steps, present)
     written = [name for name, output in outputs.items() if output is not None]
     fields = fields_of((*inputs, *outputs), {*present, *written})
-    if not cell.recurrent:  # the shader computes a pointer to the weights, but never reads them
-        fields["arranged"] = "h" if sweep == "backward" else "z"
     template: Template = {"H": problem.H, "UNITS": tiling.units, "ROWS": tiling.rows, "RESIDENT": tiling.resident}
     template |= {"Index": index_of(problem), "S": dtype}
     body = struct_of(fields) + f"threadgroup vec<float, 4> vectors[{max(1, tiling.bytes // 16)}];\n"

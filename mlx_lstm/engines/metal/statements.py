@@ -157,11 +157,18 @@ class Statements:
         if len({*of.values()}) == 1 and (len(lanes) > 1 or self.is_known(first) or self.home(first) is None):
             return self.everywhere(first)
         # The same operation in all lanes: merge its operands.
-        if len({nodes[n].op for n in of.values()}) == 1 and nodes[first].args and not any(map(self.is_known, of.values())):
+        if (
+            len({nodes[n].op for n in of.values()}) == 1
+            and nodes[first].args
+            and not any(map(self.is_known, of.values()))
+        ):
             operands = {k: list(nodes[n].args) for k, n in of.items()}
             if nodes[first].op in COMMUTES:
                 self.align(operands)
-            merged = [self.merge([operands[k][a] if k in of else None for k in range(4)]) for a in range(len(nodes[first].args))]
+            merged = [
+                self.merge([operands[k][a] if k in of else None for k in range(4)])
+                for a in range(len(nodes[first].args))
+            ]
             return self.new(first, OPERATIONS[nodes[first].op].format(*merged))
         # Else select: lanes of a kind together. Numbers that lanes have in one register are of a kind.
         kinds: dict[object, list[int]] = {}
