@@ -86,7 +86,7 @@ def trial_of(engine: str, problem: Problem) -> Trial:
         wide = index_of(problem) == mx.uint64
         if len(pointwise.division(problem, problem.masks_differ)) > 1:
             limits = limits._replace(launch_steps=2)
-        B, H, P = smallest_pointwise(problem, problem.cell)
+        B, H, P = smallest_pointwise(problem)
     elif engine == "fused":
         wide = index_of(problem) == mx.uint64
         if len(fused.division(problem, problem.masks_differ)) > 1:
@@ -158,9 +158,11 @@ def smallest_fused(problem: Problem) -> tuple[int, int, int]:
     return B, problem.H, problem.P
 
 
-def smallest_pointwise(problem: Problem, cell: PointwiseCell) -> tuple[int, int, int]:
+def smallest_pointwise(problem: Problem) -> tuple[int, int, int]:
     """Return (B, H, P) of the trial of the kernels of a cell of the user's own: the smallest batch with the same
     tiling."""
+
+    cell = pointwise.own_cell(problem)
 
     def tilings(B: int) -> list[object]:
         return [pointwise.tiling_of(sweep, cell, B, problem.H, problem.dtype.size) for sweep in SWEEPS]
