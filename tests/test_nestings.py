@@ -269,7 +269,8 @@ def test_a_process_ends_after_calls_in_threads(count):
 
 # --- Random nestings -------------------------------------------------------------------------------------------------
 
-FAILED_ONCE = []
+# MLX had no third forward-mode derivative of the condition that makes chunks wait for each other.
+FAILED_ONCE = [(71, 18)]
 """(seed, number) of random nestings that failed before a fix of the library."""
 
 
