@@ -100,6 +100,9 @@ class Path(NamedTuple):
     product: str
     rare: bool
 
+    def __str__(self):
+        return f"{self.engine}, {self.product}{', rare' if self.rare else ''}"
+
 
 PATHS = [Path("fused", product, rare) for product in ("lanes", "matrices") for rare in (False, True)]
 PATHS += [Path("stepwise", product, rare) for product in ("lanes", "tiles") for rare in (False, True)]
