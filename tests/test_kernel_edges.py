@@ -2,7 +2,6 @@
 bits, and quantized weights of many units."""
 
 import re
-from unittest.mock import patch
 
 import mlx.core as mx
 import numpy as np

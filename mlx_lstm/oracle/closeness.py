@@ -93,9 +93,9 @@ def bounds(case: Case, dtype: DTypeLike, cotangents: Cotangents | None = None) -
         dot, quantized weights  another v sqrt((n + 4) sum over the groups of (C X)^2) for groups of n weights: a kernel
                                 may sum (2^f + q) x and x over a group and then compute scale (the first sum - 2^f the
                                 second) + bias times the second. X, the larger one of the sum of the positive and of the
-                                sum of the negative |x|, bounds the sum of x over any part of the group. C =
-                                sqrt((2 scale 2^f)^2 + (scale 2^f + |bias|)^2) bounds the factors of X in both sums. C is
-                                the imaginary part of the first weight of each group
+                                sum of the negative |x|, bounds the sum of x over any part of the group. C bounds the
+                                factors of X in both sums: C^2 = (2 scale 2^f)^2 + (scale 2^f + |bias|)^2. C is the
+                                imaginary part of the first weight of each group
         z a + (1 - z) b         u (|z a| + 2 |(1 - z) b| + |result|), or as b + z (a - b): u (2 |z (a - b)| + |result|);
                                 either is right, so the larger
         underflow               the smallest subnormal of `dtype`, or the smallest normal of the accumulator if larger
