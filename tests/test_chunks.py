@@ -50,7 +50,7 @@ def assert_right(case, cotangents, engine, dtype=np.float32, **emulator):
     assert set(gradients) == {name for name in ARRAYS if case.get(name) is not None}
     for name, value in (outputs | gradients).items():
         assert value.dtype == dtype, name
-        assert_within(name, value, ref[name], limit[name])
+        assert_within(f"{engine}, {name}", value, ref[name], limit[name])
 
 
 def every_so_many(values, rarely):

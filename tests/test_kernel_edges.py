@@ -113,6 +113,25 @@ recurrent_input<float>(a, uint3({b * H + j}, {t}, 1));
     assert found[:3] == [(t + 1) * step + item, t * step + item, (T * B + t * B + b) * H + j]
 
 
+@pytest.mark.parametrize("back", [False, True])
+def test_places_of_keep_and_of_the_candidates_product(back):
+    """The positions in `keep` and `q`, and their distances between two steps, are right in a sequence for which `keep`
+    has more than 2^31 numbers."""
+    T, B, D, H = 70001, 2**15 + 3, 2, 1021
+    t, b, unit, word = T - 1, B - 1, H - 1, str(back).lower()
+    body = f"""
+const Sweep sweep = {{0, {T}, {T}, {B}, {D}, 1, true, true}};
+Place<ulong> at, next;
+first_place<{word}>(sweep, {b}, 3, 2, {H}, {unit}, at);
+between_steps<{word}>(sweep, 3, {H}, next);
+found[0] = at.keep, found[1] = next.keep, found[2] = at.q, found[3] = next.q;
+"""
+    found = computed(("arrays", "cell", "fused"), body, {"one": np.zeros(1, np.int32)}, ((4,), mx.int64)).tolist()
+    first, sign = (0, 1) if back else (t, -1)  # direction 1 begins its forward pass at the last time index
+    expected = [(first * B + b) * D + 1, sign * B * D, ((T + first) * B + b) * H + unit, sign * B * H]
+    assert found == expected
+
+
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16], ids=str)
 @pytest.mark.parametrize("cell", [LSTMCell(), GRUCell(), GRUCell(reset="before"), RNNCell()], ids=str)
 def test_a_row_of_many_numbers_has_wide_indices(cell, dtype):

@@ -188,7 +188,7 @@ def test_every_option_on_every_path(path, name):
     exact, limit = exact_and_bounds(lambda fl: joined(evaluate(case, cotangents, fl)), dtype)
     for array, value in found.items():
         assert value.dtype == dtype
-        label = f"{path.engine}, {'gradient of' if array in case else 'output'} {array}"
+        label = f"{path.engine}, {'backward, gradient of' if array in case else 'forward'} {array}"
         assert_within(label, value, exact[array], limit[array])
 
 
