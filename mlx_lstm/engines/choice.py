@@ -150,7 +150,7 @@ def decide(
         engine, reason = PACKED.preferred(f"weights of {field_of(packing)} bits", B, H)
     if engine not in reasons:
         return Choice(engine, reason)
-    if "fused" not in reasons:  # a cell of the user's own, for which there is no `stepwise`
+    if isinstance(problem.cell, PointwiseCell) and "fused" not in reasons:  # it has no `stepwise`
         return Choice("fused", reasons["stepwise"])
     if "stepwise" in reasons:
         return Choice("ops", reasons["numpy" if device == "cpu" else "stepwise"])
