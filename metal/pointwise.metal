@@ -13,7 +13,7 @@
 //   LANES      the lanes of a unit: 4, or 1 for a cell without a product
 //   PRODUCTS   the gates that have a recurrent product: GATES or 0
 //   SCATTERS   whether each lane gets the sum of its own gate only, in sums[0]; else all lanes get all sums
-//   READS_H    whether the backward pass reads h before the step
+//   READS_H    whether the backward pass reads h before or after a step
 //   forward, backward   one step of one unit of one batch item. The lanes of a unit share the work: an array of blocks
 //              (z, gates, c, gradients) has block LANES j + lane in register j of a lane. All lanes have all states.
 // A threadgroup owns ROWS batch items, as in fused.metal; rows past the last item repeat it.

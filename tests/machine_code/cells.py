@@ -1,6 +1,6 @@
 """Count the instructions of the generated kernels of cells of the user's own, beside those of the built-in LSTM:
 
-    PYTHONPATH=tests python -m machine_code.cells [CELL ...]
+PYTHONPATH=tests python -m machine_code.cells [CELL ...]
 """
 
 import inspect
@@ -51,7 +51,9 @@ def kernels(graph: Graph) -> Iterator[Launch]:
 
 def counted(graph: Graph) -> dict[str, Count]:
     """Return the counts of the forward and of the backward kernel."""
-    return {launch.name.rpartition("_")[2]: count(machine_code(launch.text, launch.threads)) for launch in kernels(graph)}
+    return {
+        launch.name.rpartition("_")[2]: count(machine_code(launch.text, launch.threads)) for launch in kernels(graph)
+    }
 
 
 def main(names: list[str]) -> None:
@@ -59,7 +61,9 @@ def main(names: list[str]) -> None:
     built-in LSTM, registers and bytes of spilled registers."""
     print(f"{'cell':18} {'lines':>5} {'B':>3} {'H':>4} {'pass':9} {'instructions':>12} {'/ LSTM':>7} registers spilled")
     for B, H in SIZES:
-        own = {name: counts for name, counts in counted(ours(Size(3, B, 8, H), mx.float32, "fused", "backward")[1]).items()}
+        own = {
+            name: counts for name, counts in counted(ours(Size(3, B, 8, H), mx.float32, "fused", "backward")[1]).items()
+        }
         rows = {"built-in LSTM": own} | {name: counted(graph_of(ZOO[name], B, H)) for name in names}
         for name, found in rows.items():
             lines = len(inspect.getsource(ZOO[name].cell).split('"""')[-1].strip().splitlines()) if name in ZOO else 0

@@ -230,7 +230,11 @@ def forward_function(cell: PointwiseCell, order: str, negated: str) -> Callable[
     known |= {graph.number[name]: block for name, block in by_name.items() if name in graph.number}
     targets = [*zip(graph.saved, kept, strict=True), *zip(graph.forward, columns("n", graph.states), strict=True)]
     code = Writer(graph, known, targets, together).code()
-    unpacked = [*slices, *unpacking(columns("a", graph.gates), blocks), *unpacking(columns("p", graph.gates * graph.apart), "z")]
+    unpacked = [
+        *slices,
+        *unpacking(columns("a", graph.gates), blocks),
+        *unpacking(columns("p", graph.gates * graph.apart), "z"),
+    ]
     unpacked += [*unpacking(columns("s", graph.states)[1:], "c_prev"), *unpacking(columns("u", graph.inputs), "us")]
     unpacked += [*unpacking(kept, "y"), *unpacking(columns("n", graph.states)[1:], "c")]
     return function_of(code, "z, xs, s0, c_prev, us, y, c, n0", unpacked)
