@@ -57,17 +57,14 @@ class MLXStream:
     def __call__(self, x: mx.array | np.ndarray, keep: np.ndarray | None) -> mx.array:
         """Run one step, and return the last layer's new h (*batch, P). keep: factors [B] on the states, or None."""
         with mx.stream(self.device):
-            row: mx.array = x if isinstance(x, mx.array) else mx.array(x)
-            more: Arrays = {}
+            dtype, more = self.launches[0][0].arrays["x"].dtype, {}
+            row: mx.array = x.astype(dtype) if isinstance(x, mx.array) else mx.array(x, dtype)
+            row = row.reshape(1, self.B, -1)
             if keep is not None:
-                more["keep"] = mx.array(keep[None, :, None])
+                more["keep"] = mx.array(keep[None, :, None], dtype)
             for n, pair in enumerate(self.launches):
                 module, problem, arrays = pair[keep is not None]
-                if n == 0:
-                    row = row.astype(arrays["x"].dtype).reshape(1, self.B, -1)
-                inputs = {**arrays, "x": row, **self.carried[n]}
-                if keep is not None:
-                    inputs["keep"] = more["keep"].astype(row.dtype)
+                inputs = {**arrays, **more, "x": row, **self.carried[n]}
                 outputs = module.forward(problem, inputs)
                 row = outputs["h"]
                 self.carried[n] = {start: outputs[end] for start, end in CARRIED.items() if end in outputs}

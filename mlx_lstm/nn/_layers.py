@@ -95,9 +95,8 @@ class Layer(nn.Module):
             >>> hidden.shape, stepper.state().shape
             ((2, 4), (2, 4))
         """
-        read = lambda: [(self._cell(), self._arrays())]  # noqa: E731
-        options: dict[str, Any] = {"batch": batch, "engine": self.engine, "is_stack": False}
-        return Stepper(f"{self.op}.stepper", read, [self], **options)
+        read = lambda: [(self._cell(), self._arrays(), self.engine)]  # noqa: E731
+        return Stepper(f"{self.op}.stepper", read, [self], batch=batch, is_stack=False)
 
     def _extra_repr(self, more: str = "") -> str:
         Wx, _, b, *_ = self._names

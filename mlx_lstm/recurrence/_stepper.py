@@ -26,8 +26,9 @@ from ._arguments import check_call, common_dtype, in_dtype
 from ._call import Call
 from ._steps import broadcasts
 
-Read = Callable[[], Sequence[tuple[Cell, dict[str, Any]]]]
-"""Type of a function that returns for each layer its cell, and its parameters by the names of the recurrence."""
+Read = Callable[[], Sequence[tuple[Cell, dict[str, Any], str | None]]]
+"""Type of a function that returns for each layer its cell, its parameters by the names of the recurrence, and the engine
+that the user forces, or None."""
 
 OUTSIDE = "a stepper has no gradient and must be called outside of mx.grad, mx.compile and mx.vmap (use step there)"
 
@@ -89,16 +90,15 @@ class Stepper:
         holders: Sequence[Any],
         *,
         batch: int | Sequence[int],
-        engine: str | None,
         is_stack: bool,
     ):
         """Prepare a stream with states 0. Only the layers call this.
 
-        op: the name in errors. read: returns the layers' cells and parameters. holders: the dicts that hold the arrays
-        which `read` reads. batch: the sizes of the batch axes. is_stack: the states have a first axis, one row per
+        op: the name in errors. read: returns the layers' cells and parameters. holders: the dicts or objects that hold
+        the arrays which `read` reads. batch: the sizes of the batch axes. is_stack: the states have a first axis, one row per
         layer, also for one layer.
         """
-        self._op, self._read, self._engine, self._is_stack = op, read, engine, is_stack
+        self._op, self._read, self._is_stack = op, read, is_stack
         self._holders = [holder if isinstance(holder, dict) else vars(holder) for holder in holders]
         self._batch = check_batch(op, batch)
         if is_transforming():
@@ -133,11 +133,8 @@ class Stepper:
             self._check(x)
         if is_transforming():
             fail(self._op, OUTSIDE, "a call inside")
-        for holder, key, array, view_of, view in self._watched:
-            now = holder.get(key)
-            if now is not array or not np.may_share_memory(view_of(now), view):
-                self._prepare_again()
-                break
+        if self._has_changed():
+            self._prepare_again()
         factors = None if keep is None else self._factors(keep)
         if not self._on_numpy:
             self._check(x)
@@ -201,10 +198,11 @@ class Stepper:
     def _prepare(self) -> None:
         """Read and check the parameters, choose an engine, and make a stream with states 0."""
         self._watched = watched(self._holders)
+        self._count = sum(map(len, self._holders))
         layers = self._read()
-        self._dtype = common_dtype([array for _, arrays in layers for array in arrays.values()])
+        self._dtype = common_dtype([array for _, arrays, _ in layers for array in arrays.values()])
         B = prod(self._batch)
-        plans = [plan(self._op, cell, in_dtype(arrays, self._dtype), self._engine, B) for cell, arrays in layers]
+        plans = [plan(self._op, cell, in_dtype(arrays, self._dtype), forced, B) for cell, arrays, forced in layers]
         for n, (before, after) in enumerate(pairwise(plans), 1):
             if after.arrays["x"].shape[1] != before.problem.P:
                 rule = f"layer {n} must read the {before.problem.P} features of the layer before"
@@ -220,15 +218,24 @@ class Stepper:
             pairs = [launches_of(plan) for plan in plans]
             self._stream = MLXStream(pairs, self._batch, mx.default_device())
 
+    def _has_changed(self) -> bool:
+        """Return whether a parameter is another array, or has other memory, than when this stepper read it."""
+        for holder, key, array, view_of, view in self._watched:
+            now = holder.get(key)
+            if now is not array or not np.may_share_memory(view_of(now), view):
+                return True
+        return sum(map(len, self._holders)) != self._count  # a parameter is new
+
     def _prepare_again(self) -> None:
         """Take over changed parameters. The states stay."""
-        states = self._states()
-        self._prepare()
-        now = self._states()
-        for name in states:
-            if [layer.shape for layer in states[name]] != [layer.shape for layer in now[name]]:
-                fail(self._op, "changed parameters must keep their sizes: make a new stepper,", "others")
-        self._stream.set_states(states)
+        new = Stepper(self._op, self._read, self._holders, batch=self._batch, is_stack=self._is_stack)
+        states, zeros = self._states(), new._states()
+        sizes = [[layer.shape for layer in layers] for layers in states.values()]
+        if new._shape != self._shape or [[layer.shape for layer in layers] for layers in zeros.values()] != sizes:
+            rule = "parameters may change their values, but not the sizes of x and the states: make a new stepper,"
+            fail(self._op, rule, f"x {list(new._shape)} and states {[layer.shape for layer in zeros['h']]}")
+        new._stream.set_states(states)
+        vars(self).update(vars(new))
 
     def _states(self) -> dict[str, list[np.ndarray]]:
         """Return copies of the states of all layers by name, as NumPy arrays."""
@@ -246,7 +253,9 @@ class Stepper:
     def _real(self, name: str, value: Any) -> np.ndarray:
         """Check that a value is a real array of MLX or NumPy. Return it as a NumPy array."""
         if not isinstance(value, (mx.array, np.ndarray)):
-            fail(self._op, f"{name} must be an mlx.core.array or a NumPy array{instead_of(value)}", type(value).__name__)
+            fail(
+                self._op, f"{name} must be an mlx.core.array or a NumPy array{instead_of(value)}", type(value).__name__
+            )
         if not is_real(value):
             fail(self._op, f"{name} must be real", value.dtype)
         return as_numpy(value) if isinstance(value, mx.array) else value
