@@ -2,7 +2,8 @@
 
 `replace` puts these layers into a model; `patched` does so in a model that other code builds. `stack` runs lists of
 layers as one: several layers, both directions, lengths, last states. `from_weights` makes a layer with any option from
-weights of any format. `stepper` runs layers one time step at a time. `quantize` quantizes the layers of a model, recurrent ones included.
+weights of any format. `stepper` runs layers one time step at a time. `quantize` quantizes the layers of a model,
+recurrent ones included.
 """
 
 from ..recurrence import Stepper

@@ -34,18 +34,7 @@ from ._stack import by_layer, join_biases, join_directions, join_states, of_laye
 from ._stepper import Stepper
 from ._steps import whole_steps
 
-__all__ = [
-    "Call",
-    "Hold",
-    "Lengths",
-    "Quantized",
-    "QuantizedLayer",
-    "Stepper",
-    "by_layer",
-    "common_dtype",
-    "engine_used",
-    "gru",
-]
-__all__ += ["gru_gradients", "in_dtype", "join_biases", "join_directions", "join_states", "lstm", "lstm_gradients"]
-__all__ += ["of_layers", "recurrent", "rnn", "rnn_gradients", "split_states", "unguarded"]
+__all__ = ["Call", "Hold", "Lengths", "Quantized", "QuantizedLayer", "Stepper", "by_layer", "common_dtype"]
+__all__ += ["engine_used", "gru", "gru_gradients", "in_dtype", "join_biases", "join_directions", "join_states", "lstm"]
+__all__ += ["lstm_gradients", "of_layers", "recurrent", "rnn", "rnn_gradients", "split_states", "unguarded"]
 __all__ += ["in_common_dtype", "whole_lengths", "whole_steps"]

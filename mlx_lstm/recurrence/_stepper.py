@@ -27,8 +27,8 @@ from ._call import Call
 from ._steps import broadcasts
 
 Read = Callable[[], Sequence[tuple[Cell, dict[str, Any], str | None]]]
-"""Type of a function that returns for each layer its cell, its parameters by the names of the recurrence, and the engine
-that the user forces, or None."""
+"""Type of a function that returns for each layer its cell, its parameters by the names of the recurrence, and the
+engine that the user forces, or None."""
 
 OUTSIDE = "a stepper has no gradient and must be called outside of mx.grad, mx.compile and mx.vmap (use step there)"
 
@@ -62,9 +62,10 @@ class Stepper:
     input that arrives one step at a time: frames of sound, sensor values, text that a model generates.
 
     A step notices parameters that have changed: new arrays, as an optimizer or `load_weights` assigns them, and MLX's
-    changes in place such as `layer.Wh *= 2`. It then copies the new parameters before it runs. (It does not notice a
-    write through a NumPy view of a parameter.) The engine and the layer's options are those at the time when the stepper
-    was made. A stepper serves one thread at a time; a layer can have any number of steppers.
+    changes in place such as `layer.Wh *= 2`. It then copies the new parameters before it runs. It does not notice a
+    write through a NumPy view of a parameter, nor another layer in the place of the old one. The engine is that for the
+    device at the time when the stepper was made. A stepper serves one thread at a time; a layer can have any number of
+    steppers.
 
     Attributes:
         engine_used (Choice): the engine that runs the steps, with the reason.
@@ -95,8 +96,8 @@ class Stepper:
         """Prepare a stream with states 0. Only the layers call this.
 
         op: the name in errors. read: returns the layers' cells and parameters. holders: the dicts or objects that hold
-        the arrays which `read` reads. batch: the sizes of the batch axes. is_stack: the states have a first axis, one row per
-        layer, also for one layer.
+        the arrays which `read` reads. batch: the sizes of the batch axes. is_stack: the states have a first axis, one
+        row per layer, also for one layer.
         """
         self._op, self._read, self._is_stack = op, read, is_stack
         self._holders = [holder if isinstance(holder, dict) else vars(holder) for holder in holders]
