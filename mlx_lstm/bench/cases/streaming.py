@@ -1,8 +1,8 @@
 """The benchmark case `streaming`: inference of T steps in T calls, each of which continues from the last call's states.
 
-The results of each call are evaluated before the next call. In the pass `paced` each frame arrives `PAUSE` seconds after
-the results of the frame before, as from a microphone; the pauses are no part of the time. The LSTM, its numbers and its judge are the same as in the
-case `lstm`, because T single steps must give the result of the whole sequence.
+The results of each call are evaluated before the next call. In the pass `paced` each frame arrives `PAUSE` seconds
+after the results of the frame before, as from a microphone; the pauses are no part of the time. The LSTM, its numbers
+and its judge are the same as in the case `lstm`, because T single steps must give the result of the whole sequence.
 """
 
 import time
@@ -20,13 +20,13 @@ SIZES = tuple(Size(100, 1, H, H) for H in (64, 128, 256, 640))
 PASSES = {"forward": ("h",), "paced": ("h",)}
 
 PAUSE = 0.003
-"""The pause before each frame in the pass `paced`, in seconds. In such a pause the threads of the libraries fall asleep,
-and the caches of the CPU lose data."""
+"""The pause before each frame in the pass `paced`, in seconds. In such a pause the threads of the libraries fall
+asleep, and the caches of the CPU lose data."""
 
 
 class Frames:
-    """The frames of a task, to be iterated over many times, with pauses in the pass `paced`. `slept`: the seconds of all
-    pauses of the latest iteration."""
+    """The frames of a task, to be iterated over many times, with pauses in the pass `paced`. `slept`: the seconds of
+    all pauses of the latest iteration."""
 
     def __init__(self, frames: list[Any], task: Task):
         self.frames: list[Any] = frames
