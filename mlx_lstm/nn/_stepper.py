@@ -3,9 +3,11 @@
 from collections.abc import Sequence
 from typing import Any
 
+from ..checks import fail
+from ..engines.at_once import computes_now
 from ..engines.choice import Engine, check_engine
 from ..recurrence import Stepper
-from ._stack import read_depths
+from ._stack import read_depths, read_sides
 
 OP = "nn.stepper"
 
@@ -15,10 +17,11 @@ def stepper(layers: Sequence[Any], batch: int | Sequence[int] = (), *, engine: E
 
     It computes the same as `stack(layers, x)` for an x of one time step, with much less work per step, but has no
     gradient. Both directions are not supported, because the reverse direction starts at the end of the sequence. For a
-    norm or a residual connection between layers, make a stepper of each layer and call one after the other.
+    norm or a residual connection between layers, and for groups of layers, make a stepper of each layer and call them
+    in turn.
 
     Args:
-        layers (list): as in `stack`: layers of `mlx_lstm.nn` or `mlx.nn`, or objects and dicts with such parameters.
+        layers (list): as in `stack`: layers of `mlx_lstm.nn` or `mlx.nn`, or objects and dicts with their parameters.
         batch (int or sequence of int): the sizes of the batch axes of a step's input. Default: none, the input is [D].
         engine (str, optional): force an engine, as in `stack`.
 
@@ -42,7 +45,11 @@ def stepper(layers: Sequence[Any], batch: int | Sequence[int] = (), *, engine: E
     check_engine(OP, engine)
 
     def read() -> list[tuple[Any, dict[str, Any], Engine | None]]:
-        depths = read_depths(layers, [], engine, "concat", False)
-        return [(depth.cell, depth.arrays, depth.engine) for depth in depths]
+        sides = read_sides(layers, [], computes_now(engine))
+        if len(sides) == 2:
+            rule = "layers must have one direction, because the reverse direction starts at the end of the sequence,"
+            fail(OP, rule, "both directions")
+        depths = read_depths(sides, 1, engine, "concat", False)
+        return [(layer.cell, layer.arrays, layer.engine) for (layer,) in depths]
 
     return Stepper(OP, read, layers, batch=batch, is_stack=True)

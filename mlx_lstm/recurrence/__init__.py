@@ -3,7 +3,8 @@
 For users, and exported by `mlx_lstm`:
 
 - `lstm`, `gru` and `rnn` run forward, and MLX can differentiate them. `lstm_gradients`, `gru_gradients` and
-  `rnn_gradients` return the gradients from saved outputs. `recurrent` runs a cell written by the user.
+  `rnn_gradients` return the gradients from saved outputs. `recurrent` runs any cell
+  written by the user, `pointwise` a pointwise one on the engines.
 - `Quantized` is a weight as `mx.quantize` packs it; `join_directions` joins the arrays of two directions.
 
 For the modules above this one: the layers, and the functions in the style of other libraries:
@@ -26,6 +27,7 @@ from ._gru import gru, gru_gradients
 from ._guard import unguarded
 from ._lstm import LSTMOutput as LSTMOutput
 from ._lstm import lstm, lstm_gradients
+from ._pointwise import pointwise
 from ._quantized import QuantizedLayer
 from ._recurrent import recurrent
 from ._rnn import RNNOutput as RNNOutput
@@ -36,5 +38,6 @@ from ._steps import whole_steps
 
 __all__ = ["Call", "Hold", "Lengths", "Quantized", "QuantizedLayer", "Stepper", "by_layer", "common_dtype"]
 __all__ += ["engine_used", "gru", "gru_gradients", "in_dtype", "join_biases", "join_directions", "join_states", "lstm"]
-__all__ += ["lstm_gradients", "of_layers", "recurrent", "rnn", "rnn_gradients", "split_states", "unguarded"]
+__all__ += ["lstm_gradients", "of_layers", "pointwise", "recurrent", "rnn", "rnn_gradients", "split_states"]
+__all__ += ["unguarded"]
 __all__ += ["in_common_dtype", "whole_lengths", "whole_steps"]
