@@ -212,7 +212,7 @@ class Stepper:
         self._on_numpy = all(plan.choice.engine == "numpy" for plan in plans)
         self._shape = (*self._batch, plans[0].arrays["x"].shape[1])
         if self._on_numpy:
-            self._stream: Stream | MLXStream = Stream(
+            self._stream: Any = Stream(  # or MLXStream, which has the same methods
                 [plan.problem for plan in plans], [numpy_views(plan) for plan in plans], self._batch
             )
         else:
@@ -293,7 +293,8 @@ def watched(holders: Sequence[dict[str, Any]]) -> list[Watched]:
 def view_of_bfloat16(array: mx.array) -> np.ndarray:
     """Return a view of the memory of a bfloat16 array, as integers. NumPy has no bfloat16."""
     try:
-        return np.frombuffer(array, np.uint16)
+        memory: Any = array  # NumPy's stubs do not know that MLX arrays are buffers
+        return np.frombuffer(memory, np.uint16)
     except BufferError:  # the array is not contiguous
         return np.asarray(array.view(mx.uint16))
 
