@@ -136,72 +136,73 @@ struct QuantizedByLanes {
 
 // --- The product in tiles ---
 
-// A row of quantized weights from number k on, as lane `lane` reads it. factors: the scale and bias of the group at k.
-template <int BITS, int GROUP, class A, class B>
-struct PackedRow {
-  const device uint* words;
-  A scales;
-  B biases;
-  int k, lane;
-  float2 factors;
+// The two columns of the product for which a lane holds weights: two rows of quantized weights, and 16 neighbouring
+// weights of each for one turn, with their scale and bias. 16 weights lie in one quantization group. k: the first of
+// them. Every slice has all 16 and multiplies only some (multiply_turn).
+template <int BITS, int GROUP, class A, class B, int SLICES>
+struct LaneColumns<Packed<BITS, GROUP, A, B>, SLICES> {
+  enum { SPAN = 16, QUADS = 4, STEP = 4, START = 0, WORDS = (BITS + 1) / 2 };
+  Packed<BITS, GROUP, A, B> columns[2];
+  int k;
+  uint words[2][WORDS];
+  float2 factors[2];
 };
 
-template <int BITS, int GROUP, class A, class B>
-void move(thread PackedRow<BITS, GROUP, A, B>& row, int n) { row.k += n; }
-
-template <int BITS, int GROUP, class A, class B> struct Columns<Packed<BITS, GROUP, A, B>> {
-  using Row = PackedRow<BITS, GROUP, A, B>;
-};
-
-template <int BITS, int GROUP, class A, class B>
+// Find column e, which is a row of weights. first: the first number of K; place: the lane's row in a matrix.
+template <int SLICES, int BITS, int GROUP, class A, class B>
 void find_column(
-    Packed<BITS, GROUP, A, B> weights, Index row, int K, int first, int, int lane,
-    thread PackedRow<BITS, GROUP, A, B>& column) {
-  const Packed<BITS, GROUP, A, B> own = rows_from(weights, row, K);
-  column.words = own.words;
-  column.scales = own.scales;
-  column.biases = own.biases;
-  column.k = first;
-  column.lane = lane;
+    thread LaneColumns<Packed<BITS, GROUP, A, B>, SLICES>& own, Packed<BITS, GROUP, A, B> weights, int e, Index row,
+    int K, int first, int place, int) {
+  own.columns[e] = rows_from(weights, row, K);
+  own.k = first + 16 * place;
+}
+
+// Read the lane's weights of a turn, and advance to the next turn. 16 weights of an odd number of bits may begin in the
+// middle of a word; they are moved to its beginning.
+template <int SLICES, int BITS, int GROUP, class A, class B>
+void load_turn(thread LaneColumns<Packed<BITS, GROUP, A, B>, SLICES>& own) {
+  constexpr int WORDS = (BITS + 1) / 2;
+#pragma clang loop unroll(full)
+  for (int e = 0; e < 2; ++e) {
+#pragma clang loop unroll(full)
+    for (int n = 0; n < WORDS; ++n) own.words[e][n] = own.columns[e].words[own.k / 16 * BITS / 2 + n];
+    if (BITS % 2 != 0 && own.k % 32 != 0) {
+#pragma clang loop unroll(full)
+      for (int n = 0; n < WORDS; ++n)
+        own.words[e][n] = own.words[e][n] >> 16 | (n + 1 < WORDS ? own.words[e][n + 1] << 16 : 0);
+    }
+    const int group = own.k / GROUP;
+    own.factors[e] =
+        float2(scale_of<GROUP>(own.columns[e].scales[group]), value_at(own.columns[e].biases, group, 0.0f));
+  }
+  own.k += TURN;
 }
 
 // Return the weight, computed from q and the factors (scale, bias).
 inline float weight_of(float q, float2 factors, Absent) { return factors.x * q; }
 template <class B> float weight_of(float q, float2 factors, B) { return factors.x * q + factors.y; }
 
-// Return the bias that lane `leader` has, or 0 if there are no biases.
-inline float of_leader(float, int, Absent) { return 0.0f; }
-template <class B> float of_leader(float bias, int leader, B) { return simd_shuffle(bias, ushort(leader)); }
-
-// Return the scale and bias of the group that begins with lane `leader`. Only this lane reads them, and only if the
-// group is `inside` the row.
-template <int BITS, int GROUP, class A, class B>
-float2 factors_of(thread const PackedRow<BITS, GROUP, A, B>& row, int k, bool inside, int leader) {
-  float scale = 0.0f, bias = 0.0f;
-  if (inside && row.lane == leader) {
-    scale = scale_of<GROUP>(row.scales[k / GROUP]);
-    bias = value_at(row.biases, k / GROUP, 0.0f);
+// Dequantize the weights of quad n, w[column][matrix].
+template <int SLICES, int BITS, int GROUP, class A, class B>
+void weights_of(
+    thread const LaneColumns<Packed<BITS, GROUP, A, B>, SLICES>& own, int n, thread float (&w)[2][4]) {
+#pragma clang loop unroll(full)
+  for (int part = 0; part < 8; ++part) {
+    const int e = part / 4, m = part % 4;
+    const B biases = own.columns[e].biases;
+    const float q = value_of<BITS>(number_at<BITS>(own.words[e], 4 * n + m, biases), biases);
+    w[e][m] = weight_of(q, own.factors[e], biases);
   }
-  return float2(simd_shuffle(scale, ushort(leader)), of_leader(bias, leader, row.biases));
 }
 
-// Dequantize the 32 weights from row.k on with eight lanes: each lane computes the four weights of its own place, and
-// zeros past the end of the row. 32 weights are BITS words. The first BITS of the eight lanes read one word each and
-// share it. Where a group begins, the group's first lane reads its scale and bias.
-template <bool WHOLE, int BITS, int GROUP, class A, class B>
-void part_of(thread PackedRow<BITS, GROUP, A, B>& row, int left, thread float (&values)[4]) {
-  const int place = row.lane % 8, first = row.lane - place, bit = 4 * BITS * place;
-  const int numbers = WHOLE ? 32 : left + 4 * place;
-  const uint own = 32 * place < BITS * numbers && place < BITS ? row.words[row.k / 32 * BITS + place] : 0u;
-  const uint low = simd_shuffle(own, ushort(first + bit / 32));
-  const uint high = simd_shuffle(own, ushort(first + (bit / 32 + 1) % 8));
-  const uint words[2] = {low, high};
-  constexpr int SHARE = GROUP < 32 ? GROUP / 4 : 8;
-  if (row.k % GROUP == 0 || GROUP < 32)
-    row.factors = factors_of(row, row.k + 4 * place, 4 * place < numbers, row.lane / SHARE * SHARE);
-#pragma clang loop unroll(full)
-  for (int e = 0; e < 4; ++e) {
-    const float q = number_of<BITS>(bits_at<BITS>(words, bit % 32 + BITS * e), row.biases);
-    values[e] = weight_of(q, row.factors, row.biases);
-  }
+// Multiply the last `left` numbers of K, fewer than 128 and whole spans of 16. place: the lane's row in a matrix.
+template <int ROWS, int SLICES, int BITS, int GROUP, class A, class B>
+void multiply_rest(
+    thread LaneColumns<Packed<BITS, GROUP, A, B>, SLICES>& own, int left, int place, int slice,
+    threadgroup const float4* operands, thread simdgroup_float8x8 (&total)[ROWS / 8]) {
+  const bool inside = 16 * place < left;
+  if (!inside) own.k -= 16 * place;  // past the end the weights of the first lane are read, and multiplied by 0
+  load_turn(own);
+  if (!inside) own.factors[0] = own.factors[1] = float2(0.0f);
+  multiply_turn<ROWS, SLICES>(own, slice, operands, total);
 }

@@ -46,6 +46,7 @@ def forward(problem: Problem, arrays: Arrays) -> Arrays:
     row = nothing(row_type(z.dtype))
     inputs = options(problem, arrays, ("Wh", "Wp", "peephole", "bhn"))
     inputs |= {"z": z, "mask": mask, "sizes": sizes(problem, mask, H, P), "before": row, "reset_row": row}
+    inputs["h0"] = in_device_memory(inputs.get("h0"))
     if isinstance(cell, LSTMCell):
         inputs["numbers"] = constant((cell.forget_bias, cell.cell_clip or 0.0), mx.float32)
     if problem.packing is not None:
@@ -190,6 +191,12 @@ def nothing(dtype: mx.Dtype) -> mx.array:
     return constant((0,) * 8, dtype)
 
 
+def in_device_memory(array: mx.array | None) -> mx.array | None:
+    """Return the array, with zeros behind it if it has fewer than 8 elements. Metal binds a shorter array in constant
+    memory, but the forward kernels choose between h0 and a row for each batch item, so both must be in device memory."""
+    return array if array is None or array.size >= 8 else mx.pad(array.reshape(-1), (0, 8 - array.size))
+
+
 def transposed(weights: mx.array) -> mx.array | None:
     """Return the transpose [.., m, n] of matrices [.., n, m], in row order."""
     return contiguous(mx.swapaxes(weights, -1, -2))
@@ -320,11 +327,11 @@ class StepKernel:
         if quantized and problem.packing:
             self.template |= {"BITS": problem.packing.bits, "GROUP": problem.packing.group_size}
         self.files: tuple[str, ...] = ("arrays", "cell", f"cell_{problem.cell.op}", "quantized", "stepwise")
-        self.files += ("stepwise_quantized",) if quantized else ()
-        self.files += ("stepwise_lanes", "stepwise_tiles", *SHADERS[shader], "stepwise_rows")
+        self.files += ("stepwise_lanes", "stepwise_tiles", *(("stepwise_quantized",) if quantized else ()))
+        self.files += (*SHADERS[shader], "stepwise_rows")
         self.arrays: str = struct_of(fields_of((*self.inputs, "after"), {*self.names, "after"}))
         self.arrays += f"threadgroup float sums[{slices * rows * columns}];\n"
-        self.arrays += f"threadgroup vec<float, 4> vectors[{1 if lanes else 9 * (rows + columns)}];\n"
+        self.arrays += f"threadgroup vec<float, 4> vectors[{1 if lanes else 33 * rows}];\n"
         self.arrays += "threadgroup float* tiles = (threadgroup float*)vectors;\n"
         self.arrays += "uint3 group = threadgroup_position_in_grid;\n"
         self.call: str = f"{shader}<{', '.join(arguments)}>(a, sums, tiles, group, {LANE});\n"
