@@ -153,7 +153,10 @@ template <int SLICES, int BITS, int GROUP, class A, class B>
 void find_column(
     thread LaneColumns<Packed<BITS, GROUP, A, B>, SLICES>& own, Packed<BITS, GROUP, A, B> weights, int e, Index row,
     int K, int first, int place, int) {
-  own.columns[e] = rows_from(weights, row, K);
+  const Packed<BITS, GROUP, A, B> column = rows_from(weights, row, K);
+  own.columns[e].words = column.words;
+  own.columns[e].scales = column.scales;
+  own.columns[e].biases = column.biases;
   own.k = first + 16 * place;
 }
 

@@ -82,11 +82,11 @@ void copy_turn(thread R (&rows)[OWN], int first, threadgroup float4* own) {
   }
 }
 
-// Copy the last `left` numbers of the rows, fewer than 128, and zeros up to a multiple of 32. A lane copies every 32nd
-// number to `own`. Its rows begin at number 4 lane.
+// Copy the last `left` numbers of the rows, fewer than 128, and zeros up to number `end`, rounded up to a multiple of
+// 32. A lane copies every 32nd number to `own`. Its rows begin at number 4 lane.
 template <int COUNT, int STEP, int OWN, class R>
-void copy_rest(thread const R (&rows)[OWN], int first, int lane, int left, threadgroup float* own) {
-  for (int part = 0; part < left; part += 32) {
+void copy_rest(thread const R (&rows)[OWN], int first, int lane, int left, int end, threadgroup float* own) {
+  for (int part = 0; part < end; part += 32) {
     float values[OWN][1] = {};
     if (part + lane < left)
 #pragma clang loop unroll(full)
@@ -199,7 +199,9 @@ struct ByTiles {
         threadgroup_barrier(mem_flags::mem_threadgroup);
       }
       if (left > 0) {
-        copy_rest<ROWS, STEP>(rows, simdgroup, lane, left, block.tiles + simdgroup * PITCH + lane);
+        // A quad of quantized weights has numbers of the whole turn.
+        const int end = Own::SPAN == 4 ? left : TURN;
+        copy_rest<ROWS, STEP>(rows, simdgroup, lane, left, end, block.tiles + simdgroup * PITCH + lane);
         threadgroup_barrier(mem_flags::mem_threadgroup);
         multiply_rest<ROWS, SLICES>(columns, left, row, slice, operands, total);
         threadgroup_barrier(mem_flags::mem_threadgroup);
