@@ -138,10 +138,10 @@ struct QuantizedByLanes {
 
 // The two columns of the product for which a lane holds weights: two rows of quantized weights, and 16 neighbouring
 // weights of each for one turn, with their scale and bias. 16 weights lie in one quantization group. k: the first of
-// them. Every slice has all 16 and multiplies only some (multiply_turn).
-template <int BITS, int GROUP, class A, class B, int SLICES>
-struct LaneColumns<Packed<BITS, GROUP, A, B>, SLICES> {
-  enum { SPAN = 16, QUADS = 4, STEP = 4, START = 0, WORDS = (BITS + 1) / 2 };
+// them. There is only one slice: others would read the same words.
+template <int BITS, int GROUP, class A, class B>
+struct LaneColumns<Packed<BITS, GROUP, A, B>, 1> {
+  enum { SPAN = 16, QUADS = 4, STEP = 4, WORDS = (BITS + 1) / 2 };
   Packed<BITS, GROUP, A, B> columns[2];
   int k;
   uint words[2][WORDS];
@@ -149,9 +149,9 @@ struct LaneColumns<Packed<BITS, GROUP, A, B>, SLICES> {
 };
 
 // Find column e, which is a row of weights. first: the first number of K; place: the lane's row in a matrix.
-template <int SLICES, int BITS, int GROUP, class A, class B>
+template <int BITS, int GROUP, class A, class B>
 void find_column(
-    thread LaneColumns<Packed<BITS, GROUP, A, B>, SLICES>& own, Packed<BITS, GROUP, A, B> weights, int e, Index row,
+    thread LaneColumns<Packed<BITS, GROUP, A, B>, 1>& own, Packed<BITS, GROUP, A, B> weights, int e, Index row,
     int K, int first, int place, int) {
   const Packed<BITS, GROUP, A, B> column = rows_from(weights, row, K);
   own.columns[e].words = column.words;
@@ -162,8 +162,8 @@ void find_column(
 
 // Read the lane's weights of a turn, and advance to the next turn. 16 weights of an odd number of bits may begin in the
 // middle of a word; they are moved to its beginning.
-template <int SLICES, int BITS, int GROUP, class A, class B>
-void load_turn(thread LaneColumns<Packed<BITS, GROUP, A, B>, SLICES>& own) {
+template <int BITS, int GROUP, class A, class B>
+void load_turn(thread LaneColumns<Packed<BITS, GROUP, A, B>, 1>& own) {
   constexpr int WORDS = (BITS + 1) / 2;
 #pragma clang loop unroll(full)
   for (int e = 0; e < 2; ++e) {
@@ -186,9 +186,9 @@ inline float weight_of(float q, float2 factors, Absent) { return factors.x * q; 
 template <class B> float weight_of(float q, float2 factors, B) { return factors.x * q + factors.y; }
 
 // Dequantize the weights of quad n, w[column][matrix].
-template <int SLICES, int BITS, int GROUP, class A, class B>
+template <int BITS, int GROUP, class A, class B>
 void weights_of(
-    thread const LaneColumns<Packed<BITS, GROUP, A, B>, SLICES>& own, int n, thread float (&w)[2][4]) {
+    thread const LaneColumns<Packed<BITS, GROUP, A, B>, 1>& own, int n, thread float (&w)[2][4]) {
 #pragma clang loop unroll(full)
   for (int part = 0; part < 8; ++part) {
     const int e = part / 4, m = part % 4;
@@ -199,13 +199,13 @@ void weights_of(
 }
 
 // Multiply the last `left` numbers of K, fewer than 128 and whole spans of 16. place: the lane's row in a matrix.
-template <int ROWS, int SLICES, int BITS, int GROUP, class A, class B>
+template <int ROWS, int BITS, int GROUP, class A, class B>
 void multiply_rest(
-    thread LaneColumns<Packed<BITS, GROUP, A, B>, SLICES>& own, int left, int place, int slice,
+    thread LaneColumns<Packed<BITS, GROUP, A, B>, 1>& own, int left, int place, int,
     threadgroup const float4* operands, thread simdgroup_float8x8 (&total)[ROWS / 8]) {
   const bool inside = 16 * place < left;
   if (!inside) own.k -= 16 * place;  // past the end the weights of the first lane are read, and multiplied by 0
   load_turn(own);
   if (!inside) own.factors[0] = own.factors[1] = float2(0.0f);
-  multiply_turn<ROWS, SLICES>(own, slice, operands, total);
+  multiply_turn<ROWS>(own, operands, total);
 }

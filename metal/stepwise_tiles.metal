@@ -4,8 +4,8 @@
 // The product proceeds along K in turns of 128 numbers. In each turn the threads copy these numbers of ROWS rows of
 // operands as float into `tiles` in threadgroup memory, PITCH floats apart: a simdgroup copies a row, four numbers per
 // lane. Only one simdgroup uses a weight, so every lane reads its own weights from device memory. Simdgroup s computes
-// columns 8 s ... 8 s + 7 for all rows. If COLUMNS is below 32, SLICES simdgroups share a block of eight columns, and
-// each multiplies some of the matrices of every turn. sums is [SLICES, ROWS, COLUMNS]; at the end its first slice holds
+// columns 8 s ... 8 s + 7 for all rows. With few columns SLICES simdgroups share a block of eight columns, and each
+// multiplies every SLICES-th quad of matrices. sums is [SLICES, ROWS, COLUMNS]; at the end its first slice holds
 // the result. With several slices, a thread may read only the sums of the cells thread_index, thread_index + THREADS,
 // ..., because it has added up these itself.
 //
@@ -24,11 +24,10 @@
 constant constexpr int TURN = 128, PITCH = TURN + 4;
 
 // The two columns of the product for which a lane holds weights: the rows of weights from the lane's first number on,
-// and the numbers of one turn. STEP: the distance between the quads of a simdgroup. START: the distance between the
-// first quads of two slices.
+// and the numbers of one turn. STEP: the distance between the quads of a simdgroup.
 template <class W, int SLICES> struct LaneColumns {};
 template <class S, int SLICES> struct LaneColumns<const device S*, SLICES> {
-  enum { SPAN = 4, QUADS = 4 / SLICES, STEP = 32 * SLICES, START = 32 };
+  enum { SPAN = 4, QUADS = 4 / SLICES, STEP = 32 * SLICES };
   const device S* columns[2];
   vec<S, 4> numbers[2][QUADS];
 };
@@ -123,15 +122,12 @@ void multiply_quad(
   }
 }
 
-// Multiply the numbers of a whole turn. If the columns have the weights of all slices, a simdgroup skips those that
-// are not its own.
-template <int ROWS, int SLICES, class C>
+// Multiply the numbers of a whole turn.
+template <int ROWS, class C>
 void multiply_turn(
-    thread const C& columns, int slice, threadgroup const float4* operands,
-    thread simdgroup_float8x8 (&total)[ROWS / 8]) {
+    thread const C& columns, threadgroup const float4* operands, thread simdgroup_float8x8 (&total)[ROWS / 8]) {
 #pragma clang loop unroll(full)
   for (int n = 0; n < C::QUADS; ++n) {
-    if (C::QUADS * SLICES > 4 && n % SLICES != slice) continue;
     float w[2][4];
     weights_of(columns, n, w);
     multiply_quad<ROWS, C::SPAN>(w, operands + n * C::STEP / 4, total);
@@ -139,7 +135,7 @@ void multiply_turn(
 }
 
 // Multiply the last `left` numbers of K, fewer than 128. place: the lane's row in a matrix.
-template <int ROWS, int SLICES, class S>
+template <int ROWS, class S, int SLICES>
 void multiply_rest(
     thread LaneColumns<const device S*, SLICES>& own, int left, int place, int slice,
     threadgroup const float4* operands, thread simdgroup_float8x8 (&total)[ROWS / 8]) {
@@ -157,9 +153,9 @@ void multiply_rest(
   }
 }
 
-template <int HEIGHT, int WIDTH>
+template <int HEIGHT, int WIDTH, int SLICES>
 struct ByTiles {
-  enum { ROWS = HEIGHT, COLUMNS = WIDTH, SLICES = WIDTH == 8 ? 4 : WIDTH == 16 ? 2 : 1, THREADS = 4 * WIDTH * SLICES };
+  enum { ROWS = HEIGHT, COLUMNS = WIDTH, THREADS = 4 * WIDTH * SLICES };
 
   template <class Gates, int FIRST, int UNITS, int SEGMENTS, class X, class W>
   static void product(thread const X& x, W weights, int B, int H, int K, thread const Block& block) {
@@ -173,7 +169,7 @@ struct ByTiles {
     const int row = (lane >> 2 & 4) + (lane >> 1 & 3), pair = (lane >> 2 & 2) * 2 + (lane & 1) * 2;
     threadgroup float4* copied = (threadgroup float4*)block.tiles + simdgroup * (PITCH / 4) + lane;
     threadgroup const float4* operands =
-        (threadgroup const float4*)block.tiles + row * (PITCH / 4) + (Own::START * slice + Own::SPAN * pair) / 4;
+        (threadgroup const float4*)block.tiles + row * (PITCH / 4) + (32 * slice + Own::SPAN * pair) / 4;
     simdgroup_float8x8 total[ROWS / 8];
 #pragma clang loop unroll(full)
     for (int r = 0; r < ROWS / 8; ++r) total[r] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
@@ -195,7 +191,7 @@ struct ByTiles {
         load_turn(columns);
         copy_turn<ROWS, STEP>(rows, simdgroup, copied);
         threadgroup_barrier(mem_flags::mem_threadgroup);
-        multiply_turn<ROWS, SLICES>(columns, slice, operands, total);
+        multiply_turn<ROWS>(columns, operands, total);
         threadgroup_barrier(mem_flags::mem_threadgroup);
       }
       if (left > 0) {
@@ -203,7 +199,7 @@ struct ByTiles {
         const int end = Own::SPAN == 4 ? left : TURN;
         copy_rest<ROWS, STEP>(rows, simdgroup, lane, left, end, block.tiles + simdgroup * PITCH + lane);
         threadgroup_barrier(mem_flags::mem_threadgroup);
-        multiply_rest<ROWS, SLICES>(columns, left, row, slice, operands, total);
+        multiply_rest<ROWS>(columns, left, row, slice, operands, total);
         threadgroup_barrier(mem_flags::mem_threadgroup);
       }
     }

@@ -46,7 +46,6 @@ def forward(problem: Problem, arrays: Arrays) -> Arrays:
     row = nothing(row_type(z.dtype))
     inputs = options(problem, arrays, ("Wh", "Wp", "peephole", "bhn"))
     inputs |= {"z": z, "mask": mask, "sizes": sizes(problem, mask, H, P), "before": row, "reset_row": row}
-    inputs["h0"] = in_device_memory(inputs.get("h0"))
     if isinstance(cell, LSTMCell):
         inputs["numbers"] = constant((cell.forget_bias, cell.cell_clip or 0.0), mx.float32)
     if problem.packing is not None:
@@ -158,7 +157,7 @@ def options(problem: Problem, arrays: Arrays, more: tuple[str, ...]) -> Inputs:
     for name in names:
         if name in arrays:
             inputs[name] = contiguous(arrays[name])
-    return inputs
+    return inputs | {name: in_device_memory(inputs[name]) for name in ("h0", "Wh", "Wp") if name in inputs}
 
 
 def rows_of(problem: Problem, projects: bool) -> tuple[Rows, Rows]:
@@ -192,14 +191,14 @@ def nothing(dtype: mx.Dtype) -> mx.array:
 
 
 def in_device_memory(array: mx.array | None) -> mx.array | None:
-    """Return the array, with zeros behind it if it has fewer than 8 elements. Metal binds a shorter array in constant
-    memory, but the forward kernels choose between h0 and a row for each batch item, so both must be in device memory."""
+    """Return the array, or an array of 8 numbers that begins with it if it is smaller. Metal binds smaller arrays in
+    constant memory. Products read weights, and choose between h0 and a row, in device memory only."""
     return array if array is None or array.size >= 8 else mx.pad(array.reshape(-1), (0, 8 - array.size))
 
 
 def transposed(weights: mx.array) -> mx.array | None:
     """Return the transpose [.., m, n] of matrices [.., n, m], in row order."""
-    return contiguous(mx.swapaxes(weights, -1, -2))
+    return in_device_memory(contiguous(mx.swapaxes(weights, -1, -2)))
 
 
 # --- Sizes ---
@@ -208,8 +207,8 @@ UNITS = {"lstm": 8, "gru": 8, "rnn": 32}
 """How many hidden units a threadgroup computes in the forward pass, by op."""
 
 SLICES = {8: 4, 16: 2}
-"""How many simdgroups share eight columns of the product in tiles, by the number of columns.
-metal/stepwise_tiles.metal computes the same number."""
+"""How many simdgroups share eight columns of the product in tiles, by the number of columns. With quantized weights
+it is always one, because several would read the same words."""
 
 TILES = {8: ((8, 32), (8, 16), (8, 8)), 32: ((32, 32), (16, 32), (16, 16))}
 """The sizes (rows, columns) that the part of a threadgroup can have in a product in tiles, if a cell needs one
@@ -313,13 +312,16 @@ class StepKernel:
         self.inputs: dict[str, bool] = {field: field in present for field in fields.split()}
         self.names: list[str] = [field for field, is_there in self.inputs.items() if is_there]
         quantized, lanes = any(is_packed(field, present) for field in self.names), rows < 8
-        slices = 1 if lanes else SLICES.get(columns, 1)
+        slices = 1 if lanes or quantized else SLICES.get(columns, 1)
         self.threads: int = (64 if quantized else 256) if lanes else 4 * columns * slices
         self.groups: tuple[int, ...] = -(-units[0] // units[1]), -(-problem.B // rows), problem.directions
         product = "QuantizedByLanes" if lanes and quantized else "ByLanes" if lanes else "ByTiles"
-        arguments = ([STRUCTS[problem.cell.op]] if cell else []) + [f"{product}<ROWS, COLUMNS>"]
+        product += "<ROWS, COLUMNS>" if lanes else "<ROWS, COLUMNS, SLICES>"
+        arguments = ([STRUCTS[problem.cell.op]] if cell else []) + [product]
         arguments += ["S"] if saves is None else ["SAVES", "S"]
         self.template: Template = {"ROWS": rows, "COLUMNS": columns, "S": dtype, "X": row_type(dtype)}
+        if not lanes:
+            self.template["SLICES"] = slices
         if cell:
             self.template["OPTIONS"] = cell_number(problem.cell, "peephole" in self.names)
         if saves is not None:
