@@ -58,7 +58,8 @@ def run(problem: Problem, arrays: Arrays, engine: str) -> dict[str, Any]:
             arrays = for_engine(engine, arrays)
         if batch_first:
             arrays = arrays | {"x": mx.swapaxes(arrays["x"], 0, 1)}
-        if problem.plain:
+        of_graph = engine == "ops" and chunked is None and problem.cell.op == "pointwise"  # MLX differentiates it
+        if problem.plain or of_graph:
             outputs = (chunked or ENGINE_MODULES[engine]).forward(problem, arrays)
         else:
             if problem.packing is not None:

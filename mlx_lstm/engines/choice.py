@@ -11,7 +11,7 @@ import mlx.core as mx
 
 from ..checks import FLOATS, check_option, fail
 from . import tuning
-from .cells import Cell, LSTMCell
+from .cells import AnyCell, Cell, LSTMCell, PointwiseCell
 from .packing import Packing, field_of
 from .problem import Chunks, Problem
 from .tuning import PACKED, PREDICTED, Table
@@ -165,7 +165,7 @@ def check_device(op: str, dtype: mx.Dtype, device: str) -> None:
 
 
 def obstacles(
-    cell: Cell,
+    cell: AnyCell,
     H: int,
     device: str,
     metal: bool,
@@ -182,6 +182,12 @@ def obstacles(
         reasons["fused"] = reasons["stepwise"] = "Metal shaders run on the GPU and the stream's device is cpu"
     elif not metal:
         reasons["fused"] = reasons["stepwise"] = "MLX has no Metal back end on this machine"
+    if isinstance(cell, PointwiseCell) and "erf" in [node.op for node in cell.graph.nodes]:
+        reasons.setdefault("numpy", "NumPy has no erf")
+    if "fused" in reasons:
+        return reasons
+    if isinstance(cell, PointwiseCell):
+        reasons["fused"] = reasons["stepwise"] = "a cell of your own has no Metal kernels yet"
     elif projection:
         reasons["fused"] = "a projection of h is a product between two steps"
     elif (limit := FUSED_LIMIT[cell.op]) < H:

@@ -10,7 +10,7 @@ import mlx.core as mx
 from ..checks import check_every, check_lengths, warn_once
 from ..engines import METAL_ENGINES, Choice, choice, tuning
 from ..engines.autodiff import run, run_backward
-from ..engines.cells import Cell, RNNCell
+from ..engines.cells import AnyCell, LSTMCell, RNNCell
 from ..engines.choice import NOWHERE, Stream, on
 from ..engines.ops.cells import activate
 from ..engines.packing import Packing, packed_names
@@ -38,7 +38,7 @@ class Call(NamedTuple):
     without a time axis.
     """
 
-    cell: Cell
+    cell: AnyCell
     reverse: bool = False
     bidirectional: bool = False
     lengths: Lengths = None
@@ -244,6 +244,7 @@ def h_of(problem: Problem, saved: Arrays) -> mx.array:
     cell, D, H, gates = problem.cell, problem.directions, problem.H, saved["gates"]
     if isinstance(cell, RNNCell):
         return activate(cell.act, gates)
+    assert isinstance(cell, LSTMCell)
     c = saved["c"]
     blocks = gates.reshape(*gates.shape[:2], D, 4 * H)[..., cell.block("o", H)]
     return (blocks.reshape(c.shape) * activate(cell.activation("output"), c)).astype(gates.dtype)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from ..engines.cells import RNNCell
+from ..engines.cells import PointwiseCell, RNNCell
 from ..engines.ops.packed import judged
 from ..engines.packing import Packing, Quantized, is_packed
 from ..engines.problem import Problem
@@ -83,6 +83,7 @@ def draw_parts(problem: Problem, rng: np.random.Generator) -> Tensors:
     for name in {"Wx", "Wh", "Wp"} & parts.keys():
         parts[name] /= np.sqrt(shapes[name][-1])
     steer = rng.uniform(0.5, 0.7, (D, G * H))
+    assert not isinstance(cell, PointwiseCell)
     candidate = {"lstm": "g", "gru": "n", "rnn": "h"}[cell.op]
     act = cell.act if isinstance(cell, RNNCell) else cell.activation(candidate)
     signs = np.sign(rng.normal(size=(D, H)))

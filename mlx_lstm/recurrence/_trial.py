@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from ..engines import cells
-from ..engines.cells import Cell, LSTMCell
+from ..engines.cells import AnyCell, LSTMCell
 from ..engines.metal import fused
 from ..engines.metal.fused import SWEEPS, index_of, tiling_of
 from ..engines.metal.stepwise import index_bits, stepwise_rows, tile_of
@@ -100,7 +100,7 @@ def as_small(size: int, each: int, steps: int) -> int:
     return max(1, (SMALL - 1) // each) if size < SMALL else SMALL
 
 
-def without_numbers(cell: Cell) -> Cell:
+def without_numbers(cell: AnyCell) -> AnyCell:
     """Return the cell with fixed values for the cell clip and the forget bias. Kernels read both at run time, so the
     values do not change the kernel."""
     if not isinstance(cell, LSTMCell):
