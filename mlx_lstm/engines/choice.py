@@ -1,6 +1,7 @@
 """Choose the engine that runs a recurrence, with a reason. The choice is a pure function of its arguments, so the
 choice for one machine can be tested on any other."""
 
+import sys
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from math import isqrt
@@ -81,7 +82,7 @@ def choose(
         sizes (tuple of int): (T, B, I, H).
         dtype (Dtype): dtype of the arrays.
         device (str): `"cpu"` or `"gpu"`, the device of the stream the op was called on.
-        metal (bool): whether MLX has its Metal backend, `mx.metal.is_available()`.
+        metal (bool): whether MLX can run Metal kernels here: it has its Metal backend, and the Mac has a GPU.
         traced (bool): whether an input is a placeholder of `mx.compile`, `mx.vmap` or an export, without a value yet.
         cell (Cell): the cell. Default: an LSTM's.
         bidirectional (bool): whether both directions run. Default: `False`.
@@ -240,6 +241,12 @@ def on(stream: Stream, op: str = "stream") -> AbstractContextManager[object]:
         return mx.stream(stream)
     except TypeError:
         fail(op, "stream must be a stream or a device of MLX", repr(stream))
+
+
+def has_metal() -> bool:
+    """Return whether MLX can run Metal kernels on this machine. MLX for macOS has its Metal back end even on a machine
+    without a GPU."""
+    return mx.metal.is_available() and (sys.platform != "darwin" or mx.is_available(mx.gpu))
 
 
 def current_device() -> str:

@@ -54,12 +54,15 @@ class Limits(NamedTuple):
         Not measured.
     rows_left: how many arrays the steps of `stepwise` may leave for the last launch. Metal binds up to 31 arrays.
     unchunked: the largest number of steps that are not divided into chunks, or None for the limit of the engine.
+    groups: the number of threadgroups below which `stepwise` uses smaller tiles. GPUs have 8 to 40 cores. A core
+        without work costs more time than reading operands and weights more often. Not measured.
     """
 
     index: int = 2**31
     launch_steps: int = 4096
     rows_left: int = 20
     unchunked: int | None = None
+    groups: int = 32
 
 
 LIMITS = Limits()
