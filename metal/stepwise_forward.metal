@@ -83,7 +83,8 @@ void stepwise_forward(
   const Index units = Index(B) * s.D * H, start = carried<S, CARRIES>(units);
   const Previous<S, Arrays> x = {h_of<S, CARRIES>(s, a.before, a.h_before), &a, &s};
   const Block own = {b0, j0, simdgroup, lane, sums, tiles};
-  Product::template product<Cell, 0, UNITS, 1>(x, rows_from(a.Wh, Index(s.d) * GATES * H, s.K), B, H, product_length(s, a), own);
+  Product::template product<Cell, 0, UNITS, 1>(
+      x, rows_from(a.Wh, Index(s.d) * GATES * H, s.K), B, H, product_length(s, a), own);
   device S* arrays = (device S*)a.after + start;
   for (int cell = 32 * simdgroup + lane; cell < ROWS * UNITS; cell += Product::THREADS) {
     const int r = int(cell / UNITS), b = b0 + r, j = j0 + int(cell % UNITS);

@@ -137,49 +137,69 @@ struct QuantizedByLanes {
 // --- The product in tiles ---
 
 // The two columns of the product for which a lane holds weights: two rows of quantized weights, and 16 neighbouring
-// weights of each for one turn, with their scale and bias. 16 weights lie in one quantization group. k: the first of
-// them. There is only one slice: others would read the same words.
+// weights of each for one turn, with their scale and bias. 16 weights lie in one quantization group; only the lane with
+// the group's first weights, the `leader`, reads its scale and bias. k: the first of the 16 weights. There is only one
+// slice: others would read the same words.
 template <int BITS, int GROUP, class A, class B>
 struct LaneColumns<Packed<BITS, GROUP, A, B>, 1> {
   enum { SPAN = 16, QUADS = 4, STEP = 4, WORDS = (BITS + 1) / 2 };
   Packed<BITS, GROUP, A, B> columns[2];
-  int k;
+  int k, lane, leader;
   uint words[2][WORDS];
   float2 factors[2];
 };
 
-// Find column e, which is a row of weights. first: the first number of K; place: the lane's row in a matrix.
+// Find column e, which is a row of weights. first: the first number of K; place: the row of this lane in a matrix.
 template <int BITS, int GROUP, class A, class B>
 void find_column(
-    thread LaneColumns<Packed<BITS, GROUP, A, B>, 1>& own, Packed<BITS, GROUP, A, B> weights, int e, Index row,
-    int K, int first, int place, int) {
+    thread LaneColumns<Packed<BITS, GROUP, A, B>, 1>& own, Packed<BITS, GROUP, A, B> weights, int e, Index row, int K,
+    int first, int lane, int place, int) {
   const Packed<BITS, GROUP, A, B> column = rows_from(weights, row, K);
   own.columns[e].words = column.words;
   own.columns[e].scales = column.scales;
   own.columns[e].biases = column.biases;
   own.k = first + 16 * place;
+  own.lane = lane;
+  // The bits of a lane that count its row are 16, 4 and 2. 2, 4 or 8 neighbouring rows share a group.
+  own.leader = lane & ~(GROUP == 16 ? 0 : GROUP == 32 ? 2 : GROUP == 64 ? 6 : 22);
 }
 
-// Read the lane's weights of a turn, and advance to the next turn. 16 weights of an odd number of bits may begin in the
-// middle of a word; they are moved to its beginning.
+// Return the bias that lane `leader` has, or 0 if there are no biases.
+inline float of_leader(float, int, Absent) { return 0.0f; }
+template <class B> float of_leader(float bias, int leader, B) { return simd_shuffle(bias, ushort(leader)); }
+
+// Read the lane's weights of a turn, or zeros if they are not `inside` the row, and advance to the next turn.
 template <int BITS, int GROUP, class A, class B>
-void load_turn(thread LaneColumns<Packed<BITS, GROUP, A, B>, 1>& own) {
+void load_columns(thread LaneColumns<Packed<BITS, GROUP, A, B>, 1>& own, bool inside) {
   constexpr int WORDS = (BITS + 1) / 2;
 #pragma clang loop unroll(full)
   for (int e = 0; e < 2; ++e) {
+    float scale = 0.0f, bias = 0.0f;
+    // 16 weights are BITS halves of words. With an odd number of bits they need not begin with a whole word.
+    const device ushort* halves = (const device ushort*)own.columns[e].words + own.k / 16 * BITS;
 #pragma clang loop unroll(full)
-    for (int n = 0; n < WORDS; ++n) own.words[e][n] = own.columns[e].words[own.k / 16 * BITS / 2 + n];
-    if (BITS % 2 != 0 && own.k % 32 != 0) {
-#pragma clang loop unroll(full)
-      for (int n = 0; n < WORDS; ++n)
-        own.words[e][n] = own.words[e][n] >> 16 | (n + 1 < WORDS ? own.words[e][n + 1] << 16 : 0);
+    for (int n = 0; n < WORDS; ++n) {
+      own.words[e][n] = 0u;
+      if (!inside) continue;
+      if (BITS % 2 == 0) own.words[e][n] = ((const device uint*)halves)[n];
+      else if (2 * n + 1 == BITS) own.words[e][n] = halves[2 * n];
+      else own.words[e][n] = halves[2 * n] | uint(halves[2 * n + 1]) << 16;
     }
-    const int group = own.k / GROUP;
-    own.factors[e] =
-        float2(scale_of<GROUP>(own.columns[e].scales[group]), value_at(own.columns[e].biases, group, 0.0f));
+    if (inside && own.lane == own.leader) {
+      scale = scale_of<GROUP>(own.columns[e].scales[own.k / GROUP]);
+      bias = value_at(own.columns[e].biases, own.k / GROUP, 0.0f);
+    }
+    if (GROUP > 16) {
+      scale = simd_shuffle(scale, ushort(own.leader));
+      bias = of_leader(bias, own.leader, own.columns[e].biases);
+    }
+    own.factors[e] = float2(scale, bias);
   }
   own.k += TURN;
 }
+
+template <int BITS, int GROUP, class A, class B>
+void load_turn(thread LaneColumns<Packed<BITS, GROUP, A, B>, 1>& own) { load_columns(own, true); }
 
 // Return the weight, computed from q and the factors (scale, bias).
 inline float weight_of(float q, float2 factors, Absent) { return factors.x * q; }
@@ -203,9 +223,6 @@ template <int ROWS, int BITS, int GROUP, class A, class B>
 void multiply_rest(
     thread LaneColumns<Packed<BITS, GROUP, A, B>, 1>& own, int left, int place, int,
     threadgroup const float4* operands, thread simdgroup_float8x8 (&total)[ROWS / 8]) {
-  const bool inside = 16 * place < left;
-  if (!inside) own.k -= 16 * place;  // past the end the weights of the first lane are read, and multiplied by 0
-  load_turn(own);
-  if (!inside) own.factors[0] = own.factors[1] = float2(0.0f);
+  load_columns(own, 16 * place < left);
   multiply_turn<ROWS>(own, operands, total);
 }

@@ -32,11 +32,11 @@ template <class S, int SLICES> struct LaneColumns<const device S*, SLICES> {
   vec<S, 4> numbers[2][QUADS];
 };
 
-// Find column e, which is a row of weights. first: the first number of K; place: the lane's row in a matrix.
+// Find column e, which is a row of weights. first: the first number of K; place: the row of this lane in a matrix.
 template <int SLICES, class S>
 void find_column(
     thread LaneColumns<const device S*, SLICES>& own, const device S* weights, int e, Index row, int K, int first,
-    int place, int slice) {
+    int, int place, int slice) {
   own.columns[e] = weights + row * K + first + 32 * slice + 4 * place;
 }
 
@@ -141,13 +141,12 @@ void multiply_rest(
     threadgroup const float4* operands, thread simdgroup_float8x8 (&total)[ROWS / 8]) {
   const int end = left - 32 * slice - 4 * place;  // the end of K, counted from the lane's first number
   for (int part = 0; part + 32 * slice < left; part += 32 * SLICES) {
-    float w[2][4];
+    float w[2][4] = {};
 #pragma clang loop unroll(full)
-    for (int n = 0; n < 8; ++n) {
-      // Past the end the last weight is read, and discarded, so that no load depends on a branch.
-      const int k = part + n % 4;
-      const float weight = float(own.columns[n / 4][min(k, end - 1)]);
-      w[n / 4][n % 4] = k < end ? weight : 0.0f;
+    for (int m = 0; m < 4; ++m) {
+      if (part + m >= end) continue;
+      w[0][m] = float(own.columns[0][part + m]);
+      w[1][m] = float(own.columns[1][part + m]);
     }
     multiply_quad<ROWS, 4>(w, operands + part / 4, total);
   }
@@ -184,7 +183,7 @@ struct ByTiles {
 #pragma clang loop unroll(full)
       for (int e = 0; e < 2; ++e) {
         const Index weight_row = Index(gate) * H + min(first_unit + pair + e, H - 1);
-        find_column(columns, weights, e, weight_row, K, segment * length, row, slice);
+        find_column(columns, weights, e, weight_row, K, segment * length, lane, row, slice);
       }
       int left = length;
       for (; left >= TURN; left -= TURN) {
