@@ -33,7 +33,7 @@ from .kernel import (
     whole_mask,
 )
 from .products import candidates, gradients_in_few_launches, is_plain, project, recurrent_input, takes_product
-from .rows import JOINED, LEFT, Join, Rows, starts_of
+from .rows import LEFT, Join, Rows, joined_beside, starts_of
 
 # --- The forward and the backward pass ---
 
@@ -335,6 +335,8 @@ class StepKernel:
         self.arrays += "uint3 group = threadgroup_position_in_grid;\n"
         self.call: str = f"{shader}<{', '.join(arguments)}>(a, sums, tiles, group, {LANE});\n"
         self.launch: Launch = self.prepare(self.name, self.arrays + self.call)
+        # Besides the inputs, a launch that joins binds `after`, `joined`, `starts` and `first`.
+        self.most: int = joined_beside(len(self.names) + 4)
         self.joins: dict[tuple[int, ...], tuple[Launch, list[mx.array]]] = {}
 
     def prepare(
@@ -361,12 +363,12 @@ class StepKernel:
         """Build the launch and the arrays that `joining` returns and caches."""
         length, total = self.output[0], sum(steps)
         more = max(1, min(64, length * total // (8 * self.threads)))
-        pieces = tuple(f"p{n}" for n in range(JOINED))
-        starts = constant(tuple(length * start for start in starts_of(steps, JOINED)), mx.int64)
+        pieces = tuple(f"p{n}" for n in range(self.most))
+        starts = constant(tuple(length * start for start in starts_of(steps, self.most)), mx.int64)
         first = constant((self.groups[0], self.threads, more * self.threads), mx.uint32)
         join = struct_of({name: name for name in ("starts", "first", "joined")}, "Join", "join")
         body = f"""{self.arrays}{join}if (group.x < first[0]) {self.call}else {{
-const Pieces<X> pieces = {{{{{", ".join(pieces)}}}}};
+const Pieces<{self.most}, X> pieces = {{{{{", ".join(pieces)}}}}};
 stepwise_join(pieces, join, group, thread_index_in_threadgroup);
 }}"""
         launch = self.prepare(f"{self.name}_joining", body, total * length, more, (*pieces, "starts", "first"))
@@ -396,6 +398,8 @@ class StepLaunch:
         self.rows: Rows | None = rows
         self.places: dict[str, int] = {name: n for n, name in enumerate(kernel.names)}
         self.inputs: list[mx.array] = inputs
+        if rows is not None:
+            rows.plan(kernel.most)
 
     def __call__(self, n: int, **changed: mx.array) -> mx.array:
         """Launch step n and return the array that it writes. changed: the inputs that are not the same as at the
@@ -415,7 +419,7 @@ class StepLaunch:
         """Launch a step that also joins some of `pieces`, and replace these by the joined array. Return the array
         that the step itself writes."""
         due = slice(join.first, join.first + len(join.steps))
-        arrays = pieces[due] + pieces[due.stop - 1 : due.stop] * (JOINED - len(join.steps))
+        arrays = pieces[due] + pieces[due.stop - 1 : due.stop] * (self.kernel.most - len(join.steps))
         launch, sizes = self.kernel.joining(join.steps)
         row, *pieces[due] = launch(inputs=self.inputs + arrays + sizes)
         return row
