@@ -123,8 +123,9 @@ def mil_arrays(weights: Weights) -> list[Arrays]:
     if not isinstance(weights.cell, LSTMCell):
         why = "as Core ML's gru has no bias inside of its reset gate" if weights.cell.op == "gru" else "for Core ML"
         fail(op, f"layers of a {ENDING} file must be LSTMs, {why},", weights.cell.op)
+    clips = weights.cell.cell_clip is not None
     weights = held(op, weights, options=True, reverse=True)
-    if weights.cell.cell_clip or any("peephole" in each for layer in weights.layers for each in layer):
+    if clips or any("peephole" in each for layer in weights.layers for each in layer):
         # MIL's documentation does not say what is clipped, nor which c the output gate's peephole reads.
         fail(op, f"layers of a {ENDING} file must have no cell_clip and no peephole", weights)
     activations(weights.cell)
