@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from ..engines.cells import Cell, PointwiseCell, RNNCell
+from ..engines.cells import AnyCell, PointwiseCell, RNNCell
 from ..engines.ops.packed import judged
 from ..engines.packing import Packing, Quantized, is_packed
 from ..engines.problem import Problem
@@ -64,7 +64,7 @@ def draw(problem: Problem, rng: np.random.Generator) -> Drawn:
     return Drawn(*drawn, False, outputs)
 
 
-def activations_of(cell: Cell) -> tuple[str, ...]:
+def activations_of(cell: AnyCell) -> tuple[str, ...]:
     """Return the names of the activations of a cell."""
     assert not isinstance(cell, PointwiseCell)
     return (cell.act,) if isinstance(cell, RNNCell) else cell.activations
@@ -133,8 +133,9 @@ def zeros(problem: Problem) -> dict[str, mx.array]:
 
 def quantized(problem: Problem, arrays: dict[str, mx.array]) -> dict[str, mx.array]:
     """Return the arrays, with the three arrays of a quantized weight for each weight that the problem has quantized."""
-    for name in [name for name in arrays if problem.packing and is_packed(name, problem.names)]:
-        arrays = arrays | of_weight(name, arrays[name], problem.packing)
+    if problem.packing is not None:
+        for name in [name for name in arrays if is_packed(name, problem.names)]:
+            arrays = arrays | of_weight(name, arrays[name], problem.packing)
     return arrays
 
 
