@@ -253,7 +253,9 @@ def engine_gradients(
             return numpy.backward(problem, arrays, saved, cotangents, as_factors=True)
         return chunked.backward(problem, arrays, saved, cotangents)
     floats, cotangents = (for_engine(engine, values) for values in (dequantized(problem.packing, arrays), cotangents))
-    if chunked or (saved.get("gates") is None and problem.cell.op != "rnn"):  # then `ops` recomputes the forward pass
+    gates = saved.get("gates")
+    # Without gates of all steps `ops` recomputes the forward pass.
+    if chunked or isinstance(gates, list) or (gates is None and problem.cell.op != "rnn"):
         saved = ops.forward(problem, floats)
     saved = {name: copied_to_mlx(a) if isinstance(a, np.ndarray) else a for name, a in saved.items() if a is not None}
     return ops.backward(problem, floats, saved, cotangents)

@@ -22,7 +22,7 @@ import mlx.core as mx
 import numpy as np
 
 from .choice import longest_whole
-from .directions import half, join, join_gradients, one_direction, part
+from .directions import half, join, join_gradients, one_direction, part, state_before
 from .ops import sweep as ops
 from .ops.packed import dequantized
 from .ops.sweep import initial_states
@@ -168,6 +168,7 @@ class Chunked:
                 states = memory_of(outputs[name[0]])
                 states, first_state = half(states, d) if problem.bidirectional else states, memory_of(first[name])
                 lengths, bounds = arrays.get("lengths"), sorted(self.bounds(own))
+                lengths = None if lengths is None else memory_of(lengths)
                 rows = [state_before(own, states, first_state, lengths, *chunk) for chunk in bounds]
                 starts[f"{name[0]}_starts"] = copied_to_mlx(np.stack(rows))
             by_d.append(starts)
@@ -393,22 +394,6 @@ def by_direction(problem: Problem, *values: Arrays) -> Iterator[tuple[int, Probl
         return
     for d in range(2):
         yield d, one_direction(problem, d), [part(arrays, d) for arrays in values]
-
-
-def state_before(
-    problem: Problem, states: np.ndarray, first: np.ndarray, lengths: Array | None, start: int, stop: int
-) -> np.ndarray:
-    """Return the state [B, .] before the steps from `start` to `stop`. states: the state after each step. first: the
-    first state.
-
-    The state of an item that has ended before these steps is arbitrary.
-    """
-    last = stop if problem.reverse else start - 1
-    if not 0 <= last < problem.T:
-        return first
-    if not problem.reverse or lengths is None:
-        return states[last]
-    return np.where(np.array(lengths)[:, None] > stop, states[last], first)
 
 
 def lengths_of(arrays: Arrays, start: int, stop: int) -> Arrays:
