@@ -2,13 +2,16 @@
 // lanes of the whole-sequence kernels read them, with zeros as padding. In the new order the vectors of one lane lie at
 // fixed distances, and the vectors of neighbouring lanes lie side by side. So a lane needs no bounds checks and no
 // address arithmetic to read them. The kernel runs once per pass, with one thread per vector.
+//
+// H and COUNT are arguments of the launch, not of the templates, so that one compiled kernel serves layers of all sizes.
+// `sizes` holds both.
 
 // Return weight k of the sum that a unit computes in its product, or 0 for padding. Forward this is number k of row
 // `unit` in H-block `block` of Wh. Backward (BACK) it is number k of column `unit`, over the rows that `block` selects:
 // one H-block, all rows (ALL), or all rows except those of the candidate, the last gate (BUT_CANDIDATE).
 constant constexpr int ALL = -1, BUT_CANDIDATE = -2;
-template <class Cell, int H, bool BACK, class W>
-float weight_of(W Wh, int unit, int block, int k) {
+template <class Cell, bool BACK, class W>
+float weight_of(W Wh, int H, int unit, int block, int k) {
   constexpr int GATES = Cell::GATES;
   const int candidate = Cell::block(GATES - 1) * H;
   const int length = !BACK || block >= 0 ? H : block == ALL ? GATES * H : (GATES - 1) * H;
@@ -22,17 +25,17 @@ float weight_of(W Wh, int unit, int block, int k) {
 // block and the first k. A vector holds 4 neighbouring weights of one row. The vectors of a run of 4 follow one another
 // slot by slot: first the rows of the lane's own unit, then those of the other units (unit = slot ^ own). If a backward
 // step has two products, the vectors of the candidate's product come first.
-template <class Cell, int H, int UNITS, bool BACK>
-void place_in_lanes(int index, int vector, thread int& unit, thread int& block, thread int& k) {
+template <class Cell, int UNITS, bool BACK>
+void place_in_lanes(int H, int index, int vector, thread int& unit, thread int& block, thread int& k) {
   constexpr int LANES = Lanes<Cell>::LANES, GROUP = LANES * UNITS, PER = BACK ? 1 : int(Cell::GATES);
-  constexpr int FIRST = RUNS_OF<H, GROUP>;
+  const int first = (H + 4 * GROUP - 1) / (4 * GROUP);  // the candidate's product has this number of runs
   const int s = index % GROUP, slot = vector % (UNITS * PER), run = vector / (UNITS * PER);
   unit = index / GROUP * UNITS + ((slot / PER) ^ (s / LANES));
   block = BACK ? int(ALL) : Lanes<Cell>::slot_block(slot % PER, s % LANES);
   k = 4 * (s + GROUP * run);
   if constexpr (BACK && Lanes<Cell>::TWO_PRODUCTS != 0) {
-    block = run < FIRST ? Cell::block(Cell::GATES - 1) : int(BUT_CANDIDATE);
-    k -= run < FIRST ? 0 : 4 * GROUP * FIRST;
+    block = run < first ? Cell::block(Cell::GATES - 1) : int(BUT_CANDIDATE);
+    k -= run < first ? 0 : 4 * GROUP * first;
   }
 }
 
@@ -46,16 +49,17 @@ void place_in_matrices(int index, int vector, thread int& unit, thread int& bloc
   k = 16 * (vector / PER) + column_of(index % 32);
 }
 
-template <class Cell, int H, int UNITS, int COUNT, bool BACK, bool MATRICES, class S, class Arrays>
+template <class Cell, int UNITS, bool BACK, bool MATRICES, class S, class Arrays>
 void fused_arrange(thread const Arrays& a, uint2 place, uint threads) {
+  const int H = a.sizes[0], COUNT = a.sizes[1];
   const int index = int(place.x) / (32 * COUNT) * 32 + int(place.x) % 32, vector = int(place.x) / 32 % COUNT;
   int unit, block, k;
   if (MATRICES) place_in_matrices<Cell, BACK>(index, vector, unit, block, k);
-  else place_in_lanes<Cell, H, UNITS, BACK>(index, vector, unit, block, k);
+  else place_in_lanes<Cell, UNITS, BACK>(H, index, vector, unit, block, k);
   for (int n = 0; n < 4; ++n) {
     const int at = k + (MATRICES && n > 1 ? n + 6 : n);
     a.arranged[4 * (long(place.y) * (COUNT * threads) + place.x) + n] =
-        S(weight_of<Cell, H, BACK>(a.Wh + long(place.y) * (Cell::GATES * H * H), unit, block, at));
+        S(weight_of<Cell, BACK>(a.Wh + long(place.y) * (Cell::GATES * H * H), H, unit, block, at));
   }
 }
 
@@ -84,7 +88,7 @@ uint word_of_lane(Packed<BITS, SIZE, A, B> Wh, long direction, int index, int nu
   const int piece = number / Share::EACH, place = number % Share::EACH, factor = place - int(Share::OF_WEIGHTS);
   const int slot = factor < 0 ? place / Share::WORDS % SLOTS : factor / Share::FACTORS;
   int unit, block, k;
-  place_in_lanes<Cell, H, UNITS, false>(index, slot, unit, block, k);
+  place_in_lanes<Cell, UNITS, false>(H, index, slot, unit, block, k);
   k = index % GROUP * Share::SPAN + piece * Share::PIECE;
   if (factor < 0) k += place / (Share::WORDS * SLOTS) * 8 + place % Share::WORDS * PER_WORD;
   if (unit >= H || k >= H) return 0;

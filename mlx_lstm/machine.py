@@ -2,11 +2,13 @@
 
 import os
 import platform
+import re
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import cache
 from io import TextIOWrapper
 from pathlib import Path
 from typing import NoReturn
@@ -24,6 +26,26 @@ def chip() -> str:
     with suppress(OSError), open("/proc/cpuinfo") as file:
         lines = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
     return f"{lines[0] if lines else platform.processor()} ({platform.machine()})"
+
+
+@cache
+def counted_gpu_cores() -> int | None:
+    """Return the number of cores of this Mac's GPU, or None if the system does not say or is not macOS. The command
+    that answers takes some hundredths of a second, once per process."""
+    if sys.platform != "darwin":
+        return None
+    with suppress(OSError, subprocess.SubprocessError):
+        command = ["/usr/sbin/ioreg", "-rc", "AGXAccelerator", "-d", "1"]
+        found = subprocess.run(command, capture_output=True, timeout=2, stdin=subprocess.DEVNULL)
+        return parsed_gpu_cores(found.stdout)
+    return None
+
+
+def parsed_gpu_cores(text: bytes) -> int | None:
+    """Return the number of GPU cores in the output of `ioreg -rc AGXAccelerator`, or None if there is no plausible
+    number."""
+    counts = [int(digits) for digits in re.findall(rb'"gpu-core-count"\s*=\s*(\d{1,4})\b', text)]
+    return next((count for count in counts if 1 <= count <= 1024), None)
 
 
 def system() -> str:

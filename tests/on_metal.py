@@ -180,12 +180,21 @@ def crossed(table, fewest=7):
     each option is added to the smallest case that it can be merged with. Each kind of cell has at least `fewest`
     cases, or 3 for a GRU with reset="before", because the options of a kind include that many shapes of a mask. The
     first case of a kind has no other option.
+
+    The number of directions does not change the source. So the cases of both directions are the cases of one
+    direction, and an option is only added if none of them has it.
     """
     groups = {}
     for option in table.values():
         kind = option.get("op", "lstm") + "_before" * ("reset" in option) + "_both" * ("bidirectional" in option)
+        if kind.endswith("_both") and kind not in groups:
+            groups[kind] = [{**case, "op": option["op"], "bidirectional": True} for case in groups[kind[:-5]]]
+            for case in groups[kind]:
+                case.pop("reverse", None)
         group = groups.setdefault(kind, [])
         agrees = [n for n, case in enumerate(group) if (n or "reset" in option) and merged(case, option)]
+        if any(merged(case, option) == case for case in group):
+            continue
         if len(group) < (3 if "reset" in option else fewest) or not agrees:
             group.append(dict(option))
         else:
@@ -200,3 +209,6 @@ CROSSED = {
     for name, case in crossed({key: value for key, value in EVERY_OPTION.items() if can_run(engine, value)}).items()
 }
 """The cases of `crossed` for every option that an engine runs, by (engine, name)."""
+CROSSED_BATCHES = [(*pair, BATCHES[int(pair[1].rsplit("_", 1)[1]) % len(BATCHES)]) for pair in CROSSED]
+"""Every case of CROSSED with a batch size, as (engine, name, B). A case of both directions has the batch size of the
+case of one direction whose options it has, so that they share kernels."""

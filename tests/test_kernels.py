@@ -26,7 +26,7 @@ from cases import (
 )
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
-from on_metal import BATCHES, CROSSED, can_run, in_turns, on_metal, options_at, over_engines, pairs
+from on_metal import BATCHES, CROSSED, CROSSED_BATCHES, can_run, in_turns, on_metal, options_at, over_engines, pairs
 
 from mlx_lstm.engines import METAL_ENGINES
 from mlx_lstm.engines.cells import GRUCell, LSTMCell, RNNCell
@@ -66,7 +66,7 @@ def assert_right(engine, outputs, gradients, ref, limit, dtype=np.float32):
             assert_within(label, value, ref[name], limit[name])
 
 
-@pytest.mark.parametrize("engine, name, B", in_turns(list(CROSSED), BATCHES))
+@pytest.mark.parametrize("engine, name, B", CROSSED_BATCHES)
 def test_options_crossed(engine, name, B):
     """Outputs and gradients are right for every option. Each case combines several options, so that a few cases
     cover all options. With a batch of 9, `fused` uses its kernel with 8 x 8 matrix products."""

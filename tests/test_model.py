@@ -2,6 +2,7 @@
 the thresholds between engines follow from predicted times."""
 
 import csv
+import json
 import re
 from collections import Counter
 from pathlib import Path
@@ -11,14 +12,21 @@ import numpy as np
 import pytest
 from cases import draw, draw_cotangents, run
 from machine_code.__main__ import main
-from machine_code.instructions import cycles_of, has_product
-from machine_code.launches import trace
+from machine_code.instructions import has_product, work_of
+from machine_code.launches import Graph, trace
+from machine_code.measured import DOUBTS, chip_of
 from machine_code.times import (
     CHIPS,
     ISSUE,
+    ROUND_TRIP,
+    busiest,
+    encoding_seconds,
+    evaluation_seconds,
     floor_bytes,
     fused_until,
     fused_wins,
+    gemm_seconds,
+    gpu_parts,
     host_seconds,
     moved_bytes,
     of_mlx,
@@ -28,6 +36,7 @@ from machine_code.times import (
 )
 from on_metal import ENGINES, can_run, on_metal
 
+from mlx_lstm.bench.short import SETTLING
 from mlx_lstm.bench.tasks import Size
 from mlx_lstm.engines.cells import GRUCell, LSTMCell, RNNCell
 from mlx_lstm.engines.choice import FUSED_LIMIT
@@ -184,17 +193,44 @@ def test_a_sweep_takes_what_its_instructions_take(B):
     problem, graph = ours(Size(50, B, 64, 64), mx.float32, "fused", "backward")
     for launch in graph.launches:
         if has_product(launch):
-            cycles = cycles_of(launch, problem, 50)[0]
+            cycles = work_of(launch, problem, 50).cycles
             for chip in CHIPS:
                 parts = parts_of(launch, problem, chip)
                 simdgroups = -(-launch.groups[0] // chip.cores) * launch.threads / 32
                 assert parts["instructions"] > cycles * simdgroups / ISSUE / chip.clock
 
 
-def test_the_host_is_a_bound():
+def test_the_gpu_waits_while_the_graph_is_built():
+    """Building comes before the evaluation, so its time is added to the time of the GPU. MLX encodes launches while
+    the GPU computes earlier ones, so of these two times only the longer one counts."""
     problem, graph = of_mlx(Size(3, 1, 8, 8), mx.float32, "forward")
     free, busy = (total_seconds(graph, problem, CHIPS[0], host) for host in (0.0, 1.0))
-    assert free < 0.01 and 1.0 < busy < 1.01
+    assert free < 0.01 and busy == pytest.approx(free + 1.0)
+    gpu = sum(gpu_parts(graph, problem, CHIPS[0]).values())
+    long = Graph(tuple(launch._replace(text=" " * 10**6) for launch in graph.launches), graph.nodes)
+    assert 0 < encoding_seconds(graph) < gpu < encoding_seconds(long)
+    assert evaluation_seconds(graph, problem, CHIPS[0]) == gpu + ROUND_TRIP
+    assert evaluation_seconds(long, problem, CHIPS[0]) == encoding_seconds(long) + ROUND_TRIP
+
+
+def test_threadgroups_on_one_core_hide_the_waits_of_one_another():
+    assert busiest(1, 4, work=2.0, waits=3.0) == 5.0
+    assert busiest(4, 4, work=2.0, waits=3.0) == 8.0  # while one of the four waits, the others work
+    assert busiest(4, 1, work=2.0, waits=3.0) == 20.0
+
+
+def test_a_product_with_few_tiles_leaves_cores_without_work():
+    """The gradient of the recurrent weights at H = 64 has 4 tiles of 64 x 64 numbers, so more cores than 4 do not
+    make it faster. A product whose tiles fill all cores takes a fraction of the peak."""
+    small, large = (
+        trace(lambda a, b: [a @ b], [mx.zeros((rows, K)), mx.zeros((K, columns))]).launches[0]
+        for rows, K, columns in ((256, 2048, 64), (4096, 2048, 4096))
+    )
+    few, many = CHIPS[0], CHIPS[-1]
+    assert gemm_seconds(small, few._replace(clock=many.clock)) == gemm_seconds(small, many)
+    operations = 2 * 4096 * 2048 * 4096
+    assert gemm_seconds(large, many) == pytest.approx(operations / (0.75 * many.peak), rel=0.1)
+    assert gemm_seconds(small, many) > 5 * (2 * 256 * 2048 * 64) / (0.75 * many.peak)
 
 
 # --- The command -----------------------------------------------------------------------------------------------------
@@ -207,15 +243,51 @@ def test_model_command(tmp_path, capsys):
     assert main(["--model", "--sizes", "5,3,4,8", "--passes", "backward", "--csv", str(file)]) == 0
     printed = capsys.readouterr().out
     header = next(line for line in printed.splitlines() if line.startswith("layer"))
-    assert all(f"{chip.name}, predicted ms" in header for chip in CHIPS)
+    assert all(f"{chip.name} ms" in header for chip in CHIPS) and "predicted times" in printed
     assert "mlx.nn.LSTM over fused, predicted: " in printed and "nobody measured any of them" in printed
     assert "bound by" in header and "instructions of lstm_fused_forward: estimated from those of lstm_fused" in printed
     rows = list(csv.DictReader(file.open()))
     assert {row["layer"] for row in rows} == {"fused", "stepwise", "mlx.nn.LSTM"}
-    assert {row["bound_M1"] for row in rows} >= {"host", "instructions", "memory"}
+    assert {row["bound_M1"] for row in rows} >= {"building", "instructions", "memory"}
     for layer in ENGINES:
         *lines, whole = [row for row in rows if row["layer"] == layer]
-        for column in ("launches", "moved", "predicted_s_M1", "predicted_s_M4 Max"):
+        for column in ("launches", "moved", "predicted_s_M1", "predicted_s_M3 Ultra"):
             assert sum(float(line[column]) for line in lines) == pytest.approx(float(whole[column]))
     assert main(["--model", "--sizes", "2,3,4,300", "--engine", "stepwise"]) == 0
     assert "fused " not in capsys.readouterr().out
+
+
+def test_a_report_of_a_mac_beside_the_model(tmp_path, capsys):
+    """`--model REPORT` prints the measured times of a report of `mlx_lstm.check` beside the predicted ones, for the
+    chip of the report, and one line for each doubt about the model that the report settles."""
+
+    def record(size, which, layer, dtype="float32", seconds=1e-3):
+        contender, engine = ("mlx.nn.LSTM", "-") if layer == "mlx" else ("mlx_lstm.lstm", layer)
+        names = {"contender": contender, "engine": engine, "dtype": dtype, "pass": which}
+        times = {"median_s": seconds, "build_s": seconds and 0.25e-3, "evaluation_s": seconds and 0.75e-3}
+        return size._asdict() | names | times
+
+    groups = [
+        (size, which, engine, dtype)
+        for size, engine, passes, dtypes in SETTLING
+        for which in passes
+        for dtype in dtypes
+    ]
+    times = [record(*group) for group in groups] + [record(Size(3, 1, 4, 8), "forward", "mlx")]
+    times += [record(Size(3, 1, 4, 8), "forward", "numpy"), record(Size(3, 1, 4, 8), "forward", "fused", seconds=None)]
+    file = tmp_path / "report.json"
+    file.write_text(json.dumps({"machine": {"chip": "Apple M2 Max", "gpu_cores": "30"}, "times": times}))
+    assert main(["--model", str(file)]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0] == "M2 Max: 30 GPU cores"
+    assert len(printed) == 2 + len(groups) + 1 + len(DOUBTS)
+    assert "measured 0.25" in printed[-4] and "measured 2.93" in printed[-3]
+    assert "measured 0.00" in printed[-2] and "measured 1.00" in printed[-1]
+
+
+def test_the_chip_of_a_report():
+    """A chip that the model does not know is represented by the one with the nearest number of cores."""
+    chip, note = chip_of({"chip": "Apple M7 Pro", "gpu_cores": "18"})
+    assert chip == CHIPS[2]._replace(cores=18) and note.endswith("as of the M4 Pro")
+    chip, note = chip_of({"chip": "Apple M1", "gpu_cores": "unknown"})
+    assert chip == CHIPS[0] and note == "M1: 8 GPU cores, not counted"

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from .cases import CASES
-from .report import references, spread
+from .report import build_and_evaluation, references, spread
 from .rounds import Measurement, label, name_of, peak_ratio, ratio
 
 
@@ -31,6 +31,7 @@ def csv_record(row: Measurement, compared: dict[str, Measurement]) -> dict[str, 
     record |= {"contender": label(task), "engine": task.engine, "status": row.status}
     seconds = spread(row) if row.samples else dict.fromkeys(("median", "min", "p20", "p80"))
     record |= {f"{name}_s": value for name, value in seconds.items()}
+    record |= dict(zip(("build_s", "evaluation_s"), build_and_evaluation(row), strict=True))
     record |= {"runs": len(row.samples), "rounds": len(row.rounds)}
     for name in CASES[task.case].references:
         figures = ratio(row, compared[name]) if name in compared else None

@@ -1,6 +1,7 @@
 """Format the results of the benchmark as text."""
 
 from collections.abc import Iterable, Sequence
+from statistics import median
 
 import numpy as np
 
@@ -32,7 +33,8 @@ def group_text(rows: Sequence[Measurement]) -> str:
     times = any(row.samples for row in rows)
     header = ["contender", "engine"]
     if times:
-        header += ["median ms", "min", "p20", "p80", "runs"] + [f"x {label(row.task)}" for row in compared.values()]
+        header += ["median ms", "min", "p20", "p80", "runs", "build ms", "eval ms"]
+        header += [f"x {label(row.task)}" for row in compared.values()]
     header += ["peak MiB", "x needed", "mlx MiB", "error/bound", "threads"]
     lines = [header]
     for row in rows:
@@ -46,10 +48,20 @@ def group_text(rows: Sequence[Measurement]) -> str:
 
 def time_cells(row: Measurement) -> list[str]:
     """Return the printed cells of a measurement's times: median, minimum, 20th and 80th percentile in milliseconds,
-    and the number of runs."""
+    the number of runs, and the medians of both parts of a run, building a graph and evaluating it."""
     if not row.samples:
-        return ["-"] * 5
-    return [*(milliseconds(seconds) for seconds in spread(row).values()), str(len(row.samples))]
+        return ["-"] * 5 + [""] * 2
+    cells = [*(milliseconds(seconds) for seconds in spread(row).values()), str(len(row.samples))]
+    return cells + [milliseconds(seconds) if seconds is not None else "" for seconds in build_and_evaluation(row)]
+
+
+def build_and_evaluation(row: Measurement) -> tuple[float, float] | tuple[None, None]:
+    """Return the median seconds of building a graph and of evaluating it, or (None, None) for an implementation
+    without a graph."""
+    if not row.builds:
+        return None, None
+    pairs = list(zip(row.samples, row.builds, strict=True))
+    return median(row.builds), median(seconds - built for seconds, built in pairs)
 
 
 def milliseconds(seconds: float) -> str:
@@ -112,7 +124,8 @@ def notes(rows: Iterable[Measurement]) -> list[str]:
 
 
 LEGEND = """\
-backward includes its forward pass. x NAME: times NAME's time, the median over rounds (lowest-highest round).
+backward includes its forward pass. build, eval: the two parts of a run of MLX, building the graph and computing it; the
+engine numpy computes while it builds. x NAME: times NAME's time, the median over rounds (lowest-highest round).
 peak: memory of the first run above its inputs; mlx: MLX's own count of it, including what is allocated but not in use.
 x needed: peak and x, over what a pass cannot do without: x, gates, h, c and, backward, dx, dWx, dWh, db.
 every K: the state of every K-th step is saved for the gradient, which computes the others again.

@@ -45,6 +45,7 @@ class Measurement(NamedTuple):
     threads: int | None = None
     idle_cpu: float = 0.0  # fraction of a core used while the process should have been idle
     disturbed: int = 0  # turns in which other processes used more than QUIET cores
+    builds: tuple[float, ...] = ()  # seconds of each run in which a graph was built; empty without a graph
 
     @property
     def failed(self) -> bool:
@@ -186,6 +187,7 @@ def take_turn(row: Measurement, child: Child, plan: Plan, patience: float) -> Me
     return row._replace(
         status="timed",
         rounds=(*row.rounds, tuple(answer["samples"])),
+        builds=(*row.builds, *answer.get("builds", ())),
         idle_cpu=answer["idle_cpu"],
         disturbed=row.disturbed + (busy - answer["cpu"] > QUIET * wall),
     )

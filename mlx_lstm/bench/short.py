@@ -15,6 +15,19 @@ from .report import THREADS_HINT, milliseconds, references, spread
 from .rounds import Measurement, label, measure, ratio
 from .tasks import PASSES, SIZES, Size, Task
 
+SETTLING = (
+    # Is the graph built before the GPU begins? (building and evaluating apart)
+    (Size(64, 32, 64, 64), "fused", ("backward",), ("float32",)),
+    # How long does a step of `stepwise` wait in the turns of its product?
+    (Size(256, 32, 256, 256), "stepwise", ("backward",), ("float32",)),
+    # Does the backward pass of `fused` wait for the arrays that it reads at each step? (backward over forward)
+    (Size(1024, 1, 64, 64), "fused", ("forward", "backward"), ("float32",)),
+    # Do weights in 16 bits leave more of them in registers? (float16 over float32)
+    (Size(64, 32, 128, 128), "fused", ("backward",), ("float32", "float16")),
+)
+"""The measurements that settle the doubts about the model of times in tests/machine_code, as (size, engine, passes,
+dtypes). The option `--full` makes them on a Mac's GPU."""
+
 SECONDS, ROUNDS, QUIET = 1.0, 3, 2.0
 """Seconds to time each contender, its number of turns, and the seconds a turn waits for other processes to pause."""
 
@@ -43,6 +56,18 @@ def measure_sizes(
     progress.title = ""
 
 
+def settle(engines: Sequence[str], progress: Progress) -> Iterator[list[Measurement]]:
+    """Yield the measurements that settle the doubts about the model of times: see `SETTLING`."""
+    for size, engine, passes, dtypes in SETTLING:
+        for dtype in dtypes if engine in engines else ():
+            progress.title = f"timing, for the model: {size}"
+            judge = judge_layer(draw(size, dtype), dtype, backward="backward" in passes)
+            for which in passes:
+                task = Task("ours", engine, size, which, dtype, "gpu")
+                yield measure([task], judge, seconds=SECONDS, rounds=ROUNDS, patience=QUIET, progress=progress)
+    progress.title = ""
+
+
 def records(groups: Sequence[Sequence[Measurement]]) -> list[dict[str, Any]]:
     """Return the figures of all measurements as a list of dicts, for a report."""
     return [csv_record(row, references(rows)) for rows in groups for row in rows]
@@ -63,4 +88,5 @@ def time_line(rows: Sequence[Measurement]) -> str:
             times = f", {part} that"
         cells.append(f"{name} {milliseconds(spread(row)['median'])} ms{times}")
     disturbed = f" (disturbed by other processes: {THREADS_HINT})" if any(row.disturbed for row in rows) else ""
-    return f"{task.size!s:15} {task.which}: {'; '.join(cells)}{disturbed}"
+    dtype = "" if task.dtype == "float32" else f" {task.dtype}"
+    return f"{task.size!s:15} {task.which}{dtype}: {'; '.join(cells)}{disturbed}"

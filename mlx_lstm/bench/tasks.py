@@ -53,14 +53,17 @@ class Task(NamedTuple):
 class Work(NamedTuple):
     """A task that is ready to run in this process.
 
-    `run` runs the task once and returns when every result is computed. `tensors` converts what `run` returned to
-    float32 NumPy arrays with the names in the case's `passes`; in the case `lstm` these are h [T, B, H], dx [T, B,
-    I], dWx [4H, I], dWh [4H, H], db [4H]. `threads` is the number of threads that the framework reports.
+    `run` runs the task once and returns when every result is computed. `build`, if there is one, is the first part of
+    `run`: it builds the graph that `mx.eval` then computes, so that both parts can be timed apart. `tensors` converts
+    what `run` returned to float32 NumPy arrays with the names in the case's `passes`; in the case `lstm` these are h
+    [T, B, H], dx [T, B, I], dWx [4H, I], dWh [4H, H], db [4H]. `threads` is the number of threads that the framework
+    reports.
     """
 
     run: Callable[[], Any]
     tensors: Callable[[Any], Tensors]
     threads: int | None = None
+    build: Callable[[], Any] | None = None
 
 
 class Contender(NamedTuple):

@@ -63,36 +63,44 @@ class Worker:
         in bytes, without the memory of the inputs."""
         release_memory()
         memory = PeakMemory()
-        once, results = self.run()
+        once, _, results = self.run()
         peak, mlx_peak = memory.above_start()
         tensors: dict[str, Any] = {**self.work.tensors(results)}
         np.savez(file, **tensors)
         del results
         if once < SHORT:
-            once, _ = self.run()
+            once, *_ = self.run()
         answer = {"once": once, "peak": peak, "mlx_peak": mlx_peak, "threads": self.work.threads}
         self.pause()
         return answer
 
     def time(self, seconds: float, warmups: int) -> dict[str, Any]:
         """Run the task for this number of seconds, at least once, after `warmups` untimed runs. Return the seconds
-        of each timed run."""
+        of each timed run, and the part of them in which a graph was built, if the task builds one."""
         self.resume()
         start = time.process_time()
         for _ in range(warmups):
             self.run()
         samples: list[float] = []
+        builds: list[float] = []
         while sum(samples) < seconds or not samples:
-            samples.append(self.run()[0])
+            sample, built, _ = self.run()
+            samples.append(sample)
+            builds += [] if built is None else [built]
         self.pause()
         idle_cpu = self.idle_cpu / self.idle_wall
-        return {"samples": samples, "cpu": time.process_time() - start, "idle_cpu": idle_cpu}
+        return {"samples": samples, "builds": builds, "cpu": time.process_time() - start, "idle_cpu": idle_cpu}
 
-    def run(self) -> tuple[float, Any]:
-        """Run the task once; return (seconds, results)."""
-        start = time.perf_counter()
-        results = self.work.run()
-        return time.perf_counter() - start, results
+    def run(self) -> tuple[float, float | None, Any]:
+        """Run the task once; return (seconds, seconds to build the graph or None, results)."""
+        start, built = time.perf_counter(), None
+        if self.work.build is None:
+            results = self.work.run()
+        else:
+            results = self.work.build()
+            built = time.perf_counter() - start
+            mx.eval(results)
+        return time.perf_counter() - start, built, results
 
     def pause(self) -> None:
         """Wait until the threads of the libraries have stopped spinning. Then note the time and the CPU time used so

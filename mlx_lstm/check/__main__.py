@@ -3,6 +3,7 @@
 import argparse
 import shlex
 import sys
+from itertools import chain
 from pathlib import Path
 
 from ..bench import short
@@ -108,13 +109,17 @@ def check(selection: Selection, report: Report, options: argparse.Namespace) -> 
 
 
 def time_engines(selection: Selection, report: Report, options: argparse.Namespace, progress: Progress) -> None:
-    """Time a training step at each size, without engines whose process ended or hung before."""
+    """Time a training step at each size, without engines whose process ended or hung before. With --full also make
+    the measurements that correct the model of times."""
     sizes = short.default_sizes(selection.device, options.full) if options.sizes is None else options.sizes
     lost = {finding.engine for finding in report.findings if finding.lost}
     on_gpu = has_metal() and selection.device == "gpu"
     ours = METAL_ENGINES if on_gpu else ("numpy" if selection.device == "cpu" else "ops",)
     engines = [engine for engine in ours if engine in selection.engines and engine not in lost]
-    for rows in short.measure_sizes(engines, sizes, selection.device, options.full, progress):
+    groups = short.measure_sizes(engines, sizes, selection.device, options.full, progress)
+    if options.full and on_gpu:
+        groups = chain(groups, short.settle(engines, progress))
+    for rows in groups:
         report.times.append(rows)
         progress.print(short.time_line(rows))
         report.save()
@@ -139,7 +144,11 @@ def make_parser() -> argparse.ArgumentParser:
         "against mlx.nn.LSTM, and write a file to attach to an issue. Exit code 1 if something is wrong.",
     )
     add = parser.add_argument
-    add("--full", action="store_true", help="every option, all sizes and passes; --tune, and compare where PyObjC is")
+    add(
+        "--full",
+        action="store_true",
+        help="every option, all sizes and passes; the times that correct our predictions; --tune, compare",
+    )
     add("--engines", nargs="+", choices=ENGINES, help="those that have to be checked; default: all that run here")
     add("--problems", nargs="+", metavar="TEXT", help="only problems with one of these texts in their name")
     add("--sizes", nargs="*", type=size_option, metavar="T,B,I,H", help="what is timed; without one, nothing")

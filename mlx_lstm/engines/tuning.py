@@ -79,19 +79,19 @@ class Table(NamedTuple):
         return name, least, batches[least]
 
 
-WIDE = {1: ((128, "fused"),), 17: ((128, "fused"),), 65: ((160, "fused"),)}
-NARROW = {1: ((192, "fused"),), 17: ((192, "fused"),), 65: ((224, "fused"),)}
+WIDE = {1: ((160, "fused"),), 17: ((128, "fused"),), 65: ((192, "fused"),)}
+NARROW = {1: ((224, "fused"),), 17: ((192, "fused"),), 65: ((224, "fused"),)}
 PREDICTED = Table("predicted", {"float32": WIDE, "float16": NARROW, "bfloat16": NARROW})
 """The predicted table: up to these values of H `fused` is the faster engine. The model predicts that `fused` needs
-no more time than `stepwise` for forward and backward, on two of three chips and for every B of the row, and that no
+no more time than `stepwise` for forward and backward, on most of five chips and for every B of the row, and that no
 kernel of `fused` spills registers. H is a multiple of 32. A new row begins at the B from which a threadgroup of
 `fused` takes more items. `fused_until` in tests/machine_code/times.py computes the values. Not measured."""
 
-OF_4, OF_8 = {1: ((192, "fused"),), 2: ((256, "fused"),)}, {1: ((160, "fused"),), 2: ((192, "fused"),)}
+OF_4 = OF_8 = {1: ((256, "fused"),)}
 PACKED = Table("predicted", {"weights of 4 bits": OF_4, "weights of 8 bits": OF_8})
 """The predicted table for a forward pass with quantized weights, by the bits per weight in the lanes of `fused`. Up
-to these values of H, with groups of 64 weights, `fused` is predicted to need no more time than `stepwise` on two of
-three chips. Not measured."""
+to these values of H, with groups of 64 weights, `fused` is predicted to need no more time than `stepwise` on most of
+five chips. Not measured."""
 
 
 def cache_file() -> Path:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from .. import __version__
-from ..machine import chip, installed_version, system
+from ..machine import chip, counted_gpu_cores, installed_version, system
 
 THREAD_SETTINGS = (
     "OMP_NUM_THREADS",
@@ -33,6 +33,7 @@ def machine_card(command: str, device: str) -> dict[str, str]:
     return {
         "chip": chip(),
         "cores": str(os.cpu_count()),
+        "gpu_cores": str(counted_gpu_cores() or "unknown"),
         "system": system(),
         "python": platform.python_version(),
         "mlx_lstm": __version__,

@@ -11,7 +11,7 @@ from mlx_lstm.engines.packing import WIDTHS, Packing
 from mlx_lstm.testing.cases import DTYPES
 from mlx_lstm.testing.report import table as in_columns
 
-from . import predictions
+from . import measured, predictions
 from .compiler import machine_code
 from .count import WORDS
 from .instructions import FILE, Counted
@@ -29,8 +29,11 @@ def main(arguments: list[str] | None = None) -> int:
     """Count the instructions of kernels and print them. Without the option --size count all kernels of the table and
     write machine_code.csv. With --model print predicted times instead."""
     options = make_parser().parse_args(arguments)
-    if options.model:
+    if options.model is True:
         return show_predictions(options)
+    if options.model:
+        print(measured.text(Path(options.model)))
+        return 0
     if not options.size:
         lines = make(cases())
         write(lines)
@@ -61,7 +64,14 @@ def make_parser() -> argparse.ArgumentParser:
     add("--projected", type=int, default=0, metavar="P", help="width of a projected h")
     add("--size", metavar="B,H", help="count the kernels of this layer only, and write no table")
     add("--keep", type=Path, metavar="FOLDER", help="with --size: write texts and machine code to FOLDER")
-    add("--model", action="store_true", help="print launches, bytes, and the times predicted for three Apple chips")
+    add(
+        "--model",
+        nargs="?",
+        const=True,
+        metavar="REPORT",
+        help="print launches, bytes, and the times predicted for some Apple chips. With the file that `python -m "
+        "mlx_lstm.check` wrote on a Mac, print its measured times beside the predicted ones",
+    )
     add("--sizes", nargs="+", type=parse_size, metavar="T,B,I,H", default=SIZES, help="with --model: the layers")
     add("--passes", nargs="+", choices=PASSES, default=[*PASSES], help="with --model; backward includes forward")
     add("--bits", type=int, choices=WIDTHS["affine"][1], help="with --model: of our weights, in groups of 64")

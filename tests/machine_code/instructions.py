@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mlx_lstm.engines.cells import GRUCell
-from mlx_lstm.engines.metal.fused import fused_tiling
-from mlx_lstm.engines.metal.stepwise import stepwise_rows
 from mlx_lstm.engines.problem import Problem
 
 from .launches import Launch
@@ -124,17 +122,20 @@ def kernel_of(launch: Launch, problem: Problem) -> Kernel:
         name += f"_{packed.mode}_{packed.bits}_bits"
         elements = problem.directions * problem.cell.gates * H * problem.P if per_step else elements * 32 // packed.bits
         dtype = next(word for word, kind in KINDS.items() if f"using S = {kind};" in launch.text)
-    if per_step:
-        sweep = {"backward": "backward" in name, "directions": problem.directions, "packing": packed}
-        rows = fused_tiling(problem.cell, B, H, weights.bytes // elements, **sweep).rows
-    else:
-        rows = stepwise_rows(B)
+    rows = constant_of(launch, "ROWS", 8)  # the kernels that multiply 8 x 8 matrices have 8 rows, and no constant
     # Threadgroups along the hidden units divide the weights of a product among them. Threadgroups along the batch
     # do not: each of them reads all its units' weights.
     down = launch.groups[not per_step]
     needed = round(rows * elements * down / prod(launch.groups) / launch.threads, 2)
     per = "step" if per_step else "turn"
     return Kernel(name, dtype, B, H, per, rows, launch.threads, needed, text_hash(launch.text, launch.threads))
+
+
+def constant_of(launch: Launch, name: str, absent: int) -> int:
+    """Return the integer that a launch's source gives to one of its template parameters, or `absent` if the source
+    has no such parameter. Its text is the only place that always knows the real size of a tile."""
+    found = re.search(rf"^constexpr int {name} = (\d+);", launch.text, flags=re.M)
+    return int(found[1]) if found else absent
 
 
 @cache
@@ -175,10 +176,20 @@ def products(line: Counted) -> int:
     return columns * line.rows * (16 if packed[1] == "nvfp" or (line.rows > 1 and int(packed[2]) % 2 == 0) else 32)
 
 
-def cycles_of(launch: Launch, problem: Problem, steps: int) -> tuple[float, float, Counted, bool]:
-    """Return (cycles, spills, line, own) for a launch over `steps` time steps. cycles: the cycles that a quarter of
-    a GPU core needs for one SIMD-group. spills: how many loads and stores of spilled registers are among its
-    instructions. line, own: see `counted`.
+class Work(NamedTuple):
+    """What one SIMD-group executes in a launch. cycles: the cycles that a quarter of a GPU core needs for its
+    instructions. spills: how many loads and stores of spilled registers are among them. turns: how often its counted
+    loop runs. line, own: see `counted`."""
+
+    cycles: float
+    spills: float
+    turns: float
+    line: Counted
+    own: bool
+
+
+def work_of(launch: Launch, problem: Problem, steps: int) -> Work:
+    """Return what one SIMD-group executes in a launch over `steps` time steps.
 
     If the line belongs to another size, the cycles are scaled by the number of multiply-adds needed. With quantized
     weights the number of iterations is rounded up, since an iteration takes as long when some lanes have no weights.
@@ -188,4 +199,4 @@ def cycles_of(launch: Launch, problem: Problem, steps: int) -> tuple[float, floa
     turns = needed / products(line) if line.per == "turn" else steps * (1 if own else needed / line.needed)
     if line.per == "turn" and line.kernel.endswith("_bits"):
         turns = ceil(turns)
-    return line.outside + turns * line.cycles, turns * line.spills, line, own
+    return Work(line.outside + turns * line.cycles, turns * line.spills, turns, line, own)

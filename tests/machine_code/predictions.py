@@ -1,5 +1,5 @@
 """Print predictions for the option --model: the launches of our layers and of `mlx.nn.LSTM`, the bytes they move,
-and their time on three Apple chips."""
+and their time on some Apple chips."""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -13,15 +13,27 @@ from mlx_lstm.testing.report import table
 
 from .instructions import counted, has_product
 from .launches import Graph, Launch
-from .times import CHIPS, floor_bytes, gpu_parts, host_seconds, moved_bytes, of_mlx, ours, parts_of, total_seconds
+from .times import (
+    CHIPS,
+    encoding_seconds,
+    evaluation_seconds,
+    floor_bytes,
+    gpu_parts,
+    host_seconds,
+    moved_bytes,
+    of_mlx,
+    ours,
+    parts_of,
+)
 
 LEGEND = f"""\
 Every time is predicted, from published figures of the chips: nobody measured any of them. times.py has the rules.
 moved: all loads and stores of device memory, whatever cache serves them; floor: each input read once, each output
 written once; apart from weights: moved over floor, without the recurrent weights of our kernels.
 bound by: the longest of a launch's times: instructions, counted in the machine code of Mesa's compiler; weights that
-one core reads; other loads and spilled registers through caches; memory. For a whole layer also: the latencies of its
-launches, and the host, whose work a function of mx.compile saves. between launches: those two, beyond the launches.
+one core reads; other loads and spilled registers through caches; memory. For a whole layer also: the gaps between its
+launches, and MLX's work to encode them. between launches: these gaps and the round trip to the GPU. building: the
+host's work before the evaluation, which a function of mx.compile saves.
 {", ".join(f"{chip.name}: {chip.cores} cores, {chip.dram / 1e9:g} GB/s" for chip in CHIPS)}."""
 
 
@@ -57,7 +69,7 @@ def predict(
             lines.append(line_of(engine, kind, alike, problem))
         lines += sums(engine, which, graph, problem)
     problem, graph = of_mlx(size, DTYPES[dtype], which)
-    return [*lines, sums("mlx.nn.LSTM", which, graph, problem)[1]]
+    return [*lines, sums("mlx.nn.LSTM", which, graph, problem)[-1]]
 
 
 def estimates(size: Size, dtype: str, which: str, engines: Iterable[str], packing: Packing | None = None) -> list[str]:
@@ -97,16 +109,21 @@ def longest(parts: Iterable[dict[str, float]]) -> str:
     return max(total, key=total.__getitem__)
 
 
-def sums(layer: str, which: str, graph: Graph, problem: Problem) -> tuple[Prediction, Prediction]:
-    """Return (between, whole). between: the line for the time that passes between the launches of a layer. whole:
-    the line for the whole layer."""
+def sums(layer: str, which: str, graph: Graph, problem: Problem) -> tuple[Prediction, Prediction, Prediction]:
+    """Return (building, between, whole): the line for the time in which the host builds the graph, the line for the
+    time that passes between the launches of a layer, and the line for the whole layer."""
     work, host = line_of(layer, "all", graph.launches, problem), host_seconds(layer, which, problem.T)
-    total = tuple(total_seconds(graph, problem, chip, host) for chip in CHIPS)
-    between = tuple(whole - part for whole, part in zip(total, work.seconds, strict=True))
-    gpu = [gpu_parts(graph, problem, chip) for chip in CHIPS]
-    bounds = tuple("host" if host > sum(parts.values()) else max(parts, key=parts.__getitem__) for parts in gpu)
-    none = ("",) * len(CHIPS)
-    return Prediction(layer, "between launches", 0, 0, 0, 0, between, none), work._replace(seconds=total, bounds=bounds)
+    evaluating = [evaluation_seconds(graph, problem, chip) for chip in CHIPS]
+    between = tuple(whole - part for whole, part in zip(evaluating, work.seconds, strict=True))
+    bounds = []
+    for chip in CHIPS:
+        parts = gpu_parts(graph, problem, chip)
+        gpu, most = sum(parts.values()), max(parts, key=parts.__getitem__)
+        encoding = encoding_seconds(graph)
+        bounds.append("building" if host > max(gpu, encoding) else "encoding" if encoding > gpu else most)
+    building = Prediction(layer, "building", 0, 0, 0, 0, (host,) * len(CHIPS), ("",) * len(CHIPS))
+    whole = work._replace(seconds=tuple(host + seconds for seconds in evaluating), bounds=tuple(bounds))
+    return building, building._replace(launch="between launches", seconds=between), whole
 
 
 def engines_at(size: Size, asked: list[str] | None) -> list[str]:
@@ -119,7 +136,7 @@ def engines_at(size: Size, asked: list[str] | None) -> list[str]:
 def group_text(size: Size, dtype: str, which: str, lines: list[Prediction], packing: Packing | None = None) -> str:
     """Return the printed table of predictions for one size and pass, with a title and notes."""
     cells = [["layer", "launch", "launches", "moved MB", "floor MB", "moved/floor", "apart from weights"]]
-    cells[0] += [*(f"{chip.name}, predicted ms" for chip in CHIPS), "bound by"]
+    cells[0] += [*(f"{chip.name} ms" for chip in CHIPS), "bound by"]
     for line in lines:
         times = (f"{1e3 * seconds:.3f}" for seconds in line.seconds)
         cells.append([line.layer, line.launch, *traffic_cells(line), *times, ", ".join(dict.fromkeys(line.bounds))])
@@ -131,7 +148,8 @@ def group_text(size: Size, dtype: str, which: str, lines: list[Prediction], pack
     notes = estimates(size, dtype, which, engines, packing)
     notes += [f"{theirs.layer} over {line.layer}, predicted: {theirs.over(line)}" for line in wholes]
     packed = f"   weights of {packing.bits} bits" if packing else ""
-    title = f"T,B,I,H = {size}   {which}   {dtype}{packed}   default engine {default.engine}: {default.reason}"
+    title = f"T,B,I,H = {size}   {which}   {dtype}{packed}   predicted times   "
+    title += f"default engine {default.engine}: {default.reason}"
     return "\n".join([title, table(cells, left=2), *notes])
 
 

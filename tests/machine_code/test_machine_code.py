@@ -7,7 +7,7 @@ import pytest
 from machine_code import instructions
 from machine_code.compiler import opencl
 from machine_code.count import count
-from machine_code.instructions import FILE, Counted, Kernel, counted, cycles_of, kernel_of, products, table, text_hash
+from machine_code.instructions import FILE, Counted, Kernel, counted, kernel_of, products, table, text_hash, work_of
 from machine_code.table import Case, cases, kernels, tool_hash
 from machine_code.times import ours
 from mlx_lstm.bench.tasks import Size
@@ -145,12 +145,12 @@ def test_a_kernel_finds_its_own_line(small):
     problem, launch = sweep(Size(7, 32, 5, 40))
     line, own = counted(launch, problem)
     assert own and (line.B, line.H, line.dtype, line.rows, line.per) == (32, 40, "float32", 2, "step")
-    assert cycles_of(launch, problem, 7) == (10 + 7 * 100, 7 * 2, line, True)
+    assert work_of(launch, problem, 7) == (10 + 7 * 100, 7 * 2, 7, line, True)
     problem, launch = sweep(Size(7, 32, 3, 300), "stepwise")
     line, own = counted(launch, problem)
     assert own and line.H == 8  # the kernel's source does not depend on H, so the line of H = 8 fits H = 300
     turns = kernel_of(launch, problem).needed / 8
-    assert cycles_of(launch, problem, 1)[:2] == (10 + turns * 100, turns * 2)
+    assert work_of(launch, problem, 1)[:3] == (10 + turns * 100, turns * 2, turns)
 
 
 def test_another_one_the_nearest_in_proportion(small):
@@ -166,7 +166,7 @@ def test_another_one_the_nearest_in_proportion(small):
         line, own = counted(launch, problem)
         assert not own and (line.B, line.H, line.dtype) == wanted
         share = kernel_of(launch, problem).needed / line.needed
-        assert cycles_of(launch, problem, 7)[0] == pytest.approx(10 + 7 * 100 * share)
+        assert work_of(launch, problem, 7).cycles == pytest.approx(10 + 7 * 100 * share)
 
 
 def test_instructions_of_every_kind_add_up():

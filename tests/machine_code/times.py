@@ -1,9 +1,13 @@
 """Predict how many bytes a launch moves and how long it takes on an Apple chip. No Mac has measured these times.
 
-A launch takes the longest of these: its instructions, its memory traffic, and its loads through caches. The gap
-before a launch is `DEPENDENT` seconds if it waits for another launch, else `INDEPENDENT`. A function takes the sum
-of launches and gaps, or the host's time to encode them if that is longer: the host prepares one call while the GPU
-computes the previous one. `ROUND_TRIP` is added once. The same rules apply to `mlx.nn.LSTM`.
+A launch takes the longest of these: its instructions, its memory traffic, and its loads through caches. A core that
+has one threadgroup at a time also waits for the loads whose results the threadgroup needs at once; several
+threadgroups hide the waits of one another. The gap before a launch is `DEPENDENT` seconds if it waits for another
+launch, else `INDEPENDENT`.
+
+A call whose results are evaluated at once takes the time to build its graph, then the sum of launches and gaps, or
+the time that MLX needs to encode the launches if that is longer, and `ROUND_TRIP`. Building and computing do not
+overlap, because MLX sends nothing to the GPU before the evaluation. The same rules apply to `mlx.nn.LSTM`.
 """
 
 from collections.abc import Iterable
@@ -24,7 +28,7 @@ from mlx_lstm.engines.packing import Packing
 from mlx_lstm.engines.problem import Problem
 
 from . import traffic
-from .instructions import WEIGHTS, cycles_of, has_product, reads_packed
+from .instructions import WEIGHTS, has_product, reads_packed, work_of
 from .instructions import counted as counted_line
 from .launches import Buffer, Graph, Launch, trace
 
@@ -50,12 +54,15 @@ class Chip(NamedTuple):
 
 
 CHIPS = (
-    # Cores, clocks and cache sizes: metal-benchmarks (P. Turner). The M4 Max's clock is computed from its published
-    # 18.4 TFLOP/s. DRAM bandwidths: Apple. The M1's cache bandwidth: Chips and Cheese. The other two cache bandwidths
-    # are estimated as twice the bandwidth of DRAM.
+    # Clocks and cache sizes of the M1 and the M2 Max: metal-benchmarks (P. Turner). The clock of the M4s is computed
+    # from the 18.4 TFLOP/s that are published for 40 of their cores; the M3 Ultra's is assumed to be the M2 Max's. DRAM
+    # bandwidths: Apple. The M1's cache bandwidth: Chips and Cheese. The other cache bandwidths are estimated as twice
+    # the bandwidth of DRAM. The cache sizes of the M4, the M4 Pro and the M3 Ultra are assumed.
     Chip("M1", 8, 1.278e9, 68e9, 134e9, 8e6),
+    Chip("M4", 10, 1.80e9, 120e9, 240e9, 8e6),
+    Chip("M4 Pro", 20, 1.80e9, 273e9, 546e9, 24e6),
     Chip("M2 Max", 38, 1.398e9, 400e9, 800e9, 48e6),
-    Chip("M4 Max", 40, 1.80e9, 546e9, 1.09e12, 48e6),
+    Chip("M3 Ultra", 80, 1.398e9, 819e9, 1.638e12, 96e6),
 )
 
 DEPENDENT = 2.7e-6
@@ -78,6 +85,11 @@ forward pass. Measured at T, B, H = 64, 32, 256 with `python -m mlx_lstm.bench -
 5), mlx 0.32.4, in the quietest of five runs. How the time of `stepwise` divides into call and steps is assumed. Inside
 `mx.compile` a step takes only a fraction of this time. No Mac was measured."""
 
+ENCODE, ENCODE_CHARACTER = 1.0e-6, 0.05e-9
+"""Seconds of the host to encode one launch when MLX evaluates a graph, and for each character of a custom kernel's
+source. 0.5 to 0.6 us are published for a launch in Metal alone; MLX's share is assumed. At each launch MLX hashes the
+source: 17,000 characters take 0.8 us on an AMD EPYC."""
+
 ROUND_TRIP = 0.15e-3
 """Seconds to submit work to the GPU and to wait for its end. Assumed, not measured."""
 
@@ -90,6 +102,13 @@ STEP_LATENCY = 0.6e-6
 PRODUCT_LATENCY = 1.2e-6
 """Seconds that the smallest matrix product takes longer than an empty launch. Assumed."""
 
+L2_BYTES = 768e3
+"""The size of the L2 cache of the M1's GPU, as published. The other chips have 0.5 to 1 MB."""
+
+WAITS = {"L2": 76e-9, "cache": 266e-9, "DRAM": 311e-9}
+"""Seconds from a load to its value, by where the value lies. Measured on an M1 by Chips and Cheese; other chips are
+assumed to be equal."""
+
 DRAM, CACHE = 0.8, 0.65
 """The fractions of the published bandwidths of DRAM and cache that a launch reaches. Assumed."""
 
@@ -98,6 +117,13 @@ FROM_L2, FROM_L1 = 32, 64
 
 ISSUE = 4
 """Instructions per cycle that a GPU core executes: one SIMD-group in each quarter of the core (metal-benchmarks)."""
+
+GEMM_TILE, GEMM_DEPTH, GEMM_PART = 64, 16, 0.75
+"""MLX's product of matrices: the rows and columns that a threadgroup computes, the terms of each turn of its loop,
+and the part of a core's peak that the arithmetic reaches (published: 0.73 to 0.75). Read in MLX's source."""
+
+GEMM_TOGETHER = 4
+"""How many threadgroups of MLX's product of matrices a core runs at the same time. Assumed."""
 
 SPILL = 4 * 32
 """Bytes that one load or store of a spilled register moves: 4 bytes for each of the 32 lanes of a SIMD-group."""
@@ -155,7 +181,7 @@ def itemsize(launch: Launch) -> int:
 def tiling_of(launch: Launch, problem: Problem, size: int) -> FusedTiling:
     """Return the tiling of a `fused` kernel: batch rows per threadgroup, and the part of the weights that is
     resident in registers. `size`: bytes per element of the arrays."""
-    options = {"backward": "backward" in launch.name, "directions": problem.directions}
+    options = {"backward": "backward" in launch.name, "directions": problem.directions, "cut": problem.cut}
     packing = problem.packing if reads_packed(launch) else None
     return fused_tiling(problem.cell, problem.B, problem.H, size, packing=packing, **options)
 
@@ -170,11 +196,40 @@ def parts_of(launch: Launch, problem: Problem, chip: Chip) -> dict[str, float]:
         return parts_of_product(launch, problem, chip)
     parts = {"memory": memory_seconds(floor_bytes(launch, problem), chip)}
     if launch.name in ("Matmul", "AddMM"):
-        rows, K = launch.reads[0].shape[-2:]
-        part = 0.75 if rows >= 512 else 0.6 if rows >= 64 else 0.4  # fraction of the peak; published: 0.73 to 0.75
-        parts["instructions"] = 2 * prod(launch.writes[0].shape) * K / (part * chip.peak)
+        *_, rows, columns = launch.writes[0].shape
+        if min(rows, columns) > 1:  # the product of a matrix and a vector only waits for memory
+            parts["instructions"] = PRODUCT_LATENCY + gemm_seconds(launch, chip)
         parts["latency"] = PRODUCT_LATENCY
     return parts
+
+
+def gemm_seconds(launch: Launch, chip: Chip) -> float:
+    """Return the predicted seconds of MLX's product of matrices besides its memory traffic. A product with few
+    tiles leaves cores without work. MLX divides the sums of the smallest products among several threadgroups."""
+    *batch, rows, columns = launch.writes[0].shape
+    K = launch.reads[0].shape[-1]
+    tiles = prod(batch) * ceil(rows / GEMM_TILE) * ceil(columns / GEMM_TILE)
+    blocks, depth = prod(batch) * ceil(rows / 16) * ceil(columns / 16), K // 16
+    if blocks <= 32 and depth >= 8:
+        parts = 2 if depth < 16 else 4 if depth < 32 else 8 if depth < 64 else 16
+        tiles, K = tiles * parts, K / parts
+    high, wide = min(rows, GEMM_TILE), min(columns, GEMM_TILE)
+    work = high * wide * K / (128 * GEMM_PART * chip.clock)
+    waits = K / GEMM_DEPTH * wait_seconds(sum(buffer.bytes for buffer in launch.reads), chip)
+    return busiest(ceil(tiles / chip.cores), GEMM_TOGETHER, work, waits)
+
+
+def busiest(groups: int, together: int, work: float, waits: float) -> float:
+    """Return the seconds of a core that runs `groups` threadgroups, at most `together` at the same time. work:
+    seconds of the core for one threadgroup. waits: seconds in which one threadgroup waits for loads and barriers.
+    Threadgroups that run at the same time work while another one waits."""
+    return max(groups * work, ceil(groups / together) * (work + waits))
+
+
+def wait_seconds(count: float, chip: Chip) -> float:
+    """Return the seconds from a load to its value, if the value is one of `count` bytes that kernels read again and
+    again."""
+    return WAITS["L2" if count <= L2_BYTES else "cache" if count < chip.cache_bytes / 2 else "DRAM"]
 
 
 def memory_seconds(count: float, chip: Chip) -> float:
@@ -187,22 +242,33 @@ def parts_of_product(launch: Launch, problem: Problem, chip: Chip) -> dict[str, 
     """Return {limit: predicted seconds} of a kernel with a recurrent product.
 
     The core that gets the most threadgroups determines the time. It runs as many threadgroups at the same time as
-    fit in its registers. The other threadgroups wait for them, so each further round adds its latency.
+    fit in its registers.
     """
     steps = launch.writes[0].shape[0] if "fused" in launch.name else 1
-    cycles, spills, line, _ = cycles_of(launch, problem, steps)
-    groups = prod(launch.groups)
+    work = work_of(launch, problem, steps)
+    groups, simdgroups = prod(launch.groups), launch.threads / 32
     per_core = ceil(groups / chip.cores)
-    together = max(1, int(REGISTER_FILE / (4 * line.registers * launch.threads)))
-    simdgroups = per_core * launch.threads / 32
-    latency = ceil(per_core / together) * (steps * STEP_LATENCY if "fused" in launch.name else PRODUCT_LATENCY)
+    together = max(1, int(REGISTER_FILE / (4 * work.line.registers * launch.threads)))
     others = moved_bytes(launch, problem, weights=False)
-    weights = (moved_bytes(launch, problem) - others) * per_core / groups  # bytes that the busiest core loads
-    near = others * per_core / groups + simdgroups * spills * SPILL
-    parts = {"instructions": simdgroups * cycles / ISSUE, "weights": weights / FROM_L2, "caches": near / FROM_L1}
-    return {name: value / chip.clock + latency for name, value in parts.items()} | {
-        "memory": memory_seconds(floor_bytes(launch, problem), chip)
-    }
+    weights = (moved_bytes(launch, problem) - others) / groups  # bytes that one threadgroup loads
+    near = others / groups + simdgroups * work.spills * SPILL
+    # A quarter of a core executes one SIMD-group's instructions, so fewer than four SIMD-groups leave quarters idle.
+    cycles = {"instructions": max(simdgroups / ISSUE, 1) * work.cycles}
+    cycles |= {"weights": weights / FROM_L2, "caches": near / FROM_L1}
+    waits = waits_of_product(launch, problem, chip, steps, work.turns)
+    parts = {name: busiest(per_core, together, count / chip.clock, waits) for name, count in cycles.items()}
+    return parts | {"memory": memory_seconds(floor_bytes(launch, problem), chip)}
+
+
+def waits_of_product(launch: Launch, problem: Problem, chip: Chip, steps: int, turns: float) -> float:
+    """Return the seconds in which one threadgroup of a kernel with a recurrent product only waits. turns: how often
+    the loop of the product runs in a launch of `stepwise`."""
+    if "fused" in launch.name:
+        late = 0 if launch.name.endswith("_fused_forward") else 1  # loads at the top of a step that are used at once
+        sequences = sum(buffer.bytes for buffer in counted(launch, weights=False))
+        return steps * (STEP_LATENCY + late * wait_seconds(max(sequences, L2_BYTES + 1), chip))
+    weights = sum(buffer.bytes for buffer in launch.reads if buffer.name in WEIGHTS)
+    return PRODUCT_LATENCY + turns * wait_seconds(weights, chip)
 
 
 def seconds_of(launch: Launch, problem: Problem, chip: Chip) -> float:
@@ -229,10 +295,21 @@ def host_seconds(layer: str, which: str, T: int) -> float:
     return call + T * step
 
 
+def encoding_seconds(graph: Graph) -> float:
+    """Return the seconds that the CPU needs to encode all launches when MLX evaluates the graph."""
+    return sum(ENCODE + ENCODE_CHARACTER * len(launch.text) for launch in graph.launches)
+
+
+def evaluation_seconds(graph: Graph, problem: Problem, chip: Chip) -> float:
+    """Return the predicted seconds to evaluate a graph that is already built. The GPU computes the first launches
+    while the CPU encodes the others."""
+    return max(sum(gpu_parts(graph, problem, chip).values()), encoding_seconds(graph)) + ROUND_TRIP
+
+
 def total_seconds(graph: Graph, problem: Problem, chip: Chip, host: float) -> float:
-    """Return the predicted seconds from the call of a function to its end. host: the seconds that the CPU needs to
-    build the graph."""
-    return max(sum(gpu_parts(graph, problem, chip).values()), host) + ROUND_TRIP
+    """Return the predicted seconds from the call of a function to the end of its evaluation. host: the seconds that
+    the CPU needs to build the graph. The GPU has no work in this time."""
+    return host + evaluation_seconds(graph, problem, chip)
 
 
 # --- Layers to predict -----------------------------------------------------------------------------------------------
@@ -323,7 +400,7 @@ def fused_wins(
             for engine, (problem, graph) in layers.items()
         }
         wins += seconds["fused"] <= seconds["stepwise"]
-    return wins >= 2
+    return 2 * wins > len(CHIPS)
 
 
 def fused_until(dtype: mx.Dtype, batches: Iterable[int]) -> int:

@@ -9,9 +9,9 @@ launch gets arrays of whole sequences but reads only one time step of them. The 
 import re
 from math import ceil
 
-from mlx_lstm.engines.metal.stepwise import UNITS, stepwise_rows, tile_of
 from mlx_lstm.engines.problem import Problem
 
+from .instructions import constant_of
 from .launches import Buffer, Launch
 
 STATES = {"lstm": (1, 1), "gru": (0, 1), "rnn": (1, 0)}
@@ -53,20 +53,20 @@ def reads(buffer: Buffer, launch: Launch, problem: Problem) -> tuple[float, floa
     if kind in ("outputs", "gradients"):
         return of_sequences(buffer, launch, kind, problem)
     if buffer.name in WEIGHTS:
-        return weights(buffer, kind, problem)
+        return weights(buffer, launch, problem)
     if buffer.name == "before":
-        return row_before(buffer, kind, problem, itemsize(launch))
+        return row_before(buffer, launch, problem, itemsize(launch))
     if is_piece(buffer):
         return buffer.bytes, buffer.bytes
-    return step_of(buffer, kind, problem)
+    return step_of(buffer, launch, problem)
 
 
-def product(problem: Problem, kind: str) -> tuple[int, int, float, float]:
+def product(problem: Problem, launch: Launch) -> tuple[int, int, float, float]:
     """Return (threadgroups along the hidden units, threadgroups along the batch, how often each element of the
     operand is read, how often each weight is read) for the matrix product of one time step. The operand is the array
     that the weights multiply, such as h."""
-    forward = stepwise_rows(problem.B), UNITS[problem.cell.op]
-    rows, units = forward if kind == "forward" else tile_of(problem, problem.H)
+    rows, columns = constant_of(launch, "ROWS", 0), constant_of(launch, "COLUMNS", 0)
+    units = columns // (problem.cell.gates if kind_of(launch) == "forward" else 1)
     across, down = ceil(problem.H / units), ceil(problem.B / rows)
     # With fewer than 8 batch rows, each of the eight SIMD-groups of a threadgroup reads the operand. Lanes
     # past the end of the batch or of the units read the last rows and units again, so these reads count, too.
@@ -74,21 +74,21 @@ def product(problem: Problem, kind: str) -> tuple[int, int, float, float]:
     return across, down, readers * across * down * rows / problem.B, down * across * units / problem.H
 
 
-def weights(buffer: Buffer, kind: str, problem: Problem) -> tuple[float, float]:
+def weights(buffer: Buffer, launch: Launch, problem: Problem) -> tuple[float, float]:
     """Return (bytes needed, bytes of all loads) of the recurrent weights. They are averages over all time steps: the
     first step of the backward pass needs no product, so it reads no weights."""
-    *_, times = product(problem, kind)
-    steps = (problem.T - 1) / problem.T if kind == "backward" else 1
+    *_, times = product(problem, launch)
+    steps = (problem.T - 1) / problem.T if kind_of(launch) == "backward" else 1
     return steps * buffer.bytes, steps * times * buffer.bytes
 
 
-def row_before(buffer: Buffer, kind: str, problem: Problem, size: int) -> tuple[float, float]:
+def row_before(buffer: Buffer, launch: Launch, problem: Problem, size: int) -> tuple[float, float]:
     """Return (bytes needed, bytes of all loads) of the array that the previous time step wrote. The array holds the
     vector to be multiplied by the weights, and values such as c that are passed on from step to step."""
-    op, units = problem.cell.op, problem.B * problem.directions * problem.H
+    op, units, kind = problem.cell.op, problem.B * problem.directions * problem.H, kind_of(launch)
     if buffer.bytes < units * size:  # a tiny placeholder array: the first step has no predecessor
         return 0, 0
-    _, _, times, _ = product(problem, kind)
+    _, _, times, _ = product(problem, launch)
     if kind == "forward":
         carried = {"lstm": 4 * units, "gru": 0, "rnn": 0}[op]
         again = units * size if op == "gru" else 0
@@ -97,10 +97,10 @@ def row_before(buffer: Buffer, kind: str, problem: Problem, size: int) -> tuple[
     return operand + carried, operand * times + carried
 
 
-def step_of(buffer: Buffer, kind: str, problem: Problem) -> tuple[float, float]:
+def step_of(buffer: Buffer, launch: Launch, problem: Problem) -> tuple[float, float]:
     """Return (bytes needed, bytes of all loads) of an array that holds a whole sequence. A launch reads one time
     step of the array; a backward launch may also read a part of the step before."""
-    T, op = problem.T, problem.cell.op
+    T, op, kind = problem.T, problem.cell.op, kind_of(launch)
     step, later = buffer.bytes / T, (T - 1) / T
     if buffer.name == "states":
         own, before = STATES[op]
@@ -109,7 +109,7 @@ def step_of(buffer: Buffer, kind: str, problem: Problem) -> tuple[float, float]:
         own = step if kind == "backward" else 0
         # In a GRU's backward product the operand of the candidate gate is its dz times r.
         extra = step / 3 * (later if kind == "backward" else 1) if op == "gru" else 0
-        return own + extra, own + extra * product(problem, kind)[2]
+        return own + extra, own + extra * product(problem, launch)[2]
     return step, step
 
 

@@ -66,12 +66,14 @@ def mlx_work(forward: Callable[..., mx.array], numbers: Tensors, task: Task, *, 
     dh = arrays.pop("dh")
     primals = list(arrays.values())
 
-    def run() -> list[mx.array]:
+    def build() -> list[mx.array]:
         if task.which == "forward":
-            results = [forward(*primals)]
-        else:
-            outputs, gradients = mx.vjp(forward, primals, [dh])
-            results = [*outputs, *gradients]
+            return [forward(*primals)]
+        outputs, gradients = mx.vjp(forward, primals, [dh])
+        return [*outputs, *gradients]
+
+    def run() -> list[mx.array]:
+        results = build()
         mx.eval(results)
         return results
 
@@ -82,7 +84,7 @@ def mlx_work(forward: Callable[..., mx.array], numbers: Tensors, task: Task, *, 
             for name, a in named.items()
         }
 
-    return Work(run, tensors)
+    return Work(run, tensors, build=build)
 
 
 def prepare_torch(numbers: Tensors, task: Task) -> Work:

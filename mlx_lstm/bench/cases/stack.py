@@ -68,13 +68,15 @@ def prepare_ours(cell: str, numbers: Tensors, task: Task) -> Work:
     def output(x: mx.array, params: mx.array) -> list[mx.array]:
         return [cudnn_rnn(x, arrays["state"], arrays["state"], params, **options).output]
 
-    def run() -> list[mx.array]:
+    def build() -> list[mx.array]:
         inputs = [arrays["x"], arrays["params"]]
-        if training:
-            outputs, gradients = mx.vjp(output, inputs, [arrays["dh"]])
-            results = [*outputs, *gradients]
-        else:
-            results = output(*inputs)
+        if not training:
+            return output(*inputs)
+        outputs, gradients = mx.vjp(output, inputs, [arrays["dh"]])
+        return [*outputs, *gradients]
+
+    def run() -> list[mx.array]:
+        results = build()
         mx.eval(results)
         return results
 
@@ -84,7 +86,7 @@ def prepare_ours(cell: str, numbers: Tensors, task: Task) -> Work:
             return {"h": h}
         return {"h": h, "dx": gradients[0]} | {f"d{n}": a for n, a in from_buffer(gradients[1], numbers).items()}
 
-    return Work(run, tensors)
+    return Work(run, tensors, build=build)
 
 
 TORCH_NAMES = {"Wx": "weight_ih", "Wh": "weight_hh", "b": "bias_ih", "bh": "bias_hh"}

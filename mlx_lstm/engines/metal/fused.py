@@ -29,6 +29,7 @@ from .kernel import (
     constant,
     contiguous,
     fields_of,
+    layout_number,
     prepare,
     struct_of,
     whole_mask,
@@ -353,14 +354,16 @@ def arrange_launch(sweep: str, problem: Problem, dtype: mx.Dtype) -> Launch:
     them."""
     op, D, tiling = problem.cell.op, problem.directions, tiling_of(sweep, problem, dtype)
     outputs: Outputs = {"arranged": ((D, tiling.threads // 32, tiling.weights, 32, 4), dtype)}
-    template: Template = {"OPTIONS": cell_number(problem.cell), "H": problem.H, "UNITS": tiling.units}
-    template |= {"COUNT": tiling.weights, "BACK": sweep == "backward", "MATRICES": tiling.matrices, "S": dtype}
-    body = struct_of({"Wh": "Wh", "arranged": "arranged"})
+    template: Template = {"OPTIONS": layout_number(problem.cell), "UNITS": 1 if tiling.matrices else tiling.units}
+    template |= {"BACK": sweep == "backward", "MATRICES": tiling.matrices, "S": dtype}
+    body = struct_of({name: name for name in ("Wh", "sizes", "arranged")})
     arguments = ", ".join([STRUCTS[op], *list(template)[1:]])
     body += f"fused_arrange<{arguments}>(a, thread_position_in_grid.xy, threads_per_threadgroup.x);"
     shaders = ("arrays", "cell", f"cell_{op}", "fused", *LANE_FILES, f"fused_{op}", *ARRANGE_FILES)
-    groups = (tiling.weights, D)
-    return prepare(f"{op}_fused_arrange", shaders, {"Wh": True}, outputs, template, body, groups, tiling.threads)
+    name, groups, inputs = f"{op}_fused_arrange", (tiling.weights, D), {"Wh": True, "sizes": True}
+    launch = prepare(name, shaders, inputs, outputs, template, body, groups, tiling.threads)
+    sizes = constant((problem.H, tiling.weights), mx.int32)
+    return lambda inputs: launch(inputs=[*inputs, sizes])
 
 
 @cached

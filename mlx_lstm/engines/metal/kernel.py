@@ -275,3 +275,10 @@ def cell_number(cell: Cell, peephole: bool = False) -> int:
     number = sum(order.index(gate) << 2 * k for k, gate in enumerate(gates))
     number += sum(known("metal", ACTIVATIONS, name) << 8 + 3 * k for k, name in enumerate(activations))
     return number + (own << 23)
+
+
+def layout_number(cell: Cell) -> int:
+    """Return the bits of `cell_number` on which the layout of the arranged weights depends: the gate order, and
+    whether a GRU resets before the product. Kernels that only move weights get this number, so that cells with
+    other activations share them."""
+    return cell_number(cell) & (0xFF | 1 << 23)
