@@ -15,6 +15,7 @@ from mlx_lstm.engines.numpy import arrays as engine_numpy_arrays
 from mlx_lstm.engines.numpy import passes as engine_numpy_passes
 from mlx_lstm.engines.numpy import products as engine_numpy_products
 from mlx_lstm.engines.numpy import ragged as engine_numpy_ragged
+from mlx_lstm.engines.numpy import sweep as engine_numpy_sweep
 from mlx_lstm.engines.sequences import tanh
 from mlx_lstm.oracle import ARRAYS
 from mlx_lstm.recurrence import gru_gradients, lstm_gradients, rnn_gradients
@@ -283,6 +284,50 @@ def test_gradients_of_many_calls_are_not_in_memory_at_once(word, options):
         for got, expected in zip(gradients["numpy"], gradients["ops"], strict=True):
             np.testing.assert_allclose(got, expected, rtol=0, atol=1e-5 * np.abs(np.array(expected)).max())
         assert peak < T * (Wx.nbytes + Wh.nbytes) / 2
+
+
+def gradients_asked(word, argnums, wrap=lambda loss: loss, **options):
+    """Return (left_out, gradients): what the engine leaves out, in the order of its backward passes, and the gradients
+    of a loss of two layers by x, Wx of the first layer, or both. wrap: a transformation of the loss."""
+    rng, G, log = np.random.default_rng(0), {"lstm": 4, "gru": 3, "rnn": 1}[word], []
+    backward = engine_numpy_sweep.backward
+
+    def watched(*arguments, left_out=(), **named):
+        log.append(left_out)
+        return backward(*arguments, left_out=left_out, **named)
+
+    with pytest.MonkeyPatch.context() as patch, mx.stream(mx.cpu):
+        patch.setattr(engine_numpy_sweep, "backward", watched)
+        x, Wx, Wh = (mx.array(rng.normal(size=s), mx.float64) for s in ((3, 2, 4), (G * 4, 4), (G * 4, 4)))
+
+        def loss(x, Wx):
+            h = OPS[word][0](x, Wx, Wh, **options).h
+            return OPS[word][0](h, Wx, Wh, **options).h.square().sum()
+
+        gradients = mx.value_and_grad(wrap(loss), argnums)(x, Wx)[1]
+    return log, gradients if isinstance(gradients, tuple) else (gradients,)
+
+
+@pytest.mark.parametrize("options", [{}, {"checkpoint_every": 3}], ids=str)
+@pytest.mark.parametrize("word", OPS)
+def test_the_gradient_of_the_first_layer_s_input_is_computed_only_if_asked_for(word, options):
+    """A training step asks for the gradients of the parameters only. The engine then leaves out the gradient of the
+    data, and computes that of the second layer's input. All gradients are those of engine `ops`."""
+    asked, computed = [(), ("x",)], [(), ()]
+    for argnums, wrap, expected in [
+        (1, lambda loss: loss, asked),
+        ((0, 1), lambda loss: loss, computed),
+        (0, lambda loss: loss, computed),
+        (1, mx.checkpoint, computed),  # mx.checkpoint asks for all gradients
+        (1, lambda loss: lambda x, Wx: loss(x + 0 * Wx.sum(), Wx), computed),
+        (1, lambda loss: lambda x, Wx: loss(x + 0 * mx.grad(lambda w: (w * w).sum())(Wx).sum(), Wx), computed),
+        (1, lambda loss: lambda x, Wx: loss(x, Wx) * mx.grad(lambda x: (x[0, 0] * Wx).sum())(x).sum(), asked),
+    ]:
+        left_out, got = gradients_asked(word, argnums, wrap, engine="numpy", **options)
+        assert left_out == expected
+        _, gradients = gradients_asked(word, argnums, wrap, engine="ops", **options)
+        for a, b in zip(got, gradients, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-11)
 
 
 @pytest.mark.parametrize("both", [False, True])

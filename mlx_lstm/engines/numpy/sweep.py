@@ -85,11 +85,18 @@ def forward(problem: Problem, arrays: Arrays, batch_first: bool = False, wants_l
     return {"gates": gates} | {name: array.to_mlx() for name, array in (sequences | last).items()}
 
 
-def backward(problem: Problem, arrays: Arrays, saved: Saved, cotangents: Arrays, as_factors: bool = False) -> Arrays:
-    """Return the gradients of all arrays except quantized weights.
+def backward(
+    problem: Problem,
+    arrays: Arrays,
+    saved: Saved,
+    cotangents: Arrays,
+    as_factors: bool = False,
+    left_out: tuple[str, ...] = (),
+) -> Arrays:
+    """Return the gradients of all arrays except quantized weights and those that are left out.
 
     saved: what `forward` returned. cotangents: those of some outputs, by output name. as_factors: return some weight
-    gradients as two factors, which `multiplied` then multiplies.
+    gradients as two factors, which `multiplied` then multiplies. left_out: () or ("x",).
     """
     if saved.get("gates") is None and not isinstance(problem.cell, RNNCell):
         saved = forward(problem._replace(training=True), arrays)
@@ -101,7 +108,8 @@ def backward(problem: Problem, arrays: Arrays, saved: Saved, cotangents: Arrays,
     wanted = [name for name in v if name not in ("x", "lengths") and not (packing and is_packed(name, arrays))]
     factored = [name for name in factored_names(problem, v) if name in wanted] if as_factors and not parts else []
     new = {name: NewArray(v[name].dtype, v[name].shape) for name in wanted if name not in factored}
-    new["x"] = NewSequence(v["x"].dtype, v["x"].shape, order_of(v["x"]))
+    if "x" not in left_out:
+        new["x"] = NewSequence(v["x"].dtype, v["x"].shape, order_of(v["x"]))
     out = {name: array.memory for name, array in new.items()}
     for name in {"mask", "keep"} & out.keys():
         out[name].fill(0)  # the steps add to the mask's gradient, and write keep's only where a step runs
