@@ -2,6 +2,7 @@
 
 lstm, gru, rnn               a layer over a sequence as a function; the gradient by itself: lstm_gradients, ...
 recurrent, join_directions   a cell of your own over a sequence; two directions as one
+recognise                    the call that equals a cell written by hand, as a line to paste
 Quantized                    a weight as mx.quantize packs it
 nn                           layers as in mlx.nn: LSTM, GRU, RNN; replace() puts them into a model, stack() runs lists
 torch                        layers as in PyTorch: several layers, both directions, packed sequences as lengths
@@ -21,6 +22,7 @@ except ImportError as error:
 
 from .machine import VERSION as __version__  # isort: skip
 from . import convert, cudnn, keras, mpsgraph, nn, tf, torch
+from .recognition import recognise
 from .recurrence import GRUOutput as GRUOutput
 from .recurrence import LSTMOutput as LSTMOutput
 from .recurrence import Quantized as Quantized
@@ -29,7 +31,7 @@ from .recurrence import gru, gru_gradients, join_directions, lstm, lstm_gradient
 
 # The classes of the outputs are public, too, but not in this list: help() would show them before the ops.
 __all__ = ["__version__", "gru", "gru_gradients", "join_directions", "lstm", "lstm_gradients", "rnn"]
-__all__ += ["convert", "cudnn", "keras", "mpsgraph", "nn", "recurrent", "rnn_gradients", "tf", "torch"]
+__all__ += ["convert", "cudnn", "keras", "mpsgraph", "nn", "recognise", "recurrent", "rnn_gradients", "tf", "torch"]
 
 
 def __dir__() -> list[str]:
