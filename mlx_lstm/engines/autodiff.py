@@ -137,6 +137,8 @@ def differentiable(problem: Problem, arrays: Arrays, engine: str, chunked: Chunk
         used.update(visible)
         given, shown = dict(zip(names, primals, strict=True)), dict(zip(visible, outputs, strict=True))
         gradients = backward(problem, given, engine, chunked, cotangents, shown, saved, left_out)
+        if chunked is None:  # release the gates; if MLX asks again, the engine computes them again
+            saved.clear()
         # MLX needs an array for each argument. Arguments without a gradient get zeros, which nobody can have asked for.
         return tuple([gradients[name] if name in gradients else mx.zeros_like(given[name]) for name in names])
 

@@ -168,13 +168,18 @@ class WeightGradients:
         # A dict for each name: from the gradient's first row to its factors left [n, rows] and right [n, columns], both
         # copied.
         self.factors: dict[str, dict[int, tuple[Array, Array]]] = {name: {} for name in factored}
+        self.left: Array | None = None  # the latest left factor
         self.begun: set[tuple[str, int | None]] = set()  # (name, first row) of what the first chunk has written
 
     def accumulate(self, name: str, left: Array, right: Array, rows: slice = slice(None)) -> None:
         """Add left @ right to these rows of the gradient `name`, if that gradient is requested. The first chunk
         writes the product, later chunks add theirs."""
         if name in self.factors:
-            self.factors[name][rows.start or 0] = np.array(left.T, order="C"), np.array(right, order="C")
+            left = np.array(left.T, order="C")
+            # Wx and Wh usually have the same left factor, dz. It is the larger one and is stored once.
+            if self.left is None or not np.array_equal(left, self.left):
+                self.left = left
+            self.factors[name][rows.start or 0] = self.left, np.array(right, order="C")
             return
         if name not in self.out:
             return

@@ -125,10 +125,23 @@ def backward(
                 backward_in_segments(one, parts, products, own, own_saved, own_gates, own_dv)
             else:
                 BackwardSweep(one, products, own, own_saved, own_dv).run()
-            for name, blocks in products.factors.items():
-                each = [factor for row in sorted(blocks) for factor in blocks[row]]
-                factors |= {f"{name} {n}": mx.array(factor) for n, factor in enumerate(each)}
+            factors |= in_mlx(problem, arrays, products.factors)
     return factors | {name: array.to_mlx() for name, array in new.items()}
+
+
+def in_mlx(problem: Problem, arrays: Arrays, factors: dict[str, dict[int, tuple[Array, Array]]]) -> Arrays:
+    """Return the factors of weight gradients as MLX arrays, named as `multiplied` says. A factor that occurs twice is
+    copied once, and x is not copied."""
+    copied, results = {}, {}
+    for name, blocks in factors.items():
+        for n, factor in enumerate([factor for row in sorted(blocks) for factor in blocks[row]]):
+            if (name, n) == ("Wx", 1) and "lengths" not in arrays and isinstance(arrays["x"], mx.array):
+                results[f"{name} {n}"] = arrays["x"].reshape(factor.shape)
+                continue
+            if id(factor) not in copied:
+                copied[id(factor)] = mx.array(factor)
+            results[f"{name} {n}"] = copied[id(factor)]
+    return results
 
 
 def multiplied(gradients: Arrays) -> Arrays:
