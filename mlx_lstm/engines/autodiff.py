@@ -20,11 +20,13 @@ from typing import Any, NoReturn
 import mlx.core as mx
 import numpy as np
 
+from .cells import RNNCell
 from .chunks import HALVES, Chunked, copied_to_mlx, divided, for_engine, plain_gradients, plain_outputs
 from .metal import fused, stepwise
 from .numpy import sweep as numpy
 from .numpy.sweep import Saved
 from .ops import sweep as ops
+from .ops.cells import UNBOUNDED
 from .ops.packed import dequantized
 from .packing import packed_names
 from .problem import Arrays, Problem
@@ -113,6 +115,8 @@ def differentiable(problem: Problem, arrays: Arrays, engine: str, chunked: Chunk
     None of the functions inside refers to the custom function. So the graph, the gradient function and all arrays
     that they hold are freed with the last reference to the outputs, without waiting for the garbage collector.
     """
+    if engine == "ops" and chunked is None and is_plain_step(problem):
+        return ops.forward(problem, arrays)
     names, sweeps = tuple(arrays), chunked or ENGINE_MODULES[engine]
     visible, hidden = saved_of(problem, engine) if chunked is None else chunked.saved_of(problem)
     saved: Saved = {}  # the arrays named in `hidden`, which only the backward pass sees
@@ -172,6 +176,15 @@ def differentiable(problem: Problem, arrays: Arrays, engine: str, chunked: Chunk
     return outputs
 
 
+def is_plain_step(problem: Problem) -> bool:
+    """Return whether MLX's own gradient of the graph of `ops` serves as well: for a single step, where a custom
+    function has twice the cost, without options whose masked or infinite values would make that gradient NaN."""
+    cell = problem.cell
+    activations = (cell.act,) if isinstance(cell, RNNCell) else cell.activations
+    whole = problem.packing is None and "lengths" not in problem.names
+    return problem.T == 1 and whole and not set(activations) & set(UNBOUNDED)
+
+
 def tapped(
     names: list[str], values: list[mx.array], used: set[str], chunked: Chunked | None, mark: mx.array | None
 ) -> tuple[mx.array, ...]:
@@ -181,13 +194,13 @@ def tapped(
 
     def note(primals: object, cotangents: tuple[mx.array, ...], outputs: object) -> tuple[mx.array, ...]:
         used.update(names)
-        return (*cotangents, *marks)
+        return (*cotangents, *[ZERO for _ in marks])
 
     identity = custom_function(
         lambda *values_and_mark: tuple(values_and_mark[: len(names)] if shows is values else shows)
     )
     identity.vjp(note)
-    identity.jvp(lambda primals, tangents: tangents[: len(names)])
+    identity.jvp(lambda primals, tangents: tangents[: len(names)] if marks else tangents)
     return identity(*values, *marks)
 
 

@@ -117,7 +117,7 @@ def choose(
     check_option(op, "device", device, ("cpu", "gpu"))
     T, B, _, H = sizes
     names = ("Wp",) if projection else ()
-    problem = Problem(T, B, H, H, cell, dtype, names, bidirectional=bidirectional, packing=packing, training=False)
+    problem = Problem(T, B, H, H, cell, dtype, names, bidirectional=bidirectional, packing=packing, plain=True)
     return decide(problem, table, op, requested, device, metal, traced, refused=refused)
 
 
@@ -141,7 +141,7 @@ def decide(
         if requested in reasons:
             raise ValueError(f"[{op}] engine={requested!r} cannot run: {reasons[requested]}.")
         return Choice(requested, "asked for")
-    if "numpy" not in reasons and problem.training and is_small_step(problem.cell, problem.T, B, H):
+    if "numpy" not in reasons and not problem.plain and is_small_step(problem.cell, problem.T, B, H):
         return Choice("ops", "one small step inside a transformation of MLX")
     if "numpy" not in reasons:
         return Choice("numpy", "the stream's device is the CPU")
