@@ -140,9 +140,10 @@ class Chunked:
         if self.engine == "numpy" and dtype.size > 2:  # engine `numpy` allocates only its outputs at any length
             outputs = self.module.forward(problem._replace(training=False), arrays)
             return outputs | self.starts(problem, arrays, outputs)
-        saved, widths, sequences = self.results_saved(problem) if problem.training else [], {"h": P, "c": H}, {}
+        saved, sequences = self.results_saved(problem) if problem.training else [], {}
+        widths = {"h": P, "c": problem.cell.carried * H}
         if problem.return_gates or "gates" in saved:
-            widths["gates"] = problem.cell.gates * H
+            widths["gates"] = problem.cell.kept * H
         for name in (name for name in problem.cell.outputs if name in widths):
             kind = for_engine(self.engine, {name: mx.array(0, dtype)})[name].dtype if name in saved else dtype
             sequences[name] = SequenceBuffer((T, B, D * widths[name]), kind, self.batch_first, self.eager)
@@ -418,7 +419,7 @@ def lengths_of(arrays: Arrays, start: int, stop: int) -> Arrays:
 
 def with_steps(arrays: Arrays) -> list[str]:
     """Return the names of the arrays that have one row per step."""
-    always = ("x", "keep", *SEQUENCES)
+    always = ("x", "keep", "inputs", *SEQUENCES)
     return [name for name in arrays if name in always or (name == "mask" and masks_differ(arrays))]
 
 
@@ -452,5 +453,6 @@ def copied_to_mlx(memory: np.ndarray) -> Array:
 def after_all(array: Array, others: list[Array]) -> Array:
     """Return the array as a node of the graph that waits for the other arrays. `mx.depends` would do the same, but
     mx.jvp does not support it."""
-    first = mx.stack([other[(0,) * other.ndim].astype(mx.float32) for other in others])
-    return mx.where((first == first).any(), array, array)
+    # A sum, because MLX has no third forward-mode derivative of `any`.
+    first = mx.stack([other[(0,) * other.ndim].astype(mx.float32) for other in others]).sum()
+    return mx.where(first == first, array, array)

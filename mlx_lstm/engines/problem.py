@@ -6,6 +6,9 @@ With one direction, T time, B batch, I input, H hidden, P the width of h (H, or 
     h0 [B, P]   c0 [B, H]   mask, broadcastable to [T, B, P]   keep [T, B, 1]   lengths [B] int32
     results: h [T, B, P]   c [T, B, H]   gates [T, B, G H]   hT [B, P]   cT [B, H]; a gradient has its array's shape
 
+A cell of the user's own with C states besides h, U inputs of each step, V parameters and K saved values per unit has
+c, cT, c0 with C H in place of H, gates [T, B, K H], and the arrays inputs [T, B, U H] and params [V H].
+
 Wx, Wh and Wp may be quantized: the array then holds `Quantized.packed`, and `Wh_scales`, `Wh_biases` stand beside it.
 An array that the caller does not pass is missing from the dict. `directions` says how two directions share arrays.
 """
@@ -17,7 +20,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from .cells import Cell
+from .cells import AnyCell
 from .packing import Packing
 
 Array = mx.array
@@ -51,12 +54,15 @@ class Limits(NamedTuple):
         Not measured.
     rows_left: how many arrays the steps of `stepwise` may leave for the last launch. Metal binds up to 31 arrays.
     unchunked: the largest number of steps that are not divided into chunks, or None for the limit of the engine.
+    groups: the number of threadgroups below which `stepwise` uses smaller tiles. GPUs have 8 to 40 cores. A core
+        without work costs more time than reading operands and weights more often. Not measured.
     """
 
     index: int = 2**31
     launch_steps: int = 4096
     rows_left: int = 20
     unchunked: int | None = None
+    groups: int = 32
 
 
 LIMITS = Limits()
@@ -107,7 +113,7 @@ class Problem(NamedTuple):
     B: int
     H: int
     P: int
-    cell: Cell
+    cell: AnyCell
     dtype: mx.Dtype = mx.float32
     names: tuple[str, ...] = ()
     masks_differ: bool = False

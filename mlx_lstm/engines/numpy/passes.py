@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from ..cells import GRUCell, LSTMCell, RNNCell
+from ..cells import GRUCell, LSTMCell, PointwiseCell, RNNCell
 from ..problem import Problem
 from .arrays import FEATURE_MAJOR, Array, Views, chunk_steps, first_state, matrix, steps_of
 from .gru import GRUStep, GRUStepBackward
 from .lstm import LSTMStep, LSTMStepBackward
+from .pointwise import PointwiseStep, PointwiseStepBackward
 from .products import WeightGradients
 from .rnn import RNNStep, RNNStepBackward
 
@@ -22,6 +23,7 @@ STEPS: dict[type, tuple[Callable[..., Any], Callable[..., Any]]] = {
     LSTMCell: (LSTMStep, LSTMStepBackward),
     GRUCell: (GRUStep, GRUStepBackward),
     RNNCell: (RNNStep, RNNStepBackward),
+    PointwiseCell: (PointwiseStep, PointwiseStepBackward),
 }
 """For each cell the class of a forward step and the class of a backward step."""
 
@@ -33,13 +35,13 @@ def sweep_forward(problem: Problem, v: Views, out: Views) -> None:
     A batch item that has ended, or has not begun in reverse, runs like the others, because its columns have no effect
     on theirs. Afterwards its outputs are overwritten by 0.
     """
-    dtype, (T, B, H, _), keep, mask = v["Wh"].dtype, problem[:4], v.get("keep"), step_mask(v, problem)
+    dtype, (T, B, H, _), keep, mask = v["x"].dtype, problem[:4], v.get("keep"), step_mask(v, problem)
     step = STEPS[type(problem.cell)][0](problem, problem.cell, v, mask)
     products, ends = step.products, Ends(problem, v)
     buffers, block = products.h_buffers, products.block
     h, gates = out["h"], out["gates"].transpose(FEATURE_MAJOR) if "gates" in out else None
     if "c" in out:
-        c, c_prev = out["c"].transpose(FEATURE_MAJOR), first_state(v, "c0", (H, B), dtype)
+        c, c_prev = out["c"].transpose(FEATURE_MAJOR), first_state(v, "c0", (problem.cell.carried * H, B), dtype)
     else:  # of width 0, so that the loop below serves every cell
         c, c_prev = np.empty((T, 0, B)), np.empty((0, B))
     c_kept = np.empty(c.shape[1:], dtype)  # keep * c_prev
@@ -64,6 +66,8 @@ def sweep_forward(problem: Problem, v: Views, out: Views) -> None:
             c_prev = np.multiply(c_prev, keep[t].T, out=c_kept)
         if mask is not None:
             np.multiply(h_prev, mask[t].T, out=products.h_rows[t % len(products.h_rows)])
+        if "inputs" in v and isinstance(step, PointwiseStep):
+            np.copyto(step.us, v["inputs"][t].T)
         step(products.operands[t % len(products.operands)], inputs_t, h_prev, c_prev, gates_t, c_t, h_new)
         np.copyto(h[t], h_new.T)
         h_prev, c_prev = h_new, c_t
@@ -108,7 +112,7 @@ class BackwardSweep:
         """Prepare the backward pass of one direction. products: the weight gradients, with the memory for all
         gradients. v: the arrays of the call. saved: the outputs h, c and gates of the forward pass. dv: the cotangents
         of some outputs."""
-        dtype, (_, B, H, P) = v["Wh"].dtype, problem[:4]
+        dtype, (_, B, H, P), carried = v["x"].dtype, problem[:4], problem.cell.carried
         self.problem, self.v, self.dv, self.h = problem, v, dv, saved["h"]
         self.ends: Ends = Ends(problem, v)
         self.mask: Any = step_mask(v, problem)
@@ -117,9 +121,9 @@ class BackwardSweep:
         self.out: Views = products.out
         has_c = "c" in saved
         self.c_at: Callable[[int], Any] = steps_of(saved["c"]) if has_c else lambda t: None
-        self.c0: Any = first_state(v, "c0", (H, B), dtype) if has_c else None
+        self.c0: Any = first_state(v, "c0", (carried * H, B), dtype) if has_c else None
         self.dh: Array = first_state(dv, "hT", (P, B), dtype)
-        self.dc: Array = first_state(dv, "cT", (H if has_c else 0, B), dtype)
+        self.dc: Array = first_state(dv, "cT", (carried * H if has_c else 0, B), dtype)
         # The gradients of the states of those items that do not run at the current step. Meanwhile their columns of dh
         # and dc are 0, so that they add nothing to any gradient.
         self.waiting: list[tuple[Array, Array]] = []
@@ -142,6 +146,8 @@ class BackwardSweep:
                 out[name][...] = d_state.T
         if "peephole" in out and isinstance(self.step, LSTMStepBackward):
             self.products.add("peephole", self.step.dpeephole.sum(axis=1))
+        if "params" in out and isinstance(self.step, PointwiseStepBackward):
+            self.products.add("params", self.step.dparams.sum(axis=1))
 
     def run_chunk(self, start: int, stop: int) -> None:
         """Run the steps from `start` to `stop` backward, then add their weight gradients."""
@@ -152,7 +158,7 @@ class BackwardSweep:
         h_before = self.h_before(start, stop)  # [steps, B, P]
         h_prev = h_before if keep is None else h_before * keep
         h_in = (h_prev if mask is None else h_prev * mask).reshape(-1, problem.P)
-        if isinstance(step, GRUStepBackward):
+        if isinstance(step, (GRUStepBackward, PointwiseStepBackward)):
             step.begin_chunk(start, h_prev, h_in)
         times = range(start, stop)
         for t in times if problem.reverse else reversed(times):
@@ -173,6 +179,11 @@ class BackwardSweep:
             c_before: Any = None if self.c0 is None else self.c_before(t)
             c_prev = c_before if c_before is None or keep is None else c_before * keep[k].T
             step(t, columns, c_prev, self.c_at(t), dh, dc, dgates)
+            if isinstance(step, PointwiseStepBackward):
+                ended = np.flatnonzero(self.ends.lengths <= t) if t >= self.ends.shortest else None
+                step.finish(t, columns, ended, self.out)
+                if ended is not None:  # a formula of the user's may give NaN for zeros
+                    dh[:, ended] = dc[:, ended] = step.direct[:, ended] = 0
             if mask is not None:
                 self.through_mask(t, mask[k], h_prev[k])
             if step.direct is not None:

@@ -91,7 +91,7 @@ def part_of_call(problem: Problem, v: Views, segment: Segment) -> tuple[Problem,
     the call."""
     start, stop, items = segment
     part = dict(v)
-    for name in {"x", "keep"} & v.keys():
+    for name in {"x", "keep", "inputs"} & v.keys():
         part[name] = segment.of_steps(v[name])
     if "mask" in v:
         part["mask"] = v["mask"][segment.index(v["mask"])]
@@ -107,8 +107,8 @@ def forward_in_segments(problem: Problem, parts: list[Segment], v: Views, out: V
     hidden: memory for the gates of each segment [steps, items, GH], if the backward pass needs them and the caller
     does not.
     """
-    (_, B, H, P), dtype = problem[:4], v["Wh"].dtype
-    widths = {"h": P, "c": H} if "c" in out else {"h": P}
+    (_, B, H, P), dtype, cell = problem[:4], v["x"].dtype, problem.cell
+    widths = {"h": P, "c": cell.carried * H} if "c" in out else {"h": P}
     states = {name: np.zeros((B, width), dtype) for name, width in widths.items()}
     for name, state in states.items():
         if f"{name}0" in v:
@@ -121,7 +121,7 @@ def forward_in_segments(problem: Problem, parts: list[Segment], v: Views, out: V
         one, own = part_of_call(problem, v, segment)
         own |= {f"{name}0": state[segment.items] for name, state in states.items()}
         results: Views = {"h": np.empty((one.T, one.B, P), dtype)}
-        for name, width in (("c", H), ("gates", problem.cell.gates * H)):
+        for name, width in (("c", cell.carried * H), ("gates", cell.kept * H)):
             if name in out:
                 results[name] = np.empty((one.T, width, one.B), dtype).transpose(FEATURE_MAJOR)
         if hidden:
@@ -150,8 +150,8 @@ def backward_in_segments(
 
     saved: the outputs of the forward pass. gates: those of each segment, if the forward pass saved them that way.
     """
-    (_, B, H, P), out, dtype = problem[:4], products.out, v["Wh"].dtype
-    widths = {"h": P, "c": H} if "c" in saved else {"h": P}
+    (_, B, H, P), out, dtype = problem[:4], products.out, v["x"].dtype
+    widths = {"h": P, "c": problem.cell.carried * H} if "c" in saved else {"h": P}
     d_states = {name: np.zeros((B, width), dtype) for name, width in widths.items()}
     for name, d_state in d_states.items():
         if f"{name}T" in dv:
@@ -169,7 +169,7 @@ def backward_in_segments(
         if gates:
             own_saved["gates"] = gates[n]
         own_dv = {name: segment.of_steps(dv[name]) for name in {"h", "c", "gates"} & dv.keys()}
-        own_out = {name: np.zeros_like(own[name]) for name in {"mask", "keep"} & out.keys()}
+        own_out = {name: np.zeros_like(own[name]) for name in {"mask", "keep", "inputs"} & out.keys()}
         if "x" in out:
             own_out["x"] = np.empty(own["x"].shape, dtype)
         for name, width in widths.items():
@@ -181,8 +181,8 @@ def backward_in_segments(
             d_state[items] = own_out[f"{name}0"]
         if "x" in out:
             segment.write(out["x"], own_out["x"] + segment.of_steps(out["x"]) if adds else own_out["x"])
-        if "keep" in out:
-            segment.write(out["keep"], own_out["keep"])
+        for name in {"keep", "inputs"} & out.keys():
+            segment.write(out[name], own_out[name])
         if "mask" in out:
             out["mask"][segment.index(out["mask"])] += own_out["mask"]
     for name, d_state in d_states.items():

@@ -10,7 +10,7 @@ rows and columns of the arrays that both share. Only float32 and float64 are sup
 import mlx.core as mx
 import numpy as np
 
-from ..cells import LSTMCell, RNNCell
+from ..cells import RNNCell
 from ..directions import one_direction, part
 from ..packing import is_packed
 from ..problem import Arrays, Problem
@@ -50,19 +50,19 @@ def forward(problem: Problem, arrays: Arrays, batch_first: bool = False, wants_l
         v["x"] = v["x"][None]
     elif batch_first:
         v["x"] = v["x"].transpose(BATCH_MAJOR)
-    dtype, (T, B, H, P), D = v["Wh"].dtype, problem[:4], problem.directions
-    widths = {"h": D * P, "c": D * H} if isinstance(problem.cell, LSTMCell) else {"h": D * P}
+    dtype, (T, B, H, P), D, cell = v["x"].dtype, problem[:4], problem.directions, problem.cell
+    widths = {"h": D * P, "c": D * cell.carried * H} if cell.carried else {"h": D * P}
     last = {f"{name}T": NewArray(dtype, (B, width)) for name, width in widths.items()} if wants_last else {}
     sequences: dict[str, NewArray] = {}
     if not single:
         sequences["h"] = NewSequence(dtype, (T, B, D * P), order_of(v["x"]), batch_first)
         if "c" in widths:
-            sequences["c"] = NewSequence(dtype, (T, B, D * H), FEATURE_MAJOR, batch_first)
-    rows, parts = D * problem.cell.gates * H, segments(problem, v)
+            sequences["c"] = NewSequence(dtype, (T, B, widths["c"]), FEATURE_MAJOR, batch_first)
+    rows, parts = D * cell.kept * H, segments(problem, v)
     hidden: list[Array] = []
     if problem.return_gates:
         sequences["gates"] = NewSequence(dtype, (T, B, rows), FEATURE_MAJOR, batch_first)
-    elif problem.training and not isinstance(problem.cell, RNNCell):
+    elif problem.training and not isinstance(cell, RNNCell):
         # MLX initializes the memory of its arrays, which costs an additional write. Gates that MLX need not see are
         # therefore allocated by NumPy.
         sizes = [segment.sizes(B) for segment in parts] or [(T, B)]
@@ -111,7 +111,7 @@ def backward(
     if "x" not in left_out:
         new["x"] = NewSequence(v["x"].dtype, v["x"].shape, order_of(v["x"]))
     out = {name: array.memory for name, array in new.items()}
-    for name in {"mask", "keep"} & out.keys():
+    for name in {"mask", "keep", "inputs"} & out.keys():
         out[name].fill(0)  # the steps add to the mask's gradient, and write keep's only where a step runs
     projects = "Wx" in v  # read from v: among the gradients Wx is missing if it is quantized
     written: set[int] = set()
