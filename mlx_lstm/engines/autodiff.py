@@ -67,7 +67,8 @@ def run(problem: Problem, arrays: Arrays, engine: str, refusal: Refusal | None =
             arrays = for_engine(engine, arrays)
         if batch_first:
             arrays = arrays | {"x": mx.swapaxes(arrays["x"], 0, 1)}
-        of_graph = engine == "ops" and chunked is None and problem.cell.op == "pointwise"  # MLX differentiates it
+        # Whether MLX itself differentiates the graph of engine `ops`.
+        of_graph = engine == "ops" and chunked is None and (problem.cell.op == "pointwise" or is_plain_step(problem))
         if problem.plain or of_graph:
             outputs = (chunked or ENGINE_MODULES[engine]).forward(problem, arrays)
         else:
@@ -125,14 +126,13 @@ def differentiable(
     None of the functions inside refers to the custom function. So the graph, the gradient function and all arrays
     that they hold are freed with the last reference to the outputs, without waiting for the garbage collector.
     """
-    if engine == "ops" and chunked is None and is_plain_step(problem):
-        return ops.forward(problem, arrays)
     names, sweeps = tuple(arrays), chunked or ENGINE_MODULES[engine]
     visible, hidden = saved_of(problem, engine) if chunked is None else chunked.saved_of(problem)
     saved: Saved = {}  # the arrays named in `hidden`, which only the backward pass sees
     used = set() if problem.training else set(visible)  # names of outputs that have a cotangent; taps add them
     # The engine `numpy` leaves out the gradient of x if MLX does not ask for it, as for the data of a first layer.
-    mark = gradient_mark(arrays["x"], used) if engine == "numpy" and problem.training and MARKS_COME_FIRST else None
+    marks = engine == "numpy" and problem.training and MARKS_COME_FIRST
+    mark = gradient_mark(arrays["x"], used) if marks else None
 
     def forward(*values: mx.array) -> tuple[mx.array, ...]:
         outputs = sweeps.forward(problem, dict(zip(names, values, strict=True)))
@@ -146,7 +146,7 @@ def differentiable(
         # For an output without a cotangent MLX passes zeros. These zeros are left out, as `used` does not contain them.
         cotangents = {name: d for name, d in zip(visible, d_outputs, strict=True) if name in used}
         # A second derivative also reaches the outputs past the taps, through the backward pass, which reads them.
-        left_out = () if mark is None or MARK in used else ("x",)
+        left_out = ("x",) if marks and MARK not in used else ()
         used.discard(MARK)
         used.update(visible)
         given, shown = dict(zip(names, primals, strict=True)), dict(zip(visible, outputs, strict=True))
@@ -183,9 +183,8 @@ def differentiable(
     if not problem.training and not evaluated_chunks:
         return outputs
     shown = shown_of(problem)
-    for sharing in TAPS:
-        if group := [name for name in sharing if name in shown]:
-            outputs |= zip(group, tapped(group, [outputs[name] for name in group], used, chunked, mark), strict=True)
+    for group in [[name for name in sharing if name in shown] for sharing in TAPS]:
+        outputs |= zip(group, tapped(group, [outputs[name] for name in group], used, chunked, mark), strict=True)
     return outputs
 
 
@@ -203,15 +202,16 @@ def tapped(
 ) -> tuple[mx.array, ...]:
     """Return the values after an identity function (a tap). When a cotangent comes back through the tap, the names
     of the values are added to `used`. The tap also takes the mark, if there is one."""
+    if not names:
+        return ()
     shows, marks = values if chunked is None else chunked.stood_for(names, values), () if mark is None else (mark,)
 
     def note(primals: object, cotangents: tuple[mx.array, ...], outputs: object) -> tuple[mx.array, ...]:
         used.update(names)
-        return (*cotangents, *[ZERO for _ in marks])
+        return (*cotangents, *zeros)
 
-    identity = custom_function(
-        lambda *values_and_mark: tuple(values_and_mark[: len(names)] if shows is values else shows)
-    )
+    zeros = [ZERO for _ in marks]
+    identity = custom_function(lambda *given: given[: len(names)] if shows is values else tuple(shows))
     identity.vjp(note)
     identity.jvp(lambda primals, tangents: tangents[: len(names)] if marks else tangents)
     return identity(*values, *marks)
