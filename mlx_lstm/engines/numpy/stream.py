@@ -9,8 +9,8 @@ import numpy as np
 from ..cells import GRUCell
 from ..problem import Problem
 from .arrays import Array, Views
+from .passes import STEPS
 from .products import bias_of, in_blocks
-from .sweep import STEPS
 
 
 class StreamedLayer:
