@@ -1,6 +1,10 @@
 """Tests of `Stepper`, which runs one time step per call: values against the float64 oracle for every option, changed
 parameters, states, refused arguments, and the launches on a GPU."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import ml_dtypes
 import mlx.core as mx
 import numpy as np
@@ -327,3 +331,38 @@ def test_a_step_on_a_gpu_takes_one_launch_per_layer(engine):
         h = stepper(x)
         fresh = nn.stepper(layers, 2)
         assert mx.array_equal(h, fresh(x))
+
+
+FRAMES = """
+import resource, sys
+import mlx.core as mx
+import numpy as np
+from mlx_lstm import nn
+
+mx.set_default_device(mx.cpu)
+stepper = nn.stepper([nn.LSTM(64, 64), nn.LSTM(64, 64)])
+frames = [mx.ones((64,)), np.ones(64, np.float32)]
+
+def held():
+    mx.clear_cache()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return peak, mx.get_active_memory()
+
+for n in range(1000):
+    stepper(frames[n % 2])
+peak, active = held()
+for n in range(int(sys.argv[1])):
+    stepper(frames[n % 2])
+new_peak, new_active = held()
+print(new_peak - peak, new_active - active)
+"""
+
+
+@pytest.mark.parametrize("count", [10_000, pytest.param(1_000_000, marks=pytest.mark.slow)])
+def test_streamed_frames_are_flat_in_memory(count):
+    """Memory does not grow over many frames: a leak of one state (256 bytes) per frame would make the process grow by
+    2,500 KiB and more."""
+    command = [sys.executable, "-c", FRAMES, str(count)]
+    printed = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1], check=True).stdout
+    peak, active = map(int, printed.split())
+    assert peak < 1000 * 1024 and active == 0, printed
