@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from machine_code.times import moved_bytes, ours, packed_shapes
-from on_metal import ENGINES, on_metal
+from on_metal import ENGINES, matrices_from, on_metal
 from quantized_cases import PACKINGS, check_quantized, quantized_case
 
 from mlx_lstm.bench.tasks import Size
@@ -110,7 +110,7 @@ def test_fused_reads_what_registers_do_not_hold_at_every_step(op, B, rows):
 
 def test_a_batch_in_matrices_has_its_weights_unpacked():
     """For float32 arrays, `fused` dequantizes the weights before it computes 8 x 8 matrix products."""
-    with on_metal() as log, patch.object(fused, "MATRIX_BATCH", 3):
+    with on_metal() as log, matrices_from(3):
         check_quantized("fused", quantized_case((32, 4, "affine"), sizes=(2, 3, 32, 32, 32)))
     assert {"fused_arrange_quantized" in launch.name for launch in log} == {False}
 

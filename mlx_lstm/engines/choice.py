@@ -12,9 +12,10 @@ import mlx.core as mx
 from ..checks import FLOATS, check_option, fail
 from . import tuning
 from .cells import Cell, LSTMCell
-from .packing import Packing, field_of
-from .problem import Chunks, Problem
-from .tuning import PACKED, PREDICTED, Table
+from .packing import Packing
+from .predicted import predict
+from .problem import CORES, Chunks, Problem
+from .tuning import PREDICTED, Table
 
 ENGINES = ("fused", "stepwise", "numpy", "ops")
 """The engines. `fused`: our Metal shaders, with the whole sequence in one launch. `stepwise`: our Metal shaders,
@@ -74,6 +75,7 @@ def choose(
     op: str = "lstm",
     refused: Mapping[str, str] = NONE,
     packing: Packing | None = None,
+    cores: int = CORES,
 ) -> Choice:
     """Choose the engine of a recurrence, and say why.
 
@@ -87,10 +89,11 @@ def choose(
         bidirectional (bool): whether both directions run. Default: `False`.
         projection (bool): whether h is projected. Default: `False`.
         requested (str): the engine that the caller forces. Default: `None`, the best that can run.
-        table (Table): the faster Metal engine by dtype, batch and H. Default: the predicted table.
+        table (Table): measured Metal engines by dtype, batch and H. Default: none, the choice is predicted.
         op (str): the op that an error names. Default: `"lstm"`.
         refused (mapping): engines whose kernels failed a test run on this machine, each with the reason. Default: none.
         packing (Packing): how the recurrent weights are quantized. Default: `None`, they are not.
+        cores (int): number of GPU cores, by which the faster engine is predicted. Default: 10.
 
     Raises:
         ValueError: an argument has a value that is not listed above, `requested` cannot run here, or no engine can.
@@ -113,7 +116,7 @@ def choose(
     check_option(op, "device", device, ("cpu", "gpu"))
     T, B, _, H = sizes
     names = ("Wp",) if projection else ()
-    problem = Problem(T, B, H, H, cell, dtype, names, bidirectional=bidirectional, packing=packing)
+    problem = Problem(T, B, H, H, cell, dtype, names, bidirectional=bidirectional, packing=packing, cores=cores)
     return decide(problem, table, op, requested, device, metal, traced, refused=refused)
 
 
@@ -130,19 +133,22 @@ def decide(
 ) -> Choice:
     """Return what `choose` returns, for a problem whose arguments have already been checked."""
     check_engine(op, requested)
-    B, H, dtype, packing = problem.B, problem.H, problem.dtype, problem.packing
+    B, H, dtype, packing, cell = problem.B, problem.H, problem.dtype, problem.packing, problem.cell
     check_device(op, dtype, device)
-    reasons = {**refused, **obstacles(problem.cell, H, device, metal, traced, "Wp" in problem.names)}
+    reasons = {**refused, **obstacles(cell, H, device, metal, traced, "Wp" in problem.names)}
     if requested is not None:
         if requested in reasons:
             raise ValueError(f"[{op}] engine={requested!r} cannot run: {reasons[requested]}.")
         return Choice(requested, "asked for")
     if "numpy" not in reasons:
         return Choice("numpy", "the stream's device is the CPU")
-    if packing is None:
+    if table.engines and packing is None:
         engine, reason = table.preferred(dtype, B, H)
+    elif "fused" in reasons:
+        engine, reason = "fused", ""
     else:
-        engine, reason = PACKED.preferred(f"weights of {field_of(packing)} bits", B, H)
+        engine, reason = predict(cell, dtype, B, H, problem.cores, problem.directions, packing)
+        reason = f"{reason}, {table.source if packing is None else 'predicted'}"
     if engine not in reasons:
         return Choice(engine, reason)
     if "stepwise" in reasons:

@@ -21,6 +21,9 @@ from .cells import Cell
 from .packing import Packing
 
 Array = mx.array
+CORES = 10
+"""The number of GPU cores for which work is divided if the real number is not known."""
+
 Arrays = dict[str, Array]
 """Arguments, results, cotangents or gradients of a call, by the names that the module's docstring lists."""
 
@@ -101,6 +104,7 @@ class Problem(NamedTuple):
     chunks: how the sequence is divided in time, or None if it is not divided.
     packing: how weights are quantized, or None if no weight is quantized.
     limits: the sizes above which different kernels run.
+    cores: the number of GPU cores, by which work is divided among threadgroups.
     """
 
     T: int
@@ -123,6 +127,7 @@ class Problem(NamedTuple):
     chunks: Chunks | None = None
     packing: Packing | None = None
     limits: Limits = LIMITS
+    cores: int = CORES
 
     @property
     def directions(self) -> int:

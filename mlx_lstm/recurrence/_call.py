@@ -195,6 +195,7 @@ class Call(NamedTuple):
             cotangents=cotangents,
             packing=packing,
             limits=limits_in_effect.get(),
+            cores=tuning.gpu_cores(),
         )
         metal = mx.metal.is_available()
         op = self.cell.op if cotangents is None else f"{self.cell.op}_gradients"

@@ -9,10 +9,10 @@ import mlx.core as mx
 from ..engines import cells
 from ..engines.cells import Cell, LSTMCell
 from ..engines.metal import fused
-from ..engines.metal.fused import SWEEPS, index_of, tiling_of
+from ..engines.metal.fused import index_of
 from ..engines.metal.stepwise import index_bits, stepwise_rows, tile_of
 from ..engines.packing import Packing, is_packed
-from ..engines.problem import Chunks, Cut, Limits, Problem
+from ..engines.problem import CORES, Chunks, Cut, Limits, Problem
 
 STEPS = 3
 JOINING_STEPS, JOINING_LEFT = 10, 9
@@ -23,8 +23,8 @@ SMALL = 8
 """Metal binds arrays with fewer elements than this in another address space, which makes a different kernel."""
 
 BATCHES = (1, 3, 9, 17, 31, 33, 65, 128, 256, 512, 1024)
-"""Batch sizes of trials: one from every range of batch sizes that use the same kernels, mostly near the lower end of
-the range."""
+"""Batch sizes of trials: one from every range of batch sizes that use the same kernels of `stepwise`, mostly near the
+lower end of the range."""
 
 CELLS = {"lstm": cells.LSTMCell, "gru": cells.GRUCell, "rnn": cells.RNNCell}
 
@@ -74,7 +74,9 @@ def trial_of(engine: str, problem: Problem) -> Trial:
         wide = index_of(problem) == mx.uint64
         if len(fused.division(problem, problem.masks_differ)) > 1:
             limits = limits._replace(launch_steps=2)
-        B, H, P = smallest_fused(problem)
+        rows = rows_of(problem)
+        B, H, P = next((B for B in batches(problem) if rows < B), problem.B), problem.H, problem.P
+        problem = problem._replace(cut=Cut(rows, problem.cut.spare if problem.cut else 0), cores=CORES)
     else:
         problem = problem._replace(cut=None)
         wide, left = index_bits(problem) == 64, limits.rows_left // 2 if "Wp" in problem.names else limits.rows_left
@@ -109,20 +111,14 @@ def without_numbers(cell: Cell) -> Cell:
     return cell._replace(cell_clip=clip, forget_bias=bias)
 
 
-def smallest_fused(problem: Problem) -> tuple[int, int, int]:
-    """Return (B, H, P) of the trial of a whole-sequence kernel: the smallest batch with the same tiling, and the
-    call's H and P."""
-    names, bare = set(problem.names), fused.readable(problem, problem.names, problem.dtype)
-    inputs = {"peephole", "bhn", "mask", "keep", "lengths"} & names
-    if "keep" in inputs:  # kernels read a mask that includes keep; those of a plain RNN read no separate keep
-        inputs = inputs - ({"keep"} if problem.cell.op == "rnn" else set()) | {"mask"}
-
-    def tilings(B: int) -> list[object]:
-        return [tiling_of(sweep, bare._replace(B=B), problem.dtype, inputs) for sweep in SWEEPS]
-
-    wanted = tilings(problem.B)
-    B = next((B for B in batches(problem) if B > 1 and tilings(B) == wanted), problem.B)
-    return B, problem.H, problem.P
+def rows_of(problem: Problem) -> int:
+    """Return how many batch items a threadgroup of `fused` computes. The number depends on the batch and on the GPU's
+    cores. A trial asks for it directly, so that its own batch is small."""
+    if problem.cut:
+        return problem.cut.rows
+    bare = fused.readable(problem, problem.names, problem.dtype)
+    own = (problem.H, problem.dtype.size, problem.directions, problem.cores, bare.packing)
+    return fused.rows_for(problem.cell, problem.B, *own)
 
 
 def smallest_stepwise(problem: Problem) -> tuple[int, int, int]:

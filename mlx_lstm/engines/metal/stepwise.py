@@ -208,10 +208,6 @@ TILES = {8: ((8, 32), (8, 16), (8, 8)), 32: ((32, 32), (16, 32), (16, 16))}
 """The sizes (rows, columns) that the part of a threadgroup can have in a product in tiles, if a cell needs one
 column. The key is the number of rows that `stepwise_rows` returns."""
 
-FEWEST_GROUPS = 32
-"""The number of threadgroups below which smaller tiles are used. GPUs have 8 to 40 cores. A core without work costs
-more time than reading operands and weights more often. Not measured."""
-
 
 def stepwise_rows(B: int) -> int:
     """Return how many batch items a threadgroup computes. With fewer than 8, the product is computed in lanes;
@@ -226,9 +222,10 @@ def tile_of(problem: Problem, width: int) -> tuple[int, int]:
     rows = stepwise_rows(problem.B)
     if rows < 8:
         return rows, 8
+    # A core without work costs more time than reading operands and weights more often. Not measured.
     tiles = TILES[rows]
     groups = [-(-problem.B // high) * -(-width // wide) * problem.directions for high, wide in tiles]
-    return next((tile for tile, count in zip(tiles, groups, strict=True) if count >= FEWEST_GROUPS), tiles[-1])
+    return next((tile for tile, count in zip(tiles, groups, strict=True) if count >= problem.cores), tiles[-1])
 
 
 def index_bits(problem: Problem) -> int:
