@@ -10,8 +10,10 @@ train: .venv/examples  ## train a character LSTM on Python's documentation
 test: .venv/test lint  ## the tests; a skipped one fails the run, and on Linux a line of metal/ that did not run
 	$(BIN)/python -m pytest -n auto --dist worksteal --no-skips --shader-coverage -q
 
-test-all: .venv/test lint  ## the tests and the heavier sweeps
+test-all: .venv/test lint  ## the tests, the heavier sweeps, and on Linux the tests on a simulated Mac
 	$(BIN)/python -m pytest -n auto --dist worksteal --no-skips --shader-coverage -q -m ""
+	test "$$(uname)" = Darwin || \
+		PYTHONPATH=tests $(BIN)/python -m pytest -p simulated_mac -n auto --dist worksteal --no-skips -q
 
 bench: .venv/test  ## ours against mlx.nn.LSTM and torch
 	$(BIN)/python -m mlx_lstm.bench

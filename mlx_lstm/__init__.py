@@ -1,7 +1,8 @@
 """LSTM, GRU and plain RNN layers for Apple Silicon, on MLX.
 
 lstm, gru, rnn               a layer over a sequence as a function; the gradient by itself: lstm_gradients, ...
-recurrent, join_directions   a cell of your own over a sequence; two directions as one
+pointwise, recurrent         a cell of your own over a sequence: in generated code; as any graph. Examples: cells
+recognise, join_directions   the call that equals a cell written by hand, as a line to paste; two directions as one
 Quantized                    a weight as mx.quantize packs it
 nn                           layers as in mlx.nn: LSTM, GRU, RNN; replace() puts them into a model, stack() runs lists
 torch                        layers as in PyTorch: several layers, both directions, packed sequences as lengths
@@ -20,16 +21,28 @@ except ImportError as error:
     raise ImportError(f"mlx_lstm needs MLX; in a clone of mlx-lstm: pip install {extra} ({error})") from error
 
 from .machine import VERSION as __version__  # isort: skip
-from . import convert, cudnn, keras, mpsgraph, nn, tf, torch
+from . import cells, convert, cudnn, keras, mpsgraph, nn, tf, torch
+from .recognition import recognise
 from .recurrence import GRUOutput as GRUOutput
 from .recurrence import LSTMOutput as LSTMOutput
 from .recurrence import Quantized as Quantized
 from .recurrence import RNNOutput as RNNOutput
-from .recurrence import gru, gru_gradients, join_directions, lstm, lstm_gradients, recurrent, rnn, rnn_gradients
+from .recurrence import (
+    gru,
+    gru_gradients,
+    join_directions,
+    lstm,
+    lstm_gradients,
+    pointwise,
+    recurrent,
+    rnn,
+    rnn_gradients,
+)
 
 # The classes of the outputs are public, too, but not in this list: help() would show them before the ops.
 __all__ = ["__version__", "gru", "gru_gradients", "join_directions", "lstm", "lstm_gradients", "rnn"]
-__all__ += ["convert", "cudnn", "keras", "mpsgraph", "nn", "recurrent", "rnn_gradients", "tf", "torch"]
+__all__ += ["cells", "convert", "cudnn", "keras", "mpsgraph", "nn", "pointwise", "recognise", "recurrent"]
+__all__ += ["rnn_gradients", "tf", "torch"]
 
 
 def __dir__() -> list[str]:

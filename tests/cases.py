@@ -9,6 +9,7 @@ import numpy as np
 
 from mlx_lstm import recurrence
 from mlx_lstm.engines import METAL_ENGINES
+from mlx_lstm.engines.choice import has_metal
 from mlx_lstm.engines.numpy import arrays as numpy_arrays
 from mlx_lstm.engines.numpy import gru as numpy_gru
 from mlx_lstm.engines.numpy import lstm as numpy_lstm
@@ -42,7 +43,7 @@ EVERY_ARRAY = {kind: {"mask": (T, B, "P"), **options} for kind, options in KINDS
 for kind in ("lstm", "lstm_both"):
     EVERY_ARRAY[kind] |= {"projection": True, "peephole": True}
 
-GPU = mx.metal.is_available()
+GPU = has_metal()
 METAL = mx.gpu if GPU else mx.cpu
 """The device of the Metal engines in the tests: the GPU on a Mac, elsewhere the CPU, where the emulator runs."""
 
@@ -127,13 +128,13 @@ def to_numpy(array):
     return np.array(array)
 
 
-def run(case, engine, dtype, cotangents=None, weights=MappingProxyType({})):
+def run(case, engine, dtype, cotangents=None, weights=MappingProxyType({}), device=None):
     """Run the case's op on an engine. Return (outputs, gradients), two dicts of NumPy arrays by name.
 
     The gradients belong to the outputs that have a cotangent. `weights`: quantized weights that replace weights of
-    the case.
+    the case. `device`: where to run instead of the engine's usual device in the tests.
     """
-    with mx.stream(device_of(engine)):
+    with mx.stream(device or device_of(engine)):
         found = cases.run(case, engine, MLX_DTYPE[dtype], cotangents, weights)
         return tuple({name: to_numpy(array) for name, array in part.items()} for part in found)
 

@@ -7,6 +7,7 @@ All models read x [B, T, D] and return a tuple of arrays. `CLIENTS` maps a name 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from mlx.utils import tree_flatten, tree_map
 
 from mlx_lstm.nn import stack
 from mlx_lstm.oracle.closeness import assert_within, float_of, largest
@@ -325,3 +326,24 @@ def assert_same(got, rounded, exact):
         assert got[name].dtype == rounded[name].dtype, name
         floor = 4 * float_of(got[name].dtype).eps * max(1, largest(value))
         assert_within(name, got[name], value, 2 * largest(rounded[name].astype(np.float64) - value) + floor)
+
+
+def assert_by_differences(loss, values, rng):
+    """Check the gradients of a scalar function of trees of float64 arrays along three random directions, against
+    central differences. Their error falls with the square of the step, so the finer step bounds it by the coarser."""
+    gradients = mx.grad(lambda values: loss(*values))(values)
+    for _ in range(3):
+        ways = tree_map(lambda array: mx.array(rng.normal(size=array.shape), mx.float64), values)
+        products = tree_map(lambda gradient, way: (gradient * way).sum(), gradients, ways)
+        slope = sum(product.item() for _, product in tree_flatten(products))
+        coarse, fine = (
+            sum(
+                sign * loss(*tree_map(lambda array, way, s=sign * step: array + s * way, values, ways)).item()
+                for sign in (1, -1)
+            )
+            / (2 * step)
+            for step in (2e-4, 1e-4)
+        )
+        assert abs(slope) > 1e-3
+        # Of coarse - fine three quarters of the coarse step's error remain, so a third of it is the fine step's.
+        assert abs(fine - slope) <= abs(coarse - fine) + 1e-9 * abs(slope), (slope, coarse, fine)

@@ -1,15 +1,18 @@
 """Run the tests on Linux as they would run on a Mac: `python -m pytest -p simulated_mac`.
 
 The emulator replaces MLX's Metal kernels, and the CPU replaces the GPU. Tools that exist only on Linux are hidden.
-The tests cannot use the emulator directly.
+The tests cannot use the emulator directly. Python processes that a test starts are simulated, too: the folder
+simulated_mac_children is first on their PYTHONPATH, and Python imports its `sitecustomize` before anything else.
 """
 
+import os
 import platform
 import subprocess
 import sys
 import sysconfig
 import threading
 import urllib.request  # noqa: F401 (imported before the platform is changed: on a Mac it imports modules that Linux lacks)
+from pathlib import Path
 
 import mlx.core as mx
 from metal_emulator import dropin, runtime, toolchain
@@ -84,7 +87,18 @@ def no_emulator(**options):
 
 
 def pytest_addoption(parser):
-    """Install the simulation. pytest calls this hook before it imports any test."""
+    """Simulate the Mac in this process and its children. pytest calls this hook before it imports any test."""
+    install()
+
+
+def install():
+    """Simulate the Mac in this process, and in the Python processes that it starts. A process of pytest-xdist calls
+    this function twice, at its start and as pytest."""
+    if sys.platform == "darwin":
+        return
+    folder = str(Path(__file__).with_name("simulated_mac_children"))
+    paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path not in ("", folder)]
+    os.environ["PYTHONPATH"] = os.pathsep.join([folder, *paths])
     runtime.library(), toolchain.zig()  # load the emulator's tools before they are hidden
     sysconfig.get_config_vars()  # cached before the platform changes: a Mac's are missing on Linux
     sys.modules["ziglang"] = None

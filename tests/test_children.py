@@ -21,16 +21,17 @@ code = "import json, numpy, mlx_lstm, runpy; print('ran')"
 assert run(child_command(code), env=child_environment(), capture_output=True, text=True).stdout == "ran\\n"
 """,
     "trial": """
-from mlx_lstm.recurrence import _child, _guard
+from mlx_lstm.child import Child, ChildError
+from mlx_lstm.recurrence import _guard
 try:
-    answer = _child.Child(_guard.command()).ask("fused", "{}")
-except _child.Ended as end:
-    answer = end.message
-assert "Error" in answer, answer
+    Child(_guard.command()).ask(do="nothing", trials=[])
+except ChildError as error:
+    assert "KeyError" in str(error), error
 """,
     "check": """
-from mlx_lstm.testing.child import Child
-child = Child("mlx_lstm.check", "--worker", "default")
+from mlx_lstm.child import Child
+from mlx_lstm.machine import module_command
+child = Child(module_command("mlx_lstm.check", "--worker", "default"))
 assert child.close() == "" and child.process.returncode == 0
 """,
     "compare": """
@@ -45,8 +46,10 @@ assert "Metal" in problem or not problem, problem  # without PyObjC the error of
     "bench": """
 import json
 from mlx_lstm.bench.tasks import Size, Task
-from mlx_lstm.testing.child import Child, ChildError
-child = Child("mlx_lstm.bench", "--worker", json.dumps(Task("ours", "ops", Size(1, 1, 1, 1), "forward")))
+from mlx_lstm.child import Child, ChildError
+from mlx_lstm.machine import module_command
+task = Task("ours", "ops", Size(1, 1, 1, 1), "forward")
+child = Child(module_command("mlx_lstm.bench", "--worker", json.dumps(task)))
 try:
     child.ask(do="nothing")
 except ChildError as error:

@@ -10,7 +10,7 @@ import mlx.nn
 import numpy as np
 import pytest
 from cases import BOTH, CELLS, KINDS, OPTIONS, combination, draw_away_from_kinks, run, split, to_mlx
-from on_metal import BATCHES, CROSSED, in_turns, on_metal, options_at, over_engines
+from on_metal import CROSSED, CROSSED_BATCHES, on_metal, options_at, over_engines
 
 from mlx_lstm import cudnn, gru, lstm, mpsgraph, rnn, tf
 from mlx_lstm import nn as ours
@@ -82,7 +82,7 @@ def test_each_option_in_sequences_that_are_cut_for_their_length(option):
 
 
 # The batch sizes are those of test_kernels.py, so that both files share compiled kernels.
-ON_METAL = [(n, *case) for n, case in enumerate(in_turns(list(CROSSED), BATCHES))]
+ON_METAL = [(n, *case) for n, case in enumerate(CROSSED_BATCHES)]
 
 
 @pytest.mark.parametrize("number, engine, name, B", ON_METAL[::5])

@@ -170,7 +170,7 @@ def test_names_in_prose_exist():
 
 
 PUBLIC = ["mlx_lstm"]
-PUBLIC += [f"mlx_lstm.{name}" for name in ("nn", "torch", "keras", "convert", "tf", "cudnn", "mpsgraph")]
+PUBLIC += [f"mlx_lstm.{name}" for name in ("nn", "cells", "torch", "keras", "convert", "tf", "cudnn", "mpsgraph")]
 PUBLIC += ["mlx_lstm.engines", "mlx_lstm.oracle"]
 ENTRY = re.compile(r"\.\. (?:autoclass|autofunction|py:data):: (\S+)\n(?:   :module: (\S+)\n)?")
 

@@ -13,7 +13,7 @@ import pytest
 from cases import METAL, draw, draw_cotangents, run, to_mlx
 from metal_emulator.lowering import blank_comments, matching, split_top_level
 from metal_emulator.source_lines import map_lines
-from on_metal import ENGINES, WEIGHTS, matrices_from, on_metal
+from on_metal import ENGINES, WEIGHTS, in_turns, matrices_from, on_metal
 
 import mlx_lstm
 from mlx_lstm import lstm
@@ -41,8 +41,7 @@ LAYERS = {
 }
 
 
-@pytest.mark.parametrize("B", (3, 18, 40))
-@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("layer, B", in_turns([(layer,) for layer in LAYERS], (3, 18, 40), others=True))
 def test_the_order_of_threads_does_not_change_a_bit(layer, B):
     rng = np.random.default_rng(7)
     options = {"mask": ("P",), "lengths": rng.integers(0, 4, B), **LAYERS[layer]}

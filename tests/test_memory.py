@@ -24,7 +24,7 @@ def step(T):
     outputs, gradients = mx.vjp(lambda *arrays: [op(*arrays, bidirectional=D == 2).h], arrays, [dh])
     mx.eval(outputs, gradients)
 
-T, B, I, H = 1024, 32, 128, 128
+T, B, I, H = 512, 32, 128, 128
 word, D = sys.argv[1], int(sys.argv[2])
 G, kept = {"lstm": (4, 5), "gru": (3, 3), "rnn": (1, 0)}[word]  # kept: the saved widths (gates and c) as multiples of H
 step(8)  # warm up: BLAS and MLX allocate their own buffers

@@ -11,9 +11,10 @@ import pytest
 from on_metal import logged_metal
 
 ROOT = Path(__file__).parents[1]
-FILES = ("test_kernels.py", "test_kernel_launches.py", "test_kernel_mutations.py", "metal_emulator")
+FILES = ("test_kernels.py", "test_kernel_launches.py", "test_kernel_mutations.py", "test_guard.py", "metal_emulator")
 SAMPLE = (
     "half_precision_crossed and lstm_0 or few_numbers or wide_batches or hardly_more or barrier_is or log_and_counters"
+    " or user_sees or eight_threads or few_trials or other_outputs or one_child or (any_kernel and lstm_stepwise)"
 )
 
 pytestmark = pytest.mark.not_on_a_mac("there is a real one")
@@ -31,6 +32,33 @@ def test_kernels_run_on_the_gpu_and_what_is_left_out_is_named():
         assert re.search(rf"^left out on a Mac: [1-9]\d*, {reason}", done.stdout, re.MULTILINE)
     assert "lines of metal/ that ran: not counted on a Mac" in done.stdout
     assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 10 and "skipped" not in done.stdout
+
+
+PROGRAM = """
+import simulated_mac
+simulated_mac.install()
+import json, warnings
+import mlx.core as mx
+from mlx_lstm.engines import verdicts
+from mlx_lstm.nn import LSTM
+
+warnings.simplefilter("error")
+layer, x = LSTM(3, 9), mx.ones((2, 4, 3))
+mx.eval(mx.grad(lambda x: layer(x)[0].sum())(x))
+mx.eval(layer.eval()(x))
+(kept,) = json.loads(verdicts.file().read_text()).values()
+print(layer.engine_used.engine, list(kept.values()))
+"""
+
+
+def test_kernels_are_tried_in_a_child_before_their_first_use(tmp_path):
+    """On a simulated Mac a layer trains and evaluates on our kernels. Before that, a child process of the library has
+    found the kernels of both right, in one go."""
+    paths = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "HOME": str(tmp_path)}
+    paths |= {"XDG_CACHE_HOME": os.environ.get("XDG_CACHE_HOME", str(Path.home() / ".cache"))}  # the emulator's kernels
+    done = subprocess.run([sys.executable, "-c", PROGRAM], cwd=tmp_path, capture_output=True, text=True, env=paths)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "fused ['', '']\n"
 
 
 @pytest.mark.parametrize(("dtype", "start"), [(mx.float32, "nan"), (mx.uint16, "65535")])

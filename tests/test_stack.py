@@ -7,8 +7,8 @@ import mlx.core as mx
 import mlx.nn
 import numpy as np
 import pytest
-from clients import CLIENTS, D, H, Predictor, assert_same, predicted
-from mlx.utils import tree_flatten
+from clients import CLIENTS, D, H, Predictor, assert_by_differences, assert_same, predicted
+from mlx.utils import tree_flatten, tree_map
 
 import mlx_lstm.nn
 import mlx_lstm.torch
@@ -198,6 +198,161 @@ def test_between_and_the_sum_of_directions(kind, axes, engine):
         np.testing.assert_allclose(got[name], value, rtol=0, atol=2e-5, err_msg=name)
 
 
+class Grouped(mlx.nn.Module):
+    """Two layers of G GRUs side by side, each with its own part of the features, in one or both directions. The
+    features of the groups are shuffled between the layers, as in a grouped GRU of a speech enhancer."""
+
+    def __init__(self, kind, G, ways):
+        super().__init__()
+        self.ways = [[getattr(mlx_lstm.nn, kind)(d, H) for d in (D, ways * H) for _ in range(G)] for _ in range(ways)]
+        self.G = G
+
+    def shuffle(self, n, x):
+        return x.reshape(*x.shape[:-1], self.G, -1).swapaxes(-1, -2).reshape(x.shape)
+
+    def loop(self, x):
+        lasts = []
+        for n in range(2):
+            outputs = []
+            for g, part in enumerate(mx.split(x, self.G, axis=-1)):
+                both = []
+                for way, layers in enumerate(self.ways):
+                    h = layers[n * self.G + g](part[:, ::-1] if way else part)
+                    h = h[0] if isinstance(h, tuple) else h
+                    lasts.append(h[:, -1])
+                    both.append(h[:, ::-1] if way else h)
+                outputs += both
+            x = mx.concatenate(outputs, axis=-1)
+            x = self.shuffle(n, x) if n == 0 else x
+        return [x, mx.stack(lasts)]
+
+    def by_stack(self, x):
+        reverse = self.ways[1] if len(self.ways) == 2 else None
+        output, states = stack(self.ways[0], x, reverse=reverse, groups=self.G, between=self.shuffle)
+        return [output, states[0] if isinstance(states, tuple) else states]
+
+
+@pytest.mark.parametrize("ways", [1, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_groups_are_layers_side_by_side(kind, ways):
+    """`stack` with groups=3 equals a loop that runs each group on its part of the features. The outputs, the last
+    states and all gradients are compared."""
+    mx.random.seed(7)
+    model, x = Grouped(kind, 3, ways), mx.random.normal((2, T, 3 * D))
+    expected, got = run(model, Grouped.loop, x), run(model, Grouped.by_stack, x)
+    assert got["0"].shape == (2, T, 3 * ways * H) and got["1"].shape == (2 * 3 * ways, 2, H)
+    for name, value in expected.items():
+        np.testing.assert_allclose(got[name], value, rtol=0, atol=2e-5, err_msg=name)
+
+
+def test_groups_with_states_lengths_and_the_sum_of_directions():
+    """The states of groups go on from call to call, lengths hold for every group, and the sum of both directions is
+    as wide as one of them."""
+    mx.random.seed(8)
+    model, x = Grouped("GRU", 2, 1), mx.random.normal((2, T, 2 * D))
+    layers = model.ways[0]
+    whole, last = stack(layers, x, groups=2)
+    begin, state = stack(layers, x[:, :2], groups=2)
+    rest, again = stack(layers, x[:, 2:], state, groups=2)
+    np.testing.assert_allclose(np.array(mx.concatenate([begin, rest], axis=1)), np.array(whole), atol=1e-6)
+    np.testing.assert_allclose(np.array(again), np.array(last), atol=1e-6)
+    padded = stack(layers, x, groups=2, lengths=[T, 2])
+    np.testing.assert_allclose(np.array(padded[1][:, 1]), np.array(state[:, 1]), atol=1e-6)
+    assert padded[0][1, 2:].abs().max().item() == 0
+    both = stack(layers[:2], x, reverse=layers[:2], groups=2, merge="sum")[0]
+    parts = [stack([layers[g]], x[..., g * D : (g + 1) * D], reverse=[layers[g]], merge="sum")[0] for g in range(2)]
+    np.testing.assert_allclose(np.array(both), np.array(mx.concatenate(parts, axis=-1)), atol=1e-6)
+    assert stack(layers, x[:0], groups=2)[0].shape == (0, T, 2 * H)
+
+
+def names_of(kind, style, rng):
+    """Return {"": arrays} of a layer with both directions and two biases, by the names of a style, drawn at random."""
+    G = {"LSTM": 4, "GRU": 3, "RNN": 1}[kind]
+    shapes = {"weight_ih": (G * H, D), "weight_hh": (G * H, H), "bias_ih": (G * H,), "bias_hh": (G * H,)}
+    words = {"weight_ih": "Wx", "weight_hh": "Wh"} if style != "torch" else {}
+    ways = {"torch": ("_l0", "_l0_reverse"), "forward": ("_forward", "_backward"), "fwd": ("_fwd", "_bwd")}[style]
+    return {
+        f"{words.get(name, name)}{way}": mx.array(rng.normal(size=shape) * 0.4, mx.float32)
+        for way in ways
+        for name, shape in shapes.items()
+    }
+
+
+@pytest.mark.parametrize("style", ["torch", "forward", "fwd"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_object_with_both_directions_by_any_names(kind, style):
+    """One object with the arrays of both directions runs under the names of torch and of programs that number no
+    layers. Outputs and gradients equal those of `mlx_lstm.torch` with the same arrays; in training and in
+    evaluation, where converted arrays are cached."""
+    arrays = names_of(kind, style, np.random.default_rng(9))
+    x = mx.random.normal((2, T, D), key=mx.random.key(9))
+    layer = getattr(mlx_lstm.torch, kind)(D, H, bidirectional=True, batch_first=True)
+    layer.load_weights(list(zip(names_of(kind, "torch", np.random.default_rng(9)), arrays.values(), strict=True)))
+
+    def ours(arrays, x):
+        output = stack([arrays], x)[0]
+        return (output * mx.cos(mx.arange(output.size)).reshape(output.shape)).sum()
+
+    def theirs(arrays, x):
+        layer.update(dict(zip(names_of(kind, "torch", np.random.default_rng(9)), arrays.values(), strict=True)))
+        output = layer(x)[0]
+        return (output * mx.cos(mx.arange(output.size)).reshape(output.shape)).sum()
+
+    got, expected = (mx.grad(loss, argnums=(0, 1))(arrays, x) for loss in (ours, theirs))
+    for one, other in zip(tree_flatten(got), tree_flatten(expected), strict=True):
+        np.testing.assert_allclose(np.array(one[1]), np.array(other[1]), rtol=0, atol=2e-5, err_msg=one[0])
+    layer.update(dict(zip(names_of(kind, "torch", np.random.default_rng(9)), arrays.values(), strict=True)))
+    for _ in range(2):
+        np.testing.assert_allclose(np.array(stack([arrays], x)[0]), np.array(layer(x)[0]), atol=1e-6)
+
+
+def test_further_names():
+    """`stack` reads torch's names of several layers, Keras' names, a projection, peepholes, and a GRU whose whole
+    recurrent bias is called `bhn`."""
+    mx.random.seed(10)
+    x = mx.random.normal((2, T, D))
+    deep = mlx_lstm.torch.LSTM(D, H, num_layers=3, bidirectional=True, batch_first=True, proj_size=3)
+    output, (h_n, c_n) = stack([dict(deep.parameters())], x)
+    expected, (h, c) = deep(x)
+    for got, want in ((output, expected), (h_n, h), (c_n, c)):
+        np.testing.assert_allclose(np.array(got), np.array(want), atol=1e-6)
+
+    gru = mlx_lstm.torch.GRU(D, H, batch_first=True)
+    b, bhn = gru.bias_ih_l0, gru.bias_hh_l0
+    whole = {"Wx": gru.weight_ih_l0, "Wh": gru.weight_hh_l0, "b": b, "bhn": bhn}
+    np.testing.assert_allclose(np.array(stack([whole], x)[0]), np.array(gru(x)[0]), atol=1e-6)
+
+    kernel, recurrent, bias = (mx.random.normal(shape) for shape in ((D, 4 * H), (H, 4 * H), (4 * H,)))
+    keras = {"kernel": kernel, "recurrent_kernel": recurrent, "bias": bias}
+    mlx_names = {"Wx": kernel.T, "Wh": recurrent.T, "bias": bias}
+    np.testing.assert_allclose(np.array(stack([keras], x)[0]), np.array(stack([mlx_names], x)[0]), atol=1e-6)
+
+    peeping = {"Wx": kernel.T, "Wh": recurrent.T, "b": bias, "peephole": mx.random.normal((4 * H,))}
+    expected = mlx_lstm.lstm(mx.swapaxes(x, 0, 1), **peeping).h
+    np.testing.assert_allclose(np.array(stack([peeping], x)[0]), np.array(mx.swapaxes(expected, 0, 1)), atol=1e-6)
+    relu = mlx_lstm.torch.RNN(D, H, nonlinearity="relu", batch_first=True)
+    np.testing.assert_allclose(np.array(stack([relu], x)[0]), np.array(relu(x)[0]), atol=1e-6)
+
+
+def test_gradients_by_finite_differences():
+    """The gradients of `stack` with groups, two biases, both directions, their sum and a function between the layers
+    equal central differences, computed in float64 with two step sizes."""
+    rng = np.random.default_rng(11)
+    named = [names_of("GRU", "forward", rng) for _ in range(4)]
+    for arrays in named[2:]:
+        for way in ("forward", "backward"):
+            arrays[f"Wx_{way}"] = mx.array(rng.normal(size=(3 * H, H)) * 0.4)
+    parameters = tree_map(lambda array: array.astype(mx.float64), named)
+    x = mx.array(rng.normal(size=(2, T, 2 * D)), mx.float64)
+    weights = mx.array(rng.normal(size=(2, T, 2 * H)), mx.float64)
+
+    def loss(parameters, x):
+        output, h_n = stack(parameters, x, groups=2, merge="sum", between=lambda n, x: x + x * x, lengths=[T, 2])
+        return (output * weights).sum() + (h_n * h_n).sum()
+
+    assert_by_differences(loss, (parameters, x), rng)
+
+
 def test_between_and_sum_of_one_direction_and_an_empty_batch():
     (layers,) = layers_of("GRU")
     x = mx.random.normal((2, T, D))
@@ -218,6 +373,21 @@ def test_a_graph_to_export_in_evaluation_mode(tmp_path):
 
 X, LSTM, GRU, RNN = mx.zeros((2, T, D)), mlx.nn.LSTM(D, H), mlx.nn.GRU(D, H), mlx.nn.RNN(D, H)
 BAD = {
+    "groups": (lambda: stack([GRU, GRU, GRU], X, groups=2), "layers must hold 2 layers for each .* but got 3 layers"),
+    "no groups": (lambda: stack([GRU], X, groups=0), "groups must be an integer .* 1 but got 0"),
+    "features of groups": (lambda: stack([GRU, GRU], X, groups=2), r"x must have shape \[B, T, D = 6\]"),
+    "both and reverse": (
+        lambda: stack([mlx_lstm.torch.GRU(D, H, bidirectional=True)], X, reverse=[GRU]),
+        r"layers\[0\] must have one direction, as there is reverse, but got an object with both",
+    ),
+    "one and both": (
+        lambda: stack([GRU, mlx_lstm.torch.GRU(H, H, bidirectional=True)], X),
+        "layers must all have one direction, or all both, but got 1 of 2 with both",
+    ),
+    "two kinds of names": (
+        lambda: stack([{"Wx": mx.zeros((12, D)), "weight_hh_l0": mx.zeros((12, H))}], X),
+        r"layers\[0\] must hold Wx .* no such key",
+    ),
     "no layer": (lambda: stack([], X), "layers must hold at least one layer but got none"),
     "one layer": (lambda: stack(LSTM, X), "layers must be a list of layers but got LSTM"),
     "a flag": (lambda: stack([LSTM], X, reverse=True), "reverse must be a list of layers but got bool"),
@@ -240,7 +410,7 @@ BAD = {
     ),
     "what between returns": (
         lambda: stack([GRU, mlx.nn.GRU(H, H)], X, between=lambda n, x: x[..., :2]),
-        r"between\(0, x\) must return floats of shape \[2, 5, 4\], which layers\[1\] reads, .* shape \[2, 5, 2\]",
+        r"between\(0, x\) must return floats of shape \[2, 5, 4\], which layer 1 reads, .* shape \[2, 5, 2\]",
     ),
     "nothing between": (
         lambda: stack([GRU, mlx.nn.GRU(H, H)], X, between=lambda n, x: None),

@@ -8,8 +8,9 @@ from collections.abc import Collection, Iterable
 from typing import NoReturn
 
 from ..engines import ENGINES, choice, choose
+from ..engines.choice import has_metal
 from ..machine import check_files, in_all_digits, run_command
-from ..testing.cases import DTYPES, has_metal
+from ..testing.cases import DTYPES
 from ..testing.progress import Progress
 from ..testing.report import machine_card
 from .cases import CASES, find_contender, is_installed

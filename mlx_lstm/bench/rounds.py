@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..testing.child import Child, ChildError
+from ..child import Child, ChildError
+from ..machine import module_command
 from ..testing.judge import Judge, Verdict
 from ..testing.progress import Progress
 from .cases import CASES, find_contender
@@ -126,7 +127,7 @@ def measure(
         children: dict[Task, Child] = {}
         for task in tasks:
             progress.say(f"{name_of(task)}: checked")
-            children[task] = Child("mlx_lstm.bench", "--worker", json.dumps(task))
+            children[task] = Child(module_command("mlx_lstm.bench", "--worker", json.dumps(task)))
             stack.callback(close, task, children[task], rows, progress)
             wait_until_quiet(patience)  # the check measures how long a run takes, which decides the number of turns
             rows[task], once = check(task, children[task], judge, str(Path(folder, "results.npz")))

@@ -13,12 +13,12 @@ from typing import Any, NamedTuple, TypeVar
 
 from ..engines import tuning
 from ..engines.cells import LSTMCell
-from ..engines.choice import FUSED_LIMIT, METAL_ENGINES
+from ..engines.choice import FUSED_LIMIT, METAL_ENGINES, has_metal
 from ..engines.metal.fused import rows_for
 from ..engines.problem import Cut
 from ..files import write_whole
 from ..recurrence import unguarded
-from ..testing.cases import DTYPES, has_metal
+from ..testing.cases import DTYPES
 from .cases.lstm import draw, prepare_ours
 from .judge import judge_layer
 from .tasks import PASSES, Size, Task, Work

@@ -10,7 +10,6 @@ from ..bench import short
 from ..bench.__main__ import size_option
 from ..engines import ENGINES, METAL_ENGINES, choice
 from ..machine import check_files, in_all_digits, run_command
-from ..testing.cases import has_metal
 from ..testing.progress import Progress
 from . import further
 from .comparison import Work, findings, serve_comparisons
@@ -101,7 +100,7 @@ def check(selection: Selection, report: Report, options: argparse.Namespace) -> 
             progress.print(line)
         report.save()
         time_engines(selection, report, options, progress)
-        for name, command in further.commands(has_metal()).items() if options.full else ():
+        for name, command in further.commands(choice.has_metal()).items() if options.full else ():
             progress.say(f"{name}, which is a command of its own")
             line, report.more[name] = further.run(name, command)
             progress.print(line)
@@ -113,7 +112,7 @@ def time_engines(selection: Selection, report: Report, options: argparse.Namespa
     the measurements that correct the model of times."""
     sizes = short.default_sizes(selection.device, options.full) if options.sizes is None else options.sizes
     lost = {finding.engine for finding in report.findings if finding.lost}
-    on_gpu = has_metal() and selection.device == "gpu"
+    on_gpu = choice.has_metal() and selection.device == "gpu"
     ours = METAL_ENGINES if on_gpu else ("numpy" if selection.device == "cpu" else "ops",)
     engines = [engine for engine in ours if engine in selection.engines and engine not in lost]
     groups = short.measure_sizes(engines, sizes, selection.device, options.full, progress)

@@ -12,12 +12,13 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
+from ..child import Child, ChildError, serve
 from ..engines.choice import on
+from ..machine import module_command
 from ..oracle import OUTPUTS, evaluate
 from ..oracle.arithmetic import Arithmetic, Tensors
 from ..recurrence import Quantized, unguarded
 from ..testing.cases import DTYPES, infer, run, split
-from ..testing.child import Child, ChildError, serve
 from ..testing.judge import Judge, make_judge
 from .grid import GridCase, grid
 
@@ -119,7 +120,7 @@ def findings(work: Work, cases: list[GridCase], full: bool, patience: float = PA
                 why = f"not run, as {engine} ended {LOSSES} processes before"
                 yield finding._replace(failure=why, lost=True)
                 continue
-            child = child or Child("mlx_lstm.check", "--worker", "full" if full else "default")
+            child = child or Child(module_command("mlx_lstm.check", "--worker", "full" if full else "default"))
             try:
                 answer = child.ask(patience, n=n, engine=engine)
             except ChildError as error:

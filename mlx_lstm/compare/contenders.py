@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
+from ..child import Child, ChildError, serve
 from ..engines import METAL_ENGINES, choice
 from ..engines.cells import Cell, GRUCell, LSTMCell, RNNCell
+from ..machine import module_command
 from ..recurrence import unguarded
 from ..testing.cases import DTYPES, hindrance
-from ..testing.child import Child, ChildError, serve
 from . import apple, ours, torch_layer
 from .cases import RESULTS, Arrays, CompareCase
 from .files import load_case, save_arrays, save_case
@@ -127,7 +128,7 @@ def in_a_child(
         if len(hangs) >= HANGS:
             return Outcome({}, f"not run, as {name} hung {HANGS} times before")
         if not children:
-            children.append(Child("mlx_lstm.compare", "--worker", name))
+            children.append(Child(module_command("mlx_lstm.compare", "--worker", name)))
         with tempfile.TemporaryDirectory() as folder:
             files = {"case": str(Path(folder, "case.npz")), "results": str(Path(folder, "results.npz"))}
             save_case(files["case"], case)

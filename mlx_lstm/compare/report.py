@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from .. import __version__
+from ..engines.choice import has_metal
 from ..machine import chip, installed_version, system
-from ..testing.cases import has_metal
 from ..testing.report import json_text, table
 from .measure import SEQUENCES, ComparisonRow
 from .settle import Finding

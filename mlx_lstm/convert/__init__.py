@@ -7,6 +7,7 @@ hold an option, a ValueError names the option. `mlx_lstm.torch.from_weights` mak
 """
 
 from ._files import Model, read, write
+from ._keys import from_names
 from .cudnn import from_cudnn, to_cudnn
 from .keras import from_keras, to_keras
 from .mlx import from_mlx, from_ops, to_mlx, to_ops
@@ -16,6 +17,6 @@ from .tf import from_tf, from_tf_gru, to_tf, to_tf_gru
 from .torch import from_torch, to_torch
 from .weights import Weights, differences, stacked
 
-__all__ = ["Model", "Weights", "differences", "from_cudnn", "from_keras", "from_mlx", "from_mpsgraph", "from_onnx"]
-__all__ += ["from_ops", "from_tf", "from_tf_gru", "from_torch", "read", "stacked", "to_cudnn", "to_keras", "to_mlx"]
-__all__ += ["to_mpsgraph", "to_onnx", "to_ops", "to_tf", "to_tf_gru", "to_torch", "write"]
+__all__ = ["Model", "Weights", "differences", "from_cudnn", "from_keras", "from_mlx", "from_mpsgraph", "from_names"]
+__all__ += ["from_onnx", "from_ops", "from_tf", "from_tf_gru", "from_torch", "read", "stacked", "to_cudnn", "to_keras"]
+__all__ += ["to_mlx", "to_mpsgraph", "to_onnx", "to_ops", "to_tf", "to_tf_gru", "to_torch", "write"]

@@ -7,9 +7,11 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from ..checks import fail
+from ..checks import check_option, fail
+from ..engines.cells import ACTIVATIONS
 from ..engines.directions import part
 from ..engines.problem import Arrays
+from ..files import shown
 from . import torch
 from .keras import NAMES as KERAS_NAMES
 from .keras import arrays_of, direction
@@ -149,6 +151,42 @@ def layers_of(
     return layers, used
 
 
+def from_names(arrays: Mapping[str, Any], *, nonlinearity: str | None = None) -> Weights:
+    """Return the weights of one layer, or of one stack of layers, whose arrays have the names of any format.
+
+    The names are those that `read` finds in files: torch's `weight_ih_l0`, MLX's `Wx`, `Wx_forward` with `bias_ih` and
+    `bias_hh`, Keras' `kernel`, or the arguments of `mlx_lstm.lstm`.
+
+    Args:
+        arrays (dict): arrays by name, of one recurrent layer or stack and of nothing else.
+        nonlinearity (str, optional): the nonlinearity of a plain RNN. Default: tanh.
+
+    Returns:
+        Weights: the arrays as they are. MLX differentiates a sum or a transposed array that had to be made.
+
+    Raises:
+        ValueError: the arrays are not those of one layer or stack, or a shape does not fit.
+
+    Example:
+        >>> import mlx.core as mx
+        >>> from mlx_lstm import convert
+        >>> names = {"Wx": (12, 3), "Wh": (12, 4), "bias_ih": (12,), "bias_hh": (12,)}
+        >>> both = {f"{name}_{way}": mx.ones(shape) for name, shape in names.items() for way in ("fwd", "bwd")}
+        >>> convert.from_names(both)
+        Weights(GRU, 3 -> 4, both directions)
+    """
+    op = "from_names"
+    if not isinstance(arrays, Mapping):
+        fail(op, "arrays must be a dict of arrays by name", type(arrays).__name__)
+    if nonlinearity is not None:
+        check_option(op, "nonlinearity", nonlinearity, tuple(ACTIVATIONS))
+    layers, used = layers_of(arrays, {}, nonlinearity=nonlinearity)
+    others = set(arrays).difference(*used.values())
+    if len(layers) != 1 or others:
+        fail(op, "arrays must be those of one recurrent layer or stack", ", ".join(map(shown, sorted(arrays))))
+    return next(iter(layers.values()))
+
+
 def names_counted_by(key: str, names: Container[str]) -> list[str]:
     """Return those of `names` with which the key begins if a number follows them: for the key "a.12.weight" the
     names "a" and "a.1"."""
@@ -233,6 +271,9 @@ def settled(group: Group, words: Arrays, order: str | None) -> Arrays:
     kind = OF_GATES[gates_of("convert", words, group.title(matrix))]
     if "bhn" in words and kind != "gru":
         fail("convert", f"{group.title('bhn')} must not be there, as {group.title(matrix)} is no GRU's,", "this key")
+    if "bhn" in words and "b" in words and words["b"].shape == words["bhn"].shape:
+        # Some programs give the whole recurrent bias of a GRU, [3H], the name of its candidate's part.
+        words["bx"], words["bh"] = words.pop("b"), words.pop("bhn")
     if order is not None:
         usual = OURS[kind]
         before = gate_order("convert", order, usual)

@@ -38,9 +38,16 @@ host as much time as two launches. hT and cT are small, so zeros in place of a m
 second tap."""
 
 
-def run(problem: Problem, arrays: Arrays, engine: str) -> dict[str, Any]:
+Refusal = Callable[[tuple[str, ...]], str]
+"""A function that returns why an engine's backward pass must not run, or an empty text if it may. It is called with the
+names of the outputs that have a cotangent, which are known only when MLX asks for the gradient."""
+
+
+def run(problem: Problem, arrays: Arrays, engine: str, refusal: Refusal | None = None) -> dict[str, Any]:
     """Run a recurrence on an engine. Return the outputs that the caller wants, by name; gates are None if the caller
     does not want them.
+
+    refusal: where it refuses the backward pass, engine `ops` computes the gradients.
 
     The gradient of the outputs is the engine's backward pass, unless the problem is `plain` (nobody can ask for a
     gradient). x and the sequences are [B, T, .] with `batch_first`. For a single step x is [B, I].
@@ -58,12 +65,13 @@ def run(problem: Problem, arrays: Arrays, engine: str) -> dict[str, Any]:
             arrays = for_engine(engine, arrays)
         if batch_first:
             arrays = arrays | {"x": mx.swapaxes(arrays["x"], 0, 1)}
-        if problem.plain:
+        of_graph = engine == "ops" and chunked is None and problem.cell.op == "pointwise"  # MLX differentiates it
+        if problem.plain or of_graph:
             outputs = (chunked or ENGINE_MODULES[engine]).forward(problem, arrays)
         else:
             if problem.packing is not None:
                 arrays = with_quantized_constant(problem, arrays)
-            outputs = differentiable(problem, arrays, engine, chunked)
+            outputs = differentiable(problem, arrays, engine, chunked, refusal)
         outputs = {name: outputs[name] for name in shown_of(problem)}
         if batch_first:
             outputs |= {name: mx.swapaxes(outputs[name], 0, 1) for name in ("h", "c", "gates") if name in outputs}
@@ -104,7 +112,9 @@ def with_gradient(problem: Problem, arrays: Arrays) -> list[str]:
     return [name for name in arrays if name != "lengths" and name not in quantized]
 
 
-def differentiable(problem: Problem, arrays: Arrays, engine: str, chunked: Chunked | None) -> Arrays:
+def differentiable(
+    problem: Problem, arrays: Arrays, engine: str, chunked: Chunked | None, refusal: Refusal | None
+) -> Arrays:
     """Return the engine's outputs by name. Their gradient is the engine's backward pass.
 
     A custom function of MLX must get every array as an argument. MLX treats any other array that the function reads
@@ -132,7 +142,10 @@ def differentiable(problem: Problem, arrays: Arrays, engine: str, chunked: Chunk
         # A second derivative also reaches the outputs past the taps, through the backward pass, which reads them.
         used.update(visible)
         given, shown = dict(zip(names, primals, strict=True)), dict(zip(visible, outputs, strict=True))
-        gradients = backward(problem, given, engine, chunked, cotangents, shown, saved)
+        if refusal is not None and refusal(tuple(cotangents)):
+            gradients = plain_gradients(problem, dequantized(problem.packing, given), cotangents)
+        else:
+            gradients = backward(problem, given, engine, chunked, cotangents, shown, saved)
         # MLX needs an array for each argument. Arguments without a gradient get zeros, which nobody can have asked for.
         return tuple([gradients[name] if name in gradients else mx.zeros_like(given[name]) for name in names])
 

@@ -1,7 +1,9 @@
-"""The options of the three recurrent cells: gate order, activations and others. The cells have no arrays."""
+"""The options of the recurrent cells: gate order, activations and others. The cells have no arrays."""
 
 from collections.abc import Mapping
 from typing import NamedTuple, TypeVar
+
+from .cell_graph import CellGraph
 
 Entry = TypeVar("Entry")
 
@@ -21,7 +23,7 @@ def known(engine: str, table: Mapping[str, Entry], name: str) -> Entry:
     return table[name]
 
 
-def gate_block(cell: "Cell", gate: str, hidden: int) -> slice:
+def gate_block(cell: "AnyCell", gate: str, hidden: int) -> slice:
     """Return the rows of one gate on an axis that holds all gates, such as the axis 4H of an LSTM."""
     start = cell.gate_order.index(gate) * hidden
     return slice(start, start + hidden)
@@ -47,9 +49,12 @@ class LSTMCell(NamedTuple):
     cell_clip: float | None = None
     forget_bias: float = 0.0
 
-    # Every cell has these attributes: the op's name, the number of gates, the names of an engine's outputs.
+    # Every cell has these attributes: the op's name, the numbers of gates, of blocks of H of the state c, and of blocks
+    # of H of the output `gates`, which the backward pass reads; the names of an engine's outputs.
     op = "lstm"
     gates = 4
+    carried = 1
+    kept = 4
     outputs = LSTM_OUTPUTS
     block = gate_block
 
@@ -74,6 +79,8 @@ class GRUCell(NamedTuple):
 
     op = "gru"
     gates = 3
+    carried = 0
+    kept = 3
     outputs = OUTPUTS
     block = gate_block
 
@@ -89,9 +96,50 @@ class RNNCell(NamedTuple):
 
     op = "rnn"
     gates = 1
+    carried = 0
+    kept = 1
     gate_order = "h"
     outputs = OUTPUTS
     block = gate_block
 
 
+class PointwiseCell(NamedTuple):
+    """A cell of the user's own. Its state c is made of all states but h, side by side: [B, carried * H].
+
+    graph: the traced function. recurrent: whether h enters a product with Wh; otherwise its units are independent.
+    """
+
+    graph: CellGraph
+    recurrent: bool = True
+
+    op = "pointwise"
+    block = gate_block
+
+    @property
+    def gates(self) -> int:
+        """The number of preactivations."""
+        return self.graph.gates
+
+    @property
+    def gate_order(self) -> str:
+        """One letter per preactivation, as other cells have names of gates."""
+        return "".join(chr(ord("a") + k) for k in range(self.graph.gates))
+
+    @property
+    def carried(self) -> int:
+        """The number of states besides h."""
+        return self.graph.states - 1
+
+    @property
+    def kept(self) -> int:
+        """The number of blocks of H that the forward pass saves."""
+        return len(self.graph.saved)
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """The names of an engine's outputs."""
+        return LSTM_OUTPUTS if self.graph.states > 1 else OUTPUTS
+
+
 Cell = LSTMCell | GRUCell | RNNCell
+AnyCell = Cell | PointwiseCell

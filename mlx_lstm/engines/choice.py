@@ -1,6 +1,7 @@
 """Choose the engine that runs a recurrence, with a reason. The choice is a pure function of its arguments, so the
 choice for one machine can be tested on any other."""
 
+import sys
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from math import isqrt
@@ -11,10 +12,10 @@ import mlx.core as mx
 
 from ..checks import FLOATS, check_option, fail
 from . import tuning
-from .cells import Cell, LSTMCell
+from .cells import AnyCell, Cell, LSTMCell, PointwiseCell
 from .packing import Packing
 from .predicted import predict
-from .problem import CORES, Chunks, Problem
+from .problem import CORES, LIMITS, Chunks, Problem
 from .tuning import PREDICTED, Table
 
 ENGINES = ("fused", "stepwise", "numpy", "ops")
@@ -83,7 +84,7 @@ def choose(
         sizes (tuple of int): (T, B, I, H).
         dtype (Dtype): dtype of the arrays.
         device (str): `"cpu"` or `"gpu"`, the device of the stream the op was called on.
-        metal (bool): whether MLX has its Metal backend, `mx.metal.is_available()`.
+        metal (bool): whether MLX can run Metal kernels here: it has its Metal backend, and the Mac has a GPU.
         traced (bool): whether an input is a placeholder of `mx.compile`, `mx.vmap` or an export, without a value yet.
         cell (Cell): the cell. Default: an LSTM's.
         bidirectional (bool): whether both directions run. Default: `False`.
@@ -116,7 +117,8 @@ def choose(
     check_option(op, "device", device, ("cpu", "gpu"))
     T, B, _, H = sizes
     names = ("Wp",) if projection else ()
-    problem = Problem(T, B, H, H, cell, dtype, names, bidirectional=bidirectional, packing=packing, cores=cores)
+    limits = LIMITS._replace(cores=cores)
+    problem = Problem(T, B, H, H, cell, dtype, names, bidirectional=bidirectional, packing=packing, limits=limits)
     return decide(problem, table, op, requested, device, metal, traced, refused=refused)
 
 
@@ -171,7 +173,7 @@ def check_device(op: str, dtype: mx.Dtype, device: str) -> None:
 
 
 def obstacles(
-    cell: Cell,
+    cell: AnyCell,
     H: int,
     device: str,
     metal: bool,
@@ -188,6 +190,12 @@ def obstacles(
         reasons["fused"] = reasons["stepwise"] = "Metal shaders run on the GPU and the stream's device is cpu"
     elif not metal:
         reasons["fused"] = reasons["stepwise"] = "MLX has no Metal back end on this machine"
+    if isinstance(cell, PointwiseCell) and "erf" in [node.op for node in cell.graph.nodes]:
+        reasons.setdefault("numpy", "NumPy has no erf")
+    if "fused" in reasons:
+        return reasons
+    if isinstance(cell, PointwiseCell):
+        reasons["fused"] = reasons["stepwise"] = "a cell of your own has no Metal kernels yet"
     elif projection:
         reasons["fused"] = "a projection of h is a product between two steps"
     elif (limit := FUSED_LIMIT[cell.op]) < H:
@@ -240,6 +248,12 @@ def on(stream: Stream, op: str = "stream") -> AbstractContextManager[object]:
         return mx.stream(stream)
     except TypeError:
         fail(op, "stream must be a stream or a device of MLX", repr(stream))
+
+
+def has_metal() -> bool:
+    """Return whether MLX can run Metal kernels on this machine. MLX for macOS has its Metal back end even on a machine
+    without a GPU."""
+    return mx.metal.is_available() and (sys.platform != "darwin" or mx.is_available(mx.gpu))
 
 
 def current_device() -> str:

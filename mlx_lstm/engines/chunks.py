@@ -140,9 +140,10 @@ class Chunked:
         if self.engine == "numpy" and dtype.size > 2:  # engine `numpy` allocates only its outputs at any length
             outputs = self.module.forward(problem._replace(training=False), arrays)
             return outputs | self.starts(problem, arrays, outputs)
-        saved, widths, sequences = self.results_saved(problem) if problem.training else [], {"h": P, "c": H}, {}
+        saved, sequences = self.results_saved(problem) if problem.training else [], {}
+        widths = {"h": P, "c": problem.cell.carried * H}
         if problem.return_gates or "gates" in saved:
-            widths["gates"] = problem.cell.gates * H
+            widths["gates"] = problem.cell.kept * H
         for name in (name for name in problem.cell.outputs if name in widths):
             kind = for_engine(self.engine, {name: mx.array(0, dtype)})[name].dtype if name in saved else dtype
             sequences[name] = SequenceBuffer((T, B, D * widths[name]), kind, self.batch_first, self.eager)
@@ -421,7 +422,7 @@ def lengths_of(arrays: Arrays, start: int, stop: int) -> Arrays:
 
 def with_steps(arrays: Arrays) -> list[str]:
     """Return the names of the arrays that have one row per step."""
-    always = ("x", "keep", *SEQUENCES)
+    always = ("x", "keep", "inputs", *SEQUENCES)
     return [name for name in arrays if name in always or (name == "mask" and masks_differ(arrays))]
 
 

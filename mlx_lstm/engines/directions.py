@@ -1,11 +1,12 @@
 """How the two directions of a bidirectional recurrence share arrays, and each direction's part of them.
 
-With D = 2 directions, the forward one first, and G gates:
+With D = 2 directions, the forward one first, and G gates (U inputs of each step and V parameters of a cell of the
+user's own, which also has several states side by side in c):
 
     side by side on the last axis   h, hT, h0 [.., D P]   c, cT, c0 [.., D H]   gates [.., D G H]   mask [.., D P or 1]
                                     keep [T, B, D]
-                                    x [T, B, D G H] where it is projected already
-    one after the other, axis 0     Wx [D G H, I]   b [D G H]   bhn [D H]
+                                    x [T, B, D G H] where it is projected already   inputs [T, B, D U H]
+    one after the other, axis 0     Wx [D G H, I]   b [D G H]   bhn [D H]   params [D V H]
     on a separate first axis        Wh [D, G H, P]   Wp [D, P, H]   peephole [D, 4H]
 
 With one direction D is 1, and Wh, Wp and peephole do not have the separate axis. Both directions read the same x
@@ -20,7 +21,7 @@ import numpy as np
 from .packing import Quantized
 from .problem import Arrays, Problem
 
-ROWS = ("Wx", "b", "bhn")
+ROWS = ("Wx", "b", "bhn", "params")
 OWN_AXIS = ("Wh", "Wp", "peephole")
 Array = TypeVar("Array", mx.array, np.ndarray)
 

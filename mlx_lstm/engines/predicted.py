@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from .cells import Cell
+from .cells import AnyCell
 from .metal.fused import BYTES_PER_CYCLE, SIMPLER, rows_for, step_cycles
 from .metal.stepwise import UNITS, stepwise_rows, tile_of
 from .packing import Packing, field_of
-from .problem import Problem
+from .problem import LIMITS, Problem
 
 LAUNCH = 5500
 """Cycles from one launch of `stepwise` to the next one that waits for it, besides its work: 3.9 us."""
@@ -51,7 +51,7 @@ class Prediction(NamedTuple):
 
 @lru_cache(4096)
 def predict(
-    cell: Cell, dtype: mx.Dtype, B: int, H: int, cores: int, directions: int = 1, packing: Packing | None = None
+    cell: AnyCell, dtype: mx.Dtype, B: int, H: int, cores: int, directions: int = 1, packing: Packing | None = None
 ) -> Prediction:
     """Return the faster Metal engine for a batch of B items and H hidden units on a GPU with `cores` cores, with the
     reason. The prediction is for a forward and a backward pass; quantized weights have a forward pass only.
@@ -70,15 +70,15 @@ def predict(
     share = fused / stepwise_cycles(cell, dtype, B, H, cores, directions, packing)
     weights = f", weights of {field_of(packing)} bits," if packing else ""
     where = f"in {str(dtype).removeprefix('mlx.core.')}{weights} at B = {B}, H = {H} on {cores} GPU cores"
-    return Prediction("fused" if share <= SIMPLER else "stepwise", f"fused / stepwise = {share:.2g} {where}")
+    return Prediction("fused" if share <= SIMPLER else "stepwise", f"fused takes {share:.2g} of the time of stepwise {where}")
 
 
 def stepwise_cycles(
-    cell: Cell, dtype: mx.Dtype, B: int, H: int, cores: int, directions: int, packing: Packing | None
+    cell: AnyCell, dtype: mx.Dtype, B: int, H: int, cores: int, directions: int, packing: Packing | None
 ) -> float:
     """Return the predicted cycles of one time step of `stepwise`, with the time in which the host builds its
     launches."""
-    problem = Problem(2, B, H, H, cell, dtype, bidirectional=directions == 2, cores=cores)
+    problem = Problem(2, B, H, H, cell, dtype, bidirectional=directions == 2, limits=LIMITS._replace(cores=cores))
     numbers = directions * cell.gates * H * H
     size = field_of(packing) / 8 if packing else dtype.size
     total = BUILDING["forward" if packing else "both"]

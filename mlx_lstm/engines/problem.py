@@ -6,6 +6,9 @@ With one direction, T time, B batch, I input, H hidden, P the width of h (H, or 
     h0 [B, P]   c0 [B, H]   mask, broadcastable to [T, B, P]   keep [T, B, 1]   lengths [B] int32
     results: h [T, B, P]   c [T, B, H]   gates [T, B, G H]   hT [B, P]   cT [B, H]; a gradient has its array's shape
 
+A cell of the user's own with C states besides h, U inputs of each step, V parameters and K saved values per unit has
+c, cT, c0 with C H in place of H, gates [T, B, K H], and the arrays inputs [T, B, U H] and params [V H].
+
 Wx, Wh and Wp may be quantized: the array then holds `Quantized.packed`, and `Wh_scales`, `Wh_biases` stand beside it.
 An array that the caller does not pass is missing from the dict. `directions` says how two directions share arrays.
 """
@@ -17,7 +20,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from .cells import Cell
+from .cells import AnyCell
 from .packing import Packing
 
 Array = mx.array
@@ -54,12 +57,14 @@ class Limits(NamedTuple):
         Not measured.
     rows_left: how many arrays the steps of `stepwise` may leave for the last launch. Metal binds up to 31 arrays.
     unchunked: the largest number of steps that are not divided into chunks, or None for the limit of the engine.
+    cores: the number of GPU cores, by which work is divided among threadgroups; 0 for those of this machine.
     """
 
     index: int = 2**31
     launch_steps: int = 4096
     rows_left: int = 20
     unchunked: int | None = None
+    cores: int = 0
 
 
 LIMITS = Limits()
@@ -73,10 +78,12 @@ def limited(
     launch_steps: int | None = None,
     rows_left: int | None = None,
     unchunked: int | None = None,
+    cores: int | None = None,
 ) -> Iterator[None]:
     """Run the calls inside the context with other limits. A limit that is None stays unchanged. The limits are part
     of the key of every cache, so kernels for different limits are not confused."""
     changes = {"index": index, "launch_steps": launch_steps, "rows_left": rows_left, "unchunked": unchunked}
+    changes["cores"] = cores
     limits = limits_in_effect.get()._replace(**{name: size for name, size in changes.items() if size is not None})
     token = limits_in_effect.set(limits)
     try:
@@ -104,14 +111,13 @@ class Problem(NamedTuple):
     chunks: how the sequence is divided in time, or None if it is not divided.
     packing: how weights are quantized, or None if no weight is quantized.
     limits: the sizes above which different kernels run.
-    cores: the number of GPU cores, by which work is divided among threadgroups.
     """
 
     T: int
     B: int
     H: int
     P: int
-    cell: Cell
+    cell: AnyCell
     dtype: mx.Dtype = mx.float32
     names: tuple[str, ...] = ()
     masks_differ: bool = False
@@ -127,13 +133,17 @@ class Problem(NamedTuple):
     chunks: Chunks | None = None
     packing: Packing | None = None
     limits: Limits = LIMITS
-    cores: int = CORES
 
     @property
     def directions(self) -> int:
         """The number of directions, 1 or 2. The last axis of an array that both directions share is wider by this
         factor."""
         return 2 if self.bidirectional else 1
+
+    @property
+    def cores(self) -> int:
+        """The number of GPU cores, by which work is divided among threadgroups."""
+        return self.limits.cores or CORES
 
     def steps(self) -> range:
         """The time indices of one direction, in the order in which they are processed."""

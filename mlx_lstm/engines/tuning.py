@@ -20,7 +20,7 @@ import mlx.core as mx
 
 from ..files import parse_json, size_of
 from ..machine import VERSION, counted_gpu_cores, installed_version, shader_folder
-from .problem import CORES, Cut
+from .problem import CORES, Cut, Limits
 
 Row = tuple[tuple[int, str], ...]
 
@@ -94,6 +94,12 @@ def gpu_cores() -> int:
     """Return the number of GPU cores of this machine: as the system counts them, else as the name of the chip or of
     the GPU's architecture suggests, else 10."""
     return counted_gpu_cores() or suggested_cores(machine())
+
+
+@cache
+def on_this_gpu(limits: Limits) -> Limits:
+    """Return the limits with the number of GPU cores of this machine, unless they name another number."""
+    return limits if limits.cores else limits._replace(cores=gpu_cores())
 
 
 def suggested_cores(about: Mapping[str, str]) -> int:

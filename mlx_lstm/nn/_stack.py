@@ -8,7 +8,8 @@ from typing import Any, NamedTuple, overload
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..checks import ArraySpec, check_array, check_every, check_option, fail, instead_of
+from ..checks import ArraySpec, check_array, check_every, check_integer, check_option, fail, instead_of
+from ..convert import Weights, from_names
 from ..engines.at_once import by_mlx, by_numpy, computes_now, derived
 from ..engines.cells import Cell, GRUCell, LSTMCell, RNNCell
 from ..engines.choice import Engine, check_engine
@@ -22,6 +23,7 @@ from ..recurrence import (
     QuantizedLayer,
     common_dtype,
     in_dtype,
+    join_biases,
     join_states,
     split_states,
     whole_lengths,
@@ -32,6 +34,7 @@ from ._layers import GRU, LSTM, RNN, Layer, activation_of
 OP = "nn.stack"
 KINDS: tuple[type[Layer], ...] = (LSTM, GRU, RNN)
 
+Depths = list[list["Depth"]]
 Between = Callable[[int, mx.array], mx.array]
 States = tuple[mx.array | None, mx.array | None]
 
@@ -45,6 +48,7 @@ def stack(
     reverse: Sequence[LSTM | nn.LSTM] | None = None,
     between: Between | None = None,
     merge: str = "concat",
+    groups: int = 1,
     lengths: Lengths = None,
     keep: mx.array | None = None,
     hold: Hold = None,
@@ -62,6 +66,7 @@ def stack(
     reverse: Sequence[GRU | RNN | nn.GRU | nn.RNN] | None = None,
     between: Between | None = None,
     merge: str = "concat",
+    groups: int = 1,
     lengths: Lengths = None,
     keep: mx.array | None = None,
     hold: Hold = None,
@@ -79,6 +84,7 @@ def stack(
     reverse: Sequence[Any] | None = None,
     between: Between | None = None,
     merge: str = "concat",
+    groups: int = 1,
     lengths: Lengths = None,
     keep: mx.array | None = None,
     hold: Hold = None,
@@ -95,6 +101,7 @@ def stack(
     reverse: Sequence[Any] | None = None,
     between: Between | None = None,
     merge: str = "concat",
+    groups: int = 1,
     lengths: Lengths = None,
     keep: mx.array | None = None,
     hold: Hold = None,
@@ -110,21 +117,28 @@ def stack(
 
     Only the attributes of an object are read; its own `__call__` never runs. An LSTM has `Wx` [4H, D], `Wh` [4H, H] and
     maybe `bias` [4H], gate order i, f, g, o; a GRU `Wx` [3H, D], `Wh` [3H, H] and maybe `b` [3H], `bhn` [H], gate order
-    r, z, n; a plain RNN `Wxh` [H, D], `Whh` [H, H], maybe `bias` [H] and `nonlinearity`. An object with other arrays or
-    modules is an error. A dict with such arrays is accepted, too. A quantized layer of `mlx_lstm.nn` is run with its
-    quantized weights.
+    r, z, n; a plain RNN `Wxh` [H, D], `Whh` [H, H], maybe `bias` [H] and `nonlinearity`. Arrays may also have any names
+    that `mlx_lstm.convert.from_names` reads, in the gate order of their format: torch's `weight_ih_l0`, Keras'
+    `kernel`, two biases `bias_ih` and `bias_hh`, both directions in one object as `Wx_forward` and `Wx_backward`. An
+    object with further arrays or with modules is an error. A dict with such arrays is accepted, too. A quantized layer
+    of `mlx_lstm.nn` is run with its quantized weights.
 
     Args:
         layers (list): K layers, all of one kind and one H; the first one reads x. From layer 1 on D is H, or 2H with
-            both directions concatenated. The list may be empty if `reverse` is not.
+            both directions concatenated. The list may be empty if `reverse` is not. An object that has the arrays of
+            both directions or of several layers counts as these; `reverse` is then left out.
         x (array): [B, T, D]; as in the layers, any number of batch axes, none included.
-        state (optional): a tuple (h_0, c_0) for LSTMs, else h_0; each [K, B, H], with both directions [2K, B, H].
-            Layers come in order; in each layer the forward direction comes first. Default: zeros.
+        state (optional): a tuple (h_0, c_0) for LSTMs, else h_0; each [K, B, H], with both directions [2K, B, H],
+            with groups G times as many. Layers come in order, in each layer its groups, in each group the forward
+            direction first. Default: zeros.
         reverse (list, optional): K layers that read their input from its end to its start.
         between (callable, optional): `between(n, x)` gets the output of layer n and returns the input of layer n + 1,
             [B, T, D] with D features as that layer reads, for n = 0..K-2: dropout, norms, residual connections.
         merge (str): the output of both directions of a layer is their concatenation, `"concat"`, or their sum, `"sum"`,
             [B, T, H]. Default: `"concat"`.
+        groups (int): G, the number of layers side by side, as in a grouped GRU: each reads its own G-th part of the
+            features, and their outputs are concatenated. `layers` then holds K G layers: first the G groups of layer 0,
+            then those of layer 1. `between(n, x)` gets and returns the features of all groups. Default: 1.
         lengths (integer array or list, optional): [B], each in 0..T. Past its length an item's output is 0 and its
             input is never read; its last state is the state after its last step (`lengths[n] - 1`), where the reversed
             layers start. The last state of a reversed layer is the state at step 0.
@@ -138,8 +152,9 @@ def stack(
             of `mlx_lstm.nn`, else the best for the stream's device.
 
     Returns:
-        tuple: the output [B, T, H], or [B, T, 2H] with both directions concatenated, and the last states, shaped as
-        `state`: (h_n, c_n) for LSTMs, else h_n; in the dtype to which x, states and parameters promote.
+        tuple: the output [B, T, H], or [B, T, 2H] with both directions concatenated, with groups G times as wide; and
+        the last states, shaped as `state`: (h_n, c_n) for LSTMs, else h_n. Their dtype is that to which x, states and
+        parameters promote.
 
     Raises:
         ValueError: an argument breaks a rule.
@@ -154,48 +169,53 @@ def stack(
         ((5, 10, 8), (4, 5, 4))
         >>> dropout = mlx.nn.Dropout(0.5)
         >>> output, _ = stack(ahead, mx.ones((5, 10, 3)), reverse=back, between=lambda n, x: dropout(x))
+        >>> groups = [mlx.nn.GRU(3, 4), mlx.nn.GRU(3, 4)]  # features 0..2 and 3..5 of x
+        >>> stack(groups, mx.ones((5, 10, 6)), groups=2)[0].shape
+        (5, 10, 8)
     """
     check_option(OP, "merge", merge, ("concat", "sum"))
+    check_integer(OP, "groups", groups, least=1)
     if between is not None and not callable(between):
         fail(OP, "between must be a function, between(n, x) -> x,", type(between).__name__)
     every, engine = check_every(OP, checkpoint_every), check_engine(OP, engine)
-    depths = read_depths(layers, [] if reverse is None else reverse, engine, merge, between is not None)
-    cell, D = depths[0].cell, depths[0].arrays["Wx"].shape[1]
-    K, directions, H = len(depths), (2 if layers and reverse else 1), depths[0].arrays["Wh"].shape[-1]
-    check_x(x, D)
+    sides = read_sides(layers, [] if reverse is None else reverse, computes_now(engine))
+    depths = read_depths(sides, groups, engine, merge, between is not None)
+    one, directions, rows = depths[0][0], len(sides), len(sides) * len(sides[0])
+    check_x(x, groups * one.arrays["Wx"].shape[1])
     batch, T = x.shape[:-2], x.shape[-2]
-    names = ("h", "c") if isinstance(cell, LSTMCell) else ("h",)
-    first = first_states(state, names, (directions * K, *batch, H))
-    dtype = common_dtype([x, *first.values(), *(array for depth in depths for array in depth.arrays.values())])
-    sums = directions == 2 and merge == "sum"
-    width = directions * H if merge == "concat" else H
+    widths = {"h": one.P, "c": one.H} if isinstance(one.cell, LSTMCell) else {"h": one.P}
+    shapes = {name: (rows, *batch, width) for name, width in widths.items()}
+    first = first_states(state, shapes)
+    parameters = [array for depth in depths for group in depth for array in group.arrays.values()]
+    dtype = common_dtype([x, *first.values(), *parameters])
     if 0 in batch:
-        states = [mx.zeros((directions * K, *batch, H), dtype) for _ in names]
+        states = [mx.zeros(shape, dtype) for shape in shapes.values()]
+        width = groups * one.P * (directions if merge == "concat" else 1)
         return mx.zeros((*batch, T, width), dtype), tuple(states) if len(states) == 2 else states[0]
     # The recurrence has one batch axis: x becomes [B, T, D], and the states of a layer become [B, H] or [B, 2H].
-    small = by_numpy if computes_now(depths[0].engine) else by_mlx
+    small = by_numpy if computes_now(one.engine) else by_mlx
     is_flat = len(batch) == 1
-    x = x if is_flat else small(methodcaller("reshape", (-1, T, D)), x)
+    x = x if is_flat else small(methodcaller("reshape", (-1, *x.shape[-2:])), x)
     steps = whole_steps(OP, keep, hold, (*batch, T), "[B, T]")
     steps = {name: array.reshape(-1, T) for name, array in steps.items()}
     options = {"reverse": not layers, "bidirectional": directions == 2, "hold": steps.pop("hold", None)}
     options |= {"lengths": whole_lengths(OP, lengths, x.shape[0], T), "lengths_checked": True, "batch_first": True}
-    rows = {name: small(partial(split_states, directions), array) for name, array in first.items()}
-    last: list[dict[str, mx.array]] = []
+    starts = {name: small(partial(split_states, directions), array) for name, array in first.items()}
+    last: list[Arrays] = []
     for n, depth in enumerate(depths):
-        arrays = depth.arrays | {"x": x} | {f"{name}0": array[n] for name, array in rows.items()}
-        options |= {"checkpoint_every": depth.every if every is None else every, "engine": depth.engine}
-        call = Call(depth.cell, **options)
-        outputs, choice = call.forward(in_dtype(arrays, dtype) | steps, return_gates=False, training=depth.training)
-        last.append({name: outputs[f"{name}T"] for name in names})
-        for side in (layers, reverse):
-            if side and isinstance(side[n], Layer):
-                vars(side[n])["_engine_used"] = choice
-        x = half(outputs["h"], 0) + half(outputs["h"], 1) if sums else outputs["h"]
-        if between is not None and n < K - 1:
-            x = call_between(between, n, x, (*batch, T), depths[n + 1].arrays["Wx"].shape[1])
-    whole = partial(join_states, directions, (-1, *batch, H))
-    states = [small(whole, *(state[name] for state in last)) for name in names]
+        outputs = []
+        for group, own_x in zip(depth, mx.split(x, groups, axis=-1) if groups > 1 else [x], strict=True):
+            arrays = group.arrays | {"x": own_x} | {f"{name}0": array[len(last)] for name, array in starts.items()}
+            options["checkpoint_every"] = group.every if every is None else every
+            found = run_group(group, in_dtype(arrays, dtype) | steps, options)
+            last.append({name: found[f"{name}T"] for name in widths})
+            sums = directions == 2 and merge == "sum"
+            outputs.append(half(found["h"], 0) + half(found["h"], 1) if sums else found["h"])
+        x = mx.concatenate(outputs, axis=-1) if groups > 1 else outputs[0]
+        if between is not None and n < len(depths) - 1:
+            x = call_between(between, n, x, (*batch, T), groups * depths[n + 1][0].arrays["Wx"].shape[1])
+    whole = {name: partial(join_states, directions, shape) for name, shape in shapes.items()}
+    states = [small(whole[name], *(state[name] for state in last)) for name in widths]
     x = x if is_flat else small(methodcaller("reshape", (*batch, T, -1)), x)
     return x, tuple(states) if len(states) == 2 else states[0]
 
@@ -210,68 +230,111 @@ def check_x(x: object, D: int) -> None:
         fail(OP, f"x must have shape [B, T, D = {D}] with at least one step", f"shape {list(x.shape)}")
 
 
+def run_group(group: "Depth", arrays: Arrays, options: dict[str, Any]) -> dict[str, Any]:
+    """Run one layer, or one group of a layer, in one or both directions. Return the outputs of the recurrence."""
+    call = Call(group.cell, engine=group.engine, **options)
+    outputs, choice = call.forward(arrays, return_gates=False, training=group.training)
+    for layer in group.owners:
+        vars(layer)["_engine_used"] = choice
+    return outputs
+
+
 def call_between(between: Between, n: int, x: mx.array, axes: tuple[int, ...], D: int) -> mx.array:
     """Call the caller's function `between` with the output x of layer n. Return its result, which is the input of
     the next layer, as [B, T, D]. axes: the sizes of all axes of x but the last."""
     result: object = between(n, x.reshape(*axes, -1))
     if not isinstance(result, mx.array) or result.shape != (*axes, D) or not mx.issubdtype(result.dtype, mx.floating):
         kind = f"{result.dtype}, shape {list(result.shape)}" if isinstance(result, mx.array) else type(result).__name__
-        fail(OP, f"between({n}, x) must return floats of shape {[*axes, D]}, which layers[{n + 1}] reads,", kind)
+        fail(OP, f"between({n}, x) must return floats of shape {[*axes, D]}, which layer {n + 1} reads,", kind)
     return result.reshape(-1, *result.shape[-2:])
 
 
 class Depth(NamedTuple):
-    """One layer, or the two directions of one layer joined; the arrays have the names of the recurrence's arguments."""
+    """One direction of one layer, or both directions joined. The arrays have the names of the recurrence's arguments.
 
-    kind: type[Layer]
+    name: what error texts call the caller's object; titles: the object's names of the arrays; owners: the layers of
+    `mlx_lstm.nn` that hold the arrays."""
+
+    name: str
     cell: Cell
     arrays: dict[str, Any]
+    titles: dict[str, str]
     training: bool
-    engine: Engine | None
-    every: int | str | None
+    engine: Engine | None = None
+    every: int | str | None = None
+    owners: tuple[Layer, ...] = ()
+
+    @property
+    def P(self) -> int:
+        """Return the number of features of h: H, or the width of the projection."""
+        return self.arrays["Wh"].shape[-1]
+
+    @property
+    def H(self) -> int:
+        """Return the number of units."""
+        return self.arrays["Wh"].shape[-2] // self.cell.gates
 
 
-def read_depths(
-    layers: Sequence[Any], reverse: Sequence[Any], engine: Engine | None, merge: str, any_width: bool
-) -> list[Depth]:
-    """Read the parameters of all layers, and check that each layer fits the layer before.
+def read_depths(sides: list[list[Depth]], groups: int, engine: Engine | None, merge: str, any_width: bool) -> Depths:
+    """Check that each layer fits the layer before and that both directions of a layer are alike. Return a list of
+    layers, each a list of its groups.
 
-    `engine` replaces the engines of the layers; with `any_width` the layers from 1 on may read any number of
-    features.
+    sides: the layers of each direction, as `read_sides` returns them. `engine` replaces the engines of the layers;
+    with `any_width` the layers from 1 on may read any number of features.
     """
-    for name, side in (("layers", layers), ("reverse", reverse)):
-        if not isinstance(side, (list, tuple)):
-            fail(OP, f"{name} must be a list of layers", type(side).__name__)
-    if not (layers or reverse):
-        fail(OP, "layers must hold at least one layer", "none")
-    if layers and reverse and len(layers) != len(reverse):
-        fail(OP, f"reverse must hold as many layers as layers, {len(layers)},", len(reverse))
-    sides = [(name, side) for name, side in (("layers", layers), ("reverse", reverse)) if side]
+    first, count = sides[0][0], len(sides[0])
+    if count % groups:
+        fail(OP, f"layers must hold {groups} layers for each of its depths, as groups={groups},", f"{count} layers")
     depths: list[Depth] = []
-    for n in range(len(sides[0][1])):
-        pair = [read(f"{name}[{n}]", side[n]) for name, side in sides]
-        one, first = pair[0], (depths or pair)[0]
-        H = first.arrays["Wh"].shape[-1]
-        D = H * (len(sides) if merge == "concat" else 1) if n else one.arrays["Wx"].shape[1]
-        for (name, _), other in zip(sides, pair, strict=True):
-            if other.kind is not first.kind:
-                fail(OP, f"{name}[{n}] must be of the kind of the first layer, {first.cell.op},", other.cell.op)
+    for n, pair in enumerate(zip(*sides, strict=True)):
+        one = pair[0]
+        D = first.P * (len(sides) if merge == "concat" else 1) if n >= groups else first.arrays["Wx"].shape[1]
+        for other in pair:
+            if other.cell.op != first.cell.op:
+                fail(OP, f"{other.name} must be of the kind of the first layer, {first.cell.op},", other.cell.op)
             if other.cell != one.cell or other.arrays.keys() != one.arrays.keys():
-                rule = f"reverse[{n}] must have the nonlinearity and the parameters of layers[{n}]"
+                rule = f"{other.name} must have the nonlinearity and the parameters of {one.name}"
                 fail(OP, rule, f"{other.cell} and {', '.join(other.arrays)}")
             if packings(other) != packings(one):
-                fail(OP, f"reverse[{n}] must be quantized as layers[{n}]", packings(other) or "float weights")
-            check_parameters(f"{name}[{n}]", other, one.arrays["Wx"].shape[1] if any_width else D, H)
+                fail(OP, f"{other.name} must be quantized as {one.name}", packings(other) or "float weights")
+            free = any_width and n >= groups
+            own = depths[n // groups * groups] if free and n % groups else one  # the groups of a layer are alike
+            check_parameters(other, own.arrays["Wx"].shape[1] if free else D, first)
         word, arrays = one.engine if engine is None else engine, [other.arrays for other in pair]
         # The joined arrays of two directions are cached while the parameters are the same.
         both = derived(computes_now(word), OP, arrays, join) if len(pair) == 2 else one.arrays
-        depths.append(one._replace(arrays=both, training=all(other.training for other in pair), engine=word))
-    return depths
+        training, owners = all(other.training for other in pair), [layer for other in pair for layer in other.owners]
+        depths.append(one._replace(arrays=both, training=training, engine=word, owners=tuple(owners)))
+    return [depths[n : n + groups] for n in range(0, count, groups)]
 
 
-def read(name: str, layer: Any) -> Depth:
-    """Return a layer's parameters and its kind (LSTM, GRU or RNN), which their names and shapes show. `name` is for
-    error texts."""
+def read_sides(layers: Sequence[Any], reverse: Sequence[Any], now: bool) -> list[list[Depth]]:
+    """Read the parameters of all layers. Return one list of layers per direction, the forward direction first. now:
+    whether the call computes immediately."""
+    sides: dict[str, list[Depth]] = {"layers": [], "reverse": []}
+    for name, side in (("layers", layers), ("reverse", reverse)):
+        if not isinstance(side, (list, tuple)):
+            fail(OP, f"{name} must be a list of layers", type(side).__name__)
+        for n, layer in enumerate(side):
+            for ways in read(f"{name}[{n}]", layer, now):
+                if len(ways) == 2 and reverse:
+                    fail(OP, f"{name}[{n}] must have one direction, as there is reverse,", "an object with both")
+                for where, way in zip((name,) if len(ways) == 1 else sides, ways, strict=True):
+                    sides[where].append(way)
+    ahead, back = sides.values()
+    if not (ahead or back):
+        fail(OP, "layers must hold at least one layer", "none")
+    if ahead and back and len(ahead) != len(back):
+        if not reverse:
+            fail(OP, "layers must all have one direction, or all both,", f"{len(back)} of {len(ahead)} with both")
+        fail(OP, f"reverse must hold as many layers as layers, {len(ahead)},", len(back))
+    return [side for side in (ahead, back) if side]
+
+
+def read(name: str, layer: Any, now: bool) -> Depths:
+    """Return the layers that an object holds, mostly one, each as a list of its directions. The names and shapes of
+    the object's arrays show its kind (LSTM, GRU or RNN). `name` is for error texts; now: whether the call
+    computes immediately, so that converted arrays may come from a cache."""
     attributes: dict[str, Any] = getattr(layer, "__dict__", {}) | (layer if isinstance(layer, dict) else {})
     held = {key: value for key, value in attributes.items() if isinstance(value, (mx.array, nn.Module))}
     held = {key: value for key, value in held.items() if key[0] != "_"}
@@ -280,17 +343,49 @@ def read(name: str, layer: Any) -> Depth:
     shapes: dict[str, Any] = {
         key: "module" if isinstance(value, nn.Module) else list(value.shape) for key, value in held.items()
     }
+    training = getattr(layer, "training", True)
     for kind in KINDS:
         Wx, Wh = (shapes.get(key, ()) for key in list(kind._names)[:2])
+        whole_bhn = len(Wx) == 2 and shapes.get("bhn") == Wx[:1]  # both biases whole, which `from_names` reads
         if held.keys() <= kind._names.keys() and len(Wx) == len(Wh) == 2 and Wx[0] == kind._gates * Wh[1]:
+            if kind is GRU and whole_bhn:
+                continue
             for key in kind._names.keys() - held.keys():
                 if attributes.get(key) is not None:  # raise an error for it: it may be a NumPy array
                     check_array(OP, f"{name}.{key}", attributes[key], ())
             arrays = {argument: held[key] for key, argument in kind._names.items() if key in held}
-            own = (layer.engine, layer.checkpoint_every) if isinstance(layer, Layer) else (None, None)
-            return Depth(kind, cell_of(kind, layer), arrays, getattr(layer, "training", True), *own)
-    kinds = "Wx [4H, D], Wh [4H, H], bias, or Wx [3H, D], Wh [3H, H], b, bhn, or Wxh [H, D], Whh [H, H], bias"
-    fail(OP, f"{name} must hold {kinds}, and no other array or module", shapes)
+            titles = {argument: f"{name}.{key}" for key, argument in kind._names.items()}
+            own = (layer.engine, layer.checkpoint_every, (layer,)) if isinstance(layer, Layer) else ()
+            return [[Depth(name, cell_of(kind, layer), arrays, titles, training, *own)]]
+    try:
+        if not held or "module" in shapes.values():
+            raise ValueError("Modules are not read.")
+        act: Any = attributes.get("nonlinearity")
+        names = partial(from_names, nonlinearity=activation_of(act) if callable(act) else act)
+        # The converted arrays are cached while the parameters are the same.
+        weights = derived(now, f"{OP} {act}", held, lambda arrays: of_calls(names(arrays)))
+    except ValueError as error:
+        kinds = "Wx [4H, D], Wh [4H, H], bias, or Wx [3H, D], Wh [3H, H], b, bhn, or Wxh [H, D], Whh [H, H], bias"
+        other = "or arrays that convert.from_names reads, and no other array or module"
+        why = str(error).removesuffix(".").replace("; got", ", got")
+        fail(OP, f"{name} must hold {kinds}, {other}", f"{shapes} ({why})" if held else shapes)
+    return [[Depth(name, weights.cell, way, {}, training) for way in layer] for layer in weights.layers]
+
+
+def of_calls(weights: Weights) -> Weights:
+    """Convert the arrays of all layers by `of_call`."""
+    return weights.map(partial(of_call, weights.cell))
+
+
+def of_call(cell: Cell, arrays: Arrays) -> Arrays:
+    """Convert one direction's arrays of `Weights` to the names of the recurrence's arguments; MLX differentiates the
+    sum of both biases."""
+    biases = {name: arrays[name] for name in ("bx", "bh") if name in arrays}
+    others = {name: array for name, array in arrays.items() if name not in biases}
+    if not biases:
+        return others
+    bx, bh = (biases.get(name, mx.zeros_like(next(iter(biases.values())))) for name in ("bx", "bh"))
+    return others | join_biases(bx, bh, gru=isinstance(cell, GRUCell) and cell.reset == "after")
 
 
 def cell_of(kind: type[Layer], layer: Any) -> Cell:
@@ -305,25 +400,25 @@ def packings(layer: Depth) -> dict[str, tuple[int | str, ...]]:
     return {name: tuple(array.packing) for name, array in layer.arrays.items() if isinstance(array, Quantized)}
 
 
-def check_parameters(name: str, layer: Depth, D: int, H: int) -> None:
-    """Check the shapes of the parameters of a layer that reads D features and has H units."""
-    rows = layer.kind._gates * H
-    shapes = {"Wx": [rows, D], "Wh": [rows, H], "b": [rows], "bhn": [H]}
-    why = "" if name == "layers[0]" else f", as a layer has the H of the first, {H}, and reads the one before,"
-    for key, argument in layer.kind._names.items():
-        if argument in layer.arrays:
-            array = layer.arrays[argument]
-            array = ArraySpec(array.shape, mx.float32) if isinstance(array, Quantized) else array
-            check_array(OP, f"{name}.{key}", array, shapes[argument], why=why)
+def check_parameters(layer: Depth, D: int, first: Depth) -> None:
+    """Check the shapes of the parameters of a layer that reads D features, and has the sizes of the first layer."""
+    P, H = first.P, first.H
+    rows = layer.cell.gates * H
+    shapes = {"Wx": [rows, D], "Wh": [rows, P], "b": [rows], "bhn": [H], "Wp": [P, H], "peephole": [rows]}
+    why = "" if layer.name == "layers[0]" else f", as a layer has the H of the first, {H}, and reads the one before,"
+    for argument, array in layer.arrays.items():
+        title = layer.titles.get(argument, f"{argument} of {layer.name}")
+        array = ArraySpec(array.shape, mx.float32) if isinstance(array, Quantized) else array
+        check_array(OP, title, array, shapes[argument], why=why)
 
 
-def first_states(state: Any, names: tuple[str, ...], shape: tuple[int, ...]) -> Arrays:
+def first_states(state: Any, shapes: dict[str, tuple[int, ...]]) -> Arrays:
     """Return the first states that the caller passed, as a dict by name, after checking their shapes."""
-    if len(names) == 1 or state is None:
-        state = [state] * len(names)
+    if len(shapes) == 1 or state is None:
+        state = [state] * len(shapes)
     elif not isinstance(state, (tuple, list)) or len(state) != 2:
         fail(OP, "state must be a tuple (h_0, c_0)", type(state).__name__)
-    states = {name: array for name, array in zip(names, state, strict=True) if array is not None}
+    states = {name: array for name, array in zip(shapes, state, strict=True) if array is not None}
     for name, array in states.items():
-        check_array(OP, f"{name}_0", array, shape)
+        check_array(OP, f"{name}_0", array, shapes[name])
     return states

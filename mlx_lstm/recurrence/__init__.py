@@ -3,7 +3,8 @@
 For users, and exported by `mlx_lstm`:
 
 - `lstm`, `gru` and `rnn` run forward, and MLX can differentiate them. `lstm_gradients`, `gru_gradients` and
-  `rnn_gradients` return the gradients from saved outputs. `recurrent` runs a cell written by the user.
+  `rnn_gradients` return the gradients from saved outputs. `recurrent` runs any cell
+  written by the user, `pointwise` a pointwise one on the engines.
 - `Quantized` is a weight as `mx.quantize` packs it; `join_directions` joins the arrays of two directions.
 
 For the modules above this one: the layers, and the functions in the style of other libraries:
@@ -25,6 +26,7 @@ from ._gru import gru, gru_gradients
 from ._guard import unguarded
 from ._lstm import LSTMOutput as LSTMOutput
 from ._lstm import lstm, lstm_gradients
+from ._pointwise import pointwise
 from ._quantized import QuantizedLayer
 from ._recurrent import recurrent
 from ._rnn import RNNOutput as RNNOutput
@@ -34,5 +36,5 @@ from ._steps import whole_steps
 
 __all__ = ["Call", "Hold", "Lengths", "Quantized", "QuantizedLayer", "by_layer", "common_dtype", "engine_used", "gru"]
 __all__ += ["gru_gradients", "in_dtype", "join_biases", "join_directions", "join_states", "lstm", "lstm_gradients"]
-__all__ += ["of_layers", "recurrent", "rnn", "rnn_gradients", "split_states", "unguarded"]
+__all__ += ["of_layers", "pointwise", "recurrent", "rnn", "rnn_gradients", "split_states", "unguarded"]
 __all__ += ["in_common_dtype", "whole_lengths", "whole_steps"]

@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..checks import ArraySpec, check_array, check_flag, check_number, check_option, check_sizes, fail
-from ..engines.cells import ACTIVATIONS, Cell, GRUCell, LSTMCell, RNNCell
+from ..engines.cells import ACTIVATIONS, AnyCell, Cell, GRUCell, LSTMCell, PointwiseCell, RNNCell
 from ..engines.packing import WEIGHTS, WIDTHS, Packing, Quantized, is_packed
 from ..engines.problem import Arrays, Problem
 from ._steps import check_keep
@@ -22,7 +22,7 @@ NamedSpec = tuple[str, tuple[int, ...], mx.Dtype]
 def check_call(
     op: str,
     inputs: dict[str, Any],
-    cell: Cell,
+    cell: AnyCell,
     bidirectional: bool,
     flags: dict[str, bool],
     batch_first: bool = False,
@@ -105,7 +105,7 @@ def check_packing(op: str, group_size: object, bits: object, mode: object) -> No
 @lru_cache(maxsize=1024)
 def check_shapes(
     op: str,
-    cell: Cell,
+    cell: AnyCell,
     bidirectional: bool,
     batch_first: bool,
     specs: tuple[NamedSpec, ...],
@@ -118,6 +118,8 @@ def check_shapes(
     arrays = {name: ArraySpec(shape, dtype) for name, shape, dtype in specs}
     if packing is not None:
         arrays |= matrices_of(op, arrays, packing)
+    if isinstance(cell, PointwiseCell):
+        return check_pointwise(op, cell, bidirectional, arrays)
     x, Wh, G = arrays["x"], arrays["Wh"], cell.gates
     D = 2 if bidirectional else 1
     GH, DGH = ("H" if n == 1 else f"{n}H" for n in (G, D * G))
@@ -147,6 +149,24 @@ def check_shapes(
     if "mask" in arrays:
         check_mask(op, arrays["mask"], (T, B, D * P), x.dtype, many)
     return T, B, H, P
+
+
+def check_pointwise(op: str, cell: PointwiseCell, bidirectional: bool, arrays: dict[str, ArraySpec]) -> Sizes:
+    """Check the shapes and dtypes of a call with a cell of the user's own. Return the sizes (T, B, H, H)."""
+    x, D, G, graph = arrays["x"], 2 if bidirectional else 1, cell.gates, cell.graph
+    check_sizes(op, "x", x)
+    (T, B, I), H = x.shape, arrays["h0"].shape[-1] // D
+    own = [2] if bidirectional else []
+    shapes: dict[str, list[int]] = {"Wx": [D * G * H, I], "Wh": [*own, G * H, H], "b": [D * G * H]}
+    shapes |= {"h0": [B, D * H], "c0": [B, D * cell.carried * H], "params": [D * graph.params * H]}
+    names = {"h0": "state[0]", "c0": "state[1:]"}
+    for name in (name for name in shapes if name in arrays):
+        check_array(op, names.get(name, name), arrays[name], shapes[name], x.dtype)
+    if "keep" in arrays:
+        check_keep(op, arrays["keep"], T, B, D, False)
+    if "mask" in arrays:
+        check_mask(op, arrays["mask"], (T, B, D * H), x.dtype, "2" if bidirectional else "")
+    return T, B, H, H
 
 
 def matrices_of(op: str, arrays: dict[str, ArraySpec], packing: Packing) -> dict[str, ArraySpec]:

@@ -10,14 +10,14 @@ import mlx.core as mx
 from ..checks import check_every, check_lengths, warn_once
 from ..engines import METAL_ENGINES, Choice, choice, tuning
 from ..engines.autodiff import run, run_backward
-from ..engines.cells import Cell, RNNCell
+from ..engines.cells import AnyCell, LSTMCell, RNNCell
 from ..engines.choice import NOWHERE, Stream, on
 from ..engines.ops.cells import activate
 from ..engines.packing import Packing, packed_names
 from ..engines.problem import Arrays, Problem, limits_in_effect, masks_differ
 from ..engines.tracing import custom_function, have_values, is_transforming
 from ._arguments import Sizes, check_call, check_sequences
-from ._guard import guarded
+from ._guard import guarded, guarded_gradients
 from ._steps import Steps, check_hold
 
 Lengths = mx.array | Sequence[int] | None
@@ -38,7 +38,7 @@ class Call(NamedTuple):
     without a time axis.
     """
 
-    cell: Cell
+    cell: AnyCell
     reverse: bool = False
     bidirectional: bool = False
     lengths: Lengths = None
@@ -70,14 +70,19 @@ class Call(NamedTuple):
             if self.hold is None and "keep" not in arrays:
                 arrays = self.with_lengths(arrays, sizes, op)
                 problem, choice = self.plan(arrays, [], sizes, packing, return_gates, training, wants_last)
-                return run(problem, arrays, choice.engine), choice
+                return self.run(problem, arrays, choice), choice
             steps, call = self.steps(sizes, op)
             inner = call.with_lengths(steps.to_engine(arrays), sizes, op)
             # With `hold` the engine does not run the held steps. So `steps.outputs` reads the last states of the call
             # from the sequences h and c, not from the engine.
             inner_last = wants_last and self.hold is None
             problem, choice = call.plan(inner, [], sizes, packing, return_gates, training, inner_last)
-            return steps.outputs(run(problem, inner, choice.engine), arrays, wants_last), choice
+            return steps.outputs(call.run(problem, inner, choice), arrays, wants_last), choice
+
+    def run(self, problem: Problem, arrays: Arrays, choice: Choice) -> dict[str, Any]:
+        """Run the chosen engine. Return the outputs, which MLX can differentiate."""
+        refusal = guarded_gradients(choice, problem, is_forced=self.engine is not None)
+        return run(problem, arrays, choice.engine, refusal)
 
     def backward(self, weights_and_arrays: dict[str, Any], saved: Arrays, cotangents: Arrays) -> Arrays:
         """Return the gradients of all float arrays of the call. Quantized weights have no gradient."""
@@ -194,10 +199,9 @@ class Call(NamedTuple):
             wants_last=wants_last,
             cotangents=cotangents,
             packing=packing,
-            limits=limits_in_effect.get(),
-            cores=tuning.gpu_cores(),
+            limits=tuning.on_this_gpu(limits_in_effect.get()),
         )
-        metal = mx.metal.is_available()
+        metal = choice.has_metal()
         op = self.cell.op if cotangents is None else f"{self.cell.op}_gradients"
         table = tuning.current() if metal else tuning.PREDICTED
         best = partial(choice.decide, problem, table, op, self.engine, device, metal, traced)
@@ -245,6 +249,7 @@ def h_of(problem: Problem, saved: Arrays) -> mx.array:
     cell, D, H, gates = problem.cell, problem.directions, problem.H, saved["gates"]
     if isinstance(cell, RNNCell):
         return activate(cell.act, gates)
+    assert isinstance(cell, LSTMCell)
     c = saved["c"]
     blocks = gates.reshape(*gates.shape[:2], D, 4 * H)[..., cell.block("o", H)]
     return (blocks.reshape(c.shape) * activate(cell.activation("output"), c)).astype(gates.dtype)

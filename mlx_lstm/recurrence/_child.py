@@ -1,33 +1,24 @@
-"""The child process that runs trials of Metal kernels: small test runs before the kernels' first use on a machine.
+"""Run trials of Metal kernels (small test runs before the kernels' first use) in a child process.
 
 One child serves all trials of a process, because starting a process takes seconds and the child remembers which
-kernels it has already found correct. It reads one trial per line from its standard input. It ends when this input
-closes, at the latest when its parent ends. The code that runs in the child is `_judge.main`.
+kernels it has already found correct. The code that runs in the child is `_judge.main`.
 """
 
-import json
-import os
 import signal
-import subprocess
 import sys
-from collections import deque
-from queue import Empty, Queue
-from threading import Thread
+from threading import Lock
 from time import monotonic
-from typing import IO, NamedTuple
+from typing import Any, NamedTuple
 
-from ..machine import child_environment
-
-STARTED, ANSWER = "trial started", "trial says "
-"""The beginnings of lines that the child process prints: STARTED before it runs a trial (a small test run of kernels),
-ANSWER before the result of the trial."""
+from ..child import Child, ChildError
+from ._trial import Trial
 
 SECONDS = 60
 """Time limit of a trial in seconds. If a trial takes longer, the child process is killed and the kernels are refused.
 We expect about one second for a trial, but have not measured it."""
 
 PATIENCE = 3
-"""Seconds that a call waits for a trial before it prints on standard error what it waits for."""
+"""Seconds that a call waits for trials before it prints on standard error what it waits for."""
 
 ENDED_BY_OTHERS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL, signal.SIGHUP)
 """Signals with which a user or the system ends a process. If the child ends with one of them, this does not mean that
@@ -38,6 +29,14 @@ TRANSIENT += ("timed out", "discarded", "victim", "no space left")
 """Words in the error texts of temporary faults. After such an error the kernels are refused in this process only, and
 the next process tries them again."""
 
+_lock = Lock()
+_children: list[Child] = []
+"""The child process of this process, if it has one."""
+
+_hung: dict[str, str] = {}
+"""For each engine whose kernels hung in this process: the reason for refusing it. It is not tried again, because
+another trial would take a minute."""
+
 
 class Verdict(NamedTuple):
     """The result of a trial of an engine's kernels. reason: why the kernels are refused; empty if they are correct.
@@ -47,115 +46,120 @@ class Verdict(NamedTuple):
     lasting: bool = True
 
 
+class CannotBegin(Exception):
+    """Raised when no child process can run trials, for example because it cannot import MLX."""
+
+
 def verdict_of(reason: str) -> Verdict:
     """Return the verdict with this reason. It is not lasting if the reason names a fault that may not come again,
     such as "out of memory"."""
     return Verdict(reason, not any(word in reason.lower() for word in TRANSIENT))
 
 
-class Ended(Exception):
-    """Raised when the child process ended before it gave an answer. `began`: whether the trial had already started."""
-
-    def __init__(self, code: int, message: str, began: bool):
-        super().__init__(message)
-        self.code, self.message, self.began = code, message, began
+def hung(engine: str) -> str | None:
+    """Return the reason to refuse an engine whose kernels hung in this process, or None if they did not."""
+    return _hung.get(engine)
 
 
-class Hangs(Exception):
-    """Raised when the child process gave no answer in time and was killed. `began`: whether the trial had already
-    started."""
-
-    def __init__(self, began: bool):
-        super().__init__()
-        self.began = began
+def forget() -> None:
+    """End the child process, and forget which engines hung."""
+    _hung.clear()
+    while _children:
+        _children.pop().end()
 
 
-class Child:
-    """A running child process for trials. Creating it raises OSError if the process cannot be started."""
-
-    def __init__(self, command: list[str]):
-        pipe = subprocess.PIPE
-        self.owner: int = os.getpid()
-        self.process: subprocess.Popen[str] = subprocess.Popen(
-            command, text=True, errors="replace", env=child_environment(), stdin=pipe, stdout=pipe, stderr=pipe
-        )
-        self.lines: Queue[str | None] = Queue()
-        self.errors: deque[str] = deque(maxlen=20)
-        # Two threads read the pipes, because a read from a pipe has no time limit. None in the queue marks the end of
-        # the output.
-        self.readers: list[Thread] = [Thread(target=read, daemon=True) for read in (self.read_lines, self.read_errors)]
-        for reader in self.readers:
-            reader.start()
-
-    def read_lines(self) -> None:
-        """Put the child's standard output into the queue `lines`, line by line, and None at the end of the output."""
-        for line in output(self.process.stdout):
-            self.lines.put(line.rstrip("\n"))
-        self.lines.put(None)
-
-    def read_errors(self) -> None:
-        """Store the last non-blank lines of the child's standard error in `errors`."""
-        self.errors.extend(line.strip() for line in output(self.process.stderr) if line.strip())
-
-    def serves(self) -> bool:
-        """Return whether the child can take a trial: it still runs, and this process started it. After a fork the
-        child belongs to the parent process."""
-        return self.owner == os.getpid() and self.process.poll() is None
-
-    def ask(self, engine: str, trial: str) -> str:
-        """Send a trial to the child. Return the reason to refuse its kernels, or an empty text if they are correct.
-
-        Raises `Ended` if the child ends before it answers, and `Hangs` if the answer takes too long.
-        """
-        began = False
-        try:
-            stdin = self.process.stdin
-            assert stdin is not None
-            stdin.write(trial + "\n")
-            stdin.flush()
-        except OSError:
-            pass  # the child has ended: reading its output below finds the exit code
-        asked, told = monotonic(), False
-        while True:
-            limit = SECONDS if told else min(PATIENCE, SECONDS)
+def by_child(command: list[str], trials: list[Trial]) -> list[Verdict]:
+    """Run trials of one engine in the child process and return their verdicts. The list ends with the first trial
+    that ended or blocked the child. Raise `CannotBegin` if no child process can run trials."""
+    with _lock:
+        for _ in range(2):  # try a second time if a user or the system killed the child
+            attempt = Attempt(command, trials)
             try:
-                line = self.lines.get(timeout=max(0.0, asked + limit - monotonic()))
-            except Empty:
-                if limit == SECONDS:
-                    self.kill()
-                    raise Hangs(began) from None
-                told = True
-                tell_waiting(engine)
-                continue
-            if line is None:
-                code = self.kill()
-                raise Ended(code, (list(self.errors) or ["no message"])[-1], began)
-            if line.startswith(ANSWER):
-                return str(json.loads(line.removeprefix(ANSWER)))
-            if line.startswith(STARTED):
-                began = True
+                attempt.run()
+            except TimeoutError:  # an OSError, too
+                attempt.note_hang()
+            except OSError as error:
+                raise CannotBegin(str(error)) from None
+            except ChildError as end:
+                if end.code is not None and -end.code in ENDED_BY_OTHERS:
+                    continue
+                attempt.note_end(end)
+            return attempt.verdicts
+    return [Verdict("its trial was ended from outside, twice", lasting=False)]
 
-    def kill(self) -> int:
-        """Kill the child process. Return its exit code, or 0 if it cannot be killed because it waits for its GPU."""
-        if self.process.poll() is None and self.lines.empty():
-            self.process.kill()
+
+class Attempt:
+    """One request to the child process to run some trials.
+
+    verdicts: the verdicts so far. began: whether this child has answered anything, now or before. kernels: how many
+    kernels are tried, or None before the child has counted them.
+    """
+
+    def __init__(self, command: list[str], trials: list[Trial]):
+        self.command, self.trials = command, trials
+        self.verdicts: list[Verdict] = []
+        self.began = False
+        self.kernels: int | None = None
+        self.told = False
+        self.start = monotonic()
+
+    def run(self) -> None:
+        """Run the trials and add their verdicts to `verdicts`. Start the child first if none is running."""
+        self.began = bool(_children and _children[-1].serves())  # a child that serves has answered before
+        if not self.began:
+            _children[:] = [Child(self.command)]
+        child = _children[-1]
+        self.kernels = self.ask(child, "count", self.trials).get("kernels")
+        for trial in self.trials:
+            answer = self.ask(child, "judge", [trial])
+            self.verdicts.append(verdict_of(str(answer.get("reason", answer))))
+
+    def ask(self, child: Child, do: str, trials: list[Trial]) -> dict[str, Any]:
+        """Return the child's answer to a request, or {"reason": error} if the request failed. Raise ChildError if the
+        child ended, and TimeoutError if it gave no answer in time. Tell the user after `PATIENCE` seconds, once."""
+        child.send(do=do, trials=[trial.text() for trial in trials])
+        asked = monotonic()
+        limits = [asked + SECONDS] if self.told else [min(self.start + PATIENCE, asked + SECONDS), asked + SECONDS]
         try:
-            code = self.process.wait(timeout=5)
-        except subprocess.TimeoutExpired:
-            return 0
-        for reader in self.readers:
-            reader.join(timeout=1)
-        return code
+            while True:
+                try:
+                    answer = child.receive(max(0.0, limits.pop(0) - monotonic()))
+                    break
+                except TimeoutError:
+                    if not limits:
+                        raise
+                    self.told = True
+                    tell_waiting(trials[0].engine, self.kernels)
+        except ChildError as error:
+            if error.lost:
+                raise
+            answer = {"reason": f"its trial on this machine failed: {error}"}
+        self.began = True
+        return answer
+
+    def note_hang(self) -> None:
+        """Kill the child and add a verdict about the trial that hangs. This process does not try the engine again."""
+        _children.pop().end()
+        engine = self.trials[0].engine
+        what = "gave no answer" if self.began else "did not begin"
+        _hung[engine] = f"its trial on this machine {what} in {SECONDS} seconds"
+        self.verdicts.append(Verdict(_hung[engine], lasting=False))
+
+    def note_end(self, end: ChildError) -> None:
+        """Add a verdict about the trial that ended the child. Raise `CannotBegin` if the child left by itself before
+        it began: then its imports failed, and no trial is to blame."""
+        if not self.began and end.code is not None and end.code >= 0:
+            raise CannotBegin(str(end))
+        said = _children[-1].said() or "it said nothing"
+        how = f"ended with exit code {end.code}: {said.splitlines()[-1]}"
+        if end.code is None:
+            how = f"gave a broken answer: {str(end).splitlines()[-1]}"
+        verdict = verdict_of(f"its trial on this machine {how}")
+        self.verdicts.append(verdict if self.began and end.code else verdict._replace(lasting=False))
 
 
-def output(pipe: IO[str] | None) -> IO[str]:
-    """Return the pipe. It is never None, because the process was started with pipes; the type checker cannot know
-    this."""
-    assert pipe is not None
-    return pipe
-
-
-def tell_waiting(engine: str) -> None:
-    """Print on standard error that the call waits for the trial of an engine's kernels."""
-    text = f"mlx_lstm: trying the Metal kernels of engine {engine!r}, once on this machine, before their first use ..."
-    print(text, file=sys.stderr, flush=True)
+def tell_waiting(engine: str, kernels: int | None) -> None:
+    """Print on standard error that the call waits for trials of an engine's kernels."""
+    number = "the" if kernels is None else str(kernels)
+    text = f"mlx_lstm: trying {number} Metal kernels of engine {engine!r}, once on this machine, before their first use"
+    print(f"{text} ...", file=sys.stderr, flush=True)

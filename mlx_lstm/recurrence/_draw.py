@@ -6,13 +6,14 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from ..engines.cells import RNNCell
+from ..engines.cells import Cell, PointwiseCell, RNNCell
 from ..engines.ops.packed import judged
 from ..engines.packing import Packing, Quantized, is_packed
 from ..engines.problem import Problem
 from ..oracle import evaluate, kink_distance
 from ..oracle.arithmetic import Arithmetic, Array, Tensors
 from ..oracle.closeness import float_of, largest
+from ..oracle.recurrence import KINKS
 from ._trial import dtype_word
 
 WIDTH = 3
@@ -31,12 +32,13 @@ class Drawn(NamedTuple):
 
     case: arguments for the float64 oracle. arrays: the same arrays for MLX, quantized weights included. smooth: True
     if all outputs are small and no preactivation is near a kink of its activation (a point where the derivative
-    jumps). Only then are the gradients compared with the oracle.
+    jumps). Only then are the gradients compared with the oracle. outputs: the oracle's outputs.
     """
 
     case: dict[str, Any]
     arrays: dict[str, mx.array]
     smooth: bool
+    outputs: Tensors
 
 
 def draw(problem: Problem, rng: np.random.Generator) -> Drawn:
@@ -49,15 +51,23 @@ def draw(problem: Problem, rng: np.random.Generator) -> Drawn:
     """
     parts = draw_parts(problem, rng)
     margin = 16 * float_of(dtype_word(problem)).eps
-    case, arrays = assembled(problem, parts, 1.0)
+    has_kinks = not KINKS.keys().isdisjoint(activations_of(problem.cell))
+    drawn = assembled(problem, parts, 1.0)
     for n in range(HALVINGS):
-        case, arrays = assembled(problem, parts, 0.5**n)
+        if n:
+            drawn = assembled(problem, parts, 0.5**n)
         with np.errstate(all="ignore"):  # unbounded activations may overflow float64
-            distance = kink_distance(**case)
-            outputs, _ = evaluate(case, None, Arithmetic(np.float64))
+            distance = kink_distance(**drawn[0]) if has_kinks else np.inf
+            outputs, _ = evaluate(drawn[0], None, Arithmetic(np.float64))
         if distance > margin and all(largest(array) < LARGEST for array in outputs.values()):
-            return Drawn(case, arrays, True)
-    return Drawn(case, arrays, False)
+            return Drawn(*drawn, True, outputs)
+    return Drawn(*drawn, False, outputs)
+
+
+def activations_of(cell: Cell) -> tuple[str, ...]:
+    """Return the names of the activations of a cell."""
+    assert not isinstance(cell, PointwiseCell)
+    return (cell.act,) if isinstance(cell, RNNCell) else cell.activations
 
 
 def draw_parts(problem: Problem, rng: np.random.Generator) -> Tensors:
@@ -67,22 +77,14 @@ def draw_parts(problem: Problem, rng: np.random.Generator) -> Tensors:
     RNN) has a random sign for each unit, so that h takes both signs. An LSTM's c0 gets the same signs, so that c
     keeps its sign.
     """
-    T, B, H, P = problem[:4]
-    cell, D, G = problem.cell, 2 if problem.bidirectional else 1, problem.cell.gates
-    own = (2,) if problem.bidirectional else ()
-    width = problem.packing.group_size if problem.packing and is_packed("Wx", problem.names) else WIDTH
-    shapes = {"Wx": (D * G * H, width), "Wh": (*own, G * H, P), "b": (D * G * H,), "bhn": (D * H,)}
-    shapes |= {"x": (T, B, width if "Wx" in problem.names else D * G * H), "h0": (B, D * P), "Wp": (*own, P, H)}
-    shapes |= {
-        "peephole": (*own, 4 * H),
-        "mask": (T, B, D * P) if problem.masks_differ else (B, D * P),
-        "c0": (B, D * H),
-    }
-    shapes["keep"] = (T, B, D)
-    parts = {name: rng.normal(0, 0.7, shapes[name]) for name in problem.names if name in shapes}
+    _, B, H, _ = problem[:4]
+    cell, D, G = problem.cell, problem.directions, problem.cell.gates
+    shapes = shapes_of(problem)
+    parts = {name: rng.normal(0, 0.7, shape) for name, shape in shapes.items()}
     for name in {"Wx", "Wh", "Wp"} & parts.keys():
         parts[name] /= np.sqrt(shapes[name][-1])
     steer = rng.uniform(0.5, 0.7, (D, G * H))
+    assert not isinstance(cell, PointwiseCell)
     candidate = {"lstm": "g", "gru": "n", "rnn": "h"}[cell.op]
     act = cell.act if isinstance(cell, RNNCell) else cell.activation(candidate)
     signs = np.sign(rng.normal(size=(D, H)))
@@ -92,6 +94,48 @@ def draw_parts(problem: Problem, rng: np.random.Generator) -> Tensors:
     if "c0" in parts:
         parts["c0"] = rng.uniform(0.5, 0.7, (B, D * H)) * signs.reshape(-1)
     return parts | {"steer": steer.reshape(-1)}
+
+
+def shapes_of(problem: Problem) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a trial's float arrays by name, in the order of the problem's names. A weight that will be
+    quantized has the shape of its float matrix."""
+    T, B, H, P = problem[:4]
+    D, G, own = problem.directions, problem.cell.gates, (2,) if problem.bidirectional else ()
+    width = problem.packing.group_size if problem.packing and is_packed("Wx", problem.names) else WIDTH
+    shapes: dict[str, tuple[int, ...]] = {
+        "x": (T, B, width if "Wx" in problem.names else D * G * H),
+        "Wx": (D * G * H, width),
+        "Wh": (*own, G * H, P),
+        "b": (D * G * H,),
+        "bhn": (D * H,),
+        "peephole": (*own, 4 * H),
+        "Wp": (*own, P, H),
+        "h0": (B, D * P),
+        "c0": (B, D * H),
+        "mask": (T, B, D * P) if problem.masks_differ else (B, D * P),
+        "keep": (T, B, D),
+    }
+    return {name: shapes[name] for name in problem.names if name in shapes}
+
+
+def output_shapes(problem: Problem) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the outputs of a trial by name."""
+    (T, B, H, P), D, G = problem[:4], problem.directions, problem.cell.gates
+    shapes = {"h": (T, B, D * P), "c": (T, B, D * H), "gates": (T, B, D * G * H), "hT": (B, D * P), "cT": (B, D * H)}
+    return {name: shapes[name] for name in problem.cell.outputs}
+
+
+def zeros(problem: Problem) -> dict[str, mx.array]:
+    """Return the arrays of a trial with zeros as values. They select the same kernels as random numbers."""
+    arrays = {name: mx.zeros(shape, problem.dtype) for name, shape in shapes_of(problem).items()}
+    return quantized(problem, arrays)
+
+
+def quantized(problem: Problem, arrays: dict[str, mx.array]) -> dict[str, mx.array]:
+    """Return the arrays, with the three arrays of a quantized weight for each weight that the problem has quantized."""
+    for name in [name for name in arrays if problem.packing and is_packed(name, problem.names)]:
+        arrays = arrays | of_weight(name, arrays[name], problem.packing)
+    return arrays
 
 
 def assembled(problem: Problem, parts: Tensors, scale: float) -> tuple[dict[str, Any], dict[str, mx.array]]:
@@ -107,8 +151,7 @@ def assembled(problem: Problem, parts: Tensors, scale: float) -> tuple[dict[str,
     arrays = {name: mx.array(value.astype(np.float32)).astype(problem.dtype) for name, value in values.items()}
     case: dict[str, Any] = {name: float64(array) for name, array in arrays.items()}
     if problem.packing:
-        for name in [name for name in arrays if is_packed(name, problem.names)]:
-            arrays |= of_weight(name, arrays[name], problem.packing)
+        arrays = quantized(problem, arrays)
         case |= {name: judged(problem.packing, arrays, name) for name in case if is_packed(name, arrays)}
     options = problem.cell._asdict()
     if isinstance(problem.cell, RNNCell):

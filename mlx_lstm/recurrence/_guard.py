@@ -15,20 +15,16 @@ import mlx.core as mx
 
 from ..checks import forget_warnings, warn_once
 from ..engines import METAL_ENGINES, Choice, tuning, verdicts
+from ..engines.autodiff import Refusal
 from ..engines.problem import Problem
 from ..machine import child_command, has_interpreter
 from . import _child
-from ._child import ENDED_BY_OTHERS, Child, Ended, Hangs, Verdict, verdict_of
-from ._trial import Trial, trial_of
+from ._child import CannotBegin, Verdict, by_child, verdict_of
+from ._trial import USUAL, Trial, neighbours, trial_of
 
 _locks: defaultdict[str, Lock] = defaultdict(Lock)
 _lock = Lock()
-_child_lock = Lock()
-_children: list[Child] = []
 _unguarded: list[bool] = []
-_hung: dict[str, str] = {}
-"""For each engine whose kernels hung in this process: the reason for refusing it. It is not tried again, because
-another trial would take a minute."""
 
 
 def guarded(chosen: Choice, problem: Problem, best: Callable[..., Choice]) -> Choice:
@@ -46,6 +42,28 @@ def guarded(chosen: Choice, problem: Problem, best: Callable[..., Choice]) -> Ch
         before, chosen = chosen, best(refused=refused)
         tell(before.engine, chosen.engine, reason)
     return chosen
+
+
+def guarded_gradients(chosen: Choice, problem: Problem, *, is_forced: bool) -> Refusal | None:
+    """Return a function that says why the backward kernels of the chosen engine are refused, given the names of the
+    outputs that have a cotangent. Return None if no trial is needed.
+
+    The trial of a training call covers a loss of h alone. Other losses run other kernels, and which loss it is, is
+    known only when the gradient is asked for. is_forced: whether the caller forced the engine; then the function
+    raises ValueError instead.
+    """
+    if chosen.engine not in METAL_ENGINES or problem.plain or _unguarded or not is_real():
+        return None
+
+    def refused(names: tuple[str, ...]) -> str:
+        reason = "" if names == USUAL else refusal(chosen.engine, problem._replace(cotangents=names))
+        if reason and is_forced:
+            raise ValueError(f"[{problem.cell.op}] engine={chosen.engine!r} cannot run: {reason}.")
+        if reason:
+            tell(chosen.engine, "ops", reason)
+        return reason
+
+    return refused
 
 
 @contextmanager
@@ -81,17 +99,23 @@ def refusal(engine: str, problem: Problem) -> str:
         lock = _locks[text]
     with lock:
         reason = verdicts.find(text)
-        if reason is None and engine in _hung:
-            reason = _hung[engine]
-        elif reason is None:
+        if reason is None and (reason := _child.hung(engine)) is None:
             with one_process_at_a_time():
                 reason = verdicts.find(text)  # another process may have tried meanwhile
                 if reason is None:
-                    verdict = try_out(trial)
-                    reason = verdict.reason
-                    if verdict.lasting:
-                        verdicts.record(text, reason)
+                    reason = tried(trial, neighbours(engine, problem))
     return reason
+
+
+def tried(trial: Trial, others: list[Trial]) -> str:
+    """Try a trial's kernels and store the verdict. Return why they are refused, or an empty text. Try `others` in the
+    same go if they have no verdict: trials of calls that will probably follow."""
+    trials = [trial, *(other for other in others if verdicts.find(other.text()) is None)]
+    found = try_out(trials)
+    for each, verdict in zip(trials, found, strict=False):
+        if verdict.lasting:
+            verdicts.record(each.text(), verdict.reason)
+    return found[0].reason
 
 
 @contextmanager
@@ -119,9 +143,7 @@ def forget() -> None:
     verdicts.forget()
     tell.cache_clear()
     forget_warnings()
-    _hung.clear()
-    while _children:
-        _children.pop().kill()
+    _child.forget()
 
 
 @cache
@@ -144,48 +166,14 @@ def command() -> list[str] | None:
     return child_command("from mlx_lstm.recurrence._judge import main; main()")
 
 
-def try_out(trial: Trial) -> Verdict:
-    """Run a trial in the child process and return its verdict. If no child can be started, run the trial in this
-    process."""
+def try_out(trials: list[Trial]) -> list[Verdict]:
+    """Run trials of one engine in the child process. Return their verdicts, at least the first. If no child process
+    can run trials, run the first trial in this process."""
     words = command()
-    verdict = by_child(words, trial) if words else None
-    if verdict is None:
-        from ._judge import verdict as judge  # imported here: few processes need the oracle
+    if words:
+        with suppress(CannotBegin):
+            return by_child(words, trials)
+    from ._judge import verdict as judge  # imported here: few processes need the oracle
 
-        reason = judge(trial)
-        verdict = verdict_of(reason and f"{reason} (tried in this process, as no other could be started)")
-    return verdict
-
-
-def by_child(words: list[str], trial: Trial) -> Verdict | None:
-    """Return the verdict of the child process on a trial. Return None if no child can be started, or if the child
-    ends before it begins the trial."""
-    for _ in range(2):  # try a second time if a user or the system killed the child
-        with _child_lock:
-            new = not (_children and _children[-1].serves())
-            try:
-                return asked(words, trial)
-            except OSError:
-                return None
-            except Ended as end:
-                _children.clear()
-                if -end.code in ENDED_BY_OTHERS or not (new or end.began):
-                    continue
-                if not end.began:
-                    return None
-                return verdict_of(f"its trial on this machine ended with exit code {end.code}: {end.message}")
-    return Verdict("its trial was ended from outside, twice", lasting=False)
-
-
-def asked(words: list[str], trial: Trial) -> Verdict:
-    """Send a trial to the child of this process and return the verdict. Start the child first if none is running."""
-    if not (_children and _children[-1].serves()):
-        _children[:] = [Child(words)]
-    try:
-        return verdict_of(_children[-1].ask(trial.engine, trial.text()))
-    except Hangs as hang:
-        _children.clear()
-        # The reason is stored in `_hung`, so that this process does not try again kernels that hang.
-        what = "gave no answer" if hang.began else "did not begin"
-        _hung[trial.engine] = f"its trial on this machine {what} in {_child.SECONDS} seconds"
-        return Verdict(_hung[trial.engine], lasting=False)
+    reason = judge(trials[0])
+    return [verdict_of(reason and f"{reason} (tried in this process, as no other could be started)")]

@@ -5,40 +5,50 @@ The guard starts this module in a child process, because a fault of the GPU may 
 occurs.
 """
 
-import json
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
+from ..child import serve
 from ..engines.autodiff import run, shown_of
 from ..engines.packing import packed_names
 from ..engines.problem import Problem
 from ..oracle import evaluate
 from ..oracle.arithmetic import Arithmetic, Array, Tensors
 from ..oracle.closeness import TRIALS, exact_and_bounds, float_of, largest
-from ._child import ANSWER, STARTED
-from ._draw import Drawn, draw, float64, rounded
-from ._trial import SMALL, Trial, dtype_word, trial_from
+from ._draw import Drawn, draw, float64, output_shapes, rounded, zeros
+from ._trial import SMALL, USUAL, Trial, dtype_word, trial_from
 
 
 def main() -> None:
-    """Read one trial per line from standard input, run it and print its verdict, until the input closes. A trial is
-    not run if earlier trials have found all its kernels correct."""
-    recorder = Recorder(mx.fast.metal_kernel)
-    mx.fast.metal_kernel = recorder.kernel
-    right: set[Text] = set()
-    for line in sys.stdin:
-        trial = trial_from(line)
-        print(STARTED, flush=True)
-        texts = recorder.texts_of(trial)
-        reason = "" if texts and texts <= right else verdict(trial)
+    """In the child process, answer the guard's requests until it closes the pipe. `Judge.count` and `Judge.judge`
+    document them."""
+    judge = Judge()
+    mx.fast.metal_kernel = judge.recorder.kernel
+    serve(lambda do, trials: {"count": judge.count, "judge": judge.judge}[do](*map(trial_from, trials)))
+
+
+class Judge:
+    """The trials of one process, and the kernels that they have found correct."""
+
+    def __init__(self) -> None:
+        self.recorder = Recorder(mx.fast.metal_kernel)
+        self.right: set[Text] = set()
+
+    def count(self, *trials: Trial) -> dict[str, Any]:
+        """Answer how many kernels the trials launch that no earlier trial has found correct. Launch none of them."""
+        return {"kernels": len(set[Text]().union(*map(self.recorder.texts_of, trials)) - self.right)}
+
+    def judge(self, trial: Trial) -> dict[str, Any]:
+        """Run a trial, unless earlier trials have found all its kernels correct. Answer the reason to refuse its
+        kernels, or an empty text."""
+        texts = self.recorder.texts_of(trial)
+        reason = "" if texts and texts <= self.right else verdict(trial)
         if not reason:
-            right |= texts
-        print(ANSWER + json.dumps(reason), flush=True)
+            self.right |= texts
+        return {"reason": reason}
 
 
 Text = tuple[Any, ...]
@@ -54,6 +64,7 @@ class Recorder:
         """Create a recorder. build: the original `mx.fast.metal_kernel`."""
         self.build: Callable[..., Any] = build
         self.texts: set[Text] | None = None
+        self.recorded: dict[Trial, set[Text]] = {}
 
     def kernel(self, **definition: Any) -> Callable[..., Any]:
         """Return a kernel that is built at its first launch. While the recorder records, a launch only records the
@@ -76,39 +87,31 @@ class Recorder:
     def texts_of(self, trial: Trial) -> set[Text]:
         """Return the sources of all kernels that a trial launches, without launching any. Return an empty set if
         recording fails."""
-        with self.recording() as texts:
-            drawn = draw(trial.problem, np.random.default_rng(0))
-            outputs, _ = evaluate(drawn.case, None, Arithmetic(np.float64))
-            for names in sets_of_cotangents(trial.problem):
-                try:
-                    results(trial.problem, drawn, {name: outputs[name] for name in names}, trial.engine)
-                except Exception:  # the trial itself will report the error
-                    return set()
-        return texts
-
-    @contextmanager
-    def recording(self) -> Iterator[set[Text]]:
-        """Record the sources of all kernels launched inside this context."""
-        self.texts = texts = set()
-        try:
-            yield texts
-        finally:
-            self.texts = None
+        if trial not in self.recorded:
+            problem, shapes = trial.problem, output_shapes(trial.problem)
+            lengths = mx.full((problem.B,), problem.T, mx.int32)
+            self.texts = texts = set()
+            try:
+                cotangents = {name: mx.zeros(shapes[name], problem.dtype) for name in cotangents_of(problem)}
+                graph(problem, zeros(problem), lengths, cotangents, trial.engine)
+            except Exception:  # the trial itself will report the error
+                texts = set()
+            finally:
+                self.texts = None
+            self.recorded[trial] = texts
+        return self.recorded[trial]
 
 
 def verdict(trial: Trial) -> str:
     """Run a trial. Return why its kernels are refused, or an empty text if they are correct."""
     problem, rng = trial.problem, np.random.default_rng(0)
     drawn = draw(problem, rng)
-    outputs, _ = evaluate(drawn.case, None, Arithmetic(np.float64))
-    cotangents = {name: rounded(rng.normal(size=value.shape), problem.dtype) for name, value in outputs.items()}
-    bounds: dict[str, float] = {}
+    shapes = output_shapes(problem)
+    cotangents = {name: rounded(rng.normal(size=shapes[name]), problem.dtype) for name in cotangents_of(problem)}
     try:
-        for names in sets_of_cotangents(problem):
-            wanted = {name: cotangents[name] for name in names}
-            got = results(problem, drawn, wanted, trial.engine)
-            if reason := wrong(problem, drawn, wanted, got, bounds):
-                return f"its trial on this machine gave wrong numbers: {reason}"
+        got = results(problem, drawn, cotangents, trial.engine)
+        if reason := wrong(problem, drawn, cotangents, got):
+            return f"its trial on this machine gave wrong numbers: {reason}"
     # The kernels are refused after any error, because a compiler or a driver may raise an error of any type.
     except Exception as error:
         return f"its trial on this machine failed: {first_lines(error)}"
@@ -123,72 +126,77 @@ def first_lines(error: Exception) -> str:
     return " ".join([f"{type(error).__name__}:", lines[0], *compiler_lines])
 
 
-def sets_of_cotangents(problem: Problem) -> list[tuple[str, ...]]:
-    """Return the sets of outputs that get a gradient (a cotangent) in a trial: all outputs, and h alone, as in most
-    losses.
-
-    A trial does not cover kernels that run only for another set of outputs.
-    """
-    shown = shown_of(problem)
+def cotangents_of(problem: Problem) -> tuple[str, ...]:
+    """Return the names of the outputs that get a cotangent in a trial; none for inference without a gradient."""
     if problem.cotangents is not None:
-        return [problem.cotangents or shown]
-    return [shown, ("h",)] if problem.training and not problem.plain else [shown]
+        return problem.cotangents or shown_of(problem)
+    return () if problem.plain else USUAL
 
 
 def results(problem: Problem, drawn: Drawn, cotangents: Tensors, engine: str) -> Tensors:
-    """Run the problem on an engine. Return the outputs named in `cotangents`, and the gradients under names such as
+    """Run the problem on an engine. Return all outputs that the caller gets, and the gradients under names such as
     "dWx". For inference without a gradient (`plain`) return the outputs only."""
-    packed = {name: drawn.arrays[name] for name in packed_names(drawn.arrays)}  # quantized weights have no gradient
-    arrays = {name: array for name, array in drawn.arrays.items() if name not in packed}
-    lengths = {"lengths": mx.array(drawn.case["lengths"], mx.int32)} if "lengths" in problem.names else {}
+    lengths = mx.array(drawn.case["lengths"], mx.int32) if "lengths" in problem.names else None
+    in_dtype = {n: mx.array(array.astype(np.float32)).astype(problem.dtype) for n, array in cotangents.items()}
+    values = graph(problem, drawn.arrays, lengths, in_dtype, engine)
+    mx.eval(values)
+    return {name: float64(value) for name, value in values.items()}
+
+
+def graph(
+    problem: Problem,
+    arrays: dict[str, mx.array],
+    lengths: mx.array | None,
+    cotangents: dict[str, mx.array],
+    engine: str,
+) -> dict[str, mx.array]:
+    """Return the graph of what `results` returns, with the time axis first."""
+    floats = {name: array for name, array in arrays.items() if name not in packed_names(arrays)}
+    # Quantized weights and lengths have no gradient.
+    others = {name: array for name, array in arrays.items() if name not in floats}
+    if "lengths" in problem.names and lengths is not None:
+        others["lengths"] = lengths
     sequences = ("h", "c", "gates") if problem.batch_first else ()
+    shown = [*cotangents, *(name for name in shown_of(problem) if name not in cotangents)]
 
     def swapped(array: mx.array) -> mx.array:
         return mx.swapaxes(array, 0, 1)
 
     def outputs_of(*values: mx.array) -> list[mx.array]:
-        outputs = run(problem, dict(zip(arrays, values, strict=True)) | packed | lengths, engine)
-        return [outputs[name] for name in cotangents]
+        outputs = run(problem, dict(zip(floats, values, strict=True)) | others, engine)
+        return [outputs[name] if name in cotangents else mx.stop_gradient(outputs[name]) for name in shown]
 
     if problem.batch_first:
-        arrays["x"] = swapped(arrays["x"])
+        floats["x"] = swapped(floats["x"])
     if problem.plain:
-        outputs, gradients = outputs_of(*arrays.values()), []
+        outputs, gradients = outputs_of(*floats.values()), []
     else:
-        in_dtype = [mx.array(array.astype(np.float32)).astype(problem.dtype) for array in cotangents.values()]
-        as_outputs = [swapped(d) if name in sequences else d for name, d in zip(cotangents, in_dtype, strict=True)]
-        outputs, gradients = mx.vjp(outputs_of, list(arrays.values()), as_outputs)
-    mx.eval(outputs, gradients)
-    values = dict(zip(cotangents, outputs, strict=True))
-    values |= dict(zip([f"d{name}" for name in arrays], gradients, strict=not problem.plain))
+        as_outputs = [swapped(d) if name in sequences else d for name, d in cotangents.items()]
+        outputs, gradients = mx.vjp(outputs_of, list(floats.values()), as_outputs)
+    values = dict(zip(shown, outputs, strict=True))
+    values |= dict(zip([f"d{name}" for name in floats], gradients, strict=not problem.plain))
     sequences += ("dx",) if problem.batch_first else ()
-    return {name: float64(swapped(value) if name in sequences else value) for name, value in values.items()}
+    return {name: swapped(value) if name in sequences else value for name, value in values.items()}
 
 
-def wrong(problem: Problem, drawn: Drawn, cotangents: Tensors, got: Tensors, bounds: dict[str, float]) -> str:
+def wrong(problem: Problem, drawn: Drawn, cotangents: Tensors, got: Tensors) -> str:
     """Return a text that describes the first wrong result, with its error, or an empty text if all results are
     right.
 
     A result is wrong if its error exceeds both its error bound and twice the error of the engine `ops`. The second
     condition is needed because MLX's own products, which both engines use, are less precise than float32 on some
-    GPUs. The first call, for a loss of all outputs, fills `bounds`. Later calls reuse the bounds, because the
-    gradients of fewer outputs have smaller rounding errors.
+    GPUs.
     """
     gradients = drawn.smooth and not problem.plain
 
     def values(fl: Arithmetic) -> Tensors:
         outputs, exact_gradients = evaluate(drawn.case, cotangents if gradients else None, fl)
-        by_name = {f"d{name}": d for name, d in exact_gradients.items() if f"d{name}" in got}
-        return {name: outputs[name] for name in cotangents} | by_name
+        return {n: a for n, a in (outputs | {f"d{n}": d for n, d in exact_gradients.items()}).items() if n in got}
 
-    if bounds:
-        exact = values(Arithmetic(np.float64))
-    else:
-        # The error bounds come from repeated evaluations with random rounding. Two evaluations are enough if every
-        # array has at least 64 elements.
-        few = min(array.size for array in got.values()) >= 64
-        exact, limits = exact_and_bounds(values, dtype_word(problem), 2 if few else TRIALS)
-        bounds |= limits
+    # The error bounds come from repeated evaluations with random rounding. Two evaluations are enough if every array
+    # has at least 64 elements.
+    trials = 2 if min(array.size for array in got.values()) >= 64 else TRIALS
+    exact, bounds = exact_and_bounds(values, dtype_word(problem), trials)
     # A gradient near a kink of an activation has no error bound. It must at least not be NaN.
     for name in got.keys() - exact.keys():
         if np.isnan(got[name]).any():

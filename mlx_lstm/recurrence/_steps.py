@@ -122,6 +122,8 @@ class Steps(NamedTuple):
             return inner
         live, (order, ran) = self.live(), self.compact()
         inner["x"] = self.taken(arrays["x"], order, self.batch_first)
+        if "inputs" in arrays:
+            inner["inputs"] = self.taken(arrays["inputs"], order)
         if "keep" in arrays:
             # The factor of the next running step includes the factors of the held steps before it.
             inner["keep"] = mx.where(ran, self.taken(self.each_direction(inner["keep"], live, 0), order), 1)

@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from ..engines import cells
-from ..engines.cells import Cell, LSTMCell
+from ..engines.cells import AnyCell, LSTMCell
 from ..engines.metal import fused
 from ..engines.metal.fused import index_of
 from ..engines.metal.stepwise import index_bits, stepwise_rows, tile_of
 from ..engines.packing import Packing, is_packed
-from ..engines.problem import CORES, Chunks, Cut, Limits, Problem
+from ..engines.problem import Chunks, Cut, Limits, Problem
 
 STEPS = 3
 JOINING_STEPS, JOINING_LEFT = 10, 9
@@ -25,6 +25,10 @@ SMALL = 8
 BATCHES = (1, 3, 9, 17, 31, 33, 65, 128, 256, 512, 1024)
 """Batch sizes of trials: one from every range of batch sizes that use the same kernels of `stepwise`, mostly near the
 lower end of the range."""
+
+USUAL = ("h",)
+"""The outputs that have a cotangent in most losses. The trial of a training call computes the gradients of such a
+loss."""
 
 CELLS = {"lstm": cells.LSTMCell, "gru": cells.GRUCell, "rnn": cells.RNNCell}
 
@@ -76,13 +80,17 @@ def trial_of(engine: str, problem: Problem) -> Trial:
             limits = limits._replace(launch_steps=2)
         rows = rows_of(problem)
         B, H, P = next((B for B in batches(problem) if rows < B), problem.B), problem.H, problem.P
-        problem = problem._replace(cut=Cut(rows, problem.cut.spare if problem.cut else 0), cores=CORES)
+        problem, limits = (
+            problem._replace(cut=Cut(rows, problem.cut.spare if problem.cut else 0)),
+            limits._replace(cores=0),
+        )
     else:
         problem = problem._replace(cut=None)
         wide, left = index_bits(problem) == 64, limits.rows_left // 2 if "Wp" in problem.names else limits.rows_left
         if joins := left < problem.T:
             limits = limits._replace(rows_left=JOINING_LEFT)
-        B, H, P = smallest_stepwise(problem)
+        B, H, P, cores = smallest_stepwise(problem)
+        limits = limits._replace(cores=cores)
     if wide:
         limits = limits._replace(index=0)
     small = problem.B * min(problem.H, problem.P) < SMALL
@@ -91,6 +99,21 @@ def trial_of(engine: str, problem: Problem) -> Trial:
         T = as_small(problem.T * problem.B * problem.directions, B * problem.directions, T)
     cell, names = without_numbers(problem.cell), tuple(sorted(problem.names))
     return Trial(engine, problem._replace(T=T, B=B, H=H, P=P, cell=cell, names=names, limits=limits))
+
+
+def neighbours(engine: str, problem: Problem) -> list[Trial]:
+    """Return the trials of calls that will probably follow a call of this problem: evaluation after training, and for
+    a single step the same step with first states. They share kernels with the problem's own trial, so trying them in
+    one go costs less than a second go."""
+    if problem.cotangents is not None:
+        return []
+    if problem.training and not problem.plain:
+        chunks = problem.chunks if problem.chunks and not problem.chunks.recomputes else None
+        return [trial_of(engine, problem._replace(training=False, plain=True, chunks=chunks))]
+    states = {"h0", "c0"} if problem.cell.op == "lstm" else {"h0"}
+    if problem.T == 1 and not states <= {*problem.names}:
+        return [trial_of(engine, problem._replace(names=(*problem.names, *sorted(states - {*problem.names}))))]
+    return []
 
 
 def as_small(size: int, each: int, steps: int) -> int:
@@ -102,7 +125,7 @@ def as_small(size: int, each: int, steps: int) -> int:
     return max(1, (SMALL - 1) // each) if size < SMALL else SMALL
 
 
-def without_numbers(cell: Cell) -> Cell:
+def without_numbers(cell: AnyCell) -> AnyCell:
     """Return the cell with fixed values for the cell clip and the forget bias. Kernels read both at run time, so the
     values do not change the kernel."""
     if not isinstance(cell, LSTMCell):
@@ -121,24 +144,27 @@ def rows_of(problem: Problem) -> int:
     return fused.rows_for(problem.cell, problem.B, *own)
 
 
-def smallest_stepwise(problem: Problem) -> tuple[int, int, int]:
-    """Return (B, H, P) of the trial of the stepwise kernels: the smallest sizes whose matrix products use the same
-    tiles as those of the call."""
+def smallest_stepwise(problem: Problem) -> tuple[int, int, int, int]:
+    """Return (B, H, P, cores) of the trial of the stepwise kernels: the smallest sizes, and a number of GPU cores,
+    with which the matrix products use the same tiles as those of the call."""
+    wanted = tile_of(problem, problem.H), tile_of(problem, problem.P)
 
-    def smallest(B: int, width: int, weight: str) -> int | None:
-        """Return the smallest width with the same remainder modulo 32 and the same tile as `width`, or None. For a
-        quantized weight the width is a whole number of groups."""
+    def smallest(width: int, weight: str) -> int:
+        """Return the smallest width with the same remainder modulo 32 as `width`. For a quantized weight the width is
+        a whole number of groups."""
         group = problem.packing.group_size if problem.packing and is_packed(weight, problem.names) else 1
-        wanted, least = tile_of(problem, width), width % 32 + (32 if width % 32 < SMALL else 0)
-        widths = [width] if width < 32 else [*(w for w in range(least, width, 32) if w % group == 0), width]
-        return next((w for w in widths if tile_of(problem._replace(B=B), w) == wanted), None)
+        least = width % 32 + (32 if width % 32 < SMALL else 0)
+        return next((w for w in range(least, width, 32) if w % group == 0), width)
 
-    same = [B for B in batches(problem) if stepwise_rows(B) == stepwise_rows(problem.B)]
-    of_h = "Wp" if "Wp" in problem.names else "Wh"  # the weight whose rows are H long
-    sizes = [(B, smallest(B, problem.H, of_h), smallest(B, problem.P, "Wh")) for B in same]
-    fitting = [(B, H, P) for B, H, P in sizes if H is not None and P is not None]
-    own = problem.B, problem.H, problem.P
-    return min(fitting, key=lambda sizes: sizes[0] * (sizes[1] + sizes[2]), default=own)
+    H = smallest(problem.H, "Wp" if "Wp" in problem.names else "Wh")  # the weight whose rows are H long
+    P = smallest(problem.P, "Wh")
+    for B in batches(problem):
+        for cores in (problem.limits.cores, *range(1, 2 * B)):
+            small = problem._replace(B=B, limits=problem.limits._replace(cores=cores))
+            same = stepwise_rows(B) == stepwise_rows(problem.B)
+            if same and (tile_of(small, H), tile_of(small, P)) == wanted:
+                return B, H, P, cores
+    return problem.B, problem.H, problem.P, problem.limits.cores
 
 
 def batches(problem: Problem) -> list[int]:

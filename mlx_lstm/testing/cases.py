@@ -4,7 +4,6 @@ A case is a dict of an op's keyword arguments, with arrays as NumPy arrays, and 
 `lstm`).
 """
 
-import sys
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -258,18 +257,13 @@ def infer(
     return {name: getattr(out, name) for name in OUTPUTS[op] if name != "gates"}
 
 
-def has_metal() -> bool:
-    """Return whether MLX can run Metal kernels on this machine. MLX for macOS has the back end even without a GPU."""
-    return mx.metal.is_available() and (sys.platform != "darwin" or mx.is_available(mx.gpu))
-
-
 def hindrance(engine: str, sizes: tuple[int, int, int, int], dtype: mx.Dtype, cell: Cell, **options: Any) -> str:
     """Return why an engine cannot run a recurrence of sizes (T, B, I, H) on this machine, or "" if it can.
 
     `options` are arguments of `engines.choose`. By default `device` and `metal` describe this machine; for `numpy` the
     device is always the CPU.
     """
-    options = {"device": choice.current_device(), "metal": has_metal(), "traced": False} | options
+    options = {"device": choice.current_device(), "metal": choice.has_metal(), "traced": False} | options
     options |= {"device": "cpu"} if engine == "numpy" else {}
     try:
         choice.choose(sizes=sizes, dtype=dtype, cell=cell, requested=engine, **options)

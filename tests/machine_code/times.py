@@ -25,7 +25,7 @@ from mlx_lstm.engines.ops.packed import dequantized
 from mlx_lstm.engines.packing import WEIGHTS as PACKABLE
 from mlx_lstm.engines.packing import Packing
 from mlx_lstm.engines.predicted import predict
-from mlx_lstm.engines.problem import CORES, Cut, Problem
+from mlx_lstm.engines.problem import CORES, LIMITS, Cut, Problem
 
 from . import traffic
 from .instructions import WEIGHTS, has_product, reads_packed, work_of
@@ -341,7 +341,12 @@ def ours(
     for name in [name for name in PACKABLE if packing and name in shapes]:
         given |= packed_shapes(name, *given[name], packing)
     backward = which == "backward"
-    options = {"training": backward, "bidirectional": bidirectional, "packing": packing, "cores": cores}
+    options = {
+        "training": backward,
+        "bidirectional": bidirectional,
+        "packing": packing,
+        "limits": LIMITS._replace(cores=cores),
+    }
     problem = Problem(T, B, H, P, cell, dtype, cut=Cut(rows) if rows else None, **options)
     module = ENGINE_MODULES[engine]
 

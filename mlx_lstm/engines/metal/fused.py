@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from ..cells import Cell, GRUCell, LSTMCell
+from ..cells import AnyCell, GRUCell, LSTMCell
 from ..directions import half
 from ..ops.packed import matrix, scales_of
 from ..ops.sweep import gradients_after_sweep
@@ -252,7 +252,7 @@ def readable(problem: Problem, names: Collection[str] = (), dtype: mx.Dtype = mx
     return problem
 
 
-def numbers_of(cell: Cell) -> mx.array | None:
+def numbers_of(cell: AnyCell) -> mx.array | None:
     """Return the array of two numbers that an LSTM's kernel reads: the forget bias and the limit of the cell state."""
     return constant((cell.forget_bias, cell.cell_clip or 0.0), mx.float32) if isinstance(cell, LSTMCell) else None
 
@@ -459,7 +459,7 @@ class FusedTiling(NamedTuple):
 
 
 def fused_tiling(
-    cell: Cell,
+    cell: AnyCell,
     B: int,
     H: int,
     itemsize: int,
@@ -520,7 +520,7 @@ def packed_share(packing: Packing, H: int, lanes: int, slots: int) -> tuple[int,
 
 @lru_cache(4096)
 def rows_for(
-    cell: Cell, B: int, H: int, itemsize: int, directions: int, cores: int, packing: Packing | None = None
+    cell: AnyCell, B: int, H: int, itemsize: int, directions: int, cores: int, packing: Packing | None = None
 ) -> int:
     """Return how many batch items a threadgroup computes; 8 if it multiplies 8 x 8 matrices. With more items, each
     weight is read for more of them. With fewer items, there are enough threadgroups for all cores."""
@@ -533,7 +533,7 @@ def rows_for(
 
 
 def step_cycles(
-    cell: Cell, B: int, H: int, itemsize: int, directions: int, cores: int, rows: int, packing: Packing | None
+    cell: AnyCell, B: int, H: int, itemsize: int, directions: int, cores: int, rows: int, packing: Packing | None
 ) -> float:
     """Return the predicted cycles of a GPU core for one time step, forward and backward, if a threadgroup computes
     `rows` batch items. Quantized weights have no backward pass, so the forward pass alone counts.
@@ -554,7 +554,7 @@ def step_cycles(
     return total
 
 
-def rows_of(cell: Cell, sweep: str, wanted: int, threads: int, packed: bool) -> int:
+def rows_of(cell: AnyCell, sweep: str, wanted: int, threads: int, packed: bool) -> int:
     """Return how many batch items a threadgroup computes if it multiplies in lanes: `wanted`, or fewer if the
     registers do not suffice for that many."""
     most = registers_of(threads)
@@ -562,7 +562,7 @@ def rows_of(cell: Cell, sweep: str, wanted: int, threads: int, packed: bool) -> 
     return max(rows for rows in possible if rows == 1 or working_registers(cell, sweep, rows, packed) <= most)
 
 
-def working_registers(cell: Cell, sweep: str, rows: int, packed: bool) -> int:
+def working_registers(cell: AnyCell, sweep: str, rows: int, packed: bool) -> int:
     """Return the number of registers that a thread needs besides those for resident weights and optional inputs."""
     return WORKING_REGISTERS[cell.op, sweep][rows] + (PACKED_REGISTERS[rows] if packed else 0)
 
@@ -583,7 +583,7 @@ def tiling_of(sweep: str, problem: Problem, dtype: mx.Dtype, names: Collection[s
     )
 
 
-def two_products(cell: Cell) -> bool:
+def two_products(cell: AnyCell) -> bool:
     """Return whether a step has two products, one after the other, as in a GRU whose reset comes before the
     candidate's product."""
     return isinstance(cell, GRUCell) and cell.reset == "before"
@@ -594,7 +594,7 @@ def registers_of(threads: int) -> int:
     return REGISTERS[min(most for most in REGISTERS if most >= threads)]
 
 
-def fits_matrices(cell: Cell, H: int) -> bool:
+def fits_matrices(cell: AnyCell, H: int) -> bool:
     """Return whether `fused` can multiply 8 x 8 matrices for this cell and H. A threadgroup has at most 32
     simdgroups with 8 units each. A GRU whose reset comes before the candidate's product is not supported, because it
     has two products per step."""

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 import mlx.core as mx
 
 from ...machine import shader_folder
-from ..cells import Cell, GRUCell, LSTMCell, known
+from ..cells import AnyCell, GRUCell, LSTMCell, RNNCell, known
 from ..packing import is_packed
 from ..problem import Arrays, Problem
 
@@ -261,7 +261,7 @@ STRUCTS = {"lstm": "LSTMCell<OPTIONS>", "gru": "GRUCell<OPTIONS>", "rnn": "RNNCe
 
 
 @cache
-def cell_number(cell: Cell, peephole: bool = False) -> int:
+def cell_number(cell: AnyCell, peephole: bool = False) -> int:
     """Return the options of a cell as one integer, the template argument OPTIONS. metal/cell.metal lists its bits."""
     if isinstance(cell, LSTMCell):
         order, gates, activations = cell.gate_order, "ifgo", cell.activations
@@ -271,13 +271,14 @@ def cell_number(cell: Cell, peephole: bool = False) -> int:
         order, gates, activations = cell.gate_order, "rzn", cell.activations
         own = (cell.reset == "before") + (cell.flip_z << 1)
     else:
+        assert isinstance(cell, RNNCell)
         order, gates, activations, own = "h", "h", (cell.act,), 0
     number = sum(order.index(gate) << 2 * k for k, gate in enumerate(gates))
     number += sum(known("metal", ACTIVATIONS, name) << 8 + 3 * k for k, name in enumerate(activations))
     return number + (own << 23)
 
 
-def layout_number(cell: Cell) -> int:
+def layout_number(cell: AnyCell) -> int:
     """Return the bits of `cell_number` on which the layout of the arranged weights depends: the gate order, and
     whether a GRU resets before the product. Kernels that only move weights get this number, so that cells with
     other activations share them."""

@@ -10,7 +10,7 @@ from collections.abc import Collection
 
 import mlx.core as mx
 
-from ..cells import Cell, GRUCell
+from ..cells import AnyCell, GRUCell
 from ..ops import sweep as ops
 from ..packing import is_packed
 from ..problem import Arrays, Problem
@@ -37,7 +37,7 @@ def is_plain(problem: Problem, names: Collection[str]) -> bool:
     return not rare and not (isinstance(problem.cell, GRUCell) and problem.cell.reset == "before")
 
 
-def takes_product(cell: Cell) -> bool:
+def takes_product(cell: AnyCell) -> bool:
     """Return whether the backward steps read the recurrent product of a GRU's candidate. They do if the reset comes
     after this product, because r then multiplies it."""
     return isinstance(cell, GRUCell) and cell.reset == "after"

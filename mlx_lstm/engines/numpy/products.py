@@ -4,6 +4,8 @@ Forward: the input's part of the preactivations, computed for a block of steps a
 each step's own product (`JoinedProduct`). Backward: the gradients of the weights (`WeightGradients`).
 """
 
+from typing import Any
+
 import numpy as np
 
 from ..cells import LSTMCell
@@ -21,7 +23,7 @@ def input_products(
     """Return the faster of `JoinedProduct` and `SeparateProducts`. `JoinedProduct` is faster for a wide batch with
     enough rows (steps x batch) to pay for its copy of the weights. reciprocal: see `JoinedProduct`."""
     T, B = problem[:2]
-    if "Wx" in v and B >= WIDE_BATCH:
+    if "Wx" in v and "Wh" in v and B >= WIDE_BATCH:
         width = v["Wx"].shape[1] + v["Wh"].shape[1]
         if 2 * max(AHEAD_ROWS, width) <= T * B and len(v["Wx"]) * width <= COPIED_NUMBERS:
             return JoinedProduct(problem, v, mask, reciprocal)
@@ -44,11 +46,11 @@ class SeparateProducts:
 
     def __init__(self, problem: Problem, v: Views, mask: Array | None):
         """Copy or view the weights and allocate the buffers. mask: [T, B, P], or None."""
-        dtype, (T, B, H, P), cell = v["Wh"].dtype, problem[:4], problem.cell
+        dtype, (T, B, H, P), cell = v["x"].dtype, problem[:4], problem.cell
         rows = cell.gates * H
         self.order: str = cell.gate_order
         self.x: Array = v["x"]
-        self.weights: Array = matrix(v["Wh"])
+        self.weights: Any = matrix(v["Wh"]) if "Wh" in v else None  # None: a cell without a product of h
         Wx, bias = matrix(v["Wx"]) if "Wx" in v else None, bias_of(problem, v)
         if Wx is None:
             self.block: int = 1

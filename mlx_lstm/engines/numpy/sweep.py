@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ..cells import GRUCell, LSTMCell, RNNCell
+from ..cells import GRUCell, LSTMCell, PointwiseCell, RNNCell
 from ..directions import one_direction, part
 from ..packing import is_packed
 from ..problem import Arrays, Problem
@@ -34,6 +34,7 @@ from .arrays import (
 )
 from .gru import GRUStep, GRUStepBackward
 from .lstm import LSTMStep, LSTMStepBackward
+from .pointwise import PointwiseStep, PointwiseStepBackward
 from .products import WeightGradients, factored_names
 from .rnn import RNNStep, RNNStepBackward
 from .weights import with_float_weights
@@ -44,6 +45,7 @@ STEPS: dict[type, tuple[Callable[..., Any], Callable[..., Any]]] = {
     LSTMCell: (LSTMStep, LSTMStepBackward),
     GRUCell: (GRUStep, GRUStepBackward),
     RNNCell: (RNNStep, RNNStepBackward),
+    PointwiseCell: (PointwiseStep, PointwiseStepBackward),
 }
 """For each cell the class of a forward step and the class of a backward step."""
 
@@ -63,18 +65,18 @@ def forward(problem: Problem, arrays: Arrays, batch_first: bool = False, wants_l
         v["x"] = v["x"][None]
     elif batch_first:
         v["x"] = v["x"].transpose(BATCH_MAJOR)
-    dtype, (T, B, H, P), D = v["Wh"].dtype, problem[:4], problem.directions
-    widths = {"h": D * P, "c": D * H} if isinstance(problem.cell, LSTMCell) else {"h": D * P}
+    dtype, (T, B, H, P), D, cell = v["x"].dtype, problem[:4], problem.directions, problem.cell
+    widths = {"h": D * P, "c": D * cell.carried * H} if cell.carried else {"h": D * P}
     last = {f"{name}T": NewArray(dtype, (B, width)) for name, width in widths.items()} if wants_last else {}
     sequences: dict[str, NewArray] = {}
     if not single:
         sequences["h"] = NewSequence(dtype, (T, B, D * P), order_of(v["x"]), batch_first)
         if "c" in widths:
-            sequences["c"] = NewSequence(dtype, (T, B, D * H), FEATURE_MAJOR, batch_first)
-    rows, hidden = D * problem.cell.gates * H, None
+            sequences["c"] = NewSequence(dtype, (T, B, widths["c"]), FEATURE_MAJOR, batch_first)
+    rows, hidden = D * cell.kept * H, None
     if problem.return_gates:
         sequences["gates"] = NewSequence(dtype, (T, B, rows), FEATURE_MAJOR, batch_first)
-    elif problem.training and not isinstance(problem.cell, RNNCell):
+    elif problem.training and not isinstance(cell, RNNCell):
         # MLX initializes the memory of its arrays, which costs an additional write. Gates that MLX need not see are
         # therefore allocated by NumPy.
         hidden = np.empty((T, rows, B), dtype).transpose(FEATURE_MAJOR)
@@ -107,7 +109,7 @@ def backward(problem: Problem, arrays: Arrays, saved: Saved, cotangents: Arrays,
     new = {name: NewArray(v[name].dtype, v[name].shape) for name in wanted if name not in factored}
     new["x"] = NewSequence(v["x"].dtype, v["x"].shape, order_of(v["x"]))
     out = {name: array.memory for name, array in new.items()}
-    for name in {"mask", "keep"} & out.keys():
+    for name in {"mask", "keep", "inputs"} & out.keys():
         out[name].fill(0)  # the steps add to the mask's gradient, and write keep's only where a step runs
     projects = "Wx" in v  # read from v: among the gradients Wx is missing if it is quantized
     written: set[int] = set()
@@ -162,13 +164,13 @@ def of_direction(d: int | None, values: Views, projects: bool | None = None) -> 
 def sweep_forward(problem: Problem, v: Views, out: Views) -> None:
     """Run all steps of one direction. Write the outputs that `out` contains: h [T, B, P], c [T, B, H], gates [T, B,
     GH], hT [B, P] and cT [B, H]."""
-    dtype, (T, B, H, _), keep, mask = v["Wh"].dtype, problem[:4], v.get("keep"), step_mask(v, problem)
+    dtype, (T, B, H, _), keep, mask = v["x"].dtype, problem[:4], v.get("keep"), step_mask(v, problem)
     step = STEPS[type(problem.cell)][0](problem, problem.cell, v, mask)
     products, (lengths, shortest) = step.products, ends(problem, v)
     buffers, block = products.h_buffers, products.block
     h, gates = out["h"], out["gates"].transpose(FEATURE_MAJOR) if "gates" in out else None
     if "c" in out:
-        c, c_prev = out["c"].transpose(FEATURE_MAJOR), first_state(v, "c0", (H, B), dtype)
+        c, c_prev = out["c"].transpose(FEATURE_MAJOR), first_state(v, "c0", (problem.cell.carried * H, B), dtype)
     else:  # of width 0, so that the loop below serves every cell
         c, c_prev = np.empty((T, 0, B)), np.empty((0, B))
     c_kept = np.empty(c.shape[1:], dtype)  # keep * c_prev
@@ -198,6 +200,8 @@ def sweep_forward(problem: Problem, v: Views, out: Views) -> None:
             c_prev = np.multiply(c_prev, keep[t].T, out=c_kept)
         if mask is not None:
             np.multiply(h_prev, mask[t].T, out=products.h_rows[t % len(products.h_rows)])
+        if "inputs" in v and isinstance(step, PointwiseStep):
+            np.copyto(step.us, v["inputs"][t].T)
         step(products.operands[t % len(products.operands)], inputs_t, h_prev, c_prev, gates_t, c_t, h_new)
         np.copyto(h[t], h_new.T)
         if live is None:
@@ -239,7 +243,7 @@ class BackwardSweep:
         """Prepare the backward pass of one direction. v: the arrays of the call. saved: the outputs h, c and gates
         of the forward pass. dv: the cotangents of some outputs. out: the memory for the gradients. written,
         factored: see `WeightGradients`."""
-        dtype, (_, B, H, P) = v["Wh"].dtype, problem[:4]
+        dtype, (_, B, H, P), carried = v["x"].dtype, problem[:4], problem.cell.carried
         self.problem, self.v, self.dv, self.out, self.h = problem, v, dv, out, saved["h"]
         self.lengths, self.shortest = ends(problem, v)
         self.mask: Any = step_mask(v, problem)
@@ -247,9 +251,9 @@ class BackwardSweep:
         self.products: WeightGradients = WeightGradients(out, written, factored)
         has_c = "c" in saved
         self.c_at: Callable[[int], Any] = steps_of(saved["c"]) if has_c else lambda t: None
-        self.c0: Any = first_state(v, "c0", (H, B), dtype) if has_c else None
+        self.c0: Any = first_state(v, "c0", (carried * H, B), dtype) if has_c else None
         self.dh: Array = first_state(dv, "hT", (P, B), dtype)
-        self.dc: Array = first_state(dv, "cT", (H if has_c else 0, B), dtype)
+        self.dc: Array = first_state(dv, "cT", (carried * H if has_c else 0, B), dtype)
 
     def run(self) -> None:
         """Run all steps, then write the gradients of the first states and of the peephole weights."""
@@ -262,6 +266,8 @@ class BackwardSweep:
                 out[name][...] = d_state.T
         if "peephole" in out and isinstance(self.step, LSTMStepBackward):
             np.sum(self.step.dpeephole, axis=1, out=out["peephole"])
+        if "params" in out and isinstance(self.step, PointwiseStepBackward):
+            np.sum(self.step.dparams, axis=1, out=out["params"])
 
     def run_chunk(self, start: int, stop: int) -> None:
         """Run the steps from `start` to `stop` backward, then add their weight gradients."""
@@ -278,7 +284,7 @@ class BackwardSweep:
         h_prev = h_before if keep is None else h_before * keep[start:stop]
         h_in = h_prev if self.mask is None else h_prev * self.without_padding(self.mask, start, stop)
         h_in = h_in.reshape(-1, problem.P)
-        if isinstance(step, GRUStepBackward):
+        if isinstance(step, (GRUStepBackward, PointwiseStepBackward)):
             step.begin_chunk(start, h_prev, h_in)
         times = range(start, stop)
         for t in times if problem.reverse else reversed(times):
@@ -301,6 +307,8 @@ class BackwardSweep:
             c_before: Any = None if self.c0 is None else self.c_before(t)
             c_prev = c_before if c_before is None or keep is None else c_before * keep[t].T
             step(t, columns, c_prev, self.c_at(t), dh, dc, dgates)
+            if isinstance(step, PointwiseStepBackward):
+                step.finish(t, columns, live, self.out)
             if self.mask is not None:
                 self.through_mask(t, h_prev[t - start], live)
             if step.direct is not None:

@@ -12,16 +12,20 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_map
 
-from ..cells import GRUCell, LSTMCell
+from ..cells import GRUCell, LSTMCell, PointwiseCell, RNNCell
 from ..directions import half, join, join_gradients, one_direction, part
 from ..problem import Array, Arrays, Problem
 from . import cells
 from .packed import dequantized, times_input
+from .pointwise import gradients_by_mlx, pointwise_step
 
 
 def forward(problem: Problem, arrays: Arrays) -> Arrays:
     """Run the forward pass. Return the cell's outputs by name: h [T, B, D P], gates [T, B, D G H], hT [B, D P]; for
     an LSTM also c [T, B, D H] and cT [B, D H]."""
+    if isinstance(problem.cell, PointwiseCell):  # MLX derives its gradient, in which 0 times a NaN in padding were NaN
+        names = {"x", "inputs"} & arrays.keys()
+        arrays = arrays | {name: without_padding(arrays.get("lengths"), arrays[name]) for name in names}
     z, arrays = project(problem, arrays), dequantized(problem.packing, arrays)
     if not problem.bidirectional:
         return sweep_forward(problem, arrays, z)
@@ -35,7 +39,7 @@ def sweep_forward(problem: Problem, arrays: Arrays, z: Array) -> Arrays:
 
     def step_at(t: int, state: tuple[Array, Array]) -> tuple[Arrays, tuple[Array, Array]]:
         h, c = (times_keep(arrays, of_state, t) for of_state in state)
-        gates, c, h = step(problem, arrays, z_at[t], times_mask(arrays, h, t), h, c)
+        gates, c, h = step(problem, arrays, t, z_at[t], times_mask(arrays, h, t), h, c)
         return {"h": h, "c": c, "gates": gates}, (h, c)
 
     first = initial_states(problem, arrays)
@@ -84,12 +88,18 @@ def by_time(sequence: Array) -> list[Array]:
     return [row.squeeze(0) for row in mx.split(sequence, sequence.shape[0])]
 
 
-def step(problem: Problem, arrays: Arrays, z: Array, h_in: Array, h: Array, c: Array) -> tuple[Array, Array, Array]:
-    """Run one step of the problem's cell. Return (gates, c, h).
+def step(
+    problem: Problem, arrays: Arrays, t: int, z: Array, h_in: Array, h: Array, c: Array
+) -> tuple[Array, Array, Array]:
+    """Run step t of the problem's cell. Return (gates, c, h).
 
     z [B, G H]: the input's part of the preactivations. h_in: h times the mask. c: the cell state of an LSTM; other
     cells return it unchanged.
     """
+    if isinstance(problem.cell, PointwiseCell):
+        product = h_in @ arrays["Wh"].T if problem.cell.recurrent else None
+        inputs = arrays["inputs"][t, ...] if "inputs" in arrays else None
+        return pointwise_step(problem.cell, z, product, h, c, inputs, arrays.get("params"))
     cell, Wh, Wp = problem.cell, arrays["Wh"], arrays.get("Wp")
     if isinstance(cell, LSTMCell):
         # No mx.addmm here and in the cells: MLX 0.32.4 refuses it under vmap over x alone.
@@ -107,6 +117,8 @@ def backward(problem: Problem, arrays: Arrays, saved: Arrays, cotangents: Arrays
 
     saved: the outputs h, c and gates of the forward pass. cotangents: those of some outputs, by output name.
     """
+    if isinstance(problem.cell, PointwiseCell):
+        return gradients_by_mlx(forward, problem, arrays, cotangents)
     if problem.bidirectional:
         parts = [[part(values, d) for values in (arrays, saved, cotangents)] for d in range(2)]
         sweep = join([sweep_backward(one_direction(problem, d), *values) for d, values in enumerate(parts)])
@@ -176,6 +188,7 @@ def step_backward(
     if isinstance(cell, GRUCell):
         h_in = times_mask(arrays, before["h"], t)
         return cells.gru_step_backward(cell, after["gates"], h_in, before["h"], Wh, before.get("q"), dh, dgates)
+    assert isinstance(cell, RNNCell)
     return cells.rnn_step_backward(cell, after["h"], Wh, dh, dgates)
 
 
@@ -301,7 +314,7 @@ def project(problem: Problem, arrays: Arrays) -> Array:
 
 def initial_states(problem: Problem, arrays: Arrays) -> tuple[Array, Array]:
     """Return h0 [B, P] and c0 [B, H], with zeros for an absent one."""
-    B, dtype, widths = problem.B, arrays["x"].dtype, {"h0": problem.P, "c0": problem.H}
+    B, dtype, widths = problem.B, arrays["x"].dtype, {"h0": problem.P, "c0": (problem.cell.carried or 1) * problem.H}
     h0, c0 = (arrays[name] if name in arrays else mx.zeros((B, width), dtype) for name, width in widths.items())
     return h0, c0
 

@@ -1,0 +1,138 @@
+r"""Recurrent cells for `mlx_lstm.pointwise` and `mlx_lstm.nn.Pointwise`, each in a few lines of MLX.
+
+They are examples to copy and change as much as functions to use. The docstring of each names the paper, the order of
+the gates `a` and of the states, and the equations.
+"""
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+__all__ = ["augru", "cifg", "gru", "indrnn", "lstm", "minimal_gru", "minimal_gru_log", "peephole_lstm", "slstm"]
+__all__ += ["sum_peephole_lstm", "zoneout_lstm"]
+
+Array = mx.array
+Arrays = Sequence[mx.array]
+
+
+def lstm(a: Arrays, state: Arrays) -> tuple[Array, ...]:
+    r"""Run a step of an LSTM (Hochreiter and Schmidhuber, Neural Computation 9, 1997; Gers et al., 2000).
+
+    Gates i, f, g, o; states h, c. :math:`c' = \sigma(f) c + \sigma(i) \tanh g`, :math:`h' = \sigma(o) \tanh c'`.
+    """
+    i, f, g, o = a
+    _, c = state
+    c = mx.sigmoid(f) * c + mx.sigmoid(i) * mx.tanh(g)
+    return mx.sigmoid(o) * mx.tanh(c), c
+
+
+def zoneout_lstm(a: Arrays, state: Arrays, hold_h: Array, hold_c: Array) -> tuple[Array, ...]:
+    r"""Run a step of an LSTM with zoneout (Krueger et al., arXiv:1606.01305).
+
+    Gates i, f, g, o; states h, c; inputs hold_h, hold_c: 1 where h or c keeps its old value, else 0. Draw them for
+    each step and unit: `mx.random.bernoulli(p, (T, B, H))`. At inference the paper uses the probabilities p themselves:
+    the values may be anything from 0 to 1. :math:`h' = hold_h h + (1 - hold_h) h_{lstm}`, and so for c; the next h_lstm
+    reads the c before zoneout.
+    """
+    h, c = state
+    new_h, new_c = lstm(a, state)
+    return hold_h * h + (1 - hold_h) * new_h, hold_c * c + (1 - hold_c) * new_c
+
+
+def cifg(a: Arrays, state: Arrays) -> tuple[Array, ...]:
+    r"""Run a step of an LSTM with coupled input and forget gates (Greff et al., arXiv:1503.04069, "CIFG").
+
+    Gates f, g, o; states h, c. :math:`c' = \sigma(f) c + (1 - \sigma(f)) \tanh g`, :math:`h' = \sigma(o) \tanh c'`.
+    """
+    f, g, o = a
+    _, c = state
+    f = mx.sigmoid(f)
+    c = f * c + (1 - f) * mx.tanh(g)
+    return mx.sigmoid(o) * mx.tanh(c), c
+
+
+def peephole_lstm(a: Arrays, state: Arrays, p_i: Array, p_f: Array, p_o: Array) -> tuple[Array, ...]:
+    r"""Run a step of an LSTM with peepholes (Gers, Schraudolph and Schmidhuber, JMLR 3, 2002).
+
+    Gates i, f, g, o; states h, c; params p_i, p_f, p_o. :math:`i = \sigma(a_i + p_i c)`, :math:`f = \sigma(a_f + p_f
+    c)`, :math:`o = \sigma(a_o + p_o c')`.
+    """
+    i, f, g, o = a
+    _, c = state
+    c = mx.sigmoid(f + p_f * c) * c + mx.sigmoid(i + p_i * c) * mx.tanh(g)
+    return mx.sigmoid(o + p_o * c) * mx.tanh(c), c
+
+
+def sum_peephole_lstm(a: Arrays, state: Arrays, p: Array) -> tuple[Array, ...]:
+    r"""Run a step of an LSTM in which all three gates see c through the same peephole p.
+
+    Gates i, f, g, o; states h, c; params p. It is `peephole_lstm` with p_i = p_f = p_o.
+    """
+    return peephole_lstm(a, state, p, p, p)
+
+
+def slstm(a: Arrays, state: Arrays) -> tuple[Array, ...]:
+    r"""Run a step of sLSTM, the LSTM with exponential gates of xLSTM (Beck et al., arXiv:2405.04517, appendix A).
+
+    Gates i, f, z, o (the order of the paper and of FlashRNN); states h, c, n, m. Begin with zeros. The forget gate is
+    a sigmoid; :math:`m' = \max(\log \sigma(f) + m, i)` keeps the exponentials small. :math:`i' = e^{i - m'}`, :math:`f'
+    = e^{\log \sigma(f) + m - m'}`, :math:`c' = f' c + i' \tanh z`, :math:`n' = f' n + i'`, :math:`h' = \sigma(o) c' /
+    n'`.
+    """
+    i, f, z, o = a
+    _, c, n, m = state
+    f = m - mx.logaddexp(0, -f)
+    m = mx.maximum(f, i)
+    i, f = mx.exp(i - m), mx.exp(f - m)
+    c, n = f * c + i * mx.tanh(z), f * n + i
+    return mx.sigmoid(o) * c / n, c, n, m
+
+
+def gru(a: Arrays, state: Arrays) -> tuple[Array, ...]:
+    r"""Run a step of a GRU as in cuDNN and PyTorch (Cho et al., arXiv:1406.1078). Call with `apart=True`.
+
+    Gates r, z, n; state h. :math:`n = \tanh(x_n + \sigma(r) p_n)`, :math:`h' = n + \sigma(z) (h - n)`, with the
+    input's part x_n and the recurrent part p_n.
+    """
+    (xr, hr), (xz, hz), (xn, hn) = a
+    (h,) = state
+    n = mx.tanh(xn + mx.sigmoid(xr + hr) * hn)
+    return (n + mx.sigmoid(xz + hz) * (h - n),)
+
+
+def augru(a: Arrays, state: Arrays, attention: Array) -> tuple[Array, ...]:
+    r"""Run a step of a GRU whose update gate is scaled by attention (AUGRU; Zhou et al., "DIEN", arXiv:1809.03672).
+
+    Gates r, u, n, `apart=True`; state h; inputs attention, one score per step: an array [T, B, 1]. :math:`u' =
+    attention \sigma(u)`, :math:`h' = (1 - u') h + u' n`.
+    """
+    (xr, hr), (xu, hu), (xn, hn) = a
+    (h,) = state
+    n = mx.tanh(xn + mx.sigmoid(xr + hr) * hn)
+    return (h + attention * mx.sigmoid(xu + hu) * (n - h),)
+
+
+def indrnn(a: Arrays, state: Arrays, u: Array) -> tuple[Array, ...]:
+    r"""Run a step of an independently recurrent network (IndRNN; Li et al., arXiv:1803.04831). Call with `Wh=None`.
+
+    One gate; state h; params u. :math:`h' = \max(a + u h, 0)`.
+    """
+    return (mx.maximum(a[0] + u * state[0], 0),)
+
+
+def minimal_gru(a: Arrays, state: Arrays) -> tuple[Array, ...]:
+    r"""Run a step of minGRU (Feng et al., "Were RNNs all we needed?", arXiv:2410.01201). Call with `Wh=None`.
+
+    Gates z, n; state h. :math:`h' = (1 - \sigma(z)) h + \sigma(z) n`.
+    """
+    (z, n), (h,) = a, state
+    return (h + mx.sigmoid(z) * (n - h),)
+
+
+def minimal_gru_log(a: Arrays, state: Arrays) -> tuple[Array, ...]:
+    r"""Run a step of minGRU with the positive candidate of the paper's log-space version. Call with `Wh=None`.
+
+    Gates z, n; state h. As `minimal_gru`, with :math:`n + 0.5` for :math:`n \ge 0` and :math:`\sigma(n)` below.
+    """
+    z, n = a
+    return minimal_gru((z, mx.where(n >= 0, n + 0.5, mx.sigmoid(n))), state)

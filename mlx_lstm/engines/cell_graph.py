@@ -1,0 +1,335 @@
+"""A pointwise function as a graph of operations: its nodes, the rewrites that keep its precision, and the graph of a
+recurrent cell with that of its derivative, `CellGraph`.
+
+`engines.cell_tracer` builds the graphs from functions of MLX; every engine writes its own code from them.
+"""
+
+from collections.abc import Callable, Collection, Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+CONDITIONS = frozenset(("gt", "ge", "lt", "le", "eq", "ne", "and", "or", "not"))
+"""The operations whose results are bool."""
+
+COMMUTES = frozenset(("add", "mul", "eq", "ne", "and", "or"))
+"""The operations of two operands whose order has no effect."""
+
+
+class Node(NamedTuple):
+    """One operation. op: its name. args: the numbers of the nodes that are its operands. value: the name of an
+    "input", or the number of a "const"."""
+
+    op: str
+    args: tuple[int, ...] = ()
+    value: Any = None
+
+
+class Graph:
+    """A graph under construction. Equal nodes are stored once, and `add` rewrites nodes as the table `REWRITES`
+    says."""
+
+    def __init__(self) -> None:
+        self.nodes: list[Node] = []
+        self.numbers: dict[Node, int] = {}
+
+    def add(self, op: str, *args: int) -> int:
+        """Return the number of the node `op` of these operands, or of another node with the same value."""
+        if op in COMMUTES:
+            args = tuple(sorted(args))
+        for rewrite in REWRITES.get(op, ()):
+            same = rewrite(self, *args)
+            if same is not None:
+                return same
+        return self.node(Node(op, args))
+
+    def input(self, name: str) -> int:
+        """Return the number of the input with this name."""
+        return self.node(Node("input", (), name))
+
+    def constant(self, value: float) -> int:
+        """Return the number of the node of this number."""
+        return self.node(Node("const", (), float(value)))
+
+    def node(self, node: Node) -> int:
+        """Return the number of a node, which is added if there is no equal one."""
+        if node not in self.numbers:
+            self.numbers[node] = len(self.nodes)
+            self.nodes.append(node)
+        return self.numbers[node]
+
+    def value(self, n: int) -> float | None:
+        """Return the number that node n is, or None if it is not a constant."""
+        return self.nodes[n].value if self.nodes[n].op == "const" else None
+
+
+# --- Rewrites ---
+#
+# Each takes a graph and the operands of a new node. It returns the number of a node with the same value, or None.
+# tests/test_cell_graphs.py compares each with plain MLX where both are finite.
+
+
+def add_zero(graph: Graph, a: int, b: int) -> int | None:
+    """Rewrite x + 0 as x."""
+    return b if graph.value(a) == 0 else a if graph.value(b) == 0 else None
+
+
+def add_branches(graph: Graph, a: int, b: int) -> int | None:
+    """Rewrite (x if p else 0) + (0 if p else y) as x if p else y. MLX adds the gradients of both branches of a
+    selection in this way."""
+    one, other = graph.nodes[a], graph.nodes[b]
+    if one.op != "select" or other.op != "select" or one.args[0] != other.args[0]:
+        return None
+    (p, x, y), (_, u, v) = one.args, other.args
+    zeros = {graph.value(x), graph.value(v)}, {graph.value(y), graph.value(u)}
+    return graph.add("select", p, graph.add("add", x, u), graph.add("add", y, v)) if {0.0} in zeros else None
+
+
+def subtract_zero(graph: Graph, a: int, b: int) -> int | None:
+    """Rewrite x - 0 as x, and 0 - x as -x."""
+    return a if graph.value(b) == 0 else graph.add("neg", b) if graph.value(a) == 0 else None
+
+
+def multiply_by_one(graph: Graph, a: int, b: int) -> int | None:
+    """Rewrite x * 1 as x, and x * -1 as -x."""
+    for factor, x in ((a, b), (b, a)):
+        if graph.value(factor) in (1, -1):
+            return x if graph.value(factor) == 1 else graph.add("neg", x)
+    return None
+
+
+def multiply_by_condition(graph: Graph, a: int, b: int) -> int | None:
+    """Rewrite float(p) * x as x if p else 0, which is 0 even for an infinite x. MLX writes the gradients of maximum
+    and minimum in this way."""
+    for factor, x in ((a, b), (b, a)):
+        if graph.nodes[factor].op != "float":
+            continue
+        condition = graph.nodes[factor].args[0]
+        if graph.nodes[condition].op == "not":
+            return graph.add("select", graph.nodes[condition].args[0], graph.constant(0), x)
+        return graph.add("select", condition, x, graph.constant(0))
+    return None
+
+
+def divide_by_one(graph: Graph, a: int, b: int) -> int | None:
+    """Rewrite x / 1 as x."""
+    return a if graph.value(b) == 1 else None
+
+
+def divide_by_cosh(graph: Graph, a: int, b: int) -> int | None:
+    """Rewrite d / cosh(x)^2, as MLX writes the gradient of tanh, as d (1 - tanh(x)^2). cosh overflows for |x| > 89,
+    and tanh(x) is known from the forward pass."""
+    product = graph.nodes[b]
+    if product.op != "mul" or product.args[0] != product.args[1] or graph.nodes[product.args[0]].op != "cosh":
+        return None
+    y = graph.add("tanh", *graph.nodes[product.args[0]].args)
+    return graph.add("mul", a, graph.add("sub", graph.constant(1), graph.add("mul", y, y)))
+
+
+def negate_twice(graph: Graph, x: int) -> int | None:
+    """Rewrite -(-x) as x."""
+    return graph.nodes[x].args[0] if graph.nodes[x].op == "neg" else None
+
+
+def small_power(graph: Graph, x: int, exponent: int) -> int | None:
+    """Rewrite a power with the exponent 1, 2, 3, 0.5, -0.5, -1 or 0 by products, quotients and roots."""
+    power = graph.value(exponent)
+    if power == 0:
+        return graph.constant(1)
+    if power == 1:
+        return x
+    if power in (2, 3):
+        product = graph.add("mul", x, x)
+        return product if power == 2 else graph.add("mul", x, product)
+    if power in (0.5, -0.5):
+        return graph.add("sqrt" if power == 0.5 else "rsqrt", x)
+    return graph.add("div", graph.constant(1), x) if power == -1 else None
+
+
+def same_branches(graph: Graph, condition: int, x: int, y: int) -> int | None:
+    """Rewrite "x if p else x" as x."""
+    return x if x == y else None
+
+
+def folded(op: str) -> Callable[..., int | None]:
+    """Return the rewrite that computes an operation of constants."""
+    compute: Callable[..., Any] = FOLDS[op]
+
+    def fold(graph: Graph, *args: int) -> int | None:
+        values = [graph.value(n) for n in args]
+        if None in values or (op == "div" and values[1] == 0):
+            return None
+        return graph.constant(float(compute(*values)))
+
+    return fold
+
+
+FOLDS = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide, "neg": np.negative}
+
+REWRITES: dict[str, tuple[Callable[..., int | None], ...]] = {
+    "add": (folded("add"), add_zero, add_branches),
+    "sub": (folded("sub"), subtract_zero),
+    "mul": (folded("mul"), multiply_by_one, multiply_by_condition),
+    "div": (folded("div"), divide_by_one, divide_by_cosh),
+    "neg": (folded("neg"), negate_twice),
+    "pow": (small_power,),
+    "select": (same_branches,),
+}
+"""The rewrites of each operation, in the order in which they are tried."""
+
+
+# --- The graph of a cell ---
+
+
+def needed(nodes: list[Node] | tuple[Node, ...], outputs: Iterable[int], leaves: Collection[int] = ()) -> list[int]:
+    """Return the nodes from which the outputs are computed, in an order in which they can be computed. The operands of
+    `leaves` are left out."""
+    found: set[int] = set()
+    stack = list(outputs)
+    while stack:
+        n = stack.pop()
+        if n not in found:
+            found.add(n)
+            stack += [] if n in leaves else nodes[n].args
+    return sorted(found)  # a node's operands have smaller numbers
+
+
+class CellGraph:
+    """A recurrent cell as a graph: one step forward and its gradient.
+
+    The inputs have the names x0, x1, ... (the preactivations; if `apart`, the input's part of them), p0, ... (if
+    `apart`, the recurrent part), s0, ... (the states; s0 is h), u0, ... (inputs of each step), w0, ... (parameters
+    per unit) and d0, ... (the gradients of the new states).
+
+    forward: the new states. back: the gradients of x*, p*, s*, u*, w*, in this order. saved: the nodes of the forward
+    pass that the backward pass reads, besides the states and its own inputs.
+    """
+
+    def __init__(
+        self,
+        nodes: tuple[Node, ...],
+        counts: tuple[int, int, int, int],
+        apart: bool,
+        forward: tuple[int, ...],
+        back: tuple[int, ...],
+        saved: tuple[int, ...],
+    ):
+        """counts: the numbers of gates, states, inputs of each step and parameters."""
+        self.nodes, self.apart, self.forward, self.back, self.saved = nodes, apart, forward, back, saved
+        self.gates, self.states, self.inputs, self.params = counts
+        self.number: dict[str, int] = {node.value: n for n, node in enumerate(nodes) if node.op == "input"}
+        self.function: Callable[..., list[Any]] | None = None  # the user's function of all inputs; absent in a trial
+        # A graph is part of the key of every cache, so its hash is computed once.
+        self.content: tuple[Any, ...] = (repr(nodes), counts, apart, forward, back, saved)
+        self.hash: int = hash(self.content)
+
+    def __hash__(self) -> int:
+        return self.hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, CellGraph) and self.content == other.content)
+
+    def __repr__(self) -> str:
+        return f"CellGraph({self.gates} gates, {self.states} states, {len(self.nodes)} nodes)"
+
+    def names(self) -> list[str]:
+        """Return the names of the inputs whose gradients `back` lists, in its order."""
+        parts = [("x", self.gates), ("p", self.gates if self.apart else 0), ("s", self.states)]
+        return [f"{letter}{k}" for letter, n in [*parts, ("u", self.inputs), ("w", self.params)] for k in range(n)]
+
+    def gradients(self, letter: str) -> list[int]:
+        """Return the nodes of the gradients of all inputs of one letter: x, p, s, u or w."""
+        return [n for name, n in zip(self.names(), self.back, strict=True) if name[0] == letter]
+
+    def of_product(self) -> list[int]:
+        """Return the gradients of the recurrent part of each preactivation."""
+        return self.gradients("p") if self.apart else self.gradients("x")
+
+    def known_after(self) -> dict[int, int]:
+        """Return the new states that the backward pass can read from the outputs: {node: number of the state}."""
+        return {n: k for k, n in enumerate(self.forward) if self.nodes[n].op not in ("const", "input")}
+
+    def reads(self, name: str) -> bool:
+        """Return whether the backward pass reads an input, beyond what is saved."""
+        return name in self.number and self.number[name] in needed(
+            self.nodes, self.back, {*self.saved, *self.known_after()}
+        )
+
+    def reads_after(self, k: int) -> bool:
+        """Return whether the backward pass reads the new state k."""
+        leaves = {*self.saved, *self.known_after()}
+        return self.forward[k] in self.known_after() and self.forward[k] in needed(self.nodes, self.back, leaves)
+
+    def to_json(self) -> list[Any]:
+        """Return the graph as lists and numbers, from which `from_json` makes it again."""
+        counts = self.gates, self.states, self.inputs, self.params
+        return [[list(node) for node in self.nodes], counts, self.apart, self.forward, self.back, self.saved]
+
+
+def from_json(content: list[Any]) -> CellGraph:
+    """Return the graph that `CellGraph.to_json` wrote."""
+    nodes, counts, apart, *lists = content
+    gates, states, inputs, params = counts
+    forward, back, saved = (tuple(numbers) for numbers in lists)
+    made = tuple(Node(op, tuple(args), value) for op, args, value in nodes)
+    return CellGraph(made, (gates, states, inputs, params), apart, forward, back, saved)
+
+
+def cell_graph(
+    graph: Graph, counts: tuple[int, int, int, int], apart: bool, forward: list[int], back: list[int]
+) -> CellGraph:
+    """Return the graph of a cell, without the nodes that neither its results nor its gradients need, and with the
+    nodes that the backward pass shall read from the forward pass."""
+    whole = needed(graph.nodes, [*forward, *back])
+    number = {n: k for k, n in enumerate(whole)}
+    nodes = tuple(graph.nodes[n]._replace(args=tuple(number[k] for k in graph.nodes[n].args)) for n in whole)
+    results = tuple(number[n] for n in forward), tuple(number[n] for n in back)
+    bare = CellGraph(nodes, counts, apart, *results, ())
+    return CellGraph(nodes, counts, apart, *results, tuple(to_save(bare)))
+
+
+def to_save(cell: CellGraph) -> list[int]:
+    """Return the nodes that the forward pass saves: for each preactivation the last node that all its uses in the
+    backward pass go through, and that no gradient enters. For an LSTM these are its gates after activation.
+
+    The new states need not be saved, because the outputs contain them.
+    """
+    free, saved = set(cell.known_after()), []
+    order = needed(cell.nodes, cell.back, free)
+    gradients = entered_by_gradients(cell.nodes)
+    for name in cell.names():
+        if name[0] not in "xp" or cell.number.get(name) not in order:
+            continue
+        last = cell.number[name]
+        while (after := next_on_all_paths(cell, order, last, free | gradients)) is not None:
+            last = after
+        if last not in saved:
+            saved.append(last)
+    # A saved node may make another one superfluous.
+    for n in list(saved):
+        others = {k for k in saved if k != n}
+        if n not in needed(cell.nodes, cell.back, free | others):
+            saved.remove(n)
+    return saved
+
+
+def entered_by_gradients(nodes: tuple[Node, ...]) -> set[int]:
+    """Return the nodes that depend on a gradient of the new states."""
+    found: set[int] = set()
+    for n, node in enumerate(nodes):
+        if (node.op == "input" and node.value[0] == "d") or not found.isdisjoint(node.args):
+            found.add(n)
+    return found
+
+
+def next_on_all_paths(cell: CellGraph, order: list[int], n: int, excluded: set[int]) -> int | None:
+    """Return the first node after n that all paths from n to the gradients go through, or None. Nodes in `excluded`
+    and conditions are not returned."""
+    leaves = set(cell.known_after())
+    for candidate in order:
+        if candidate <= n or candidate in excluded or cell.nodes[candidate].op in CONDITIONS:
+            continue
+        below = n in needed(cell.nodes, [candidate], leaves)
+        if below and n not in needed(cell.nodes, cell.back, leaves | {candidate}):
+            return candidate
+    return None

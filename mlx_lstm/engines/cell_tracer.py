@@ -1,0 +1,399 @@
+"""Trace a recurrent cell that a user wrote with MLX's operations, and MLX's own derivative of it, into a `CellGraph`.
+Refuse what is not pointwise, with the operation and its line."""
+
+import linecache
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache, partial
+from pathlib import Path
+from traceback import extract_tb
+from types import FrameType
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from ..checks import fail
+from .cell_graph import CONDITIONS, CellGraph, Graph, cell_graph
+from .ops.pointwise import values_of
+
+OP = "pointwise"
+
+MLX = str(Path(mx.__file__).parent)
+"""The folder of MLX's own Python code."""
+
+UNARY = {
+    "Negative": "neg", "Exp": "exp", "Expm1": "expm1", "Log1p": "log1p", "Tanh": "tanh", "Sigmoid": "sigmoid",
+    "Abs": "abs", "Sign": "sign", "Sin": "sin", "Cos": "cos", "Tan": "tan", "Sinh": "sinh",
+    "Cosh": "cosh", "ArcSin": "asin", "ArcCos": "acos", "ArcTan": "atan", "ArcSinh": "asinh", "ArcCosh": "acosh",
+    "ArcTanh": "atanh", "Erf": "erf", "Floor": "floor", "Ceil": "ceil", "Round": "round", "LogicalNot": "not",
+}  # fmt: skip
+BINARY = {
+    "Add": "add", "Subtract": "sub", "Multiply": "mul", "Divide": "div", "Maximum": "max", "Minimum": "min",
+    "Power": "pow", "LogAddExp": "logaddexp", "ArcTan2": "atan2", "Greater": "gt", "GreaterEqual": "ge", "Less": "lt",
+    "LessEqual": "le", "Equal": "eq", "NotEqual": "ne", "LogicalAnd": "and", "LogicalOr": "or",
+}  # fmt: skip
+VIEWS = ("Broadcast", "Copy", "Contiguous", "Full")
+"""Operations that change neither the value nor the unit of a number."""
+
+ADVICE = {
+    "a product belongs into Wx and Wh, outside of the cell": ("Matmul", "AddMM", "QuantizedMatmul", "GatherMM"),
+    "a step that mixes units is one for mlx_lstm.recurrent": (
+        *(
+            "Reduce",
+            "Softmax",
+            "LogSumExp",
+            "LayerNorm",
+            "RMSNorm",
+            "Scan",
+            "ArgReduce",
+            "Sort",
+            "ArgSort",
+            "Partition",
+        ),
+    ),
+    "a cell must not change shapes": (
+        *("Reshape", "Transpose", "Slice", "Split", "Concatenate", "Gather", "GatherAxis", "ExpandDims", "Squeeze"),
+        *("Flatten", "Unflatten", "AsStrided", "Pad", "SliceUpdate", "DynamicSlice"),
+    ),
+    "draw random numbers before, and pass them in inputs": ("RandomBits",),
+    "an array that is not the same number everywhere must be passed in params": ("a constant array",),
+    "arrays from around the cell would be constants without a gradient: pass it in params": ("a captured array",),
+    "MLX cannot write out functions with derivatives of their own": ("a custom function",),
+    "a cell computes in float32": ("AsType",),
+    "use mx.where": ("a decision on values",),
+}
+"""What to do instead, by operation."""
+
+
+class Counts(NamedTuple):
+    """How many gates, states, inputs of each step and parameters a cell has."""
+
+    gates: int
+    states: int
+    inputs: int
+    params: int
+
+
+class NotPointwise(Exception):
+    """A function does something that a graph of one number does not have. `what` names it."""
+
+    def __init__(self, what: str):
+        self.what = what
+        super().__init__(what)
+
+
+def traced(cell: Callable[..., Any], counts: Counts, apart: bool, shape: tuple[int, int], dtype: mx.Dtype) -> CellGraph:
+    """Return the graph of a cell, from a cache if the same function was traced for the same arguments.
+
+    cell: cell(a, state, *inputs, *params), which returns a tuple of states. shape: (B, H), the shape of each state.
+    dtype: float32 or float64.
+    """
+    try:
+        return cached_trace(cell, counts, apart, shape, dtype)
+    except TypeError as error:
+        if "unhashable" not in str(error):
+            raise
+        return trace(cell, counts, apart, shape, dtype)
+
+
+def trace(cell: Callable[..., Any], counts: Counts, apart: bool, shape: tuple[int, int], dtype: mx.Dtype) -> CellGraph:
+    """Return the graph of a cell and of MLX's derivative of it. `traced` describes the arguments."""
+    with mx.stream(mx.cpu):  # nothing runs; float64 arrays may only be made for the CPU
+        step = partial(called, cell, counts, apart)
+        given = [mx.zeros(shape, dtype)] * (counts.gates * (1 + apart) + sum(counts[1:]))
+        d_states = [mx.zeros(shape, dtype)] * counts.states
+        graph = Graph()
+        try:
+            names = names_of(counts, apart)
+            forward = absorb(graph, step, given, names)
+            gradient = partial(derivative, step, len(given))
+            back = absorb(graph, gradient, given + d_states, [*names, *(f"d{k}" for k in range(counts.states))])
+        except NotPointwise as error:
+            refuse(cell, step, given, error.what)
+        cell_of = cell_graph(graph, counts, apart, forward, back)
+        verify(cell_of, step, shape, dtype)
+        cell_of.function = step
+        return cell_of
+
+
+def verify(graph: CellGraph, step: Callable[..., Any], shape: tuple[int, int], dtype: mx.Dtype) -> None:
+    """Compare a graph with the function and with MLX's derivative of it, at random numbers in float64.
+
+    Values that one of them cannot compute are left out: a rewrite may be finite where MLX's formula overflows.
+
+    Raises:
+        RuntimeError: they differ, which is a defect of this package.
+    """
+    rng = np.random.default_rng(0)
+    names = [*graph.names(), *(f"d{k}" for k in range(graph.states))]
+    drawn = [mx.array(rng.normal(size=shape), mx.float64) for _ in names]
+    n = len(names) - graph.states
+    try:
+        wanted = [*step(*drawn[:n]), *derivative(step, n, *drawn)]
+    except ValueError:  # a function of MLX that does not take float64
+        drawn = [array.astype(mx.float32) for array in drawn]
+        wanted = [*step(*drawn[:n]), *derivative(step, n, *drawn)]
+    known = {graph.number[name]: array for name, array in zip(names, drawn, strict=True) if name in graph.number}
+    values = values_of(graph.nodes, [*graph.forward, *graph.back], known, drawn[0])
+    got = [mx.broadcast_to(values[n], shape) for n in (*graph.forward, *graph.back)]
+    mx.eval(wanted, got)
+    for one, other in zip(wanted, got, strict=True):
+        a, b = (np.array(array.astype(mx.float64)) for array in (one, other))
+        both = np.isfinite(a) & np.isfinite(b)
+        if (np.abs(a - b)[both] > 1e-3 * (1 + np.abs(a[both]).max(initial=0))).any():
+            raise RuntimeError(f"[{OP}] the graph of the cell differs from the cell. Please report its source.")
+
+
+cached_trace = lru_cache(512)(trace)
+
+
+def names_of(counts: Counts, apart: bool) -> list[str]:
+    """Return the names of the inputs of a cell's graph, as `CellGraph` lists them."""
+    parts = [("x", counts.gates), ("p", counts.gates if apart else 0), ("s", counts.states)]
+    return [f"{letter}{k}" for letter, n in [*parts, ("u", counts.inputs), ("w", counts.params)] for k in range(n)]
+
+
+def called(cell: Callable[..., Any], counts: Counts, apart: bool, *arrays: mx.array) -> list[mx.array]:
+    """Call the cell with arrays in the order of `names_of`. Return the new states, checked."""
+    x, rest = arrays[: counts.gates], arrays[counts.gates :]
+    a: Sequence[Any] = x
+    if apart:
+        a, rest = tuple(zip(x, rest[: counts.gates], strict=True)), rest[counts.gates :]
+    states = cell(a, rest[: counts.states], *rest[counts.states :])
+    shape = rest[0].shape
+    if isinstance(states, mx.array) and counts.states == 1:
+        states = (states,)
+    if not isinstance(states, (tuple, list)) or len(states) != counts.states:
+        many = f" of {len(states)}" if isinstance(states, (tuple, list)) else ""
+        fail(OP, f"the cell must return a tuple of {counts.states} states, h first,", type(states).__name__ + many)
+    for k, state in enumerate(states):
+        if not isinstance(state, mx.array):
+            fail(OP, f"the cell must return arrays as states, state {k}", type(state).__name__)
+        if state.shape not in (shape, ()):
+            fail(OP, f"the cell must keep the shape of state {k}, {list(shape)},", list(state.shape))
+        if state.dtype == mx.bool_:
+            fail(OP, f"the cell must return floats as states, state {k}", state.dtype)
+    return [mx.broadcast_to(state, shape) for state in states]
+
+
+def derivative(step: Callable[..., list[mx.array]], n: int, *arrays: mx.array) -> list[mx.array]:
+    """Return the gradients of the first n arrays. The others are the gradients of the results."""
+    return mx.vjp(step, list(arrays[:n]), list(arrays[n:]))[1]
+
+
+# --- From MLX's graph to ours ---
+
+Exported = list[dict[str, Any]]
+
+
+def exported(function: Callable[..., Any], given: list[mx.array]) -> Exported:
+    """Return MLX's graph of a function, as mx.export_function lists it."""
+    content: Exported = []
+    try:
+        mx.export_function(content.append, function, *given)
+    except ValueError as error:
+        if "CustomTransforms" in str(error):
+            raise NotPointwise("a custom function") from error
+        if "eval an array during function transformations" in str(error):
+            raise NotPointwise("a decision on values") from error
+        raise
+    return content
+
+
+def absorb(graph: Graph, function: Callable[..., Any], given: list[mx.array], names: list[str]) -> list[int]:
+    """Add a function to a graph. Return the nodes of its results. names: the names of its arguments."""
+    content = exported(function, given)
+    if any(item.get("name") == "RandomBits" for item in content):  # before operations on the key, such as Split
+        raise NotPointwise("RandomBits")
+    again = exported(function, given)  # while `content` lives, so that new constants of both have different addresses
+    captured = captured_arrays(content, again)
+    found: dict[str, int | None] = {}  # by the keys of MLX's graph; None: an array of different numbers
+    outputs: list[str] = []
+    for item in content:
+        if item["type"] == "inputs":
+            found |= {key: graph.input(name) for (key, *_), name in zip(item["inputs"], names, strict=True)}
+        elif item["type"] == "outputs":
+            outputs = [key for key, *_ in item["outputs"]]
+        elif item["type"] == "constants":
+            for key, array in item["constants"]:
+                found[key] = None if key in captured else constant_of(graph, array)
+        elif item["type"] == "primitive":
+            found[item["outputs"][0][0]] = primitive(graph, item, found, captured)
+    results = [found[key] for key in outputs]
+    if None in results:
+        raise NotPointwise("a captured array" if captured else "a constant array")
+    return [n for n in results if n is not None]
+
+
+def constant_of(graph: Graph, array: mx.array) -> int | None:
+    """Return the node of a constant, or None for an array of different numbers."""
+    values = np.array(array.astype(mx.float64 if array.dtype == mx.float64 else mx.float32), copy=False).reshape(-1)
+    if values.size == 0 or (values != values[0]).any():
+        return None
+    n = graph.constant(float(values[0]))
+    return graph.add("ne", n, graph.constant(0)) if array.dtype == mx.bool_ else n
+
+
+def captured_arrays(content: Exported, again: Exported) -> set[str]:
+    """Return the keys of the constants that the function did not make itself.
+
+    An array from around the function lies at the same address in both graphs, which are both alive. An array without
+    a value belongs to a transformation around the function.
+    """
+    captured: set[str] = set()
+    pairs = [
+        [pair for item in graph if item["type"] == "constants" for pair in item["constants"]]
+        for graph in (content, again)
+    ]
+    for (key, one), (_, other) in zip(*pairs, strict=False):
+        try:
+            same = one.size > 0 and address(one) == address(other)
+        except ValueError:  # a placeholder of mx.compile or mx.vmap
+            same = True
+        if same:
+            captured.add(key)
+    return captured
+
+
+def address(array: mx.array) -> int:
+    """Return the address of an array's memory."""
+    if array.dtype == mx.bfloat16:
+        array = array.view(mx.uint16)
+    return np.array(array, copy=False).__array_interface__["data"][0]
+
+
+def primitive(graph: Graph, item: dict[str, Any], found: dict[str, int | None], captured: set[str]) -> int:
+    """Add one operation of MLX's graph. Return its node."""
+    name, arguments = item["name"], item["arguments"]
+    keys = [key for key, *_ in item["inputs"]]
+    supported = {*UNARY, *BINARY, *VIEWS, "AsType", "Square", "Sqrt", "Log", "BitwiseBinary", "Select"}
+    if name not in supported:
+        raise NotPointwise(name)
+    if any(found[key] is None for key in keys):
+        raise NotPointwise("a captured array" if captured.intersection(keys) else "a constant array")
+    args = [n for n in (found[key] for key in keys) if n is not None]
+    conditions = [graph.nodes[n].op in CONDITIONS for n in args]
+    if name in VIEWS:
+        return args[0]
+    if name == "AsType":
+        return cast(graph, args[0], conditions[0], item["inputs"][0][2], item["outputs"][0][2])
+    if name == "Sqrt":
+        return graph.add("rsqrt" if arguments[0] else "sqrt", *args)
+    if name == "Log":
+        return graph.add(("log2", "log10", "log")[int(arguments[0])], *args)
+    if name == "BitwiseBinary":
+        if not all(conditions) or arguments[0] not in (0, 1, 2):
+            raise NotPointwise(name)
+        return graph.add(("and", "or", "ne")[arguments[0]], *args)
+    if name == "Square":
+        return graph.add("mul", args[0], args[0])
+    if name == "Select":
+        return graph.add("select", *args)
+    op = {**UNARY, **BINARY}[name]
+    if op in ("and", "or", "not"):
+        args = [
+            n if is_bool else graph.add("ne", n, graph.constant(0)) for n, is_bool in zip(args, conditions, strict=True)
+        ]
+    else:
+        args = [graph.add("float", n) if is_bool else n for n, is_bool in zip(args, conditions, strict=True)]
+    return graph.add(op, *args)
+
+
+def cast(graph: Graph, n: int, is_bool: bool, before: mx.Dtype, after: mx.Dtype) -> int:
+    """Return the node of a conversion to another dtype: bool to numbers or back, or between the dtypes of constants."""
+    if after == mx.bool_:
+        return n if is_bool else graph.add("ne", n, graph.constant(0))
+    if is_bool:
+        return graph.add("float", n)
+    if before == after or graph.value(n) is not None:
+        return n
+    raise NotPointwise("AsType")
+
+
+# --- Refusals ---
+
+
+def refuse(cell: Callable[..., Any], step: Callable[..., Any], given: list[mx.array], what: str) -> None:
+    """Raise the error of a cell that is not pointwise. It names the operation, the line and what to do instead."""
+    advice = next((text for text, names in ADVICE.items() if what in names), "docs/cells.md lists the operations")
+    name = getattr(cell, "__name__", type(cell).__name__)
+    fail(OP, f"the cell must compute each number by itself ({advice})", f"{what} in {name}{line_of(step, given)}")
+
+
+def line_of(step: Callable[..., Any], given: list[mx.array]) -> str:
+    """Return the place of the first line of a cell whose results cannot be traced: ", file.py line 7: y = h @ W".
+
+    The cell runs once for each of its intermediate results, with only this result as output. The first one that
+    cannot be traced comes from the wanted line.
+    """
+    names, n = [f"x{k}" for k in range(len(given))], 0
+    seen: list[tuple[mx.array, str, int]] = []
+
+    def one(*arrays: mx.array) -> list[mx.array]:
+        seen.clear()
+        with recorded(seen):
+            step(*arrays)
+        return [seen[n][0]] if n < len(seen) else []
+
+    while n == 0 or n < len(seen):
+        try:
+            absorb(Graph(), one, given, names)
+        except NotPointwise as error:
+            if error.what == "a decision on values" and error.__cause__ is not None:
+                frames = [frame for frame in extract_tb(error.__cause__.__traceback__) if is_users(frame.filename)]
+                return place(frames[-1].filename, frames[-1].lineno or 0) if frames else ""
+            return place(*seen[n][1:]) if n < len(seen) else ""
+        n += 1
+    return ""
+
+
+def place(file: str, line: int) -> str:
+    """Return a file's name, a line's number and its text."""
+    return f", {Path(file).name} line {line}: {linecache.getline(file, line).strip()}"
+
+
+def is_users(file: str) -> bool:
+    """Return whether a file is neither this module nor a part of Python or MLX."""
+    return file != __file__ and not file.startswith(("<frozen", MLX))
+
+
+@contextmanager
+def recorded(seen: list[tuple[mx.array, str, int]]) -> Iterator[None]:
+    """Record every array that appears in a variable or as a result of Python code inside this context, with the file
+    and the number of the line that made it."""
+    known: dict[int, Any] = {}  # by identity; it holds the arrays, so that no other gets the identity of one of them
+    before = sys.gettrace()
+
+    def note(values: Any, frame: FrameType, line: int) -> None:
+        for value in values:
+            if isinstance(value, mx.array) and id(value) not in known:
+                known[id(value)] = value
+                seen.append((value, frame.f_code.co_filename, line))
+
+    def enter(frame: FrameType, event: str, argument: Any) -> Any:
+        if not is_users(frame.f_code.co_filename):
+            return None
+        last = [frame.f_lineno]
+        known.update({id(value): value for each in frame.f_locals.values() for value in flattened(each)})
+
+        def follow(frame: FrameType, event: str, argument: Any) -> Any:
+            note([value for each in frame.f_locals.values() for value in flattened(each)], frame, last[0])
+            if event == "return":
+                note(flattened(argument), frame, last[0])
+            last[0] = frame.f_lineno
+            return follow
+
+        return follow
+
+    sys.settrace(enter)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+def flattened(value: Any) -> list[Any]:
+    """Return the values in nested tuples and lists."""
+    return [inner for each in value for inner in flattened(each)] if isinstance(value, (tuple, list)) else [value]

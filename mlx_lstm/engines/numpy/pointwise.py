@@ -1,0 +1,373 @@
+"""A cell of the user's own on the engine `numpy`: its graph as NumPy statements that write in place, and one step
+forward and one step backward with them.
+
+Every array of a step is feature-major, [n H, B], so that each gate and each state is one contiguous block.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..cell_graph import CONDITIONS, CellGraph, needed
+from ..cells import PointwiseCell
+from ..problem import Problem
+from .arrays import Array, Views, chunk_steps, columns_buffer, matrix, steps_of, transposed
+from .products import JoinedProduct, SeparateProducts, WeightGradients, input_products
+
+UFUNCS = {
+    "add": "add", "sub": "subtract", "mul": "multiply", "div": "divide", "neg": "negative", "max": "maximum",
+    "min": "minimum", "pow": "power", "atan2": "arctan2", "exp": "exp", "expm1": "expm1", "log": "log",
+    "log2": "log2", "log10": "log10", "log1p": "log1p", "sqrt": "sqrt", "tanh": "tanh", "abs": "abs", "sign": "sign",
+    "floor": "floor", "ceil": "ceil", "round": "rint", "sin": "sin", "cos": "cos", "tan": "tan", "sinh": "sinh",
+    "cosh": "cosh", "asin": "arcsin", "acos": "arccos", "atan": "arctan", "asinh": "arcsinh", "acosh": "arccosh",
+    "atanh": "arctanh", "gt": "greater", "ge": "greater_equal", "lt": "less", "le": "less_equal", "eq": "equal",
+    "ne": "not_equal", "and": "logical_and", "or": "logical_or", "not": "logical_not",
+}  # fmt: skip
+"""NumPy's function for each operation that is one."""
+
+COMPOSED: dict[str, str] = {
+    "sigmoid": "negative({0}, {out}); exp({out}, {out}); add({out}, one, {out}); divide(one, {out}, {out})",
+    "sigmoid_of_negated": "exp({0}, {out}); add({out}, one, {out}); divide(one, {out}, {out})",
+    "rsqrt": "sqrt({0}, {out}); divide(one, {out}, {out})",
+    "float": "copyto({out}, {0})",
+    "select": "copyto({out}, {2}); copyto({out}, {1}, where={0})",
+    # max(a, b) + log(1 + e) with e = exp(-|a - b|), and log(1 + e) = log(u) + (e - (u - 1)) / u with u = 1 + e. NumPy's
+    # own logaddexp takes one number at a time. fmin replaces the NaN of two equal infinities.
+    "logaddexp": "subtract({0}, {1}, t0); abs(t0, t0); negative(t0, t0); exp(t0, t0); fmin(t0, one, t0); "
+    "add(t0, one, t1); maximum({0}, {1}, out={out}); subtract(t1, one, t2); subtract(t0, t2, t0); divide(t0, t1, t0); "
+    "log(t1, t1); add({out}, t1, {out}); add({out}, t0, {out})",
+}
+"""The statements of other operations. {0}, {1}, {2} are the operands, t0, t1, t2 are scratch arrays."""
+
+
+class Code(NamedTuple):
+    """Statements and what they need: the scratch arrays by name, and whether each is bool; constants by name."""
+
+    lines: tuple[str, ...]
+    scratch: dict[str, bool]
+    constants: dict[str, float]
+
+
+class Run(NamedTuple):
+    """Nodes of one operation whose operands and results are neighbouring blocks, computed by one statement. source,
+    target: the expressions of these blocks. names: the names of the results."""
+
+    op: str
+    nodes: tuple[int, ...]
+    names: tuple[str, ...]
+    source: str
+    target: str
+
+
+class Writer:
+    """Writes the statements that compute nodes of a graph, each into an array: the one that is given for it, an operand
+    that is not needed any more, or a scratch array."""
+
+    def __init__(
+        self, graph: CellGraph, known: Mapping[int, str], targets: Sequence[tuple[int, str]], runs: Sequence[Run] = ()
+    ):
+        """known: the names of arrays that have values. targets: which nodes shall be computed, and into which arrays.
+        An array may be among both; it is then overwritten after its last use."""
+        self.graph, self.names, self.lines = graph, dict(known), list[str]()
+        self.scratch: dict[str, bool] = {}
+        self.constants: dict[str, float] = {"one": 1.0}
+        self.free: dict[bool, list[str]] = {False: [], True: []}
+        outputs = [n for n, _ in targets]
+        order = [n for n in needed(graph.nodes, outputs, known) if n not in known and graph.nodes[n].op != "const"]
+        of_run = {n: run for run in runs for n in run.nodes}
+        self.last: dict[int, int] = {k: place for place, n in enumerate(order) for k in graph.nodes[n].args}
+        self.last |= dict.fromkeys(outputs, len(order))
+        self.read_until = {name: self.last.get(n, -1) for n, name in known.items()}
+        into: dict[int, str] = {}
+        copies: list[tuple[int, str]] = []
+        for n, name in targets:
+            if n in of_run and name in of_run[n].names:
+                continue
+            if n in known or n in into or n in of_run or graph.nodes[n].op == "const":
+                copies.append((n, name))
+            else:
+                into[n] = name
+        done: set[Run] = set()
+        for place, n in enumerate(order):
+            if n not in of_run:
+                self.write(place, n, into.get(n), copies)
+            elif of_run[n] not in done:
+                run = of_run[n]
+                done.add(run)
+                self.names.update(zip(run.nodes, run.names, strict=True))
+                self.lines.append(self.call(run.op, [run.source], run.target))
+        self.lines += [f"copyto({name}, {self.name(n)})" for n, name in copies if self.name(n) != name]
+
+    def name(self, n: int) -> str:
+        """Return the name of the array, or of the constant, that has the value of a node."""
+        node = self.graph.nodes[n]
+        if node.op != "const":
+            return self.names[n]
+        name = next((name for name, value in self.constants.items() if value == node.value), f"k{len(self.constants)}")
+        self.constants[name] = node.value
+        return name
+
+    def call(self, op: str, operands: list[str], out: str) -> str:
+        """Return the statement of one operation."""
+        if op in UFUNCS:
+            return f"{UFUNCS[op]}({', '.join(operands)}, out={out})"
+        if op == "logaddexp":
+            self.scratch |= {"t0": False, "t1": False, "t2": False}
+        return COMPOSED[op].format(*operands, out=out)
+
+    def write(self, place: int, n: int, target: str | None, copies: list[tuple[int, str]]) -> None:
+        """Write the statement of node n, the one at `place`. A target that is still read is written by a copy at the
+        end."""
+        node, is_bool = self.graph.nodes[n], self.graph.nodes[n].op in CONDITIONS
+        operands = [self.name(k) for k in node.args]
+        in_place = node.op in UFUNCS  # may write over an operand
+        if target is not None:
+            late = self.read_until.get(target, -1)
+            if late > place or (late == place and not in_place):
+                copies.append((n, target))
+                target = None
+        # Operands whose last use this is.
+        dead = [k for k in dict.fromkeys(node.args) if self.last.get(k) == place and self.names.get(k) in self.scratch]
+        out = target
+        if out is None and in_place:
+            out = next((self.names[k] for k in dead if self.scratch[self.names[k]] == is_bool), None)
+        if out is None:
+            out = self.free[is_bool].pop() if self.free[is_bool] else f"b{len(self.scratch)}"
+            self.scratch.setdefault(out, is_bool)
+        self.lines.append(self.call(node.op, operands, out))
+        self.names[n] = out
+        for k in dead:
+            if self.names[k] != out:
+                self.free[self.scratch[self.names[k]]].append(self.names[k])
+
+    def code(self) -> Code:
+        """Return the statements."""
+        return Code(tuple(self.lines), self.scratch, self.constants)
+
+
+def function_of(code: Code, parameters: str, unpacked: Sequence[str]) -> Callable[..., Any]:
+    """Return a function build(shape, dtype, fixed) that returns the function step(parameters), which runs statements.
+
+    fixed: arrays by name that the statements use in addition to the parameters. unpacked: statements in front.
+    """
+    body = "\n    ".join([*unpacked, *code.lines, "pass"])
+    text = f"def step({parameters}):\n    {body}\n"
+    compiled = compile(text, "<a cell of your own>", "exec")
+
+    def build(shape: tuple[int, int], dtype: np.dtype, fixed: dict[str, Any]) -> Callable[..., None]:
+        space: dict[str, Any] = {name: getattr(np, name) for name in (*UFUNCS.values(), "copyto", "fmin")}
+        space |= {name: np.empty(shape, bool if is_bool else dtype) for name, is_bool in code.scratch.items()}
+        space |= {name: np.array(value, dtype) for name, value in code.constants.items()}
+        space |= fixed | {"H": shape[0]}
+        exec(compiled, space)
+        return space["step"]
+
+    return build
+
+
+def columns(letter: str, count: int) -> list[str]:
+    """Return the names of the blocks of one array: s0, s1, ..."""
+    return [f"{letter}{k}" for k in range(count)]
+
+
+def unpacking(names: Sequence[str], array: str) -> list[str]:
+    """Return the statement that names the blocks of H of an array [n H, B]."""
+    return [f"{', '.join(names)}, = {array}.reshape({len(names)}, H, -1)"] if names else []
+
+
+def negatable(graph: CellGraph) -> str:
+    """Return the letters of the gates whose preactivation is only read by one sigmoid. A joined product gives them with
+    the other sign, which saves a pass over memory."""
+    if graph.apart:
+        return ""
+    order = needed(graph.nodes, [*graph.forward, *graph.saved])
+    letters = ""
+    for k in range(graph.gates):
+        uses = [n for n in order if graph.number.get(f"x{k}") in graph.nodes[n].args]
+        direct = graph.number.get(f"x{k}") in (*graph.saved, *graph.forward)
+        if len(uses) == 1 and graph.nodes[uses[0]].op == "sigmoid" and not direct:
+            letters += chr(ord("a") + k)
+    return letters
+
+
+@lru_cache(256)
+def forward_function(cell: PointwiseCell, order: str, negated: str) -> Callable[..., Any]:
+    """Return the function that builds a forward step: step(z, xs, s0, c_prev, us, y, c, n0).
+
+    order: the order of the blocks of z; negated: those of them with the other sign. z [G H, B]: the preactivations, or
+    if the parts are apart, the recurrent part; xs [G H, B]: the input's part, if z does not contain it.
+    """
+    graph = cell.graph
+    blocks, kept = ("xs" if graph.apart or not cell.recurrent else "z"), columns("y", len(graph.saved))
+    known = {n: name for name, n in graph.number.items() if name[0] in "psuw"}
+    runs: list[Run] = []
+    for n, (name, y) in zip(graph.saved, zip(kept, range(len(kept)), strict=True), strict=True):
+        node = graph.nodes[n]
+        gate = graph.nodes[node.args[0]].value if len(node.args) == 1 else None
+        if gate is None or gate[0] != "x" or node.op not in ("sigmoid", "tanh", "exp"):
+            continue
+        place = order.index(chr(ord("a") + int(gate[1:])))
+        op = "sigmoid_of_negated" if order[place] in negated else node.op
+        first = (
+            runs
+            and runs[-1].op == op
+            and runs[-1].source.endswith(f":{place}*H]")
+            and runs[-1].names[-1] == f"y{y - 1}"
+        )
+        before = runs.pop() if first else Run(op, (), (), f"{blocks}[{place}*H:", f"y[{y}*H:")
+        source, target = (text.partition(":")[0] for text in (before.source, before.target))
+        whole = f"{source}:{place + 1}*H]", f"{target}:{y + 1}*H]"
+        runs.append(Run(op, (*before.nodes, n), (*before.names, name), *whole))
+    by_name = {f"x{k}": f"a{order.index(chr(ord('a') + k))}" for k in range(graph.gates)}
+    known |= {graph.number[name]: block for name, block in by_name.items() if name in graph.number}
+    targets = [*zip(graph.saved, kept, strict=True), *zip(graph.forward, columns("n", graph.states), strict=True)]
+    code = Writer(graph, known, targets, runs).code()
+    unpacked = [*unpacking(columns("a", graph.gates), blocks), *unpacking(columns("p", graph.gates * graph.apart), "z")]
+    unpacked += [*unpacking(columns("s", graph.states)[1:], "c_prev"), *unpacking(columns("u", graph.inputs), "us")]
+    unpacked += [*unpacking(kept, "y"), *unpacking(columns("n", graph.states)[1:], "c")]
+    return function_of(code, "z, xs, s0, c_prev, us, y, c, n0", unpacked)
+
+
+class PointwiseStep:
+    """Compute one forward step of a cell of the user's own. The sweep sets `us`, the inputs of the step [U H, B]."""
+
+    def __init__(self, problem: Problem, cell: PointwiseCell, v: Views, mask: Array | None):
+        (_, B, H, _), dtype, graph = problem[:4], v["x"].dtype, cell.graph
+        negated = negatable(graph) if cell.recurrent else ""
+        self.products: JoinedProduct | SeparateProducts = (
+            SeparateProducts(problem, v, mask) if graph.apart else input_products(problem, v, mask, negated)
+        )
+        self.apart: bool = graph.apart
+        self.weights: Array | None = self.products.weights
+        self.z: Array = np.empty((cell.gates * H, B), dtype)
+        self.saved: Array = np.empty((cell.kept * H, B), dtype)  # what would be saved, if the caller does not train
+        self.us: Array = np.empty((graph.inputs * H, B), dtype)
+        build = forward_function(cell, self.products.order, self.products.negated)
+        self.step: Callable[..., None] = build((H, B), dtype, params_of(graph, v, H, B))
+
+    def __call__(
+        self,
+        operand: Array,
+        inputs: Array | None,
+        h_prev: Array,
+        c_prev: Array,
+        saved: Array | None,
+        c: Array,
+        h: Array,
+    ) -> None:
+        """Write the new states c [C H, B] and h [H, B] and, unless it is None, `saved` [K H, B]. The other arguments
+        are those of `LSTMStep`."""
+        if self.weights is not None:
+            np.matmul(self.weights, operand, out=self.z)
+            if inputs is not None and not self.apart:
+                self.z += inputs
+        self.step(self.z, inputs, h_prev, c_prev, self.us, self.saved if saved is None else saved, c, h)
+
+
+def params_of(graph: CellGraph, v: Views, H: int, B: int) -> dict[str, Array]:
+    """Return the parameters by the names of the graph's inputs, each repeated over the batch to [H, B]."""
+    names = columns("w", graph.params)
+    return {name: np.repeat(v["params"][k * H : (k + 1) * H, None], B, axis=1) for k, name in enumerate(names)}
+
+
+@lru_cache(256)
+def backward_function(cell: PointwiseCell) -> tuple[Callable[..., Any], tuple[int, ...]]:
+    """Return (build, other): the function that builds a backward step, and the gates whose input's part has another
+    gradient than the recurrent part.
+
+    The step is step(y, s0, c_prev, n0, c, us, d0, dc, dz, dx, direct, du, dw). dz [G H, B]: the gradient of the
+    recurrent parts. dx: that of the input's part of the gates in `other`. direct [H, B]: the gradient of h_prev past
+    the product. dc: the gradients of the other new states, overwritten with those of the states before.
+    """
+    graph = cell.graph
+    known = dict(zip(graph.saved, columns("y", len(graph.saved)), strict=True))
+    known |= {n: f"n{k}" for n, k in graph.known_after().items() if n not in known}
+    known |= {n: name for name, n in graph.number.items() if name[0] in "suwd"}
+    x, p = graph.gradients("x"), graph.of_product()
+    other = tuple(k for k in range(graph.gates) if x[k] != p[k])
+    targets = [*zip(p, columns("z", graph.gates), strict=True)]
+    targets += [(x[k], f"q{place}") for place, k in enumerate(other)]
+    targets += [*zip(graph.gradients("s"), ["direct", *columns("d", graph.states)[1:]], strict=True)]
+    targets += [*zip(graph.gradients("u"), columns("v", graph.inputs), strict=True)]
+    targets += [*zip(graph.gradients("w"), columns("g", graph.params), strict=True)]
+    code = Writer(graph, known, targets).code()
+    unpacked = [*unpacking(columns("y", len(graph.saved)), "y"), *unpacking(columns("s", graph.states)[1:], "c_prev")]
+    unpacked += [*unpacking(columns("n", graph.states)[1:], "c"), *unpacking(columns("d", graph.states)[1:], "dc")]
+    unpacked += [*unpacking(columns("z", graph.gates), "dz"), *unpacking(columns("q", len(other)), "dx")]
+    unpacked += [*unpacking(columns("u", graph.inputs), "us"), *unpacking(columns("v", graph.inputs), "du")]
+    unpacked += unpacking(columns("g", graph.params), "dw")
+    return function_of(code, "y, s0, c_prev, n0, c, us, d0, dc, dz, dx, direct, du, dw", unpacked), other
+
+
+class PointwiseStepBackward:
+    """Compute one backward step of a cell of the user's own, and collect what the weight gradients need.
+
+    `dz` [G H, n] collects the gradient of the recurrent parts of the preactivations for a chunk of n = steps x B
+    columns, `dx` that of the input's part where it differs; `end_chunk` copies it to `dz`.
+    """
+
+    def __init__(self, problem: Problem, cell: PointwiseCell, v: Views, saved: Views):
+        """Allocate the scratch memory. saved: the saved outputs h, c and gates [T, B, K H]."""
+        (_, B, H, _), dtype, graph = problem[:4], v["x"].dtype, cell.graph
+        build, self.other = backward_function(cell)
+        self.step: Callable[..., None] = build((H, B), dtype, params_of(graph, v, H, B))
+        self.H, self.recurrent, self.inputs = H, cell.recurrent, v.get("inputs")
+        self.Wh_T: Array | None = transposed(v["Wh"], problem) if cell.recurrent else None
+        self.reads_h: bool = graph.reads("s0")
+        self.saved_at = steps_of(saved["gates"])
+        self.h_at: Callable[[int], Any] = steps_of(saved["h"]) if graph.reads_after(0) else lambda t: None
+        n = chunk_steps(problem) * B
+        self.dz: Array = columns_buffer(cell.gates * H, n, B, dtype)
+        self.dx: Array = columns_buffer(len(self.other) * H, n, B, dtype)
+        self.by_column: list[Array] = [self.dz, self.dx]
+        self.direct: Array = np.empty((H, B), dtype)
+        self.s0: Array = np.empty((H, B), dtype)
+        self.us, self.du = (np.empty((graph.inputs * H, B), dtype) for _ in range(2))
+        self.dw: Array = np.empty((graph.params * H, B), dtype)
+        self.dparams: Array = np.zeros((graph.params * H, B), dtype)  # it is summed over the batch after the last step
+
+    def begin_chunk(self, start: int, h_prev: Array, h_in: Array) -> None:
+        """Set the states before the steps of a chunk that begins at step `start`: h_prev [steps, B, H]."""
+        self.start, self.h_prev = start, h_prev
+
+    def __call__(
+        self, t: int, columns: slice, c_prev: Array | None, c: Array | None, dh: Array, dc: Array, dgates: Array | None
+    ) -> None:
+        """Compute step t backward: write its columns of dz and dx, and `direct`. Overwrite dh, the gradient of the new
+        h, with the gradient of the h in the recurrent product, and dc with the gradients of the other states before
+        the step. The other arguments are those of `LSTMStepBackward`; dgates is None."""
+        if self.reads_h:
+            np.copyto(self.s0, self.h_prev[t - self.start].T)
+        if self.inputs is not None:
+            np.copyto(self.us, self.inputs[t].T)
+        dz, saved = self.dz[:, columns], self.saved_at(t)
+        self.step(
+            *(saved, self.s0, c_prev, self.h_at(t), c, self.us, dh, dc),
+            *(dz, self.dx[:, columns], self.direct, self.du, self.dw),
+        )
+        if self.Wh_T is None:
+            dh.fill(0)
+        else:
+            np.matmul(self.Wh_T, dz, out=dh)
+
+    def finish(self, t: int, columns: slice, live: Array | None, out: Views) -> None:
+        """Write the gradient of the inputs of step t and add that of the parameters. Items that have ended, for which
+        `live` is false, get zeros: what was computed for them may be NaN."""
+        if live is not None:
+            for array in self.by_column:
+                array[:, columns][:, ~live] = 0
+            self.du[:, ~live] = self.dw[:, ~live] = 0
+        if "inputs" in out:
+            np.copyto(out["inputs"][t], self.du.T)
+        self.dparams += self.dw
+
+    def end_chunk(self, products: WeightGradients, h_in: Array) -> None:
+        """Add the terms of one chunk of time steps to the weight gradients in `products`. h_in [n, H]: the h that
+        entered the recurrent product at each step of the chunk."""
+        n, H = len(h_in), self.H
+        if self.recurrent:
+            products.accumulate("Wh", self.dz[:, :n], matrix(h_in))
+        for place, k in enumerate(self.other):
+            self.dz[k * H : (k + 1) * H, :n] = self.dx[place * H : (place + 1) * H, :n]

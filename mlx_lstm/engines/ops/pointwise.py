@@ -1,0 +1,92 @@
+"""A cell of the user's own in plain MLX operations: the function itself or, in a trial, which has no function, its
+graph."""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import mlx.core as mx
+
+from ..cell_graph import Node, needed
+from ..cells import PointwiseCell
+from ..problem import Array, Arrays, Problem
+from .cells import sigmoid
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "add": lambda a, b: a + b, "sub": lambda a, b: a - b, "mul": lambda a, b: a * b, "div": lambda a, b: a / b,
+    "neg": lambda a: -a, "max": mx.maximum, "min": mx.minimum, "pow": mx.power, "logaddexp": mx.logaddexp,
+    "atan2": mx.arctan2, "exp": mx.exp, "expm1": mx.expm1, "log": mx.log, "log2": mx.log2, "log10": mx.log10,
+    "log1p": mx.log1p, "sqrt": mx.sqrt, "rsqrt": mx.rsqrt, "tanh": mx.tanh, "sigmoid": sigmoid, "erf": mx.erf,
+    "abs": mx.abs, "sign": mx.sign, "floor": mx.floor, "ceil": mx.ceil, "round": mx.round, "sin": mx.sin,
+    "cos": mx.cos, "tan": mx.tan, "sinh": mx.sinh, "cosh": mx.cosh, "asin": mx.arcsin, "acos": mx.arccos,
+    "atan": mx.arctan, "asinh": mx.arcsinh, "acosh": mx.arccosh, "atanh": mx.arctanh, "select": mx.where,
+    "gt": lambda a, b: a > b, "ge": lambda a, b: a >= b, "lt": lambda a, b: a < b, "le": lambda a, b: a <= b,
+    "eq": lambda a, b: a == b, "ne": lambda a, b: a != b, "and": mx.logical_and, "or": mx.logical_or,
+    "not": mx.logical_not,
+}  # fmt: skip
+"""The function of MLX for each operation of a graph. "float" is missing, because it needs a dtype."""
+
+
+def values_of(
+    nodes: tuple[Node, ...], outputs: Iterable[int], known: Mapping[int, Array], like: Array
+) -> dict[int, Array]:
+    """Return the values of the nodes from which the outputs are computed.
+
+    known: the values of some nodes, among them all inputs that are needed. like: an array of the shape and dtype of
+    the results; constants stay scalars of this dtype.
+    """
+    values = dict(known)
+    for n in needed(nodes, outputs, known):
+        node = nodes[n]
+        if n in values:
+            continue
+        if node.op == "const":
+            values[n] = mx.array(node.value, like.dtype)
+        elif node.op == "float":
+            values[n] = values[node.args[0]].astype(like.dtype)
+        else:
+            values[n] = FUNCTIONS[node.op](*[values[k] for k in node.args])
+    return values
+
+
+def blocks(array: Array | None, count: int) -> list[Array]:
+    """Return the blocks of H of an array [..., count * H]."""
+    return [] if array is None or count == 0 else list(mx.split(array, count, axis=-1))
+
+
+def pointwise_step(
+    cell: PointwiseCell, z: Array, product: Array | None, h: Array, c: Array, inputs: Array | None, params: Array | None
+) -> tuple[Array, Array, Array]:
+    """Run one step. Return (saved [B, K H], c [B, C H], h [B, H]). `saved` has zeros, because MLX derives the gradient.
+
+    z, product [B, G H]: the input's and the recurrent part of the preactivations; product is None without Wh. h
+    [B, H], c [B, C H]: the states before the step; c is not read if there is only h. inputs [B, U H]; params [V H].
+    """
+    graph = cell.graph
+    x, p = blocks(z, graph.gates), blocks(product, graph.gates)
+    if not graph.apart and product is not None:
+        x, p = [a + b for a, b in zip(x, p, strict=True)], []
+    per_unit = [mx.broadcast_to(w, h.shape) for w in blocks(params, graph.params)]
+    given = [*x, *p, h, *blocks(c, graph.states - 1), *blocks(inputs, graph.inputs), *per_unit]
+    if graph.function is not None:
+        states = graph.function(*given)
+    else:
+        known = {graph.number[name]: a for name, a in zip(graph.names(), given, strict=True) if name in graph.number}
+        values = values_of(graph.nodes, graph.forward, known, h)
+        states = [mx.broadcast_to(values[n], h.shape) for n in graph.forward]
+    saved = mx.zeros((h.shape[0], cell.kept * h.shape[1]), h.dtype)
+    return saved, mx.concatenate(states[1:], axis=-1) if len(states) > 1 else c, states[0]
+
+
+def gradients_by_mlx(
+    forward: Callable[[Problem, Arrays], Arrays], problem: Problem, arrays: Arrays, cotangents: Arrays
+) -> Arrays:
+    """Return the gradients of all arrays but lengths, derived by MLX from the forward pass."""
+    names = [name for name in arrays if name != "lengths"]
+    lengths = {name: array for name, array in arrays.items() if name == "lengths"}
+
+    def outputs_of(*values: Array) -> list[Array]:
+        outputs = forward(problem, dict(zip(names, values, strict=True)) | lengths)
+        return [outputs[name] for name in cotangents]
+
+    gradients = mx.vjp(outputs_of, [arrays[name] for name in names], list(cotangents.values()))[1]
+    return dict(zip(names, gradients, strict=True))

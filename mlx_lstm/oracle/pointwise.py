@@ -1,0 +1,234 @@
+"""A cell given as a graph of operations (`mlx_lstm.engines.cell_graph.CellGraph`), run over a sequence and back in
+NumPy float64, with the rounding of an `Arithmetic` after each operation.
+
+Letters in shapes: T steps, B batch, H units, G gates, S states, U inputs of each step, V parameters.
+"""
+
+from collections.abc import Callable, Sequence
+from math import erf
+from typing import Any
+
+import numpy as np
+
+from .arithmetic import ACTIVATION_UNITS, Arithmetic, Array, Tensors
+
+EXACT: dict[str, Callable[..., Array]] = {
+    "neg": np.negative, "max": np.maximum, "min": np.minimum, "abs": np.abs, "sign": np.sign, "floor": np.floor,
+    "ceil": np.ceil, "round": np.rint, "select": np.where, "float": lambda a: np.asarray(a, np.float64),
+    "gt": np.greater, "ge": np.greater_equal, "lt": np.less, "le": np.less_equal, "eq": np.equal,
+    "ne": np.not_equal, "and": np.logical_and, "or": np.logical_or, "not": np.logical_not,
+}  # fmt: skip
+"""Operations without rounding."""
+
+ROUNDED: dict[str, Callable[..., Array]] = {
+    "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide, "sqrt": np.sqrt,
+}  # fmt: skip
+"""Operations that are rounded once."""
+
+FUNCTIONS: dict[str, Callable[..., Array]] = {
+    "exp": np.exp, "expm1": np.expm1, "log": np.log, "log2": np.log2, "log10": np.log10, "log1p": np.log1p,
+    "tanh": np.tanh, "sigmoid": lambda a: np.where(a >= 0, 1, np.exp(-np.abs(a))) / (1 + np.exp(-np.abs(a))),
+    "logaddexp": np.logaddexp, "pow": np.power, "rsqrt": lambda a: 1 / np.sqrt(a), "sin": np.sin, "cos": np.cos,
+    "tan": np.tan, "sinh": np.sinh, "cosh": np.cosh, "asin": np.arcsin, "acos": np.arccos, "atan": np.arctan,
+    "asinh": np.arcsinh, "acosh": np.arccosh, "atanh": np.arctanh, "atan2": np.arctan2, "erf": np.vectorize(erf),
+}  # fmt: skip
+"""Functions with the error that `ACTIVATION_UNITS` allows. `exp` and the others have it relative to the result, or for
+an argument of many units, relative to the change that a rounding of the argument makes."""
+
+COMPARISONS = ("gt", "ge", "lt", "le", "max", "min", "eq", "ne")
+
+
+class Run:
+    """One direction of a call: its arrays in float64, the graph, and the values of every step."""
+
+    def __init__(self, graph: Any, case: dict[str, Any], fl: Arithmetic):
+        """case: x [T, B, I] (or [T, B, G H]), Wx, Wh, b, h0, c0, inputs [T, B, U H], params [V H], mask, keep
+        [T, B, 1], by name, with lengths and reverse."""
+        self.graph, self.fl = graph, fl
+        load = {name: fl.load(np.asarray(a, np.float64)) for name, a in case.items() if name not in NOT_FLOATS}
+        self.a: Tensors = load
+        self.T, self.B = load["x"].shape[:2]
+        self.H: int = load["h0"].shape[-1]
+        lengths = case.get("lengths")
+        self.lengths: Array = np.full(self.B, self.T) if lengths is None else np.asarray(lengths)
+        self.times: list[int] = list(range(self.T))[:: -1 if case.get("reverse") else 1]
+        self.values: dict[int, dict[int, Array]] = {}
+        self.nearest: float = np.inf  # how near the operands of a comparison came to each other
+
+    def on(self, t: int) -> Array:
+        """Return which items have not ended at step t, bool [B, 1]."""
+        return (self.lengths > t)[:, None]
+
+    def compute(self, values: dict[int, Array], outputs: Sequence[int]) -> None:
+        """Compute the nodes from which the outputs follow, into `values`."""
+        nodes, fl = self.graph.nodes, self.fl
+        todo, stack = set(), list(outputs)
+        while stack:
+            n = stack.pop()
+            if n not in values and n not in todo:
+                todo.add(n)
+                stack += nodes[n].args
+        for n in sorted(todo):
+            op, args, value = nodes[n]
+            operands = [values[k] for k in args]
+            if op == "const":
+                values[n] = np.full((self.B, self.H), value)
+            elif op in EXACT:
+                values[n] = EXACT[op](*operands)
+            else:
+                units = 0 if op in ROUNDED else ACTIVATION_UNITS
+                values[n] = fl((ROUNDED if op in ROUNDED else FUNCTIONS)[op](*operands), units)
+
+    def blocks(self, array: Array | None, count: int) -> list[Array]:
+        """Return the blocks of H of an array."""
+        return [] if array is None else [array[..., k * self.H : (k + 1) * self.H] for k in range(count)]
+
+    def forward(self) -> Tensors:
+        """Run all steps. Return h [T, B, H], hT, cT; keep the values of each step."""
+        a, fl, graph = self.a, self.fl, self.graph
+        c0 = a.get("c0")
+        state = [a["h0"], *self.blocks(c0, graph.states - 1)]
+        h = np.zeros((self.T, self.B, self.H))
+        for t in self.times:
+            fl.start_step()
+            on = self.on(t)
+            before = state if "keep" not in a else [np.where(on, fl(a["keep"][t] * s), s) for s in state]
+            values = self.inputs(t, on, before)
+            self.compute(values, graph.forward)
+            new = [np.broadcast_to(values[n], (self.B, self.H)) for n in graph.forward]
+            self.values[t] = values
+            self.before = {**getattr(self, "before", {}), t: (state, before)}
+            state = [np.where(on, after, s) for after, s in zip(new, state, strict=True)]
+            h[t] = np.where(on, state[0], 0)
+        outputs = {"h": h, "hT": state[0]}
+        return outputs | ({"cT": np.concatenate(state[1:], axis=-1)} if len(state) > 1 else {})
+
+    def inputs(self, t: int, on: Array, state: list[Array]) -> dict[int, Array]:
+        """Return the values of the graph's inputs at step t."""
+        a, fl, graph, G = self.a, self.fl, self.graph, self.graph.gates
+        x = np.where(on, a["x"][t], 0)
+        z = x if "Wx" not in a else fl.dot(x, a["Wx"].T)
+        parts = self.blocks(z if "b" not in a else fl(z + a["b"]), G)
+        products: list[Array] = []
+        if "Wh" in a:
+            h_in = state[0] if "mask" not in a else fl(state[0] * self.mask_at(t))
+            products = self.blocks(fl.dot(h_in, a["Wh"].T), G)
+        if products and not graph.apart:
+            parts, products = [fl(p + q) for p, q in zip(parts, products, strict=True)], []
+        steps = self.blocks(np.where(on, a["inputs"][t], 0) if "inputs" in a else None, graph.inputs)
+        params = [np.broadcast_to(w, (self.B, self.H)) for w in self.blocks(a.get("params"), graph.params)]
+        groups = (("x", parts), ("p", products), ("s", state), ("u", steps), ("w", params))
+        named = {f"{letter}{k}": value for letter, each in groups for k, value in enumerate(each)}
+        return {n: named[name] for name, n in graph.number.items() if name in named}
+
+    def mask_at(self, t: int) -> Array:
+        """Return the mask of step t, which broadcasts to [B, H]."""
+        mask = self.a["mask"]
+        return mask if mask.ndim < 3 else mask[t if len(mask) > 1 else 0]
+
+    def backward(self, cotangents: Tensors) -> Tensors:
+        """Run all steps back. Return the gradients of all arrays, by name."""
+        a, fl, graph, H = self.a, self.fl, self.graph, self.H
+        zeros = np.zeros((self.B, H))
+        cot = {name: fl.load(value) for name, value in cotangents.items()}
+        d = [cot.get("hT", zeros), *self.blocks(cot.get("cT", np.zeros((self.B, H * graph.states))), graph.states - 1)]
+        rows: dict[int, Tensors] = {}
+        for t in reversed(self.times):
+            fl.start_step()
+            on, values = self.on(t), dict(self.values[t])
+            now = [fl(d[0] + np.where(on, cot["h"][t], 0)) if "h" in cot else d[0], *d[1:]]
+            values |= {graph.number[f"d{k}"]: g for k, g in enumerate(now) if f"d{k}" in graph.number}
+            self.compute(values, graph.back)
+            back = [np.where(on, np.broadcast_to(values[n], (self.B, H)), 0) for n in graph.back]
+            by_letter = {
+                letter: [g for name, g in zip(graph.names(), back, strict=True) if name[0] == letter]
+                for letter in "xpsuw"
+            }
+            row = {letter: np.concatenate(each, -1) if each else zeros[:, :0] for letter, each in by_letter.items()}
+            row["p"] = row["p"] if graph.apart else row["x"]
+            state, before = self.before[t]
+            ds = by_letter["s"]
+            if "Wh" in a:
+                dh = fl.dot(row["p"], a["Wh"])
+                row["mask"] = fl(dh * before[0])
+                row["entered"] = np.where(on, before[0] if "mask" not in a else fl(before[0] * self.mask_at(t)), 0)
+                ds = [fl(ds[0] + (dh if "mask" not in a else fl(dh * self.mask_at(t)))), *ds[1:]]
+            if "keep" in a:
+                terms = np.concatenate([fl(g * s) for g, s in zip(ds, state, strict=True)], axis=-1)
+                row["keep"] = np.where(on, fl.total(terms, (1,)), 0)
+                ds = [fl(g * a["keep"][t]) for g in ds]
+            d = [np.where(on, g, old) for g, old in zip(ds, now, strict=True)]
+            rows[t] = row
+        return self.collect(rows, d)
+
+    def collect(self, rows: dict[int, Tensors], d: list[Array]) -> Tensors:
+        """Return the gradients of the arrays of the call. d: those of the first states."""
+        a, fl = self.a, self.fl
+        whole = {name: np.stack([rows[t][name] for t in range(self.T)]) for name in rows[0]}
+        live = np.stack([self.on(t) for t in range(self.T)])
+
+        def flat(array: Array) -> Array:
+            return array.reshape(-1, array.shape[-1])
+
+        found: Tensors = {"x": whole["x"], "h0": d[0], "inputs": whole["u"]}
+        if "Wx" in a:
+            found["x"] = fl.dot(flat(whole["x"]), a["Wx"]).reshape(a["x"].shape)
+            found["Wx"] = fl.dot(flat(whole["x"]).T, flat(np.where(live, a["x"], 0)))
+        if "Wh" in a:
+            found["Wh"] = fl.dot(flat(whole["p"]).T, flat(whole["entered"]))
+        found["b"] = fl.total(whole["x"], (0, 1))[0, 0]
+        found["params"] = fl.total(whole["w"], (0, 1))[0, 0]
+        if len(d) > 1:
+            found["c0"] = np.concatenate(d[1:], axis=-1)
+        if "keep" in a:
+            found["keep"] = whole["keep"]
+        if "mask" in a:
+            mask = np.where(live, whole["mask"], 0)
+            shape = (1,) * (3 - a["mask"].ndim) + a["mask"].shape
+            axes = tuple(n for n in range(3) if shape[n] == 1 and mask.shape[n] > 1)
+            found["mask"] = (fl.total(mask, axes) if axes else mask).reshape(a["mask"].shape)
+        return {name: gradient for name, gradient in found.items() if name in a}
+
+
+NOT_FLOATS = ("lengths", "reverse")
+
+
+def evaluate_graph(
+    graph: Any, case: dict[str, Any], cotangents: Tensors | None, fl: Arithmetic
+) -> tuple[Tensors, Tensors]:
+    """Run one direction in the arithmetic `fl`. Return (outputs, gradients) as float64 arrays: h [T, B, H], hT [B, H],
+    cT [B, C H], and the gradient of each array of the case. If cotangents is None, there are no gradients.
+
+    graph: a `CellGraph`. case: see `Run`.
+    """
+    with np.errstate(all="ignore"):
+        run = Run(graph, case, fl)
+        outputs = run.forward()
+        return outputs, {} if cotangents is None else run.backward(cotangents)
+
+
+def comparison_distance(graph: Any, case: dict[str, Any]) -> float:
+    """Return how near the two operands of a comparison, a maximum or a minimum come to each other, and how near an
+    argument comes to a jump of floor, ceil, round, sign or abs. There rounding can make a result jump."""
+    with np.errstate(all="ignore"):
+        run = Run(graph, case, Arithmetic(np.float64))
+        run.forward()
+        nearest = np.inf
+        for values in run.values.values():
+            run.compute(values, [n for n in range(len(graph.nodes)) if not reads_gradient(graph, n)])
+            for n, (op, args, _) in enumerate(graph.nodes):
+                if n in values and op in COMPARISONS:
+                    nearest = min(nearest, np.abs(values[args[0]] - values[args[1]]).min())
+                elif n in values and op in ("floor", "ceil"):
+                    nearest = min(nearest, np.abs(values[args[0]] - np.rint(values[args[0]])).min())
+                elif n in values and op == "round":
+                    nearest = min(nearest, np.abs(values[args[0]] - np.floor(values[args[0]]) - 0.5).min())
+                elif n in values and op in ("sign", "abs"):
+                    nearest = min(nearest, np.abs(values[args[0]]).min())
+        return float(nearest)
+
+
+def reads_gradient(graph: Any, n: int) -> bool:
+    """Return whether a node depends on a gradient of the new states."""
+    op, args, value = graph.nodes[n]
+    return (op == "input" and value[0] == "d") or any(reads_gradient(graph, k) for k in args)

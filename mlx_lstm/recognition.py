@@ -1,0 +1,463 @@
+"""Find out which call of `lstm`, `gru` or `rnn` equals a recurrent cell that somebody wrote by hand.
+
+The cell is run with parameters that are 0 except for one block of H rows. The output then shows the part of this
+block: if it is, for example, the forget gate's matrix of x, only c changes, by the sigmoid of x times this matrix. So
+each block is tried once against each part of each cell, and the number of trials grows with the number of blocks, not
+with the number of their combinations. Blocks of the gate i and of the gate r show only while another gate is open:
+they are tried again with a block of g, or of n, that is not 0. At the end all values and gradients are compared.
+"""
+
+from collections.abc import Callable, Iterator
+from itertools import product
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx.utils import tree_flatten, tree_unflatten
+
+from .checks import check_integer, fail
+from .recurrence import gru, lstm, rnn
+
+OP = "recognise"
+OPS = {"lstm": lstm, "gru": gru, "rnn": rnn}
+GATES = {"lstm": "ifgo", "gru": "rzn", "rnn": "h"}
+HIDDEN = {"lstm": "i", "gru": "r", "rnn": ""}
+"""For each op the gate whose blocks change nothing while all other parameters are 0."""
+
+OPENER = {"lstm": ("g", "x"), "gru": ("n", "h")}
+"""The part that is not 0 while the blocks of the `HIDDEN` gate are tried."""
+
+ROUNDING = 1e-4
+"""The largest relative difference that counts as rounding. float32 differs by about 1e-6, another formula by 1e-2."""
+
+B, T = 3, 4
+
+Array = Any  # an array of NumPy or of MLX
+Part = tuple[str, str]
+"""(gate, kind) of a block. Kinds: "x" and "h" are matrices of the input and the state, "b" is a bias, "bhn" a bias
+inside of the reset gate's product, "p" a peephole."""
+
+
+class Block(NamedTuple):
+    """H rows of a parameter, read in one way.
+
+    name: the key of the parameter; title: the parameter as an expression; view: the function that returns all rows of
+    the parameter, [k H, C] or [k H]; form: the text of this view, such as ".T"; columns: the text of the columns, such
+    as ":5"; row: the index of the block among the k blocks; kinds: the kinds that the shape allows.
+    """
+
+    name: str
+    title: str
+    view: Callable[[Array], Array]
+    form: str
+    columns: str
+    row: int
+    k: int
+    kinds: tuple[str, ...]
+
+    def text(self, rows: str = "") -> str:
+        """Return the expression of these rows of the parameter, or of all rows."""
+        index = f"[{rows or ':'}, {self.columns}]" if self.columns else rows and f"[{rows}]"
+        return f"{self.title}{self.form}{index}"
+
+
+class Expression(NamedTuple):
+    """An argument of the call: its text, and a function that computes it from the parameters by name."""
+
+    text: str
+    value: Callable[[dict[str, mx.array]], mx.array]
+
+
+class Way(NamedTuple):
+    """A function of this package and its options, a hypothesis on what the cell computes."""
+
+    op: str
+    options: dict[str, Any]
+
+
+def recognise(module: nn.Module, step: Callable[[mx.array, Any], Any], D: int, H: int, *, name: str = "") -> str | None:
+    """Return the call of `lstm`, `gru` or `rnn` that equals a recurrent cell written by hand, as a line to paste.
+
+    The function tries: it runs `step` with parameters of its own, finds out which rows of which parameter belong to
+    which gate, and compares values and gradients over several steps. So it does not matter how the cell is written or
+    what its parameters are called: one matrix or one for each gate, joined or separate weights of x and h, transposed
+    or not, in any gate order, with no, one or two biases, a GRU that resets before or after its product, with z or 1 -
+    z, an LSTM with a constant forget bias or with peepholes, a plain RNN with tanh, relu or sigmoid.
+
+    Args:
+        module (Module): has all parameters of the cell, and maybe others. They are replaced while the function runs,
+            and restored.
+        step (callable): one step of the cell, `step(x, state) -> state`. x is [B, D]; the state is `(h, c)` for an
+            LSTM, else h, each [B, H]. It must read the parameters from the module at each call: it must not be compiled
+            by `mx.compile` before.
+        D (int): the number of features of x.
+        H (int): the number of units, at least 2.
+        name (str): what the module is called where the line will stand, such as `"self"`. Default: the line has the
+            bare names of the parameters.
+
+    Returns:
+        str or None: a call whose x is [T, B, D] and whose output is `.h`; add `h0=` and `c0=` for first states. None if
+        no call equals the cell within rounding.
+
+    Raises:
+        ValueError: an argument breaks a rule, or `step` runs neither with the state h nor with (h, c).
+
+    Example:
+        >>> import mlx.core as mx
+        >>> import mlx.nn as nn
+        >>> from mlx_lstm import recognise
+        >>> model = nn.Sequential(nn.Linear(7, 20))
+        >>> def step(x, state):
+        ...     h, c = state
+        ...     i, f, o, g = mx.split(model.layers[0](mx.concatenate([x, h], axis=-1)), 4, axis=-1)
+        ...     c = mx.sigmoid(f + 1) * c + mx.sigmoid(i) * mx.tanh(g)
+        ...     return mx.sigmoid(o) * mx.tanh(c), c
+        >>> line = recognise(model, step, D=2, H=5, name="model")
+        >>> print(line.replace(", b=", ",\\n     b="))
+        lstm(x, model.layers[0].weight[:, :2], model.layers[0].weight[:, 2:],
+             b=model.layers[0].bias, gate_order='ifog', forget_bias=1.0)
+    """
+    if not isinstance(module, nn.Module):
+        fail(OP, "module must be a module that holds the cell's parameters", type(module).__name__)
+    if not callable(step):
+        fail(OP, "step must be a function, step(x, state) -> state,", type(step).__name__)
+    D, H = check_integer(OP, "D", D, least=1), check_integer(OP, "H", H, least=2)
+    before: list[Any] = tree_flatten(module.parameters())
+    floats = {key: array.shape for key, array in before if mx.issubdtype(array.dtype, mx.floating)}
+    trial = Trial(module, step, floats, D, H, name)
+    try:
+        with_tuple, without = trial.baseline(True), trial.baseline(False)
+        if with_tuple is None and without is None:
+            fail(OP, "step must run for x [B, D] and the state (h, c) or h, each [B, H],", trial.error)
+        for way in [*ways_of_lstm(with_tuple, trial.c), *OTHERS]:
+            if (without if way.op != "lstm" else with_tuple) is None:
+                continue
+            parts = parts_of(way, trial)
+            arguments = None if parts is None else arguments_of(way, parts, H)
+            if arguments is not None and equals(way, arguments, trial):
+                return line_of(way, arguments)
+    finally:
+        module.update(tree_unflatten(before))
+    return None
+
+
+OTHERS = [Way("gru", {"reset": reset, "flip_z": flip}) for reset in ("after", "before") for flip in (False, True)]
+OTHERS += [Way("rnn", {"activation": word}) for word in ("tanh", "relu", "sigmoid")]
+
+
+def ways_of_lstm(baseline: np.ndarray | None, c: np.ndarray) -> list[Way]:
+    """Return the ways to try for a cell with the state (h, c). baseline: its h and c after a step whose parameters
+    are all 0. They show the forget bias: c is multiplied by the sigmoid of it."""
+    if baseline is None:
+        return []
+    with np.errstate(all="ignore"):
+        factor = baseline[1] / c
+        bias = np.log(factor / (1 - factor))
+    if not np.isfinite(bias).all() or np.ptp(bias) > 1e-3:
+        return []
+    return [
+        Way("lstm", {"output_peephole": word, "forget_bias": round(float(np.median(bias)), 4) + 0.0})
+        for word in ("current", "previous")
+    ]
+
+
+class Trial:
+    """Runs of a cell with parameters that the trial chooses."""
+
+    def __init__(self, module: nn.Module, step: Callable[..., Any], shapes: dict[str, Any], D: int, H: int, name: str):
+        """Draw the inputs of a step. shapes: the shapes of all float parameters by key; name: what the line calls the
+        module."""
+        self.module, self.step, self.shapes, self.D, self.H = module, step, shapes, D, H
+        self.error: str = ""
+        random = np.random.default_rng(0)
+        self.x, self.h, self.c = (random.uniform(-1, 1, (B, width)) for width in (D, H, H))
+        self.blocks: list[Block] = [
+            each for key in shapes for each in blocks_of(key, title_of(key, name), shapes[key], D, H)
+        ]
+        self.known: dict[Any, np.ndarray | None] = {}
+
+    def numbers(self, block: Block) -> np.ndarray:
+        """Return the numbers of a block in the trials: [H, C] or [H], always the same ones for the same block."""
+        C = {"x": self.D, "h": self.H}.get(block.kinds[0])
+        random = np.random.default_rng([block.row, self.blocks.index(block)])
+        return random.uniform(-1.5, 1.5, (self.H, C) if C else self.H) / np.sqrt(C or 1)
+
+    def baseline(self, pair: bool) -> np.ndarray | None:
+        """Return the states after a step whose parameters are all 0, or None if the step raises an error."""
+        return self.run(pair, ())
+
+    def run(self, pair: bool, blocks: tuple[int, ...]) -> np.ndarray | None:
+        """Return the states [1 or 2, B, H] after a step in which all parameters but these blocks, indices of
+        `self.blocks`, are 0. Return None if the step raises an error or returns something else."""
+        if (pair, blocks) in self.known:
+            return self.known[pair, blocks]
+        arrays = {key: np.zeros(shape, np.float32) for key, shape in self.shapes.items()}
+        for n in blocks:
+            block = self.blocks[n]
+            rows = slice(block.row * self.H, (block.row + 1) * self.H)
+            block.view(arrays[block.name])[rows] = self.numbers(block)
+        self.set({key: mx.array(array) for key, array in arrays.items()})
+        x, h, c = (mx.array(each, mx.float32) for each in (self.x, self.h, self.c))
+        found = None
+        try:
+            states = self.states(self.step(x, (h, c) if pair else h), pair)
+            found = np.stack([np.array(state.astype(mx.float32)) for state in states])
+        except Exception as error:  # whatever a function of the user raises for a state that it does not take
+            self.error = f"{type(error).__name__}: {error}"
+        self.known[pair, blocks] = found
+        return found
+
+    def states(self, result: Any, pair: bool) -> list[mx.array]:
+        """Return the states that a step returned, one or two, after checking their number and shapes."""
+        states = list(result) if pair and isinstance(result, (tuple, list)) else [result]
+        shapes = [getattr(state, "shape", type(state).__name__) for state in states]
+        if shapes != [(B, self.H)] * (1 + pair):
+            raise ValueError(f"it returned {shapes}")
+        return states
+
+    def set(self, arrays: dict[str, mx.array]) -> None:
+        """Replace the parameters of the module."""
+        self.module.update(tree_unflatten(list(arrays.items())))
+
+
+def title_of(key: str, module: str) -> str:
+    """Return the expression of a parameter: "self.layers[0].weight" for the key "layers.0.weight" of self."""
+    words = f"{module}.{key}".strip(".").split(".")
+    return "".join(f"[{word}]" if word.isdecimal() else f".{word}" for word in words).removeprefix(".")
+
+
+def blocks_of(name: str, title: str, shape: tuple[int, ...], D: int, H: int) -> Iterator[Block]:
+    """Yield all ways to read a block of H rows from a parameter of this shape."""
+    if len(shape) == 3 and shape[0] <= 8:
+        for n in range(shape[0]):
+            for block in blocks_of(name, title, shape[1:], D, H):
+                view = block.view
+                yield block._replace(form=f"[{n}]{block.form}", view=lambda a, n=n, view=view: view(a[n]))
+    if len(shape) == 2 and shape[0] <= 8 and shape[1] % H == 0:  # biases side by side on an axis
+        for n, row in product(range(shape[0]), range(shape[1] // H)):
+            yield Block(name, title, lambda a, n=n: a[n], f"[{n}]", "", row, shape[1] // H, ("b", "bhn", "p"))
+    if len(shape) == 1 and shape[0] % H == 0:
+        for row in range(shape[0] // H):
+            yield Block(name, title, lambda a: a, "", "", row, shape[0] // H, ("b", "bhn", "p"))
+    if len(shape) != 2:
+        return
+    columns = {"x": [(D, 0, D, ""), (D + H, 0, D, f":{D}"), (D + H, H, D + H, f"{H}:")]}
+    columns["h"] = [(H, 0, H, ""), (D + H, D, D + H, f"{D}:"), (D + H, 0, H, f":{H}")]
+    for form, (rows, width) in (("", shape), (".T", shape[::-1])):
+        for kind, C, start, stop, text in [(kind, *each) for kind, all_of in columns.items() for each in all_of]:
+            if width == C and rows % H == 0:
+                turn = form == ".T"
+                for row in range(rows // H):
+                    yield Block(
+                        name,
+                        title,
+                        lambda a, turn=turn, start=start, stop=stop: (a.T if turn else a)[:, start:stop],
+                        form,
+                        text,
+                        row,
+                        rows // H,
+                        (kind,),
+                    )
+
+
+def parts_of(way: Way, trial: Trial) -> dict[Part, list[Block]] | None:
+    """Return the blocks of each part of the cell, as far as `way` describes the cell; None if it does not at all."""
+    baseline = trial.baseline(way.op == "lstm")
+    if baseline is None or not near(baseline, stepped(way, trial, {})):
+        return None
+    parts: dict[Part, list[Block]] = {}
+    rest = []
+    for n, block in enumerate(trial.blocks):
+        part = part_of(way, trial, n, [gate for gate in GATES[way.op] if gate != HIDDEN[way.op]], ())
+        parts.setdefault(part, []).append(block) if part else rest.append(n)
+    if way.op == "rnn":
+        return parts
+    opener = parts.get(OPENER[way.op], [])
+    if len(opener) != 1:
+        return None
+    context = (trial.blocks.index(opener[0]),)
+    for n in rest:
+        if part := part_of(way, trial, n, [HIDDEN[way.op]], context):
+            parts.setdefault(part, []).append(trial.blocks[n])
+    return parts
+
+
+def part_of(way: Way, trial: Trial, n: int, gates: list[str], context: tuple[int, ...]) -> Part | None:
+    """Return the part of the cell whose formula explains what block n does, or None. context: the indices of other
+    blocks that are not 0, which belong to the opener."""
+    got = trial.run(way.op == "lstm", (*context, n))
+    if got is None:
+        return None
+    known = {OPENER[way.op]: trial.numbers(trial.blocks[context[0]])} if context else {}
+    block = trial.blocks[n]
+    for part in product(gates, block.kinds):
+        if part[1] == "bhn" and (part[0] != "n" or way.options["reset"] != "after"):
+            continue
+        if part[1] == "p" and (way.op != "lstm" or part[0] == "g"):
+            continue
+        if near(got, stepped(way, trial, known | {part: trial.numbers(block)})):
+            return part
+    return None
+
+
+def near(one: np.ndarray, other: np.ndarray) -> bool:
+    """Return whether two arrays agree within rounding."""
+    return bool(np.all(np.abs(one - other) <= ROUNDING * max(1, float(np.abs(other).max()))))
+
+
+def sigmoid(x: Any) -> np.ndarray:
+    """Return the sigmoid of x."""
+    return 1 / (1 + np.exp(-np.asarray(x)))
+
+
+def stepped(way: Way, trial: Trial, weights: dict[Part, np.ndarray]) -> np.ndarray:
+    """Return the states [1 or 2, B, H] after one step of a cell that has these weights; all others are 0."""
+    x, h, c, options = trial.x, trial.h, trial.c, way.options
+    zero = np.zeros((1, 1))
+
+    def input_part(gate: str) -> np.ndarray:
+        """Return the part of a gate's preactivation that comes from x and the bias."""
+        W = weights.get((gate, "x"))
+        return (zero if W is None else x @ W.T) + weights.get((gate, "b"), zero)
+
+    def state_part(gate: str, h: np.ndarray = h) -> np.ndarray:
+        """Return the part of a gate's preactivation that comes from h."""
+        W = weights.get((gate, "h"))
+        return zero if W is None else h @ W.T
+
+    def gate(name: str, c: np.ndarray | None = None, bias: float = 0.0) -> np.ndarray:
+        """Return a gate; c is what its peephole reads."""
+        peep = zero if c is None else weights.get((name, "p"), zero) * c
+        return sigmoid(input_part(name) + state_part(name) + peep + bias)
+
+    if way.op == "lstm":
+        i, f, g = gate("i", c), gate("f", c, options["forget_bias"]), np.tanh(input_part("g") + state_part("g"))
+        new = f * c + i * g
+        return np.stack([gate("o", new if options["output_peephole"] == "current" else c) * np.tanh(new), new])
+    if way.op == "gru":
+        r, z = gate("r"), gate("z")
+        inner = state_part("n", r * h) if options["reset"] == "before" else 0
+        if options["reset"] == "after":
+            inner = r * (state_part("n") + weights.get(("n", "bhn"), zero))
+        n = np.tanh(input_part("n") + inner)
+        z = 1 - z if options["flip_z"] else z
+        return np.broadcast_to(z * h + (1 - z) * n, (1, *h.shape))
+    function = {"tanh": np.tanh, "relu": lambda a: np.maximum(a, 0), "sigmoid": sigmoid}[options["activation"]]
+    return np.broadcast_to(function(input_part("h") + state_part("h")), (1, *h.shape))
+
+
+def arguments_of(way: Way, parts: dict[Part, list[Block]], H: int) -> dict[str, Any] | None:
+    """Return the arguments of the call, expressions and options; None if a gate lacks a matrix or has two."""
+    gates = GATES[way.op]
+    if any(len(parts.get((gate, kind), [])) != 1 for gate in gates for kind in "xh"):
+        return None
+    whole = [order_of([parts[gate, kind] for gate in gates], gates) for kind in "xh"]
+    order = next((found for found in whole if found), gates)
+    arguments: dict[str, Any] = {"Wx": joined([parts[gate, "x"] for gate in order], order, H)}
+    arguments["Wh"] = joined([parts[gate, "h"] for gate in order], order, H)
+    if any((gate, "b") in parts for gate in gates):
+        arguments["b"] = joined([parts.get((gate, "b"), []) for gate in order], order, H)
+    if ("n", "bhn") in parts:
+        arguments["bhn"] = joined([parts["n", "bhn"]], "n", H)
+    if any((gate, "p") in parts for gate in gates):
+        arguments["peephole"] = joined([parts.get((gate, "p"), []) for gate in order], order, H)
+    elif way.options.get("output_peephole") == "previous":
+        return None  # without peepholes it is the same as "current"
+    defaults = {"reset": "after", "flip_z": False, "activation": "tanh", "output_peephole": "current", "forget_bias": 0}
+    options = {"gate_order": order} if order != gates else {}
+    return arguments | options | {key: value for key, value in way.options.items() if value != defaults[key]}
+
+
+def order_of(blocks: list[list[Block]], gates: str) -> str:
+    """Return the gate order of a parameter whose rows are exactly these blocks, one for each gate; empty if the blocks
+    are not the rows of one parameter."""
+    firsts = [each[0] for each in blocks if len(each) == 1]
+    like = {(block.name, block.form, block.columns) for block in firsts}
+    if len(firsts) != len(gates) or len(like) != 1 or firsts[0].k != len(gates):
+        return ""
+    return "".join(gate for _, gate in sorted(zip([block.row for block in firsts], gates, strict=True)))
+
+
+def joined(blocks: list[list[Block]], order: str, H: int) -> Expression:
+    """Return the expression of an argument that holds the blocks of all gates one after the other. Several blocks of
+    a gate, which are biases, are added."""
+    # Whole parameters, whose rows have the call's gate order, are written without slices: "ih.bias + hh.bias".
+    columns = list(zip(*blocks, strict=True)) if len({len(each) for each in blocks}) == 1 and blocks[0] else []
+    if columns and all(order_of([[block] for block in column], order) == order for column in columns):
+        firsts = [column[0] for column in columns]
+        return Expression(
+            " + ".join(first.text() for first in firsts),
+            lambda arrays: sum([first.view(arrays[first.name]) for first in firsts[1:]], whole(firsts[0], arrays)),
+        )
+    texts = [" + ".join(sliced(block, H) for block in each) or f"mx.zeros({H})" for each in blocks]
+    text = texts[0] if len(texts) == 1 else f"mx.concatenate([{', '.join(texts)}])"
+
+    def value(arrays: dict[str, mx.array]) -> mx.array:
+        rows = []
+        for each in blocks:
+            terms = [whole(block, arrays)[block.row * H : (block.row + 1) * H] for block in each]
+            rows.append(sum(terms[1:], terms[0]) if terms else mx.zeros(H))
+        return mx.concatenate(rows)
+
+    return Expression(text, value)
+
+
+def whole(block: Block, arrays: dict[str, mx.array]) -> mx.array:
+    """Return all rows of the block's parameter."""
+    return block.view(arrays[block.name])
+
+
+def sliced(block: Block, H: int) -> str:
+    """Return the expression of one block."""
+    return block.text(f"{block.row * H}:{(block.row + 1) * H}" if block.k > 1 else "")
+
+
+def equals(way: Way, arguments: dict[str, Any], trial: Trial) -> bool:
+    """Return whether the call equals the cell over several steps: all values, and the gradients of all parameters, of
+    x and of the first states. All parameters are drawn at random."""
+    random, H = np.random.default_rng(1), trial.H
+    arrays = {
+        key: mx.array(random.normal(size=shape) / np.sqrt(max(1, *shape, 1)), mx.float32)
+        for key, shape in trial.shapes.items()
+    }
+    pair = way.op == "lstm"
+    inputs = [mx.array(random.normal(size=shape), mx.float32) for shape in [(T, B, trial.D), *[(B, H)] * (1 + pair)]]
+    weights = [mx.array(random.normal(size=(T, B, H)), mx.float32) for _ in range(1 + pair)]
+
+    def by_hand(arrays: dict[str, mx.array], x: mx.array, *first: mx.array) -> tuple[mx.array, list[mx.array]]:
+        trial.set(arrays)
+        state: Any = first if pair else first[0]
+        steps = []
+        for x_t in x:
+            state = trial.step(x_t, state)
+            steps.append(trial.states(state, pair))
+        outputs = [mx.stack(list(each)) for each in zip(*steps, strict=True)]
+        return loss(outputs), outputs
+
+    def by_call(arrays: dict[str, mx.array], x: mx.array, *first: mx.array) -> tuple[mx.array, list[mx.array]]:
+        values = {key: each.value(arrays) if isinstance(each, Expression) else each for key, each in arguments.items()}
+        values |= dict(zip(("h0", "c0"), first, strict=False))
+        found: Any = OPS[way.op](x, **values, engine="ops")
+        outputs = [found.h, found.c] if pair else [found.h]
+        return loss(outputs), outputs
+
+    def loss(outputs: list[mx.array]) -> mx.array:
+        return sum((weight * each).sum() for weight, each in zip(weights, outputs, strict=True))  # pyright: ignore
+
+    results = []
+    for function in (by_hand, by_call):
+        (_, outputs), gradients = mx.value_and_grad(function, argnums=tuple(range(2 + len(inputs[1:]))))(
+            arrays, *inputs
+        )
+        results.append(tree_flatten([outputs, gradients]))
+    return all(near(np.array(one), np.array(other)) for (_, one), (_, other) in zip(*results, strict=True))
+
+
+def line_of(way: Way, arguments: dict[str, Any]) -> str:
+    """Return the text of the call."""
+    texts = []
+    for key, value in arguments.items():
+        text = value.text if isinstance(value, Expression) else repr(value)
+        texts.append(text if key in ("Wx", "Wh") else f"{key}={text}")
+    return f"{way.op}(x, {', '.join(texts)})"

@@ -1,0 +1,216 @@
+"""`pointwise`: run a cell of the user's own, arithmetic on each unit alone, on the engines of this package."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from ..checks import check_array, check_flag, fail, instead_of
+from ..engines.cell_tracer import Counts, traced
+from ..engines.cells import PointwiseCell
+from ..engines.choice import Engine, Stream
+from ..engines.problem import Array
+from ._call import Call, Hold, Lengths
+
+OP = "pointwise"
+
+
+def pointwise(
+    cell: Callable[..., Any],
+    x: mx.array,
+    Wx: mx.array | None,
+    Wh: mx.array | None,
+    b: mx.array | None,
+    state: Sequence[mx.array],
+    *,
+    inputs: Sequence[mx.array] = (),
+    params: Sequence[mx.array] = (),
+    apart: bool = False,
+    mask: mx.array | None = None,
+    keep: mx.array | None = None,
+    hold: Hold = None,
+    lengths: Lengths = None,
+    reverse: bool = False,
+    bidirectional: bool = False,
+    training: bool = True,
+    checkpoint_every: int | str | None = None,
+    engine: Engine | None = None,
+    stream: Stream = None,
+) -> tuple[mx.array, tuple[mx.array, ...]]:
+    r"""Run a recurrent cell of your own over a time-major sequence, in generated code, with its gradient.
+
+    .. math::
+
+        a_t &= x_t W_x^T + (m_t \odot h_{t-1}) W_h^T + b, \quad \text{split into } G \text{ gates of width } H \\
+        state_t &= cell(a_t, state_{t-1}, inputs_t, params), \quad h_t = state_t[0]
+
+    `cell` is a function of MLX arrays which computes each number from the numbers of the same item and unit:
+    arithmetic, comparisons, `mx.where` and functions such as `mx.tanh`. MLX differentiates it. It runs a few times, on
+    arrays without values; engines run code generated from it. So it must not depend on anything but its arguments and
+    constant numbers; an array from around it is refused. The page "Your own cell" lists the operations.
+
+    With the equations of an LSTM in `cell`, it equals `lstm`. It computes the same as `recurrent` with a step that
+    computes a and calls `cell`, which runs any function, but far slower.
+
+    Args:
+        cell (callable): `cell(a, state, *inputs, *params) -> state`. a: a tuple of G arrays [B, H], one per gate.
+            state: a tuple of S arrays [B, H], of which the first is h. It returns the S new states.
+        x (array): input, [T, B, I]; or, with `Wx=None`, the already projected input, [T, B, G H].
+        Wx (array, optional): input weights, [G H, I].
+        Wh (array, optional): recurrent weights, [G H, H]. `None`: no product of h is added to the preactivations, and
+            the units are independent of each other, as in IndRNN and minGRU.
+        b (array, optional): bias, [G H].
+        state (sequence of array): the S first states, each [B, H].
+        inputs (sequence of array): arrays broadcastable to [T, B, H], which differ by step, such as masks; bool,
+            integers or floats.
+        params (sequence of array): arrays [H], one number per unit, such as peephole weights.
+        apart (bool): pass each gate as a pair, (the part of x and b, the part of h), as a GRU needs it. Default:
+            `False`, as their sum.
+        mask (array, optional): factor on h[t-1] as it enters the product, as in `lstm`.
+        keep (array, optional): factor on all states before a step, as in `lstm`.
+        hold (array or list, optional): steps at which an item's state is carried unchanged, as in `lstm`.
+        lengths (integer array or list, optional): [B], each in 0..T. Past its end an item's h is 0, its state is
+            carried unchanged and its input is not read. On engine `"ops"` the derivative of `cell` must be finite at
+            zeros in the input.
+        reverse (bool): process t = T-1 ... 0; outputs stay aligned with the input. Default: `False`.
+        bidirectional (bool): run both directions. The arrays then hold the forward direction first: Wx [2 G H, I], Wh
+            [2, G H, H], b [2 G H], states [B, 2H], inputs [T, B, 2H], params [2H]. Default: `False`.
+        training (bool): `False` for inference: the forward pass saves nothing for a gradient. Default: `True`.
+        checkpoint_every (int or str, optional): save only the states of every K-th step, as in `lstm`.
+        engine (str, optional): `"fused"`, `"stepwise"` (Metal), `"numpy"` or `"ops"` to force an engine. Default: the
+            best one that can run the cell.
+        stream (Stream or Device, optional): where to run, as for any MLX op.
+
+    Returns:
+        tuple: h [T, B, H], and the states after the last step processed, a tuple of S arrays [B, H], all in the dtype
+        of x. float16 and bfloat16 are computed in float32.
+
+    Raises:
+        ValueError: a rule on an argument is broken, or the cell is not pointwise; the text names the operation and its
+            line. Or a forced engine cannot run. Nothing has been computed then.
+        RuntimeError: a second or a forward-mode derivative was asked of an engine other than `"ops"`.
+
+    Example:
+        >>> import mlx.core as mx
+        >>> from mlx_lstm import pointwise
+        >>> def minimal_gru(a, state):
+        ...     (z, n), (h,) = a, state
+        ...     z = mx.sigmoid(z)
+        ...     return (h + z * (mx.tanh(n) - h),)
+        >>> x, Wx, Wh, b = mx.ones((10, 2, 3)), mx.ones((8, 3)), mx.ones((8, 4)), mx.zeros(8)
+        >>> h, state = pointwise(minimal_gru, x, Wx, Wh, b, (mx.zeros((2, 4)),))
+        >>> h.shape, len(state)
+        ((10, 2, 4), 1)
+        >>> mx.grad(lambda Wh: pointwise(minimal_gru, x, Wx, Wh, b, (mx.zeros((2, 4)),))[0].sum())(Wh).shape
+        (8, 4)
+    """
+    if not callable(cell):
+        fail(OP, "cell must be a function", type(cell).__name__)
+    D = directions(apart, bidirectional)
+    states, B, H = check_states(state, D)
+    each = check_sequences_of(inputs, x, H * D)
+    numbers = check_params(params, H * D)
+    arrays: dict[str, Any] = {"x": x, "Wx": Wx, "Wh": Wh, "b": b, "h0": states[0], "mask": mask, "keep": keep}
+    gates = gates_of(x, Wx, Wh, D * H, apart)
+    if Wh is None and mask is not None:
+        fail(OP, "mask must be None where Wh is None", "an array")
+    counts = Counts(gates, len(states), len(each), len(numbers))
+    graph = traced(cell, counts, apart, (B, H), mx.float64 if x.dtype == mx.float64 else mx.float32)
+    arrays["c0"] = side_by_side(states[1:], D)
+    arrays["inputs"] = side_by_side(each, D)
+    arrays["params"] = side_by_side(numbers, D)
+    options = {"reverse": reverse, "bidirectional": bidirectional, "lengths": lengths, "hold": hold}
+    call = Call(PointwiseCell(graph, Wh is not None), **options, engine=engine, stream=stream)
+    call = call._replace(checkpoint_every=checkpoint_every)
+    given = {name: array for name, array in arrays.items() if array is not None}
+    outputs, _ = call.forward(given, return_gates=False, training=training)
+    last = (outputs["hT"], *apart_again(outputs.get("cT"), len(states) - 1, D))
+    return outputs["h"], last
+
+
+def directions(apart: object, bidirectional: object) -> int:
+    """Check the flags on which the shapes depend. Return the number of directions."""
+    check_flag(OP, "apart", apart)
+    check_flag(OP, "bidirectional", bidirectional)
+    return 2 if bidirectional else 1
+
+
+def listed(name: str, arrays: Any) -> list[mx.array]:
+    """Return a tuple or list of arrays as a list. Raise an error for anything else."""
+    if not isinstance(arrays, (tuple, list)):
+        fail(OP, f"{name} must be a tuple or list of arrays", type(arrays).__name__)
+    for k, array in enumerate(arrays):
+        if not isinstance(array, mx.array):
+            fail(OP, f"{name}[{k}] must be an mlx.core.array{instead_of(array)}", type(array).__name__)
+    return list(arrays)
+
+
+def check_states(state: Any, D: int) -> tuple[list[mx.array], int, int]:
+    """Check the first states. Return them as a list, the batch size and H."""
+    states = listed("state", state)
+    if not states:
+        fail(OP, "state must have at least one array, h,", "none")
+    check_array(OP, "state[0]", states[0], ["B", "H" if D == 1 else "2H"])
+    B, width = states[0].shape
+    if B == 0 or width == 0 or width % D:
+        fail(OP, f"state[0] must have shape [B, {'H' if D == 1 else '2H'}] with at least one number", [B, width])
+    for k, array in enumerate(states):
+        check_array(OP, f"state[{k}]", array, [B, width], states[0].dtype)
+    return states, B, width // D
+
+
+def check_sequences_of(inputs: Any, x: Any, width: int) -> list[mx.array]:
+    """Check the inputs of each step. Return them in the dtype of x and the shape [T, B, width]."""
+    check_array(OP, "x", x, ["T", "B", "I"])
+    shape, whole = (*x.shape[:2], width), []
+    for k, array in enumerate(listed("inputs", inputs)):
+        if array.dtype == mx.complex64:
+            fail(OP, f"inputs[{k}] must be real, an integer or bool", array.dtype)
+        sizes = (1,) * (3 - array.ndim) + array.shape
+        if len(sizes) != 3 or any(size not in (1, wanted) for size, wanted in zip(sizes, shape, strict=True)):
+            fail(OP, f"inputs[{k}] must broadcast to [T, B, H] = {list(shape)}", f"shape {list(array.shape)}")
+        whole.append(mx.broadcast_to(array.astype(x.dtype), shape))
+    return whole
+
+
+def check_params(params: Any, width: int) -> list[mx.array]:
+    """Return the parameters as a list, each of which must have the shape [width]."""
+    arrays = listed("params", params)
+    for k, array in enumerate(arrays):
+        check_array(OP, f"params[{k}]", array, [width], None, ", one number per unit,")
+    return arrays
+
+
+def gates_of(x: mx.array, Wx: Any, Wh: Any, width: int, apart: bool) -> int:
+    """Return the number of gates, from the rows of Wx or the width of x. width: D H."""
+    if Wx is not None:
+        check_array(OP, "Wx", Wx, ["G H", x.shape[-1]], x.dtype)
+    rows = x.shape[-1] if Wx is None else Wx.shape[0]
+    if rows == 0 or rows % width:
+        name = "x must have G H features, as Wx is None," if Wx is None else "Wx must have G H rows"
+        fail(OP, f"{name} with H = {width} as in state[0]", rows)
+    if apart and Wh is None:
+        fail(OP, "apart must be False where Wh is None, as there is no recurrent part", "True")
+    return rows // width
+
+
+def side_by_side(arrays: list[Array], D: int) -> Array | None:
+    """Return arrays [..., D H] as one, [..., D n H], in which each direction has its n arrays side by side."""
+    if len(arrays) < 2:
+        return arrays[0] if arrays else None
+    if D == 1:
+        return mx.concatenate(arrays, axis=-1)
+    shape = arrays[0].shape
+    parts = [array.reshape(*shape[:-1], 2, shape[-1] // 2) for array in arrays]
+    return mx.concatenate(parts, axis=-1).reshape(*shape[:-1], len(arrays) * shape[-1])
+
+
+def apart_again(joined: Array | None, n: int, D: int) -> list[Array]:
+    """Return the n arrays that `side_by_side` joined."""
+    if joined is None or n < 2:
+        return [] if joined is None else [joined]
+    if D == 1:
+        return list(mx.split(joined, n, axis=-1))
+    *sizes, width = joined.shape
+    parts = mx.split(joined.reshape(*sizes, 2, width // 2), n, axis=-1)
+    return [part.reshape(*sizes, width // n) for part in parts]

@@ -1,0 +1,176 @@
+"""Calls of `mlx_lstm.pointwise` with the cells of `mlx_lstm.cells` and with random cells, and their comparison with the
+float64 oracle."""
+
+from typing import NamedTuple
+
+import mlx.core as mx
+import numpy as np
+from cases import to_mlx, to_numpy
+
+from mlx_lstm import cells, pointwise, recurrent
+from mlx_lstm.engines.cell_tracer import Counts, traced
+from mlx_lstm.oracle.closeness import assert_within, exact_and_bounds
+from mlx_lstm.oracle.pointwise import comparison_distance, evaluate_graph
+
+
+class Form(NamedTuple):
+    """A cell, and how many gates, states, inputs of each step and parameters it has."""
+
+    cell: object
+    gates: int
+    states: int = 1
+    inputs: int = 0
+    params: int = 0
+    apart: bool = False
+    recurrent: bool = True
+
+    def graph(self, B, H, dtype=mx.float32):
+        return traced(self.cell, Counts(self.gates, self.states, self.inputs, self.params), self.apart, (B, H), dtype)
+
+
+ZOO = {
+    "lstm": Form(cells.lstm, 4, 2),
+    "zoneout_lstm": Form(cells.zoneout_lstm, 4, 2, inputs=2),
+    "cifg": Form(cells.cifg, 3, 2),
+    "peephole_lstm": Form(cells.peephole_lstm, 4, 2, params=3),
+    "sum_peephole_lstm": Form(cells.sum_peephole_lstm, 4, 2, params=1),
+    "slstm": Form(cells.slstm, 4, 4),
+    "gru": Form(cells.gru, 3, apart=True),
+    "augru": Form(cells.augru, 3, inputs=1, apart=True),
+    "indrnn": Form(cells.indrnn, 1, params=1, recurrent=False),
+    "minimal_gru": Form(cells.minimal_gru, 2, recurrent=False),
+    "minimal_gru_log": Form(cells.minimal_gru_log, 2, recurrent=False),
+}
+SIZES = (5, 3, 2, 7)
+OPTIONS = {
+    "plain": {},
+    "no_bias_projected": {"b": None, "Wx": None},
+    "mask": {"mask": True},
+    "keep": {"keep": True},
+    "lengths_reverse": {"lengths": True, "reverse": True},
+    "everything": {"mask": True, "keep": True, "lengths": True},
+    "chunks": {"checkpoint_every": 2, "lengths": True, "mask": True, "keep": True, "reverse": True},
+}
+
+
+def draw(rng, form, options, sizes=SIZES):
+    """Draw the arrays of a call. Return (case, cotangents), dicts of float64 arrays with float32 values."""
+    T, B, I, H = sizes
+    G, C = form.gates, form.states - 1
+    shapes = {"x": (T, B, I), "Wx": (G * H, I), "Wh": (G * H, H), "b": (G * H,), "h0": (B, H), "c0": (B, C * H)}
+    shapes |= {"inputs": (T, B, form.inputs * H), "params": (form.params * H,), "mask": (T, B, H), "keep": (T, B, 1)}
+    if "Wx" in options:
+        shapes["x"] = (T, B, G * H)
+    absent = {name for name in ("Wx", "b") if name in options} | {n for n in ("mask", "keep") if not options.get(n)}
+    absent |= {name for name, shape in shapes.items() if 0 in shape} | (set() if form.recurrent else {"Wh", "mask"})
+    case = {name: rng.normal(size=shape) for name, shape in shapes.items() if name not in absent}
+    for name in {"Wx", "Wh"} & case.keys():
+        case[name] /= np.sqrt(case[name].shape[-1])
+    if form.cell is cells.slstm:  # n, the sum of positive gates
+        case["c0"][:, H : 2 * H] = 1 + np.abs(case["c0"][:, H : 2 * H])
+    case = {name: array.astype(np.float32).astype(np.float64) for name, array in case.items()}
+    if options.get("lengths"):
+        case["lengths"] = rng.integers(0, T + 1, B)
+    case["reverse"] = bool(options.get("reverse"))
+    d = {"h": (T, B, H), "hT": (B, H), "cT": (B, C * H)}
+    return case, {name: rng.normal(size=shape).astype(np.float32) for name, shape in d.items() if 0 not in shape}
+
+
+def run(form, case, cotangents, call, dtype=np.float32):
+    """Run `call(form, arrays, case)`, such as `by_pointwise`. Return outputs and gradients as NumPy arrays by name."""
+    names = [name for name, value in case.items() if name not in ("lengths", "reverse")]
+    arrays = [to_mlx(case[name], dtype) for name in names]
+
+    def outputs_of(*values):
+        h, last = call(form, dict(zip(names, values, strict=True)), case)
+        outputs = {"h": h, "hT": last[0]} | ({"cT": mx.concatenate(last[1:], axis=-1)} if len(last) > 1 else {})
+        return [outputs[name] for name in cotangents]
+
+    outputs, gradients = mx.vjp(outputs_of, arrays, [to_mlx(d, dtype) for d in cotangents.values()])
+    mx.eval(outputs, gradients)
+    found = dict(zip(cotangents, map(to_numpy, outputs), strict=True))
+    return found | {f"d{name}": to_numpy(g) for name, g in zip(names, gradients, strict=True)}
+
+
+def blocks(array, count):
+    return mx.split(array, count, axis=-1) if count else []
+
+
+def arguments(form, a):
+    """Return the arguments of `pointwise` for the arrays of a case."""
+    state = (a["h0"], *blocks(a.get("c0"), form.states - 1))
+    names = ("x", "Wx", "Wh", "b")
+    given = [a.get(name) for name in names]
+    return (
+        given,
+        state,
+        {"inputs": blocks(a.get("inputs"), form.inputs), "params": blocks(a.get("params"), form.params)},
+    )
+
+
+def by_pointwise(engine, **options):
+    def call(form, a, case):
+        given, state, more = arguments(form, a)
+        more |= {
+            "mask": a.get("mask"),
+            "keep": a.get("keep"),
+            "lengths": case.get("lengths"),
+            "reverse": case["reverse"],
+        }
+        return pointwise(form.cell, *given, state, **more, apart=form.apart, engine=engine, **options)
+
+    return call
+
+
+def by_recurrent(form, a, case):
+    """Call `recurrent` with the cell itself: a graph of plain MLX."""
+    (x, Wx, Wh, b), state, more = arguments(form, a)
+    z = x if Wx is None else x @ Wx.T
+    z = z if b is None else z + b
+    mask = a.get("mask", mx.ones((*z.shape[:2], state[0].shape[-1]), z.dtype))
+
+    def step(of_step, state):
+        z, mask, *inputs = of_step
+        parts = blocks(z, form.gates)
+        if Wh is not None:
+            products = blocks((state[0] * mask) @ Wh.T, form.gates)
+            pairs = list(zip(parts, products, strict=True))
+            parts = pairs if form.apart else [p + q for p, q in pairs]
+        new = tuple(form.cell(tuple(parts), state, *inputs, *more["params"]))
+        return new[0], new
+
+    keep = a["keep"][..., 0] if "keep" in a else None
+    return recurrent(
+        step, (z, mask, *more["inputs"]), state, keep=keep, lengths=case.get("lengths"), reverse=case["reverse"]
+    )
+
+
+def judged(form, case, cotangents, dtype="float32", trials=8):
+    """Return the exact results of a case, and a bound on the error of each."""
+    graph = form.graph(case["h0"].shape[0], case["h0"].shape[1])
+
+    def values(fl):
+        outputs, gradients = evaluate_graph(graph, case, cotangents, fl)
+        return {name: outputs[name] for name in cotangents} | {f"d{name}": d for name, d in gradients.items()}
+
+    return exact_and_bounds(values, dtype, trials)
+
+
+def assert_right(got, exact, bounds, what=""):
+    """Assert that every result is within its bound."""
+    assert got.keys() == exact.keys()
+    for name in exact:
+        assert_within(f"{what} {name}", got[name], exact[name], bounds[name])
+
+
+def is_smooth(form, case, margin=1e-3):
+    """Return whether no comparison of the cell is so close that rounding could decide it."""
+    return comparison_distance(form.graph(*case["h0"].shape), case) > margin
+
+
+def draw_smooth(rng, form, options, sizes=SIZES):
+    """Draw a case without a close comparison."""
+    while True:
+        case, cotangents = draw(rng, form, options, sizes)
+        if is_smooth(form, case, 1e-4):
+            return case, cotangents

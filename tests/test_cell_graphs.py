@@ -1,0 +1,259 @@
+"""Tracing of cells: the graph, its rewrites, what a forward pass saves, and what is refused."""
+
+import json
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from pointwise_cases import ZOO, Form, assert_right, by_pointwise, by_recurrent, draw, judged, run
+
+from mlx_lstm import pointwise
+from mlx_lstm.engines.cell_graph import FOLDS, REWRITES, Graph, from_json
+from mlx_lstm.engines.ops.pointwise import values_of
+
+SAVED = {
+    "lstm": ["sigmoid", "sigmoid", "tanh", "sigmoid"],
+    "zoneout_lstm": ["sigmoid", "sigmoid", "tanh", "sigmoid"],
+    "cifg": ["sigmoid", "tanh", "sigmoid"],
+    "peephole_lstm": ["sigmoid", "sigmoid", "tanh", "sigmoid"],
+    "gru": ["sigmoid", "sigmoid", "tanh", "input"],
+    "slstm": ["input", "input", "tanh", "sigmoid"],
+}
+
+
+@pytest.mark.parametrize("cell", SAVED)
+def test_what_is_saved_is_found(cell):
+    """The forward pass saves one number per gate: an LSTM's gates after activation, a GRU's with its recurrent part."""
+    graph = ZOO[cell].graph(2, 3)
+    assert sorted(graph.nodes[n].op for n in graph.saved) == sorted(SAVED[cell])
+
+
+def test_a_graph_survives_json():
+    """A graph that was written as JSON and read again equals the original."""
+    for form in ZOO.values():
+        graph = form.graph(2, 3)
+        again = from_json(json.loads(json.dumps(graph.to_json())))
+        assert again == graph and hash(again) == hash(graph)
+        assert again != ZOO["indrnn" if form is not ZOO["indrnn"] else "lstm"].graph(2, 3)
+
+
+# --- Rewrites: each compared with the operation that it replaces ---
+
+X, Y, P = "x0", "x1", ("gt", "x0", "x1")
+ORIGINALS = {
+    "add_zero": ("add", X, 0.0),
+    "add_branches": ("add", ("select", P, X, 0.0), ("select", P, 0.0, Y)),
+    "subtract_zero": ("sub", 0.0, X),
+    "multiply_by_one": ("mul", -1.0, X),
+    "multiply_by_condition": ("mul", ("float", ("not", P)), Y),
+    "divide_by_one": ("div", X, 1.0),
+    "divide_by_cosh": ("div", Y, ("mul", ("cosh", X), ("cosh", X))),
+    "negate_twice": ("neg", ("neg", X)),
+    "same_branches": ("select", P, X, X),
+    **{f"small_power {n}": ("pow", ("abs", X), n) for n in (0.0, 1.0, 2.0, 3.0, 0.5, -0.5, -1.0)},
+    **{f"fold {op}": (op, 1.5, -0.25)[: 2 + (op != "neg")] for op in FOLDS},
+}
+
+
+def built(graph, term, rewrites):
+    """Add a term to a graph. Return its node. rewrites: whether the outermost operation may be rewritten."""
+    if isinstance(term, float):
+        return graph.constant(term)
+    if isinstance(term, str):
+        return graph.input(term)
+    op, *operands = term
+    args = tuple(built(graph, operand, rewrites) for operand in operands)
+    return graph.add(op, *args) if rewrites else graph.node(graph.nodes[0]._replace(op=op, args=args, value=None))
+
+
+@pytest.mark.parametrize("name", ORIGINALS)
+def test_a_rewrite_keeps_the_value(name):
+    """Each rewrite replaces its operation, and the result is the same number."""
+    rng, results = np.random.default_rng(0), []
+    drawn = [mx.array(rng.normal(size=1000), mx.float64) for _ in range(2)]
+    for rewrites in (False, True):
+        graph = Graph()
+        known = dict(zip(map(graph.input, ("x0", "x1")), drawn, strict=True))
+        n = built(graph, ORIGINALS[name], rewrites)
+        assert (graph.nodes[n].op == ORIGINALS[name][0]) is (
+            not rewrites or name in ("add_branches", "divide_by_cosh")
+        ) or rewrites
+        with mx.stream(mx.cpu):
+            value = np.array(mx.broadcast_to(values_of(tuple(graph.nodes), [n], known, drawn[0])[n], (1000,)))
+        results.append(value)
+    np.testing.assert_allclose(results[0], results[1], rtol=1e-7, atol=0)
+
+
+def test_every_rewrite_has_a_case():
+    """No rewrite is without a test."""
+    names = {rewrite.__name__ for rewrites in REWRITES.values() for rewrite in rewrites} - {"fold"}
+    assert names == {name.partition(" ")[0] for name in ORIGINALS} - {"fold"}
+
+
+def test_gradients_are_finite_where_plain_mlx_overflows():
+    """The rewritten gradients of tanh and maximum stay finite at preactivations where cosh overflows."""
+
+    def cell(a, state):
+        return (mx.maximum(mx.tanh(a[0]), 0.5) + state[0],)
+
+    def loss(x):
+        return pointwise(cell, x, None, None, None, (mx.zeros((1, 4)),), engine="numpy")[0].sum()
+
+    x = mx.array([[[-1000.0, -1.0, 1.0, 1000.0]]])
+    slope = 1 - np.tanh(1.0) ** 2
+    np.testing.assert_allclose(np.array(mx.grad(loss)(x))[0, 0], [0, 0, slope, 0], atol=1e-7)
+
+
+# --- Operations ---
+
+UNARY = {
+    "exp": mx.exp, "expm1": mx.expm1, "log": lambda x: mx.log(1 + x * x), "log2": lambda x: mx.log2(1 + x * x),
+    "log10": lambda x: mx.log10(1 + x * x), "log1p": lambda x: mx.log1p(x * x), "sqrt": lambda x: mx.sqrt(1 + x * x),
+    "rsqrt": lambda x: mx.rsqrt(1 + x * x), "tanh": mx.tanh, "sigmoid": mx.sigmoid, "abs": mx.abs, "sign": mx.sign,
+    "square": mx.square, "negative": mx.negative, "sin": mx.sin, "cos": mx.cos,
+    "tan": lambda x: mx.tan(0.3 * mx.tanh(x)),
+    "sinh": mx.sinh, "cosh": mx.cosh, "arcsin": lambda x: mx.arcsin(0.9 * mx.tanh(x)),
+    "arccos": lambda x: mx.arccos(0.9 * mx.tanh(x)), "arctan": mx.arctan, "arcsinh": mx.arcsinh,
+    "arccosh": lambda x: mx.arccosh(1.5 + x * x), "arctanh": lambda x: mx.arctanh(0.9 * mx.tanh(x)), "erf": mx.erf,
+    "floor": lambda x: x * mx.floor(3 * x), "ceil": lambda x: x * mx.ceil(3 * x),
+    "round": lambda x: x * mx.round(3 * x),
+    "reciprocal": lambda x: mx.reciprocal(1 + x * x), "stop_gradient": lambda x: x * mx.stop_gradient(x),
+    "clip": lambda x: mx.clip(x, -0.5, 0.5), "relu": nn.relu, "silu": nn.silu, "gelu": nn.gelu, "softplus": nn.softplus,
+    "elu": nn.elu, "hardswish": nn.hardswish, "selu": nn.selu, "mish": nn.mish, "log_sigmoid": nn.log_sigmoid,
+    "isnan": lambda x: mx.where(mx.isnan(x), 0.0, x), "nan_to_num": mx.nan_to_num, "cube": lambda x: x**3,
+    "power": lambda x: mx.power(1 + x * x, 0.3), "ones_like": lambda x: x + mx.ones_like(x),
+}  # fmt: skip
+BINARY = {
+    "add": mx.add, "subtract": mx.subtract, "multiply": mx.multiply, "divide": lambda x, y: x / (1 + y * y),
+    "maximum": mx.maximum, "minimum": mx.minimum, "logaddexp": mx.logaddexp, "arctan2": mx.arctan2,
+    "power": lambda x, y: mx.power(1 + x * x, y), "greater": lambda x, y: mx.where(x > y, x, y * y),
+    "less_equal": lambda x, y: mx.where(x <= y, x, y * y), "equal": lambda x, y: mx.where(x == y, x, y * y),
+    "and": lambda x, y: mx.where((x > 0) & (y > 0), x, y * y), "or": lambda x, y: mx.where((x > 0) | (y > 0), x, y * y),
+    "logical_and": lambda x, y: mx.where(mx.logical_and(x > 0, y > 0), x, y * y),
+    "not": lambda x, y: mx.where(mx.logical_not(x > y), x, y * y), "bool_times": lambda x, y: (x > y) * x + y,
+    "xor": lambda x, y: mx.where((x > 0) ^ (y > 0), x, y * y), "not_equal": lambda x, y: mx.where(x != y, x, y * y),
+}  # fmt: skip
+OPERATIONS = {name: lambda a, state, f=f: (0.5 * f(a[0]) + 0.5 * mx.tanh(state[0]),) for name, f in UNARY.items()}
+OPERATIONS |= {f"binary {n}": lambda a, state, f=f: (mx.tanh(f(a[0], state[0])),) for n, f in BINARY.items()}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_an_operation_of_mlx_is_right_in_a_cell(name):
+    """A cell with this operation has right values and gradients on each engine of the CPU, as plain MLX has."""
+    form = Form(OPERATIONS[name], 1)
+    case, cotangents = draw(np.random.default_rng(11), form, {}, (2, 2, 2, 4))
+    exact, bounds = judged(form, case, cotangents)
+    erf = any(node.op == "erf" for node in form.graph(2, 4).nodes)
+    for engine in ("ops",) if erf else ("numpy", "ops"):
+        assert_right(run(form, case, cotangents, by_pointwise(engine)), exact, bounds, engine)
+    assert_right(run(form, case, cotangents, by_recurrent), exact, bounds, "recurrent")
+
+
+# --- Refusals ---
+
+WEIGHTS, HALF = mx.ones((3, 3)), mx.array(0.5)
+
+
+@mx.custom_function
+def own_derivative(x):
+    return mx.exp(x)
+
+
+own_derivative.vjp(lambda x, d, y: d)
+
+
+def product(a, state):
+    square = mx.outer(state[0][0], state[0][0])
+    return (a[0] + square[:2],)
+
+
+def total(a, state):
+    x = a[0] + state[0]
+    x = x - x.mean(axis=-1, keepdims=True)
+    return (x,)
+
+
+def softmax(a, state):
+    weights = mx.softmax(a[0], axis=-1)
+    return (weights * state[0],)
+
+
+def captured(a, state):
+    x = mx.tanh(a[0])
+    x = x * HALF
+    return (x,)
+
+
+def decided(a, state):
+    if a[0].sum() > 0:
+        return state
+    return (a[0],)
+
+
+def asked(a, state):
+    return (a[0] * float(a[0][0, 0]),)
+
+
+def drawn(a, state):
+    noise = mx.random.normal(state[0].shape)
+    return (a[0] + noise,)
+
+
+REFUSED = {
+    product: "product",
+    lambda a, state: (a[0] @ mx.ones((3, 3)),): "Matmul",
+    lambda a, state: (a[0] @ WEIGHTS,): "a captured array",
+    total: r"Reduce in total, test_cell_graphs.py line \d+: x = x - x.mean",
+    softmax: r"Softmax in softmax, test_cell_graphs.py line \d+: weights = mx.softmax",
+    lambda a, state: (mx.logsumexp(a[0], axis=-1, keepdims=True) + state[0],): "LogSumExp",
+    lambda a, state: (mx.cumsum(a[0], axis=-1),): "Scan",
+    lambda a, state: (mx.sort(a[0], axis=-1),): "Sort",
+    lambda a, state: (a[0][:, ::-1],): "Slice",
+    lambda a, state: (mx.roll(a[0], 1, axis=-1),): "",
+    lambda a, state: (mx.concatenate([a[0][:, 1:], a[0][:, :1]], axis=-1),): "",
+    lambda a, state: (a[0].reshape(3, 2).reshape(2, 3),): "Reshape",
+    lambda a, state: (mx.take(a[0], mx.array([2, 1, 0]), axis=-1),): "",
+    captured: r"a captured array in captured, test_cell_graphs.py line \d+: x = x \* HALF",
+    lambda a, state: (a[0] * mx.array([1.0, 2.0, 3.0]),): "a constant array",
+    lambda a, state: (own_derivative(a[0]),): "a custom function",
+    lambda a, state: (a[0].astype(mx.float16).astype(mx.float32),): "AsType",
+    lambda a, state: (a[0].astype(mx.int32).astype(mx.float32),): "AsType",
+    decided: r"a decision on values in decided, test_cell_graphs.py line \d+: if a\[0\]",
+    asked: "a decision on values",
+    drawn: r"RandomBits in drawn, test_cell_graphs.py line \d+: noise = mx.random",
+    lambda a, state: (nn.LayerNorm(3)(a[0]),): "LayerNorm",
+}
+
+
+@pytest.mark.parametrize("cell", REFUSED, ids=lambda cell: cell.__name__.strip("<>"))
+def test_a_cell_that_is_not_pointwise_is_refused(cell):
+    """The error names the operation, the function, the file and the line, and says what to do instead."""
+    with pytest.raises(ValueError, match=r"^\[pointwise\] the cell must compute each number by itself \(") as caught:
+        pointwise(cell, mx.ones((2, 2, 3)), None, None, None, (mx.zeros((2, 3)),))
+    text = str(caught.value)
+    assert "test_cell_graphs.py line" in text
+    if REFUSED[cell] != "product":
+        caught.match(REFUSED[cell])
+
+
+def test_an_array_of_a_transformation_around_the_cell_is_refused():
+    """A cell that reads an array of the function which MLX differentiates would lose this array's gradient."""
+
+    def loss(u):
+        cell = lambda a, state: (mx.tanh(a[0] + u * state[0]),)  # noqa: E731
+        return pointwise(cell, mx.ones((2, 2, 3)), None, None, None, (mx.zeros((2, 3)),))[0].sum()
+
+    for transformed in (mx.grad(loss), mx.compile(loss), mx.vmap(loss)):
+        with pytest.raises(ValueError, match="a captured array"):
+            transformed(mx.ones((2, 3)))
+
+
+def test_an_error_of_the_cell_is_not_hidden():
+    """An exception that the cell itself raises reaches the caller."""
+
+    def broken(a, state):
+        raise KeyError("own")
+
+    with pytest.raises(KeyError, match="own"):
+        pointwise(broken, mx.ones((2, 2, 3)), None, None, None, (mx.zeros((2, 3)),))

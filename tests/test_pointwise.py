@@ -1,0 +1,296 @@
+"""`mlx_lstm.pointwise`: cells of the user's own on every engine of the CPU, against the float64 oracle, plain MLX and
+independent implementations."""
+
+import mlx.core as mx
+import mlx.nn
+import numpy as np
+import pytest
+from cases import to_numpy
+from pointwise_cases import (
+    OPTIONS,
+    ZOO,
+    Form,
+    assert_right,
+    by_pointwise,
+    by_recurrent,
+    draw,
+    draw_smooth,
+    judged,
+    run,
+)
+
+from mlx_lstm import cells, lstm, pointwise
+from mlx_lstm.nn import Pointwise
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("cell", ZOO)
+def test_every_engine_of_the_cpu_is_right(cell, option):
+    """Every cell of the zoo gives right values and gradients of all arrays with every option; plain MLX does, too."""
+    form, options = ZOO[cell], OPTIONS[option]
+    case, cotangents = draw_smooth(np.random.default_rng(1), form, options)
+    exact, bounds = judged(form, case, cotangents)
+    every = {name: options[name] for name in ("checkpoint_every",) if name in options}
+    for engine in ("numpy", "ops"):
+        assert_right(run(form, case, cotangents, by_pointwise(engine, **every)), exact, bounds, engine)
+    assert_right(run(form, case, cotangents, by_recurrent), exact, bounds, "recurrent")
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (1, 2, 3, 4), (20, 17, 3, 6), (3, 33, 5, 2), (9, 1, 2, 3)])
+def test_odd_sizes_are_right(sizes):
+    """T = 1, B = 1, H = 1 and sizes that use other products are right."""
+    for cell in ("lstm", "gru", "slstm", "indrnn"):
+        case, cotangents = draw_smooth(np.random.default_rng(2), ZOO[cell], {"lengths": True}, sizes)
+        exact, bounds = judged(ZOO[cell], case, cotangents)
+        for engine in ("numpy", "ops"):
+            assert_right(run(ZOO[cell], case, cotangents, by_pointwise(engine)), exact, bounds, f"{cell} {engine}")
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float64])
+def test_other_dtypes_are_right(dtype):
+    """16-bit arrays are computed in float32, and float64 stays float64 on engine `numpy`."""
+    case, cotangents = draw_smooth(np.random.default_rng(3), ZOO["slstm"], {"lengths": True})
+    rounded = {n: a if n in ("lengths", "reverse") else a.astype(dtype).astype(np.float64) for n, a in case.items()}
+    cotangents = {name: d.astype(dtype) for name, d in cotangents.items()}
+    exact, bounds = judged(ZOO["slstm"], rounded, cotangents, np.dtype(dtype).name)
+    got = run(ZOO["slstm"], rounded, cotangents, by_pointwise("numpy"), dtype)
+    assert {array.dtype for array in got.values()} == {np.dtype(dtype)}
+    assert_right(got, exact, bounds)
+
+
+def test_both_directions_are_two_calls():
+    """`bidirectional` equals two calls, one of them with `reverse`, whose results stand side by side."""
+    rng, H = np.random.default_rng(4), 3
+    form = Form(cells.zoneout_lstm, 4, 2, inputs=2)
+    pairs = [draw(rng, form, {"keep": True}, (4, 2, 3, H))[0] for _ in range(2)]
+    one, other = ({n: mx.array(a.astype(np.float32)) for n, a in case.items() if n != "reverse"} for case in pairs)
+
+    def both(name, axis):
+        return mx.concatenate([one[name], other[name]], axis=axis)
+
+    inputs = [mx.concatenate([case["inputs"][..., k * H : (k + 1) * H] for case in (one, other)], -1) for k in range(2)]
+    Wh, keep = mx.stack([one["Wh"], other["Wh"]]), both("keep", 2)
+    for engine in ("numpy", "ops"):
+        h, last = pointwise(
+            *(form.cell, one["x"], both("Wx", 0), Wh, both("b", 0), (both("h0", 1), both("c0", 1))),
+            **{"inputs": inputs, "keep": keep, "bidirectional": True, "lengths": [4, 2], "engine": engine},
+        )
+        for d, case in enumerate((one, other)):
+            half = slice(d * H, (d + 1) * H)
+            h_d, last_d = pointwise(
+                *(form.cell, one["x"], case["Wx"], case["Wh"], case["b"], (case["h0"], case["c0"])),
+                **{"inputs": mx.split(case["inputs"], 2, axis=-1), "keep": case["keep"][..., 0]},
+                **{"lengths": [4, 2], "reverse": d == 1, "engine": engine},
+            )
+            for got, wanted in zip((h, *last), (h_d, *last_d), strict=True):
+                assert mx.allclose(got[..., half], wanted, rtol=0, atol=0)
+
+
+def test_an_lstm_of_ones_own_equals_lstm():
+    """The cell with the equations of an LSTM computes what `lstm` does, with every option of both."""
+    rng = np.random.default_rng(5)
+    T, B, I, H = 6, 4, 3, 5
+    a = {"x": (T, B, I), "Wx": (4 * H, I), "Wh": (4 * H, H), "b": (4 * H,), "h0": (B, H), "c0": (B, H)}
+    a = {name: mx.array(rng.normal(size=shape).astype(np.float32)) for name, shape in a.items()}
+    mask, keep = mx.array(rng.normal(size=(T, B, H)), mx.float32), mx.array(rng.normal(size=(T, B)), mx.float32)
+    options = {"mask": mask, "keep": keep, "hold": mx.array(rng.random((T, B)) < 0.4), "lengths": [6, 2, 0, 5]}
+
+    def own(*values):
+        x, Wx, Wh, b, *state = values
+        h, last = pointwise(cells.lstm, x, Wx, Wh, b, state, **options, reverse=True)
+        return [h, *last]
+
+    def ours(*values):
+        out = lstm(*values, **options, reverse=True)
+        return [out.h, out.hT, out.cT]
+
+    d = [mx.array(rng.normal(size=shape), mx.float32) for shape in ((T, B, H), (B, H), (B, H))]
+    (got, d_got), (wanted, d_wanted) = (mx.vjp(f, list(a.values()), d) for f in (own, ours))
+    for one, other in zip(got + d_got, wanted + d_wanted, strict=True):
+        # Both are right to within rounding, which the other tests bound; the results differ by its order of magnitude.
+        assert np.abs(to_numpy(one) - to_numpy(other)).max() <= 64 * 2.0**-23 * (1 + np.abs(to_numpy(other)).max())
+
+
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+def test_slstm_equals_a_loop_of_the_papers_equations():
+    """The sLSTM of the zoo equals a float64 loop of the paper's equations without stabiliser, from the zero state."""
+    rng, (T, B, I, H) = np.random.default_rng(6), (7, 3, 2, 4)
+    x, Wx, Wh, b = (rng.normal(size=s) for s in ((T, B, I), (4 * H, I), (4 * H, H), (4 * H,)))
+    zeros = [mx.zeros((B, H), mx.float64)] * 4
+    h, (_, c, n, m) = pointwise(cells.slstm, *(mx.array(a, mx.float64) for a in (x, Wx, Wh, b)), zeros)
+    h_t, c_t, n_t = np.zeros((3, B, H))
+    for t in range(T):
+        i, f, z, o = np.split(x[t] @ Wx.T + h_t @ Wh.T + b, 4, axis=-1)
+        c_t = sigmoid(f) * c_t + np.exp(i) * np.tanh(z)
+        n_t = sigmoid(f) * n_t + np.exp(i)
+        h_t = sigmoid(o) * c_t / n_t
+        np.testing.assert_allclose(np.array(h)[t], h_t, rtol=1e-12, atol=1e-14)
+    scale = np.exp(np.array(m))
+    np.testing.assert_allclose(np.array(c) * scale, c_t, rtol=1e-12)
+    np.testing.assert_allclose(np.array(n) * scale, n_t, rtol=1e-12)
+
+
+def test_zoneout_equals_a_loop_of_the_papers_equations():
+    """The zoneout LSTM of the zoo equals a float64 loop of the paper's equations."""
+    rng, (T, B, I, H) = np.random.default_rng(7), (6, 2, 3, 5)
+    x, Wx, Wh, b = (rng.normal(size=s) for s in ((T, B, I), (4 * H, I), (4 * H, H), (4 * H,)))
+    holds = (rng.random((2, T, B, H)) < 0.3).astype(np.float64)
+    zeros = [mx.zeros((B, H), mx.float64)] * 2
+    arrays = [mx.array(a, mx.float64) for a in (x, Wx, Wh, b)]
+    h, last = pointwise(cells.zoneout_lstm, *arrays, zeros, inputs=[mx.array(a, mx.float64) for a in holds])
+    h_t, c_t = np.zeros((2, B, H))
+    for t in range(T):
+        i, f, g, o = np.split(x[t] @ Wx.T + h_t @ Wh.T + b, 4, axis=-1)
+        c_new = sigmoid(f) * c_t + sigmoid(i) * np.tanh(g)
+        h_t = np.where(holds[0, t], h_t, sigmoid(o) * np.tanh(c_new))
+        c_t = np.where(holds[1, t], c_t, c_new)
+        np.testing.assert_allclose(np.array(h)[t], h_t, rtol=1e-12, atol=1e-14)
+    np.testing.assert_allclose(np.array(last[1]), c_t, rtol=1e-12)
+
+
+def loss(values, engine=None):
+    x, Wx, Wh, b, *state = values
+    h, last = pointwise(cells.slstm, x, Wx, Wh, b, state, engine=engine)
+    return (h * h).sum() + last[1].sum()
+
+
+def call_of_slstm():
+    rng = np.random.default_rng(8)
+    shapes = [(4, 2, 3), (12, 3), (12, 3), (12,), (2, 3), (2, 3), (2, 3), (2, 3)]
+    arrays = [mx.array(rng.normal(size=shape).astype(np.float32)) for shape in shapes]
+    arrays[6] = 1 + mx.abs(arrays[6])
+    return arrays
+
+
+@pytest.mark.filterwarnings("ignore:inside mx.compile")
+def test_mlx_transforms_it():
+    """Inside mx.compile, mx.checkpoint and mx.vmap a call gives the same values and gradients."""
+    arrays = call_of_slstm()
+    value, gradients = mx.value_and_grad(loss)(arrays)
+    for transformed in (mx.compile(mx.value_and_grad(loss)), mx.value_and_grad(mx.checkpoint(loss))):
+        again, d = transformed(arrays)
+        assert mx.allclose(again, value)
+        assert all(mx.allclose(one, other, atol=1e-5) for one, other in zip(d, gradients, strict=True))
+    many = mx.vmap(lambda x: loss([x, *arrays[1:]]))(mx.stack([arrays[0], 2 * arrays[0]]))
+    assert mx.allclose(many[0], value)
+
+
+def test_a_function_traced_first_inside_mx_compile_is_right():
+    """A cell that the library meets first while MLX traces a compiled function is traced all the same."""
+    arrays = call_of_slstm()
+
+    def own(a, state):
+        return cells.slstm(a, state)
+
+    def call(x):
+        return pointwise(own, x, *arrays[1:4], arrays[4:], engine="ops")[0]
+
+    assert mx.allclose(mx.compile(call)(arrays[0]), call(arrays[0]), atol=1e-6)
+
+
+def test_ops_has_every_derivative_and_the_others_refuse():
+    """Engine `ops` has second derivatives and forward mode; `numpy` refuses them."""
+    arrays = call_of_slstm()
+    second = mx.grad(lambda Wh: mx.grad(lambda W: loss([*arrays[:2], W, *arrays[3:]], "ops"))(Wh).sum())(arrays[2])
+    assert mx.isfinite(second).all() and mx.abs(second).max() > 0
+    _, tangents = mx.jvp(lambda x: loss([x, *arrays[1:]], "ops"), [arrays[0]], [mx.ones_like(arrays[0])])
+    assert mx.allclose(tangents[0], mx.grad(lambda x: loss([x, *arrays[1:]], "numpy"))(arrays[0]).sum(), rtol=1e-4)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        mx.grad(lambda W: mx.grad(lambda V: loss([*arrays[:2], V, *arrays[3:]], "numpy"))(W).sum())(arrays[2])
+
+
+def test_padding_is_not_read():
+    """NaN in the input and in the inputs of each step past an item's end reaches no result and no gradient."""
+    rng = np.random.default_rng(9)
+    for cell in ("zoneout_lstm", "augru", "indrnn", "slstm"):
+        form = ZOO[cell]
+        case, cotangents = draw_smooth(rng, form, {"lengths": True})
+        case["lengths"] = np.array([5, 2, 0])
+        exact, bounds = judged(form, case, cotangents)
+        for name in {"x", "inputs"} & case.keys():
+            case[name][2:, 1] = case[name][:, 2] = np.nan
+        for engine in ("numpy", "ops"):
+            assert_right(run(form, case, cotangents, by_pointwise(engine)), exact, bounds, f"{cell} {engine}")
+
+
+def test_h_of_the_shape_is_the_callers():
+    """A cell may read the shapes of its arguments: they are those of the call."""
+
+    def scaled(a, state):
+        return (a[0] / state[0].shape[-1] + state[0] / state[0].shape[0],)
+
+    for B, H in ((2, 3), (4, 5)):
+        x = mx.ones((1, B, H))
+        h, _ = pointwise(scaled, x, None, None, None, (mx.ones((B, H)),))
+        assert mx.allclose(h, mx.full((1, B, H), 1 / H + 1 / B))
+
+
+def test_numpy_leaves_erf_to_ops():
+    """NumPy has no erf: engine `numpy` refuses the cell with this reason, and `ops` runs it."""
+
+    def gelu(a, state):
+        return (mlx.nn.gelu(a[0] + state[0]),)
+
+    arguments = (gelu, mx.ones((2, 2, 3)), None, None, None, (mx.zeros((2, 3)),))
+    assert pointwise(*arguments)[0].shape == (2, 2, 3)
+    with pytest.raises(ValueError, match="NumPy has no erf"):
+        pointwise(*arguments, engine="numpy")
+
+
+def test_the_layer_runs_its_cell():
+    """The layer equals the function on its parameters, batch first, with parameters per unit and inputs."""
+    mx.random.seed(10)
+    layer = Pointwise(cells.peephole_lstm, 3, 4, gates=4, states=2, params=3)
+    x = mx.random.normal((2, 5, 3))
+    h, state = layer(x, lengths=[5, 3], keep=mx.ones((2, 5)), hold=mx.zeros((2, 5), mx.bool_))
+    wanted, last = pointwise(
+        *(cells.peephole_lstm, mx.swapaxes(x, 0, 1), layer.Wx, layer.Wh, layer.bias, [mx.zeros((2, 4))] * 2),
+        **{"params": layer.params, "lengths": [5, 3]},
+    )
+    assert mx.allclose(h, mx.swapaxes(wanted, 0, 1), atol=1e-6)
+    assert all(mx.allclose(one, other, atol=1e-6) for one, other in zip(state, last, strict=True))
+    names = dict(mlx.nn.utils.tree_flatten(layer.trainable_parameters()))
+    assert sorted(names) == ["Wh", "Wx", "bias", "params.0", "params.1", "params.2"]
+    _, gradients = mlx.nn.value_and_grad(layer, lambda x: layer(x)[0].sum())(x)
+    assert mx.abs(gradients["params"][0]).max() > 0
+    noisy = Pointwise(cells.augru, 3, 4, gates=3, apart=True, bias=False)
+    assert noisy(x, inputs=[mx.ones((2, 5, 1))])[0].shape == (2, 5, 4)
+    free = Pointwise(cells.minimal_gru, 3, 4, gates=2, recurrent=False).eval()
+    assert free(x)[0].shape == (2, 5, 4)
+
+
+REFUSED = {
+    "state must be a tuple or list": {"state": 3},
+    "state must have at least one": {"state": ()},
+    r"state\[0\] must have shape": {"state": (mx.zeros(3),)},
+    r"state\[1\] must have shape \[2, 3\]": {"state": (mx.zeros((2, 3)), mx.zeros((2, 4)))},
+    r"inputs\[0\] must broadcast": {"inputs": (mx.zeros((5, 2, 3)),)},
+    r"inputs must be a tuple or list": {"inputs": mx.zeros((4, 2, 3))},
+    r"params\[0\] must have shape \[3\]": {"params": (mx.zeros(4),)},
+    "Wx must have G H rows": {"Wx": mx.zeros((4, 2))},
+    "Wx must have shape": {"Wx": mx.zeros((6, 5))},
+    "Wh must have shape": {"Wh": mx.zeros((6, 4))},
+    "b must have shape": {"b": mx.zeros(5)},
+    "apart must be True or False": {"apart": 1},
+    "apart must be False where Wh is None": {"apart": True, "Wh": None},
+    "mask must be None where Wh is None": {"mask": mx.ones((2, 3)), "Wh": None},
+    "x must have G H features": {"Wx": None},
+    "checkpoint_every": {"checkpoint_every": 0},
+    "engine must be one of": {"engine": "cuda"},
+    "the cell must return a tuple of 1 states": {"cell": lambda a, state: (a[0], a[1])},
+    "the cell must keep the shape": {"cell": lambda a, state: (a[0][:1],)},
+    "cell must be a function": {"cell": 3},
+}
+
+
+@pytest.mark.parametrize("text", REFUSED)
+def test_wrong_arguments_are_refused(text):
+    """A wrong argument raises an error that names it before anything runs."""
+    given = {"cell": cells.minimal_gru, "x": mx.ones((4, 2, 2)), "Wx": mx.ones((6, 2)), "Wh": mx.ones((6, 3))}
+    given |= {"b": mx.ones(6), "state": (mx.zeros((2, 3)),)} | REFUSED[text]
+    first = [given.pop(name) for name in ("cell", "x", "Wx", "Wh", "b", "state")]
+    with pytest.raises(ValueError, match=r"^\[pointwise\].*" + text):
+        pointwise(*first, **given)
