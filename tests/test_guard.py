@@ -17,7 +17,7 @@ import mlx.nn
 import numpy as np
 import pytest
 from cases import METAL, draw, draw_cotangents, run
-from on_metal import EVERY_OPTION, on_metal, pairs
+from on_metal import EVERY_OPTION, matrices_from, on_metal, pairs
 from quantized_cases import packed
 from trial_on_metal import FAULTS, fault
 

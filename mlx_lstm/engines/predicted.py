@@ -64,13 +64,14 @@ def predict(
         ['fused', 'stepwise']
     """
     if H > WIDEST:
-        return Prediction("stepwise", f"H = {H} > {WIDEST}, the largest H for which kernels of fused were counted")
+        return Prediction("stepwise", f"H = {H} > {WIDEST}, up to which kernels of fused were counted")
     rows = rows_for(cell, B, H, dtype.size, directions, cores, packing)
     fused = step_cycles(cell, B, H, dtype.size, directions, cores, rows, packing)
     share = fused / stepwise_cycles(cell, dtype, B, H, cores, directions, packing)
     weights = f", weights of {field_of(packing)} bits," if packing else ""
     where = f"in {str(dtype).removeprefix('mlx.core.')}{weights} at B = {B}, H = {H} on {cores} GPU cores"
-    return Prediction("fused" if share <= SIMPLER else "stepwise", f"fused takes {share:.2g} of the time of stepwise {where}")
+    reason = f"fused takes {share:.2g} of the time of stepwise {where}"
+    return Prediction("fused" if share <= SIMPLER else "stepwise", reason)
 
 
 def stepwise_cycles(

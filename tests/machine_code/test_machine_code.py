@@ -185,9 +185,9 @@ def default_kernels():
 @pytest.mark.parametrize("line", [*default_kernels()])
 def test_kernels_of_default_sizes_stay_within_the_budget(line):
     """Kernels of `fused` that may run by default, on a GPU with any number of cores, spill no register. From H = 96
-    on they take at most 2.7 instructions per multiply-add."""
+    on they take at most 2.7 instructions per multiply-add, with bfloat16 3.7, as its conversions are instructions."""
     assert line.spills == line.scratch == 0 and line.unknown == 0
-    assert line.H < 96 or line.instructions <= 2.7 * line.multiply_adds
+    assert line.H < 96 or line.instructions <= (3.7 if line.dtype == "bfloat16" else 2.7) * line.multiply_adds
 
 
 @pytest.mark.parametrize(("kernel", "most"), [("lstm_fused_forward", 750), ("lstm_fused_backward", 850)])

@@ -395,7 +395,7 @@ def of_mlx(size: Size, dtype: mx.Dtype, which: str) -> tuple[Problem, Graph]:
 
 
 def step_seconds(
-    dtype: mx.Dtype, B: int, H: int, chip: Chip, engine: str, rows: int = 0, cell: Cell = LSTM, T: int = 12
+    dtype: mx.Dtype, B: int, H: int, chip: Chip, engine: str, rows: int = 0, cell: Cell = LSTM, T: int = 6
 ) -> float | None:
     """Return the predicted seconds of T steps, forward and backward, without what a call takes besides its steps.
     rows: the batch items of a threadgroup of `fused`. Return None if a kernel spills registers."""

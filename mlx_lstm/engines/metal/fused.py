@@ -397,7 +397,7 @@ WORKING_REGISTERS = {
     ("lstm", "backward"): {1: 44, 2: 64, 8: 64},
     ("gru", "forward"): {1: 40, 2: 56, 4: 84, 8: 60},
     ("gru", "backward"): {1: 52, 2: 72, 4: 108, 8: 64},
-    ("rnn", "forward"): {1: 36, 2: 56, 4: 92, 8: 56},
+    ("rnn", "forward"): {1: 40, 2: 56, 4: 92, 8: 56},
     ("rnn", "backward"): {1: 44, 2: 60, 4: 92, 8: 56},
 }
 """The number of registers that a thread needs besides its resident weights, by cell, pass and batch items of a
